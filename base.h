@@ -1,0 +1,93 @@
+/* base.h: what every C file of infer stands on: exit codes, one-line errors, growing arrays, UTF-8, small files and
+ * strict JSON. It hides cJSON's laxities: whatever json_parse returns is JSON by RFC 8259 with no key twice. */
+#ifndef BASE_H
+#define BASE_H
+
+#include <cjson/cJSON.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { /* exit codes, as documented in README.md */
+       DONE = 0,
+       FAILED = 1,
+       USAGE = 2,
+       BAD_MODEL = 3,    /* missing or invalid */
+       NO_ROOM = 4,      /* does not fit */
+       NO_NETWORK = 5,   /* network or permission */
+       NO_GPU = 6,       /* none that can be used */
+       GPU_FAULT = 70,   /* the GPU failed while in use */
+       INTERRUPTED = 130 /* Ctrl+C */
+};
+
+typedef struct {
+    int code;       /* exit code */
+    char text[600]; /* one line: what was needed, what there is, what cures it */
+} Error;
+
+/* Fills *e and returns false, so that a check reads `return fail(e, ...)`. */
+bool fail(Error *e, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+/* Prints "infer: text" to stderr and exits with the error's code. */
+_Noreturn void die(const Error *e);
+
+/* malloc, calloc and realloc that end the process with one line when memory is out. Sizes that come from a file are
+ * compared with the file's size before they get here. */
+void *allocate(size_t bytes);
+void *allocate_zero(size_t count, size_t bytes);
+void *reallocate(void *p, size_t bytes);
+char *copy_text(const char *text, size_t n); /* NUL-terminated copy */
+
+typedef struct { /* bytes that grow; data is NUL-terminated after every call, so that text can be used as a C string */
+    char *data;
+    size_t n, room;
+} Bytes;
+void bytes_add(Bytes *b, const void *data, size_t n);
+void bytes_text(Bytes *b, const char *text);
+void bytes_print(Bytes *b, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void bytes_free(Bytes *b);
+
+typedef struct { /* token ids that grow */
+    int *data;
+    size_t n, room;
+} Ids;
+void ids_add(Ids *ids, int id);
+void ids_append(Ids *ids, const int *more, size_t n);
+void ids_free(Ids *ids);
+
+/* Length of the code point at s (1-4) and the code point, or 0 if the bytes there are not UTF-8 (RFC 3629: no
+ * surrogates, nothing above U+10FFFF, no overlong form). *cp may be left out. n > 0. */
+int utf8_decode(const char *s, size_t n, uint32_t *cp);
+int utf8_encode(uint32_t cp, char out[4]); /* bytes written */
+/* Offset of the first byte that is not UTF-8, or n. */
+size_t utf8_check(const char *s, size_t n);
+/* Output that arrives in pieces: what of the bytes in b is complete goes to `out`, each maximal invalid part as one
+ * U+FFFD (Unicode 3.9, best practice); an incomplete end stays in b until `flush`. */
+void utf8_stream(Bytes *b, Bytes *out, bool flush);
+
+/* The whole of a regular file of at most `most` bytes. */
+bool file_read(const char *path, size_t most, Bytes *out, Error *e);
+bool file_exists(const char *path);
+
+/* JSON, refused with `name` and the offset where cJSON would be lax: trailing text, keys twice, bad numbers, control
+ * bytes, \u0000, invalid UTF-8, a byte-order mark. Free with cJSON_Delete. */
+cJSON *json_parse(const char *text, size_t n, const char *name, Error *e);
+cJSON *json_read(const char *path, size_t most, Error *e);
+/* Members of objects; case matters. json_get returns NULL for a missing key and for null. */
+const cJSON *json_get(const cJSON *object, const char *key);
+const char *json_string(const cJSON *object, const char *key); /* or NULL */
+bool json_true(const cJSON *object, const char *key);
+/* A whole number in [least, most]; doubles hold every integer up to 2^53 exactly, and nothing above is taken. */
+bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);
+/* Appends n bytes of UTF-8 as a JSON string with its quotes. */
+void json_quote(Bytes *out, const char *text, size_t n);
+/* The value as compact JSON text; free it. */
+char *json_text(const cJSON *value);
+
+float f16_value(uint16_t half); /* IEEE 754 binary16 */
+double seconds(void); /* a monotonic clock */
+/* 13.8 GB, 5.1 MB, 812 bytes: decimal units, as disks and downloads are sold. Returns `out`. */
+char *size_text(uint64_t bytes, char out[24]);
+/* 131072 as 131,072. Returns `out`. */
+char *count_text(uint64_t count, char out[32]);
+
+#endif
