@@ -1,0 +1,129 @@
+/* infer.h: the border between C and CUDA, nothing else. The C side (model.c, engine.c) turns files into a Model and
+ * conversations into Batches; a Backend (infer.cu, and tests/reference.c in plain C) uploads the one and computes the
+ * other. Fusing two kernels, or splitting one, never touches this file.
+ *
+ * Arrays are row-major, their shape stands behind them. What a model does not have is NULL or 0 and its step is
+ * skipped: no code behind this border asks which family a model is. */
+#ifndef INFER_H
+#define INFER_H
+
+#include "base.h"
+#include "sampling.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { PAGE = 64 }; /* tokens in one page of the key/value cache, all layers */
+
+/* How a weight is encoded. MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 e2m1 values in 16 bytes, low nibble
+ * first, and one e8m0 scale a block, 2^(e - 127). */
+typedef enum { BF16, F16, F32, MXFP4 } Type;
+
+/* n matrices of rows inside one checked range of a file: row r of matrix i is at data + i * step + r * stride, and
+ * every byte of it lies in [data, data + size). A slice of a fused tensor is a view with a larger stride. Nothing is
+ * promised about alignment. */
+typedef struct {
+    const unsigned char *data; /* as mapped */
+    int fd;                    /* the same bytes for pread: [offset, offset + size) */
+    size_t offset, size, stride, step;
+} View;
+
+typedef struct { /* y = W x + bias, W exactly as the file encodes it */
+    Type type;
+    int rows, cols, n; /* n matrices (rows, cols); n > 1: one per expert. rows 0: this step does not exist */
+    View data, scale;  /* scale: MXFP4 only, (n, rows, cols / 32) bytes */
+    const float *bias; /* (n, rows) or NULL */
+} Linear;
+
+typedef struct {                       /* one transformer block */
+    const float *attn_norm, *ffn_norm; /* (dim) */
+    const float *sinks;                /* (n_heads) or NULL: a logit a head that joins the softmax without a value */
+    Linear q, k, v, o;                 /* (n_heads * head_dim, dim), (n_kv_heads * head_dim, dim) twice, back */
+    Linear router;                     /* (n_experts, dim), or absent: dense, which is one expert */
+    Linear gate, up, down;             /* n_experts times (ffn_dim, dim) twice, (dim, ffn_dim) */
+    int window;                        /* positions that a query sees, its own included; 0: all before it */
+} Layer;
+
+typedef enum {
+    SWIGLU,        /* gate sigmoid(gate) up (Shazeer, "GLU variants improve transformer", 2020) */
+    SWIGLU_CLAMPED /* gpt-oss: gate sigmoid(1.702 gate) (up + 1), gate <= limit, |up| <= limit */
+} Act;
+
+typedef struct {
+    int n_layers, dim, ffn_dim, vocab;
+    int context;             /* positions the model was made for */
+    int n_heads, n_kv_heads; /* query heads share a key/value head in groups of n_heads / n_kv_heads */
+    int head_dim, n_experts, top_k;
+    float eps; /* of every RMSNorm */
+    Act act;
+    float act_limit;       /* of SWIGLU_CLAMPED */
+    const float *inv_freq; /* (head_dim / 2) RoPE angle per position, all scaling (YaRN, llama3) folded in */
+    float rope_scale;      /* multiplies cos and sin (YaRN's attention factor), else 1 */
+    Linear embed, head;    /* (vocab, dim) both */
+    const float *norm;     /* (dim) before the head */
+    Layer *layer;          /* (n_layers) */
+} Model;
+
+typedef enum {
+    WANT_NOTHING,   /* a chunk of a prompt that goes on: no logits are computed */
+    WANT_TOKEN,     /* a token drawn from the last given token's logits */
+    WANT_LOGITS,    /* the same, and those logits */
+    WANT_ALL_LOGITS /* the same, and the logits of every given token */
+} Want;
+
+/* One step: prompts being read, answers being written and any mixture of them, as one ragged batch. Sequence s brings
+ * the tokens token[first[s]] .. token[first[s + 1] - 1] for the positions from start[s] on; its earlier positions are
+ * in the cache. The pages of positions to be written belong to it alone. Arrays are copied by submit. */
+typedef struct {
+    int seqs, max_pages;
+    const int *slot;  /* (seqs) who it is from step to step, in [0, max_seqs): its last drawn token is kept under it */
+    const int *first; /* (seqs + 1) */
+    const int *token; /* (first[seqs]); -1: the token that the slot drew last, which need not have been collected */
+    const int *start; /* (seqs) */
+    const int *page;  /* (seqs, max_pages) page of positions 0-63, 64-127, ... */
+    const Sampling *sampling; /* (seqs) */
+    const Want *want;         /* (seqs) */
+} Batch;
+
+enum { DREW_NOTHING = -1, DREW_NAN = -2 }; /* instead of a token: none was wanted; the logits hold a NaN */
+
+typedef struct {         /* of the oldest step not yet collected; valid until the next collect */
+    const int *token;    /* (seqs) */
+    const float *logits; /* (rows, vocab) of those that wanted them, in the order of the batch */
+    int rows;
+} Result;
+
+/* Tests look inside a step through a tap: q, k, v (after rope), attn, attn_residual, experts, weights, act, residual of
+ * each layer, and logits. Values are (rows, cols), a row a token of the batch; act is (tokens, top_k, ffn_dim). There
+ * are no other stages, so that kernels may fuse everything between. */
+typedef void Tap(void *data, const char *stage, int layer, const float *values, int rows, int cols);
+
+typedef struct {
+    int gpu;        /* which one */
+    int context;    /* positions of one sequence */
+    int max_seqs;   /* sequences of a batch, and slots */
+    int max_tokens; /* tokens of a batch */
+    Tap *tap;       /* or NULL */
+    void *tap_data;
+    void (*progress)(uint64_t done, uint64_t total); /* bytes of weights loaded so far, or NULL */
+} Limits;
+
+/* Errors carry the exit code: NO_ROOM, NO_GPU, BAD_MODEL (a file shrank), GPU_FAULT. After GPU_FAULT only close may be
+ * called. One submit may be outstanding before another: submit, submit, collect, submit, collect, ... */
+typedef struct {
+    const char *name;
+    /* Uploads the weights and allocates the cache. *pages: how many are wanted, then how many fit. NULL on failure. */
+    void *(*open)(const Model *, const Limits *, int *pages, Error *);
+    bool (*submit)(void *, const Batch *, Error *); /* returns at once */
+    bool (*collect)(void *, Result *, Error *);     /* waits for the oldest step */
+    void (*close)(void *);
+} Backend;
+
+extern const Backend cuda;      /* infer.cu */
+extern const Backend reference; /* tests/reference.c */
+
+#ifdef __cplusplus
+}
+#endif
+#endif
