@@ -1,0 +1,42 @@
+/* model.h: from a model directory to the Model of infer.h: config.json, the table of families, and weights bound by
+ * name, dtype and shape once, so that everything after may trust them. */
+#ifndef MODEL_H
+#define MODEL_H
+
+#include "infer.h"
+#include "safetensors.h"
+
+typedef struct {
+    Model model;
+    const char *family; /* its row of families[] */
+    Ids stop;           /* ids that end a text, from generation_config.json and config.json */
+    uint64_t bytes;     /* of all files */
+    Tensors tensors;
+    bool *bound;  /* (tensors.n) */
+    void **owned; /* arrays converted to float, freed with the checkpoint */
+    int owned_n;
+} Checkpoint;
+
+/* Opens a model directory; the weights are mapped, not read. BAD_MODEL with file, field or tensor, expected and found.
+ */
+bool checkpoint_open(Checkpoint *c, const char *dir, Error *e);
+void checkpoint_close(Checkpoint *c);
+
+const char *type_name(Type type);
+uint64_t linear_bytes(const Linear *w); /* of its weights as encoded; 0 if it does not exist */
+uint64_t model_bytes(const Model *m);   /* of all its Linears */
+
+/* What a list shows of a directory without opening its weights. */
+typedef struct {
+    char *path, *name; /* name: ORG/NAME for a model of the hub's cache, else the path as people type it */
+    char encoding[16];
+    uint64_t bytes;
+} ModelEntry;
+/* All models that can be found: in ./models, ~/.cache/infer/models and the hub's cache, sorted by name, none twice. */
+int models_list(ModelEntry **list);
+void models_free(ModelEntry *list, int n);
+/* The directory that a MODEL argument means: a path, ORG/NAME or a unique part of a name. Free it; NULL: BAD_MODEL with
+ * what is near. */
+char *model_find(const char *argument, Error *e);
+
+#endif
