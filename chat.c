@@ -1,0 +1,714 @@
+/* chat.c: harmony. Rendering follows docs/format.md of github.com/openai/harmony, tools follow its JSON-schema-to-
+ * TypeScript rules; the reader accepts what models write rather than what they should. See chat.h. */
+#include "chat.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { MOST_NAME = 128 };
+
+static const char constrain_mark[] = "<|constrain|>"; /* begins a Message.content_type */
+
+bool chat_open(Chat *chat, const Tokenizer *t) {
+    struct {
+        const char *name;
+        int *id;
+    } tokens[] = {{"<|start|>", &chat->start},        {"<|end|>", &chat->end},
+                  {"<|message|>", &chat->message},    {"<|channel|>", &chat->channel},
+                  {constrain_mark, &chat->constrain}, {"<|call|>", &chat->call},
+                  {"<|return|>", &chat->done},        {"<|endoftext|>", &chat->endoftext}};
+    *chat = (Chat){.tokenizer = t};
+    for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++)
+        if ((*tokens[i].id = tokenizer_added(t, tokens[i].name)) < 0) return false;
+    Error e;
+    ids_add(&chat->answer, chat->start);
+    return tokenizer_encode(t, "assistant", 9, 0, &chat->answer, &e);
+}
+
+void chat_close(Chat *chat) { ids_free(&chat->answer); }
+
+/* ---- conversations ---- */
+
+static char *copy_or_null(const char *text) { return text ? copy_text(text, strlen(text)) : NULL; }
+
+void conversation_set(char **text, const char *to) {
+    char *copy = copy_or_null(to);
+    free(*text);
+    *text = copy;
+}
+
+void conversation_init(Conversation *c) {
+    char date[16];
+    time_t now = time(NULL);
+    struct tm today;
+    strftime(date, sizeof date, "%Y-%m-%d", localtime_r(&now, &today));
+    *c = (Conversation){0};
+    conversation_set(&c->identity, "You are ChatGPT, a large language model trained by OpenAI.");
+    conversation_set(&c->cutoff, "2024-06");
+    conversation_set(&c->effort, "medium");
+    conversation_set(&c->channels, "analysis, commentary, final");
+    conversation_set(&c->date, date);
+}
+
+static void message_free(Message *m) {
+    char *owned[] = {m->role, m->name, m->channel, m->recipient, m->content_type};
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
+    bytes_free(&m->content);
+    ids_free(&m->sampled);
+    *m = (Message){0};
+}
+
+void conversation_remove(Conversation *c, int from, int n) {
+    for (int i = from; i < from + n; i++) message_free(c->message + i);
+    memmove(c->message + from, c->message + from + n, (size_t)(c->messages - from - n) * sizeof *c->message);
+    c->messages -= n;
+}
+
+void conversation_free(Conversation *c) {
+    char *owned[] = {c->identity, c->cutoff, c->date, c->effort, c->channels, c->instructions};
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
+    cJSON_Delete(c->tools);
+    cJSON_Delete(c->response_format);
+    if (c->messages) conversation_remove(c, 0, c->messages);
+    free(c->message);
+    *c = (Conversation){0};
+}
+
+static Message *message_new(Message **list, int *n) {
+    *list = reallocate(*list, (size_t)(*n + 1) * sizeof **list);
+    (*list)[*n] = (Message){0};
+    return *list + (*n)++;
+}
+
+Message *conversation_add(Conversation *c, const char *role, const char *channel, const char *content, size_t n) {
+    Message *m = message_new(&c->message, &c->messages);
+    m->role = copy_or_null(role);
+    m->channel = copy_or_null(channel);
+    bytes_add(&m->content, content, n);
+    return m;
+}
+
+Part message_part(const Message *m) {
+    if (m->recipient) return CALL;
+    if (m->channel && !strcmp(m->channel, "analysis")) return REASONING;
+    if (m->channel && !strcmp(m->channel, "commentary")) return PREAMBLE;
+    return ANSWER;
+}
+
+/* ---- from JSON ---- */
+
+/* A text, or an array of {"type": "text", "text": ...}. Missing is empty. */
+static bool parse_text(const cJSON *value, int i, Bytes *out, Error *e) {
+    const cJSON *part;
+    bytes_text(out, "");
+    if (!value || cJSON_IsNull(value)) return true;
+    if (cJSON_IsString(value)) return bytes_text(out, value->valuestring), true;
+    if (!cJSON_IsArray(value)) return fail(e, USAGE, "messages[%d].content is neither a text nor an array of parts", i);
+    cJSON_ArrayForEach(part, value) {
+        const char *type = json_string(part, "type"), *text = json_string(part, "text");
+        if (!type || strcmp(type, "text") || !text)
+            return fail(e, USAGE, "messages[%d].content has a part that is not text", i);
+        bytes_text(out, text);
+    }
+    return true;
+}
+
+static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
+    const cJSON *call;
+    cJSON_ArrayForEach(call, calls) {
+        const cJSON *function = json_get(call, "function");
+        const char *name = json_string(function, "name"), *arguments = json_string(function, "arguments");
+        if (!name || !arguments)
+            return fail(e, USAGE, "messages[%d].tool_calls needs function.name and function.arguments, both texts", i);
+        Message *m = conversation_add(c, "assistant", "commentary", arguments, strlen(arguments));
+        Bytes recipient = {0};
+        bytes_print(&recipient, "functions.%s", name);
+        m->recipient = recipient.data;
+        m->content_type = copy_text("<|constrain|>json", 17);
+    }
+    return true;
+}
+
+/* The function whose call has this id among the messages before, else the function called last. */
+static const char *called_function(const cJSON *messages, const cJSON *until, const char *id) {
+    const char *last = NULL;
+    const cJSON *call;
+    for (const cJSON *m = messages->child; m && m != until; m = m->next)
+        cJSON_ArrayForEach(call, json_get(m, "tool_calls")) {
+            const char *this = json_string(call, "id");
+            last = json_string(json_get(call, "function"), "name");
+            if (id && this && !strcmp(id, this)) return last;
+        }
+    return last;
+}
+
+static bool parse_message(Conversation *c, const cJSON *messages, const cJSON *json, int i, Error *e) {
+    const char *role = json_string(json, "role"), *channel = json_string(json, "channel"),
+               *name = json_string(json, "name");
+    const char *reasoning = json_string(json, "reasoning_content");
+    const cJSON *calls = json_get(json, "tool_calls");
+    Bytes text = {0};
+    if (!reasoning) reasoning = json_string(json, "reasoning");
+    if (!role) return fail(e, USAGE, "messages[%d] has no role", i);
+    bool ok = parse_text(json_get(json, "content"), i, &text, e),
+         system = !strcmp(role, "system") || !strcmp(role, "developer");
+    Message *m = NULL;
+    if (ok && system && !c->messages) { /* a system prompt of the user's is an instruction of the developer's */
+        Bytes all = {0};
+        bytes_print(&all, "%s%s%s", c->instructions ? c->instructions : "", c->instructions ? "\n\n" : "", text.data);
+        free(c->instructions);
+        c->instructions = all.data;
+    } else if (ok && system) {
+        m = conversation_add(c, "developer", NULL, "# Instructions\n\n", 16);
+        bytes_add(&m->content, text.data, text.n);
+    } else if (ok && !strcmp(role, "user")) {
+        conversation_add(c, role, NULL, text.data, text.n);
+    } else if (ok && !strcmp(role, "tool") && name && strchr(name, '.')) { /* as harmony names authors */
+        m = conversation_add(c, role, channel, text.data, text.n);
+        m->name = copy_or_null(name);
+    } else if (ok && !strcmp(role, "tool")) {
+        const char *function = called_function(messages, json, json_string(json, "tool_call_id"));
+        Bytes author = {0};
+        if (!function) function = name;
+        ok = function || fail(e, USAGE, "messages[%d] answers a tool call, and none came before", i);
+        bytes_print(&author, "functions.%s", function ? function : "");
+        m = conversation_add(c, role, "commentary", text.data, text.n);
+        m->name = author.data;
+        m->recipient = copy_text("assistant", 9);
+    } else if (ok && !strcmp(role, "assistant")) {
+        if (reasoning && *reasoning) conversation_add(c, role, "analysis", reasoning, strlen(reasoning));
+        if (channel)
+            m = conversation_add(c, role, channel, text.data, text.n);
+        else if (text.n || !calls)
+            m = conversation_add(c, role, calls ? "commentary" : "final", text.data, text.n);
+        ok = parse_calls(c, calls, i, e);
+    } else if (ok) {
+        ok = fail(e, USAGE, "messages[%d] has the unknown role '%.40s'", i, role);
+    }
+    const char *recipient = json_string(json, "recipient"), *content_type = json_string(json, "content_type");
+    if (ok && (recipient || content_type)) { /* harmony's own fields, as `parse` writes them */
+        if (!m || !(channel || m->name))
+            ok = fail(e, USAGE, "messages[%d] has a recipient or content_type, but no channel", i);
+        if (ok && recipient) conversation_set(&m->recipient, recipient);
+        if (ok && content_type) conversation_set(&m->content_type, content_type);
+        if (ok) m->recipient_first = true;
+    }
+    bytes_free(&text);
+    return ok;
+}
+
+static bool parse_tools(Conversation *c, const cJSON *tools, Error *e) {
+    const cJSON *tool;
+    if (!tools || !cJSON_GetArraySize(tools)) return true;
+    if (!cJSON_IsArray(tools)) return fail(e, USAGE, "tools is not an array");
+    c->tools = cJSON_CreateArray();
+    cJSON_ArrayForEach(tool, tools) {
+        const cJSON *function = json_get(tool, "function");
+        if (!json_string(function, "name"))
+            return fail(e, USAGE, "a tool is not {\"type\": \"function\", \"function\": {\"name\": ...}}");
+        cJSON_AddItemToArray(c->tools, cJSON_Duplicate(function, true));
+    }
+    return true;
+}
+
+static bool parse_response_format(Conversation *c, const cJSON *format, Error *e) {
+    const char *type = json_string(format, "type");
+    const cJSON *schema = json_get(format, "json_schema");
+    if (!format || (type && !strcmp(type, "text"))) return true;
+    if (!type || strcmp(type, "json_schema") || !json_string(schema, "name") || !json_get(schema, "schema"))
+        return fail(
+            e, USAGE,
+            "response_format should be {\"type\": \"json_schema\", \"json_schema\": {\"name\": ..., \"schema\": ...}}");
+    c->response_format = cJSON_Duplicate(schema, true);
+    return true;
+}
+
+bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
+    const struct {
+        const char *key;
+        char **text;
+    } texts[] = {{"reasoning_effort", &c->effort},
+                 {"date", &c->date},
+                 {"model_identity", &c->identity},
+                 {"knowledge_cutoff", &c->cutoff}};
+    const cJSON *messages = json_get(json, "messages"), *m, *channels = json_get(json, "channels");
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        const cJSON *value = json_get(json, texts[i].key);
+        if (value && !cJSON_IsString(value)) return fail(e, USAGE, "%s is not a text", texts[i].key);
+        if (value) conversation_set(texts[i].text, value->valuestring);
+    }
+    if (c->date && !strcmp(c->date, "none")) conversation_set(&c->date, NULL);
+    if (strcmp(c->effort, "low") && strcmp(c->effort, "medium") && strcmp(c->effort, "high"))
+        return fail(e, USAGE, "reasoning_effort should be low, medium or high and is '%.40s'", c->effort);
+    if (channels) {
+        Bytes all = {0};
+        bytes_text(&all, "");
+        cJSON_ArrayForEach(m, channels)
+            bytes_print(&all, "%s%s", all.n ? ", " : "", cJSON_IsString(m) ? m->valuestring : "");
+        free(c->channels);
+        c->channels = all.data;
+    }
+    c->bare = json_true(json, "bare");
+    c->keep_analysis = json_true(json, "keep_analysis");
+    if (!parse_tools(c, json_get(json, "tools"), e) || !parse_response_format(c, json_get(json, "response_format"), e))
+        return false;
+    if (!cJSON_IsArray(messages)) return fail(e, USAGE, "messages is not an array");
+    int i = 0;
+    cJSON_ArrayForEach(m, messages) if (!parse_message(c, messages, m, i++, e)) return false;
+    return true;
+}
+
+void message_json(const Message *m, Bytes *out) {
+    const struct {
+        const char *key, *value;
+    } fields[] = {{"name", m->name}, {"channel", m->channel}, {"recipient", m->recipient}, {"content_type", m->content_type}};
+    bytes_print(out, "{\"role\":\"%s\"", m->role);
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (fields[i].value) {
+            bytes_print(out, ",\"%s\":", fields[i].key);
+            json_quote(out, fields[i].value, strlen(fields[i].value));
+        }
+    bytes_text(out, ",\"content\":");
+    json_quote(out, m->content.data, m->content.n);
+    bytes_text(out, "}");
+}
+
+/* ---- tools as TypeScript ---- */
+
+static void comment(Bytes *out, const char *indent, const char *text) {
+    for (const char *line = text, *end; line; line = *end ? end + 1 : NULL) {
+        end = strchrnul(line, '\n');
+        bytes_print(out, "%s// %.*s\n", indent, (int)(end - line), line);
+    }
+}
+
+static bool is_enum(const cJSON *schema) {
+    const char *type = json_string(schema, "type");
+    return type && !strcmp(type, "string") && cJSON_GetArraySize(json_get(schema, "enum")) > 0;
+}
+
+/* "default: x"; a text has quotes unless it is one of an enum. */
+static void add_default(Bytes *out, const cJSON *schema) {
+    const cJSON *value = json_get(schema, "default");
+    char *text = cJSON_IsString(value) ? NULL : json_text(value);
+    if (text)
+        bytes_print(out, "default: %s", text);
+    else
+        bytes_print(out, is_enum(schema) ? "default: %s" : "default: \"%s\"", value->valuestring);
+    free(text);
+}
+
+static void add_type(Bytes *out, const cJSON *schema, const char *indent);
+
+/* One alternative of a oneOf with its comment behind it. */
+static void add_variant(Bytes *out, const cJSON *variant, const char *indent) {
+    Bytes deeper = {0};
+    bytes_print(&deeper, "%s   ", indent);
+    bytes_print(out, "%s | ", indent);
+    add_type(out, variant, deeper.data);
+    const char *description = json_string(variant, "description");
+    bool has_default = json_get(variant, "default");
+    if (description || has_default)
+        bytes_print(out, " // %s%s", description ? description : "", description && has_default ? " " : "");
+    if (has_default) add_default(out, variant);
+    bytes_free(&deeper);
+}
+
+static bool is_required(const cJSON *schema, const char *key) {
+    const cJSON *name;
+    cJSON_ArrayForEach(name, json_get(schema, "required")) if (cJSON_IsString(name) &&
+                                                               !strcmp(name->valuestring, key)) return true;
+    return false;
+}
+
+static void add_property(Bytes *out, const cJSON *schema, const cJSON *property, const char *indent) {
+    const cJSON *examples = json_get(property, "examples"), *one_of = json_get(property, "oneOf"), *item;
+    const char *title = json_string(property, "title"), *description = json_string(property, "description");
+    const char *optional = is_required(schema, property->string) ? "" : "?";
+    bool has_default = json_get(property, "default");
+    if (title) comment(out, indent, title), bytes_print(out, "%s//\n", indent);
+    if (description) comment(out, indent, description);
+    if (cJSON_GetArraySize(examples)) comment(out, indent, "Examples:");
+    cJSON_ArrayForEach(item, examples) if (cJSON_IsString(item))
+        bytes_print(out, "%s// - \"%s\"\n", indent, item->valuestring);
+    if (cJSON_IsArray(one_of)) {
+        if (has_default) bytes_print(out, "%s// ", indent), add_default(out, property), bytes_text(out, "\n");
+        bytes_print(out, "%s%s%s:\n", indent, property->string, optional);
+        cJSON_ArrayForEach(item, one_of) add_variant(out, item, indent), bytes_text(out, "\n");
+        bytes_print(out, "%s,\n", indent);
+        return;
+    }
+    Bytes deeper = {0};
+    bytes_print(&deeper, "%s    ", indent);
+    bytes_print(out, "%s%s%s: ", indent, property->string, optional);
+    size_t before = out->n;
+    add_type(out, property, deeper.data);
+    if (json_true(property, "nullable") && !strstr(out->data + before, "null")) bytes_text(out, " | null");
+    bytes_text(out, ",");
+    if (has_default) bytes_text(out, " // "), add_default(out, property);
+    bytes_text(out, "\n");
+    bytes_free(&deeper);
+}
+
+/* A JSON schema as a TypeScript type. The depth of nesting is limited by the JSON parser. */
+static void add_type(Bytes *out, const cJSON *schema, const char *indent) {
+    const cJSON *one_of = json_get(schema, "oneOf"), *types = json_get(schema, "type"), *item;
+    const char *type = cJSON_GetStringValue(types), *description = json_string(schema, "description");
+    if (cJSON_IsArray(one_of)) {
+        cJSON_ArrayForEach(item, one_of) bytes_text(out, "\n"), add_variant(out, item, indent);
+    } else if (cJSON_GetArraySize(types) > 0 && cJSON_IsArray(types)) {
+        cJSON_ArrayForEach(item, types) {
+            const char *name = cJSON_IsString(item) ? item->valuestring : "any";
+            bytes_print(out, "%s%s", item == types->child ? "" : " | ", strcmp(name, "integer") ? name : "number");
+        }
+    } else if (is_enum(schema)) {
+        const char *before = "";
+        cJSON_ArrayForEach(item, json_get(schema, "enum")) if (cJSON_IsString(item)) {
+            bytes_print(out, "%s\"%s\"", before, item->valuestring);
+            before = " | ";
+        }
+    } else if (type && !strcmp(type, "object")) {
+        if (description) comment(out, indent, description);
+        bytes_text(out, "{\n");
+        cJSON_ArrayForEach(item, json_get(schema, "properties")) add_property(out, schema, item, indent);
+        bytes_print(out, "%s}", indent);
+    } else if (type && !strcmp(type, "array")) {
+        const cJSON *items = json_get(schema, "items");
+        if (items) add_type(out, items, indent);
+        bytes_text(out, items ? "[]" : "Array<any>");
+    } else if (type && (!strcmp(type, "number") || !strcmp(type, "integer"))) {
+        bytes_text(out, "number");
+    } else {
+        bytes_text(out, type && (!strcmp(type, "string") || !strcmp(type, "boolean")) ? type : "any");
+    }
+}
+
+static void add_tools(Bytes *out, const cJSON *tools) {
+    const cJSON *tool;
+    bytes_text(out, "# Tools\n\n## functions\n\nnamespace functions {\n\n");
+    cJSON_ArrayForEach(tool, tools) {
+        const cJSON *parameters = json_get(tool, "parameters"), *properties = json_get(parameters, "properties");
+        const char *description = json_string(tool, "description");
+        if (description && *description) comment(out, "", description);
+        bytes_print(out, "type %s = (", json_string(tool, "name"));
+        if (properties && properties->child) bytes_text(out, "_: "), add_type(out, parameters, "");
+        bytes_text(out, ") => any;\n\n");
+    }
+    bytes_text(out, "} // namespace functions");
+}
+
+/* ---- rendering ---- */
+
+typedef struct {
+    const Chat *chat;
+    Bytes text; /* ordinary text since the last control token: encoded in one piece */
+    Ids *out;
+    Error *e;
+} Renderer;
+
+static bool flush_text(Renderer *r) {
+    bool ok = !r->text.n || tokenizer_encode(r->chat->tokenizer, r->text.data, r->text.n, 0, r->out, r->e);
+    r->text.n = 0;
+    return ok;
+}
+
+static bool control(Renderer *r, int id) {
+    if (!flush_text(r)) return false;
+    ids_add(r->out, id);
+    return true;
+}
+
+/* A word of a header: what could be read as another part of it is refused. */
+static bool header_word(Renderer *r, const char *what, const char *word) {
+    size_t n = strlen(word);
+    for (size_t i = 0; i < n; i++) {
+        unsigned char c = (unsigned char)word[i];
+        if (c <= ' ' || c == '<' || c == '>' || c == '=' || c == 127)
+            return fail(r->e, USAGE, "a %s may not contain spaces, '<', '>' or '=': '%.100s'", what, word);
+    }
+    if (!n || n > MOST_NAME) return fail(r->e, USAGE, "a %s has from 1 to %d characters, not %zu", what, MOST_NAME, n);
+    bytes_text(&r->text, word);
+    return true;
+}
+
+static bool render_recipient(Renderer *r, const Message *m) {
+    if (!m->recipient) return true;
+    bytes_text(&r->text, " to=");
+    return header_word(r, "recipient", m->recipient);
+}
+
+static bool render_message(Renderer *r, const Message *m) {
+    const Chat *chat = r->chat;
+    bool calls = !strcmp(m->role, "assistant") && m->recipient;
+    if (m->sampled.n) { /* replayed, but <|return|> is never an input */
+        ids_append(r->out, m->sampled.data, m->sampled.n - 1);
+        return control(r, calls ? chat->call : chat->end);
+    }
+    if (!control(r, chat->start) || !header_word(r, "role", m->name ? m->name : m->role)) return false;
+    if (m->recipient_first && !render_recipient(r, m)) return false;
+    if (m->channel && (!control(r, chat->channel) || !header_word(r, "channel", m->channel))) return false;
+    if (!m->recipient_first && !render_recipient(r, m)) return false;
+    if (m->content_type) {
+        size_t mark = sizeof constrain_mark - 1;
+        bool constrained = !strncmp(m->content_type, constrain_mark, mark);
+        bytes_text(&r->text, " ");
+        if (constrained && !control(r, chat->constrain)) return false;
+        if (!header_word(r, "content_type", m->content_type + (constrained ? mark : 0))) return false;
+    }
+    if (!control(r, chat->message)) return false;
+    bytes_add(&r->text, m->content.data, m->content.n);
+    return control(r, calls ? chat->call : chat->end);
+}
+
+static bool render_plain(Renderer *r, const char *role, Bytes *content) {
+    Message m = {.role = (char *)(uintptr_t)role, .content = *content};
+    bool ok = render_message(r, &m);
+    bytes_free(content);
+    return ok;
+}
+
+static bool render_system(Renderer *r, const Conversation *c) {
+    Bytes text = {0};
+    bytes_print(&text, "%s\nKnowledge cutoff: %s\n", c->identity, c->cutoff);
+    if (c->date) bytes_print(&text, "Current date: %s\n", c->date);
+    bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.",
+                c->effort, c->channels);
+    if (c->tools) bytes_text(&text, "\nCalls to these tools must go to the commentary channel: 'functions'.");
+    return render_plain(r, "system", &text);
+}
+
+static bool render_developer(Renderer *r, const Conversation *c) {
+    Bytes text = {0};
+    if (c->instructions && *c->instructions) bytes_print(&text, "# Instructions\n\n%s", c->instructions);
+    if (c->tools) {
+        if (text.n) bytes_text(&text, "\n\n");
+        add_tools(&text, c->tools);
+    }
+    if (c->response_format) {
+        const char *description = json_string(c->response_format, "description");
+        char *schema = json_text(json_get(c->response_format, "schema"));
+        bytes_print(&text, "%s# Response Formats\n\n## %s\n\n", text.n ? "\n\n" : "",
+                    json_string(c->response_format, "name"));
+        if (description) comment(&text, "", description);
+        bytes_text(&text, schema);
+        free(schema);
+    }
+    return !text.n || render_plain(r, "developer", &text);
+}
+
+static bool check_tools(const Conversation *c, Renderer *r) {
+    const cJSON *tool;
+    cJSON_ArrayForEach(tool, c->tools) if (!header_word(r, "function name", json_string(tool, "name"))) return false;
+    r->text.n = 0;
+    return true;
+}
+
+bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
+    Renderer r = {.chat = chat, .out = out, .e = e};
+    size_t before = out->n;
+    bool ok = check_tools(c, &r) && (c->bare || render_system(&r, c)) && render_developer(&r, c);
+    /* The last final answer that its turn has ended with: one that something follows. Reasoning before it is dropped.
+     */
+    int ended = c->messages - (prompt ? 0 : 1);
+    while (ended > 0 &&
+           !(message_part(c->message + ended - 1) == ANSWER && !strcmp(c->message[ended - 1].role, "assistant")))
+        ended--;
+    for (int i = 0; i < c->messages && ok; i++) {
+        const Message *m = c->message + i;
+        bool reasoning = !strcmp(m->role, "assistant") && message_part(m) == REASONING;
+        if (!(reasoning && i < ended && !c->keep_analysis)) ok = render_message(&r, m);
+    }
+    if (ok && prompt) ids_append(out, chat->answer.data, chat->answer.n);
+    if (!ok) out->n = before;
+    bytes_free(&r.text);
+    return ok;
+}
+
+/* ---- reading ---- */
+
+void reader_init(Reader *r, const Chat *chat) {
+    *r = (Reader){.chat = chat};
+    r->now.role = copy_text("assistant", 9);
+    ids_append(&r->now.sampled, chat->answer.data, chat->answer.n);
+}
+
+void reader_free(Reader *r) {
+    for (int i = 0; i < r->messages; i++) message_free(r->message + i);
+    free(r->message);
+    message_free(&r->now);
+    bytes_free(&r->header);
+    bytes_free(&r->decoder.held);
+    *r = (Reader){0};
+}
+
+void reader_take(Reader *r, Conversation *c) {
+    for (int i = 0; i < r->messages; i++) *message_new(&c->message, &c->messages) = r->message[i];
+    r->messages = 0;
+}
+
+/* The next word of a header and where it ends; NULL at the end. A mark is a word of its own. */
+static const char *next_word(const char *s, const char **end) {
+    s += strspn(s, " \t\r\n");
+    if (!*s) return NULL;
+    *end = *s <= 2 ? s + 1 : s + strcspn(s, " \t\r\n\1\2");
+    return s;
+}
+
+static void set_word(char **to, const char *word, const char *end) {
+    free(*to);
+    *to = copy_text(word, (size_t)(end - word));
+}
+
+/* Who wrote the message: the first word of a header that began with <|start|>. */
+static void read_author(Message *m, const char *word, const char *end) {
+    static const char *const roles[] = {"system", "developer", "user", "assistant", "tool"};
+    free(m->role);
+    m->role = NULL;
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
+        if (strlen(roles[i]) == (size_t)(end - word) && !strncmp(roles[i], word, strlen(roles[i])))
+            m->role = copy_or_null(roles[i]);
+    if (m->role) return;
+    m->role = copy_text("tool", 4);
+    set_word(&m->name, word, end);
+}
+
+/* Takes a header apart: author, to=RECIPIENT anywhere, <|channel|> CHANNEL, <|constrain|> TYPE or one bare word as
+ * type. What is left, where a header has none of that, was meant as content. `complete`: <|message|> ended it. */
+static void read_header(Reader *r, bool complete) {
+    Message *m = &r->now;
+    const char *end, *word = r->header.n ? next_word(r->header.data, &end) : NULL, *rest = NULL, *bare = NULL,
+                     *bare_end = NULL;
+    if (r->started && word && *word > 2 && strncmp(word, "to=", 3)) {
+        read_author(m, word, end);
+        word = next_word(end, &end);
+    } else if (r->started) {
+        r->repairs++; /* nobody wrote it: the model did */
+    }
+    for (; word && !rest; word = next_word(end, &end)) {
+        if (!strncmp(word, "to=", 3) && end > word + 3 && !m->recipient) {
+            set_word(&m->recipient, word + 3, end);
+            m->recipient_first = !m->channel;
+        } else if (*word == 1 && !m->channel) {
+            const char *name = next_word(end, &end);
+            if (name && *name > 2) set_word(&m->channel, name, end);
+        } else if (*word == 2 && !m->content_type) {
+            const char *name = next_word(end, &end);
+            Bytes type = {0};
+            bytes_print(&type, "%s%.*s", constrain_mark, name ? (int)(end - name) : 0, name ? name : "");
+            m->content_type = type.data;
+        } else if (*word > 2 && complete && !bare && !m->content_type) {
+            bare = word, bare_end = end;
+        } else if (*word > 2) {
+            rest = bare ? bare : word;
+        } else {
+            r->repairs++; /* a control token too many */
+        }
+    }
+    if (rest) {
+        r->repairs += complete;
+        bytes_text(&m->content, rest);
+        for (char *c = m->content.data; *c; c++)
+            if (*c <= 2 && *c > 0) *c = ' ';
+    } else if (bare) {
+        set_word(&m->content_type, bare, bare_end);
+    }
+    r->header.n = 0;
+}
+
+/* Completes the message being read and begins the next, whose header `started` with <|start|> or not yet. */
+static void close_message(Reader *r, Bytes *text, Read *read) {
+    if (!r->in_content) {
+        read_header(r, false);
+        bytes_add(text, r->now.content.data, r->now.content.n);
+    } else {
+        size_t before = text->n;
+        tokenizer_flush(&r->decoder, text);
+        bytes_add(&r->now.content, text->data + before, text->n - before);
+    }
+    read->part = message_part(&r->now);
+    read->closed = true;
+    *message_new(&r->message, &r->messages) = r->now;
+    r->now = (Message){.role = copy_text("assistant", 9)};
+    r->in_content = r->started = false;
+    r->between = true;
+}
+
+static void drop_sampled(Reader *r) { /* a repaired message is not worth repeating as it was */
+    ids_free(&r->now.sampled);
+    r->repairs++;
+}
+
+static void push_control(Reader *r, int token, Bytes *text, Read *read) {
+    const Chat *chat = r->chat;
+    bool ends = token == chat->end || token == chat->call || token == chat->done || token == chat->endoftext;
+    if (ends) {
+        bool empty = !r->in_content && !r->header.n && !r->started; /* two ends in a row, or nothing but an end */
+        if (!r->in_content && !empty) drop_sampled(r);
+        if (!empty) close_message(r, text, read);
+        read->stop = token != chat->end;
+    } else if (token == chat->message && !r->in_content) {
+        read_header(r, true);
+        bytes_add(text, r->now.content.data, r->now.content.n);
+        r->in_content = true;
+    } else if (token == chat->start || (r->in_content && token == chat->channel)) { /* a new header */
+        bool begun = r->in_content || r->header.n || r->started;
+        if (begun) {
+            drop_sampled(r);
+            close_message(r, text, read);
+        }
+        ids_free(&r->now.sampled);
+        if (token == chat->start) {
+            ids_add(&r->now.sampled, token);
+            r->started = true;
+        } else {
+            ids_append(&r->now.sampled, chat->answer.data, chat->answer.n);
+            ids_add(&r->now.sampled, token);
+            bytes_text(&r->header, "\1");
+        }
+    } else if (!r->in_content && (token == chat->channel || token == chat->constrain)) {
+        bytes_text(&r->header, token == chat->channel ? "\1" : "\2");
+    } else {
+        drop_sampled(r); /* no place for it here */
+    }
+}
+
+Read reader_push(Reader *r, int token, Bytes *text) {
+    Read read = {0};
+    bytes_text(text, "");
+    if (r->between && token != r->chat->start) r->repairs++; /* a header without its beginning */
+    r->between = false;
+    if (tokenizer_is_control(r->chat->tokenizer, token)) {
+        bool replay = r->now.sampled.n && token != r->chat->start;
+        if (replay) ids_add(&r->now.sampled, token);
+        push_control(r, token, text, &read);
+        if (!read.closed) read.part = message_part(&r->now);
+        return read;
+    }
+    if (r->now.sampled.n) ids_add(&r->now.sampled, token);
+    if (r->in_content) {
+        size_t before = text->n;
+        tokenizer_decode(r->chat->tokenizer, &r->decoder, token, text);
+        bytes_add(&r->now.content, text->data + before, text->n - before);
+    } else { /* marks are ours alone */
+        size_t before = r->header.n;
+        tokenizer_bytes(r->chat->tokenizer, &r->decoder, token, &r->header);
+        for (size_t i = before; i < r->header.n; i++)
+            if ((unsigned char)r->header.data[i] <= 2) r->header.data[i] = ' ';
+    }
+    read.part = message_part(&r->now);
+    return read;
+}
+
+Read reader_end(Reader *r, Bytes *text) {
+    Read read = {.stop = true};
+    bytes_text(text, "");
+    if (r->in_content || r->header.n) {
+        ids_free(&r->now.sampled);
+        close_message(r, text, &read);
+    }
+    if (read.closed && !r->message[r->messages - 1].content.n)
+        message_free(r->message + --r->messages), read.closed = false;
+    bytes_free(&r->decoder.held);
+    return read;
+}
