@@ -1,0 +1,102 @@
+# infer: `make help` lists the targets. Variables to override: CC, CFLAGS, NVCC, CUDA_HOME, CUDA_ARCH, PREFIX, DESTDIR.
+CC       = gcc
+CFLAGS   = -O3 -g
+CUDA_HOME ?= /usr/local/cuda
+NVCC     = $(or $(shell command -v nvcc 2>/dev/null),$(CUDA_HOME)/bin/nvcc)
+PREFIX   = /usr/local
+
+# The architectures that infer.cu is compiled for: the card's own, or, where there is none, all that matter and PTX for
+# later ones. Give another as CUDA_ARCH="sm_89", several as CUDA_ARCH="sm_80 sm_90".
+CUDA_ARCH ?= $(or $(addprefix sm_,$(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))),\
+               sm_80 sm_86 sm_89 sm_90 compute_90)
+
+LIBRARIES = libcjson libpcre2-8 libedit
+PACKAGES  = libcjson-dev libpcre2-dev libedit-dev
+C_SOURCES = base.c safetensors.c model.c tokenizer.c chat.c engine.c editor.c play.c infer.c
+REFERENCE = $(C_SOURCES) tests/reference.c
+
+# Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere.
+FLAGS     = -std=c11 -D_GNU_SOURCE -ffp-contract=off -Wall -Wextra -MMD -MP -I. $(shell pkg-config --cflags $(LIBRARIES) 2>/dev/null)
+LIBS      = $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null) -lm
+SANITIZE  = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+
+ifneq ($(MAKECMDGOALS),help)
+ifneq ($(MAKECMDGOALS),clean)
+MISSING := $(shell pkg-config --exists $(LIBRARIES) 2>/dev/null || echo yes)
+ifeq ($(MISSING),yes)
+$(error libraries are missing: sudo apt install pkg-config $(PACKAGES))
+endif
+endif
+endif
+
+# objects of a build below build/, by its name and sources
+objects = $(patsubst %.c,build/$(1)/%.o,$(2))
+
+ifeq ($(wildcard infer.cu),)
+all: reference
+	@echo "make: there is no infer.cu yet: infer-reference is all that was built"
+else
+all: infer
+endif
+
+reference: infer-reference
+
+infer-reference: $(call objects,reference,$(REFERENCE))
+	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+
+build/reference/%.o: %.c Makefile
+	@mkdir -p $(@D)
+	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=reference -c $< -o $@
+
+# the same program and the unit tests under sanitizers
+asan: build/asan/infer-reference build/asan/unit
+
+build/asan/infer-reference: $(call objects,asan,$(REFERENCE))
+	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
+
+build/asan/unit: $(call objects,asan,$(filter-out infer.c,$(REFERENCE)) tests/unit.c)
+	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
+
+build/asan/%.o: %.c Makefile
+	@mkdir -p $(@D)
+	$(CC) $(FLAGS) $(SANITIZE) -DBACKEND=reference -c $< -o $@
+
+test: asan reference
+	python3 tests/run.py
+
+fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
+	python3 tests/run_fuzzers.py
+
+build/fuzz/%: tests/fuzz_%.c $(filter-out infer.c play.c editor.c,$(C_SOURCES)) tests/reference.c Makefile
+	@mkdir -p $(@D)
+	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter %.c,$^) -o $@ $(LIBS)
+
+verify: reference
+	python3 tests/verify.py ./infer-reference $(MODEL)
+
+install: reference
+	install -d $(DESTDIR)$(PREFIX)/bin
+	install -m 755 infer-reference $(DESTDIR)$(PREFIX)/bin/
+
+format:
+	clang-format -i *.c *.h tests/*.c tests/*.h
+
+count:
+	@wc -l *.c *.h *.cu 2>/dev/null | sort -n
+
+clean:
+	rm -rf build infer infer-reference
+
+help:
+	@echo "make              builds what this machine can run"
+	@echo "make reference    builds ./infer-reference, the plain C twin, which needs no CUDA"
+	@echo "make test         runs the tests (TEST_DATA=DIR for those that need data which cannot be shipped)"
+	@echo "make test-gpu     runs the tests that need a GPU"
+	@echo "make verify MODEL=DIR   does this engine continue seven prompts as OpenAI's own code does?"
+	@echo "make asan         builds the program and the unit tests with sanitizers, below build/asan"
+	@echo "make fuzz         runs each fuzzer for a minute (needs clang)"
+	@echo "make install      PREFIX=/usr/local DESTDIR="
+	@echo "make format       clang-format    make count    lines    make clean    removes what was built"
+
+.PHONY: all reference asan test fuzz verify install format count clean help
+-include $(wildcard build/*/*.d build/*/tests/*.d)
