@@ -28,7 +28,7 @@ static unsigned char editor_cancel(EditLine *line, int key) {
     (void)key;
     el_get(line, EL_CLIENTDATA, &ed);
     ed->cancelled = true;
-    fputs("^C", stdout);
+    fputs("^C\n", stdout);
     return CC_NEWLINE;
 }
 

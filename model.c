@@ -413,6 +413,10 @@ bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) {
     *c = (Checkpoint){0};
     Bytes path = {0};
     bytes_print(&path, "%s/config.json", dir);
+    if (access(path.data, F_OK)) {
+        bytes_free(&path);
+        return fail(e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", dir);
+    }
     cJSON *config = json_read(path.data, MOST_CONFIG, e);
     Reader r = {.c = c, .config = config, .path = path.data, .e = e};
     bool ok = config && read_config(&r, dir) && tensors_open(&c->tensors, dir, e);

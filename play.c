@@ -84,6 +84,11 @@ typedef struct {
 static volatile sig_atomic_t interrupted;
 static void on_interrupt(int number) { interrupted = number; }
 
+static bool check_text(const char *what, const char *text, size_t n, Error *e) {
+    size_t valid = utf8_check(text, n);
+    return valid == n || fail(e, USAGE, "%s is not UTF-8: byte %zu is 0x%02X", what, valid, (unsigned char)text[valid]);
+}
+
 /* ---- settings: options of the command line, and of /set ---- */
 
 static const struct {
@@ -204,6 +209,12 @@ typedef struct { /* how an answer is shown while it is written */
     Bytes answer, thinking; /* for --json */
 } Screen;
 
+static void end_line(Screen *screen) {
+    if (screen->any && screen->last != '\n') fputs("\n", screen->s->loop || screen->part == ANSWER ? stdout : stderr);
+    screen->last = '\n';
+    fflush(stdout);
+}
+
 static void show(Screen *screen, Part part, const char *text, size_t n) {
     static const char *const label[] = {"thinking: ", "Assistant: ", "Assistant: ", "tool call: "};
     const Session *s = screen->s;
@@ -216,7 +227,7 @@ static void show(Screen *screen, Part part, const char *text, size_t n) {
     FILE *f = s->loop || part == ANSWER ? stdout : stderr;
     if (!n || (part == REASONING && (s->o.hide || !is_terminal(f)))) return;
     bool begins = !screen->any || part != screen->part;
-    if (begins && screen->any && screen->last != '\n') fputs("\n", s->loop || screen->part == ANSWER ? stdout : stderr);
+    if (begins) end_line(screen);
     if (aside && s->colour) fputs("\033[2m", f);
     if (begins && (s->loop || part != ANSWER)) fputs(label[part], f);
     put_text(f, text, n, is_terminal(f));
@@ -315,7 +326,7 @@ static void print_stats(FILE *f, const Session *s) {
 }
 
 /* What remains of an answer that ended early: its final part if it came to that, else nothing. Says so if nothing. */
-static void keep_answer(Session *s, Reader *reader, const Screen *screen) {
+static void keep_answer(Session *s, Reader *reader, Screen *screen) {
     const Message *last = reader->messages ? reader->message + reader->messages - 1 : NULL;
     Part part = last ? message_part(last) : REASONING;
     if (part == ANSWER || (part == CALL && !strcmp(s->stats.reason, "tool call"))) {
@@ -331,7 +342,7 @@ static void keep_answer(Session *s, Reader *reader, const Screen *screen) {
         return;
     }
     const char *cure = s->loop ? "; /retry tries again" : "";
-    if (screen->any && screen->last != '\n') fputs("\n", stderr);
+    end_line(screen);
     if (!strcmp(s->stats.reason, "token limit"))
         fprintf(stderr,
                 "infer: no answer: the limit of %d tokens was reached while thinking; raise it with %s or lower the "
@@ -363,9 +374,7 @@ static bool answer(Session *s, Screen *screen, Error *e) {
 
 /* Appends a question. */
 static bool ask(Session *s, const char *text, size_t n, Error *e) {
-    size_t valid = utf8_check(text, n);
-    if (valid < n)
-        return fail(e, USAGE, "the text is not UTF-8: byte %zu is 0x%02X", valid, (unsigned char)text[valid]);
+    if (!check_text("the text", text, n, e)) return false;
     if (s->harmony) {
         conversation_add(&s->talk, "user", NULL, text, n);
         return true;
@@ -416,8 +425,7 @@ static int play_once(Session *s, const char *text, size_t n, const char *model) 
     if (s->stats.reason && s->o.json) {
         print_json(s, &screen, model);
     } else if (s->stats.reason) {
-        if (screen.any && screen.part == ANSWER && screen.last != '\n') putchar('\n');
-        fflush(stdout);
+        end_line(&screen);
         print_stats(stderr, s);
     }
     if (!ok && e.text[0]) fprintf(stderr, "infer: %s\n", e.text);
@@ -496,12 +504,12 @@ static void converse(Session *s, Editor *ed) {
         editor_echo(false);
         bool ok = answer(s, &screen, &e);
         editor_echo(true);
-        if (screen.any && screen.last != '\n') putchar('\n');
+        end_line(&screen);
         if (s->stats.reason) print_stats(stdout, s);
         if (!ok) error_line(s, &e);
         if (!ok && e.code == GPU_FAULT) die(&e);
         if (!ok && e.code == NO_ROOM) again = make_room(s, ed) && (s->harmony || s->text.n);
-        if (ok && !strcmp(s->stats.reason, "context full")) make_room(s, ed);
+        if (s->stats.reason && !strcmp(s->stats.reason, "context full")) make_room(s, ed);
     }
 }
 
@@ -890,6 +898,7 @@ static bool parse_options(int argc, char **argv, Session *s, Error *e) {
     for (int c; (c = getopt_long(argc, argv, "p:f:s:e:", options, &which)) != -1;) {
         char *end;
         if (c == '?') return fail(e, USAGE, "wrong option; see infer play --help");
+        if (optarg && !check_text("an option", optarg, strlen(optarg), e)) return false;
         if (c == 'p') o->prompt = optarg;
         if (c == 'f') o->file = optarg;
         if (c == 's') conversation_set(&s->talk.instructions, optarg);
@@ -947,11 +956,12 @@ int play(int argc, char **argv, const Backend *backend) {
     const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
     bool ok = parse_options(argc, argv, &s, &e);
     bool once = ok && read_prompt(&s.o, &prompt, &e);
+    if (once) ok = check_text("the prompt", prompt.data, prompt.n, &e);
     s.loop = !once;
     s.colour = is_terminal(once ? stderr : stdout) && !(no_color && *no_color) && term && strcmp(term, "dumb");
     if (ok && s.loop && (s.o.json || !is_terminal(stdout)))
         ok = fail(&e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
-    if (ok && once && !strspn(prompt.data, " \t\r\n") && !prompt.n && !s.o.raw && !s.o.prompt)
+    if (ok && once && strspn(prompt.data, " \t\r\n") == prompt.n && !(s.o.prompt && !prompt.n))
         ok = fail(&e, USAGE, "the prompt is empty");
     if (ok && optind < argc) {
         path = model_find(argv[optind], &e);
