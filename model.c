@@ -41,7 +41,7 @@ static const Family families[] = {
 };
 
 static const struct {
-    Type type;
+    Type type = BF16;
     const char *name, *dtype; /* of the safetensors format; MXFP4 is blocks and scales of U8 */
     size_t size;
 } types[] = {{BF16, "BF16", "BF16", 2}, {F16, "F16", "F16", 2}, {F32, "F32", "F32", 4}, {MXFP4, "MXFP4", NULL, 0}};
@@ -301,7 +301,7 @@ static bool tensor_type(Reader *r, const Tensor *t, Type *type) {
 
 /* A tensor of n elements as floats: every `stride`th from `first` on. */
 static const float *floats(Reader *r, const Tensor *t, size_t n, size_t first, size_t stride) {
-    Type type;
+    Type type = BF16;
     if (!tensor_type(r, t, &type)) return NULL;
     float *out = keep(r->c, n * sizeof *out);
     for (size_t i = 0; i < n; i++) {

@@ -421,7 +421,8 @@ static void print_json(const Session *s, const Screen *screen, const char *model
 static int play_once(Session *s, const char *text, size_t n, const char *model) {
     Error e = {0};
     Screen screen = {.s = s};
-    bool ok = ask(s, text, n, &e) && answer(s, &screen, &e);
+    bool blank = s->harmony && strspn(text, " \t\r\n") == n;
+    bool ok = (!blank || fail(&e, USAGE, "the prompt is empty")) && ask(s, text, n, &e) && answer(s, &screen, &e);
     if (s->stats.reason && s->o.json) {
         print_json(s, &screen, model);
     } else if (s->stats.reason) {
@@ -961,8 +962,7 @@ int play(int argc, char **argv, const Backend *backend) {
     s.colour = is_terminal(once ? stderr : stdout) && !(no_color && *no_color) && term && strcmp(term, "dumb");
     if (ok && s.loop && (s.o.json || !is_terminal(stdout)))
         ok = fail(&e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
-    if (ok && once && strspn(prompt.data, " \t\r\n") == prompt.n && !(s.o.prompt && !prompt.n))
-        ok = fail(&e, USAGE, "the prompt is empty");
+    if (ok && once && !prompt.n && !s.o.prompt) ok = fail(&e, USAGE, "the prompt is empty");
     if (ok && optind < argc) {
         path = model_find(argv[optind], &e);
         name = copy_text(argv[optind], strlen(argv[optind]));
