@@ -41,7 +41,7 @@ static const Family families[] = {
 };
 
 static const struct {
-    Type type = BF16;
+    Type type;
     const char *name, *dtype; /* of the safetensors format; MXFP4 is blocks and scales of U8 */
     size_t size;
 } types[] = {{BF16, "BF16", "BF16", 2}, {F16, "F16", "F16", 2}, {F32, "F32", "F32", 4}, {MXFP4, "MXFP4", NULL, 0}};
