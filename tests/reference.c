@@ -321,8 +321,7 @@ static float filter_floor(const float *x, int n, const Sampling *s) {
     return floor;
 }
 
-/* Draws the token for `position` from logits (vocab), which are changed. `seen` marks tokens of the sequence. */
-static int draw(float *logit, int vocab, const Sampling *s, int position, const bool *seen) {
+int reference_draw(float *logit, int vocab, const Sampling *s, int position, const bool *seen) {
     for (int i = 0; i < vocab; i++) {
         if (isnan(logit[i])) return DREW_NAN;
         if (seen && seen[i]) logit[i] = penalize(logit[i], s->penalty);
@@ -347,7 +346,7 @@ static int sample(Reference *r, int s, const float *logits) {
     bool *seen = how->penalty != 1 ? allocate_zero((size_t)vocab, sizeof *seen) : NULL;
     for (int p = 0; seen && p < length; p++) seen[cache_page(r, s, p)->token[p % PAGE]] = true;
     memcpy(copy, logits, (size_t)vocab * sizeof *copy);
-    int token = draw(copy, vocab, how, length, seen);
+    int token = reference_draw(copy, vocab, how, length, seen);
     free(copy);
     free(seen);
     return token;

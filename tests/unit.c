@@ -1,0 +1,829 @@
+/* unit.c: tests that need to look inside: every layer against the goldens of transformers, the real activations of
+ * gpt-oss-20b, batching and rewinding bit by bit, the sampler, harmony's replay, UTF-8. One line a test, `ok NAME`,
+ * `FAIL NAME: why` or `skip NAME: why`. Run from the top of the project; TEST_DATA names data that cannot be shipped.
+ */
+#include "../chat.h"
+#include "../engine.h"
+#include "../model.h"
+#include "reference.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static const char *test;
+static char why[1000]; /* the first failure of the running test */
+static int failures;
+
+static void check(bool ok, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static void check(bool ok, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    if (!ok && !*why) vsnprintf(why, sizeof why, format, args);
+    va_end(args);
+}
+
+static void run(const char *name, void (*body)(void)) {
+    test = name;
+    *why = 0;
+    body();
+    if (!strncmp(why, "skip ", 5))
+        printf("skip %s: %s\n", name, why + 5);
+    else if (*why)
+        printf("FAIL %s: %s\n", name, why), failures++;
+    else
+        printf("ok %s\n", name);
+    fflush(stdout);
+}
+
+static void must(bool ok, const Error *e) {
+    if (ok) return;
+    printf("FAIL %s: %s\n", test, e->text);
+    exit(1);
+}
+
+static double error_of(const float *x, const float *golden, size_t n) { /* |x - golden| / |golden| */
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < n; i++) {
+        difference += ((double)x[i] - (double)golden[i]) * ((double)x[i] - (double)golden[i]);
+        size += (double)golden[i] * (double)golden[i];
+    }
+    return sqrt(difference / size);
+}
+
+static int largest(const float *x, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++)
+        if (x[i] > x[best]) best = i;
+    return best;
+}
+
+static const Sampling greedy = {.top_p = 1, .penalty = 1};
+
+/* ---- layers against goldens ---- */
+
+typedef struct { /* compares each tap with the golden of that name */
+    Tensors golden;
+    double most;          /* the largest error allowed */
+    char first_wrong[64]; /* the first tap beyond it */
+    double worst;
+    int taps;
+} Compare;
+
+static void compare_tap(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
+    Compare *c = data;
+    char name[64];
+    size_t n = (size_t)rows * (size_t)cols;
+    if (!strcmp(stage, "logits"))
+        snprintf(name, sizeof name, "logits");
+    else
+        snprintf(name, sizeof name, "layers.%d.%s", layer, stage);
+    const Tensor *t = tensors_find(&c->golden, name);
+    check(t && t->size == n * 4, "%s: no golden of %zu numbers", name, n);
+    if (!t || t->size != n * 4) return;
+    float *golden = allocate(t->size);
+    memcpy(golden, t->data, t->size);
+    if (!strcmp(t->dtype, "I32"))
+        for (size_t i = 0; i < n; i++) {
+            int32_t whole;
+            memcpy(&whole, t->data + 4 * i, 4);
+            golden[i] = (float)whole;
+        }
+    double e = error_of(values, golden, n);
+    if (!(e <= c->most) && !*c->first_wrong) snprintf(c->first_wrong, sizeof c->first_wrong, "%s", name);
+    if (!(e <= c->worst)) c->worst = e;
+    c->taps++;
+    free(golden);
+}
+
+/* Runs a fixture's prompt as one batch and compares every stage. `change` may spoil the model first. */
+static Compare compare_fixture(const char *name, double most, void (*change)(Model *)) {
+    char path[200];
+    Error e;
+    Checkpoint c;
+    Engine g;
+    Compare compare = {.most = most};
+    snprintf(path, sizeof path, "tests/fixtures/%s/golden.safetensors", name);
+    must(tensors_open(&compare.golden, path, &e), &e);
+    *strrchr(path, '/') = 0;
+    must(checkpoint_open(&c, path, &e), &e);
+    if (change) change(&c.model);
+    const Tensor *ids = tensors_find(&compare.golden, "ids");
+    size_t n = ids->size / 4;
+    int *id = allocate(ids->size);
+    memcpy(id, ids->data, ids->size);
+    Limits limits = {.max_seqs = 1, .max_tokens = (int)n, .tap = compare_tap, .tap_data = &compare};
+    must(engine_open(&g, &reference, &c.model, limits, 0, &e), &e);
+    Sequence s = {0};
+    Result r;
+    must(sequence_submit(&g, &s, id, n, WANT_ALL_LOGITS, &greedy, &e) && g.backend->collect(g.state, &r, &e), &e);
+    check(r.rows == (int)n, "%d rows of logits for %zu tokens", r.rows, n);
+    int stages = c.model.layer[0].router.rows ? 9 : 7;
+    check(compare.taps == c.model.n_layers * stages + 1, "%s: %d taps", name, compare.taps);
+    sequence_free(&g, &s);
+    engine_close(&g);
+    checkpoint_close(&c);
+    tensors_close(&compare.golden);
+    free(id);
+    return compare;
+}
+
+static const char *const fixtures[] = {"true_heads", "odd", "llama3", "llama_bias"};
+enum { FIXTURES = sizeof fixtures / sizeof *fixtures };
+
+static void layers_equal_transformers(void) {
+    for (int i = 0; i < FIXTURES; i++) {
+        Compare c = compare_fixture(fixtures[i], 1e-4, NULL);
+        check(!*c.first_wrong, "%s: first wrong at %s (%g)", fixtures[i], c.first_wrong, c.worst);
+    }
+}
+
+/* Rounding as the GPU does costs what bf16 costs, about 2^-9 a product, and no more. */
+static void rounding_is_bf16(void) {
+    reference_rounds = true;
+    for (int i = 0; i < FIXTURES; i++) {
+        Compare c = compare_fixture(fixtures[i], 0.1, NULL);
+        check(!*c.first_wrong, "%s: first wrong at %s (%g)", fixtures[i], c.first_wrong, c.worst);
+        check(c.worst > 1e-4, "%s: nothing was rounded (%g)", fixtures[i], c.worst);
+    }
+    reference_rounds = false;
+}
+
+static void scale(const float *norm, int n) {
+    for (int i = 0; i < n; i++) ((float *)(uintptr_t)norm)[i] *= 1.01f;
+}
+static void spoil_attn_norm(Model *m) { scale(m->layer[m->n_layers - 1].attn_norm, m->dim); }
+static void spoil_ffn_norm(Model *m) { scale(m->layer[0].ffn_norm, m->dim); }
+static void spoil_norm(Model *m) { scale(m->norm, m->dim); }
+
+/* A model whose one norm is 1 % off must fail, at the first stage behind it. */
+static void spoiled_models_fail(void) {
+    const struct {
+        const char *attn, *ffn; /* of the last layer's attention norm, of the first one's feed-forward norm */
+    } behind[FIXTURES] = {{"layers.1.q", "layers.0.weights"},
+                          {"layers.2.q", "layers.0.weights"},
+                          {"layers.1.q", "layers.0.act"},
+                          {"layers.0.q", "layers.0.act"}};
+    for (int i = 0; i < FIXTURES; i++) {
+        Compare attn = compare_fixture(fixtures[i], 1e-4, spoil_attn_norm),
+                ffn = compare_fixture(fixtures[i], 1e-4, spoil_ffn_norm);
+        Compare norm = compare_fixture(fixtures[i], 1e-4, spoil_norm);
+        check(!strcmp(attn.first_wrong, behind[i].attn), "%s: failed first at '%s', not at %s", fixtures[i],
+              attn.first_wrong, behind[i].attn);
+        check(!strcmp(ffn.first_wrong, behind[i].ffn), "%s: failed first at '%s', not at %s", fixtures[i],
+              ffn.first_wrong, behind[i].ffn);
+        check(!strcmp(norm.first_wrong, "logits"), "%s: failed first at '%s', not at the logits", fixtures[i],
+              norm.first_wrong);
+    }
+}
+
+/* ---- the real layer 0 ---- */
+
+/* Bytes as a file, which any backend may read. */
+static View view_of(const void *data, size_t n, size_t stride, size_t step) {
+    int fd = memfd_create("weights", 0);
+    if (fd < 0 || ftruncate(fd, (off_t)n) || (data && write(fd, data, n) != (ssize_t)n)) abort();
+    void *map = mmap(NULL, n, PROT_READ, MAP_SHARED, fd, 0);
+    return (View){.data = map, .fd = fd, .size = n, .stride = stride, .step = step};
+}
+
+static void view_free(View *v) {
+    munmap((void *)(uintptr_t)v->data, v->size);
+    close(v->fd);
+}
+
+static Linear zeros(Type type, int n, int rows, int cols, const float *bias) { /* nothing but its bias */
+    size_t row = type == MXFP4 ? (size_t)cols / 2 : (size_t)cols * 4, matrix = row * (size_t)rows;
+    Linear w = {.type = type,
+                .rows = rows,
+                .cols = cols,
+                .n = n,
+                .bias = bias,
+                .data = view_of(NULL, matrix * (size_t)n, row, matrix)};
+    if (type == MXFP4) w.scale = view_of(NULL, matrix / 16 * (size_t)n, row / 16, matrix / 16);
+    return w;
+}
+
+static Linear full(const float *data, int rows, int cols) {
+    size_t row = (size_t)cols * 4;
+    return (Linear){.type = F32,
+                    .rows = rows,
+                    .cols = cols,
+                    .n = 1,
+                    .data = view_of(data, row * (size_t)rows, row, row * (size_t)rows)};
+}
+
+static void linear_free(Linear *w) {
+    if (w->rows) view_free(&w->data);
+    if (w->type == MXFP4) view_free(&w->scale);
+}
+
+static void model_free(Model *m) {
+    Layer *l = m->layer;
+    Linear *all[] = {&m->embed, &m->head, &l->q, &l->k, &l->v, &l->o, &l->router, &l->gate, &l->up, &l->down};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) linear_free(all[i]);
+}
+
+static float *numbers(const cJSON *array, int n) {
+    float *out = allocate((size_t)n * sizeof *out);
+    check(cJSON_GetArraySize(array) == n, "an array of %d, not %d", cJSON_GetArraySize(array), n);
+    int i = 0;
+    const cJSON *value;
+    cJSON_ArrayForEach(value, array) if (i < n) out[i++] = (float)value->valuedouble;
+    return out;
+}
+
+static struct { /* what the taps saw of the last token */
+    float experts[8], weights[8], act[2880], attn[4096], attn_residual[2880], residual[2880];
+} seen;
+
+static void remember_tap(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
+    (void)data, (void)layer;
+    const float *last = values + (size_t)(rows - 1) * (size_t)cols;
+    if (!strcmp(stage, "experts")) memcpy(seen.experts, last, (size_t)cols * 4);
+    if (!strcmp(stage, "weights")) memcpy(seen.weights, last, (size_t)cols * 4);
+    if (!strcmp(stage, "act")) memcpy(seen.act, values, (size_t)cols * 4); /* of the first choice */
+    if (!strcmp(stage, "attn")) memcpy(seen.attn, last, (size_t)cols * 4);
+    if (!strcmp(stage, "attn_residual")) memcpy(seen.attn_residual, last, (size_t)cols * 4);
+    if (!strcmp(stage, "residual")) memcpy(seen.residual, last, (size_t)cols * 4);
+}
+
+static void run_tokens(const Backend *backend, const Model *m, const int *ids, size_t n) {
+    Error e;
+    Engine g;
+    Sequence s = {0};
+    Result r;
+    Limits limits = {.max_seqs = 1, .max_tokens = (int)n, .tap = remember_tap};
+    must(engine_open(&g, backend, m, limits, 0, &e), &e);
+    must(sequence_submit(&g, &s, ids, n, WANT_TOKEN, &greedy, &e) && g.backend->collect(g.state, &r, &e), &e);
+    sequence_free(&g, &s);
+    engine_close(&g);
+}
+
+/* One token through a layer of zero matrices whose biases are the real activations: the embedding is the real residual
+ * stream behind attention, the router's bias the real router logits, the experts' biases what the real experts
+ * computed. So routing, activation, combination and residual must give the recorded numbers, which are rounded to bf16.
+ */
+static void real_router_and_experts(void) {
+    enum { DIM = 2880, EXPERTS = 32, TOP = 4 };
+    Error e;
+    cJSON *golden = json_read("tests/goldens/layer0.json", 1 << 20, &e);
+    must(golden, &e);
+    float *residual = numbers(json_get(golden, "hidden_after_attn"), DIM),
+          *router = numbers(json_get(golden, "router_logits"), EXPERTS);
+    float *mlp1 = numbers(json_get(golden, "expert30_mlp1"), 2 * DIM),
+          *after = numbers(json_get(golden, "hidden_after_mlp"), DIM);
+    float *swiglu = numbers(json_get(golden, "expert30_swiglu"), DIM),
+          *expert = numbers(json_get(golden, "experts"), TOP);
+    float *weight = numbers(json_get(golden, "expert_weights"), TOP);
+    float *gate = allocate_zero(EXPERTS * DIM, 4), *up = allocate_zero(EXPERTS * DIM, 4),
+          *down = allocate_zero(EXPERTS * DIM, 4);
+    float *ones = allocate(DIM * 4), *no_bias = allocate_zero(DIM, 4), inv_freq[32] = {0};
+    const cJSON *outputs = json_get(golden, "selected_expert_outputs");
+    for (int i = 0; i < DIM; i++) ones[i] = 1;
+    for (int k = 0; k < TOP; k++) {
+        float *output = numbers(cJSON_GetArrayItem(outputs, k), DIM);
+        memcpy(down + (int)expert[k] * DIM, output, DIM * 4);
+        free(output);
+    }
+    for (int i = 0; i < EXPERTS * DIM; i++) { /* expert 30's, for all: it need not be the first choice */
+        gate[i] = mlp1[2 * (i % DIM)];
+        up[i] = mlp1[2 * (i % DIM) + 1];
+    }
+    Layer layer = {.attn_norm = ones,
+                   .ffn_norm = ones,
+                   .q = zeros(F32, 1, 64, DIM, NULL),
+                   .k = zeros(F32, 1, 64, DIM, NULL),
+                   .v = zeros(F32, 1, 64, DIM, NULL),
+                   .o = zeros(F32, 1, DIM, 64, no_bias),
+                   .router = zeros(F32, 1, EXPERTS, DIM, router),
+                   .gate = zeros(MXFP4, EXPERTS, DIM, DIM, gate),
+                   .up = zeros(MXFP4, EXPERTS, DIM, DIM, up),
+                   .down = zeros(MXFP4, EXPERTS, DIM, DIM, down)};
+    Model m = {.n_layers = 1,
+               .dim = DIM,
+               .ffn_dim = DIM,
+               .vocab = 1,
+               .context = 64,
+               .n_heads = 1,
+               .n_kv_heads = 1,
+               .head_dim = 64,
+               .n_experts = EXPERTS,
+               .top_k = TOP,
+               .eps = 1e-5f,
+               .act = SWIGLU_CLAMPED,
+               .act_limit = 7,
+               .inv_freq = inv_freq,
+               .rope_scale = 1,
+               .embed = full(residual, 1, DIM),
+               .head = zeros(F32, 1, 1, DIM, NULL),
+               .norm = ones,
+               .layer = &layer};
+    run_tokens(&reference, &m, (int[]){0}, 1);
+    for (int k = 0; k < TOP; k++) {
+        check(seen.experts[k] == expert[k], "choice %d is expert %g, not %g", k, (double)seen.experts[k],
+              (double)expert[k]);
+        check(fabsf(seen.weights[k] - weight[k]) < 0x1p-9f, "weight %d is %g, not %g", k, (double)seen.weights[k],
+              (double)weight[k]);
+    }
+    check(error_of(seen.act, swiglu, DIM) < 0x1p-8, "activation: %g", error_of(seen.act, swiglu, DIM));
+    check(error_of(seen.residual, after, DIM) < 0x1p-8, "residual: %g", error_of(seen.residual, after, DIM));
+    model_free(&m);
+    float *owned[] = {residual, router, mlp1, after, swiglu, expert, weight, gate, up, down, ones, no_bias};
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
+    cJSON_Delete(golden);
+}
+
+/* The real scores and sinks of four heads of the last of 74 tokens. Token j's embedding is the unit vector j, so column
+ * j of each matrix is what that token's q, k or v shall be; with q = 8 (1, 0, ...) and k = (score, 0, ...) the products
+ * are the recorded scores, with v the unit vector j the output is the softmax itself, of which the first 64 keys are
+ * seen. */
+static void real_sinks(void) {
+    enum { N = 74, DIM = 96, HEAD = 64 };
+    Error e;
+    cJSON *golden = json_read("tests/goldens/layer0.json", 1 << 20, &e);
+    must(golden, &e);
+    const cJSON *head;
+    cJSON_ArrayForEach(head, json_get(golden, "heads")) {
+        float *score = numbers(json_get(head, "qk_scaled_pre_mask"), N),
+              *share = numbers(json_get(head, "attn_probs_with_sink"), N + 1);
+        float sink = (float)json_get(head, "sink")->valuedouble, inv_freq[HEAD / 2] = {0}, ones[DIM];
+        float *q = allocate_zero(HEAD * DIM, 4), *k = allocate_zero(HEAD * DIM, 4), *v = allocate_zero(HEAD * DIM, 4);
+        float *embed = allocate_zero(N * DIM, 4), norm = sqrtf(DIM); /* of a unit vector: sqrt(DIM) (1, 0, ...) */
+        for (int i = 0; i < DIM; i++) ones[i] = 1;
+        for (int j = 0; j < N; j++) {
+            embed[j * DIM + j] = 1;
+            q[j] = 8 / norm;
+            k[j] = score[j] / norm;
+            if (j < HEAD) v[j * DIM + j] = 1 / norm;
+        }
+        Layer layer = {.attn_norm = ones,
+                       .ffn_norm = ones,
+                       .sinks = &sink,
+                       .q = full(q, HEAD, DIM),
+                       .k = full(k, HEAD, DIM),
+                       .v = full(v, HEAD, DIM),
+                       .o = zeros(F32, 1, DIM, HEAD, NULL),
+                       .gate = zeros(F32, 1, 32, DIM, NULL),
+                       .up = zeros(F32, 1, 32, DIM, NULL),
+                       .down = zeros(F32, 1, DIM, 32, NULL),
+                       .window = 128};
+        Model m = {.n_layers = 1,
+                   .dim = DIM,
+                   .ffn_dim = 32,
+                   .vocab = N,
+                   .context = 128,
+                   .n_heads = 1,
+                   .n_kv_heads = 1,
+                   .head_dim = HEAD,
+                   .n_experts = 1,
+                   .top_k = 1,
+                   .eps = 1e-12f,
+                   .inv_freq = inv_freq,
+                   .rope_scale = 1,
+                   .embed = full(embed, N, DIM),
+                   .head = zeros(F32, 1, N, DIM, NULL),
+                   .norm = ones,
+                   .layer = &layer};
+        int ids[N];
+        for (int j = 0; j < N; j++) ids[j] = j;
+        run_tokens(&reference, &m, ids, N);
+        double most = 0;
+        for (int j = 0; j < N; j++) most = fmax(most, fabs((double)score[j]));
+        check(error_of(seen.attn, share, HEAD) < expm1(2 * most * 0x1p-9), "head %d: %g",
+              json_get(head, "head")->valueint, error_of(seen.attn, share, HEAD));
+        model_free(&m);
+        float *owned[] = {score, share, q, k, v, embed};
+        for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
+    }
+    cJSON_Delete(golden);
+}
+
+/* ---- real small models ---- */
+
+/* Greedy generation gives the ids that double precision NumPy gave, and the same logits before the last of them. */
+static void small_model(const char *name) {
+    char path[400];
+    Error e;
+    Checkpoint c;
+    Engine g;
+    const char *data = getenv("TEST_DATA");
+    if (!data) {
+        check(false, "skip set TEST_DATA for the models");
+        return;
+    }
+    snprintf(path, sizeof path, "tests/goldens/%s.json", name);
+    cJSON *golden = json_read(path, 1 << 20, &e);
+    must(golden, &e);
+    snprintf(path, sizeof path, "%s/models/%s", data, name);
+    must(checkpoint_open(&c, path, &e), &e);
+    Limits limits = {.max_seqs = 1, .max_tokens = 4};
+    must(engine_open(&g, &reference, &c.model, limits, 0, &e), &e);
+    const cJSON *prompt = json_get(golden, "prompt_ids"), *expected = json_get(golden, "greedy_ids"), *id;
+    Ids ids = {0};
+    Sequence s = {0};
+    Generation w;
+    int token, i = 0;
+    cJSON_ArrayForEach(id, prompt) ids_add(&ids, id->valueint);
+    must(generation_begin(&w, &g, &s, ids.data, ids.n, &greedy, NULL, &e), &e);
+    cJSON_ArrayForEach(id, expected) {
+        must(generation_next(&w, &token, &e), &e);
+        check(token == id->valueint, "token %d is %d, not %d", i, token, id->valueint);
+        if (++i < cJSON_GetArraySize(expected)) ids_add(&ids, token);
+    }
+    generation_end(&w);
+    sequence_rewind(&g, &s, ids.n - 1);
+    Result r;
+    must(sequence_submit(&g, &s, ids.data + ids.n - 1, 1, WANT_LOGITS, &greedy, &e) &&
+             g.backend->collect(g.state, &r, &e),
+         &e);
+    float *last = numbers(json_get(golden, "last_logits"), c.model.vocab);
+    check(error_of(r.logits, last, (size_t)c.model.vocab) < 1e-5, "logits: %g",
+          error_of(r.logits, last, (size_t)c.model.vocab));
+    free(last);
+    ids_free(&ids);
+    sequence_free(&g, &s);
+    engine_close(&g);
+    checkpoint_close(&c);
+    cJSON_Delete(golden);
+}
+
+static void tinystories_656k(void) { small_model("TinyStories-656K"); }
+static void stories_260k(void) { small_model("stories260K"); }
+
+/* ---- batches, chunks, rewinding: bit by bit ---- */
+
+enum { STREAMS = 17, LONGEST = 100, PAGES_EACH = 2 };
+
+static struct { /* streams of different length through one model, and what each gives alone and in one chunk */
+    Checkpoint c;
+    void *state;
+    int length[STREAMS], id[STREAMS][LONGEST];
+    float *alone[STREAMS]; /* (length, vocab) logits */
+} streams;
+
+/* Feeds `n` streams from position `from` on, each step `chunk` tokens of each (0: all at once; -1: 1, 2, 3, ... by
+ * stream), and gives the logits of each, (length, vocab). Stream i lies in pages of its own, not in their order. */
+static void feed(const int *which, int n, int chunk, const int *from, float **logits) {
+    Error e;
+    Result r;
+    int done[STREAMS], first[STREAMS + 1], slot[STREAMS], start[STREAMS], token[STREAMS * LONGEST],
+        page[STREAMS * PAGES_EACH], row[STREAMS];
+    Sampling how[STREAMS];
+    Want want[STREAMS];
+    size_t vocab = (size_t)streams.c.model.vocab;
+    for (int i = 0; i < n; i++) done[i] = from ? from[i] : 0;
+    for (bool more = true; more;) {
+        Batch b = {.max_pages = PAGES_EACH,
+                   .slot = slot,
+                   .first = first,
+                   .token = token,
+                   .start = start,
+                   .page = page,
+                   .sampling = how,
+                   .want = want};
+        first[0] = 0;
+        for (int i = 0; i < n; i++) {
+            int s = which[i], rest = streams.length[s] - done[i],
+                size = chunk < 0 ? i % 7 + 1
+                       : chunk   ? chunk
+                                 : rest,
+                at = b.seqs;
+            if (size > rest) size = rest;
+            if (!size) continue;
+            for (int p = 0; p < PAGES_EACH; p++)
+                page[at * PAGES_EACH + p] = (s * PAGES_EACH + p) * 5 % (STREAMS * PAGES_EACH);
+            memcpy(token + first[at], streams.id[s] + done[i], (size_t)size * sizeof *token);
+            slot[at] = s;
+            start[at] = done[i];
+            how[at] = greedy;
+            want[at] = WANT_ALL_LOGITS;
+            row[at] = i;
+            done[i] += size;
+            first[at + 1] = first[at] + size;
+            b.seqs++;
+        }
+        more = b.seqs;
+        if (!more) break;
+        must(reference.submit(streams.state, &b, &e) && reference.collect(streams.state, &r, &e), &e);
+        check(r.rows == first[b.seqs], "%d rows for %d tokens", r.rows, first[b.seqs]);
+        for (int at = 0; at < b.seqs; at++)
+            memcpy(logits[row[at]] + (size_t)start[at] * vocab, r.logits + (size_t)first[at] * vocab,
+                   (size_t)(first[at + 1] - first[at]) * vocab * 4);
+    }
+}
+
+static void open_streams(void) {
+    Error e;
+    uint64_t random = 1;
+    int pages = STREAMS * PAGES_EACH;
+    must(checkpoint_open(&streams.c, "tests/fixtures/odd", &e), &e);
+    Limits limits = {.context = PAGES_EACH * PAGE, .max_seqs = STREAMS, .max_tokens = STREAMS * LONGEST};
+    streams.state = reference.open(&streams.c.model, &limits, &pages, &e);
+    must(streams.state, &e);
+    for (int s = 0; s < STREAMS; s++) {
+        streams.length[s] = 1 + (s * 37 + 69) % LONGEST;
+        streams.alone[s] = allocate((size_t)LONGEST * (size_t)streams.c.model.vocab * 4);
+        for (int i = 0; i < LONGEST; i++) {
+            random = random * 6364136223846793005u + 1442695040888963407u;
+            streams.id[s][i] = (int)((random >> 33) % (uint64_t)streams.c.model.vocab);
+        }
+        feed(&s, 1, 0, NULL, streams.alone + s);
+    }
+}
+
+static void close_streams(void) {
+    for (int s = 0; s < STREAMS; s++) free(streams.alone[s]);
+    reference.close(streams.state);
+    checkpoint_close(&streams.c);
+}
+
+static void same_as_alone(const int *which, int n, int chunk) {
+    float *logits[STREAMS];
+    size_t row = (size_t)streams.c.model.vocab * 4;
+    for (int i = 0; i < n; i++) logits[i] = allocate(LONGEST * row);
+    feed(which, n, chunk, NULL, logits);
+    for (int i = 0; i < n; i++) {
+        check(!memcmp(logits[i], streams.alone[which[i]], (size_t)streams.length[which[i]] * row),
+              "stream %d among %d, chunks of %d", which[i], n, chunk);
+        free(logits[i]);
+    }
+}
+
+static void alone_equals_batched(void) {
+    int which[STREAMS];
+    for (int i = 0; i < STREAMS; i++) which[i] = (i * 5 + 3) % STREAMS;
+    same_as_alone(which, 3, 0);
+    same_as_alone(which, STREAMS, 0);
+    same_as_alone(which, STREAMS, -1); /* long chunks and single tokens mixed */
+}
+
+static void one_chunk_equals_many(void) {
+    const int chunks[] = {1, 2, 7, 63, 64, 65};
+    int longest = 0;
+    for (int s = 1; s < STREAMS; s++)
+        if (streams.length[s] > streams.length[longest]) longest = s;
+    check(streams.length[longest] > PAGE, "no stream is longer than a page");
+    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) same_as_alone(&longest, 1, chunks[i]);
+}
+
+/* The cache behind the position that a sequence is rewound to holds other text by then, and must not matter. */
+static void rewound_equals_never_there(void) {
+    size_t row = (size_t)streams.c.model.vocab * 4;
+    float *logits = allocate(LONGEST * row);
+    for (int s = 0; s < STREAMS; s++) {
+        int keep = streams.length[s] / 2, length = streams.length[s], other = (s + 1) % STREAMS, saved[LONGEST];
+        memcpy(saved, streams.id[s], sizeof saved);
+        memcpy(streams.id[s] + keep, streams.id[other], (size_t)(LONGEST - keep) * sizeof *saved);
+        streams.length[s] = LONGEST;
+        feed(&s, 1, 0, NULL, &logits);
+        memcpy(streams.id[s], saved, sizeof saved);
+        streams.length[s] = length;
+        feed(&s, 1, 0, &keep, &logits);
+        check(!memcmp(logits + (size_t)keep * row / 4, streams.alone[s] + (size_t)keep * row / 4,
+                      (size_t)(length - keep) * row),
+              "stream %d from %d", s, keep);
+    }
+    free(logits);
+}
+
+/* An answer continued after rewinding, with the engine's own pages, is the answer that was given before. */
+static void generation_rewinds(void) {
+    Error e;
+    Engine g;
+    Sequence s = {0};
+    Generation w;
+    Sampling how = {.temperature = 1, .top_p = 1, .penalty = 1.2f, .seed = 7};
+    int answer[3][80], token;
+    Limits limits = {.max_seqs = 1, .max_tokens = 16};
+    must(engine_open(&g, &reference, &streams.c.model, limits, 128, &e), &e);
+    size_t pages = g.free_pages.n;
+    for (int round = 0; round < 3; round++) { /* the second answers other text in between */
+        const int *prompt = streams.id[round == 1 ? 2 : 1];
+        must(generation_begin(&w, &g, &s, prompt, 40, &how, NULL, &e), &e);
+        check(!w.reused, "%zu tokens of another prompt were reused", w.reused);
+        for (int i = 0; i < 80; i++) must(generation_next(&w, &answer[round][i], &e), &e);
+        generation_end(&w);
+    }
+    check(!memcmp(answer[0], answer[2], sizeof answer[0]), "the same prompt gave another answer");
+    check(memcmp(answer[0], answer[1], sizeof answer[0]), "another prompt gave the same answer");
+    must(generation_begin(&w, &g, &s, streams.id[1], 40, &how, NULL, &e), &e);
+    check(w.reused == 39, "%zu tokens of the same prompt were reused, not all but the last", w.reused);
+    for (int i = 0; i < 88; i++) must(generation_next(&w, &token, &e), &e);
+    check(token >= 0, "the context of 128 ended after fewer than 40 + 88 tokens");
+    must(generation_next(&w, &token, &e), &e);
+    check(token >= 0, "no token for the position behind the last");
+    must(generation_next(&w, &token, &e), &e);
+    check(token == DREW_NOTHING, "the context of 128 holds more than 128");
+    generation_end(&w);
+    check(!generation_begin(&w, &g, &s, streams.id[1], 128, &how, NULL, &e) && e.code == NO_ROOM,
+          "a prompt of the whole context was taken");
+    sequence_free(&g, &s);
+    check(g.free_pages.n == pages, "%zu of %zu pages came back", g.free_pages.n, pages);
+    engine_close(&g);
+}
+
+/* ---- the sampler ---- */
+
+/* ln and e^x are as near to the truth as their comments say. */
+static void logarithm_and_exponential(void) {
+    for (uint32_t u = 0x00800000; u < 0x7F800000; u += 9973) {
+        double x = (double)bits_float(u), wrong = fabs((double)ln(bits_float(u)) - log(x));
+        check(wrong <= 2.5e-7 * fabs(log(x)), "ln(%g) is off by %g", x, wrong);
+    }
+    for (float x = -86.9f; x <= 0; x += 0.0013f) {
+        double wrong = fabs((double)exp_negative(x) / exp((double)x) - 1);
+        check(wrong <= 2.5e-7, "exp(%g) is off by %g", (double)x, wrong);
+    }
+    uint32_t word[4], expected[4] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}; /* Random123's kat_vectors */
+    philox(0, 0, 0, word);
+    check(!memcmp(word, expected, sizeof word), "Philox4x32-10 of zeros is %08x ...", word[0]);
+}
+
+/* 100,000 draws follow the probabilities that transformers' processors leave: nothing filtered is ever drawn, and each
+ * count is within five standard deviations. */
+static void draws_follow_transformers(void) {
+    enum { DRAWS = 100000, VOCAB = 48 };
+    Error e;
+    cJSON *cases = json_read("tests/goldens/sampling.json", 1 << 20, &e);
+    must(cases, &e);
+    const cJSON *one, *id;
+    int number = 0;
+    cJSON_ArrayForEach(one, cases) {
+        float *logits = numbers(json_get(one, "logits"), VOCAB), *p = numbers(json_get(one, "probabilities"), VOCAB),
+              copy[VOCAB];
+        bool marked[VOCAB] = {0};
+        int count[VOCAB] = {0};
+        cJSON_ArrayForEach(id, json_get(one, "seen")) marked[id->valueint] = true;
+        Sampling how = {.temperature = (float)json_get(one, "temperature")->valuedouble,
+                        .top_k = json_get(one, "top_k")->valueint,
+                        .top_p = (float)json_get(one, "top_p")->valuedouble,
+                        .min_p = (float)json_get(one, "min_p")->valuedouble,
+                        .penalty = (float)json_get(one, "penalty")->valuedouble,
+                        .seed = 42};
+        for (int i = 0; i < DRAWS; i++) {
+            memcpy(copy, logits, sizeof copy);
+            count[reference_draw(copy, VOCAB, &how, i, marked)]++;
+        }
+        for (int i = 0; i < VOCAB; i++) {
+            double expected = DRAWS * (double)p[i], spread = sqrt(expected * (1 - (double)p[i]));
+            check(p[i] > 0 || !count[i], "case %d: token %d was filtered out and drawn", number, i);
+            check(fabs(count[i] - expected) <= 5 * spread + 1, "case %d: token %d came %d times, not %.0f", number, i,
+                  count[i], expected);
+        }
+        how.temperature = 0;
+        memcpy(copy, logits, sizeof copy);
+        for (int i = 0; i < VOCAB; i++)
+            if (marked[i]) logits[i] = penalize(logits[i], how.penalty);
+        check(reference_draw(copy, VOCAB, &how, 0, marked) == largest(logits, VOCAB),
+              "case %d: temperature 0 is not the largest", number);
+        free(logits);
+        free(p);
+        number++;
+    }
+    cJSON_Delete(cases);
+}
+
+static void equals_and_nan(void) {
+    float equal[4] = {1, 3, 3, 2}, nan[4] = {1, NAN, 3, 2}, infinite[4] = {-INFINITY, -INFINITY, 0, -INFINITY};
+    Sampling warm = {.temperature = 1, .top_p = 1, .penalty = 1};
+    check(reference_draw(equal, 4, &greedy, 0, NULL) == 1, "of equals not the lowest id");
+    check(reference_draw(nan, 4, &greedy, 0, NULL) == DREW_NAN, "a NaN went unnoticed");
+    check(reference_draw(infinite, 4, &warm, 0, NULL) == 2, "drew what is impossible");
+}
+
+/* ---- text ---- */
+
+/* Each maximal invalid part becomes one U+FFFD, however the bytes arrive: the Unicode standard, tables 3-8 to 3-11. */
+static void invalid_utf8(void) {
+    static const struct {
+        const char *in, *out;
+    } cases[] = {{"\x61\xF1\x80\x80\xE1\x80\xC2\x62\x80\x63\x80\xBF\x64", "a???b?c??d"},
+                 {"\xC0\xAF\xE0\x80\xBF\xF0\x81\x82\x41", "????????A"},
+                 {"\xED\xA0\x80\xED\xBF\xBF\xED\xAF\x41", "????????A"},
+                 {"\xF4\x91\x92\x93\xFF\x41\x80\xBF\x42", "?????A??B"},
+                 {"\xE1\x80\xE2\xF0\x91\x92\xF1\xBF\x41", "????A"},
+                 {"\xF0\x9F\x98", "?"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Bytes expected = {0};
+        for (const char *c = cases[i].out; *c; c++)
+            bytes_add(&expected, *c == '?' ? "\xEF\xBF\xBD" : c, *c == '?' ? 3 : 1);
+        for (size_t cut = 0; cut <= strlen(cases[i].in); cut++) {
+            Bytes held = {0}, out = {0};
+            bytes_add(&held, cases[i].in, cut);
+            utf8_stream(&held, &out, false);
+            bytes_text(&held, cases[i].in + cut);
+            utf8_stream(&held, &out, false);
+            utf8_stream(&held, &out, true);
+            check(out.n == expected.n && !memcmp(out.data, expected.data, out.n), "case %zu cut at %zu: %s", i, cut,
+                  out.data);
+            bytes_free(&held);
+            bytes_free(&out);
+        }
+        bytes_free(&expected);
+    }
+}
+
+/* A call is replayed in the model's own spelling, here one letter a token, and so are the messages before it. */
+static void calls_are_replayed(void) {
+    static const char *const pieces[] = {
+        "<|channel|>",   "analysis", "<|message|>", "L",         "e",           "t",
+        " me",           "<|end|>",  "<|start|>",   "assistant", "<|channel|>", "commentary to=functions.f ",
+        "<|constrain|>", "json",     "<|message|>", "{\"a\": 1", "}",           "<|call|>"};
+    Error e;
+    Tokenizer *t = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
+    must(t, &e);
+    Chat chat;
+    Reader reader;
+    Conversation c;
+    Ids sampled = {0}, out = {0};
+    Bytes shown = {0};
+    Read read = {0};
+    check(chat_open(&chat, t), "the parrot has no harmony");
+    for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++)
+        must(tokenizer_encode(t, pieces[i], strlen(pieces[i]), CONTROL_TOKENS, &sampled, &e), &e);
+    conversation_init(&c);
+    c.bare = true;
+    reader_init(&reader, &chat);
+    for (size_t i = 0; i < sampled.n; i++) {
+        check(!read.stop, "stopped before the call");
+        read = reader_push(&reader, sampled.data[i], &shown);
+    }
+    check(read.stop && read.closed && read.part == CALL && !reader.repairs, "the call was not read as one");
+    reader_take(&reader, &c);
+    check(c.messages == 2 && !strcmp(c.message[1].recipient, "functions.f"), "%d messages", c.messages);
+    must(chat_render(&chat, &c, false, &out, &e), &e);
+    size_t skip = chat.answer.n; /* <|start|>assistant was the prompt's */
+    check(out.n == sampled.n + skip && !memcmp(out.data + skip, sampled.data, sampled.n * sizeof(int)),
+          "the tokens differ");
+    reader_free(&reader);
+    conversation_free(&c);
+    chat_close(&chat);
+    tokenizer_close(t);
+    ids_free(&sampled);
+    ids_free(&out);
+    bytes_free(&shown);
+}
+
+/* What cJSON lets pass, and what must pass. */
+static void json_is_strict(void) {
+    static const char *const bad[] = {"{} x",
+                                      "{\"a\":1,\"a\":2}",
+                                      "{\"a\":{\"b\":1,\"b\":1}}",
+                                      "[01]",
+                                      "[1.]",
+                                      "[-]",
+                                      "[.5]",
+                                      "[1e]",
+                                      "[+1]",
+                                      "[1e5e5]",
+                                      "[\"\\u0000\"]",
+                                      "[\"\n\"]",
+                                      "[\"\xC0\x80\"]",
+                                      "\xEF\xBB\xBF{}",
+                                      "[\"\\ud800\"]",
+                                      "[NaN]",
+                                      "[1,]",
+                                      "",
+                                      "[1]\f"};
+    static const char *const good[] = {"{\"a\":1,\"A\":2}", "[0,-0,1.5e-7,\"\\\\u0000\"]", " [\"\\ud83d\\ude00\"]\n",
+                                       "{\"a\":{\"a\":1}}"};
+    Error e;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        cJSON *json = json_parse(bad[i], strlen(bad[i]), "test", &e);
+        check(!json, "took %s", bad[i]);
+        cJSON_Delete(json);
+    }
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        cJSON *json = json_parse(good[i], strlen(good[i]), "test", &e);
+        check(json, "refused %s: %s", good[i], e.text);
+        cJSON_Delete(json);
+    }
+}
+
+int main(void) {
+    run("unit: layers equal transformers'", layers_equal_transformers);
+    run("unit: rounding is bf16's", rounding_is_bf16);
+    run("unit: a norm 1 % off fails at the first stage behind it", spoiled_models_fail);
+    run("unit: the real router and experts of layer 0", real_router_and_experts);
+    run("unit: the real scores and sinks of layer 0", real_sinks);
+    run("unit: TinyStories-656K writes the reference ids", tinystories_656k);
+    run("unit: stories260K writes the reference ids", stories_260k);
+    open_streams();
+    run("unit: alone = in a batch of 3 and 17", alone_equals_batched);
+    run("unit: one chunk = many", one_chunk_equals_many);
+    run("unit: rewound = never there", rewound_equals_never_there);
+    run("unit: generation rewinds, fills the context, gives pages back", generation_rewinds);
+    close_streams();
+    run("unit: ln, exp, Philox", logarithm_and_exponential);
+    run("unit: draws follow transformers' processors", draws_follow_transformers);
+    run("unit: equals and NaN", equals_and_nan);
+    run("unit: invalid UTF-8", invalid_utf8);
+    run("unit: calls are replayed token by token", calls_are_replayed);
+    run("unit: JSON is strict", json_is_strict);
+    return failures != 0;
+}
