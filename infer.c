@@ -12,6 +12,7 @@
 #include <errno.h>
 #include <getopt.h>
 #include <math.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -363,6 +364,14 @@ static int logits(int argc, char **argv) {
 
 /* ---- main ---- */
 
+/* Weights are mapped: if a file shrinks underneath, reading it raises SIGBUS. */
+static void on_bus_error(int number) {
+    static const char text[] = "infer: a model file was truncated while it was in use\n";
+    (void)number;
+    if (write(STDERR_FILENO, text, sizeof text - 1)) {}
+    _exit(BAD_MODEL);
+}
+
 static int run_play(int argc, char **argv) { return play(argc, argv, backend); }
 
 static const Command commands[] = {
@@ -384,6 +393,7 @@ static void print_help(FILE *to) {
 
 int main(int argc, char **argv) {
     const char *name = argc > 1 ? argv[1] : "";
+    signal(SIGBUS, on_bus_error);
     if (!strcmp(name, "--version")) {
         printf("infer %s (%s)\n", VERSION, backend->name);
         return DONE;

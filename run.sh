@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# The first command: installs what is missing, builds, plays.
+#   ./run.sh                 builds and plays
+#   ./run.sh play [...]      the same with arguments of `infer play`
+#   ./run.sh test            runs the tests
+set -euo pipefail
+cd "$(dirname "$0")"
+
+packages=(gcc make pkg-config python3 libcjson-dev libpcre2-dev libedit-dev)
+
+install_missing() {
+    local missing=() package
+    if ! command -v dpkg-query >/dev/null; then
+        echo "run.sh: this is no Debian or Ubuntu; install the equivalents of: ${packages[*]}" >&2
+        return
+    fi
+    for package in "${packages[@]}"; do
+        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+    done
+    [ ${#missing[@]} -eq 0 ] && return
+    echo "Installing ${missing[*]}"
+    local root=()
+    [ "$(id -u)" -eq 0 ] || root=(sudo)
+    "${root[@]}" apt-get update -q
+    "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q "${missing[@]}"
+}
+
+command=${1:-play}
+[ $# -eq 0 ] || shift
+case $command in
+    play | test) ;;
+    *)
+        sed -n '3,5s/^# *//p' "$0" >&2
+        exit 2
+        ;;
+esac
+install_missing
+if [ "$command" = test ]; then
+    exec make test
+fi
+make --no-print-directory reference
+exec ./infer-reference "$command" "$@"
