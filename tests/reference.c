@@ -59,6 +59,10 @@ static float rounded(float x) {
     return bits_float((u + 0x7FFF + (u >> 16 & 1)) & 0xFFFF0000u);
 }
 
+static void round_row(float *x, int n) {
+    for (int i = 0; i < n; i++) x[i] = rounded(x[i]);
+}
+
 static float e2m1_value(int nibble) {
     static const float magnitude[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     return nibble & 8 ? -magnitude[nibble & 7] : magnitude[nibble & 7];
@@ -146,8 +150,8 @@ static void store(Reference *r, int layer, int t) {
     int kv = r->m->n_kv_heads * r->m->head_dim, p = r->position[t];
     Page *page = cache_page(r, r->seq[t], p);
     for (int i = 0; i < kv; i++) {
-        page->k[cache_row(r, layer, p) + (size_t)i] = rounded(r->k[(size_t)t * (size_t)kv + (size_t)i]);
-        page->v[cache_row(r, layer, p) + (size_t)i] = rounded(r->v[(size_t)t * (size_t)kv + (size_t)i]);
+        page->k[cache_row(r, layer, p) + (size_t)i] = r->k[(size_t)t * (size_t)kv + (size_t)i];
+        page->v[cache_row(r, layer, p) + (size_t)i] = r->v[(size_t)t * (size_t)kv + (size_t)i];
     }
 }
 
@@ -259,6 +263,9 @@ static void block(Reference *r, int layer) {
     for (int t = 0; t < T; t++) {
         rope(m, r->q + (size_t)t * (size_t)q, m->n_heads, r->position[t]);
         rope(m, r->k + (size_t)t * (size_t)kv, m->n_kv_heads, r->position[t]);
+        round_row(r->k + (size_t)t * (size_t)kv, kv);
+        round_row(r->v + (size_t)t * (size_t)kv, kv);
+        if (l->q.type != F32) round_row(r->q + (size_t)t * (size_t)q, q);
         store(r, layer, t);
     }
     tap(r, "q", layer, r->q, T, q);

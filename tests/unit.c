@@ -3,142 +3,47 @@
  * `FAIL NAME: why` or `skip NAME: why`. Run from the top of the project; TEST_DATA names data that cannot be shipped.
  */
 #include "../chat.h"
-#include "../engine.h"
-#include "../model.h"
-#include "reference.h"
+#include "check.h"
 
-#include <math.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-static const char *test;
-static char why[1000]; /* the first failure of the running test */
-static int failures;
-
-static void check(bool ok, const char *format, ...) __attribute__((format(printf, 2, 3)));
-static void check(bool ok, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    if (!ok && !*why) vsnprintf(why, sizeof why, format, args);
-    va_end(args);
-}
-
-static void run(const char *name, void (*body)(void)) {
-    test = name;
-    *why = 0;
-    body();
-    if (!strncmp(why, "skip ", 5))
-        printf("skip %s: %s\n", name, why + 5);
-    else if (*why)
-        printf("FAIL %s: %s\n", name, why), failures++;
-    else
-        printf("ok %s\n", name);
-    fflush(stdout);
-}
-
-static void must(bool ok, const Error *e) {
-    if (ok) return;
-    printf("FAIL %s: %s\n", test, e->text);
-    exit(1);
-}
-
-static double error_of(const float *x, const float *golden, size_t n) { /* |x - golden| / |golden| */
-    double difference = 0, size = 0;
-    for (size_t i = 0; i < n; i++) {
-        difference += ((double)x[i] - (double)golden[i]) * ((double)x[i] - (double)golden[i]);
-        size += (double)golden[i] * (double)golden[i];
-    }
-    return sqrt(difference / size);
-}
-
-static int largest(const float *x, int n) {
-    int best = 0;
-    for (int i = 1; i < n; i++)
-        if (x[i] > x[best]) best = i;
-    return best;
-}
-
-static const Sampling greedy = {.top_p = 1, .penalty = 1};
-
 /* ---- layers against goldens ---- */
 
-typedef struct { /* compares each tap with the golden of that name */
-    Tensors golden;
-    double most;          /* the largest error allowed */
-    char first_wrong[64]; /* the first tap beyond it */
-    double worst;
-    int taps;
-} Compare;
-
-static void compare_tap(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
-    Compare *c = data;
-    char name[64];
-    size_t n = (size_t)rows * (size_t)cols;
-    if (!strcmp(stage, "logits"))
-        snprintf(name, sizeof name, "logits");
-    else
-        snprintf(name, sizeof name, "layers.%d.%s", layer, stage);
-    const Tensor *t = tensors_find(&c->golden, name);
-    check(t && t->size == n * 4, "%s: no golden of %zu numbers", name, n);
-    if (!t || t->size != n * 4) return;
-    float *golden = allocate(t->size);
-    memcpy(golden, t->data, t->size);
-    if (!strcmp(t->dtype, "I32"))
-        for (size_t i = 0; i < n; i++) {
-            int32_t whole;
-            memcpy(&whole, t->data + 4 * i, 4);
-            golden[i] = (float)whole;
-        }
-    double e = error_of(values, golden, n);
-    if (!(e <= c->most) && !*c->first_wrong) snprintf(c->first_wrong, sizeof c->first_wrong, "%s", name);
-    if (!(e <= c->worst)) c->worst = e;
-    c->taps++;
-    free(golden);
-}
-
-/* Runs a fixture's prompt as one batch and compares every stage. `change` may spoil the model first. */
-static Compare compare_fixture(const char *name, double most, void (*change)(Model *)) {
-    char path[200];
-    Error e;
+/* Runs a fixture's prompt and returns the first stage whose error against the golden is above `most`, "" if none is;
+ * `change` may spoil the model first. *worst is the largest error. */
+static const char *first_wrong(const char *fixture, double most, void (*change)(Model *), double *worst) {
+    static char name[64];
+    Trace golden = {0}, found = {0};
+    Ids ids = {0};
     Checkpoint c;
-    Engine g;
-    Compare compare = {.most = most};
-    snprintf(path, sizeof path, "tests/fixtures/%s/golden.safetensors", name);
-    must(tensors_open(&compare.golden, path, &e), &e);
-    *strrchr(path, '/') = 0;
-    must(checkpoint_open(&c, path, &e), &e);
+    trace_golden(fixture, &golden, &ids, &c);
     if (change) change(&c.model);
-    const Tensor *ids = tensors_find(&compare.golden, "ids");
-    size_t n = ids->size / 4;
-    int *id = allocate(ids->size);
-    memcpy(id, ids->data, ids->size);
-    Limits limits = {.max_seqs = 1, .max_tokens = (int)n, .tap = compare_tap, .tap_data = &compare};
-    must(engine_open(&g, &reference, &c.model, limits, 0, &e), &e);
-    Sequence s = {0};
-    Result r;
-    must(sequence_submit(&g, &s, id, n, WANT_ALL_LOGITS, &greedy, &e) && g.backend->collect(g.state, &r, &e), &e);
-    check(r.rows == (int)n, "%d rows of logits for %zu tokens", r.rows, n);
-    int stages = c.model.layer[0].router.rows ? 9 : 7;
-    check(compare.taps == c.model.n_layers * stages + 1, "%s: %d taps", name, compare.taps);
-    sequence_free(&g, &s);
-    engine_close(&g);
+    trace_run(&found, &reference, &c.model, ids.data, ids.n, 0);
+    check(found.stages == golden.stages, "%s: %d stages, %d goldens", fixture, found.stages, golden.stages);
+    *name = 0;
+    *worst = 0;
+    for (int i = 0; i < found.stages; i++) {
+        const Stage *s = found.stage + i, *g = trace_stage(&golden, s->name);
+        check(stage_size(s) == stage_size(g), "%s: %s has %zu numbers, its golden %zu", fixture, s->name, stage_size(s),
+              stage_size(g));
+        double e =
+            stage_size(s) == stage_size(g) ? error_of(stage_values(s), stage_values(g), stage_size(g)) : INFINITY;
+        if (!(e <= most) && !*name) snprintf(name, sizeof name, "%s", s->name);
+        if (!(e <= *worst)) *worst = e;
+    }
+    trace_free(&golden);
+    trace_free(&found);
+    ids_free(&ids);
     checkpoint_close(&c);
-    tensors_close(&compare.golden);
-    free(id);
-    return compare;
+    return name;
 }
-
-static const char *const fixtures[] = {"true_heads", "odd", "llama3", "llama_bias"};
-enum { FIXTURES = sizeof fixtures / sizeof *fixtures };
 
 static void layers_equal_transformers(void) {
     for (int i = 0; i < FIXTURES; i++) {
-        Compare c = compare_fixture(fixtures[i], 1e-4, NULL);
-        check(!*c.first_wrong, "%s: first wrong at %s (%g)", fixtures[i], c.first_wrong, c.worst);
+        double worst;
+        const char *wrong = first_wrong(fixtures[i], 1e-4, NULL, &worst);
+        check(!*wrong, "%s: first wrong at %s (%g)", fixtures[i], wrong, worst);
     }
 }
 
@@ -146,9 +51,10 @@ static void layers_equal_transformers(void) {
 static void rounding_is_bf16(void) {
     reference_rounds = true;
     for (int i = 0; i < FIXTURES; i++) {
-        Compare c = compare_fixture(fixtures[i], 0.1, NULL);
-        check(!*c.first_wrong, "%s: first wrong at %s (%g)", fixtures[i], c.first_wrong, c.worst);
-        check(c.worst > 1e-4, "%s: nothing was rounded (%g)", fixtures[i], c.worst);
+        double worst;
+        const char *wrong = first_wrong(fixtures[i], 0.1, NULL, &worst);
+        check(!*wrong, "%s: first wrong at %s (%g)", fixtures[i], wrong, worst);
+        check(worst > 1e-4, "%s: nothing was rounded (%g)", fixtures[i], worst);
     }
     reference_rounds = false;
 }
@@ -163,22 +69,18 @@ static void spoil_norm(Model *m) { scale(m->norm, m->dim); }
 /* A model whose one norm is 1 % off must fail, at the first stage behind it. */
 static void spoiled_models_fail(void) {
     const struct {
-        const char *attn, *ffn; /* of the last layer's attention norm, of the first one's feed-forward norm */
-    } behind[FIXTURES] = {{"layers.1.q", "layers.0.weights"},
-                          {"layers.2.q", "layers.0.weights"},
-                          {"layers.1.q", "layers.0.act"},
-                          {"layers.0.q", "layers.0.act"}};
-    for (int i = 0; i < FIXTURES; i++) {
-        Compare attn = compare_fixture(fixtures[i], 1e-4, spoil_attn_norm),
-                ffn = compare_fixture(fixtures[i], 1e-4, spoil_ffn_norm);
-        Compare norm = compare_fixture(fixtures[i], 1e-4, spoil_norm);
-        check(!strcmp(attn.first_wrong, behind[i].attn), "%s: failed first at '%s', not at %s", fixtures[i],
-              attn.first_wrong, behind[i].attn);
-        check(!strcmp(ffn.first_wrong, behind[i].ffn), "%s: failed first at '%s', not at %s", fixtures[i],
-              ffn.first_wrong, behind[i].ffn);
-        check(!strcmp(norm.first_wrong, "logits"), "%s: failed first at '%s', not at the logits", fixtures[i],
-              norm.first_wrong);
-    }
+        void (*spoil)(Model *);
+        const char *behind[FIXTURES];
+    } cases[] = {{spoil_attn_norm, {"layers.1.q", "layers.2.q", "layers.1.q", "layers.0.q"}},
+                 {spoil_ffn_norm, {"layers.0.weights", "layers.0.weights", "layers.0.act", "layers.0.act"}},
+                 {spoil_norm, {"logits", "logits", "logits", "logits"}}};
+    for (int i = 0; i < FIXTURES; i++)
+        for (size_t j = 0; j < sizeof cases / sizeof *cases; j++) {
+            double worst;
+            const char *wrong = first_wrong(fixtures[i], 1e-4, cases[j].spoil, &worst);
+            check(!strcmp(wrong, cases[j].behind[i]), "%s: failed first at '%s', not at %s", fixtures[i], wrong,
+                  cases[j].behind[i]);
+        }
 }
 
 /* ---- the real layer 0 ---- */
@@ -226,15 +128,6 @@ static void model_free(Model *m) {
     Layer *l = m->layer;
     Linear *all[] = {&m->embed, &m->head, &l->q, &l->k, &l->v, &l->o, &l->router, &l->gate, &l->up, &l->down};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) linear_free(all[i]);
-}
-
-static float *numbers(const cJSON *array, int n) {
-    float *out = allocate((size_t)n * sizeof *out);
-    check(cJSON_GetArraySize(array) == n, "an array of %d, not %d", cJSON_GetArraySize(array), n);
-    int i = 0;
-    const cJSON *value;
-    cJSON_ArrayForEach(value, array) if (i < n) out[i++] = (float)value->valuedouble;
-    return out;
 }
 
 static struct { /* what the taps saw of the last token */

@@ -1,0 +1,163 @@
+/* check.h: what unit.c and gpu.c share: one line a test, and traces of a backend stage by stage. */
+#ifndef CHECK_H
+#define CHECK_H
+
+#include "../engine.h"
+#include "../model.h"
+#include "reference.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *test;
+static char why[1000]; /* the first failure of the running test, or "skip " and the reason */
+static int failures;
+
+static inline void check(bool ok, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static inline void check(bool ok, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    if (!ok && !*why) vsnprintf(why, sizeof why, format, args);
+    va_end(args);
+}
+
+static inline void run(const char *name, void (*body)(void)) {
+    test = name;
+    *why = 0;
+    body();
+    if (!strncmp(why, "skip ", 5))
+        printf("skip %s: %s\n", name, why + 5);
+    else if (*why)
+        printf("FAIL %s: %s\n", name, why), failures++;
+    else
+        printf("ok %s\n", name);
+    fflush(stdout);
+}
+
+static inline void must(bool ok, const Error *e) {
+    if (ok) return;
+    printf("FAIL %s: %s\n", test, e->text);
+    exit(1);
+}
+
+static const Sampling greedy = {.top_p = 1, .penalty = 1};
+
+static inline double error_of(const float *x, const float *golden, size_t n) { /* |x - golden| / |golden| */
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < n; i++) {
+        difference += ((double)x[i] - (double)golden[i]) * ((double)x[i] - (double)golden[i]);
+        size += (double)golden[i] * (double)golden[i];
+    }
+    return difference == 0 ? 0 : sqrt(difference / size);
+}
+
+static inline int largest(const float *x, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++)
+        if (x[i] > x[best]) best = i;
+    return best;
+}
+
+/* The numbers of a JSON array, which must be n. */
+static inline float *numbers(const cJSON *array, int n) {
+    float *out = allocate((size_t)n * sizeof *out);
+    check(cJSON_GetArraySize(array) == n, "an array of %d, not %d", cJSON_GetArraySize(array), n);
+    int i = 0;
+    const cJSON *value;
+    cJSON_ArrayForEach(value, array) if (i < n) out[i++] = (float)value->valuedouble;
+    return out;
+}
+
+/* ---- traces ---- */
+
+typedef struct { /* what the taps gave under one name, chunk after chunk */
+    char name[64];
+    Bytes values; /* floats */
+    int cols;
+} Stage;
+
+typedef struct {
+    Stage stage[400];
+    int stages;
+} Trace;
+
+static inline Stage *trace_stage(Trace *t, const char *name) {
+    for (int i = 0; i < t->stages; i++)
+        if (!strcmp(t->stage[i].name, name)) return t->stage + i;
+    Stage *s = t->stage + t->stages++;
+    snprintf(s->name, sizeof s->name, "%s", name);
+    return s;
+}
+
+static inline void trace_tap(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
+    char name[64];
+    if (!strcmp(stage, "logits"))
+        snprintf(name, sizeof name, "logits");
+    else
+        snprintf(name, sizeof name, "layers.%d.%s", layer, stage);
+    Stage *s = trace_stage(data, name);
+    s->cols = cols;
+    bytes_add(&s->values, values, (size_t)rows * (size_t)cols * sizeof *values);
+}
+
+static inline const float *stage_values(const Stage *s) { return (const float *)(const void *)s->values.data; }
+static inline size_t stage_size(const Stage *s) { return s->values.n / sizeof(float); }
+
+static inline void trace_free(Trace *t) {
+    for (int i = 0; i < t->stages; i++) bytes_free(&t->stage[i].values);
+    *t = (Trace){0};
+}
+
+/* Runs a prompt in chunks (0: in one) and records every stage and the logits of every token. */
+static inline void trace_run(Trace *t, const Backend *backend, const Model *m, const int *ids, size_t n, size_t chunk) {
+    Error e;
+    Engine g;
+    Result r;
+    Sequence s = {0};
+    if (!chunk) chunk = n;
+    Limits limits = {.max_seqs = 1, .max_tokens = (int)chunk, .tap = trace_tap, .tap_data = t};
+    must(engine_open(&g, backend, m, limits, 0, &e), &e);
+    for (size_t at = 0; at < n; at += chunk) {
+        size_t now = n - at < chunk ? n - at : chunk;
+        must(sequence_submit(&g, &s, ids + at, now, WANT_ALL_LOGITS, &greedy, &e) && backend->collect(g.state, &r, &e),
+             &e);
+        check(r.rows == (int)now, "%d rows of logits for %zu tokens", r.rows, now);
+    }
+    sequence_free(&g, &s);
+    engine_close(&g);
+}
+
+/* A fixture's golden as a trace, its ids, and the model. */
+static inline void trace_golden(const char *fixture, Trace *t, Ids *ids, Checkpoint *c) {
+    char path[200];
+    Error e;
+    Tensors golden;
+    snprintf(path, sizeof path, "tests/fixtures/%s/golden.safetensors", fixture);
+    must(tensors_open(&golden, path, &e), &e);
+    *strrchr(path, '/') = 0;
+    must(checkpoint_open(c, path, &e), &e);
+    for (int i = 0; i < golden.n; i++) {
+        const Tensor *tensor = golden.tensor + i;
+        for (size_t at = 0; at < tensor->size; at += 4) {
+            int32_t whole;
+            float value;
+            memcpy(&whole, tensor->data + at, 4);
+            memcpy(&value, tensor->data + at, 4);
+            if (!strcmp(tensor->name, "ids")) {
+                ids_add(ids, whole);
+                continue;
+            }
+            if (!strcmp(tensor->dtype, "I32")) value = (float)whole;
+            bytes_add(&trace_stage(t, tensor->name)->values, &value, sizeof value);
+        }
+    }
+    tensors_close(&golden);
+}
+
+static const char *const fixtures[] = {"true_heads", "odd", "llama3", "llama_bias"};
+enum { FIXTURES = sizeof fixtures / sizeof *fixtures };
+
+#endif
