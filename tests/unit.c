@@ -4,9 +4,7 @@
  */
 #include "../chat.h"
 #include "check.h"
-
-#include <sys/mman.h>
-#include <unistd.h>
+#include "real.h"
 
 /* ---- layers against goldens ---- */
 
@@ -82,271 +80,6 @@ static void spoiled_models_fail(void) {
                   cases[j].behind[i]);
         }
 }
-
-/* ---- the real layer 0 ---- */
-
-/* Bytes as a file, which any backend may read. */
-static View view_of(const void *data, size_t n, size_t stride, size_t step) {
-    int fd = memfd_create("weights", 0);
-    if (fd < 0 || ftruncate(fd, (off_t)n) || (data && write(fd, data, n) != (ssize_t)n)) abort();
-    void *map = mmap(NULL, n, PROT_READ, MAP_SHARED, fd, 0);
-    return (View){.data = map, .fd = fd, .size = n, .stride = stride, .step = step};
-}
-
-static void view_free(View *v) {
-    munmap((void *)(uintptr_t)v->data, v->size);
-    close(v->fd);
-}
-
-static Linear zeros(Type type, int n, int rows, int cols, const float *bias) { /* nothing but its bias */
-    size_t row = type == MXFP4 ? (size_t)cols / 2 : (size_t)cols * 4, matrix = row * (size_t)rows;
-    Linear w = {.type = type,
-                .rows = rows,
-                .cols = cols,
-                .n = n,
-                .bias = bias,
-                .data = view_of(NULL, matrix * (size_t)n, row, matrix)};
-    if (type == MXFP4) w.scale = view_of(NULL, matrix / 16 * (size_t)n, row / 16, matrix / 16);
-    return w;
-}
-
-static Linear full(const float *data, int rows, int cols) {
-    size_t row = (size_t)cols * 4;
-    return (Linear){.type = F32,
-                    .rows = rows,
-                    .cols = cols,
-                    .n = 1,
-                    .data = view_of(data, row * (size_t)rows, row, row * (size_t)rows)};
-}
-
-static void linear_free(Linear *w) {
-    if (w->rows) view_free(&w->data);
-    if (w->type == MXFP4) view_free(&w->scale);
-}
-
-static void model_free(Model *m) {
-    Layer *l = m->layer;
-    Linear *all[] = {&m->embed, &m->head, &l->q, &l->k, &l->v, &l->o, &l->router, &l->gate, &l->up, &l->down};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) linear_free(all[i]);
-}
-
-static struct { /* what the taps saw of the last token */
-    float experts[8], weights[8], act[2880], attn[4096], attn_residual[2880], residual[2880];
-} seen;
-
-static void remember_tap(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
-    (void)data, (void)layer;
-    const float *last = values + (size_t)(rows - 1) * (size_t)cols;
-    if (!strcmp(stage, "experts")) memcpy(seen.experts, last, (size_t)cols * 4);
-    if (!strcmp(stage, "weights")) memcpy(seen.weights, last, (size_t)cols * 4);
-    if (!strcmp(stage, "act")) memcpy(seen.act, values, (size_t)cols * 4); /* of the first choice */
-    if (!strcmp(stage, "attn")) memcpy(seen.attn, last, (size_t)cols * 4);
-    if (!strcmp(stage, "attn_residual")) memcpy(seen.attn_residual, last, (size_t)cols * 4);
-    if (!strcmp(stage, "residual")) memcpy(seen.residual, last, (size_t)cols * 4);
-}
-
-static void run_tokens(const Backend *backend, const Model *m, const int *ids, size_t n) {
-    Error e;
-    Engine g;
-    Sequence s = {0};
-    Result r;
-    Limits limits = {.max_seqs = 1, .max_tokens = (int)n, .tap = remember_tap};
-    must(engine_open(&g, backend, m, limits, 0, &e), &e);
-    must(sequence_submit(&g, &s, ids, n, WANT_TOKEN, &greedy, &e) && g.backend->collect(g.state, &r, &e), &e);
-    sequence_free(&g, &s);
-    engine_close(&g);
-}
-
-/* One token through a layer of zero matrices whose biases are the real activations: the embedding is the real residual
- * stream behind attention, the router's bias the real router logits, the experts' biases what the real experts
- * computed. So routing, activation, combination and residual must give the recorded numbers, which are rounded to bf16.
- */
-static void real_router_and_experts(void) {
-    enum { DIM = 2880, EXPERTS = 32, TOP = 4 };
-    Error e;
-    cJSON *golden = json_read("tests/goldens/layer0.json", 1 << 20, &e);
-    must(golden, &e);
-    float *residual = numbers(json_get(golden, "hidden_after_attn"), DIM),
-          *router = numbers(json_get(golden, "router_logits"), EXPERTS);
-    float *mlp1 = numbers(json_get(golden, "expert30_mlp1"), 2 * DIM),
-          *after = numbers(json_get(golden, "hidden_after_mlp"), DIM);
-    float *swiglu = numbers(json_get(golden, "expert30_swiglu"), DIM),
-          *expert = numbers(json_get(golden, "experts"), TOP);
-    float *weight = numbers(json_get(golden, "expert_weights"), TOP);
-    float *gate = allocate_zero(EXPERTS * DIM, 4), *up = allocate_zero(EXPERTS * DIM, 4),
-          *down = allocate_zero(EXPERTS * DIM, 4);
-    float *ones = allocate(DIM * 4), *no_bias = allocate_zero(DIM, 4), inv_freq[32] = {0};
-    const cJSON *outputs = json_get(golden, "selected_expert_outputs");
-    for (int i = 0; i < DIM; i++) ones[i] = 1;
-    for (int k = 0; k < TOP; k++) {
-        float *output = numbers(cJSON_GetArrayItem(outputs, k), DIM);
-        memcpy(down + (int)expert[k] * DIM, output, DIM * 4);
-        free(output);
-    }
-    for (int i = 0; i < EXPERTS * DIM; i++) { /* expert 30's, for all: it need not be the first choice */
-        gate[i] = mlp1[2 * (i % DIM)];
-        up[i] = mlp1[2 * (i % DIM) + 1];
-    }
-    Layer layer = {.attn_norm = ones,
-                   .ffn_norm = ones,
-                   .q = zeros(F32, 1, 64, DIM, NULL),
-                   .k = zeros(F32, 1, 64, DIM, NULL),
-                   .v = zeros(F32, 1, 64, DIM, NULL),
-                   .o = zeros(F32, 1, DIM, 64, no_bias),
-                   .router = zeros(F32, 1, EXPERTS, DIM, router),
-                   .gate = zeros(MXFP4, EXPERTS, DIM, DIM, gate),
-                   .up = zeros(MXFP4, EXPERTS, DIM, DIM, up),
-                   .down = zeros(MXFP4, EXPERTS, DIM, DIM, down)};
-    Model m = {.n_layers = 1,
-               .dim = DIM,
-               .ffn_dim = DIM,
-               .vocab = 1,
-               .context = 64,
-               .n_heads = 1,
-               .n_kv_heads = 1,
-               .head_dim = 64,
-               .n_experts = EXPERTS,
-               .top_k = TOP,
-               .eps = 1e-5f,
-               .act = SWIGLU_CLAMPED,
-               .act_limit = 7,
-               .inv_freq = inv_freq,
-               .rope_scale = 1,
-               .embed = full(residual, 1, DIM),
-               .head = zeros(F32, 1, 1, DIM, NULL),
-               .norm = ones,
-               .layer = &layer};
-    run_tokens(&reference, &m, (int[]){0}, 1);
-    for (int k = 0; k < TOP; k++) {
-        check(seen.experts[k] == expert[k], "choice %d is expert %g, not %g", k, (double)seen.experts[k],
-              (double)expert[k]);
-        check(fabsf(seen.weights[k] - weight[k]) < 0x1p-9f, "weight %d is %g, not %g", k, (double)seen.weights[k],
-              (double)weight[k]);
-    }
-    check(error_of(seen.act, swiglu, DIM) < 0x1p-8, "activation: %g", error_of(seen.act, swiglu, DIM));
-    check(error_of(seen.residual, after, DIM) < 0x1p-8, "residual: %g", error_of(seen.residual, after, DIM));
-    model_free(&m);
-    float *owned[] = {residual, router, mlp1, after, swiglu, expert, weight, gate, up, down, ones, no_bias};
-    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
-    cJSON_Delete(golden);
-}
-
-/* The real scores and sinks of four heads of the last of 74 tokens. Token j's embedding is the unit vector j, so column
- * j of each matrix is what that token's q, k or v shall be; with q = 8 (1, 0, ...) and k = (score, 0, ...) the products
- * are the recorded scores, with v the unit vector j the output is the softmax itself, of which the first 64 keys are
- * seen. */
-static void real_sinks(void) {
-    enum { N = 74, DIM = 96, HEAD = 64 };
-    Error e;
-    cJSON *golden = json_read("tests/goldens/layer0.json", 1 << 20, &e);
-    must(golden, &e);
-    const cJSON *head;
-    cJSON_ArrayForEach(head, json_get(golden, "heads")) {
-        float *score = numbers(json_get(head, "qk_scaled_pre_mask"), N),
-              *share = numbers(json_get(head, "attn_probs_with_sink"), N + 1);
-        float sink = (float)json_get(head, "sink")->valuedouble, inv_freq[HEAD / 2] = {0}, ones[DIM];
-        float *q = allocate_zero(HEAD * DIM, 4), *k = allocate_zero(HEAD * DIM, 4), *v = allocate_zero(HEAD * DIM, 4);
-        float *embed = allocate_zero(N * DIM, 4), norm = sqrtf(DIM); /* of a unit vector: sqrt(DIM) (1, 0, ...) */
-        for (int i = 0; i < DIM; i++) ones[i] = 1;
-        for (int j = 0; j < N; j++) {
-            embed[j * DIM + j] = 1;
-            q[j] = 8 / norm;
-            k[j] = score[j] / norm;
-            if (j < HEAD) v[j * DIM + j] = 1 / norm;
-        }
-        Layer layer = {.attn_norm = ones,
-                       .ffn_norm = ones,
-                       .sinks = &sink,
-                       .q = full(q, HEAD, DIM),
-                       .k = full(k, HEAD, DIM),
-                       .v = full(v, HEAD, DIM),
-                       .o = zeros(F32, 1, DIM, HEAD, NULL),
-                       .gate = zeros(F32, 1, 32, DIM, NULL),
-                       .up = zeros(F32, 1, 32, DIM, NULL),
-                       .down = zeros(F32, 1, DIM, 32, NULL),
-                       .window = 128};
-        Model m = {.n_layers = 1,
-                   .dim = DIM,
-                   .ffn_dim = 32,
-                   .vocab = N,
-                   .context = 128,
-                   .n_heads = 1,
-                   .n_kv_heads = 1,
-                   .head_dim = HEAD,
-                   .n_experts = 1,
-                   .top_k = 1,
-                   .eps = 1e-12f,
-                   .inv_freq = inv_freq,
-                   .rope_scale = 1,
-                   .embed = full(embed, N, DIM),
-                   .head = zeros(F32, 1, N, DIM, NULL),
-                   .norm = ones,
-                   .layer = &layer};
-        int ids[N];
-        for (int j = 0; j < N; j++) ids[j] = j;
-        run_tokens(&reference, &m, ids, N);
-        double most = 0;
-        for (int j = 0; j < N; j++) most = fmax(most, fabs((double)score[j]));
-        check(error_of(seen.attn, share, HEAD) < expm1(2 * most * 0x1p-9), "head %d: %g",
-              json_get(head, "head")->valueint, error_of(seen.attn, share, HEAD));
-        model_free(&m);
-        float *owned[] = {score, share, q, k, v, embed};
-        for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
-    }
-    cJSON_Delete(golden);
-}
-
-/* ---- real small models ---- */
-
-/* Greedy generation gives the ids that double precision NumPy gave, and the same logits before the last of them. */
-static void small_model(const char *name) {
-    char path[400];
-    Error e;
-    Checkpoint c;
-    Engine g;
-    const char *data = getenv("TEST_DATA");
-    if (!data) {
-        check(false, "skip set TEST_DATA for the models");
-        return;
-    }
-    snprintf(path, sizeof path, "tests/goldens/%s.json", name);
-    cJSON *golden = json_read(path, 1 << 20, &e);
-    must(golden, &e);
-    snprintf(path, sizeof path, "%s/models/%s", data, name);
-    must(checkpoint_open(&c, path, &e), &e);
-    Limits limits = {.max_seqs = 1, .max_tokens = 4};
-    must(engine_open(&g, &reference, &c.model, limits, 0, &e), &e);
-    const cJSON *prompt = json_get(golden, "prompt_ids"), *expected = json_get(golden, "greedy_ids"), *id;
-    Ids ids = {0};
-    Sequence s = {0};
-    Generation w;
-    int token, i = 0;
-    cJSON_ArrayForEach(id, prompt) ids_add(&ids, id->valueint);
-    must(generation_begin(&w, &g, &s, ids.data, ids.n, &greedy, NULL, &e), &e);
-    cJSON_ArrayForEach(id, expected) {
-        must(generation_next(&w, &token, &e), &e);
-        check(token == id->valueint, "token %d is %d, not %d", i, token, id->valueint);
-        if (++i < cJSON_GetArraySize(expected)) ids_add(&ids, token);
-    }
-    generation_end(&w);
-    sequence_rewind(&g, &s, ids.n - 1);
-    Result r;
-    must(sequence_submit(&g, &s, ids.data + ids.n - 1, 1, WANT_LOGITS, &greedy, &e) &&
-             g.backend->collect(g.state, &r, &e),
-         &e);
-    float *last = numbers(json_get(golden, "last_logits"), c.model.vocab);
-    check(error_of(r.logits, last, (size_t)c.model.vocab) < 1e-5, "logits: %g",
-          error_of(r.logits, last, (size_t)c.model.vocab));
-    free(last);
-    ids_free(&ids);
-    sequence_free(&g, &s);
-    engine_close(&g);
-    checkpoint_close(&c);
-    cJSON_Delete(golden);
-}
-
-static void tinystories_656k(void) { small_model("TinyStories-656K"); }
-static void stories_260k(void) { small_model("stories260K"); }
 
 /* ---- batches, chunks, rewinding: bit by bit ---- */
 
@@ -698,12 +431,17 @@ static void json_is_strict(void) {
     }
 }
 
+static void router_and_experts(void) { real_router_and_experts(&reference, 1); }
+static void sinks(void) { real_sinks(&reference, F32, 0); }
+static void tinystories_656k(void) { small_model(&reference, "TinyStories-656K"); }
+static void stories_260k(void) { small_model(&reference, "stories260K"); }
+
 int main(void) {
     run("unit: layers equal transformers'", layers_equal_transformers);
     run("unit: rounding is bf16's", rounding_is_bf16);
     run("unit: a norm 1 % off fails at the first stage behind it", spoiled_models_fail);
-    run("unit: the real router and experts of layer 0", real_router_and_experts);
-    run("unit: the real scores and sinks of layer 0", real_sinks);
+    run("unit: the real router and experts of layer 0", router_and_experts);
+    run("unit: the real scores and sinks of layer 0", sinks);
     run("unit: TinyStories-656K writes the reference ids", tinystories_656k);
     run("unit: stories260K writes the reference ids", stories_260k);
     open_streams();
