@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -26,7 +27,7 @@ bool fail(Error *e, int code, const char *format, ...) {
     return false;
 }
 
-_Noreturn void die(const Error *e) {
+void die(const Error *e) {
     fflush(stdout);
     fprintf(stderr, "infer: %s\n", e->text);
     exit(e->code);
@@ -183,6 +184,8 @@ bool file_exists(const char *path) {
     return !stat(path, &st) && S_ISREG(st.st_mode);
 }
 
+enum { MOST_VALUES = 4000000 }; /* thrice those of the largest tokenizer.json; cJSON takes 80 bytes for each */
+
 static const char *skip_digits(const char *s, const char *end) {
     while (s < end && *s >= '0' && *s <= '9') s++;
     return s;
@@ -210,7 +213,7 @@ static const char *json_number_end(const char *s, const char *end) {
 static const char *json_laxity(const char *text, size_t n, size_t *offset) {
     const char *s = text, *end = text + n, *problem = NULL;
     bool in_string = false;
-    size_t valid = utf8_check(text, n);
+    size_t valid = utf8_check(text, n), values = 0;
     if (valid < n) return *offset = valid, "invalid UTF-8";
     if (n >= 3 && !memcmp(text, "\xEF\xBB\xBF", 3)) return *offset = 0, "a byte-order mark";
     while (s < end && !problem) {
@@ -238,6 +241,8 @@ static const char *json_laxity(const char *text, size_t n, size_t *offset) {
                 s = after;
         } else if (c < 32) {
             problem = "a control byte";
+        } else if (c == ',' && ++values > MOST_VALUES) {
+            problem = "too many values";
         } else {
             s++;
         }
@@ -253,10 +258,10 @@ typedef struct { /* keys seen in one object; a slot belongs to the object whose 
     } * slot;
     size_t slots;
     uint32_t object;
+    uint64_t seed; /* drawn anew, so that nobody can choose keys that collide */
 } Keys;
 
-static size_t hash_text(const char *s) { /* FNV-1a */
-    uint64_t h = 0xcbf29ce484222325u;
+static size_t hash_text(const char *s, uint64_t h) { /* FNV-1a */
     for (; *s; s++) h = (h ^ (unsigned char)*s) * 0x100000001b3u;
     return (size_t)(h ^ h >> 29);
 }
@@ -274,7 +279,7 @@ static const char *json_twice(const cJSON *value, Keys *keys) {
         }
         uint32_t object = ++keys->object;
         for (const cJSON *m = value->child; m; m = m->next) {
-            size_t i = hash_text(m->string) & (keys->slots - 1);
+            size_t i = hash_text(m->string, keys->seed) & (keys->slots - 1);
             for (; keys->slot[i].object == object; i = (i + 1) & (keys->slots - 1))
                 if (!strcmp(keys->slot[i].key, m->string)) return m->string;
             keys->slot[i].key = m->string;
@@ -305,6 +310,7 @@ cJSON *json_parse(const char *text, size_t n, const char *name, Error *e) {
     }
     while (end < text + n && strchr(" \t\r\n", *end) && *end) end++;
     Keys keys = {0};
+    if (getrandom(&keys.seed, sizeof keys.seed, GRND_NONBLOCK) < 0) keys.seed = (uint64_t)(seconds() * 1e9);
     const char *twice = json_twice(json, &keys);
     free(keys.slot);
     if (end < text + n)
@@ -336,7 +342,7 @@ bool json_true(const cJSON *object, const char *key) { return cJSON_IsTrue(json_
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out) {
     if (!cJSON_IsNumber(value)) return false;
     double x = value->valuedouble;
-    if (!(fabs(x) <= 9007199254740992.0) || x != floor(x) || x < (double)least || x > (double)most) return false;
+    if (!(fabs(x) < 9007199254740992.0) || x != floor(x) || x < (double)least || x > (double)most) return false;
     *out = (int64_t)x;
     return true;
 }

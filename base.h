@@ -8,6 +8,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 enum { /* exit codes, as documented in README.md */
        DONE = 0,
        FAILED = 1,
@@ -28,7 +32,7 @@ typedef struct {
 /* Fills *e and returns false, so that a check reads `return fail(e, ...)`. */
 bool fail(Error *e, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 /* Prints "infer: text" to stderr and exits with the error's code. */
-_Noreturn void die(const Error *e);
+void die(const Error *e) __attribute__((noreturn));
 
 /* malloc, calloc and realloc that end the process with one line when memory is out. Sizes that come from a file are
  * compared with the file's size before they get here. */
@@ -76,7 +80,7 @@ cJSON *json_read(const char *path, size_t most, Error *e);
 const cJSON *json_get(const cJSON *object, const char *key);
 const char *json_string(const cJSON *object, const char *key); /* or NULL */
 bool json_true(const cJSON *object, const char *key);
-/* A whole number in [least, most]; doubles hold every integer up to 2^53 exactly, and nothing above is taken. */
+/* A whole number in [least, most]; doubles hold every integer below 2^53 exactly, and nothing above is taken. */
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);
 /* Appends n bytes of UTF-8 as a JSON string with its quotes. */
 void json_quote(Bytes *out, const char *text, size_t n);
@@ -90,4 +94,7 @@ char *size_text(uint64_t bytes, char out[24]);
 /* 131072 as 131,072. Returns `out`. */
 char *count_text(uint64_t count, char out[32]);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -6,7 +6,10 @@
 #include <string.h>
 #include <time.h>
 
-enum { MOST_NAME = 128 };
+enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_BACK = 1000 }; /* how far back a tool's message looks for its call */
+
+/* In Reader.header they stand for the control tokens. */
+enum { CHANNEL_MARK = 1, CONSTRAIN_MARK = 2 };
 
 static const char constrain_mark[] = "<|constrain|>"; /* begins a Message.content_type */
 
@@ -119,7 +122,7 @@ static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
     cJSON_ArrayForEach(call, calls) {
         const cJSON *function = json_get(call, "function");
         const char *name = json_string(function, "name"), *arguments = json_string(function, "arguments");
-        if (!name || !arguments)
+        if (!name || !*name || !arguments)
             return fail(e, USAGE, "messages[%d].tool_calls needs function.name and function.arguments, both texts", i);
         Message *m = conversation_add(c, "assistant", "commentary", arguments, strlen(arguments));
         Bytes recipient = {0};
@@ -130,40 +133,46 @@ static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
     return true;
 }
 
-/* The function whose call has this id among the messages before, else the function called last. */
-static const char *called_function(const cJSON *messages, const cJSON *until, const char *id) {
+/* The function whose call has this id in the nearest message before `json`, else the function called last. */
+static const char *called_function(const cJSON *messages, const cJSON *json, const char *id) {
     const char *last = NULL;
     const cJSON *call;
-    for (const cJSON *m = messages->child; m && m != until; m = m->next)
-        cJSON_ArrayForEach(call, json_get(m, "tool_calls")) {
+    for (int steps = MOST_BACK; json != messages->child && steps > 0; steps--) {
+        const char *name = NULL;
+        json = json->prev;
+        cJSON_ArrayForEach(call, json_get(json, "tool_calls")) {
             const char *this = json_string(call, "id");
-            last = json_string(json_get(call, "function"), "name");
-            if (id && this && !strcmp(id, this)) return last;
+            name = json_string(json_get(call, "function"), "name");
+            if (id && this && !strcmp(id, this)) return name;
+            if (!--steps) break;
         }
+        if (!last) last = name;
+    }
     return last;
 }
 
-static bool parse_message(Conversation *c, const cJSON *messages, const cJSON *json, int i, Error *e) {
+static bool parse_message(Conversation *c, const cJSON *messages, const cJSON *json, int i, Bytes *instructions,
+                          Error *e) {
     const char *role = json_string(json, "role"), *channel = json_string(json, "channel"),
                *name = json_string(json, "name");
     const char *reasoning = json_string(json, "reasoning_content");
+    const char *recipient = json_string(json, "recipient"), *content_type = json_string(json, "content_type");
     const cJSON *calls = json_get(json, "tool_calls");
     Bytes text = {0};
     if (!reasoning) reasoning = json_string(json, "reasoning");
     if (!role) return fail(e, USAGE, "messages[%d] has no role", i);
+    if (calls && !cJSON_IsArray(calls)) return fail(e, USAGE, "messages[%d].tool_calls is not an array", i);
+    if (calls && !calls->child) calls = NULL;
     bool ok = parse_text(json_get(json, "content"), i, &text, e),
          system = !strcmp(role, "system") || !strcmp(role, "developer");
     Message *m = NULL;
     if (ok && system && !c->messages) { /* a system prompt of the user's is an instruction of the developer's */
-        Bytes all = {0};
-        bytes_print(&all, "%s%s%s", c->instructions ? c->instructions : "", c->instructions ? "\n\n" : "", text.data);
-        free(c->instructions);
-        c->instructions = all.data;
+        bytes_print(instructions, "%s%s", instructions->data ? "\n\n" : "", text.data);
     } else if (ok && system) {
-        m = conversation_add(c, "developer", NULL, "# Instructions\n\n", 16);
+        m = conversation_add(c, "developer", channel, "# Instructions\n\n", 16);
         bytes_add(&m->content, text.data, text.n);
     } else if (ok && !strcmp(role, "user")) {
-        conversation_add(c, role, NULL, text.data, text.n);
+        m = conversation_add(c, role, channel, text.data, text.n);
     } else if (ok && !strcmp(role, "tool") && name && strchr(name, '.')) { /* as harmony names authors */
         m = conversation_add(c, role, channel, text.data, text.n);
         m->name = copy_or_null(name);
@@ -176,32 +185,31 @@ static bool parse_message(Conversation *c, const cJSON *messages, const cJSON *j
         m = conversation_add(c, role, "commentary", text.data, text.n);
         m->name = author.data;
         m->recipient = copy_text("assistant", 9);
+        m->recipient_first = true;
     } else if (ok && !strcmp(role, "assistant")) {
         if (reasoning && *reasoning) conversation_add(c, role, "analysis", reasoning, strlen(reasoning));
-        if (channel)
+        if (channel || recipient || content_type)
             m = conversation_add(c, role, channel, text.data, text.n);
         else if (text.n || !calls)
             m = conversation_add(c, role, calls ? "commentary" : "final", text.data, text.n);
-        ok = parse_calls(c, calls, i, e);
     } else if (ok) {
         ok = fail(e, USAGE, "messages[%d] has the unknown role '%.40s'", i, role);
     }
-    const char *recipient = json_string(json, "recipient"), *content_type = json_string(json, "content_type");
     if (ok && (recipient || content_type)) { /* harmony's own fields, as `parse` writes them */
-        if (!m || !(channel || m->name))
-            ok = fail(e, USAGE, "messages[%d] has a recipient or content_type, but no channel", i);
+        if (!m) ok = fail(e, USAGE, "messages[%d] is a system prompt, yet has a recipient or content_type", i);
         if (ok && recipient) conversation_set(&m->recipient, recipient);
         if (ok && content_type) conversation_set(&m->content_type, content_type);
         if (ok) m->recipient_first = true;
     }
+    if (ok && !strcmp(role, "assistant")) ok = parse_calls(c, calls, i, e); /* moves what m points to */
     bytes_free(&text);
     return ok;
 }
 
 static bool parse_tools(Conversation *c, const cJSON *tools, Error *e) {
     const cJSON *tool;
-    if (!tools || !cJSON_GetArraySize(tools)) return true;
-    if (!cJSON_IsArray(tools)) return fail(e, USAGE, "tools is not an array");
+    if (tools && !cJSON_IsArray(tools)) return fail(e, USAGE, "tools is not an array");
+    if (!tools || !tools->child) return true;
     c->tools = cJSON_CreateArray();
     cJSON_ArrayForEach(tool, tools) {
         const cJSON *function = json_get(tool, "function");
@@ -254,15 +262,20 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
     if (!parse_tools(c, json_get(json, "tools"), e) || !parse_response_format(c, json_get(json, "response_format"), e))
         return false;
     if (!cJSON_IsArray(messages)) return fail(e, USAGE, "messages is not an array");
+    Bytes instructions = {0};
+    bool ok = true;
     int i = 0;
-    cJSON_ArrayForEach(m, messages) if (!parse_message(c, messages, m, i++, e)) return false;
-    return true;
+    for (m = messages->child; m && ok; m = m->next) ok = parse_message(c, messages, m, i++, &instructions, e);
+    if (instructions.data) conversation_set(&c->instructions, instructions.data);
+    bytes_free(&instructions);
+    return ok;
 }
 
 void message_json(const Message *m, Bytes *out) {
     const struct {
         const char *key, *value;
-    } fields[] = {{"name", m->name}, {"channel", m->channel}, {"recipient", m->recipient}, {"content_type", m->content_type}};
+    } fields[] = {
+        {"name", m->name}, {"channel", m->channel}, {"recipient", m->recipient}, {"content_type", m->content_type}};
     bytes_print(out, "{\"role\":\"%s\"", m->role);
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].value) {
@@ -276,111 +289,121 @@ void message_json(const Message *m, Bytes *out) {
 
 /* ---- tools as TypeScript ---- */
 
+/* Each line of the text as a comment. A line break at its end counts for nothing. */
 static void comment(Bytes *out, const char *indent, const char *text) {
-    for (const char *line = text, *end; line; line = *end ? end + 1 : NULL) {
-        end = strchrnul(line, '\n');
-        bytes_print(out, "%s// %.*s\n", indent, (int)(end - line), line);
-    }
+    do {
+        size_t n = strcspn(text, "\n");
+        bytes_print(out, "%s// %.*s\n", indent, (int)(n - (n && text[n - 1] == '\r')), text);
+        text += n + (text[n] != 0);
+    } while (*text);
 }
 
-static bool is_enum(const cJSON *schema) {
-    const char *type = json_string(schema, "type");
-    return type && !strcmp(type, "string") && cJSON_GetArraySize(json_get(schema, "enum")) > 0;
-}
+static bool is_enum(const cJSON *schema) { return cJSON_GetArraySize(json_get(schema, "enum")) > 0; }
 
-/* "default: x"; a text has quotes unless it is one of an enum. */
-static void add_default(Bytes *out, const cJSON *schema) {
-    const cJSON *value = json_get(schema, "default");
-    char *text = cJSON_IsString(value) ? NULL : json_text(value);
+/* `before` and "default: x" if there is one, null too; a text has quotes unless it is one of an enum. */
+static void add_default(Bytes *out, const char *before, const cJSON *schema) {
+    const cJSON *value = cJSON_GetObjectItemCaseSensitive(schema, "default");
+    char *text = value ? json_text(value) : NULL;
     if (text)
-        bytes_print(out, "default: %s", text);
-    else
-        bytes_print(out, is_enum(schema) ? "default: %s" : "default: \"%s\"", value->valuestring);
+        bytes_print(out, "%sdefault: %s", before, cJSON_IsString(value) && is_enum(schema) ? value->valuestring : text);
     free(text);
 }
 
 static void add_type(Bytes *out, const cJSON *schema, const char *indent);
 
-/* One alternative of a oneOf with its comment behind it. */
-static void add_variant(Bytes *out, const cJSON *variant, const char *indent) {
-    Bytes deeper = {0};
+static void add_nullable_type(Bytes *out, const cJSON *schema, const char *indent) {
+    size_t before = out->n;
+    add_type(out, schema, indent);
+    if (json_true(schema, "nullable") && !strstr(out->data + before, "null")) bytes_text(out, " | null");
+}
+
+/* One alternative of a oneOf with its comment behind it: what is not `known` already. */
+static void add_variant(Bytes *out, const cJSON *variant, const char *known, const char *indent) {
+    Bytes deeper = {0}, behind = {0};
+    const char *description = json_string(variant, "description");
     bytes_print(&deeper, "%s   ", indent);
     bytes_print(out, "%s | ", indent);
-    add_type(out, variant, deeper.data);
-    const char *description = json_string(variant, "description");
-    bool has_default = json_get(variant, "default");
-    if (description || has_default)
-        bytes_print(out, " // %s%s", description ? description : "", description && has_default ? " " : "");
-    if (has_default) add_default(out, variant);
+    add_nullable_type(out, variant, deeper.data);
+    if (description && !(known && !strcmp(known, description))) bytes_print(&behind, " %s", description);
+    add_default(&behind, " ", variant);
+    if (behind.n) bytes_print(out, " //%s", behind.data);
+    for (size_t i = out->n - behind.n; i < out->n; i++)
+        if (out->data[i] == '\n') out->data[i] = ' ';
     bytes_free(&deeper);
+    bytes_free(&behind);
 }
 
-static bool is_required(const cJSON *schema, const char *key) {
-    const cJSON *name;
-    cJSON_ArrayForEach(name, json_get(schema, "required")) if (cJSON_IsString(name) &&
-                                                               !strcmp(name->valuestring, key)) return true;
-    return false;
-}
-
-static void add_property(Bytes *out, const cJSON *schema, const cJSON *property, const char *indent) {
+static void add_property(Bytes *out, const cJSON *property, bool required, const char *indent) {
     const cJSON *examples = json_get(property, "examples"), *one_of = json_get(property, "oneOf"), *item;
     const char *title = json_string(property, "title"), *description = json_string(property, "description");
-    const char *optional = is_required(schema, property->string) ? "" : "?";
-    bool has_default = json_get(property, "default");
+    Bytes deeper = {0}, above = {0};
     if (title) comment(out, indent, title), bytes_print(out, "%s//\n", indent);
     if (description) comment(out, indent, description);
     if (cJSON_GetArraySize(examples)) comment(out, indent, "Examples:");
     cJSON_ArrayForEach(item, examples) if (cJSON_IsString(item))
         bytes_print(out, "%s// - \"%s\"\n", indent, item->valuestring);
+    if (cJSON_IsArray(one_of)) add_default(&above, "", property);
+    if (above.n) comment(out, indent, above.data);
+    bytes_print(out, "%s%s%s:", indent, property->string, required ? "" : "?");
     if (cJSON_IsArray(one_of)) {
-        if (has_default) bytes_print(out, "%s// ", indent), add_default(out, property), bytes_text(out, "\n");
-        bytes_print(out, "%s%s%s:\n", indent, property->string, optional);
-        cJSON_ArrayForEach(item, one_of) add_variant(out, item, indent), bytes_text(out, "\n");
-        bytes_print(out, "%s,\n", indent);
-        return;
+        bytes_text(out, "\n");
+        cJSON_ArrayForEach(item, one_of) add_variant(out, item, description, indent), bytes_text(out, "\n");
+        bytes_print(out, "%s,", indent);
+    } else {
+        bytes_print(&deeper, "%s    ", indent);
+        bytes_text(out, " ");
+        add_nullable_type(out, property, deeper.data);
+        bytes_text(out, ",");
+        add_default(out, " // ", property);
     }
-    Bytes deeper = {0};
-    bytes_print(&deeper, "%s    ", indent);
-    bytes_print(out, "%s%s%s: ", indent, property->string, optional);
-    size_t before = out->n;
-    add_type(out, property, deeper.data);
-    if (json_true(property, "nullable") && !strstr(out->data + before, "null")) bytes_text(out, " | null");
-    bytes_text(out, ",");
-    if (has_default) bytes_text(out, " // "), add_default(out, property);
     bytes_text(out, "\n");
     bytes_free(&deeper);
+    bytes_free(&above);
 }
 
-/* A JSON schema as a TypeScript type. The depth of nesting is limited by the JSON parser. */
+static int by_text(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+static void add_properties(Bytes *out, const cJSON *schema, const char *indent) {
+    const cJSON *list = json_get(schema, "required"), *item;
+    const char **required = allocate((size_t)cJSON_GetArraySize(list) * sizeof *required);
+    size_t n = 0;
+    cJSON_ArrayForEach(item, list) if (cJSON_IsString(item)) required[n++] = item->valuestring;
+    qsort(required, n, sizeof *required, by_text);
+    cJSON_ArrayForEach(item, json_get(schema, "properties"))
+        add_property(out, item, bsearch(&item->string, required, n, sizeof *required, by_text), indent);
+    free(required);
+}
+
+/* A JSON schema as a TypeScript type; what is nested absurdly deep is any, or indentation would grow without limit. */
 static void add_type(Bytes *out, const cJSON *schema, const char *indent) {
-    const cJSON *one_of = json_get(schema, "oneOf"), *types = json_get(schema, "type"), *item;
+    const cJSON *one_of = json_get(schema, "oneOf"), *types = json_get(schema, "type"), *items, *item;
     const char *type = cJSON_GetStringValue(types), *description = json_string(schema, "description");
-    if (cJSON_IsArray(one_of)) {
-        cJSON_ArrayForEach(item, one_of) bytes_text(out, "\n"), add_variant(out, item, indent);
-    } else if (cJSON_GetArraySize(types) > 0 && cJSON_IsArray(types)) {
-        cJSON_ArrayForEach(item, types) {
-            const char *name = cJSON_IsString(item) ? item->valuestring : "any";
-            bytes_print(out, "%s%s", item == types->child ? "" : " | ", strcmp(name, "integer") ? name : "number");
-        }
-    } else if (is_enum(schema)) {
-        const char *before = "";
-        cJSON_ArrayForEach(item, json_get(schema, "enum")) if (cJSON_IsString(item)) {
-            bytes_print(out, "%s\"%s\"", before, item->valuestring);
-            before = " | ";
-        }
+    size_t before = out->n;
+    if (strlen(indent) > MOST_INDENT) {
+        bytes_text(out, "any");
+    } else if (cJSON_IsArray(one_of)) {
+        cJSON_ArrayForEach(item, one_of) bytes_text(out, "\n"), add_variant(out, item, NULL, indent);
+    } else if (cJSON_IsArray(types)) {
+        cJSON_ArrayForEach(item, types) if (cJSON_IsString(item))
+            bytes_print(out, "%s%s", out->n > before ? " | " : "",
+                        strcmp(item->valuestring, "integer") ? item->valuestring : "number");
+        if (out->n == before) bytes_text(out, "any");
     } else if (type && !strcmp(type, "object")) {
         if (description) comment(out, indent, description);
         bytes_text(out, "{\n");
-        cJSON_ArrayForEach(item, json_get(schema, "properties")) add_property(out, schema, item, indent);
+        add_properties(out, schema, indent);
         bytes_print(out, "%s}", indent);
     } else if (type && !strcmp(type, "array")) {
-        const cJSON *items = json_get(schema, "items");
-        if (items) add_type(out, items, indent);
+        if ((items = json_get(schema, "items"))) add_type(out, items, indent);
         bytes_text(out, items ? "[]" : "Array<any>");
+    } else if (type && !strcmp(type, "string")) {
+        cJSON_ArrayForEach(item, json_get(schema, "enum")) if (cJSON_IsString(item))
+            bytes_print(out, "%s\"%s\"", out->n > before ? " | " : "", item->valuestring);
+        if (out->n == before) bytes_text(out, "string");
     } else if (type && (!strcmp(type, "number") || !strcmp(type, "integer"))) {
         bytes_text(out, "number");
     } else {
-        bytes_text(out, type && (!strcmp(type, "string") || !strcmp(type, "boolean")) ? type : "any");
+        bytes_text(out, type && !strcmp(type, "boolean") ? "boolean" : "any");
     }
 }
 
@@ -389,10 +412,11 @@ static void add_tools(Bytes *out, const cJSON *tools) {
     bytes_text(out, "# Tools\n\n## functions\n\nnamespace functions {\n\n");
     cJSON_ArrayForEach(tool, tools) {
         const cJSON *parameters = json_get(tool, "parameters"), *properties = json_get(parameters, "properties");
+        bool takes = (properties && properties->child) || json_get(parameters, "oneOf");
         const char *description = json_string(tool, "description");
         if (description && *description) comment(out, "", description);
         bytes_print(out, "type %s = (", json_string(tool, "name"));
-        if (properties && properties->child) bytes_text(out, "_: "), add_type(out, parameters, "");
+        if (takes) bytes_text(out, "_: "), add_type(out, parameters, "");
         bytes_text(out, ") => any;\n\n");
     }
     bytes_text(out, "} // namespace functions");
@@ -419,15 +443,19 @@ static bool control(Renderer *r, int id) {
     return true;
 }
 
-/* A word of a header: what could be read as another part of it is refused. */
+/* How many bytes of a word may stand in a header: none that could be read as another part of it. */
+static size_t legal_length(const char *word, size_t n) {
+    size_t i = 0;
+    while (i < n && i < MOST_NAME && (unsigned char)word[i] > ' ' && !strchr("<>=\177", word[i])) i++;
+    while (i < n && (word[i] & 0xC0) == 0x80) i--; /* whole characters */
+    return i;
+}
+
 static bool header_word(Renderer *r, const char *what, const char *word) {
     size_t n = strlen(word);
-    for (size_t i = 0; i < n; i++) {
-        unsigned char c = (unsigned char)word[i];
-        if (c <= ' ' || c == '<' || c == '>' || c == '=' || c == 127)
-            return fail(r->e, USAGE, "a %s may not contain spaces, '<', '>' or '=': '%.100s'", what, word);
-    }
-    if (!n || n > MOST_NAME) return fail(r->e, USAGE, "a %s has from 1 to %d characters, not %zu", what, MOST_NAME, n);
+    if (!n || n > MOST_NAME) return fail(r->e, USAGE, "a %s has from 1 to %d bytes, not %zu", what, MOST_NAME, n);
+    if (legal_length(word, n) < n)
+        return fail(r->e, USAGE, "a %s may not contain spaces, '<', '>' or '=': '%.100s'", what, word);
     bytes_text(&r->text, word);
     return true;
 }
@@ -547,89 +575,118 @@ void reader_take(Reader *r, Conversation *c) {
     r->messages = 0;
 }
 
+static bool is_mark(const char *s) { return *s == CHANNEL_MARK || *s == CONSTRAIN_MARK; }
+
 /* The next word of a header and where it ends; NULL at the end. A mark is a word of its own. */
 static const char *next_word(const char *s, const char **end) {
     s += strspn(s, " \t\r\n");
     if (!*s) return NULL;
-    *end = *s <= 2 ? s + 1 : s + strcspn(s, " \t\r\n\1\2");
+    *end = is_mark(s) ? s + 1 : s + strcspn(s, " \t\r\n\1\2");
     return s;
 }
 
-static void set_word(char **to, const char *word, const char *end) {
-    free(*to);
-    *to = copy_text(word, (size_t)(end - word));
+static bool word_is(const char *word, const char *end, const char *text) {
+    return strlen(text) == (size_t)(end - word) && !memcmp(word, text, (size_t)(end - word));
 }
 
-/* Who wrote the message: the first word of a header that began with <|start|>. */
-static void read_author(Message *m, const char *word, const char *end) {
-    static const char *const roles[] = {"system", "developer", "user", "assistant", "tool"};
-    free(m->role);
-    m->role = NULL;
-    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
-        if (strlen(roles[i]) == (size_t)(end - word) && !strncmp(roles[i], word, strlen(roles[i])))
-            m->role = copy_or_null(roles[i]);
-    if (m->role) return;
-    m->role = copy_text("tool", 4);
-    set_word(&m->name, word, end);
+/* The word that a mark, or "to=", is about: right behind it; moves `end`. NULL: there is none. */
+static const char *named_word(const char **end) {
+    const char *after, *word = next_word(*end, &after);
+    if (!word || is_mark(word)) return NULL;
+    *end = after;
+    return word;
+}
+
+/* Keeps of a word what chat_render will take; `end` moves there. */
+static void set_word(Reader *r, char **to, const char *before, const char *word, const char **end) {
+    size_t n = word ? legal_length(word, (size_t)(*end - word)) : 0;
+    Bytes text = {0};
+    if (!word || word + n < *end) r->repairs++;
+    if (word) *end = word + n;
+    if (!n) return;
+    bytes_text(&text, before);
+    bytes_add(&text, word, n);
+    free(*to);
+    *to = text.data;
+}
+
+/* Who wrote the message: the first word of a header that began with <|start|>, a role or a tool's "functions.f". */
+static bool read_author(Reader *r, const char *word, const char **end) {
+    static const char *const roles[] = {"system", "developer", "user", "assistant"};
+    for (int i = 0; i < 4; i++)
+        if (word_is(word, *end, roles[i])) return conversation_set(&r->now.role, roles[i]), true;
+    if (!memchr(word, '.', legal_length(word, (size_t)(*end - word)))) return false;
+    conversation_set(&r->now.role, "tool");
+    set_word(r, &r->now.name, "", word, end);
+    return true;
 }
 
 /* Takes a header apart: author, to=RECIPIENT anywhere, <|channel|> CHANNEL, <|constrain|> TYPE or one bare word as
  * type. What is left, where a header has none of that, was meant as content. `complete`: <|message|> ended it. */
 static void read_header(Reader *r, bool complete) {
     Message *m = &r->now;
-    const char *end, *word = r->header.n ? next_word(r->header.data, &end) : NULL, *rest = NULL, *bare = NULL,
-                     *bare_end = NULL;
-    if (r->started && word && *word > 2 && strncmp(word, "to=", 3)) {
-        read_author(m, word, end);
+    Bytes text = {0};
+    bytes_text(&text, "");
+    utf8_stream(&r->header, &text, true);
+    const char *end, *word = next_word(text.data, &end), *rest = NULL, *bare = NULL, *bare_end = NULL;
+    if (r->started && word && !is_mark(word) && read_author(r, word, &end))
         word = next_word(end, &end);
-    } else if (r->started) {
+    else if (r->started)
         r->repairs++; /* nobody wrote it: the model did */
-    }
     for (; word && !rest; word = next_word(end, &end)) {
-        if (!strncmp(word, "to=", 3) && end > word + 3 && !m->recipient) {
-            set_word(&m->recipient, word + 3, end);
+        bool to = !strncmp(word, "to=", 3), function = !strncmp(word, "functions.", 10); /* a forgotten "to=" */
+        if ((to || function) && !m->recipient) {
+            if (to) word = end > word + 3 ? word + 3 : named_word(&end);
+            set_word(r, &m->recipient, "", word, &end);
             m->recipient_first = !m->channel;
-        } else if (*word == 1 && !m->channel) {
-            const char *name = next_word(end, &end);
-            if (name && *name > 2) set_word(&m->channel, name, end);
-        } else if (*word == 2 && !m->content_type) {
-            const char *name = next_word(end, &end);
-            Bytes type = {0};
-            bytes_print(&type, "%s%.*s", constrain_mark, name ? (int)(end - name) : 0, name ? name : "");
-            m->content_type = type.data;
-        } else if (*word > 2 && complete && !bare && !m->content_type) {
-            bare = word, bare_end = end;
-        } else if (*word > 2) {
-            rest = bare ? bare : word;
-        } else {
+            r->repairs += function;
+        } else if (*word == CHANNEL_MARK && !m->channel) {
+            word = named_word(&end);
+            set_word(r, &m->channel, "", word, &end);
+        } else if (*word == CONSTRAIN_MARK && !m->content_type) {
+            word = named_word(&end);
+            set_word(r, &m->content_type, constrain_mark, word, &end);
+        } else if (is_mark(word)) {
             r->repairs++; /* a control token too many */
+        } else if (complete && !m->channel && (word_is(word, end, "analysis") || word_is(word, end, "final"))) {
+            set_word(r, &m->channel, "", word, &end);
+            r->repairs++; /* its mark is missing */
+        } else if (complete && !bare && !m->content_type) {
+            bare = word, bare_end = end;
+        } else {
+            rest = bare ? bare : word;
         }
     }
     if (rest) {
         r->repairs += complete;
         bytes_text(&m->content, rest);
-        for (char *c = m->content.data; *c; c++)
-            if (*c <= 2 && *c > 0) *c = ' ';
-    } else if (bare) {
-        set_word(&m->content_type, bare, bare_end);
+        for (size_t i = 0; i < m->content.n; i++)
+            if (is_mark(m->content.data + i)) m->content.data[i] = ' ';
+    } else if (bare && !m->content_type) {
+        set_word(r, &m->content_type, "", bare, &bare_end);
     }
-    r->header.n = 0;
+    bytes_free(&text);
 }
 
-/* Completes the message being read and begins the next, whose header `started` with <|start|> or not yet. */
-static void close_message(Reader *r, Bytes *text, Read *read) {
-    if (!r->in_content) {
-        read_header(r, false);
-        bytes_add(text, r->now.content.data, r->now.content.n);
-    } else {
-        size_t before = text->n;
+/* Completes the message being read and begins the next. One that says nothing is forgotten, unless it was `ended` by a
+ * token of its own and has a whole header or a recipient. */
+static void close_message(Reader *r, bool ended, Bytes *text, Read *read) {
+    Message *m = &r->now;
+    size_t before = text->n;
+    if (r->in_content) {
         tokenizer_flush(&r->decoder, text);
-        bytes_add(&r->now.content, text->data + before, text->n - before);
+        bytes_add(&m->content, text->data + before, text->n - before);
+    } else {
+        read_header(r, false);
+        bytes_add(text, m->content.data, m->content.n);
     }
-    read->part = message_part(&r->now);
-    read->closed = true;
-    *message_new(&r->message, &r->messages) = r->now;
-    r->now = (Message){.role = copy_text("assistant", 9)};
+    read->part = message_part(m);
+    read->closed = m->content.n || (ended && (r->in_content || m->recipient));
+    if (read->closed)
+        *message_new(&r->message, &r->messages) = *m;
+    else
+        message_free(m);
+    *m = (Message){.role = copy_text("assistant", 9)};
     r->in_content = r->started = false;
     r->between = true;
 }
@@ -644,8 +701,8 @@ static void push_control(Reader *r, int token, Bytes *text, Read *read) {
     bool ends = token == chat->end || token == chat->call || token == chat->done || token == chat->endoftext;
     if (ends) {
         bool empty = !r->in_content && !r->header.n && !r->started; /* two ends in a row, or nothing but an end */
-        if (!r->in_content && !empty) drop_sampled(r);
-        if (!empty) close_message(r, text, read);
+        if (!r->in_content) drop_sampled(r);
+        if (!empty) close_message(r, true, text, read);
         read->stop = token != chat->end;
     } else if (token == chat->message && !r->in_content) {
         read_header(r, true);
@@ -655,7 +712,7 @@ static void push_control(Reader *r, int token, Bytes *text, Read *read) {
         bool begun = r->in_content || r->header.n || r->started;
         if (begun) {
             drop_sampled(r);
-            close_message(r, text, read);
+            close_message(r, false, text, read);
         }
         ids_free(&r->now.sampled);
         if (token == chat->start) {
@@ -703,12 +760,7 @@ Read reader_push(Reader *r, int token, Bytes *text) {
 Read reader_end(Reader *r, Bytes *text) {
     Read read = {.stop = true};
     bytes_text(text, "");
-    if (r->in_content || r->header.n) {
-        ids_free(&r->now.sampled);
-        close_message(r, text, &read);
-    }
-    if (read.closed && !r->message[r->messages - 1].content.n)
-        message_free(r->message + --r->messages), read.closed = false;
-    bytes_free(&r->decoder.held);
+    ids_free(&r->now.sampled);
+    if (r->in_content || r->header.n) close_message(r, false, text, &read);
     return read;
 }

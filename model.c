@@ -214,10 +214,11 @@ static bool read_sizes(Reader *r) {
     m->act_limit = (float)limit;
     const char *act = json_string(r->config, "hidden_act");
     if (act && strcmp(act, "silu")) return config_bad(r, "hidden_act", "\"silu\"");
-    const char *quant = json_string(json_get(r->config, "quantization_config"), "quant_method");
-    if (quant && (!r->family->quant_method || strcmp(quant, r->family->quant_method)))
-        return fail(r->e, BAD_MODEL, "%s: weights quantized by '%.40s' are not supported for %s", r->path, quant,
-                    r->family->model_type);
+    const cJSON *quantization = json_get(r->config, "quantization_config");
+    const char *quant = json_string(quantization, "quant_method"), *known = r->family->quant_method;
+    if (quantization && !(quant && known && !strcmp(quant, known)))
+        return fail(r->e, BAD_MODEL, "%s: weights quantized by '%.40s' are not supported for %s", r->path,
+                    quant ? quant : "(no quant_method)", r->family->model_type);
     m->layer = keep(r->c, (size_t)m->n_layers * sizeof *m->layer);
     memset(m->layer, 0, (size_t)m->n_layers * sizeof *m->layer);
     return true;

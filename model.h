@@ -6,6 +6,10 @@
 #include "infer.h"
 #include "safetensors.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct {
     Model model;
     const char *family; /* its row of families[] */
@@ -39,4 +43,7 @@ void models_free(ModelEntry *list, int n);
  * what is near. */
 char *model_find(const char *argument, Error *e);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -102,6 +102,24 @@ static bool map_file(TensorFile *f, const char *path, Error *e) {
     return true;
 }
 
+/* The numbers of a valid header must be plain digits: cJSON, and so json_whole, takes 1e2 and 120.0 for whole ones. */
+static bool plain_numbers(const TensorFile *f, const char *s, const char *end, Error *e) {
+    const char *text = s, *tensor = s; /* the last string, and the last one before a brace */
+    int text_n = 0, tensor_n = 0;
+    for (; s < end; s++) {
+        if (*s == '"') {
+            for (text = ++s; *s != '"'; s++) s += *s == '\\';
+            text_n = s - text < 200 ? (int)(s - text) : 200;
+        } else if (*s == '{') {
+            tensor = text, tensor_n = text_n;
+        } else if (*s == '.' || *s == 'e' || *s == 'E') {
+            return fail(e, BAD_MODEL, "%s: tensor '%.*s' has something else than plain digits in its %.*s", f->name,
+                        tensor_n, tensor, text_n, text);
+        }
+    }
+    return true;
+}
+
 static bool read_file(Tensors *t, const char *path, Error *e) {
     t->file = reallocate(t->file, (size_t)(t->files + 1) * sizeof *t->file);
     TensorFile *f = t->file + t->files++;
@@ -131,6 +149,7 @@ static bool read_file(Tensors *t, const char *path, Error *e) {
         t->n += ok;
     }
     cJSON_Delete(json);
+    ok = ok && plain_numbers(f, (const char *)f->map + 8, (const char *)f->map + data, e);
     return ok && check_cover(f, t->tensor + first, t->n - first, data, e);
 }
 
@@ -182,7 +201,7 @@ static bool open_directory(Tensors *t, const char *dir, Error *e) {
             fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index.data);
         else if (json)
             ok = read_shards(t, dir, index.data, map, e);
-        qsort(t->tensor, (size_t)t->n, sizeof *t->tensor, by_name);
+        if (t->n) qsort(t->tensor, (size_t)t->n, sizeof *t->tensor, by_name);
         ok = ok && check_index(t, index.data, map, e);
         cJSON_Delete(json);
     } else if (!access(single.data, F_OK)) {

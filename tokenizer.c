@@ -12,7 +12,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_BYTES = 256 << 20, MOST_IDS = 1 << 22, MOST_STEPS = 8, MATCH_LIMIT = 20000000 };
+enum { MOST_BYTES = 256 << 20, MOST_TEXT = INT32_MAX / 2, MOST_IDS = 1 << 22, MOST_STEPS = 8, MATCH_LIMIT = 20000000 };
+/* Bytes of an added token and of a normalizer's text, tokens of the template: what lies far above any real file and
+ * keeps the work near the length of the text. */
+enum { MOST_ADDED = 256, MOST_REPLACEMENT = 16, MOST_TEMPLATE = 64 };
 
 /* GPT-2's pattern, which a ByteLevel pre-tokenizer with use_regex stands for (openai/gpt-2, encoder.py). */
 static const char gpt2_pattern[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
@@ -337,7 +340,7 @@ static void replace_all(const Normalizer *r, const char *s, size_t n, Bytes *out
     }
 }
 
-static void normalize(const Tokenizer *t, const char *s, size_t n, Bytes *out) {
+static bool normalize(const Tokenizer *t, const char *s, size_t n, Bytes *out, Error *e) {
     bytes_add(out, s, n);
     for (int i = 0; i < t->normalizers && out->n; i++) {
         Bytes next = {0};
@@ -349,7 +352,10 @@ static void normalize(const Tokenizer *t, const char *s, size_t n, Bytes *out) {
         }
         bytes_free(out);
         *out = next;
+        if (out->n > 8 * n + 1000 || out->n > MOST_TEXT)
+            return fail(e, BAD_MODEL, "tokenizer.json: its normalizers make %zu bytes of a text of %zu", out->n, n);
     }
+    return true;
 }
 
 static bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
@@ -380,8 +386,8 @@ static bool encode_normalized(Encoder *w, const char *s, size_t n) { return spli
 
 static bool encode_raw(Encoder *w, const char *s, size_t n) {
     Bytes text = {0};
-    normalize(w->t, s, n, &text);
-    bool ok = cut_added(w, &w->t->normalized, text.data, text.n, encode_normalized);
+    bool ok =
+        normalize(w->t, s, n, &text, w->e) && cut_added(w, &w->t->normalized, text.data, text.n, encode_normalized);
     bytes_free(&text);
     return ok;
 }
@@ -390,12 +396,11 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     size_t valid = utf8_check(text, n);
     if (valid < n)
         return fail(e, USAGE, "the text is not UTF-8: byte %zu is 0x%02X", valid, (unsigned char)text[valid]);
-    if (n > INT32_MAX / 2)
-        return fail(e, USAGE, "the text has %zu bytes, at most %d can be encoded at once", n, INT32_MAX / 2);
+    if (n > MOST_TEXT) return fail(e, USAGE, "the text has %zu bytes, at most %d can be encoded at once", n, MOST_TEXT);
     Encoder w = {.t = t, .flags = flags, .e = e};
     w.match = pcre2_match_data_create(1, NULL);
     w.limits = pcre2_match_context_create(NULL);
-    w.stack = pcre2_jit_stack_create(32 << 10, 8 << 20, NULL);
+    if (n > 256) w.stack = pcre2_jit_stack_create(32 << 10, 8 << 20, NULL); /* dear; without it there are 32 KiB */
     pcre2_set_match_limit(w.limits, MATCH_LIMIT);
     pcre2_jit_stack_assign(w.limits, NULL, w.stack);
     if (flags & WITH_TEMPLATE) ids_append(&w.ids, t->prefix.data, t->prefix.n);
@@ -525,6 +530,7 @@ static bool read_vocabulary(Reader *r, const cJSON *vocab, const cJSON *added) {
     cJSON_ArrayForEach(added, added) {
         const char *content = json_string(added, "content");
         if (!content || !*content) return bad(r, "an added token has no content", NULL);
+        if (strlen(content) > MOST_ADDED) return bad(r, "an added token has more than 256 bytes:", content);
         if (!read_id(r, json_get(added, "id"), content, &id)) return false;
         if (id >= t->size) t->size = id + 1;
         entries++;
@@ -563,9 +569,10 @@ static bool read_added(Reader *r, const cJSON *list) {
             if (json_true(added, options[i].key)) t->flags[id] |= (unsigned char)options[i].flag;
         if (json_true(added, "normalized")) {
             Bytes text = {0};
-            normalize(t, content, n, &text);
-            trie_add(&t->normalized, text.data, text.n, id);
+            bool ok = normalize(t, content, n, &text, r->e);
+            if (ok) trie_add(&t->normalized, text.data, text.n, id);
             bytes_free(&text);
+            if (!ok) return false;
         } else {
             trie_add(&t->raw, content, n, id);
         }
@@ -654,7 +661,7 @@ static bool compile(Reader *r, const char *pattern, bool literal, pcre2_code **c
         spell_out_space(pattern, &text);
     int problem;
     PCRE2_SIZE offset;
-    uint32_t options = PCRE2_UTF | PCRE2_NO_UTF_CHECK | (literal ? PCRE2_LITERAL : PCRE2_UCP);
+    uint32_t options = PCRE2_UTF | PCRE2_NO_UTF_CHECK | (literal ? PCRE2_LITERAL : PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C);
     *code = pcre2_compile((PCRE2_SPTR)text.data, text.n, options, &problem, &offset, NULL);
     bytes_free(&text);
     if (!*code) {
@@ -685,8 +692,9 @@ static const char *type_of(const cJSON *component) {
 static bool each_component(Reader *r, const cJSON *component, const char *key, bool (*one)(Reader *, const cJSON *)) {
     if (!component || cJSON_IsNull(component)) return true;
     if (strcmp(type_of(component), "Sequence")) return one(r, component);
-    const cJSON *part;
-    cJSON_ArrayForEach(part, json_get(component, key)) if (!one(r, part)) return false;
+    const cJSON *part, *list = json_get(component, key);
+    if (!cJSON_IsArray(list)) return bad(r, "a Sequence has no list of", key);
+    cJSON_ArrayForEach(part, list) if (!one(r, part)) return false;
     return true;
 }
 
@@ -709,8 +717,8 @@ static bool read_pre_tokenizer(Reader *r, const cJSON *c) {
 
 static bool read_replace(Reader *r, const cJSON *c, Normalizer *out) {
     const char *from = json_string(json_get(c, "pattern"), "String"), *to = json_string(c, "content");
-    if (!from || !*from || !to)
-        return bad(r, "a Replace needs a pattern String and a content; a Regex is not implemented", NULL);
+    if (!from || !*from || !to || strlen(to) > MOST_REPLACEMENT)
+        return bad(r, "a Replace needs a pattern String, no Regex, and a content of at most 16 bytes", NULL);
     out->from = copy_text(from, strlen(from));
     out->to = copy_text(to, strlen(to));
     return true;
@@ -722,7 +730,7 @@ static bool read_normalizer(Reader *r, const cJSON *c) {
     Normalizer *out = t->normalizer + t->normalizers;
     if (!strcmp(type_of(c), "Prepend")) {
         const char *text = json_string(c, "prepend");
-        if (!text) return bad(r, "a Prepend has no text to prepend", NULL);
+        if (!text || strlen(text) > MOST_REPLACEMENT) return bad(r, "a Prepend needs a text of at most 16 bytes", NULL);
         out->to = copy_text(text, strlen(text));
     } else if (!strcmp(type_of(c), "Replace")) {
         if (!read_replace(r, c, out)) return false;
@@ -762,12 +770,13 @@ static bool read_post_processor(Reader *r, const cJSON *c) {
             out = &t->suffix;
         } else if (name) {
             const cJSON *ids = json_get(json_get(json_get(c, "special_tokens"), name), "ids");
-            if (!cJSON_IsArray(ids)) return bad(r, "the template names a token without ids:", name);
+            if (!cJSON_IsArray(ids) || !ids->child) return bad(r, "the template names a token without ids:", name);
             cJSON_ArrayForEach(id, ids) {
                 int64_t n;
                 if (!json_whole(id, 0, t->size - 1, &n))
                     return bad(r, "the template has an id outside the vocabulary for", name);
                 ids_add(out, (int)n);
+                if (t->prefix.n + t->suffix.n > MOST_TEMPLATE) return bad(r, "the template has over 64 tokens", NULL);
             }
         } else {
             return bad(r, "the template has a part that is neither a token nor the text", NULL);
