@@ -1,0 +1,317 @@
+"""What the test modules share: running the program, a scripted terminal, model folders with one thing changed."""
+import atexit
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+TESTS = Path(__file__).resolve().parent
+FIXTURES, GOLDENS, PARROT = TESTS / "fixtures", TESTS / "goldens", TESTS / "fixtures" / "parrot"
+CHECKED = TESTS.parent / "build" / "asan" / "infer-reference"  # with sanitizers
+PLAIN = TESTS.parent / "infer-reference"                       # for limits of time
+DATE = "2025-06-28"                                            # that the conversations of the parrot were written with
+SANITIZER = re.compile(r"(?:ERROR|WARNING): \w+Sanitizer[^\n]*|runtime error:[^\n]*")
+
+HOME = Path(tempfile.mkdtemp(prefix="infer-test-"))  # nothing of the user's is read or written
+atexit.register(shutil.rmtree, HOME, ignore_errors=True)
+(HOME / "suppressions").write_text("leak:wcsdup\n")  # libedit keeps the names of added functions
+
+
+class Skip(Exception):
+    """Raised by a test that cannot run here, with the reason."""
+
+
+def data(*parts):
+    """A path below TEST_DATA: models and tokenizers that are not shipped."""
+    if not os.environ.get("TEST_DATA"):
+        raise Skip("needs TEST_DATA")
+    path = Path(os.environ["TEST_DATA"]).resolve().joinpath(*parts)
+    if not path.exists():
+        raise Skip(f"TEST_DATA has no {'/'.join(parts)}")
+    return path
+
+
+def expect(condition, message):
+    if not condition:
+        raise AssertionError(message)
+
+
+def same(found, expected, what=""):
+    """Fails at the first difference, with what stands there."""
+    if found == expected:
+        return
+    if isinstance(found, (str, bytes, list)) and isinstance(expected, type(found)):
+        i = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
+        raise AssertionError(f"{what} differs at {i}: {found[max(i - 20, 0):i + 60]!r}, "
+                             f"expected {expected[max(i - 20, 0):i + 60]!r}")
+    raise AssertionError(f"{what} is {found!r}, expected {expected!r}")
+
+
+def each(cases, check):
+    """Runs check(*case) for cases, tuples that begin with a name, and fails with all that failed."""
+    failed, n = [], 0
+    for case in cases:
+        n += 1
+        try:
+            check(*case)
+        except AssertionError as e:
+            failed.append(f"{case[0]}: {e}")
+    if failed:
+        more = [f"and {len(failed) - 10} more"] if len(failed) > 10 else []
+        raise AssertionError("\n".join([f"{len(failed)} of {n} cases"] + failed[:10] + more))
+
+
+# ---- running the program
+
+def environment(**more):
+    kept = {name: os.environ[name] for name in ("PATH", "TZ", "LD_LIBRARY_PATH") if name in os.environ}
+    # an exit code of its own, so that a report is never taken for an ordinary failure
+    sanitizers = {"ASAN_OPTIONS": "exitcode=99", "UBSAN_OPTIONS": "exitcode=99",
+                  "LSAN_OPTIONS": f"suppressions={HOME}/suppressions:print_suppressions=0"}
+    return {**kept, **sanitizers, "HOME": str(HOME), "TERM": "xterm", "LC_ALL": "C.UTF-8",
+            **{name: str(value) for name, value in more.items()}}
+
+
+def check_sanitizers(text, code):
+    report = SANITIZER.search(text)
+    expect(not report and code != 99, f"sanitizer: {report[0] if report else 'no report'}")
+    expect(code is None or code >= 0, f"killed by signal {-(code or 0)}")
+
+
+def start(*args, program=CHECKED, cwd=None, env=None, **pipes):
+    return subprocess.Popen([str(program), *(a if isinstance(a, bytes) else str(a) for a in args)], cwd=cwd,
+                            env=environment(**(env or {})), **pipes)
+
+
+def infer(*args, stdin=b"", code=0, seconds=60, **how):
+    """Runs a command to its end. code: expected; None for any. Text on stdout is `.text`."""
+    pipe, began = subprocess.PIPE, time.monotonic()
+    with start(*args, stdin=pipe, stdout=pipe, stderr=pipe, **how) as p:
+        try:
+            out, err = p.communicate(stdin.encode() if isinstance(stdin, str) else stdin, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            p.kill()
+            raise AssertionError(f"still running after {seconds} s: {' '.join(map(str, args))[:200]}") from None
+    err = err.decode(errors="replace")
+    check_sanitizers(err, p.returncode)
+    expect(code is None or p.returncode == code, f"exit code {p.returncode}, expected {code}; stderr: {err[-300:]!r}")
+    return SimpleNamespace(code=p.returncode, out=out, err=err, text=out.decode(errors="replace"),
+                           seconds=time.monotonic() - began)
+
+
+def refused(*args, code=3, words=(), **how):
+    """The program ends with this code and one line on stderr, which begins with `infer: ` and holds the words."""
+    r = infer(*args, code=None, **how)
+    expect(r.code == code, f"exit code {r.code}, expected {code}; stderr: {r.err[:300]!r}, stdout: {r.text[:80]!r}")
+    lines = r.err.splitlines()
+    expect(len(lines) == 1 and lines[0].startswith("infer: "), f"not one line from infer: {r.err[:400]!r}")
+    expect("\x1b" not in r.err and r.err.isprintable() or r.err.endswith("\n") and r.err[:-1].isprintable(),
+           f"not printable: {r.err!r}")
+    missing = [w for w in words if w not in r.err]
+    expect(not missing, f"the message lacks {missing}: {r.err!r}")
+    return r
+
+
+def ids_of(r):
+    return json.loads(r.out)
+
+
+def render(conversation, model=PARROT, program=CHECKED):
+    """The ids of a conversation's prompt."""
+    return ids_of(infer("render", model, "--ids", stdin=json.dumps(conversation), program=program))
+
+
+# ---- model folders
+
+def copy_model(source, folder, config=None, name=None, keep_weights=True):
+    """A new folder like `source`, with links for the weights; `config` replaces fields of config.json, None deletes."""
+    made = Path(folder) / name if name else Path(tempfile.mkdtemp(dir=folder))
+    made.mkdir(parents=True, exist_ok=not name)
+    for file in Path(source).iterdir():
+        if file.suffix == ".safetensors":
+            if keep_weights and file.name.startswith("model"):
+                (made / file.name).symlink_to(file.resolve())
+        elif file.name != "conversations.json":
+            shutil.copyfile(file, made / file.name)
+    if config:
+        write_json(made / "config.json", changed(read_json(made / "config.json"), config))
+    return made
+
+
+def changed(fields, changes):
+    return {k: v for k, v in {**fields, **changes}.items() if v is not None}
+
+
+def read_json(path):
+    return json.loads(Path(path).read_text())
+
+
+def write_json(path, value):
+    Path(path).write_text(json.dumps(value))
+
+
+def read_safetensors(path):
+    """Header and data."""
+    raw = Path(path).read_bytes()
+    n = struct.unpack("<Q", raw[:8])[0]
+    return json.loads(raw[8:8 + n]), raw[8 + n:]
+
+
+def safetensors(header, content):
+    """A file's bytes; the header is JSON text, bytes or what becomes JSON."""
+    if isinstance(header, dict):
+        header = json.dumps(header)
+    if isinstance(header, str):
+        header = header.encode()
+    return struct.pack("<Q", len(header)) + header + content
+
+
+# ---- a terminal
+
+# Becomes a session of its own with the terminal on stdin as its controlling one, then the program.
+LEADER = ("import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+          "os.execv(sys.argv[1], sys.argv[1:])")
+
+
+class Terminal:
+    """`infer` in a pseudo terminal. What it shows is matched as text: without escape sequences, lines end in \\n."""
+
+    def __init__(self, *args, columns=80, program=CHECKED, cwd=None, seconds=60, **env):
+        self.main, inner = pty.openpty()
+        self.seconds, self.raw, self.seen = seconds, b"", 0
+        self.resize(columns)
+        env = environment(**{"HOME": tempfile.mkdtemp(dir=HOME), **env})  # the history is kept there
+        self.process = subprocess.Popen([sys.executable, "-c", LEADER, str(program), *map(str, args)], stdin=inner,
+                                        stdout=inner, stderr=inner, cwd=cwd, env=env)
+        os.close(inner)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        """Ctrl+D ends what is still running, which should be at a prompt."""
+        try:
+            if not kind and self.process.poll() is None:
+                self.send("\x04")
+                same(self.ended(), 0, "exit code after Ctrl+D")
+            if not kind and self.process.returncode != -signal.SIGINT:
+                check_sanitizers(self.text(), self.process.returncode)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            os.close(self.main)
+
+    def resize(self, columns):
+        fcntl.ioctl(self.main, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+
+    def text(self):
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()][A-Z0-9]|\x1b[=>78]", "", self.raw.decode(errors="replace"))
+        return re.sub(r"\r+\n", "\n", text)
+
+    def read(self, seconds):
+        """Reads what is there; False at the end of the program's output."""
+        if not select.select([self.main], [], [], seconds)[0]:
+            return True
+        try:
+            more = os.read(self.main, 1 << 16)
+        except OSError:  # the other side is closed
+            return False
+        self.raw += more
+        return bool(more)
+
+    def wait(self, *texts):
+        """Waits until one text after the other was shown; returns what was shown up to the last one."""
+        begin, limit = self.seen, time.monotonic() + self.seconds
+        for text in texts:
+            while (at := self.text().find(text, self.seen)) < 0:
+                more = self.read(max(limit - time.monotonic(), 0))
+                at = self.text().find(text, self.seen)
+                expect(at >= 0 or (more and time.monotonic() < limit),
+                       f"{'no' if more else 'ended without'} {text!r} after {self.text()[self.seen:][-300:]!r}")
+            self.seen = at + len(text)
+        return self.text()[begin:self.seen]
+
+    def send(self, text):
+        os.write(self.main, text.encode())
+
+    def prompt(self, prompt="You: "):
+        """Waits for a prompt, and until keys are read one by one; returns what was shown before it."""
+        shown = self.wait(prompt)[:-len(prompt)]
+        limit = time.monotonic() + self.seconds
+        while termios.tcgetattr(self.main)[3] & termios.ICANON:
+            expect(time.monotonic() < limit, "the terminal still reads whole lines")
+            time.sleep(0.001)
+        return shown
+
+    def say(self, line, *then):
+        """Types a line, waits for the texts and the next prompt. Returns what was shown after the line."""
+        self.send(line + "\n")
+        self.wait("\n")
+        shown = self.wait(*then) if then else ""
+        return shown + self.prompt()
+
+    def ended(self):
+        """Waits for the end; returns the exit code."""
+        limit = time.monotonic() + self.seconds
+        while self.read(1):
+            expect(time.monotonic() < limit, f"still running; it shows {self.text()[-300:]!r}")
+        return self.process.wait(self.seconds)
+
+
+def play(*args, **how):
+    """A terminal with the parrot, greedy, at its first prompt."""
+    t = Terminal("play", PARROT, "--temperature", "0", "--date", DATE, *args, **how)
+    t.wait("Ready for inference")
+    t.prompt()
+    return t
+
+
+# ---- the parrot's conversations
+
+CONVERSATIONS = {c["name"]: c for c in json.loads((PARROT / "conversations.json").read_text())}
+
+
+def conversation(name, i=None, effort=None):
+    """One of the parrot's conversations up to the prompt of turn i (its last), in the shape of chat completions; what
+    it thought is with it."""
+    c = CONVERSATIONS[name]
+    i = len(c["turns"]) - 1 if i is None else i
+    messages = [{"role": "system", "content": c["system"]}] if c["system"] else []
+    for k, turn in enumerate(c["turns"][:i + 1]):
+        messages.append({"role": "user", "content": turn["user"]} if "user" in turn else
+                        {"role": "tool", "tool_call_id": f"call_{k - 1}", "content": turn["tool"]})
+        if k == i:
+            break
+        thinking = turn["thinking"]
+        if "preamble" in turn:
+            messages.append({"role": "assistant", "channel": "commentary", "content": turn["preamble"],
+                             "reasoning_content": thinking})
+            thinking = ""
+        said = {"role": "assistant", "content": turn.get("answer"), "reasoning_content": thinking}
+        if "call" in turn:
+            said["tool_calls"] = [{"id": f"call_{k}", "type": "function", "function": turn["call"]}]
+        messages.append(said)
+    return {"messages": messages, "tools": c["tools"], "reasoning_effort": effort or c["effort"],
+            "date": c["date"] or "none"}
+
+
+def answered(name, i=None):
+    """The text of the prompt that follows when turn i (the last) was answered: what was thought is gone."""
+    turns = CONVERSATIONS[name]["turns"]
+    turn = turns[-1 if i is None else i]
+    parts = [("commentary", turn["preamble"])] if "preamble" in turn else []
+    parts.append(("final", turn["answer"]))
+    return turn["prompt"] + "<|start|>assistant".join(
+        [f"<|channel|>{channel}<|message|>{text}<|end|>" for channel, text in parts] + [""])

@@ -1,0 +1,108 @@
+"""Runs the tests: build/asan/unit, and every function test_* of the modules test_*.py here.
+
+    python3 tests/run.py [WORD]...     (only tests with a WORD in their name)
+
+Needs the Python of the system, 3.9 or later, and nothing else. TEST_DATA=DIR adds the tests that need models or
+tokenizers which are not shipped. A test is a function; one with a parameter gets a fresh folder. It returns (ok),
+raises AssertionError (FAIL; the lines after the first are details) or helpers.Skip. The program under test is
+build/asan/infer-reference, its sanitizers' reports are failures; where time is limited it is ./infer-reference.
+"""
+import sys
+
+sys.dont_write_bytecode = True
+
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import tempfile
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import helpers
+
+
+def run_unit(word_in):
+    """Runs the C tests, which print a line each, and yields (state, rest of the line) of those with a word in it."""
+    names = re.findall(r'\brun\("([^"]+)"', (helpers.TESTS / "unit.c").read_text())
+    program = helpers.CHECKED.parent / "unit"
+    if not any(map(word_in, names)):
+        return
+    if not program.exists():
+        yield "FAIL", f"unit: {program} is missing: make asan"
+        return
+    try:
+        p = subprocess.run([program], cwd=helpers.TESTS.parent, env=helpers.environment(**test_data()), timeout=600,
+                           capture_output=True, text=True, errors="replace")
+    except subprocess.TimeoutExpired:
+        yield "FAIL", "unit: still running after 600 s"
+        return
+    failed = False
+    for line in p.stdout.splitlines():
+        state, _, rest = line.partition(" ")
+        failed |= state == "FAIL"
+        if state in ("ok", "FAIL", "skip") and word_in(rest):
+            yield state, rest
+    report = helpers.SANITIZER.search(p.stderr)
+    if report or (p.returncode and not failed) or p.returncode < 0:
+        yield "FAIL", f"unit: exit code {p.returncode}: {report[0] if report else p.stderr[-500:].strip()}"
+
+
+def test_data():
+    return {"TEST_DATA": os.environ["TEST_DATA"]} if "TEST_DATA" in os.environ else {}
+
+
+def run_one(function):
+    try:
+        if inspect.signature(function).parameters:
+            with tempfile.TemporaryDirectory(prefix="infer-test-") as folder:
+                function(Path(folder))
+        else:
+            function()
+        return "ok", ""
+    except helpers.Skip as e:
+        return "skip", str(e)
+    except AssertionError as e:
+        return "FAIL", str(e) or traceback.format_exc(limit=-1).strip().replace("\n", "; ")
+    except Exception:
+        return "FAIL", traceback.format_exc().strip()
+
+
+def modules():
+    for path in sorted(helpers.TESTS.glob("test_*.py")):
+        module = importlib.import_module(path.stem)
+        for name, function in vars(module).items():
+            if name.startswith("test_") and inspect.isfunction(function) and function.__module__ == path.stem:
+                yield f"{path.stem[5:]}.{name[5:]}", function
+
+
+def main():
+    words, count = sys.argv[1:], {"ok": 0, "FAIL": 0, "skip": 0}
+
+    def word_in(name):
+        return not words or any(word in name for word in words)
+
+    def report(state, line):
+        count[state] += 1
+        print(state, line.replace("\n", "\n    "), flush=True)
+
+    for program in (helpers.CHECKED, helpers.PLAIN):
+        if not program.exists():
+            sys.exit(f"{program} is missing: make asan reference")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        tests = [(name, pool.submit(run_one, function)) for name, function in modules() if word_in(name)]
+        for result in run_unit(word_in):
+            report(*result)
+        for name, future in tests:
+            state, why = future.result()
+            report(state, f"{name}: {why}" if why else name)
+    if count["skip"]:
+        print(f"{count['skip']} skipped (TEST_DATA=DIR names what is not shipped)")
+    print(f"{count['ok']} passed, {count['FAIL']} failed")
+    return count["FAIL"] > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

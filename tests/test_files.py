@@ -1,0 +1,639 @@
+"""Files that are wrong, one thing each: safetensors, index, config.json, tokenizer.json. Refusing one takes one line
+that names the file and what is wrong in it, exit code 3, and no time; FINE are odd files that must be read."""
+import json
+import os
+import struct
+
+from helpers import (FIXTURES, PARROT, PLAIN, changed, copy_model, data, each, expect, ids_of, infer, read_json,
+                     read_safetensors, refused, safetensors, same, start, write_json)
+
+SECONDS = 10  # ten times what is promised for a refusal
+FINE = None
+DEEP = "[" * 10 ** 5 + "]" * 10 ** 5
+LLAMA, ODD = FIXTURES / "llama_bias", FIXTURES / "odd"
+NAME = "model.layers.0.mlp.up_proj.weight"  # the tensor that is broken: (120, 64) of F32, in the middle of the file
+HEADER, DATA = read_safetensors(LLAMA / "model.safetensors")
+FIRST = min((k for k in HEADER if k != "__metadata__"), key=lambda k: HEADER[k]["data_offsets"])
+BEGIN, END = HEADER[NAME]["data_offsets"]
+FILE = safetensors(HEADER, DATA)
+
+
+def top_logits(model, **how):
+    return infer("logits", model, "--ids", "1,2,3", "--top", 3, **how).out
+
+
+def replace_text(text, *pairs):
+    for old, new in pairs:
+        expect(old in text, f"the test is wrong: no {old!r}")
+        text = text.replace(old, new, 1)
+    return text
+
+
+# ---- safetensors
+
+def with_entry(**changes):
+    """The file with other fields of one tensor; None takes one away."""
+    return safetensors({**HEADER, NAME: changed(HEADER[NAME], changes)}, DATA)
+
+
+def with_text(*pairs):
+    """The file with texts of its header replaced."""
+    return safetensors(replace_text(json.dumps(HEADER), *pairs), DATA)
+
+
+def with_length(n, content=FILE[8:]):
+    return struct.pack("<Q", n) + content
+
+
+def with_offsets(name, offsets):
+    return safetensors({**HEADER, name: {**HEADER[name], "data_offsets": offsets}}, DATA)
+
+
+def text_offsets(text):
+    return with_text((f"[{BEGIN}, {END}]", text))
+
+
+def with_hole():
+    """Four bytes that belong to nobody before the broken tensor."""
+    header = {k: v if k == "__metadata__" or v["data_offsets"][0] < BEGIN else
+              {**v, "data_offsets": [x + 4 for x in v["data_offsets"]]} for k, v in HEADER.items()}
+    return safetensors(header, DATA[:BEGIN] + bytes(4) + DATA[BEGIN:])
+
+
+def on_one_range(n):
+    return safetensors({**HEADER, **{f"t{i}": HEADER[NAME] for i in range(n)}}, DATA)
+
+
+def with_tensor(name):
+    """One tensor more, behind the others."""
+    end = len(DATA)
+    return safetensors({**HEADER, name: {"dtype": "U8", "shape": [4], "data_offsets": [end, end + 4]}}, DATA + bytes(4))
+
+
+def odd_offset():
+    text = json.dumps(HEADER).encode()
+    return safetensors(text + b" " * (1 - len(text) % 2), DATA)
+
+
+SAFETENSORS = [  # what is wrong, the file, words of the message
+    ("empty", lambda: b"", ["0 bytes"]),
+    ("7 bytes", lambda: FILE[:7], ["7 bytes"]),
+    ("8 bytes", lambda: FILE[:8], ["header"]),
+    ("header of 0 bytes", lambda: with_length(0), ["header"]),
+    ("header to the end less 7", lambda: with_length(len(FILE) - 7), ["header", str(len(FILE) - 7)]),
+    ("header of 100,000,001 bytes", lambda: with_length(100000001, b"{" + bytes(10 ** 8)), ["header", "100000001"]),
+    ("header of 2^63 bytes", lambda: with_length(2 ** 63), ["header", str(2 ** 63)]),
+    ("header of 2^64-8 bytes", lambda: with_length(2 ** 64 - 8), ["header", str(2 ** 64 - 8)]),
+    ("header {", lambda: safetensors("{", DATA), ["JSON"]),
+    ("header []", lambda: safetensors("[]", DATA), ["header"]),
+    ("header 0xff", lambda: safetensors(b"\xff", DATA), ["header"]),
+    ("header {0xff", lambda: safetensors(b"{\xff", DATA), ["UTF-8", "byte 1"]),
+    ("byte-order mark", lambda: safetensors(b"\xef\xbb\xbf" + json.dumps(HEADER).encode(), DATA), ["header"]),
+    ("padded with NUL", lambda: safetensors(json.dumps(HEADER) + "\0\0", DATA), ["byte"]),
+    ("nested 100,000 deep", lambda: safetensors('{"a":' + DEEP + "}", DATA), ["JSON"]),
+    ("text behind the header", lambda: safetensors(json.dumps(HEADER) + "{}", DATA), ["JSON", "byte"]),
+    ("one byte too many", lambda: FILE + b"\0", [str(len(FILE) + 1)]),
+    ("two missing", lambda: FILE[:-2], ["model.norm.weight"]),
+    ("a hole", with_hole, [NAME, "hole"]),
+    ("an overlap", lambda: with_offsets(NAME, [BEGIN - 4, END - 4]), ["overlap"]),
+    ("all the data twice", lambda: safetensors(HEADER, DATA + DATA), [str(len(FILE) + len(DATA))]),
+    ("first offset not 0", lambda: safetensors({k: v for k, v in HEADER.items() if k != FIRST}, DATA), ["hole"]),
+    ("end before begin", lambda: with_offsets(NAME, [END, BEGIN]), [NAME]),
+    ("100,000 entries on one range", lambda: on_one_range(10 ** 5), ["overlap"]),
+    ("shape [2, 2^64-2]", lambda: with_entry(shape=[2, 2 ** 64 - 2]), [NAME, "shape"]),
+    ("shape [2^32, 2^32]", lambda: with_entry(shape=[2 ** 32, 2 ** 32]), [NAME, "shape"]),
+    ("shape [2^62, 1]: bytes wrap", lambda: with_entry(shape=[2 ** 62, 1]), [NAME, "shape"]),
+    ("shape -1", lambda: with_entry(shape=[-1, 64]), [NAME, "shape"]),
+    ("shape 120.0", lambda: with_entry(shape=[120.0, 64]), [NAME, "shape"]),
+    ("shape 120.5", lambda: with_entry(shape=[120.5, 64]), [NAME, "shape"]),
+    ("shape 1.2e2", lambda: with_text((str([120, 64]), "[1.2e2, 64]")), ["shape"]),
+    ("shape 1e999", lambda: with_text((str([120, 64]), "[1e999, 64]")), ["shape"]),
+    ("shape 0120", lambda: with_text((str([120, 64]), "[0120, 64]")), ["number"]),
+    ("shape 120.", lambda: with_text((str([120, 64]), "[120., 64]")), ["number"]),
+    ("shape of texts", lambda: with_entry(shape=["120", 64]), [NAME, "shape"]),
+    ("shape is a number", lambda: with_entry(shape=7680), [NAME, "shape"]),
+    ("shape of nine dimensions", lambda: with_entry(shape=[1] * 7 + [120, 64]), [NAME, "dimensions"]),
+    ("another shape of as many", lambda: with_entry(shape=[64, 120]), [NAME, "(64, 120)", "(120, 64)"]),
+    ("one dimension more", lambda: with_entry(shape=[1, 120, 64]), [NAME, "(1, 120, 64)", "(120, 64)"]),
+    ("bytes off by one", lambda: with_offsets(NAME, [BEGIN, END - 1]), [NAME, str(END - BEGIN - 1), str(END - BEGIN)]),
+    ("offset 2^53+1", lambda: with_offsets(NAME, [BEGIN, 2 ** 53 + 1]), [NAME]),
+    ("offset 2^64", lambda: with_offsets(NAME, [BEGIN, 2 ** 64]), [NAME]),
+    ("offset -1", lambda: with_offsets(NAME, [-1, END]), [NAME, "offsets"]),
+    ("offset in powers of ten", lambda: text_offsets(f"[{BEGIN / 1e3}e3, {END}]"), [NAME, "offsets"]),
+    ("offset with a fraction of 0", lambda: text_offsets(f"[{BEGIN}.0, {END}]"), [NAME, "offsets"]),
+    ("three offsets", lambda: with_offsets(NAME, [BEGIN, END, END]), [NAME, "offsets"]),
+    ("one offset", lambda: with_offsets(NAME, [BEGIN]), [NAME, "offsets"]),
+    ("offsets are a text", lambda: with_offsets(NAME, f"{BEGIN},{END}"), [NAME, "offsets"]),
+    ("a tensor twice, other dtype", lambda: with_text(
+        (f'"{NAME}"', f'"{NAME}": {json.dumps({**HEADER[NAME], "dtype": "I32"})}, "{NAME}"')), [NAME, "twice"]),
+    ("shape twice", lambda: with_text(('"shape"', '"shape": [1], "shape"')), ["shape", "twice"]),
+    ("unknown dtype", lambda: with_entry(dtype="F33"), [NAME, "F33"]),
+    ("dtype in small letters", lambda: with_entry(dtype="f32"), [NAME, "f32"]),
+    ("a dtype that weights do not have", lambda: with_entry(dtype="I32"), [NAME, "I32"]),
+    ("dtype of half the size", lambda: with_entry(dtype="BF16"), [NAME, str(END - BEGIN), str((END - BEGIN) // 2)]),
+    ("dtype is a number", lambda: with_entry(dtype=32), [NAME, "dtype"]),
+    ("no dtype", lambda: with_entry(dtype=None), [NAME, "dtype"]),
+    ("no shape", lambda: with_entry(shape=None), [NAME, "shape"]),
+    ("no data_offsets", lambda: with_entry(data_offsets=None), [NAME, "data_offsets"]),
+    ("keys in other letters", lambda: with_text(('"dtype"', '"Dtype"')), ["dtype"]),
+    ("entry is a number", lambda: safetensors({**HEADER, NAME: 1}, DATA), [NAME]),
+    ("entry is null", lambda: safetensors({**HEADER, NAME: None}, DATA), [NAME]),
+    ("__metadata__ is a text", lambda: safetensors({**HEADER, "__metadata__": "pt"}, DATA), ["__metadata__"]),
+    ("\\u0000 in a name", lambda: with_text((NAME, NAME + "\\u0000x")), ["u0000"]),
+    ("a raw control byte in a name", lambda: with_text((NAME, NAME + "\n")), ["control byte"]),
+    ("invalid UTF-8 in a name", lambda: FILE.replace(b"lm_head", b"lm_\xc0\x80ad"), ["UTF-8"]),
+    ("a tensor is missing", lambda: with_text((NAME, "model.layers.0.mlp.another.weight")), [NAME, "missing"]),
+    ("a tensor too many", lambda: with_tensor("z"), ["'z'"]),
+    ("an escape sequence in a name", lambda: with_tensor("z\x1b[31mred\n"), ["red"]),
+    ("a name of 100,000 bytes", lambda: with_tensor("z" * 10 ** 5), ["zzzz"]),
+    ("__metadata__ of nothing", lambda: safetensors({**HEADER, "__metadata__": {}}, DATA), FINE),
+    ("no __metadata__", lambda: safetensors(changed(HEADER, {"__metadata__": None}), DATA), FINE),
+    ("padded with spaces", lambda: safetensors(json.dumps(HEADER) + " " * 1000, DATA), FINE),
+    ("tensors at odd offsets", odd_offset, FINE),
+    ("100,000 keys of metadata",
+     lambda: safetensors({**HEADER, "__metadata__": {f"key {i}": "" for i in range(10 ** 5)}}, DATA), FINE),
+]
+
+
+def test_safetensors(folder):
+    expected = top_logits(LLAMA)
+
+    def check(name, make, words):
+        model = copy_model(LLAMA, folder, keep_weights=False)
+        (model / "model.safetensors").write_bytes(make())
+        if words is FINE:
+            same(top_logits(model), expected, "logits")
+        else:
+            refused("logits", model, "--ids", 1, words=["model.safetensors", *words], seconds=SECONDS)
+        (model / "model.safetensors").unlink()
+    each(SAFETENSORS, check)
+
+
+def test_safetensors_that_are_no_files(folder):
+    def link(path):
+        path.symlink_to(path)
+
+    def check(name, make, words):
+        model = copy_model(LLAMA, folder, keep_weights=False)
+        make(model / "model.safetensors")
+        refused("logits", model, "--ids", 1, words=["model.safetensors", *words], seconds=SECONDS)
+    each([("fifo", os.mkfifo, ["not a regular file"]), ("directory", os.mkdir, ["not a regular file"]),
+          ("missing", lambda path: None, []), ("loop of links", link, []),
+          ("device", lambda path: path.symlink_to("/dev/zero"), ["not a regular file"])], check)
+
+
+def test_large_headers_are_read_in_time(folder):
+    """1.5 MB of keys in 0.1 s; ten times that is the limit here."""
+    model = copy_model(LLAMA, folder, keep_weights=False)
+    entries = {f"{i:05}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(25000)}
+    (model / "model.safetensors").write_bytes(safetensors({**entries, **HEADER}, DATA))
+    r = refused("logits", model, "--ids", 1, words=["no place"], program=PLAIN)
+    expect(r.seconds < 1, f"{r.seconds:.2f} s")
+
+
+def test_file_truncated_while_open(folder):
+    """A file that shrinks while it is mapped: one line and exit code 3, no signal."""
+    header = {k: dict(v) for k, v in HEADER.items() if k != "__metadata__"}
+    content = b""
+    for entry in header.values():  # a larger vocabulary, so that the file is many pages
+        begin, end = entry["data_offsets"]
+        part = DATA[begin:end]
+        if entry["shape"][0] == 131:
+            part, entry["shape"] = part[:1024 * 64 * 4].ljust(1024 * 64 * 4, b"\0"), [1024, 64]
+        entry["data_offsets"] = [len(content), len(content) + len(part)]
+        content += part
+    model = copy_model(LLAMA, folder, {"max_position_embeddings": 2048, "vocab_size": 1024}, keep_weights=False)
+    path = model / "model.safetensors"
+    path.write_bytes(safetensors(header, content))
+    with start("logits", model, "--ids", ",".join(["1"] * 2000), "--all", stdout=-1, stderr=-1) as p:
+        p.stdout.read(1)  # it computes; its output fills the pipe long before the end
+        os.truncate(path, 4096)
+        err = p.communicate(timeout=60)[1].decode(errors="replace")
+    expect(p.returncode == 3 and err.startswith("infer: ") and "model.safetensors" in err and err.count("\n") == 1,
+           f"exit code {p.returncode}; stderr: {err[:200]!r}")
+
+
+# ---- several files and their index
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+INDEX = read_json(ODD / "model.safetensors.index.json")
+MAP = INDEX["weight_map"]
+EMBED = "model.embed_tokens.weight"  # in the first shard
+
+
+def write_map(model, changes):
+    write_json(model / "model.safetensors.index.json", {"weight_map": changed(MAP, changes)})
+
+
+def write_index(text):
+    return lambda model: (model / "model.safetensors.index.json").write_text(text)
+
+
+def in_two_shards(model):
+    header, content = read_safetensors(ODD / SHARDS[1])
+    size = len(content)
+    header["model.norm.weight" if MAP["model.norm.weight"] == SHARDS[0] else EMBED] = {
+        "dtype": "U8", "shape": [2], "data_offsets": [size, size + 2]}
+    (model / SHARDS[1]).unlink()
+    (model / SHARDS[1]).write_bytes(safetensors(header, content + bytes(2)))
+
+
+def one_shard(model):
+    """All tensors in the second file, and an index that says so."""
+    header, content = {}, b""
+    for shard in SHARDS:
+        part, more = read_safetensors(ODD / shard)
+        header.update({k: {**v, "data_offsets": [x + len(content) for x in v["data_offsets"]]}
+                       for k, v in part.items() if k != "__metadata__"})
+        content += more
+    for shard in SHARDS:
+        (model / shard).unlink()
+    (model / SHARDS[1]).write_bytes(safetensors(header, content))
+    write_map(model, {k: SHARDS[1] for k in MAP})
+
+
+INDEXES = [  # what is wrong, how it is made, words of the message
+    ("../../x", lambda m: write_map(m, {EMBED: "../../x"}), ["index.json", EMBED, "../../x"]),
+    ("/x", lambda m: write_map(m, {EMBED: "/x"}), ["index.json", EMBED, "/x"]),
+    ("a/b", lambda m: write_map(m, {EMBED: "a/" + SHARDS[0]}), ["index.json", EMBED]),
+    ("..", lambda m: write_map(m, {EMBED: ".."}), ["index.json", EMBED, ".."]),
+    ("empty file name", lambda m: write_map(m, {EMBED: ""}), ["index.json", EMBED]),
+    ("a number as file name", lambda m: write_map(m, {EMBED: 1}), ["index.json", EMBED]),
+    ("null as file name", lambda m: write_index(json.dumps({"weight_map": {**MAP, EMBED: None}}))(m),
+     ["index.json", EMBED]),
+    ("missing shard", lambda m: (m / SHARDS[1]).unlink(), [SHARDS[1], "missing"]),
+    ("a shard that nobody has", lambda m: write_map(m, {EMBED: "m3.safetensors"}), ["m3.safetensors"]),
+    ("a file that is no safetensors", lambda m: write_map(m, {EMBED: "config.json"}), ["config.json"]),
+    ("the other shard", lambda m: write_map(m, {EMBED: SHARDS[1]}), ["index.json", EMBED]),
+    ("a tensor in two shards", in_two_shards, [SHARDS[1], "also in", SHARDS[0]]),
+    ("a tensor that is in no shard", lambda m: write_map(m, {"model.more": SHARDS[0]}), ["index.json", "model.more"]),
+    ("a shard is cut", lambda m: ((m / SHARDS[1]).unlink(), (m / SHARDS[1]).write_bytes(
+        (ODD / SHARDS[1]).read_bytes()[:-1])), [SHARDS[1]]),
+    ("no weight_map", write_index("{}"), ["index.json", "weight_map"]),
+    ("an empty weight_map", write_index('{"weight_map": {}}'), ["index.json", "weight_map"]),
+    ("weight_map is an array", write_index('{"weight_map": ["x"]}'), ["index.json", "weight_map"]),
+    ("Weight_Map", write_index(json.dumps({"Weight_Map": MAP})), ["index.json", "weight_map"]),
+    ("index is empty", write_index(""), ["index.json", "JSON"]),
+    ("index is an array", write_index("[]"), ["index.json"]),
+    ("text behind the index", write_index(json.dumps(INDEX) + "x"), ["index.json", "JSON"]),
+    ("a tensor twice in the index", write_index(json.dumps(INDEX).replace('{"model', f'{{"{EMBED}": "x", "model', 1)),
+     ["index.json", EMBED, "twice"]),
+    ("nested 100,000 deep", write_index('{"weight_map": ' + DEEP + "}"), ["index.json", "JSON"]),
+    ("one shard", one_shard, FINE),
+]
+
+
+def test_index(folder):
+    expected = top_logits(ODD)
+
+    def check(name, make, words):
+        model = copy_model(ODD, folder)
+        make(model)
+        if words is FINE:
+            same(top_logits(model), expected, "logits")
+        else:
+            refused("logits", model, "--ids", 1, words=words, seconds=SECONDS)
+    each(INDEXES, check)
+
+
+# ---- config.json
+
+SIZES = ["num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "num_local_experts",
+         "num_experts_per_tok", "hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings",
+         "sliding_window"]
+VALUES = [("0", 0), ("-1", -1), ("2^31", 2 ** 31), ("2^63", 2 ** 63), ("1.5", 1.5), ("a text", "4"), ("true", True),
+          ("an array", [4])]
+WEIGHTS = "model.safetensors"  # a message about config.json that has to name a tensor instead
+CONFIGS = [  # what is wrong, changed fields, words of the message
+    *((f"{key} = {name}", {key: value}, [key]) for key in SIZES for name, value in VALUES),
+    *((f"no {key}", {key: None}, [key]) for key in SIZES),
+    ("experts per token above experts", {"num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "8"]),
+    ("heads that kv heads do not divide", {"num_key_value_heads": 3}, ["num_key_value_heads", "3"]),
+    ("odd head size", {"head_dim": 31}, ["head_dim", "31"]),
+    ("one layer more", {"num_hidden_layers": 4, "layer_types": None}, [WEIGHTS, "model.layers.3."]),
+    ("one layer fewer", {"num_hidden_layers": 2, "layer_types": None}, [WEIGHTS, "model.layers.2."]),
+    ("another width", {"hidden_size": 64}, [WEIGHTS, "model.embed_tokens.weight", "(448, 96)", "(448, 64)"]),
+    ("another number of experts", {"num_local_experts": 16}, [WEIGHTS, "(8, 96)", "(16, 96)"]),
+    ("layer_types too short", {"layer_types": ["full_attention"] * 2}, ["layer_types", "3"]),
+    ("layer_types too long", {"layer_types": ["full_attention"] * 4}, ["layer_types", "3"]),
+    ("layer_types a text", {"layer_types": "full_attention"}, ["layer_types"]),
+    ("unknown layer type", {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+     ["layer_types[1]", "linear_attention"]),
+    ("layer type a number", {"layer_types": [1, 2, 3]}, ["layer_types[0]"]),
+    ("eos at the vocabulary's end", {"eos_token_id": 448}, ["eos_token_id", "447"]),
+    ("eos -1", {"eos_token_id": -1}, ["eos_token_id"]),
+    ("eos 1.5", {"eos_token_id": 1.5}, ["eos_token_id"]),
+    ("one eos of two outside", {"eos_token_id": [404, 2 ** 31]}, ["eos_token_id"]),
+    ("eos a text", {"eos_token_id": "404"}, ["eos_token_id"]),
+    ("rope_theta 0", {"rope_theta": 0}, ["rope_theta"]),
+    ("rope_theta -1", {"rope_theta": -1}, ["rope_theta"]),
+    ("rope_theta a text", {"rope_theta": "10000"}, ["rope_theta"]),
+    ("rope factor 0", {"rope_scaling": {"rope_type": "yarn", "factor": 0, "original_max_position_embeddings": 256}},
+     ["factor"]),
+    ("rope without its length", {"rope_scaling": {"rope_type": "yarn", "factor": 16.0}},
+     ["original_max_position_embeddings"]),
+    ("unknown rope", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, ["spiral"]),
+    ("rms_norm_eps a text", {"rms_norm_eps": "1e-5"}, ["rms_norm_eps"]),
+    ("rms_norm_eps -1", {"rms_norm_eps": -1}, ["rms_norm_eps"]),
+    ("swiglu_limit 0", {"swiglu_limit": 0}, ["swiglu_limit"]),
+    ("another activation", {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+    ("unknown architecture", {"model_type": "mamba9"}, ["mamba9"]),
+    ("no architecture", {"model_type": None}, ["model_type"]),
+    ("architecture a number", {"model_type": 1}, ["model_type"]),
+    ("another family's weights", {"model_type": "llama"}, ["quant", "mxfp4"]),
+    ("unknown quant_method", {"quantization_config": {"quant_method": "awq9"}}, ["awq9"]),
+    ("quant_method a number", {"quantization_config": {"quant_method": 4}}, ["quant_method"]),
+    ("keys in other letters", {"num_hidden_layers": None, "Num_Hidden_Layers": 3}, ["num_hidden_layers"]),
+    ("unknown keys", {"something": {"else": [1]}}, FINE),
+]
+
+
+def test_config(folder):
+    expected = top_logits(PARROT)
+
+    def check(name, changes, words):
+        model = copy_model(PARROT, folder, changes)
+        if words is FINE:
+            same(top_logits(model), expected, "logits")
+        else:
+            if words[0] != WEIGHTS:
+                words = ["config.json", *words]
+            refused("logits", model, "--ids", 1, words=words, seconds=SECONDS)
+    each(CONFIGS, check)
+
+
+def test_config_of_a_dense_model(folder):
+    """What a Llama may leave out, and what it may not."""
+    expected = top_logits(LLAMA)
+
+    def check(name, changes, words):
+        model = copy_model(LLAMA, folder, changes)
+        if words is FINE:
+            same(top_logits(model), expected, "logits")
+        else:
+            refused("logits", model, "--ids", 1, words=words, seconds=SECONDS)
+    each([("kv heads and head size given", {"num_key_value_heads": 4, "head_dim": 16}, FINE),
+          ("head size that does not fit", {"head_dim": 32}, ["q_proj", "(64, 64)", "(128, 64)"]),
+          ("kv heads that do not fit", {"num_key_value_heads": 2}, ["k_proj", "(64, 64)", "(32, 64)"]),
+          ("more heads than width", {"num_attention_heads": 128}, ["config.json", "head_dim"]),
+          ("another vocabulary", {"vocab_size": 130}, ["(131, 64)", "(130, 64)"]),
+          ("bias wanted, and absent", {"mlp_bias": True}, ["gate_proj.bias"])], check)
+
+
+def text_of(path, *pairs):
+    return replace_text(json.dumps(read_json(path)), *pairs)
+
+
+LAX = [  # what cJSON would let pass, for any file: from `{"a": ...}` to text; words of the message
+    ("nothing", lambda text: "", ["JSON"]),
+    ("only a space", lambda text: " ", ["JSON"]),
+    ("cut", lambda text: text.rstrip()[:-1], ["JSON"]),
+    ("text behind", lambda text: text + "x", ["JSON", "byte"]),
+    ("an object behind", lambda text: text + "{}", ["JSON", "byte"]),
+    ("a NUL behind", lambda text: text + "\0", ["byte"]),
+    ("a comment", lambda text: text.replace("{", "{/* */", 1), ["JSON"]),
+    ("a comma too many", lambda text: text.rstrip()[:-1] + ",}", ["JSON"]),
+    ("single quotes", lambda text: text.replace('"', "'"), ["JSON"]),
+    ("an array", lambda text: f"[{text}]", []),
+    ("\\u0000 in a key", lambda text: text.replace("{", '{"a\\u0000b": 1, ', 1), ["u0000"]),
+    ("\\u0000 in a text", lambda text: text.replace("{", '{"a": "\\u0000", ', 1), ["u0000"]),
+    ("a raw control byte", lambda text: text.replace("{", '{"a\tb": 1, ', 1), ["control byte"]),
+    ("a form feed between", lambda text: text.replace("{", "{\f", 1), ["byte"]),
+    ("invalid UTF-8", lambda text: text.replace("{", '{"\udcc0\udc80": 1, ', 1), ["UTF-8", "byte 2"]),
+    ("a surrogate in UTF-8", lambda text: text.replace("{", '{"\udced\udca0\udc80": 1, ', 1), ["UTF-8"]),
+    ("a lone surrogate", lambda text: text.replace("{", '{"\\ud800": 1, ', 1), ["JSON"]),
+    ("a byte-order mark", lambda text: "\ufeff" + text, ["byte-order mark"]),
+    ("UTF-16", lambda text: "\udcff\udcfe" + "\0".join(text) + "\0", ["UTF-8", "byte 0"]),
+    ("01", lambda text: text.replace("{", '{"a": 01, ', 1), ["number"]),
+    ("1.", lambda text: text.replace("{", '{"a": 1., ', 1), ["number"]),
+    (".5", lambda text: text.replace("{", '{"a": .5, ', 1), ["JSON"]),
+    ("+1", lambda text: text.replace("{", '{"a": +1, ', 1), ["JSON"]),
+    ("1e", lambda text: text.replace("{", '{"a": 1e, ', 1), ["number"]),
+    ("0x10", lambda text: text.replace("{", '{"a": 0x10, ', 1), ["JSON"]),
+    ("NaN", lambda text: text.replace("{", '{"a": NaN, ', 1), ["JSON"]),
+    ("a bad escape", lambda text: text.replace("{", '{"a": "\\x", ', 1), ["JSON"]),
+    ("a key twice", lambda text: text.replace("{", '{"a": 1, "a": 1, ', 1), ["'a'", "twice"]),
+    ("a key twice, deep", lambda text: text.replace("{", '{"a": [{"b": {"c": 1, "d": 2, "c": 1}}], ', 1),
+     ["'c'", "twice"]),
+    ("a key twice, once escaped", lambda text: text.replace("{", '{"ab": 1, "\\u0061b": 1, ', 1), ["'ab'", "twice"]),
+    ("nested 100,000 deep", lambda text: text.replace("{", '{"a": ' + DEEP + ", ", 1), ["JSON"]),
+    ("white space around", lambda text: f" \r\n\t{text}\n\n ", FINE),
+]
+
+
+def lax_cases(folder, file, check_fine, *command):
+    source = (PARROT / file).read_text()
+
+    def check(name, make, words):
+        model = copy_model(PARROT, folder)
+        (model / file).write_bytes(make(source).encode(errors="surrogateescape"))
+        if words is FINE:
+            check_fine(model)
+        else:
+            refused(command[0], model, *command[1:], words=[file, *words], seconds=SECONDS)
+    each(LAX, check)
+
+
+def test_config_is_strict_json(folder):
+    lax_cases(folder, "config.json", top_logits, "logits", "--ids", "1")
+
+
+def test_tokenizer_is_strict_json(folder):
+    lax_cases(folder, "tokenizer.json", lambda model: infer("tokenize", model, stdin="x"), "tokenize")
+
+
+def test_small_files_of_a_model(folder):
+    """config.json, generation_config.json and tokenizer.json that are missing or no files; numbers past doubles."""
+    def write(file, *pairs):
+        return lambda m: (m / file).write_text(text_of(PARROT / file, *pairs))
+
+    def no_file(file, make):
+        return lambda m: ((m / file).unlink(), make(m / file))
+
+    def large(m):
+        with open(m / "config.json", "r+b") as f:
+            f.truncate(1 << 40)
+
+    config, generation, tokenizer = "config.json", "generation_config.json", "tokenizer.json"
+    nothing = lambda path: None
+    cases = [
+        ("rope_theta 1e999", write(config, ('"rope_theta": 150000', '"rope_theta": 1e999')), ["rope_theta"]),
+        ("hidden_size 1e999", write(config, ('"hidden_size": 96', '"hidden_size": 1e999')), ["hidden_size"]),
+        ("layers twice", write(config, ("{", '{"num_hidden_layers": 3, ')), ["num_hidden_layers", "twice"]),
+        ("no config", no_file(config, nothing), [config]),
+        ("config is a directory", no_file(config, os.mkdir), [config, "not a regular file"]),
+        ("config is a FIFO", no_file(config, os.mkfifo), [config, "not a regular file"]),
+        ("config of a terabyte", large, [config]),
+        ("generation_config is a FIFO", no_file(generation, os.mkfifo), [generation, "not a regular file"]),
+        ("generation_config is no JSON", lambda m: (m / generation).write_text("{"), [generation, "JSON"]),
+        ("eos outside in generation_config", lambda m: write_json(m / generation, {"eos_token_id": [404, 448]}),
+         [generation, "eos_token_id"]),
+        ("tokenizer is a FIFO", no_file(tokenizer, os.mkfifo), [tokenizer, "not a regular file"]),
+        ("tokenizer is a directory", no_file(tokenizer, os.mkdir), [tokenizer]),
+        ("no tokenizer", no_file(tokenizer, nothing), [tokenizer]),
+    ]
+
+    def check(name, make, words):
+        model = copy_model(PARROT, folder)
+        make(model)
+        command = ["play", model, "-p", "x"] if "tokenizer" in name else ["logits", model, "--ids", 1]
+        refused(*command, words=words, seconds=SECONDS)
+    each(cases, check)
+
+
+def test_tokenizer_of_another_model(folder):
+    model = copy_model(LLAMA, folder)
+    (model / "tokenizer.json").symlink_to(PARROT / "tokenizer.json")
+    refused("play", model, "-p", "x", words=["tokenizer.json", "420", "131"])
+
+
+# ---- tokenizer.json
+
+TOKENIZER = read_json(PARROT / "tokenizer.json")
+VOCAB, MERGES, ADDED = TOKENIZER["model"]["vocab"], TOKENIZER["model"]["merges"], TOKENIZER["added_tokens"]
+SAMPLE = "Hello! What is my name?\n 1234 don't <|end|> é 漢字\t👩‍🚀 ~"
+
+
+def of_model(**changes):
+    """tokenizer.json with other fields of its model."""
+    return json.dumps({**TOKENIZER, "model": {**TOKENIZER["model"], **changes}})
+
+
+def of_file(**changes):
+    return json.dumps({**TOKENIZER, **changes})
+
+
+def with_added(**changes):
+    """One added token more."""
+    token = {"id": 421, "content": "<|new|>", "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True}
+    return of_file(added_tokens=ADDED + [changed(token, changes)])
+
+
+def with_merge(merge):
+    """One merge more."""
+    return of_model(merges=MERGES + [merge])
+
+
+def without_byte(letter):
+    return of_model(vocab={k: v for k, v in VOCAB.items() if k != letter})
+
+
+def split_on(pattern):
+    return of_file(pre_tokenizer={"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]})
+
+
+def with_split(**changes):
+    step = {"type": "Split", "pattern": {"Regex": "a"}, "behavior": "Isolated", "invert": False}
+    return of_file(pre_tokenizer=changed(step, changes))
+
+
+def component(key, kind):
+    return of_file(**{key: {"type": kind}})
+
+
+def in_sequence(key, parts, kind):
+    return of_file(**{key: {"type": "Sequence", parts: [{"type": kind}]}})
+
+
+LONGEST = max(VOCAB, key=len)
+GAPS = {token: i if i < 300 else i + 100000 for token, i in VOCAB.items()}
+TOKENIZERS = [  # what is wrong, the file, the text, words of the message; FINE: the ids are those of the parrot
+    ("two tokens with one id", lambda: of_model(vocab={**VOCAB, "an": VOCAB["in"]}), "x", [str(VOCAB["in"])]),
+    ("a negative id", lambda: of_model(vocab={**VOCAB, "an": -1}), "x", ["'an'"]),
+    ("an id of 2^31", lambda: of_model(vocab={**VOCAB, "an": 2 ** 31}), "x", ["'an'"]),
+    ("an id of 2^32", lambda: of_model(vocab={**VOCAB, "an": 2 ** 32 + VOCAB["an"]}), "x", ["'an'"]),
+    ("an id of 1.5", lambda: of_model(vocab={**VOCAB, "an": 1.5}), "x", ["'an'"]),
+    ("an id that is a text", lambda: of_model(vocab={**VOCAB, "an": str(VOCAB["an"])}), "x", ["'an'"]),
+    ("one name twice", lambda: of_model(vocab={**VOCAB, "@": 450}).replace("@", "\\u0061n"), "x", ["'an'", "twice"]),
+    ("an empty token", lambda: of_model(vocab={**VOCAB, "": 450}), "x", ["450", "empty"]),
+    ("no vocabulary", lambda: of_model(vocab={}), "x", ["vocab"]),
+    ("a vocabulary that is an array", lambda: of_model(vocab=list(VOCAB)), "x", ["vocab"]),
+    ("a byte token missing, its byte in the text", lambda: without_byte("~"), "a~", ["0x7E"]),
+    ("a merge of an unknown left half", lambda: with_merge(["zq", "a"]), "x", ["merge", "zq", "left"]),
+    ("a merge of an unknown right half", lambda: with_merge(["a", "zq"]), "x", ["merge", "zq", "right"]),
+    ("a merge longer than any token", lambda: with_merge([LONGEST, LONGEST]), "x", ["merge", "result"]),
+    ("a merge of an empty half", lambda: with_merge(["", "a"]), "x", ["merge"]),
+    ("a merge of three", lambda: with_merge(["a", "n", "d"]), "x", ["merge", str(len(MERGES))]),
+    ("a merge of one", lambda: with_merge("an"), "x", ["merge", str(len(MERGES))]),
+    ("a merge of numbers", lambda: with_merge([1, 2]), "x", ["merge", str(len(MERGES))]),
+    ("a merge text with two spaces", lambda: with_merge("a n d"), "x", ["merge", str(len(MERGES))]),
+    ("merges are an object", lambda: of_model(merges={}), "x", ["merges"]),
+    ("no merges", lambda: of_model(merges=None), "x", ["merges"]),
+    ("an empty added token", lambda: with_added(content=""), "x", ["added token"]),
+    ("an added token without content", lambda: with_added(content=None), "x", ["added token"]),
+    ("an added token without id", lambda: with_added(id=None), "x", ["<|new|>"]),
+    ("an added token with a negative id", lambda: with_added(id=-1), "x", ["<|new|>"]),
+    ("an added token with id 2^31", lambda: with_added(id=2 ** 31), "x", ["<|new|>"]),
+    ("an added token with the id of another", lambda: with_added(id=420), "x", ["420"]),
+    ("an added token with the id of a word", lambda: with_added(id=VOCAB["an"]), "x", [str(VOCAB["an"])]),
+    ("an added token twice", lambda: with_added(content="<|end|>"), "x", ["<|end|>", "421"]),
+    ("added tokens are an object", lambda: of_file(added_tokens={}), "x", ["added_tokens"]),
+    ("an added token is a text", lambda: of_file(added_tokens=["<|end|>"]), "x", ["added token"]),
+    ("a lone surrogate in the vocabulary", lambda: of_model(vocab={**VOCAB, "\ud800": 450}), "x", ["JSON"]),
+    ("a lone surrogate in an added token", lambda: with_added(content="\udfff"), "x", ["JSON"]),
+    ("two models", lambda: json.dumps(TOKENIZER)[:-1] + ', "model": {"type": "BPE"}}', "x", ["'model'", "twice"]),
+    ("no model", lambda: json.dumps(changed(TOKENIZER, {"model": None})), "x", ["model"]),
+    ("another kind of model", lambda: of_model(type="WordPiece"), "x", ["WordPiece"]),
+    ("dropped suffixes", lambda: of_model(end_of_word_suffix="</w>"), "x", ["end_of_word_suffix"]),
+    ("an unknown pre-tokenizer", lambda: component("pre_tokenizer", "Zebra"), "x", ["pre_tokenizer", "Zebra"]),
+    ("an unknown pre-tokenizer in a sequence", lambda: in_sequence("pre_tokenizer", "pretokenizers", "Zebra"), "x",
+     ["pre_tokenizer", "Zebra"]),
+    ("a sequence in a sequence", lambda: in_sequence("pre_tokenizer", "pretokenizers", "Sequence"), "x", ["Sequence"]),
+    ("an unknown normalizer", lambda: component("normalizer", "Zebra"), "x", ["normalizer", "Zebra"]),
+    ("an unknown normalizer in a sequence", lambda: in_sequence("normalizer", "normalizers", "Zebra"), "x", ["Zebra"]),
+    ("an unknown decoder", lambda: component("decoder", "Zebra"), "x", ["decoder", "Zebra"]),
+    ("an unknown decoder in a sequence", lambda: in_sequence("decoder", "decoders", "Zebra"), "x", ["Zebra"]),
+    ("an unknown post-processor", lambda: component("post_processor", "Zebra"), "x", ["post_processor", "Zebra"]),
+    ("a pre-tokenizer without type", lambda: of_file(pre_tokenizer={}), "x", ["pre_tokenizer"]),
+    ("a split that removes", lambda: with_split(behavior="Removed"), "x", ["Removed"]),
+    ("a split inverted", lambda: with_split(invert=True), "x", ["invert"]),
+    ("a split without pattern", lambda: with_split(pattern=None), "x", ["pattern"]),
+    ("a pattern that does not compile", lambda: split_on("(a"), "x", ["(a"]),
+    ("a pattern that explodes", lambda: split_on("(a+)+$"), "a" * 100 + "!", ["match limit"]),
+    ("a pattern that explodes late", lambda: split_on("(a+)+$"), "b" * 1000 + "a" * 100 + "!", ["match limit"]),
+    ("a pattern nested deep", lambda: split_on("(" * 10000 + ")" * 10000), "x", ["pattern"]),
+    ("ids with gaps", lambda: of_model(vocab=GAPS), SAMPLE, lambda i: i if i < 300 or i >= 400 else i + 100000),
+    ("a byte token missing, its byte not in the text", lambda: without_byte("ÿ"), SAMPLE, FINE),
+    ("merges as texts", lambda: of_model(merges=[" ".join(m) for m in MERGES]), SAMPLE, FINE),
+    ("merges in both notations", lambda: of_model(merges=[m if i % 2 else " ".join(m) for i, m in enumerate(MERGES)]),
+     SAMPLE, FINE),
+    ("a pattern that matches nothing", lambda: split_on("(?:)"), "a", FINE),
+    ("unknown keys", lambda: of_file(something=[1]), SAMPLE, FINE),
+]
+
+
+def test_tokenizer(folder):
+    def ids(model, text):
+        return ids_of(infer("tokenize", model, stdin=text))
+
+    def check(name, make, text, words):
+        model = folder / name
+        model.mkdir()
+        (model / "tokenizer.json").write_text(make())
+        if words is FINE:
+            same(ids(model, text), ids(PARROT, text), "ids")
+        elif callable(words):
+            same(ids(model, text), [words(i) for i in ids(PARROT, text)], "ids")
+        else:
+            refused("tokenize", model, stdin=text, words=["tokenizer.json", *words], seconds=SECONDS)
+    each(TOKENIZERS, check)
+
+
+def test_many_added_tokens_in_time(folder):
+    """100,000 added tokens against 1 MB of text that keeps beginning with them: limit as for 1 MiB of one character."""
+    tokens = [{"id": 1000 + i, "content": "a" * (i % 50) + f"<{i}>", "single_word": False, "lstrip": False,
+               "rstrip": False, "normalized": False, "special": False} for i in range(10 ** 5)]
+    (folder / "tokenizer.json").write_text(of_file(added_tokens=ADDED + tokens))
+    r = infer("tokenize", folder, stdin="a" * (1 << 20) + "<7>", program=PLAIN)
+    expect(r.seconds < 5, f"{r.seconds:.1f} s")
+    same(ids_of(r)[-1], 1000 + 7, "the last id")
+
+
+def test_large_tokenizer_in_time():
+    """The published tokenizer.json, 28 MB, in under 0.5 s; ten times that is the limit here."""
+    r = infer("tokenize", data("gpt-oss-20b"), stdin="hello world", program=PLAIN)
+    same(ids_of(r), [24912, 2375], "ids")
+    expect(r.seconds < 5, f"{r.seconds:.1f} s")

@@ -1,0 +1,838 @@
+"""`infer play` with the parrot, whose answers are known: one answer to a prompt, and the conversation in a terminal."""
+import json
+import os
+import re
+import signal
+import stat
+import struct
+import time
+
+from helpers import (CONVERSATIONS, DATE, FIXTURES, PARROT, Terminal, answered, conversation, copy_model, data, each,
+                     expect, ids_of, infer, play, read_json, read_safetensors, refused, render, same, start, write_json)
+
+STATISTICS = re.compile(r"\[Generated at [\d.]+ tokens/sec · (\d+) tokens?(?: \(\d+ thinking\))? · .* · (.+)\]\n")
+GREEDY = ["--temperature", "0", "--date", DATE]
+HELLO = CONVERSATIONS["hello"]["turns"][0]
+COUNT = CONVERSATIONS["count"]["turns"][0]
+THINK = CONVERSATIONS["think"]["turns"][0]
+WITHOUT_TOOLS = [(name, c) for name, c in CONVERSATIONS.items() if not c["tools"]]
+
+
+def ask(prompt, *options, **how):
+    return infer("play", PARROT, "-p", prompt, *GREEDY, *options, **how)
+
+
+def ask_json(prompt, *options, **how):
+    return json.loads(ask(prompt, "--json", *options, **how).out)
+
+
+def options_of(c):
+    return ["-e", c["effort"], "--date", c["date"] or "none", *(["-s", c["system"]] if c["system"] else [])]
+
+
+# ---- one answer
+
+def test_only_the_answer_is_on_stdout(folder):
+    """The prompt from -p, -f and stdin; the statistics on stderr."""
+    def check(name, way, c):
+        turn = c["turns"][0]
+        (folder / name).write_text(turn["user"])
+        prompt = {"-p": ["-p", turn["user"]], "-f": ["-f", folder / name], "stdin": []}[way]
+        r = infer("play", PARROT, *prompt, *GREEDY, *options_of(c), stdin="" if prompt else turn["user"])
+        same(r.text, turn["answer"] + "\n", "stdout")
+        found = STATISTICS.search(r.err)
+        expect(found and found[2] == "end" and int(found[1]) == len(turn["completion_ids"]), f"stderr: {r.err!r}")
+        expect("thinking:" not in r.err, f"thinking is shown without a terminal: {r.err!r}")
+    each([(n, "-p", c) for n, c in WITHOUT_TOOLS] + [(n, way, CONVERSATIONS[n]) for n in (
+        "hello_pirate", "control_text", "code") for way in ("-f", "stdin")], check)
+
+
+def test_json():
+    def check(name, c):
+        turn = c["turns"][0]
+        r = ask(turn["user"], "--json", "--seed", 5, *options_of(c))
+        same(r.text.count("\n"), 1, "number of lines")
+        same(r.err, "", "stderr")
+        found = json.loads(r.out)
+        timed = [found.pop(key) for key in ("first_token_ms", "tokens_per_second")]
+        expect(all(t > 0 for t in timed), f"times {timed}")
+        thinking = found.pop("thinking_tokens")
+        expect((0 < thinking < len(turn["completion_ids"])) if turn["thinking"] else thinking == 0,
+               f"thinking_tokens {thinking}")
+        same(found.pop("tool_calls", []), [], "tool_calls")
+        same(found, {"model": str(PARROT), "text": turn["answer"], "thinking": turn["thinking"], "reason": "end",
+                     "prompt_tokens": len(turn["prompt_ids"]), "tokens": len(turn["completion_ids"]),
+                     "seed": 5}, "object")
+    each([(n, c) for n, c in WITHOUT_TOOLS if n != "count"], check)
+
+
+STOPS = [  # question, texts that stop, what is left of the answer, the reason
+    ("Hello!", ["can"], "Hello! How ", "stop text"), ("Hello!", ["w can I h"], "Hello! Ho", "stop text"),
+    ("Hello!", ["help", "How"], "Hello! ", "stop text"), ("Hello!", ["Ho", "How can"], "Hello! ", "stop text"),
+    ("Hello!", ["Hello"], "", "stop text"), ("Hello!", ["you?"], "Hello! How can I help ", "stop text"),
+    ("Hello!", ["zebra"], HELLO["answer"], "end"), ("Hello!", ["you?!"], HELLO["answer"], "end"),
+    ("Hello!", ["greet"], HELLO["answer"], "end"), ("Count to three.", [" 3"], "1 2", "stop text"),
+    ("Show me Unicode.", ["漢字"], "é ñ ß Ж Ω א あ ", "stop text"),
+    ("Show me Unicode.", ["\u200d"], "é ñ ß Ж Ω א あ 漢字 한국 😀 👩", "stop text"),
+    ("Show me code.", ["\n"], "```c", "stop text"),
+    ("Show me code.", ["}\n```"], "```c\nint main(void) {\n    return 0;\n", "stop text")]
+
+
+def test_stop_texts():
+    """They end the answer before them, across tokens, and do not count in the reasoning."""
+    def check(question, stops, left, reason):
+        options = [o for s in stops for o in ("--stop", s)]
+        found = ask_json(question, *options)
+        same((found["text"], found["reason"]), (left, reason), "text and reason")
+        if question != "Hello!":
+            same(ask(question, *options).text, left + "\n" * (left[-1:] != "\n"), "stdout")
+    each(STOPS, check)
+
+
+def test_token_limit():
+    ids = HELLO["completion_ids"]
+
+    def check(name, limit, reason):
+        found = ask_json("Hello!", "--max-tokens", limit)
+        same((found["tokens"], found["reason"]), (min(limit or len(ids), len(ids)), reason), "tokens and reason")
+        expect(found["text"] and HELLO["answer"].startswith(found["text"]), f"text {found['text']!r}")
+        expect(reason != "end" or found["text"] == HELLO["answer"], f"text {found['text']!r}")
+        r = ask("Hello!", "--max-tokens", limit)
+        same(r.text, found["text"] + "\n", "stdout")
+        expect(STATISTICS.search(r.err)[2] == reason, f"stderr: {r.err!r}")
+    each([("in the answer", 40, "token limit"), ("one before the end", len(ids) - 1, "token limit"),
+          ("at the end", len(ids), "end"), ("behind the end", len(ids) + 1, "end"), ("0: none", 0, "end")], check)
+
+
+def test_token_limit_in_the_reasoning():
+    """No answer, exit code 1, and the message names the option."""
+    for limit in (1, 2, 10, 25):
+        r = ask("Hello!", "--max-tokens", limit, code=1)
+        same(r.text, "", "stdout")
+        expect("--max-tokens" in r.err and f"{limit} tokens" in r.err, f"stderr: {r.err!r}")
+        found = ask_json("Hello!", "--max-tokens", limit, code=1)
+        same((found["text"], found["reason"], found["tokens"]), ("", "token limit", limit), "text, reason and tokens")
+
+
+def test_seeds():
+    """The same seed gives the same text, another one some time another; a seed that was drawn can be given again."""
+    def texts(*options):
+        found = json.loads(infer("play", PARROT, "-p", "Show me Unicode.", "--max-tokens", 60, "--json", *options,
+                                 code=None).out)
+        return found["thinking"], found["text"], found["seed"]
+    for temperature in ("1", "3"):
+        seen = [texts("--temperature", temperature, "--seed", s) for s in ("1", "2", "3")]
+        same(texts("--temperature", temperature, "--seed", "1"), seen[0], f"text at temperature {temperature}")
+    expect(len({s[:2] for s in seen}) > 1, "three seeds give one text")
+    drawn = texts("--temperature", "3")
+    same(texts("--temperature", "3", "--seed", str(drawn[2])), drawn, "text with the seed that was drawn")
+    expect(texts("--temperature", "3")[2] != drawn[2], "the seed is not random")
+
+
+def test_filters_that_leave_one_token():
+    """At any temperature the likeliest token remains."""
+    each([("--top-k", 1), ("--top-p", 0.000001), ("--min-p", 1)], lambda name, value: same(
+        ask("Hello!", "--temperature", 50, "--seed", 3, name, value).text, HELLO["answer"] + "\n", "stdout"))
+
+
+def test_context():
+    def check(name, options, code, words):
+        r = ask("Hello!", *options, code=code)
+        missing = [w for w in words if w not in r.err.replace(",", "")]
+        expect(not missing, f"the message lacks {missing}: {r.err!r}")
+    n = len(HELLO["prompt_ids"])
+    each([("prompt does not fit", ["--ctx", n - 1], 4, [str(n), str(n - 1), "--ctx"]),
+          ("prompt fits exactly", ["--ctx", n], 4, ["--ctx"]),
+          ("full while thinking", ["--ctx", n + 10], 1, ["context full"]),
+          ("full in the answer", ["--ctx", n + 45], 0, ["context full"]),
+          ("enough", ["--ctx", n + len(HELLO["completion_ids"])], 0, [" end]"]),
+          ("all of it", ["--ctx", 4096], 0, [" end]"]),
+          ("more than the model was made for", ["--ctx", 4097], 2, ["4097", "4096"])], check)
+
+
+WRONG = [  # arguments behind `play PARROT`, exit code, words of the message
+    (["--zebra"], 2, []), (["-p"], 2, []), (["-p", "x", "-f", "y"], 2, ["-p", "-f"]),
+    (["-p", "x", "another"], 2, ["another"]), (["-p", ""], 2, ["empty"]), (["-p", " \n"], 2, ["empty"]),
+    ([], 2, ["empty"]), (["-f", "/does/not/exist"], 2, ["/does/not/exist"]), (["-f", "/"], 2, ["/"]),
+    (["-f", "/dev/zero"], 2, ["/dev/zero"]), (["-p", "x", "-e", "huge"], 2, ["effort", "huge"]),
+    *((["-p", "x", f"--{o}", v], 2, [o]) for o, values in (
+        ("temperature", ["-1", "x", "", "nan", "inf", "101", "1x", "0.001"]), ("top-k", ["-1", "1.5", "x"]),
+        ("top-p", ["0", "-1", "1.1", "x", "nan"]), ("min-p", ["-0.1", "1.1", "x"]),
+        ("repetition-penalty", ["0", "-1", "x", "1e9"]), ("seed", ["-1", "x", "1.5", "18446744073709551616"]),
+        ("max-tokens", ["-1", "x", "1.5", "9999999999"]), ("ctx", ["0", "-1", "x", "99999999999"]),
+        ("gpu", ["-1", "x"]))
+      for v in values),
+    (["-p", "x", "--stop", ""], 2, ["--stop"]), (["-p", "x", *["--stop", "y"] * 17], 2, ["--stop", "16"]),
+    (["-p", "x", "--raw", "-s", "Be brief."], 2, ["raw"]), (["-p", "x", "--raw", "-e", "low"], 2, ["raw"])]
+
+
+def test_wrong_options():
+    def check(name, options, code, words):
+        r = infer("play", PARROT, *options, code=code)
+        same(r.text, "", "stdout")
+        lines = r.err.splitlines()
+        expect(lines and lines[-1].startswith("infer: ") and len(lines) <= 2, f"stderr: {r.err!r}")
+        missing = [w for w in words if w not in r.err]
+        expect(not missing, f"the message lacks {missing}: {r.err!r}")
+    each([(" ".join(map(repr, w[0])), *w) for w in WRONG], check)
+
+
+def test_wrong_models(folder):
+    empty, file = folder / "empty", folder / "file"
+    empty.mkdir()
+    file.write_text("x")
+    each([("none there", ["zebra"], ["zebra"]), ("an empty folder", [empty], ["config.json"]),
+          ("a file", [file], ["directory"]), ("no folder of that name", [folder / "x" / "y"], ["/x/y"]),
+          ("no name at all", [""], []), ("none given", [], ["models"])],
+         lambda name, model, words: refused("play", *model, "-p", "x", cwd=empty, words=words))
+
+
+def test_commands_and_help():
+    each([("--help", ["--help"], 0, "infer "), ("--version", ["--version"], 0, "infer "), ("nothing", [], 2, ""),
+          ("unknown command", ["zebra"], 2, ""), *((f"{c} --help", [c, "--help"], 0, f"infer {c}") for c in (
+              "play", "logits", "tokenize", "detokenize", "render", "parse"))],
+         lambda name, args, code, out: expect(infer(*args, code=code).text.startswith(out) if out else
+                                              not infer(*args, code=code).text, "stdout"))
+
+
+def test_a_conversation_needs_a_terminal():
+    same(infer("play", PARROT, code=2, stdin="").text, "", "stdout")
+    with Terminal("play", PARROT, "--json") as t:
+        same(t.ended(), 2, "exit code")
+
+
+def test_interrupted_answer():
+    """Exit code 130; what was answered so far is on stdout."""
+    with start("play", PARROT, "-p", "Count.", *GREEDY, stdout=-1, stderr=-1) as p:
+        first = p.stdout.read(4)
+        p.send_signal(signal.SIGINT)
+        out, err = p.communicate(timeout=60)
+    text = (first + out).decode()
+    same(p.returncode, 130, "exit code")
+    expect(text.endswith("\n") and COUNT["answer"].startswith(text[:-1]), f"stdout {text!r}")
+    expect(len(text) < len(COUNT["answer"]), "it went on")
+    expect("interrupted]" in err.decode(), f"stderr {err!r}")
+
+
+def test_interrupted_reasoning():
+    with Terminal("play", PARROT, "-p", "Think.", *GREEDY) as t:
+        t.wait("thinking: One sheep")
+        t.send("\x03")
+        same(t.ended(), 130, "exit code")
+        expect("Done." not in t.text() and "Twenty" not in t.text(), "it went on")
+
+
+def test_interrupted_prompt(folder):
+    (folder / "prompt").write_text("~" * 3900)  # as many tokens: seconds of reading
+    with Terminal("play", PARROT, "-f", folder / "prompt", *GREEDY) as t:
+        t.wait("Model loaded")
+        time.sleep(0.3)
+        t.send("\x03")
+        began = time.monotonic()
+        expect(t.ended() in (130, -signal.SIGINT), "exit code")
+        expect(time.monotonic() - began < 20 and "thinking" not in t.text(), "it went on")
+
+
+# ---- without a chat format
+
+def letters_model(folder):
+    """llama_bias with a tokenizer of one character a token: the i-th from U+4E00 on is i."""
+    model = copy_model(FIXTURES / "llama_bias", folder)
+    vocabulary = {chr(0x4e00 + i): i for i in range(131)}
+    write_json(model / "tokenizer.json", {
+        "added_tokens": [], "decoder": {"type": "Fuse"}, "model": {"type": "BPE", "vocab": vocabulary, "merges": []}})
+    return model
+
+
+def test_text_is_continued_raw(folder):
+    """A model without chat format: the likeliest next token by transformers' logits."""
+    model = letters_model(folder)
+    header, content = read_safetensors(FIXTURES / "llama_bias" / "golden.safetensors")
+    ids, rows = (struct.unpack(f"<{(b - a) // 4}{kind}", content[a:b]) for (a, b), kind in
+                 ((header["ids"]["data_offsets"], "i"), (header["logits"]["data_offsets"], "f")))
+    for n in (1, 7, 20):
+        row = rows[(n - 1) * 131:n * 131]
+        found = json.loads(infer("play", model, "-p", "".join(chr(0x4e00 + i) for i in ids[:n]), "--max-tokens", 1,
+                                 "--json", *GREEDY).out)
+        same((found["text"], found["thinking"], found["prompt_tokens"]), (chr(0x4e00 + row.index(max(row))), "", n),
+             f"after {n} tokens")
+    for options in (["-s", "Be brief."], ["-e", "low"]):
+        refused("play", model, "-p", "\u4e00", *options, code=2, words=["raw"])
+    refused("render", model, stdin='{"messages": []}', words=["chat format"])
+
+
+def test_raw_mode_leaves_the_chat_format_away():
+    """Without harmony the parrot reads the text alone; what follows is what `logits` finds likeliest."""
+    ids = ids_of(infer("tokenize", PARROT, stdin="What is <|end|>?"))
+    found = ask_json("What is <|end|>?", "--raw", "--max-tokens", 3)
+    same(found["prompt_tokens"], len(ids), "prompt_tokens")
+    for _ in range(3):
+        ids.append(int(infer("logits", PARROT, "--ids", ",".join(map(str, ids)), "--top", 1).text.split()[0]))
+    expected = infer("detokenize", PARROT, stdin=json.dumps(ids[-3:])).text
+    expect(ids[-1] >= 400 or found["text"] == expected, f"text {found['text']!r}, expected {expected!r}")
+
+
+def test_stories():
+    """Two published models, greedy, against what others computed."""
+    tiny, stories = data("models", "TinyStories-656K"), data("models", "stories260K")
+    golden = read_json(tiny / "reference_greedy.json")
+    r = infer("play", tiny, "-p", golden["prompt"], "--max-tokens", len(golden["greedy_ids"]), *GREEDY)
+    same(r.text.rstrip("\n"), golden["greedy_text_raw"].rstrip("\n"), "TinyStories")
+    expected = (stories / "expected_greedy_200.txt").read_text()
+    r = infer("play", stories, "-p", "", "--max-tokens", 200, *GREEDY)
+    expect(r.text.strip() and expected.strip().startswith(r.text.strip()), f"stories260K: {r.text[:80]!r}")
+
+
+# ---- the conversation in a terminal
+
+def shown_turn(turn):
+    """What the terminal shows of a turn, without the statistics."""
+    parts = [("thinking: ", "thinking"), ("Assistant: ", "preamble"), ("Assistant: ", "answer")]
+    return "".join(f"{label}{turn[key]}\n" for label, key in parts if turn.get(key))
+
+
+def questions(t):
+    return re.findall(r"<\|start\|>user<\|message\|>(.*?)<\|end\|>", t.say("/prompt"), re.S)
+
+
+def test_conversations_in_a_terminal():
+    """Every turn of every conversation, and behind it /prompt: all that the model will read, without its reasoning."""
+    def check(name, c):
+        with play(*options_of(c)) as t:
+            for i, turn in enumerate(c["turns"]):
+                shown = t.say(turn["user"], "[Generated")
+                same(shown[:shown.rindex("[Generated")], shown_turn(turn), f"turn {i}")
+                expect(STATISTICS.search(shown)[2] == "end", f"statistics {shown[-100:]!r}")
+                same(t.say("/prompt"), answered(name, i) + "\n", f"/prompt after turn {i}")
+            t.send("/exit\n")
+            same(t.ended(), 0, "exit code")
+            expect(t.text().endswith("Goodbye!\n"), f"the end {t.text()[-50:]!r}")
+    each(WITHOUT_TOOLS, check)
+
+
+def test_prompt_is_what_render_gives():
+    chat = {"messages": [{"role": "system", "content": "Be brief."}], "reasoning_effort": "high", "date": DATE}
+    with play("-s", "Be brief.", "-e", "high") as t:
+        for question in ("Hello!", "My name is Bob.", "What is my name?"):
+            answer = re.search(r"Assistant: (.*)\n\[Generated", t.say(question, "[Generated"), re.S)[1]
+            chat["messages"] += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            same(t.say("/prompt"), infer("render", PARROT, stdin=json.dumps(chat)).text + "\n", "/prompt")
+
+
+SHORT = ["-e", "low", "--max-tokens", "20"]  # for questions whose answer nobody knows
+ALL = "/help /exit /clear /system /effort /set /stats /context /retry /undo /save /load /prompt".split()
+LOW = CONVERSATIONS["hello_low"]["turns"][0]
+COMMANDS = [  # typed, what is shown
+    ("/stats", ["No answer"]), ("/retry", ["othing"]), ("/undo", ["othing"]), ("/context", [" of 4,096 tokens"]),
+    ("/help", ALL), ("/effort", ["medium"]), ("/effort low", ["low"]), ("Hello!", [shown_turn(LOW), "end]"]),
+    ("/stats", [f"{len(LOW['prompt_ids'])} tokens", f"{len(LOW['completion_ids'])} tokens", "end"]),
+    ("/undo", ["Hello!"]), ("/effort high", ["high"]),
+    ("Hello!", [shown_turn(CONVERSATIONS["hello_high"]["turns"][0])]), ("/undo", ["Hello!"]),
+    ("/effort medium", ["medium"]), ("/system", ["none"]), ("/system Be a pirate.", ["Be a pirate."]),
+    ("Hello!", ["Assistant: Arr! Hello!"]), ("/system", ["Be a pirate."]), ("/retry", ["Assistant: Arr! Hello!"]),
+    ("/set", ["temperature 0", "top-k 0", "top-p 1", "max-tokens 0"]), ("/set max-tokens 5", ["max-tokens 5"]),
+    ("/retry", ["token limit]", "/set max-tokens"]), ("/set max-tokens 0", ["max-tokens 0"]),
+    ("/retry", ["Assistant: Arr! Hello!"]), ("/set seed 7", ["seed 7"]), ("/set temperature 50", ["temperature 50"]),
+    ("/set top-k 1", ["top-k 1"]), ("/retry", ["Assistant: Arr! Hello!"]), ("/stats", ["seed"]), ("/clear", []),
+    ("/undo", ["othing"]), ("/system", ["Be a pirate."]), ("/prompt", ["Be a pirate.<|end|><|start|>assistant"])]
+
+
+def test_slash_commands():
+    with play() as t:
+        for typed, texts in COMMANDS:
+            answers = typed == "Hello!" or (typed == "/retry" and "othing" not in texts)
+            shown = t.say(typed, *(["[Generated"] if answers else []))
+            missing = [text for text in texts if text not in shown]
+            expect(not missing, f"{typed} does not show {missing}: {shown!r}")
+
+
+BAD = ["/foo", "/", "/hel", "/helpme", "/HELP", "/effort huge", "/set temperature", "/set temperature -1",
+       "/set zebra 1", "/set top-p 0", "/save", "/load", "/load /does/not/exist", "/load /", "/save /does/not/exist/x",
+       "//", "/exit now"]
+
+
+def test_default_settings():
+    """Temperature 1 and top-p 1, nothing else."""
+    with Terminal("play", PARROT) as t:
+        t.wait("Ready")
+        t.prompt()
+        shown = t.say("/set")
+        for setting in ("temperature 1", "top-k 0", "top-p 1", "min-p 0", "repetition-penalty 1", "max-tokens 0"):
+            expect(re.search(rf"\b{setting}\b(?!\.)", shown), f"not {setting}: {shown!r}")
+
+
+def test_answers_draw_with_the_seed_plus_their_ordinal():
+    def answers(seed, *commands):
+        with play("--temperature", "3", "--seed", seed, "--max-tokens", 60) as t:
+            return [t.say(command, "[Generated").split("[Generated")[0] for command in commands]
+    second = answers(5, "Hello!", "/retry")[1]
+    same(answers(6, "Hello!")[0], second, "the answer with the next seed")
+
+
+def test_bad_commands_change_nothing():
+    """They say what is wrong, and nothing of them goes to the model."""
+    with play(*SHORT) as t:
+        t.say("Hello!", "[Generated")
+        before = t.say("/prompt"), t.say("/set")
+        for typed in BAD:
+            shown = t.say(typed)
+            expect(shown.strip() and "Generated" not in shown and "Assistant:" not in shown, f"{typed} shows {shown!r}")
+        same((t.say("/prompt"), t.say("/set")), before, "/prompt and /set")
+        t.say(" /foo", "[Generated")
+        expect("<|start|>user<|message|>/foo<|end|>" in t.say("/prompt"), "a space before it should send it as text")
+
+
+def test_empty_lines_say_nothing():
+    with play() as t:
+        for line in ("", " ", "\t", '""""""'):
+            t.send(line + "\n")
+            t.prompt()
+        same(t.say("/stats"), "No answer yet.\n", "/stats")
+
+
+def test_several_lines():
+    with play(*SHORT) as t:
+        t.send('"""one\n')
+        t.prompt("...  ")
+        t.send("  two /help\n")
+        t.prompt("...  ")
+        t.send("\n")
+        t.prompt("...  ")
+        t.say('three"""', "[Generated")
+        expect("<|message|>one\n  two /help\n\nthree<|end|>" in t.say("/prompt"), "the lines are not in the prompt")
+        before = t.say("/prompt")
+        t.send('"""a\n')
+        t.prompt("...  ")
+        t.send("b\x03")
+        t.prompt()
+        same(t.say("/prompt"), before, "/prompt after Ctrl+C between the quotes")
+        t.say('"""Hello!"""', "[Generated")
+        expect("<|message|>Hello!<|end|>" in t.say("/prompt"), "one line in quotes is not in the prompt")
+
+
+def test_ctrl_c_at_the_prompt_clears_the_line():
+    with play() as t:
+        t.send("My name is Bob.")
+        t.wait("Bob.")
+        t.send("\x03")
+        t.prompt()
+        t.send("\x03")
+        t.prompt()
+        same(t.say("Hello!", "[Generated").split("[Generated")[0], shown_turn(HELLO), "the answer")
+        same(t.say("/prompt"), answered("hello") + "\n", "/prompt")
+
+
+def interrupted(t, question, at):
+    """Asks and sends Ctrl+C when `at` is shown; again, if the machine was so busy that it came too late."""
+    for _ in range(5):
+        t.send(question + "\n")
+        t.wait("\n")
+        shown = t.wait(at)
+        t.send("\x03")
+        shown += t.wait("[Generated") + t.prompt()
+        if "interrupted]" in shown:
+            return shown
+        t.say("/undo")
+    raise AssertionError(f"never interrupted: {shown!r}")
+
+
+def test_ctrl_c_while_answering_keeps_what_is_there():
+    with play() as t:
+        shown = interrupted(t, "Count.", "Assistant: 1 2 3")
+        partial = re.search(r"Assistant: (.*?)(?:\^C)?\n?\[Generated", shown, re.S)[1].rstrip("\n")
+        expect(COUNT["answer"].startswith(partial.rstrip()), f"shown {partial!r}")
+        expect(len(partial) < len(COUNT["answer"]), "it went on")
+        kept = t.say("/prompt")
+        before, after = COUNT["prompt"] + "<|channel|>final<|message|>", "<|end|><|start|>assistant\n"
+        expect(kept.startswith(before) and kept.endswith(after), f"/prompt {kept[-120:]!r}")
+        same(kept[len(before):-len(after)].rstrip(), partial.rstrip(), "what was kept")
+        expect("Assistant: " in t.say("Thank you.", "[Generated"), "the conversation does not go on")
+
+
+def test_ctrl_c_while_thinking_drops_the_turn():
+    with play() as t:
+        shown = interrupted(t, "Think.", "One sheep")
+        expect("Assistant:" not in shown, f"an answer: {shown!r}")
+        same(t.say("/prompt"), THINK["prompt"] + "\n", "/prompt")
+        expect("Assistant: Done.\n" in t.say("/retry", "[Generated"), "/retry does not answer")
+        same(t.say("/prompt"), answered("think") + "\n", "/prompt")
+
+
+def test_ctrl_c_many_times_never_ends_the_program():
+    """Also in the moments between an answer and the next prompt."""
+    with play() as t:
+        for _ in range(6):
+            t.send("Hello!\n")
+            for _ in range(80):
+                t.send("\x03")
+                t.read(0.005)
+            expect(t.process.poll() is None, f"it has ended, exit code {t.process.returncode}")
+            shown = -1
+            while shown != len(t.raw):  # until it is at rest
+                shown = len(t.raw)
+                t.read(0.5)
+        t.seen = len(t.text())
+        t.send("\x03")
+        t.prompt()
+        t.say("/help", "/help")
+
+
+def test_ctrl_d_leaves():
+    with play() as t:
+        t.say("Hello!", "[Generated")
+        t.send("\x04")
+        same(t.ended(), 0, "exit code")
+        expect(t.text().endswith("Goodbye!\n"), f"the end {t.text()[-50:]!r}")
+
+
+def test_typed_text_of_any_language():
+    def check(name, locale):
+        text = "Grüße, 漢字 и 😀!"
+        with play(*SHORT, LC_ALL=locale) as t:
+            t.send(text + "\n")
+            t.wait("[Generated")
+            t.prompt()
+            asked = questions(t)
+        same(asked, [text], "the question in /prompt")
+    each([("in a UTF-8 locale", "C.UTF-8"), ("in none", "")], check)
+
+
+def test_what_is_typed_ahead_waits():
+    with play() as t:
+        t.send("Count.\n")
+        t.wait("Assistant: 1 2 3")
+        t.send("Hello!\n")
+        shown = t.wait("[Generated")
+        expect(COUNT["answer"].split("1 2 3", 1)[1] in shown, f"the answer is broken: {shown!r}")
+        t.wait("[Generated")
+        t.prompt()
+        expect("<|message|>Hello!<|end|>" in t.say("/prompt"), "the question is lost")
+
+
+def test_save_and_load(folder):
+    first, other = folder / "first.json", folder / "other"
+    with play("-s", "Be a pirate.", "-e", "low", "--max-tokens", 20, HOME=folder) as t:
+        t.say("My name is Ada.", "[Generated")
+        t.say("Show me code.", "[Generated")
+        before = t.say("/prompt")
+        t.say(f"/save {first}", str(first))
+        for command in ("/clear", "/system Be brief.", "/effort high", f"/load {first}"):
+            t.say(command)
+        same(t.say("/prompt"), before, "/prompt after /load")
+        t.say("/undo")
+        after = t.say("/prompt")
+        t.say(f"/save {first}", "Saved")  # the conversation's own file is written again
+        t.say("/clear")
+        t.say(f"/load {first}", "Loaded")
+        same(t.say("/prompt"), after, "/prompt after the second /load")
+        other.write_text("precious")
+        expect("exists" in t.say(f"/save {other}"), "a file of the user's is not refused")
+        same(other.read_text(), "precious", "the file")
+        t.say("/save ~/home.json", "Saved")
+    same(sorted(f.name for f in folder.iterdir() if f.is_file()), ["first.json", "home.json", "other"], "files")
+    same(infer("render", PARROT, stdin=(folder / "home.json").read_bytes()).text + "\n", after, "the file, rendered")
+
+
+def test_load_in_another_session(folder):
+    with play() as t:
+        t.say("My name is Ada.", "[Generated")
+        t.say(f"/save {folder}/name.json", "Saved")
+    with play() as t:
+        t.say(f"/load {folder}/name.json", "Loaded")
+        same(t.say("/prompt"), answered("name", 0) + "\n", "/prompt")
+        shown = t.say("What is my name?", "[Generated")
+        same(shown.split("[Generated")[0], shown_turn(CONVERSATIONS["name"]["turns"][1]), "the answer")
+
+
+def test_save_and_load_keep_everything(folder):
+    """Tools, a call with its result, reasoning, identity, texts with quotes and control characters."""
+    chat = {**conversation("weather", 1), "model_identity": "You are a parrot.", "knowledge_cutoff": "1999-01",
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}}
+    chat["messages"] += [{"role": "assistant", "content": 'quotes " \\ and\n\ttabs é 😀'},
+                         {"role": "user", "content": "Hi"}]
+    write_json(folder / "a.json", chat)
+    with play() as t:
+        t.say(f"/load {folder}/a.json", "Loaded")
+        before = t.say("/prompt")
+        same(before, infer("render", PARROT, stdin=json.dumps(chat)).text + "\n", "/prompt")
+        t.say(f"/save {folder}/b.json", "Saved")
+        t.say("/clear")
+        t.say(f"/load {folder}/b.json", "Loaded")
+        same(t.say("/prompt"), before, "/prompt after /save and /load")
+    same(render(read_json(folder / "b.json")), render(chat), "ids")
+
+
+def test_a_call_survives_save_and_load(folder):
+    """It is replayed with exactly the tokens that were sampled, also from a file."""
+    turn = CONVERSATIONS["weather"]["turns"][0]
+    write_json(folder / "a.json", {**conversation("weather", 0), "messages": []})
+    with play() as t:
+        t.say(f"/load {folder}/a.json", "Loaded")
+        shown = t.say(turn["user"], "[Generated")
+        expect(turn["call"]["arguments"] in shown and "tool call" in shown, f"shown {shown!r}")
+        before = t.say("/prompt")
+        expect(before.startswith(turn["prompt"] + turn["completion"]), f"/prompt {before[-200:]!r}")
+        t.say(f"/save {folder}/b.json", "Saved")
+        t.say(f"/load {folder}/b.json", "Loaded")
+        same(t.say("/prompt"), before, "/prompt after /save and /load")
+
+
+def test_load_refuses_and_keeps_the_conversation(folder):
+    bad = {"empty": b"", "json": b"{", "array": b"[1]", "role": b'{"messages": [{"role": "king"}]}', "bytes": b"\xff",
+           "twice": b'{"messages": [], "messages": []}', "effort": b'{"messages": [], "reasoning_effort": "huge"}'}
+    with play() as t:
+        t.say("Hello!", "[Generated")
+        for name, text in bad.items():
+            (folder / name).write_bytes(text)
+            expect("Loaded" not in t.say(f"/load {folder / name}"), f"{name} was loaded")
+        os.mkfifo(folder / "fifo")
+        expect("regular" in t.say(f"/load {folder / 'fifo'}"), "a FIFO was loaded")
+        same(t.say("/prompt"), answered("hello") + "\n", "/prompt")
+
+
+def test_undo_retry_clear():
+    first, second = (shown_turn(turn) for turn in CONVERSATIONS["name"]["turns"])
+    with play() as t:
+        t.say("My name is Ada.", "[Generated")
+        t.say("Hello!", "[Generated")
+        t.say("/undo")
+        same(t.say("/prompt"), answered("name", 0) + "\n", "/prompt after /undo")
+        same(t.say("What is my name?", "[Generated").split("[Generated")[0], second, "the answer after /undo")
+        same(t.say("/prompt"), answered("name", 1) + "\n", "/prompt after two turns")
+        same(t.say("/retry", "[Generated").split("[Generated")[0], second, "the answer after /retry")
+        same(t.say("/prompt"), answered("name", 1) + "\n", "/prompt after /retry")
+        t.say("/undo")
+        t.say("/undo")
+        same(t.say("My name is Ada.", "[Generated").split("[Generated")[0], first, "the answer after two times /undo")
+        t.say("/clear")
+        expect("I do not know your name." in t.say("What is my name?", "[Generated"), "/clear does not forget")
+        same(t.say("/prompt"), answered("name_unknown") + "\n", "/prompt after /clear")
+
+
+FIRST, SECOND = CONVERSATIONS["name"]["turns"]
+SIZE = len(SECOND["prompt_ids"]) + 12  # of a context in which the second answer does not fit
+FULL = [  # what is typed when the context is full, the questions that are left
+    ("k", [FIRST["user"], SECOND["user"]]), ("d", [SECOND["user"]]), ("c", [SECOND["user"]]),
+    ("x\nk", [FIRST["user"], SECOND["user"]])]
+
+
+def test_context_full():
+    """Nothing is dropped silently: the loop warns and asks."""
+    def check(keys, left):
+        with play("--ctx", SIZE) as t:
+            t.say(FIRST["user"], "end]")
+            t.send(SECOND["user"] + "\n")
+            t.wait("context full]", "full")
+            for key in keys.split("\n"):
+                t.prompt("d, c or k: ")
+                t.send(key + "\n")
+            t.prompt()
+            same(questions(t), left, "questions")
+            if keys in "dc":
+                expect("I do not know your name." in t.say("/retry", "[Generated"), "/retry does not answer")
+    each(FULL, check)
+
+
+def test_question_that_does_not_fit():
+    """It stays when something else is dropped for it, and is answered then; with k both stay."""
+    long, room = HELLO["user"], len(HELLO["prompt_ids"]) + len(HELLO["completion_ids"])
+    while len(prompt := render({"messages": [{"role": "user", "content": long}], "date": DATE})) < room:
+        long += " Hello!"
+    size = len(prompt) + 3  # too few for any answer
+
+    def check(key, left):
+        with play("--ctx", size) as t:
+            t.say("Hello!", "end]")
+            t.send(long + "\n")
+            t.wait("context", "full")
+            t.prompt("d, c or k: ")
+            t.send(key + "\n")
+            if key != "k":
+                t.wait("context full]", "full")
+                t.prompt("d, c or k: ")
+                t.send("k\n")
+            t.prompt()
+            same(questions(t), left, "questions")
+    each([("d", [long]), ("c", [long]), ("k", ["Hello!", long])], check)
+
+
+def test_narrow_window():
+    """30 columns: no line of the program's own is longer, and a question wider than the window arrives whole."""
+    with play(*SHORT, columns=30) as t:
+        question = "My name is Bob. I live in a house with a garden, at the end of a long road."
+        t.send(question + "\n")
+        t.wait("[Generated")
+        t.prompt()
+        expect(f"<|message|>{question}<|end|>" in t.say("/prompt"), "the question is not in the prompt")
+        shown = t.say("/context").strip("\n")
+        expect(len(shown) <= 30 and "of 4,096" in shown, f"/context shows {shown!r}")
+        t.resize(100)
+        expect(len(t.say("/context").strip("\n")) > 40, "/context does not follow the window")
+
+
+def test_loading_line_fits_the_window():
+    """It is drawn again in place, so it must not be wider."""
+    for columns in (200, 80, 30):
+        with play(columns=columns) as t:
+            for line in re.split(r"[\r\n]", t.text()):
+                expect("Loading" not in line or len(line) <= columns, f"{len(line)} columns of {columns}: {line!r}")
+
+
+def test_colour():
+    def check(name, env, coloured):
+        with play(**env) as t:
+            t.say("Hello!", "[Generated")
+            t.say("/foo")
+        found = re.findall(rb"\x1b\[[\d;]*m", t.raw)
+        expect(bool(found) == coloured, f"sequences {found[:5]}")
+    each([("colour", {}, True), ("NO_COLOR", {"NO_COLOR": "1"}, False), ("NO_COLOR, empty", {"NO_COLOR": ""}, True),
+          ("a dumb terminal", {"TERM": "dumb"}, False)], check)
+
+
+def test_hidden_thinking():
+    with play("--hide-thinking") as t:
+        shown = t.say("Hello!", "[Generated")
+        expect(shown.startswith("Assistant: Hello!") and "greet" not in shown, f"shown {shown!r}")
+        same(t.say("/prompt"), answered("hello") + "\n", "/prompt")
+
+
+def test_loaded_text_sends_no_escape_sequences(folder):
+    text = "\x1b[31mred\x1b]0;title\x07\x9b1m" + "é" * 60
+    write_json(folder / "a.json", {"messages": [{"role": "system", "content": text}, {"role": "user", "content": text},
+                                                {"role": "assistant", "content": text}], "date": DATE})
+    with play(NO_COLOR=1) as t:
+        before = len(t.raw)
+        t.say(f"/load {folder}/a.json")
+        for command in ("/prompt", "/system", "/retry", "/undo"):
+            t.say(command, *(["[Generated"] if command == "/retry" else []))
+        new = t.raw[before:]
+        for sequence in (b"\x1b[31m", b"\x1b]0;", b"\xc2\x9b"):
+            expect(sequence not in new, f"{sequence} reaches the terminal: {new[new.find(sequence) - 40:][:80]!r}")
+        try:
+            new.decode()
+        except UnicodeDecodeError as e:
+            raise AssertionError(f"characters are cut: {new[max(e.start - 20, 0):e.start + 20]!r}") from None
+
+
+def test_history(folder):
+    """Questions can be called back with the arrow keys, in the next session too; only the user can read them."""
+    with play(*SHORT, HOME=folder) as t:
+        t.say("My name is Ada.", "[Generated")
+        t.send("\x1b[A\n")
+        t.wait("[Generated")
+        t.prompt()
+        same(t.say("/prompt").count("<|message|>My name is Ada.<|end|>"), 2, "times the question was asked")
+        t.send("/exit\n")
+        t.ended()
+    files = [f for f in folder.rglob("*") if f.is_file()]
+    same([stat.S_IMODE(f.stat().st_mode) for f in files], [0o600], "modes of the files kept")
+    with play(*SHORT, HOME=folder) as t:
+        t.send("\x1b[A" * 3 + "\n")  # behind it are /prompt and /exit
+        expect("My name is Ada.\n" in t.wait("[Generated"), "the question is not called back")
+        t.prompt()
+
+
+def test_loop_without_chat_format(folder):
+    model = letters_model(folder)
+    with Terminal("play", model, *GREEDY, "--max-tokens", 3) as t:
+        t.wait("no chat format", "Ready")
+        t.prompt()
+        for command in ("/system x", "/effort low"):
+            expect("chat format" in t.say(command), command)
+        same(t.say("/undo"), "There is nothing to take back.\n", "/undo")
+        t.send("/exit\n")
+        same(t.ended(), 0, "exit code")
+
+
+# ---- finding models
+
+FOUND = None
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def hub_model(hub, repository, commit=COMMIT):
+    """The parrot as tools of the hub leave it: files are links to blobs."""
+    folder = hub / ("models--" + repository.replace("/", "--"))
+    blobs, snapshot = folder / "blobs", folder / "snapshots" / commit
+    for d in (blobs, snapshot, folder / "refs"):
+        d.mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / "main").write_text(commit)
+    for i, file in enumerate(sorted(PARROT.iterdir())):
+        if not (blobs / str(i)).exists():
+            (blobs / str(i)).symlink_to(file)
+        (snapshot / file.name).symlink_to(f"../../blobs/{i}")
+    return snapshot
+
+
+def home_with_models(folder):
+    """A home with org/parrot in the hub's cache, and a working folder with models/tiny."""
+    home, work = folder / "home", folder / "work"
+    hub_model(home / ".cache" / "huggingface" / "hub", "org/parrot")
+    copy_model(PARROT, work / "models", name="tiny")
+    return home, work
+
+
+def test_model_list_and_selector(folder):
+    home, work = home_with_models(folder)
+    with Terminal("play", *GREEDY, cwd=work, HOME=home) as t:
+        shown = t.wait("Select model (1-2): ")
+        lines = [rf" +{i}\. {name} +774 kB +MXFP4\n" for i, name in ((1, "models/tiny"), (2, "org/parrot"))]
+        expect(re.search("Available models:\n" + "".join(lines), shown), f"shown {shown!r}")
+        for wrong in ("0", "3", "-1", "x", "", "1x", "1.5", "99999999999999999999", "1 2"):
+            t.send(wrong + "\n")
+            t.wait("Select model (1-2): ")
+        t.send("2\n")
+        t.wait("Ready for inference")
+        t.prompt()
+        expect(shown_turn(HELLO) in t.say("Hello!", "[Generated"), "the model does not answer")
+    with Terminal("play", cwd=work, HOME=home) as t:
+        t.wait("Select model (1-2): ")
+        t.send("\x04")
+        same(t.ended(), 2, "exit code without a selection")
+    with Terminal("play", cwd=work, HOME=home) as t:
+        t.wait("Select model (1-2): ")
+        t.send("\x03")
+        expect(t.ended() in (130, -2), "Ctrl+C does not end the selection")
+
+
+def test_models_are_found(folder):
+    home, work = home_with_models(folder)
+    elsewhere = folder / "elsewhere"
+    hub_model(elsewhere / "hub", "other/bird")
+    link = home / ".cache" / "infer" / "models"
+    link.mkdir(parents=True)
+    (link / "org--link").symlink_to(PARROT)
+    broken = home / ".cache" / "huggingface" / "hub" / "models--org--parrot-broken"
+    (broken / "snapshots" / COMMIT).mkdir(parents=True)
+    hub, cache = {"HF_HOME": elsewhere}, {"HF_HUB_CACHE": elsewhere / "hub"}
+    cases = [("full name", "org/parrot", {}, FOUND), ("part of a name", "org/parr", {}, FOUND),
+             ("other letters", "ORG/PARROT", {}, FOUND), ("below models", "models/tiny", {}, FOUND),
+             ("part of models", "tiny", {}, FOUND), ("a link", "org/link", {}, FOUND), ("a path", PARROT, {}, FOUND),
+             ("HF_HOME", "bird", hub, FOUND), ("HF_HUB_CACHE", "bird", cache, FOUND),
+             ("two that fit", "org/", {}, ["org/link", "org/parrot"]),
+             ("none that fits", "zebra", {}, ["org/link", "org/parrot", "models/tiny"]),
+             ("not in the other cache", "org/parrot", hub, ["other/bird"])]
+
+    def check(name, model, env, near):
+        how = {"cwd": work, "env": {"HOME": home, **env}}
+        if near is FOUND:
+            same(infer("play", model, "-p", "Hello!", *GREEDY, **how).text, HELLO["answer"] + "\n", "stdout")
+        else:
+            refused("play", model, "-p", "Hello!", words=near, **how)
+    each(cases, check)
+    r = infer("play", "-p", "x", cwd=work, env={"HOME": home}, code=2)
+    expect(all(m in r.err for m in ("org/parrot", "org/link", "models/tiny")), f"stderr {r.err!r}")
+    expect("broken" not in r.err, f"a snapshot without files is listed: {r.err!r}")
+    same(infer("play", "-p", "Hello!", *GREEDY, cwd=folder, env={"HOME": folder, "HF_HOME": elsewhere}).text,
+         HELLO["answer"] + "\n", "the only model there is")
+
+
+def test_main_names_the_snapshot(folder):
+    """Of two snapshots the one that refs/main names is played."""
+    hub = folder / "hub"
+    old = hub_model(hub, "org/parrot", "f" * 40)
+    hub_model(hub, "org/parrot")
+    (old / "config.json").unlink()
+    (old / "config.json").write_text("{}")
+    same(infer("play", "org/parrot", "-p", "Hello!", *GREEDY, cwd=folder, env={"HF_HUB_CACHE": hub}).text,
+         HELLO["answer"] + "\n", "stdout")
