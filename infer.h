@@ -107,6 +107,7 @@ typedef struct {
     Tap *tap;       /* or NULL */
     void *tap_data;
     void (*progress)(uint64_t done, uint64_t total); /* bytes of weights loaded so far, or NULL */
+    char *where; /* (64) open says where the model is, "GPU 0 (14.1 GB of 139.8 GB)", or NULL */
 } Limits;
 
 /* Errors carry the exit code: NO_ROOM, NO_GPU, BAD_MODEL (a file shrank), GPU_FAULT. After GPU_FAULT only close may be

@@ -18,7 +18,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MOST_STOPS = 16, MOST_PROMPT = 64 << 20, BATCH_TOKENS = 512 };
+enum { MOST_STOPS = 16, MOST_PROMPT = 64 << 20, BATCH_TOKENS = 2048 };
 
 const char play_help[] =
     "infer play [MODEL] [options]      a conversation in the terminal\n"

@@ -33,13 +33,12 @@ static inline Linear zeros(Type type, int n, int rows, int cols, const float *bi
     return w;
 }
 
-/* Numbers as F32 or, if bf16 holds them exactly, as BF16. */
+/* Numbers as F32, or as the nearest BF16. */
 static inline Linear full(Type type, const float *data, int rows, int cols) {
     size_t row = (size_t)cols * (type == F32 ? 4 : 2), size = row * (size_t)rows;
     uint16_t *half = allocate((size_t)rows * (size_t)cols * sizeof *half);
     for (int i = 0; i < rows * cols; i++) {
-        half[i] = (uint16_t)(float_bits(data[i]) >> 16);
-        check(type == F32 || bits_float((uint32_t)half[i] << 16) == data[i], "%g is no bf16", (double)data[i]);
+        half[i] = (uint16_t)((float_bits(data[i]) + 0x8000) >> 16);
     }
     View view = view_of(type == F32 ? (const void *)data : half, size, row, size);
     free(half);
@@ -228,12 +227,45 @@ static inline void real_sinks(const Backend *backend, Type type, size_t chunk) {
     cJSON_Delete(golden);
 }
 
-/* Greedy generation gives the ids that double precision NumPy gave, and the same logits before the last of them. */
+/* Greedy generation from a prompt, whose ids must be the expected ones; the logits before the last of them (vocab). */
+static inline float *generate_greedily(const Backend *backend, const Model *m, const cJSON *prompt,
+                                       const cJSON *expected) {
+    Error e;
+    Engine g;
+    Ids ids = {0};
+    Sequence s = {0};
+    Generation w;
+    Result r;
+    int token, i = 0;
+    const cJSON *id;
+    Limits limits = {.max_seqs = 1, .max_tokens = 4};
+    must(engine_open(&g, backend, m, limits, 0, &e), &e);
+    cJSON_ArrayForEach(id, prompt) ids_add(&ids, id->valueint);
+    must(generation_begin(&w, &g, &s, ids.data, ids.n, &greedy, NULL, &e), &e);
+    cJSON_ArrayForEach(id, expected) {
+        must(generation_next(&w, &token, &e), &e);
+        check(token == id->valueint, "token %d is %d, not %d", i, token, id->valueint);
+        if (++i < cJSON_GetArraySize(expected)) ids_add(&ids, id->valueint);
+    }
+    generation_end(&w);
+    sequence_rewind(&g, &s, ids.n - 1);
+    must(sequence_submit(&g, &s, ids.data + ids.n - 1, 1, WANT_LOGITS, &greedy, &e) &&
+             backend->collect(g.state, &r, &e),
+         &e);
+    float *logits = allocate((size_t)m->vocab * sizeof *logits);
+    memcpy(logits, r.logits, (size_t)m->vocab * sizeof *logits);
+    ids_free(&ids);
+    sequence_free(&g, &s);
+    engine_close(&g);
+    return logits;
+}
+
+/* The ids and logits are those that double precision NumPy gave; the logits on the GPU, whose cache is bf16, up to
+ * three times what that rounding costs the reference. */
 static inline void small_model(const Backend *backend, const char *name) {
     char path[400];
     Error e;
     Checkpoint c;
-    Engine g;
     const char *data = getenv("TEST_DATA");
     if (!data) {
         check(false, "skip set TEST_DATA for the models");
@@ -244,33 +276,21 @@ static inline void small_model(const Backend *backend, const char *name) {
     must(golden, &e);
     snprintf(path, sizeof path, "%s/models/%s", data, name);
     must(checkpoint_open(&c, path, &e), &e);
-    Limits limits = {.max_seqs = 1, .max_tokens = 4};
-    must(engine_open(&g, backend, &c.model, limits, 0, &e), &e);
-    const cJSON *prompt = json_get(golden, "prompt_ids"), *expected = json_get(golden, "greedy_ids"), *id;
-    Ids ids = {0};
-    Sequence s = {0};
-    Generation w;
-    int token, i = 0;
-    cJSON_ArrayForEach(id, prompt) ids_add(&ids, id->valueint);
-    must(generation_begin(&w, &g, &s, ids.data, ids.n, &greedy, NULL, &e), &e);
-    cJSON_ArrayForEach(id, expected) {
-        must(generation_next(&w, &token, &e), &e);
-        check(token == id->valueint, "token %d is %d, not %d", i, token, id->valueint);
-        if (++i < cJSON_GetArraySize(expected)) ids_add(&ids, token);
+    size_t vocab = (size_t)c.model.vocab;
+    const cJSON *prompt = json_get(golden, "prompt_ids"), *expected = json_get(golden, "greedy_ids");
+    float *last = numbers(json_get(golden, "last_logits"), c.model.vocab),
+          *found = generate_greedily(backend, &c.model, prompt, expected);
+    double allowed = 1e-5, wrong = error_of(found, last, vocab);
+    if (backend != &reference) {
+        reference_rounds = true;
+        float *rounded = generate_greedily(&reference, &c.model, prompt, expected);
+        reference_rounds = false;
+        allowed = 3 * error_of(rounded, last, vocab);
+        free(rounded);
     }
-    generation_end(&w);
-    sequence_rewind(&g, &s, ids.n - 1);
-    Result r;
-    must(sequence_submit(&g, &s, ids.data + ids.n - 1, 1, WANT_LOGITS, &greedy, &e) &&
-             g.backend->collect(g.state, &r, &e),
-         &e);
-    float *last = numbers(json_get(golden, "last_logits"), c.model.vocab);
-    check(error_of(r.logits, last, (size_t)c.model.vocab) < 1e-5, "logits: %g",
-          error_of(r.logits, last, (size_t)c.model.vocab));
+    check(wrong < allowed, "logits: %g, more than %g", wrong, allowed);
     free(last);
-    ids_free(&ids);
-    sequence_free(&g, &s);
-    engine_close(&g);
+    free(found);
     checkpoint_close(&c);
     cJSON_Delete(golden);
 }

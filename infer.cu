@@ -1,0 +1,611 @@
+/* infer.cu: the border of infer.h on an NVIDIA GPU. Read it beside tests/reference.c, which computes the same by the same
+ * names in plain C.
+ *
+ * A step has one of two forms. Up to FEW tokens (generation, short ends of prompts) every weight is read once, in order,
+ * by the kernels of few.cuh: their time is the time to read the weights. More tokens (prompts) are arithmetic: the kernels
+ * of many.cuh and cuBLAS multiply tiles on tensor cores. upload.cu brings the weights to the card, work.cuh holds what all
+ * kernels share.
+ *
+ * On the card: the residual stream is fp32, products take bf16 and accumulate fp32 (fp32 throughout for F32 weights), the
+ * cache is bf16. Weights keep their encoding and are re-laid once, while they are loaded: rows of query and key alternate
+ * between the halves of a head so that the pair that RoPE turns is adjacent; rows of gate and up alternate; MXFP4 is packed
+ * so that a warp reads 272 contiguous bytes for 8 rows by 64 columns. */
+#include "few.cuh"
+#include "many.cuh"
+
+#include <cublas_v2.h>
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+/* cos and sin of every position and pair, in double precision: a float's product would be off by 0.01 at 131,072. */
+__global__ void fill_turns(float2 *turn, const float *inv_freq, int half, float scale) {
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+        double s, c;
+        sincos((double)blockIdx.x * (double)inv_freq[i], &s, &c);
+        turn[(size_t)blockIdx.x * half + i] = make_float2((float)(c * scale), (float)(s * scale));
+    }
+}
+
+/* ---- one step on the stream ---- */
+
+struct Pending { /* a step that was submitted; buffers are pinned */
+    cudaEvent_t done = NULL;
+    uint8_t *step = NULL; /* what was copied to the card */
+    int *token = NULL;    /* (seqs) */
+    int rows;
+    std::vector<Want> want;
+    std::vector<float> logits;
+};
+
+struct Cuda {
+    Model model;
+    Limits limits;
+    Card card = {};
+    Work work = {};
+    Step few = {}, many = {};
+    size_t few_bytes, many_bytes; /* of what is copied, without pages */
+    int sms, max_pages, launch_arch;
+    size_t shared; /* memory of a multiprocessor */
+    uint8_t *weights = NULL, *room = NULL, *cache = NULL;
+    cudaStream_t stream = NULL;
+    cublasHandle_t blas = NULL;
+    cudaGraphExec_t graph[FEW + 1][2] = {}; /* steps that generate: by tokens, and whether draws are filtered */
+    Pending pending[3];      /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
+    unsigned turn = 0;
+    int outstanding = 0;
+};
+
+/* How many warps a block has for this matrix and how they share its columns: in as few parts as the stages of a ring
+ * allow, with the least left over. */
+template <Type T> Slices slices_for(const Matrix &m, int &warps) {
+    int chunks = m.stride / Codec<T>::K, waste = 1 << 30;
+    Slices best = {};
+    for (int parts = 1; waste == 1 << 30; parts++)
+        for (int n = 10; n >= 6; n--) {
+            int per = (chunks + n * parts - 1) / (n * parts);
+            if (per > Codec<T>::MOST || per * n * parts - chunks >= waste) continue;
+            waste = per * n * parts - chunks;
+            best = {chunks, per, parts, 0};
+            warps = n;
+        }
+    return best;
+}
+
+/* Gives the rings what shared memory `rest` leaves: of half a multiprocessor, so that the next kernel's first weights can
+ * come in beside this one's last, unless that is too little. */
+template <Type T> size_t share_memory(const Cuda *c, Slices &k, int warps, size_t rest) {
+    size_t stage = Ring<T>::bytes(Slices{0, k.per, 0, 1}, warps), half = c->shared / 2 - 1024;
+    for (size_t room : {half, c->shared - 1024}) {
+        k.stages = rest < room ? (int)std::min<size_t>(16, (room - rest) / stage) : 0;
+        if (k.stages >= 3) break;
+    }
+    k.stages = std::max(k.stages, 1);
+    return Ring<T>::bytes(k, warps) + rest;
+}
+
+/* Launches a kernel that may begin before the one before it has ended (where the code has the instructions for it). */
+template <typename... Params, typename... Args> cudaError_t launch(const Cuda *c, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
+    if (shared > 48 << 10) {
+        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+        if (error) return error;
+    }
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = shared, config.stream = c->stream;
+    config.attrs = &early, config.numAttrs = c->launch_arch >= 90;
+    return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+/* Runs CALL with T bound to the kernel instance for a weight's type: the one table from type to template. */
+#define WITH_TYPE(type, CALL)                                                                                          \
+    do {                                                                                                               \
+        if ((type) == BF16) {                                                                                          \
+            constexpr Type T = BF16;                                                                                   \
+            CUDA(CALL);                                                                                                \
+        } else if ((type) == F32) {                                                                                    \
+            constexpr Type T = F32;                                                                                    \
+            CUDA(CALL);                                                                                                \
+        } else {                                                                                                       \
+            constexpr Type T = MXFP4;                                                                                  \
+            CUDA(CALL);                                                                                                \
+        }                                                                                                              \
+    } while (0)
+
+int blocks_for(const Cuda *c, int rows) { return std::min(c->sms, (rows + GROUP - 1) / GROUP); }
+/* Rows of the units of one of `blocks`. */
+int rows_of_block(int rows, int blocks) { return ((rows + GROUP - 1) / GROUP + blocks - 1) / blocks * GROUP; }
+
+/* Bytes of Memory: activations, partial sums and so many more floats (and their rounding up). */
+template <Type T> size_t memory_for(int elements, int warps, int tokens, int floats) {
+    return elements * sizeof(typename Codec<T>::Activation) + ((size_t)warps * UNITS * GROUP * tokens + floats) * sizeof(float) + 256;
+}
+
+template <Type T> cudaError_t launch_qkv(const Cuda *c, const Work &w, const Step &s, const Block &b, int tokens) {
+    int warps, blocks = blocks_for(c, b.qkv.rows);
+    Slices k = slices_for<T>(b.qkv, warps);
+    size_t rest = memory_for<T>(tokens * pitch_of<T>(b.qkv.stride), warps, tokens, 33 + rows_of_block(b.qkv.rows, blocks) + tokens * (w.head_dim + 2));
+    size_t shared = share_memory<T>(c, k, warps, rest);
+    return launch(c, qkv_few<T>, blocks, warps * 32, shared, w, s, b, k, tokens);
+}
+template <Type T> cudaError_t launch_o(const Cuda *c, const Work &w, const Block &b, int tokens) {
+    int warps, blocks = blocks_for(c, w.dim), rows = rows_of_block(w.dim, blocks);
+    Slices k = slices_for<T>(b.o, warps);
+    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(tokens * pitch_of<T>(b.o.stride), warps, tokens, rows * (tokens + w.n_experts)));
+    return launch(c, o_few<T>, blocks, warps * 32, shared, w, b, k, tokens);
+}
+template <Type T> cudaError_t launch_up(const Cuda *c, const Work &w, const Block &b, int tokens) {
+    int warps, most = Active::most(w.n_experts, w.top_k, tokens), blocks = blocks_for(c, b.up.rows * w.top_k);
+    int floats = 33 + FEW + tokens * (w.n_experts + 2 * w.top_k) + Active::floats(most) + rows_of_block(b.up.rows * most, blocks);
+    Slices k = slices_for<T>(b.up, warps);
+    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(tokens * pitch_of<T>(b.up.stride), warps, tokens, floats));
+    return launch(c, up_few<T>, blocks, warps * 32, shared, w, b, k, tokens);
+}
+template <Type T> cudaError_t launch_down(const Cuda *c, const Work &w, const Block &b, int tokens) {
+    int warps, most = Active::most(w.n_experts, w.top_k, tokens), blocks = blocks_for(c, w.dim);
+    Slices k = slices_for<T>(b.down, warps);
+    int x = warps * (tokens > 8 ? 1 : 2) * tokens * pitch_of<T>(k.per * Codec<T>::K);
+    int floats = rows_of_block(w.dim, blocks) * tokens + 2 * tokens * w.top_k + Active::floats(most);
+    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(x, warps, tokens, floats));
+    return launch(c, down_few<T>, blocks, warps * 32, shared, w, b, k, tokens);
+}
+template <Type T> cudaError_t launch_head(const Cuda *c, const Work &w, const Step &s, int rows) {
+    int warps;
+    const Matrix &m = c->card.head;
+    Slices k = slices_for<T>(m, warps);
+    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(rows * pitch_of<T>(m.stride), warps, rows, 33));
+    return launch(c, head_few<T>, blocks_for(c, w.vocab), warps * 32, shared, w, s, m, c->card.norm, k, rows);
+}
+
+/* y (tokens, rows) = x (tokens, cols; x_pitch) W^T, or added to y, on cuBLAS. */
+bool multiply(const Cuda *c, const Matrix &m, const void *x, int x_pitch, int tokens, float *y, bool add, Error *e) {
+    float one = 1, beta = add;
+    cudaDataType type = m.type == F32 ? CUDA_R_32F : CUDA_R_16BF;
+    cublasStatus_t status = cublasGemmEx(c->blas, CUBLAS_OP_T, CUBLAS_OP_N, m.rows, tokens, m.cols, &one, m.data, type, m.stride, x, type, x_pitch, &beta, y,
+                                         CUDA_R_32F, m.rows, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+    return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasGetStatusString(status));
+}
+
+/* ---- taps: tests look at a step stage by stage ---- */
+
+/* Hands out rows of the card as floats; `half`: rows of heads whose halves alternate. */
+template <typename From> bool tap_rows(const Cuda *c, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, float factor, Error *e) {
+    std::vector<From> raw(pitch * rows);
+    std::vector<float> out((size_t)rows * cols);
+    CUDA(cudaStreamSynchronize(c->stream));
+    CUDA(cudaMemcpy(raw.data(), from, raw.size() * sizeof(From), cudaMemcpyDeviceToHost));
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < cols; i++) {
+            int j = half ? i % (2 * half) : 0, at = half ? i - j + (j < half ? 2 * j : 2 * (j - half) + 1) : i;
+            out[(size_t)r * cols + i] = (float)raw[r * pitch + at] * factor;
+        }
+    c->limits.tap(c->limits.tap_data, stage, layer, out.data(), rows, cols);
+    return true;
+}
+
+bool tap_typed(const Cuda *c, Type type, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, float factor, Error *e) {
+    if (!c->limits.tap) return true;
+    return type == F32 ? tap_rows<float>(c, stage, layer, from, pitch, rows, cols, half, factor, e) : tap_rows<bf16>(c, stage, layer, from, pitch, rows, cols, half, factor, e);
+}
+
+bool tap_floats(const Cuda *c, const char *stage, int layer, const float *from, int rows, int cols, Error *e) {
+    return !c->limits.tap || tap_rows<float>(c, stage, layer, from, cols, rows, cols, 0, 1, e);
+}
+
+bool tap_cache(const Cuda *c, const Step &s, const Batch *b, int layer, int values, Error *e) {
+    if (!c->limits.tap) return true;
+    const Work &w = c->work;
+    int d = w.head_dim, kv = w.n_kv_heads * d, tokens = b->first[b->seqs];
+    size_t size = (size_t)kv * PAGE;
+    std::vector<bf16> page(size);
+    std::vector<float> out((size_t)tokens * kv);
+    (void)s;
+    CUDA(cudaStreamSynchronize(c->stream));
+    for (int seq = 0; seq < b->seqs; seq++)
+        for (int t = b->first[seq]; t < b->first[seq + 1]; t++) {
+            int p = b->start[seq] + t - b->first[seq], number = b->page[seq * b->max_pages + p / PAGE];
+            CUDA(cudaMemcpy(page.data(), w.cache + (((size_t)number * w.n_layers + layer) * 2 + values) * size, size * sizeof(bf16), cudaMemcpyDeviceToHost));
+            for (int i = 0; i < kv; i++) {
+                int h = i / d, j = i % d, k = j < d / 2 ? 2 * j : 2 * (j - d / 2) + 1;
+                out[(size_t)t * kv + i] = (float)page[(size_t)h * d * PAGE + (values ? j * PAGE + p % PAGE : p % PAGE * d + k)];
+            }
+        }
+    c->limits.tap(c->limits.tap_data, values ? "v" : "k", layer, out.data(), tokens, kv);
+    return true;
+}
+
+bool tap_choices(const Cuda *c, int layer, int tokens, Error *e) {
+    const Work &w = c->work;
+    if (!c->limits.tap || !c->card.layer[layer].router.rows) return true;
+    return tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, 1, e) && tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e);
+}
+
+/* ---- forward ---- */
+
+template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w, const Step &s, const Block &b, int tokens, int tiles) {
+    int group = w.n_heads / w.n_kv_heads;
+    bool tiled = sizeof(Q) == 2 && group <= 8 && (w.head_dim == 64 || w.head_dim == 128);
+    if (tiled && tiles) {
+        dim3 grid(tiles, w.n_kv_heads);
+        return w.head_dim == 64 ? launch(c, attention_many<64>, grid, group * 32, 0, w, s, b) : launch(c, attention_many<128>, grid, group * 32, 0, w, s, b);
+    }
+    if (tiled) {
+        dim3 grid(b.window ? 1 : SPLITS, w.n_kv_heads, tokens);
+        return w.head_dim == 64 ? launch(c, attention_few<64>, grid, 256, 0, w, s, b) : launch(c, attention_few<128>, grid, 256, 0, w, s, b);
+    }
+    int threads = std::max(128, (w.head_dim + 31) / 32 * 32);
+    return launch(c, attention_plain<Q>, dim3(tokens, w.n_heads), threads, (w.head_dim + threads + 33) * sizeof(float), w, s, b);
+}
+
+/* Query, key and value, attention, and what it adds to x. */
+bool attend(const Cuda *c, const Work &w, const Step &s, const Batch *batch, const Block &b, int tokens, int tiles, Error *e) {
+    if (!tiles) {
+        WITH_TYPE(b.qkv.type, launch_qkv<T>(c, w, s, b, tokens));
+    } else {
+        bool f32 = b.qkv.type == F32;
+        CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.attn_norm));
+        if (!multiply(c, b.qkv, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
+        CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, tokens, 256, 0, w, s, b));
+    }
+    if (!tap_typed(c, b.qkv.type, "q", w.layer, w.q, w.n_heads * w.head_dim, tokens, w.n_heads * w.head_dim, w.head_dim / 2, 1, e)) return false;
+    if (!tap_cache(c, s, batch, w.layer, 0, e) || !tap_cache(c, s, batch, w.layer, 1, e)) return false;
+    CUDA(b.qkv.type == F32 ? launch_attention<float>(c, w, s, b, tokens, tiles) : launch_attention<bf16>(c, w, s, b, tokens, tiles));
+    if (!tap_typed(c, b.qkv.type, "attn", w.layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, 1, e)) return false;
+    if (!tiles) {
+        WITH_TYPE(b.o.type, launch_o<T>(c, w, b, tokens));
+    } else {
+        if (!multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e)) return false;
+        if (b.o.bias) CUDA(launch(c, add_bias, tokens, 256, 0, w, (const float *)b.o.bias));
+    }
+    return tap_floats(c, "attn_residual", w.layer, w.x, tokens, w.dim, e);
+}
+
+/* The feed-forward part of a layer for many tokens. */
+bool feed_forward_many(const Cuda *c, const Work &w, const Block &b, int tokens, Error *e) {
+    bool f32 = b.up.type == F32;
+    CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.ffn_norm));
+    if (!b.router.rows) {
+        if (!multiply(c, b.up, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
+        CUDA(launch(c, f32 ? swiglu_many<float> : swiglu_many<bf16>, tokens, 256, 0, w, b));
+        if (!multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e)) return false;
+        if (b.down.bias) CUDA(launch(c, add_bias, tokens, 256, 0, w, (const float *)b.down.bias));
+        return true;
+    }
+    if (!multiply(c, b.router, w.normed, w.normed_pitch, tokens, w.router, false, e)) return false;
+    CUDA(launch(c, route_many, tokens, 32, w.n_experts * sizeof(float), w, b));
+    CUDA(launch(c, list_choices, w.n_experts, 1024, 0, w, tokens));
+    int tiles = tokens * w.top_k / 128 + std::min(w.n_experts, tokens * w.top_k);
+    size_t shared = 3 * 128 * FP4_COLUMNS * sizeof(bf16);
+    CUDA(launch(c, up_many, dim3((b.up.rows + 127) / 128, tiles), 256, shared, w, b, tokens));
+    CUDA(launch(c, down_many, dim3((w.dim + 127) / 128, tiles), 256, shared, w, b, tokens));
+    CUDA(launch(c, combine, tokens, 256, 0, w));
+    return true;
+}
+
+/* One transformer block. tiles 0: a step of few tokens. */
+bool block(const Cuda *c, Work w, const Step &s, const Batch *batch, int layer, int tokens, int tiles, Error *e) {
+    const Block &b = c->card.layer[layer];
+    w.layer = layer;
+    w.act_lift = !tiles && b.down.type == MXFP4 ? Codec<MXFP4>::LIFT : 1;
+    if (!attend(c, w, s, batch, b, tokens, tiles, e)) return false;
+    if (!tiles)
+        WITH_TYPE(b.up.type, launch_up<T>(c, w, b, tokens));
+    else if (!feed_forward_many(c, w, b, tokens, e))
+        return false;
+    if (!tap_choices(c, layer, tokens, e)) return false;
+    if (!tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, 1 / w.act_lift, e)) return false;
+    if (!tiles) WITH_TYPE(b.down.type, launch_down<T>(c, w, b, tokens));
+    return tap_floats(c, "residual", layer, w.x, tokens, w.dim, e);
+}
+
+/* Logits and draws for at most FEW rows. */
+bool head(const Cuda *c, const Step &s, int rows, bool filtered, bool penalized, Error *e) {
+    const Work &w = c->work;
+    WITH_TYPE(c->card.head.type, launch_head<T>(c, w, s, rows));
+    if (!tap_floats(c, "logits", w.n_layers, w.logits, rows, w.vocab, e)) return false;
+    if (penalized) CUDA(launch(c, mark_seen, rows, 256, 0, w, s));
+    if (filtered) CUDA(launch(c, filter, rows, 1024, 0, w, s));
+    CUDA(launch(c, draw, dim3(c->sms, rows), 256, 0, w, s, filtered));
+    return true;
+}
+
+bool layers(const Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
+    CUDA(launch(c, embed, tokens, 256, 0, c->work, s, c->card.embed));
+    for (int i = 0; i < c->work.n_layers; i++)
+        if (!block(c, c->work, s, batch, i, tokens, tiles, e)) return false;
+    return true;
+}
+
+/* ---- the border ---- */
+
+/* Lays a Step out from `base` on, for so many tokens; pages come last. */
+Step step_at(uint8_t *base, int tokens, size_t *bytes) {
+    Step s;
+    int *at = (int *)(base + tokens * sizeof(Sampling));
+    s.how = (Sampling *)base;
+    for (int **array : {&s.token, &s.seq, &s.position, &s.slot, &s.last, &s.row}) *array = at, at += tokens;
+    s.tile = at, at += 2 * tokens;
+    s.header = at, at += 4;
+    s.page = at;
+    *bytes = (uint8_t *)at - base;
+    return s;
+}
+
+/* Fills a Step from a Batch; returns how many rows of logits are wanted. */
+int fill_step(const Step &s, const Batch *b, int *tiles) {
+    int rows = 0;
+    *tiles = 0;
+    s.header[0] = b->max_pages;
+    memcpy(s.token, b->token, b->first[b->seqs] * sizeof(int));
+    memcpy(s.slot, b->slot, b->seqs * sizeof(int));
+    memcpy(s.how, b->sampling, b->seqs * sizeof(Sampling));
+    memcpy(s.page, b->page, (size_t)b->seqs * b->max_pages * sizeof(int));
+    for (int i = 0; i < b->seqs; i++) {
+        s.last[i] = b->want[i] == WANT_NOTHING ? -1 : b->first[i + 1] - 1;
+        for (int t = b->first[i]; t < b->first[i + 1]; t++) {
+            s.seq[t] = i;
+            s.position[t] = b->start[i] + t - b->first[i];
+            if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[rows++] = t;
+            if ((t - b->first[i]) % 16 == 0) s.tile[2 * *tiles] = t, s.tile[2 * (*tiles)++ + 1] = std::min(16, b->first[i + 1] - t);
+        }
+    }
+    return rows;
+}
+
+/* All rows of a step, FEW at a time, with the logits that the caller wants. */
+bool heads(Cuda *c, Step s, const Batch *b, int rows, bool filtered, bool penalized, Pending *p, Error *e) {
+    const int *row = s.row;
+    std::vector<float> found;
+    bool keep = false;
+    for (int i = 0; i < b->seqs; i++) keep |= b->want[i] == WANT_LOGITS || b->want[i] == WANT_ALL_LOGITS;
+    if (keep) found.resize((size_t)rows * c->work.vocab);
+    for (int i = 0; i < rows; i += FEW) {
+        int n = std::min(FEW, rows - i);
+        s.row = (int *)row + i;
+        if (!head(c, s, n, filtered, penalized, e)) return false;
+        if (keep) CUDA(cudaMemcpyAsync(found.data() + (size_t)i * c->work.vocab, c->work.logits, (size_t)n * c->work.vocab * 4, cudaMemcpyDeviceToHost, c->stream));
+        if (keep) CUDA(cudaStreamSynchronize(c->stream));
+    }
+    p->logits.clear();
+    p->rows = 0;
+    for (int i = 0, r = 0; i < b->seqs && keep; i++) {
+        int n = b->want[i] == WANT_NOTHING ? 0 : b->want[i] == WANT_ALL_LOGITS ? b->first[i + 1] - b->first[i] : 1;
+        if (b->want[i] >= WANT_LOGITS) {
+            p->logits.insert(p->logits.end(), found.begin() + (size_t)r * c->work.vocab, found.begin() + (size_t)(r + n) * c->work.vocab);
+            p->rows += n;
+        }
+        r += n;
+    }
+    return true;
+}
+
+/* Records a step that generates one token for each of `tokens` sequences. */
+bool record_graph(Cuda *c, int tokens, bool filtered, Error *e) {
+    cudaGraph_t graph;
+    CUDA(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
+    bool ok = layers(c, c->few, NULL, tokens, 0, e) && head(c, c->few, tokens, filtered, filtered, e);
+    CUDA(cudaStreamEndCapture(c->stream, &graph));
+    if (!ok) return false;
+    CUDA(cudaGraphInstantiate(&c->graph[tokens][filtered], graph, 0));
+    CUDA(cudaGraphDestroy(graph));
+    return true;
+}
+
+bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
+    int tokens = b->first[b->seqs], tiles;
+    bool few = tokens <= FEW, filtered = false, penalized = false, graph = few && !c->limits.tap && b->seqs == tokens;
+    size_t bytes;
+    Step staged = step_at(p->step, few ? FEW : c->limits.max_tokens, &bytes);
+    int rows = fill_step(staged, b, &tiles);
+    for (int i = 0; i < b->seqs; i++) {
+        const Sampling &how = b->sampling[i];
+        penalized |= how.penalty != 1;
+        filtered |= how.temperature > 0 && (how.top_k > 0 || how.top_p < 1 || how.min_p > 0);
+        graph &= b->want[i] == WANT_TOKEN;
+    }
+    const Step &s = few ? c->few : c->many;
+    bytes += (size_t)b->seqs * b->max_pages * sizeof(int);
+    CUDA(cudaMemcpyAsync(s.how, p->step, bytes, cudaMemcpyHostToDevice, c->stream));
+    p->want.assign(b->want, b->want + b->seqs);
+    p->rows = 0;
+    if (graph) {
+        bool more = filtered || penalized;
+        if (!c->graph[tokens][more] && !record_graph(c, tokens, more, e)) return false;
+        CUDA(cudaGraphLaunch(c->graph[tokens][more], c->stream));
+    } else {
+        if (!layers(c, s, b, tokens, few ? 0 : tiles, e)) return false;
+        if (rows && !heads(c, s, b, rows, filtered, penalized, p, e)) return false;
+    }
+    CUDA(cudaMemcpyAsync(p->token, c->work.result, b->seqs * sizeof(int), cudaMemcpyDeviceToHost, c->stream));
+    CUDA(cudaEventRecord(p->done, c->stream));
+    return true;
+}
+
+/* Where the buffers of a step lie, from `base` on; returns their size. With base NULL only that. */
+size_t plan_work(Cuda *c, uint8_t *base) {
+    const Model &m = c->model;
+    const Block &b = c->card.layer[0];
+    Work &w = c->work;
+    size_t used = 0, T = c->limits.max_tokens, choices = T * m.top_k, pages = c->max_pages;
+    size_t element = b.qkv.type == F32 ? 4 : 2, act = b.down.type == F32 ? 4 : 2;
+    auto take = [&](auto *&to, size_t n, size_t size) {
+        to = (std::remove_reference_t<decltype(to)>)(base ? base + used : NULL);
+        used += (n * size + 255) / 256 * 256;
+    };
+    w.attn_pitch = b.o.stride;
+    w.act_pitch = b.down.stride;
+    w.normed_pitch = (m.dim + 63) / 64 * 64;
+    take(w.turn, (size_t)c->limits.context * (m.head_dim / 2), sizeof(float2));
+    take(w.x, T * m.dim, 4);
+    take(w.q, T * m.n_heads * m.head_dim, element);
+    take(w.attn, T * w.attn_pitch, element);
+    take(w.act_out, choices * w.act_pitch, act);
+    take(w.qkv, T * std::max(b.qkv.rows, b.router.rows ? 0 : b.up.rows), 4);
+    take(w.router, T * m.n_experts, 4);
+    take(w.down, b.router.rows ? choices * m.dim : 0, 4);
+    take(w.normed, T * w.normed_pitch, element);
+    take(w.router_sum, (size_t)m.n_layers * FEW * m.n_experts, 8);
+    take(w.expert, choices, 4);
+    take(w.weight, choices, 4);
+    take(w.partial, (size_t)FEW * m.n_kv_heads * SPLITS * 8 * (m.head_dim + 2), 4);
+    take(w.arrived, (size_t)FEW * m.n_kv_heads, 4);
+    take(w.list, (size_t)m.n_experts * T, 4);
+    take(w.listed, m.n_experts, 4);
+    take(w.logits, (size_t)FEW * m.vocab, 4);
+    take(w.seen, (size_t)FEW * ((m.vocab + 31) / 32), 4);
+    take(w.floor, FEW, 4);
+    take(w.best, FEW, 8);
+    take(w.drawing, FEW, 4);
+    take(w.drawn, c->limits.max_seqs, 4);
+    take(w.result, c->limits.max_seqs, 4);
+    uint8_t *few, *many;
+    step_at(NULL, FEW, &c->few_bytes);
+    step_at(NULL, c->limits.max_tokens, &c->many_bytes);
+    take(few, c->few_bytes + FEW * pages * 4, 1);
+    take(many, c->many_bytes + c->limits.max_seqs * pages * 4, 1);
+    c->few = step_at(few, FEW, &c->few_bytes);
+    c->many = step_at(many, c->limits.max_tokens, &c->many_bytes);
+    return used;
+}
+
+/* The card that was asked for, if this build has code for it. */
+bool choose_card(Cuda *c, Error *e) {
+    int cards;
+    cudaError_t error = cudaGetDeviceCount(&cards);
+    if (error || !cards)
+        return fail(e, NO_GPU, "no NVIDIA GPU can be used here (%s); infer runs on GPUs only, infer-reference is its plain C twin for tests", error ? cudaGetErrorString(error) : "none was found");
+    if (c->limits.gpu >= cards) return fail(e, NO_GPU, "there is no GPU %d here, only 0 to %d: choose with --gpu", c->limits.gpu, cards - 1);
+    if ((error = cudaSetDevice(c->limits.gpu))) return fail(e, NO_GPU, "GPU %d cannot be used: %s", c->limits.gpu, cudaGetErrorString(error));
+    cudaDeviceProp properties;
+    cudaFuncAttributes code;
+    CUDA(cudaGetDeviceProperties(&properties, c->limits.gpu));
+    if (cudaFuncGetAttributes(&code, embed)) {
+        cudaGetLastError();
+        return fail(e, NO_GPU, "this build has no code for GPU %d (%s, compute capability %d.%d): make clean && make CUDA_ARCH=sm_%d%d", c->limits.gpu, properties.name,
+                    properties.major, properties.minor, properties.major, properties.minor);
+    }
+    c->sms = properties.multiProcessorCount;
+    c->shared = properties.sharedMemPerMultiprocessor;
+    c->launch_arch = properties.major >= 9 ? code.ptxVersion : 0;
+    return true;
+}
+
+/* Takes all memory: weights, work space, and as many pages of the `wanted` ones as fit. */
+bool take_memory(Cuda *c, int *pages, Error *e) {
+    const Model &m = c->model;
+    size_t weights, work, free, total, page = (size_t)m.n_layers * 2 * m.n_kv_heads * m.head_dim * PAGE * sizeof(bf16) + PAGE * sizeof(int);
+    const size_t reserve = 256 << 20; /* CUDA's and cuBLAS's own */
+    c->max_pages = (c->limits.context + PAGE - 1) / PAGE;
+    if (!card_plan(&c->card, &m, NULL, &weights, e)) return false;
+    work = plan_work(c, NULL);
+    CUDA(cudaMemGetInfo(&free, &total));
+    if (free < weights + work + reserve + page) {
+        char a[24], b[24], d[24];
+        return fail(e, NO_ROOM, "the model needs %s for its weights and %s to work, GPU %d has %s free: free memory of other programs, or choose another GPU with --gpu",
+                    size_text(weights, a), size_text(work + reserve, b), c->limits.gpu, size_text(free, d));
+    }
+    *pages = (int)std::min<size_t>(*pages, (free - weights - work - reserve) / page);
+    CUDA(cudaMalloc(&c->weights, weights));
+    CUDA(cudaMalloc(&c->room, work));
+    CUDA(cudaMalloc(&c->cache, *pages * page));
+    CUDA(cudaMemset(c->weights, 0, weights));
+    CUDA(cudaMemset(c->room, 0, work));
+    CUDA(cudaMemset(c->cache, 0, *pages * page));
+    if (!card_plan(&c->card, &m, c->weights, &weights, e)) return false;
+    plan_work(c, c->room);
+    c->work.cache = (bf16 *)c->cache;
+    c->work.page_token = (int *)(c->cache + *pages * (page - PAGE * sizeof(int)));
+    if (c->limits.where) {
+        char used[24], all[24];
+        CUDA(cudaMemGetInfo(&free, &total));
+        snprintf(c->limits.where, 64, "GPU %d (%s of %s)", c->limits.gpu, size_text(total - free, used), size_text(total, all));
+    }
+    return true;
+}
+
+bool prepare(Cuda *c, int *pages, Error *e) {
+    const Model &m = c->model;
+    float *inv_freq;
+    if (!choose_card(c, e)) return false;
+    if (m.head_dim > 1024) return fail(e, BAD_MODEL, "a head size of %d is more than the 1024 that attention can do", m.head_dim);
+    Work &w = c->work;
+    w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers, w.n_heads = m.n_heads, w.n_kv_heads = m.n_kv_heads;
+    w.head_dim = m.head_dim, w.n_experts = m.n_experts, w.top_k = m.top_k, w.eps = m.eps, w.act = m.act, w.act_limit = m.act_limit;
+    if (!take_memory(c, pages, e)) return false;
+    CUDA(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
+    for (Pending &p : c->pending) {
+        CUDA(cudaMallocHost(&p.step, c->many_bytes + (size_t)std::max(FEW, c->limits.max_seqs) * c->max_pages * sizeof(int)));
+        CUDA(cudaMallocHost(&p.token, c->limits.max_seqs * sizeof(int)));
+        CUDA(cudaEventCreateWithFlags(&p.done, cudaEventDisableTiming));
+    }
+    CUDA(cudaMalloc(&inv_freq, m.head_dim / 2 * sizeof(float)));
+    CUDA(cudaMemcpy(inv_freq, m.inv_freq, m.head_dim / 2 * sizeof(float), cudaMemcpyHostToDevice));
+    fill_turns<<<c->limits.context, 32>>>((float2 *)w.turn, inv_freq, m.head_dim / 2, m.rope_scale);
+    CUDA(cudaDeviceSynchronize());
+    CUDA(cudaFree(inv_freq));
+    if (cublasCreate(&c->blas) || cublasSetStream(c->blas, c->stream)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
+    if (!card_load(&c->card, &m, c->limits.progress, e)) return false;
+    for (int tokens = 1; tokens <= std::min(FEW, c->limits.max_seqs) && !c->limits.tap; tokens++)
+        if (!record_graph(c, tokens, false, e) || !record_graph(c, tokens, true, e)) return false;
+    return true;
+}
+
+} /* namespace */
+
+static void cuda_close(void *state) {
+    Cuda *c = (Cuda *)state;
+    if (c->stream) cudaStreamSynchronize(c->stream);
+    for (auto &pair : c->graph)
+        for (cudaGraphExec_t g : pair)
+            if (g) cudaGraphExecDestroy(g);
+    for (Pending &p : c->pending) {
+        cudaFreeHost(p.step);
+        cudaFreeHost(p.token);
+        if (p.done) cudaEventDestroy(p.done);
+    }
+    if (c->blas) cublasDestroy(c->blas);
+    if (c->stream) cudaStreamDestroy(c->stream);
+    for (uint8_t *p : {c->weights, c->room, c->cache}) cudaFree(p);
+    free(c->card.layer);
+    delete c;
+}
+
+static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *e) {
+    Cuda *c = new Cuda;
+    c->model = *m;
+    c->limits = *limits;
+    c->limits.max_tokens = std::max(FEW, limits->max_tokens);
+    c->card.layer = (Block *)calloc(m->n_layers, sizeof(Block));
+    if (prepare(c, pages, e)) return c;
+    cuda_close(c);
+    return NULL;
+}
+
+static bool cuda_submit(void *state, const Batch *b, Error *e) {
+    Cuda *c = (Cuda *)state;
+    if (c->outstanding == 2) return fail(e, FAILED, "submit: two steps are outstanding; collect one");
+    if (!submit(c, b, &c->pending[c->turn % 3], e)) return false;
+    c->turn++;
+    c->outstanding++;
+    return true;
+}
+
+static bool cuda_collect(void *state, Result *result, Error *e) {
+    Cuda *c = (Cuda *)state;
+    if (!c->outstanding) return fail(e, FAILED, "collect: no step is outstanding");
+    Pending &p = c->pending[(c->turn - c->outstanding) % 3];
+    CUDA(cudaEventSynchronize(p.done));
+    c->outstanding--;
+    for (size_t i = 0; i < p.want.size(); i++)
+        if (p.want[i] == WANT_NOTHING) p.token[i] = DREW_NOTHING;
+    *result = {p.token, p.logits.data(), p.rows};
+    return true;
+}
+
+const Backend cuda = {"cuda", cuda_open, cuda_submit, cuda_collect, cuda_close};

@@ -1,0 +1,464 @@
+/* gpu.c: the tests that need a GPU: infer.cu against the goldens of transformers and against tests/reference.c at every
+ * stage, and the properties that find batching bugs. One line a test, as in unit.c. Run from the top of the project. */
+#include "check.h"
+#include "real.h"
+
+#include <cuda_runtime_api.h>
+#include <fcntl.h>
+
+/* ---- against goldens and the reference, stage by stage ---- */
+
+/* A stage passes if its error is at most three times what rounding to bf16 costs the reference at that stage. Compares
+ * the GPU's run of a prompt in chunks with `golden`; returns the first stage that fails, "" if none does. */
+static const char *first_wrong(const Model *m, const Trace *golden, const int *ids, size_t n, size_t chunk,
+                               double *ratio) {
+    static char name[64];
+    Trace rounded = {0}, found = {0};
+    reference_rounds = true;
+    trace_run(&rounded, &reference, m, ids, n, 0);
+    reference_rounds = false;
+    trace_run(&found, &cuda, m, ids, n, chunk);
+    check(found.stages == rounded.stages, "%d stages, the reference has %d", found.stages, rounded.stages);
+    *name = 0;
+    *ratio = 0;
+    for (int i = 0; i < found.stages; i++) {
+        const Stage *s = found.stage + i, *r = trace_stage(&rounded, s->name),
+                    *g = trace_stage((Trace *)(uintptr_t)golden, s->name);
+        bool alike = stage_size(s) == stage_size(g) && stage_size(r) == stage_size(g);
+        check(alike, "%s: %zu numbers, not %zu", s->name, stage_size(s), stage_size(g));
+        if (!alike) break;
+        double e = error_of(stage_values(s), stage_values(g), stage_size(g)),
+               allowed = error_of(stage_values(r), stage_values(g), stage_size(g));
+        if (allowed < 1e-6) allowed = 1e-6; /* nothing was rounded: float arithmetic */
+        if (!(e <= 3 * allowed)) fprintf(stderr, "  %s: error %.2g, rounding costs %.2g\n", s->name, e, allowed);
+        if (!(e <= 3 * allowed) && !*name) snprintf(name, sizeof name, "%s", s->name);
+        if (!(e / allowed <= *ratio)) *ratio = e / allowed;
+    }
+    trace_free(&rounded);
+    trace_free(&found);
+    return name;
+}
+
+static void fixtures_pass(void) {
+    const size_t chunks[] = {0, 1, 7, 16, 17};
+    for (int i = 0; i < FIXTURES; i++)
+        for (size_t k = 0; k < sizeof chunks / sizeof *chunks; k++) {
+            Trace golden = {0};
+            Ids ids = {0};
+            Checkpoint c;
+            double ratio;
+            trace_golden(fixtures[i], &golden, &ids, &c);
+            const char *wrong = first_wrong(&c.model, &golden, ids.data, ids.n, chunks[k], &ratio);
+            check(!*wrong, "%s in chunks of %zu: first wrong at %s (%.1f times what rounding costs)", fixtures[i],
+                  chunks[k], wrong, ratio);
+            trace_free(&golden);
+            ids_free(&ids);
+            checkpoint_close(&c);
+        }
+}
+
+/* Prompts of other lengths, whole and in chunks, against the unrounded reference. */
+static void lengths_pass(void) {
+    const size_t lengths[] = {1, 2, 7, 16, 17, 63, 64, 65, 127, 128, 129, 300};
+    Checkpoint c;
+    Error e;
+    must(checkpoint_open(&c, "tests/fixtures/odd", &e), &e);
+    int ids[300];
+    uint64_t random = 3;
+    for (int i = 0; i < 300; i++) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        ids[i] = (int)((random >> 33) % (uint64_t)c.model.vocab);
+    }
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        Trace golden = {0};
+        double ratio;
+        trace_run(&golden, &reference, &c.model, ids, lengths[i], 0);
+        const char *wrong = first_wrong(&c.model, &golden, ids, lengths[i], i % 2 ? 50 : 0, &ratio);
+        check(!*wrong, "%zu tokens: first wrong at %s (%.1f times what rounding costs)", lengths[i], wrong, ratio);
+        trace_free(&golden);
+    }
+    checkpoint_close(&c);
+}
+
+static void scale(const float *norm, int n) {
+    for (int i = 0; i < n; i++) ((float *)(uintptr_t)norm)[i] *= 1.01f;
+}
+
+/* A norm 1 % off must be noticed at the stage behind it, in steps of few tokens and of many. It is the first one's:
+ * further on, three times what rounding has cost by then is more than 1 %. */
+static void spoiled_models_fail(void) {
+    for (int i = 0; i < FIXTURES; i++)
+        for (size_t chunk = 0; chunk <= 16; chunk += 16) {
+            Trace golden = {0};
+            Ids ids = {0};
+            Checkpoint c;
+            double ratio;
+            trace_golden(fixtures[i], &golden, &ids, &c);
+            scale(c.model.layer[0].attn_norm, c.model.dim);
+            const char *wrong = first_wrong(&c.model, &golden, ids.data, ids.n, chunk, &ratio);
+            check(!strcmp(wrong, "layers.0.q"), "%s: failed first at '%s', not at layers.0.q", fixtures[i], wrong);
+            trace_free(&golden);
+            ids_free(&ids);
+            checkpoint_close(&c);
+        }
+}
+
+static void router_and_experts_few(void) { real_router_and_experts(&cuda, 1); }
+static void router_and_experts_many(void) { real_router_and_experts(&cuda, 40); }
+static void sinks_few(void) { real_sinks(&cuda, BF16, 1); }
+static void sinks_many(void) { real_sinks(&cuda, BF16, 0); }
+static void sinks_plain(void) { real_sinks(&cuda, F32, 0); }
+static void tinystories_656k(void) { small_model(&cuda, "TinyStories-656K"); }
+static void stories_260k(void) { small_model(&cuda, "stories260K"); }
+
+/* ---- properties ---- */
+
+enum { STREAMS = 17, LONGEST = 100, PAGES_EACH = 2 };
+
+static struct {
+    const char *fixture;
+    Checkpoint c;
+    void *state;
+    size_t vocab;
+    int id[STREAMS][LONGEST], length[STREAMS];
+} streams;
+
+static void open_streams(const char *fixture) {
+    Error e;
+    uint64_t random = 1;
+    int pages = STREAMS * PAGES_EACH;
+    char path[100];
+    snprintf(path, sizeof path, "tests/fixtures/%s", fixture);
+    streams.fixture = fixture;
+    must(checkpoint_open(&streams.c, path, &e), &e);
+    Limits limits = {.context = PAGES_EACH * PAGE, .max_seqs = STREAMS, .max_tokens = STREAMS * LONGEST};
+    streams.state = cuda.open(&streams.c.model, &limits, &pages, &e);
+    must(streams.state, &e);
+    streams.vocab = (size_t)streams.c.model.vocab;
+    for (int s = 0; s < STREAMS; s++) {
+        streams.length[s] = 1 + (s * 37 + 69) % LONGEST;
+        for (int i = 0; i < LONGEST; i++) {
+            random = random * 6364136223846793005u + 1442695040888963407u;
+            streams.id[s][i] = (int)((random >> 33) % streams.vocab);
+        }
+    }
+}
+
+static void close_streams(void) {
+    cuda.close(streams.state);
+    checkpoint_close(&streams.c);
+}
+
+/* Feeds streams which[0 .. n) from position `from` on, each step `chunk` tokens of each (0: all; -1: 1, 2, 3, ... by
+ * stream), and gives their logits. */
+static void feed(const int *which, int n, int chunk, int from, float **logits) {
+    Error e;
+    Result r;
+    int done[STREAMS], first[STREAMS + 1], slot[STREAMS], start[STREAMS], token[STREAMS * LONGEST],
+        page[STREAMS * PAGES_EACH], row[STREAMS];
+    Sampling how[STREAMS];
+    Want want[STREAMS];
+    for (int i = 0; i < n; i++) done[i] = from;
+    for (bool more = true; more;) {
+        Batch b = {.max_pages = PAGES_EACH,
+                   .slot = slot,
+                   .first = first,
+                   .token = token,
+                   .start = start,
+                   .page = page,
+                   .sampling = how,
+                   .want = want};
+        first[0] = 0;
+        for (int i = 0; i < n; i++) {
+            int s = which[i], rest = streams.length[s] - done[i],
+                size = chunk < 0 ? i % 7 + 1
+                       : chunk   ? chunk
+                                 : rest,
+                at = b.seqs;
+            if (size > rest) size = rest;
+            if (!size) continue;
+            for (int p = 0; p < PAGES_EACH; p++)
+                page[at * PAGES_EACH + p] = (s * PAGES_EACH + p) * 5 % (STREAMS * PAGES_EACH);
+            memcpy(token + first[at], streams.id[s] + done[i], (size_t)size * sizeof *token);
+            slot[at] = s, start[at] = done[i], how[at] = greedy, want[at] = WANT_ALL_LOGITS, row[at] = i;
+            done[i] += size;
+            first[at + 1] = first[at] + size;
+            b.seqs++;
+        }
+        more = b.seqs;
+        if (!more) break;
+        must(cuda.submit(streams.state, &b, &e) && cuda.collect(streams.state, &r, &e), &e);
+        for (int at = 0; at < b.seqs; at++)
+            memcpy(logits[row[at]] + (size_t)start[at] * streams.vocab, r.logits + (size_t)first[at] * streams.vocab,
+                   (size_t)(first[at + 1] - first[at]) * streams.vocab * 4);
+    }
+}
+
+static float *room(void) { return allocate(LONGEST * streams.vocab * 4); }
+
+/* Token by token a stream gives the same bits alone and among 2 and 15 others, at any place in the batch. */
+static void alone_equals_batched(void) {
+    int which[STREAMS];
+    float *alone[STREAMS], *batched[STREAMS];
+    for (int i = 0; i < STREAMS; i++) {
+        which[i] = (i * 5 + 3) % STREAMS;
+        alone[i] = room(), batched[i] = room();
+        feed(which + i, 1, 1, 0, alone + i);
+    }
+    for (int n = 3; n <= 16; n += 13) {
+        feed(which, n, 1, 0, batched);
+        for (int i = 0; i < n; i++)
+            check(!memcmp(alone[i], batched[i], (size_t)streams.length[which[i]] * streams.vocab * 4),
+                  "stream %d among %d", which[i], n);
+    }
+    for (int i = 0; i < STREAMS; i++) free(alone[i]), free(batched[i]);
+}
+
+/* Chunks of 16 and less are served by the same kernels and give the same bits. */
+static void one_chunk_equals_many(void) {
+    const int chunks[] = {2, 7, 16};
+    int longest = 0;
+    for (int s = 1; s < STREAMS; s++)
+        if (streams.length[s] > streams.length[longest]) longest = s;
+    float *one = room(), *other = room();
+    feed(&longest, 1, 1, 0, &one);
+    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+        feed(&longest, 1, chunks[i], 0, &other);
+        check(!memcmp(one, other, (size_t)streams.length[longest] * streams.vocab * 4), "chunks of %d", chunks[i]);
+    }
+    free(one), free(other);
+}
+
+/* 17 beginnings of a fixture's prompt in one batch, long and short chunks mixed: each within the tolerance of its
+ * golden. */
+static void golden_streams_pass(void) {
+    Trace golden = {0}, rounded = {0};
+    Ids ids = {0};
+    Checkpoint c;
+    int which[STREAMS], saved[STREAMS][LONGEST], lengths[STREAMS];
+    float *logits[STREAMS];
+    trace_golden(streams.fixture, &golden, &ids, &c);
+    reference_rounds = true;
+    trace_run(&rounded, &reference, &c.model, ids.data, ids.n, 0);
+    reference_rounds = false;
+    const float *truth = stage_values(trace_stage(&golden, "logits")),
+                *near = stage_values(trace_stage(&rounded, "logits"));
+    memcpy(saved, streams.id, sizeof saved);
+    memcpy(lengths, streams.length, sizeof lengths);
+    for (int s = 0; s < STREAMS; s++) {
+        which[s] = s;
+        logits[s] = room();
+        streams.length[s] = 1 + (int)((size_t)(s * 11 + 16) % ids.n);
+        memcpy(streams.id[s], ids.data, (size_t)streams.length[s] * sizeof(int));
+    }
+    for (int chunk = -1; chunk < 2; chunk++) {
+        feed(which, STREAMS, chunk, 0, logits);
+        for (int s = 0; s < STREAMS; s++) {
+            size_t n = (size_t)streams.length[s] * streams.vocab;
+            double e = error_of(logits[s], truth, n), allowed = 3 * error_of(near, truth, n);
+            check(e <= allowed, "stream %d, chunks of %d: %g, more than %g", s, chunk, e, allowed);
+        }
+    }
+    memcpy(streams.id, saved, sizeof saved);
+    memcpy(streams.length, lengths, sizeof lengths);
+    for (int s = 0; s < STREAMS; s++) free(logits[s]);
+    trace_free(&golden);
+    trace_free(&rounded);
+    ids_free(&ids);
+    checkpoint_close(&c);
+}
+
+static void rewound_equals_never_there(void) {
+    float *before = room(), *after = room();
+    for (int s = 0; s < STREAMS; s++)
+        for (int chunk = 0; chunk < 2; chunk++) {
+            int length = streams.length[s], keep = length / 2, other = (s + 1) % STREAMS, saved[LONGEST];
+            feed(&s, 1, chunk, 0, &before);
+            feed(&s, 1, chunk, keep, &before); /* the same chunks as below */
+            memcpy(saved, streams.id[s], sizeof saved);
+            memcpy(streams.id[s] + keep, streams.id[other], (size_t)(LONGEST - keep) * sizeof *saved);
+            streams.length[s] = LONGEST;
+            feed(&s, 1, chunk, keep, &after);
+            memcpy(streams.id[s], saved, sizeof saved);
+            streams.length[s] = length;
+            feed(&s, 1, chunk, keep, &after);
+            size_t at = (size_t)keep * streams.vocab;
+            check(!memcmp(before + at, after + at, (size_t)(length - keep) * streams.vocab * 4),
+                  "stream %d from %d, chunks of %d", s, keep, chunk);
+        }
+    free(before), free(after);
+}
+
+static void ten_runs_are_one(void) {
+    int which[STREAMS];
+    float *first[STREAMS], *again[STREAMS];
+    for (int i = 0; i < STREAMS; i++) which[i] = i, first[i] = room(), again[i] = room();
+    for (int chunk = 0; chunk < 2; chunk++) {
+        feed(which, STREAMS, chunk, 0, first);
+        for (int run = 1; run < 10; run++) {
+            feed(which, STREAMS, chunk, 0, again);
+            for (int i = 0; i < STREAMS; i++)
+                check(!memcmp(first[i], again[i], (size_t)streams.length[i] * streams.vocab * 4), "run %d, stream %d",
+                      run, i);
+        }
+    }
+    for (int i = 0; i < STREAMS; i++) free(first[i]), free(again[i]);
+}
+
+/* For every combination of filters the card draws what the C sampler draws from the same logits. */
+static void samplers_agree(void) {
+    const float temperatures[] = {0, 0.5f, 1, 3}, top_ps[] = {1, 0.9f, 0.3f, 0.01f}, min_ps[] = {0, 0.05f, 0.5f},
+                penalties[] = {1, 1.3f, 0.7f};
+    const int top_ks[] = {0, 1, 5, 40, 1000};
+    Error e;
+    Result r;
+    int length = 30, first[2] = {0, length}, slot = 0, start = 0, page[2] = {0, 1}, cases = 0;
+    Want want = WANT_LOGITS;
+    float *logits = allocate(streams.vocab * 4);
+    bool *seen = allocate_zero(streams.vocab, 1);
+    for (int i = 0; i < length; i++) seen[streams.id[5][i]] = true;
+    for (size_t t = 0; t < 4; t++)
+        for (size_t k = 0; k < 5; k++)
+            for (size_t p = 0; p < 4; p++)
+                for (size_t q = 0; q < 3; q++)
+                    for (size_t f = 0; f < 3; f++) {
+                        Sampling how = {temperatures[t], top_ks[k],    top_ps[p],
+                                        min_ps[q],       penalties[f], 1000 + (uint64_t)cases++};
+                        Batch b = {1, 2, &slot, first, streams.id[5], &start, page, &how, &want};
+                        must(cuda.submit(streams.state, &b, &e) && cuda.collect(streams.state, &r, &e), &e);
+                        memcpy(logits, r.logits, streams.vocab * 4);
+                        int expected = reference_draw(logits, (int)streams.vocab, &how, length, seen);
+                        check(r.token[0] == expected, "case %d: token %d, the C sampler draws %d", cases, r.token[0],
+                              expected);
+                    }
+    free(logits);
+    free(seen);
+}
+
+/* A hundred conversations with an engine: the memory of the card does not shrink. */
+static void memory_is_flat(void) {
+    Error e;
+    Engine g;
+    Sequence s = {0};
+    Generation w;
+    size_t before = 0, after, total;
+    Limits limits = {.max_seqs = 1, .max_tokens = 64};
+    must(engine_open(&g, &cuda, &streams.c.model, limits, 128, &e), &e);
+    for (int turn = 0; turn < 100; turn++) {
+        Sampling how = {.temperature = 1,
+                        .top_k = turn % 3 ? 0 : 20,
+                        .top_p = 1,
+                        .penalty = turn % 4 ? 1 : 1.1f,
+                        .seed = (uint64_t)turn};
+        int token;
+        must(generation_begin(&w, &g, &s, streams.id[turn % STREAMS], (size_t)(1 + turn % LONGEST), &how, NULL, &e),
+             &e);
+        for (int i = 0; i < 20; i++) must(generation_next(&w, &token, &e), &e);
+        generation_end(&w);
+        sequence_rewind(&g, &s, 0);
+        if (turn == 20) cudaMemGetInfo(&before, &total);
+    }
+    cudaMemGetInfo(&after, &total);
+    check(after >= before, "%zu bytes fewer are free", before - after);
+    sequence_free(&g, &s);
+    engine_close(&g);
+}
+
+/* Copies a fixture and puts a NaN into one of its tensors: opening must name where. */
+static void nan_is_named(void) {
+    const struct {
+        const char *tensor, *named;
+        int bytes; /* of the pattern */
+        unsigned char pattern[4];
+    } cases[] = {{"model.layers.1.self_attn.q_proj.weight", "layer 1, query", 2, {0xC0, 0x7F}},
+                 {"model.layers.0.mlp.experts.down_proj_scales", "layer 0, down", 1, {0xFF}},
+                 {"model.layers.1.mlp.experts.gate_up_proj_scales", "layer 1, gate and up", 1, {0xFF}},
+                 {"lm_head.weight", "head", 2, {0xC0, 0x7F}}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char directory[] = "/tmp/infer-nan-XXXXXX", command[200], path[100];
+        Error e;
+        Checkpoint c;
+        int pages = 1;
+        if (!mkdtemp(directory)) abort();
+        snprintf(command, sizeof command, "cp tests/fixtures/true_heads/*.* %s && chmod u+w %s/*", directory,
+                 directory);
+        check(!system(command), "the fixture could not be copied");
+        must(checkpoint_open(&c, directory, &e), &e);
+        const Tensor *t = tensors_find(&c.tensors, cases[i].tensor);
+        snprintf(path, sizeof path, "%s/model.safetensors", directory);
+        int fd = open(path, O_WRONLY);
+        check(pwrite(fd, cases[i].pattern, (size_t)cases[i].bytes, (off_t)(t->offset + t->size / 2)) == cases[i].bytes,
+              "no NaN was written");
+        close(fd);
+        Limits limits = {.context = 64, .max_seqs = 1, .max_tokens = 16};
+        void *state = cuda.open(&c.model, &limits, &pages, &e);
+        check(!state && e.code == BAD_MODEL && strstr(e.text, cases[i].named), "%s: %s", cases[i].tensor,
+              state ? "went unnoticed" : e.text);
+        if (state) cuda.close(state);
+        checkpoint_close(&c);
+        snprintf(command, sizeof command, "rm -r %s", directory);
+        check(!system(command), "%s stays behind", directory);
+    }
+}
+
+/* The linker sends every cudaMalloc here (--wrap). */
+static int mallocs_until_failure = -1;
+cudaError_t __real_cudaMalloc(void **p, size_t n);
+cudaError_t __wrap_cudaMalloc(void **p, size_t n);
+cudaError_t __wrap_cudaMalloc(void **p, size_t n) {
+    if (mallocs_until_failure-- == 0) return cudaErrorMemoryAllocation;
+    return __real_cudaMalloc(p, n);
+}
+
+static void each_cudamalloc_may_fail(void) {
+    int failed = 0;
+    size_t before, after, total;
+    cudaMemGetInfo(&before, &total);
+    for (bool more = true; more && failed < 1000; failed++) {
+        Error e = {0};
+        int pages = 2;
+        Limits limits = {.context = 128, .max_seqs = 1, .max_tokens = 16};
+        mallocs_until_failure = failed;
+        void *state = cuda.open(&streams.c.model, &limits, &pages, &e);
+        more = mallocs_until_failure < 0 && !state;
+        if (state) cuda.close(state);
+        if (!state) check(e.code == NO_ROOM && strlen(e.text) > 20, "call %d: %d %s", failed, e.code, e.text);
+    }
+    mallocs_until_failure = -1;
+    cudaMemGetInfo(&after, &total);
+    check(failed > 4, "only %d calls were seen", failed);
+    check(after + (1 << 20) >= before, "%zu bytes were lost", before - after);
+}
+
+int main(void) {
+    int cards = 0;
+    if (cudaGetDeviceCount(&cards) || !cards) {
+        printf("skip gpu: there is none here\n");
+        return 0;
+    }
+    run("gpu: fixtures at every stage, in chunks of 1 to all", fixtures_pass);
+    run("gpu: prompts of 1 to 300 tokens", lengths_pass);
+    run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
+    run("gpu: the real router and experts, one token", router_and_experts_few);
+    run("gpu: the real router and experts, 40 tokens", router_and_experts_many);
+    run("gpu: the real scores and sinks, token by token", sinks_few);
+    run("gpu: the real scores and sinks, one prompt", sinks_many);
+    run("gpu: the real scores and sinks, F32", sinks_plain);
+    run("gpu: TinyStories-656K writes the reference ids", tinystories_656k);
+    run("gpu: stories260K writes the reference ids", stories_260k);
+    for (int i = 0; i < 2; i++) {
+        open_streams(i ? "true_heads" : "odd");
+        run(i ? "gpu: alone = batched, heads of 64" : "gpu: alone = batched", alone_equals_batched);
+        run(i ? "gpu: one chunk = many, heads of 64" : "gpu: one chunk = many", one_chunk_equals_many);
+        run(i ? "gpu: 17 beginnings in one batch, heads of 64" : "gpu: 17 beginnings in one batch",
+            golden_streams_pass);
+        run(i ? "gpu: rewound = never there, heads of 64" : "gpu: rewound = never there", rewound_equals_never_there);
+        run(i ? "gpu: ten runs, the same bits, heads of 64" : "gpu: ten runs, the same bits", ten_runs_are_one);
+        run(i ? "gpu: C and CUDA draw alike, heads of 64" : "gpu: C and CUDA draw alike", samplers_agree);
+        if (i) run("gpu: memory is flat over 100 conversations", memory_is_flat);
+        if (i) run("gpu: each cudaMalloc may fail", each_cudamalloc_may_fail);
+        close_streams();
+    }
+    run("gpu: a NaN in a weight is named", nan_is_named);
+    return failures != 0;
+}

@@ -1,0 +1,237 @@
+/* work.cuh: what the kernels of few.cuh and many.cuh share: the description of a step, the buffers, and the small device
+ * functions. */
+#ifndef WORK_CUH
+#define WORK_CUH
+
+#include "card.cuh"
+
+constexpr int FEW = 16;    /* tokens of a step up to which weights are streamed */
+constexpr int SPLITS = 16; /* blocks that share one key/value head's context */
+constexpr float ROUTER_STEP = 0x1p-30f;
+constexpr float LOG2E = 1.4426950408889634f;
+
+/* ---- small device functions ---- */
+
+/* Programmatic dependent launch: a kernel may begin while the one before it ends; what it reads of that one's results it
+ * reads behind wait_previous(). Before Hopper a kernel begins when the one before has ended. */
+__device__ inline void launch_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ inline void wait_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* c += a b for a (16, 16) by row, b (16, 8) by column, both bf16: lane 4g + t holds of a rows g and g + 8, of b column g, of
+ * both the four inner indices that belong to t; of c it holds rows g, g + 8 and columns 2t, 2t + 1. Which inner index is
+ * which does not matter as long as a and b agree: here t has eight neighbours, taken four at a time. */
+__device__ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ inline void mma_eight(float (&c)[4], uint4 row, uint4 row8, uint4 column) { /* eight inner indices a lane */
+    mma(c, row.x, row8.x, row.y, row8.y, column.x, column.y);
+    mma(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
+}
+
+__device__ inline uint32_t pack(float low, float high) {
+    __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<uint32_t *>(&v);
+}
+
+/* 16 bytes to shared memory. What was asked for before copies_end() is there after copies_done<n>() if at most n further
+ * copies_end() followed. */
+__device__ inline void copy_16(void *to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+__device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int BUT> __device__ inline void copies_done() { asm volatile("cp.async.wait_group %0;" ::"n"(BUT) : "memory"); }
+
+__device__ inline float warp_sum(float x) {
+    for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+    return x;
+}
+
+/* Sum over the block, the same in every thread and every run. `scratch` holds 33 floats. */
+__device__ inline float block_sum(float x, float *scratch) {
+    int warps = (blockDim.x + 31) / 32, lane = threadIdx.x % 32;
+    x = warp_sum(x);
+    __syncthreads();
+    if (lane == 0) scratch[threadIdx.x / 32] = x;
+    __syncthreads();
+    return warp_sum(lane < warps ? scratch[lane] : 0);
+}
+
+/* ---- one step, as the card sees it ---- */
+
+struct Step { /* device arrays, filled for each step; up to FEW tokens they have an address of their own, for graphs */
+    int *token, *seq, *position; /* (tokens) */
+    int *slot, *last;            /* (seqs) its last token, if one is to be drawn from it */
+    Sampling *how;               /* (seqs) */
+    int *row;                    /* (rows) tokens whose logits are wanted */
+    int *tile;                   /* (tiles, 2) first token and number of tokens of one sequence, at most 16 */
+    int *header;                 /* [0]: pages of a row of `page` */
+    int *page;                   /* (seqs, header[0]) */
+};
+
+struct Work { /* everything a kernel may need; passed by value */
+    int dim, ffn_dim, vocab, n_layers, n_heads, n_kv_heads, head_dim, n_experts, top_k, layer;
+    float eps, act_limit, rope_scale;
+    Act act;
+    int blocks;                /* of the ..._few kernels */
+    bf16 *cache;               /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE): keys by position, values by dimension */
+    int *page_token;           /* (pages, PAGE) */
+    const float2 *turn;        /* (context, head_dim / 2) cos and sin */
+    float *x;                  /* (tokens, dim) residual stream */
+    void *q, *attn, *act_out;  /* (tokens, n_heads * head_dim), (tokens, attn_pitch), (tokens * top_k, act_pitch): bf16, or float for
+                                  F32 weights; what lies between the width and the pitch is 0 */
+    int attn_pitch, act_pitch;
+    float act_lift;            /* few: factor of act_out */
+    float *qkv, *router, *down; /* many: (tokens, all rows), (tokens, n_experts), (tokens * top_k, dim) */
+    void *normed;              /* many: (tokens, normed_pitch), 0 behind dim */
+    int normed_pitch;
+    long long *router_sum;     /* few: (n_layers, FEW, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter */
+    int *expert;               /* (tokens, top_k) */
+    float *weight;             /* (tokens, top_k) */
+    float *partial;            /* attention_few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */
+    int *arrived;              /* (FEW, n_kv_heads) */
+    int *list, *listed;        /* many: (n_experts, tokens * top_k) choices by expert, and how many */
+    float *logits;             /* (FEW, vocab) */
+    float *floor;              /* (FEW) what top-k, top-p and min-p leave of the scaled logits */
+    unsigned long long *best;  /* (FEW) */
+    int *drawing;              /* (FEW) blocks that have drawn */
+    int *drawn, *result;       /* (slots), (seqs) */
+    uint32_t *seen;            /* (FEW, vocab / 32) for the repetition penalty */
+};
+
+__device__ inline bf16 *cache_of(const Work &w, int page, int values, int head) {
+    return w.cache + ((((size_t)page * w.n_layers + w.layer) * 2 + values) * w.n_kv_heads + head) * (size_t)(w.head_dim * PAGE);
+}
+__device__ inline int page_of(const Step &s, int seq, int position) { return s.page[(size_t)seq * s.header[0] + position / PAGE]; }
+
+__device__ inline float swiglu(const Work &w, float gate, float up) {
+    if (w.act == SWIGLU) return gate / (1 + expf(-gate)) * up;
+    gate = fminf(gate, w.act_limit);
+    up = fmaxf(fminf(up, w.act_limit), -w.act_limit);
+    return gate / (1 + expf(-1.702f * gate)) * (up + 1);
+}
+
+/* Turns a pair of query or key by `turn` (RoPE; values are not turned) and stores it for a token at `position`, whose part of
+ * the cache is `page`. Row r of the matrix of query, key and value; `a` and `b` are its rows r and r + 1. */
+template <typename Q> __device__ inline void store_qkv(const Work &w, int token, int position, int page, int r, float a, float b, float2 turn) {
+    int d = w.head_dim, heads = w.n_heads * d, keys = heads + w.n_kv_heads * d, at = position % PAGE;
+    if (r < keys) {
+        float turned = a * turn.x - b * turn.y;
+        b = b * turn.x + a * turn.y;
+        a = turned;
+    }
+    if (r < heads) {
+        Q *q = (Q *)w.q + (size_t)token * heads + r;
+        q[0] = (Q)a;
+        q[1] = (Q)b;
+        return;
+    }
+    bool values = r >= keys;
+    int row = r - (values ? keys : heads), i = row % d;
+    bf16 *to = cache_of(w, page, values, row / d);
+    to[values ? i * PAGE + at : at * d + i] = (bf16)a;
+    to[values ? (i + 1) * PAGE + at : at * d + i + 1] = (bf16)b;
+}
+
+/* The top_k largest of n logits in shared memory, which a warp changes: the lower number among equals; and softmax over
+ * them. Lane k returns choice k. */
+__device__ inline void route(float *logit, int n, int top_k, int lane, int &expert, float &weight) {
+    float mine = -INFINITY;
+    expert = 0;
+    for (int k = 0; k < top_k; k++) {
+        unsigned best = 0, at = lane;
+        for (int e = lane; e < n; e += 32) {
+            unsigned key = isnan(logit[e]) ? 0 : order_key(logit[e]);
+            if (key > best) best = key, at = e;
+        }
+        unsigned most = __reduce_max_sync(~0u, best), e = __reduce_min_sync(~0u, best == most ? at : ~0u);
+        if (lane == k) expert = e, mine = logit[e];
+        __syncwarp();
+        if (lane == 0) logit[e] = NAN;
+        __syncwarp();
+    }
+    float most = __shfl_sync(~0u, mine, 0), share = lane < top_k ? expf(mine - most) : 0;
+    weight = share / warp_sum(share);
+}
+
+/* ---- attention ---- */
+
+/* A warp's state of softmax(q k / sqrt(d)) v for 16 rows of queries that share a key/value head: rows g and g + 8 in lane
+ * 4g + t (few: query heads of one token; many: tokens of one query head), after the keys seen so far (Milakov and
+ * Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023). */
+template <int D> struct Attend {
+    float most[2] = {-INFINITY, -INFINITY}, total[2] = {};
+    float sum[D / 8][4] = {}; /* dimensions 8i + 2t, + 1 */
+
+    /* One page of 64 keys whose first has position `base`. Row r sees positions first[r] to last[r], no row any behind `end`. Column n of the j-th
+     * tile of 8 keys is key 32 (j / 4) + 8 (n / 2) + 2 (j % 4) + n % 2, so that a lane's shares belong to eight neighbouring
+     * keys of either half page and meet the values, which lie by dimension, without moving. */
+    __device__ void page(const bf16 *keys, const bf16 *values, const uint4 (&q)[D / 32][2], int base, const int (&first)[2], const int (&last)[2],
+                         int end, float scale, int lane) {
+        int g = lane / 4, t = lane % 4;
+        float score[8][4];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const bf16 *key = keys + (j / 4 * 32 + g / 2 * 8 + j % 4 * 2 + g % 2) * D + t * 8;
+            for (int i = 0; i < 4; i++) score[j][i] = 0;
+#pragma unroll
+            for (int c = 0; c < D / 32; c++) mma_eight(score[j], q[c][0], q[c][1], *(const uint4 *)(key + c * 32));
+        }
+        float now[2] = {most[0], most[1]};
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            for (int i = 0; i < 4; i++) {
+                int p = base + j / 4 * 32 + t * 8 + j % 4 * 2 + i % 2;
+                bool sees = p >= first[i / 2] && p <= last[i / 2];
+                score[j][i] = sees ? score[j][i] * scale : -INFINITY;
+                now[i / 2] = fmaxf(now[i / 2], score[j][i]);
+            }
+        float factor[2];
+        for (int r = 0; r < 2; r++) {
+            now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
+            now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
+            if (now[r] == -INFINITY) now[r] = 0; /* nothing seen yet */
+            factor[r] = exp2f(most[r] - now[r]);
+            most[r] = now[r];
+            total[r] *= factor[r];
+        }
+        for (int i = 0; i < D / 8; i++)
+            for (int j = 0; j < 4; j++) sum[i][j] *= factor[j / 2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 share, share8; /* as mma wants rows: eight neighbouring keys */
+            uint32_t *low = &share.x, *high = &share8.x;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float *s = score[half * 4 + j];
+                for (int i = 0; i < 4; i++) {
+                    s[i] = exp2f(s[i] - most[i / 2]);
+                    total[i / 2] += s[i];
+                }
+                low[j] = pack(s[0], s[1]);
+                high[j] = pack(s[2], s[3]);
+            }
+#pragma unroll
+            for (int i = 0; i < D / 8; i++) {
+                uint4 v = *(const uint4 *)(values + (i * 8 + g) * PAGE + half * 32 + t * 8);
+                if (base + PAGE - 1 > end) { /* what lies there may be a NaN, and 0 times that is one */
+                    uint32_t *word = &v.x;
+                    for (int j = 0; j < 8; j++)
+                        if (base + half * 32 + t * 8 + j > end) word[j / 2] &= j % 2 ? 0x0000FFFF : 0xFFFF0000;
+                }
+                mma_eight(sum[i], share, share8, v);
+            }
+        }
+    }
+};
+
+#endif
