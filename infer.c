@@ -12,11 +12,9 @@
 #include <errno.h>
 #include <getopt.h>
 #include <math.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #ifndef BACKEND
 #define BACKEND reference
@@ -180,7 +178,7 @@ static int render(int argc, char **argv) {
     conversation_init(&conversation);
     if (!json) e.code = USAGE, die(&e);
     const cJSON *prompt = json_get(json, "add_generation_prompt");
-    if (!conversation_parse(&conversation, json, &e) ||
+    if (!conversation_parse(&conversation, &chat, json, &e) ||
         !chat_render(&chat, &conversation, !prompt || cJSON_IsTrue(prompt), &ids, &e))
         die(&e);
     for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(t, &d, ids.data[i], &out);
@@ -364,14 +362,6 @@ static int logits(int argc, char **argv) {
 
 /* ---- main ---- */
 
-/* Weights are mapped: if a file shrinks underneath, reading it raises SIGBUS. */
-static void on_bus_error(int number) {
-    static const char text[] = "infer: a model file was truncated while it was in use\n";
-    (void)number;
-    if (write(STDERR_FILENO, text, sizeof text - 1)) {}
-    _exit(BAD_MODEL);
-}
-
 static int run_play(int argc, char **argv) { return play(argc, argv, backend); }
 
 static const Command commands[] = {
@@ -393,7 +383,6 @@ static void print_help(FILE *to) {
 
 int main(int argc, char **argv) {
     const char *name = argc > 1 ? argv[1] : "";
-    signal(SIGBUS, on_bus_error);
     if (!strcmp(name, "--version")) {
         printf("infer %s (%s)\n", VERSION, backend->name);
         return DONE;

@@ -103,11 +103,10 @@ static void *keep(Checkpoint *c, size_t bytes) {
 /* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. */
 static bool read_rope(Reader *r) {
     Model *m = &r->c->model;
-    const cJSON *rope =
-        json_get(r->config, "rope_parameters"); /* transformers 5; before: rope_scaling and rope_theta */
-    const cJSON *theta_at = rope ? rope : r->config;
+    const cJSON *rope = json_get(r->config, "rope_parameters"); /* transformers 5; before: rope_scaling */
     if (!rope) rope = json_get(r->config, "rope_scaling");
     const char *type = json_string(rope, "rope_type");
+    const cJSON *theta_at = json_get(rope, "rope_theta") ? rope : r->config;
     if (!type) type = json_string(rope, "type"); /* older still */
     if (!type) type = "default";
     double theta, factor = 1, original = 0, d = m->head_dim;
