@@ -78,13 +78,15 @@ build/asan/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(SANITIZE) -DBACKEND=reference -c $< -o $@
 
-test: asan reference
-	python3 tests/run.py
+# a machine with a GPU runs the tests that need one too
+GPU = $(shell nvidia-smi -L 2>/dev/null)
+test: asan reference $(if $(GPU),build/cuda/gpu infer)
+	python3 tests/run.py $(if $(GPU),--gpu)
 
 fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
 	python3 tests/run_fuzzers.py
 
-build/fuzz/%: tests/fuzz_%.c $(filter-out infer.c play.c editor.c,$(C_SOURCES)) tests/reference.c Makefile
+build/fuzz/%: tests/fuzz_%.c $(filter-out infer.c play.c editor.c,$(C_SOURCES)) tests/reference.c $(wildcard *.h tests/*.h) Makefile
 	@mkdir -p $(@D)
 	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter %.c,$^) -o $@ $(LIBS)
 
@@ -99,16 +101,16 @@ format:
 	clang-format -i *.c *.h tests/*.c tests/*.h
 
 count:
-	@wc -l *.c *.h *.cu 2>/dev/null | sort -n
+	@wc -l *.c *.h *.cu *.cuh 2>/dev/null | sort -n
 
 clean:
 	rm -rf build infer infer-reference
 
 help:
-	@echo "make              builds what this machine can run"
+	@echo "make              builds ./infer, which needs the CUDA toolkit and an NVIDIA GPU"
 	@echo "make reference    builds ./infer-reference, the plain C twin, which needs no CUDA"
 	@echo "make test         runs the tests (TEST_DATA=DIR for those that need data which cannot be shipped)"
-	@echo "make test-gpu     runs the tests that need a GPU"
+	@echo "make test-gpu     runs those that need a GPU; where there is one, make test does it too"
 	@echo "make verify MODEL=DIR   does this engine continue seven prompts as OpenAI's own code does?"
 	@echo "make asan         builds the program and the unit tests with sanitizers, below build/asan"
 	@echo "make fuzz         runs each fuzzer for a minute (needs clang)"
