@@ -106,11 +106,12 @@ static bool read_rope(Reader *r) {
     const cJSON *rope = json_get(r->config, "rope_parameters"); /* transformers 5; before: rope_scaling */
     if (!rope) rope = json_get(r->config, "rope_scaling");
     const char *type = json_string(rope, "rope_type");
-    const cJSON *theta_at = json_get(rope, "rope_theta") ? rope : r->config;
     if (!type) type = json_string(rope, "type"); /* older still */
     if (!type) type = "default";
     double theta, factor = 1, original = 0, d = m->head_dim;
-    if (!config_number(r, theta_at, "rope_theta", 0, 1e12, 10000, &theta)) return false;
+    if (!config_number(r, r->config, "rope_theta", 0, 1e12, 10000, &theta) ||
+        !config_number(r, rope, "rope_theta", 0, 1e12, theta, &theta))
+        return false;
     if (strcmp(type, "default") && !config_number(r, rope, "factor", 0, 1e6, 0, &factor)) return false;
     bool yarn = !strcmp(type, "yarn"), llama3 = !strcmp(type, "llama3");
     if ((yarn || llama3) && !config_number(r, rope, "original_max_position_embeddings", 0, 1e9, 0, &original))
