@@ -15,7 +15,7 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 
 LIBRARIES = libcjson libpcre2-8 libedit
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev
-C_SOURCES = base.c safetensors.c model.c tokenizer.c chat.c engine.c editor.c play.c infer.c
+C_SOURCES = base.c safetensors.c model.c tokenizer.c chat.c engine.c editor.c play.c bench.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere.
@@ -53,7 +53,7 @@ build/cuda/%.cu.o: %.cu Makefile
 test-gpu: build/cuda/gpu infer
 	build/cuda/gpu
 
-build/cuda/gpu: $(call objects,cuda,$(filter-out infer.c play.c editor.c,$(C_SOURCES)) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/upload.cu.o
+build/cuda/gpu: $(call objects,cuda,$(filter-out infer.c play.c bench.c editor.c,$(C_SOURCES)) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/upload.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublas
 
 reference: infer-reference
@@ -86,7 +86,7 @@ test: asan reference $(if $(GPU),build/cuda/gpu infer)
 fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
 	python3 tests/run_fuzzers.py
 
-build/fuzz/%: tests/fuzz_%.c $(filter-out infer.c play.c editor.c,$(C_SOURCES)) tests/reference.c $(wildcard *.h tests/*.h) Makefile
+build/fuzz/%: tests/fuzz_%.c $(filter-out infer.c play.c bench.c editor.c,$(C_SOURCES)) tests/reference.c $(wildcard *.h tests/*.h) Makefile
 	@mkdir -p $(@D)
 	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter %.c,$^) -o $@ $(LIBS)
 

@@ -3,6 +3,7 @@
  * `main` is last.
  *
  * Data goes to stdout, everything else to stderr. Commands that need no GPU never touch one. */
+#include "bench.h"
 #include "chat.h"
 #include "engine.h"
 #include "model.h"
@@ -364,8 +365,11 @@ static int logits(int argc, char **argv) {
 
 static int run_play(int argc, char **argv) { return play(argc, argv, backend); }
 
+static int run_bench(int argc, char **argv) { return bench(argc, argv, backend); }
+
 static const Command commands[] = {
     {"play", "talk to a model, once or in a loop", run_play, play_help},
+    {"bench", "how fast prompts and generation are here", run_bench, bench_help},
     {"logits", "what a model expects next, or all logits as a NumPy file", logits, logits_help},
     {"tokenize", "text to token ids", tokenize, tokenize_help},
     {"detokenize", "token ids to text", detokenize, detokenize_help},
