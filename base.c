@@ -192,6 +192,12 @@ bool file_read(const char *path, size_t most, Bytes *out, Error *e) {
     return ok;
 }
 
+void stdin_read(Bytes *out) {
+    char part[1 << 16];
+    bytes_text(out, "");
+    for (size_t n; (n = fread(part, 1, sizeof part, stdin));) bytes_add(out, part, n);
+}
+
 bool file_exists(const char *path) {
     struct stat st;
     return !stat(path, &st) && S_ISREG(st.st_mode);

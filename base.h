@@ -74,6 +74,7 @@ void utf8_stream(Bytes *b, Bytes *out, bool flush);
 /* The whole of a regular file of at most `most` bytes. */
 bool file_read(const char *path, size_t most, Bytes *out, Error *e);
 bool file_exists(const char *path);
+void stdin_read(Bytes *out); /* all of it; "" if there is none */
 
 /* JSON, refused with `name` and the offset where cJSON would be lax: trailing text, keys twice, bad numbers, control
  * bytes, \u0000, invalid UTF-8, a byte-order mark. Free with cJSON_Delete. */

@@ -38,9 +38,9 @@ typedef struct {
     Engine *engine;
     Sequence *sequence;
     Sampling sampling;
-    size_t prompt;       /* tokens */
-    size_t reused;       /* of them were in the cache */
-    bool waiting, begun; /* a step is outstanding; a token was drawn */
+    size_t prompt; /* tokens */
+    size_t reused; /* of them were in the cache */
+    bool waiting;  /* a step is outstanding */
 } Generation;
 
 /* Makes `ids` the sequence's text, keeping what it shares with it, and starts an answer. Stops with INTERRUPTED between

@@ -35,14 +35,6 @@ static int usage_error(const char *command, const char *problem) {
     return USAGE;
 }
 
-/* Everything on stdin. */
-static void read_stdin(Bytes *out) {
-    char part[1 << 16];
-    size_t n;
-    bytes_text(out, "");
-    while ((n = fread(part, 1, sizeof part, stdin))) bytes_add(out, part, n);
-}
-
 static Tokenizer *open_tokenizer(const char *model) {
     Error e;
     Bytes path = {0};
@@ -103,7 +95,7 @@ static int tokenize(int argc, char **argv) {
     if (optind + 1 != argc) return usage_error("tokenize", "one MODEL is needed");
     Tokenizer *t = open_tokenizer(argv[optind]);
     Bytes text = {0};
-    read_stdin(&text);
+    stdin_read(&text);
     if (!jsonl) tokenize_one(t, text.data, text.n, special);
     for (char *line = text.data; jsonl && line < text.data + text.n;) {
         Error e;
@@ -133,7 +125,7 @@ static int detokenize(int argc, char **argv) {
     Bytes text = {0}, out = {0};
     Ids ids = {0};
     Decoder d = {0};
-    read_stdin(&text);
+    stdin_read(&text);
     if (!parse_ids(text.data, &ids, &e)) die(&e);
     for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(t, &d, ids.data[i], &out);
     fwrite(out.data, 1, out.n, stdout);
@@ -174,7 +166,7 @@ static int render(int argc, char **argv) {
     Bytes text = {0}, out = {0};
     Ids ids = {0};
     Decoder d = {0};
-    read_stdin(&text);
+    stdin_read(&text);
     cJSON *json = json_parse(text.data, text.n, "stdin", &e);
     conversation_init(&conversation);
     if (!json) e.code = USAGE, die(&e);
@@ -211,7 +203,7 @@ static int parse(int argc, char **argv) {
     Error e;
     Bytes text = {0}, shown = {0};
     Ids ids = {0};
-    read_stdin(&text);
+    stdin_read(&text);
     if (!parse_ids(text.data, &ids, &e)) die(&e);
     reader_init(&reader, &chat);
     for (size_t i = 0; i < ids.n; i++) reader_push(&reader, ids.data[i], &shown);

@@ -410,18 +410,16 @@ static void print_json(const Session *s, const Screen *screen, const char *model
         bytes_print(&out, "%s\"%s\":", i ? "," : "{", texts[i].key);
         json_quote(&out, texts[i].value, texts[i].n);
     }
-    const char *before = ",\"tool_calls\":[";
+    bytes_text(&out, ",\"tool_calls\":[");
     for (int i = 0; i < s->talk.messages; i++) {
         if (strcmp(s->talk.message[i].role, "assistant") || message_part(s->talk.message + i) != CALL) continue;
-        bytes_text(&out, before);
+        if (out.data[out.n - 1] != '[') bytes_text(&out, ",");
         message_json(s->talk.message + i, &out);
-        before = ",";
     }
     bytes_print(&out,
-                "%s\"prompt_tokens\":%zu,\"tokens\":%zu,\"thinking_tokens\":%zu,\"first_token_ms\":%.3f,\"tokens_per_"
+                "],\"prompt_tokens\":%zu,\"tokens\":%zu,\"thinking_tokens\":%zu,\"first_token_ms\":%.3f,\"tokens_per_"
                 "second\":%.3f,\"seed\":%llu}",
-                *before == ',' && before[1] ? "," : "],", t->prompt, t->tokens, t->thinking, t->first * 1000, speed(t),
-                (unsigned long long)s->o.sampling.seed);
+                t->prompt, t->tokens, t->thinking, t->first * 1000, speed(t), (unsigned long long)s->o.sampling.seed);
     puts(out.data);
     bytes_free(&out);
 }
@@ -938,10 +936,7 @@ static bool read_prompt(const Options *o, Bytes *text, Error *e) {
         die(e);
     }
     if (isatty(STDIN_FILENO)) return false;
-    char part[1 << 16];
-    bytes_text(text, "");
-    for (size_t n; (n = fread(part, 1, sizeof part, stdin));) bytes_add(text, part, n);
-    return true;
+    return stdin_read(text), true;
 }
 
 int play(int argc, char **argv, const Backend *backend) {
