@@ -83,16 +83,16 @@ bool editor_line(Editor *ed, const char *prompt, Bytes *out) {
     ed->cancelled = false;
     sigemptyset(&interrupt);
     sigaddset(&interrupt, SIGINT);
-    sigprocmask(SIG_BLOCK, &interrupt,
-                NULL); /* until the terminal is raw Ctrl+C is a signal; libedit would pass it on */
+    /* Until the terminal is raw Ctrl+C is a signal, which libedit would pass on. */
+    sigprocmask(SIG_BLOCK, &interrupt, NULL);
     const char *line = el_gets(ed->line, &n);
     sigprocmask(SIG_UNBLOCK, &interrupt, NULL);
-    if (ed->cancelled)
-        n = 0;
-    else if (!line || n <= 0)
-        return false;
-    bytes_add(out, line, (size_t)n - (n && line[n - 1] == '\n'));
-    return true;
+    bool end = !ed->cancelled && n <= 0;
+    if (end)
+        fputs("\n", stdout);
+    else
+        bytes_add(out, line, ed->cancelled ? 0 : (size_t)n - (line[n - 1] == '\n'));
+    return !end;
 }
 
 bool editor_text(Editor *ed, Bytes *out) {

@@ -773,8 +773,8 @@ static void play_loop(Session *s) {
         Error e;
         go_on = editor_text(s->editor, &line);
         size_t space = go_on ? strspn(line.data, " \t\n") : 0;
-        if (!go_on || !strcmp(line.data, "/exit")) {
-            puts(go_on ? "Goodbye!" : "\nGoodbye!");
+        if (!go_on || (!strncmp(line.data, "/exit", 5) && !line.data[5 + strspn(line.data + 5, " \t")])) {
+            puts("Goodbye!");
             go_on = false;
         } else if (*line.data == '/') {
             run_slash(s, line.data);

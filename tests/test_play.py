@@ -304,7 +304,7 @@ def test_conversations_in_a_terminal():
                 same(shown[:shown.rindex("[Generated")], shown_turn(turn), f"turn {i}")
                 expect(STATISTICS.search(shown)[2] == "end", f"statistics {shown[-100:]!r}")
                 same(t.say("/prompt"), answered(name, i) + "\n", f"/prompt after turn {i}")
-            t.send("/exit\n")
+            t.send("/exit \n")
             same(t.ended(), 0, "exit code")
             expect(t.text().endswith("Goodbye!\n"), f"the end {t.text()[-50:]!r}")
     each(WITHOUT_TOOLS, check)
