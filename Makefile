@@ -80,7 +80,8 @@ build/asan/%.o: %.c Makefile
 
 # a machine with a GPU runs the tests that need one too
 GPU = $(shell nvidia-smi -L 2>/dev/null)
-test: asan reference $(if $(GPU),build/cuda/gpu infer)
+test: asan reference
+	$(if $(GPU),$(MAKE) build/cuda/gpu infer)
 	python3 tests/run.py $(if $(GPU),--gpu)
 
 fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
