@@ -180,7 +180,8 @@ static bool parse_message(Conversation *c, const Chat *chat, const cJSON *messag
                *name = json_string(json, "name");
     const char *reasoning = json_string(json, "reasoning_content");
     const char *recipient = json_string(json, "recipient"), *content_type = json_string(json, "content_type");
-    const cJSON *calls = json_get(json, "tool_calls"), *first = json_get(json, "recipient_first");
+    const cJSON *calls = json_get(json, "tool_calls"), *sampled = json_get(json, "sampled"),
+                *first = json_get(json, "recipient_first");
     Bytes text = {0};
     if (!reasoning) reasoning = json_string(json, "reasoning");
     if (!role) return fail(e, USAGE, "messages[%d] has no role", i);
@@ -212,8 +213,8 @@ static bool parse_message(Conversation *c, const Chat *chat, const cJSON *messag
         m->recipient_first = true;
     } else if (ok && !strcmp(role, "assistant")) {
         if (reasoning && *reasoning) conversation_add(c, role, "analysis", reasoning, strlen(reasoning));
-        if (cJSON_GetObjectItemCaseSensitive(json, "channel") || recipient ||
-            content_type) /* null: a header without one */
+        bool header = cJSON_GetObjectItemCaseSensitive(json, "channel"); /* null: one without a channel */
+        if (header || recipient || content_type)
             m = conversation_add(c, role, channel, text.data, text.n);
         else if (text.n || !calls)
             m = conversation_add(c, role, calls ? "commentary" : "final", text.data, text.n);
@@ -226,7 +227,7 @@ static bool parse_message(Conversation *c, const Chat *chat, const cJSON *messag
         if (ok && content_type) conversation_set(&m->content_type, content_type);
         if (ok) m->recipient_first = !first || cJSON_IsTrue(first);
     }
-    if (ok && m) parse_sampled(chat, json_get(json, "sampled"), m);
+    if (ok && m && sampled) parse_sampled(chat, sampled, m);
     if (ok && !strcmp(role, "assistant")) ok = parse_calls(c, calls, i, e); /* moves what m points to */
     bytes_free(&text);
     return ok;
@@ -279,6 +280,7 @@ bool conversation_parse(Conversation *c, const Chat *chat, const cJSON *json, Er
     if (c->date && !strcmp(c->date, "none")) conversation_set(&c->date, NULL);
     if (!effort_known(c->effort))
         return fail(e, USAGE, "reasoning_effort should be low, medium or high and is '%.40s'", c->effort);
+    if (channels && !cJSON_IsArray(channels)) return fail(e, USAGE, "channels is not an array");
     if (channels) {
         Bytes all = {0};
         bytes_text(&all, "");

@@ -325,6 +325,7 @@ WRONG = [  # what, the conversation, words of the message
     ("arguments that are an object", {"messages": [HI, {"role": "assistant", "tool_calls": [
         {"function": {"name": "f", "arguments": {}}}]}]}, ["messages[1].tool_calls"]),
     ("unknown effort", {"messages": [HI], "reasoning_effort": "huge"}, ["reasoning_effort", "huge"]),
+    ("channels are a text", {"messages": [HI], "channels": "final"}, ["channels"]),
     ("date is a number", {"messages": [HI], "date": 2025}, ["date"]),
     ("tools are a text", {"messages": [HI], "tools": "f"}, ["tools"]),
     ("a tool without a name", {"messages": [HI], "tools": [{"type": "function", "function": {}}]}, ["tool"]),
