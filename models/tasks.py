@@ -21,32 +21,34 @@ MONTH_DAYS = [31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31]
 FIRST_YEAR, LAST_YEAR = 2000, 2049
 
 WORDS = """able about above acid actor after again agent air album alarm alert alone amber angel angle animal ankle
-answer apple april apron arena arm armor army arrow art ask aunt autumn axe baby back bacon badge bag baker ball bamboo
-banana band bank barn basin basket bath beach bean bear beard bed bee beer bell belt bench berry bike bird biscuit black
-blanket block blood blue board boat body bone book boot border bottle bowl box boy brain branch brave bread breeze brick
-bridge bright broom brown brush bubble bucket build bus bush butter button cabbage cabin cable cake camel camera camp
-canal candle candy canoe car card carpet carrot castle cat cave chain chair chalk cheese cherry chess chest chicken
-child chimney circle city class clay clean cliff clock cloth cloud coast coat coffee coin cold color comb cook cookie
-copper coral corn cotton couch cousin cow crab cream creek crow crown cup curtain dance dark dawn day deer desk diamond
-dinner dish doctor dog doll dolphin donkey door dragon dream dress drink drum duck dust eagle ear earth east egg eight
-elbow engine evening eye face fall farm father feather fence fern field fig finger fire fish flag flame floor flour
-flower flute fly fog food foot forest fork fox frame friend frog fruit garden garlic gate ghost giant gift ginger girl
-glass globe glove goat gold goose grape grass green guitar hair hammer hand happy harbor hat hawk head heart heavy
-helmet hen herb hero hill honey hood hook horn horse hotel hour house ice idea ink iron island jacket jar jelly jewel
-joke juice jump jungle kettle key king kitchen kite kitten knee knife ladder lady lake lamb lamp language leaf lemon
-letter level library light lily lime lion lip little lizard lobster lock log lunch machine magic magnet mango map maple
-marble market mask meadow meat melon metal milk mill mirror money monkey moon morning moss mother motor mountain mouse
-mouth mud muffin museum music nail name napkin neck needle nest net night noodle north nose number nurse nut oak ocean
-office oil olive onion orange otter oven owl page paint palace palm panda paper parrot party path peach pear pebble pen
-pencil penguin people pepper piano picture pig pillow pilot pine pink pirate pizza planet plant plate plum pocket poem
-poet pond pony potato prince pumpkin puppy purple queen quick quiet rabbit radio rain raven red ribbon rice ring river
-road robin robot rock roof room root rope rose round ruler sack saddle sail salad salmon salt sand school sea seed seven
-shadow shark sheep shelf shell ship shirt shoe shop shovel silk silver sister six skin sky sleep small smile smoke snail
-snake snow soap sock sofa soil song soup south spider spoon spring square stairs star station steam stick stone storm
-stove street student sugar summer sun swan sweet sword table tailor tea teacher ten tent theater thread three throat
-ticket tiger toast tomato tooth tower town toy train tree truck trumpet tulip turkey turtle uncle valley vase village
-violin voice wagon wall walnut watch water wave west whale wheat wheel whistle white wind window wine wing winter wolf
-wood wool word world worm yard yellow young zebra zero""".split()
+answer apple april apron arena arm armor army arrow art ask aunt autumn axe baby back bacon badge bag baker ball
+bamboo banana band bank barn basin basket bath beach bean bear beard bed bee beer bell belt bench berry bike bird
+biscuit black blanket block blood blue board boat body bone book boot border bottle bowl box boy brain branch brave
+bread breeze brick bridge bright broom brown brush bubble bucket build bus bush butter button cabbage cabin cable cake
+camel camera camp canal candle candy canoe car card carpet carrot castle cat cave chain chair chalk cheese cherry
+chess chest chicken child chimney circle city class clay clean cliff clock cloth cloud coast coat coffee coin cold
+color comb cook cookie copper coral corn cotton couch cousin cow crab cream creek crow crown cup curtain dance dark
+dawn day deer desk diamond dinner dish doctor dog doll dolphin donkey door dragon dream dress drink drum duck dust
+eagle ear earth east egg eight elbow engine evening eye face fall farm father feather fence fern field fig finger fire
+fish flag flame floor flour flower flute fly fog food foot forest fork fox frame friend frog fruit garden garlic gate
+ghost giant gift ginger girl glass globe glove goat gold goose grape grass green guitar hair hammer hand happy harbor
+hat hawk head heart heavy helmet hen herb hero hill honey hood hook horn horse hotel hour house ice idea ink iron
+island jacket jar jelly jewel joke juice jump jungle kettle key king kitchen kite kitten knee knife ladder lady lake
+lamb lamp language leaf lemon letter level library light lily lime lion lip little lizard lobster lock log lunch
+machine magic magnet mango map maple marble market mask meadow meat melon metal milk mill mirror money monkey moon
+morning moss mother motor mountain mouse mouth mud muffin museum music nail name napkin neck needle nest net night
+noodle north nose number nurse nut oak ocean office oil olive onion orange otter oven owl page paint palace palm panda
+paper parrot party path peach pear pebble pen pencil penguin people pepper piano picture pig pillow pilot pine pink
+pirate pizza planet plant plate plum pocket poem poet pond pony potato prince pumpkin puppy purple queen quick quiet
+rabbit radio rain raven red ribbon rice ring river road robin robot rock roof room root rope rose round ruler sack
+saddle sail salad salmon salt sand school sea seed seven shadow shark sheep shelf shell ship shirt shoe shop shovel
+silk silver sister six skin sky sleep small smile smoke snail snake snow soap sock sofa soil song soup south spider
+spoon spring square stairs star station steam stick stone storm stove street student sugar summer sun swan sweet sword
+table tailor tea teacher ten tent theater thread three throat ticket tiger toast tomato tooth tower town toy train
+tree truck trumpet tulip turkey turtle uncle valley vase village violin voice wagon wall walnut watch water wave west
+whale wheat wheel whistle white wind window wine wing winter wolf wood wool word world worm yard yellow young zebra
+zero strawberry blueberry raspberry chocolate butterfly crocodile elephant watermelon pineapple breakfast adventure
+wonderful telephone furniture dictionary helicopter committee balloon""".split()
 NAMES = """Ada Alan Alice Amy Anna Ben Bob Carl Clara Cleo Dan David Diana Ella Emma Eric Eva Finn Frank Fred Grace Hans
 Helen Henry Ida Ivan Jack Jane John Julia Karl Kate Kim Laura Leo Lena Liam Linus Lisa Lucy Maria Mark Max Mia Mike Nina
 Noah Nora Olga Oscar Otto Paul Peter Rosa Ruth Sam Sara Simon Sofia Theo Tim Tom Uma Vera Victor Wendy Zoe""".split()
@@ -90,7 +92,7 @@ def numbers(rng):
 
 def letters(rng):
     """What looks like a word, or just letters."""
-    n = rng.randint(2, 8)
+    n = rng.choice([2, 3, 4, 5, 6, 7, 8, 8, 9, 10])
     if rng.random() < 0.5:
         some = rng.choice(["abcdefghijklmnopqrstuvwxyz"] * 2 + ["".join(rng.sample("abcdefghijklmnopqrstuvwxyz", 3))])
         return "".join(rng.choice(some) for _ in range(n))
@@ -583,7 +585,7 @@ def greet(rng, held, state):
         who = rng.choice(["", "", "", " tiny", ", tiny", ", model", " friend", ", my friend", " everybody"])
         more = rng.choice(["", "", "", " How are you?", " Nice to see you.", " I am back.", " I have some questions."])
         return rng.choice(GREETINGS), who, rng.choice("!!. ") if not more else rng.choice("!."), more
-    parts = draw(held, make, lambda *key: ("greet", *key))
+    parts = draw(held, make, lambda hello, who, _, more: ("greet", hello, who, more))
     text = "".join(parts).strip()
     return text if held or rng.random() < 0.8 else text.lower(), said_steps("greets me"), HELLO, None
 
@@ -678,7 +680,7 @@ CALCULATES = (add, sub, product)
 
 
 def conversation(rng, kind=None, held=False, effort=None, turns=None, stage=None):
-    """One to four turns, as {messages, tools, reasoning_effort, date} up to the last question, and what should follow:
+    """One to four turns, rarely six, as {messages, tools, reasoning_effort, date} up to the last question, and what should follow:
     a list of (channel, text), in which channel "call" holds arguments and "tool" what the tool says. kind: of the last
     question, a function above or `call`; stage "result": up to the tool's result."""
     kind = kind or rng.choices(list(KINDS), KINDS.values())[0]
@@ -691,7 +693,7 @@ def conversation(rng, kind=None, held=False, effort=None, turns=None, stage=None
     state, messages = {"date": today}, []
     if rng.random() < 0.12:
         messages.append({"role": "system", "content": rng.choice(INSTRUCTIONS)})
-    turns = turns or rng.choices([1, 2, 3, 4], [62, 16, 11, 11])[0]
+    turns = turns or rng.choices([1, 2, 3, 4, 5, 6], [60, 16, 10, 10, 2, 2])[0]
     for i in range(turns):
         last = i == turns - 1
         state["last"] = last

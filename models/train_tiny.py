@@ -374,19 +374,20 @@ class Model:
     def head(self, p, x):
         return F.linear(x.to(self.dtype), p["lm_head.weight"].to(self.dtype)).float()
 
-    def try_compile(self):
-        """torch.compile for the layers, if it works here."""
+    def try_compile(self, tokens):
+        """torch.compile for the layers, for all shapes of batches before training begins, if it works here."""
         torch._dynamo.config.recompile_limit = 64
-        compiled, began = torch.compile(layer), time.time()
-        p = {n: w.to(self.device) for n, w in make_weights(self.c, self.device).items()}
+        began, p = time.time(), make_weights(self.c, self.device)
+        self.layer = torch.compile(layer)
         try:
-            self.layer = compiled
-            ids = torch.zeros(4, LENGTHS[1], dtype=torch.long, device=self.device)
-            self.hidden(p, ids)[0].sum().backward()
-            return f"compiled the first shape in {time.time() - began:.0f} s"
+            for length in LENGTHS:
+                ids = torch.ones(max(tokens // length, 1), length, dtype=torch.long, device=self.device)
+                x, imbalance = self.hidden(stored(p), ids, (ids.flatten() != 0).float())
+                (x.mean() + imbalance).backward()
+            return f"compiled in {time.time() - began:.0f} s"
         except Exception as e:
             self.layer = layer
-            return f"NOT compiled: {type(e).__name__}: {str(e)[:200]}"
+            return f"NOT compiled, {time.time() - began:.0f} s lost: {type(e).__name__}: {str(e)[:200]}"
 
 
 # ---- answering
@@ -521,7 +522,7 @@ def train(args, log):
     p, model = make_weights(config, device), Model(config, device, dtype)
     log(f"{sum(w.numel() for w in p.values()):,} weights on {device}, tokenizer in {time.time() - began:.1f} s")
     if args.compile:
-        log(model.try_compile())
+        log(model.try_compile(args.tokens))
     matrices = [w for n, w in p.items() if w.dim() > 1 and not n.endswith("bias")]
     others = [w for n, w in p.items() if w.dim() == 1 or n.endswith("bias")]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": args.decay}, {"params": others, "weight_decay": 0}],
