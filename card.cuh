@@ -7,9 +7,10 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-constexpr int GROUP = 8;         /* rows that a warp multiplies at once: n of mma.m16n8k16 */
-constexpr int FP4_COLUMNS = 64;  /* of a packed chunk of MXFP4, ... */
-constexpr int FP4_BYTES = 272;   /* ... and its size: GROUP rows in 4.25 bits a weight */
+constexpr int GROUP = 8;        /* rows that a warp multiplies at once: n of mma.m16n8k16 */
+constexpr int FP4_ROWS = 16;    /* of MXFP4: m of mma.m16n8k16; ... */
+constexpr int FP4_COLUMNS = 64; /* ... the columns of a packed chunk ... */
+constexpr int FP4_BYTES = 544;  /* ... and its size: 4.25 bits a weight */
 
 typedef __nv_bfloat16 bf16;
 

@@ -1,28 +1,24 @@
 /* few.cuh: the kernels of a step with at most FEW tokens. Each reads its weights once, in order, and its time is the time to
- * read them: blocks ask for the first of them before the kernel before has ended, and every warp keeps a ring of shared
- * memory full with what comes next, so that no wait for activations leaves the memory idle. */
+ * read them: the last warp of a block, its producer, asks for the first of them before the kernel before has ended and keeps
+ * a ring of shared memory full with what comes next, so that no wait for activations leaves the memory idle. The others
+ * multiply. */
 #ifndef FEW_CUH
 #define FEW_CUH
 
 #include "work.cuh"
 
-constexpr int UNITS = 4; /* groups of 8 rows between two reductions of a block */
+constexpr int MOST_WARPS = 15, MOST_THREADS = (MOST_WARPS + 1) * 32; /* of a block, without and with its producer */
+constexpr int UNITS = 2; /* groups of rows whose sums a warp of down_few keeps */
 
 /* ---- copies that run on their own ---- */
 
-/* A barrier in shared memory through which a warp learns that a copy has arrived. On Hopper the copy engine takes whole
- * rows; before it the lanes copy 16 bytes at a time. */
+/* A barrier in shared memory: `full` ones complete when a copy has arrived, `empty` ones when all readers have. On Hopper the
+ * copy engine takes whole rows; before it the lanes of the producer copy 16 bytes at a time. */
 struct Barrier {
     uint64_t word;
     __device__ unsigned address() { return (unsigned)__cvta_generic_to_shared(&word); }
-    __device__ void init() {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("mbarrier.init.shared::cta.b64 [%0],1;" ::"r"(address()));
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#else
-        asm volatile("mbarrier.init.shared.b64 [%0],32;" ::"r"(address()));
-#endif
-    }
+    __device__ void init(int arrivals) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(address()), "r"(arrivals)); }
+    __device__ void arrive() { asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state,[%0];\n}" ::"r"(address()) : "memory"); }
     __device__ void wait(unsigned parity) {
         unsigned done = 0;
         while (!done)
@@ -32,6 +28,11 @@ struct Barrier {
             asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(done) : "r"(address()), "r"(parity) : "memory");
 #endif
     }
+#if __CUDA_ARCH__ >= 900
+    static constexpr int COPIERS = 1; /* arrivals of copy() */
+#else
+    static constexpr int COPIERS = 32;
+#endif
     /* Asks for rows of `bytes` (a multiple of 16), `from_pitch` apart, to lie `to_pitch` apart. All lanes of a warp call it. */
     __device__ void copy(uint8_t *to, int to_pitch, const uint8_t *from, size_t from_pitch, int rows, int bytes, int lane) {
 #if __CUDA_ARCH__ >= 900
@@ -43,125 +44,141 @@ struct Barrier {
                          "l"(from + lane * from_pitch), "r"(bytes), "r"(address())
                          : "memory");
 #else
-        for (int i = lane; i < rows * (bytes / 16); i += 32) {
-            int row = i / (bytes / 16), at = i % (bytes / 16) * 16;
-            copy_16(to + row * to_pitch + at, from + row * from_pitch + at);
-        }
+        for (int row = 0; row < rows; row++)
+            for (int at = lane * 16; at < bytes; at += 512) copy_16(to + row * to_pitch + at, from + row * from_pitch + at);
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
 #endif
     }
 };
 
+/* The multiplying threads of a block wait for each other; the producer does not. */
+__device__ inline int consumers() { return blockDim.x - 32; }
+__device__ inline void sync_consumers() { asm volatile("bar.sync 1,%0;" ::"r"(consumers()) : "memory"); }
+
 /* ---- how weights are encoded: each type is a row of this table ---- */
 
-/* A chunk is GROUP rows by K columns; a stage of shared memory holds up to `per` chunks that lie side by side. Activations
- * lie in shared memory too, times LIFT, a row a token, `pitch` apart. A Sum collects W x for 8 rows and up to 16 tokens, those
- * whose bits are set. Lane 4g + t works on row g. */
-template <Type T> struct Codec;
-
-struct SumOfTiles { /* as mma leaves it: tokens g and g + 8, rows 2t and 2t + 1 */
-    float c[4] = {};
-    __device__ void add_weighted(const SumOfTiles &s, const float *weight, int lane) { /* weight (FEW) */
-        for (int i = 0; i < 4; i++) c[i] += weight[lane / 4 + i / 2 * 8] * s.c[i];
-    }
-    __device__ void store(float *out, int tokens, int lane) const { /* out (GROUP, tokens) */
-        int g = lane / 4, row = lane % 4 * 2;
-        for (int i = 0; i < 4; i++)
-            if (g + i / 2 * 8 < tokens) out[(row + i % 2) * tokens + g + i / 2 * 8] = c[i];
-    }
+/* Activations of up to FEW tokens in shared memory, times LIFT: a row a token; the tokens whose bit is not set have zeros. */
+template <typename A> struct Rows {
+    const A *x, *zero; /* of the first column of a slice; zero: a slice of zeros */
+    int pitch;
+    unsigned tokens;
+    __device__ const A *row(int t) const { return tokens >> t & 1 ? x + t * pitch : zero; }
 };
 
-/* Eight neighbouring activations of tokens g and g + 8, for mma_eight. */
-__device__ inline void load_rows(const bf16 *x, int pitch, unsigned tokens, int column, int lane, uint4 &low, uint4 &high) {
-    const uint4 zero = {};
-    int g = lane / 4;
-    const bf16 *at = x + g * pitch + column;
-    low = tokens >> g & 1 ? *(const uint4 *)at : zero;
-    high = tokens >> (g + 8) & 1 ? *(const uint4 *)(at + 8 * pitch) : zero;
-}
+/* A chunk is ROWS rows by K columns; a stage of shared memory holds `wide` of them that lie side by side, of which a warp multiplies
+ * at most MOST. A Sum collects W x for these rows. Lane 4g + t works on row g and on eight neighbouring columns. */
+template <Type T> struct Codec;
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
 __host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes % 128 ? 0 : 64); }
 
-template <> struct Codec<BF16> { /* lane: columns 8t .. 8t + 7 */
-    static constexpr int K = 32, MOST = 6, WIDTH = K * 2; /* WIDTH: bytes of a chunk's row */
+template <> struct Codec<BF16> { /* activations are mma's rows, weights its columns */
+    static constexpr int ROWS = GROUP, K = 32, MOST = 3, WIDTH = K * 2; /* WIDTH: bytes of a chunk's row */
     static constexpr float LIFT = 1;
     typedef bf16 Activation;
-    typedef SumOfTiles Sum;
+    struct Sum { /* tokens g and g + 8, rows 2t and 2t + 1 */
+        float c[4] = {};
+        __device__ void store(float *out, int tokens, int lane) const { /* out (ROWS, tokens) */
+            int g = lane / 4, row = lane % 4 * 2;
+            for (int i = 0; i < 4; i++)
+                if (g + i / 2 * 8 < tokens) out[(row + i % 2) * tokens + g + i / 2 * 8] = c[i];
+        }
+        __device__ void add_weighted(const Sum &s, const float *weight, int lane) { /* weight (FEW) */
+            for (int i = 0; i < 4; i++) c[i] += weight[lane / 4 + i / 2 * 8] * s.c[i];
+        }
+    };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride * 2; }
-    __host__ __device__ static constexpr int stage_bytes(int per) { return GROUP * bank_pitch(per * WIDTH); }
-    __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int lane) {
-        full->copy(stage, bank_pitch(per * WIDTH), group + first * WIDTH, row_bytes(stride), GROUP, n * WIDTH, lane);
+    __host__ __device__ static constexpr int stage_bytes(int wide) { return ROWS * bank_pitch(wide * WIDTH); }
+    __device__ static void copy(Barrier *full, uint8_t *stage, int wide, const uint8_t *group, int stride, int first, int n, int lane) {
+        full->copy(stage, bank_pitch(wide * WIDTH), group + first * WIDTH, row_bytes(stride), ROWS, n * WIDTH, lane);
     }
-    __device__ static void add(Sum &sum, const uint8_t *stage, int per, int i, const bf16 *x, int pitch, unsigned tokens, int lane) {
-        uint4 low, high;
-        load_rows(x + i * K, pitch, tokens, lane % 4 * 8, lane, low, high);
-        mma_eight(sum.c, low, high, *(const uint4 *)(stage + lane / 4 * bank_pitch(per * WIDTH) + i * WIDTH + lane % 4 * 16));
+    /* Chunk i of a slice whose first chunk in the stage is `first`. MANY: more than 8 tokens. */
+    template <bool MANY> __device__ static void add(Sum &sum, const uint8_t *stage, int wide, int first, int i, const Rows<bf16> &x, int lane) {
+        int g = lane / 4, at = i * K + lane % 4 * 8;
+        uint4 low = *(const uint4 *)(x.row(g) + at), high = {};
+        if (MANY) high = *(const uint4 *)(x.row(g + 8) + at);
+        mma_eight(sum.c, low, high, *(const uint4 *)(stage + g * bank_pitch(wide * WIDTH) + first * WIDTH + at * 2));
     }
 };
 
-/* MXFP4: 8 rows by 64 columns in 272 bytes. Lane 4g + t has row g, columns 8t .. 8t + 7 of either block of 32, in a word
- * each; behind these 256 bytes lie the scales of rows 2t and 2t + 1 in both blocks, four bytes for each t. A word becomes
- * bf16 times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100, exactly, and the block's scale,
- * stored as the exponent of a float with 26 added, does the rest. */
-__device__ inline float fp4_scale(uint32_t scales, int i) { return __uint_as_float((scales >> 8 * i & 255) << 23); }
+/* MXFP4: a chunk of 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them: columns 8t .. 8t + 7 of either block of 32, of
+ * row g and then of row g + 8, a word each; behind these 512 bytes lie the scales in the same order, four bytes for each g. A
+ * word becomes bf16 times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100, exactly, and the
+ * block's scale, stored as the exponent of a float with 26 added, does the rest. */
+__device__ inline float fp4_scale(uint32_t scales, int i) { return __uint_as_float((i < 3 ? scales << (23 - 8 * i) : scales >> 1) & 0x7F800000); }
 
-template <> struct Codec<MXFP4> {
-    static constexpr int K = FP4_COLUMNS, MOST = 6;
+template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its columns */
+    static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS, MOST = 3;
     static constexpr float LIFT = 0x1p100f;
     typedef bf16 Activation;
-    typedef SumOfTiles Sum;
-    __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / GROUP; }
-    __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_BYTES; }
+    struct Sum { /* rows g and g + 8, tokens 2t and 2t + 1 [0] and those plus 8 [1] */
+        float c[2][4] = {};
+        __device__ void store(float *out, int tokens, int lane) const {
+            for (int i = 0; i < 8; i++) {
+                int row = lane / 4 + i % 4 / 2 * 8, token = lane % 4 * 2 + i % 2 + i / 4 * 8;
+                if (token < tokens) out[row * tokens + token] = c[i / 4][i % 4];
+            }
+        }
+        __device__ void add_weighted(const Sum &s, const float *weight, int lane) {
+            for (int i = 0; i < 8; i++) c[i / 4][i % 4] += weight[lane % 4 * 2 + i % 2 + i / 4 * 8] * s.c[i / 4][i % 4];
+        }
+    };
+    __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
+    __host__ __device__ static constexpr int stage_bytes(int wide) { return wide * FP4_BYTES; }
     __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int lane) {
         full->copy(stage, 0, group + (size_t)first * FP4_BYTES, 0, 1, n * FP4_BYTES, lane);
     }
-    __device__ static void add(Sum &sum, const uint8_t *stage, int, int i, const bf16 *x, int pitch, unsigned tokens, int lane) {
-        uint2 words = *(const uint2 *)(stage + i * FP4_BYTES + lane * 8);
-        uint32_t scales = *(const uint32_t *)(stage + i * FP4_BYTES + 256 + lane % 4 * 4);
-        for (int half = 0; half < 2; half++) {
-            uint4 low, high;
-            float c[4] = {};
-            load_rows(x + i * K, pitch, tokens, half * 32 + lane % 4 * 8, lane, low, high);
-            mma_eight(c, low, high, fp4_to_bf16(half ? words.y : words.x));
-            for (int j = 0; j < 4; j++) sum.c[j] += fp4_scale(scales, half * 2 + j % 2) * c[j];
+    template <bool MANY> __device__ static void add(Sum &sum, const uint8_t *stage, int, int first, int i, const Rows<bf16> &x, int lane) {
+        const uint8_t *chunk = stage + (first + i) * FP4_BYTES;
+        uint4 words = *(const uint4 *)(chunk + lane * 16);
+        uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4);
+        int g = lane / 4, at = i * K + lane % 4 * 8;
+#pragma unroll
+        for (int block = 0; block < 2; block++) {
+            uint4 row = fp4_to_bf16(block ? words.y : words.x), row8 = fp4_to_bf16(block ? words.w : words.z);
+            float scale = fp4_scale(scales, block), scale8 = fp4_scale(scales, 2 + block);
+            auto multiply = [&](float (&to)[4], const bf16 *column) {
+                float c[4];
+                mma_eight_alone(c, row, row8, *(const uint4 *)(column + at + block * 32));
+                to[0] += scale * c[0], to[1] += scale * c[1], to[2] += scale8 * c[2], to[3] += scale8 * c[3];
+            };
+            multiply(sum.c[0], x.row(g));
+            if (MANY) multiply(sum.c[1], x.row(g + 8));
         }
     }
 };
 
-struct SumOfFloats { /* lane 4g + t: row g, its own columns only */
-    float c[FEW] = {};
-    __device__ void add_weighted(const SumOfFloats &s, const float *weight, int) {
-        for (int j = 0; j < FEW; j++) c[j] += weight[j] * s.c[j];
-    }
-    __device__ void store(float *out, int tokens, int lane) const {
-        for (int j = 0; j < FEW; j++) {
-            float sum = c[j];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            if (lane % 4 == 0 && j < tokens) out[lane / 4 * tokens + j] = sum;
-        }
-    }
-};
-
-template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half */
-    static constexpr int K = 32, MOST = 4, WIDTH = K * 4;
+template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
+    static constexpr int ROWS = GROUP, K = 32, MOST = 2, WIDTH = K * 4;
     static constexpr float LIFT = 1;
     typedef float Activation;
-    typedef SumOfFloats Sum;
+    struct Sum { /* row g, its own columns only */
+        float c[FEW] = {};
+        __device__ void store(float *out, int tokens, int lane) const {
+            for (int j = 0; j < FEW; j++) {
+                float sum = c[j];
+                sum += __shfl_xor_sync(~0u, sum, 1);
+                sum += __shfl_xor_sync(~0u, sum, 2);
+                if (lane % 4 == 0 && j < tokens) out[lane / 4 * tokens + j] = sum;
+            }
+        }
+        __device__ void add_weighted(const Sum &s, const float *weight, int) {
+            for (int j = 0; j < FEW; j++) c[j] += weight[j] * s.c[j];
+        }
+    };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride * 4; }
-    __host__ __device__ static constexpr int stage_bytes(int per) { return GROUP * bank_pitch(per * WIDTH); }
-    __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int lane) {
-        full->copy(stage, bank_pitch(per * WIDTH), group + first * WIDTH, row_bytes(stride), GROUP, n * WIDTH, lane);
+    __host__ __device__ static constexpr int stage_bytes(int wide) { return ROWS * bank_pitch(wide * WIDTH); }
+    __device__ static void copy(Barrier *full, uint8_t *stage, int wide, const uint8_t *group, int stride, int first, int n, int lane) {
+        full->copy(stage, bank_pitch(wide * WIDTH), group + first * WIDTH, row_bytes(stride), ROWS, n * WIDTH, lane);
     }
-    __device__ static void add(Sum &sum, const uint8_t *stage, int per, int i, const float *x, int pitch, unsigned tokens, int lane) {
+    template <bool> __device__ static void add(Sum &sum, const uint8_t *stage, int wide, int first, int i, const Rows<float> &x, int lane) {
         for (int half = 0; half < 2; half++) {
             int column = half * 16 + lane % 4 * 4;
-            float4 b = *(const float4 *)(stage + lane / 4 * bank_pitch(per * WIDTH) + i * WIDTH + column * 4);
+            float4 b = *(const float4 *)(stage + lane / 4 * bank_pitch(wide * WIDTH) + (first + i) * WIDTH + column * 4);
 #pragma unroll
             for (int j = 0; j < FEW; j++) {
-                if (!(tokens >> j & 1)) continue;
-                float4 a = *(const float4 *)(x + j * pitch + i * K + column);
+                if (!(x.tokens >> j & 1)) continue;
+                float4 a = *(const float4 *)(x.x + j * x.pitch + i * K + column);
                 sum.c[j] += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
             }
         }
@@ -170,98 +187,135 @@ template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half */
 
 /* ---- streaming weights through a block ---- */
 
-struct Slices { /* how a row's chunks are dealt to the warps of a block: `per` at a time, `parts` times; stages of a ring */
-    int chunks, per, parts, stages;
+struct Slices { /* how a row's chunks are dealt to the warps of a block: `per` at a time, `parts` times */
+    int chunks, per, parts;
+    int stages; /* of the ring */
+    int pass;   /* groups of rows between two reductions */
 };
 
-/* One warp's way through the weights of its block, item by item: an item is its slice (and part) of the columns of 8 rows.
- * The ring holds the next ones. */
+/* A block's way through its weights, item by item: an item is a group of rows, or a part of its columns, in which every warp
+ * has a slice. The producer keeps the ring full. */
 template <Type T> struct Ring {
     typedef Codec<T> C;
     Slices k;
-    int stride, warp, warps, lane, ask_at = 0, take_at = 0;
+    int stride, warps, warp, lane, at = 0;
     unsigned parity = 0;
-    uint8_t *stage; /* (stages) of this warp */
-    Barrier *full;  /* (stages) */
+    uint8_t *stage;        /* (stages) */
+    Barrier *full, *empty; /* (stages) */
 
     static __host__ __device__ size_t bytes(const Slices &k, int warps) { /* in whole lines, for what lies behind */
-        return ((size_t)warps * k.stages * (C::stage_bytes(k.per) + sizeof(Barrier)) + 127) / 128 * 128;
+        return (k.stages * (C::stage_bytes(k.per * warps) + 2 * sizeof(Barrier)) + 127) / 128 * 128;
     }
     __device__ Ring(const Matrix &m, const Slices &k, uint8_t *memory)
-        : k(k), stride(m.stride), warp(threadIdx.x / 32), warps(blockDim.x / 32), lane(threadIdx.x % 32),
-          stage(memory + (size_t)warp * k.stages * C::stage_bytes(k.per)),
-          full((Barrier *)(memory + (size_t)warps * k.stages * C::stage_bytes(k.per)) + warp * k.stages) {
-        if (lane < k.stages) full[lane].init();
-        __syncwarp();
+        : k(k), stride(m.stride), warps(blockDim.x / 32 - 1), warp(threadIdx.x / 32), lane(threadIdx.x % 32), stage(memory),
+          full((Barrier *)(memory + (size_t)k.stages * C::stage_bytes(k.per * warps))), empty(full + k.stages) {
+        if ((int)threadIdx.x < k.stages) full[threadIdx.x].init(Barrier::COPIERS), empty[threadIdx.x].init(warps);
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+        __syncthreads();
     }
-    __device__ int first_chunk(int part) const { return (part * warps + warp) * k.per; }
-    __device__ int chunks(int part) const { return min(k.per, k.chunks - first_chunk(part)); } /* none: not above 0 */
-    __device__ void ask(const uint8_t *group, int part) {
-        int n = chunks(part);
-        if (n <= 0) return;
-        C::copy(full + ask_at, stage + ask_at * C::stage_bytes(k.per), k.per, group, stride, first_chunk(part), n, lane);
-        if (++ask_at == k.stages) ask_at = 0;
+    __device__ bool producing() const { return warp == warps; }
+    __device__ int first_chunk(int part) const { return (part * warps + warp) * k.per; } /* of this warp's slice */
+    __device__ void advance() {
+        if (++at == k.stages) at = 0, parity ^= 1;
     }
-    /* Multiplies the oldest item by activations, of which x is the first column of the slice. */
-    __device__ void take(typename C::Sum &sum, int part, const typename C::Activation *x, int pitch, unsigned tokens) {
-        int n = chunks(part);
-        if (n <= 0) return;
-        const uint8_t *from = stage + take_at * C::stage_bytes(k.per);
-        full[take_at].wait(parity);
+    /* The producer's whole work: locate(item, part) is where the group's weights lie and which part of the columns is meant. */
+    template <class Locate> __device__ void produce(int items, Locate locate) {
+        int wide = k.per * warps;
+        for (int i = 0; i < items; i++) {
+            int part;
+            const uint8_t *group = locate(i, part);
+            if (i >= k.stages) empty[at].wait(parity ^ 1);
+            C::copy(full + at, stage + at * C::stage_bytes(wide), wide, group, stride, part * wide, min(wide, k.chunks - part * wide), lane);
+            advance();
+        }
+#if __CUDA_ARCH__ < 900
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+    }
+    template <bool MANY> __device__ void multiply(typename C::Sum &sum, int n, const Rows<typename C::Activation> &x) {
+        int wide = k.per * warps;
+        const uint8_t *from = stage + at * C::stage_bytes(wide);
+        if (n == C::MOST) {
 #pragma unroll
-        for (int i = 0; i < C::MOST; i++)
-            if (i < n) C::add(sum, from, k.per, i, x, pitch, tokens, lane);
+            for (int i = 0; i < C::MOST; i++) C::template add<MANY>(sum, from, wide, warp * k.per, i, x, lane);
+        } else {
+            for (int i = 0; i < n; i++) C::template add<MANY>(sum, from, wide, warp * k.per, i, x, lane);
+        }
+    }
+    /* Multiplies this warp's slice of the next item by activations, of which x has the columns of the slice. */
+    __device__ void take(typename C::Sum &sum, int part, const Rows<typename C::Activation> &x) {
+        int n = min(k.per, k.chunks - first_chunk(part));
+        full[at].wait(parity);
+        if (x.tokens >> 8)
+            multiply<true>(sum, n, x);
+        else
+            multiply<false>(sum, n, x);
         __syncwarp();
-        if (++take_at == k.stages) take_at = 0, parity ^= 1;
+        if (lane == 0) empty[at].arrive();
+        advance();
     }
 };
 
-/* Adds what the warps of a block found for `units` groups of rows and hands it out in pairs of rows. `partial` is
- * (warps, UNITS, GROUP, tokens). */
-template <class Pair> __device__ void reduce(const float *partial, int units, int tokens, Pair pair) {
-    int warps = blockDim.x / 32;
-    __syncthreads();
-    for (int i = threadIdx.x; i < units * (GROUP / 2) * tokens; i += blockDim.x) {
-        int token = i % tokens, p = i / tokens % (GROUP / 2), unit = i / tokens / (GROUP / 2);
-        const float *at = partial + (unit * GROUP + 2 * p) * tokens + token;
+/* Floats of the partial sums of two passes. */
+__host__ __device__ inline int partial_floats(const Slices &k, int warps, int rows, int tokens) { return 2 * warps * k.pass * rows * tokens; }
+
+/* At the end of a pass, what each warp found for `units` groups of rows lies in `partial` (warps, pass, ROWS, tokens). One warp
+ * adds it up and hands it out in pairs of rows, pair(unit, pair, token, a, b), while the others go on: passes take turns with
+ * two buffers, and a warp that is still adding has not come to the end of the next pass. */
+template <int ROWS, class Pair> __device__ void end_pass(const float *partial, int turn, int pass, int units, int tokens, Pair pair) {
+    int warps = consumers() / 32;
+    sync_consumers();
+    if ((int)threadIdx.x / 32 != turn % warps) return;
+    for (int i = threadIdx.x % 32; i < units * (ROWS / 2) * tokens; i += 32) {
+        int token = i % tokens, p = i / tokens % (ROWS / 2), unit = i / tokens / (ROWS / 2);
+        const float *at = partial + (unit * ROWS + 2 * p) * tokens + token;
         float a = 0, b = 0;
-#pragma unroll 4
-        for (int w = 0; w < warps; w++, at += UNITS * GROUP * tokens) {
+#pragma unroll 5
+        for (int w = 0; w < warps; w++, at += pass * ROWS * tokens) {
             a += at[0];
             b += at[tokens];
         }
         pair(unit, p, token, a, b);
     }
-    __syncthreads();
 }
 
-/* The units (groups of 8 rows) of a block, of `units` in all: every gridDim.x-th. */
+/* The units (groups of rows) of a block, of `units` in all: every gridDim.x-th. */
 __device__ inline int units_of_block(int units) { return (units - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x; }
 __device__ inline int unit_of_block(int i) { return blockIdx.x + i * gridDim.x; }
-/* Rows of a block's units; row i of them is this row of the matrix. */
-__device__ inline int row_of_block(int i) { return unit_of_block(i / GROUP) * GROUP + i % GROUP; }
+/* Row i of a block's units is this row of the matrix. */
+template <Type T> __device__ int row_of_block(int i) { return unit_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS; }
+template <Type T> __device__ int groups_of(int rows) { return (rows + Codec<T>::ROWS - 1) / Codec<T>::ROWS; }
+/* Where group `group` of a matrix begins. */
+template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group) { return m.data + (size_t)group * Codec<T>::ROWS * Codec<T>::row_bytes(m.stride); }
 
-/* Asks for the first items of a block's units; locate(unit) is where the weights of its unit lie. */
-template <Type T, class Locate> __device__ void begin_rows(Ring<T> &ring, int units, Locate locate) {
-    for (int i = 0; i < min(ring.k.stages, units * ring.k.parts); i++) ring.ask(locate(i / ring.k.parts), i % ring.k.parts);
+/* The producer's part of stream_rows; group_of(unit) is where the weights of a block's unit lie. */
+template <Type T, class Group> __device__ void produce_rows(Ring<T> &ring, int units, Group group_of) {
+    ring.produce(units * ring.k.parts, [&](int item, int &part) {
+        part = item % ring.k.parts;
+        return group_of(item / ring.k.parts);
+    });
 }
 
-/* All units of a block, in passes of UNITS: multiply, add up, pair(unit, pair, token, a, b). */
-template <Type T, class Locate, class Pair>
-__device__ void stream_rows(Ring<T> &ring, int units, const typename Codec<T>::Activation *x, int pitch, int tokens, float *partial, Locate locate, Pair pair) {
-    int parts = ring.k.parts, ahead = ring.k.stages;
-    for (int first = 0; first < units; first += UNITS) {
-        int n = min(UNITS, units - first);
+/* All units of a block. */
+template <Type T, class Pair>
+__device__ void stream_rows(Ring<T> &ring, int units, Rows<typename Codec<T>::Activation> x, int tokens, float *partial, Pair pair) {
+    constexpr int ROWS = Codec<T>::ROWS;
+    int pass = ring.k.pass;
+    const auto *columns = x.x;
+    for (int first = 0, turn = 0; first < units; first += pass, turn++) {
+        float *of_pass = partial + turn % 2 * (ring.warps * pass * ROWS * tokens);
+        int n = min(pass, units - first);
         for (int u = 0; u < n; u++) {
             typename Codec<T>::Sum sum;
-            for (int part = 0; part < parts; part++) {
-                ring.take(sum, part, x + ring.first_chunk(part) * Codec<T>::K, pitch, (1u << tokens) - 1);
-                int next = (first + u) * parts + part + ahead;
-                if (next < units * parts) ring.ask(locate(next / parts), next % parts);
+            for (int part = 0; part < ring.k.parts; part++) {
+                x.x = columns + ring.first_chunk(part) * Codec<T>::K;
+                ring.take(sum, part, x);
             }
-            sum.store(partial + (ring.warp * UNITS + u) * GROUP * tokens, tokens, ring.lane);
+            sum.store(of_pass + (ring.warp * pass + u) * ROWS * tokens, tokens, ring.lane);
         }
-        reduce(partial, n, tokens, [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
+        end_pass<ROWS>(of_pass, turn, pass, n, tokens, [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
     }
 }
 
@@ -269,37 +323,6 @@ __device__ void stream_rows(Ring<T> &ring, int units, const typename Codec<T>::A
 template <Type T> __host__ __device__ constexpr int pitch_of(int stride) {
     int size = sizeof(typename Codec<T>::Activation);
     return bank_pitch(stride * size) / size;
-}
-
-/* Puts RMSNorm(x) * weight of some rows of x (rows, dim) into shared memory; scale_of, if given, receives
- * 1 / sqrt(mean + eps) of each. */
-template <Type T>
-__device__ void stage_normed(typename Codec<T>::Activation *out, int stride, const float *x, const int *row, int rows, const float *weight, int dim,
-                             float eps, float *scale_of, float *scratch) {
-    constexpr int HELD = 12; /* values a thread keeps; more are read again */
-    int pitch = pitch_of<T>(stride);
-    for (int r = 0; r < rows; r++) {
-        const float *from = x + (size_t)(row ? row[r] : r) * dim;
-        float held[HELD], sum = 0;
-#pragma unroll
-        for (int i = 0; i < HELD; i++) {
-            int at = threadIdx.x + i * blockDim.x;
-            held[i] = at < dim ? __ldcg(from + at) : 0;
-            sum += held[i] * held[i];
-        }
-        for (int at = threadIdx.x + HELD * blockDim.x; at < dim; at += blockDim.x) sum += __ldcg(from + at) * __ldcg(from + at);
-        float scale = rsqrtf(block_sum(sum, scratch) / dim + eps);
-        if (scale_of && threadIdx.x == 0) scale_of[r] = scale;
-        scale *= Codec<T>::LIFT;
-#pragma unroll
-        for (int i = 0; i < HELD; i++) {
-            int at = threadIdx.x + i * blockDim.x;
-            if (at < stride) out[r * pitch + at] = at < dim ? held[i] * scale * weight[at] : 0.f;
-        }
-        for (int at = threadIdx.x + HELD * blockDim.x; at < stride; at += blockDim.x)
-            out[r * pitch + at] = at < dim ? __ldcg(from + at) * scale * weight[at] : 0.f;
-    }
-    __syncthreads();
 }
 
 /* Shared memory of the ..._few kernels, dealt out from the front. */
@@ -310,7 +333,55 @@ struct Memory {
         at += (n * sizeof(U) + 15) / 16 * 16;
         return p;
     }
+    template <typename U> __device__ U *take_zeros(int n) {
+        U *p = take<U>(n);
+        for (int i = threadIdx.x; i < n; i += blockDim.x) p[i] = (U)0;
+        return p;
+    }
 };
+
+__device__ inline void prefetch(const float *p, int n) {
+    for (int i = threadIdx.x * 32; i < n; i += blockDim.x * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + i));
+}
+
+/* RMSNorm of rows of x (..., dim) for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
+ * weight goes to out (rows, pitch); what is multiplied by it has to be multiplied by scale[row] = 1 / sqrt(mean + eps), which
+ * is there after the next barrier. square (rows, warps) is scratch: a row is cut into as many parts as there are warps, whoever
+ * adds them up, so that its sum does not depend on how many rows there are. */
+template <Type T>
+__device__ void stage_normed(typename Codec<T>::Activation *out, int stride, const float *x, const int *row, int rows, const float *weight, int dim, float eps,
+                             float *square, float *scale) {
+    constexpr int STEP = 6; /* values on the way at once */
+    int pitch = pitch_of<T>(stride), warps = consumers() / 32, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x / 32; i < rows * warps; i += warps) {
+        int r = i / warps, part = i % warps;
+        const float *from = x + (size_t)(row ? row[r] : r) * dim;
+        float sum = 0;
+        for (int base = part * 32 + lane; base < stride; base += STEP * warps * 32) {
+            float value[STEP], times[STEP];
+#pragma unroll
+            for (int k = 0; k < STEP; k++) {
+                int at = base + k * warps * 32;
+                value[k] = at < dim ? __ldcg(from + at) : 0;
+                times[k] = at < dim ? weight[at] : 0;
+            }
+#pragma unroll
+            for (int k = 0; k < STEP; k++) {
+                int at = base + k * warps * 32;
+                sum += value[k] * value[k];
+                if (at < stride) out[r * pitch + at] = value[k] * times[k] * Codec<T>::LIFT;
+            }
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) square[i] = sum;
+    }
+    sync_consumers();
+    if ((int)threadIdx.x < rows) {
+        float sum = 0;
+        for (int i = 0; i < warps; i++) sum += square[threadIdx.x * warps + i];
+        scale[threadIdx.x] = rsqrtf(sum / dim + eps);
+    }
+}
 
 /* ---- the kernels, in the order of a layer ---- */
 
@@ -329,28 +400,35 @@ __global__ void embed(Work w, Step s, Matrix table) {
 }
 
 /* q, k, v = W RMSNorm(x) + bias; RoPE; k and v to the cache. */
-template <Type T> __global__ void __launch_bounds__(320, 2) qkv_few(Work w, Step s, Block l, Slices slices, int tokens) {
+template <Type T> __global__ void __launch_bounds__(MOST_THREADS, 2) qkv_few(Work w, Step s, Block l, Slices slices, int tokens) {
     extern __shared__ __align__(128) uint8_t memory[];
     typedef typename Codec<T>::Activation Activation;
     const Matrix &m = l.qkv;
-    int warps = blockDim.x / 32, units = units_of_block(m.rows / GROUP), half = w.head_dim / 2, pitch = pitch_of<T>(m.stride);
-    Ring<T> ring(m, slices, memory);
-    auto locate = [&](int i) { return m.data + (size_t)unit_of_block(i) * GROUP * Codec<T>::row_bytes(m.stride); };
+    int units = units_of_block(groups_of<T>(m.rows)), half = w.head_dim / 2, pitch = pitch_of<T>(m.stride);
     launch_next();
-    begin_rows<T>(ring, units, locate);
-    Memory from = {memory + Ring<T>::bytes(slices, warps)};
-    Activation *x = from.take<Activation>(tokens * pitch);
-    float *partial = from.take<float>(warps * UNITS * GROUP * tokens), *scratch = from.take<float>(33), *bias = from.take<float>(units * GROUP);
+    Ring<T> ring(m, slices, memory);
+    if (ring.producing()) {
+        produce_rows(ring, units, [&](int i) { return group_at<T>(m, unit_of_block(i)); });
+        return;
+    }
+    prefetch(l.attn_norm, w.dim);
+    Memory from = {memory + Ring<T>::bytes(slices, ring.warps)};
+    Activation *x = from.take<Activation>(tokens * pitch), *zero = from.take_zeros<Activation>(slices.per * Codec<T>::K);
+    float *partial = from.take<float>(partial_floats(slices, ring.warps, Codec<T>::ROWS, tokens)), *square = from.take<float>(tokens * ring.warps);
+    float *scale = from.take<float>(FEW), *bias = from.take<float>(units * Codec<T>::ROWS);
     float2 *turn = from.take<float2>(tokens * half);
     int *position = from.take<int>(tokens), *page = from.take<int>(tokens);
-    for (int i = threadIdx.x; i < units * GROUP; i += blockDim.x) bias[i] = m.bias ? m.bias[row_of_block(i)] : 0;
-    for (int i = threadIdx.x; i < tokens * half; i += blockDim.x) turn[i] = w.turn[(size_t)s.position[i / half] * half + i % half];
-    for (int i = threadIdx.x; i < tokens; i += blockDim.x) position[i] = s.position[i], page[i] = page_of(s, s.seq[i], s.position[i]);
+    for (int i = threadIdx.x; i < units * Codec<T>::ROWS; i += consumers()) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
+    for (int t = ring.warp; t < tokens; t += ring.warps) {
+        int p = s.position[t];
+        for (int i = ring.lane; i < half; i += 32) turn[t * half + i] = w.turn[(size_t)p * half + i];
+        if (ring.lane == 0) position[t] = p, page[t] = page_of(s, s.seq[t], p);
+    }
     wait_previous();
-    stage_normed<T>(x, m.stride, w.x, NULL, tokens, l.attn_norm, w.dim, w.eps, NULL, scratch);
-    stream_rows<T>(ring, units, x, pitch, tokens, partial, locate, [&](int unit, int p, int t, float a, float b) {
-        int i = unit * GROUP + 2 * p, r = row_of_block(i);
-        store_qkv<Activation>(w, t, position[t], page[t], r, a + bias[i], b + bias[i + 1], turn[t * half + r / 2 % half]);
+    stage_normed<T>(x, m.stride, w.x, NULL, tokens, l.attn_norm, w.dim, w.eps, square, scale);
+    stream_rows(ring, units, {x, zero, pitch, (1u << tokens) - 1}, tokens, partial, [&](int unit, int p, int t, float a, float b) {
+        int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
+        store_qkv<Activation>(w, t, position[t], page[t], r, a * scale[t] + bias[i], b * scale[t] + bias[i + 1], turn[t * half + r / 2 % half]);
     });
 }
 
@@ -433,162 +511,195 @@ template <int D> __global__ void __launch_bounds__(256) attention_few(Work w, St
 }
 
 /* x += W attn + bias; and, since the router's logits are linear in x but for the norm's common factor, each block adds what
- * its rows of x contribute to them. */
-template <Type T> __global__ void __launch_bounds__(320, 2) o_few(Work w, Block l, Slices slices, int tokens) {
+ * its rows of x contribute to them, and writes down the sum of their squares. */
+template <Type T> __global__ void __launch_bounds__(MOST_THREADS, 2) o_few(Work w, Block l, Slices slices, int tokens) {
     extern __shared__ __align__(128) uint8_t memory[];
     typedef typename Codec<T>::Activation Activation;
     const Matrix &m = l.o;
-    int warps = blockDim.x / 32, units = units_of_block((w.dim + GROUP - 1) / GROUP), rows = units * GROUP, pitch = pitch_of<T>(m.stride);
-    int experts = l.router.rows ? w.n_experts : 0, each = 16 / sizeof(Activation), chunks = m.stride / each;
-    Ring<T> ring(m, slices, memory);
-    auto locate = [&](int i) { return m.data + (size_t)unit_of_block(i) * GROUP * Codec<T>::row_bytes(m.stride); };
+    int units = units_of_block(groups_of<T>(w.dim)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride);
+    int experts = l.router.rows ? w.n_experts : 0, each = 16 / sizeof(Activation), pieces = m.stride / each;
     launch_next();
-    begin_rows<T>(ring, units, locate);
-    Memory from = {memory + Ring<T>::bytes(slices, warps)};
-    Activation *x = from.take<Activation>(tokens * pitch);
-    float *partial = from.take<float>(warps * UNITS * GROUP * tokens), *own = from.take<float>(rows * tokens), *columns = from.take<float>(rows * experts);
-    for (int i = threadIdx.x; i < rows * experts; i += blockDim.x) {
-        int r = row_of_block(i / experts);
-        columns[i] = r < w.dim ? l.router_columns[(size_t)r * experts + i % experts] : 0;
+    Ring<T> ring(m, slices, memory);
+    if (ring.producing()) {
+        produce_rows(ring, units, [&](int i) { return group_at<T>(m, unit_of_block(i)); });
+        return;
+    }
+    Memory from = {memory + Ring<T>::bytes(slices, ring.warps)};
+    Activation *x = from.take<Activation>(tokens * pitch), *zero = from.take_zeros<Activation>(slices.per * Codec<T>::K);
+    float *partial = from.take<float>(partial_floats(slices, ring.warps, Codec<T>::ROWS, tokens)), *own = from.take<float>(rows * tokens);
+    float *columns = from.take<float>(rows * experts);
+    for (int i = ring.warp; i < rows; i += ring.warps) {
+        int r = row_of_block<T>(i);
+        for (int e = ring.lane; e < experts; e += 32) columns[i * experts + e] = r < w.dim ? l.router_columns[(size_t)r * experts + e] : 0;
     }
     wait_previous();
-    for (int i = threadIdx.x; i < tokens * chunks; i += blockDim.x)
-        copy_16(x + i / chunks * pitch + i % chunks * each, (const Activation *)w.attn + (size_t)(i / chunks) * w.attn_pitch + i % chunks * each);
+    for (int t = 0; t < tokens; t++)
+        for (int i = threadIdx.x; i < pieces; i += consumers()) copy_16(x + t * pitch + i * each, (const Activation *)w.attn + (size_t)t * w.attn_pitch + i * each);
     copies_end();
-    for (int i = threadIdx.x; i < rows * tokens; i += blockDim.x) {
-        int r = row_of_block(i / tokens);
+    for (int i = threadIdx.x; i < rows * tokens; i += consumers()) {
+        int r = row_of_block<T>(i / tokens);
         own[i] = r < w.dim ? __ldcg(w.x + (size_t)(i % tokens) * w.dim + r) + (m.bias ? m.bias[r] : 0) : 0;
     }
     copies_done<0>();
-    __syncthreads();
-    stream_rows<T>(ring, units, x, pitch, tokens, partial, locate, [&](int unit, int p, int t, float a, float b) {
+    sync_consumers();
+    stream_rows(ring, units, {x, zero, pitch, (1u << tokens) - 1}, tokens, partial, [&](int unit, int p, int t, float a, float b) {
         for (int i = 0; i < 2; i++) {
-            int at = unit * GROUP + 2 * p + i, r = row_of_block(at);
-            own[at * tokens + t] += i ? b : a;
-            if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t];
+            int at = unit * Codec<T>::ROWS + 2 * p + i, r = row_of_block<T>(at);
+            if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] += i ? b : a;
         }
     });
-    for (int i = threadIdx.x / 8; i < tokens * experts; i += blockDim.x / 8) { /* eight lanes for a token and an expert */
+    sync_consumers();
+    for (int i = threadIdx.x / 8; i < tokens * experts; i += consumers() / 8) { /* eight lanes for a token and an expert */
         int t = i / experts, e = i % experts;
         float sum = 0;
-        for (int r = threadIdx.x % 8; r < rows; r += 8) sum += r < rows && row_of_block(r) < w.dim ? own[r * tokens + t] * columns[r * experts + e] : 0;
-        for (int o = 4; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+        for (int r = threadIdx.x % 8; r < rows; r += 8) sum += own[r * tokens + t] * columns[r * experts + e];
+        for (int o = 4; o; o >>= 1) sum += __shfl_xor_sync(255u << (ring.lane & 24), sum, o);
         long long steps = __float2ll_rn(sum * (1 / ROUTER_STEP));
         if (threadIdx.x % 8 == 0) atomicAdd((unsigned long long *)&w.router_sum[((size_t)w.layer * FEW + t) * experts + e], (unsigned long long)steps);
+    }
+    for (int t = ring.warp; t < tokens; t += ring.warps) {
+        float sum = 0;
+        for (int r = ring.lane; r < rows; r += 32) sum += own[r * tokens + t] * own[r * tokens + t];
+        sum = warp_sum(sum);
+        if (ring.lane == 0) w.square[t * w.blocks + blockIdx.x] = sum;
     }
 }
 
 /* The experts that any token chose, in ascending order, with each token's weight for them (0: not chosen), which of its
- * choices it was, and the set of these tokens. In shared memory; filled by one warp. */
+ * choices it was, and the set of these tokens. In shared memory. */
 struct Active {
     int *n, *expert;  /* [0]; (n) */
     unsigned *tokens; /* (n) */
     float *weight;    /* (n, FEW) */
     int *choice;      /* (n, FEW) */
+    unsigned *chosen; /* (n_experts / 32) a bit an expert */
 
-    __device__ Active(float *memory, int most)
-        : n((int *)memory), expert(n + 4), tokens((unsigned *)(expert + most)), weight((float *)(tokens + most)), choice((int *)(weight + most * FEW)) {}
     static __host__ __device__ int most(int n_experts, int top_k, int tokens) { return min(n_experts, top_k * tokens); }
-    static __host__ __device__ int floats(int most) { return 4 + most * (2 + 2 * FEW); }
-    __device__ void fill(int n_experts, int top_k, const int *experts, const float *weights, int all, int lane) { /* (all, top_k) */
-        int places = 0, pairs = all * top_k;
-        for (int base = 0; base < n_experts; base += 32) {
-            bool chosen = false;
-            for (int i = 0; i < pairs; i++) chosen |= experts[i] == base + lane;
-            unsigned some = __ballot_sync(~0u, chosen);
-            if (chosen) expert[places + __popc(some & ((1u << lane) - 1))] = base + lane;
-            places += __popc(some);
-        }
-        for (int i = lane; i < places * FEW; i += 32) weight[i] = 0;
-        for (int i = lane; i < places; i += 32) tokens[i] = 0;
-        __syncwarp();
-        for (int i = lane; i < pairs; i += 32) {
-            int place = 0;
-            while (expert[place] != experts[i]) place++;
-            weight[place * FEW + i / top_k] = weights[i];
-            choice[place * FEW + i / top_k] = i % top_k;
-            atomicOr(&tokens[place], 1u << i / top_k);
-        }
-        if (lane == 0) *n = places;
+    static __host__ __device__ int floats(int n_experts, int most) { return 4 + most * (2 + 2 * FEW) + (n_experts + 31) / 32; }
+    /* All zero; memory has floats(). */
+    __device__ Active(float *memory, int n_experts, int most)
+        : n((int *)memory), expert(n + 4), tokens((unsigned *)(expert + most)), weight((float *)(tokens + most)), choice((int *)(weight + most * FEW)),
+          chosen((unsigned *)(choice + most * FEW)) {
+        for (int i = threadIdx.x; i < floats(n_experts, most); i += blockDim.x) memory[i] = 0;
+    }
+    __device__ int place(int e) const { /* how many were chosen before it */
+        int before = __popc(chosen[e / 32] & ((1u << e % 32) - 1));
+        for (int i = 0; i < e / 32; i++) before += __popc(chosen[i]);
+        return before;
     }
 };
 
-/* Router, top-k and the activations of the chosen experts (dense: of the one there is). Every block finds the choices for
- * itself from what o_few has added up; the first writes them down for down_few. */
-template <Type T> __global__ void __launch_bounds__(320, 2) up_few(Work w, Block l, Slices slices, int tokens) {
+/* What each token chose, (tokens, top_k), and `active` from it: every block finds it for itself from what the blocks of o_few
+ * have added up. All threads call it; everything is there when it returns. The last warps begin: others have more to do. */
+__device__ inline void choose(const Work &w, const Block &l, int tokens, float *logit, int *experts, float *weights, Active &active) {
+    int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+    for (int t = warps - 1 - threadIdx.x / 32; t < tokens; t += warps) {
+        float squares = 0, weight = 1, *mine = logit + t * w.n_experts;
+        int expert = 0;
+        for (int e = lane; e < w.n_experts && l.router.rows; e += 32) mine[e] = (float)__ldcg(w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts + e);
+#pragma unroll 5
+        for (int i = lane; i < w.blocks; i += 32) squares += __ldcg(w.square + t * w.blocks + i);
+        float factor = rsqrtf(warp_sum(squares) / w.dim + w.eps) * ROUTER_STEP;
+        for (int e = lane; e < w.n_experts; e += 32) mine[e] = mine[e] * factor + (l.router.bias ? l.router.bias[e] : 0);
+        __syncwarp();
+        if (l.router.rows) route(mine, w.n_experts, w.top_k, lane, expert, weight);
+        if (lane >= w.top_k) continue;
+        experts[t * w.top_k + lane] = expert, weights[t * w.top_k + lane] = weight;
+        atomicOr(&active.chosen[expert / 32], 1u << expert % 32);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < tokens * w.top_k; i += blockDim.x) {
+        int t = i / w.top_k, place = active.place(experts[i]);
+        active.expert[place] = experts[i];
+        active.weight[place * FEW + t] = weights[i];
+        active.choice[place * FEW + t] = i % w.top_k;
+        atomicOr(&active.tokens[place], 1u << t);
+        atomicMax(active.n, place + 1);
+    }
+    __syncthreads();
+}
+
+/* Router, top-k and the activations of the chosen experts (dense: of the one there is). */
+template <Type T> __global__ void __launch_bounds__(MOST_THREADS, 2) up_few(Work w, Block l, Slices slices, int tokens) {
     extern __shared__ __align__(128) uint8_t memory[];
     typedef typename Codec<T>::Activation Activation;
+    constexpr int ROWS = Codec<T>::ROWS;
     const Matrix &m = l.up;
-    int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, most = Active::most(w.n_experts, w.top_k, tokens);
-    int groups = m.rows / GROUP, pitch = pitch_of<T>(m.stride);
+    int most = Active::most(w.n_experts, w.top_k, tokens), groups = groups_of<T>(m.rows), pitch = pitch_of<T>(m.stride);
     Ring<T> ring(m, slices, memory);
-    Memory from = {memory + Ring<T>::bytes(slices, warps)};
-    Activation *x = from.take<Activation>(tokens * pitch);
-    float *partial = from.take<float>(warps * UNITS * GROUP * tokens), *scratch = from.take<float>(33), *scale = from.take<float>(FEW);
+    Memory from = {memory + Ring<T>::bytes(slices, ring.warps)};
+    Activation *x = from.take<Activation>(tokens * pitch), *zero = from.take_zeros<Activation>(slices.per * Codec<T>::K);
+    float *partial = from.take<float>(partial_floats(slices, ring.warps, ROWS, tokens)), *square = from.take<float>(tokens * ring.warps), *scale = from.take<float>(FEW);
     float *logit = from.take<float>(tokens * w.n_experts), *weights = from.take<float>(tokens * w.top_k);
     int *experts = from.take<int>(tokens * w.top_k);
-    Active active(from.take<float>(Active::floats(most)), most);
-    float *bias = from.take<float>(units_of_block(most * groups) * GROUP);
-    launch_next();
+    Active active(from.take<float>(Active::floats(w.n_experts, most)), w.n_experts, most);
+    float *bias = from.take<float>(units_of_block(most * groups) * ROWS);
+    __syncthreads(); /* active is all zero */
+    prefetch(l.ffn_norm, w.dim);
+    if (l.router.bias) prefetch(l.router.bias, w.n_experts);
     wait_previous();
-    stage_normed<T>(x, m.stride, w.x, NULL, tokens, l.ffn_norm, w.dim, w.eps, scale, scratch);
-    for (int i = threadIdx.x; i < tokens * w.n_experts && l.router.rows; i += blockDim.x) {
-        int t = i / w.n_experts, e = i % w.n_experts;
-        long long sum = __ldcg(&w.router_sum[((size_t)w.layer * FEW + t) * w.n_experts + e]);
-        logit[i] = (float)sum * (scale[t] * ROUTER_STEP) + (l.router.bias ? l.router.bias[e] : 0);
-    }
-    __syncthreads();
-    for (int t = warp; t < tokens; t += warps) {
-        int expert = 0;
-        float weight = 1;
-        if (l.router.rows) route(logit + t * w.n_experts, w.n_experts, w.top_k, lane, expert, weight);
-        if (lane >= w.top_k) continue;
-        experts[t * w.top_k + lane] = expert;
-        weights[t * w.top_k + lane] = weight;
-        if (blockIdx.x == 0) w.expert[t * w.top_k + lane] = expert, w.weight[t * w.top_k + lane] = weight;
-    }
-    __syncthreads();
-    if (warp == 0) active.fill(w.n_experts, w.top_k, experts, weights, tokens, lane);
-    __syncthreads();
-    auto expert_of = [&](int unit) { return active.expert[unit_of_block(unit) / groups]; };
-    auto row_in_expert = [&](int unit) { return unit_of_block(unit) % groups * GROUP; };
-    auto locate = [&](int i) { return m.data + (size_t)expert_of(i) * m.bytes + (size_t)row_in_expert(i) * Codec<T>::row_bytes(m.stride); };
+    launch_next(); /* not before: down_few begins with what o_few left */
+    if (!ring.producing()) stage_normed<T>(x, m.stride, w.x, NULL, tokens, l.ffn_norm, w.dim, w.eps, square, scale);
+    choose(w, l, tokens, logit, experts, weights, active);
     int units = units_of_block(*active.n * groups);
-    begin_rows<T>(ring, units, locate);
-    for (int i = threadIdx.x; i < units * GROUP; i += blockDim.x)
-        bias[i] = m.bias ? m.bias[(size_t)expert_of(i / GROUP) * m.rows + row_in_expert(i / GROUP) + i % GROUP] : 0;
-    stream_rows<T>(ring, units, x, pitch, tokens, partial, locate, [&](int unit, int p, int t, float gate, float up) {
-        int place = unit_of_block(unit) / groups, i = unit * GROUP + 2 * p, at = (row_in_expert(unit) + 2 * p) / 2;
+    auto expert_of = [&](int i) { return active.expert[unit_of_block(i) / groups]; };
+    if (ring.producing()) {
+        produce_rows(ring, units, [&](int i) { return group_at<T>(m, unit_of_block(i) % groups) + expert_of(i) * m.bytes; });
+        return;
+    }
+    for (int i = threadIdx.x; i < units * ROWS; i += consumers()) {
+        int row = unit_of_block(i / ROWS) % groups * ROWS + i % ROWS;
+        bias[i] = m.bias && row < m.rows ? m.bias[(size_t)expert_of(i / ROWS) * m.rows + row] : 0;
+    }
+    for (int i = threadIdx.x; i < tokens * w.top_k && blockIdx.x == 0; i += consumers()) w.expert[i] = experts[i], w.weight[i] = weights[i];
+    sync_consumers();
+    stream_rows(ring, units, {x, zero, pitch, (1u << tokens) - 1}, tokens, partial, [&](int unit, int p, int t, float gate, float up) {
+        int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
         if (!(active.tokens[place] >> t & 1) || at >= w.ffn_dim) return;
         size_t choice = (size_t)t * w.top_k + active.choice[place * FEW + t];
-        ((Activation *)w.act_out)[choice * w.act_pitch + at] = (Activation)(swiglu(w, gate + bias[i], up + bias[i + 1]) * w.act_lift);
+        ((Activation *)w.act_out)[choice * w.act_pitch + at] = (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
     });
 }
 
 /* x += the weighted sum of the chosen experts' W act + bias. A block owns its rows of x, so it reads these rows of every
- * active expert; each warp copies its own columns of the activations, the next expert's while it multiplies. */
-template <Type T> __global__ void __launch_bounds__(320, 2) down_few(Work w, Block l, Slices slices, int tokens) {
+ * active expert; each warp copies its own columns of the activations, the next expert's while it multiplies. o_few has ended
+ * when this begins (see up_few), so the experts are known and their weights on the way before up_few ends. */
+template <Type T> __global__ void __launch_bounds__(MOST_THREADS, 2) down_few(Work w, Block l, Slices slices, int tokens) {
     extern __shared__ __align__(128) uint8_t memory[];
     typedef Codec<T> C;
     typedef typename C::Activation Activation;
     const Matrix &m = l.down;
-    int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, most = Active::most(w.n_experts, w.top_k, tokens);
-    int units = units_of_block((w.dim + GROUP - 1) / GROUP), rows = units * GROUP, buffers = tokens > 8 ? 1 : 2, width = slices.per * C::K;
-    int pitch = pitch_of<T>(width), each = 16 / sizeof(Activation);
-    Ring<T> ring(m, slices, memory);
-    Memory from = {memory + Ring<T>::bytes(slices, warps)};
-    Activation *x = from.take<Activation>(warps * buffers * tokens * pitch) + warp * buffers * tokens * pitch; /* of this warp */
-    float *partial = from.take<float>(warps * UNITS * GROUP * tokens), *own = from.take<float>(rows * tokens), *weights = from.take<float>(tokens * w.top_k);
-    int *experts = from.take<int>(tokens * w.top_k);
-    Active active(from.take<float>(Active::floats(most)), most);
+    int most = Active::most(w.n_experts, w.top_k, tokens), units = units_of_block(groups_of<T>(w.dim)), rows = units * C::ROWS, pass = slices.pass;
+    int buffers = tokens > 8 ? 1 : 2, width = slices.per * C::K, pitch = pitch_of<T>(width), each = 16 / sizeof(Activation);
     launch_next();
-    wait_previous();
-    for (int i = threadIdx.x; i < tokens * w.top_k; i += blockDim.x) experts[i] = __ldcg(w.expert + i), weights[i] = __ldcg(w.weight + i);
-    __syncthreads();
-    if (warp == 0) active.fill(w.n_experts, w.top_k, experts, weights, tokens, lane);
-    __syncthreads();
+    Ring<T> ring(m, slices, memory);
+    int warps = ring.warps, warp = ring.warp, lane = ring.lane;
+    Memory from = {memory + Ring<T>::bytes(slices, warps)};
+    Activation *zero = from.take_zeros<Activation>(width), *x = from.take<Activation>(warps * buffers * tokens * pitch) + warp * buffers * tokens * pitch; /* of this warp */
+    float *partial = from.take<float>(partial_floats(slices, warps, C::ROWS, tokens)), *own = from.take<float>(rows * tokens), *weights = from.take<float>(tokens * w.top_k);
+    float *logit = from.take<float>(tokens * w.n_experts);
+    int *experts = from.take<int>(tokens * w.top_k);
+    Active active(from.take<float>(Active::floats(w.n_experts, most)), w.n_experts, most);
+    __syncthreads(); /* active is all zero */
+    choose(w, l, tokens, logit, experts, weights, active);
     int slices_all = *active.n * slices.parts; /* a slice: an expert's part of the columns */
-    auto locate = [&](int place, int unit) { return m.data + (size_t)active.expert[place] * m.bytes + (size_t)unit_of_block(unit) * GROUP * C::row_bytes(m.stride); };
+    if (ring.producing()) { /* pass by pass: expert by expert, part by part, unit by unit */
+        ring.produce(units * slices_all, [&](int item, int &part) {
+            int first = item / (pass * slices_all) * pass, n = min(pass, units - first);
+            item -= first * slices_all;
+            part = item / n % slices.parts;
+            return group_at<T>(m, unit_of_block(first + item % n)) + active.expert[item / n / slices.parts] * m.bytes;
+        });
+        return;
+    }
+    for (int i = threadIdx.x; i < rows * tokens; i += consumers()) {
+        int r = row_of_block<T>(i / tokens), t = i % tokens;
+        float sum = r < w.dim ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
+#pragma unroll 4
+        for (int place = 0; place < *active.n; place++) sum += active.weight[place * FEW + t] * (m.bias && r < w.dim ? m.bias[(size_t)active.expert[place] * w.dim + r] : 0);
+        own[i] = sum;
+    }
+    wait_previous();
     auto copy = [&](int slice) {
         int place = slice / slices.parts, at = ring.first_chunk(slice % slices.parts) * C::K, have = min(width, w.act_pitch - at);
         for (int t = 0; t < tokens && slice < slices_all; t++) {
@@ -598,46 +709,35 @@ template <Type T> __global__ void __launch_bounds__(320, 2) down_few(Work w, Blo
         }
         copies_end();
     };
-    for (int first = 0; first < units; first += UNITS) {
-        int n = min(UNITS, units - first);
-        auto ask = [&](int item) { /* items of a pass: expert by expert, part by part, unit by unit */
-            if (item < slices_all * n) ring.ask(locate(item / n / slices.parts, first + item % n), item / n % slices.parts);
-        };
-        for (int i = 0; i < slices.stages; i++) ask(i);
+    for (int first = 0, turn = 0; first < units; first += pass, turn++) {
+        int n = min(pass, units - first);
         if (buffers > 1) copy(0);
-        if (!first)
-            for (int i = threadIdx.x; i < rows * tokens; i += blockDim.x) {
-                int r = row_of_block(i / tokens), t = i % tokens;
-                float sum = r < w.dim ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
-                for (int place = 0; place < *active.n && m.bias && r < w.dim; place++)
-                    sum += active.weight[place * FEW + t] * m.bias[(size_t)active.expert[place] * w.dim + r];
-                own[i] = sum;
-            }
         typename C::Sum sum[UNITS];
         for (int slice = 0; slice < slices_all; slice++) {
-            int place = slice / slices.parts, part = slice % slices.parts;
+            int place = slice / slices.parts;
             copy(buffers > 1 ? slice + 1 : slice);
             if (buffers > 1)
                 copies_done<1>();
             else
                 copies_done<0>();
             __syncwarp();
+            Rows<Activation> columns = {x + slice % buffers * tokens * pitch, zero, pitch, active.tokens[place]};
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 if (u >= n) break;
                 typename C::Sum one;
-                ring.take(one, part, x + slice % buffers * tokens * pitch, pitch, active.tokens[place]);
-                ask(slice * n + u + slices.stages);
+                ring.take(one, slice % slices.parts, columns);
                 sum[u].add_weighted(one, active.weight + place * FEW, lane);
             }
             __syncwarp();
         }
+        float *of_pass = partial + turn % 2 * (warps * pass * C::ROWS * tokens);
 #pragma unroll
         for (int u = 0; u < UNITS; u++)
-            if (u < n) sum[u].store(partial + (warp * UNITS + u) * GROUP * tokens, tokens, lane);
-        reduce(partial, n, tokens, [&](int unit, int p, int t, float a, float b) {
+            if (u < n) sum[u].store(of_pass + (warp * pass + u) * C::ROWS * tokens, tokens, lane);
+        end_pass<C::ROWS>(of_pass, turn, pass, n, tokens, [&](int unit, int p, int t, float a, float b) {
             for (int i = 0; i < 2; i++) {
-                int at = (first + unit) * GROUP + 2 * p + i, r = row_of_block(at);
+                int at = (first + unit) * C::ROWS + 2 * p + i, r = row_of_block<T>(at);
                 if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] + (i ? b : a);
             }
         });
@@ -647,24 +747,27 @@ template <Type T> __global__ void __launch_bounds__(320, 2) down_few(Work w, Blo
 /* ---- from x to a token ---- */
 
 /* Logits of the rows that are wanted, (rows, vocab). */
-template <Type T> __global__ void __launch_bounds__(320, 2) head_few(Work w, Step s, Matrix m, const float *norm, Slices slices, int rows) {
+template <Type T> __global__ void __launch_bounds__(MOST_THREADS, 2) head_few(Work w, Step s, Matrix m, const float *norm, Slices slices, int rows) {
     extern __shared__ __align__(128) uint8_t memory[];
     typedef typename Codec<T>::Activation Activation;
-    int warps = blockDim.x / 32, units = units_of_block((w.vocab + GROUP - 1) / GROUP), pitch = pitch_of<T>(m.stride);
-    Ring<T> ring(m, slices, memory);
-    auto locate = [&](int i) { return m.data + (size_t)unit_of_block(i) * GROUP * Codec<T>::row_bytes(m.stride); };
+    int units = units_of_block(groups_of<T>(w.vocab)), pitch = pitch_of<T>(m.stride);
     launch_next();
-    begin_rows<T>(ring, units, locate);
-    Memory from = {memory + Ring<T>::bytes(slices, warps)};
-    Activation *x = from.take<Activation>(rows * pitch);
-    float *partial = from.take<float>(warps * UNITS * GROUP * rows), *scratch = from.take<float>(33);
+    Ring<T> ring(m, slices, memory);
+    if (ring.producing()) {
+        produce_rows(ring, units, [&](int i) { return group_at<T>(m, unit_of_block(i)); });
+        return;
+    }
+    prefetch(norm, w.dim);
+    Memory from = {memory + Ring<T>::bytes(slices, ring.warps)};
+    Activation *x = from.take<Activation>(rows * pitch), *zero = from.take_zeros<Activation>(slices.per * Codec<T>::K);
+    float *partial = from.take<float>(partial_floats(slices, ring.warps, Codec<T>::ROWS, rows)), *square = from.take<float>(rows * ring.warps), *scale = from.take<float>(FEW);
     wait_previous();
-    stage_normed<T>(x, m.stride, w.x, s.row, rows, norm, w.dim, w.eps, NULL, scratch);
-    stream_rows<T>(ring, units, x, pitch, rows, partial, locate, [&](int unit, int p, int row, float a, float b) {
-        int id = unit_of_block(unit) * GROUP + 2 * p;
+    stage_normed<T>(x, m.stride, w.x, s.row, rows, norm, w.dim, w.eps, square, scale);
+    stream_rows(ring, units, {x, zero, pitch, (1u << rows) - 1}, rows, partial, [&](int unit, int p, int row, float a, float b) {
+        int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;
         float *logit = w.logits + (size_t)row * w.vocab + id;
-        if (id < w.vocab) logit[0] = a;
-        if (id + 1 < w.vocab) logit[1] = b;
+        if (id < w.vocab) logit[0] = a * scale[row];
+        if (id + 1 < w.vocab) logit[1] = b * scale[row];
     });
 }
 

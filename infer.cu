@@ -75,39 +75,40 @@ struct Cuda {
 };
 
 /* How many warps a block has for this matrix and how they share its columns: in as few parts as the stages of a ring
- * allow, with the least left over. */
-template <Type T> Slices slices_for(const Matrix &m, int &warps) {
+ * allow, with the least left over. A pass has up to 64 rows, fewer for many tokens. */
+template <Type T> Slices slices_for(const Matrix &m, int tokens, int &warps) {
     int chunks = m.stride / Codec<T>::K, waste = 1 << 30;
     Slices best = {};
     for (int parts = 1; waste == 1 << 30; parts++)
-        for (int n = 10; n >= 6; n--) {
+        for (int n = MOST_WARPS; n >= MOST_WARPS / 2; n--) {
             int per = (chunks + n * parts - 1) / (n * parts);
             if (per > Codec<T>::MOST || per * n * parts - chunks >= waste) continue;
             waste = per * n * parts - chunks;
-            best = {chunks, per, parts, 0};
+            best = {chunks, per, parts, 0, std::max(1, std::min(64, 256 / tokens) / Codec<T>::ROWS)};
             warps = n;
         }
     return best;
 }
 
-/* Gives the rings what shared memory `rest` leaves: of half a multiprocessor, so that the next kernel's first weights can
- * come in beside this one's last, unless that is too little. */
+/* Bytes of Memory: activations and a row of zeros, partial sums and so many more floats (and their rounding up). */
+template <Type T> size_t memory_for(const Slices &k, int elements, int warps, int tokens, int floats) {
+    return (elements + k.per * Codec<T>::K) * sizeof(typename Codec<T>::Activation) + (partial_floats(k, warps, Codec<T>::ROWS, tokens) + floats) * sizeof(float) + 256;
+}
+
+/* Gives the ring what shared memory `rest` leaves. Half a multiprocessor for each of two kernels would let the next one's first
+ * weights come in beside this one's last, but a ring twice as deep was measured to be worth more. */
 template <Type T> size_t share_memory(const Cuda *c, Slices &k, int warps, size_t rest) {
-    size_t stage = Ring<T>::bytes(Slices{0, k.per, 0, 1}, warps), half = c->shared / 2 - 1024;
-    for (size_t room : {half, c->shared - 1024}) {
-        k.stages = rest < room ? (int)std::min<size_t>(16, (room - rest) / stage) : 0;
-        if (k.stages >= 3) break;
-    }
-    k.stages = std::max(k.stages, 1);
+    size_t stage = Ring<T>::bytes(Slices{0, k.per, 0, 1}, warps), room = c->shared - 1024 /* CUDA's own */;
+    k.stages = rest < room ? std::max(1, (int)std::min<size_t>(16, (room - rest) / stage)) : 1;
     return Ring<T>::bytes(k, warps) + rest;
 }
 
 /* Launches a kernel that may begin before the one before it has ended (where the code has the instructions for it). */
 template <typename... Params, typename... Args> cudaError_t launch(const Cuda *c, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
-    if (shared > 48 << 10) {
-        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-        if (error) return error;
-    }
+    /* All kernels divide the multiprocessor's memory alike: it must be idle to divide it anew. */
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (!error && shared > 48 << 10) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+    if (error) return error;
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -132,49 +133,45 @@ template <typename... Params, typename... Args> cudaError_t launch(const Cuda *c
         }                                                                                                              \
     } while (0)
 
-int blocks_for(const Cuda *c, int rows) { return std::min(c->sms, (rows + GROUP - 1) / GROUP); }
-/* Rows of the units of one of `blocks`. */
-int rows_of_block(int rows, int blocks) { return ((rows + GROUP - 1) / GROUP + blocks - 1) / blocks * GROUP; }
-
-/* Bytes of Memory: activations, partial sums and so many more floats (and their rounding up). */
-template <Type T> size_t memory_for(int elements, int warps, int tokens, int floats) {
-    return elements * sizeof(typename Codec<T>::Activation) + ((size_t)warps * UNITS * GROUP * tokens + floats) * sizeof(float) + 256;
-}
+int groups_for(Type type, int rows) { return (rows + (type == MXFP4 ? FP4_ROWS : GROUP) - 1) / (type == MXFP4 ? FP4_ROWS : GROUP); }
+/* Rows of the units of one of `blocks`, when all have `groups`. */
+template <Type T> int rows_of(int groups, int blocks) { return (groups + blocks - 1) / blocks * Codec<T>::ROWS; }
 
 template <Type T> cudaError_t launch_qkv(const Cuda *c, const Work &w, const Step &s, const Block &b, int tokens) {
-    int warps, blocks = blocks_for(c, b.qkv.rows);
-    Slices k = slices_for<T>(b.qkv, warps);
-    size_t rest = memory_for<T>(tokens * pitch_of<T>(b.qkv.stride), warps, tokens, 33 + rows_of_block(b.qkv.rows, blocks) + tokens * (w.head_dim + 2));
+    int warps, groups = groups_for(T, b.qkv.rows), blocks = std::min(c->sms, groups);
+    Slices k = slices_for<T>(b.qkv, tokens, warps);
+    size_t rest = memory_for<T>(k, tokens * pitch_of<T>(b.qkv.stride), warps, tokens, FEW + rows_of<T>(groups, blocks) + tokens * (warps + w.head_dim + 2));
     size_t shared = share_memory<T>(c, k, warps, rest);
-    return launch(c, qkv_few<T>, blocks, warps * 32, shared, w, s, b, k, tokens);
+    return launch(c, qkv_few<T>, blocks, (warps + 1) * 32, shared, w, s, b, k, tokens);
 }
 template <Type T> cudaError_t launch_o(const Cuda *c, const Work &w, const Block &b, int tokens) {
-    int warps, blocks = blocks_for(c, w.dim), rows = rows_of_block(w.dim, blocks);
-    Slices k = slices_for<T>(b.o, warps);
-    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(tokens * pitch_of<T>(b.o.stride), warps, tokens, rows * (tokens + w.n_experts)));
-    return launch(c, o_few<T>, blocks, warps * 32, shared, w, b, k, tokens);
+    int warps, rows = rows_of<T>(groups_for(T, w.dim), w.blocks);
+    Slices k = slices_for<T>(b.o, tokens, warps);
+    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(k, tokens * pitch_of<T>(b.o.stride), warps, tokens, rows * (tokens + w.n_experts)));
+    return launch(c, o_few<T>, w.blocks, (warps + 1) * 32, shared, w, b, k, tokens);
 }
 template <Type T> cudaError_t launch_up(const Cuda *c, const Work &w, const Block &b, int tokens) {
-    int warps, most = Active::most(w.n_experts, w.top_k, tokens), blocks = blocks_for(c, b.up.rows * w.top_k);
-    int floats = 33 + FEW + tokens * (w.n_experts + 2 * w.top_k) + Active::floats(most) + rows_of_block(b.up.rows * most, blocks);
-    Slices k = slices_for<T>(b.up, warps);
-    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(tokens * pitch_of<T>(b.up.stride), warps, tokens, floats));
-    return launch(c, up_few<T>, blocks, warps * 32, shared, w, b, k, tokens);
+    int warps, most = Active::most(w.n_experts, w.top_k, tokens), groups = groups_for(T, b.up.rows), blocks = std::min(c->sms, groups * w.top_k);
+    Slices k = slices_for<T>(b.up, tokens, warps);
+    int floats = FEW + tokens * (warps + w.n_experts + 2 * w.top_k) + Active::floats(w.n_experts, most) + rows_of<T>(groups * most, blocks);
+    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(k, tokens * pitch_of<T>(b.up.stride), warps, tokens, floats));
+    return launch(c, up_few<T>, blocks, (warps + 1) * 32, shared, w, b, k, tokens);
 }
 template <Type T> cudaError_t launch_down(const Cuda *c, const Work &w, const Block &b, int tokens) {
-    int warps, most = Active::most(w.n_experts, w.top_k, tokens), blocks = blocks_for(c, w.dim);
-    Slices k = slices_for<T>(b.down, warps);
+    int warps, most = Active::most(w.n_experts, w.top_k, tokens), groups = groups_for(T, w.dim), blocks = std::min(c->sms, groups);
+    Slices k = slices_for<T>(b.down, tokens, warps);
+    k.pass = std::min(k.pass, UNITS);
     int x = warps * (tokens > 8 ? 1 : 2) * tokens * pitch_of<T>(k.per * Codec<T>::K);
-    int floats = rows_of_block(w.dim, blocks) * tokens + 2 * tokens * w.top_k + Active::floats(most);
-    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(x, warps, tokens, floats));
-    return launch(c, down_few<T>, blocks, warps * 32, shared, w, b, k, tokens);
+    int floats = FEW + rows_of<T>(groups, blocks) * tokens + tokens * (w.n_experts + 2 * w.top_k) + Active::floats(w.n_experts, most);
+    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(k, x, warps, tokens, floats));
+    return launch(c, down_few<T>, blocks, (warps + 1) * 32, shared, w, b, k, tokens);
 }
 template <Type T> cudaError_t launch_head(const Cuda *c, const Work &w, const Step &s, int rows) {
     int warps;
     const Matrix &m = c->card.head;
-    Slices k = slices_for<T>(m, warps);
-    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(rows * pitch_of<T>(m.stride), warps, rows, 33));
-    return launch(c, head_few<T>, blocks_for(c, w.vocab), warps * 32, shared, w, s, m, c->card.norm, k, rows);
+    Slices k = slices_for<T>(m, rows, warps);
+    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(k, rows * pitch_of<T>(m.stride), warps, rows, FEW + rows * warps));
+    return launch(c, head_few<T>, std::min(c->sms, groups_for(T, w.vocab)), (warps + 1) * 32, shared, w, s, m, c->card.norm, k, rows);
 }
 
 /* y (tokens, rows) = x (tokens, cols; x_pitch) W^T, or added to y, on cuBLAS. */
@@ -465,6 +462,8 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(w.down, b.router.rows ? choices * m.dim : 0, 4);
     take(w.normed, T * w.normed_pitch, element);
     take(w.router_sum, (size_t)m.n_layers * FEW * m.n_experts, 8);
+    w.blocks = std::min(c->sms, groups_for(b.o.type, m.dim));
+    take(w.square, (size_t)FEW * w.blocks, 4);
     take(w.expert, choices, 4);
     take(w.weight, choices, 4);
     take(w.partial, (size_t)FEW * m.n_kv_heads * SPLITS * 8 * (m.head_dim + 2), 4);

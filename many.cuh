@@ -110,7 +110,7 @@ __device__ inline uint4 fp4_to_bf16_scaled(uint32_t word, uint32_t scale) {
 }
 
 /* One product for all experts: the rows of x that chose an expert times its matrix. A block takes 128 choices of one expert
- * (blockIdx.y counts over all experts' tiles) and 128 rows of the matrix, two groups a warp; x passes through shared memory
+ * (blockIdx.y counts over all experts' tiles) and 128 rows of the matrix, a group a warp; x passes through shared memory
  * in steps of 64 columns. done(choice, row, a, b) receives two neighbouring rows of the result. `divide`: x has a row for
  * every `divide` choices. */
 template <class Done> __device__ void multiply_experts(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide, int tokens, Done done) {
@@ -122,7 +122,7 @@ template <class Done> __device__ void multiply_experts(const Work &w, const Matr
     for (; e < w.n_experts && tile >= (w.listed[e] + TALL - 1) / TALL; e++) tile -= (w.listed[e] + TALL - 1) / TALL;
     if (e == w.n_experts) return;
     const int *list = w.list + (size_t)e * tokens + tile * TALL;
-    int n = min(TALL, w.listed[e] - tile * TALL), steps = m.stride / K, groups = (m.rows + GROUP - 1) / GROUP, group = (blockIdx.x * 8 + warp) * 2;
+    int n = min(TALL, w.listed[e] - tile * TALL), steps = m.stride / K, groups = (m.rows + FP4_ROWS - 1) / FP4_ROWS, group = blockIdx.x * 8 + warp;
     const uint8_t *weights = m.data + (size_t)e * m.bytes;
     auto copy = [&](int step) {
         for (int i = threadIdx.x; i < n * (K / 8) && step < steps; i += blockDim.x) {
@@ -131,24 +131,21 @@ template <class Done> __device__ void multiply_experts(const Work &w, const Matr
         }
         copies_end();
     };
-    uint2 words[2] = {};
-    uint32_t scales[2] = {};
+    uint4 words = {}; /* row g in either block, row g + 8 in either */
+    uint32_t scales = 0;
     auto load = [&](int step) {
-        for (int i = 0; i < 2; i++)
-            if (group + i < groups && step < steps) {
-                const uint8_t *chunk = weights + ((size_t)(group + i) * steps + step) * FP4_BYTES;
-                words[i] = *(const uint2 *)(chunk + lane * 8);
-                scales[i] = *(const uint32_t *)(chunk + 256 + g / 2 * 4) >> g % 2 * 8; /* of row g: bytes 0 and 2 */
-            }
+        if (group >= groups || step >= steps) return;
+        const uint8_t *chunk = weights + ((size_t)group * steps + step) * FP4_BYTES;
+        words = *(const uint4 *)(chunk + lane * 16);
+        scales = *(const uint32_t *)(chunk + 512 + g * 4);
     };
     float sum[TALL / 16][2][4] = {};
     copy(0);
     copy(1);
     load(0);
     for (int step = 0; step < steps; step++) {
-        uint4 b[2][2];
-        for (int i = 0; i < 2; i++)
-            for (int half = 0; half < 2; half++) b[i][half] = fp4_to_bf16_scaled(half ? words[i].y : words[i].x, scales[i] >> half * 16 & 255);
+        uint4 b[2][2]; /* rows g and g + 8, blocks */
+        for (int i = 0; i < 4; i++) b[i / 2][i % 2] = fp4_to_bf16_scaled((&words.x)[i], scales >> 8 * i & 255);
         copies_done<1>();
         __syncthreads();
         copy(step + 2);
@@ -169,15 +166,16 @@ template <class Done> __device__ void multiply_experts(const Work &w, const Matr
         for (int i = 0; i < 2; i++)
             for (int r = 0; r < 2; r++) {
                 int row = k * 16 + g + 8 * r;
-                if (row < n && group + i < groups) done(list[row], (group + i) * GROUP + 2 * t, sum[k][i][2 * r], sum[k][i][2 * r + 1], e);
+                if (row < n && group < groups) done(list[row], group * FP4_ROWS + i * 8 + 2 * t, sum[k][i][2 * r], sum[k][i][2 * r + 1], e);
             }
 }
 
 __global__ void __launch_bounds__(256) up_many(Work w, Block l, int tokens) {
     multiply_experts(w, l.up, (const bf16 *)w.normed, w.normed_pitch, w.top_k, tokens, [&](int choice, int row, float gate, float up, int e) {
         const float *bias = l.up.bias ? l.up.bias + (size_t)e * l.up.rows + row : NULL;
+        if (row / 2 >= w.ffn_dim) return;
         if (bias) gate += bias[0], up += bias[1];
-        if (row / 2 < w.ffn_dim) ((bf16 *)w.act_out)[(size_t)choice * w.act_pitch + row / 2] = (bf16)swiglu(w, gate, up);
+        ((bf16 *)w.act_out)[(size_t)choice * w.act_pitch + row / 2] = (bf16)swiglu(w, gate, up);
     });
 }
 

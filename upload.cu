@@ -58,13 +58,13 @@ template <typename From, typename To> static __global__ void place_rows(Source s
 /* MXFP4's blocks, or their scales, to their place in the packed chunks: see Codec<MXFP4> in infer.cu. */
 static __global__ void place_fp4(Source s, Matrix m, Rows rows, bool scales, int *nan) {
     const uint8_t *from = s.data + blockIdx.x * s.stride;
-    int r = rows.of(s.begin + blockIdx.x), g = r % GROUP;
-    uint8_t *group = m.data + s.matrix * m.bytes + (size_t)(r / GROUP) * (m.stride / FP4_COLUMNS) * FP4_BYTES;
+    int r = rows.of(s.begin + blockIdx.x), g = r % 8, high = r / 8 % 2;
+    uint8_t *group = m.data + s.matrix * m.bytes + (size_t)(r / FP4_ROWS) * (m.stride / FP4_COLUMNS) * FP4_BYTES;
     for (int b = threadIdx.x; b < s.cols / 32; b += blockDim.x) {
         uint8_t *chunk = group + (size_t)(b / 2) * FP4_BYTES;
         if (scales) {
             if (from[b] == 255) *nan = 1;
-            chunk[256 + g / 2 * 4 + b % 2 * 2 + g % 2] = (uint8_t)(min((int)from[b], 228) + 26);
+            chunk[512 + g * 4 + high * 2 + b % 2] = (uint8_t)(min((int)from[b], 228) + 26);
             continue;
         }
         for (int t = 0; t < 4; t++) { /* values 8t .. 8t + 7: 4 bytes, low nibble first */
@@ -73,7 +73,7 @@ static __global__ void place_fp4(Source s, Matrix m, Rows rows, bool scales, int
                 uint32_t two = from[b * 16 + t * 4 + j];
                 word |= fp4_place(two & 15, j) | fp4_place(two >> 4, j) << 16;
             }
-            *(uint32_t *)(chunk + (g * 4 + t) * 8 + b % 2 * 4) = word;
+            *(uint32_t *)(chunk + (g * 4 + t) * 16 + high * 8 + b % 2 * 4) = word;
         }
     }
 }
@@ -108,8 +108,8 @@ static Matrix plan_matrix(Plan *p, const Linear *w, int rows, bool bias) {
     m.type = w->type == F16 ? F32 : w->type;
     m.rows = rows, m.cols = w->cols, m.n = w->n;
     m.stride = round_up(w->cols, m.type == MXFP4 ? FP4_COLUMNS : 32);
-    size_t row = m.type == MXFP4 ? (size_t)m.stride / FP4_COLUMNS * FP4_BYTES / GROUP : (size_t)m.stride * (m.type == F32 ? 4 : 2);
-    m.bytes = row * round_up(rows, GROUP);
+    size_t row = m.type == MXFP4 ? (size_t)m.stride / FP4_COLUMNS * FP4_BYTES / FP4_ROWS : (size_t)m.stride * (m.type == F32 ? 4 : 2);
+    m.bytes = row * round_up(rows, m.type == MXFP4 ? FP4_ROWS : GROUP);
     m.data = (uint8_t *)p->take(m.bytes * w->n);
     if (bias) m.bias = p->floats((size_t)w->n * rows);
     return m;
@@ -329,7 +329,7 @@ static __global__ void make_up(Matrix m, uint32_t seed) {
             ((__nv_bfloat162 *)m.data)[i] = __floats2bfloat162_rn((int16_t)bits * most, (int16_t)(bits >> 16) * most);
         } else { /* all e2m1 values alike, whose root mean square is 2.93, and one scale */
             uint32_t scale = 127 + 26 - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
-            ((uint32_t *)m.data)[i] = i * 4 % FP4_BYTES < 256 ? bits : scale * 0x01010101;
+            ((uint32_t *)m.data)[i] = i * 4 % FP4_BYTES < 512 ? bits : scale * 0x01010101;
         }
     }
 }

@@ -29,12 +29,19 @@ __device__ inline void wait_previous() {
  * both the four inner indices that belong to t; of c it holds rows g, g + 8 and columns 2t, 2t + 1. Which inner index is
  * which does not matter as long as a and b agree: here t has eight neighbours, taken four at a time. */
 __device__ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ inline void mma_eight(float (&c)[4], uint4 row, uint4 row8, uint4 column) { /* eight inner indices a lane */
     mma(c, row.x, row8.x, row.y, row8.y, column.x, column.y);
+    mma(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
+}
+
+__device__ inline void mma_eight_alone(float (&c)[4], uint4 row, uint4 row8, uint4 column) { /* c = ... */
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
+                 : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+                 : "r"(row.x), "r"(row8.x), "r"(row.y), "r"(row8.y), "r"(column.x), "r"(column.y), "f"(0.f));
     mma(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
 }
 
@@ -82,7 +89,7 @@ struct Work { /* everything a kernel may need; passed by value */
     int dim, ffn_dim, vocab, n_layers, n_heads, n_kv_heads, head_dim, n_experts, top_k, layer;
     float eps, act_limit, rope_scale;
     Act act;
-    int blocks;                /* of the ..._few kernels */
+    int blocks;                /* of o_few */
     bf16 *cache;               /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE): keys by position, values by dimension */
     int *page_token;           /* (pages, PAGE) */
     const float2 *turn;        /* (context, head_dim / 2) cos and sin */
@@ -95,6 +102,7 @@ struct Work { /* everything a kernel may need; passed by value */
     void *normed;              /* many: (tokens, normed_pitch), 0 behind dim */
     int normed_pitch;
     long long *router_sum;     /* few: (n_layers, FEW, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter */
+    float *square;             /* few: (FEW, blocks) sum of the squares of x by the blocks of o_few */
     int *expert;               /* (tokens, top_k) */
     float *weight;             /* (tokens, top_k) */
     float *partial;            /* attention_few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */
@@ -143,21 +151,23 @@ template <typename Q> __device__ inline void store_qkv(const Work &w, int token,
 }
 
 /* The top_k largest of n logits in shared memory, which a warp changes: the lower number among equals; and softmax over
- * them. Lane k returns choice k. */
+ * them. Lane k returns choice k. Each lane offers the best of its own. */
 __device__ inline void route(float *logit, int n, int top_k, int lane, int &expert, float &weight) {
-    float mine = -INFINITY;
-    expert = 0;
-    for (int k = 0; k < top_k; k++) {
-        unsigned best = 0, at = lane;
+    unsigned best, at;
+    auto look = [&] {
+        best = 0, at = lane;
         for (int e = lane; e < n; e += 32) {
             unsigned key = isnan(logit[e]) ? 0 : order_key(logit[e]);
             if (key > best) best = key, at = e;
         }
+    };
+    float mine = -INFINITY;
+    expert = 0;
+    look();
+    for (int k = 0; k < top_k; k++) {
         unsigned most = __reduce_max_sync(~0u, best), e = __reduce_min_sync(~0u, best == most ? at : ~0u);
-        if (lane == k) expert = e, mine = logit[e];
-        __syncwarp();
-        if (lane == 0) logit[e] = NAN;
-        __syncwarp();
+        if (lane == k) expert = e, mine = key_value(most);
+        if (at == e) logit[e] = NAN, look();
     }
     float most = __shfl_sync(~0u, mine, 0), share = lane < top_k ? expf(mine - most) : 0;
     weight = share / warp_sum(share);

@@ -8,14 +8,15 @@
 
 /* ---- against goldens and the reference, stage by stage ---- */
 
-/* A stage passes if its error is at most three times what rounding to bf16 costs the reference at that stage. Compares
- * the GPU's run of a prompt in chunks with `golden`; returns the first stage that fails, "" if none does. */
-static const char *first_wrong(const Model *m, const Trace *golden, const int *ids, size_t n, size_t chunk,
-                               double *ratio) {
+/* A stage passes if its error is at most three times what rounding to bf16 costs the reference, on the model that
+ * `golden` belongs to, at that stage. Compares the GPU's run of a prompt in chunks on `m` with `golden`; returns the
+ * first stage that fails, "" if none does. */
+static const char *first_wrong(const Model *m, const Model *right, const Trace *golden, const int *ids, size_t n,
+                               size_t chunk, double *ratio) {
     static char name[64];
     Trace rounded = {0}, found = {0};
     reference_rounds = true;
-    trace_run(&rounded, &reference, m, ids, n, 0);
+    trace_run(&rounded, &reference, right, ids, n, 0);
     reference_rounds = false;
     trace_run(&found, &cuda, m, ids, n, chunk);
     check(found.stages == rounded.stages, "%d stages, the reference has %d", found.stages, rounded.stages);
@@ -48,7 +49,7 @@ static void fixtures_pass(void) {
             Checkpoint c;
             double ratio;
             trace_golden(fixtures[i], &golden, &ids, &c);
-            const char *wrong = first_wrong(&c.model, &golden, ids.data, ids.n, chunks[k], &ratio);
+            const char *wrong = first_wrong(&c.model, &c.model, &golden, ids.data, ids.n, chunks[k], &ratio);
             check(!*wrong, "%s in chunks of %zu: first wrong at %s (%.1f times what rounding costs)", fixtures[i],
                   chunks[k], wrong, ratio);
             trace_free(&golden);
@@ -73,7 +74,7 @@ static void lengths_pass(void) {
         Trace golden = {0};
         double ratio;
         trace_run(&golden, &reference, &c.model, ids, lengths[i], 0);
-        const char *wrong = first_wrong(&c.model, &golden, ids, lengths[i], i % 2 ? 50 : 0, &ratio);
+        const char *wrong = first_wrong(&c.model, &c.model, &golden, ids, lengths[i], i % 2 ? 50 : 0, &ratio);
         check(!*wrong, "%zu tokens: first wrong at %s (%.1f times what rounding costs)", lengths[i], wrong, ratio);
         trace_free(&golden);
     }
@@ -91,12 +92,17 @@ static void spoiled_models_fail(void) {
         for (size_t chunk = 0; chunk <= 16; chunk += 16) {
             Trace golden = {0};
             Ids ids = {0};
-            Checkpoint c;
+            Checkpoint c, right;
+            Error e;
             double ratio;
+            char path[100];
+            snprintf(path, sizeof path, "tests/fixtures/%s", fixtures[i]);
+            must(checkpoint_open(&right, path, &e), &e);
             trace_golden(fixtures[i], &golden, &ids, &c);
             scale(c.model.layer[0].attn_norm, c.model.dim);
-            const char *wrong = first_wrong(&c.model, &golden, ids.data, ids.n, chunk, &ratio);
+            const char *wrong = first_wrong(&c.model, &right.model, &golden, ids.data, ids.n, chunk, &ratio);
             check(!strcmp(wrong, "layers.0.q"), "%s: failed first at '%s', not at layers.0.q", fixtures[i], wrong);
+            checkpoint_close(&right);
             trace_free(&golden);
             ids_free(&ids);
             checkpoint_close(&c);
@@ -412,8 +418,7 @@ cudaError_t __wrap_cudaMalloc(void **p, size_t n) {
 
 static void each_cudamalloc_may_fail(void) {
     int failed = 0;
-    size_t before, after, total;
-    cudaMemGetInfo(&before, &total);
+    size_t before = 0, after, total;
     for (bool more = true; more && failed < 1000; failed++) {
         Error e = {0};
         int pages = 2;
@@ -422,6 +427,7 @@ static void each_cudamalloc_may_fail(void) {
         void *state = cuda.open(&streams.c.model, &limits, &pages, &e);
         more = mallocs_until_failure < 0 && !state;
         if (state) cuda.close(state);
+        if (!before) cudaMemGetInfo(&before, &total); /* now CUDA's own is there */
         if (!state) check(e.code == NO_ROOM && strlen(e.text) > 20, "call %d: %d %s", failed, e.code, e.text);
     }
     mallocs_until_failure = -1;
