@@ -63,10 +63,7 @@ static void round_row(float *x, int n) {
     for (int i = 0; i < n; i++) x[i] = rounded(x[i]);
 }
 
-static float e2m1_value(int nibble) {
-    static const float magnitude[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-    return nibble & 8 ? -magnitude[nibble & 7] : magnitude[nibble & 7];
-}
+static const float e2m1_value[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
 static float e8m0_value(int e) { return e == 255 ? NAN : ldexpf(1, e - 127); }
 
@@ -75,7 +72,13 @@ static void decode_row(const Linear *w, int i, int row, float *out) {
     const unsigned char *data = w->data.data + (size_t)i * w->data.step + (size_t)row * w->data.stride;
     if (w->type == MXFP4) {
         const unsigned char *scale = w->scale.data + (size_t)i * w->scale.step + (size_t)row * w->scale.stride;
-        for (int c = 0; c < w->cols; c++) out[c] = e2m1_value(data[c / 2] >> 4 * (c % 2)) * e8m0_value(scale[c / 32]);
+        for (int b = 0; b < w->cols / 32; b++) {
+            float factor = e8m0_value(scale[b]);
+            for (int j = 0; j < 16; j++, data++) { /* low nibble first */
+                *out++ = e2m1_value[*data & 15] * factor;
+                *out++ = e2m1_value[*data >> 4] * factor;
+            }
+        }
         return;
     }
     if (w->type == F32) memcpy(out, data, (size_t)w->cols * sizeof *out);
