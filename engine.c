@@ -1,5 +1,6 @@
 /* engine.c: pages, sequences, generation. See engine.h. */
 #include "engine.h"
+#include "model.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -21,6 +22,9 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
     }
     g->context = pages < wanted ? pages * PAGE : limits.context;
     for (int i = pages; i--;) ids_add(&g->free_pages, i);
+    uint64_t bytes = step_bytes(m, 1, 0);
+    double flat = backend->flat_read(g->state, bytes);
+    if (flat > 0) g->bandwidth = (double)bytes / flat;
     return true;
 }
 

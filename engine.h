@@ -11,8 +11,9 @@ typedef struct {
     const Backend *backend;
     const Model *model;
     void *state;
-    int context;    /* positions that a sequence may have: what was asked for, or what fits */
-    int max_tokens; /* of a batch */
+    int context;      /* positions that a sequence may have: what was asked for, or what fits */
+    int max_tokens;   /* of a batch */
+    double bandwidth; /* bytes a second of a flat read of the memory that holds the model; 0: unknown */
     Ids free_pages;
 } Engine;
 

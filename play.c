@@ -325,12 +325,21 @@ static double speed(const Stats *t) {
     return time > 0 ? (double)(t->tokens > 1 ? t->tokens - 1 : t->tokens) / time : 0;
 }
 
+/* How much of the memory's speed that was: all other time is lost. 0: unknown. */
+static double percent_of_bandwidth(const Session *s) {
+    const Stats *t = &s->stats;
+    uint64_t bytes = step_bytes(s->engine.model, 1, (int)(t->prompt + t->tokens / 2));
+    return s->engine.bandwidth > 0 ? 100 * speed(t) * (double)bytes / s->engine.bandwidth : 0;
+}
+
 static void print_stats(FILE *f, const Session *s) {
     const Stats *t = &s->stats;
+    double percent = percent_of_bandwidth(s);
     fprintf(f, "[Generated at %.1f tokens/sec · %zu token%s", speed(t), t->tokens, t->tokens == 1 ? "" : "s");
     if (t->thinking) fprintf(f, " (%zu thinking)", t->thinking);
-    fprintf(f, " · first token %.0f ms · context %zu%% · %s]\n", t->first * 1000,
-            s->sequence.tokens.n * 100 / (size_t)s->engine.context, t->reason);
+    fprintf(f, " · first token %.0f ms", t->first * 1000);
+    if (percent > 0) fprintf(f, " · %.0f%% of memory bandwidth", percent);
+    fprintf(f, " · context %zu%% · %s]\n", s->sequence.tokens.n * 100 / (size_t)s->engine.context, t->reason);
 }
 
 /* What remains of an answer that ended early: its final part if it came to that, else nothing. Says so if nothing. */
