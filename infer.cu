@@ -608,4 +608,29 @@ static bool cuda_collect(void *state, Result *result, Error *e) {
     return true;
 }
 
-const Backend cuda = {"cuda", cuda_open, cuda_submit, cuda_collect, cuda_close};
+static void cuda_describe(Devices *d) {
+    *d = {};
+    d->built = CUDA_ARCHES;
+    cudaDriverGetVersion(&d->driver);
+    cudaRuntimeGetVersion(&d->runtime);
+    cudaError_t error = cudaGetDeviceCount(&d->gpus);
+    if (error || !d->gpus) {
+        snprintf(d->problem, sizeof d->problem, "%s", error ? cudaGetErrorString(error) : "none was found");
+        d->gpus = 0;
+    }
+    d->gpus = std::min<int>(d->gpus, MOST_GPUS);
+    for (int i = 0; i < d->gpus; i++) {
+        cudaDeviceProp properties;
+        cudaFuncAttributes code;
+        size_t free = 0, total = 0;
+        auto &g = d->gpu[i];
+        if (cudaSetDevice(i) || cudaGetDeviceProperties(&properties, i)) continue;
+        snprintf(g.name, sizeof g.name, "%s", properties.name);
+        g.major = properties.major, g.minor = properties.minor;
+        g.usable = !cudaFuncGetAttributes(&code, embed) && !cudaMemGetInfo(&free, &total);
+        g.free = free, g.total = total;
+        cudaGetLastError();
+    }
+}
+
+const Backend cuda = {"cuda", cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_describe};

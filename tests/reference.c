@@ -497,4 +497,7 @@ static void reference_close(void *state) {
     free(r);
 }
 
-const Backend reference = {"reference", reference_open, reference_submit, reference_collect, reference_close};
+static void reference_describe(Devices *d) { *d = (Devices){.problem = "infer-reference computes without one"}; }
+
+const Backend reference = {"reference",       reference_open,  reference_submit,
+                           reference_collect, reference_close, reference_describe};
