@@ -13,7 +13,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MOST_CONFIG = 1 << 20, REQUIRED = -1 };
+enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, REQUIRED = -1 };
 
 typedef struct {
     const char *model_type; /* of config.json */
@@ -463,7 +463,39 @@ typedef struct {
     int n;
 } List;
 
-/* How the weights are encoded, by config.json alone, and how many bytes they have. */
+bool model_complete(const char *dir) {
+    Error e;
+    Bytes path = {0};
+    bytes_print(&path, "%s/config.json", dir);
+    bool ok = file_exists(path.data);
+    path.n = 0;
+    bytes_print(&path, "%s/tokenizer.json", dir);
+    ok = ok && file_exists(path.data);
+    path.n = 0;
+    bytes_print(&path, "%s/model.safetensors.index.json", dir);
+    if (ok && file_exists(path.data)) {
+        cJSON *index = json_read(path.data, MOST_INDEX, &e);
+        const cJSON *map = json_get(index, "weight_map");
+        const char *last = "";
+        ok = map && map->child;
+        for (const cJSON *entry = ok ? map->child : NULL; entry && ok; entry = entry->next) {
+            const char *name = cJSON_GetStringValue(entry);
+            if (!name || !strcmp(name, last)) continue; /* neighbours mostly lie in one file */
+            path.n = 0;
+            bytes_print(&path, "%s/%s", dir, last = name);
+            ok = file_exists(path.data);
+        }
+        cJSON_Delete(index);
+    } else if (ok) {
+        path.n = 0;
+        bytes_print(&path, "%s/model.safetensors", dir);
+        ok = file_exists(path.data);
+    }
+    bytes_free(&path);
+    return ok;
+}
+
+/* Family, how the weights are encoded, by config.json alone, and how many bytes they have. */
 static void describe(ModelEntry *m) {
     Error e;
     Bytes path = {0};
@@ -476,6 +508,9 @@ static void describe(ModelEntry *m) {
                            : !strcmp(type, "bfloat16") ? "BF16"
                            : !strcmp(type, "float16")  ? "F16"
                                                        : "F32";
+    const char *family = json_string(config, "model_type");
+    snprintf(m->family, sizeof m->family, "%s", family ? family : "");
+    m->complete = model_complete(m->path);
     snprintf(m->encoding, sizeof m->encoding, "%s", encoding);
     for (char *c = m->encoding; *c; c++)
         if (*c >= 'a' && *c <= 'z') *c = (char)(*c - 32);
@@ -505,7 +540,7 @@ static void list_add(List *list, const char *path, const char *name) {
     ModelEntry *m = list->entry + list->n;
     *m = (ModelEntry){.path = copy_text(path, strlen(path)), .name = copy_text(name, strlen(name))};
     describe(m);
-    if (m->bytes) {
+    if (m->bytes || strstr(path, "/snapshots/")) { /* of a download that goes on, or did not */
         list->n++;
     } else {
         free(m->path);
@@ -566,20 +601,28 @@ static int by_entry_name(const void *a, const void *b) {
     return strcmp(((const ModelEntry *)a)->name, ((const ModelEntry *)b)->name);
 }
 
+void hub_cache(Bytes *path) {
+    const char *home = getenv("HOME"), *cache = getenv("HF_HUB_CACHE"), *hub = getenv("HF_HOME"),
+               *all = getenv("XDG_CACHE_HOME");
+    if (cache && *cache)
+        bytes_text(path, cache);
+    else if (hub && *hub)
+        bytes_print(path, "%s/hub", hub);
+    else if (all && *all)
+        bytes_print(path, "%s/huggingface/hub", all);
+    else
+        bytes_print(path, "%s/.cache/huggingface/hub", home ? home : "");
+}
+
 int models_list(ModelEntry **out) {
     List list = {0};
     Bytes path = {0};
-    const char *home = getenv("HOME"), *cache = getenv("HF_HUB_CACHE"), *hub = getenv("HF_HOME");
+    const char *home = getenv("HOME");
     add_all(&list, "models", NULL);
     bytes_print(&path, "%s/.cache/infer/models", home ? home : "");
     add_all(&list, path.data, "");
     path.n = 0;
-    if (cache && *cache)
-        bytes_print(&path, "%s", cache);
-    else if (hub && *hub)
-        bytes_print(&path, "%s/hub", hub);
-    else
-        bytes_print(&path, "%s/.cache/huggingface/hub", home ? home : "");
+    hub_cache(&path);
     add_all(&list, path.data, "models--");
     bytes_free(&path);
     if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_entry_name);

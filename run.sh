@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-packages=(gcc make pkg-config python3 libcjson-dev libpcre2-dev libedit-dev)
+packages=(gcc make pkg-config python3 libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev)
 
 install_missing() {
     local missing=() package
