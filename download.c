@@ -45,6 +45,7 @@ typedef struct { /* one file of the repository */
     int lock, fd;      /* while OPEN */
     uint64_t *arrived; /* (segments) bytes of each; what the journal says */
     bool *busy;        /* (segments) a request is running */
+    int requests;      /* that are */
     uint64_t done;     /* their sum */
     Request *stream;   /* the only request, of a server that takes no ranges */
     char *direct;      /* the content host's signed URL */
@@ -135,7 +136,7 @@ static bool parse_target(Download *d, const char *text, Error *e) {
         if (rest && *rest && *part[2] != 't') snprintf(d->only, sizeof d->only, "%s", rest);
         part[2] = NULL;
     }
-    snprintf(d->repository, sizeof d->repository, "%s%s%s", part[0], part[1] && *part[1] ? "/" : "",
+    snprintf(d->repository, sizeof d->repository, "%s%s%s", part[0], part[1] ? "/" : "",
              part[1] ? part[1] : "");
     if ((part[2] && *part[2]) || strlen(copy) >= sizeof d->repository || !repository_valid(d->repository))
         return fail(e, USAGE, "'%.200s' is no repository of models: ORG/NAME is needed, or the URL of its page", text);
@@ -189,6 +190,8 @@ static bool add_file(Download *d, const cJSON *entry, Error *e) {
     d->total += f->size;
     return true;
 }
+
+static int by_name(const void *a, const void *b) { return strcmp(((const File *)a)->name, ((const File *)b)->name); }
 
 static int by_size(const void *a, const void *b) {
     const File *x = a, *y = b;
@@ -250,10 +253,11 @@ static bool list_files(Download *d, bool once, Error *e) {
     if (ok && !weights)
         ok = fail(e, BAD_MODEL, "%s has no safetensors files at its root, which infer reads; --all fetches it anyway",
                   d->repository);
-    if (ok) qsort(d->file, (size_t)d->files, sizeof *d->file, by_size); /* small ones first: they say what it is */
+    if (ok) qsort(d->file, (size_t)d->files, sizeof *d->file, by_name);
     for (int i = 1; i < d->files && ok; i++)
         if (!strcmp(d->file[i].name, d->file[i - 1].name))
             ok = fail(e, BAD_MODEL, "the hub lists %s twice", d->file[i].name);
+    if (ok) qsort(d->file, (size_t)d->files, sizeof *d->file, by_size); /* small ones first: they say what it is */
     return ok;
 }
 
@@ -309,17 +313,17 @@ static int remove_one(const char *path, const struct stat *st, int type, struct 
 
 bool folder_remove(const char *path) { return !nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
 
-/* A link with this text, put in place of whatever was there. */
+/* A link with this text, in place of whatever was there. */
 static bool put_link(const char *text, const char *path, Error *e) {
     char found[4096];
-    ssize_t n = readlink(path, found, sizeof found - 1);
-    if (n > 0 && (size_t)n == strlen(text) && !memcmp(found, text, (size_t)n)) return true;
-    Bytes new = {0};
-    bytes_print(&new, "%s.%d.new", path, (int)getpid());
-    unlink(new.data);
-    bool ok = (!symlink(text, new.data) && !rename(new.data, path)) || disk_error(e, path);
-    bytes_free(&new);
-    return ok;
+    for (int tries = 0; tries < 3; tries++) { /* another process may do the same */
+        ssize_t n = readlink(path, found, sizeof found);
+        if (n > 0 && (size_t)n == strlen(text) && !memcmp(found, text, (size_t)n)) return true;
+        if (unlink(path) && errno != ENOENT) break;
+        if (!symlink(text, path)) return true;
+        if (errno != EEXIST) break;
+    }
+    return disk_error(e, path);
 }
 
 /* snapshots/COMMIT/NAME, a link to the blob. A plain file of the right size, as caches without links have, stays. */
@@ -616,6 +620,7 @@ static void start_segment(Download *d, File *f, int i) {
                    .id = f->id,
                    .size = f->size};
     f->busy[i] = true;
+    f->requests++;
     d->requests++;
     hub_start(d->hub, r);
 }
@@ -686,12 +691,13 @@ static bool fetch_files(Download *d, Error *e) {
             f->busy[(r->to - 1) / SEGMENT] = false;
             if (f->stream == r) f->stream = NULL;
             if (r->e.code) *e = r->e, ok = false;
+            f->requests--;
             d->requests--;
             request_free(d->hub, r);
         }
         for (int i = 0; i < d->files && ok; i++) {
             File *f = d->file + i;
-            if (f->state != OPEN || f->done < f->size) continue;
+            if (f->state != OPEN || f->done < f->size || f->requests) continue;
             pthread_mutex_lock(&f->mutex);
             bool hashed = f->hashed;
             pthread_mutex_unlock(&f->mutex);
@@ -738,10 +744,9 @@ static bool publish(const Download *d, const char *snapshot, Error *e) {
     bool ok = true;
     if (strcmp(d->revision, d->commit)) {
         bytes_print(&path, "%s/refs/%s", d->folder, d->revision);
-        bytes_print(&new, "%s.%d.new", path.data, (int)getpid());
+        bytes_print(&new, "%s.new", path.data);
         ok = make_folders(path.data, strlen(d->cache), e);
-        unlink(new.data);
-        int fd = ok ? open(new.data, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666) : -1;
+        int fd = ok ? open(new.data, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666) : -1;
         if (ok && (fd < 0 || write(fd, d->commit, 40) != 40 || rename(new.data, path.data)))
             ok = disk_error(e, path.data);
         if (fd >= 0) close(fd);

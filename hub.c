@@ -335,12 +335,12 @@ static void ask(Request *r) {
 static bool follow(Hub *h, Request *r) {
     char *to = NULL, origin[300];
     curl_easy_getinfo(r->easy, CURLINFO_REDIRECT_URL, &to);
-    if (!to || !url_origin(to, origin))
-        return fail(&r->e, NO_NETWORK, "a server redirects to something that is no URL");
+    if (!to) return fail(&r->e, NO_NETWORK, "a server redirects to nowhere");
+    if (!url_origin(to, origin)) *origin = 0;
     bool https = !strncmp(origin, "https://", 8), http = !strncmp(origin, "http://", 7);
     if (!https && !(http && !strncmp(h->origin, "http://", 7)))
         return fail(&r->e, NO_NETWORK, "a server redirects to %.*s, where only https is safe: refused",
-                    (int)strcspn(origin, ":"), origin);
+                    (int)strcspn(to, ":"), to);
     if (++r->redirects > MOST_REDIRECTS)
         return fail(&r->e, NO_NETWORK, "more than %d redirects: the server sends in circles", MOST_REDIRECTS);
     to = copy_text(to, strlen(to));
@@ -427,8 +427,8 @@ static bool settle(Hub *h, Request *r, CURLcode code) {
         return (!end || r->at == end) || !again(h, r, CURLE_PARTIAL_FILE);
     }
     if (code != CURLE_OK || s == 408 || s == 429 || s >= 500) return !again(h, r, code);
-    bool expired = r->direct && *r->direct && (s == 400 || s == 401 || s == 403 || s == 404 || s == 410);
-    if (expired) { /* the signature: ask the hub for a new one */
+    /* a signature that has expired: the hub makes a new one */
+    if (!r->at_hub && r->direct && (*r->direct || !r->tries) && s != 416) {
         free(*r->direct);
         *r->direct = NULL;
         return !again(h, r, code);

@@ -107,8 +107,8 @@ static bool find_folder(const char *cache, const char *argument, char **name, Er
     }
     if (dir) closedir(dir);
     free(wanted);
-    *name = found;
-    if (hits == 1) return true;
+    *name = hits == 1 ? found : NULL;
+    if (*name) return true;
     free(found);
     return fail(e, BAD_MODEL,
                 hits ? "'%.100s' means more than one repository in %s: infer list shows them"
@@ -158,7 +158,7 @@ int rm(int argc, char **argv) {
     bytes_free(&folder);
     bytes_free(&locks);
     bytes_free(&link);
-    if (ok) free(name);
+    free(name);
     return ok ? DONE : report(&e);
 }
 

@@ -5,6 +5,7 @@
  * views, every RoPE scaling becomes a table of angles, small tensors become float arrays. */
 #include "model.h"
 
+#include <ctype.h>
 #include <dirent.h>
 #include <math.h>
 #include <stdio.h>
@@ -638,6 +639,38 @@ void models_free(ModelEntry *list, int n) {
     free(list);
 }
 
+/* Letters to change, add or drop until one name is the other (Levenshtein), small and capital ones alike. */
+static int edit_distance(const char *a, const char *b) {
+    enum { MOST = 100 };
+    int row[MOST + 1], n = (int)strlen(b);
+    if (n > MOST || strlen(a) > MOST) return MOST;
+    for (int j = 0; j <= n; j++) row[j] = j;
+    for (int i = 1; a[i - 1]; i++) {
+        int corner = row[0];
+        row[0] = i;
+        for (int j = 1; j <= n; j++) {
+            int change = corner + (tolower((unsigned char)a[i - 1]) != tolower((unsigned char)b[j - 1]));
+            int step = 1 + (row[j] < row[j - 1] ? row[j] : row[j - 1]);
+            corner = row[j];
+            row[j] = change < step ? change : step;
+        }
+    }
+    return row[n];
+}
+
+/* The name that was perhaps meant, or NULL. */
+static const char *nearest_name(const ModelEntry *list, int n, const char *argument) {
+    int best = (int)strlen(argument) / 3 + 1;
+    const char *name = NULL;
+    for (int i = 0; i < n; i++) {
+        const char *slash = strrchr(list[i].name, '/');
+        int whole = edit_distance(argument, list[i].name), last = slash ? edit_distance(argument, slash + 1) : whole;
+        if (last < whole) whole = last;
+        if (whole <= best) best = whole - 1, name = list[i].name;
+    }
+    return name;
+}
+
 char *model_find(const char *argument, Error *e) {
     struct stat st;
     if (!stat(argument, &st)) {
@@ -662,12 +695,15 @@ char *model_find(const char *argument, Error *e) {
         if (!hits || strcasestr(list[i].name, argument)) bytes_print(&names, "%s%s", names.n ? ", " : "", list[i].name);
     if (hits > 1)
         fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, names.data);
+    else if (!hits && nearest_name(list, n, argument))
+        fail(e, BAD_MODEL, "no model '%.100s' here; did you mean %s?", argument, nearest_name(list, n, argument));
     else if (!hits && n)
-        fail(e, BAD_MODEL, "no model '%.100s' here; there are: %s", argument, names.data);
+        fail(e, BAD_MODEL, "no model '%.100s' here; there are: %s; infer download ORG/NAME fetches another", argument,
+             names.data);
     else if (!hits)
         fail(e, BAD_MODEL,
              "no model '%.100s' here, and none in ./models, ~/.cache/infer/models or the hub's cache: give a model "
-             "directory",
+             "directory, or fetch one with infer download ORG/NAME",
              argument);
     bytes_free(&names);
     models_free(list, n);

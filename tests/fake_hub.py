@@ -256,7 +256,8 @@ class FakeHub:
             if tls:
                 server.socket = tls.wrap_socket(server.socket, server_side=True)
         scheme = "https" if tls else "http"
-        self.url, self.content, self.canary = (f"{scheme}://127.0.0.1:{s.server_port}" for s in self.servers.values())
+        self.url, self.content, self.canary = (f"{scheme}://{name}:{server.server_port}" for name, server in zip(
+            ("127.0.0.1", "localhost", "127.0.0.1"), self.servers.values()))
 
     def __enter__(self):
         for server in self.servers.values():
