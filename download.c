@@ -465,6 +465,13 @@ static void draw(Download *d) {
 
 /* ---- one file ---- */
 
+/* All of it or an error: a short write is what a full disk does first. */
+static bool write_at(int fd, const void *data, size_t n, off_t at) {
+    ssize_t wrote = pwrite(fd, data, n, at);
+    if (wrote >= 0 && (size_t)wrote < n) errno = ENOSPC;
+    return wrote == (ssize_t)n;
+}
+
 static int segments_of(const File *f) { return (int)((f->size + SEGMENT - 1) / SEGMENT); }
 
 static uint64_t segment_size(const File *f, int i) {
@@ -498,7 +505,7 @@ static bool read_journal(File *f) {
         if (f->arrived[i] > size) f->arrived[i] = 0;
         f->done += f->arrived[i];
     }
-    return pwrite(f->fd, f->arrived, bytes, (off_t)f->size) == (ssize_t)bytes;
+    return write_at(f->fd, f->arrived, bytes, (off_t)f->size);
 }
 
 /* The lock that other tools take too; a dead process holds none. -1: another process has it, or *e. */
@@ -589,11 +596,8 @@ static bool arrive(Request *r, uint64_t at, const char *data, size_t n) {
         off_t journal = (off_t)(f->size + (uint64_t)i * sizeof *f->arrived);
         if (within + part > f->arrived[i]) {
             uint64_t now = within + part;
-            ssize_t wrote = pwrite(f->fd, data, part, (off_t)at);
-            if (wrote != (ssize_t)part || pwrite(f->fd, &now, sizeof now, journal) != (ssize_t)sizeof now) {
-                if (wrote >= 0) errno = ENOSPC; /* a short write is what a full disk does first */
+            if (!write_at(f->fd, data, part, (off_t)at) || !write_at(f->fd, &now, sizeof now, journal))
                 return disk_error(&r->e, f->name);
-            }
             f->done += now - f->arrived[i];
             f->arrived[i] = now;
             r->tries = 0;

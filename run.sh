@@ -2,6 +2,7 @@
 # The first command: installs what is missing, builds, plays.
 #   ./run.sh                 builds and plays
 #   ./run.sh play [...]      the same with arguments of `infer play`
+#   ./run.sh download [...]  fetches a model from the hub (openai/gpt-oss-20b), arguments of `infer download`
 #   ./run.sh test            runs the tests
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -28,15 +29,18 @@ install_missing() {
 command=${1:-play}
 [ $# -eq 0 ] || shift
 case $command in
-    play | test) ;;
+    play | download | test) ;;
     *)
-        sed -n '3,5s/^# *//p' "$0" >&2
+        sed -n '3,6s/^# *//p' "$0" >&2
         exit 2
         ;;
 esac
 install_missing
 if [ "$command" = test ]; then
     exec make test
+fi
+if [ "$command" = download ] && [ $# -eq 0 ]; then
+    set -- openai/gpt-oss-20b
 fi
 make --no-print-directory reference
 exec ./infer-reference "$command" "$@"

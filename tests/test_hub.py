@@ -544,7 +544,7 @@ int mkdir(const char *path, mode_t mode) {
 def test_disk(folder):
     """No space left at byte k, and a read-only file system, by a library that stands before the C library's calls."""
     (folder / "shim.c").write_text(SHIM)
-    made = subprocess.run(["gcc", "-shared", "-fPIC", "-D_FILE_OFFSET_BITS=64", "-o", folder / "shim.so",
+    made = subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "shim.so",
                            folder / "shim.c", "-ldl"], capture_output=True, text=True)
     expect(not made.returncode, made.stderr)
     shim = {"LD_PRELOAD": folder / "shim.so"}
