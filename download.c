@@ -13,6 +13,7 @@
 #include <fnmatch.h>
 #include <ftw.h>
 #include <getopt.h>
+#include <math.h>
 #include <openssl/evp.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -136,9 +137,8 @@ static bool parse_target(Download *d, const char *text, Error *e) {
         if (rest && *rest && *part[2] != 't') snprintf(d->only, sizeof d->only, "%s", rest);
         part[2] = NULL;
     }
-    snprintf(d->repository, sizeof d->repository, "%s%s%s", part[0], part[1] ? "/" : "",
-             part[1] ? part[1] : "");
-    if ((part[2] && *part[2]) || strlen(copy) >= sizeof d->repository || !repository_valid(d->repository))
+    snprintf(d->repository, sizeof d->repository, "%s%s%s", part[0], part[1] ? "/" : "", part[1] ? part[1] : "");
+    if ((part[2] && *part[2]) || !repository_valid(d->repository))
         return fail(e, USAGE, "'%.200s' is no repository of models: ORG/NAME is needed, or the URL of its page", text);
     if (!name_valid(d->revision)) return fail(e, USAGE, "'%.100s' is no revision", d->revision);
     return true;
@@ -326,28 +326,35 @@ static bool put_link(const char *text, const char *path, Error *e) {
     return disk_error(e, path);
 }
 
-/* snapshots/COMMIT/NAME, a link to the blob. A plain file of the right size, as caches without links have, stays. */
+static bool is_file(const char *path, uint64_t size) {
+    struct stat st;
+    return !lstat(path, &st) && S_ISREG(st.st_mode) && (uint64_t)st.st_size == size;
+}
+
+/* Is it here: its blob, or a plain file in the snapshot, as caches without links have? */
+static bool is_here(const Download *d, const File *f) {
+    char *blob = blob_path(d, f, "");
+    Bytes plain = {0};
+    bytes_print(&plain, "%s/snapshots/%s/%s", d->folder, d->commit, f->name);
+    bool here = is_file(blob, f->size) || is_file(plain.data, f->size);
+    free(blob);
+    bytes_free(&plain);
+    return here;
+}
+
+/* snapshots/COMMIT/NAME, a link to the blob. */
 static bool link_file(const Download *d, const File *f, Error *e) {
     Bytes path = {0}, text = {0};
-    struct stat st;
     bytes_print(&path, "%s/snapshots/%s/%s", d->folder, d->commit, f->name);
     bytes_text(&text, "../../");
     for (const char *s = f->name; *s; s++)
         if (*s == '/') bytes_text(&text, "../");
     bytes_print(&text, "blobs/%s", f->id);
-    bool plain = !lstat(path.data, &st) && S_ISREG(st.st_mode) && (uint64_t)st.st_size == f->size;
-    bool ok = plain || (make_folders(path.data, strlen(d->cache), e) && put_link(text.data, path.data, e));
+    bool ok = is_file(path.data, f->size) ||
+              (make_folders(path.data, strlen(d->cache), e) && put_link(text.data, path.data, e));
     bytes_free(&path);
     bytes_free(&text);
     return ok;
-}
-
-static bool have_blob(const Download *d, const File *f) {
-    struct stat st;
-    char *path = blob_path(d, f, "");
-    bool have = !lstat(path, &st) && S_ISREG(st.st_mode) && (uint64_t)st.st_size == f->size;
-    free(path);
-    return have;
 }
 
 /* Bytes of it that are on disk though it is not complete, as far as the file system knows. */
@@ -431,7 +438,6 @@ static void draw(Download *d) {
     char have[24], size[24], line[100];
     if (since < (d->terminal ? 0.1 : 10)) return;
     int columns = !ioctl(STDERR_FILENO, TIOCGWINSZ, &window) && window.ws_col ? window.ws_col : 80, shown = 0;
-    int rows = columns > 0 && d->terminal && window.ws_row > 4 ? window.ws_row - 3 : SHOWN_FILES;
     int name = columns - 60 > 40 ? 40 : columns - 60 < 12 ? 12 : columns - 60, bar = columns - name - 40;
     uint64_t done = 0;
     for (int i = 0; i < d->files; i++) done += d->file[i].done;
@@ -440,7 +446,8 @@ static void draw(Download *d) {
     d->fetched = done;
     d->drawn = now;
     clear(d);
-    for (int i = 0; i < d->files && d->terminal && shown < rows && shown < SHOWN_FILES; i++) {
+    if (d->terminal) fputs("\033[?7l", stderr); /* long lines are cut, so that each takes one row */
+    for (int i = 0; i < d->files && d->terminal && shown < SHOWN_FILES; i++) {
         const File *f = d->file + i;
         if (f->state != OPEN) continue;
         size_t length = strlen(f->name); /* the end of a long name tells more */
@@ -451,15 +458,15 @@ static void draw(Download *d) {
         shown++;
     }
     double left = d->rate > 0 ? (double)(d->total - done) / d->rate : 0;
-    if (d->rate <= 0)
-        *line = 0;
-    else if (left < 100)
-        snprintf(line, sizeof line, "  %.2f GB/s  %.0f s left", d->rate / 1e9, left);
-    else
-        snprintf(line, sizeof line, "  %.3f GB/s  %d:%02d h left", d->rate / 1e9, (int)(left / 3600),
-                 (int)(left / 60) % 60);
+    *line = 0;
+    if (d->rate > 0 && left < 100)
+        snprintf(line, sizeof line, "  %s/s  %.0f s left", size_text((uint64_t)d->rate, size), left);
+    else if (d->rate > 0)
+        snprintf(line, sizeof line, "  %s/s  %.0f:%02d h left", size_text((uint64_t)d->rate, size), floor(left / 3600),
+                 (int)fmod(left / 60, 60));
     fprintf(stderr, "  %d of %d files, %s of %s%s\n", d->here, d->files, size_text(done, have),
             size_text(d->total, size), line);
+    if (d->terminal) fputs("\033[?7h", stderr);
     d->lines = d->terminal ? shown + 1 : 0;
 }
 
@@ -552,7 +559,7 @@ static bool open_file(Download *d, File *f, Error *e) {
     char *blob = blob_path(d, f, ""), *partial = blob_path(d, f, ".partial"), *other = blob_path(d, f, ".incomplete");
     struct stat st;
     bool ok = true;
-    if (have_blob(d, f)) { /* of the process that had the lock */
+    if (is_here(d, f)) { /* of the process that had the lock */
         ok = link_file(d, f, e);
         close(f->lock);
         f->state = HERE;
@@ -721,7 +728,7 @@ static bool plan(Download *d, Error *e) {
     char a[24], b[24];
     for (int i = 0; i < d->files; i++) {
         File *f = d->file + i;
-        bool here = have_blob(d, f);
+        bool here = is_here(d, f);
         if (here && !d->dry_run && !link_file(d, f, e)) return false;
         f->state = here ? HERE : WAITING;
         f->done = here ? f->size : 0;
@@ -977,7 +984,7 @@ bool outline_open(Outline *o, const char *target, Error *e) {
     for (int i = 0; i < d.files && ok; i++) {
         const File *f = d.file + i;
         bool weights = !fnmatch("*.safetensors", f->name, 0);
-        o->to_fetch += have_blob(&d, f) ? 0 : f->size;
+        o->to_fetch += is_here(&d, f) ? 0 : f->size;
         if (!weights && fnmatch("*config.json", f->name, 0) && fnmatch("*.index.json", f->name, 0)) continue;
         url.n = 0;
         bytes_print(&url, "%s/%s/resolve/%s/", hub_endpoint(d.hub), d.repository, d.commit);

@@ -233,6 +233,7 @@ static size_t on_header(char *line, size_t size, size_t n, void *data) {
         *r->error_code = *r->repo_commit = *r->linked_etag = *r->link = 0;
     }
     while (n && strchr("\r\n", line[n - 1])) n--;
+    if (!n && r->status) return all; /* behind a trailer */
     if (!n) {
         curl_easy_getinfo(r->easy, CURLINFO_RESPONSE_CODE, &r->status);
         return check_head(r) ? all : 0;
@@ -319,6 +320,7 @@ static void begin(Hub *h, Request *r) {
     curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, 512L << 10);
     /* a connection a range; HTTP/2 would put all of them into one */
     curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1);
+    curl_easy_setopt(easy, CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L);
     if (h->ca_bundle) curl_easy_setopt(easy, CURLOPT_CAINFO, h->ca_bundle);
     r->running = true;
     curl_multi_add_handle(h->multi, easy);

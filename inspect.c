@@ -296,7 +296,7 @@ static void print_facts(const Checkpoint *c, const Facts *f, int context) {
            count_text((uint64_t)m->dim, a), m->n_heads, m->n_kv_heads, m->head_dim);
     for (int i = 0; windows && i < m->n_layers; i++)
         if (m->layer[i].window) {
-            printf("; %d see %d positions", windows, m->layer[i].window);
+            printf("; %d layers see %d positions", windows, m->layer[i].window);
             break;
         }
     if (m->n_experts > 1) printf("\nexperts     %d a layer, %d a token", m->n_experts, m->top_k);
@@ -455,7 +455,7 @@ static void examine_gpus(Doctor *d, const Backend *backend) {
     bool none_needed = !v->runtime && !v->gpus;
     if (!v->gpus)
         finding(d, "GPU", NO_GPU, none_needed ? NULL : "install NVIDIA's driver, or see whether nvidia-smi shows one",
-                "none (%s)", v->problem);
+                "none (%s%s%s)", v->problem, v->built ? "; this build has code for " : "", v->built ? v->built : "");
     for (int i = 0; i < v->gpus; i++) {
         snprintf(cure, sizeof cure, "this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d",
                  v->gpu[i].major, v->gpu[i].minor);
@@ -463,7 +463,7 @@ static void examine_gpus(Doctor *d, const Backend *backend) {
                 v->gpu[i].name, v->gpu[i].major, v->gpu[i].minor, size_text(v->gpu[i].free, a),
                 size_text(v->gpu[i].total, b));
     }
-    if (v->runtime)
+    if (v->runtime && v->driver)
         finding(d, "CUDA", NO_GPU,
                 v->driver / 1000 >= v->runtime / 1000 ? NULL : "the driver is older than the toolkit: update it",
                 "driver for %d.%d, built with %d.%d for %s", v->driver / 1000, v->driver % 1000 / 10, v->runtime / 1000,

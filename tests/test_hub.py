@@ -682,7 +682,7 @@ def test_terminal(folder):
     with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
         hub.rate = 8e6
         with in_terminal(hub, folder, "download", "org/model") as t:
-            t.wait("✓ config.json", "big.safetensors", " of 70.3 MB", "GB/s", "left")
+            t.wait("✓ config.json", "big.safetensors", " of 70.3 MB", "/s  ", "left")
             time.sleep(0.5)
             os.kill(t.process.pid, signal.SIGINT)
             t.wait("interrupted", "goes on from there")
