@@ -16,7 +16,7 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev
 CORE      = base.c safetensors.c model.c tokenizer.c chat.c engine.c
-C_SOURCES = $(CORE) hub.c download.c editor.c play.c inspect.c infer.c
+C_SOURCES = $(CORE) hub.c download.c editor.c play.c bench.c inspect.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere.
@@ -79,13 +79,16 @@ build/asan/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(SANITIZE) -DBACKEND=reference -c $< -o $@
 
+# a machine with a GPU runs the tests that need one too
+GPU = $(shell nvidia-smi -L 2>/dev/null)
 test: asan reference
-	python3 tests/run.py
+	$(if $(GPU),$(MAKE) build/cuda/gpu infer)
+	python3 tests/run.py $(if $(GPU),--gpu)
 
 fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
 	python3 tests/run_fuzzers.py
 
-build/fuzz/%: tests/fuzz_%.c $(CORE) tests/reference.c Makefile
+build/fuzz/%: tests/fuzz_%.c $(CORE) tests/reference.c $(wildcard *.h tests/*.h) Makefile
 	@mkdir -p $(@D)
 	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter %.c,$^) -o $@ $(LIBS)
 
@@ -100,16 +103,16 @@ format:
 	clang-format -i *.c *.h tests/*.c tests/*.h
 
 count:
-	@wc -l *.c *.h *.cu 2>/dev/null | sort -n
+	@wc -l *.c *.h *.cu *.cuh 2>/dev/null | sort -n
 
 clean:
 	rm -rf build infer infer-reference
 
 help:
-	@echo "make              builds what this machine can run"
+	@echo "make              builds ./infer, which needs the CUDA toolkit and an NVIDIA GPU"
 	@echo "make reference    builds ./infer-reference, the plain C twin, which needs no CUDA"
 	@echo "make test         runs the tests (TEST_DATA=DIR for those that need data which cannot be shipped)"
-	@echo "make test-gpu     runs the tests that need a GPU"
+	@echo "make test-gpu     runs those that need a GPU; where there is one, make test does it too"
 	@echo "make verify MODEL=DIR   does this engine continue seven prompts as OpenAI's own code does?"
 	@echo "make asan         builds the program and the unit tests with sanitizers, below build/asan"
 	@echo "make fuzz         runs each fuzzer for a minute (needs clang)"

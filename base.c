@@ -19,11 +19,11 @@ bool fail(Error *e, int code, const char *format, ...) {
     char text[sizeof e->text]; /* an argument may be e->text itself */
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    Bytes shown = {0}; /* names from files may hold anything: one line, no terminal escapes, no half characters */
+    bytes_shown(&shown, text, strlen(text), false);
     e->code = code;
-    size_t n = 0;
-    for (const char *s = text; *s; s++) /* names from files may hold anything: one line, no terminal escapes */
-        e->text[n++] = (unsigned char)*s < 32 || *s == 127 ? '?' : *s;
-    e->text[n] = 0;
+    snprintf(e->text, sizeof e->text, "%s", shown.data ? shown.data : "");
+    bytes_free(&shown);
     return false;
 }
 
@@ -142,6 +142,19 @@ size_t utf8_check(const char *s, size_t n) {
     return i;
 }
 
+void bytes_shown(Bytes *out, const char *text, size_t n, bool lines) {
+    uint32_t c;
+    for (size_t i = 0; i < n;) {
+        int length = utf8_decode(text + i, n - i, &c);
+        bool shown = length && c >= 32 && (c < 127 || c > 159);
+        if (shown || (length && lines && (c == '\n' || c == '\t')))
+            bytes_add(out, text + i, (size_t)length);
+        else
+            bytes_text(out, "?");
+        i += (size_t)(length ? length : 1);
+    }
+}
+
 void utf8_stream(Bytes *b, Bytes *out, bool flush) {
     size_t i = 0;
     while (i < b->n) {
@@ -177,6 +190,12 @@ bool file_read(const char *path, size_t most, Bytes *out, Error *e) {
     }
     close(fd);
     return ok;
+}
+
+void stdin_read(Bytes *out) {
+    char part[1 << 16];
+    bytes_text(out, "");
+    for (size_t n; (n = fread(part, 1, sizeof part, stdin));) bytes_add(out, part, n);
 }
 
 bool file_exists(const char *path) {
@@ -356,6 +375,8 @@ void json_quote(Bytes *out, const char *text, size_t n) {
             bytes_print(out, "\\%c", c);
         else if (c >= 8 && c <= 13 && c != 11)
             bytes_print(out, "\\%c", letters[c - 8]);
+        else if (!c)
+            bytes_text(out, "\xEF\xBF\xBD");
         else if (c < 32 || c == 127)
             bytes_print(out, "\\u%04x", c);
         else

@@ -64,6 +64,9 @@ int utf8_decode(const char *s, size_t n, uint32_t *cp);
 int utf8_encode(uint32_t cp, char out[4]); /* bytes written */
 /* Offset of the first byte that is not UTF-8, or n. */
 size_t utf8_check(const char *s, size_t n);
+/* Appends text as a terminal may show it: control characters, which could begin escape sequences, and bytes that are
+ * not UTF-8 become '?'; line breaks and tabs stay if `lines`. */
+void bytes_shown(Bytes *out, const char *text, size_t n, bool lines);
 /* Output that arrives in pieces: what of the bytes in b is complete goes to `out`, each maximal invalid part as one
  * U+FFFD (Unicode 3.9, best practice); an incomplete end stays in b until `flush`. */
 void utf8_stream(Bytes *b, Bytes *out, bool flush);
@@ -71,6 +74,7 @@ void utf8_stream(Bytes *b, Bytes *out, bool flush);
 /* The whole of a regular file of at most `most` bytes. */
 bool file_read(const char *path, size_t most, Bytes *out, Error *e);
 bool file_exists(const char *path);
+void stdin_read(Bytes *out); /* all of it; "" if there is none */
 
 /* JSON, refused with `name` and the offset where cJSON would be lax: trailing text, keys twice, bad numbers, control
  * bytes, \u0000, invalid UTF-8, a byte-order mark. Free with cJSON_Delete. */
@@ -82,13 +86,14 @@ const char *json_string(const cJSON *object, const char *key); /* or NULL */
 bool json_true(const cJSON *object, const char *key);
 /* A whole number in [least, most]; doubles hold every integer below 2^53 exactly, and nothing above is taken. */
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);
-/* Appends n bytes of UTF-8 as a JSON string with its quotes. */
+/* Appends n bytes of UTF-8 as a JSON string with its quotes. A NUL becomes U+FFFD: json_parse takes none, so none is
+ * written. */
 void json_quote(Bytes *out, const char *text, size_t n);
 /* The value as compact JSON text; free it. */
 char *json_text(const cJSON *value);
 
 float f16_value(uint16_t half); /* IEEE 754 binary16 */
-double seconds(void); /* a monotonic clock */
+double seconds(void);           /* a monotonic clock */
 /* 13.8 GB, 5.1 MB, 812 bytes: decimal units, as disks and downloads are sold. Returns `out`. */
 char *size_text(uint64_t bytes, char out[24]);
 /* 131072 as 131,072. Returns `out`. */

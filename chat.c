@@ -151,13 +151,37 @@ static const char *called_function(const cJSON *messages, const cJSON *json, con
     return last;
 }
 
-static bool parse_message(Conversation *c, const cJSON *messages, const cJSON *json, int i, Bytes *instructions,
-                          Error *e) {
+/* The tokens that a message was sampled as. Those that do not read as this message alone are of another model, or would
+ * bring control tokens in: then the message is rendered anew. */
+static void parse_sampled(const Chat *chat, const cJSON *sampled, Message *m) {
+    Reader r;
+    Bytes text = {0}, said = {0}, read = {0};
+    const cJSON *id;
+    reader_init(&r, chat);
+    cJSON_ArrayForEach(id, sampled) {
+        int64_t token;
+        if (json_whole(id, 0, INT32_MAX, &token)) reader_push(&r, (int)token, &text);
+    }
+    if (r.messages == 1 && r.message->sampled.n == (size_t)cJSON_GetArraySize(sampled)) {
+        message_json(m, &said);
+        message_json(r.message, &read);
+        if (!strcmp(said.data, read.data)) ids_append(&m->sampled, r.message->sampled.data, r.message->sampled.n);
+    }
+    reader_free(&r);
+    bytes_free(&text);
+    bytes_free(&said);
+    bytes_free(&read);
+}
+
+static bool parse_message(Conversation *c, const Chat *chat, const cJSON *messages, const cJSON *json, int i,
+                          Bytes *instructions, Error *e) {
+    static const char heading[] = "# Instructions\n\n";
     const char *role = json_string(json, "role"), *channel = json_string(json, "channel"),
                *name = json_string(json, "name");
     const char *reasoning = json_string(json, "reasoning_content");
     const char *recipient = json_string(json, "recipient"), *content_type = json_string(json, "content_type");
-    const cJSON *calls = json_get(json, "tool_calls");
+    const cJSON *calls = json_get(json, "tool_calls"), *sampled = json_get(json, "sampled"),
+                *first = json_get(json, "recipient_first");
     Bytes text = {0};
     if (!reasoning) reasoning = json_string(json, "reasoning");
     if (!role) return fail(e, USAGE, "messages[%d] has no role", i);
@@ -169,7 +193,8 @@ static bool parse_message(Conversation *c, const cJSON *messages, const cJSON *j
     if (ok && system && !c->messages) { /* a system prompt of the user's is an instruction of the developer's */
         bytes_print(instructions, "%s%s", instructions->data ? "\n\n" : "", text.data);
     } else if (ok && system) {
-        m = conversation_add(c, "developer", channel, "# Instructions\n\n", 16);
+        bool headed = !strncmp(text.data, heading, strlen(heading));
+        m = conversation_add(c, "developer", channel, heading, headed ? 0 : strlen(heading));
         bytes_add(&m->content, text.data, text.n);
     } else if (ok && !strcmp(role, "user")) {
         m = conversation_add(c, role, channel, text.data, text.n);
@@ -188,7 +213,8 @@ static bool parse_message(Conversation *c, const cJSON *messages, const cJSON *j
         m->recipient_first = true;
     } else if (ok && !strcmp(role, "assistant")) {
         if (reasoning && *reasoning) conversation_add(c, role, "analysis", reasoning, strlen(reasoning));
-        if (channel || recipient || content_type)
+        bool header = cJSON_GetObjectItemCaseSensitive(json, "channel"); /* null: one without a channel */
+        if (header || recipient || content_type)
             m = conversation_add(c, role, channel, text.data, text.n);
         else if (text.n || !calls)
             m = conversation_add(c, role, calls ? "commentary" : "final", text.data, text.n);
@@ -199,8 +225,9 @@ static bool parse_message(Conversation *c, const cJSON *messages, const cJSON *j
         if (!m) ok = fail(e, USAGE, "messages[%d] is a system prompt, yet has a recipient or content_type", i);
         if (ok && recipient) conversation_set(&m->recipient, recipient);
         if (ok && content_type) conversation_set(&m->content_type, content_type);
-        if (ok) m->recipient_first = true;
+        if (ok) m->recipient_first = !first || cJSON_IsTrue(first);
     }
+    if (ok && m && sampled) parse_sampled(chat, sampled, m);
     if (ok && !strcmp(role, "assistant")) ok = parse_calls(c, calls, i, e); /* moves what m points to */
     bytes_free(&text);
     return ok;
@@ -232,7 +259,11 @@ static bool parse_response_format(Conversation *c, const cJSON *format, Error *e
     return true;
 }
 
-bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
+bool effort_known(const char *effort) {
+    return !strcmp(effort, "low") || !strcmp(effort, "medium") || !strcmp(effort, "high");
+}
+
+bool conversation_parse(Conversation *c, const Chat *chat, const cJSON *json, Error *e) {
     const struct {
         const char *key;
         char **text;
@@ -247,8 +278,9 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
         if (value) conversation_set(texts[i].text, value->valuestring);
     }
     if (c->date && !strcmp(c->date, "none")) conversation_set(&c->date, NULL);
-    if (strcmp(c->effort, "low") && strcmp(c->effort, "medium") && strcmp(c->effort, "high"))
+    if (!effort_known(c->effort))
         return fail(e, USAGE, "reasoning_effort should be low, medium or high and is '%.40s'", c->effort);
+    if (channels && !cJSON_IsArray(channels)) return fail(e, USAGE, "channels is not an array");
     if (channels) {
         Bytes all = {0};
         bytes_text(&all, "");
@@ -265,26 +297,77 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
     Bytes instructions = {0};
     bool ok = true;
     int i = 0;
-    for (m = messages->child; m && ok; m = m->next) ok = parse_message(c, messages, m, i++, &instructions, e);
+    for (m = messages->child; m && ok; m = m->next) ok = parse_message(c, chat, messages, m, i++, &instructions, e);
     if (instructions.data) conversation_set(&c->instructions, instructions.data);
     bytes_free(&instructions);
     return ok;
 }
 
+/* ---- to JSON ---- */
+
+static void add_text(Bytes *out, const char *key, const char *text) {
+    bytes_print(out, ",\"%s\":", key);
+    json_quote(out, text, strlen(text));
+}
+
 void message_json(const Message *m, Bytes *out) {
-    const struct {
-        const char *key, *value;
-    } fields[] = {
-        {"name", m->name}, {"channel", m->channel}, {"recipient", m->recipient}, {"content_type", m->content_type}};
     bytes_print(out, "{\"role\":\"%s\"", m->role);
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
-        if (fields[i].value) {
-            bytes_print(out, ",\"%s\":", fields[i].key);
-            json_quote(out, fields[i].value, strlen(fields[i].value));
-        }
+    if (m->name) add_text(out, "name", m->name);
+    if (m->channel) add_text(out, "channel", m->channel);
+    if (m->recipient) add_text(out, "recipient", m->recipient);
+    if (m->content_type) add_text(out, "content_type", m->content_type);
     bytes_text(out, ",\"content\":");
     json_quote(out, m->content.data, m->content.n);
     bytes_text(out, "}");
+}
+
+/* The message with all that its prompt depends on. */
+static void exact_json(const Message *m, Bytes *out) {
+    message_json(m, out);
+    out->n--; /* the brace */
+    if (!m->channel) bytes_text(out, ",\"channel\":null");
+    if (m->recipient && !m->recipient_first) bytes_text(out, ",\"recipient_first\":false");
+    for (size_t i = 0; i < m->sampled.n; i++) bytes_print(out, "%s%d", i ? "," : ",\"sampled\":[", m->sampled.data[i]);
+    bytes_text(out, m->sampled.n ? "]}" : "}");
+}
+
+void conversation_json(const Conversation *c, Bytes *out) {
+    const cJSON *tool;
+    const char *before = "";
+    bytes_print(out, "{\"bare\":%s,\"keep_analysis\":%s", c->bare ? "true" : "false",
+                c->keep_analysis ? "true" : "false");
+    add_text(out, "reasoning_effort", c->effort);
+    add_text(out, "date", c->date ? c->date : "none");
+    add_text(out, "model_identity", c->identity);
+    add_text(out, "knowledge_cutoff", c->cutoff);
+    bytes_text(out, ",\"channels\":["); /* joined as they are, which is how they are read */
+    json_quote(out, c->channels, strlen(c->channels));
+    bytes_text(out, "],\n\"tools\":[");
+    cJSON_ArrayForEach(tool, c->tools) {
+        char *text = json_text(tool);
+        bytes_print(out, "%s{\"type\":\"function\",\"function\":%s}", before, text);
+        before = ",\n";
+        free(text);
+    }
+    bytes_text(out, "],\n");
+    if (c->response_format) {
+        char *text = json_text(c->response_format);
+        bytes_print(out, "\"response_format\":{\"type\":\"json_schema\",\"json_schema\":%s},\n", text);
+        free(text);
+    }
+    bytes_text(out, "\"messages\":[");
+    before = "";
+    if (c->instructions) {
+        bytes_text(out, "{\"role\":\"system\"");
+        add_text(out, "content", c->instructions);
+        bytes_text(out, "}");
+        before = ",\n";
+    }
+    for (int i = 0; i < c->messages; i++, before = ",\n") {
+        bytes_text(out, before);
+        exact_json(c->message + i, out);
+    }
+    bytes_text(out, "]}\n");
 }
 
 /* ---- tools as TypeScript ---- */

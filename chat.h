@@ -45,13 +45,16 @@ void conversation_set(char **text, const char *to);
 /* Appends a message and returns it; valid until the next is added. channel may be NULL. */
 Message *conversation_add(Conversation *c, const char *role, const char *channel, const char *content, size_t n);
 void conversation_remove(Conversation *c, int from, int n); /* forgets n messages */
+bool effort_known(const char *effort);                      /* low, medium or high */
 /* Takes messages, tools, response_format, reasoning_effort and date from JSON in the shape of chat completions; a
  * message may also have harmony's channel, recipient and content_type, and the object model_identity, knowledge_cutoff,
  * channels, bare and keep_analysis. USAGE with the field that is wrong. */
-bool conversation_parse(Conversation *c, const cJSON *json, Error *e);
+bool conversation_parse(Conversation *c, const Chat *chat, const cJSON *json, Error *e);
 
-/* Appends a message as JSON, in the shape that conversation_parse takes. */
+/* Append a message, a whole conversation, as JSON in the shape that conversation_parse takes. The conversation comes
+ * back as it was: also how each header was written, and the tokens that a message was sampled as. */
 void message_json(const Message *m, Bytes *out);
+void conversation_json(const Conversation *c, Bytes *out);
 /* Appends the conversation as tokens; with `prompt` it ends in <|start|>assistant, where the model goes on. Reasoning
  * of turns that ended in a final answer is left out. Only the renderer writes control tokens: names that could pass for
  * a header are refused (USAGE). */

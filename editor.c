@@ -2,6 +2,9 @@
 #include "editor.h"
 
 #include <histedit.h>
+#include <langinfo.h>
+#include <locale.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,6 +39,8 @@ Editor *editor_open(void) {
     HistEvent event;
     Bytes path = {0};
     const char *home = getenv("HOME");
+    setlocale(LC_CTYPE, "");
+    if (strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8"); /* or what is typed is lost */
     Editor *ed = allocate_zero(1, sizeof *ed);
     ed->line = el_init("infer", stdin, stdout, stderr);
     ed->history = history_init();
@@ -73,13 +78,21 @@ void editor_close(Editor *ed) {
 
 bool editor_line(Editor *ed, const char *prompt, Bytes *out) {
     int n;
+    sigset_t interrupt;
     ed->prompt = prompt;
     ed->cancelled = false;
+    sigemptyset(&interrupt);
+    sigaddset(&interrupt, SIGINT);
+    /* Until the terminal is raw Ctrl+C is a signal, which libedit would pass on. */
+    sigprocmask(SIG_BLOCK, &interrupt, NULL);
     const char *line = el_gets(ed->line, &n);
-    if (!line || n <= 0) return false;
-    if (!ed->cancelled) bytes_add(out, line, (size_t)n - (line[n - 1] == '\n'));
-    bytes_text(out, "");
-    return true;
+    sigprocmask(SIG_UNBLOCK, &interrupt, NULL);
+    bool end = !ed->cancelled && n <= 0;
+    if (end)
+        fputs("\n", stdout);
+    else
+        bytes_add(out, line, ed->cancelled ? 0 : (size_t)n - (line[n - 1] == '\n'));
+    return !end;
 }
 
 bool editor_text(Editor *ed, Bytes *out) {

@@ -8,7 +8,8 @@ typedef struct Editor Editor;
 Editor *editor_open(void);
 void editor_close(Editor *ed);
 
-/* Appends one line without its newline, nothing if Ctrl+C cleared it. False at the end of input. */
+/* Appends one line without its newline, nothing if Ctrl+C cleared it. False at the end of input. SIGINT waits until it
+ * returns. */
 bool editor_line(Editor *ed, const char *prompt, Bytes *out);
 /* Appends what the user says: a line, which joins the history, or several between triple quotes. */
 bool editor_text(Editor *ed, Bytes *out);

@@ -11,7 +11,7 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
     if (context > m->context)
         return fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context);
     limits.context = context ? context : m->context;
-    int wanted = pages_for((size_t)limits.context), pages = wanted;
+    int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
     g->state = backend->open(m, &limits, &pages, e);
     if (!g->state) return false;
     if (pages < wanted && context) {

@@ -16,8 +16,8 @@ typedef struct {
     Ids free_pages;
 } Engine;
 
-/* context 0: as much as the model was made for and memory holds; otherwise exactly that or NO_ROOM. limits.context is
- * ignored. */
+/* context 0: as much as the model was made for and memory holds; otherwise exactly that or NO_ROOM. The cache has room
+ * for limits.max_seqs such sequences, or for as many as fit. limits.context is ignored. */
 bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e);
 void engine_close(Engine *g);
 
@@ -38,9 +38,9 @@ typedef struct {
     Engine *engine;
     Sequence *sequence;
     Sampling sampling;
-    size_t prompt;       /* tokens */
-    size_t reused;       /* of them were in the cache */
-    bool waiting, begun; /* a step is outstanding; a token was drawn */
+    size_t prompt; /* tokens */
+    size_t reused; /* of them were in the cache */
+    bool waiting;  /* a step is outstanding */
 } Generation;
 
 /* Makes `ids` the sequence's text, keeping what it shares with it, and starts an answer. Stops with INTERRUPTED between

@@ -184,7 +184,9 @@ template <Type T> struct Ring {
     uint8_t *stage; /* (stages) of this warp */
     Barrier *full;  /* (stages) */
 
-    static __host__ __device__ size_t bytes(const Slices &k, int warps) { return (size_t)warps * k.stages * (C::stage_bytes(k.per) + sizeof(Barrier)); }
+    static __host__ __device__ size_t bytes(const Slices &k, int warps) { /* in whole lines, for what lies behind */
+        return ((size_t)warps * k.stages * (C::stage_bytes(k.per) + sizeof(Barrier)) + 127) / 128 * 128;
+    }
     __device__ Ring(const Matrix &m, const Slices &k, uint8_t *memory)
         : k(k), stride(m.stride), warp(threadIdx.x / 32), warps(blockDim.x / 32), lane(threadIdx.x % 32),
           stage(memory + (size_t)warp * k.stages * C::stage_bytes(k.per)),
@@ -196,20 +198,20 @@ template <Type T> struct Ring {
     __device__ int chunks(int part) const { return min(k.per, k.chunks - first_chunk(part)); } /* none: not above 0 */
     __device__ void ask(const uint8_t *group, int part) {
         int n = chunks(part);
-        if (n > 0) C::copy(full + ask_at, stage + ask_at * C::stage_bytes(k.per), k.per, group, stride, first_chunk(part), n, lane);
+        if (n <= 0) return;
+        C::copy(full + ask_at, stage + ask_at * C::stage_bytes(k.per), k.per, group, stride, first_chunk(part), n, lane);
         if (++ask_at == k.stages) ask_at = 0;
     }
     /* Multiplies the oldest item by activations, of which x is the first column of the slice. */
     __device__ void take(typename C::Sum &sum, int part, const typename C::Activation *x, int pitch, unsigned tokens) {
         int n = chunks(part);
-        if (n > 0) {
-            const uint8_t *from = stage + take_at * C::stage_bytes(k.per);
-            full[take_at].wait(parity);
+        if (n <= 0) return;
+        const uint8_t *from = stage + take_at * C::stage_bytes(k.per);
+        full[take_at].wait(parity);
 #pragma unroll
-            for (int i = 0; i < C::MOST; i++)
-                if (i < n) C::add(sum, from, k.per, i, x, pitch, tokens, lane);
-            __syncwarp();
-        }
+        for (int i = 0; i < C::MOST; i++)
+            if (i < n) C::add(sum, from, k.per, i, x, pitch, tokens, lane);
+        __syncwarp();
         if (++take_at == k.stages) take_at = 0, parity ^= 1;
     }
 };

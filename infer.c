@@ -3,6 +3,7 @@
  * `main` is last.
  *
  * Data goes to stdout, everything else to stderr. Commands that need no GPU never touch one. */
+#include "bench.h"
 #include "chat.h"
 #include "download.h"
 #include "engine.h"
@@ -14,11 +15,9 @@
 #include <errno.h>
 #include <getopt.h>
 #include <math.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #ifndef BACKEND
 #define BACKEND reference
@@ -36,14 +35,6 @@ typedef struct {
 static int usage_error(const char *command, const char *problem) {
     fprintf(stderr, "infer: %s; see infer %s --help\n", problem, command);
     return USAGE;
-}
-
-/* Everything on stdin. */
-static void read_stdin(Bytes *out) {
-    char part[1 << 16];
-    size_t n;
-    bytes_text(out, "");
-    while ((n = fread(part, 1, sizeof part, stdin))) bytes_add(out, part, n);
 }
 
 static Tokenizer *open_tokenizer(const char *model) {
@@ -106,7 +97,7 @@ static int tokenize(int argc, char **argv) {
     if (optind + 1 != argc) return usage_error("tokenize", "one MODEL is needed");
     Tokenizer *t = open_tokenizer(argv[optind]);
     Bytes text = {0};
-    read_stdin(&text);
+    stdin_read(&text);
     if (!jsonl) tokenize_one(t, text.data, text.n, special);
     for (char *line = text.data; jsonl && line < text.data + text.n;) {
         Error e;
@@ -136,7 +127,7 @@ static int detokenize(int argc, char **argv) {
     Bytes text = {0}, out = {0};
     Ids ids = {0};
     Decoder d = {0};
-    read_stdin(&text);
+    stdin_read(&text);
     if (!parse_ids(text.data, &ids, &e)) die(&e);
     for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(t, &d, ids.data[i], &out);
     fwrite(out.data, 1, out.n, stdout);
@@ -177,12 +168,12 @@ static int render(int argc, char **argv) {
     Bytes text = {0}, out = {0};
     Ids ids = {0};
     Decoder d = {0};
-    read_stdin(&text);
+    stdin_read(&text);
     cJSON *json = json_parse(text.data, text.n, "stdin", &e);
     conversation_init(&conversation);
     if (!json) e.code = USAGE, die(&e);
     const cJSON *prompt = json_get(json, "add_generation_prompt");
-    if (!conversation_parse(&conversation, json, &e) ||
+    if (!conversation_parse(&conversation, &chat, json, &e) ||
         !chat_render(&chat, &conversation, !prompt || cJSON_IsTrue(prompt), &ids, &e))
         die(&e);
     for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(t, &d, ids.data[i], &out);
@@ -214,7 +205,7 @@ static int parse(int argc, char **argv) {
     Error e;
     Bytes text = {0}, shown = {0};
     Ids ids = {0};
-    read_stdin(&text);
+    stdin_read(&text);
     if (!parse_ids(text.data, &ids, &e)) die(&e);
     reader_init(&reader, &chat);
     for (size_t i = 0; i < ids.n; i++) reader_push(&reader, ids.data[i], &shown);
@@ -366,17 +357,11 @@ static int logits(int argc, char **argv) {
 
 /* ---- main ---- */
 
-/* Weights are mapped: if a file shrinks underneath, reading it raises SIGBUS. */
-static void on_bus_error(int number) {
-    static const char text[] = "infer: a model file was truncated while it was in use\n";
-    (void)number;
-    if (write(STDERR_FILENO, text, sizeof text - 1)) {}
-    _exit(BAD_MODEL);
-}
-
 static int run_play(int argc, char **argv) { return play(argc, argv, backend); }
 static int run_inspect(int argc, char **argv) { return inspect(argc, argv, backend); }
 static int run_doctor(int argc, char **argv) { return doctor(argc, argv, backend); }
+
+static int run_bench(int argc, char **argv) { return bench(argc, argv, backend); }
 
 static const Command commands[] = {
     {"play", "talk to a model, once or in a loop", run_play, play_help},
@@ -385,6 +370,7 @@ static const Command commands[] = {
     {"rm", "remove a downloaded model", rm, rm_help},
     {"inspect", "what a model is made of, and whether it fits here", run_inspect, inspect_help},
     {"doctor", "GPU, driver, cache, token, network: what is wrong, and its cure", run_doctor, doctor_help},
+    {"bench", "how fast prompts and generation are here", run_bench, bench_help},
     {"logits", "what a model expects next, or all logits as a NumPy file", logits, logits_help},
     {"tokenize", "text to token ids", tokenize, tokenize_help},
     {"detokenize", "token ids to text", detokenize, detokenize_help},
@@ -402,7 +388,6 @@ static void print_help(FILE *to) {
 
 int main(int argc, char **argv) {
     const char *name = argc > 1 ? argv[1] : "";
-    signal(SIGBUS, on_bus_error);
     if (!strcmp(name, "--version")) {
         printf("infer %s (%s)\n", VERSION, backend->name);
         return DONE;

@@ -63,6 +63,7 @@ typedef struct {
     Linear embed, head;    /* (vocab, dim) both */
     const float *norm;     /* (dim) before the head */
     Layer *layer;          /* (n_layers) */
+    bool made_up;          /* there are no files: the backend makes random weights of these shapes (bench) */
 } Model;
 
 typedef enum {
@@ -134,6 +135,9 @@ typedef struct {
     bool (*submit)(void *, const Batch *, Error *); /* returns at once */
     bool (*collect)(void *, Result *, Error *);     /* waits for the oldest step */
     void (*close)(void *);
+    /* Seconds in which the card reads so many bytes of its memory in one go, the limit of every step that reads as
+     * many; 0: unknown. Only while nothing is outstanding. */
+    double (*flat_read)(void *, uint64_t bytes);
     void (*describe)(Devices *);
 } Backend;
 

@@ -56,6 +56,7 @@ typedef struct { /* one model being read */
     char *path;  /* of config.json */
     int windows; /* sliding_window */
     bool tied;
+    size_t made_up; /* bytes of tensors that were made up so far */
     Error *e;
 } Reader;
 
@@ -104,15 +105,15 @@ static void *keep(Checkpoint *c, size_t bytes) {
 /* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. */
 static bool read_rope(Reader *r) {
     Model *m = &r->c->model;
-    const cJSON *rope =
-        json_get(r->config, "rope_parameters"); /* transformers 5; before: rope_scaling and rope_theta */
-    const cJSON *theta_at = rope ? rope : r->config;
+    const cJSON *rope = json_get(r->config, "rope_parameters"); /* transformers 5; before: rope_scaling */
     if (!rope) rope = json_get(r->config, "rope_scaling");
     const char *type = json_string(rope, "rope_type");
     if (!type) type = json_string(rope, "type"); /* older still */
     if (!type) type = "default";
     double theta, factor = 1, original = 0, d = m->head_dim;
-    if (!config_number(r, theta_at, "rope_theta", 0, 1e12, 10000, &theta)) return false;
+    if (!config_number(r, r->config, "rope_theta", 0, 1e12, 10000, &theta) ||
+        !config_number(r, rope, "rope_theta", 0, 1e12, theta, &theta))
+        return false;
     if (strcmp(type, "default") && !config_number(r, rope, "factor", 0, 1e6, 0, &factor)) return false;
     bool yarn = !strcmp(type, "yarn"), llama3 = !strcmp(type, "llama3");
     if ((yarn || llama3) && !config_number(r, rope, "original_max_position_embeddings", 0, 1e9, 0, &original))
@@ -261,6 +262,17 @@ static void shape_text(int dims, const int64_t *shape, char out[160]) {
     snprintf(out + n, (size_t)(160 - n), ")");
 }
 
+/* A tensor that is in no file, at an offset of its own. */
+static const Tensor *make_up(Reader *r, const char *name, const char *suffix, int dims, const int64_t *shape) {
+    Tensor *t = keep(r->c, sizeof *t);
+    bool packed = !strcmp(suffix, "_blocks") || !strcmp(suffix, "_scales");
+    *t = (Tensor){.name = (char *)name, .dtype = packed ? "U8" : "BF16", .dims = dims, .offset = r->made_up};
+    t->size = packed ? 1 : 2;
+    for (int i = 0; i < dims; i++) t->size *= (size_t)shape[i];
+    r->made_up += t->size;
+    return t;
+}
+
 /* The tensor "PREFIX.NAME.SUFFIX" or NULL with a message; it must have this shape. Parts may be empty. */
 static const Tensor *bind(Reader *r, int layer, const char *name, const char *suffix, int dims, const int64_t *shape) {
     char full[200], expected[160], found[160];
@@ -269,6 +281,7 @@ static const Tensor *bind(Reader *r, int layer, const char *name, const char *su
     else
         snprintf(full, sizeof full, "%s%s", name, suffix);
     const Tensors *all = &r->c->tensors;
+    if (r->c->model.made_up) return make_up(r, name, suffix, dims, shape);
     const Tensor *t = tensors_find(all, full);
     shape_text(dims, shape, expected);
     if (!t) {
@@ -307,6 +320,10 @@ static const float *floats(Reader *r, const Tensor *t, size_t n, size_t first, s
     if (!tensor_type(r, t, &type)) return NULL;
     float *out = keep(r->c, n * sizeof *out);
     for (size_t i = 0; i < n; i++) {
+        if (r->c->model.made_up) { /* norms do nothing, biases are not there */
+            out[i] = strstr(t->name, "norm") ? 1 : 0;
+            continue;
+        }
         const unsigned char *at = t->data + (first + i * stride) * types[type].size;
         uint16_t half;
         memcpy(&half, at, 2);
@@ -325,8 +342,9 @@ static bool bind_floats(Reader *r, int layer, const char *name, int n, const flo
 /* A view of rows first, first + step, ... of the matrices in t, each row `stride` bytes. */
 static View rows_view(const Reader *r, const Tensor *t, size_t stride, int rows, int first, int step) {
     size_t skip = (size_t)first * stride;
-    return (View){.data = t->data + skip,
-                  .fd = r->c->tensors.file[t->file].fd,
+    bool made_up = r->c->model.made_up;
+    return (View){.data = made_up ? NULL : t->data + skip,
+                  .fd = made_up ? -1 : r->c->tensors.file[t->file].fd,
                   .offset = t->offset + skip,
                   .size = t->size - (size_t)(step - 1) * stride,
                   .stride = stride * (size_t)step,
@@ -411,8 +429,8 @@ static bool bind_all(Reader *r) {
     return true;
 }
 
-bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) {
-    *c = (Checkpoint){0};
+static bool open_directory(Checkpoint *c, const char *dir, bool made_up, Error *e) {
+    *c = (Checkpoint){.model.made_up = made_up};
     Bytes path = {0};
     bytes_print(&path, "%s/config.json", dir);
     if (access(path.data, F_OK)) {
@@ -421,9 +439,9 @@ bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) {
     }
     cJSON *config = json_read(path.data, MOST_CONFIG, e);
     Reader r = {.c = c, .config = config, .path = path.data, .e = e};
-    bool ok = config && read_config(&r, dir) && tensors_open(&c->tensors, dir, e);
+    bool ok = config && read_config(&r, dir) && (made_up || tensors_open(&c->tensors, dir, e));
     if (ok) {
-        c->bound = allocate_zero((size_t)c->tensors.n, sizeof *c->bound);
+        c->bound = allocate_zero((size_t)c->tensors.n + 1, sizeof *c->bound);
         for (int i = 0; i < c->tensors.files; i++) c->bytes += c->tensors.file[i].size;
         ok = bind_all(&r);
     }
@@ -432,6 +450,9 @@ bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) {
     if (!ok) checkpoint_close(c);
     return ok;
 }
+
+bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) { return open_directory(c, dir, false, e); }
+bool checkpoint_make_up(Checkpoint *c, const char *dir, Error *e) { return open_directory(c, dir, true, e); }
 
 void checkpoint_close(Checkpoint *c) {
     for (int i = 0; i < c->owned_n; i++) free(c->owned[i]);
@@ -455,6 +476,23 @@ uint64_t model_bytes(const Model *m) {
         for (size_t j = 0; j < sizeof all / sizeof *all; j++) sum += linear_bytes(all[j]);
     }
     return sum;
+}
+
+uint64_t step_bytes(const Model *m, int streams, int depth) {
+    double n = m->n_experts, chosen = n * (1 - pow(1 - m->top_k / n, streams)), sum = (double)linear_bytes(&m->head);
+    for (int i = 0; i < m->n_layers; i++) {
+        const Layer *l = m->layer + i;
+        const Linear *all[] = {&l->q, &l->k, &l->v, &l->o, &l->router, &l->gate, &l->up, &l->down};
+        for (size_t j = 0; j < sizeof all / sizeof *all; j++) {
+            double bytes = (double)linear_bytes(all[j]);
+            if (all[j]->bias) bytes += (double)all[j]->n * all[j]->rows * sizeof(float);
+            sum += all[j]->n > 1 ? bytes / n * chosen : bytes;
+        }
+        double seen = depth + 1, row = 2.0 * m->n_kv_heads * m->head_dim * 2; /* keys and values in bf16 */
+        if (l->window && l->window < seen) seen = l->window;
+        sum += streams * seen * row + 2.0 * m->dim * sizeof(float); /* two norms */
+    }
+    return (uint64_t)sum;
 }
 
 /* ---- finding models on disk ---- */

@@ -80,10 +80,16 @@ typedef struct {
     Stats stats;
     char *saved; /* the file that the conversation was saved to or loaded from */
     bool colour, loop;
+    Editor *editor; /* of the loop */
 } Session;
 
-static volatile sig_atomic_t interrupted;
+static volatile sig_atomic_t interrupted; /* Ctrl+C since the answer was asked for */
 static void on_interrupt(int number) { interrupted = number; }
+
+/* From here on Ctrl+C only ends answers. */
+static void catch_interrupts(void) {
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
+}
 
 static bool check_text(const char *what, const char *text, size_t n, Error *e) {
     size_t valid = utf8_check(text, n);
@@ -143,34 +149,40 @@ static int columns(void) {
     return !ioctl(STDERR_FILENO, TIOCGWINSZ, &size) && size.ws_col ? size.ws_col : 80;
 }
 
-/* Model output on a terminal: control bytes, which could be escape sequences, are shown as '?'. */
-static void put_text(FILE *f, const char *text, size_t n, bool terminal) {
-    for (size_t i = 0; i < n; i++) {
-        unsigned char c = (unsigned char)text[i];
-        bool c1 = c == 0xC2 && i + 1 < n && (unsigned char)text[i + 1] < 0xA0;
-        if (terminal && ((c < 32 && c != '\n' && c != '\t') || c == 127 || c1)) {
-            putc('?', f);
-            i += c1;
-        } else {
-            putc(c, f);
-        }
-    }
+/* Text from a model or a file: as it is, but on a terminal without what could be an escape sequence. */
+static void put_text(FILE *f, const char *text, size_t n) {
+    Bytes shown = {0};
+    bool terminal = is_terminal(f);
+    if (terminal) bytes_shown(&shown, text, n, true);
+    fwrite(terminal ? shown.data : text, 1, terminal ? shown.n : n, f);
+    bytes_free(&shown);
+}
+
+/* The same as a line behind a label. */
+static void put_line(const char *label, const char *text, size_t n) {
+    fputs(label, stdout);
+    put_text(stdout, text, n);
+    putchar('\n');
 }
 
 static const char *loading_name;
 static double loading_since;
 
-/* Loading NAME  ████████        5.2 GB  9.6 GB/s, redrawn in place. */
+/* Loading NAME  ████████        5.2 GB  9.6 GB/s, redrawn in place: in a narrow window without name or bar. */
 static void show_progress(uint64_t done, uint64_t total) {
     static double drawn;
     double now = seconds(), spent = now - loading_since;
-    char size[24];
+    char size[24], figures[64];
     if (done < total && now - drawn < 0.05) return;
     drawn = now;
-    int width = columns() - (int)strlen(loading_name) - 34, bar = width > 24 ? 24 : width;
-    fprintf(stderr, "\rLoading %s  ", loading_name);
+    snprintf(figures, sizeof figures, "%s  %.1f GB/s", size_text(done, size),
+             (double)done / 1e9 / (spent > 0 ? spent : 1e-9));
+    int room = columns() - (int)strlen("Loading  ") - (int)strlen(figures), name = (int)strlen(loading_name) + 2;
+    if (name > room) name = 0;
+    int bar = room - name > 24 ? 24 : room - name;
+    fprintf(stderr, "\rLoading %s%s", name ? loading_name : "", name ? "  " : "");
     for (int i = 0; i < bar; i++) fputs((uint64_t)i * total < done * (uint64_t)bar ? "█" : " ", stderr);
-    fprintf(stderr, " %s  %.1f GB/s\033[K", size_text(done, size), (double)done / 1e9 / (spent > 0 ? spent : 1e-9));
+    fprintf(stderr, " %s\033[K", figures);
     if (done >= total) fputs("\n", stderr);
 }
 
@@ -231,7 +243,7 @@ static void show(Screen *screen, Part part, const char *text, size_t n) {
     if (begins) end_line(screen);
     if (aside && s->colour) fputs("\033[2m", f);
     if (begins && (s->loop || part != ANSWER)) fputs(label[part], f);
-    put_text(f, text, n, is_terminal(f));
+    put_text(f, text, n);
     if (aside && s->colour) fputs("\033[0m", f);
     fflush(f);
     screen->any = true;
@@ -265,7 +277,7 @@ static const char *take_token(Session *s, int token, Reader *reader, Decoder *de
     }
     s->stats.tokens += token != DREW_NOTHING;
     if (read.part == ANSWER) {
-        stopper_push(stopper, text.data, text.n, false, &out);
+        stopper_push(stopper, text.data, text.n, read.closed, &out);
         show(screen, ANSWER, out.data, out.n);
         if (stopper->hit) reason = "stop text";
     } else {
@@ -280,7 +292,6 @@ static const char *take_token(Session *s, int token, Reader *reader, Decoder *de
 
 /* Writes an answer to the prompt `ids`, shows it and fills s->stats. What a reader has read stays in it. */
 static bool generate(Session *s, const Ids *ids, Reader *reader, Screen *screen, Error *e) {
-    struct sigaction act = {.sa_handler = on_interrupt}, before;
     Sampling how = s->o.sampling;
     Stopper stopper = {.o = &s->o};
     Decoder decoder = {.begun = s->text.n > 1}; /* not only a beginning-of-text token */
@@ -288,8 +299,6 @@ static bool generate(Session *s, const Ids *ids, Reader *reader, Screen *screen,
     int token;
     how.seed += s->answers++;
     s->stats = (Stats){.prompt = ids->n};
-    interrupted = 0;
-    sigaction(SIGINT, &act, &before);
     double since = seconds();
     bool ok = generation_begin(&w, &s->engine, &s->sequence, ids->data, ids->n, &how, &interrupted, e);
     s->stats.reused = w.reused;
@@ -309,7 +318,6 @@ static bool generate(Session *s, const Ids *ids, Reader *reader, Screen *screen,
     bytes_free(&text);
     bytes_free(&out);
     bytes_free(&stopper.held);
-    sigaction(SIGINT, &before, NULL);
     return ok;
 }
 
@@ -403,18 +411,16 @@ static void print_json(const Session *s, const Screen *screen, const char *model
         bytes_print(&out, "%s\"%s\":", i ? "," : "{", texts[i].key);
         json_quote(&out, texts[i].value, texts[i].n);
     }
-    const char *before = ",\"tool_calls\":[";
+    bytes_text(&out, ",\"tool_calls\":[");
     for (int i = 0; i < s->talk.messages; i++) {
         if (strcmp(s->talk.message[i].role, "assistant") || message_part(s->talk.message + i) != CALL) continue;
-        bytes_text(&out, before);
+        if (out.data[out.n - 1] != '[') bytes_text(&out, ",");
         message_json(s->talk.message + i, &out);
-        before = ",";
     }
     bytes_print(&out,
-                "%s\"prompt_tokens\":%zu,\"tokens\":%zu,\"thinking_tokens\":%zu,\"first_token_ms\":%.3f,\"tokens_per_"
+                "],\"prompt_tokens\":%zu,\"tokens\":%zu,\"thinking_tokens\":%zu,\"first_token_ms\":%.3f,\"tokens_per_"
                 "second\":%.3f,\"seed\":%llu}",
-                *before == ',' && before[1] ? "," : "],", t->prompt, t->tokens, t->thinking, t->first * 1000, speed(t),
-                (unsigned long long)s->o.sampling.seed);
+                t->prompt, t->tokens, t->thinking, t->first * 1000, speed(t), (unsigned long long)s->o.sampling.seed);
     puts(out.data);
     bytes_free(&out);
 }
@@ -422,6 +428,7 @@ static void print_json(const Session *s, const Screen *screen, const char *model
 static int play_once(Session *s, const char *text, size_t n, const char *model) {
     Error e = {0};
     Screen screen = {.s = s};
+    catch_interrupts();
     bool blank = s->harmony && strspn(text, " \t\r\n") == n;
     bool ok = (!blank || fail(&e, USAGE, "the prompt is empty")) && ask(s, text, n, &e) && answer(s, &screen, &e);
     if (s->stats.reason && s->o.json) {
@@ -470,7 +477,7 @@ static void forget(Session *s) {
 }
 
 /* The context is full: nothing is thrown away unless the user says so. True if there is room now. */
-static bool make_room(Session *s, Editor *ed) {
+static bool make_room(Session *s) {
     Bytes line = {0};
     char count[32];
     bool room = false, again = true;
@@ -479,7 +486,7 @@ static bool make_room(Session *s, Editor *ed) {
     while (again) {
         line.n = 0;
         puts("d: drop the oldest part   c: clear all but the last question   k: keep everything as it is");
-        if (!editor_line(ed, "d, c or k: ", &line)) break;
+        if (!editor_line(s->editor, "d, c or k: ", &line)) break;
         again = false;
         if (!strcmp(line.data, "d")) {
             room = drop_oldest(s);
@@ -498,11 +505,12 @@ static bool make_room(Session *s, Editor *ed) {
 }
 
 /* Answers, and asks what to do when there is no room. */
-static void converse(Session *s, Editor *ed) {
+static void converse(Session *s) {
     for (bool again = true; again;) {
         Error e = {0};
         Screen screen = {.s = s};
         again = false;
+        interrupted = 0;
         editor_echo(false);
         bool ok = answer(s, &screen, &e);
         editor_echo(true);
@@ -510,32 +518,31 @@ static void converse(Session *s, Editor *ed) {
         if (s->stats.reason) print_stats(stdout, s);
         if (!ok) error_line(s, &e);
         if (!ok && e.code == GPU_FAULT) die(&e);
-        if (!ok && e.code == NO_ROOM) again = make_room(s, ed) && (s->harmony || s->text.n);
-        if (s->stats.reason && !strcmp(s->stats.reason, "context full")) make_room(s, ed);
+        if (!ok && e.code == NO_ROOM) again = make_room(s) && (s->harmony || s->text.n);
+        if (s->stats.reason && !strcmp(s->stats.reason, "context full")) make_room(s);
     }
 }
 
-static void slash_help(Session *s, Editor *ed, char *argument) {
-    (void)s, (void)ed, (void)argument;
+static void slash_help(Session *s, char *argument) {
+    (void)s, (void)argument;
     fputs(loop_help, stdout);
 }
 
-static void slash_clear(Session *s, Editor *ed, char *argument) {
-    (void)ed, (void)argument;
+static void slash_clear(Session *s, char *argument) {
+    (void)argument;
     forget(s);
     puts("The conversation is forgotten; the instructions and settings stay.");
 }
 
-static void slash_system(Session *s, Editor *ed, char *argument) {
-    (void)ed;
+static void slash_system(Session *s, char *argument) {
     if (*argument) conversation_set(&s->talk.instructions, argument);
-    printf("Instructions: %s\n", s->talk.instructions ? s->talk.instructions : "(none)");
+    const char *text = s->talk.instructions ? s->talk.instructions : "(none)";
+    put_line("Instructions: ", text, strlen(text));
 }
 
-static void slash_effort(Session *s, Editor *ed, char *argument) {
-    (void)ed;
+static void slash_effort(Session *s, char *argument) {
     Error e;
-    if (*argument && strcmp(argument, "low") && strcmp(argument, "medium") && strcmp(argument, "high")) {
+    if (*argument && !effort_known(argument)) {
         fail(&e, USAGE, "the effort is low, medium or high, not '%.40s'", argument);
         error_line(s, &e);
         return;
@@ -544,8 +551,7 @@ static void slash_effort(Session *s, Editor *ed, char *argument) {
     printf("Effort: %s\n", s->talk.effort);
 }
 
-static void slash_set(Session *s, Editor *ed, char *argument) {
-    (void)ed;
+static void slash_set(Session *s, char *argument) {
     Error e;
     char *value = argument + strcspn(argument, " \t");
     if (*value) *value++ = 0;
@@ -554,8 +560,8 @@ static void slash_set(Session *s, Editor *ed, char *argument) {
     show_settings(&s->o);
 }
 
-static void slash_stats(Session *s, Editor *ed, char *argument) {
-    (void)ed, (void)argument;
+static void slash_stats(Session *s, char *argument) {
+    (void)argument;
     const Stats *t = &s->stats;
     if (!t->reason) {
         puts("No answer yet.");
@@ -578,8 +584,8 @@ static bool whole_prompt(const Session *s, Ids *ids) {
     return false;
 }
 
-static void slash_context(Session *s, Editor *ed, char *argument) {
-    (void)ed, (void)argument;
+static void slash_context(Session *s, char *argument) {
+    (void)argument;
     Ids ids = {0};
     char used[32], all[32];
     size_t context = (size_t)s->engine.context;
@@ -591,7 +597,7 @@ static void slash_context(Session *s, Editor *ed, char *argument) {
     ids_free(&ids);
 }
 
-static void slash_retry(Session *s, Editor *ed, char *argument) {
+static void slash_retry(Session *s, char *argument) {
     (void)argument;
     int last = last_question(s);
     if (s->harmony ? last < 0 : s->turns.n < 2) {
@@ -602,37 +608,26 @@ static void slash_retry(Session *s, Editor *ed, char *argument) {
         conversation_remove(&s->talk, last + 1, s->talk.messages - last - 1);
     else
         s->text.n = (size_t)s->turns.data[s->turns.n - 1];
-    converse(s, ed);
+    converse(s);
 }
 
-static void slash_undo(Session *s, Editor *ed, char *argument) {
-    (void)ed, (void)argument;
+static void slash_undo(Session *s, char *argument) {
+    (void)argument;
     int last = last_question(s);
     if (s->harmony ? last < 0 : s->turns.n < 2) {
         puts("There is nothing to take back.");
         return;
     }
     if (s->harmony) {
-        printf("Taken back: %.60s\n", s->talk.message[last].content.data);
+        const Bytes *text = &s->talk.message[last].content;
+        size_t n = text->n < 60 ? text->n : 60;
+        while (n < text->n && (text->data[n] & 0xC0) == 0x80) n--; /* whole characters */
+        put_line("Taken back: ", text->data, n);
         conversation_remove(&s->talk, last, s->talk.messages - last);
     } else {
         s->text.n = (size_t)s->turns.data[s->turns.n -= 2];
         puts("Taken back.");
     }
-}
-
-static void conversation_json(const Conversation *c, Bytes *out) {
-    bytes_text(out, "{\"messages\":[");
-    if (c->instructions) {
-        bytes_text(out, "{\"role\":\"system\",\"content\":");
-        json_quote(out, c->instructions, strlen(c->instructions));
-        bytes_text(out, c->messages ? "},\n" : "}");
-    }
-    for (int i = 0; i < c->messages; i++) {
-        bytes_text(out, i ? ",\n" : "");
-        message_json(c->message + i, out);
-    }
-    bytes_print(out, "],\n\"reasoning_effort\":\"%s\",\"date\":\"%s\"}\n", c->effort, c->date ? c->date : "none");
 }
 
 static void plain_text(const Session *s, Bytes *out) {
@@ -669,8 +664,7 @@ static bool write_file(const char *path, const Bytes *content, Error *e) {
     return ok;
 }
 
-static void slash_save(Session *s, Editor *ed, char *argument) {
-    (void)ed;
+static void slash_save(Session *s, char *argument) {
     Error e = {0};
     Bytes text = {0};
     char *path = *argument ? expand_home(argument) : s->saved ? copy_text(s->saved, strlen(s->saved)) : NULL;
@@ -693,7 +687,8 @@ static bool load_conversation(Session *s, const char *path, const Bytes *text, E
     cJSON *json = json_parse(text->data, text->n, path, e);
     if (!json) return false;
     conversation_init(&loaded);
-    bool ok = conversation_parse(&loaded, json, e);
+    conversation_set(&loaded.date, s->talk.date); /* unless the file has another */
+    bool ok = conversation_parse(&loaded, &s->chat, json, e);
     cJSON_Delete(json);
     if (ok) {
         Conversation old = s->talk;
@@ -704,8 +699,7 @@ static bool load_conversation(Session *s, const char *path, const Bytes *text, E
     return ok;
 }
 
-static void slash_load(Session *s, Editor *ed, char *argument) {
-    (void)ed;
+static void slash_load(Session *s, char *argument) {
     Error e = {0};
     Bytes text = {0};
     char *path = expand_home(argument);
@@ -729,23 +723,22 @@ static void slash_load(Session *s, Editor *ed, char *argument) {
     free(path);
 }
 
-static void slash_prompt(Session *s, Editor *ed, char *argument) {
-    (void)ed, (void)argument;
+static void slash_prompt(Session *s, char *argument) {
+    (void)argument;
     Ids ids = {0};
     Bytes text = {0};
     Decoder d = {0};
     if (!whole_prompt(s, &ids)) return;
     bytes_text(&text, "");
     for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(s->tokenizer, &d, ids.data[i], &text);
-    put_text(stdout, text.data, text.n, true);
-    putchar('\n');
+    put_line("", text.data, text.n);
     ids_free(&ids);
     bytes_free(&text);
 }
 
 static const struct {
     const char *name;
-    void (*run)(Session *, Editor *, char *argument);
+    void (*run)(Session *, char *argument);
     bool chat_only;
 } slashes[] = {{"/help", slash_help, false},       {"/clear", slash_clear, false}, {"/system", slash_system, true},
                {"/effort", slash_effort, true},    {"/set", slash_set, false},     {"/stats", slash_stats, false},
@@ -753,7 +746,7 @@ static const struct {
                {"/save", slash_save, false},       {"/load", slash_load, false},   {"/prompt", slash_prompt, false}};
 
 /* Runs a line that begins with '/'. */
-static void run_slash(Session *s, Editor *ed, char *line) {
+static void run_slash(Session *s, char *line) {
     Error e;
     size_t n = strcspn(line, " \t");
     char *argument = line + n + strspn(line + n, " \t");
@@ -764,7 +757,7 @@ static void run_slash(Session *s, Editor *ed, char *line) {
             fail(&e, USAGE, "%s needs a chat format, and this text is continued raw", slashes[i].name);
             error_line(s, &e);
         } else {
-            slashes[i].run(s, ed, argument);
+            slashes[i].run(s, argument);
         }
         return;
     }
@@ -773,27 +766,28 @@ static void run_slash(Session *s, Editor *ed, char *line) {
 }
 
 static void play_loop(Session *s) {
-    Editor *ed = editor_open();
+    s->editor = editor_open();
+    catch_interrupts();
     puts("✓ Ready for inference. /help lists the commands.");
     for (bool go_on = true; go_on;) {
         Bytes line = {0};
         Error e;
-        go_on = editor_text(ed, &line);
+        go_on = editor_text(s->editor, &line);
         size_t space = go_on ? strspn(line.data, " \t\n") : 0;
-        if (!go_on || !strcmp(line.data, "/exit")) {
-            puts(go_on ? "Goodbye!" : "\nGoodbye!");
+        if (!go_on || (!strncmp(line.data, "/exit", 5) && !line.data[5 + strspn(line.data + 5, " \t")])) {
+            puts("Goodbye!");
             go_on = false;
         } else if (*line.data == '/') {
-            run_slash(s, ed, line.data);
+            run_slash(s, line.data);
         } else if (space < line.n) {
             if (ask(s, line.data + (s->harmony ? space : 0), line.n - (s->harmony ? space : 0), &e))
-                converse(s, ed);
+                converse(s);
             else
                 error_line(s, &e);
         }
         bytes_free(&line);
     }
-    editor_close(ed);
+    editor_close(s->editor);
 }
 
 /* ---- choosing, opening ---- */
@@ -837,8 +831,12 @@ static bool choose_model(bool ask_for_it, char **path, char **name, Error *e) {
 static bool open_session(Session *s, const Backend *backend, const char *dir, const char *name, Error *e) {
     Bytes path = {0};
     bool verbose = is_terminal(stderr) && !s->o.json;
-    Limits limits = {
-        .gpu = s->o.gpu, .max_seqs = 1, .max_tokens = BATCH_TOKENS, .progress = verbose ? show_progress : NULL};
+    char context[32], where[64] = "";
+    Limits limits = {.gpu = s->o.gpu,
+                     .max_seqs = 1,
+                     .max_tokens = BATCH_TOKENS,
+                     .progress = verbose ? show_progress : NULL,
+                     .where = where};
     bytes_print(&path, "%s/tokenizer.json", dir);
     bool ok = checkpoint_open(&s->checkpoint, dir, e) && (s->tokenizer = tokenizer_open(path.data, e));
     bytes_free(&path);
@@ -855,9 +853,8 @@ static bool open_session(Session *s, const Backend *backend, const char *dir, co
     loading_name = name;
     loading_since = seconds();
     if (!engine_open(&s->engine, backend, m, limits, s->o.context, e)) return false;
-    char size[24], context[32];
     if (verbose)
-        fprintf(stderr, "✓ Model loaded (%s, %s), context %s\n", size_text(s->checkpoint.bytes, size), backend->name,
+        fprintf(stderr, "✓ Model loaded%s%s, context %s\n", *where ? " to " : "", where,
                 count_text((uint64_t)s->engine.context, context));
     if (verbose && !s->harmony && !s->o.raw)
         fputs("  It has no chat format: your text is continued as it stands.\n", stderr);
@@ -905,8 +902,7 @@ static bool parse_options(int argc, char **argv, Session *s, Error *e) {
         if (c == 'f') o->file = optarg;
         if (c == 's') conversation_set(&s->talk.instructions, optarg);
         if (c == 'e') {
-            if (strcmp(optarg, "low") && strcmp(optarg, "medium") && strcmp(optarg, "high"))
-                return fail(e, USAGE, "--effort is low, medium or high, not '%.40s'", optarg);
+            if (!effort_known(optarg)) return fail(e, USAGE, "--effort is low, medium or high, not '%.40s'", optarg);
             conversation_set(&s->talk.effort, optarg);
         }
         if (c == DATE) conversation_set(&s->talk.date, strcmp(optarg, "none") ? optarg : NULL);
@@ -941,10 +937,7 @@ static bool read_prompt(const Options *o, Bytes *text, Error *e) {
         die(e);
     }
     if (isatty(STDIN_FILENO)) return false;
-    char part[1 << 16];
-    bytes_text(text, "");
-    for (size_t n; (n = fread(part, 1, sizeof part, stdin));) bytes_add(text, part, n);
-    return true;
+    return stdin_read(text), true;
 }
 
 int play(int argc, char **argv, const Backend *backend) {

@@ -35,12 +35,20 @@ case $command in
         exit 2
         ;;
 esac
-install_missing
-if [ "$command" = test ]; then
-    exec make test
+install_missing >&2
+[ "$command" != test ] || exec make test
+if ! nvidia-smi -L >/dev/null 2>&1; then
+    echo "infer needs an NVIDIA GPU and cannot run here;" \
+        "what follows is infer-reference, the plain C twin for tests and reading" >&2
+    target=reference program=./infer-reference
+elif ! command -v nvcc >/dev/null && ! [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
+    echo "run.sh: no nvcc: install the CUDA toolkit (developer.nvidia.com/cuda-downloads) or set CUDA_HOME" >&2
+    exit 1
+else
+    target=infer program=./infer
 fi
 if [ "$command" = download ] && [ $# -eq 0 ]; then
     set -- openai/gpt-oss-20b
 fi
-make --no-print-directory reference
-exec ./infer-reference "$command" "$@"
+make --no-print-directory -j"$(nproc)" "$target" >&2
+exec "$program" "$command" "$@"

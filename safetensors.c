@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -217,9 +218,27 @@ static bool open_directory(Tensors *t, const char *dir, Error *e) {
     return ok;
 }
 
+static const Tensors *opened; /* the last ones: whose files on_bus_error names */
+
+/* Files are mapped: where one has shrunk underneath, reading it raises SIGBUS. Any other ends the process as ever. */
+static void on_bus_error(int number, siginfo_t *info, void *context) {
+    static const char end[] = ": truncated while it was in use\n";
+    (void)context;
+    for (int i = 0; opened && i < opened->files; i++) {
+        const TensorFile *f = opened->file + i;
+        if ((uintptr_t)info->si_addr - (uintptr_t)f->map >= f->size) continue;
+        if (write(STDERR_FILENO, "infer: ", 7) + write(STDERR_FILENO, f->name, strlen(f->name)) +
+            write(STDERR_FILENO, end, sizeof end - 1)) {}
+        _exit(BAD_MODEL);
+    }
+    signal(number, SIG_DFL);
+}
+
 bool tensors_open(Tensors *t, const char *dir, Error *e) {
     struct stat st;
     *t = (Tensors){0};
+    opened = t;
+    sigaction(SIGBUS, &(struct sigaction){.sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO}, NULL);
     bool ok = stat(dir, &st) || S_ISDIR(st.st_mode) ? open_directory(t, dir, e) : read_file(t, dir, e);
     if (t->n) qsort(t->tensor, (size_t)t->n, sizeof *t->tensor, by_name);
     for (int i = 1; i < t->n && ok; i++)
@@ -239,6 +258,7 @@ void tensors_close(Tensors *t) {
     }
     free(t->tensor);
     free(t->file);
+    if (opened == t) opened = NULL;
     *t = (Tensors){0};
 }
 

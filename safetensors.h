@@ -33,7 +33,8 @@ typedef struct {
 } Tensors;
 
 /* Opens model.safetensors, or the files that model.safetensors.index.json names, in `dir`; or `dir` itself if it is a
- * file. BAD_MODEL with file, tensor, expected and found. */
+ * file. BAD_MODEL with file, tensor, expected and found. If one of the files of the Tensors opened last shrinks while
+ * it is mapped, reading there ends the process with BAD_MODEL and a line that names it. */
 bool tensors_open(Tensors *t, const char *dir, Error *e);
 void tensors_close(Tensors *t);
 const Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */

@@ -318,12 +318,40 @@ static void list_jobs(Load *load, const Card *card, const Model *m) {
     if (card->head.data != card->embed.data) load->add(&m->head, card->head, all, -1, "head");
 }
 
-bool card_load(Card *card, const Model *m, void (*progress)(uint64_t, uint64_t), Error *e) {
+/* Random weights of a matrix in their place, of about 1 / sqrt(cols), a thread a word. */
+static __global__ void make_up(Matrix m, uint32_t seed) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < m.bytes * m.n / 4; i += (size_t)gridDim.x * blockDim.x) {
+        uint32_t bits = ((uint32_t)i ^ seed) * 2654435761u;
+        bits = (bits ^ bits >> 15) * 2246822519u;
+        bits ^= bits >> 13;
+        if (m.type == BF16) { /* uniform */
+            float most = sqrtf(3.f / m.cols) / 32768;
+            ((__nv_bfloat162 *)m.data)[i] = __floats2bfloat162_rn((int16_t)bits * most, (int16_t)(bits >> 16) * most);
+        } else { /* all e2m1 values alike, whose root mean square is 2.93, and one scale */
+            uint32_t scale = 127 + 26 - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
+            ((uint32_t *)m.data)[i] = i * 4 % FP4_BYTES < 256 ? bits : scale * 0x01010101;
+        }
+    }
+}
+
+static bool make_up_all(const Card *card, const Model *m, Error *e) {
+    uint32_t seed = 1;
+    auto fill = [&](const Matrix &w) {
+        if (w.rows) make_up<<<1024, 256>>>(w, seed++ * 0x9E3779B9u);
+    };
+    fill(card->embed);
+    fill(card->head);
+    for (int i = 0; i < m->n_layers; i++)
+        for (const Matrix *w : {&card->layer[i].qkv, &card->layer[i].o, &card->layer[i].router, &card->layer[i].up, &card->layer[i].down}) fill(*w);
+    CUDA(cudaGetLastError());
+    return true;
+}
+
+static bool read_all(Card *card, const Model *m, void (*progress)(uint64_t, uint64_t), Error *e) {
     Load load;
     int device;
     uint64_t total = 0;
     CUDA(cudaGetDevice(&device));
-    if (!upload_small(card, m, e)) return false;
     list_jobs(&load, card, m);
     for (const Job &j : load.job) total += (uint64_t)j.n * j.rows * j.row_bytes;
     CUDA(cudaMalloc(&load.nan, load.job.size() * sizeof(int)));
@@ -353,12 +381,18 @@ bool card_load(Card *card, const Model *m, void (*progress)(uint64_t, uint64_t),
     CUDA(copied);
     for (size_t i = 0; i < nan.size(); i++)
         if (nan[i]) return fail(e, BAD_MODEL, "a weight is not a number (%s): the file is damaged; download it again", load.job[i].name);
+    if (progress) progress(total, total);
+    return true;
+}
+
+bool card_load(Card *card, const Model *m, void (*progress)(uint64_t, uint64_t), Error *e) {
+    if (!upload_small(card, m, e)) return false;
+    if (!(m->made_up ? make_up_all(card, m, e) : read_all(card, m, progress, e))) return false;
     for (int i = 0; i < m->n_layers; i++) {
         Block *b = card->layer + i;
         if (b->router.rows) place_columns<<<m->dim, 32>>>(b->router, b->ffn_norm, b->router_columns);
     }
     CUDA(cudaGetLastError());
     CUDA(cudaDeviceSynchronize());
-    if (progress) progress(total, total);
     return true;
 }

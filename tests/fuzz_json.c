@@ -38,7 +38,7 @@ static void as_conversation(const cJSON *json) {
     Ids ids = {0};
     Conversation c;
     conversation_init(&c);
-    bool ok = conversation_parse(&c, json, &e) && chat_render(&chat, &c, true, &ids, &e);
+    bool ok = conversation_parse(&c, &chat, json, &e) && chat_render(&chat, &c, true, &ids, &e);
     assert(ok || (e.code == USAGE && *e.text));
     size_t starts = 0;
     for (size_t i = 0; i < ids.n; i++) starts += ids.data[i] == chat.start;

@@ -76,7 +76,8 @@ def each(cases, check):
 # ---- running the program
 
 def environment(**more):
-    kept = {name: os.environ[name] for name in ("PATH", "TZ", "LD_LIBRARY_PATH") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("PATH", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+            if name in os.environ}
     # an exit code of its own, so that a report is never taken for an ordinary failure
     sanitizers = {"ASAN_OPTIONS": "exitcode=99", "UBSAN_OPTIONS": "exitcode=99",
                   "LSAN_OPTIONS": f"suppressions={HOME}/suppressions:print_suppressions=0"}

@@ -434,7 +434,10 @@ static void read_weights(const Model *m, void (*progress)(uint64_t, uint64_t)) {
 }
 
 static void *reference_open(const Model *m, const Limits *limits, int *pages, Error *e) {
-    (void)e;
+    if (m->made_up) {
+        fail(e, USAGE, "random weights are made on a GPU only; name a model that has some");
+        return NULL;
+    }
     Reference *r = allocate_zero(1, sizeof *r);
     size_t T = (size_t)limits->max_tokens, choices = T * (size_t)m->top_k;
     *r = (Reference){.m = m, .limits = *limits, .pages = *pages};
@@ -499,5 +502,11 @@ static void reference_close(void *state) {
 
 static void reference_describe(Devices *d) { *d = (Devices){.problem = "infer-reference computes without one"}; }
 
+static double reference_flat_read(void *state, uint64_t bytes) {
+    (void)state, (void)bytes;
+    return 0; /* it is not made for speed */
+}
+
 const Backend reference = {"reference",       reference_open,  reference_submit,
-                           reference_collect, reference_close, reference_describe};
+                           reference_collect, reference_close, reference_flat_read,
+                           reference_describe};

@@ -1,6 +1,6 @@
 """Runs the tests: build/asan/unit, and every function test_* of the modules test_*.py here.
 
-    python3 tests/run.py [WORD]...     (only tests with a WORD in their name)
+    python3 tests/run.py [--gpu] [WORD]...     (--gpu: build/cuda/gpu too; only tests with a WORD in their name)
 
 Needs the Python of the system, 3.9 or later, and nothing else. TEST_DATA=DIR adds the tests that need models or
 tokenizers which are not shipped. A test is a function; one with a parameter gets a fresh folder. It returns (ok),
@@ -24,20 +24,19 @@ from pathlib import Path
 import helpers
 
 
-def run_unit(word_in):
+def run_c(program, word_in):
     """Runs the C tests, which print a line each, and yields (state, rest of the line) of those with a word in it."""
-    names = re.findall(r'\brun\("([^"]+)"', (helpers.TESTS / "unit.c").read_text())
-    program = helpers.CHECKED.parent / "unit"
+    names = re.findall(r'\brun\([^"]*"([^"]+)"', (helpers.TESTS / f"{program.name}.c").read_text())
     if not any(map(word_in, names)):
         return
     if not program.exists():
-        yield "FAIL", f"unit: {program} is missing: make asan"
+        yield "FAIL", f"{program} is missing: make asan, make test-gpu"
         return
     try:
         p = subprocess.run([program], cwd=helpers.TESTS.parent, env=helpers.environment(**test_data()), timeout=600,
                            capture_output=True, text=True, errors="replace")
     except subprocess.TimeoutExpired:
-        yield "FAIL", "unit: still running after 600 s"
+        yield "FAIL", f"{program.name}: still running after 600 s"
         return
     failed = False
     for line in p.stdout.splitlines():
@@ -47,7 +46,7 @@ def run_unit(word_in):
             yield state, rest
     report = helpers.SANITIZER.search(p.stderr)
     if report or (p.returncode and not failed) or p.returncode < 0:
-        yield "FAIL", f"unit: exit code {p.returncode}: {report[0] if report else p.stderr[-500:].strip()}"
+        yield "FAIL", f"{program.name}: exit code {p.returncode}: {report[0] if report else p.stderr[-500:].strip()}"
 
 
 def test_data():
@@ -80,6 +79,10 @@ def modules():
 
 def main():
     words, count = sys.argv[1:], {"ok": 0, "FAIL": 0, "skip": 0}
+    c_tests = [helpers.CHECKED.parent / "unit"]
+    if "--gpu" in words:
+        words.remove("--gpu")
+        c_tests.append(helpers.TESTS.parent / "build" / "cuda" / "gpu")
 
     def word_in(name):
         return not words or any(word in name for word in words)
@@ -93,8 +96,9 @@ def main():
             sys.exit(f"{program} is missing: make asan reference")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         tests = [(name, pool.submit(run_one, function)) for name, function in modules() if word_in(name)]
-        for result in run_unit(word_in):
-            report(*result)
+        for program in c_tests:
+            for result in run_c(program, word_in):
+                report(*result)
         for name, future in tests:
             state, why = future.result()
             report(state, f"{name}: {why}" if why else name)

@@ -263,13 +263,13 @@ def test_text_is_continued_raw(folder):
 
 def test_raw_mode_leaves_the_chat_format_away():
     """Without harmony the parrot reads the text alone; what follows is what `logits` finds likeliest."""
-    ids = ids_of(infer("tokenize", PARROT, stdin="What is <|end|>?"))
-    found = ask_json("What is <|end|>?", "--raw", "--max-tokens", 3)
+    ids = ids_of(infer("tokenize", PARROT, stdin="Hello <|end|>"))
+    found = ask_json("Hello <|end|>", "--raw", "--max-tokens", 3)
     same(found["prompt_tokens"], len(ids), "prompt_tokens")
     for _ in range(3):
         ids.append(int(infer("logits", PARROT, "--ids", ",".join(map(str, ids)), "--top", 1).text.split()[0]))
-    expected = infer("detokenize", PARROT, stdin=json.dumps(ids[-3:])).text
-    expect(ids[-1] >= 400 or found["text"] == expected, f"text {found['text']!r}, expected {expected!r}")
+    expect(max(ids[-3:]) < 400, f"the test is wrong: a control token in {ids[-3:]}, which ends the text or is not shown")
+    same(found["text"], infer("detokenize", PARROT, stdin=json.dumps(ids[-3:])).text, "text")
 
 
 def test_stories():
@@ -304,7 +304,7 @@ def test_conversations_in_a_terminal():
                 same(shown[:shown.rindex("[Generated")], shown_turn(turn), f"turn {i}")
                 expect(STATISTICS.search(shown)[2] == "end", f"statistics {shown[-100:]!r}")
                 same(t.say("/prompt"), answered(name, i) + "\n", f"/prompt after turn {i}")
-            t.send("/exit\n")
+            t.send("/exit \n")
             same(t.ended(), 0, "exit code")
             expect(t.text().endswith("Goodbye!\n"), f"the end {t.text()[-50:]!r}")
     each(WITHOUT_TOOLS, check)
@@ -577,6 +577,38 @@ def test_a_call_survives_save_and_load(folder):
         same(t.say("/prompt"), before, "/prompt after /save and /load")
 
 
+def test_sampled_tokens_survive_save_and_load(folder):
+    """A header that harmony would write in another way; ids that are no longer this message's are not believed."""
+    header = "<|start|>assistant<|channel|>commentary to=functions.f<|constrain|>json<|message|>"
+    ids = ids_of(infer("tokenize", PARROT, "--special", stdin=header + "{}<|call|>"))
+    call = {"role": "assistant", "channel": "commentary", "recipient": "functions.f",
+            "content_type": "<|constrain|>json", "content": "{}", "sampled": ids}
+    control = ids_of(infer("tokenize", PARROT, "--special", stdin="<|end|><|start|>"))
+
+    def check(name, change, kept):
+        chat = {"date": DATE, "messages": [{"role": "user", "content": "Hi"}, {**call, **change}]}
+        write_json(folder / f"{name}.json", chat)
+        with play() as t:
+            t.say(f"/load {folder}/{name}.json", "Loaded")
+            before = t.say("/prompt")
+            same(header in before, kept, "the header as it was sampled")
+            t.say(f"/save {folder}/{name}-saved.json", "Saved")
+        same(infer("render", PARROT, stdin=(folder / f"{name}-saved.json").read_bytes()).text + "\n", before, "saved")
+    each([("as it was", {}, True), ("other text", {"content": "{1}"}, False),
+          ("control tokens inside", {"sampled": ids[:-1] + control + ids[-1:]}, False),
+          ("more behind", {"sampled": ids + control}, False), ("no ids", {"sampled": ["x", -1, 1e300, 1.5]}, False),
+          ("not an array", {"sampled": "x"}, False)], check)
+
+
+def test_load_without_a_date_keeps_the_session_s(folder):
+    (folder / "a.json").write_text('{"messages": []}')
+    (folder / "b.json").write_text('{"messages": [], "date": "1999-01-01"}')
+    with play() as t:
+        for name, date in (("a", DATE), ("b", "1999-01-01")):
+            t.say(f"/load {folder}/{name}.json", "Loaded")
+            expect(f"Current date: {date}\n" in t.say("/prompt"), f"not {date}")
+
+
 def test_load_refuses_and_keeps_the_conversation(folder):
     bad = {"empty": b"", "json": b"{", "array": b"[1]", "role": b'{"messages": [{"role": "king"}]}', "bytes": b"\xff",
            "twice": b'{"messages": [], "messages": []}', "effort": b'{"messages": [], "reasoning_effort": "huge"}'}
@@ -613,7 +645,8 @@ FIRST, SECOND = CONVERSATIONS["name"]["turns"]
 SIZE = len(SECOND["prompt_ids"]) + 12  # of a context in which the second answer does not fit
 FULL = [  # what is typed when the context is full, the questions that are left
     ("k", [FIRST["user"], SECOND["user"]]), ("d", [SECOND["user"]]), ("c", [SECOND["user"]]),
-    ("x\nk", [FIRST["user"], SECOND["user"]])]
+    ("x\nk", [FIRST["user"], SECOND["user"]]), ("\x03\nd", [SECOND["user"]]),
+    ("d\x03\nk", [FIRST["user"], SECOND["user"]])]
 
 
 def test_context_full():
@@ -625,7 +658,7 @@ def test_context_full():
             t.wait("context full]", "full")
             for key in keys.split("\n"):
                 t.prompt("d, c or k: ")
-                t.send(key + "\n")
+                t.send(key if "\x03" in key else key + "\n")
             t.prompt()
             same(questions(t), left, "questions")
             if keys in "dc":
