@@ -180,7 +180,8 @@ class Request(BaseHTTPRequestHandler):
                                     **self.extra})
         if "cached" not in self.query:
             return self.reply(307, {**head, "ETag": f'"{file.id}"', "X-Linked-Size": file.size,
-                                    "X-Linked-ETag": f'"{file.id}"', "Location": self.url.path + "?cached=1", **self.extra})
+                                    "X-Linked-ETag": f'"{file.id}"', "Location": self.url.path + "?cached=1",
+                                    **self.extra})
         return self.send_file(file, {**head, "ETag": f'"{file.id}"', **self.extra})
 
     def serve_content(self):

@@ -1,7 +1,7 @@
 """Downloads from a fake hub: that they arrive, whatever the hub, the network, the disk and other processes do, and that
-the token goes nowhere else. RUNS=N sets how often the process is killed (20), STEP=N the bytes between two resets (16)."""
+the token goes nowhere else. RUNS=N sets how often the process is killed (20), STEP=N the bytes between two resets (16).
+"""
 import email.utils
-import importlib.util
 import json
 import os
 import random
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from fake_hub import FakeHub, File
-from helpers import (CHECKED, HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, each, environment, expect, infer,
+from helpers import (HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, each, environment, expect, infer,
                      read_json, read_safetensors, refused, safetensors, same, start)
 
 TOKEN = "hf_TheSecretOfTheTests"
@@ -162,10 +162,12 @@ def test_arguments(folder):
                          "org/model@../../x", "org/model@", "https://example.com/org/model", f"{url}/datasets/a/b",
                          "org/m\x1b", "o" * 3000):
             refused("download", "--", argument, code=2, env=env_of(hub, folder))
-        for args in (["--jobs", "0"], ["--jobs", "x"], ["--revision", "../x"], ["--nothing"], ["--token-file", "/nowhere"]):
+        for args in (["--jobs", "0"], ["--jobs", "x"], ["--revision", "../x"], ["--nothing"],
+                     ["--token-file", "/nowhere"]):
             expect(fetch(hub, folder, *args, code=2).err, "no message")
         for endpoint in ("ftp://x", "file:///etc", "nothing", "http://"):
-            refused("download", "org/model", code=2, env=env_of(hub, folder, HF_ENDPOINT=endpoint), words=["HF_ENDPOINT"])
+            refused("download", "org/model", code=2, env=env_of(hub, folder, HF_ENDPOINT=endpoint),
+                    words=["HF_ENDPOINT"])
 
 
 # ---- what can go wrong with the hub
@@ -352,10 +354,9 @@ def test_large(folder):
         hub.fault = content(change(ignore_range=True))
         fetch(hub, folder / "whole", program=PLAIN)
         check_whole(hub, folder / "whole")
-        left = [3]
 
         def expiring(q):
-            if q.host == "content" and q.name == "big.safetensors" and int(q.query["signature"]) <= hub.signed - left[0]:
+            if q.host == "content" and q.name == "big.safetensors" and int(q.query["signature"]) <= hub.signed - 3:
                 return q.reply(403)
             q.only = 3 << 20 if q.host == "content" else None
             return None
@@ -649,7 +650,8 @@ def test_inspect(folder):
             expect(word in text, f"lacks {word}: {text}")
         same([*(folder / "tmp").iterdir()], [], "what was left")
         refused("inspect", "org/nothing", env=env, words=["/org/nothing"])
-        hub.files["config.json"] = File(json.dumps({**read_json(PARROT / "config.json"), "model_type": "zebra"}).encode())
+        config = {**read_json(PARROT / "config.json"), "model_type": "zebra"}
+        hub.files["config.json"] = File(json.dumps(config).encode())
         r = infer("inspect", "org/parrot", env=env, code=3)
         expect("zebra" in r.text and "not supported" in r.err, r.text + r.err)
         hub.files["config.json"] = File(SMALL["config.json"])
@@ -673,7 +675,8 @@ def test_doctor(folder):
         expect(found["network"]["ok"] and found["cache"]["ok"], str(found))
         expect("not tried" in infer("doctor", env={**env, "HF_HUB_OFFLINE": 1}, code=None).text, "offline")
         hub.token = TOKEN
-        bad = {f["what"]: f for f in json.loads(infer("doctor", "--json", env={**env, "HF_TOKEN": "x"}, code=None).text)}
+        text = infer("doctor", "--json", env={**env, "HF_TOKEN": "x"}, code=None).text
+        bad = {f["what"]: f for f in json.loads(text)}
         expect(not bad["network"]["ok"] and "/settings/tokens" in bad["network"]["cure"], str(bad))
     r = infer("doctor", env={**env, "HF_ENDPOINT": "http://127.0.0.1:1"}, code=None)
     expect(r.code in (5, 4) and "✗ network" in r.text, r.text)
