@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from fake_hub import FakeHub, File
 from helpers import (HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, each, environment, expect, infer,
