@@ -13,14 +13,15 @@ CUDA_ARCH ?= $(or $(addprefix sm_,$(sort $(subst .,,$(shell nvidia-smi --query-g
 ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=%),code=$(a)) \
          $(foreach a,$(filter compute_%,$(CUDA_ARCH)),-gencode=arch=$(a),code=$(a))
 
-LIBRARIES = libcjson libpcre2-8 libedit
-PACKAGES  = libcjson-dev libpcre2-dev libedit-dev
-C_SOURCES = base.c safetensors.c model.c tokenizer.c chat.c engine.c editor.c play.c bench.c infer.c
+LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto
+PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev
+CORE      = base.c safetensors.c model.c tokenizer.c chat.c engine.c
+C_SOURCES = $(CORE) hub.c download.c editor.c play.c bench.c inspect.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere.
 FLAGS     = -std=c11 -D_GNU_SOURCE -ffp-contract=off -Wall -Wextra -MMD -MP -I. $(shell pkg-config --cflags $(LIBRARIES) 2>/dev/null)
-LIBS      = $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null) -lm
+LIBS      = $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null) -lm -lpthread
 SANITIZE  = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 
 ifneq ($(MAKECMDGOALS),help)
@@ -47,13 +48,13 @@ build/cuda/%.o: %.c Makefile
 build/cuda/%.cu.o: %.cu Makefile
 	@$(NVCC) --version >/dev/null 2>&1 || { echo "make: no CUDA toolkit: install it (developer.nvidia.com/cuda-downloads), set CUDA_HOME, or 'make reference' for the plain C twin" >&2; exit 1; }
 	@mkdir -p $(@D)
-	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -I. $(shell pkg-config --cflags libcjson) -MMD -MP -c $< -o $@
+	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) -MMD -MP -c $< -o $@
 
 # what needs a GPU; __wrap_cudaMalloc makes each allocation fail in turn
 test-gpu: build/cuda/gpu infer
 	build/cuda/gpu
 
-build/cuda/gpu: $(call objects,cuda,$(filter-out infer.c play.c bench.c editor.c,$(C_SOURCES)) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/upload.cu.o
+build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/upload.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublas
 
 reference: infer-reference
@@ -71,7 +72,7 @@ asan: build/asan/infer-reference build/asan/unit
 build/asan/infer-reference: $(call objects,asan,$(REFERENCE))
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
-build/asan/unit: $(call objects,asan,$(filter-out infer.c,$(REFERENCE)) tests/unit.c)
+build/asan/unit: $(call objects,asan,$(filter-out infer.c inspect.c,$(REFERENCE)) tests/unit.c)
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
 build/asan/%.o: %.c Makefile
@@ -87,7 +88,7 @@ test: asan reference
 fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
 	python3 tests/run_fuzzers.py
 
-build/fuzz/%: tests/fuzz_%.c $(filter-out infer.c play.c bench.c editor.c,$(C_SOURCES)) tests/reference.c $(wildcard *.h tests/*.h) Makefile
+build/fuzz/%: tests/fuzz_%.c $(CORE) tests/reference.c $(wildcard *.h tests/*.h) Makefile
 	@mkdir -p $(@D)
 	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter %.c,$^) -o $@ $(LIBS)
 

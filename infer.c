@@ -5,7 +5,9 @@
  * Data goes to stdout, everything else to stderr. Commands that need no GPU never touch one. */
 #include "bench.h"
 #include "chat.h"
+#include "download.h"
 #include "engine.h"
+#include "inspect.h"
 #include "model.h"
 #include "play.h"
 #include "tokenizer.h"
@@ -38,7 +40,7 @@ static int usage_error(const char *command, const char *problem) {
 static Tokenizer *open_tokenizer(const char *model) {
     Error e;
     Bytes path = {0};
-    char *dir = model_find(model, &e);
+    char *dir = model_get(model, &e);
     if (!dir) die(&e);
     bytes_print(&path, "%s/tokenizer.json", dir);
     Tokenizer *t = tokenizer_open(path.data, &e);
@@ -305,7 +307,7 @@ static bool logits_of(const char *model, const LogitsOptions *o, Error *e) {
     Ids ids = {0};
     Bytes path = {0};
     Tokenizer *t = NULL;
-    char *dir = model_find(model, e);
+    char *dir = model_get(model, e);
     bool ok = dir;
     if (ok) bytes_print(&path, "%s/tokenizer.json", dir);
     if (ok && (o->prompt || file_exists(path.data))) ok = (t = tokenizer_open(path.data, e));
@@ -356,11 +358,18 @@ static int logits(int argc, char **argv) {
 /* ---- main ---- */
 
 static int run_play(int argc, char **argv) { return play(argc, argv, backend); }
+static int run_inspect(int argc, char **argv) { return inspect(argc, argv, backend); }
+static int run_doctor(int argc, char **argv) { return doctor(argc, argv, backend); }
 
 static int run_bench(int argc, char **argv) { return bench(argc, argv, backend); }
 
 static const Command commands[] = {
     {"play", "talk to a model, once or in a loop", run_play, play_help},
+    {"download", "fetch a model from the hub", download, download_help},
+    {"list", "the models that are here", list, list_help},
+    {"rm", "remove a downloaded model", rm, rm_help},
+    {"inspect", "what a model is made of, and whether it fits here", run_inspect, inspect_help},
+    {"doctor", "GPU, driver, cache, token, network: what is wrong, and its cure", run_doctor, doctor_help},
     {"bench", "how fast prompts and generation are here", run_bench, bench_help},
     {"logits", "what a model expects next, or all logits as a NumPy file", logits, logits_help},
     {"tokenize", "text to token ids", tokenize, tokenize_help},

@@ -622,6 +622,31 @@ static bool cuda_collect(void *state, Result *result, Error *e) {
     return true;
 }
 
+static void cuda_describe(Devices *d) {
+    *d = {};
+    d->built = CUDA_ARCHES;
+    cudaDriverGetVersion(&d->driver);
+    cudaRuntimeGetVersion(&d->runtime);
+    cudaError_t error = cudaGetDeviceCount(&d->gpus);
+    if (error || !d->gpus) {
+        snprintf(d->problem, sizeof d->problem, "%s", error ? cudaGetErrorString(error) : "none was found");
+        d->gpus = 0;
+    }
+    d->gpus = std::min<int>(d->gpus, MOST_GPUS);
+    for (int i = 0; i < d->gpus; i++) {
+        cudaDeviceProp properties;
+        cudaFuncAttributes code;
+        size_t free = 0, total = 0;
+        auto &g = d->gpu[i];
+        if (cudaSetDevice(i) || cudaGetDeviceProperties(&properties, i)) continue;
+        snprintf(g.name, sizeof g.name, "%s", properties.name);
+        g.major = properties.major, g.minor = properties.minor;
+        g.usable = !cudaFuncGetAttributes(&code, embed) && !cudaMemGetInfo(&free, &total);
+        g.free = free, g.total = total;
+        cudaGetLastError();
+    }
+}
+
 static double cuda_flat_read(void *state, uint64_t bytes) {
     Cuda *c = (Cuda *)state;
     uint64_t once = std::min<uint64_t>(bytes, c->weights_bytes) / 16 * 16;
@@ -642,4 +667,4 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
     return ms[times / 2] / 1e3 * ((double)bytes / once);
 }
 
-const Backend cuda = {"cuda", cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_flat_read};
+const Backend cuda = {"cuda", cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_flat_read, cuda_describe};

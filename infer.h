@@ -111,6 +111,21 @@ typedef struct {
     char *where; /* (64) open says where the model is, "GPU 0 (14.1 GB of 139.8 GB)", or NULL */
 } Limits;
 
+enum { MOST_GPUS = 16 };
+
+typedef struct { /* what a backend could run on */
+    int gpus;
+    struct {
+        char name[128];
+        int major, minor;     /* compute capability */
+        bool usable;          /* this build has code for it */
+        uint64_t free, total; /* bytes of memory */
+    } gpu[MOST_GPUS];
+    int driver, runtime; /* CUDA's versions, 1000 * major + 10 * minor: the newest for the driver, and ours; or 0 */
+    const char *built;   /* the architectures that this build has code for, or NULL */
+    char problem[200];   /* why there is no GPU, or empty */
+} Devices;
+
 /* Errors carry the exit code: NO_ROOM, NO_GPU, BAD_MODEL (a file shrank), GPU_FAULT. After GPU_FAULT only close may be
  * called. One submit may be outstanding before another: submit, submit, collect, submit, collect, ... */
 typedef struct {
@@ -123,6 +138,7 @@ typedef struct {
     /* Seconds in which the card reads so many bytes of its memory in one go, the limit of every step that reads as
      * many; 0: unknown. Only while nothing is outstanding. */
     double (*flat_read)(void *, uint64_t bytes);
+    void (*describe)(Devices *);
 } Backend;
 
 extern const Backend cuda;      /* infer.cu */

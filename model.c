@@ -5,6 +5,7 @@
  * views, every RoPE scaling becomes a table of angles, small tensors become float arrays. */
 #include "model.h"
 
+#include <ctype.h>
 #include <dirent.h>
 #include <math.h>
 #include <stdio.h>
@@ -13,7 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MOST_CONFIG = 1 << 20, REQUIRED = -1 };
+enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, REQUIRED = -1 };
 
 typedef struct {
     const char *model_type; /* of config.json */
@@ -501,7 +502,39 @@ typedef struct {
     int n;
 } List;
 
-/* How the weights are encoded, by config.json alone, and how many bytes they have. */
+bool model_complete(const char *dir) {
+    Error e;
+    Bytes path = {0};
+    bytes_print(&path, "%s/config.json", dir);
+    bool ok = file_exists(path.data);
+    path.n = 0;
+    bytes_print(&path, "%s/tokenizer.json", dir);
+    ok = ok && file_exists(path.data);
+    path.n = 0;
+    bytes_print(&path, "%s/model.safetensors.index.json", dir);
+    if (ok && file_exists(path.data)) {
+        cJSON *index = json_read(path.data, MOST_INDEX, &e);
+        const cJSON *map = json_get(index, "weight_map");
+        const char *last = "";
+        ok = map && map->child;
+        for (const cJSON *entry = ok ? map->child : NULL; entry && ok; entry = entry->next) {
+            const char *name = cJSON_GetStringValue(entry);
+            if (!name || !strcmp(name, last)) continue; /* neighbours mostly lie in one file */
+            path.n = 0;
+            bytes_print(&path, "%s/%s", dir, last = name);
+            ok = file_exists(path.data);
+        }
+        cJSON_Delete(index);
+    } else if (ok) {
+        path.n = 0;
+        bytes_print(&path, "%s/model.safetensors", dir);
+        ok = file_exists(path.data);
+    }
+    bytes_free(&path);
+    return ok;
+}
+
+/* Family, how the weights are encoded, by config.json alone, and how many bytes they have. */
 static void describe(ModelEntry *m) {
     Error e;
     Bytes path = {0};
@@ -514,6 +547,9 @@ static void describe(ModelEntry *m) {
                            : !strcmp(type, "bfloat16") ? "BF16"
                            : !strcmp(type, "float16")  ? "F16"
                                                        : "F32";
+    const char *family = json_string(config, "model_type");
+    snprintf(m->family, sizeof m->family, "%s", family ? family : "");
+    m->complete = model_complete(m->path);
     snprintf(m->encoding, sizeof m->encoding, "%s", encoding);
     for (char *c = m->encoding; *c; c++)
         if (*c >= 'a' && *c <= 'z') *c = (char)(*c - 32);
@@ -543,7 +579,7 @@ static void list_add(List *list, const char *path, const char *name) {
     ModelEntry *m = list->entry + list->n;
     *m = (ModelEntry){.path = copy_text(path, strlen(path)), .name = copy_text(name, strlen(name))};
     describe(m);
-    if (m->bytes) {
+    if (m->bytes || strstr(path, "/snapshots/")) { /* of a download that goes on, or did not */
         list->n++;
     } else {
         free(m->path);
@@ -604,20 +640,28 @@ static int by_entry_name(const void *a, const void *b) {
     return strcmp(((const ModelEntry *)a)->name, ((const ModelEntry *)b)->name);
 }
 
+void hub_cache(Bytes *path) {
+    const char *home = getenv("HOME"), *cache = getenv("HF_HUB_CACHE"), *hub = getenv("HF_HOME"),
+               *all = getenv("XDG_CACHE_HOME");
+    if (cache && *cache)
+        bytes_text(path, cache);
+    else if (hub && *hub)
+        bytes_print(path, "%s/hub", hub);
+    else if (all && *all)
+        bytes_print(path, "%s/huggingface/hub", all);
+    else
+        bytes_print(path, "%s/.cache/huggingface/hub", home ? home : "");
+}
+
 int models_list(ModelEntry **out) {
     List list = {0};
     Bytes path = {0};
-    const char *home = getenv("HOME"), *cache = getenv("HF_HUB_CACHE"), *hub = getenv("HF_HOME");
+    const char *home = getenv("HOME");
     add_all(&list, "models", NULL);
     bytes_print(&path, "%s/.cache/infer/models", home ? home : "");
     add_all(&list, path.data, "");
     path.n = 0;
-    if (cache && *cache)
-        bytes_print(&path, "%s", cache);
-    else if (hub && *hub)
-        bytes_print(&path, "%s/hub", hub);
-    else
-        bytes_print(&path, "%s/.cache/huggingface/hub", home ? home : "");
+    hub_cache(&path);
     add_all(&list, path.data, "models--");
     bytes_free(&path);
     if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_entry_name);
@@ -631,6 +675,38 @@ void models_free(ModelEntry *list, int n) {
         free(list[i].name);
     }
     free(list);
+}
+
+/* Letters to change, add or drop until one name is the other (Levenshtein), small and capital ones alike. */
+static int edit_distance(const char *a, const char *b) {
+    enum { MOST = 100 };
+    int row[MOST + 1], n = (int)strlen(b);
+    if (n > MOST || strlen(a) > MOST) return MOST;
+    for (int j = 0; j <= n; j++) row[j] = j;
+    for (int i = 1; a[i - 1]; i++) {
+        int corner = row[0];
+        row[0] = i;
+        for (int j = 1; j <= n; j++) {
+            int change = corner + (tolower((unsigned char)a[i - 1]) != tolower((unsigned char)b[j - 1]));
+            int step = 1 + (row[j] < row[j - 1] ? row[j] : row[j - 1]);
+            corner = row[j];
+            row[j] = change < step ? change : step;
+        }
+    }
+    return row[n];
+}
+
+/* The name that was perhaps meant, or NULL. */
+static const char *nearest_name(const ModelEntry *list, int n, const char *argument) {
+    int best = (int)strlen(argument) / 3 + 1;
+    const char *name = NULL;
+    for (int i = 0; i < n; i++) {
+        const char *slash = strrchr(list[i].name, '/');
+        int whole = edit_distance(argument, list[i].name), last = slash ? edit_distance(argument, slash + 1) : whole;
+        if (last < whole) whole = last;
+        if (whole <= best) best = whole - 1, name = list[i].name;
+    }
+    return name;
 }
 
 char *model_find(const char *argument, Error *e) {
@@ -657,12 +733,15 @@ char *model_find(const char *argument, Error *e) {
         if (!hits || strcasestr(list[i].name, argument)) bytes_print(&names, "%s%s", names.n ? ", " : "", list[i].name);
     if (hits > 1)
         fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, names.data);
+    else if (!hits && nearest_name(list, n, argument))
+        fail(e, BAD_MODEL, "no model '%.100s' here; did you mean %s?", argument, nearest_name(list, n, argument));
     else if (!hits && n)
-        fail(e, BAD_MODEL, "no model '%.100s' here; there are: %s", argument, names.data);
+        fail(e, BAD_MODEL, "no model '%.100s' here; there are: %s; infer download ORG/NAME fetches another", argument,
+             names.data);
     else if (!hits)
         fail(e, BAD_MODEL,
              "no model '%.100s' here, and none in ./models, ~/.cache/infer/models or the hub's cache: give a model "
-             "directory",
+             "directory, or fetch one with infer download ORG/NAME",
              argument);
     bytes_free(&names);
     models_free(list, n);

@@ -39,8 +39,9 @@ uint64_t step_bytes(const Model *m, int streams, int depth);
 /* What a list shows of a directory without opening its weights. */
 typedef struct {
     char *path, *name; /* name: ORG/NAME for a model of the hub's cache, else the path as people type it */
-    char encoding[16];
+    char encoding[16], family[40];
     uint64_t bytes;
+    bool complete; /* every file that it needs is here */
 } ModelEntry;
 /* All models that can be found: in ./models, ~/.cache/infer/models and the hub's cache, sorted by name, none twice. */
 int models_list(ModelEntry **list);
@@ -48,6 +49,10 @@ void models_free(ModelEntry *list, int n);
 /* The directory that a MODEL argument means: a path, ORG/NAME or a unique part of a name. Free it; NULL: BAD_MODEL with
  * what is near. */
 char *model_find(const char *argument, Error *e);
+/* Are config.json, tokenizer.json and all weights here? */
+bool model_complete(const char *dir);
+/* Appends where the hub's cache is: $HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub. */
+void hub_cache(Bytes *path);
 
 #ifdef __cplusplus
 }

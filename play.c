@@ -5,6 +5,7 @@
  */
 #include "play.h"
 #include "chat.h"
+#include "download.h"
 #include "editor.h"
 #include "engine.h"
 
@@ -966,7 +967,7 @@ int play(int argc, char **argv, const Backend *backend) {
         ok = fail(&e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
     if (ok && once && !prompt.n && !s.o.prompt) ok = fail(&e, USAGE, "the prompt is empty");
     if (ok && optind < argc) {
-        path = model_find(argv[optind], &e);
+        path = model_get(argv[optind], &e);
         name = copy_text(argv[optind], strlen(argv[optind]));
         ok = path;
     } else if (ok) {

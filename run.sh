@@ -2,11 +2,12 @@
 # The first command: installs what is missing, builds, plays.
 #   ./run.sh                 builds and plays
 #   ./run.sh play [...]      the same with arguments of `infer play`
+#   ./run.sh download [...]  fetches a model from the hub (openai/gpt-oss-20b), arguments of `infer download`
 #   ./run.sh test            runs the tests
 set -euo pipefail
 cd "$(dirname "$0")"
 
-packages=(gcc make pkg-config python3 libcjson-dev libpcre2-dev libedit-dev)
+packages=(gcc make pkg-config python3 libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev)
 
 install_missing() {
     local missing=() package
@@ -28,14 +29,14 @@ install_missing() {
 command=${1:-play}
 [ $# -eq 0 ] || shift
 case $command in
-    play | test) ;;
+    play | download | test) ;;
     *)
-        sed -n '3,5s/^# *//p' "$0" >&2
+        sed -n '3,6s/^# *//p' "$0" >&2
         exit 2
         ;;
 esac
 install_missing >&2
-[ "$command" = play ] || exec make test
+[ "$command" != test ] || exec make test
 if ! nvidia-smi -L >/dev/null 2>&1; then
     echo "infer needs an NVIDIA GPU and cannot run here;" \
         "what follows is infer-reference, the plain C twin for tests and reading" >&2
@@ -46,5 +47,8 @@ elif ! command -v nvcc >/dev/null && ! [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/n
 else
     target=infer program=./infer
 fi
+if [ "$command" = download ] && [ $# -eq 0 ]; then
+    set -- openai/gpt-oss-20b
+fi
 make --no-print-directory -j"$(nproc)" "$target" >&2
-exec "$program" play "$@"
+exec "$program" "$command" "$@"

@@ -503,10 +503,13 @@ static void reference_close(void *state) {
     free(r);
 }
 
+static void reference_describe(Devices *d) { *d = (Devices){.problem = "infer-reference computes without one"}; }
+
 static double reference_flat_read(void *state, uint64_t bytes) {
     (void)state, (void)bytes;
     return 0; /* it is not made for speed */
 }
 
 const Backend reference = {"reference",       reference_open,  reference_submit,
-                           reference_collect, reference_close, reference_flat_read};
+                           reference_collect, reference_close, reference_flat_read,
+                           reference_describe};

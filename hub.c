@@ -1,0 +1,494 @@
+/* hub.c: requests to a model hub, on libcurl's multi interface. See hub.h.
+ *
+ * Redirects are followed here and not by libcurl, since three things hang on them: the token goes only to the scheme,
+ * host and port of the endpoint, nothing leads from https to another scheme, and what the hub itself says of a file
+ * (X-Repo-Commit, X-Linked-Etag, X-Linked-Size) stands in the answer that redirects to the content host. */
+#include "hub.h"
+
+#include <ctype.h>
+#include <curl/curl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+enum { MOST_REDIRECTS = 10, MOST_TRIES = 5, MOST_WAIT = 300, SLOW = 1000, USUAL_STALL = 10, MOST_TOKEN = 4096 };
+
+struct Hub {
+    CURLM *multi;
+    char *endpoint, origin[300], *token;
+    const char *token_from, *ca_bundle;
+    long stall;  /* seconds with less than SLOW bytes each before a connection is given up */
+    double hold; /* nothing begins before: the hub limits the rate */
+    Request **request;
+    int requests;
+    char repository[200], revision[200];
+    void (*say)(void *, const char *);
+    void *say_data;
+};
+
+static volatile sig_atomic_t interrupted;
+static struct sigaction before;
+
+static void on_interrupt(int number) {
+    (void)number;
+    interrupted = 1;
+}
+
+void hub_listen(void) {
+    struct sigaction action = {.sa_handler = on_interrupt};
+    interrupted = 0;
+    sigaction(SIGINT, &action, &before);
+}
+
+void hub_deaf(void) { sigaction(SIGINT, &before, NULL); }
+bool hub_interrupted(void) { return interrupted; }
+
+/* ---- opening ---- */
+
+/* "https://host:443" in small letters; false if it is no URL. */
+static bool url_origin(const char *url, char out[300]) {
+    CURLU *u = curl_url();
+    char *scheme = NULL, *host = NULL, *port = NULL;
+    bool ok = !curl_url_set(u, CURLUPART_URL, url, CURLU_NON_SUPPORT_SCHEME) &&
+              !curl_url_get(u, CURLUPART_SCHEME, &scheme, 0) && !curl_url_get(u, CURLUPART_HOST, &host, 0) &&
+              !curl_url_get(u, CURLUPART_PORT, &port, CURLU_DEFAULT_PORT);
+    ok = ok && snprintf(out, 300, "%s://%s:%s", scheme, host, port) < 300;
+    for (char *c = out; ok && *c; c++) *c = (char)tolower((unsigned char)*c);
+    curl_free(scheme);
+    curl_free(host);
+    curl_free(port);
+    curl_url_cleanup(u);
+    return ok;
+}
+
+bool hub_same_origin(const Hub *h, const char *url) {
+    char origin[300];
+    return url_origin(url, origin) && !strcmp(origin, h->origin);
+}
+
+static const char *environment(const char *name) {
+    const char *value = getenv(name);
+    return value && *value ? value : NULL;
+}
+
+bool hub_offline(void) {
+    static const char *const yes[] = {"1", "true", "yes", "on"};
+    const char *value = environment("HF_HUB_OFFLINE");
+    bool set = false;
+    for (int i = 0; i < 4 && value; i++) set |= !strcasecmp(value, yes[i]);
+    return set;
+}
+
+/* The token without the white space around it, or NULL: an HTTP header can carry no other bytes. */
+static char *clean_token(const char *text, size_t n) {
+    while (n && isspace((unsigned char)*text)) text++, n--;
+    while (n && isspace((unsigned char)text[n - 1])) n--;
+    for (size_t i = 0; i < n; i++)
+        if (text[i] < 33 || text[i] > 126) return NULL;
+    return n ? copy_text(text, n) : NULL;
+}
+
+/* As other tools find it: HF_TOKEN, the file HF_TOKEN_PATH, $HF_HOME/token. */
+static bool find_token(Hub *h, const char *file, Error *e) {
+    const char *text = environment("HF_TOKEN"), *home = environment("HF_HOME"), *cache = environment("XDG_CACHE_HOME");
+    Bytes path = {0}, content = {0};
+    bool named = file;
+    h->token_from = file ? "--token-file" : text ? "HF_TOKEN" : environment("HF_TOKEN_PATH") ? "HF_TOKEN_PATH" : NULL;
+    if (!file && text) {
+        if (!(h->token = clean_token(text, strlen(text))))
+            return fail(e, USAGE, "HF_TOKEN holds no token: it has characters that no token has");
+        return true;
+    }
+    if (!file) file = environment("HF_TOKEN_PATH");
+    if (file)
+        bytes_text(&path, file);
+    else if (home)
+        bytes_print(&path, "%s/token", home);
+    else if (cache)
+        bytes_print(&path, "%s/huggingface/token", cache);
+    else
+        bytes_print(&path, "%s/.cache/huggingface/token", environment("HOME") ? environment("HOME") : "");
+    bool read = file_read(path.data, MOST_TOKEN, &content, e);
+    if (read) h->token = clean_token(content.data, content.n);
+    bool ok = h->token || !named || !read;
+    if (named && !read) ok = false, e->code = USAGE;
+    if (read && named && !h->token) fail(e, USAGE, "%s holds no token", path.data);
+    if (!h->token)
+        h->token_from = NULL;
+    else if (!h->token_from)
+        h->token_from = "the hub's token file";
+    bytes_free(&path);
+    bytes_free(&content);
+    return ok;
+}
+
+Hub *hub_open(const char *token_file, Error *e) {
+    static bool begun;
+    if (!begun) curl_global_init(CURL_GLOBAL_DEFAULT);
+    begun = true;
+    Hub *h = allocate_zero(1, sizeof *h);
+    const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
+    if (!endpoint) endpoint = "https://huggingface.co";
+    size_t n = strlen(endpoint);
+    while (n && endpoint[n - 1] == '/') n--;
+    h->endpoint = copy_text(endpoint, n);
+    h->stall = stall && atoi(stall) > 0 ? atoi(stall) : USUAL_STALL;
+    h->ca_bundle = environment("CURL_CA_BUNDLE");
+    h->multi = curl_multi_init();
+    bool http = !strncmp(h->endpoint, "https://", 8) || !strncmp(h->endpoint, "http://", 7);
+    bool ok = (http && url_origin(h->endpoint, h->origin)) ||
+              fail(e, USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co and is '%.200s'", h->endpoint);
+    if (ok && find_token(h, token_file, e)) return h;
+    hub_close(h);
+    return NULL;
+}
+
+void hub_close(Hub *h) {
+    if (!h) return;
+    while (h->requests) request_free(h, h->request[0]);
+    curl_multi_cleanup(h->multi);
+    if (h->token) explicit_bzero(h->token, strlen(h->token));
+    free(h->token);
+    free(h->request);
+    free(h->endpoint);
+    free(h);
+}
+
+void hub_about(Hub *h, const char *repository, const char *revision, void (*say)(void *, const char *), void *data) {
+    snprintf(h->repository, sizeof h->repository, "%s", repository);
+    snprintf(h->revision, sizeof h->revision, "%s", revision);
+    h->say = say;
+    h->say_data = data;
+}
+
+const char *hub_endpoint(const Hub *h) { return h->endpoint; }
+const char *hub_token(const Hub *h) { return h->token_from; }
+
+void url_escape(Bytes *url, const char *text, bool slash_too) {
+    for (; *text; text++) {
+        unsigned char c = (unsigned char)*text;
+        if (isalnum(c) || strchr("-._~", c) || (c == '/' && !slash_too))
+            bytes_add(url, text, 1);
+        else
+            bytes_print(url, "%%%02X", c);
+    }
+}
+
+void hub_url(const Hub *h, Bytes *url, const char *path) {
+    bytes_text(url, h->endpoint);
+    url_escape(url, path, false);
+}
+
+/* ---- one answer ---- */
+
+static void header_text(const char *value, size_t n, char *out, size_t room) {
+    if (n >= 2 && *value == 'W' && value[1] == '/') value += 2, n -= 2; /* a weak etag */
+    if (n >= 2 && *value == '"' && value[n - 1] == '"') value++, n -= 2;
+    snprintf(out, room, "%.*s", (int)n, value);
+}
+
+static int64_t header_number(const char *text) {
+    char *end;
+    long long n = strtoll(text, &end, 10);
+    return end > text && n >= 0 ? n : -1;
+}
+
+/* The answer's head is complete: does it contradict what was asked for? False ends the request with its error. */
+static bool check_head(Request *r) {
+    if (r->at_hub && r->status < 400) {
+        if (r->commit && *r->repo_commit && strcmp(r->repo_commit, r->commit))
+            return fail(&r->e, NO_NETWORK, "the hub answers with commit '%.60s' instead of %s: try again",
+                        r->repo_commit, r->commit);
+        if (r->id && *r->linked_etag && strcmp(r->linked_etag, r->id))
+            return fail(&r->e, NO_NETWORK, "the hub's X-Linked-Etag is '%.70s', its list of files says %s: try again",
+                        r->linked_etag, r->id);
+        if (r->size && r->linked_size >= 0 && (uint64_t)r->linked_size != r->size)
+            return fail(&r->e, NO_NETWORK, "the hub's X-Linked-Size is %lld, its list of files says %llu: try again",
+                        (long long)r->linked_size, (unsigned long long)r->size);
+    }
+    if (r->status == 206) {
+        if (r->begin != (int64_t)r->from || (r->size && r->total >= 0 && (uint64_t)r->total != r->size))
+            return fail(
+                &r->e, NO_NETWORK,
+                "a server answers with byte %lld of %lld where byte %llu of %llu was asked for: try again later",
+                (long long)r->begin, (long long)r->total, (unsigned long long)r->from, (unsigned long long)r->size);
+        r->at = r->from;
+    } else if (r->status == 200) {
+        r->at = 0;
+        r->whole = r->to;
+        if (r->whole && r->body) return fail(&r->e, NO_NETWORK, "a server does not serve parts of files");
+    }
+    return true;
+}
+
+static size_t on_header(char *line, size_t size, size_t n, void *data) {
+    Request *r = data;
+    size_t all = size * n;
+    char text[MOST_HEADER_TEXT];
+    if (all >= 5 && !strncmp(line, "HTTP/", 5)) { /* also the head after a "100 Continue" or a proxy's */
+        r->status = 0;
+        r->begin = r->total = r->linked_size = -1;
+        *r->error_code = *r->repo_commit = *r->linked_etag = *r->link = 0;
+    }
+    while (n && strchr("\r\n", line[n - 1])) n--;
+    if (!n && r->status) return all; /* behind a trailer */
+    if (!n) {
+        curl_easy_getinfo(r->easy, CURLINFO_RESPONSE_CODE, &r->status);
+        return check_head(r) ? all : 0;
+    }
+    const char *colon = memchr(line, ':', n), *value = colon ? colon + 1 : NULL;
+    if (!colon) return all;
+    while (value < line + n && *value == ' ') value++;
+    size_t name = (size_t)(colon - line), length = (size_t)(line + n - value);
+    const struct {
+        const char *name;
+        char *out;
+        size_t room;
+    } wanted[] = {{"X-Error-Code", r->error_code, sizeof r->error_code},
+                  {"X-Repo-Commit", r->repo_commit, sizeof r->repo_commit},
+                  {"X-Linked-Etag", r->linked_etag, sizeof r->linked_etag},
+                  {"Link", r->link, sizeof r->link}};
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        if (strlen(wanted[i].name) == name && !strncasecmp(line, wanted[i].name, name))
+            header_text(value, length, wanted[i].out, wanted[i].room);
+    snprintf(text, sizeof text, "%.*s", (int)length, value);
+    if (name == 13 && !strncasecmp(line, "X-Linked-Size", name)) r->linked_size = header_number(text);
+    if (name == 13 && !strncasecmp(line, "Content-Range", name) && !strncasecmp(text, "bytes ", 6)) {
+        const char *slash = strchr(text, '/');
+        r->begin = header_number(text + 6);
+        r->total = slash ? header_number(slash + 1) : -1;
+    }
+    return all;
+}
+
+static size_t on_body(char *data, size_t size, size_t n, void *owner) {
+    Request *r = owner;
+    n *= size;
+    if (r->status != 200 && r->status != 206) return n; /* the page of a redirect or an error */
+    uint64_t end = r->whole ? r->size : r->to;
+    if ((end && n > end - r->at) || (r->body && n > r->most - r->body->n)) {
+        fail(&r->e, NO_NETWORK, "a server sends more than the %llu bytes that were to come: try again later",
+             (unsigned long long)(end ? end : r->most));
+        return 0;
+    }
+    if (r->body)
+        bytes_add(r->body, data, n);
+    else if (!r->sink(r, r->at, data, n))
+        return 0;
+    r->at += n;
+    return n;
+}
+
+/* ---- a request's life ---- */
+
+/* Asks at r->now. */
+static void begin(Hub *h, Request *r) {
+    Bytes text = {0};
+    if (!r->easy) r->easy = curl_easy_init();
+    CURL *easy = r->easy;
+    curl_easy_reset(easy);
+    curl_slist_free_all(r->headers);
+    r->at_hub = hub_same_origin(h, r->now);
+    r->headers = curl_slist_append(NULL, "Accept-Encoding: identity");
+    if (h->token && r->at_hub) {
+        bytes_print(&text, "Authorization: Bearer %s", h->token);
+        r->headers = curl_slist_append(r->headers, text.data);
+        explicit_bzero(text.data, text.n);
+    }
+    text.n = 0;
+    bytes_print(&text, "%llu-%llu", (unsigned long long)r->from, (unsigned long long)r->to - 1);
+    if (r->to) curl_easy_setopt(easy, CURLOPT_RANGE, text.data);
+    bytes_free(&text);
+    if (r->body) r->body->n = 0;
+    *r->problem = 0;
+    r->status = 0;
+    r->whole = false;
+    curl_easy_setopt(easy, CURLOPT_URL, r->now);
+    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, r->headers);
+    curl_easy_setopt(easy, CURLOPT_USERAGENT, "infer");
+    curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, on_header);
+    curl_easy_setopt(easy, CURLOPT_HEADERDATA, r);
+    curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_body);
+    curl_easy_setopt(easy, CURLOPT_WRITEDATA, r);
+    curl_easy_setopt(easy, CURLOPT_PRIVATE, r);
+    curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, r->problem);
+    curl_easy_setopt(easy, CURLOPT_CONNECTTIMEOUT, h->stall);
+    curl_easy_setopt(easy, CURLOPT_LOW_SPEED_LIMIT, (long)SLOW);
+    curl_easy_setopt(easy, CURLOPT_LOW_SPEED_TIME, h->stall);
+    curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, 512L << 10);
+    /* a connection a range; HTTP/2 would put all of them into one */
+    curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1);
+    curl_easy_setopt(easy, CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L);
+    if (h->ca_bundle) curl_easy_setopt(easy, CURLOPT_CAINFO, h->ca_bundle);
+    r->running = true;
+    curl_multi_add_handle(h->multi, easy);
+}
+
+/* From the start of the request, or where the content host was last time. */
+static void ask(Request *r) {
+    free(r->now);
+    const char *url = r->direct && *r->direct ? *r->direct : r->url;
+    r->now = copy_text(url, strlen(url));
+    r->redirects = 0;
+}
+
+static bool follow(Hub *h, Request *r) {
+    char *to = NULL, origin[300];
+    curl_easy_getinfo(r->easy, CURLINFO_REDIRECT_URL, &to);
+    if (!to) return fail(&r->e, NO_NETWORK, "a server redirects to nowhere");
+    if (!url_origin(to, origin)) *origin = 0;
+    bool https = !strncmp(origin, "https://", 8), http = !strncmp(origin, "http://", 7);
+    if (!https && !(http && !strncmp(h->origin, "http://", 7)))
+        return fail(&r->e, NO_NETWORK, "a server redirects to %.*s, where only https is safe: refused",
+                    (int)strcspn(to, ":"), to);
+    if (++r->redirects > MOST_REDIRECTS)
+        return fail(&r->e, NO_NETWORK, "more than %d redirects: the server sends in circles", MOST_REDIRECTS);
+    to = copy_text(to, strlen(to));
+    free(r->now);
+    r->now = to;
+    begin(h, r);
+    return true;
+}
+
+/* Tries again after a while, or gives up with the reason. True: it goes on. */
+static bool again(Hub *h, Request *r, CURLcode code) {
+    curl_off_t told = 0;
+    char host[300], line[200];
+    if (r->status >= 400) curl_easy_getinfo(r->easy, CURLINFO_RETRY_AFTER, &told);
+    if (!url_origin(r->now, host)) *host = 0;
+    if (told > MOST_WAIT)
+        return fail(&r->e, NO_NETWORK, "%s limits the rate and asks to wait %lld minutes: %s", host,
+                    (long long)told / 60,
+                    h->token ? "try again then" : "a token (HF_TOKEN) has a higher limit; or try again then");
+    if (r->tries >= (r->most_tries ? r->most_tries : MOST_TRIES)) {
+        if (r->status >= 400)
+            return fail(&r->e, NO_NETWORK, "%s answers with status %ld: try again later", host, r->status);
+        return fail(&r->e, NO_NETWORK, "%s: %s; is the network up? HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror",
+                    host, *r->problem ? r->problem : curl_easy_strerror(code));
+    }
+    double wait = r->tries ? 0.25 * (1 << r->tries) : 0; /* at once after progress, then 0.5, 1, 2, 4 s */
+    if ((double)told > wait) wait = (double)told;
+    r->tries++;
+    r->when = seconds() + wait;
+    if (r->status == 429 && r->when > h->hold) h->hold = r->when;
+    if (wait >= 2 && h->say) {
+        snprintf(line, sizeof line, "%s; waiting %.0f s", r->status == 429 ? "the hub limits the rate" : "no answer",
+                 wait);
+        h->say(h->say_data, line);
+    }
+    if (!r->whole && !r->body && r->at > r->from) r->from = r->at;
+    ask(r);
+    if (!wait) begin(h, r);
+    return true;
+}
+
+/* Fills in why the hub refuses, with the page to open. */
+static void refuse(Hub *h, Request *r) {
+    Error *e = &r->e;
+    char host[300];
+    const char *code = r->error_code, *page = h->endpoint, *name = h->repository;
+    const char *token =
+        h->token ? "the token that was given may not read it" : "a private one needs a token: HF_TOKEN or --token-file";
+    if (!r->at_hub) {
+        if (!url_origin(r->now, host)) *host = 0;
+        fail(e, NO_NETWORK, "%s refuses a file of %s with status %ld: try again later", host, name, r->status);
+    } else if (!strcmp(code, "GatedRepo")) {
+        fail(e, NO_NETWORK, "%s asks for its licence to be accepted: open %s/%s, accept it, %s", name, page, name,
+             h->token ? "and use a token of that account (the one given has no access yet)"
+                      : "and give a token of that account: HF_TOKEN or --token-file");
+    } else if (!strcmp(code, "RevisionNotFound")) {
+        fail(e, BAD_MODEL, "%s has no revision '%s'; those it has: %s/%s/tree/main", name, h->revision, page, name);
+    } else if (!strcmp(code, "EntryNotFound")) {
+        fail(e, BAD_MODEL, "%s lacks a file at revision %s: see %s/%s/tree/%s", name, h->revision, page, name,
+             h->revision);
+    } else if (!strcmp(code, "DisabledRepo")) {
+        fail(e, NO_NETWORK, "%s was disabled by the hub: see %s/%s", name, page, name);
+    } else if (!strcmp(code, "RepoNotFound") || r->status == 404) {
+        fail(e, BAD_MODEL, "the hub has no repository %s, or it is private (%s): check the name at %s/%s", name, token,
+             page, name);
+    } else if (r->status == 401) {
+        fail(e, NO_NETWORK, "the hub does not accept %s: make a token at %s/settings/tokens",
+             h->token ? "the token" : "a request without a token", page);
+    } else if (r->status == 403) {
+        fail(e, NO_NETWORK, "the hub denies access to %s (%s): see %s/%s", name, token, page, name);
+    } else {
+        fail(e, NO_NETWORK, "the hub answers with status %ld: see %s/%s", r->status, page, name);
+    }
+}
+
+/* What becomes of a request whose transfer ended. True: it is over. */
+static bool settle(Hub *h, Request *r, CURLcode code) {
+    long s = r->status;
+    if (r->e.code || r->dropped) return true;
+    if (code == CURLE_OK && s >= 300 && s < 400 && s != 304) return !follow(h, r);
+    if (code == CURLE_OK && (s == 200 || s == 206)) {
+        uint64_t end = r->whole ? r->size : r->to;
+        if (r->direct && !*r->direct && !r->at_hub) *r->direct = copy_text(r->now, strlen(r->now));
+        return (!end || r->at == end) || !again(h, r, CURLE_PARTIAL_FILE);
+    }
+    if (code != CURLE_OK || s == 408 || s == 429 || s >= 500) return !again(h, r, code);
+    /* a signature that has expired: the hub makes a new one */
+    if (!r->at_hub && r->direct && (*r->direct || !r->tries) && s != 416) {
+        free(*r->direct);
+        *r->direct = NULL;
+        return !again(h, r, code);
+    }
+    refuse(h, r);
+    return true;
+}
+
+void hub_start(Hub *h, Request *r) {
+    h->request = reallocate(h->request, (size_t)(h->requests + 1) * sizeof *h->request);
+    h->request[h->requests++] = r;
+    ask(r);
+}
+
+Request *hub_step(Hub *h, int milliseconds) {
+    int running, left;
+    double now = seconds();
+    for (int i = 0; i < h->requests && now >= h->hold; i++)
+        if (!h->request[i]->running && now >= h->request[i]->when) begin(h, h->request[i]);
+    curl_multi_perform(h->multi, &running);
+    for (CURLMsg *m; (m = curl_multi_info_read(h->multi, &left));) {
+        char *private;
+        CURLcode code = m->data.result;
+        curl_easy_getinfo(m->easy_handle, CURLINFO_PRIVATE, &private);
+        Request *r = (Request *)private;
+        curl_multi_remove_handle(h->multi, r->easy);
+        r->running = false;
+        if (settle(h, r, code)) return r;
+    }
+    curl_multi_poll(h->multi, NULL, 0, milliseconds, NULL);
+    return NULL;
+}
+
+void hub_wake(Hub *h) { curl_multi_wakeup(h->multi); }
+
+void request_free(Hub *h, Request *r) {
+    for (int i = 0; i < h->requests; i++)
+        if (h->request[i] == r) h->request[i--] = h->request[--h->requests];
+    if (r->running) curl_multi_remove_handle(h->multi, r->easy);
+    if (r->easy) curl_easy_cleanup(r->easy);
+    curl_slist_free_all(r->headers);
+    free(r->url);
+    free(r->now);
+    free(r);
+}
+
+bool hub_get(Hub *h, const char *url, uint64_t from, uint64_t to, size_t most, bool once, Bytes *body, char *link,
+             Error *e) {
+    Request *r = allocate_zero(1, sizeof *r), *ended = NULL;
+    *r = (Request){.url = copy_text(url, strlen(url)), .from = from, .to = to, .body = body, .most = most};
+    r->most_tries = once ? -1 : 0;
+    bytes_text(body, "");
+    hub_start(h, r);
+    while (!ended && !interrupted) ended = hub_step(h, 100);
+    if (!ended) fail(&r->e, INTERRUPTED, "interrupted");
+    if (r->e.code) *e = r->e;
+    if (link) memcpy(link, r->link, sizeof r->link);
+    bool ok = !r->e.code;
+    request_free(h, r);
+    return ok;
+}

@@ -1,0 +1,531 @@
+/* inspect.c: what is here (list, rm), what a model is made of and whether it fits (inspect), and what is wrong with
+ * this machine (doctor). See inspect.h. */
+#include "inspect.h"
+#include "download.h"
+#include "model.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <getopt.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static int report(const Error *e) {
+    fprintf(stderr, "infer: %s\n", e->text);
+    return e->code;
+}
+
+/* Options --json and, where `context` is not NULL, --ctx N. Returns how many arguments are left, or -1. */
+static int parse_options(int argc, char **argv, bool *json, int *context) {
+    static const struct option options[] = {
+        {"json", no_argument, NULL, 'j'}, {"ctx", required_argument, NULL, 'c'}, {0}};
+    for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
+        if (c == 'j') *json = true;
+        if (c == '?' || (c == 'c' && (!context || (*context = atoi(optarg)) < 1))) {
+            fprintf(stderr, "infer: wrong option; see infer %s --help\n", argv[0]);
+            return -1;
+        }
+    }
+    return argc - optind;
+}
+
+static int usage(const char *command, const char *problem) {
+    fprintf(stderr, "infer: %s; see infer %s --help\n", problem, command);
+    return USAGE;
+}
+
+static void print_json(cJSON *json) {
+    char *text = json_text(json);
+    puts(text);
+    free(text);
+    cJSON_Delete(json);
+}
+
+/* ---- list ---- */
+
+const char list_help[] = "infer list [--json]\n"
+                         "Lists the models in ./models, ~/.cache/infer/models and the hub's cache.\n";
+
+int list(int argc, char **argv) {
+    bool json = false;
+    ModelEntry *m;
+    int left = parse_options(argc, argv, &json, NULL), name = 0, family = 0;
+    if (left) return left < 0 ? USAGE : usage("list", "it takes no argument");
+    int n = models_list(&m);
+    char size[24];
+    cJSON *all = cJSON_CreateArray();
+    for (int i = 0; i < n; i++) {
+        if ((int)strlen(m[i].name) > name) name = (int)strlen(m[i].name);
+        if ((int)strlen(m[i].family) > family) family = (int)strlen(m[i].family);
+    }
+    for (int i = 0; i < n; i++) {
+        cJSON *one = cJSON_CreateObject();
+        cJSON_AddStringToObject(one, "name", m[i].name);
+        cJSON_AddStringToObject(one, "family", m[i].family);
+        cJSON_AddNumberToObject(one, "bytes", (double)m[i].bytes);
+        cJSON_AddStringToObject(one, "encoding", m[i].encoding);
+        cJSON_AddBoolToObject(one, "complete", m[i].complete);
+        cJSON_AddStringToObject(one, "path", m[i].path);
+        cJSON_AddItemToArray(all, one);
+        if (!json)
+            printf("%-*s  %-*s  %8s  %-5s  %-10s  %s\n", name, m[i].name, family, m[i].family,
+                   size_text(m[i].bytes, size), m[i].encoding, m[i].complete ? "complete" : "incomplete", m[i].path);
+    }
+    if (json)
+        print_json(all);
+    else
+        cJSON_Delete(all);
+    if (!n && !json) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
+    models_free(m, n);
+    return DONE;
+}
+
+/* ---- rm ---- */
+
+const char rm_help[] = "infer rm REPO\n"
+                       "Removes a repository from the hub's cache: ORG/NAME, or a unique part of it.\n";
+
+/* The folder in the cache that `argument` means, ORG/NAME or a part of it; its name replaces *name. */
+static bool find_folder(const char *cache, const char *argument, char **name, Error *e) {
+    char *wanted = repository_folder(argument), *found = NULL;
+    int hits = 0;
+    DIR *dir = opendir(cache);
+    for (struct dirent *d; dir && (d = readdir(dir));) {
+        bool exact = !strcmp(d->d_name, wanted);
+        if (strncmp(d->d_name, "models--", 8) || !(exact || strcasestr(d->d_name, wanted + 8))) continue;
+        if (exact) hits = 0;
+        free(found);
+        found = copy_text(d->d_name, strlen(d->d_name));
+        hits++;
+        if (exact) break;
+    }
+    if (dir) closedir(dir);
+    free(wanted);
+    *name = hits == 1 ? found : NULL;
+    if (*name) return true;
+    free(found);
+    return fail(e, BAD_MODEL,
+                hits ? "'%.100s' means more than one repository in %s: infer list shows them"
+                     : "no repository '%.100s' is in %s: infer list shows what is there",
+                argument, cache);
+}
+
+/* Is a blob of it being fetched? Looks at the locks and takes them for a moment. */
+static bool in_use(const char *locks) {
+    DIR *dir = opendir(locks);
+    bool held = false;
+    for (struct dirent *d; dir && (d = readdir(dir)) && !held;) {
+        int fd = openat(dirfd(dir), d->d_name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+        held = fd >= 0 && flock(fd, LOCK_SH | LOCK_NB) && errno == EWOULDBLOCK;
+        if (fd >= 0) close(fd);
+    }
+    if (dir) closedir(dir);
+    return held;
+}
+
+int rm(int argc, char **argv) {
+    Error e;
+    bool json = false;
+    int left = parse_options(argc, argv, &json, NULL);
+    if (left != 1) return left < 0 ? USAGE : usage("rm", "one repository is needed, ORG/NAME");
+    const char *argument = argv[optind], *home = getenv("HOME");
+    if (!repository_valid(argument)) return usage("rm", "that is no repository of the hub's cache, ORG/NAME");
+    Bytes cache = {0}, folder = {0}, locks = {0}, link = {0};
+    char *name = NULL, target[4096];
+    hub_cache(&cache);
+    bool ok = find_folder(cache.data, argument, &name, &e);
+    if (ok) {
+        bytes_print(&folder, "%s/%s", cache.data, name);
+        bytes_print(&locks, "%s/.locks/%s", cache.data, name);
+        bytes_print(&link, "%s/.cache/infer/models/%s", home ? home : "", name + 8);
+        if (in_use(locks.data))
+            ok = fail(&e, FAILED, "%s is being downloaded by another process: end that first", argument);
+        else if (!folder_remove(folder.data))
+            ok = fail(&e, FAILED, "%s: %s", folder.data, strerror(errno));
+    }
+    if (ok) {
+        folder_remove(locks.data);
+        if (readlink(link.data, target, sizeof target) > 0) unlink(link.data);
+        fprintf(stderr, "removed %s\n", folder.data);
+    }
+    bytes_free(&cache);
+    bytes_free(&folder);
+    bytes_free(&locks);
+    bytes_free(&link);
+    free(name);
+    return ok ? DONE : report(&e);
+}
+
+/* ---- inspect ---- */
+
+const char inspect_help[] =
+    "infer inspect REPO|DIR [--ctx N] [--json]\n"
+    "Says what a model is made of, whether infer runs it and whether it fits on this GPU. Of a repository that is not\n"
+    "here only config.json and the headers of its files are fetched.\n"
+    "  --ctx N  the context to fit (what the model was made for)\n";
+
+enum { GROUPS = 6, STEP_TOKENS = 2048 };
+static const uint64_t reserve = 256 << 20; /* of GPU memory, for CUDA itself */
+
+typedef struct {
+    const char *name, *encoding;
+    uint64_t parameters, active, bytes; /* active: read for one token */
+} Group;
+
+typedef struct {
+    Group group[GROUPS];
+    uint64_t parameters, active, bytes;
+    uint64_t cache;  /* bytes of one token */
+    uint64_t needed; /* GPU memory without the cache, about */
+    int fits;        /* tokens of context on the first GPU, or 0 */
+    Devices devices;
+} Facts;
+
+static void add_linear(Group *g, const Linear *w, int chosen) {
+    uint64_t n = (uint64_t)w->n * (uint64_t)w->rows * (uint64_t)w->cols;
+    if (!n) return;
+    const char *type = type_name(w->type);
+    g->encoding = !g->encoding || g->encoding == type ? type : "mixed";
+    g->parameters += n;
+    g->active += n / (uint64_t)w->n * (uint64_t)chosen;
+    g->bytes += linear_bytes(w);
+}
+
+/* What each group has. Norms, biases and sinks are what the matrices leave. */
+static void count_groups(const Checkpoint *c, Facts *f) {
+    const Model *m = &c->model;
+    bool experts = m->n_experts > 1, tied = m->embed.data.data == m->head.data.data;
+    const char *names[GROUPS] = {"embedding", "attention",           "router", experts ? "experts" : "feed-forward",
+                                 "head",      "norms, biases, sinks"};
+    for (int i = 0; i < GROUPS; i++) f->group[i].name = names[i];
+    add_linear(&f->group[0], &m->embed, 0);
+    if (!tied) add_linear(&f->group[4], &m->head, 1);
+    for (int i = 0; i < m->n_layers; i++) {
+        const Layer *l = m->layer + i;
+        const Linear *attention[] = {&l->q, &l->k, &l->v, &l->o}, *ffn[] = {&l->gate, &l->up, &l->down};
+        for (int j = 0; j < 4; j++) add_linear(&f->group[1], attention[j], 1);
+        add_linear(&f->group[2], &l->router, 1);
+        for (int j = 0; j < 3; j++) add_linear(&f->group[3], ffn[j], m->top_k);
+    }
+    if (tied) f->group[0].active = f->group[0].parameters, f->group[0].name = "embedding and head";
+    uint64_t matrices = 0;
+    for (int i = 0; i < GROUPS - 1; i++) matrices += f->group[i].bytes;
+    for (int i = 0; i < c->tensors.n; i++) {
+        const Tensor *t = c->tensors.tensor + i;
+        const char *name = strrchr(t->name, '_');
+        bool packed = name && (!strcmp(name, "_blocks") || !strcmp(name, "_scales")), matrix = t->dims == 2;
+        uint64_t n = 1;
+        for (int k = 0; k < t->dims; k++) n *= (uint64_t)t->shape[k];
+        f->bytes += t->size;
+        /* (rows, cols) is a matrix, but (experts, rows) of a name that ends in _bias is not */
+        if (packed || (matrix && !(name && !strcmp(name, "_bias")))) continue;
+        Group *rest = &f->group[GROUPS - 1];
+        rest->parameters += n;
+        rest->active += matrix ? n / (uint64_t)m->n_experts * (uint64_t)m->top_k : n;
+        rest->encoding = t->dtype;
+    }
+    f->group[GROUPS - 1].bytes = f->bytes - matrices;
+    for (int i = 0; i < GROUPS; i++) f->parameters += f->group[i].parameters, f->active += f->group[i].active;
+}
+
+/* Memory of the GPU: weights, what a step of STEP_TOKENS works in, and the cache, of which as much as fits. */
+static void count_memory(const Model *m, int context, Facts *f) {
+    uint64_t heads = (uint64_t)m->n_heads * (uint64_t)m->head_dim, kv = (uint64_t)m->n_kv_heads * (uint64_t)m->head_dim;
+    uint64_t dim = (uint64_t)m->dim, k = (uint64_t)m->top_k;
+    uint64_t token = 6 * dim + 4 * heads + 4 * (heads + 2 * kv) + k * (2 * (uint64_t)m->ffn_dim + 4 * dim);
+    uint64_t work = STEP_TOKENS * token + (uint64_t)context * (uint64_t)m->head_dim * 4 + 32 * (uint64_t)m->vocab;
+    f->cache = (uint64_t)m->n_layers * 4 * kv + 4;
+    f->needed = model_bytes(m) + work + reserve;
+    if (f->devices.gpus && f->devices.gpu[0].usable && f->devices.gpu[0].free > f->needed) {
+        uint64_t fits = (f->devices.gpu[0].free - f->needed) / f->cache / PAGE * PAGE;
+        f->fits = fits < (uint64_t)m->context ? (int)fits : m->context;
+    }
+}
+
+static void facts_json(const Checkpoint *c, const Facts *f, int context, cJSON *out) {
+    const Model *m = &c->model;
+    const struct {
+        const char *name;
+        double value;
+    } numbers[] = {{"layers", m->n_layers},
+                   {"width", m->dim},
+                   {"heads", m->n_heads},
+                   {"kv_heads", m->n_kv_heads},
+                   {"head_size", m->head_dim},
+                   {"experts", m->n_experts},
+                   {"experts_per_token", m->top_k},
+                   {"vocabulary", m->vocab},
+                   {"context", m->context},
+                   {"parameters", (double)f->parameters},
+                   {"active_parameters", (double)f->active},
+                   {"bytes", (double)f->bytes},
+                   {"cache_bytes_per_token", (double)f->cache},
+                   {"gpu_bytes_needed", (double)(f->needed + f->cache * (uint64_t)context)}};
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        cJSON_AddNumberToObject(out, numbers[i].name, numbers[i].value);
+    cJSON *groups = cJSON_AddArrayToObject(out, "groups");
+    for (int i = 0; i < GROUPS; i++) {
+        const Group *g = f->group + i;
+        if (!g->parameters) continue;
+        cJSON *one = cJSON_CreateObject();
+        cJSON_AddStringToObject(one, "name", g->name);
+        cJSON_AddStringToObject(one, "encoding", g->encoding);
+        cJSON_AddNumberToObject(one, "parameters", (double)g->parameters);
+        cJSON_AddNumberToObject(one, "bytes", (double)g->bytes);
+        cJSON_AddItemToArray(groups, one);
+    }
+    if (!f->devices.gpus) return;
+    cJSON_AddStringToObject(out, "gpu", f->devices.gpu[0].name);
+    cJSON_AddNumberToObject(out, "gpu_bytes_free", (double)f->devices.gpu[0].free);
+    cJSON_AddNumberToObject(out, "context_that_fits", f->fits);
+    cJSON_AddBoolToObject(out, "fits", f->fits >= context);
+}
+
+static void print_facts(const Checkpoint *c, const Facts *f, int context) {
+    const Model *m = &c->model;
+    char a[32], b[32], d[32];
+    int windows = 0;
+    for (int i = 0; i < m->n_layers; i++) windows += m->layer[i].window > 0;
+    printf("layers      %d, %s wide; %d query and %d key/value heads of %d", m->n_layers,
+           count_text((uint64_t)m->dim, a), m->n_heads, m->n_kv_heads, m->head_dim);
+    for (int i = 0; windows && i < m->n_layers; i++)
+        if (m->layer[i].window) {
+            printf("; %d layers see %d positions", windows, m->layer[i].window);
+            break;
+        }
+    if (m->n_experts > 1) printf("\nexperts     %d a layer, %d a token", m->n_experts, m->top_k);
+    printf("\nvocabulary  %s\ncontext     %s\n", count_text((uint64_t)m->vocab, a),
+           count_text((uint64_t)m->context, b));
+    printf("parameters  %s, %s of them for each token\n", count_text(f->parameters, a), count_text(f->active, b));
+    printf("weights     %s bytes (%s)\n", count_text(f->bytes, a), size_text(f->bytes, b));
+    for (int i = 0; i < GROUPS; i++)
+        if (f->group[i].parameters)
+            printf("            %-20s  %-5s  %8s  %s parameters\n", f->group[i].name, f->group[i].encoding,
+                   size_text(f->group[i].bytes, a), count_text(f->group[i].parameters, b));
+    printf("cache       %s bytes a token, %s for a context of %s\n", count_text(f->cache, a),
+           size_text(f->cache * (uint64_t)context, b), count_text((uint64_t)context, d));
+    printf("GPU memory  about %s with that context\n", size_text(f->needed + f->cache * (uint64_t)context, a));
+    if (!f->devices.gpus)
+        printf("fits        unknown: no GPU to ask (%s)\n", f->devices.problem);
+    else if (f->fits >= context)
+        printf("fits        yes, on GPU 0 (%s, %s free)\n", f->devices.gpu[0].name,
+               size_text(f->devices.gpu[0].free, a));
+    else if (f->fits)
+        printf("fits        up to a context of %s on GPU 0 (%s, %s free): play --ctx %d\n",
+               count_text((uint64_t)f->fits, b), f->devices.gpu[0].name, size_text(f->devices.gpu[0].free, a), f->fits);
+    else
+        printf("fits        no: GPU 0 (%s) has %s free%s\n", f->devices.gpu[0].name,
+               size_text(f->devices.gpu[0].free, a), f->devices.gpu[0].usable ? "" : " and no code in this build");
+}
+
+/* Of a model that infer does not run: what its files say all the same. */
+static void foreign_facts(const char *dir, cJSON *out, bool json) {
+    Error e;
+    Bytes path = {0};
+    Tensors t;
+    char a[32], b[32];
+    bytes_print(&path, "%s/config.json", dir);
+    cJSON *config = json_read(path.data, 1 << 20, &e);
+    const char *family = json_string(config, "model_type");
+    if (family) cJSON_AddStringToObject(out, "family", family);
+    if (family && !json) printf("family      %.60s\n", family);
+    if (tensors_open(&t, dir, &e)) {
+        uint64_t values = 0, bytes = 0;
+        for (int i = 0; i < t.n; i++) {
+            uint64_t n = 1;
+            for (int k = 0; k < t.tensor[i].dims; k++) n *= (uint64_t)t.tensor[i].shape[k];
+            values += n, bytes += t.tensor[i].size;
+        }
+        cJSON_AddNumberToObject(out, "tensors", t.n);
+        cJSON_AddNumberToObject(out, "bytes", (double)bytes);
+        if (!json) printf("tensors     %d, of %s values and %s\n", t.n, count_text(values, a), size_text(bytes, b));
+        tensors_close(&t);
+    }
+    cJSON_Delete(config);
+    bytes_free(&path);
+}
+
+/* The directory of a model that is here, or NULL: then it is for the hub. */
+static char *find_here(const char *argument) {
+    struct stat st;
+    if (!stat(argument, &st)) return copy_text(argument, strlen(argument));
+    ModelEntry *m;
+    char *path = NULL;
+    int n = models_list(&m);
+    for (int i = 0; i < n && !path; i++)
+        if (!strcmp(m[i].name, argument) && m[i].complete) path = copy_text(m[i].path, strlen(m[i].path));
+    models_free(m, n);
+    return path;
+}
+
+static bool inspect_at(const char *dir, int context, const Backend *backend, bool json, cJSON *out, Error *e) {
+    Checkpoint c;
+    Facts *f = allocate_zero(1, sizeof *f);
+    bool ok = checkpoint_open(&c, dir, e);
+    if (ok) {
+        if (!context || context > c.model.context) context = c.model.context;
+        backend->describe(&f->devices);
+        count_groups(&c, f);
+        count_memory(&c.model, context, f);
+        cJSON_AddStringToObject(out, "family", c.family);
+        facts_json(&c, f, context, out);
+        if (!json) printf("family      %s\n", c.family), print_facts(&c, f, context);
+        checkpoint_close(&c);
+    } else {
+        foreign_facts(dir, out, json);
+        cJSON_AddStringToObject(out, "problem", e->text);
+    }
+    cJSON_AddBoolToObject(out, "supported", ok);
+    free(f);
+    return ok;
+}
+
+int inspect(int argc, char **argv, const Backend *backend) {
+    Error e = {0};
+    Outline outline = {0};
+    bool json = false, ok = true;
+    int context = 0, left = parse_options(argc, argv, &json, &context);
+    if (left != 1) return left < 0 ? USAGE : usage("inspect", "one repository or directory is needed");
+    const char *argument = argv[optind];
+    char *dir = find_here(argument), a[24], b[24];
+    uint64_t room = 0;
+    cJSON *out = cJSON_CreateObject();
+    cJSON_AddStringToObject(out, "name", argument);
+    if (!dir) ok = outline_open(&outline, argument, &e);
+    if (ok) {
+        if (!json) printf("name        %s\n", argument);
+        bool here = inspect_at(dir ? dir : outline.folder, context, backend, json, out, &e);
+        Bytes cache = {0};
+        hub_cache(&cache);
+        disk_free(cache.data, &room);
+        cJSON_AddNumberToObject(out, "bytes_to_download", (double)outline.to_fetch);
+        cJSON_AddNumberToObject(out, "disk_bytes_free", (double)room);
+        if (!json && !dir)
+            printf("disk        %s to download; %s has %s free%s\n", size_text(outline.to_fetch, a), cache.data,
+                   size_text(room, b), room < outline.to_fetch ? ": too little" : "");
+        if (json) print_json(out), out = NULL;
+        bytes_free(&cache);
+        ok = here;
+    }
+    cJSON_Delete(out);
+    outline_close(&outline);
+    free(dir);
+    return ok ? DONE : report(&e);
+}
+
+/* ---- doctor ---- */
+
+const char doctor_help[] = "infer doctor [--json]\n"
+                           "Looks at the GPU, its driver, the cache, the token and the network, with a cure for each\n"
+                           "fault. The exit code is that of the first fault.\n";
+
+typedef struct {
+    bool json;
+    int code; /* of the first fault */
+    cJSON *all;
+} Doctor;
+
+/* A line for each finding; cure NULL: nothing is wrong. */
+static void finding(Doctor *d, const char *what, int code, const char *cure, const char *format, ...) {
+    char text[500];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    cJSON *one = cJSON_CreateObject();
+    cJSON_AddStringToObject(one, "what", what);
+    cJSON_AddBoolToObject(one, "ok", !cure);
+    cJSON_AddStringToObject(one, "found", text);
+    if (cure) cJSON_AddStringToObject(one, "cure", cure);
+    cJSON_AddItemToArray(d->all, one);
+    if (!d->json) printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
+    if (cure && !d->code) d->code = code;
+}
+
+static void examine_gpus(Doctor *d, const Backend *backend) {
+    Devices *v = allocate_zero(1, sizeof *v);
+    char cure[200], a[24], b[24];
+    backend->describe(v);
+    bool none_needed = !v->runtime && !v->gpus;
+    if (!v->gpus)
+        finding(d, "GPU", NO_GPU, none_needed ? NULL : "install NVIDIA's driver, or see whether nvidia-smi shows one",
+                "none (%s%s%s)", v->problem, v->built ? "; this build has code for " : "", v->built ? v->built : "");
+    for (int i = 0; i < v->gpus; i++) {
+        snprintf(cure, sizeof cure, "this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d",
+                 v->gpu[i].major, v->gpu[i].minor);
+        finding(d, "GPU", NO_GPU, v->gpu[i].usable ? NULL : cure, "%d: %s, compute capability %d.%d, %s of %s free", i,
+                v->gpu[i].name, v->gpu[i].major, v->gpu[i].minor, size_text(v->gpu[i].free, a),
+                size_text(v->gpu[i].total, b));
+    }
+    if (v->runtime && v->driver)
+        finding(d, "CUDA", NO_GPU,
+                v->driver / 1000 >= v->runtime / 1000 ? NULL : "the driver is older than the toolkit: update it",
+                "driver for %d.%d, built with %d.%d for %s", v->driver / 1000, v->driver % 1000 / 10, v->runtime / 1000,
+                v->runtime % 1000 / 10, v->built);
+    free(v);
+}
+
+static void examine_cache(Doctor *d) {
+    Bytes cache = {0};
+    uint64_t room = 0;
+    char a[24];
+    hub_cache(&cache);
+    char *there = copy_text(cache.data, cache.n), *slash;
+    while (access(there, F_OK) && (slash = strrchr(there, '/')) && slash > there) *slash = 0;
+    bool writable = !access(there, W_OK);
+    disk_free(cache.data, &room);
+    finding(d, "cache", NO_NETWORK, writable ? NULL : "it cannot be written; choose another place with HF_HOME", "%s",
+            cache.data);
+    finding(d, "disk", NO_ROOM,
+            room > 14000000000u ? NULL : "gpt-oss-20b needs 13.8 GB; free some, or choose another disk with HF_HOME",
+            "%s free", size_text(room, a));
+    free(there);
+    bytes_free(&cache);
+}
+
+static void examine_hub(Doctor *d) {
+    Error e;
+    Hub *h = hub_open(NULL, &e);
+    if (!h) {
+        finding(d, "hub", e.code, "see HF_ENDPOINT and HF_TOKEN", "%s", e.text);
+        return;
+    }
+    Bytes url = {0}, body = {0};
+    const char *token = hub_token(h);
+    if (token)
+        finding(d, "token", 0, NULL, "found in %s", token);
+    else
+        finding(d, "token", 0, NULL, "none (only private and gated repositories need one)");
+    hub_url(h, &url, token ? "/api/whoami-v2" : "/api/models/openai/gpt-oss-20b/revision/main");
+    hub_about(h, "openai/gpt-oss-20b", "main", NULL, NULL);
+    double begin = seconds();
+    if (hub_offline())
+        finding(d, "network", 0, NULL, "not tried: HF_HUB_OFFLINE is set");
+    else if (hub_get(h, url.data, 0, 0, 16 << 20, true, &body, NULL, &e))
+        finding(d, "network", 0, NULL, "%s answers in %.0f ms", hub_endpoint(h), (seconds() - begin) * 1e3);
+    else
+        finding(d, "network", e.code, e.text, "%s", hub_endpoint(h));
+    bytes_free(&url);
+    bytes_free(&body);
+    hub_close(h);
+}
+
+int doctor(int argc, char **argv, const Backend *backend) {
+    Doctor d = {.all = cJSON_CreateArray()};
+    int left = parse_options(argc, argv, &d.json, NULL);
+    if (left) return cJSON_Delete(d.all), left < 0 ? USAGE : usage("doctor", "it takes no argument");
+    examine_gpus(&d, backend);
+    examine_cache(&d);
+    examine_hub(&d);
+    if (d.json)
+        print_json(d.all);
+    else
+        cJSON_Delete(d.all);
+    return d.code;
+}

@@ -1,0 +1,764 @@
+"""Downloads from a fake hub: that they arrive, whatever the hub, the network, the disk and other processes do, and that
+the token goes nowhere else. RUNS=N sets how often the process is killed (20), STEP=N the bytes between two resets (16).
+"""
+import email.utils
+import json
+import os
+import random
+import shutil
+import signal
+import ssl
+import struct
+import subprocess
+import sys
+import time
+
+from fake_hub import FakeHub, File
+from helpers import (HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, each, environment, expect, infer,
+                     read_json, read_safetensors, refused, safetensors, same, start)
+
+TOKEN = "hf_TheSecretOfTheTests"
+SEGMENT = 32 << 20  # what is fetched at once of a large file
+SMALL = {p.name: p.read_bytes() for p in sorted(PARROT.iterdir()) if p.name != "conversations.json"}
+WEIGHTS = "model.safetensors"
+NOISE = random.Random(0).randbytes(1 << 20)
+
+
+def big_file():
+    """The path of a file of more than two segments, nowhere like itself."""
+    path = HOME / "big.safetensors"
+    if not path.exists():
+        made = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}")
+        with made.open("wb") as f:
+            for i in range(2 * SEGMENT // len(NOISE) + 3):
+                f.write(i.to_bytes(8, "little") + NOISE[8:])
+        made.rename(path)
+    return path
+
+
+def env_of(hub, folder, **more):
+    return {"HF_ENDPOINT": hub.url, "HF_HOME": folder / "hf", "HOME": folder, **more}
+
+
+def fetch(hub, folder, *args, env=None, **how):
+    how.setdefault("seconds", 120)
+    return infer("download", hub.repository, *args, env=env_of(hub, folder, **(env or {})), **how)
+
+
+def refuses(hub, folder, *args, code=5, words=(), env=None, **how):
+    """The download ends with this code and, in its last line, these words."""
+    r = fetch(hub, folder, *args, code=code, env=env, **how)
+    same(r.out, b"", "stdout")
+    last = r.err.splitlines()[-1]
+    expect(last.startswith("infer: ") and last.isprintable(), f"not a line from infer: {last!r}")
+    missing = [w for w in words if w not in last]
+    expect(not missing, f"the message lacks {missing}: {last!r}")
+    return r
+
+
+def cache_of(hub, folder):
+    return folder / "hf" / "hub" / ("models--" + hub.repository.replace("/", "--"))
+
+
+def check_whole(hub, folder, names=None, leftovers=False):
+    """Every file is there, under its name and right; nothing else is."""
+    cache = cache_of(hub, folder)
+    names = sorted(hub.files if names is None else names)
+    snapshot = cache / "snapshots" / hub.commit
+    same(sorted(str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if not p.is_dir()), names, "files")
+    for name in names:
+        file = hub.files[name]
+        expect((snapshot / name).read_bytes() == file.bytes(), f"{name} has other bytes")
+        up = "../" * (2 + name.count("/"))
+        same(os.readlink(snapshot / name), f"{up}blobs/{file.id}", "link")
+    if not leftovers:
+        same(sorted(p.name for p in (cache / "blobs").iterdir()), sorted({hub.files[n].id for n in names}), "blobs")
+
+
+def check_sent(hub, size):
+    """The large file's bytes were sent, and hardly any twice: a connection may have been given up on a busy machine."""
+    sent = hub.sent["big.safetensors"]
+    expect(size <= sent < size + (8 << 20), f"{sent} bytes were sent for {size}")
+
+
+# ---- what a download does
+
+def test_download(folder):
+    with FakeHub(SMALL) as hub:
+        r = fetch(hub, folder)
+        check_whole(hub, folder)
+        cache = cache_of(hub, folder)
+        snapshot = cache / "snapshots" / hub.commit
+        same(r.text, f"{snapshot}\n", "stdout")
+        same((cache / "refs" / "main").read_text(), hub.commit, "refs/main")
+        same(os.readlink(folder / ".cache/infer/models/org--model"), str(snapshot), "the link for infer")
+        hub.clear()
+        fetch(hub, folder)
+        same(hub.asked(), 2, "requests when all is here")
+        hub.clear()
+        same(fetch(hub, folder, "--revision", hub.commit).text, r.text, "by commit")
+        same(fetch(hub, folder, env={"HF_HUB_OFFLINE": 1}).text, r.text, "offline")
+        same(hub.asked(), 0, "requests for what cannot change")
+        hub.fault = lambda q: q.reply(429, {"Retry-After": 60})
+        limited = fetch(hub, folder)
+        same(limited.text, r.text, "while the rate is limited")
+        expect("is used" in limited.err, limited.err)
+        infer("tokenize", "org/model", stdin="hello", env=env_of(hub, folder))
+    same(fetch(hub, folder).text, r.text, "with no hub at all")
+    refuses(hub, folder, "--revision", "other", words=["network"])
+    refuses(hub, folder, "--revision", "other", env={"HF_HUB_OFFLINE": 1}, words=["HF_HUB_OFFLINE"])
+
+
+MANY = {**SMALL, "model-00001-of-00002.safetensors": b"a" * 9, "model.safetensors.index.json": b"{}",
+        "vocab.json": b"{}", "merges.txt": b"", "chat_template.jinja": b"x", "pytorch_model.bin": b"b" * 5000,
+        "original/model.safetensors": b"c" * 7000, "metal/deep/model.bin": b"d", "README.md": b"e"}
+READ = {*MANY} - {"pytorch_model.bin", "original/model.safetensors", "metal/deep/model.bin", "README.md"}
+SELECTIONS = [
+    ("default", [], READ),
+    ("all", ["--all"], {*MANY}),
+    ("all but", ["--all", "--exclude", "*.bin", "--exclude", "original/*"],
+     {*MANY} - {"pytorch_model.bin", "original/model.safetensors", "metal/deep/model.bin"}),
+    ("some", ["--include", "*.md", "--include", "original/*"], {"README.md", "original/model.safetensors"}),
+    ("default but", ["--exclude", "*.safetensors"], {n for n in READ if not n.endswith(".safetensors")}),
+]
+
+
+def test_selection(folder):
+    def check(name, args, names):
+        home = folder / name
+        hub.clear()
+        r = fetch(hub, home, *args, "--dry-run")
+        same({line.split()[0] for line in r.text.splitlines()[:-1]}, set(names), "dry run")
+        expect(f"{len(names)} files" in r.text.splitlines()[-1], r.text)
+        expect(not (home / "hf").exists(), "a dry run has written")
+        fetch(hub, home, *args)
+        check_whole(hub, home, names)
+    with FakeHub(MANY) as hub:
+        hub.page_size = 3  # the list of files comes in pages
+        each(SELECTIONS, check)
+        refuses(hub, folder, "--include", "*.zip", code=3, words=["--include"])
+    with FakeHub({"README.md": b"x"}) as hub:
+        refuses(hub, folder, code=3, words=["--all"])
+
+
+def test_arguments(folder):
+    with FakeHub({**SMALL, "sub/x.md": b"x"}) as hub:
+        hub.revisions.add("refs/pr/1")
+        commit, url = hub.commit, hub.url
+        accepted = [("org/model@main", "main"), ("org/model@" + commit, None), (f"{url}/org/model", "main"),
+                    (f"{url}/org/model/", "main"), (f"{url}/org/model/tree/main", "main"),
+                    (f"{url}/org/model/tree/{commit}?x#y", None), ("https://huggingface.co/org/model", "main"),
+                    ("https://hf.co/org/model", "main"), ("org/model@refs/pr/1", "refs/pr/1")]
+        for i, (argument, ref) in enumerate(accepted):
+            home = folder / str(i)
+            infer("download", argument, env=env_of(hub, home))
+            check_whole(hub, home, SMALL)
+            refs = cache_of(hub, home) / "refs"
+            same([str(p.relative_to(refs)) for p in refs.rglob("*") if p.is_file()], [ref] if ref else [], "refs")
+        infer("download", f"{url}/org/model/blob/main/sub/x.md", env=env_of(hub, folder))
+        check_whole(hub, folder, ["sub/x.md"])
+        for argument in ("", "../x", "org/..", "a/b/c", "org/mo--del", "/etc", "-x/y", "org/", "/model", "org/mo del",
+                         "org/model@../../x", "org/model@", "https://example.com/org/model", f"{url}/datasets/a/b",
+                         "org/m\x1b", "o" * 3000):
+            refused("download", "--", argument, code=2, env=env_of(hub, folder))
+        for args in (["--jobs", "0"], ["--jobs", "x"], ["--revision", "../x"], ["--nothing"],
+                     ["--token-file", "/nowhere"]):
+            expect(fetch(hub, folder, *args, code=2).err, "no message")
+        for endpoint in ("ftp://x", "file:///etc", "nothing", "http://"):
+            refused("download", "org/model", code=2, env=env_of(hub, folder, HF_ENDPOINT=endpoint),
+                    words=["HF_ENDPOINT"])
+
+
+# ---- what can go wrong with the hub
+
+def once(answer):
+    """A fault that happens to the first request for each file's content."""
+    seen = set()
+
+    def fault(q):
+        if q.host == "content" and q.name not in seen:
+            seen.add(q.name)
+            return answer(q)
+        return None
+    return fault
+
+
+def content(answer):
+    return lambda q: answer(q) if q.host == "content" else None
+
+
+def resolve(answer):
+    return lambda q: answer(q) if q.host == "hub" and "/resolve/" in q.path else None
+
+
+def api(answer):
+    return lambda q: answer(q) if q.path.startswith("/api/") else None
+
+
+def change(**values):
+    """Goes on with the request, but for these fields of it."""
+    return lambda q: q.__dict__.update(values)
+
+
+def in_listing(name=WEIGHTS, **fields):
+    return lambda hub: hub.listed.update({name: fields})
+
+
+def lfs(**fields):
+    file = File(SMALL[WEIGHTS])
+    return in_listing(lfs={"oid": file.id, "size": file.size, **fields})
+
+
+def when(fault):
+    def prepare(hub):
+        hub.fault = fault
+    return prepare
+
+
+def http_date(seconds):
+    return email.utils.formatdate(time.time() + seconds, usegmt=True)
+
+
+FINE = None
+FAULTS = [  # what goes wrong, how, exit code or FINE if the download must survive it, words of the message
+    ("redirect to a file", when(content(lambda q: q.redirect("file:///etc/passwd"))), 5, ["redirects to file"]),
+    ("redirect to ftp", when(resolve(lambda q: q.redirect("ftp://127.0.0.1/x"))), 5, ["redirects to ftp"]),
+    ("redirect to nowhere", when(content(lambda q: q.reply(302))), 5, ["redirect"]),
+    ("redirect to rubbish", when(content(lambda q: q.redirect("http://[x"))), 5, ["redirect"]),
+    ("redirects in a circle", when(content(lambda q: q.redirect(q.path))), 5, ["10 redirects"]),
+    ("401 for the content", when(content(lambda q: q.reply(401))), 5, ["401"]),
+    ("403 for the content", when(content(lambda q: q.reply(403))), 5, ["403"]),
+    ("404 for the content", when(content(lambda q: q.reply(404))), 5, ["404"]),
+    ("404 for a file", when(resolve(lambda q: q.error(404, "EntryNotFound"))), 3, ["lacks a file"]),
+    ("401 without a code", when(api(lambda q: q.reply(401))), 5, ["token", "/settings/tokens"]),
+    ("403 without a code", when(api(lambda q: q.reply(403))), 5, ["denies", "/org/model"]),
+    ("404 without a code", when(api(lambda q: q.reply(404))), 3, ["/org/model"]),
+    ("RepoNotFound", when(api(lambda q: q.error(401, "RepoNotFound"))), 3, ["private", "HF_TOKEN", "/org/model"]),
+    ("RepoNotFound as 404", when(api(lambda q: q.error(404, "RepoNotFound"))), 3, ["private", "/org/model"]),
+    ("RevisionNotFound", when(api(lambda q: q.error(404, "RevisionNotFound"))), 3, ["'main'", "/org/model/tree/main"]),
+    ("GatedRepo", when(resolve(lambda q: q.error(401, "GatedRepo"))), 5, ["licence", "/org/model", "HF_TOKEN"]),
+    ("GatedRepo as 403", when(resolve(lambda q: q.error(403, "GatedRepo"))), 5, ["licence", "/org/model"]),
+    ("DisabledRepo", when(api(lambda q: q.error(403, "DisabledRepo"))), 5, ["disabled"]),
+    ("418", when(api(lambda q: q.reply(418))), 5, ["418"]),
+    ("416", when(content(lambda q: q.reply(416))), 5, ["416"]),
+    ("408 once", when(once(lambda q: q.reply(408))), FINE, []),
+    ("429 with 2 seconds", when(once(lambda q: q.reply(429, {"Retry-After": 2}))), FINE, ["limits the rate"]),
+    ("429 with a date", when(once(lambda q: q.reply(429, {"Retry-After": http_date(3)}))), FINE, []),
+    ("429 with a past date", when(once(lambda q: q.reply(429, {"Retry-After": http_date(-9)}))), FINE, []),
+    ("429 with 10^9", when(content(lambda q: q.reply(429, {"Retry-After": 10 ** 9}))), 5, ["limits the rate"]),
+    ("429 with rubbish", when(once(lambda q: q.reply(429, {"Retry-After": "soon"}))), FINE, []),
+    ("429 at the list", when(api(lambda q: q.reply(429, {"Retry-After": 4000}))), 5, ["limits the rate", "token"]),
+    ("500 once", when(once(lambda q: q.reply(500))), FINE, []),
+    ("503 for ever", when(content(lambda q: q.reply(503))), 5, ["503"]),
+    ("no HTTP", when(content(lambda q: q.wfile.write(b"x" * 1000) and q.reset())), 5, ["network"]),
+    ("reset at once, for ever", when(content(lambda q: q.reset())), 5, ["network"]),
+    ("a stall before the answer", when(once(lambda q: q.stall())), FINE, []),
+    ("a stall for ever", when(content(lambda q: q.stall())), 5, ["network"]),
+    ("an answer that ends early", when(once(change(only=5000))), FINE, []),
+    ("etag ../../x", when(resolve(change(extra={"X-Linked-ETag": '"../../x"'}))), 5, ["X-Linked-Etag", "../../x"]),
+    ("etag of another file", when(resolve(change(extra={"X-Linked-ETag": f'"{"a" * 64}"'}))), 5, ["X-Linked-Etag"]),
+    ("no etag", when(resolve(change(extra={"X-Linked-ETag": None}))), FINE, []),
+    ("plain ETag ../../x", when(resolve(change(extra={"ETag": '"../../x"', "X-Linked-ETag": None}))), FINE, []),
+    ("commit ../x in a header", when(resolve(change(extra={"X-Repo-Commit": "../x"}))), 5, ["commit", "../x"]),
+    ("another commit in a header", when(resolve(change(extra={"X-Repo-Commit": "b" * 40}))), 5, ["commit"]),
+    ("no commit in a header", when(resolve(change(extra={"X-Repo-Commit": None}))), FINE, []),
+    ("commit ../x", when(api(lambda q: q.reply(200, body={"sha": "../x", "id": "org/model"}))), 3, ["commit", "../x"]),
+    ("commit of 39 digits", when(api(lambda q: q.reply(200, body={"sha": "a" * 39}))), 3, ["commit"]),
+    ("commit in capitals", when(api(lambda q: q.reply(200, body={"sha": "A" * 40}))), 3, ["commit"]),
+    ("no commit", when(api(lambda q: q.reply(200, body={}))), 3, ["commit"]),
+    ("X-Linked-Size missing", when(resolve(change(extra={"X-Linked-Size": None}))), FINE, []),
+    ("X-Linked-Size wrong", when(resolve(change(extra={"X-Linked-Size": 7}))), 5, ["X-Linked-Size"]),
+    ("X-Linked-Size negative", when(resolve(change(extra={"X-Linked-Size": -7}))), FINE, []),
+    ("a bit flipped once", when(once(change(flip=700000))), FINE, []),
+    ("a bit flipped always", when(content(change(flip=700000))), 5, [WEIGHTS, "twice"]),
+    ("200 to a range", when(content(change(ignore_range=True))), FINE, []),
+    ("206 from elsewhere", when(content(change(wrong_start=1))), 5, ["byte 1"]),
+    ("206 of another size", when(content(change(extra={"Content-Range": "bytes 0-9/10"}))), 5, ["byte 0 of 10"]),
+    ("206 without Content-Range", when(content(change(extra={"Content-Range": None}))), 5, ["byte"]),
+    ("more bytes than asked", when(content(lambda q: q.reply(200, body=b"x" * 10 ** 6))), 5, ["more than"]),
+    ("fewer bytes than asked", when(content(lambda q: q.reply(200, body=b"x" * 10 ** 4))), 5, ["network"]),
+    ("the signature expires", when(once(lambda q: q.reply(403))), FINE, []),
+    ("the list is no JSON", when(api(lambda q: "tree" in q.path and q.reply(200, body=b"[{"))), 3, ["JSON"]),
+    ("the list is no list", when(api(lambda q: "tree" in q.path and q.reply(200, body={}))), 3, ["list"]),
+    ("the list goes on elsewhere", when(api(change(extra={"Link": '<http://localhost/x>; rel="next"'}))), 5, ["host"]),
+    ("the list has no end", when(api(lambda q: q.extra.update(
+        Link=f'<{q.hub.url}{q.path}>; rel="next"'))), 5, ["no end"]),
+    ("name a/../../x", in_listing(path="a/../../x"), 3, ["a/../../x", "refused"]),
+    ("name ../x", in_listing(path="../x"), 3, ["../x", "refused"]),
+    ("name ..", in_listing(path=".."), 3, ["refused"]),
+    ("name /x", in_listing(path="/x"), 3, ["refused"]),
+    ("name a\\..\\b", in_listing(path="a\\..\\b"), 3, ["refused"]),
+    ("name a//b", in_listing(path="a//b"), 3, ["refused"]),
+    ("name ./a", in_listing(path="./a"), 3, ["refused"]),
+    ("name with a line feed", in_listing(path="a\nb.safetensors"), 3, ["refused"]),
+    ("name with an escape", in_listing(path="\x1b[2J.safetensors"), 3, ["refused"]),
+    ("name of 300 letters", in_listing(path="a" * 300 + ".safetensors"), 3, ["refused"]),
+    ("no name", in_listing(path=None), 3, ["refused"]),
+    ("a name twice", in_listing("tokenizer.json", path="config.json"), 3, ["config.json", "twice"]),
+    ("sha256 ../../x", lfs(oid="../../x"), 3, ["../../x"]),
+    ("sha256 of 63 digits", lfs(oid="a" * 63), 3, [WEIGHTS]),
+    ("sha256 of 40 digits", lfs(oid="a" * 40), 3, [WEIGHTS]),
+    ("git hash ../x", in_listing("config.json", oid="../x"), 3, ["config.json"]),
+    ("size -1", lfs(size=-1), 3, [WEIGHTS, "size"]),
+    ("size 1.5", lfs(size=1.5), 3, [WEIGHTS, "size"]),
+    ("size 2^60", lfs(size=2 ** 60), 3, [WEIGHTS, "size"]),
+    ("size 10^15", lfs(size=10 ** 15), 4, ["HF_HOME", "free"]),
+    ("size one less", lfs(size=len(SMALL[WEIGHTS]) - 1), 5, []),
+    ("size one more", lfs(size=len(SMALL[WEIGHTS]) + 1), 5, []),
+    ("another sha256", lfs(oid="c" * 64), 5, []),
+]
+
+
+def test_faults(folder):
+    """Each fault ends in one line or is survived; in either case nothing wrong is kept, and what is there suffices when
+    the fault has gone."""
+    def check(name, prepare, code, words):
+        home = folder / str(len(list(folder.iterdir())))
+        home.mkdir()
+        with FakeHub(SMALL, token=None) as hub:
+            prepare(hub)
+            env = {"HF_HUB_DOWNLOAD_TIMEOUT": 1} if "stall" in name else {}
+            if code is FINE:
+                r = fetch(hub, home, env=env)
+                expect(all(w in r.err for w in words), f"lacks {words}: {r.err!r}")
+            else:
+                r = refuses(hub, home, code=code, words=words, env=env)
+                expect(not (home / "hf/hub/models--org--model/refs").exists(), "the revision was published")
+                same(sorted(p.name for p in home.iterdir() if p.name != "hf"), [], "outside the cache")
+            expect(r.seconds < 40, f"{r.seconds:.0f} s")
+            hub.fault, hub.listed = None, {}
+            fetch(hub, home)
+            check_whole(hub, home, leftovers="another sha256" in name)
+    each(FAULTS, check)
+
+
+def test_renamed_and_many_files(folder):
+    files = {**SMALL, **{f"many-{i}.safetensors": NOISE[i:i + i] for i in range(120)}}
+    with FakeHub(files, repository="org/new") as hub:
+        hub.names.add("org/model")
+        r = infer("download", "org/model", env=env_of(hub, folder))
+        expect("is now called org/new" in r.err, r.err)
+        hub.repository = "org/model"  # it lies under the name that was asked for, as other tools do it
+        check_whole(hub, folder)
+
+
+def test_large(folder):
+    """Several ranges at once; of a server that takes no ranges; a signature that expires midway."""
+    with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
+        fetch(hub, folder / "ranges")
+        check_whole(hub, folder / "ranges")
+        ranges = [q.begin for q in hub.requests if q.host == "content" and q.name == "big.safetensors"]
+        expect({*ranges} >= {0, SEGMENT, 2 * SEGMENT}, f"ranges {ranges}")
+        check_sent(hub, hub.files["big.safetensors"].size)
+        hub.fault = content(change(ignore_range=True))
+        fetch(hub, folder / "whole", program=PLAIN)
+        check_whole(hub, folder / "whole")
+
+        def expiring(q):
+            if q.host == "content" and q.name == "big.safetensors" and int(q.query["signature"]) <= hub.signed - 3:
+                return q.reply(403)
+            q.only = 3 << 20 if q.host == "content" else None
+            return None
+        hub.fault = expiring
+        fetch(hub, folder / "expiring", "--jobs", "2")
+        check_whole(hub, folder / "expiring")
+
+
+def test_resume(folder):
+    """What has arrived is not fetched again, not even out of order; an ID.incomplete of another tool is continued."""
+    with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
+        big = hub.files["big.safetensors"]
+        hub.fault = content(lambda q: q.reply(404) if q.name == "big.safetensors" and hub.sent.get(q.name, 0) > 40 << 20
+                            else q.__dict__.update(only=9 << 20))
+        refuses(hub, folder, words=["404"])
+        partial = (cache_of(hub, folder) / "blobs" / f"{big.id}.partial").read_bytes()
+        there = sum(struct.unpack("<3Q", partial[big.size:]))
+        expect(there > 9 << 20, f"only {there} bytes were kept")
+        hub.fault = None
+        hub.clear()
+        fetch(hub, folder)
+        check_whole(hub, folder)
+        check_sent(hub, big.size - there)
+        hub.clear()
+        blobs = cache_of(hub, folder / "other") / "blobs"
+        blobs.mkdir(parents=True)
+        (blobs / f"{big.id}.incomplete").write_bytes(big.bytes()[:SEGMENT + 12345])
+        fetch(hub, folder / "other")
+        check_whole(hub, folder / "other")
+        check_sent(hub, big.size - SEGMENT - 12345)
+        for damage in (lambda p: p.write_bytes(bytes(1 << 20)),         # wrong bytes from the beginning
+                       lambda p: p.write_bytes(bytes(big.size + 24)),   # a journal that counts nothing
+                       lambda p: p.write_bytes(bytes(big.size) + b"\xff" * 24),
+                       lambda p: p.write_bytes(bytes(big.size + 7)),    # half a journal
+                       lambda p: p.write_bytes(bytes(big.size))):       # all there, all wrong
+            blob = cache_of(hub, folder) / "blobs" / big.id
+            blob.unlink()
+            damage(blob.with_name(f"{big.id}.partial"))
+            fetch(hub, folder, program=PLAIN)
+            check_whole(hub, folder)
+        blob.write_bytes(b"too short")  # under its final name
+        fetch(hub, folder)
+        check_whole(hub, folder)
+
+
+def test_reset_at_every_byte(folder):
+    """The connection breaks again and again, so that over the run it breaks at every STEPth byte of 64 KiB."""
+    with FakeHub({"model.safetensors": NOISE[:1 << 16]}) as hub:
+        hub.fault = content(change(only=int(os.environ.get("STEP", 16))))
+        fetch(hub, folder, seconds=600)
+        check_whole(hub, folder)
+        same(hub.sent["model.safetensors"], 1 << 16, "bytes sent")
+
+
+def test_kill(folder):
+    """kill -9 at random moments: the next run ends with the right bytes, and fetches few of them again."""
+    again, killed, runs = [], 0, int(os.environ.get("RUNS", 20))
+    with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
+        hub.rate = 60e6
+        for i in range(runs):
+            home = folder / str(i)
+            hub.clear()
+            for _ in range(random.randint(1, 3)):
+                p = start("download", "org/model", program=PLAIN, env=env_of(hub, home), stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE)
+                try:
+                    p.communicate(timeout=random.uniform(0, 0.5))
+                except subprocess.TimeoutExpired:
+                    p.kill()
+                    p.communicate()
+                    killed += 1
+            time.sleep(0.05)
+            fetch(hub, home, program=PLAIN)
+            check_whole(hub, home)
+            again.append(hub.sent["big.safetensors"] - hub.files["big.safetensors"].size)
+            shutil.rmtree(home)
+    expect(killed > runs / 2, f"only {killed} of {runs} runs were killed")
+    expect(max(again) < 3 * SEGMENT, f"up to {max(again)} bytes were sent again")  # most of it in sockets
+
+
+def test_two_processes(folder):
+    with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
+        hub.rate = 40e6
+        both = [start("download", "org/model", env=env_of(hub, folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                for _ in range(2)]
+        for p in both:
+            out, err = p.communicate(timeout=60)
+            check_sanitizers(err.decode(), p.returncode)
+            same(p.returncode, 0, f"exit code after {err.decode()[-200:]}")
+        check_whole(hub, folder)
+        check_sent(hub, hub.files["big.safetensors"].size)
+
+
+# ---- the token
+
+def test_token(folder):
+    def tokens(host):
+        return {q.sent_token() for q in hub.requests if q.host == host}
+
+    secret = folder / "secret"
+    secret.write_text(f"  {TOKEN}\n")
+    (folder / "hf").mkdir()
+    sources = [("HF_TOKEN", [], {"HF_TOKEN": TOKEN}), ("file", ["--token-file", secret], {"HF_TOKEN": "wrong"}),
+               ("HF_TOKEN_PATH", [], {"HF_TOKEN_PATH": secret}), ("HF_HOME", [], {})]
+    with FakeHub(SMALL, token=TOKEN) as hub:
+        for name, args, env in sources:
+            if name == "HF_HOME":
+                (folder / "hf" / "token").write_text(TOKEN)
+            hub.clear()
+            r = fetch(hub, folder, *args, "--dry-run", env=env)
+            same(tokens("hub"), {TOKEN}, name)
+            expect(TOKEN not in r.err + r.text, "the token is shown")
+            d = infer("doctor", code=None, env=env_of(hub, folder, **env))
+            expect(name == "file" or ("found in" in d.text and TOKEN not in d.text + d.err), d.text)
+        hub.clear()
+        fetch(hub, folder)
+        check_whole(hub, folder)
+        same((tokens("hub"), tokens("content")), ({TOKEN}, {None}), "who saw the token")
+        hub.clear()
+        hub.fault = lambda q: q.reply(200, body=b"{}") if q.host == "canary" else q.redirect(
+            hub.canary + "/api/models/org/model/revision/main")
+        refuses(hub, folder / "1", code=3, env={"HF_TOKEN": TOKEN})
+        for host in (hub.url.replace("127.0.0.1", "localhost"), hub.url.replace("127.0.0.1", "127.0.0.2")):
+            hub.fault = lambda q: None if "canary" in q.path else q.redirect(f"{host}/canary")
+            refuses(hub, folder / "1", code=None, env={"HF_TOKEN": TOKEN})
+        expect(hub.asked("canary"), "the canary was not asked")
+        same(tokens("canary"), {None}, "what the canary saw")
+        same({q.sent_token() for q in hub.requests if "canary" in q.path}, {None}, "what another name saw")
+        hub.fault = None
+        r = refuses(hub, folder / "2", code=3, env={"HF_TOKEN": "hf_wrong"}, words=["the token that was given"])
+        expect("hf_wrong" not in r.err, "the wrong token is shown")
+        hub.fault = api(lambda q: q.error(403, "GatedRepo"))
+        refuses(hub, folder / "2", env={"HF_TOKEN": TOKEN}, words=["/org/model", "licence", "no access yet"])
+        for bad in ("a\nX-Evil: 1", "a b", "ä", "\x1b[2J"):
+            refuses(hub, folder / "2", code=2, env={"HF_TOKEN": bad}, words=["HF_TOKEN"])
+        secret.write_bytes(b"\0\1")
+        refuses(hub, folder / "2", "--token-file", secret, code=2, words=["secret"])
+
+
+def test_tls(folder):
+    """https: certificates are checked, and nothing leads back to http."""
+    if not shutil.which("openssl"):
+        raise Skip("needs the openssl command")
+    pem = folder / "pem"
+    made = subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+                           "-keyout", pem, "-out", folder / "crt", "-days", "2", "-subj", "/CN=127.0.0.1", "-addext",
+                           "subjectAltName=IP:127.0.0.1,DNS:localhost"], capture_output=True, text=True)
+    expect(not made.returncode, made.stderr)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(folder / "crt", pem)
+    with FakeHub(SMALL, token=TOKEN, tls=tls) as hub, FakeHub(SMALL) as plain:
+        env = {"HF_TOKEN": TOKEN, "CURL_CA_BUNDLE": folder / "crt"}
+        refuses(hub, folder, env={"HF_TOKEN": TOKEN}, words=["certificate"])
+        fetch(hub, folder, env=env)
+        check_whole(hub, folder)
+        same({q.sent_token() for q in hub.requests if q.host == "content"}, {None}, "what the content host saw")
+        for fault in (content, resolve, api):
+            hub.fault = fault(lambda q: q.redirect(plain.url + "/x"))
+            refuses(hub, folder / "1", env=env, words=["redirects to http,", "https"])
+        same(plain.asked(), 0, "requests without TLS")
+
+
+# ---- what can go wrong with the disk
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+static long written;
+ssize_t pwrite(int fd, const void *data, size_t n, off_t at) {
+    ssize_t (*real)(int, const void *, size_t, off_t) = dlsym(RTLD_NEXT, "pwrite");
+    const char *room = getenv("SHIM_ROOM");
+    long left = room ? atol(room) - written : (long)n;
+    if (left <= 0) return errno = ENOSPC, -1;
+    ssize_t wrote = real(fd, data, n < (size_t)left ? n : (size_t)left, at);
+    written += wrote > 0 ? wrote : 0;
+    return wrote;
+}
+int mkdir(const char *path, mode_t mode) {
+    int (*real)(const char *, mode_t) = dlsym(RTLD_NEXT, "mkdir");
+    struct stat st;
+    if (getenv("SHIM_READ_ONLY") && stat(path, &st)) return errno = EROFS, -1;
+    return real(path, mode);
+}
+"""
+
+
+def test_disk(folder):
+    """No space left at byte k, and a read-only file system, by a library that stands before the C library's calls."""
+    (folder / "shim.c").write_text(SHIM)
+    made = subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "shim.so",
+                           folder / "shim.c", "-ldl"], capture_output=True, text=True)
+    expect(not made.returncode, made.stderr)
+    shim = {"LD_PRELOAD": folder / "shim.so"}
+    size = len(SMALL[WEIGHTS])
+    with FakeHub(SMALL) as hub:
+        for room in (0, 1, 100, 8192, size // 2, size - 1, size, size + 4):
+            home = folder / str(room)
+            refuses(hub, home, code=4, env={**shim, "SHIM_ROOM": room}, words=["No space left", "kept"], program=PLAIN)
+            fetch(hub, home)
+            check_whole(hub, home)
+        refuses(hub, folder / "ro", env={**shim, "SHIM_READ_ONLY": 1}, words=["Read-only", "HF_HOME"], program=PLAIN)
+        (folder / "file").write_text("")
+        refuses(hub, folder, code=1, env={"HF_HOME": folder / "file"}, words=["HF_HOME"])
+        # what is complete needs no writing
+        fetch(hub, folder / "0", env={**shim, "SHIM_READ_ONLY": 1, "SHIM_ROOM": 0}, program=PLAIN)
+
+
+def test_planted_links(folder):
+    """Links that lead out of the cache, where files and folders are to be."""
+    victim = folder / "victim"
+    with FakeHub({**SMALL, "sub/a.safetensors": b"x" * 5000}) as hub:
+        blob = hub.files[WEIGHTS].id
+        for i, place in enumerate((f"blobs/{blob}.partial", f"blobs/{blob}.incomplete", f"blobs/{blob}", "blobs",
+                                   "snapshots", f"snapshots/{hub.commit}", f"snapshots/{hub.commit}/sub", "refs",
+                                   f"../.locks/models--org--model/{blob}.lock", "../.locks/models--org--model")):
+            home = folder / str(i)
+            target = victim / str(i)
+            is_folder = not place.endswith((".partial", ".incomplete", blob, ".lock"))
+            target.mkdir(parents=True) if is_folder else (victim.mkdir(exist_ok=True), target.write_text("mine"))
+            planted = cache_of(hub, home) / place
+            cache_of(hub, home).mkdir(parents=True, exist_ok=True)
+            planted.parent.mkdir(parents=True, exist_ok=True)
+            planted.symlink_to(target)
+            r = fetch(hub, home, "--all", code=None)
+            expect(r.code in (0, 1), f"{place}: exit code {r.code}: {r.err}")
+            same(list(target.iterdir()) if is_folder else target.read_text(), [] if is_folder else "mine", place)
+            if r.code == 0:
+                check_whole(hub, home, leftovers=True)
+
+
+# ---- other commands
+
+def test_list_and_rm(folder):
+    with FakeHub(SMALL) as hub:
+        env = env_of(hub, folder)
+
+        def listed():
+            return json.loads(infer("list", "--json", env=env, cwd=folder).text)
+        same(listed(), [], "an empty list")
+        hub.fault = content(lambda q: time.sleep(0.5) or q.reply(404))  # config.json has arrived by then
+        refuses(hub, folder, words=["404"])
+        found = listed()
+        same([(m["name"], m["complete"]) for m in found], [("org/model", False)], "after a failure")
+        hub.fault = None
+        fetch(hub, folder)
+        same([(m["name"], m["complete"], m["family"], m["encoding"], m["bytes"]) for m in listed()],
+             [("org/model", True, "gpt_oss", "MXFP4", len(SMALL[WEIGHTS]))], "the list")
+        text = infer("list", env=env, cwd=folder).text
+        expect("org/model" in text and "complete" in text and "gpt_oss" in text, text)
+        refused("tokenize", "org/modle", env=env, words=["did you mean org/model?"])
+        refused("tokenize", "something/else", env=env, words=["org/model", "infer download"])
+        refused("rm", "something/else", env=env, cwd=folder)
+        for bad in ("../x", "/", ".", "org/../x", ""):
+            refused("rm", bad, env=env, cwd=folder, code=2)
+        hub.rate = 1e5
+        hub.files["new.safetensors"] = File(NOISE)
+        p = start("download", "org/model", env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+        while not hub.sent.get("new.safetensors"):
+            time.sleep(0.01)
+        refused("rm", "org/model", env=env, cwd=folder, code=1, words=["another process"])
+        p.kill()
+        p.communicate()
+        infer("rm", "mode", env=env, cwd=folder)
+        same(listed(), [], "after rm")
+        same([p for p in (folder / "hf/hub").rglob("*model*")], [], "in the cache")
+        expect(not os.path.lexists(folder / ".cache/infer/models/org--model"), "the link is still there")
+
+
+def test_inspect(folder):
+    """Of a folder and of a repository, of which only headers are fetched, and both say the same."""
+    (folder / "tmp").mkdir()
+    with FakeHub(SMALL, repository="org/parrot") as hub:
+        env = env_of(hub, folder, TMPDIR=folder / "tmp")
+        local = json.loads(infer("inspect", PARROT, "--json", env=env).text)
+        far = json.loads(infer("inspect", "org/parrot", "--json", env=env).text)
+        header, values = read_safetensors(PARROT / WEIGHTS)
+        same({k: v for k, v in far.items() if k not in ("name", "bytes_to_download", "disk_bytes_free")},
+             {k: v for k, v in local.items() if k not in ("name", "bytes_to_download", "disk_bytes_free")}, "facts")
+        same(far["bytes"], len(values), "bytes")
+        same(sum(g["bytes"] for g in far["groups"]), len(values), "bytes of the groups")
+        same(far["bytes_to_download"], sum(map(len, SMALL.values())), "to download")
+        expect(hub.sent[WEIGHTS] < 20000, f"{hub.sent[WEIGHTS]} bytes of the weights were fetched")
+        expect(not (folder / "hf").exists(), "something was written")
+        text = infer("inspect", "org/parrot", "--ctx", "128", env=env).text
+        for word in ("gpt_oss", "MXFP4", "experts", "a context of 128", "to download", "fits"):
+            expect(word in text, f"lacks {word}: {text}")
+        same([*(folder / "tmp").iterdir()], [], "what was left")
+        refused("inspect", "org/nothing", env=env, words=["/org/nothing"])
+        config = {**read_json(PARROT / "config.json"), "model_type": "zebra"}
+        hub.files["config.json"] = File(json.dumps(config).encode())
+        r = infer("inspect", "org/parrot", env=env, code=3)
+        expect("zebra" in r.text and "not supported" in r.err, r.text + r.err)
+        hub.files["config.json"] = File(SMALL["config.json"])
+        wrong = [("a header beyond the file", b"\xff" * 7 + b"\0" + values), ("no header", bytes(8) + values),
+                 ("no JSON", safetensors("{", values)), ("7 bytes", b"1234567")]
+        for name, raw in wrong:
+            hub.files[WEIGHTS] = File(raw, large=True)
+            expect(infer("inspect", "org/parrot", env=env, code=3).err, name)
+        hub.files[WEIGHTS] = File(SMALL[WEIGHTS])
+        hub.fault = content(change(ignore_range=True))
+        refused("inspect", "org/parrot", env=env, code=5, words=["parts"])
+
+
+def test_doctor(folder):
+    with FakeHub(SMALL, repository="openai/gpt-oss-20b") as hub:
+        env = env_of(hub, folder)
+        r = infer("doctor", env=env, code=None)
+        for word in ("GPU", str(folder / "hf" / "hub"), "free", "token", "answers in"):
+            expect(word in r.text, f"lacks {word}: {r.text}")
+        found = {f["what"]: f for f in json.loads(infer("doctor", "--json", env=env, code=None).text)}
+        expect(found["network"]["ok"] and found["cache"]["ok"], str(found))
+        expect("not tried" in infer("doctor", env={**env, "HF_HUB_OFFLINE": 1}, code=None).text, "offline")
+        hub.token = TOKEN
+        text = infer("doctor", "--json", env={**env, "HF_TOKEN": "x"}, code=None).text
+        bad = {f["what"]: f for f in json.loads(text)}
+        expect(not bad["network"]["ok"] and "/settings/tokens" in bad["network"]["cure"], str(bad))
+    r = infer("doctor", env={**env, "HF_ENDPOINT": "http://127.0.0.1:1"}, code=None)
+    expect(r.code in (5, 4) and "✗ network" in r.text, r.text)
+
+
+# ---- in a terminal
+
+def in_terminal(hub, folder, *args):
+    return Terminal(*args, **env_of(hub, folder))
+
+
+def test_terminal(folder):
+    with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
+        hub.rate = 8e6
+        with in_terminal(hub, folder, "download", "org/model") as t:
+            t.wait("✓ config.json", "big.safetensors", " of 70.3 MB", "/s  ", "left")
+            time.sleep(0.5)
+            os.kill(t.process.pid, signal.SIGINT)
+            t.wait("interrupted", "goes on from there")
+            same(t.ended(), 130, "exit code")
+        hub.rate = None
+        hub.clear()
+        with in_terminal(hub, folder, "download", "org/model") as t:
+            t.wait("✓ big.safetensors", str(cache_of(hub, folder)))
+            same(t.ended(), 0, "exit code")
+        expect(hub.sent["big.safetensors"] < hub.files["big.safetensors"].size - (1 << 20), "nothing was kept")
+        check_whole(hub, folder)
+        hub.fault = lambda q: q.stall()
+        with in_terminal(hub, folder / "1", "download", "org/model") as t:
+            time.sleep(0.3)
+            os.kill(t.process.pid, signal.SIGINT)
+            same(t.ended(), 130, "exit code before anything has arrived")
+
+
+def test_offer(folder):
+    """A MODEL that is not here is offered for download where somebody can answer."""
+    with FakeHub(SMALL) as hub:
+        with in_terminal(hub, folder, "play", "org/model", "-p", "hello", "--max-tokens", "200") as t:
+            t.wait("Download it? [y/N] ")
+            t.send("n\n")
+            same(t.ended(), 3, "exit code")
+        same(hub.asked(), 0, "requests after a no")
+        with in_terminal(hub, folder, "play", "org/model", "-p", "hello", "--max-tokens", "200") as t:
+            t.wait("Download it? [y/N] ")
+            t.send("y\n")
+            t.wait("✓ tokenizer.json", "Generated at")
+            same(t.ended(), 0, "exit code")
+
+
+# ---- other tools
+
+CLIENT = """
+import json, sys
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+print(snapshot_download("org/model", local_files_only=sys.argv[1] == "local"))
+"""
+
+
+def test_python_client(folder):
+    """huggingface_hub finds what we fetched without a request, and we what it fetched."""
+    python = os.environ.get("HUB_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import huggingface_hub"], capture_output=True).returncode:
+        raise Skip("needs huggingface_hub (HUB_PYTHON names a Python that has it)")
+
+    def client(home, how):
+        env = environment(**env_of(hub, home, HF_HUB_DISABLE_XET=1, HF_HUB_DISABLE_TELEMETRY=1))
+        r = subprocess.run([python, "-c", CLIENT, how], env=env, capture_output=True, text=True, timeout=120)
+        expect(not r.returncode, r.stderr[-500:])
+        return r.stdout
+    with FakeHub({**SMALL, "sub/x.txt": b"y", "big.safetensors": big_file()}) as hub:
+        ours = fetch(hub, folder / "ours", "--all").text
+        hub.clear()
+        same(client(folder / "ours", "local"), ours, "path")
+        same(hub.asked(), 0, "requests")
+        client(folder / "ours", "online")
+        same(hub.sent, {}, "contents that it fetched again")
+        check_whole(hub, folder / "ours")
+        hub.clear()
+        theirs = client(folder / "theirs", "online")
+        hub.clear()
+        same(fetch(hub, folder / "theirs", "--all").text, theirs, "path")
+        same(hub.sent, {}, "contents that we fetched again")
+        check_whole(hub, folder / "theirs")
+        hub.clear()
+        same(fetch(hub, folder / "theirs", env={"HF_HUB_OFFLINE": 1}).text, theirs, "path")
+        same(hub.asked(), 0, "requests")
