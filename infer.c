@@ -9,6 +9,7 @@
 #include "engine.h"
 #include "inspect.h"
 #include "model.h"
+#include "perplexity.h"
 #include "play.h"
 #include "tokenizer.h"
 
@@ -362,6 +363,7 @@ static int run_inspect(int argc, char **argv) { return inspect(argc, argv, backe
 static int run_doctor(int argc, char **argv) { return doctor(argc, argv, backend); }
 
 static int run_bench(int argc, char **argv) { return bench(argc, argv, backend); }
+static int run_perplexity(int argc, char **argv) { return perplexity(argc, argv, backend); }
 
 static const Command commands[] = {
     {"play", "talk to a model, once or in a loop", run_play, play_help},
@@ -372,6 +374,7 @@ static const Command commands[] = {
     {"doctor", "GPU, driver, cache, token, network: what is wrong, and its cure", run_doctor, doctor_help},
     {"bench", "how fast prompts and generation are here", run_bench, bench_help},
     {"logits", "what a model expects next, or all logits as a NumPy file", logits, logits_help},
+    {"perplexity", "how surprised a model is by a text", run_perplexity, perplexity_help},
     {"tokenize", "text to token ids", tokenize, tokenize_help},
     {"detokenize", "token ids to text", detokenize, detokenize_help},
     {"render", "a conversation as the prompt that the model reads", render, render_help},

@@ -1,0 +1,55 @@
+"""Writes goldens/perplexity.json: perplexities of texts by transformers, window by window.
+
+    python tests/make_perplexity.py
+    needs: pip install torch transformers tokenizers
+
+Tokens of a window that an earlier window scored count as context only, as in transformers' documentation ("Perplexity of
+fixed-length models"). MXFP4 experts are dequantised, everything is computed in float32.
+"""
+import json
+import math
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+TESTS = Path(__file__).resolve().parent
+CASES = [("models/tiny", 64, 32), ("models/tiny", 128, 100), ("models/tiny", 1024, 512), ("tests/fixtures/parrot", 48, 16)]
+
+
+def text():
+    """Questions and answers, not quite as the model knows them."""
+    lines = (TESTS.parent / "models" / "questions.jsonl").read_text().splitlines()[::40]
+    return "\n".join(f"{q['messages'][-1]['content']} {q['answer']}" for q in map(json.loads, lines)) + "\n"
+
+
+@torch.no_grad()
+def perplexity(folder, ids, ctx, stride):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
+                                                 quantization_config=Mxfp4Config(dequantize=True)).float().eval()
+    total, scored = 0.0, 1
+    for begin in range(0, len(ids), stride):
+        window = torch.tensor([ids[begin:begin + ctx]])
+        likely = torch.log_softmax(model(window, use_cache=False).logits[0].double(), -1)
+        for at in range(scored, begin + window.shape[1]):
+            total -= likely[at - begin - 1, ids[at]].item()
+        scored = begin + window.shape[1]
+        if scored == len(ids):
+            return math.exp(total / (len(ids) - 1))
+
+
+def main():
+    cases = []
+    for folder, ctx, stride in CASES:
+        tokenizer = Tokenizer.from_file(str(TESTS.parent / folder / "tokenizer.json"))
+        tokenizer.encode_special_tokens = True
+        ids = tokenizer.encode(text()).ids
+        value = perplexity(TESTS.parent / folder, ids, ctx, stride)
+        print(folder, ctx, stride, len(ids), value)
+        cases.append({"model": folder, "ctx": ctx, "stride": stride, "tokens": len(ids) - 1, "perplexity": value})
+    (TESTS / "goldens" / "perplexity.json").write_text(json.dumps({"text": text(), "cases": cases}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
