@@ -13,7 +13,6 @@ import hashlib
 import json
 import random
 import sys
-from collections import Counter
 
 EFFORTS = ["low", "medium", "high"]
 DAYS = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"]
@@ -466,13 +465,15 @@ def sort(rng, held, state):
     else:
         w = word(rng, held)
         kind, values, text, start, name = "sort", {"w": quoted(rng, w)}, f'"{w}"', f'Letters: "{w}"', "letter"
+    # each with its place, so that what comes next can be looked up: the same character's next place, or the next character
     plain = text.strip('"')
-    counts, s = sorted(Counter(plain).items()), text.replace(plain, "".join(sorted(plain)))
+    places = [f"{c} {i + 1}" for i, c in enumerate(plain)]
+    order, s = sorted(places, key=lambda p: (p[0], int(p[2:]))), text.replace(plain, "".join(sorted(plain)))
     return phrase(rng, held, kind, **values), {
-        "low": f"{text}: {' '.join(f'{c}:{n}' for c, n in counts)}",
-        "medium": f"{start}. In order: {', '.join(f'{c}: {n}' for c, n in counts)}.",
-        "high": f"{start}\nI count each {name}, the smallest first.\n" + "".join(f"{c}: {n}\n" for c, n in counts)
-                + f"Together: {s}"}, f"{text} sorted is {s}.", None
+        "low": f"{text}: {', '.join(places)}. In order: {', '.join(order)}",
+        "medium": f"{start}. With their places: {', '.join(places)}. In order: {', '.join(order)}.",
+        "high": f"{start}\nI write each {name} with its place: {', '.join(places)}\nIn order, the smallest first: "
+                + f"{', '.join(order)}\n" + f"Together: {s}"}, f"{text} sorted is {s}.", None
 
 
 def sort_words(rng, held, state):
@@ -630,6 +631,7 @@ def product(rng, held, state):
 
 KINDS = {add: 17, sub: 19, compare: 8, parity: 3, reverse: 9, sort: 8, sort_words: 3, count: 9, weekday: 8, dates: 9,
          greet: 2, chat: 3, refuse: 3, name: 4, product: 1}
+LAST = KINDS | {reverse: 11, sort: 13}  # of the last question in training: what takes longest to learn comes more often
 
 
 # ---- the calculator
@@ -683,7 +685,7 @@ def conversation(rng, kind=None, held=False, effort=None, turns=None, stage=None
     """One to four turns, rarely six, as {messages, tools, reasoning_effort, date} up to the last question, and what should follow:
     a list of (channel, text), in which channel "call" holds arguments and "tool" what the tool says. kind: of the last
     question, a function above or `call`; stage "result": up to the tool's result."""
-    kind = kind or rng.choices(list(KINDS), KINDS.values())[0]
+    kind = kind or rng.choices(list(LAST), LAST.values())[0]
     tools = kind is call or (rng.random() < 0.08 and not held)
     if tools and kind in CALCULATES:
         kind = call

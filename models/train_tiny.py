@@ -185,30 +185,31 @@ def config_of(args):
 
 
 def make_weights(c, device):
-    """Random weights by their published names; experts as (experts, out, in)."""
+    """Random weights by their published names, those of layers with {} for the number and one tensor for all layers, (layers,
+    ...), because many small tensors cost more time than their arithmetic; experts as (experts, out, in)."""
     dim, heads, kv = c["hidden_size"], c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
-    experts, ffn, depth = c["num_local_experts"], c["intermediate_size"], (2 * c["num_hidden_layers"]) ** -0.5
+    experts, ffn, layers = c["num_local_experts"], c["intermediate_size"], c["num_hidden_layers"]
+    depth, at = (2 * layers) ** -0.5, "model.layers.{}."
     p = {"model.embed_tokens.weight": torch.randn(c["vocab_size"], dim) * 0.1}
 
     def linear(name, rows, cols, gain=1.0):
-        p[name + ".weight"], p[name + ".bias"] = torch.randn(rows, cols) * gain * cols ** -0.5, torch.zeros(rows)
+        p[at + name + ".weight"] = torch.randn(layers, rows, cols) * gain * cols ** -0.5
+        p[at + name + ".bias"] = torch.zeros(layers, rows)
 
-    for i in range(c["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        p[at + "input_layernorm.weight"], p[at + "post_attention_layernorm.weight"] = torch.ones(dim), torch.ones(dim)
-        linear(at + "self_attn.q_proj", heads, dim)
-        linear(at + "self_attn.k_proj", kv, dim)
-        linear(at + "self_attn.v_proj", kv, dim)
-        linear(at + "self_attn.o_proj", dim, heads, depth)
-        p[at + "self_attn.sinks"] = torch.zeros(c["num_attention_heads"])
-        linear(at + "mlp.router", experts, dim, 0.5)
-        p[at + "mlp.experts.gate_up_proj"] = torch.randn(experts, 2 * ffn, dim) * dim ** -0.5
-        p[at + "mlp.experts.gate_up_proj_bias"] = torch.zeros(experts, 2 * ffn)
-        p[at + "mlp.experts.down_proj"] = torch.randn(experts, dim, ffn) * depth * ffn ** -0.5
-        p[at + "mlp.experts.down_proj_bias"] = torch.zeros(experts, dim)
+    p[at + "input_layernorm.weight"], p[at + "post_attention_layernorm.weight"] = torch.ones(2, layers, dim)
+    linear("self_attn.q_proj", heads, dim)
+    linear("self_attn.k_proj", kv, dim)
+    linear("self_attn.v_proj", kv, dim)
+    linear("self_attn.o_proj", dim, heads, depth)
+    p[at + "self_attn.sinks"] = torch.zeros(layers, c["num_attention_heads"])
+    linear("mlp.router", experts, dim, 0.5)
+    p[at + "mlp.experts.gate_up_proj"] = torch.randn(layers, experts, 2 * ffn, dim) * dim ** -0.5
+    p[at + "mlp.experts.gate_up_proj_bias"] = torch.zeros(layers, experts, 2 * ffn)
+    p[at + "mlp.experts.down_proj"] = torch.randn(layers, experts, dim, ffn) * depth * ffn ** -0.5
+    p[at + "mlp.experts.down_proj_bias"] = torch.zeros(layers, experts, dim)
     p["model.norm.weight"] = torch.ones(dim)
     p["lm_head.weight"] = torch.randn(c["vocab_size"], dim) * 0.5 * dim ** -0.5
-    return {name: w.to(device).requires_grad_() for name, w in p.items()}
+    return {name: w.to(device).clone().requires_grad_() for name, w in p.items()}
 
 
 def is_expert_matrix(name):
@@ -247,8 +248,9 @@ def stored(p):
 def pack(p):
     """The tensors of model.safetensors."""
     tensors = {}
-    for name, w in p.items():
-        w = w.detach().cpu()
+    one_by_one = [(name.format(i), layer) for name, w in p.items() for i, layer in enumerate(w if "{}" in name else [w])]
+    for name, w in one_by_one:
+        w = w.detach().cpu().contiguous()
         if is_expert_matrix(name):
             values, exponent = mxfp4(w)
             code = torch.bucketize(values.abs(), torch.tensor(E2M1) - 0.1).sub(1).to(torch.uint8)
@@ -263,7 +265,7 @@ def pack(p):
 
 def unpack(tensors):
     """What pack was given, as stored."""
-    p, values = {}, torch.tensor(E2M1 + [-v for v in E2M1])
+    p, values, layers = {}, torch.tensor(E2M1 + [-v for v in E2M1]), {}
     for name, w in tensors.items():
         if name.endswith("_blocks"):
             scales = torch.exp2(tensors[name.replace("_blocks", "_scales")].float() - 127).unsqueeze(-1)
@@ -271,7 +273,10 @@ def unpack(tensors):
             p[name.removesuffix("_blocks")] = (values[codes] * scales).flatten(-2)
         elif not name.endswith("_scales"):
             p[name] = w.float()
-    return p
+    for name in [n for n in p if n.startswith("model.layers.")]:
+        _, _, i, rest = name.split(".", 3)
+        layers.setdefault("model.layers.{}." + rest, {})[int(i)] = p.pop(name)
+    return p | {name: torch.stack([some[i] for i in range(len(some))]) for name, some in layers.items()}
 
 
 # ---- the model
@@ -363,10 +368,10 @@ class Model:
         """Residual stream behind the last norm (sequences, length, dim), and the mean imbalance."""
         cos, sin, masks = self.shape(ids.shape[1])
         counts = torch.ones(ids.numel(), device=self.device) if counts is None else counts
-        x, imbalance = F.embedding(ids, p["model.embed_tokens.weight"]), 0
+        x, imbalance, at = F.embedding(ids, p["model.embed_tokens.weight"]), 0, "model.layers.{}."
+        layers = {name[len(at):]: t.unbind() for name, t in p.items() if name.startswith(at)}
         for i, kind in enumerate(self.c["layer_types"]):
-            at = f"model.layers.{i}."
-            w = {name[len(at):]: t for name, t in p.items() if name.startswith(at)}
+            w = {name: some[i] for name, some in layers.items()}
             x, more = self.layer(x, w, cos, sin, masks[kind == "full_attention"], self.c, self.dtype, counts)
             imbalance = imbalance + more / len(self.c["layer_types"])
         return rms_norm(x, p["model.norm.weight"], self.c["rms_norm_eps"]), imbalance
@@ -523,8 +528,8 @@ def train(args, log):
     log(f"{sum(w.numel() for w in p.values()):,} weights on {device}, tokenizer in {time.time() - began:.1f} s")
     if args.compile:
         log(model.try_compile(args.tokens))
-    matrices = [w for n, w in p.items() if w.dim() > 1 and not n.endswith("bias")]
-    others = [w for n, w in p.items() if w.dim() == 1 or n.endswith("bias")]
+    small = {n for n in p if n.endswith(("bias", "sinks", "norm.weight"))}
+    matrices, others = [w for n, w in p.items() if n not in small], [p[n] for n in small]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": args.decay}, {"params": others, "weight_decay": 0}],
                                   lr=args.lr, betas=(0.9, 0.98), eps=1e-9, fused=device == "cuda")
     step, spent = 0, 0.0  # steps and seconds of training so far
