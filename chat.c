@@ -654,7 +654,13 @@ void reader_free(Reader *r) {
 }
 
 void reader_take(Reader *r, Conversation *c) {
-    for (int i = 0; i < r->messages; i++) *message_new(&c->message, &c->messages) = r->message[i];
+    for (int i = 0; i < r->messages; i++) {
+        Message *m = message_new(&c->message, &c->messages);
+        *m = r->message[i];
+        if (!strcmp(m->role, "assistant") || !strcmp(m->role, "tool")) continue;
+        conversation_set(&m->role, "assistant");
+        ids_free(&m->sampled);
+    }
     r->messages = 0;
 }
 

@@ -88,7 +88,8 @@ void reader_init(Reader *r, const Chat *chat);
 Read reader_push(Reader *r, int token, Bytes *text);
 /* The stream has ended, perhaps inside a message, which is then completed without its end. Returns as reader_push. */
 Read reader_end(Reader *r, Bytes *text);
-/* Moves the messages read so far to the conversation. */
+/* Moves the messages read so far to the conversation. What the model wrote in the name of the user, the system or the
+ * developer is its own there. */
 void reader_take(Reader *r, Conversation *c);
 void reader_free(Reader *r);
 

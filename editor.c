@@ -111,7 +111,9 @@ bool editor_text(Editor *ed, Bytes *out) {
             return true;
         }
     }
-    out->data[out->n -= 3] = 0;
+    out->n -= 3;
+    if (out->n && out->data[out->n - 1] == '\n') out->n--; /* the quotes stand on a line of their own */
+    out->data[out->n] = 0;
     return true;
 }
 

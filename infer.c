@@ -131,7 +131,7 @@ static int detokenize(int argc, char **argv) {
     stdin_read(&text);
     if (!parse_ids(text.data, &ids, &e)) die(&e);
     for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(t, &d, ids.data[i], &out);
-    fwrite(out.data, 1, out.n, stdout);
+    fwrite(out.data ? out.data : "", 1, out.n, stdout);
     bytes_free(&text);
     bytes_free(&out);
     ids_free(&ids);
@@ -181,7 +181,7 @@ static int render(int argc, char **argv) {
     if (as_ids)
         print_ids(&ids);
     else
-        fwrite(out.data, 1, out.n, stdout);
+        fwrite(out.data ? out.data : "", 1, out.n, stdout);
     cJSON_Delete(json);
     conversation_free(&conversation);
     bytes_free(&text);

@@ -42,14 +42,21 @@ const char play_help[] =
     "      --json                one answer as a JSON object\n";
 
 static const char loop_help[] =
-    "  /help             this list             /exit             leave, as Ctrl+D does\n"
-    "  /clear            forget everything     /system [TEXT]    show or change the instructions\n"
-    "  /undo             take back the last    /effort [LEVEL]   low, medium or high\n"
-    "                    question and answer   /set [NAME VALUE] show or change a setting\n"
-    "  /retry            answer again          /stats            figures of the last answer\n"
-    "  /save FILE        keep the conversation /context          how full the context is\n"
-    "  /load FILE        go on with one        /prompt           what the model reads, exactly\n"
-    "  \"\"\" begins and ends a text of several lines. Ctrl+C stops an answer and keeps what is there.\n";
+    "/retry             answer the last question again\n"
+    "/undo              take it back, and its answer\n"
+    "/clear             forget the conversation\n"
+    "/system [TEXT]     show or change the instructions (none: take them away)\n"
+    "/effort [LEVEL]    show or change how long it thinks: low, medium or high\n"
+    "/set [NAME VALUE]  show or change a setting, temperature for one\n"
+    "/stats             figures of the last answer\n"
+    "/context           how full the context is\n"
+    "/prompt            what the model reads, exactly\n"
+    "/save [FILE]       keep the conversation\n"
+    "/load FILE         go on with a kept one\n"
+    "/help              this list\n"
+    "/exit              leave, as Ctrl+D does\n"
+    "\"\"\" begins and ends a text of several lines.\n"
+    "Ctrl+C stops an answer and keeps what is there; at the prompt it clears the line.\n";
 
 typedef struct {
     size_t prompt, reused, tokens, thinking;
@@ -343,31 +350,31 @@ static void print_stats(FILE *f, const Session *s) {
     fprintf(f, " · context %zu%% · %s]\n", s->sequence.tokens.n * 100 / (size_t)s->engine.context, t->reason);
 }
 
-/* What remains of an answer that ended early: its final part if it came to that, else nothing. Says so if nothing. */
+/* Keeps what was said, also where it ended early. Nothing was if it ended in the reasoning or inside a call: then it
+ * says so. A preamble that nothing followed was meant as the answer. */
 static void keep_answer(Session *s, Reader *reader, Screen *screen) {
-    const Message *last = reader->messages ? reader->message + reader->messages - 1 : NULL;
+    Message *last = reader->messages ? reader->message + reader->messages - 1 : NULL;
     Part part = last ? message_part(last) : REASONING;
-    if (part == ANSWER || (part == CALL && !strcmp(s->stats.reason, "tool call"))) {
+    if (part == ANSWER || part == PREAMBLE || (part == CALL && !strcmp(s->stats.reason, "tool call"))) {
         if (!strcmp(s->stats.reason, "stop text")) { /* the history holds what was shown */
-            Message *m = reader->message + reader->messages - 1;
             for (int i = 0; i < s->o.stops; i++) {
-                char *hit = memmem(m->content.data, m->content.n, s->o.stop[i], strlen(s->o.stop[i]));
-                if (hit) m->content.n = (size_t)(hit - m->content.data), *hit = 0;
+                char *hit = memmem(last->content.data, last->content.n, s->o.stop[i], strlen(s->o.stop[i]));
+                if (hit) last->content.n = (size_t)(hit - last->content.data), *hit = 0;
             }
-            ids_free(&m->sampled);
+            ids_free(&last->sampled);
         }
+        if (part == PREAMBLE && !s->loop) show(screen, ANSWER, last->content.data, last->content.n);
         reader_take(reader, &s->talk);
         return;
     }
-    const char *cure = s->loop ? "; /retry tries again" : "";
+    const char *cure = s->loop ? "; /retry tries again" : "", *at = part == CALL ? "calling a tool" : "thinking";
     end_line(screen);
     if (!strcmp(s->stats.reason, "token limit"))
         fprintf(stderr,
-                "infer: no answer: the limit of %d tokens was reached while thinking; raise it with %s or lower the "
-                "effort\n",
-                s->o.max_tokens, s->loop ? "/set max-tokens" : "--max-tokens");
+                "infer: no answer: the limit of %d tokens was reached while %s; raise it with %s or lower the effort\n",
+                s->o.max_tokens, at, s->loop ? "/set max-tokens" : "--max-tokens");
     else
-        fprintf(stderr, "infer: no answer: ended while thinking (%s)%s\n", s->stats.reason, cure);
+        fprintf(stderr, "infer: no answer: ended while %s (%s)%s\n", at, s->stats.reason, cure);
 }
 
 /* Answers what stands at the end of the conversation. True if an answer, perhaps a part of one, is there. */
@@ -494,12 +501,11 @@ static bool make_room(Session *s) {
            count_text((uint64_t)s->engine.context, count), s->colour ? "\033[0m" : "");
     while (again) {
         line.n = 0;
-        puts("d: drop the oldest part   c: clear all but the last question   k: keep everything as it is");
+        puts("d: drop the oldest part\nc: clear all but the last question\nk: keep everything as it is");
         if (!editor_line(s->editor, "d, c or k: ", &line)) break;
         again = false;
         if (!strcmp(line.data, "d")) {
             room = drop_oldest(s);
-            if (!room) puts("There is only one question; it stays.");
         } else if (!strcmp(line.data, "c")) {
             int last = s->harmony ? last_question(s) : 0;
             room = s->harmony ? last > 0 : true;
@@ -507,7 +513,9 @@ static bool make_room(Session *s) {
             if (!s->harmony) forget(s);
         } else if (strcmp(line.data, "k")) {
             again = true;
+            continue;
         }
+        if (!room && *line.data != 'k') puts("There is only one question; /undo takes it back.");
     }
     bytes_free(&line);
     return room;
@@ -528,7 +536,8 @@ static void converse(Session *s) {
         if (!ok) error_line(s, &e);
         if (!ok && e.code == GPU_FAULT) die(&e);
         if (!ok && e.code == NO_ROOM) again = make_room(s) && (s->harmony || s->text.n);
-        if (s->stats.reason && !strcmp(s->stats.reason, "context full")) make_room(s);
+        if (s->stats.reason && !strcmp(s->stats.reason, "context full") && make_room(s) && s->harmony)
+            puts("There is room now: /retry answers the last question again.");
     }
 }
 
@@ -544,7 +553,7 @@ static void slash_clear(Session *s, char *argument) {
 }
 
 static void slash_system(Session *s, char *argument) {
-    if (*argument) conversation_set(&s->talk.instructions, argument);
+    if (*argument) conversation_set(&s->talk.instructions, strcmp(argument, "none") ? argument : NULL);
     const char *text = s->talk.instructions ? s->talk.instructions : "(none)";
     put_line("Instructions: ", text, strlen(text));
 }
@@ -659,15 +668,15 @@ static char *expand_home(const char *path) {
     return out.data;
 }
 
-/* Writes a new file beside and renames it, so that a full disk costs nothing. */
+/* Writes a new file beside, of nobody else's, and renames it, so that a full disk costs nothing. */
 static bool write_file(const char *path, const Bytes *content, Error *e) {
     Bytes beside = {0};
     bytes_print(&beside, "%s.new", path);
-    FILE *f = fopen(beside.data, "w");
+    FILE *f = fopen(beside.data, "wx");
     bool ok = f && fwrite(content->data, 1, content->n, f) == content->n;
     if (f && fclose(f)) ok = false;
     ok = ok && !rename(beside.data, path);
-    if (!ok) fail(e, FAILED, "%s: %s", path, strerror(errno));
+    if (!ok) fail(e, FAILED, "%s: %s", beside.data, strerror(errno));
     if (!ok && f) unlink(beside.data);
     bytes_free(&beside);
     return ok;
@@ -724,7 +733,10 @@ static void slash_load(Session *s, char *argument) {
     }
     if (ok) {
         conversation_set(&s->saved, path);
-        printf("Loaded %s\n", path);
+        if (s->harmony)
+            printf("Loaded %s: %d messages\n", path, s->talk.messages);
+        else
+            printf("Loaded %s: %zu tokens\n", path, s->text.n);
     } else {
         error_line(s, &e);
     }
@@ -770,7 +782,11 @@ static void run_slash(Session *s, char *line) {
         }
         return;
     }
-    fail(&e, USAGE, "there is no command %.*s; /help lists them, and a space before it sends it as text", (int)n, line);
+    if (n == 5 && !strncmp(line, "/exit", 5))
+        fail(&e, USAGE, "/exit stands alone");
+    else
+        fail(&e, USAGE, "there is no command %.*s; /help lists them, and a space before it sends it as text", (int)n,
+             line);
     error_line(s, &e);
 }
 
@@ -801,10 +817,10 @@ static void play_loop(Session *s) {
 
 /* ---- choosing, opening ---- */
 
-/* Shows what can be played and asks which, or takes the only one. */
+/* Takes the only model that can be played; of several it shows which there are, and asks. */
 static bool choose_model(bool ask_for_it, char **path, char **name, Error *e) {
     ModelEntry *list;
-    int n = models_list(&list), width = 0, choice = n == 1 && !ask_for_it ? 1 : 0;
+    int n = models_list(&list), width = 0, choice = n == 1;
     char line[64], size[24], *end;
     if (!n) {
         fail(e, BAD_MODEL,
@@ -828,6 +844,7 @@ static bool choose_model(bool ask_for_it, char **path, char **name, Error *e) {
         }
         long number = strtol(line, &end, 10);
         if (end > line && (*end == '\n' || !*end) && number >= 1 && number <= n) choice = (int)number;
+        if (!choice) printf("A number from 1 to %d is needed; Ctrl+C leaves.\n", n);
     }
     if (choice) {
         *path = copy_text(list[choice - 1].path, strlen(list[choice - 1].path));

@@ -291,6 +291,10 @@ def shown_turn(turn):
     return "".join(f"{label}{turn[key]}\n" for label, key in parts if turn.get(key))
 
 
+def text_of_ids(ids):
+    return infer("detokenize", PARROT, stdin=json.dumps(ids)).text
+
+
 def questions(t):
     return re.findall(r"<\|start\|>user<\|message\|>(.*?)<\|end\|>", t.say("/prompt"), re.S)
 
@@ -334,7 +338,8 @@ COMMANDS = [  # typed, what is shown
     ("/retry", ["token limit]", "/set max-tokens"]), ("/set max-tokens 0", ["max-tokens 0"]),
     ("/retry", ["Assistant: Arr! Hello!"]), ("/set seed 7", ["seed 7"]), ("/set temperature 50", ["temperature 50"]),
     ("/set top-k 1", ["top-k 1"]), ("/retry", ["Assistant: Arr! Hello!"]), ("/stats", ["seed"]), ("/clear", []),
-    ("/undo", ["othing"]), ("/system", ["Be a pirate."]), ("/prompt", ["Be a pirate.<|end|><|start|>assistant"])]
+    ("/undo", ["othing"]), ("/system", ["Be a pirate."]), ("/prompt", ["Be a pirate.<|end|><|start|>assistant"]),
+    ("/system none", ["(none)"]), ("/prompt", ["for every message.<|end|><|start|>assistant"])]
 
 
 def test_slash_commands():
@@ -400,6 +405,11 @@ def test_several_lines():
         t.prompt("...  ")
         t.say('three"""', "[Generated")
         expect("<|message|>one\n  two /help\n\nthree<|end|>" in t.say("/prompt"), "the lines are not in the prompt")
+        for line in ('"""', "one", "two"):
+            t.send(line + "\n")
+            t.prompt("...  ")
+        t.say('"""', "[Generated")
+        expect("<|message|>one\ntwo<|end|>" in t.say("/prompt"), "quotes on lines of their own add line breaks")
         before = t.say("/prompt")
         t.send('"""a\n')
         t.prompt("...  ")
@@ -528,8 +538,11 @@ def test_save_and_load(folder):
         other.write_text("precious")
         expect("exists" in t.say(f"/save {other}"), "a file of the user's is not refused")
         same(other.read_text(), "precious", "the file")
+        (folder / "x.new").write_text("precious")  # what is written first has this name
+        expect("x.new" in t.say(f"/save {folder}/x"), "a file of the user's beside it is not refused")
+        same((folder / "x.new").read_text(), "precious", "the file beside")
         t.say("/save ~/home.json", "Saved")
-    same(sorted(f.name for f in folder.iterdir() if f.is_file()), ["first.json", "home.json", "other"], "files")
+    same(sorted(f.name for f in folder.iterdir() if f.is_file()), ["first.json", "home.json", "other", "x.new"], "files")
     same(infer("render", PARROT, stdin=(folder / "home.json").read_bytes()).text + "\n", after, "the file, rendered")
 
 
@@ -649,6 +662,21 @@ FULL = [  # what is typed when the context is full, the questions that are left
     ("d\x03\nk", [FIRST["user"], SECOND["user"]])]
 
 
+PLAN = CONVERSATIONS["preamble"]["turns"][0]
+
+
+def test_preamble_that_nothing_follows():
+    """It is what there is of an answer: on stdout, in --json, and kept in a conversation."""
+    limit = next(n for n in range(len(PLAN["completion_ids"])) if "look at" in text_of_ids(PLAN["completion_ids"][:n]))
+    limited = ["--max-tokens", limit]
+    said = text_of_ids(PLAN["completion_ids"][:limit]).rsplit("<|message|>", 1)[1]
+    same(ask("Make a plan.", *limited).text, said + "\n", "stdout")
+    same(ask_json("Make a plan.", *limited)["text"], said, "text")
+    with play(*limited) as t:
+        expect("no answer" not in t.say("Make a plan.", "token limit]"), "it counts as no answer")
+        expect(f"<|channel|>commentary<|message|>{said}<|end|>" in t.say("/prompt"), "it is not kept")
+
+
 def test_context_full():
     """Nothing is dropped silently: the loop warns and asks."""
     def check(keys, left):
@@ -661,7 +689,7 @@ def test_context_full():
                 t.send(key if "\x03" in key else key + "\n")
             t.prompt()
             same(questions(t), left, "questions")
-            if keys in "dc":
+            if keys in ("d", "c"):
                 expect("I do not know your name." in t.say("/retry", "[Generated"), "/retry does not answer")
     each(FULL, check)
 
@@ -689,8 +717,27 @@ def test_question_that_does_not_fit():
     each([("d", [long]), ("c", [long]), ("k", ["Hello!", long])], check)
 
 
+def test_only_question_does_not_fit():
+    """There is nothing to drop for it, and the way out is named."""
+    with play("--ctx", len(HELLO["prompt_ids"]) + 5) as t:
+        t.send("Hello! " * 9 + "\n")
+        for key in ("d", "c"):
+            t.prompt("d, c or k: ")
+            t.send(key + "\n")
+            t.wait("/undo")
+            t.prompt()
+            if key == "d":
+                t.send("/retry\n")
+        t.say("/undo", "Taken back")
+        t.send("Hello!\n")
+        t.wait("context full]")
+        t.prompt("d, c or k: ")
+        t.send("k\n")
+        t.prompt()
+
+
 def test_narrow_window():
-    """30 columns: no line of the program's own is longer, and a question wider than the window arrives whole."""
+    """30 columns: /context is no wider, and a question wider than the window arrives whole."""
     with play(*SHORT, columns=30) as t:
         question = "My name is Bob. I live in a house with a garden, at the end of a long road."
         t.send(question + "\n")
@@ -813,11 +860,14 @@ def test_model_list_and_selector(folder):
         expect(re.search("Available models:\n" + "".join(lines), shown), f"shown {shown!r}")
         for wrong in ("0", "3", "-1", "x", "", "1x", "1.5", "99999999999999999999", "1 2"):
             t.send(wrong + "\n")
-            t.wait("Select model (1-2): ")
+            t.wait("A number from 1 to 2", "Select model (1-2): ")
         t.send("2\n")
         t.wait("Ready for inference")
         t.prompt()
         expect(shown_turn(HELLO) in t.say("Hello!", "[Generated"), "the model does not answer")
+    with Terminal("play", cwd=work, HOME=folder) as t:
+        expect("Select" not in t.wait("Ready for inference"), "the only model is not taken at once")
+        t.prompt()
     with Terminal("play", cwd=work, HOME=home) as t:
         t.wait("Select model (1-2): ")
         t.send("\x04")

@@ -97,6 +97,7 @@ def comes_back(model, program):
     same(len(rows), len(texts), "number of lines")
     same(detokenize([i for row in rows for i in row], model, program=program).decode(), "".join(texts), "random texts")
     same(count_control(sum(rows, []), model), 0, "number of control tokens")
+    same((tokenize("", model, program=program), detokenize([], model, program=program)), ([], b""), "nothing")
 
 
 def test_decode_of_encode_is_the_text():
