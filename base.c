@@ -390,6 +390,15 @@ char *json_text(const cJSON *value) {
     return checked(text, 0);
 }
 
+bool text_whole(const char *text, int least, int most, int *out) {
+    char *end;
+    errno = 0;
+    long n = strtol(text, &end, 10);
+    if (end == text || *end || errno || n < least || n > most) return false;
+    *out = (int)n;
+    return true;
+}
+
 float f16_value(uint16_t half) {
     int exponent = half >> 10 & 31, fraction = half & 1023;
     float x = ldexpf((float)(exponent ? fraction + 1024 : fraction), exponent ? exponent - 25 : -24);

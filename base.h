@@ -92,6 +92,9 @@ void json_quote(Bytes *out, const char *text, size_t n);
 /* The value as compact JSON text; free it. */
 char *json_text(const cJSON *value);
 
+/* A decimal number in [least, most] that is all of the text. */
+bool text_whole(const char *text, int least, int most, int *out);
+
 float f16_value(uint16_t half); /* IEEE 754 binary16 */
 double seconds(void);           /* a monotonic clock */
 /* 13.8 GB, 5.1 MB, 812 bytes: decimal units, as disks and downloads are sold. Returns `out`. */

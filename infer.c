@@ -347,8 +347,10 @@ static int logits(int argc, char **argv) {
         if (c == 'o') o.file = optarg;
         if (c == 'i') o.ids = optarg;
         if (c == 'a') o.all = true;
-        if (c == 't' && (o.top = atoi(optarg)) < 1) return usage_error("logits", "--top needs a number above 0");
-        if (c == 'g') o.gpu = atoi(optarg);
+        if (c == 't' && !text_whole(optarg, 1, INT32_MAX, &o.top))
+            return usage_error("logits", "--top needs a whole number above 0");
+        if (c == 'g' && !text_whole(optarg, 0, MOST_GPUS - 1, &o.gpu))
+            return usage_error("logits", "--gpu needs a whole number");
     }
     if (optind + 1 != argc) return usage_error("logits", "one MODEL is needed");
     if (!o.prompt == !o.ids) return usage_error("logits", "either -p TEXT or --ids is needed");

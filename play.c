@@ -821,7 +821,7 @@ static void play_loop(Session *s) {
 static bool choose_model(bool ask_for_it, char **path, char **name, Error *e) {
     ModelEntry *list;
     int n = models_list(&list), width = 0, choice = n == 1;
-    char line[64], size[24], *end;
+    char line[64], size[24];
     if (!n) {
         fail(e, BAD_MODEL,
              "no model in ./models, ~/.cache/infer/models or the hub's cache: name a model directory, infer play DIR");
@@ -842,9 +842,8 @@ static bool choose_model(bool ask_for_it, char **path, char **name, Error *e) {
             fail(e, USAGE, "no model was chosen");
             break;
         }
-        long number = strtol(line, &end, 10);
-        if (end > line && (*end == '\n' || !*end) && number >= 1 && number <= n) choice = (int)number;
-        if (!choice) printf("A number from 1 to %d is needed; Ctrl+C leaves.\n", n);
+        line[strcspn(line, "\n")] = 0;
+        if (!text_whole(line, 1, n, &choice)) printf("A number from 1 to %d is needed; Ctrl+C leaves.\n", n);
     }
     if (choice) {
         *path = copy_text(list[choice - 1].path, strlen(list[choice - 1].path));
@@ -921,7 +920,6 @@ static bool parse_options(int argc, char **argv, Session *s, Error *e) {
     Options *o = &s->o;
     int which = 0;
     for (int c; (c = getopt_long(argc, argv, "p:f:s:e:", options, &which)) != -1;) {
-        char *end;
         if (c == '?') return fail(e, USAGE, "wrong option; see infer play --help");
         if (optarg && !check_text("an option", optarg, strlen(optarg), e)) return false;
         if (c == 'p') o->prompt = optarg;
@@ -936,12 +934,9 @@ static bool parse_options(int argc, char **argv, Session *s, Error *e) {
         if (c == RAW) o->raw = true;
         if (c == JSON) o->json = true;
         if (c == SETTING && !set(o, options[which].name, optarg, e)) return false;
-        if (c == CTX || c == GPU) {
-            long n = strtol(optarg, &end, 10);
-            if (end == optarg || *end || n < (c == CTX) || n > 1 << 24)
-                return fail(e, USAGE, "--%s needs a whole number, not '%.40s'", options[which].name, optarg);
-            *(c == CTX ? &o->context : &o->gpu) = (int)n;
-        }
+        if ((c == CTX && !text_whole(optarg, 1, 1 << 24, &o->context)) ||
+            (c == GPU && !text_whole(optarg, 0, MOST_GPUS - 1, &o->gpu)))
+            return fail(e, USAGE, "--%s needs a whole number, not '%.40s'", options[which].name, optarg);
         if (c == STOP) {
             if (!*optarg || o->stops == MOST_STOPS)
                 return fail(e, USAGE, "--stop needs a text, at most %d times", MOST_STOPS);

@@ -190,7 +190,7 @@ def test_wrong_models(folder):
 def test_commands_and_help():
     each([("--help", ["--help"], 0, "infer "), ("--version", ["--version"], 0, "infer "), ("nothing", [], 2, ""),
           ("unknown command", ["zebra"], 2, ""), *((f"{c} --help", [c, "--help"], 0, f"infer {c}") for c in (
-              "play", "logits", "tokenize", "detokenize", "render", "parse"))],
+              "play", "logits", "perplexity", "tokenize", "detokenize", "render", "parse"))],
          lambda name, args, code, out: expect(infer(*args, code=code).text.startswith(out) if out else
                                               not infer(*args, code=code).text, "stdout"))
 

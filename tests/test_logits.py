@@ -1,0 +1,85 @@
+"""`infer logits`: the NumPy file against transformers' logits, the list of likely tokens against the file."""
+import ast
+import json
+import math
+import struct
+
+from helpers import FIXTURES, PARROT, each, expect, ids_of, infer, read_safetensors, refused, same
+
+WITH_GOLDENS = sorted(path.parent.name for path in FIXTURES.glob("*/golden.safetensors"))
+
+
+def floats(raw):
+    return struct.unpack(f"<{len(raw) // 4}f", raw)
+
+
+def golden(fixture):
+    header, content = read_safetensors(FIXTURES / fixture / "golden.safetensors")
+    logits, ids = (content[slice(*header[name]["data_offsets"])] for name in ("logits", "ids"))
+    size = {"I32": ("i", 4), "I64": ("q", 8)}[header["ids"]["dtype"]]
+    return struct.unpack(f"<{len(ids) // size[1]}{size[0]}", ids), header["logits"]["shape"], floats(logits)
+
+
+def read_npy(path):
+    """The shape and the numbers of a file of NumPy's format 1.0."""
+    raw = path.read_bytes()
+    same(raw[:8], b"\x93NUMPY\x01\0", "magic and version")
+    end = 10 + int.from_bytes(raw[8:10], "little")
+    expect(end % 64 == 0 and raw[end - 1:end] == b"\n", "the header is not padded to 64 bytes")
+    header = ast.literal_eval(raw[10:end].decode())
+    same((header["descr"], header["fortran_order"]), ("<f4", False), "header")
+    return list(header["shape"]), floats(raw[end:])
+
+
+def save(model, folder, *options):
+    infer("logits", model, *options, "-o", folder / "logits.npy")
+    return read_npy(folder / "logits.npy")
+
+
+def test_file_has_transformers_logits(folder):
+    def check(fixture):
+        ids, shape, expected = golden(fixture)
+        chosen = ["--ids", ",".join(map(str, ids))]
+        found_shape, found = save(FIXTURES / fixture, folder, *chosen, "--all")
+        same(found_shape, shape, "shape")
+        error = math.dist(found, expected) / math.hypot(*expected)
+        expect(error < 1e-4, f"relative error {error:.1e}")
+        same(save(FIXTURES / fixture, folder, *chosen), ([1, shape[1]], found[-shape[1]:]), "without --all")
+    each([(fixture,) for fixture in WITH_GOLDENS], check)
+
+
+def rows(text):
+    """Id, logit, probability and text of each line."""
+    return [(int(i), float(logit), float(p), json.loads(token)) for i, logit, p, token in
+            (line.split(None, 3) for line in text.splitlines())]
+
+
+def test_likeliest_tokens(folder):
+    """In the order of the file, with softmax and text; after a prompt as text as after its ids."""
+    ids = ids_of(infer("tokenize", PARROT, stdin="Hello"))
+    chosen = ["--ids", ",".join(map(str, ids))]
+    _, all_logits = save(PARROT, folder, *chosen)
+    found = rows(infer("logits", PARROT, *chosen, "--top", 5).text)
+    best = sorted(range(len(all_logits)), key=lambda i: -all_logits[i])[:5]
+    total = sum(math.exp(x) for x in all_logits)
+    same([r[0] for r in found], best, "ids")
+    for i, logit, probability, text in found:
+        same((f"{logit:.4f}", f"{probability:.5f}"), (f"{all_logits[i]:.4f}", f"{math.exp(all_logits[i]) / total:.5f}"),
+             f"logit and probability of {i}")
+        same(text, infer("detokenize", PARROT, stdin=str(i)).text, f"text of {i}")
+    same(rows(infer("logits", PARROT, "-p", "Hello", "--top", 5).text), found, "with -p")
+    same(len(rows(infer("logits", PARROT, *chosen).text)), 10, "number of lines without --top")
+    every = infer("logits", PARROT, *chosen, "--all", "--top", 1).text.splitlines()
+    same(every[::2], [f"after token {i} ({token}):" for i, token in enumerate(ids)], "headings of --all")
+    same(rows(every[-1]), found[:1], "the last of --all")
+
+
+def test_wrong_options(folder):
+    each([(" ".join(map(str, options)), options, words) for options, words in (
+        ([], ["-p", "--ids"]), (["-p", "x", "--ids", "1"], ["-p", "--ids"]), (["-p", ""], ["empty"]),
+        (["--ids", ""], ["empty"]), (["--ids", "1,x"], ["'x'"]), (["--ids", "-1"], ["'-1'"]),
+        (["--ids", "448"], ["448"]), (["--ids", "1," * 5000], ["5000", "4096"]), (["--ids", 1, "--top", "0"], ["--top"]),
+        (["--ids", 1, "--top", "3x"], ["--top"]), (["--ids", 1, "--gpu", "x"], ["--gpu"]),
+        (["--ids", 1, "--gpu", "-1"], ["--gpu"]))],
+        lambda name, options, words: refused("logits", PARROT, *options, words=words, code=2))
+    refused("logits", PARROT, "--ids", 1, "-o", folder / "none" / "x", words=["none/x"], code=1)
