@@ -831,8 +831,8 @@ static bool choose_model(bool ask_for_it, char **path, char **name, Error *e) {
         for (int i = 0; i < n; i++)
             if ((int)strlen(list[i].name) > width) width = (int)strlen(list[i].name);
         for (int i = 0; i < n; i++)
-            fprintf(f, "%3d. %-*s  %8s  %s\n", i + 1, width, list[i].name, size_text(list[i].bytes, size),
-                    list[i].encoding);
+            fprintf(f, "%3d. %-*s  %8s  %s%s\n", i + 1, width, list[i].name, size_text(list[i].bytes, size),
+                    list[i].encoding, list[i].complete ? "" : "  incomplete");
         if (!ask_for_it) fail(e, USAGE, "which of the %d models? infer play MODEL ...", n);
     }
     while (n && ask_for_it && !choice) {

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The first command: installs what is missing, builds, plays.
-#   ./run.sh                 builds and plays
-#   ./run.sh play [...]      the same with arguments of `infer play`
+#   ./run.sh                 plays models/tiny
+#   ./run.sh play [...]      asks which model, or takes arguments of `infer play`
 #   ./run.sh download [...]  fetches a model from the hub (openai/gpt-oss-20b), arguments of `infer download`
+#   ./run.sh bench [...]     measures speed, arguments of `infer bench`
 #   ./run.sh test            runs the tests
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -26,20 +27,20 @@ install_missing() {
     "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q "${missing[@]}"
 }
 
-command=${1:-play}
-[ $# -eq 0 ] || shift
+[ $# -gt 0 ] || set -- play models/tiny
+command=$1
+shift
 case $command in
-    play | download | test) ;;
+    play | download | bench | test) ;;
     *)
-        sed -n '3,6s/^# *//p' "$0" >&2
+        sed -n '3,7s/^# *//p' "$0" >&2
         exit 2
         ;;
 esac
 install_missing >&2
 [ "$command" != test ] || exec make test
 if ! nvidia-smi -L >/dev/null 2>&1; then
-    echo "infer needs an NVIDIA GPU and cannot run here;" \
-        "what follows is infer-reference, the plain C twin for tests and reading" >&2
+    echo "infer needs an NVIDIA GPU; here is infer-reference, its plain C twin on the CPU" >&2
     target=reference program=./infer-reference
 elif ! command -v nvcc >/dev/null && ! [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
     echo "run.sh: no nvcc: install the CUDA toolkit (developer.nvidia.com/cuda-downloads) or set CUDA_HOME" >&2
@@ -50,5 +51,5 @@ fi
 if [ "$command" = download ] && [ $# -eq 0 ]; then
     set -- openai/gpt-oss-20b
 fi
-make --no-print-directory -j"$(nproc)" "$target" >&2
+make -q "$target" 2>/dev/null || make --no-print-directory -j"$(nproc)" "$target" >&2
 exec "$program" "$command" "$@"

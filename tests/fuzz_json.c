@@ -1,6 +1,7 @@
 /* Any bytes as JSON. Promises: json_parse never reads out of bounds and takes only strict JSON, so that what it took
  * is taken again when written out; as a conversation it is refused or rendered, with one <|start|> a message whatever
- * its texts are; as config.json of a small llama it is refused with a message or fits the weights. */
+ * its texts are; as config.json of a small llama, or as the index of two shards, it is refused with a message or fits
+ * the weights. */
 #include "chat.h"
 #include "model.h"
 
@@ -11,6 +12,7 @@
 #include <unistd.h>
 
 static char dir[] = "/tmp/infer-fuzz-XXXXXX", config[64], weights[64];
+static char shards[] = "/tmp/infer-fuzz-XXXXXX", file[3][64]; /* the index and what it may name */
 static Tokenizer *tokenizer;
 static Chat chat;
 
@@ -18,18 +20,35 @@ static void clean(void) {
     unlink(config);
     unlink(weights);
     rmdir(dir);
+    for (int i = 0; i < 3; i++) unlink(file[i]);
+    rmdir(shards);
+}
+
+/* Puts a link to a file of the fixtures at `path`. */
+static void link_to(const char *fixture, const char *path) {
+    char *target = realpath(fixture, NULL);
+    assert(target && !symlink(target, path));
+    free(target);
+}
+
+static void write_file(const char *path, const uint8_t *data, size_t n) {
+    FILE *f = fopen(path, "wb");
+    assert(f && fwrite(data, 1, n, f) == n && !fclose(f));
 }
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     Error e;
     (void)argc, (void)argv;
-    char *model = realpath("tests/fixtures/llama3/model.safetensors", NULL);
     tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
-    assert(model && tokenizer && chat_open(&chat, tokenizer) && mkdtemp(dir) && !atexit(clean));
+    assert(tokenizer && chat_open(&chat, tokenizer) && mkdtemp(dir) && mkdtemp(shards) && !atexit(clean));
     snprintf(config, sizeof config, "%s/config.json", dir);
     snprintf(weights, sizeof weights, "%s/model.safetensors", dir);
-    assert(!symlink(model, weights));
-    free(model);
+    link_to("tests/fixtures/llama3/model.safetensors", weights);
+    snprintf(file[0], sizeof *file, "%s/model.safetensors.index.json", shards);
+    snprintf(file[1], sizeof *file, "%s/a", shards);
+    snprintf(file[2], sizeof *file, "%s/b", shards);
+    link_to("tests/fixtures/odd/model-00001-of-00002.safetensors", file[1]);
+    link_to("tests/fixtures/odd/model-00002-of-00002.safetensors", file[2]);
     return 0;
 }
 
@@ -58,11 +77,19 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     cJSON_Delete(again);
     free(text);
     as_conversation(json);
+    bool index = json_get(json, "weight_map");
     cJSON_Delete(json);
     Checkpoint c;
-    FILE *f = fopen(config, "wb");
-    assert(f && fwrite(data, 1, n, f) == n && !fclose(f));
-    if (checkpoint_open(&c, dir, &e)) checkpoint_close(&c);
-    assert(e.code == 0 || (e.code == BAD_MODEL && *e.text));
+    Tensors t;
+    write_file(config, data, n);
+    bool ok = checkpoint_open(&c, dir, &e);
+    assert(ok || (e.code == BAD_MODEL && *e.text));
+    if (ok) checkpoint_close(&c);
+    if (!index) return 0;
+    write_file(file[0], data, n);
+    ok = tensors_open(&t, shards, &e);
+    assert(ok || (e.code == BAD_MODEL && *e.text));
+    for (int i = 0; ok && i < t.n; i++) assert(tensors_find(&t, t.tensor[i].name) == t.tensor + i);
+    if (ok) tensors_close(&t);
     return 0;
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES, BUILD = ROOT / "tests" / "fixtures", ROOT / "build" / "fuzz"
 SECONDS = int(os.environ.get("SECONDS") or (sys.argv[1] if len(sys.argv) > 1 else 60))
-SOURCES = {"json": ["chat.c", "model.c"], "safetensors": ["safetensors.c", "model.c"], "tokenizer": ["tokenizer.c"],
+SOURCES = {"json": ["chat.c", "model.c", "safetensors.c"], "safetensors": ["safetensors.c", "model.c"], "tokenizer": ["tokenizer.c"],
            "reader": ["chat.c"]}  # whose words help to guess
 
 
@@ -74,7 +74,10 @@ def seeds(name):
             "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}],
             "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
             "reasoning_effort": "low", "date": "none", "channels": ["final"]}
-    return [json.dumps(talk).encode()] + [path.read_bytes() for path in sorted(FIXTURES.glob("*/config.json"))]
+    shards = json.loads((FIXTURES / "odd" / "model.safetensors.index.json").read_text())["weight_map"]
+    index = {"weight_map": {name: "a" if "00001" in shard else "b" for name, shard in shards.items()}}
+    return [json.dumps(c).encode() for c in (talk, index)] + [
+        path.read_bytes() for path in sorted(FIXTURES.glob("*/config.json"))]
 
 
 def start(name):

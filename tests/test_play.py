@@ -906,6 +906,9 @@ def test_models_are_found(folder):
     r = infer("play", "-p", "x", cwd=work, env={"HOME": home}, code=2)
     expect(all(m in r.err for m in ("org/parrot", "org/link", "models/tiny")), f"stderr {r.err!r}")
     expect("broken" not in r.err, f"a snapshot without files is listed: {r.err!r}")
+    copy_model(FIXTURES / "odd", work / "models", name="half")  # has no tokenizer.json
+    lines = infer("play", "-p", "x", cwd=work, env={"HOME": home}, code=2).err.splitlines()
+    same([line.split()[1] for line in lines if line.endswith("incomplete")], ["models/half"], "incomplete models")
     same(infer("play", "-p", "Hello!", *GREEDY, cwd=folder, env={"HOME": folder, "HF_HOME": elsewhere}).text,
          HELLO["answer"] + "\n", "the only model there is")
 
