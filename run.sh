@@ -39,17 +39,17 @@ case $command in
 esac
 install_missing >&2
 [ "$command" != test ] || exec make test
-if ! nvidia-smi -L >/dev/null 2>&1; then
+gpu=yes nvcc=yes target=infer program=./infer
+nvidia-smi -L >/dev/null 2>&1 || gpu=no
+command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] || nvcc=no
+[ $gpu$nvcc = yesyes ] || target=reference program=./infer-reference
+if [ "$command" = download ]; then # it needs no GPU
+    [ $# -gt 0 ] || set -- openai/gpt-oss-20b
+elif [ $gpu = no ]; then
     echo "infer needs an NVIDIA GPU; here is infer-reference, its plain C twin on the CPU" >&2
-    target=reference program=./infer-reference
-elif ! command -v nvcc >/dev/null && ! [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
+elif [ $nvcc = no ]; then
     echo "run.sh: no nvcc: install the CUDA toolkit (developer.nvidia.com/cuda-downloads) or set CUDA_HOME" >&2
     exit 1
-else
-    target=infer program=./infer
-fi
-if [ "$command" = download ] && [ $# -eq 0 ]; then
-    set -- openai/gpt-oss-20b
 fi
 make -q "$target" 2>/dev/null || make --no-print-directory -j"$(nproc)" "$target" >&2
 exec "$program" "$command" "$@"
