@@ -21,23 +21,21 @@ static int report(const Error *e) {
     return e->code;
 }
 
-/* Options --json and, where `context` is not NULL, --ctx N. Returns how many arguments are left, or -1. */
-static int parse_options(int argc, char **argv, bool *json, int *context) {
+/* Options --json and, where `context` is not NULL, --ctx N; then so many arguments. */
+static bool parse_options(int argc, char **argv, int arguments, bool *json, int *context) {
     static const struct option options[] = {
         {"json", no_argument, NULL, 'j'}, {"ctx", required_argument, NULL, 'c'}, {0}};
+    const char *problem = NULL;
     for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
         if (c == 'j') *json = true;
-        if (c == '?' || (c == 'c' && (!context || (*context = atoi(optarg)) < 1))) {
-            fprintf(stderr, "infer: wrong option; see infer %s --help\n", argv[0]);
-            return -1;
-        }
+        if (c == '?' || (c == 'c' && !context)) problem = "wrong option";
+        if (c == 'c' && context && (sscanf(optarg, "%d%c", context, &(char){0}) != 1 || *context < 1))
+            problem = "--ctx needs a number above 0";
     }
-    return argc - optind;
-}
-
-static int usage(const char *command, const char *problem) {
-    fprintf(stderr, "infer: %s; see infer %s --help\n", problem, command);
-    return USAGE;
+    if (!problem && argc - optind != arguments)
+        problem = arguments ? "one model is needed" : "this command takes no argument";
+    if (problem) fprintf(stderr, "infer: %s; see infer %s --help\n", problem, argv[0]);
+    return !problem;
 }
 
 static void print_json(cJSON *json) {
@@ -55,9 +53,8 @@ const char list_help[] = "infer list [--json]\n"
 int list(int argc, char **argv) {
     bool json = false;
     ModelEntry *m;
-    int left = parse_options(argc, argv, &json, NULL), name = 0, family = 0;
-    if (left) return left < 0 ? USAGE : usage("list", "it takes no argument");
-    int n = models_list(&m);
+    if (!parse_options(argc, argv, 0, &json, NULL)) return USAGE;
+    int n = models_list(&m), name = 0, family = 0;
     char size[24];
     cJSON *all = cJSON_CreateArray();
     for (int i = 0; i < n; i++) {
@@ -132,10 +129,12 @@ static bool in_use(const char *locks) {
 int rm(int argc, char **argv) {
     Error e;
     bool json = false;
-    int left = parse_options(argc, argv, &json, NULL);
-    if (left != 1) return left < 0 ? USAGE : usage("rm", "one repository is needed, ORG/NAME");
+    if (!parse_options(argc, argv, 1, &json, NULL)) return USAGE;
     const char *argument = argv[optind], *home = getenv("HOME");
-    if (!repository_valid(argument)) return usage("rm", "that is no repository of the hub's cache, ORG/NAME");
+    if (!repository_valid(argument)) {
+        fail(&e, USAGE, "'%.100s' is no repository of the hub's cache, ORG/NAME", argument);
+        return report(&e);
+    }
     Bytes cache = {0}, folder = {0}, locks = {0}, link = {0};
     char *name = NULL, target[4096];
     hub_cache(&cache);
@@ -170,16 +169,17 @@ const char inspect_help[] =
     "here only config.json and the headers of its files are fetched.\n"
     "  --ctx N  the context to fit (what the model was made for)\n";
 
-enum { GROUPS = 6, STEP_TOKENS = 2048 };
+enum { GROUPS = 6, MOST_GROUPS = 32 /* more than there are dtypes */, STEP_TOKENS = 2048 };
 static const uint64_t reserve = 256 << 20; /* of GPU memory, for CUDA itself */
 
 typedef struct {
     const char *name, *encoding;
-    uint64_t parameters, active, bytes; /* active: read for one token */
+    uint64_t values, active, bytes; /* values: parameters; active: read for one token */
 } Group;
 
 typedef struct {
-    Group group[GROUPS];
+    Group group[MOST_GROUPS];
+    int groups;
     uint64_t parameters, active, bytes;
     uint64_t cache;  /* bytes of one token */
     uint64_t needed; /* GPU memory without the cache, about */
@@ -192,9 +192,15 @@ static void add_linear(Group *g, const Linear *w, int chosen) {
     if (!n) return;
     const char *type = type_name(w->type);
     g->encoding = !g->encoding || g->encoding == type ? type : "mixed";
-    g->parameters += n;
+    g->values += n;
     g->active += n / (uint64_t)w->n * (uint64_t)chosen;
     g->bytes += linear_bytes(w);
+}
+
+static uint64_t tensor_values(const Tensor *t) {
+    uint64_t n = 1;
+    for (int i = 0; i < t->dims; i++) n *= (uint64_t)t->shape[i];
+    return n;
 }
 
 /* What each group has. Norms, biases and sinks are what the matrices leave. */
@@ -203,7 +209,7 @@ static void count_groups(const Checkpoint *c, Facts *f) {
     bool experts = m->n_experts > 1, tied = m->embed.data.data == m->head.data.data;
     const char *names[GROUPS] = {"embedding", "attention",           "router", experts ? "experts" : "feed-forward",
                                  "head",      "norms, biases, sinks"};
-    for (int i = 0; i < GROUPS; i++) f->group[i].name = names[i];
+    for (f->groups = 0; f->groups < GROUPS; f->groups++) f->group[f->groups].name = names[f->groups];
     add_linear(&f->group[0], &m->embed, 0);
     if (!tied) add_linear(&f->group[4], &m->head, 1);
     for (int i = 0; i < m->n_layers; i++) {
@@ -213,25 +219,24 @@ static void count_groups(const Checkpoint *c, Facts *f) {
         add_linear(&f->group[2], &l->router, 1);
         for (int j = 0; j < 3; j++) add_linear(&f->group[3], ffn[j], m->top_k);
     }
-    if (tied) f->group[0].active = f->group[0].parameters, f->group[0].name = "embedding and head";
+    if (tied) f->group[0].active = f->group[0].values, f->group[0].name = "embedding and head";
     uint64_t matrices = 0;
     for (int i = 0; i < GROUPS - 1; i++) matrices += f->group[i].bytes;
     for (int i = 0; i < c->tensors.n; i++) {
         const Tensor *t = c->tensors.tensor + i;
         const char *name = strrchr(t->name, '_');
         bool packed = name && (!strcmp(name, "_blocks") || !strcmp(name, "_scales")), matrix = t->dims == 2;
-        uint64_t n = 1;
-        for (int k = 0; k < t->dims; k++) n *= (uint64_t)t->shape[k];
+        uint64_t n = tensor_values(t);
         f->bytes += t->size;
         /* (rows, cols) is a matrix, but (experts, rows) of a name that ends in _bias is not */
         if (packed || (matrix && !(name && !strcmp(name, "_bias")))) continue;
         Group *rest = &f->group[GROUPS - 1];
-        rest->parameters += n;
+        rest->values += n;
         rest->active += matrix ? n / (uint64_t)m->n_experts * (uint64_t)m->top_k : n;
         rest->encoding = t->dtype;
     }
     f->group[GROUPS - 1].bytes = f->bytes - matrices;
-    for (int i = 0; i < GROUPS; i++) f->parameters += f->group[i].parameters, f->active += f->group[i].active;
+    for (int i = 0; i < GROUPS; i++) f->parameters += f->group[i].values, f->active += f->group[i].active;
 }
 
 /* Memory of the GPU: weights, what a step of STEP_TOKENS works in, and the cache, of which as much as fits. */
@@ -245,6 +250,27 @@ static void count_memory(const Model *m, int context, Facts *f) {
     if (f->devices.gpus && f->devices.gpu[0].usable && f->devices.gpu[0].free > f->needed) {
         uint64_t fits = (f->devices.gpu[0].free - f->needed) / f->cache / PAGE * PAGE;
         f->fits = fits < (uint64_t)m->context ? (int)fits : m->context;
+    }
+}
+
+/* What the weights are made of, into `out` and, if `text`, to stdout; unit: what their values are. */
+static void show_weights(const Facts *f, const char *unit, bool text, cJSON *out) {
+    char a[32], b[32];
+    cJSON_AddNumberToObject(out, "bytes", (double)f->bytes);
+    cJSON *groups = cJSON_AddArrayToObject(out, "groups");
+    if (text) printf("weights     %s bytes (%s)\n", count_text(f->bytes, a), size_text(f->bytes, b));
+    for (int i = 0; i < f->groups; i++) {
+        const Group *g = f->group + i;
+        if (!g->values) continue;
+        cJSON *one = cJSON_CreateObject();
+        cJSON_AddStringToObject(one, "name", g->name);
+        cJSON_AddStringToObject(one, "encoding", g->encoding);
+        cJSON_AddNumberToObject(one, unit, (double)g->values);
+        cJSON_AddNumberToObject(one, "bytes", (double)g->bytes);
+        cJSON_AddItemToArray(groups, one);
+        if (text)
+            printf("            %-20s  %-7s  %8s  %s %s\n", g->name, g->encoding, size_text(g->bytes, a),
+                   count_text(g->values, b), unit);
     }
 }
 
@@ -264,22 +290,10 @@ static void facts_json(const Checkpoint *c, const Facts *f, int context, cJSON *
                    {"context", m->context},
                    {"parameters", (double)f->parameters},
                    {"active_parameters", (double)f->active},
-                   {"bytes", (double)f->bytes},
                    {"cache_bytes_per_token", (double)f->cache},
                    {"gpu_bytes_needed", (double)(f->needed + f->cache * (uint64_t)context)}};
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         cJSON_AddNumberToObject(out, numbers[i].name, numbers[i].value);
-    cJSON *groups = cJSON_AddArrayToObject(out, "groups");
-    for (int i = 0; i < GROUPS; i++) {
-        const Group *g = f->group + i;
-        if (!g->parameters) continue;
-        cJSON *one = cJSON_CreateObject();
-        cJSON_AddStringToObject(one, "name", g->name);
-        cJSON_AddStringToObject(one, "encoding", g->encoding);
-        cJSON_AddNumberToObject(one, "parameters", (double)g->parameters);
-        cJSON_AddNumberToObject(one, "bytes", (double)g->bytes);
-        cJSON_AddItemToArray(groups, one);
-    }
     if (!f->devices.gpus) return;
     cJSON_AddStringToObject(out, "gpu", f->devices.gpu[0].name);
     cJSON_AddNumberToObject(out, "gpu_bytes_free", (double)f->devices.gpu[0].free);
@@ -287,27 +301,26 @@ static void facts_json(const Checkpoint *c, const Facts *f, int context, cJSON *
     cJSON_AddBoolToObject(out, "fits", f->fits >= context);
 }
 
-static void print_facts(const Checkpoint *c, const Facts *f, int context) {
+static void print_shape(const Checkpoint *c, const Facts *f) {
     const Model *m = &c->model;
-    char a[32], b[32], d[32];
+    char a[32], b[32];
     int windows = 0;
     for (int i = 0; i < m->n_layers; i++) windows += m->layer[i].window > 0;
     printf("layers      %d, %s wide; %d query and %d key/value heads of %d", m->n_layers,
            count_text((uint64_t)m->dim, a), m->n_heads, m->n_kv_heads, m->head_dim);
     for (int i = 0; windows && i < m->n_layers; i++)
         if (m->layer[i].window) {
-            printf("; %d layers see %d positions", windows, m->layer[i].window);
+            printf("; %d of the layers see %d positions", windows, m->layer[i].window);
             break;
         }
     if (m->n_experts > 1) printf("\nexperts     %d a layer, %d a token", m->n_experts, m->top_k);
     printf("\nvocabulary  %s\ncontext     %s\n", count_text((uint64_t)m->vocab, a),
            count_text((uint64_t)m->context, b));
     printf("parameters  %s, %s of them for each token\n", count_text(f->parameters, a), count_text(f->active, b));
-    printf("weights     %s bytes (%s)\n", count_text(f->bytes, a), size_text(f->bytes, b));
-    for (int i = 0; i < GROUPS; i++)
-        if (f->group[i].parameters)
-            printf("            %-20s  %-5s  %8s  %s parameters\n", f->group[i].name, f->group[i].encoding,
-                   size_text(f->group[i].bytes, a), count_text(f->group[i].parameters, b));
+}
+
+static void print_memory(const Facts *f, int context) {
+    char a[32], b[32], d[32];
     printf("cache       %s bytes a token, %s for a context of %s\n", count_text(f->cache, a),
            size_text(f->cache * (uint64_t)context, b), count_text((uint64_t)context, d));
     printf("GPU memory  about %s with that context\n", size_text(f->needed + f->cache * (uint64_t)context, a));
@@ -325,30 +338,34 @@ static void print_facts(const Checkpoint *c, const Facts *f, int context) {
 }
 
 /* Of a model that infer does not run: what its files say all the same. */
-static void foreign_facts(const char *dir, cJSON *out, bool json) {
+static void foreign_facts(const char *dir, Facts *f, bool text, cJSON *out) {
     Error e;
-    Bytes path = {0};
+    Bytes path = {0}, shown = {0};
     Tensors t;
-    char a[32], b[32];
     bytes_print(&path, "%s/config.json", dir);
     cJSON *config = json_read(path.data, 1 << 20, &e);
     const char *family = json_string(config, "model_type");
-    if (family) cJSON_AddStringToObject(out, "family", family);
-    if (family && !json) printf("family      %.60s\n", family);
+    if (family) {
+        bytes_shown(&shown, family, strlen(family), false);
+        cJSON_AddStringToObject(out, "family", shown.data);
+        if (text) printf("family      %s\n", shown.data);
+    }
     if (tensors_open(&t, dir, &e)) {
-        uint64_t values = 0, bytes = 0;
         for (int i = 0; i < t.n; i++) {
-            uint64_t n = 1;
-            for (int k = 0; k < t.tensor[i].dims; k++) n *= (uint64_t)t.tensor[i].shape[k];
-            values += n, bytes += t.tensor[i].size;
+            const Tensor *one = t.tensor + i;
+            Group *g = f->group;
+            while (g->encoding && g->encoding != one->dtype) g++;
+            if (!g->encoding) *g = (Group){.name = "tensors", .encoding = one->dtype}, f->groups++;
+            g->values += tensor_values(one);
+            g->bytes += one->size;
+            f->bytes += one->size;
         }
-        cJSON_AddNumberToObject(out, "tensors", t.n);
-        cJSON_AddNumberToObject(out, "bytes", (double)bytes);
-        if (!json) printf("tensors     %d, of %s values and %s\n", t.n, count_text(values, a), size_text(bytes, b));
+        show_weights(f, "values", text, out);
         tensors_close(&t);
     }
     cJSON_Delete(config);
     bytes_free(&path);
+    bytes_free(&shown);
 }
 
 /* The directory of a model that is here, or NULL: then it is for the hub. */
@@ -375,10 +392,12 @@ static bool inspect_at(const char *dir, int context, const Backend *backend, boo
         count_memory(&c.model, context, f);
         cJSON_AddStringToObject(out, "family", c.family);
         facts_json(&c, f, context, out);
-        if (!json) printf("family      %s\n", c.family), print_facts(&c, f, context);
+        if (!json) printf("family      %s\n", c.family), print_shape(&c, f);
+        show_weights(f, "parameters", !json, out);
+        if (!json) print_memory(f, context);
         checkpoint_close(&c);
     } else {
-        foreign_facts(dir, out, json);
+        foreign_facts(dir, f, !json, out);
         cJSON_AddStringToObject(out, "problem", e->text);
     }
     cJSON_AddBoolToObject(out, "supported", ok);
@@ -390,8 +409,8 @@ int inspect(int argc, char **argv, const Backend *backend) {
     Error e = {0};
     Outline outline = {0};
     bool json = false, ok = true;
-    int context = 0, left = parse_options(argc, argv, &json, &context);
-    if (left != 1) return left < 0 ? USAGE : usage("inspect", "one repository or directory is needed");
+    int context = 0;
+    if (!parse_options(argc, argv, 1, &json, &context)) return USAGE;
     const char *argument = argv[optind];
     char *dir = find_here(argument), a[24], b[24];
     uint64_t room = 0;
@@ -507,7 +526,7 @@ static void examine_hub(Doctor *d) {
     double begin = seconds();
     if (hub_offline())
         finding(d, "network", 0, NULL, "not tried: HF_HUB_OFFLINE is set");
-    else if (hub_get(h, url.data, 0, 0, 16 << 20, true, &body, NULL, &e))
+    else if (hub_get(h, url.data, 0, 0, 16 << 20, true, &body, NULL, &e) || e.code == BAD_MODEL)
         finding(d, "network", 0, NULL, "%s answers in %.0f ms", hub_endpoint(h), (seconds() - begin) * 1e3);
     else
         finding(d, "network", e.code, e.text, "%s", hub_endpoint(h));
@@ -517,9 +536,9 @@ static void examine_hub(Doctor *d) {
 }
 
 int doctor(int argc, char **argv, const Backend *backend) {
-    Doctor d = {.all = cJSON_CreateArray()};
-    int left = parse_options(argc, argv, &d.json, NULL);
-    if (left) return cJSON_Delete(d.all), left < 0 ? USAGE : usage("doctor", "it takes no argument");
+    Doctor d = {0};
+    if (!parse_options(argc, argv, 0, &d.json, NULL)) return USAGE;
+    d.all = cJSON_CreateArray();
     examine_gpus(&d, backend);
     examine_cache(&d);
     examine_hub(&d);

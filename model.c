@@ -548,9 +548,14 @@ static void describe(ModelEntry *m) {
                            : !strcmp(type, "float16")  ? "F16"
                                                        : "F32";
     const char *family = json_string(config, "model_type");
-    snprintf(m->family, sizeof m->family, "%s", family ? family : "");
+    Bytes shown = {0}; /* what a file says is not for the terminal to obey */
+    bytes_shown(&shown, family ? family : "", family ? strlen(family) : 0, false);
+    snprintf(m->family, sizeof m->family, "%s", shown.n ? shown.data : "");
+    shown.n = 0;
+    bytes_shown(&shown, encoding, strlen(encoding), false);
+    snprintf(m->encoding, sizeof m->encoding, "%s", shown.n ? shown.data : "");
+    bytes_free(&shown);
     m->complete = model_complete(m->path);
-    snprintf(m->encoding, sizeof m->encoding, "%s", encoding);
     for (char *c = m->encoding; *c; c++)
         if (*c >= 'a' && *c <= 'z') *c = (char)(*c - 32);
     cJSON_Delete(config);
@@ -640,17 +645,22 @@ static int by_entry_name(const void *a, const void *b) {
     return strcmp(((const ModelEntry *)a)->name, ((const ModelEntry *)b)->name);
 }
 
+void hub_home(Bytes *path) {
+    const char *home = getenv("HOME"), *hub = getenv("HF_HOME"), *all = getenv("XDG_CACHE_HOME");
+    if (hub && *hub)
+        bytes_text(path, hub);
+    else if (all && *all)
+        bytes_print(path, "%s/huggingface", all);
+    else
+        bytes_print(path, "%s/.cache/huggingface", home ? home : "");
+}
+
 void hub_cache(Bytes *path) {
-    const char *home = getenv("HOME"), *cache = getenv("HF_HUB_CACHE"), *hub = getenv("HF_HOME"),
-               *all = getenv("XDG_CACHE_HOME");
+    const char *cache = getenv("HF_HUB_CACHE");
     if (cache && *cache)
         bytes_text(path, cache);
-    else if (hub && *hub)
-        bytes_print(path, "%s/hub", hub);
-    else if (all && *all)
-        bytes_print(path, "%s/huggingface/hub", all);
     else
-        bytes_print(path, "%s/.cache/huggingface/hub", home ? home : "");
+        hub_home(path), bytes_text(path, "/hub");
 }
 
 int models_list(ModelEntry **out) {

@@ -51,7 +51,9 @@ void models_free(ModelEntry *list, int n);
 char *model_find(const char *argument, Error *e);
 /* Are config.json, tokenizer.json and all weights here? */
 bool model_complete(const char *dir);
-/* Appends where the hub's cache is: $HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub. */
+/* Appends where other tools of the hub keep their things, $HF_HOME or ~/.cache/huggingface, and where its cache is,
+ * $HF_HUB_CACHE or `hub` in there. */
+void hub_home(Bytes *path);
 void hub_cache(Bytes *path);
 
 #ifdef __cplusplus

@@ -168,7 +168,8 @@ static bool read_shards(Tensors *t, const char *dir, const char *index, const cJ
         if (!seen && t->files == MOST_FILES)
             ok = fail(e, BAD_MODEL, "%s: names more than %d files", index, MOST_FILES);
         else if (!seen && access(path.data, F_OK))
-            ok = fail(e, BAD_MODEL, "%s: missing, though %s names it: the download is incomplete; run it again",
+            ok = fail(e, BAD_MODEL,
+                      "%s: missing, though %s names it: the download is incomplete; infer download goes on with it",
                       path.data, index);
         else if (!seen)
             ok = read_file(t, path.data, e);
@@ -209,8 +210,8 @@ static bool open_directory(Tensors *t, const char *dir, Error *e) {
         ok = read_file(t, single.data, e);
     } else {
         fail(e, BAD_MODEL,
-             "%s: neither model.safetensors nor model.safetensors.index.json is here; is it a model directory, "
-             "downloaded whole?",
+             "%s: neither model.safetensors nor model.safetensors.index.json is here: it is no model directory, or its "
+             "download is incomplete; infer download goes on with it",
              dir);
     }
     bytes_free(&index);
