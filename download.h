@@ -1,12 +1,6 @@
-/* download.h: models from the hub into the hub's own cache layout, shared with other tools:
- *
- *   models--ORG--NAME/blobs/ID              a file's content; ID is its sha256, or its git hash if it is small
- *   models--ORG--NAME/snapshots/COMMIT/FILE a relative link to its blob
- *   models--ORG--NAME/refs/REVISION         the commit that a branch or tag was when it was fetched
- *   .locks/models--ORG--NAME/ID.lock        flock while the blob is fetched
- *
- * ID and COMMIT are checked hexadecimal digits, FILE is a checked relative path: nothing else that a server says is
- * ever part of a path. */
+/* download.h: the command that fetches models from the hub, and what others need of it. How they lie on disk: blob.h.
+ * Hashes and commits are checked hexadecimal digits, file names checked relative paths: nothing else that a server says
+ * is ever part of a path. */
 #ifndef DOWNLOAD_H
 #define DOWNLOAD_H
 

@@ -4,6 +4,7 @@
  * host and port of the endpoint, nothing leads from https to another scheme, and what the hub itself says of a file
  * (X-Repo-Commit, X-Linked-Etag, X-Linked-Size) stands in the answer that redirects to the content host. */
 #include "hub.h"
+#include "model.h"
 
 #include <ctype.h>
 #include <curl/curl.h>
@@ -90,37 +91,25 @@ static char *clean_token(const char *text, size_t n) {
     return n ? copy_text(text, n) : NULL;
 }
 
-/* As other tools find it: HF_TOKEN, the file HF_TOKEN_PATH, $HF_HOME/token. */
+/* As other tools find it: HF_TOKEN, the file HF_TOKEN_PATH, the file `token` in the hub's home. What was asked for must
+ * be there; a file that merely may be there is passed over. */
 static bool find_token(Hub *h, const char *file, Error *e) {
-    const char *text = environment("HF_TOKEN"), *home = environment("HF_HOME"), *cache = environment("XDG_CACHE_HOME");
+    const char *text = file ? NULL : environment("HF_TOKEN"), *named = environment("HF_TOKEN_PATH");
     Bytes path = {0}, content = {0};
-    bool named = file;
-    h->token_from = file ? "--token-file" : text ? "HF_TOKEN" : environment("HF_TOKEN_PATH") ? "HF_TOKEN_PATH" : NULL;
-    if (!file && text) {
-        if (!(h->token = clean_token(text, strlen(text))))
-            return fail(e, USAGE, "HF_TOKEN holds no token: it has characters that no token has");
-        return true;
-    }
-    if (!file) file = environment("HF_TOKEN_PATH");
-    if (file)
-        bytes_text(&path, file);
-    else if (home)
-        bytes_print(&path, "%s/token", home);
-    else if (cache)
-        bytes_print(&path, "%s/huggingface/token", cache);
+    if (file || named)
+        bytes_text(&path, file ? file : named);
     else
-        bytes_print(&path, "%s/.cache/huggingface/token", environment("HOME") ? environment("HOME") : "");
-    bool read = file_read(path.data, MOST_TOKEN, &content, e);
-    if (read) h->token = clean_token(content.data, content.n);
-    bool ok = h->token || !named || !read;
-    if (named && !read) ok = false, e->code = USAGE;
-    if (read && named && !h->token) fail(e, USAGE, "%s holds no token", path.data);
-    if (!h->token)
-        h->token_from = NULL;
-    else if (!h->token_from)
-        h->token_from = "the hub's token file";
+        hub_home(&path), bytes_text(&path, "/token");
+    bool read = !text && file_read(path.data, MOST_TOKEN, &content, e);
+    if (text || read) h->token = clean_token(text ? text : content.data, text ? strlen(text) : content.n);
+    if (h->token)
+        h->token_from = file ? "--token-file" : text ? "HF_TOKEN" : named ? "HF_TOKEN_PATH" : "the hub's token file";
+    else if (text || read)
+        fail(e, USAGE, "%s holds no token, or characters that no token has", text ? "HF_TOKEN" : path.data);
     bytes_free(&path);
     bytes_free(&content);
+    bool ok = h->token || !(file || text);
+    if (!ok) e->code = USAGE;
     return ok;
 }
 
@@ -138,8 +127,10 @@ Hub *hub_open(const char *token_file, Error *e) {
     h->ca_bundle = environment("CURL_CA_BUNDLE");
     h->multi = curl_multi_init();
     bool http = !strncmp(h->endpoint, "https://", 8) || !strncmp(h->endpoint, "http://", 7);
-    bool ok = (http && url_origin(h->endpoint, h->origin)) ||
-              fail(e, USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co and is '%.200s'", h->endpoint);
+    bool ok = !strchr(h->endpoint, '@') ||
+              fail(e, USAGE, "HF_ENDPOINT holds a password, which messages would show: HF_TOKEN is for secrets");
+    ok = ok && ((http && url_origin(h->endpoint, h->origin)) ||
+                fail(e, USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co and is '%.200s'", h->endpoint));
     if (ok && find_token(h, token_file, e)) return h;
     hub_close(h);
     return NULL;
@@ -176,6 +167,15 @@ void url_escape(Bytes *url, const char *text, bool slash_too) {
     }
 }
 
+bool url_unescape(char *text) {
+    int n = 0;
+    char *plain = curl_easy_unescape(NULL, text, 0, &n);
+    bool ok = plain && strlen(plain) == (size_t)n;
+    if (ok) memcpy(text, plain, (size_t)n + 1);
+    curl_free(plain);
+    return ok;
+}
+
 void hub_url(const Hub *h, Bytes *url, const char *path) {
     bytes_text(url, h->endpoint);
     url_escape(url, path, false);
@@ -183,37 +183,36 @@ void hub_url(const Hub *h, Bytes *url, const char *path) {
 
 /* ---- one answer ---- */
 
-static void header_text(const char *value, size_t n, char *out, size_t room) {
-    if (n >= 2 && *value == 'W' && value[1] == '/') value += 2, n -= 2; /* a weak etag */
-    if (n >= 2 && *value == '"' && value[n - 1] == '"') value++, n -= 2;
-    snprintf(out, room, "%.*s", (int)n, value);
-}
-
-static int64_t header_number(const char *text) {
-    char *end;
-    long long n = strtoll(text, &end, 10);
-    return end > text && n >= 0 ? n : -1;
+static bool same_etag(const char *etag, const char *id) {
+    size_t n = strlen(id);
+    if (!strncmp(etag, "W/", 2)) etag += 2; /* a weak one */
+    if (*etag == '"') etag++;
+    return !strncmp(etag, id, n) && (!etag[n] || !strcmp(etag + n, "\""));
 }
 
 /* The answer's head is complete: does it contradict what was asked for? False ends the request with its error. */
 static bool check_head(Request *r) {
+    const char *commit = r->header[REPO_COMMIT], *etag = r->header[LINKED_ETAG];
+    long long begin = -1, total = -1, size = -1;
+    sscanf(r->header[LINKED_SIZE], "%lld", &size);
+    sscanf(r->header[CONTENT_RANGE], "bytes %lld-%*[0-9]/%lld", &begin, &total);
     if (r->at_hub && r->status < 400) {
-        if (r->commit && *r->repo_commit && strcmp(r->repo_commit, r->commit))
-            return fail(&r->e, NO_NETWORK, "the hub answers with commit '%.60s' instead of %s: try again",
-                        r->repo_commit, r->commit);
-        if (r->id && *r->linked_etag && strcmp(r->linked_etag, r->id))
+        if (r->commit && *commit && strcmp(commit, r->commit))
+            return fail(&r->e, NO_NETWORK, "the hub answers with commit '%.60s' instead of %s: try again", commit,
+                        r->commit);
+        if (r->id && *etag && !same_etag(etag, r->id))
             return fail(&r->e, NO_NETWORK, "the hub's X-Linked-Etag is '%.70s', its list of files says %s: try again",
-                        r->linked_etag, r->id);
-        if (r->size && r->linked_size >= 0 && (uint64_t)r->linked_size != r->size)
+                        etag, r->id);
+        if (r->size && size >= 0 && (uint64_t)size != r->size)
             return fail(&r->e, NO_NETWORK, "the hub's X-Linked-Size is %lld, its list of files says %llu: try again",
-                        (long long)r->linked_size, (unsigned long long)r->size);
+                        size, (unsigned long long)r->size);
     }
     if (r->status == 206) {
-        if (r->begin != (int64_t)r->from || (r->size && r->total >= 0 && (uint64_t)r->total != r->size))
+        if (begin != (long long)r->from || (r->size && total >= 0 && (uint64_t)total != r->size))
             return fail(
                 &r->e, NO_NETWORK,
-                "a server answers with byte %lld of %lld where byte %llu of %llu was asked for: try again later",
-                (long long)r->begin, (long long)r->total, (unsigned long long)r->from, (unsigned long long)r->size);
+                "a server answers with byte %lld of %lld where byte %llu of %llu was asked for: try again later", begin,
+                total, (unsigned long long)r->from, (unsigned long long)r->size);
         r->at = r->from;
     } else if (r->status == 200) {
         r->at = 0;
@@ -224,41 +223,25 @@ static bool check_head(Request *r) {
 }
 
 static size_t on_header(char *line, size_t size, size_t n, void *data) {
+    static const char *const names[HEADERS] = {"Link",          "X-Error-Code",  "X-Repo-Commit",
+                                               "X-Linked-Etag", "X-Linked-Size", "Content-Range"};
     Request *r = data;
     size_t all = size * n;
-    char text[MOST_HEADER_TEXT];
     if (all >= 5 && !strncmp(line, "HTTP/", 5)) { /* also the head after a "100 Continue" or a proxy's */
         r->status = 0;
-        r->begin = r->total = r->linked_size = -1;
-        *r->error_code = *r->repo_commit = *r->linked_etag = *r->link = 0;
+        memset(r->header, 0, sizeof r->header);
     }
-    while (n && strchr("\r\n", line[n - 1])) n--;
+    for (n = all; n && strchr("\r\n", line[n - 1]);) n--;
     if (!n && r->status) return all; /* behind a trailer */
     if (!n) {
         curl_easy_getinfo(r->easy, CURLINFO_RESPONSE_CODE, &r->status);
         return check_head(r) ? all : 0;
     }
-    const char *colon = memchr(line, ':', n), *value = colon ? colon + 1 : NULL;
-    if (!colon) return all;
-    while (value < line + n && *value == ' ') value++;
-    size_t name = (size_t)(colon - line), length = (size_t)(line + n - value);
-    const struct {
-        const char *name;
-        char *out;
-        size_t room;
-    } wanted[] = {{"X-Error-Code", r->error_code, sizeof r->error_code},
-                  {"X-Repo-Commit", r->repo_commit, sizeof r->repo_commit},
-                  {"X-Linked-Etag", r->linked_etag, sizeof r->linked_etag},
-                  {"Link", r->link, sizeof r->link}};
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        if (strlen(wanted[i].name) == name && !strncasecmp(line, wanted[i].name, name))
-            header_text(value, length, wanted[i].out, wanted[i].room);
-    snprintf(text, sizeof text, "%.*s", (int)length, value);
-    if (name == 13 && !strncasecmp(line, "X-Linked-Size", name)) r->linked_size = header_number(text);
-    if (name == 13 && !strncasecmp(line, "Content-Range", name) && !strncasecmp(text, "bytes ", 6)) {
-        const char *slash = strchr(text, '/');
-        r->begin = header_number(text + 6);
-        r->total = slash ? header_number(slash + 1) : -1;
+    for (int i = 0; i < HEADERS; i++) {
+        size_t at = strlen(names[i]);
+        if (n <= at || line[at] != ':' || strncasecmp(line, names[i], at)) continue;
+        while (++at < n && line[at] == ' ') {}
+        snprintf(r->header[i], sizeof r->header[i], "%.*s", (int)(n - at), line + at);
     }
     return all;
 }
@@ -388,7 +371,7 @@ static bool again(Hub *h, Request *r, CURLcode code) {
 static void refuse(Hub *h, Request *r) {
     Error *e = &r->e;
     char host[300];
-    const char *code = r->error_code, *page = h->endpoint, *name = h->repository;
+    const char *code = r->header[ERROR_CODE], *page = h->endpoint, *name = h->repository;
     const char *token =
         h->token ? "the token that was given may not read it" : "a private one needs a token: HF_TOKEN or --token-file";
     if (!r->at_hub) {
@@ -399,7 +382,8 @@ static void refuse(Hub *h, Request *r) {
              h->token ? "and use a token of that account (the one given has no access yet)"
                       : "and give a token of that account: HF_TOKEN or --token-file");
     } else if (!strcmp(code, "RevisionNotFound")) {
-        fail(e, BAD_MODEL, "%s has no revision '%s'; those it has: %s/%s/tree/main", name, h->revision, page, name);
+        fail(e, BAD_MODEL, "%s has no revision '%s' (a commit needs its 40 digits); those it has: %s/%s/tree/main",
+             name, h->revision, page, name);
     } else if (!strcmp(code, "EntryNotFound")) {
         fail(e, BAD_MODEL, "%s lacks a file at revision %s: see %s/%s/tree/%s", name, h->revision, page, name,
              h->revision);
@@ -487,7 +471,7 @@ bool hub_get(Hub *h, const char *url, uint64_t from, uint64_t to, size_t most, b
     while (!ended && !interrupted) ended = hub_step(h, 100);
     if (!ended) fail(&r->e, INTERRUPTED, "interrupted");
     if (r->e.code) *e = r->e;
-    if (link) memcpy(link, r->link, sizeof r->link);
+    if (link) memcpy(link, r->header[LINK], MOST_HEADER_TEXT);
     bool ok = !r->e.code;
     request_free(h, r);
     return ok;

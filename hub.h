@@ -6,6 +6,8 @@
 #include "base.h"
 
 enum { MOST_HEADER_TEXT = 2048 };
+/* what is read of an answer's head */
+enum { LINK, ERROR_CODE, REPO_COMMIT, LINKED_ETAG, LINKED_SIZE, CONTENT_RANGE, HEADERS };
 
 typedef struct Hub Hub;
 typedef struct Request Request;
@@ -25,15 +27,14 @@ struct Request { /* one GET, over redirects and retries, until it has all bytes 
     bool whole;   /* the server ignores ranges: the bytes come from 0 on */
     bool dropped; /* the sink needs no more of it: no error */
     long status;
-    char link[MOST_HEADER_TEXT]; /* the Link header */
-    Error e;                     /* e.code 0: all went well */
+    char header[HEADERS][MOST_HEADER_TEXT];
+    Error e; /* e.code 0: all went well */
 
     /* of hub.c */
     void *easy, *headers;
-    char *now;                         /* where it is asked after redirects */
-    uint64_t at;                       /* the next byte */
-    int64_t begin, total, linked_size; /* of Content-Range and X-Linked-Size, or -1 */
-    char error_code[64], repo_commit[80], linked_etag[80], problem[256];
+    char *now;   /* where it is asked after redirects */
+    uint64_t at; /* the next byte */
+    char problem[256];
     int redirects, tries;
     double when; /* it may begin */
     bool running, at_hub;
@@ -48,9 +49,11 @@ const char *hub_endpoint(const Hub *h);
 const char *hub_token(const Hub *h); /* where it was found, never the token itself; or NULL */
 bool hub_offline(void);              /* HF_HUB_OFFLINE forbids the network */
 bool hub_same_origin(const Hub *h, const char *url);
-/* Appends the endpoint and a path; %-escapes what a URL cannot hold, in `segment` a slash too. */
+/* Appends the endpoint and a path; %-escapes what a URL cannot hold, and a slash where it is text. */
 void hub_url(const Hub *h, Bytes *url, const char *path);
 void url_escape(Bytes *url, const char *text, bool slash_too);
+/* Undoes it in place; false if there is a NUL. */
+bool url_unescape(char *text);
 
 void hub_start(Hub *h, Request *r);
 /* Works for at most `milliseconds`; returns a request that has ended, well or not, or NULL. */

@@ -14,7 +14,7 @@ import sys
 import time
 
 from fake_hub import FakeHub, File
-from helpers import (HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, each, environment, expect, infer,
+from helpers import (HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, copy_model, each, environment, expect, infer,
                      read_json, read_safetensors, refused, safetensors, same, start)
 
 TOKEN = "hf_TheSecretOfTheTests"
@@ -91,6 +91,7 @@ def test_download(folder):
         snapshot = cache / "snapshots" / hub.commit
         same(r.text, f"{snapshot}\n", "stdout")
         same((cache / "refs" / "main").read_text(), hub.commit, "refs/main")
+        same({q.headers["Accept-Encoding"] for q in hub.requests}, {"identity"}, "Accept-Encoding")
         same(os.readlink(folder / ".cache/infer/models/org--model"), str(snapshot), "the link for infer")
         hub.clear()
         fetch(hub, folder)
@@ -138,17 +139,37 @@ def test_selection(folder):
         each(SELECTIONS, check)
         refuses(hub, folder, "--include", "*.zip", code=3, words=["--include"])
     with FakeHub({"README.md": b"x"}) as hub:
-        refuses(hub, folder, code=3, words=["--all"])
+        refuses(hub, folder, code=3, words=["none of the 1 files", "--all"])
+    with FakeHub({}) as hub:
+        refuses(hub, folder, "--all", code=3, words=["none of the 0 files"])
+
+
+def test_names(folder):
+    """Names that a URL, a shell or a pattern could take for something else; empty files."""
+    names = ["a b", "50%25 off", "%2e%2e", "é 日本", "😀", "a+b&c=d#e?f", "q'\"$(x)", "[a]*", "-x", ".hidden", "a@b", "..."]
+    files = {f"{name}.safetensors": (b"x" * i) * 1000 for i, name in enumerate(names)}
+    with FakeHub({**SMALL, **files, "sub dir/ü%.md": b"", "large": File(b"", large=True)}) as hub:
+        fetch(hub, folder, "--all")
+        check_whole(hub, folder)
+        listed = fetch(hub, folder, "--all", "--dry-run").text
+        expect(all(f"{name}.safetensors " in listed for name in names), listed)
+        for url, name in (("blob/main/a%20b.safetensors", "a b.safetensors"), ("resolve/main/a@b.safetensors?download=true",
+                          "a@b.safetensors"), ("blob/main/sub%20dir/%C3%BC%25.md", "sub dir/ü%.md")):
+            home = folder / name.replace("/", "-")
+            infer("download", f"{hub.url}/org/model/{url}", env=env_of(hub, home))
+            check_whole(hub, home, [name])
 
 
 def test_arguments(folder):
     with FakeHub({**SMALL, "sub/x.md": b"x"}) as hub:
-        hub.revisions.add("refs/pr/1")
+        hub.revisions |= {"refs/pr/1", "v1.0"}
         commit, url = hub.commit, hub.url
         accepted = [("org/model@main", "main"), ("org/model@" + commit, None), (f"{url}/org/model", "main"),
                     (f"{url}/org/model/", "main"), (f"{url}/org/model/tree/main", "main"),
                     (f"{url}/org/model/tree/{commit}?x#y", None), ("https://huggingface.co/org/model", "main"),
-                    ("https://hf.co/org/model", "main"), ("org/model@refs/pr/1", "refs/pr/1")]
+                    ("https://hf.co/org/model", "main"), ("org/model@refs/pr/1", "refs/pr/1"),
+                    ("org/model@v1.0", "v1.0"), (f"{url}/org/model@v1.0", "v1.0"),
+                    (f"{url}/org/model/tree/refs%2Fpr%2F1", "refs/pr/1")]
         for i, (argument, ref) in enumerate(accepted):
             home = folder / str(i)
             infer("download", argument, env=env_of(hub, home))
@@ -159,14 +180,16 @@ def test_arguments(folder):
         check_whole(hub, folder, ["sub/x.md"])
         for argument in ("", "../x", "org/..", "a/b/c", "org/mo--del", "/etc", "-x/y", "org/", "/model", "org/mo del",
                          "org/model@../../x", "org/model@", "https://example.com/org/model", f"{url}/datasets/a/b",
-                         "org/m\x1b", "o" * 3000):
+                         "org/m\x1b", "o" * 3000, f"{url}/org/model/tree/a%00", f"{url}/org/model/tree/..%2F..%2Fx"):
             refused("download", "--", argument, code=2, env=env_of(hub, folder))
-        for args in (["--jobs", "0"], ["--jobs", "x"], ["--revision", "../x"], ["--nothing"],
+        refuses(hub, folder, "--revision", commit[:7], code=3, words=["40 digits"])
+        for args in (["--jobs", "0"], ["--jobs", "x"], ["--jobs", "4x"], ["--revision", "../x"], ["--nothing"],
                      ["--token-file", "/nowhere"]):
             expect(fetch(hub, folder, *args, code=2).err, "no message")
-        for endpoint in ("ftp://x", "file:///etc", "nothing", "http://"):
-            refused("download", "org/model", code=2, env=env_of(hub, folder, HF_ENDPOINT=endpoint),
-                    words=["HF_ENDPOINT"])
+        for endpoint in ("ftp://x", "file:///etc", "nothing", "http://", url.replace("//", "//user:password@")):
+            r = refused("download", "org/model", code=2, env=env_of(hub, folder, HF_ENDPOINT=endpoint),
+                        words=["HF_ENDPOINT"])
+            expect("password@" not in r.err, r.err)
 
 
 # ---- what can go wrong with the hub
@@ -292,6 +315,7 @@ FAULTS = [  # what goes wrong, how, exit code or FINE if the download must survi
     ("name ./a", in_listing(path="./a"), 3, ["refused"]),
     ("name with a line feed", in_listing(path="a\nb.safetensors"), 3, ["refused"]),
     ("name with an escape", in_listing(path="\x1b[2J.safetensors"), 3, ["refused"]),
+    ("name with an escape of one character", in_listing(path="\x9b2J.safetensors"), 3, ["refused"]),
     ("name of 300 letters", in_listing(path="a" * 300 + ".safetensors"), 3, ["refused"]),
     ("no name", in_listing(path=None), 3, ["refused"]),
     ("a name twice", in_listing("tokenizer.json", path="config.json"), 3, ["config.json", "twice"]),
@@ -386,6 +410,11 @@ def test_resume(folder):
         fetch(hub, folder / "other")
         check_whole(hub, folder / "other")
         check_sent(hub, big.size - SEGMENT - 12345)
+        (blobs / big.id).unlink()
+        for suffix in ("incomplete", "partial"):  # both: ours goes on, and neither is left behind
+            (blobs / f"{big.id}.{suffix}").write_bytes(big.bytes()[:SEGMENT])
+        fetch(hub, folder / "other")
+        check_whole(hub, folder / "other")
         for damage in (lambda p: p.write_bytes(bytes(1 << 20)),         # wrong bytes from the beginning
                        lambda p: p.write_bytes(bytes(big.size + 24)),   # a journal that counts nothing
                        lambda p: p.write_bytes(bytes(big.size) + b"\xff" * 24),
@@ -484,6 +513,11 @@ def test_token(folder):
         expect(hub.asked("canary"), "the canary was not asked")
         same(tokens("canary"), {None}, "what the canary saw")
         same({q.sent_token() for q in hub.requests if "canary" in q.path}, {None}, "what another name saw")
+        hub.clear()
+        hub.fault = lambda q: q.redirect(hub.canary.replace("//", f"//{hub.url[7:]}@")) if q.host == "hub" else None
+        refuses(hub, folder / "1", env={"HF_TOKEN": TOKEN})
+        expect(TOKEN not in str([dict(q.headers) for q in hub.requests if q.host == "canary"]) and hub.asked("canary"),
+               "a canary behind a user's name saw the token")
         hub.fault = None
         r = refuses(hub, folder / "2", code=3, env={"HF_TOKEN": "hf_wrong"}, words=["the token that was given"])
         expect("hf_wrong" not in r.err, "the wrong token is shown")
@@ -516,6 +550,15 @@ def test_tls(folder):
             hub.fault = fault(lambda q: q.redirect(plain.url + "/x"))
             refuses(hub, folder / "1", env=env, words=["redirects to http,", "https"])
         same(plain.asked(), 0, "requests without TLS")
+        hub.fault = None
+        hub.clear()
+        fetch(hub, folder / "2", env={**env, "HTTPS_PROXY": plain.canary})
+        check_whole(hub, folder / "2")
+        same({q.command for q in plain.requests}, {"CONNECT"}, "what the proxy was asked for")
+        expect(TOKEN not in str([dict(q.headers) for q in plain.requests]), "the proxy saw the token")
+        same({q.sent_token() for q in hub.requests if q.host == "hub"}, {TOKEN}, "what the hub saw")
+        r = refuses(hub, folder / "3", env={**env, "HTTPS_PROXY": "http://user:password@127.0.0.1:1"}, words=["proxy"])
+        expect("password" not in r.err, r.err)
 
 
 # ---- what can go wrong with the disk
@@ -612,6 +655,15 @@ def test_list_and_rm(folder):
         expect("org/model" in text and "complete" in text and "gpt_oss" in text, text)
         refused("tokenize", "org/modle", env=env, words=["did you mean org/model?"])
         refused("tokenize", "something/else", env=env, words=["org/model", "infer download"])
+        offline = {**env, "HF_HUB_OFFLINE": 1}
+        hub.clear()
+        infer("play", "org/model", "-p", "hello", "--max-tokens", "200", env=offline, cwd=folder)
+        weights = cache_of(hub, folder) / "snapshots" / hub.commit / WEIGHTS
+        weights.unlink()
+        refused("play", "org/model", "-p", "hello", env=offline, cwd=folder, words=["incomplete", "infer download"])
+        refuses(hub, folder, env={"HF_HUB_OFFLINE": 1}, words=["HF_HUB_OFFLINE"])
+        same(hub.asked(), 0, "requests while offline")
+        fetch(hub, folder)
         refused("rm", "something/else", env=env, cwd=folder)
         for bad in ("../x", "/", ".", "org/../x", ""):
             refused("rm", bad, env=env, cwd=folder, code=2)
@@ -649,10 +701,20 @@ def test_inspect(folder):
             expect(word in text, f"lacks {word}: {text}")
         same([*(folder / "tmp").iterdir()], [], "what was left")
         refused("inspect", "org/nothing", env=env, words=["/org/nothing"])
-        config = {**read_json(PARROT / "config.json"), "model_type": "zebra"}
+        config = {**read_json(PARROT / "config.json"), "model_type": "zebra\x1b[2J\x9b"}
         hub.files["config.json"] = File(json.dumps(config).encode())
         r = infer("inspect", "org/parrot", env=env, code=3)
         expect("zebra" in r.text and "not supported" in r.err, r.text + r.err)
+        foreign = json.loads(infer("inspect", "org/parrot", "--json", env=env, code=3).text)
+        tensors = [t for name, t in header.items() if name != "__metadata__"]
+        expected = {d: sum(t["data_offsets"][1] - t["data_offsets"][0] for t in tensors if t["dtype"] == d)
+                    for d in {t["dtype"] for t in tensors}}
+        same({g["encoding"]: g["bytes"] for g in foreign["groups"]}, expected, "encodings")
+        same((foreign["family"], foreign["supported"]), ("zebra?[2J?", False), "family")
+        copy = copy_model(PARROT, folder, config={"model_type": config["model_type"]}, name="models/strange")
+        listed = infer("list", cwd=folder, env=env).text
+        expect("zebra?[2J?" in listed and "strange" in listed and copy.exists(), listed)
+        expect(all(f"{d} " in r.text for d in expected), r.text)
         hub.files["config.json"] = File(SMALL["config.json"])
         wrong = [("a header beyond the file", b"\xff" * 7 + b"\0" + values), ("no header", bytes(8) + values),
                  ("no JSON", safetensors("{", values)), ("7 bytes", b"1234567")]
@@ -718,10 +780,11 @@ def test_offer(folder):
             t.send("n\n")
             same(t.ended(), 3, "exit code")
         same(hub.asked(), 0, "requests after a no")
+        fetch(hub, folder, "--include", "*.json")
         with in_terminal(hub, folder, "play", "org/model", "-p", "hello", "--max-tokens", "200") as t:
-            t.wait("Download it? [y/N] ")
+            t.wait("is not here whole. Download it? [y/N] ")
             t.send("y\n")
-            t.wait("✓ tokenizer.json", "Generated at")
+            t.wait("✓ model.safetensors", "Generated at")
             same(t.ended(), 0, "exit code")
 
 
