@@ -41,22 +41,21 @@ const char play_help[] =
     "      --date D              the date that the model is told (default today; none: not told)\n"
     "      --json                one answer as a JSON object\n";
 
-static const char loop_help[] =
-    "/retry             answer the last question again\n"
-    "/undo              take it back, and its answer\n"
-    "/clear             forget the conversation\n"
-    "/system [TEXT]     show or change the instructions (none: take them away)\n"
-    "/effort [LEVEL]    show or change how long it thinks: low, medium or high\n"
-    "/set [NAME VALUE]  show or change a setting, temperature for one\n"
-    "/stats             figures of the last answer\n"
-    "/context           how full the context is\n"
-    "/prompt            what the model reads, exactly\n"
-    "/save [FILE]       keep the conversation\n"
-    "/load FILE         go on with a kept one\n"
-    "/help              this list\n"
-    "/exit              leave, as Ctrl+D does\n"
-    "\"\"\" begins and ends a text of several lines.\n"
-    "Ctrl+C stops an answer and keeps what is there; at the prompt it clears the line.\n";
+static const char loop_help[] = "/retry             answer the last question again\n"
+                                "/undo              take it back, and its answer\n"
+                                "/clear             forget the conversation\n"
+                                "/system [TEXT]     show or change the instructions (none: take them away)\n"
+                                "/effort [LEVEL]    show or change how long it thinks: low, medium or high\n"
+                                "/set [NAME VALUE]  show or change a setting, temperature for one\n"
+                                "/stats             figures of the last answer\n"
+                                "/context           how full the context is\n"
+                                "/prompt            what the model reads, exactly\n"
+                                "/save [FILE]       keep the conversation\n"
+                                "/load FILE         go on with a kept one\n"
+                                "/help              this list\n"
+                                "/exit              leave, as Ctrl+D does\n"
+                                "\"\"\" begins and ends a text of several lines.\n"
+                                "Ctrl+C stops an answer and keeps what is there; at the prompt it clears the line.\n";
 
 typedef struct {
     size_t prompt, reused, tokens, thinking;

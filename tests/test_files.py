@@ -1,7 +1,9 @@
 """Files that are wrong, one thing each: safetensors, index, config.json, tokenizer.json. Refusing one takes one line
 that names the file and what is wrong in it, exit code 3, and no time; FINE are odd files that must be read."""
 import json
+import math
 import os
+import re
 import struct
 
 from helpers import (FIXTURES, PARROT, PLAIN, changed, copy_model, data, each, expect, ids_of, infer, read_json,
@@ -440,6 +442,57 @@ def test_config_is_strict_json(folder):
 
 def test_tokenizer_is_strict_json(folder):
     lax_cases(folder, "tokenizer.json", lambda model: infer("tokenize", model, stdin="x"), "tokenize")
+
+
+def published(config):
+    """{name: (dtype, shape)} of a published gpt-oss checkpoint, as its model card says."""
+    dim, ffn, n = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    q, kv = (config[heads] * config["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
+    layer = {"input_layernorm.weight": [dim], "post_attention_layernorm.weight": [dim], "mlp.router.weight": [n, dim],
+             "mlp.router.bias": [n], "self_attn.sinks": [config["num_attention_heads"]]}
+    for name, rows, cols in (("q", q, dim), ("k", kv, dim), ("v", kv, dim), ("o", dim, q)):
+        layer |= {f"self_attn.{name}_proj.weight": [rows, cols], f"self_attn.{name}_proj.bias": [rows]}
+    for name, rows, cols in (("gate_up", 2 * ffn, dim), ("down", dim, ffn)):
+        layer |= {f"mlp.experts.{name}_proj_{what}": [n, rows, *rest] for what, rest in (
+            ("blocks", [cols // 32, 16]), ("scales", [cols // 32]), ("bias", []))}
+    shapes = {f"model.layers.{i}.{k}": v for i in range(config["num_hidden_layers"]) for k, v in layer.items()}
+    shapes |= {"model.norm.weight": [dim], **dict.fromkeys(["model.embed_tokens.weight", "lm_head.weight"],
+                                                           [config["vocab_size"], dim])}
+    return {k: ("U8" if k.endswith(("_blocks", "_scales")) else "BF16", v) for k, v in shapes.items()}
+
+
+def write_outline(path, tensors):
+    """A safetensors file whose data is a hole; returns its size."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + (1 if dtype == "U8" else 2) * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    path.write_bytes(safetensors(header, b""))
+    os.truncate(path, path.stat().st_size + end)
+    return end
+
+
+def test_published_models_fit_their_config(folder):
+    """The published config.json with every tensor in its place, 20b by its published index too. The data is a hole."""
+    def check(name, source, parameters, layers):
+        model, index = folder / name, source / "model.safetensors.index.json"
+        model.mkdir()
+        (model / "config.json").write_text((source / "config.json").read_text())
+        tensors = published(read_json(source / "config.json"))
+        if index.exists():
+            shards = read_json(index)
+            same(sorted(tensors), sorted(shards["weight_map"]), "names")
+            same(sum(write_outline(model / shard, {k: v for k, v in tensors.items() if shards["weight_map"][k] == shard})
+                     for shard in set(shards["weight_map"].values())), shards["metadata"]["total_size"], "bytes")
+            (model / index.name).write_text(index.read_text())
+        else:
+            write_outline(model / "model.safetensors", tensors)
+        shown = infer("inspect", model, program=PLAIN).text
+        for line in (rf"layers +{layers}, 2,880 wide; 64 query and 8 key/value heads of 64; {layers // 2} of the layers see "
+                     "128 positions", "vocabulary +201,088", "context +131,072", f"parameters +{parameters}"):
+            expect(re.search(line, shown), f"no {line!r} in {shown}")
+    each([("20b", data("gpt-oss-20b"), "20,914,757,184, ", 24),
+          ("120b", data("configs", "gpt-oss-120b"), "116,829,156,672, ", 36)], check)
 
 
 def test_small_files_of_a_model(folder):
