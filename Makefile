@@ -92,8 +92,10 @@ build/fuzz/%: tests/fuzz_%.c $(CORE) tests/reference.c $(wildcard *.h tests/*.h)
 	@mkdir -p $(@D)
 	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter %.c,$^) -o $@ $(LIBS)
 
-verify: reference
-	python3 tests/verify.py ./infer-reference $(MODEL)
+verify:
+	$(if $(MODEL),,$(error make verify MODEL=DIR: where are the weights of gpt-oss-20b?))
+	$(MAKE) $(if $(GPU),infer,reference)
+	python3 tests/verify.py $(if $(GPU),./infer,./infer-reference) $(MODEL)
 
 install: all
 	install -d $(DESTDIR)$(PREFIX)/bin

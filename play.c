@@ -222,6 +222,7 @@ static void stopper_push(Stopper *s, const char *text, size_t n, bool last, Byte
 
 typedef struct { /* how an answer is shown while it is written */
     Session *s;
+    const Reader *reader;   /* with a chat format */
     bool any;               /* something was shown */
     Part part;              /* what was shown last */
     char last;              /* the last byte */
@@ -234,8 +235,16 @@ static void end_line(Screen *screen) {
     fflush(stdout);
 }
 
-static void show(Screen *screen, Part part, const char *text, size_t n) {
+static void put_label(FILE *f, const Screen *screen, Part part) {
     static const char *const label[] = {"thinking: ", "Assistant: ", "Assistant: ", "tool call: "};
+    const char *to = screen->reader ? screen->reader->now.recipient : NULL;
+    fputs(label[part], f);
+    if (part != CALL || !to) return;
+    put_text(f, to, strlen(to));
+    fputs(" ", f);
+}
+
+static void show(Screen *screen, Part part, const char *text, size_t n) {
     const Session *s = screen->s;
     bool aside = part == REASONING || part == CALL;
     if (s->o.json) {
@@ -248,7 +257,7 @@ static void show(Screen *screen, Part part, const char *text, size_t n) {
     bool begins = !screen->any || part != screen->part;
     if (begins) end_line(screen);
     if (aside && s->colour) fputs("\033[2m", f);
-    if (begins && (s->loop || part != ANSWER)) fputs(label[part], f);
+    if (begins && (s->loop || part != ANSWER)) put_label(f, screen, part);
     put_text(f, text, n);
     if (aside && s->colour) fputs("\033[0m", f);
     fflush(f);
@@ -387,8 +396,10 @@ static bool answer(Session *s, Screen *screen, Error *e) {
         return ok || (s->text.n = length, false);
     }
     reader_init(&reader, &s->chat);
+    screen->reader = &reader;
     bool ok = chat_render(&s->chat, &s->talk, true, &ids, e) && generate(s, &ids, &reader, screen, e);
     if (ok) keep_answer(s, &reader, screen);
+    screen->reader = NULL;
     reader_free(&reader);
     ids_free(&ids);
     if (ok && s->talk.messages == before)

@@ -582,7 +582,8 @@ def test_a_call_survives_save_and_load(folder):
     with play() as t:
         t.say(f"/load {folder}/a.json", "Loaded")
         shown = t.say(turn["user"], "[Generated")
-        expect(turn["call"]["arguments"] in shown and "tool call" in shown, f"shown {shown!r}")
+        call = f"tool call: functions.{turn['call']['name']} {turn['call']['arguments']}"
+        expect(call in shown, f"shown {shown!r}")
         before = t.say("/prompt")
         expect(before.startswith(turn["prompt"] + turn["completion"]), f"/prompt {before[-200:]!r}")
         t.say(f"/save {folder}/b.json", "Saved")

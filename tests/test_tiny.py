@@ -29,7 +29,7 @@ def load(t, folder, c):
 
 
 def ask(t, question):
-    """Asks; returns what was said, without the reasoning, or the arguments of a call."""
+    """Asks; returns what was said, without the reasoning, or a call."""
     shown = t.say(question, "[Generated")
     said = [part for part in re.findall(r"(?:^|\n)(?:Assistant|tool call): (.*)", shown)]
     return said[-1].strip() if said else shown
@@ -74,7 +74,7 @@ def test_the_calculator(folder):
     question, arguments = "What is 123 * 456?", '{"expression":"123*456"}'
     with tiny() as t:
         load(t, folder, c)
-        same(ask(t, question), arguments, "call")
+        same(ask(t, question), "functions.calculator " + arguments, "call")
     call = {"id": "call_0", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
     c["messages"] = [{"role": "user", "content": question},
                      {"role": "assistant", "content": None, "tool_calls": [call],
