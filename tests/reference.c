@@ -1,6 +1,6 @@
-/* reference.c: the border of infer.h in plain C, to be read beside infer.cu: the same functions in the same order, by
- * the same names, without anything that makes them fast. Sums are doubles, everything between stages is a float. The
- * oracle of the tests, and `infer-reference` for readers without a GPU.
+/* reference.c: the border of infer.h in plain C, to be read beside infer.cu and the kernels of few.cuh and many.cuh:
+ * the same steps in the same order, without anything that makes them fast. Sums are doubles, everything between stages
+ * is a float. The oracle of the tests, and `infer-reference` for readers without a GPU.
  *
  * Arrays of a step have one row for each of the T tokens of the batch; a row is computed from that token alone and from
  * the cache, so batching and chunking cannot change a bit of it. */
@@ -402,7 +402,7 @@ static void forward(Reference *r, const Batch *b, Step *step) {
     const Model *m = r->m;
     r->b = b;
     r->tokens = b->first[b->seqs];
-    size_t kv = (size_t)(m->n_layers * PAGE * m->n_kv_heads * m->head_dim);
+    size_t kv = (size_t)m->n_layers * PAGE * (size_t)(m->n_kv_heads * m->head_dim);
     for (int s = 0; s < b->seqs; s++)
         for (int t = b->first[s]; t < b->first[s + 1]; t++) {
             int p = b->start[s] + t - b->first[s];
@@ -429,7 +429,8 @@ static void read_weights(const Model *m, void (*progress)(uint64_t, uint64_t)) {
         for (int j = 0; j < (i < m->n_layers ? 8 : 2); j++) {
             const Linear *w = i < m->n_layers ? of_layer[j] : ends[j];
             float *row = allocate((size_t)w->cols * sizeof *row);
-            for (int r = 0; r < w->n * w->rows; r++) decode_row(w, r / w->rows, r % w->rows, row);
+            for (int n = 0; n < w->n; n++)
+                for (int r = 0; r < w->rows; r++) decode_row(w, n, r, row);
             free(row);
             progress(done += linear_bytes(w), total);
         }
