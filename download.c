@@ -280,7 +280,7 @@ static void draw(Download *d) {
     char have[24], size[24], line[100];
     if (since < (d->terminal ? 0.1 : 10)) return;
     int columns = !ioctl(STDERR_FILENO, TIOCGWINSZ, &window) && window.ws_col ? window.ws_col : 80, shown = 0;
-    int name = columns - 60 > 40 ? 40 : columns - 60 < 12 ? 12 : columns - 60, bar = columns - name - 40;
+    int name = columns - 48 > 40 ? 40 : columns - 48 < 12 ? 12 : columns - 48, bar = columns - name - 34;
     uint64_t done = 0;
     for (int i = 0; i < d->files; i++) done += d->file[i].done;
     double last = d->fetched > done ? 0 : (double)(done - d->fetched) / since; /* a spoiled file is taken back */
