@@ -469,12 +469,11 @@ static void finding(Doctor *d, const char *what, int code, const char *cure, con
 
 static void examine_gpus(Doctor *d, const Backend *backend) {
     Devices *v = allocate_zero(1, sizeof *v);
-    char cure[200], a[24], b[24];
+    char cure[200], driver[60] = "no driver", a[24], b[24];
     backend->describe(v);
-    bool none_needed = !v->runtime && !v->gpus;
-    if (!v->gpus)
-        finding(d, "GPU", NO_GPU, none_needed ? NULL : "install NVIDIA's driver, or see whether nvidia-smi shows one",
-                "none (%s%s%s)", v->problem, v->built ? "; this build has code for " : "", v->built ? v->built : "");
+    if (!v->gpus) /* a backend that is built without CUDA needs none */
+        finding(d, "GPU", NO_GPU, v->runtime ? "install NVIDIA's driver, or see whether nvidia-smi shows one" : NULL,
+                "none (%s)", v->problem);
     for (int i = 0; i < v->gpus; i++) {
         snprintf(cure, sizeof cure, "this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d",
                  v->gpu[i].major, v->gpu[i].minor);
@@ -482,11 +481,12 @@ static void examine_gpus(Doctor *d, const Backend *backend) {
                 v->gpu[i].name, v->gpu[i].major, v->gpu[i].minor, size_text(v->gpu[i].free, a),
                 size_text(v->gpu[i].total, b));
     }
-    if (v->runtime && v->driver)
+    if (v->driver) snprintf(driver, sizeof driver, "driver for %d.%d", v->driver / 1000, v->driver % 1000 / 10);
+    if (v->runtime)
         finding(d, "CUDA", NO_GPU,
-                v->driver / 1000 >= v->runtime / 1000 ? NULL : "the driver is older than the toolkit: update it",
-                "driver for %d.%d, built with %d.%d for %s", v->driver / 1000, v->driver % 1000 / 10, v->runtime / 1000,
-                v->runtime % 1000 / 10, v->built);
+                v->driver && v->driver / 1000 < v->runtime / 1000 ? "the driver is older than the toolkit: update it"
+                                                                  : NULL,
+                "%s, built with toolkit %d.%d for %s", driver, v->runtime / 1000, v->runtime % 1000 / 10, v->built);
     free(v);
 }
 
