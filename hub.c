@@ -14,7 +14,15 @@
 #include <string.h>
 #include <strings.h>
 
-enum { MOST_REDIRECTS = 10, MOST_TRIES = 5, MOST_WAIT = 300, SLOW = 1000, USUAL_STALL = 10, MOST_TOKEN = 4096 };
+enum {
+    MOST_REDIRECTS = 10,
+    MOST_TRIES = 5,
+    MOST_WAIT = 300,
+    SLOW = 1000,
+    USUAL_STALL = 10,
+    MOST_TOKEN = 4096,
+    MOST_PAGE = 1 << 20
+};
 
 struct Hub {
     CURLM *multi;
@@ -249,7 +257,8 @@ static size_t on_header(char *line, size_t size, size_t n, void *data) {
 static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     Request *r = owner;
     n *= size;
-    if (r->status != 200 && r->status != 206) return n; /* the page of a redirect or an error */
+    if (r->status != 200 && r->status != 206)
+        return (r->skipped += n) > MOST_PAGE ? 0 : n; /* a redirect's, an error's */
     uint64_t end = r->whole ? r->size : r->to;
     if ((end && n > end - r->at) || (r->body && n > r->most - r->body->n)) {
         fail(&r->e, NO_NETWORK, "a server sends more than the %llu bytes that were to come: try again later",
@@ -287,6 +296,7 @@ static void begin(Hub *h, Request *r) {
     if (r->body) r->body->n = 0;
     *r->problem = 0;
     r->status = 0;
+    r->skipped = 0;
     r->whole = false;
     curl_easy_setopt(easy, CURLOPT_URL, r->now);
     curl_easy_setopt(easy, CURLOPT_HTTPHEADER, r->headers);

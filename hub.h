@@ -32,8 +32,8 @@ struct Request { /* one GET, over redirects and retries, until it has all bytes 
 
     /* of hub.c */
     void *easy, *headers;
-    char *now;   /* where it is asked after redirects */
-    uint64_t at; /* the next byte */
+    char *now;            /* where it is asked after redirects */
+    uint64_t at, skipped; /* the next byte; those of a page that nobody reads */
     char problem[256];
     int redirects, tries;
     double when; /* it may begin */

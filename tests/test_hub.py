@@ -2,6 +2,7 @@
 the token goes nowhere else. RUNS=N sets how often the process is killed (20), STEP=N the bytes between two resets (16).
 """
 import email.utils
+import fcntl
 import json
 import os
 import random
@@ -90,6 +91,7 @@ def test_download(folder):
         cache = cache_of(hub, folder)
         snapshot = cache / "snapshots" / hub.commit
         same(r.text, f"{snapshot}\n", "stdout")
+        expect("\x1b" not in r.err and "✓ config.json" in r.err, f"no plain lines: {r.err!r}")
         same((cache / "refs" / "main").read_text(), hub.commit, "refs/main")
         same({q.headers["Accept-Encoding"] for q in hub.requests}, {"identity"}, "Accept-Encoding")
         same(os.readlink(folder / ".cache/infer/models/org--model"), str(snapshot), "the link for infer")
@@ -238,6 +240,12 @@ def when(fault):
     return prepare
 
 
+def endless(q, status):
+    q.reply(status, {"Content-Length": None, "Connection": "close"})
+    while True:  # until the client goes
+        q.wfile.write(NOISE)
+
+
 def http_date(seconds):
     return email.utils.formatdate(time.time() + seconds, usegmt=True)
 
@@ -278,6 +286,7 @@ FAULTS = [  # what goes wrong, how, exit code or FINE if the download must survi
     ("a stall before the answer", when(once(lambda q: q.stall())), FINE, []),
     ("a stall for ever", when(content(lambda q: q.stall())), 5, ["network"]),
     ("an answer that ends early", when(once(change(only=5000))), FINE, []),
+    ("an error without an end", when(content(lambda q: endless(q, 404))), 5, ["404"]),
     ("etag ../../x", when(resolve(change(extra={"X-Linked-ETag": '"../../x"'}))), 5, ["X-Linked-Etag", "../../x"]),
     ("etag of another file", when(resolve(change(extra={"X-Linked-ETag": f'"{"a" * 64}"'}))), 5, ["X-Linked-Etag"]),
     ("no etag", when(resolve(change(extra={"X-Linked-ETag": None}))), FINE, []),
@@ -476,6 +485,18 @@ def test_two_processes(folder):
             same(p.returncode, 0, f"exit code after {err.decode()[-200:]}")
         check_whole(hub, folder)
         check_sent(hub, hub.files["big.safetensors"].size)
+        lock = folder / "hf/hub/.locks/models--org--model" / f"{hub.files[WEIGHTS].id}.lock"
+        (cache_of(hub, folder) / "blobs" / hub.files[WEIGHTS].id).unlink()
+        with lock.open("r+") as held:  # another tool fetches it
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with start("download", "org/model", env=env_of(hub, folder), stderr=subprocess.PIPE,
+                       stdout=subprocess.DEVNULL) as p:
+                while b"another process is fetching" not in p.stderr.readline():
+                    expect(p.poll() is None, "it did not wait")
+                fcntl.flock(held, fcntl.LOCK_UN)
+                p.stderr.read()
+                same(p.wait(60), 0, "exit code after a wait")
+        check_whole(hub, folder)
 
 
 # ---- the token
