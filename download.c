@@ -22,7 +22,7 @@ enum { MOST_FILES = 20000, MOST_TREE = 64 << 20, MOST_PAGES = 100, MOST_GLOBS = 
 typedef struct {
     Repository r;
     char revision[200], only[MOST_NAME];
-    const char *include[MOST_GLOBS], *exclude[MOST_GLOBS], *token_file;
+    const char *include[MOST_GLOBS], *exclude[MOST_GLOBS], *token_file, *option; /* --revision */
     int includes, excludes, jobs;
     bool all, dry_run;
     File *file;
@@ -104,7 +104,9 @@ static bool parse_target(Download *d, const char *text, Error *e) {
     snprintf(d->r.name, sizeof d->r.name, "%s%s%s", part[0], part[1] ? "/" : "", part[1] ? part[1] : "");
     if ((part[2] && *part[2]) || !repository_valid(d->r.name))
         return fail(e, USAGE, "'%.200s' is no repository of models: ORG/NAME is needed, or the URL of its page", text);
-    if (!name_valid(d->revision)) return fail(e, USAGE, "'%.100s' is no revision", d->revision);
+    if (d->option) snprintf(d->revision, sizeof d->revision, "%s", d->option);
+    if (!name_valid(d->revision) || strlen(d->revision) == sizeof d->revision - 1) /* perhaps cut */
+        return fail(e, USAGE, "'%.100s' is no revision", d->revision);
     return true;
 }
 
@@ -449,7 +451,6 @@ static char *fetch_repository(Download *d, Error *e) {
     if (hub_offline())
         return fail(e, NO_NETWORK, "%s is not here whole, and HF_HUB_OFFLINE forbids to fetch it: unset it", d->r.name),
                NULL;
-    hub_about(d->r.hub, d->r.name, d->revision, hub_says, d);
     if (!find_commit(d, have, e) || !list_files(d, have, e)) {
         if (!have || e->code == INTERRUPTED) return free(have), NULL;
         fprintf(stderr, "%s\nWhat is here is complete and is used.\n", e->text);
@@ -473,6 +474,13 @@ static char *fetch_repository(Download *d, Error *e) {
 }
 
 static Download defaults(void) { return (Download){.revision = "main", .jobs = 8, .terminal = isatty(STDERR_FILENO)}; }
+
+/* Hub, names and folders for `target`. To be freed also if it fails. */
+static bool begin(Download *d, const char *target, Error *e) {
+    if (!(d->r.hub = hub_open(d->token_file, e)) || !parse_target(d, target, e)) return false;
+    hub_about(d->r.hub, d->r.name, d->revision, hub_says, d);
+    return set_folders(d, e);
+}
 
 /* ---- the command ---- */
 
@@ -500,12 +508,11 @@ static bool parse_options(Download *d, int argc, char **argv, Error *e) {
         {"exclude", required_argument, NULL, 'x'},    {"all", no_argument, NULL, 'a'},
         {"token-file", required_argument, NULL, 't'}, {"jobs", required_argument, NULL, 'j'},
         {"dry-run", no_argument, NULL, 'd'},          {0}};
-    const char *revision = NULL;
     for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
         if (c == '?') return fail(e, USAGE, "wrong option; see infer download --help");
         if (c == 'a') d->all = true;
         if (c == 'd') d->dry_run = true;
-        if (c == 'r') revision = optarg;
+        if (c == 'r') d->option = optarg;
         if (c == 't') d->token_file = optarg;
         if (c == 'j' && (sscanf(optarg, "%d%c", &d->jobs, &(char){0}) != 1 || d->jobs < 1 || d->jobs > MOST_JOBS))
             return fail(e, USAGE, "--jobs needs a number from 1 to %d, not '%.40s'", MOST_JOBS, optarg);
@@ -515,25 +522,18 @@ static bool parse_options(Download *d, int argc, char **argv, Error *e) {
             (c == 'i' ? d->include : d->exclude)[(*n)++] = optarg;
         }
     }
-    if (optind + 1 != argc) return fail(e, USAGE, "one repository is needed, ORG/NAME; see infer download --help");
-    if (!(d->r.hub = hub_open(d->token_file, e)) || !parse_target(d, argv[optind], e)) return false;
-    if (revision && (strlen(revision) >= sizeof d->revision || !name_valid(revision)))
-        return fail(e, USAGE, "'%.100s' is no revision", revision);
-    if (revision) snprintf(d->revision, sizeof d->revision, "%s", revision);
-    return true;
+    return optind + 1 == argc || fail(e, USAGE, "one repository is needed, ORG/NAME; see infer download --help");
 }
 
 int download(int argc, char **argv) {
     Error e = {0};
     Download d = defaults();
-    hub_listen();
     char *path = NULL;
-    if (parse_options(&d, argc, argv, &e) && set_folders(&d, &e)) path = fetch_repository(&d, &e);
+    if (parse_options(&d, argc, argv, &e) && begin(&d, argv[optind], &e)) path = fetch_repository(&d, &e);
     if (path) puts(path);
     if (!path && e.code) fprintf(stderr, "infer: %s\n", e.text);
     free(path);
     free_download(&d);
-    hub_deaf();
     return path ? DONE : e.code;
 }
 
@@ -548,12 +548,8 @@ char *model_get(const char *argument, Error *e) {
     fprintf(stderr, "%s is not here%s. Download it? [y/N] ", argument, path ? " whole" : "");
     if (!fgets(answer, sizeof answer, stdin) || (*answer != 'y' && *answer != 'Y')) return path;
     free(path);
-    path = NULL;
     Download d = defaults();
-    snprintf(d.r.name, sizeof d.r.name, "%s", argument);
-    hub_listen();
-    if (set_folders(&d, e) && (d.r.hub = hub_open(NULL, e))) path = fetch_repository(&d, e);
-    hub_deaf();
+    path = begin(&d, argument, e) ? fetch_repository(&d, e) : NULL;
     free_download(&d);
     return path;
 }
@@ -593,12 +589,10 @@ bool outline_open(Outline *o, const char *target, Error *e) {
     const char *tmp = getenv("TMPDIR");
     Bytes folder = {0}, url = {0}, content = {0};
     *o = (Outline){0};
-    hub_listen();
-    bool ok = (d.r.hub = hub_open(NULL, e)) && parse_target(&d, target, e);
+    bool ok = begin(&d, target, e);
     if (ok && hub_offline())
         ok = fail(e, NO_NETWORK, "%s is not here, and HF_HUB_OFFLINE forbids to ask the hub", target);
-    if (ok) hub_about(d.r.hub, d.r.name, d.revision, NULL, NULL);
-    ok = ok && set_folders(&d, e) && find_commit(&d, false, e) && list_files(&d, false, e);
+    ok = ok && find_commit(&d, false, e) && list_files(&d, false, e);
     bytes_print(&folder, "%s/infer-XXXXXX", tmp && *tmp ? tmp : "/tmp");
     if (ok && !mkdtemp(folder.data)) ok = fail(e, FAILED, "%s: %s", folder.data, strerror(errno));
     if (ok) o->folder = copy_text(folder.data, folder.n);
@@ -619,7 +613,6 @@ bool outline_open(Outline *o, const char *target, Error *e) {
     bytes_free(&url);
     bytes_free(&content);
     free_download(&d);
-    hub_deaf();
     if (!ok) outline_close(o);
     return ok;
 }

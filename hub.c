@@ -45,13 +45,6 @@ static void on_interrupt(int number) {
     interrupted = 1;
 }
 
-void hub_listen(void) {
-    struct sigaction action = {.sa_handler = on_interrupt};
-    interrupted = 0;
-    sigaction(SIGINT, &action, &before);
-}
-
-void hub_deaf(void) { sigaction(SIGINT, &before, NULL); }
 bool hub_interrupted(void) { return interrupted; }
 
 /* ---- opening ---- */
@@ -125,6 +118,8 @@ Hub *hub_open(const char *token_file, Error *e) {
     static bool begun;
     if (!begun) curl_global_init(CURL_GLOBAL_DEFAULT);
     begun = true;
+    interrupted = 0;
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, &before);
     Hub *h = allocate_zero(1, sizeof *h);
     const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
     if (!endpoint) endpoint = "https://huggingface.co";
@@ -148,6 +143,7 @@ void hub_close(Hub *h) {
     if (!h) return;
     while (h->requests) request_free(h, h->request[0]);
     curl_multi_cleanup(h->multi);
+    sigaction(SIGINT, &before, NULL);
     if (h->token) explicit_bzero(h->token, strlen(h->token));
     free(h->token);
     free(h->request);

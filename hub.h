@@ -40,7 +40,8 @@ struct Request { /* one GET, over redirects and retries, until it has all bytes 
     bool running, at_hub;
 };
 
-/* Endpoint and token from the environment, the token from `token_file` if that is not NULL. */
+/* Endpoint and token from the environment, the token from `token_file` if that is not NULL. One at a time: while it is
+ * open Ctrl+C does not end the process but every wait for the hub. */
 Hub *hub_open(const char *token_file, Error *e);
 void hub_close(Hub *h);
 /* Messages speak of this repository and revision; `say` shows a line to the user. */
@@ -64,9 +65,6 @@ void request_free(Hub *h, Request *r);
 bool hub_get(Hub *h, const char *url, uint64_t from, uint64_t to, size_t most, bool once, Bytes *body, char *link,
              Error *e);
 
-/* Ctrl+C: hub_listen makes it set a flag, which ends every wait; hub_deaf puts back what was there. */
-void hub_listen(void);
-void hub_deaf(void);
-bool hub_interrupted(void);
+bool hub_interrupted(void); /* Ctrl+C was pressed */
 
 #endif
