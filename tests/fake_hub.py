@@ -5,6 +5,7 @@
 Two servers on localhost: the hub, and a content host to which it redirects large files with signed addresses. Every
 request is kept in `requests`; `fault`, a function of the request, may answer it or change how it is answered.
 """
+import copy
 import hashlib
 import json
 import os
@@ -60,7 +61,7 @@ class Request(BaseHTTPRequestHandler):
     def do_CONNECT(self):
         """As a proxy: hands on what it cannot read."""
         self.name = None
-        self.hub.requests.append(self)
+        self.hub.requests.append(copy.copy(self))
         host, port = self.path.split(":")
         with socket.create_connection((host, int(port))) as other:
             self.reply(200, {"Content-Length": None})
@@ -93,7 +94,7 @@ class Request(BaseHTTPRequestHandler):
             self.name = self.query.get("name")
         elif len(parts) > 4 and parts[2] == "resolve":
             self.name = "/".join(parts[4:])
-        self.hub.requests.append(self)
+        self.hub.requests.append(copy.copy(self))  # a connection that stays open has one handler for all
         try:
             if self.hub.fault and self.hub.fault(self):
                 return
