@@ -164,7 +164,7 @@ const char *hub_token(const Hub *h) { return h->token_from; }
 void url_escape(Bytes *url, const char *text, bool slash_too) {
     for (; *text; text++) {
         unsigned char c = (unsigned char)*text;
-        if (isalnum(c) || strchr("-._~", c) || (c == '/' && !slash_too))
+        if ((c < 128 && isalnum(c)) || strchr("-._~", c) || (c == '/' && !slash_too))
             bytes_add(url, text, 1);
         else
             bytes_print(url, "%%%02X", c);

@@ -304,15 +304,12 @@ static void facts_json(const Checkpoint *c, const Facts *f, int context, cJSON *
 static void print_shape(const Checkpoint *c, const Facts *f) {
     const Model *m = &c->model;
     char a[32], b[32];
-    int windows = 0;
-    for (int i = 0; i < m->n_layers; i++) windows += m->layer[i].window > 0;
+    int windows = 0, window = 0;
+    for (int i = 0; i < m->n_layers; i++)
+        if (m->layer[i].window) windows++, window = m->layer[i].window;
     printf("layers      %d, %s wide; %d query and %d key/value heads of %d", m->n_layers,
            count_text((uint64_t)m->dim, a), m->n_heads, m->n_kv_heads, m->head_dim);
-    for (int i = 0; windows && i < m->n_layers; i++)
-        if (m->layer[i].window) {
-            printf("; %d of the layers see %d positions", windows, m->layer[i].window);
-            break;
-        }
+    if (windows) printf("; %d of the layers see %d positions", windows, window);
     if (m->n_experts > 1) printf("\nexperts     %d a layer, %d a token", m->n_experts, m->top_k);
     printf("\nvocabulary  %s\ncontext     %s\n", count_text((uint64_t)m->vocab, a),
            count_text((uint64_t)m->context, b));

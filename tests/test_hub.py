@@ -15,8 +15,8 @@ import sys
 import time
 
 from fake_hub import FakeHub, File
-from helpers import (HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, copy_model, each, environment, expect, infer,
-                     read_json, read_safetensors, refused, safetensors, same, start)
+from helpers import (HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, copy_model, each, environment, expect,
+                     infer, read_json, read_safetensors, refused, safetensors, same, start)
 
 TOKEN = "hf_TheSecretOfTheTests"
 SEGMENT = 32 << 20  # what is fetched at once of a large file
@@ -148,15 +148,17 @@ def test_selection(folder):
 
 def test_names(folder):
     """Names that a URL, a shell or a pattern could take for something else; empty files."""
-    names = ["a b", "50%25 off", "%2e%2e", "é 日本", "😀", "a+b&c=d#e?f", "q'\"$(x)", "[a]*", "-x", ".hidden", "a@b", "..."]
+    names = ["a b", "50%25 off", "%2e%2e", "é 日本", "😀", "a+b&c=d#e?f", "q'\"$(x)", "[a]*", "-x", ".hidden", "a@b",
+             "..."]
     files = {f"{name}.safetensors": (b"x" * i) * 1000 for i, name in enumerate(names)}
     with FakeHub({**SMALL, **files, "sub dir/ü%.md": b"", "large": File(b"", large=True)}) as hub:
         fetch(hub, folder, "--all")
         check_whole(hub, folder)
         listed = fetch(hub, folder, "--all", "--dry-run").text
         expect(all(f"{name}.safetensors " in listed for name in names), listed)
-        for url, name in (("blob/main/a%20b.safetensors", "a b.safetensors"), ("resolve/main/a@b.safetensors?download=true",
-                          "a@b.safetensors"), ("blob/main/sub%20dir/%C3%BC%25.md", "sub dir/ü%.md")):
+        for url, name in (("blob/main/a%20b.safetensors", "a b.safetensors"),
+                          ("resolve/main/a@b.safetensors?download=true", "a@b.safetensors"),
+                          ("blob/main/sub%20dir/%C3%BC%25.md", "sub dir/ü%.md")):
             home = folder / name.replace("/", "-")
             infer("download", f"{hub.url}/org/model/{url}", env=env_of(hub, home))
             check_whole(hub, home, [name])
