@@ -25,6 +25,8 @@ WEIGHTS = "model.safetensors"
 NOISE = random.Random(0).randbytes(1 << 20)
 
 
+ASK = ("play", "org/model", "-p", "hello", "--temperature", "0", "--max-tokens", "200")
+
 def big_file():
     """The path of a file of more than two segments, nowhere like itself."""
     path = HOME / "big.safetensors"
@@ -680,7 +682,7 @@ def test_list_and_rm(folder):
         refused("tokenize", "something/else", env=env, words=["org/model", "infer download"])
         offline = {**env, "HF_HUB_OFFLINE": 1}
         hub.clear()
-        infer("play", "org/model", "-p", "hello", "--max-tokens", "200", env=offline, cwd=folder)
+        infer(*ASK, env=offline, cwd=folder)
         weights = cache_of(hub, folder) / "snapshots" / hub.commit / WEIGHTS
         weights.unlink()
         refused("play", "org/model", "-p", "hello", env=offline, cwd=folder, words=["incomplete", "infer download"])
@@ -798,13 +800,13 @@ def test_terminal(folder):
 def test_offer(folder):
     """A MODEL that is not here is offered for download where somebody can answer."""
     with FakeHub(SMALL) as hub:
-        with in_terminal(hub, folder, "play", "org/model", "-p", "hello", "--max-tokens", "200") as t:
+        with in_terminal(hub, folder, *ASK) as t:
             t.wait("Download it? [y/N] ")
             t.send("n\n")
             same(t.ended(), 3, "exit code")
         same(hub.asked(), 0, "requests after a no")
         fetch(hub, folder, "--include", "*.json")
-        with in_terminal(hub, folder, "play", "org/model", "-p", "hello", "--max-tokens", "200") as t:
+        with in_terminal(hub, folder, *ASK) as t:
             t.wait("is not here whole. Download it? [y/N] ")
             t.send("y\n")
             t.wait("✓ model.safetensors", "Generated at")
