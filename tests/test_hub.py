@@ -23,9 +23,8 @@ SEGMENT = 32 << 20  # what is fetched at once of a large file
 SMALL = {p.name: p.read_bytes() for p in sorted(PARROT.iterdir()) if p.name != "conversations.json"}
 WEIGHTS = "model.safetensors"
 NOISE = random.Random(0).randbytes(1 << 20)
-
-
 ASK = ("play", "org/model", "-p", "hello", "--temperature", "0", "--max-tokens", "200")
+
 
 def big_file():
     """The path of a file of more than two segments, nowhere like itself."""
