@@ -2,6 +2,7 @@
  * limited by the memory it reads: its bytes are counted from the model's own tensors and its time is compared with a
  * flat read of as many bytes, taken in the same run on the same card. */
 #include "bench.h"
+#include "download.h"
 #include "engine.h"
 #include "model.h"
 
@@ -14,13 +15,13 @@ enum { MOST_VALUES = 16, MOST_STREAMS = 256, MOST_REPEATS = 100, BATCH_TOKENS = 
 
 const char bench_help[] =
     "infer bench [MODEL] [-p 512,2048] [-n 128] [-d 0,8192,32768] [-b 1,4,16] [-r 5] [-o md|json] [--temperature T]\n"
-    "Measures prompts of so many tokens, then the generation of n tokens in each of b streams behind d tokens of "
-    "context:\n"
-    "the median of r repeats. A directory that has only config.json gets random weights.\n"
+    "Measures prompts of so many tokens, then the generation of n tokens in each of b streams behind d tokens of\n"
+    "context: the median of r repeats. A directory that has only config.json gets random weights.\n"
     "  -p N,...  tokens of a prompt; the time is that to the first token\n"
-    "  -n N      tokens to generate        -d N,...  depth of the context (what it holds does not matter and is not "
-    "computed)\n"
-    "  -b N,...  streams at once           -r N      repeats\n"
+    "  -n N      tokens to generate\n"
+    "  -d N,...  depth of the context; what it holds does not matter and is not computed\n"
+    "  -b N,...  streams at once\n"
+    "  -r N      repeats\n"
     "  -o json   all figures as JSON; md: a table\n"
     "  --temperature T (0)   --gpu N\n"
     "% of flat: the time that a flat read of the step's bytes takes, of the step's time.\n";
@@ -204,10 +205,8 @@ static bool parse_list(const char *text, int least, int most, List *out, Error *
 }
 
 static bool parse_one(const char *text, int least, int most, int *out, Error *e) {
-    List list;
-    if (!parse_list(text, least, most, &list, e)) return false;
-    *out = list.value[0];
-    return list.n == 1 || fail(e, USAGE, "one number is wanted, not '%s'", text);
+    return text_whole(text, least, most, out) ||
+           fail(e, USAGE, "'%s' is no whole number from %d to %d", text, least, most);
 }
 
 static bool parse_options(int argc, char **argv, Options *o, Error *e) {
@@ -222,7 +221,7 @@ static bool parse_options(int argc, char **argv, Options *o, Error *e) {
         case 'b': ok = parse_list(optarg, 1, MOST_STREAMS, &o->streams, e); break;
         case 'n': ok = parse_one(optarg, 1, 1 << 20, &o->tokens, e); break;
         case 'r': ok = parse_one(optarg, 1, MOST_REPEATS, &o->repeats, e); break;
-        case 'g': ok = parse_one(optarg, 0, 1023, &o->gpu, e); break;
+        case 'g': ok = parse_one(optarg, 0, MOST_GPUS - 1, &o->gpu, e); break;
         case 't':
             o->temperature = strtof(optarg, &end);
             if (end == optarg || *end || !(o->temperature >= 0 && o->temperature <= 100))
@@ -258,7 +257,7 @@ int bench(int argc, char **argv, const Backend *backend) {
                      .tokens = 128,
                      .repeats = 5}};
     if (!parse_options(argc, argv, &b.o, &e)) die(&e);
-    char *dir = model_find(optind < argc ? argv[optind] : "gpt-oss-20b", &e);
+    char *dir = model_get(optind < argc ? argv[optind] : "gpt-oss-20b", &e);
     if (!dir || !open_model(&b, dir, &e)) die(&e);
     int streams = 1;
     for (int i = 0; i < b.o.streams.n; i++) streams = b.o.streams.value[i] > streams ? b.o.streams.value[i] : streams;
@@ -272,10 +271,11 @@ int bench(int argc, char **argv, const Backend *backend) {
             size_text(model_bytes(&b.checkpoint.model), size), b.checkpoint.model.made_up ? " (random)" : "", b.where,
             b.load_seconds);
     if (b.o.json)
-        printf("{\"model\": \"%s\", \"random\": %s, \"weight_bytes\": %llu, \"where\": \"%s\", \"load_seconds\": %.3f, "
-               "\"rows\": [",
-               b.checkpoint.family, b.checkpoint.model.made_up ? "true" : "false",
-               (unsigned long long)model_bytes(&b.checkpoint.model), b.where, b.load_seconds);
+        printf(
+            "{\"family\": \"%s\", \"random\": %s, \"weight_bytes\": %llu, \"where\": \"%s\", \"load_seconds\": %.3f, "
+            "\"rows\": [",
+            b.checkpoint.family, b.checkpoint.model.made_up ? "true" : "false",
+            (unsigned long long)model_bytes(&b.checkpoint.model), b.where, b.load_seconds);
     ok = run(&b, &e);
     if (b.o.json) puts("\n]}");
     engine_close(&b.engine);

@@ -514,7 +514,7 @@ static bool parse_options(Download *d, int argc, char **argv, Error *e) {
         if (c == 'd') d->dry_run = true;
         if (c == 'r') d->option = optarg;
         if (c == 't') d->token_file = optarg;
-        if (c == 'j' && (sscanf(optarg, "%d%c", &d->jobs, &(char){0}) != 1 || d->jobs < 1 || d->jobs > MOST_JOBS))
+        if (c == 'j' && !text_whole(optarg, 1, MOST_JOBS, &d->jobs))
             return fail(e, USAGE, "--jobs needs a number from 1 to %d, not '%.40s'", MOST_JOBS, optarg);
         if (c == 'i' || c == 'x') {
             int *n = c == 'i' ? &d->includes : &d->excludes;

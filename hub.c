@@ -28,7 +28,7 @@ struct Hub {
     CURLM *multi;
     char *endpoint, origin[300], *token;
     const char *token_from, *ca_bundle;
-    long stall;  /* seconds with less than SLOW bytes each before a connection is given up */
+    int stall;   /* seconds with less than SLOW bytes each before a connection is given up */
     double hold; /* nothing begins before: the hub limits the rate */
     Request **request;
     int requests;
@@ -126,7 +126,8 @@ Hub *hub_open(const char *token_file, Error *e) {
     size_t n = strlen(endpoint);
     while (n && endpoint[n - 1] == '/') n--;
     h->endpoint = copy_text(endpoint, n);
-    h->stall = stall && atoi(stall) > 0 ? atoi(stall) : USUAL_STALL;
+    h->stall = USUAL_STALL;
+    if (stall) text_whole(stall, 1, INT32_MAX, &h->stall);
     h->ca_bundle = environment("CURL_CA_BUNDLE");
     h->multi = curl_multi_init();
     bool http = !strncmp(h->endpoint, "https://", 8) || !strncmp(h->endpoint, "http://", 7);
@@ -303,9 +304,9 @@ static void begin(Hub *h, Request *r) {
     curl_easy_setopt(easy, CURLOPT_WRITEDATA, r);
     curl_easy_setopt(easy, CURLOPT_PRIVATE, r);
     curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, r->problem);
-    curl_easy_setopt(easy, CURLOPT_CONNECTTIMEOUT, h->stall);
+    curl_easy_setopt(easy, CURLOPT_CONNECTTIMEOUT, (long)h->stall);
     curl_easy_setopt(easy, CURLOPT_LOW_SPEED_LIMIT, (long)SLOW);
-    curl_easy_setopt(easy, CURLOPT_LOW_SPEED_TIME, h->stall);
+    curl_easy_setopt(easy, CURLOPT_LOW_SPEED_TIME, (long)h->stall);
     curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, 512L << 10);
     /* a connection a range; HTTP/2 would put all of them into one */
     curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1);

@@ -29,8 +29,7 @@ static bool parse_options(int argc, char **argv, int arguments, bool *json, int 
     for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
         if (c == 'j') *json = true;
         if (c == '?' || (c == 'c' && !context)) problem = "wrong option";
-        if (c == 'c' && context && (sscanf(optarg, "%d%c", context, &(char){0}) != 1 || *context < 1))
-            problem = "--ctx needs a number above 0";
+        if (c == 'c' && context && !text_whole(optarg, 1, INT32_MAX, context)) problem = "--ctx needs a number above 0";
     }
     if (!problem && argc - optind != arguments)
         problem = arguments ? "one model is needed" : "this command takes no argument";

@@ -1,6 +1,7 @@
 /* perplexity.c: how surprised is a model by a text? exp of the mean of -log p(token | what stands before it in its
  * window). */
 #include "perplexity.h"
+#include "download.h"
 #include "engine.h"
 #include "model.h"
 #include "tokenizer.h"
@@ -19,9 +20,8 @@ const char perplexity_help[] =
     "Writes the perplexity of a text, the mean negative log-likelihood of its tokens and their number.\n"
     "  -f FILE     the text; a beginning-of-text token is added if the tokenizer says so\n"
     "  --ctx N     tokens of a window (1024, or what the model was made for if that is less)\n"
-    "  --stride N  tokens from one window to the next (half a window); each token is scored in the first window that "
-    "has\n"
-    "              it, so that all but those of the first window see at least ctx - stride tokens before them\n";
+    "  --stride N  tokens from one window to the next (half a window); each token is scored in the first window that\n"
+    "              has it, so that all but those of the first see at least ctx - stride tokens before them\n";
 
 typedef struct {
     const char *file;
@@ -80,7 +80,7 @@ static bool run(const char *model, Options *o, const Backend *backend, Error *e)
     Ids ids = {0};
     Bytes path = {0}, text = {0};
     Tokenizer *t = NULL;
-    char *dir = model_find(model, e);
+    char *dir = model_get(model, e);
     if (dir) bytes_print(&path, "%s/tokenizer.json", dir);
     bool readable = dir && file_read(o->file, MOST_TEXT, &text, e);
     if (dir && !readable) e->code = USAGE;
@@ -115,19 +115,13 @@ int perplexity(int argc, char **argv, const Backend *backend) {
     Error e;
     bool ok = true;
     for (int c; (c = getopt_long(argc, argv, "f:", options, NULL)) != -1;) {
-        int *number = c == 'c'   ? &o.ctx
-                      : c == 's' ? &o.stride
-                      : c == 'g' ? &o.gpu
-                                 : NULL,
-            least = c == 'c' ? 2 : c == 's';
-        char *end = NULL;
         if (c == 'f') o.file = optarg;
-        long value = number ? strtol(optarg, &end, 10) : 0;
-        if (number && (end == optarg || *end || value < least || value > INT_MAX)) {
-            fail(&e, USAGE, "'%s' is no whole number from %d on", optarg, least);
+        if ((c == 'c' && !text_whole(optarg, 2, INT_MAX, &o.ctx)) ||
+            (c == 's' && !text_whole(optarg, 1, INT_MAX, &o.stride)) ||
+            (c == 'g' && !text_whole(optarg, 0, MOST_GPUS - 1, &o.gpu))) {
+            fail(&e, USAGE, "'%s' is no whole number from %d on", optarg, c == 'c' ? 2 : c == 's');
             die(&e);
         }
-        if (number) *number = (int)value;
         ok &= c != '?';
     }
     if (!ok || optind + 1 != argc || !o.file) {
