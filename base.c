@@ -399,6 +399,13 @@ bool text_whole(const char *text, int least, int most, int *out) {
     return true;
 }
 
+double log_sum_exp(const float *x, int n) {
+    double most = -INFINITY, total = 0;
+    for (int i = 0; i < n; i++) most = fmax(most, (double)x[i]);
+    for (int i = 0; i < n; i++) total += exp((double)x[i] - most);
+    return most + log(total);
+}
+
 float f16_value(uint16_t half) {
     int exponent = half >> 10 & 31, fraction = half & 1023;
     float x = ldexpf((float)(exponent ? fraction + 1024 : fraction), exponent ? exponent - 25 : -24);

@@ -96,7 +96,8 @@ char *json_text(const cJSON *value);
 bool text_whole(const char *text, int least, int most, int *out);
 
 float f16_value(uint16_t half); /* IEEE 754 binary16 */
-double seconds(void);           /* a monotonic clock */
+double log_sum_exp(const float *x, int n);
+double seconds(void); /* a monotonic clock */
 /* 13.8 GB, 5.1 MB, 812 bytes: decimal units, as disks and downloads are sold. Returns `out`. */
 char *size_text(uint64_t bytes, char out[24]);
 /* 131072 as 131,072. Returns `out`. */

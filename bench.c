@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_VALUES = 16, MOST_STREAMS = 256, MOST_REPEATS = 100, BATCH_TOKENS = 2048 };
+enum { MOST_VALUES = 16, MOST_STREAMS = 256, MOST_REPEATS = 100 };
 
 const char bench_help[] =
     "infer bench [MODEL] [-p 512,2048] [-n 128] [-d 0,8192,32768] [-b 1,4,16] [-r 5] [-o md|json] [--temperature T]\n"

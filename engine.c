@@ -1,6 +1,5 @@
 /* engine.c: pages, sequences, generation. See engine.h. */
 #include "engine.h"
-#include "model.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -22,9 +21,6 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
     }
     g->context = pages < wanted ? pages * PAGE : limits.context;
     for (int i = pages; i--;) ids_add(&g->free_pages, i);
-    uint64_t bytes = step_bytes(m, 1, 0);
-    double flat = backend->flat_read(g->state, bytes);
-    if (flat > 0) g->bandwidth = (double)bytes / flat;
     return true;
 }
 
@@ -66,6 +62,16 @@ bool sequence_submit(Engine *g, Sequence *s, const int *ids, size_t n, Want want
     return true;
 }
 
+static bool no_nan(int token, Error *e) {
+    return token != DREW_NAN ||
+           fail(e, FAILED, "the logits hold a NaN: the weights are damaged; download the model again");
+}
+
+bool sequence_run(Engine *g, Sequence *s, const int *ids, size_t n, Want want, const Sampling *how, Result *r,
+                  Error *e) {
+    return sequence_submit(g, s, ids, n, want, how, e) && g->backend->collect(g->state, r, e) && no_nan(r->token[0], e);
+}
+
 bool generation_begin(Generation *w, Engine *g, Sequence *s, const int *ids, size_t n, const Sampling *how,
                       const volatile sig_atomic_t *stop, Error *e) {
     size_t same = 0;
@@ -83,9 +89,11 @@ bool generation_begin(Generation *w, Engine *g, Sequence *s, const int *ids, siz
         size_t chunk = n - s->tokens.n;
         if (chunk > (size_t)g->max_tokens) chunk = (size_t)g->max_tokens;
         bool last = s->tokens.n + chunk == n;
-        if (!sequence_submit(g, s, ids + s->tokens.n, chunk, last ? WANT_TOKEN : WANT_NOTHING, how, e)) return false;
+        const int *from = ids + s->tokens.n;
         Result none;
-        if (!last && !g->backend->collect(g->state, &none, e)) return false;
+        if (!(last ? sequence_submit(g, s, from, chunk, WANT_TOKEN, how, e)
+                   : sequence_run(g, s, from, chunk, WANT_NOTHING, how, &none, e)))
+            return false;
     }
     return w->waiting = true;
 }
@@ -102,8 +110,7 @@ bool generation_next(Generation *w, int *token, Error *e) {
     w->waiting = more;
     if (!g->backend->collect(g->state, &result, e)) return false;
     *token = result.token[0];
-    if (*token == DREW_NAN)
-        return fail(e, FAILED, "the logits hold a NaN: the weights are damaged; download the model again");
+    if (!no_nan(*token, e)) return false;
     if (more) s->tokens.data[s->tokens.n - 1] = *token; /* the one that was submitted before it was known */
     return true;
 }

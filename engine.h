@@ -7,13 +7,14 @@
 
 #include <signal.h>
 
+enum { BATCH_TOKENS = 2048 }; /* of a prompt that are computed at once, where nothing speaks for less */
+
 typedef struct {
     const Backend *backend;
     const Model *model;
     void *state;
-    int context;      /* positions that a sequence may have: what was asked for, or what fits */
-    int max_tokens;   /* of a batch */
-    double bandwidth; /* bytes a second of a flat read of the memory that holds the model; 0: unknown */
+    int context;    /* positions that a sequence may have: what was asked for, or what fits */
+    int max_tokens; /* of a batch */
     Ids free_pages;
 } Engine;
 
@@ -33,6 +34,10 @@ void sequence_rewind(Engine *g, Sequence *s, size_t n);
 void sequence_free(Engine *g, Sequence *s);
 /* Submits n tokens (at most g->max_tokens) behind those of the sequence, which then has them. */
 bool sequence_submit(Engine *g, Sequence *s, const int *ids, size_t n, Want want, const Sampling *how, Error *e);
+
+/* The same, and waits for it. FAILED if the logits hold a NaN. */
+bool sequence_run(Engine *g, Sequence *s, const int *ids, size_t n, Want want, const Sampling *how, Result *r,
+                  Error *e);
 
 /* An answer being written. While the host handles one token, the backend already computes the next. */
 typedef struct {

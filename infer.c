@@ -252,10 +252,8 @@ static void write_npy_header(FILE *f, size_t rows, int cols) {
 }
 
 static void print_top(const float *logits, int vocab, int top, const Tokenizer *t) {
-    double most = -INFINITY, total = 0;
+    double all = log_sum_exp(logits, vocab);
     char *shown = allocate_zero((size_t)vocab, 1);
-    for (int i = 0; i < vocab; i++) most = fmax(most, (double)logits[i]);
-    for (int i = 0; i < vocab; i++) total += exp((double)logits[i] - most);
     for (int k = 0; k < top && k < vocab; k++) {
         int best = -1;
         for (int i = 0; i < vocab; i++)
@@ -266,8 +264,7 @@ static void print_top(const float *logits, int vocab, int top, const Tokenizer *
         if (t) tokenizer_decode(t, &d, best, &text);
         tokenizer_flush(&d, &text);
         json_quote(&quoted, text.data, text.n);
-        printf("%7d %10.4f %8.5f  %s\n", best, (double)logits[best], exp((double)logits[best] - most) / total,
-               quoted.data);
+        printf("%7d %10.4f %8.5f  %s\n", best, (double)logits[best], exp((double)logits[best] - all), quoted.data);
         bytes_free(&text);
         bytes_free(&quoted);
     }
@@ -286,10 +283,8 @@ static bool write_logits(Engine *g, const Ids *ids, const LogitsOptions *o, cons
         size_t from = s.tokens.n, n = ids->n - from < (size_t)g->max_tokens ? ids->n - from : (size_t)g->max_tokens;
         Want want = o->all ? WANT_ALL_LOGITS : from + n == ids->n ? WANT_LOGITS : WANT_NOTHING;
         Result r;
-        ok = sequence_submit(g, &s, ids->data + from, n, want, &greedy, e) && g->backend->collect(g->state, &r, e);
+        ok = sequence_run(g, &s, ids->data + from, n, want, &greedy, &r, e);
         if (!ok || want == WANT_NOTHING) continue;
-        if (r.token[0] == DREW_NAN)
-            ok = fail(e, FAILED, "the logits hold a NaN: the weights are damaged; download the model again");
         if (f && fwrite(r.logits, sizeof *r.logits * (size_t)g->model->vocab, (size_t)r.rows, f) != (size_t)r.rows)
             ok = fail(e, FAILED, "%s: %s", o->file, strerror(errno));
         for (int i = 0; ok && !f && i < r.rows; i++) {

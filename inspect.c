@@ -2,6 +2,7 @@
  * this machine (doctor). See inspect.h. */
 #include "inspect.h"
 #include "download.h"
+#include "engine.h"
 #include "model.h"
 
 #include <dirent.h>
@@ -168,7 +169,7 @@ const char inspect_help[] =
     "here only config.json and the headers of its files are fetched.\n"
     "  --ctx N  the context to fit (what the model was made for)\n";
 
-enum { GROUPS = 6, MOST_GROUPS = 32 /* more than there are dtypes */, STEP_TOKENS = 2048 };
+enum { GROUPS = 6, MOST_GROUPS = 32 /* more than there are dtypes */ };
 static const uint64_t reserve = 256 << 20; /* of GPU memory, for CUDA itself */
 
 typedef struct {
@@ -238,12 +239,12 @@ static void count_groups(const Checkpoint *c, Facts *f) {
     for (int i = 0; i < GROUPS; i++) f->parameters += f->group[i].values, f->active += f->group[i].active;
 }
 
-/* Memory of the GPU: weights, what a step of STEP_TOKENS works in, and the cache, of which as much as fits. */
+/* Memory of the GPU: weights, what a step of BATCH_TOKENS works in, and the cache, of which as much as fits. */
 static void count_memory(const Model *m, int context, Facts *f) {
     uint64_t heads = (uint64_t)m->n_heads * (uint64_t)m->head_dim, kv = (uint64_t)m->n_kv_heads * (uint64_t)m->head_dim;
     uint64_t dim = (uint64_t)m->dim, k = (uint64_t)m->top_k;
     uint64_t token = 6 * dim + 4 * heads + 4 * (heads + 2 * kv) + k * (2 * (uint64_t)m->ffn_dim + 4 * dim);
-    uint64_t work = STEP_TOKENS * token + (uint64_t)context * (uint64_t)m->head_dim * 4 + 32 * (uint64_t)m->vocab;
+    uint64_t work = BATCH_TOKENS * token + (uint64_t)context * (uint64_t)m->head_dim * 4 + 32 * (uint64_t)m->vocab;
     f->cache = (uint64_t)m->n_layers * 4 * kv + 4;
     f->needed = model_bytes(m) + work + reserve;
     if (f->devices.gpus && f->devices.gpu[0].usable && f->devices.gpu[0].free > f->needed) {

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SCORED_AT_ONCE = 128, BATCH_TOKENS = 2048, MOST_TEXT = 1 << 28 };
+enum { SCORED_AT_ONCE = 128, MOST_TEXT = 1 << 28 };
 
 const char perplexity_help[] =
     "infer perplexity MODEL -f FILE [--ctx N] [--stride N] [--gpu N]\n"
@@ -28,14 +28,6 @@ typedef struct {
     int ctx, stride, gpu;
 } Options;
 
-/* -log softmax(logits)[id] */
-static double surprise(const float *logits, int vocab, int id) {
-    double most = -INFINITY, total = 0;
-    for (int i = 0; i < vocab; i++) most = fmax(most, (double)logits[i]);
-    for (int i = 0; i < vocab; i++) total += exp((double)logits[i] - most);
-    return log(total) + most - (double)logits[id];
-}
-
 /* Adds what tokens from .. n - 1 of a window cost, given those before them; `from` is above 0. */
 static bool score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_t from, double *sum, Error *e) {
     const Sampling greedy = {.top_p = 1, .penalty = 1};
@@ -46,12 +38,11 @@ static bool score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_
         size_t now = end - at < most ? end - at : most;
         Want want = at < from - 1 ? WANT_NOTHING : WANT_ALL_LOGITS;
         Result r;
-        if (!sequence_submit(g, s, ids + at, now, want, &greedy, e) || !g->backend->collect(g->state, &r, e))
-            return false;
-        if (r.token[0] == DREW_NAN)
-            return fail(e, FAILED, "the logits hold a NaN: the weights are damaged; download the model again");
-        for (int i = 0; i < r.rows; i++)
-            *sum += surprise(r.logits + (size_t)i * (size_t)g->model->vocab, g->model->vocab, ids[at + (size_t)i + 1]);
+        if (!sequence_run(g, s, ids + at, now, want, &greedy, &r, e)) return false;
+        for (int i = 0; i < r.rows; i++) {
+            const float *logits = r.logits + (size_t)i * (size_t)g->model->vocab;
+            *sum += log_sum_exp(logits, g->model->vocab) - (double)logits[ids[at + (size_t)i + 1]];
+        }
     }
     return true;
 }

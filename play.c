@@ -19,7 +19,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MOST_STOPS = 16, MOST_PROMPT = 64 << 20, BATCH_TOKENS = 2048 };
+enum { MOST_STOPS = 16, MOST_PROMPT = 64 << 20 };
 
 const char play_help[] =
     "infer play [MODEL] [options]      a conversation in the terminal\n"
@@ -86,7 +86,8 @@ typedef struct {
     Stats stats;
     char *saved; /* the file that the conversation was saved to or loaded from */
     bool colour, loop;
-    Editor *editor; /* of the loop */
+    Editor *editor;   /* of the loop */
+    double bandwidth; /* bytes a second of a flat read of the memory that holds the model; 0: unknown */
 } Session;
 
 static volatile sig_atomic_t interrupted; /* Ctrl+C since the answer was asked for */
@@ -345,7 +346,7 @@ static double speed(const Stats *t) {
 static double percent_of_bandwidth(const Session *s) {
     const Stats *t = &s->stats;
     uint64_t bytes = step_bytes(s->engine.model, 1, (int)(t->prompt + t->tokens / 2));
-    return s->engine.bandwidth > 0 ? 100 * speed(t) * (double)bytes / s->engine.bandwidth : 0;
+    return s->bandwidth > 0 ? 100 * speed(t) * (double)bytes / s->bandwidth : 0;
 }
 
 static void print_stats(FILE *f, const Session *s) {
@@ -888,6 +889,9 @@ static bool open_session(Session *s, const Backend *backend, const char *dir, co
     loading_name = name;
     loading_since = seconds();
     if (!engine_open(&s->engine, backend, m, limits, s->o.context, e)) return false;
+    uint64_t bytes = step_bytes(m, 1, 0);
+    double flat = backend->flat_read(s->engine.state, bytes);
+    s->bandwidth = flat > 0 ? (double)bytes / flat : 0;
     if (verbose)
         fprintf(stderr, "✓ Model loaded%s%s, context %s\n", *where ? " to " : "", where,
                 count_text((uint64_t)s->engine.context, context));
