@@ -28,9 +28,9 @@
 static const Backend *const backend = &BACKEND;
 
 typedef struct {
-    const char *name, *summary;
+    const char *name, *summary, *help;
     int (*run)(int argc, char **argv);
-    const char *help;
+    int (*run_on)(int argc, char **argv, const Backend *backend); /* instead of run: computes, or asks what could */
 } Command;
 
 static int usage_error(const char *command, const char *problem) {
@@ -355,27 +355,20 @@ static int logits(int argc, char **argv) {
 
 /* ---- main ---- */
 
-static int run_play(int argc, char **argv) { return play(argc, argv, backend); }
-static int run_inspect(int argc, char **argv) { return inspect(argc, argv, backend); }
-static int run_doctor(int argc, char **argv) { return doctor(argc, argv, backend); }
-
-static int run_bench(int argc, char **argv) { return bench(argc, argv, backend); }
-static int run_perplexity(int argc, char **argv) { return perplexity(argc, argv, backend); }
-
 static const Command commands[] = {
-    {"play", "talk to a model, once or in a loop", run_play, play_help},
-    {"download", "fetch a model from the hub", download, download_help},
-    {"list", "the models that are here", list, list_help},
-    {"rm", "remove a downloaded model", rm, rm_help},
-    {"inspect", "what a model is made of, and whether it fits here", run_inspect, inspect_help},
-    {"doctor", "GPU, driver, cache, token, network: what is wrong, and its cure", run_doctor, doctor_help},
-    {"bench", "how fast prompts and generation are here", run_bench, bench_help},
-    {"logits", "what a model expects next, or all logits as a NumPy file", logits, logits_help},
-    {"perplexity", "how surprised a model is by a text", run_perplexity, perplexity_help},
-    {"tokenize", "text to token ids", tokenize, tokenize_help},
-    {"detokenize", "token ids to text", detokenize, detokenize_help},
-    {"render", "a conversation as the prompt that the model reads", render, render_help},
-    {"parse", "sampled token ids as messages", parse, parse_help},
+    {"play", "talk to a model, once or in a loop", play_help, .run_on = play},
+    {"download", "fetch a model from the hub", download_help, .run = download},
+    {"list", "the models that are here", list_help, .run = list},
+    {"rm", "remove a downloaded model", rm_help, .run = rm},
+    {"inspect", "what a model is made of, and whether it fits here", inspect_help, .run_on = inspect},
+    {"doctor", "GPU, driver, cache, token, network: what is wrong, and its cure", doctor_help, .run_on = doctor},
+    {"bench", "how fast prompts and generation are here", bench_help, .run_on = bench},
+    {"logits", "what a model expects next, or all logits as a NumPy file", logits_help, .run = logits},
+    {"perplexity", "how surprised a model is by a text", perplexity_help, .run_on = perplexity},
+    {"tokenize", "text to token ids", tokenize_help, .run = tokenize},
+    {"detokenize", "token ids to text", detokenize_help, .run = detokenize},
+    {"render", "a conversation as the prompt that the model reads", render_help, .run = render},
+    {"parse", "sampled token ids as messages", parse_help, .run = parse},
 };
 
 static void print_help(FILE *to) {
@@ -404,7 +397,8 @@ int main(int argc, char **argv) {
                 return DONE;
             }
         opterr = 1;
-        int code = commands[i].run(argc - 1, argv + 1);
+        const Command *c = commands + i;
+        int code = c->run ? c->run(argc - 1, argv + 1) : c->run_on(argc - 1, argv + 1, backend);
         if (fflush(stdout) && code == DONE) {
             fprintf(stderr, "infer: stdout: %s\n", strerror(errno));
             return FAILED;
