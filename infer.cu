@@ -9,7 +9,7 @@
  * On the card: the residual stream is fp32, products take bf16 and accumulate fp32 (fp32 throughout for F32 weights), the
  * cache is bf16. Weights keep their encoding and are re-laid once, while they are loaded: rows of query and key alternate
  * between the halves of a head so that the pair that RoPE turns is adjacent; rows of gate and up alternate; MXFP4 is packed
- * so that a warp reads 272 contiguous bytes for 8 rows by 64 columns. */
+ * so that a warp reads 544 contiguous bytes for 16 rows by 64 columns. */
 #include "few.cuh"
 #include "many.cuh"
 
@@ -209,14 +209,13 @@ bool tap_floats(const Cuda *c, const char *stage, int layer, const float *from, 
     return !c->limits.tap || tap_rows<float>(c, stage, layer, from, cols, rows, cols, 0, 1, e);
 }
 
-bool tap_cache(const Cuda *c, const Step &s, const Batch *b, int layer, int values, Error *e) {
+bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
     if (!c->limits.tap) return true;
     const Work &w = c->work;
     int d = w.head_dim, kv = w.n_kv_heads * d, tokens = b->first[b->seqs];
     size_t size = (size_t)kv * PAGE;
     std::vector<bf16> page(size);
     std::vector<float> out((size_t)tokens * kv);
-    (void)s;
     CUDA(cudaStreamSynchronize(c->stream));
     for (int seq = 0; seq < b->seqs; seq++)
         for (int t = b->first[seq]; t < b->first[seq + 1]; t++) {
@@ -265,7 +264,7 @@ bool attend(const Cuda *c, const Work &w, const Step &s, const Batch *batch, con
         CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, tokens, 256, 0, w, s, b));
     }
     if (!tap_typed(c, b.qkv.type, "q", w.layer, w.q, w.n_heads * w.head_dim, tokens, w.n_heads * w.head_dim, w.head_dim / 2, 1, e)) return false;
-    if (!tap_cache(c, s, batch, w.layer, 0, e) || !tap_cache(c, s, batch, w.layer, 1, e)) return false;
+    if (!tap_cache(c, batch, w.layer, 0, e) || !tap_cache(c, batch, w.layer, 1, e)) return false;
     CUDA(b.qkv.type == F32 ? launch_attention<float>(c, w, s, b, tokens, tiles) : launch_attention<bf16>(c, w, s, b, tokens, tiles));
     if (!tap_typed(c, b.qkv.type, "attn", w.layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, 1, e)) return false;
     if (!tiles) {
