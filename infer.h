@@ -75,7 +75,8 @@ typedef enum {
 
 /* One step: prompts being read, answers being written and any mixture of them, as one ragged batch. Sequence s brings
  * the tokens token[first[s]] .. token[first[s + 1] - 1] for the positions from start[s] on; its earlier positions are
- * in the cache. The pages of positions to be written belong to it alone. Arrays are copied by submit. */
+ * in the cache, zeros in pages that nothing was ever written to. The pages of positions to be written belong to it
+ * alone. Arrays are copied by submit. */
 typedef struct {
     int seqs, max_pages;
     const int *slot;  /* (seqs) who it is from step to step, in [0, max_seqs): its last drawn token is kept under it */

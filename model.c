@@ -319,11 +319,9 @@ static const float *floats(Reader *r, const Tensor *t, size_t n, size_t first, s
     Type type = BF16;
     if (!tensor_type(r, t, &type)) return NULL;
     float *out = keep(r->c, n * sizeof *out);
-    for (size_t i = 0; i < n; i++) {
-        if (r->c->model.made_up) { /* norms do nothing, biases are not there */
-            out[i] = strstr(t->name, "norm") ? 1 : 0;
-            continue;
-        }
+    bool made_up = r->c->model.made_up; /* norms do nothing, biases are not there */
+    for (size_t i = 0; i < n && made_up; i++) out[i] = strstr(t->name, "norm") ? 1 : 0;
+    for (size_t i = 0; i < n && !made_up; i++) {
         const unsigned char *at = t->data + (first + i * stride) * types[type].size;
         uint16_t half;
         memcpy(&half, at, 2);
@@ -441,7 +439,7 @@ static bool open_directory(Checkpoint *c, const char *dir, bool made_up, Error *
     Reader r = {.c = c, .config = config, .path = path.data, .e = e};
     bool ok = config && read_config(&r, dir) && (made_up || tensors_open(&c->tensors, dir, e));
     if (ok) {
-        c->bound = allocate_zero((size_t)c->tensors.n + 1, sizeof *c->bound);
+        c->bound = allocate_zero((size_t)c->tensors.n, sizeof *c->bound);
         for (int i = 0; i < c->tensors.files; i++) c->bytes += c->tensors.file[i].size;
         ok = bind_all(&r);
     }
@@ -737,14 +735,15 @@ char *model_find(const char *argument, Error *e) {
         if (strcasestr(list[i].name, argument)) hits++, hit = i;
     }
     char *found = hits == 1 ? copy_text(list[hit].path, strlen(list[hit].path)) : NULL;
+    const char *near = nearest_name(list, n, argument);
     Bytes names = {0};
     bytes_text(&names, "");
     for (int i = 0; i < n; i++)
         if (!hits || strcasestr(list[i].name, argument)) bytes_print(&names, "%s%s", names.n ? ", " : "", list[i].name);
     if (hits > 1)
         fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, names.data);
-    else if (!hits && nearest_name(list, n, argument))
-        fail(e, BAD_MODEL, "no model '%.100s' here; did you mean %s?", argument, nearest_name(list, n, argument));
+    else if (!hits && near)
+        fail(e, BAD_MODEL, "no model '%.100s' here; did you mean %s?", argument, near);
     else if (!hits && n)
         fail(e, BAD_MODEL, "no model '%.100s' here; there are: %s; infer download ORG/NAME fetches another", argument,
              names.data);

@@ -403,11 +403,15 @@ static void forward(Reference *r, const Batch *b, Step *step) {
     r->b = b;
     r->tokens = b->first[b->seqs];
     size_t kv = (size_t)m->n_layers * PAGE * (size_t)(m->n_kv_heads * m->head_dim);
-    for (int s = 0; s < b->seqs; s++)
+    for (int s = 0; s < b->seqs; s++) {
+        int end = b->start[s] + b->first[s + 1] - b->first[s];
+        for (int p = 0; p < end; p += PAGE) {
+            Page *page = cache_page(r, s, p);
+            if (!page->k) page->k = allocate_zero(kv, sizeof *page->k), page->v = allocate_zero(kv, sizeof *page->v);
+        }
         for (int t = b->first[s]; t < b->first[s + 1]; t++) {
             int p = b->start[s] + t - b->first[s];
             Page *page = cache_page(r, s, p);
-            if (!page->k) page->k = allocate(kv * sizeof *page->k), page->v = allocate(kv * sizeof *page->v);
             r->seq[t] = s;
             r->position[t] = p;
             r->id[t] = b->token[t] < 0 ? r->drawn[b->slot[s]] : b->token[t];
@@ -415,6 +419,7 @@ static void forward(Reference *r, const Batch *b, Step *step) {
             page->token[p % PAGE] = r->id[t];
             decode_row(&m->embed, 0, r->id[t], r->x + (size_t)t * (size_t)m->dim);
         }
+    }
     for (int i = 0; i < m->n_layers; i++) block(r, i);
     head(r, step);
 }
