@@ -611,7 +611,7 @@ def main():
     add("--kinds", help="train on these only, e.g. add,sub")
     add("--seed", type=int, default=1)
     add("--workers", type=int, default=max((os.cpu_count() or 2) - 2, 1))
-    for name, value in {"tokens": 65536, "layers": 8, "dim": 192, "ffn": 192, "experts": 8, "active": 4, "heads": 4,
+    for name, value in {"tokens": 32768, "layers": 8, "dim": 192, "ffn": 192, "experts": 8, "active": 4, "heads": 4,
                         "kv-heads": 2, "head-dim": 64, "window": 64, "warmup": 200}.items():
         add("--" + name, type=int, default=value)
     for name, value in {"lr": 2e-3, "decay": 0.05, "balance": 0.01}.items():
