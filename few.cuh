@@ -793,8 +793,8 @@ __device__ inline float scaled(const Work &w, const Sampling &how, int row, int 
 
 /* The least scaled logit that top-k, top-p and min-p leave in the draw, found digit by digit of its order_key. A block a row. */
 __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
-    __shared__ unsigned long long bin[256], above;
-    __shared__ unsigned prefix, largest;
+    __shared__ unsigned low[256], high[256], prefix, largest; /* low and high words of the bins */
+    __shared__ unsigned long long above;
     wait_previous();
     int row = blockIdx.x, seq = s.seq[s.row[row]];
     Sampling how = s.how[seq];
@@ -813,24 +813,27 @@ __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
         unsigned long long need = how.top_k;
         if (threadIdx.x == 0) prefix = 0, above = 0;
         for (int shift = 24; shift >= 0; shift -= 8) {
-            for (int i = threadIdx.x; i < 256; i += blockDim.x) bin[i] = 0;
+            for (int i = threadIdx.x; i < 256; i += blockDim.x) low[i] = high[i] = 0;
             __syncthreads();
             unsigned fixed = shift == 24 ? 0 : ~0u << (shift + 8);
             for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
                 float x = scaled(w, how, row, i);
                 unsigned key = order_key(x);
                 if (isnan(x) || (key & fixed) != prefix || !(x >= floor)) continue;
-                atomicAdd(&bin[key >> shift & 255], counts ? 1ull : (unsigned long long)mass(x, max));
+                unsigned long long add = counts ? 1 : mass(x, max);
+                unsigned bin = key >> shift & 255, before = atomicAdd(&low[bin], (unsigned)add), more = (unsigned)(add >> 32) + (before + (unsigned)add < before);
+                if (more) atomicAdd(&high[bin], more);
             }
             __syncthreads();
             if (threadIdx.x == 0) {
+                auto bin = [&](int i) { return (unsigned long long)high[i] << 32 | low[i]; };
                 if (!counts && shift == 24) {
                     unsigned long long all = 0;
-                    for (int i = 0; i < 256; i++) all += bin[i];
+                    for (int i = 0; i < 256; i++) all += bin(i);
                     need = top_p_mass(all, how.top_p);
                 }
                 int digit = 255;
-                for (; digit > 0 && above + bin[digit] < need; digit--) above += bin[digit];
+                for (; digit > 0 && above + bin(digit) < need; digit--) above += bin(digit);
                 prefix |= (unsigned)digit << shift;
             }
             __syncthreads();
@@ -845,7 +848,7 @@ __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
 /* Draws a token for each row (blockIdx.y): the largest of scaled logit plus noise, over all blocks; the block that comes
  * last writes it down. A NaN wins over everything. */
 __global__ void draw(Work w, Step s, bool filtered) {
-    __shared__ unsigned long long best;
+    __shared__ unsigned long long best[32];
     int row = blockIdx.y;
     launch_next();
     wait_previous();
@@ -854,18 +857,18 @@ __global__ void draw(Work w, Step s, bool filtered) {
     Sampling how = s.how[seq];
     float floor = filtered ? w.floor[row] : -INFINITY;
     unsigned long long mine = 0;
-    if (threadIdx.x == 0) best = 0;
-    __syncthreads();
     for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < w.vocab; id += gridDim.x * blockDim.x) {
         float x = scaled(w, how, row, id);
         unsigned long long key = ~0ull;
         if (!isnan(x)) key = x >= floor ? draw_key(how.temperature > 0 ? x + token_noise(how.seed, s.position[t] + 1, id) : x, id) : 0;
         if (key > mine) mine = key;
     }
-    atomicMax(&best, mine);
+    for (int o = 16; o; o >>= 1) mine = max(mine, __shfl_xor_sync(~0u, mine, o));
+    if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = mine;
     __syncthreads();
     if (threadIdx.x) return;
-    atomicMax(&w.best[row], best);
+    for (int i = 1; i < (int)blockDim.x / 32; i++) mine = max(mine, best[i]);
+    atomicMax(&w.best[row], mine);
     __threadfence();
     if (atomicAdd(&w.drawing[row], 1) != (int)gridDim.x - 1) return;
     __threadfence();
