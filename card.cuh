@@ -11,6 +11,11 @@ constexpr int GROUP = 8;        /* rows that a warp multiplies at once: n of mma
 constexpr int FP4_ROWS = 16;    /* of MXFP4: m of mma.m16n8k16; ... */
 constexpr int FP4_COLUMNS = 64; /* ... the columns of a packed chunk ... */
 constexpr int FP4_BYTES = 544;  /* ... and its size: 4.25 bits a weight */
+constexpr int WARPS = 15;       /* of a block of few.cuh that multiply: they share the columns of a row, each so many chunks at most: */
+constexpr int MOST_BF16 = 3, MOST_FP4 = 3, MOST_F32 = 2;
+
+__host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 typedef __nv_bfloat16 bf16;
 
@@ -21,6 +26,7 @@ struct Matrix { /* a Linear on the card: n matrices of rows padded to whole grou
     int rows, cols, n;
     int stride;   /* columns with padding */
     size_t bytes; /* of one matrix */
+    int chunks, per, parts; /* of a row; chunks for each of WARPS at a time; how many times */
 };
 
 struct Block { /* a Layer on the card */
@@ -28,7 +34,7 @@ struct Block { /* a Layer on the card */
     Matrix qkv;            /* query, key, value; rows of query and key alternate between the halves of a head */
     Matrix o, router, down;
     Matrix up;             /* gate and up, alternating */
-    float *router_columns; /* (dim, n_experts): router weight times ffn_norm, for o_few */
+    float *router_columns; /* (dim, n_experts): router weight times ffn_norm */
     int window;
 };
 

@@ -1,14 +1,22 @@
-/* few.cuh: the kernels of a step with at most FEW tokens. Each reads its weights once, in order, and its time is the time to
- * read them: the last warp of a block, its producer, asks for the first of them before the kernel before has ended and keeps
- * a ring of shared memory full with what comes next, so that no wait for activations leaves the memory idle. The others
- * multiply. */
+/* few.cuh: a step of at most FEW tokens, as one kernel. Its time is the time to read the weights, each of them once and in
+ * order. A block lives on each multiprocessor from the first layer to the logits. Its last warp, the producer, keeps a ring of
+ * shared memory full with the weights that come next, over the borders of phases, so that no wait for activations leaves the
+ * memory idle; the others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other:
+ *
+ *     qkv        norm, query, key and value, rope, to the cache
+ *     attention  over the cache, split when it is long
+ *     output     onto the residual stream; each block's share of the router's logits
+ *     up         norm, router, top-k, gate and up, activation
+ *     down       onto the residual stream, weighted
+ */
 #ifndef FEW_CUH
 #define FEW_CUH
 
 #include "work.cuh"
 
-constexpr int MOST_WARPS = 15, MOST_THREADS = (MOST_WARPS + 1) * 32; /* of a block, without and with its producer */
-constexpr int UNITS = 2; /* groups of rows whose sums a warp of down_few keeps */
+constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32; /* of a block */
+constexpr int UNITS = 2;           /* groups of rows whose sums a warp keeps in phase down */
+constexpr int ATTENTION_WARPS = 8; /* that share a split of the context */
 
 /* ---- copies that run on their own ---- */
 
@@ -51,9 +59,8 @@ struct Barrier {
     }
 };
 
-/* The multiplying threads of a block wait for each other; the producer does not. */
-__device__ inline int consumers() { return blockDim.x - 32; }
-__device__ inline void sync_consumers() { asm volatile("bar.sync 1,%0;" ::"r"(consumers()) : "memory"); }
+/* The consumers of a block wait for each other. */
+__device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
 
 /* ---- how weights are encoded: each type is a row of this table ---- */
 
@@ -73,7 +80,8 @@ template <Type T> struct Codec;
 __host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes % 128 ? 0 : 64); }
 
 template <> struct Codec<BF16> { /* activations are mma's rows, weights its columns */
-    static constexpr int ROWS = GROUP, K = 32, MOST = 3, WIDTH = K * 2; /* WIDTH: bytes of a chunk's row */
+    static constexpr Type TYPE = BF16;
+    static constexpr int ROWS = GROUP, K = 32, MOST = MOST_BF16, WIDTH = K * 2; /* WIDTH: bytes of a chunk's row */
     static constexpr float LIFT = 1;
     typedef bf16 Activation;
     struct Sum { /* tokens g and g + 8, rows 2t and 2t + 1 */
@@ -108,7 +116,8 @@ template <> struct Codec<BF16> { /* activations are mma's rows, weights its colu
 __device__ inline float fp4_scale(uint32_t scales, int i) { return __uint_as_float((i < 3 ? scales << (23 - 8 * i) : scales >> 1) & 0x7F800000); }
 
 template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its columns */
-    static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS, MOST = 3;
+    static constexpr Type TYPE = MXFP4;
+    static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS, MOST = MOST_FP4;
     static constexpr float LIFT = 0x1p100f;
     typedef bf16 Activation;
     struct Sum { /* rows g and g + 8, tokens 2t and 2t + 1 [0] and those plus 8 [1] */
@@ -149,7 +158,8 @@ template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its col
 };
 
 template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
-    static constexpr int ROWS = GROUP, K = 32, MOST = 2, WIDTH = K * 4;
+    static constexpr Type TYPE = F32;
+    static constexpr int ROWS = GROUP, K = 32, MOST = MOST_F32, WIDTH = K * 4;
     static constexpr float LIFT = 1;
     typedef float Activation;
     struct Sum { /* row g, its own columns only */
@@ -185,95 +195,184 @@ template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, wi
     }
 };
 
-/* ---- streaming weights through a block ---- */
+/* ---- a block's shared memory ---- */
 
-struct Slices { /* how a row's chunks are dealt to the warps of a block: `per` at a time, `parts` times */
-    int chunks, per, parts;
-    int stages; /* of the ring */
-    int pass;   /* groups of rows between two reductions */
+struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
+    int stages, stage_bytes;
+    int ring, barriers, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, active, turn, position, page, begun, bytes;
 };
 
-/* A block's way through its weights, item by item: an item is a group of rows, or a part of its columns, in which every warp
- * has a slice. The producer keeps the ring full. */
-template <Type T> struct Ring {
-    typedef Codec<T> C;
-    Slices k;
-    int stride, warps, warp, lane, at = 0;
-    unsigned parity = 0;
+/* Elements between rows of activations. */
+template <Type T> __host__ __device__ constexpr int pitch_of(int stride) {
+    int size = sizeof(typename Codec<T>::Activation);
+    return bank_pitch(stride * size) / size;
+}
+/* Groups of rows between two reductions. */
+template <Type T> __host__ __device__ constexpr int pass_of(int tokens) { return tokens <= 4 ? 64 / Codec<T>::ROWS : max_of(256 / tokens / Codec<T>::ROWS, 1); }
+template <Type T> __host__ __device__ constexpr int down_pass_of(int tokens) { return min_of(pass_of<T>(tokens), UNITS); }
+/* Slices of activations that a warp holds in phase down: the one in use and the next, if there is room. */
+__host__ __device__ constexpr int down_buffers(int tokens) { return tokens > 8 ? 1 : 2; }
+
+template <Type T> __host__ __device__ int groups_of(int rows) { return (rows + Codec<T>::ROWS - 1) / Codec<T>::ROWS; }
+
+/* The experts that any token chose, in ascending order, with each token's weight for them (0: not chosen), which of its
+ * choices it was, and the set of these tokens. */
+struct Active {
+    int *n, *expert;  /* [0]; (n) */
+    unsigned *tokens; /* (n) */
+    float *weight;    /* (n, FEW) */
+    int *choice;      /* (n, FEW) */
+    unsigned *chosen; /* (n_experts / 32) a bit an expert */
+    int floats_;
+
+    static __host__ __device__ int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
+    static __host__ __device__ int floats(int n_experts, int most) { return 4 + most * (2 + 2 * FEW) + (n_experts + 31) / 32; }
+    __device__ Active(float *memory, int n_experts, int most)
+        : n((int *)memory), expert(n + 4), tokens((unsigned *)(expert + most)), weight((float *)(tokens + most)), choice((int *)(weight + most * FEW)),
+          chosen((unsigned *)(choice + most * FEW)), floats_(floats(n_experts, most)) {}
+    __device__ void clear(int thread, int threads) {
+#pragma unroll 1
+        for (int i = thread; i < floats_; i += threads) n[i] = 0;
+    }
+    __device__ int place(int e) const { /* how many were chosen before it */
+        int before = __popc(chosen[e / 32] & ((1u << e % 32) - 1));
+#pragma unroll 1
+        for (int i = 0; i < e / 32; i++) before += __popc(chosen[i]);
+        return before;
+    }
+};
+
+/* The layout for so many tokens, of which a block needs `room` bytes at most; blocks: of the grid. */
+inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks, int room) {
+    Layout k = {};
+    const Block &b = card.layer[0];
+    int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, partial = 0, units_rows = 0;
+    auto rows_of = [&](const Matrix &m, int n) { /* of the units of one block, of n matrices */
+        int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
+        return (units + blocks - 1) / blocks * rows;
+    };
+    auto consider = [&](auto codec, const Matrix &m, bool down) {
+        typedef decltype(codec) C;
+        constexpr Type T = C::TYPE;
+        int size = sizeof(typename C::Activation), slice = m.per * C::K;
+        int rows = down ? WARPS * down_buffers(tokens) * tokens * pitch_of<T>(slice) : tokens * pitch_of<T>(m.stride);
+        x = max_of(x, rows * size);
+        partial = max_of(partial, 2 * WARPS * (down ? down_pass_of<T>(tokens) : pass_of<T>(tokens)) * C::ROWS * tokens * 4);
+        k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per * WARPS));
+        k.zero = max_of(k.zero, slice * size);
+    };
+    auto with_type = [&](const Matrix &m, bool down) {
+        m.type == BF16 ? consider(Codec<BF16>(), m, down) : m.type == F32 ? consider(Codec<F32>(), m, down) : consider(Codec<MXFP4>(), m, down);
+    };
+    with_type(b.qkv, false), with_type(b.o, false), with_type(b.up, false), with_type(b.down, true), with_type(card.head, false);
+    units_rows = max_of(rows_of(b.qkv, 1), rows_of(b.up, most));
+    int own = max_of(rows_of(b.o, 1), rows_of(b.down, 1));
+    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                               /* attention_plain */
+    x = max_of(x, ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4 - partial);            /* attention's states reach into partial */
+    auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
+    take(k.x, x);
+    take(k.partial, partial);
+    take(k.zero, k.zero);
+    take(k.square, tokens * WARPS * 4);
+    take(k.scale, FEW * 4);
+    take(k.bias, units_rows * 4);
+    take(k.own, own * tokens * 4);
+    take(k.columns, rows_of(b.o, 1) * w.n_experts * 4);
+    take(k.logit, tokens * w.n_experts * 4);
+    take(k.weights, tokens * w.top_k * 4);
+    take(k.experts, tokens * w.top_k * 4);
+    take(k.active, Active::floats(w.n_experts, most) * 4);
+    take(k.turn, tokens * w.head_dim / 2 * 8);
+    take(k.position, tokens * 4);
+    take(k.page, tokens * 4);
+    take(k.begun, 16);
+    k.stages = max_of(1, min_of(16, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
+    take(k.barriers, k.stages * 2 * sizeof(Barrier));
+    k.bytes = (k.bytes + 127) / 128 * 128;
+    take(k.ring, k.stages * k.stage_bytes);
+    return k;
+}
+
+/* ---- streaming weights through a block ---- */
+
+/* The units (groups of rows) of a block, of `units` in all: every gridDim.x-th. */
+__device__ inline int units_of_block(int units) { return (units - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x; }
+__device__ inline int unit_of_block(int i) { return blockIdx.x + i * gridDim.x; }
+/* Row i of a block's units is this row of the matrix. */
+template <Type T> __device__ int row_of_block(int i) { return unit_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS; }
+/* Where group `group` of a matrix begins. */
+template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group) { return m.data + (size_t)group * Codec<T>::ROWS * Codec<T>::row_bytes(m.stride); }
+/* The first chunk of a warp's slice in part `part` of the columns. */
+__device__ inline int first_chunk(const Matrix &m, int part, int warp) { return (part * WARPS + warp) * m.per; }
+
+/* A block's way through the weights, item by item: an item is a group of rows, or a part of its columns, in which every
+ * consumer has a slice. */
+struct Ring {
     uint8_t *stage;        /* (stages) */
     Barrier *full, *empty; /* (stages) */
+    int stages, stage_bytes, at = 0;
+    unsigned parity = 0;
 
-    static __host__ __device__ size_t bytes(const Slices &k, int warps) { /* in whole lines, for what lies behind */
-        return (k.stages * (C::stage_bytes(k.per * warps) + 2 * sizeof(Barrier)) + 127) / 128 * 128;
-    }
-    __device__ Ring(const Matrix &m, const Slices &k, uint8_t *memory)
-        : k(k), stride(m.stride), warps(blockDim.x / 32 - 1), warp(threadIdx.x / 32), lane(threadIdx.x % 32), stage(memory),
-          full((Barrier *)(memory + (size_t)k.stages * C::stage_bytes(k.per * warps))), empty(full + k.stages) {
-        if ((int)threadIdx.x < k.stages) full[threadIdx.x].init(Barrier::COPIERS), empty[threadIdx.x].init(warps);
+    __device__ Ring(const Layout &k, uint8_t *memory)
+        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes) {
+        if ((int)threadIdx.x < stages) full[threadIdx.x].init(Barrier::COPIERS), empty[threadIdx.x].init(WARPS);
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
-        __syncthreads();
     }
-    __device__ bool producing() const { return warp == warps; }
-    __device__ int first_chunk(int part) const { return (part * warps + warp) * k.per; } /* of this warp's slice */
     __device__ void advance() {
-        if (++at == k.stages) at = 0, parity ^= 1;
+        if (++at == stages) at = 0, parity ^= 1;
     }
-    /* The producer's whole work: locate(item, part) is where the group's weights lie and which part of the columns is meant. */
-    template <class Locate> __device__ void produce(int items, Locate locate) {
-        int wide = k.per * warps;
+    /* The producer's part of a phase: locate(item, part) is where the group's weights lie and which part of the columns is meant. */
+    template <Type T, class Locate> __device__ void produce(const Matrix &m, int items, Locate locate) {
+        int wide = m.per * WARPS;
         for (int i = 0; i < items; i++) {
             int part;
             const uint8_t *group = locate(i, part);
-            if (i >= k.stages) empty[at].wait(parity ^ 1);
-            C::copy(full + at, stage + at * C::stage_bytes(wide), wide, group, stride, part * wide, min(wide, k.chunks - part * wide), lane);
+            empty[at].wait(parity ^ 1); /* at once the first time round */
+            Codec<T>::copy(full + at, stage + at * stage_bytes, wide, group, m.stride, part * wide, min(wide, m.chunks - part * wide), threadIdx.x % 32);
             advance();
-        }
-#if __CUDA_ARCH__ < 900
-        asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-    }
-    template <bool MANY> __device__ void multiply(typename C::Sum &sum, int n, const Rows<typename C::Activation> &x) {
-        int wide = k.per * warps;
-        const uint8_t *from = stage + at * C::stage_bytes(wide);
-        if (n == C::MOST) {
-#pragma unroll
-            for (int i = 0; i < C::MOST; i++) C::template add<MANY>(sum, from, wide, warp * k.per, i, x, lane);
-        } else {
-            for (int i = 0; i < n; i++) C::template add<MANY>(sum, from, wide, warp * k.per, i, x, lane);
         }
     }
     /* Multiplies this warp's slice of the next item by activations, of which x has the columns of the slice. */
-    __device__ void take(typename C::Sum &sum, int part, const Rows<typename C::Activation> &x) {
-        int n = min(k.per, k.chunks - first_chunk(part));
+    template <Type T> __device__ void take(typename Codec<T>::Sum &sum, const Matrix &m, int part, const Rows<typename Codec<T>::Activation> &x) {
+        int warp = threadIdx.x / 32, n = min(m.per, m.chunks - first_chunk(m, part, warp));
         full[at].wait(parity);
         if (x.tokens >> 8)
-            multiply<true>(sum, n, x);
+            multiply<T, true>(sum, m.per, n, x);
         else
-            multiply<false>(sum, n, x);
+            multiply<T, false>(sum, m.per, n, x);
         __syncwarp();
-        if (lane == 0) empty[at].arrive();
+        if (threadIdx.x % 32 == 0) empty[at].arrive();
         advance();
+    }
+    template <Type T, bool MANY> __device__ void multiply(typename Codec<T>::Sum &sum, int per, int n, const Rows<typename Codec<T>::Activation> &x) {
+        typedef Codec<T> C;
+        int wide = per * WARPS, first = threadIdx.x / 32 * per, lane = threadIdx.x % 32;
+        const uint8_t *from = stage + at * stage_bytes;
+        if (n == C::MOST) {
+#pragma unroll
+            for (int i = 0; i < C::MOST; i++) C::template add<MANY>(sum, from, wide, first, i, x, lane);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < n; i++) C::template add<MANY>(sum, from, wide, first, i, x, lane);
+        }
     }
 };
 
-/* Floats of the partial sums of two passes. */
-__host__ __device__ inline int partial_floats(const Slices &k, int warps, int rows, int tokens) { return 2 * warps * k.pass * rows * tokens; }
-
-/* At the end of a pass, what each warp found for `units` groups of rows lies in `partial` (warps, pass, ROWS, tokens). One warp
+/* At the end of a pass, what each warp found for `units` groups of rows lies in `partial` (WARPS, pass, ROWS, tokens). One warp
  * adds it up and hands it out in pairs of rows, pair(unit, pair, token, a, b), while the others go on: passes take turns with
  * two buffers, and a warp that is still adding has not come to the end of the next pass. */
 template <int ROWS, class Pair> __device__ void end_pass(const float *partial, int turn, int pass, int units, int tokens, Pair pair) {
-    int warps = consumers() / 32;
     sync_consumers();
-    if ((int)threadIdx.x / 32 != turn % warps) return;
+    if ((int)threadIdx.x / 32 != turn % WARPS) return;
+#pragma unroll 1
     for (int i = threadIdx.x % 32; i < units * (ROWS / 2) * tokens; i += 32) {
         int token = i % tokens, p = i / tokens % (ROWS / 2), unit = i / tokens / (ROWS / 2);
         const float *at = partial + (unit * ROWS + 2 * p) * tokens + token;
         float a = 0, b = 0;
 #pragma unroll 5
-        for (int w = 0; w < warps; w++, at += pass * ROWS * tokens) {
+        for (int w = 0; w < WARPS; w++, at += pass * ROWS * tokens) {
             a += at[0];
             b += at[tokens];
         }
@@ -281,93 +380,36 @@ template <int ROWS, class Pair> __device__ void end_pass(const float *partial, i
     }
 }
 
-/* The units (groups of rows) of a block, of `units` in all: every gridDim.x-th. */
-__device__ inline int units_of_block(int units) { return (units - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x; }
-__device__ inline int unit_of_block(int i) { return blockIdx.x + i * gridDim.x; }
-/* Row i of a block's units is this row of the matrix. */
-template <Type T> __device__ int row_of_block(int i) { return unit_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS; }
-template <Type T> __device__ int groups_of(int rows) { return (rows + Codec<T>::ROWS - 1) / Codec<T>::ROWS; }
-/* Where group `group` of a matrix begins. */
-template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group) { return m.data + (size_t)group * Codec<T>::ROWS * Codec<T>::row_bytes(m.stride); }
-
-/* The producer's part of stream_rows; group_of(unit) is where the weights of a block's unit lie. */
-template <Type T, class Group> __device__ void produce_rows(Ring<T> &ring, int units, Group group_of) {
-    ring.produce(units * ring.k.parts, [&](int item, int &part) {
-        part = item % ring.k.parts;
-        return group_of(item / ring.k.parts);
-    });
-}
-
-/* All units of a block. */
-template <Type T, class Pair>
-__device__ void stream_rows(Ring<T> &ring, int units, Rows<typename Codec<T>::Activation> x, int tokens, float *partial, Pair pair) {
-    constexpr int ROWS = Codec<T>::ROWS;
-    int pass = ring.k.pass;
-    const auto *columns = x.x;
-    for (int first = 0, turn = 0; first < units; first += pass, turn++) {
-        float *of_pass = partial + turn % 2 * (ring.warps * pass * ROWS * tokens);
-        int n = min(pass, units - first);
-        for (int u = 0; u < n; u++) {
-            typename Codec<T>::Sum sum;
-            for (int part = 0; part < ring.k.parts; part++) {
-                x.x = columns + ring.first_chunk(part) * Codec<T>::K;
-                ring.take(sum, part, x);
-            }
-            sum.store(of_pass + (ring.warp * pass + u) * ROWS * tokens, tokens, ring.lane);
-        }
-        end_pass<ROWS>(of_pass, turn, pass, n, tokens, [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
-    }
-}
-
-/* Elements between rows of activations in shared memory. */
-template <Type T> __host__ __device__ constexpr int pitch_of(int stride) {
-    int size = sizeof(typename Codec<T>::Activation);
-    return bank_pitch(stride * size) / size;
-}
-
-/* Shared memory of the ..._few kernels, dealt out from the front. */
-struct Memory {
-    uint8_t *at;
-    template <typename U> __device__ U *take(int n) {
-        U *p = (U *)at;
-        at += (n * sizeof(U) + 15) / 16 * 16;
-        return p;
-    }
-    template <typename U> __device__ U *take_zeros(int n) {
-        U *p = take<U>(n);
-        for (int i = threadIdx.x; i < n; i += blockDim.x) p[i] = (U)0;
-        return p;
-    }
-};
-
 __device__ inline void prefetch(const float *p, int n) {
-    for (int i = threadIdx.x * 32; i < n; i += blockDim.x * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + i));
+#pragma unroll 1
+    for (int i = threadIdx.x * 32; i < n; i += CONSUMERS * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + i));
 }
 
 /* RMSNorm of rows of x (..., dim) for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
  * weight goes to out (rows, pitch); what is multiplied by it has to be multiplied by scale[row] = 1 / sqrt(mean + eps), which
- * is there after the next barrier. square (rows, warps) is scratch: a row is cut into as many parts as there are warps, whoever
+ * is there after the next barrier. square (rows, WARPS) is scratch: a row is cut into as many parts as there are warps, whoever
  * adds them up, so that its sum does not depend on how many rows there are. */
 template <Type T>
 __device__ void stage_normed(typename Codec<T>::Activation *out, int stride, const float *x, const int *row, int rows, const float *weight, int dim, float eps,
                              float *square, float *scale) {
     constexpr int STEP = 6; /* values on the way at once */
-    int pitch = pitch_of<T>(stride), warps = consumers() / 32, lane = threadIdx.x % 32;
-    for (int i = threadIdx.x / 32; i < rows * warps; i += warps) {
-        int r = i / warps, part = i % warps;
+    int pitch = pitch_of<T>(stride), lane = threadIdx.x % 32;
+    for (int i = threadIdx.x / 32; i < rows * WARPS; i += WARPS) {
+        int r = i / WARPS, part = i % WARPS;
         const float *from = x + (size_t)(row ? row[r] : r) * dim;
         float sum = 0;
-        for (int base = part * 32 + lane; base < stride; base += STEP * warps * 32) {
+#pragma unroll 1
+        for (int base = part * 32 + lane; base < stride; base += STEP * CONSUMERS) {
             float value[STEP], times[STEP];
 #pragma unroll
             for (int k = 0; k < STEP; k++) {
-                int at = base + k * warps * 32;
+                int at = base + k * CONSUMERS;
                 value[k] = at < dim ? __ldcg(from + at) : 0;
                 times[k] = at < dim ? weight[at] : 0;
             }
 #pragma unroll
             for (int k = 0; k < STEP; k++) {
-                int at = base + k * warps * 32;
+                int at = base + k * CONSUMERS;
                 sum += value[k] * value[k];
                 if (at < stride) out[r * pitch + at] = value[k] * times[k] * Codec<T>::LIFT;
             }
@@ -378,15 +420,17 @@ __device__ void stage_normed(typename Codec<T>::Activation *out, int stride, con
     sync_consumers();
     if ((int)threadIdx.x < rows) {
         float sum = 0;
-        for (int i = 0; i < warps; i++) sum += square[threadIdx.x * warps + i];
+#pragma unroll 1
+        for (int i = 0; i < WARPS; i++) sum += square[threadIdx.x * WARPS + i];
         scale[threadIdx.x] = rsqrtf(sum / dim + eps);
     }
 }
 
-/* ---- the kernels, in the order of a layer ---- */
+/* ---- the kernel ---- */
 
 /* x = the token's row of the embedding; a token of -1 is what its slot drew last. The page remembers it. A block a token. */
 __global__ void embed(Work w, Step s, Matrix table) {
+    launch_next();
     wait_previous();
     int t = blockIdx.x, seq = s.seq[t], id = s.token[t], p = s.position[t];
     if (id < 0) id = max(w.drawn[s.slot[seq]], 0); /* after a NaN the step is void */
@@ -399,484 +443,454 @@ __global__ void embed(Work w, Step s, Matrix table) {
         w.router_sum[((size_t)(i / w.n_experts) * FEW + t) * w.n_experts + i % w.n_experts] = 0;
 }
 
-/* q, k, v = W RMSNorm(x) + bias; RoPE; k and v to the cache. */
-template <Type T> __global__ void __launch_bounds__(MOST_THREADS, 2) qkv_few(Work w, Step s, Block l, Slices slices, int tokens) {
-    extern __shared__ __align__(128) uint8_t memory[];
-    typedef typename Codec<T>::Activation Activation;
-    const Matrix &m = l.qkv;
-    int units = units_of_block(groups_of<T>(m.rows)), half = w.head_dim / 2, pitch = pitch_of<T>(m.stride);
-    launch_next();
-    Ring<T> ring(m, slices, memory);
-    if (ring.producing()) {
-        produce_rows(ring, units, [&](int i) { return group_at<T>(m, unit_of_block(i)); });
-        return;
-    }
-    prefetch(l.attn_norm, w.dim);
-    Memory from = {memory + Ring<T>::bytes(slices, ring.warps)};
-    Activation *x = from.take<Activation>(tokens * pitch), *zero = from.take_zeros<Activation>(slices.per * Codec<T>::K);
-    float *partial = from.take<float>(partial_floats(slices, ring.warps, Codec<T>::ROWS, tokens)), *square = from.take<float>(tokens * ring.warps);
-    float *scale = from.take<float>(FEW), *bias = from.take<float>(units * Codec<T>::ROWS);
-    float2 *turn = from.take<float2>(tokens * half);
-    int *position = from.take<int>(tokens), *page = from.take<int>(tokens);
-    for (int i = threadIdx.x; i < units * Codec<T>::ROWS; i += consumers()) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
-    for (int t = ring.warp; t < tokens; t += ring.warps) {
-        int p = s.position[t];
-        for (int i = ring.lane; i < half; i += 32) turn[t * half + i] = w.turn[(size_t)p * half + i];
-        if (ring.lane == 0) position[t] = p, page[t] = page_of(s, s.seq[t], p);
-    }
-    wait_previous();
-    stage_normed<T>(x, m.stride, w.x, NULL, tokens, l.attn_norm, w.dim, w.eps, square, scale);
-    stream_rows(ring, units, {x, zero, pitch, (1u << tokens) - 1}, tokens, partial, [&](int unit, int p, int t, float a, float b) {
-        int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
-        store_qkv<Activation>(w, t, position[t], page[t], r, a * scale[t] + bias[i], b * scale[t] + bias[i + 1], turn[t * half + r / 2 % half]);
-    });
-}
+enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 
-/* Attention of one token and one key/value head (blockIdx.z, y): the pages that it sees are dealt to at most SPLITS blocks
- * and there to the warps; the block that arrives last adds what the others found, in their order, and the sinks. How
- * the pages are dealt depends on the token's position alone. */
-template <int D> __global__ void __launch_bounds__(256) attention_few(Work w, Step s, Block l) {
-    constexpr int WARPS = 8, ROW = D + 2;
-    __shared__ float merged[WARPS][8][ROW]; /* most, total, sum of each head */
-    __shared__ bool is_last;
-    int t = blockIdx.z, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, group = w.n_heads / w.n_kv_heads;
-    launch_next();
-    wait_previous();
-    int p = s.position[t], seq = s.seq[t], first = l.window && p >= l.window ? p - l.window + 1 : 0;
-    int page0 = first / PAGE, pages = p / PAGE - page0 + 1, used = min((int)gridDim.x, (pages + WARPS - 1) / WARPS);
-    if ((int)blockIdx.x >= used) return;
-    Attend<D> a;
-    uint4 q[D / 32][2];
-    for (int c = 0; c < D / 32; c++) {
-        q[c][1] = make_uint4(0, 0, 0, 0);
-        const bf16 *from = (const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + g) * D + c * 32 + lane % 4 * 8;
-        q[c][0] = g < group ? __ldcg((const uint4 *)from) : q[c][1];
-    }
-    int firsts[2] = {first, first}, lasts[2] = {p, p};
-    float scale = LOG2E * rsqrtf(D);
-    for (int i = page0 + pages * (int)blockIdx.x / used + warp; i < page0 + pages * ((int)blockIdx.x + 1) / used; i += WARPS) {
-        int page = s.page[(size_t)seq * s.header[0] + i];
-        a.page(cache_of(w, page, 0, head), cache_of(w, page, 1, head), q, i * PAGE, firsts, lasts, p, scale, lane);
-    }
-    a.total[0] += __shfl_xor_sync(~0u, a.total[0], 1);
-    a.total[0] += __shfl_xor_sync(~0u, a.total[0], 2);
-    merged[warp][g][0] = a.most[0];
-    merged[warp][g][1] = a.total[0];
-    for (int i = 0; i < D / 8; i++)
-        for (int j = 0; j < 2; j++) merged[warp][g][2 + i * 8 + lane % 4 * 2 + j] = a.sum[i][j];
-    __syncthreads();
-    float *partial = w.partial + ((size_t)t * w.n_kv_heads + head) * SPLITS * 8 * ROW;
-    bool alone = used == 1;
-    auto merge = [&](const float *from, int step, int n, int h, int i, float sink, float &most, float &total) { /* of n states */
-        float sum = 0;
-        most = sink;
-        total = 0;
-        for (int k = 0; k < n; k++)
-            if (from[k * step + h * ROW + 1] > 0) most = fmaxf(most, from[k * step + h * ROW]);
-        for (int k = 0; k < n; k++) {
-            float share = from[k * step + h * ROW + 1] > 0 ? exp2f(from[k * step + h * ROW] - most) : 0;
-            total += share * from[k * step + h * ROW + 1];
-            sum += share * from[k * step + h * ROW + 2 + i];
+/* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
+ * all warps call. What a phase reads of the phases before it, it reads behind await(). */
+struct Few {
+    Work w;
+    const Step &s;
+    const Layout &k;
+    uint8_t *memory;
+    int tokens, first, last, phase;
+    bool producing;
+    Ring ring;
+
+    __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last)
+        : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), producing(threadIdx.x >= CONSUMERS), ring(k, memory) {
+        int half = w.head_dim / 2;
+        if (threadIdx.x == 0) at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
+#pragma unroll 1
+        for (int i = threadIdx.x * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
+#pragma unroll 1
+        for (int t = threadIdx.x / 32; t < tokens; t += WARPS + 1) {
+            int p = s.position[t];
+#pragma unroll 1
+            for (int i = threadIdx.x % 32; i < half; i += 32) at<float2>(k.turn)[t * half + i] = w.turn[(size_t)p * half + i];
+            at<int>(k.position)[t] = p, at<int>(k.page)[t] = page_of(s, s.seq[t], p);
         }
-        return sum;
-    };
-    auto finish = [&](const float *from, int step, int n) {
-        for (int i = threadIdx.x; i < group * D; i += blockDim.x) {
-            int h = i / D;
-            float most, total, sink = l.sinks ? l.sinks[head * group + h] * LOG2E : -INFINITY;
-            float sum = merge(from, step, n, h, i % D, sink, most, total);
-            if (l.sinks) total += exp2f(sink - most);
-            ((bf16 *)w.attn)[(size_t)t * w.attn_pitch + (head * group + h) * D + i % D] = (bf16)(sum / total);
+        __syncthreads();
+    }
+    template <typename U> __device__ U *at(int offset) const { return (U *)(memory + offset); }
+
+    /* Until all blocks have ended the phase before this one, and what they wrote can be read. */
+    __device__ void await() {
+        if (phase == first) return wait_previous();
+        if (threadIdx.x % CONSUMERS == 0) {
+            unsigned long long target = at<unsigned long long>(k.begun)[0] + (unsigned long long)(phase - first) * gridDim.x, now;
+            do asm volatile("ld.acquire.gpu.global.u64 %0,[%1];" : "=l"(now) : "l"(w.barrier) : "memory");
+            while (now < target);
         }
-    };
-    if (alone) {
-        finish(&merged[0][0][0], 8 * ROW, WARPS);
-        return;
+        if (producing)
+            __syncwarp();
+        else
+            sync_consumers();
     }
-    for (int i = threadIdx.x; i < group * D; i += blockDim.x) {
-        int h = i / D;
-        float most, total, sum = merge(&merged[0][0][0], 8 * ROW, WARPS, h, i % D, -INFINITY, most, total);
-        float *to = partial + ((size_t)blockIdx.x * 8 + h) * ROW;
-        to[2 + i % D] = sum;
-        if (i % D == 0) to[0] = most, to[1] = total;
+    __device__ void end_phase() {
+        phase++;
+        if (producing || phase == last) return;
+        sync_consumers();
+        if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) is_last = atomicAdd(&w.arrived[t * w.n_kv_heads + head], 1) == used - 1;
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
-    if (threadIdx.x == 0) w.arrived[t * w.n_kv_heads + head] = 0;
-    finish(partial, 8 * ROW, used);
-}
 
-/* x += W attn + bias; and, since the router's logits are linear in x but for the norm's common factor, each block adds what
- * its rows of x contribute to them, and writes down the sum of their squares. */
-template <Type T> __global__ void __launch_bounds__(MOST_THREADS, 2) o_few(Work w, Block l, Slices slices, int tokens) {
-    extern __shared__ __align__(128) uint8_t memory[];
-    typedef typename Codec<T>::Activation Activation;
-    const Matrix &m = l.o;
-    int units = units_of_block(groups_of<T>(w.dim)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride);
-    int experts = l.router.rows ? w.n_experts : 0, each = 16 / sizeof(Activation), pieces = m.stride / each;
-    launch_next();
-    Ring<T> ring(m, slices, memory);
-    if (ring.producing()) {
-        produce_rows(ring, units, [&](int i) { return group_at<T>(m, unit_of_block(i)); });
-        return;
-    }
-    Memory from = {memory + Ring<T>::bytes(slices, ring.warps)};
-    Activation *x = from.take<Activation>(tokens * pitch), *zero = from.take_zeros<Activation>(slices.per * Codec<T>::K);
-    float *partial = from.take<float>(partial_floats(slices, ring.warps, Codec<T>::ROWS, tokens)), *own = from.take<float>(rows * tokens);
-    float *columns = from.take<float>(rows * experts);
-    for (int i = ring.warp; i < rows; i += ring.warps) {
-        int r = row_of_block<T>(i);
-        for (int e = ring.lane; e < experts; e += 32) columns[i * experts + e] = r < w.dim ? l.router_columns[(size_t)r * experts + e] : 0;
-    }
-    wait_previous();
-    for (int t = 0; t < tokens; t++)
-        for (int i = threadIdx.x; i < pieces; i += consumers()) copy_16(x + t * pitch + i * each, (const Activation *)w.attn + (size_t)t * w.attn_pitch + i * each);
-    copies_end();
-    for (int i = threadIdx.x; i < rows * tokens; i += consumers()) {
-        int r = row_of_block<T>(i / tokens);
-        own[i] = r < w.dim ? __ldcg(w.x + (size_t)(i % tokens) * w.dim + r) + (m.bias ? m.bias[r] : 0) : 0;
-    }
-    copies_done<0>();
-    sync_consumers();
-    stream_rows(ring, units, {x, zero, pitch, (1u << tokens) - 1}, tokens, partial, [&](int unit, int p, int t, float a, float b) {
-        for (int i = 0; i < 2; i++) {
-            int at = unit * Codec<T>::ROWS + 2 * p + i, r = row_of_block<T>(at);
-            if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] += i ? b : a;
+    /* All units of a block, for a matrix whose rows all meet the same activations x (tokens, pitch). group_of(unit) is where the weights of a block's unit
+     * lie; pair(unit, pair of rows, token, a, b) receives the results. */
+    template <Type T, class Group, class Pair>
+    __device__ void stream(const Matrix &m, int units, int tokens, Group group_of, Pair pair) {
+        constexpr int ROWS = Codec<T>::ROWS;
+        typedef typename Codec<T>::Activation Activation;
+        if (producing) {
+            ring.produce<T>(m, units * m.parts, [&](int item, int &part) {
+                part = item % m.parts;
+                return group_of(item / m.parts);
+            });
+            return;
         }
-    });
-    sync_consumers();
-    for (int i = threadIdx.x / 8; i < tokens * experts; i += consumers() / 8) { /* eight lanes for a token and an expert */
-        int t = i / experts, e = i % experts;
-        float sum = 0;
-        for (int r = threadIdx.x % 8; r < rows; r += 8) sum += own[r * tokens + t] * columns[r * experts + e];
-        for (int o = 4; o; o >>= 1) sum += __shfl_xor_sync(255u << (ring.lane & 24), sum, o);
-        long long steps = __float2ll_rn(sum * (1 / ROUTER_STEP));
-        if (threadIdx.x % 8 == 0) atomicAdd((unsigned long long *)&w.router_sum[((size_t)w.layer * FEW + t) * experts + e], (unsigned long long)steps);
+        int pass = pass_of<T>(tokens), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        float *partial = at<float>(k.partial);
+        Rows<Activation> x = {NULL, at<Activation>(k.zero), pitch_of<T>(m.stride), (1u << tokens) - 1};
+#pragma unroll 1
+        for (int first = 0, turn = 0; first < units; first += pass, turn++) {
+            float *of_pass = partial + turn % 2 * (WARPS * pass * ROWS * tokens);
+            int n = min(pass, units - first);
+            for (int u = 0; u < n; u++) {
+                typename Codec<T>::Sum sum;
+                for (int part = 0; part < m.parts; part++) {
+                    x.x = at<Activation>(k.x) + first_chunk(m, part, warp) * Codec<T>::K;
+                    ring.take<T>(sum, m, part, x);
+                }
+                sum.store(of_pass + (warp * pass + u) * ROWS * tokens, tokens, lane);
+            }
+            end_pass<ROWS>(of_pass, turn, pass, n, tokens, [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
+        }
     }
-    for (int t = ring.warp; t < tokens; t += ring.warps) {
-        float sum = 0;
-        for (int r = ring.lane; r < rows; r += 32) sum += own[r * tokens + t] * own[r * tokens + t];
-        sum = warp_sum(sum);
-        if (ring.lane == 0) w.square[t * w.blocks + blockIdx.x] = sum;
-    }
-}
 
-/* The experts that any token chose, in ascending order, with each token's weight for them (0: not chosen), which of its
- * choices it was, and the set of these tokens. In shared memory. */
-struct Active {
-    int *n, *expert;  /* [0]; (n) */
-    unsigned *tokens; /* (n) */
-    float *weight;    /* (n, FEW) */
-    int *choice;      /* (n, FEW) */
-    unsigned *chosen; /* (n_experts / 32) a bit an expert */
-
-    static __host__ __device__ int most(int n_experts, int top_k, int tokens) { return min(n_experts, top_k * tokens); }
-    static __host__ __device__ int floats(int n_experts, int most) { return 4 + most * (2 + 2 * FEW) + (n_experts + 31) / 32; }
-    /* All zero; memory has floats(). */
-    __device__ Active(float *memory, int n_experts, int most)
-        : n((int *)memory), expert(n + 4), tokens((unsigned *)(expert + most)), weight((float *)(tokens + most)), choice((int *)(weight + most * FEW)),
-          chosen((unsigned *)(choice + most * FEW)) {
-        for (int i = threadIdx.x; i < floats(n_experts, most); i += blockDim.x) memory[i] = 0;
+    /* q, k, v = W RMSNorm(x) + bias; RoPE; k and v to the cache. */
+    template <Type T> __device__ void qkv(const Block &l) {
+        typedef typename Codec<T>::Activation Activation;
+        const Matrix m = l.qkv;
+        int units = units_of_block(groups_of<T>(m.rows)), half = w.head_dim / 2;
+        float *scale = at<float>(k.scale), *bias = at<float>(k.bias);
+        if (!producing) {
+            prefetch(l.attn_norm, w.dim);
+#pragma unroll 1
+            for (int i = threadIdx.x; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
+            await();
+            stage_normed<T>(at<Activation>(k.x), m.stride, w.x, NULL, tokens, l.attn_norm, w.dim, w.eps, at<float>(k.square), scale);
+            sync_consumers();
+        }
+        stream<T>(m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int t, float a, float b) {
+            int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
+            store_qkv<Activation>(w, t, at<int>(k.position)[t], at<int>(k.page)[t], r, a * scale[t] + bias[i], b * scale[t] + bias[i + 1],
+                                  at<float2>(k.turn)[t * half + r / 2 % half]);
+        });
     }
-    __device__ int place(int e) const { /* how many were chosen before it */
-        int before = __popc(chosen[e / 32] & ((1u << e % 32) - 1));
-        for (int i = 0; i < e / 32; i++) before += __popc(chosen[i]);
-        return before;
+
+    /* softmax(q k / sqrt(d)) v for each token and key/value head: the pages that the token sees are dealt to at most SPLITS blocks
+     * and there to the warps; the block that arrives last adds what the others found, in their order, and the sinks. How the
+     * pages are dealt depends on the token's position alone. */
+    template <int D> __device__ void attention(const Block &l) {
+        constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
+        if (producing) return;
+        int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, group = w.n_heads / w.n_kv_heads;
+        float *merged = at<float>(k.x); /* (ATTENTION_WARPS, 8, ROW) */
+        int *is_last = at<int>(k.begun + 8), window = l.window;
+        const float *sinks = l.sinks;
+        await();
+        for (int job = blockIdx.x, heads = w.n_kv_heads; job < SPLITS * tokens * heads; job += gridDim.x) {
+            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens;
+            int p = at<int>(k.position)[t], from = window && p >= window ? p - window + 1 : 0;
+            int page0 = from / PAGE, pages = p / PAGE - page0 + 1, used = min(SPLITS, (pages + ATTENTION_WARPS - 1) / ATTENTION_WARPS);
+            if (split >= used) continue;
+            if (warp < ATTENTION_WARPS) {
+                const int *table = s.page + (size_t)s.seq[t] * s.header[0];
+                Attend<D> a;
+                uint4 q[D / 32][2];
+                for (int c = 0; c < D / 32; c++) {
+                    q[c][1] = make_uint4(0, 0, 0, 0);
+                    q[c][0] = g < group ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + g) * D + c * 32 + lane % 4 * 8)) : q[c][1];
+                }
+                int firsts[2] = {from, from}, lasts[2] = {p, p};
+                for (int i = page0 + pages * split / used + warp; i < page0 + pages * (split + 1) / used; i += ATTENTION_WARPS)
+                    a.page(cache_of(w, table[i], 0, head), cache_of(w, table[i], 1, head), q, i * PAGE, firsts, lasts, p, LOG2E * rsqrtf(D), lane);
+                a.total[0] += __shfl_xor_sync(~0u, a.total[0], 1);
+                a.total[0] += __shfl_xor_sync(~0u, a.total[0], 2);
+                float *state = merged + warp * STATE + g * ROW;
+                state[0] = a.most[0];
+                state[1] = a.total[0];
+                for (int i = 0; i < D / 8; i++)
+                    for (int j = 0; j < 2; j++) state[2 + i * 8 + lane % 4 * 2 + j] = a.sum[i][j];
+            }
+            sync_consumers();
+            float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
+            for (bool whole = used == 1;; whole = true) { /* first of the warps, then of the splits */
+                const float *states = whole && used > 1 ? partial : merged;
+                int n = whole && used > 1 ? used : ATTENTION_WARPS;
+#pragma unroll 1
+                for (int i = threadIdx.x; i < group * D; i += CONSUMERS) {
+                    int h = i / D;
+                    float sink = whole && sinks ? sinks[head * group + h] * LOG2E : -INFINITY, most = sink, total = 0, sum = 0;
+                    const float *state = states + h * ROW;
+#pragma unroll 4
+                    for (int j = 0; j < n; j++) most = fmaxf(most, state[j * STATE + 1] > 0 ? state[j * STATE] : -INFINITY);
+#pragma unroll 4
+                    for (int j = 0; j < n; j++) {
+                        float share = state[j * STATE + 1] > 0 ? exp2f(state[j * STATE] - most) : 0;
+                        total += share * state[j * STATE + 1];
+                        sum += share * state[j * STATE + 2 + i % D];
+                    }
+                    if (whole) {
+                        if (sinks) total += exp2f(sink - most);
+                        ((bf16 *)w.attn)[(size_t)t * w.attn_pitch + (head * group + h) * D + i % D] = (bf16)(sum / total);
+                    } else {
+                        float *to = partial + (split * 8 + h) * ROW;
+                        to[2 + i % D] = sum;
+                        if (i % D == 0) to[0] = most, to[1] = total;
+                    }
+                }
+                if (whole) break;
+                __threadfence();
+                sync_consumers();
+                if (threadIdx.x == 0) *is_last = atomicAdd(&w.arrived[t * heads + head], 1) == used - 1;
+                sync_consumers();
+                if (!*is_last) break;
+                __threadfence();
+                if (threadIdx.x == 0) w.arrived[t * heads + head] = 0;
+            }
+            sync_consumers();
+        }
+    }
+    template <typename Out> __device__ void attention_of_any_size(const Block &l) {
+        if (producing) return;
+        await();
+        for (int i = blockIdx.x; i < tokens * w.n_heads; i += gridDim.x) attend_plain<Out>(w, s, l, i / w.n_heads, i % w.n_heads, at<float>(k.x), CONSUMERS);
+    }
+
+    /* x += W attn + bias; and, since the router's logits are linear in x but for the norm's common factor, each block adds what
+     * its rows of x contribute to them, and writes down the sum of their squares. */
+    template <Type T> __device__ void output(const Block &l) {
+        typedef typename Codec<T>::Activation Activation;
+        const Matrix m = l.o;
+        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        int experts = l.router.rows ? w.n_experts : 0, each = 16 / sizeof(Activation), pieces = m.stride / each;
+        float *own = at<float>(k.own), *columns = at<float>(k.columns);
+        if (!producing) {
+#pragma unroll 1
+            for (int i = warp; i < rows; i += WARPS) {
+                int r = row_of_block<T>(i);
+#pragma unroll 1
+                for (int e = lane; e < experts; e += 32) columns[i * experts + e] = r < w.dim ? l.router_columns[(size_t)r * experts + e] : 0;
+            }
+#pragma unroll 1
+            for (int i = threadIdx.x; i < rows * tokens; i += CONSUMERS) { /* x is as the last layer left it */
+                int r = row_of_block<T>(i / tokens);
+                own[i] = r < w.dim ? __ldcg(w.x + (size_t)(i % tokens) * w.dim + r) + (m.bias ? m.bias[r] : 0) : 0;
+            }
+            await();
+            for (int t = 0; t < tokens; t++)
+#pragma unroll 1
+                for (int i = threadIdx.x; i < pieces; i += CONSUMERS)
+                    copy_16(at<Activation>(k.x) + t * pitch + i * each, (const Activation *)w.attn + (size_t)t * w.attn_pitch + i * each);
+            copies_end();
+            copies_done<0>();
+            sync_consumers();
+        }
+        stream<T>(m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int t, float a, float b) {
+            for (int i = 0; i < 2; i++) {
+                int at = unit * Codec<T>::ROWS + 2 * p + i, r = row_of_block<T>(at);
+                if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] += i ? b : a;
+            }
+        });
+        if (producing) return;
+        sync_consumers();
+#pragma unroll 1
+        for (int i = threadIdx.x / 8; i < tokens * experts; i += CONSUMERS / 8) { /* eight lanes for a token and an expert */
+            int t = i / experts, e = i % experts;
+            float sum = 0;
+#pragma unroll 1
+            for (int r = threadIdx.x % 8; r < rows; r += 8) sum += own[r * tokens + t] * columns[r * experts + e];
+            for (int o = 4; o; o >>= 1) sum += __shfl_xor_sync(255u << (lane & 24), sum, o);
+            long long steps = __float2ll_rn(sum * (1 / ROUTER_STEP));
+            if (threadIdx.x % 8 == 0) atomicAdd((unsigned long long *)&w.router_sum[((size_t)w.layer * FEW + t) * experts + e], (unsigned long long)steps);
+        }
+#pragma unroll 1
+        for (int t = warp; t < tokens; t += WARPS) {
+            float sum = 0;
+#pragma unroll 1
+            for (int r = lane; r < rows; r += 32) sum += own[r * tokens + t] * own[r * tokens + t];
+            sum = warp_sum(sum);
+            if (lane == 0) w.square[t * gridDim.x + blockIdx.x] = sum;
+        }
+    }
+
+    /* What each token chose, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
+     * All threads call it; everything is there when it returns. The last warps begin: others have more to do. */
+    __device__ void choose(const Block &l, Active &active) {
+        float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
+        int *experts = at<int>(k.experts), lane = threadIdx.x % 32;
+        const float *bias = l.router.bias;
+        bool routed = l.router.rows;
+#pragma unroll 1
+        for (int t = WARPS - threadIdx.x / 32; t < tokens; t += WARPS + 1) {
+            float squares = 0, weight = 1, *mine = logit + t * w.n_experts;
+            int expert = 0;
+#pragma unroll 1
+            for (int e = lane; e < w.n_experts && routed; e += 32) mine[e] = (float)__ldcg(w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts + e);
+#pragma unroll 5
+            for (int i = lane; i < (int)gridDim.x; i += 32) squares += __ldcg(w.square + t * gridDim.x + i);
+            float factor = rsqrtf(warp_sum(squares) / w.dim + w.eps) * ROUTER_STEP;
+#pragma unroll 1
+            for (int e = lane; e < w.n_experts && routed; e += 32) mine[e] = mine[e] * factor + (bias ? bias[e] : 0);
+            __syncwarp();
+            if (routed) route(mine, w.n_experts, w.top_k, lane, expert, weight);
+            if (lane < w.top_k) {
+                experts[t * w.top_k + lane] = expert, weights[t * w.top_k + lane] = weight;
+                atomicOr(&active.chosen[expert / 32], 1u << expert % 32);
+            }
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < tokens * w.top_k; i += THREADS) {
+            int t = i / w.top_k, place = active.place(experts[i]);
+            active.expert[place] = experts[i];
+            active.weight[place * FEW + t] = weights[i];
+            active.choice[place * FEW + t] = i % w.top_k;
+            atomicOr(&active.tokens[place], 1u << t);
+            atomicMax(active.n, place + 1);
+        }
+        __syncthreads();
+    }
+    __device__ Active active() const { return Active(at<float>(k.active), w.n_experts, Active::most(w.n_experts, w.top_k, tokens)); }
+
+    /* Router, top-k and the activations of the chosen experts (dense: of the one there is). */
+    template <Type T> __device__ void up(const Block &l) {
+        typedef typename Codec<T>::Activation Activation;
+        constexpr int ROWS = Codec<T>::ROWS;
+        const Matrix m = l.up;
+        Active active = this->active();
+        int groups = groups_of<T>(m.rows);
+        float *scale = at<float>(k.scale), *bias = at<float>(k.bias), *weights = at<float>(k.weights);
+        int *experts = at<int>(k.experts);
+        if (!producing) {
+            active.clear(threadIdx.x, CONSUMERS);
+            prefetch(l.ffn_norm, w.dim);
+        }
+        __syncthreads();
+        await();
+        if (!producing) stage_normed<T>(at<Activation>(k.x), m.stride, w.x, NULL, tokens, l.ffn_norm, w.dim, w.eps, at<float>(k.square), scale);
+        choose(l, active);
+        int units = units_of_block(*active.n * groups);
+        auto expert_of = [&](int i) { return active.expert[unit_of_block(i) / groups]; };
+        if (!producing) {
+#pragma unroll 1
+            for (int i = threadIdx.x; i < units * ROWS; i += CONSUMERS) {
+                int row = unit_of_block(i / ROWS) % groups * ROWS + i % ROWS;
+                bias[i] = m.bias && row < m.rows ? m.bias[(size_t)expert_of(i / ROWS) * m.rows + row] : 0;
+            }
+#pragma unroll 1
+            for (int i = threadIdx.x; i < tokens * w.top_k && blockIdx.x == 0; i += CONSUMERS) w.expert[i] = experts[i], w.weight[i] = weights[i];
+        }
+        auto group_of = [&](int i) { return group_at<T>(m, unit_of_block(i) % groups) + expert_of(i) * m.bytes; };
+        stream<T>(m, units, tokens, group_of, [&](int unit, int p, int t, float gate, float up) { /* behind a barrier, so bias is there */
+            int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
+            if (!(active.tokens[place] >> t & 1) || at >= w.ffn_dim) return;
+            size_t choice = (size_t)t * w.top_k + active.choice[place * FEW + t];
+            ((Activation *)w.act_out)[choice * w.act_pitch + at] = (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
+        });
+    }
+
+    /* x += the weighted sum of the chosen experts' W act + bias. A block owns its rows of x, so it reads these rows of every
+     * active expert; each warp copies its own columns of the activations, the next expert's while it multiplies. */
+    template <Type T> __device__ void down(const Block &l) {
+        typedef Codec<T> C;
+        typedef typename C::Activation Activation;
+        const Matrix m = l.down;
+        Active active = this->active();
+        if (phase == first) { /* alone: phase up was another launch */
+            active.clear(threadIdx.x, THREADS);
+            __syncthreads();
+            await();
+            choose(l, active);
+        }
+        int units = units_of_block(groups_of<T>(m.rows)), rows = units * C::ROWS, pass = down_pass_of<T>(tokens), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        int slices = *active.n * m.parts; /* a slice: an expert's part of the columns */
+        if (producing) {                  /* pass by pass: expert by expert, part by part, unit by unit */
+            ring.produce<T>(m, units * slices, [&](int item, int &part) {
+                int first = item / (pass * slices) * pass, n = min(pass, units - first);
+                item -= first * slices;
+                part = item / n % m.parts;
+                return group_at<T>(m, unit_of_block(first + item % n)) + active.expert[item / n / m.parts] * m.bytes;
+            });
+            return;
+        }
+        float *own = at<float>(k.own), *partial = at<float>(k.partial);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < rows * tokens; i += CONSUMERS) {
+            int r = row_of_block<T>(i / tokens), t = i % tokens;
+            float sum = r < w.dim ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
+#pragma unroll 4
+            for (int place = 0; place < *active.n; place++) sum += active.weight[place * FEW + t] * (m.bias && r < w.dim ? m.bias[(size_t)active.expert[place] * w.dim + r] : 0);
+            own[i] = sum;
+        }
+        int buffers = down_buffers(tokens), width = m.per * C::K, pitch = pitch_of<T>(width), each = 16 / sizeof(Activation);
+        Activation *x = at<Activation>(k.x) + warp * buffers * tokens * pitch; /* of this warp */
+        await();
+        auto copy = [&](int slice) {
+            int place = slice / m.parts, from = first_chunk(m, slice % m.parts, warp) * C::K, have = min(width, w.act_pitch - from);
+            for (int t = 0; t < tokens && slice < slices; t++) {
+                if (!(active.tokens[place] >> t & 1)) continue;
+                const Activation *act = (const Activation *)w.act_out + ((size_t)t * w.top_k + active.choice[place * FEW + t]) * w.act_pitch + from;
+#pragma unroll 1
+                for (int i = lane * each; i < have; i += 32 * each) copy_16(x + (slice % buffers * tokens + t) * pitch + i, act + i);
+            }
+            copies_end();
+        };
+#pragma unroll 1
+        for (int first = 0, turn = 0; first < units; first += pass, turn++) {
+            int n = min(pass, units - first);
+            if (buffers > 1) copy(0);
+            typename C::Sum sum[UNITS];
+            for (int slice = 0; slice < slices; slice++) {
+                int place = slice / m.parts;
+                copy(buffers > 1 ? slice + 1 : slice);
+                if (buffers > 1)
+                    copies_done<1>();
+                else
+                    copies_done<0>();
+                __syncwarp();
+                Rows<Activation> columns = {x + slice % buffers * tokens * pitch, at<Activation>(k.zero), pitch, active.tokens[place]};
+#pragma unroll
+                for (int u = 0; u < UNITS; u++) {
+                    if (u >= n) break;
+                    typename C::Sum one;
+                    ring.take<T>(one, m, slice % m.parts, columns);
+                    sum[u].add_weighted(one, active.weight + place * FEW, lane);
+                }
+                __syncwarp();
+            }
+            float *of_pass = partial + turn % 2 * (WARPS * pass * C::ROWS * tokens);
+#pragma unroll
+            for (int u = 0; u < UNITS; u++)
+                if (u < n) sum[u].store(of_pass + (warp * pass + u) * C::ROWS * tokens, tokens, lane);
+            end_pass<C::ROWS>(of_pass, turn, pass, n, tokens, [&](int unit, int p, int t, float a, float b) {
+                for (int i = 0; i < 2; i++) {
+                    int at = (first + unit) * C::ROWS + 2 * p + i, r = row_of_block<T>(at);
+                    if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] + (i ? b : a);
+                }
+            });
+        }
+    }
+
+    /* Logits of the rows that are wanted, (rows, vocab). */
+    template <Type T> __device__ void head(const Matrix &m, const float *norm, int rows) {
+        typedef typename Codec<T>::Activation Activation;
+        int units = units_of_block(groups_of<T>(m.rows));
+        float *scale = at<float>(k.scale);
+        if (!producing) {
+            prefetch(norm, w.dim);
+            await();
+            stage_normed<T>(at<Activation>(k.x), m.stride, w.x, s.row, rows, norm, w.dim, w.eps, at<float>(k.square), scale);
+            sync_consumers();
+        }
+        stream<T>(m, units, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int row, float a, float b) {
+            int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;
+            float *logit = w.logits + (size_t)row * w.vocab + id;
+            if (id < w.vocab) logit[0] = a * scale[row];
+            if (id + 1 < w.vocab) logit[1] = b * scale[row];
+        });
     }
 };
 
-/* What each token chose, (tokens, top_k), and `active` from it: every block finds it for itself from what the blocks of o_few
- * have added up. All threads call it; everything is there when it returns. The last warps begin: others have more to do. */
-__device__ inline void choose(const Work &w, const Block &l, int tokens, float *logit, int *experts, float *weights, Active &active) {
-    int warps = blockDim.x / 32, lane = threadIdx.x % 32;
-    for (int t = warps - 1 - threadIdx.x / 32; t < tokens; t += warps) {
-        float squares = 0, weight = 1, *mine = logit + t * w.n_experts;
-        int expert = 0;
-        for (int e = lane; e < w.n_experts && l.router.rows; e += 32) mine[e] = (float)__ldcg(w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts + e);
-#pragma unroll 5
-        for (int i = lane; i < w.blocks; i += 32) squares += __ldcg(w.square + t * w.blocks + i);
-        float factor = rsqrtf(warp_sum(squares) / w.dim + w.eps) * ROUTER_STEP;
-        for (int e = lane; e < w.n_experts; e += 32) mine[e] = mine[e] * factor + (l.router.bias ? l.router.bias[e] : 0);
-        __syncwarp();
-        if (l.router.rows) route(mine, w.n_experts, w.top_k, lane, expert, weight);
-        if (lane >= w.top_k) continue;
-        experts[t * w.top_k + lane] = expert, weights[t * w.top_k + lane] = weight;
-        atomicOr(&active.chosen[expert / 32], 1u << expert % 32);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < tokens * w.top_k; i += blockDim.x) {
-        int t = i / w.top_k, place = active.place(experts[i]);
-        active.expert[place] = experts[i];
-        active.weight[place * FEW + t] = weights[i];
-        active.choice[place * FEW + t] = i % w.top_k;
-        atomicOr(&active.tokens[place], 1u << t);
-        atomicMax(active.n, place + 1);
-    }
-    __syncthreads();
-}
-
-/* Router, top-k and the activations of the chosen experts (dense: of the one there is). */
-template <Type T> __global__ void __launch_bounds__(MOST_THREADS, 2) up_few(Work w, Block l, Slices slices, int tokens) {
+/* The one table from types of weights, and sizes of heads, to instances. GPT_OSS: the instance for its types alone, because
+ * instructions have to be fetched too; ONE: and for one token alone. */
+template <bool GPT_OSS, bool ONE>
+__global__ void __launch_bounds__(THREADS, 1) few(Work w, Step s, const Block *layers, Matrix head, const float *norm, Layout k, int tokens, int rows, int first, int last) {
     extern __shared__ __align__(128) uint8_t memory[];
-    typedef typename Codec<T>::Activation Activation;
-    constexpr int ROWS = Codec<T>::ROWS;
-    const Matrix &m = l.up;
-    int most = Active::most(w.n_experts, w.top_k, tokens), groups = groups_of<T>(m.rows), pitch = pitch_of<T>(m.stride);
-    Ring<T> ring(m, slices, memory);
-    Memory from = {memory + Ring<T>::bytes(slices, ring.warps)};
-    Activation *x = from.take<Activation>(tokens * pitch), *zero = from.take_zeros<Activation>(slices.per * Codec<T>::K);
-    float *partial = from.take<float>(partial_floats(slices, ring.warps, ROWS, tokens)), *square = from.take<float>(tokens * ring.warps), *scale = from.take<float>(FEW);
-    float *logit = from.take<float>(tokens * w.n_experts), *weights = from.take<float>(tokens * w.top_k);
-    int *experts = from.take<int>(tokens * w.top_k);
-    Active active(from.take<float>(Active::floats(w.n_experts, most)), w.n_experts, most);
-    float *bias = from.take<float>(units_of_block(most * groups) * ROWS);
-    __syncthreads(); /* active is all zero */
-    prefetch(l.ffn_norm, w.dim);
-    if (l.router.bias) prefetch(l.router.bias, w.n_experts);
-    wait_previous();
-    launch_next(); /* not before: down_few begins with what o_few left */
-    if (!ring.producing()) stage_normed<T>(x, m.stride, w.x, NULL, tokens, l.ffn_norm, w.dim, w.eps, square, scale);
-    choose(w, l, tokens, logit, experts, weights, active);
-    int units = units_of_block(*active.n * groups);
-    auto expert_of = [&](int i) { return active.expert[unit_of_block(i) / groups]; };
-    if (ring.producing()) {
-        produce_rows(ring, units, [&](int i) { return group_at<T>(m, unit_of_block(i) % groups) + expert_of(i) * m.bytes; });
-        return;
-    }
-    for (int i = threadIdx.x; i < units * ROWS; i += consumers()) {
-        int row = unit_of_block(i / ROWS) % groups * ROWS + i % ROWS;
-        bias[i] = m.bias && row < m.rows ? m.bias[(size_t)expert_of(i / ROWS) * m.rows + row] : 0;
-    }
-    for (int i = threadIdx.x; i < tokens * w.top_k && blockIdx.x == 0; i += consumers()) w.expert[i] = experts[i], w.weight[i] = weights[i];
-    sync_consumers();
-    stream_rows(ring, units, {x, zero, pitch, (1u << tokens) - 1}, tokens, partial, [&](int unit, int p, int t, float gate, float up) {
-        int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
-        if (!(active.tokens[place] >> t & 1) || at >= w.ffn_dim) return;
-        size_t choice = (size_t)t * w.top_k + active.choice[place * FEW + t];
-        ((Activation *)w.act_out)[choice * w.act_pitch + at] = (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
-    });
-}
-
-/* x += the weighted sum of the chosen experts' W act + bias. A block owns its rows of x, so it reads these rows of every
- * active expert; each warp copies its own columns of the activations, the next expert's while it multiplies. o_few has ended
- * when this begins (see up_few), so the experts are known and their weights on the way before up_few ends. */
-template <Type T> __global__ void __launch_bounds__(MOST_THREADS, 2) down_few(Work w, Block l, Slices slices, int tokens) {
-    extern __shared__ __align__(128) uint8_t memory[];
-    typedef Codec<T> C;
-    typedef typename C::Activation Activation;
-    const Matrix &m = l.down;
-    int most = Active::most(w.n_experts, w.top_k, tokens), units = units_of_block(groups_of<T>(w.dim)), rows = units * C::ROWS, pass = slices.pass;
-    int buffers = tokens > 8 ? 1 : 2, width = slices.per * C::K, pitch = pitch_of<T>(width), each = 16 / sizeof(Activation);
-    launch_next();
-    Ring<T> ring(m, slices, memory);
-    int warps = ring.warps, warp = ring.warp, lane = ring.lane;
-    Memory from = {memory + Ring<T>::bytes(slices, warps)};
-    Activation *zero = from.take_zeros<Activation>(width), *x = from.take<Activation>(warps * buffers * tokens * pitch) + warp * buffers * tokens * pitch; /* of this warp */
-    float *partial = from.take<float>(partial_floats(slices, warps, C::ROWS, tokens)), *own = from.take<float>(rows * tokens), *weights = from.take<float>(tokens * w.top_k);
-    float *logit = from.take<float>(tokens * w.n_experts);
-    int *experts = from.take<int>(tokens * w.top_k);
-    Active active(from.take<float>(Active::floats(w.n_experts, most)), w.n_experts, most);
-    __syncthreads(); /* active is all zero */
-    choose(w, l, tokens, logit, experts, weights, active);
-    int slices_all = *active.n * slices.parts; /* a slice: an expert's part of the columns */
-    if (ring.producing()) { /* pass by pass: expert by expert, part by part, unit by unit */
-        ring.produce(units * slices_all, [&](int item, int &part) {
-            int first = item / (pass * slices_all) * pass, n = min(pass, units - first);
-            item -= first * slices_all;
-            part = item / n % slices.parts;
-            return group_at<T>(m, unit_of_block(first + item % n)) + active.expert[item / n / slices.parts] * m.bytes;
-        });
-        return;
-    }
-    for (int i = threadIdx.x; i < rows * tokens; i += consumers()) {
-        int r = row_of_block<T>(i / tokens), t = i % tokens;
-        float sum = r < w.dim ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
-#pragma unroll 4
-        for (int place = 0; place < *active.n; place++) sum += active.weight[place * FEW + t] * (m.bias && r < w.dim ? m.bias[(size_t)active.expert[place] * w.dim + r] : 0);
-        own[i] = sum;
-    }
-    wait_previous();
-    auto copy = [&](int slice) {
-        int place = slice / slices.parts, at = ring.first_chunk(slice % slices.parts) * C::K, have = min(width, w.act_pitch - at);
-        for (int t = 0; t < tokens && slice < slices_all; t++) {
-            if (!(active.tokens[place] >> t & 1)) continue;
-            const Activation *act = (const Activation *)w.act_out + ((size_t)t * w.top_k + active.choice[place * FEW + t]) * w.act_pitch + at;
-            for (int i = lane * each; i < have; i += 32 * each) copy_16(x + (slice % buffers * tokens + t) * pitch + i, act + i);
-        }
-        copies_end();
-    };
-    for (int first = 0, turn = 0; first < units; first += pass, turn++) {
-        int n = min(pass, units - first);
-        if (buffers > 1) copy(0);
-        typename C::Sum sum[UNITS];
-        for (int slice = 0; slice < slices_all; slice++) {
-            int place = slice / slices.parts;
-            copy(buffers > 1 ? slice + 1 : slice);
-            if (buffers > 1)
-                copies_done<1>();
+    Few f(w, s, k, memory, ONE ? 1 : tokens, first, last);
+    bool half = GPT_OSS || layers->qkv.type == BF16, tiled = half && w.n_heads / w.n_kv_heads <= 8;
+    while (f.phase < last) {
+        const Block &l = layers[f.phase / PHASES];
+        f.w.layer = f.phase / PHASES;
+        switch (f.w.layer == w.n_layers ? PHASES : f.phase % PHASES) {
+        case PHASE_QKV: half ? f.qkv<BF16>(l) : f.qkv<F32>(l); break;
+        case PHASE_ATTENTION:
+            if (GPT_OSS || (tiled && w.head_dim == 64))
+                f.attention<64>(l);
+            else if (tiled && w.head_dim == 128)
+                f.attention<128>(l);
             else
-                copies_done<0>();
-            __syncwarp();
-            Rows<Activation> columns = {x + slice % buffers * tokens * pitch, zero, pitch, active.tokens[place]};
-#pragma unroll
-            for (int u = 0; u < UNITS; u++) {
-                if (u >= n) break;
-                typename C::Sum one;
-                ring.take(one, slice % slices.parts, columns);
-                sum[u].add_weighted(one, active.weight + place * FEW, lane);
-            }
-            __syncwarp();
+                half ? f.attention_of_any_size<bf16>(l) : f.attention_of_any_size<float>(l);
+            break;
+        case PHASE_OUTPUT: half ? f.output<BF16>(l) : f.output<F32>(l); break;
+        case PHASE_UP: GPT_OSS || l.up.type == MXFP4 ? f.up<MXFP4>(l) : l.up.type == BF16 ? f.up<BF16>(l) : f.up<F32>(l); break;
+        case PHASE_DOWN: GPT_OSS || l.down.type == MXFP4 ? f.down<MXFP4>(l) : l.down.type == BF16 ? f.down<BF16>(l) : f.down<F32>(l); break;
+        default: GPT_OSS || head.type == BF16 ? f.head<BF16>(head, norm, ONE ? 1 : rows) : f.head<F32>(head, norm, rows);
         }
-        float *of_pass = partial + turn % 2 * (warps * pass * C::ROWS * tokens);
-#pragma unroll
-        for (int u = 0; u < UNITS; u++)
-            if (u < n) sum[u].store(of_pass + (warp * pass + u) * C::ROWS * tokens, tokens, lane);
-        end_pass<C::ROWS>(of_pass, turn, pass, n, tokens, [&](int unit, int p, int t, float a, float b) {
-            for (int i = 0; i < 2; i++) {
-                int at = (first + unit) * C::ROWS + 2 * p + i, r = row_of_block<T>(at);
-                if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] + (i ? b : a);
-            }
-        });
+        f.end_phase();
     }
-}
-
-/* ---- from x to a token ---- */
-
-/* Logits of the rows that are wanted, (rows, vocab). */
-template <Type T> __global__ void __launch_bounds__(MOST_THREADS, 2) head_few(Work w, Step s, Matrix m, const float *norm, Slices slices, int rows) {
-    extern __shared__ __align__(128) uint8_t memory[];
-    typedef typename Codec<T>::Activation Activation;
-    int units = units_of_block(groups_of<T>(w.vocab)), pitch = pitch_of<T>(m.stride);
-    launch_next();
-    Ring<T> ring(m, slices, memory);
-    if (ring.producing()) {
-        produce_rows(ring, units, [&](int i) { return group_at<T>(m, unit_of_block(i)); });
-        return;
-    }
-    prefetch(norm, w.dim);
-    Memory from = {memory + Ring<T>::bytes(slices, ring.warps)};
-    Activation *x = from.take<Activation>(rows * pitch), *zero = from.take_zeros<Activation>(slices.per * Codec<T>::K);
-    float *partial = from.take<float>(partial_floats(slices, ring.warps, Codec<T>::ROWS, rows)), *square = from.take<float>(rows * ring.warps), *scale = from.take<float>(FEW);
-    wait_previous();
-    stage_normed<T>(x, m.stride, w.x, s.row, rows, norm, w.dim, w.eps, square, scale);
-    stream_rows(ring, units, {x, zero, pitch, (1u << rows) - 1}, rows, partial, [&](int unit, int p, int row, float a, float b) {
-        int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;
-        float *logit = w.logits + (size_t)row * w.vocab + id;
-        if (id < w.vocab) logit[0] = a * scale[row];
-        if (id + 1 < w.vocab) logit[1] = b * scale[row];
-    });
-}
-
-/* Marks the tokens of each row's sequence that has a repetition penalty. A block a row. */
-__global__ void mark_seen(Work w, Step s) {
-    wait_previous();
-    int row = blockIdx.x, seq = s.seq[s.row[row]], words = (w.vocab + 31) / 32;
-    if (s.how[seq].penalty == 1) return;
-    for (int i = threadIdx.x; i < words; i += blockDim.x) w.seen[(size_t)row * words + i] = 0;
-    __syncthreads();
-    for (int p = threadIdx.x; p <= s.position[s.row[row]]; p += blockDim.x) {
-        int id = w.page_token[(size_t)page_of(s, seq, p) * PAGE + p % PAGE];
-        atomicOr(&w.seen[(size_t)row * words + id / 32], 1u << id % 32);
-    }
-}
-
-/* The logit of a token after penalty and temperature. */
-__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id) {
-    float x = w.logits[(size_t)row * w.vocab + id];
-    if (how.penalty != 1 && w.seen[(size_t)row * ((w.vocab + 31) / 32) + id / 32] >> id % 32 & 1) x = penalize(x, how.penalty);
-    return how.temperature > 0 ? x / how.temperature : x;
-}
-
-/* The least scaled logit that top-k, top-p and min-p leave in the draw, found digit by digit of its order_key. A block a row. */
-__global__ void __launch_bounds__(1024) filter(Work w, Step s) {
-    __shared__ unsigned low[256], high[256], prefix, largest; /* low and high words of the bins */
-    __shared__ unsigned long long above;
-    wait_previous();
-    int row = blockIdx.x, seq = s.seq[s.row[row]];
-    Sampling how = s.how[seq];
-    if (threadIdx.x == 0) largest = 0, w.floor[row] = -INFINITY;
-    __syncthreads();
-    if (how.temperature == 0 || (how.top_k <= 0 && how.top_p >= 1 && how.min_p <= 0)) return;
-    for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
-        float x = scaled(w, how, row, i);
-        if (!isnan(x)) atomicMax(&largest, order_key(x));
-    }
-    __syncthreads();
-    float max = key_value(largest), floor = -INFINITY;
-    for (int pass = 0; pass < 2; pass++) { /* top-k counts, top-p adds masses */
-        bool counts = pass == 0;
-        if (counts ? how.top_k <= 0 || how.top_k >= w.vocab : how.top_p >= 1) continue;
-        unsigned long long need = how.top_k;
-        if (threadIdx.x == 0) prefix = 0, above = 0;
-        for (int shift = 24; shift >= 0; shift -= 8) {
-            for (int i = threadIdx.x; i < 256; i += blockDim.x) low[i] = high[i] = 0;
-            __syncthreads();
-            unsigned fixed = shift == 24 ? 0 : ~0u << (shift + 8);
-            for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
-                float x = scaled(w, how, row, i);
-                unsigned key = order_key(x);
-                if (isnan(x) || (key & fixed) != prefix || !(x >= floor)) continue;
-                unsigned long long add = counts ? 1 : mass(x, max);
-                unsigned bin = key >> shift & 255, before = atomicAdd(&low[bin], (unsigned)add), more = (unsigned)(add >> 32) + (before + (unsigned)add < before);
-                if (more) atomicAdd(&high[bin], more);
-            }
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                auto bin = [&](int i) { return (unsigned long long)high[i] << 32 | low[i]; };
-                if (!counts && shift == 24) {
-                    unsigned long long all = 0;
-                    for (int i = 0; i < 256; i++) all += bin(i);
-                    need = top_p_mass(all, how.top_p);
-                }
-                int digit = 255;
-                for (; digit > 0 && above + bin(digit) < need; digit--) above += bin(digit);
-                prefix |= (unsigned)digit << shift;
-            }
-            __syncthreads();
-        }
-        floor = fmaxf(floor, key_value(prefix));
-        __syncthreads();
-    }
-    if (how.min_p > 0) floor = fmaxf(floor, min_p_floor(max, how.min_p));
-    if (threadIdx.x == 0) w.floor[row] = floor;
-}
-
-/* Draws a token for each row (blockIdx.y): the largest of scaled logit plus noise, over all blocks; the block that comes
- * last writes it down. A NaN wins over everything. */
-__global__ void draw(Work w, Step s, bool filtered) {
-    __shared__ unsigned long long best[32];
-    int row = blockIdx.y;
-    launch_next();
-    wait_previous();
-    int t = s.row[row], seq = s.seq[t];
-    if (t != s.last[seq]) return;
-    Sampling how = s.how[seq];
-    float floor = filtered ? w.floor[row] : -INFINITY;
-    unsigned long long mine = 0;
-    for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < w.vocab; id += gridDim.x * blockDim.x) {
-        float x = scaled(w, how, row, id);
-        unsigned long long key = ~0ull;
-        if (!isnan(x)) key = x >= floor ? draw_key(how.temperature > 0 ? x + token_noise(how.seed, s.position[t] + 1, id) : x, id) : 0;
-        if (key > mine) mine = key;
-    }
-    for (int o = 16; o; o >>= 1) mine = max(mine, __shfl_xor_sync(~0u, mine, o));
-    if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = mine;
-    __syncthreads();
-    if (threadIdx.x) return;
-    for (int i = 1; i < (int)blockDim.x / 32; i++) mine = max(mine, best[i]);
-    atomicMax(&w.best[row], mine);
-    __threadfence();
-    if (atomicAdd(&w.drawing[row], 1) != (int)gridDim.x - 1) return;
-    __threadfence();
-    mine = atomicExch(&w.best[row], 0);
-    w.drawing[row] = 0;
-    int token = mine == ~0ull ? DREW_NAN : draw_id(mine);
-    w.drawn[s.slot[seq]] = token;
-    w.result[seq] = token;
+#if __CUDA_ARCH__ < 900
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
 }
 
 #endif

@@ -1,15 +1,16 @@
 /* infer.cu: the border of infer.h on an NVIDIA GPU. Read it beside tests/reference.c, which computes the same by the same
  * names in plain C.
  *
- * A step has one of two forms. Up to FEW tokens (generation, short ends of prompts) every weight is read once, in order,
- * by the kernels of few.cuh: their time is the time to read the weights. More tokens (prompts) are arithmetic: the kernels
- * of many.cuh and cuBLAS multiply tiles on tensor cores. upload.cu brings the weights to the card, work.cuh holds what all
- * kernels share.
+ * A step has one of two forms. Up to FEW tokens (generation, short ends of prompts) are one kernel, few.cuh, that reads every
+ * weight once, in order: its time is the time to read them. More tokens (prompts) are arithmetic: the kernels of many.cuh
+ * and cuBLAS multiply tiles on tensor cores. draw.cuh makes tokens of logits, upload.cu brings the weights to the card,
+ * work.cuh holds what all kernels share.
  *
  * On the card: the residual stream is fp32, products take bf16 and accumulate fp32 (fp32 throughout for F32 weights), the
  * cache is bf16. Weights keep their encoding and are re-laid once, while they are loaded: rows of query and key alternate
  * between the halves of a head so that the pair that RoPE turns is adjacent; rows of gate and up alternate; MXFP4 is packed
  * so that a warp reads 544 contiguous bytes for 16 rows by 64 columns. */
+#include "draw.cuh"
 #include "few.cuh"
 #include "many.cuh"
 
@@ -61,9 +62,10 @@ struct Cuda {
     Card card = {};
     Work work = {};
     Step few = {}, many = {};
+    Block *layers; /* card.layer, on the card */
+    Layout layout[FEW + 1]; /* of few's shared memory, by tokens */
     size_t few_bytes, many_bytes; /* of what is copied, without pages */
-    int sms, max_pages, launch_arch;
-    size_t shared; /* memory of a multiprocessor */
+    int sms, max_pages, launch_arch, shared; /* shared: memory that a block can have */
     size_t weights_bytes;
     uint8_t *weights = NULL, *room = NULL, *cache = NULL;
     cudaStream_t stream = NULL;
@@ -73,35 +75,6 @@ struct Cuda {
     unsigned turn = 0;
     int outstanding = 0;
 };
-
-/* How many warps a block has for this matrix and how they share its columns: in as few parts as the stages of a ring
- * allow, with the least left over. A pass has up to 64 rows, fewer for many tokens. */
-template <Type T> Slices slices_for(const Matrix &m, int tokens, int &warps) {
-    int chunks = m.stride / Codec<T>::K, waste = 1 << 30;
-    Slices best = {};
-    for (int parts = 1; waste == 1 << 30; parts++)
-        for (int n = MOST_WARPS; n >= MOST_WARPS / 2; n--) {
-            int per = (chunks + n * parts - 1) / (n * parts);
-            if (per > Codec<T>::MOST || per * n * parts - chunks >= waste) continue;
-            waste = per * n * parts - chunks;
-            best = {chunks, per, parts, 0, std::max(1, std::min(64, 256 / tokens) / Codec<T>::ROWS)};
-            warps = n;
-        }
-    return best;
-}
-
-/* Bytes of Memory: activations and a row of zeros, partial sums and so many more floats (and their rounding up). */
-template <Type T> size_t memory_for(const Slices &k, int elements, int warps, int tokens, int floats) {
-    return (elements + k.per * Codec<T>::K) * sizeof(typename Codec<T>::Activation) + (partial_floats(k, warps, Codec<T>::ROWS, tokens) + floats) * sizeof(float) + 256;
-}
-
-/* Gives the ring what shared memory `rest` leaves. Half a multiprocessor for each of two kernels would let the next one's first
- * weights come in beside this one's last, but a ring twice as deep was measured to be worth more. */
-template <Type T> size_t share_memory(const Cuda *c, Slices &k, int warps, size_t rest) {
-    size_t stage = Ring<T>::bytes(Slices{0, k.per, 0, 1}, warps), room = c->shared - 1024 /* CUDA's own */;
-    k.stages = rest < room ? std::max(1, (int)std::min<size_t>(16, (room - rest) / stage)) : 1;
-    return Ring<T>::bytes(k, warps) + rest;
-}
 
 /* Launches a kernel that may begin before the one before it has ended (where the code has the instructions for it). */
 template <typename... Params, typename... Args> cudaError_t launch(const Cuda *c, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
@@ -118,60 +91,13 @@ template <typename... Params, typename... Args> cudaError_t launch(const Cuda *c
     return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
-/* Runs CALL with T bound to the kernel instance for a weight's type: the one table from type to template. */
-#define WITH_TYPE(type, CALL)                                                                                          \
-    do {                                                                                                               \
-        if ((type) == BF16) {                                                                                          \
-            constexpr Type T = BF16;                                                                                   \
-            CUDA(CALL);                                                                                                \
-        } else if ((type) == F32) {                                                                                    \
-            constexpr Type T = F32;                                                                                    \
-            CUDA(CALL);                                                                                                \
-        } else {                                                                                                       \
-            constexpr Type T = MXFP4;                                                                                  \
-            CUDA(CALL);                                                                                                \
-        }                                                                                                              \
-    } while (0)
-
-int groups_for(Type type, int rows) { return (rows + (type == MXFP4 ? FP4_ROWS : GROUP) - 1) / (type == MXFP4 ? FP4_ROWS : GROUP); }
-/* Rows of the units of one of `blocks`, when all have `groups`. */
-template <Type T> int rows_of(int groups, int blocks) { return (groups + blocks - 1) / blocks * Codec<T>::ROWS; }
-
-template <Type T> cudaError_t launch_qkv(const Cuda *c, const Work &w, const Step &s, const Block &b, int tokens) {
-    int warps, groups = groups_for(T, b.qkv.rows), blocks = std::min(c->sms, groups);
-    Slices k = slices_for<T>(b.qkv, tokens, warps);
-    size_t rest = memory_for<T>(k, tokens * pitch_of<T>(b.qkv.stride), warps, tokens, FEW + rows_of<T>(groups, blocks) + tokens * (warps + w.head_dim + 2));
-    size_t shared = share_memory<T>(c, k, warps, rest);
-    return launch(c, qkv_few<T>, blocks, (warps + 1) * 32, shared, w, s, b, k, tokens);
-}
-template <Type T> cudaError_t launch_o(const Cuda *c, const Work &w, const Block &b, int tokens) {
-    int warps, rows = rows_of<T>(groups_for(T, w.dim), w.blocks);
-    Slices k = slices_for<T>(b.o, tokens, warps);
-    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(k, tokens * pitch_of<T>(b.o.stride), warps, tokens, rows * (tokens + w.n_experts)));
-    return launch(c, o_few<T>, w.blocks, (warps + 1) * 32, shared, w, b, k, tokens);
-}
-template <Type T> cudaError_t launch_up(const Cuda *c, const Work &w, const Block &b, int tokens) {
-    int warps, most = Active::most(w.n_experts, w.top_k, tokens), groups = groups_for(T, b.up.rows), blocks = std::min(c->sms, groups * w.top_k);
-    Slices k = slices_for<T>(b.up, tokens, warps);
-    int floats = FEW + tokens * (warps + w.n_experts + 2 * w.top_k) + Active::floats(w.n_experts, most) + rows_of<T>(groups * most, blocks);
-    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(k, tokens * pitch_of<T>(b.up.stride), warps, tokens, floats));
-    return launch(c, up_few<T>, blocks, (warps + 1) * 32, shared, w, b, k, tokens);
-}
-template <Type T> cudaError_t launch_down(const Cuda *c, const Work &w, const Block &b, int tokens) {
-    int warps, most = Active::most(w.n_experts, w.top_k, tokens), groups = groups_for(T, w.dim), blocks = std::min(c->sms, groups);
-    Slices k = slices_for<T>(b.down, tokens, warps);
-    k.pass = std::min(k.pass, UNITS);
-    int x = warps * (tokens > 8 ? 1 : 2) * tokens * pitch_of<T>(k.per * Codec<T>::K);
-    int floats = FEW + rows_of<T>(groups, blocks) * tokens + tokens * (w.n_experts + 2 * w.top_k) + Active::floats(w.n_experts, most);
-    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(k, x, warps, tokens, floats));
-    return launch(c, down_few<T>, blocks, (warps + 1) * 32, shared, w, b, k, tokens);
-}
-template <Type T> cudaError_t launch_head(const Cuda *c, const Work &w, const Step &s, int rows) {
-    int warps;
-    const Matrix &m = c->card.head;
-    Slices k = slices_for<T>(m, rows, warps);
-    size_t shared = share_memory<T>(c, k, warps, memory_for<T>(k, rows * pitch_of<T>(m.stride), warps, rows, FEW + rows * warps));
-    return launch(c, head_few<T>, std::min(c->sms, groups_for(T, w.vocab)), (warps + 1) * 32, shared, w, s, m, c->card.norm, k, rows);
+/* Phases first to last - 1 of a step of few tokens: see few.cuh. */
+cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int first, int last) {
+    const Layout &k = c->layout[std::max(tokens, rows)];
+    const Block &b = c->card.layer[0];
+    bool gpt_oss = b.qkv.type == BF16 && b.up.type == MXFP4 && c->card.head.type == BF16 && c->work.head_dim == 64 && c->work.n_heads <= 8 * c->work.n_kv_heads;
+    auto kernel = !gpt_oss ? few<false, false> : tokens == 1 && rows <= 1 ? few<true, true> : few<true, false>;
+    return launch(c, kernel, c->sms, THREADS, k.bytes, c->work, s, c->layers, c->card.head, c->card.norm, k, tokens, rows, first, last);
 }
 
 /* y (tokens, rows) = x (tokens, cols; x_pitch) W^T, or added to y, on cuBLAS. */
@@ -230,50 +156,51 @@ bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
     return true;
 }
 
-bool tap_choices(const Cuda *c, int layer, int tokens, Error *e) {
+bool tap_qkv(const Cuda *c, const Batch *b, int layer, int tokens, Error *e) {
     const Work &w = c->work;
-    if (!c->limits.tap || !c->card.layer[layer].router.rows) return true;
-    return tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, 1, e) && tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e);
+    int width = w.n_heads * w.head_dim;
+    return tap_typed(c, c->card.layer[layer].qkv.type, "q", layer, w.q, width, tokens, width, w.head_dim / 2, 1, e) && tap_cache(c, b, layer, 0, e) && tap_cache(c, b, layer, 1, e);
+}
+
+bool tap_attention(const Cuda *c, int layer, int tokens, Error *e) {
+    const Work &w = c->work;
+    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, 1, e);
+}
+
+/* The experts' choice, and what they hand to their last matrix. */
+bool tap_experts(const Cuda *c, int layer, int tokens, Error *e) {
+    const Work &w = c->work;
+    const Block &b = c->card.layer[layer];
+    float lift = tokens <= FEW ? w.act_lift : 1;
+    if (!c->limits.tap) return true;
+    if (b.router.rows && (!tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, 1, e) || !tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e))) return false;
+    return tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, 1 / lift, e);
 }
 
 /* ---- forward ---- */
 
 template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w, const Step &s, const Block &b, int tokens, int tiles) {
     int group = w.n_heads / w.n_kv_heads;
-    bool tiled = sizeof(Q) == 2 && group <= 8 && (w.head_dim == 64 || w.head_dim == 128);
-    if (tiled && tiles) {
+    if (sizeof(Q) == 2 && group <= 8 && (w.head_dim == 64 || w.head_dim == 128)) {
         dim3 grid(tiles, w.n_kv_heads);
         return w.head_dim == 64 ? launch(c, attention_many<64>, grid, group * 32, 0, w, s, b) : launch(c, attention_many<128>, grid, group * 32, 0, w, s, b);
-    }
-    if (tiled) {
-        dim3 grid(b.window ? 1 : SPLITS, w.n_kv_heads, tokens);
-        return w.head_dim == 64 ? launch(c, attention_few<64>, grid, 256, 0, w, s, b) : launch(c, attention_few<128>, grid, 256, 0, w, s, b);
     }
     int threads = std::max(128, (w.head_dim + 31) / 32 * 32);
     return launch(c, attention_plain<Q>, dim3(tokens, w.n_heads), threads, (w.head_dim + threads + 33) * sizeof(float), w, s, b);
 }
 
-/* Query, key and value, attention, and what it adds to x. */
-bool attend(const Cuda *c, const Work &w, const Step &s, const Batch *batch, const Block &b, int tokens, int tiles, Error *e) {
-    if (!tiles) {
-        WITH_TYPE(b.qkv.type, launch_qkv<T>(c, w, s, b, tokens));
-    } else {
-        bool f32 = b.qkv.type == F32;
-        CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.attn_norm));
-        if (!multiply(c, b.qkv, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
-        CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, tokens, 256, 0, w, s, b));
-    }
-    if (!tap_typed(c, b.qkv.type, "q", w.layer, w.q, w.n_heads * w.head_dim, tokens, w.n_heads * w.head_dim, w.head_dim / 2, 1, e)) return false;
-    if (!tap_cache(c, batch, w.layer, 0, e) || !tap_cache(c, batch, w.layer, 1, e)) return false;
-    CUDA(b.qkv.type == F32 ? launch_attention<float>(c, w, s, b, tokens, tiles) : launch_attention<bf16>(c, w, s, b, tokens, tiles));
-    if (!tap_typed(c, b.qkv.type, "attn", w.layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, 1, e)) return false;
-    if (!tiles) {
-        WITH_TYPE(b.o.type, launch_o<T>(c, w, b, tokens));
-    } else {
-        if (!multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e)) return false;
-        if (b.o.bias) CUDA(launch(c, add_bias, tokens, 256, 0, w, (const float *)b.o.bias));
-    }
-    return tap_floats(c, "attn_residual", w.layer, w.x, tokens, w.dim, e);
+/* Query, key and value, attention, and what it adds to x, for many tokens. */
+bool attend_many(const Cuda *c, const Work &w, const Step &s, const Batch *batch, const Block &b, int tokens, int tiles, Error *e) {
+    bool f32 = b.qkv.type == F32;
+    CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.attn_norm));
+    if (!multiply(c, b.qkv, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
+    CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, tokens, 256, 0, w, s, b));
+    if (!tap_qkv(c, batch, w.layer, tokens, e)) return false;
+    CUDA(f32 ? launch_attention<float>(c, w, s, b, tokens, tiles) : launch_attention<bf16>(c, w, s, b, tokens, tiles));
+    if (!tap_attention(c, w.layer, tokens, e)) return false;
+    if (!multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e)) return false;
+    if (b.o.bias) CUDA(launch(c, add_bias, tokens, 256, 0, w, (const float *)b.o.bias));
+    return true;
 }
 
 /* The feed-forward part of a layer for many tokens. */
@@ -283,6 +210,7 @@ bool feed_forward_many(const Cuda *c, const Work &w, const Block &b, int tokens,
     if (!b.router.rows) {
         if (!multiply(c, b.up, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
         CUDA(launch(c, f32 ? swiglu_many<float> : swiglu_many<bf16>, tokens, 256, 0, w, b));
+        if (!tap_experts(c, w.layer, tokens, e)) return false;
         if (!multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e)) return false;
         if (b.down.bias) CUDA(launch(c, add_bias, tokens, 256, 0, w, (const float *)b.down.bias));
         return true;
@@ -293,42 +221,53 @@ bool feed_forward_many(const Cuda *c, const Work &w, const Block &b, int tokens,
     int tiles = tokens * w.top_k / 128 + std::min(w.n_experts, tokens * w.top_k);
     size_t shared = 3 * 128 * FP4_COLUMNS * sizeof(bf16);
     CUDA(launch(c, up_many, dim3((b.up.rows + 127) / 128, tiles), 256, shared, w, b, tokens));
+    if (!tap_experts(c, w.layer, tokens, e)) return false;
     CUDA(launch(c, down_many, dim3((w.dim + 127) / 128, tiles), 256, shared, w, b, tokens));
     CUDA(launch(c, combine, tokens, 256, 0, w));
     return true;
 }
 
-/* One transformer block. tiles 0: a step of few tokens. */
-bool block(const Cuda *c, Work w, const Step &s, const Batch *batch, int layer, int tokens, int tiles, Error *e) {
-    const Block &b = c->card.layer[layer];
-    w.layer = layer;
-    w.act_lift = !tiles && b.down.type == MXFP4 ? Codec<MXFP4>::LIFT : 1;
-    if (!attend(c, w, s, batch, b, tokens, tiles, e)) return false;
-    if (!tiles)
-        WITH_TYPE(b.up.type, launch_up<T>(c, w, b, tokens));
-    else if (!feed_forward_many(c, w, b, tokens, e))
-        return false;
-    if (!tap_choices(c, layer, tokens, e)) return false;
-    if (!tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, 1 / w.act_lift, e)) return false;
-    if (!tiles) WITH_TYPE(b.down.type, launch_down<T>(c, w, b, tokens));
-    return tap_floats(c, "residual", layer, w.x, tokens, w.dim, e);
+/* x after all layers. */
+bool forward_many(const Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
+    Work w = c->work;
+    w.act_lift = 1;
+    CUDA(launch(c, embed, tokens, 256, 0, w, s, c->card.embed));
+    for (w.layer = 0; w.layer < w.n_layers; w.layer++) {
+        const Block &b = c->card.layer[w.layer];
+        if (!attend_many(c, w, s, batch, b, tokens, tiles, e) || !tap_floats(c, "attn_residual", w.layer, w.x, tokens, w.dim, e)) return false;
+        if (!feed_forward_many(c, w, b, tokens, e) || !tap_floats(c, "residual", w.layer, w.x, tokens, w.dim, e)) return false;
+    }
+    return true;
 }
 
-/* Logits and draws for at most FEW rows. */
-bool head(const Cuda *c, const Step &s, int rows, bool filtered, bool penalized, Error *e) {
+/* A step of few tokens up to the logits of `rows` of them. */
+bool forward_few(const Cuda *c, const Step &s, const Batch *batch, int tokens, int rows, Error *e) {
     const Work &w = c->work;
-    WITH_TYPE(c->card.head.type, launch_head<T>(c, w, s, rows));
+    int layers = w.n_layers * PHASES, all = layers + (rows > 0);
+    CUDA(launch(c, embed, tokens, 256, 0, w, s, c->card.embed));
+    if (!c->limits.tap) {
+        CUDA(launch_few(c, s, tokens, rows, 0, all));
+        return true;
+    }
+    for (int phase = 0; phase < all; phase++) {
+        int layer = phase / PHASES, kind = phase == layers ? PHASES : phase % PHASES;
+        CUDA(launch_few(c, s, tokens, rows, phase, phase + 1));
+        if (kind == PHASE_QKV && !tap_qkv(c, batch, layer, tokens, e)) return false;
+        if (kind == PHASE_ATTENTION && !tap_attention(c, layer, tokens, e)) return false;
+        if (kind == PHASE_OUTPUT && !tap_floats(c, "attn_residual", layer, w.x, tokens, w.dim, e)) return false;
+        if (kind == PHASE_UP && !tap_experts(c, layer, tokens, e)) return false;
+        if (kind == PHASE_DOWN && !tap_floats(c, "residual", layer, w.x, tokens, w.dim, e)) return false;
+    }
+    return true;
+}
+
+/* Draws for at most FEW rows of logits. */
+bool draw_rows(const Cuda *c, const Step &s, int rows, bool filtered, bool penalized, Error *e) {
+    const Work &w = c->work;
     if (!tap_floats(c, "logits", w.n_layers, w.logits, rows, w.vocab, e)) return false;
     if (penalized) CUDA(launch(c, mark_seen, rows, 256, 0, w, s));
     if (filtered) CUDA(launch(c, filter, rows, 1024, 0, w, s));
     CUDA(launch(c, draw, dim3(c->sms, rows), 256, 0, w, s, filtered));
-    return true;
-}
-
-bool layers(const Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
-    CUDA(launch(c, embed, tokens, 256, 0, c->work, s, c->card.embed));
-    for (int i = 0; i < c->work.n_layers; i++)
-        if (!block(c, c->work, s, batch, i, tokens, tiles, e)) return false;
     return true;
 }
 
@@ -368,8 +307,8 @@ int fill_step(const Step &s, const Batch *b, int *tiles) {
     return rows;
 }
 
-/* All rows of a step, FEW at a time, with the logits that the caller wants. */
-bool heads(Cuda *c, Step s, const Batch *b, int rows, bool filtered, bool penalized, Pending *p, Error *e) {
+/* Draws for all rows of a step, FEW at a time, and the logits that the caller wants. Of few tokens the logits are there. */
+bool heads(Cuda *c, Step s, const Batch *b, int tokens, int rows, bool filtered, bool penalized, Pending *p, Error *e) {
     const int *row = s.row;
     std::vector<float> found;
     bool keep = false;
@@ -378,7 +317,8 @@ bool heads(Cuda *c, Step s, const Batch *b, int rows, bool filtered, bool penali
     for (int i = 0; i < rows; i += FEW) {
         int n = std::min(FEW, rows - i);
         s.row = (int *)row + i;
-        if (!head(c, s, n, filtered, penalized, e)) return false;
+        if (tokens > FEW) CUDA(launch_few(c, s, 0, n, c->work.n_layers * PHASES, c->work.n_layers * PHASES + 1));
+        if (!draw_rows(c, s, n, filtered, penalized, e)) return false;
         if (keep) CUDA(cudaMemcpyAsync(found.data() + (size_t)i * c->work.vocab, c->work.logits, (size_t)n * c->work.vocab * 4, cudaMemcpyDeviceToHost, c->stream));
         if (keep) CUDA(cudaStreamSynchronize(c->stream));
     }
@@ -399,7 +339,7 @@ bool heads(Cuda *c, Step s, const Batch *b, int rows, bool filtered, bool penali
 bool record_graph(Cuda *c, int tokens, bool filtered, Error *e) {
     cudaGraph_t graph;
     CUDA(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
-    bool ok = layers(c, c->few, NULL, tokens, 0, e) && head(c, c->few, tokens, filtered, filtered, e);
+    bool ok = forward_few(c, c->few, NULL, tokens, tokens, e) && draw_rows(c, c->few, tokens, filtered, filtered, e);
     CUDA(cudaStreamEndCapture(c->stream, &graph));
     if (!ok) return false;
     CUDA(cudaGraphInstantiate(&c->graph[tokens][filtered], graph, 0));
@@ -429,8 +369,8 @@ bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
         if (!c->graph[tokens][more] && !record_graph(c, tokens, more, e)) return false;
         CUDA(cudaGraphLaunch(c->graph[tokens][more], c->stream));
     } else {
-        if (!layers(c, s, b, tokens, few ? 0 : tiles, e)) return false;
-        if (rows && !heads(c, s, b, rows, filtered, penalized, p, e)) return false;
+        if (few ? !forward_few(c, s, b, tokens, rows, e) : !forward_many(c, s, b, tokens, tiles, e)) return false;
+        if (rows && !heads(c, s, b, tokens, rows, filtered, penalized, p, e)) return false;
     }
     CUDA(cudaMemcpyAsync(p->token, c->work.result, b->seqs * sizeof(int), cudaMemcpyDeviceToHost, c->stream));
     CUDA(cudaEventRecord(p->done, c->stream));
@@ -461,8 +401,9 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(w.down, b.router.rows ? choices * m.dim : 0, 4);
     take(w.normed, T * w.normed_pitch, element);
     take(w.router_sum, (size_t)m.n_layers * FEW * m.n_experts, 8);
-    w.blocks = std::min(c->sms, groups_for(b.o.type, m.dim));
-    take(w.square, (size_t)FEW * w.blocks, 4);
+    take(w.square, (size_t)FEW * c->sms, 4);
+    take(w.barrier, 1, 8);
+    take(c->layers, m.n_layers, sizeof(Block));
     take(w.expert, choices, 4);
     take(w.weight, choices, 4);
     take(w.partial, (size_t)FEW * m.n_kv_heads * SPLITS * 8 * (m.head_dim + 2), 4);
@@ -503,7 +444,7 @@ bool choose_card(Cuda *c, Error *e) {
                     properties.major, properties.minor, properties.major, properties.minor);
     }
     c->sms = properties.multiProcessorCount;
-    c->shared = properties.sharedMemPerMultiprocessor;
+    c->shared = (int)properties.sharedMemPerBlockOptin;
     c->launch_arch = properties.major >= 9 ? code.ptxVersion : 0;
     return true;
 }
@@ -532,6 +473,9 @@ bool take_memory(Cuda *c, int *pages, Error *e) {
     CUDA(cudaMemset(c->cache, 0, *pages * page));
     if (!card_plan(&c->card, &m, c->weights, &weights, e)) return false;
     plan_work(c, c->room);
+    CUDA(cudaMemcpy(c->layers, c->card.layer, m.n_layers * sizeof(Block), cudaMemcpyHostToDevice));
+    c->work.act_lift = c->card.layer[0].down.type == MXFP4 ? Codec<MXFP4>::LIFT : 1;
+    for (int tokens = 1; tokens <= FEW; tokens++) c->layout[tokens] = layout_for(c->work, c->card, tokens, c->sms, c->shared);
     c->work.cache = (bf16 *)c->cache;
     c->work.page_token = (int *)(c->cache + *pages * (page - PAGE * sizeof(int)));
     if (c->limits.where) {
@@ -546,7 +490,7 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     const Model &m = c->model;
     float *inv_freq;
     if (!choose_card(c, e)) return false;
-    if (m.head_dim > 1024) return fail(e, BAD_MODEL, "a head size of %d is more than the 1024 that attention can do", m.head_dim);
+    if (m.head_dim > CONSUMERS) return fail(e, BAD_MODEL, "a head size of %d is more than the %d that attention can do", m.head_dim, CONSUMERS);
     Work &w = c->work;
     w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers, w.n_heads = m.n_heads, w.n_kv_heads = m.n_kv_heads;
     w.head_dim = m.head_dim, w.n_experts = m.n_experts, w.top_k = m.top_k, w.eps = m.eps, w.act = m.act, w.act_limit = m.act_limit;

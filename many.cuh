@@ -12,7 +12,7 @@ template <typename Out> __global__ void norm_many(Work w, const float *weight) {
     float *x = w.x + (size_t)blockIdx.x * w.dim, sum = 0;
     Out *out = (Out *)w.normed + (size_t)blockIdx.x * w.normed_pitch;
     for (int i = threadIdx.x; i < w.dim; i += blockDim.x) sum += x[i] * x[i];
-    float scale = rsqrtf(block_sum(sum, scratch) / w.dim + w.eps);
+    float scale = rsqrtf(block_sum(sum, scratch, blockDim.x) / w.dim + w.eps);
     for (int i = threadIdx.x; i < w.dim; i += blockDim.x) out[i] = (Out)(x[i] * scale * weight[i]);
 }
 
@@ -215,41 +215,10 @@ __global__ void add_bias(Work w, const float *bias) {
     for (int i = threadIdx.x; i < w.dim; i += blockDim.x) w.x[(size_t)blockIdx.x * w.dim + i] += bias[i];
 }
 
-/* Attention for any head size and number of tokens, a block for each token and query head, without tensor cores. */
 template <typename Out> __global__ void attention_plain(Work w, Step s, Block l) {
-    extern __shared__ float plain[]; /* q (D), share (blockDim.x), scratch (33) */
-    int t = blockIdx.x, h = blockIdx.y, d = w.head_dim, kv = h / (w.n_heads / w.n_kv_heads), p = s.position[t], seq = s.seq[t];
-    int first = l.window && p >= l.window ? p - l.window + 1 : 0;
-    float *q = plain, *share = plain + d, *scratch = share + blockDim.x;
+    extern __shared__ float plain[];
     wait_previous();
-    for (int i = threadIdx.x; i < d; i += blockDim.x) q[i] = (float)((const Out *)w.q)[((size_t)t * w.n_heads + h) * d + i];
-    float most = l.sinks ? l.sinks[h] : -INFINITY, total = l.sinks ? 1 : 0, sum = 0; /* sum: of dimension threadIdx.x */
-    __syncthreads();
-    for (int base = first; base <= p; base += blockDim.x) {
-        int j = base + threadIdx.x;
-        float score = -INFINITY;
-        if (j <= p) {
-            const bf16 *key = cache_of(w, page_of(s, seq, j), 0, kv) + j % PAGE * d;
-            score = 0;
-            for (int i = 0; i < d; i++) score += q[i] * (float)key[i];
-            score *= rsqrtf(d);
-        }
-        float now = score;
-        for (int o = 16; o; o >>= 1) now = fmaxf(now, __shfl_xor_sync(~0u, now, o));
-        if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = now;
-        __syncthreads();
-        for (int i = 0; i < (int)blockDim.x / 32; i++) now = fmaxf(now, scratch[i]);
-        now = fmaxf(now, most);
-        float mine = exp2f((score - now) * LOG2E), factor = exp2f((most - now) * LOG2E);
-        share[threadIdx.x] = mine;
-        total = total * factor + block_sum(mine, scratch);
-        sum *= factor;
-        most = now;
-        for (int k = 0; threadIdx.x < d && k < (int)blockDim.x && base + k <= p; k++)
-            sum += share[k] * (float)cache_of(w, page_of(s, seq, base + k), 1, kv)[threadIdx.x * PAGE + (base + k) % PAGE];
-        __syncthreads();
-    }
-    if (threadIdx.x < d) ((Out *)w.attn)[(size_t)t * w.attn_pitch + h * d + threadIdx.x] = (Out)(sum / total);
+    attend_plain<Out>(w, s, l, blockIdx.x, blockIdx.y, plain, blockDim.x);
 }
 
 #endif

@@ -110,6 +110,10 @@ static Matrix plan_matrix(Plan *p, const Linear *w, int rows, bool bias) {
     m.stride = round_up(w->cols, m.type == MXFP4 ? FP4_COLUMNS : 32);
     size_t row = m.type == MXFP4 ? (size_t)m.stride / FP4_COLUMNS * FP4_BYTES / FP4_ROWS : (size_t)m.stride * (m.type == F32 ? 4 : 2);
     m.bytes = row * round_up(rows, m.type == MXFP4 ? FP4_ROWS : GROUP);
+    int most = m.type == MXFP4 ? MOST_FP4 : m.type == BF16 ? MOST_BF16 : MOST_F32;
+    m.chunks = m.stride / (m.type == MXFP4 ? FP4_COLUMNS : 32);
+    m.parts = (m.chunks + WARPS * most - 1) / (WARPS * most);
+    m.per = (m.chunks + WARPS * m.parts - 1) / (WARPS * m.parts);
     m.data = (uint8_t *)p->take(m.bytes * w->n);
     if (bias) m.bias = p->floats((size_t)w->n * rows);
     return m;
@@ -121,8 +125,10 @@ bool card_plan(Card *card, const Model *m, uint8_t *base, size_t *bytes, Error *
         const Layer *l = m->layer + i;
         Block *b = card->layer + i;
         auto same = [](Type x, Type y) { return (x == F16 ? F32 : x) == (y == F16 ? F32 : y); };
-        if (!same(l->q.type, l->k.type) || !same(l->q.type, l->v.type) || !same(l->gate.type, l->up.type))
-            return fail(e, BAD_MODEL, "layer %d: query, key and value, and gate and up, must have one encoding each", i);
+        if (!same(l->q.type, l->k.type) || !same(l->q.type, l->v.type) || !same(l->q.type, l->o.type) || !same(l->gate.type, l->up.type))
+            return fail(e, BAD_MODEL, "layer %d: the matrices of attention, and gate and up, must have one encoding each", i);
+        if (!same(l->q.type, m->layer[0].q.type) || !same(l->gate.type, m->layer[0].gate.type))
+            return fail(e, BAD_MODEL, "layer %d is encoded unlike layer 0", i);
         if (l->q.type == MXFP4 || l->o.type == MXFP4 || l->router.type == MXFP4 || (l->router.rows && l->gate.type != MXFP4) || l->gate.type != l->down.type)
             return fail(e, BAD_MODEL, "layer %d: experts must be MXFP4 and the other matrices must not (%s experts, %s attention)", i, type_name(l->gate.type), type_name(l->q.type));
         b->window = l->window;

@@ -63,14 +63,17 @@ __device__ inline float warp_sum(float x) {
     return x;
 }
 
-/* Sum over the block, the same in every thread and every run. `scratch` holds 33 floats. */
-__device__ inline float block_sum(float x, float *scratch) {
-    int warps = (blockDim.x + 31) / 32, lane = threadIdx.x % 32;
+/* The first `threads` of a block wait for each other. */
+__device__ inline void sync_threads(int threads) { asm volatile("bar.sync 1,%0;" ::"r"(threads) : "memory"); }
+
+/* Sum over the first `threads` of a block, the same in every thread and every run. `scratch` holds 33 floats. */
+__device__ inline float block_sum(float x, float *scratch, int threads) {
+    int lane = threadIdx.x % 32;
     x = warp_sum(x);
-    __syncthreads();
+    sync_threads(threads);
     if (lane == 0) scratch[threadIdx.x / 32] = x;
-    __syncthreads();
-    return warp_sum(lane < warps ? scratch[lane] : 0);
+    sync_threads(threads);
+    return warp_sum(lane < threads / 32 ? scratch[lane] : 0);
 }
 
 /* ---- one step, as the card sees it ---- */
@@ -89,7 +92,6 @@ struct Work { /* everything a kernel may need; passed by value */
     int dim, ffn_dim, vocab, n_layers, n_heads, n_kv_heads, head_dim, n_experts, top_k, layer;
     float eps, act_limit, rope_scale;
     Act act;
-    int blocks;                /* of o_few */
     bf16 *cache;               /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE): keys by position, values by dimension */
     int *page_token;           /* (pages, PAGE) */
     const float2 *turn;        /* (context, head_dim / 2) cos and sin */
@@ -102,11 +104,12 @@ struct Work { /* everything a kernel may need; passed by value */
     void *normed;              /* many: (tokens, normed_pitch), 0 behind dim */
     int normed_pitch;
     long long *router_sum;     /* few: (n_layers, FEW, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter */
-    float *square;             /* few: (FEW, blocks) sum of the squares of x by the blocks of o_few */
+    float *square;             /* few: (FEW, blocks) sum of the squares of each block's rows of x */
     int *expert;               /* (tokens, top_k) */
     float *weight;             /* (tokens, top_k) */
-    float *partial;            /* attention_few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */
+    float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */
     int *arrived;              /* (FEW, n_kv_heads) */
+    unsigned long long *barrier; /* few: how many blocks have ended how many phases */
     int *list, *listed;        /* many: (n_experts, tokens * top_k) choices by expert, and how many */
     float *logits;             /* (FEW, vocab) */
     float *floor;              /* (FEW) what top-k, top-p and min-p leave of the scaled logits */
@@ -156,6 +159,7 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int &expe
     unsigned best, at;
     auto look = [&] {
         best = 0, at = lane;
+#pragma unroll 1
         for (int e = lane; e < n; e += 32) {
             unsigned key = isnan(logit[e]) ? 0 : order_key(logit[e]);
             if (key > best) best = key, at = e;
@@ -164,6 +168,7 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int &expe
     float mine = -INFINITY;
     expert = 0;
     look();
+#pragma unroll 1
     for (int k = 0; k < top_k; k++) {
         unsigned most = __reduce_max_sync(~0u, best), e = __reduce_min_sync(~0u, best == most ? at : ~0u);
         if (lane == k) expert = e, mine = key_value(most);
@@ -243,5 +248,42 @@ template <int D> struct Attend {
         }
     }
 };
+
+/* Attention of token t and query head h for any head size, by the first `threads` of a block (at least head_dim of them), without tensor
+ * cores. memory holds head_dim + threads + 33 floats. */
+template <typename Out> __device__ void attend_plain(const Work &w, const Step &s, const Block &l, int t, int h, float *memory, int threads) {
+    int d = w.head_dim, kv = h / (w.n_heads / w.n_kv_heads), p = s.position[t], seq = s.seq[t];
+    int first = l.window && p >= l.window ? p - l.window + 1 : 0;
+    float *q = memory, *share = memory + d, *scratch = share + threads;
+    sync_threads(threads);
+    for (int i = threadIdx.x; i < d; i += threads) q[i] = (float)((const Out *)w.q)[((size_t)t * w.n_heads + h) * d + i];
+    float most = l.sinks ? l.sinks[h] : -INFINITY, total = l.sinks ? 1 : 0, sum = 0; /* sum: of dimension threadIdx.x */
+    sync_threads(threads);
+    for (int base = first; base <= p; base += threads) {
+        int j = base + threadIdx.x;
+        float score = -INFINITY;
+        if (j <= p) {
+            const bf16 *key = cache_of(w, page_of(s, seq, j), 0, kv) + j % PAGE * d;
+            score = 0;
+            for (int i = 0; i < d; i++) score += q[i] * (float)key[i];
+            score *= rsqrtf(d);
+        }
+        float now = score;
+        for (int o = 16; o; o >>= 1) now = fmaxf(now, __shfl_xor_sync(~0u, now, o));
+        if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = now;
+        sync_threads(threads);
+        for (int i = 0; i < threads / 32; i++) now = fmaxf(now, scratch[i]);
+        now = fmaxf(now, most);
+        float mine = exp2f((score - now) * LOG2E), factor = exp2f((most - now) * LOG2E);
+        share[threadIdx.x] = mine;
+        total = total * factor + block_sum(mine, scratch, threads);
+        sum *= factor;
+        most = now;
+        for (int k = 0; threadIdx.x < d && k < threads && base + k <= p; k++)
+            sum += share[k] * (float)cache_of(w, page_of(s, seq, base + k), 1, kv)[threadIdx.x * PAGE + (base + k) % PAGE];
+        sync_threads(threads);
+    }
+    if (threadIdx.x < d) ((Out *)w.attn)[(size_t)t * w.attn_pitch + h * d + threadIdx.x] = (Out)(sum / total);
+}
 
 #endif

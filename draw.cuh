@@ -1,0 +1,116 @@
+/* draw.cuh: from logits to a token, on the card: penalty, temperature, filters, the draw. Its twin is sampling.h's use in
+ * tests/reference.c, which draws the same tokens from the same logits. */
+#ifndef DRAW_CUH
+#define DRAW_CUH
+
+#include "work.cuh"
+
+/* Marks the tokens of each row's sequence that has a repetition penalty. A block a row. */
+__global__ void mark_seen(Work w, Step s) {
+    wait_previous();
+    int row = blockIdx.x, seq = s.seq[s.row[row]], words = (w.vocab + 31) / 32;
+    if (s.how[seq].penalty == 1) return;
+    for (int i = threadIdx.x; i < words; i += blockDim.x) w.seen[(size_t)row * words + i] = 0;
+    __syncthreads();
+    for (int p = threadIdx.x; p <= s.position[s.row[row]]; p += blockDim.x) {
+        int id = w.page_token[(size_t)page_of(s, seq, p) * PAGE + p % PAGE];
+        atomicOr(&w.seen[(size_t)row * words + id / 32], 1u << id % 32);
+    }
+}
+
+/* The logit of a token after penalty and temperature. */
+__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id) {
+    float x = w.logits[(size_t)row * w.vocab + id];
+    if (how.penalty != 1 && w.seen[(size_t)row * ((w.vocab + 31) / 32) + id / 32] >> id % 32 & 1) x = penalize(x, how.penalty);
+    return how.temperature > 0 ? x / how.temperature : x;
+}
+
+/* The least scaled logit that top-k, top-p and min-p leave in the draw, found digit by digit of its order_key. A block a row. */
+__global__ void __launch_bounds__(1024) filter(Work w, Step s) {
+    __shared__ unsigned low[256], high[256], prefix, largest; /* low and high words of the bins */
+    __shared__ unsigned long long above;
+    wait_previous();
+    int row = blockIdx.x, seq = s.seq[s.row[row]];
+    Sampling how = s.how[seq];
+    if (threadIdx.x == 0) largest = 0, w.floor[row] = -INFINITY;
+    __syncthreads();
+    if (how.temperature == 0 || (how.top_k <= 0 && how.top_p >= 1 && how.min_p <= 0)) return;
+    for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
+        float x = scaled(w, how, row, i);
+        if (!isnan(x)) atomicMax(&largest, order_key(x));
+    }
+    __syncthreads();
+    float max = key_value(largest), floor = -INFINITY;
+    for (int pass = 0; pass < 2; pass++) { /* top-k counts, top-p adds masses */
+        bool counts = pass == 0;
+        if (counts ? how.top_k <= 0 || how.top_k >= w.vocab : how.top_p >= 1) continue;
+        unsigned long long need = how.top_k;
+        if (threadIdx.x == 0) prefix = 0, above = 0;
+        for (int shift = 24; shift >= 0; shift -= 8) {
+            for (int i = threadIdx.x; i < 256; i += blockDim.x) low[i] = high[i] = 0;
+            __syncthreads();
+            unsigned fixed = shift == 24 ? 0 : ~0u << (shift + 8);
+            for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
+                float x = scaled(w, how, row, i);
+                unsigned key = order_key(x);
+                if (isnan(x) || (key & fixed) != prefix || !(x >= floor)) continue;
+                unsigned long long add = counts ? 1 : mass(x, max);
+                unsigned bin = key >> shift & 255, before = atomicAdd(&low[bin], (unsigned)add), more = (unsigned)(add >> 32) + (before + (unsigned)add < before);
+                if (more) atomicAdd(&high[bin], more);
+            }
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                auto bin = [&](int i) { return (unsigned long long)high[i] << 32 | low[i]; };
+                if (!counts && shift == 24) {
+                    unsigned long long all = 0;
+                    for (int i = 0; i < 256; i++) all += bin(i);
+                    need = top_p_mass(all, how.top_p);
+                }
+                int digit = 255;
+                for (; digit > 0 && above + bin(digit) < need; digit--) above += bin(digit);
+                prefix |= (unsigned)digit << shift;
+            }
+            __syncthreads();
+        }
+        floor = fmaxf(floor, key_value(prefix));
+        __syncthreads();
+    }
+    if (how.min_p > 0) floor = fmaxf(floor, min_p_floor(max, how.min_p));
+    if (threadIdx.x == 0) w.floor[row] = floor;
+}
+
+/* Draws a token for each row (blockIdx.y): the largest of scaled logit plus noise, over all blocks; the block that comes
+ * last writes it down. A NaN wins over everything. */
+__global__ void draw(Work w, Step s, bool filtered) {
+    __shared__ unsigned long long best[32];
+    int row = blockIdx.y;
+    launch_next();
+    wait_previous();
+    int t = s.row[row], seq = s.seq[t];
+    if (t != s.last[seq]) return;
+    Sampling how = s.how[seq];
+    float floor = filtered ? w.floor[row] : -INFINITY;
+    unsigned long long mine = 0;
+    for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < w.vocab; id += gridDim.x * blockDim.x) {
+        float x = scaled(w, how, row, id);
+        unsigned long long key = ~0ull;
+        if (!isnan(x)) key = x >= floor ? draw_key(how.temperature > 0 ? x + token_noise(how.seed, s.position[t] + 1, id) : x, id) : 0;
+        if (key > mine) mine = key;
+    }
+    for (int o = 16; o; o >>= 1) mine = max(mine, __shfl_xor_sync(~0u, mine, o));
+    if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = mine;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int i = 1; i < (int)blockDim.x / 32; i++) mine = max(mine, best[i]);
+    atomicMax(&w.best[row], mine);
+    __threadfence();
+    if (atomicAdd(&w.drawing[row], 1) != (int)gridDim.x - 1) return;
+    __threadfence();
+    mine = atomicExch(&w.best[row], 0);
+    w.drawing[row] = 0;
+    int token = mine == ~0ull ? DREW_NAN : draw_id(mine);
+    w.drawn[s.slot[seq]] = token;
+    w.result[seq] = token;
+}
+
+#endif
