@@ -59,6 +59,13 @@ struct Barrier {
     }
 };
 
+/* Asks for bytes to come to the L2 cache, where copy() finds them later. */
+__device__ inline void bring_near(const uint8_t *from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
 
@@ -100,13 +107,16 @@ template <> struct Codec<BF16> { /* activations are mma's rows, weights its colu
     __device__ static void copy(Barrier *full, uint8_t *stage, int wide, const uint8_t *group, int stride, int first, int n, int lane) {
         full->copy(stage, bank_pitch(wide * WIDTH), group + first * WIDTH, row_bytes(stride), ROWS, n * WIDTH, lane);
     }
-    /* Chunk i of a slice whose first chunk in the stage is `first`. MANY: more than 8 tokens. */
-    template <bool MANY> __device__ static void add(Sum &sum, const uint8_t *stage, int wide, int first, int i, const Rows<bf16> &x, int lane) {
-        int g = lane / 4, at = i * K + lane % 4 * 8;
-        uint4 low = *(const uint4 *)(x.row(g) + at), high = {};
-        if (MANY) high = *(const uint4 *)(x.row(g + 8) + at);
-        mma_eight(sum.c, low, high, *(const uint4 *)(stage + g * bank_pitch(wide * WIDTH) + first * WIDTH + at * 2));
-    }
+    /* Where a lane reads, of chunk `first` of a stage and of activations. MANY: more than 8 tokens. */
+    template <bool MANY> struct Lane {
+        const uint8_t *weights;
+        const bf16 *low, *high;
+        __device__ Lane(const uint8_t *stage, int wide, int first, const Rows<bf16> &x, int lane)
+            : weights(stage + lane / 4 * bank_pitch(wide * WIDTH) + first * WIDTH + lane % 4 * 16), low(x.row(lane / 4) + lane % 4 * 8), high(MANY ? x.row(lane / 4 + 8) + lane % 4 * 8 : NULL) {}
+        __device__ void add(Sum &sum, int i) const { /* chunk first + i */
+            mma_eight(sum.c, *(const uint4 *)(low + i * K), MANY ? *(const uint4 *)(high + i * K) : uint4{}, *(const uint4 *)(weights + i * WIDTH));
+        }
+    };
 };
 
 /* MXFP4: a chunk of 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them: columns 8t .. 8t + 7 of either block of 32, of
@@ -137,24 +147,29 @@ template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its col
     __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int lane) {
         full->copy(stage, 0, group + (size_t)first * FP4_BYTES, 0, 1, n * FP4_BYTES, lane);
     }
-    template <bool MANY> __device__ static void add(Sum &sum, const uint8_t *stage, int, int first, int i, const Rows<bf16> &x, int lane) {
-        const uint8_t *chunk = stage + (first + i) * FP4_BYTES;
-        uint4 words = *(const uint4 *)(chunk + lane * 16);
-        uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4);
-        int g = lane / 4, at = i * K + lane % 4 * 8;
+    template <bool MANY> struct Lane {
+        const uint8_t *weights, *scale;
+        const bf16 *low, *high;
+        __device__ Lane(const uint8_t *stage, int, int first, const Rows<bf16> &x, int lane)
+            : weights(stage + first * FP4_BYTES + lane * 16), scale(stage + first * FP4_BYTES + 512 + lane / 4 * 4), low(x.row(lane / 4) + lane % 4 * 8),
+              high(MANY ? x.row(lane / 4 + 8) + lane % 4 * 8 : NULL) {}
+        __device__ void add(Sum &sum, int i) const {
+            uint4 words = *(const uint4 *)(weights + i * FP4_BYTES);
+            uint32_t scales = *(const uint32_t *)(scale + i * FP4_BYTES);
 #pragma unroll
-        for (int block = 0; block < 2; block++) {
-            uint4 row = fp4_to_bf16(block ? words.y : words.x), row8 = fp4_to_bf16(block ? words.w : words.z);
-            float scale = fp4_scale(scales, block), scale8 = fp4_scale(scales, 2 + block);
-            auto multiply = [&](float (&to)[4], const bf16 *column) {
-                float c[4];
-                mma_eight_alone(c, row, row8, *(const uint4 *)(column + at + block * 32));
-                to[0] += scale * c[0], to[1] += scale * c[1], to[2] += scale8 * c[2], to[3] += scale8 * c[3];
-            };
-            multiply(sum.c[0], x.row(g));
-            if (MANY) multiply(sum.c[1], x.row(g + 8));
+            for (int block = 0; block < 2; block++) {
+                uint4 row = fp4_to_bf16(block ? words.y : words.x), row8 = fp4_to_bf16(block ? words.w : words.z);
+                float scale = fp4_scale(scales, block), scale8 = fp4_scale(scales, 2 + block);
+                auto multiply = [&](float (&to)[4], const bf16 *column) {
+                    float c[4];
+                    mma_eight_alone(c, row, row8, *(const uint4 *)(column + i * K + block * 32));
+                    to[0] += scale * c[0], to[1] += scale * c[1], to[2] += scale8 * c[2], to[3] += scale8 * c[3];
+                };
+                multiply(sum.c[0], low);
+                if (MANY) multiply(sum.c[1], high);
+            }
         }
-    }
+    };
 };
 
 template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
@@ -181,18 +196,25 @@ template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, wi
     __device__ static void copy(Barrier *full, uint8_t *stage, int wide, const uint8_t *group, int stride, int first, int n, int lane) {
         full->copy(stage, bank_pitch(wide * WIDTH), group + first * WIDTH, row_bytes(stride), ROWS, n * WIDTH, lane);
     }
-    template <bool> __device__ static void add(Sum &sum, const uint8_t *stage, int wide, int first, int i, const Rows<float> &x, int lane) {
-        for (int half = 0; half < 2; half++) {
-            int column = half * 16 + lane % 4 * 4;
-            float4 b = *(const float4 *)(stage + lane / 4 * bank_pitch(wide * WIDTH) + (first + i) * WIDTH + column * 4);
+    template <bool> struct Lane {
+        const uint8_t *weights;
+        const Rows<float> &x;
+        int column;
+        __device__ Lane(const uint8_t *stage, int wide, int first, const Rows<float> &x, int lane)
+            : weights(stage + lane / 4 * bank_pitch(wide * WIDTH) + first * WIDTH + lane % 4 * 16), x(x), column(lane % 4 * 4) {}
+        __device__ void add(Sum &sum, int i) const {
+#pragma unroll 1
+            for (int half = 0; half < 2; half++) {
+                float4 b = *(const float4 *)(weights + i * WIDTH + half * 64);
 #pragma unroll
-            for (int j = 0; j < FEW; j++) {
-                if (!(x.tokens >> j & 1)) continue;
-                float4 a = *(const float4 *)(x.x + j * x.pitch + i * K + column);
-                sum.c[j] += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
+                for (int j = 0; j < FEW; j++) {
+                    if (!(x.tokens >> j & 1)) continue;
+                    float4 a = *(const float4 *)(x.x + j * x.pitch + i * K + half * 16 + column);
+                    sum.c[j] += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
+                }
             }
         }
-    }
+    };
 };
 
 /* ---- a block's shared memory ---- */
@@ -334,28 +356,26 @@ struct Ring {
             advance();
         }
     }
-    /* Multiplies this warp's slice of the next item by activations, of which x has the columns of the slice. */
-    template <Type T> __device__ void take(typename Codec<T>::Sum &sum, const Matrix &m, int part, const Rows<typename Codec<T>::Activation> &x) {
-        int warp = threadIdx.x / 32, n = min(m.per, m.chunks - first_chunk(m, part, warp));
+    /* Multiplies this warp's slice of the next item, n chunks, by activations, of which x has the columns of the slice. */
+    template <Type T> __device__ void take(typename Codec<T>::Sum &sum, int per, int n, const Rows<typename Codec<T>::Activation> &x) {
         full[at].wait(parity);
         if (x.tokens >> 8)
-            multiply<T, true>(sum, m.per, n, x);
+            multiply<T, true>(sum, per, n, x);
         else
-            multiply<T, false>(sum, m.per, n, x);
+            multiply<T, false>(sum, per, n, x);
         __syncwarp();
         if (threadIdx.x % 32 == 0) empty[at].arrive();
         advance();
     }
     template <Type T, bool MANY> __device__ void multiply(typename Codec<T>::Sum &sum, int per, int n, const Rows<typename Codec<T>::Activation> &x) {
         typedef Codec<T> C;
-        int wide = per * WARPS, first = threadIdx.x / 32 * per, lane = threadIdx.x % 32;
-        const uint8_t *from = stage + at * stage_bytes;
+        typename C::template Lane<MANY> lane(stage + at * stage_bytes, per * WARPS, threadIdx.x / 32 * per, x, threadIdx.x % 32);
         if (n == C::MOST) {
 #pragma unroll
-            for (int i = 0; i < C::MOST; i++) C::template add<MANY>(sum, from, wide, first, i, x, lane);
+            for (int i = 0; i < C::MOST; i++) lane.add(sum, i);
         } else {
 #pragma unroll 1
-            for (int i = 0; i < n; i++) C::template add<MANY>(sum, from, wide, first, i, x, lane);
+            for (int i = 0; i < n; i++) lane.add(sum, i);
         }
     }
 };
@@ -364,6 +384,7 @@ struct Ring {
  * adds it up and hands it out in pairs of rows, pair(unit, pair, token, a, b), while the others go on: passes take turns with
  * two buffers, and a warp that is still adding has not come to the end of the next pass. */
 template <int ROWS, class Pair> __device__ void end_pass(const float *partial, int turn, int pass, int units, int tokens, Pair pair) {
+    copies_done<0>(); /* of biases */
     sync_consumers();
     if ((int)threadIdx.x / 32 != turn % WARPS) return;
 #pragma unroll 1
@@ -380,6 +401,9 @@ template <int ROWS, class Pair> __device__ void end_pass(const float *partial, i
     }
 }
 
+__device__ inline void store_four(float *to, float a, float b, float c, float d) { *(float4 *)to = make_float4(a, b, c, d); }
+__device__ inline void store_four(bf16 *to, float a, float b, float c, float d) { *(uint2 *)to = make_uint2(pack(a, b), pack(c, d)); }
+
 __device__ inline void prefetch(const float *p, int n) {
 #pragma unroll 1
     for (int i = threadIdx.x * 32; i < n; i += CONSUMERS * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + i));
@@ -387,31 +411,33 @@ __device__ inline void prefetch(const float *p, int n) {
 
 /* RMSNorm of rows of x (..., dim) for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
  * weight goes to out (rows, pitch); what is multiplied by it has to be multiplied by scale[row] = 1 / sqrt(mean + eps), which
- * is there after the next barrier. square (rows, WARPS) is scratch: a row is cut into as many parts as there are warps, whoever
+ * is there after the next barrier; out is there at once. square (rows, WARPS) is scratch: a row is cut into as many parts as there are warps, whoever
  * adds them up, so that its sum does not depend on how many rows there are. */
 template <Type T>
 __device__ void stage_normed(typename Codec<T>::Activation *out, int stride, const float *x, const int *row, int rows, const float *weight, int dim, float eps,
                              float *square, float *scale) {
-    constexpr int STEP = 6; /* values on the way at once */
+    constexpr int STEP = 2; /* loads on the way at once */
     int pitch = pitch_of<T>(stride), lane = threadIdx.x % 32;
+#pragma unroll 1
     for (int i = threadIdx.x / 32; i < rows * WARPS; i += WARPS) {
         int r = i / WARPS, part = i % WARPS;
         const float *from = x + (size_t)(row ? row[r] : r) * dim;
         float sum = 0;
 #pragma unroll 1
-        for (int base = part * 32 + lane; base < stride; base += STEP * CONSUMERS) {
-            float value[STEP], times[STEP];
+        for (int base = (part * 32 + lane) * 4; base < stride; base += STEP * CONSUMERS * 4) {
+            float4 value[STEP] = {}, times[STEP] = {};
 #pragma unroll
             for (int k = 0; k < STEP; k++) {
-                int at = base + k * CONSUMERS;
-                value[k] = at < dim ? __ldcg(from + at) : 0;
-                times[k] = at < dim ? weight[at] : 0;
+                int at = base + k * CONSUMERS * 4;
+                if (at < dim) value[k] = __ldcg((const float4 *)(from + at)), times[k] = *(const float4 *)(weight + at);
             }
 #pragma unroll
             for (int k = 0; k < STEP; k++) {
-                int at = base + k * CONSUMERS;
-                sum += value[k] * value[k];
-                if (at < stride) out[r * pitch + at] = value[k] * times[k] * Codec<T>::LIFT;
+                int at = base + k * CONSUMERS * 4;
+                float4 v = value[k], t = times[k];
+                sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+                constexpr float L = Codec<T>::LIFT;
+                if (at < stride) store_four(out + r * pitch + at, v.x * t.x * L, v.y * t.y * L, v.z * t.z * L, v.w * t.w * L);
             }
         }
         sum = warp_sum(sum);
@@ -420,7 +446,7 @@ __device__ void stage_normed(typename Codec<T>::Activation *out, int stride, con
     sync_consumers();
     if ((int)threadIdx.x < rows) {
         float sum = 0;
-#pragma unroll 1
+#pragma unroll
         for (int i = 0; i < WARPS; i++) sum += square[threadIdx.x * WARPS + i];
         scale[threadIdx.x] = rsqrtf(sum / dim + eps);
     }
@@ -515,9 +541,10 @@ struct Few {
             int n = min(pass, units - first);
             for (int u = 0; u < n; u++) {
                 typename Codec<T>::Sum sum;
-                for (int part = 0; part < m.parts; part++) {
-                    x.x = at<Activation>(k.x) + first_chunk(m, part, warp) * Codec<T>::K;
-                    ring.take<T>(sum, m, part, x);
+                x.x = at<Activation>(k.x) + first_chunk(m, 0, warp) * Codec<T>::K;
+                for (int left = m.chunks - first_chunk(m, 0, warp), part = 0; part < m.parts; part++) {
+                    ring.take<T>(sum, m.per, min(m.per, left), x);
+                    left -= WARPS * m.per, x.x += WARPS * m.per * Codec<T>::K;
                 }
                 sum.store(of_pass + (warp * pass + u) * ROWS * tokens, tokens, lane);
             }
@@ -537,7 +564,6 @@ struct Few {
             for (int i = threadIdx.x; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
             await();
             stage_normed<T>(at<Activation>(k.x), m.stride, w.x, NULL, tokens, l.attn_norm, w.dim, w.eps, at<float>(k.square), scale);
-            sync_consumers();
         }
         stream<T>(m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int t, float a, float b) {
             int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
@@ -551,17 +577,35 @@ struct Few {
      * pages are dealt depends on the token's position alone. */
     template <int D> __device__ void attention(const Block &l) {
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
-        if (producing) return;
-        int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, group = w.n_heads / w.n_kv_heads;
+        int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
+        int jobs = SPLITS * tokens * heads;
+        auto share_of = [&](int job, int &first, int &n, int &used) { /* pages of a job: of a head, a token, a split */
+            int t = job / heads % tokens, split = job / heads / tokens, p = at<int>(k.position)[t], from = l.window && p >= l.window ? p - l.window + 1 : 0;
+            int page0 = from / PAGE, pages = p / PAGE - page0 + 1;
+            used = min(SPLITS, (pages + ATTENTION_WARPS - 1) / ATTENTION_WARPS);
+            first = page0 + pages * split / used;
+            n = split < used ? page0 + pages * (split + 1) / used - first : 0;
+        };
+        if (producing) { /* the first pages of each job come near */
+            for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
+                int first, n, used;
+                share_of(job, first, n, used);
+                const int *table = s.page + (size_t)s.seq[job / heads % tokens] * s.header[0] + first;
+#pragma unroll 1
+                for (int i = 0; i < min(n, ATTENTION_WARPS); i++)
+                    if (lane < 2) bring_near((const uint8_t *)cache_of(w, table[i], lane, job % heads), D * PAGE * sizeof(bf16));
+            }
+            return;
+        }
         float *merged = at<float>(k.x); /* (ATTENTION_WARPS, 8, ROW) */
-        int *is_last = at<int>(k.begun + 8), window = l.window;
+        int *is_last = at<int>(k.begun + 8);
         const float *sinks = l.sinks;
         await();
-        for (int job = blockIdx.x, heads = w.n_kv_heads; job < SPLITS * tokens * heads; job += gridDim.x) {
-            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens;
-            int p = at<int>(k.position)[t], from = window && p >= window ? p - window + 1 : 0;
-            int page0 = from / PAGE, pages = p / PAGE - page0 + 1, used = min(SPLITS, (pages + ATTENTION_WARPS - 1) / ATTENTION_WARPS);
-            if (split >= used) continue;
+        for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
+            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = at<int>(k.position)[t], from = l.window && p >= l.window ? p - l.window + 1 : 0;
+            int first, n, used;
+            share_of(job, first, n, used);
+            if (!n) continue;
             if (warp < ATTENTION_WARPS) {
                 const int *table = s.page + (size_t)s.seq[t] * s.header[0];
                 Attend<D> a;
@@ -571,7 +615,7 @@ struct Few {
                     q[c][0] = g < group ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + g) * D + c * 32 + lane % 4 * 8)) : q[c][1];
                 }
                 int firsts[2] = {from, from}, lasts[2] = {p, p};
-                for (int i = page0 + pages * split / used + warp; i < page0 + pages * (split + 1) / used; i += ATTENTION_WARPS)
+                for (int i = first + warp; i < first + n; i += ATTENTION_WARPS)
                     a.page(cache_of(w, table[i], 0, head), cache_of(w, table[i], 1, head), q, i * PAGE, firsts, lasts, p, LOG2E * rsqrtf(D), lane);
                 a.total[0] += __shfl_xor_sync(~0u, a.total[0], 1);
                 a.total[0] += __shfl_xor_sync(~0u, a.total[0], 2);
@@ -585,16 +629,16 @@ struct Few {
             float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
             for (bool whole = used == 1;; whole = true) { /* first of the warps, then of the splits */
                 const float *states = whole && used > 1 ? partial : merged;
-                int n = whole && used > 1 ? used : ATTENTION_WARPS;
+                int count = whole && used > 1 ? used : min(n, ATTENTION_WARPS);
 #pragma unroll 1
                 for (int i = threadIdx.x; i < group * D; i += CONSUMERS) {
                     int h = i / D;
                     float sink = whole && sinks ? sinks[head * group + h] * LOG2E : -INFINITY, most = sink, total = 0, sum = 0;
                     const float *state = states + h * ROW;
-#pragma unroll 4
-                    for (int j = 0; j < n; j++) most = fmaxf(most, state[j * STATE + 1] > 0 ? state[j * STATE] : -INFINITY);
-#pragma unroll 4
-                    for (int j = 0; j < n; j++) {
+#pragma unroll 2
+                    for (int j = 0; j < count; j++) most = fmaxf(most, state[j * STATE + 1] > 0 ? state[j * STATE] : -INFINITY);
+#pragma unroll 2
+                    for (int j = 0; j < count; j++) {
                         float share = state[j * STATE + 1] > 0 ? exp2f(state[j * STATE] - most) : 0;
                         total += share * state[j * STATE + 1];
                         sum += share * state[j * STATE + 2 + i % D];
@@ -684,23 +728,29 @@ struct Few {
     }
 
     /* What each token chose, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
-     * All threads call it; everything is there when it returns. The last warps begin: others have more to do. */
-    __device__ void choose(const Block &l, Active &active) {
+     * All threads call it; the producer has `active` when it returns, the consumers behind chosen(). The last warps route: others
+     * have more to do, and of one token the producer knows all without waiting for anybody. */
+    __device__ void choose(bool routed, const float *bias, Active &active) {
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
-        int *experts = at<int>(k.experts), lane = threadIdx.x % 32;
-        const float *bias = l.router.bias;
-        bool routed = l.router.rows;
+        int *experts = at<int>(k.experts), lane = threadIdx.x % 32, blocks = gridDim.x;
 #pragma unroll 1
         for (int t = WARPS - threadIdx.x / 32; t < tokens; t += WARPS + 1) {
-            float squares = 0, weight = 1, *mine = logit + t * w.n_experts;
+            const long long *sums = w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts;
+            float squares = 0, weight = 1, *mine = logit + t * w.n_experts, value[5];
             int expert = 0;
-#pragma unroll 1
-            for (int e = lane; e < w.n_experts && routed; e += 32) mine[e] = (float)__ldcg(w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts + e);
-#pragma unroll 5
-            for (int i = lane; i < (int)gridDim.x; i += 32) squares += __ldcg(w.square + t * gridDim.x + i);
+            long long sum = routed && lane < w.n_experts ? __ldcg(sums + lane) : 0;
+            for (int base = lane; base < blocks; base += 5 * 32) {
+#pragma unroll
+                for (int i = 0; i < 5; i++) value[i] = base + 32 * i < blocks ? __ldcg(w.square + t * blocks + base + 32 * i) : 0;
+#pragma unroll
+                for (int i = 0; i < 5; i++) squares += value[i];
+            }
             float factor = rsqrtf(warp_sum(squares) / w.dim + w.eps) * ROUTER_STEP;
 #pragma unroll 1
-            for (int e = lane; e < w.n_experts && routed; e += 32) mine[e] = mine[e] * factor + (bias ? bias[e] : 0);
+            for (int e = lane; e < w.n_experts && routed; e += 32) {
+                mine[e] = (float)sum * factor + (bias ? bias[e] : 0);
+                if (e + 32 < w.n_experts) sum = __ldcg(sums + e + 32);
+            }
             __syncwarp();
             if (routed) route(mine, w.n_experts, w.top_k, lane, expert, weight);
             if (lane < w.top_k) {
@@ -708,9 +758,13 @@ struct Few {
                 atomicOr(&active.chosen[expert / 32], 1u << expert % 32);
             }
         }
-        __syncthreads();
+        if (tokens > 1)
+            __syncthreads();
+        else
+            __syncwarp();
+        if (!producing) return;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < tokens * w.top_k; i += THREADS) {
+        for (int i = lane; i < tokens * w.top_k; i += 32) {
             int t = i / w.top_k, place = active.place(experts[i]);
             active.expert[place] = experts[i];
             active.weight[place * FEW + t] = weights[i];
@@ -718,7 +772,13 @@ struct Few {
             atomicOr(&active.tokens[place], 1u << t);
             atomicMax(active.n, place + 1);
         }
-        __syncthreads();
+        __syncwarp();
+    }
+    __device__ void chosen() const {
+        if (producing)
+            asm volatile("bar.arrive 2,%0;" ::"n"(THREADS) : "memory");
+        else
+            asm volatile("bar.sync 2,%0;" ::"n"(THREADS) : "memory");
     }
     __device__ Active active() const { return Active(at<float>(k.active), w.n_experts, Active::most(w.n_experts, w.top_k, tokens)); }
 
@@ -728,7 +788,9 @@ struct Few {
         constexpr int ROWS = Codec<T>::ROWS;
         const Matrix m = l.up;
         Active active = this->active();
+        bool routed = l.router.rows;
         int groups = groups_of<T>(m.rows);
+        const float *router_bias = l.router.bias;
         float *scale = at<float>(k.scale), *bias = at<float>(k.bias), *weights = at<float>(k.weights);
         int *experts = at<int>(k.experts);
         if (!producing) {
@@ -738,15 +800,18 @@ struct Few {
         __syncthreads();
         await();
         if (!producing) stage_normed<T>(at<Activation>(k.x), m.stride, w.x, NULL, tokens, l.ffn_norm, w.dim, w.eps, at<float>(k.square), scale);
-        choose(l, active);
+        choose(routed, router_bias, active);
+        chosen();
         int units = units_of_block(*active.n * groups);
         auto expert_of = [&](int i) { return active.expert[unit_of_block(i) / groups]; };
         if (!producing) {
 #pragma unroll 1
             for (int i = threadIdx.x; i < units * ROWS; i += CONSUMERS) {
                 int row = unit_of_block(i / ROWS) % groups * ROWS + i % ROWS;
-                bias[i] = m.bias && row < m.rows ? m.bias[(size_t)expert_of(i / ROWS) * m.rows + row] : 0;
+                bool has = m.bias && row < m.rows;
+                copy_4(bias + i, has ? m.bias + (size_t)expert_of(i / ROWS) * m.rows + row : l.ffn_norm, has);
             }
+            copies_end();
 #pragma unroll 1
             for (int i = threadIdx.x; i < tokens * w.top_k && blockIdx.x == 0; i += CONSUMERS) w.expert[i] = experts[i], w.weight[i] = weights[i];
         }
@@ -770,7 +835,8 @@ struct Few {
             active.clear(threadIdx.x, THREADS);
             __syncthreads();
             await();
-            choose(l, active);
+            choose(l.router.rows, l.router.bias, active);
+            chosen();
         }
         int units = units_of_block(groups_of<T>(m.rows)), rows = units * C::ROWS, pass = down_pass_of<T>(tokens), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         int slices = *active.n * m.parts; /* a slice: an expert's part of the columns */
@@ -811,7 +877,7 @@ struct Few {
             if (buffers > 1) copy(0);
             typename C::Sum sum[UNITS];
             for (int slice = 0; slice < slices; slice++) {
-                int place = slice / m.parts;
+                int place = slice / m.parts, chunks = min(m.per, m.chunks - first_chunk(m, slice % m.parts, warp));
                 copy(buffers > 1 ? slice + 1 : slice);
                 if (buffers > 1)
                     copies_done<1>();
@@ -823,7 +889,7 @@ struct Few {
                 for (int u = 0; u < UNITS; u++) {
                     if (u >= n) break;
                     typename C::Sum one;
-                    ring.take<T>(one, m, slice % m.parts, columns);
+                    ring.take<T>(one, m.per, chunks, columns);
                     sum[u].add_weighted(one, active.weight + place * FEW, lane);
                 }
                 __syncwarp();
@@ -850,7 +916,6 @@ struct Few {
             prefetch(norm, w.dim);
             await();
             stage_normed<T>(at<Activation>(k.x), m.stride, w.x, s.row, rows, norm, w.dim, w.eps, at<float>(k.square), scale);
-            sync_consumers();
         }
         stream<T>(m, units, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int row, float a, float b) {
             int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;

@@ -490,6 +490,7 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     const Model &m = c->model;
     float *inv_freq;
     if (!choose_card(c, e)) return false;
+    if (m.dim % 4) return fail(e, BAD_MODEL, "a hidden size of %d is not a multiple of 4", m.dim);
     if (m.head_dim > CONSUMERS) return fail(e, BAD_MODEL, "a head size of %d is more than the %d that attention can do", m.head_dim, CONSUMERS);
     Work &w = c->work;
     w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers, w.n_heads = m.n_heads, w.n_kv_heads = m.n_kv_heads;

@@ -55,6 +55,9 @@ __device__ inline uint32_t pack(float low, float high) {
 __device__ inline void copy_16(void *to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
+__device__ inline void copy_4(void *to, const void *from, bool real) { /* or zeros */
+    asm volatile("cp.async.ca.shared.global [%0],[%1],4,%2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(real ? 4 : 0) : "memory");
+}
 __device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int BUT> __device__ inline void copies_done() { asm volatile("cp.async.wait_group %0;" ::"n"(BUT) : "memory"); }
 
