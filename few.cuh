@@ -80,41 +80,60 @@ template <typename A> struct Rows {
 };
 
 /* A chunk is ROWS rows by K columns; a stage of shared memory holds `wide` of them that lie side by side, of which a warp multiplies
- * at most MOST. A Sum collects W x for these rows. Lane 4g + t works on row g and on eight neighbouring columns. */
+ * at most MOST. A Sum collects W x for these rows. Lane 4g + t works on row g and on eight neighbouring columns. place(i) is where the i-th
+ * activation of a token lies. */
 template <Type T> struct Codec;
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
 __host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes % 128 ? 0 : 64); }
 
-template <> struct Codec<BF16> { /* activations are mma's rows, weights its columns */
+/* BF16: weights are mma's rows, activations its columns. What a lane reads at once, eight neighbouring columns of row g, fills a whole
+ * fragment: two of its four words are row g, the others are called row g + 8, which is the same row at other columns. So a token
+ * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
+template <> struct Codec<BF16> {
     static constexpr Type TYPE = BF16;
     static constexpr int ROWS = GROUP, K = 32, MOST = MOST_BF16, WIDTH = K * 2; /* WIDTH: bytes of a chunk's row */
     static constexpr float LIFT = 1;
     typedef bf16 Activation;
-    struct Sum { /* tokens g and g + 8, rows 2t and 2t + 1 */
-        float c[4] = {};
+    struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
+        float c[FEW / 4][4] = {};
         __device__ void store(float *out, int tokens, int lane) const { /* out (ROWS, tokens) */
-            int g = lane / 4, row = lane % 4 * 2;
-            for (int i = 0; i < 4; i++)
-                if (g + i / 2 * 8 < tokens) out[(row + i % 2) * tokens + g + i / 2 * 8] = c[i];
+#pragma unroll
+            for (int j = 0; j < FEW / 4; j++)
+                if (j * 4 + lane % 4 < tokens) out[lane / 4 * tokens + j * 4 + lane % 4] = c[j][0] + c[j][3];
         }
         __device__ void add_weighted(const Sum &s, const float *weight, int lane) { /* weight (FEW) */
-            for (int i = 0; i < 4; i++) c[i] += weight[lane / 4 + i / 2 * 8] * s.c[i];
+#pragma unroll
+            for (int j = 0; j < FEW / 4; j++)
+                for (int i = 0; i < 4; i += 3) c[j][i] += weight[j * 4 + lane % 4] * s.c[j][i];
         }
     };
+    __host__ __device__ static constexpr int place(int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; }
+    __device__ static void store_four(bf16 *x, int at, float a, float b, float c, float d) {
+        uint32_t *word = (uint32_t *)(x + place(at));
+        word[0] = pack(a, b);
+        word[2] = pack(c, d);
+    }
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride * 2; }
     __host__ __device__ static constexpr int stage_bytes(int wide) { return ROWS * bank_pitch(wide * WIDTH); }
     __device__ static void copy(Barrier *full, uint8_t *stage, int wide, const uint8_t *group, int stride, int first, int n, int lane) {
         full->copy(stage, bank_pitch(wide * WIDTH), group + first * WIDTH, row_bytes(stride), ROWS, n * WIDTH, lane);
     }
-    /* Where a lane reads, of chunk `first` of a stage and of activations. MANY: more than 8 tokens. */
-    template <bool MANY> struct Lane {
+    /* Where a lane reads, of chunk `first` of a stage and of activations of up to 4 TILES tokens. */
+    template <int TILES> struct Lane {
         const uint8_t *weights;
-        const bf16 *low, *high;
-        __device__ Lane(const uint8_t *stage, int wide, int first, const Rows<bf16> &x, int lane)
-            : weights(stage + lane / 4 * bank_pitch(wide * WIDTH) + first * WIDTH + lane % 4 * 16), low(x.row(lane / 4) + lane % 4 * 8), high(MANY ? x.row(lane / 4 + 8) + lane % 4 * 8 : NULL) {}
+        const bf16 *column[TILES];
+        __device__ Lane(const uint8_t *stage, int wide, int first, const Rows<bf16> &x, int lane) : weights(stage + lane / 4 * bank_pitch(wide * WIDTH) + first * WIDTH + lane % 4 * 16) {
+#pragma unroll
+            for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
+        }
         __device__ void add(Sum &sum, int i) const { /* chunk first + i */
-            mma_eight(sum.c, *(const uint4 *)(low + i * K), MANY ? *(const uint4 *)(high + i * K) : uint4{}, *(const uint4 *)(weights + i * WIDTH));
+            uint4 w = *(const uint4 *)(weights + i * WIDTH);
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                uint2 x = *(const uint2 *)(column[j] + i * K);
+                mma(sum.c[j], w.x, w.y, w.z, w.w, x.x, x.y);
+            }
         }
     };
 };
@@ -147,7 +166,10 @@ template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its col
     __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int lane) {
         full->copy(stage, 0, group + (size_t)first * FP4_BYTES, 0, 1, n * FP4_BYTES, lane);
     }
-    template <bool MANY> struct Lane {
+    __host__ __device__ static constexpr int place(int i) { return i; }
+    __device__ static void store_four(bf16 *x, int at, float a, float b, float c, float d) { *(uint2 *)(x + at) = make_uint2(pack(a, b), pack(c, d)); }
+    template <int TILES> struct Lane {
+        static constexpr bool MANY = TILES > 2; /* more than 8 tokens */
         const uint8_t *weights, *scale;
         const bf16 *low, *high;
         __device__ Lane(const uint8_t *stage, int, int first, const Rows<bf16> &x, int lane)
@@ -196,7 +218,9 @@ template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, wi
     __device__ static void copy(Barrier *full, uint8_t *stage, int wide, const uint8_t *group, int stride, int first, int n, int lane) {
         full->copy(stage, bank_pitch(wide * WIDTH), group + first * WIDTH, row_bytes(stride), ROWS, n * WIDTH, lane);
     }
-    template <bool> struct Lane {
+    __host__ __device__ static constexpr int place(int i) { return i; }
+    __device__ static void store_four(float *x, int at, float a, float b, float c, float d) { *(float4 *)(x + at) = make_float4(a, b, c, d); }
+    template <int> struct Lane {
         const uint8_t *weights;
         const Rows<float> &x;
         int column;
@@ -230,7 +254,7 @@ template <Type T> __host__ __device__ constexpr int pitch_of(int stride) {
     return bank_pitch(stride * size) / size;
 }
 /* Groups of rows between two reductions. */
-template <Type T> __host__ __device__ constexpr int pass_of(int tokens) { return tokens <= 4 ? 64 / Codec<T>::ROWS : max_of(256 / tokens / Codec<T>::ROWS, 1); }
+template <Type T> __host__ __device__ constexpr int pass_of(int tokens) { return tokens <= 2 ? 96 / Codec<T>::ROWS : max_of(192 / tokens / Codec<T>::ROWS, 1); }
 template <Type T> __host__ __device__ constexpr int down_pass_of(int tokens) { return min_of(pass_of<T>(tokens), UNITS); }
 /* Slices of activations that a warp holds in phase down: the one in use and the next, if there is room. */
 __host__ __device__ constexpr int down_buffers(int tokens) { return tokens > 8 ? 1 : 2; }
@@ -332,12 +356,12 @@ __device__ inline int first_chunk(const Matrix &m, int part, int warp) { return 
 struct Ring {
     uint8_t *stage;        /* (stages) */
     Barrier *full, *empty; /* (stages) */
-    int stages, stage_bytes, at = 0;
+    int stages, stage_bytes, thread, at = 0;
     unsigned parity = 0;
 
     __device__ Ring(const Layout &k, uint8_t *memory)
-        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes) {
-        if ((int)threadIdx.x < stages) full[threadIdx.x].init(Barrier::COPIERS), empty[threadIdx.x].init(WARPS);
+        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes), thread(threadIdx.x) {
+        if (thread < stages) full[thread].init(Barrier::COPIERS), empty[thread].init(WARPS);
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -352,7 +376,7 @@ struct Ring {
             int part;
             const uint8_t *group = locate(i, part);
             empty[at].wait(parity ^ 1); /* at once the first time round */
-            Codec<T>::copy(full + at, stage + at * stage_bytes, wide, group, m.stride, part * wide, min(wide, m.chunks - part * wide), threadIdx.x % 32);
+            Codec<T>::copy(full + at, stage + at * stage_bytes, wide, group, m.stride, part * wide, min(wide, m.chunks - part * wide), thread % 32);
             advance();
         }
     }
@@ -360,35 +384,31 @@ struct Ring {
     template <Type T> __device__ void take(typename Codec<T>::Sum &sum, int per, int n, const Rows<typename Codec<T>::Activation> &x) {
         full[at].wait(parity);
         if (x.tokens >> 8)
-            multiply<T, true>(sum, per, n, x);
+            multiply<T, 4>(sum, per, n, x);
+        else if (x.tokens >> 4)
+            multiply<T, 2>(sum, per, n, x);
         else
-            multiply<T, false>(sum, per, n, x);
+            multiply<T, 1>(sum, per, n, x);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) empty[at].arrive();
+        if (thread % 32 == 0) empty[at].arrive();
         advance();
     }
-    template <Type T, bool MANY> __device__ void multiply(typename Codec<T>::Sum &sum, int per, int n, const Rows<typename Codec<T>::Activation> &x) {
-        typedef Codec<T> C;
-        typename C::template Lane<MANY> lane(stage + at * stage_bytes, per * WARPS, threadIdx.x / 32 * per, x, threadIdx.x % 32);
-        if (n == C::MOST) {
-#pragma unroll
-            for (int i = 0; i < C::MOST; i++) lane.add(sum, i);
-        } else {
+    template <Type T, int TILES> __device__ void multiply(typename Codec<T>::Sum &sum, int per, int n, const Rows<typename Codec<T>::Activation> &x) {
+        typename Codec<T>::template Lane<TILES> lane(stage + at * stage_bytes, per * WARPS, thread / 32 * per, x, thread % 32);
 #pragma unroll 1
-            for (int i = 0; i < n; i++) lane.add(sum, i);
-        }
+        for (int i = 0; i < n; i++) lane.add(sum, i);
     }
 };
 
 /* At the end of a pass, what each warp found for `units` groups of rows lies in `partial` (WARPS, pass, ROWS, tokens). One warp
  * adds it up and hands it out in pairs of rows, pair(unit, pair, token, a, b), while the others go on: passes take turns with
  * two buffers, and a warp that is still adding has not come to the end of the next pass. */
-template <int ROWS, class Pair> __device__ void end_pass(const float *partial, int turn, int pass, int units, int tokens, Pair pair) {
+template <int ROWS, class Pair> __device__ void end_pass(int thread, const float *partial, int turn, int pass, int units, int tokens, Pair pair) {
     copies_done<0>(); /* of biases */
     sync_consumers();
-    if ((int)threadIdx.x / 32 != turn % WARPS) return;
+    if (thread / 32 != turn % WARPS) return;
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < units * (ROWS / 2) * tokens; i += 32) {
+    for (int i = thread % 32; i < units * (ROWS / 2) * tokens; i += 32) {
         int token = i % tokens, p = i / tokens % (ROWS / 2), unit = i / tokens / (ROWS / 2);
         const float *at = partial + (unit * ROWS + 2 * p) * tokens + token;
         float a = 0, b = 0;
@@ -401,12 +421,9 @@ template <int ROWS, class Pair> __device__ void end_pass(const float *partial, i
     }
 }
 
-__device__ inline void store_four(float *to, float a, float b, float c, float d) { *(float4 *)to = make_float4(a, b, c, d); }
-__device__ inline void store_four(bf16 *to, float a, float b, float c, float d) { *(uint2 *)to = make_uint2(pack(a, b), pack(c, d)); }
-
-__device__ inline void prefetch(const float *p, int n) {
+__device__ inline void prefetch(int thread, const float *p, int n) {
 #pragma unroll 1
-    for (int i = threadIdx.x * 32; i < n; i += CONSUMERS * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + i));
+    for (int i = thread * 32; i < n; i += CONSUMERS * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + i));
 }
 
 /* RMSNorm of rows of x (..., dim) for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
@@ -414,12 +431,12 @@ __device__ inline void prefetch(const float *p, int n) {
  * is there after the next barrier; out is there at once. square (rows, WARPS) is scratch: a row is cut into as many parts as there are warps, whoever
  * adds them up, so that its sum does not depend on how many rows there are. */
 template <Type T>
-__device__ void stage_normed(typename Codec<T>::Activation *out, int stride, const float *x, const int *row, int rows, const float *weight, int dim, float eps,
+__device__ void stage_normed(int thread, typename Codec<T>::Activation *out, int stride, const float *x, const int *row, int rows, const float *weight, int dim, float eps,
                              float *square, float *scale) {
     constexpr int STEP = 2; /* loads on the way at once */
-    int pitch = pitch_of<T>(stride), lane = threadIdx.x % 32;
+    int pitch = pitch_of<T>(stride), lane = thread % 32;
 #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < rows * WARPS; i += WARPS) {
+    for (int i = thread / 32; i < rows * WARPS; i += WARPS) {
         int r = i / WARPS, part = i % WARPS;
         const float *from = x + (size_t)(row ? row[r] : r) * dim;
         float sum = 0;
@@ -437,18 +454,18 @@ __device__ void stage_normed(typename Codec<T>::Activation *out, int stride, con
                 float4 v = value[k], t = times[k];
                 sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
                 constexpr float L = Codec<T>::LIFT;
-                if (at < stride) store_four(out + r * pitch + at, v.x * t.x * L, v.y * t.y * L, v.z * t.z * L, v.w * t.w * L);
+                if (at < stride) Codec<T>::store_four(out + r * pitch, at, v.x * t.x * L, v.y * t.y * L, v.z * t.z * L, v.w * t.w * L);
             }
         }
         sum = warp_sum(sum);
         if (lane == 0) square[i] = sum;
     }
     sync_consumers();
-    if ((int)threadIdx.x < rows) {
+    if (thread < rows) {
         float sum = 0;
 #pragma unroll
-        for (int i = 0; i < WARPS; i++) sum += square[threadIdx.x * WARPS + i];
-        scale[threadIdx.x] = rsqrtf(sum / dim + eps);
+        for (int i = 0; i < WARPS; i++) sum += square[thread * WARPS + i];
+        scale[thread] = rsqrtf(sum / dim + eps);
     }
 }
 
@@ -478,7 +495,7 @@ struct Few {
     const Step &s;
     const Layout &k;
     uint8_t *memory;
-    int tokens, first, last, phase;
+    int tokens, first, last, phase, origin = 0; /* 0 */
     bool producing;
     Ring ring;
 
@@ -497,12 +514,12 @@ struct Few {
         }
         __syncthreads();
     }
-    template <typename U> __device__ U *at(int offset) const { return (U *)(memory + offset); }
+    template <typename U> __device__ U *at(int offset) const { return (U *)(memory + origin + offset); }
 
     /* Until all blocks have ended the phase before this one, and what they wrote can be read. */
     __device__ void await() {
         if (phase == first) return wait_previous();
-        if (threadIdx.x % CONSUMERS == 0) {
+        if (ring.thread % CONSUMERS == 0) {
             unsigned long long target = at<unsigned long long>(k.begun)[0] + (unsigned long long)(phase - first) * gridDim.x, now;
             do asm volatile("ld.acquire.gpu.global.u64 %0,[%1];" : "=l"(now) : "l"(w.barrier) : "memory");
             while (now < target);
@@ -514,9 +531,11 @@ struct Few {
     }
     __device__ void end_phase() {
         phase++;
+        /* What looks as if it might have changed is not kept in registers, from which attention would drive it into memory. */
+        asm volatile("" : "+r"(origin), "+r"(ring.thread));
         if (producing || phase == last) return;
         sync_consumers();
-        if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
+        if (ring.thread == 0) asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
     }
 
     /* All units of a block, for a matrix whose rows all meet the same activations x (tokens, pitch). group_of(unit) is where the weights of a block's unit
@@ -532,7 +551,7 @@ struct Few {
             });
             return;
         }
-        int pass = pass_of<T>(tokens), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        int pass = pass_of<T>(tokens), warp = ring.thread / 32, lane = ring.thread % 32;
         float *partial = at<float>(k.partial);
         Rows<Activation> x = {NULL, at<Activation>(k.zero), pitch_of<T>(m.stride), (1u << tokens) - 1};
 #pragma unroll 1
@@ -548,7 +567,7 @@ struct Few {
                 }
                 sum.store(of_pass + (warp * pass + u) * ROWS * tokens, tokens, lane);
             }
-            end_pass<ROWS>(of_pass, turn, pass, n, tokens, [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
+            end_pass<ROWS>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
         }
     }
 
@@ -559,11 +578,11 @@ struct Few {
         int units = units_of_block(groups_of<T>(m.rows)), half = w.head_dim / 2;
         float *scale = at<float>(k.scale), *bias = at<float>(k.bias);
         if (!producing) {
-            prefetch(l.attn_norm, w.dim);
+            prefetch(ring.thread, l.attn_norm, w.dim);
 #pragma unroll 1
-            for (int i = threadIdx.x; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
+            for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
             await();
-            stage_normed<T>(at<Activation>(k.x), m.stride, w.x, NULL, tokens, l.attn_norm, w.dim, w.eps, at<float>(k.square), scale);
+            stage_normed<T>(ring.thread, at<Activation>(k.x), m.stride, w.x, NULL, tokens, l.attn_norm, w.dim, w.eps, at<float>(k.square), scale);
         }
         stream<T>(m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int t, float a, float b) {
             int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
@@ -577,7 +596,7 @@ struct Few {
      * pages are dealt depends on the token's position alone. */
     template <int D> __device__ void attention(const Block &l) {
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
-        int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
+        int warp = ring.thread / 32, lane = ring.thread % 32, g = lane / 4, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         int jobs = SPLITS * tokens * heads;
         auto share_of = [&](int job, int &first, int &n, int &used) { /* pages of a job: of a head, a token, a split */
             int t = job / heads % tokens, split = job / heads / tokens, p = at<int>(k.position)[t], from = l.window && p >= l.window ? p - l.window + 1 : 0;
@@ -631,7 +650,7 @@ struct Few {
                 const float *states = whole && used > 1 ? partial : merged;
                 int count = whole && used > 1 ? used : min(n, ATTENTION_WARPS);
 #pragma unroll 1
-                for (int i = threadIdx.x; i < group * D; i += CONSUMERS) {
+                for (int i = ring.thread; i < group * D; i += CONSUMERS) {
                     int h = i / D;
                     float sink = whole && sinks ? sinks[head * group + h] * LOG2E : -INFINITY, most = sink, total = 0, sum = 0;
                     const float *state = states + h * ROW;
@@ -645,7 +664,7 @@ struct Few {
                     }
                     if (whole) {
                         if (sinks) total += exp2f(sink - most);
-                        ((bf16 *)w.attn)[(size_t)t * w.attn_pitch + (head * group + h) * D + i % D] = (bf16)(sum / total);
+                        ((bf16 *)w.attn)[(size_t)t * w.attn_pitch + Codec<BF16>::place((head * group + h) * D + i % D)] = (bf16)(sum / total);
                     } else {
                         float *to = partial + (split * 8 + h) * ROW;
                         to[2 + i % D] = sum;
@@ -655,11 +674,11 @@ struct Few {
                 if (whole) break;
                 __threadfence();
                 sync_consumers();
-                if (threadIdx.x == 0) *is_last = atomicAdd(&w.arrived[t * heads + head], 1) == used - 1;
+                if (ring.thread == 0) *is_last = atomicAdd(&w.arrived[t * heads + head], 1) == used - 1;
                 sync_consumers();
                 if (!*is_last) break;
                 __threadfence();
-                if (threadIdx.x == 0) w.arrived[t * heads + head] = 0;
+                if (ring.thread == 0) w.arrived[t * heads + head] = 0;
             }
             sync_consumers();
         }
@@ -667,7 +686,11 @@ struct Few {
     template <typename Out> __device__ void attention_of_any_size(const Block &l) {
         if (producing) return;
         await();
-        for (int i = blockIdx.x; i < tokens * w.n_heads; i += gridDim.x) attend_plain<Out>(w, s, l, i / w.n_heads, i % w.n_heads, at<float>(k.x), CONSUMERS);
+        for (int i = blockIdx.x; i < tokens * w.n_heads; i += gridDim.x) {
+            int t = i / w.n_heads, h = i % w.n_heads;
+            float x = attend_plain<Out>(w, s, l, t, h, at<float>(k.x), CONSUMERS);
+            if (ring.thread < w.head_dim) ((Out *)w.attn)[(size_t)t * w.attn_pitch + Codec<sizeof(Out) == 2 ? BF16 : F32>::place(h * w.head_dim + ring.thread)] = (Out)x;
+        }
     }
 
     /* x += W attn + bias; and, since the router's logits are linear in x but for the norm's common factor, each block adds what
@@ -675,7 +698,7 @@ struct Few {
     template <Type T> __device__ void output(const Block &l) {
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = l.o;
-        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride), lane = ring.thread % 32, warp = ring.thread / 32;
         int experts = l.router.rows ? w.n_experts : 0, each = 16 / sizeof(Activation), pieces = m.stride / each;
         float *own = at<float>(k.own), *columns = at<float>(k.columns);
         if (!producing) {
@@ -686,14 +709,14 @@ struct Few {
                 for (int e = lane; e < experts; e += 32) columns[i * experts + e] = r < w.dim ? l.router_columns[(size_t)r * experts + e] : 0;
             }
 #pragma unroll 1
-            for (int i = threadIdx.x; i < rows * tokens; i += CONSUMERS) { /* x is as the last layer left it */
+            for (int i = ring.thread; i < rows * tokens; i += CONSUMERS) { /* x is as the last layer left it */
                 int r = row_of_block<T>(i / tokens);
                 own[i] = r < w.dim ? __ldcg(w.x + (size_t)(i % tokens) * w.dim + r) + (m.bias ? m.bias[r] : 0) : 0;
             }
             await();
             for (int t = 0; t < tokens; t++)
 #pragma unroll 1
-                for (int i = threadIdx.x; i < pieces; i += CONSUMERS)
+                for (int i = ring.thread; i < pieces; i += CONSUMERS)
                     copy_16(at<Activation>(k.x) + t * pitch + i * each, (const Activation *)w.attn + (size_t)t * w.attn_pitch + i * each);
             copies_end();
             copies_done<0>();
@@ -708,14 +731,14 @@ struct Few {
         if (producing) return;
         sync_consumers();
 #pragma unroll 1
-        for (int i = threadIdx.x / 8; i < tokens * experts; i += CONSUMERS / 8) { /* eight lanes for a token and an expert */
+        for (int i = ring.thread / 8; i < tokens * experts; i += CONSUMERS / 8) { /* eight lanes for a token and an expert */
             int t = i / experts, e = i % experts;
             float sum = 0;
 #pragma unroll 1
-            for (int r = threadIdx.x % 8; r < rows; r += 8) sum += own[r * tokens + t] * columns[r * experts + e];
+            for (int r = ring.thread % 8; r < rows; r += 8) sum += own[r * tokens + t] * columns[r * experts + e];
             for (int o = 4; o; o >>= 1) sum += __shfl_xor_sync(255u << (lane & 24), sum, o);
             long long steps = __float2ll_rn(sum * (1 / ROUTER_STEP));
-            if (threadIdx.x % 8 == 0) atomicAdd((unsigned long long *)&w.router_sum[((size_t)w.layer * FEW + t) * experts + e], (unsigned long long)steps);
+            if (ring.thread % 8 == 0) atomicAdd((unsigned long long *)&w.router_sum[((size_t)w.layer * FEW + t) * experts + e], (unsigned long long)steps);
         }
 #pragma unroll 1
         for (int t = warp; t < tokens; t += WARPS) {
@@ -732,9 +755,9 @@ struct Few {
      * have more to do, and of one token the producer knows all without waiting for anybody. */
     __device__ void choose(bool routed, const float *bias, Active &active) {
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
-        int *experts = at<int>(k.experts), lane = threadIdx.x % 32, blocks = gridDim.x;
+        int *experts = at<int>(k.experts), lane = ring.thread % 32, blocks = gridDim.x;
 #pragma unroll 1
-        for (int t = WARPS - threadIdx.x / 32; t < tokens; t += WARPS + 1) {
+        for (int t = WARPS - ring.thread / 32; t < tokens; t += WARPS + 1) {
             const long long *sums = w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts;
             float squares = 0, weight = 1, *mine = logit + t * w.n_experts, value[5];
             int expert = 0;
@@ -794,33 +817,33 @@ struct Few {
         float *scale = at<float>(k.scale), *bias = at<float>(k.bias), *weights = at<float>(k.weights);
         int *experts = at<int>(k.experts);
         if (!producing) {
-            active.clear(threadIdx.x, CONSUMERS);
-            prefetch(l.ffn_norm, w.dim);
+            active.clear(ring.thread, CONSUMERS);
+            prefetch(ring.thread, l.ffn_norm, w.dim);
         }
         __syncthreads();
         await();
-        if (!producing) stage_normed<T>(at<Activation>(k.x), m.stride, w.x, NULL, tokens, l.ffn_norm, w.dim, w.eps, at<float>(k.square), scale);
+        if (!producing) stage_normed<T>(ring.thread, at<Activation>(k.x), m.stride, w.x, NULL, tokens, l.ffn_norm, w.dim, w.eps, at<float>(k.square), scale);
         choose(routed, router_bias, active);
         chosen();
         int units = units_of_block(*active.n * groups);
         auto expert_of = [&](int i) { return active.expert[unit_of_block(i) / groups]; };
         if (!producing) {
 #pragma unroll 1
-            for (int i = threadIdx.x; i < units * ROWS; i += CONSUMERS) {
+            for (int i = ring.thread; i < units * ROWS; i += CONSUMERS) {
                 int row = unit_of_block(i / ROWS) % groups * ROWS + i % ROWS;
                 bool has = m.bias && row < m.rows;
                 copy_4(bias + i, has ? m.bias + (size_t)expert_of(i / ROWS) * m.rows + row : l.ffn_norm, has);
             }
             copies_end();
 #pragma unroll 1
-            for (int i = threadIdx.x; i < tokens * w.top_k && blockIdx.x == 0; i += CONSUMERS) w.expert[i] = experts[i], w.weight[i] = weights[i];
+            for (int i = ring.thread; i < tokens * w.top_k && blockIdx.x == 0; i += CONSUMERS) w.expert[i] = experts[i], w.weight[i] = weights[i];
         }
         auto group_of = [&](int i) { return group_at<T>(m, unit_of_block(i) % groups) + expert_of(i) * m.bytes; };
         stream<T>(m, units, tokens, group_of, [&](int unit, int p, int t, float gate, float up) { /* behind a barrier, so bias is there */
             int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
             if (!(active.tokens[place] >> t & 1) || at >= w.ffn_dim) return;
             size_t choice = (size_t)t * w.top_k + active.choice[place * FEW + t];
-            ((Activation *)w.act_out)[choice * w.act_pitch + at] = (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
+            ((Activation *)w.act_out)[choice * w.act_pitch + Codec<T>::place(at)] = (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
         });
     }
 
@@ -832,13 +855,13 @@ struct Few {
         const Matrix m = l.down;
         Active active = this->active();
         if (phase == first) { /* alone: phase up was another launch */
-            active.clear(threadIdx.x, THREADS);
+            active.clear(ring.thread, THREADS);
             __syncthreads();
             await();
             choose(l.router.rows, l.router.bias, active);
             chosen();
         }
-        int units = units_of_block(groups_of<T>(m.rows)), rows = units * C::ROWS, pass = down_pass_of<T>(tokens), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        int units = units_of_block(groups_of<T>(m.rows)), rows = units * C::ROWS, pass = down_pass_of<T>(tokens), warp = ring.thread / 32, lane = ring.thread % 32;
         int slices = *active.n * m.parts; /* a slice: an expert's part of the columns */
         if (producing) {                  /* pass by pass: expert by expert, part by part, unit by unit */
             ring.produce<T>(m, units * slices, [&](int item, int &part) {
@@ -851,7 +874,7 @@ struct Few {
         }
         float *own = at<float>(k.own), *partial = at<float>(k.partial);
 #pragma unroll 1
-        for (int i = threadIdx.x; i < rows * tokens; i += CONSUMERS) {
+        for (int i = ring.thread; i < rows * tokens; i += CONSUMERS) {
             int r = row_of_block<T>(i / tokens), t = i % tokens;
             float sum = r < w.dim ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
 #pragma unroll 4
@@ -898,7 +921,7 @@ struct Few {
 #pragma unroll
             for (int u = 0; u < UNITS; u++)
                 if (u < n) sum[u].store(of_pass + (warp * pass + u) * C::ROWS * tokens, tokens, lane);
-            end_pass<C::ROWS>(of_pass, turn, pass, n, tokens, [&](int unit, int p, int t, float a, float b) {
+            end_pass<C::ROWS>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int t, float a, float b) {
                 for (int i = 0; i < 2; i++) {
                     int at = (first + unit) * C::ROWS + 2 * p + i, r = row_of_block<T>(at);
                     if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] + (i ? b : a);
@@ -913,9 +936,9 @@ struct Few {
         int units = units_of_block(groups_of<T>(m.rows));
         float *scale = at<float>(k.scale);
         if (!producing) {
-            prefetch(norm, w.dim);
+            prefetch(ring.thread, norm, w.dim);
             await();
-            stage_normed<T>(at<Activation>(k.x), m.stride, w.x, s.row, rows, norm, w.dim, w.eps, at<float>(k.square), scale);
+            stage_normed<T>(ring.thread, at<Activation>(k.x), m.stride, w.x, s.row, rows, norm, w.dim, w.eps, at<float>(k.square), scale);
         }
         stream<T>(m, units, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int row, float a, float b) {
             int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;

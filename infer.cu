@@ -111,8 +111,8 @@ bool multiply(const Cuda *c, const Matrix &m, const void *x, int x_pitch, int to
 
 /* ---- taps: tests look at a step stage by stage ---- */
 
-/* Hands out rows of the card as floats; `half`: rows of heads whose halves alternate. */
-template <typename From> bool tap_rows(const Cuda *c, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, float factor, Error *e) {
+/* Hands out rows of the card as floats; `half`: rows of heads whose halves alternate; `placed`: activations in the order of Codec<BF16>. */
+template <typename From> bool tap_rows(const Cuda *c, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, bool placed, float factor, Error *e) {
     std::vector<From> raw(pitch * rows);
     std::vector<float> out((size_t)rows * cols);
     CUDA(cudaStreamSynchronize(c->stream));
@@ -120,19 +120,20 @@ template <typename From> bool tap_rows(const Cuda *c, const char *stage, int lay
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < cols; i++) {
             int j = half ? i % (2 * half) : 0, at = half ? i - j + (j < half ? 2 * j : 2 * (j - half) + 1) : i;
-            out[(size_t)r * cols + i] = (float)raw[r * pitch + at] * factor;
+            out[(size_t)r * cols + i] = (float)raw[r * pitch + (placed ? Codec<BF16>::place(at) : at)] * factor;
         }
     c->limits.tap(c->limits.tap_data, stage, layer, out.data(), rows, cols);
     return true;
 }
 
-bool tap_typed(const Cuda *c, Type type, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, float factor, Error *e) {
+bool tap_typed(const Cuda *c, Type type, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, bool placed, float factor, Error *e) {
     if (!c->limits.tap) return true;
-    return type == F32 ? tap_rows<float>(c, stage, layer, from, pitch, rows, cols, half, factor, e) : tap_rows<bf16>(c, stage, layer, from, pitch, rows, cols, half, factor, e);
+    if (type == F32) return tap_rows<float>(c, stage, layer, from, pitch, rows, cols, half, false, factor, e);
+    return tap_rows<bf16>(c, stage, layer, from, pitch, rows, cols, half, placed, factor, e);
 }
 
 bool tap_floats(const Cuda *c, const char *stage, int layer, const float *from, int rows, int cols, Error *e) {
-    return !c->limits.tap || tap_rows<float>(c, stage, layer, from, cols, rows, cols, 0, 1, e);
+    return !c->limits.tap || tap_rows<float>(c, stage, layer, from, cols, rows, cols, 0, false, 1, e);
 }
 
 bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
@@ -159,12 +160,12 @@ bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
 bool tap_qkv(const Cuda *c, const Batch *b, int layer, int tokens, Error *e) {
     const Work &w = c->work;
     int width = w.n_heads * w.head_dim;
-    return tap_typed(c, c->card.layer[layer].qkv.type, "q", layer, w.q, width, tokens, width, w.head_dim / 2, 1, e) && tap_cache(c, b, layer, 0, e) && tap_cache(c, b, layer, 1, e);
+    return tap_typed(c, c->card.layer[layer].qkv.type, "q", layer, w.q, width, tokens, width, w.head_dim / 2, false, 1, e) && tap_cache(c, b, layer, 0, e) && tap_cache(c, b, layer, 1, e);
 }
 
 bool tap_attention(const Cuda *c, int layer, int tokens, Error *e) {
     const Work &w = c->work;
-    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, 1, e);
+    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, tokens <= FEW, 1, e);
 }
 
 /* The experts' choice, and what they hand to their last matrix. */
@@ -173,8 +174,8 @@ bool tap_experts(const Cuda *c, int layer, int tokens, Error *e) {
     const Block &b = c->card.layer[layer];
     float lift = tokens <= FEW ? w.act_lift : 1;
     if (!c->limits.tap) return true;
-    if (b.router.rows && (!tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, 1, e) || !tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e))) return false;
-    return tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, 1 / lift, e);
+    if (b.router.rows && (!tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, false, 1, e) || !tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e))) return false;
+    return tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, tokens <= FEW && b.up.type == BF16, 1 / lift, e);
 }
 
 /* ---- forward ---- */

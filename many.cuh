@@ -218,7 +218,8 @@ __global__ void add_bias(Work w, const float *bias) {
 template <typename Out> __global__ void attention_plain(Work w, Step s, Block l) {
     extern __shared__ float plain[];
     wait_previous();
-    attend_plain<Out>(w, s, l, blockIdx.x, blockIdx.y, plain, blockDim.x);
+    float x = attend_plain<Out>(w, s, l, blockIdx.x, blockIdx.y, plain, blockDim.x);
+    if ((int)threadIdx.x < w.head_dim) ((Out *)w.attn)[(size_t)blockIdx.x * w.attn_pitch + blockIdx.y * w.head_dim + threadIdx.x] = (Out)x;
 }
 
 #endif

@@ -253,8 +253,8 @@ template <int D> struct Attend {
 };
 
 /* Attention of token t and query head h for any head size, by the first `threads` of a block (at least head_dim of them), without tensor
- * cores. memory holds head_dim + threads + 33 floats. */
-template <typename Out> __device__ void attend_plain(const Work &w, const Step &s, const Block &l, int t, int h, float *memory, int threads) {
+ * cores: dimension threadIdx.x of the result. memory holds head_dim + threads + 33 floats. */
+template <typename Out> __device__ float attend_plain(const Work &w, const Step &s, const Block &l, int t, int h, float *memory, int threads) {
     int d = w.head_dim, kv = h / (w.n_heads / w.n_kv_heads), p = s.position[t], seq = s.seq[t];
     int first = l.window && p >= l.window ? p - l.window + 1 : 0;
     float *q = memory, *share = memory + d, *scratch = share + threads;
@@ -286,7 +286,7 @@ template <typename Out> __device__ void attend_plain(const Work &w, const Step &
             sum += share[k] * (float)cache_of(w, page_of(s, seq, base + k), 1, kv)[threadIdx.x * PAGE + (base + k) % PAGE];
         sync_threads(threads);
     }
-    if (threadIdx.x < d) ((Out *)w.attn)[(size_t)t * w.attn_pitch + h * d + threadIdx.x] = (Out)(sum / total);
+    return sum / total;
 }
 
 #endif
