@@ -11,8 +11,8 @@ constexpr int GROUP = 8;        /* rows that a warp multiplies at once: n of mma
 constexpr int FP4_ROWS = 16;    /* of MXFP4: m of mma.m16n8k16; ... */
 constexpr int FP4_COLUMNS = 64; /* ... the columns of a packed chunk ... */
 constexpr int FP4_BYTES = 544;  /* ... and its size: 4.25 bits a weight */
-constexpr int WARPS = 15;       /* of a block of few.cuh that multiply: they share the columns of a row, each so many chunks at most: */
-constexpr int MOST_BF16 = 3, MOST_FP4 = 3, MOST_F32 = 2;
+constexpr int WARPS = 15;       /* of a block of few.cuh that multiply; each gets so many chunks of a row at a time, at most: */
+constexpr int MOST_CHUNKS = 3, MOST_F32_CHUNKS = 2;
 
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }

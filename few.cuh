@@ -79,8 +79,8 @@ template <typename A> struct Rows {
     __device__ const A *row(int t) const { return tokens >> t & 1 ? x + t * pitch : zero; }
 };
 
-/* A chunk is ROWS rows by K columns; a stage of shared memory holds `wide` of them that lie side by side, of which a warp multiplies
- * at most MOST. A Sum collects W x for these rows. Lane 4g + t works on row g and on eight neighbouring columns. place(i) is where the i-th
+/* A chunk is ROWS rows by K columns; a stage of shared memory holds `wide` of them that lie side by side. TEAMS of warps take stages in turn
+ * (where a chunk is little work, what comes with each stage should not fall on every warp). A Sum collects W x for these rows. Lane 4g + t works on row g and on eight neighbouring columns. place(i) is where the i-th
  * activation of a token lies. */
 template <Type T> struct Codec;
 
@@ -92,7 +92,7 @@ __host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes 
  * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
 template <> struct Codec<BF16> {
     static constexpr Type TYPE = BF16;
-    static constexpr int ROWS = GROUP, K = 32, MOST = MOST_BF16, WIDTH = K * 2; /* WIDTH: bytes of a chunk's row */
+    static constexpr int ROWS = GROUP, K = 32, TEAMS = 3, WIDTH = K * 2; /* WIDTH: bytes of a chunk's row */
     static constexpr float LIFT = 1;
     typedef bf16 Activation;
     struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
@@ -146,7 +146,7 @@ __device__ inline float fp4_scale(uint32_t scales, int i) { return __uint_as_flo
 
 template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its columns */
     static constexpr Type TYPE = MXFP4;
-    static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS, MOST = MOST_FP4;
+    static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS, TEAMS = 1;
     static constexpr float LIFT = 0x1p100f;
     typedef bf16 Activation;
     struct Sum { /* rows g and g + 8, tokens 2t and 2t + 1 [0] and those plus 8 [1] */
@@ -196,7 +196,7 @@ template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its col
 
 template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
     static constexpr Type TYPE = F32;
-    static constexpr int ROWS = GROUP, K = 32, MOST = MOST_F32, WIDTH = K * 4;
+    static constexpr int ROWS = GROUP, K = 32, TEAMS = 1, WIDTH = K * 4;
     static constexpr float LIFT = 1;
     typedef float Activation;
     struct Sum { /* row g, its own columns only */
@@ -303,9 +303,9 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
         int size = sizeof(typename C::Activation), slice = m.per * C::K;
         int rows = down ? WARPS * down_buffers(tokens) * tokens * pitch_of<T>(slice) : tokens * pitch_of<T>(m.stride);
         x = max_of(x, rows * size);
-        partial = max_of(partial, 2 * WARPS * (down ? down_pass_of<T>(tokens) : pass_of<T>(tokens)) * C::ROWS * tokens * 4);
+        partial = max_of(partial, 2 * WARPS * max_of(down_pass_of<T>(tokens), (pass_of<T>(tokens) + C::TEAMS - 1) / C::TEAMS) * C::ROWS * tokens * 4);
         k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per * WARPS));
-        k.zero = max_of(k.zero, slice * size);
+        k.zero = max_of(k.zero, slice * C::TEAMS * size);
     };
     auto with_type = [&](const Matrix &m, bool down) {
         m.type == BF16 ? consider(Codec<BF16>(), m, down) : m.type == F32 ? consider(Codec<F32>(), m, down) : consider(Codec<MXFP4>(), m, down);
@@ -380,30 +380,40 @@ struct Ring {
             advance();
         }
     }
-    /* Multiplies this warp's slice of the next item, n chunks, by activations, of which x has the columns of the slice. */
-    template <Type T> __device__ void take(typename Codec<T>::Sum &sum, int per, int n, const Rows<typename Codec<T>::Activation> &x) {
-        full[at].wait(parity);
-        if (x.tokens >> 8)
-            multiply<T, 4>(sum, per, n, x);
-        else if (x.tokens >> 4)
-            multiply<T, 2>(sum, per, n, x);
-        else
-            multiply<T, 1>(sum, per, n, x);
+    /* Passes over items of other teams; waits for them all the same: a barrier tells neighbouring turns of the ring apart, no more. */
+    __device__ void skip(int items) {
+        for (int i = 0; i < items; i++) {
+            full[at].wait(parity);
+            release();
+        }
+    }
+    __device__ void release() {
         __syncwarp();
         if (thread % 32 == 0) empty[at].arrive();
         advance();
     }
-    template <Type T, int TILES> __device__ void multiply(typename Codec<T>::Sum &sum, int per, int n, const Rows<typename Codec<T>::Activation> &x) {
-        typename Codec<T>::template Lane<TILES> lane(stage + at * stage_bytes, per * WARPS, thread / 32 * per, x, thread % 32);
-#pragma unroll 1
+    /* Multiplies chunks first to first + n - 1 of the next item, which has `wide`, by activations, of which x has these columns. */
+    template <Type T> __device__ void take(typename Codec<T>::Sum &sum, int wide, int first, int n, const Rows<typename Codec<T>::Activation> &x) {
+        full[at].wait(parity);
+        if (x.tokens >> 8)
+            multiply<T, 4>(sum, wide, first, n, x);
+        else if (x.tokens >> 4)
+            multiply<T, 2>(sum, wide, first, n, x);
+        else
+            multiply<T, 1>(sum, wide, first, n, x);
+        release();
+    }
+    template <Type T, int TILES> __device__ void multiply(typename Codec<T>::Sum &sum, int wide, int first, int n, const Rows<typename Codec<T>::Activation> &x) {
+        typename Codec<T>::template Lane<TILES> lane(stage + at * stage_bytes, wide, first, x, thread % 32);
+#pragma unroll Codec<T>::TEAMS
         for (int i = 0; i < n; i++) lane.add(sum, i);
     }
 };
 
-/* At the end of a pass, what each warp found for `units` groups of rows lies in `partial` (WARPS, pass, ROWS, tokens). One warp
+/* At the end of a pass, what each of the warps of a team found for `units` groups of rows lies in `partial` (warps, pass, ROWS, tokens). One warp
  * adds it up and hands it out in pairs of rows, pair(unit, pair, token, a, b), while the others go on: passes take turns with
  * two buffers, and a warp that is still adding has not come to the end of the next pass. */
-template <int ROWS, class Pair> __device__ void end_pass(int thread, const float *partial, int turn, int pass, int units, int tokens, Pair pair) {
+template <int ROWS, int OF_TEAM, class Pair> __device__ void end_pass(int thread, const float *partial, int turn, int pass, int units, int tokens, Pair pair) {
     copies_done<0>(); /* of biases */
     sync_consumers();
     if (thread / 32 != turn % WARPS) return;
@@ -413,7 +423,7 @@ template <int ROWS, class Pair> __device__ void end_pass(int thread, const float
         const float *at = partial + (unit * ROWS + 2 * p) * tokens + token;
         float a = 0, b = 0;
 #pragma unroll 5
-        for (int w = 0; w < WARPS; w++, at += pass * ROWS * tokens) {
+        for (int w = 0; w < OF_TEAM; w++, at += pass * ROWS * tokens) {
             a += at[0];
             b += at[tokens];
         }
@@ -471,13 +481,15 @@ __device__ void stage_normed(int thread, typename Codec<T>::Activation *out, int
 
 /* ---- the kernel ---- */
 
-/* x = the token's row of the embedding; a token of -1 is what its slot drew last. The page remembers it. A block a token. */
-__global__ void embed(Work w, Step s, Matrix table) {
+/* Fetches the step, `bytes` from `post` in the host's memory (a step of many tokens is there already: 0), and begins it: x = the token's row of the
+ * embedding; a token of -1 is what its slot drew last. The page remembers it. A block a token. */
+__global__ void embed(Work w, Step s, Step post, int bytes, Matrix table) {
     launch_next();
     wait_previous();
-    int t = blockIdx.x, seq = s.seq[t], id = s.token[t], p = s.position[t];
-    if (id < 0) id = max(w.drawn[s.slot[seq]], 0); /* after a NaN the step is void */
-    if (threadIdx.x == 0) w.page_token[(size_t)page_of(s, seq, p) * PAGE + p % PAGE] = id;
+    int t = blockIdx.x, seq = __ldcv(post.seq + t), id = __ldcv(post.token + t), p = __ldcv(post.position + t);
+    for (int i = threadIdx.x; i < bytes / 16 && t == 0; i += blockDim.x) ((uint4 *)s.how)[i] = __ldcv((const uint4 *)post.how + i);
+    if (id < 0) id = max(w.drawn[__ldcv(post.slot + seq)], 0); /* after a NaN the step is void */
+    if (threadIdx.x == 0) w.page_token[(size_t)s.page[(size_t)seq * __ldcv(post.header) + p / PAGE] * PAGE + p % PAGE] = id;
     for (int i = threadIdx.x; i < w.dim; i += blockDim.x) {
         size_t at = (size_t)id * table.stride + i;
         w.x[(size_t)t * w.dim + i] = table.type == F32 ? ((const float *)table.data)[at] : (float)((const bf16 *)table.data)[at];
@@ -501,18 +513,24 @@ struct Few {
 
     __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last)
         : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), producing(threadIdx.x >= CONSUMERS), ring(k, memory) {
-        int half = w.head_dim / 2;
         if (threadIdx.x == 0) at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
 #pragma unroll 1
         for (int i = threadIdx.x * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
+        __syncthreads();
+    }
+    /* What the consumers need to know about the tokens all the time. */
+    __device__ void begin() {
+        int half = w.head_dim / 2;
+        if (producing) return;
+        wait_previous();
 #pragma unroll 1
-        for (int t = threadIdx.x / 32; t < tokens; t += WARPS + 1) {
+        for (int t = ring.thread / 32; t < tokens; t += WARPS) {
             int p = s.position[t];
 #pragma unroll 1
-            for (int i = threadIdx.x % 32; i < half; i += 32) at<float2>(k.turn)[t * half + i] = w.turn[(size_t)p * half + i];
+            for (int i = ring.thread % 32; i < half; i += 32) at<float2>(k.turn)[t * half + i] = w.turn[(size_t)p * half + i];
             at<int>(k.position)[t] = p, at<int>(k.page)[t] = page_of(s, s.seq[t], p);
         }
-        __syncthreads();
+        sync_consumers();
     }
     template <typename U> __device__ U *at(int offset) const { return (U *)(memory + origin + offset); }
 
@@ -551,23 +569,24 @@ struct Few {
             });
             return;
         }
-        int pass = pass_of<T>(tokens), warp = ring.thread / 32, lane = ring.thread % 32;
-        float *partial = at<float>(k.partial);
+        constexpr int TEAMS = Codec<T>::TEAMS, OF_TEAM = WARPS / TEAMS;
+        int pass = pass_of<T>(tokens), team = ring.thread / 32 / OF_TEAM, member = ring.thread / 32 % OF_TEAM, wide = m.per * WARPS, most = m.per * TEAMS;
         Rows<Activation> x = {NULL, at<Activation>(k.zero), pitch_of<T>(m.stride), (1u << tokens) - 1};
-#pragma unroll 1
         for (int first = 0, turn = 0; first < units; first += pass, turn++) {
-            float *of_pass = partial + turn % 2 * (WARPS * pass * ROWS * tokens);
+            float *of_pass = at<float>(k.partial) + turn % 2 * (OF_TEAM * pass * ROWS * tokens);
             int n = min(pass, units - first);
             for (int u = 0; u < n; u++) {
-                typename Codec<T>::Sum sum;
-                x.x = at<Activation>(k.x) + first_chunk(m, 0, warp) * Codec<T>::K;
-                for (int left = m.chunks - first_chunk(m, 0, warp), part = 0; part < m.parts; part++) {
-                    ring.take<T>(sum, m.per, min(m.per, left), x);
-                    left -= WARPS * m.per, x.x += WARPS * m.per * Codec<T>::K;
+                if (TEAMS > 1 && (first + u) % TEAMS != team) {
+                    ring.skip(m.parts);
+                    continue;
                 }
-                sum.store(of_pass + (warp * pass + u) * ROWS * tokens, tokens, lane);
+                typename Codec<T>::Sum sum;
+                int left = m.chunks - member * most;
+                x.x = at<Activation>(k.x) + member * most * Codec<T>::K;
+                for (int part = 0; part < m.parts; part++, left -= wide, x.x += wide * Codec<T>::K) ring.take<T>(sum, wide, member * most, min(most, left), x);
+                sum.store(of_pass + (member * pass + u) * ROWS * tokens, tokens, ring.thread % 32);
             }
-            end_pass<ROWS>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
+            end_pass<ROWS, OF_TEAM>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
         }
     }
 
@@ -598,18 +617,19 @@ struct Few {
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
         int warp = ring.thread / 32, lane = ring.thread % 32, g = lane / 4, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         int jobs = SPLITS * tokens * heads;
-        auto share_of = [&](int job, int &first, int &n, int &used) { /* pages of a job: of a head, a token, a split */
-            int t = job / heads % tokens, split = job / heads / tokens, p = at<int>(k.position)[t], from = l.window && p >= l.window ? p - l.window + 1 : 0;
+        auto share_of = [&](int job, int p, int &first, int &n, int &used) { /* pages of a job: of a head, a token at position p, a split */
+            int split = job / heads / tokens, from = l.window && p >= l.window ? p - l.window + 1 : 0;
             int page0 = from / PAGE, pages = p / PAGE - page0 + 1;
             used = min(SPLITS, (pages + ATTENTION_WARPS - 1) / ATTENTION_WARPS);
             first = page0 + pages * split / used;
             n = split < used ? page0 + pages * (split + 1) / used - first : 0;
         };
         if (producing) { /* the first pages of each job come near */
+            wait_previous();
             for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
-                int first, n, used;
-                share_of(job, first, n, used);
-                const int *table = s.page + (size_t)s.seq[job / heads % tokens] * s.header[0] + first;
+                int first, n, used, t = job / heads % tokens;
+                share_of(job, s.position[t], first, n, used);
+                const int *table = s.page + (size_t)s.seq[t] * s.header[0] + first;
 #pragma unroll 1
                 for (int i = 0; i < min(n, ATTENTION_WARPS); i++)
                     if (lane < 2) bring_near((const uint8_t *)cache_of(w, table[i], lane, job % heads), D * PAGE * sizeof(bf16));
@@ -623,7 +643,7 @@ struct Few {
         for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
             int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = at<int>(k.position)[t], from = l.window && p >= l.window ? p - l.window + 1 : 0;
             int first, n, used;
-            share_of(job, first, n, used);
+            share_of(job, p, first, n, used);
             if (!n) continue;
             if (warp < ATTENTION_WARPS) {
                 const int *table = s.page + (size_t)s.seq[t] * s.header[0];
@@ -912,7 +932,7 @@ struct Few {
                 for (int u = 0; u < UNITS; u++) {
                     if (u >= n) break;
                     typename C::Sum one;
-                    ring.take<T>(one, m.per, chunks, columns);
+                    ring.take<T>(one, m.per * WARPS, warp * m.per, chunks, columns);
                     sum[u].add_weighted(one, active.weight + place * FEW, lane);
                 }
                 __syncwarp();
@@ -921,7 +941,7 @@ struct Few {
 #pragma unroll
             for (int u = 0; u < UNITS; u++)
                 if (u < n) sum[u].store(of_pass + (warp * pass + u) * C::ROWS * tokens, tokens, lane);
-            end_pass<C::ROWS>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int t, float a, float b) {
+            end_pass<C::ROWS, WARPS>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int t, float a, float b) {
                 for (int i = 0; i < 2; i++) {
                     int at = (first + unit) * C::ROWS + 2 * p + i, r = row_of_block<T>(at);
                     if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] + (i ? b : a);
@@ -955,6 +975,7 @@ template <bool GPT_OSS, bool ONE>
 __global__ void __launch_bounds__(THREADS, 1) few(Work w, Step s, const Block *layers, Matrix head, const float *norm, Layout k, int tokens, int rows, int first, int last) {
     extern __shared__ __align__(128) uint8_t memory[];
     Few f(w, s, k, memory, ONE ? 1 : tokens, first, last);
+    f.begin();
     bool half = GPT_OSS || layers->qkv.type == BF16, tiled = half && w.n_heads / w.n_kv_heads <= 8;
     while (f.phase < last) {
         const Block &l = layers[f.phase / PHASES];

@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(512) read_words(const uint4 *words, size_t n, 
 
 struct Pending { /* a step that was submitted; buffers are pinned */
     cudaEvent_t done = NULL;
-    uint8_t *step = NULL; /* what was copied to the card */
-    int *token = NULL;    /* (seqs) */
+    uint8_t *step = NULL; /* what the card fetches */
+    int *token = NULL;    /* (seqs) what it drew */
     int rows;
     std::vector<Want> want;
     std::vector<float> logits;
@@ -70,7 +70,8 @@ struct Cuda {
     uint8_t *weights = NULL, *room = NULL, *cache = NULL;
     cudaStream_t stream = NULL;
     cublasHandle_t blas = NULL;
-    cudaGraphExec_t graph[FEW + 1][2] = {}; /* steps that generate: by tokens, and whether draws are filtered */
+    cudaGraphExec_t graph[3][FEW + 1][2] = {}; /* steps that generate: by turn % 3, tokens, and whether draws are filtered */
+    std::vector<int> sent;   /* the pages that few.page has */
     Pending pending[3];      /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;
     int outstanding = 0;
@@ -89,6 +90,19 @@ template <typename... Params, typename... Args> cudaError_t launch(const Cuda *c
     config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = shared, config.stream = c->stream;
     config.attrs = &early, config.numAttrs = c->launch_arch >= 90;
     return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+/* Lays a Step out from `base` on, for so many tokens; pages come last. */
+Step step_at(uint8_t *base, int tokens, size_t *bytes) {
+    Step s;
+    int *at = (int *)(base + tokens * sizeof(Sampling));
+    s.how = (Sampling *)base;
+    for (int **array : {&s.token, &s.seq, &s.position, &s.slot, &s.last, &s.row}) *array = at, at += tokens;
+    s.tile = at, at += 2 * tokens;
+    s.header = at, at += 4;
+    s.page = at;
+    *bytes = (uint8_t *)at - base;
+    return s;
 }
 
 /* Phases first to last - 1 of a step of few tokens: see few.cuh. */
@@ -232,7 +246,7 @@ bool feed_forward_many(const Cuda *c, const Work &w, const Block &b, int tokens,
 bool forward_many(const Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
     Work w = c->work;
     w.act_lift = 1;
-    CUDA(launch(c, embed, tokens, 256, 0, w, s, c->card.embed));
+    CUDA(launch(c, embed, tokens, 256, 0, w, s, s, 0, c->card.embed));
     for (w.layer = 0; w.layer < w.n_layers; w.layer++) {
         const Block &b = c->card.layer[w.layer];
         if (!attend_many(c, w, s, batch, b, tokens, tiles, e) || !tap_floats(c, "attn_residual", w.layer, w.x, tokens, w.dim, e)) return false;
@@ -241,11 +255,14 @@ bool forward_many(const Cuda *c, const Step &s, const Batch *batch, int tokens, 
     return true;
 }
 
-/* A step of few tokens up to the logits of `rows` of them. */
-bool forward_few(const Cuda *c, const Step &s, const Batch *batch, int tokens, int rows, Error *e) {
+/* A step of few tokens, which waits in the host's memory, up to the logits of `rows` of them. */
+bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens, int rows, Error *e) {
+    const Step &s = c->few;
     const Work &w = c->work;
     int layers = w.n_layers * PHASES, all = layers + (rows > 0);
-    CUDA(launch(c, embed, tokens, 256, 0, w, s, c->card.embed));
+    size_t bytes;
+    Step post = step_at(p->step, FEW, &bytes);
+    CUDA(launch(c, embed, tokens, 256, 0, w, s, post, (int)bytes, c->card.embed));
     if (!c->limits.tap) {
         CUDA(launch_few(c, s, tokens, rows, 0, all));
         return true;
@@ -263,8 +280,9 @@ bool forward_few(const Cuda *c, const Step &s, const Batch *batch, int tokens, i
 }
 
 /* Draws for at most FEW rows of logits. */
-bool draw_rows(const Cuda *c, const Step &s, int rows, bool filtered, bool penalized, Error *e) {
-    const Work &w = c->work;
+bool draw_rows(const Cuda *c, const Step &s, const Pending *p, int rows, bool filtered, bool penalized, Error *e) {
+    Work w = c->work;
+    w.result = p->token;
     if (!tap_floats(c, "logits", w.n_layers, w.logits, rows, w.vocab, e)) return false;
     if (penalized) CUDA(launch(c, mark_seen, rows, 256, 0, w, s));
     if (filtered) CUDA(launch(c, filter, rows, 1024, 0, w, s));
@@ -273,19 +291,6 @@ bool draw_rows(const Cuda *c, const Step &s, int rows, bool filtered, bool penal
 }
 
 /* ---- the border ---- */
-
-/* Lays a Step out from `base` on, for so many tokens; pages come last. */
-Step step_at(uint8_t *base, int tokens, size_t *bytes) {
-    Step s;
-    int *at = (int *)(base + tokens * sizeof(Sampling));
-    s.how = (Sampling *)base;
-    for (int **array : {&s.token, &s.seq, &s.position, &s.slot, &s.last, &s.row}) *array = at, at += tokens;
-    s.tile = at, at += 2 * tokens;
-    s.header = at, at += 4;
-    s.page = at;
-    *bytes = (uint8_t *)at - base;
-    return s;
-}
 
 /* Fills a Step from a Batch; returns how many rows of logits are wanted. */
 int fill_step(const Step &s, const Batch *b, int *tiles) {
@@ -319,7 +324,7 @@ bool heads(Cuda *c, Step s, const Batch *b, int tokens, int rows, bool filtered,
         int n = std::min(FEW, rows - i);
         s.row = (int *)row + i;
         if (tokens > FEW) CUDA(launch_few(c, s, 0, n, c->work.n_layers * PHASES, c->work.n_layers * PHASES + 1));
-        if (!draw_rows(c, s, n, filtered, penalized, e)) return false;
+        if (!draw_rows(c, s, p, n, filtered, penalized, e)) return false;
         if (keep) CUDA(cudaMemcpyAsync(found.data() + (size_t)i * c->work.vocab, c->work.logits, (size_t)n * c->work.vocab * 4, cudaMemcpyDeviceToHost, c->stream));
         if (keep) CUDA(cudaStreamSynchronize(c->stream));
     }
@@ -336,14 +341,15 @@ bool heads(Cuda *c, Step s, const Batch *b, int tokens, int rows, bool filtered,
     return true;
 }
 
-/* Records a step that generates one token for each of `tokens` sequences. */
-bool record_graph(Cuda *c, int tokens, bool filtered, Error *e) {
+/* Records a step that generates one token for each of `tokens` sequences, and waits in pending[turn]. */
+bool record_graph(Cuda *c, int turn, int tokens, bool filtered, Error *e) {
     cudaGraph_t graph;
     CUDA(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
-    bool ok = forward_few(c, c->few, NULL, tokens, tokens, e) && draw_rows(c, c->few, tokens, filtered, filtered, e);
+    const Pending *p = &c->pending[turn];
+    bool ok = forward_few(c, p, NULL, tokens, tokens, e) && draw_rows(c, c->few, p, tokens, filtered, filtered, e);
     CUDA(cudaStreamEndCapture(c->stream, &graph));
     if (!ok) return false;
-    CUDA(cudaGraphInstantiate(&c->graph[tokens][filtered], graph, 0));
+    CUDA(cudaGraphInstantiate(&c->graph[turn][tokens][filtered], graph, 0));
     CUDA(cudaGraphDestroy(graph));
     return true;
 }
@@ -361,19 +367,24 @@ bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
         graph &= b->want[i] == WANT_TOKEN;
     }
     const Step &s = few ? c->few : c->many;
-    bytes += (size_t)b->seqs * b->max_pages * sizeof(int);
-    CUDA(cudaMemcpyAsync(s.how, p->step, bytes, cudaMemcpyHostToDevice, c->stream));
+    size_t pages = (size_t)b->seqs * b->max_pages;
+    if (!few) {
+        CUDA(cudaMemcpyAsync(s.how, p->step, bytes + pages * sizeof(int), cudaMemcpyHostToDevice, c->stream));
+    } else if (c->sent.size() != pages || memcmp(c->sent.data(), b->page, pages * sizeof(int))) { /* a page is new every PAGE tokens only */
+        c->sent.assign(b->page, b->page + pages);
+        CUDA(cudaMemcpyAsync(s.page, staged.page, pages * sizeof(int), cudaMemcpyHostToDevice, c->stream));
+    }
     p->want.assign(b->want, b->want + b->seqs);
     p->rows = 0;
     if (graph) {
         bool more = filtered || penalized;
-        if (!c->graph[tokens][more] && !record_graph(c, tokens, more, e)) return false;
-        CUDA(cudaGraphLaunch(c->graph[tokens][more], c->stream));
+        int turn = (int)(p - c->pending);
+        if (!c->graph[turn][tokens][more] && !record_graph(c, turn, tokens, more, e)) return false;
+        CUDA(cudaGraphLaunch(c->graph[turn][tokens][more], c->stream));
     } else {
-        if (few ? !forward_few(c, s, b, tokens, rows, e) : !forward_many(c, s, b, tokens, tiles, e)) return false;
+        if (few ? !forward_few(c, p, b, tokens, rows, e) : !forward_many(c, s, b, tokens, tiles, e)) return false;
         if (rows && !heads(c, s, b, tokens, rows, filtered, penalized, p, e)) return false;
     }
-    CUDA(cudaMemcpyAsync(p->token, c->work.result, b->seqs * sizeof(int), cudaMemcpyDeviceToHost, c->stream));
     CUDA(cudaEventRecord(p->done, c->stream));
     return true;
 }
@@ -417,7 +428,6 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(w.best, FEW, 8);
     take(w.drawing, FEW, 4);
     take(w.drawn, c->limits.max_seqs, 4);
-    take(w.result, c->limits.max_seqs, 4);
     uint8_t *few, *many;
     step_at(NULL, FEW, &c->few_bytes);
     step_at(NULL, c->limits.max_tokens, &c->many_bytes);
@@ -511,7 +521,8 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     if (cublasCreate(&c->blas) || cublasSetStream(c->blas, c->stream)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
     if (!card_load(&c->card, &m, c->limits.progress, e)) return false;
     for (int tokens = 1; tokens <= std::min(FEW, c->limits.max_seqs) && !c->limits.tap; tokens++)
-        if (!record_graph(c, tokens, false, e) || !record_graph(c, tokens, true, e)) return false;
+        for (int i = 0; i < 6; i++)
+            if (!record_graph(c, i % 3, tokens, i / 3, e)) return false;
     return true;
 }
 
@@ -520,9 +531,10 @@ bool prepare(Cuda *c, int *pages, Error *e) {
 static void cuda_close(void *state) {
     Cuda *c = (Cuda *)state;
     if (c->stream) cudaStreamSynchronize(c->stream);
-    for (auto &pair : c->graph)
-        for (cudaGraphExec_t g : pair)
-            if (g) cudaGraphExecDestroy(g);
+    for (auto &turn : c->graph)
+        for (auto &pair : turn)
+            for (cudaGraphExec_t g : pair)
+                if (g) cudaGraphExecDestroy(g);
     for (Pending &p : c->pending) {
         cudaFreeHost(p.step);
         cudaFreeHost(p.token);
@@ -602,7 +614,7 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
     if (cudaEventCreate(&end)) return cudaEventDestroy(begin), 0;
     for (float &t : ms) {
         cudaEventRecord(begin, c->stream);
-        read_words<<<c->sms * 4, 512, 0, c->stream>>>((const uint4 *)c->weights, once / 16, (uint32_t *)c->work.result);
+        read_words<<<c->sms * 4, 512, 0, c->stream>>>((const uint4 *)c->weights, once / 16, (uint32_t *)c->work.drawn);
         cudaEventRecord(end, c->stream);
         t = cudaEventSynchronize(end) || cudaEventElapsedTime(&t, begin, end) ? 0 : t;
     }

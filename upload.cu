@@ -110,7 +110,7 @@ static Matrix plan_matrix(Plan *p, const Linear *w, int rows, bool bias) {
     m.stride = round_up(w->cols, m.type == MXFP4 ? FP4_COLUMNS : 32);
     size_t row = m.type == MXFP4 ? (size_t)m.stride / FP4_COLUMNS * FP4_BYTES / FP4_ROWS : (size_t)m.stride * (m.type == F32 ? 4 : 2);
     m.bytes = row * round_up(rows, m.type == MXFP4 ? FP4_ROWS : GROUP);
-    int most = m.type == MXFP4 ? MOST_FP4 : m.type == BF16 ? MOST_BF16 : MOST_F32;
+    int most = m.type == F32 ? MOST_F32_CHUNKS : MOST_CHUNKS;
     m.chunks = m.stride / (m.type == MXFP4 ? FP4_COLUMNS : 32);
     m.parts = (m.chunks + WARPS * most - 1) / (WARPS * most);
     m.per = (m.chunks + WARPS * m.parts - 1) / (WARPS * m.parts);
