@@ -647,13 +647,11 @@ struct Few {
             if (!n) continue;
             if (warp < ATTENTION_WARPS) {
                 const int *table = s.page + (size_t)s.seq[t] * s.header[0];
-                Attend<D> a;
-                uint4 q[D / 32][2];
-                for (int c = 0; c < D / 32; c++) {
-                    q[c][1] = make_uint4(0, 0, 0, 0);
-                    q[c][0] = g < group ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + g) * D + c * 32 + lane % 4 * 8)) : q[c][1];
-                }
-                int firsts[2] = {from, from}, lasts[2] = {p, p};
+                Attend<D, 1> a;
+                uint4 q[D / 32][1];
+                for (int c = 0; c < D / 32; c++)
+                    q[c][0] = g < group ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + g) * D + c * 32 + lane % 4 * 8)) : uint4{};
+                int firsts[1] = {from}, lasts[1] = {p};
                 for (int i = first + warp; i < first + n; i += ATTENTION_WARPS)
                     a.page(cache_of(w, table[i], 0, head), cache_of(w, table[i], 1, head), q, i * PAGE, firsts, lasts, p, LOG2E * rsqrtf(D), lane);
                 a.total[0] += __shfl_xor_sync(~0u, a.total[0], 1);

@@ -34,7 +34,7 @@ template <int D> __global__ void __launch_bounds__(256) attention_many(Work w, S
     wait_previous();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, group = w.n_heads / w.n_kv_heads, h = blockIdx.y * group + warp;
     int token = s.tile[2 * blockIdx.x], n = s.tile[2 * blockIdx.x + 1], seq = s.seq[token], position = s.position[token];
-    Attend<D> a;
+    Attend<D, 2> a;
     uint4 q[D / 32][2];
     int first[2], last[2];
     for (int r = 0; r < 2; r++) {

@@ -183,38 +183,49 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int &expe
 
 /* ---- attention ---- */
 
-/* A warp's state of softmax(q k / sqrt(d)) v for 16 rows of queries that share a key/value head: rows g and g + 8 in lane
- * 4g + t (few: query heads of one token; many: tokens of one query head), after the keys seen so far (Milakov and
+/* A warp's state of softmax(q k / sqrt(d)) v for 8 R rows of queries that share a key/value head: row g, and with R = 2 row g + 8, in
+ * lane 4g + t (few: query heads of one token; many: tokens of one query head), after the keys seen so far (Milakov and
  * Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023). */
-template <int D> struct Attend {
-    float most[2] = {-INFINITY, -INFINITY}, total[2] = {};
-    float sum[D / 8][4] = {}; /* dimensions 8i + 2t, + 1 */
+template <int D, int R> struct Attend {
+    float most[R], total[R] = {};
+    float sum[D / 8][2 * R] = {}; /* dimensions 8i + 2t, + 1 */
+
+    __device__ Attend() {
+        for (float &m : most) m = -INFINITY;
+    }
+    /* to += rows a (a8: rows 8 further on) times b, eight inner indices a lane */
+    __device__ static void multiply(float (&to)[2 * R], uint4 a, uint4 a8, uint4 b) {
+        float c[4] = {to[0], to[1], R > 1 ? to[2 * R - 2] : 0, R > 1 ? to[2 * R - 1] : 0};
+        mma_eight(c, a, a8, b);
+        for (int i = 0; i < 2 * R; i++) to[i] = c[i];
+    }
 
     /* One page of 64 keys whose first has position `base`. Row r sees positions first[r] to last[r], no row any behind `end`. Column n of the j-th
      * tile of 8 keys is key 32 (j / 4) + 8 (n / 2) + 2 (j % 4) + n % 2, so that a lane's shares belong to eight neighbouring
      * keys of either half page and meet the values, which lie by dimension, without moving. */
-    __device__ void page(const bf16 *keys, const bf16 *values, const uint4 (&q)[D / 32][2], int base, const int (&first)[2], const int (&last)[2],
+    __device__ void page(const bf16 *keys, const bf16 *values, const uint4 (&q)[D / 32][R], int base, const int (&first)[R], const int (&last)[R],
                          int end, float scale, int lane) {
         int g = lane / 4, t = lane % 4;
-        float score[8][4];
+        float score[8][2 * R];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const bf16 *key = keys + (j / 4 * 32 + g / 2 * 8 + j % 4 * 2 + g % 2) * D + t * 8;
-            for (int i = 0; i < 4; i++) score[j][i] = 0;
+            for (int i = 0; i < 2 * R; i++) score[j][i] = 0;
 #pragma unroll
-            for (int c = 0; c < D / 32; c++) mma_eight(score[j], q[c][0], q[c][1], *(const uint4 *)(key + c * 32));
+            for (int c = 0; c < D / 32; c++) multiply(score[j], q[c][0], R > 1 ? q[c][R - 1] : uint4{}, *(const uint4 *)(key + c * 32));
         }
-        float now[2] = {most[0], most[1]};
+        float now[R];
+        for (int r = 0; r < R; r++) now[r] = most[r];
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 2 * R; i++) {
                 int p = base + j / 4 * 32 + t * 8 + j % 4 * 2 + i % 2;
                 bool sees = p >= first[i / 2] && p <= last[i / 2];
                 score[j][i] = sees ? score[j][i] * scale : -INFINITY;
                 now[i / 2] = fmaxf(now[i / 2], score[j][i]);
             }
-        float factor[2];
-        for (int r = 0; r < 2; r++) {
+        float factor[R];
+        for (int r = 0; r < R; r++) {
             now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
             now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
             if (now[r] == -INFINITY) now[r] = 0; /* nothing seen yet */
@@ -223,30 +234,32 @@ template <int D> struct Attend {
             total[r] *= factor[r];
         }
         for (int i = 0; i < D / 8; i++)
-            for (int j = 0; j < 4; j++) sum[i][j] *= factor[j / 2];
+            for (int j = 0; j < 2 * R; j++) sum[i][j] *= factor[j / 2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            uint4 share, share8; /* as mma wants rows: eight neighbouring keys */
+            uint4 share, share8 = {}; /* as mma wants rows: eight neighbouring keys */
             uint32_t *low = &share.x, *high = &share8.x;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 float *s = score[half * 4 + j];
-                for (int i = 0; i < 4; i++) {
+                for (int i = 0; i < 2 * R; i++) {
                     s[i] = exp2f(s[i] - most[i / 2]);
                     total[i / 2] += s[i];
                 }
                 low[j] = pack(s[0], s[1]);
-                high[j] = pack(s[2], s[3]);
+                if (R > 1) high[j] = pack(s[2 * R - 2], s[2 * R - 1]);
+            }
+            uint32_t keep[4]; /* what lies behind the end may be a NaN, and 0 times that is one */
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int key = base + half * 32 + t * 8 + 2 * j;
+                keep[j] = key < end ? ~0u : key == end ? 0xFFFF : 0;
             }
 #pragma unroll
             for (int i = 0; i < D / 8; i++) {
                 uint4 v = *(const uint4 *)(values + (i * 8 + g) * PAGE + half * 32 + t * 8);
-                if (base + PAGE - 1 > end) { /* what lies there may be a NaN, and 0 times that is one */
-                    uint32_t *word = &v.x;
-                    for (int j = 0; j < 8; j++)
-                        if (base + half * 32 + t * 8 + j > end) word[j / 2] &= j % 2 ? 0x0000FFFF : 0xFFFF0000;
-                }
-                mma_eight(sum[i], share, share8, v);
+                v.x &= keep[0], v.y &= keep[1], v.z &= keep[2], v.w &= keep[3];
+                multiply(sum[i], share, share8, v);
             }
         }
     }
