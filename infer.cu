@@ -13,11 +13,13 @@
 #include "few.cuh"
 #include "many.cuh"
 
-#include <cublas_v2.h>
+#include <cublasLt.h>
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <vector>
 
 namespace {
@@ -46,6 +48,8 @@ __global__ void __launch_bounds__(512) read_words(const uint4 *words, size_t n, 
 
 /* ---- one step on the stream ---- */
 
+constexpr size_t PRODUCT_ROOM = 32 << 20;
+
 struct Pending { /* a step that was submitted; buffers are pinned */
     cudaEvent_t done = NULL;
     uint8_t *step = NULL; /* what was copied to the card */
@@ -63,11 +67,15 @@ struct Cuda {
     Step few = {}, many = {};
     size_t few_bytes, many_bytes; /* of what is copied, without pages */
     int sms, max_pages, launch_arch;
+    int wgmma;      /* the code for many tokens is hopper.cuh's; ... */
+    int tile;       /* ... tokens that attention takes at once */
     size_t shared; /* memory of a multiprocessor */
     size_t weights_bytes;
     uint8_t *weights = NULL, *room = NULL, *cache = NULL;
     cudaStream_t stream = NULL;
-    cublasHandle_t blas = NULL;
+    cublasLtHandle_t blas = NULL;
+    std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* of multiply: by rows, columns, tokens and kind */
+    uint8_t *product_room;                                        /* (PRODUCT_ROOM) for cuBLAS */
     cudaGraphExec_t graph[FEW + 1][2] = {}; /* steps that generate: by tokens, and whether draws are filtered */
     Pending pending[3];      /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;
@@ -174,18 +182,43 @@ template <Type T> cudaError_t launch_head(const Cuda *c, const Work &w, const St
     return launch(c, head_few<T>, std::min(c->sms, groups_for(T, w.vocab)), (warps + 1) * 32, shared, w, s, m, c->card.norm, k, rows);
 }
 
-/* y (tokens, rows) = x (tokens, cols; x_pitch) W^T, or added to y, on cuBLAS. */
-bool multiply(const Cuda *c, const Matrix &m, const void *x, int x_pitch, int tokens, float *y, bool add, Error *e) {
-    float one = 1, beta = add;
+/* y (tokens, rows) = x (tokens, cols; x_pitch) W^T + bias, or added to y, on cuBLAS. */
+bool multiply(Cuda *c, const Matrix &m, const void *x, int x_pitch, int tokens, float *y, bool add, Error *e) {
     cudaDataType type = m.type == F32 ? CUDA_R_32F : CUDA_R_16BF;
-    cublasStatus_t status = cublasGemmEx(c->blas, CUBLAS_OP_T, CUBLAS_OP_N, m.rows, tokens, m.cols, &one, m.data, type, m.stride, x, type, x_pitch, &beta, y,
-                                         CUDA_R_32F, m.rows, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
-    return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasGetStatusString(status));
+    cublasOperation_t transposed = CUBLAS_OP_T;
+    cublasLtEpilogue_t bias = CUBLASLT_EPILOGUE_BIAS;
+    cublasLtMatmulDescOpaque_t product;
+    cublasLtMatrixLayoutOpaque_t w_layout, x_layout, y_layout;
+    float one = 1, beta = add;
+    cublasLtMatmulDescInit(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
+    if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_EPILOGUE, &bias, sizeof bias);
+    if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &m.bias, sizeof m.bias);
+    cublasLtMatrixLayoutInit(&w_layout, type, m.cols, m.rows, m.stride);
+    cublasLtMatrixLayoutInit(&x_layout, type, m.cols, tokens, x_pitch);
+    cublasLtMatrixLayoutInit(&y_layout, CUDA_R_32F, m.rows, tokens, m.rows);
+    auto known = c->algorithm.find({m.rows, m.cols, tokens, add + 2 * (m.bias != NULL)});
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    if (known == c->algorithm.end()) { /* asking takes longer than launching */
+        cublasLtMatmulPreferenceOpaque_t preference;
+        cublasLtMatmulHeuristicResult_t found;
+        size_t room = PRODUCT_ROOM;
+        int n = 0;
+        cublasLtMatmulPreferenceInit(&preference);
+        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
+        status = cublasLtMatmulAlgoGetHeuristic(c->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout, &preference, 1, &found, &n);
+        if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
+        known = c->algorithm.insert({{m.rows, m.cols, tokens, add + 2 * (m.bias != NULL)}, found.algo}).first;
+    }
+    if (!status) status = cublasLtMatmul(c->blas, &product, &one, m.data, &w_layout, x, &x_layout, &beta, y, &y_layout, y, &y_layout, &known->second, c->product_room, PRODUCT_ROOM, c->stream);
+    return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasLtGetStatusString(status));
 }
 
 /* ---- taps: tests look at a step stage by stage ---- */
 
-/* Hands out rows of the card as floats; `half`: rows of heads whose halves alternate. */
+enum { FP4_ORDER = -1 };
+
+/* Hands out rows of the card as floats; `half`: rows of heads whose halves alternate, or FP4_ORDER: see fp4_column. */
 template <typename From> bool tap_rows(const Cuda *c, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, float factor, Error *e) {
     std::vector<From> raw(pitch * rows);
     std::vector<float> out((size_t)rows * cols);
@@ -193,7 +226,7 @@ template <typename From> bool tap_rows(const Cuda *c, const char *stage, int lay
     CUDA(cudaMemcpy(raw.data(), from, raw.size() * sizeof(From), cudaMemcpyDeviceToHost));
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < cols; i++) {
-            int j = half ? i % (2 * half) : 0, at = half ? i - j + (j < half ? 2 * j : 2 * (j - half) + 1) : i;
+            int j = half > 0 ? i % (2 * half) : 0, at = half > 0 ? i - j + (j < half ? 2 * j : 2 * (j - half) + 1) : half == FP4_ORDER ? fp4_column(i) : i;
             out[(size_t)r * cols + i] = (float)raw[r * pitch + at] * factor;
         }
     c->limits.tap(c->limits.tap_data, stage, layer, out.data(), rows, cols);
@@ -241,6 +274,12 @@ bool tap_choices(const Cuda *c, int layer, int tokens, Error *e) {
 template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w, const Step &s, const Block &b, int tokens, int tiles) {
     int group = w.n_heads / w.n_kv_heads;
     bool tiled = sizeof(Q) == 2 && group <= 8 && (w.head_dim == 64 || w.head_dim == 128);
+    if (tiled && tiles && c->wgmma) {
+        dim3 grid(w.n_kv_heads, tiles);
+        typedef AttentionShape<64> Small;
+        typedef AttentionShape<128> Large;
+        return w.head_dim == 64 ? launch(c, attention_wgmma<64>, grid, Small::THREADS, Small::SHARED, w, s, b) : launch(c, attention_wgmma<128>, grid, Large::THREADS, Large::SHARED, w, s, b);
+    }
     if (tiled && tiles) {
         dim3 grid(tiles, w.n_kv_heads);
         return w.head_dim == 64 ? launch(c, attention_many<64>, grid, group * 32, 0, w, s, b) : launch(c, attention_many<128>, grid, group * 32, 0, w, s, b);
@@ -254,14 +293,14 @@ template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w,
 }
 
 /* Query, key and value, attention, and what it adds to x. */
-bool attend(const Cuda *c, const Work &w, const Step &s, const Batch *batch, const Block &b, int tokens, int tiles, Error *e) {
+bool attend(Cuda *c, const Work &w, const Step &s, const Batch *batch, const Block &b, int tokens, int tiles, Error *e) {
     if (!tiles) {
         WITH_TYPE(b.qkv.type, launch_qkv<T>(c, w, s, b, tokens));
     } else {
         bool f32 = b.qkv.type == F32;
-        CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.attn_norm));
+        CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, (tokens + 7) / 8, 256, 0, w, (const float *)b.attn_norm, tokens));
         if (!multiply(c, b.qkv, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
-        CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, tokens, 256, 0, w, s, b));
+        CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, dim3(tiles, (b.qkv.rows / 2 + 255) / 256), 256, 0, w, s, b));
     }
     if (!tap_typed(c, b.qkv.type, "q", w.layer, w.q, w.n_heads * w.head_dim, tokens, w.n_heads * w.head_dim, w.head_dim / 2, 1, e)) return false;
     if (!tap_cache(c, batch, w.layer, 0, e) || !tap_cache(c, batch, w.layer, 1, e)) return false;
@@ -269,37 +308,45 @@ bool attend(const Cuda *c, const Work &w, const Step &s, const Batch *batch, con
     if (!tap_typed(c, b.qkv.type, "attn", w.layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, 1, e)) return false;
     if (!tiles) {
         WITH_TYPE(b.o.type, launch_o<T>(c, w, b, tokens));
-    } else {
-        if (!multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e)) return false;
-        if (b.o.bias) CUDA(launch(c, add_bias, tokens, 256, 0, w, (const float *)b.o.bias));
+    } else if (!multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e)) {
+        return false;
     }
     return tap_floats(c, "attn_residual", w.layer, w.x, tokens, w.dim, e);
 }
 
+template <typename A> cudaError_t launch_route(const Cuda *c, const Work &w, const Block &b, int tokens) {
+    typedef RouteShape<A> Shape;
+    return launch(c, route_many<A>, (tokens + Shape::TOKENS - 1) / Shape::TOKENS, Shape::WARPS * 32, Shape::shared(w.dim, w.n_experts), w, b, tokens);
+}
+
 /* The feed-forward part of a layer for many tokens. */
-bool feed_forward_many(const Cuda *c, const Work &w, const Block &b, int tokens, Error *e) {
-    bool f32 = b.up.type == F32;
-    CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.ffn_norm));
+bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error *e) {
     if (!b.router.rows) {
+        bool f32 = b.up.type == F32;
+        CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, (tokens + 7) / 8, 256, 0, w, (const float *)b.ffn_norm, tokens));
         if (!multiply(c, b.up, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
         CUDA(launch(c, f32 ? swiglu_many<float> : swiglu_many<bf16>, tokens, 256, 0, w, b));
-        if (!multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e)) return false;
-        if (b.down.bias) CUDA(launch(c, add_bias, tokens, 256, 0, w, (const float *)b.down.bias));
-        return true;
+        return multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e);
     }
-    if (!multiply(c, b.router, w.normed, w.normed_pitch, tokens, w.router, false, e)) return false;
-    CUDA(launch(c, route_many, tokens, 32, w.n_experts * sizeof(float), w, b));
+    CUDA(b.router.type == F32 ? launch_route<float>(c, w, b, tokens) : launch_route<bf16>(c, w, b, tokens));
     CUDA(launch(c, list_choices, w.n_experts, 1024, 0, w, tokens));
-    int tiles = tokens * w.top_k / 128 + std::min(w.n_experts, tokens * w.top_k);
-    size_t shared = 3 * 128 * FP4_COLUMNS * sizeof(bf16);
-    CUDA(launch(c, up_many, dim3((b.up.rows + 127) / 128, tiles), 256, shared, w, b, tokens));
-    CUDA(launch(c, down_many, dim3((w.dim + 127) / 128, tiles), 256, shared, w, b, tokens));
+    if (c->wgmma) {
+        typedef ExpertShape Shape;
+        size_t shared = Shape::SHARED + Shape::tiles(tokens * w.top_k, w.n_experts) * sizeof(int);
+        CUDA(launch(c, up_wgmma, c->sms, Shape::THREADS, shared, w, b, tokens));
+        CUDA(launch(c, down_wgmma, c->sms, Shape::THREADS, shared, w, b, tokens));
+    } else {
+        int tiles = tokens * w.top_k / 128 + std::min(w.n_experts, tokens * w.top_k);
+        size_t shared = 3 * 128 * FP4_COLUMNS * sizeof(bf16);
+        CUDA(launch(c, up_many, dim3((b.up.rows + 127) / 128, tiles), 256, shared, w, b, tokens));
+        CUDA(launch(c, down_many, dim3((w.dim + 127) / 128, tiles), 256, shared, w, b, tokens));
+    }
     CUDA(launch(c, combine, tokens, 256, 0, w));
     return true;
 }
 
 /* One transformer block. tiles 0: a step of few tokens. */
-bool block(const Cuda *c, Work w, const Step &s, const Batch *batch, int layer, int tokens, int tiles, Error *e) {
+bool block(Cuda *c, Work w, const Step &s, const Batch *batch, int layer, int tokens, int tiles, Error *e) {
     const Block &b = c->card.layer[layer];
     w.layer = layer;
     w.act_lift = !tiles && b.down.type == MXFP4 ? Codec<MXFP4>::LIFT : 1;
@@ -309,13 +356,14 @@ bool block(const Cuda *c, Work w, const Step &s, const Batch *batch, int layer, 
     else if (!feed_forward_many(c, w, b, tokens, e))
         return false;
     if (!tap_choices(c, layer, tokens, e)) return false;
-    if (!tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, 1 / w.act_lift, e)) return false;
+    int order = c->wgmma && tiles && b.down.type == MXFP4 ? FP4_ORDER : 0;
+    if (!tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, order, 1 / w.act_lift, e)) return false;
     if (!tiles) WITH_TYPE(b.down.type, launch_down<T>(c, w, b, tokens));
     return tap_floats(c, "residual", layer, w.x, tokens, w.dim, e);
 }
 
 /* Logits and draws for at most FEW rows. */
-bool head(const Cuda *c, const Step &s, int rows, bool filtered, bool penalized, Error *e) {
+bool head(Cuda *c, const Step &s, int rows, bool filtered, bool penalized, Error *e) {
     const Work &w = c->work;
     WITH_TYPE(c->card.head.type, launch_head<T>(c, w, s, rows));
     if (!tap_floats(c, "logits", w.n_layers, w.logits, rows, w.vocab, e)) return false;
@@ -325,7 +373,7 @@ bool head(const Cuda *c, const Step &s, int rows, bool filtered, bool penalized,
     return true;
 }
 
-bool layers(const Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
+bool layers(Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
     CUDA(launch(c, embed, tokens, 256, 0, c->work, s, c->card.embed));
     for (int i = 0; i < c->work.n_layers; i++)
         if (!block(c, c->work, s, batch, i, tokens, tiles, e)) return false;
@@ -347,8 +395,8 @@ Step step_at(uint8_t *base, int tokens, size_t *bytes) {
     return s;
 }
 
-/* Fills a Step from a Batch; returns how many rows of logits are wanted. */
-int fill_step(const Step &s, const Batch *b, int *tiles) {
+/* Fills a Step from a Batch, in tiles of so many tokens; returns how many rows of logits are wanted. */
+int fill_step(const Step &s, const Batch *b, int tile, int *tiles) {
     int rows = 0;
     *tiles = 0;
     s.header[0] = b->max_pages;
@@ -362,7 +410,7 @@ int fill_step(const Step &s, const Batch *b, int *tiles) {
             s.seq[t] = i;
             s.position[t] = b->start[i] + t - b->first[i];
             if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[rows++] = t;
-            if ((t - b->first[i]) % 16 == 0) s.tile[2 * *tiles] = t, s.tile[2 * (*tiles)++ + 1] = std::min(16, b->first[i + 1] - t);
+            if ((t - b->first[i]) % tile == 0) s.tile[2 * *tiles] = t, s.tile[2 * (*tiles)++ + 1] = std::min(tile, b->first[i + 1] - t);
         }
     }
     return rows;
@@ -412,7 +460,7 @@ bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
     bool few = tokens <= FEW, filtered = false, penalized = false, graph = few && !c->limits.tap && b->seqs == tokens;
     size_t bytes;
     Step staged = step_at(p->step, few ? FEW : c->limits.max_tokens, &bytes);
-    int rows = fill_step(staged, b, &tiles);
+    int rows = fill_step(staged, b, c->tile, &tiles);
     for (int i = 0; i < b->seqs; i++) {
         const Sampling &how = b->sampling[i];
         penalized |= how.penalty != 1;
@@ -452,6 +500,7 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     w.act_pitch = b.down.stride;
     w.normed_pitch = (m.dim + 63) / 64 * 64;
     take(w.turn, (size_t)c->limits.context * (m.head_dim / 2), sizeof(float2));
+    take(c->product_room, PRODUCT_ROOM, 1);
     take(w.x, T * m.dim, 4);
     take(w.q, T * m.n_heads * m.head_dim, element);
     take(w.attn, T * w.attn_pitch, element);
@@ -499,12 +548,13 @@ bool choose_card(Cuda *c, Error *e) {
     CUDA(cudaGetDeviceProperties(&properties, c->limits.gpu));
     if (cudaFuncGetAttributes(&code, embed)) {
         cudaGetLastError();
-        return fail(e, NO_GPU, "this build has no code for GPU %d (%s, compute capability %d.%d): make clean && make CUDA_ARCH=sm_%d%d", c->limits.gpu, properties.name,
-                    properties.major, properties.minor, properties.major, properties.minor);
+        return fail(e, NO_GPU, "this build has no code for GPU %d (%s, compute capability %d.%d): make clean && make CUDA_ARCH=sm_%d%d%s", c->limits.gpu, properties.name,
+                    properties.major, properties.minor, properties.major, properties.minor, properties.major == 9 ? "a" : "");
     }
     c->sms = properties.multiProcessorCount;
     c->shared = properties.sharedMemPerMultiprocessor;
     c->launch_arch = properties.major >= 9 ? code.ptxVersion : 0;
+    CUDA(cudaMemcpyFromSymbol(&c->wgmma, has_wgmma, sizeof c->wgmma));
     return true;
 }
 
@@ -549,6 +599,7 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     if (m.head_dim > 1024) return fail(e, BAD_MODEL, "a head size of %d is more than the 1024 that attention can do", m.head_dim);
     Work &w = c->work;
     w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers, w.n_heads = m.n_heads, w.n_kv_heads = m.n_kv_heads;
+    c->tile = c->wgmma && (m.head_dim == 64 || m.head_dim == 128) && m.n_heads / m.n_kv_heads <= 8 ? AttentionShape<64>::ROWS / (m.n_heads / m.n_kv_heads) : 16;
     w.head_dim = m.head_dim, w.n_experts = m.n_experts, w.top_k = m.top_k, w.eps = m.eps, w.act = m.act, w.act_limit = m.act_limit;
     if (!take_memory(c, pages, e)) return false;
     CUDA(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
@@ -562,7 +613,7 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     fill_turns<<<c->limits.context, 32>>>((float2 *)w.turn, inv_freq, m.head_dim / 2, m.rope_scale);
     CUDA(cudaDeviceSynchronize());
     CUDA(cudaFree(inv_freq));
-    if (cublasCreate(&c->blas) || cublasSetStream(c->blas, c->stream)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
+    if (cublasLtCreate(&c->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
     if (!card_load(&c->card, &m, c->limits.progress, e)) return false;
     for (int tokens = 1; tokens <= std::min(FEW, c->limits.max_seqs) && !c->limits.tap; tokens++)
         if (!record_graph(c, tokens, false, e) || !record_graph(c, tokens, true, e)) return false;
@@ -582,7 +633,7 @@ static void cuda_close(void *state) {
         cudaFreeHost(p.token);
         if (p.done) cudaEventDestroy(p.done);
     }
-    if (c->blas) cublasDestroy(c->blas);
+    if (c->blas) cublasLtDestroy(c->blas);
     if (c->stream) cudaStreamDestroy(c->stream);
     for (uint8_t *p : {c->weights, c->room, c->cache}) cudaFree(p);
     free(c->card.layer);

@@ -472,8 +472,8 @@ static void examine_gpus(Doctor *d, const Backend *backend) {
         finding(d, "GPU", NO_GPU, v->runtime ? "install NVIDIA's driver, or see whether nvidia-smi shows one" : NULL,
                 "none (%s)", v->problem);
     for (int i = 0; i < v->gpus; i++) {
-        snprintf(cure, sizeof cure, "this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d",
-                 v->gpu[i].major, v->gpu[i].minor);
+        snprintf(cure, sizeof cure, "this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d%s",
+                 v->gpu[i].major, v->gpu[i].minor, v->gpu[i].major == 9 ? "a" : "");
         finding(d, "GPU", NO_GPU, v->gpu[i].usable ? NULL : cure, "%d: %s, compute capability %d.%d, %s of %s free", i,
                 v->gpu[i].name, v->gpu[i].major, v->gpu[i].minor, size_text(v->gpu[i].free, a),
                 size_text(v->gpu[i].total, b));

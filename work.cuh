@@ -50,6 +50,18 @@ __device__ inline uint32_t pack(float low, float high) {
     return *reinterpret_cast<uint32_t *>(&v);
 }
 
+/* Eight e2m1 values times their block's scale (a byte of a packed chunk), exactly, as bf16. */
+__device__ inline uint4 fp4_to_bf16_scaled(uint32_t word, uint32_t scale) {
+    uint4 v = fp4_to_bf16(word);
+    uint32_t *pair = &v.x, lift = 0x78007800 /* 2^113 */, rest = (scale - 13) * 0x00800080 /* 2^(e - 114) */;
+    for (int i = 0; i < 4; i++) {
+        __nv_bfloat162 x = __hmul2(*reinterpret_cast<__nv_bfloat162 *>(&pair[i]), *reinterpret_cast<__nv_bfloat162 *>(&lift));
+        x = __hmul2(x, *reinterpret_cast<__nv_bfloat162 *>(&rest));
+        pair[i] = *reinterpret_cast<uint32_t *>(&x);
+    }
+    return v;
+}
+
 /* 16 bytes to shared memory. What was asked for before copies_end() is there after copies_done<n>() if at most n further
  * copies_end() followed. */
 __device__ inline void copy_16(void *to, const void *from) {
