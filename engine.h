@@ -7,7 +7,7 @@
 
 #include <signal.h>
 
-enum { BATCH_TOKENS = 2048 }; /* of a prompt that are computed at once, where nothing speaks for less */
+enum { BATCH_TOKENS = 8192 }; /* of a prompt that are computed at once, where nothing speaks for less */
 
 typedef struct {
     const Backend *backend;

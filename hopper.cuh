@@ -28,29 +28,28 @@ __host__ __device__ inline int fp4_column(int c) { return (c & ~30) | (c & 6) <<
 #if WGMMA
 /* ---- instructions ---- */
 
-#define WGMMA_SUMS \
-    "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), \
-    "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), \
-    "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
+#define SUMS_8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
+#define TO_31 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define TO_63 TO_31 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define TO_95 TO_63 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA_TO(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
 
-/* c (64, 64) += a (64, 16) times the 16 inner indices of 64 columns that `b` names, bf16; without `add` c is overwritten. Warp
- * w of four holds rows 16w .. 16w + 15 of a and c, dealt to its lanes as mma deals them. Runs on its own: see wgmma_done. */
-__device__ inline void wgmma(float (&c)[32], const uint32_t (&a)[4], uint64_t b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p,%37,0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-                 "{%32,%33,%34,%35},%36,p,1,1,0;\n}"
-                 : WGMMA_SUMS
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+/* c (64, N) += a (64, 16) times the 16 inner indices of N columns that `b` names, bf16. Warp w of four holds rows 16w .. 16w + 15 of a
+ * and c, dealt to its lanes as mma deals them. Runs on its own: see wgmma_done. */
+template <int N> __device__ inline void wgmma(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b) {
+    if constexpr (N == 64)
+        asm volatile(WGMMA_TO(64) "{" TO_31 "},{%32,%33,%34,%35},%36,1,1,1,0;" : SUMS_32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    else if constexpr (N == 128)
+        asm volatile(WGMMA_TO(128) "{" TO_63 "},{%64,%65,%66,%67},%68,1,1,1,0;" : SUMS_32(0), SUMS_32(32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    else
+        asm volatile(WGMMA_TO(192) "{" TO_95 "},{%96,%97,%98,%99},%100,1,1,1,0;"
+                     : SUMS_32(0), SUMS_32(32), SUMS_32(64)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-/* The same for rows of a that lie in shared memory like columns. */
+/* The same for rows of a that lie in shared memory like columns; without `add` c is overwritten. */
 __device__ inline void wgmma(float (&c)[32], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p,%34,0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-                 "%32,%33,p,1,1,0,0;\n}"
-                 : WGMMA_SUMS
-                 : "l"(a), "l"(b), "r"(add));
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p,%34,0;\n" WGMMA_TO(64) "{" TO_31 "},%32,%33,p,1,1,0,0;\n}" : SUMS_32(0) : "l"(a), "l"(b), "r"(add));
 }
 /* Before the first wgmma behind other writes to its registers; behind the last of a group; until all but BUT groups are done. */
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -59,9 +58,9 @@ template <int BUT> __device__ inline void wgmma_done() { asm volatile("wgmma.wai
 /* Behind the wait: what a group read was in these registers until then. */
 __device__ inline void wgmma_keep(uint32_t (&a)[4]) { asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory"); }
 /* What is done with c stays behind the wait. */
-__device__ inline void wgmma_settle(float (&c)[32]) {
+template <int N> __device__ inline void wgmma_settle(float (&c)[N]) {
 #pragma unroll
-    for (int i = 0; i < 32; i++) asm volatile("" : "+f"(c[i])::"memory");
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
 }
 
 /* The four warps that share 64 rows wait for each other. */
@@ -146,19 +145,20 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
     int token = s.tile[2 * tile], n = s.tile[2 * tile + 1], position = s.position[token], group = w.n_heads / w.n_kv_heads, end = position + n - 1;
     int begin = l.window && position >= l.window ? (position - l.window + 1) / PAGE : 0, coming = begin;
     const int *pages = s.page + (size_t)s.seq[token] * s.header[0];
-    int page = pages[begin];
+    int page = pages[begin], column = threadIdx.x % 8;
+    const uint8_t *cache = (const uint8_t *)cache_of(w, 0, 0, head) + threadIdx.x * 16;
+    size_t page_bytes = (size_t)w.n_layers * 2 * w.n_kv_heads * D * PAGE * 2, to_values = (size_t)w.n_kv_heads * D * PAGE * 2;
+    uint8_t *key = arena + threadIdx.x % (D / 8) / 8 * SLAB + slab_byte(threadIdx.x / (D / 8), column), *value = arena + D * 128 + slab_byte(threadIdx.x / 8, column);
     auto fetch = [&] { /* the share of a thread in page `coming` */
         if (coming > end / PAGE) return;
-        const uint8_t *keys = (const uint8_t *)cache_of(w, page, 0, head), *values = (const uint8_t *)cache_of(w, page, 1, head);
-        uint8_t *to = arena + next.at * Shape::STAGE;
-        int unseen = 2 * (end + 1 - coming * PAGE); /* behind the last token there may be a NaN, and 0 times that is one */
+        const uint8_t *from = cache + page * page_bytes;
+        int at = next.at * Shape::STAGE, seen = 2 * (end + 1 - coming * PAGE) - column * 16; /* behind the last token there may be a NaN, and 0 times that is one */
         if (coming < end / PAGE) page = pages[coming + 1];
         next.wait_empty();
 #pragma unroll
         for (int k = 0; k < PAGE * D / 8 / Shape::THREADS; k++) {
-            int c = k * Shape::THREADS + threadIdx.x;
-            copy_16(to + c % (D / 8) / 8 * SLAB + slab_byte(c / (D / 8), c % 8), keys + c * 16);
-            copy_some(to + D * 128 + slab_byte(c / 8, c % 8), values + c * 16, max(0, min(16, unseen - c % 8 * 16)));
+            copy_16(key + at + k * (Shape::THREADS / (D / 8)) * 128, from + k * Shape::THREADS * 16);
+            copy_some(value + at + k * (Shape::THREADS / 8) * 128, from + to_values + k * Shape::THREADS * 16, max(0, min(16, seen)));
         }
         next.copies_arrive();
         next.next();
@@ -224,7 +224,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
         wgmma_begin();
 #pragma unroll
         for (int k = 0; k < 4; k++)
-            for (int u = 0; u < D / 64; u++) wgmma(sum[u], share[k], values + u * (SLAB / 16) + k * 2, 1);
+            for (int u = 0; u < D / 64; u++) wgmma<64>(sum[u], share[k], values + u * (SLAB / 16) + k * 2);
         wgmma_end();
         wgmma_done<0>();
         for (int u = 0; u < D / 64; u++) wgmma_settle(sum[u]);
@@ -283,40 +283,43 @@ __device__ inline int list_tiles(const Work &w, int *tile) {
 template <int UNITS, class Store>
 __device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int expert, int row, const int *list, int n, uint8_t *room, Store store) {
     typedef ExpertShape Shape;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float c[UNITS][32] = {};
-    uint32_t a[2][2][4] = {};
-    int before = 0; /* the stage of the step before */
-    for (int step = 0; step < steps; step++, ring.next()) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, before = 0 /* the stage of the step before */;
+    float c[UNITS * 32] = {};
+    uint32_t a[2][2][4] = {}, scales;
+    uint4 words;
+    uint64_t columns;
+    auto take = [&] { /* this warp's weights of the stage */
         ring.wait_full();
         const uint8_t *chunk = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + warp * FP4_BYTES;
-        uint4 words = *(const uint4 *)(chunk + lane * 16);
-        uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4);
-        uint64_t x = slab_at(arena + ring.at * Shape::X);
+        words = *(const uint4 *)(chunk + lane * 16);
+        scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4);
+        columns = slab_at(arena + ring.at * Shape::X);
+    };
+    take();
+    for (int step = 0; step < steps; step++) {
+        int here = ring.at;
 #pragma unroll
         for (int block = 0; block < 2; block++) {
             uint4 low = fp4_to_bf16_scaled(block ? words.y : words.x, scales >> 8 * block & 255), high = fp4_to_bf16_scaled(block ? words.w : words.z, scales >> (16 + 8 * block) & 255);
             a[block][0][0] = low.x, a[block][0][1] = high.x, a[block][0][2] = low.y, a[block][0][3] = high.y;
             a[block][1][0] = low.z, a[block][1][1] = high.z, a[block][1][2] = low.w, a[block][1][3] = high.w;
             wgmma_begin();
-#pragma unroll
-            for (int k = 0; k < 2; k++)
-                for (int u = 0; u < UNITS; u++) wgmma(c[u], a[block][k], x + u * (SLAB / 16) + (block * 2 + k) * 2, 1);
+            for (int k = 0; k < 2; k++) wgmma<UNITS * 64>(c, a[block][k], columns + (block * 2 + k) * 2);
             wgmma_end();
+            if (block) ring.next();
+            if (block && step + 1 < steps) take();
             wgmma_done<1>();
             for (int k = 0; k < 2; k++) wgmma_keep(a[1 - block][k]);
             if (!block && step) ring.leave(before);
         }
-        before = ring.at;
+        before = here;
     }
     wgmma_done<0>();
     for (int k = 0; k < 2; k++) wgmma_keep(a[1][k]);
     ring.leave(before);
+    wgmma_settle(c);
 #pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        wgmma_settle(c[u]);
-        store(c[u], expert, row, list + u * 64, n - u * 64, room);
-    }
+    for (int u = 0; u < UNITS; u++) store(c + u * 32, expert, row, list + u * 64, n - u * 64, room);
 }
 
 template <class Store> __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide, int tokens, Store store) {
@@ -393,7 +396,7 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
 /* Gate and up, alternating rows, and the activation: act_out in the order of fp4_column. */
 __global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Block l, int tokens) {
 #if WGMMA
-    multiply_experts_wgmma(w, l.up, (const bf16 *)w.normed, w.normed_pitch, w.top_k, tokens, [&](float (&c)[32], int e, int row, const int *list, int n, uint8_t *room) {
+    multiply_experts_wgmma(w, l.up, (const bf16 *)w.normed, w.normed_pitch, w.top_k, tokens, [&](const float *c, int e, int row, const int *list, int n, uint8_t *room) {
         int thread = threadIdx.x % 128, warp = thread / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
         bool odd = g % 2; /* holds up's rows, and does the odd one of two tokens */
         bf16 *out = (bf16 *)room;
@@ -408,7 +411,7 @@ __global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Bloc
         for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
             int i = j % 2;
             float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
-            float value = swiglu(w, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y);
+            float value = swiglu<bf16>(w, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y);
             out[(j / 2 * 8 + 2 * t + odd) * ExpertShape::PITCH + fp4_column(warp * 8 + i * 4 + g / 2)] = (bf16)value;
         }
         sync_group();
@@ -422,7 +425,7 @@ __global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Bloc
 
 __global__ void __launch_bounds__(ExpertShape::THREADS, 1) down_wgmma(Work w, Block l, int tokens) {
 #if WGMMA
-    multiply_experts_wgmma(w, l.down, (const bf16 *)w.act_out, w.act_pitch, 1, tokens, [&](float (&c)[32], int e, int row, const int *list, int n, uint8_t *) {
+    multiply_experts_wgmma(w, l.down, (const bf16 *)w.act_out, w.act_pitch, 1, tokens, [&](const float *c, int e, int row, const int *list, int n, uint8_t *) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         if (row >= w.dim) return;
         const float *bias = l.down.bias ? l.down.bias + (size_t)e * w.dim + row + g : NULL;

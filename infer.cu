@@ -292,13 +292,18 @@ template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w,
     return launch(c, attention_plain<Q>, dim3(tokens, w.n_heads), threads, (w.head_dim + threads + 33) * sizeof(float), w, s, b);
 }
 
+/* Whether combine leaves the normed input of this layer's attention, in bf16. */
+bool normed_for(const Cuda *c, int layer) {
+    return layer > 0 && layer < c->work.n_layers && c->card.layer[layer - 1].router.rows && c->card.layer[layer].qkv.type == BF16;
+}
+
 /* Query, key and value, attention, and what it adds to x. */
 bool attend(Cuda *c, const Work &w, const Step &s, const Batch *batch, const Block &b, int tokens, int tiles, Error *e) {
     if (!tiles) {
         WITH_TYPE(b.qkv.type, launch_qkv<T>(c, w, s, b, tokens));
     } else {
         bool f32 = b.qkv.type == F32;
-        CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, (tokens + 7) / 8, 256, 0, w, (const float *)b.attn_norm, tokens));
+        if (!normed_for(c, w.layer)) CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.attn_norm));
         if (!multiply(c, b.qkv, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
         CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, dim3(tiles, (b.qkv.rows / 2 + 255) / 256), 256, 0, w, s, b));
     }
@@ -323,7 +328,7 @@ template <typename A> cudaError_t launch_route(const Cuda *c, const Work &w, con
 bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error *e) {
     if (!b.router.rows) {
         bool f32 = b.up.type == F32;
-        CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, (tokens + 7) / 8, 256, 0, w, (const float *)b.ffn_norm, tokens));
+        CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.ffn_norm));
         if (!multiply(c, b.up, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
         CUDA(launch(c, f32 ? swiglu_many<float> : swiglu_many<bf16>, tokens, 256, 0, w, b));
         return multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e);
@@ -341,7 +346,7 @@ bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error
         CUDA(launch(c, up_many, dim3((b.up.rows + 127) / 128, tiles), 256, shared, w, b, tokens));
         CUDA(launch(c, down_many, dim3((w.dim + 127) / 128, tiles), 256, shared, w, b, tokens));
     }
-    CUDA(launch(c, combine, tokens, 256, 0, w));
+    CUDA(launch(c, combine, tokens, 256, 0, w, normed_for(c, w.layer + 1) ? (const float *)c->card.layer[w.layer + 1].attn_norm : NULL));
     return true;
 }
 

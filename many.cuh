@@ -5,19 +5,16 @@
 
 #include "hopper.cuh"
 
-/* RMSNorm(x) * weight. A warp a token. */
-template <typename Out> __global__ void __launch_bounds__(256) norm_many(Work w, const float *weight, int tokens) {
+/* RMSNorm(x) * weight. A block a token. */
+template <typename Out> __global__ void __launch_bounds__(256) norm_many(Work w, const float *weight) {
+    __shared__ float scratch[33];
     wait_previous();
     launch_next();
-    int t = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (t >= tokens) return;
-    float *x = w.x + (size_t)t * w.dim, sum = 0;
-    Out *out = (Out *)w.normed + (size_t)t * w.normed_pitch;
-#pragma unroll 16
-    for (int i = lane; i < w.dim; i += 32) sum += x[i] * x[i];
-    float scale = rsqrtf(warp_sum(sum) / w.dim + w.eps);
-#pragma unroll 16
-    for (int i = lane; i < w.dim; i += 32) out[i] = (Out)(x[i] * scale * weight[i]);
+    float *x = w.x + (size_t)blockIdx.x * w.dim, sum = 0;
+    Out *out = (Out *)w.normed + (size_t)blockIdx.x * w.normed_pitch;
+    for (int i = threadIdx.x; i < w.dim; i += blockDim.x) sum += x[i] * x[i];
+    float scale = rsqrtf(block_sum(sum, scratch) / w.dim + w.eps);
+    for (int i = threadIdx.x; i < w.dim; i += blockDim.x) out[i] = (Out)(x[i] * scale * weight[i]);
 }
 
 /* RoPE of what cuBLAS made of query, key and value, (tokens, rows), and their way to q and the cache. A block takes a tile of
@@ -113,21 +110,28 @@ template <typename A> __global__ void __launch_bounds__(RouteShape<A>::WARPS * 3
     wait_previous();
     launch_next();
     for (int i = warp; i < Shape::TOKENS && first + i < tokens; i += Shape::WARPS) {
-        const float2 *x = (const float2 *)(w.x + (size_t)(first + i) * w.dim), *weight = (const float2 *)l.ffn_norm;
+        const float2 *x = (const float2 *)(w.x + (size_t)(first + i) * w.dim);
         bf16 *out = (bf16 *)w.normed + (size_t)(first + i) * w.normed_pitch;
+        constexpr int MANY = 16; /* loads on the way */
+        float2 v[MANY];
         float sum = 0;
-#pragma unroll 16
-        for (int c = lane; c < w.dim / 2; c += 32) {
-            float2 v = x[c];
-            sum += v.x * v.x + v.y * v.y;
+        for (int base = lane; base < w.dim / 2; base += MANY * 32) {
+#pragma unroll
+            for (int k = 0; k < MANY; k++) v[k] = base + k * 32 < w.dim / 2 ? x[base + k * 32] : make_float2(0, 0);
+            for (int k = 0; k < MANY; k++) sum += v[k].x * v[k].x + v[k].y * v[k].y;
         }
         float scale = rsqrtf(warp_sum(sum) / w.dim + w.eps);
-#pragma unroll 8
-        for (int c = lane; c < w.dim / 2; c += 32) {
-            float2 v = x[c], by = weight[c];
-            float a = v.x * scale * by.x, b = v.y * scale * by.y;
-            rows[i * pitch + 2 * c] = (A)a, rows[i * pitch + 2 * c + 1] = (A)b;
-            *(uint32_t *)(out + (WGMMA ? fp4_column(2 * c) : 2 * c)) = pack(a, b);
+        for (int base = lane; base < w.dim / 2; base += MANY * 32) {
+#pragma unroll
+            for (int k = 0; k < MANY; k++) v[k] = base + k * 32 < w.dim / 2 ? x[base + k * 32] : make_float2(0, 0);
+#pragma unroll
+            for (int k = 0; k < MANY; k++) {
+                int c = 2 * (base + k * 32);
+                if (c >= w.dim) break;
+                float a = v[k].x * scale * l.ffn_norm[c], b = v[k].y * scale * l.ffn_norm[c + 1];
+                rows[i * pitch + c] = (A)a, rows[i * pitch + c + 1] = (A)b;
+                *(uint32_t *)(out + (WGMMA ? fp4_column(c) : c)) = pack(a, b);
+            }
         }
     }
     __syncthreads();
@@ -136,12 +140,22 @@ template <typename A> __global__ void __launch_bounds__(RouteShape<A>::WARPS * 3
         if constexpr (sizeof(A) == 2) {
             int g = lane / 4, t = lane % 4;
             float sum[4][4] = {};
-#pragma unroll 3
-            for (int c = warp * 32 + t * 8; c < w.dim; c += Shape::WARPS * 32) {
-                uint4 low = *(const uint4 *)(rows + g * pitch + c), high = *(const uint4 *)(rows + (g + 8) * pitch + c);
+            const bf16 *router = (const bf16 *)l.router.data + (size_t)(base + g) * l.router.stride;
+            for (int first = warp * 32 + t * 8; first < w.dim; first += 3 * Shape::WARPS * 32) {
+                uint4 weight[3][4];
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    if (i * 8 < experts) mma_eight(sum[i], low, high, *(const uint4 *)((const bf16 *)l.router.data + (size_t)(base + i * 8 + g) * l.router.stride + c));
+                for (int k = 0; k < 3; k++)
+                    for (int i = 0; i < 4; i++) {
+                        int c = first + k * Shape::WARPS * 32;
+                        weight[k][i] = i * 8 < experts && c < w.dim ? *(const uint4 *)(router + (size_t)i * 8 * l.router.stride + c) : make_uint4(0, 0, 0, 0);
+                    }
+#pragma unroll
+                for (int k = 0; k < 3; k++) {
+                    int c = first + k * Shape::WARPS * 32;
+                    if (c >= w.dim) break;
+                    uint4 low = *(const uint4 *)(rows + g * pitch + c), high = *(const uint4 *)(rows + (g + 8) * pitch + c);
+                    for (int i = 0; i < 4; i++) mma_eight(sum[i], low, high, weight[k][i]);
+                }
             }
             for (int i = 0; i < 16; i++) partial[(warp * 16 + g + i / 2 % 2 * 8) * 32 + i / 4 * 8 + 2 * t + i % 2] = sum[i / 4][i % 4];
         } else {
@@ -278,19 +292,30 @@ __global__ void __launch_bounds__(256) down_many(Work w, Block l, int tokens) {
     });
 }
 
-/* x[t] += sum of weight * down over the choices, in their order. A block a token. */
-__global__ void __launch_bounds__(256) combine(Work w) {
+/* x[t] += sum of weight * down over the choices, in their order; and, unless NULL, RMSNorm(x) * norm for what comes next. A block
+ * a token. */
+__global__ void __launch_bounds__(256) combine(Work w, const float *norm) {
+    __shared__ float scratch[33];
     wait_previous();
     launch_next();
     int t = blockIdx.x;
+    float square = 0;
+    float4 *x = (float4 *)(w.x + (size_t)t * w.dim);
     for (int i = threadIdx.x; i < w.dim / 4; i += blockDim.x) {
-        float4 sum = {}, *x = (float4 *)(w.x + (size_t)t * w.dim) + i;
+        float4 sum = {}, old = x[i];
         for (int k = t * w.top_k; k < (t + 1) * w.top_k; k++) {
             float weight = w.weight[k];
             float4 v = __ldcs((const float4 *)(w.down + (size_t)k * w.dim) + i);
             sum.x += weight * v.x, sum.y += weight * v.y, sum.z += weight * v.z, sum.w += weight * v.w;
         }
-        x->x += sum.x, x->y += sum.y, x->z += sum.z, x->w += sum.w;
+        x[i] = sum = make_float4(old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w);
+        square += sum.x * sum.x + sum.y * sum.y + sum.z * sum.z + sum.w * sum.w;
+    }
+    if (!norm) return;
+    float scale = rsqrtf(block_sum(square, scratch) / w.dim + w.eps);
+    for (int i = threadIdx.x; i < w.dim / 4; i += blockDim.x) {
+        float4 v = x[i], by = ((const float4 *)norm)[i];
+        *(uint2 *)((bf16 *)w.normed + (size_t)t * w.normed_pitch + 4 * i) = make_uint2(pack(v.x * scale * by.x, v.y * scale * by.y), pack(v.z * scale * by.z, v.w * scale * by.w));
     }
 }
 
@@ -299,7 +324,7 @@ template <typename Out> __global__ void swiglu_many(Work w, Block l) {
     wait_previous();
     const float *from = w.qkv + (size_t)blockIdx.x * l.up.rows;
     for (int i = threadIdx.x; i < w.ffn_dim; i += blockDim.x) {
-        ((Out *)w.act_out)[(size_t)blockIdx.x * w.act_pitch + i] = (Out)swiglu(w, from[2 * i], from[2 * i + 1]);
+        ((Out *)w.act_out)[(size_t)blockIdx.x * w.act_pitch + i] = (Out)swiglu<Out>(w, from[2 * i], from[2 * i + 1]);
     }
 }
 

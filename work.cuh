@@ -133,11 +133,12 @@ __device__ inline bf16 *cache_of(const Work &w, int page, int values, int head) 
 }
 __device__ inline int page_of(const Step &s, int seq, int position) { return s.page[(size_t)seq * s.header[0] + position / PAGE]; }
 
-__device__ inline float swiglu(const Work &w, float gate, float up) {
-    if (w.act == SWIGLU) return gate / (1 + expf(-gate)) * up;
-    gate = fminf(gate, w.act_limit);
-    up = fmaxf(fminf(up, w.act_limit), -w.act_limit);
-    return gate / (1 + expf(-1.702f * gate)) * (up + 1);
+/* The activation; quick functions are exact enough for what is rounded to bf16. */
+template <typename Out = float> __device__ inline float swiglu(const Work &w, float gate, float up) {
+    bool clamped = w.act != SWIGLU;
+    if (clamped) gate = fminf(gate, w.act_limit), up = fmaxf(fminf(up, w.act_limit), -w.act_limit) + 1;
+    float x = clamped ? -1.702f * gate : -gate;
+    return (sizeof(Out) == 2 ? __fdividef(gate, 1 + __expf(x)) : gate / (1 + expf(x))) * up;
 }
 
 /* Turns a pair of query or key by `turn` (RoPE; values are not turned) and stores it for a token at `position`, whose part of
