@@ -55,8 +55,6 @@ __device__ inline void wgmma(float (&c)[32], uint64_t a, uint64_t b, int add) {
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int BUT> __device__ inline void wgmma_done() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(BUT) : "memory"); }
-/* Behind the wait: what a group read was in these registers until then. */
-__device__ inline void wgmma_keep(uint32_t (&a)[4]) { asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory"); }
 /* What is done with c stays behind the wait. */
 template <int N> __device__ inline void wgmma_settle(float (&c)[N]) {
 #pragma unroll
@@ -283,40 +281,28 @@ __device__ inline int list_tiles(const Work &w, int *tile) {
 template <int UNITS, class Store>
 __device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int expert, int row, const int *list, int n, uint8_t *room, Store store) {
     typedef ExpertShape Shape;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, before = 0 /* the stage of the step before */;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float c[UNITS * 32] = {};
-    uint32_t a[2][2][4] = {}, scales;
-    uint4 words;
-    uint64_t columns;
-    auto take = [&] { /* this warp's weights of the stage */
+    for (int step = 0; step < steps; step++, ring.next()) {
         ring.wait_full();
         const uint8_t *chunk = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + warp * FP4_BYTES;
-        words = *(const uint4 *)(chunk + lane * 16);
-        scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4);
-        columns = slab_at(arena + ring.at * Shape::X);
-    };
-    take();
-    for (int step = 0; step < steps; step++) {
-        int here = ring.at;
+        uint4 words = *(const uint4 *)(chunk + lane * 16);
+        uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4), a[4][4];
 #pragma unroll
         for (int block = 0; block < 2; block++) {
             uint4 low = fp4_to_bf16_scaled(block ? words.y : words.x, scales >> 8 * block & 255), high = fp4_to_bf16_scaled(block ? words.w : words.z, scales >> (16 + 8 * block) & 255);
-            a[block][0][0] = low.x, a[block][0][1] = high.x, a[block][0][2] = low.y, a[block][0][3] = high.y;
-            a[block][1][0] = low.z, a[block][1][1] = high.z, a[block][1][2] = low.w, a[block][1][3] = high.w;
-            wgmma_begin();
-            for (int k = 0; k < 2; k++) wgmma<UNITS * 64>(c, a[block][k], columns + (block * 2 + k) * 2);
-            wgmma_end();
-            if (block) ring.next();
-            if (block && step + 1 < steps) take();
-            wgmma_done<1>();
-            for (int k = 0; k < 2; k++) wgmma_keep(a[1 - block][k]);
-            if (!block && step) ring.leave(before);
+            uint32_t(*to)[4] = a + 2 * block;
+            to[0][0] = low.x, to[0][1] = high.x, to[0][2] = low.y, to[0][3] = high.y;
+            to[1][0] = low.z, to[1][1] = high.z, to[1][2] = low.w, to[1][3] = high.w;
         }
-        before = here;
+        uint64_t columns = slab_at(arena + ring.at * Shape::X);
+        wgmma_begin();
+#pragma unroll
+        for (int k = 0; k < 4; k++) wgmma<UNITS * 64>(c, a[k], columns + k * 2);
+        wgmma_end();
+        wgmma_done<0>();
+        ring.leave(ring.at);
     }
-    wgmma_done<0>();
-    for (int k = 0; k < 2; k++) wgmma_keep(a[1][k]);
-    ring.leave(before);
     wgmma_settle(c);
 #pragma unroll
     for (int u = 0; u < UNITS; u++) store(c + u * 32, expert, row, list + u * 64, n - u * 64, room);
@@ -359,31 +345,31 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         constexpr int WORDS = FP4_BYTES / 16, ALL = Shape::WEIGHTS / 16; /* of a chunk, and of the chunks of all groups of rows */
-        const uint32_t none = ~0u;
         int thread = threadIdx.x % 128;
         for (int i = blockIdx.x; i < tiles * high; i += gridDim.x) {
             const int *list = tile_at(i, e, n, group);
-            const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)group * steps * FP4_BYTES);
-            uint32_t chunk[(ALL + 127) / 128], from[Shape::CHOICES / 16]; /* where this thread's words lie; eight threads copy a row of x, every 16th */
+            /* where a thread's words lie; eight threads copy a row of x, every 16th. Behind the last group and row it is read again. */
+            uint32_t chunk[(ALL + 127) / 128], from[Shape::CHOICES / 16];
 #pragma unroll
             for (int k = 0; k < (ALL + 127) / 128; k++) {
                 int word = k * 128 + thread;
-                chunk[k] = word < min(ALL, (groups - group) * WORDS) ? word / WORDS * steps * WORDS + word % WORDS : none;
+                chunk[k] = min(word / WORDS, groups - group - 1) * steps * WORDS + word % WORDS;
             }
 #pragma unroll
-            for (int k = 0; k < Shape::CHOICES / 16; k++) {
-                int row = thread / 8 + 16 * k;
-                from[k] = row < n ? (uint32_t)(list[row] / divide) * (x_pitch / 8) + thread % 8 : none;
-            }
-            for (int step = 0; step < steps; step++, ring.next()) {
+            for (int k = 0; k < Shape::CHOICES / 16; k++) from[k] = (uint32_t)(list[min(thread / 8 + 16 * k, n - 1)] / divide) * (x_pitch / 8) + thread % 8;
+            const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)group * steps * FP4_BYTES), *rows = (const uint4 *)x;
+            for (int step = 0; step < steps; step++, weights += WORDS, rows += FP4_COLUMNS / 8, ring.next()) {
                 ring.wait_empty();
                 uint8_t *to = arena + ring.at * Shape::X + slab_byte(thread / 8, thread % 8), *to_weights = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + thread * 16;
 #pragma unroll
-                for (int k = 0; k < (ALL + 127) / 128; k++)
-                    if (chunk[k] != none) copy_16(to_weights + k * 2048, weights + chunk[k] + step * WORDS);
+                for (int k = 0; k < ALL / 128; k++) copy_16(to_weights + k * 2048, weights + chunk[k]);
+                if (ALL % 128 > thread) copy_16(to_weights + ALL / 128 * 2048, weights + chunk[ALL / 128]);
 #pragma unroll
-                for (int k = 0; k < Shape::CHOICES / 16; k++)
-                    if (from[k] != none) copy_16(to + k * 2048, (const uint4 *)x + from[k] + step * 8);
+                for (int u = 0; u < Shape::UNITS; u++) {
+                    if (u * 64 >= n) break;
+#pragma unroll
+                    for (int k = u * 4; k < u * 4 + 4; k++) copy_16(to + k * 2048, rows + from[k]);
+                }
                 ring.copies_arrive();
             }
         }

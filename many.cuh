@@ -112,25 +112,28 @@ template <typename A> __global__ void __launch_bounds__(RouteShape<A>::WARPS * 3
     for (int i = warp; i < Shape::TOKENS && first + i < tokens; i += Shape::WARPS) {
         const float2 *x = (const float2 *)(w.x + (size_t)(first + i) * w.dim);
         bf16 *out = (bf16 *)w.normed + (size_t)(first + i) * w.normed_pitch;
-        constexpr int MANY = 16; /* loads on the way */
-        float2 v[MANY];
+        constexpr int MANY = 12; /* loads on the way */
+        const float2 *norm = (const float2 *)l.ffn_norm, zero = make_float2(0, 0);
+        float2 v[MANY], by[MANY];
         float sum = 0;
         for (int base = lane; base < w.dim / 2; base += MANY * 32) {
 #pragma unroll
-            for (int k = 0; k < MANY; k++) v[k] = base + k * 32 < w.dim / 2 ? x[base + k * 32] : make_float2(0, 0);
+            for (int k = 0; k < MANY; k++) v[k] = base + k * 32 < w.dim / 2 ? x[base + k * 32] : zero;
+#pragma unroll
             for (int k = 0; k < MANY; k++) sum += v[k].x * v[k].x + v[k].y * v[k].y;
         }
         float scale = rsqrtf(warp_sum(sum) / w.dim + w.eps);
         for (int base = lane; base < w.dim / 2; base += MANY * 32) {
 #pragma unroll
-            for (int k = 0; k < MANY; k++) v[k] = base + k * 32 < w.dim / 2 ? x[base + k * 32] : make_float2(0, 0);
+            for (int k = 0; k < MANY; k++) {
+                bool real = base + k * 32 < w.dim / 2;
+                v[k] = real ? x[base + k * 32] : zero, by[k] = real ? norm[base + k * 32] : zero;
+            }
 #pragma unroll
             for (int k = 0; k < MANY; k++) {
                 int c = 2 * (base + k * 32);
-                if (c >= w.dim) break;
-                float a = v[k].x * scale * l.ffn_norm[c], b = v[k].y * scale * l.ffn_norm[c + 1];
-                rows[i * pitch + c] = (A)a, rows[i * pitch + c + 1] = (A)b;
-                *(uint32_t *)(out + (WGMMA ? fp4_column(c) : c)) = pack(a, b);
+                float a = v[k].x * scale * by[k].x, b = v[k].y * scale * by[k].y;
+                if (c < w.dim) rows[i * pitch + c] = (A)a, rows[i * pitch + c + 1] = (A)b, *(uint32_t *)(out + (WGMMA ? fp4_column(c) : c)) = pack(a, b);
             }
         }
     }
