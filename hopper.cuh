@@ -1,8 +1,8 @@
-/* hopper.cuh: the two kernels that a step of many tokens spends its time in, attention and the products of the experts, on
- * Hopper's warpgroup instructions (wgmma, only in code for sm_90a). many.cuh has both for other cards.
+/* hopper.cuh: what a step of many tokens spends its time in, attention and the products of the experts, on Hopper's
+ * instructions for groups of four warps (wgmma, only in code for sm_90a). many.cuh has both for other cards.
  *
- * Four warps multiply 64 rows that they hold in registers by 64 columns that lie in shared memory, a ring that cp.async
- * fills ahead of them. */
+ * A group multiplies 64 rows, which lie in its registers or in shared memory, by columns that lie in shared memory: a ring
+ * that cp.async fills ahead. Sums are fp32 and in one order, so that every run gives the same bits. */
 #ifndef HOPPER_CUH
 #define HOPPER_CUH
 
@@ -61,8 +61,11 @@ template <int N> __device__ inline void wgmma_settle(float (&c)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-/* The four warps that share 64 rows wait for each other. */
+/* The warps of a group wait for each other. */
 __device__ inline void sync_group() { asm volatile("bar.sync %0,128;" ::"r"(1 + (int)threadIdx.x / 128) : "memory"); }
+/* wgmma sees what cp.async wrote and this thread knows to be there. */
+__device__ inline void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 /* A slab lies at a multiple of 1024: column n has its 64 inner indices at 128 n, the eighths of the 128 bytes exchanged so that eight
  * columns' share of one fills all banks. 16 inner indices further on is 2 more, the next slab SLAB / 16 more. */
 __device__ inline uint64_t slab_at(const uint8_t *shared) {
@@ -102,16 +105,16 @@ struct Stages {
     __device__ void wait_empty() const { wait(empty + at, parity ^ 1); }
     __device__ void wait_full() const {
         wait(full + at, parity);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); /* wgmma sees what cp.async wrote */
+        show_copies();
     }
-    __device__ void leave(int stage) const { /* a warp has read it */
-        if (threadIdx.x % 32 == 0) asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state,[%0];\n}" ::"r"(address(empty + stage)) : "memory");
+    __device__ void leave() const { /* a warp has read the stage */
+        if (threadIdx.x % 32 == 0) asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state,[%0];\n}" ::"r"(address(empty + at)) : "memory");
     }
     /* A thread arrives when what it has asked for by cp.async is there. */
     __device__ void copies_arrive() const { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address(full + at)) : "memory"); }
 };
 
-__device__ inline float exp2_fast(float x) {
+__device__ inline float exp2_quick(float x) { /* for shares that are rounded to bf16 */
     asm("ex2.approx.ftz.f32 %0,%0;" : "+f"(x));
     return x;
 }
@@ -120,18 +123,18 @@ __device__ inline float exp2_fast(float x) {
 /* ---- attention ---- */
 
 template <int D> struct AttentionShape {
-    static constexpr int GROUPS = 2, ROWS = GROUPS * 64; /* of four warps; what they hold: a token and query head each */
-    static constexpr int THREADS = GROUPS * 128;
-    static constexpr int BLOCKS = D == 64 ? 2 : 1;             /* of a multiprocessor */
-    static constexpr int STAGES = 5, STAGE = 2 * D * PAGE * 2; /* keys and values of a page */
-    static constexpr int AHEAD = 3;                            /* pages on the way; the others let the warps drift apart */
-    static constexpr int QUERIES = D * 128;                    /* bytes of a group's */
+    static constexpr int GROUPS = 2, ROWS = GROUPS * 64, THREADS = GROUPS * 128; /* a row: a token and query head */
+    static constexpr int BLOCKS = D == 64 ? 2 : 1;                               /* at once on a multiprocessor */
+    static constexpr int STAGES = 5, STAGE = 2 * D * PAGE * 2;                   /* bytes of a page's keys and values */
+    static constexpr int AHEAD = 3;                                              /* pages on the way; the others let the warps drift apart */
+    static constexpr int QUERIES = D * 128;                                      /* bytes of a group's */
     static constexpr int SHARED = STAGES * (STAGE + 16) + GROUPS * QUERIES;
 };
 
 /* Attention of neighbouring tokens (blockIdx.y: a tile, the last first, since it sees most) and all query heads that share a
- * key/value head (blockIdx.x): ROWS rows in all. Pages of keys and values pass through shared memory, read once for all. Softmax as
- * in Attend (work.cuh), with the scores scaled as they are raised. */
+ * key/value head (blockIdx.x): ROWS rows, whose queries stay in shared memory while pages of keys and values pass through it. Every
+ * thread fetches its share of a page AHEAD pages before it is used. Softmax as in Attend (work.cuh); a page that all rows of a
+ * group see whole is not masked, and sums are scaled only where a row's largest score has grown. */
 template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, AttentionShape<D>::BLOCKS) attention_wgmma(Work w, Step s, Block l) {
 #if WGMMA
     typedef AttentionShape<D> Shape;
@@ -172,7 +175,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
     copies_end();
     for (int i = 0; i < Shape::AHEAD; i++) fetch();
     copies_done<0>();
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    show_copies();
     sync_group();
     uint64_t q = slab_at(queries);
     int row = threadIdx.x / 32 * 16 + g, last[2], first[2]; /* what rows g and g + 8 see */
@@ -204,7 +207,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
             now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
             now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
             shift[r] = now == -INFINITY ? 0 : now * scale; /* -INFINITY: nothing seen yet */
-            factor[r] = exp2_fast(most[r] * scale - shift[r]);
+            factor[r] = exp2_quick(most[r] * scale - shift[r]);
             most[r] = now;
             total[r] *= factor[r];
         }
@@ -215,7 +218,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
 #pragma unroll
         for (int j = 0; j < 32; j += 2) {
             int r = j / 2 % 2;
-            float a = exp2_fast(score[j] * scale - shift[r]), b = exp2_fast(score[j + 1] * scale - shift[r]);
+            float a = exp2_quick(score[j] * scale - shift[r]), b = exp2_quick(score[j + 1] * scale - shift[r]);
             total[r] += a + b;
             share[j / 8][j / 2 % 4] = pack(a, b);
         }
@@ -226,7 +229,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
         wgmma_end();
         wgmma_done<0>();
         for (int u = 0; u < D / 64; u++) wgmma_settle(sum[u]);
-        ring.leave(ring.at);
+        ring.leave();
     }
     for (int r = 0; r < 2; r++) {
         float all = total[r] + __shfl_xor_sync(~0u, total[r], 1);
@@ -275,9 +278,8 @@ __device__ inline int list_tiles(const Work &w, int *tile) {
     return whole + partial;
 }
 
-/* One product for all experts, by blocks that take tile after tile: ROWS rows of an expert's matrix, in registers as bf16, times up to
- * CHOICES rows of x that chose it, 64 columns a stage. x has a row for every `divide` choices, its columns in the order of
- * fp4_column. store(c, expert, first row of the matrix of this warp, choices, how many, room) gets a unit of 64 choices. */
+/* A tile: this group's 64 rows of an expert's matrix, unpacked to bf16 in registers, times n choices, at most 64 UNITS. While one
+ * group unpacks, the others multiply. */
 template <int UNITS, class Store>
 __device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int expert, int row, const int *list, int n, uint8_t *room, Store store) {
     typedef ExpertShape Shape;
@@ -301,13 +303,17 @@ __device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int
         for (int k = 0; k < 4; k++) wgmma<UNITS * 64>(c, a[k], columns + k * 2);
         wgmma_end();
         wgmma_done<0>();
-        ring.leave(ring.at);
+        ring.leave();
     }
     wgmma_settle(c);
 #pragma unroll
     for (int u = 0; u < UNITS; u++) store(c + u * 32, expert, row, list + u * 64, n - u * 64, room);
 }
 
+/* One product for all experts, by blocks that take tile after tile: ROWS rows of an expert's matrix times up to CHOICES rows of x
+ * that chose it, 64 columns a stage. The producer's warps run ahead, over the borders of tiles too. x has a row for every `divide`
+ * choices, its columns in the order of fp4_column. store(c, expert, this warp's first row of the matrix, choices, how many, room)
+ * gets the sums of 64 choices. */
 template <class Store> __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide, int tokens, Store store) {
     typedef ExpertShape Shape;
     extern __shared__ __align__(1024) uint8_t arena[];
@@ -318,7 +324,7 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
     wait_previous();
     launch_next();
     int steps = m.stride / FP4_COLUMNS, groups = (m.rows + FP4_ROWS - 1) / FP4_ROWS, high = (m.rows + Shape::ROWS - 1) / Shape::ROWS, tiles = list_tiles(w, tile);
-    auto tile_at = [&](int i, int &e, int &n, int &group) { /* its expert, how many choices, first group of rows; its list */
+    auto tile_at = [&](int i, int &e, int &n, int &group) { /* its expert, how many choices, first group of rows; returns their list */
         int number = tile[i / high] & 0xFFFF;
         e = tile[i / high] >> 16;
         n = min(Shape::CHOICES, w.listed[e] - number * Shape::CHOICES);
@@ -327,7 +333,7 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
     };
     int e, n, group;
     if (warp < Shape::GROUPS * 4) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;"); /* the producer's registers are worth more here */
         uint8_t *mine = room + warp / 4 * Shape::OUT;
         int i = blockIdx.x;
         auto take = [&](auto units) { /* the tiles of this size; constant, so that sums are registers */

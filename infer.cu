@@ -3,8 +3,8 @@
  *
  * A step has one of two forms. Up to FEW tokens (generation, short ends of prompts) every weight is read once, in order,
  * by the kernels of few.cuh: their time is the time to read the weights. More tokens (prompts) are arithmetic: the kernels
- * of many.cuh and cuBLAS multiply tiles on tensor cores. upload.cu brings the weights to the card, work.cuh holds what all
- * kernels share.
+ * of many.cuh, of hopper.cuh and cuBLAS multiply tiles on tensor cores. upload.cu brings the weights to the card, work.cuh
+ * holds what all kernels share.
  *
  * On the card: the residual stream is fp32, products take bf16 and accumulate fp32 (fp32 throughout for F32 weights), the
  * cache is bf16. Weights keep their encoding and are re-laid once, while they are loaded: rows of query and key alternate
@@ -67,8 +67,8 @@ struct Cuda {
     Step few = {}, many = {};
     size_t few_bytes, many_bytes; /* of what is copied, without pages */
     int sms, max_pages, launch_arch;
-    int wgmma;      /* the code for many tokens is hopper.cuh's; ... */
-    int tile;       /* ... tokens that attention takes at once */
+    int wgmma;     /* this card's code has hopper.cuh's kernels */
+    int tile;      /* of many tokens, how many attention takes at once */
     size_t shared; /* memory of a multiprocessor */
     size_t weights_bytes;
     uint8_t *weights = NULL, *room = NULL, *cache = NULL;
@@ -76,8 +76,8 @@ struct Cuda {
     cublasLtHandle_t blas = NULL;
     std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* of multiply: by rows, columns, tokens and kind */
     uint8_t *product_room;                                        /* (PRODUCT_ROOM) for cuBLAS */
-    cudaGraphExec_t graph[FEW + 1][2] = {}; /* steps that generate: by tokens, and whether draws are filtered */
-    Pending pending[3];      /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
+    cudaGraphExec_t graph[FEW + 1][2] = {};                       /* steps that generate: by tokens, and whether draws are filtered */
+    Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;
     int outstanding = 0;
 };
@@ -197,7 +197,8 @@ bool multiply(Cuda *c, const Matrix &m, const void *x, int x_pitch, int tokens, 
     cublasLtMatrixLayoutInit(&w_layout, type, m.cols, m.rows, m.stride);
     cublasLtMatrixLayoutInit(&x_layout, type, m.cols, tokens, x_pitch);
     cublasLtMatrixLayoutInit(&y_layout, CUDA_R_32F, m.rows, tokens, m.rows);
-    auto known = c->algorithm.find({m.rows, m.cols, tokens, add + 2 * (m.bias != NULL)});
+    std::array<int, 4> kind = {m.rows, m.cols, tokens, add + 2 * (m.bias != NULL) + 4 * (m.type == F32)};
+    auto known = c->algorithm.find(kind);
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
     if (known == c->algorithm.end()) { /* asking takes longer than launching */
         cublasLtMatmulPreferenceOpaque_t preference;
@@ -208,7 +209,7 @@ bool multiply(Cuda *c, const Matrix &m, const void *x, int x_pitch, int tokens, 
         cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
         status = cublasLtMatmulAlgoGetHeuristic(c->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout, &preference, 1, &found, &n);
         if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
-        known = c->algorithm.insert({{m.rows, m.cols, tokens, add + 2 * (m.bias != NULL)}, found.algo}).first;
+        if (!status) known = c->algorithm.insert({kind, found.algo}).first;
     }
     if (!status) status = cublasLtMatmul(c->blas, &product, &one, m.data, &w_layout, x, &x_layout, &beta, y, &y_layout, y, &y_layout, &known->second, c->product_room, PRODUCT_ROOM, c->stream);
     return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasLtGetStatusString(status));
@@ -271,20 +272,23 @@ bool tap_choices(const Cuda *c, int layer, int tokens, Error *e) {
 
 /* ---- forward ---- */
 
+/* Whether the kernels of tensor cores do this attention; else attention_plain. */
+bool tiled(const Work &w) { return w.n_heads / w.n_kv_heads <= 8 && (w.head_dim == 64 || w.head_dim == 128); }
+
 template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w, const Step &s, const Block &b, int tokens, int tiles) {
     int group = w.n_heads / w.n_kv_heads;
-    bool tiled = sizeof(Q) == 2 && group <= 8 && (w.head_dim == 64 || w.head_dim == 128);
-    if (tiled && tiles && c->wgmma) {
+    bool cores = sizeof(Q) == 2 && tiled(w);
+    if (cores && tiles && c->wgmma) {
         dim3 grid(w.n_kv_heads, tiles);
         typedef AttentionShape<64> Small;
         typedef AttentionShape<128> Large;
         return w.head_dim == 64 ? launch(c, attention_wgmma<64>, grid, Small::THREADS, Small::SHARED, w, s, b) : launch(c, attention_wgmma<128>, grid, Large::THREADS, Large::SHARED, w, s, b);
     }
-    if (tiled && tiles) {
+    if (cores && tiles) {
         dim3 grid(tiles, w.n_kv_heads);
         return w.head_dim == 64 ? launch(c, attention_many<64>, grid, group * 32, 0, w, s, b) : launch(c, attention_many<128>, grid, group * 32, 0, w, s, b);
     }
-    if (tiled) {
+    if (cores) {
         dim3 grid(b.window ? 1 : SPLITS, w.n_kv_heads, tokens);
         return w.head_dim == 64 ? launch(c, attention_few<64>, grid, 256, 0, w, s, b) : launch(c, attention_few<128>, grid, 256, 0, w, s, b);
     }
@@ -511,7 +515,6 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(w.attn, T * w.attn_pitch, element);
     take(w.act_out, choices * w.act_pitch, act);
     take(w.qkv, T * std::max(b.qkv.rows, b.router.rows ? 0 : b.up.rows), 4);
-    take(w.router, T * m.n_experts, 4);
     take(w.down, b.router.rows ? choices * m.dim : 0, 4);
     take(w.normed, T * w.normed_pitch, element);
     take(w.router_sum, (size_t)m.n_layers * FEW * m.n_experts, 8);
@@ -604,8 +607,8 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     if (m.head_dim > 1024) return fail(e, BAD_MODEL, "a head size of %d is more than the 1024 that attention can do", m.head_dim);
     Work &w = c->work;
     w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers, w.n_heads = m.n_heads, w.n_kv_heads = m.n_kv_heads;
-    c->tile = c->wgmma && (m.head_dim == 64 || m.head_dim == 128) && m.n_heads / m.n_kv_heads <= 8 ? AttentionShape<64>::ROWS / (m.n_heads / m.n_kv_heads) : 16;
     w.head_dim = m.head_dim, w.n_experts = m.n_experts, w.top_k = m.top_k, w.eps = m.eps, w.act = m.act, w.act_limit = m.act_limit;
+    c->tile = c->wgmma && tiled(w) ? AttentionShape<64>::ROWS / (m.n_heads / m.n_kv_heads) : 16;
     if (!take_memory(c, pages, e)) return false;
     CUDA(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
     for (Pending &p : c->pending) {
@@ -722,4 +725,4 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
     return ms[times / 2] / 1e3 * ((double)bytes / once);
 }
 
-const Backend cuda = {"cuda", cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_flat_read, cuda_describe};
+const Backend cuda = {"cuda", 8192, cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_flat_read, cuda_describe};

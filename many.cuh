@@ -1,5 +1,5 @@
 /* many.cuh: the kernels of a step with many tokens, where they differ from those of few.cuh: tiles on tensor cores. Dense
- * products are cuBLAS's; see forward in infer.cu. */
+ * products are cuBLAS's (multiply in infer.cu); attention and experts are here for cards before Hopper, for Hopper in hopper.cuh. */
 #ifndef MANY_CUH
 #define MANY_CUH
 

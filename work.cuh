@@ -92,7 +92,7 @@ struct Step { /* device arrays, filled for each step; up to FEW tokens they have
     int *slot, *last;            /* (seqs) its last token, if one is to be drawn from it */
     Sampling *how;               /* (seqs) */
     int *row;                    /* (rows) tokens whose logits are wanted */
-    int *tile;                   /* (tiles, 2) first token and number of tokens of one sequence, at most 16 */
+    int *tile;                   /* (tiles, 2) first token and number of tokens of one sequence: attention takes them at once */
     int *header;                 /* [0]: pages of a row of `page` */
     int *page;                   /* (seqs, header[0]) */
 };
@@ -107,10 +107,11 @@ struct Work { /* everything a kernel may need; passed by value */
     const float2 *turn;        /* (context, head_dim / 2) cos and sin */
     float *x;                  /* (tokens, dim) residual stream */
     void *q, *attn, *act_out;  /* (tokens, n_heads * head_dim), (tokens, attn_pitch), (tokens * top_k, act_pitch): bf16, or float for
-                                  F32 weights; what lies between the width and the pitch is 0 */
+                                  F32 weights; what lies between the width and the pitch is 0. What experts read by wgmma, act_out
+                                  and then normed, has its columns in the order of fp4_column (hopper.cuh) */
     int attn_pitch, act_pitch;
     float act_lift;            /* few: factor of act_out */
-    float *qkv, *router, *down; /* many: (tokens, all rows), (tokens, n_experts), (tokens * top_k, dim) */
+    float *qkv, *down;         /* many: (tokens, all rows), (tokens * top_k, dim) */
     void *normed;              /* many: (tokens, normed_pitch), 0 behind dim */
     int normed_pitch;
     long long *router_sum;     /* few: (n_layers, FEW, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter */

@@ -86,9 +86,9 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* A model of random weights: prompts of many lengths, whole and in chunks, against the same in chunks of 16, which other
- * kernels serve. Both round about ten times a layer to bf16. `share` of the tokens must agree: of one whose router was
- * close to a tie another expert may have been chosen. */
+/* A model of random weights: prompts of many lengths, whole and in chunks, against the same in chunks of 16, which
+ * other kernels serve. Both round about ten times a layer to bf16. `share` of the tokens must agree: of one whose
+ * router was close to a tie another expert may have been chosen. */
 static void shapes_pass(const char *config, int layers, double share) {
     enum { LONG = 5000, VOCAB = 512 };
     const struct {
@@ -154,9 +154,9 @@ static void shapes_20b(void) {
                 2, 0.8);
 }
 #define DENSE                                                                                                          \
-    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"num_hidden_layers\":%d,\"vocab_size\":%d,"        \
-    "\"hidden_size\":768,\"intermediate_size\":1152,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"             \
-    "\"rms_norm_eps\":1e-05,\"rope_theta\":10000,\"attention_bias\":false,\"mlp_bias\":false,"                             \
+    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"num_hidden_layers\":%d,\"vocab_size\":%d,"   \
+    "\"hidden_size\":768,\"intermediate_size\":1152,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"         \
+    "\"rms_norm_eps\":1e-05,\"rope_theta\":10000,\"attention_bias\":false,\"mlp_bias\":false,"                         \
     "\"tie_word_embeddings\":false,"
 static void shapes_dense_64(void) {
     shapes_pass(DENSE "\"num_attention_heads\":12,\"num_key_value_heads\":3,\"head_dim\":64}", 3, 1);
