@@ -6,9 +6,9 @@ NVCC     = $(or $(shell command -v nvcc 2>/dev/null),$(CUDA_HOME)/bin/nvcc)
 PREFIX   = /usr/local
 
 # The architectures that infer.cu is compiled for: the card's own, or, where there is none, all that matter and PTX for
-# later ones. Give another as CUDA_ARCH="sm_89", several as CUDA_ARCH="sm_80 sm_90".
-CUDA_ARCH ?= $(or $(addprefix sm_,$(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))),\
-               sm_80 sm_86 sm_89 sm_90 compute_90)
+# later ones. Give another as CUDA_ARCH="sm_89", several as CUDA_ARCH="sm_80 sm_90a". Hopper is sm_90a: wgmma is only there.
+CUDA_ARCH ?= $(or $(patsubst sm_90,sm_90a,$(addprefix sm_,$(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null))))),\
+               sm_80 sm_86 sm_89 sm_90a compute_90)
 
 ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=%),code=$(a)) \
          $(foreach a,$(filter compute_%,$(CUDA_ARCH)),-gencode=arch=$(a),code=$(a))
@@ -39,7 +39,7 @@ objects = $(patsubst %.c,build/$(1)/%.o,$(2))
 all: infer
 
 infer: $(call objects,cuda,$(C_SOURCES)) build/cuda/infer.cu.o build/cuda/upload.cu.o
-	$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) -lcublas
+	$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) -lcublasLt
 
 build/cuda/%.o: %.c Makefile
 	@mkdir -p $(@D)
@@ -55,7 +55,7 @@ test-gpu: build/cuda/gpu infer
 	build/cuda/gpu
 
 build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/upload.cu.o
-	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublas
+	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
 reference: infer-reference
 

@@ -261,7 +261,7 @@ int bench(int argc, char **argv, const Backend *backend) {
     if (!dir || !open_model(&b, dir, &e)) die(&e);
     int streams = 1;
     for (int i = 0; i < b.o.streams.n; i++) streams = b.o.streams.value[i] > streams ? b.o.streams.value[i] : streams;
-    Limits limits = {.gpu = b.o.gpu, .max_seqs = streams, .max_tokens = BATCH_TOKENS, .where = b.where};
+    Limits limits = {.gpu = b.o.gpu, .max_seqs = streams, .max_tokens = backend->prompt_step, .where = b.where};
     double begin = seconds();
     bool ok = engine_open(&b.engine, backend, &b.checkpoint.model, limits, 0, &e);
     if (!ok) die(&e);

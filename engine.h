@@ -7,8 +7,6 @@
 
 #include <signal.h>
 
-enum { BATCH_TOKENS = 2048 }; /* of a prompt that are computed at once, where nothing speaks for less */
-
 typedef struct {
     const Backend *backend;
     const Model *model;

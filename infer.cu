@@ -2,9 +2,9 @@
  * names in plain C.
  *
  * A step has one of two forms. Up to FEW tokens (generation, short ends of prompts) are one kernel, few.cuh, that reads every
- * weight once, in order: its time is the time to read them. More tokens (prompts) are arithmetic: the kernels of many.cuh
- * and cuBLAS multiply tiles on tensor cores. draw.cuh makes tokens of logits, upload.cu brings the weights to the card,
- * work.cuh holds what all kernels share.
+ * weight once, in order: its time is the time to read them. More tokens (prompts) are arithmetic: the kernels of many.cuh,
+ * of hopper.cuh and cuBLAS multiply tiles on tensor cores. draw.cuh makes tokens of logits, upload.cu brings the weights to
+ * the card, work.cuh holds what all kernels share.
  *
  * On the card: the residual stream is fp32, products take bf16 and accumulate fp32 (fp32 throughout for F32 weights), the
  * cache is bf16. Weights keep their encoding and are re-laid once, while they are loaded: rows of query and key alternate
@@ -14,11 +14,13 @@
 #include "few.cuh"
 #include "many.cuh"
 
-#include <cublas_v2.h>
+#include <cublasLt.h>
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <vector>
 
 namespace {
@@ -47,6 +49,8 @@ __global__ void __launch_bounds__(512) read_words(const uint4 *words, size_t n, 
 
 /* ---- one step on the stream ---- */
 
+constexpr size_t PRODUCT_ROOM = 32 << 20;
+
 struct Pending { /* a step that was submitted; buffers are pinned */
     cudaEvent_t done = NULL;
     uint8_t *step = NULL; /* what the card fetches */
@@ -65,14 +69,19 @@ struct Cuda {
     Block *layers; /* card.layer, on the card */
     Layout layout[FEW + 1]; /* of few's shared memory, by tokens */
     size_t few_bytes, many_bytes; /* of what is copied, without pages */
-    int sms, max_pages, launch_arch, shared; /* shared: memory that a block can have */
+    int sms, max_pages, launch_arch;
+    int shared; /* memory that a block can have */
+    int wgmma;  /* this card's code has hopper.cuh's kernels */
+    int tile;   /* of many tokens, how many attention takes at once */
     size_t weights_bytes;
     uint8_t *weights = NULL, *room = NULL, *cache = NULL;
     cudaStream_t stream = NULL;
-    cublasHandle_t blas = NULL;
+    cublasLtHandle_t blas = NULL;
+    std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* of multiply: by rows, columns, tokens and kind */
+    uint8_t *product_room;                                        /* (PRODUCT_ROOM) for cuBLAS */
     cudaGraphExec_t graph[3][FEW + 1][2] = {}; /* steps that generate: by turn % 3, tokens, and whether draws are filtered */
-    std::vector<int> sent;   /* the pages that few.page has */
-    Pending pending[3];      /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
+    std::vector<int> sent;                     /* the pages that few.page has */
+    Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;
     int outstanding = 0;
 };
@@ -114,40 +123,67 @@ cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int f
     return launch(c, kernel, c->sms, THREADS, k.bytes, c->work, s, c->layers, c->card.head, c->card.norm, k, tokens, rows, first, last);
 }
 
-/* y (tokens, rows) = x (tokens, cols; x_pitch) W^T, or added to y, on cuBLAS. */
-bool multiply(const Cuda *c, const Matrix &m, const void *x, int x_pitch, int tokens, float *y, bool add, Error *e) {
-    float one = 1, beta = add;
+/* y (tokens, rows) = x (tokens, cols; x_pitch) W^T + bias, or added to y, on cuBLAS. */
+bool multiply(Cuda *c, const Matrix &m, const void *x, int x_pitch, int tokens, float *y, bool add, Error *e) {
     cudaDataType type = m.type == F32 ? CUDA_R_32F : CUDA_R_16BF;
-    cublasStatus_t status = cublasGemmEx(c->blas, CUBLAS_OP_T, CUBLAS_OP_N, m.rows, tokens, m.cols, &one, m.data, type, m.stride, x, type, x_pitch, &beta, y,
-                                         CUDA_R_32F, m.rows, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
-    return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasGetStatusString(status));
+    cublasOperation_t transposed = CUBLAS_OP_T;
+    cublasLtEpilogue_t bias = CUBLASLT_EPILOGUE_BIAS;
+    cublasLtMatmulDescOpaque_t product;
+    cublasLtMatrixLayoutOpaque_t w_layout, x_layout, y_layout;
+    float one = 1, beta = add;
+    cublasLtMatmulDescInit(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
+    if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_EPILOGUE, &bias, sizeof bias);
+    if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &m.bias, sizeof m.bias);
+    cublasLtMatrixLayoutInit(&w_layout, type, m.cols, m.rows, m.stride);
+    cublasLtMatrixLayoutInit(&x_layout, type, m.cols, tokens, x_pitch);
+    cublasLtMatrixLayoutInit(&y_layout, CUDA_R_32F, m.rows, tokens, m.rows);
+    std::array<int, 4> kind = {m.rows, m.cols, tokens, add + 2 * (m.bias != NULL) + 4 * (m.type == F32)};
+    auto known = c->algorithm.find(kind);
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    if (known == c->algorithm.end()) { /* asking takes longer than launching */
+        cublasLtMatmulPreferenceOpaque_t preference;
+        cublasLtMatmulHeuristicResult_t found;
+        size_t room = PRODUCT_ROOM;
+        int n = 0;
+        cublasLtMatmulPreferenceInit(&preference);
+        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
+        status = cublasLtMatmulAlgoGetHeuristic(c->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout, &preference, 1, &found, &n);
+        if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
+        if (!status) known = c->algorithm.insert({kind, found.algo}).first;
+    }
+    if (!status) status = cublasLtMatmul(c->blas, &product, &one, m.data, &w_layout, x, &x_layout, &beta, y, &y_layout, y, &y_layout, &known->second, c->product_room, PRODUCT_ROOM, c->stream);
+    return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasLtGetStatusString(status));
 }
 
 /* ---- taps: tests look at a step stage by stage ---- */
 
-/* Hands out rows of the card as floats; `half`: rows of heads whose halves alternate; `placed`: activations in the order of Codec<BF16>. */
-template <typename From> bool tap_rows(const Cuda *c, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, bool placed, float factor, Error *e) {
+enum Order { IN_ORDER, FEW_ORDER, FP4_ORDER }; /* of activations in a row: see Codec<BF16>::place and fp4_column */
+
+/* Hands out rows of the card as floats; `half`: rows of heads whose halves alternate. */
+template <typename From>
+bool tap_rows(const Cuda *c, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, Order order, float factor, Error *e) {
     std::vector<From> raw(pitch * rows);
     std::vector<float> out((size_t)rows * cols);
     CUDA(cudaStreamSynchronize(c->stream));
     CUDA(cudaMemcpy(raw.data(), from, raw.size() * sizeof(From), cudaMemcpyDeviceToHost));
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < cols; i++) {
-            int j = half ? i % (2 * half) : 0, at = half ? i - j + (j < half ? 2 * j : 2 * (j - half) + 1) : i;
-            out[(size_t)r * cols + i] = (float)raw[r * pitch + (placed ? Codec<BF16>::place(at) : at)] * factor;
+            int j = half ? i % (2 * half) : 0, at = half ? i - j + (j < half ? 2 * j : 2 * (j - half) + 1) : order == FEW_ORDER ? Codec<BF16>::place(i) : order == FP4_ORDER ? fp4_column(i) : i;
+            out[(size_t)r * cols + i] = (float)raw[r * pitch + at] * factor;
         }
     c->limits.tap(c->limits.tap_data, stage, layer, out.data(), rows, cols);
     return true;
 }
 
-bool tap_typed(const Cuda *c, Type type, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, bool placed, float factor, Error *e) {
+bool tap_typed(const Cuda *c, Type type, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, Order order, float factor, Error *e) {
     if (!c->limits.tap) return true;
-    if (type == F32) return tap_rows<float>(c, stage, layer, from, pitch, rows, cols, half, false, factor, e);
-    return tap_rows<bf16>(c, stage, layer, from, pitch, rows, cols, half, placed, factor, e);
+    if (type == F32) return tap_rows<float>(c, stage, layer, from, pitch, rows, cols, half, IN_ORDER, factor, e);
+    return tap_rows<bf16>(c, stage, layer, from, pitch, rows, cols, half, order, factor, e);
 }
 
 bool tap_floats(const Cuda *c, const char *stage, int layer, const float *from, int rows, int cols, Error *e) {
-    return !c->limits.tap || tap_rows<float>(c, stage, layer, from, cols, rows, cols, 0, false, 1, e);
+    return !c->limits.tap || tap_rows<float>(c, stage, layer, from, cols, rows, cols, 0, IN_ORDER, 1, e);
 }
 
 bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
@@ -174,12 +210,12 @@ bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
 bool tap_qkv(const Cuda *c, const Batch *b, int layer, int tokens, Error *e) {
     const Work &w = c->work;
     int width = w.n_heads * w.head_dim;
-    return tap_typed(c, c->card.layer[layer].qkv.type, "q", layer, w.q, width, tokens, width, w.head_dim / 2, false, 1, e) && tap_cache(c, b, layer, 0, e) && tap_cache(c, b, layer, 1, e);
+    return tap_typed(c, c->card.layer[layer].qkv.type, "q", layer, w.q, width, tokens, width, w.head_dim / 2, IN_ORDER, 1, e) && tap_cache(c, b, layer, 0, e) && tap_cache(c, b, layer, 1, e);
 }
 
 bool tap_attention(const Cuda *c, int layer, int tokens, Error *e) {
     const Work &w = c->work;
-    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, tokens <= FEW, 1, e);
+    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, tokens <= FEW ? FEW_ORDER : IN_ORDER, 1, e);
 }
 
 /* The experts' choice, and what they hand to their last matrix. */
@@ -187,16 +223,27 @@ bool tap_experts(const Cuda *c, int layer, int tokens, Error *e) {
     const Work &w = c->work;
     const Block &b = c->card.layer[layer];
     float lift = tokens <= FEW ? w.act_lift : 1;
+    Order order = tokens <= FEW ? (b.up.type == BF16 ? FEW_ORDER : IN_ORDER) : c->wgmma && b.up.type == MXFP4 ? FP4_ORDER : IN_ORDER;
     if (!c->limits.tap) return true;
-    if (b.router.rows && (!tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, false, 1, e) || !tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e))) return false;
-    return tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, tokens <= FEW && b.up.type == BF16, 1 / lift, e);
+    if (b.router.rows && (!tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, IN_ORDER, 1, e) || !tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e))) return false;
+    return tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, order, 1 / lift, e);
 }
 
 /* ---- forward ---- */
 
+/* Whether the kernels of tensor cores do this attention; else attention_plain. */
+bool tiled(const Work &w) { return w.n_heads / w.n_kv_heads <= 8 && (w.head_dim == 64 || w.head_dim == 128); }
+
 template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w, const Step &s, const Block &b, int tokens, int tiles) {
     int group = w.n_heads / w.n_kv_heads;
-    if (sizeof(Q) == 2 && group <= 8 && (w.head_dim == 64 || w.head_dim == 128)) {
+    bool cores = sizeof(Q) == 2 && tiled(w);
+    if (cores && c->wgmma) {
+        dim3 grid(w.n_kv_heads, tiles);
+        typedef AttentionShape<64> Small;
+        typedef AttentionShape<128> Large;
+        return w.head_dim == 64 ? launch(c, attention_wgmma<64>, grid, Small::THREADS, Small::SHARED, w, s, b) : launch(c, attention_wgmma<128>, grid, Large::THREADS, Large::SHARED, w, s, b);
+    }
+    if (cores) {
         dim3 grid(tiles, w.n_kv_heads);
         return w.head_dim == 64 ? launch(c, attention_many<64>, grid, group * 32, 0, w, s, b) : launch(c, attention_many<128>, grid, group * 32, 0, w, s, b);
     }
@@ -204,46 +251,56 @@ template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w,
     return launch(c, attention_plain<Q>, dim3(tokens, w.n_heads), threads, (w.head_dim + threads + 33) * sizeof(float), w, s, b);
 }
 
+/* Whether combine leaves the normed input of this layer's attention, in bf16. */
+bool normed_for(const Cuda *c, int layer) {
+    return layer > 0 && layer < c->work.n_layers && c->card.layer[layer - 1].router.rows && c->card.layer[layer].qkv.type == BF16;
+}
+
 /* Query, key and value, attention, and what it adds to x, for many tokens. */
-bool attend_many(const Cuda *c, const Work &w, const Step &s, const Batch *batch, const Block &b, int tokens, int tiles, Error *e) {
+bool attend_many(Cuda *c, const Work &w, const Step &s, const Batch *batch, const Block &b, int tokens, int tiles, Error *e) {
     bool f32 = b.qkv.type == F32;
-    CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.attn_norm));
+    if (!normed_for(c, w.layer)) CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.attn_norm));
     if (!multiply(c, b.qkv, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
-    CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, tokens, 256, 0, w, s, b));
+    CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, dim3(tiles, (b.qkv.rows / 2 + 255) / 256), 256, 0, w, s, b));
     if (!tap_qkv(c, batch, w.layer, tokens, e)) return false;
     CUDA(f32 ? launch_attention<float>(c, w, s, b, tokens, tiles) : launch_attention<bf16>(c, w, s, b, tokens, tiles));
-    if (!tap_attention(c, w.layer, tokens, e)) return false;
-    if (!multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e)) return false;
-    if (b.o.bias) CUDA(launch(c, add_bias, tokens, 256, 0, w, (const float *)b.o.bias));
-    return true;
+    return tap_attention(c, w.layer, tokens, e) && multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e);
+}
+
+template <typename A> cudaError_t launch_route(const Cuda *c, const Work &w, const Block &b, int tokens) {
+    typedef RouteShape<A> Shape;
+    return launch(c, route_many<A>, (tokens + Shape::TOKENS - 1) / Shape::TOKENS, Shape::WARPS * 32, Shape::shared(w.dim, w.n_experts), w, b, tokens);
 }
 
 /* The feed-forward part of a layer for many tokens. */
-bool feed_forward_many(const Cuda *c, const Work &w, const Block &b, int tokens, Error *e) {
-    bool f32 = b.up.type == F32;
-    CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.ffn_norm));
+bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error *e) {
     if (!b.router.rows) {
+        bool f32 = b.up.type == F32;
+        CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.ffn_norm));
         if (!multiply(c, b.up, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
         CUDA(launch(c, f32 ? swiglu_many<float> : swiglu_many<bf16>, tokens, 256, 0, w, b));
-        if (!tap_experts(c, w.layer, tokens, e)) return false;
-        if (!multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e)) return false;
-        if (b.down.bias) CUDA(launch(c, add_bias, tokens, 256, 0, w, (const float *)b.down.bias));
-        return true;
+        return tap_experts(c, w.layer, tokens, e) && multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e);
     }
-    if (!multiply(c, b.router, w.normed, w.normed_pitch, tokens, w.router, false, e)) return false;
-    CUDA(launch(c, route_many, tokens, 32, w.n_experts * sizeof(float), w, b));
+    CUDA(b.router.type == F32 ? launch_route<float>(c, w, b, tokens) : launch_route<bf16>(c, w, b, tokens));
     CUDA(launch(c, list_choices, w.n_experts, 1024, 0, w, tokens));
     int tiles = tokens * w.top_k / 128 + std::min(w.n_experts, tokens * w.top_k);
-    size_t shared = 3 * 128 * FP4_COLUMNS * sizeof(bf16);
-    CUDA(launch(c, up_many, dim3((b.up.rows + 127) / 128, tiles), 256, shared, w, b, tokens));
+    typedef ExpertShape Shape;
+    size_t plain = 3 * 128 * FP4_COLUMNS * sizeof(bf16), shared = Shape::SHARED + Shape::tiles(tokens * w.top_k, w.n_experts) * sizeof(int);
+    if (c->wgmma)
+        CUDA(launch(c, up_wgmma, c->sms, Shape::THREADS, shared, w, b, tokens));
+    else
+        CUDA(launch(c, up_many, dim3((b.up.rows + 127) / 128, tiles), 256, plain, w, b, tokens));
     if (!tap_experts(c, w.layer, tokens, e)) return false;
-    CUDA(launch(c, down_many, dim3((w.dim + 127) / 128, tiles), 256, shared, w, b, tokens));
-    CUDA(launch(c, combine, tokens, 256, 0, w));
+    if (c->wgmma)
+        CUDA(launch(c, down_wgmma, c->sms, Shape::THREADS, shared, w, b, tokens));
+    else
+        CUDA(launch(c, down_many, dim3((w.dim + 127) / 128, tiles), 256, plain, w, b, tokens));
+    CUDA(launch(c, combine, tokens, 256, 0, w, normed_for(c, w.layer + 1) ? (const float *)c->card.layer[w.layer + 1].attn_norm : NULL));
     return true;
 }
 
 /* x after all layers. */
-bool forward_many(const Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
+bool forward_many(Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
     Work w = c->work;
     w.act_lift = 1;
     CUDA(launch(c, embed, tokens, 256, 0, w, s, s, 0, c->card.embed));
@@ -292,8 +349,8 @@ bool draw_rows(const Cuda *c, const Step &s, const Pending *p, int rows, bool fi
 
 /* ---- the border ---- */
 
-/* Fills a Step from a Batch; returns how many rows of logits are wanted. */
-int fill_step(const Step &s, const Batch *b, int *tiles) {
+/* Fills a Step from a Batch, in tiles of so many tokens; returns how many rows of logits are wanted. */
+int fill_step(const Step &s, const Batch *b, int tile, int *tiles) {
     int rows = 0;
     *tiles = 0;
     s.header[0] = b->max_pages;
@@ -307,7 +364,7 @@ int fill_step(const Step &s, const Batch *b, int *tiles) {
             s.seq[t] = i;
             s.position[t] = b->start[i] + t - b->first[i];
             if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[rows++] = t;
-            if ((t - b->first[i]) % 16 == 0) s.tile[2 * *tiles] = t, s.tile[2 * (*tiles)++ + 1] = std::min(16, b->first[i + 1] - t);
+            if ((t - b->first[i]) % tile == 0) s.tile[2 * *tiles] = t, s.tile[2 * (*tiles)++ + 1] = std::min(tile, b->first[i + 1] - t);
         }
     }
     return rows;
@@ -359,7 +416,7 @@ bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
     bool few = tokens <= FEW, filtered = false, penalized = false, graph = few && !c->limits.tap && b->seqs == tokens;
     size_t bytes;
     Step staged = step_at(p->step, few ? FEW : c->limits.max_tokens, &bytes);
-    int rows = fill_step(staged, b, &tiles);
+    int rows = fill_step(staged, b, c->tile, &tiles);
     for (int i = 0; i < b->seqs; i++) {
         const Sampling &how = b->sampling[i];
         penalized |= how.penalty != 1;
@@ -404,12 +461,12 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     w.act_pitch = b.down.stride;
     w.normed_pitch = (m.dim + 63) / 64 * 64;
     take(w.turn, (size_t)c->limits.context * (m.head_dim / 2), sizeof(float2));
+    take(c->product_room, PRODUCT_ROOM, 1);
     take(w.x, T * m.dim, 4);
     take(w.q, T * m.n_heads * m.head_dim, element);
     take(w.attn, T * w.attn_pitch, element);
     take(w.act_out, choices * w.act_pitch, act);
     take(w.qkv, T * std::max(b.qkv.rows, b.router.rows ? 0 : b.up.rows), 4);
-    take(w.router, T * m.n_experts, 4);
     take(w.down, b.router.rows ? choices * m.dim : 0, 4);
     take(w.normed, T * w.normed_pitch, element);
     take(w.router_sum, (size_t)m.n_layers * FEW * m.n_experts, 8);
@@ -451,12 +508,13 @@ bool choose_card(Cuda *c, Error *e) {
     CUDA(cudaGetDeviceProperties(&properties, c->limits.gpu));
     if (cudaFuncGetAttributes(&code, embed)) {
         cudaGetLastError();
-        return fail(e, NO_GPU, "this build has no code for GPU %d (%s, compute capability %d.%d): make clean && make CUDA_ARCH=sm_%d%d", c->limits.gpu, properties.name,
-                    properties.major, properties.minor, properties.major, properties.minor);
+        return fail(e, NO_GPU, "this build has no code for GPU %d (%s, compute capability %d.%d): make clean && make CUDA_ARCH=sm_%d%d%s", c->limits.gpu, properties.name,
+                    properties.major, properties.minor, properties.major, properties.minor, properties.major == 9 ? "a" : "");
     }
     c->sms = properties.multiProcessorCount;
     c->shared = (int)properties.sharedMemPerBlockOptin;
     c->launch_arch = properties.major >= 9 ? code.ptxVersion : 0;
+    CUDA(cudaMemcpyFromSymbol(&c->wgmma, has_wgmma, sizeof c->wgmma));
     return true;
 }
 
@@ -506,6 +564,7 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     Work &w = c->work;
     w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers, w.n_heads = m.n_heads, w.n_kv_heads = m.n_kv_heads;
     w.head_dim = m.head_dim, w.n_experts = m.n_experts, w.top_k = m.top_k, w.eps = m.eps, w.act = m.act, w.act_limit = m.act_limit;
+    c->tile = c->wgmma && tiled(w) ? AttentionShape<64>::ROWS / (m.n_heads / m.n_kv_heads) : 16;
     if (!take_memory(c, pages, e)) return false;
     CUDA(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
     for (Pending &p : c->pending) {
@@ -518,7 +577,7 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     fill_turns<<<c->limits.context, 32>>>((float2 *)w.turn, inv_freq, m.head_dim / 2, m.rope_scale);
     CUDA(cudaDeviceSynchronize());
     CUDA(cudaFree(inv_freq));
-    if (cublasCreate(&c->blas) || cublasSetStream(c->blas, c->stream)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
+    if (cublasLtCreate(&c->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
     if (!card_load(&c->card, &m, c->limits.progress, e)) return false;
     for (int tokens = 1; tokens <= std::min(FEW, c->limits.max_seqs) && !c->limits.tap; tokens++)
         for (int i = 0; i < 6; i++)
@@ -540,7 +599,7 @@ static void cuda_close(void *state) {
         cudaFreeHost(p.token);
         if (p.done) cudaEventDestroy(p.done);
     }
-    if (c->blas) cublasDestroy(c->blas);
+    if (c->blas) cublasLtDestroy(c->blas);
     if (c->stream) cudaStreamDestroy(c->stream);
     for (uint8_t *p : {c->weights, c->room, c->cache}) cudaFree(p);
     free(c->card.layer);
@@ -624,4 +683,4 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
     return ms[times / 2] / 1e3 * ((double)bytes / once);
 }
 
-const Backend cuda = {"cuda", cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_flat_read, cuda_describe};
+const Backend cuda = {"cuda", 8192, cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_flat_read, cuda_describe};

@@ -131,6 +131,7 @@ typedef struct { /* what a backend could run on */
  * called. One submit may be outstanding before another: submit, submit, collect, submit, collect, ... */
 typedef struct {
     const char *name;
+    int prompt_step; /* tokens of a prompt that one step should have, where nothing speaks for less */
     /* Uploads the weights and allocates the cache. *pages: how many are wanted, then how many fit. NULL on failure. */
     void *(*open)(const Model *, const Limits *, int *pages, Error *);
     bool (*submit)(void *, const Batch *, Error *); /* returns at once */

@@ -239,12 +239,12 @@ static void count_groups(const Checkpoint *c, Facts *f) {
     for (int i = 0; i < GROUPS; i++) f->parameters += f->group[i].values, f->active += f->group[i].active;
 }
 
-/* Memory of the GPU: weights, what a step of BATCH_TOKENS works in, and the cache, of which as much as fits. */
-static void count_memory(const Model *m, int context, Facts *f) {
+/* Memory of the GPU: weights, what a step of so many tokens works in, and the cache, of which as much as fits. */
+static void count_memory(const Model *m, int context, int tokens, Facts *f) {
     uint64_t heads = (uint64_t)m->n_heads * (uint64_t)m->head_dim, kv = (uint64_t)m->n_kv_heads * (uint64_t)m->head_dim;
     uint64_t dim = (uint64_t)m->dim, k = (uint64_t)m->top_k;
     uint64_t token = 6 * dim + 4 * heads + 4 * (heads + 2 * kv) + k * (2 * (uint64_t)m->ffn_dim + 4 * dim);
-    uint64_t work = BATCH_TOKENS * token + (uint64_t)context * (uint64_t)m->head_dim * 4 + 32 * (uint64_t)m->vocab;
+    uint64_t work = (uint64_t)tokens * token + (uint64_t)context * (uint64_t)m->head_dim * 4 + 32 * (uint64_t)m->vocab;
     f->cache = (uint64_t)m->n_layers * 4 * kv + 4;
     f->needed = model_bytes(m) + work + reserve;
     if (f->devices.gpus && f->devices.gpu[0].usable && f->devices.gpu[0].free > f->needed) {
@@ -386,7 +386,7 @@ static bool inspect_at(const char *dir, int context, const Backend *backend, boo
         if (!context || context > c.model.context) context = c.model.context;
         backend->describe(&f->devices);
         count_groups(&c, f);
-        count_memory(&c.model, context, f);
+        count_memory(&c.model, context, backend->prompt_step, f);
         cJSON_AddStringToObject(out, "family", c.family);
         facts_json(&c, f, context, out);
         if (!json) printf("family      %s\n", c.family), print_shape(&c, f);
@@ -472,8 +472,8 @@ static void examine_gpus(Doctor *d, const Backend *backend) {
         finding(d, "GPU", NO_GPU, v->runtime ? "install NVIDIA's driver, or see whether nvidia-smi shows one" : NULL,
                 "none (%s)", v->problem);
     for (int i = 0; i < v->gpus; i++) {
-        snprintf(cure, sizeof cure, "this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d",
-                 v->gpu[i].major, v->gpu[i].minor);
+        snprintf(cure, sizeof cure, "this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d%s",
+                 v->gpu[i].major, v->gpu[i].minor, v->gpu[i].major == 9 ? "a" : "");
         finding(d, "GPU", NO_GPU, v->gpu[i].usable ? NULL : cure, "%d: %s, compute capability %d.%d, %s of %s free", i,
                 v->gpu[i].name, v->gpu[i].major, v->gpu[i].minor, size_text(v->gpu[i].free, a),
                 size_text(v->gpu[i].total, b));

@@ -1,14 +1,15 @@
 /* many.cuh: the kernels of a step with many tokens, where they differ from those of few.cuh: tiles on tensor cores. Dense
- * products are cuBLAS's; see forward in infer.cu. */
+ * products are cuBLAS's (multiply in infer.cu); attention and experts are here for cards before Hopper, for Hopper in hopper.cuh. */
 #ifndef MANY_CUH
 #define MANY_CUH
 
-#include "work.cuh"
+#include "hopper.cuh"
 
 /* RMSNorm(x) * weight. A block a token. */
-template <typename Out> __global__ void norm_many(Work w, const float *weight) {
+template <typename Out> __global__ void __launch_bounds__(256) norm_many(Work w, const float *weight) {
     __shared__ float scratch[33];
     wait_previous();
+    launch_next();
     float *x = w.x + (size_t)blockIdx.x * w.dim, sum = 0;
     Out *out = (Out *)w.normed + (size_t)blockIdx.x * w.normed_pitch;
     for (int i = threadIdx.x; i < w.dim; i += blockDim.x) sum += x[i] * x[i];
@@ -16,15 +17,43 @@ template <typename Out> __global__ void norm_many(Work w, const float *weight) {
     for (int i = threadIdx.x; i < w.dim; i += blockDim.x) out[i] = (Out)(x[i] * scale * weight[i]);
 }
 
-/* Bias and RoPE of what cuBLAS made of query, key and value, (tokens, rows). A block a token. */
-template <typename Q> __global__ void rope_many(Work w, Step s, Block l) {
+/* RoPE of what cuBLAS made of query, key and value, (tokens, rows), and their way to q and the cache. A block takes a tile of
+ * tokens (blockIdx.x) and 2 rows a thread (blockIdx.y: which). Values lie by dimension: of eight tokens they go there at once. */
+template <typename Q> __global__ void __launch_bounds__(256) rope_many(Work w, Step s, Block l) {
     wait_previous();
-    int t = blockIdx.x, p = s.position[t], page = page_of(s, s.seq[t], p), half = w.head_dim / 2;
-    const float *from = w.qkv + (size_t)t * l.qkv.rows;
-    for (int r = 2 * threadIdx.x; r < (w.n_heads + 2 * w.n_kv_heads) * w.head_dim; r += 2 * blockDim.x) {
-        float a = from[r], b = from[r + 1];
-        if (l.qkv.bias) a += l.qkv.bias[r], b += l.qkv.bias[r + 1];
-        store_qkv<Q>(w, t, p, page, r, a, b, w.turn[(size_t)p * half + r / 2 % half]);
+    launch_next();
+    int token = s.tile[2 * blockIdx.x], n = s.tile[2 * blockIdx.x + 1], position = s.position[token], d = w.head_dim, r = 2 * (blockIdx.y * blockDim.x + threadIdx.x);
+    int heads = w.n_heads * d, keys = heads + w.n_kv_heads * d, seq = s.seq[token];
+    const float *from = w.qkv + (size_t)token * l.qkv.rows + r;
+    if (r >= l.qkv.rows) return;
+    if (r < keys) {
+        const float2 *turn = w.turn + (size_t)position * (d / 2) + r % d / 2;
+#pragma unroll 4
+        for (int t = 0; t < n; t++) {
+            float2 v = *(const float2 *)(from + (size_t)t * l.qkv.rows), by = turn[(size_t)t * (d / 2)];
+            float a = v.x * by.x - v.y * by.y, b = v.y * by.x + v.x * by.y;
+            if (r < heads) {
+                Q *q = (Q *)w.q + (size_t)(token + t) * heads + r;
+                q[0] = (Q)a, q[1] = (Q)b;
+            } else {
+                *(uint32_t *)(cache_of(w, page_of(s, seq, position + t), 0, (r - heads) / d) + (position + t) % PAGE * d + r % d) = pack(a, b);
+            }
+        }
+        return;
+    }
+    for (int t = 0, many; t < n; t += many) {
+        int p = position + t;
+        bf16 *to = cache_of(w, page_of(s, seq, p), 1, (r - keys) / d) + r % d * PAGE + p % PAGE;
+        many = p % 8 == 0 && t + 8 <= n ? 8 : 1;
+        if (many == 8) {
+            float2 v[8];
+            for (int i = 0; i < 8; i++) v[i] = *(const float2 *)(from + (size_t)(t + i) * l.qkv.rows);
+            *(uint4 *)to = make_uint4(pack(v[0].x, v[1].x), pack(v[2].x, v[3].x), pack(v[4].x, v[5].x), pack(v[6].x, v[7].x));
+            *(uint4 *)(to + PAGE) = make_uint4(pack(v[0].y, v[1].y), pack(v[2].y, v[3].y), pack(v[4].y, v[5].y), pack(v[6].y, v[7].y));
+        } else {
+            to[0] = (bf16)from[(size_t)t * l.qkv.rows];
+            to[PAGE] = (bf16)from[(size_t)t * l.qkv.rows + 1];
+        }
     }
 }
 
@@ -63,50 +92,128 @@ template <int D> __global__ void __launch_bounds__(256) attention_many(Work w, S
     }
 }
 
-/* Each token's choices by the router's logits, (tokens, n_experts). A warp a token. */
-__global__ void route_many(Work w, Block l) {
-    extern __shared__ float logit[];
+/* What a block of route_many needs: 16 tokens' rows for tensor cores, 4 where the router is F32. */
+template <typename A> struct RouteShape {
+    static constexpr int TOKENS = sizeof(A) == 2 ? 16 : 4, WARPS = 16;
+    static __host__ __device__ int pitch(int dim) { return dim + (dim * sizeof(A) % 128 ? 0 : 64 / sizeof(A)); } /* neighbouring rows begin half the banks apart */
+    static size_t shared(int dim, int experts) { return TOKENS * (pitch(dim) * sizeof(A) + experts * sizeof(float)) + WARPS * 16 * 32 * sizeof(float); }
+};
+
+/* RMSNorm(x) * weight as the experts want it, the router's logits and each token's choices. A block takes TOKENS tokens; its warps
+ * share the columns of the product with the router. */
+template <typename A> __global__ void __launch_bounds__(RouteShape<A>::WARPS * 32) route_many(Work w, Block l, int tokens) {
+    typedef RouteShape<A> Shape;
+    extern __shared__ __align__(16) uint8_t route_memory[];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * Shape::TOKENS, pitch = Shape::pitch(w.dim);
+    A *rows = (A *)route_memory;
+    float *logit = (float *)(rows + Shape::TOKENS * pitch), *partial = logit + Shape::TOKENS * w.n_experts; /* (WARPS, 16, 32) */
     wait_previous();
-    int t = blockIdx.x, expert;
-    float weight;
-    for (int e = threadIdx.x; e < w.n_experts; e += 32) logit[e] = w.router[(size_t)t * w.n_experts + e] + (l.router.bias ? l.router.bias[e] : 0);
-    __syncwarp();
-    route(logit, w.n_experts, w.top_k, threadIdx.x, expert, weight);
-    if ((int)threadIdx.x < w.top_k) w.expert[t * w.top_k + threadIdx.x] = expert, w.weight[t * w.top_k + threadIdx.x] = weight;
+    launch_next();
+    for (int i = warp; i < Shape::TOKENS && first + i < tokens; i += Shape::WARPS) {
+        const float2 *x = (const float2 *)(w.x + (size_t)(first + i) * w.dim);
+        bf16 *out = (bf16 *)w.normed + (size_t)(first + i) * w.normed_pitch;
+        constexpr int MANY = 12; /* loads on the way */
+        const float2 *norm = (const float2 *)l.ffn_norm, zero = make_float2(0, 0);
+        float2 v[MANY], by[MANY];
+        float sum = 0;
+        for (int base = lane; base < w.dim / 2; base += MANY * 32) {
+#pragma unroll
+            for (int k = 0; k < MANY; k++) v[k] = base + k * 32 < w.dim / 2 ? x[base + k * 32] : zero;
+#pragma unroll
+            for (int k = 0; k < MANY; k++) sum += v[k].x * v[k].x + v[k].y * v[k].y;
+        }
+        float scale = rsqrtf(warp_sum(sum) / w.dim + w.eps);
+        for (int base = lane; base < w.dim / 2; base += MANY * 32) {
+#pragma unroll
+            for (int k = 0; k < MANY; k++) {
+                bool real = base + k * 32 < w.dim / 2;
+                v[k] = real ? x[base + k * 32] : zero, by[k] = real ? norm[base + k * 32] : zero;
+            }
+#pragma unroll
+            for (int k = 0; k < MANY; k++) {
+                int c = 2 * (base + k * 32);
+                float a = v[k].x * scale * by[k].x, b = v[k].y * scale * by[k].y;
+                if (c < w.dim) rows[i * pitch + c] = (A)a, rows[i * pitch + c + 1] = (A)b, *(uint32_t *)(out + (WGMMA ? fp4_column(c) : c)) = pack(a, b);
+            }
+        }
+    }
+    __syncthreads();
+    for (int base = 0; base < w.n_experts; base += 32) {
+        int experts = min(32, w.n_experts - base);
+        if constexpr (sizeof(A) == 2) {
+            int g = lane / 4, t = lane % 4;
+            float sum[4][4] = {};
+            const bf16 *router = (const bf16 *)l.router.data + (size_t)(base + g) * l.router.stride;
+            for (int first = warp * 32 + t * 8; first < w.dim; first += 3 * Shape::WARPS * 32) {
+                uint4 weight[3][4];
+#pragma unroll
+                for (int k = 0; k < 3; k++)
+                    for (int i = 0; i < 4; i++) {
+                        int c = first + k * Shape::WARPS * 32;
+                        weight[k][i] = i * 8 < experts && c < w.dim ? *(const uint4 *)(router + (size_t)i * 8 * l.router.stride + c) : make_uint4(0, 0, 0, 0);
+                    }
+#pragma unroll
+                for (int k = 0; k < 3; k++) {
+                    int c = first + k * Shape::WARPS * 32;
+                    if (c >= w.dim) break;
+                    uint4 low = *(const uint4 *)(rows + g * pitch + c), high = *(const uint4 *)(rows + (g + 8) * pitch + c);
+                    for (int i = 0; i < 4; i++) mma_eight(sum[i], low, high, weight[k][i]);
+                }
+            }
+            for (int i = 0; i < 16; i++) partial[(warp * 16 + g + i / 2 % 2 * 8) * 32 + i / 4 * 8 + 2 * t + i % 2] = sum[i / 4][i % 4];
+        } else {
+            for (int i = warp; i < experts * Shape::TOKENS; i += Shape::WARPS) {
+                const float *weight = (const float *)l.router.data + (size_t)(base + i % 32) * l.router.stride;
+                float sum = 0;
+                for (int c = lane; c < w.dim; c += 32) sum += (float)rows[i / experts * pitch + c] * weight[c];
+                sum = warp_sum(sum);
+                for (int k = lane; k < Shape::WARPS; k += 32) partial[(k * 16 + i / experts) * 32 + i % experts] = k ? 0 : sum;
+            }
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < Shape::TOKENS * experts; i += blockDim.x) {
+            int token = i / experts, e = i % experts;
+            float sum = l.router.bias ? l.router.bias[base + e] : 0;
+            for (int k = 0; k < Shape::WARPS; k++) sum += partial[(k * 16 + token) * 32 + e];
+            logit[token * w.n_experts + base + e] = sum;
+        }
+        __syncthreads();
+    }
+    for (int i = warp; i < Shape::TOKENS && first + i < tokens; i += Shape::WARPS) {
+        int expert, at = (first + i) * w.top_k + lane;
+        float weight;
+        route(logit + i * w.n_experts, w.n_experts, w.top_k, lane, expert, weight);
+        if (lane < w.top_k) w.expert[at] = expert, w.weight[at] = weight;
+    }
 }
 
 /* The choices that fell on an expert (blockIdx.x), in ascending order: list (n_experts, tokens). */
-__global__ void list_choices(Work w, int tokens) {
+__global__ void __launch_bounds__(1024) list_choices(Work w, int tokens) {
+    constexpr int EACH = 8; /* neighbours that a thread looks at */
     __shared__ int counts[32];
     wait_previous();
-    int e = blockIdx.x, n = 0, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int base = 0; base < tokens * w.top_k; base += blockDim.x) {
-        int i = base + threadIdx.x;
-        bool mine = i < tokens * w.top_k && w.expert[i] == e;
-        unsigned all = __ballot_sync(~0u, mine);
-        if (lane == 0) counts[warp] = __popc(all);
+    launch_next();
+    int e = blockIdx.x, n = 0, lane = threadIdx.x % 32, warp = threadIdx.x / 32, choices = tokens * w.top_k;
+    for (int base = 0; base < choices; base += blockDim.x * EACH) {
+        int first = base + threadIdx.x * EACH, mine = 0;
+        for (int k = 0; k < EACH; k++) mine |= (first + k < choices && w.expert[first + k] == e) << k;
+        int upto = __popc(mine);
+        for (int o = 1; o < 32; o *= 2) {
+            int before = __shfl_up_sync(~0u, upto, o);
+            if (lane >= o) upto += before;
+        }
+        if (lane == 31) counts[warp] = upto;
         __syncthreads();
-        int at = n + __popc(all & ((1u << lane) - 1));
+        int at = n + upto - __popc(mine);
         for (int k = 0; k < (int)blockDim.x / 32; k++) {
             if (k < warp) at += counts[k];
             n += counts[k];
         }
-        if (mine) w.list[(size_t)e * tokens + at] = i;
+        for (int k = 0; k < EACH; k++)
+            if (mine >> k & 1) w.list[(size_t)e * tokens + at++] = first + k;
         __syncthreads();
     }
     if (threadIdx.x == 0) w.listed[e] = n;
-}
-
-/* Eight e2m1 values times their block's scale (a byte of a packed chunk), exactly, as bf16. */
-__device__ inline uint4 fp4_to_bf16_scaled(uint32_t word, uint32_t scale) {
-    uint4 v = fp4_to_bf16(word);
-    uint32_t *pair = &v.x, lift = 0x78007800 /* 2^113 */, rest = (scale - 13) * 0x00800080 /* 2^(e - 114) */;
-    for (int i = 0; i < 4; i++) {
-        __nv_bfloat162 x = __hmul2(*reinterpret_cast<__nv_bfloat162 *>(&pair[i]), *reinterpret_cast<__nv_bfloat162 *>(&lift));
-        x = __hmul2(x, *reinterpret_cast<__nv_bfloat162 *>(&rest));
-        pair[i] = *reinterpret_cast<uint32_t *>(&x);
-    }
-    return v;
 }
 
 /* One product for all experts: the rows of x that chose an expert times its matrix. A block takes 128 choices of one expert
@@ -188,14 +295,30 @@ __global__ void __launch_bounds__(256) down_many(Work w, Block l, int tokens) {
     });
 }
 
-/* x[t] += sum of weight * down over the choices, in their order. A block a token. */
-__global__ void combine(Work w) {
+/* x[t] += sum of weight * down over the choices, in their order; and, unless NULL, RMSNorm(x) * norm for what comes next. A block
+ * a token. */
+__global__ void __launch_bounds__(256) combine(Work w, const float *norm) {
+    __shared__ float scratch[33];
     wait_previous();
+    launch_next();
     int t = blockIdx.x;
-    for (int i = threadIdx.x; i < w.dim; i += blockDim.x) {
-        float sum = 0;
-        for (int k = t * w.top_k; k < (t + 1) * w.top_k; k++) sum += w.weight[k] * w.down[(size_t)k * w.dim + i];
-        w.x[(size_t)t * w.dim + i] += sum;
+    float square = 0;
+    float4 *x = (float4 *)(w.x + (size_t)t * w.dim);
+    for (int i = threadIdx.x; i < w.dim / 4; i += blockDim.x) {
+        float4 sum = {}, old = x[i];
+        for (int k = t * w.top_k; k < (t + 1) * w.top_k; k++) {
+            float weight = w.weight[k];
+            float4 v = __ldcs((const float4 *)(w.down + (size_t)k * w.dim) + i);
+            sum.x += weight * v.x, sum.y += weight * v.y, sum.z += weight * v.z, sum.w += weight * v.w;
+        }
+        x[i] = sum = make_float4(old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w);
+        square += sum.x * sum.x + sum.y * sum.y + sum.z * sum.z + sum.w * sum.w;
+    }
+    if (!norm) return;
+    float scale = rsqrtf(block_sum(square, scratch, blockDim.x) / w.dim + w.eps);
+    for (int i = threadIdx.x; i < w.dim / 4; i += blockDim.x) {
+        float4 v = x[i], by = ((const float4 *)norm)[i];
+        *(uint2 *)((bf16 *)w.normed + (size_t)t * w.normed_pitch + 4 * i) = make_uint2(pack(v.x * scale * by.x, v.y * scale * by.y), pack(v.z * scale * by.z, v.w * scale * by.w));
     }
 }
 
@@ -204,17 +327,11 @@ template <typename Out> __global__ void swiglu_many(Work w, Block l) {
     wait_previous();
     const float *from = w.qkv + (size_t)blockIdx.x * l.up.rows;
     for (int i = threadIdx.x; i < w.ffn_dim; i += blockDim.x) {
-        float gate = from[2 * i], up = from[2 * i + 1];
-        if (l.up.bias) gate += l.up.bias[2 * i], up += l.up.bias[2 * i + 1];
-        ((Out *)w.act_out)[(size_t)blockIdx.x * w.act_pitch + i] = (Out)swiglu(w, gate, up);
+        ((Out *)w.act_out)[(size_t)blockIdx.x * w.act_pitch + i] = (Out)swiglu<Out>(w, from[2 * i], from[2 * i + 1]);
     }
 }
 
-__global__ void add_bias(Work w, const float *bias) {
-    wait_previous();
-    for (int i = threadIdx.x; i < w.dim; i += blockDim.x) w.x[(size_t)blockIdx.x * w.dim + i] += bias[i];
-}
-
+/* Attention for any head size, a block for each token and query head. */
 template <typename Out> __global__ void attention_plain(Work w, Step s, Block l) {
     extern __shared__ float plain[];
     wait_previous();

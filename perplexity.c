@@ -34,7 +34,7 @@ static bool score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_
     sequence_rewind(g, s, 0);
     while (s->tokens.n < n - 1) { /* the last token is only predicted */
         size_t at = s->tokens.n, end = at < from - 1 ? from - 1 : n - 1,
-               most = at < from - 1 ? BATCH_TOKENS : SCORED_AT_ONCE;
+               most = at < from - 1 ? (size_t)g->max_tokens : SCORED_AT_ONCE;
         size_t now = end - at < most ? end - at : most;
         Want want = at < from - 1 ? WANT_NOTHING : WANT_ALL_LOGITS;
         Result r;
@@ -85,7 +85,7 @@ static bool run(const char *model, Options *o, const Backend *backend, Error *e)
     if (ok && !o->stride) o->stride = o->ctx / 2;
     if (ok && o->stride >= o->ctx)
         ok = fail(e, USAGE, "a stride of %d leaves tokens between windows of %d out", o->stride, o->ctx);
-    Limits limits = {.gpu = o->gpu, .max_seqs = 1, .max_tokens = BATCH_TOKENS};
+    Limits limits = {.gpu = o->gpu, .max_seqs = 1, .max_tokens = backend->prompt_step};
     ok = ok && engine_open(&g, backend, &c.model, limits, o->ctx, e) && score(&g, &ids, o, e);
     engine_close(&g);
     checkpoint_close(&c);

@@ -870,7 +870,7 @@ static bool open_session(Session *s, const Backend *backend, const char *dir, co
     char context[32], where[64] = "";
     Limits limits = {.gpu = s->o.gpu,
                      .max_seqs = 1,
-                     .max_tokens = BATCH_TOKENS,
+                     .max_tokens = backend->prompt_step,
                      .progress = verbose ? show_progress : NULL,
                      .where = where};
     bytes_print(&path, "%s/tokenizer.json", dir);

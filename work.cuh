@@ -50,6 +50,18 @@ __device__ inline uint32_t pack(float low, float high) {
     return *reinterpret_cast<uint32_t *>(&v);
 }
 
+/* Eight e2m1 values times their block's scale (a byte of a packed chunk), exactly, as bf16. */
+__device__ inline uint4 fp4_to_bf16_scaled(uint32_t word, uint32_t scale) {
+    uint4 v = fp4_to_bf16(word);
+    uint32_t *pair = &v.x, lift = 0x78007800 /* 2^113 */, rest = (scale - 13) * 0x00800080 /* 2^(e - 114) */;
+    for (int i = 0; i < 4; i++) {
+        __nv_bfloat162 x = __hmul2(*reinterpret_cast<__nv_bfloat162 *>(&pair[i]), *reinterpret_cast<__nv_bfloat162 *>(&lift));
+        x = __hmul2(x, *reinterpret_cast<__nv_bfloat162 *>(&rest));
+        pair[i] = *reinterpret_cast<uint32_t *>(&x);
+    }
+    return v;
+}
+
 /* 16 bytes to shared memory. What was asked for before copies_end() is there after copies_done<n>() if at most n further
  * copies_end() followed. */
 __device__ inline void copy_16(void *to, const void *from) {
@@ -86,7 +98,7 @@ struct Step { /* device arrays, filled for each step; up to FEW tokens they have
     int *slot, *last;            /* (seqs) its last token, if one is to be drawn from it */
     Sampling *how;               /* (seqs) */
     int *row;                    /* (rows) tokens whose logits are wanted */
-    int *tile;                   /* (tiles, 2) first token and number of tokens of one sequence, at most 16 */
+    int *tile;                   /* (tiles, 2) first token and number of tokens of one sequence: attention takes them at once */
     int *header;                 /* [0]: pages of a row of `page` */
     int *page;                   /* (seqs, header[0]) */
 };
@@ -100,10 +112,11 @@ struct Work { /* everything a kernel may need; passed by value */
     const float2 *turn;        /* (context, head_dim / 2) cos and sin */
     float *x;                  /* (tokens, dim) residual stream */
     void *q, *attn, *act_out;  /* (tokens, n_heads * head_dim), (tokens, attn_pitch), (tokens * top_k, act_pitch): bf16, or float for
-                                  F32 weights; what lies between the width and the pitch is 0 */
+                                  F32 weights; what lies between the width and the pitch is 0. What experts read by wgmma, act_out
+                                  and then normed, has its columns in the order of fp4_column (hopper.cuh) */
     int attn_pitch, act_pitch;
     float act_lift;            /* few: factor of act_out */
-    float *qkv, *router, *down; /* many: (tokens, all rows), (tokens, n_experts), (tokens * top_k, dim) */
+    float *qkv, *down;         /* many: (tokens, all rows), (tokens * top_k, dim) */
     void *normed;              /* many: (tokens, normed_pitch), 0 behind dim */
     int normed_pitch;
     long long *router_sum;     /* few: (n_layers, FEW, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter */
@@ -127,11 +140,12 @@ __device__ inline bf16 *cache_of(const Work &w, int page, int values, int head) 
 }
 __device__ inline int page_of(const Step &s, int seq, int position) { return s.page[(size_t)seq * s.header[0] + position / PAGE]; }
 
-__device__ inline float swiglu(const Work &w, float gate, float up) {
-    if (w.act == SWIGLU) return gate / (1 + expf(-gate)) * up;
-    gate = fminf(gate, w.act_limit);
-    up = fmaxf(fminf(up, w.act_limit), -w.act_limit);
-    return gate / (1 + expf(-1.702f * gate)) * (up + 1);
+/* The activation; quick functions are exact enough for what is rounded to bf16. */
+template <typename Out = float> __device__ inline float swiglu(const Work &w, float gate, float up) {
+    bool clamped = w.act != SWIGLU;
+    if (clamped) gate = fminf(gate, w.act_limit), up = fmaxf(fminf(up, w.act_limit), -w.act_limit) + 1;
+    float x = clamped ? -1.702f * gate : -gate;
+    return (sizeof(Out) == 2 ? __fdividef(gate, 1 + __expf(x)) : gate / (1 + expf(x))) * up;
 }
 
 /* Turns a pair of query or key by `turn` (RoPE; values are not turned) and stores it for a token at `position`, whose part of

@@ -81,6 +81,90 @@ static void lengths_pass(void) {
     checkpoint_close(&c);
 }
 
+static int ascending(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* A model of random weights: prompts of many lengths, whole and in chunks, against the same in chunks of 16, which
+ * other kernels serve. Both round about ten times a layer to bf16. `share` of the tokens must agree: of one whose
+ * router was close to a tie another expert may have been chosen. */
+static void shapes_pass(const char *config, int layers, double share) {
+    enum { LONG = 5000, VOCAB = 512 };
+    const struct {
+        size_t n, chunk;
+    } runs[] = {{17, 17},   {63, 63},     {64, 64},     {65, 65},     {129, 129},
+                {300, 300}, {1000, 1000}, {5000, 5000}, {5000, 5000}, {5000, 700}};
+    char directory[] = "/tmp/infer-shapes-XXXXXX", path[100];
+    const double tolerance = 3 * sqrt(2 * 10 * layers) * 0x1p-9;
+    Error e;
+    Checkpoint c;
+    Engine g;
+    Sequence s = {0};
+    Result r;
+    int ids[LONG];
+    uint64_t random = 7;
+    size_t row = VOCAB * sizeof(float);
+    if (!mkdtemp(directory)) abort();
+    snprintf(path, sizeof path, "%s/config.json", directory);
+    FILE *file = fopen(path, "w");
+    check(file && fprintf(file, config, layers, VOCAB) > 0 && !fclose(file), "the config could not be written");
+    must(checkpoint_make_up(&c, directory, &e), &e);
+    Limits limits = {.max_seqs = 1, .max_tokens = LONG};
+    must(engine_open(&g, &cuda, &c.model, limits, 0, &e), &e);
+    for (int i = 0; i < LONG; i++) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        ids[i] = (int)((random >> 33) % VOCAB);
+    }
+    float *few = allocate(LONG * row), *many = allocate(LONG * row), *whole = allocate_zero(LONG, row);
+    double *error = allocate(LONG * sizeof *error);
+    for (int k = -1; k < (int)(sizeof runs / sizeof *runs); k++) {
+        size_t n = k < 0 ? LONG : runs[k].n, chunk = k < 0 ? 16 : runs[k].chunk;
+        float *logits = k < 0 ? few : many;
+        sequence_rewind(&g, &s, 0);
+        for (size_t at = 0; at < n; at += chunk) {
+            size_t now = n - at < chunk ? n - at : chunk;
+            must(sequence_run(&g, &s, ids + at, now, WANT_ALL_LOGITS, &greedy, &r, &e), &e);
+            memcpy(logits + at * VOCAB, r.logits, now * row);
+        }
+        if (k < 0) continue;
+        for (size_t i = 0; i < n; i++) error[i] = error_of(many + i * VOCAB, few + i * VOCAB, VOCAB);
+        qsort(error, n, sizeof *error, ascending);
+        double found = error[(size_t)ceil(share * (double)n) - 1];
+        check(found <= tolerance, "%zu tokens in chunks of %zu: %g of them differ by up to %g, more than %g", n, chunk,
+              share, found, tolerance);
+        if (k && runs[k - 1].n == n && runs[k - 1].chunk == chunk)
+            check(!memcmp(whole, many, n * row), "a second run gives other bits");
+        memcpy(whole, many, n * row);
+    }
+    free(few), free(many), free(whole), free(error);
+    sequence_free(&g, &s);
+    engine_close(&g);
+    checkpoint_close(&c);
+    check(!unlink(path) && !rmdir(directory), "%s stays behind", directory);
+}
+
+static void shapes_20b(void) {
+    shapes_pass("{\"architectures\":[\"GptOssForCausalLM\"],\"model_type\":\"gpt_oss\",\"num_hidden_layers\":%d,"
+                "\"vocab_size\":%d,\"hidden_size\":2880,\"intermediate_size\":2880,\"num_attention_heads\":64,"
+                "\"num_key_value_heads\":8,\"head_dim\":64,\"layer_types\":[\"sliding_attention\",\"full_attention\"],"
+                "\"sliding_window\":128,\"num_local_experts\":32,\"num_experts_per_tok\":4,\"swiglu_limit\":7.0,"
+                "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-05,\"rope_theta\":150000,\"attention_bias\":true,"
+                "\"tie_word_embeddings\":false,\"quantization_config\":{\"quant_method\":\"mxfp4\"}}",
+                2, 0.8);
+}
+#define DENSE                                                                                                          \
+    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"num_hidden_layers\":%d,\"vocab_size\":%d,"   \
+    "\"hidden_size\":768,\"intermediate_size\":1152,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"         \
+    "\"rms_norm_eps\":1e-05,\"rope_theta\":10000,\"attention_bias\":false,\"mlp_bias\":false,"                         \
+    "\"tie_word_embeddings\":false,"
+static void shapes_dense_64(void) {
+    shapes_pass(DENSE "\"num_attention_heads\":12,\"num_key_value_heads\":3,\"head_dim\":64}", 3, 1);
+}
+static void shapes_dense_128(void) {
+    shapes_pass(DENSE "\"num_attention_heads\":6,\"num_key_value_heads\":2,\"head_dim\":128}", 3, 1);
+}
+
 static void scale(const float *norm, int n) {
     for (int i = 0; i < n; i++) ((float *)(uintptr_t)norm)[i] *= 1.01f;
 }
@@ -444,6 +528,9 @@ int main(void) {
     }
     run("gpu: fixtures at every stage, in chunks of 1 to all", fixtures_pass);
     run("gpu: prompts of 1 to 300 tokens", lengths_pass);
+    run("gpu: prompts of 17 to 5,000 tokens, the shapes of gpt-oss-20b", shapes_20b);
+    run("gpu: prompts of 17 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
+    run("gpu: prompts of 17 to 5,000 tokens, 3 heads of 128 share keys", shapes_dense_128);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
     run("gpu: the real router and experts, one token", router_and_experts_few);
     run("gpu: the real router and experts, 40 tokens", router_and_experts_many);

@@ -1,0 +1,436 @@
+/* hopper.cuh: what a step of many tokens spends its time in, attention and the products of the experts, on Hopper's
+ * instructions for groups of four warps (wgmma, only in code for sm_90a). many.cuh has both for other cards.
+ *
+ * A group multiplies 64 rows, which lie in its registers or in shared memory, by columns that lie in shared memory: a ring
+ * that cp.async fills ahead. Sums are fp32 and in one order, so that every run gives the same bits. */
+#ifndef HOPPER_CUH
+#define HOPPER_CUH
+
+#include "work.cuh"
+
+#include <type_traits>
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define WGMMA 1
+#else
+#define WGMMA 0
+#endif
+
+/* Whether this is code with wgmma: the host asks, since only the driver knows which of a build's architectures it took. */
+__device__ int has_wgmma = WGMMA;
+
+constexpr int SLAB = 64 * 128; /* bytes of 64 columns of 64 inner indices, as wgmma reads them */
+
+/* Where the inner index of column c lies among a row's. Lane t holds columns 8t .. 8t + 7 of a block of 32 weights in MXFP4, wgmma
+ * wants 2t, 2t + 1, 2t + 8, 2t + 9 of every 16: activations for it have the 4 by 4 pairs of each 32 columns transposed. */
+__host__ __device__ inline int fp4_column(int c) { return (c & ~30) | (c & 6) << 2 | (c >> 2 & 6); }
+
+#if WGMMA
+/* ---- instructions ---- */
+
+#define SUMS_8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
+#define TO_31 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define TO_63 TO_31 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define TO_95 TO_63 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA_TO(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
+
+/* c (64, N) += a (64, 16) times the 16 inner indices of N columns that `b` names, bf16. Warp w of four holds rows 16w .. 16w + 15 of a
+ * and c, dealt to its lanes as mma deals them. Runs on its own: see wgmma_done. */
+template <int N> __device__ inline void wgmma(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b) {
+    if constexpr (N == 64)
+        asm volatile(WGMMA_TO(64) "{" TO_31 "},{%32,%33,%34,%35},%36,1,1,1,0;" : SUMS_32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    else if constexpr (N == 128)
+        asm volatile(WGMMA_TO(128) "{" TO_63 "},{%64,%65,%66,%67},%68,1,1,1,0;" : SUMS_32(0), SUMS_32(32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    else
+        asm volatile(WGMMA_TO(192) "{" TO_95 "},{%96,%97,%98,%99},%100,1,1,1,0;"
+                     : SUMS_32(0), SUMS_32(32), SUMS_32(64)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+/* The same for rows of a that lie in shared memory like columns; without `add` c is overwritten. */
+__device__ inline void wgmma(float (&c)[32], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p,%34,0;\n" WGMMA_TO(64) "{" TO_31 "},%32,%33,p,1,1,0,0;\n}" : SUMS_32(0) : "l"(a), "l"(b), "r"(add));
+}
+/* Before the first wgmma behind other writes to its registers; behind the last of a group; until all but BUT groups are done. */
+__device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int BUT> __device__ inline void wgmma_done() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(BUT) : "memory"); }
+/* What is done with c stays behind the wait. */
+template <int N> __device__ inline void wgmma_settle(float (&c)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
+}
+
+/* The warps of a group wait for each other. */
+__device__ inline void sync_group() { asm volatile("bar.sync %0,128;" ::"r"(1 + (int)threadIdx.x / 128) : "memory"); }
+/* wgmma sees what cp.async wrote and this thread knows to be there. */
+__device__ inline void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/* A slab lies at a multiple of 1024: column n has its 64 inner indices at 128 n, the eighths of the 128 bytes exchanged so that eight
+ * columns' share of one fills all banks. 16 inner indices further on is 2 more, the next slab SLAB / 16 more. */
+__device__ inline uint64_t slab_at(const uint8_t *shared) {
+    return (uint64_t)1 << 62 | (uint64_t)64 << 32 | (uint64_t)1 << 16 | (__cvta_generic_to_shared(shared) & 0x3FFFF) >> 4;
+}
+__device__ inline int slab_byte(int column, int eighth) { return column * 128 + (eighth ^ column % 8) * 16; }
+
+/* 16 bytes to shared memory of which only the first `bytes` are read, the others become 0. */
+__device__ inline void copy_some(void *to, const void *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes) : "memory");
+}
+
+/* The ring: a stage is filled when all warps have left it and used when its copies have arrived. */
+struct Stages {
+    uint64_t *full, *empty; /* (n) barriers */
+    int n, at = 0;
+    unsigned parity = 0;
+
+    static __device__ unsigned address(const uint64_t *b) { return (unsigned)__cvta_generic_to_shared(b); }
+    static __device__ void wait(const uint64_t *b, unsigned parity) {
+        unsigned done = 0;
+        while (!done)
+            asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(done) : "r"(address(b)), "r"(parity) : "memory");
+    }
+    /* `arrivals` make a stage full, `warps` empty. All threads of the block call it. */
+    __device__ Stages(uint64_t *barriers, int n, int arrivals, int warps) : full(barriers), empty(barriers + n), n(n) {
+        if ((int)threadIdx.x < n) {
+            asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(address(full + threadIdx.x)), "r"(arrivals));
+            asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(address(empty + threadIdx.x)), "r"(warps));
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        __syncthreads();
+    }
+    __device__ void next() {
+        if (++at == n) at = 0, parity ^= 1;
+    }
+    __device__ void wait_empty() const { wait(empty + at, parity ^ 1); }
+    __device__ void wait_full() const {
+        wait(full + at, parity);
+        show_copies();
+    }
+    __device__ void leave() const { /* a warp has read the stage */
+        if (threadIdx.x % 32 == 0) asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state,[%0];\n}" ::"r"(address(empty + at)) : "memory");
+    }
+    /* A thread arrives when what it has asked for by cp.async is there. */
+    __device__ void copies_arrive() const { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address(full + at)) : "memory"); }
+};
+
+__device__ inline float exp2_quick(float x) { /* for shares that are rounded to bf16 */
+    asm("ex2.approx.ftz.f32 %0,%0;" : "+f"(x));
+    return x;
+}
+#endif
+
+/* ---- attention ---- */
+
+template <int D> struct AttentionShape {
+    static constexpr int GROUPS = 2, ROWS = GROUPS * 64, THREADS = GROUPS * 128; /* a row: a token and query head */
+    static constexpr int BLOCKS = D == 64 ? 2 : 1;                               /* at once on a multiprocessor */
+    static constexpr int STAGES = 5, STAGE = 2 * D * PAGE * 2;                   /* bytes of a page's keys and values */
+    static constexpr int AHEAD = 3;                                              /* pages on the way; the others let the warps drift apart */
+    static constexpr int QUERIES = D * 128;                                      /* bytes of a group's */
+    static constexpr int SHARED = STAGES * (STAGE + 16) + GROUPS * QUERIES;
+};
+
+/* Attention of neighbouring tokens (blockIdx.y: a tile, the last first, since it sees most) and all query heads that share a
+ * key/value head (blockIdx.x): ROWS rows, whose queries stay in shared memory while pages of keys and values pass through it. Every
+ * thread fetches its share of a page AHEAD pages before it is used. Softmax as in Attend (work.cuh); a page that all rows of a
+ * group see whole is not masked, and sums are scaled only where a row's largest score has grown. */
+template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, AttentionShape<D>::BLOCKS) attention_wgmma(Work w, Step s, Block l) {
+#if WGMMA
+    typedef AttentionShape<D> Shape;
+    extern __shared__ __align__(1024) uint8_t arena[];
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = blockIdx.x, tile = gridDim.y - 1 - blockIdx.y;
+    Stages ring((uint64_t *)(arena + Shape::STAGES * Shape::STAGE + Shape::GROUPS * Shape::QUERIES), Shape::STAGES, Shape::THREADS, Shape::GROUPS * 4), next = ring;
+    wait_previous();
+    launch_next();
+    int token = s.tile[2 * tile], n = s.tile[2 * tile + 1], position = s.position[token], group = w.n_heads / w.n_kv_heads, end = position + n - 1;
+    int begin = l.window && position >= l.window ? (position - l.window + 1) / PAGE : 0, coming = begin;
+    const int *pages = s.page + (size_t)s.seq[token] * s.header[0];
+    int page = pages[begin], column = threadIdx.x % 8;
+    const uint8_t *cache = (const uint8_t *)cache_of(w, 0, 0, head) + threadIdx.x * 16;
+    size_t page_bytes = (size_t)w.n_layers * 2 * w.n_kv_heads * D * PAGE * 2, to_values = (size_t)w.n_kv_heads * D * PAGE * 2;
+    uint8_t *key = arena + threadIdx.x % (D / 8) / 8 * SLAB + slab_byte(threadIdx.x / (D / 8), column), *value = arena + D * 128 + slab_byte(threadIdx.x / 8, column);
+    auto fetch = [&] { /* the share of a thread in page `coming` */
+        if (coming > end / PAGE) return;
+        const uint8_t *from = cache + page * page_bytes;
+        int at = next.at * Shape::STAGE, seen = 2 * (end + 1 - coming * PAGE) - column * 16; /* behind the last token there may be a NaN, and 0 times that is one */
+        if (coming < end / PAGE) page = pages[coming + 1];
+        next.wait_empty();
+#pragma unroll
+        for (int k = 0; k < PAGE * D / 8 / Shape::THREADS; k++) {
+            copy_16(key + at + k * (Shape::THREADS / (D / 8)) * 128, from + k * Shape::THREADS * 16);
+            copy_some(value + at + k * (Shape::THREADS / 8) * 128, from + to_values + k * Shape::THREADS * 16, max(0, min(16, seen)));
+        }
+        next.copies_arrive();
+        next.next();
+        coming++;
+    };
+    int mine = threadIdx.x / 128, low = position + min(mine * 64 / group, n - 1), high = position + min((mine * 64 + 63) / group, n - 1);
+    uint8_t *queries = arena + Shape::STAGES * Shape::STAGE + mine * Shape::QUERIES;
+#pragma unroll
+    for (int k = 0; k < Shape::QUERIES / 16 / 128; k++) {
+        int i = k * 128 + threadIdx.x % 128, r = i / (D / 8), c = i % (D / 8), of = mine * 64 + r;
+        copy_16(queries + c / 8 * SLAB + slab_byte(r, c % 8), (const bf16 *)w.q + ((size_t)(token + min(of / group, n - 1)) * w.n_heads + head * group + of % group) * D + c * 8);
+    }
+    copies_end();
+    for (int i = 0; i < Shape::AHEAD; i++) fetch();
+    copies_done<0>();
+    show_copies();
+    sync_group();
+    uint64_t q = slab_at(queries);
+    int row = threadIdx.x / 32 * 16 + g, last[2], first[2]; /* what rows g and g + 8 see */
+    for (int r = 0; r < 2; r++) {
+        last[r] = position + min((row + 8 * r) / group, n - 1);
+        first[r] = l.window ? last[r] - l.window + 1 : 0;
+    }
+    float sum[D / 64][32] = {}, most[2] = {-INFINITY, -INFINITY}, total[2] = {}, scale = LOG2E * rsqrtf(D);
+    for (int i = begin; i <= end / PAGE; i++, ring.next()) {
+        float score[32];
+        fetch();
+        ring.wait_full();
+        uint64_t keys = slab_at(arena + ring.at * Shape::STAGE), values = keys + D * 128 / 16;
+        wgmma_begin();
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) wgmma(score, q + k / 4 * (SLAB / 16) + k % 4 * 2, keys + k / 4 * (SLAB / 16) + k % 4 * 2, k > 0);
+        wgmma_end();
+        wgmma_done<0>();
+        wgmma_settle(score);
+        if (i * PAGE + PAGE - 1 > low || (l.window && i * PAGE <= high - l.window))
+            for (int j = 0; j < 32; j++) {
+                int p = i * PAGE + j / 4 * 8 + 2 * t + j % 2, r = j / 2 % 2;
+                if (p > last[r] || p < first[r]) score[j] = -INFINITY;
+            }
+        float shift[2], factor[2];
+        for (int r = 0; r < 2; r++) {
+            float now = most[r];
+            for (int j = 0; j < 16; j++) now = fmaxf(now, score[j / 2 * 4 + r * 2 + j % 2]);
+            now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+            now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+            shift[r] = now == -INFINITY ? 0 : now * scale; /* -INFINITY: nothing seen yet */
+            factor[r] = exp2_quick(most[r] * scale - shift[r]);
+            most[r] = now;
+            total[r] *= factor[r];
+        }
+        if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1))
+            for (int u = 0; u < D / 64; u++)
+                for (int j = 0; j < 32; j++) sum[u][j] *= factor[j / 2 % 2];
+        uint32_t share[4][4];
+#pragma unroll
+        for (int j = 0; j < 32; j += 2) {
+            int r = j / 2 % 2;
+            float a = exp2_quick(score[j] * scale - shift[r]), b = exp2_quick(score[j + 1] * scale - shift[r]);
+            total[r] += a + b;
+            share[j / 8][j / 2 % 4] = pack(a, b);
+        }
+        wgmma_begin();
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            for (int u = 0; u < D / 64; u++) wgmma<64>(sum[u], share[k], values + u * (SLAB / 16) + k * 2);
+        wgmma_end();
+        wgmma_done<0>();
+        for (int u = 0; u < D / 64; u++) wgmma_settle(sum[u]);
+        ring.leave();
+    }
+    for (int r = 0; r < 2; r++) {
+        float all = total[r] + __shfl_xor_sync(~0u, total[r], 1);
+        all += __shfl_xor_sync(~0u, all, 2);
+        int h = head * group + (row + 8 * r) % group, from = (row + 8 * r) / group;
+        float sink = l.sinks ? l.sinks[h] * LOG2E : -INFINITY, top = fmaxf(most[r] * scale, sink), factor = exp2f(most[r] * scale - top);
+        all = all * factor + (l.sinks ? exp2f(sink - top) : 0);
+        if (from >= n) continue;
+        bf16 *out = (bf16 *)w.attn + (size_t)(token + from) * w.attn_pitch + h * D + 2 * t;
+        for (int j = 0; j < D / 8; j++) *(uint32_t *)(out + j * 8) = pack(sum[j / 8][j % 8 * 4 + 2 * r] * factor / all, sum[j / 8][j % 8 * 4 + 2 * r + 1] * factor / all);
+    }
+#endif
+}
+
+/* ---- experts ---- */
+
+struct ExpertShape {
+    static constexpr int GROUPS = 3, ROWS = GROUPS * 64;  /* of four warps; rows of the matrix that a block multiplies ... */
+    static constexpr int UNITS = 3, CHOICES = UNITS * 64; /* ... by so many choices */
+    static constexpr int THREADS = GROUPS * 128 + 128;    /* with the producer's */
+    static constexpr int STAGES = 6, X = UNITS * SLAB, WEIGHTS = ROWS / FP4_ROWS * FP4_BYTES; /* bytes of 64 columns */
+    static constexpr int PITCH = 40, OUT = 64 * PITCH * 2; /* results on their way out, of each group */
+    static constexpr int SHARED = STAGES * (X + WEIGHTS + 16) + GROUPS * OUT; /* without the list of tiles */
+    static constexpr int tiles(int choices, int experts) { return choices / CHOICES + experts; }
+};
+
+#if WGMMA
+/* Lists the tiles of at most CHOICES choices into which the experts' work is cut, largest first so that no block ends long after the
+ * others: expert << 16 | number; returns how many there are. All threads of the block call it. */
+__device__ inline int list_tiles(const Work &w, int *tile) {
+    constexpr int C = ExpertShape::CHOICES;
+    auto units = [](int n) { return (n % C + 63) / 64; }; /* of the last, smaller tile */
+    int whole = 0, partial = 0;
+    for (int e = 0; e < w.n_experts; e++) whole += w.listed[e] / C, partial += w.listed[e] % C > 0;
+    for (int e = threadIdx.x; e < w.n_experts; e += blockDim.x) {
+        int n = w.listed[e], at = 0, rest = whole;
+        for (int k = 0; k < w.n_experts; k++) {
+            int m = w.listed[k];
+            if (k < e) at += m / C;
+            rest += units(m) > units(n) || (units(m) == units(n) && k < e);
+        }
+        for (int i = 0; i < n / C; i++) tile[at + i] = e << 16 | i;
+        if (n % C) tile[rest] = e << 16 | n / C;
+    }
+    __syncthreads();
+    return whole + partial;
+}
+
+/* A tile: this group's 64 rows of an expert's matrix, unpacked to bf16 in registers, times n choices, at most 64 UNITS. While one
+ * group unpacks, the others multiply. */
+template <int UNITS, class Store>
+__device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int expert, int row, const int *list, int n, uint8_t *room, Store store) {
+    typedef ExpertShape Shape;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float c[UNITS * 32] = {};
+    for (int step = 0; step < steps; step++, ring.next()) {
+        ring.wait_full();
+        const uint8_t *chunk = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + warp * FP4_BYTES;
+        uint4 words = *(const uint4 *)(chunk + lane * 16);
+        uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4), a[4][4];
+#pragma unroll
+        for (int block = 0; block < 2; block++) {
+            uint4 low = fp4_to_bf16_scaled(block ? words.y : words.x, scales >> 8 * block & 255), high = fp4_to_bf16_scaled(block ? words.w : words.z, scales >> (16 + 8 * block) & 255);
+            uint32_t(*to)[4] = a + 2 * block;
+            to[0][0] = low.x, to[0][1] = high.x, to[0][2] = low.y, to[0][3] = high.y;
+            to[1][0] = low.z, to[1][1] = high.z, to[1][2] = low.w, to[1][3] = high.w;
+        }
+        uint64_t columns = slab_at(arena + ring.at * Shape::X);
+        wgmma_begin();
+#pragma unroll
+        for (int k = 0; k < 4; k++) wgmma<UNITS * 64>(c, a[k], columns + k * 2);
+        wgmma_end();
+        wgmma_done<0>();
+        ring.leave();
+    }
+    wgmma_settle(c);
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) store(c + u * 32, expert, row, list + u * 64, n - u * 64, room);
+}
+
+/* One product for all experts, by blocks that take tile after tile: ROWS rows of an expert's matrix times up to CHOICES rows of x
+ * that chose it, 64 columns a stage. The producer's warps run ahead, over the borders of tiles too. x has a row for every `divide`
+ * choices, its columns in the order of fp4_column. store(c, expert, this warp's first row of the matrix, choices, how many, room)
+ * gets the sums of 64 choices. */
+template <class Store> __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide, int tokens, Store store) {
+    typedef ExpertShape Shape;
+    extern __shared__ __align__(1024) uint8_t arena[];
+    uint8_t *room = arena + Shape::STAGES * (Shape::X + Shape::WEIGHTS);
+    uint64_t *barriers = (uint64_t *)(room + Shape::GROUPS * Shape::OUT);
+    int *tile = (int *)(barriers + 2 * Shape::STAGES), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    Stages ring(barriers, Shape::STAGES, 128, Shape::GROUPS * 4);
+    wait_previous();
+    launch_next();
+    int steps = m.stride / FP4_COLUMNS, groups = (m.rows + FP4_ROWS - 1) / FP4_ROWS, high = (m.rows + Shape::ROWS - 1) / Shape::ROWS, tiles = list_tiles(w, tile);
+    auto tile_at = [&](int i, int &e, int &n, int &group) { /* its expert, how many choices, first group of rows; returns their list */
+        int number = tile[i / high] & 0xFFFF;
+        e = tile[i / high] >> 16;
+        n = min(Shape::CHOICES, w.listed[e] - number * Shape::CHOICES);
+        group = i % high * (Shape::ROWS / FP4_ROWS);
+        return w.list + (size_t)e * tokens + number * Shape::CHOICES;
+    };
+    int e, n, group;
+    if (warp < Shape::GROUPS * 4) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;"); /* the producer's registers are worth more here */
+        uint8_t *mine = room + warp / 4 * Shape::OUT;
+        int i = blockIdx.x;
+        auto take = [&](auto units) { /* the tiles of this size; constant, so that sums are registers */
+            constexpr int UNITS = decltype(units)::value;
+            for (; i < tiles * high; i += gridDim.x) {
+                const int *list = tile_at(i, e, n, group);
+                n = __shfl_sync(~0u, n, 0);
+                if (n <= (UNITS - 1) * 64) break;
+                multiply_tile<UNITS>(ring, arena, steps, e, (group + warp) * FP4_ROWS, list, n, mine, store);
+            }
+        };
+        take(std::integral_constant<int, 3>());
+        take(std::integral_constant<int, 2>());
+        take(std::integral_constant<int, 1>());
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        constexpr int WORDS = FP4_BYTES / 16, ALL = Shape::WEIGHTS / 16; /* of a chunk, and of the chunks of all groups of rows */
+        int thread = threadIdx.x % 128;
+        for (int i = blockIdx.x; i < tiles * high; i += gridDim.x) {
+            const int *list = tile_at(i, e, n, group);
+            /* where a thread's words lie; eight threads copy a row of x, every 16th. Behind the last group and row it is read again. */
+            uint32_t chunk[(ALL + 127) / 128], from[Shape::CHOICES / 16];
+#pragma unroll
+            for (int k = 0; k < (ALL + 127) / 128; k++) {
+                int word = k * 128 + thread;
+                chunk[k] = min(word / WORDS, groups - group - 1) * steps * WORDS + word % WORDS;
+            }
+#pragma unroll
+            for (int k = 0; k < Shape::CHOICES / 16; k++) from[k] = (uint32_t)(list[min(thread / 8 + 16 * k, n - 1)] / divide) * (x_pitch / 8) + thread % 8;
+            const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)group * steps * FP4_BYTES), *rows = (const uint4 *)x;
+            for (int step = 0; step < steps; step++, weights += WORDS, rows += FP4_COLUMNS / 8, ring.next()) {
+                ring.wait_empty();
+                uint8_t *to = arena + ring.at * Shape::X + slab_byte(thread / 8, thread % 8), *to_weights = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + thread * 16;
+#pragma unroll
+                for (int k = 0; k < ALL / 128; k++) copy_16(to_weights + k * 2048, weights + chunk[k]);
+                if (ALL % 128 > thread) copy_16(to_weights + ALL / 128 * 2048, weights + chunk[ALL / 128]);
+#pragma unroll
+                for (int u = 0; u < Shape::UNITS; u++) {
+                    if (u * 64 >= n) break;
+#pragma unroll
+                    for (int k = u * 4; k < u * 4 + 4; k++) copy_16(to + k * 2048, rows + from[k]);
+                }
+                ring.copies_arrive();
+            }
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+    }
+}
+
+#endif
+
+/* Gate and up, alternating rows, and the activation: act_out in the order of fp4_column. */
+__global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Block l, int tokens) {
+#if WGMMA
+    multiply_experts_wgmma(w, l.up, (const bf16 *)w.normed, w.normed_pitch, w.top_k, tokens, [&](const float *c, int e, int row, const int *list, int n, uint8_t *room) {
+        int thread = threadIdx.x % 128, warp = thread / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
+        bool odd = g % 2; /* holds up's rows, and does the odd one of two tokens */
+        bf16 *out = (bf16 *)room;
+        if (row - warp * 16 >= l.up.rows) return;
+        int choice[2];
+        float2 bias[2] = {};
+        for (int i = 0; i < 2; i++) {
+            choice[i] = thread / 4 + 32 * i < n ? list[thread / 4 + 32 * i] : -1;
+            if (l.up.bias) bias[i] = *(const float2 *)(l.up.bias + (size_t)e * l.up.rows + row + 8 * i + g - odd);
+        }
+#pragma unroll
+        for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
+            int i = j % 2;
+            float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
+            float value = swiglu<bf16>(w, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y);
+            out[(j / 2 * 8 + 2 * t + odd) * ExpertShape::PITCH + fp4_column(warp * 8 + i * 4 + g / 2)] = (bf16)value;
+        }
+        sync_group();
+        for (int i = 0; i < 2; i++)
+            if (choice[i] >= 0)
+                *(uint4 *)((bf16 *)w.act_out + (size_t)choice[i] * w.act_pitch + (row - warp * 16) / 2 + t * 8) = *(const uint4 *)(out + (thread / 4 + 32 * i) * ExpertShape::PITCH + t * 8);
+        sync_group();
+    });
+#endif
+}
+
+__global__ void __launch_bounds__(ExpertShape::THREADS, 1) down_wgmma(Work w, Block l, int tokens) {
+#if WGMMA
+    multiply_experts_wgmma(w, l.down, (const bf16 *)w.act_out, w.act_pitch, 1, tokens, [&](const float *c, int e, int row, const int *list, int n, uint8_t *) {
+        int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if (row >= w.dim) return;
+        const float *bias = l.down.bias ? l.down.bias + (size_t)e * w.dim + row + g : NULL;
+        float low = bias ? bias[0] : 0, high = bias ? bias[8] : 0;
+        int choice[2] = {lane < n ? list[lane] : -1, lane + 32 < n ? list[lane + 32] : -1};
+#pragma unroll
+        for (int j = 0; j < 16; j++) { /* two tokens of 8 each */
+            int mine = __shfl_sync(~0u, choice[j / 8], (j / 2 * 8 + 2 * t + j % 2) % 32);
+            float *out = w.down + (size_t)mine * w.dim + row + g;
+            if (mine >= 0) out[0] = c[j / 2 * 4 + j % 2] + low, out[8] = c[j / 2 * 4 + 2 + j % 2] + high;
+        }
+    });
+#endif
+}
+
+#endif
