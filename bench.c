@@ -53,6 +53,8 @@ typedef struct {
     uint64_t bytes; /* of a step; 0: a prompt */
     double flat;    /* seconds of a flat read of as many */
     double seconds[MOST_REPEATS];
+    Phase phase[MOST_PHASES]; /* of the last step */
+    int phases;
 } Figure;
 
 static int ascending(const void *a, const void *b) {
@@ -76,7 +78,9 @@ static void print_figure(Bench *b, Figure *f) {
             printf(
                 ", \"step_bytes\": %llu, \"bytes_per_second\": %.4g, \"flat_seconds\": %.8f, \"percent_of_flat\": %.2f",
                 (unsigned long long)f->bytes, (double)f->bytes / step, f->flat, percent);
-        printf("}");
+        for (int i = 0; i < f->phases; i++)
+            printf("%s\"%s\": %.3g", i ? ", " : ", \"phases\": {", f->phase[i].name, f->phase[i].seconds);
+        printf(f->phases ? "}}" : "}");
         return;
     }
     if (!b->rows++)
@@ -155,6 +159,7 @@ static bool measure_generation(Bench *b, Figure *f, Error *e) {
     double ignored;
     bool ok = generate_once(b, f, page, max_pages, &ignored, e);
     for (int r = 0; r < b->o.repeats && ok; r++) ok = generate_once(b, f, page, max_pages, f->seconds + r, e);
+    if (ok) f->phases = b->engine.backend->phases(b->engine.state, f->phase);
     free(page);
     return ok;
 }

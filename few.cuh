@@ -245,7 +245,8 @@ template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, wi
 
 struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
     int stages, stage_bytes;
-    int ring, barriers, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, active, turn, position, page, begun, bytes;
+    int ring, barriers, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page, begun, bytes;
+    int active, active_expert, active_tokens, active_weight, active_choice, active_chosen, active_end; /* see Active */
 };
 
 /* Elements between rows of activations. */
@@ -269,17 +270,8 @@ struct Active {
     float *weight;    /* (n, FEW) */
     int *choice;      /* (n, FEW) */
     unsigned *chosen; /* (n_experts / 32) a bit an expert */
-    int floats_;
 
-    static __host__ __device__ int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
-    static __host__ __device__ int floats(int n_experts, int most) { return 4 + most * (2 + 2 * FEW) + (n_experts + 31) / 32; }
-    __device__ Active(float *memory, int n_experts, int most)
-        : n((int *)memory), expert(n + 4), tokens((unsigned *)(expert + most)), weight((float *)(tokens + most)), choice((int *)(weight + most * FEW)),
-          chosen((unsigned *)(choice + most * FEW)), floats_(floats(n_experts, most)) {}
-    __device__ void clear(int thread, int threads) {
-#pragma unroll 1
-        for (int i = thread; i < floats_; i += threads) n[i] = 0;
-    }
+    static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
     __device__ int place(int e) const { /* how many were chosen before it */
         int before = __popc(chosen[e / 32] & ((1u << e % 32) - 1));
 #pragma unroll 1
@@ -327,7 +319,13 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.logit, tokens * w.n_experts * 4);
     take(k.weights, tokens * w.top_k * 4);
     take(k.experts, tokens * w.top_k * 4);
-    take(k.active, Active::floats(w.n_experts, most) * 4);
+    take(k.active, 4);
+    take(k.active_expert, most * 4);
+    take(k.active_tokens, most * 4);
+    take(k.active_weight, most * FEW * 4);
+    take(k.active_choice, most * FEW * 4);
+    take(k.active_chosen, (w.n_experts + 31) / 32 * 4);
+    k.active_end = k.bytes;
     take(k.turn, tokens * w.head_dim / 2 * 8);
     take(k.position, tokens * 4);
     take(k.page, tokens * 4);
@@ -341,11 +339,6 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
 
 /* ---- streaming weights through a block ---- */
 
-/* The units (groups of rows) of a block, of `units` in all: every gridDim.x-th. */
-__device__ inline int units_of_block(int units) { return (units - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x; }
-__device__ inline int unit_of_block(int i) { return blockIdx.x + i * gridDim.x; }
-/* Row i of a block's units is this row of the matrix. */
-template <Type T> __device__ int row_of_block(int i) { return unit_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS; }
 /* Where group `group` of a matrix begins. */
 template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group) { return m.data + (size_t)group * Codec<T>::ROWS * Codec<T>::row_bytes(m.stride); }
 /* The first chunk of a warp's slice in part `part` of the columns. */
@@ -431,54 +424,6 @@ template <int ROWS, int OF_TEAM, class Pair> __device__ void end_pass(int thread
     }
 }
 
-__device__ inline void prefetch(int thread, const float *p, int n) {
-#pragma unroll 1
-    for (int i = thread * 32; i < n; i += CONSUMERS * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + i));
-}
-
-/* RMSNorm of rows of x (..., dim) for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
- * weight goes to out (rows, pitch); what is multiplied by it has to be multiplied by scale[row] = 1 / sqrt(mean + eps), which
- * is there after the next barrier; out is there at once. square (rows, WARPS) is scratch: a row is cut into as many parts as there are warps, whoever
- * adds them up, so that its sum does not depend on how many rows there are. */
-template <Type T>
-__device__ void stage_normed(int thread, typename Codec<T>::Activation *out, int stride, const float *x, const int *row, int rows, const float *weight, int dim, float eps,
-                             float *square, float *scale) {
-    constexpr int STEP = 2; /* loads on the way at once */
-    int pitch = pitch_of<T>(stride), lane = thread % 32;
-#pragma unroll 1
-    for (int i = thread / 32; i < rows * WARPS; i += WARPS) {
-        int r = i / WARPS, part = i % WARPS;
-        const float *from = x + (size_t)(row ? row[r] : r) * dim;
-        float sum = 0;
-#pragma unroll 1
-        for (int base = (part * 32 + lane) * 4; base < stride; base += STEP * CONSUMERS * 4) {
-            float4 value[STEP] = {}, times[STEP] = {};
-#pragma unroll
-            for (int k = 0; k < STEP; k++) {
-                int at = base + k * CONSUMERS * 4;
-                if (at < dim) value[k] = __ldcg((const float4 *)(from + at)), times[k] = *(const float4 *)(weight + at);
-            }
-#pragma unroll
-            for (int k = 0; k < STEP; k++) {
-                int at = base + k * CONSUMERS * 4;
-                float4 v = value[k], t = times[k];
-                sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-                constexpr float L = Codec<T>::LIFT;
-                if (at < stride) Codec<T>::store_four(out + r * pitch, at, v.x * t.x * L, v.y * t.y * L, v.z * t.z * L, v.w * t.w * L);
-            }
-        }
-        sum = warp_sum(sum);
-        if (lane == 0) square[i] = sum;
-    }
-    sync_consumers();
-    if (thread < rows) {
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) sum += square[thread * WARPS + i];
-        scale[thread] = rsqrtf(sum / dim + eps);
-    }
-}
-
 /* ---- the kernel ---- */
 
 /* Fetches the step, `bytes` from `post` in the host's memory (a step of many tokens is there already: 0), and begins it: x = the token's row of the
@@ -507,7 +452,8 @@ struct Few {
     const Step &s;
     const Layout &k;
     uint8_t *memory;
-    int tokens, first, last, phase, origin = 0; /* 0 */
+    int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
+    int origin = 0; /* 0 */
     bool producing;
     Ring ring;
 
@@ -518,11 +464,15 @@ struct Few {
         for (int i = threadIdx.x * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
         __syncthreads();
     }
+    __device__ void note_time(int at) {
+        if (blockIdx.x == 0 && ring.thread == 0) asm volatile("mov.u64 %0,%globaltimer;" : "=l"(w.ended[at])::"memory");
+    }
     /* What the consumers need to know about the tokens all the time. */
     __device__ void begin() {
         int half = w.head_dim / 2;
         if (producing) return;
         wait_previous();
+        note_time(first);
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens; t += WARPS) {
             int p = s.position[t];
@@ -532,13 +482,19 @@ struct Few {
         }
         sync_consumers();
     }
+    /* The units (groups of rows) of this block, of `units` in all: every so many-th; which ones; which row of the matrix row i of them is. */
+    __device__ int units_of_block(int units) const { return (units - block + blocks - 1) / blocks; }
+    __device__ int unit_of_block(int i) const { return block + i * blocks; }
+    template <Type T> __device__ int row_of_block(int i) const { return unit_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS; }
     template <typename U> __device__ U *at(int offset) const { return (U *)(memory + origin + offset); }
 
+    /* A phase begins. What looks as if it might have changed is not computed ahead, for all phases at once, to be kept in local memory. */
+    __device__ void renew() { asm volatile("" : "+r"(origin), "+r"(ring.thread), "+r"(block), "+r"(blocks)); }
     /* Until all blocks have ended the phase before this one, and what they wrote can be read. */
     __device__ void await() {
         if (phase == first) return wait_previous();
         if (ring.thread % CONSUMERS == 0) {
-            unsigned long long target = at<unsigned long long>(k.begun)[0] + (unsigned long long)(phase - first) * gridDim.x, now;
+            unsigned long long target = at<unsigned long long>(k.begun)[0] + (unsigned long long)(phase - first) * blocks, now;
             do asm volatile("ld.acquire.gpu.global.u64 %0,[%1];" : "=l"(now) : "l"(w.barrier) : "memory");
             while (now < target);
         }
@@ -548,12 +504,54 @@ struct Few {
             sync_consumers();
     }
     __device__ void end_phase() {
-        phase++;
-        /* What looks as if it might have changed is not kept in registers, from which attention would drive it into memory. */
-        asm volatile("" : "+r"(origin), "+r"(ring.thread));
+        note_time(++phase);
         if (producing || phase == last) return;
         sync_consumers();
         if (ring.thread == 0) asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
+    }
+
+    /* RMSNorm of rows of x (..., dim) for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
+     * weight goes to k.x; what is multiplied by it has to be multiplied by scale[row] = 1 / sqrt(mean + eps), which is there after the
+     * next barrier. The weights come in before await(). A row is cut into as many parts as there are warps, so that its sum does not depend on
+     * how many rows there are. */
+    template <Type T> __device__ void stage_normed(int stride, const float *weight, const int *row, int rows) {
+        constexpr int STEP = 2; /* loads on the way at once */
+        int pitch = pitch_of<T>(stride), warp = ring.thread / 32, lane = ring.thread % 32;
+        float *square = at<float>(k.square), *scale = at<float>(k.scale); /* square (rows, WARPS) */
+        auto *out = at<typename Codec<T>::Activation>(k.x);
+#pragma unroll 1
+        for (int base = ring.thread * 4, turn = 0; turn * STEP * CONSUMERS * 4 < stride; base += STEP * CONSUMERS * 4, turn++) {
+            float4 times[STEP] = {};
+#pragma unroll
+            for (int i = 0; i < STEP; i++)
+                if (base + i * CONSUMERS * 4 < w.dim) times[i] = *(const float4 *)(weight + base + i * CONSUMERS * 4);
+            if (turn == 0) await();
+#pragma unroll 4
+            for (int r = 0; r < rows; r++) {
+                const float *from = w.x + (size_t)(row ? row[r] : r) * w.dim;
+                float4 value[STEP] = {};
+                float sum = 0;
+#pragma unroll
+                for (int i = 0; i < STEP; i++)
+                    if (base + i * CONSUMERS * 4 < w.dim) value[i] = __ldcg((const float4 *)(from + base + i * CONSUMERS * 4));
+#pragma unroll
+                for (int i = 0; i < STEP; i++) {
+                    constexpr float L = Codec<T>::LIFT;
+                    float4 v = value[i], t = times[i];
+                    sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+                    if (base + i * CONSUMERS * 4 < stride) Codec<T>::store_four(out + r * pitch, base + i * CONSUMERS * 4, v.x * t.x * L, v.y * t.y * L, v.z * t.z * L, v.w * t.w * L);
+                }
+                sum = warp_sum(sum);
+                if (lane == 0) square[r * WARPS + warp] = (turn ? square[r * WARPS + warp] : 0) + sum;
+            }
+        }
+        sync_consumers();
+        if (ring.thread < rows) {
+            float sum = 0;
+#pragma unroll
+            for (int i = 0; i < WARPS; i++) sum += square[ring.thread * WARPS + i];
+            scale[ring.thread] = rsqrtf(sum / w.dim + w.eps);
+        }
     }
 
     /* All units of a block, for a matrix whose rows all meet the same activations x (tokens, pitch). group_of(unit) is where the weights of a block's unit
@@ -592,16 +590,15 @@ struct Few {
 
     /* q, k, v = W RMSNorm(x) + bias; RoPE; k and v to the cache. */
     template <Type T> __device__ void qkv(const Block &l) {
+        renew();
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = l.qkv;
         int units = units_of_block(groups_of<T>(m.rows)), half = w.head_dim / 2;
         float *scale = at<float>(k.scale), *bias = at<float>(k.bias);
         if (!producing) {
-            prefetch(ring.thread, l.attn_norm, w.dim);
 #pragma unroll 1
             for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
-            await();
-            stage_normed<T>(ring.thread, at<Activation>(k.x), m.stride, w.x, NULL, tokens, l.attn_norm, w.dim, w.eps, at<float>(k.square), scale);
+            stage_normed<T>(m.stride, l.attn_norm, NULL, tokens);
         }
         stream<T>(m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int t, float a, float b) {
             int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
@@ -614,6 +611,7 @@ struct Few {
      * and there to the warps; the block that arrives last adds what the others found, in their order, and the sinks. How the
      * pages are dealt depends on the token's position alone. */
     template <int D> __device__ void attention(const Block &l) {
+        renew();
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
         int warp = ring.thread / 32, lane = ring.thread % 32, g = lane / 4, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         int jobs = SPLITS * tokens * heads;
@@ -626,7 +624,7 @@ struct Few {
         };
         if (producing) { /* the first pages of each job come near */
             wait_previous();
-            for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
+            for (int job = block; job < jobs; job += blocks) {
                 int first, n, used, t = job / heads % tokens;
                 share_of(job, s.position[t], first, n, used);
                 const int *table = s.page + (size_t)s.seq[t] * s.header[0] + first;
@@ -640,7 +638,7 @@ struct Few {
         int *is_last = at<int>(k.begun + 8);
         const float *sinks = l.sinks;
         await();
-        for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
+        for (int job = block; job < jobs; job += blocks) {
             int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = at<int>(k.position)[t], from = l.window && p >= l.window ? p - l.window + 1 : 0;
             int first, n, used;
             share_of(job, p, first, n, used);
@@ -704,7 +702,7 @@ struct Few {
     template <typename Out> __device__ void attention_of_any_size(const Block &l) {
         if (producing) return;
         await();
-        for (int i = blockIdx.x; i < tokens * w.n_heads; i += gridDim.x) {
+        for (int i = block; i < tokens * w.n_heads; i += blocks) {
             int t = i / w.n_heads, h = i % w.n_heads;
             float x = attend_plain<Out>(w, s, l, t, h, at<float>(k.x), CONSUMERS);
             if (ring.thread < w.head_dim) ((Out *)w.attn)[(size_t)t * w.attn_pitch + Codec<sizeof(Out) == 2 ? BF16 : F32>::place(h * w.head_dim + ring.thread)] = (Out)x;
@@ -714,6 +712,7 @@ struct Few {
     /* x += W attn + bias; and, since the router's logits are linear in x but for the norm's common factor, each block adds what
      * its rows of x contribute to them, and writes down the sum of their squares. */
     template <Type T> __device__ void output(const Block &l) {
+        renew();
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = l.o;
         int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride), lane = ring.thread % 32, warp = ring.thread / 32;
@@ -764,7 +763,7 @@ struct Few {
 #pragma unroll 1
             for (int r = lane; r < rows; r += 32) sum += own[r * tokens + t] * own[r * tokens + t];
             sum = warp_sum(sum);
-            if (lane == 0) w.square[t * gridDim.x + blockIdx.x] = sum;
+            if (lane == 0) w.square[t * blocks + block] = sum;
         }
     }
 
@@ -773,7 +772,7 @@ struct Few {
      * have more to do, and of one token the producer knows all without waiting for anybody. */
     __device__ void choose(bool routed, const float *bias, Active &active) {
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
-        int *experts = at<int>(k.experts), lane = ring.thread % 32, blocks = gridDim.x;
+        int *experts = at<int>(k.experts), lane = ring.thread % 32;
 #pragma unroll 1
         for (int t = WARPS - ring.thread / 32; t < tokens; t += WARPS + 1) {
             const long long *sums = w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts;
@@ -821,26 +820,32 @@ struct Few {
         else
             asm volatile("bar.sync 2,%0;" ::"n"(THREADS) : "memory");
     }
-    __device__ Active active() const { return Active(at<float>(k.active), w.n_experts, Active::most(w.n_experts, w.top_k, tokens)); }
+    __device__ Active active() const {
+        return {at<int>(k.active), at<int>(k.active_expert), at<unsigned>(k.active_tokens), at<float>(k.active_weight), at<int>(k.active_choice), at<unsigned>(k.active_chosen)};
+    }
+    __device__ void clear_active(int threads) {
+#pragma unroll 1
+        for (int i = k.active + ring.thread * 4; i < k.active_end; i += threads * 4) *at<int>(i) = 0;
+    }
 
     /* Router, top-k and the activations of the chosen experts (dense: of the one there is). */
     template <Type T> __device__ void up(const Block &l) {
+        renew();
         typedef typename Codec<T>::Activation Activation;
         constexpr int ROWS = Codec<T>::ROWS;
         const Matrix m = l.up;
         Active active = this->active();
         bool routed = l.router.rows;
         int groups = groups_of<T>(m.rows);
-        const float *router_bias = l.router.bias;
+        const float *router_bias = l.router.bias, *norm = l.ffn_norm;
         float *scale = at<float>(k.scale), *bias = at<float>(k.bias), *weights = at<float>(k.weights);
         int *experts = at<int>(k.experts);
-        if (!producing) {
-            active.clear(ring.thread, CONSUMERS);
-            prefetch(ring.thread, l.ffn_norm, w.dim);
-        }
+        if (!producing) clear_active(CONSUMERS);
         __syncthreads();
-        await();
-        if (!producing) stage_normed<T>(ring.thread, at<Activation>(k.x), m.stride, w.x, NULL, tokens, l.ffn_norm, w.dim, w.eps, at<float>(k.square), scale);
+        if (producing)
+            await();
+        else
+            stage_normed<T>(m.stride, norm, NULL, tokens);
         choose(routed, router_bias, active);
         chosen();
         int units = units_of_block(*active.n * groups);
@@ -850,11 +855,11 @@ struct Few {
             for (int i = ring.thread; i < units * ROWS; i += CONSUMERS) {
                 int row = unit_of_block(i / ROWS) % groups * ROWS + i % ROWS;
                 bool has = m.bias && row < m.rows;
-                copy_4(bias + i, has ? m.bias + (size_t)expert_of(i / ROWS) * m.rows + row : l.ffn_norm, has);
+                copy_4(bias + i, has ? m.bias + (size_t)expert_of(i / ROWS) * m.rows + row : norm, has);
             }
             copies_end();
 #pragma unroll 1
-            for (int i = ring.thread; i < tokens * w.top_k && blockIdx.x == 0; i += CONSUMERS) w.expert[i] = experts[i], w.weight[i] = weights[i];
+            for (int i = ring.thread; i < tokens * w.top_k && block == 0; i += CONSUMERS) w.expert[i] = experts[i], w.weight[i] = weights[i];
         }
         auto group_of = [&](int i) { return group_at<T>(m, unit_of_block(i) % groups) + expert_of(i) * m.bytes; };
         stream<T>(m, units, tokens, group_of, [&](int unit, int p, int t, float gate, float up) { /* behind a barrier, so bias is there */
@@ -868,12 +873,13 @@ struct Few {
     /* x += the weighted sum of the chosen experts' W act + bias. A block owns its rows of x, so it reads these rows of every
      * active expert; each warp copies its own columns of the activations, the next expert's while it multiplies. */
     template <Type T> __device__ void down(const Block &l) {
+        renew();
         typedef Codec<T> C;
         typedef typename C::Activation Activation;
         const Matrix m = l.down;
         Active active = this->active();
         if (phase == first) { /* alone: phase up was another launch */
-            active.clear(ring.thread, THREADS);
+            clear_active(THREADS);
             __syncthreads();
             await();
             choose(l.router.rows, l.router.bias, active);
@@ -950,13 +956,12 @@ struct Few {
 
     /* Logits of the rows that are wanted, (rows, vocab). */
     template <Type T> __device__ void head(const Matrix &m, const float *norm, int rows) {
+        renew();
         typedef typename Codec<T>::Activation Activation;
         int units = units_of_block(groups_of<T>(m.rows));
         float *scale = at<float>(k.scale);
         if (!producing) {
-            prefetch(ring.thread, norm, w.dim);
-            await();
-            stage_normed<T>(ring.thread, at<Activation>(k.x), m.stride, w.x, s.row, rows, norm, w.dim, w.eps, at<float>(k.square), scale);
+            stage_normed<T>(m.stride, norm, s.row, rows);
         }
         stream<T>(m, units, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int row, float a, float b) {
             int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;

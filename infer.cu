@@ -472,6 +472,7 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(w.router_sum, (size_t)m.n_layers * FEW * m.n_experts, 8);
     take(w.square, (size_t)FEW * c->sms, 4);
     take(w.barrier, 1, 8);
+    take(w.ended, m.n_layers * PHASES + 2, 8);
     take(c->layers, m.n_layers, sizeof(Block));
     take(w.expert, choices, 4);
     take(w.weight, choices, 4);
@@ -683,4 +684,15 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
     return ms[times / 2] / 1e3 * ((double)bytes / once);
 }
 
-const Backend cuda = {"cuda", 8192, cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_flat_read, cuda_describe};
+static int cuda_phases(void *state, Phase *phase) {
+    static const char *name[PHASES + 1] = {"qkv", "attention", "output", "up", "down", "head"};
+    Cuda *c = (Cuda *)state;
+    int layers = c->work.n_layers * PHASES;
+    std::vector<unsigned long long> ended(layers + 2);
+    if (cudaMemcpy(ended.data(), c->work.ended, ended.size() * 8, cudaMemcpyDeviceToHost)) return 0;
+    for (int i = 0; i <= PHASES; i++) phase[i] = {name[i], 0};
+    for (int i = 0; i <= layers; i++) phase[i == layers ? PHASES : i % PHASES].seconds += (double)(ended[i + 1] - ended[i]) / 1e9;
+    return PHASES + 1;
+}
+
+const Backend cuda = {"cuda", 8192, cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_flat_read, cuda_phases, cuda_describe};

@@ -127,6 +127,12 @@ typedef struct { /* what a backend could run on */
     char problem[200];   /* why there is no GPU, or empty */
 } Devices;
 
+enum { MOST_PHASES = 8 };
+typedef struct { /* of a step that generates */
+    const char *name;
+    double seconds; /* all layers together */
+} Phase;
+
 /* Errors carry the exit code: NO_ROOM, NO_GPU, BAD_MODEL (a file shrank), GPU_FAULT. After GPU_FAULT only close may be
  * called. One submit may be outstanding before another: submit, submit, collect, submit, collect, ... */
 typedef struct {
@@ -140,6 +146,9 @@ typedef struct {
     /* Seconds in which the card reads so many bytes of its memory in one go, the limit of every step that reads as
      * many; 0: unknown. Only while nothing is outstanding. */
     double (*flat_read)(void *, uint64_t bytes);
+    /* Where the time of the last step that generated went; returns how many phases, 0: unknown. Only while nothing is
+     * outstanding. */
+    int (*phases)(void *, Phase *);
     void (*describe)(Devices *);
 } Backend;
 

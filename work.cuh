@@ -126,6 +126,7 @@ struct Work { /* everything a kernel may need; passed by value */
     float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */
     int *arrived;              /* (FEW, n_kv_heads) */
     unsigned long long *barrier; /* few: how many blocks have ended how many phases */
+    unsigned long long *ended;   /* few: (n_layers * PHASES + 2) when a block began, and ended each phase, in ns */
     int *list, *listed;        /* many: (n_experts, tokens * top_k) choices by expert, and how many */
     float *logits;             /* (FEW, vocab) */
     float *floor;              /* (FEW) what top-k, top-p and min-p leave of the scaled logits */

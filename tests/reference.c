@@ -516,6 +516,13 @@ static double reference_flat_read(void *state, uint64_t bytes) {
     return 0; /* it is not made for speed */
 }
 
-const Backend reference = {
-    "reference",       2048, reference_open, reference_submit, reference_collect, reference_close, reference_flat_read,
-    reference_describe};
+static int reference_phases(void *state, Phase *phase) {
+    (void)state, (void)phase;
+    return 0;
+}
+
+const Backend reference = {"reference",         2048,
+                           reference_open,      reference_submit,
+                           reference_collect,   reference_close,
+                           reference_flat_read, reference_phases,
+                           reference_describe};
