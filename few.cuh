@@ -79,8 +79,7 @@ template <typename A> struct Rows {
     __device__ const A *row(int t) const { return tokens >> t & 1 ? x + t * pitch : zero; }
 };
 
-/* A chunk is ROWS rows by K columns; a stage of shared memory holds `wide` of them that lie side by side. TEAMS of warps take stages in turn
- * (where a chunk is little work, what comes with each stage should not fall on every warp). A Sum collects W x for these rows. Lane 4g + t works on row g and on eight neighbouring columns. place(i) is where the i-th
+/* A chunk is ROWS rows by K columns; a stage of shared memory holds `wide` of them that lie side by side. A Sum collects W x for these rows. Lane 4g + t works on row g and on eight neighbouring columns. place(i) is where the i-th
  * activation of a token lies. */
 template <Type T> struct Codec;
 
@@ -92,7 +91,7 @@ __host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes 
  * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
 template <> struct Codec<BF16> {
     static constexpr Type TYPE = BF16;
-    static constexpr int ROWS = GROUP, K = 32, TEAMS = 3, WIDTH = K * 2; /* WIDTH: bytes of a chunk's row */
+    static constexpr int ROWS = GROUP, K = 32, WIDTH = K * 2; /* WIDTH: bytes of a chunk's row */
     static constexpr float LIFT = 1;
     typedef bf16 Activation;
     struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
@@ -146,7 +145,7 @@ __device__ inline float fp4_scale(uint32_t scales, int i) { return __uint_as_flo
 
 template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its columns */
     static constexpr Type TYPE = MXFP4;
-    static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS, TEAMS = 1;
+    static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS;
     static constexpr float LIFT = 0x1p100f;
     typedef bf16 Activation;
     struct Sum { /* rows g and g + 8, tokens 2t and 2t + 1 [0] and those plus 8 [1] */
@@ -196,7 +195,7 @@ template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its col
 
 template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
     static constexpr Type TYPE = F32;
-    static constexpr int ROWS = GROUP, K = 32, TEAMS = 1, WIDTH = K * 4;
+    static constexpr int ROWS = GROUP, K = 32, WIDTH = K * 4;
     static constexpr float LIFT = 1;
     typedef float Activation;
     struct Sum { /* row g, its own columns only */
@@ -295,9 +294,9 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
         int size = sizeof(typename C::Activation), slice = m.per * C::K;
         int rows = down ? WARPS * down_buffers(tokens) * tokens * pitch_of<T>(slice) : tokens * pitch_of<T>(m.stride);
         x = max_of(x, rows * size);
-        partial = max_of(partial, 2 * WARPS * max_of(down_pass_of<T>(tokens), (pass_of<T>(tokens) + C::TEAMS - 1) / C::TEAMS) * C::ROWS * tokens * 4);
+        partial = max_of(partial, 2 * WARPS * pass_of<T>(tokens) * C::ROWS * tokens * 4);
         k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per * WARPS));
-        k.zero = max_of(k.zero, slice * C::TEAMS * size);
+        k.zero = max_of(k.zero, slice * size);
     };
     auto with_type = [&](const Matrix &m, bool down) {
         m.type == BF16 ? consider(Codec<BF16>(), m, down) : m.type == F32 ? consider(Codec<F32>(), m, down) : consider(Codec<MXFP4>(), m, down);
@@ -373,18 +372,6 @@ struct Ring {
             advance();
         }
     }
-    /* Passes over items of other teams; waits for them all the same: a barrier tells neighbouring turns of the ring apart, no more. */
-    __device__ void skip(int items) {
-        for (int i = 0; i < items; i++) {
-            full[at].wait(parity);
-            release();
-        }
-    }
-    __device__ void release() {
-        __syncwarp();
-        if (thread % 32 == 0) empty[at].arrive();
-        advance();
-    }
     /* Multiplies chunks first to first + n - 1 of the next item, which has `wide`, by activations, of which x has these columns. */
     template <Type T> __device__ void take(typename Codec<T>::Sum &sum, int wide, int first, int n, const Rows<typename Codec<T>::Activation> &x) {
         full[at].wait(parity);
@@ -394,19 +381,21 @@ struct Ring {
             multiply<T, 2>(sum, wide, first, n, x);
         else
             multiply<T, 1>(sum, wide, first, n, x);
-        release();
+        __syncwarp();
+        if (thread % 32 == 0) empty[at].arrive();
+        advance();
     }
     template <Type T, int TILES> __device__ void multiply(typename Codec<T>::Sum &sum, int wide, int first, int n, const Rows<typename Codec<T>::Activation> &x) {
         typename Codec<T>::template Lane<TILES> lane(stage + at * stage_bytes, wide, first, x, thread % 32);
-#pragma unroll Codec<T>::TEAMS
+#pragma unroll 1
         for (int i = 0; i < n; i++) lane.add(sum, i);
     }
 };
 
-/* At the end of a pass, what each of the warps of a team found for `units` groups of rows lies in `partial` (warps, pass, ROWS, tokens). One warp
+/* At the end of a pass, what each warp found for `units` groups of rows lies in `partial` (WARPS, pass, ROWS, tokens). One warp
  * adds it up and hands it out in pairs of rows, pair(unit, pair, token, a, b), while the others go on: passes take turns with
  * two buffers, and a warp that is still adding has not come to the end of the next pass. */
-template <int ROWS, int OF_TEAM, class Pair> __device__ void end_pass(int thread, const float *partial, int turn, int pass, int units, int tokens, Pair pair) {
+template <int ROWS, class Pair> __device__ void end_pass(int thread, const float *partial, int turn, int pass, int units, int tokens, Pair pair) {
     copies_done<0>(); /* of biases */
     sync_consumers();
     if (thread / 32 != turn % WARPS) return;
@@ -416,7 +405,7 @@ template <int ROWS, int OF_TEAM, class Pair> __device__ void end_pass(int thread
         const float *at = partial + (unit * ROWS + 2 * p) * tokens + token;
         float a = 0, b = 0;
 #pragma unroll 5
-        for (int w = 0; w < OF_TEAM; w++, at += pass * ROWS * tokens) {
+        for (int w = 0; w < WARPS; w++, at += pass * ROWS * tokens) {
             a += at[0];
             b += at[tokens];
         }
@@ -567,24 +556,19 @@ struct Few {
             });
             return;
         }
-        constexpr int TEAMS = Codec<T>::TEAMS, OF_TEAM = WARPS / TEAMS;
-        int pass = pass_of<T>(tokens), team = ring.thread / 32 / OF_TEAM, member = ring.thread / 32 % OF_TEAM, wide = m.per * WARPS, most = m.per * TEAMS;
+        int pass = pass_of<T>(tokens), warp = ring.thread / 32 % WARPS /* the producer has left */, wide = m.per * WARPS, most = m.per;
         Rows<Activation> x = {NULL, at<Activation>(k.zero), pitch_of<T>(m.stride), (1u << tokens) - 1};
         for (int first = 0, turn = 0; first < units; first += pass, turn++) {
-            float *of_pass = at<float>(k.partial) + turn % 2 * (OF_TEAM * pass * ROWS * tokens);
+            float *of_pass = at<float>(k.partial) + turn % 2 * (WARPS * pass * ROWS * tokens);
             int n = min(pass, units - first);
             for (int u = 0; u < n; u++) {
-                if (TEAMS > 1 && (first + u) % TEAMS != team) {
-                    ring.skip(m.parts);
-                    continue;
-                }
                 typename Codec<T>::Sum sum;
-                int left = m.chunks - member * most;
-                x.x = at<Activation>(k.x) + member * most * Codec<T>::K;
-                for (int part = 0; part < m.parts; part++, left -= wide, x.x += wide * Codec<T>::K) ring.take<T>(sum, wide, member * most, min(most, left), x);
-                sum.store(of_pass + (member * pass + u) * ROWS * tokens, tokens, ring.thread % 32);
+                int left = m.chunks - warp * most;
+                x.x = at<Activation>(k.x) + warp * most * Codec<T>::K;
+                for (int part = 0; part < m.parts; part++, left -= wide, x.x += wide * Codec<T>::K) ring.take<T>(sum, wide, warp * most, min(most, left), x);
+                sum.store(of_pass + (warp * pass + u) * ROWS * tokens, tokens, ring.thread % 32);
             }
-            end_pass<ROWS, OF_TEAM>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
+            end_pass<ROWS>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
         }
     }
 
@@ -945,7 +929,7 @@ struct Few {
 #pragma unroll
             for (int u = 0; u < UNITS; u++)
                 if (u < n) sum[u].store(of_pass + (warp * pass + u) * C::ROWS * tokens, tokens, lane);
-            end_pass<C::ROWS, WARPS>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int t, float a, float b) {
+            end_pass<C::ROWS>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int t, float a, float b) {
                 for (int i = 0; i < 2; i++) {
                     int at = (first + unit) * C::ROWS + 2 * p + i, r = row_of_block<T>(at);
                     if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] + (i ? b : a);
