@@ -7,7 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-constexpr int GROUP = 8;        /* rows that a warp multiplies at once: n of mma.m16n8k16 */
+constexpr int GROUP = 8;        /* rows that a warp multiplies at once */
 constexpr int FP4_ROWS = 16;    /* of MXFP4: m of mma.m16n8k16; ... */
 constexpr int FP4_COLUMNS = 64; /* ... the columns of a packed chunk ... */
 constexpr int FP4_BYTES = 544;  /* ... and its size: 4.25 bits a weight */

@@ -279,7 +279,7 @@ struct Active {
     }
 };
 
-/* The layout for so many tokens, of which a block needs `room` bytes at most; blocks: of the grid. */
+/* The layout for so many tokens in blocks that have `room` bytes; does not fit if it has more. blocks: of the grid. */
 inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks, int room) {
     Layout k = {};
     const Block &b = card.layer[0];
@@ -294,7 +294,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
         int size = sizeof(typename C::Activation), slice = m.per * C::K;
         int rows = down ? WARPS * down_buffers(tokens) * tokens * pitch_of<T>(slice) : tokens * pitch_of<T>(m.stride);
         x = max_of(x, rows * size);
-        partial = max_of(partial, 2 * WARPS * pass_of<T>(tokens) * C::ROWS * tokens * 4);
+        for (int n = 1; n <= tokens; n++) partial = max_of(partial, 2 * WARPS * pass_of<T>(n) * C::ROWS * n * 4); /* the head may have fewer rows */
         k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per * WARPS));
         k.zero = max_of(k.zero, slice * size);
     };
@@ -304,7 +304,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     with_type(b.qkv, false), with_type(b.o, false), with_type(b.up, false), with_type(b.down, true), with_type(card.head, false);
     units_rows = max_of(rows_of(b.qkv, 1), rows_of(b.up, most));
     int own = max_of(rows_of(b.o, 1), rows_of(b.down, 1));
-    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                               /* attention_plain */
+    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                               /* attend_plain */
     x = max_of(x, ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4 - partial);            /* attention's states reach into partial */
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.x, x);

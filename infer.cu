@@ -68,6 +68,8 @@ struct Cuda {
     Step few = {}, many = {};
     Block *layers; /* card.layer, on the card */
     Layout layout[FEW + 1]; /* of few's shared memory, by tokens */
+    int most_few;           /* tokens for which it is enough, at most FEW */
+    bool timed = false;     /* the last step was a whole one of few tokens */
     size_t few_bytes, many_bytes; /* of what is copied, without pages */
     int sms, max_pages, launch_arch;
     int shared; /* memory that a block can have */
@@ -215,15 +217,15 @@ bool tap_qkv(const Cuda *c, const Batch *b, int layer, int tokens, Error *e) {
 
 bool tap_attention(const Cuda *c, int layer, int tokens, Error *e) {
     const Work &w = c->work;
-    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, tokens <= FEW ? FEW_ORDER : IN_ORDER, 1, e);
+    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, tokens <= c->most_few ? FEW_ORDER : IN_ORDER, 1, e);
 }
 
 /* The experts' choice, and what they hand to their last matrix. */
 bool tap_experts(const Cuda *c, int layer, int tokens, Error *e) {
     const Work &w = c->work;
     const Block &b = c->card.layer[layer];
-    float lift = tokens <= FEW ? w.act_lift : 1;
-    Order order = tokens <= FEW ? (b.up.type == BF16 ? FEW_ORDER : IN_ORDER) : c->wgmma && b.up.type == MXFP4 ? FP4_ORDER : IN_ORDER;
+    float lift = tokens <= c->most_few ? w.act_lift : 1;
+    Order order = tokens <= c->most_few ? (b.up.type == BF16 ? FEW_ORDER : IN_ORDER) : c->wgmma && b.up.type == MXFP4 ? FP4_ORDER : IN_ORDER;
     if (!c->limits.tap) return true;
     if (b.router.rows && (!tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, IN_ORDER, 1, e) || !tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e))) return false;
     return tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, order, 1 / lift, e);
@@ -281,6 +283,7 @@ bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error
         CUDA(launch(c, f32 ? swiglu_many<float> : swiglu_many<bf16>, tokens, 256, 0, w, b));
         return tap_experts(c, w.layer, tokens, e) && multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e);
     }
+    if (b.qkv.type == F32) CUDA(cudaMemsetAsync(w.normed, 0, (size_t)tokens * w.normed_pitch * sizeof(bf16), c->stream)); /* halves of floats lie behind dim */
     CUDA(b.router.type == F32 ? launch_route<float>(c, w, b, tokens) : launch_route<bf16>(c, w, b, tokens));
     CUDA(launch(c, list_choices, w.n_experts, 1024, 0, w, tokens));
     int tiles = tokens * w.top_k / 128 + std::min(w.n_experts, tokens * w.top_k);
@@ -370,17 +373,17 @@ int fill_step(const Step &s, const Batch *b, int tile, int *tiles) {
     return rows;
 }
 
-/* Draws for all rows of a step, FEW at a time, and the logits that the caller wants. Of few tokens the logits are there. */
+/* Draws for all rows of a step, a few at a time, and the logits that the caller wants. Of few tokens the logits are there. */
 bool heads(Cuda *c, Step s, const Batch *b, int tokens, int rows, bool filtered, bool penalized, Pending *p, Error *e) {
     const int *row = s.row;
     std::vector<float> found;
     bool keep = false;
     for (int i = 0; i < b->seqs; i++) keep |= b->want[i] == WANT_LOGITS || b->want[i] == WANT_ALL_LOGITS;
     if (keep) found.resize((size_t)rows * c->work.vocab);
-    for (int i = 0; i < rows; i += FEW) {
-        int n = std::min(FEW, rows - i);
+    for (int i = 0; i < rows; i += c->most_few) {
+        int n = std::min(c->most_few, rows - i);
         s.row = (int *)row + i;
-        if (tokens > FEW) CUDA(launch_few(c, s, 0, n, c->work.n_layers * PHASES, c->work.n_layers * PHASES + 1));
+        if (tokens > c->most_few) CUDA(launch_few(c, s, 0, n, c->work.n_layers * PHASES, c->work.n_layers * PHASES + 1));
         if (!draw_rows(c, s, p, n, filtered, penalized, e)) return false;
         if (keep) CUDA(cudaMemcpyAsync(found.data() + (size_t)i * c->work.vocab, c->work.logits, (size_t)n * c->work.vocab * 4, cudaMemcpyDeviceToHost, c->stream));
         if (keep) CUDA(cudaStreamSynchronize(c->stream));
@@ -400,12 +403,13 @@ bool heads(Cuda *c, Step s, const Batch *b, int tokens, int rows, bool filtered,
 
 /* Records a step that generates one token for each of `tokens` sequences, and waits in pending[turn]. */
 bool record_graph(Cuda *c, int turn, int tokens, bool filtered, Error *e) {
-    cudaGraph_t graph;
+    cudaGraph_t graph = NULL;
     CUDA(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
     const Pending *p = &c->pending[turn];
     bool ok = forward_few(c, p, NULL, tokens, tokens, e) && draw_rows(c, c->few, p, tokens, filtered, filtered, e);
-    CUDA(cudaStreamEndCapture(c->stream, &graph));
-    if (!ok) return false;
+    cudaError_t ended = cudaStreamEndCapture(c->stream, &graph);
+    if (!ok) return cudaGraphDestroy(graph), false;
+    CUDA(ended);
     CUDA(cudaGraphInstantiate(&c->graph[turn][tokens][filtered], graph, 0));
     CUDA(cudaGraphDestroy(graph));
     return true;
@@ -413,7 +417,7 @@ bool record_graph(Cuda *c, int turn, int tokens, bool filtered, Error *e) {
 
 bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
     int tokens = b->first[b->seqs], tiles;
-    bool few = tokens <= FEW, filtered = false, penalized = false, graph = few && !c->limits.tap && b->seqs == tokens;
+    bool few = tokens <= c->most_few, filtered = false, penalized = false, graph = few && !c->limits.tap && b->seqs == tokens;
     size_t bytes;
     Step staged = step_at(p->step, few ? FEW : c->limits.max_tokens, &bytes);
     int rows = fill_step(staged, b, c->tile, &tiles);
@@ -431,6 +435,7 @@ bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
         c->sent.assign(b->page, b->page + pages);
         CUDA(cudaMemcpyAsync(s.page, staged.page, pages * sizeof(int), cudaMemcpyHostToDevice, c->stream));
     }
+    c->timed = few && rows;
     p->want.assign(b->want, b->want + b->seqs);
     p->rows = 0;
     if (graph) {
@@ -519,6 +524,19 @@ bool choose_card(Cuda *c, Error *e) {
     return true;
 }
 
+/* How many tokens the kernels' shared memory is enough for. */
+bool lay_out(Cuda *c, Error *e) {
+    const Model &m = c->model;
+    size_t route = m.layer[0].router.rows ? RouteShape<bf16>::shared(m.dim, m.n_experts) : 0;
+    for (c->most_few = 0; c->most_few < FEW; c->most_few++) {
+        Layout k = layout_for(c->work, c->card, c->most_few + 1, c->sms, c->shared);
+        if (k.bytes > c->shared) break;
+        c->layout[c->most_few + 1] = k;
+    }
+    if (c->most_few && route <= (size_t)c->shared) return true;
+    return fail(e, NO_ROOM, "this model's rows are too wide for GPU %d, which has %d KB of shared memory for a block", c->limits.gpu, c->shared >> 10);
+}
+
 /* Takes all memory: weights, work space, and as many pages of the `wanted` ones as fit. */
 bool take_memory(Cuda *c, int *pages, Error *e) {
     const Model &m = c->model;
@@ -528,6 +546,7 @@ bool take_memory(Cuda *c, int *pages, Error *e) {
     if (!card_plan(&c->card, &m, NULL, &weights, e)) return false;
     c->weights_bytes = weights;
     work = plan_work(c, NULL);
+    if (!lay_out(c, e)) return false;
     CUDA(cudaMemGetInfo(&free, &total));
     if (free < weights + work + reserve + page) {
         char a[24], b[24], d[24];
@@ -545,7 +564,6 @@ bool take_memory(Cuda *c, int *pages, Error *e) {
     plan_work(c, c->room);
     CUDA(cudaMemcpy(c->layers, c->card.layer, m.n_layers * sizeof(Block), cudaMemcpyHostToDevice));
     c->work.act_lift = c->card.layer[0].down.type == MXFP4 ? Codec<MXFP4>::LIFT : 1;
-    for (int tokens = 1; tokens <= FEW; tokens++) c->layout[tokens] = layout_for(c->work, c->card, tokens, c->sms, c->shared);
     c->work.cache = (bf16 *)c->cache;
     c->work.page_token = (int *)(c->cache + *pages * (page - PAGE * sizeof(int)));
     if (c->limits.where) {
@@ -560,6 +578,8 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     const Model &m = c->model;
     float *inv_freq;
     if (!choose_card(c, e)) return false;
+    if (m.top_k > 32) return fail(e, BAD_MODEL, "%d experts a token are more than the 32 that a warp can choose", m.top_k);
+    if ((m.n_heads + 2 * m.n_kv_heads) * m.head_dim % GROUP) return fail(e, BAD_MODEL, "the rows of query, key and value are not a multiple of %d", GROUP);
     if (m.dim % 4) return fail(e, BAD_MODEL, "a hidden size of %d is not a multiple of 4", m.dim);
     if (m.head_dim > CONSUMERS) return fail(e, BAD_MODEL, "a head size of %d is more than the %d that attention can do", m.head_dim, CONSUMERS);
     Work &w = c->work;
@@ -580,7 +600,7 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     CUDA(cudaFree(inv_freq));
     if (cublasLtCreate(&c->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
     if (!card_load(&c->card, &m, c->limits.progress, e)) return false;
-    for (int tokens = 1; tokens <= std::min(FEW, c->limits.max_seqs) && !c->limits.tap; tokens++)
+    for (int tokens = 1; tokens <= std::min(c->most_few, c->limits.max_seqs) && !c->limits.tap; tokens++)
         for (int i = 0; i < 6; i++)
             if (!record_graph(c, i % 3, tokens, i / 3, e)) return false;
     return true;
@@ -689,7 +709,8 @@ static int cuda_phases(void *state, Phase *phase) {
     Cuda *c = (Cuda *)state;
     int layers = c->work.n_layers * PHASES;
     std::vector<unsigned long long> ended(layers + 2);
-    if (cudaMemcpy(ended.data(), c->work.ended, ended.size() * 8, cudaMemcpyDeviceToHost)) return 0;
+    static_assert(PHASES + 1 <= MOST_PHASES, "infer.h");
+    if (!c->timed || cudaMemcpy(ended.data(), c->work.ended, ended.size() * 8, cudaMemcpyDeviceToHost)) return 0;
     for (int i = 0; i <= PHASES; i++) phase[i] = {name[i], 0};
     for (int i = 0; i <= layers; i++) phase[i == layers ? PHASES : i % PHASES].seconds += (double)(ended[i + 1] - ended[i]) / 1e9;
     return PHASES + 1;

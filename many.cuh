@@ -163,7 +163,7 @@ template <typename A> __global__ void __launch_bounds__(RouteShape<A>::WARPS * 3
             for (int i = 0; i < 16; i++) partial[(warp * 16 + g + i / 2 % 2 * 8) * 32 + i / 4 * 8 + 2 * t + i % 2] = sum[i / 4][i % 4];
         } else {
             for (int i = warp; i < experts * Shape::TOKENS; i += Shape::WARPS) {
-                const float *weight = (const float *)l.router.data + (size_t)(base + i % 32) * l.router.stride;
+                const float *weight = (const float *)l.router.data + (size_t)(base + i % experts) * l.router.stride;
                 float sum = 0;
                 for (int c = lane; c < w.dim; c += 32) sum += (float)rows[i / experts * pitch + c] * weight[c];
                 sum = warp_sum(sum);
