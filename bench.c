@@ -22,7 +22,7 @@ const char bench_help[] =
     "  -d N,...  depth of the context; what it holds does not matter and is not computed\n"
     "  -b N,...  streams at once\n"
     "  -r N      repeats\n"
-    "  -o json   all figures as JSON; md: a table\n"
+    "  -o json   all figures as JSON, and in which phases a step spent its time; md: a table\n"
     "  --temperature T (0)   --gpu N\n"
     "% of flat: the time that a flat read of the step's bytes takes, of the step's time.\n";
 
@@ -65,7 +65,8 @@ static int ascending(const void *a, const void *b) {
 static void print_figure(Bench *b, Figure *f) {
     int n = b->o.repeats;
     qsort(f->seconds, (size_t)n, sizeof *f->seconds, ascending);
-    double total = (double)f->count * f->streams, median = f->seconds[n / 2], step = median / f->count;
+    double total = (double)f->count * f->streams, median = (f->seconds[(n - 1) / 2] + f->seconds[n / 2]) / 2,
+           step = median / f->count;
     double speed = total / median, least = total / f->seconds[n - 1], most = total / f->seconds[0];
     double percent = f->flat / step * 100;
     bool prompt = !f->bytes;

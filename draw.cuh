@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
                 unsigned key = order_key(x);
                 if (isnan(x) || (key & fixed) != prefix || !(x >= floor)) continue;
                 unsigned long long add = counts ? 1 : mass(x, max);
-                unsigned bin = key >> shift & 255, before = atomicAdd(&low[bin], (unsigned)add), more = (unsigned)(add >> 32) + (before + (unsigned)add < before);
+                unsigned bin = key >> shift & 255, before = atomicAdd(&low[bin], (unsigned)add),
+                         more = (unsigned)(add >> 32) + (before + (unsigned)add < before);
                 if (more) atomicAdd(&high[bin], more);
             }
             __syncthreads();

@@ -31,9 +31,15 @@ struct Barrier {
         unsigned done = 0;
         while (!done)
 #if __CUDA_ARCH__ >= 900
-            asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(done) : "r"(address()), "r"(parity) : "memory");
+            asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
+                         : "=r"(done)
+                         : "r"(address()), "r"(parity)
+                         : "memory");
 #else
-            asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(done) : "r"(address()), "r"(parity) : "memory");
+            asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
+                         : "=r"(done)
+                         : "r"(address()), "r"(parity)
+                         : "memory");
 #endif
     }
 #if __CUDA_ARCH__ >= 900
@@ -79,8 +85,8 @@ template <typename A> struct Rows {
     __device__ const A *row(int t) const { return tokens >> t & 1 ? x + t * pitch : zero; }
 };
 
-/* A chunk is ROWS rows by K columns; a stage of shared memory holds `wide` of them that lie side by side. A Sum collects W x for these rows. Lane 4g + t works on row g and on eight neighbouring columns. place(i) is where the i-th
- * activation of a token lies. */
+/* A chunk is ROWS rows by K columns; a stage of shared memory holds `wide` of them that lie side by side. A Sum collects W x for these rows. Lane 4g + t works
+ * on row g and on eight neighbouring columns. place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
@@ -122,7 +128,8 @@ template <> struct Codec<BF16> {
     template <int TILES> struct Lane {
         const uint8_t *weights;
         const bf16 *column[TILES];
-        __device__ Lane(const uint8_t *stage, int wide, int first, const Rows<bf16> &x, int lane) : weights(stage + lane / 4 * bank_pitch(wide * WIDTH) + first * WIDTH + lane % 4 * 16) {
+        __device__ Lane(const uint8_t *stage, int wide, int first, const Rows<bf16> &x, int lane)
+            : weights(stage + lane / 4 * bank_pitch(wide * WIDTH) + first * WIDTH + lane % 4 * 16) {
 #pragma unroll
             for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
         }
@@ -244,7 +251,9 @@ template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, wi
 
 struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
     int stages, stage_bytes;
-    int ring, barriers, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page, begun, bytes;
+    int ring, barriers, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
+    int begun; /* what the barrier began with, and behind it whether this split is a head's last */
+    int bytes; /* of all */
     int active, active_expert, active_tokens, active_weight, active_choice, active_chosen, active_end; /* see Active */
 };
 
@@ -339,7 +348,9 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
 /* ---- streaming weights through a block ---- */
 
 /* Where group `group` of a matrix begins. */
-template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group) { return m.data + (size_t)group * Codec<T>::ROWS * Codec<T>::row_bytes(m.stride); }
+template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group) {
+    return m.data + (size_t)group * Codec<T>::ROWS * Codec<T>::row_bytes(m.stride);
+}
 /* The first chunk of a warp's slice in part `part` of the columns. */
 __device__ inline int first_chunk(const Matrix &m, int part, int warp) { return (part * WARPS + warp) * m.per; }
 
@@ -352,7 +363,8 @@ struct Ring {
     unsigned parity = 0;
 
     __device__ Ring(const Layout &k, uint8_t *memory)
-        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes), thread(threadIdx.x) {
+        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes),
+          thread(threadIdx.x) {
         if (thread < stages) full[thread].init(Barrier::COPIERS), empty[thread].init(WARPS);
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -385,7 +397,8 @@ struct Ring {
         if (thread % 32 == 0) empty[at].arrive();
         advance();
     }
-    template <Type T, int TILES> __device__ void multiply(typename Codec<T>::Sum &sum, int wide, int first, int n, const Rows<typename Codec<T>::Activation> &x) {
+    template <Type T, int TILES>
+    __device__ void multiply(typename Codec<T>::Sum &sum, int wide, int first, int n, const Rows<typename Codec<T>::Activation> &x) {
         typename Codec<T>::template Lane<TILES> lane(stage + at * stage_bytes, wide, first, x, thread % 32);
 #pragma unroll 1
         for (int i = 0; i < n; i++) lane.add(sum, i);
@@ -528,7 +541,8 @@ struct Few {
                     constexpr float L = Codec<T>::LIFT;
                     float4 v = value[i], t = times[i];
                     sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-                    if (base + i * CONSUMERS * 4 < stride) Codec<T>::store_four(out + r * pitch, base + i * CONSUMERS * 4, v.x * t.x * L, v.y * t.y * L, v.z * t.z * L, v.w * t.w * L);
+                    if (base + i * CONSUMERS * 4 < stride)
+                        Codec<T>::store_four(out + r * pitch, base + i * CONSUMERS * 4, v.x * t.x * L, v.y * t.y * L, v.z * t.z * L, v.w * t.w * L);
                 }
                 sum = warp_sum(sum);
                 if (lane == 0) square[r * WARPS + warp] = (turn ? square[r * WARPS + warp] : 0) + sum;
@@ -568,7 +582,8 @@ struct Few {
                 for (int part = 0; part < m.parts; part++, left -= wide, x.x += wide * Codec<T>::K) ring.take<T>(sum, wide, warp * most, min(most, left), x);
                 sum.store(of_pass + (warp * pass + u) * ROWS * tokens, tokens, ring.thread % 32);
             }
-            end_pass<ROWS>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
+            end_pass<ROWS>(ring.thread, of_pass, turn, pass, n, tokens,
+                           [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
         }
     }
 
@@ -623,7 +638,8 @@ struct Few {
         const float *sinks = l.sinks;
         await();
         for (int job = block; job < jobs; job += blocks) {
-            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = at<int>(k.position)[t], from = l.window && p >= l.window ? p - l.window + 1 : 0;
+            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = at<int>(k.position)[t],
+                from = l.window && p >= l.window ? p - l.window + 1 : 0;
             int first, n, used;
             share_of(job, p, first, n, used);
             if (!n) continue;
@@ -632,7 +648,8 @@ struct Few {
                 Attend<D, 1> a;
                 uint4 q[D / 32][1];
                 for (int c = 0; c < D / 32; c++)
-                    q[c][0] = g < group ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + g) * D + c * 32 + lane % 4 * 8)) : uint4{};
+                    q[c][0] = g < group ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + g) * D + c * 32 + lane % 4 * 8))
+                                        : uint4{};
                 int firsts[1] = {from}, lasts[1] = {p};
                 for (int i = first + warp; i < first + n; i += ATTENTION_WARPS)
                     a.page(cache_of(w, table[i], 0, head), cache_of(w, table[i], 1, head), q, i * PAGE, firsts, lasts, p, LOG2E * rsqrtf(D), lane);
@@ -689,7 +706,8 @@ struct Few {
         for (int i = block; i < tokens * w.n_heads; i += blocks) {
             int t = i / w.n_heads, h = i % w.n_heads;
             float x = attend_plain<Out>(w, s, l, t, h, at<float>(k.x), CONSUMERS);
-            if (ring.thread < w.head_dim) ((Out *)w.attn)[(size_t)t * w.attn_pitch + Codec<sizeof(Out) == 2 ? BF16 : F32>::place(h * w.head_dim + ring.thread)] = (Out)x;
+            if (ring.thread < w.head_dim)
+                ((Out *)w.attn)[(size_t)t * w.attn_pitch + Codec<sizeof(Out) == 2 ? BF16 : F32>::place(h * w.head_dim + ring.thread)] = (Out)x;
         }
     }
 
@@ -699,7 +717,8 @@ struct Few {
         renew();
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = l.o;
-        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride), lane = ring.thread % 32, warp = ring.thread / 32;
+        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride), lane = ring.thread % 32,
+            warp = ring.thread / 32;
         int experts = l.router.rows ? w.n_experts : 0, each = 16 / sizeof(Activation), pieces = m.stride / each;
         float *own = at<float>(k.own), *columns = at<float>(k.columns);
         if (!producing) {
@@ -805,7 +824,8 @@ struct Few {
             asm volatile("bar.sync 2,%0;" ::"n"(THREADS) : "memory");
     }
     __device__ Active active() const {
-        return {at<int>(k.active), at<int>(k.active_expert), at<unsigned>(k.active_tokens), at<float>(k.active_weight), at<int>(k.active_choice), at<unsigned>(k.active_chosen)};
+        return {at<int>(k.active),          at<int>(k.active_expert), at<unsigned>(k.active_tokens),
+                at<float>(k.active_weight), at<int>(k.active_choice), at<unsigned>(k.active_chosen)};
     }
     __device__ void clear_active(int threads) {
 #pragma unroll 1
@@ -850,7 +870,8 @@ struct Few {
             int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
             if (!(active.tokens[place] >> t & 1) || at >= w.ffn_dim) return;
             size_t choice = (size_t)t * w.top_k + active.choice[place * FEW + t];
-            ((Activation *)w.act_out)[choice * w.act_pitch + Codec<T>::place(at)] = (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
+            ((Activation *)w.act_out)[choice * w.act_pitch + Codec<T>::place(at)] =
+                (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
         });
     }
 
@@ -869,7 +890,8 @@ struct Few {
             choose(l.router.rows, l.router.bias, active);
             chosen();
         }
-        int units = units_of_block(groups_of<T>(m.rows)), rows = units * C::ROWS, pass = down_pass_of<T>(tokens), warp = ring.thread / 32, lane = ring.thread % 32;
+        int units = units_of_block(groups_of<T>(m.rows)), rows = units * C::ROWS, pass = down_pass_of<T>(tokens), warp = ring.thread / 32,
+            lane = ring.thread % 32;
         int slices = *active.n * m.parts; /* a slice: an expert's part of the columns */
         if (producing) {                  /* pass by pass: expert by expert, part by part, unit by unit */
             ring.produce<T>(m, units * slices, [&](int item, int &part) {
@@ -886,7 +908,8 @@ struct Few {
             int r = row_of_block<T>(i / tokens), t = i % tokens;
             float sum = r < w.dim ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
 #pragma unroll 4
-            for (int place = 0; place < *active.n; place++) sum += active.weight[place * FEW + t] * (m.bias && r < w.dim ? m.bias[(size_t)active.expert[place] * w.dim + r] : 0);
+            for (int place = 0; place < *active.n; place++)
+                sum += active.weight[place * FEW + t] * (m.bias && r < w.dim ? m.bias[(size_t)active.expert[place] * w.dim + r] : 0);
             own[i] = sum;
         }
         int buffers = down_buffers(tokens), width = m.per * C::K, pitch = pitch_of<T>(width), each = 16 / sizeof(Activation);
@@ -959,7 +982,8 @@ struct Few {
 /* The one table from types of weights, and sizes of heads, to instances. GPT_OSS: the instance for its types alone, because
  * instructions have to be fetched too; ONE: and for one token alone. */
 template <bool GPT_OSS, bool ONE>
-__global__ void __launch_bounds__(THREADS, 1) few(Work w, Step s, const Block *layers, Matrix head, const float *norm, Layout k, int tokens, int rows, int first, int last) {
+__global__ void __launch_bounds__(THREADS, 1)
+    few(Work w, Step s, const Block *layers, Matrix head, const float *norm, Layout k, int tokens, int rows, int first, int last) {
     extern __shared__ __align__(128) uint8_t memory[];
     Few f(w, s, k, memory, ONE ? 1 : tokens, first, last);
     f.begin();

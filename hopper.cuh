@@ -88,7 +88,10 @@ struct Stages {
     static __device__ void wait(const uint64_t *b, unsigned parity) {
         unsigned done = 0;
         while (!done)
-            asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(done) : "r"(address(b)), "r"(parity) : "memory");
+            asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
+                         : "=r"(done)
+                         : "r"(address(b)), "r"(parity)
+                         : "memory");
     }
     /* `arrivals` make a stage full, `warps` empty. All threads of the block call it. */
     __device__ Stages(uint64_t *barriers, int n, int arrivals, int warps) : full(barriers), empty(barriers + n), n(n) {
@@ -140,7 +143,8 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
     typedef AttentionShape<D> Shape;
     extern __shared__ __align__(1024) uint8_t arena[];
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = blockIdx.x, tile = gridDim.y - 1 - blockIdx.y;
-    Stages ring((uint64_t *)(arena + Shape::STAGES * Shape::STAGE + Shape::GROUPS * Shape::QUERIES), Shape::STAGES, Shape::THREADS, Shape::GROUPS * 4), next = ring;
+    Stages ring((uint64_t *)(arena + Shape::STAGES * Shape::STAGE + Shape::GROUPS * Shape::QUERIES), Shape::STAGES, Shape::THREADS, Shape::GROUPS * 4),
+        next = ring;
     wait_previous();
     launch_next();
     int token = s.tile[2 * tile], n = s.tile[2 * tile + 1], position = s.position[token], group = w.n_heads / w.n_kv_heads, end = position + n - 1;
@@ -149,11 +153,13 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
     int page = pages[begin], column = threadIdx.x % 8;
     const uint8_t *cache = (const uint8_t *)cache_of(w, 0, 0, head) + threadIdx.x * 16;
     size_t page_bytes = (size_t)w.n_layers * 2 * w.n_kv_heads * D * PAGE * 2, to_values = (size_t)w.n_kv_heads * D * PAGE * 2;
-    uint8_t *key = arena + threadIdx.x % (D / 8) / 8 * SLAB + slab_byte(threadIdx.x / (D / 8), column), *value = arena + D * 128 + slab_byte(threadIdx.x / 8, column);
+    uint8_t *key = arena + threadIdx.x % (D / 8) / 8 * SLAB + slab_byte(threadIdx.x / (D / 8), column),
+            *value = arena + D * 128 + slab_byte(threadIdx.x / 8, column);
     auto fetch = [&] { /* the share of a thread in page `coming` */
         if (coming > end / PAGE) return;
         const uint8_t *from = cache + page * page_bytes;
-        int at = next.at * Shape::STAGE, seen = 2 * (end + 1 - coming * PAGE) - column * 16; /* behind the last token there may be a NaN, and 0 times that is one */
+        int at = next.at * Shape::STAGE,
+            seen = 2 * (end + 1 - coming * PAGE) - column * 16; /* behind the last token there may be a NaN, and 0 times that is one */
         if (coming < end / PAGE) page = pages[coming + 1];
         next.wait_empty();
 #pragma unroll
@@ -170,7 +176,8 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
 #pragma unroll
     for (int k = 0; k < Shape::QUERIES / 16 / 128; k++) {
         int i = k * 128 + threadIdx.x % 128, r = i / (D / 8), c = i % (D / 8), of = mine * 64 + r;
-        copy_16(queries + c / 8 * SLAB + slab_byte(r, c % 8), (const bf16 *)w.q + ((size_t)(token + min(of / group, n - 1)) * w.n_heads + head * group + of % group) * D + c * 8);
+        copy_16(queries + c / 8 * SLAB + slab_byte(r, c % 8),
+                (const bf16 *)w.q + ((size_t)(token + min(of / group, n - 1)) * w.n_heads + head * group + of % group) * D + c * 8);
     }
     copies_end();
     for (int i = 0; i < Shape::AHEAD; i++) fetch();
@@ -239,7 +246,8 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
         all = all * factor + (l.sinks ? exp2f(sink - top) : 0);
         if (from >= n) continue;
         bf16 *out = (bf16 *)w.attn + (size_t)(token + from) * w.attn_pitch + h * D + 2 * t;
-        for (int j = 0; j < D / 8; j++) *(uint32_t *)(out + j * 8) = pack(sum[j / 8][j % 8 * 4 + 2 * r] * factor / all, sum[j / 8][j % 8 * 4 + 2 * r + 1] * factor / all);
+        for (int j = 0; j < D / 8; j++)
+            *(uint32_t *)(out + j * 8) = pack(sum[j / 8][j % 8 * 4 + 2 * r] * factor / all, sum[j / 8][j % 8 * 4 + 2 * r + 1] * factor / all);
     }
 #endif
 }
@@ -292,7 +300,8 @@ __device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int
         uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4), a[4][4];
 #pragma unroll
         for (int block = 0; block < 2; block++) {
-            uint4 low = fp4_to_bf16_scaled(block ? words.y : words.x, scales >> 8 * block & 255), high = fp4_to_bf16_scaled(block ? words.w : words.z, scales >> (16 + 8 * block) & 255);
+            uint4 low = fp4_to_bf16_scaled(block ? words.y : words.x, scales >> 8 * block & 255),
+                  high = fp4_to_bf16_scaled(block ? words.w : words.z, scales >> (16 + 8 * block) & 255);
             uint32_t(*to)[4] = a + 2 * block;
             to[0][0] = low.x, to[0][1] = high.x, to[0][2] = low.y, to[0][3] = high.y;
             to[1][0] = low.z, to[1][1] = high.z, to[1][2] = low.w, to[1][3] = high.w;
@@ -323,7 +332,8 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
     Stages ring(barriers, Shape::STAGES, 128, Shape::GROUPS * 4);
     wait_previous();
     launch_next();
-    int steps = m.stride / FP4_COLUMNS, groups = (m.rows + FP4_ROWS - 1) / FP4_ROWS, high = (m.rows + Shape::ROWS - 1) / Shape::ROWS, tiles = list_tiles(w, tile);
+    int steps = m.stride / FP4_COLUMNS, groups = (m.rows + FP4_ROWS - 1) / FP4_ROWS, high = (m.rows + Shape::ROWS - 1) / Shape::ROWS,
+        tiles = list_tiles(w, tile);
     auto tile_at = [&](int i, int &e, int &n, int &group) { /* its expert, how many choices, first group of rows; returns their list */
         int number = tile[i / high] & 0xFFFF;
         e = tile[i / high] >> 16;
@@ -366,7 +376,8 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
             const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)group * steps * FP4_BYTES), *rows = (const uint4 *)x;
             for (int step = 0; step < steps; step++, weights += WORDS, rows += FP4_COLUMNS / 8, ring.next()) {
                 ring.wait_empty();
-                uint8_t *to = arena + ring.at * Shape::X + slab_byte(thread / 8, thread % 8), *to_weights = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + thread * 16;
+                uint8_t *to = arena + ring.at * Shape::X + slab_byte(thread / 8, thread % 8),
+                        *to_weights = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + thread * 16;
 #pragma unroll
                 for (int k = 0; k < ALL / 128; k++) copy_16(to_weights + k * 2048, weights + chunk[k]);
                 if (ALL % 128 > thread) copy_16(to_weights + ALL / 128 * 2048, weights + chunk[ALL / 128]);
@@ -388,30 +399,32 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
 /* Gate and up, alternating rows, and the activation: act_out in the order of fp4_column. */
 __global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Block l, int tokens) {
 #if WGMMA
-    multiply_experts_wgmma(w, l.up, (const bf16 *)w.normed, w.normed_pitch, w.top_k, tokens, [&](const float *c, int e, int row, const int *list, int n, uint8_t *room) {
-        int thread = threadIdx.x % 128, warp = thread / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
-        bool odd = g % 2; /* holds up's rows, and does the odd one of two tokens */
-        bf16 *out = (bf16 *)room;
-        if (row - warp * 16 >= l.up.rows) return;
-        int choice[2];
-        float2 bias[2] = {};
-        for (int i = 0; i < 2; i++) {
-            choice[i] = thread / 4 + 32 * i < n ? list[thread / 4 + 32 * i] : -1;
-            if (l.up.bias) bias[i] = *(const float2 *)(l.up.bias + (size_t)e * l.up.rows + row + 8 * i + g - odd);
-        }
+    multiply_experts_wgmma(w, l.up, (const bf16 *)w.normed, w.normed_pitch, w.top_k, tokens,
+                           [&](const float *c, int e, int row, const int *list, int n, uint8_t *room) {
+                               int thread = threadIdx.x % 128, warp = thread / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
+                               bool odd = g % 2; /* holds up's rows, and does the odd one of two tokens */
+                               bf16 *out = (bf16 *)room;
+                               if (row - warp * 16 >= l.up.rows) return;
+                               int choice[2];
+                               float2 bias[2] = {};
+                               for (int i = 0; i < 2; i++) {
+                                   choice[i] = thread / 4 + 32 * i < n ? list[thread / 4 + 32 * i] : -1;
+                                   if (l.up.bias) bias[i] = *(const float2 *)(l.up.bias + (size_t)e * l.up.rows + row + 8 * i + g - odd);
+                               }
 #pragma unroll
-        for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
-            int i = j % 2;
-            float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
-            float value = swiglu<bf16>(w, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y);
-            out[(j / 2 * 8 + 2 * t + odd) * ExpertShape::PITCH + fp4_column(warp * 8 + i * 4 + g / 2)] = (bf16)value;
-        }
-        sync_group();
-        for (int i = 0; i < 2; i++)
-            if (choice[i] >= 0)
-                *(uint4 *)((bf16 *)w.act_out + (size_t)choice[i] * w.act_pitch + (row - warp * 16) / 2 + t * 8) = *(const uint4 *)(out + (thread / 4 + 32 * i) * ExpertShape::PITCH + t * 8);
-        sync_group();
-    });
+                               for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
+                                   int i = j % 2;
+                                   float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
+                                   float value = swiglu<bf16>(w, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y);
+                                   out[(j / 2 * 8 + 2 * t + odd) * ExpertShape::PITCH + fp4_column(warp * 8 + i * 4 + g / 2)] = (bf16)value;
+                               }
+                               sync_group();
+                               for (int i = 0; i < 2; i++)
+                                   if (choice[i] >= 0)
+                                       *(uint4 *)((bf16 *)w.act_out + (size_t)choice[i] * w.act_pitch + (row - warp * 16) / 2 + t * 8) =
+                                           *(const uint4 *)(out + (thread / 4 + 32 * i) * ExpertShape::PITCH + t * 8);
+                               sync_group();
+                           });
 #endif
 }
 

@@ -89,7 +89,8 @@ struct Cuda {
 };
 
 /* Launches a kernel that may begin before the one before it has ended (where the code has the instructions for it). */
-template <typename... Params, typename... Args> cudaError_t launch(const Cuda *c, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
+template <typename... Params, typename... Args>
+cudaError_t launch(const Cuda *c, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
     /* All kernels divide the multiprocessor's memory alike: it must be idle to divide it anew. */
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (!error && shared > 48 << 10) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
@@ -154,7 +155,9 @@ bool multiply(Cuda *c, const Matrix &m, const void *x, int x_pitch, int tokens, 
         if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
         if (!status) known = c->algorithm.insert({kind, found.algo}).first;
     }
-    if (!status) status = cublasLtMatmul(c->blas, &product, &one, m.data, &w_layout, x, &x_layout, &beta, y, &y_layout, y, &y_layout, &known->second, c->product_room, PRODUCT_ROOM, c->stream);
+    if (!status)
+        status = cublasLtMatmul(c->blas, &product, &one, m.data, &w_layout, x, &x_layout, &beta, y, &y_layout, y, &y_layout, &known->second, c->product_room,
+                                PRODUCT_ROOM, c->stream);
     return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasLtGetStatusString(status));
 }
 
@@ -171,14 +174,18 @@ bool tap_rows(const Cuda *c, const char *stage, int layer, const void *from, siz
     CUDA(cudaMemcpy(raw.data(), from, raw.size() * sizeof(From), cudaMemcpyDeviceToHost));
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < cols; i++) {
-            int j = half ? i % (2 * half) : 0, at = half ? i - j + (j < half ? 2 * j : 2 * (j - half) + 1) : order == FEW_ORDER ? Codec<BF16>::place(i) : order == FP4_ORDER ? fp4_column(i) : i;
+            int j = half ? i % (2 * half) : 0, at = half                 ? i - j + (j < half ? 2 * j : 2 * (j - half) + 1)
+                                                    : order == FEW_ORDER ? Codec<BF16>::place(i)
+                                                    : order == FP4_ORDER ? fp4_column(i)
+                                                                         : i;
             out[(size_t)r * cols + i] = (float)raw[r * pitch + at] * factor;
         }
     c->limits.tap(c->limits.tap_data, stage, layer, out.data(), rows, cols);
     return true;
 }
 
-bool tap_typed(const Cuda *c, Type type, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, Order order, float factor, Error *e) {
+bool tap_typed(const Cuda *c, Type type, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, Order order, float factor,
+               Error *e) {
     if (!c->limits.tap) return true;
     if (type == F32) return tap_rows<float>(c, stage, layer, from, pitch, rows, cols, half, IN_ORDER, factor, e);
     return tap_rows<bf16>(c, stage, layer, from, pitch, rows, cols, half, order, factor, e);
@@ -212,12 +219,14 @@ bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
 bool tap_qkv(const Cuda *c, const Batch *b, int layer, int tokens, Error *e) {
     const Work &w = c->work;
     int width = w.n_heads * w.head_dim;
-    return tap_typed(c, c->card.layer[layer].qkv.type, "q", layer, w.q, width, tokens, width, w.head_dim / 2, IN_ORDER, 1, e) && tap_cache(c, b, layer, 0, e) && tap_cache(c, b, layer, 1, e);
+    return tap_typed(c, c->card.layer[layer].qkv.type, "q", layer, w.q, width, tokens, width, w.head_dim / 2, IN_ORDER, 1, e) && tap_cache(c, b, layer, 0, e) &&
+           tap_cache(c, b, layer, 1, e);
 }
 
 bool tap_attention(const Cuda *c, int layer, int tokens, Error *e) {
     const Work &w = c->work;
-    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, tokens <= c->most_few ? FEW_ORDER : IN_ORDER, 1, e);
+    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0,
+                     tokens <= c->most_few ? FEW_ORDER : IN_ORDER, 1, e);
 }
 
 /* The experts' choice, and what they hand to their last matrix. */
@@ -227,7 +236,9 @@ bool tap_experts(const Cuda *c, int layer, int tokens, Error *e) {
     float lift = tokens <= c->most_few ? w.act_lift : 1;
     Order order = tokens <= c->most_few ? (b.up.type == BF16 ? FEW_ORDER : IN_ORDER) : c->wgmma && b.up.type == MXFP4 ? FP4_ORDER : IN_ORDER;
     if (!c->limits.tap) return true;
-    if (b.router.rows && (!tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, IN_ORDER, 1, e) || !tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e))) return false;
+    if (b.router.rows && (!tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, IN_ORDER, 1, e) ||
+                          !tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e)))
+        return false;
     return tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, order, 1 / lift, e);
 }
 
@@ -243,7 +254,8 @@ template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w,
         dim3 grid(w.n_kv_heads, tiles);
         typedef AttentionShape<64> Small;
         typedef AttentionShape<128> Large;
-        return w.head_dim == 64 ? launch(c, attention_wgmma<64>, grid, Small::THREADS, Small::SHARED, w, s, b) : launch(c, attention_wgmma<128>, grid, Large::THREADS, Large::SHARED, w, s, b);
+        return w.head_dim == 64 ? launch(c, attention_wgmma<64>, grid, Small::THREADS, Small::SHARED, w, s, b)
+                                : launch(c, attention_wgmma<128>, grid, Large::THREADS, Large::SHARED, w, s, b);
     }
     if (cores) {
         dim3 grid(tiles, w.n_kv_heads);
@@ -385,7 +397,8 @@ bool heads(Cuda *c, Step s, const Batch *b, int tokens, int rows, bool filtered,
         s.row = (int *)row + i;
         if (tokens > c->most_few) CUDA(launch_few(c, s, 0, n, c->work.n_layers * PHASES, c->work.n_layers * PHASES + 1));
         if (!draw_rows(c, s, p, n, filtered, penalized, e)) return false;
-        if (keep) CUDA(cudaMemcpyAsync(found.data() + (size_t)i * c->work.vocab, c->work.logits, (size_t)n * c->work.vocab * 4, cudaMemcpyDeviceToHost, c->stream));
+        if (keep)
+            CUDA(cudaMemcpyAsync(found.data() + (size_t)i * c->work.vocab, c->work.logits, (size_t)n * c->work.vocab * 4, cudaMemcpyDeviceToHost, c->stream));
         if (keep) CUDA(cudaStreamSynchronize(c->stream));
     }
     p->logits.clear();
@@ -506,7 +519,8 @@ bool choose_card(Cuda *c, Error *e) {
     int cards;
     cudaError_t error = cudaGetDeviceCount(&cards);
     if (error || !cards)
-        return fail(e, NO_GPU, "no NVIDIA GPU can be used here (%s); infer runs on GPUs only, infer-reference is its plain C twin for tests", error ? cudaGetErrorString(error) : "none was found");
+        return fail(e, NO_GPU, "no NVIDIA GPU can be used here (%s); infer runs on GPUs only, infer-reference is its plain C twin for tests",
+                    error ? cudaGetErrorString(error) : "none was found");
     if (c->limits.gpu >= cards) return fail(e, NO_GPU, "there is no GPU %d here, only 0 to %d: choose with --gpu", c->limits.gpu, cards - 1);
     if ((error = cudaSetDevice(c->limits.gpu))) return fail(e, NO_GPU, "GPU %d cannot be used: %s", c->limits.gpu, cudaGetErrorString(error));
     cudaDeviceProp properties;
@@ -514,8 +528,8 @@ bool choose_card(Cuda *c, Error *e) {
     CUDA(cudaGetDeviceProperties(&properties, c->limits.gpu));
     if (cudaFuncGetAttributes(&code, embed)) {
         cudaGetLastError();
-        return fail(e, NO_GPU, "this build has no code for GPU %d (%s, compute capability %d.%d): make clean && make CUDA_ARCH=sm_%d%d%s", c->limits.gpu, properties.name,
-                    properties.major, properties.minor, properties.major, properties.minor, properties.major == 9 ? "a" : "");
+        return fail(e, NO_GPU, "this build has no code for GPU %d (%s, compute capability %d.%d): make clean && make CUDA_ARCH=sm_%d%d%s", c->limits.gpu,
+                    properties.name, properties.major, properties.minor, properties.major, properties.minor, properties.major == 9 ? "a" : "");
     }
     c->sms = properties.multiProcessorCount;
     c->shared = (int)properties.sharedMemPerBlockOptin;
@@ -550,7 +564,8 @@ bool take_memory(Cuda *c, int *pages, Error *e) {
     CUDA(cudaMemGetInfo(&free, &total));
     if (free < weights + work + reserve + page) {
         char a[24], b[24], d[24];
-        return fail(e, NO_ROOM, "the model needs %s for its weights and %s to work, GPU %d has %s free: free memory of other programs, or choose another GPU with --gpu",
+        return fail(e, NO_ROOM,
+                    "the model needs %s for its weights and %s to work, GPU %d has %s free: free memory of other programs, or choose another GPU with --gpu",
                     size_text(weights, a), size_text(work + reserve, b), c->limits.gpu, size_text(free, d));
     }
     *pages = (int)std::min<size_t>(*pages, (free - weights - work - reserve) / page);

@@ -22,7 +22,8 @@ template <typename Out> __global__ void __launch_bounds__(256) norm_many(Work w,
 template <typename Q> __global__ void __launch_bounds__(256) rope_many(Work w, Step s, Block l) {
     wait_previous();
     launch_next();
-    int token = s.tile[2 * blockIdx.x], n = s.tile[2 * blockIdx.x + 1], position = s.position[token], d = w.head_dim, r = 2 * (blockIdx.y * blockDim.x + threadIdx.x);
+    int token = s.tile[2 * blockIdx.x], n = s.tile[2 * blockIdx.x + 1], position = s.position[token], d = w.head_dim,
+        r = 2 * (blockIdx.y * blockDim.x + threadIdx.x);
     int heads = w.n_heads * d, keys = heads + w.n_kv_heads * d, seq = s.seq[token];
     const float *from = w.qkv + (size_t)token * l.qkv.rows + r;
     if (r >= l.qkv.rows) return;
@@ -95,7 +96,9 @@ template <int D> __global__ void __launch_bounds__(256) attention_many(Work w, S
 /* What a block of route_many needs: 16 tokens' rows for tensor cores, 4 where the router is F32. */
 template <typename A> struct RouteShape {
     static constexpr int TOKENS = sizeof(A) == 2 ? 16 : 4, WARPS = 16;
-    static __host__ __device__ int pitch(int dim) { return dim + (dim * sizeof(A) % 128 ? 0 : 64 / sizeof(A)); } /* neighbouring rows begin half the banks apart */
+    static __host__ __device__ int pitch(int dim) {
+        return dim + (dim * sizeof(A) % 128 ? 0 : 64 / sizeof(A));
+    } /* neighbouring rows begin half the banks apart */
     static size_t shared(int dim, int experts) { return TOKENS * (pitch(dim) * sizeof(A) + experts * sizeof(float)) + WARPS * 16 * 32 * sizeof(float); }
 };
 
@@ -318,7 +321,8 @@ __global__ void __launch_bounds__(256) combine(Work w, const float *norm) {
     float scale = rsqrtf(block_sum(square, scratch, blockDim.x) / w.dim + w.eps);
     for (int i = threadIdx.x; i < w.dim / 4; i += blockDim.x) {
         float4 v = x[i], by = ((const float4 *)norm)[i];
-        *(uint2 *)((bf16 *)w.normed + (size_t)t * w.normed_pitch + 4 * i) = make_uint2(pack(v.x * scale * by.x, v.y * scale * by.y), pack(v.z * scale * by.z, v.w * scale * by.w));
+        *(uint2 *)((bf16 *)w.normed + (size_t)t * w.normed_pitch + 4 * i) =
+            make_uint2(pack(v.x * scale * by.x, v.y * scale * by.y), pack(v.z * scale * by.z, v.w * scale * by.w));
     }
 }
 

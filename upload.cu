@@ -130,7 +130,8 @@ bool card_plan(Card *card, const Model *m, uint8_t *base, size_t *bytes, Error *
         if (!same(l->q.type, m->layer[0].q.type) || !same(l->gate.type, m->layer[0].gate.type))
             return fail(e, BAD_MODEL, "layer %d is encoded unlike layer 0", i);
         if (l->q.type == MXFP4 || l->o.type == MXFP4 || l->router.type == MXFP4 || (l->router.rows && l->gate.type != MXFP4) || l->gate.type != l->down.type)
-            return fail(e, BAD_MODEL, "layer %d: experts must be MXFP4 and the other matrices must not (%s experts, %s attention)", i, type_name(l->gate.type), type_name(l->q.type));
+            return fail(e, BAD_MODEL, "layer %d: experts must be MXFP4 and the other matrices must not (%s experts, %s attention)", i, type_name(l->gate.type),
+                        type_name(l->q.type));
         b->window = l->window;
         b->attn_norm = p.floats(m->dim);
         b->ffn_norm = p.floats(m->dim);
