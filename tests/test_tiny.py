@@ -36,7 +36,7 @@ def ask(t, question):
 
 
 def test_questions_that_were_held_out(folder):
-    """In one process, each after the conversation that led to it; 94 % are right, of these at most one may be wrong."""
+    """In one process, each after the conversation that led to it; 99 % are right, of these at most one may be wrong."""
     wrong, asked = [], questions()[::EVERY]
     with tiny() as t:
         for q in asked:
