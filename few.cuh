@@ -18,53 +18,6 @@ constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32; /* of a block */
 constexpr int UNITS = 2;           /* groups of rows whose sums a warp keeps in phase down */
 constexpr int ATTENTION_WARPS = 8; /* that share a split of the context */
 
-/* ---- copies that run on their own ---- */
-
-/* A barrier in shared memory: `full` ones complete when a copy has arrived, `empty` ones when all readers have. On Hopper the
- * copy engine takes whole rows; before it the lanes of the producer copy 16 bytes at a time. */
-struct Barrier {
-    uint64_t word;
-    __device__ unsigned address() { return (unsigned)__cvta_generic_to_shared(&word); }
-    __device__ void init(int arrivals) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(address()), "r"(arrivals)); }
-    __device__ void arrive() { asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state,[%0];\n}" ::"r"(address()) : "memory"); }
-    __device__ void wait(unsigned parity) {
-        unsigned done = 0;
-        while (!done)
-#if __CUDA_ARCH__ >= 900
-            asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
-                         : "=r"(done)
-                         : "r"(address()), "r"(parity)
-                         : "memory");
-#else
-            asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
-                         : "=r"(done)
-                         : "r"(address()), "r"(parity)
-                         : "memory");
-#endif
-    }
-#if __CUDA_ARCH__ >= 900
-    static constexpr int COPIERS = 1; /* arrivals of copy() */
-#else
-    static constexpr int COPIERS = 32;
-#endif
-    /* Asks for rows of `bytes` (a multiple of 16), `from_pitch` apart, to lie `to_pitch` apart. All lanes of a warp call it. */
-    __device__ void copy(uint8_t *to, int to_pitch, const uint8_t *from, size_t from_pitch, int rows, int bytes, int lane) {
-#if __CUDA_ARCH__ >= 900
-        if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address()), "r"(rows * bytes) : "memory");
-        __syncwarp();
-        if (lane < rows)
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(
-                             (unsigned)__cvta_generic_to_shared(to + lane * to_pitch)),
-                         "l"(from + lane * from_pitch), "r"(bytes), "r"(address())
-                         : "memory");
-#else
-        for (int row = 0; row < rows; row++)
-            for (int at = lane * 16; at < bytes; at += 512) copy_16(to + row * to_pitch + at, from + row * from_pitch + at);
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
-#endif
-    }
-};
-
 /* Asks for bytes to come to the L2 cache, where copy() finds them later. */
 __device__ inline void bring_near(const uint8_t *from, int bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -366,9 +319,7 @@ struct Ring {
         : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes),
           thread(threadIdx.x) {
         if (thread < stages) full[thread].init(Barrier::COPIERS), empty[thread].init(WARPS);
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+        Barrier::show_init();
     }
     __device__ void advance() {
         if (++at == stages) at = 0, parity ^= 1;

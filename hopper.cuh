@@ -80,41 +80,28 @@ __device__ inline void copy_some(void *to, const void *from, int bytes) {
 
 /* The ring: a stage is filled when all warps have left it and used when its copies have arrived. */
 struct Stages {
-    uint64_t *full, *empty; /* (n) barriers */
+    Barrier *full, *empty; /* (n) */
     int n, at = 0;
     unsigned parity = 0;
 
-    static __device__ unsigned address(const uint64_t *b) { return (unsigned)__cvta_generic_to_shared(b); }
-    static __device__ void wait(const uint64_t *b, unsigned parity) {
-        unsigned done = 0;
-        while (!done)
-            asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
-                         : "=r"(done)
-                         : "r"(address(b)), "r"(parity)
-                         : "memory");
-    }
     /* `arrivals` make a stage full, `warps` empty. All threads of the block call it. */
-    __device__ Stages(uint64_t *barriers, int n, int arrivals, int warps) : full(barriers), empty(barriers + n), n(n) {
-        if ((int)threadIdx.x < n) {
-            asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(address(full + threadIdx.x)), "r"(arrivals));
-            asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(address(empty + threadIdx.x)), "r"(warps));
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __device__ Stages(Barrier *barriers, int n, int arrivals, int warps) : full(barriers), empty(barriers + n), n(n) {
+        if ((int)threadIdx.x < n) full[threadIdx.x].init(arrivals), empty[threadIdx.x].init(warps);
+        Barrier::show_init();
         __syncthreads();
     }
     __device__ void next() {
         if (++at == n) at = 0, parity ^= 1;
     }
-    __device__ void wait_empty() const { wait(empty + at, parity ^ 1); }
+    __device__ void wait_empty() const { empty[at].wait(parity ^ 1); }
     __device__ void wait_full() const {
-        wait(full + at, parity);
+        full[at].wait(parity);
         show_copies();
     }
     __device__ void leave() const { /* a warp has read the stage */
-        if (threadIdx.x % 32 == 0) asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state,[%0];\n}" ::"r"(address(empty + at)) : "memory");
+        if (threadIdx.x % 32 == 0) empty[at].arrive();
     }
-    /* A thread arrives when what it has asked for by cp.async is there. */
-    __device__ void copies_arrive() const { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address(full + at)) : "memory"); }
+    __device__ void copies_arrive() const { full[at].copies_arrive(); }
 };
 
 __device__ inline float exp2_quick(float x) { /* for shares that are rounded to bf16 */
@@ -143,7 +130,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
     typedef AttentionShape<D> Shape;
     extern __shared__ __align__(1024) uint8_t arena[];
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = blockIdx.x, tile = gridDim.y - 1 - blockIdx.y;
-    Stages ring((uint64_t *)(arena + Shape::STAGES * Shape::STAGE + Shape::GROUPS * Shape::QUERIES), Shape::STAGES, Shape::THREADS, Shape::GROUPS * 4),
+    Stages ring((Barrier *)(arena + Shape::STAGES * Shape::STAGE + Shape::GROUPS * Shape::QUERIES), Shape::STAGES, Shape::THREADS, Shape::GROUPS * 4),
         next = ring;
     wait_previous();
     launch_next();
@@ -327,7 +314,7 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
     typedef ExpertShape Shape;
     extern __shared__ __align__(1024) uint8_t arena[];
     uint8_t *room = arena + Shape::STAGES * (Shape::X + Shape::WEIGHTS);
-    uint64_t *barriers = (uint64_t *)(room + Shape::GROUPS * Shape::OUT);
+    Barrier *barriers = (Barrier *)(room + Shape::GROUPS * Shape::OUT);
     int *tile = (int *)(barriers + 2 * Shape::STAGES), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     Stages ring(barriers, Shape::STAGES, 128, Shape::GROUPS * 4);
     wait_previous();
