@@ -245,7 +245,7 @@ struct Active {
 inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks, int room) {
     Layout k = {};
     const Block &b = card.layer[0];
-    int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, partial = 0, units_rows = 0;
+    int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, partial = 0;
     auto rows_of = [&](const Matrix &m, int n) { /* of the units of one block, of n matrices */
         int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
         return (units + blocks - 1) / blocks * rows;
@@ -264,10 +264,10 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
         m.type == BF16 ? consider(Codec<BF16>(), m, down) : m.type == F32 ? consider(Codec<F32>(), m, down) : consider(Codec<MXFP4>(), m, down);
     };
     with_type(b.qkv, false), with_type(b.o, false), with_type(b.up, false), with_type(b.down, true), with_type(card.head, false);
-    units_rows = max_of(rows_of(b.qkv, 1), rows_of(b.up, most));
+    int units_rows = max_of(rows_of(b.qkv, 1), rows_of(b.up, most));
     int own = max_of(rows_of(b.o, 1), rows_of(b.down, 1));
-    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                               /* attend_plain */
-    x = max_of(x, ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4 - partial);            /* attention's states reach into partial */
+    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                    /* attend_plain */
+    x = max_of(x, ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4 - partial); /* attention's states reach into partial */
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.x, x);
     take(k.partial, partial);
@@ -406,7 +406,7 @@ struct Few {
     const Layout &k;
     uint8_t *memory;
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
-    int origin = 0; /* 0 */
+    int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
     bool producing;
     Ring ring;
 

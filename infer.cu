@@ -117,11 +117,14 @@ Step step_at(uint8_t *base, int tokens, size_t *bytes) {
     return s;
 }
 
+/* Whether the kernels of tensor cores do this attention; else attend_plain. */
+bool tiled(const Work &w) { return w.n_heads / w.n_kv_heads <= 8 && (w.head_dim == 64 || w.head_dim == 128); }
+
 /* Phases first to last - 1 of a step of few tokens: see few.cuh. */
 cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int first, int last) {
     const Layout &k = c->layout[std::max(tokens, rows)];
     const Block &b = c->card.layer[0];
-    bool gpt_oss = b.qkv.type == BF16 && b.up.type == MXFP4 && c->card.head.type == BF16 && c->work.head_dim == 64 && c->work.n_heads <= 8 * c->work.n_kv_heads;
+    bool gpt_oss = b.qkv.type == BF16 && b.up.type == MXFP4 && c->card.head.type == BF16 && tiled(c->work) && c->work.head_dim == 64;
     auto kernel = !gpt_oss ? few<false, false> : tokens == 1 && rows <= 1 ? few<true, true> : few<true, false>;
     return launch(c, kernel, c->sms, THREADS, k.bytes, c->work, s, c->layers, c->card.head, c->card.norm, k, tokens, rows, first, last);
 }
@@ -174,10 +177,10 @@ bool tap_rows(const Cuda *c, const char *stage, int layer, const void *from, siz
     CUDA(cudaMemcpy(raw.data(), from, raw.size() * sizeof(From), cudaMemcpyDeviceToHost));
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < cols; i++) {
-            int j = half ? i % (2 * half) : 0, at = half                 ? i - j + (j < half ? 2 * j : 2 * (j - half) + 1)
-                                                    : order == FEW_ORDER ? Codec<BF16>::place(i)
-                                                    : order == FP4_ORDER ? fp4_column(i)
-                                                                         : i;
+            int at = i, j = half ? i % (2 * half) : 0;
+            if (half) at = i - j + (j < half ? 2 * j : 2 * (j - half) + 1);
+            if (order == FEW_ORDER) at = Codec<BF16>::place(i);
+            if (order == FP4_ORDER) at = fp4_column(i);
             out[(size_t)r * cols + i] = (float)raw[r * pitch + at] * factor;
         }
     c->limits.tap(c->limits.tap_data, stage, layer, out.data(), rows, cols);
@@ -243,9 +246,6 @@ bool tap_experts(const Cuda *c, int layer, int tokens, Error *e) {
 }
 
 /* ---- forward ---- */
-
-/* Whether the kernels of tensor cores do this attention; else attention_plain. */
-bool tiled(const Work &w) { return w.n_heads / w.n_kv_heads <= 8 && (w.head_dim == 64 || w.head_dim == 128); }
 
 template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w, const Step &s, const Block &b, int tokens, int tiles) {
     int group = w.n_heads / w.n_kv_heads;
@@ -397,9 +397,9 @@ bool heads(Cuda *c, Step s, const Batch *b, int tokens, int rows, bool filtered,
         s.row = (int *)row + i;
         if (tokens > c->most_few) CUDA(launch_few(c, s, 0, n, c->work.n_layers * PHASES, c->work.n_layers * PHASES + 1));
         if (!draw_rows(c, s, p, n, filtered, penalized, e)) return false;
-        if (keep)
-            CUDA(cudaMemcpyAsync(found.data() + (size_t)i * c->work.vocab, c->work.logits, (size_t)n * c->work.vocab * 4, cudaMemcpyDeviceToHost, c->stream));
-        if (keep) CUDA(cudaStreamSynchronize(c->stream));
+        if (!keep) continue;
+        CUDA(cudaMemcpyAsync(found.data() + (size_t)i * c->work.vocab, c->work.logits, (size_t)n * c->work.vocab * 4, cudaMemcpyDeviceToHost, c->stream));
+        CUDA(cudaStreamSynchronize(c->stream));
     }
     p->logits.clear();
     p->rows = 0;

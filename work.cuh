@@ -187,7 +187,7 @@ struct Work { /* everything a kernel may need; passed by value */
     float *floor;              /* (FEW) what top-k, top-p and min-p leave of the scaled logits */
     unsigned long long *best;  /* (FEW) */
     int *drawing;              /* (FEW) blocks that have drawn */
-    int *drawn, *result;       /* (slots), (seqs) */
+    int *drawn, *result;       /* (slots); (seqs) in the host's memory */
     uint32_t *seen;            /* (FEW, vocab / 32) for the repetition penalty */
 };
 
