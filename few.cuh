@@ -521,16 +521,16 @@ struct Few {
             });
             return;
         }
-        int pass = pass_of<T>(tokens), warp = ring.thread / 32 % WARPS /* the producer has left */, wide = m.per * WARPS, most = m.per;
+        int pass = pass_of<T>(tokens), warp = ring.thread / 32 % WARPS /* the producer has left */, wide = m.per * WARPS, per = m.per;
         Rows<Activation> x = {NULL, at<Activation>(k.zero), pitch_of<T>(m.stride), (1u << tokens) - 1};
         for (int first = 0, turn = 0; first < units; first += pass, turn++) {
             float *of_pass = at<float>(k.partial) + turn % 2 * (WARPS * pass * ROWS * tokens);
             int n = min(pass, units - first);
             for (int u = 0; u < n; u++) {
                 typename Codec<T>::Sum sum;
-                int left = m.chunks - warp * most;
-                x.x = at<Activation>(k.x) + warp * most * Codec<T>::K;
-                for (int part = 0; part < m.parts; part++, left -= wide, x.x += wide * Codec<T>::K) ring.take<T>(sum, wide, warp * most, min(most, left), x);
+                int left = m.chunks - warp * per;
+                x.x = at<Activation>(k.x) + warp * per * Codec<T>::K;
+                for (int part = 0; part < m.parts; part++, left -= wide, x.x += wide * Codec<T>::K) ring.take<T>(sum, wide, warp * per, min(per, left), x);
                 sum.store(of_pass + (warp * pass + u) * ROWS * tokens, tokens, ring.thread % 32);
             }
             end_pass<ROWS>(ring.thread, of_pass, turn, pass, n, tokens,
