@@ -121,6 +121,31 @@ template <int D> struct AttentionShape {
     static constexpr int SHARED = STAGES * (STAGE + 16) + GROUPS * QUERIES;
 };
 
+#if WGMMA
+/* The largest score of a row (row g, or with r = 1 row g + 8) so far; returns by what sums of shares before shrink, and `shift`, what scores times
+ * `scale` are taken from. */
+__device__ inline float grow(const float (&score)[32], int r, float scale, float &most, float &shift) {
+    float now = most;
+    for (int j = 0; j < 16; j++) now = fmaxf(now, score[j / 2 * 4 + r * 2 + j % 2]);
+    now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+    now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+    shift = now == -INFINITY ? 0 : now * scale; /* -INFINITY: nothing seen yet */
+    float factor = exp2_quick(most * scale - shift);
+    most = now;
+    return factor;
+}
+/* Scores as shares, in the order in which wgmma wants rows; `total` grows by them. */
+__device__ inline void shares_of(const float (&score)[32], float scale, const float (&shift)[2], uint32_t (&share)[4][4], float (&total)[2]) {
+#pragma unroll
+    for (int j = 0; j < 32; j += 2) {
+        int r = j / 2 % 2;
+        float a = exp2_quick(score[j] * scale - shift[r]), b = exp2_quick(score[j + 1] * scale - shift[r]);
+        total[r] += a + b;
+        share[j / 8][j / 2 % 4] = pack(a, b);
+    }
+}
+#endif
+
 /* Attention of neighbouring tokens (blockIdx.y: a tile, the last first, since it sees most) and all query heads that share a
  * key/value head (blockIdx.x): ROWS rows, whose queries stay in shared memory while pages of keys and values pass through it. Every
  * thread fetches its share of a page AHEAD pages before it is used. Softmax as in Attend (work.cuh); a page that all rows of a
@@ -195,27 +220,12 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
                 if (p > last[r] || p < first[r]) score[j] = -INFINITY;
             }
         float shift[2], factor[2];
-        for (int r = 0; r < 2; r++) {
-            float now = most[r];
-            for (int j = 0; j < 16; j++) now = fmaxf(now, score[j / 2 * 4 + r * 2 + j % 2]);
-            now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
-            now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-            shift[r] = now == -INFINITY ? 0 : now * scale; /* -INFINITY: nothing seen yet */
-            factor[r] = exp2_quick(most[r] * scale - shift[r]);
-            most[r] = now;
-            total[r] *= factor[r];
-        }
+        for (int r = 0; r < 2; r++) factor[r] = grow(score, r, scale, most[r], shift[r]), total[r] *= factor[r];
         if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1))
             for (int u = 0; u < D / 64; u++)
                 for (int j = 0; j < 32; j++) sum[u][j] *= factor[j / 2 % 2];
         uint32_t share[4][4];
-#pragma unroll
-        for (int j = 0; j < 32; j += 2) {
-            int r = j / 2 % 2;
-            float a = exp2_quick(score[j] * scale - shift[r]), b = exp2_quick(score[j + 1] * scale - shift[r]);
-            total[r] += a + b;
-            share[j / 8][j / 2 % 4] = pack(a, b);
-        }
+        shares_of(score, scale, shift, share, total);
         wgmma_begin();
 #pragma unroll
         for (int k = 0; k < 4; k++)
