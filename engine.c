@@ -7,11 +7,13 @@
 static int pages_for(size_t tokens) { return (int)((tokens + PAGE - 1) / PAGE); }
 
 bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e) {
-    *g = (Engine){.backend = backend, .model = m, .max_tokens = limits.max_tokens};
+    *g = (Engine){.backend = backend, .model = m};
     if (context > m->context)
         return fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context);
     limits.context = context ? context : m->context;
     int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
+    if (limits.max_tokens > wanted * PAGE * limits.max_seqs) limits.max_tokens = wanted * PAGE * limits.max_seqs;
+    g->max_tokens = limits.max_tokens; /* no step is longer than all contexts */
     g->state = backend->open(m, &limits, &pages, e);
     if (!g->state) return false;
     if (pages < wanted && context) {

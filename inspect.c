@@ -386,7 +386,7 @@ static bool inspect_at(const char *dir, int context, const Backend *backend, boo
         if (!context || context > c.model.context) context = c.model.context;
         backend->describe(&f->devices);
         count_groups(&c, f);
-        count_memory(&c.model, context, backend->prompt_step, f);
+        count_memory(&c.model, context, context < backend->prompt_step ? context : backend->prompt_step, f);
         cJSON_AddStringToObject(out, "family", c.family);
         facts_json(&c, f, context, out);
         if (!json) printf("family      %s\n", c.family), print_shape(&c, f);
