@@ -14,32 +14,33 @@
 
 #include "work.cuh"
 
-constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32; /* of a block */
-constexpr int UNITS = 2;           /* groups of rows whose sums a warp keeps in phase down */
-constexpr int ATTENTION_WARPS = 8; /* that share a split of the context */
-
-/* Asks for bytes to come to the L2 cache, where copy() finds them later. */
-__device__ inline void bring_near(const uint8_t *from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
+constexpr int WARPS = 14, PRODUCERS = 2; /* of a block: that multiply, that copy; 16 have 128 registers a thread, and one can copy no faster than
+                                            a row in 94 clocks */
+constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32;
+constexpr int SLICES = 4;          /* sums that the chunks of an item are dealt to, so that it does not matter how many warps add them */
+constexpr int TEAM = 2;            /* warps that share an item of a token alone; of more tokens it is SLICES */
+constexpr int HELD = 16;           /* choices whose activations are at hand in phase down, at least */
+constexpr int MOST_STAGES = 16;    /* of the ring */
+constexpr int ATTENTION_WARPS = 12; /* that share a split of the context */
+constexpr int SPLIT_PAGES = 4;     /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
 
 /* ---- how weights are encoded: each type is a row of this table ---- */
 
-/* Activations of up to FEW tokens in shared memory, times LIFT: a row a token; the tokens whose bit is not set have zeros. */
+/* Activations in shared memory, times LIFT: row j of n is x + index[j] / divide * pitch; without an index it is the j-th. */
 template <typename A> struct Rows {
-    const A *x, *zero; /* of the first column of a slice; zero: a slice of zeros */
-    int pitch;
-    unsigned tokens;
-    __device__ const A *row(int t) const { return tokens >> t & 1 ? x + t * pitch : zero; }
+    const A *x, *zero; /* of the first column of an item; zero: what other rows are */
+    int pitch, n;
+    const int *index;
+    int divide;
+    __device__ const A *row(int j) const { return j >= n ? zero : x + (index ? index[j] / divide : j) * pitch; }
 };
 
-/* A chunk is ROWS rows by K columns; a stage of shared memory holds `wide` of them that lie side by side. A Sum collects W x for these rows. Lane 4g + t works
- * on row g and on eight neighbouring columns. place(i) is where the i-th activation of a token lies. */
+/* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
+ * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says. Lane 4g + t works on row g. reduce() makes
+ * final values of what was collected. place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
@@ -53,17 +54,18 @@ template <> struct Codec<BF16> {
     static constexpr int ROWS = GROUP, K = 32, WIDTH = K * 2; /* WIDTH: bytes of a chunk's row */
     static constexpr float LIFT = 1;
     typedef bf16 Activation;
-    struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
-        float c[FEW / 4][4] = {};
-        __device__ void store(float *out, int tokens, int lane) const { /* out (ROWS, tokens) */
-#pragma unroll
-            for (int j = 0; j < FEW / 4; j++)
-                if (j * 4 + lane % 4 < tokens) out[lane / 4 * tokens + j * 4 + lane % 4] = c[j][0] + c[j][3];
+    template <int TILES> struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
+        static constexpr int N = max_of(TILES, 1);
+        float c[N][4] = {};
+        __device__ void reduce() {
+            for (int j = 0; j < N; j++) c[j][0] += c[j][3];
         }
-        __device__ void add_weighted(const Sum &s, const float *weight, int lane) { /* weight (FEW) */
-#pragma unroll
-            for (int j = 0; j < FEW / 4; j++)
-                for (int i = 0; i < 4; i += 3) c[j][i] += weight[j * 4 + lane % 4] * s.c[j][i];
+        __device__ void operator+=(const Sum &s) {
+            for (int j = 0; j < N; j++) c[j][0] += s.c[j][0];
+        }
+        __device__ void store(float *out, int tokens, int lane) const { /* out (tokens, ROWS) */
+            for (int j = 0; j < N; j++)
+                if (j * 4 + lane % 4 < tokens) out[(j * 4 + lane % 4) * ROWS + lane / 4] = c[j][0];
         }
     };
     __host__ __device__ static constexpr int place(int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; }
@@ -73,20 +75,20 @@ template <> struct Codec<BF16> {
         word[2] = pack(c, d);
     }
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride * 2; }
-    __host__ __device__ static constexpr int stage_bytes(int wide) { return ROWS * bank_pitch(wide * WIDTH); }
-    __device__ static void copy(Barrier *full, uint8_t *stage, int wide, const uint8_t *group, int stride, int first, int n, int lane) {
-        full->copy(stage, bank_pitch(wide * WIDTH), group + first * WIDTH, row_bytes(stride), ROWS, n * WIDTH, lane);
+    __host__ __device__ static constexpr int stage_bytes(int per) { return ROWS * bank_pitch(per * WIDTH); }
+    __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int producer, int lane) {
+        constexpr int P = PRODUCERS; /* every other row */
+        int pitch = bank_pitch(per * WIDTH);
+        full->copy(stage + producer * pitch, P * pitch, group + first * WIDTH + producer * row_bytes(stride), P * row_bytes(stride), ROWS / P, n * WIDTH, lane);
     }
-    /* Where a lane reads, of chunk `first` of a stage and of activations of up to 4 TILES tokens. */
     template <int TILES> struct Lane {
         const uint8_t *weights;
         const bf16 *column[TILES];
-        __device__ Lane(const uint8_t *stage, int wide, int first, const Rows<bf16> &x, int lane)
-            : weights(stage + lane / 4 * bank_pitch(wide * WIDTH) + first * WIDTH + lane % 4 * 16) {
-#pragma unroll
+        __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
+            : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16) {
             for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
         }
-        __device__ void add(Sum &sum, int i) const { /* chunk first + i */
+        __device__ void add(Sum<TILES> &sum, int i, int) const { /* chunk i */
             uint4 w = *(const uint4 *)(weights + i * WIDTH);
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
@@ -97,60 +99,97 @@ template <> struct Codec<BF16> {
     };
 };
 
-/* MXFP4: a chunk of 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them: columns 8t .. 8t + 7 of either block of 32, of
- * row g and then of row g + 8, a word each; behind these 512 bytes lie the scales in the same order, four bytes for each g. A
- * word becomes bf16 times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100, exactly, and the
- * block's scale, stored as the exponent of a float with 26 added, does the rest. */
-__device__ inline float fp4_scale(uint32_t scales, int i) { return __uint_as_float((i < 3 ? scales << (23 - 8 * i) : scales >> 1) & 0x7F800000); }
+template <> struct Codec<BF16>::Lane<0> { /* only mma's columns 0 and 1 matter: other lanes load no activations */
+    const uint8_t *weights;
+    const bf16 *column;
+    bool real;
+    uint2 x[SLICES / TEAM] = {};
+    __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
+        : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16), column(x.x + lane % 4 * 8 + lane / 4 % 2 * 4), real(lane < 8) {}
+    __device__ void add(Sum<0> &sum, int i, int slice) {
+        uint4 w = *(const uint4 *)(weights + i * WIDTH);
+        if (real) x[slice] = *(const uint2 *)(column + i * K);
+        mma(sum.c[0], w.x, w.y, w.z, w.w, x[slice].x, x[slice].y);
+    }
+};
 
+/* MXFP4: a chunk of 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them: columns 16t .. 16t + 15 of row g and then of row g + 8;
+ * behind these 512 bytes lie the scales of both blocks of 32 of row g and of both of row g + 8, for each g. A word becomes bf16
+ * times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100, exactly, and the block's scale, stored as the
+ * exponent of a float with 26 added, does the rest. Since it multiplies the product, the blocks must not be added before: lanes 0 and 1 hold
+ * weights of the first block, 2 and 3 of the second, so a token needs two of mma's columns, each with zeros for the other block. A token alone
+ * has all eight: these are chosen so that lane t finds one of the four sums, and its scale in byte t. */
 template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its columns */
     static constexpr Type TYPE = MXFP4;
     static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS;
     static constexpr float LIFT = 0x1p100f;
     typedef bf16 Activation;
-    struct Sum { /* rows g and g + 8, tokens 2t and 2t + 1 [0] and those plus 8 [1] */
-        float c[2][4] = {};
-        __device__ void store(float *out, int tokens, int lane) const {
-            for (int i = 0; i < 8; i++) {
-                int row = lane / 4 + i % 4 / 2 * 8, token = lane % 4 * 2 + i % 2 + i / 4 * 8;
-                if (token < tokens) out[row * tokens + token] = c[i / 4][i % 4];
-            }
+    template <int TILES> struct Sum { /* token 4j + t: either block of row g, either of row g + 8 */
+        float c[TILES][4] = {};
+        __device__ void reduce() {
+            for (int j = 0; j < TILES; j++) c[j][0] += c[j][1], c[j][2] += c[j][3];
         }
-        __device__ void add_weighted(const Sum &s, const float *weight, int lane) {
-            for (int i = 0; i < 8; i++) c[i / 4][i % 4] += weight[lane % 4 * 2 + i % 2 + i / 4 * 8] * s.c[i / 4][i % 4];
+        __device__ void store(float *out, int tokens, int lane) const { /* out (tokens, ROWS) */
+            for (int j = 0; j < TILES; j++)
+                if (j * 4 + lane % 4 < tokens)
+                    for (int i = 0; i < 2; i++) out[(j * 4 + lane % 4) * ROWS + lane / 4 + i * 8] = c[j][i * 2];
         }
     };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
-    __host__ __device__ static constexpr int stage_bytes(int wide) { return wide * FP4_BYTES; }
-    __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int lane) {
-        full->copy(stage, 0, group + (size_t)first * FP4_BYTES, 0, 1, n * FP4_BYTES, lane);
+    __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_BYTES; }
+    __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int producer, int lane) {
+        int from = n * producer / PRODUCERS, to = n * (producer + 1) / PRODUCERS;
+        full->copy(stage + from * FP4_BYTES, 0, group + (size_t)(first + from) * FP4_BYTES, 0, 1, (to - from) * FP4_BYTES, lane);
     }
     __host__ __device__ static constexpr int place(int i) { return i; }
     __device__ static void store_four(bf16 *x, int at, float a, float b, float c, float d) { *(uint2 *)(x + at) = make_uint2(pack(a, b), pack(c, d)); }
+    /* c = words of rows g and g + 8 times 16 columns */
+    __device__ static void multiply(float (&c)[4], uint4 words, uint4 low, uint4 high) {
+        mma_eight_alone(c, fp4_to_bf16(words.x), fp4_to_bf16(words.z), low);
+        mma_eight(c, fp4_to_bf16(words.y), fp4_to_bf16(words.w), high);
+    }
     template <int TILES> struct Lane {
-        static constexpr bool MANY = TILES > 2; /* more than 8 tokens */
         const uint8_t *weights, *scale;
-        const bf16 *low, *high;
-        __device__ Lane(const uint8_t *stage, int, int first, const Rows<bf16> &x, int lane)
-            : weights(stage + first * FP4_BYTES + lane * 16), scale(stage + first * FP4_BYTES + 512 + lane / 4 * 4), low(x.row(lane / 4) + lane % 4 * 8),
-              high(MANY ? x.row(lane / 4 + 8) + lane % 4 * 8 : NULL) {}
-        __device__ void add(Sum &sum, int i) const {
+        const bf16 *column[TILES];
+        __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane) : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4) {
+            for (int j = 0; j < TILES; j++) column[j] = (lane / 4 % 2 == lane % 4 / 2 ? x.row(j * 4 + lane / 8) : x.zero) + lane % 4 * 16;
+        }
+        __device__ void add(Sum<TILES> &sum, int i, int) const {
             uint4 words = *(const uint4 *)(weights + i * FP4_BYTES);
             uint32_t scales = *(const uint32_t *)(scale + i * FP4_BYTES);
 #pragma unroll
-            for (int block = 0; block < 2; block++) {
-                uint4 row = fp4_to_bf16(block ? words.y : words.x), row8 = fp4_to_bf16(block ? words.w : words.z);
-                float scale = fp4_scale(scales, block), scale8 = fp4_scale(scales, 2 + block);
-                auto multiply = [&](float (&to)[4], const bf16 *column) {
-                    float c[4];
-                    mma_eight_alone(c, row, row8, *(const uint4 *)(column + i * K + block * 32));
-                    to[0] += scale * c[0], to[1] += scale * c[1], to[2] += scale8 * c[2], to[3] += scale8 * c[3];
-                };
-                multiply(sum.c[0], low);
-                if (MANY) multiply(sum.c[1], high);
+            for (int j = 0; j < TILES; j++) {
+                const uint4 *x = (const uint4 *)(column[j] + i * K);
+                float c[4];
+                multiply(c, words, x[0], x[1]);
+                for (int k = 0; k < 4; k++) sum.c[j][k] = fmaf(__uint_as_float(scales >> 8 * k << 23 & 0x7F800000), c[k], sum.c[j][k]);
             }
         }
     };
+};
+template <> struct Codec<MXFP4>::Sum<0> { /* lane t: block t % 2 of row g + 8 (t / 2) */
+    float c = 0;
+    __device__ void reduce() { c += __shfl_xor_sync(~0u, c, 1); }
+    __device__ void operator+=(const Sum &s) { c += s.c; }
+    __device__ void store(float *out, int, int lane) const {
+        if (lane % 2 == 0) out[lane / 4 + lane % 4 * 4] = c;
+    }
+};
+template <> struct Codec<MXFP4>::Lane<0> {
+    const uint8_t *weights, *scale;
+    const bf16 *column;
+    bool real; /* mma's columns 0 and 5 are of the first block, 2 and 7 of the second; zeros stay in the other lanes */
+    uint4 x[SLICES / TEAM][2] = {};
+    __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
+        : weights(stage + lane * 16), scale(stage + 512 + lane), column(x.x + lane % 4 * 16),
+          real(lane % 4 < 2 ? lane / 4 == 0 || lane / 4 == 5 : lane / 4 == 2 || lane / 4 == 7) {}
+    __device__ void add(Sum<0> &sum, int i, int slice) {
+        float c[4];
+        if (real)
+            for (int k = 0; k < 2; k++) x[slice][k] = ((const uint4 *)(column + i * K))[k];
+        multiply(c, *(const uint4 *)(weights + i * FP4_BYTES), x[slice][0], x[slice][1]);
+        sum.c = fmaf(__uint_as_float((uint32_t)scale[i * FP4_BYTES] << 23), c[0] + c[3], sum.c); /* one of them is 0 */
+    }
 };
 
 template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
@@ -158,41 +197,46 @@ template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, wi
     static constexpr int ROWS = GROUP, K = 32, WIDTH = K * 4;
     static constexpr float LIFT = 1;
     typedef float Activation;
-    struct Sum { /* row g, its own columns only */
-        float c[FEW] = {};
-        __device__ void store(float *out, int tokens, int lane) const {
-            for (int j = 0; j < FEW; j++) {
-                float sum = c[j];
-                sum += __shfl_xor_sync(~0u, sum, 1);
-                sum += __shfl_xor_sync(~0u, sum, 2);
-                if (lane % 4 == 0 && j < tokens) out[lane / 4 * tokens + j] = sum;
+    template <int TILES> struct Sum { /* row g, its own columns only */
+        static constexpr int N = max_of(TILES * 4, 1);
+        float c[N] = {};
+        __device__ void reduce() {
+            for (int j = 0; j < N; j++) {
+                c[j] += __shfl_xor_sync(~0u, c[j], 1);
+                c[j] += __shfl_xor_sync(~0u, c[j], 2);
             }
         }
-        __device__ void add_weighted(const Sum &s, const float *weight, int) {
-            for (int j = 0; j < FEW; j++) c[j] += weight[j] * s.c[j];
+        __device__ void operator+=(const Sum &s) {
+            for (int j = 0; j < N; j++) c[j] += s.c[j];
+        }
+        __device__ void store(float *out, int tokens, int lane) const {
+            for (int j = 0; j < N; j++)
+                if (lane % 4 == 0 && j < tokens) out[j * ROWS + lane / 4] = c[j];
         }
     };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride * 4; }
-    __host__ __device__ static constexpr int stage_bytes(int wide) { return ROWS * bank_pitch(wide * WIDTH); }
-    __device__ static void copy(Barrier *full, uint8_t *stage, int wide, const uint8_t *group, int stride, int first, int n, int lane) {
-        full->copy(stage, bank_pitch(wide * WIDTH), group + first * WIDTH, row_bytes(stride), ROWS, n * WIDTH, lane);
+    __host__ __device__ static constexpr int stage_bytes(int per) { return ROWS * bank_pitch(per * WIDTH); }
+    __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int producer, int lane) {
+        constexpr int P = PRODUCERS; /* every other row */
+        int pitch = bank_pitch(per * WIDTH);
+        full->copy(stage + producer * pitch, P * pitch, group + first * WIDTH + producer * row_bytes(stride), P * row_bytes(stride), ROWS / P, n * WIDTH, lane);
     }
     __host__ __device__ static constexpr int place(int i) { return i; }
     __device__ static void store_four(float *x, int at, float a, float b, float c, float d) { *(float4 *)(x + at) = make_float4(a, b, c, d); }
-    template <int> struct Lane {
+    template <int TILES> struct Lane {
         const uint8_t *weights;
         const Rows<float> &x;
         int column;
-        __device__ Lane(const uint8_t *stage, int wide, int first, const Rows<float> &x, int lane)
-            : weights(stage + lane / 4 * bank_pitch(wide * WIDTH) + first * WIDTH + lane % 4 * 16), x(x), column(lane % 4 * 4) {}
-        __device__ void add(Sum &sum, int i) const {
+        __device__ Lane(const uint8_t *stage, int per, const Rows<float> &x, int lane)
+            : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16), x(x), column(lane % 4 * 4) {}
+        __device__ void add(Sum<TILES> &sum, int i, int) const {
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {
                 float4 b = *(const float4 *)(weights + i * WIDTH + half * 64);
 #pragma unroll
-                for (int j = 0; j < FEW; j++) {
-                    if (!(x.tokens >> j & 1)) continue;
-                    float4 a = *(const float4 *)(x.x + j * x.pitch + i * K + half * 16 + column);
+                for (int j = 0; j < Sum<TILES>::N; j++) {
+                    if (j >= x.n) break;
+                    float4 a = *(const float4 *)(x.row(j) + i * K + half * 16 + column);
                     sum.c[j] += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
                 }
             }
@@ -203,11 +247,13 @@ template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, wi
 /* ---- a block's shared memory ---- */
 
 struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
-    int stages, stage_bytes;
+    int stages, stage_bytes, team; /* team: warps that share an item */
+    int held;                      /* choices whose activations there is room for */
+    int sums;                      /* floats of one of the two halves of partial */
     int ring, barriers, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
     int begun; /* what the barrier began with, and behind it whether this split is a head's last */
+    int active, active_expert, active_begin, active_order; /* see Active */
     int bytes; /* of all */
-    int active, active_expert, active_tokens, active_weight, active_choice, active_chosen, active_end; /* see Active */
 };
 
 /* Elements between rows of activations. */
@@ -215,50 +261,35 @@ template <Type T> __host__ __device__ constexpr int pitch_of(int stride) {
     int size = sizeof(typename Codec<T>::Activation);
     return bank_pitch(stride * size) / size;
 }
-/* Groups of rows between two reductions. */
-template <Type T> __host__ __device__ constexpr int pass_of(int tokens) { return tokens <= 2 ? 96 / Codec<T>::ROWS : max_of(192 / tokens / Codec<T>::ROWS, 1); }
-template <Type T> __host__ __device__ constexpr int down_pass_of(int tokens) { return min_of(pass_of<T>(tokens), UNITS); }
-/* Slices of activations that a warp holds in phase down: the one in use and the next, if there is room. */
-__host__ __device__ constexpr int down_buffers(int tokens) { return tokens > 8 ? 1 : 2; }
-
 template <Type T> __host__ __device__ int groups_of(int rows) { return (rows + Codec<T>::ROWS - 1) / Codec<T>::ROWS; }
 
-/* The experts that any token chose, in ascending order, with each token's weight for them (0: not chosen), which of its
- * choices it was, and the set of these tokens. */
+/* The experts that any token chose, in ascending order, and the choices of each of them. A choice is token * top_k + k. */
 struct Active {
-    int *n, *expert;  /* [0]; (n) */
-    unsigned *tokens; /* (n) */
-    float *weight;    /* (n, FEW) */
-    int *choice;      /* (n, FEW) */
-    unsigned *chosen; /* (n_experts / 32) a bit an expert */
-
+    int *n, *expert; /* [0]; (n) */
+    int *begin;      /* (n + 1) in order */
+    int *order;      /* (tokens * top_k) choices, by expert and then by token */
     static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
-    __device__ int place(int e) const { /* how many were chosen before it */
-        int before = __popc(chosen[e / 32] & ((1u << e % 32) - 1));
-#pragma unroll 1
-        for (int i = 0; i < e / 32; i++) before += __popc(chosen[i]);
-        return before;
-    }
 };
 
 /* The layout for so many tokens in blocks that have `room` bytes; does not fit if it has more. blocks: of the grid. */
 inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks, int room) {
     Layout k = {};
     const Block &b = card.layer[0];
-    int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, partial = 0;
+    int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, zero = 0, teams;
     auto rows_of = [&](const Matrix &m, int n) { /* of the units of one block, of n matrices */
         int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
         return (units + blocks - 1) / blocks * rows;
     };
+    k.team = tokens == 1 ? TEAM : SLICES;
+    k.held = max_of(tokens, min_of(tokens * w.top_k, HELD));
+    k.sums = 512;
     auto consider = [&](auto codec, const Matrix &m, bool down) {
         typedef decltype(codec) C;
-        constexpr Type T = C::TYPE;
-        int size = sizeof(typename C::Activation), slice = m.per * C::K;
-        int rows = down ? WARPS * down_buffers(tokens) * tokens * pitch_of<T>(slice) : tokens * pitch_of<T>(m.stride);
-        x = max_of(x, rows * size);
-        for (int n = 1; n <= tokens; n++) partial = max_of(partial, 2 * WARPS * pass_of<T>(n) * C::ROWS * n * 4); /* the head may have fewer rows */
-        k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per * WARPS));
-        k.zero = max_of(k.zero, slice * size);
+        int size = sizeof(typename C::Activation), rows = down ? k.held : tokens;
+        x = max_of(x, rows * pitch_of<C::TYPE>(m.stride) * size);
+        if (tokens > 1) zero = max_of(zero, m.per * C::K * size);
+        k.sums = max_of(k.sums, m.parts * k.team * rows * C::ROWS);
+        k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per));
     };
     auto with_type = [&](const Matrix &m, bool down) {
         m.type == BF16 ? consider(Codec<BF16>(), m, down) : m.type == F32 ? consider(Codec<F32>(), m, down) : consider(Codec<MXFP4>(), m, down);
@@ -266,12 +297,12 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     with_type(b.qkv, false), with_type(b.o, false), with_type(b.up, false), with_type(b.down, true), with_type(card.head, false);
     int units_rows = max_of(rows_of(b.qkv, 1), rows_of(b.up, most));
     int own = max_of(rows_of(b.o, 1), rows_of(b.down, 1));
-    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                    /* attend_plain */
-    x = max_of(x, ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4 - partial); /* attention's states reach into partial */
+    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                           /* attend_plain */
+    x = max_of(x, ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4 - 2 * k.sums * 4); /* attention's states reach into partial */
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.x, x);
-    take(k.partial, partial);
-    take(k.zero, k.zero);
+    take(k.partial, 2 * k.sums * 4);
+    take(k.zero, zero);
     take(k.square, tokens * WARPS * 4);
     take(k.scale, FEW * 4);
     take(k.bias, units_rows * 4);
@@ -282,16 +313,15 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.experts, tokens * w.top_k * 4);
     take(k.active, 4);
     take(k.active_expert, most * 4);
-    take(k.active_tokens, most * 4);
-    take(k.active_weight, most * FEW * 4);
-    take(k.active_choice, most * FEW * 4);
-    take(k.active_chosen, (w.n_experts + 31) / 32 * 4);
-    k.active_end = k.bytes;
+    take(k.active_begin, (most + 1) * 4);
+    take(k.active_order, tokens * w.top_k * 4);
     take(k.turn, tokens * w.head_dim / 2 * 8);
     take(k.position, tokens * 4);
     take(k.page, tokens * 4);
     take(k.begun, 16);
-    k.stages = max_of(1, min_of(16, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
+    k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
+    teams = WARPS / k.team;
+    if (k.stages > teams) k.stages -= k.stages % teams;
     take(k.barriers, k.stages * 2 * sizeof(Barrier));
     k.bytes = (k.bytes + 127) / 128 * 128;
     take(k.ring, k.stages * k.stage_bytes);
@@ -304,78 +334,145 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
 template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group) {
     return m.data + (size_t)group * Codec<T>::ROWS * Codec<T>::row_bytes(m.stride);
 }
-/* The first chunk of a warp's slice in part `part` of the columns. */
-__device__ inline int first_chunk(const Matrix &m, int part, int warp) { return (part * WARPS + warp) * m.per; }
 
-/* A block's way through the weights, item by item: an item is a group of rows, or a part of its columns, in which every
- * consumer has a slice. */
+/* A block's way through the weights, item by item: an item is a group of rows, or a part of its columns. The producer fills stages one
+ * after the other; each belongs to a team of consumers, so that the teams work side by side, each on an item of its own. */
 struct Ring {
     uint8_t *stage;        /* (stages) */
     Barrier *full, *empty; /* (stages) */
-    int stages, stage_bytes, thread, at = 0;
+    int stages, stage_bytes, team, teams, thread, at = 0; /* at: the stage of the next item */
     unsigned parity = 0;
 
-    __device__ Ring(const Layout &k, uint8_t *memory)
-        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes),
-          thread(threadIdx.x) {
-        if (thread < stages) full[thread].init(Barrier::COPIERS), empty[thread].init(WARPS);
+    __device__ Ring(const Layout &k, uint8_t *memory, int team)
+        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes), team(team),
+          teams(min(WARPS / team, stages)), thread(threadIdx.x) {
+        if (thread < stages) full[thread].init(Barrier::COPIERS * PRODUCERS), empty[thread].init(team);
         Barrier::show_init();
-    }
-    __device__ void advance() {
-        if (++at == stages) at = 0, parity ^= 1;
     }
     /* The producer's part of a phase: locate(item, part) is where the group's weights lie and which part of the columns is meant. */
     template <Type T, class Locate> __device__ void produce(const Matrix &m, int items, Locate locate) {
-        int wide = m.per * WARPS;
         for (int i = 0; i < items; i++) {
             int part;
             const uint8_t *group = locate(i, part);
             empty[at].wait(parity ^ 1); /* at once the first time round */
-            Codec<T>::copy(full + at, stage + at * stage_bytes, wide, group, m.stride, part * wide, min(wide, m.chunks - part * wide), thread % 32);
-            advance();
+            Codec<T>::copy(full + at, stage + at * stage_bytes, m.per, group, m.stride, part * m.per, min(m.per, m.chunks - part * m.per),
+                           thread / 32 - WARPS, thread % 32);
+            if (++at == stages) at = 0, parity ^= 1;
         }
     }
-    /* Multiplies chunks first to first + n - 1 of the next item, which has `wide`, by activations, of which x has these columns. */
-    template <Type T> __device__ void take(typename Codec<T>::Sum &sum, int wide, int first, int n, const Rows<typename Codec<T>::Activation> &x) {
-        full[at].wait(parity);
-        if (x.tokens >> 8)
-            multiply<T, 4>(sum, wide, first, n, x);
-        else if (x.tokens >> 4)
-            multiply<T, 2>(sum, wide, first, n, x);
-        else
-            multiply<T, 1>(sum, wide, first, n, x);
-        __syncwarp();
-        if (thread % 32 == 0) empty[at].arrive();
-        advance();
-    }
-    template <Type T, int TILES>
-    __device__ void multiply(typename Codec<T>::Sum &sum, int wide, int first, int n, const Rows<typename Codec<T>::Activation> &x) {
-        typename Codec<T>::template Lane<TILES> lane(stage + at * stage_bytes, wide, first, x, thread % 32);
+    /* The consumers' part: of the next items, those of this warp's team. work(item, stage) */
+    template <class Work> __device__ void consume(int items, Work work) {
+        int mine = thread / 32 / team, i = mine - (stages > teams ? at % teams : at), s;
+        unsigned p = parity;
+        if (i < 0) i += teams;
+        s = at + i;
+        if (s >= stages) s -= stages, p ^= 1;
 #pragma unroll 1
-        for (int i = 0; i < n; i++) lane.add(sum, i);
+        for (; i < items && mine < teams; i += teams) {
+            full[s].wait(p);
+            work(i, stage + s * stage_bytes);
+            __syncwarp();
+            if (thread % 32 == 0) empty[s].arrive();
+            if ((s += teams) >= stages) s -= stages, p ^= 1;
+        }
+        at += items;
+        parity ^= at / stages & 1;
+        at %= stages;
+    }
+    /* An item: `chunks` chunks in a stage times x, to out (team, stride): what each of SLICES sums found, or, of a token alone, each warp. */
+    template <Type T, int TILES>
+    __device__ void multiply(const uint8_t *stage, int per, int chunks, const Rows<typename Codec<T>::Activation> &x, float *out, int stride) const {
+        typedef typename Codec<T>::template Sum<TILES> Sum;
+        typename Codec<T>::template Lane<TILES> weights(stage, per, x, thread % 32);
+        int warp = thread / 32 % team, i = warp;
+        Sum sum;
+        if constexpr (TILES == 0) {
+            static_assert(SLICES == 2 * TEAM, "two sums a warp");
+            Sum other;
+#pragma unroll 2
+            for (; i + TEAM < chunks; i += SLICES) {
+                weights.add(sum, i, 0);
+                weights.add(other, i + TEAM, 1);
+            }
+            if (i < chunks) weights.add(sum, i, 0);
+            sum.reduce();
+            other.reduce();
+            sum += other;
+        } else {
+#pragma unroll 1
+            for (; i < chunks; i += SLICES) weights.add(sum, i, 0);
+            sum.reduce();
+        }
+        sum.store(out + warp * stride, x.n, thread % 32);
     }
 };
 
-/* At the end of a pass, what each warp found for `units` groups of rows lies in `partial` (WARPS, pass, ROWS, tokens). One warp
- * adds it up and hands it out in pairs of rows, pair(unit, pair, token, a, b), while the others go on: passes take turns with
- * two buffers, and a warp that is still adding has not come to the end of the next pass. */
-template <int ROWS, class Pair> __device__ void end_pass(int thread, const float *partial, int turn, int pass, int units, int tokens, Pair pair) {
-    copies_done<0>(); /* of biases */
-    sync_consumers();
-    if (thread / 32 != turn % WARPS) return;
-#pragma unroll 1
-    for (int i = thread % 32; i < units * (ROWS / 2) * tokens; i += 32) {
-        int token = i % tokens, p = i / tokens % (ROWS / 2), unit = i / tokens / (ROWS / 2);
-        const float *at = partial + (unit * ROWS + 2 * p) * tokens + token;
-        float a = 0, b = 0;
-#pragma unroll 5
-        for (int w = 0; w < WARPS; w++, at += pass * ROWS * tokens) {
-            a += at[0];
-            b += at[tokens];
-        }
-        pair(unit, p, token, a, b);
+/* ---- attention ---- */
+
+/* 16 keys and values of a page, as mma wants them: column n of tile j is key 4 (n / 2) + 2 j + n % 2, so that a lane's shares
+ * belong to four neighbouring keys and meet the values, which lie by dimension, without moving. */
+constexpr int SLAB_KEYS = 16, SLABS = PAGE / SLAB_KEYS;
+template <int D> struct Slab {
+    uint4 key[2][D / 32];
+    uint2 value[D / 8];
+    __device__ void load(const bf16 *page, size_t values, int i, int lane) { /* the i-th of a page whose values lie so far behind the keys */
+        int g = lane / 4, t = lane % 4;
+        const bf16 *keys = page + (i * SLAB_KEYS + g / 2 * 4 + g % 2) * D + t * 8;
+        for (int j = 0; j < 2; j++)
+            for (int c = 0; c < D / 32; c++) key[j][c] = __ldcg((const uint4 *)(keys + 2 * j * D + c * 32));
+        for (int d = 0; d < D / 8; d++) value[d] = __ldcg((const uint2 *)(page + values + (d * 8 + g) * PAGE + i * SLAB_KEYS + t * 4));
     }
-}
+};
+
+/* A warp's state of softmax(q k / sqrt(d)) v for the at most 8 query heads of one token that share a key/value head, after the keys seen so far
+ * (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): lane 4g + t has head g. */
+template <int D> struct SlabState {
+    float most = LEAST, total = 0, sum[D / 8][2] = {}; /* dimensions 8i + 2t, + 1 */
+    static constexpr float LEAST = -1e30f; /* of nothing seen yet */
+
+    __device__ void add(const Slab<D> &slab, const uint4 (&q)[D / 32], int base, int first, int last, float scale, int lane) {
+        float score[2][4] = {}, now = most;
+        int t = lane % 4;
+        uint32_t share[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+            for (int c = 0; c < D / 32; c++) mma_eight(score[j], q[c], uint4{}, slab.key[j][c]);
+            for (int i = 0; i < 2; i++) {
+                int p = base + 4 * t + 2 * j + i;
+                score[j][i] = p >= first && p <= last ? score[j][i] * scale : -INFINITY;
+                now = fmaxf(now, score[j][i]);
+            }
+        }
+        now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+        now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+        float factor = exp2f(most - now);
+        most = now;
+        total *= factor;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            float a = exp2f(score[j][0] - now), b = exp2f(score[j][1] - now);
+            total += a + b;
+            share[j] = pack(a, b);
+        }
+        int behind = base + 4 * t - last; /* what lies behind the end may be a NaN, and 0 times that is one */
+        uint32_t keep = behind < 0 ? ~0u : behind == 0 ? 0xFFFF : 0, keep2 = behind < -2 ? ~0u : behind == -2 ? 0xFFFF : 0;
+#pragma unroll
+        for (int d = 0; d < D / 8; d++) {
+            float c[4] = {sum[d][0] * factor, sum[d][1] * factor, 0, 0};
+            mma(c, share[0], 0, share[1], 0, slab.value[d].x & keep, slab.value[d].y & keep2);
+            sum[d][0] = c[0], sum[d][1] = c[1];
+        }
+    }
+    __device__ void store(float *to, int lane) { /* to (2 + D) of this lane's head: most, total, sum */
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        to[0] = most;
+        to[1] = total;
+        for (int d = 0; d < D / 8; d++)
+            for (int i = 0; i < 2; i++) to[2 + d * 8 + lane % 4 * 2 + i] = sum[d][i];
+    }
+};
 
 /* ---- the kernel ---- */
 
@@ -400,18 +497,19 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
  * all warps call. What a phase reads of the phases before it, it reads behind await(). */
-struct Few {
+template <bool producing> struct Few {
     Work w;
     const Step &s;
     const Layout &k;
     uint8_t *memory;
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
     int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
-    bool producing;
+    const bool known, one; /* gpt-oss's shapes; a token alone */
     Ring ring;
 
-    __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last)
-        : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), producing(threadIdx.x >= CONSUMERS), ring(k, memory) {
+    __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last, bool known, bool one)
+        : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), known(known), one(one),
+          ring(k, memory, one ? TEAM : SLICES) {
         if (threadIdx.x == 0) at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
 #pragma unroll 1
         for (int i = threadIdx.x * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
@@ -419,6 +517,12 @@ struct Few {
     }
     __device__ void note_time(int at) {
         if (blockIdx.x == 0 && ring.thread == 0) asm volatile("mov.u64 %0,%globaltimer;" : "=l"(w.ended[at])::"memory");
+    }
+    /* A matrix of a layer, with its shape as a constant if it is known. */
+    template <Type T> __device__ Matrix matrix(const Matrix &from, int rows, int cols) const {
+        Matrix m = from;
+        if (known) shape(m, T, rows, cols);
+        return m;
     }
     /* What the consumers need to know about the tokens all the time. */
     __device__ void begin() {
@@ -446,7 +550,7 @@ struct Few {
     /* Until all blocks have ended the phase before this one, and what they wrote can be read. */
     __device__ void await() {
         if (phase == first) return wait_previous();
-        if (ring.thread % CONSUMERS == 0) {
+        if (producing ? ring.thread % 32 == 0 : ring.thread == 0) {
             unsigned long long target = at<unsigned long long>(k.begun)[0] + (unsigned long long)(phase - first) * blocks, now;
             do asm volatile("ld.acquire.gpu.global.u64 %0,[%1];" : "=l"(now) : "l"(w.barrier) : "memory");
             while (now < target);
@@ -508,12 +612,40 @@ struct Few {
         }
     }
 
-    /* All units of a block, for a matrix whose rows all meet the same activations x (tokens, pitch). group_of(unit) is where the weights of a block's unit
-     * lie; pair(unit, pair of rows, token, a, b) receives the results. */
-    template <Type T, class Group, class Pair>
-    __device__ void stream(const Matrix &m, int units, int tokens, Group group_of, Pair pair) {
-        constexpr int ROWS = Codec<T>::ROWS;
+    /* Part `part` of a unit times x, whose row begins with the first part, to sums (team, stride). */
+    template <Type T>
+    __device__ void multiply(const Matrix &m, int part, const uint8_t *stage, Rows<typename Codec<T>::Activation> x, float *sums, int stride) const {
+        int chunks = min(m.per, m.chunks - part * m.per);
+        x.x += part * m.per * Codec<T>::K;
+        if (one)
+            ring.multiply<T, 0>(stage, m.per, chunks, x, sums, stride);
+        else if (x.n > 8)
+            ring.multiply<T, 4>(stage, m.per, chunks, x, sums, stride);
+        else if (x.n > 4)
+            ring.multiply<T, 2>(stage, m.per, chunks, x, sums, stride);
+        else
+            ring.multiply<T, 1>(stage, m.per, chunks, x, sums, stride);
+    }
+    /* What the parts of a row of a unit found, for one token: sums (parts, team, stride). */
+    __device__ float total(const float *sums, int parts, int stride) const {
+        float sum = 0;
+#pragma unroll 4
+        for (int part = 0; part < parts; part++, sums += ring.team * stride)
+            sum += one ? sums[0] + sums[stride] : (sums[0] + sums[2 * stride]) + (sums[stride] + sums[3 * stride]);
+        return sum;
+    }
+    /* The activations in k.x, a row a token. */
+    template <Type T> __device__ Rows<typename Codec<T>::Activation> rows_of_tokens(const Matrix &m, int tokens) const {
         typedef typename Codec<T>::Activation Activation;
+        return {at<Activation>(k.x), at<Activation>(k.zero), pitch_of<T>(m.stride), tokens, NULL, 1};
+    }
+
+    /* All units of a block, pass by pass: a pass is as many as `partial` has room for, in two halves that take turns, so that who is done with one
+     * pass can begin the next. group_of(unit) is where the weights of a block's unit lie, x_of(unit) the at most `tokens` rows that it meets;
+     * pair(unit, pair of rows, row of x, a, b) receives the results. */
+    template <Type T, class Group, class X, class Pair>
+    __device__ void stream(const Matrix &m, int units, int tokens, Group group_of, X x_of, Pair pair) {
+        constexpr int ROWS = Codec<T>::ROWS;
         if (producing) {
             ring.produce<T>(m, units * m.parts, [&](int item, int &part) {
                 part = item % m.parts;
@@ -521,20 +653,22 @@ struct Few {
             });
             return;
         }
-        int pass = pass_of<T>(tokens), warp = ring.thread / 32 % WARPS /* the producer has left */, wide = m.per * WARPS, per = m.per;
-        Rows<Activation> x = {NULL, at<Activation>(k.zero), pitch_of<T>(m.stride), (1u << tokens) - 1};
+        int stride = tokens * ROWS, item = ring.team * stride, pass = max(k.sums / (m.parts * item), 1);
+#pragma unroll 1
         for (int first = 0, turn = 0; first < units; first += pass, turn++) {
-            float *of_pass = at<float>(k.partial) + turn % 2 * (WARPS * pass * ROWS * tokens);
+            float *sums = at<float>(k.partial) + turn % 2 * k.sums;
             int n = min(pass, units - first);
-            for (int u = 0; u < n; u++) {
-                typename Codec<T>::Sum sum;
-                int left = m.chunks - warp * per;
-                x.x = at<Activation>(k.x) + warp * per * Codec<T>::K;
-                for (int part = 0; part < m.parts; part++, left -= wide, x.x += wide * Codec<T>::K) ring.take<T>(sum, wide, warp * per, min(per, left), x);
-                sum.store(of_pass + (warp * pass + u) * ROWS * tokens, tokens, ring.thread % 32);
+            ring.consume(n * m.parts, [&](int i, const uint8_t *stage) {
+                multiply<T>(m, i % m.parts, stage, x_of(first + i / m.parts), sums + i * item, stride);
+            });
+            copies_done<0>(); /* of biases */
+            sync_consumers();
+#pragma unroll 1
+            for (int i = ring.thread; i < n * (ROWS / 2) * tokens; i += CONSUMERS) {
+                int p = i % (ROWS / 2), row = i / (ROWS / 2) % tokens, unit = i / (ROWS / 2) / tokens;
+                const float *at = sums + unit * m.parts * item + row * ROWS + 2 * p;
+                pair(first + unit, p, row, total(at, m.parts, stride), total(at + 1, m.parts, stride));
             }
-            end_pass<ROWS>(ring.thread, of_pass, turn, pass, n, tokens,
-                           [&](int unit, int p, int token, float a, float b) { pair(first + unit, p, token, a, b); });
         }
     }
 
@@ -542,7 +676,7 @@ struct Few {
     template <Type T> __device__ void qkv(const Block &l) {
         renew();
         typedef typename Codec<T>::Activation Activation;
-        const Matrix m = l.qkv;
+        const Matrix m = matrix<T>(l.qkv, (w.n_heads + 2 * w.n_kv_heads) * w.head_dim, w.dim);
         int units = units_of_block(groups_of<T>(m.rows)), half = w.head_dim / 2;
         float *scale = at<float>(k.scale), *bias = at<float>(k.bias);
         if (!producing) {
@@ -550,7 +684,8 @@ struct Few {
             for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
             stage_normed<T>(m.stride, l.attn_norm, NULL, tokens);
         }
-        stream<T>(m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int t, float a, float b) {
+        auto x_of = [&](int) { return rows_of_tokens<T>(m, tokens); };
+        stream<T>(m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of, [&](int unit, int p, int t, float a, float b) {
             int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
             store_qkv<Activation>(w, t, at<int>(k.position)[t], at<int>(k.page)[t], r, a * scale[t] + bias[i], b * scale[t] + bias[i + 1],
                                   at<float2>(k.turn)[t * half + r / 2 % half]);
@@ -558,80 +693,65 @@ struct Few {
     }
 
     /* softmax(q k / sqrt(d)) v for each token and key/value head: the pages that the token sees are dealt to at most SPLITS blocks
-     * and there to the warps; the block that arrives last adds what the others found, in their order, and the sinks. How the
-     * pages are dealt depends on the token's position alone. */
+     * and there, 16 keys at a time, to the warps; the block that arrives last adds what the others found, in their order, and the sinks. How the
+     * keys are dealt depends on the token's position alone. The last blocks begin, because the first have more rows of other phases. */
     template <int D> __device__ void attention(const Block &l) {
         renew();
+        if (producing) return;
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
-        int warp = ring.thread / 32, lane = ring.thread % 32, g = lane / 4, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
-        int jobs = SPLITS * tokens * heads;
-        auto share_of = [&](int job, int p, int &first, int &n, int &used) { /* pages of a job: of a head, a token at position p, a split */
-            int split = job / heads / tokens, from = l.window && p >= l.window ? p - l.window + 1 : 0;
-            int page0 = from / PAGE, pages = p / PAGE - page0 + 1;
-            used = min(SPLITS, (pages + ATTENTION_WARPS - 1) / ATTENTION_WARPS);
-            first = page0 + pages * split / used;
-            n = split < used ? page0 + pages * (split + 1) / used - first : 0;
-        };
-        if (producing) { /* the first pages of each job come near */
-            wait_previous();
-            for (int job = block; job < jobs; job += blocks) {
-                int first, n, used, t = job / heads % tokens;
-                share_of(job, s.position[t], first, n, used);
-                const int *table = s.page + (size_t)s.seq[t] * s.header[0] + first;
-#pragma unroll 1
-                for (int i = 0; i < min(n, ATTENTION_WARPS); i++)
-                    if (lane < 2) bring_near((const uint8_t *)cache_of(w, table[i], lane, job % heads), D * PAGE * sizeof(bf16));
-            }
-            return;
-        }
+        int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         float *merged = at<float>(k.x); /* (ATTENTION_WARPS, 8, ROW) */
         int *is_last = at<int>(k.begun + 8);
-        const float *sinks = l.sinks;
-        await();
-        for (int job = block; job < jobs; job += blocks) {
+        bool waited = false;
+#pragma unroll 1
+        for (int job = blocks - 1 - block; job < SPLITS * tokens * heads; job += blocks) {
             int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = at<int>(k.position)[t],
-                from = l.window && p >= l.window ? p - l.window + 1 : 0;
-            int first, n, used;
-            share_of(job, p, first, n, used);
-            if (!n) continue;
+                from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1,
+                used = pages <= 2 * SPLIT_PAGES ? 1 : min(SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES);
+            if (split >= used) continue;
+            int slab = max((page0 + pages * split / used) * SLABS, from / SLAB_KEYS) + warp,
+                slabs = min((page0 + pages * (split + 1) / used) * SLABS, p / SLAB_KEYS + 1);
+            const int *table = s.page + (size_t)s.seq[t] * s.header[0];
+            const bf16 *cache = cache_of(w, 0, 0, head);
+            Slab<D> keys;
+            auto load = [&](Slab<D> &to, int i) { to.load(cache + table[i / SLABS] * page_size(w), cache_of(w, 0, 1, 0) - cache_of(w, 0, 0, 0), i % SLABS, lane); };
+            bool early = one && warp < ATTENTION_WARPS && slab < slabs && (slab + 1) * SLAB_KEYS <= p; /* keys that earlier steps wrote */
+            if (early) load(keys, slab);
+            if (!waited) await();
+            waited = true;
             if (warp < ATTENTION_WARPS) {
-                const int *table = s.page + (size_t)s.seq[t] * s.header[0];
-                Attend<D, 1> a;
-                uint4 q[D / 32][1];
+                SlabState<D> state;
+                uint4 q[D / 32];
                 for (int c = 0; c < D / 32; c++)
-                    q[c][0] = g < group ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + g) * D + c * 32 + lane % 4 * 8))
-                                        : uint4{};
-                int firsts[1] = {from}, lasts[1] = {p};
-                for (int i = first + warp; i < first + n; i += ATTENTION_WARPS)
-                    a.page(cache_of(w, table[i], 0, head), cache_of(w, table[i], 1, head), q, i * PAGE, firsts, lasts, p, LOG2E * rsqrtf(D), lane);
-                a.total[0] += __shfl_xor_sync(~0u, a.total[0], 1);
-                a.total[0] += __shfl_xor_sync(~0u, a.total[0], 2);
-                float *state = merged + warp * STATE + g * ROW;
-                state[0] = a.most[0];
-                state[1] = a.total[0];
-                for (int i = 0; i < D / 8; i++)
-                    for (int j = 0; j < 2; j++) state[2 + i * 8 + lane % 4 * 2 + j] = a.sum[i][j];
+                    q[c] = lane / 4 < group ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + c * 32 + lane % 4 * 8))
+                                            : uint4{};
+#pragma unroll 1
+                for (; slab < slabs; slab += ATTENTION_WARPS, early = false) {
+                    if (!early) load(keys, slab);
+                    state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
+                }
+                state.store(merged + warp * STATE + lane / 4 * ROW, lane);
             }
             sync_consumers();
             float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
             for (bool whole = used == 1;; whole = true) { /* first of the warps, then of the splits */
                 const float *states = whole && used > 1 ? partial : merged;
-                int count = whole && used > 1 ? used : min(n, ATTENTION_WARPS);
+                int count = whole && used > 1 ? used : ATTENTION_WARPS;
 #pragma unroll 1
                 for (int i = ring.thread; i < group * D; i += CONSUMERS) {
                     int h = i / D;
-                    float sink = whole && sinks ? sinks[head * group + h] * LOG2E : -INFINITY, most = sink, total = 0, sum = 0;
+                    float sink = whole && l.sinks ? l.sinks[head * group + h] * LOG2E : -INFINITY, most = sink, total = 0, sum = 0;
                     const float *state = states + h * ROW;
-#pragma unroll 2
-                    for (int j = 0; j < count; j++) most = fmaxf(most, state[j * STATE + 1] > 0 ? state[j * STATE] : -INFINITY);
-#pragma unroll 2
+#pragma unroll 4
+                    for (int j = 0; j < count; j++) most = fmaxf(most, state[j * STATE]);
+#pragma unroll 4
                     for (int j = 0; j < count; j++) {
-                        float share = state[j * STATE + 1] > 0 ? exp2f(state[j * STATE] - most) : 0;
+                        float share = exp2f(state[j * STATE] - most);
                         total += share * state[j * STATE + 1];
                         sum += share * state[j * STATE + 2 + i % D];
                     }
                     if (whole) {
-                        if (sinks) total += exp2f(sink - most);
+                        if (l.sinks) total += exp2f(sink - most);
                         ((bf16 *)w.attn)[(size_t)t * w.attn_pitch + Codec<BF16>::place((head * group + h) * D + i % D)] = (bf16)(sum / total);
                     } else {
                         float *to = partial + (split * 8 + h) * ROW;
@@ -650,6 +770,7 @@ struct Few {
             }
             sync_consumers();
         }
+        if (!waited) await();
     }
     template <typename Out> __device__ void attention_of_any_size(const Block &l) {
         if (producing) return;
@@ -667,7 +788,7 @@ struct Few {
     template <Type T> __device__ void output(const Block &l) {
         renew();
         typedef typename Codec<T>::Activation Activation;
-        const Matrix m = l.o;
+        const Matrix m = matrix<T>(l.o, w.dim, w.n_heads * w.head_dim);
         int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride), lane = ring.thread % 32,
             warp = ring.thread / 32;
         int experts = l.router.rows ? w.n_experts : 0, each = 16 / sizeof(Activation), pieces = m.stride / each;
@@ -693,7 +814,8 @@ struct Few {
             copies_done<0>();
             sync_consumers();
         }
-        stream<T>(m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int t, float a, float b) {
+        auto x_of = [&](int) { return rows_of_tokens<T>(m, tokens); };
+        stream<T>(m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of, [&](int unit, int p, int t, float a, float b) {
             for (int i = 0; i < 2; i++) {
                 int at = unit * Codec<T>::ROWS + 2 * p + i, r = row_of_block<T>(at);
                 if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] += i ? b : a;
@@ -721,17 +843,20 @@ struct Few {
         }
     }
 
+    __device__ Active active() const { return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order)}; }
+
     /* What each token chose, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
      * All threads call it; the producer has `active` when it returns, the consumers behind chosen(). The last warps route: others
      * have more to do, and of one token the producer knows all without waiting for anybody. */
-    __device__ void choose(bool routed, const float *bias, Active &active) {
+    __device__ void choose(bool routed, const float *bias, const Active &active) {
+        bool first = ring.thread / 32 == WARPS; /* of the producers */
+        if (tokens == 1 && !first) return;
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
-        int *experts = at<int>(k.experts), lane = ring.thread % 32;
+        int *experts = at<int>(k.experts), lane = ring.thread % 32, expert = 0;
 #pragma unroll 1
-        for (int t = WARPS - ring.thread / 32; t < tokens; t += WARPS + 1) {
+        for (int t = WARPS - ring.thread / 32; t >= 0 && t < tokens; t += WARPS + 1) {
             const long long *sums = w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts;
             float squares = 0, weight = 1, *mine = logit + t * w.n_experts, value[5];
-            int expert = 0;
             long long sum = routed && lane < w.n_experts ? __ldcg(sums + lane) : 0;
             for (int base = lane; base < blocks; base += 5 * 32) {
 #pragma unroll
@@ -747,62 +872,58 @@ struct Few {
             }
             __syncwarp();
             if (routed) route(mine, w.n_experts, w.top_k, lane, expert, weight);
-            if (lane < w.top_k) {
-                experts[t * w.top_k + lane] = expert, weights[t * w.top_k + lane] = weight;
-                atomicOr(&active.chosen[expert / 32], 1u << expert % 32);
-            }
+            if (lane < w.top_k) experts[t * w.top_k + lane] = expert, weights[t * w.top_k + lane] = weight;
         }
         if (tokens > 1)
             __syncthreads();
         else
             __syncwarp();
-        if (!producing) return;
+        if (!first) return;
+        int choices = tokens * w.top_k, before = 0;
 #pragma unroll 1
-        for (int i = lane; i < tokens * w.top_k; i += 32) {
-            int t = i / w.top_k, place = active.place(experts[i]);
-            active.expert[place] = experts[i];
-            active.weight[place * FEW + t] = weights[i];
-            active.choice[place * FEW + t] = i % w.top_k;
-            atomicOr(&active.tokens[place], 1u << t);
-            atomicMax(active.n, place + 1);
+        for (int i = lane; i < choices; i += 32) {
+            int rank = 0;
+#pragma unroll 4
+            for (int j = 0; j < choices; j++) rank += experts[j] < experts[i] || (experts[j] == experts[i] && j < i);
+            active.order[rank] = i;
         }
         __syncwarp();
+#pragma unroll 1
+        for (int base = 0; base < choices; base += 32) {
+            int i = base + lane;
+            expert = i < choices ? experts[active.order[i]] : 0;
+            bool begins = i < choices && (!i || experts[active.order[i - 1]] != expert);
+            unsigned begin = __ballot_sync(~0u, begins);
+            int place = before + __popc(begin & ((1u << lane) - 1));
+            if (begins) active.expert[place] = expert, active.begin[place] = i;
+            before += __popc(begin);
+        }
+        if (lane == 0) *active.n = before, active.begin[before] = choices;
+        __syncwarp();
     }
-    __device__ void chosen() const {
-        if (producing)
+    /* The beginning of phase up, or of phase down if that is launched alone: norm, router, top-k. */
+    template <Type T> __device__ void route_tokens(const Block &l) {
+        renew();
+        if (producing || phase % PHASES == PHASE_DOWN)
+            await();
+        else
+            stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, tokens);
+        choose(l.router.rows, l.router.bias, active());
+        if (ring.thread / 32 == WARPS)
             asm volatile("bar.arrive 2,%0;" ::"n"(THREADS) : "memory");
         else
             asm volatile("bar.sync 2,%0;" ::"n"(THREADS) : "memory");
     }
-    __device__ Active active() const {
-        return {at<int>(k.active),          at<int>(k.active_expert), at<unsigned>(k.active_tokens),
-                at<float>(k.active_weight), at<int>(k.active_choice), at<unsigned>(k.active_chosen)};
-    }
-    __device__ void clear_active(int threads) {
-#pragma unroll 1
-        for (int i = k.active + ring.thread * 4; i < k.active_end; i += threads * 4) *at<int>(i) = 0;
-    }
-
-    /* Router, top-k and the activations of the chosen experts (dense: of the one there is). */
+    /* The activations of the chosen experts (dense: of the one there is). */
     template <Type T> __device__ void up(const Block &l) {
         renew();
         typedef typename Codec<T>::Activation Activation;
         constexpr int ROWS = Codec<T>::ROWS;
-        const Matrix m = l.up;
+        const Matrix m = matrix<T>(l.up, 2 * w.ffn_dim, w.dim);
         Active active = this->active();
-        bool routed = l.router.rows;
         int groups = groups_of<T>(m.rows);
-        const float *router_bias = l.router.bias, *norm = l.ffn_norm;
         float *scale = at<float>(k.scale), *bias = at<float>(k.bias), *weights = at<float>(k.weights);
         int *experts = at<int>(k.experts);
-        if (!producing) clear_active(CONSUMERS);
-        __syncthreads();
-        if (producing)
-            await();
-        else
-            stage_normed<T>(m.stride, norm, NULL, tokens);
-        choose(routed, router_bias, active);
-        chosen();
         int units = units_of_block(*active.n * groups);
         auto expert_of = [&](int i) { return active.expert[unit_of_block(i) / groups]; };
         if (!producing) {
@@ -810,118 +931,111 @@ struct Few {
             for (int i = ring.thread; i < units * ROWS; i += CONSUMERS) {
                 int row = unit_of_block(i / ROWS) % groups * ROWS + i % ROWS;
                 bool has = m.bias && row < m.rows;
-                copy_4(bias + i, has ? m.bias + (size_t)expert_of(i / ROWS) * m.rows + row : norm, has);
+                copy_4(bias + i, has ? m.bias + (size_t)expert_of(i / ROWS) * m.rows + row : l.ffn_norm, has);
             }
             copies_end();
 #pragma unroll 1
             for (int i = ring.thread; i < tokens * w.top_k && block == 0; i += CONSUMERS) w.expert[i] = experts[i], w.weight[i] = weights[i];
         }
         auto group_of = [&](int i) { return group_at<T>(m, unit_of_block(i) % groups) + expert_of(i) * m.bytes; };
-        stream<T>(m, units, tokens, group_of, [&](int unit, int p, int t, float gate, float up) { /* behind a barrier, so bias is there */
+        auto x_of = [&](int unit) {
+            Rows<Activation> x = rows_of_tokens<T>(m, 1);
+            if (one) return x;
+            int place = unit_of_block(unit) / groups, begin = active.begin[place];
+            x.n = active.begin[place + 1] - begin, x.index = active.order + begin, x.divide = w.top_k;
+            return x;
+        };
+        stream<T>(m, units, tokens, group_of, x_of, [&](int unit, int p, int row, float gate, float up) { /* behind a barrier, so bias is there */
             int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
-            if (!(active.tokens[place] >> t & 1) || at >= w.ffn_dim) return;
-            size_t choice = (size_t)t * w.top_k + active.choice[place * FEW + t];
-            ((Activation *)w.act_out)[choice * w.act_pitch + Codec<T>::place(at)] =
+            if (row >= active.begin[place + 1] - active.begin[place] || at >= w.ffn_dim) return;
+            int choice = active.order[active.begin[place] + row], t = one ? 0 : choice / w.top_k;
+            ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(at)] =
                 (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
         });
     }
 
-    /* x += the weighted sum of the chosen experts' W act + bias. A block owns its rows of x, so it reads these rows of every
-     * active expert; each warp copies its own columns of the activations, the next expert's while it multiplies. */
+    /* x += the weighted sum of the chosen experts' W act + bias. A block owns its rows of x, so it reads these rows of every active
+     * expert: of as many experts at a time as there is room for their choices' activations. */
     template <Type T> __device__ void down(const Block &l) {
         renew();
-        typedef Codec<T> C;
-        typedef typename C::Activation Activation;
-        const Matrix m = l.down;
+        constexpr int ROWS = Codec<T>::ROWS;
+        typedef typename Codec<T>::Activation Activation;
+        const Matrix m = matrix<T>(l.down, w.dim, w.ffn_dim);
         Active active = this->active();
-        if (phase == first) { /* alone: phase up was another launch */
-            clear_active(THREADS);
-            __syncthreads();
-            await();
-            choose(l.router.rows, l.router.bias, active);
-            chosen();
-        }
-        int units = units_of_block(groups_of<T>(m.rows)), rows = units * C::ROWS, pass = down_pass_of<T>(tokens), warp = ring.thread / 32,
-            lane = ring.thread % 32;
-        int slices = *active.n * m.parts; /* a slice: an expert's part of the columns */
-        if (producing) {                  /* pass by pass: expert by expert, part by part, unit by unit */
-            ring.produce<T>(m, units * slices, [&](int item, int &part) {
-                int first = item / (pass * slices) * pass, n = min(pass, units - first);
-                item -= first * slices;
-                part = item / n % m.parts;
-                return group_at<T>(m, unit_of_block(first + item % n)) + active.expert[item / n / m.parts] * m.bytes;
-            });
-            return;
-        }
-        float *own = at<float>(k.own), *partial = at<float>(k.partial);
+        int units = units_of_block(groups_of<T>(m.rows)), n_active = *active.n, *experts = at<int>(k.experts);
+        float *own = at<float>(k.own), *weights = at<float>(k.weights);
+        if (!producing) {
 #pragma unroll 1
-        for (int i = ring.thread; i < rows * tokens; i += CONSUMERS) {
-            int r = row_of_block<T>(i / tokens), t = i % tokens;
-            float sum = r < w.dim ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
+            for (int i = ring.thread; i < units * ROWS * tokens; i += CONSUMERS) {
+                int r = row_of_block<T>(i / tokens), t = i % tokens;
+                float sum = r < w.dim ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
 #pragma unroll 4
-            for (int place = 0; place < *active.n; place++)
-                sum += active.weight[place * FEW + t] * (m.bias && r < w.dim ? m.bias[(size_t)active.expert[place] * w.dim + r] : 0);
-            own[i] = sum;
+                for (int c = t * w.top_k; c < (t + 1) * w.top_k; c++) sum += weights[c] * (m.bias && r < w.dim ? m.bias[(size_t)experts[c] * w.dim + r] : 0);
+                own[i] = sum;
+            }
+            await();
         }
-        int buffers = down_buffers(tokens), width = m.per * C::K, pitch = pitch_of<T>(width), each = 16 / sizeof(Activation);
-        Activation *x = at<Activation>(k.x) + warp * buffers * tokens * pitch; /* of this warp */
-        await();
-        auto copy = [&](int slice) {
-            int place = slice / m.parts, from = first_chunk(m, slice % m.parts, warp) * C::K, have = min(width, w.act_pitch - from);
-            for (int t = 0; t < tokens && slice < slices; t++) {
-                if (!(active.tokens[place] >> t & 1)) continue;
-                const Activation *act = (const Activation *)w.act_out + ((size_t)t * w.top_k + active.choice[place * FEW + t]) * w.act_pitch + from;
+        int stride = k.held * ROWS, item = ring.team * stride, pass = max(k.sums / (m.parts * item), 1), turn = 0;
+        int pieces = m.stride * sizeof(Activation) / 16, pitch = pitch_of<T>(m.stride);
 #pragma unroll 1
-                for (int i = lane * each; i < have; i += 32 * each) copy_16(x + (slice % buffers * tokens + t) * pitch + i, act + i);
+        for (int place = 0, next; place < n_active; place = next) {
+            int begin = active.begin[place];
+            for (next = place + 1; next < n_active && active.begin[next + 1] - begin <= k.held; next++);
+            int of_unit = (next - place) * m.parts, end = active.begin[next];
+            if constexpr (producing) {
+                ring.produce<T>(m, units * of_unit, [&](int i, int &part) {
+                    part = i % m.parts;
+                    return group_at<T>(m, unit_of_block(i / of_unit)) + active.expert[place + i % of_unit / m.parts] * m.bytes;
+                });
+                continue;
+            }
+#pragma unroll 1
+            for (int i = ring.thread; i < (end - begin) * pieces; i += CONSUMERS) {
+                int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
+                copy_16(at<Activation>(k.x) + c * pitch + piece, (const Activation *)w.act_out + (size_t)active.order[begin + c] * w.act_pitch + piece);
             }
             copies_end();
-        };
+            copies_done<0>();
+            sync_consumers();
 #pragma unroll 1
-        for (int first = 0, turn = 0; first < units; first += pass, turn++) {
-            int n = min(pass, units - first);
-            if (buffers > 1) copy(0);
-            typename C::Sum sum[UNITS];
-            for (int slice = 0; slice < slices; slice++) {
-                int place = slice / m.parts, chunks = min(m.per, m.chunks - first_chunk(m, slice % m.parts, warp));
-                copy(buffers > 1 ? slice + 1 : slice);
-                if (buffers > 1)
-                    copies_done<1>();
-                else
-                    copies_done<0>();
-                __syncwarp();
-                Rows<Activation> columns = {x + slice % buffers * tokens * pitch, at<Activation>(k.zero), pitch, active.tokens[place]};
-#pragma unroll
-                for (int u = 0; u < UNITS; u++) {
-                    if (u >= n) break;
-                    typename C::Sum one;
-                    ring.take<T>(one, m.per * WARPS, warp * m.per, chunks, columns);
-                    sum[u].add_weighted(one, active.weight + place * FEW, lane);
+            for (int first = 0; first < units; first += pass, turn++) {
+                float *sums = at<float>(k.partial) + turn % 2 * k.sums;
+                int n = min(pass, units - first);
+                ring.consume(n * of_unit, [&](int i, const uint8_t *stage) {
+                    int part = i % m.parts, at = place + i % of_unit / m.parts, from = active.begin[at] - begin;
+                    Rows<Activation> x = rows_of_tokens<T>(m, active.begin[at + 1] - active.begin[at]);
+                    x.x += from * pitch;
+                    multiply<T>(m, part, stage, x, sums + (i / of_unit * m.parts + part) * item + from * ROWS, stride);
+                });
+                sync_consumers();
+#pragma unroll 1
+                for (int i = ring.thread; i < n * ROWS * tokens; i += CONSUMERS) {
+                    int row = i / tokens, t = i % tokens, at = first * ROWS + row, r = row_of_block<T>(at);
+                    float sum = own[at * tokens + t];
+#pragma unroll 4
+                    for (int c = begin; c < end; c++)
+                        if (one || active.order[c] / w.top_k == t)
+                            sum += weights[active.order[c]] * total(sums + row / ROWS * m.parts * item + (c - begin) * ROWS + row % ROWS, m.parts, stride);
+                    own[at * tokens + t] = sum;
+                    if (next == n_active && r < w.dim) w.x[(size_t)t * w.dim + r] = sum;
                 }
-                __syncwarp();
             }
-            float *of_pass = partial + turn % 2 * (WARPS * pass * C::ROWS * tokens);
-#pragma unroll
-            for (int u = 0; u < UNITS; u++)
-                if (u < n) sum[u].store(of_pass + (warp * pass + u) * C::ROWS * tokens, tokens, lane);
-            end_pass<C::ROWS>(ring.thread, of_pass, turn, pass, n, tokens, [&](int unit, int p, int t, float a, float b) {
-                for (int i = 0; i < 2; i++) {
-                    int at = (first + unit) * C::ROWS + 2 * p + i, r = row_of_block<T>(at);
-                    if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] + (i ? b : a);
-                }
-            });
+            sync_consumers();
         }
     }
 
     /* Logits of the rows that are wanted, (rows, vocab). */
-    template <Type T> __device__ void head(const Matrix &m, const float *norm, int rows) {
+    template <Type T> __device__ void head(const Matrix &head, const float *norm, int rows) {
         renew();
+        const Matrix m = matrix<T>(head, w.vocab, w.dim);
         typedef typename Codec<T>::Activation Activation;
         int units = units_of_block(groups_of<T>(m.rows));
         float *scale = at<float>(k.scale);
         if (!producing) {
             stage_normed<T>(m.stride, norm, s.row, rows);
         }
-        stream<T>(m, units, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, [&](int unit, int p, int row, float a, float b) {
+        auto x_of = [&](int) { return rows_of_tokens<T>(m, rows); };
+        stream<T>(m, units, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of, [&](int unit, int p, int row, float a, float b) {
             int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;
             float *logit = w.logits + (size_t)row * w.vocab + id;
             if (id < w.vocab) logit[0] = a * scale[row];
@@ -930,35 +1044,56 @@ struct Few {
     }
 };
 
-/* The one table from types of weights, and sizes of heads, to instances. GPT_OSS: the instance for its types alone, because
- * instructions have to be fetched too; ONE: and for one token alone. */
+/* Whether a model has gpt-oss's shapes (20b and 120b), and a Work that the compiler knows has them. */
+inline bool has_gpt_oss_shapes(const Work &w) {
+    return w.dim == 2880 && w.ffn_dim == 2880 && w.vocab == 201088 && w.n_heads == 64 && w.n_kv_heads == 8 && w.head_dim == 64 && w.top_k == 4;
+}
+__device__ inline Work with_gpt_oss_shapes(Work w) {
+    w.dim = w.ffn_dim = w.act_pitch = 2880, w.vocab = 201088;
+    w.n_heads = 64, w.n_kv_heads = 8, w.head_dim = 64, w.attn_pitch = 4096;
+    w.top_k = 4;
+    return w;
+}
+
+/* The one table from types of weights, and sizes of heads, to instances. GPT_OSS: the instance for its types and shapes alone, because what
+ * a phase does besides streaming is arithmetic with them, and instructions have to be fetched too; ONE: and for one token alone. */
 template <bool GPT_OSS, bool ONE>
 __global__ void __launch_bounds__(THREADS, 1)
-    few(Work w, Step s, const Block *layers, Matrix head, const float *norm, Layout k, int tokens, int rows, int first, int last) {
+    few(Work any, Step s, const Block *layers, Matrix head, const float *norm, Layout k, int tokens, int rows, int first, int last) {
     extern __shared__ __align__(128) uint8_t memory[];
-    Few f(w, s, k, memory, ONE ? 1 : tokens, first, last);
-    f.begin();
-    bool half = GPT_OSS || layers->qkv.type == BF16, tiled = half && w.n_heads / w.n_kv_heads <= 8;
-    while (f.phase < last) {
-        const Block &l = layers[f.phase / PHASES];
-        f.w.layer = f.phase / PHASES;
-        switch (f.w.layer == w.n_layers ? PHASES : f.phase % PHASES) {
-        case PHASE_QKV: half ? f.qkv<BF16>(l) : f.qkv<F32>(l); break;
-        case PHASE_ATTENTION:
-            if (GPT_OSS || (tiled && w.head_dim == 64))
-                f.attention<64>(l);
-            else if (tiled && w.head_dim == 128)
-                f.attention<128>(l);
-            else
-                half ? f.attention_of_any_size<bf16>(l) : f.attention_of_any_size<float>(l);
-            break;
-        case PHASE_OUTPUT: half ? f.output<BF16>(l) : f.output<F32>(l); break;
-        case PHASE_UP: GPT_OSS || l.up.type == MXFP4 ? f.up<MXFP4>(l) : l.up.type == BF16 ? f.up<BF16>(l) : f.up<F32>(l); break;
-        case PHASE_DOWN: GPT_OSS || l.down.type == MXFP4 ? f.down<MXFP4>(l) : l.down.type == BF16 ? f.down<BF16>(l) : f.down<F32>(l); break;
-        default: GPT_OSS || head.type == BF16 ? f.head<BF16>(head, norm, ONE ? 1 : rows) : f.head<F32>(head, norm, rows);
+    const Work w = GPT_OSS ? with_gpt_oss_shapes(any) : any;
+    auto run = [&](auto f) {
+        f.begin();
+        bool half = GPT_OSS || layers->qkv.type == BF16, tiled = half && w.n_heads / w.n_kv_heads <= 8;
+        auto as = [&](Type type, auto f32, auto half, auto mxfp4) { GPT_OSS || type == MXFP4 ? mxfp4() : type == BF16 ? half() : f32(); };
+        while (f.phase < last) {
+            const Block &l = layers[f.phase / PHASES];
+            f.w.layer = f.phase / PHASES;
+            int phase = f.w.layer == w.n_layers ? PHASES : f.phase % PHASES;
+            if (phase == PHASE_UP || (phase == PHASE_DOWN && f.phase == first))
+                as(l.up.type, [&] { f.template route_tokens<F32>(l); }, [&] { f.template route_tokens<BF16>(l); }, [&] { f.template route_tokens<MXFP4>(l); });
+            switch (phase) {
+            case PHASE_QKV: half ? f.template qkv<BF16>(l) : f.template qkv<F32>(l); break;
+            case PHASE_ATTENTION:
+                if (GPT_OSS || (tiled && w.head_dim == 64))
+                    f.template attention<64>(l);
+                else if (tiled && w.head_dim == 128)
+                    f.template attention<128>(l);
+                else
+                    half ? f.template attention_of_any_size<bf16>(l) : f.template attention_of_any_size<float>(l);
+                break;
+            case PHASE_OUTPUT: half ? f.template output<BF16>(l) : f.template output<F32>(l); break;
+            case PHASE_UP: as(l.up.type, [&] { f.template up<F32>(l); }, [&] { f.template up<BF16>(l); }, [&] { f.template up<MXFP4>(l); }); break;
+            case PHASE_DOWN: as(l.down.type, [&] { f.template down<F32>(l); }, [&] { f.template down<BF16>(l); }, [&] { f.template down<MXFP4>(l); }); break;
+            default: GPT_OSS || head.type == BF16 ? f.template head<BF16>(head, norm, ONE ? 1 : rows) : f.template head<F32>(head, norm, rows);
+            }
+            f.end_phase();
         }
-        f.end_phase();
-    }
+    };
+    if (threadIdx.x < CONSUMERS)
+        run(Few<false>(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || k.team == TEAM));
+    else
+        run(Few<true>(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || k.team == TEAM));
 #if __CUDA_ARCH__ < 900
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif

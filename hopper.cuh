@@ -21,9 +21,9 @@ __device__ int has_wgmma = WGMMA;
 
 constexpr int SLAB = 64 * 128; /* bytes of 64 columns of 64 inner indices, as wgmma reads them */
 
-/* Where the inner index of column c lies among a row's. Lane t holds columns 8t .. 8t + 7 of a block of 32 weights in MXFP4, wgmma
- * wants 2t, 2t + 1, 2t + 8, 2t + 9 of every 16: activations for it have the 4 by 4 pairs of each 32 columns transposed. */
-__host__ __device__ inline int fp4_column(int c) { return (c & ~30) | (c & 6) << 2 | (c >> 2 & 6); }
+/* Where the inner index of column c lies among a row's. Lane t holds columns 16t .. 16t + 15 of 64 in MXFP4, wgmma wants 2t, 2t + 1,
+ * 2t + 8, 2t + 9 of every 16: activations for it have the 4 by 8 pairs of each 64 columns transposed. */
+__host__ __device__ inline int fp4_column(int c) { return (c & ~62) | (c & 14) << 2 | (c >> 3 & 6); }
 
 #if WGMMA
 /* ---- instructions ---- */
@@ -294,12 +294,11 @@ __device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int
         ring.wait_full();
         const uint8_t *chunk = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + warp * FP4_BYTES;
         uint4 words = *(const uint4 *)(chunk + lane * 16);
-        uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4), a[4][4];
+        uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4) >> lane % 4 / 2 * 8, scale = scales & 255, scale8 = scales >> 16 & 255, a[4][4];
 #pragma unroll
-        for (int block = 0; block < 2; block++) {
-            uint4 low = fp4_to_bf16_scaled(block ? words.y : words.x, scales >> 8 * block & 255),
-                  high = fp4_to_bf16_scaled(block ? words.w : words.z, scales >> (16 + 8 * block) & 255);
-            uint32_t(*to)[4] = a + 2 * block;
+        for (int i = 0; i < 2; i++) {
+            uint4 low = fp4_to_bf16_scaled(i ? words.y : words.x, scale), high = fp4_to_bf16_scaled(i ? words.w : words.z, scale8);
+            uint32_t(*to)[4] = a + 2 * i;
             to[0][0] = low.x, to[0][1] = high.x, to[0][2] = low.y, to[0][3] = high.y;
             to[1][0] = low.z, to[1][1] = high.z, to[1][2] = low.w, to[1][3] = high.w;
         }
@@ -413,13 +412,14 @@ __global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Bloc
                                    int i = j % 2;
                                    float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
                                    float value = swiglu<bf16>(w, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y);
-                                   out[(j / 2 * 8 + 2 * t + odd) * ExpertShape::PITCH + fp4_column(warp * 8 + i * 4 + g / 2)] = (bf16)value;
+                                   int column = warp * 8 + i * 4 + g / 2;
+                                   out[(j / 2 * 8 + 2 * t + odd) * ExpertShape::PITCH + fp4_column(column) / 8 * 4 + fp4_column(column) % 4] = (bf16)value;
                                }
                                sync_group();
-                               for (int i = 0; i < 2; i++)
-                                   if (choice[i] >= 0)
-                                       *(uint4 *)((bf16 *)w.act_out + (size_t)choice[i] * w.act_pitch + (row - warp * 16) / 2 + t * 8) =
-                                           *(const uint4 *)(out + (thread / 4 + 32 * i) * ExpertShape::PITCH + t * 8);
+                               for (int i = 0; i < 4; i++) /* half of 64 columns: four neighbours, and four later four again */
+                                   if (choice[i / 2] >= 0)
+                                       *(uint2 *)((bf16 *)w.act_out + (size_t)choice[i / 2] * w.act_pitch + fp4_column((row - warp * 16) / 2) + t * 16 + i % 2 * 8) =
+                                           *(const uint2 *)(out + (thread / 4 + i / 2 * 32) * ExpertShape::PITCH + t * 8 + i % 2 * 4);
                                sync_group();
                            });
 #endif

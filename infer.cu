@@ -124,7 +124,7 @@ bool tiled(const Work &w) { return w.n_heads / w.n_kv_heads <= 8 && (w.head_dim 
 cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int first, int last) {
     const Layout &k = c->layout[std::max(tokens, rows)];
     const Block &b = c->card.layer[0];
-    bool gpt_oss = b.qkv.type == BF16 && b.up.type == MXFP4 && c->card.head.type == BF16 && tiled(c->work) && c->work.head_dim == 64;
+    bool gpt_oss = b.qkv.type == BF16 && b.up.type == MXFP4 && c->card.head.type == BF16 && has_gpt_oss_shapes(c->work);
     auto kernel = !gpt_oss ? few<false, false> : tokens == 1 && rows <= 1 ? few<true, true> : few<true, false>;
     return launch(c, kernel, c->sms, THREADS, k.bytes, c->work, s, c->layers, c->card.head, c->card.norm, k, tokens, rows, first, last);
 }

@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(1024) list_choices(Work w, int tokens) {
 template <class Done> __device__ void multiply_experts(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide, int tokens, Done done) {
     constexpr int TALL = 128, STEPS = 3, K = FP4_COLUMNS;
     extern __shared__ __align__(128) uint8_t memory[];
-    bf16 *stage = (bf16 *)memory; /* (STEPS, TALL, K); of odd rows the halves are exchanged, so that no banks collide */
+    bf16 *stage = (bf16 *)memory; /* (STEPS, TALL, K); of odd rows neighbouring eights are exchanged, so that no banks collide */
     wait_previous();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, e = 0, tile = blockIdx.y;
     for (; e < w.n_experts && tile >= (w.listed[e] + TALL - 1) / TALL; e++) tile -= (w.listed[e] + TALL - 1) / TALL;
@@ -237,25 +237,25 @@ template <class Done> __device__ void multiply_experts(const Work &w, const Matr
     auto copy = [&](int step) {
         for (int i = threadIdx.x; i < n * (K / 8) && step < steps; i += blockDim.x) {
             int row = i / (K / 8), c = i % (K / 8);
-            copy_16(stage + (step % STEPS * TALL + row) * K + (c ^ (row % 2 * 4)) * 8, x + (size_t)(list[row] / divide) * x_pitch + step * K + c * 8);
+            copy_16(stage + (step % STEPS * TALL + row) * K + (c ^ row % 2) * 8, x + (size_t)(list[row] / divide) * x_pitch + step * K + c * 8);
         }
         copies_end();
     };
-    uint4 words = {}; /* row g in either block, row g + 8 in either */
+    uint4 words = {}; /* columns 16t .. 16t + 15 of row g and of row g + 8 */
     uint32_t scales = 0;
     auto load = [&](int step) {
         if (group >= groups || step >= steps) return;
         const uint8_t *chunk = weights + ((size_t)group * steps + step) * FP4_BYTES;
         words = *(const uint4 *)(chunk + lane * 16);
-        scales = *(const uint32_t *)(chunk + 512 + g * 4);
+        scales = *(const uint32_t *)(chunk + 512 + g * 4) >> t / 2 * 8;
     };
     float sum[TALL / 16][2][4] = {};
     copy(0);
     copy(1);
     load(0);
     for (int step = 0; step < steps; step++) {
-        uint4 b[2][2]; /* rows g and g + 8, blocks */
-        for (int i = 0; i < 4; i++) b[i / 2][i % 2] = fp4_to_bf16_scaled((&words.x)[i], scales >> 8 * i & 255);
+        uint4 b[2][2]; /* rows g and g + 8, eights of columns */
+        for (int i = 0; i < 4; i++) b[i / 2][i % 2] = fp4_to_bf16_scaled((&words.x)[i], scales >> i / 2 * 16 & 255);
         copies_done<1>();
         __syncthreads();
         copy(step + 2);
@@ -265,7 +265,7 @@ template <class Done> __device__ void multiply_experts(const Work &w, const Matr
         for (int k = 0; k < TALL / 16; k++) {
             if (k * 16 >= n) break;
             for (int half = 0; half < 2; half++) {
-                int column = (half * 4 + t ^ g % 2 * 4) * 8;
+                int column = (2 * t + half ^ g % 2) * 8;
                 uint4 low = *(const uint4 *)(rows + (k * 16 + g) * K + column), high = *(const uint4 *)(rows + (k * 16 + g + 8) * K + column);
                 for (int i = 0; i < 2; i++) mma_eight(sum[k][i], low, high, b[i][half]);
             }

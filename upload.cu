@@ -67,13 +67,13 @@ static __global__ void place_fp4(Source s, Matrix m, Rows rows, bool scales, int
             chunk[512 + g * 4 + high * 2 + b % 2] = (uint8_t)(min((int)from[b], 228) + 26);
             continue;
         }
-        for (int t = 0; t < 4; t++) { /* values 8t .. 8t + 7: 4 bytes, low nibble first */
+        for (int i = 0; i < 4; i++) { /* values 8i .. 8i + 7: 4 bytes, low nibble first */
             uint32_t word = 0;
             for (int j = 0; j < 4; j++) {
-                uint32_t two = from[b * 16 + t * 4 + j];
-                word |= fp4_place(two & 15, j) | fp4_place(two >> 4, j) << 16;
+                uint32_t two = from[b * 16 + i * 4 + j], odd = fp4_place(two >> 4, j);
+                word |= fp4_place(two & 15, j) | odd << 16 | odd >> 16;
             }
-            *(uint32_t *)(chunk + (g * 4 + t) * 16 + high * 8 + b % 2 * 4) = word;
+            *(uint32_t *)(chunk + (g * 4 + b % 2 * 2 + i / 2) * 16 + high * 8 + i % 2 * 4) = word;
         }
     }
 }
@@ -105,15 +105,8 @@ static int round_up(int n, int to) { return (n + to - 1) / to * to; }
 /* A Matrix of `rows` rows encoded as `w` is. */
 static Matrix plan_matrix(Plan *p, const Linear *w, int rows, bool bias) {
     Matrix m = {};
-    m.type = w->type == F16 ? F32 : w->type;
-    m.rows = rows, m.cols = w->cols, m.n = w->n;
-    m.stride = round_up(w->cols, m.type == MXFP4 ? FP4_COLUMNS : 32);
-    size_t row = m.type == MXFP4 ? (size_t)m.stride / FP4_COLUMNS * FP4_BYTES / FP4_ROWS : (size_t)m.stride * (m.type == F32 ? 4 : 2);
-    m.bytes = row * round_up(rows, m.type == MXFP4 ? FP4_ROWS : GROUP);
-    int most = m.type == F32 ? MOST_F32_CHUNKS : MOST_CHUNKS;
-    m.chunks = m.stride / (m.type == MXFP4 ? FP4_COLUMNS : 32);
-    m.parts = (m.chunks + WARPS * most - 1) / (WARPS * most);
-    m.per = (m.chunks + WARPS * m.parts - 1) / (WARPS * m.parts);
+    shape(m, w->type == F16 ? F32 : w->type, rows, w->cols);
+    m.n = w->n;
     m.data = (uint8_t *)p->take(m.bytes * w->n);
     if (bias) m.bias = p->floats((size_t)w->n * rows);
     return m;

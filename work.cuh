@@ -106,7 +106,7 @@ struct Barrier {
 #endif
     }
 #if __CUDA_ARCH__ >= 900
-    static constexpr int COPIERS = 1; /* arrivals of copy() */
+    static constexpr int COPIERS = 1; /* arrivals of a warp in copy() */
 #else
     static constexpr int COPIERS = 32;
 #endif
@@ -115,7 +115,7 @@ struct Barrier {
 #if __CUDA_ARCH__ >= 900
         if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address()), "r"(rows * bytes) : "memory");
         __syncwarp();
-        if (lane < rows)
+        if (lane < rows && bytes)
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(
                              (unsigned)__cvta_generic_to_shared(to + lane * to_pitch)),
                          "l"(from + lane * from_pitch), "r"(bytes), "r"(address())
@@ -191,6 +191,8 @@ struct Work { /* everything a kernel may need; passed by value */
     uint32_t *seen;            /* (FEW, vocab / 32) for the repetition penalty */
 };
 
+/* Elements of a page. */
+__device__ inline size_t page_size(const Work &w) { return (size_t)w.n_layers * 2 * w.n_kv_heads * w.head_dim * PAGE; }
 __device__ inline bf16 *cache_of(const Work &w, int page, int values, int head) {
     return w.cache + ((((size_t)page * w.n_layers + w.layer) * 2 + values) * w.n_kv_heads + head) * (size_t)(w.head_dim * PAGE);
 }
@@ -245,7 +247,8 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int &expe
     for (int k = 0; k < top_k; k++) {
         unsigned most = __reduce_max_sync(~0u, best), e = __reduce_min_sync(~0u, best == most ? at : ~0u);
         if (lane == k) expert = e, mine = key_value(most);
-        if (at == e) logit[e] = NAN, look();
+        if (at == e) logit[e] = NAN, best = 0;
+        if (at == e && n > 32) look();
     }
     float most = __shfl_sync(~0u, mine, 0), share = lane < top_k ? expf(mine - most) : 0;
     weight = share / warp_sum(share);
