@@ -11,7 +11,6 @@ constexpr int GROUP = 8;        /* rows that a warp multiplies at once */
 constexpr int FP4_ROWS = 16;    /* of MXFP4: m of mma.m16n8k16; ... */
 constexpr int FP4_COLUMNS = 64; /* ... the columns of a packed chunk ... */
 constexpr int FP4_BYTES = 544;  /* ... and its size: 4.25 bits a weight */
-constexpr int ITEM_BYTES = 1568; /* of a row, that few.cuh multiplies at a time, at most; of MXFP4 of two rows */
 
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
@@ -30,13 +29,14 @@ struct Matrix { /* a Linear on the card: n matrices of rows padded to whole grou
 
 /* Sets what follows from a matrix's type and size. */
 __host__ __device__ inline void shape(Matrix &m, Type type, int rows, int cols) {
-    int columns = type == MXFP4 ? FP4_COLUMNS : 32, width = type == MXFP4 ? 2 * FP4_BYTES / FP4_ROWS : columns * (type == F32 ? 4 : 2), most = ITEM_BYTES / width;
+    int columns = type == MXFP4 ? FP4_COLUMNS : 32, most = type == MXFP4 ? 15 : type == F32 ? 12 : 24; /* chunks of an item of few.cuh: measured */
     m.type = type, m.rows = rows, m.cols = cols;
     m.chunks = (cols + columns - 1) / columns;
     m.stride = m.chunks * columns;
     m.parts = (m.chunks + most - 1) / most;
     m.per = (m.chunks + m.parts - 1) / m.parts;
-    m.bytes = type == MXFP4 ? (size_t)(rows + FP4_ROWS - 1) / FP4_ROWS * m.chunks * FP4_BYTES : (size_t)(rows + GROUP - 1) / GROUP * GROUP * m.chunks * width;
+    m.bytes = type == MXFP4 ? (size_t)(rows + FP4_ROWS - 1) / FP4_ROWS * m.chunks * FP4_BYTES
+                            : (size_t)(rows + GROUP - 1) / GROUP * GROUP * m.stride * (type == F32 ? 4 : 2);
 }
 
 struct Block { /* a Layer on the card */

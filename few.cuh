@@ -14,12 +14,16 @@
 
 #include "work.cuh"
 
+#include <climits>
+
 constexpr int WARPS = 14, PRODUCERS = 2; /* of a block: that multiply, that copy; 16 have 128 registers a thread, and one can copy no faster than
                                             a row in 94 clocks */
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32;
 constexpr int SLICES = 4;          /* sums that the chunks of an item are dealt to, so that it does not matter how many warps add them */
 constexpr int TEAM = 2;            /* warps that share an item of a token alone; of more tokens it is SLICES */
 constexpr int HELD = 16;           /* choices whose activations are at hand in phase down, at least */
+constexpr int AT_ONCE = 2;         /* chunks that a warp works on at once */
+constexpr int SUMS = 2048;         /* floats in which a pass leaves its sums, at least */
 constexpr int MOST_STAGES = 16;    /* of the ring */
 constexpr int ATTENTION_WARPS = 12; /* that share a split of the context */
 constexpr int SPLIT_PAGES = 4;     /* of a split, at least */
@@ -103,13 +107,13 @@ template <> struct Codec<BF16>::Lane<0> { /* only mma's columns 0 and 1 matter: 
     const uint8_t *weights;
     const bf16 *column;
     bool real;
-    uint2 x[SLICES / TEAM] = {};
+    uint2 x[AT_ONCE] = {};
     __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
         : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16), column(x.x + lane % 4 * 8 + lane / 4 % 2 * 4), real(lane < 8) {}
-    __device__ void add(Sum<0> &sum, int i, int slice) {
+    __device__ void add(Sum<0> &sum, int i, int k) {
         uint4 w = *(const uint4 *)(weights + i * WIDTH);
-        if (real) x[slice] = *(const uint2 *)(column + i * K);
-        mma(sum.c[0], w.x, w.y, w.z, w.w, x[slice].x, x[slice].y);
+        if (real) x[k] = *(const uint2 *)(column + i * K);
+        mma(sum.c[0], w.x, w.y, w.z, w.w, x[k].x, x[k].y);
     }
 };
 
@@ -179,15 +183,15 @@ template <> struct Codec<MXFP4>::Lane<0> {
     const uint8_t *weights, *scale;
     const bf16 *column;
     bool real; /* mma's columns 0 and 5 are of the first block, 2 and 7 of the second; zeros stay in the other lanes */
-    uint4 x[SLICES / TEAM][2] = {};
+    uint4 x[AT_ONCE][2] = {};
     __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
         : weights(stage + lane * 16), scale(stage + 512 + lane), column(x.x + lane % 4 * 16),
           real(lane % 4 < 2 ? lane / 4 == 0 || lane / 4 == 5 : lane / 4 == 2 || lane / 4 == 7) {}
-    __device__ void add(Sum<0> &sum, int i, int slice) {
+    __device__ void add(Sum<0> &sum, int i, int k) {
         float c[4];
         if (real)
-            for (int k = 0; k < 2; k++) x[slice][k] = ((const uint4 *)(column + i * K))[k];
-        multiply(c, *(const uint4 *)(weights + i * FP4_BYTES), x[slice][0], x[slice][1]);
+            for (int j = 0; j < 2; j++) x[k][j] = ((const uint4 *)(column + i * K))[j];
+        multiply(c, *(const uint4 *)(weights + i * FP4_BYTES), x[k][0], x[k][1]);
         sum.c = fmaf(__uint_as_float((uint32_t)scale[i * FP4_BYTES] << 23), c[0] + c[3], sum.c); /* one of them is 0 */
     }
 };
@@ -282,7 +286,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     };
     k.team = tokens == 1 ? TEAM : SLICES;
     k.held = max_of(tokens, min_of(tokens * w.top_k, HELD));
-    k.sums = 512;
+    k.sums = SUMS;
     auto consider = [&](auto codec, const Matrix &m, bool down) {
         typedef decltype(codec) C;
         int size = sizeof(typename C::Activation), rows = down ? k.held : tokens;
@@ -340,12 +344,15 @@ template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group)
 struct Ring {
     uint8_t *stage;        /* (stages) */
     Barrier *full, *empty; /* (stages) */
-    int stages, stage_bytes, team, teams, thread, at = 0; /* at: the stage of the next item */
-    unsigned parity = 0;
+    int stages, stage_bytes, team, teams, thread;
+    int at, next;        /* the stage of this warp's next item, and how many items are before it */
+    unsigned parity = 0; /* of that stage */
 
     __device__ Ring(const Layout &k, uint8_t *memory, int team)
         : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes), team(team),
           teams(min(WARPS / team, stages)), thread(threadIdx.x) {
+        int mine = thread / 32 / team;
+        at = thread < CONSUMERS ? mine : 0, next = mine < teams ? mine : INT_MAX;
         if (thread < stages) full[thread].init(Barrier::COPIERS * PRODUCERS), empty[thread].init(team);
         Barrier::show_init();
     }
@@ -362,22 +369,15 @@ struct Ring {
     }
     /* The consumers' part: of the next items, those of this warp's team. work(item, stage) */
     template <class Work> __device__ void consume(int items, Work work) {
-        int mine = thread / 32 / team, i = mine - (stages > teams ? at % teams : at), s;
-        unsigned p = parity;
-        if (i < 0) i += teams;
-        s = at + i;
-        if (s >= stages) s -= stages, p ^= 1;
 #pragma unroll 1
-        for (; i < items && mine < teams; i += teams) {
-            full[s].wait(p);
-            work(i, stage + s * stage_bytes);
+        for (; next < items; next += teams) {
+            full[at].wait(parity);
+            work(next, stage + at * stage_bytes);
             __syncwarp();
-            if (thread % 32 == 0) empty[s].arrive();
-            if ((s += teams) >= stages) s -= stages, p ^= 1;
+            if (thread % 32 == 0) empty[at].arrive();
+            if ((at += teams) >= stages) at -= stages, parity ^= 1;
         }
-        at += items;
-        parity ^= at / stages & 1;
-        at %= stages;
+        next -= items;
     }
     /* An item: `chunks` chunks in a stage times x, to out (team, stride): what each of SLICES sums found, or, of a token alone, each warp. */
     template <Type T, int TILES>
@@ -389,12 +389,13 @@ struct Ring {
         if constexpr (TILES == 0) {
             static_assert(SLICES == 2 * TEAM, "two sums a warp");
             Sum other;
-#pragma unroll 2
-            for (; i + TEAM < chunks; i += SLICES) {
-                weights.add(sum, i, 0);
-                weights.add(other, i + TEAM, 1);
-            }
-            if (i < chunks) weights.add(sum, i, 0);
+#pragma unroll 1
+            for (; i + (AT_ONCE - 1) * TEAM < chunks; i += AT_ONCE * TEAM)
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++) weights.add(k % 2 ? other : sum, i + k * TEAM, k);
+#pragma unroll
+            for (int k = 0; k < AT_ONCE - 1; k++)
+                if (i + k * TEAM < chunks) weights.add(k % 2 ? other : sum, i + k * TEAM, k);
             sum.reduce();
             other.reduce();
             sum += other;
@@ -472,6 +473,43 @@ template <int D> struct SlabState {
         for (int d = 0; d < D / 8; d++)
             for (int i = 0; i < 2; i++) to[2 + d * 8 + lane % 4 * 2 + i] = sum[d][i];
     }
+};
+
+/* The states that warps, or splits, have stored of one head: two dimensions of what they come to together. */
+template <int D> struct Merged {
+    const float *state; /* (count, 8, 2 + D), from this head on */
+    float most, total = 0;
+    float2 sum = {};
+    __device__ Merged(const float *states, int pair) : state(states), pair(pair) {}
+    template <int MOST> __device__ void add(int count) {
+        constexpr int STATE = 8 * (D + 2);
+        float found[MOST];
+        most = SlabState<D>::LEAST;
+#pragma unroll
+        for (int j = 0; j < MOST; j++) {
+            found[j] = j < count ? state[j * STATE] : SlabState<D>::LEAST;
+            most = fmaxf(most, found[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < MOST; j++) {
+            float share = exp2f(found[j] - most);
+            if (j >= count) break;
+            float2 x = *(const float2 *)(state + j * STATE + 2 + 2 * pair);
+            total += share * state[j * STATE + 1];
+            sum.x += share * x.x, sum.y += share * x.y;
+        }
+    }
+    __device__ float2 result(const float *sink) const {
+        float top = sink ? fmaxf(most, *sink * LOG2E) : most, share = exp2f(most - top), all = total * share + (sink ? exp2f(*sink * LOG2E - top) : 0);
+        return {sum.x * share / all, sum.y * share / all};
+    }
+    __device__ void store(float *to, int pair) const {
+        if (pair == 0) to[0] = most, to[1] = total;
+        *(float2 *)(to + 2 + 2 * pair) = sum;
+    }
+
+private:
+    int pair;
 };
 
 /* ---- the kernel ---- */
@@ -631,7 +669,7 @@ template <bool producing> struct Few {
         float sum = 0;
 #pragma unroll 4
         for (int part = 0; part < parts; part++, sums += ring.team * stride)
-            sum += one ? sums[0] + sums[stride] : (sums[0] + sums[2 * stride]) + (sums[stride] + sums[3 * stride]);
+            for (int i = 0; i < TEAM; i++) sum += one ? sums[i * stride] : sums[i * stride] + sums[(i + TEAM) * stride];
         return sum;
     }
     /* The activations in k.x, a row a token. */
@@ -734,43 +772,36 @@ template <bool producing> struct Few {
             }
             sync_consumers();
             float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
-            for (bool whole = used == 1;; whole = true) { /* first of the warps, then of the splits */
-                const float *states = whole && used > 1 ? partial : merged;
-                int count = whole && used > 1 ? used : ATTENTION_WARPS;
-#pragma unroll 1
-                for (int i = ring.thread; i < group * D; i += CONSUMERS) {
-                    int h = i / D;
-                    float sink = whole && l.sinks ? l.sinks[head * group + h] * LOG2E : -INFINITY, most = sink, total = 0, sum = 0;
-                    const float *state = states + h * ROW;
-#pragma unroll 4
-                    for (int j = 0; j < count; j++) most = fmaxf(most, state[j * STATE]);
-#pragma unroll 4
-                    for (int j = 0; j < count; j++) {
-                        float share = exp2f(state[j * STATE] - most);
-                        total += share * state[j * STATE + 1];
-                        sum += share * state[j * STATE + 2 + i % D];
-                    }
-                    if (whole) {
-                        if (l.sinks) total += exp2f(sink - most);
-                        ((bf16 *)w.attn)[(size_t)t * w.attn_pitch + Codec<BF16>::place((head * group + h) * D + i % D)] = (bf16)(sum / total);
-                    } else {
-                        float *to = partial + (split * 8 + h) * ROW;
-                        to[2 + i % D] = sum;
-                        if (i % D == 0) to[0] = most, to[1] = total;
-                    }
-                }
-                if (whole) break;
+            int pair = ring.thread % (D / 2), group0 = ring.thread / (D / 2);
+            for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* two dimensions of a head: of the warps */
+                Merged<D> m(merged + h * ROW, pair);
+                m.template add<ATTENTION_WARPS>(ATTENTION_WARPS);
+                if (used == 1)
+                    store_attention(t, (head * group + h) * D + 2 * pair, m.result(l.sinks ? l.sinks + head * group + h : NULL));
+                else
+                    m.store(partial + (split * 8 + h) * ROW, pair);
+            }
+            if (used > 1) {
                 __threadfence();
                 sync_consumers();
                 if (ring.thread == 0) *is_last = atomicAdd(&w.arrived[t * heads + head], 1) == used - 1;
                 sync_consumers();
-                if (!*is_last) break;
-                __threadfence();
-                if (ring.thread == 0) w.arrived[t * heads + head] = 0;
+                if (*is_last) {
+                    __threadfence();
+                    if (ring.thread == 0) w.arrived[t * heads + head] = 0;
+                    for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* of the splits */
+                        Merged<D> m(partial + h * ROW, pair);
+                        m.template add<SPLITS>(used);
+                        store_attention(t, (head * group + h) * D + 2 * pair, m.result(l.sinks ? l.sinks + head * group + h : NULL));
+                    }
+                }
             }
             sync_consumers();
         }
         if (!waited) await();
+    }
+    __device__ void store_attention(int t, int i, float2 x) const { /* dimensions i and i + 1 */
+        *(uint32_t *)((bf16 *)w.attn + (size_t)t * w.attn_pitch + Codec<BF16>::place(i)) = pack(x.x, x.y);
     }
     template <typename Out> __device__ void attention_of_any_size(const Block &l) {
         if (producing) return;
@@ -874,10 +905,15 @@ template <bool producing> struct Few {
             if (routed) route(mine, w.n_experts, w.top_k, lane, expert, weight);
             if (lane < w.top_k) experts[t * w.top_k + lane] = expert, weights[t * w.top_k + lane] = weight;
         }
-        if (tokens > 1)
-            __syncthreads();
-        else
+        if (tokens == 1) { /* its experts differ */
+            int rank = 0;
+            for (int k = 0; k < w.top_k; k++) rank += __shfl_sync(~0u, expert, k) < expert;
+            if (lane < w.top_k) active.expert[rank] = expert, active.begin[rank] = rank, active.order[rank] = lane;
+            if (lane == 0) *active.n = active.begin[w.top_k] = w.top_k;
             __syncwarp();
+            return;
+        }
+        __syncthreads();
         if (!first) return;
         int choices = tokens * w.top_k, before = 0;
 #pragma unroll 1
