@@ -21,11 +21,9 @@ constexpr int WARPS = 14, PRODUCERS = 2; /* of a block: that multiply, that copy
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32;
 constexpr int SLICES = 4;          /* sums that the chunks of an item are dealt to, so that it does not matter how many warps add them */
 constexpr int TEAM = 2;            /* warps that share an item of a token alone; of more tokens it is SLICES */
-constexpr int HELD = 16;           /* choices whose activations are at hand in phase down, at least */
-constexpr int AT_ONCE = 2;         /* chunks that a warp works on at once */
+constexpr int HELD = 8;            /* choices whose activations are at hand in phase down, at least */
 constexpr int SUMS = 2048;         /* floats in which a pass leaves its sums, at least */
 constexpr int MOST_STAGES = 16;    /* of the ring */
-constexpr int ATTENTION_WARPS = 12; /* that share a split of the context */
 constexpr int SPLIT_PAGES = 4;     /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
@@ -107,7 +105,7 @@ template <> struct Codec<BF16>::Lane<0> { /* only mma's columns 0 and 1 matter: 
     const uint8_t *weights;
     const bf16 *column;
     bool real;
-    uint2 x[AT_ONCE] = {};
+    uint2 x[2] = {};
     __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
         : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16), column(x.x + lane % 4 * 8 + lane / 4 % 2 * 4), real(lane < 8) {}
     __device__ void add(Sum<0> &sum, int i, int k) {
@@ -183,7 +181,7 @@ template <> struct Codec<MXFP4>::Lane<0> {
     const uint8_t *weights, *scale;
     const bf16 *column;
     bool real; /* mma's columns 0 and 5 are of the first block, 2 and 7 of the second; zeros stay in the other lanes */
-    uint4 x[AT_ONCE][2] = {};
+    uint4 x[2][2] = {};
     __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
         : weights(stage + lane * 16), scale(stage + 512 + lane), column(x.x + lane % 4 * 16),
           real(lane % 4 < 2 ? lane / 4 == 0 || lane / 4 == 5 : lane / 4 == 2 || lane / 4 == 7) {}
@@ -256,7 +254,7 @@ struct Layout { /* where each array begins, in bytes; the ring is what the other
     int sums;                      /* floats of one of the two halves of partial */
     int ring, barriers, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
     int begun; /* what the barrier began with, and behind it whether this split is a head's last */
-    int active, active_expert, active_begin, active_order; /* see Active */
+    int active, active_expert, active_begin, active_order, active_tokens; /* see Active */
     int bytes; /* of all */
 };
 
@@ -272,6 +270,7 @@ struct Active {
     int *n, *expert; /* [0]; (n) */
     int *begin;      /* (n + 1) in order */
     int *order;      /* (tokens * top_k) choices, by expert and then by token */
+    int *tokens;     /* [0]: the most that an expert has */
     static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
 
@@ -286,7 +285,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     };
     k.team = tokens == 1 ? TEAM : SLICES;
     k.held = max_of(tokens, min_of(tokens * w.top_k, HELD));
-    k.sums = SUMS;
+    k.sums = tokens > 1 ? 2 * SUMS : SUMS;
     auto consider = [&](auto codec, const Matrix &m, bool down) {
         typedef decltype(codec) C;
         int size = sizeof(typename C::Activation), rows = down ? k.held : tokens;
@@ -302,7 +301,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     int units_rows = max_of(rows_of(b.qkv, 1), rows_of(b.up, most));
     int own = max_of(rows_of(b.o, 1), rows_of(b.down, 1));
     x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                           /* attend_plain */
-    x = max_of(x, ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4 - 2 * k.sums * 4); /* attention's states reach into partial */
+    x = max_of(x, WARPS * 8 * (w.head_dim + 2) * 4 - 2 * k.sums * 4); /* attention's states reach into partial */
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.x, x);
     take(k.partial, 2 * k.sums * 4);
@@ -319,6 +318,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.active_expert, most * 4);
     take(k.active_begin, (most + 1) * 4);
     take(k.active_order, tokens * w.top_k * 4);
+    take(k.active_tokens, 4);
     take(k.turn, tokens * w.head_dim / 2 * 8);
     take(k.position, tokens * 4);
     take(k.page, tokens * 4);
@@ -390,12 +390,11 @@ struct Ring {
             static_assert(SLICES == 2 * TEAM, "two sums a warp");
             Sum other;
 #pragma unroll 1
-            for (; i + (AT_ONCE - 1) * TEAM < chunks; i += AT_ONCE * TEAM)
-#pragma unroll
-                for (int k = 0; k < AT_ONCE; k++) weights.add(k % 2 ? other : sum, i + k * TEAM, k);
-#pragma unroll
-            for (int k = 0; k < AT_ONCE - 1; k++)
-                if (i + k * TEAM < chunks) weights.add(k % 2 ? other : sum, i + k * TEAM, k);
+            for (; i + TEAM < chunks; i += SLICES) {
+                weights.add(sum, i, 0);
+                weights.add(other, i + TEAM, 1);
+            }
+            if (i < chunks) weights.add(sum, i, 0);
             sum.reduce();
             other.reduce();
             sum += other;
@@ -738,7 +737,7 @@ template <bool producing> struct Few {
         if (producing) return;
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
-        float *merged = at<float>(k.x); /* (ATTENTION_WARPS, 8, ROW) */
+        float *merged = at<float>(k.x); /* (WARPS, 8, ROW) */
         int *is_last = at<int>(k.begun + 8);
         bool waited = false;
 #pragma unroll 1
@@ -752,30 +751,30 @@ template <bool producing> struct Few {
             const int *table = s.page + (size_t)s.seq[t] * s.header[0];
             const bf16 *cache = cache_of(w, 0, 0, head);
             Slab<D> keys;
-            auto load = [&](Slab<D> &to, int i) { to.load(cache + table[i / SLABS] * page_size(w), cache_of(w, 0, 1, 0) - cache_of(w, 0, 0, 0), i % SLABS, lane); };
-            bool early = one && warp < ATTENTION_WARPS && slab < slabs && (slab + 1) * SLAB_KEYS <= p; /* keys that earlier steps wrote */
-            if (early) load(keys, slab);
+            int page = slab < slabs ? table[slab / SLABS] : 0;
+            auto load = [&] { keys.load(cache + page * page_size(w), cache_of(w, 0, 1, 0) - cache_of(w, 0, 0, 0), slab % SLABS, lane); };
+            bool early = one && slab < slabs && (slab + 1) * SLAB_KEYS <= p; /* keys that earlier steps wrote */
+            if (early) load();
             if (!waited) await();
             waited = true;
-            if (warp < ATTENTION_WARPS) {
-                SlabState<D> state;
-                uint4 q[D / 32];
-                for (int c = 0; c < D / 32; c++)
-                    q[c] = lane / 4 < group ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + c * 32 + lane % 4 * 8))
-                                            : uint4{};
+            SlabState<D> state;
+            uint4 q[D / 32];
+            for (int c = 0; c < D / 32; c++)
+                q[c] = lane / 4 < group ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + c * 32 + lane % 4 * 8))
+                                        : uint4{};
 #pragma unroll 1
-                for (; slab < slabs; slab += ATTENTION_WARPS, early = false) {
-                    if (!early) load(keys, slab);
-                    state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
-                }
-                state.store(merged + warp * STATE + lane / 4 * ROW, lane);
+            for (; slab < slabs; slab += WARPS, early = false) {
+                if (!early) load();
+                if (slab + WARPS < slabs) page = table[(slab + WARPS) / SLABS];
+                state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
             }
+            state.store(merged + warp * STATE + lane / 4 * ROW, lane);
             sync_consumers();
             float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
             int pair = ring.thread % (D / 2), group0 = ring.thread / (D / 2);
             for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* two dimensions of a head: of the warps */
                 Merged<D> m(merged + h * ROW, pair);
-                m.template add<ATTENTION_WARPS>(ATTENTION_WARPS);
+                m.template add<WARPS>(WARPS);
                 if (used == 1)
                     store_attention(t, (head * group + h) * D + 2 * pair, m.result(l.sinks ? l.sinks + head * group + h : NULL));
                 else
@@ -874,7 +873,7 @@ template <bool producing> struct Few {
         }
     }
 
-    __device__ Active active() const { return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order)}; }
+    __device__ Active active() const { return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_tokens)}; }
 
     /* What each token chose, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
      * All threads call it; the producer has `active` when it returns, the consumers behind chosen(). The last warps route: others
@@ -936,6 +935,11 @@ template <bool producing> struct Few {
         }
         if (lane == 0) *active.n = before, active.begin[before] = choices;
         __syncwarp();
+        int most = 0;
+        for (int i = lane; i < before; i += 32) most = max(most, active.begin[i + 1] - active.begin[i]);
+        most = __reduce_max_sync(~0u, most);
+        if (lane == 0) *active.tokens = most;
+        __syncwarp();
     }
     /* The beginning of phase up, or of phase down if that is launched alone: norm, router, top-k. */
     template <Type T> __device__ void route_tokens(const Block &l) {
@@ -981,7 +985,7 @@ template <bool producing> struct Few {
             x.n = active.begin[place + 1] - begin, x.index = active.order + begin, x.divide = w.top_k;
             return x;
         };
-        stream<T>(m, units, tokens, group_of, x_of, [&](int unit, int p, int row, float gate, float up) { /* behind a barrier, so bias is there */
+        stream<T>(m, units, one ? 1 : *active.tokens, group_of, x_of, [&](int unit, int p, int row, float gate, float up) { /* behind a barrier, so bias is there */
             int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
             if (row >= active.begin[place + 1] - active.begin[place] || at >= w.ffn_dim) return;
             int choice = active.order[active.begin[place] + row], t = one ? 0 : choice / w.top_k;
@@ -1023,8 +1027,7 @@ template <bool producing> struct Few {
                     part = i % m.parts;
                     return group_at<T>(m, unit_of_block(i / of_unit)) + active.expert[place + i % of_unit / m.parts] * m.bytes;
                 });
-                continue;
-            }
+            } else {
 #pragma unroll 1
             for (int i = ring.thread; i < (end - begin) * pieces; i += CONSUMERS) {
                 int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
@@ -1057,6 +1060,7 @@ template <bool producing> struct Few {
                 }
             }
             sync_consumers();
+            }
         }
     }
 
