@@ -949,10 +949,7 @@ template <bool producing> struct Few {
         else
             stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, tokens);
         choose(l.router.rows, l.router.bias, active());
-        if (ring.thread / 32 == WARPS)
-            asm volatile("bar.arrive 2,%0;" ::"n"(THREADS) : "memory");
-        else
-            asm volatile("bar.sync 2,%0;" ::"n"(THREADS) : "memory");
+        __syncthreads();
     }
     /* The activations of the chosen experts (dense: of the one there is). */
     template <Type T> __device__ void up(const Block &l) {
@@ -1131,9 +1128,9 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
     };
     if (threadIdx.x < CONSUMERS)
-        run(Few<false>(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || k.team == TEAM));
+        run(Few<false>(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || (!GPT_OSS && k.team == TEAM)));
     else
-        run(Few<true>(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || k.team == TEAM));
+        run(Few<true>(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || (!GPT_OSS && k.team == TEAM)));
 #if __CUDA_ARCH__ < 900
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif

@@ -125,7 +125,7 @@ cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int f
     const Layout &k = c->layout[std::max(tokens, rows)];
     const Block &b = c->card.layer[0];
     bool gpt_oss = b.qkv.type == BF16 && b.up.type == MXFP4 && c->card.head.type == BF16 && has_gpt_oss_shapes(c->work);
-    auto kernel = !gpt_oss ? few<false, false> : tokens == 1 && rows <= 1 ? few<true, true> : few<true, false>;
+    auto kernel = !gpt_oss ? few<false, false> : tokens <= 1 && rows <= 1 ? few<true, true> : few<true, false>;
     return launch(c, kernel, c->sms, THREADS, k.bytes, c->work, s, c->layers, c->card.head, c->card.norm, k, tokens, rows, first, last);
 }
 
