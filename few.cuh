@@ -28,7 +28,6 @@ constexpr int SPLIT_PAGES = 4;     /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
-
 /* ---- how weights are encoded: each type is a row of this table ---- */
 
 /* Activations in shared memory, times LIFT: row j of n is x + index[j] / divide * pitch; without an index it is the j-th. */
@@ -323,10 +322,10 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.position, tokens * 4);
     take(k.page, tokens * 4);
     take(k.begun, 16);
-    k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
+    k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 160) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
     teams = WARPS / k.team;
     if (k.stages > teams) k.stages -= k.stages % teams;
-    take(k.barriers, k.stages * 2 * sizeof(Barrier));
+    take(k.barriers, (k.stages + 1) * 2 * sizeof(Barrier));
     k.bytes = (k.bytes + 127) / 128 * 128;
     take(k.ring, k.stages * k.stage_bytes);
     return k;
@@ -353,8 +352,6 @@ struct Ring {
           teams(min(WARPS / team, stages)), thread(threadIdx.x) {
         int mine = thread / 32 / team;
         at = thread < CONSUMERS ? mine : 0, next = mine < teams ? mine : INT_MAX;
-        if (thread < stages) full[thread].init(Barrier::COPIERS * PRODUCERS), empty[thread].init(team);
-        Barrier::show_init();
     }
     /* The producer's part of a phase: locate(item, part) is where the group's weights lie and which part of the columns is meant. */
     template <Type T, class Locate> __device__ void produce(const Matrix &m, int items, Locate locate) {
@@ -543,13 +540,20 @@ template <bool producing> struct Few {
     int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
     const bool known, one; /* gpt-oss's shapes; a token alone */
     Ring ring;
+    Barrier *routed, *chosen; /* all warps have routed their tokens; `active` is there */
+    unsigned parity = 0;      /* of these */
 
     __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last, bool known, bool one)
         : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), known(known), one(one),
-          ring(k, memory, one ? TEAM : SLICES) {
-        if (threadIdx.x == 0) at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
+          ring(k, memory, one ? TEAM : SLICES), routed(ring.empty + k.stages), chosen(routed + 1) {}
+    /* Before any of them begins: all threads of the block call it. */
+    __device__ void prepare() {
+        if (ring.thread == 0) at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
+        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::COPIERS * PRODUCERS), ring.empty[ring.thread].init(ring.team);
+        if (ring.thread == 0) routed->init(WARPS + 1), chosen->init(1);
+        Barrier::show_init();
 #pragma unroll 1
-        for (int i = threadIdx.x * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
+        for (int i = ring.thread * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
         __syncthreads();
     }
     __device__ void note_time(int at) {
@@ -876,18 +880,18 @@ template <bool producing> struct Few {
     __device__ Active active() const { return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_tokens)}; }
 
     /* What each token chose, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
-     * All threads call it; the producer has `active` when it returns, the consumers behind chosen(). The last warps route: others
-     * have more to do, and of one token the producer knows all without waiting for anybody. */
-    __device__ void choose(bool routed, const float *bias, const Active &active) {
+     * All threads call it; the first producer has `active` when it returns. The last warps route: others have more to do, and of one
+     * token that producer knows all without waiting for anybody. */
+    __device__ void choose(bool has_router, const float *bias, const Active &active) {
         bool first = ring.thread / 32 == WARPS; /* of the producers */
-        if (tokens == 1 && !first) return;
+        if (tokens == 1 ? !first : producing && !first) return;
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
         int *experts = at<int>(k.experts), lane = ring.thread % 32, expert = 0;
 #pragma unroll 1
         for (int t = WARPS - ring.thread / 32; t >= 0 && t < tokens; t += WARPS + 1) {
             const long long *sums = w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts;
             float squares = 0, weight = 1, *mine = logit + t * w.n_experts, value[5];
-            long long sum = routed && lane < w.n_experts ? __ldcg(sums + lane) : 0;
+            long long sum = has_router && lane < w.n_experts ? __ldcg(sums + lane) : 0;
             for (int base = lane; base < blocks; base += 5 * 32) {
 #pragma unroll
                 for (int i = 0; i < 5; i++) value[i] = base + 32 * i < blocks ? __ldcg(w.square + t * blocks + base + 32 * i) : 0;
@@ -896,12 +900,12 @@ template <bool producing> struct Few {
             }
             float factor = rsqrtf(warp_sum(squares) / w.dim + w.eps) * ROUTER_STEP;
 #pragma unroll 1
-            for (int e = lane; e < w.n_experts && routed; e += 32) {
+            for (int e = lane; e < w.n_experts && has_router; e += 32) {
                 mine[e] = (float)sum * factor + (bias ? bias[e] : 0);
                 if (e + 32 < w.n_experts) sum = __ldcg(sums + e + 32);
             }
             __syncwarp();
-            if (routed) route(mine, w.n_experts, w.top_k, lane, expert, weight);
+            if (has_router) route(mine, w.n_experts, w.top_k, lane, expert, weight);
             if (lane < w.top_k) experts[t * w.top_k + lane] = expert, weights[t * w.top_k + lane] = weight;
         }
         if (tokens == 1) { /* its experts differ */
@@ -912,8 +916,10 @@ template <bool producing> struct Few {
             __syncwarp();
             return;
         }
-        __syncthreads();
+        __syncwarp();
+        if (lane == 0) routed->arrive();
         if (!first) return;
+        routed->wait(parity);
         int choices = tokens * w.top_k, before = 0;
 #pragma unroll 1
         for (int i = lane; i < choices; i += 32) {
@@ -949,7 +955,9 @@ template <bool producing> struct Few {
         else
             stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, tokens);
         choose(l.router.rows, l.router.bias, active());
-        __syncthreads();
+        if (ring.thread == CONSUMERS) chosen->arrive();
+        chosen->wait(parity);
+        parity ^= 1;
     }
     /* The activations of the chosen experts (dense: of the one there is). */
     template <Type T> __device__ void up(const Block &l) {
@@ -1127,8 +1135,10 @@ __global__ void __launch_bounds__(THREADS, 1)
             f.end_phase();
         }
     };
+    Few<false> consumer(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || (!GPT_OSS && k.team == TEAM));
+    consumer.prepare();
     if (threadIdx.x < CONSUMERS)
-        run(Few<false>(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || (!GPT_OSS && k.team == TEAM)));
+        run(consumer);
     else
         run(Few<true>(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || (!GPT_OSS && k.team == TEAM)));
 #if __CUDA_ARCH__ < 900
