@@ -28,6 +28,11 @@ constexpr int SPLIT_PAGES = 4;     /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
+/* Named barriers: some warps hand over, and go on, what others take over, and wait for; `threads` of both. */
+enum { ROUTED = 2, CHOSEN, CHOSEN_TOO };
+template <int BARRIER, int threads> __device__ void hand_over() { asm volatile("bar.arrive %0,%1;" ::"n"(BARRIER), "n"(threads) : "memory"); }
+template <int BARRIER, int threads> __device__ void take_over() { asm volatile("bar.sync %0,%1;" ::"n"(BARRIER), "n"(threads) : "memory"); }
+
 /* ---- how weights are encoded: each type is a row of this table ---- */
 
 /* Activations in shared memory, times LIFT: row j of n is x + index[j] / divide * pitch; without an index it is the j-th. */
@@ -322,10 +327,10 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.position, tokens * 4);
     take(k.page, tokens * 4);
     take(k.begun, 16);
-    k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 160) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
+    k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
     teams = WARPS / k.team;
     if (k.stages > teams) k.stages -= k.stages % teams;
-    take(k.barriers, (k.stages + 1) * 2 * sizeof(Barrier));
+    take(k.barriers, k.stages * 2 * sizeof(Barrier));
     k.bytes = (k.bytes + 127) / 128 * 128;
     take(k.ring, k.stages * k.stage_bytes);
     return k;
@@ -540,17 +545,14 @@ template <bool producing> struct Few {
     int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
     const bool known, one; /* gpt-oss's shapes; a token alone */
     Ring ring;
-    Barrier *routed, *chosen; /* all warps have routed their tokens; `active` is there */
-    unsigned parity = 0;      /* of these */
 
     __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last, bool known, bool one)
         : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), known(known), one(one),
-          ring(k, memory, one ? TEAM : SLICES), routed(ring.empty + k.stages), chosen(routed + 1) {}
+          ring(k, memory, one ? TEAM : SLICES) {}
     /* Before any of them begins: all threads of the block call it. */
     __device__ void prepare() {
         if (ring.thread == 0) at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
         if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::COPIERS * PRODUCERS), ring.empty[ring.thread].init(ring.team);
-        if (ring.thread == 0) routed->init(WARPS + 1), chosen->init(1);
         Barrier::show_init();
 #pragma unroll 1
         for (int i = ring.thread * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
@@ -916,10 +918,8 @@ template <bool producing> struct Few {
             __syncwarp();
             return;
         }
-        __syncwarp();
-        if (lane == 0) routed->arrive();
-        if (!first) return;
-        routed->wait(parity);
+        if (!first) return hand_over<ROUTED, CONSUMERS + 32>();
+        take_over<ROUTED, CONSUMERS + 32>();
         int choices = tokens * w.top_k, before = 0;
 #pragma unroll 1
         for (int i = lane; i < choices; i += 32) {
@@ -955,9 +955,12 @@ template <bool producing> struct Few {
         else
             stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, tokens);
         choose(l.router.rows, l.router.bias, active());
-        if (ring.thread == CONSUMERS) chosen->arrive();
-        chosen->wait(parity);
-        parity ^= 1;
+        if (!producing)
+            take_over<CHOSEN, CONSUMERS + 32>();
+        else if (ring.thread / 32 == WARPS)
+            hand_over<CHOSEN, CONSUMERS + 32>(), hand_over<CHOSEN_TOO, PRODUCERS * 32>();
+        else
+            take_over<CHOSEN_TOO, PRODUCERS * 32>();
     }
     /* The activations of the chosen experts (dense: of the one there is). */
     template <Type T> __device__ void up(const Block &l) {
