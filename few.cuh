@@ -29,7 +29,7 @@ constexpr int SPLIT_PAGES = 4;     /* of a split, at least */
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
 /* Named barriers: some warps hand over, and go on, what others take over, and wait for; `threads` of both. */
-enum { ROUTED = 2, CHOSEN, CHOSEN_TOO };
+enum { FREE = 2, ROUTED, CHOSEN, CHOSEN_TOO };
 template <int BARRIER, int threads> __device__ void hand_over() { asm volatile("bar.arrive %0,%1;" ::"n"(BARRIER), "n"(threads) : "memory"); }
 template <int BARRIER, int threads> __device__ void take_over() { asm volatile("bar.sync %0,%1;" ::"n"(BARRIER), "n"(threads) : "memory"); }
 
@@ -85,7 +85,8 @@ template <> struct Codec<BF16> {
     __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int producer, int lane) {
         constexpr int P = PRODUCERS; /* every other row */
         int pitch = bank_pitch(per * WIDTH);
-        full->copy(stage + producer * pitch, P * pitch, group + first * WIDTH + producer * row_bytes(stride), P * row_bytes(stride), ROWS / P, n * WIDTH, lane);
+        full->copy(stage + producer * pitch, P * pitch, group + first * WIDTH + producer * row_bytes(stride), P * row_bytes(stride), ROWS / P, n * WIDTH, lane,
+                   producer ? 0 : ROWS * n * WIDTH);
     }
     template <int TILES> struct Lane {
         const uint8_t *weights;
@@ -145,7 +146,7 @@ template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its col
     __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_BYTES; }
     __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int producer, int lane) {
         int from = n * producer / PRODUCERS, to = n * (producer + 1) / PRODUCERS;
-        full->copy(stage + from * FP4_BYTES, 0, group + (size_t)(first + from) * FP4_BYTES, 0, 1, (to - from) * FP4_BYTES, lane);
+        full->copy(stage + from * FP4_BYTES, 0, group + (size_t)(first + from) * FP4_BYTES, 0, 1, (to - from) * FP4_BYTES, lane, producer ? 0 : n * FP4_BYTES);
     }
     __host__ __device__ static constexpr int place(int i) { return i; }
     __device__ static void store_four(bf16 *x, int at, float a, float b, float c, float d) { *(uint2 *)(x + at) = make_uint2(pack(a, b), pack(c, d)); }
@@ -225,7 +226,8 @@ template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, wi
     __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int producer, int lane) {
         constexpr int P = PRODUCERS; /* every other row */
         int pitch = bank_pitch(per * WIDTH);
-        full->copy(stage + producer * pitch, P * pitch, group + first * WIDTH + producer * row_bytes(stride), P * row_bytes(stride), ROWS / P, n * WIDTH, lane);
+        full->copy(stage + producer * pitch, P * pitch, group + first * WIDTH + producer * row_bytes(stride), P * row_bytes(stride), ROWS / P, n * WIDTH, lane,
+                   producer ? 0 : ROWS * n * WIDTH);
     }
     __host__ __device__ static constexpr int place(int i) { return i; }
     __device__ static void store_four(float *x, int at, float a, float b, float c, float d) { *(float4 *)(x + at) = make_float4(a, b, c, d); }
@@ -552,7 +554,7 @@ template <bool producing> struct Few {
     /* Before any of them begins: all threads of the block call it. */
     __device__ void prepare() {
         if (ring.thread == 0) at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
-        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::COPIERS * PRODUCERS), ring.empty[ring.thread].init(ring.team);
+        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(ring.team);
         Barrier::show_init();
 #pragma unroll 1
         for (int i = ring.thread * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
@@ -954,6 +956,10 @@ template <bool producing> struct Few {
             await();
         else
             stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, tokens);
+        if (!producing) /* with the last choice */
+            hand_over<FREE, CONSUMERS + 32>();
+        else if (ring.thread / 32 == WARPS)
+            take_over<FREE, CONSUMERS + 32>();
         choose(l.router.rows, l.router.bias, active());
         if (!producing)
             take_over<CHOSEN, CONSUMERS + 32>();

@@ -106,14 +106,15 @@ struct Barrier {
 #endif
     }
 #if __CUDA_ARCH__ >= 900
-    static constexpr int COPIERS = 1; /* arrivals of a warp in copy() */
+    __host__ __device__ static constexpr int arrivals(int) { return 1; } /* of so many warps that copy() */
 #else
-    static constexpr int COPIERS = 32;
+    __host__ __device__ static constexpr int arrivals(int warps) { return 32 * warps; }
 #endif
-    /* Asks for rows of `bytes` (a multiple of 16), `from_pitch` apart, to lie `to_pitch` apart. All lanes of a warp call it. */
-    __device__ void copy(uint8_t *to, int to_pitch, const uint8_t *from, size_t from_pitch, int rows, int bytes, int lane) {
+    /* Asks for rows of `bytes` (a multiple of 16), `from_pitch` apart, to lie `to_pitch` apart. All lanes of a warp call it; `all` is what
+     * all warps together ask for in one of them, 0 in the others. */
+    __device__ void copy(uint8_t *to, int to_pitch, const uint8_t *from, size_t from_pitch, int rows, int bytes, int lane, int all) {
 #if __CUDA_ARCH__ >= 900
-        if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address()), "r"(rows * bytes) : "memory");
+        if (lane == 0 && all) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address()), "r"(all) : "memory");
         __syncwarp();
         if (lane < rows && bytes)
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(
