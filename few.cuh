@@ -1,5 +1,5 @@
 /* few.cuh: a step of at most FEW tokens, as one kernel. Its time is the time to read the weights, each of them once and in
- * order. A block lives on each multiprocessor from the first layer to the logits. Its last warp, the producer, keeps a ring of
+ * order. A block lives on each multiprocessor from the first layer to the logits. Its last warps, the producers, keep a ring of
  * shared memory full with the weights that come next, over the borders of phases, so that no wait for activations leaves the
  * memory idle; the others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other:
  *
