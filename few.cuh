@@ -19,12 +19,12 @@
 constexpr int WARPS = 14, PRODUCERS = 2; /* of a block: that multiply, that copy; 16 have 128 registers a thread, and one can copy no faster than
                                             a row in 94 clocks */
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32;
-constexpr int SLICES = 4;          /* sums that the chunks of an item are dealt to, so that it does not matter how many warps add them */
-constexpr int TEAM = 2;            /* warps that share an item of a token alone; of more tokens it is SLICES */
-constexpr int HELD = 8;            /* choices whose activations are at hand in phase down, at least */
-constexpr int SUMS = 2048;         /* floats in which a pass leaves its sums, at least */
-constexpr int MOST_STAGES = 16;    /* of the ring */
-constexpr int SPLIT_PAGES = 4;     /* of a split, at least */
+constexpr int SLICES = 4;       /* sums that the chunks of an item are dealt to, so that it does not matter how many warps add them */
+constexpr int TEAM = 2;         /* warps that share an item of a token alone; of more tokens it is SLICES */
+constexpr int HELD = 8;         /* choices whose activations are at hand in phase down, at least */
+constexpr int SUMS = 2048;      /* floats in which a pass leaves its sums, at least */
+constexpr int MOST_STAGES = 16; /* of the ring */
+constexpr int SPLIT_PAGES = 4;  /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
@@ -91,8 +91,7 @@ template <> struct Codec<BF16> {
     template <int TILES> struct Lane {
         const uint8_t *weights;
         const bf16 *column[TILES];
-        __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
-            : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16) {
+        __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane) : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16) {
             for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
         }
         __device__ void add(Sum<TILES> &sum, int i, int) const { /* chunk i */
@@ -254,14 +253,14 @@ template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, wi
 
 /* ---- a block's shared memory ---- */
 
-struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
+struct Layout {                    /* where each array begins, in bytes; the ring is what the others leave */
     int stages, stage_bytes, team; /* team: warps that share an item */
     int held;                      /* choices whose activations there is room for */
     int sums;                      /* floats of one of the two halves of partial */
     int ring, barriers, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
-    int begun; /* what the barrier began with, and behind it whether this split is a head's last */
+    int begun;                                                            /* what the barrier began with, and behind it whether this split is a head's last */
     int active, active_expert, active_begin, active_order, active_tokens; /* see Active */
-    int bytes; /* of all */
+    int bytes;                                                            /* of all */
 };
 
 /* Elements between rows of activations. */
@@ -286,8 +285,8 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     const Block &b = card.layer[0];
     int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, zero = 0, teams;
     auto rows_of = [&](const Matrix &m, int n) { /* of the units of one block, of n matrices */
-        int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
-        return (units + blocks - 1) / blocks * rows;
+                                                 int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
+                                                 return (units + blocks - 1) / blocks * rows;
     };
     k.team = tokens == 1 ? TEAM : SLICES;
     k.held = max_of(tokens, min_of(tokens * w.top_k, HELD));
@@ -306,7 +305,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     with_type(b.qkv, false), with_type(b.o, false), with_type(b.up, false), with_type(b.down, true), with_type(card.head, false);
     int units_rows = max_of(rows_of(b.qkv, 1), rows_of(b.up, most));
     int own = max_of(rows_of(b.o, 1), rows_of(b.down, 1));
-    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                           /* attend_plain */
+    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                 /* attend_plain */
     x = max_of(x, WARPS * 8 * (w.head_dim + 2) * 4 - 2 * k.sums * 4); /* attention's states reach into partial */
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.x, x);
@@ -366,8 +365,8 @@ struct Ring {
             int part;
             const uint8_t *group = locate(i, part);
             empty[at].wait(parity ^ 1); /* at once the first time round */
-            Codec<T>::copy(full + at, stage + at * stage_bytes, m.per, group, m.stride, part * m.per, min(m.per, m.chunks - part * m.per),
-                           thread / 32 - WARPS, thread % 32);
+            Codec<T>::copy(full + at, stage + at * stage_bytes, m.per, group, m.stride, part * m.per, min(m.per, m.chunks - part * m.per), thread / 32 - WARPS,
+                           thread % 32);
             if (++at == stages) at = 0, parity ^= 1;
         }
     }
@@ -432,7 +431,7 @@ template <int D> struct Slab {
  * (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): lane 4g + t has head g. */
 template <int D> struct SlabState {
     float most = LEAST, total = 0, sum[D / 8][2] = {}; /* dimensions 8i + 2t, + 1 */
-    static constexpr float LEAST = -1e30f; /* of nothing seen yet */
+    static constexpr float LEAST = -1e30f;             /* of nothing seen yet */
 
     __device__ void add(const Slab<D> &slab, const uint4 (&q)[D / 32], int base, int first, int last, float scale, int lane) {
         float score[2][4] = {}, now = most;
@@ -511,7 +510,7 @@ template <int D> struct Merged {
         *(float2 *)(to + 2 + 2 * pair) = sum;
     }
 
-private:
+  private:
     int pair;
 };
 
@@ -544,7 +543,7 @@ template <bool producing> struct Few {
     const Layout &k;
     uint8_t *memory;
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
-    int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
+    int origin = 0;        /* adds nothing, but the compiler does not know: see renew() */
     const bool known, one; /* gpt-oss's shapes; a token alone */
     Ring ring;
 
@@ -688,8 +687,7 @@ template <bool producing> struct Few {
     /* All units of a block, pass by pass: a pass is as many as `partial` has room for, in two halves that take turns, so that who is done with one
      * pass can begin the next. group_of(unit) is where the weights of a block's unit lie, x_of(unit) the at most `tokens` rows that it meets;
      * pair(unit, pair of rows, row of x, a, b) receives the results. */
-    template <Type T, class Group, class X, class Pair>
-    __device__ void stream(const Matrix &m, int units, int tokens, Group group_of, X x_of, Pair pair) {
+    template <Type T, class Group, class X, class Pair> __device__ void stream(const Matrix &m, int units, int tokens, Group group_of, X x_of, Pair pair) {
         constexpr int ROWS = Codec<T>::ROWS;
         if (producing) {
             ring.produce<T>(m, units * m.parts, [&](int item, int &part) {
@@ -703,9 +701,8 @@ template <bool producing> struct Few {
         for (int first = 0, turn = 0; first < units; first += pass, turn++) {
             float *sums = at<float>(k.partial) + turn % 2 * k.sums;
             int n = min(pass, units - first);
-            ring.consume(n * m.parts, [&](int i, const uint8_t *stage) {
-                multiply<T>(m, i % m.parts, stage, x_of(first + i / m.parts), sums + i * item, stride);
-            });
+            ring.consume(n * m.parts,
+                         [&](int i, const uint8_t *stage) { multiply<T>(m, i % m.parts, stage, x_of(first + i / m.parts), sums + i * item, stride); });
             copies_done<0>(); /* of biases */
             sync_consumers();
 #pragma unroll 1
@@ -730,11 +727,13 @@ template <bool producing> struct Few {
             stage_normed<T>(m.stride, l.attn_norm, NULL, tokens);
         }
         auto x_of = [&](int) { return rows_of_tokens<T>(m, tokens); };
-        stream<T>(m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of, [&](int unit, int p, int t, float a, float b) {
-            int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
-            store_qkv<Activation>(w, t, at<int>(k.position)[t], at<int>(k.page)[t], r, a * scale[t] + bias[i], b * scale[t] + bias[i + 1],
-                                  at<float2>(k.turn)[t * half + r / 2 % half]);
-        });
+        stream<T>(
+            m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
+            [&](int unit, int p, int t, float a, float b) {
+                int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
+                store_qkv<Activation>(w, t, at<int>(k.position)[t], at<int>(k.page)[t], r, a * scale[t] + bias[i], b * scale[t] + bias[i + 1],
+                                      at<float2>(k.turn)[t * half + r / 2 % half]);
+            });
     }
 
     /* softmax(q k / sqrt(d)) v for each token and key/value head: the pages that the token sees are dealt to at most SPLITS blocks
@@ -768,8 +767,9 @@ template <bool producing> struct Few {
             SlabState<D> state;
             uint4 q[D / 32];
             for (int c = 0; c < D / 32; c++)
-                q[c] = lane / 4 < group ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + c * 32 + lane % 4 * 8))
-                                        : uint4{};
+                q[c] = lane / 4 < group
+                           ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + c * 32 + lane % 4 * 8))
+                           : uint4{};
 #pragma unroll 1
             for (; slab < slabs; slab += WARPS, early = false) {
                 if (!early) load();
@@ -817,7 +817,7 @@ template <bool producing> struct Few {
             int t = i / w.n_heads, h = i % w.n_heads;
             float x = attend_plain<Out>(w, s, l, t, h, at<float>(k.x), CONSUMERS);
             if (ring.thread < w.head_dim)
-                ((Out *)w.attn)[(size_t)t * w.attn_pitch + Codec<sizeof(Out) == 2 ? BF16 : F32>::place(h * w.head_dim + ring.thread)] = (Out)x;
+                ((Out *)w.attn)[(size_t)t * w.attn_pitch + Codec < sizeof(Out) == 2 ? BF16 : F32 > ::place(h * w.head_dim + ring.thread)] = (Out)x;
         }
     }
 
@@ -853,12 +853,14 @@ template <bool producing> struct Few {
             sync_consumers();
         }
         auto x_of = [&](int) { return rows_of_tokens<T>(m, tokens); };
-        stream<T>(m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of, [&](int unit, int p, int t, float a, float b) {
-            for (int i = 0; i < 2; i++) {
-                int at = unit * Codec<T>::ROWS + 2 * p + i, r = row_of_block<T>(at);
-                if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] += i ? b : a;
-            }
-        });
+        stream<T>(
+            m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
+            [&](int unit, int p, int t, float a, float b) {
+                for (int i = 0; i < 2; i++) {
+                    int at = unit * Codec<T>::ROWS + 2 * p + i, r = row_of_block<T>(at);
+                    if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] += i ? b : a;
+                }
+            });
         if (producing) return;
         sync_consumers();
 #pragma unroll 1
@@ -881,7 +883,9 @@ template <bool producing> struct Few {
         }
     }
 
-    __device__ Active active() const { return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_tokens)}; }
+    __device__ Active active() const {
+        return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_tokens)};
+    }
 
     /* What each token chose, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
      * All threads call it; the first producer has `active` when it returns. The last warps route: others have more to do, and of one
@@ -999,13 +1003,15 @@ template <bool producing> struct Few {
             x.n = active.begin[place + 1] - begin, x.index = active.order + begin, x.divide = w.top_k;
             return x;
         };
-        stream<T>(m, units, one ? 1 : *active.tokens, group_of, x_of, [&](int unit, int p, int row, float gate, float up) { /* behind a barrier, so bias is there */
-            int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
-            if (row >= active.begin[place + 1] - active.begin[place] || at >= w.ffn_dim) return;
-            int choice = active.order[active.begin[place] + row], t = one ? 0 : choice / w.top_k;
-            ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(at)] =
-                (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
-        });
+        stream<T>(m, units, one ? 1 : *active.tokens, group_of, x_of,
+                  [&](int unit, int p, int row, float gate,
+                      float up) { /* behind a barrier, so bias is there */
+                                  int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
+                                  if (row >= active.begin[place + 1] - active.begin[place] || at >= w.ffn_dim) return;
+                                  int choice = active.order[active.begin[place] + row], t = one ? 0 : choice / w.top_k;
+                                  ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(at)] =
+                                      (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
+                  });
     }
 
     /* x += the weighted sum of the chosen experts' W act + bias. A block owns its rows of x, so it reads these rows of every active
@@ -1034,7 +1040,8 @@ template <bool producing> struct Few {
 #pragma unroll 1
         for (int place = 0, next; place < n_active; place = next) {
             int begin = active.begin[place];
-            for (next = place + 1; next < n_active && active.begin[next + 1] - begin <= k.held; next++);
+            for (next = place + 1; next < n_active && active.begin[next + 1] - begin <= k.held; next++)
+                ;
             int of_unit = (next - place) * m.parts, end = active.begin[next];
             if constexpr (producing) {
                 ring.produce<T>(m, units * of_unit, [&](int i, int &part) {
@@ -1043,37 +1050,37 @@ template <bool producing> struct Few {
                 });
             } else {
 #pragma unroll 1
-            for (int i = ring.thread; i < (end - begin) * pieces; i += CONSUMERS) {
-                int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
-                copy_16(at<Activation>(k.x) + c * pitch + piece, (const Activation *)w.act_out + (size_t)active.order[begin + c] * w.act_pitch + piece);
-            }
-            copies_end();
-            copies_done<0>();
-            sync_consumers();
-#pragma unroll 1
-            for (int first = 0; first < units; first += pass, turn++) {
-                float *sums = at<float>(k.partial) + turn % 2 * k.sums;
-                int n = min(pass, units - first);
-                ring.consume(n * of_unit, [&](int i, const uint8_t *stage) {
-                    int part = i % m.parts, at = place + i % of_unit / m.parts, from = active.begin[at] - begin;
-                    Rows<Activation> x = rows_of_tokens<T>(m, active.begin[at + 1] - active.begin[at]);
-                    x.x += from * pitch;
-                    multiply<T>(m, part, stage, x, sums + (i / of_unit * m.parts + part) * item + from * ROWS, stride);
-                });
+                for (int i = ring.thread; i < (end - begin) * pieces; i += CONSUMERS) {
+                    int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
+                    copy_16(at<Activation>(k.x) + c * pitch + piece, (const Activation *)w.act_out + (size_t)active.order[begin + c] * w.act_pitch + piece);
+                }
+                copies_end();
+                copies_done<0>();
                 sync_consumers();
 #pragma unroll 1
-                for (int i = ring.thread; i < n * ROWS * tokens; i += CONSUMERS) {
-                    int row = i / tokens, t = i % tokens, at = first * ROWS + row, r = row_of_block<T>(at);
-                    float sum = own[at * tokens + t];
+                for (int first = 0; first < units; first += pass, turn++) {
+                    float *sums = at<float>(k.partial) + turn % 2 * k.sums;
+                    int n = min(pass, units - first);
+                    ring.consume(n * of_unit, [&](int i, const uint8_t *stage) {
+                        int part = i % m.parts, at = place + i % of_unit / m.parts, from = active.begin[at] - begin;
+                        Rows<Activation> x = rows_of_tokens<T>(m, active.begin[at + 1] - active.begin[at]);
+                        x.x += from * pitch;
+                        multiply<T>(m, part, stage, x, sums + (i / of_unit * m.parts + part) * item + from * ROWS, stride);
+                    });
+                    sync_consumers();
+#pragma unroll 1
+                    for (int i = ring.thread; i < n * ROWS * tokens; i += CONSUMERS) {
+                        int row = i / tokens, t = i % tokens, at = first * ROWS + row, r = row_of_block<T>(at);
+                        float sum = own[at * tokens + t];
 #pragma unroll 4
-                    for (int c = begin; c < end; c++)
-                        if (one || active.order[c] / w.top_k == t)
-                            sum += weights[active.order[c]] * total(sums + row / ROWS * m.parts * item + (c - begin) * ROWS + row % ROWS, m.parts, stride);
-                    own[at * tokens + t] = sum;
-                    if (next == n_active && r < w.dim) w.x[(size_t)t * w.dim + r] = sum;
+                        for (int c = begin; c < end; c++)
+                            if (one || active.order[c] / w.top_k == t)
+                                sum += weights[active.order[c]] * total(sums + row / ROWS * m.parts * item + (c - begin) * ROWS + row % ROWS, m.parts, stride);
+                        own[at * tokens + t] = sum;
+                        if (next == n_active && r < w.dim) w.x[(size_t)t * w.dim + r] = sum;
+                    }
                 }
-            }
-            sync_consumers();
+                sync_consumers();
             }
         }
     }
@@ -1085,16 +1092,16 @@ template <bool producing> struct Few {
         typedef typename Codec<T>::Activation Activation;
         int units = units_of_block(groups_of<T>(m.rows));
         float *scale = at<float>(k.scale);
-        if (!producing) {
-            stage_normed<T>(m.stride, norm, s.row, rows);
-        }
+        if (!producing) stage_normed<T>(m.stride, norm, s.row, rows);
         auto x_of = [&](int) { return rows_of_tokens<T>(m, rows); };
-        stream<T>(m, units, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of, [&](int unit, int p, int row, float a, float b) {
-            int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;
-            float *logit = w.logits + (size_t)row * w.vocab + id;
-            if (id < w.vocab) logit[0] = a * scale[row];
-            if (id + 1 < w.vocab) logit[1] = b * scale[row];
-        });
+        stream<T>(
+            m, units, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
+            [&](int unit, int p, int row, float a, float b) {
+                int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;
+                float *logit = w.logits + (size_t)row * w.vocab + id;
+                if (id < w.vocab) logit[0] = a * scale[row];
+                if (id + 1 < w.vocab) logit[1] = b * scale[row];
+            });
     }
 };
 
@@ -1125,7 +1132,8 @@ __global__ void __launch_bounds__(THREADS, 1)
             f.w.layer = f.phase / PHASES;
             int phase = f.w.layer == w.n_layers ? PHASES : f.phase % PHASES;
             if (phase == PHASE_UP || (phase == PHASE_DOWN && f.phase == first))
-                as(l.up.type, [&] { f.template route_tokens<F32>(l); }, [&] { f.template route_tokens<BF16>(l); }, [&] { f.template route_tokens<MXFP4>(l); });
+                as(
+                    l.up.type, [&] { f.template route_tokens<F32>(l); }, [&] { f.template route_tokens<BF16>(l); }, [&] { f.template route_tokens<MXFP4>(l); });
             switch (phase) {
             case PHASE_QKV: half ? f.template qkv<BF16>(l) : f.template qkv<F32>(l); break;
             case PHASE_ATTENTION:
@@ -1137,8 +1145,14 @@ __global__ void __launch_bounds__(THREADS, 1)
                     half ? f.template attention_of_any_size<bf16>(l) : f.template attention_of_any_size<float>(l);
                 break;
             case PHASE_OUTPUT: half ? f.template output<BF16>(l) : f.template output<F32>(l); break;
-            case PHASE_UP: as(l.up.type, [&] { f.template up<F32>(l); }, [&] { f.template up<BF16>(l); }, [&] { f.template up<MXFP4>(l); }); break;
-            case PHASE_DOWN: as(l.down.type, [&] { f.template down<F32>(l); }, [&] { f.template down<BF16>(l); }, [&] { f.template down<MXFP4>(l); }); break;
+            case PHASE_UP:
+                as(
+                    l.up.type, [&] { f.template up<F32>(l); }, [&] { f.template up<BF16>(l); }, [&] { f.template up<MXFP4>(l); });
+                break;
+            case PHASE_DOWN:
+                as(
+                    l.down.type, [&] { f.template down<F32>(l); }, [&] { f.template down<BF16>(l); }, [&] { f.template down<MXFP4>(l); });
+                break;
             default: GPT_OSS || head.type == BF16 ? f.template head<BF16>(head, norm, ONE ? 1 : rows) : f.template head<F32>(head, norm, rows);
             }
             f.end_phase();
