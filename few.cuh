@@ -28,10 +28,9 @@ constexpr int SPLIT_PAGES = 4;  /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
-/* Named barriers: some warps hand over, and go on, what others take over, and wait for; `threads` of both. */
-enum { FREE = 2, ROUTED, CHOSEN, CHOSEN_TOO };
-template <int BARRIER, int threads> __device__ void hand_over() { asm volatile("bar.arrive %0,%1;" ::"n"(BARRIER), "n"(threads) : "memory"); }
-template <int BARRIER, int threads> __device__ void take_over() { asm volatile("bar.sync %0,%1;" ::"n"(BARRIER), "n"(threads) : "memory"); }
+/* Gates, at which some warps wait, once a layer, until others have arrived. FREE: nobody reads the last choice of experts any more; ROUTED: what each
+ * token chose is known; CHOSEN: and which experts that makes. */
+enum { FREE, ROUTED, CHOSEN, GATES };
 
 /* ---- how weights are encoded: each type is a row of this table ---- */
 
@@ -144,7 +143,7 @@ template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its col
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
     __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_BYTES; }
     __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int producer, int lane) {
-        int from = n * producer / PRODUCERS, to = n * (producer + 1) / PRODUCERS;
+        int from = (n * producer + PRODUCERS - 1) / PRODUCERS, to = (n * (producer + 1) + PRODUCERS - 1) / PRODUCERS;
         full->copy(stage + from * FP4_BYTES, 0, group + (size_t)(first + from) * FP4_BYTES, 0, 1, (to - from) * FP4_BYTES, lane, producer ? 0 : n * FP4_BYTES);
     }
     __host__ __device__ static constexpr int place(int i) { return i; }
@@ -258,6 +257,7 @@ struct Layout {                    /* where each array begins, in bytes; the rin
     int held;                      /* choices whose activations there is room for */
     int sums;                      /* floats of one of the two halves of partial */
     int ring, barriers, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
+    int gates;
     int begun;                                                            /* what the barrier began with, and behind it whether this split is a head's last */
     int active, active_expert, active_begin, active_order, active_tokens; /* see Active */
     int bytes;                                                            /* of all */
@@ -328,6 +328,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.position, tokens * 4);
     take(k.page, tokens * 4);
     take(k.begun, 16);
+    take(k.gates, GATES * sizeof(Barrier));
     k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
     teams = WARPS / k.team;
     if (k.stages > teams) k.stages -= k.stages % teams;
@@ -376,8 +377,7 @@ struct Ring {
         for (; next < items; next += teams) {
             full[at].wait(parity);
             work(next, stage + at * stage_bytes);
-            __syncwarp();
-            if (thread % 32 == 0) empty[at].arrive();
+            empty[at].arrive(); /* each lane: one for all is no faster, and racecheck does not understand it */
             if ((at += teams) >= stages) at -= stages, parity ^= 1;
         }
         next -= items;
@@ -553,7 +553,8 @@ template <bool producing> struct Few {
     /* Before any of them begins: all threads of the block call it. */
     __device__ void prepare() {
         if (ring.thread == 0) at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
-        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(ring.team);
+        if (ring.thread == 0) gate(FREE).init(THREADS - 32), gate(ROUTED).init(CONSUMERS), gate(CHOSEN).init(32);
+        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(ring.team * 32);
         Barrier::show_init();
 #pragma unroll 1
         for (int i = ring.thread * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
@@ -604,6 +605,8 @@ template <bool producing> struct Few {
         else
             sync_consumers();
     }
+    __device__ Barrier &gate(int i) const { return at<Barrier>(k.gates)[i]; }
+    __device__ void wait_at(int i) const { gate(i).wait((w.layer - first / PHASES) % 2); }
     __device__ void end_phase() {
         note_time(++phase);
         if (producing || phase == last) return;
@@ -924,8 +927,9 @@ template <bool producing> struct Few {
             __syncwarp();
             return;
         }
-        if (!first) return hand_over<ROUTED, CONSUMERS + 32>();
-        take_over<ROUTED, CONSUMERS + 32>();
+        __syncwarp();
+        if (!first) return gate(ROUTED).arrive();
+        wait_at(ROUTED);
         int choices = tokens * w.top_k, before = 0;
 #pragma unroll 1
         for (int i = lane; i < choices; i += 32) {
@@ -956,21 +960,14 @@ template <bool producing> struct Few {
     /* The beginning of phase up, or of phase down if that is launched alone: norm, router, top-k. */
     template <Type T> __device__ void route_tokens(const Block &l) {
         renew();
+        bool chooses = ring.thread / 32 == WARPS; /* the first producer */
+        chooses ? wait_at(FREE) : gate(FREE).arrive();
         if (producing || phase % PHASES == PHASE_DOWN)
             await();
         else
             stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, tokens);
-        if (!producing) /* with the last choice */
-            hand_over<FREE, CONSUMERS + 32>();
-        else if (ring.thread / 32 == WARPS)
-            take_over<FREE, CONSUMERS + 32>();
         choose(l.router.rows, l.router.bias, active());
-        if (!producing)
-            take_over<CHOSEN, CONSUMERS + 32>();
-        else if (ring.thread / 32 == WARPS)
-            hand_over<CHOSEN, CONSUMERS + 32>(), hand_over<CHOSEN_TOO, PRODUCERS * 32>();
-        else
-            take_over<CHOSEN_TOO, PRODUCERS * 32>();
+        chooses ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
     }
     /* The activations of the chosen experts (dense: of the one there is). */
     template <Type T> __device__ void up(const Block &l) {
