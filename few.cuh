@@ -19,8 +19,8 @@
 constexpr int WARPS = 14, PRODUCERS = 2; /* of a block: that multiply, that copy; 16 have 128 registers a thread, and one can copy no faster than
                                             a row in 94 clocks */
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32;
-constexpr int SLICES = 4;       /* sums that the chunks of an item are dealt to, so that it does not matter how many warps add them */
-constexpr int TEAM = 2;         /* warps that share an item of a token alone; of more tokens it is SLICES */
+constexpr int TEAM = 2;         /* warps that share an item */
+constexpr int TEAMS = WARPS / TEAM;
 constexpr int HELD = 8;         /* choices whose activations are at hand in phase down, at least */
 constexpr int SUMS = 2048;      /* floats in which a pass leaves its sums, at least */
 constexpr int MOST_STAGES = 16; /* of the ring */
@@ -110,7 +110,7 @@ template <> struct Codec<BF16>::Lane<0> { /* only mma's columns 0 and 1 matter: 
     bool real;
     uint2 x[2] = {};
     __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
-        : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16), column(x.x + lane % 4 * 8 + lane / 4 % 2 * 4), real(lane < 8) {}
+        : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16), column(x.row(0) + lane % 4 * 8 + lane / 4 % 2 * 4), real(lane < 8) {}
     __device__ void add(Sum<0> &sum, int i, int k) {
         uint4 w = *(const uint4 *)(weights + i * WIDTH);
         if (real) x[k] = *(const uint2 *)(column + i * K);
@@ -133,6 +133,9 @@ template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its col
         float c[TILES][4] = {};
         __device__ void reduce() {
             for (int j = 0; j < TILES; j++) c[j][0] += c[j][1], c[j][2] += c[j][3];
+        }
+        __device__ void operator+=(const Sum &s) {
+            for (int j = 0; j < TILES; j++) c[j][0] += s.c[j][0], c[j][2] += s.c[j][2];
         }
         __device__ void store(float *out, int tokens, int lane) const { /* out (tokens, ROWS) */
             for (int j = 0; j < TILES; j++)
@@ -186,7 +189,7 @@ template <> struct Codec<MXFP4>::Lane<0> {
     bool real; /* mma's columns 0 and 5 are of the first block, 2 and 7 of the second; zeros stay in the other lanes */
     uint4 x[2][2] = {};
     __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
-        : weights(stage + lane * 16), scale(stage + 512 + lane), column(x.x + lane % 4 * 16),
+        : weights(stage + lane * 16), scale(stage + 512 + lane), column(x.row(0) + lane % 4 * 16),
           real(lane % 4 < 2 ? lane / 4 == 0 || lane / 4 == 5 : lane / 4 == 2 || lane / 4 == 7) {}
     __device__ void add(Sum<0> &sum, int i, int k) {
         float c[4];
@@ -253,7 +256,7 @@ template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, wi
 /* ---- a block's shared memory ---- */
 
 struct Layout {                    /* where each array begins, in bytes; the ring is what the others leave */
-    int stages, stage_bytes, team; /* team: warps that share an item */
+    int stages, stage_bytes, teams; /* teams: a stage has always the same one */
     int held;                      /* choices whose activations there is room for */
     int sums;                      /* floats of one of the two halves of partial */
     int ring, barriers, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
@@ -283,20 +286,19 @@ struct Active {
 inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks, int room) {
     Layout k = {};
     const Block &b = card.layer[0];
-    int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, zero = 0, teams;
+    int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, zero = 0;
     auto rows_of = [&](const Matrix &m, int n) { /* of the units of one block, of n matrices */
                                                  int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
                                                  return (units + blocks - 1) / blocks * rows;
     };
-    k.team = tokens == 1 ? TEAM : SLICES;
     k.held = max_of(tokens, min_of(tokens * w.top_k, HELD));
-    k.sums = tokens > 1 ? 2 * SUMS : SUMS;
+    k.sums = SUMS;
     auto consider = [&](auto codec, const Matrix &m, bool down) {
         typedef decltype(codec) C;
         int size = sizeof(typename C::Activation), rows = down ? k.held : tokens;
         x = max_of(x, rows * pitch_of<C::TYPE>(m.stride) * size);
         if (tokens > 1) zero = max_of(zero, m.per * C::K * size);
-        k.sums = max_of(k.sums, m.parts * k.team * rows * C::ROWS);
+        k.sums = max_of(k.sums, m.parts * TEAM * rows * C::ROWS);
         k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per));
     };
     auto with_type = [&](const Matrix &m, bool down) {
@@ -330,8 +332,8 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.begun, 16);
     take(k.gates, GATES * sizeof(Barrier));
     k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
-    teams = WARPS / k.team;
-    if (k.stages > teams) k.stages -= k.stages % teams;
+    k.teams = k.stages >= 2 * TEAMS ? TEAMS : k.stages > TEAMS ? k.stages / 2 : k.stages;
+    k.stages -= k.stages % k.teams;
     take(k.barriers, k.stages * 2 * sizeof(Barrier));
     k.bytes = (k.bytes + 127) / 128 * 128;
     take(k.ring, k.stages * k.stage_bytes);
@@ -350,14 +352,14 @@ template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group)
 struct Ring {
     uint8_t *stage;        /* (stages) */
     Barrier *full, *empty; /* (stages) */
-    int stages, stage_bytes, team, teams, thread;
+    int stages, stage_bytes, teams, thread;
     int at, next;        /* the stage of this warp's next item, and how many items are before it */
     unsigned parity = 0; /* of that stage */
 
-    __device__ Ring(const Layout &k, uint8_t *memory, int team)
-        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes), team(team),
-          teams(min(WARPS / team, stages)), thread(threadIdx.x) {
-        int mine = thread / 32 / team;
+    __device__ Ring(const Layout &k, uint8_t *memory)
+        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes),
+          teams(k.teams), thread(threadIdx.x) {
+        int mine = thread / 32 / TEAM;
         at = thread < CONSUMERS ? mine : 0, next = mine < teams ? mine : INT_MAX;
     }
     /* The producer's part of a phase: locate(item, part) is where the group's weights lie and which part of the columns is meant. */
@@ -382,30 +384,29 @@ struct Ring {
         }
         next -= items;
     }
-    /* An item: `chunks` chunks in a stage times x, to out (team, stride): what each of SLICES sums found, or, of a token alone, each warp. */
+    /* An item: `chunks` chunks in a stage times x, to out (TEAM, stride): what each warp found, in two sums. */
     template <Type T, int TILES>
     __device__ void multiply(const uint8_t *stage, int per, int chunks, const Rows<typename Codec<T>::Activation> &x, float *out, int stride) const {
-        typedef typename Codec<T>::template Sum<TILES> Sum;
         typename Codec<T>::template Lane<TILES> weights(stage, per, x, thread % 32);
-        int warp = thread / 32 % team, i = warp;
-        Sum sum;
-        if constexpr (TILES == 0) {
-            static_assert(SLICES == 2 * TEAM, "two sums a warp");
-            Sum other;
+        typename Codec<T>::template Sum<TILES> sum, other;
+        int warp = thread / 32 % TEAM, i = warp;
+        if constexpr (TILES < 4) {
 #pragma unroll 1
-            for (; i + TEAM < chunks; i += SLICES) {
+            for (; i + TEAM < chunks; i += 2 * TEAM) {
                 weights.add(sum, i, 0);
                 weights.add(other, i + TEAM, 1);
             }
             if (i < chunks) weights.add(sum, i, 0);
             sum.reduce();
-            other.reduce();
-            sum += other;
-        } else {
+        } else { /* one after the other: registers are short */
 #pragma unroll 1
-            for (; i < chunks; i += SLICES) weights.add(sum, i, 0);
+            for (; i < chunks; i += 2 * TEAM) weights.add(sum, i, 0);
             sum.reduce();
+#pragma unroll 1
+            for (i = warp + TEAM; i < chunks; i += 2 * TEAM) weights.add(other, i, 0);
         }
+        other.reduce();
+        sum += other;
         sum.store(out + warp * stride, x.n, thread % 32);
     }
 };
@@ -549,12 +550,12 @@ template <bool producing> struct Few {
 
     __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last, bool known, bool one)
         : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), known(known), one(one),
-          ring(k, memory, one ? TEAM : SLICES) {}
+          ring(k, memory) {}
     /* Before any of them begins: all threads of the block call it. */
     __device__ void prepare() {
         if (ring.thread == 0) at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
         if (ring.thread == 0) gate(FREE).init(THREADS - 32), gate(ROUTED).init(CONSUMERS), gate(CHOSEN).init(32);
-        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(ring.team * 32);
+        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(TEAM * 32);
         Barrier::show_init();
 #pragma unroll 1
         for (int i = ring.thread * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
@@ -616,9 +617,9 @@ template <bool producing> struct Few {
 
     /* RMSNorm of rows of x (..., dim) for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
      * weight goes to k.x; what is multiplied by it has to be multiplied by scale[row] = 1 / sqrt(mean + eps), which is there after the
-     * next barrier. The weights come in before await(). A row is cut into as many parts as there are warps, so that its sum does not depend on
+     * next barrier. The weights come in before wait(), which is await() and more. A row is cut into as many parts as there are warps, so that its sum does not depend on
      * how many rows there are. */
-    template <Type T> __device__ void stage_normed(int stride, const float *weight, const int *row, int rows) {
+    template <Type T, class Wait> __device__ void stage_normed(int stride, const float *weight, const int *row, int rows, Wait wait) {
         constexpr int STEP = 2; /* loads on the way at once */
         int pitch = pitch_of<T>(stride), warp = ring.thread / 32, lane = ring.thread % 32;
         float *square = at<float>(k.square), *scale = at<float>(k.scale); /* square (rows, WARPS) */
@@ -629,7 +630,7 @@ template <bool producing> struct Few {
 #pragma unroll
             for (int i = 0; i < STEP; i++)
                 if (base + i * CONSUMERS * 4 < w.dim) times[i] = *(const float4 *)(weight + base + i * CONSUMERS * 4);
-            if (turn == 0) await();
+            if (turn == 0) wait();
 #pragma unroll 4
             for (int r = 0; r < rows; r++) {
                 const float *from = w.x + (size_t)(row ? row[r] : r) * w.dim;
@@ -659,12 +660,12 @@ template <bool producing> struct Few {
         }
     }
 
-    /* Part `part` of a unit times x, whose row begins with the first part, to sums (team, stride). */
+    /* Part `part` of a unit times x, whose row begins with the first part, to sums (TEAM, stride). */
     template <Type T>
     __device__ void multiply(const Matrix &m, int part, const uint8_t *stage, Rows<typename Codec<T>::Activation> x, float *sums, int stride) const {
         int chunks = min(m.per, m.chunks - part * m.per);
         x.x += part * m.per * Codec<T>::K;
-        if (one)
+        if (one || x.n == 1)
             ring.multiply<T, 0>(stage, m.per, chunks, x, sums, stride);
         else if (x.n > 8)
             ring.multiply<T, 4>(stage, m.per, chunks, x, sums, stride);
@@ -673,12 +674,12 @@ template <bool producing> struct Few {
         else
             ring.multiply<T, 1>(stage, m.per, chunks, x, sums, stride);
     }
-    /* What the parts of a row of a unit found, for one token: sums (parts, team, stride). */
+    /* What the parts of a row of a unit found, for one token: sums (parts, TEAM, stride). */
     __device__ float total(const float *sums, int parts, int stride) const {
         float sum = 0;
 #pragma unroll 4
-        for (int part = 0; part < parts; part++, sums += ring.team * stride)
-            for (int i = 0; i < TEAM; i++) sum += one ? sums[i * stride] : sums[i * stride] + sums[(i + TEAM) * stride];
+        for (int part = 0; part < parts; part++, sums += TEAM * stride)
+            for (int i = 0; i < TEAM; i++) sum += sums[i * stride];
         return sum;
     }
     /* The activations in k.x, a row a token. */
@@ -699,7 +700,7 @@ template <bool producing> struct Few {
             });
             return;
         }
-        int stride = tokens * ROWS, item = ring.team * stride, pass = max(k.sums / (m.parts * item), 1);
+        int stride = tokens * ROWS, item = TEAM * stride, pass = max(k.sums / (m.parts * item), 1);
 #pragma unroll 1
         for (int first = 0, turn = 0; first < units; first += pass, turn++) {
             float *sums = at<float>(k.partial) + turn % 2 * k.sums;
@@ -727,7 +728,7 @@ template <bool producing> struct Few {
         if (!producing) {
 #pragma unroll 1
             for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
-            stage_normed<T>(m.stride, l.attn_norm, NULL, tokens);
+            stage_normed<T>(m.stride, l.attn_norm, NULL, tokens, [&] { await(); });
         }
         auto x_of = [&](int) { return rows_of_tokens<T>(m, tokens); };
         stream<T>(
@@ -962,11 +963,14 @@ template <bool producing> struct Few {
         renew();
         bool chooses = ring.thread / 32 == WARPS; /* the first producer */
         chooses ? wait_at(FREE) : gate(FREE).arrive();
-        if (producing || phase % PHASES == PHASE_DOWN)
+        auto wait = [&] {
             await();
+            choose(l.router.rows, l.router.bias, active());
+        };
+        if (producing || phase % PHASES == PHASE_DOWN)
+            wait();
         else
-            stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, tokens);
-        choose(l.router.rows, l.router.bias, active());
+            stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, tokens, wait);
         chooses ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
     }
     /* The activations of the chosen experts (dense: of the one there is). */
@@ -1032,7 +1036,7 @@ template <bool producing> struct Few {
             }
             await();
         }
-        int stride = k.held * ROWS, item = ring.team * stride, pass = max(k.sums / (m.parts * item), 1), turn = 0;
+        int stride = k.held * ROWS, item = TEAM * stride, pass = max(k.sums / (m.parts * item), 1), turn = 0;
         int pieces = m.stride * sizeof(Activation) / 16, pitch = pitch_of<T>(m.stride);
 #pragma unroll 1
         for (int place = 0, next; place < n_active; place = next) {
@@ -1089,7 +1093,7 @@ template <bool producing> struct Few {
         typedef typename Codec<T>::Activation Activation;
         int units = units_of_block(groups_of<T>(m.rows));
         float *scale = at<float>(k.scale);
-        if (!producing) stage_normed<T>(m.stride, norm, s.row, rows);
+        if (!producing) stage_normed<T>(m.stride, norm, s.row, rows, [&] { await(); });
         auto x_of = [&](int) { return rows_of_tokens<T>(m, rows); };
         stream<T>(
             m, units, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
@@ -1155,12 +1159,12 @@ __global__ void __launch_bounds__(THREADS, 1)
             f.end_phase();
         }
     };
-    Few<false> consumer(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || (!GPT_OSS && k.team == TEAM));
+    Few<false> consumer(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || (!GPT_OSS && tokens == 1));
     consumer.prepare();
     if (threadIdx.x < CONSUMERS)
         run(consumer);
     else
-        run(Few<true>(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || (!GPT_OSS && k.team == TEAM)));
+        run(Few<true>(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || (!GPT_OSS && tokens == 1)));
 #if __CUDA_ARCH__ < 900
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
