@@ -415,16 +415,16 @@ struct Ring {
 
 /* 16 keys and values of a page, as mma wants them: column n of tile j is key 4 (n / 2) + 2 j + n % 2, so that a lane's shares
  * belong to four neighbouring keys and meet the values, which lie by dimension, without moving. */
-constexpr int SLAB_KEYS = 16, SLABS = PAGE / SLAB_KEYS;
+constexpr int SLABS = PAGE / SLAB_KEYS;
 template <int D> struct Slab {
     uint4 key[2][D / 32];
     uint2 value[D / 8];
     __device__ void load(const bf16 *page, size_t values, int i, int lane) { /* the i-th of a page whose values lie so far behind the keys */
         int g = lane / 4, t = lane % 4;
-        const bf16 *keys = page + (i * SLAB_KEYS + g / 2 * 4 + g % 2) * D + t * 8;
+        const bf16 *keys = page + key_place(D, i * SLAB_KEYS + g / 2 * 4 + g % 2, t * 8);
         for (int j = 0; j < 2; j++)
-            for (int c = 0; c < D / 32; c++) key[j][c] = __ldcg((const uint4 *)(keys + 2 * j * D + c * 32));
-        for (int d = 0; d < D / 8; d++) value[d] = __ldcg((const uint2 *)(page + values + (d * 8 + g) * PAGE + i * SLAB_KEYS + t * 4));
+            for (int c = 0; c < D / 32; c++) key[j][c] = __ldcg((const uint4 *)(keys + key_place(D, 2 * j, c * 32)));
+        for (int d = 0; d < D / 8; d++) value[d] = __ldcg((const uint2 *)(page + values + value_place(D, i * SLAB_KEYS + t * 4, d * 8 + g)));
     }
 };
 

@@ -163,21 +163,21 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
     int begin = l.window && position >= l.window ? (position - l.window + 1) / PAGE : 0, coming = begin;
     const int *pages = s.page + (size_t)s.seq[token] * s.header[0];
     int page = pages[begin], column = threadIdx.x % 8;
-    const uint8_t *cache = (const uint8_t *)cache_of(w, 0, 0, head) + threadIdx.x * 16;
-    size_t page_bytes = (size_t)w.n_layers * 2 * w.n_kv_heads * D * PAGE * 2, to_values = (size_t)w.n_kv_heads * D * PAGE * 2;
+    const bf16 *keys = cache_of(w, 0, 0, head) + key_place(D, threadIdx.x / (D / 8), threadIdx.x % (D / 8) * 8),
+               *values = cache_of(w, 0, 1, head) + value_place(D, column * 8, threadIdx.x / 8);
     uint8_t *key = arena + threadIdx.x % (D / 8) / 8 * SLAB + slab_byte(threadIdx.x / (D / 8), column),
             *value = arena + D * 128 + slab_byte(threadIdx.x / 8, column);
     auto fetch = [&] { /* the share of a thread in page `coming` */
         if (coming > end / PAGE) return;
-        const uint8_t *from = cache + page * page_bytes;
+        size_t skip = page * page_size(w);
         int at = next.at * Shape::STAGE,
             seen = 2 * (end + 1 - coming * PAGE) - column * 16; /* behind the last token there may be a NaN, and 0 times that is one */
         if (coming < end / PAGE) page = pages[coming + 1];
         next.wait_empty();
 #pragma unroll
         for (int k = 0; k < PAGE * D / 8 / Shape::THREADS; k++) {
-            copy_16(key + at + k * (Shape::THREADS / (D / 8)) * 128, from + k * Shape::THREADS * 16);
-            copy_some(value + at + k * (Shape::THREADS / 8) * 128, from + to_values + k * Shape::THREADS * 16, max(0, min(16, seen)));
+            copy_16(key + at + k * (Shape::THREADS / (D / 8)) * 128, keys + skip + k * Shape::THREADS * 8);
+            copy_some(value + at + k * (Shape::THREADS / 8) * 128, values + skip + k * (Shape::THREADS / 8) * SLAB_KEYS, max(0, min(16, seen)));
         }
         next.copies_arrive();
         next.next();

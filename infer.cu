@@ -200,19 +200,19 @@ bool tap_floats(const Cuda *c, const char *stage, int layer, const float *from, 
 
 bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
     if (!c->limits.tap) return true;
-    const Work &w = c->work;
+    Work w = c->work;
+    w.layer = layer;
     int d = w.head_dim, kv = w.n_kv_heads * d, tokens = b->first[b->seqs];
-    size_t size = (size_t)kv * PAGE;
-    std::vector<bf16> page(size);
+    std::vector<bf16> page((size_t)kv * PAGE);
     std::vector<float> out((size_t)tokens * kv);
     CUDA(cudaStreamSynchronize(c->stream));
     for (int seq = 0; seq < b->seqs; seq++)
         for (int t = b->first[seq]; t < b->first[seq + 1]; t++) {
             int p = b->start[seq] + t - b->first[seq], number = b->page[seq * b->max_pages + p / PAGE];
-            CUDA(cudaMemcpy(page.data(), w.cache + (((size_t)number * w.n_layers + layer) * 2 + values) * size, size * sizeof(bf16), cudaMemcpyDeviceToHost));
+            CUDA(cudaMemcpy(page.data(), cache_of(w, number, values, 0), page.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
             for (int i = 0; i < kv; i++) {
                 int h = i / d, j = i % d, k = j < d / 2 ? 2 * j : 2 * (j - d / 2) + 1;
-                out[(size_t)t * kv + i] = (float)page[(size_t)h * d * PAGE + (values ? j * PAGE + p % PAGE : p % PAGE * d + k)];
+                out[(size_t)t * kv + i] = (float)page[(size_t)h * d * PAGE + (values ? value_place(d, p, j) : key_place(d, p, k))];
             }
         }
     c->limits.tap(c->limits.tap_data, values ? "v" : "k", layer, out.data(), tokens, kv);

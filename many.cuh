@@ -37,23 +37,23 @@ template <typename Q> __global__ void __launch_bounds__(256) rope_many(Work w, S
                 Q *q = (Q *)w.q + (size_t)(token + t) * heads + r;
                 q[0] = (Q)a, q[1] = (Q)b;
             } else {
-                *(uint32_t *)(cache_of(w, page_of(s, seq, position + t), 0, (r - heads) / d) + (position + t) % PAGE * d + r % d) = pack(a, b);
+                *(uint32_t *)(cache_of(w, page_of(s, seq, position + t), 0, (r - heads) / d) + key_place(d, position + t, r % d)) = pack(a, b);
             }
         }
         return;
     }
     for (int t = 0, many; t < n; t += many) {
         int p = position + t;
-        bf16 *to = cache_of(w, page_of(s, seq, p), 1, (r - keys) / d) + r % d * PAGE + p % PAGE;
+        bf16 *to = cache_of(w, page_of(s, seq, p), 1, (r - keys) / d) + value_place(d, p, r % d);
         many = p % 8 == 0 && t + 8 <= n ? 8 : 1;
         if (many == 8) {
             float2 v[8];
             for (int i = 0; i < 8; i++) v[i] = *(const float2 *)(from + (size_t)(t + i) * l.qkv.rows);
             *(uint4 *)to = make_uint4(pack(v[0].x, v[1].x), pack(v[2].x, v[3].x), pack(v[4].x, v[5].x), pack(v[6].x, v[7].x));
-            *(uint4 *)(to + PAGE) = make_uint4(pack(v[0].y, v[1].y), pack(v[2].y, v[3].y), pack(v[4].y, v[5].y), pack(v[6].y, v[7].y));
+            *(uint4 *)(to + SLAB_KEYS) = make_uint4(pack(v[0].y, v[1].y), pack(v[2].y, v[3].y), pack(v[4].y, v[5].y), pack(v[6].y, v[7].y));
         } else {
             to[0] = (bf16)from[(size_t)t * l.qkv.rows];
-            to[PAGE] = (bf16)from[(size_t)t * l.qkv.rows + 1];
+            to[SLAB_KEYS] = (bf16)from[(size_t)t * l.qkv.rows + 1];
         }
     }
 }

@@ -163,7 +163,7 @@ struct Work { /* everything a kernel may need; passed by value */
     int dim, ffn_dim, vocab, n_layers, n_heads, n_kv_heads, head_dim, n_experts, top_k, layer;
     float eps, act_limit, rope_scale;
     Act act;
-    bf16 *cache;               /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE): keys by position, values by dimension */
+    bf16 *cache;               /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE): see key_place, value_place */
     int *page_token;           /* (pages, PAGE) */
     const float2 *turn;        /* (context, head_dim / 2) cos and sin */
     float *x;                  /* (tokens, dim) residual stream */
@@ -192,10 +192,21 @@ struct Work { /* everything a kernel may need; passed by value */
     uint32_t *seen;            /* (FEW, vocab / 32) for the repetition penalty */
 };
 
-/* Elements of a page. */
-__device__ inline size_t page_size(const Work &w) { return (size_t)w.n_layers * 2 * w.n_kv_heads * w.head_dim * PAGE; }
-__device__ inline bf16 *cache_of(const Work &w, int page, int values, int head) {
-    return w.cache + ((((size_t)page * w.n_layers + w.layer) * 2 + values) * w.n_kv_heads + head) * (size_t)(w.head_dim * PAGE);
+/* Elements of a page; where a head's keys or values of one begin. */
+__host__ __device__ inline size_t page_size(const Work &w) { return (size_t)w.n_layers * 2 * w.n_kv_heads * w.head_dim * PAGE; }
+__host__ __device__ inline bf16 *cache_of(const Work &w, int page, int values, int head) {
+    return w.cache + page * page_size(w) + (size_t)((w.layer * 2 + values) * w.n_kv_heads + head) * w.head_dim * PAGE;
+}
+/* Where, from there, dimension i of what belongs to a position lies. So many positions lie together; of keys their first 32 dimensions, position by
+ * position, then the next; of values dimension by dimension. A warp that needs them for mma reads whole lines. */
+constexpr int SLAB_KEYS = 16;
+__host__ __device__ inline int key_place(int head_dim, int position, int i) {
+    int at = position % PAGE;
+    return at / SLAB_KEYS * SLAB_KEYS * head_dim + i / 32 * 32 * SLAB_KEYS + at % SLAB_KEYS * min_of(32, head_dim - i / 32 * 32) + i % 32;
+}
+__host__ __device__ inline int value_place(int head_dim, int position, int i) {
+    int at = position % PAGE;
+    return at / SLAB_KEYS * SLAB_KEYS * head_dim + i * SLAB_KEYS + at % SLAB_KEYS;
 }
 __device__ inline int page_of(const Step &s, int seq, int position) { return s.page[(size_t)seq * s.header[0] + position / PAGE]; }
 
@@ -210,7 +221,7 @@ template <typename Out = float> __device__ inline float swiglu(const Work &w, fl
 /* Turns a pair of query or key by `turn` (RoPE; values are not turned) and stores it for a token at `position`, whose part of
  * the cache is `page`. Row r of the matrix of query, key and value; `a` and `b` are its rows r and r + 1. */
 template <typename Q> __device__ inline void store_qkv(const Work &w, int token, int position, int page, int r, float a, float b, float2 turn) {
-    int d = w.head_dim, heads = w.n_heads * d, keys = heads + w.n_kv_heads * d, at = position % PAGE;
+    int d = w.head_dim, heads = w.n_heads * d, keys = heads + w.n_kv_heads * d;
     if (r < keys) {
         float turned = a * turn.x - b * turn.y;
         b = b * turn.x + a * turn.y;
@@ -225,8 +236,8 @@ template <typename Q> __device__ inline void store_qkv(const Work &w, int token,
     bool values = r >= keys;
     int row = r - (values ? keys : heads), i = row % d;
     bf16 *to = cache_of(w, page, values, row / d);
-    to[values ? i * PAGE + at : at * d + i] = (bf16)a;
-    to[values ? (i + 1) * PAGE + at : at * d + i + 1] = (bf16)b;
+    to[values ? value_place(d, position, i) : key_place(d, position, i)] = (bf16)a;
+    to[values ? value_place(d, position, i + 1) : key_place(d, position, i + 1)] = (bf16)b;
 }
 
 /* The top_k largest of n logits in shared memory, which a warp changes: the lower number among equals; and softmax over
@@ -283,10 +294,10 @@ template <int D, int R> struct Attend {
         float score[8][2 * R];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const bf16 *key = keys + (j / 4 * 32 + g / 2 * 8 + j % 4 * 2 + g % 2) * D + t * 8;
+            int key = j / 4 * 32 + g / 2 * 8 + j % 4 * 2 + g % 2;
             for (int i = 0; i < 2 * R; i++) score[j][i] = 0;
 #pragma unroll
-            for (int c = 0; c < D / 32; c++) multiply(score[j], q[c][0], R > 1 ? q[c][R - 1] : uint4{}, *(const uint4 *)(key + c * 32));
+            for (int c = 0; c < D / 32; c++) multiply(score[j], q[c][0], R > 1 ? q[c][R - 1] : uint4{}, *(const uint4 *)(keys + key_place(D, key, c * 32 + t * 8)));
         }
         float now[R];
         for (int r = 0; r < R; r++) now[r] = most[r];
@@ -331,7 +342,7 @@ template <int D, int R> struct Attend {
             }
 #pragma unroll
             for (int i = 0; i < D / 8; i++) {
-                uint4 v = *(const uint4 *)(values + (i * 8 + g) * PAGE + half * 32 + t * 8);
+                uint4 v = *(const uint4 *)(values + value_place(D, half * 32 + t * 8, i * 8 + g));
                 v.x &= keep[0], v.y &= keep[1], v.z &= keep[2], v.w &= keep[3];
                 multiply(sum[i], share, share8, v);
             }
@@ -353,9 +364,9 @@ template <typename Out> __device__ float attend_plain(const Work &w, const Step 
         int j = base + threadIdx.x;
         float score = -INFINITY;
         if (j <= p) {
-            const bf16 *key = cache_of(w, page_of(s, seq, j), 0, kv) + j % PAGE * d;
+            const bf16 *keys = cache_of(w, page_of(s, seq, j), 0, kv);
             score = 0;
-            for (int i = 0; i < d; i++) score += q[i] * (float)key[i];
+            for (int i = 0; i < d; i++) score += q[i] * (float)keys[key_place(d, j, i)];
             score *= rsqrtf(d);
         }
         float now = score;
@@ -370,7 +381,7 @@ template <typename Out> __device__ float attend_plain(const Work &w, const Step 
         sum *= factor;
         most = now;
         for (int k = 0; threadIdx.x < d && k < threads && base + k <= p; k++)
-            sum += share[k] * (float)cache_of(w, page_of(s, seq, base + k), 1, kv)[threadIdx.x * PAGE + (base + k) % PAGE];
+            sum += share[k] * (float)cache_of(w, page_of(s, seq, base + k), 1, kv)[value_place(d, base + k, threadIdx.x)];
         sync_threads(threads);
     }
     return sum / total;
