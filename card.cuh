@@ -7,10 +7,13 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-constexpr int GROUP = 8;        /* rows that a warp multiplies at once */
+constexpr int GROUP = 8;        /* rows that a warp multiplies at once ... */
+constexpr int DENSE_COLUMNS = 32; /* ... and the columns of a chunk of them */
 constexpr int FP4_ROWS = 16;    /* of MXFP4: m of mma.m16n8k16; ... */
 constexpr int FP4_COLUMNS = 64; /* ... the columns of a packed chunk ... */
 constexpr int FP4_BYTES = 544;  /* ... and its size: 4.25 bits a weight */
+/* Chunks that few.cuh streams as one item, at most. For MXFP4 and BF16 others were slower (notebooks/speed.md); F32, half of BF16, was not measured. */
+constexpr int FP4_ITEM = 15, BF16_ITEM = 24, F32_ITEM = 12;
 
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
@@ -29,7 +32,7 @@ struct Matrix { /* a Linear on the card: n matrices of rows padded to whole grou
 
 /* Sets what follows from a matrix's type and size. */
 __host__ __device__ inline void shape(Matrix &m, Type type, int rows, int cols) {
-    int columns = type == MXFP4 ? FP4_COLUMNS : 32, most = type == MXFP4 ? 15 : type == F32 ? 12 : 24; /* chunks of an item of few.cuh: measured */
+    int columns = type == MXFP4 ? FP4_COLUMNS : DENSE_COLUMNS, most = type == MXFP4 ? FP4_ITEM : type == F32 ? F32_ITEM : BF16_ITEM;
     m.type = type, m.rows = rows, m.cols = cols;
     m.chunks = (cols + columns - 1) / columns;
     m.stride = m.chunks * columns;

@@ -12,12 +12,11 @@
 #ifndef FEW_CUH
 #define FEW_CUH
 
-#include "work.cuh"
+#include "codec.cuh"
 
 #include <climits>
 
-constexpr int WARPS = 14, PRODUCERS = 2; /* of a block: that multiply, that copy; 16 have 128 registers a thread, and one can copy no faster than
-                                            a row in 94 clocks */
+constexpr int WARPS = 14;       /* of a block that multiply; with PRODUCERS 16, which have 128 registers a thread */
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32;
 constexpr int TEAM = 2;         /* warps that share an item */
 constexpr int TEAMS = WARPS / TEAM;
@@ -32,238 +31,16 @@ __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
  * token chose is known; CHOSEN: and which experts that makes. */
 enum { FREE, ROUTED, CHOSEN, GATES };
 
-/* ---- how weights are encoded: each type is a row of this table ---- */
-
-/* Activations in shared memory, times LIFT: row j of n is x + index[j] / divide * pitch; without an index it is the j-th. */
-template <typename A> struct Rows {
-    const A *x, *zero; /* of the first column of an item; zero: what other rows are */
-    int pitch, n;
-    const int *index;
-    int divide;
-    __device__ const A *row(int j) const { return j >= n ? zero : x + (index ? index[j] / divide : j) * pitch; }
-};
-
-/* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
- * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says. Lane 4g + t works on row g. reduce() makes
- * final values of what was collected. place(i) is where the i-th activation of a token lies. */
-template <Type T> struct Codec;
-
-/* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
-__host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes % 128 ? 0 : 64); }
-
-/* BF16: weights are mma's rows, activations its columns. What a lane reads at once, eight neighbouring columns of row g, fills a whole
- * fragment: two of its four words are row g, the others are called row g + 8, which is the same row at other columns. So a token
- * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
-template <> struct Codec<BF16> {
-    static constexpr Type TYPE = BF16;
-    static constexpr int ROWS = GROUP, K = 32, WIDTH = K * 2; /* WIDTH: bytes of a chunk's row */
-    static constexpr float LIFT = 1;
-    typedef bf16 Activation;
-    template <int TILES> struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
-        static constexpr int N = max_of(TILES, 1);
-        float c[N][4] = {};
-        __device__ void reduce() {
-            for (int j = 0; j < N; j++) c[j][0] += c[j][3];
-        }
-        __device__ void operator+=(const Sum &s) {
-            for (int j = 0; j < N; j++) c[j][0] += s.c[j][0];
-        }
-        __device__ void store(float *out, int tokens, int lane) const { /* out (tokens, ROWS) */
-            for (int j = 0; j < N; j++)
-                if (j * 4 + lane % 4 < tokens) out[(j * 4 + lane % 4) * ROWS + lane / 4] = c[j][0];
-        }
-    };
-    __host__ __device__ static constexpr int place(int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; }
-    __device__ static void store_four(bf16 *x, int at, float a, float b, float c, float d) {
-        uint32_t *word = (uint32_t *)(x + place(at));
-        word[0] = pack(a, b);
-        word[2] = pack(c, d);
-    }
-    __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride * 2; }
-    __host__ __device__ static constexpr int stage_bytes(int per) { return ROWS * bank_pitch(per * WIDTH); }
-    __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int producer, int lane) {
-        constexpr int P = PRODUCERS; /* every other row */
-        int pitch = bank_pitch(per * WIDTH);
-        full->copy(stage + producer * pitch, P * pitch, group + first * WIDTH + producer * row_bytes(stride), P * row_bytes(stride), ROWS / P, n * WIDTH, lane,
-                   producer ? 0 : ROWS * n * WIDTH);
-    }
-    template <int TILES> struct Lane {
-        const uint8_t *weights;
-        const bf16 *column[TILES];
-        __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane) : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16) {
-            for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
-        }
-        __device__ void add(Sum<TILES> &sum, int i, int) const { /* chunk i */
-            uint4 w = *(const uint4 *)(weights + i * WIDTH);
-#pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                uint2 x = *(const uint2 *)(column[j] + i * K);
-                mma(sum.c[j], w.x, w.y, w.z, w.w, x.x, x.y);
-            }
-        }
-    };
-};
-
-template <> struct Codec<BF16>::Lane<0> { /* only mma's columns 0 and 1 matter: other lanes load no activations */
-    const uint8_t *weights;
-    const bf16 *column;
-    bool real;
-    uint2 x[2] = {};
-    __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
-        : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16), column(x.row(0) + lane % 4 * 8 + lane / 4 % 2 * 4), real(lane < 8) {}
-    __device__ void add(Sum<0> &sum, int i, int k) {
-        uint4 w = *(const uint4 *)(weights + i * WIDTH);
-        if (real) x[k] = *(const uint2 *)(column + i * K);
-        mma(sum.c[0], w.x, w.y, w.z, w.w, x[k].x, x[k].y);
-    }
-};
-
-/* MXFP4: a chunk of 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them: columns 16t .. 16t + 15 of row g and then of row g + 8;
- * behind these 512 bytes lie the scales of both blocks of 32 of row g and of both of row g + 8, for each g. A word becomes bf16
- * times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100, exactly, and the block's scale, stored as the
- * exponent of a float with 26 added, does the rest. Since it multiplies the product, the blocks must not be added before: lanes 0 and 1 hold
- * weights of the first block, 2 and 3 of the second, so a token needs two of mma's columns, each with zeros for the other block. A token alone
- * has all eight: these are chosen so that lane t finds one of the four sums, and its scale in byte t. */
-template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its columns */
-    static constexpr Type TYPE = MXFP4;
-    static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS;
-    static constexpr float LIFT = 0x1p100f;
-    typedef bf16 Activation;
-    template <int TILES> struct Sum { /* token 4j + t: either block of row g, either of row g + 8 */
-        float c[TILES][4] = {};
-        __device__ void reduce() {
-            for (int j = 0; j < TILES; j++) c[j][0] += c[j][1], c[j][2] += c[j][3];
-        }
-        __device__ void operator+=(const Sum &s) {
-            for (int j = 0; j < TILES; j++) c[j][0] += s.c[j][0], c[j][2] += s.c[j][2];
-        }
-        __device__ void store(float *out, int tokens, int lane) const { /* out (tokens, ROWS) */
-            for (int j = 0; j < TILES; j++)
-                if (j * 4 + lane % 4 < tokens)
-                    for (int i = 0; i < 2; i++) out[(j * 4 + lane % 4) * ROWS + lane / 4 + i * 8] = c[j][i * 2];
-        }
-    };
-    __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
-    __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_BYTES; }
-    __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int producer, int lane) {
-        int from = (n * producer + PRODUCERS - 1) / PRODUCERS, to = (n * (producer + 1) + PRODUCERS - 1) / PRODUCERS;
-        full->copy(stage + from * FP4_BYTES, 0, group + (size_t)(first + from) * FP4_BYTES, 0, 1, (to - from) * FP4_BYTES, lane, producer ? 0 : n * FP4_BYTES);
-    }
-    __host__ __device__ static constexpr int place(int i) { return i; }
-    __device__ static void store_four(bf16 *x, int at, float a, float b, float c, float d) { *(uint2 *)(x + at) = make_uint2(pack(a, b), pack(c, d)); }
-    /* c = words of rows g and g + 8 times 16 columns */
-    __device__ static void multiply(float (&c)[4], uint4 words, uint4 low, uint4 high) {
-        mma_eight_alone(c, fp4_to_bf16(words.x), fp4_to_bf16(words.z), low);
-        mma_eight(c, fp4_to_bf16(words.y), fp4_to_bf16(words.w), high);
-    }
-    template <int TILES> struct Lane {
-        const uint8_t *weights, *scale;
-        const bf16 *column[TILES];
-        __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane) : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4) {
-            for (int j = 0; j < TILES; j++) column[j] = (lane / 4 % 2 == lane % 4 / 2 ? x.row(j * 4 + lane / 8) : x.zero) + lane % 4 * 16;
-        }
-        __device__ void add(Sum<TILES> &sum, int i, int) const {
-            uint4 words = *(const uint4 *)(weights + i * FP4_BYTES);
-            uint32_t scales = *(const uint32_t *)(scale + i * FP4_BYTES);
-#pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                const uint4 *x = (const uint4 *)(column[j] + i * K);
-                float c[4];
-                multiply(c, words, x[0], x[1]);
-                for (int k = 0; k < 4; k++) sum.c[j][k] = fmaf(__uint_as_float(scales >> 8 * k << 23 & 0x7F800000), c[k], sum.c[j][k]);
-            }
-        }
-    };
-};
-template <> struct Codec<MXFP4>::Sum<0> { /* lane t: block t % 2 of row g + 8 (t / 2) */
-    float c = 0;
-    __device__ void reduce() { c += __shfl_xor_sync(~0u, c, 1); }
-    __device__ void operator+=(const Sum &s) { c += s.c; }
-    __device__ void store(float *out, int, int lane) const {
-        if (lane % 2 == 0) out[lane / 4 + lane % 4 * 4] = c;
-    }
-};
-template <> struct Codec<MXFP4>::Lane<0> {
-    const uint8_t *weights, *scale;
-    const bf16 *column;
-    bool real; /* mma's columns 0 and 5 are of the first block, 2 and 7 of the second; zeros stay in the other lanes */
-    uint4 x[2][2] = {};
-    __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
-        : weights(stage + lane * 16), scale(stage + 512 + lane), column(x.row(0) + lane % 4 * 16),
-          real(lane % 4 < 2 ? lane / 4 == 0 || lane / 4 == 5 : lane / 4 == 2 || lane / 4 == 7) {}
-    __device__ void add(Sum<0> &sum, int i, int k) {
-        float c[4];
-        if (real)
-            for (int j = 0; j < 2; j++) x[k][j] = ((const uint4 *)(column + i * K))[j];
-        multiply(c, *(const uint4 *)(weights + i * FP4_BYTES), x[k][0], x[k][1]);
-        sum.c = fmaf(__uint_as_float((uint32_t)scale[i * FP4_BYTES] << 23), c[0] + c[3], sum.c); /* one of them is 0 */
-    }
-};
-
-template <> struct Codec<F32> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
-    static constexpr Type TYPE = F32;
-    static constexpr int ROWS = GROUP, K = 32, WIDTH = K * 4;
-    static constexpr float LIFT = 1;
-    typedef float Activation;
-    template <int TILES> struct Sum { /* row g, its own columns only */
-        static constexpr int N = max_of(TILES * 4, 1);
-        float c[N] = {};
-        __device__ void reduce() {
-            for (int j = 0; j < N; j++) {
-                c[j] += __shfl_xor_sync(~0u, c[j], 1);
-                c[j] += __shfl_xor_sync(~0u, c[j], 2);
-            }
-        }
-        __device__ void operator+=(const Sum &s) {
-            for (int j = 0; j < N; j++) c[j] += s.c[j];
-        }
-        __device__ void store(float *out, int tokens, int lane) const {
-            for (int j = 0; j < N; j++)
-                if (lane % 4 == 0 && j < tokens) out[j * ROWS + lane / 4] = c[j];
-        }
-    };
-    __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride * 4; }
-    __host__ __device__ static constexpr int stage_bytes(int per) { return ROWS * bank_pitch(per * WIDTH); }
-    __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int producer, int lane) {
-        constexpr int P = PRODUCERS; /* every other row */
-        int pitch = bank_pitch(per * WIDTH);
-        full->copy(stage + producer * pitch, P * pitch, group + first * WIDTH + producer * row_bytes(stride), P * row_bytes(stride), ROWS / P, n * WIDTH, lane,
-                   producer ? 0 : ROWS * n * WIDTH);
-    }
-    __host__ __device__ static constexpr int place(int i) { return i; }
-    __device__ static void store_four(float *x, int at, float a, float b, float c, float d) { *(float4 *)(x + at) = make_float4(a, b, c, d); }
-    template <int TILES> struct Lane {
-        const uint8_t *weights;
-        const Rows<float> &x;
-        int column;
-        __device__ Lane(const uint8_t *stage, int per, const Rows<float> &x, int lane)
-            : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16), x(x), column(lane % 4 * 4) {}
-        __device__ void add(Sum<TILES> &sum, int i, int) const {
-#pragma unroll 1
-            for (int half = 0; half < 2; half++) {
-                float4 b = *(const float4 *)(weights + i * WIDTH + half * 64);
-#pragma unroll
-                for (int j = 0; j < Sum<TILES>::N; j++) {
-                    if (j >= x.n) break;
-                    float4 a = *(const float4 *)(x.row(j) + i * K + half * 16 + column);
-                    sum.c[j] += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
-                }
-            }
-        }
-    };
-};
-
 /* ---- a block's shared memory ---- */
 
-struct Layout {                    /* where each array begins, in bytes; the ring is what the others leave */
-    int stages, stage_bytes, teams; /* teams: a stage has always the same one */
-    int held;                      /* choices whose activations there is room for */
-    int sums;                      /* floats of one of the two halves of partial */
-    int ring, barriers, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
-    int gates;
-    int begun;                                                            /* what the barrier began with, and behind it whether this split is a head's last */
+struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
+    int stages, stage_bytes, teams; /* a stage has always the same team: a parity tells only two rounds apart */
+    int held;                       /* choices whose activations there is room for */
+    int sums;                       /* floats of one of the two halves of partial */
+    int ring, barriers, gates, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
     int active, active_expert, active_begin, active_order, active_tokens; /* see Active */
-    int bytes;                                                            /* of all */
+    int begun; /* what the barrier began with, and behind it whether this split is a head's last */
+    int bytes; /* of all */
 };
 
 /* Elements between rows of activations. */
@@ -287,9 +64,10 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     Layout k = {};
     const Block &b = card.layer[0];
     int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, zero = 0;
-    auto rows_of = [&](const Matrix &m, int n) { /* of the units of one block, of n matrices */
-                                                 int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
-                                                 return (units + blocks - 1) / blocks * rows;
+    /* of the units of one block, of n matrices */
+    auto rows_of = [&](const Matrix &m, int n) {
+        int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
+        return (units + blocks - 1) / blocks * rows;
     };
     k.held = max_of(tokens, min_of(tokens * w.top_k, HELD));
     k.sums = SUMS;
@@ -419,12 +197,13 @@ constexpr int SLABS = PAGE / SLAB_KEYS;
 template <int D> struct Slab {
     uint4 key[2][D / 32];
     uint2 value[D / 8];
-    __device__ void load(const bf16 *page, size_t values, int i, int lane) { /* the i-th of a page whose values lie so far behind the keys */
+    __device__ void load(const bf16 *keys, const bf16 *values, int i, int lane) { /* the i-th of a page */
         int g = lane / 4, t = lane % 4;
-        const bf16 *keys = page + key_place(D, i * SLAB_KEYS + g / 2 * 4 + g % 2, t * 8);
+        keys += key_place(D, i * SLAB_KEYS + g / 2 * 4 + g % 2, t * 8);
+        values += value_place(D, i * SLAB_KEYS + t * 4, g);
         for (int j = 0; j < 2; j++)
             for (int c = 0; c < D / 32; c++) key[j][c] = __ldcg((const uint4 *)(keys + key_place(D, 2 * j, c * 32)));
-        for (int d = 0; d < D / 8; d++) value[d] = __ldcg((const uint2 *)(page + values + value_place(D, i * SLAB_KEYS + t * 4, d * 8 + g)));
+        for (int d = 0; d < D / 8; d++) value[d] = __ldcg((const uint2 *)(values + value_place(D, 0, d * 8)));
     }
 };
 
@@ -760,10 +539,9 @@ template <bool producing> struct Few {
             int slab = max((page0 + pages * split / used) * SLABS, from / SLAB_KEYS) + warp,
                 slabs = min((page0 + pages * (split + 1) / used) * SLABS, p / SLAB_KEYS + 1);
             const int *table = s.page + (size_t)s.seq[t] * s.header[0];
-            const bf16 *cache = cache_of(w, 0, 0, head);
             Slab<D> keys;
             int page = slab < slabs ? table[slab / SLABS] : 0;
-            auto load = [&] { keys.load(cache + page * page_size(w), cache_of(w, 0, 1, 0) - cache_of(w, 0, 0, 0), slab % SLABS, lane); };
+            auto load = [&] { keys.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), slab % SLABS, lane); };
             bool early = one && slab < slabs && (slab + 1) * SLAB_KEYS <= p; /* keys that earlier steps wrote */
             if (early) load();
             if (!waited) await();
@@ -814,14 +592,15 @@ template <bool producing> struct Few {
     __device__ void store_attention(int t, int i, float2 x) const { /* dimensions i and i + 1 */
         *(uint32_t *)((bf16 *)w.attn + (size_t)t * w.attn_pitch + Codec<BF16>::place(i)) = pack(x.x, x.y);
     }
-    template <typename Out> __device__ void attention_of_any_size(const Block &l) {
+    template <Type T> __device__ void attention_of_any_size(const Block &l) {
+        typedef typename Codec<T>::Activation Out;
         if (producing) return;
         await();
         for (int i = block; i < tokens * w.n_heads; i += blocks) {
             int t = i / w.n_heads, h = i % w.n_heads;
+            int place = Codec<T>::place(h * w.head_dim + ring.thread);
             float x = attend_plain<Out>(w, s, l, t, h, at<float>(k.x), CONSUMERS);
-            if (ring.thread < w.head_dim)
-                ((Out *)w.attn)[(size_t)t * w.attn_pitch + Codec < sizeof(Out) == 2 ? BF16 : F32 > ::place(h * w.head_dim + ring.thread)] = (Out)x;
+            if (ring.thread < w.head_dim) ((Out *)w.attn)[(size_t)t * w.attn_pitch + place] = (Out)x;
         }
     }
 
@@ -1004,15 +783,14 @@ template <bool producing> struct Few {
             x.n = active.begin[place + 1] - begin, x.index = active.order + begin, x.divide = w.top_k;
             return x;
         };
-        stream<T>(m, units, one ? 1 : *active.tokens, group_of, x_of,
-                  [&](int unit, int p, int row, float gate,
-                      float up) { /* behind a barrier, so bias is there */
-                                  int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
-                                  if (row >= active.begin[place + 1] - active.begin[place] || at >= w.ffn_dim) return;
-                                  int choice = active.order[active.begin[place] + row], t = one ? 0 : choice / w.top_k;
-                                  ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(at)] =
-                                      (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
-                  });
+        auto activate = [&](int unit, int p, int row, float gate, float up) { /* behind a barrier, so bias is there */
+            int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
+            if (row >= active.begin[place + 1] - active.begin[place] || at >= w.ffn_dim) return;
+            int choice = active.order[active.begin[place] + row], t = one ? 0 : choice / w.top_k;
+            ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(at)] =
+                (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
+        };
+        stream<T>(m, units, one ? 1 : *active.tokens, group_of, x_of, activate);
     }
 
     /* x += the weighted sum of the chosen experts' W act + bias. A block owns its rows of x, so it reads these rows of every active
@@ -1041,8 +819,8 @@ template <bool producing> struct Few {
 #pragma unroll 1
         for (int place = 0, next; place < n_active; place = next) {
             int begin = active.begin[place];
-            for (next = place + 1; next < n_active && active.begin[next + 1] - begin <= k.held; next++)
-                ;
+            next = place + 1;
+            while (next < n_active && active.begin[next + 1] - begin <= k.held) next++;
             int of_unit = (next - place) * m.parts, end = active.begin[next];
             if constexpr (producing) {
                 ring.produce<T>(m, units * of_unit, [&](int i, int &part) {
@@ -1127,14 +905,13 @@ __global__ void __launch_bounds__(THREADS, 1)
     auto run = [&](auto f) {
         f.begin();
         bool half = GPT_OSS || layers->qkv.type == BF16, tiled = half && w.n_heads / w.n_kv_heads <= 8;
-        auto as = [&](Type type, auto f32, auto half, auto mxfp4) { GPT_OSS || type == MXFP4 ? mxfp4() : type == BF16 ? half() : f32(); };
+        auto with_type = [&](Type type, auto call) { GPT_OSS || type == MXFP4 ? call(Codec<MXFP4>()) : type == BF16 ? call(Codec<BF16>()) : call(Codec<F32>()); };
         while (f.phase < last) {
             const Block &l = layers[f.phase / PHASES];
             f.w.layer = f.phase / PHASES;
             int phase = f.w.layer == w.n_layers ? PHASES : f.phase % PHASES;
             if (phase == PHASE_UP || (phase == PHASE_DOWN && f.phase == first))
-                as(
-                    l.up.type, [&] { f.template route_tokens<F32>(l); }, [&] { f.template route_tokens<BF16>(l); }, [&] { f.template route_tokens<MXFP4>(l); });
+                with_type(l.up.type, [&](auto codec) { f.template route_tokens<codec.TYPE>(l); });
             switch (phase) {
             case PHASE_QKV: half ? f.template qkv<BF16>(l) : f.template qkv<F32>(l); break;
             case PHASE_ATTENTION:
@@ -1143,28 +920,24 @@ __global__ void __launch_bounds__(THREADS, 1)
                 else if (tiled && w.head_dim == 128)
                     f.template attention<128>(l);
                 else
-                    half ? f.template attention_of_any_size<bf16>(l) : f.template attention_of_any_size<float>(l);
+                    half ? f.template attention_of_any_size<BF16>(l) : f.template attention_of_any_size<F32>(l);
                 break;
             case PHASE_OUTPUT: half ? f.template output<BF16>(l) : f.template output<F32>(l); break;
-            case PHASE_UP:
-                as(
-                    l.up.type, [&] { f.template up<F32>(l); }, [&] { f.template up<BF16>(l); }, [&] { f.template up<MXFP4>(l); });
-                break;
-            case PHASE_DOWN:
-                as(
-                    l.down.type, [&] { f.template down<F32>(l); }, [&] { f.template down<BF16>(l); }, [&] { f.template down<MXFP4>(l); });
-                break;
+            case PHASE_UP: with_type(l.up.type, [&](auto codec) { f.template up<codec.TYPE>(l); }); break;
+            case PHASE_DOWN: with_type(l.down.type, [&](auto codec) { f.template down<codec.TYPE>(l); }); break;
             default: GPT_OSS || head.type == BF16 ? f.template head<BF16>(head, norm, ONE ? 1 : rows) : f.template head<F32>(head, norm, rows);
             }
             f.end_phase();
         }
     };
-    Few<false> consumer(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || (!GPT_OSS && tokens == 1));
+    bool one = ONE || (!GPT_OSS && tokens == 1);
+    if (ONE) tokens = 1;
+    Few<false> consumer(w, s, k, memory, tokens, first, last, GPT_OSS, one);
     consumer.prepare();
     if (threadIdx.x < CONSUMERS)
         run(consumer);
     else
-        run(Few<true>(w, s, k, memory, ONE ? 1 : tokens, first, last, GPT_OSS, ONE || (!GPT_OSS && tokens == 1)));
+        run(Few<true>(w, s, k, memory, tokens, first, last, GPT_OSS, one));
 #if __CUDA_ARCH__ < 900
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif

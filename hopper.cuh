@@ -148,7 +148,7 @@ __device__ inline void shares_of(const float (&score)[32], float scale, const fl
 
 /* Attention of neighbouring tokens (blockIdx.y: a tile, the last first, since it sees most) and all query heads that share a
  * key/value head (blockIdx.x): ROWS rows, whose queries stay in shared memory while pages of keys and values pass through it. Every
- * thread fetches its share of a page AHEAD pages before it is used. Softmax as in Attend (work.cuh); a page that all rows of a
+ * thread fetches its share of a page AHEAD pages before it is used. Softmax as in Attend (many.cuh); a page that all rows of a
  * group see whole is not masked, and sums are scaled only where a row's largest score has grown. */
 template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, AttentionShape<D>::BLOCKS) attention_wgmma(Work w, Step s, Block l) {
 #if WGMMA

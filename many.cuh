@@ -58,13 +58,85 @@ template <typename Q> __global__ void __launch_bounds__(256) rope_many(Work w, S
     }
 }
 
+/* A warp's state of softmax(q k / sqrt(d)) v for 16 tokens of one query head, rows g and g + 8 in lane 4g + t, after the keys seen so far
+ * (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023). */
+template <int D> struct Attend {
+    float most[2], total[2] = {};
+    float sum[D / 8][4] = {}; /* dimensions 8i + 2t, + 1 of either row */
+
+    __device__ Attend() {
+        for (float &m : most) m = -INFINITY;
+    }
+
+    /* One page of 64 keys whose first has position `base`. Row r sees positions first[r] to last[r], no row any behind `end`. Column n of the j-th
+     * tile of 8 keys is key 32 (j / 4) + 8 (n / 2) + 2 (j % 4) + n % 2, so that a lane's shares belong to eight neighbouring
+     * keys of either half page and meet the values, which lie by dimension, without moving. */
+    __device__ void page(const bf16 *keys, const bf16 *values, const uint4 (&q)[D / 32][2], int base, const int (&first)[2], const int (&last)[2],
+                         int end, float scale, int lane) {
+        int g = lane / 4, t = lane % 4;
+        float score[8][4] = {};
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            int key = j / 4 * 32 + g / 2 * 8 + j % 4 * 2 + g % 2;
+#pragma unroll
+            for (int c = 0; c < D / 32; c++) mma_eight(score[j], q[c][0], q[c][1], *(const uint4 *)(keys + key_place(D, key, c * 32 + t * 8)));
+        }
+        float now[2] = {most[0], most[1]}, factor[2];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            for (int i = 0; i < 4; i++) {
+                int p = base + j / 4 * 32 + t * 8 + j % 4 * 2 + i % 2;
+                bool sees = p >= first[i / 2] && p <= last[i / 2];
+                score[j][i] = sees ? score[j][i] * scale : -INFINITY;
+                now[i / 2] = fmaxf(now[i / 2], score[j][i]);
+            }
+        for (int r = 0; r < 2; r++) {
+            now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
+            now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
+            if (now[r] == -INFINITY) now[r] = 0; /* nothing seen yet */
+            factor[r] = exp2f(most[r] - now[r]);
+            most[r] = now[r];
+            total[r] *= factor[r];
+        }
+        for (int i = 0; i < D / 8; i++)
+            for (int j = 0; j < 4; j++) sum[i][j] *= factor[j / 2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 share, share8; /* as mma wants rows: eight neighbouring keys */
+            uint32_t *low = &share.x, *high = &share8.x;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float *s = score[half * 4 + j];
+                for (int i = 0; i < 4; i++) {
+                    s[i] = exp2f(s[i] - most[i / 2]);
+                    total[i / 2] += s[i];
+                }
+                low[j] = pack(s[0], s[1]);
+                high[j] = pack(s[2], s[3]);
+            }
+            uint32_t keep[4]; /* what lies behind the end may be a NaN, and 0 times that is one */
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int key = base + half * 32 + t * 8 + 2 * j;
+                keep[j] = key < end ? ~0u : key == end ? 0xFFFF : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < D / 8; i++) {
+                uint4 v = *(const uint4 *)(values + value_place(D, half * 32 + t * 8, i * 8 + g));
+                v.x &= keep[0], v.y &= keep[1], v.z &= keep[2], v.w &= keep[3];
+                mma_eight(sum[i], share, share8, v);
+            }
+        }
+    }
+};
+
 /* Attention of up to 16 neighbouring tokens (blockIdx.x: a tile) and the query heads that share a key/value head
  * (blockIdx.y), a warp for each of them. */
 template <int D> __global__ void __launch_bounds__(256) attention_many(Work w, Step s, Block l) {
     wait_previous();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, group = w.n_heads / w.n_kv_heads, h = blockIdx.y * group + warp;
     int token = s.tile[2 * blockIdx.x], n = s.tile[2 * blockIdx.x + 1], seq = s.seq[token], position = s.position[token];
-    Attend<D, 2> a;
+    Attend<D> a;
     uint4 q[D / 32][2];
     int first[2], last[2];
     for (int r = 0; r < 2; r++) {

@@ -55,7 +55,7 @@ template <typename From, typename To> static __global__ void place_rows(Source s
     }
 }
 
-/* MXFP4's blocks, or their scales, to their place in the packed chunks: see Codec<MXFP4> in few.cuh. */
+/* MXFP4's blocks, or their scales, to their place in the packed chunks: see Codec<MXFP4> in codec.cuh. */
 static __global__ void place_fp4(Source s, Matrix m, Rows rows, bool scales, int *nan) {
     const uint8_t *from = s.data + blockIdx.x * s.stride;
     int r = rows.of(s.begin + blockIdx.x), g = r % 8, high = r / 8 % 2;

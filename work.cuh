@@ -259,96 +259,16 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int &expe
     for (int k = 0; k < top_k; k++) {
         unsigned most = __reduce_max_sync(~0u, best), e = __reduce_min_sync(~0u, best == most ? at : ~0u);
         if (lane == k) expert = e, mine = key_value(most);
-        if (at == e) logit[e] = NAN, best = 0;
-        if (at == e && n > 32) look();
+        if (at == e) {
+            logit[e] = NAN, best = 0;
+            if (n > 32) look();
+        }
     }
     float most = __shfl_sync(~0u, mine, 0), share = lane < top_k ? expf(mine - most) : 0;
     weight = share / warp_sum(share);
 }
 
 /* ---- attention ---- */
-
-/* A warp's state of softmax(q k / sqrt(d)) v for 8 R rows of queries that share a key/value head: row g, and with R = 2 row g + 8, in
- * lane 4g + t (few: query heads of one token; many: tokens of one query head), after the keys seen so far (Milakov and
- * Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023). */
-template <int D, int R> struct Attend {
-    float most[R], total[R] = {};
-    float sum[D / 8][2 * R] = {}; /* dimensions 8i + 2t, + 1 */
-
-    __device__ Attend() {
-        for (float &m : most) m = -INFINITY;
-    }
-    /* to += rows a (a8: rows 8 further on) times b, eight inner indices a lane */
-    __device__ static void multiply(float (&to)[2 * R], uint4 a, uint4 a8, uint4 b) {
-        float c[4] = {to[0], to[1], R > 1 ? to[2 * R - 2] : 0, R > 1 ? to[2 * R - 1] : 0};
-        mma_eight(c, a, a8, b);
-        for (int i = 0; i < 2 * R; i++) to[i] = c[i];
-    }
-
-    /* One page of 64 keys whose first has position `base`. Row r sees positions first[r] to last[r], no row any behind `end`. Column n of the j-th
-     * tile of 8 keys is key 32 (j / 4) + 8 (n / 2) + 2 (j % 4) + n % 2, so that a lane's shares belong to eight neighbouring
-     * keys of either half page and meet the values, which lie by dimension, without moving. */
-    __device__ void page(const bf16 *keys, const bf16 *values, const uint4 (&q)[D / 32][R], int base, const int (&first)[R], const int (&last)[R],
-                         int end, float scale, int lane) {
-        int g = lane / 4, t = lane % 4;
-        float score[8][2 * R];
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            int key = j / 4 * 32 + g / 2 * 8 + j % 4 * 2 + g % 2;
-            for (int i = 0; i < 2 * R; i++) score[j][i] = 0;
-#pragma unroll
-            for (int c = 0; c < D / 32; c++) multiply(score[j], q[c][0], R > 1 ? q[c][R - 1] : uint4{}, *(const uint4 *)(keys + key_place(D, key, c * 32 + t * 8)));
-        }
-        float now[R];
-        for (int r = 0; r < R; r++) now[r] = most[r];
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            for (int i = 0; i < 2 * R; i++) {
-                int p = base + j / 4 * 32 + t * 8 + j % 4 * 2 + i % 2;
-                bool sees = p >= first[i / 2] && p <= last[i / 2];
-                score[j][i] = sees ? score[j][i] * scale : -INFINITY;
-                now[i / 2] = fmaxf(now[i / 2], score[j][i]);
-            }
-        float factor[R];
-        for (int r = 0; r < R; r++) {
-            now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
-            now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
-            if (now[r] == -INFINITY) now[r] = 0; /* nothing seen yet */
-            factor[r] = exp2f(most[r] - now[r]);
-            most[r] = now[r];
-            total[r] *= factor[r];
-        }
-        for (int i = 0; i < D / 8; i++)
-            for (int j = 0; j < 2 * R; j++) sum[i][j] *= factor[j / 2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint4 share, share8 = {}; /* as mma wants rows: eight neighbouring keys */
-            uint32_t *low = &share.x, *high = &share8.x;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                float *s = score[half * 4 + j];
-                for (int i = 0; i < 2 * R; i++) {
-                    s[i] = exp2f(s[i] - most[i / 2]);
-                    total[i / 2] += s[i];
-                }
-                low[j] = pack(s[0], s[1]);
-                if (R > 1) high[j] = pack(s[2 * R - 2], s[2 * R - 1]);
-            }
-            uint32_t keep[4]; /* what lies behind the end may be a NaN, and 0 times that is one */
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int key = base + half * 32 + t * 8 + 2 * j;
-                keep[j] = key < end ? ~0u : key == end ? 0xFFFF : 0;
-            }
-#pragma unroll
-            for (int i = 0; i < D / 8; i++) {
-                uint4 v = *(const uint4 *)(values + value_place(D, half * 32 + t * 8, i * 8 + g));
-                v.x &= keep[0], v.y &= keep[1], v.z &= keep[2], v.w &= keep[3];
-                multiply(sum[i], share, share8, v);
-            }
-        }
-    }
-};
 
 /* Attention of token t and query head h for any head size, by the first `threads` of a block (at least head_dim of them), without tensor
  * cores: dimension threadIdx.x of the result. memory holds head_dim + threads + 33 floats. */

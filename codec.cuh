@@ -1,0 +1,221 @@
+/* codec.cuh: how few.cuh reads and multiplies weights: each type is a row of this table. */
+#ifndef CODEC_CUH
+#define CODEC_CUH
+
+#include "work.cuh"
+
+constexpr int PRODUCERS = 2; /* warps that copy an item together: one can copy no faster than a row in 94 clocks */
+
+/* Activations in shared memory, times LIFT: row j of n is x + index[j] / divide * pitch; without an index it is the j-th. */
+template <typename A> struct Rows {
+    const A *x, *zero; /* of the first column of an item; zero: what other rows are */
+    int pitch, n;
+    const int *index;
+    int divide;
+    __device__ const A *row(int j) const { return j >= n ? zero : x + (index ? index[j] / divide : j) * pitch; }
+};
+
+/* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
+ * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says. Lane 4g + t works on row g. reduce() makes
+ * final values of what was collected. place(i) is where the i-th activation of a token lies. */
+template <Type T> struct Codec;
+
+/* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
+__host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes % 128 ? 0 : 64); }
+
+/* What is not packed: rows of so many columns of type A, which lie in a stage as in memory. */
+template <Type T, typename A> struct Dense {
+    static constexpr Type TYPE = T;
+    static constexpr int ROWS = GROUP, K = DENSE_COLUMNS, WIDTH = K * sizeof(A); /* WIDTH: bytes of a chunk's row */
+    static constexpr float LIFT = 1;
+    typedef A Activation;
+    __host__ __device__ static constexpr size_t row_bytes(int stride) { return stride * sizeof(A); }
+    __host__ __device__ static constexpr int stage_bytes(int per) { return ROWS * bank_pitch(per * WIDTH); }
+    __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int producer, int lane) {
+        constexpr int P = PRODUCERS; /* every other row */
+        int pitch = bank_pitch(per * WIDTH);
+        full->copy(stage + producer * pitch, P * pitch, group + first * WIDTH + producer * row_bytes(stride), P * row_bytes(stride), ROWS / P, n * WIDTH, lane,
+                   producer ? 0 : ROWS * n * WIDTH);
+    }
+    /* Where what a lane of a stage has begins: 16 bytes of row g in each chunk (or half chunk, if a row of one has 128 bytes). */
+    __device__ static const uint8_t *share(const uint8_t *stage, int per, int lane) { return stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16; }
+};
+
+/* BF16: weights are mma's rows, activations its columns. What a lane reads at once, eight neighbouring columns of row g, fills a whole
+ * fragment: two of its four words are row g, the others are called row g + 8, which is the same row at other columns. So a token
+ * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
+template <> struct Codec<BF16> : Dense<BF16, bf16> {
+    template <int TILES> struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
+        static constexpr int N = max_of(TILES, 1);
+        float c[N][4] = {};
+        __device__ void reduce() {
+            for (int j = 0; j < N; j++) c[j][0] += c[j][3];
+        }
+        __device__ void operator+=(const Sum &s) {
+            for (int j = 0; j < N; j++) c[j][0] += s.c[j][0];
+        }
+        __device__ void store(float *out, int tokens, int lane) const { /* out (tokens, ROWS) */
+            for (int j = 0; j < N; j++)
+                if (j * 4 + lane % 4 < tokens) out[(j * 4 + lane % 4) * ROWS + lane / 4] = c[j][0];
+        }
+    };
+    __host__ __device__ static constexpr int place(int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; }
+    __device__ static void store_four(bf16 *x, int at, float a, float b, float c, float d) {
+        uint32_t *word = (uint32_t *)(x + place(at));
+        word[0] = pack(a, b);
+        word[2] = pack(c, d);
+    }
+    template <int TILES> struct Lane {
+        const uint8_t *weights;
+        const bf16 *column[TILES];
+        __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane) : weights(share(stage, per, lane)) {
+            for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
+        }
+        __device__ void add(Sum<TILES> &sum, int i, int) const { /* chunk i */
+            uint4 w = *(const uint4 *)(weights + i * WIDTH);
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                uint2 x = *(const uint2 *)(column[j] + i * K);
+                mma(sum.c[j], w.x, w.y, w.z, w.w, x.x, x.y);
+            }
+        }
+    };
+};
+
+template <> struct Codec<BF16>::Lane<0> { /* only mma's columns 0 and 1 matter: other lanes load no activations */
+    const uint8_t *weights;
+    const bf16 *column;
+    bool real;
+    uint2 x[2] = {};
+    __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
+        : weights(share(stage, per, lane)), column(x.row(0) + lane % 4 * 8 + lane / 4 % 2 * 4), real(lane < 8) {}
+    __device__ void add(Sum<0> &sum, int i, int k) {
+        uint4 w = *(const uint4 *)(weights + i * WIDTH);
+        if (real) x[k] = *(const uint2 *)(column + i * K);
+        mma(sum.c[0], w.x, w.y, w.z, w.w, x[k].x, x[k].y);
+    }
+};
+
+/* MXFP4: a chunk of 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them: columns 16t .. 16t + 15 of row g and then of row g + 8;
+ * behind these 512 bytes lie the scales of both blocks of 32 of row g and of both of row g + 8, for each g. A word becomes bf16
+ * times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100, exactly, and the block's scale, stored as the
+ * exponent of a float with 26 added, does the rest. Since it multiplies the product, the blocks must not be added before: lanes 0 and 1 hold
+ * weights of the first block, 2 and 3 of the second, so a token needs two of mma's columns, each with zeros for the other block. A token alone
+ * has all eight: these are chosen so that lane t finds one of the four sums, and its scale in byte t. */
+template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its columns */
+    static constexpr Type TYPE = MXFP4;
+    static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS;
+    static constexpr float LIFT = 0x1p100f;
+    typedef bf16 Activation;
+    template <int TILES> struct Sum { /* token 4j + t: either block of row g, either of row g + 8 */
+        float c[TILES][4] = {};
+        __device__ void reduce() {
+            for (int j = 0; j < TILES; j++) c[j][0] += c[j][1], c[j][2] += c[j][3];
+        }
+        __device__ void operator+=(const Sum &s) {
+            for (int j = 0; j < TILES; j++) c[j][0] += s.c[j][0], c[j][2] += s.c[j][2];
+        }
+        __device__ void store(float *out, int tokens, int lane) const { /* out (tokens, ROWS) */
+            for (int j = 0; j < TILES; j++)
+                if (j * 4 + lane % 4 < tokens)
+                    for (int i = 0; i < 2; i++) out[(j * 4 + lane % 4) * ROWS + lane / 4 + i * 8] = c[j][i * 2];
+        }
+    };
+    __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
+    __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_BYTES; }
+    __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int producer, int lane) {
+        int from = (n * producer + PRODUCERS - 1) / PRODUCERS, to = (n * (producer + 1) + PRODUCERS - 1) / PRODUCERS;
+        full->copy(stage + from * FP4_BYTES, 0, group + (size_t)(first + from) * FP4_BYTES, 0, 1, (to - from) * FP4_BYTES, lane, producer ? 0 : n * FP4_BYTES);
+    }
+    __host__ __device__ static constexpr int place(int i) { return i; }
+    __device__ static void store_four(bf16 *x, int at, float a, float b, float c, float d) { *(uint2 *)(x + at) = make_uint2(pack(a, b), pack(c, d)); }
+    /* c = words of rows g and g + 8 times 16 columns */
+    __device__ static void multiply(float (&c)[4], uint4 words, uint4 low, uint4 high) {
+        mma_eight_alone(c, fp4_to_bf16(words.x), fp4_to_bf16(words.z), low);
+        mma_eight(c, fp4_to_bf16(words.y), fp4_to_bf16(words.w), high);
+    }
+    template <int TILES> struct Lane {
+        const uint8_t *weights, *scale;
+        const bf16 *column[TILES];
+        __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane) : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4) {
+            for (int j = 0; j < TILES; j++) column[j] = (lane / 4 % 2 == lane % 4 / 2 ? x.row(j * 4 + lane / 8) : x.zero) + lane % 4 * 16;
+        }
+        __device__ void add(Sum<TILES> &sum, int i, int) const {
+            uint4 words = *(const uint4 *)(weights + i * FP4_BYTES);
+            uint32_t scales = *(const uint32_t *)(scale + i * FP4_BYTES);
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                const uint4 *x = (const uint4 *)(column[j] + i * K);
+                float c[4];
+                multiply(c, words, x[0], x[1]);
+                for (int k = 0; k < 4; k++) sum.c[j][k] = fmaf(__uint_as_float(scales >> 8 * k << 23 & 0x7F800000), c[k], sum.c[j][k]);
+            }
+        }
+    };
+};
+template <> struct Codec<MXFP4>::Sum<0> { /* lane t: block t % 2 of row g + 8 (t / 2) */
+    float c = 0;
+    __device__ void reduce() { c += __shfl_xor_sync(~0u, c, 1); }
+    __device__ void operator+=(const Sum &s) { c += s.c; }
+    __device__ void store(float *out, int, int lane) const {
+        if (lane % 2 == 0) out[lane / 4 + lane % 4 * 4] = c;
+    }
+};
+template <> struct Codec<MXFP4>::Lane<0> {
+    const uint8_t *weights, *scale;
+    const bf16 *column;
+    bool real; /* mma's columns 0 and 5 are of the first block, 2 and 7 of the second; zeros stay in the other lanes */
+    uint4 x[2][2] = {};
+    __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
+        : weights(stage + lane * 16), scale(stage + 512 + lane), column(x.row(0) + lane % 4 * 16),
+          real(lane % 4 < 2 ? lane / 4 == 0 || lane / 4 == 5 : lane / 4 == 2 || lane / 4 == 7) {}
+    __device__ void add(Sum<0> &sum, int i, int k) {
+        float c[4];
+        if (real)
+            for (int j = 0; j < 2; j++) x[k][j] = ((const uint4 *)(column + i * K))[j];
+        multiply(c, *(const uint4 *)(weights + i * FP4_BYTES), x[k][0], x[k][1]);
+        sum.c = fmaf(__uint_as_float((uint32_t)scale[i * FP4_BYTES] << 23), c[0] + c[3], sum.c); /* one of them is 0 */
+    }
+};
+
+template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
+    template <int TILES> struct Sum { /* row g, its own columns only */
+        static constexpr int N = max_of(TILES * 4, 1);
+        float c[N] = {};
+        __device__ void reduce() {
+            for (int j = 0; j < N; j++) {
+                c[j] += __shfl_xor_sync(~0u, c[j], 1);
+                c[j] += __shfl_xor_sync(~0u, c[j], 2);
+            }
+        }
+        __device__ void operator+=(const Sum &s) {
+            for (int j = 0; j < N; j++) c[j] += s.c[j];
+        }
+        __device__ void store(float *out, int tokens, int lane) const {
+            for (int j = 0; j < N; j++)
+                if (lane % 4 == 0 && j < tokens) out[j * ROWS + lane / 4] = c[j];
+        }
+    };
+    __host__ __device__ static constexpr int place(int i) { return i; }
+    __device__ static void store_four(float *x, int at, float a, float b, float c, float d) { *(float4 *)(x + at) = make_float4(a, b, c, d); }
+    template <int TILES> struct Lane {
+        const uint8_t *weights;
+        const Rows<float> &x;
+        int column;
+        __device__ Lane(const uint8_t *stage, int per, const Rows<float> &x, int lane) : weights(share(stage, per, lane)), x(x), column(lane % 4 * 4) {}
+        __device__ void add(Sum<TILES> &sum, int i, int) const {
+#pragma unroll 1
+            for (int half = 0; half < 2; half++) {
+                float4 b = *(const float4 *)(weights + i * WIDTH + half * 64);
+#pragma unroll
+                for (int j = 0; j < Sum<TILES>::N; j++) {
+                    if (j >= x.n) break;
+                    float4 a = *(const float4 *)(x.row(j) + i * K + half * 16 + column);
+                    sum.c[j] += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
+                }
+            }
+        }
+    };
+};
+
+#endif
