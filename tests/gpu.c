@@ -86,72 +86,127 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+/* A model of random weights, to be used by one sequence. */
+static void open_made_up(Engine *g, Checkpoint *c, const char *config, int layers, int vocab, int max_tokens) {
+    char directory[] = "/tmp/infer-shapes-XXXXXX", path[100];
+    Error e;
+    Limits limits = {.max_seqs = 1, .max_tokens = max_tokens};
+    if (!mkdtemp(directory)) abort();
+    snprintf(path, sizeof path, "%s/config.json", directory);
+    FILE *file = fopen(path, "w");
+    check(file && fprintf(file, config, layers, vocab) > 0 && !fclose(file), "the config could not be written");
+    must(checkpoint_make_up(c, directory, &e), &e);
+    check(!unlink(path) && !rmdir(directory), "%s stays behind", directory);
+    must(engine_open(g, &cuda, &c->model, limits, 0, &e), &e);
+}
+
+static void fill_random(int *ids, int n, int vocab) {
+    uint64_t random = 7;
+    for (int i = 0; i < n; i++) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        ids[i] = (int)((random >> 33) % (uint64_t)vocab);
+    }
+}
+
+/* The logits of ids[0 .. n), in chunks. */
+static void run_chunks(Engine *g, Sequence *s, const int *ids, size_t n, size_t chunk, size_t vocab, float *logits) {
+    Error e;
+    Result r;
+    sequence_rewind(g, s, 0);
+    for (size_t at = 0; at < n; at += chunk) {
+        size_t now = n - at < chunk ? n - at : chunk;
+        must(sequence_run(g, s, ids + at, now, WANT_ALL_LOGITS, &greedy, &r, &e), &e);
+        memcpy(logits + at * vocab, r.logits, now * vocab * sizeof(float));
+    }
+}
+
+/* What a rounding to bf16, about ten times a layer in either, may make of the difference between two ways to compute.
+ */
+static double tolerance_of(int layers) { return 3 * sqrt(2 * 10 * layers) * 0x1p-9; }
+
+/* By how much the logits of `share` of the tokens differ at most: of one whose router was close to a tie another
+ * expert may have been chosen. */
+static double differ(const float *a, const float *b, size_t n, size_t vocab, double share) {
+    double *error = allocate(n * sizeof *error);
+    for (size_t i = 0; i < n; i++) error[i] = error_of(a + i * vocab, b + i * vocab, vocab);
+    qsort(error, n, sizeof *error, ascending);
+    double found = error[(size_t)ceil(share * (double)n) - 1];
+    free(error);
+    return found;
+}
+
 /* A model of random weights: prompts of many lengths, whole and in chunks, against the same in chunks of 16, which
- * other kernels serve. Both round about ten times a layer to bf16. `share` of the tokens must agree: of one whose
- * router was close to a tie another expert may have been chosen. */
+ * other kernels serve. `share` of the tokens must agree. */
 static void shapes_pass(const char *config, int layers, double share) {
     enum { LONG = 5000, VOCAB = 512 };
     const struct {
         size_t n, chunk;
     } runs[] = {{17, 17},   {63, 63},     {64, 64},     {65, 65},     {129, 129},
                 {300, 300}, {1000, 1000}, {5000, 5000}, {5000, 5000}, {5000, 700}};
-    char directory[] = "/tmp/infer-shapes-XXXXXX", path[100];
-    const double tolerance = 3 * sqrt(2 * 10 * layers) * 0x1p-9;
+    Checkpoint c;
+    Engine g;
+    Sequence s = {0};
+    int ids[LONG];
+    size_t row = VOCAB * sizeof(float);
+    open_made_up(&g, &c, config, layers, VOCAB, LONG);
+    fill_random(ids, LONG, VOCAB);
+    float *few = allocate(LONG * row), *many = allocate(LONG * row), *whole = allocate_zero(LONG, row);
+    run_chunks(&g, &s, ids, LONG, 16, VOCAB, few);
+    for (size_t k = 0; k < sizeof runs / sizeof *runs; k++) {
+        size_t n = runs[k].n;
+        run_chunks(&g, &s, ids, n, runs[k].chunk, VOCAB, many);
+        double found = differ(many, few, n, VOCAB, share);
+        check(found <= tolerance_of(layers), "%zu tokens in chunks of %zu: %g of them differ by up to %g, more than %g",
+              n, runs[k].chunk, share, found, tolerance_of(layers));
+        if (k && runs[k - 1].n == n && runs[k - 1].chunk == runs[k].chunk)
+            check(!memcmp(whole, many, n * row), "a second run gives other bits");
+        memcpy(whole, many, n * row);
+    }
+    free(few), free(many), free(whole);
+    sequence_free(&g, &s);
+    engine_close(&g);
+    checkpoint_close(&c);
+}
+
+#define GPT_OSS_20B                                                                                                    \
+    "{\"architectures\":[\"GptOssForCausalLM\"],\"model_type\":\"gpt_oss\",\"num_hidden_layers\":%d,"                  \
+    "\"vocab_size\":%d,\"hidden_size\":2880,\"intermediate_size\":2880,\"num_attention_heads\":64,"                    \
+    "\"num_key_value_heads\":8,\"head_dim\":64,\"layer_types\":[\"sliding_attention\",\"full_attention\"],"            \
+    "\"sliding_window\":128,\"num_local_experts\":32,\"num_experts_per_tok\":4,\"swiglu_limit\":7.0,"                  \
+    "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-05,\"rope_theta\":150000,\"attention_bias\":true,"           \
+    "\"tie_word_embeddings\":false,\"quantization_config\":{\"quant_method\":\"mxfp4\"}}"
+
+static void shapes_20b(void) { shapes_pass(GPT_OSS_20B, 2, 0.8); }
+
+/* With gpt-oss's vocabulary too there are instances for its shapes alone, of one token and of several. Both give the
+ * same bits, whether the logits of all tokens are wanted or of the last, and nearly what the kernels of many do. */
+static void instances_of_20b_agree(void) {
+    enum { N = 48, VOCAB = 201088, LAYERS = 2 };
+    const size_t chunks[] = {2, 7, 16};
     Error e;
     Checkpoint c;
     Engine g;
     Sequence s = {0};
     Result r;
-    int ids[LONG];
-    uint64_t random = 7;
-    size_t row = VOCAB * sizeof(float);
-    if (!mkdtemp(directory)) abort();
-    snprintf(path, sizeof path, "%s/config.json", directory);
-    FILE *file = fopen(path, "w");
-    check(file && fprintf(file, config, layers, VOCAB) > 0 && !fclose(file), "the config could not be written");
-    must(checkpoint_make_up(&c, directory, &e), &e);
-    Limits limits = {.max_seqs = 1, .max_tokens = LONG};
-    must(engine_open(&g, &cuda, &c.model, limits, 0, &e), &e);
-    for (int i = 0; i < LONG; i++) {
-        random = random * 6364136223846793005u + 1442695040888963407u;
-        ids[i] = (int)((random >> 33) % VOCAB);
+    int ids[N];
+    float *one = allocate((size_t)N * VOCAB * sizeof(float)), *other = allocate((size_t)N * VOCAB * sizeof(float));
+    open_made_up(&g, &c, GPT_OSS_20B, LAYERS, VOCAB, N);
+    fill_random(ids, N, VOCAB);
+    run_chunks(&g, &s, ids, N, 1, VOCAB, one);
+    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+        run_chunks(&g, &s, ids, N, chunks[i], VOCAB, other);
+        check(!memcmp(one, other, (size_t)N * VOCAB * sizeof(float)), "chunks of %zu give other bits", chunks[i]);
     }
-    float *few = allocate(LONG * row), *many = allocate(LONG * row), *whole = allocate_zero(LONG, row);
-    double *error = allocate(LONG * sizeof *error);
-    for (int k = -1; k < (int)(sizeof runs / sizeof *runs); k++) {
-        size_t n = k < 0 ? LONG : runs[k].n, chunk = k < 0 ? 16 : runs[k].chunk;
-        float *logits = k < 0 ? few : many;
-        sequence_rewind(&g, &s, 0);
-        for (size_t at = 0; at < n; at += chunk) {
-            size_t now = n - at < chunk ? n - at : chunk;
-            must(sequence_run(&g, &s, ids + at, now, WANT_ALL_LOGITS, &greedy, &r, &e), &e);
-            memcpy(logits + at * VOCAB, r.logits, now * row);
-        }
-        if (k < 0) continue;
-        for (size_t i = 0; i < n; i++) error[i] = error_of(many + i * VOCAB, few + i * VOCAB, VOCAB);
-        qsort(error, n, sizeof *error, ascending);
-        double found = error[(size_t)ceil(share * (double)n) - 1];
-        check(found <= tolerance, "%zu tokens in chunks of %zu: %g of them differ by up to %g, more than %g", n, chunk,
-              share, found, tolerance);
-        if (k && runs[k - 1].n == n && runs[k - 1].chunk == chunk)
-            check(!memcmp(whole, many, n * row), "a second run gives other bits");
-        memcpy(whole, many, n * row);
-    }
-    free(few), free(many), free(whole), free(error);
+    sequence_rewind(&g, &s, N - 16);
+    must(sequence_run(&g, &s, ids + N - 16, 16, WANT_LOGITS, &greedy, &r, &e), &e);
+    check(!memcmp(one + (size_t)(N - 1) * VOCAB, r.logits, VOCAB * sizeof(float)), "the last token's alone are others");
+    run_chunks(&g, &s, ids, N, N, VOCAB, other);
+    double found = differ(one, other, N, VOCAB, 0.8);
+    check(found <= tolerance_of(LAYERS), "%g between few and many, more than %g", found, tolerance_of(LAYERS));
+    free(one), free(other);
     sequence_free(&g, &s);
     engine_close(&g);
     checkpoint_close(&c);
-    check(!unlink(path) && !rmdir(directory), "%s stays behind", directory);
-}
-
-static void shapes_20b(void) {
-    shapes_pass("{\"architectures\":[\"GptOssForCausalLM\"],\"model_type\":\"gpt_oss\",\"num_hidden_layers\":%d,"
-                "\"vocab_size\":%d,\"hidden_size\":2880,\"intermediate_size\":2880,\"num_attention_heads\":64,"
-                "\"num_key_value_heads\":8,\"head_dim\":64,\"layer_types\":[\"sliding_attention\",\"full_attention\"],"
-                "\"sliding_window\":128,\"num_local_experts\":32,\"num_experts_per_tok\":4,\"swiglu_limit\":7.0,"
-                "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-05,\"rope_theta\":150000,\"attention_bias\":true,"
-                "\"tie_word_embeddings\":false,\"quantization_config\":{\"quant_method\":\"mxfp4\"}}",
-                2, 0.8);
 }
 #define DENSE                                                                                                          \
     "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"num_hidden_layers\":%d,\"vocab_size\":%d,"   \
@@ -532,6 +587,7 @@ int main(void) {
     run("gpu: fixtures at every stage, in chunks of 1 to all", fixtures_pass);
     run("gpu: prompts of 1 to 300 tokens", lengths_pass);
     run("gpu: prompts of 17 to 5,000 tokens, the shapes of gpt-oss-20b", shapes_20b);
+    run("gpu: one token and several agree at gpt-oss-20b's shapes and vocabulary", instances_of_20b_agree);
     run("gpu: prompts of 17 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
     run("gpu: prompts of 17 to 5,000 tokens, 3 heads of 128 share keys", shapes_dense_128);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
