@@ -16,14 +16,14 @@ template <typename A> struct Rows {
 };
 
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
- * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says. Lane 4g + t works on row g. reduce() makes
- * final values of what was collected. place(i) is where the i-th activation of a token lies. */
+ * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says, whose add(sum, i, k) adds chunk i to the
+ * k-th of a warp's two sums. Lane 4g + t works on row g. reduce() makes final values of what was collected. place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
 __host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes % 128 ? 0 : 64); }
 
-/* What is not packed: rows of so many columns of type A, which lie in a stage as in memory. */
+/* Weights that are not packed: columns of type A. In a stage rows lie bank_pitch apart. */
 template <Type T, typename A> struct Dense {
     static constexpr Type TYPE = T;
     static constexpr int ROWS = GROUP, K = DENSE_COLUMNS, WIDTH = K * sizeof(A); /* WIDTH: bytes of a chunk's row */
@@ -37,8 +37,8 @@ template <Type T, typename A> struct Dense {
         full->copy(stage + producer * pitch, P * pitch, group + first * WIDTH + producer * row_bytes(stride), P * row_bytes(stride), ROWS / P, n * WIDTH, lane,
                    producer ? 0 : ROWS * n * WIDTH);
     }
-    /* Where what a lane of a stage has begins: 16 bytes of row g in each chunk (or half chunk, if a row of one has 128 bytes). */
-    __device__ static const uint8_t *share(const uint8_t *stage, int per, int lane) { return stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16; }
+    /* Where a lane's part of a stage begins: 16 bytes of row g in each chunk, or in each half of one whose rows have 128 bytes. */
+    __device__ static const uint8_t *lane_at(const uint8_t *stage, int per, int lane) { return stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16; }
 };
 
 /* BF16: weights are mma's rows, activations its columns. What a lane reads at once, eight neighbouring columns of row g, fills a whole
@@ -68,7 +68,7 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
     template <int TILES> struct Lane {
         const uint8_t *weights;
         const bf16 *column[TILES];
-        __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane) : weights(share(stage, per, lane)) {
+        __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane) : weights(lane_at(stage, per, lane)) {
             for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
         }
         __device__ void add(Sum<TILES> &sum, int i, int) const { /* chunk i */
@@ -88,7 +88,7 @@ template <> struct Codec<BF16>::Lane<0> { /* only mma's columns 0 and 1 matter: 
     bool real;
     uint2 x[2] = {};
     __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
-        : weights(share(stage, per, lane)), column(x.row(0) + lane % 4 * 8 + lane / 4 % 2 * 4), real(lane < 8) {}
+        : weights(lane_at(stage, per, lane)), column(x.row(0) + lane % 4 * 8 + lane / 4 % 2 * 4), real(lane < 8) {}
     __device__ void add(Sum<0> &sum, int i, int k) {
         uint4 w = *(const uint4 *)(weights + i * WIDTH);
         if (real) x[k] = *(const uint2 *)(column + i * K);
@@ -202,7 +202,7 @@ template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 
         const uint8_t *weights;
         const Rows<float> &x;
         int column;
-        __device__ Lane(const uint8_t *stage, int per, const Rows<float> &x, int lane) : weights(share(stage, per, lane)), x(x), column(lane % 4 * 4) {}
+        __device__ Lane(const uint8_t *stage, int per, const Rows<float> &x, int lane) : weights(lane_at(stage, per, lane)), x(x), column(lane % 4 * 4) {}
         __device__ void add(Sum<TILES> &sum, int i, int) const {
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {

@@ -22,8 +22,8 @@ constexpr int TEAM = 2;         /* warps that share an item */
 constexpr int TEAMS = WARPS / TEAM;
 constexpr int HELD = 8;         /* choices whose activations are at hand in phase down, at least */
 constexpr int SUMS = 2048;      /* floats in which a pass leaves its sums, at least */
-constexpr int MOST_STAGES = 16; /* of the ring */
 constexpr int SPLIT_PAGES = 4;  /* of a split, at least */
+constexpr int MOST_STAGES = 2 * TEAMS; /* of the ring: while a team reads one its next is filled */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
@@ -79,10 +79,10 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
         k.sums = max_of(k.sums, m.parts * TEAM * rows * C::ROWS);
         k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per));
     };
-    auto with_type = [&](const Matrix &m, bool down) {
-        m.type == BF16 ? consider(Codec<BF16>(), m, down) : m.type == F32 ? consider(Codec<F32>(), m, down) : consider(Codec<MXFP4>(), m, down);
-    };
-    with_type(b.qkv, false), with_type(b.o, false), with_type(b.up, false), with_type(b.down, true), with_type(card.head, false);
+    for (const Matrix *m : {&b.qkv, &b.o, &b.up, &b.down, &card.head}) {
+        bool down = m == &b.down;
+        m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, down) : m->type == BF16 ? consider(Codec<BF16>(), *m, down) : consider(Codec<F32>(), *m, down);
+    }
     int units_rows = max_of(rows_of(b.qkv, 1), rows_of(b.up, most));
     int own = max_of(rows_of(b.o, 1), rows_of(b.down, 1));
     x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                 /* attend_plain */
@@ -110,7 +110,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.begun, 16);
     take(k.gates, GATES * sizeof(Barrier));
     k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
-    k.teams = k.stages >= 2 * TEAMS ? TEAMS : k.stages > TEAMS ? k.stages / 2 : k.stages;
+    k.teams = k.stages > TEAMS ? k.stages / 2 : k.stages; /* two stages each or, where there are few, as many teams as stages */
     k.stages -= k.stages % k.teams;
     take(k.barriers, k.stages * 2 * sizeof(Barrier));
     k.bytes = (k.bytes + 127) / 128 * 128;
@@ -333,7 +333,8 @@ template <bool producing> struct Few {
     /* Before any of them begins: all threads of the block call it. */
     __device__ void prepare() {
         if (ring.thread == 0) at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
-        if (ring.thread == 0) gate(FREE).init(THREADS - 32), gate(ROUTED).init(CONSUMERS), gate(CHOSEN).init(32);
+        if (ring.thread == 0) /* all but the first producer arrive, the consumers, the first producer */
+            gate(FREE).init(THREADS - 32), gate(ROUTED).init(CONSUMERS), gate(CHOSEN).init(32);
         if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(TEAM * 32);
         Barrier::show_init();
 #pragma unroll 1
@@ -385,6 +386,7 @@ template <bool producing> struct Few {
         else
             sync_consumers();
     }
+    /* A gate opens once a layer, so its parity is that of the layers since this launch began. */
     __device__ Barrier &gate(int i) const { return at<Barrier>(k.gates)[i]; }
     __device__ void wait_at(int i) const { gate(i).wait((w.layer - first / PHASES) % 2); }
     __device__ void end_phase() {
@@ -396,8 +398,8 @@ template <bool producing> struct Few {
 
     /* RMSNorm of rows of x (..., dim) for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
      * weight goes to k.x; what is multiplied by it has to be multiplied by scale[row] = 1 / sqrt(mean + eps), which is there after the
-     * next barrier. The weights come in before wait(), which is await() and more. A row is cut into as many parts as there are warps, so that its sum does not depend on
-     * how many rows there are. */
+     * next barrier. The weights come in before wait(), which is await() and, where tokens are routed, choose(). A row is cut into as many parts as
+     * there are warps, so that its sum does not depend on how many rows there are. */
     template <Type T, class Wait> __device__ void stage_normed(int stride, const float *weight, const int *row, int rows, Wait wait) {
         constexpr int STEP = 2; /* loads on the way at once */
         int pitch = pitch_of<T>(stride), warp = ring.thread / 32, lane = ring.thread % 32;
@@ -673,13 +675,13 @@ template <bool producing> struct Few {
     /* What each token chose, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
      * All threads call it; the first producer has `active` when it returns. The last warps route: others have more to do, and of one
      * token that producer knows all without waiting for anybody. */
+    __device__ bool chooses() const { return ring.thread / 32 == WARPS; } /* the first producer */
     __device__ void choose(bool has_router, const float *bias, const Active &active) {
-        bool first = ring.thread / 32 == WARPS; /* of the producers */
-        if (tokens == 1 ? !first : producing && !first) return;
+        if (!chooses() && (producing || tokens == 1)) return;
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
         int *experts = at<int>(k.experts), lane = ring.thread % 32, expert = 0;
 #pragma unroll 1
-        for (int t = WARPS - ring.thread / 32; t >= 0 && t < tokens; t += WARPS + 1) {
+        for (int t = WARPS - ring.thread / 32; t < tokens; t += WARPS + 1) {
             const long long *sums = w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts;
             float squares = 0, weight = 1, *mine = logit + t * w.n_experts, value[5];
             long long sum = has_router && lane < w.n_experts ? __ldcg(sums + lane) : 0;
@@ -707,8 +709,8 @@ template <bool producing> struct Few {
             __syncwarp();
             return;
         }
-        __syncwarp();
-        if (!first) return gate(ROUTED).arrive();
+        __syncwarp(); /* the first producer reads its own choices too, for which nobody arrives */
+        if (!chooses()) return gate(ROUTED).arrive();
         wait_at(ROUTED);
         int choices = tokens * w.top_k, before = 0;
 #pragma unroll 1
@@ -737,11 +739,10 @@ template <bool producing> struct Few {
         if (lane == 0) *active.tokens = most;
         __syncwarp();
     }
-    /* The beginning of phase up, or of phase down if that is launched alone: norm, router, top-k. */
+    /* The beginning of phase up, or of phase down if that is launched alone: router, top-k, norm. */
     template <Type T> __device__ void route_tokens(const Block &l) {
         renew();
-        bool chooses = ring.thread / 32 == WARPS; /* the first producer */
-        chooses ? wait_at(FREE) : gate(FREE).arrive();
+        chooses() ? wait_at(FREE) : gate(FREE).arrive();
         auto wait = [&] {
             await();
             choose(l.router.rows, l.router.bias, active());
@@ -750,7 +751,7 @@ template <bool producing> struct Few {
             wait();
         else
             stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, tokens, wait);
-        chooses ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
+        chooses() ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
     }
     /* The activations of the chosen experts (dense: of the one there is). */
     template <Type T> __device__ void up(const Block &l) {
@@ -925,13 +926,13 @@ __global__ void __launch_bounds__(THREADS, 1)
             case PHASE_OUTPUT: half ? f.template output<BF16>(l) : f.template output<F32>(l); break;
             case PHASE_UP: with_type(l.up.type, [&](auto codec) { f.template up<codec.TYPE>(l); }); break;
             case PHASE_DOWN: with_type(l.down.type, [&](auto codec) { f.template down<codec.TYPE>(l); }); break;
-            default: GPT_OSS || head.type == BF16 ? f.template head<BF16>(head, norm, ONE ? 1 : rows) : f.template head<F32>(head, norm, rows);
+            default: GPT_OSS || head.type == BF16 ? f.template head<BF16>(head, norm, rows) : f.template head<F32>(head, norm, rows);
             }
             f.end_phase();
         }
     };
     bool one = ONE || (!GPT_OSS && tokens == 1);
-    if (ONE) tokens = 1;
+    if (ONE) tokens = rows = 1;
     Few<false> consumer(w, s, k, memory, tokens, first, last, GPT_OSS, one);
     consumer.prepare();
     if (threadIdx.x < CONSUMERS)

@@ -19,7 +19,7 @@
 /* Whether this is code with wgmma: the host asks, since only the driver knows which of a build's architectures it took. */
 __device__ int has_wgmma = WGMMA;
 
-constexpr int SLAB = 64 * 128; /* bytes of 64 columns of 64 inner indices, as wgmma reads them */
+constexpr int PANEL = 64 * 128; /* bytes of 64 columns of 64 inner indices, as wgmma reads them */
 
 /* Where the inner index of column c lies among a row's. Lane t holds columns 16t .. 16t + 15 of 64 in MXFP4, wgmma wants 2t, 2t + 1,
  * 2t + 8, 2t + 9 of every 16: activations for it have the 4 by 8 pairs of each 64 columns transposed. */
@@ -66,12 +66,12 @@ __device__ inline void sync_group() { asm volatile("bar.sync %0,128;" ::"r"(1 + 
 /* wgmma sees what cp.async wrote and this thread knows to be there. */
 __device__ inline void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/* A slab lies at a multiple of 1024: column n has its 64 inner indices at 128 n, the eighths of the 128 bytes exchanged so that eight
- * columns' share of one fills all banks. 16 inner indices further on is 2 more, the next slab SLAB / 16 more. */
-__device__ inline uint64_t slab_at(const uint8_t *shared) {
+/* A panel lies at a multiple of 1024: column n has its 64 inner indices at 128 n, the eighths of the 128 bytes exchanged so that eight
+ * columns' share of one fills all banks. 16 inner indices further on is 2 more, the next panel PANEL / 16 more. */
+__device__ inline uint64_t panel_at(const uint8_t *shared) {
     return (uint64_t)1 << 62 | (uint64_t)64 << 32 | (uint64_t)1 << 16 | (__cvta_generic_to_shared(shared) & 0x3FFFF) >> 4;
 }
-__device__ inline int slab_byte(int column, int eighth) { return column * 128 + (eighth ^ column % 8) * 16; }
+__device__ inline int panel_byte(int column, int eighth) { return column * 128 + (eighth ^ column % 8) * 16; }
 
 /* 16 bytes to shared memory of which only the first `bytes` are read, the others become 0. */
 __device__ inline void copy_some(void *to, const void *from, int bytes) {
@@ -163,10 +163,10 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
     int begin = l.window && position >= l.window ? (position - l.window + 1) / PAGE : 0, coming = begin;
     const int *pages = s.page + (size_t)s.seq[token] * s.header[0];
     int page = pages[begin], column = threadIdx.x % 8;
-    const bf16 *keys = cache_of(w, 0, 0, head) + key_place(D, threadIdx.x / (D / 8), threadIdx.x % (D / 8) * 8),
-               *values = cache_of(w, 0, 1, head) + value_place(D, column * 8, threadIdx.x / 8);
-    uint8_t *key = arena + threadIdx.x % (D / 8) / 8 * SLAB + slab_byte(threadIdx.x / (D / 8), column),
-            *value = arena + D * 128 + slab_byte(threadIdx.x / 8, column);
+    const bf16 *from_key = cache_of(w, 0, 0, head) + key_place(D, threadIdx.x / (D / 8), threadIdx.x % (D / 8) * 8),
+               *from_value = cache_of(w, 0, 1, head) + value_place(D, column * 8, threadIdx.x / 8);
+    uint8_t *key = arena + threadIdx.x % (D / 8) / 8 * PANEL + panel_byte(threadIdx.x / (D / 8), column),
+            *value = arena + D * 128 + panel_byte(threadIdx.x / 8, column);
     auto fetch = [&] { /* the share of a thread in page `coming` */
         if (coming > end / PAGE) return;
         size_t skip = page * page_size(w);
@@ -176,8 +176,8 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
         next.wait_empty();
 #pragma unroll
         for (int k = 0; k < PAGE * D / 8 / Shape::THREADS; k++) {
-            copy_16(key + at + k * (Shape::THREADS / (D / 8)) * 128, keys + skip + k * Shape::THREADS * 8);
-            copy_some(value + at + k * (Shape::THREADS / 8) * 128, values + skip + k * (Shape::THREADS / 8) * SLAB_KEYS, max(0, min(16, seen)));
+            copy_16(key + at + k * (Shape::THREADS / (D / 8)) * 128, from_key + skip + k * Shape::THREADS * 8);
+            copy_some(value + at + k * (Shape::THREADS / 8) * 128, from_value + skip + k * (Shape::THREADS / 8) * SLAB_KEYS, max(0, min(16, seen)));
         }
         next.copies_arrive();
         next.next();
@@ -188,7 +188,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
 #pragma unroll
     for (int k = 0; k < Shape::QUERIES / 16 / 128; k++) {
         int i = k * 128 + threadIdx.x % 128, r = i / (D / 8), c = i % (D / 8), of = mine * 64 + r;
-        copy_16(queries + c / 8 * SLAB + slab_byte(r, c % 8),
+        copy_16(queries + c / 8 * PANEL + panel_byte(r, c % 8),
                 (const bf16 *)w.q + ((size_t)(token + min(of / group, n - 1)) * w.n_heads + head * group + of % group) * D + c * 8);
     }
     copies_end();
@@ -196,7 +196,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
     copies_done<0>();
     show_copies();
     sync_group();
-    uint64_t q = slab_at(queries);
+    uint64_t q = panel_at(queries);
     int row = threadIdx.x / 32 * 16 + g, last[2], first[2]; /* what rows g and g + 8 see */
     for (int r = 0; r < 2; r++) {
         last[r] = position + min((row + 8 * r) / group, n - 1);
@@ -207,10 +207,10 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
         float score[32];
         fetch();
         ring.wait_full();
-        uint64_t keys = slab_at(arena + ring.at * Shape::STAGE), values = keys + D * 128 / 16;
+        uint64_t keys = panel_at(arena + ring.at * Shape::STAGE), values = keys + D * 128 / 16;
         wgmma_begin();
 #pragma unroll
-        for (int k = 0; k < D / 16; k++) wgmma(score, q + k / 4 * (SLAB / 16) + k % 4 * 2, keys + k / 4 * (SLAB / 16) + k % 4 * 2, k > 0);
+        for (int k = 0; k < D / 16; k++) wgmma(score, q + k / 4 * (PANEL / 16) + k % 4 * 2, keys + k / 4 * (PANEL / 16) + k % 4 * 2, k > 0);
         wgmma_end();
         wgmma_done<0>();
         wgmma_settle(score);
@@ -229,7 +229,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
         wgmma_begin();
 #pragma unroll
         for (int k = 0; k < 4; k++)
-            for (int u = 0; u < D / 64; u++) wgmma<64>(sum[u], share[k], values + u * (SLAB / 16) + k * 2);
+            for (int u = 0; u < D / 64; u++) wgmma<64>(sum[u], share[k], values + u * (PANEL / 16) + k * 2);
         wgmma_end();
         wgmma_done<0>();
         for (int u = 0; u < D / 64; u++) wgmma_settle(sum[u]);
@@ -255,7 +255,7 @@ struct ExpertShape {
     static constexpr int GROUPS = 3, ROWS = GROUPS * 64;  /* of four warps; rows of the matrix that a block multiplies ... */
     static constexpr int UNITS = 3, CHOICES = UNITS * 64; /* ... by so many choices */
     static constexpr int THREADS = GROUPS * 128 + 128;    /* with the producer's */
-    static constexpr int STAGES = 6, X = UNITS * SLAB, WEIGHTS = ROWS / FP4_ROWS * FP4_BYTES; /* bytes of 64 columns */
+    static constexpr int STAGES = 6, X = UNITS * PANEL, WEIGHTS = ROWS / FP4_ROWS * FP4_BYTES; /* bytes of 64 columns */
     static constexpr int PITCH = 40, OUT = 64 * PITCH * 2; /* results on their way out, of each group */
     static constexpr int SHARED = STAGES * (X + WEIGHTS + 16) + GROUPS * OUT; /* without the list of tiles */
     static constexpr int tiles(int choices, int experts) { return choices / CHOICES + experts; }
@@ -302,7 +302,7 @@ __device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int
             to[0][0] = low.x, to[0][1] = high.x, to[0][2] = low.y, to[0][3] = high.y;
             to[1][0] = low.z, to[1][1] = high.z, to[1][2] = low.w, to[1][3] = high.w;
         }
-        uint64_t columns = slab_at(arena + ring.at * Shape::X);
+        uint64_t columns = panel_at(arena + ring.at * Shape::X);
         wgmma_begin();
 #pragma unroll
         for (int k = 0; k < 4; k++) wgmma<UNITS * 64>(c, a[k], columns + k * 2);
@@ -372,7 +372,7 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
             const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)group * steps * FP4_BYTES), *rows = (const uint4 *)x;
             for (int step = 0; step < steps; step++, weights += WORDS, rows += FP4_COLUMNS / 8, ring.next()) {
                 ring.wait_empty();
-                uint8_t *to = arena + ring.at * Shape::X + slab_byte(thread / 8, thread % 8),
+                uint8_t *to = arena + ring.at * Shape::X + panel_byte(thread / 8, thread % 8),
                         *to_weights = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + thread * 16;
 #pragma unroll
                 for (int k = 0; k < ALL / 128; k++) copy_16(to_weights + k * 2048, weights + chunk[k]);

@@ -554,7 +554,7 @@ bool lay_out(Cuda *c, Error *e) {
 /* Takes all memory: weights, work space, and as many pages of the `wanted` ones as fit. */
 bool take_memory(Cuda *c, int *pages, Error *e) {
     const Model &m = c->model;
-    size_t weights, work, free, total, page = (size_t)m.n_layers * 2 * m.n_kv_heads * m.head_dim * PAGE * sizeof(bf16) + PAGE * sizeof(int);
+    size_t weights, work, free, total, page = page_size(c->work) * sizeof(bf16) + PAGE * sizeof(int);
     const size_t reserve = 256 << 20; /* CUDA's and cuBLAS's own */
     c->max_pages = (c->limits.context + PAGE - 1) / PAGE;
     if (!card_plan(&c->card, &m, NULL, &weights, e)) return false;

@@ -100,7 +100,6 @@ struct Plan {
     float *floats(size_t n) { return (float *)take(n * sizeof(float)); }
 };
 
-
 /* A Matrix of `rows` rows encoded as `w` is. */
 static Matrix plan_matrix(Plan *p, const Linear *w, int rows, bool bias) {
     Matrix m = {};

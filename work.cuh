@@ -75,7 +75,8 @@ template <int BUT> __device__ inline void copies_done() { asm volatile("cp.async
 
 /* ---- copies that run on their own ---- */
 
-/* A barrier in shared memory: `full` ones complete when a copy has arrived, `empty` ones when all readers have. On Hopper the
+/* A barrier in shared memory (mbarrier): `full` ones complete when a copy has arrived, `empty` ones when all readers have, few.cuh's
+ * gates when all have for whom others wait. On Hopper the
  * copy engine takes whole rows; before it the lanes of a producer copy 16 bytes at a time. */
 struct Barrier {
     uint64_t word;
@@ -197,8 +198,8 @@ __host__ __device__ inline size_t page_size(const Work &w) { return (size_t)w.n_
 __host__ __device__ inline bf16 *cache_of(const Work &w, int page, int values, int head) {
     return w.cache + page * page_size(w) + (size_t)((w.layer * 2 + values) * w.n_kv_heads + head) * w.head_dim * PAGE;
 }
-/* Where, from there, dimension i of what belongs to a position lies. So many positions lie together; of keys their first 32 dimensions, position by
- * position, then the next; of values dimension by dimension. A warp that needs them for mma reads whole lines. */
+/* Where, from there, dimension i of a position's key or value lies. SLAB_KEYS positions lie together: keys 32 dimensions at a time (the last
+ * time what is left), position by position; values dimension by dimension. So what a warp loads for mma is whole lines. */
 constexpr int SLAB_KEYS = 16;
 __host__ __device__ inline int key_place(int head_dim, int position, int i) {
     int at = position % PAGE;

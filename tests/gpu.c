@@ -86,7 +86,7 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* A model of random weights, to be used by one sequence. */
+/* An engine with a model of random weights, for one sequence. */
 static void open_made_up(Engine *g, Checkpoint *c, const char *config, int layers, int vocab, int max_tokens) {
     char directory[] = "/tmp/infer-shapes-XXXXXX", path[100];
     Error e;
@@ -121,8 +121,7 @@ static void run_chunks(Engine *g, Sequence *s, const int *ids, size_t cached, si
     }
 }
 
-/* What a rounding to bf16, about ten times a layer in either, may make of the difference between two ways to compute.
- */
+/* What rounding to bf16, about ten times a layer, may make two ways to compute differ. */
 static double tolerance_of(int layers) { return 3 * sqrt(2 * 10 * layers) * 0x1p-9; }
 
 /* By how much the logits of `share` of the tokens differ at most: of one whose router was close to a tie another
@@ -183,36 +182,47 @@ static void shapes_pass(const char *config, int layers, double share) {
 
 static void shapes_20b(void) { shapes_pass(GPT_OSS_20B, 2, 0.8); }
 
-/* With gpt-oss's vocabulary too there are instances for its shapes alone, of one token and of several. Both give the
- * same bits, whether the logits of all tokens are wanted or of the last, and nearly what the kernels of many do. */
+/* With gpt-oss's vocabulary too there are instances for its shapes alone, of one token and of several. Behind a
+ * beginning that attention splits, both give the same bits, and nearly what the kernels of many tokens do; whether the
+ * logits of all tokens are wanted or of the last makes no difference. */
 static void instances_of_20b_agree(void) {
-    enum { N = 48, VOCAB = 201088, LAYERS = 2 };
-    const size_t chunks[] = {2, 7, 16};
+    enum { BEGIN = 700, N = 48, END = BEGIN + N, VOCAB = 201088, LAYERS = 2 };
+    const size_t chunks[] = {2, 7, 12, 13, 16, N}, bytes = (size_t)END * VOCAB * sizeof(float);
+    int room = 0;
     Error e;
     Checkpoint c;
     Engine g;
     Sequence s = {0};
     Result r;
-    int ids[N];
-    float *one = allocate((size_t)N * VOCAB * sizeof(float)), *other = allocate((size_t)N * VOCAB * sizeof(float));
-    open_made_up(&g, &c, GPT_OSS_20B, LAYERS, VOCAB, N);
-    fill_random(ids, N, VOCAB);
-    run_chunks(&g, &s, ids, 0, N, 1, VOCAB, one);
+    int ids[END];
+    float *one = allocate(bytes), *other = allocate(bytes);
+    const size_t first = (size_t)BEGIN * VOCAB, last = (size_t)(END - 1) * VOCAB;
+    open_made_up(&g, &c, GPT_OSS_20B, LAYERS, VOCAB, END);
+    fill_random(ids, END, VOCAB);
+    check(!cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "no GPU");
+    must(sequence_run(&g, &s, ids, BEGIN, WANT_NOTHING, &greedy, &r, &e), &e);
+    run_chunks(&g, &s, ids, BEGIN, END, 1, VOCAB, one);
     for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
-        run_chunks(&g, &s, ids, 0, N, chunks[i], VOCAB, other);
-        check(!memcmp(one, other, (size_t)N * VOCAB * sizeof(float)), "chunks of %zu give other bits", chunks[i]);
+        run_chunks(&g, &s, ids, BEGIN, END, chunks[i], VOCAB, other);
+        if (chunks[i] <= 7 || (chunks[i] <= 16 && room >= 227 << 10)) { /* blocks with less are for fewer tokens */
+            check(!memcmp(one + first, other + first, (size_t)N * VOCAB * sizeof(float)),
+                  "chunks of %zu give other bits", chunks[i]);
+        } else {
+            double found = differ(one + first, other + first, N, VOCAB, 0.8);
+            check(found <= tolerance_of(LAYERS), "chunks of %zu: %g, more than %g", chunks[i], found,
+                  tolerance_of(LAYERS));
+        }
+        size_t rest = (N - 1) % chunks[i] + 1; /* the tokens of the last chunk */
+        sequence_rewind(&g, &s, END - rest);
+        must(sequence_run(&g, &s, ids + END - rest, rest, WANT_LOGITS, &greedy, &r, &e), &e);
+        check(!memcmp(other + last, r.logits, VOCAB * sizeof(float)), "the last of %zu alone has other logits", rest);
     }
-    sequence_rewind(&g, &s, N - 16);
-    must(sequence_run(&g, &s, ids + N - 16, 16, WANT_LOGITS, &greedy, &r, &e), &e);
-    check(!memcmp(one + (size_t)(N - 1) * VOCAB, r.logits, VOCAB * sizeof(float)), "the last token's alone are others");
-    run_chunks(&g, &s, ids, 0, N, N, VOCAB, other);
-    double found = differ(one, other, N, VOCAB, 0.8);
-    check(found <= tolerance_of(LAYERS), "%g between few and many, more than %g", found, tolerance_of(LAYERS));
     free(one), free(other);
     sequence_free(&g, &s);
     engine_close(&g);
     checkpoint_close(&c);
 }
+
 #define DENSE                                                                                                          \
     "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"num_hidden_layers\":%d,\"vocab_size\":%d,"   \
     "\"hidden_size\":768,\"intermediate_size\":1152,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"         \
