@@ -24,6 +24,7 @@ constexpr int HELD = 8;         /* choices whose activations are at hand in phas
 constexpr int SUMS = 2048;      /* floats in which a pass leaves its sums, at least */
 constexpr int SPLIT_PAGES = 4;  /* of a split, at least */
 constexpr int MOST_STAGES = 2 * TEAMS; /* of the ring: while a team reads one its next is filled */
+constexpr int MOST_COPIES = 6; /* stages on the way at once: enough for the memory, and all else that is asked for waits less */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
@@ -146,6 +147,10 @@ struct Ring {
             int part;
             const uint8_t *group = locate(i, part);
             empty[at].wait(parity ^ 1); /* at once the first time round */
+#if __CUDA_ARCH__ >= 900 /* copies by the lanes of a producer are not so far ahead, and its waiting would take turns from consumers */
+            int before = at - min(MOST_COPIES, stages); /* has to be there */
+            full[before < 0 ? before + stages : before].wait(before < 0 ? parity ^ 1 : parity);
+#endif
             Codec<T>::copy(full + at, stage + at * stage_bytes, m.per, group, m.stride, part * m.per, min(m.per, m.chunks - part * m.per), thread / 32 - WARPS,
                            thread % 32);
             if (++at == stages) at = 0, parity ^= 1;
