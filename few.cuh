@@ -147,7 +147,7 @@ struct Ring {
             int part;
             const uint8_t *group = locate(i, part);
             empty[at].wait(parity ^ 1); /* at once the first time round */
-#if __CUDA_ARCH__ >= 900 /* copies by the lanes of a producer are not so far ahead, and its waiting would take turns from consumers */
+#if __CUDA_ARCH__ >= 900 /* where lanes copy, waiting seems to cost more than it gives: notebooks/speed.md */
             int before = at - min(MOST_COPIES, stages); /* has to be there */
             full[before < 0 ? before + stages : before].wait(before < 0 ? parity ^ 1 : parity);
 #endif
