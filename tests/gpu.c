@@ -2,6 +2,7 @@
  * stage, and the properties that find batching bugs. One line a test, as in unit.c. Run from the top of the project. */
 #include "check.h"
 #include "real.h"
+#include "streams.h"
 
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
@@ -273,89 +274,6 @@ static void stories_260k(void) { small_model(&cuda, "stories260K"); }
 
 /* ---- properties ---- */
 
-enum { STREAMS = 17, LONGEST = 100, PAGES_EACH = 2 };
-
-static struct {
-    const char *fixture;
-    Checkpoint c;
-    void *state;
-    size_t vocab;
-    int id[STREAMS][LONGEST], length[STREAMS];
-} streams;
-
-static void open_streams(const char *fixture) {
-    Error e;
-    uint64_t random = 1;
-    int pages = STREAMS * PAGES_EACH;
-    char path[100];
-    snprintf(path, sizeof path, "tests/fixtures/%s", fixture);
-    streams.fixture = fixture;
-    must(checkpoint_open(&streams.c, path, &e), &e);
-    Limits limits = {.context = PAGES_EACH * PAGE, .max_seqs = STREAMS, .max_tokens = STREAMS * LONGEST};
-    streams.state = cuda.open(&streams.c.model, &limits, &pages, &e);
-    must(streams.state, &e);
-    streams.vocab = (size_t)streams.c.model.vocab;
-    for (int s = 0; s < STREAMS; s++) {
-        streams.length[s] = 1 + (s * 37 + 69) % LONGEST;
-        for (int i = 0; i < LONGEST; i++) {
-            random = random * 6364136223846793005u + 1442695040888963407u;
-            streams.id[s][i] = (int)((random >> 33) % streams.vocab);
-        }
-    }
-}
-
-static void close_streams(void) {
-    cuda.close(streams.state);
-    checkpoint_close(&streams.c);
-}
-
-/* Feeds streams which[0 .. n) from position `from` on, each step `chunk` tokens of each (0: all; -1: 1, 2, 3, ... by
- * stream), and gives their logits. */
-static void feed(const int *which, int n, int chunk, int from, float **logits) {
-    Error e;
-    Result r;
-    int done[STREAMS], first[STREAMS + 1], slot[STREAMS], start[STREAMS], token[STREAMS * LONGEST],
-        page[STREAMS * PAGES_EACH], row[STREAMS];
-    Sampling how[STREAMS];
-    Want want[STREAMS];
-    for (int i = 0; i < n; i++) done[i] = from;
-    for (bool more = true; more;) {
-        Batch b = {.max_pages = PAGES_EACH,
-                   .slot = slot,
-                   .first = first,
-                   .token = token,
-                   .start = start,
-                   .page = page,
-                   .sampling = how,
-                   .want = want};
-        first[0] = 0;
-        for (int i = 0; i < n; i++) {
-            int s = which[i], rest = streams.length[s] - done[i],
-                size = chunk < 0 ? i % 7 + 1
-                       : chunk   ? chunk
-                                 : rest,
-                at = b.seqs;
-            if (size > rest) size = rest;
-            if (!size) continue;
-            for (int p = 0; p < PAGES_EACH; p++)
-                page[at * PAGES_EACH + p] = (s * PAGES_EACH + p) * 5 % (STREAMS * PAGES_EACH);
-            memcpy(token + first[at], streams.id[s] + done[i], (size_t)size * sizeof *token);
-            slot[at] = s, start[at] = done[i], how[at] = greedy, want[at] = WANT_ALL_LOGITS, row[at] = i;
-            done[i] += size;
-            first[at + 1] = first[at] + size;
-            b.seqs++;
-        }
-        more = b.seqs;
-        if (!more) break;
-        must(cuda.submit(streams.state, &b, &e) && cuda.collect(streams.state, &r, &e), &e);
-        for (int at = 0; at < b.seqs; at++)
-            memcpy(logits[row[at]] + (size_t)start[at] * streams.vocab, r.logits + (size_t)first[at] * streams.vocab,
-                   (size_t)(first[at + 1] - first[at]) * streams.vocab * 4);
-    }
-}
-
-static float *room(void) { return allocate(LONGEST * streams.vocab * 4); }
-
 /* Token by token a stream gives the same bits alone and among 2 and 15 others, at any place in the batch. */
 static void alone_equals_batched(void) {
     int which[STREAMS];
@@ -614,7 +532,7 @@ int main(void) {
     run("gpu: TinyStories-656K writes the reference ids", tinystories_656k);
     run("gpu: stories260K writes the reference ids", stories_260k);
     for (int i = 0; i < 2; i++) {
-        open_streams(i ? "true_heads" : "odd");
+        open_streams(&cuda, i ? "true_heads" : "odd");
         run(i ? "gpu: alone = batched, heads of 64" : "gpu: alone = batched", alone_equals_batched);
         run(i ? "gpu: one chunk = many, heads of 64" : "gpu: one chunk = many", one_chunk_equals_many);
         run(i ? "gpu: 17 beginnings in one batch, heads of 64" : "gpu: 17 beginnings in one batch",

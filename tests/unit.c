@@ -5,6 +5,7 @@
 #include "../chat.h"
 #include "check.h"
 #include "real.h"
+#include "streams.h"
 
 /* ---- layers against goldens ---- */
 
@@ -83,98 +84,28 @@ static void spoiled_models_fail(void) {
 
 /* ---- batches, chunks, rewinding: bit by bit ---- */
 
-enum { STREAMS = 17, LONGEST = 100, PAGES_EACH = 2 };
+static float *alone[STREAMS]; /* what each stream gives alone and in one chunk */
 
-static struct { /* streams of different length through one model, and what each gives alone and in one chunk */
-    Checkpoint c;
-    void *state;
-    int length[STREAMS], id[STREAMS][LONGEST];
-    float *alone[STREAMS]; /* (length, vocab) logits */
-} streams;
-
-/* Feeds `n` streams from position `from` on, each step `chunk` tokens of each (0: all at once; -1: 1, 2, 3, ... by
- * stream), and gives the logits of each, (length, vocab). Stream i lies in pages of its own, not in their order. */
-static void feed(const int *which, int n, int chunk, const int *from, float **logits) {
-    Error e;
-    Result r;
-    int done[STREAMS], first[STREAMS + 1], slot[STREAMS], start[STREAMS], token[STREAMS * LONGEST],
-        page[STREAMS * PAGES_EACH], row[STREAMS];
-    Sampling how[STREAMS];
-    Want want[STREAMS];
-    size_t vocab = (size_t)streams.c.model.vocab;
-    for (int i = 0; i < n; i++) done[i] = from ? from[i] : 0;
-    for (bool more = true; more;) {
-        Batch b = {.max_pages = PAGES_EACH,
-                   .slot = slot,
-                   .first = first,
-                   .token = token,
-                   .start = start,
-                   .page = page,
-                   .sampling = how,
-                   .want = want};
-        first[0] = 0;
-        for (int i = 0; i < n; i++) {
-            int s = which[i], rest = streams.length[s] - done[i],
-                size = chunk < 0 ? i % 7 + 1
-                       : chunk   ? chunk
-                                 : rest,
-                at = b.seqs;
-            if (size > rest) size = rest;
-            if (!size) continue;
-            for (int p = 0; p < PAGES_EACH; p++)
-                page[at * PAGES_EACH + p] = (s * PAGES_EACH + p) * 5 % (STREAMS * PAGES_EACH);
-            memcpy(token + first[at], streams.id[s] + done[i], (size_t)size * sizeof *token);
-            slot[at] = s;
-            start[at] = done[i];
-            how[at] = greedy;
-            want[at] = WANT_ALL_LOGITS;
-            row[at] = i;
-            done[i] += size;
-            first[at + 1] = first[at] + size;
-            b.seqs++;
-        }
-        more = b.seqs;
-        if (!more) break;
-        must(reference.submit(streams.state, &b, &e) && reference.collect(streams.state, &r, &e), &e);
-        check(r.rows == first[b.seqs], "%d rows for %d tokens", r.rows, first[b.seqs]);
-        for (int at = 0; at < b.seqs; at++)
-            memcpy(logits[row[at]] + (size_t)start[at] * vocab, r.logits + (size_t)first[at] * vocab,
-                   (size_t)(first[at + 1] - first[at]) * vocab * 4);
-    }
-}
-
-static void open_streams(void) {
-    Error e;
-    uint64_t random = 1;
-    int pages = STREAMS * PAGES_EACH;
-    must(checkpoint_open(&streams.c, "tests/fixtures/odd", &e), &e);
-    Limits limits = {.context = PAGES_EACH * PAGE, .max_seqs = STREAMS, .max_tokens = STREAMS * LONGEST};
-    streams.state = reference.open(&streams.c.model, &limits, &pages, &e);
-    must(streams.state, &e);
+static void open_alone(void) {
+    open_streams(&reference, "odd");
     for (int s = 0; s < STREAMS; s++) {
-        streams.length[s] = 1 + (s * 37 + 69) % LONGEST;
-        streams.alone[s] = allocate((size_t)LONGEST * (size_t)streams.c.model.vocab * 4);
-        for (int i = 0; i < LONGEST; i++) {
-            random = random * 6364136223846793005u + 1442695040888963407u;
-            streams.id[s][i] = (int)((random >> 33) % (uint64_t)streams.c.model.vocab);
-        }
-        feed(&s, 1, 0, NULL, streams.alone + s);
+        alone[s] = room();
+        feed(&s, 1, 0, 0, alone + s);
     }
 }
 
-static void close_streams(void) {
-    for (int s = 0; s < STREAMS; s++) free(streams.alone[s]);
-    reference.close(streams.state);
-    checkpoint_close(&streams.c);
+static void close_alone(void) {
+    for (int s = 0; s < STREAMS; s++) free(alone[s]);
+    close_streams();
 }
 
 static void same_as_alone(const int *which, int n, int chunk) {
     float *logits[STREAMS];
-    size_t row = (size_t)streams.c.model.vocab * 4;
-    for (int i = 0; i < n; i++) logits[i] = allocate(LONGEST * row);
-    feed(which, n, chunk, NULL, logits);
+    size_t row = streams.vocab * 4;
+    for (int i = 0; i < n; i++) logits[i] = room();
+    feed(which, n, chunk, 0, logits);
     for (int i = 0; i < n; i++) {
-        check(!memcmp(logits[i], streams.alone[which[i]], (size_t)streams.length[which[i]] * row),
+        check(!memcmp(logits[i], alone[which[i]], (size_t)streams.length[which[i]] * row),
               "stream %d among %d, chunks of %d", which[i], n, chunk);
         free(logits[i]);
     }
@@ -199,20 +130,20 @@ static void one_chunk_equals_many(void) {
 
 /* The cache behind the position that a sequence is rewound to holds other text by then, and must not matter. */
 static void rewound_equals_never_there(void) {
-    size_t row = (size_t)streams.c.model.vocab * 4;
-    float *logits = allocate(LONGEST * row);
+    size_t row = streams.vocab * 4;
+    float *logits = room();
     for (int s = 0; s < STREAMS; s++) {
         int keep = streams.length[s] / 2, length = streams.length[s], other = (s + 1) % STREAMS, saved[LONGEST];
         memcpy(saved, streams.id[s], sizeof saved);
         memcpy(streams.id[s] + keep, streams.id[other], (size_t)(LONGEST - keep) * sizeof *saved);
         streams.length[s] = LONGEST;
-        feed(&s, 1, 0, NULL, &logits);
+        feed(&s, 1, 0, 0, &logits);
         memcpy(streams.id[s], saved, sizeof saved);
         streams.length[s] = length;
-        feed(&s, 1, 0, &keep, &logits);
-        check(!memcmp(logits + (size_t)keep * row / 4, streams.alone[s] + (size_t)keep * row / 4,
-                      (size_t)(length - keep) * row),
-              "stream %d from %d", s, keep);
+        feed(&s, 1, 0, keep, &logits);
+        check(
+            !memcmp(logits + (size_t)keep * row / 4, alone[s] + (size_t)keep * row / 4, (size_t)(length - keep) * row),
+            "stream %d from %d", s, keep);
     }
     free(logits);
 }
@@ -492,12 +423,12 @@ int main(void) {
     run("unit: the real scores and sinks of layer 0", sinks);
     run("unit: TinyStories-656K writes the reference ids", tinystories_656k);
     run("unit: stories260K writes the reference ids", stories_260k);
-    open_streams();
+    open_alone();
     run("unit: alone = in a batch of 3 and 17", alone_equals_batched);
     run("unit: one chunk = many", one_chunk_equals_many);
     run("unit: rewound = never there", rewound_equals_never_there);
     run("unit: generation rewinds, fills the context, gives pages back", generation_rewinds);
-    close_streams();
+    close_alone();
     run("unit: ln, exp, Philox", logarithm_and_exponential);
     run("unit: draws follow transformers' processors", draws_follow_transformers);
     run("unit: equals and NaN", equals_and_nan);
