@@ -16,8 +16,9 @@ template <typename A> struct Rows {
 };
 
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
- * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says, whose add(sum, i, k) adds chunk i to the
- * k-th of a warp's two sums. Lane 4g + t works on row g. reduce() makes final values of what was collected. place(i) is where the i-th activation of a token lies. */
+ * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says, whose add(sum, i, k) adds chunk i
+ * to the k-th of a warp's two sums. Lane 4g + t works on row g. reduce() makes final values of what was collected. place(i) is where the
+ * i-th activation of a token lies. */
 template <Type T> struct Codec;
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */

@@ -6,7 +6,7 @@
  *     qkv        norm, query, key and value, rope, to the cache
  *     attention  over the cache, split when it is long
  *     output     onto the residual stream; each block's share of the router's logits
- *     up         norm, router, top-k, gate and up, activation
+ *     up         router, top-k, norm, gate and up, activation
  *     down       onto the residual stream, weighted
  */
 #ifndef FEW_CUH

@@ -2,14 +2,14 @@
  * names in plain C.
  *
  * A step has one of two forms. Up to FEW tokens (generation, short ends of prompts) are one kernel, few.cuh, that reads every
- * weight once, in order: its time is the time to read them. More tokens (prompts) are arithmetic: the kernels of many.cuh,
- * of hopper.cuh and cuBLAS multiply tiles on tensor cores. draw.cuh makes tokens of logits, upload.cu brings the weights to
- * the card, work.cuh holds what all kernels share.
+ * weight once, in order: its time is the time to read them; codec.cuh says how. More tokens (prompts) are arithmetic: the
+ * kernels of many.cuh, of hopper.cuh and cuBLAS multiply tiles on tensor cores. draw.cuh makes tokens of logits, upload.cu
+ * brings the weights to the card, work.cuh holds what all kernels share.
  *
  * On the card: the residual stream is fp32, products take bf16 and accumulate fp32 (fp32 throughout for F32 weights), the
  * cache is bf16. Weights keep their encoding and are re-laid once, while they are loaded: rows of query and key alternate
  * between the halves of a head so that the pair that RoPE turns is adjacent; rows of gate and up alternate; MXFP4 is packed
- * so that a warp reads 544 contiguous bytes for 16 rows by 64 columns. */
+ * so that a warp reads 544 contiguous bytes for 16 rows by 64 columns; keys and values of 16 positions lie as a warp reads them. */
 #include "draw.cuh"
 #include "few.cuh"
 #include "many.cuh"
