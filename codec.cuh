@@ -97,13 +97,20 @@ template <> struct Codec<BF16>::Lane<0> { /* only mma's columns 0 and 1 matter: 
     }
 };
 
-/* MXFP4: a chunk of 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them: columns 16t .. 16t + 15 of row g and then of row g + 8;
+__device__ inline void mma_eight_alone(float (&c)[4], uint4 row, uint4 row8, uint4 column) { /* mma_eight, but c = and not += */
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(row.x), "r"(row8.x), "r"(row.y), "r"(row8.y), "r"(column.x), "r"(column.y), "f"(0.f));
+    mma(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
+}
+
+/* MXFP4: weights are mma's rows, activations its columns. A chunk is 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them: columns 16t .. 16t + 15 of row g and then of row g + 8;
  * behind these 512 bytes lie the scales of both blocks of 32 of row g and of both of row g + 8, for each g. A word becomes bf16
  * times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100, exactly, and the block's scale, stored as the
  * exponent of a float with 26 added, does the rest. Since it multiplies the product, the blocks must not be added before: lanes 0 and 1 hold
  * weights of the first block, 2 and 3 of the second, so a token needs two of mma's columns, each with zeros for the other block. A token alone
  * has all eight: these are chosen so that lane t finds one of the four sums, and its scale in byte t. */
-template <> struct Codec<MXFP4> { /* weights are mma's rows, activations its columns */
+template <> struct Codec<MXFP4> {
     static constexpr Type TYPE = MXFP4;
     static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS;
     static constexpr float LIFT = 0x1p100f;

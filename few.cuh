@@ -16,15 +16,14 @@
 
 #include <climits>
 
-constexpr int WARPS = 14;       /* of a block that multiply; with PRODUCERS 16, which have 128 registers a thread */
+constexpr int WARPS = 14; /* of a block that multiply; with PRODUCERS 16, which have 128 registers a thread */
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32;
-constexpr int TEAM = 2;         /* warps that share an item */
-constexpr int TEAMS = WARPS / TEAM;
-constexpr int HELD = 8;         /* choices whose activations are at hand in phase down, at least */
-constexpr int SUMS = 2048;      /* floats in which a pass leaves its sums, at least */
-constexpr int SPLIT_PAGES = 4;  /* of a split, at least */
-constexpr int MOST_STAGES = 2 * TEAMS; /* of the ring: while a team reads one its next is filled */
-constexpr int MOST_COPIES = 6; /* stages on the way at once: enough for the memory, and all else that is asked for waits less */
+constexpr int TEAM = 2, TEAMS = WARPS / TEAM; /* warps that share an item */
+constexpr int MOST_STAGES = 2 * TEAMS;        /* of the ring: while a team reads one its next is filled */
+constexpr int MOST_COPIES = 6;                /* stages on the way at once: enough for the memory, and all else that is asked for waits less */
+constexpr int HELD = 8;                       /* choices whose activations are at hand in phase down, at least */
+constexpr int SUMS = 2048;                    /* floats in which a pass leaves its sums, at least */
+constexpr int SPLIT_PAGES = 4;                /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
@@ -126,8 +125,9 @@ template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group)
     return m.data + (size_t)group * Codec<T>::ROWS * Codec<T>::row_bytes(m.stride);
 }
 
-/* A block's way through the weights, item by item: an item is a group of rows, or a part of its columns. The producer fills stages one
- * after the other; each belongs to a team of consumers, so that the teams work side by side, each on an item of its own. */
+/* A block's way through the weights, item by item: an item is a group of rows, or a part of its columns. The producers fill stages one
+ * after the other, each its share of every stage; a stage belongs to a team of consumers, so that the teams work side by side, each on an
+ * item of its own. */
 struct Ring {
     uint8_t *stage;        /* (stages) */
     Barrier *full, *empty; /* (stages) */
@@ -141,7 +141,7 @@ struct Ring {
         int mine = thread / 32 / TEAM;
         at = thread < CONSUMERS ? mine : 0, next = mine < teams ? mine : INT_MAX;
     }
-    /* The producer's part of a phase: locate(item, part) is where the group's weights lie and which part of the columns is meant. */
+    /* The producers' part of a phase: locate(item, part) is where the group's weights lie and which part of the columns is meant. */
     template <Type T, class Locate> __device__ void produce(const Matrix &m, int items, Locate locate) {
         for (int i = 0; i < items; i++) {
             int part;
@@ -262,9 +262,10 @@ template <int D> struct SlabState {
     }
 };
 
-/* The states that warps, or splits, have stored of one head: two dimensions of what they come to together. */
+/* The states that warps, or splits, have stored of one head: two dimensions, 2 pair and 2 pair + 1, of what they come to together. */
 template <int D> struct Merged {
     const float *state; /* (count, 8, 2 + D), from this head on */
+    int pair;
     float most, total = 0;
     float2 sum = {};
     __device__ Merged(const float *states, int pair) : state(states), pair(pair) {}
@@ -290,13 +291,10 @@ template <int D> struct Merged {
         float top = sink ? fmaxf(most, *sink * LOG2E) : most, share = exp2f(most - top), all = total * share + (sink ? exp2f(*sink * LOG2E - top) : 0);
         return {sum.x * share / all, sum.y * share / all};
     }
-    __device__ void store(float *to, int pair) const {
+    __device__ void store(float *to) const {
         if (pair == 0) to[0] = most, to[1] = total;
         *(float2 *)(to + 2 + 2 * pair) = sum;
     }
-
-  private:
-    int pair;
 };
 
 /* ---- the kernel ---- */
@@ -337,9 +335,12 @@ template <bool producing> struct Few {
           ring(k, memory) {}
     /* Before any of them begins: all threads of the block call it. */
     __device__ void prepare() {
-        if (ring.thread == 0) at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
-        if (ring.thread == 0) /* all but the first producer arrive, the consumers, the first producer */
-            gate(FREE).init(THREADS - 32), gate(ROUTED).init(CONSUMERS), gate(CHOSEN).init(32);
+        if (ring.thread == 0) {
+            at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
+            gate(FREE).init(THREADS - 32); /* all but the first producer arrive */
+            gate(ROUTED).init(CONSUMERS);
+            gate(CHOSEN).init(32); /* the first producer arrives */
+        }
         if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(TEAM * 32);
         Barrier::show_init();
 #pragma unroll 1
@@ -575,7 +576,7 @@ template <bool producing> struct Few {
                 if (used == 1)
                     store_attention(t, (head * group + h) * D + 2 * pair, m.result(l.sinks ? l.sinks + head * group + h : NULL));
                 else
-                    m.store(partial + (split * 8 + h) * ROW, pair);
+                    m.store(partial + (split * 8 + h) * ROW);
             }
             if (used > 1) {
                 __threadfence();
@@ -677,10 +678,10 @@ template <bool producing> struct Few {
         return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_tokens)};
     }
 
+    __device__ bool chooses() const { return ring.thread / 32 == WARPS; } /* the first producer */
     /* What each token chose, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
      * All threads call it; the first producer has `active` when it returns. The last warps route: others have more to do, and of one
      * token that producer knows all without waiting for anybody. */
-    __device__ bool chooses() const { return ring.thread / 32 == WARPS; } /* the first producer */
     __device__ void choose(bool has_router, const float *bias, const Active &active) {
         if (!chooses() && (producing || tokens == 1)) return;
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);

@@ -38,13 +38,6 @@ __device__ inline void mma_eight(float (&c)[4], uint4 row, uint4 row8, uint4 col
     mma(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
 }
 
-__device__ inline void mma_eight_alone(float (&c)[4], uint4 row, uint4 row8, uint4 column) { /* c = ... */
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
-                 : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-                 : "r"(row.x), "r"(row8.x), "r"(row.y), "r"(row8.y), "r"(column.x), "r"(column.y), "f"(0.f));
-    mma(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
-}
-
 __device__ inline uint32_t pack(float low, float high) {
     __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<uint32_t *>(&v);
@@ -76,8 +69,8 @@ template <int BUT> __device__ inline void copies_done() { asm volatile("cp.async
 /* ---- copies that run on their own ---- */
 
 /* A barrier in shared memory (mbarrier): `full` ones complete when a copy has arrived, `empty` ones when all readers have, few.cuh's
- * gates when all have for whom others wait. On Hopper the
- * copy engine takes whole rows; before it the lanes of a producer copy 16 bytes at a time. */
+ * gates when all have for whom others wait. On Hopper the copy engine takes whole rows; before it the lanes of a producer copy 16 bytes
+ * at a time. */
 struct Barrier {
     uint64_t word;
     __device__ unsigned address() { return (unsigned)__cvta_generic_to_shared(&word); }
