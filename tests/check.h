@@ -61,6 +61,14 @@ static inline int largest(const float *x, int n) {
     return best;
 }
 
+/* n token ids of a vocabulary, the next of what `random` began with. */
+static inline void fill_random(int *ids, int n, size_t vocab, uint64_t *random) {
+    for (int i = 0; i < n; i++) {
+        *random = *random * 6364136223846793005u + 1442695040888963407u;
+        ids[i] = (int)((*random >> 33) % vocab);
+    }
+}
+
 /* The numbers of a JSON array, which must be n. */
 static inline float *numbers(const cJSON *array, int n) {
     float *out = allocate((size_t)n * sizeof *out);

@@ -67,10 +67,7 @@ static void lengths_pass(void) {
     must(checkpoint_open(&c, "tests/fixtures/odd", &e), &e);
     int ids[300];
     uint64_t random = 3;
-    for (int i = 0; i < 300; i++) {
-        random = random * 6364136223846793005u + 1442695040888963407u;
-        ids[i] = (int)((random >> 33) % (uint64_t)c.model.vocab);
-    }
+    fill_random(ids, 300, (size_t)c.model.vocab, &random);
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
         Trace golden = {0};
         double ratio;
@@ -101,15 +98,7 @@ static void open_made_up(Engine *g, Checkpoint *c, const char *config, int layer
     must(engine_open(g, &cuda, &c->model, limits, 0, &e), &e);
 }
 
-static void fill_random(int *ids, int n, int vocab) {
-    uint64_t random = 7;
-    for (int i = 0; i < n; i++) {
-        random = random * 6364136223846793005u + 1442695040888963407u;
-        ids[i] = (int)((random >> 33) % (uint64_t)vocab);
-    }
-}
-
-/* The logits of ids[cached .. n), in chunks, behind what the cache holds of a run before. */
+/* The logits of ids[cached .. n), in chunks, behind what the cache holds of a run before: (n - cached, vocab). */
 static void run_chunks(Engine *g, Sequence *s, const int *ids, size_t cached, size_t n, size_t chunk, size_t vocab,
                        float *logits) {
     Error e;
@@ -118,7 +107,7 @@ static void run_chunks(Engine *g, Sequence *s, const int *ids, size_t cached, si
     for (size_t at = cached; at < n; at += chunk) {
         size_t now = n - at < chunk ? n - at : chunk;
         must(sequence_run(g, s, ids + at, now, WANT_ALL_LOGITS, &greedy, &r, &e), &e);
-        memcpy(logits + at * vocab, r.logits, now * vocab * sizeof(float));
+        memcpy(logits + (at - cached) * vocab, r.logits, now * vocab * sizeof(float));
     }
 }
 
@@ -137,7 +126,7 @@ static double differ(const float *a, const float *b, size_t n, size_t vocab, dou
 }
 
 /* A model of random weights: prompts of many lengths, whole, in chunks and behind a cached beginning, against the same
- * in chunks of 16, which other kernels serve. `share` of the tokens must agree. */
+ * in chunks of 16. From 17 on other kernels serve a chunk. `share` of the tokens must agree. */
 static void shapes_pass(const char *config, int layers, double share) {
     enum { LONG = 5000, VOCAB = 512 };
     static const struct {
@@ -151,21 +140,22 @@ static void shapes_pass(const char *config, int layers, double share) {
     Engine g;
     Sequence s = {0};
     int ids[LONG];
+    uint64_t random = 7;
     size_t row = VOCAB * sizeof(float);
     open_made_up(&g, &c, config, layers, VOCAB, LONG);
-    fill_random(ids, LONG, VOCAB);
+    fill_random(ids, LONG, VOCAB, &random);
     float *few = allocate(LONG * row), *many = allocate(LONG * row), *last = allocate_zero(LONG, row);
     run_chunks(&g, &s, ids, 0, LONG, 16, VOCAB, few);
     for (size_t k = 0; k < sizeof runs / sizeof *runs; k++) {
-        size_t cached = runs[k].cached, n = runs[k].n, from = cached * VOCAB;
+        size_t cached = runs[k].cached, n = runs[k].n;
         run_chunks(&g, &s, ids, cached, n, runs[k].chunk, VOCAB, many);
-        double found = differ(many + from, few + from, n - cached, VOCAB, share);
+        double found = differ(many, few + cached * VOCAB, n - cached, VOCAB, share);
         check(found <= tolerance_of(layers),
               "tokens %zu to %zu in chunks of %zu: %g of them differ by up to %g, more than %g", cached, n,
               runs[k].chunk, share, found, tolerance_of(layers));
         if (k && !memcmp(runs + k, runs + k - 1, sizeof *runs))
-            check(!memcmp(last, many, n * row), "a second run gives other bits");
-        memcpy(last, many, n * row);
+            check(!memcmp(last, many, (n - cached) * row), "a second run gives other bits");
+        memcpy(last, many, (n - cached) * row);
     }
     free(few), free(many), free(last);
     sequence_free(&g, &s);
@@ -188,35 +178,34 @@ static void shapes_20b(void) { shapes_pass(GPT_OSS_20B, 2, 0.8); }
  * logits of all tokens are wanted or of the last makes no difference. */
 static void instances_of_20b_agree(void) {
     enum { BEGIN = 700, N = 48, END = BEGIN + N, VOCAB = 201088, LAYERS = 2 };
-    const size_t chunks[] = {2, 7, 12, 13, 16, N}, bytes = (size_t)END * VOCAB * sizeof(float);
-    int room = 0;
+    const size_t chunks[] = {2, 7, 12, 13, 16, N}, row = VOCAB * sizeof(float);
+    int room = 0; /* bytes of shared memory for a block */
+    uint64_t random = 7;
     Error e;
     Checkpoint c;
     Engine g;
     Sequence s = {0};
     Result r;
     int ids[END];
-    float *one = allocate(bytes), *other = allocate(bytes);
-    const size_t first = (size_t)BEGIN * VOCAB, last = (size_t)(END - 1) * VOCAB;
+    float *one = allocate(N * row), *other = allocate(N * row);
     open_made_up(&g, &c, GPT_OSS_20B, LAYERS, VOCAB, END);
-    fill_random(ids, END, VOCAB);
+    fill_random(ids, END, VOCAB, &random);
     check(!cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "no GPU");
     must(sequence_run(&g, &s, ids, BEGIN, WANT_NOTHING, &greedy, &r, &e), &e);
     run_chunks(&g, &s, ids, BEGIN, END, 1, VOCAB, one);
     for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
         run_chunks(&g, &s, ids, BEGIN, END, chunks[i], VOCAB, other);
         if (chunks[i] <= 7 || (chunks[i] <= 16 && room >= 227 << 10)) { /* blocks with less are for fewer tokens */
-            check(!memcmp(one + first, other + first, (size_t)N * VOCAB * sizeof(float)),
-                  "chunks of %zu give other bits", chunks[i]);
+            check(!memcmp(one, other, N * row), "chunks of %zu give other bits", chunks[i]);
         } else {
-            double found = differ(one + first, other + first, N, VOCAB, 0.8);
+            double found = differ(one, other, N, VOCAB, 0.8);
             check(found <= tolerance_of(LAYERS), "chunks of %zu: %g, more than %g", chunks[i], found,
                   tolerance_of(LAYERS));
         }
         size_t rest = (N - 1) % chunks[i] + 1; /* the tokens of the last chunk */
         sequence_rewind(&g, &s, END - rest);
         must(sequence_run(&g, &s, ids + END - rest, rest, WANT_LOGITS, &greedy, &r, &e), &e);
-        check(!memcmp(other + last, r.logits, VOCAB * sizeof(float)), "the last of %zu alone has other logits", rest);
+        check(!memcmp(other + (size_t)(N - 1) * VOCAB, r.logits, row), "the last of %zu alone has other logits", rest);
     }
     free(one), free(other);
     sequence_free(&g, &s);

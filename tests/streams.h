@@ -30,10 +30,7 @@ static void open_streams(const Backend *backend, const char *fixture) {
     streams.vocab = (size_t)streams.c.model.vocab;
     for (int s = 0; s < STREAMS; s++) {
         streams.length[s] = 1 + (s * 37 + 69) % LONGEST;
-        for (int i = 0; i < LONGEST; i++) {
-            random = random * 6364136223846793005u + 1442695040888963407u;
-            streams.id[s][i] = (int)((random >> 33) % streams.vocab);
-        }
+        fill_random(streams.id[s], LONGEST, streams.vocab, &random);
     }
 }
 
