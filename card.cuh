@@ -13,7 +13,7 @@ constexpr int FP4_ROWS = 16;      /* of MXFP4: m of mma.m16n8k16; ... */
 constexpr int FP4_COLUMNS = 64;   /* ... the columns of a packed chunk ... */
 constexpr int FP4_BYTES = 544;    /* ... and its size: 4.25 bits a weight */
 /* Chunks that few.cuh streams as one item, at most. For one token others were slower (notebooks/speed.md); F32's, half of BF16's, was not measured. */
-constexpr int FP4_ITEM = 15, BF16_ITEM = 24, F32_ITEM = 12;
+constexpr int FP4_ITEM = 48, BF16_ITEM = 48, F32_ITEM = 24;
 
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
@@ -28,6 +28,7 @@ struct Matrix { /* a Linear on the card: n matrices of rows padded to whole grou
     int stride;   /* columns with padding */
     size_t bytes; /* of one matrix */
     int chunks, per, parts; /* of a row; how many are multiplied at a time; how many times */
+    __host__ __device__ int chunks_of(int part) const { return min_of(per, chunks - part * per); }
 };
 
 /* Sets what follows from a matrix's type and size. */

@@ -31,6 +31,7 @@ template <Type T, typename A> struct Dense {
     static constexpr float LIFT = 1;
     typedef A Activation;
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return stride * sizeof(A); }
+    __host__ __device__ static constexpr int columns_at(int chunk) { return chunk * WIDTH; }
     __host__ __device__ static constexpr int stage_bytes(int per) { return ROWS * bank_pitch(per * WIDTH); }
     __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int producer, int lane) {
         constexpr int P = PRODUCERS; /* every other row */
@@ -46,6 +47,7 @@ template <Type T, typename A> struct Dense {
  * fragment: two of its four words are row g, the others are called row g + 8, which is the same row at other columns. So a token
  * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
 template <> struct Codec<BF16> : Dense<BF16, bf16> {
+    typedef uint2 Kept; /* what a lane needs of a chunk's activations, of a token alone */
     template <int TILES> struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
         static constexpr int N = max_of(TILES, 1);
         float c[N][4] = {};
@@ -87,13 +89,19 @@ template <> struct Codec<BF16>::Lane<0> { /* only mma's columns 0 and 1 matter: 
     const uint8_t *weights;
     const bf16 *column;
     bool real;
-    uint2 x[2] = {};
+    Kept x[2] = {};
     __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
         : weights(lane_at(stage, per, lane)), column(x.row(0) + lane % 4 * 8 + lane / 4 % 2 * 4), real(lane < 8) {}
-    __device__ void add(Sum<0> &sum, int i, int k) {
+    __device__ void load(Kept &x, int i) const {
+        if (real) x = *(const uint2 *)(column + i * K);
+    }
+    __device__ void add(Sum<0> &sum, int i, const Kept &x) const {
         uint4 w = *(const uint4 *)(weights + i * WIDTH);
-        if (real) x[k] = *(const uint2 *)(column + i * K);
-        mma(sum.c[0], w.x, w.y, w.z, w.w, x[k].x, x[k].y);
+        mma(sum.c[0], w.x, w.y, w.z, w.w, x.x, x.y);
+    }
+    __device__ void add(Sum<0> &sum, int i, int k) {
+        load(x[k], i);
+        add(sum, i, x[k]);
     }
 };
 
@@ -115,6 +123,7 @@ template <> struct Codec<MXFP4> {
     static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS;
     static constexpr float LIFT = 0x1p100f;
     typedef bf16 Activation;
+    struct Kept { uint4 low, high; };
     template <int TILES> struct Sum { /* token 4j + t: either block of row g, either of row g + 8 */
         float c[TILES][4] = {};
         __device__ void reduce() {
@@ -130,6 +139,7 @@ template <> struct Codec<MXFP4> {
         }
     };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
+    __host__ __device__ static constexpr int columns_at(int chunk) { return chunk * FP4_BYTES; } /* bytes from a group's beginning */
     __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_BYTES; }
     __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int producer, int lane) {
         int from = (n * producer + PRODUCERS - 1) / PRODUCERS, to = (n * (producer + 1) + PRODUCERS - 1) / PRODUCERS;
@@ -173,20 +183,26 @@ template <> struct Codec<MXFP4>::Lane<0> {
     const uint8_t *weights, *scale;
     const bf16 *column;
     bool real; /* mma's columns 0 and 5 are of the first block, 2 and 7 of the second; zeros stay in the other lanes */
-    uint4 x[2][2] = {};
+    Kept x[2] = {};
     __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
         : weights(stage + lane * 16), scale(stage + 512 + lane), column(x.row(0) + lane % 4 * 16),
           real(lane % 4 < 2 ? lane / 4 == 0 || lane / 4 == 5 : lane / 4 == 2 || lane / 4 == 7) {}
-    __device__ void add(Sum<0> &sum, int i, int k) {
+    __device__ void load(Kept &x, int i) const {
+        if (real) x = {((const uint4 *)(column + i * K))[0], ((const uint4 *)(column + i * K))[1]};
+    }
+    __device__ void add(Sum<0> &sum, int i, const Kept &x) const {
         float c[4];
-        if (real)
-            for (int j = 0; j < 2; j++) x[k][j] = ((const uint4 *)(column + i * K))[j];
-        multiply(c, *(const uint4 *)(weights + i * FP4_BYTES), x[k][0], x[k][1]);
+        multiply(c, *(const uint4 *)(weights + i * FP4_BYTES), x.low, x.high);
         sum.c = fmaf(__uint_as_float((uint32_t)scale[i * FP4_BYTES] << 23), c[0] + c[3], sum.c); /* one of them is 0 */
+    }
+    __device__ void add(Sum<0> &sum, int i, int k) {
+        load(x[k], i);
+        add(sum, i, x[k]);
     }
 };
 
 template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
+    struct Kept {};
     template <int TILES> struct Sum { /* row g, its own columns only */
         static constexpr int N = max_of(TILES * 4, 1);
         float c[N] = {};

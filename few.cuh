@@ -16,14 +16,14 @@
 
 #include <climits>
 
-constexpr int WARPS = 14; /* of a block that multiply; with PRODUCERS 16, which have 128 registers a thread */
+constexpr int WARPS = 12; /* of a block that multiply: three on each quarter of a multiprocessor */
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32;
-constexpr int TEAM = 2, TEAMS = WARPS / TEAM; /* warps that share an item */
-constexpr int MOST_STAGES = 2 * TEAMS;        /* of the ring: while a team reads one its next is filled */
-constexpr int MOST_COPIES = 6;                /* stages on the way at once: enough for the memory, and all else that is asked for waits less */
-constexpr int HELD = 8;                       /* choices whose activations are at hand in phase down, at least */
-constexpr int SUMS = 2048;                    /* floats in which a pass leaves its sums, at least */
-constexpr int SPLIT_PAGES = 4;                /* of a split, at least */
+constexpr int MOST_STAGES = 16;   /* of the ring */
+constexpr int MOST_COPIES = 2;    /* stages on the way at once: enough for the memory, and all else that is asked for waits less */
+constexpr int MOST_KEPT = 12;     /* chunks whose activations a warp keeps in registers */
+constexpr int HELD = 8;           /* choices whose activations are at hand in phase down, at least */
+constexpr int SUMS = 12 * 16 * WARPS; /* floats in which a pass leaves its sums, at least */
+constexpr int SPLIT_PAGES = 4;    /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
@@ -34,7 +34,7 @@ enum { FREE, ROUTED, CHOSEN, GATES };
 /* ---- a block's shared memory ---- */
 
 struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
-    int stages, stage_bytes, teams; /* a stage has always the same team: a parity tells only two rounds apart */
+    int stages, stage_bytes;
     int held;                       /* choices whose activations there is room for */
     int sums;                       /* floats of one of the two halves of partial */
     int ring, barriers, gates, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
@@ -76,7 +76,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
         int size = sizeof(typename C::Activation), rows = down ? k.held : tokens;
         x = max_of(x, rows * pitch_of<C::TYPE>(m.stride) * size);
         if (tokens > 1) zero = max_of(zero, m.per * C::K * size);
-        k.sums = max_of(k.sums, m.parts * TEAM * rows * C::ROWS);
+        k.sums = max_of(k.sums, WARPS * rows * C::ROWS);
         k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per));
     };
     for (const Matrix *m : {&b.qkv, &b.o, &b.up, &b.down, &card.head}) {
@@ -110,8 +110,6 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.begun, 16);
     take(k.gates, GATES * sizeof(Barrier));
     k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
-    k.teams = k.stages > TEAMS ? k.stages / 2 : k.stages; /* two stages each or, where there are few, as many teams as stages */
-    k.stages -= k.stages % k.teams;
     take(k.barriers, k.stages * 2 * sizeof(Barrier));
     k.bytes = (k.bytes + 127) / 128 * 128;
     take(k.ring, k.stages * k.stage_bytes);
@@ -125,23 +123,22 @@ template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group)
     return m.data + (size_t)group * Codec<T>::ROWS * Codec<T>::row_bytes(m.stride);
 }
 
-/* A block's way through the weights, item by item: an item is a group of rows, or a part of its columns. The producers fill stages one
- * after the other, each its share of every stage; a stage belongs to a team of consumers, so that the teams work side by side, each on an
- * item of its own. */
+/* A block's way through the weights, item by item: an item is a unit, a group of rows, or a part of its columns. The producers fill stages one after
+ * the other, each its share of every stage; the consumers empty them together, each warp its share of the columns. */
 struct Ring {
     uint8_t *stage;        /* (stages) */
     Barrier *full, *empty; /* (stages) */
-    int stages, stage_bytes, teams, thread;
-    int at, next;        /* the stage of this warp's next item, and how many items are before it */
+    int stages, stage_bytes, thread;
+    int at = 0;          /* the stage of the next item */
     unsigned parity = 0; /* of that stage */
 
     __device__ Ring(const Layout &k, uint8_t *memory)
         : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes),
-          teams(k.teams), thread(threadIdx.x) {
-        int mine = thread / 32 / TEAM;
-        at = thread < CONSUMERS ? mine : 0, next = mine < teams ? mine : INT_MAX;
+          thread(threadIdx.x) {}
+    __device__ void advance() {
+        if (++at == stages) at = 0, parity ^= 1;
     }
-    /* The producers' part of a phase: locate(item, part) is where the group's weights lie and which part of the columns is meant. */
+    /* The producers' part of a phase: locate(item, part) is where the unit's weights lie and which part of the columns is meant. */
     template <Type T, class Locate> __device__ void produce(const Matrix &m, int items, Locate locate) {
         for (int i = 0; i < items; i++) {
             int part;
@@ -151,46 +148,75 @@ struct Ring {
             int before = at - min(MOST_COPIES, stages); /* has to be there */
             full[before < 0 ? before + stages : before].wait(before < 0 ? parity ^ 1 : parity);
 #endif
-            Codec<T>::copy(full + at, stage + at * stage_bytes, m.per, group, m.stride, part * m.per, min(m.per, m.chunks - part * m.per), thread / 32 - WARPS,
-                           thread % 32);
-            if (++at == stages) at = 0, parity ^= 1;
+            Codec<T>::copy(full + at, stage + at * stage_bytes, m.per, group, m.stride, part * m.per, m.chunks_of(part), thread / 32 - WARPS, thread % 32);
+            advance();
         }
     }
-    /* The consumers' part: of the next items, those of this warp's team. work(item, stage) */
-    template <class Work> __device__ void consume(int items, Work work) {
-#pragma unroll 1
-        for (; next < items; next += teams) {
-            full[at].wait(parity);
-            work(next, stage + at * stage_bytes);
-            empty[at].arrive(); /* each lane: one for all is no faster, and racecheck does not understand it */
-            if ((at += teams) >= stages) at -= stages, parity ^= 1;
-        }
-        next -= items;
+    /* The consumers' part, item by item: work(stage) */
+    template <class Work> __device__ void consume(Work work) {
+        full[at].wait(parity);
+        work(stage + at * stage_bytes);
+        empty[at].arrive(); /* each lane: one for all is no faster, and racecheck does not understand it */
+        advance();
     }
-    /* An item: `chunks` chunks in a stage times x, to out (TEAM, stride): what each warp found, in two sums. */
-    template <Type T, int TILES>
-    __device__ void multiply(const uint8_t *stage, int per, int chunks, const Rows<typename Codec<T>::Activation> &x, float *out, int stride) const {
-        typename Codec<T>::template Lane<TILES> weights(stage, per, x, thread % 32);
+    /* The next unit times x, to out (WARPS, stride): what each warp found, in two sums. */
+    template <Type T, int TILES> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, float *out, int stride) {
         typename Codec<T>::template Sum<TILES> sum, other;
-        int warp = thread / 32 % TEAM, i = warp;
-        if constexpr (TILES < 4) {
+        int warp = thread / 32;
 #pragma unroll 1
-            for (; i + TEAM < chunks; i += 2 * TEAM) {
-                weights.add(sum, i, 0);
-                weights.add(other, i + TEAM, 1);
-            }
-            if (i < chunks) weights.add(sum, i, 0);
-            sum.reduce();
-        } else { /* one after the other: registers are short */
+        for (int part = 0; part < m.parts; part++, x.x += m.per * Codec<T>::K)
+            consume([&](const uint8_t *stage) {
+                typename Codec<T>::template Lane<TILES> lane(stage, m.per, x, thread % 32);
+                int chunks = m.chunks_of(part), i = warp;
+                if constexpr (TILES < 4) {
 #pragma unroll 1
-            for (; i < chunks; i += 2 * TEAM) weights.add(sum, i, 0);
-            sum.reduce();
+                    for (; i + WARPS < chunks; i += 2 * WARPS) {
+                        lane.add(sum, i, 0);
+                        lane.add(other, i + WARPS, 1);
+                    }
+                    if (i < chunks) lane.add(sum, i, 0);
+                } else { /* one after the other: registers are short */
 #pragma unroll 1
-            for (i = warp + TEAM; i < chunks; i += 2 * TEAM) weights.add(other, i, 0);
-        }
+                    for (; i < chunks; i += 2 * WARPS) lane.add(sum, i, 0);
+#pragma unroll 1
+                    for (i = warp + WARPS; i < chunks; i += 2 * WARPS) lane.add(other, i, 0);
+                }
+            });
+        sum.reduce();
         other.reduce();
         sum += other;
         sum.store(out + warp * stride, x.n, thread % 32);
+    }
+    /* The same in the same order for a token alone, whose activations this warp keeps, and a matrix whose shape the compiler knows. */
+    template <Type T> __device__ void keep(const Matrix &m, Rows<typename Codec<T>::Activation> x, typename Codec<T>::Kept (&kept)[MOST_KEPT]) const {
+        typename Codec<T>::template Lane<0> lane(NULL, m.per, x, thread % 32);
+        int turns = (m.per + WARPS - 1) / WARPS;
+#pragma unroll
+        for (int k = 0; k < MOST_KEPT; k++) {
+            int part = k / turns, i = thread / 32 + k % turns * WARPS;
+            kept[k] = {};
+            if (part < m.parts && i < m.chunks_of(part)) lane.load(kept[k], part * m.per + i);
+        }
+    }
+    template <Type T> __device__ void multiply_kept(const Matrix &m, const typename Codec<T>::Kept (&kept)[MOST_KEPT], float *out) {
+        typename Codec<T>::template Sum<0> sum[2];
+        int turns = (m.per + WARPS - 1) / WARPS;
+#pragma unroll
+        for (int part = 0; part < MOST_KEPT; part++) {
+            if (part == m.parts) break;
+            consume([&](const uint8_t *stage) {
+                typename Codec<T>::template Lane<0> lane(stage, m.per, {}, thread % 32);
+#pragma unroll
+                for (int k = 0; k < MOST_KEPT; k++) {
+                    int i = thread / 32 + k * WARPS;
+                    if (k < turns && i < m.chunks_of(part)) lane.add(sum[k % 2], i, kept[part * turns + k]);
+                }
+            });
+        }
+        sum[0].reduce();
+        sum[1].reduce();
+        sum[0] += sum[1];
+        sum[0].store(out + thread / 32 * Codec<T>::ROWS, 1, thread % 32);
     }
 };
 
@@ -301,7 +327,7 @@ template <int D> struct Merged {
 
 /* Fetches the step, `bytes` from `post` in the host's memory (a step of many tokens is there already: 0), and begins it: x = the token's row of the
  * embedding; a token of -1 is what its slot drew last. The page remembers it. A block a token. */
-__global__ void embed(Work w, Step s, Step post, int bytes, Matrix table) {
+__global__ void embed(Work w, Step s, Step post, int bytes, Matrix table, int blocks) {
     launch_next();
     wait_previous();
     int t = blockIdx.x, seq = __ldcv(post.seq + t), id = __ldcv(post.token + t), p = __ldcv(post.position + t);
@@ -314,6 +340,7 @@ __global__ void embed(Work w, Step s, Step post, int bytes, Matrix table) {
     }
     for (int i = threadIdx.x; i < w.n_layers * w.n_experts && t < FEW; i += blockDim.x)
         w.router_sum[((size_t)(i / w.n_experts) * FEW + t) * w.n_experts + i % w.n_experts] = 0;
+    for (int i = threadIdx.x; i < w.n_layers * blocks && t < FEW; i += blockDim.x) w.square[((size_t)(i / blocks) * FEW + t) * blocks + i % blocks] = 0;
 }
 
 enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
@@ -341,7 +368,7 @@ template <bool producing> struct Few {
             gate(ROUTED).init(CONSUMERS);
             gate(CHOSEN).init(32); /* the first producer arrives */
         }
-        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(TEAM * 32);
+        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(CONSUMERS);
         Barrier::show_init();
 #pragma unroll 1
         for (int i = ring.thread * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
@@ -402,11 +429,13 @@ template <bool producing> struct Few {
         if (ring.thread == 0) asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
     }
 
-    /* RMSNorm of rows of x (..., dim) for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
+    /* What the last layer's phase down left to be added to x. */
+    __device__ const float *rest() const { return w.layer ? w.rest : NULL; }
+    /* RMSNorm of rows of x + rest (..., dim) for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
      * weight goes to k.x; what is multiplied by it has to be multiplied by scale[row] = 1 / sqrt(mean + eps), which is there after the
      * next barrier. The weights come in before wait(), which is await() and, where tokens are routed, choose(). A row is cut into as many parts as
      * there are warps, so that its sum does not depend on how many rows there are. */
-    template <Type T, class Wait> __device__ void stage_normed(int stride, const float *weight, const int *row, int rows, Wait wait) {
+    template <Type T, class Wait> __device__ void stage_normed(int stride, const float *weight, const float *rest, const int *row, int rows, Wait wait) {
         constexpr int STEP = 2; /* loads on the way at once */
         int pitch = pitch_of<T>(stride), warp = ring.thread / 32, lane = ring.thread % 32;
         float *square = at<float>(k.square), *scale = at<float>(k.scale); /* square (rows, WARPS) */
@@ -420,16 +449,20 @@ template <bool producing> struct Few {
             if (turn == 0) wait();
 #pragma unroll 4
             for (int r = 0; r < rows; r++) {
-                const float *from = w.x + (size_t)(row ? row[r] : r) * w.dim;
-                float4 value[STEP] = {};
+                size_t from = (size_t)(row ? row[r] : r) * w.dim;
+                float4 value[STEP] = {}, more[STEP] = {};
                 float sum = 0;
 #pragma unroll
                 for (int i = 0; i < STEP; i++)
-                    if (base + i * CONSUMERS * 4 < w.dim) value[i] = __ldcg((const float4 *)(from + base + i * CONSUMERS * 4));
+                    if (base + i * CONSUMERS * 4 < w.dim) {
+                        value[i] = __ldcg((const float4 *)(w.x + from + base + i * CONSUMERS * 4));
+                        if (rest) more[i] = __ldcg((const float4 *)(rest + from + base + i * CONSUMERS * 4));
+                    }
 #pragma unroll
                 for (int i = 0; i < STEP; i++) {
                     constexpr float L = Codec<T>::LIFT;
-                    float4 v = value[i], t = times[i];
+                    float4 v = value[i], t = times[i], m = more[i];
+                    v.x += m.x, v.y += m.y, v.z += m.z, v.w += m.w;
                     sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
                     if (base + i * CONSUMERS * 4 < stride)
                         Codec<T>::store_four(out + r * pitch, base + i * CONSUMERS * 4, v.x * t.x * L, v.y * t.y * L, v.z * t.z * L, v.w * t.w * L);
@@ -447,26 +480,22 @@ template <bool producing> struct Few {
         }
     }
 
-    /* Part `part` of a unit times x, whose row begins with the first part, to sums (TEAM, stride). */
-    template <Type T>
-    __device__ void multiply(const Matrix &m, int part, const uint8_t *stage, Rows<typename Codec<T>::Activation> x, float *sums, int stride) const {
-        int chunks = min(m.per, m.chunks - part * m.per);
-        x.x += part * m.per * Codec<T>::K;
+    /* The next unit times x, to sums (WARPS, stride). */
+    template <Type T> __device__ void multiply(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, float *sums, int stride) {
         if (one || x.n == 1)
-            ring.multiply<T, 0>(stage, m.per, chunks, x, sums, stride);
+            ring.multiply<T, 0>(m, x, sums, stride);
         else if (x.n > 8)
-            ring.multiply<T, 4>(stage, m.per, chunks, x, sums, stride);
+            ring.multiply<T, 4>(m, x, sums, stride);
         else if (x.n > 4)
-            ring.multiply<T, 2>(stage, m.per, chunks, x, sums, stride);
+            ring.multiply<T, 2>(m, x, sums, stride);
         else
-            ring.multiply<T, 1>(stage, m.per, chunks, x, sums, stride);
+            ring.multiply<T, 1>(m, x, sums, stride);
     }
-    /* What the parts of a row of a unit found, for one token: sums (parts, TEAM, stride). */
-    __device__ float total(const float *sums, int parts, int stride) const {
+    /* What the warps found for one token in a row of a unit: sums (WARPS, stride). */
+    __device__ float total(const float *sums, int stride) const {
         float sum = 0;
-#pragma unroll 4
-        for (int part = 0; part < parts; part++, sums += TEAM * stride)
-            for (int i = 0; i < TEAM; i++) sum += sums[i * stride];
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) sum += sums[i * stride];
         return sum;
     }
     /* The activations in k.x, a row a token. */
@@ -487,20 +516,28 @@ template <bool producing> struct Few {
             });
             return;
         }
-        int stride = tokens * ROWS, item = TEAM * stride, pass = max(k.sums / (m.parts * item), 1);
+        int stride = tokens * ROWS, unit_sums = WARPS * stride, pass = max(k.sums / unit_sums, 1);
+        typename Codec<T>::Kept kept[MOST_KEPT];
+        bool keeps = known && one;
+        if constexpr (T != F32)
+            if (keeps) ring.keep<T>(m, x_of(0), kept);
 #pragma unroll 1
         for (int first = 0, turn = 0; first < units; first += pass, turn++) {
             float *sums = at<float>(k.partial) + turn % 2 * k.sums;
             int n = min(pass, units - first);
-            ring.consume(n * m.parts,
-                         [&](int i, const uint8_t *stage) { multiply<T>(m, i % m.parts, stage, x_of(first + i / m.parts), sums + i * item, stride); });
+#pragma unroll 1
+            for (int i = 0; i < n; i++) {
+                if constexpr (T != F32)
+                    if (keeps) ring.multiply_kept<T>(m, kept, sums + i * unit_sums);
+                if (!keeps) multiply<T>(m, x_of(first + i), sums + i * unit_sums, stride);
+            }
             copies_done<0>(); /* of biases */
             sync_consumers();
 #pragma unroll 1
             for (int i = ring.thread; i < n * (ROWS / 2) * tokens; i += CONSUMERS) {
                 int p = i % (ROWS / 2), row = i / (ROWS / 2) % tokens, unit = i / (ROWS / 2) / tokens;
-                const float *at = sums + unit * m.parts * item + row * ROWS + 2 * p;
-                pair(first + unit, p, row, total(at, m.parts, stride), total(at + 1, m.parts, stride));
+                const float *at = sums + unit * unit_sums + row * ROWS + 2 * p;
+                pair(first + unit, p, row, total(at, stride), total(at + 1, stride));
             }
         }
     }
@@ -515,7 +552,7 @@ template <bool producing> struct Few {
         if (!producing) {
 #pragma unroll 1
             for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
-            stage_normed<T>(m.stride, l.attn_norm, NULL, tokens, [&] { await(); });
+            stage_normed<T>(m.stride, l.attn_norm, rest(), NULL, tokens, [&] { await(); });
         }
         auto x_of = [&](int) { return rows_of_tokens<T>(m, tokens); };
         stream<T>(
@@ -632,7 +669,8 @@ template <bool producing> struct Few {
 #pragma unroll 1
             for (int i = ring.thread; i < rows * tokens; i += CONSUMERS) { /* x is as the last layer left it */
                 int r = row_of_block<T>(i / tokens);
-                own[i] = r < w.dim ? __ldcg(w.x + (size_t)(i % tokens) * w.dim + r) + (m.bias ? m.bias[r] : 0) : 0;
+                size_t at = (size_t)(i % tokens) * w.dim + r;
+                own[i] = r < w.dim ? __ldcg(w.x + at) + (rest() ? __ldcg(rest() + at) : 0) + (m.bias ? m.bias[r] : 0) : 0;
             }
             await();
             for (int t = 0; t < tokens; t++)
@@ -661,8 +699,9 @@ template <bool producing> struct Few {
 #pragma unroll 1
             for (int r = ring.thread % 8; r < rows; r += 8) sum += own[r * tokens + t] * columns[r * experts + e];
             for (int o = 4; o; o >>= 1) sum += __shfl_xor_sync(255u << (lane & 24), sum, o);
-            long long steps = __float2ll_rn(sum * (1 / ROUTER_STEP));
-            if (ring.thread % 8 == 0) atomicAdd((unsigned long long *)&w.router_sum[((size_t)w.layer * FEW + t) * experts + e], (unsigned long long)steps);
+            const float most = 1ull << (COUNTED - 10);
+            long long steps = __float2ll_rn(fminf(fmaxf(sum * (1 / ROUTER_STEP), -most), most)); /* (a NaN is in x too) */
+            if (ring.thread % 8 == 0) atomicAdd(&w.router_sum[((size_t)w.layer * FEW + t) * experts + e], (1ull << COUNTED) + steps);
         }
 #pragma unroll 1
         for (int t = warp; t < tokens; t += WARPS) {
@@ -670,7 +709,7 @@ template <bool producing> struct Few {
 #pragma unroll 1
             for (int r = lane; r < rows; r += 32) sum += own[r * tokens + t] * own[r * tokens + t];
             sum = warp_sum(sum);
-            if (lane == 0) w.square[t * blocks + block] = sum;
+            if (lane == 0) asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(w.square + ((size_t)w.layer * FEW + t) * blocks + block), "l"(1ull << 32 | __float_as_uint(sum)) : "memory");
         }
     }
 
@@ -688,21 +727,31 @@ template <bool producing> struct Few {
         int *experts = at<int>(k.experts), lane = ring.thread % 32, expert = 0;
 #pragma unroll 1
         for (int t = WARPS - ring.thread / 32; t < tokens; t += WARPS + 1) {
-            const long long *sums = w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts;
-            float squares = 0, weight = 1, *mine = logit + t * w.n_experts, value[5];
-            long long sum = has_router && lane < w.n_experts ? __ldcg(sums + lane) : 0;
-            for (int base = lane; base < blocks; base += 5 * 32) {
-#pragma unroll
-                for (int i = 0; i < 5; i++) value[i] = base + 32 * i < blocks ? __ldcg(w.square + t * blocks + base + 32 * i) : 0;
-#pragma unroll
-                for (int i = 0; i < 5; i++) squares += value[i];
-            }
-            float factor = rsqrtf(warp_sum(squares) / w.dim + w.eps) * ROUTER_STEP;
+            constexpr int STEP = 5; /* loads on the way at once */
+            const unsigned long long *sums = w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts, *squares = w.square + ((size_t)w.layer * FEW + t) * blocks;
+            float square = 0, weight = 1, *mine = logit + t * w.n_experts;
 #pragma unroll 1
-            for (int e = lane; e < w.n_experts && has_router; e += 32) {
-                mine[e] = (float)sum * factor + (bias ? bias[e] : 0);
-                if (e + 32 < w.n_experts) sum = __ldcg(sums + e + 32);
+            for (int turn = 0; has_router && (turn * 32 < w.n_experts || turn * STEP * 32 < blocks); turn++) {
+                int e = turn * 32 + lane, b = turn * STEP * 32 + lane;
+                unsigned long long sum, part[STEP];
+                long long count;
+                bool there;
+                do {
+                    sum = e < w.n_experts ? look(sums + e) : (unsigned long long)blocks << COUNTED;
+#pragma unroll
+                    for (int i = 0; i < STEP; i++) part[i] = b + i * 32 < blocks ? look(squares + b + i * 32) : 1ull << 32;
+                    count = ((long long)sum + (1ll << (COUNTED - 1))) >> COUNTED;
+                    there = (count & 255) == (blocks & 255);
+#pragma unroll
+                    for (int i = 0; i < STEP; i++) there &= part[i] >> 32 != 0;
+                } while (!there);
+                if (e < w.n_experts) mine[e] = (float)((long long)sum - (count << COUNTED)) * ROUTER_STEP;
+#pragma unroll
+                for (int i = 0; i < STEP; i++) square += __uint_as_float((uint32_t)part[i]);
             }
+            float factor = rsqrtf(warp_sum(square) / w.dim + w.eps);
+#pragma unroll 1
+            for (int e = lane; e < w.n_experts && has_router; e += 32) mine[e] = mine[e] * factor + (bias ? bias[e] : 0);
             __syncwarp();
             if (has_router) route(mine, w.n_experts, w.top_k, lane, expert, weight);
             if (lane < w.top_k) experts[t * w.top_k + lane] = expert, weights[t * w.top_k + lane] = weight;
@@ -749,14 +798,15 @@ template <bool producing> struct Few {
     template <Type T> __device__ void route_tokens(const Block &l) {
         renew();
         chooses() ? wait_at(FREE) : gate(FREE).arrive();
+        if (chooses()) wait_previous();
         auto wait = [&] {
-            await();
+            if (!producing) await();
             choose(l.router.rows, l.router.bias, active());
         };
         if (producing || phase % PHASES == PHASE_DOWN)
             wait();
         else
-            stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, tokens, wait);
+            stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, NULL, tokens, wait);
         chooses() ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
     }
     /* The activations of the chosen experts (dense: of the one there is). */
@@ -800,6 +850,22 @@ template <bool producing> struct Few {
         stream<T>(m, units, one ? 1 : *active.tokens, group_of, x_of, activate);
     }
 
+    /* What a block does of phase down: units whole, as long as there is one for every block. Those that are left are cut by columns in two for two blocks, if
+     * there are enough: so none has twice as much to do as others. Who has the second half leaves its sum in `rest`, to which x has to be added. */
+    struct Share {
+        int unit, first, chunks; /* which chunks of its columns */
+        bool rest;
+    };
+    __device__ Share share(const Matrix &m, int units, int i) const {
+        int whole = units / blocks, left = units % blocks, half = (m.chunks + 1) / 2;
+        if (i < whole || 2 * left > blocks) return {unit_of_block(i), 0, m.chunks, false};
+        bool second = block >= left;
+        return {whole * blocks + (second ? block - left : block), second ? half : 0, second ? m.chunks - half : half, second};
+    }
+    __device__ int shares(int units) const {
+        int whole = units / blocks, left = units % blocks;
+        return whole + (block < (2 * left > blocks ? left : 2 * left));
+    }
     /* x += the weighted sum of the chosen experts' W act + bias. A block owns its rows of x, so it reads these rows of every active
      * expert: of as many experts at a time as there is room for their choices' activations. */
     template <Type T> __device__ void down(const Block &l) {
@@ -808,32 +874,38 @@ template <bool producing> struct Few {
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.down, w.dim, w.ffn_dim);
         Active active = this->active();
-        int units = units_of_block(groups_of<T>(m.rows)), n_active = *active.n, *experts = at<int>(k.experts);
+        int groups = groups_of<T>(m.rows), units = shares(groups), n_active = *active.n, *experts = at<int>(k.experts);
         float *own = at<float>(k.own), *weights = at<float>(k.weights);
         if (!producing) {
 #pragma unroll 1
             for (int i = ring.thread; i < units * ROWS * tokens; i += CONSUMERS) {
-                int r = row_of_block<T>(i / tokens), t = i % tokens;
-                float sum = r < w.dim ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
+                Share share = this->share(m, groups, i / tokens / ROWS);
+                int r = share.unit * ROWS + i / tokens % ROWS, t = i % tokens;
+                bool real = r < w.dim && !share.rest;
+                float sum = real ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
 #pragma unroll 4
-                for (int c = t * w.top_k; c < (t + 1) * w.top_k; c++) sum += weights[c] * (m.bias && r < w.dim ? m.bias[(size_t)experts[c] * w.dim + r] : 0);
+                for (int c = t * w.top_k; c < (t + 1) * w.top_k; c++) sum += weights[c] * (m.bias && real ? m.bias[(size_t)experts[c] * w.dim + r] : 0);
                 own[i] = sum;
             }
             await();
         }
-        int stride = k.held * ROWS, item = TEAM * stride, pass = max(k.sums / (m.parts * item), 1), turn = 0;
+        int stride = k.held * ROWS, unit_sums = WARPS * stride, pass = max(k.sums / unit_sums, 1), turn = 0;
         int pieces = m.stride * sizeof(Activation) / 16, pitch = pitch_of<T>(m.stride);
 #pragma unroll 1
         for (int place = 0, next; place < n_active; place = next) {
             int begin = active.begin[place];
             next = place + 1;
             while (next < n_active && active.begin[next + 1] - begin <= k.held) next++;
-            int of_unit = (next - place) * m.parts, end = active.begin[next];
+            int end = active.begin[next];
             if constexpr (producing) {
-                ring.produce<T>(m, units * of_unit, [&](int i, int &part) {
-                    part = i % m.parts;
-                    return group_at<T>(m, unit_of_block(i / of_unit)) + active.expert[place + i % of_unit / m.parts] * m.bytes;
-                });
+                for (int unit = 0; unit < units; unit++) {
+                    Share share = this->share(m, groups, unit);
+                    Matrix part_of = columns_of(m, share);
+                    ring.produce<T>(part_of, (next - place) * part_of.parts, [&](int i, int &part) {
+                        part = i % part_of.parts;
+                        return group_at<T>(m, share.unit) + Codec<T>::columns_at(share.first) + active.expert[place + i / part_of.parts] * m.bytes;
+                    });
+                }
             } else {
 #pragma unroll 1
                 for (int i = ring.thread; i < (end - begin) * pieces; i += CONSUMERS) {
@@ -847,28 +919,36 @@ template <bool producing> struct Few {
                 for (int first = 0; first < units; first += pass, turn++) {
                     float *sums = at<float>(k.partial) + turn % 2 * k.sums;
                     int n = min(pass, units - first);
-                    ring.consume(n * of_unit, [&](int i, const uint8_t *stage) {
-                        int part = i % m.parts, at = place + i % of_unit / m.parts, from = active.begin[at] - begin;
+#pragma unroll 1
+                    for (int i = 0; i < n * (next - place); i++) {
+                        Share share = this->share(m, groups, first + i / (next - place));
+                        int at = place + i % (next - place), from = active.begin[at] - begin;
                         Rows<Activation> x = rows_of_tokens<T>(m, active.begin[at + 1] - active.begin[at]);
-                        x.x += from * pitch;
-                        multiply<T>(m, part, stage, x, sums + (i / of_unit * m.parts + part) * item + from * ROWS, stride);
-                    });
+                        x.x += from * pitch + share.first * Codec<T>::K;
+                        multiply<T>(columns_of(m, share), x, sums + i / (next - place) * unit_sums + from * ROWS, stride);
+                    }
                     sync_consumers();
 #pragma unroll 1
                     for (int i = ring.thread; i < n * ROWS * tokens; i += CONSUMERS) {
-                        int row = i / tokens, t = i % tokens, at = first * ROWS + row, r = row_of_block<T>(at);
+                        int row = i / tokens, t = i % tokens, at = first * ROWS + row;
+                        Share share = this->share(m, groups, at / ROWS);
+                        int r = share.unit * ROWS + row % ROWS;
                         float sum = own[at * tokens + t];
 #pragma unroll 4
                         for (int c = begin; c < end; c++)
                             if (one || active.order[c] / w.top_k == t)
-                                sum += weights[active.order[c]] * total(sums + row / ROWS * m.parts * item + (c - begin) * ROWS + row % ROWS, m.parts, stride);
+                                sum += weights[active.order[c]] * total(sums + row / ROWS * unit_sums + (c - begin) * ROWS + row % ROWS, stride);
                         own[at * tokens + t] = sum;
-                        if (next == n_active && r < w.dim) w.x[(size_t)t * w.dim + r] = sum;
+                        if (next == n_active && r < w.dim) (share.rest ? w.rest : w.x)[(size_t)t * w.dim + r] = sum;
                     }
                 }
                 sync_consumers();
             }
         }
+    }
+    static __device__ Matrix columns_of(Matrix m, const Share &share) {
+        m.chunks = share.chunks, m.parts = (share.chunks + m.per - 1) / m.per;
+        return m;
     }
 
     /* Logits of the rows that are wanted, (rows, vocab). */
@@ -878,7 +958,7 @@ template <bool producing> struct Few {
         typedef typename Codec<T>::Activation Activation;
         int units = units_of_block(groups_of<T>(m.rows));
         float *scale = at<float>(k.scale);
-        if (!producing) stage_normed<T>(m.stride, norm, s.row, rows, [&] { await(); });
+        if (!producing) stage_normed<T>(m.stride, norm, rest(), s.row, rows, [&] { await(); });
         auto x_of = [&](int) { return rows_of_tokens<T>(m, rows); };
         stream<T>(
             m, units, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,

@@ -124,9 +124,11 @@ bool tiled(const Work &w) { return w.n_heads / w.n_kv_heads <= 8 && (w.head_dim 
 cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int first, int last) {
     const Layout &k = c->layout[std::max(tokens, rows)];
     const Block &b = c->card.layer[0];
+    Work w = c->work;
+    if (!tokens) w.rest = NULL; /* x is of many */
     bool gpt_oss = b.qkv.type == BF16 && b.up.type == MXFP4 && c->card.head.type == BF16 && has_gpt_oss_shapes(c->work);
     auto kernel = !gpt_oss ? few<false, false> : tokens <= 1 && rows <= 1 ? few<true, true> : few<true, false>;
-    return launch(c, kernel, c->sms, THREADS, k.bytes, c->work, s, c->layers, c->card.head, c->card.norm, k, tokens, rows, first, last);
+    return launch(c, kernel, c->sms, THREADS, k.bytes, w, s, c->layers, c->card.head, c->card.norm, k, tokens, rows, first, last);
 }
 
 /* y (tokens, rows) = x (tokens, cols; x_pitch) W^T + bias, or added to y, on cuBLAS. */
@@ -196,6 +198,18 @@ bool tap_typed(const Cuda *c, Type type, const char *stage, int layer, const voi
 
 bool tap_floats(const Cuda *c, const char *stage, int layer, const float *from, int rows, int cols, Error *e) {
     return !c->limits.tap || tap_rows<float>(c, stage, layer, from, cols, rows, cols, 0, IN_ORDER, 1, e);
+}
+
+/* The residual stream behind phase down of a step of few tokens. */
+bool tap_residual(const Cuda *c, int layer, int tokens, Error *e) {
+    size_t n = (size_t)tokens * c->work.dim;
+    std::vector<float> x(n), rest(n);
+    CUDA(cudaStreamSynchronize(c->stream));
+    CUDA(cudaMemcpy(x.data(), c->work.x, n * sizeof(float), cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(rest.data(), c->work.rest, n * sizeof(float), cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < n; i++) x[i] += rest[i];
+    c->limits.tap(c->limits.tap_data, "residual", layer, x.data(), tokens, c->work.dim);
+    return true;
 }
 
 bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
@@ -318,7 +332,7 @@ bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error
 bool forward_many(Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
     Work w = c->work;
     w.act_lift = 1;
-    CUDA(launch(c, embed, tokens, 256, 0, w, s, s, 0, c->card.embed));
+    CUDA(launch(c, embed, tokens, 256, 0, w, s, s, 0, c->card.embed, c->sms));
     for (w.layer = 0; w.layer < w.n_layers; w.layer++) {
         const Block &b = c->card.layer[w.layer];
         if (!attend_many(c, w, s, batch, b, tokens, tiles, e) || !tap_floats(c, "attn_residual", w.layer, w.x, tokens, w.dim, e)) return false;
@@ -334,7 +348,7 @@ bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens
     int layers = w.n_layers * PHASES, all = layers + (rows > 0);
     size_t bytes;
     Step post = step_at(p->step, FEW, &bytes);
-    CUDA(launch(c, embed, tokens, 256, 0, w, s, post, (int)bytes, c->card.embed));
+    CUDA(launch(c, embed, tokens, 256, 0, w, s, post, (int)bytes, c->card.embed, c->sms));
     if (!c->limits.tap) {
         CUDA(launch_few(c, s, tokens, rows, 0, all));
         return true;
@@ -346,7 +360,7 @@ bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens
         if (kind == PHASE_ATTENTION && !tap_attention(c, layer, tokens, e)) return false;
         if (kind == PHASE_OUTPUT && !tap_floats(c, "attn_residual", layer, w.x, tokens, w.dim, e)) return false;
         if (kind == PHASE_UP && !tap_experts(c, layer, tokens, e)) return false;
-        if (kind == PHASE_DOWN && !tap_floats(c, "residual", layer, w.x, tokens, w.dim, e)) return false;
+        if (kind == PHASE_DOWN && !tap_residual(c, layer, tokens, e)) return false;
     }
     return true;
 }
@@ -481,6 +495,7 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(w.turn, (size_t)c->limits.context * (m.head_dim / 2), sizeof(float2));
     take(c->product_room, PRODUCT_ROOM, 1);
     take(w.x, T * m.dim, 4);
+    take(w.rest, (size_t)FEW * m.dim, 4);
     take(w.q, T * m.n_heads * m.head_dim, element);
     take(w.attn, T * w.attn_pitch, element);
     take(w.act_out, choices * w.act_pitch, act);
@@ -488,7 +503,7 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(w.down, b.router.rows ? choices * m.dim : 0, 4);
     take(w.normed, T * w.normed_pitch, element);
     take(w.router_sum, (size_t)m.n_layers * FEW * m.n_experts, 8);
-    take(w.square, (size_t)FEW * c->sms, 4);
+    take(w.square, (size_t)m.n_layers * FEW * c->sms, 8);
     take(w.barrier, 1, 8);
     take(w.ended, m.n_layers * PHASES + 2, 8);
     take(c->layers, m.n_layers, sizeof(Block));

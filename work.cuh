@@ -7,7 +7,8 @@
 
 constexpr int FEW = 16;    /* tokens of a step up to which weights are streamed */
 constexpr int SPLITS = 16; /* blocks that share one key/value head's context */
-constexpr float ROUTER_STEP = 0x1p-30f;
+constexpr float ROUTER_STEP = 0x1p-28f;
+constexpr int COUNTED = 56; /* bit of the router's sums from which on blocks are counted */
 constexpr float LOG2E = 1.4426950408889634f;
 
 /* ---- small device functions ---- */
@@ -161,6 +162,7 @@ struct Work { /* everything a kernel may need; passed by value */
     int *page_token;           /* (pages, PAGE) */
     const float2 *turn;        /* (context, head_dim / 2) cos and sin */
     float *x;                  /* (tokens, dim) residual stream */
+    float *rest;               /* few: (FEW, dim) what has to be added to it between phase down and phase output; NULL: nothing */
     void *q, *attn, *act_out;  /* (tokens, n_heads * head_dim), (tokens, attn_pitch), (tokens * top_k, act_pitch): bf16, or float for
                                   F32 weights; what lies between the width and the pitch is 0. What experts read by wgmma, act_out
                                   and then normed, has its columns in the order of fp4_column (hopper.cuh) */
@@ -169,8 +171,9 @@ struct Work { /* everything a kernel may need; passed by value */
     float *qkv, *down;         /* many: (tokens, all rows), (tokens * top_k, dim) */
     void *normed;              /* many: (tokens, normed_pitch), 0 behind dim */
     int normed_pitch;
-    long long *router_sum;     /* few: (n_layers, FEW, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter */
-    float *square;             /* few: (FEW, blocks) sum of the squares of each block's rows of x */
+    unsigned long long *router_sum; /* few: (n_layers, FEW, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter; and how many
+                                       blocks have added theirs */
+    unsigned long long *square; /* few: (n_layers, FEW, blocks) sum of the squares of each block's rows of x, with ADDED as a sign that it is there */
     int *expert;               /* (tokens, top_k) */
     float *weight;             /* (tokens, top_k) */
     float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */
@@ -260,6 +263,14 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int &expe
     }
     float most = __shfl_sync(~0u, mine, 0), share = lane < top_k ? expf(mine - most) : 0;
     weight = share / warp_sum(share);
+}
+
+/* ---- what is there when it says so ---- */
+
+__device__ inline unsigned long long look(const unsigned long long *from) {
+    unsigned long long word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(word) : "l"(from));
+    return word;
 }
 
 /* ---- attention ---- */
