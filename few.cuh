@@ -21,7 +21,7 @@ constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32;
 constexpr int MOST_STAGES = 16;   /* of the ring */
 constexpr int MOST_COPIES = 2;    /* stages on the way at once: enough for the memory, and all else that is asked for waits less */
 constexpr int MOST_KEPT = 12;     /* chunks whose activations a warp keeps in registers */
-constexpr int HELD = 8;           /* choices whose activations are at hand in phase down, at least */
+constexpr int HELD = 16;          /* choices whose activations are at hand in phase down, at least */
 constexpr int SUMS = 12 * 16 * WARPS; /* floats in which a pass leaves its sums, at least */
 constexpr int SPLIT_PAGES = 4;    /* of a split, at least */
 
@@ -38,7 +38,7 @@ struct Layout { /* where each array begins, in bytes; the ring is what the other
     int held;                       /* choices whose activations there is room for */
     int sums;                       /* floats of one of the two halves of partial */
     int ring, barriers, gates, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
-    int active, active_expert, active_begin, active_order, active_tokens; /* see Active */
+    int active, active_expert, active_begin, active_order, active_of_token, active_tokens; /* see Active */
     int begun; /* what the barrier began with, and behind it whether this split is a head's last */
     int bytes; /* of all */
 };
@@ -55,6 +55,7 @@ struct Active {
     int *n, *expert; /* [0]; (n) */
     int *begin;      /* (n + 1) in order */
     int *order;      /* (tokens * top_k) choices, by expert and then by token */
+    int *of_token;   /* (tokens, top_k) where in order its choices are, ascending */
     int *tokens;     /* [0]: the most that an expert has */
     static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
@@ -103,6 +104,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.active_expert, most * 4);
     take(k.active_begin, (most + 1) * 4);
     take(k.active_order, tokens * w.top_k * 4);
+    take(k.active_of_token, tokens * w.top_k * 4);
     take(k.active_tokens, 4);
     take(k.turn, tokens * w.head_dim / 2 * 8);
     take(k.position, tokens * 4);
@@ -504,10 +506,21 @@ template <bool producing> struct Few {
         return {at<Activation>(k.x), at<Activation>(k.zero), pitch_of<T>(m.stride), tokens, NULL, 1};
     }
 
-    /* All units of a block, pass by pass: a pass is as many as `partial` has room for, in two halves that take turns, so that who is done with one
-     * pass can begin the next. group_of(unit) is where the weights of a block's unit lie, x_of(unit) the at most `tokens` rows that it meets;
+    /* Where passes leave sums, in two halves that take turns, so that who is done with one pass can begin the next: in what k.x, of which so many rows are
+     * used, and partial leave free. */
+    struct Sums {
+        float *half;
+        int floats; /* of each */
+        __device__ float *of(int turn) const { return half + turn % 2 * floats; }
+    };
+    template <Type T> __device__ Sums sums_behind(int rows, int stride) const {
+        int used = rows * pitch_of<T>(stride) * (int)sizeof(typename Codec<T>::Activation);
+        return {at<float>(k.x + used), (k.zero - k.x - used) / 8};
+    }
+    /* All units of a block, pass by pass: a pass is as many as there is room for their sums. rows: of activations in k.x. group_of(unit) is where the weights of a block's unit lie, x_of(unit) the at most `tokens` rows that it meets;
      * pair(unit, pair of rows, row of x, a, b) receives the results. */
-    template <Type T, class Group, class X, class Pair> __device__ void stream(const Matrix &m, int units, int tokens, Group group_of, X x_of, Pair pair) {
+    template <Type T, class Group, class X, class Pair>
+    __device__ void stream(const Matrix &m, int units, int rows, int tokens, Group group_of, X x_of, Pair pair) {
         constexpr int ROWS = Codec<T>::ROWS;
         if (producing) {
             ring.produce<T>(m, units * m.parts, [&](int item, int &part) {
@@ -516,14 +529,15 @@ template <bool producing> struct Few {
             });
             return;
         }
-        int stride = tokens * ROWS, unit_sums = WARPS * stride, pass = max(k.sums / unit_sums, 1);
+        Sums room = sums_behind<T>(rows, m.stride);
+        int stride = tokens * ROWS, unit_sums = WARPS * stride, pass = room.floats / unit_sums;
         typename Codec<T>::Kept kept[MOST_KEPT];
         bool keeps = known && one;
         if constexpr (T != F32)
             if (keeps) ring.keep<T>(m, x_of(0), kept);
 #pragma unroll 1
         for (int first = 0, turn = 0; first < units; first += pass, turn++) {
-            float *sums = at<float>(k.partial) + turn % 2 * k.sums;
+            float *sums = room.of(turn);
             int n = min(pass, units - first);
 #pragma unroll 1
             for (int i = 0; i < n; i++) {
@@ -556,7 +570,7 @@ template <bool producing> struct Few {
         }
         auto x_of = [&](int) { return rows_of_tokens<T>(m, tokens); };
         stream<T>(
-            m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
+            m, units, tokens, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
             [&](int unit, int p, int t, float a, float b) {
                 int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
                 store_qkv<Activation>(w, t, at<int>(k.position)[t], at<int>(k.page)[t], r, a * scale[t] + bias[i], b * scale[t] + bias[i + 1],
@@ -683,7 +697,7 @@ template <bool producing> struct Few {
         }
         auto x_of = [&](int) { return rows_of_tokens<T>(m, tokens); };
         stream<T>(
-            m, units, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
+            m, units, tokens, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
             [&](int unit, int p, int t, float a, float b) {
                 for (int i = 0; i < 2; i++) {
                     int at = unit * Codec<T>::ROWS + 2 * p + i, r = row_of_block<T>(at);
@@ -714,7 +728,8 @@ template <bool producing> struct Few {
     }
 
     __device__ Active active() const {
-        return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_tokens)};
+        return {at<int>(k.active),          at<int>(k.active_expert),   at<int>(k.active_begin),
+                at<int>(k.active_order), at<int>(k.active_of_token), at<int>(k.active_tokens)};
     }
 
     __device__ bool chooses() const { return ring.thread / 32 == WARPS; } /* the first producer */
@@ -776,6 +791,13 @@ template <bool producing> struct Few {
             active.order[rank] = i;
         }
         __syncwarp();
+#pragma unroll 1
+        for (int i = lane; i < choices; i += 32) {
+            int t = active.order[i] / w.top_k, rank = 0;
+#pragma unroll 4
+            for (int j = 0; j < i; j++) rank += active.order[j] / w.top_k == t;
+            active.of_token[t * w.top_k + rank] = i;
+        }
 #pragma unroll 1
         for (int base = 0; base < choices; base += 32) {
             int i = base + lane;
@@ -847,7 +869,7 @@ template <bool producing> struct Few {
             ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(at)] =
                 (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
         };
-        stream<T>(m, units, one ? 1 : *active.tokens, group_of, x_of, activate);
+        stream<T>(m, units, tokens, one ? 1 : *active.tokens, group_of, x_of, activate);
     }
 
     /* What a block does of phase down: units whole, as long as there is one for every block. Those that are left are cut by columns in two for two blocks, if
@@ -889,7 +911,8 @@ template <bool producing> struct Few {
             }
             await();
         }
-        int stride = k.held * ROWS, unit_sums = WARPS * stride, pass = max(k.sums / unit_sums, 1), turn = 0;
+        Sums room = sums_behind<T>(k.held, m.stride);
+        int stride = k.held * ROWS, unit_sums = WARPS * stride, pass = room.floats / unit_sums, turn = 0;
         int pieces = m.stride * sizeof(Activation) / 16, pitch = pitch_of<T>(m.stride);
 #pragma unroll 1
         for (int place = 0, next; place < n_active; place = next) {
@@ -917,7 +940,7 @@ template <bool producing> struct Few {
                 sync_consumers();
 #pragma unroll 1
                 for (int first = 0; first < units; first += pass, turn++) {
-                    float *sums = at<float>(k.partial) + turn % 2 * k.sums;
+                    float *sums = room.of(turn);
                     int n = min(pass, units - first);
 #pragma unroll 1
                     for (int i = 0; i < n * (next - place); i++) {
@@ -935,9 +958,11 @@ template <bool producing> struct Few {
                         int r = share.unit * ROWS + row % ROWS;
                         float sum = own[at * tokens + t];
 #pragma unroll 4
-                        for (int c = begin; c < end; c++)
-                            if (one || active.order[c] / w.top_k == t)
+                        for (int i = 0; i < w.top_k; i++) {
+                            int c = one ? i : active.of_token[t * w.top_k + i];
+                            if (one || (c >= begin && c < end))
                                 sum += weights[active.order[c]] * total(sums + row / ROWS * unit_sums + (c - begin) * ROWS + row % ROWS, stride);
+                        }
                         own[at * tokens + t] = sum;
                         if (next == n_active && r < w.dim) (share.rest ? w.rest : w.x)[(size_t)t * w.dim + r] = sum;
                     }
@@ -961,7 +986,7 @@ template <bool producing> struct Few {
         if (!producing) stage_normed<T>(m.stride, norm, rest(), s.row, rows, [&] { await(); });
         auto x_of = [&](int) { return rows_of_tokens<T>(m, rows); };
         stream<T>(
-            m, units, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
+            m, units, rows, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
             [&](int unit, int p, int row, float a, float b) {
                 int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;
                 float *logit = w.logits + (size_t)row * w.vocab + id;
