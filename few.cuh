@@ -1,10 +1,11 @@
 /* few.cuh: a step of at most FEW tokens, as one kernel. Its time is the time to read the weights, each of them once and in
  * order. A block lives on each multiprocessor from the first layer to the logits. Its last warps, the producers, keep a ring of
  * shared memory full with the weights that come next, over the borders of phases, so that no wait for activations leaves the
- * memory idle; the others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other:
+ * memory idle; the others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other; only what
+ * the router's sums say is known before, as they count who has added to them:
  *
  *     qkv        norm, query, key and value, rope, to the cache
- *     attention  over the cache, split when it is long
+ *     attention  over the cache, split when it is long: then its pages come through the ring like weights
  *     output     onto the residual stream; each block's share of the router's logits
  *     up         router, top-k, norm, gate and up, activation
  *     down       onto the residual stream, weighted
@@ -18,12 +19,13 @@
 
 constexpr int WARPS = 12; /* of a block that multiply: three on each quarter of a multiprocessor */
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32;
-constexpr int MOST_STAGES = 16;   /* of the ring */
-constexpr int MOST_COPIES = 2;    /* stages on the way at once: enough for the memory, and all else that is asked for waits less */
-constexpr int MOST_KEPT = 12;     /* chunks whose activations a warp keeps in registers */
-constexpr int HELD = 16;          /* choices whose activations are at hand in phase down, at least */
-constexpr int SUMS = 12 * 16 * WARPS; /* floats in which a pass leaves its sums, at least */
-constexpr int SPLIT_PAGES = 4;    /* of a split, at least */
+constexpr int MOST_STAGES = 16;       /* of the ring */
+constexpr int MOST_COPIES = 2;        /* stages on the way at once: more, and the memory delivers less, and all else that is asked for waits longer */
+constexpr int MOST_PAGES = 3;         /* the same of stages with a page of the cache, which are smaller */
+constexpr int MOST_KEPT = 12;         /* chunks whose activations a warp keeps in registers: gpt-oss's output matrix has so many for each */
+constexpr int HELD = 16;              /* choices whose activations are at hand in phase down, at least */
+constexpr int SUMS = 12 * 16 * WARPS; /* floats in which a pass leaves its sums, at least: a token's, of the units of phase up */
+constexpr int SPLIT_PAGES = 4;        /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
@@ -145,16 +147,31 @@ struct Ring {
         for (int i = 0; i < items; i++) {
             int part;
             const uint8_t *group = locate(i, part);
-            empty[at].wait(parity ^ 1); /* at once the first time round */
-#if __CUDA_ARCH__ >= 900 /* where lanes copy, waiting seems to cost more than it gives: notebooks/speed.md */
-            int before = at - min(MOST_COPIES, stages); /* has to be there */
-            full[before < 0 ? before + stages : before].wait(before < 0 ? parity ^ 1 : parity);
-#endif
+            begin_stage(MOST_COPIES);
             Codec<T>::copy(full + at, stage + at * stage_bytes, m.per, group, m.stride, part * m.per, m.chunks_of(part), thread / 32 - WARPS, thread % 32);
             advance();
         }
     }
-    /* The consumers' part, item by item: work(stage) */
+    __device__ void begin_stage(int most) {
+        empty[at].wait(parity ^ 1); /* at once the first time round */
+#if __CUDA_ARCH__ >= 900 /* where lanes copy, waiting costs more than it gives: notebooks/speed.md */
+        int before = at - min(most, stages); /* has to be there */
+        full[before < 0 ? before + stages : before].wait(before < 0 ? parity ^ 1 : parity);
+#endif
+    }
+    /* The same for numbered pages `first` to last - 1 of the cache of one head: its keys, and behind them its values. */
+    __device__ void produce_pages(const Work &w, const int *table, int first, int last, int head) {
+        static_assert(PRODUCERS == 2, "one copies keys, one values");
+        int values = thread / 32 - WARPS, bytes = w.head_dim * PAGE * sizeof(bf16), number = 0;
+        for (int i = first; i < last; i++) {
+            if ((i - first) % 32 == 0) number = table[min(i + thread % 32, last - 1)];
+            begin_stage(MOST_PAGES);
+            full[at].copy(stage + at * stage_bytes + values * bytes, 0, (const uint8_t *)cache_of(w, __shfl_sync(~0u, number, (i - first) % 32), values, head), 0, 1,
+                          bytes, thread % 32, values ? 0 : 2 * bytes);
+            advance();
+        }
+    }
+    /* The consumers' part, item by item: work(stage). Who has nothing to do waits too: to arrive at `empty` a round early would count for this one. */
     template <class Work> __device__ void consume(Work work) {
         full[at].wait(parity);
         work(stage + at * stage_bytes);
@@ -230,13 +247,14 @@ constexpr int SLABS = PAGE / SLAB_KEYS;
 template <int D> struct Slab {
     uint4 key[2][D / 32];
     uint2 value[D / 8];
-    __device__ void load(const bf16 *keys, const bf16 *values, int i, int lane) { /* the i-th of a page */
+    template <bool SHARED = false> __device__ void load(const bf16 *keys, const bf16 *values, int i, int lane) { /* the i-th of a page */
         int g = lane / 4, t = lane % 4;
+        auto read = [](auto from) { return SHARED ? *from : __ldcg(from); };
         keys += key_place(D, i * SLAB_KEYS + g / 2 * 4 + g % 2, t * 8);
         values += value_place(D, i * SLAB_KEYS + t * 4, g);
         for (int j = 0; j < 2; j++)
-            for (int c = 0; c < D / 32; c++) key[j][c] = __ldcg((const uint4 *)(keys + key_place(D, 2 * j, c * 32)));
-        for (int d = 0; d < D / 8; d++) value[d] = __ldcg((const uint2 *)(values + value_place(D, 0, d * 8)));
+            for (int c = 0; c < D / 32; c++) key[j][c] = read((const uint4 *)(keys + key_place(D, 2 * j, c * 32)));
+        for (int d = 0; d < D / 8; d++) value[d] = read((const uint2 *)(values + value_place(D, 0, d * 8)));
     }
 };
 
@@ -583,25 +601,29 @@ template <bool producing> struct Few {
      * keys are dealt depends on the token's position alone. The last blocks begin, because the first have more rows of other phases. */
     template <int D> __device__ void attention(const Block &l) {
         renew();
-        if (producing) return;
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         float *merged = at<float>(k.x); /* (WARPS, 8, ROW) */
         int *is_last = at<int>(k.begun + 8);
         bool waited = false;
+        if (producing) wait_previous();
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < SPLITS * tokens * heads; job += blocks) {
-            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = at<int>(k.position)[t],
+            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = s.position[t],
                 from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1,
                 used = pages <= 2 * SPLIT_PAGES ? 1 : min(SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES);
             if (split >= used) continue;
-            int slab = max((page0 + pages * split / used) * SLABS, from / SLAB_KEYS) + warp,
-                slabs = min((page0 + pages * (split + 1) / used) * SLABS, p / SLAB_KEYS + 1);
+            int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab = max(begin * SLABS, from / SLAB_KEYS) + warp,
+                slabs = min(end * SLABS, p / SLAB_KEYS + 1), streamed = used > 1 && k.stage_bytes >= 4 * D * PAGE ? min(end, fresh(t) / PAGE) : begin;
             const int *table = s.page + (size_t)s.seq[t] * s.header[0];
+            if (producing) {
+                ring.produce_pages(w, table, begin, streamed, head);
+                continue;
+            }
             Slab<D> keys;
             int page = slab < slabs ? table[slab / SLABS] : 0;
             auto load = [&] { keys.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), slab % SLABS, lane); };
-            bool early = one && slab < slabs && (slab + 1) * SLAB_KEYS <= p; /* keys that earlier steps wrote */
+            bool early = one && streamed <= begin && slab < slabs && (slab + 1) * SLAB_KEYS <= p; /* keys that earlier steps wrote */
             if (early) load();
             if (!waited) await();
             waited = true;
@@ -611,6 +633,16 @@ template <bool producing> struct Few {
                 q[c] = lane / 4 < group
                            ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + c * 32 + lane % 4 * 8))
                            : uint4{};
+            static_assert(SLABS <= WARPS, "a warp has one slab of a page at most");
+#pragma unroll 1
+            for (int i = begin; i < streamed; i++)
+                ring.consume([&](const uint8_t *stage) {
+                    if (slab / SLABS != i) return;
+                    keys.template load<true>((const bf16 *)stage, (const bf16 *)stage + D * PAGE, slab % SLABS, lane);
+                    state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
+                    slab += WARPS;
+                });
+            if (streamed > begin && slab < slabs) page = table[slab / SLABS];
 #pragma unroll 1
             for (; slab < slabs; slab += WARPS, early = false) {
                 if (!early) load();
@@ -646,7 +678,13 @@ template <bool producing> struct Few {
             }
             sync_consumers();
         }
-        if (!waited) await();
+        if (!producing && !waited) await();
+    }
+    /* The first position of this step of a token's sequence: what the cache has before it was there before. */
+    __device__ int fresh(int t) const {
+        int first = t;
+        while (first && s.seq[first - 1] == s.seq[t]) first--;
+        return s.position[first];
     }
     __device__ void store_attention(int t, int i, float2 x) const { /* dimensions i and i + 1 */
         *(uint32_t *)((bf16 *)w.attn + (size_t)t * w.attn_pitch + Codec<BF16>::place(i)) = pack(x.x, x.y);
@@ -820,7 +858,7 @@ template <bool producing> struct Few {
     template <Type T> __device__ void route_tokens(const Block &l) {
         renew();
         chooses() ? wait_at(FREE) : gate(FREE).arrive();
-        if (chooses()) wait_previous();
+        if (chooses()) wait_previous(); /* it does not wait for other blocks' phases */
         auto wait = [&] {
             if (!producing) await();
             choose(l.router.rows, l.router.bias, active());
@@ -888,6 +926,10 @@ template <bool producing> struct Few {
         int whole = units / blocks, left = units % blocks;
         return whole + (block < (2 * left > blocks ? left : 2 * left));
     }
+    static __device__ Matrix columns_of(Matrix m, const Share &mine) {
+        m.chunks = mine.chunks, m.parts = (mine.chunks + m.per - 1) / m.per;
+        return m;
+    }
     /* x += the weighted sum of the chosen experts' W act + bias. A block owns its rows of x, so it reads these rows of every active
      * expert: of as many experts at a time as there is room for their choices' activations. */
     template <Type T> __device__ void down(const Block &l) {
@@ -901,9 +943,9 @@ template <bool producing> struct Few {
         if (!producing) {
 #pragma unroll 1
             for (int i = ring.thread; i < units * ROWS * tokens; i += CONSUMERS) {
-                Share share = this->share(m, groups, i / tokens / ROWS);
-                int r = share.unit * ROWS + i / tokens % ROWS, t = i % tokens;
-                bool real = r < w.dim && !share.rest;
+                Share mine = share(m, groups, i / tokens / ROWS);
+                int r = mine.unit * ROWS + i / tokens % ROWS, t = i % tokens;
+                bool real = r < w.dim && !mine.rest;
                 float sum = real ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
 #pragma unroll 4
                 for (int c = t * w.top_k; c < (t + 1) * w.top_k; c++) sum += weights[c] * (m.bias && real ? m.bias[(size_t)experts[c] * w.dim + r] : 0);
@@ -922,11 +964,11 @@ template <bool producing> struct Few {
             int end = active.begin[next];
             if constexpr (producing) {
                 for (int unit = 0; unit < units; unit++) {
-                    Share share = this->share(m, groups, unit);
-                    Matrix part_of = columns_of(m, share);
-                    ring.produce<T>(part_of, (next - place) * part_of.parts, [&](int i, int &part) {
-                        part = i % part_of.parts;
-                        return group_at<T>(m, share.unit) + Codec<T>::columns_at(share.first) + active.expert[place + i / part_of.parts] * m.bytes;
+                    Share mine = share(m, groups, unit);
+                    Matrix columns = columns_of(m, mine);
+                    ring.produce<T>(columns, (next - place) * columns.parts, [&](int i, int &part) {
+                        part = i % columns.parts;
+                        return group_at<T>(m, mine.unit) + Codec<T>::columns_at(mine.first) + active.expert[place + i / columns.parts] * m.bytes;
                     });
                 }
             } else {
@@ -944,18 +986,18 @@ template <bool producing> struct Few {
                     int n = min(pass, units - first);
 #pragma unroll 1
                     for (int i = 0; i < n * (next - place); i++) {
-                        Share share = this->share(m, groups, first + i / (next - place));
+                        Share mine = share(m, groups, first + i / (next - place));
                         int at = place + i % (next - place), from = active.begin[at] - begin;
                         Rows<Activation> x = rows_of_tokens<T>(m, active.begin[at + 1] - active.begin[at]);
-                        x.x += from * pitch + share.first * Codec<T>::K;
-                        multiply<T>(columns_of(m, share), x, sums + i / (next - place) * unit_sums + from * ROWS, stride);
+                        x.x += from * pitch + mine.first * Codec<T>::K;
+                        multiply<T>(columns_of(m, mine), x, sums + i / (next - place) * unit_sums + from * ROWS, stride);
                     }
                     sync_consumers();
 #pragma unroll 1
                     for (int i = ring.thread; i < n * ROWS * tokens; i += CONSUMERS) {
                         int row = i / tokens, t = i % tokens, at = first * ROWS + row;
-                        Share share = this->share(m, groups, at / ROWS);
-                        int r = share.unit * ROWS + row % ROWS;
+                        Share mine = share(m, groups, at / ROWS);
+                        int r = mine.unit * ROWS + row % ROWS;
                         float sum = own[at * tokens + t];
 #pragma unroll 4
                         for (int i = 0; i < w.top_k; i++) {
@@ -964,18 +1006,13 @@ template <bool producing> struct Few {
                                 sum += weights[active.order[c]] * total(sums + row / ROWS * unit_sums + (c - begin) * ROWS + row % ROWS, stride);
                         }
                         own[at * tokens + t] = sum;
-                        if (next == n_active && r < w.dim) (share.rest ? w.rest : w.x)[(size_t)t * w.dim + r] = sum;
+                        if (next == n_active && r < w.dim) (mine.rest ? w.rest : w.x)[(size_t)t * w.dim + r] = sum;
                     }
                 }
                 sync_consumers();
             }
         }
     }
-    static __device__ Matrix columns_of(Matrix m, const Share &share) {
-        m.chunks = share.chunks, m.parts = (share.chunks + m.per - 1) / m.per;
-        return m;
-    }
-
     /* Logits of the rows that are wanted, (rows, vocab). */
     template <Type T> __device__ void head(const Matrix &head, const float *norm, int rows) {
         renew();
