@@ -5,7 +5,7 @@
  * the router's sums say is known before, as they count who has added to them:
  *
  *     qkv        norm, query, key and value, rope, to the cache
- *     attention  over the cache, split when it is long: then its pages come through the ring like weights
+ *     attention  over the cache, split when it is long: then pages that fit a stage come through the ring like weights
  *     output     onto the residual stream; each block's share of the router's logits
  *     up         router, top-k, norm, gate and up, activation
  *     down       onto the residual stream, weighted
@@ -38,7 +38,7 @@ enum { FREE, ROUTED, CHOSEN, GATES };
 struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
     int stages, stage_bytes;
     int held;                       /* choices whose activations there is room for */
-    int sums;                       /* floats of one of the two halves of partial */
+    int sums;                       /* floats of one half of partial: see sums_behind() */
     int ring, barriers, gates, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
     int active, active_expert, active_begin, active_order, active_of_token, active_tokens; /* see Active */
     int begun; /* what the barrier began with, and behind it whether this split is a head's last */
@@ -126,6 +126,13 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
 template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group) {
     return m.data + (size_t)group * Codec<T>::ROWS * Codec<T>::row_bytes(m.stride);
 }
+
+/* How many chunks a warp has of a row of so many, of which `most` make an item. */
+constexpr int kept_of(int chunks, int most) {
+    int parts = (chunks + most - 1) / most, per = (chunks + parts - 1) / parts;
+    return parts * ((per + WARPS - 1) / WARPS);
+}
+static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
 
 /* A block's way through the weights, item by item: an item is a unit, a group of rows, or a part of its columns. The producers fill stages one after
  * the other, each its share of every stage; the consumers empty them together, each warp its share of the columns. */
@@ -350,23 +357,30 @@ template <int D> struct Merged {
 __global__ void embed(Work w, Step s, Step post, int bytes, Matrix table, int blocks) {
     launch_next();
     wait_previous();
-    int t = blockIdx.x, seq = __ldcv(post.seq + t), id = __ldcv(post.token + t), p = __ldcv(post.position + t);
+    __shared__ int seq, slot, id, p, width;
+    int t = blockIdx.x, warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) { /* one way to the host's memory for each, all at once: it is far */
+        if (warp == 0) seq = __ldcv(post.seq + t), slot = __ldcv(post.slot + seq);
+        if (warp == 1) id = __ldcv(post.token + t);
+        if (warp == 2) p = __ldcv(post.position + t);
+        if (warp == 3) width = __ldcv(post.header);
+    }
     for (int i = threadIdx.x; i < bytes / 16 && t == 0; i += blockDim.x) ((uint4 *)s.how)[i] = __ldcv((const uint4 *)post.how + i);
-    if (id < 0) id = max(w.drawn[__ldcv(post.slot + seq)], 0); /* after a NaN the step is void */
-    if (threadIdx.x == 0) w.page_token[(size_t)s.page[(size_t)seq * __ldcv(post.header) + p / PAGE] * PAGE + p % PAGE] = id;
+    for (int i = threadIdx.x; i < w.n_layers * w.n_experts && bytes; i += blockDim.x) w.router_sum[(size_t)t * w.n_layers * w.n_experts + i] = 0;
+    for (int i = threadIdx.x; i < w.n_layers * blocks && bytes; i += blockDim.x) w.square[(size_t)t * w.n_layers * blocks + i] = 0;
+    __syncthreads();
+    int token = id < 0 ? max(w.drawn[slot], 0) : id; /* after a NaN the step is void */
+    if (threadIdx.x == 0) w.page_token[(size_t)s.page[(size_t)seq * width + p / PAGE] * PAGE + p % PAGE] = token;
     for (int i = threadIdx.x; i < w.dim; i += blockDim.x) {
-        size_t at = (size_t)id * table.stride + i;
+        size_t at = (size_t)token * table.stride + i;
         w.x[(size_t)t * w.dim + i] = table.type == F32 ? ((const float *)table.data)[at] : (float)((const bf16 *)table.data)[at];
     }
-    for (int i = threadIdx.x; i < w.n_layers * w.n_experts && t < FEW; i += blockDim.x)
-        w.router_sum[((size_t)(i / w.n_experts) * FEW + t) * w.n_experts + i % w.n_experts] = 0;
-    for (int i = threadIdx.x; i < w.n_layers * blocks && t < FEW; i += blockDim.x) w.square[((size_t)(i / blocks) * FEW + t) * blocks + i % blocks] = 0;
 }
 
 enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
- * all warps call. What a phase reads of the phases before it, it reads behind await(). */
+ * all warps call. What a phase reads of the one before it, it reads behind await(), but for what choose() looks for. */
 template <bool producing> struct Few {
     Work w;
     const Step &s;
@@ -426,18 +440,15 @@ template <bool producing> struct Few {
 
     /* A phase begins. What looks as if it might have changed is not computed ahead, for all phases at once, to be kept in local memory. */
     __device__ void renew() { asm volatile("" : "+r"(origin), "+r"(ring.thread), "+r"(block), "+r"(blocks)); }
-    /* Until all blocks have ended the phase before this one, and what they wrote can be read. */
+    /* The consumers wait until all blocks have ended the phase before this one, and what they wrote can be read. */
     __device__ void await() {
         if (phase == first) return wait_previous();
-        if (producing ? ring.thread % 32 == 0 : ring.thread == 0) {
+        if (ring.thread == 0) {
             unsigned long long target = at<unsigned long long>(k.begun)[0] + (unsigned long long)(phase - first) * blocks, now;
             do asm volatile("ld.acquire.gpu.global.u64 %0,[%1];" : "=l"(now) : "l"(w.barrier) : "memory");
             while (now < target);
         }
-        if (producing)
-            __syncwarp();
-        else
-            sync_consumers();
+        sync_consumers();
     }
     /* A gate opens once a layer, so its parity is that of the layers since this launch began. */
     __device__ Barrier &gate(int i) const { return at<Barrier>(k.gates)[i]; }
@@ -753,7 +764,7 @@ template <bool producing> struct Few {
             for (int o = 4; o; o >>= 1) sum += __shfl_xor_sync(255u << (lane & 24), sum, o);
             const float most = 1ull << (COUNTED - 10);
             long long steps = __float2ll_rn(fminf(fmaxf(sum * (1 / ROUTER_STEP), -most), most)); /* (a NaN is in x too) */
-            if (ring.thread % 8 == 0) atomicAdd(&w.router_sum[((size_t)w.layer * FEW + t) * experts + e], (1ull << COUNTED) + steps);
+            if (ring.thread % 8 == 0) atomicAdd(&w.router_sum[((size_t)t * w.n_layers + w.layer) * experts + e], (1ull << COUNTED) + steps);
         }
 #pragma unroll 1
         for (int t = warp; t < tokens; t += WARPS) {
@@ -761,7 +772,7 @@ template <bool producing> struct Few {
 #pragma unroll 1
             for (int r = lane; r < rows; r += 32) sum += own[r * tokens + t] * own[r * tokens + t];
             sum = warp_sum(sum);
-            if (lane == 0) asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(w.square + ((size_t)w.layer * FEW + t) * blocks + block), "l"(1ull << 32 | __float_as_uint(sum)) : "memory");
+            if (lane == 0) asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(w.square + ((size_t)t * w.n_layers + w.layer) * blocks + block), "l"(1ull << 32 | __float_as_uint(sum)) : "memory");
         }
     }
 
@@ -781,7 +792,7 @@ template <bool producing> struct Few {
 #pragma unroll 1
         for (int t = WARPS - ring.thread / 32; t < tokens; t += WARPS + 1) {
             constexpr int STEP = 5; /* loads on the way at once */
-            const unsigned long long *sums = w.router_sum + ((size_t)w.layer * FEW + t) * w.n_experts, *squares = w.square + ((size_t)w.layer * FEW + t) * blocks;
+            const unsigned long long *sums = w.router_sum + ((size_t)t * w.n_layers + w.layer) * w.n_experts, *squares = w.square + ((size_t)t * w.n_layers + w.layer) * blocks;
             float square = 0, weight = 1, *mine = logit + t * w.n_experts;
 #pragma unroll 1
             for (int turn = 0; has_router && (turn * 32 < w.n_experts || turn * STEP * 32 < blocks); turn++) {
@@ -858,7 +869,7 @@ template <bool producing> struct Few {
     template <Type T> __device__ void route_tokens(const Block &l) {
         renew();
         chooses() ? wait_at(FREE) : gate(FREE).arrive();
-        if (chooses()) wait_previous(); /* it does not wait for other blocks' phases */
+        if (chooses()) wait_previous(); /* it does not call await() */
         auto wait = [&] {
             if (!producing) await();
             choose(l.router.rows, l.router.bias, active());
@@ -930,8 +941,7 @@ template <bool producing> struct Few {
         m.chunks = mine.chunks, m.parts = (mine.chunks + m.per - 1) / m.per;
         return m;
     }
-    /* x += the weighted sum of the chosen experts' W act + bias. A block owns its rows of x, so it reads these rows of every active
-     * expert: of as many experts at a time as there is room for their choices' activations. */
+    /* x += the weighted sum of the chosen experts' W act + bias. A block reads the rows of its share of every active expert: of as many experts at a time as there is room for their choices' activations. */
     template <Type T> __device__ void down(const Block &l) {
         renew();
         constexpr int ROWS = Codec<T>::ROWS;

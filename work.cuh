@@ -171,9 +171,9 @@ struct Work { /* everything a kernel may need; passed by value */
     float *qkv, *down;         /* many: (tokens, all rows), (tokens * top_k, dim) */
     void *normed;              /* many: (tokens, normed_pitch), 0 behind dim */
     int normed_pitch;
-    unsigned long long *router_sum; /* few: (n_layers, FEW, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter; and how many
+    unsigned long long *router_sum; /* few: (FEW, n_layers, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter; and how many
                                        blocks have added theirs */
-    unsigned long long *square; /* few: (n_layers, FEW, blocks) sum of the squares of each block's rows of x, with ADDED as a sign that it is there */
+    unsigned long long *square; /* few: (FEW, n_layers, blocks) sum of the squares of each block's rows of x, and bit 32 as a sign that it is there */
     int *expert;               /* (tokens, top_k) */
     float *weight;             /* (tokens, top_k) */
     float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */
