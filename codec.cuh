@@ -17,8 +17,9 @@ template <typename A> struct Rows {
 
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
  * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says, whose add(sum, i, k) adds chunk i
- * to the k-th of a warp's two sums. Lane 4g + t works on row g. reduce() makes final values of what was collected. place(i) is where the
- * i-th activation of a token lies. */
+ * to the k-th of a warp's two sums. Lane<0> can also load() what it needs of a chunk's activations, Kept, once, and add() it to chunks of many rows.
+ * Lane 4g + t works on row g. reduce() makes final values of what was collected. place(i) is where the i-th activation of a token lies,
+ * columns_at(i) how many bytes behind a group's beginning chunk i does. */
 template <Type T> struct Codec;
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
@@ -47,7 +48,7 @@ template <Type T, typename A> struct Dense {
  * fragment: two of its four words are row g, the others are called row g + 8, which is the same row at other columns. So a token
  * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
 template <> struct Codec<BF16> : Dense<BF16, bf16> {
-    typedef uint2 Kept; /* what a lane needs of a chunk's activations, of a token alone */
+    typedef uint2 Kept;
     template <int TILES> struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
         static constexpr int N = max_of(TILES, 1);
         float c[N][4] = {};
@@ -112,12 +113,13 @@ __device__ inline void mma_eight_alone(float (&c)[4], uint4 row, uint4 row8, uin
     mma(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
 }
 
-/* MXFP4: weights are mma's rows, activations its columns. A chunk is 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them: columns 16t .. 16t + 15 of row g and then of row g + 8;
- * behind these 512 bytes lie the scales of both blocks of 32 of row g and of both of row g + 8, for each g. A word becomes bf16
- * times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100, exactly, and the block's scale, stored as the
- * exponent of a float with 26 added, does the rest. Since it multiplies the product, the blocks must not be added before: lanes 0 and 1 hold
- * weights of the first block, 2 and 3 of the second, so a token needs two of mma's columns, each with zeros for the other block. A token alone
- * has all eight: these are chosen so that lane t finds one of the four sums, and its scale in byte t. */
+/* MXFP4: weights are mma's rows, activations its columns. A chunk is 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them:
+ * columns 16t .. 16t + 15 of row g and then of row g + 8; behind these 512 bytes lie the scales of both blocks of 32 of row g and of
+ * both of row g + 8, for each g. A word becomes bf16 times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100,
+ * exactly, and the block's scale, stored as the exponent of a float with 26 added, does the rest. Since it multiplies the product, the
+ * blocks must not be added before: lanes 0 and 1 hold weights of the first block, 2 and 3 of the second, so a token needs two of mma's
+ * columns, each with zeros for the other block. A token alone has all eight: these are chosen so that lane t finds one of the four sums,
+ * and its scale in byte t. */
 template <> struct Codec<MXFP4> {
     static constexpr Type TYPE = MXFP4;
     static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS;
@@ -139,7 +141,7 @@ template <> struct Codec<MXFP4> {
         }
     };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
-    __host__ __device__ static constexpr int columns_at(int chunk) { return chunk * FP4_BYTES; } /* bytes from a group's beginning */
+    __host__ __device__ static constexpr int columns_at(int chunk) { return chunk * FP4_BYTES; }
     __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_BYTES; }
     __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int producer, int lane) {
         int from = (n * producer + PRODUCERS - 1) / PRODUCERS, to = (n * (producer + 1) + PRODUCERS - 1) / PRODUCERS;
@@ -202,7 +204,7 @@ template <> struct Codec<MXFP4>::Lane<0> {
 };
 
 template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
-    struct Kept {};
+    struct Kept {}; /* a token alone is as any */
     template <int TILES> struct Sum { /* row g, its own columns only */
         static constexpr int N = max_of(TILES * 4, 1);
         float c[N] = {};

@@ -353,7 +353,8 @@ template <int D> struct Merged {
 /* ---- the kernel ---- */
 
 /* Fetches the step, `bytes` from `post` in the host's memory (a step of many tokens is there already: 0), and begins it: x = the token's row of the
- * embedding; a token of -1 is what its slot drew last. The page remembers it. A block a token. */
+ * embedding; a token of -1 is what its slot drew last. The page remembers it. What few's blocks, so many of them, add up or publish is emptied. A block a
+ * token. */
 __global__ void embed(Work w, Step s, Step post, int bytes, Matrix table, int blocks) {
     launch_next();
     wait_previous();
@@ -691,7 +692,7 @@ template <bool producing> struct Few {
         }
         if (!producing && !waited) await();
     }
-    /* The first position of this step of a token's sequence: what the cache has before it was there before. */
+    /* The first position that this step adds to a token's sequence: the cache has all before it. */
     __device__ int fresh(int t) const {
         int first = t;
         while (first && s.seq[first - 1] == s.seq[t]) first--;
@@ -772,7 +773,7 @@ template <bool producing> struct Few {
 #pragma unroll 1
             for (int r = lane; r < rows; r += 32) sum += own[r * tokens + t] * own[r * tokens + t];
             sum = warp_sum(sum);
-            if (lane == 0) asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(w.square + ((size_t)t * w.n_layers + w.layer) * blocks + block), "l"(1ull << 32 | __float_as_uint(sum)) : "memory");
+            if (lane == 0) publish(w.square + ((size_t)t * w.n_layers + w.layer) * blocks + block, sum);
         }
     }
 
@@ -803,9 +804,9 @@ template <bool producing> struct Few {
                 do {
                     sum = e < w.n_experts ? look(sums + e) : (unsigned long long)blocks << COUNTED;
 #pragma unroll
-                    for (int i = 0; i < STEP; i++) part[i] = b + i * 32 < blocks ? look(squares + b + i * 32) : 1ull << 32;
+                    for (int i = 0; i < STEP; i++) part[i] = b + i * 32 < blocks ? look(squares + b + i * 32) : THERE;
                     count = ((long long)sum + (1ll << (COUNTED - 1))) >> COUNTED;
-                    there = (count & 255) == (blocks & 255);
+                    there = (count & MOST_BLOCKS) == (blocks & MOST_BLOCKS);
 #pragma unroll
                     for (int i = 0; i < STEP; i++) there &= part[i] >> 32 != 0;
                 } while (!there);

@@ -546,7 +546,7 @@ bool choose_card(Cuda *c, Error *e) {
         return fail(e, NO_GPU, "this build has no code for GPU %d (%s, compute capability %d.%d): make clean && make CUDA_ARCH=sm_%d%d%s", c->limits.gpu,
                     properties.name, properties.major, properties.minor, properties.major, properties.minor, properties.major == 9 ? "a" : "");
     }
-    c->sms = std::min(properties.multiProcessorCount, 255); /* few.cuh counts blocks in eight bits */
+    c->sms = std::min(properties.multiProcessorCount, MOST_BLOCKS);
     c->shared = (int)properties.sharedMemPerBlockOptin;
     c->launch_arch = properties.major >= 9 ? code.ptxVersion : 0;
     CUDA(cudaMemcpyFromSymbol(&c->wgmma, has_wgmma, sizeof c->wgmma));

@@ -8,7 +8,8 @@
 constexpr int FEW = 16;    /* tokens of a step up to which weights are streamed */
 constexpr int SPLITS = 16; /* blocks that share one key/value head's context */
 constexpr float ROUTER_STEP = 0x1p-28f;
-constexpr int COUNTED = 56; /* bit of the router's sums from which on blocks are counted */
+constexpr int COUNTED = 56; /* bit of the router's sums from which on blocks are counted, ... */
+constexpr int MOST_BLOCKS = (1 << (64 - COUNTED)) - 1; /* ... at most so many */
 constexpr float LOG2E = 1.4426950408889634f;
 
 /* ---- small device functions ---- */
@@ -173,7 +174,7 @@ struct Work { /* everything a kernel may need; passed by value */
     int normed_pitch;
     unsigned long long *router_sum; /* few: (FEW, n_layers, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter; and how many
                                        blocks have added theirs */
-    unsigned long long *square; /* few: (FEW, n_layers, blocks) sum of the squares of each block's rows of x, and bit 32 as a sign that it is there */
+    unsigned long long *square; /* few: (FEW, n_layers, blocks) sum of the squares of each block's rows of x, published */
     int *expert;               /* (tokens, top_k) */
     float *weight;             /* (tokens, top_k) */
     float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */
@@ -265,8 +266,14 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int &expe
     weight = share / warp_sum(share);
 }
 
-/* ---- what is there when it says so ---- */
+/* ---- words that say whether they are there ---- */
 
+/* A word is written and read whole, so who finds in it that it is new needs no barrier. publish() says so by THERE, of a float; the router's sums by
+ * how many blocks they count. */
+constexpr unsigned long long THERE = 1ull << 32;
+__device__ inline void publish(unsigned long long *to, float x) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(to), "l"(THERE | __float_as_uint(x)) : "memory");
+}
 __device__ inline unsigned long long look(const unsigned long long *from) {
     unsigned long long word;
     asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(word) : "l"(from));
