@@ -18,7 +18,7 @@ template <typename A> struct Rows {
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
  * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says, whose add(sum, i, k) adds chunk i
  * to the k-th of a warp's two sums. Lane<0> can also load() what it needs of a chunk's activations, Kept, once, and add() it to chunks of many rows.
- * Lane 4g + t works on row g. reduce() makes final values of what was collected. place(i) is where the i-th activation of a token lies,
+ * Lane 4g + t works on row g. reduce() makes final values of what was collected, of which store() hands each once to put(token, row, value). place(i) is where the i-th activation of a token lies,
  * columns_at(i) how many bytes behind a group's beginning chunk i does. */
 template <Type T> struct Codec;
 
@@ -58,9 +58,9 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
         __device__ void operator+=(const Sum &s) {
             for (int j = 0; j < N; j++) c[j][0] += s.c[j][0];
         }
-        __device__ void store(float *out, int tokens, int lane) const { /* out (tokens, ROWS) */
+        template <class Put> __device__ void store(int tokens, int lane, Put put) const {
             for (int j = 0; j < N; j++)
-                if (j * 4 + lane % 4 < tokens) out[(j * 4 + lane % 4) * ROWS + lane / 4] = c[j][0];
+                if (j * 4 + lane % 4 < tokens) put(j * 4 + lane % 4, lane / 4, c[j][0]);
         }
     };
     __host__ __device__ static constexpr int place(int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; }
@@ -134,10 +134,10 @@ template <> struct Codec<MXFP4> {
         __device__ void operator+=(const Sum &s) {
             for (int j = 0; j < TILES; j++) c[j][0] += s.c[j][0], c[j][2] += s.c[j][2];
         }
-        __device__ void store(float *out, int tokens, int lane) const { /* out (tokens, ROWS) */
+        template <class Put> __device__ void store(int tokens, int lane, Put put) const {
             for (int j = 0; j < TILES; j++)
                 if (j * 4 + lane % 4 < tokens)
-                    for (int i = 0; i < 2; i++) out[(j * 4 + lane % 4) * ROWS + lane / 4 + i * 8] = c[j][i * 2];
+                    for (int i = 0; i < 2; i++) put(j * 4 + lane % 4, lane / 4 + i * 8, c[j][i * 2]);
         }
     };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
@@ -177,8 +177,8 @@ template <> struct Codec<MXFP4>::Sum<0> { /* lane t: block t % 2 of row g + 8 (t
     float c = 0;
     __device__ void reduce() { c += __shfl_xor_sync(~0u, c, 1); }
     __device__ void operator+=(const Sum &s) { c += s.c; }
-    __device__ void store(float *out, int, int lane) const {
-        if (lane % 2 == 0) out[lane / 4 + lane % 4 * 4] = c;
+    template <class Put> __device__ void store(int, int lane, Put put) const {
+        if (lane % 2 == 0) put(0, lane / 4 + lane % 4 * 4, c);
     }
 };
 template <> struct Codec<MXFP4>::Lane<0> {
@@ -217,9 +217,9 @@ template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 
         __device__ void operator+=(const Sum &s) {
             for (int j = 0; j < N; j++) c[j] += s.c[j];
         }
-        __device__ void store(float *out, int tokens, int lane) const {
+        template <class Put> __device__ void store(int tokens, int lane, Put put) const {
             for (int j = 0; j < N; j++)
-                if (lane % 4 == 0 && j < tokens) out[j * ROWS + lane / 4] = c[j];
+                if (lane % 4 == 0 && j < tokens) put(j, lane / 4, c[j]);
         }
     };
     __host__ __device__ static constexpr int place(int i) { return i; }

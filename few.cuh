@@ -26,12 +26,13 @@ constexpr int MOST_KEPT = 12;         /* chunks whose activations a warp keeps i
 constexpr int HELD = 16;              /* choices whose activations are at hand in phase down, at least */
 constexpr int SUMS = 12 * 16 * WARPS; /* floats in which a pass leaves its sums, at least: a token's, of the units of phase up */
 constexpr int SPLIT_PAGES = 4;        /* of a split, at least */
+constexpr int GPT_OSS_DIM = 2880, GPT_OSS_HEADS = 64, GPT_OSS_TOP_K = 4; /* has_gpt_oss_shapes() */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
 /* Gates, at which some warps wait, once a layer, until others have arrived. FREE: nobody reads the last choice of experts any more; ROUTED: what each
  * token chose is known; CHOSEN: and which experts that makes. */
-enum { FREE, ROUTED, CHOSEN, GATES };
+enum { FREE, ROUTED, CHOSEN, HOLD, GATES };
 
 /* ---- a block's shared memory ---- */
 
@@ -39,8 +40,8 @@ struct Layout { /* where each array begins, in bytes; the ring is what the other
     int stages, stage_bytes;
     int held;                       /* choices whose activations there is room for */
     int sums;                       /* floats of one half of partial: see sums_behind() */
-    int ring, barriers, gates, x, partial, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
-    int active, active_expert, active_begin, active_order, active_of_token, active_tokens; /* see Active */
+    int ring, barriers, gates, x, partial, zero, square, scale, bias, own, more, columns, logit, weights, experts, turn, position, page;
+    int active, active_expert, active_begin, active_order, active_tokens; /* see Active */
     int begun; /* what the barrier began with, and behind it whether this split is a head's last */
     int bytes; /* of all */
 };
@@ -57,7 +58,6 @@ struct Active {
     int *n, *expert; /* [0]; (n) */
     int *begin;      /* (n + 1) in order */
     int *order;      /* (tokens * top_k) choices, by expert and then by token */
-    int *of_token;   /* (tokens, top_k) where in order its choices are, ascending */
     int *tokens;     /* [0]: the most that an expert has */
     static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
@@ -79,14 +79,14 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
         int size = sizeof(typename C::Activation), rows = down ? k.held : tokens;
         x = max_of(x, rows * pitch_of<C::TYPE>(m.stride) * size);
         if (tokens > 1) zero = max_of(zero, m.per * C::K * size);
-        k.sums = max_of(k.sums, WARPS * rows * C::ROWS);
+        k.sums = max_of(k.sums, WARPS * tokens * C::ROWS);
         k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per));
     };
     for (const Matrix *m : {&b.qkv, &b.o, &b.up, &b.down, &card.head}) {
         bool down = m == &b.down;
         m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, down) : m->type == BF16 ? consider(Codec<BF16>(), *m, down) : consider(Codec<F32>(), *m, down);
     }
-    int units_rows = max_of(rows_of(b.qkv, 1), rows_of(b.up, most));
+    int units_rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), rows_of(b.up, most));
     int own = max_of(rows_of(b.o, 1), rows_of(b.down, 1));
     x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                 /* attend_plain */
     x = max_of(x, WARPS * 8 * (w.head_dim + 2) * 4 - 2 * k.sums * 4); /* attention's states reach into partial */
@@ -98,15 +98,15 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.scale, FEW * 4);
     take(k.bias, units_rows * 4);
     take(k.own, own * tokens * 4);
+    take(k.more, own * tokens * 4);
     take(k.columns, rows_of(b.o, 1) * w.n_experts * 4);
-    take(k.logit, tokens * w.n_experts * 4);
+    take(k.logit, tokens * w.n_experts * 2 * 4);
     take(k.weights, tokens * w.top_k * 4);
     take(k.experts, tokens * w.top_k * 4);
     take(k.active, 4);
     take(k.active_expert, most * 4);
     take(k.active_begin, (most + 1) * 4);
     take(k.active_order, tokens * w.top_k * 4);
-    take(k.active_of_token, tokens * w.top_k * 4);
     take(k.active_tokens, 4);
     take(k.turn, tokens * w.head_dim / 2 * 8);
     take(k.position, tokens * 4);
@@ -128,23 +128,25 @@ template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group)
 }
 
 /* How many chunks a warp has of a row of so many, of which `most` make an item. */
-constexpr int kept_of(int chunks, int most) {
+__host__ __device__ constexpr int kept_of(int chunks, int most) {
     int parts = (chunks + most - 1) / most, per = (chunks + parts - 1) / parts;
     return parts * ((per + WARPS - 1) / WARPS);
 }
-static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
+static_assert(kept_of(GPT_OSS_HEADS * 64 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(GPT_OSS_DIM / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
 
 /* A block's way through the weights, item by item: an item is a unit, a group of rows, or a part of its columns. The producers fill stages one after
  * the other, each its share of every stage; the consumers empty them together, each warp its share of the columns. */
 struct Ring {
     uint8_t *stage;        /* (stages) */
     Barrier *full, *empty; /* (stages) */
+    Barrier *hold;
     int stages, stage_bytes, thread;
     int at = 0;          /* the stage of the next item */
     unsigned parity = 0; /* of that stage */
+    int left = -1;       /* items of this phase that the consumers have not seen yet */
 
     __device__ Ring(const Layout &k, uint8_t *memory)
-        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), stages(k.stages), stage_bytes(k.stage_bytes),
+        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), hold((Barrier *)(memory + k.gates) + HOLD), stages(k.stages), stage_bytes(k.stage_bytes),
           thread(threadIdx.x) {}
     __device__ void advance() {
         if (++at == stages) at = 0, parity ^= 1;
@@ -161,6 +163,7 @@ struct Ring {
     }
     __device__ void begin_stage(int most) {
         empty[at].wait(parity ^ 1); /* at once the first time round */
+        hold->wait(1);
 #if __CUDA_ARCH__ >= 900 /* where lanes copy, waiting costs more than it gives: notebooks/speed.md */
         int before = at - min(most, stages); /* has to be there */
         full[before < 0 ? before + stages : before].wait(before < 0 ? parity ^ 1 : parity);
@@ -178,15 +181,23 @@ struct Ring {
             advance();
         }
     }
+    /* A fence waits for every copy that is on the way in its multiprocessor, and what is read meanwhile comes late. So when the consumers have seen the last
+     * of `items` that a phase has for them, the producers ask for no more until they resume(). */
+    __device__ void expect(int items) { left = items ? items : -1; }
+    __device__ void resume() {
+        if (left == 0 && thread == 0) hold->arrive();
+        left = -1;
+    }
     /* The consumers' part, item by item: work(stage). Who has nothing to do waits too: to arrive at `empty` a round early would count for this one. */
     template <class Work> __device__ void consume(Work work) {
         full[at].wait(parity);
+        if (--left == 0 && thread == 0) hold->arrive();
         work(stage + at * stage_bytes);
         empty[at].arrive(); /* each lane: one for all is no faster, and racecheck does not understand it */
         advance();
     }
-    /* The next unit times x, to out (WARPS, stride): what each warp found, in two sums. */
-    template <Type T, int TILES> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, float *out, int stride) {
+    /* The next unit times x: put(row of x, row of the unit, value) receives what this warp found, in two sums. */
+    template <Type T, int TILES, class Put> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, Put put) {
         typename Codec<T>::template Sum<TILES> sum, other;
         int warp = thread / 32;
 #pragma unroll 1
@@ -211,7 +222,7 @@ struct Ring {
         sum.reduce();
         other.reduce();
         sum += other;
-        sum.store(out + warp * stride, x.n, thread % 32);
+        sum.store(x.n, thread % 32, put);
     }
     /* The same in the same order for a token alone, whose activations this warp keeps, and a matrix whose shape the compiler knows. */
     template <Type T> __device__ void keep(const Matrix &m, Rows<typename Codec<T>::Activation> x, typename Codec<T>::Kept (&kept)[MOST_KEPT]) const {
@@ -224,7 +235,7 @@ struct Ring {
             if (part < m.parts && i < m.chunks_of(part)) lane.load(kept[k], part * m.per + i);
         }
     }
-    template <Type T> __device__ void multiply_kept(const Matrix &m, const typename Codec<T>::Kept (&kept)[MOST_KEPT], float *out) {
+    template <Type T, class Put> __device__ void multiply_kept(const Matrix &m, const typename Codec<T>::Kept (&kept)[MOST_KEPT], Put put) {
         typename Codec<T>::template Sum<0> sum[2];
         int turns = (m.per + WARPS - 1) / WARPS;
 #pragma unroll
@@ -242,7 +253,27 @@ struct Ring {
         sum[0].reduce();
         sum[1].reduce();
         sum[0] += sum[1];
-        sum[0].store(out + thread / 32 * Codec<T>::ROWS, 1, thread % 32);
+        sum[0].store(1, thread % 32, put);
+    }
+    /* N units of as many chunks, one after the other, each times a row of x of its own, for a token alone: put(which, row, value) is called when all of them are under
+     * way, so that none waits for the one before. TURNS: chunks that a warp has of each, at most. */
+    template <Type T, int N, int TURNS, class Put> __device__ void multiply_each(const Matrix &m, Rows<typename Codec<T>::Activation> x, Put put) {
+        typename Codec<T>::template Sum<0> sum[N][2];
+#pragma unroll
+        for (int n = 0; n < N; n++, x.x += x.pitch)
+            consume([&](const uint8_t *stage) {
+                typename Codec<T>::template Lane<0> lane(stage, m.per, x, thread % 32);
+#pragma unroll
+                for (int k = 0; k < TURNS; k++)
+                    if (thread / 32 + k * WARPS < m.chunks) lane.add(sum[n][k % 2], thread / 32 + k * WARPS, k % 2);
+            });
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            sum[n][0].reduce();
+            sum[n][1].reduce();
+            sum[n][0] += sum[n][1];
+            sum[n][0].store(1, thread % 32, [&](int, int row, float value) { put(n, row, value); });
+        }
     }
 };
 
@@ -402,6 +433,7 @@ template <bool producing> struct Few {
             gate(FREE).init(THREADS - 32); /* all but the first producer arrive */
             gate(ROUTED).init(CONSUMERS);
             gate(CHOSEN).init(32); /* the first producer arrives */
+            gate(HOLD).init(1);
         }
         if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(CONSUMERS);
         Barrier::show_init();
@@ -459,6 +491,7 @@ template <bool producing> struct Few {
         if (producing || phase == last) return;
         sync_consumers();
         if (ring.thread == 0) asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
+        if (phase % PHASES != PHASE_ATTENTION) ring.resume();
     }
 
     /* What the last layer's phase down left to be added to x. */
@@ -512,16 +545,15 @@ template <bool producing> struct Few {
         }
     }
 
-    /* The next unit times x, to sums (WARPS, stride). */
-    template <Type T> __device__ void multiply(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, float *sums, int stride) {
+    template <Type T, class Put> __device__ void multiply(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, Put put) {
         if (one || x.n == 1)
-            ring.multiply<T, 0>(m, x, sums, stride);
+            ring.multiply<T, 0>(m, x, put);
         else if (x.n > 8)
-            ring.multiply<T, 4>(m, x, sums, stride);
+            ring.multiply<T, 4>(m, x, put);
         else if (x.n > 4)
-            ring.multiply<T, 2>(m, x, sums, stride);
+            ring.multiply<T, 2>(m, x, put);
         else
-            ring.multiply<T, 1>(m, x, sums, stride);
+            ring.multiply<T, 1>(m, x, put);
     }
     /* What the warps found for one token in a row of a unit: sums (WARPS, stride). */
     __device__ float total(const float *sums, int stride) const {
@@ -559,8 +591,9 @@ template <bool producing> struct Few {
             });
             return;
         }
+        ring.expect(units * m.parts);
         Sums room = sums_behind<T>(rows, m.stride);
-        int stride = tokens * ROWS, unit_sums = WARPS * stride, pass = room.floats / unit_sums;
+        int stride = tokens * ROWS, unit_sums = WARPS * stride, pass = room.floats / unit_sums, warp = ring.thread / 32;
         typename Codec<T>::Kept kept[MOST_KEPT];
         bool keeps = known && one;
         if constexpr (T != F32)
@@ -571,9 +604,11 @@ template <bool producing> struct Few {
             int n = min(pass, units - first);
 #pragma unroll 1
             for (int i = 0; i < n; i++) {
+                float *mine = sums + i * unit_sums + warp * stride;
+                auto put = [&](int token, int row, float value) { mine[token * ROWS + row] = value; };
                 if constexpr (T != F32)
-                    if (keeps) ring.multiply_kept<T>(m, kept, sums + i * unit_sums);
-                if (!keeps) multiply<T>(m, x_of(first + i), sums + i * unit_sums, stride);
+                    if (keeps) ring.multiply_kept<T>(m, kept, put);
+                if (!keeps) multiply<T>(m, x_of(first + i), put);
             }
             copies_done<0>(); /* of biases */
             sync_consumers();
@@ -618,7 +653,9 @@ template <bool producing> struct Few {
         float *merged = at<float>(k.x); /* (WARPS, 8, ROW) */
         int *is_last = at<int>(k.begun + 8);
         bool waited = false;
+        float *sink = at<float>(k.scale);
         if (producing) wait_previous();
+        if (!producing && blocks - 1 - block >= tokens * heads) ring.resume();
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < SPLITS * tokens * heads; job += blocks) {
             int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = s.position[t],
@@ -635,10 +672,12 @@ template <bool producing> struct Few {
             Slab<D> keys;
             int page = slab < slabs ? table[slab / SLABS] : 0;
             auto load = [&] { keys.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), slab % SLABS, lane); };
+            if (ring.thread < group && l.sinks) sink[ring.thread] = l.sinks[head * group + ring.thread];
             bool early = one && streamed <= begin && slab < slabs && (slab + 1) * SLAB_KEYS <= p; /* keys that earlier steps wrote */
             if (early) load();
             if (!waited) await();
             waited = true;
+            if (streamed > begin) ring.resume(), ring.expect(streamed - begin);
             SlabState<D> state;
             uint4 q[D / 32];
             for (int c = 0; c < D / 32; c++)
@@ -669,7 +708,7 @@ template <bool producing> struct Few {
                 Merged<D> m(merged + h * ROW, pair);
                 m.template add<WARPS>(WARPS);
                 if (used == 1)
-                    store_attention(t, (head * group + h) * D + 2 * pair, m.result(l.sinks ? l.sinks + head * group + h : NULL));
+                    store_attention(t, (head * group + h) * D + 2 * pair, m.result(l.sinks ? sink + h : NULL));
                 else
                     m.store(partial + (split * 8 + h) * ROW);
             }
@@ -684,7 +723,7 @@ template <bool producing> struct Few {
                     for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* of the splits */
                         Merged<D> m(partial + h * ROW, pair);
                         m.template add<SPLITS>(used);
-                        store_attention(t, (head * group + h) * D + 2 * pair, m.result(l.sinks ? l.sinks + head * group + h : NULL));
+                        store_attention(t, (head * group + h) * D + 2 * pair, m.result(l.sinks ? sink + h : NULL));
                     }
                 }
             }
@@ -722,19 +761,25 @@ template <bool producing> struct Few {
         int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride), lane = ring.thread % 32,
             warp = ring.thread / 32;
         int experts = l.router.rows ? w.n_experts : 0, each = 16 / sizeof(Activation), pieces = m.stride / each;
-        float *own = at<float>(k.own), *columns = at<float>(k.columns);
+        float *own = at<float>(k.own), *more = at<float>(k.more), *bias = at<float>(k.bias), *columns = at<float>(k.columns);
         if (!producing) {
 #pragma unroll 1
-            for (int i = warp; i < rows; i += WARPS) {
-                int r = row_of_block<T>(i);
-#pragma unroll 1
-                for (int e = lane; e < experts; e += 32) columns[i * experts + e] = r < w.dim ? l.router_columns[(size_t)r * experts + e] : 0;
+            for (int i = ring.thread; i < rows * experts; i += CONSUMERS) {
+                int r = row_of_block<T>(i / experts);
+                copy_4(columns + i, r < w.dim ? l.router_columns + (size_t)r * experts + i % experts : w.x, r < w.dim);
             }
 #pragma unroll 1
             for (int i = ring.thread; i < rows * tokens; i += CONSUMERS) { /* x is as the last layer left it */
                 int r = row_of_block<T>(i / tokens);
-                size_t at = (size_t)(i % tokens) * w.dim + r;
-                own[i] = r < w.dim ? __ldcg(w.x + at) + (rest() ? __ldcg(rest() + at) : 0) + (m.bias ? m.bias[r] : 0) : 0;
+                bool real = r < w.dim;
+                size_t at = real ? (size_t)(i % tokens) * w.dim + r : 0;
+                copy_4(own + i, w.x + at, real);
+                copy_4(more + i, w.rest + at, real && rest());
+            }
+#pragma unroll 1
+            for (int i = ring.thread; i < rows; i += CONSUMERS) {
+                bool has = m.bias && row_of_block<T>(i) < w.dim;
+                copy_4(bias + i, has ? m.bias + row_of_block<T>(i) : w.x, has);
             }
             await();
             for (int t = 0; t < tokens; t++)
@@ -751,7 +796,7 @@ template <bool producing> struct Few {
             [&](int unit, int p, int t, float a, float b) {
                 for (int i = 0; i < 2; i++) {
                     int at = unit * Codec<T>::ROWS + 2 * p + i, r = row_of_block<T>(at);
-                    if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] += i ? b : a;
+                    if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] += more[at * tokens + t] + bias[at] + (i ? b : a);
                 }
             });
         if (producing) return;
@@ -778,23 +823,24 @@ template <bool producing> struct Few {
     }
 
     __device__ Active active() const {
-        return {at<int>(k.active),          at<int>(k.active_expert),   at<int>(k.active_begin),
-                at<int>(k.active_order), at<int>(k.active_of_token), at<int>(k.active_tokens)};
+        return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_tokens)};
     }
 
     __device__ bool chooses() const { return ring.thread / 32 == WARPS; } /* the first producer */
-    /* What each token chose, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
+    /* What each token chose, its logits in `weights`, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
      * All threads call it; the first producer has `active` when it returns. The last warps route: others have more to do, and of one
      * token that producer knows all without waiting for anybody. */
     __device__ void choose(bool has_router, const float *bias, const Active &active) {
         if (!chooses() && (producing || tokens == 1)) return;
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
-        int *experts = at<int>(k.experts), lane = ring.thread % 32, expert = 0;
+        int *experts = at<int>(k.experts), lane = ring.thread % 32;
 #pragma unroll 1
         for (int t = WARPS - ring.thread / 32; t < tokens; t += WARPS + 1) {
             constexpr int STEP = 5; /* loads on the way at once */
             const unsigned long long *sums = w.router_sum + ((size_t)t * w.n_layers + w.layer) * w.n_experts, *squares = w.square + ((size_t)t * w.n_layers + w.layer) * blocks;
-            float square = 0, weight = 1, *mine = logit + t * w.n_experts;
+            float square = 0, *mine = logit + t * w.n_experts * 2;
+#pragma unroll 1
+            for (int e = lane; e < w.n_experts; e += 32) mine[w.n_experts + e] = bias ? bias[e] : 0;
 #pragma unroll 1
             for (int turn = 0; has_router && (turn * 32 < w.n_experts || turn * STEP * 32 < blocks); turn++) {
                 int e = turn * 32 + lane, b = turn * STEP * 32 + lane;
@@ -816,20 +862,21 @@ template <bool producing> struct Few {
             }
             float factor = rsqrtf(warp_sum(square) / w.dim + w.eps);
 #pragma unroll 1
-            for (int e = lane; e < w.n_experts && has_router; e += 32) mine[e] = mine[e] * factor + (bias ? bias[e] : 0);
-            __syncwarp();
-            if (has_router) route(mine, w.n_experts, w.top_k, lane, expert, weight);
-            if (lane < w.top_k) experts[t * w.top_k + lane] = expert, weights[t * w.top_k + lane] = weight;
+            for (int e = lane; e < w.n_experts && has_router; e += 32) mine[e] = mine[e] * factor + mine[w.n_experts + e];
+            if (has_router)
+                route(mine, w.n_experts, w.top_k, lane, experts + t * w.top_k, weights + t * w.top_k);
+            else if (lane < w.top_k)
+                experts[t * w.top_k + lane] = 0, weights[t * w.top_k + lane] = 0;
         }
+        __syncwarp();
         if (tokens == 1) { /* its experts differ */
-            int rank = 0;
+            int expert = lane < w.top_k ? experts[lane] : 0, rank = 0;
             for (int k = 0; k < w.top_k; k++) rank += __shfl_sync(~0u, expert, k) < expert;
             if (lane < w.top_k) active.expert[rank] = expert, active.begin[rank] = rank, active.order[rank] = lane;
             if (lane == 0) *active.n = active.begin[w.top_k] = w.top_k;
             __syncwarp();
             return;
         }
-        __syncwarp(); /* the first producer reads its own choices too, for which nobody arrives */
         if (!chooses()) return gate(ROUTED).arrive();
         wait_at(ROUTED);
         int choices = tokens * w.top_k, before = 0;
@@ -842,16 +889,9 @@ template <bool producing> struct Few {
         }
         __syncwarp();
 #pragma unroll 1
-        for (int i = lane; i < choices; i += 32) {
-            int t = active.order[i] / w.top_k, rank = 0;
-#pragma unroll 4
-            for (int j = 0; j < i; j++) rank += active.order[j] / w.top_k == t;
-            active.of_token[t * w.top_k + rank] = i;
-        }
-#pragma unroll 1
         for (int base = 0; base < choices; base += 32) {
             int i = base + lane;
-            expert = i < choices ? experts[active.order[i]] : 0;
+            int expert = i < choices ? experts[active.order[i]] : 0;
             bool begins = i < choices && (!i || experts[active.order[i - 1]] != expert);
             unsigned begin = __ballot_sync(~0u, begins);
             int place = before + __popc(begin & ((1u << lane) - 1));
@@ -866,7 +906,27 @@ template <bool producing> struct Few {
         if (lane == 0) *active.tokens = most;
         __syncwarp();
     }
-    /* The beginning of phase up, or of phase down if that is launched alone: router, top-k, norm. */
+    /* What a block does of phase down: units whole, as long as there is one for every block. Those that are left are cut by columns in two for two blocks, if
+     * there are enough: so none has twice as much to do as others. Who has the second half leaves its sum in `rest`, to which x has to be added. */
+    struct Share {
+        int unit, first, chunks; /* which chunks of its columns */
+        bool rest;
+    };
+    __device__ Share share(const Matrix &m, int units, int i) const {
+        int whole = units / blocks, left = units % blocks, half = (m.chunks + 1) / 2;
+        if (i < whole || 2 * left > blocks) return {unit_of_block(i), 0, m.chunks, false};
+        bool second = block >= left;
+        return {whole * blocks + (second ? block - left : block), second ? half : 0, second ? m.chunks - half : half, second};
+    }
+    __device__ int shares(int units) const {
+        int whole = units / blocks, left = units % blocks;
+        return whole + (block < (2 * left > blocks ? left : 2 * left));
+    }
+    static __device__ Matrix columns_of(Matrix m, const Share &mine) {
+        m.chunks = mine.chunks, m.parts = (mine.chunks + m.per - 1) / m.per;
+        return m;
+    }
+    /* The beginning of phase up, or of phase down if that is launched alone: router, top-k, norm; and what phase down adds to. */
     template <Type T> __device__ void route_tokens(const Block &l) {
         renew();
         chooses() ? wait_at(FREE) : gate(FREE).arrive();
@@ -880,6 +940,23 @@ template <bool producing> struct Few {
         else
             stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, NULL, tokens, wait);
         chooses() ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
+        if (producing) return;
+        const Matrix m = matrix<T>(l.down, w.dim, w.ffn_dim);
+        float *own = at<float>(k.own), *weights = at<float>(k.weights);
+        int *experts = at<int>(k.experts);
+        for (int t = ring.thread / 32; t < tokens; t += WARPS) weigh(weights + t * w.top_k, w.top_k, ring.thread % 32);
+        sync_consumers();
+        int groups = groups_of<T>(m.rows), rows = shares(groups) * Codec<T>::ROWS;
+#pragma unroll 1
+        for (int i = ring.thread; i < rows * tokens; i += CONSUMERS) {
+            Share mine = share(m, groups, i / tokens / Codec<T>::ROWS);
+            int r = mine.unit * Codec<T>::ROWS + i / tokens % Codec<T>::ROWS, t = i % tokens;
+            bool real = r < w.dim && !mine.rest;
+            float sum = real ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
+#pragma unroll 4
+            for (int c = t * w.top_k; c < (t + 1) * w.top_k; c++) sum += weights[c] * (m.bias && real ? m.bias[(size_t)experts[c] * w.dim + r] : 0);
+            own[i] = sum;
+        }
     }
     /* The activations of the chosen experts (dense: of the one there is). */
     template <Type T> __device__ void up(const Block &l) {
@@ -922,26 +999,6 @@ template <bool producing> struct Few {
         stream<T>(m, units, tokens, one ? 1 : *active.tokens, group_of, x_of, activate);
     }
 
-    /* What a block does of phase down: units whole, as long as there is one for every block. Those that are left are cut by columns in two for two blocks, if
-     * there are enough: so none has twice as much to do as others. Who has the second half leaves its sum in `rest`, to which x has to be added. */
-    struct Share {
-        int unit, first, chunks; /* which chunks of its columns */
-        bool rest;
-    };
-    __device__ Share share(const Matrix &m, int units, int i) const {
-        int whole = units / blocks, left = units % blocks, half = (m.chunks + 1) / 2;
-        if (i < whole || 2 * left > blocks) return {unit_of_block(i), 0, m.chunks, false};
-        bool second = block >= left;
-        return {whole * blocks + (second ? block - left : block), second ? half : 0, second ? m.chunks - half : half, second};
-    }
-    __device__ int shares(int units) const {
-        int whole = units / blocks, left = units % blocks;
-        return whole + (block < (2 * left > blocks ? left : 2 * left));
-    }
-    static __device__ Matrix columns_of(Matrix m, const Share &mine) {
-        m.chunks = mine.chunks, m.parts = (mine.chunks + m.per - 1) / m.per;
-        return m;
-    }
     /* x += the weighted sum of the chosen experts' W act + bias. A block reads the rows of its share of every active expert: of as many experts at a time as there is room for their choices' activations. */
     template <Type T> __device__ void down(const Block &l) {
         renew();
@@ -949,79 +1006,80 @@ template <bool producing> struct Few {
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.down, w.dim, w.ffn_dim);
         Active active = this->active();
-        int groups = groups_of<T>(m.rows), units = shares(groups), n_active = *active.n, *experts = at<int>(k.experts);
+        int groups = groups_of<T>(m.rows), units = shares(groups), n_active = *active.n;
         float *own = at<float>(k.own), *weights = at<float>(k.weights);
         if (!producing) {
-#pragma unroll 1
-            for (int i = ring.thread; i < units * ROWS * tokens; i += CONSUMERS) {
-                Share mine = share(m, groups, i / tokens / ROWS);
-                int r = mine.unit * ROWS + i / tokens % ROWS, t = i % tokens;
-                bool real = r < w.dim && !mine.rest;
-                float sum = real ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
-#pragma unroll 4
-                for (int c = t * w.top_k; c < (t + 1) * w.top_k; c++) sum += weights[c] * (m.bias && real ? m.bias[(size_t)experts[c] * w.dim + r] : 0);
-                own[i] = sum;
-            }
             await();
+            int items = 0;
+            for (int unit = 0; unit < units; unit++) items += n_active * columns_of(m, share(m, groups, unit)).parts;
+            ring.expect(items);
         }
         Sums room = sums_behind<T>(k.held, m.stride);
-        int stride = k.held * ROWS, unit_sums = WARPS * stride, pass = room.floats / unit_sums, turn = 0;
+        int stride = tokens * ROWS, unit_sums = WARPS * stride, pass = 2 * room.floats / unit_sums, warp = ring.thread / 32;
         int pieces = m.stride * sizeof(Activation) / 16, pitch = pitch_of<T>(m.stride);
 #pragma unroll 1
-        for (int place = 0, next; place < n_active; place = next) {
-            int begin = active.begin[place];
-            next = place + 1;
-            while (next < n_active && active.begin[next + 1] - begin <= k.held) next++;
-            int end = active.begin[next];
-            if constexpr (producing) {
-                for (int unit = 0; unit < units; unit++) {
-                    Share mine = share(m, groups, unit);
-                    Matrix columns = columns_of(m, mine);
-                    ring.produce<T>(columns, (next - place) * columns.parts, [&](int i, int &part) {
-                        part = i % columns.parts;
-                        return group_at<T>(m, mine.unit) + Codec<T>::columns_at(mine.first) + active.expert[place + i / columns.parts] * m.bytes;
-                    });
-                }
-            } else {
+        for (int first = 0; first < units; first += pass) { /* as many as there is room for their sums */
+            int last = min(first + pass, units);
+            float *sums = room.of(0);
+            for (int i = ring.thread; i < (last - first) * unit_sums && !producing; i += CONSUMERS) sums[i] = 0;
 #pragma unroll 1
-                for (int i = ring.thread; i < (end - begin) * pieces; i += CONSUMERS) {
-                    int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
-                    copy_16(at<Activation>(k.x) + c * pitch + piece, (const Activation *)w.act_out + (size_t)active.order[begin + c] * w.act_pitch + piece);
-                }
-                copies_end();
-                copies_done<0>();
-                sync_consumers();
+            for (int place = 0, next; place < n_active; place = next) { /* as many experts as there is room for their choices' activations */
+                int begin = active.begin[place];
+                next = place + 1;
+                while (next < n_active && active.begin[next + 1] - begin <= k.held) next++;
+                if (!producing) {
 #pragma unroll 1
-                for (int first = 0; first < units; first += pass, turn++) {
-                    float *sums = room.of(turn);
-                    int n = min(pass, units - first);
-#pragma unroll 1
-                    for (int i = 0; i < n * (next - place); i++) {
-                        Share mine = share(m, groups, first + i / (next - place));
-                        int at = place + i % (next - place), from = active.begin[at] - begin;
-                        Rows<Activation> x = rows_of_tokens<T>(m, active.begin[at + 1] - active.begin[at]);
-                        x.x += from * pitch + mine.first * Codec<T>::K;
-                        multiply<T>(columns_of(m, mine), x, sums + i / (next - place) * unit_sums + from * ROWS, stride);
+                    for (int i = ring.thread; i < (active.begin[next] - begin) * pieces; i += CONSUMERS) {
+                        int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
+                        copy_16(at<Activation>(k.x) + c * pitch + piece, (const Activation *)w.act_out + (size_t)active.order[begin + c] * w.act_pitch + piece);
                     }
+                    copies_end();
+                    copies_done<0>();
                     sync_consumers();
+                }
 #pragma unroll 1
-                    for (int i = ring.thread; i < n * ROWS * tokens; i += CONSUMERS) {
-                        int row = i / tokens, t = i % tokens, at = first * ROWS + row;
-                        Share mine = share(m, groups, at / ROWS);
-                        int r = mine.unit * ROWS + row % ROWS;
-                        float sum = own[at * tokens + t];
-#pragma unroll 4
-                        for (int i = 0; i < w.top_k; i++) {
-                            int c = one ? i : active.of_token[t * w.top_k + i];
-                            if (one || (c >= begin && c < end))
-                                sum += weights[active.order[c]] * total(sums + row / ROWS * unit_sums + (c - begin) * ROWS + row % ROWS, stride);
+                for (int unit = first; unit < last; unit++) {
+                    const Share mine = share(m, groups, unit);
+                    const Matrix columns = columns_of(m, mine);
+                    if constexpr (producing) {
+                        ring.produce<T>(columns, (next - place) * columns.parts, [&](int i, int &part) {
+                            part = i % columns.parts;
+                            return group_at<T>(m, mine.unit) + Codec<T>::columns_at(mine.first) + active.expert[place + i / columns.parts] * m.bytes;
+                        });
+                        continue;
+                    }
+                    float *found = sums + (unit - first) * unit_sums + warp * stride;
+                    Rows<Activation> x = rows_of_tokens<T>(m, 1);
+                    x.x += mine.first * Codec<T>::K;
+                    auto add = [&](int choice, int row, float value) {
+                        float *to = found + (one ? 0 : choice / w.top_k) * ROWS + row;
+                        *to = fmaf(weights[choice], value, *to);
+                    };
+                    if constexpr (T == MXFP4)
+                        if (known && one) {
+                            ring.multiply_each<T, GPT_OSS_TOP_K, kept_of(GPT_OSS_DIM / FP4_COLUMNS, FP4_ITEM)>(
+                                columns, x, [&](int i, int row, float value) { add(active.order[i], row, value); });
+                            continue;
                         }
-                        own[at * tokens + t] = sum;
-                        if (next == n_active && r < w.dim) (mine.rest ? w.rest : w.x)[(size_t)t * w.dim + r] = sum;
+#pragma unroll 1
+                    for (int e = place; e < next; e++, x.x += x.n * pitch) {
+                        const int *choice = active.order + active.begin[e];
+                        x.n = active.begin[e + 1] - active.begin[e];
+                        multiply<T>(columns, x, [&](int i, int row, float value) { add(choice[i], row, value); });
+                        __syncwarp(); /* the next expert's tokens are other lanes' */
                     }
                 }
-                sync_consumers();
+                if (!producing) sync_consumers();
             }
+#pragma unroll 1
+            for (int i = first * ROWS * tokens + ring.thread; i < last * ROWS * tokens && !producing; i += CONSUMERS) {
+                int row = i / tokens, t = i % tokens;
+                Share mine = share(m, groups, row / ROWS);
+                int r = mine.unit * ROWS + row % ROWS;
+                float sum = own[i] + total(sums + (row / ROWS - first) * unit_sums + t * ROWS + row % ROWS, stride);
+                if (r < w.dim) (mine.rest ? w.rest : w.x)[(size_t)t * w.dim + r] = sum;
+            }
+            if (!producing && last < units) sync_consumers();
         }
     }
     /* Logits of the rows that are wanted, (rows, vocab). */

@@ -255,10 +255,9 @@ template <typename A> __global__ void __launch_bounds__(RouteShape<A>::WARPS * 3
         __syncthreads();
     }
     for (int i = warp; i < Shape::TOKENS && first + i < tokens; i += Shape::WARPS) {
-        int expert, at = (first + i) * w.top_k + lane;
-        float weight;
-        route(logit + i * w.n_experts, w.n_experts, w.top_k, lane, expert, weight);
-        if (lane < w.top_k) w.expert[at] = expert, w.weight[at] = weight;
+        size_t at = (size_t)(first + i) * w.top_k;
+        route(logit + i * w.n_experts, w.n_experts, w.top_k, lane, w.expert + at, w.weight + at);
+        weigh(w.weight + at, w.top_k, lane);
     }
 }
 

@@ -238,32 +238,27 @@ template <typename Q> __device__ inline void store_qkv(const Work &w, int token,
     to[values ? value_place(d, position, i + 1) : key_place(d, position, i + 1)] = (bf16)b;
 }
 
-/* The top_k largest of n logits in shared memory, which a warp changes: the lower number among equals; and softmax over
- * them. Lane k returns choice k. Each lane offers the best of its own. */
-__device__ inline void route(float *logit, int n, int top_k, int lane, int &expert, float &weight) {
-    unsigned best, at;
-    auto look = [&] {
-        best = 0, at = lane;
+/* The top_k largest of n logits in shared memory, which a warp changes: the lower number among equals. expert (top_k), logits: chosen (top_k). Each lane counts
+ * how many are before its own, so that nothing waits for anything but the logits. */
+__device__ inline void route(float *logit, int n, int top_k, int lane, int *expert, float *chosen) {
+    unsigned *key = (unsigned *)logit;
+    for (int e = lane; e < n; e += 32) key[e] = isnan(logit[e]) ? 0 : order_key(logit[e]);
+    __syncwarp();
 #pragma unroll 1
-        for (int e = lane; e < n; e += 32) {
-            unsigned key = isnan(logit[e]) ? 0 : order_key(logit[e]);
-            if (key > best) best = key, at = e;
-        }
-    };
-    float mine = -INFINITY;
-    expert = 0;
-    look();
-#pragma unroll 1
-    for (int k = 0; k < top_k; k++) {
-        unsigned most = __reduce_max_sync(~0u, best), e = __reduce_min_sync(~0u, best == most ? at : ~0u);
-        if (lane == k) expert = e, mine = key_value(most);
-        if (at == e) {
-            logit[e] = NAN, best = 0;
-            if (n > 32) look();
-        }
+    for (int e = lane; e < n; e += 32) {
+        unsigned mine = key[e];
+        int rank = 0;
+#pragma unroll 8
+        for (int i = 0; i < n; i++) rank += key[i] >= mine + (i >= e);
+        if (rank < top_k) expert[rank] = e, chosen[rank] = key_value(mine);
     }
-    float most = __shfl_sync(~0u, mine, 0), share = lane < top_k ? expf(mine - most) : 0;
-    weight = share / warp_sum(share);
+    __syncwarp();
+}
+/* Softmax over the logits of a token's choices, in descending order, in place. */
+__device__ inline void weigh(float *chosen, int top_k, int lane) {
+    float share = lane < top_k ? expf(chosen[lane] - chosen[0]) : 0, total = warp_sum(share);
+    __syncwarp();
+    if (lane < top_k) chosen[lane] = share / total;
 }
 
 /* ---- words that say whether they are there ---- */
