@@ -23,10 +23,9 @@ constexpr int MOST_STAGES = 16;       /* of the ring */
 constexpr int MOST_COPIES = 2;        /* stages on the way at once: more, and the memory delivers less, and all else that is asked for waits longer */
 constexpr int MOST_PAGES = 3;         /* the same of stages with a page of the cache, which are smaller */
 constexpr int MOST_KEPT = 12;         /* chunks whose activations a warp keeps in registers: gpt-oss's output matrix has so many for each */
-constexpr int HELD = 16;              /* choices whose activations are at hand in phase down, at least */
+constexpr int HELD = 4;               /* choices of several tokens whose activations a block has at hand, at least */
 constexpr int SUMS = 12 * 16 * WARPS; /* floats in which a pass leaves its sums, at least: a token's, of the units of phase up */
 constexpr int SPLIT_PAGES = 4;        /* of a split, at least */
-constexpr int GPT_OSS_DIM = 2880, GPT_OSS_HEADS = 64, GPT_OSS_TOP_K = 4; /* has_gpt_oss_shapes() */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
@@ -39,8 +38,7 @@ enum { FREE, ROUTED, CHOSEN, HOLD, GATES };
 struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
     int stages, stage_bytes;
     int held;                       /* choices whose activations there is room for */
-    int sums;                       /* floats of one half of partial: see sums_behind() */
-    int ring, barriers, gates, x, partial, zero, square, scale, bias, own, more, columns, logit, weights, experts, turn, position, page;
+    int ring, barriers, gates, x, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
     int active, active_expert, active_begin, active_order, active_tokens; /* see Active */
     int begun; /* what the barrier began with, and behind it whether this split is a head's last */
     int bytes; /* of all */
@@ -72,33 +70,28 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
         int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
         return (units + blocks - 1) / blocks * rows;
     };
-    k.held = max_of(tokens, min_of(tokens * w.top_k, HELD));
-    k.sums = SUMS;
-    auto consider = [&](auto codec, const Matrix &m, bool down) {
+    k.held = tokens > 1 ? max_of(tokens, HELD) : 1;
+    auto consider = [&](auto codec, const Matrix &m, bool chosen) {
         typedef decltype(codec) C;
-        int size = sizeof(typename C::Activation), rows = down ? k.held : tokens;
-        x = max_of(x, rows * pitch_of<C::TYPE>(m.stride) * size);
+        int size = sizeof(typename C::Activation), rows = chosen ? k.held : tokens;
+        x = max_of(x, rows * pitch_of<C::TYPE>(m.stride) * size + 2 * 4 * max_of(chosen ? SUMS : 0, WARPS * tokens * C::ROWS));
         if (tokens > 1) zero = max_of(zero, m.per * C::K * size);
-        k.sums = max_of(k.sums, WARPS * tokens * C::ROWS);
         k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per));
     };
     for (const Matrix *m : {&b.qkv, &b.o, &b.up, &b.down, &card.head}) {
-        bool down = m == &b.down;
-        m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, down) : m->type == BF16 ? consider(Codec<BF16>(), *m, down) : consider(Codec<F32>(), *m, down);
+        bool chosen = m == &b.up || m == &b.down;
+        m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, chosen) : m->type == BF16 ? consider(Codec<BF16>(), *m, chosen) : consider(Codec<F32>(), *m, chosen);
     }
-    int units_rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), rows_of(b.up, most));
-    int own = max_of(rows_of(b.o, 1), rows_of(b.down, 1));
-    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);                 /* attend_plain */
-    x = max_of(x, WARPS * 8 * (w.head_dim + 2) * 4 - 2 * k.sums * 4); /* attention's states reach into partial */
+    int units_rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), max_of(rows_of(b.up, most), rows_of(b.down, most)));
+    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);     /* attend_plain */
+    x = max_of(x, WARPS * 8 * (w.head_dim + 2) * 4);      /* attention's states */
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.x, x);
-    take(k.partial, 2 * k.sums * 4);
     take(k.zero, zero);
-    take(k.square, tokens * WARPS * 4);
-    take(k.scale, FEW * 4);
+    take(k.square, k.held * WARPS * 4);
+    take(k.scale, max_of(k.held, FEW) * 4);
     take(k.bias, units_rows * 4);
-    take(k.own, own * tokens * 4);
-    take(k.more, own * tokens * 4);
+    take(k.own, rows_of(b.o, 1) * tokens * 4);
     take(k.columns, rows_of(b.o, 1) * w.n_experts * 4);
     take(k.logit, tokens * w.n_experts * 2 * 4);
     take(k.weights, tokens * w.top_k * 4);
@@ -128,11 +121,11 @@ template <Type T> __device__ const uint8_t *group_at(const Matrix &m, int group)
 }
 
 /* How many chunks a warp has of a row of so many, of which `most` make an item. */
-__host__ __device__ constexpr int kept_of(int chunks, int most) {
+constexpr int kept_of(int chunks, int most) {
     int parts = (chunks + most - 1) / most, per = (chunks + parts - 1) / parts;
     return parts * ((per + WARPS - 1) / WARPS);
 }
-static_assert(kept_of(GPT_OSS_HEADS * 64 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(GPT_OSS_DIM / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
+static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
 
 /* A block's way through the weights, item by item: an item is a unit, a group of rows, or a part of its columns. The producers fill stages one after
  * the other, each its share of every stage; the consumers empty them together, each warp its share of the columns. */
@@ -231,8 +224,9 @@ struct Ring {
 #pragma unroll
         for (int k = 0; k < MOST_KEPT; k++) {
             int part = k / turns, i = thread / 32 + k % turns * WARPS;
+            if (part == m.parts) break;
             kept[k] = {};
-            if (part < m.parts && i < m.chunks_of(part)) lane.load(kept[k], part * m.per + i);
+            if (i < m.chunks_of(part)) lane.load(kept[k], part * m.per + i);
         }
     }
     template <Type T, class Put> __device__ void multiply_kept(const Matrix &m, const typename Codec<T>::Kept (&kept)[MOST_KEPT], Put put) {
@@ -254,26 +248,6 @@ struct Ring {
         sum[1].reduce();
         sum[0] += sum[1];
         sum[0].store(1, thread % 32, put);
-    }
-    /* N units of as many chunks, one after the other, each times a row of x of its own, for a token alone: put(which, row, value) is called when all of them are under
-     * way, so that none waits for the one before. TURNS: chunks that a warp has of each, at most. */
-    template <Type T, int N, int TURNS, class Put> __device__ void multiply_each(const Matrix &m, Rows<typename Codec<T>::Activation> x, Put put) {
-        typename Codec<T>::template Sum<0> sum[N][2];
-#pragma unroll
-        for (int n = 0; n < N; n++, x.x += x.pitch)
-            consume([&](const uint8_t *stage) {
-                typename Codec<T>::template Lane<0> lane(stage, m.per, x, thread % 32);
-#pragma unroll
-                for (int k = 0; k < TURNS; k++)
-                    if (thread / 32 + k * WARPS < m.chunks) lane.add(sum[n][k % 2], thread / 32 + k * WARPS, k % 2);
-            });
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-            sum[n][0].reduce();
-            sum[n][1].reduce();
-            sum[n][0] += sum[n][1];
-            sum[n][0].store(1, thread % 32, [&](int, int row, float value) { put(n, row, value); });
-        }
     }
 };
 
@@ -494,13 +468,11 @@ template <bool producing> struct Few {
         if (phase % PHASES != PHASE_ATTENTION) ring.resume();
     }
 
-    /* What the last layer's phase down left to be added to x. */
-    __device__ const float *rest() const { return w.layer ? w.rest : NULL; }
-    /* RMSNorm of rows of x + rest (..., dim) for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
+    /* RMSNorm of x's rows row_of(0) .. for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
      * weight goes to k.x; what is multiplied by it has to be multiplied by scale[row] = 1 / sqrt(mean + eps), which is there after the
-     * next barrier. The weights come in before wait(), which is await() and, where tokens are routed, choose(). A row is cut into as many parts as
+     * next barrier. The weights come in before wait(). A row is cut into as many parts as
      * there are warps, so that its sum does not depend on how many rows there are. */
-    template <Type T, class Wait> __device__ void stage_normed(int stride, const float *weight, const float *rest, const int *row, int rows, Wait wait) {
+    template <Type T, class Row, class Wait> __device__ void stage_normed(int stride, const float *weight, int rows, Row row_of, Wait wait) {
         constexpr int STEP = 2; /* loads on the way at once */
         int pitch = pitch_of<T>(stride), warp = ring.thread / 32, lane = ring.thread % 32;
         float *square = at<float>(k.square), *scale = at<float>(k.scale); /* square (rows, WARPS) */
@@ -514,20 +486,16 @@ template <bool producing> struct Few {
             if (turn == 0) wait();
 #pragma unroll 4
             for (int r = 0; r < rows; r++) {
-                size_t from = (size_t)(row ? row[r] : r) * w.dim;
-                float4 value[STEP] = {}, more[STEP] = {};
+                size_t from = (size_t)row_of(r) * w.dim;
+                float4 value[STEP] = {};
                 float sum = 0;
 #pragma unroll
                 for (int i = 0; i < STEP; i++)
-                    if (base + i * CONSUMERS * 4 < w.dim) {
-                        value[i] = __ldcg((const float4 *)(w.x + from + base + i * CONSUMERS * 4));
-                        if (rest) more[i] = __ldcg((const float4 *)(rest + from + base + i * CONSUMERS * 4));
-                    }
+                    if (base + i * CONSUMERS * 4 < w.dim) value[i] = __ldcg((const float4 *)(w.x + from + base + i * CONSUMERS * 4));
 #pragma unroll
                 for (int i = 0; i < STEP; i++) {
                     constexpr float L = Codec<T>::LIFT;
-                    float4 v = value[i], t = times[i], m = more[i];
-                    v.x += m.x, v.y += m.y, v.z += m.z, v.w += m.w;
+                    float4 v = value[i], t = times[i];
                     sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
                     if (base + i * CONSUMERS * 4 < stride)
                         Codec<T>::store_four(out + r * pitch, base + i * CONSUMERS * 4, v.x * t.x * L, v.y * t.y * L, v.z * t.z * L, v.w * t.w * L);
@@ -568,8 +536,8 @@ template <bool producing> struct Few {
         return {at<Activation>(k.x), at<Activation>(k.zero), pitch_of<T>(m.stride), tokens, NULL, 1};
     }
 
-    /* Where passes leave sums, in two halves that take turns, so that who is done with one pass can begin the next: in what k.x, of which so many rows are
-     * used, and partial leave free. */
+    /* Where passes leave sums, in two halves that take turns, so that who is done with one pass can begin the next: in what `rows` of activations leave of
+     * k.x. */
     struct Sums {
         float *half;
         int floats; /* of each */
@@ -579,8 +547,8 @@ template <bool producing> struct Few {
         int used = rows * pitch_of<T>(stride) * (int)sizeof(typename Codec<T>::Activation);
         return {at<float>(k.x + used), (k.zero - k.x - used) / 8};
     }
-    /* All units of a block, pass by pass: a pass is as many as there is room for their sums. rows: of activations in k.x. group_of(unit) is where the weights of a block's unit lie, x_of(unit) the at most `tokens` rows that it meets;
-     * pair(unit, pair of rows, row of x, a, b) receives the results. */
+    /* Units, pass by pass: a pass is as many as there is room for their sums. rows: of activations in k.x. group_of(unit) is where the weights of a unit
+     * lie, x_of(unit) the at most `tokens` rows that it meets (of a token alone, the same for all); pair(unit, pair of rows, row of x, a, b) receives the results. */
     template <Type T, class Group, class X, class Pair>
     __device__ void stream(const Matrix &m, int units, int rows, int tokens, Group group_of, X x_of, Pair pair) {
         constexpr int ROWS = Codec<T>::ROWS;
@@ -591,7 +559,6 @@ template <bool producing> struct Few {
             });
             return;
         }
-        ring.expect(units * m.parts);
         Sums room = sums_behind<T>(rows, m.stride);
         int stride = tokens * ROWS, unit_sums = WARPS * stride, pass = room.floats / unit_sums, warp = ring.thread / 32;
         typename Codec<T>::Kept kept[MOST_KEPT];
@@ -631,7 +598,8 @@ template <bool producing> struct Few {
         if (!producing) {
 #pragma unroll 1
             for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
-            stage_normed<T>(m.stride, l.attn_norm, rest(), NULL, tokens, [&] { await(); });
+            ring.expect(units * m.parts);
+            stage_normed<T>(m.stride, l.attn_norm, tokens, [](int t) { return t; }, [&] { await(); });
         }
         auto x_of = [&](int) { return rows_of_tokens<T>(m, tokens); };
         stream<T>(
@@ -761,7 +729,7 @@ template <bool producing> struct Few {
         int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride), lane = ring.thread % 32,
             warp = ring.thread / 32;
         int experts = l.router.rows ? w.n_experts : 0, each = 16 / sizeof(Activation), pieces = m.stride / each;
-        float *own = at<float>(k.own), *more = at<float>(k.more), *bias = at<float>(k.bias), *columns = at<float>(k.columns);
+        float *own = at<float>(k.own), *bias = at<float>(k.bias), *columns = at<float>(k.columns);
         if (!producing) {
 #pragma unroll 1
             for (int i = ring.thread; i < rows * experts; i += CONSUMERS) {
@@ -774,13 +742,13 @@ template <bool producing> struct Few {
                 bool real = r < w.dim;
                 size_t at = real ? (size_t)(i % tokens) * w.dim + r : 0;
                 copy_4(own + i, w.x + at, real);
-                copy_4(more + i, w.rest + at, real && rest());
             }
 #pragma unroll 1
             for (int i = ring.thread; i < rows; i += CONSUMERS) {
                 bool has = m.bias && row_of_block<T>(i) < w.dim;
                 copy_4(bias + i, has ? m.bias + row_of_block<T>(i) : w.x, has);
             }
+            ring.expect(units * m.parts);
             await();
             for (int t = 0; t < tokens; t++)
 #pragma unroll 1
@@ -796,7 +764,7 @@ template <bool producing> struct Few {
             [&](int unit, int p, int t, float a, float b) {
                 for (int i = 0; i < 2; i++) {
                     int at = unit * Codec<T>::ROWS + 2 * p + i, r = row_of_block<T>(at);
-                    if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] += more[at * tokens + t] + bias[at] + (i ? b : a);
+                    if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] += bias[at] + (i ? b : a);
                 }
             });
         if (producing) return;
@@ -845,18 +813,16 @@ template <bool producing> struct Few {
             for (int turn = 0; has_router && (turn * 32 < w.n_experts || turn * STEP * 32 < blocks); turn++) {
                 int e = turn * 32 + lane, b = turn * STEP * 32 + lane;
                 unsigned long long sum, part[STEP];
-                long long count;
                 bool there;
                 do {
                     sum = e < w.n_experts ? look(sums + e) : (unsigned long long)blocks << COUNTED;
 #pragma unroll
                     for (int i = 0; i < STEP; i++) part[i] = b + i * 32 < blocks ? look(squares + b + i * 32) : THERE;
-                    count = ((long long)sum + (1ll << (COUNTED - 1))) >> COUNTED;
-                    there = (count & MOST_BLOCKS) == (blocks & MOST_BLOCKS);
+                    there = counted(sum) == blocks;
 #pragma unroll
                     for (int i = 0; i < STEP; i++) there &= part[i] >> 32 != 0;
                 } while (!there);
-                if (e < w.n_experts) mine[e] = (float)((long long)sum - (count << COUNTED)) * ROUTER_STEP;
+                if (e < w.n_experts) mine[e] = (float)collected(sum) * ROUTER_STEP;
 #pragma unroll
                 for (int i = 0; i < STEP; i++) square += __uint_as_float((uint32_t)part[i]);
             }
@@ -906,27 +872,7 @@ template <bool producing> struct Few {
         if (lane == 0) *active.tokens = most;
         __syncwarp();
     }
-    /* What a block does of phase down: units whole, as long as there is one for every block. Those that are left are cut by columns in two for two blocks, if
-     * there are enough: so none has twice as much to do as others. Who has the second half leaves its sum in `rest`, to which x has to be added. */
-    struct Share {
-        int unit, first, chunks; /* which chunks of its columns */
-        bool rest;
-    };
-    __device__ Share share(const Matrix &m, int units, int i) const {
-        int whole = units / blocks, left = units % blocks, half = (m.chunks + 1) / 2;
-        if (i < whole || 2 * left > blocks) return {unit_of_block(i), 0, m.chunks, false};
-        bool second = block >= left;
-        return {whole * blocks + (second ? block - left : block), second ? half : 0, second ? m.chunks - half : half, second};
-    }
-    __device__ int shares(int units) const {
-        int whole = units / blocks, left = units % blocks;
-        return whole + (block < (2 * left > blocks ? left : 2 * left));
-    }
-    static __device__ Matrix columns_of(Matrix m, const Share &mine) {
-        m.chunks = mine.chunks, m.parts = (mine.chunks + m.per - 1) / m.per;
-        return m;
-    }
-    /* The beginning of phase up, or of phase down if that is launched alone: router, top-k, norm; and what phase down adds to. */
+    /* The beginning of phase up, or of phase down if that is launched alone: router, top-k; of one token alone the norm too, meanwhile. */
     template <Type T> __device__ void route_tokens(const Block &l) {
         renew();
         chooses() ? wait_at(FREE) : gate(FREE).arrive();
@@ -935,151 +881,128 @@ template <bool producing> struct Few {
             if (!producing) await();
             choose(l.router.rows, l.router.bias, active());
         };
-        if (producing || phase % PHASES == PHASE_DOWN)
+        if (producing || !one || phase % PHASES == PHASE_DOWN)
             wait();
         else
-            stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, NULL, NULL, tokens, wait);
+            stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, 1, [](int t) { return t; }, wait);
         chooses() ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
-        if (producing) return;
-        const Matrix m = matrix<T>(l.down, w.dim, w.ffn_dim);
-        float *own = at<float>(k.own), *weights = at<float>(k.weights);
-        int *experts = at<int>(k.experts);
-        for (int t = ring.thread / 32; t < tokens; t += WARPS) weigh(weights + t * w.top_k, w.top_k, ring.thread % 32);
-        sync_consumers();
-        int groups = groups_of<T>(m.rows), rows = shares(groups) * Codec<T>::ROWS;
 #pragma unroll 1
-        for (int i = ring.thread; i < rows * tokens; i += CONSUMERS) {
-            Share mine = share(m, groups, i / tokens / Codec<T>::ROWS);
-            int r = mine.unit * Codec<T>::ROWS + i / tokens % Codec<T>::ROWS, t = i % tokens;
-            bool real = r < w.dim && !mine.rest;
-            float sum = real ? __ldcg(w.x + (size_t)t * w.dim + r) : 0;
-#pragma unroll 4
-            for (int c = t * w.top_k; c < (t + 1) * w.top_k; c++) sum += weights[c] * (m.bias && real ? m.bias[(size_t)experts[c] * w.dim + r] : 0);
-            own[i] = sum;
+        for (int t = ring.thread / 32; t < tokens && !producing; t += WARPS) weigh(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
+    }
+    /* The chosen experts' units lie expert by expert, and each block has one piece of them, so that it meets few experts: its first one, and of the block behind it. */
+    __device__ int first_chosen(int groups, int block) const { return *active().n * groups * block / blocks; }
+    /* Their biases, to be there behind a barrier. */
+    template <Type T> __device__ void ask_for_bias(const Matrix &m, const void *any) {
+        Active active = this->active();
+        int groups = groups_of<T>(m.rows), begin = first_chosen(groups, block) * Codec<T>::ROWS, end = first_chosen(groups, block + 1) * Codec<T>::ROWS;
+#pragma unroll 1
+        for (int i = begin + ring.thread; i < end && !producing; i += CONSUMERS) {
+            int row = i % (groups * Codec<T>::ROWS);
+            bool has = m.bias && row < m.rows;
+            copy_4(at<float>(k.bias) + i - begin, has ? m.bias + (size_t)active.expert[i / (groups * Codec<T>::ROWS)] * m.rows + row : any, has);
+        }
+        copies_end();
+    }
+    /* Multiplies as many of the chosen experts at a time as there is room for their choices' activations: stage(first, n) brings those of n choices from the
+     * first on, in Active's order, to the rows of k.x; without it all meet the one row that is there. pair(row of the matrix, choice, row of k.x, bias, a, b) receives two neighbouring rows of a result. */
+    template <Type T, class Stage, class Pair> __device__ void multiply_chosen(const Matrix &m, bool staged, Stage stage, Pair pair) {
+        Active active = this->active();
+        int groups = groups_of<T>(m.rows), begin = first_chosen(groups, block), end = first_chosen(groups, block + 1);
+        if (!producing) ring.expect((end - begin) * m.parts);
+#pragma unroll 1
+        for (int from = begin, to; from < end; from = to) {
+            int place = from / groups, next = place + 1, first = active.begin[place];
+            while (next * groups < end && (staged || (!one && active.begin[next + 1] - first <= k.held))) next++;
+            to = min(end, next * groups);
+            int rows = staged ? 1 : active.begin[next] - first;
+            if (!producing && !staged) stage(first, rows);
+            auto x_of = [&](int i) {
+                auto x = rows_of_tokens<T>(m, 1);
+                if (staged) return x;
+                int begin = active.begin[(from + i) / groups];
+                x.n = active.begin[(from + i) / groups + 1] - begin, x.x += (begin - first) * x.pitch;
+                return x;
+            };
+            stream<T>(
+                m, to - from, rows, one ? 1 : *active.tokens, [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; },
+                x_of, [&](int i, int p, int row, float a, float b) {
+                    int place = (from + i) / groups, at = active.begin[place] + row;
+                    if (at >= active.begin[place + 1]) return;
+                    pair((from + i) % groups * Codec<T>::ROWS + 2 * p, active.order[at], staged ? 0 : at - first, this->at<float>(k.bias) + (from + i - begin) * Codec<T>::ROWS + 2 * p, a, b);
+                });
+            if (!producing && to < end) sync_consumers();
         }
     }
     /* The activations of the chosen experts (dense: of the one there is). */
     template <Type T> __device__ void up(const Block &l) {
         renew();
         typedef typename Codec<T>::Activation Activation;
-        constexpr int ROWS = Codec<T>::ROWS;
         const Matrix m = matrix<T>(l.up, 2 * w.ffn_dim, w.dim);
-        Active active = this->active();
-        int groups = groups_of<T>(m.rows);
-        float *scale = at<float>(k.scale), *bias = at<float>(k.bias), *weights = at<float>(k.weights);
-        int *experts = at<int>(k.experts);
-        int units = units_of_block(*active.n * groups);
-        auto expert_of = [&](int i) { return active.expert[unit_of_block(i) / groups]; };
-        if (!producing) {
-#pragma unroll 1
-            for (int i = ring.thread; i < units * ROWS; i += CONSUMERS) {
-                int row = unit_of_block(i / ROWS) % groups * ROWS + i % ROWS;
-                bool has = m.bias && row < m.rows;
-                copy_4(bias + i, has ? m.bias + (size_t)expert_of(i / ROWS) * m.rows + row : l.ffn_norm, has);
-            }
-            copies_end();
-#pragma unroll 1
-            for (int i = ring.thread; i < tokens * w.top_k && block == 0; i += CONSUMERS) w.expert[i] = experts[i], w.weight[i] = weights[i];
-        }
-        auto group_of = [&](int i) { return group_at<T>(m, unit_of_block(i) % groups) + expert_of(i) * m.bytes; };
-        auto x_of = [&](int unit) {
-            Rows<Activation> x = rows_of_tokens<T>(m, 1);
-            if (one) return x;
-            int place = unit_of_block(unit) / groups, begin = active.begin[place];
-            x.n = active.begin[place + 1] - begin, x.index = active.order + begin, x.divide = w.top_k;
-            return x;
+        const float *scale = at<float>(k.scale);
+        ask_for_bias<T>(m, w.x);
+        auto stage = [&](int first, int n) {
+            const int *choice = active().order + first;
+            stage_normed<T>(m.stride, l.ffn_norm, n, [&](int r) { return choice[r] / w.top_k; }, [] {});
         };
-        auto activate = [&](int unit, int p, int row, float gate, float up) { /* behind a barrier, so bias is there */
-            int place = unit_of_block(unit) / groups, i = unit * ROWS + 2 * p, at = unit_of_block(unit) % groups * (ROWS / 2) + p;
-            if (row >= active.begin[place + 1] - active.begin[place] || at >= w.ffn_dim) return;
-            int choice = active.order[active.begin[place] + row], t = one ? 0 : choice / w.top_k;
-            ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(at)] =
-                (Activation)(swiglu(w, gate * scale[t] + bias[i], up * scale[t] + bias[i + 1]) * w.act_lift);
-        };
-        stream<T>(m, units, tokens, one ? 1 : *active.tokens, group_of, x_of, activate);
+        multiply_chosen<T>(m, one, stage, [&](int r, int choice, int row, const float *bias, float gate, float up) {
+            if (r / 2 < w.ffn_dim)
+                ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(r / 2)] =
+                    (Activation)(swiglu(w, gate * scale[row] + bias[0], up * scale[row] + bias[1]) * w.act_lift);
+        });
+#pragma unroll 1
+        for (int i = ring.thread; i < tokens * w.top_k && block == 0 && !producing; i += CONSUMERS) /* for who looks at a step phase by phase */
+            w.expert[i] = at<int>(k.experts)[i], w.weight[i] = at<float>(k.weights)[i];
     }
 
-    /* x += the weighted sum of the chosen experts' W act + bias. A block reads the rows of its share of every active expert: of as many experts at a time as there is room for their choices' activations. */
+    /* x += the weighted sum of the chosen experts' W act + bias. */
     template <Type T> __device__ void down(const Block &l) {
         renew();
-        constexpr int ROWS = Codec<T>::ROWS;
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.down, w.dim, w.ffn_dim);
-        Active active = this->active();
-        int groups = groups_of<T>(m.rows), units = shares(groups), n_active = *active.n;
-        float *own = at<float>(k.own), *weights = at<float>(k.weights);
-        if (!producing) {
-            await();
-            int items = 0;
-            for (int unit = 0; unit < units; unit++) items += n_active * columns_of(m, share(m, groups, unit)).parts;
-            ring.expect(items);
-        }
-        Sums room = sums_behind<T>(k.held, m.stride);
-        int stride = tokens * ROWS, unit_sums = WARPS * stride, pass = 2 * room.floats / unit_sums, warp = ring.thread / 32;
         int pieces = m.stride * sizeof(Activation) / 16, pitch = pitch_of<T>(m.stride);
+        const float *weights = at<float>(k.weights);
+        ask_for_bias<T>(m, w.x);
+        if (!producing) await();
+        auto stage = [&](int first, int n) {
+            const int *choice = active().order + first;
 #pragma unroll 1
-        for (int first = 0; first < units; first += pass) { /* as many as there is room for their sums */
-            int last = min(first + pass, units);
-            float *sums = room.of(0);
-            for (int i = ring.thread; i < (last - first) * unit_sums && !producing; i += CONSUMERS) sums[i] = 0;
-#pragma unroll 1
-            for (int place = 0, next; place < n_active; place = next) { /* as many experts as there is room for their choices' activations */
-                int begin = active.begin[place];
-                next = place + 1;
-                while (next < n_active && active.begin[next + 1] - begin <= k.held) next++;
-                if (!producing) {
-#pragma unroll 1
-                    for (int i = ring.thread; i < (active.begin[next] - begin) * pieces; i += CONSUMERS) {
-                        int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
-                        copy_16(at<Activation>(k.x) + c * pitch + piece, (const Activation *)w.act_out + (size_t)active.order[begin + c] * w.act_pitch + piece);
-                    }
-                    copies_end();
-                    copies_done<0>();
-                    sync_consumers();
-                }
-#pragma unroll 1
-                for (int unit = first; unit < last; unit++) {
-                    const Share mine = share(m, groups, unit);
-                    const Matrix columns = columns_of(m, mine);
-                    if constexpr (producing) {
-                        ring.produce<T>(columns, (next - place) * columns.parts, [&](int i, int &part) {
-                            part = i % columns.parts;
-                            return group_at<T>(m, mine.unit) + Codec<T>::columns_at(mine.first) + active.expert[place + i / columns.parts] * m.bytes;
-                        });
-                        continue;
-                    }
-                    float *found = sums + (unit - first) * unit_sums + warp * stride;
-                    Rows<Activation> x = rows_of_tokens<T>(m, 1);
-                    x.x += mine.first * Codec<T>::K;
-                    auto add = [&](int choice, int row, float value) {
-                        float *to = found + (one ? 0 : choice / w.top_k) * ROWS + row;
-                        *to = fmaf(weights[choice], value, *to);
-                    };
-                    if constexpr (T == MXFP4)
-                        if (known && one) {
-                            ring.multiply_each<T, GPT_OSS_TOP_K, kept_of(GPT_OSS_DIM / FP4_COLUMNS, FP4_ITEM)>(
-                                columns, x, [&](int i, int row, float value) { add(active.order[i], row, value); });
-                            continue;
-                        }
-#pragma unroll 1
-                    for (int e = place; e < next; e++, x.x += x.n * pitch) {
-                        const int *choice = active.order + active.begin[e];
-                        x.n = active.begin[e + 1] - active.begin[e];
-                        multiply<T>(columns, x, [&](int i, int row, float value) { add(choice[i], row, value); });
-                        __syncwarp(); /* the next expert's tokens are other lanes' */
-                    }
-                }
-                if (!producing) sync_consumers();
+            for (int i = ring.thread; i < n * pieces; i += CONSUMERS) {
+                int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
+                copy_16(at<Activation>(k.x) + c * pitch + piece, (const Activation *)w.act_out + (size_t)choice[c] * w.act_pitch + piece);
             }
-#pragma unroll 1
-            for (int i = first * ROWS * tokens + ring.thread; i < last * ROWS * tokens && !producing; i += CONSUMERS) {
-                int row = i / tokens, t = i % tokens;
-                Share mine = share(m, groups, row / ROWS);
-                int r = mine.unit * ROWS + row % ROWS;
-                float sum = own[i] + total(sums + (row / ROWS - first) * unit_sums + t * ROWS + row % ROWS, stride);
-                if (r < w.dim) (mine.rest ? w.rest : w.x)[(size_t)t * w.dim + r] = sum;
+            copies_end();
+            copies_done<0>();
+            sync_consumers();
+        };
+        multiply_chosen<T>(m, false, stage, [&](int r, int choice, int, const float *bias, float a, float b) {
+            add_to_x(one ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]), weights[choice] * (b + bias[1]));
+        });
+    }
+    /* Rows r and r + 1 of a token's x: += what an expert found. Experts' blocks come in any order, so what they bring is collected as integers, in steps of
+     * EXPERT_STEP, and counted; the last one adds the sum to x. What is no number, or too large for that, makes the sum one that no other can reach. */
+    __device__ void add_to_x(int t, int r, float a, float b) {
+        float *x = w.x + (size_t)t * w.dim + r, value[2] = {a, b}, old[2];
+        unsigned long long *sum = w.expert_sum + (size_t)t * w.dim + r, found[2];
+        const long long bad = (1ll << (COUNTED - 2)) / w.top_k;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (r + i >= w.dim) break;
+            old[i] = __ldcg(x + i);
+            if (w.top_k == 1) continue;
+            float steps = value[i] * (1 / EXPERT_STEP);
+            unsigned long long mine = (1ull << COUNTED) + (fabsf(steps) < bad / (2 * w.top_k) ? __float2ll_rn(steps) : bad);
+            found[i] = atomicAdd(sum + i, mine) + mine;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (r + i >= w.dim) break;
+            if (w.top_k > 1) {
+                if (counted(found[i]) < w.top_k) continue;
+                long long all = collected(found[i]);
+                value[i] = llabs(all) < bad / 2 ? (float)all * EXPERT_STEP : NAN;
+                sum[i] = 0;
             }
-            if (!producing && last < units) sync_consumers();
+            x[i] = old[i] + value[i];
         }
     }
     /* Logits of the rows that are wanted, (rows, vocab). */
@@ -1089,7 +1012,10 @@ template <bool producing> struct Few {
         typedef typename Codec<T>::Activation Activation;
         int units = units_of_block(groups_of<T>(m.rows));
         float *scale = at<float>(k.scale);
-        if (!producing) stage_normed<T>(m.stride, norm, rest(), s.row, rows, [&] { await(); });
+        if (!producing) {
+            ring.expect(units * m.parts);
+            stage_normed<T>(m.stride, norm, rows, [&](int i) { return s.row[i]; }, [&] { await(); });
+        }
         auto x_of = [&](int) { return rows_of_tokens<T>(m, rows); };
         stream<T>(
             m, units, rows, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,

@@ -125,7 +125,6 @@ cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int f
     const Layout &k = c->layout[std::max(tokens, rows)];
     const Block &b = c->card.layer[0];
     Work w = c->work;
-    if (!tokens) w.rest = NULL; /* x is of many */
     bool gpt_oss = b.qkv.type == BF16 && b.up.type == MXFP4 && c->card.head.type == BF16 && has_gpt_oss_shapes(c->work);
     auto kernel = !gpt_oss ? few<false, false> : tokens <= 1 && rows <= 1 ? few<true, true> : few<true, false>;
     return launch(c, kernel, c->sms, THREADS, k.bytes, w, s, c->layers, c->card.head, c->card.norm, k, tokens, rows, first, last);
@@ -198,18 +197,6 @@ bool tap_typed(const Cuda *c, Type type, const char *stage, int layer, const voi
 
 bool tap_floats(const Cuda *c, const char *stage, int layer, const float *from, int rows, int cols, Error *e) {
     return !c->limits.tap || tap_rows<float>(c, stage, layer, from, cols, rows, cols, 0, IN_ORDER, 1, e);
-}
-
-/* The residual stream behind phase down of a step of few tokens. */
-bool tap_residual(const Cuda *c, int layer, int tokens, Error *e) {
-    size_t n = (size_t)tokens * c->work.dim;
-    std::vector<float> x(n), rest(n);
-    CUDA(cudaStreamSynchronize(c->stream));
-    CUDA(cudaMemcpy(x.data(), c->work.x, n * sizeof(float), cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(rest.data(), c->work.rest, n * sizeof(float), cudaMemcpyDeviceToHost));
-    for (size_t i = 0; i < n; i++) x[i] += rest[i];
-    c->limits.tap(c->limits.tap_data, "residual", layer, x.data(), tokens, c->work.dim);
-    return true;
 }
 
 bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
@@ -360,7 +347,7 @@ bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens
         if (kind == PHASE_ATTENTION && !tap_attention(c, layer, tokens, e)) return false;
         if (kind == PHASE_OUTPUT && !tap_floats(c, "attn_residual", layer, w.x, tokens, w.dim, e)) return false;
         if (kind == PHASE_UP && !tap_experts(c, layer, tokens, e)) return false;
-        if (kind == PHASE_DOWN && !tap_residual(c, layer, tokens, e)) return false;
+        if (kind == PHASE_DOWN && !tap_floats(c, "residual", layer, w.x, tokens, w.dim, e)) return false;
     }
     return true;
 }
@@ -495,7 +482,7 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(w.turn, (size_t)c->limits.context * (m.head_dim / 2), sizeof(float2));
     take(c->product_room, PRODUCT_ROOM, 1);
     take(w.x, T * m.dim, 4);
-    take(w.rest, (size_t)FEW * m.dim, 4);
+    take(w.expert_sum, (size_t)FEW * m.dim, 8);
     take(w.q, T * m.n_heads * m.head_dim, element);
     take(w.attn, T * w.attn_pitch, element);
     take(w.act_out, choices * w.act_pitch, act);
@@ -546,7 +533,7 @@ bool choose_card(Cuda *c, Error *e) {
         return fail(e, NO_GPU, "this build has no code for GPU %d (%s, compute capability %d.%d): make clean && make CUDA_ARCH=sm_%d%d%s", c->limits.gpu,
                     properties.name, properties.major, properties.minor, properties.major, properties.minor, properties.major == 9 ? "a" : "");
     }
-    c->sms = std::min(properties.multiProcessorCount, MOST_BLOCKS);
+    c->sms = std::min(properties.multiProcessorCount, MOST_COUNTED);
     c->shared = (int)properties.sharedMemPerBlockOptin;
     c->launch_arch = properties.major >= 9 ? code.ptxVersion : 0;
     CUDA(cudaMemcpyFromSymbol(&c->wgmma, has_wgmma, sizeof c->wgmma));

@@ -7,9 +7,9 @@
 
 constexpr int FEW = 16;    /* tokens of a step up to which weights are streamed */
 constexpr int SPLITS = 16; /* blocks that share one key/value head's context */
-constexpr float ROUTER_STEP = 0x1p-28f;
-constexpr int COUNTED = 56; /* bit of the router's sums from which on blocks are counted, ... */
-constexpr int MOST_BLOCKS = (1 << (64 - COUNTED)) - 1; /* ... at most so many */
+constexpr float ROUTER_STEP = 0x1p-28f, EXPERT_STEP = 0x1p-24f; /* of sums that are integers, so that order does not matter */
+constexpr int COUNTED = 56; /* bit of such a sum from which on it says how many have added to it, ... */
+constexpr int MOST_COUNTED = (1 << (64 - COUNTED)) - 1; /* ... at most so many */
 constexpr float LOG2E = 1.4426950408889634f;
 
 /* ---- small device functions ---- */
@@ -163,7 +163,7 @@ struct Work { /* everything a kernel may need; passed by value */
     int *page_token;           /* (pages, PAGE) */
     const float2 *turn;        /* (context, head_dim / 2) cos and sin */
     float *x;                  /* (tokens, dim) residual stream */
-    float *rest;               /* few: (FEW, dim) what has to be added to it between phase down and phase output; NULL: nothing */
+    unsigned long long *expert_sum; /* few: (FEW, dim) what chosen experts have found, in steps of EXPERT_STEP, and how many; 0 between phases */
     void *q, *attn, *act_out;  /* (tokens, n_heads * head_dim), (tokens, attn_pitch), (tokens * top_k, act_pitch): bf16, or float for
                                   F32 weights; what lies between the width and the pitch is 0. What experts read by wgmma, act_out
                                   and then normed, has its columns in the order of fp4_column (hopper.cuh) */
@@ -265,6 +265,8 @@ __device__ inline void weigh(float *chosen, int top_k, int lane) {
 
 /* A word is written and read whole, so who finds in it that it is new needs no barrier. publish() says so by THERE, of a float; the router's sums by
  * how many blocks they count. */
+__device__ inline int counted(unsigned long long sum) { return (int)((sum + (1ull << (COUNTED - 1))) >> COUNTED); }
+__device__ inline long long collected(unsigned long long sum) { return (long long)(sum - ((unsigned long long)counted(sum) << COUNTED)); }
 constexpr unsigned long long THERE = 1ull << 32;
 __device__ inline void publish(unsigned long long *to, float x) {
     asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(to), "l"(THERE | __float_as_uint(x)) : "memory");
