@@ -38,7 +38,7 @@ enum { FREE, ROUTED, CHOSEN, HOLD, GATES };
 struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
     int stages, stage_bytes;
     int held;                       /* choices whose activations there is room for */
-    int ring, barriers, gates, x, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page;
+    int ring, barriers, gates, x, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page, table;
     int active, active_expert, active_begin, active_order, active_tokens; /* see Active */
     int begun; /* what the barrier began with, and behind it whether this split is a head's last */
     int bytes; /* of all */
@@ -104,6 +104,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.turn, tokens * w.head_dim / 2 * 8);
     take(k.position, tokens * 4);
     take(k.page, tokens * 4);
+    take(k.table, tokens * 4);
     take(k.begun, 16);
     take(k.gates, GATES * sizeof(Barrier));
     k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
@@ -345,8 +346,8 @@ template <int D> struct Merged {
             sum.x += share * x.x, sum.y += share * x.y;
         }
     }
-    __device__ float2 result(const float *sink) const {
-        float top = sink ? fmaxf(most, *sink * LOG2E) : most, share = exp2f(most - top), all = total * share + (sink ? exp2f(*sink * LOG2E - top) : 0);
+    __device__ float2 result(float sink) const { /* -INFINITY: none */
+        float top = fmaxf(most, sink * LOG2E), share = exp2f(most - top), all = total * share + exp2f(sink * LOG2E - top);
         return {sum.x * share / all, sum.y * share / all};
     }
     __device__ void store(float *to) const {
@@ -404,7 +405,7 @@ template <bool producing> struct Few {
     __device__ void prepare() {
         if (ring.thread == 0) {
             at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
-            gate(FREE).init(THREADS - 32); /* all but the first producer arrive */
+            gate(FREE).init(THREADS - 32); /* of the last layer: all but the first producer arrive */
             gate(ROUTED).init(CONSUMERS);
             gate(CHOSEN).init(32); /* the first producer arrives */
             gate(HOLD).init(1);
@@ -435,7 +436,7 @@ template <bool producing> struct Few {
             int p = s.position[t];
 #pragma unroll 1
             for (int i = ring.thread % 32; i < half; i += 32) at<float2>(k.turn)[t * half + i] = w.turn[(size_t)p * half + i];
-            at<int>(k.position)[t] = p, at<int>(k.page)[t] = page_of(s, s.seq[t], p);
+            at<int>(k.position)[t] = p, at<int>(k.table)[t] = s.seq[t] * s.header[0], at<int>(k.page)[t] = page_of(s, s.seq[t], p);
         }
         sync_consumers();
     }
@@ -620,19 +621,19 @@ template <bool producing> struct Few {
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         float *merged = at<float>(k.x); /* (WARPS, 8, ROW) */
         int *is_last = at<int>(k.begun + 8);
-        bool waited = false;
         float *sink = at<float>(k.scale);
+        bool waited = false;
         if (producing) wait_previous();
         if (!producing && blocks - 1 - block >= tokens * heads) ring.resume();
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < SPLITS * tokens * heads; job += blocks) {
-            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = s.position[t],
+            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = producing ? s.position[t] : at<int>(k.position)[t],
                 from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1,
                 used = pages <= 2 * SPLIT_PAGES ? 1 : min(SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES);
             if (split >= used) continue;
             int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab = max(begin * SLABS, from / SLAB_KEYS) + warp,
                 slabs = min(end * SLABS, p / SLAB_KEYS + 1), streamed = used > 1 && k.stage_bytes >= 4 * D * PAGE ? min(end, fresh(t) / PAGE) : begin;
-            const int *table = s.page + (size_t)s.seq[t] * s.header[0];
+            const int *table = s.page + (producing ? s.seq[t] * s.header[0] : at<int>(k.table)[t]);
             if (producing) {
                 ring.produce_pages(w, table, begin, streamed, head);
                 continue;
@@ -640,7 +641,9 @@ template <bool producing> struct Few {
             Slab<D> keys;
             int page = slab < slabs ? table[slab / SLABS] : 0;
             auto load = [&] { keys.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), slab % SLABS, lane); };
-            if (ring.thread < group && l.sinks) sink[ring.thread] = l.sinks[head * group + ring.thread];
+            if (ring.thread < group && l.sinks) copy_4(sink + ring.thread, l.sinks + head * group + ring.thread, true);
+            if (ring.thread < group && !l.sinks) sink[ring.thread] = -INFINITY;
+            copies_end();
             bool early = one && streamed <= begin && slab < slabs && (slab + 1) * SLAB_KEYS <= p; /* keys that earlier steps wrote */
             if (early) load();
             if (!waited) await();
@@ -669,6 +672,7 @@ template <bool producing> struct Few {
                 state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
             }
             state.store(merged + warp * STATE + lane / 4 * ROW, lane);
+            copies_done<0>();
             sync_consumers();
             float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
             int pair = ring.thread % (D / 2), group0 = ring.thread / (D / 2);
@@ -676,7 +680,7 @@ template <bool producing> struct Few {
                 Merged<D> m(merged + h * ROW, pair);
                 m.template add<WARPS>(WARPS);
                 if (used == 1)
-                    store_attention(t, (head * group + h) * D + 2 * pair, m.result(l.sinks ? sink + h : NULL));
+                    store_attention(t, (head * group + h) * D + 2 * pair, m.result(sink[h]));
                 else
                     m.store(partial + (split * 8 + h) * ROW);
             }
@@ -691,7 +695,7 @@ template <bool producing> struct Few {
                     for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* of the splits */
                         Merged<D> m(partial + h * ROW, pair);
                         m.template add<SPLITS>(used);
-                        store_attention(t, (head * group + h) * D + 2 * pair, m.result(l.sinks ? sink + h : NULL));
+                        store_attention(t, (head * group + h) * D + 2 * pair, m.result(sink[h]));
                     }
                 }
             }
@@ -794,7 +798,7 @@ template <bool producing> struct Few {
         return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_tokens)};
     }
 
-    __device__ bool chooses() const { return ring.thread / 32 == WARPS; } /* the first producer */
+    __device__ bool chooses() const { return producing && ring.thread / 32 == WARPS; } /* the first producer */
     /* What each token chose, its logits in `weights`, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
      * All threads call it; the first producer has `active` when it returns. The last warps route: others have more to do, and of one
      * token that producer knows all without waiting for anybody. */
@@ -875,8 +879,10 @@ template <bool producing> struct Few {
     /* The beginning of phase up, or of phase down if that is launched alone: router, top-k; of one token alone the norm too, meanwhile. */
     template <Type T> __device__ void route_tokens(const Block &l) {
         renew();
-        chooses() ? wait_at(FREE) : gate(FREE).arrive();
-        if (chooses()) wait_previous(); /* it does not call await() */
+        if (chooses()) {
+            gate(FREE).wait((w.layer - first / PHASES) % 2 ^ 1); /* at once in the first layer */
+            wait_previous();                                     /* it does not call await() */
+        }
         auto wait = [&] {
             if (!producing) await();
             choose(l.router.rows, l.router.bias, active());
@@ -977,6 +983,7 @@ template <bool producing> struct Few {
         multiply_chosen<T>(m, false, stage, [&](int r, int choice, int, const float *bias, float a, float b) {
             add_to_x(one ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]), weights[choice] * (b + bias[1]));
         });
+        if (!chooses()) gate(FREE).arrive();
     }
     /* Rows r and r + 1 of a token's x: += what an expert found. Experts' blocks come in any order, so what they bring is collected as integers, in steps of
      * EXPERT_STEP, and counted; the last one adds the sum to x. What is no number, or too large for that, makes the sum one that no other can reach. */
