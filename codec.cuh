@@ -18,8 +18,8 @@ template <typename A> struct Rows {
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
  * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says, whose add(sum, i, k) adds chunk i
  * to the k-th of a warp's two sums. Lane<0> can also load() what it needs of a chunk's activations, Kept, once, and add() it to chunks of many rows.
- * Lane 4g + t works on row g. reduce() makes final values of what was collected, of which store() hands each once to put(token, row, value). place(i) is where the i-th activation of a token lies,
- * columns_at(i) how many bytes behind a group's beginning chunk i does. */
+ * Lane 4g + t works on row g. reduce() makes final values of what was collected; store() hands each of them to put(token, row, value).
+ * place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
@@ -32,7 +32,6 @@ template <Type T, typename A> struct Dense {
     static constexpr float LIFT = 1;
     typedef A Activation;
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return stride * sizeof(A); }
-    __host__ __device__ static constexpr int columns_at(int chunk) { return chunk * WIDTH; }
     __host__ __device__ static constexpr int stage_bytes(int per) { return ROWS * bank_pitch(per * WIDTH); }
     __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int producer, int lane) {
         constexpr int P = PRODUCERS; /* every other row */
@@ -141,7 +140,6 @@ template <> struct Codec<MXFP4> {
         }
     };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
-    __host__ __device__ static constexpr int columns_at(int chunk) { return chunk * FP4_BYTES; }
     __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_BYTES; }
     __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int producer, int lane) {
         int from = (n * producer + PRODUCERS - 1) / PRODUCERS, to = (n * (producer + 1) + PRODUCERS - 1) / PRODUCERS;

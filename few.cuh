@@ -29,16 +29,16 @@ constexpr int SPLIT_PAGES = 4;        /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
-/* Gates, at which some warps wait, once a layer, until others have arrived. FREE: nobody reads the last choice of experts any more; ROUTED: what each
- * token chose is known; CHOSEN: and which experts that makes. */
-enum { FREE, ROUTED, CHOSEN, HOLD, GATES };
+/* Gates, at which some warps wait, once a layer, until others have arrived. FREE: nobody reads the choice of experts any more; ROUTED: what each token
+ * chose is known; CHOSEN: and which experts that makes. */
+enum { FREE, ROUTED, CHOSEN, GATES };
 
 /* ---- a block's shared memory ---- */
 
 struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
     int stages, stage_bytes;
     int held;                       /* choices whose activations there is room for */
-    int ring, barriers, gates, x, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page, table;
+    int ring, barriers, hold, gates, x, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page, table;
     int active, active_expert, active_begin, active_order, active_tokens; /* see Active */
     int begun; /* what the barrier began with, and behind it whether this split is a head's last */
     int bytes; /* of all */
@@ -107,6 +107,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.table, tokens * 4);
     take(k.begun, 16);
     take(k.gates, GATES * sizeof(Barrier));
+    take(k.hold, sizeof(Barrier));
     k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
     take(k.barriers, k.stages * 2 * sizeof(Barrier));
     k.bytes = (k.bytes + 127) / 128 * 128;
@@ -133,15 +134,15 @@ static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2
 struct Ring {
     uint8_t *stage;        /* (stages) */
     Barrier *full, *empty; /* (stages) */
-    Barrier *hold;
+    Barrier *hold;         /* in an odd phase the producers ask for nothing: see expect() */
     int stages, stage_bytes, thread;
     int at = 0;          /* the stage of the next item */
     unsigned parity = 0; /* of that stage */
-    int left = -1;       /* items of this phase that the consumers have not seen yet */
+    int left = -1;       /* items of this phase that the consumers have not seen yet; 0: they hold */
 
     __device__ Ring(const Layout &k, uint8_t *memory)
-        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), hold((Barrier *)(memory + k.gates) + HOLD), stages(k.stages), stage_bytes(k.stage_bytes),
-          thread(threadIdx.x) {}
+        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), hold((Barrier *)(memory + k.hold)), stages(k.stages),
+          stage_bytes(k.stage_bytes), thread(threadIdx.x) {}
     __device__ void advance() {
         if (++at == stages) at = 0, parity ^= 1;
     }
@@ -175,8 +176,9 @@ struct Ring {
             advance();
         }
     }
-    /* A fence waits for every copy that is on the way in its multiprocessor, and what is read meanwhile comes late. So when the consumers have seen the last
-     * of `items` that a phase has for them, the producers ask for no more until they resume(). */
+    /* A fence waits for every copy that is on the way to its multiprocessor, needed or not (1.9 us with two stages), and what is read meanwhile comes late.
+     * So from when the consumers have seen the last of the `items` that a phase has for them until they resume(), behind the fence, the producers ask for
+     * no more. */
     __device__ void expect(int items) { left = items ? items : -1; }
     __device__ void resume() {
         if (left == 0 && thread == 0) hold->arrive();
@@ -218,7 +220,7 @@ struct Ring {
         sum += other;
         sum.store(x.n, thread % 32, put);
     }
-    /* The same in the same order for a token alone, whose activations this warp keeps, and a matrix whose shape the compiler knows. */
+    /* The same in the same order for a token alone, whose activations, in any memory, this warp keeps, and a matrix whose shape the compiler knows. */
     template <Type T> __device__ void keep(const Matrix &m, Rows<typename Codec<T>::Activation> x, typename Codec<T>::Kept (&kept)[MOST_KEPT]) const {
         typename Codec<T>::template Lane<0> lane(NULL, m.per, x, thread % 32);
         int turns = (m.per + WARPS - 1) / WARPS;
@@ -388,19 +390,19 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
  * all warps call. What a phase reads of the one before it, it reads behind await(), but for what choose() looks for. */
-template <bool producing> struct Few {
+template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
     Work w;
     const Step &s;
     const Layout &k;
     uint8_t *memory;
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
-    int origin = 0;        /* adds nothing, but the compiler does not know: see renew() */
-    const bool known, one; /* gpt-oss's shapes; a token alone */
+    unsigned inverse = (unsigned)(((1ull << 32) + gridDim.x - 1) / gridDim.x); /* 2^32 / blocks, of which there are at least two */
+    int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
+    const bool one; /* a token alone */
     Ring ring;
 
-    __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last, bool known, bool one)
-        : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), known(known), one(one),
-          ring(k, memory) {}
+    __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last, bool one)
+        : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), one(one), ring(k, memory) {}
     /* Before any of them begins: all threads of the block call it. */
     __device__ void prepare() {
         if (ring.thread == 0) {
@@ -408,7 +410,7 @@ template <bool producing> struct Few {
             gate(FREE).init(THREADS - 32); /* of the last layer: all but the first producer arrive */
             gate(ROUTED).init(CONSUMERS);
             gate(CHOSEN).init(32); /* the first producer arrives */
-            gate(HOLD).init(1);
+            ring.hold->init(1);
         }
         if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(CONSUMERS);
         Barrier::show_init();
@@ -466,7 +468,7 @@ template <bool producing> struct Few {
         if (producing || phase == last) return;
         sync_consumers();
         if (ring.thread == 0) asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
-        if (phase % PHASES != PHASE_ATTENTION) ring.resume();
+        if (phase % PHASES != PHASE_ATTENTION) ring.resume(); /* which is about to begin: only who has no part in it resumes */
     }
 
     /* RMSNorm of x's rows row_of(0) .. for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
@@ -514,6 +516,8 @@ template <bool producing> struct Few {
         }
     }
 
+    /* Whether a warp keeps its activations in registers. */
+    __device__ bool keeps() const { return known && one; }
     template <Type T, class Put> __device__ void multiply(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, Put put) {
         if (one || x.n == 1)
             ring.multiply<T, 0>(m, x, put);
@@ -549,7 +553,8 @@ template <bool producing> struct Few {
         return {at<float>(k.x + used), (k.zero - k.x - used) / 8};
     }
     /* Units, pass by pass: a pass is as many as there is room for their sums. rows: of activations in k.x. group_of(unit) is where the weights of a unit
-     * lie, x_of(unit) the at most `tokens` rows that it meets (of a token alone, the same for all); pair(unit, pair of rows, row of x, a, b) receives the results. */
+     * lie, x_of(unit) the at most `tokens` rows that it meets (of a token alone, the same for all); pair(unit, pair of rows, row of x, a, b) receives the
+     * results. */
     template <Type T, class Group, class X, class Pair>
     __device__ void stream(const Matrix &m, int units, int rows, int tokens, Group group_of, X x_of, Pair pair) {
         constexpr int ROWS = Codec<T>::ROWS;
@@ -563,9 +568,8 @@ template <bool producing> struct Few {
         Sums room = sums_behind<T>(rows, m.stride);
         int stride = tokens * ROWS, unit_sums = WARPS * stride, pass = room.floats / unit_sums, warp = ring.thread / 32;
         typename Codec<T>::Kept kept[MOST_KEPT];
-        bool keeps = known && one;
-        if constexpr (T != F32)
-            if (keeps) ring.keep<T>(m, x_of(0), kept);
+        if constexpr (T != F32 && known)
+            if (keeps()) ring.keep<T>(m, x_of(0), kept);
 #pragma unroll 1
         for (int first = 0, turn = 0; first < units; first += pass, turn++) {
             float *sums = room.of(turn);
@@ -574,9 +578,9 @@ template <bool producing> struct Few {
             for (int i = 0; i < n; i++) {
                 float *mine = sums + i * unit_sums + warp * stride;
                 auto put = [&](int token, int row, float value) { mine[token * ROWS + row] = value; };
-                if constexpr (T != F32)
-                    if (keeps) ring.multiply_kept<T>(m, kept, put);
-                if (!keeps) multiply<T>(m, x_of(first + i), put);
+                if constexpr (T != F32 && known)
+                    if (keeps()) ring.multiply_kept<T>(m, kept, put);
+                if (!keeps()) multiply<T>(m, x_of(first + i), put);
             }
             copies_done<0>(); /* of biases */
             sync_consumers();
@@ -624,7 +628,7 @@ template <bool producing> struct Few {
         float *sink = at<float>(k.scale);
         bool waited = false;
         if (producing) wait_previous();
-        if (!producing && blocks - 1 - block >= tokens * heads) ring.resume();
+        if (!producing && blocks - 1 - block >= tokens * heads) ring.resume(); /* no part in it, but for a split of a long one */
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < SPLITS * tokens * heads; job += blocks) {
             int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = producing ? s.position[t] : at<int>(k.position)[t],
@@ -752,8 +756,11 @@ template <bool producing> struct Few {
                 bool has = m.bias && row_of_block<T>(i) < w.dim;
                 copy_4(bias + i, has ? m.bias + row_of_block<T>(i) : w.x, has);
             }
+            copies_end();
             ring.expect(units * m.parts);
             await();
+        }
+        if (!producing && !keeps()) {
             for (int t = 0; t < tokens; t++)
 #pragma unroll 1
                 for (int i = ring.thread; i < pieces; i += CONSUMERS)
@@ -762,7 +769,11 @@ template <bool producing> struct Few {
             copies_done<0>();
             sync_consumers();
         }
-        auto x_of = [&](int) { return rows_of_tokens<T>(m, tokens); };
+        auto x_of = [&](int) {
+            auto x = rows_of_tokens<T>(m, tokens);
+            if (keeps()) x.x = (const Activation *)w.attn;
+            return x;
+        };
         stream<T>(
             m, units, tokens, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
             [&](int unit, int p, int t, float a, float b) {
@@ -809,7 +820,8 @@ template <bool producing> struct Few {
 #pragma unroll 1
         for (int t = WARPS - ring.thread / 32; t < tokens; t += WARPS + 1) {
             constexpr int STEP = 5; /* loads on the way at once */
-            const unsigned long long *sums = w.router_sum + ((size_t)t * w.n_layers + w.layer) * w.n_experts, *squares = w.square + ((size_t)t * w.n_layers + w.layer) * blocks;
+            size_t place = (size_t)t * w.n_layers + w.layer;
+            const unsigned long long *sums = w.router_sum + place * w.n_experts, *squares = w.square + place * blocks;
             float square = 0, *mine = logit + t * w.n_experts * 2;
 #pragma unroll 1
             for (int e = lane; e < w.n_experts; e += 32) mine[w.n_experts + e] = bias ? bias[e] : 0;
@@ -895,8 +907,8 @@ template <bool producing> struct Few {
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens && !producing; t += WARPS) weigh(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
     }
-    /* The chosen experts' units lie expert by expert, and each block has one piece of them, so that it meets few experts: its first one, and of the block behind it. */
-    __device__ int first_chosen(int groups, int block) const { return *active().n * groups * block / blocks; }
+    /* The chosen experts' units lie expert by expert, and each block has one piece of them, so that it meets few experts: which unit a block's begins with. */
+    __device__ int first_chosen(int groups, int block) const { return (int)__umulhi(*active().n * groups * block, inverse); }
     /* Their biases, to be there behind a barrier. */
     template <Type T> __device__ void ask_for_bias(const Matrix &m, const void *any) {
         Active active = this->active();
@@ -909,8 +921,9 @@ template <bool producing> struct Few {
         }
         copies_end();
     }
-    /* Multiplies as many of the chosen experts at a time as there is room for their choices' activations: stage(first, n) brings those of n choices from the
-     * first on, in Active's order, to the rows of k.x; without it all meet the one row that is there. pair(row of the matrix, choice, row of k.x, bias, a, b) receives two neighbouring rows of a result. */
+    /* Multiplies a block's piece, as many experts at a time as there is room for their choices' activations: stage(first, n) says where those of n choices
+     * from the first on, in Active's order, lie, and has brought them there; `staged`: all meet the one row that is in k.x. pair(row of the matrix, choice, its
+     * row of activations, bias, a, b) receives two neighbouring rows of a result, and the place of their biases. */
     template <Type T, class Stage, class Pair> __device__ void multiply_chosen(const Matrix &m, bool staged, Stage stage, Pair pair) {
         Active active = this->active();
         int groups = groups_of<T>(m.rows), begin = first_chosen(groups, block), end = first_chosen(groups, block + 1);
@@ -921,21 +934,21 @@ template <bool producing> struct Few {
             while (next * groups < end && (staged || (!one && active.begin[next + 1] - first <= k.held))) next++;
             to = min(end, next * groups);
             int rows = staged ? 1 : active.begin[next] - first;
-            if (!producing && !staged) stage(first, rows);
+            auto row = rows_of_tokens<T>(m, 1);
+            if (!producing && !staged) row.x = stage(first, rows);
             auto x_of = [&](int i) {
-                auto x = rows_of_tokens<T>(m, 1);
-                if (staged) return x;
+                auto x = row;
+                if (one) return x;
                 int begin = active.begin[(from + i) / groups];
                 x.n = active.begin[(from + i) / groups + 1] - begin, x.x += (begin - first) * x.pitch;
                 return x;
             };
-            stream<T>(
-                m, to - from, rows, one ? 1 : *active.tokens, [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; },
-                x_of, [&](int i, int p, int row, float a, float b) {
-                    int place = (from + i) / groups, at = active.begin[place] + row;
-                    if (at >= active.begin[place + 1]) return;
-                    pair((from + i) % groups * Codec<T>::ROWS + 2 * p, active.order[at], staged ? 0 : at - first, this->at<float>(k.bias) + (from + i - begin) * Codec<T>::ROWS + 2 * p, a, b);
-                });
+            auto group_of = [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; };
+            stream<T>(m, to - from, rows, one ? 1 : *active.tokens, group_of, x_of, [&](int i, int p, int row, float a, float b) {
+                int unit = from + i, place = unit / groups, at = active.begin[place] + row;
+                const float *bias = this->at<float>(k.bias) + (unit - begin) * Codec<T>::ROWS + 2 * p;
+                if (at < active.begin[place + 1]) pair(unit % groups * Codec<T>::ROWS + 2 * p, active.order[at], staged ? 0 : at - first, bias, a, b);
+            });
             if (!producing && to < end) sync_consumers();
         }
     }
@@ -949,15 +962,17 @@ template <bool producing> struct Few {
         auto stage = [&](int first, int n) {
             const int *choice = active().order + first;
             stage_normed<T>(m.stride, l.ffn_norm, n, [&](int r) { return choice[r] / w.top_k; }, [] {});
+            return (const Activation *)at<Activation>(k.x);
         };
         multiply_chosen<T>(m, one, stage, [&](int r, int choice, int row, const float *bias, float gate, float up) {
             if (r / 2 < w.ffn_dim)
                 ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(r / 2)] =
                     (Activation)(swiglu(w, gate * scale[row] + bias[0], up * scale[row] + bias[1]) * w.act_lift);
         });
+        if (producing || block) return;
+        sync_consumers();
 #pragma unroll 1
-        for (int i = ring.thread; i < tokens * w.top_k && block == 0 && !producing; i += CONSUMERS) /* for who looks at a step phase by phase */
-            w.expert[i] = at<int>(k.experts)[i], w.weight[i] = at<float>(k.weights)[i];
+        for (int i = ring.thread; i < tokens * w.top_k; i += CONSUMERS) w.expert[i] = at<int>(k.experts)[i], w.weight[i] = at<float>(k.weights)[i];
     }
 
     /* x += the weighted sum of the chosen experts' W act + bias. */
@@ -971,6 +986,7 @@ template <bool producing> struct Few {
         if (!producing) await();
         auto stage = [&](int first, int n) {
             const int *choice = active().order + first;
+            if (keeps()) return (const Activation *)w.act_out + (size_t)choice[0] * w.act_pitch;
 #pragma unroll 1
             for (int i = ring.thread; i < n * pieces; i += CONSUMERS) {
                 int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
@@ -979,6 +995,7 @@ template <bool producing> struct Few {
             copies_end();
             copies_done<0>();
             sync_consumers();
+            return (const Activation *)at<Activation>(k.x);
         };
         multiply_chosen<T>(m, false, stage, [&](int r, int choice, int, const float *bias, float a, float b) {
             add_to_x(one ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]), weights[choice] * (b + bias[1]));
@@ -986,7 +1003,8 @@ template <bool producing> struct Few {
         if (!chooses()) gate(FREE).arrive();
     }
     /* Rows r and r + 1 of a token's x: += what an expert found. Experts' blocks come in any order, so what they bring is collected as integers, in steps of
-     * EXPERT_STEP, and counted; the last one adds the sum to x. What is no number, or too large for that, makes the sum one that no other can reach. */
+     * EXPERT_STEP, and counted; the last one adds the sum to x, which nobody has changed meanwhile. What is no number, or too large, makes the sum one that
+     * no other can reach. */
     __device__ void add_to_x(int t, int r, float a, float b) {
         float *x = w.x + (size_t)t * w.dim + r, value[2] = {a, b}, old[2];
         unsigned long long *sum = w.expert_sum + (size_t)t * w.dim + r, found[2];
@@ -1083,12 +1101,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     };
     bool one = ONE || (!GPT_OSS && tokens == 1);
     if (ONE) tokens = rows = 1;
-    Few<false> consumer(w, s, k, memory, tokens, first, last, GPT_OSS, one);
+    Few<false, GPT_OSS> consumer(w, s, k, memory, tokens, first, last, one);
     consumer.prepare();
     if (threadIdx.x < CONSUMERS)
         run(consumer);
     else
-        run(Few<true>(w, s, k, memory, tokens, first, last, GPT_OSS, one));
+        run(Few<true, GPT_OSS>(w, s, k, memory, tokens, first, last, one));
 #if __CUDA_ARCH__ < 900
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif

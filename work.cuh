@@ -246,10 +246,15 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int *expe
     __syncwarp();
 #pragma unroll 1
     for (int e = lane; e < n; e += 32) {
-        unsigned mine = key[e];
+        unsigned mine = key[e], other[32];
         int rank = 0;
-#pragma unroll 8
-        for (int i = 0; i < n; i++) rank += key[i] >= mine + (i >= e);
+#pragma unroll 1
+        for (int base = 0; base < n; base += 32) {
+#pragma unroll
+            for (int i = 0; i < 32; i++) other[i] = base + i < n ? key[base + i] : 0;
+#pragma unroll
+            for (int i = 0; i < 32; i++) rank += other[i] >= mine + (base + i >= e);
+        }
         if (rank < top_k) expert[rank] = e, chosen[rank] = key_value(mine);
     }
     __syncwarp();
