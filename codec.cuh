@@ -6,13 +6,12 @@
 
 constexpr int PRODUCERS = 2; /* warps that copy an item together: one can copy no faster than a row in 94 clocks */
 
-/* Activations in shared memory, times LIFT: row j of n is x + index[j] / divide * pitch; without an index it is the j-th. */
+/* n rows of activations, times LIFT, `pitch` apart; zero: what other rows are. Both from the first column of an item on, and in shared memory but for a
+ * token alone, whose activations a warp may keep. */
 template <typename A> struct Rows {
-    const A *x, *zero; /* of the first column of an item; zero: what other rows are */
+    const A *x, *zero;
     int pitch, n;
-    const int *index;
-    int divide;
-    __device__ const A *row(int j) const { return j >= n ? zero : x + (index ? index[j] / divide : j) * pitch; }
+    __device__ const A *row(int j) const { return j >= n ? zero : x + j * pitch; }
 };
 
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES

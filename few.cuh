@@ -1,7 +1,8 @@
 /* few.cuh: a step of at most FEW tokens, as one kernel. Its time is the time to read the weights, each of them once and in
  * order. A block lives on each multiprocessor from the first layer to the logits. Its last warps, the producers, keep a ring of
- * shared memory full with the weights that come next, over the borders of phases, so that no wait for activations leaves the
- * memory idle; the others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other; only what
+ * shared memory full with the weights that come next, over the borders of phases, so that waits for activations leave the
+ * memory idle as little as may be: they pause only while the fence at a phase's end would wait for them (Ring::expect), and in a block that has a part in
+ * attention until that is done. The others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other; only what
  * the router's sums say is known before, as they count who has added to them:
  *
  *     qkv        norm, query, key and value, rope, to the cache
@@ -56,7 +57,7 @@ struct Active {
     int *n, *expert; /* [0]; (n) */
     int *begin;      /* (n + 1) in order */
     int *order;      /* (tokens * top_k) choices, by expert and then by token */
-    int *tokens;     /* [0]: the most that an expert has */
+    int *tokens;     /* [0]: the most that an expert has; not of a token alone */
     static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
 
@@ -93,7 +94,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.bias, units_rows * 4);
     take(k.own, rows_of(b.o, 1) * tokens * 4);
     take(k.columns, rows_of(b.o, 1) * w.n_experts * 4);
-    take(k.logit, tokens * w.n_experts * 2 * 4);
+    take(k.logit, tokens * w.n_experts * 2 * 4); /* and the biases to be added */
     take(k.weights, tokens * w.top_k * 4);
     take(k.experts, tokens * w.top_k * 4);
     take(k.active, 4);
@@ -181,13 +182,17 @@ struct Ring {
      * no more. */
     __device__ void expect(int items) { left = items ? items : -1; }
     __device__ void resume() {
-        if (left == 0 && thread == 0) hold->arrive();
+        if (left == 0 && thread == 0) flip(0);
         left = -1;
+    }
+    __device__ void flip(int parity) { /* parity: of the phase that has ended; synccheck wants that somebody waits for each */
+        hold->wait(parity);
+        hold->arrive();
     }
     /* The consumers' part, item by item: work(stage). Who has nothing to do waits too: to arrive at `empty` a round early would count for this one. */
     template <class Work> __device__ void consume(Work work) {
         full[at].wait(parity);
-        if (--left == 0 && thread == 0) hold->arrive();
+        if (--left == 0 && thread == 0) flip(1);
         work(stage + at * stage_bytes);
         empty[at].arrive(); /* each lane: one for all is no faster, and racecheck does not understand it */
         advance();
@@ -396,7 +401,7 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
     const Layout &k;
     uint8_t *memory;
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
-    unsigned inverse = (unsigned)(((1ull << 32) + gridDim.x - 1) / gridDim.x); /* 2^32 / blocks, of which there are at least two */
+    unsigned long long inverse = ~0ull / gridDim.x + 1; /* 2^64 / blocks, of which there are at least two, rounded up: divides all of 32 bits exactly */
     int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
     const bool one; /* a token alone */
     Ring ring;
@@ -465,7 +470,8 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
     __device__ void wait_at(int i) const { gate(i).wait((w.layer - first / PHASES) % 2); }
     __device__ void end_phase() {
         note_time(++phase);
-        if (producing || phase == last) return;
+        if (producing) return;
+        if (phase == last) return ring.resume(); /* a producer with nothing to copy may not have asked for the last item yet */
         sync_consumers();
         if (ring.thread == 0) asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
         if (phase % PHASES != PHASE_ATTENTION) ring.resume(); /* which is about to begin: only who has no part in it resumes */
@@ -538,7 +544,7 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
     /* The activations in k.x, a row a token. */
     template <Type T> __device__ Rows<typename Codec<T>::Activation> rows_of_tokens(const Matrix &m, int tokens) const {
         typedef typename Codec<T>::Activation Activation;
-        return {at<Activation>(k.x), at<Activation>(k.zero), pitch_of<T>(m.stride), tokens, NULL, 1};
+        return {at<Activation>(k.x), at<Activation>(k.zero), pitch_of<T>(m.stride), tokens};
     }
 
     /* Where passes leave sums, in two halves that take turns, so that who is done with one pass can begin the next: in what `rows` of activations leave of
@@ -719,6 +725,7 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
     template <Type T> __device__ void attention_of_any_size(const Block &l) {
         typedef typename Codec<T>::Activation Out;
         if (producing) return;
+        if (block >= tokens * w.n_heads) ring.resume();
         await();
         for (int i = block; i < tokens * w.n_heads; i += blocks) {
             int t = i / w.n_heads, h = i % w.n_heads;
@@ -908,16 +915,16 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
         for (int t = ring.thread / 32; t < tokens && !producing; t += WARPS) weigh(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
     }
     /* The chosen experts' units lie expert by expert, and each block has one piece of them, so that it meets few experts: which unit a block's begins with. */
-    __device__ int first_chosen(int groups, int block) const { return (int)__umulhi(*active().n * groups * block, inverse); }
+    __device__ int first_chosen(int groups, int block) const { return (int)__umul64hi((unsigned)(*active().n * groups * block), inverse); }
     /* Their biases, to be there behind a barrier. */
-    template <Type T> __device__ void ask_for_bias(const Matrix &m, const void *any) {
+    template <Type T> __device__ void ask_for_bias(const Matrix &m) {
         Active active = this->active();
         int groups = groups_of<T>(m.rows), begin = first_chosen(groups, block) * Codec<T>::ROWS, end = first_chosen(groups, block + 1) * Codec<T>::ROWS;
 #pragma unroll 1
         for (int i = begin + ring.thread; i < end && !producing; i += CONSUMERS) {
             int row = i % (groups * Codec<T>::ROWS);
             bool has = m.bias && row < m.rows;
-            copy_4(at<float>(k.bias) + i - begin, has ? m.bias + (size_t)active.expert[i / (groups * Codec<T>::ROWS)] * m.rows + row : any, has);
+            copy_4(at<float>(k.bias) + i - begin, has ? m.bias + (size_t)active.expert[i / (groups * Codec<T>::ROWS)] * m.rows + row : w.x, has);
         }
         copies_end();
     }
@@ -930,24 +937,24 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
         if (!producing) ring.expect((end - begin) * m.parts);
 #pragma unroll 1
         for (int from = begin, to; from < end; from = to) {
-            int place = from / groups, next = place + 1, first = active.begin[place];
-            while (next * groups < end && (staged || (!one && active.begin[next + 1] - first <= k.held))) next++;
+            int next = from / groups + 1, start = active.begin[next - 1]; /* experts up to next - 1, choices from start on */
+            while (next * groups < end && (staged || active.begin[next + 1] - start <= k.held)) next++;
             to = min(end, next * groups);
-            int rows = staged ? 1 : active.begin[next] - first;
-            auto row = rows_of_tokens<T>(m, 1);
-            if (!producing && !staged) row.x = stage(first, rows);
+            int rows = staged ? 1 : active.begin[next] - start;
+            auto all = rows_of_tokens<T>(m, 1);
+            if (!producing && !staged) all.x = stage(start, rows);
             auto x_of = [&](int i) {
-                auto x = row;
+                auto x = all;
                 if (one) return x;
-                int begin = active.begin[(from + i) / groups];
-                x.n = active.begin[(from + i) / groups + 1] - begin, x.x += (begin - first) * x.pitch;
+                const int *choices = active.begin + (from + i) / groups;
+                x.n = choices[1] - choices[0], x.x += (choices[0] - start) * x.pitch;
                 return x;
             };
             auto group_of = [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; };
             stream<T>(m, to - from, rows, one ? 1 : *active.tokens, group_of, x_of, [&](int i, int p, int row, float a, float b) {
                 int unit = from + i, place = unit / groups, at = active.begin[place] + row;
                 const float *bias = this->at<float>(k.bias) + (unit - begin) * Codec<T>::ROWS + 2 * p;
-                if (at < active.begin[place + 1]) pair(unit % groups * Codec<T>::ROWS + 2 * p, active.order[at], staged ? 0 : at - first, bias, a, b);
+                if (at < active.begin[place + 1]) pair(unit % groups * Codec<T>::ROWS + 2 * p, active.order[at], staged ? 0 : at - start, bias, a, b);
             });
             if (!producing && to < end) sync_consumers();
         }
@@ -958,7 +965,7 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.up, 2 * w.ffn_dim, w.dim);
         const float *scale = at<float>(k.scale);
-        ask_for_bias<T>(m, w.x);
+        ask_for_bias<T>(m);
         auto stage = [&](int first, int n) {
             const int *choice = active().order + first;
             stage_normed<T>(m.stride, l.ffn_norm, n, [&](int r) { return choice[r] / w.top_k; }, [] {});
@@ -982,7 +989,7 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
         const Matrix m = matrix<T>(l.down, w.dim, w.ffn_dim);
         int pieces = m.stride * sizeof(Activation) / 16, pitch = pitch_of<T>(m.stride);
         const float *weights = at<float>(k.weights);
-        ask_for_bias<T>(m, w.x);
+        ask_for_bias<T>(m);
         if (!producing) await();
         auto stage = [&](int first, int n) {
             const int *choice = active().order + first;

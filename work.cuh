@@ -7,7 +7,8 @@
 
 constexpr int FEW = 16;    /* tokens of a step up to which weights are streamed */
 constexpr int SPLITS = 16; /* blocks that share one key/value head's context */
-constexpr float ROUTER_STEP = 0x1p-28f, EXPERT_STEP = 0x1p-24f; /* of sums that are integers, so that order does not matter */
+/* Of sums that are integers, so that order does not matter. What an expert adds must be below 2^29 / top_k^2 (2^25 of four). */
+constexpr float ROUTER_STEP = 0x1p-28f, EXPERT_STEP = 0x1p-24f;
 constexpr int COUNTED = 56; /* bit of such a sum from which on it says how many have added to it, ... */
 constexpr int MOST_COUNTED = (1 << (64 - COUNTED)) - 1; /* ... at most so many */
 constexpr float LOG2E = 1.4426950408889634f;
@@ -71,7 +72,7 @@ template <int BUT> __device__ inline void copies_done() { asm volatile("cp.async
 /* ---- copies that run on their own ---- */
 
 /* A barrier in shared memory (mbarrier): `full` ones complete when a copy has arrived, `empty` ones when all readers have, few.cuh's
- * gates when all have for whom others wait. On Hopper the copy engine takes whole rows; before it the lanes of a producer copy 16 bytes
+ * gates when all have for whom others wait; its `hold` is closed in every other phase. On Hopper the copy engine takes whole rows; before it the lanes of a producer copy 16 bytes
  * at a time. */
 struct Barrier {
     uint64_t word;
@@ -163,7 +164,7 @@ struct Work { /* everything a kernel may need; passed by value */
     int *page_token;           /* (pages, PAGE) */
     const float2 *turn;        /* (context, head_dim / 2) cos and sin */
     float *x;                  /* (tokens, dim) residual stream */
-    unsigned long long *expert_sum; /* few: (FEW, dim) what chosen experts have found, in steps of EXPERT_STEP, and how many; 0 between phases */
+    unsigned long long *expert_sum; /* few: (FEW, dim) what chosen experts have found, in steps of EXPERT_STEP, and how many; 0 but in phase down */
     void *q, *attn, *act_out;  /* (tokens, n_heads * head_dim), (tokens, attn_pitch), (tokens * top_k, act_pitch): bf16, or float for
                                   F32 weights; what lies between the width and the pitch is 0. What experts read by wgmma, act_out
                                   and then normed, has its columns in the order of fp4_column (hopper.cuh) */
@@ -238,8 +239,8 @@ template <typename Q> __device__ inline void store_qkv(const Work &w, int token,
     to[values ? value_place(d, position, i + 1) : key_place(d, position, i + 1)] = (bf16)b;
 }
 
-/* The top_k largest of n logits in shared memory, which a warp changes: the lower number among equals. expert (top_k), logits: chosen (top_k). Each lane counts
- * how many are before its own, so that nothing waits for anything but the logits. */
+/* The top_k largest of n logits in shared memory, which a warp changes: the lower number among equals. expert (top_k) receives them in descending order,
+ * chosen (top_k) their logits. Each lane counts how many are before its own, so that nothing waits for anything but the logits. */
 __device__ inline void route(float *logit, int n, int top_k, int lane, int *expert, float *chosen) {
     unsigned *key = (unsigned *)logit;
     for (int e = lane; e < n; e += 32) key[e] = isnan(logit[e]) ? 0 : order_key(logit[e]);
@@ -268,8 +269,8 @@ __device__ inline void weigh(float *chosen, int top_k, int lane) {
 
 /* ---- words that say whether they are there ---- */
 
-/* A word is written and read whole, so who finds in it that it is new needs no barrier. publish() says so by THERE, of a float; the router's sums by
- * how many blocks they count. */
+/* A word is written and read whole, so who finds in it that it is new needs no barrier. publish() says so by THERE, of a float; the router's sums, and the
+ * experts', by how many have added to them. */
 __device__ inline int counted(unsigned long long sum) { return (int)((sum + (1ull << (COUNTED - 1))) >> COUNTED); }
 __device__ inline long long collected(unsigned long long sum) { return (long long)(sum - ((unsigned long long)counted(sum) << COUNTED)); }
 constexpr unsigned long long THERE = 1ull << 32;
