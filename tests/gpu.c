@@ -479,8 +479,8 @@ cudaError_t __wrap_cudaMalloc(void **p, size_t n) {
 
 static void each_cudamalloc_may_fail(void) {
     int failed = 0;
-    size_t before, after, total;
-    for (int round = 0; round < 2; round++) { /* in the first CUDA takes what it keeps for itself */
+    size_t before, after, total, lost = 1;
+    for (int round = 0; round < 5 && lost; round++) { /* CUDA keeps something for itself now and then: a leak loses in each round */
         cudaMemGetInfo(&before, &total);
         failed = 0;
         for (bool more = true; more && failed < 1000; failed++) {
@@ -494,10 +494,11 @@ static void each_cudamalloc_may_fail(void) {
             if (!state) check(e.code == NO_ROOM && strlen(e.text) > 20, "call %d: %d %s", failed, e.code, e.text);
         }
         mallocs_until_failure = -1;
+        cudaMemGetInfo(&after, &total);
+        lost = before > after ? before - after : 0;
     }
-    cudaMemGetInfo(&after, &total);
     check(failed > 4, "only %d calls were seen", failed);
-    check(after + (1 << 20) >= before, "%zu bytes were lost", before - after);
+    check(!lost, "%zu bytes were lost", lost);
 }
 
 int main(void) {

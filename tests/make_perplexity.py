@@ -8,6 +8,7 @@ fixed-length models"). MXFP4 experts are dequantised, everything is computed in 
 """
 import json
 import math
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -25,26 +26,35 @@ def text():
 
 
 @torch.no_grad()
-def perplexity(folder, ids, ctx, stride):
+def perplexity(folder, ids, ctx, stride, device="cpu"):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
-                                                 quantization_config=Mxfp4Config(dequantize=True)).float().eval()
-    total, scored = 0.0, 1
-    for begin in range(0, len(ids), stride):
-        window = torch.tensor([ids[begin:begin + ctx]])
-        likely = torch.log_softmax(model(window, use_cache=False).logits[0].double(), -1)
-        for at in range(scored, begin + window.shape[1]):
-            total -= likely[at - begin - 1, ids[at]].item()
-        scored = begin + window.shape[1]
-        if scored == len(ids):
-            return math.exp(total / (len(ids) - 1))
+                                                 quantization_config=Mxfp4Config(dequantize=True)).float().eval().to(device)
+    windows, scored = [], 1
+    while not windows or scored < len(ids):
+        begin = len(windows) * stride
+        windows.append((ids[begin:begin + ctx], scored - begin))
+        scored = begin + len(windows[-1][0])
+    total = 0.0
+    for _, some in groupby(windows, lambda window: len(window[0])):
+        some = list(some)
+        for first in range(0, len(some), 64):
+            tokens = torch.tensor([window for window, _ in some[first:first + 64]], device=device)
+            likely = torch.log_softmax(model(tokens, use_cache=False).logits[:, :-1].double(), -1)
+            found = likely.gather(2, tokens[:, 1:, None])[..., 0].cpu()
+            total -= sum(row[start - 1:].sum().item() for row, (_, start) in zip(found, some[first:first + 64]))
+    return math.exp(total / (len(ids) - 1))
+
+
+def encode(folder, text):
+    tokenizer = Tokenizer.from_file(str(TESTS.parent / folder / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    return tokenizer.encode(text).ids
 
 
 def main():
     cases = []
     for folder, ctx, stride in CASES:
-        tokenizer = Tokenizer.from_file(str(TESTS.parent / folder / "tokenizer.json"))
-        tokenizer.encode_special_tokens = True
-        ids = tokenizer.encode(text()).ids
+        ids = encode(folder, text())
         value = perplexity(TESTS.parent / folder, ids, ctx, stride)
         print(folder, ctx, stride, len(ids), value)
         cases.append({"model": folder, "ctx": ctx, "stride": stride, "tokens": len(ids) - 1, "perplexity": value})
