@@ -19,8 +19,9 @@ def main():
     parser.add_argument("--infer", default="./infer")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    text = Path(options.file).read_bytes().decode()  # as it is, ends of lines too
     for folder, ctx, stride in CASES:
-        ids = encode(folder, Path(options.file).read_text())
+        ids = encode(folder, text)
         theirs = perplexity(TESTS.parent / folder, ids, ctx, stride, options.device)
         command = [options.infer, "perplexity", TESTS.parent / folder, "-f", options.file, "--ctx", str(ctx), "--stride", str(stride)]
         ours = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[1])
