@@ -4,8 +4,6 @@
 
 #include "work.cuh"
 
-constexpr int PRODUCERS = 2; /* warps that copy an item together: one can copy no faster than a row in 94 clocks */
-
 /* n rows of activations, times LIFT, `pitch` apart; zero: what other rows are. Both from the first column of an item on, and in shared memory but for a
  * token alone, whose activations a warp may keep. */
 template <typename A> struct Rows {
@@ -16,7 +14,8 @@ template <typename A> struct Rows {
 
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
  * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says, whose add(sum, i, k) adds chunk i
- * to the k-th of a warp's two sums. Lane<0> can also load() what it needs of a chunk's activations, Kept, once, and add() it to chunks of many rows.
+ * to the k-th of a warp's two sums. Lanes of at most one tile can also load() what they need of a chunk's activations, Kept, once, and add() it to chunks
+ * of many rows.
  * Lane 4g + t works on row g. reduce() makes final values of what was collected; store() hands each of them to put(token, row, value).
  * place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
@@ -32,11 +31,8 @@ template <Type T, typename A> struct Dense {
     typedef A Activation;
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return stride * sizeof(A); }
     __host__ __device__ static constexpr int stage_bytes(int per) { return ROWS * bank_pitch(per * WIDTH); }
-    __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int producer, int lane) {
-        constexpr int P = PRODUCERS; /* every other row */
-        int pitch = bank_pitch(per * WIDTH);
-        full->copy(stage + producer * pitch, P * pitch, group + first * WIDTH + producer * row_bytes(stride), P * row_bytes(stride), ROWS / P, n * WIDTH, lane,
-                   producer ? 0 : ROWS * n * WIDTH);
+    __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int lane) {
+        full->copy(stage, bank_pitch(per * WIDTH), group + first * WIDTH, row_bytes(stride), ROWS, n * WIDTH, lane);
     }
     /* Where a lane's part of a stage begins: 16 bytes of row g in each chunk, or in each half of one whose rows have 128 bytes. */
     __device__ static const uint8_t *lane_at(const uint8_t *stage, int per, int lane) { return stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16; }
@@ -73,11 +69,17 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
         __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane) : weights(lane_at(stage, per, lane)) {
             for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
         }
+        __device__ void load(Kept &x, int i, int j = 0) const { x = *(const uint2 *)(column[j] + i * K); }
+        __device__ void add(Sum<TILES> &sum, int i, const Kept &x) const {
+            uint4 w = *(const uint4 *)(weights + i * WIDTH);
+            mma(sum.c[0], w.x, w.y, w.z, w.w, x.x, x.y);
+        }
         __device__ void add(Sum<TILES> &sum, int i, int) const { /* chunk i */
             uint4 w = *(const uint4 *)(weights + i * WIDTH);
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
-                uint2 x = *(const uint2 *)(column[j] + i * K);
+                Kept x;
+                load(x, i, j);
                 mma(sum.c[j], w.x, w.y, w.z, w.w, x.x, x.y);
             }
         }
@@ -140,9 +142,8 @@ template <> struct Codec<MXFP4> {
     };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
     __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_BYTES; }
-    __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int producer, int lane) {
-        int from = (n * producer + PRODUCERS - 1) / PRODUCERS, to = (n * (producer + 1) + PRODUCERS - 1) / PRODUCERS;
-        full->copy(stage + from * FP4_BYTES, 0, group + (size_t)(first + from) * FP4_BYTES, 0, 1, (to - from) * FP4_BYTES, lane, producer ? 0 : n * FP4_BYTES);
+    __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int lane) {
+        full->copy(stage, 0, group + (size_t)first * FP4_BYTES, 0, 1, n * FP4_BYTES, lane);
     }
     __host__ __device__ static constexpr int place(int i) { return i; }
     __device__ static void store_four(bf16 *x, int at, float a, float b, float c, float d) { *(uint2 *)(x + at) = make_uint2(pack(a, b), pack(c, d)); }
@@ -157,15 +158,23 @@ template <> struct Codec<MXFP4> {
         __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane) : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4) {
             for (int j = 0; j < TILES; j++) column[j] = (lane / 4 % 2 == lane % 4 / 2 ? x.row(j * 4 + lane / 8) : x.zero) + lane % 4 * 16;
         }
+        __device__ void load(Kept &x, int i, int j = 0) const { x = {((const uint4 *)(column[j] + i * K))[0], ((const uint4 *)(column[j] + i * K))[1]}; }
+        __device__ static void add(float (&sum)[4], uint4 words, uint32_t scales, const Kept &x) {
+            float c[4];
+            multiply(c, words, x.low, x.high);
+            for (int k = 0; k < 4; k++) sum[k] = fmaf(__uint_as_float(scales >> 8 * k << 23 & 0x7F800000), c[k], sum[k]);
+        }
+        __device__ void add(Sum<TILES> &sum, int i, const Kept &x) const {
+            add(sum.c[0], *(const uint4 *)(weights + i * FP4_BYTES), *(const uint32_t *)(scale + i * FP4_BYTES), x);
+        }
         __device__ void add(Sum<TILES> &sum, int i, int) const {
             uint4 words = *(const uint4 *)(weights + i * FP4_BYTES);
             uint32_t scales = *(const uint32_t *)(scale + i * FP4_BYTES);
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
-                const uint4 *x = (const uint4 *)(column[j] + i * K);
-                float c[4];
-                multiply(c, words, x[0], x[1]);
-                for (int k = 0; k < 4; k++) sum.c[j][k] = fmaf(__uint_as_float(scales >> 8 * k << 23 & 0x7F800000), c[k], sum.c[j][k]);
+                Kept x;
+                load(x, i, j);
+                add(sum.c[j], words, scales, x);
             }
         }
     };

@@ -1,7 +1,7 @@
 /* few.cuh: a step of at most FEW tokens, as one kernel. Its time is the time to read the weights, each of them once and in
- * order. A block lives on each multiprocessor from the first layer to the logits. Its last warps, the producers, keep a ring of
+ * order. A block lives on each multiprocessor from the first layer to the logits. Its last warp, the producer, keeps a ring of
  * shared memory full with the weights that come next, over the borders of phases, so that waits for activations leave the
- * memory idle as little as may be: they pause only while the fence at a phase's end would wait for them (Ring::expect), and in a block that has a part in
+ * memory idle as little as may be: it pauses only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in
  * attention until that is done. The others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other; only what
  * the router's sums say is known before, as they count who has added to them:
  *
@@ -18,14 +18,14 @@
 
 #include <climits>
 
-constexpr int WARPS = 12; /* of a block that multiply: three on each quarter of a multiprocessor */
-constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + PRODUCERS * 32;
+constexpr int WARPS = 15; /* of a block that multiply: a row of 2,880 values of MXFP4 has three chunks for each */
+constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
+constexpr int SEERS = 12;             /* of them that see keys in attention: the more, the longer it takes to put together what they found */
 constexpr int MOST_STAGES = 16;       /* of the ring */
 constexpr int MOST_COPIES = 2;        /* stages on the way at once: more, and the memory delivers less, and all else that is asked for waits longer */
 constexpr int MOST_PAGES = 3;         /* the same of stages with a page of the cache, which are smaller */
-constexpr int MOST_KEPT = 12;         /* chunks whose activations a warp keeps in registers: gpt-oss's output matrix has so many for each */
-constexpr int HELD = 4;               /* choices of several tokens whose activations a block has at hand, at least */
-constexpr int SUMS = 12 * 16 * WARPS; /* floats in which a pass leaves its sums, at least: a token's, of the units of phase up */
+constexpr int MOST_KEPT = 9;          /* chunks whose activations a warp keeps in registers: gpt-oss's output matrix has so many for each */
+constexpr int SUMS = 11 * 16 * WARPS; /* floats in which a pass leaves its sums, at least: a token's, of the units of phase up */
 constexpr int SPLIT_PAGES = 4;        /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
@@ -38,10 +38,9 @@ enum { FREE, ROUTED, CHOSEN, GATES };
 
 struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
     int stages, stage_bytes;
-    int held;                       /* choices whose activations there is room for */
     int ring, barriers, hold, gates, x, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page, table;
-    int active, active_expert, active_begin, active_order, active_tokens; /* see Active */
-    int begun; /* what the barrier began with, and behind it whether this split is a head's last */
+    int active, active_expert, active_begin, active_order; /* see Active */
+    int begun, is_last, inverse; /* what the barrier began with; whether this split is a head's last; see first_chosen() */
     int bytes; /* of all */
 };
 
@@ -57,7 +56,6 @@ struct Active {
     int *n, *expert; /* [0]; (n) */
     int *begin;      /* (n + 1) in order */
     int *order;      /* (tokens * top_k) choices, by expert and then by token */
-    int *tokens;     /* [0]: the most that an expert has; not of a token alone */
     static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
 
@@ -71,11 +69,10 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
         int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
         return (units + blocks - 1) / blocks * rows;
     };
-    k.held = tokens > 1 ? max_of(tokens, HELD) : 1;
     auto consider = [&](auto codec, const Matrix &m, bool chosen) {
         typedef decltype(codec) C;
-        int size = sizeof(typename C::Activation), rows = chosen ? k.held : tokens;
-        x = max_of(x, rows * pitch_of<C::TYPE>(m.stride) * size + 2 * 4 * max_of(chosen ? SUMS : 0, WARPS * tokens * C::ROWS));
+        int size = sizeof(typename C::Activation);
+        x = max_of(x, tokens * pitch_of<C::TYPE>(m.stride) * size + 2 * 4 * max_of(chosen ? SUMS : 0, WARPS * tokens * C::ROWS));
         if (tokens > 1) zero = max_of(zero, m.per * C::K * size);
         k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per));
     };
@@ -85,12 +82,12 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     }
     int units_rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), max_of(rows_of(b.up, most), rows_of(b.down, most)));
     x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);     /* attend_plain */
-    x = max_of(x, WARPS * 8 * (w.head_dim + 2) * 4);      /* attention's states */
+    x = max_of(x, SEERS * 8 * (w.head_dim + 2) * 4);      /* attention's states */
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.x, x);
     take(k.zero, zero);
-    take(k.square, k.held * WARPS * 4);
-    take(k.scale, max_of(k.held, FEW) * 4);
+    take(k.square, tokens * WARPS * 4);
+    take(k.scale, FEW * 4);
     take(k.bias, units_rows * 4);
     take(k.own, rows_of(b.o, 1) * tokens * 4);
     take(k.columns, rows_of(b.o, 1) * w.n_experts * 4);
@@ -101,12 +98,13 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.active_expert, most * 4);
     take(k.active_begin, (most + 1) * 4);
     take(k.active_order, tokens * w.top_k * 4);
-    take(k.active_tokens, 4);
     take(k.turn, tokens * w.head_dim / 2 * 8);
     take(k.position, tokens * 4);
     take(k.page, tokens * 4);
     take(k.table, tokens * 4);
-    take(k.begun, 16);
+    take(k.begun, 8);
+    take(k.is_last, 4);
+    take(k.inverse, 8);
     take(k.gates, GATES * sizeof(Barrier));
     take(k.hold, sizeof(Barrier));
     k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
@@ -130,12 +128,12 @@ constexpr int kept_of(int chunks, int most) {
 }
 static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
 
-/* A block's way through the weights, item by item: an item is a unit, a group of rows, or a part of its columns. The producers fill stages one after
- * the other, each its share of every stage; the consumers empty them together, each warp its share of the columns. */
+/* A block's way through the weights, item by item: an item is a unit, a group of rows, or a part of its columns. The producer fills stages one after
+ * the other; the consumers empty them together, each warp its share of the columns. */
 struct Ring {
     uint8_t *stage;        /* (stages) */
     Barrier *full, *empty; /* (stages) */
-    Barrier *hold;         /* in an odd phase the producers ask for nothing: see expect() */
+    Barrier *hold;         /* in an odd phase the producer asks for nothing: see expect() */
     int stages, stage_bytes, thread;
     int at = 0;          /* the stage of the next item */
     unsigned parity = 0; /* of that stage */
@@ -147,13 +145,13 @@ struct Ring {
     __device__ void advance() {
         if (++at == stages) at = 0, parity ^= 1;
     }
-    /* The producers' part of a phase: locate(item, part) is where the unit's weights lie and which part of the columns is meant. */
+    /* The producer's part of a phase: locate(item, part) is where the unit's weights lie and which part of the columns is meant. */
     template <Type T, class Locate> __device__ void produce(const Matrix &m, int items, Locate locate) {
         for (int i = 0; i < items; i++) {
             int part;
             const uint8_t *group = locate(i, part);
             begin_stage(MOST_COPIES);
-            Codec<T>::copy(full + at, stage + at * stage_bytes, m.per, group, m.stride, part * m.per, m.chunks_of(part), thread / 32 - WARPS, thread % 32);
+            Codec<T>::copy(full + at, stage + at * stage_bytes, m.per, group, m.stride, part * m.per, m.chunks_of(part), thread % 32);
             advance();
         }
     }
@@ -167,18 +165,18 @@ struct Ring {
     }
     /* The same for numbered pages `first` to last - 1 of the cache of one head: its keys, and behind them its values. */
     __device__ void produce_pages(const Work &w, const int *table, int first, int last, int head) {
-        static_assert(PRODUCERS == 2, "one copies keys, one values");
-        int values = thread / 32 - WARPS, bytes = w.head_dim * PAGE * sizeof(bf16), number = 0;
+        int bytes = w.head_dim * PAGE * sizeof(bf16), number = 0;
+        size_t values = (const uint8_t *)cache_of(w, 0, 1, 0) - (const uint8_t *)cache_of(w, 0, 0, 0); /* behind its keys */
         for (int i = first; i < last; i++) {
             if ((i - first) % 32 == 0) number = table[min(i + thread % 32, last - 1)];
             begin_stage(MOST_PAGES);
-            full[at].copy(stage + at * stage_bytes + values * bytes, 0, (const uint8_t *)cache_of(w, __shfl_sync(~0u, number, (i - first) % 32), values, head), 0, 1,
-                          bytes, thread % 32, values ? 0 : 2 * bytes);
+            int page = __shfl_sync(~0u, number, (i - first) % 32);
+            full[at].copy(stage + at * stage_bytes, bytes, (const uint8_t *)cache_of(w, page, 0, head), values, 2, bytes, thread % 32);
             advance();
         }
     }
     /* A fence waits for every copy that is on the way to its multiprocessor, needed or not (1.9 us with two stages), and what is read meanwhile comes late.
-     * So from when the consumers have seen the last of the `items` that a phase has for them until they resume(), behind the fence, the producers ask for
+     * So from when the consumers have seen the last of the `items` that a phase has for them until they resume(), behind the fence, the producer asks for
      * no more. */
     __device__ void expect(int items) { left = items ? items : -1; }
     __device__ void resume() {
@@ -225,9 +223,11 @@ struct Ring {
         sum += other;
         sum.store(x.n, thread % 32, put);
     }
-    /* The same in the same order for a token alone, whose activations, in any memory, this warp keeps, and a matrix whose shape the compiler knows. */
-    template <Type T> __device__ void keep(const Matrix &m, Rows<typename Codec<T>::Activation> x, typename Codec<T>::Kept (&kept)[MOST_KEPT]) const {
-        typename Codec<T>::template Lane<0> lane(NULL, m.per, x, thread % 32);
+    /* The same in the same order for at most a tile of tokens, whose activations this warp keeps, and a matrix whose shape the compiler knows. Of a token
+     * alone they may be in any memory. */
+    template <Type T, int TILES>
+    __device__ void keep(const Matrix &m, Rows<typename Codec<T>::Activation> x, typename Codec<T>::Kept (&kept)[MOST_KEPT]) const {
+        typename Codec<T>::template Lane<TILES> lane(NULL, m.per, x, thread % 32);
         int turns = (m.per + WARPS - 1) / WARPS;
 #pragma unroll
         for (int k = 0; k < MOST_KEPT; k++) {
@@ -237,25 +237,27 @@ struct Ring {
             if (i < m.chunks_of(part)) lane.load(kept[k], part * m.per + i);
         }
     }
-    template <Type T, class Put> __device__ void multiply_kept(const Matrix &m, const typename Codec<T>::Kept (&kept)[MOST_KEPT], Put put) {
-        typename Codec<T>::template Sum<0> sum[2];
+    template <Type T, int TILES, class Put>
+    __device__ void multiply_kept(const Matrix &m, const typename Codec<T>::Kept (&kept)[MOST_KEPT], int tokens, Put put) {
+        typename Codec<T>::template Sum<TILES> sum[2];
         int turns = (m.per + WARPS - 1) / WARPS;
 #pragma unroll
         for (int part = 0; part < MOST_KEPT; part++) {
             if (part == m.parts) break;
             consume([&](const uint8_t *stage) {
-                typename Codec<T>::template Lane<0> lane(stage, m.per, {}, thread % 32);
+                typename Codec<T>::template Lane<TILES> lane(stage, m.per, {}, thread % 32);
 #pragma unroll
                 for (int k = 0; k < MOST_KEPT; k++) {
                     int i = thread / 32 + k * WARPS;
-                    if (k < turns && i < m.chunks_of(part)) lane.add(sum[k % 2], i, kept[part * turns + k]);
+                    bool all = (k + 1) * WARPS <= m.chunks_of(part); /* no branch then */
+                    if (k < turns && (all || i < m.chunks_of(part))) lane.add(sum[k % 2], i, kept[part * turns + k]);
                 }
             });
         }
         sum[0].reduce();
         sum[1].reduce();
         sum[0] += sum[1];
-        sum[0].store(1, thread % 32, put);
+        sum[0].store(tokens, thread % 32, put);
     }
 };
 
@@ -395,13 +397,12 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
  * all warps call. What a phase reads of the one before it, it reads behind await(), but for what choose() looks for. */
-template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
+template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss's shapes; alone: and one token */
     Work w;
     const Step &s;
     const Layout &k;
     uint8_t *memory;
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
-    unsigned long long inverse = ~0ull / gridDim.x + 1; /* 2^64 / blocks, of which there are at least two, rounded up: divides all of 32 bits exactly */
     int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
     const bool one; /* a token alone */
     Ring ring;
@@ -411,13 +412,14 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
     /* Before any of them begins: all threads of the block call it. */
     __device__ void prepare() {
         if (ring.thread == 0) {
-            at<unsigned long long>(k.begun)[0] = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
-            gate(FREE).init(THREADS - 32); /* of the last layer: all but the first producer arrive */
+            *at<unsigned long long>(k.begun) = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
+            *at<unsigned long long>(k.inverse) = ~0ull / gridDim.x + 1; /* 2^64 / blocks, of which there are at least two, rounded up */
+            gate(FREE).init(CONSUMERS); /* of the last layer */
             gate(ROUTED).init(CONSUMERS);
-            gate(CHOSEN).init(32); /* the first producer arrives */
+            gate(CHOSEN).init(32); /* the producer arrives */
             ring.hold->init(1);
         }
-        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::arrivals(PRODUCERS)), ring.empty[ring.thread].init(CONSUMERS);
+        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::ARRIVALS), ring.empty[ring.thread].init(CONSUMERS);
         Barrier::show_init();
 #pragma unroll 1
         for (int i = ring.thread * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
@@ -459,7 +461,7 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
     __device__ void await() {
         if (phase == first) return wait_previous();
         if (ring.thread == 0) {
-            unsigned long long target = at<unsigned long long>(k.begun)[0] + (unsigned long long)(phase - first) * blocks, now;
+            unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)(phase - first) * blocks, now;
             do asm volatile("ld.acquire.gpu.global.u64 %0,[%1];" : "=l"(now) : "l"(w.barrier) : "memory");
             while (now < target);
         }
@@ -522,18 +524,6 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
         }
     }
 
-    /* Whether a warp keeps its activations in registers. */
-    __device__ bool keeps() const { return known && one; }
-    template <Type T, class Put> __device__ void multiply(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, Put put) {
-        if (one || x.n == 1)
-            ring.multiply<T, 0>(m, x, put);
-        else if (x.n > 8)
-            ring.multiply<T, 4>(m, x, put);
-        else if (x.n > 4)
-            ring.multiply<T, 2>(m, x, put);
-        else
-            ring.multiply<T, 1>(m, x, put);
-    }
     /* What the warps found for one token in a row of a unit: sums (WARPS, stride). */
     __device__ float total(const float *sums, int stride) const {
         float sum = 0;
@@ -547,22 +537,24 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
         return {at<Activation>(k.x), at<Activation>(k.zero), pitch_of<T>(m.stride), tokens};
     }
 
-    /* Where passes leave sums, in two halves that take turns, so that who is done with one pass can begin the next: in what `rows` of activations leave of
-     * k.x. */
-    struct Sums {
-        float *half;
-        int floats; /* of each */
-        __device__ float *of(int turn) const { return half + turn % 2 * floats; }
-    };
-    template <Type T> __device__ Sums sums_behind(int rows, int stride) const {
-        int used = rows * pitch_of<T>(stride) * (int)sizeof(typename Codec<T>::Activation);
-        return {at<float>(k.x + used), (k.zero - k.x - used) / 8};
+    /* The next n units times x: what this warp found goes to sums, `step` apart. Where shapes are known it keeps the activations of a tile in registers. */
+    template <Type T, int TILES> __device__ void multiply(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, int n, float *sums, int step) {
+        constexpr bool keeps = known && T != F32 && TILES <= 1;
+        typename Codec<T>::Kept kept[MOST_KEPT];
+        if constexpr (keeps) ring.keep<T, TILES>(m, x, kept);
+#pragma unroll 1
+        for (; n; n--, sums += step) {
+            auto put = [&](int token, int row, float value) { sums[token * Codec<T>::ROWS + row] = value; };
+            if constexpr (keeps)
+                ring.multiply_kept<T, TILES>(m, kept, x.n, put);
+            else
+                ring.multiply<T, TILES>(m, x, put);
+        }
     }
-    /* Units, pass by pass: a pass is as many as there is room for their sums. rows: of activations in k.x. group_of(unit) is where the weights of a unit
-     * lie, x_of(unit) the at most `tokens` rows that it meets (of a token alone, the same for all); pair(unit, pair of rows, row of x, a, b) receives the
-     * results. */
-    template <Type T, class Group, class X, class Pair>
-    __device__ void stream(const Matrix &m, int units, int rows, int tokens, Group group_of, X x_of, Pair pair) {
+    /* Units times x, pass by pass: a pass is as many as there is room for their sums, in what x leaves of k.x, of which two halves take turns, so that who is
+     * done with one pass can begin the next. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of x, a, b) receives the results. */
+    template <Type T, class Group, class Pair>
+    __device__ void stream(const Matrix &m, int units, const Rows<typename Codec<T>::Activation> &x, Group group_of, Pair pair) {
         constexpr int ROWS = Codec<T>::ROWS;
         if (producing) {
             ring.produce<T>(m, units * m.parts, [&](int item, int &part) {
@@ -571,28 +563,25 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
             });
             return;
         }
-        Sums room = sums_behind<T>(rows, m.stride);
-        int stride = tokens * ROWS, unit_sums = WARPS * stride, pass = room.floats / unit_sums, warp = ring.thread / 32;
-        typename Codec<T>::Kept kept[MOST_KEPT];
-        if constexpr (T != F32 && known)
-            if (keeps()) ring.keep<T>(m, x_of(0), kept);
+        int used = x.n * x.pitch * (int)sizeof(typename Codec<T>::Activation), half = (k.zero - k.x - used) / 8; /* half: floats */
+        int stride = x.n * ROWS, unit_sums = WARPS * stride, pass = half / unit_sums;
 #pragma unroll 1
-        for (int first = 0, turn = 0; first < units; first += pass, turn++) {
-            float *sums = room.of(turn);
+        for (int first = 0, turn = 0; first < units; first += pass, turn ^= 1) {
+            float *sums = at<float>(k.x + used) + turn * half, *mine = sums + ring.thread / 32 * stride;
             int n = min(pass, units - first);
-#pragma unroll 1
-            for (int i = 0; i < n; i++) {
-                float *mine = sums + i * unit_sums + warp * stride;
-                auto put = [&](int token, int row, float value) { mine[token * ROWS + row] = value; };
-                if constexpr (T != F32 && known)
-                    if (keeps()) ring.multiply_kept<T>(m, kept, put);
-                if (!keeps()) multiply<T>(m, x_of(first + i), put);
-            }
+            if (alone || x.n == 1)
+                multiply<T, 0>(m, x, n, mine, unit_sums);
+            else if (x.n <= 4)
+                multiply<T, 1>(m, x, n, mine, unit_sums);
+            else if (x.n <= 8)
+                multiply<T, 2>(m, x, n, mine, unit_sums);
+            else
+                multiply<T, 4>(m, x, n, mine, unit_sums);
             copies_done<0>(); /* of biases */
             sync_consumers();
 #pragma unroll 1
-            for (int i = ring.thread; i < n * (ROWS / 2) * tokens; i += CONSUMERS) {
-                int p = i % (ROWS / 2), row = i / (ROWS / 2) % tokens, unit = i / (ROWS / 2) / tokens;
+            for (int i = ring.thread; i < n * (ROWS / 2) * x.n; i += CONSUMERS) {
+                int p = i % (ROWS / 2), row = i / (ROWS / 2) % x.n, unit = i / (ROWS / 2) / x.n;
                 const float *at = sums + unit * unit_sums + row * ROWS + 2 * p;
                 pair(first + unit, p, row, total(at, stride), total(at + 1, stride));
             }
@@ -612,9 +601,8 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
             ring.expect(units * m.parts);
             stage_normed<T>(m.stride, l.attn_norm, tokens, [](int t) { return t; }, [&] { await(); });
         }
-        auto x_of = [&](int) { return rows_of_tokens<T>(m, tokens); };
         stream<T>(
-            m, units, tokens, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
+            m, units, rows_of_tokens<T>(m, tokens), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
                 int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
                 store_qkv<Activation>(w, t, at<int>(k.position)[t], at<int>(k.page)[t], r, a * scale[t] + bias[i], b * scale[t] + bias[i + 1],
@@ -630,7 +618,7 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         float *merged = at<float>(k.x); /* (WARPS, 8, ROW) */
-        int *is_last = at<int>(k.begun + 8);
+        int *is_last = at<int>(k.is_last);
         float *sink = at<float>(k.scale);
         bool waited = false;
         if (producing) wait_previous();
@@ -642,7 +630,7 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
                 used = pages <= 2 * SPLIT_PAGES ? 1 : min(SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES);
             if (split >= used) continue;
             int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab = max(begin * SLABS, from / SLAB_KEYS) + warp,
-                slabs = min(end * SLABS, p / SLAB_KEYS + 1), streamed = used > 1 && k.stage_bytes >= 4 * D * PAGE ? min(end, fresh(t) / PAGE) : begin;
+                slabs = warp < SEERS ? min(end * SLABS, p / SLAB_KEYS + 1) : 0, streamed = used > 1 && k.stage_bytes >= 4 * D * PAGE ? min(end, fresh(t) / PAGE) : begin;
             const int *table = s.page + (producing ? s.seq[t] * s.header[0] : at<int>(k.table)[t]);
             if (producing) {
                 ring.produce_pages(w, table, begin, streamed, head);
@@ -665,30 +653,30 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
                 q[c] = lane / 4 < group
                            ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + c * 32 + lane % 4 * 8))
                            : uint4{};
-            static_assert(SLABS <= WARPS, "a warp has one slab of a page at most");
+            static_assert(SLABS <= SEERS && SEERS <= WARPS, "a warp has one slab of a page at most");
 #pragma unroll 1
             for (int i = begin; i < streamed; i++)
                 ring.consume([&](const uint8_t *stage) {
-                    if (slab / SLABS != i) return;
+                    if (slab / SLABS != i || warp >= SEERS) return;
                     keys.template load<true>((const bf16 *)stage, (const bf16 *)stage + D * PAGE, slab % SLABS, lane);
                     state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
-                    slab += WARPS;
+                    slab += SEERS;
                 });
             if (streamed > begin && slab < slabs) page = table[slab / SLABS];
 #pragma unroll 1
-            for (; slab < slabs; slab += WARPS, early = false) {
+            for (; slab < slabs; slab += SEERS, early = false) {
                 if (!early) load();
-                if (slab + WARPS < slabs) page = table[(slab + WARPS) / SLABS];
+                if (slab + SEERS < slabs) page = table[(slab + SEERS) / SLABS];
                 state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
             }
-            state.store(merged + warp * STATE + lane / 4 * ROW, lane);
+            if (warp < SEERS) state.store(merged + warp * STATE + lane / 4 * ROW, lane);
             copies_done<0>();
             sync_consumers();
             float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
             int pair = ring.thread % (D / 2), group0 = ring.thread / (D / 2);
             for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* two dimensions of a head: of the warps */
                 Merged<D> m(merged + h * ROW, pair);
-                m.template add<WARPS>(WARPS);
+                m.template add<SEERS>(SEERS);
                 if (used == 1)
                     store_attention(t, (head * group + h) * D + 2 * pair, m.result(sink[h]));
                 else
@@ -767,7 +755,7 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
             ring.expect(units * m.parts);
             await();
         }
-        if (!producing && !keeps()) {
+        if (!producing && !alone) {
             for (int t = 0; t < tokens; t++)
 #pragma unroll 1
                 for (int i = ring.thread; i < pieces; i += CONSUMERS)
@@ -776,13 +764,10 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
             copies_done<0>();
             sync_consumers();
         }
-        auto x_of = [&](int) {
-            auto x = rows_of_tokens<T>(m, tokens);
-            if (keeps()) x.x = (const Activation *)w.attn;
-            return x;
-        };
+        auto x = rows_of_tokens<T>(m, tokens);
+        if (alone) x.x = (const Activation *)w.attn;
         stream<T>(
-            m, units, tokens, tokens, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
+            m, units, x, [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
                 for (int i = 0; i < 2; i++) {
                     int at = unit * Codec<T>::ROWS + 2 * p + i, r = row_of_block<T>(at);
@@ -813,15 +798,14 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
     }
 
     __device__ Active active() const {
-        return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_tokens)};
+        return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order)};
     }
 
-    __device__ bool chooses() const { return producing && ring.thread / 32 == WARPS; } /* the first producer */
     /* What each token chose, its logits in `weights`, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
-     * All threads call it; the first producer has `active` when it returns. The last warps route: others have more to do, and of one
-     * token that producer knows all without waiting for anybody. */
+     * All threads call it; the producer has `active` when it returns. The last warps route: others have more to do, and of one
+     * token the producer knows all without waiting for anybody. */
     __device__ void choose(bool has_router, const float *bias, const Active &active) {
-        if (!chooses() && (producing || tokens == 1)) return;
+        if (!producing && tokens == 1) return;
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
         int *experts = at<int>(k.experts), lane = ring.thread % 32;
 #pragma unroll 1
@@ -866,7 +850,7 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
             __syncwarp();
             return;
         }
-        if (!chooses()) return gate(ROUTED).arrive();
+        if (!producing) return gate(ROUTED).arrive();
         wait_at(ROUTED);
         int choices = tokens * w.top_k, before = 0;
 #pragma unroll 1
@@ -889,16 +873,11 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
         }
         if (lane == 0) *active.n = before, active.begin[before] = choices;
         __syncwarp();
-        int most = 0;
-        for (int i = lane; i < before; i += 32) most = max(most, active.begin[i + 1] - active.begin[i]);
-        most = __reduce_max_sync(~0u, most);
-        if (lane == 0) *active.tokens = most;
-        __syncwarp();
     }
     /* The beginning of phase up, or of phase down if that is launched alone: router, top-k; of one token alone the norm too, meanwhile. */
     template <Type T> __device__ void route_tokens(const Block &l) {
         renew();
-        if (chooses()) {
+        if (producing) {
             gate(FREE).wait((w.layer - first / PHASES) % 2 ^ 1); /* at once in the first layer */
             wait_previous();                                     /* it does not call await() */
         }
@@ -910,12 +889,15 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
             wait();
         else
             stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, 1, [](int t) { return t; }, wait);
-        chooses() ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
+        producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens && !producing; t += WARPS) weigh(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
     }
-    /* The chosen experts' units lie expert by expert, and each block has one piece of them, so that it meets few experts: which unit a block's begins with. */
-    __device__ int first_chosen(int groups, int block) const { return (int)__umul64hi((unsigned)(*active().n * groups * block), inverse); }
+    /* The chosen experts' units lie expert by expert, and each block has one piece of them, so that it meets few experts: which unit a block's begins with.
+     * The inverse divides all of 32 bits exactly. */
+    __device__ int first_chosen(int groups, int block) const {
+        return (int)__umul64hi((unsigned)(*active().n * groups * block), *at<unsigned long long>(k.inverse));
+    }
     /* Their biases, to be there behind a barrier. */
     template <Type T> __device__ void ask_for_bias(const Matrix &m) {
         Active active = this->active();
@@ -928,33 +910,23 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
         }
         copies_end();
     }
-    /* Multiplies a block's piece, as many experts at a time as there is room for their choices' activations: stage(first, n) says where those of n choices
-     * from the first on, in Active's order, lie, and has brought them there; `staged`: all meet the one row that is in k.x. pair(row of the matrix, choice, its
-     * row of activations, bias, a, b) receives two neighbouring rows of a result, and the place of their biases. */
+    /* Multiplies a block's piece, expert by expert: stage(first, n) says where the activations of n choices from the first on, in Active's order, lie, and has
+     * brought them there; `staged`: all meet the one row that is in k.x. pair(row of the matrix, choice, its row of activations, bias, a, b) receives two
+     * neighbouring rows of a result, and the place of their biases. */
     template <Type T, class Stage, class Pair> __device__ void multiply_chosen(const Matrix &m, bool staged, Stage stage, Pair pair) {
         Active active = this->active();
         int groups = groups_of<T>(m.rows), begin = first_chosen(groups, block), end = first_chosen(groups, block + 1);
         if (!producing) ring.expect((end - begin) * m.parts);
 #pragma unroll 1
         for (int from = begin, to; from < end; from = to) {
-            int next = from / groups + 1, start = active.begin[next - 1]; /* experts up to next - 1, choices from start on */
-            while (next * groups < end && (staged || active.begin[next + 1] - start <= k.held)) next++;
-            to = min(end, next * groups);
-            int rows = staged ? 1 : active.begin[next] - start;
-            auto all = rows_of_tokens<T>(m, 1);
-            if (!producing && !staged) all.x = stage(start, rows);
-            auto x_of = [&](int i) {
-                auto x = all;
-                if (one) return x;
-                const int *choices = active.begin + (from + i) / groups;
-                x.n = choices[1] - choices[0], x.x += (choices[0] - start) * x.pitch;
-                return x;
-            };
+            const int *choices = active.begin + from / groups;
+            to = staged ? end : min(end, (from / groups + 1) * groups);
+            auto x = rows_of_tokens<T>(m, one ? 1 : choices[1] - choices[0]);
+            if (!producing && !staged) x.x = stage(choices[0], x.n);
             auto group_of = [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; };
-            stream<T>(m, to - from, rows, one ? 1 : *active.tokens, group_of, x_of, [&](int i, int p, int row, float a, float b) {
-                int unit = from + i, place = unit / groups, at = active.begin[place] + row;
-                const float *bias = this->at<float>(k.bias) + (unit - begin) * Codec<T>::ROWS + 2 * p;
-                if (at < active.begin[place + 1]) pair(unit % groups * Codec<T>::ROWS + 2 * p, active.order[at], staged ? 0 : at - start, bias, a, b);
+            stream<T>(m, to - from, x, group_of, [&](int i, int p, int row, float a, float b) {
+                int unit = from + i, choice = active.order[active.begin[unit / groups] + row];
+                pair(unit % groups * Codec<T>::ROWS + 2 * p, choice, row, at<float>(k.bias) + (unit - begin) * Codec<T>::ROWS + 2 * p, a, b);
             });
             if (!producing && to < end) sync_consumers();
         }
@@ -993,21 +965,26 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
         if (!producing) await();
         auto stage = [&](int first, int n) {
             const int *choice = active().order + first;
-            if (keeps()) return (const Activation *)w.act_out + (size_t)choice[0] * w.act_pitch;
+            const Activation *from = (const Activation *)w.act_out;
+            Activation *to = at<Activation>(k.x);
+            if constexpr (alone) {
+                return from + (size_t)choice[0] * w.act_pitch; /* from there to registers */
+            } else {
 #pragma unroll 1
-            for (int i = ring.thread; i < n * pieces; i += CONSUMERS) {
-                int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
-                copy_16(at<Activation>(k.x) + c * pitch + piece, (const Activation *)w.act_out + (size_t)choice[c] * w.act_pitch + piece);
+                for (int i = ring.thread; i < n * pieces; i += CONSUMERS) {
+                    int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
+                    copy_16(to + c * pitch + piece, from + (size_t)choice[c] * w.act_pitch + piece);
+                }
+                copies_end();
+                copies_done<0>();
+                sync_consumers();
+                return to;
             }
-            copies_end();
-            copies_done<0>();
-            sync_consumers();
-            return (const Activation *)at<Activation>(k.x);
         };
         multiply_chosen<T>(m, false, stage, [&](int r, int choice, int, const float *bias, float a, float b) {
             add_to_x(one ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]), weights[choice] * (b + bias[1]));
         });
-        if (!chooses()) gate(FREE).arrive();
+        if (!producing) gate(FREE).arrive();
     }
     /* Rows r and r + 1 of a token's x: += what an expert found. Experts' blocks come in any order, so what they bring is collected as integers, in steps of
      * EXPERT_STEP, and counted; the last one adds the sum to x, which nobody has changed meanwhile. What is no number, or too large, makes the sum one that
@@ -1048,9 +1025,8 @@ template <bool producing, bool known> struct Few { /* known: gpt-oss's shapes */
             ring.expect(units * m.parts);
             stage_normed<T>(m.stride, norm, rows, [&](int i) { return s.row[i]; }, [&] { await(); });
         }
-        auto x_of = [&](int) { return rows_of_tokens<T>(m, rows); };
         stream<T>(
-            m, units, rows, rows, [&](int i) { return group_at<T>(m, unit_of_block(i)); }, x_of,
+            m, units, rows_of_tokens<T>(m, rows), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int row, float a, float b) {
                 int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;
                 float *logit = w.logits + (size_t)row * w.vocab + id;
@@ -1108,12 +1084,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     };
     bool one = ONE || (!GPT_OSS && tokens == 1);
     if (ONE) tokens = rows = 1;
-    Few<false, GPT_OSS> consumer(w, s, k, memory, tokens, first, last, one);
+    Few<false, GPT_OSS, ONE> consumer(w, s, k, memory, tokens, first, last, one);
     consumer.prepare();
     if (threadIdx.x < CONSUMERS)
         run(consumer);
     else
-        run(Few<true, GPT_OSS>(w, s, k, memory, tokens, first, last, one));
+        run(Few<true, GPT_OSS, ONE>(w, s, k, memory, tokens, first, last, one));
 #if __CUDA_ARCH__ < 900
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif

@@ -103,20 +103,21 @@ struct Barrier {
 #endif
     }
 #if __CUDA_ARCH__ >= 900
-    __host__ __device__ static constexpr int arrivals(int) { return 1; } /* of so many warps that copy() */
+    static constexpr int ARRIVALS = 1; /* of a copy() */
 #else
-    __host__ __device__ static constexpr int arrivals(int warps) { return 32 * warps; }
+    static constexpr int ARRIVALS = 32;
 #endif
-    /* Asks for rows of `bytes` (a multiple of 16), `from_pitch` apart, to lie `to_pitch` apart. All lanes of a warp call it; `all` is what
-     * all warps together ask for in one of them, 0 in the others. */
-    __device__ void copy(uint8_t *to, int to_pitch, const uint8_t *from, size_t from_pitch, int rows, int bytes, int lane, int all) {
+    /* Asks for rows of `bytes` (a multiple of 16), `from_pitch` apart, to lie `to_pitch` apart. All lanes of a warp call it. */
+    __device__ void copy(uint8_t *to, int to_pitch, const uint8_t *from, size_t from_pitch, int rows, int bytes, int lane) {
 #if __CUDA_ARCH__ >= 900
-        if (lane == 0 && all) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address()), "r"(all) : "memory");
+        if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address()), "r"(rows * bytes) : "memory");
         __syncwarp();
-        if (lane < rows && bytes)
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(
+        uint64_t once; /* what is read once need not push out of L2 what is read by all blocks */
+        asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
+        if (lane < rows)
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(
                              (unsigned)__cvta_generic_to_shared(to + lane * to_pitch)),
-                         "l"(from + lane * from_pitch), "r"(bytes), "r"(address())
+                         "l"(from + lane * from_pitch), "r"(bytes), "r"(address()), "l"(once)
                          : "memory");
 #else
         for (int row = 0; row < rows; row++)
