@@ -51,9 +51,9 @@ template <Type T> __host__ __device__ constexpr int pitch_of(int stride) {
 }
 template <Type T> __host__ __device__ int groups_of(int rows) { return (rows + Codec<T>::ROWS - 1) / Codec<T>::ROWS; }
 
-/* The experts that any token chose, in ascending order, and the choices of each of them. A choice is token * top_k + k. */
+/* The experts that any token chose and the choices of each of them. A choice is token * top_k + k. */
 struct Active {
-    int *n, *expert; /* [0]; (n) */
+    int *n, *expert; /* [0]; (n), of several tokens in ascending order */
     int *begin;      /* (n + 1) in order */
     int *order;      /* (tokens * top_k) choices, by expert and then by token */
     static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
@@ -617,7 +617,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         renew();
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
-        float *merged = at<float>(k.x); /* (WARPS, 8, ROW) */
+        float *merged = at<float>(k.x); /* (SEERS, 8, ROW) */
         int *is_last = at<int>(k.is_last);
         float *sink = at<float>(k.scale);
         bool waited = false;
@@ -629,8 +629,9 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1,
                 used = pages <= 2 * SPLIT_PAGES ? 1 : min(SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES);
             if (split >= used) continue;
-            int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab = max(begin * SLABS, from / SLAB_KEYS) + warp,
-                slabs = warp < SEERS ? min(end * SLABS, p / SLAB_KEYS + 1) : 0, streamed = used > 1 && k.stage_bytes >= 4 * D * PAGE ? min(end, fresh(t) / PAGE) : begin;
+            int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab0 = max(begin * SLABS, from / SLAB_KEYS),
+                slabs = min(end * SLABS, p / SLAB_KEYS + 1), seers = min(SEERS, slabs - slab0), slab = warp < seers ? slab0 + warp : INT_MAX,
+                streamed = used > 1 && k.stage_bytes >= 4 * D * PAGE ? min(end, fresh(t) / PAGE) : begin;
             const int *table = s.page + (producing ? s.seq[t] * s.header[0] : at<int>(k.table)[t]);
             if (producing) {
                 ring.produce_pages(w, table, begin, streamed, head);
@@ -657,7 +658,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
 #pragma unroll 1
             for (int i = begin; i < streamed; i++)
                 ring.consume([&](const uint8_t *stage) {
-                    if (slab / SLABS != i || warp >= SEERS) return;
+                    if (slab / SLABS != i) return;
                     keys.template load<true>((const bf16 *)stage, (const bf16 *)stage + D * PAGE, slab % SLABS, lane);
                     state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
                     slab += SEERS;
@@ -669,14 +670,14 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 if (slab + SEERS < slabs) page = table[(slab + SEERS) / SLABS];
                 state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
             }
-            if (warp < SEERS) state.store(merged + warp * STATE + lane / 4 * ROW, lane);
+            if (warp < seers) state.store(merged + warp * STATE + lane / 4 * ROW, lane);
             copies_done<0>();
             sync_consumers();
             float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
             int pair = ring.thread % (D / 2), group0 = ring.thread / (D / 2);
             for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* two dimensions of a head: of the warps */
                 Merged<D> m(merged + h * ROW, pair);
-                m.template add<SEERS>(SEERS);
+                m.template add<SEERS>(seers);
                 if (used == 1)
                     store_attention(t, (head * group + h) * D + 2 * pair, m.result(sink[h]));
                 else
@@ -788,7 +789,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             if (ring.thread % 8 == 0) atomicAdd(&w.router_sum[((size_t)t * w.n_layers + w.layer) * experts + e], (1ull << COUNTED) + steps);
         }
 #pragma unroll 1
-        for (int t = warp; t < tokens; t += WARPS) {
+        for (int t = WARPS - 1 - warp; t < tokens; t += WARPS) { /* the last warps have had the fewest experts */
             float sum = 0;
 #pragma unroll 1
             for (int r = lane; r < rows; r += 32) sum += own[r * tokens + t] * own[r * tokens + t];
@@ -842,10 +843,8 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 experts[t * w.top_k + lane] = 0, weights[t * w.top_k + lane] = 0;
         }
         __syncwarp();
-        if (tokens == 1) { /* its experts differ */
-            int expert = lane < w.top_k ? experts[lane] : 0, rank = 0;
-            for (int k = 0; k < w.top_k; k++) rank += __shfl_sync(~0u, expert, k) < expert;
-            if (lane < w.top_k) active.expert[rank] = expert, active.begin[rank] = rank, active.order[rank] = lane;
+        if (tokens == 1) { /* its experts differ, and may come in any order */
+            if (lane < w.top_k) active.expert[lane] = experts[lane], active.begin[lane] = active.order[lane] = lane;
             if (lane == 0) *active.n = active.begin[w.top_k] = w.top_k;
             __syncwarp();
             return;

@@ -241,25 +241,30 @@ template <typename Q> __device__ inline void store_qkv(const Work &w, int token,
 }
 
 /* The top_k largest of n logits in shared memory, which a warp changes: the lower number among equals. expert (top_k) receives them in descending order,
- * chosen (top_k) their logits. Each lane counts how many are before its own, so that nothing waits for anything but the logits. */
+ * chosen (top_k) their logits. Each lane offers the best of its own. */
 __device__ inline void route(float *logit, int n, int top_k, int lane, int *expert, float *chosen) {
-    unsigned *key = (unsigned *)logit;
-    for (int e = lane; e < n; e += 32) key[e] = isnan(logit[e]) ? 0 : order_key(logit[e]);
-    __syncwarp();
+    constexpr unsigned GONE = 0, NO_NUMBER = 1; /* below all keys of numbers */
+    unsigned *key = (unsigned *)logit, mine;
+    int best;
+    auto offer = [&] {
+        mine = GONE, best = n;
 #pragma unroll 1
-    for (int e = lane; e < n; e += 32) {
-        unsigned mine = key[e], other[32];
-        int rank = 0;
+        for (int e = lane; e < n; e += 32)
+            if (key[e] > mine) mine = key[e], best = e;
+    };
 #pragma unroll 1
-        for (int base = 0; base < n; base += 32) {
-#pragma unroll
-            for (int i = 0; i < 32; i++) other[i] = base + i < n ? key[base + i] : 0;
-#pragma unroll
-            for (int i = 0; i < 32; i++) rank += other[i] >= mine + (base + i >= e);
+    for (int e = lane; e < n; e += 32) key[e] = isnan(logit[e]) ? NO_NUMBER : order_key(logit[e]);
+    offer();
+#pragma unroll 1
+    for (int k = 0; k < top_k; k++) {
+        unsigned top = __reduce_max_sync(~0u, mine);
+        int e = __reduce_min_sync(~0u, mine == top ? best : n);
+        if (best == e) {
+            expert[k] = e, chosen[k] = key_value(top), key[e] = GONE;
+            offer();
         }
-        if (rank < top_k) expert[rank] = e, chosen[rank] = key_value(mine);
+        __syncwarp();
     }
-    __syncwarp();
 }
 /* Softmax over the logits of a token's choices, in descending order, in place. */
 __device__ inline void weigh(float *chosen, int top_k, int lane) {
