@@ -551,8 +551,8 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 ring.multiply<T, TILES>(m, x, put);
         }
     }
-    /* Units times x, pass by pass: a pass is as many as there is room for their sums, in what x leaves of k.x, of which two halves take turns, so that who is
-     * done with one pass can begin the next. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of x, a, b) receives the results. */
+    /* Units times x, pass by pass: a pass is as many as there is room for their sums, in what x leaves of k.x. If that is not enough for all, two halves of
+     * it take turns, so that who is done with one pass can begin the next. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of x, a, b) receives the results. */
     template <Type T, class Group, class Pair>
     __device__ void stream(const Matrix &m, int units, const Rows<typename Codec<T>::Activation> &x, Group group_of, Pair pair) {
         constexpr int ROWS = Codec<T>::ROWS;
@@ -563,11 +563,13 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             });
             return;
         }
-        int used = x.n * x.pitch * (int)sizeof(typename Codec<T>::Activation), half = (k.zero - k.x - used) / 8; /* half: floats */
-        int stride = x.n * ROWS, unit_sums = WARPS * stride, pass = half / unit_sums;
+        int used = x.n * x.pitch * (int)sizeof(typename Codec<T>::Activation), room = (k.zero - k.x - used) / 4; /* room: floats */
+        int stride = x.n * ROWS, unit_sums = WARPS * stride;
+        if (units * unit_sums > room) room /= 2;
+        int pass = room / unit_sums;
 #pragma unroll 1
         for (int first = 0, turn = 0; first < units; first += pass, turn ^= 1) {
-            float *sums = at<float>(k.x + used) + turn * half, *mine = sums + ring.thread / 32 * stride;
+            float *sums = at<float>(k.x + used) + turn * room, *mine = sums + ring.thread / 32 * stride;
             int n = min(pass, units - first);
             if (alone || x.n == 1)
                 multiply<T, 0>(m, x, n, mine, unit_sums);
