@@ -20,7 +20,7 @@
 
 constexpr int WARPS = 15; /* of a block that multiply: a row of 2,880 values of MXFP4 has three chunks for each */
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
-constexpr int SEERS = 12;             /* of them that see keys in attention: the more, the longer it takes to put together what they found */
+constexpr int ATTENTION_WARPS = 12;   /* of them: the more, the longer it takes to put together what they found */
 constexpr int MOST_STAGES = 16;       /* of the ring */
 constexpr int MOST_COPIES = 2;        /* stages on the way at once: more, and the memory delivers less, and all else that is asked for waits longer */
 constexpr int MOST_PAGES = 3;         /* the same of stages with a page of the cache, which are smaller */
@@ -82,7 +82,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     }
     int units_rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), max_of(rows_of(b.up, most), rows_of(b.down, most)));
     x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);     /* attend_plain */
-    x = max_of(x, SEERS * 8 * (w.head_dim + 2) * 4);      /* attention's states */
+    x = max_of(x, ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4);      /* attention's states */
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.x, x);
     take(k.zero, zero);
@@ -249,7 +249,7 @@ struct Ring {
 #pragma unroll
                 for (int k = 0; k < MOST_KEPT; k++) {
                     int i = thread / 32 + k * WARPS;
-                    bool all = (k + 1) * WARPS <= m.chunks_of(part); /* no branch then */
+                    bool all = (k + 1) * WARPS <= m.chunks_of(part); /* no branch between chunks then */
                     if (k < turns && (all || i < m.chunks_of(part))) lane.add(sum[k % 2], i, kept[part * turns + k]);
                 }
             });
@@ -552,7 +552,8 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         }
     }
     /* Units times x, pass by pass: a pass is as many as there is room for their sums, in what x leaves of k.x. If that is not enough for all, two halves of
-     * it take turns, so that who is done with one pass can begin the next. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of x, a, b) receives the results. */
+     * it take turns, so that who is done with one pass can begin the next. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of
+     * x, a, b) receives the results. */
     template <Type T, class Group, class Pair>
     __device__ void stream(const Matrix &m, int units, const Rows<typename Codec<T>::Activation> &x, Group group_of, Pair pair) {
         constexpr int ROWS = Codec<T>::ROWS;
@@ -619,7 +620,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         renew();
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
-        float *merged = at<float>(k.x); /* (SEERS, 8, ROW) */
+        float *merged = at<float>(k.x); /* (ATTENTION_WARPS, 8, ROW) */
         int *is_last = at<int>(k.is_last);
         float *sink = at<float>(k.scale);
         bool waited = false;
@@ -632,7 +633,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 used = pages <= 2 * SPLIT_PAGES ? 1 : min(SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES);
             if (split >= used) continue;
             int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab0 = max(begin * SLABS, from / SLAB_KEYS),
-                slabs = min(end * SLABS, p / SLAB_KEYS + 1), seers = min(SEERS, slabs - slab0), slab = warp < seers ? slab0 + warp : INT_MAX,
+                slabs = min(end * SLABS, p / SLAB_KEYS + 1), attending = min(ATTENTION_WARPS, slabs - slab0), slab = warp < attending ? slab0 + warp : INT_MAX,
                 streamed = used > 1 && k.stage_bytes >= 4 * D * PAGE ? min(end, fresh(t) / PAGE) : begin;
             const int *table = s.page + (producing ? s.seq[t] * s.header[0] : at<int>(k.table)[t]);
             if (producing) {
@@ -656,30 +657,30 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 q[c] = lane / 4 < group
                            ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + c * 32 + lane % 4 * 8))
                            : uint4{};
-            static_assert(SLABS <= SEERS && SEERS <= WARPS, "a warp has one slab of a page at most");
+            static_assert(SLABS <= ATTENTION_WARPS && ATTENTION_WARPS <= WARPS, "a warp has one slab of a page at most");
 #pragma unroll 1
             for (int i = begin; i < streamed; i++)
                 ring.consume([&](const uint8_t *stage) {
                     if (slab / SLABS != i) return;
                     keys.template load<true>((const bf16 *)stage, (const bf16 *)stage + D * PAGE, slab % SLABS, lane);
                     state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
-                    slab += SEERS;
+                    slab += ATTENTION_WARPS;
                 });
             if (streamed > begin && slab < slabs) page = table[slab / SLABS];
 #pragma unroll 1
-            for (; slab < slabs; slab += SEERS, early = false) {
+            for (; slab < slabs; slab += ATTENTION_WARPS, early = false) {
                 if (!early) load();
-                if (slab + SEERS < slabs) page = table[(slab + SEERS) / SLABS];
+                if (slab + ATTENTION_WARPS < slabs) page = table[(slab + ATTENTION_WARPS) / SLABS];
                 state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
             }
-            if (warp < seers) state.store(merged + warp * STATE + lane / 4 * ROW, lane);
+            if (warp < attending) state.store(merged + warp * STATE + lane / 4 * ROW, lane);
             copies_done<0>();
             sync_consumers();
             float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
             int pair = ring.thread % (D / 2), group0 = ring.thread / (D / 2);
             for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* two dimensions of a head: of the warps */
                 Merged<D> m(merged + h * ROW, pair);
-                m.template add<SEERS>(seers);
+                m.template add<ATTENTION_WARPS>(attending);
                 if (used == 1)
                     store_attention(t, (head * group + h) * D + 2 * pair, m.result(sink[h]));
                 else

@@ -72,8 +72,8 @@ template <int BUT> __device__ inline void copies_done() { asm volatile("cp.async
 /* ---- copies that run on their own ---- */
 
 /* A barrier in shared memory (mbarrier): `full` ones complete when a copy has arrived, `empty` ones when all readers have, few.cuh's
- * gates when all have for whom others wait; its `hold` is closed in every other phase. On Hopper the copy engine takes whole rows; before it the lanes of a producer copy 16 bytes
- * at a time. */
+ * gates when all have for whom others wait; its `hold` is closed in every other phase. On Hopper the copy engine takes whole rows; before it the lanes of a
+ * producer copy 16 bytes at a time. */
 struct Barrier {
     uint64_t word;
     __device__ unsigned address() { return (unsigned)__cvta_generic_to_shared(&word); }
