@@ -120,8 +120,10 @@ struct Barrier {
                          "l"(from + lane * from_pitch), "r"(bytes), "r"(address()), "l"(once)
                          : "memory");
 #else
-        for (int row = 0; row < rows; row++)
-            for (int at = lane * 16; at < bytes; at += 512) copy_16(to + row * to_pitch + at, from + row * from_pitch + at);
+#pragma unroll 4
+        for (int at = lane * 16; at < bytes; at += 512)
+#pragma unroll
+            for (int row = 0; row < rows; row++) copy_16(to + row * to_pitch + at, from + row * from_pitch + at);
         copies_arrive();
 #endif
     }
