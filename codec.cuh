@@ -5,7 +5,7 @@
 #include "work.cuh"
 
 /* n rows of activations, times LIFT, `pitch` apart; zero: what other rows are. Both from the first column of an item on, and in shared memory but for a
- * token alone, whose activations a warp may keep. */
+ * token alone of a model whose shapes are known. */
 template <typename A> struct Rows {
     const A *x, *zero;
     int pitch, n;
@@ -210,7 +210,7 @@ template <> struct Codec<MXFP4>::Lane<0> {
 };
 
 template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
-    struct Kept {}; /* a token alone is as any */
+    struct Kept {}; /* nothing is kept */
     template <int TILES> struct Sum { /* row g, its own columns only */
         static constexpr int N = max_of(TILES * 4, 1);
         float c[N] = {};

@@ -18,7 +18,7 @@
 
 #include <climits>
 
-constexpr int WARPS = 15; /* of a block that multiply: a row of 2,880 values of MXFP4 has three chunks for each */
+constexpr int WARPS = 15; /* of a block that multiply: a row of 2,880 values of MXFP4 has three chunks for each; a quarter of a multiprocessor has four */
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
 constexpr int ATTENTION_WARPS = 12;   /* of them: the more, the longer it takes to put together what they found */
 constexpr int MOST_STAGES = 16;       /* of the ring */
@@ -227,14 +227,18 @@ struct Ring {
      * alone they may be in any memory. */
     template <Type T, int TILES>
     __device__ void keep(const Matrix &m, Rows<typename Codec<T>::Activation> x, typename Codec<T>::Kept (&kept)[MOST_KEPT]) const {
-        typename Codec<T>::template Lane<TILES> lane(NULL, m.per, x, thread % 32);
         int turns = (m.per + WARPS - 1) / WARPS;
 #pragma unroll
-        for (int k = 0; k < MOST_KEPT; k++) {
-            int part = k / turns, i = thread / 32 + k % turns * WARPS;
+        for (int part = 0; part < MOST_KEPT; part++, x.x += m.per * Codec<T>::K) {
             if (part == m.parts) break;
-            kept[k] = {};
-            if (i < m.chunks_of(part)) lane.load(kept[k], part * m.per + i);
+            typename Codec<T>::template Lane<TILES> lane(NULL, m.per, x, thread % 32);
+#pragma unroll
+            for (int k = 0; k < MOST_KEPT; k++) {
+                int i = thread / 32 + k * WARPS;
+                if (k == turns) break;
+                kept[part * turns + k] = {};
+                if (i < m.chunks_of(part)) lane.load(kept[part * turns + k], i);
+            }
         }
     }
     template <Type T, int TILES, class Put>
@@ -397,7 +401,7 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
  * all warps call. What a phase reads of the one before it, it reads behind await(), but for what choose() looks for. */
-template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss's shapes; alone: and one token */
+template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss's shapes; alone: and one token, as the compiler knows */
     Work w;
     const Step &s;
     const Layout &k;
@@ -619,6 +623,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     template <int D> __device__ void attention(const Block &l) {
         renew();
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
+        constexpr int AT_ONCE = CONSUMERS / (D / 2); /* heads that are put together */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         float *merged = at<float>(k.x); /* (ATTENTION_WARPS, 8, ROW) */
         int *is_last = at<int>(k.is_last);
@@ -678,7 +683,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             sync_consumers();
             float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
             int pair = ring.thread % (D / 2), group0 = ring.thread / (D / 2);
-            for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* two dimensions of a head: of the warps */
+            for (int h = group0; h < group && group0 < AT_ONCE; h += AT_ONCE) { /* two dimensions of a head: of the warps */
                 Merged<D> m(merged + h * ROW, pair);
                 m.template add<ATTENTION_WARPS>(attending);
                 if (used == 1)
@@ -694,7 +699,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 if (*is_last) {
                     __threadfence();
                     if (ring.thread == 0) w.arrived[t * heads + head] = 0;
-                    for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* of the splits */
+                    for (int h = group0; h < group && group0 < AT_ONCE; h += AT_ONCE) { /* of the splits */
                         Merged<D> m(partial + h * ROW, pair);
                         m.template add<SPLITS>(used);
                         store_attention(t, (head * group + h) * D + 2 * pair, m.result(sink[h]));

@@ -242,8 +242,8 @@ template <typename Q> __device__ inline void store_qkv(const Work &w, int token,
     to[values ? value_place(d, position, i + 1) : key_place(d, position, i + 1)] = (bf16)b;
 }
 
-/* The top_k largest of n logits in shared memory, which a warp changes: the lower number among equals. expert (top_k) receives them in descending order,
- * chosen (top_k) their logits. Each lane offers the best of its own. */
+/* The top_k largest of n logits, n >= top_k, in shared memory, which a warp changes: the lower number among equals. expert (top_k) receives them in
+ * descending order, chosen (top_k) their logits. Each lane offers the best of its own. */
 __device__ inline void route(float *logit, int n, int top_k, int lane, int *expert, float *chosen) {
     constexpr unsigned GONE = 0, NO_NUMBER = 1; /* below all keys of numbers */
     unsigned *key = (unsigned *)logit, mine;
@@ -265,8 +265,8 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int *expe
             expert[k] = e, chosen[k] = key_value(top), key[e] = GONE;
             offer();
         }
-        __syncwarp();
     }
+    __syncwarp();
 }
 /* Softmax over the logits of a token's choices, in descending order, in place. */
 __device__ inline void weigh(float *chosen, int top_k, int lane) {
