@@ -227,18 +227,14 @@ struct Ring {
      * alone they may be in any memory. */
     template <Type T, int TILES>
     __device__ void keep(const Matrix &m, Rows<typename Codec<T>::Activation> x, typename Codec<T>::Kept (&kept)[MOST_KEPT]) const {
+        typename Codec<T>::template Lane<TILES> lane(NULL, m.per, x, thread % 32);
         int turns = (m.per + WARPS - 1) / WARPS;
 #pragma unroll
-        for (int part = 0; part < MOST_KEPT; part++, x.x += m.per * Codec<T>::K) {
+        for (int k = 0; k < MOST_KEPT; k++) {
+            int part = k / turns, i = thread / 32 + k % turns * WARPS;
             if (part == m.parts) break;
-            typename Codec<T>::template Lane<TILES> lane(NULL, m.per, x, thread % 32);
-#pragma unroll
-            for (int k = 0; k < MOST_KEPT; k++) {
-                int i = thread / 32 + k * WARPS;
-                if (k == turns) break;
-                kept[part * turns + k] = {};
-                if (i < m.chunks_of(part)) lane.load(kept[part * turns + k], i);
-            }
+            kept[k] = {};
+            if (i < m.chunks_of(part)) lane.load(kept[k], part * m.per + i);
         }
     }
     template <Type T, int TILES, class Put>
@@ -623,7 +619,6 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     template <int D> __device__ void attention(const Block &l) {
         renew();
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
-        constexpr int AT_ONCE = CONSUMERS / (D / 2); /* heads that are put together */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         float *merged = at<float>(k.x); /* (ATTENTION_WARPS, 8, ROW) */
         int *is_last = at<int>(k.is_last);
@@ -683,7 +678,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             sync_consumers();
             float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
             int pair = ring.thread % (D / 2), group0 = ring.thread / (D / 2);
-            for (int h = group0; h < group && group0 < AT_ONCE; h += AT_ONCE) { /* two dimensions of a head: of the warps */
+            for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* two dimensions of a head: of the warps */
                 Merged<D> m(merged + h * ROW, pair);
                 m.template add<ATTENTION_WARPS>(attending);
                 if (used == 1)
@@ -699,7 +694,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 if (*is_last) {
                     __threadfence();
                     if (ring.thread == 0) w.arrived[t * heads + head] = 0;
-                    for (int h = group0; h < group && group0 < AT_ONCE; h += AT_ONCE) { /* of the splits */
+                    for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* of the splits */
                         Merged<D> m(partial + h * ROW, pair);
                         m.template add<SPLITS>(used);
                         store_attention(t, (head * group + h) * D + 2 * pair, m.result(sink[h]));

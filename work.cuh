@@ -265,8 +265,8 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int *expe
             expert[k] = e, chosen[k] = key_value(top), key[e] = GONE;
             offer();
         }
+        __syncwarp();
     }
-    __syncwarp();
 }
 /* Softmax over the logits of a token's choices, in descending order, in place. */
 __device__ inline void weigh(float *chosen, int top_k, int lane) {
