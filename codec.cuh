@@ -4,8 +4,8 @@
 
 #include "work.cuh"
 
-/* n rows of activations, times LIFT, `pitch` apart; zero: what other rows are. Both from the first column of an item on, and in shared memory but for a
- * token alone of a model whose shapes are known. */
+/* n rows of activations, times LIFT, `pitch` apart; zero: what other rows are. Both from the first column of an item on, or of
+ * a row where a warp keeps them, and in shared memory but for a token alone of a model whose shapes are known. */
 template <typename A> struct Rows {
     const A *x, *zero;
     int pitch, n;

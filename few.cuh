@@ -25,7 +25,7 @@ constexpr int MOST_STAGES = 16;       /* of the ring */
 constexpr int MOST_COPIES = 2;        /* stages on the way at once: more, and the memory delivers less, and all else that is asked for waits longer */
 constexpr int MOST_PAGES = 3;         /* the same of stages with a page of the cache, which are smaller */
 constexpr int MOST_KEPT = 9;          /* chunks whose activations a warp keeps in registers: gpt-oss's output matrix has so many for each */
-constexpr int SUMS = 11 * 16 * WARPS; /* floats in which a pass leaves its sums, at least: a token's, of the units of phase up */
+constexpr int SUMS = 11 * 16 * WARPS; /* floats for sums of the chosen experts, of which there is room for twice as many: a token's, of the units of phase up */
 constexpr int SPLIT_PAGES = 4;        /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
@@ -81,8 +81,8 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
         m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, chosen) : m->type == BF16 ? consider(Codec<BF16>(), *m, chosen) : consider(Codec<F32>(), *m, chosen);
     }
     int units_rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), max_of(rows_of(b.up, most), rows_of(b.down, most)));
-    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);     /* attend_plain */
-    x = max_of(x, ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4);      /* attention's states */
+    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);            /* attend_plain */
+    x = max_of(x, ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4); /* attention's states */
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.x, x);
     take(k.zero, zero);
@@ -127,6 +127,9 @@ constexpr int kept_of(int chunks, int most) {
     return parts * ((per + WARPS - 1) / WARPS);
 }
 static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
+/* Ring::keep reads what other rows are, `zero`, from a row's first column on, though there are zeros for one item alone. BF16 multiplies what lies behind by
+ * tokens that there are not; MXFP4 needs its zeros. */
+static_assert(2880 / FP4_COLUMNS <= FP4_ITEM, "a row of gpt-oss's experts is one item");
 
 /* A block's way through the weights, item by item: an item is a unit, a group of rows, or a part of its columns. The producer fills stages one after
  * the other; the consumers empty them together, each warp its share of the columns. */
@@ -404,11 +407,11 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     uint8_t *memory;
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
     int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
-    const bool one; /* a token alone */
+    const bool one; /* a token alone, of any model */
     Ring ring;
 
-    __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last, bool one)
-        : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), one(one), ring(k, memory) {}
+    __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last)
+        : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), one(alone || (!known && tokens == 1)), ring(k, memory) {}
     /* Before any of them begins: all threads of the block call it. */
     __device__ void prepare() {
         if (ring.thread == 0) {
@@ -569,9 +572,9 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         if (units * unit_sums > room) room /= 2;
         int pass = room / unit_sums;
 #pragma unroll 1
-        for (int first = 0, turn = 0; first < units; first += pass, turn ^= 1) {
+        for (int done = 0, turn = 0; done < units; done += pass, turn ^= 1) {
             float *sums = at<float>(k.x + used) + turn * room, *mine = sums + ring.thread / 32 * stride;
-            int n = min(pass, units - first);
+            int n = min(pass, units - done);
             if (alone || x.n == 1)
                 multiply<T, 0>(m, x, n, mine, unit_sums);
             else if (x.n <= 4)
@@ -585,8 +588,8 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
 #pragma unroll 1
             for (int i = ring.thread; i < n * (ROWS / 2) * x.n; i += CONSUMERS) {
                 int p = i % (ROWS / 2), row = i / (ROWS / 2) % x.n, unit = i / (ROWS / 2) / x.n;
-                const float *at = sums + unit * unit_sums + row * ROWS + 2 * p;
-                pair(first + unit, p, row, total(at, stride), total(at + 1, stride));
+                const float *found = sums + unit * unit_sums + row * ROWS + 2 * p;
+                pair(done + unit, p, row, total(found, stride), total(found + 1, stride));
             }
         }
     }
@@ -614,7 +617,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     }
 
     /* softmax(q k / sqrt(d)) v for each token and key/value head: the pages that the token sees are dealt to at most SPLITS blocks
-     * and there, 16 keys at a time, to the warps; the block that arrives last adds what the others found, in their order, and the sinks. How the
+     * and there, 16 keys at a time, to ATTENTION_WARPS; the block that arrives last adds what the others found, in their order, and the sinks. How the
      * keys are dealt depends on the token's position alone. The last blocks begin, because the first have more rows of other phases. */
     template <int D> __device__ void attention(const Block &l) {
         renew();
@@ -961,17 +964,17 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         renew();
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.down, w.dim, w.ffn_dim);
-        int pieces = m.stride * sizeof(Activation) / 16, pitch = pitch_of<T>(m.stride);
         const float *weights = at<float>(k.weights);
         ask_for_bias<T>(m);
         if (!producing) await();
         auto stage = [&](int first, int n) {
             const int *choice = active().order + first;
             const Activation *from = (const Activation *)w.act_out;
-            Activation *to = at<Activation>(k.x);
             if constexpr (alone) {
                 return from + (size_t)choice[0] * w.act_pitch; /* from there to registers */
             } else {
+                Activation *to = at<Activation>(k.x);
+                int pieces = m.stride * sizeof(Activation) / 16, pitch = pitch_of<T>(m.stride);
 #pragma unroll 1
                 for (int i = ring.thread; i < n * pieces; i += CONSUMERS) {
                     int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
@@ -1084,14 +1087,13 @@ __global__ void __launch_bounds__(THREADS, 1)
             f.end_phase();
         }
     };
-    bool one = ONE || (!GPT_OSS && tokens == 1);
     if (ONE) tokens = rows = 1;
-    Few<false, GPT_OSS, ONE> consumer(w, s, k, memory, tokens, first, last, one);
+    Few<false, GPT_OSS, ONE> consumer(w, s, k, memory, tokens, first, last);
     consumer.prepare();
     if (threadIdx.x < CONSUMERS)
         run(consumer);
     else
-        run(Few<true, GPT_OSS, ONE>(w, s, k, memory, tokens, first, last, one));
+        run(Few<true, GPT_OSS, ONE>(w, s, k, memory, tokens, first, last));
 #if __CUDA_ARCH__ < 900
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif

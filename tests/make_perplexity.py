@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 TESTS = Path(__file__).resolve().parent
+BATCH = 64  # windows at once
 CASES = [("models/tiny", 64, 32), ("models/tiny", 128, 100), ("models/tiny", 1024, 512), ("tests/fixtures/parrot", 48, 16)]
 
 
@@ -37,11 +38,12 @@ def perplexity(folder, ids, ctx, stride, device="cpu"):
     total = 0.0
     for _, some in groupby(windows, lambda window: len(window[0])):
         some = list(some)
-        for first in range(0, len(some), 64):
-            tokens = torch.tensor([window for window, _ in some[first:first + 64]], device=device)
+        for first in range(0, len(some), BATCH):
+            batch = some[first:first + BATCH]
+            tokens = torch.tensor([window for window, _ in batch], device=device)
             likely = torch.log_softmax(model(tokens, use_cache=False).logits[:, :-1].double(), -1)
             found = likely.gather(2, tokens[:, 1:, None])[..., 0].cpu()
-            total -= sum(row[start - 1:].sum().item() for row, (_, start) in zip(found, some[first:first + 64]))
+            total -= sum(row[start - 1:].sum().item() for row, (_, start) in zip(found, batch))
     return math.exp(total / (len(ids) - 1))
 
 
