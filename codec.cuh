@@ -4,18 +4,22 @@
 
 #include "work.cuh"
 
-/* n rows of activations, times LIFT, `pitch` apart; zero: what other rows are. Both from the first column of an item on, or of
- * a row where a warp keeps them, and in shared memory but for a token alone of a model whose shapes are known. */
+/* n rows of activations, times LIFT, `pitch` apart in any memory; with `which`, row j is the which[j] / per-th of them. Rows that there are not are the
+ * last one: nobody looks at what they give. */
 template <typename A> struct Rows {
-    const A *x, *zero;
+    const A *x;
     int pitch, n;
-    __device__ const A *row(int j) const { return j >= n ? zero : x + j * pitch; }
+    const int *which = NULL;
+    int per = 1;
+    __device__ const A *row(int j) const {
+        j = min_of(j, n - 1);
+        return x + (size_t)(which ? which[j] / per : j) * pitch;
+    }
 };
 
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
- * tokens, Sum<0> for one alone, in the same order; what a lane adds to it lies where Lane<TILES> says, whose add(sum, i, k) adds chunk i
- * to the k-th of a warp's two sums. Lanes of at most one tile can also load() what they need of a chunk's activations, Kept, once, and add() it to chunks
- * of many rows.
+ * tokens, Sum<0> for one alone, in the same order. Lane<TILES> says what a lane adds to it: load() brings what it needs of chunk i's activations of a tile,
+ * Kept, which serve chunks of many rows, and add() multiplies them.
  * Lane 4g + t works on row g. reduce() makes final values of what was collected; store() hands each of them to put(token, row, value).
  * place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
@@ -49,61 +53,27 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
         __device__ void reduce() {
             for (int j = 0; j < N; j++) c[j][0] += c[j][3];
         }
-        __device__ void operator+=(const Sum &s) {
-            for (int j = 0; j < N; j++) c[j][0] += s.c[j][0];
-        }
         template <class Put> __device__ void store(int tokens, int lane, Put put) const {
             for (int j = 0; j < N; j++)
                 if (j * 4 + lane % 4 < tokens) put(j * 4 + lane % 4, lane / 4, c[j][0]);
         }
     };
     __host__ __device__ static constexpr int place(int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; }
-    __device__ static void store_four(bf16 *x, int at, float a, float b, float c, float d) {
-        uint32_t *word = (uint32_t *)(x + place(at));
-        word[0] = pack(a, b);
-        word[2] = pack(c, d);
-    }
+    __device__ static void store_four(bf16 *x, float a, float b, float c, float d) { ((uint32_t *)x)[0] = pack(a, b), ((uint32_t *)x)[2] = pack(c, d); }
     template <int TILES> struct Lane {
+        static constexpr int N = Sum<TILES>::N;
         const uint8_t *weights;
-        const bf16 *column[TILES];
+        const bf16 *column[N];
         __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane) : weights(lane_at(stage, per, lane)) {
-            for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
+            for (int j = 0; j < N; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
         }
-        __device__ void load(Kept &x, int i, int j = 0) const { x = *(const uint2 *)(column[j] + i * K); }
-        __device__ void add(Sum<TILES> &sum, int i, const Kept &x) const {
-            uint4 w = *(const uint4 *)(weights + i * WIDTH);
-            mma(sum.c[0], w.x, w.y, w.z, w.w, x.x, x.y);
-        }
-        __device__ void add(Sum<TILES> &sum, int i, int) const { /* chunk i */
+        __device__ void load(Kept &x, int i, int j) const { x = *(const uint2 *)(column[j] + i * K); }
+        __device__ void add(Sum<TILES> &sum, int i, const Kept (&x)[N]) const {
             uint4 w = *(const uint4 *)(weights + i * WIDTH);
 #pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                Kept x;
-                load(x, i, j);
-                mma(sum.c[j], w.x, w.y, w.z, w.w, x.x, x.y);
-            }
+            for (int j = 0; j < N; j++) mma(sum.c[j], w.x, w.y, w.z, w.w, x[j].x, x[j].y);
         }
     };
-};
-
-template <> struct Codec<BF16>::Lane<0> { /* only mma's columns 0 and 1 matter: other lanes load no activations */
-    const uint8_t *weights;
-    const bf16 *column;
-    bool real;
-    Kept x[2] = {};
-    __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
-        : weights(lane_at(stage, per, lane)), column(x.row(0) + lane % 4 * 8 + lane / 4 % 2 * 4), real(lane < 8) {}
-    __device__ void load(Kept &x, int i) const {
-        if (real) x = *(const uint2 *)(column + i * K);
-    }
-    __device__ void add(Sum<0> &sum, int i, const Kept &x) const {
-        uint4 w = *(const uint4 *)(weights + i * WIDTH);
-        mma(sum.c[0], w.x, w.y, w.z, w.w, x.x, x.y);
-    }
-    __device__ void add(Sum<0> &sum, int i, int k) {
-        load(x[k], i);
-        add(sum, i, x[k]);
-    }
 };
 
 __device__ inline void mma_eight_alone(float (&c)[4], uint4 row, uint4 row8, uint4 column) { /* mma_eight, but c = and not += */
@@ -131,9 +101,6 @@ template <> struct Codec<MXFP4> {
         __device__ void reduce() {
             for (int j = 0; j < TILES; j++) c[j][0] += c[j][1], c[j][2] += c[j][3];
         }
-        __device__ void operator+=(const Sum &s) {
-            for (int j = 0; j < TILES; j++) c[j][0] += s.c[j][0], c[j][2] += s.c[j][2];
-        }
         template <class Put> __device__ void store(int tokens, int lane, Put put) const {
             for (int j = 0; j < TILES; j++)
                 if (j * 4 + lane % 4 < tokens)
@@ -146,7 +113,9 @@ template <> struct Codec<MXFP4> {
         full->copy(stage, 0, group + (size_t)first * FP4_BYTES, 0, 1, n * FP4_BYTES, lane);
     }
     __host__ __device__ static constexpr int place(int i) { return i; }
-    __device__ static void store_four(bf16 *x, int at, float a, float b, float c, float d) { *(uint2 *)(x + at) = make_uint2(pack(a, b), pack(c, d)); }
+    __device__ static void store_four(bf16 *x, float a, float b, float c, float d) {
+        *(uint2 *)x = make_uint2(pack(a * LIFT, b * LIFT), pack(c * LIFT, d * LIFT));
+    }
     /* c = words of rows g and g + 8 times 16 columns */
     __device__ static void multiply(float (&c)[4], uint4 words, uint4 low, uint4 high) {
         mma_eight_alone(c, fp4_to_bf16(words.x), fp4_to_bf16(words.z), low);
@@ -155,26 +124,23 @@ template <> struct Codec<MXFP4> {
     template <int TILES> struct Lane {
         const uint8_t *weights, *scale;
         const bf16 *column[TILES];
-        __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane) : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4) {
-            for (int j = 0; j < TILES; j++) column[j] = (lane / 4 % 2 == lane % 4 / 2 ? x.row(j * 4 + lane / 8) : x.zero) + lane % 4 * 16;
+        bool real; /* the column of mma's that this lane loads is for the block that its weights are of */
+        __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
+            : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4), real(lane / 4 % 2 == lane % 4 / 2) {
+            for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 16;
         }
-        __device__ void load(Kept &x, int i, int j = 0) const { x = {((const uint4 *)(column[j] + i * K))[0], ((const uint4 *)(column[j] + i * K))[1]}; }
-        __device__ static void add(float (&sum)[4], uint4 words, uint32_t scales, const Kept &x) {
-            float c[4];
-            multiply(c, words, x.low, x.high);
-            for (int k = 0; k < 4; k++) sum[k] = fmaf(__uint_as_float(scales >> 8 * k << 23 & 0x7F800000), c[k], sum[k]);
+        __device__ void load(Kept &x, int i, int j) const {
+            x = {load_16(column[j] + i * K, real), load_16(column[j] + i * K + 8, real)};
         }
-        __device__ void add(Sum<TILES> &sum, int i, const Kept &x) const {
-            add(sum.c[0], *(const uint4 *)(weights + i * FP4_BYTES), *(const uint32_t *)(scale + i * FP4_BYTES), x);
-        }
-        __device__ void add(Sum<TILES> &sum, int i, int) const {
+        __device__ void add(Sum<TILES> &sum, int i, const Kept (&x)[TILES]) const {
             uint4 words = *(const uint4 *)(weights + i * FP4_BYTES);
-            uint32_t scales = *(const uint32_t *)(scale + i * FP4_BYTES);
+            float scales[4]; /* byte by byte: shifts and masks are what this loop has too many of */
+            for (int k = 0; k < 4; k++) scales[k] = __uint_as_float((uint32_t)scale[i * FP4_BYTES + k] << 23);
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
-                Kept x;
-                load(x, i, j);
-                add(sum.c[j], words, scales, x);
+                float c[4];
+                multiply(c, words, x[j].low, x[j].high);
+                for (int k = 0; k < 4; k++) sum.c[j][k] = fmaf(scales[k], c[k], sum.c[j][k]);
             }
         }
     };
@@ -182,7 +148,6 @@ template <> struct Codec<MXFP4> {
 template <> struct Codec<MXFP4>::Sum<0> { /* lane t: block t % 2 of row g + 8 (t / 2) */
     float c = 0;
     __device__ void reduce() { c += __shfl_xor_sync(~0u, c, 1); }
-    __device__ void operator+=(const Sum &s) { c += s.c; }
     template <class Put> __device__ void store(int, int lane, Put put) const {
         if (lane % 2 == 0) put(0, lane / 4 + lane % 4 * 4, c);
     }
@@ -191,26 +156,21 @@ template <> struct Codec<MXFP4>::Lane<0> {
     const uint8_t *weights, *scale;
     const bf16 *column;
     bool real; /* mma's columns 0 and 5 are of the first block, 2 and 7 of the second; zeros stay in the other lanes */
-    Kept x[2] = {};
     __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
         : weights(stage + lane * 16), scale(stage + 512 + lane), column(x.row(0) + lane % 4 * 16),
           real(lane % 4 < 2 ? lane / 4 == 0 || lane / 4 == 5 : lane / 4 == 2 || lane / 4 == 7) {}
-    __device__ void load(Kept &x, int i) const {
-        if (real) x = {((const uint4 *)(column + i * K))[0], ((const uint4 *)(column + i * K))[1]};
+    __device__ void load(Kept &x, int i, int) const {
+        x = {load_16(column + i * K, real), load_16(column + i * K + 8, real)};
     }
-    __device__ void add(Sum<0> &sum, int i, const Kept &x) const {
+    __device__ void add(Sum<0> &sum, int i, const Kept (&x)[1]) const {
         float c[4];
-        multiply(c, *(const uint4 *)(weights + i * FP4_BYTES), x.low, x.high);
+        multiply(c, *(const uint4 *)(weights + i * FP4_BYTES), x[0].low, x[0].high);
         sum.c = fmaf(__uint_as_float((uint32_t)scale[i * FP4_BYTES] << 23), c[0] + c[3], sum.c); /* one of them is 0 */
-    }
-    __device__ void add(Sum<0> &sum, int i, int k) {
-        load(x[k], i);
-        add(sum, i, x[k]);
     }
 };
 
 template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
-    struct Kept {}; /* nothing is kept */
+    struct Kept {}; /* nothing is: add() reads the activations itself */
     template <int TILES> struct Sum { /* row g, its own columns only */
         static constexpr int N = max_of(TILES * 4, 1);
         float c[N] = {};
@@ -220,22 +180,19 @@ template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 
                 c[j] += __shfl_xor_sync(~0u, c[j], 2);
             }
         }
-        __device__ void operator+=(const Sum &s) {
-            for (int j = 0; j < N; j++) c[j] += s.c[j];
-        }
         template <class Put> __device__ void store(int tokens, int lane, Put put) const {
             for (int j = 0; j < N; j++)
                 if (lane % 4 == 0 && j < tokens) put(j, lane / 4, c[j]);
         }
     };
     __host__ __device__ static constexpr int place(int i) { return i; }
-    __device__ static void store_four(float *x, int at, float a, float b, float c, float d) { *(float4 *)(x + at) = make_float4(a, b, c, d); }
     template <int TILES> struct Lane {
         const uint8_t *weights;
         const Rows<float> &x;
         int column;
         __device__ Lane(const uint8_t *stage, int per, const Rows<float> &x, int lane) : weights(lane_at(stage, per, lane)), x(x), column(lane % 4 * 4) {}
-        __device__ void add(Sum<TILES> &sum, int i, int) const {
+        __device__ void load(Kept &, int, int) const {}
+        __device__ void add(Sum<TILES> &sum, int i, const Kept (&)[max_of(TILES, 1)]) const {
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {
                 float4 b = *(const float4 *)(weights + i * WIDTH + half * 64);
@@ -249,5 +206,15 @@ template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 
         }
     };
 };
+
+/* Stores activation i of a row for a matrix of this type. */
+__device__ inline void store_activation(Type type, void *row, int i, float x) {
+    if (type == MXFP4)
+        ((bf16 *)row)[Codec<MXFP4>::place(i)] = (bf16)(x * Codec<MXFP4>::LIFT);
+    else if (type == BF16)
+        ((bf16 *)row)[Codec<BF16>::place(i)] = (bf16)x;
+    else
+        ((float *)row)[Codec<F32>::place(i)] = x;
+}
 
 #endif

@@ -1,15 +1,19 @@
-/* few.cuh: a step of at most FEW tokens, as one kernel. Its time is the time to read the weights, each of them once and in
- * order. A block lives on each multiprocessor from the first layer to the logits. Its last warp, the producer, keeps a ring of
- * shared memory full with the weights that come next, over the borders of phases, so that waits for activations leave the
- * memory idle as little as may be: it pauses only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in
- * attention until that is done. The others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other; only what
- * the router's sums say is known before, as they count who has added to them:
+/* few.cuh: a step of at most FEW tokens, as one kernel. Its time is the time to read the weights, each of them once (but of experts that more than
+ * MOST_CHOICES tokens chose) and in order. A block lives on each multiprocessor from the first layer to the logits. Its last warp, the producer, keeps a
+ * ring of shared memory full with the weights that come next, over the borders of phases, so that waits for activations leave the memory idle as little as
+ * may be: it pauses only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in attention until that is done.
+ * The others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other; only what the router's sums say is known
+ * before, as they count who has added to them:
  *
- *     qkv        norm, query, key and value, rope, to the cache
+ *     qkv        query, key and value, rope, to the cache
  *     attention  over the cache, split when it is long: then pages that fit a stage come through the ring like weights
  *     output     onto the residual stream; each block's share of the router's logits
- *     up         router, top-k, norm, gate and up, activation
+ *     up         router, top-k, gate and up, activation
  *     down       onto the residual stream, weighted
+ *
+ * RMSNorm is no phase: who has a value of the residual stream leaves it times the norm's weight for the matrix that comes next (Next), and what it has to be
+ * divided by is known before the matrix's products are. With the shapes that the compiler knows each warp keeps its share of the activations in registers, for
+ * all rows of a matrix. A token alone of these shapes norms for itself, which is faster then (stage_normed).
  */
 #ifndef FEW_CUH
 #define FEW_CUH
@@ -25,7 +29,8 @@ constexpr int MOST_STAGES = 16;       /* of the ring */
 constexpr int MOST_COPIES = 2;        /* stages on the way at once: more, and the memory delivers less, and all else that is asked for waits longer */
 constexpr int MOST_PAGES = 3;         /* the same of stages with a page of the cache, which are smaller */
 constexpr int MOST_KEPT = 9;          /* chunks whose activations a warp keeps in registers: gpt-oss's output matrix has so many for each */
-constexpr int SUMS = 11 * 16 * WARPS; /* floats for sums of the chosen experts, of which there is room for twice as many: a token's, of the units of phase up */
+constexpr int SUMS = 11 * 16 * WARPS; /* floats for sums, at least, of which there is room for twice as many: a token's, of the units of phase up */
+constexpr int MOST_CHOICES = 8;       /* of an expert that are multiplied at once where warps keep activations: more, and its weights are read again */
 constexpr int SPLIT_PAGES = 4;        /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
@@ -34,81 +39,112 @@ __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
  * chose is known; CHOSEN: and which experts that makes. */
 enum { FREE, ROUTED, CHOSEN, GATES };
 
+/* ---- the shapes that the compiler may know ---- */
+
+/* Whether a model has gpt-oss's types and shapes (20b and 120b), and a Work that the compiler knows has them. */
+inline bool has_gpt_oss_shapes(const Work &w, const Card &card) {
+    const Block &b = card.layer[0];
+    return b.qkv.type == BF16 && b.up.type == MXFP4 && card.head.type == BF16 && w.dim == 2880 && w.ffn_dim == 2880 && w.vocab == 201088 &&
+           w.n_heads == 64 && w.n_kv_heads == 8 && w.head_dim == 64 && w.top_k == 4;
+}
+__device__ inline Work with_gpt_oss_shapes(Work w) {
+    w.dim = w.ffn_dim = w.act_pitch = 2880, w.vocab = 201088;
+    w.n_heads = 64, w.n_kv_heads = 8, w.head_dim = 64, w.attn_pitch = 4096;
+    w.top_k = 4;
+    return w;
+}
+
 /* ---- a block's shared memory ---- */
 
 struct Layout { /* where each array begins, in bytes; the ring is what the others leave */
     int stages, stage_bytes;
-    int ring, barriers, hold, gates, x, zero, square, scale, bias, own, columns, logit, weights, experts, turn, position, page, table;
-    int active, active_expert, active_begin, active_order; /* see Active */
-    int begun, is_last, inverse; /* what the barrier began with; whether this split is a head's last; see first_chosen() */
+    int ring, barriers, hold, gates, x, sums, square, scale, factor, bias, own, norm, columns, logit, weights, experts, turn, position, page, table;
+    int active_expert, active_begin, active_order, active_cost, active_piece; /* see Active */
+    unsigned room; /* of sums, in floats; unsigned, so that half of it is no loop invariant that takes registers */
+    int begun, is_last; /* what the barrier began with; whether this split is a head's last */
     int bytes; /* of all */
 };
 
-/* Elements between rows of activations. */
+/* Elements between rows of activations in shared memory. */
 template <Type T> __host__ __device__ constexpr int pitch_of(int stride) {
     int size = sizeof(typename Codec<T>::Activation);
     return bank_pitch(stride * size) / size;
 }
 template <Type T> __host__ __device__ int groups_of(int rows) { return (rows + Codec<T>::ROWS - 1) / Codec<T>::ROWS; }
+__device__ inline int groups_of(const Matrix &m) { return m.type == MXFP4 ? groups_of<MXFP4>(m.rows) : groups_of<BF16>(m.rows); }
 
 /* The experts that any token chose and the choices of each of them. A choice is token * top_k + k. */
 struct Active {
-    int *n, *expert; /* [0]; (n), of several tokens in ascending order */
+    int *expert;     /* (n), of several tokens in ascending order */
     int *begin;      /* (n + 1) in order */
     int *order;      /* (tokens * top_k) choices, by expert and then by token */
+    int *cost;       /* (n + 1) what a unit of each expert before this one costs: see cost_of() */
+    int *piece;      /* (4) this block's units of phase up, and of phase down: from which to which */
     static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
+
+/* What the units of an expert with so many choices cost, rounded up from what was measured of one, four and eight where warps keep activations. */
+__host__ __device__ constexpr int cost_of(int choices) {
+    int rest = choices % MOST_CHOICES;
+    return choices / MOST_CHOICES * 3 + (rest > 4 ? 3 : rest ? 2 : 0);
+}
+static_assert(cost_of(9) * 3 <= 2 * 3 + 9 && cost_of(13) * 3 <= 2 * 3 + 13 && cost_of(5) * 3 <= 2 * 3 + 5, "layout_for() relies on 2 + choices / 3");
 
 /* The layout for so many tokens in blocks that have `room` bytes; does not fit if it has more. blocks: of the grid. */
 inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks, int room) {
     Layout k = {};
     const Block &b = card.layer[0];
-    int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, zero = 0;
+    bool known = has_gpt_oss_shapes(w, card);
+    int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, sums = SUMS;
     /* of the units of one block, of n matrices */
     auto rows_of = [&](const Matrix &m, int n) {
         int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
         return (units + blocks - 1) / blocks * rows;
     };
-    auto consider = [&](auto codec, const Matrix &m, bool chosen) {
+    auto consider = [&](auto codec, const Matrix &m, bool normed) {
         typedef decltype(codec) C;
-        int size = sizeof(typename C::Activation);
-        x = max_of(x, tokens * pitch_of<C::TYPE>(m.stride) * size + 2 * 4 * max_of(chosen ? SUMS : 0, WARPS * tokens * C::ROWS));
-        if (tokens > 1) zero = max_of(zero, m.per * C::K * size);
+        int rows = !known ? tokens : tokens == 1 && normed; /* in shared memory */
+        x = max_of(x, rows * pitch_of<C::TYPE>(m.stride) * (int)sizeof(typename C::Activation));
+        sums = max_of(sums, WARPS * C::ROWS * (known && C::TYPE == MXFP4 ? min_of(tokens, MOST_CHOICES) : tokens));
         k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per));
     };
     for (const Matrix *m : {&b.qkv, &b.o, &b.up, &b.down, &card.head}) {
-        bool chosen = m == &b.up || m == &b.down;
-        m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, chosen) : m->type == BF16 ? consider(Codec<BF16>(), *m, chosen) : consider(Codec<F32>(), *m, chosen);
+        bool normed = m != &b.o && m != &b.down;
+        m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, normed) : m->type == BF16 ? consider(Codec<BF16>(), *m, normed) : consider(Codec<F32>(), *m, normed);
     }
-    int units_rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), max_of(rows_of(b.up, most), rows_of(b.down, most)));
-    x = max_of(x, (w.head_dim + CONSUMERS + 33) * 4);            /* attend_plain */
-    x = max_of(x, ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4); /* attention's states */
+    int costs = most == 1 || tokens == 1 ? most : most + (tokens * w.top_k + 5) / 6; /* experts of the cheapest units that cost as much as all chosen ones */
+    int units_rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), max_of(rows_of(b.up, costs), rows_of(b.down, costs)));
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
-    take(k.x, x);
-    take(k.zero, zero);
-    take(k.square, tokens * WARPS * 4);
+    take(k.square, WARPS * 4);
     take(k.scale, FEW * 4);
+    take(k.factor, tokens * 4); /* as k.scale, of phase up */
     take(k.bias, units_rows * 4);
     take(k.own, rows_of(b.o, 1) * tokens * 4);
+    take(k.norm, rows_of(b.o, 1) * 4);
     take(k.columns, rows_of(b.o, 1) * w.n_experts * 4);
     take(k.logit, tokens * w.n_experts * 2 * 4); /* and the biases to be added */
     take(k.weights, tokens * w.top_k * 4);
     take(k.experts, tokens * w.top_k * 4);
-    take(k.active, 4);
     take(k.active_expert, most * 4);
     take(k.active_begin, (most + 1) * 4);
     take(k.active_order, tokens * w.top_k * 4);
+    take(k.active_cost, (most + 1) * 4);
+    take(k.active_piece, 4 * 4);
     take(k.turn, tokens * w.head_dim / 2 * 8);
     take(k.position, tokens * 4);
     take(k.page, tokens * 4);
     take(k.table, tokens * 4);
     take(k.begun, 8);
     take(k.is_last, 4);
-    take(k.inverse, 8);
     take(k.gates, GATES * sizeof(Barrier));
     take(k.hold, sizeof(Barrier));
-    k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - 128) / (k.stage_bytes + 2 * (int)sizeof(Barrier))));
+    int attention = max_of(w.head_dim + CONSUMERS + 33, ATTENTION_WARPS * 8 * (w.head_dim + 2)) * 4; /* attend_plain; states: both from k.x on */
+    int least = max_of(2 * 4 * sums, attention - x), stage = k.stage_bytes + 2 * (int)sizeof(Barrier);
+    k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - x - least - 256) / stage));
     take(k.barriers, k.stages * 2 * sizeof(Barrier));
+    take(k.x, x);
+    take(k.sums, max_of(least, (room - k.bytes - k.stages * k.stage_bytes - 128) / 16 * 16)); /* all that is left */
+    k.room = (k.bytes - k.sums) / 4;
     k.bytes = (k.bytes + 127) / 128 * 128;
     take(k.ring, k.stages * k.stage_bytes);
     return k;
@@ -127,9 +163,9 @@ constexpr int kept_of(int chunks, int most) {
     return parts * ((per + WARPS - 1) / WARPS);
 }
 static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
-/* Ring::keep reads what other rows are, `zero`, from a row's first column on, though there are zeros for one item alone. BF16 multiplies what lies behind by
- * tokens that there are not; MXFP4 needs its zeros. */
-static_assert(2880 / FP4_COLUMNS <= FP4_ITEM, "a row of gpt-oss's experts is one item");
+
+/* What a warp keeps of the activations: by chunk and tile. */
+template <Type T, int TILES> using Kept = typename Codec<T>::Kept[MOST_KEPT][max_of(TILES, 1)];
 
 /* A block's way through the weights, item by item: an item is a unit, a group of rows, or a part of its columns. The producer fills stages one after
  * the other; the consumers empty them together, each warp its share of the columns. */
@@ -198,69 +234,58 @@ struct Ring {
         empty[at].arrive(); /* each lane: one for all is no faster, and racecheck does not understand it */
         advance();
     }
-    /* The next unit times x: put(row of x, row of the unit, value) receives what this warp found, in two sums. */
+    /* The next unit times x: put(row of x, row of the unit, value) receives what this warp found. */
     template <Type T, int TILES, class Put> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, Put put) {
-        typename Codec<T>::template Sum<TILES> sum, other;
-        int warp = thread / 32;
+        typename Codec<T>::template Sum<TILES> sum;
 #pragma unroll 1
         for (int part = 0; part < m.parts; part++, x.x += m.per * Codec<T>::K)
             consume([&](const uint8_t *stage) {
                 typename Codec<T>::template Lane<TILES> lane(stage, m.per, x, thread % 32);
-                int chunks = m.chunks_of(part), i = warp;
-                if constexpr (TILES < 4) {
 #pragma unroll 1
-                    for (; i + WARPS < chunks; i += 2 * WARPS) {
-                        lane.add(sum, i, 0);
-                        lane.add(other, i + WARPS, 1);
-                    }
-                    if (i < chunks) lane.add(sum, i, 0);
-                } else { /* one after the other: registers are short */
-#pragma unroll 1
-                    for (; i < chunks; i += 2 * WARPS) lane.add(sum, i, 0);
-#pragma unroll 1
-                    for (i = warp + WARPS; i < chunks; i += 2 * WARPS) lane.add(other, i, 0);
+                for (int i = thread / 32; i < m.chunks_of(part); i += WARPS) {
+                    typename Codec<T>::Kept now[max_of(TILES, 1)];
+#pragma unroll
+                    for (int j = 0; j < max_of(TILES, 1); j++) lane.load(now[j], i, j);
+                    lane.add(sum, i, now);
                 }
             });
         sum.reduce();
-        other.reduce();
-        sum += other;
         sum.store(x.n, thread % 32, put);
     }
-    /* The same in the same order for at most a tile of tokens, whose activations this warp keeps, and a matrix whose shape the compiler knows. Of a token
-     * alone they may be in any memory. */
-    template <Type T, int TILES>
-    __device__ void keep(const Matrix &m, Rows<typename Codec<T>::Activation> x, typename Codec<T>::Kept (&kept)[MOST_KEPT]) const {
+    /* The same in the same order, of a matrix whose shape the compiler knows, for activations that this warp keeps. */
+    template <Type T, int TILES> __device__ void keep(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, Kept<T, TILES> &kept) const {
         typename Codec<T>::template Lane<TILES> lane(NULL, m.per, x, thread % 32);
         int turns = (m.per + WARPS - 1) / WARPS;
 #pragma unroll
         for (int k = 0; k < MOST_KEPT; k++) {
             int part = k / turns, i = thread / 32 + k % turns * WARPS;
+            bool all = (k % turns + 1) * WARPS <= m.chunks_of(part); /* no branch then */
             if (part == m.parts) break;
-            kept[k] = {};
-            if (i < m.chunks_of(part)) lane.load(kept[k], part * m.per + i);
+#pragma unroll
+            for (int j = 0; j < max_of(TILES, 1); j++) {
+                kept[k][j] = {};
+                if (all || i < m.chunks_of(part)) lane.load(kept[k][j], part * m.per + i, j);
+            }
         }
     }
-    template <Type T, int TILES, class Put>
-    __device__ void multiply_kept(const Matrix &m, const typename Codec<T>::Kept (&kept)[MOST_KEPT], int tokens, Put put) {
-        typename Codec<T>::template Sum<TILES> sum[2];
+    template <Type T, int TILES, class Put> __device__ void multiply_kept(const Matrix &m, const Kept<T, TILES> &kept, int tokens, Put put) {
+        typename Codec<T>::template Sum<TILES> sum;
         int turns = (m.per + WARPS - 1) / WARPS;
 #pragma unroll
         for (int part = 0; part < MOST_KEPT; part++) {
             if (part == m.parts) break;
             consume([&](const uint8_t *stage) {
-                typename Codec<T>::template Lane<TILES> lane(stage, m.per, {}, thread % 32);
+                typename Codec<T>::template Lane<TILES> lane(stage, m.per, {NULL, 0, 1}, thread % 32);
 #pragma unroll
                 for (int k = 0; k < MOST_KEPT; k++) {
                     int i = thread / 32 + k * WARPS;
                     bool all = (k + 1) * WARPS <= m.chunks_of(part); /* no branch between chunks then */
-                    if (k < turns && (all || i < m.chunks_of(part))) lane.add(sum[k % 2], i, kept[part * turns + k]);
+                    if (k < turns && (all || i < m.chunks_of(part))) lane.add(sum, i, kept[part * turns + k]);
                 }
             });
         }
-        sum[0].reduce();
-        sum[1].reduce();
-        sum[0] += sum[1];
-        sum[0].store(tokens, thread % 32, put);
+        sum.reduce();
+        sum.store(tokens, thread % 32, put);
     }
 };
 
@@ -370,10 +395,44 @@ template <int D> struct Merged {
 
 /* ---- the kernel ---- */
 
+/* What the next matrix that follows a norm reads (see Work), and this norm's weights. */
+struct Next {
+    void *to;
+    Type type;
+    int stride;
+    const float *norm;
+};
+__host__ __device__ inline Next next_of(void *to, const Matrix &m, const float *norm) { return {to, m.type, m.stride, norm}; }
+/* Value i of a token's x times the norm's weight. */
+__device__ inline void store_normed(const Next &next, int t, int i, float x) {
+    store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * (next.type == F32 ? 4 : 2), i, x);
+}
+
+/* RMSNorm's sum of squares, in two parts so that few have to wait for it: a block publishes the parts that its warps found, in an order that does not depend
+ * on anything else, and who needs it looks for them later. */
+__device__ inline unsigned long long *input_square_of(const Work &w, int t, int layer) { return w.input_square + ((size_t)t * (w.n_layers + 1) + layer) * 32; }
+__device__ inline void publish_square(const float *x, int dim, unsigned long long *to) { /* CONSUMERS threads call it */
+    float sum = 0;
+#pragma unroll 2
+    for (int i = threadIdx.x * 4; i < dim; i += CONSUMERS * 4) {
+        float4 v = __ldcg((const float4 *)(x + i));
+        sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) publish(to + threadIdx.x / 32, sum);
+}
+__device__ inline float find_square(const unsigned long long *from) { /* a warp calls it */
+    unsigned long long part = 0;
+    int lane = threadIdx.x % 32;
+    do part = lane < WARPS ? look(from + lane) : THERE;
+    while (!(part >> 32));
+    return warp_sum(__uint_as_float((uint32_t)part));
+}
+
 /* Fetches the step, `bytes` from `post` in the host's memory (a step of many tokens is there already: 0), and begins it: x = the token's row of the
- * embedding; a token of -1 is what its slot drew last. The page remembers it. What few's blocks, so many of them, add up or publish is emptied. A block a
- * token. */
-__global__ void embed(Work w, Step s, Step post, int bytes, Matrix table, int blocks) {
+ * embedding, also for `next`, if there is one; a token of -1 is what its slot drew last. The page remembers it. What
+ * few's blocks, so many of them, add up or publish is emptied. A block a token. */
+__global__ void embed(Work w, Step s, Step post, int bytes, Matrix table, int blocks, Next next) {
     launch_next();
     wait_previous();
     __shared__ int seq, slot, id, p, width;
@@ -387,13 +446,25 @@ __global__ void embed(Work w, Step s, Step post, int bytes, Matrix table, int bl
     for (int i = threadIdx.x; i < bytes / 16 && t == 0; i += blockDim.x) ((uint4 *)s.how)[i] = __ldcv((const uint4 *)post.how + i);
     for (int i = threadIdx.x; i < w.n_layers * w.n_experts && bytes; i += blockDim.x) w.router_sum[(size_t)t * w.n_layers * w.n_experts + i] = 0;
     for (int i = threadIdx.x; i < w.n_layers * blocks && bytes; i += blockDim.x) w.square[(size_t)t * w.n_layers * blocks + i] = 0;
+    for (int i = threadIdx.x; i < (w.n_layers + 1) * 32 && next.to; i += blockDim.x) input_square_of(w, t, 0)[i] = 0;
     __syncthreads();
     int token = id < 0 ? max(w.drawn[slot], 0) : id; /* after a NaN the step is void */
     if (threadIdx.x == 0) w.page_token[(size_t)s.page[(size_t)seq * width + p / PAGE] * PAGE + p % PAGE] = token;
     for (int i = threadIdx.x; i < w.dim; i += blockDim.x) {
         size_t at = (size_t)token * table.stride + i;
-        w.x[(size_t)t * w.dim + i] = table.type == F32 ? ((const float *)table.data)[at] : (float)((const bf16 *)table.data)[at];
+        float x = table.type == F32 ? ((const float *)table.data)[at] : (float)((const bf16 *)table.data)[at];
+        w.x[(size_t)t * w.dim + i] = x;
+        if (next.to) store_normed(next, t, i, x * next.norm[i]);
     }
+}
+
+/* What phase head reads of the tokens that are wanted of a step of many. A block of CONSUMERS threads each. */
+__global__ void norm_for_head(Work w, Step s, Next next) {
+    launch_next();
+    wait_previous();
+    const float *x = w.x + (size_t)s.row[blockIdx.x] * w.dim;
+    for (int i = threadIdx.x; i < w.dim; i += blockDim.x) store_normed(next, blockIdx.x, i, x[i] * next.norm[i]);
+    publish_square(x, w.dim, input_square_of(w, blockIdx.x, w.n_layers));
 }
 
 enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
@@ -413,19 +484,20 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last)
         : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), one(alone || (!known && tokens == 1)), ring(k, memory) {}
     /* Before any of them begins: all threads of the block call it. */
-    __device__ void prepare() {
+    __device__ void prepare(const Block *layers) {
         if (ring.thread == 0) {
             *at<unsigned long long>(k.begun) = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
-            *at<unsigned long long>(k.inverse) = ~0ull / gridDim.x + 1; /* 2^64 / blocks, of which there are at least two, rounded up */
             gate(FREE).init(CONSUMERS); /* of the last layer */
             gate(ROUTED).init(CONSUMERS);
             gate(CHOSEN).init(32); /* the producer arrives */
             ring.hold->init(1);
         }
         if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::ARRIVALS), ring.empty[ring.thread].init(CONSUMERS);
+        if (ring.thread < 4 && tokens == 1) { /* all its experts cost the same */
+            const Matrix &m = ring.thread < 2 ? layers->up : layers->down;
+            active().piece[ring.thread] = w.top_k * groups_of(m) * (block + ring.thread % 2) / blocks;
+        }
         Barrier::show_init();
-#pragma unroll 1
-        for (int i = ring.thread * 4; i < k.square - k.zero; i += THREADS * 4) *at<int>(k.zero + i) = 0;
         __syncthreads();
     }
     __device__ void note_time(int at) {
@@ -482,49 +554,37 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         if (phase % PHASES != PHASE_ATTENTION) ring.resume(); /* which is about to begin: only who has no part in it resumes */
     }
 
-    /* RMSNorm of x's rows row_of(0) .. for the activations of a block, in two parts so that nobody waits for the sum of squares: x *
-     * weight goes to k.x; what is multiplied by it has to be multiplied by scale[row] = 1 / sqrt(mean + eps), which is there after the
-     * next barrier. The weights come in before wait(). A row is cut into as many parts as
-     * there are warps, so that its sum does not depend on how many rows there are. */
-    template <Type T, class Row, class Wait> __device__ void stage_normed(int stride, const float *weight, int rows, Row row_of, Wait wait) {
+    __device__ void set_scale(int row, float square) { /* a warp calls it */
+        if (ring.thread % 32 == 0) at<float>(k.scale)[row] = rsqrtf(square / w.dim + w.eps);
+    }
+    /* The activations of a token alone behind a norm: they go to k.x, and if SCALED the factor that they lack to k.scale, to be there behind a barrier.
+     * The norm's weights come in before wait(). */
+    template <Type T, bool SCALED, class Wait> __device__ auto stage_normed(const Matrix &m, const float *weight, const int *which, Wait wait) {
+        typedef typename Codec<T>::Activation Activation;
         constexpr int STEP = 2; /* loads on the way at once */
-        int pitch = pitch_of<T>(stride), warp = ring.thread / 32, lane = ring.thread % 32;
-        float *square = at<float>(k.square), *scale = at<float>(k.scale); /* square (rows, WARPS) */
-        auto *out = at<typename Codec<T>::Activation>(k.x);
-#pragma unroll 1
-        for (int base = ring.thread * 4, turn = 0; turn * STEP * CONSUMERS * 4 < stride; base += STEP * CONSUMERS * 4, turn++) {
-            float4 times[STEP] = {};
+        static_assert(STEP * CONSUMERS * 4 >= 2880, "gpt-oss's shapes");
+        Rows<Activation> to = {at<Activation>(k.x), pitch_of<T>(m.stride), 1};
+        float4 times[STEP] = {}, value[STEP] = {};
+        float sum = 0;
 #pragma unroll
-            for (int i = 0; i < STEP; i++)
-                if (base + i * CONSUMERS * 4 < w.dim) times[i] = *(const float4 *)(weight + base + i * CONSUMERS * 4);
-            if (turn == 0) wait();
-#pragma unroll 4
-            for (int r = 0; r < rows; r++) {
-                size_t from = (size_t)row_of(r) * w.dim;
-                float4 value[STEP] = {};
-                float sum = 0;
+        for (int i = 0, c = ring.thread * 4; i < STEP; i++, c += CONSUMERS * 4)
+            if (c < w.dim) times[i] = *(const float4 *)(weight + c);
+        wait();
+        const float *x = w.x + (which ? (size_t)which[0] * w.dim : 0);
 #pragma unroll
-                for (int i = 0; i < STEP; i++)
-                    if (base + i * CONSUMERS * 4 < w.dim) value[i] = __ldcg((const float4 *)(w.x + from + base + i * CONSUMERS * 4));
+        for (int i = 0, c = ring.thread * 4; i < STEP; i++, c += CONSUMERS * 4)
+            if (c < w.dim) value[i] = __ldcg((const float4 *)(x + c));
 #pragma unroll
-                for (int i = 0; i < STEP; i++) {
-                    constexpr float L = Codec<T>::LIFT;
-                    float4 v = value[i], t = times[i];
-                    sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-                    if (base + i * CONSUMERS * 4 < stride)
-                        Codec<T>::store_four(out + r * pitch, base + i * CONSUMERS * 4, v.x * t.x * L, v.y * t.y * L, v.z * t.z * L, v.w * t.w * L);
-                }
-                sum = warp_sum(sum);
-                if (lane == 0) square[r * WARPS + warp] = (turn ? square[r * WARPS + warp] : 0) + sum;
-            }
+        for (int i = 0, c = ring.thread * 4; i < STEP; i++, c += CONSUMERS * 4) {
+            float4 v = value[i], t = times[i];
+            sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+            if (c < w.dim) Codec<T>::store_four((Activation *)to.x + Codec<T>::place(c), v.x * t.x, v.y * t.y, v.z * t.z, v.w * t.w);
         }
+        if (SCALED) sum = warp_sum(sum);
+        if (SCALED && ring.thread % 32 == 0) at<float>(k.square)[ring.thread / 32] = sum;
         sync_consumers();
-        if (ring.thread < rows) {
-            float sum = 0;
-#pragma unroll
-            for (int i = 0; i < WARPS; i++) sum += square[ring.thread * WARPS + i];
-            scale[ring.thread] = rsqrtf(sum / w.dim + w.eps);
-        }
+        if (SCALED && ring.thread < 32) set_scale(0, warp_sum(ring.thread < WARPS ? at<float>(k.square)[ring.thread] : 0));
+        return to;
     }
 
     /* What the warps found for one token in a row of a unit: sums (WARPS, stride). */
@@ -534,32 +594,10 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         for (int i = 0; i < WARPS; i++) sum += sums[i * stride];
         return sum;
     }
-    /* The activations in k.x, a row a token. */
-    template <Type T> __device__ Rows<typename Codec<T>::Activation> rows_of_tokens(const Matrix &m, int tokens) const {
-        typedef typename Codec<T>::Activation Activation;
-        return {at<Activation>(k.x), at<Activation>(k.zero), pitch_of<T>(m.stride), tokens};
-    }
-
-    /* The next n units times x: what this warp found goes to sums, `step` apart. Where shapes are known it keeps the activations of a tile in registers. */
-    template <Type T, int TILES> __device__ void multiply(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, int n, float *sums, int step) {
-        constexpr bool keeps = known && T != F32 && TILES <= 1;
-        typename Codec<T>::Kept kept[MOST_KEPT];
-        if constexpr (keeps) ring.keep<T, TILES>(m, x, kept);
-#pragma unroll 1
-        for (; n; n--, sums += step) {
-            auto put = [&](int token, int row, float value) { sums[token * Codec<T>::ROWS + row] = value; };
-            if constexpr (keeps)
-                ring.multiply_kept<T, TILES>(m, kept, x.n, put);
-            else
-                ring.multiply<T, TILES>(m, x, put);
-        }
-    }
-    /* Units times x, pass by pass: a pass is as many as there is room for their sums, in what x leaves of k.x. If that is not enough for all, two halves of
-     * it take turns, so that who is done with one pass can begin the next. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of
-     * x, a, b) receives the results. */
-    template <Type T, class Group, class Pair>
+    /* Units times rows of activations. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of x, a, b) receives the results;
+     * where the rows are tokens' and NORMED, k.scale has 1 / sqrt(mean of squares + eps) for each then. */
+    template <Type T, bool NORMED = false, class Group, class Pair>
     __device__ void stream(const Matrix &m, int units, const Rows<typename Codec<T>::Activation> &x, Group group_of, Pair pair) {
-        constexpr int ROWS = Codec<T>::ROWS;
         if (producing) {
             ring.produce<T>(m, units * m.parts, [&](int item, int &part) {
                 part = item % m.parts;
@@ -567,31 +605,90 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             });
             return;
         }
-        int used = x.n * x.pitch * (int)sizeof(typename Codec<T>::Activation), room = (k.zero - k.x - used) / 4; /* room: floats */
-        int stride = x.n * ROWS, unit_sums = WARPS * stride;
-        if (units * unit_sums > room) room /= 2;
-        int pass = room / unit_sums;
+        if (alone || !keeps(T) || x.n == 1)
+            multiply<T, 0, NORMED>(m, units, x, pair);
+        else if constexpr (keeps(T)) {
+            static_assert(MOST_CHOICES <= 8, "experts come in two tiles");
+            if (x.n <= 4)
+                multiply<T, 1, NORMED>(m, units, x, pair);
+            else if (x.n <= 8)
+                multiply<T, 2, NORMED>(m, units, x, pair);
+            else if constexpr (T != MXFP4)
+                multiply<T, 4, NORMED>(m, units, x, pair);
+        }
+    }
+    /* Whether warps keep activations in registers: where shapes are known. Else all lie in shared memory. */
+    __device__ static constexpr bool keeps(Type type) { return known && type != F32; }
+    /* Pass by pass: a pass is as many units as there is room for their sums. If that is not enough for all, two halves of it
+     * take turns, so that who is done with one pass can begin the next. TILES: of activations that are kept. */
+    template <Type T, int TILES, bool NORMED, class Pair>
+    __device__ void multiply(const Matrix &m, int units, const Rows<typename Codec<T>::Activation> &rows, Pair pair) {
+        constexpr int ROWS = Codec<T>::ROWS;
+        auto x = rows;
+        int n = alone ? 1 : x.n, stride = n * ROWS, unit_sums = WARPS * stride;
+        Kept<T, TILES> kept;
+        if constexpr (keeps(T))
+            ring.keep<T, TILES>(m, x, kept);
+        else
+            x = bring<T>(m, x);
+        int room = units * unit_sums > k.room ? k.room / 2 : k.room, pass = room / unit_sums;
 #pragma unroll 1
         for (int done = 0, turn = 0; done < units; done += pass, turn ^= 1) {
-            float *sums = at<float>(k.x + used) + turn * room, *mine = sums + ring.thread / 32 * stride;
-            int n = min(pass, units - done);
-            if (alone || x.n == 1)
-                multiply<T, 0>(m, x, n, mine, unit_sums);
-            else if (x.n <= 4)
-                multiply<T, 1>(m, x, n, mine, unit_sums);
-            else if (x.n <= 8)
-                multiply<T, 2>(m, x, n, mine, unit_sums);
-            else
-                multiply<T, 4>(m, x, n, mine, unit_sums);
+            float *sums = at<float>(k.sums) + turn * room, *mine = sums + ring.thread / 32 * stride;
+            int now = min(pass, units - done);
+#pragma unroll 1
+            for (int i = 0; i < now; i++, mine += unit_sums) {
+                auto put = [&](int token, int row, float value) { mine[token * ROWS + row] = value; };
+                if constexpr (keeps(T))
+                    ring.multiply_kept<T, TILES>(m, kept, n, put);
+                else if (n == 1)
+                    ring.multiply<T, 0>(m, x, put);
+                else if (n <= 4)
+                    ring.multiply<T, 1>(m, x, put);
+                else if (n <= 8)
+                    ring.multiply<T, 2>(m, x, put);
+                else
+                    ring.multiply<T, 4>(m, x, put);
+            }
             copies_done<0>(); /* of biases */
+#pragma unroll 1
+            for (int i = ring.thread / 32; i < n && NORMED && !alone && done == 0; i += WARPS) set_scale(i, find_square(input_square_of(w, i, w.layer)));
             sync_consumers();
 #pragma unroll 1
-            for (int i = ring.thread; i < n * (ROWS / 2) * x.n; i += CONSUMERS) {
-                int p = i % (ROWS / 2), row = i / (ROWS / 2) % x.n, unit = i / (ROWS / 2) / x.n;
+            for (int i = ring.thread; i < now * (ROWS / 2) * n; i += CONSUMERS) {
+                int p = i % (ROWS / 2), row = i / (ROWS / 2) % n, unit = i / (ROWS / 2) / n;
                 const float *found = sums + unit * unit_sums + row * ROWS + 2 * p;
                 pair(done + unit, p, row, total(found, stride), total(found + 1, stride));
             }
         }
+    }
+    /* Brings rows of activations to shared memory: they are the same there. */
+    template <Type T> __device__ auto bring(const Matrix &m, const Rows<typename Codec<T>::Activation> &x) {
+        typedef typename Codec<T>::Activation Activation;
+        constexpr int EACH = 16 / sizeof(Activation);
+        Rows<Activation> to = {at<Activation>(k.x), pitch_of<T>(m.stride), x.n};
+#pragma unroll 1
+        for (int i = ring.thread; i < x.n * (m.stride / EACH); i += CONSUMERS) {
+            int row = i / (m.stride / EACH), column = i % (m.stride / EACH) * EACH;
+            copy_16(at<Activation>(k.x) + row * to.pitch + column, x.row(row) + column);
+        }
+        copies_end();
+        copies_done<0>();
+        sync_consumers();
+        return to;
+    }
+    /* The activations of tokens `which` (NULL: all) behind the norm that a layer, or the head, begins with; of several a block publishes a token's square.
+     * Of a step of many tokens (0) norm_for_head() has done all that. */
+    template <Type T> __device__ auto normed_rows(const Matrix &m, const void *normed, const float *weight, int n, const int *which = NULL) {
+        typedef typename Codec<T>::Activation Activation;
+        const bool there = !tokens;
+        Rows<Activation> rows = {(const Activation *)normed, m.stride, n, there ? NULL : which};
+        if (producing) return rows;
+        if constexpr (alone && T != F32) return stage_normed<T, true>(m, weight, which, [&] { await(); });
+        await();
+#pragma unroll 1
+        for (int i = block; i < n && !there; i += blocks) publish_square(w.x + (size_t)(which ? which[i] : i) * w.dim, w.dim, input_square_of(w, i, w.layer));
+        return rows;
     }
 
     /* q, k, v = W RMSNorm(x) + bias; RoPE; k and v to the cache. */
@@ -600,18 +697,18 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.qkv, (w.n_heads + 2 * w.n_kv_heads) * w.head_dim, w.dim);
         int units = units_of_block(groups_of<T>(m.rows)), half = w.head_dim / 2;
-        float *scale = at<float>(k.scale), *bias = at<float>(k.bias);
+        float *bias = at<float>(k.bias);
         if (!producing) {
 #pragma unroll 1
             for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
             ring.expect(units * m.parts);
-            stage_normed<T>(m.stride, l.attn_norm, tokens, [](int t) { return t; }, [&] { await(); });
         }
-        stream<T>(
-            m, units, rows_of_tokens<T>(m, tokens), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
+        stream<T, true>(
+            m, units, normed_rows<T>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
                 int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
-                store_qkv<Activation>(w, t, at<int>(k.position)[t], at<int>(k.page)[t], r, a * scale[t] + bias[i], b * scale[t] + bias[i + 1],
+                float scale = at<float>(k.scale)[t];
+                store_qkv<Activation>(w, t, at<int>(k.position)[t], at<int>(k.page)[t], r, a * scale + bias[i], b * scale + bias[i + 1],
                                       at<float2>(k.turn)[t * half + r / 2 % half]);
             });
     }
@@ -736,10 +833,10 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         renew();
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.o, w.dim, w.n_heads * w.head_dim);
-        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, pitch = pitch_of<T>(m.stride), lane = ring.thread % 32,
-            warp = ring.thread / 32;
-        int experts = l.router.rows ? w.n_experts : 0, each = 16 / sizeof(Activation), pieces = m.stride / each;
-        float *own = at<float>(k.own), *bias = at<float>(k.bias), *columns = at<float>(k.columns);
+        const Next next = {w.normed_for[FOR_UP], known ? MXFP4 : l.up.type, known ? w.dim : l.up.stride, NULL};
+        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, lane = ring.thread % 32, warp = ring.thread / 32;
+        int experts = l.router.rows ? w.n_experts : 0;
+        float *own = at<float>(k.own), *bias = at<float>(k.bias), *columns = at<float>(k.columns), *norm = at<float>(k.norm);
         if (!producing) {
 #pragma unroll 1
             for (int i = ring.thread; i < rows * experts; i += CONSUMERS) {
@@ -757,42 +854,40 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             for (int i = ring.thread; i < rows; i += CONSUMERS) {
                 bool has = m.bias && row_of_block<T>(i) < w.dim;
                 copy_4(bias + i, has ? m.bias + row_of_block<T>(i) : w.x, has);
+                if (!alone) copy_4(norm + i, l.ffn_norm + min(row_of_block<T>(i), w.dim - 1), true);
             }
             copies_end();
             ring.expect(units * m.parts);
             await();
         }
-        if (!producing && !alone) {
-            for (int t = 0; t < tokens; t++)
-#pragma unroll 1
-                for (int i = ring.thread; i < pieces; i += CONSUMERS)
-                    copy_16(at<Activation>(k.x) + t * pitch + i * each, (const Activation *)w.attn + (size_t)t * w.attn_pitch + i * each);
-            copies_end();
-            copies_done<0>();
-            sync_consumers();
-        }
-        auto x = rows_of_tokens<T>(m, tokens);
-        if (alone) x.x = (const Activation *)w.attn;
         stream<T>(
-            m, units, x, [&](int i) { return group_at<T>(m, unit_of_block(i)); },
+            m, units, Rows<Activation>{(const Activation *)w.attn, m.stride, tokens}, [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
-                for (int i = 0; i < 2; i++) {
-                    int at = unit * Codec<T>::ROWS + 2 * p + i, r = row_of_block<T>(at);
-                    if (r < w.dim) w.x[(size_t)t * w.dim + r] = own[at * tokens + t] += bias[at] + (i ? b : a);
+                int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
+                if (r >= w.dim) return;
+                for (int j = 0; j < 2; j++) {
+                    float x = own[(i + j) * tokens + t] += bias[i + j] + (j ? b : a);
+                    w.x[(size_t)t * w.dim + r + j] = x;
+                    if (!alone) store_normed(next, t, r + j, x * norm[i + j]);
                 }
             });
         if (producing) return;
         sync_consumers();
+        constexpr int LANES = alone ? 8 : 1, EACH = 8 / LANES; /* for a token and an expert; parts of its sum for a lane, of eight */
 #pragma unroll 1
-        for (int i = ring.thread / 8; i < tokens * experts; i += CONSUMERS / 8) { /* eight lanes for a token and an expert */
+        for (int i = ring.thread / LANES; i < tokens * experts; i += CONSUMERS / LANES) {
             int t = i / experts, e = i % experts;
-            float sum = 0;
+            float part[EACH] = {};
 #pragma unroll 1
-            for (int r = ring.thread % 8; r < rows; r += 8) sum += own[r * tokens + t] * columns[r * experts + e];
-            for (int o = 4; o; o >>= 1) sum += __shfl_xor_sync(255u << (lane & 24), sum, o);
+            for (int r = ring.thread % LANES; r < rows; r += 8)
+#pragma unroll
+                for (int j = 0; j < EACH; j++) part[j] += own[(r + j) * tokens + t] * columns[(r + j) * experts + e];
+#pragma unroll
+            for (int o = 4; o; o >>= 1)
+                for (int j = 0; j < (alone ? 1 : o); j++) part[j] += alone ? __shfl_xor_sync(255u << (lane & 24), part[j], o) : part[j + o];
             const float most = 1ull << (COUNTED - 10);
-            long long steps = __float2ll_rn(fminf(fmaxf(sum * (1 / ROUTER_STEP), -most), most)); /* (a NaN is in x too) */
-            if (ring.thread % 8 == 0) atomicAdd(&w.router_sum[((size_t)t * w.n_layers + w.layer) * experts + e], (1ull << COUNTED) + steps);
+            long long steps = __float2ll_rn(fminf(fmaxf(part[0] * (1 / ROUTER_STEP), -most), most)); /* (a NaN is in x too) */
+            if (ring.thread % LANES == 0) atomicAdd(&w.router_sum[((size_t)t * w.n_layers + w.layer) * experts + e], (1ull << COUNTED) + steps);
         }
 #pragma unroll 1
         for (int t = WARPS - 1 - warp; t < tokens; t += WARPS) { /* the last warps have had the fewest experts */
@@ -805,14 +900,16 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     }
 
     __device__ Active active() const {
-        return {at<int>(k.active), at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order)};
+        return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_cost), at<int>(k.active_piece)};
     }
 
     /* What each token chose, its logits in `weights`, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
      * All threads call it; the producer has `active` when it returns. The last warps route: others have more to do, and of one
      * token the producer knows all without waiting for anybody. */
-    __device__ void choose(bool has_router, const float *bias, const Active &active) {
+    __device__ void choose(const Block &l, const Active &active) {
         if (!producing && tokens == 1) return;
+        const float *bias = l.router.bias;
+        bool has_router = l.router.rows;
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
         int *experts = at<int>(k.experts), lane = ring.thread % 32;
 #pragma unroll 1
@@ -824,23 +921,24 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
 #pragma unroll 1
             for (int e = lane; e < w.n_experts; e += 32) mine[w.n_experts + e] = bias ? bias[e] : 0;
 #pragma unroll 1
-            for (int turn = 0; has_router && (turn * 32 < w.n_experts || turn * STEP * 32 < blocks); turn++) {
+            for (int turn = 0; (has_router && turn * 32 < w.n_experts) || turn * STEP * 32 < blocks; turn++) {
                 int e = turn * 32 + lane, b = turn * STEP * 32 + lane;
                 unsigned long long sum, part[STEP];
                 bool there;
                 do {
-                    sum = e < w.n_experts ? look(sums + e) : (unsigned long long)blocks << COUNTED;
+                    sum = has_router && e < w.n_experts ? look(sums + e) : (unsigned long long)blocks << COUNTED;
 #pragma unroll
                     for (int i = 0; i < STEP; i++) part[i] = b + i * 32 < blocks ? look(squares + b + i * 32) : THERE;
                     there = counted(sum) == blocks;
 #pragma unroll
                     for (int i = 0; i < STEP; i++) there &= part[i] >> 32 != 0;
                 } while (!there);
-                if (e < w.n_experts) mine[e] = (float)collected(sum) * ROUTER_STEP;
+                if (has_router && e < w.n_experts) mine[e] = (float)collected(sum) * ROUTER_STEP;
 #pragma unroll
                 for (int i = 0; i < STEP; i++) square += __uint_as_float((uint32_t)part[i]);
             }
             float factor = rsqrtf(warp_sum(square) / w.dim + w.eps);
+            if (lane == 0) at<float>(k.factor)[t] = factor;
 #pragma unroll 1
             for (int e = lane; e < w.n_experts && has_router; e += 32) mine[e] = mine[e] * factor + mine[w.n_experts + e];
             if (has_router)
@@ -851,7 +949,6 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         __syncwarp();
         if (tokens == 1) { /* its experts differ, and may come in any order */
             if (lane < w.top_k) active.expert[lane] = experts[lane], active.begin[lane] = active.order[lane] = lane;
-            if (lane == 0) *active.n = active.begin[w.top_k] = w.top_k;
             __syncwarp();
             return;
         }
@@ -876,37 +973,48 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             if (begins) active.expert[place] = expert, active.begin[place] = i;
             before += __popc(begin);
         }
-        if (lane == 0) *active.n = before, active.begin[before] = choices;
+        if (lane == 0) active.begin[before] = choices, active.cost[0] = 0;
+        __syncwarp();
+#pragma unroll 1
+        for (int base = 0, sum = 0; base < before; base += 32) {
+            int i = base + lane, cost = i < before ? cost_of(active.begin[i + 1] - active.begin[i]) : 0, all = sum_to(cost, lane);
+            if (i < before) active.cost[i + 1] = sum + all;
+            sum += __shfl_sync(~0u, all, 31);
+        }
+        __syncwarp();
+        if (lane < 4) {
+            int groups = known ? groups_of<MXFP4>(lane < 2 ? 2 * w.ffn_dim : w.dim) : groups_of(lane < 2 ? l.up : l.down);
+            active.piece[lane] = piece_begin(active, before, groups, block + lane % 2);
+        }
         __syncwarp();
     }
-    /* The beginning of phase up, or of phase down if that is launched alone: router, top-k; of one token alone the norm too, meanwhile. */
-    template <Type T> __device__ void route_tokens(const Block &l) {
+    /* The chosen experts' units lie expert by expert, and each block has one piece of them, so that it meets few experts: with which unit it begins. All
+     * pieces cost the same. */
+    __device__ int piece_begin(const Active &active, int n, int groups, int number) const {
+        int from = groups * active.cost[n] * number / blocks, i = 0;
+        while (i + 1 < n && active.cost[i + 1] * groups <= from) i++;
+        return i * groups + (from - active.cost[i] * groups) / (active.cost[i + 1] - active.cost[i]);
+    }
+    /* The beginning of phase up, or of phase down if that is launched alone: router, top-k. */
+    __device__ void route_tokens(const Block &l) {
         renew();
         if (producing) {
             gate(FREE).wait((w.layer - first / PHASES) % 2 ^ 1); /* at once in the first layer */
             wait_previous();                                     /* it does not call await() */
+        } else if (alone && phase % PHASES == PHASE_UP) {
+            stage_normed<MXFP4, false>(matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim), l.ffn_norm, NULL, [&] { await(); });
+        } else {
+            await();
         }
-        auto wait = [&] {
-            if (!producing) await();
-            choose(l.router.rows, l.router.bias, active());
-        };
-        if (producing || !one || phase % PHASES == PHASE_DOWN)
-            wait();
-        else
-            stage_normed<T>(matrix<T>(l.up, 2 * w.ffn_dim, w.dim).stride, l.ffn_norm, 1, [](int t) { return t; }, wait);
+        choose(l, active());
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens && !producing; t += WARPS) weigh(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
     }
-    /* The chosen experts' units lie expert by expert, and each block has one piece of them, so that it meets few experts: which unit a block's begins with.
-     * The inverse divides all of 32 bits exactly. */
-    __device__ int first_chosen(int groups, int block) const {
-        return (int)__umul64hi((unsigned)(*active().n * groups * block), *at<unsigned long long>(k.inverse));
-    }
     /* Their biases, to be there behind a barrier. */
-    template <Type T> __device__ void ask_for_bias(const Matrix &m) {
+    template <Type T> __device__ void ask_for_bias(const Matrix &m, bool down) {
         Active active = this->active();
-        int groups = groups_of<T>(m.rows), begin = first_chosen(groups, block) * Codec<T>::ROWS, end = first_chosen(groups, block + 1) * Codec<T>::ROWS;
+        int groups = groups_of<T>(m.rows), begin = active.piece[down ? 2 : 0] * Codec<T>::ROWS, end = active.piece[down ? 3 : 1] * Codec<T>::ROWS;
 #pragma unroll 1
         for (int i = begin + ring.thread; i < end && !producing; i += CONSUMERS) {
             int row = i % (groups * Codec<T>::ROWS);
@@ -915,25 +1023,31 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         }
         copies_end();
     }
-    /* Multiplies a block's piece, expert by expert: stage(first, n) says where the activations of n choices from the first on, in Active's order, lie, and has
-     * brought them there; `staged`: all meet the one row that is in k.x. pair(row of the matrix, choice, its row of activations, bias, a, b) receives two
-     * neighbouring rows of a result, and the place of their biases. */
-    template <Type T, class Stage, class Pair> __device__ void multiply_chosen(const Matrix &m, bool staged, Stage stage, Pair pair) {
+    /* Multiplies a block's piece, expert by expert: rows_of(first, n) are the activations of n choices from the first on, in Active's order; in phase up of
+     * a token alone one row serves all. pair(row of the matrix, choice, bias, a, b) receives two neighbouring rows of a result, and the place of their
+     * biases. */
+    template <Type T, class Of, class Pair> __device__ void multiply_chosen(const Matrix &m, bool down, Of rows_of, Pair pair) {
         Active active = this->active();
-        int groups = groups_of<T>(m.rows), begin = first_chosen(groups, block), end = first_chosen(groups, block + 1);
-        if (!producing) ring.expect((end - begin) * m.parts);
+        const bool all = one && !down;
+        int groups = groups_of<T>(m.rows), begin = active.piece[down ? 2 : 0], end = active.piece[down ? 3 : 1];
 #pragma unroll 1
         for (int from = begin, to; from < end; from = to) {
             const int *choices = active.begin + from / groups;
-            to = staged ? end : min(end, (from / groups + 1) * groups);
-            auto x = rows_of_tokens<T>(m, one ? 1 : choices[1] - choices[0]);
-            if (!producing && !staged) x.x = stage(choices[0], x.n);
-            auto group_of = [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; };
-            stream<T>(m, to - from, x, group_of, [&](int i, int p, int row, float a, float b) {
-                int unit = from + i, choice = active.order[active.begin[unit / groups] + row];
-                pair(unit % groups * Codec<T>::ROWS + 2 * p, choice, row, at<float>(k.bias) + (unit - begin) * Codec<T>::ROWS + 2 * p, a, b);
-            });
-            if (!producing && to < end) sync_consumers();
+            to = all ? end : min(end, (from / groups + 1) * groups);
+#pragma unroll 1
+            for (int first = choices[0], n;; first += n) {
+                n = one ? 1 : min(choices[1] - first, known ? MOST_CHOICES : FEW);
+                bool done = one || first + n == choices[1], last = done && to == end;
+                if (!producing && last) ring.expect((to - from) * m.parts);
+                stream<T>(
+                    m, to - from, rows_of(first, n), [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; },
+                    [&](int i, int p, int row, float a, float b) {
+                        int unit = from + i, choice = active.order[all ? active.begin[unit / groups] : first + row];
+                        pair(unit % groups * Codec<T>::ROWS + 2 * p, choice, at<float>(k.bias) + (unit - begin) * Codec<T>::ROWS + 2 * p, a, b);
+                    });
+                if (!producing && !last) sync_consumers();
+                if (done) break;
+            }
         }
     }
     /* The activations of the chosen experts (dense: of the one there is). */
@@ -941,17 +1055,17 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         renew();
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.up, 2 * w.ffn_dim, w.dim);
-        const float *scale = at<float>(k.scale);
-        ask_for_bias<T>(m);
-        auto stage = [&](int first, int n) {
-            const int *choice = active().order + first;
-            stage_normed<T>(m.stride, l.ffn_norm, n, [&](int r) { return choice[r] / w.top_k; }, [] {});
-            return (const Activation *)at<Activation>(k.x);
+        const float *factors = at<float>(k.factor);
+        ask_for_bias<T>(m, false);
+        auto rows_of = [&](int first, int n) {
+            if (alone) return Rows<Activation>{at<Activation>(k.x), m.stride, 1}; /* by route_tokens() */
+            return Rows<Activation>{(const Activation *)w.normed_for[FOR_UP], m.stride, n, active().order + first, w.top_k};
         };
-        multiply_chosen<T>(m, one, stage, [&](int r, int choice, int row, const float *bias, float gate, float up) {
-            if (r / 2 < w.ffn_dim)
-                ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(r / 2)] =
-                    (Activation)(swiglu(w, gate * scale[row] + bias[0], up * scale[row] + bias[1]) * w.act_lift);
+        multiply_chosen<T>(m, false, rows_of, [&](int r, int choice, const float *bias, float gate, float up) {
+            if (r / 2 >= w.ffn_dim) return;
+            float factor = factors[one ? 0 : choice / w.top_k];
+            ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(r / 2)] =
+                (Activation)(swiglu(w, gate * factor + bias[0], up * factor + bias[1]) * w.act_lift);
         });
         if (producing || block) return;
         sync_consumers();
@@ -960,48 +1074,30 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     }
 
     /* x += the weighted sum of the chosen experts' W act + bias. */
-    template <Type T> __device__ void down(const Block &l) {
+    template <Type T> __device__ void down(const Block &l, const Next &next) {
         renew();
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.down, w.dim, w.ffn_dim);
         const float *weights = at<float>(k.weights);
-        ask_for_bias<T>(m);
+        ask_for_bias<T>(m, true);
         if (!producing) await();
-        auto stage = [&](int first, int n) {
-            const int *choice = active().order + first;
-            const Activation *from = (const Activation *)w.act_out;
-            if constexpr (alone) {
-                return from + (size_t)choice[0] * w.act_pitch; /* from there to registers */
-            } else {
-                Activation *to = at<Activation>(k.x);
-                int pieces = m.stride * sizeof(Activation) / 16, pitch = pitch_of<T>(m.stride);
-#pragma unroll 1
-                for (int i = ring.thread; i < n * pieces; i += CONSUMERS) {
-                    int c = i / pieces, piece = i % pieces * (16 / sizeof(Activation));
-                    copy_16(to + c * pitch + piece, from + (size_t)choice[c] * w.act_pitch + piece);
-                }
-                copies_end();
-                copies_done<0>();
-                sync_consumers();
-                return to;
-            }
-        };
-        multiply_chosen<T>(m, false, stage, [&](int r, int choice, int, const float *bias, float a, float b) {
-            add_to_x(one ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]), weights[choice] * (b + bias[1]));
+        auto rows_of = [&](int first, int n) { return Rows<Activation>{(const Activation *)w.act_out, m.stride, n, active().order + first}; };
+        multiply_chosen<T>(m, true, rows_of, [&](int r, int choice, const float *bias, float a, float b) {
+            if (r < w.dim) add_to_x(one ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]), weights[choice] * (b + bias[1]), next);
         });
         if (!producing) gate(FREE).arrive();
     }
     /* Rows r and r + 1 of a token's x: += what an expert found. Experts' blocks come in any order, so what they bring is collected as integers, in steps of
-     * EXPERT_STEP, and counted; the last one adds the sum to x, which nobody has changed meanwhile. What is no number, or too large, makes the sum one that
-     * no other can reach. */
-    __device__ void add_to_x(int t, int r, float a, float b) {
-        float *x = w.x + (size_t)t * w.dim + r, value[2] = {a, b}, old[2];
+     * EXPERT_STEP, and counted; the last one adds the sum to x, which nobody has changed meanwhile, and hands it to `next`. What is no number, or too large,
+     * makes the sum one that no other can reach. */
+    __device__ void add_to_x(int t, int r, float a, float b, const Next &next) {
+        float *x = w.x + (size_t)t * w.dim + r, value[2] = {a, b}, old[2], times[2];
         unsigned long long *sum = w.expert_sum + (size_t)t * w.dim + r, found[2];
         const long long bad = (1ll << (COUNTED - 2)) / w.top_k;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            if (r + i >= w.dim) break;
             old[i] = __ldcg(x + i);
+            if (!alone) times[i] = next.norm[r + i];
             if (w.top_k == 1) continue;
             float steps = value[i] * (1 / EXPERT_STEP);
             unsigned long long mine = (1ull << COUNTED) + (fabsf(steps) < bad / (2 * w.top_k) ? __float2ll_rn(steps) : bad);
@@ -1009,7 +1105,6 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            if (r + i >= w.dim) break;
             if (w.top_k > 1) {
                 if (counted(found[i]) < w.top_k) continue;
                 long long all = collected(found[i]);
@@ -1017,40 +1112,25 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 sum[i] = 0;
             }
             x[i] = old[i] + value[i];
+            if (!alone) store_normed(next, t, r + i, (old[i] + value[i]) * times[i]);
         }
     }
     /* Logits of the rows that are wanted, (rows, vocab). */
     template <Type T> __device__ void head(const Matrix &head, const float *norm, int rows) {
         renew();
         const Matrix m = matrix<T>(head, w.vocab, w.dim);
-        typedef typename Codec<T>::Activation Activation;
         int units = units_of_block(groups_of<T>(m.rows));
-        float *scale = at<float>(k.scale);
-        if (!producing) {
-            ring.expect(units * m.parts);
-            stage_normed<T>(m.stride, norm, rows, [&](int i) { return s.row[i]; }, [&] { await(); });
-        }
-        stream<T>(
-            m, units, rows_of_tokens<T>(m, rows), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
+        if (!producing) ring.expect(units * m.parts);
+        stream<T, true>(
+            m, units, normed_rows<T>(m, w.normed_for[FOR_HEAD], norm, rows, s.row), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int row, float a, float b) {
                 int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;
-                float *logit = w.logits + (size_t)row * w.vocab + id;
-                if (id < w.vocab) logit[0] = a * scale[row];
-                if (id + 1 < w.vocab) logit[1] = b * scale[row];
+                float *logit = w.logits + (size_t)row * w.vocab + id, scale = at<float>(k.scale)[row];
+                if (id < w.vocab) logit[0] = a * scale;
+                if (id + 1 < w.vocab) logit[1] = b * scale;
             });
     }
 };
-
-/* Whether a model has gpt-oss's shapes (20b and 120b), and a Work that the compiler knows has them. */
-inline bool has_gpt_oss_shapes(const Work &w) {
-    return w.dim == 2880 && w.ffn_dim == 2880 && w.vocab == 201088 && w.n_heads == 64 && w.n_kv_heads == 8 && w.head_dim == 64 && w.top_k == 4;
-}
-__device__ inline Work with_gpt_oss_shapes(Work w) {
-    w.dim = w.ffn_dim = w.act_pitch = 2880, w.vocab = 201088;
-    w.n_heads = 64, w.n_kv_heads = 8, w.head_dim = 64, w.attn_pitch = 4096;
-    w.top_k = 4;
-    return w;
-}
 
 /* The one table from types of weights, and sizes of heads, to instances. GPT_OSS: the instance for its types and shapes alone, because what
  * a phase does besides streaming is arithmetic with them, and instructions have to be fetched too; ONE: and for one token alone. */
@@ -1062,13 +1142,15 @@ __global__ void __launch_bounds__(THREADS, 1)
     auto run = [&](auto f) {
         f.begin();
         bool half = GPT_OSS || layers->qkv.type == BF16, tiled = half && w.n_heads / w.n_kv_heads <= 8;
-        auto with_type = [&](Type type, auto call) { GPT_OSS || type == MXFP4 ? call(Codec<MXFP4>()) : type == BF16 ? call(Codec<BF16>()) : call(Codec<F32>()); };
+        auto with_type = [&](Type type, auto call) {
+            GPT_OSS || type == MXFP4 ? call(Codec<MXFP4>()) : type == BF16 ? call(Codec<BF16>()) : call(Codec<F32>());
+        };
         while (f.phase < last) {
             const Block &l = layers[f.phase / PHASES];
             f.w.layer = f.phase / PHASES;
             int phase = f.w.layer == w.n_layers ? PHASES : f.phase % PHASES;
             if (phase == PHASE_UP || (phase == PHASE_DOWN && f.phase == first))
-                with_type(l.up.type, [&](auto codec) { f.template route_tokens<codec.TYPE>(l); });
+                f.route_tokens(l);
             switch (phase) {
             case PHASE_QKV: half ? f.template qkv<BF16>(l) : f.template qkv<F32>(l); break;
             case PHASE_ATTENTION:
@@ -1081,7 +1163,14 @@ __global__ void __launch_bounds__(THREADS, 1)
                 break;
             case PHASE_OUTPUT: half ? f.template output<BF16>(l) : f.template output<F32>(l); break;
             case PHASE_UP: with_type(l.up.type, [&](auto codec) { f.template up<codec.TYPE>(l); }); break;
-            case PHASE_DOWN: with_type(l.down.type, [&](auto codec) { f.template down<codec.TYPE>(l); }); break;
+            case PHASE_DOWN: {
+                const Block *after = layers + f.w.layer + 1;
+                Next next = f.w.layer + 1 < w.n_layers ? next_of(w.normed_for[FOR_QKV], after->qkv, after->attn_norm)
+                                                       : next_of(w.normed_for[FOR_HEAD], head, norm);
+                if (GPT_OSS) next.type = BF16, next.stride = w.dim;
+                with_type(l.down.type, [&](auto codec) { f.template down<codec.TYPE>(l, next); });
+                break;
+            }
             default: GPT_OSS || head.type == BF16 ? f.template head<BF16>(head, norm, rows) : f.template head<F32>(head, norm, rows);
             }
             f.end_phase();
@@ -1089,7 +1178,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     };
     if (ONE) tokens = rows = 1;
     Few<false, GPT_OSS, ONE> consumer(w, s, k, memory, tokens, first, last);
-    consumer.prepare();
+    consumer.prepare(layers);
     if (threadIdx.x < CONSUMERS)
         run(consumer);
     else

@@ -120,13 +120,14 @@ Step step_at(uint8_t *base, int tokens, size_t *bytes) {
 /* Whether the kernels of tensor cores do this attention; else attend_plain. */
 bool tiled(const Work &w) { return w.n_heads / w.n_kv_heads <= 8 && (w.head_dim == 64 || w.head_dim == 128); }
 
+/* Whether a step is one that norms for itself: see few.cuh. */
+bool alone(const Cuda *c, int tokens, int rows) { return tokens <= 1 && rows <= 1 && has_gpt_oss_shapes(c->work, c->card); }
+
 /* Phases first to last - 1 of a step of few tokens: see few.cuh. */
 cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int first, int last) {
     const Layout &k = c->layout[std::max(tokens, rows)];
-    const Block &b = c->card.layer[0];
     Work w = c->work;
-    bool gpt_oss = b.qkv.type == BF16 && b.up.type == MXFP4 && c->card.head.type == BF16 && has_gpt_oss_shapes(c->work);
-    auto kernel = !gpt_oss ? few<false, false> : tokens <= 1 && rows <= 1 ? few<true, true> : few<true, false>;
+    auto kernel = alone(c, tokens, rows) ? few<true, true> : has_gpt_oss_shapes(w, c->card) ? few<true, false> : few<false, false>;
     return launch(c, kernel, c->sms, THREADS, k.bytes, w, s, c->layers, c->card.head, c->card.norm, k, tokens, rows, first, last);
 }
 
@@ -267,14 +268,14 @@ template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w,
 }
 
 /* Whether combine leaves the normed input of this layer's attention, in bf16. */
-bool normed_for(const Cuda *c, int layer) {
+bool combine_norms_for(const Cuda *c, int layer) {
     return layer > 0 && layer < c->work.n_layers && c->card.layer[layer - 1].router.rows && c->card.layer[layer].qkv.type == BF16;
 }
 
 /* Query, key and value, attention, and what it adds to x, for many tokens. */
 bool attend_many(Cuda *c, const Work &w, const Step &s, const Batch *batch, const Block &b, int tokens, int tiles, Error *e) {
     bool f32 = b.qkv.type == F32;
-    if (!normed_for(c, w.layer)) CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.attn_norm));
+    if (!combine_norms_for(c, w.layer)) CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.attn_norm));
     if (!multiply(c, b.qkv, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
     CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, dim3(tiles, (b.qkv.rows / 2 + 255) / 256), 256, 0, w, s, b));
     if (!tap_qkv(c, batch, w.layer, tokens, e)) return false;
@@ -311,7 +312,7 @@ bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error
         CUDA(launch(c, down_wgmma, c->sms, Shape::THREADS, shared, w, b, tokens));
     else
         CUDA(launch(c, down_many, dim3((w.dim + 127) / 128, tiles), 256, plain, w, b, tokens));
-    CUDA(launch(c, combine, tokens, 256, 0, w, normed_for(c, w.layer + 1) ? (const float *)c->card.layer[w.layer + 1].attn_norm : NULL));
+    CUDA(launch(c, combine, tokens, 256, 0, w, combine_norms_for(c, w.layer + 1) ? (const float *)c->card.layer[w.layer + 1].attn_norm : NULL));
     return true;
 }
 
@@ -319,7 +320,7 @@ bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error
 bool forward_many(Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
     Work w = c->work;
     w.act_lift = 1;
-    CUDA(launch(c, embed, tokens, 256, 0, w, s, s, 0, c->card.embed, c->sms));
+    CUDA(launch(c, embed, tokens, 256, 0, w, s, s, 0, c->card.embed, c->sms, Next{}));
     for (w.layer = 0; w.layer < w.n_layers; w.layer++) {
         const Block &b = c->card.layer[w.layer];
         if (!attend_many(c, w, s, batch, b, tokens, tiles, e) || !tap_floats(c, "attn_residual", w.layer, w.x, tokens, w.dim, e)) return false;
@@ -335,7 +336,9 @@ bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens
     int layers = w.n_layers * PHASES, all = layers + (rows > 0);
     size_t bytes;
     Step post = step_at(p->step, FEW, &bytes);
-    CUDA(launch(c, embed, tokens, 256, 0, w, s, post, (int)bytes, c->card.embed, c->sms));
+    const Block &b = c->card.layer[0];
+    Next next = alone(c, tokens, rows) ? Next{} : next_of(w.normed_for[FOR_QKV], b.qkv, b.attn_norm);
+    CUDA(launch(c, embed, tokens, 256, 0, w, s, post, (int)bytes, c->card.embed, c->sms, next));
     if (!c->limits.tap) {
         CUDA(launch_few(c, s, tokens, rows, 0, all));
         return true;
@@ -396,7 +399,11 @@ bool heads(Cuda *c, Step s, const Batch *b, int tokens, int rows, bool filtered,
     for (int i = 0; i < rows; i += c->most_few) {
         int n = std::min(c->most_few, rows - i);
         s.row = (int *)row + i;
-        if (tokens > c->most_few) CUDA(launch_few(c, s, 0, n, c->work.n_layers * PHASES, c->work.n_layers * PHASES + 1));
+        if (tokens > c->most_few) {
+            Next next = next_of(c->work.normed_for[FOR_HEAD], c->card.head, c->card.norm);
+            if (!alone(c, 0, n)) CUDA(launch(c, norm_for_head, n, CONSUMERS, 0, c->work, s, next));
+            CUDA(launch_few(c, s, 0, n, c->work.n_layers * PHASES, c->work.n_layers * PHASES + 1));
+        }
         if (!draw_rows(c, s, p, n, filtered, penalized, e)) return false;
         if (!keep) continue;
         CUDA(cudaMemcpyAsync(found.data() + (size_t)i * c->work.vocab, c->work.logits, (size_t)n * c->work.vocab * 4, cudaMemcpyDeviceToHost, c->stream));
@@ -489,8 +496,13 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(w.qkv, T * std::max(b.qkv.rows, b.router.rows ? 0 : b.up.rows), 4);
     take(w.down, b.router.rows ? choices * m.dim : 0, 4);
     take(w.normed, T * w.normed_pitch, element);
+    auto take_normed = [&](int which, const Matrix &next) { take(w.normed_for[which], (size_t)FEW * next.stride, next.type == F32 ? 4 : 2); };
+    take_normed(FOR_QKV, b.qkv);
+    take_normed(FOR_UP, b.up);
+    take_normed(FOR_HEAD, c->card.head);
     take(w.router_sum, (size_t)m.n_layers * FEW * m.n_experts, 8);
     take(w.square, (size_t)m.n_layers * FEW * c->sms, 8);
+    take(w.input_square, (size_t)FEW * (m.n_layers + 1) * 32, 8);
     take(w.barrier, 1, 8);
     take(w.ended, m.n_layers * PHASES + 2, 8);
     take(c->layers, m.n_layers, sizeof(Block));

@@ -58,6 +58,16 @@ __device__ inline uint4 fp4_to_bf16_scaled(uint32_t word, uint32_t scale) {
     return v;
 }
 
+/* 16 bytes, or zeros, without a branch: behind one, lanes with zeros would wait for the others' loads. */
+__device__ inline uint4 load_16(const void *from, bool real) {
+    uint4 x;
+    asm volatile("{\n.reg .pred real;\nsetp.ne.u32 real,%5,0;\nmov.b32 %0,0;\nmov.b32 %1,0;\nmov.b32 %2,0;\nmov.b32 %3,0;\n"
+                 "@real ld.v4.u32 {%0,%1,%2,%3},[%4];\n}"
+                 : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+                 : "l"(from), "r"((unsigned)real));
+    return x;
+}
+
 /* 16 bytes to shared memory. What was asked for before copies_end() is there after copies_done<n>() if at most n further
  * copies_end() followed. */
 __device__ inline void copy_16(void *to, const void *from) {
@@ -134,6 +144,14 @@ __device__ inline float warp_sum(float x) {
     return x;
 }
 
+__device__ inline int sum_to(int x, int lane) { /* of this lane and those before it */
+    for (int o = 1; o < 32; o *= 2) {
+        int add = __shfl_up_sync(~0u, x, o);
+        if (lane >= o) x += add;
+    }
+    return x;
+}
+
 /* The first `threads` of a block wait for each other. */
 __device__ inline void sync_threads(int threads) { asm volatile("bar.sync 1,%0;" ::"r"(threads) : "memory"); }
 
@@ -159,6 +177,8 @@ struct Step { /* device arrays, filled for each step; up to FEW tokens they have
     int *page;                   /* (seqs, header[0]) */
 };
 
+enum { FOR_QKV, FOR_UP, FOR_HEAD, MATRICES }; /* that follow a norm */
+
 struct Work { /* everything a kernel may need; passed by value */
     int dim, ffn_dim, vocab, n_layers, n_heads, n_kv_heads, head_dim, n_experts, top_k, layer;
     float eps, act_limit, rope_scale;
@@ -173,12 +193,15 @@ struct Work { /* everything a kernel may need; passed by value */
                                   and then normed, has its columns in the order of fp4_column (hopper.cuh) */
     int attn_pitch, act_pitch;
     float act_lift;            /* few: factor of act_out */
+    void *normed_for[MATRICES]; /* few: (FEW, stride) x times the weights of the norm before a matrix, but not yet times 1 / its root mean square, as it wants
+                                   it; 0 behind dim */
     float *qkv, *down;         /* many: (tokens, all rows), (tokens * top_k, dim) */
     void *normed;              /* many: (tokens, normed_pitch), 0 behind dim */
     int normed_pitch;
     unsigned long long *router_sum; /* few: (FEW, n_layers, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter; and how many
                                        blocks have added theirs */
     unsigned long long *square; /* few: (FEW, n_layers, blocks) sum of the squares of each block's rows of x, published */
+    unsigned long long *input_square; /* few: (FEW, n_layers + 1, 32) the same of what a layer begins with, or the head (by row), by the warps of one block */
     int *expert;               /* (tokens, top_k) */
     float *weight;             /* (tokens, top_k) */
     float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */
