@@ -60,7 +60,7 @@ struct Layout { /* where each array begins, in bytes; the ring is what the other
     int stages, stage_bytes;
     int ring, barriers, hold, gates, x, sums, square, scale, factor, bias, own, norm, columns, logit, weights, experts, turn, position, page, table;
     int active_expert, active_begin, active_order, active_cost, active_piece; /* see Active */
-    unsigned room; /* of sums, in floats; unsigned, so that half of it is no loop invariant that takes registers */
+    unsigned room; /* of sums, in floats */
     int begun, is_last; /* what the barrier began with; whether this split is a head's last */
     int bytes; /* of all */
 };
@@ -83,7 +83,8 @@ struct Active {
     static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
 
-/* What the units of an expert with so many choices cost, rounded up from what was measured of one, four and eight where warps keep activations. */
+/* What a unit of an expert with so many choices costs. The prices follow from how many instructions a unit takes where warps keep activations; others were no
+ * better (notebooks/speed.md). */
 __host__ __device__ constexpr int cost_of(int choices) {
     int rest = choices % MOST_CHOICES;
     return choices / MOST_CHOICES * 3 + (rest > 4 ? 3 : rest ? 2 : 0);
@@ -410,7 +411,9 @@ __device__ inline void store_normed(const Next &next, int t, int i, float x) {
 
 /* RMSNorm's sum of squares, in two parts so that few have to wait for it: a block publishes the parts that its warps found, in an order that does not depend
  * on anything else, and who needs it looks for them later. */
-__device__ inline unsigned long long *input_square_of(const Work &w, int t, int layer) { return w.input_square + ((size_t)t * (w.n_layers + 1) + layer) * 32; }
+__device__ inline unsigned long long *input_square_of(const Work &w, int t, int layer) {
+    return w.input_square + ((size_t)t * (w.n_layers + 1) + layer) * MOST_WARPS;
+}
 __device__ inline void publish_square(const float *x, int dim, unsigned long long *to) { /* CONSUMERS threads call it */
     float sum = 0;
 #pragma unroll 2
@@ -446,7 +449,7 @@ __global__ void embed(Work w, Step s, Step post, int bytes, Matrix table, int bl
     for (int i = threadIdx.x; i < bytes / 16 && t == 0; i += blockDim.x) ((uint4 *)s.how)[i] = __ldcv((const uint4 *)post.how + i);
     for (int i = threadIdx.x; i < w.n_layers * w.n_experts && bytes; i += blockDim.x) w.router_sum[(size_t)t * w.n_layers * w.n_experts + i] = 0;
     for (int i = threadIdx.x; i < w.n_layers * blocks && bytes; i += blockDim.x) w.square[(size_t)t * w.n_layers * blocks + i] = 0;
-    for (int i = threadIdx.x; i < (w.n_layers + 1) * 32 && next.to; i += blockDim.x) input_square_of(w, t, 0)[i] = 0;
+    for (int i = threadIdx.x; i < (w.n_layers + 1) * MOST_WARPS && next.to; i += blockDim.x) input_square_of(w, t, 0)[i] = 0;
     __syncthreads();
     int token = id < 0 ? max(w.drawn[slot], 0) : id; /* after a NaN the step is void */
     if (threadIdx.x == 0) w.page_token[(size_t)s.page[(size_t)seq * width + p / PAGE] * PAGE + p % PAGE] = token;
@@ -828,7 +831,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     }
 
     /* x += W attn + bias; and, since the router's logits are linear in x but for the norm's common factor, each block adds what
-     * its rows of x contribute to them, and writes down the sum of their squares. */
+     * its rows of x contribute to them, and writes down the sum of their squares. Of several tokens it leaves x for phase up. */
     template <Type T> __device__ void output(const Block &l) {
         renew();
         typedef typename Codec<T>::Activation Activation;
@@ -1073,7 +1076,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         for (int i = ring.thread; i < tokens * w.top_k; i += CONSUMERS) w.expert[i] = at<int>(k.experts)[i], w.weight[i] = at<float>(k.weights)[i];
     }
 
-    /* x += the weighted sum of the chosen experts' W act + bias. */
+    /* x += the weighted sum of the chosen experts' W act + bias; of several tokens `next` receives x. */
     template <Type T> __device__ void down(const Block &l, const Next &next) {
         renew();
         typedef typename Codec<T>::Activation Activation;

@@ -2,9 +2,9 @@
  * names in plain C.
  *
  * A step has one of two forms. Up to FEW tokens (generation, short ends of prompts) are one kernel, few.cuh, that reads every
- * weight once, in order: its time is the time to read them; codec.cuh says how. More tokens (prompts) are arithmetic: the
- * kernels of many.cuh, of hopper.cuh and cuBLAS multiply tiles on tensor cores. draw.cuh makes tokens of logits, upload.cu
- * brings the weights to the card, work.cuh holds what all kernels share.
+ * weight once (but see MOST_CHOICES), in order: its time is the time to read them; codec.cuh says how. More tokens
+ * (prompts) are arithmetic: the kernels of many.cuh, of hopper.cuh and cuBLAS multiply tiles on tensor cores. draw.cuh
+ * makes tokens of logits, upload.cu brings the weights to the card, work.cuh holds what all kernels share.
  *
  * On the card: the residual stream is fp32, products take bf16 and accumulate fp32 (fp32 throughout for F32 weights), the
  * cache is bf16. Weights keep their encoding and are re-laid once, while they are loaded: rows of query and key alternate
@@ -502,7 +502,7 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take_normed(FOR_HEAD, c->card.head);
     take(w.router_sum, (size_t)m.n_layers * FEW * m.n_experts, 8);
     take(w.square, (size_t)m.n_layers * FEW * c->sms, 8);
-    take(w.input_square, (size_t)FEW * (m.n_layers + 1) * 32, 8);
+    take(w.input_square, (size_t)FEW * (m.n_layers + 1) * MOST_WARPS, 8);
     take(w.barrier, 1, 8);
     take(w.ended, m.n_layers * PHASES + 2, 8);
     take(c->layers, m.n_layers, sizeof(Block));

@@ -7,6 +7,7 @@
 
 constexpr int FEW = 16;    /* tokens of a step up to which weights are streamed */
 constexpr int SPLITS = 16; /* blocks that share one key/value head's context */
+constexpr int MOST_WARPS = 32; /* of a block */
 /* Of sums that are integers, so that order does not matter. What an expert adds must be below 2^29 / top_k^2 (2^25 of four). */
 constexpr float ROUTER_STEP = 0x1p-28f, EXPERT_STEP = 0x1p-24f;
 constexpr int COUNTED = 56; /* bit of such a sum from which on it says how many have added to it, ... */
@@ -201,7 +202,8 @@ struct Work { /* everything a kernel may need; passed by value */
     unsigned long long *router_sum; /* few: (FEW, n_layers, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter; and how many
                                        blocks have added theirs */
     unsigned long long *square; /* few: (FEW, n_layers, blocks) sum of the squares of each block's rows of x, published */
-    unsigned long long *input_square; /* few: (FEW, n_layers + 1, 32) the same of what a layer begins with, or the head (by row), by the warps of one block */
+    unsigned long long *input_square; /* few: (FEW, n_layers + 1, MOST_WARPS) the same of what a layer begins with, or the head (by row), by the warps of
+                                         one block */
     int *expert;               /* (tokens, top_k) */
     float *weight;             /* (tokens, top_k) */
     float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */

@@ -190,7 +190,7 @@ static void instances_of_20b_agree(void) {
     float *one = allocate(N * row), *other = allocate(N * row);
     open_made_up(&g, &c, GPT_OSS_20B, LAYERS, VOCAB, END);
     fill_random(ids, END, VOCAB, &random);
-    for (int i = END - 15; i < END; i++) ids[i] = ids[END - 16]; /* they choose alike: more than are multiplied at once */
+    for (int i = END - 15; i < END; i++) ids[i] = ids[END - 16]; /* to choose alike: more than are multiplied at once */
     check(!cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "no GPU");
     must(sequence_run(&g, &s, ids, BEGIN, WANT_NOTHING, &greedy, &r, &e), &e);
     run_chunks(&g, &s, ids, BEGIN, END, 1, VOCAB, one);
