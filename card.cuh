@@ -72,18 +72,29 @@ bool cuda_failed(Error *e, cudaError_t error, const char *what);
         if (error_ != cudaSuccess) return cuda_failed(e, error_, #call);                                               \
     } while (0)
 
-/* A word of 8 e2m1 values in the order of their columns, in bits that make bf16 of them (times 2^-126) by shifts and masks: sign to
- * bit 15, magnitude to 8-6, of even columns in the lower half, of odd ones in the upper. Nothing with fewer operations was found. */
-__device__ inline uint4 fp4_to_bf16(uint32_t w) {
-    const uint32_t all = 0x81C081C0;
-    return make_uint4(w & all, __funnelshift_r(w, w, 4) & all, w << 6 & all, (w << 2 & 0x80C080C0) | (w >> 6 & 0x01000100));
+/* Sixteen e2m1 values in the order of their columns, packed in two words so that few operations make bf16 of them (times 2^-126): a mask takes two
+ * values, sign at bit 15 and magnitude at 8-6 of either half, even columns in the lower one. Three masks fit into a word, before and after it is turned by 6 and
+ * shifted by 4; what is left of both words makes a third with two more. Nothing with fewer operations that the arithmetic unit has to do was found. */
+constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603; /* bits of two values; what the first word has of the third */
+struct Sixteen { uint4 low, high; };
+__device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
+    const uint32_t m = FP4_MASK, rest = (a & FP4_REST) | (b << 2 & ~FP4_REST);
+    return {make_uint4(a & m, __funnelshift_r(a, a, 6) & m, a << 4 & m, __funnelshift_r(rest, rest, 4) & m),
+            make_uint4(b & m, __funnelshift_r(b, b, 6) & m, b << 4 & m, rest << 6 & m)};
 }
 
-/* The bits of the i-th value of an even column: the inverse. Of odd columns they lie 16 bits higher, round the word. */
-__device__ inline uint32_t fp4_place(uint32_t nibble, int i) {
-    uint32_t sign = nibble >> 3, m = nibble & 7, whole = sign << 15 | m << 6;
-    if (i == 3) return sign << 13 | (m >> 2) << 14 | (m & 3) << 4;
-    return i == 1 ? whole << 4 : whole >> 3 * i;
+/* Adds the bits of value i of sixteen: the inverse. */
+__device__ inline void fp4_place(uint32_t nibble, int i, uint32_t (&word)[2]) {
+    uint32_t value = (nibble >> 3 << 15 | (nibble & 7) << 6) << i % 2 * 16;
+    switch (i / 2 % 4) {
+    case 0: word[i / 8] |= value; break;
+    case 1: word[i / 8] |= __funnelshift_l(value, value, 6); break;
+    case 2: word[i / 8] |= value >> 4; break;
+    default: {
+        uint32_t rest = i / 8 ? value >> 6 : __funnelshift_l(value, value, 4);
+        word[0] |= rest & FP4_REST, word[1] |= (rest & ~FP4_REST) >> 2;
+    }
+    }
 }
 
 #endif

@@ -118,8 +118,9 @@ template <> struct Codec<MXFP4> {
     }
     /* c = words of rows g and g + 8 times 16 columns */
     __device__ static void multiply(float (&c)[4], uint4 words, uint4 low, uint4 high) {
-        mma_eight_alone(c, fp4_to_bf16(words.x), fp4_to_bf16(words.z), low);
-        mma_eight(c, fp4_to_bf16(words.y), fp4_to_bf16(words.w), high);
+        Sixteen row = fp4_to_bf16(words.x, words.y), row8 = fp4_to_bf16(words.z, words.w);
+        mma_eight_alone(c, row.low, row8.low, low);
+        mma_eight(c, row.high, row8.high, high);
     }
     template <int TILES> struct Lane {
         const uint8_t *weights, *scale;

@@ -295,9 +295,10 @@ __device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int
         const uint8_t *chunk = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + warp * FP4_BYTES;
         uint4 words = *(const uint4 *)(chunk + lane * 16);
         uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4) >> lane % 4 / 2 * 8, scale = scales & 255, scale8 = scales >> 16 & 255, a[4][4];
+        Sixteen row = fp4_to_bf16_scaled(words.x, words.y, scale), row8 = fp4_to_bf16_scaled(words.z, words.w, scale8);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            uint4 low = fp4_to_bf16_scaled(i ? words.y : words.x, scale), high = fp4_to_bf16_scaled(i ? words.w : words.z, scale8);
+            uint4 low = i ? row.high : row.low, high = i ? row8.high : row8.low;
             uint32_t(*to)[4] = a + 2 * i;
             to[0][0] = low.x, to[0][1] = high.x, to[0][2] = low.y, to[0][3] = high.y;
             to[1][0] = low.z, to[1][1] = high.z, to[1][2] = low.w, to[1][3] = high.w;

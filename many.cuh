@@ -325,8 +325,7 @@ template <class Done> __device__ void multiply_experts(const Work &w, const Matr
     copy(1);
     load(0);
     for (int step = 0; step < steps; step++) {
-        uint4 b[2][2]; /* rows g and g + 8, eights of columns */
-        for (int i = 0; i < 4; i++) b[i / 2][i % 2] = fp4_to_bf16_scaled((&words.x)[i], scales >> i / 2 * 16 & 255);
+        Sixteen b[2] = {fp4_to_bf16_scaled(words.x, words.y, scales & 255), fp4_to_bf16_scaled(words.z, words.w, scales >> 16 & 255)}; /* rows g and g + 8 */
         copies_done<1>();
         __syncthreads();
         copy(step + 2);
@@ -338,7 +337,7 @@ template <class Done> __device__ void multiply_experts(const Work &w, const Matr
             for (int half = 0; half < 2; half++) {
                 int column = (2 * t + half ^ g % 2) * 8;
                 uint4 low = *(const uint4 *)(rows + (k * 16 + g) * K + column), high = *(const uint4 *)(rows + (k * 16 + g + 8) * K + column);
-                for (int i = 0; i < 2; i++) mma_eight(sum[k][i], low, high, b[i][half]);
+                for (int i = 0; i < 2; i++) mma_eight(sum[k][i], low, high, half ? b[i].high : b[i].low);
             }
         }
     }

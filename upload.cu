@@ -67,13 +67,10 @@ static __global__ void place_fp4(Source s, Matrix m, Rows rows, bool scales, int
             chunk[512 + g * 4 + high * 2 + b % 2] = (uint8_t)(min((int)from[b], 228) + 26);
             continue;
         }
-        for (int i = 0; i < 4; i++) { /* values 8i .. 8i + 7: 4 bytes, low nibble first */
-            uint32_t word = 0;
-            for (int j = 0; j < 4; j++) {
-                uint32_t two = from[b * 16 + i * 4 + j], odd = fp4_place(two >> 4, j);
-                word |= fp4_place(two & 15, j) | odd << 16 | odd >> 16;
-            }
-            *(uint32_t *)(chunk + (g * 4 + b % 2 * 2 + i / 2) * 16 + high * 8 + i % 2 * 4) = word;
+        for (int half = 0; half < 2; half++) { /* 16 values: 8 bytes, low nibble first */
+            uint32_t word[2] = {};
+            for (int i = 0; i < 16; i++) fp4_place(from[b * 16 + half * 8 + i / 2] >> i % 2 * 4 & 15, i, word);
+            *(uint2 *)(chunk + (g * 4 + b % 2 * 2 + half) * 16 + high * 8) = make_uint2(word[0], word[1]);
         }
     }
 }

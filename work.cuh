@@ -47,11 +47,11 @@ __device__ inline uint32_t pack(float low, float high) {
     return *reinterpret_cast<uint32_t *>(&v);
 }
 
-/* Eight e2m1 values times their block's scale (a byte of a packed chunk), exactly, as bf16. */
-__device__ inline uint4 fp4_to_bf16_scaled(uint32_t word, uint32_t scale) {
-    uint4 v = fp4_to_bf16(word);
-    uint32_t *pair = &v.x, lift = 0x78007800 /* 2^113 */, rest = (scale - 13) * 0x00800080 /* 2^(e - 114) */;
-    for (int i = 0; i < 4; i++) {
+/* Sixteen e2m1 values times their block's scale (a byte of a packed chunk), exactly, as bf16. */
+__device__ inline Sixteen fp4_to_bf16_scaled(uint32_t a, uint32_t b, uint32_t scale) {
+    Sixteen v = fp4_to_bf16(a, b);
+    uint32_t *pair = &v.low.x, lift = 0x78007800 /* 2^113 */, rest = (scale - 13) * 0x00800080 /* 2^(e - 114) */;
+    for (int i = 0; i < 8; i++) {
         __nv_bfloat162 x = __hmul2(*reinterpret_cast<__nv_bfloat162 *>(&pair[i]), *reinterpret_cast<__nv_bfloat162 *>(&lift));
         x = __hmul2(x, *reinterpret_cast<__nv_bfloat162 *>(&rest));
         pair[i] = *reinterpret_cast<uint32_t *>(&x);
