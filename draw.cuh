@@ -18,11 +18,13 @@ __global__ void mark_seen(Work w, Step s) {
     }
 }
 
-/* The logit of a token after penalty and temperature. */
-__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id) {
-    float x = w.logits[(size_t)row * w.vocab + id];
+/* The logit x of a token after penalty and temperature. */
+__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id, float x) {
     if (how.penalty != 1 && w.seen[(size_t)row * ((w.vocab + 31) / 32) + id / 32] >> id % 32 & 1) x = penalize(x, how.penalty);
     return how.temperature > 0 ? x / how.temperature : x;
+}
+__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id) {
+    return scaled(w, how, row, id, w.logits[(size_t)row * w.vocab + id]);
 }
 
 /* The least scaled logit that top-k, top-p and min-p leave in the draw, found digit by digit of its order_key. A block a row. */
@@ -82,27 +84,40 @@ __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
 
 /* Draws a token for each row (blockIdx.y): the largest of scaled logit plus noise, over all blocks; the block that comes
  * last writes it down. A NaN wins over everything. */
-__global__ void draw(Work w, Step s, bool filtered) {
+__global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     __shared__ unsigned long long best[32];
-    int row = blockIdx.y;
     launch_next();
-    wait_previous();
-    int t = s.row[row], seq = s.seq[t];
-    if (t != s.last[seq]) return;
+    int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int t = s.row[row], seq = s.seq[t], position = s.position[t]; /* all there since embed */
     Sampling how = s.how[seq];
+    wait_previous();
+    if (t != s.last[seq]) return;
     float floor = filtered ? w.floor[row] : -INFINITY;
+    auto largest = [](unsigned long long x) {
+        for (int o = 16; o; o >>= 1) x = max(x, __shfl_xor_sync(~0u, x, o));
+        return x;
+    };
     unsigned long long mine = 0;
-    for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < w.vocab; id += gridDim.x * blockDim.x) {
-        float x = scaled(w, how, row, id);
-        unsigned long long key = ~0ull;
-        if (!isnan(x)) key = x >= floor ? draw_key(how.temperature > 0 ? x + token_noise(how.seed, s.position[t] + 1, id) : x, id) : 0;
-        if (key > mine) mine = key;
+    constexpr int STEP = 8; /* loads on the way at once */
+    int threads = gridDim.x * blockDim.x;
+    for (int first = blockIdx.x * blockDim.x + threadIdx.x; first < w.vocab; first += STEP * threads) {
+        float logit[STEP];
+        for (int i = 0; i < STEP; i++) logit[i] = w.logits[(size_t)row * w.vocab + min(first + i * threads, w.vocab - 1)];
+        for (int i = 0; i < STEP; i++) {
+            int id = first + i * threads;
+            if (id >= w.vocab) break;
+            float x = scaled(w, how, row, id, logit[i]);
+            unsigned long long key = ~0ull;
+            if (!isnan(x)) key = x >= floor ? draw_key(how.temperature > 0 ? x + token_noise(how.seed, position + 1, id) : x, id) : 0;
+            if (key > mine) mine = key;
+        }
     }
-    for (int o = 16; o; o >>= 1) mine = max(mine, __shfl_xor_sync(~0u, mine, o));
-    if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = mine;
+    mine = largest(mine);
+    if (lane == 0) best[warp] = mine;
     __syncthreads();
-    if (threadIdx.x) return;
-    for (int i = 1; i < (int)blockDim.x / 32; i++) mine = max(mine, best[i]);
+    if (warp) return;
+    mine = largest(lane < blockDim.x / 32 ? best[lane] : 0);
+    if (lane) return;
     atomicMax(&w.best[row], mine);
     __threadfence();
     if (atomicAdd(&w.drawing[row], 1) != (int)gridDim.x - 1) return;

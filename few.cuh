@@ -432,32 +432,29 @@ __device__ inline float find_square(const unsigned long long *from) { /* a warp 
     return warp_sum(__uint_as_float((uint32_t)part));
 }
 
-/* Fetches the step, `bytes` from `post` in the host's memory (a step of many tokens is there already: 0), and begins it: x = the token's row of the
- * embedding, also for `next`, if there is one; a token of -1 is what its slot drew last. The page remembers it. What
- * few's blocks, so many of them, add up or publish is emptied. A block a token. */
-__global__ void embed(Work w, Step s, Step post, int bytes, Matrix table, int blocks, Next next) {
+/* Begins a step: x = the token's row of the embedding, also for `next`, if there is one. The page remembers the token. A step of few tokens comes posted, as
+ * an argument (the host is far: to ask for it took 6 us for one token and 27 for sixteen); the first block writes it to where the other kernels look for it,
+ * and all empty what few's blocks, so many of them, add up or publish. Of a step of many tokens (none posted) all is there. A block a token. */
+__global__ void embed(Work w, Step s, const __grid_constant__ Posted post, Matrix table, int blocks, Next next) {
     launch_next();
+    int t = blockIdx.x, words = t ? 0 : post.bytes / 16;
     wait_previous();
-    __shared__ int seq, slot, id, p, width;
-    int t = blockIdx.x, warp = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) { /* one way to the host's memory for each, all at once: it is far */
-        if (warp == 0) seq = __ldcv(post.seq + t), slot = __ldcv(post.slot + seq);
-        if (warp == 1) id = __ldcv(post.token + t);
-        if (warp == 2) p = __ldcv(post.position + t);
-        if (warp == 3) width = __ldcv(post.header);
-    }
-    for (int i = threadIdx.x; i < bytes / 16 && t == 0; i += blockDim.x) ((uint4 *)s.how)[i] = __ldcv((const uint4 *)post.how + i);
-    for (int i = threadIdx.x; i < w.n_layers * w.n_experts && bytes; i += blockDim.x) w.router_sum[(size_t)t * w.n_layers * w.n_experts + i] = 0;
-    for (int i = threadIdx.x; i < w.n_layers * blocks && bytes; i += blockDim.x) w.square[(size_t)t * w.n_layers * blocks + i] = 0;
-    for (int i = threadIdx.x; i < (w.n_layers + 1) * MOST_WARPS && next.to; i += blockDim.x) input_square_of(w, t, 0)[i] = 0;
-    __syncthreads();
-    int token = id < 0 ? max(w.drawn[slot], 0) : id; /* after a NaN the step is void */
-    if (threadIdx.x == 0) w.page_token[(size_t)s.page[(size_t)seq * width + p / PAGE] * PAGE + p % PAGE] = token;
-    for (int i = threadIdx.x; i < w.dim; i += blockDim.x) {
+    if (threadIdx.x < words) ((uint4 *)s.how)[threadIdx.x] = post.word[threadIdx.x];
+    int4 mine = post.bytes ? post.token(t) : s.token[t];
+    auto clear = [&](unsigned long long *sum, int n) {
+        for (int i = threadIdx.x; i < n && post.bytes; i += blockDim.x) sum[i] = 0;
+    };
+    clear(w.router_sum + (size_t)t * w.n_layers * w.n_experts, w.n_layers * w.n_experts);
+    clear(w.square + (size_t)t * w.n_layers * blocks, w.n_layers * blocks);
+    clear(input_square_of(w, t, 0), next.to ? (w.n_layers + 1) * MOST_WARPS : 0);
+    int token = mine.x < 0 ? max(w.drawn[mine.y], 0) : mine.x; /* after a NaN the step is void */
+    if (threadIdx.x == 0) w.page_token[mine.z] = token;
+    for (int i = threadIdx.x * 4; i < w.dim; i += blockDim.x * 4) {
         size_t at = (size_t)token * table.stride + i;
-        float x = table.type == F32 ? ((const float *)table.data)[at] : (float)((const bf16 *)table.data)[at];
-        w.x[(size_t)t * w.dim + i] = x;
-        if (next.to) store_normed(next, t, i, x * next.norm[i]);
+        float x[4];
+        for (int j = 0; j < 4; j++) x[j] = table.type == F32 ? ((const float *)table.data)[at + j] : (float)((const bf16 *)table.data)[at + j];
+        *(float4 *)(w.x + (size_t)t * w.dim + i) = make_float4(x[0], x[1], x[2], x[3]);
+        for (int j = 0; j < 4 && next.to; j++) store_normed(next, t, i + j, x[j] * next.norm[i + j]);
     }
 }
 

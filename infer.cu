@@ -53,7 +53,7 @@ constexpr size_t PRODUCT_ROOM = 32 << 20;
 
 struct Pending { /* a step that was submitted; buffers are pinned */
     cudaEvent_t done = NULL;
-    uint8_t *step = NULL; /* what the card fetches */
+    uint8_t *step = NULL; /* what goes to the card */
     int *token = NULL;    /* (seqs) what it drew */
     int rows;
     std::vector<Want> want;
@@ -70,7 +70,7 @@ struct Cuda {
     Layout layout[FEW + 1]; /* of few's shared memory, by tokens */
     int most_few;           /* tokens for which it is enough, at most FEW */
     bool timed = false;     /* the last step was a whole one of few tokens */
-    size_t few_bytes, many_bytes; /* of what is copied, without pages */
+    size_t many_bytes; /* of what is copied, without pages */
     int sms, max_pages, launch_arch;
     int shared; /* memory that a block can have */
     int wgmma;  /* this card's code has hopper.cuh's kernels */
@@ -81,7 +81,6 @@ struct Cuda {
     cublasLtHandle_t blas = NULL;
     std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* of multiply: by rows, columns, tokens and kind */
     uint8_t *product_room;                                        /* (PRODUCT_ROOM) for cuBLAS */
-    cudaGraphExec_t graph[3][FEW + 1][2] = {}; /* steps that generate: by turn % 3, tokens, and whether draws are filtered */
     std::vector<int> sent;                     /* the pages that few.page has */
     Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;
@@ -107,9 +106,10 @@ cudaError_t launch(const Cuda *c, void (*kernel)(Params...), dim3 grid, int thre
 /* Lays a Step out from `base` on, for so many tokens; pages come last. */
 Step step_at(uint8_t *base, int tokens, size_t *bytes) {
     Step s;
-    int *at = (int *)(base + tokens * sizeof(Sampling));
     s.how = (Sampling *)base;
-    for (int **array : {&s.token, &s.seq, &s.position, &s.slot, &s.last, &s.row}) *array = at, at += tokens;
+    s.token = (int4 *)(s.how + tokens);
+    int *at = (int *)(s.token + tokens);
+    for (int **array : {&s.seq, &s.position, &s.slot, &s.last, &s.row}) *array = at, at += tokens;
     s.tile = at, at += 2 * tokens;
     s.header = at, at += 4;
     s.page = at;
@@ -320,7 +320,7 @@ bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error
 bool forward_many(Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
     Work w = c->work;
     w.act_lift = 1;
-    CUDA(launch(c, embed, tokens, 256, 0, w, s, s, 0, c->card.embed, c->sms, Next{}));
+    CUDA(launch(c, embed, tokens, 256, 0, w, s, Posted{}, c->card.embed, c->sms, Next{}));
     for (w.layer = 0; w.layer < w.n_layers; w.layer++) {
         const Block &b = c->card.layer[w.layer];
         if (!attend_many(c, w, s, batch, b, tokens, tiles, e) || !tap_floats(c, "attn_residual", w.layer, w.x, tokens, w.dim, e)) return false;
@@ -329,16 +329,17 @@ bool forward_many(Cuda *c, const Step &s, const Batch *batch, int tokens, int ti
     return true;
 }
 
-/* A step of few tokens, which waits in the host's memory, up to the logits of `rows` of them. */
+/* A step of few tokens, up to the logits of `rows` of them. */
 bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens, int rows, Error *e) {
     const Step &s = c->few;
     const Work &w = c->work;
     int layers = w.n_layers * PHASES, all = layers + (rows > 0);
-    size_t bytes;
-    Step post = step_at(p->step, FEW, &bytes);
     const Block &b = c->card.layer[0];
+    Posted post;
+    memcpy(post.word, p->step, Posted::BYTES);
+    post.bytes = Posted::BYTES;
     Next next = alone(c, tokens, rows) ? Next{} : next_of(w.normed_for[FOR_QKV], b.qkv, b.attn_norm);
-    CUDA(launch(c, embed, tokens, 256, 0, w, s, post, (int)bytes, c->card.embed, c->sms, next));
+    CUDA(launch(c, embed, tokens, 1024, 0, w, s, post, c->card.embed, c->sms, next));
     if (!c->limits.tap) {
         CUDA(launch_few(c, s, tokens, rows, 0, all));
         return true;
@@ -362,7 +363,7 @@ bool draw_rows(const Cuda *c, const Step &s, const Pending *p, int rows, bool fi
     if (!tap_floats(c, "logits", w.n_layers, w.logits, rows, w.vocab, e)) return false;
     if (penalized) CUDA(launch(c, mark_seen, rows, 256, 0, w, s));
     if (filtered) CUDA(launch(c, filter, rows, 1024, 0, w, s));
-    CUDA(launch(c, draw, dim3(c->sms, rows), 256, 0, w, s, filtered));
+    CUDA(launch(c, draw, dim3((c->sms + rows - 1) / rows, rows), 1024, 0, w, s, filtered));
     return true;
 }
 
@@ -373,15 +374,16 @@ int fill_step(const Step &s, const Batch *b, int tile, int *tiles) {
     int rows = 0;
     *tiles = 0;
     s.header[0] = b->max_pages;
-    memcpy(s.token, b->token, b->first[b->seqs] * sizeof(int));
     memcpy(s.slot, b->slot, b->seqs * sizeof(int));
     memcpy(s.how, b->sampling, b->seqs * sizeof(Sampling));
     memcpy(s.page, b->page, (size_t)b->seqs * b->max_pages * sizeof(int));
     for (int i = 0; i < b->seqs; i++) {
         s.last[i] = b->want[i] == WANT_NOTHING ? -1 : b->first[i + 1] - 1;
         for (int t = b->first[i]; t < b->first[i + 1]; t++) {
+            int p = b->start[i] + t - b->first[i];
+            s.token[t] = make_int4(b->token[t], b->slot[i], b->page[(size_t)i * b->max_pages + p / PAGE] * PAGE + p % PAGE, 0);
             s.seq[t] = i;
-            s.position[t] = b->start[i] + t - b->first[i];
+            s.position[t] = p;
             if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[rows++] = t;
             if ((t - b->first[i]) % tile == 0) s.tile[2 * *tiles] = t, s.tile[2 * (*tiles)++ + 1] = std::min(tile, b->first[i + 1] - t);
         }
@@ -422,23 +424,9 @@ bool heads(Cuda *c, Step s, const Batch *b, int tokens, int rows, bool filtered,
     return true;
 }
 
-/* Records a step that generates one token for each of `tokens` sequences, and waits in pending[turn]. */
-bool record_graph(Cuda *c, int turn, int tokens, bool filtered, Error *e) {
-    cudaGraph_t graph = NULL;
-    CUDA(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
-    const Pending *p = &c->pending[turn];
-    bool ok = forward_few(c, p, NULL, tokens, tokens, e) && draw_rows(c, c->few, p, tokens, filtered, filtered, e);
-    cudaError_t ended = cudaStreamEndCapture(c->stream, &graph);
-    if (!ok) return cudaGraphDestroy(graph), false;
-    CUDA(ended);
-    CUDA(cudaGraphInstantiate(&c->graph[turn][tokens][filtered], graph, 0));
-    CUDA(cudaGraphDestroy(graph));
-    return true;
-}
-
 bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
     int tokens = b->first[b->seqs], tiles;
-    bool few = tokens <= c->most_few, filtered = false, penalized = false, graph = few && !c->limits.tap && b->seqs == tokens;
+    bool few = tokens <= c->most_few, filtered = false, penalized = false;
     size_t bytes;
     Step staged = step_at(p->step, few ? FEW : c->limits.max_tokens, &bytes);
     int rows = fill_step(staged, b, c->tile, &tiles);
@@ -446,7 +434,6 @@ bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
         const Sampling &how = b->sampling[i];
         penalized |= how.penalty != 1;
         filtered |= how.temperature > 0 && (how.top_k > 0 || how.top_p < 1 || how.min_p > 0);
-        graph &= b->want[i] == WANT_TOKEN;
     }
     const Step &s = few ? c->few : c->many;
     size_t pages = (size_t)b->seqs * b->max_pages;
@@ -459,15 +446,8 @@ bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
     c->timed = few && rows;
     p->want.assign(b->want, b->want + b->seqs);
     p->rows = 0;
-    if (graph) {
-        bool more = filtered || penalized;
-        int turn = (int)(p - c->pending);
-        if (!c->graph[turn][tokens][more] && !record_graph(c, turn, tokens, more, e)) return false;
-        CUDA(cudaGraphLaunch(c->graph[turn][tokens][more], c->stream));
-    } else {
-        if (few ? !forward_few(c, p, b, tokens, rows, e) : !forward_many(c, s, b, tokens, tiles, e)) return false;
-        if (rows && !heads(c, s, b, tokens, rows, filtered, penalized, p, e)) return false;
-    }
+    if (few ? !forward_few(c, p, b, tokens, rows, e) : !forward_many(c, s, b, tokens, tiles, e)) return false;
+    if (rows && !heads(c, s, b, tokens, rows, filtered, penalized, p, e)) return false;
     CUDA(cudaEventRecord(p->done, c->stream));
     return true;
 }
@@ -519,11 +499,11 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(w.drawing, FEW, 4);
     take(w.drawn, c->limits.max_seqs, 4);
     uint8_t *few, *many;
-    step_at(NULL, FEW, &c->few_bytes);
     step_at(NULL, c->limits.max_tokens, &c->many_bytes);
-    take(few, c->few_bytes + FEW * pages * 4, 1);
+    take(few, Posted::BYTES + FEW * pages * 4, 1);
     take(many, c->many_bytes + c->limits.max_seqs * pages * 4, 1);
-    c->few = step_at(few, FEW, &c->few_bytes);
+    size_t posted_bytes;
+    c->few = step_at(few, FEW, &posted_bytes);
     c->many = step_at(many, c->limits.max_tokens, &c->many_bytes);
     return used;
 }
@@ -618,7 +598,7 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     if (!take_memory(c, pages, e)) return false;
     CUDA(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
     for (Pending &p : c->pending) {
-        CUDA(cudaMallocHost(&p.step, c->many_bytes + (size_t)std::max(FEW, c->limits.max_seqs) * c->max_pages * sizeof(int)));
+        CUDA(cudaMallocHost(&p.step, std::max<size_t>(c->many_bytes, Posted::BYTES) + (size_t)std::max(FEW, c->limits.max_seqs) * c->max_pages * sizeof(int)));
         CUDA(cudaMallocHost(&p.token, c->limits.max_seqs * sizeof(int)));
         CUDA(cudaEventCreateWithFlags(&p.done, cudaEventDisableTiming));
     }
@@ -629,9 +609,6 @@ bool prepare(Cuda *c, int *pages, Error *e) {
     CUDA(cudaFree(inv_freq));
     if (cublasLtCreate(&c->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
     if (!card_load(&c->card, &m, c->limits.progress, e)) return false;
-    for (int tokens = 1; tokens <= std::min(c->most_few, c->limits.max_seqs) && !c->limits.tap; tokens++)
-        for (int i = 0; i < 6; i++)
-            if (!record_graph(c, i % 3, tokens, i / 3, e)) return false;
     return true;
 }
 
@@ -640,10 +617,6 @@ bool prepare(Cuda *c, int *pages, Error *e) {
 static void cuda_close(void *state) {
     Cuda *c = (Cuda *)state;
     if (c->stream) cudaStreamSynchronize(c->stream);
-    for (auto &turn : c->graph)
-        for (auto &pair : turn)
-            for (cudaGraphExec_t g : pair)
-                if (g) cudaGraphExecDestroy(g);
     for (Pending &p : c->pending) {
         cudaFreeHost(p.step);
         cudaFreeHost(p.token);

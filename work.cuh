@@ -168,14 +168,23 @@ __device__ inline float block_sum(float x, float *scratch, int threads) {
 
 /* ---- one step, as the card sees it ---- */
 
-struct Step { /* device arrays, filled for each step; up to FEW tokens they have an address of their own, for graphs */
-    int *token, *seq, *position; /* (tokens) */
+struct Step { /* device arrays, filled for each step; of few tokens they have an address of their own */
+    int4 *token; /* (tokens) the token, or -1: the one that its slot drew last; the slot; its place among all pages' positions */
+    int *seq, *position;         /* (tokens) */
     int *slot, *last;            /* (seqs) its last token, if one is to be drawn from it */
     Sampling *how;               /* (seqs) */
     int *row;                    /* (rows) tokens whose logits are wanted */
     int *tile;                   /* (tiles, 2) first token and number of tokens of one sequence: attention takes them at once */
     int *header;                 /* [0]: pages of a row of `page` */
     int *page;                   /* (seqs, header[0]) */
+};
+
+/* A step of few tokens without its pages, on the way to the card: what lies from Step::how to Step::page. */
+struct Posted {
+    static constexpr int BYTES = FEW * (sizeof(Sampling) + sizeof(int4) + 7 * sizeof(int)) + 4 * sizeof(int);
+    uint4 word[BYTES / 16];
+    int bytes; /* 0: there is none */
+    __device__ int4 token(int t) const { return ((const int4 *)word)[FEW * sizeof(Sampling) / 16 + t]; }
 };
 
 enum { FOR_QKV, FOR_UP, FOR_HEAD, MATRICES }; /* that follow a norm */
