@@ -32,6 +32,8 @@ constexpr int MOST_KEPT = 9;          /* chunks whose activations a warp keeps i
 constexpr int SUMS = 11 * 16 * WARPS; /* floats for sums, at least, of which there is room for twice as many: a token's, of the units of phase up */
 constexpr int MOST_CHOICES = 8;       /* of an expert that are multiplied at once where warps keep activations: more, and its weights are read again */
 constexpr int SPLIT_PAGES = 4;        /* of a split, at least */
+constexpr int APART = 8;              /* of a token alone: four of the router's sums, which are a sector of memory, have the place of so many for themselves */
+static_assert(APART <= FEW, "the other tokens' place");
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
@@ -78,13 +80,14 @@ struct Active {
     int *expert;     /* (n), of several tokens in ascending order */
     int *begin;      /* (n + 1) in order */
     int *order;      /* (tokens * top_k) choices, by expert and then by token */
-    int *cost;       /* (n + 1) what a unit of each expert before this one costs: see cost_of() */
+    int *cost;       /* (n + 1) what a unit of each expert before this one costs, together: see cost_of() */
     int *piece;      /* (4) this block's units of phase up, and of phase down: from which to which */
     static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
 
-/* What a unit of an expert with so many choices costs. The prices follow from how many instructions a unit takes where warps keep activations; others were no
- * better (notebooks/speed.md). */
+/* What a unit of an expert with so many choices costs, and what it costs a block to begin with one. The prices follow from how many instructions a unit takes
+ * where warps keep activations; others were no better (notebooks/speed.md). */
+constexpr int VISIT = 4;
 __host__ __device__ constexpr int cost_of(int choices) {
     int rest = choices % MOST_CHOICES;
     return choices / MOST_CHOICES * 3 + (rest > 4 ? 3 : rest ? 2 : 0);
@@ -97,9 +100,9 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     const Block &b = card.layer[0];
     bool known = has_gpt_oss_shapes(w, card);
     int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, sums = SUMS;
-    /* of the units of one block, of n matrices */
-    auto rows_of = [&](const Matrix &m, int n) {
-        int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n;
+    /* of the units of one block, of n matrices and `more` units */
+    auto rows_of = [&](const Matrix &m, int n, int more = 0) {
+        int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n + more;
         return (units + blocks - 1) / blocks * rows;
     };
     auto consider = [&](auto codec, const Matrix &m, bool normed) {
@@ -113,8 +116,9 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
         bool normed = m != &b.o && m != &b.down;
         m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, normed) : m->type == BF16 ? consider(Codec<BF16>(), *m, normed) : consider(Codec<F32>(), *m, normed);
     }
-    int costs = most == 1 || tokens == 1 ? most : most + (tokens * w.top_k + 5) / 6; /* experts of the cheapest units that cost as much as all chosen ones */
-    int units_rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), max_of(rows_of(b.up, costs), rows_of(b.down, costs)));
+    /* experts of the cheapest units that cost as much as all chosen ones, but for the visits, which cost as much as some more units */
+    int costs = tokens == 1 ? most : most + (tokens * w.top_k + 5) / 6, visits = tokens == 1 ? 0 : most * VISIT / 2;
+    int units_rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), max_of(rows_of(b.up, costs, visits), rows_of(b.down, costs, visits)));
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.square, WARPS * 4);
     take(k.scale, FEW * 4);
@@ -140,9 +144,9 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.gates, GATES * sizeof(Barrier));
     take(k.hold, sizeof(Barrier));
     int attention = max_of(w.head_dim + CONSUMERS + 33, ATTENTION_WARPS * 8 * (w.head_dim + 2)) * 4; /* attend_plain; states: both from k.x on */
-    int least = max_of(2 * 4 * sums, attention - x), stage = k.stage_bytes + 2 * (int)sizeof(Barrier);
-    k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - x - least - 256) / stage));
-    take(k.barriers, k.stages * 2 * sizeof(Barrier));
+    int least = max_of(2 * 4 * sums, attention - x), barriers = MOST_STAGES * 2 * sizeof(Barrier);
+    k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - barriers - x - least - 256) / k.stage_bytes));
+    take(k.barriers, barriers);
     take(k.x, x);
     take(k.sums, max_of(least, (room - k.bytes - k.stages * k.stage_bytes - 128) / 16 * 16)); /* all that is left */
     k.room = (k.bytes - k.sums) / 4;
@@ -180,13 +184,14 @@ struct Ring {
     int left = -1;       /* items of this phase that the consumers have not seen yet; 0: they hold */
 
     __device__ Ring(const Layout &k, uint8_t *memory)
-        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + k.stages), hold((Barrier *)(memory + k.hold)), stages(k.stages),
+        : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + MOST_STAGES), hold((Barrier *)(memory + k.hold)), stages(k.stages),
           stage_bytes(k.stage_bytes), thread(threadIdx.x) {}
     __device__ void advance() {
         if (++at == stages) at = 0, parity ^= 1;
     }
     /* The producer's part of a phase: locate(item, part) is where the unit's weights lie and which part of the columns is meant. */
     template <Type T, class Locate> __device__ void produce(const Matrix &m, int items, Locate locate) {
+#pragma unroll 1
         for (int i = 0; i < items; i++) {
             int part;
             const uint8_t *group = locate(i, part);
@@ -207,6 +212,7 @@ struct Ring {
     __device__ void produce_pages(const Work &w, const int *table, int first, int last, int head) {
         int bytes = w.head_dim * PAGE * sizeof(bf16), number = 0;
         size_t values = (const uint8_t *)cache_of(w, 0, 1, 0) - (const uint8_t *)cache_of(w, 0, 0, 0); /* behind its keys */
+#pragma unroll 1
         for (int i = first; i < last; i++) {
             if ((i - first) % 32 == 0) number = table[min(i + thread % 32, last - 1)];
             begin_stage(MOST_PAGES);
@@ -218,19 +224,19 @@ struct Ring {
     /* A fence waits for every copy that is on the way to its multiprocessor, needed or not (1.9 us with two stages), and what is read meanwhile comes late.
      * So from when the consumers have seen the last of the `items` that a phase has for them until they resume(), behind the fence, the producer asks for
      * no more. */
-    __device__ void expect(int items) { left = items ? items : -1; }
-    __device__ void resume() {
-        if (left == 0 && thread == 0) flip(0);
-        left = -1;
+    __device__ void expect(int items) {
+        left = items ? items : -1;
+        if (thread < 32) hold->wait(1); /* at once, as below: synccheck wants that somebody waits for each phase, racecheck that it is a warp */
     }
-    __device__ void flip(int parity) { /* parity: of the phase that has ended; synccheck wants that somebody waits for each */
-        hold->wait(parity);
-        hold->arrive();
+    __device__ void resume() {
+        if (left == 0 && thread < 32) hold->wait(0);
+        hold->arrive_if((left | thread) == 0);
+        left = -1;
     }
     /* The consumers' part, item by item: work(stage). Who has nothing to do waits too: to arrive at `empty` a round early would count for this one. */
     template <class Work> __device__ void consume(Work work) {
         full[at].wait(parity);
-        if (--left == 0 && thread == 0) flip(1);
+        hold->arrive_if((--left | thread) == 0);
         work(stage + at * stage_bytes);
         empty[at].arrive(); /* each lane: one for all is no faster, and racecheck does not understand it */
         advance();
@@ -444,7 +450,7 @@ __global__ void embed(Work w, Step s, const __grid_constant__ Posted post, Matri
     auto clear = [&](unsigned long long *sum, int n) {
         for (int i = threadIdx.x; i < n && post.bytes; i += blockDim.x) sum[i] = 0;
     };
-    clear(w.router_sum + (size_t)t * w.n_layers * w.n_experts, w.n_layers * w.n_experts);
+    clear(w.router_sum + (size_t)t * w.n_layers * w.n_experts, w.n_layers * w.n_experts * (gridDim.x == 1 ? APART : 1));
     clear(w.square + (size_t)t * w.n_layers * blocks, w.n_layers * blocks);
     clear(input_square_of(w, t, 0), next.to ? (w.n_layers + 1) * MOST_WARPS : 0);
     int token = mine.x < 0 ? max(w.drawn[mine.y], 0) : mine.x; /* after a NaN the step is void */
@@ -477,6 +483,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     const Layout &k;
     uint8_t *memory;
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
+    int longest = -1; /* the last position of any of several tokens; -1: not looked at yet */
     int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
     const bool one; /* a token alone, of any model */
     Ring ring;
@@ -500,6 +507,8 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         Barrier::show_init();
         __syncthreads();
     }
+    /* Before who waits asks again: the answers of others come sooner. */
+    __device__ static bool pause() { return __nanosleep(40), true; }
     __device__ void note_time(int at) {
         if (blockIdx.x == 0 && ring.thread == 0) asm volatile("mov.u64 %0,%globaltimer;" : "=l"(w.ended[at])::"memory");
     }
@@ -538,7 +547,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         if (ring.thread == 0) {
             unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)(phase - first) * blocks, now;
             do asm volatile("ld.acquire.gpu.global.u64 %0,[%1];" : "=l"(now) : "l"(w.barrier) : "memory");
-            while (now < target);
+            while (now < target && pause());
         }
         sync_consumers();
     }
@@ -713,6 +722,8 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             });
     }
 
+    /* Into how many parts a context of so many pages is split. */
+    __device__ static int splits_of(int pages) { return pages <= 2 * SPLIT_PAGES ? 1 : min(SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES); }
     /* softmax(q k / sqrt(d)) v for each token and key/value head: the pages that the token sees are dealt to at most SPLITS blocks
      * and there, 16 keys at a time, to ATTENTION_WARPS; the block that arrives last adds what the others found, in their order, and the sinks. How the
      * keys are dealt depends on the token's position alone. The last blocks begin, because the first have more rows of other phases. */
@@ -725,12 +736,15 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         float *sink = at<float>(k.scale);
         bool waited = false;
         if (producing) wait_previous();
+        if (!alone && longest < 0) longest = __reduce_max_sync(~0u, lane < tokens ? s.position[lane] : 0);
         if (!producing && blocks - 1 - block >= tokens * heads) ring.resume(); /* no part in it, but for a split of a long one */
+        /* at most: of several tokens only as many as there are, since each takes time; a token alone has no more than blocks, and knows it at once */
+        int jobs = tokens * heads * (alone ? SPLITS : splits_of(min(longest / PAGE + 1, l.window ? l.window / PAGE + 2 : INT_MAX)));
 #pragma unroll 1
-        for (int job = blocks - 1 - block; job < SPLITS * tokens * heads; job += blocks) {
+        for (int job = blocks - 1 - block; job < jobs; job += blocks) {
             int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = producing ? s.position[t] : at<int>(k.position)[t],
                 from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1,
-                used = pages <= 2 * SPLIT_PAGES ? 1 : min(SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES);
+                used = splits_of(pages);
             if (split >= used) continue;
             int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab0 = max(begin * SLABS, from / SLAB_KEYS),
                 slabs = min(end * SLABS, p / SLAB_KEYS + 1), attending = min(ATTENTION_WARPS, slabs - slab0), slab = warp < attending ? slab0 + warp : INT_MAX,
@@ -887,7 +901,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 for (int j = 0; j < (alone ? 1 : o); j++) part[j] += alone ? __shfl_xor_sync(255u << (lane & 24), part[j], o) : part[j + o];
             const float most = 1ull << (COUNTED - 10);
             long long steps = __float2ll_rn(fminf(fmaxf(part[0] * (1 / ROUTER_STEP), -most), most)); /* (a NaN is in x too) */
-            if (ring.thread % LANES == 0) atomicAdd(&w.router_sum[((size_t)t * w.n_layers + w.layer) * experts + e], (1ull << COUNTED) + steps);
+            if (ring.thread % LANES == 0) atomicAdd(router_sum_of(t, e), (1ull << COUNTED) + steps);
         }
 #pragma unroll 1
         for (int t = WARPS - 1 - warp; t < tokens; t += WARPS) { /* the last warps have had the fewest experts */
@@ -899,6 +913,10 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         }
     }
 
+    __device__ unsigned long long *router_sum_of(int t, int e) const {
+        unsigned long long *layer = w.router_sum + ((size_t)t * w.n_layers + w.layer) * w.n_experts * (one ? APART : 1);
+        return layer + (one ? e / 4 * 4 * APART + e % 4 : e);
+    }
     __device__ Active active() const {
         return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_cost), at<int>(k.active_piece)};
     }
@@ -916,7 +934,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         for (int t = WARPS - ring.thread / 32; t < tokens; t += WARPS + 1) {
             constexpr int STEP = 5; /* loads on the way at once */
             size_t place = (size_t)t * w.n_layers + w.layer;
-            const unsigned long long *sums = w.router_sum + place * w.n_experts, *squares = w.square + place * blocks;
+            const unsigned long long *squares = w.square + place * blocks;
             float square = 0, *mine = logit + t * w.n_experts * 2;
 #pragma unroll 1
             for (int e = lane; e < w.n_experts; e += 32) mine[w.n_experts + e] = bias ? bias[e] : 0;
@@ -926,13 +944,13 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 unsigned long long sum, part[STEP];
                 bool there;
                 do {
-                    sum = has_router && e < w.n_experts ? look(sums + e) : (unsigned long long)blocks << COUNTED;
+                    sum = has_router && e < w.n_experts ? look(router_sum_of(t, e)) : (unsigned long long)blocks << COUNTED;
 #pragma unroll
                     for (int i = 0; i < STEP; i++) part[i] = b + i * 32 < blocks ? look(squares + b + i * 32) : THERE;
                     there = counted(sum) == blocks;
 #pragma unroll
                     for (int i = 0; i < STEP; i++) there &= part[i] >> 32 != 0;
-                } while (!there);
+                } while (!there && pause());
                 if (has_router && e < w.n_experts) mine[e] = (float)collected(sum) * ROUTER_STEP;
 #pragma unroll
                 for (int i = 0; i < STEP; i++) square += __uint_as_float((uint32_t)part[i]);
@@ -954,46 +972,48 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         }
         if (!producing) return gate(ROUTED).arrive();
         wait_at(ROUTED);
-        int choices = tokens * w.top_k, before = 0;
+        int choices = tokens * w.top_k, *next = (int *)logit, n = 0; /* logits have been read; next: where an expert's next choice goes */
+        unsigned before_me = (1u << lane) - 1;
 #pragma unroll 1
-        for (int i = lane; i < choices; i += 32) {
-            int rank = 0;
-#pragma unroll 4
-            for (int j = 0; j < choices; j++) rank += experts[j] < experts[i] || (experts[j] == experts[i] && j < i);
-            active.order[rank] = i;
-        }
+        for (int e = lane; e < w.n_experts; e += 32) next[e] = 0;
         __syncwarp();
 #pragma unroll 1
-        for (int base = 0; base < choices; base += 32) {
-            int i = base + lane;
-            int expert = i < choices ? experts[active.order[i]] : 0;
-            bool begins = i < choices && (!i || experts[active.order[i - 1]] != expert);
-            unsigned begin = __ballot_sync(~0u, begins);
-            int place = before + __popc(begin & ((1u << lane) - 1));
-            if (begins) active.expert[place] = expert, active.begin[place] = i;
-            before += __popc(begin);
-        }
-        if (lane == 0) active.begin[before] = choices, active.cost[0] = 0;
+        for (int i = lane; i < choices; i += 32) atomicAdd(next + experts[i], 1);
         __syncwarp();
 #pragma unroll 1
-        for (int base = 0, sum = 0; base < before; base += 32) {
-            int i = base + lane, cost = i < before ? cost_of(active.begin[i + 1] - active.begin[i]) : 0, all = sum_to(cost, lane);
-            if (i < before) active.cost[i + 1] = sum + all;
-            sum += __shfl_sync(~0u, all, 31);
+        for (int e = lane, begin = 0, cost = 0; e - lane < w.n_experts; e += 32) {
+            int count = e < w.n_experts ? next[e] : 0, counts = sum_to(count, lane), costs = sum_to(cost_of(count), lane);
+            unsigned chosen = __ballot_sync(~0u, count);
+            int place = n + __popc(chosen & before_me);
+            if (count) active.expert[place] = e, active.begin[place] = begin + counts - count, active.cost[place + 1] = cost + costs;
+            if (count) next[e] = begin + counts - count;
+            n += __popc(chosen), begin += __shfl_sync(~0u, counts, 31), cost += __shfl_sync(~0u, costs, 31);
         }
+        if (lane == 0) active.begin[n] = choices, active.cost[0] = 0;
         __syncwarp();
+#pragma unroll 1
+        for (int i = lane; i - lane < choices; i += 32) { /* in order */
+            int expert = i < choices ? experts[i] : -1;
+            unsigned same = __match_any_sync(~0u, expert);
+            int place = i < choices ? next[expert] + __popc(same & before_me) : 0;
+            if (i < choices) active.order[place] = i;
+            __syncwarp();
+            if (i < choices && !(same & before_me)) next[expert] += __popc(same);
+            __syncwarp();
+        }
         if (lane < 4) {
             int groups = known ? groups_of<MXFP4>(lane < 2 ? 2 * w.ffn_dim : w.dim) : groups_of(lane < 2 ? l.up : l.down);
-            active.piece[lane] = piece_begin(active, before, groups, block + lane % 2);
+            active.piece[lane] = piece_begin(active, n, groups, block + lane % 2);
         }
         __syncwarp();
     }
-    /* The chosen experts' units lie expert by expert, and each block has one piece of them, so that it meets few experts: with which unit it begins. All
-     * pieces cost the same. */
+    /* The chosen experts' units lie expert by expert, each behind its visit, and each block has one piece of them, so that it meets few experts: with which
+     * unit it begins. All pieces cost the same. */
     __device__ int piece_begin(const Active &active, int n, int groups, int number) const {
-        int from = groups * active.cost[n] * number / blocks, i = 0;
-        while (i + 1 < n && active.cost[i + 1] * groups <= from) i++;
-        return i * groups + (from - active.cost[i] * groups) / (active.cost[i + 1] - active.cost[i]);
+        auto before = [&](int i) { return active.cost[i] * groups + i * VISIT; };
+        int from = before(n) * number / blocks, i = 0;
+        while (i + 1 < n && before(i + 1) <= from) i++;
+        return i * groups + max(from - before(i) - VISIT, 0) / (active.cost[i + 1] - active.cost[i]);
     }
     /* The beginning of phase up, or of phase down if that is launched alone: router, top-k. */
     __device__ void route_tokens(const Block &l) {

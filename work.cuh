@@ -90,20 +90,20 @@ struct Barrier {
     __device__ unsigned address() { return (unsigned)__cvta_generic_to_shared(&word); }
     __device__ void init(int arrivals) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(address()), "r"(arrivals)); }
     __device__ void arrive() { asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state,[%0];\n}" ::"r"(address()) : "memory"); }
-    __device__ void wait(unsigned parity) {
-        unsigned done = 0;
-        while (!done)
+    /* The same for one thread or for none: without a branch, behind which a warp would wait for itself. */
+    __device__ void arrive_if(bool really) {
+        asm volatile("{\n.reg .pred really;\nsetp.ne.u32 really,%1,0;\n@really mbarrier.arrive.shared.b64 _,[%0];\n}" ::"r"(address()), "r"((unsigned)really)
+                     : "memory");
+    }
+    __device__ void wait(unsigned parity) { /* all lanes that call it together ask the same, so nothing has to bring them together again */
+        asm volatile("{\n.reg .pred there;\nagain:\n"
 #if __CUDA_ARCH__ >= 900
-            asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
-                         : "=r"(done)
-                         : "r"(address()), "r"(parity)
-                         : "memory");
+                     "mbarrier.try_wait.parity.shared::cta.b64 there,[%0],%1;\n"
 #else
-            asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
-                         : "=r"(done)
-                         : "r"(address()), "r"(parity)
-                         : "memory");
+                     "mbarrier.test_wait.parity.shared.b64 there,[%0],%1;\n"
 #endif
+                     "@!there bra.uni again;\n}" ::"r"(address()), "r"(parity)
+                     : "memory");
     }
     /* A thread arrives when what it has asked for by cp.async is there. */
     __device__ void copies_arrive() { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory"); }
@@ -209,7 +209,7 @@ struct Work { /* everything a kernel may need; passed by value */
     void *normed;              /* many: (tokens, normed_pitch), 0 behind dim */
     int normed_pitch;
     unsigned long long *router_sum; /* few: (FEW, n_layers, n_experts) in steps of ROUTER_STEP: integers, so that order does not matter; and how many
-                                       blocks have added theirs */
+                                       blocks have added theirs. Of one token with gaps: see router_sum_of() */
     unsigned long long *square; /* few: (FEW, n_layers, blocks) sum of the squares of each block's rows of x, published */
     unsigned long long *input_square; /* few: (FEW, n_layers + 1, MOST_WARPS) the same of what a layer begins with, or the head (by row), by the warps of
                                          one block */
@@ -296,8 +296,8 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int *expe
         unsigned top = __reduce_max_sync(~0u, mine);
         int e = __reduce_min_sync(~0u, mine == top ? best : n);
         if (best == e) {
-            expert[k] = e, chosen[k] = key_value(top), key[e] = GONE;
-            offer();
+            expert[k] = e, chosen[k] = key_value(top), key[e] = mine = GONE;
+            if (n > 32) offer(); /* else it had no other */
         }
         __syncwarp();
     }
