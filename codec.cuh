@@ -85,7 +85,7 @@ __device__ inline void mma_eight_alone(float (&c)[4], uint4 row, uint4 row8, uin
 
 /* MXFP4: weights are mma's rows, activations its columns. A chunk is 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them:
  * columns 16t .. 16t + 15 of row g and then of row g + 8; behind these 512 bytes lie the scales of both blocks of 32 of row g and of
- * both of row g + 8, for each g. A word becomes bf16 times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100,
+ * both of row g + 8, for each g. Two words become bf16 times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100,
  * exactly, and the block's scale, stored as the exponent of a float with 26 added, does the rest. Since it multiplies the product, the
  * blocks must not be added before: lanes 0 and 1 hold weights of the first block, 2 and 3 of the second, so a token needs two of mma's
  * columns, each with zeros for the other block. A token alone has all eight: these are chosen so that lane t finds one of the four sums,

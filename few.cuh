@@ -32,8 +32,6 @@ constexpr int MOST_KEPT = 9;          /* chunks whose activations a warp keeps i
 constexpr int SUMS = 11 * 16 * WARPS; /* floats for sums, at least, of which there is room for twice as many: a token's, of the units of phase up */
 constexpr int MOST_CHOICES = 8;       /* of an expert that are multiplied at once where warps keep activations: more, and its weights are read again */
 constexpr int SPLIT_PAGES = 4;        /* of a split, at least */
-constexpr int APART = 8;              /* of a token alone: four of the router's sums, which are a sector of memory, have the place of so many for themselves */
-static_assert(APART <= FEW, "the other tokens' place");
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
@@ -85,8 +83,8 @@ struct Active {
     static int most(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
 
-/* What a unit of an expert with so many choices costs, and what it costs a block to begin with one. The prices follow from how many instructions a unit takes
- * where warps keep activations; others were no better (notebooks/speed.md). */
+/* What a unit of an expert with so many choices costs, and what it costs a block to begin with one: as much as two of the cheapest units. The prices follow
+ * from how many instructions a unit takes where warps keep activations; others were no better (notebooks/speed.md). */
 constexpr int VISIT = 4;
 __host__ __device__ constexpr int cost_of(int choices) {
     int rest = choices % MOST_CHOICES;
@@ -226,12 +224,16 @@ struct Ring {
      * no more. */
     __device__ void expect(int items) {
         left = items ? items : -1;
-        if (thread < 32) hold->wait(1); /* at once, as below: synccheck wants that somebody waits for each phase, racecheck that it is a warp */
+        if (thread < 32) passed(1);
     }
     __device__ void resume() {
-        if (left == 0 && thread < 32) hold->wait(0);
+        if (left == 0 && thread < 32) passed(0);
         hold->arrive_if((left | thread) == 0);
         left = -1;
+    }
+    __device__ void passed(int parity) { /* waits for nothing, but synccheck wants that somebody waits for each phase */
+        hold->wait(parity);
+        __syncwarp();
     }
     /* The consumers' part, item by item: work(stage). Who has nothing to do waits too: to arrive at `empty` a round early would count for this one. */
     template <class Work> __device__ void consume(Work work) {
@@ -438,19 +440,29 @@ __device__ inline float find_square(const unsigned long long *from) { /* a warp 
     return warp_sum(__uint_as_float((uint32_t)part));
 }
 
+/* Where expert e's sum of a token's router logits lies. Of a token alone four of them, a sector of memory, have the place of APART sectors: so many blocks add
+ * to them at once. Of several tokens there are many sectors anyway, and who looks for all is quicker if they lie together. */
+constexpr int APART = 8;
+static_assert(APART <= FEW, "the place of the other tokens");
+__device__ inline unsigned long long *router_sum_of(const Work &w, bool one, int t, int layer, int e) {
+    unsigned long long *sums = w.router_sum + ((size_t)t * w.n_layers + layer) * w.n_experts * (one ? APART : 1);
+    return sums + (one ? e / 4 * 4 * APART + e % 4 : e);
+}
+
 /* Begins a step: x = the token's row of the embedding, also for `next`, if there is one. The page remembers the token. A step of few tokens comes posted, as
  * an argument (the host is far: to ask for it took 6 us for one token and 27 for sixteen); the first block writes it to where the other kernels look for it,
  * and all empty what few's blocks, so many of them, add up or publish. Of a step of many tokens (none posted) all is there. A block a token. */
-__global__ void embed(Work w, Step s, const __grid_constant__ Posted post, Matrix table, int blocks, Next next) {
+__global__ void __launch_bounds__(1024) embed(Work w, Step s, const __grid_constant__ Posted post, Matrix table, int blocks, Next next) {
     launch_next();
-    int t = blockIdx.x, words = t ? 0 : post.bytes / 16;
+    int t = blockIdx.x, words = t || !post.there ? 0 : Posted::BYTES / 16;
     wait_previous();
     if (threadIdx.x < words) ((uint4 *)s.how)[threadIdx.x] = post.word[threadIdx.x];
-    int4 mine = post.bytes ? post.token(t) : s.token[t];
+    int4 mine = post.there ? post.token(t) : s.token[t];
     auto clear = [&](unsigned long long *sum, int n) {
-        for (int i = threadIdx.x; i < n && post.bytes; i += blockDim.x) sum[i] = 0;
+        for (int i = threadIdx.x; i < n && post.there; i += blockDim.x) sum[i] = 0;
     };
-    clear(w.router_sum + (size_t)t * w.n_layers * w.n_experts, w.n_layers * w.n_experts * (gridDim.x == 1 ? APART : 1));
+    for (int i = threadIdx.x; i < w.n_layers * w.n_experts && post.there; i += blockDim.x)
+        *router_sum_of(w, gridDim.x == 1, t, i / w.n_experts, i % w.n_experts) = 0;
     clear(w.square + (size_t)t * w.n_layers * blocks, w.n_layers * blocks);
     clear(input_square_of(w, t, 0), next.to ? (w.n_layers + 1) * MOST_WARPS : 0);
     int token = mine.x < 0 ? max(w.drawn[mine.y], 0) : mine.x; /* after a NaN the step is void */
@@ -507,7 +519,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         Barrier::show_init();
         __syncthreads();
     }
-    /* Before who waits asks again: the answers of others come sooner. */
+    /* Before who waits asks again: who is asked has others to answer. Always true. */
     __device__ static bool pause() { return __nanosleep(40), true; }
     __device__ void note_time(int at) {
         if (blockIdx.x == 0 && ring.thread == 0) asm volatile("mov.u64 %0,%globaltimer;" : "=l"(w.ended[at])::"memory");
@@ -738,7 +750,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         if (producing) wait_previous();
         if (!alone && longest < 0) longest = __reduce_max_sync(~0u, lane < tokens ? s.position[lane] : 0);
         if (!producing && blocks - 1 - block >= tokens * heads) ring.resume(); /* no part in it, but for a split of a long one */
-        /* at most: of several tokens only as many as there are, since each takes time; a token alone has no more than blocks, and knows it at once */
+        /* at most: of several tokens only as many as there are, since each takes time; a token alone has hardly more than one for each block */
         int jobs = tokens * heads * (alone ? SPLITS : splits_of(min(longest / PAGE + 1, l.window ? l.window / PAGE + 2 : INT_MAX)));
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < jobs; job += blocks) {
@@ -901,7 +913,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 for (int j = 0; j < (alone ? 1 : o); j++) part[j] += alone ? __shfl_xor_sync(255u << (lane & 24), part[j], o) : part[j + o];
             const float most = 1ull << (COUNTED - 10);
             long long steps = __float2ll_rn(fminf(fmaxf(part[0] * (1 / ROUTER_STEP), -most), most)); /* (a NaN is in x too) */
-            if (ring.thread % LANES == 0) atomicAdd(router_sum_of(t, e), (1ull << COUNTED) + steps);
+            if (ring.thread % LANES == 0) atomicAdd(router_sum_of(w, one, t, w.layer, e), (1ull << COUNTED) + steps);
         }
 #pragma unroll 1
         for (int t = WARPS - 1 - warp; t < tokens; t += WARPS) { /* the last warps have had the fewest experts */
@@ -913,10 +925,6 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         }
     }
 
-    __device__ unsigned long long *router_sum_of(int t, int e) const {
-        unsigned long long *layer = w.router_sum + ((size_t)t * w.n_layers + w.layer) * w.n_experts * (one ? APART : 1);
-        return layer + (one ? e / 4 * 4 * APART + e % 4 : e);
-    }
     __device__ Active active() const {
         return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_cost), at<int>(k.active_piece)};
     }
@@ -944,7 +952,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 unsigned long long sum, part[STEP];
                 bool there;
                 do {
-                    sum = has_router && e < w.n_experts ? look(router_sum_of(t, e)) : (unsigned long long)blocks << COUNTED;
+                    sum = has_router && e < w.n_experts ? look(router_sum_of(w, one, t, w.layer, e)) : (unsigned long long)blocks << COUNTED;
 #pragma unroll
                     for (int i = 0; i < STEP; i++) part[i] = b + i * 32 < blocks ? look(squares + b + i * 32) : THERE;
                     there = counted(sum) == blocks;
@@ -972,7 +980,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         }
         if (!producing) return gate(ROUTED).arrive();
         wait_at(ROUTED);
-        int choices = tokens * w.top_k, *next = (int *)logit, n = 0; /* logits have been read; next: where an expert's next choice goes */
+        int choices = tokens * w.top_k, *next = (int *)logit, n = 0; /* in place of logits: how many chose an expert, then where its next choice goes */
         unsigned before_me = (1u << lane) - 1;
 #pragma unroll 1
         for (int e = lane; e < w.n_experts; e += 32) next[e] = 0;

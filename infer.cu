@@ -16,6 +16,7 @@
 
 #include <cublasLt.h>
 #include <algorithm>
+#include <cassert>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -337,7 +338,7 @@ bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens
     const Block &b = c->card.layer[0];
     Posted post;
     memcpy(post.word, p->step, Posted::BYTES);
-    post.bytes = Posted::BYTES;
+    post.there = true;
     Next next = alone(c, tokens, rows) ? Next{} : next_of(w.normed_for[FOR_QKV], b.qkv, b.attn_norm);
     CUDA(launch(c, embed, tokens, 1024, 0, w, s, post, c->card.embed, c->sms, next));
     if (!c->limits.tap) {
@@ -502,8 +503,9 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     step_at(NULL, c->limits.max_tokens, &c->many_bytes);
     take(few, Posted::BYTES + FEW * pages * 4, 1);
     take(many, c->many_bytes + c->limits.max_seqs * pages * 4, 1);
-    size_t posted_bytes;
-    c->few = step_at(few, FEW, &posted_bytes);
+    size_t bytes;
+    c->few = step_at(few, FEW, &bytes);
+    assert(bytes == Posted::BYTES);
     c->many = step_at(many, c->limits.max_tokens, &c->many_bytes);
     return used;
 }

@@ -50,12 +50,14 @@ __device__ inline uint32_t pack(float low, float high) {
 /* Sixteen e2m1 values times their block's scale (a byte of a packed chunk), exactly, as bf16. */
 __device__ inline Sixteen fp4_to_bf16_scaled(uint32_t a, uint32_t b, uint32_t scale) {
     Sixteen v = fp4_to_bf16(a, b);
-    uint32_t *pair = &v.low.x, lift = 0x78007800 /* 2^113 */, rest = (scale - 13) * 0x00800080 /* 2^(e - 114) */;
-    for (int i = 0; i < 8; i++) {
-        __nv_bfloat162 x = __hmul2(*reinterpret_cast<__nv_bfloat162 *>(&pair[i]), *reinterpret_cast<__nv_bfloat162 *>(&lift));
-        x = __hmul2(x, *reinterpret_cast<__nv_bfloat162 *>(&rest));
-        pair[i] = *reinterpret_cast<uint32_t *>(&x);
-    }
+    uint32_t lift = 0x78007800 /* 2^113 */, rest = (scale - 13) * 0x00800080 /* 2^(e - 114) */;
+    for (uint4 *eight : {&v.low, &v.high})
+        for (int i = 0; i < 4; i++) {
+            uint32_t &pair = (&eight->x)[i];
+            __nv_bfloat162 x = __hmul2(*reinterpret_cast<__nv_bfloat162 *>(&pair), *reinterpret_cast<__nv_bfloat162 *>(&lift));
+            x = __hmul2(x, *reinterpret_cast<__nv_bfloat162 *>(&rest));
+            pair = *reinterpret_cast<uint32_t *>(&x);
+        }
     return v;
 }
 
@@ -90,19 +92,19 @@ struct Barrier {
     __device__ unsigned address() { return (unsigned)__cvta_generic_to_shared(&word); }
     __device__ void init(int arrivals) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(address()), "r"(arrivals)); }
     __device__ void arrive() { asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state,[%0];\n}" ::"r"(address()) : "memory"); }
-    /* The same for one thread or for none: without a branch, behind which a warp would wait for itself. */
+    /* The same for one thread or for none: predicated, so that the warp stays together. */
     __device__ void arrive_if(bool really) {
         asm volatile("{\n.reg .pred really;\nsetp.ne.u32 really,%1,0;\n@really mbarrier.arrive.shared.b64 _,[%0];\n}" ::"r"(address()), "r"((unsigned)really)
                      : "memory");
     }
-    __device__ void wait(unsigned parity) { /* all lanes that call it together ask the same, so nothing has to bring them together again */
+    __device__ void wait(unsigned parity) {
         asm volatile("{\n.reg .pred there;\nagain:\n"
 #if __CUDA_ARCH__ >= 900
                      "mbarrier.try_wait.parity.shared::cta.b64 there,[%0],%1;\n"
 #else
                      "mbarrier.test_wait.parity.shared.b64 there,[%0],%1;\n"
 #endif
-                     "@!there bra.uni again;\n}" ::"r"(address()), "r"(parity)
+                     "@!there bra again;\n}" ::"r"(address()), "r"(parity)
                      : "memory");
     }
     /* A thread arrives when what it has asked for by cp.async is there. */
@@ -168,7 +170,7 @@ __device__ inline float block_sum(float x, float *scratch, int threads) {
 
 /* ---- one step, as the card sees it ---- */
 
-struct Step { /* device arrays, filled for each step; of few tokens they have an address of their own */
+struct Step { /* device arrays, filled for each step; of few tokens they have an address of their own, where pages stay from step to step */
     int4 *token; /* (tokens) the token, or -1: the one that its slot drew last; the slot; its place among all pages' positions */
     int *seq, *position;         /* (tokens) */
     int *slot, *last;            /* (seqs) its last token, if one is to be drawn from it */
@@ -181,9 +183,10 @@ struct Step { /* device arrays, filled for each step; of few tokens they have an
 
 /* A step of few tokens without its pages, on the way to the card: what lies from Step::how to Step::page. */
 struct Posted {
-    static constexpr int BYTES = FEW * (sizeof(Sampling) + sizeof(int4) + 7 * sizeof(int)) + 4 * sizeof(int);
+    static constexpr int BYTES = FEW * (sizeof(Sampling) + sizeof(int4) + 7 * sizeof(int)) + 4 * sizeof(int); /* see step_at() */
+    static_assert(sizeof(Sampling) % 16 == 0 && BYTES % 16 == 0, "copied by 16 bytes");
     uint4 word[BYTES / 16];
-    int bytes; /* 0: there is none */
+    bool there;
     __device__ int4 token(int t) const { return ((const int4 *)word)[FEW * sizeof(Sampling) / 16 + t]; }
 };
 
