@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     __shared__ unsigned long long best[32];
     launch_next();
     int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int t = s.row[row], seq = s.seq[t], position = s.position[t]; /* there since embed: what lies between lets draw begin only when it ends */
+    int t = s.row[row], seq = s.seq[t], position = s.position[t]; /* there since embed: what lies between never calls launch_next() */
     Sampling how = s.how[seq];
     wait_previous();
     if (t != s.last[seq]) return;

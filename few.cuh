@@ -450,8 +450,9 @@ __device__ inline unsigned long long *router_sum_of(const Work &w, bool one, int
 }
 
 /* Begins a step: x = the token's row of the embedding, also for `next`, if there is one. The page remembers the token. A step of few tokens comes posted, as
- * an argument (the host is far: to ask for it took 6 us for one token and 27 for sixteen); the first block writes it to where the other kernels look for it,
- * and all empty what few's blocks, so many of them, add up or publish. Of a step of many tokens (none posted) all is there. A block a token. */
+ * an argument (the host is far: with asking for it this kernel took 6 us for one token and 27 for sixteen by ncu, 5 without); the first block writes it to where
+ * the other kernels look for it, and all empty what few's blocks, so many of them, add up or publish. Of a step of many tokens (none posted) all is there.
+ * A block a token. */
 __global__ void __launch_bounds__(1024) embed(Work w, Step s, const __grid_constant__ Posted post, Matrix table, int blocks, Next next) {
     launch_next();
     int t = blockIdx.x, words = t || !post.there ? 0 : Posted::BYTES / 16;
@@ -519,7 +520,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         Barrier::show_init();
         __syncthreads();
     }
-    /* Before who waits asks again: who is asked has others to answer. Always true. */
+    /* Between one question of who waits and the next: questions hinder those who add what is waited for (notebooks/speed.md). Always true. */
     __device__ static bool pause() { return __nanosleep(40), true; }
     __device__ void note_time(int at) {
         if (blockIdx.x == 0 && ring.thread == 0) asm volatile("mov.u64 %0,%globaltimer;" : "=l"(w.ended[at])::"memory");

@@ -92,7 +92,7 @@ struct Barrier {
     __device__ unsigned address() { return (unsigned)__cvta_generic_to_shared(&word); }
     __device__ void init(int arrivals) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(address()), "r"(arrivals)); }
     __device__ void arrive() { asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state,[%0];\n}" ::"r"(address()) : "memory"); }
-    /* The same for one thread or for none: predicated, so that the warp stays together. */
+    /* The same, or nothing: predicated, so that the warp stays together. */
     __device__ void arrive_if(bool really) {
         asm volatile("{\n.reg .pred really;\nsetp.ne.u32 really,%1,0;\n@really mbarrier.arrive.shared.b64 _,[%0];\n}" ::"r"(address()), "r"((unsigned)really)
                      : "memory");
