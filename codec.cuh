@@ -11,6 +11,7 @@ template <typename A> struct Rows {
     int pitch, n;
     const int *which = NULL;
     int per = 1;
+    bool told = false; /* by other blocks, perhaps not yet: see UNWRITTEN */
     __device__ const A *row(int j) const {
         j = min_of(j, n - 1);
         return x + (size_t)(which ? which[j] / per : j) * pitch;
@@ -19,7 +20,7 @@ template <typename A> struct Rows {
 
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
  * tokens, Sum<0> for one alone, in the same order. Lane<TILES> says what a lane adds to it: load() brings what it needs of chunk i's activations of a tile,
- * Kept, which serve chunks of many rows, and add() multiplies them.
+ * Kept, which serve chunks of many rows, and add() multiplies them. highest(Kept): see highest_halves().
  * Lane 4g + t works on row g. reduce() makes final values of what was collected; store() hands each of them to put(token, row, value).
  * place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
@@ -47,6 +48,7 @@ template <Type T, typename A> struct Dense {
  * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
 template <> struct Codec<BF16> : Dense<BF16, bf16> {
     typedef uint2 Kept;
+    __device__ static uint32_t highest(uint32_t so_far, const Kept &x) { return highest_halves(so_far, x.x, x.y); }
     template <int TILES> struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
         static constexpr int N = max_of(TILES, 1);
         float c[N][4] = {};
@@ -67,7 +69,10 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
         __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane) : weights(lane_at(stage, per, lane)) {
             for (int j = 0; j < N; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
         }
-        __device__ void load(Kept &x, int i, int j) const { x = *(const uint2 *)(column[j] + i * K); }
+        __device__ void load(Kept &x, int i, int j, bool told = false) const {
+            const uint2 *from = (const uint2 *)(column[j] + i * K);
+            x = told ? ask(from) : *from;
+        }
         __device__ void add(Sum<TILES> &sum, int i, const Kept (&x)[N]) const {
             uint4 w = *(const uint4 *)(weights + i * WIDTH);
 #pragma unroll
@@ -96,6 +101,10 @@ template <> struct Codec<MXFP4> {
     static constexpr float LIFT = 0x1p100f;
     typedef bf16 Activation;
     struct Kept { uint4 low, high; };
+    __device__ static uint32_t highest(uint32_t so_far, const Kept &x) {
+        uint4 a = x.low, b = x.high;
+        return highest_halves(highest_halves(so_far, a.x, a.y), highest_halves(a.z, a.w, b.x), highest_halves(b.y, b.z, b.w));
+    }
     template <int TILES> struct Sum { /* token 4j + t: either block of row g, either of row g + 8 */
         float c[TILES][4] = {};
         __device__ void reduce() {
@@ -130,8 +139,8 @@ template <> struct Codec<MXFP4> {
             : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4), real(lane / 4 % 2 == lane % 4 / 2) {
             for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 16;
         }
-        __device__ void load(Kept &x, int i, int j) const {
-            x = {load_16(column[j] + i * K, real), load_16(column[j] + i * K + 8, real)};
+        __device__ void load(Kept &x, int i, int j, bool told = false) const {
+            x = {load_16(column[j] + i * K, real, told), load_16(column[j] + i * K + 8, real, told)};
         }
         __device__ void add(Sum<TILES> &sum, int i, const Kept (&x)[TILES]) const {
             uint4 words = *(const uint4 *)(weights + i * FP4_BYTES);
@@ -160,8 +169,8 @@ template <> struct Codec<MXFP4>::Lane<0> {
     __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
         : weights(stage + lane * 16), scale(stage + 512 + lane), column(x.row(0) + lane % 4 * 16),
           real(lane % 4 < 2 ? lane / 4 == 0 || lane / 4 == 5 : lane / 4 == 2 || lane / 4 == 7) {}
-    __device__ void load(Kept &x, int i, int) const {
-        x = {load_16(column + i * K, real), load_16(column + i * K + 8, real)};
+    __device__ void load(Kept &x, int i, int, bool told = false) const {
+        x = {load_16(column + i * K, real, told), load_16(column + i * K + 8, real, told)};
     }
     __device__ void add(Sum<0> &sum, int i, const Kept (&x)[1]) const {
         float c[4];
@@ -192,7 +201,7 @@ template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 
         const Rows<float> &x;
         int column;
         __device__ Lane(const uint8_t *stage, int per, const Rows<float> &x, int lane) : weights(lane_at(stage, per, lane)), x(x), column(lane % 4 * 4) {}
-        __device__ void load(Kept &, int, int) const {}
+        __device__ void load(Kept &, int, int, bool = false) const {}
         __device__ void add(Sum<TILES> &sum, int i, const Kept (&)[max_of(TILES, 1)]) const {
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {

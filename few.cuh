@@ -3,7 +3,7 @@
  * ring of shared memory full with the weights that come next, over the borders of phases, so that waits for activations leave the memory idle as little as
  * may be: it pauses only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in attention until that is done.
  * The others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other; only what the router's sums say is known
- * before, as they count who has added to them:
+ * before, as they count who has added to them. For a token alone of gpt-oss's shapes there are three such waits, one of them with a fence: see Told.
  *
  *     qkv        query, key and value, rope, to the cache
  *     attention  over the cache, split when it is long: then pages that fit a stage come through the ring like weights
@@ -153,6 +153,26 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     return k;
 }
 
+/* ---- what blocks tell each other ---- */
+
+/* In a layer, by buffers of Work, and a fence stands between a phase that writes them and one that reads. A fence takes long (see Ring::expect). So for a
+ * token alone of gpt-oss's shapes even layers and odd ones have buffers of their own, whose values say themselves whether they are there (UNWRITTEN). Then
+ * there is one fence a layer, behind phase qkv, for the cache and since it orders all that is told: behind it phase output makes UNWRITTEN again what the
+ * layer before has told, which all have read; before the next one nobody writes there. */
+struct Told {
+    float *middle, *x; /* (tokens, dim) the residual stream behind attention, and behind the experts */
+    void *attn, *act;  /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
+};
+/* What layer `layer` tells; layer -1 is the embedding. The head stands behind a fence, so the last layer's x is Work's. */
+__host__ __device__ inline Told told_of(const Work &w, bool alone, int layer) {
+    if (!alone) return {w.x, w.x, w.attn, w.act_out};
+    float *middle = w.told + (layer & 1) * (2 * w.dim + w.attn_pitch / 2 + w.top_k * w.act_pitch / 2), *x = middle + w.dim;
+    bf16 *attn = (bf16 *)(x + w.dim);
+    return {middle, layer == w.n_layers - 1 ? w.x : x, attn, attn + w.attn_pitch};
+}
+/* Floats of both layers'. */
+inline size_t told_size(const Work &w) { return 4 * w.dim + w.attn_pitch + w.top_k * w.act_pitch; }
+
 /* ---- streaming weights through a block ---- */
 
 /* Where group `group` of a matrix begins. */
@@ -166,6 +186,9 @@ constexpr int kept_of(int chunks, int most) {
     return parts * ((per + WARPS - 1) / WARPS);
 }
 static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
+
+/* Between one question of who waits and the next: questions hinder those who add what is waited for (notebooks/speed.md). Always true. */
+__device__ inline bool pause() { return __nanosleep(40), true; }
 
 /* What a warp keeps of the activations: by chunk and tile. */
 template <Type T, int TILES> using Kept = typename Codec<T>::Kept[MOST_KEPT][max_of(TILES, 1)];
@@ -263,19 +286,28 @@ struct Ring {
     }
     /* The same in the same order, of a matrix whose shape the compiler knows, for activations that this warp keeps. */
     template <Type T, int TILES> __device__ void keep(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, Kept<T, TILES> &kept) const {
-        typename Codec<T>::template Lane<TILES> lane(NULL, m.per, x, thread % 32);
-        int turns = (m.per + WARPS - 1) / WARPS;
+        int turns = (m.per + WARPS - 1) / WARPS, me = thread % 32;
+        uint32_t highest;
+        do {
+            highest = 0;
+            if (x.told) asm volatile("" : "+r"(me)); /* so that no addresses are kept for another round */
+            typename Codec<T>::template Lane<TILES> lane(NULL, m.per, x, me);
 #pragma unroll
-        for (int k = 0; k < MOST_KEPT; k++) {
-            int part = k / turns, i = thread / 32 + k % turns * WARPS;
-            bool all = (k % turns + 1) * WARPS <= m.chunks_of(part); /* no branch then */
-            if (part == m.parts) break;
+            for (int k = 0; k < MOST_KEPT; k++) {
+                int part = k / turns, i = thread / 32 + k % turns * WARPS;
+                bool all = (k % turns + 1) * WARPS <= m.chunks_of(part); /* no branch then */
+                if (part == m.parts) break;
 #pragma unroll
-            for (int j = 0; j < max_of(TILES, 1); j++) {
-                kept[k][j] = {};
-                if (all || i < m.chunks_of(part)) lane.load(kept[k][j], part * m.per + i, j);
+                for (int j = 0; j < max_of(TILES, 1); j++) {
+                    kept[k][j] = {};
+                    if (all || i < m.chunks_of(part)) lane.load(kept[k][j], part * m.per + i, j, x.told);
+                }
             }
-        }
+#pragma unroll
+            for (int k = 0; k < MOST_KEPT && k < m.parts * turns && x.told; k++)
+#pragma unroll
+                for (int j = 0; j < max_of(TILES, 1); j++) highest = Codec<T>::highest(highest, kept[k][j]);
+        } while (x.told && __any_sync(~0u, unwritten_half(highest)) && pause());
     }
     template <Type T, int TILES, class Put> __device__ void multiply_kept(const Matrix &m, const Kept<T, TILES> &kept, int tokens, Put put) {
         typename Codec<T>::template Sum<TILES> sum;
@@ -417,6 +449,24 @@ __device__ inline void store_normed(const Next &next, int t, int i, float x) {
     store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * (next.type == F32 ? 4 : 2), i, x);
 }
 
+/* This thread's two fours of the first 8 CONSUMERS of n values of x, or 0, as soon as they are there; returns the sum of their squares. */
+__device__ inline float take_fours(float4 (&value)[2], const float *x, int n) {
+    bool there;
+    float sum = 0;
+    do {
+        there = true;
+#pragma unroll
+        for (int i = 0, c = threadIdx.x * 4; i < 2; i++, c += CONSUMERS * 4) {
+            uint4 v = {};
+            if (c < n) v = ask((const uint4 *)(x + c));
+            there &= max(max(v.x, v.y), max(v.z, v.w)) != UNWRITTEN;
+            value[i] = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+        }
+    } while (!there && pause());
+    for (float4 v : value) sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    return sum;
+}
+
 /* RMSNorm's sum of squares, in two parts so that few have to wait for it: a block publishes the parts that its warps found, in an order that does not depend
  * on anything else, and who needs it looks for them later. */
 __device__ inline unsigned long long *input_square_of(const Work &w, int t, int layer) {
@@ -449,11 +499,11 @@ __device__ inline unsigned long long *router_sum_of(const Work &w, bool one, int
     return sums + (one ? e / 4 * 4 * APART + e % 4 : e);
 }
 
-/* Begins a step: x = the token's row of the embedding, also for `next`, if there is one. The page remembers the token. A step of few tokens comes posted, as
- * an argument (the host is far: with asking for it this kernel took 6 us for one token and 27 for sixteen by ncu, 5 without); the first block writes it to where
- * the other kernels look for it, and all empty what few's blocks, so many of them, add up or publish. Of a step of many tokens (none posted) all is there.
- * A block a token. */
-__global__ void __launch_bounds__(1024) embed(Work w, Step s, const __grid_constant__ Posted post, Matrix table, int blocks, Next next) {
+/* Begins a step: `to` (tokens, dim) = the tokens' rows of the embedding, also for `next`, if there is one. The page remembers the token. A step of few tokens
+ * comes posted, as an argument (the host is far: with asking for it this kernel took 6 us for one token and 27 for sixteen by ncu, 5 without); the first block
+ * writes it to where the other kernels look for it, and all empty what few's blocks, so many of them, add up or publish. Of a step of many tokens (none posted)
+ * all is there. A block a token. */
+__global__ void __launch_bounds__(1024) embed(Work w, Step s, const __grid_constant__ Posted post, Matrix table, int blocks, float *to, Next next) {
     launch_next();
     int t = blockIdx.x, words = t || !post.there ? 0 : Posted::BYTES / 16;
     wait_previous();
@@ -472,7 +522,7 @@ __global__ void __launch_bounds__(1024) embed(Work w, Step s, const __grid_const
         size_t at = (size_t)token * table.stride + i;
         float x[4];
         for (int j = 0; j < 4; j++) x[j] = table.type == F32 ? ((const float *)table.data)[at + j] : (float)((const bf16 *)table.data)[at + j];
-        *(float4 *)(w.x + (size_t)t * w.dim + i) = make_float4(x[0], x[1], x[2], x[3]);
+        *(float4 *)(to + (size_t)t * w.dim + i) = make_float4(x[0], x[1], x[2], x[3]);
         for (int j = 0; j < 4 && next.to; j++) store_normed(next, t, i + j, x[j] * next.norm[i + j]);
     }
 }
@@ -506,7 +556,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     /* Before any of them begins: all threads of the block call it. */
     __device__ void prepare(const Block *layers) {
         if (ring.thread == 0) {
-            *at<unsigned long long>(k.begun) = *(volatile unsigned long long *)w.barrier / gridDim.x * gridDim.x;
+            *at<unsigned long long>(k.begun) = (*(volatile unsigned long long *)w.barrier / gridDim.x - barriers(first)) * gridDim.x;
             gate(FREE).init(CONSUMERS); /* of the last layer */
             gate(ROUTED).init(CONSUMERS);
             gate(CHOSEN).init(32); /* the producer arrives */
@@ -520,8 +570,6 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         Barrier::show_init();
         __syncthreads();
     }
-    /* Between one question of who waits and the next: questions hinder those who add what is waited for (notebooks/speed.md). Always true. */
-    __device__ static bool pause() { return __nanosleep(40), true; }
     __device__ void note_time(int at) {
         if (blockIdx.x == 0 && ring.thread == 0) asm volatile("mov.u64 %0,%globaltimer;" : "=l"(w.ended[at])::"memory");
     }
@@ -531,12 +579,26 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         if (known) shape(m, T, rows, cols);
         return m;
     }
+    __device__ Told told(int layer) const {
+        asm volatile("" : "+r"(layer)); /* computed where it is used */
+        return told_of(w, alone, layer);
+    }
+    /* Makes values UNWRITTEN: this block its share. */
+    __device__ void forget(void *told, int bytes) const {
+#pragma unroll 1
+        for (int i = (ring.thread / 32 * blocks + block) * 32 + ring.thread % 32; i < bytes / 16; i += CONSUMERS * blocks)
+            ((uint4 *)told)[i] = make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
+    }
     /* What the consumers need to know about the tokens all the time. */
     __device__ void begin() {
         int half = w.head_dim / 2;
         if (producing) return;
         wait_previous();
         note_time(first);
+        if (alone && first == 0) { /* of the step before */
+            Told last = told(w.n_layers - 1);
+            forget(last.middle, w.dim * 4), forget(last.attn, w.attn_pitch * 2), forget(last.act, w.top_k * w.act_pitch * 2);
+        }
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens; t += WARPS) {
             int p = s.position[t];
@@ -553,16 +615,36 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     template <typename U> __device__ U *at(int offset) const { return (U *)(memory + origin + offset); }
 
     /* A phase begins. What looks as if it might have changed is not computed ahead, for all phases at once, to be kept in local memory. */
-    __device__ void renew() { asm volatile("" : "+r"(origin), "+r"(ring.thread), "+r"(block), "+r"(blocks)); }
-    /* The consumers wait until all blocks have ended the phase before this one, and what they wrote can be read. */
+    __device__ void renew() {
+        asm volatile("" : "+r"(ring.thread), "+r"(block));
+        if (!alone) asm volatile("" : "+r"(origin), "+r"(blocks)); /* there it would spill registers, here it keeps them from that */
+    }
+    /* What stands before a phase: a barrier with a fence; a barrier, where all it reads is Told or published, but too much for all blocks to ask for it
+     * again and again; or nothing. */
+    enum Border { NOTHING, BARRIER, FENCE };
+    __device__ Border border(int phase) const {
+        int kind = phase % PHASES;
+        if (!alone || kind == PHASE_ATTENTION || phase == w.n_layers * PHASES) return FENCE;
+        return kind == PHASE_QKV || kind == PHASE_OUTPUT ? BARRIER : NOTHING;
+    }
+    /* How many barriers stand before phases 1 to `phase`. */
+    __device__ int barriers(int phase) const {
+        return alone ? phase - (phase + PHASES - PHASE_UP) / PHASES - (phase + PHASES - PHASE_DOWN) / PHASES : phase;
+    }
+    /* The consumers wait until all blocks have ended the phase before this one, if need be. */
     __device__ void await() {
         if (phase == first) return wait_previous();
+        if (border(phase) == NOTHING) return;
         if (ring.thread == 0) {
-            unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)(phase - first) * blocks, now;
-            do asm volatile("ld.acquire.gpu.global.u64 %0,[%1];" : "=l"(now) : "l"(w.barrier) : "memory");
-            while (now < target && pause());
+            unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)barriers(phase) * blocks;
+            const bool fence = border(phase) == FENCE;
+            while ((fence ? look_behind(w.barrier) : look(w.barrier)) < target) pause();
         }
         sync_consumers();
+    }
+    /* Makes the producer hold for the fence behind this phase's last `items`, if there is one. */
+    __device__ void expect(int items) {
+        if (border(phase + 1) == FENCE) ring.expect(items);
     }
     /* A gate opens once a layer, so its parity is that of the layers since this launch began. */
     __device__ Barrier &gate(int i) const { return at<Barrier>(k.gates)[i]; }
@@ -572,7 +654,11 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         if (producing) return;
         if (phase == last) return ring.resume(); /* a producer with nothing to copy may not have asked for the last item yet */
         sync_consumers();
-        if (ring.thread == 0) asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
+        if (border(phase) == NOTHING) return;
+        if (ring.thread == 0 && border(phase) == FENCE)
+            asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
+        else if (ring.thread == 0)
+            asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
         if (phase % PHASES != PHASE_ATTENTION) ring.resume(); /* which is about to begin: only who has no part in it resumes */
     }
 
@@ -581,25 +667,21 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     }
     /* The activations of a token alone behind a norm: they go to k.x, and if SCALED the factor that they lack to k.scale, to be there behind a barrier.
      * The norm's weights come in before wait(). */
-    template <Type T, bool SCALED, class Wait> __device__ auto stage_normed(const Matrix &m, const float *weight, const int *which, Wait wait) {
+    template <Type T, bool SCALED, class Wait> __device__ auto stage_normed(const Matrix &m, const float *weight, const float *x, const int *which, Wait wait) {
         typedef typename Codec<T>::Activation Activation;
         constexpr int STEP = 2; /* loads on the way at once */
         static_assert(STEP * CONSUMERS * 4 >= 2880, "gpt-oss's shapes");
         Rows<Activation> to = {at<Activation>(k.x), pitch_of<T>(m.stride), 1};
-        float4 times[STEP] = {}, value[STEP] = {};
-        float sum = 0;
+        float4 times[STEP] = {}, value[STEP];
 #pragma unroll
         for (int i = 0, c = ring.thread * 4; i < STEP; i++, c += CONSUMERS * 4)
             if (c < w.dim) times[i] = *(const float4 *)(weight + c);
         wait();
-        const float *x = w.x + (which ? (size_t)which[0] * w.dim : 0);
-#pragma unroll
-        for (int i = 0, c = ring.thread * 4; i < STEP; i++, c += CONSUMERS * 4)
-            if (c < w.dim) value[i] = __ldcg((const float4 *)(x + c));
+        if (which) x += (size_t)which[0] * w.dim;
+        float sum = take_fours(value, x, w.dim);
 #pragma unroll
         for (int i = 0, c = ring.thread * 4; i < STEP; i++, c += CONSUMERS * 4) {
             float4 v = value[i], t = times[i];
-            sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
             if (c < w.dim) Codec<T>::store_four((Activation *)to.x + Codec<T>::place(c), v.x * t.x, v.y * t.y, v.z * t.z, v.w * t.w);
         }
         if (SCALED) sum = warp_sum(sum);
@@ -706,7 +788,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         const bool there = !tokens;
         Rows<Activation> rows = {(const Activation *)normed, m.stride, n, there ? NULL : which};
         if (producing) return rows;
-        if constexpr (alone && T != F32) return stage_normed<T, true>(m, weight, which, [&] { await(); });
+        if constexpr (alone && T != F32) return stage_normed<T, true>(m, weight, told(w.layer - 1).x, which, [&] { await(); });
         await();
 #pragma unroll 1
         for (int i = block; i < n && !there; i += blocks) publish_square(w.x + (size_t)(which ? which[i] : i) * w.dim, w.dim, input_square_of(w, i, w.layer));
@@ -723,7 +805,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         if (!producing) {
 #pragma unroll 1
             for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
-            ring.expect(units * m.parts);
+            expect(units * m.parts);
         }
         stream<T, true>(
             m, units, normed_rows<T>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
@@ -839,7 +921,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         return s.position[first];
     }
     __device__ void store_attention(int t, int i, float2 x) const { /* dimensions i and i + 1 */
-        *(uint32_t *)((bf16 *)w.attn + (size_t)t * w.attn_pitch + Codec<BF16>::place(i)) = pack(x.x, x.y);
+        *(uint32_t *)((bf16 *)told(w.layer).attn + (size_t)t * w.attn_pitch + Codec<BF16>::place(i)) = pack(x.x, x.y);
     }
     template <Type T> __device__ void attention_of_any_size(const Block &l) {
         typedef typename Codec<T>::Activation Out;
@@ -850,7 +932,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             int t = i / w.n_heads, h = i % w.n_heads;
             int place = Codec<T>::place(h * w.head_dim + ring.thread);
             float x = attend_plain<Out>(w, s, l, t, h, at<float>(k.x), CONSUMERS);
-            if (ring.thread < w.head_dim) ((Out *)w.attn)[(size_t)t * w.attn_pitch + place] = (Out)x;
+            if (ring.thread < w.head_dim) ((Out *)told(w.layer).attn)[(size_t)t * w.attn_pitch + place] = (Out)x;
         }
     }
 
@@ -875,7 +957,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 int r = row_of_block<T>(i / tokens);
                 bool real = r < w.dim;
                 size_t at = real ? (size_t)(i % tokens) * w.dim + r : 0;
-                copy_4(own + i, w.x + at, real);
+                copy_4(own + i, told(w.layer - 1).x + at, real);
             }
 #pragma unroll 1
             for (int i = ring.thread; i < rows; i += CONSUMERS) {
@@ -884,19 +966,24 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 if (!alone) copy_4(norm + i, l.ffn_norm + min(row_of_block<T>(i), w.dim - 1), true);
             }
             copies_end();
-            ring.expect(units * m.parts);
+            if (alone) forget(told(w.layer - 1).attn, w.attn_pitch * 2), forget(told(w.layer - 1).act, w.top_k * w.act_pitch * 2);
+            expect(units * m.parts);
             await();
         }
         stream<T>(
-            m, units, Rows<Activation>{(const Activation *)w.attn, m.stride, tokens}, [&](int i) { return group_at<T>(m, unit_of_block(i)); },
+            m, units, Rows<Activation>{(const Activation *)told(w.layer).attn, m.stride, tokens, NULL, 1, alone},
+            [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
                 int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
                 if (r >= w.dim) return;
+                const Told now = told(w.layer), before = told(w.layer - 1);
                 for (int j = 0; j < 2; j++) {
                     float x = own[(i + j) * tokens + t] += bias[i + j] + (j ? b : a);
-                    w.x[(size_t)t * w.dim + r + j] = x;
+                    now.middle[(size_t)t * w.dim + r + j] = x;
                     if (!alone) store_normed(next, t, r + j, x * norm[i + j]);
                 }
+                for (float *told : {before.middle, before.x})
+                    if (alone) *(uint2 *)(told + r) = make_uint2(UNWRITTEN, UNWRITTEN);
             });
         if (producing) return;
         sync_consumers();
@@ -1031,7 +1118,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             gate(FREE).wait((w.layer - first / PHASES) % 2 ^ 1); /* at once in the first layer */
             wait_previous();                                     /* it does not call await() */
         } else if (alone && phase % PHASES == PHASE_UP) {
-            stage_normed<MXFP4, false>(matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim), l.ffn_norm, NULL, [&] { await(); });
+            stage_normed<MXFP4, false>(matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim), l.ffn_norm, told(w.layer).middle, NULL, [&] { await(); });
         } else {
             await();
         }
@@ -1067,7 +1154,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             for (int first = choices[0], n;; first += n) {
                 n = one ? 1 : min(choices[1] - first, known ? MOST_CHOICES : FEW);
                 bool done = one || first + n == choices[1], last = done && to == end;
-                if (!producing && last) ring.expect((to - from) * m.parts);
+                if (!producing && last) expect((to - from) * m.parts);
                 stream<T>(
                     m, to - from, rows_of(first, n), [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; },
                     [&](int i, int p, int row, float a, float b) {
@@ -1093,7 +1180,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         multiply_chosen<T>(m, false, rows_of, [&](int r, int choice, const float *bias, float gate, float up) {
             if (r / 2 >= w.ffn_dim) return;
             float factor = factors[one ? 0 : choice / w.top_k];
-            ((Activation *)w.act_out)[(size_t)choice * w.act_pitch + Codec<T>::place(r / 2)] =
+            ((Activation *)told(w.layer).act)[(size_t)choice * w.act_pitch + Codec<T>::place(r / 2)] =
                 (Activation)(swiglu(w, gate * factor + bias[0], up * factor + bias[1]) * w.act_lift);
         });
         if (producing || block) return;
@@ -1110,7 +1197,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         const float *weights = at<float>(k.weights);
         ask_for_bias<T>(m, true);
         if (!producing) await();
-        auto rows_of = [&](int first, int n) { return Rows<Activation>{(const Activation *)w.act_out, m.stride, n, active().order + first}; };
+        auto rows_of = [&](int first, int n) { return Rows<Activation>{(const Activation *)told(w.layer).act, m.stride, n, active().order + first, 1, alone}; };
         multiply_chosen<T>(m, true, rows_of, [&](int r, int choice, const float *bias, float a, float b) {
             if (r < w.dim) add_to_x(one ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]), weights[choice] * (b + bias[1]), next);
         });
@@ -1120,12 +1207,14 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
      * EXPERT_STEP, and counted; the last one adds the sum to x, which nobody has changed meanwhile, and hands it to `next`. What is no number, or too large,
      * makes the sum one that no other can reach. */
     __device__ void add_to_x(int t, int r, float a, float b, const Next &next) {
-        float *x = w.x + (size_t)t * w.dim + r, value[2] = {a, b}, old[2], times[2];
+        const Told now = told(w.layer);
+        size_t at = (size_t)t * w.dim + r;
+        float value[2] = {a, b}, old[2], times[2];
         unsigned long long *sum = w.expert_sum + (size_t)t * w.dim + r, found[2];
         const long long bad = (1ll << (COUNTED - 2)) / w.top_k;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            old[i] = __ldcg(x + i);
+            old[i] = ask(now.middle + at + i);
             if (!alone) times[i] = next.norm[r + i];
             if (w.top_k == 1) continue;
             float steps = value[i] * (1 / EXPERT_STEP);
@@ -1140,7 +1229,8 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 value[i] = llabs(all) < bad / 2 ? (float)all * EXPERT_STEP : NAN;
                 sum[i] = 0;
             }
-            x[i] = old[i] + value[i];
+            while (alone && unwritten(old[i])) old[i] = ask(now.middle + at + i);
+            now.x[at + i] = old[i] + value[i];
             if (!alone) store_normed(next, t, r + i, (old[i] + value[i]) * times[i]);
         }
     }
@@ -1149,7 +1239,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         renew();
         const Matrix m = matrix<T>(head, w.vocab, w.dim);
         int units = units_of_block(groups_of<T>(m.rows));
-        if (!producing) ring.expect(units * m.parts);
+        if (!producing) expect(units * m.parts);
         stream<T, true>(
             m, units, normed_rows<T>(m, w.normed_for[FOR_HEAD], norm, rows, s.row), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int row, float a, float b) {

@@ -229,14 +229,14 @@ bool tap_qkv(const Cuda *c, const Batch *b, int layer, int tokens, Error *e) {
            tap_cache(c, b, layer, 1, e);
 }
 
-bool tap_attention(const Cuda *c, int layer, int tokens, Error *e) {
+bool tap_attention(const Cuda *c, int layer, const void *attn, int tokens, Error *e) {
     const Work &w = c->work;
-    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, w.attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0,
+    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0,
                      tokens <= c->most_few ? FEW_ORDER : IN_ORDER, 1, e);
 }
 
 /* The experts' choice, and what they hand to their last matrix. */
-bool tap_experts(const Cuda *c, int layer, int tokens, Error *e) {
+bool tap_experts(const Cuda *c, int layer, const void *act, int tokens, Error *e) {
     const Work &w = c->work;
     const Block &b = c->card.layer[layer];
     float lift = tokens <= c->most_few ? w.act_lift : 1;
@@ -245,7 +245,7 @@ bool tap_experts(const Cuda *c, int layer, int tokens, Error *e) {
     if (b.router.rows && (!tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, IN_ORDER, 1, e) ||
                           !tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e)))
         return false;
-    return tap_typed(c, b.up.type, "act", layer, w.act_out, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, order, 1 / lift, e);
+    return tap_typed(c, b.up.type, "act", layer, act, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, order, 1 / lift, e);
 }
 
 /* ---- forward ---- */
@@ -281,7 +281,7 @@ bool attend_many(Cuda *c, const Work &w, const Step &s, const Batch *batch, cons
     CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, dim3(tiles, (b.qkv.rows / 2 + 255) / 256), 256, 0, w, s, b));
     if (!tap_qkv(c, batch, w.layer, tokens, e)) return false;
     CUDA(f32 ? launch_attention<float>(c, w, s, b, tokens, tiles) : launch_attention<bf16>(c, w, s, b, tokens, tiles));
-    return tap_attention(c, w.layer, tokens, e) && multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e);
+    return tap_attention(c, w.layer, w.attn, tokens, e) && multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e);
 }
 
 template <typename A> cudaError_t launch_route(const Cuda *c, const Work &w, const Block &b, int tokens) {
@@ -296,7 +296,7 @@ bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error
         CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.ffn_norm));
         if (!multiply(c, b.up, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
         CUDA(launch(c, f32 ? swiglu_many<float> : swiglu_many<bf16>, tokens, 256, 0, w, b));
-        return tap_experts(c, w.layer, tokens, e) && multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e);
+        return tap_experts(c, w.layer, w.act_out, tokens, e) && multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e);
     }
     if (b.qkv.type == F32) CUDA(cudaMemsetAsync(w.normed, 0, (size_t)tokens * w.normed_pitch * sizeof(bf16), c->stream)); /* halves of floats lie behind dim */
     CUDA(b.router.type == F32 ? launch_route<float>(c, w, b, tokens) : launch_route<bf16>(c, w, b, tokens));
@@ -308,7 +308,7 @@ bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error
         CUDA(launch(c, up_wgmma, c->sms, Shape::THREADS, shared, w, b, tokens));
     else
         CUDA(launch(c, up_many, dim3((b.up.rows + 127) / 128, tiles), 256, plain, w, b, tokens));
-    if (!tap_experts(c, w.layer, tokens, e)) return false;
+    if (!tap_experts(c, w.layer, w.act_out, tokens, e)) return false;
     if (c->wgmma)
         CUDA(launch(c, down_wgmma, c->sms, Shape::THREADS, shared, w, b, tokens));
     else
@@ -321,7 +321,7 @@ bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error
 bool forward_many(Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
     Work w = c->work;
     w.act_lift = 1;
-    CUDA(launch(c, embed, tokens, 256, 0, w, s, Posted{}, c->card.embed, c->sms, Next{}));
+    CUDA(launch(c, embed, tokens, 256, 0, w, s, Posted{}, c->card.embed, c->sms, w.x, Next{}));
     for (w.layer = 0; w.layer < w.n_layers; w.layer++) {
         const Block &b = c->card.layer[w.layer];
         if (!attend_many(c, w, s, batch, b, tokens, tiles, e) || !tap_floats(c, "attn_residual", w.layer, w.x, tokens, w.dim, e)) return false;
@@ -339,8 +339,9 @@ bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens
     Posted post;
     memcpy(post.word, p->step, Posted::BYTES);
     post.there = true;
-    Next next = alone(c, tokens, rows) ? Next{} : next_of(w.normed_for[FOR_QKV], b.qkv, b.attn_norm);
-    CUDA(launch(c, embed, tokens, 1024, 0, w, s, post, c->card.embed, c->sms, next));
+    bool one = alone(c, tokens, rows);
+    Next next = one ? Next{} : next_of(w.normed_for[FOR_QKV], b.qkv, b.attn_norm);
+    CUDA(launch(c, embed, tokens, 1024, 0, w, s, post, c->card.embed, c->sms, told_of(w, one, -1).x, next));
     if (!c->limits.tap) {
         CUDA(launch_few(c, s, tokens, rows, 0, all));
         return true;
@@ -348,11 +349,12 @@ bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens
     for (int phase = 0; phase < all; phase++) {
         int layer = phase / PHASES, kind = phase == layers ? PHASES : phase % PHASES;
         CUDA(launch_few(c, s, tokens, rows, phase, phase + 1));
+        Told told = told_of(w, one, layer);
         if (kind == PHASE_QKV && !tap_qkv(c, batch, layer, tokens, e)) return false;
-        if (kind == PHASE_ATTENTION && !tap_attention(c, layer, tokens, e)) return false;
-        if (kind == PHASE_OUTPUT && !tap_floats(c, "attn_residual", layer, w.x, tokens, w.dim, e)) return false;
-        if (kind == PHASE_UP && !tap_experts(c, layer, tokens, e)) return false;
-        if (kind == PHASE_DOWN && !tap_floats(c, "residual", layer, w.x, tokens, w.dim, e)) return false;
+        if (kind == PHASE_ATTENTION && !tap_attention(c, layer, told.attn, tokens, e)) return false;
+        if (kind == PHASE_OUTPUT && !tap_floats(c, "attn_residual", layer, told.middle, tokens, w.dim, e)) return false;
+        if (kind == PHASE_UP && !tap_experts(c, layer, told.act, tokens, e)) return false;
+        if (kind == PHASE_DOWN && !tap_floats(c, "residual", layer, told.x, tokens, w.dim, e)) return false;
     }
     return true;
 }
@@ -481,6 +483,7 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take_normed(FOR_QKV, b.qkv);
     take_normed(FOR_UP, b.up);
     take_normed(FOR_HEAD, c->card.head);
+    take(w.told, told_size(w), 4);
     take(w.router_sum, (size_t)m.n_layers * FEW * m.n_experts, 8);
     take(w.square, (size_t)m.n_layers * FEW * c->sms, 8);
     take(w.input_square, (size_t)FEW * (m.n_layers + 1) * MOST_WARPS, 8);
@@ -573,6 +576,7 @@ bool take_memory(Cuda *c, int *pages, Error *e) {
     CUDA(cudaMemset(c->cache, 0, *pages * page));
     if (!card_plan(&c->card, &m, c->weights, &weights, e)) return false;
     plan_work(c, c->room);
+    CUDA(cudaMemset(c->work.told, 0xFF, told_size(c->work) * sizeof *c->work.told)); /* UNWRITTEN */
     CUDA(cudaMemcpy(c->layers, c->card.layer, m.n_layers * sizeof(Block), cudaMemcpyHostToDevice));
     c->work.act_lift = c->card.layer[0].down.type == MXFP4 ? Codec<MXFP4>::LIFT : 1;
     c->work.cache = (bf16 *)c->cache;

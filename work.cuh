@@ -61,13 +61,14 @@ __device__ inline Sixteen fp4_to_bf16_scaled(uint32_t a, uint32_t b, uint32_t sc
     return v;
 }
 
-/* 16 bytes, or zeros, without a branch: behind one, lanes with zeros would wait for the others' loads. */
-__device__ inline uint4 load_16(const void *from, bool real) {
+/* 16 bytes, or zeros, without a branch: behind one, lanes with zeros would wait for the others' loads. told: see ask(). */
+__device__ inline uint4 load_16(const void *from, bool real, bool told) {
     uint4 x;
-    asm volatile("{\n.reg .pred real;\nsetp.ne.u32 real,%5,0;\nmov.b32 %0,0;\nmov.b32 %1,0;\nmov.b32 %2,0;\nmov.b32 %3,0;\n"
-                 "@real ld.v4.u32 {%0,%1,%2,%3},[%4];\n}"
+    asm volatile("{\n.reg .pred plain,told;\nsetp.ne.u32 plain,%5,0;\nsetp.ne.u32 told,%6,0;\n"
+                 "mov.b32 %0,0;\nmov.b32 %1,0;\nmov.b32 %2,0;\nmov.b32 %3,0;\n"
+                 "@plain ld.v4.u32 {%0,%1,%2,%3},[%4];\n@told ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];\n}"
                  : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
-                 : "l"(from), "r"((unsigned)real));
+                 : "l"(from), "r"((unsigned)(real && !told)), "r"((unsigned)(real && told)));
     return x;
 }
 
@@ -206,6 +207,7 @@ struct Work { /* everything a kernel may need; passed by value */
                                   and then normed, has its columns in the order of fp4_column (hopper.cuh) */
     int attn_pitch, act_pitch;
     float act_lift;            /* few: factor of act_out */
+    float *told;                /* few, a token alone: see Told */
     void *normed_for[MATRICES]; /* few: (FEW, stride) x times the weights of the norm before a matrix, but not yet times 1 / its root mean square, as it wants
                                    it; 0 behind dim */
     float *qkv, *down;         /* many: (tokens, all rows), (tokens * top_k, dim) */
@@ -327,6 +329,36 @@ __device__ inline unsigned long long look(const unsigned long long *from) {
     asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(word) : "l"(from));
     return word;
 }
+/* Who finds something there may read what was written before it. */
+__device__ inline unsigned long long look_behind(const unsigned long long *from) {
+    unsigned long long word;
+    asm volatile("ld.acquire.gpu.global.u64 %0,[%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
+}
+
+/* Values of which nobody needs to be told that they are there, because they say it themselves: before they are written, and as soon as nobody reads them any
+ * more, all their bits are ones, a NaN that no instruction makes. (Many values that come one by one: no word of them has room for a sign.) */
+constexpr uint32_t UNWRITTEN = ~0u;
+/* Asks L2 for them. */
+__device__ inline uint4 ask(const uint4 *from) {
+    uint4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    return x;
+}
+__device__ inline uint2 ask(const uint2 *from) {
+    uint2 x;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1},[%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+    return x;
+}
+__device__ inline float ask(const float *from) {
+    float x;
+    asm volatile("ld.relaxed.gpu.global.f32 %0,[%1];" : "=f"(x) : "l"(from));
+    return x;
+}
+__device__ inline bool unwritten(float x) { return __float_as_uint(x) == UNWRITTEN; }
+/* The highest of three words for either half, as unsigned numbers: UNWRITTEN is above all others. */
+__device__ inline uint32_t highest_halves(uint32_t a, uint32_t b, uint32_t c) { return __vimax3_u16x2(a, b, c); }
+__device__ inline bool unwritten_half(uint32_t x) { return x >> 16 == 0xFFFF || (x & 0xFFFF) == 0xFFFF; }
 
 /* ---- attention ---- */
 

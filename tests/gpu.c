@@ -177,7 +177,7 @@ static void shapes_20b(void) { shapes_pass(GPT_OSS_20B, 2, 0.8); }
  * beginning that attention splits, both give the same bits, and nearly what the kernels of many tokens do; whether the
  * logits of all tokens are wanted or of the last makes no difference. */
 static void instances_of_20b_agree(void) {
-    enum { BEGIN = 700, N = 48, END = BEGIN + N, VOCAB = 201088, LAYERS = 2 };
+    enum { BEGIN = 700, N = 48, END = BEGIN + N, VOCAB = 201088, LAYERS = 5 }; /* even and odd ones have buffers in turn */
     const size_t chunks[] = {2, 7, 12, 13, 16, N}, row = VOCAB * sizeof(float);
     int room = 0; /* bytes of shared memory for a block */
     uint64_t random = 7;
