@@ -201,7 +201,7 @@ template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 
         const Rows<float> &x;
         int column;
         __device__ Lane(const uint8_t *stage, int per, const Rows<float> &x, int lane) : weights(lane_at(stage, per, lane)), x(x), column(lane % 4 * 4) {}
-        __device__ void load(Kept &, int, int, bool = false) const {}
+        __device__ void load(Kept &, int, int) const {}
         __device__ void add(Sum<TILES> &sum, int i, const Kept (&)[max_of(TILES, 1)]) const {
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {

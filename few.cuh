@@ -61,7 +61,7 @@ struct Layout { /* where each array begins, in bytes; the ring is what the other
     int ring, barriers, hold, gates, x, sums, square, scale, factor, bias, own, norm, columns, logit, weights, experts, turn, position, page, table;
     int active_expert, active_begin, active_order, active_cost, active_piece; /* see Active */
     unsigned room; /* of sums, in floats */
-    int begun, is_last; /* what the barrier began with; whether this split is a head's last */
+    int begun, is_last; /* what the barrier would have begun with before phase 0, perhaps less than 0; whether this split is a head's last */
     int bytes; /* of all */
 };
 
@@ -155,9 +155,9 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
 
 /* ---- what blocks tell each other ---- */
 
-/* In a layer, by buffers of Work, and a fence stands between a phase that writes them and one that reads. A fence takes long (see Ring::expect). So for a
- * token alone of gpt-oss's shapes even layers and odd ones have buffers of their own, whose values say themselves whether they are there (UNWRITTEN). Then
- * there is one fence a layer, behind phase qkv, for the cache and since it orders all that is told: behind it phase output makes UNWRITTEN again what the
+/* Blocks tell each other by buffers of Work, and a fence stands between a phase that writes them and one that reads. A fence takes long (see Ring::expect).
+ * So for a token alone of gpt-oss's shapes even layers and odd ones have buffers of their own, whose values say themselves whether they are there (UNWRITTEN).
+ * Then there is one fence a layer, behind phase qkv, for the cache and since it orders all that is told: behind it phase output makes UNWRITTEN again what the
  * layer before has told, which all have read; before the next one nobody writes there. */
 struct Told {
     float *middle, *x; /* (tokens, dim) the residual stream behind attention, and behind the experts */
@@ -188,7 +188,7 @@ constexpr int kept_of(int chunks, int most) {
 static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
 
 /* Between one question of who waits and the next: questions hinder those who add what is waited for (notebooks/speed.md). Always true. */
-__device__ inline bool pause() { return __nanosleep(40), true; }
+__device__ inline bool rest() { return __nanosleep(40), true; }
 
 /* What a warp keeps of the activations: by chunk and tile. */
 template <Type T, int TILES> using Kept = typename Codec<T>::Kept[MOST_KEPT][max_of(TILES, 1)];
@@ -307,7 +307,7 @@ struct Ring {
             for (int k = 0; k < MOST_KEPT && k < m.parts * turns && x.told; k++)
 #pragma unroll
                 for (int j = 0; j < max_of(TILES, 1); j++) highest = Codec<T>::highest(highest, kept[k][j]);
-        } while (x.told && __any_sync(~0u, unwritten_half(highest)) && pause());
+        } while (x.told && __any_sync(~0u, unwritten_half(highest)) && rest());
     }
     template <Type T, int TILES, class Put> __device__ void multiply_kept(const Matrix &m, const Kept<T, TILES> &kept, int tokens, Put put) {
         typename Codec<T>::template Sum<TILES> sum;
@@ -462,7 +462,7 @@ __device__ inline float take_fours(float4 (&value)[2], const float *x, int n) {
             there &= max(max(v.x, v.y), max(v.z, v.w)) != UNWRITTEN;
             value[i] = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
         }
-    } while (!there && pause());
+    } while (!there && rest());
     for (float4 v : value) sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
     return sum;
 }
@@ -539,7 +539,7 @@ __global__ void norm_for_head(Work w, Step s, Next next) {
 enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
- * all warps call. What a phase reads of the one before it, it reads behind await(), but for what choose() looks for. */
+ * all warps call. What a phase reads of the one before it is Told, or it reads it behind await(), but for what choose() looks for. */
 template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss's shapes; alone: and one token, as the compiler knows */
     Work w;
     const Step &s;
@@ -583,11 +583,17 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         asm volatile("" : "+r"(layer)); /* computed where it is used */
         return told_of(w, alone, layer);
     }
+    template <typename V> __device__ void write(V *to, V x) const {
+        if constexpr (alone)
+            tell(to, x);
+        else
+            *to = x; /* a fence follows */
+    }
     /* Makes values UNWRITTEN: this block its share. */
-    __device__ void forget(void *told, int bytes) const {
+    __device__ void forget(void *values, int bytes) const {
 #pragma unroll 1
         for (int i = (ring.thread / 32 * blocks + block) * 32 + ring.thread % 32; i < bytes / 16; i += CONSUMERS * blocks)
-            ((uint4 *)told)[i] = make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
+            ((uint4 *)values)[i] = make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
     }
     /* What the consumers need to know about the tokens all the time. */
     __device__ void begin() {
@@ -617,7 +623,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     /* A phase begins. What looks as if it might have changed is not computed ahead, for all phases at once, to be kept in local memory. */
     __device__ void renew() {
         asm volatile("" : "+r"(ring.thread), "+r"(block));
-        if (!alone) asm volatile("" : "+r"(origin), "+r"(blocks)); /* there it would spill registers, here it keeps them from that */
+        if (!alone) asm volatile("" : "+r"(origin), "+r"(blocks)); /* the instance of one token would spill registers, that of several does without */
     }
     /* What stands before a phase: a barrier with a fence; a barrier, where all it reads is Told or published, but too much for all blocks to ask for it
      * again and again; or nothing. */
@@ -638,7 +644,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         if (ring.thread == 0) {
             unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)barriers(phase) * blocks;
             const bool fence = border(phase) == FENCE;
-            while ((fence ? look_behind(w.barrier) : look(w.barrier)) < target) pause();
+            while ((fence ? look_behind(w.barrier) : look(w.barrier)) < target) rest();
         }
         sync_consumers();
     }
@@ -921,7 +927,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         return s.position[first];
     }
     __device__ void store_attention(int t, int i, float2 x) const { /* dimensions i and i + 1 */
-        *(uint32_t *)((bf16 *)told(w.layer).attn + (size_t)t * w.attn_pitch + Codec<BF16>::place(i)) = pack(x.x, x.y);
+        write((uint32_t *)((bf16 *)told(w.layer).attn + (size_t)t * w.attn_pitch + Codec<BF16>::place(i)), pack(x.x, x.y));
     }
     template <Type T> __device__ void attention_of_any_size(const Block &l) {
         typedef typename Codec<T>::Activation Out;
@@ -979,11 +985,11 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 const Told now = told(w.layer), before = told(w.layer - 1);
                 for (int j = 0; j < 2; j++) {
                     float x = own[(i + j) * tokens + t] += bias[i + j] + (j ? b : a);
-                    now.middle[(size_t)t * w.dim + r + j] = x;
+                    write(now.middle + (size_t)t * w.dim + r + j, x);
                     if (!alone) store_normed(next, t, r + j, x * norm[i + j]);
                 }
-                for (float *told : {before.middle, before.x})
-                    if (alone) *(uint2 *)(told + r) = make_uint2(UNWRITTEN, UNWRITTEN);
+                for (float *values : {before.middle, before.x})
+                    if (alone) *(uint2 *)(values + r) = make_uint2(UNWRITTEN, UNWRITTEN);
             });
         if (producing) return;
         sync_consumers();
@@ -1046,7 +1052,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                     there = counted(sum) == blocks;
 #pragma unroll
                     for (int i = 0; i < STEP; i++) there &= part[i] >> 32 != 0;
-                } while (!there && pause());
+                } while (!there && rest());
                 if (has_router && e < w.n_experts) mine[e] = (float)collected(sum) * ROUTER_STEP;
 #pragma unroll
                 for (int i = 0; i < STEP; i++) square += __uint_as_float((uint32_t)part[i]);
@@ -1180,8 +1186,8 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         multiply_chosen<T>(m, false, rows_of, [&](int r, int choice, const float *bias, float gate, float up) {
             if (r / 2 >= w.ffn_dim) return;
             float factor = factors[one ? 0 : choice / w.top_k];
-            ((Activation *)told(w.layer).act)[(size_t)choice * w.act_pitch + Codec<T>::place(r / 2)] =
-                (Activation)(swiglu(w, gate * factor + bias[0], up * factor + bias[1]) * w.act_lift);
+            write((Activation *)told(w.layer).act + (size_t)choice * w.act_pitch + Codec<T>::place(r / 2),
+                  (Activation)(swiglu(w, gate * factor + bias[0], up * factor + bias[1]) * w.act_lift));
         });
         if (producing || block) return;
         sync_consumers();
@@ -1214,7 +1220,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         const long long bad = (1ll << (COUNTED - 2)) / w.top_k;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            old[i] = ask(now.middle + at + i);
+            old[i] = ask(now.middle + at + i); /* is there: if it is Told, this block has seen all of it */
             if (!alone) times[i] = next.norm[r + i];
             if (w.top_k == 1) continue;
             float steps = value[i] * (1 / EXPERT_STEP);
@@ -1229,8 +1235,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 value[i] = llabs(all) < bad / 2 ? (float)all * EXPERT_STEP : NAN;
                 sum[i] = 0;
             }
-            while (alone && unwritten(old[i])) old[i] = ask(now.middle + at + i);
-            now.x[at + i] = old[i] + value[i];
+            write(now.x + at + i, old[i] + value[i]);
             if (!alone) store_normed(next, t, r + i, (old[i] + value[i]) * times[i]);
         }
     }
@@ -1239,7 +1244,6 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         renew();
         const Matrix m = matrix<T>(head, w.vocab, w.dim);
         int units = units_of_block(groups_of<T>(m.rows));
-        if (!producing) expect(units * m.parts);
         stream<T, true>(
             m, units, normed_rows<T>(m, w.normed_for[FOR_HEAD], norm, rows, s.row), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int row, float a, float b) {

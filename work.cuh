@@ -200,7 +200,7 @@ struct Work { /* everything a kernel may need; passed by value */
     bf16 *cache;               /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE): see key_place, value_place */
     int *page_token;           /* (pages, PAGE) */
     const float2 *turn;        /* (context, head_dim / 2) cos and sin */
-    float *x;                  /* (tokens, dim) residual stream */
+    float *x;                  /* (tokens, dim) residual stream; this, attn and act_out: but see Told */
     unsigned long long *expert_sum; /* few: (FEW, dim) what chosen experts have found, in steps of EXPERT_STEP, and how many; 0 but in phase down */
     void *q, *attn, *act_out;  /* (tokens, n_heads * head_dim), (tokens, attn_pitch), (tokens * top_k, act_pitch): bf16, or float for
                                   F32 weights; what lies between the width and the pitch is 0. What experts read by wgmma, act_out
@@ -222,7 +222,7 @@ struct Work { /* everything a kernel may need; passed by value */
     float *weight;             /* (tokens, top_k) */
     float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */
     int *arrived;              /* (FEW, n_kv_heads) */
-    unsigned long long *barrier; /* few: how many blocks have ended how many phases */
+    unsigned long long *barrier; /* few: how many blocks have ended how many phases that a barrier follows */
     unsigned long long *ended;   /* few: (n_layers * PHASES + 2) when a block began, and ended each phase, in ns */
     int *list, *listed;        /* many: (n_experts, tokens * top_k) choices by expert, and how many */
     float *logits;             /* (FEW, vocab) */
@@ -355,7 +355,10 @@ __device__ inline float ask(const float *from) {
     asm volatile("ld.relaxed.gpu.global.f32 %0,[%1];" : "=f"(x) : "l"(from));
     return x;
 }
-__device__ inline bool unwritten(float x) { return __float_as_uint(x) == UNWRITTEN; }
+/* Writes one. */
+__device__ inline void tell(uint32_t *to, uint32_t x) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(to), "r"(x) : "memory"); }
+__device__ inline void tell(float *to, float x) { tell((uint32_t *)to, __float_as_uint(x)); }
+__device__ inline void tell(bf16 *to, bf16 x) { asm volatile("st.relaxed.gpu.global.u16 [%0],%1;" ::"l"(to), "h"(__bfloat16_as_ushort(x)) : "memory"); }
 /* The highest of three words for either half, as unsigned numbers: UNWRITTEN is above all others. */
 __device__ inline uint32_t highest_halves(uint32_t a, uint32_t b, uint32_t c) { return __vimax3_u16x2(a, b, c); }
 __device__ inline bool unwritten_half(uint32_t x) { return x >> 16 == 0xFFFF || (x & 0xFFFF) == 0xFFFF; }
