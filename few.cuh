@@ -583,11 +583,12 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         asm volatile("" : "+r"(layer)); /* computed where it is used */
         return told_of(w, alone, layer);
     }
+    /* Writes a value for other blocks: see Told. */
     template <typename V> __device__ void write(V *to, V x) const {
         if constexpr (alone)
             tell(to, x);
         else
-            *to = x; /* a fence follows */
+            *to = x; /* a fence stands before who reads it */
     }
     /* Makes values UNWRITTEN: this block its share. */
     __device__ void forget(void *values, int bytes) const {

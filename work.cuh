@@ -207,7 +207,7 @@ struct Work { /* everything a kernel may need; passed by value */
                                   and then normed, has its columns in the order of fp4_column (hopper.cuh) */
     int attn_pitch, act_pitch;
     float act_lift;            /* few: factor of act_out */
-    float *told;                /* few, a token alone: see Told */
+    float *told;               /* few, a token alone: see Told */
     void *normed_for[MATRICES]; /* few: (FEW, stride) x times the weights of the norm before a matrix, but not yet times 1 / its root mean square, as it wants
                                    it; 0 behind dim */
     float *qkv, *down;         /* many: (tokens, all rows), (tokens * top_k, dim) */
@@ -336,10 +336,10 @@ __device__ inline unsigned long long look_behind(const unsigned long long *from)
     return word;
 }
 
-/* Values of which nobody needs to be told that they are there, because they say it themselves: before they are written, and as soon as nobody reads them any
- * more, all their bits are ones, a NaN that no instruction makes. (Many values that come one by one: no word of them has room for a sign.) */
+/* Activations have no room for such a sign. So before they are written, and again when all have read them, all their bits are ones, a NaN that no instruction
+ * makes: see few.cuh's Told. */
 constexpr uint32_t UNWRITTEN = ~0u;
-/* Asks L2 for them. */
+/* Asks L2 for them, written or not: L1 may have what was there before. */
 __device__ inline uint4 ask(const uint4 *from) {
     uint4 x;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
