@@ -144,6 +144,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     int attention = max_of(w.head_dim + CONSUMERS + 33, ATTENTION_WARPS * 8 * (w.head_dim + 2)) * 4; /* attend_plain; states: both from k.x on */
     int least = max_of(2 * 4 * sums, attention - x), barriers = MOST_STAGES * 2 * sizeof(Barrier);
     k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - barriers - x - least - 256) / k.stage_bytes));
+    if (known && tokens > 8) k.stages = max_of(1, k.stages - 1); /* with so many sums, room for longer passes gives more */
     take(k.barriers, barriers);
     take(k.x, x);
     take(k.sums, max_of(least, (room - k.bytes - k.stages * k.stage_bytes - 128) / 16 * 16)); /* all that is left */
@@ -202,6 +203,7 @@ struct Ring {
     int stages, stage_bytes, thread;
     int at = 0;          /* the stage of the next item */
     unsigned parity = 0; /* of that stage */
+    int asked = 0;       /* items of the phase to come that the producer has asked for already */
     int left = -1;       /* items of this phase that the consumers have not seen yet; 0: they hold */
 
     __device__ Ring(const Layout &k, uint8_t *memory)
@@ -213,16 +215,18 @@ struct Ring {
     /* The producer's part of a phase: locate(item, part) is where the unit's weights lie and which part of the columns is meant. */
     template <Type T, class Locate> __device__ void produce(const Matrix &m, int items, Locate locate) {
 #pragma unroll 1
-        for (int i = 0; i < items; i++) {
+        for (int i = asked; i < items; i++) {
             int part;
             const uint8_t *group = locate(i, part);
             begin_stage(MOST_COPIES);
             Codec<T>::copy(full + at, stage + at * stage_bytes, m.per, group, m.stride, part * m.per, m.chunks_of(part), thread % 32);
             advance();
         }
+        asked = 0;
     }
     __device__ void begin_stage(int most) {
         empty[at].wait(parity ^ 1); /* at once the first time round */
+        Barrier::begin_writing();
         hold->wait(1);
 #if __CUDA_ARCH__ >= 900 /* where lanes copy, waiting costs more than it gives: notebooks/speed.md */
         int before = at - min(most, stages); /* has to be there */
@@ -670,7 +674,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     }
 
     __device__ void set_scale(int row, float square) { /* a warp calls it */
-        if (ring.thread % 32 == 0) at<float>(k.scale)[row] = rsqrtf(square / w.dim + w.eps);
+        if (ring.thread % 32 == 0) at<float>(k.scale)[row] = rsqrtf(fmaf(square, 1.f / w.dim, w.eps));
     }
     /* The activations of a token alone behind a norm: they go to k.x, and if SCALED the factor that they lack to k.scale, to be there behind a barrier.
      * The norm's weights come in before wait(). */
@@ -811,7 +815,8 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         float *bias = at<float>(k.bias);
         if (!producing) {
 #pragma unroll 1
-            for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) bias[i] = m.bias ? m.bias[row_of_block<T>(i)] : 0;
+            for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) copy_4(bias + i, m.bias ? m.bias + row_of_block<T>(i) : w.x, m.bias);
+            copies_end();
             expect(units * m.parts);
         }
         stream<T, true>(
@@ -1026,8 +1031,8 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
 
     /* What each token chose, its logits in `weights`, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
      * All threads call it; the producer has `active` when it returns. The last warps route: others have more to do, and of one
-     * token the producer knows all without waiting for anybody. */
-    __device__ void choose(const Block &l, const Active &active) {
+     * token the producer knows all without waiting for anybody. found: see route(). */
+    template <class Found> __device__ void choose(const Block &l, const Active &active, Found found) {
         if (!producing && tokens == 1) return;
         const float *bias = l.router.bias;
         bool has_router = l.router.rows;
@@ -1053,17 +1058,17 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                     there = counted(sum) == blocks;
 #pragma unroll
                     for (int i = 0; i < STEP; i++) there &= part[i] >> 32 != 0;
-                } while (!there && rest());
+                } while (__any_sync(~0u, !there) && rest());
                 if (has_router && e < w.n_experts) mine[e] = (float)collected(sum) * ROUTER_STEP;
 #pragma unroll
                 for (int i = 0; i < STEP; i++) square += __uint_as_float((uint32_t)part[i]);
             }
-            float factor = rsqrtf(warp_sum(square) / w.dim + w.eps);
+            float factor = rsqrtf(fmaf(warp_sum(square), 1.f / w.dim, w.eps));
             if (lane == 0) at<float>(k.factor)[t] = factor;
 #pragma unroll 1
             for (int e = lane; e < w.n_experts && has_router; e += 32) mine[e] = mine[e] * factor + mine[w.n_experts + e];
             if (has_router)
-                route(mine, w.n_experts, w.top_k, lane, experts + t * w.top_k, weights + t * w.top_k);
+                route(mine, w.n_experts, w.top_k, lane, experts + t * w.top_k, weights + t * w.top_k, found);
             else if (lane < w.top_k)
                 experts[t * w.top_k + lane] = 0, weights[t * w.top_k + lane] = 0;
         }
@@ -1118,6 +1123,34 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         while (i + 1 < n && before(i + 1) <= from) i++;
         return i * groups + max(from - before(i) - VISIT, 0) / (active.cost[i + 1] - active.cost[i]);
     }
+    /* From when the experts of a token alone are known until their first weights are here everybody waits. So the producer gets the first stages ready before,
+     * whatever the experts are, and the lane that finds its own expert chosen asks for what belongs there. */
+#if __CUDA_ARCH__ >= 900
+    static constexpr bool early = producing && alone;
+#else
+    static constexpr bool early = false;
+#endif
+    struct Ready { /* a stage for a unit of phase up, and where it lies if the expert at `place` is this lane's */
+        Barrier *full;
+        uint8_t *stage;
+        const uint8_t *from;
+        int place, chunks;
+    };
+    __device__ void get_ready(const Block &l, Ready (&ready)[MOST_COPIES]) {
+        const Matrix m = matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim);
+        int groups = groups_of<MXFP4>(m.rows), begin = active().piece[0], lane = ring.thread % 32;
+        ring.asked = min(MOST_COPIES, active().piece[1] - begin);
+#pragma unroll
+        for (int i = 0; i < MOST_COPIES; i++) {
+            if (i >= ring.asked) break;
+            ring.begin_stage(MOST_COPIES);
+            ready[i] = {ring.full + ring.at, ring.stage + ring.at * ring.stage_bytes, group_at<MXFP4>(m, (begin + i) % groups) + lane * m.bytes,
+                        (begin + i) / groups, m.per};
+            if (lane == 0) ready[i].full->expect(FP4_BYTES * m.per);
+            ring.advance();
+        }
+        __syncwarp();
+    }
     /* The beginning of phase up, or of phase down if that is launched alone: router, top-k. */
     __device__ void route_tokens(const Block &l) {
         renew();
@@ -1129,7 +1162,13 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         } else {
             await();
         }
-        choose(l, active());
+        Ready ready[MOST_COPIES];
+        if (early && phase % PHASES == PHASE_UP && w.n_experts <= 32) get_ready(l, ready);
+        choose(l, active(), [&](int place) {
+#pragma unroll
+            for (int i = 0; i < MOST_COPIES; i++)
+                if (early && i < ring.asked && ready[i].place == place) ready[i].full->copy_row(ready[i].stage, ready[i].from, FP4_BYTES * ready[i].chunks);
+        });
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens && !producing; t += WARPS) weigh(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);

@@ -256,7 +256,7 @@ template <typename A> __global__ void __launch_bounds__(RouteShape<A>::WARPS * 3
     }
     for (int i = warp; i < Shape::TOKENS && first + i < tokens; i += Shape::WARPS) {
         size_t at = (size_t)(first + i) * w.top_k;
-        route(logit + i * w.n_experts, w.n_experts, w.top_k, lane, w.expert + at, w.weight + at);
+        route(logit + i * w.n_experts, w.n_experts, w.top_k, lane, w.expert + at, w.weight + at, [](int) {});
         weigh(w.weight + at, w.top_k, lane);
     }
 }

@@ -121,18 +121,35 @@ struct Barrier {
 #else
     static constexpr int ARRIVALS = 32;
 #endif
+    /* On Hopper, where it has a copy engine: arrives, and says how many bytes copy_row() will bring; asks for a row of them, a multiple of 16. */
+    __device__ void expect(int bytes) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address()), "r"(bytes) : "memory");
+#endif
+    }
+    __device__ void copy_row(uint8_t *to, const uint8_t *from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+        uint64_t once; /* what is read once need not push out of L2 what is read by all blocks */
+        asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(
+                         (unsigned)__cvta_generic_to_shared(to)),
+                     "l"(from), "r"(bytes), "r"(address()), "l"(once)
+                     : "memory");
+#endif
+    }
+    /* The copy engine is another way to shared memory. What was read the usual way before it writes there is ordered by a fence of its own: without it a warp
+     * now and then found the next item's weights in a stage. */
+    static __device__ void begin_writing() {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    }
     /* Asks for rows of `bytes` (a multiple of 16), `from_pitch` apart, to lie `to_pitch` apart. All lanes of a warp call it. */
     __device__ void copy(uint8_t *to, int to_pitch, const uint8_t *from, size_t from_pitch, int rows, int bytes, int lane) {
 #if __CUDA_ARCH__ >= 900
-        if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address()), "r"(rows * bytes) : "memory");
+        if (lane == 0) expect(rows * bytes);
         __syncwarp();
-        uint64_t once; /* what is read once need not push out of L2 what is read by all blocks */
-        asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
-        if (lane < rows)
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(
-                             (unsigned)__cvta_generic_to_shared(to + lane * to_pitch)),
-                         "l"(from + lane * from_pitch), "r"(bytes), "r"(address()), "l"(once)
-                         : "memory");
+        if (lane < rows) copy_row(to + lane * to_pitch, from + lane * from_pitch, bytes);
 #else
 #pragma unroll 4
         for (int at = lane * 16; at < bytes; at += 512)
@@ -282,11 +299,27 @@ template <typename Q> __device__ inline void store_qkv(const Work &w, int token,
 }
 
 /* The top_k largest of n logits, n >= top_k, in shared memory, which a warp changes: the lower number among equals. expert (top_k) receives them in
- * descending order, chosen (top_k) their logits. Each lane offers the best of its own. */
-__device__ inline void route(float *logit, int n, int top_k, int lane, int *expert, float *chosen) {
+ * descending order, chosen (top_k) their logits. Each lane offers the best of its own; of at most 32, lane e learns by found(place) as soon as may be which
+ * place expert e has, top_k if none. */
+template <class Found> __device__ inline void route(float *logit, int n, int top_k, int lane, int *expert, float *chosen, Found found) {
     constexpr unsigned GONE = 0, NO_NUMBER = 1; /* below all keys of numbers */
+    auto key_of = [](float x) { return isnan(x) ? NO_NUMBER : order_key(x); };
     unsigned *key = (unsigned *)logit, mine;
-    int best;
+    int best, place = top_k;
+    if (n <= 32) { /* a branch takes as long as all the rest of a round, so there is none */
+        float x = lane < n ? logit[lane] : 0;
+        mine = lane < n ? key_of(x) : GONE;
+#pragma unroll 4
+        for (int k = 0; k < top_k; k++) {
+            unsigned equal = __ballot_sync(~0u, mine == __reduce_max_sync(~0u, mine));
+            bool first = (equal & -equal) == 1u << lane;
+            place = first ? k : place, mine = first ? GONE : mine;
+        }
+        found(place);
+        if (place < top_k) expert[place] = lane, chosen[place] = x;
+        __syncwarp();
+        return;
+    }
     auto offer = [&] {
         mine = GONE, best = n;
 #pragma unroll 1
@@ -294,7 +327,7 @@ __device__ inline void route(float *logit, int n, int top_k, int lane, int *expe
             if (key[e] > mine) mine = key[e], best = e;
     };
 #pragma unroll 1
-    for (int e = lane; e < n; e += 32) key[e] = isnan(logit[e]) ? NO_NUMBER : order_key(logit[e]);
+    for (int e = lane; e < n; e += 32) key[e] = key_of(logit[e]);
     offer();
 #pragma unroll 1
     for (int k = 0; k < top_k; k++) {
