@@ -226,7 +226,7 @@ struct Ring {
     }
     __device__ void begin_stage(int most) {
         empty[at].wait(parity ^ 1); /* at once the first time round */
-        Barrier::begin_writing();
+        fence_proxies(); /* the copy engine writes where others have read */
         hold->wait(1);
 #if __CUDA_ARCH__ >= 900 /* where lanes copy, waiting costs more than it gives: notebooks/speed.md */
         int before = at - min(most, stages); /* has to be there */
@@ -674,7 +674,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     }
 
     __device__ void set_scale(int row, float square) { /* a warp calls it */
-        if (ring.thread % 32 == 0) at<float>(k.scale)[row] = rsqrtf(fmaf(square, 1.f / w.dim, w.eps));
+        if (ring.thread % 32 == 0) at<float>(k.scale)[row] = norm_factor(w, square);
     }
     /* The activations of a token alone behind a norm: they go to k.x, and if SCALED the factor that they lack to k.scale, to be there behind a barrier.
      * The norm's weights come in before wait(). */
@@ -1063,7 +1063,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
 #pragma unroll
                 for (int i = 0; i < STEP; i++) square += __uint_as_float((uint32_t)part[i]);
             }
-            float factor = rsqrtf(fmaf(warp_sum(square), 1.f / w.dim, w.eps));
+            float factor = norm_factor(w, warp_sum(square));
             if (lane == 0) at<float>(k.factor)[t] = factor;
 #pragma unroll 1
             for (int e = lane; e < w.n_experts && has_router; e += 32) mine[e] = mine[e] * factor + mine[w.n_experts + e];
@@ -1123,8 +1123,6 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         while (i + 1 < n && before(i + 1) <= from) i++;
         return i * groups + max(from - before(i) - VISIT, 0) / (active.cost[i + 1] - active.cost[i]);
     }
-    /* From when the experts of a token alone are known until their first weights are here everybody waits. So the producer gets the first stages ready before,
-     * whatever the experts are, and the lane that finds its own expert chosen asks for what belongs there. */
 #if __CUDA_ARCH__ >= 900
     static constexpr bool early = producing && alone;
 #else
@@ -1134,19 +1132,22 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         Barrier *full;
         uint8_t *stage;
         const uint8_t *from;
-        int place, chunks;
+        int place;
     };
+    /* From when the experts of a token alone are known until their first weights are here everybody waits. So the producer gets the first stages ready before,
+     * whatever the experts are, and the lane that finds its own expert chosen asks for what belongs there (route()); produce() goes on behind them. */
+    static_assert(2880 / FP4_COLUMNS <= FP4_ITEM, "a unit is one item");
     __device__ void get_ready(const Block &l, Ready (&ready)[MOST_COPIES]) {
         const Matrix m = matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim);
         int groups = groups_of<MXFP4>(m.rows), begin = active().piece[0], lane = ring.thread % 32;
-        ring.asked = min(MOST_COPIES, active().piece[1] - begin);
+        ring.asked = min(min(MOST_COPIES, ring.stages), active().piece[1] - begin);
 #pragma unroll
         for (int i = 0; i < MOST_COPIES; i++) {
             if (i >= ring.asked) break;
             ring.begin_stage(MOST_COPIES);
             ready[i] = {ring.full + ring.at, ring.stage + ring.at * ring.stage_bytes, group_at<MXFP4>(m, (begin + i) % groups) + lane * m.bytes,
-                        (begin + i) / groups, m.per};
-            if (lane == 0) ready[i].full->expect(FP4_BYTES * m.per);
+                        (begin + i) / groups};
+            if (lane == 0) ready[i].full->expect_bytes(Codec<MXFP4>::stage_bytes(m.per));
             ring.advance();
         }
         __syncwarp();
@@ -1163,11 +1164,12 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             await();
         }
         Ready ready[MOST_COPIES];
-        if (early && phase % PHASES == PHASE_UP && w.n_experts <= 32) get_ready(l, ready);
+        if (early && phase % PHASES == PHASE_UP && l.router.rows && w.n_experts <= ONE_EACH) get_ready(l, ready);
         choose(l, active(), [&](int place) {
 #pragma unroll
             for (int i = 0; i < MOST_COPIES; i++)
-                if (early && i < ring.asked && ready[i].place == place) ready[i].full->copy_row(ready[i].stage, ready[i].from, FP4_BYTES * ready[i].chunks);
+                if (early && i < ring.asked && ready[i].place == place)
+                    ready[i].full->copy_row(ready[i].stage, ready[i].from, Codec<MXFP4>::stage_bytes(2880 / FP4_COLUMNS));
         });
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
 #pragma unroll 1

@@ -63,8 +63,6 @@ template <int N> __device__ inline void wgmma_settle(float (&c)[N]) {
 
 /* The warps of a group wait for each other. */
 __device__ inline void sync_group() { asm volatile("bar.sync %0,128;" ::"r"(1 + (int)threadIdx.x / 128) : "memory"); }
-/* wgmma sees what cp.async wrote and this thread knows to be there. */
-__device__ inline void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /* A panel lies at a multiple of 1024: column n has its 64 inner indices at 128 n, the eighths of the 128 bytes exchanged so that eight
  * columns' share of one fills all banks. 16 inner indices further on is 2 more, the next panel PANEL / 16 more. */
@@ -96,7 +94,7 @@ struct Stages {
     __device__ void wait_empty() const { empty[at].wait(parity ^ 1); }
     __device__ void wait_full() const {
         full[at].wait(parity);
-        show_copies();
+        fence_proxies(); /* wgmma sees what cp.async wrote */
     }
     __device__ void leave() const { /* a warp has read the stage */
         if (threadIdx.x % 32 == 0) empty[at].arrive();
@@ -194,7 +192,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
     copies_end();
     for (int i = 0; i < Shape::AHEAD; i++) fetch();
     copies_done<0>();
-    show_copies();
+    fence_proxies();
     sync_group();
     uint64_t q = panel_at(queries);
     int row = threadIdx.x / 32 * 16 + g, last[2], first[2]; /* what rows g and g + 8 see */

@@ -85,6 +85,14 @@ template <int BUT> __device__ inline void copies_done() { asm volatile("cp.async
 
 /* ---- copies that run on their own ---- */
 
+/* Copy engine and tensor cores have ways of their own to shared memory (proxies). What was read or written in the usual way, and what they do behind it, is
+ * ordered by this fence (PTX ISA, "Async proxy"). */
+__device__ inline void fence_proxies() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 /* A barrier in shared memory (mbarrier): `full` ones complete when a copy has arrived, `empty` ones when all readers have, few.cuh's
  * gates when all have for whom others wait; its `hold` is closed in every other phase. On Hopper the copy engine takes whole rows; before it the lanes of a
  * producer copy 16 bytes at a time. */
@@ -121,12 +129,13 @@ struct Barrier {
 #else
     static constexpr int ARRIVALS = 32;
 #endif
-    /* On Hopper, where it has a copy engine: arrives, and says how many bytes copy_row() will bring; asks for a row of them, a multiple of 16. */
-    __device__ void expect(int bytes) {
+    /* Hopper only: arrives, and says how many bytes copy_row() will bring. */
+    __device__ void expect_bytes(int bytes) {
 #if __CUDA_ARCH__ >= 900
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address()), "r"(bytes) : "memory");
 #endif
     }
+    /* Hopper only: asks for a row, a multiple of 16 bytes. */
     __device__ void copy_row(uint8_t *to, const uint8_t *from, int bytes) {
 #if __CUDA_ARCH__ >= 900
         uint64_t once; /* what is read once need not push out of L2 what is read by all blocks */
@@ -137,17 +146,10 @@ struct Barrier {
                      : "memory");
 #endif
     }
-    /* The copy engine is another way to shared memory. What was read the usual way before it writes there is ordered by a fence of its own: without it a warp
-     * now and then found the next item's weights in a stage. */
-    static __device__ void begin_writing() {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-    }
     /* Asks for rows of `bytes` (a multiple of 16), `from_pitch` apart, to lie `to_pitch` apart. All lanes of a warp call it. */
     __device__ void copy(uint8_t *to, int to_pitch, const uint8_t *from, size_t from_pitch, int rows, int bytes, int lane) {
 #if __CUDA_ARCH__ >= 900
-        if (lane == 0) expect(rows * bytes);
+        if (lane == 0) expect_bytes(rows * bytes);
         __syncwarp();
         if (lane < rows) copy_row(to + lane * to_pitch, from + lane * from_pitch, bytes);
 #else
@@ -298,15 +300,16 @@ template <typename Q> __device__ inline void store_qkv(const Work &w, int token,
     to[values ? value_place(d, position, i + 1) : key_place(d, position, i + 1)] = (bf16)b;
 }
 
-/* The top_k largest of n logits, n >= top_k, in shared memory, which a warp changes: the lower number among equals. expert (top_k) receives them in
- * descending order, chosen (top_k) their logits. Each lane offers the best of its own; of at most 32, lane e learns by found(place) as soon as may be which
- * place expert e has, top_k if none. */
+/* The top_k largest of n logits, n >= top_k, in shared memory, which a warp may change: the lower number among equals. expert (top_k) receives them in
+ * descending order, chosen (top_k) their logits. Of at most ONE_EACH lane e has expert e, and found(place) tells it, before all else, the place of its expert
+ * among the chosen, top_k if it is none. Of more each lane offers the best of its own, and found is not called. */
+constexpr int ONE_EACH = 32;
 template <class Found> __device__ inline void route(float *logit, int n, int top_k, int lane, int *expert, float *chosen, Found found) {
     constexpr unsigned GONE = 0, NO_NUMBER = 1; /* below all keys of numbers */
     auto key_of = [](float x) { return isnan(x) ? NO_NUMBER : order_key(x); };
     unsigned *key = (unsigned *)logit, mine;
-    int best, place = top_k;
-    if (n <= 32) { /* a branch takes as long as all the rest of a round, so there is none */
+    if (n <= ONE_EACH) { /* a branch takes as long as all the rest of a round, so there is none */
+        int place = top_k;
         float x = lane < n ? logit[lane] : 0;
         mine = lane < n ? key_of(x) : GONE;
 #pragma unroll 4
@@ -320,6 +323,7 @@ template <class Found> __device__ inline void route(float *logit, int n, int top
         __syncwarp();
         return;
     }
+    int best;
     auto offer = [&] {
         mine = GONE, best = n;
 #pragma unroll 1
@@ -335,7 +339,7 @@ template <class Found> __device__ inline void route(float *logit, int n, int top
         int e = __reduce_min_sync(~0u, mine == top ? best : n);
         if (best == e) {
             expert[k] = e, chosen[k] = key_value(top), key[e] = mine = GONE;
-            if (n > 32) offer(); /* else it had no other */
+            offer();
         }
         __syncwarp();
     }
@@ -346,6 +350,9 @@ __device__ inline void weigh(float *chosen, int top_k, int lane) {
     __syncwarp();
     if (lane < top_k) chosen[lane] = share / total;
 }
+
+/* RMSNorm's factor, from the sum of the squares. */
+__device__ inline float norm_factor(const Work &w, float square) { return rsqrtf(fmaf(square, 1.f / w.dim, w.eps)); }
 
 /* ---- words that say whether they are there ---- */
 
