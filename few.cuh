@@ -226,7 +226,7 @@ struct Ring {
     }
     __device__ void begin_stage(int most) {
         empty[at].wait(parity ^ 1); /* at once the first time round */
-        fence_proxies(); /* the copy engine writes where others have read */
+        fence_proxies();            /* the copy engine writes where others have read */
         hold->wait(1);
 #if __CUDA_ARCH__ >= 900 /* where lanes copy, waiting costs more than it gives: notebooks/speed.md */
         int before = at - min(most, stages); /* has to be there */
@@ -1124,7 +1124,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         return i * groups + max(from - before(i) - VISIT, 0) / (active.cost[i + 1] - active.cost[i]);
     }
 #if __CUDA_ARCH__ >= 900
-    static constexpr bool early = producing && alone;
+    static constexpr bool early = producing && alone; /* see get_ready() */
 #else
     static constexpr bool early = false;
 #endif
@@ -1136,6 +1136,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     };
     /* From when the experts of a token alone are known until their first weights are here everybody waits. So the producer gets the first stages ready before,
      * whatever the experts are, and the lane that finds its own expert chosen asks for what belongs there (route()); produce() goes on behind them. */
+    static constexpr int UP_UNIT = Codec<MXFP4>::stage_bytes(2880 / FP4_COLUMNS);
     static_assert(2880 / FP4_COLUMNS <= FP4_ITEM, "a unit is one item");
     __device__ void get_ready(const Block &l, Ready (&ready)[MOST_COPIES]) {
         const Matrix m = matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim);
@@ -1147,7 +1148,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             ring.begin_stage(MOST_COPIES);
             ready[i] = {ring.full + ring.at, ring.stage + ring.at * ring.stage_bytes, group_at<MXFP4>(m, (begin + i) % groups) + lane * m.bytes,
                         (begin + i) / groups};
-            if (lane == 0) ready[i].full->expect_bytes(Codec<MXFP4>::stage_bytes(m.per));
+            if (lane == 0) ready[i].full->expect_bytes(UP_UNIT);
             ring.advance();
         }
         __syncwarp();
@@ -1168,8 +1169,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         choose(l, active(), [&](int place) {
 #pragma unroll
             for (int i = 0; i < MOST_COPIES; i++)
-                if (early && i < ring.asked && ready[i].place == place)
-                    ready[i].full->copy_row(ready[i].stage, ready[i].from, Codec<MXFP4>::stage_bytes(2880 / FP4_COLUMNS));
+                if (early && i < ring.asked && ready[i].place == place) ready[i].full->copy_row(ready[i].stage, ready[i].from, UP_UNIT);
         });
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
 #pragma unroll 1

@@ -94,7 +94,7 @@ struct Stages {
     __device__ void wait_empty() const { empty[at].wait(parity ^ 1); }
     __device__ void wait_full() const {
         full[at].wait(parity);
-        fence_proxies(); /* wgmma sees what cp.async wrote */
+        fence_proxies(); /* wgmma sees what cp.async wrote and this thread knows to be there */
     }
     __device__ void leave() const { /* a warp has read the stage */
         if (threadIdx.x % 32 == 0) empty[at].arrive();
@@ -192,7 +192,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
     copies_end();
     for (int i = 0; i < Shape::AHEAD; i++) fetch();
     copies_done<0>();
-    fence_proxies();
+    fence_proxies(); /* as in wait_full() */
     sync_group();
     uint64_t q = panel_at(queries);
     int row = threadIdx.x / 32 * 16 + g, last[2], first[2]; /* what rows g and g + 8 see */

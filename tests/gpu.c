@@ -223,7 +223,7 @@ static void instances_of_20b_agree(void) {
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, chunks, 6);
     /* Even and odd layers have buffers in turn: now they are used again within a step. */
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL), 5, chunks, 2);
-    /* Again and again: without few.cuh's fence before copies every tenth of such runs has met weights of another item. */
+    /* Again and again: without few.cuh's fence before copies one of eight such runs met weights of another item. */
     size_t eights[40];
     for (int i = 0; i < 40; i++) eights[i] = 8;
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, eights, 40);
