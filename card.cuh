@@ -79,7 +79,9 @@ bool cuda_failed(Error *e, cudaError_t error, const char *what);
 constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603; /* bits of two values; what the third word has of the first */
 struct Sixteen { uint4 low, high; };
 __device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
-    const uint32_t m = FP4_MASK, rest = (a & FP4_REST) | (b << 2 & ~FP4_REST);
+    const uint32_t m = FP4_MASK;
+    uint32_t rest; /* of a where FP4_REST has ones, else of b << 2: one operation, of which the compiler makes two */
+    asm("lop3.b32 %0,%1,%2,%3,0xE4;" : "=r"(rest) : "r"(a), "r"(b << 2), "n"(FP4_REST));
     return {make_uint4(a & m, __funnelshift_r(a, a, 6) & m, a << 4 & m, __funnelshift_r(rest, rest, 4) & m),
             make_uint4(b & m, __funnelshift_r(b, b, 6) & m, b << 4 & m, rest << 6 & m)};
 }

@@ -476,19 +476,18 @@ __device__ inline float take_fours(float4 (&value)[2], const float *x, int n) {
 __device__ inline unsigned long long *input_square_of(const Work &w, int t, int layer) {
     return w.input_square + ((size_t)t * (w.n_layers + 1) + layer) * MOST_WARPS;
 }
-__device__ inline void publish_square(const float *x, int dim, unsigned long long *to) { /* CONSUMERS threads call it */
+__device__ inline void publish_square(const float *x, int dim, unsigned long long *to, int thread) { /* CONSUMERS threads call it */
     float sum = 0;
 #pragma unroll 2
-    for (int i = threadIdx.x * 4; i < dim; i += CONSUMERS * 4) {
+    for (int i = thread * 4; i < dim; i += CONSUMERS * 4) {
         float4 v = __ldcg((const float4 *)(x + i));
         sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
     }
     sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) publish(to + threadIdx.x / 32, sum);
+    if (thread % 32 == 0) publish(to + thread / 32, sum);
 }
-__device__ inline float find_square(const unsigned long long *from) { /* a warp calls it */
+__device__ inline float find_square(const unsigned long long *from, int lane) { /* a warp calls it */
     unsigned long long part = 0;
-    int lane = threadIdx.x % 32;
     do part = lane < WARPS ? look(from + lane) : THERE;
     while (!(part >> 32));
     return warp_sum(__uint_as_float((uint32_t)part));
@@ -537,20 +536,20 @@ __global__ void norm_for_head(Work w, Step s, Next next) {
     wait_previous();
     const float *x = w.x + (size_t)s.row[blockIdx.x] * w.dim;
     for (int i = threadIdx.x; i < w.dim; i += blockDim.x) store_normed(next, blockIdx.x, i, x[i] * next.norm[i]);
-    publish_square(x, w.dim, input_square_of(w, blockIdx.x, w.n_layers));
+    publish_square(x, w.dim, input_square_of(w, blockIdx.x, w.n_layers), threadIdx.x);
 }
 
 enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
  * all warps call. What a phase reads of the one before it is Told, or it reads it behind await(), but for what choose() looks for. */
-template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss's shapes; alone: and one token, as the compiler knows */
+template <bool producing, int most> struct Few { /* most: see few() */
+    static constexpr bool known = most > 0, alone = most == 1; /* gpt-oss's shapes; and one token */
     Work w;
     const Step &s;
     const Layout &k;
     uint8_t *memory;
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
-    int longest = -1; /* the last position of any of several tokens; -1: not looked at yet */
     int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
     const bool one; /* a token alone, of any model */
     Ring ring;
@@ -702,11 +701,14 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         return to;
     }
 
-    /* What the warps found for one token in a row of a unit: sums (WARPS, stride). */
-    __device__ float total(const float *sums, int stride) const {
-        float sum = 0;
+    /* What the warps found for one token in two rows of a unit: sums (WARPS, stride). */
+    __device__ float2 total(const float *sums, int stride) const {
+        float2 sum = {};
 #pragma unroll
-        for (int i = 0; i < WARPS; i++) sum += sums[i * stride];
+        for (int i = 0; i < WARPS; i++) {
+            float2 found = *(const float2 *)(sums + i * stride);
+            sum.x += found.x, sum.y += found.y;
+        }
         return sum;
     }
     /* Units times rows of activations. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of x, a, b) receives the results;
@@ -720,16 +722,16 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             });
             return;
         }
-        if (alone || !keeps(T) || x.n == 1)
-            multiply<T, 0, NORMED>(m, units, x, pair);
-        else if constexpr (keeps(T)) {
+        if constexpr (!keeps(T) || alone || T == BF16) {
+            multiply<T, most / 4, NORMED>(m, units, x, pair);
+        } else {
             static_assert(MOST_CHOICES <= 8, "experts come in two tiles");
-            if (x.n <= 4)
+            if (x.n == 1)
+                multiply<T, 0, NORMED>(m, units, x, pair);
+            else if (most <= 4 || x.n <= 4)
                 multiply<T, 1, NORMED>(m, units, x, pair);
-            else if (x.n <= 8)
+            else if constexpr (most > 4)
                 multiply<T, 2, NORMED>(m, units, x, pair);
-            else if constexpr (T != MXFP4)
-                multiply<T, 4, NORMED>(m, units, x, pair);
         }
     }
     /* Whether warps keep activations in registers: where shapes are known. Else all lie in shared memory. */
@@ -740,7 +742,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     __device__ void multiply(const Matrix &m, int units, const Rows<typename Codec<T>::Activation> &rows, Pair pair) {
         constexpr int ROWS = Codec<T>::ROWS;
         auto x = rows;
-        int n = alone ? 1 : x.n, stride = n * ROWS, unit_sums = WARPS * stride;
+        int n = alone ? 1 : x.n, stride = n * ROWS, unit_sums = WARPS * stride, inverse = 65536 / n + 1; /* to divide by n what is small */
         Kept<T, TILES> kept;
         if constexpr (keeps(T))
             ring.keep<T, TILES>(m, x, kept);
@@ -767,13 +769,14 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             }
             copies_done<0>(); /* of biases */
 #pragma unroll 1
-            for (int i = ring.thread / 32; i < n && NORMED && !alone && done == 0; i += WARPS) set_scale(i, find_square(input_square_of(w, i, w.layer)));
+            for (int i = ring.thread / 32; i < n && NORMED && !alone && done == 0; i += WARPS)
+                set_scale(i, find_square(input_square_of(w, i, w.layer), ring.thread % 32));
             sync_consumers();
 #pragma unroll 1
             for (int i = ring.thread; i < now * (ROWS / 2) * n; i += CONSUMERS) {
-                int p = i % (ROWS / 2), row = i / (ROWS / 2) % n, unit = i / (ROWS / 2) / n;
-                const float *found = sums + unit * unit_sums + row * ROWS + 2 * p;
-                pair(done + unit, p, row, total(found, stride), total(found + 1, stride));
+                int p = i % (ROWS / 2), result = i / (ROWS / 2), unit = alone ? result : result * inverse >> 16, row = result - unit * n;
+                float2 found = total(sums + unit * unit_sums + row * ROWS + 2 * p, stride);
+                pair(done + unit, p, row, found.x, found.y);
             }
         }
     }
@@ -802,7 +805,8 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         if constexpr (alone && T != F32) return stage_normed<T, true>(m, weight, told(w.layer - 1).x, which, [&] { await(); });
         await();
 #pragma unroll 1
-        for (int i = block; i < n && !there; i += blocks) publish_square(w.x + (size_t)(which ? which[i] : i) * w.dim, w.dim, input_square_of(w, i, w.layer));
+        for (int i = block; i < n && !there; i += blocks)
+            publish_square(w.x + (size_t)(which ? which[i] : i) * w.dim, w.dim, input_square_of(w, i, w.layer), ring.thread);
         return rows;
     }
 
@@ -843,13 +847,14 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         float *sink = at<float>(k.scale);
         bool waited = false;
         if (producing) wait_previous();
-        if (!alone && longest < 0) longest = __reduce_max_sync(~0u, lane < tokens ? s.position[lane] : 0);
+        auto position_of = [&](int t) { return producing ? s.position[t] : at<int>(k.position)[t]; };
+        int longest = alone ? 0 : __reduce_max_sync(~0u, lane < tokens ? position_of(lane) : 0); /* of several tokens */
         if (!producing && blocks - 1 - block >= tokens * heads) ring.resume(); /* no part in it, but for a split of a long one */
         /* at most: of several tokens only as many as there are, since each takes time; a token alone has hardly more than one for each block */
         int jobs = tokens * heads * (alone ? SPLITS : splits_of(min(longest / PAGE + 1, l.window ? l.window / PAGE + 2 : INT_MAX)));
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < jobs; job += blocks) {
-            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = producing ? s.position[t] : at<int>(k.position)[t],
+            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = position_of(t),
                 from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1,
                 used = splits_of(pages);
             if (split >= used) continue;
@@ -1090,12 +1095,11 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
         __syncwarp();
 #pragma unroll 1
         for (int e = lane, begin = 0, cost = 0; e - lane < w.n_experts; e += 32) {
-            int count = e < w.n_experts ? next[e] : 0, counts = sum_to(count, lane), costs = sum_to(cost_of(count), lane);
-            unsigned chosen = __ballot_sync(~0u, count);
-            int place = n + __popc(chosen & before_me);
-            if (count) active.expert[place] = e, active.begin[place] = begin + counts - count, active.cost[place + 1] = cost + costs;
-            if (count) next[e] = begin + counts - count;
-            n += __popc(chosen), begin += __shfl_sync(~0u, counts, 31), cost += __shfl_sync(~0u, costs, 31);
+            int count = e < w.n_experts ? next[e] : 0;
+            unsigned both = sum_to(cost_of(count) << 16 | count, lane), chosen = __ballot_sync(~0u, count);
+            int place = n + __popc(chosen & before_me), from = begin + (both & 0xFFFF) - count;
+            if (count) active.expert[place] = e, active.begin[place] = next[e] = from, active.cost[place + 1] = cost + (both >> 16);
+            both = __shfl_sync(~0u, both, 31), n += __popc(chosen), begin += both & 0xFFFF, cost += both >> 16;
         }
         if (lane == 0) active.begin[n] = choices, active.cost[0] = 0;
         __syncwarp();
@@ -1109,19 +1113,20 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
             if (i < choices && !(same & before_me)) next[expert] += __popc(same);
             __syncwarp();
         }
-        if (lane < 4) {
-            int groups = known ? groups_of<MXFP4>(lane < 2 ? 2 * w.ffn_dim : w.dim) : groups_of(lane < 2 ? l.up : l.down);
-            active.piece[lane] = piece_begin(active, n, groups, block + lane % 2);
-        }
+        /* The experts' units lie expert by expert, each behind its visit, and each block has one piece of them, so that it meets few experts. All pieces
+         * cost the same. Lanes 0 and 1 find with which unit the piece of this block begins and that of the next one in phase up, 2 and 3 in phase down. */
+        auto groups_of_lane = [&](int i) { return known ? groups_of<MXFP4>(i < 2 ? 2 * w.ffn_dim : w.dim) : groups_of(i < 2 ? l.up : l.down); };
+        auto before = [&](int place, int groups) { return active.cost[place] * groups + place * VISIT; };
+        int groups = groups_of_lane(lane), from = before(n, groups) * (block + lane % 2) / blocks, place = 0; /* of the last expert that begins before that */
+#pragma unroll 1
+        for (int i = lane + 1; i - lane < n; i += 32)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int its = __shfl_sync(~0u, from, j), passed = __popc(__ballot_sync(~0u, i < n && before(i, groups_of_lane(j)) <= its));
+                place += lane == j ? passed : 0;
+            }
+        if (lane < 4) active.piece[lane] = place * groups + max(from - before(place, groups) - VISIT, 0) / (active.cost[place + 1] - active.cost[place]);
         __syncwarp();
-    }
-    /* The chosen experts' units lie expert by expert, each behind its visit, and each block has one piece of them, so that it meets few experts: with which
-     * unit it begins. All pieces cost the same. */
-    __device__ int piece_begin(const Active &active, int n, int groups, int number) const {
-        auto before = [&](int i) { return active.cost[i] * groups + i * VISIT; };
-        int from = before(n) * number / blocks, i = 0;
-        while (i + 1 < n && before(i + 1) <= from) i++;
-        return i * groups + max(from - before(i) - VISIT, 0) / (active.cost[i + 1] - active.cost[i]);
     }
 #if __CUDA_ARCH__ >= 900
     static constexpr bool early = producing && alone; /* see get_ready() */
@@ -1156,14 +1161,10 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     /* The beginning of phase up, or of phase down if that is launched alone: router, top-k. */
     __device__ void route_tokens(const Block &l) {
         renew();
-        if (producing) {
-            gate(FREE).wait((w.layer - first / PHASES) % 2 ^ 1); /* at once in the first layer */
-            wait_previous();                                     /* it does not call await() */
-        } else if (alone && phase % PHASES == PHASE_UP) {
-            stage_normed<MXFP4, false>(matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim), l.ffn_norm, told(w.layer).middle, NULL, [&] { await(); });
-        } else {
-            await();
-        }
+        if (producing) gate(FREE).wait((w.layer - first / PHASES) % 2 ^ 1); /* at once in the first layer */
+        wait_previous();
+        if (!producing && alone && phase % PHASES == PHASE_UP)
+            stage_normed<MXFP4, false>(matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim), l.ffn_norm, told(w.layer).middle, NULL, [] {});
         Ready ready[MOST_COPIES];
         if (early && phase % PHASES == PHASE_UP && l.router.rows && w.n_experts <= ONE_EACH) get_ready(l, ready);
         choose(l, active(), [&](int place) {
@@ -1172,6 +1173,7 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
                 if (early && i < ring.asked && ready[i].place == place) ready[i].full->copy_row(ready[i].stage, ready[i].from, UP_UNIT);
         });
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
+        if (!producing) await();
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens && !producing; t += WARPS) weigh(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
     }
@@ -1297,12 +1299,14 @@ template <bool producing, bool known, bool alone> struct Few { /* known: gpt-oss
     }
 };
 
-/* The one table from types of weights, and sizes of heads, to instances. GPT_OSS: the instance for its types and shapes alone, because what
- * a phase does besides streaming is arithmetic with them, and instructions have to be fetched too; ONE: and for one token alone. */
-template <bool GPT_OSS, bool ONE>
+/* The one table from types of weights, and sizes of heads, to instances. `most` tokens of gpt-oss's types and shapes, 1, 4, 8 or FEW: their instances have
+ * nothing else, because what a phase does besides streaming is arithmetic with shapes, instructions have to be fetched too, and registers are few.
+ * 0: any model. */
+template <int most>
 __global__ void __launch_bounds__(THREADS, 1)
     few(Work any, Step s, const Block *layers, Matrix head, const float *norm, Layout k, int tokens, int rows, int first, int last) {
     extern __shared__ __align__(128) uint8_t memory[];
+    constexpr bool GPT_OSS = most > 0;
     const Work w = GPT_OSS ? with_gpt_oss_shapes(any) : any;
     auto run = [&](auto f) {
         f.begin();
@@ -1341,13 +1345,13 @@ __global__ void __launch_bounds__(THREADS, 1)
             f.end_phase();
         }
     };
-    if (ONE) tokens = rows = 1;
-    Few<false, GPT_OSS, ONE> consumer(w, s, k, memory, tokens, first, last);
+    if (most == 1) tokens = rows = 1;
+    Few<false, most> consumer(w, s, k, memory, tokens, first, last);
     consumer.prepare(layers);
     if (threadIdx.x < CONSUMERS)
         run(consumer);
     else
-        run(Few<true, GPT_OSS, ONE>(w, s, k, memory, tokens, first, last));
+        run(Few<true, most>(w, s, k, memory, tokens, first, last));
 #if __CUDA_ARCH__ < 900
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
