@@ -61,7 +61,7 @@ struct Layout { /* where each array begins, in bytes; the ring is what the other
     int ring, barriers, hold, gates, x, sums, square, scale, factor, bias, own, norm, columns, logit, weights, experts, turn, position, page, table;
     int active_expert, active_begin, active_order, active_cost, active_piece; /* see Active */
     unsigned room; /* of sums, in floats */
-    int begun, is_last; /* what the barrier would have begun with before phase 0, perhaps less than 0; whether this split is a head's last */
+    int begun; /* what the barrier would have begun with before phase 0, perhaps less than 0 */
     int bytes; /* of all */
 };
 
@@ -138,7 +138,6 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.page, tokens * 4);
     take(k.table, tokens * 4);
     take(k.begun, 8);
-    take(k.is_last, 4);
     take(k.gates, GATES * sizeof(Barrier));
     take(k.hold, sizeof(Barrier));
     int attention = max_of(w.head_dim + CONSUMERS + 33, ATTENTION_WARPS * 8 * (w.head_dim + 2)) * 4; /* attend_plain; states: both from k.x on */
@@ -173,6 +172,7 @@ __host__ __device__ inline Told told_of(const Work &w, bool alone, int layer) {
 }
 /* Floats of both layers'. */
 inline size_t told_size(const Work &w) { return 4 * w.dim + w.attn_pitch + w.top_k * w.act_pitch; }
+inline size_t partial_size(const Work &w) { return (size_t)FEW * w.n_kv_heads * SPLITS * 8 * (w.head_dim + 2); }
 
 /* ---- streaming weights through a block ---- */
 
@@ -405,15 +405,14 @@ template <int D> struct SlabState {
 
 /* The states that warps, or splits, have stored of one head: two dimensions, 2 pair and 2 pair + 1, of what they come to together. */
 template <int D> struct Merged {
-    const float *state; /* (count, 8, 2 + D), from this head on */
+    static constexpr int STATE = 8 * (D + 2);
     int pair;
-    float most, total = 0;
+    float most = SlabState<D>::LEAST, total = 0;
     float2 sum = {};
-    __device__ Merged(const float *states, int pair) : state(states), pair(pair) {}
-    template <int MOST> __device__ void add(int count) {
-        constexpr int STATE = 8 * (D + 2);
+    __device__ Merged(int pair) : pair(pair) {}
+    /* state (count, 8, 2 + D) from this head on, of warps */
+    template <int MOST> __device__ void add(const float *state, int count) {
         float found[MOST];
-        most = SlabState<D>::LEAST;
 #pragma unroll
         for (int j = 0; j < MOST; j++) {
             found[j] = j < count ? state[j * STATE] : SlabState<D>::LEAST;
@@ -421,20 +420,41 @@ template <int D> struct Merged {
         }
 #pragma unroll
         for (int j = 0; j < MOST; j++) {
-            float share = exp2f(found[j] - most);
             if (j >= count) break;
-            float2 x = *(const float2 *)(state + j * STATE + 2 + 2 * pair);
-            total += share * state[j * STATE + 1];
-            sum.x += share * x.x, sum.y += share * x.y;
+            add(exp2f(found[j] - most), state[j * STATE + 1], *(const float2 *)(state + j * STATE + 2 + 2 * pair));
         }
+    }
+    __device__ void add(float share, float its_total, float2 x) {
+        total += share * its_total;
+        sum.x += share * x.x, sum.y += share * x.y;
+    }
+    /* The same, of splits, as soon as they are told. All lanes of a warp call it. */
+    template <int MOST> __device__ void add_told(const float *state, int count) {
+        uint2 about[MOST], x[MOST];
+        uint32_t highest;
+        do {
+            highest = 0;
+            asm volatile("" : "+l"(state)); /* so that no addresses are kept for another round */
+#pragma unroll
+            for (int j = 0; j < MOST; j++) {
+                about[j] = {__float_as_uint(SlabState<D>::LEAST), 0}, x[j] = {};
+                if (j < count) about[j] = ask((const uint2 *)(state + j * STATE)), x[j] = ask((const uint2 *)(state + j * STATE + 2 + 2 * pair));
+                highest = max(highest, j < count ? max(max(about[j].x, about[j].y), max(x[j].x, x[j].y)) : 0);
+            }
+        } while (__any_sync(~0u, highest == UNWRITTEN) && rest());
+#pragma unroll
+        for (int j = 0; j < MOST; j++) most = fmaxf(most, __uint_as_float(about[j].x));
+#pragma unroll
+        for (int j = 0; j < MOST; j++)
+            add(exp2f(__uint_as_float(about[j].x) - most), __uint_as_float(about[j].y), {__uint_as_float(x[j].x), __uint_as_float(x[j].y)});
     }
     __device__ float2 result(float sink) const { /* -INFINITY: none */
         float top = fmaxf(most, sink * LOG2E), share = exp2f(most - top), all = total * share + exp2f(sink * LOG2E - top);
         return {sum.x * share / all, sum.y * share / all};
     }
-    __device__ void store(float *to) const {
-        if (pair == 0) to[0] = most, to[1] = total;
-        *(float2 *)(to + 2 + 2 * pair) = sum;
+    __device__ void tell_all(float *to) const {
+        if (pair == 0) tell(to, most), tell(to + 1, total);
+        tell(to + 2 + 2 * pair, sum.x), tell(to + 3 + 2 * pair, sum.y);
     }
 };
 
@@ -821,7 +841,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll 1
             for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) copy_4(bias + i, m.bias ? m.bias + row_of_block<T>(i) : w.x, m.bias);
             copies_end();
-            expect(units * m.parts);
+            /* A token alone asks for the pages of a long context before the fence: that they come sooner is worth more than it costs the fence. */
+            if (!alone || l.window || at<int>(k.position)[0] < 2 * SPLIT_PAGES * PAGE) expect(units * m.parts);
         }
         stream<T, true>(
             m, units, normed_rows<T>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
@@ -835,29 +856,38 @@ template <bool producing, int most> struct Few { /* most: see few() */
 
     /* Into how many parts a context of so many pages is split. */
     __device__ static int splits_of(int pages) { return pages <= 2 * SPLIT_PAGES ? 1 : min(SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES); }
+    /* A job of attention, if split < used: the split-th of `used` parts of the pages, from page0 on, that token t at position p sees, which are keys
+     * `from` to p, for a key/value head. */
+    struct Part { int head, t, split, p, from, page0, pages, used; };
+    __device__ Part part_of(int job, const Block &l) const {
+        int head = job % w.n_kv_heads, t = job / w.n_kv_heads % tokens, split = job / w.n_kv_heads / tokens, p = position_of(t);
+        int from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1;
+        return {head, t, split, p, from, page0, pages, splits_of(pages)};
+    }
+    __device__ int position_of(int t) const { return producing ? s.position[t] : at<int>(k.position)[t]; }
+    __device__ float *partial_of(int t, int head, int split) const {
+        return w.partial + (((size_t)t * w.n_kv_heads + head) * SPLITS + split) * 8 * (w.head_dim + 2);
+    }
     /* softmax(q k / sqrt(d)) v for each token and key/value head: the pages that the token sees are dealt to at most SPLITS blocks
-     * and there, 16 keys at a time, to ATTENTION_WARPS; the block that arrives last adds what the others found, in their order, and the sinks. How the
-     * keys are dealt depends on the token's position alone. The last blocks begin, because the first have more rows of other phases. */
+     * and there, 16 keys at a time, to ATTENTION_WARPS; see merge() for what follows then. How the keys are dealt depends on the token's position alone. The
+     * last blocks begin, because the first have more rows of other phases. */
     template <int D> __device__ void attention(const Block &l) {
         renew();
         constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         float *merged = at<float>(k.x); /* (ATTENTION_WARPS, 8, ROW) */
-        int *is_last = at<int>(k.is_last);
         float *sink = at<float>(k.scale);
-        bool waited = false;
+        bool waited = false, shared = false; /* with other blocks */
         if (producing) wait_previous();
-        auto position_of = [&](int t) { return producing ? s.position[t] : at<int>(k.position)[t]; };
         int longest = alone ? 0 : __reduce_max_sync(~0u, lane < tokens ? position_of(lane) : 0); /* of several tokens */
         if (!producing && blocks - 1 - block >= tokens * heads) ring.resume(); /* no part in it, but for a split of a long one */
         /* at most: of several tokens only as many as there are, since each takes time; a token alone has hardly more than one for each block */
         int jobs = tokens * heads * (alone ? SPLITS : splits_of(min(longest / PAGE + 1, l.window ? l.window / PAGE + 2 : INT_MAX)));
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < jobs; job += blocks) {
-            int head = job % heads, t = job / heads % tokens, split = job / heads / tokens, p = position_of(t),
-                from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1,
-                used = splits_of(pages);
+            const auto [head, t, split, p, from, page0, pages, used] = part_of(job, l);
             if (split >= used) continue;
+            shared |= used > 1;
             int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab0 = max(begin * SLABS, from / SLAB_KEYS),
                 slabs = min(end * SLABS, p / SLAB_KEYS + 1), attending = min(ATTENTION_WARPS, slabs - slab0), slab = warp < attending ? slab0 + warp : INT_MAX,
                 streamed = used > 1 && k.stage_bytes >= 4 * D * PAGE ? min(end, fresh(t) / PAGE) : begin;
@@ -902,34 +932,45 @@ template <bool producing, int most> struct Few { /* most: see few() */
             if (warp < attending) state.store(merged + warp * STATE + lane / 4 * ROW, lane);
             copies_done<0>();
             sync_consumers();
-            float *partial = w.partial + ((size_t)t * heads + head) * SPLITS * STATE; /* (used, 8, ROW) */
-            int pair = ring.thread % (D / 2), group0 = ring.thread / (D / 2);
-            for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* two dimensions of a head: of the warps */
-                Merged<D> m(merged + h * ROW, pair);
-                m.template add<ATTENTION_WARPS>(attending);
+            for (int h = ring.thread / (D / 2); h < group; h += CONSUMERS / (D / 2)) { /* two dimensions of a head: of the warps */
+                Merged<D> m(ring.thread % (D / 2));
+                m.template add<ATTENTION_WARPS>(merged + h * ROW, attending);
                 if (used == 1)
-                    store_attention(t, (head * group + h) * D + 2 * pair, m.result(sink[h]));
+                    store_attention(t, (head * group + h) * D + 2 * m.pair, m.result(sink[h]));
                 else
-                    m.store(partial + (split * 8 + h) * ROW);
-            }
-            if (used > 1) {
-                __threadfence();
-                sync_consumers();
-                if (ring.thread == 0) *is_last = atomicAdd(&w.arrived[t * heads + head], 1) == used - 1;
-                sync_consumers();
-                if (*is_last) {
-                    __threadfence();
-                    if (ring.thread == 0) w.arrived[t * heads + head] = 0;
-                    for (int h = group0; h < group; h += CONSUMERS / (D / 2)) { /* of the splits */
-                        Merged<D> m(partial + h * ROW, pair);
-                        m.template add<SPLITS>(used);
-                        store_attention(t, (head * group + h) * D + 2 * pair, m.result(sink[h]));
-                    }
-                }
+                    m.tell_all(partial_of(t, head, split) + h * ROW);
             }
             sync_consumers();
         }
         if (!producing && !waited) await();
+        if (!producing && shared) merge<D>(l, jobs);
+    }
+    /* The parts of split contexts are told like Told, and each head has a block among those with a part that adds them up, in their order, and the sinks; it
+     * makes them UNWRITTEN again, for which a fence stands before who writes there next. Blocks tell all their parts before, so nobody waits for who waits. */
+    template <int D> __device__ void merge(const Block &l, int jobs) {
+        renew();
+        constexpr int ROW = D + 2, STATE = 8 * ROW;
+        int lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads;
+#pragma unroll 1
+        for (int job = blocks - 1 - block; job < jobs; job += blocks) {
+            Part part = part_of(job, l);
+            if (part.used == 1 || part.split >= part.used) continue;
+#pragma unroll 1
+            for (int h = ring.thread / 32; h < group; h += WARPS) {
+                if (h % part.used != part.split) continue;
+                float *states = partial_of(part.t, part.head, 0) + h * ROW, sink = l.sinks ? l.sinks[part.head * group + h] : -INFINITY;
+#pragma unroll 1
+                for (int pair = lane; pair < D / 2; pair += 32) {
+                    Merged<D> m(pair);
+                    m.template add_told<SPLITS>(states, part.used);
+                    store_attention(part.t, (part.head * group + h) * D + 2 * pair, m.result(sink));
+#pragma unroll 1
+                    for (int j = 0; j < part.used; j++) *(uint2 *)(states + j * STATE + 2 + 2 * pair) = make_uint2(UNWRITTEN, UNWRITTEN);
+                }
+                __syncwarp();
+                if (lane < part.used) *(uint2 *)(states + lane * STATE) = make_uint2(UNWRITTEN, UNWRITTEN);
+            }
+        }
     }
     /* The first position that this step adds to a token's sequence: the cache has all before it. */
     __device__ int fresh(int t) const {
@@ -965,17 +1006,21 @@ template <bool producing, int most> struct Few { /* most: see few() */
         float *own = at<float>(k.own), *bias = at<float>(k.bias), *columns = at<float>(k.columns), *norm = at<float>(k.norm);
         if (!producing) {
 #pragma unroll 1
-            for (int i = ring.thread; i < rows * experts; i += CONSUMERS) {
-                int r = row_of_block<T>(i / experts);
-                copy_4(columns + i, r < w.dim ? l.router_columns + (size_t)r * experts + i % experts : w.x, r < w.dim);
+            for (int unit = 0; unit < units; unit++) { /* rows of a unit lie together */
+                int r = unit_of_block(unit) * Codec<T>::ROWS;
+#pragma unroll 1
+                for (int i = ring.thread; i < Codec<T>::ROWS * experts; i += CONSUMERS) {
+                    bool real = i < (w.dim - r) * experts;
+                    copy_4(columns + unit * Codec<T>::ROWS * experts + i, real ? l.router_columns + (size_t)r * experts + i : w.x, real);
+                }
             }
 #pragma unroll 1
-            for (int i = ring.thread; i < rows * tokens; i += CONSUMERS) { /* x is as the last layer left it */
-                int r = row_of_block<T>(i / tokens);
-                bool real = r < w.dim;
-                size_t at = real ? (size_t)(i % tokens) * w.dim + r : 0;
-                copy_4(own + i, told(w.layer - 1).x + at, real);
-            }
+            for (int t = warp; t < tokens; t += WARPS) /* x is as the last layer left it */
+#pragma unroll 1
+                for (int i = lane; i < rows; i += 32) {
+                    int r = row_of_block<T>(i);
+                    copy_4(own + t * rows + i, told(w.layer - 1).x + (r < w.dim ? (size_t)t * w.dim + r : 0), r < w.dim);
+                }
 #pragma unroll 1
             for (int i = ring.thread; i < rows; i += CONSUMERS) {
                 bool has = m.bias && row_of_block<T>(i) < w.dim;
@@ -995,7 +1040,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
                 if (r >= w.dim) return;
                 const Told now = told(w.layer), before = told(w.layer - 1);
                 for (int j = 0; j < 2; j++) {
-                    float x = own[(i + j) * tokens + t] += bias[i + j] + (j ? b : a);
+                    float x = own[t * rows + i + j] += bias[i + j] + (j ? b : a);
                     write(now.middle + (size_t)t * w.dim + r + j, x);
                     if (!alone) store_normed(next, t, r + j, x * norm[i + j]);
                 }
@@ -1012,7 +1057,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll 1
             for (int r = ring.thread % LANES; r < rows; r += 8)
 #pragma unroll
-                for (int j = 0; j < EACH; j++) part[j] += own[(r + j) * tokens + t] * columns[(r + j) * experts + e];
+                for (int j = 0; j < EACH; j++) part[j] += own[t * rows + r + j] * columns[(r + j) * experts + e];
 #pragma unroll
             for (int o = 4; o; o >>= 1)
                 for (int j = 0; j < (alone ? 1 : o); j++) part[j] += alone ? __shfl_xor_sync(255u << (lane & 24), part[j], o) : part[j + o];
@@ -1024,7 +1069,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         for (int t = WARPS - 1 - warp; t < tokens; t += WARPS) { /* the last warps have had the fewest experts */
             float sum = 0;
 #pragma unroll 1
-            for (int r = lane; r < rows; r += 32) sum += own[r * tokens + t] * own[r * tokens + t];
+            for (int r = lane; r < rows; r += 32) sum += own[t * rows + r] * own[t * rows + r];
             sum = warp_sum(sum);
             if (lane == 0) publish(w.square + ((size_t)t * w.n_layers + w.layer) * blocks + block, sum);
         }

@@ -493,8 +493,7 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(c->layers, m.n_layers, sizeof(Block));
     take(w.expert, choices, 4);
     take(w.weight, choices, 4);
-    take(w.partial, (size_t)FEW * m.n_kv_heads * SPLITS * 8 * (m.head_dim + 2), 4);
-    take(w.arrived, (size_t)FEW * m.n_kv_heads, 4);
+    take(w.partial, partial_size(w), 4);
     take(w.list, (size_t)m.n_experts * T, 4);
     take(w.listed, m.n_experts, 4);
     take(w.logits, (size_t)FEW * m.vocab, 4);
@@ -578,6 +577,7 @@ bool take_memory(Cuda *c, int *pages, Error *e) {
     if (!card_plan(&c->card, &m, c->weights, &weights, e)) return false;
     plan_work(c, c->room);
     CUDA(cudaMemset(c->work.told, 0xFF, told_size(c->work) * sizeof *c->work.told)); /* UNWRITTEN */
+    CUDA(cudaMemset(c->work.partial, 0xFF, partial_size(c->work) * sizeof *c->work.partial));
     CUDA(cudaMemcpy(c->layers, c->card.layer, m.n_layers * sizeof(Block), cudaMemcpyHostToDevice));
     c->work.act_lift = c->card.layer[0].down.type == MXFP4 ? Codec<MXFP4>::LIFT : 1;
     c->work.cache = (bf16 *)c->cache;

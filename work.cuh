@@ -239,8 +239,7 @@ struct Work { /* everything a kernel may need; passed by value */
                                          one block */
     int *expert;               /* (tokens, top_k) */
     float *weight;             /* (tokens, top_k) */
-    float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2) */
-    int *arrived;              /* (FEW, n_kv_heads) */
+    float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2): UNWRITTEN until a split is done, and again when it is read */
     unsigned long long *barrier; /* few: how many blocks have ended how many phases that a barrier follows */
     unsigned long long *ended;   /* few: (n_layers * PHASES + 2) when a block began, and ended each phase, in ns */
     int *list, *listed;        /* many: (n_experts, tokens * top_k) choices by expert, and how many */
