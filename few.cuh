@@ -1,9 +1,10 @@
 /* few.cuh: a step of at most FEW tokens, as one kernel. Its time is the time to read the weights, each of them once (but of experts that more than
  * MOST_CHOICES tokens chose) and in order. A block lives on each multiprocessor from the first layer to the logits. Its last warp, the producer, keeps a
  * ring of shared memory full with the weights that come next, over the borders of phases, so that waits for activations leave the memory idle as little as
- * may be: it pauses only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in attention until that is done.
- * The others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other; only what the router's sums say is known
- * before, as they count who has added to them. For a token alone of gpt-oss's shapes there are three such waits, one of them with a fence: see Told.
+ * may be: it pauses only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in attention until that is done
+ * (but for the pages of a long context). The others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other; only
+ * what the router's sums say is known before, as they count who has added to them. For a token alone of gpt-oss's shapes there are three such waits, one of
+ * them with a fence: see Told.
  *
  *     qkv        query, key and value, rope, to the cache
  *     attention  over the cache, split when it is long: then pages that fit a stage come through the ring like weights
@@ -421,32 +422,40 @@ template <int D> struct Merged {
 #pragma unroll
         for (int j = 0; j < MOST; j++) {
             if (j >= count) break;
-            add(exp2f(found[j] - most), state[j * STATE + 1], *(const float2 *)(state + j * STATE + 2 + 2 * pair));
+            add_share(exp2f(found[j] - most), state[j * STATE + 1], *(const float2 *)(state + j * STATE + 2 + 2 * pair));
         }
     }
-    __device__ void add(float share, float its_total, float2 x) {
+    __device__ void add_share(float share, float its_total, float2 x) {
         total += share * its_total;
         sum.x += share * x.x, sum.y += share * x.y;
     }
-    /* The same, of splits, as soon as they are told. All lanes of a warp call it. */
+    /* The same, of splits, as soon as they are told. All lanes of a warp call it. First what share each has is asked for and then what it found: both at once
+     * would fill registers. */
     template <int MOST> __device__ void add_told(const float *state, int count) {
-        uint2 about[MOST], x[MOST];
-        uint32_t highest;
-        do {
-            highest = 0;
-            asm volatile("" : "+l"(state)); /* so that no addresses are kept for another round */
+        uint2 word[MOST];
+        auto ask_all = [&](int offset) {
+            uint32_t highest;
+            do {
+                highest = 0;
+                asm volatile("" : "+l"(state)); /* so that no addresses are kept for another round */
 #pragma unroll
-            for (int j = 0; j < MOST; j++) {
-                about[j] = {__float_as_uint(SlabState<D>::LEAST), 0}, x[j] = {};
-                if (j < count) about[j] = ask((const uint2 *)(state + j * STATE)), x[j] = ask((const uint2 *)(state + j * STATE + 2 + 2 * pair));
-                highest = max(highest, j < count ? max(max(about[j].x, about[j].y), max(x[j].x, x[j].y)) : 0);
-            }
-        } while (__any_sync(~0u, highest == UNWRITTEN) && rest());
+                for (int j = 0; j < MOST; j++) {
+                    word[j] = {__float_as_uint(SlabState<D>::LEAST), 0};
+                    if (j < count) word[j] = ask((const uint2 *)(state + j * STATE + offset));
+                    highest = max(highest, j < count ? max(word[j].x, word[j].y) : 0);
+                }
+            } while (__any_sync(~0u, highest == UNWRITTEN) && rest());
+        };
+        float share[MOST];
+        ask_all(0);
 #pragma unroll
-        for (int j = 0; j < MOST; j++) most = fmaxf(most, __uint_as_float(about[j].x));
+        for (int j = 0; j < MOST; j++) most = fmaxf(most, __uint_as_float(word[j].x));
+#pragma unroll
+        for (int j = 0; j < MOST; j++) share[j] = exp2f(__uint_as_float(word[j].x) - most), total += share[j] * __uint_as_float(word[j].y);
+        ask_all(2 + 2 * pair);
 #pragma unroll
         for (int j = 0; j < MOST; j++)
-            add(exp2f(__uint_as_float(about[j].x) - most), __uint_as_float(about[j].y), {__uint_as_float(x[j].x), __uint_as_float(x[j].y)});
+            if (j < count) sum.x += share[j] * __uint_as_float(word[j].x), sum.y += share[j] * __uint_as_float(word[j].y);
     }
     __device__ float2 result(float sink) const { /* -INFINITY: none */
         float top = fmaxf(most, sink * LOG2E), share = exp2f(most - top), all = total * share + exp2f(sink * LOG2E - top);
@@ -647,7 +656,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
     /* A phase begins. What looks as if it might have changed is not computed ahead, for all phases at once, to be kept in local memory. */
     __device__ void renew() {
         asm volatile("" : "+r"(ring.thread), "+r"(block));
-        if (!alone) asm volatile("" : "+r"(origin), "+r"(blocks)); /* the instance of one token would spill registers, that of several does without */
+        if (!alone) asm volatile("" : "+r"(origin), "+r"(blocks)); /* the instance of one token would spill registers, those of several do so less */
     }
     /* What stands before a phase: a barrier with a fence; a barrier, where all it reads is Told or published, but too much for all blocks to ask for it
      * again and again; or nothing. */
@@ -762,7 +771,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
     __device__ void multiply(const Matrix &m, int units, const Rows<typename Codec<T>::Activation> &rows, Pair pair) {
         constexpr int ROWS = Codec<T>::ROWS;
         auto x = rows;
-        int n = alone ? 1 : x.n, stride = n * ROWS, unit_sums = WARPS * stride, inverse = 65536 / n + 1; /* to divide by n what is small */
+        int n = alone ? 1 : x.n, stride = n * ROWS, unit_sums = WARPS * stride, inverse = 65536 / n + 1; /* to divide by n: exact below 65536 / n */
         Kept<T, TILES> kept;
         if constexpr (keeps(T))
             ring.keep<T, TILES>(m, x, kept);
@@ -841,8 +850,9 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll 1
             for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) copy_4(bias + i, m.bias ? m.bias + row_of_block<T>(i) : w.x, m.bias);
             copies_end();
-            /* A token alone asks for the pages of a long context before the fence: that they come sooner is worth more than it costs the fence. */
-            if (!alone || l.window || at<int>(k.position)[0] < 2 * SPLIT_PAGES * PAGE) expect(units * m.parts);
+            /* The pages that a token alone has for this block are asked for before the fence: that they come sooner is worth more than it costs. */
+            const Part part = part_of(blocks - 1 - block, l);
+            if (!alone || part.used == 1 || part.split >= part.used) expect(units * m.parts);
         }
         stream<T, true>(
             m, units, normed_rows<T>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
@@ -885,7 +895,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
         int jobs = tokens * heads * (alone ? SPLITS : splits_of(min(longest / PAGE + 1, l.window ? l.window / PAGE + 2 : INT_MAX)));
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < jobs; job += blocks) {
-            const auto [head, t, split, p, from, page0, pages, used] = part_of(job, l);
+            const Part part = part_of(job, l);
+            const int head = part.head, t = part.t, split = part.split, p = part.p, from = part.from, page0 = part.page0, pages = part.pages, used = part.used;
             if (split >= used) continue;
             shared |= used > 1;
             int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab0 = max(begin * SLABS, from / SLAB_KEYS),
@@ -932,7 +943,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
             if (warp < attending) state.store(merged + warp * STATE + lane / 4 * ROW, lane);
             copies_done<0>();
             sync_consumers();
-            for (int h = ring.thread / (D / 2); h < group; h += CONSUMERS / (D / 2)) { /* two dimensions of a head: of the warps */
+            constexpr int HEADS = CONSUMERS / (D / 2); /* at once, two dimensions a thread; nothing is told twice */
+            for (int h = ring.thread / (D / 2); h < group && ring.thread < HEADS * (D / 2); h += HEADS) {
                 Merged<D> m(ring.thread % (D / 2));
                 m.template add<ATTENTION_WARPS>(merged + h * ROW, attending);
                 if (used == 1)
@@ -1061,8 +1073,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll
             for (int o = 4; o; o >>= 1)
                 for (int j = 0; j < (alone ? 1 : o); j++) part[j] += alone ? __shfl_xor_sync(255u << (lane & 24), part[j], o) : part[j + o];
-            const float most = 1ull << (COUNTED - 10);
-            long long steps = __float2ll_rn(fminf(fmaxf(part[0] * (1 / ROUTER_STEP), -most), most)); /* (a NaN is in x too) */
+            const float bound = 1ull << (COUNTED - 10);
+            long long steps = __float2ll_rn(fminf(fmaxf(part[0] * (1 / ROUTER_STEP), -bound), bound)); /* (a NaN is in x too) */
             if (ring.thread % LANES == 0) atomicAdd(router_sum_of(w, one, t, w.layer, e), (1ull << COUNTED) + steps);
         }
 #pragma unroll 1

@@ -126,9 +126,9 @@ bool alone(const Cuda *c, int tokens, int rows) { return tokens <= 1 && rows <= 
 
 /* Phases first to last - 1 of a step of few tokens: see few.cuh. */
 cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int first, int last) {
-    const Layout &k = c->layout[std::max(tokens, rows)];
-    Work w = c->work;
     int n = std::max(tokens, rows);
+    const Layout &k = c->layout[n];
+    Work w = c->work;
     auto kernel = !has_gpt_oss_shapes(w, c->card) ? few<0> : n <= 1 ? few<1> : n <= 4 ? few<4> : n <= 8 ? few<8> : few<FEW>;
     return launch(c, kernel, c->sms, THREADS, k.bytes, w, s, c->layers, c->card.head, c->card.norm, k, tokens, rows, first, last);
 }

@@ -238,7 +238,7 @@ static void shapes_dense_64(void) {
     shapes_pass(DENSE "\"num_attention_heads\":12,\"num_key_value_heads\":3,\"head_dim\":64}", 3, 1);
 }
 static void shapes_dense_128(void) {
-    shapes_pass(DENSE "\"num_attention_heads\":6,\"num_key_value_heads\":2,\"head_dim\":128}", 3, 1);
+    shapes_pass(DENSE "\"num_attention_heads\":16,\"num_key_value_heads\":2,\"head_dim\":128}", 3, 1);
 }
 
 static void scale(const float *norm, int n) {
@@ -528,7 +528,7 @@ int main(void) {
     run("gpu: prompts of 1 to 5,000 tokens, the shapes of gpt-oss-20b", shapes_20b);
     run("gpu: one token and several agree at gpt-oss-20b's shapes and vocabulary", instances_of_20b_agree);
     run("gpu: prompts of 1 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
-    run("gpu: prompts of 1 to 5,000 tokens, 3 heads of 128 share keys", shapes_dense_128);
+    run("gpu: prompts of 1 to 5,000 tokens, 8 heads of 128 share keys", shapes_dense_128);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
     run("gpu: the real router and experts, one token", router_and_experts_few);
     run("gpu: the real router and experts, 40 tokens", router_and_experts_many);
