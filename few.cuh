@@ -655,7 +655,12 @@ template <bool producing, int most> struct Few { /* most: see few() */
 
     /* A phase begins. What looks as if it might have changed is not computed ahead, for all phases at once, to be kept in local memory. */
     __device__ void renew() {
-        asm volatile("" : "+r"(ring.thread), "+r"(block));
+        if (most > 4) { /* not even kept: registers are fewest here */
+            asm volatile("" : "+r"(ring.thread));
+            asm volatile("mov.u32 %0,%%ctaid.x;" : "=r"(block) :);
+        } else {
+            asm volatile("" : "+r"(ring.thread), "+r"(block));
+        }
         if (!alone) asm volatile("" : "+r"(origin), "+r"(blocks)); /* the instance of one token would spill registers, those of several do so less */
     }
     /* What stands before a phase: a barrier with a fence; a barrier, where all it reads is Told or published, but too much for all blocks to ask for it
