@@ -505,7 +505,7 @@ __device__ inline float take_fours(float4 (&value)[2], const float *x, int n) {
 __device__ inline unsigned long long *input_square_of(const Work &w, int t, int layer) {
     return w.input_square + ((size_t)t * (w.n_layers + 1) + layer) * MOST_WARPS;
 }
-__device__ inline void publish_square(const float *x, int dim, unsigned long long *to, int thread) { /* CONSUMERS threads call it */
+__device__ inline void publish_square(const float *x, int dim, unsigned long long *to, int thread) { /* threads 0 to CONSUMERS - 1 call it */
     float sum = 0;
 #pragma unroll 2
     for (int i = thread * 4; i < dim; i += CONSUMERS * 4) {
@@ -888,7 +888,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
      * last blocks begin, because the first have more rows of other phases. */
     template <int D> __device__ void attention(const Block &l) {
         renew();
-        constexpr int ROW = D + 2, STATE = 8 * ROW; /* most, total, sum; of each head of a group */
+        constexpr int ROW = D + 2, STATE = Merged<D>::STATE; /* most, total, sum; of each head of a group */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         float *merged = at<float>(k.x); /* (ATTENTION_WARPS, 8, ROW) */
         float *sink = at<float>(k.scale);
@@ -966,7 +966,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
      * makes them UNWRITTEN again, for which a fence stands before who writes there next. Blocks tell all their parts before, so nobody waits for who waits. */
     template <int D> __device__ void merge(const Block &l, int jobs) {
         renew();
-        constexpr int ROW = D + 2, STATE = 8 * ROW;
+        constexpr int ROW = D + 2, STATE = Merged<D>::STATE;
         int lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads;
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < jobs; job += blocks) {
@@ -1158,6 +1158,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll 1
         for (int e = lane, begin = 0, cost = 0; e - lane < w.n_experts; e += 32) {
             int count = e < w.n_experts ? next[e] : 0;
+            /* of at most FEW * top_k choices: 16 bits are enough for either */
             unsigned both = sum_to(cost_of(count) << 16 | count, lane), chosen = __ballot_sync(~0u, count);
             int place = n + __popc(chosen & before_me), from = begin + (both & 0xFFFF) - count;
             if (count) active.expert[place] = e, active.begin[place] = next[e] = from, active.cost[place + 1] = cost + (both >> 16);
@@ -1191,9 +1192,9 @@ template <bool producing, int most> struct Few { /* most: see few() */
         __syncwarp();
     }
 #if __CUDA_ARCH__ >= 900
-    static constexpr bool early = producing && alone; /* see get_ready() */
+    static constexpr bool gets_ready = producing && alone; /* see get_ready() */
 #else
-    static constexpr bool early = false;
+    static constexpr bool gets_ready = false;
 #endif
     struct Ready { /* a stage for a unit of phase up, and where it lies if the expert at `place` is this lane's */
         Barrier *full;
@@ -1228,14 +1229,14 @@ template <bool producing, int most> struct Few { /* most: see few() */
         if (!producing && alone && phase % PHASES == PHASE_UP)
             stage_normed<MXFP4, false>(matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim), l.ffn_norm, told(w.layer).middle, NULL, [] {});
         Ready ready[MOST_COPIES];
-        if (early && phase % PHASES == PHASE_UP && l.router.rows && w.n_experts <= ONE_EACH) get_ready(l, ready);
+        if (gets_ready && phase % PHASES == PHASE_UP && l.router.rows && w.n_experts <= ONE_EACH) get_ready(l, ready);
         choose(l, active(), [&](int place) {
 #pragma unroll
             for (int i = 0; i < MOST_COPIES; i++)
-                if (early && i < ring.asked && ready[i].place == place) ready[i].full->copy_row(ready[i].stage, ready[i].from, UP_UNIT);
+                if (gets_ready && i < ring.asked && ready[i].place == place) ready[i].full->copy_row(ready[i].stage, ready[i].from, UP_UNIT);
         });
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
-        if (!producing) await();
+        if (!producing) await(); /* only now: the router's sums say themselves that they are there */
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens && !producing; t += WARPS) weigh(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
     }

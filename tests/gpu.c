@@ -177,8 +177,8 @@ static void shapes_20b(void) { shapes_pass(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 0.8
 
 enum { AGREEING = 48 }; /* tokens */
 
-/* With gpt-oss's vocabulary too there are instances for its shapes alone, of one token and of several. Behind a
- * beginning that attention splits, both give the same bits, and nearly what the kernels of many tokens do; whether the
+/* With gpt-oss's vocabulary too there are instances for its shapes alone, of one token and of up to 4, 8 and 16. Behind
+ * a beginning that attention splits, all give the same bits, and nearly what the kernels of many tokens do; whether the
  * logits of all tokens are wanted or of the last makes no difference. */
 static void instances_agree(const char *config, int layers, const size_t *chunks, size_t n_chunks) {
     enum { BEGIN = 700, END = BEGIN + AGREEING, VOCAB = 201088, N = AGREEING };
