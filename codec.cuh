@@ -21,7 +21,8 @@ template <typename A> struct Rows {
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
  * tokens, Sum<0> for one alone, in the same order. Lane<TILES> says what a lane adds to it: load() brings what it needs of chunk i's activations of a tile,
  * Kept, which serve chunks of many rows, and add() multiplies them. highest(Kept): see highest_halves().
- * Lane 4g + t works on row g. reduce() makes final values of what was collected; store() hands each of them to put(token, row, value).
+ * Lane 4g + t works on row g. reduce() makes final values of what was collected; store() hands each of them to put(token, row, value); what tokens that
+ * there are not give is the last one's, see Rows, and is handed over as that.
  * place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
 
@@ -56,8 +57,7 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
             for (int j = 0; j < N; j++) c[j][0] += c[j][3];
         }
         template <class Put> __device__ void store(int tokens, int lane, Put put) const {
-            for (int j = 0; j < N; j++)
-                if (j * 4 + lane % 4 < tokens) put(j * 4 + lane % 4, lane / 4, c[j][0]);
+            for (int j = 0; j < N; j++) put(min(j * 4 + lane % 4, tokens - 1), lane / 4, c[j][0]);
         }
     };
     __host__ __device__ static constexpr int place(int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; }
@@ -112,8 +112,7 @@ template <> struct Codec<MXFP4> {
         }
         template <class Put> __device__ void store(int tokens, int lane, Put put) const {
             for (int j = 0; j < TILES; j++)
-                if (j * 4 + lane % 4 < tokens)
-                    for (int i = 0; i < 2; i++) put(j * 4 + lane % 4, lane / 4 + i * 8, c[j][i * 2]);
+                for (int i = 0; i < 2; i++) put(min(j * 4 + lane % 4, tokens - 1), lane / 4 + i * 8, c[j][i * 2]);
         }
     };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }

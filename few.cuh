@@ -205,13 +205,15 @@ struct Ring {
     int at = 0;          /* the stage of the next item */
     unsigned parity = 0; /* of that stage */
     int asked = 0;       /* items of the phase to come that the producer has asked for already */
-    int left = -1;       /* items of this phase that the consumers have not seen yet; 0: they hold */
+    bool watched = false; /* the consumers tell when they see the last item of this phase: see expect() */
 
     __device__ Ring(const Layout &k, uint8_t *memory)
         : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + MOST_STAGES), hold((Barrier *)(memory + k.hold)), stages(k.stages),
           stage_bytes(k.stage_bytes), thread(threadIdx.x) {}
     __device__ void advance() {
-        if (++at == stages) at = 0, parity ^= 1;
+        if (++at < stages) return;
+        at = 0, parity ^= 1;
+        asm volatile(""); /* so that this is a branch: instructions of the units' loop are what counts */
     }
     /* The producer's part of a phase: locate(item, part) is where the unit's weights lie and which part of the columns is meant. */
     template <Type T, class Locate> __device__ void produce(const Matrix &m, int items, Locate locate) {
@@ -248,35 +250,36 @@ struct Ring {
         }
     }
     /* A fence waits for every copy that is on the way to its multiprocessor, needed or not (1.9 us with two stages), and what is read meanwhile comes late.
-     * So from when the consumers have seen the last of the `items` that a phase has for them until they resume(), behind the fence, the producer asks for
-     * no more. */
-    __device__ void expect(int items) {
-        left = items ? items : -1;
+     * So from when the consumers have seen the last item that a phase has for them, if any, until they resume(), behind the fence, the producer asks for no
+     * more. */
+    __device__ void expect(bool any) {
+        watched = any;
         if (thread < 32) passed(1);
     }
     __device__ void resume() {
-        if (left == 0 && thread < 32) passed(0);
-        hold->arrive_if((left | thread) == 0);
-        left = -1;
+        if (watched && thread < 32) passed(0);
+        hold->arrive_if(watched && thread == 0);
+        watched = false;
     }
     __device__ void passed(int parity) { /* waits for nothing, but synccheck wants that somebody waits for each phase */
         hold->wait(parity);
         __syncwarp();
     }
-    /* The consumers' part, item by item: work(stage). Who has nothing to do waits too: to arrive at `empty` a round early would count for this one. */
-    template <class Work> __device__ void consume(Work work) {
+    /* The consumers' part, item by item: work(stage). last: it is watched, and the last one (in thread 0, which tells the producer). Who has nothing to do
+     * waits too: to arrive at `empty` a round early would count for this one. */
+    template <class Work> __device__ void consume(bool last, Work work) {
         full[at].wait(parity);
-        hold->arrive_if((--left | thread) == 0);
+        hold->arrive_if(last);
         work(stage + at * stage_bytes);
-        empty[at].arrive(); /* each lane: one for all is no faster, and racecheck does not understand it */
+        full[at + MOST_STAGES].arrive(); /* empty[at], without an address of its own; each lane: one for all is no faster, and confuses racecheck */
         advance();
     }
     /* The next unit times x: put(row of x, row of the unit, value) receives what this warp found. */
-    template <Type T, int TILES, class Put> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, Put put) {
+    template <Type T, int TILES, class Put> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, bool last, Put put) {
         typename Codec<T>::template Sum<TILES> sum;
 #pragma unroll 1
         for (int part = 0; part < m.parts; part++, x.x += m.per * Codec<T>::K)
-            consume([&](const uint8_t *stage) {
+            consume(last && part == m.parts - 1, [&](const uint8_t *stage) {
                 typename Codec<T>::template Lane<TILES> lane(stage, m.per, x, thread % 32);
 #pragma unroll 1
                 for (int i = thread / 32; i < m.chunks_of(part); i += WARPS) {
@@ -314,13 +317,13 @@ struct Ring {
                 for (int j = 0; j < max_of(TILES, 1); j++) highest = Codec<T>::highest(highest, kept[k][j]);
         } while (x.told && __any_sync(~0u, unwritten_half(highest)) && rest());
     }
-    template <Type T, int TILES, class Put> __device__ void multiply_kept(const Matrix &m, const Kept<T, TILES> &kept, int tokens, Put put) {
+    template <Type T, int TILES, class Put> __device__ void multiply_kept(const Matrix &m, const Kept<T, TILES> &kept, int tokens, bool last, Put put) {
         typename Codec<T>::template Sum<TILES> sum;
         int turns = (m.per + WARPS - 1) / WARPS;
 #pragma unroll
         for (int part = 0; part < MOST_KEPT; part++) {
             if (part == m.parts) break;
-            consume([&](const uint8_t *stage) {
+            consume(last && part == m.parts - 1, [&](const uint8_t *stage) {
                 typename Codec<T>::template Lane<TILES> lane(stage, m.per, {NULL, 0, 1}, thread % 32);
 #pragma unroll
                 for (int k = 0; k < MOST_KEPT; k++) {
@@ -686,9 +689,9 @@ template <bool producing, int most> struct Few { /* most: see few() */
         }
         sync_consumers();
     }
-    /* Makes the producer hold for the fence behind this phase's last `items`, if there is one. */
-    __device__ void expect(int items) {
-        if (border(phase + 1) == FENCE) ring.expect(items);
+    /* Makes the producer hold for the fence behind this phase's last item, if there is one. */
+    __device__ void expect(bool any) {
+        if (border(phase + 1) == FENCE) ring.expect(any);
     }
     /* A gate opens once a layer, so its parity is that of the layers since this launch began. */
     __device__ Barrier &gate(int i) const { return at<Barrier>(k.gates)[i]; }
@@ -786,20 +789,20 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll 1
         for (int done = 0, turn = 0; done < units; done += pass, turn ^= 1) {
             float *sums = at<float>(k.sums) + turn * room, *mine = sums + ring.thread / 32 * stride;
-            int now = min(pass, units - done);
+            int now = min(pass, units - done), last = ring.watched && ring.thread == 0 && done + now == units ? now - 1 : -1;
 #pragma unroll 1
             for (int i = 0; i < now; i++, mine += unit_sums) {
                 auto put = [&](int token, int row, float value) { mine[token * ROWS + row] = value; };
                 if constexpr (keeps(T))
-                    ring.multiply_kept<T, TILES>(m, kept, n, put);
+                    ring.multiply_kept<T, TILES>(m, kept, n, i == last, put);
                 else if (n == 1)
-                    ring.multiply<T, 0>(m, x, put);
+                    ring.multiply<T, 0>(m, x, i == last, put);
                 else if (n <= 4)
-                    ring.multiply<T, 1>(m, x, put);
+                    ring.multiply<T, 1>(m, x, i == last, put);
                 else if (n <= 8)
-                    ring.multiply<T, 2>(m, x, put);
+                    ring.multiply<T, 2>(m, x, i == last, put);
                 else
-                    ring.multiply<T, 4>(m, x, put);
+                    ring.multiply<T, 4>(m, x, i == last, put);
             }
             copies_done<0>(); /* of biases */
 #pragma unroll 1
@@ -857,7 +860,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             copies_end();
             /* The pages that a token alone has for this block are asked for before the fence: that they come sooner is worth more than it costs. */
             const Part part = part_of(blocks - 1 - block, l);
-            if (!alone || part.used == 1 || part.split >= part.used) expect(units * m.parts);
+            if (!alone || part.used == 1 || part.split >= part.used) expect(units);
         }
         stream<T, true>(
             m, units, normed_rows<T>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
@@ -922,7 +925,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             if (early) load();
             if (!waited) await();
             waited = true;
-            if (streamed > begin) ring.resume(), ring.expect(streamed - begin);
+            if (streamed > begin) ring.resume(), ring.expect(true);
             SlabState<D> state;
             uint4 q[D / 32];
             for (int c = 0; c < D / 32; c++)
@@ -932,7 +935,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             static_assert(SLABS <= ATTENTION_WARPS && ATTENTION_WARPS <= WARPS, "a warp has one slab of a page at most");
 #pragma unroll 1
             for (int i = begin; i < streamed; i++)
-                ring.consume([&](const uint8_t *stage) {
+                ring.consume(ring.watched && ring.thread == 0 && i == streamed - 1, [&](const uint8_t *stage) {
                     if (slab / SLABS != i) return;
                     keys.template load<true>((const bf16 *)stage, (const bf16 *)stage + D * PAGE, slab % SLABS, lane);
                     state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
@@ -1046,7 +1049,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             }
             copies_end();
             if (alone) forget(told(w.layer - 1).attn, w.attn_pitch * 2), forget(told(w.layer - 1).act, w.top_k * w.act_pitch * 2);
-            expect(units * m.parts);
+            expect(units);
             await();
         }
         stream<T>(
@@ -1267,7 +1270,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             for (int first = choices[0], n;; first += n) {
                 n = one ? 1 : min(choices[1] - first, known ? MOST_CHOICES : FEW);
                 bool done = one || first + n == choices[1], last = done && to == end;
-                if (!producing && last) expect((to - from) * m.parts);
+                if (!producing && last) expect(true);
                 stream<T>(
                     m, to - from, rows_of(first, n), [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; },
                     [&](int i, int p, int row, float a, float b) {
