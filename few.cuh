@@ -1,10 +1,10 @@
 /* few.cuh: a step of at most FEW tokens, as one kernel. Its time is the time to read the weights, each of them once (but of experts that more than
  * MOST_CHOICES tokens chose) and in order. A block lives on each multiprocessor from the first layer to the logits. Its last warp, the producer, keeps a
  * ring of shared memory full with the weights that come next, over the borders of phases, so that waits for activations leave the memory idle as little as
- * may be: it pauses only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in attention until that is done
- * (but for the pages of a long context). The others, the consumers, multiply. A layer has five phases, between which all blocks wait for each other; only
- * what the router's sums say is known before, as they count who has added to them. For a token alone of gpt-oss's shapes there are three such waits, one of
- * them with a fence: see Told.
+ * may be. Of several tokens it pauses, but only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in attention
+ * until that is done (but for the pages of a long context). The others, the consumers, multiply. A layer has five phases, between which all blocks wait for
+ * each other; only what the router's sums say is known before, as they count who has added to them. For a token alone of gpt-oss's shapes there are two such
+ * waits: see Told.
  *
  *     qkv        query, key and value, rope, to the cache
  *     attention  over the cache, split when it is long: then pages that fit a stage come through the ring like weights
@@ -157,22 +157,29 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
 /* ---- what blocks tell each other ---- */
 
 /* Blocks tell each other by buffers of Work, and a fence stands between a phase that writes them and one that reads. A fence takes long (see Ring::expect).
- * So for a token alone of gpt-oss's shapes even layers and odd ones have buffers of their own, whose values say themselves whether they are there (UNWRITTEN).
- * Then there is one fence a layer, behind phase qkv, for the cache and since it orders all that is told: behind it phase output makes UNWRITTEN again what the
- * layer before has told, which all have read; before the next one nobody writes there. */
+ * So for a token alone of gpt-oss's shapes values say themselves whether they are there (UNWRITTEN), in buffers of which TURNS layers in turn have one each.
+ * There is one fence a layer then, and attention does not wait for it: each block has it behind phase qkv, and phase output begins when all have. Then it
+ * makes UNWRITTEN again what the layer before has told, which all have read; who writes there next waits in phase output of the next layer before, since
+ * it is qkv, or attention, of the one behind that: hence three turns. What the last layer tells the next step's embed makes UNWRITTEN. */
+constexpr int TURNS = 3;
+static_assert(TURNS <= FEW, "partial_of() takes the places of other tokens");
 struct Told {
-    float *middle, *x; /* (tokens, dim) the residual stream behind attention, and behind the experts */
+    float *x, *middle; /* (tokens, dim) the residual stream behind the experts, and behind attention */
+    void *q;           /* (tokens, n_heads * head_dim); of a token alone (all rows of the matrix of query, key and value): see told_place() */
     void *attn, *act;  /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
 };
+/* Floats of one turn; those of a layer but x lie together. */
+__host__ __device__ inline size_t turn_size(const Work &w) {
+    return 2 * w.dim + ((w.n_heads + 2 * w.n_kv_heads) * w.head_dim + w.attn_pitch + w.top_k * w.act_pitch) / 2;
+}
+inline size_t told_size(const Work &w) { return TURNS * turn_size(w); }
 /* What layer `layer` tells; layer -1 is the embedding. The head stands behind a fence, so the last layer's x is Work's. */
 __host__ __device__ inline Told told_of(const Work &w, bool alone, int layer) {
-    if (!alone) return {w.x, w.x, w.attn, w.act_out};
-    float *middle = w.told + (layer & 1) * (2 * w.dim + w.attn_pitch / 2 + w.top_k * w.act_pitch / 2), *x = middle + w.dim;
-    bf16 *attn = (bf16 *)(x + w.dim);
-    return {middle, layer == w.n_layers - 1 ? w.x : x, attn, attn + w.attn_pitch};
+    if (!alone) return {w.x, w.x, w.q, w.attn, w.act_out};
+    float *x = w.told + (layer + TURNS) % TURNS * turn_size(w), *middle = x + w.dim;
+    bf16 *q = (bf16 *)(middle + w.dim), *attn = q + (w.n_heads + 2 * w.n_kv_heads) * w.head_dim;
+    return {layer == w.n_layers - 1 ? w.x : x, middle, q, attn, attn + w.attn_pitch};
 }
-/* Floats of both layers'. */
-inline size_t told_size(const Work &w) { return 4 * w.dim + w.attn_pitch + w.top_k * w.act_pitch; }
 inline size_t partial_size(const Work &w) { return (size_t)FEW * w.n_kv_heads * SPLITS * 8 * (w.head_dim + 2); }
 
 /* ---- streaming weights through a block ---- */
@@ -236,15 +243,15 @@ struct Ring {
         full[before < 0 ? before + stages : before].wait(before < 0 ? parity ^ 1 : parity);
 #endif
     }
-    /* The same for numbered pages `first` to last - 1 of the cache of one head: its keys, and behind them its values. */
+    /* The same for numbered pages last - 1 down to `first` of the cache of one head: its keys, and behind them its values. */
     __device__ void produce_pages(const Work &w, const int *table, int first, int last, int head) {
         int bytes = w.head_dim * PAGE * sizeof(bf16), number = 0;
         size_t values = (const uint8_t *)cache_of(w, 0, 1, 0) - (const uint8_t *)cache_of(w, 0, 0, 0); /* behind its keys */
 #pragma unroll 1
-        for (int i = first; i < last; i++) {
-            if ((i - first) % 32 == 0) number = table[min(i + thread % 32, last - 1)];
+        for (int i = 0; i < last - first; i++) {
+            if (i % 32 == 0) number = table[max(last - 1 - i - thread % 32, first)];
             begin_stage(MOST_PAGES);
-            int page = __shfl_sync(~0u, number, (i - first) % 32);
+            int page = __shfl_sync(~0u, number, i % 32);
             full[at].copy(stage + at * stage_bytes, bytes, (const uint8_t *)cache_of(w, page, 0, head), values, 2, bytes, thread % 32);
             advance();
         }
@@ -354,6 +361,22 @@ template <int D> struct Slab {
         for (int j = 0; j < 2; j++)
             for (int c = 0; c < D / 32; c++) key[j][c] = read((const uint4 *)(keys + key_place(D, 2 * j, c * 32)));
         for (int d = 0; d < D / 8; d++) value[d] = read((const uint2 *)(values + value_place(D, 0, d * 8)));
+    }
+    /* Puts in a key and its value as key `at` of this slab, unless that is -1. Lane 4g + t brings of the key dimensions 8t to 8t + 7 of each 32, of the value g
+     * and its neighbour of each eight: see told_place(). */
+    __device__ void replace(int at, const uint4 (&its_key)[D / 32], const uint4 (&its_value)[D / 32], int lane) {
+        int g = lane / 4, t = lane % 4;
+        for (int j = 0; j < 2; j++)
+            for (int c = 0; c < D / 32; c++)
+                if (g / 2 * 4 + g % 2 + 2 * j == at) key[j][c] = its_key[c];
+        /* which bytes of what was there and of a pair: one of its halves as the lower or upper half */
+        const unsigned all = 0x3210, how = at % 2 ? g % 2 ? 0x7610 : 0x5410 : g % 2 ? 0x3276 : 0x3254;
+        const bool mine = at >= 0 && at / 4 == t;
+        for (int d = 0; d < D / 8; d++) {
+            uint32_t pair = (&its_value[d / 4].x)[d % 4];
+            value[d].x = __byte_perm(value[d].x, pair, mine && at % 4 < 2 ? how : all);
+            value[d].y = __byte_perm(value[d].y, pair, mine && at % 4 > 1 ? how : all);
+        }
     }
 };
 
@@ -534,12 +557,13 @@ __device__ inline unsigned long long *router_sum_of(const Work &w, bool one, int
     return sums + (one ? e / 4 * 4 * APART + e % 4 : e);
 }
 
-/* Begins a step: `to` (tokens, dim) = the tokens' rows of the embedding, also for `next`, if there is one. The page remembers the token. A step of few tokens
+/* Begins a step: x (tokens, dim) = the tokens' rows of the embedding, also for `next`, if there is one. The page remembers the token. A step of few tokens
  * comes posted, as an argument (the host is far: with asking for it this kernel took 6 us for one token and 27 for sixteen by ncu, 5 without); the first block
  * writes it to where the other kernels look for it, and all empty what few's blocks, so many of them, add up or publish. Of a step of many tokens (none posted)
- * all is there. A block a token. */
-__global__ void __launch_bounds__(1024) embed(Work w, Step s, const __grid_constant__ Posted post, Matrix table, int blocks, float *to, Next next) {
+ * all is there. Of a token alone it also empties what the last layer of the step before told. A block a token. */
+__global__ void __launch_bounds__(1024) embed(Work w, Step s, const __grid_constant__ Posted post, Matrix table, int blocks, bool alone, Next next) {
     launch_next();
+    float *to = told_of(w, alone, -1).x;
     int t = blockIdx.x, words = t || !post.there ? 0 : Posted::BYTES / 16;
     wait_previous();
     if (threadIdx.x < words) ((uint4 *)s.how)[threadIdx.x] = post.word[threadIdx.x];
@@ -551,6 +575,8 @@ __global__ void __launch_bounds__(1024) embed(Work w, Step s, const __grid_const
         *router_sum_of(w, gridDim.x == 1, t, i / w.n_experts, i % w.n_experts) = 0;
     clear(w.square + (size_t)t * w.n_layers * blocks, w.n_layers * blocks);
     clear(input_square_of(w, t, 0), next.to ? (w.n_layers + 1) * MOST_WARPS : 0);
+    for (int i = threadIdx.x; i < (int)(turn_size(w) - w.dim) / 4 && alone; i += blockDim.x)
+        ((uint4 *)told_of(w, true, w.n_layers - 1).middle)[i] = make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
     int token = mine.x < 0 ? max(w.drawn[mine.y], 0) : mine.x; /* after a NaN the step is void */
     if (threadIdx.x == 0) w.page_token[mine.z] = token;
     for (int i = threadIdx.x * 4; i < w.dim; i += blockDim.x * 4) {
@@ -631,16 +657,17 @@ template <bool producing, int most> struct Few { /* most: see few() */
         for (int i = (ring.thread / 32 * blocks + block) * 32 + ring.thread % 32; i < bytes / 16; i += CONSUMERS * blocks)
             ((uint4 *)values)[i] = make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
     }
+    /* Where in Told::q a token alone tells rows r and r + 1 of query, key and value: in order, but pairs of a head's values as Slab::replace() wants them. */
+    __device__ int told_place(int r) const {
+        int d = w.head_dim, i = r % d;
+        return r < (w.n_heads + w.n_kv_heads) * d ? r : r - i + i % 8 / 2 * (d / 4) + i / 8 * 2;
+    }
     /* What the consumers need to know about the tokens all the time. */
     __device__ void begin() {
         int half = w.head_dim / 2;
         if (producing) return;
         wait_previous();
         note_time(first);
-        if (alone && first == 0) { /* of the step before */
-            Told last = told(w.n_layers - 1);
-            forget(last.middle, w.dim * 4), forget(last.attn, w.attn_pitch * 2), forget(last.act, w.top_k * w.act_pitch * 2);
-        }
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens; t += WARPS) {
             int p = s.position[t];
@@ -666,17 +693,17 @@ template <bool producing, int most> struct Few { /* most: see few() */
         }
         if (!alone) asm volatile("" : "+r"(origin), "+r"(blocks)); /* the instance of one token would spill registers, those of several do so less */
     }
-    /* What stands before a phase: a barrier with a fence; a barrier, where all it reads is Told or published, but too much for all blocks to ask for it
-     * again and again; or nothing. */
-    enum Border { NOTHING, BARRIER, FENCE };
+    /* What stands before a phase: a barrier with a fence; a barrier, and each block has had its fence before; a barrier, where all it reads is Told or
+     * published, but too much for all blocks to ask for it again and again; or nothing. */
+    enum Border { NOTHING, BARRIER, FENCED, FENCE }; /* from FENCED on, what all have written before their fence may be read */
     __device__ Border border(int phase) const {
         int kind = phase % PHASES;
-        if (!alone || kind == PHASE_ATTENTION || phase == w.n_layers * PHASES) return FENCE;
-        return kind == PHASE_QKV || kind == PHASE_OUTPUT ? BARRIER : NOTHING;
+        if (!alone || phase == w.n_layers * PHASES) return FENCE;
+        return kind == PHASE_QKV ? BARRIER : kind == PHASE_OUTPUT ? FENCED : NOTHING;
     }
     /* How many barriers stand before phases 1 to `phase`. */
     __device__ int barriers(int phase) const {
-        return alone ? phase - (phase + PHASES - PHASE_UP) / PHASES - (phase + PHASES - PHASE_DOWN) / PHASES : phase;
+        return alone ? phase / PHASES + (phase + PHASES - PHASE_OUTPUT) / PHASES : phase;
     }
     /* The consumers wait until all blocks have ended the phase before this one, if need be. */
     __device__ void await() {
@@ -684,14 +711,14 @@ template <bool producing, int most> struct Few { /* most: see few() */
         if (border(phase) == NOTHING) return;
         if (ring.thread == 0) {
             unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)barriers(phase) * blocks;
-            const bool fence = border(phase) == FENCE;
-            while ((fence ? look_behind(w.barrier) : look(w.barrier)) < target) rest();
+            const bool behind = border(phase) >= FENCED;
+            while ((behind ? look_behind(w.barrier) : look(w.barrier)) < target) rest();
         }
         sync_consumers();
     }
-    /* Makes the producer hold for the fence behind this phase's last item, if there is one. */
+    /* Makes the producer hold for the fence behind this phase's last item. Of a token alone it never does: there is one such fence, before the head. */
     __device__ void expect(bool any) {
-        if (border(phase + 1) == FENCE) ring.expect(any);
+        if (!alone) ring.expect(any);
     }
     /* A gate opens once a layer, so its parity is that of the layers since this launch began. */
     __device__ Barrier &gate(int i) const { return at<Barrier>(k.gates)[i]; }
@@ -701,10 +728,13 @@ template <bool producing, int most> struct Few { /* most: see few() */
         if (producing) return;
         if (phase == last) return ring.resume(); /* a producer with nothing to copy may not have asked for the last item yet */
         sync_consumers();
-        if (border(phase) == NOTHING) return;
-        if (ring.thread == 0 && border(phase) == FENCE)
+        constexpr int BESIDE = ATTENTION_WARPS * 32; /* a thread without a part in attention: beside it a token alone has its fence */
+        if (alone && ring.thread == BESIDE && phase % PHASES == PHASE_ATTENTION) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        const Border next = border(phase);
+        if (next == NOTHING) return;
+        if (ring.thread == 0 && next == FENCE)
             asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
-        else if (ring.thread == 0)
+        else if (ring.thread == (next == FENCED ? BESIDE : 0))
             asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
         if (phase % PHASES != PHASE_ATTENTION) ring.resume(); /* which is about to begin: only who has no part in it resumes */
     }
@@ -858,17 +888,22 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll 1
             for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) copy_4(bias + i, m.bias ? m.bias + row_of_block<T>(i) : w.x, m.bias);
             copies_end();
-            /* The pages that a token alone has for this block are asked for before the fence: that they come sooner is worth more than it costs. */
-            const Part part = part_of(blocks - 1 - block, l);
-            if (!alone || part.used == 1 || part.split >= part.used) expect(units);
+            expect(units);
         }
         stream<T, true>(
             m, units, normed_rows<T>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
                 int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
                 float scale = at<float>(k.scale)[t];
-                store_qkv<Activation>(w, t, at<int>(k.position)[t], at<int>(k.page)[t], r, a * scale + bias[i], b * scale + bias[i + 1],
-                                      at<float2>(k.turn)[t * half + r / 2 % half]);
+                int keys = w.n_heads * w.head_dim, values = keys + w.n_kv_heads * w.head_dim;
+                float2 pair = {a * scale + bias[i], b * scale + bias[i + 1]};
+                if (r < values) pair = turned(pair, at<float2>(k.turn)[t * half + r / 2 % half]);
+                if (r >= keys) store_key_or_value(w, at<int>(k.position)[t], at<int>(k.page)[t], r, pair);
+                Activation *q = (Activation *)told(w.layer).q + (size_t)t * keys;
+                if constexpr (alone)
+                    tell((uint32_t *)(q + told_place(r)), pack(pair.x, pair.y));
+                else if (r < keys)
+                    q[r] = (Activation)pair.x, q[r + 1] = (Activation)pair.y;
             });
     }
 
@@ -884,11 +919,12 @@ template <bool producing, int most> struct Few { /* most: see few() */
     }
     __device__ int position_of(int t) const { return producing ? s.position[t] : at<int>(k.position)[t]; }
     __device__ float *partial_of(int t, int head, int split) const {
+        if (alone) t = w.layer % TURNS; /* see Told: in the places of tokens that there are not */
         return w.partial + (((size_t)t * w.n_kv_heads + head) * SPLITS + split) * 8 * (w.head_dim + 2);
     }
     /* softmax(q k / sqrt(d)) v for each token and key/value head: the pages that the token sees are dealt to at most SPLITS blocks
-     * and there, 16 keys at a time, to ATTENTION_WARPS; see merge() for what follows then. How the keys are dealt depends on the token's position alone. The
-     * last blocks begin, because the first have more rows of other phases. */
+     * and there, 16 keys at a time, the last ones first, to ATTENTION_WARPS; see merge() for what follows then. How the keys are dealt depends on the token's
+     * position alone. The last blocks begin, because the first have more rows of other phases. */
     template <int D> __device__ void attention(const Block &l) {
         renew();
         constexpr int ROW = D + 2, STATE = Merged<D>::STATE; /* most, total, sum; of each head of a group */
@@ -908,7 +944,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
             if (split >= used) continue;
             shared |= used > 1;
             int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab0 = max(begin * SLABS, from / SLAB_KEYS),
-                slabs = min(end * SLABS, p / SLAB_KEYS + 1), attending = min(ATTENTION_WARPS, slabs - slab0), slab = warp < attending ? slab0 + warp : INT_MAX,
+                slabs = min(end * SLABS, p / SLAB_KEYS + 1), attending = min(ATTENTION_WARPS, slabs - slab0),
+                slab = warp < ATTENTION_WARPS ? slabs - 1 - warp : -1,
                 streamed = used > 1 && k.stage_bytes >= 4 * D * PAGE ? min(end, fresh(t) / PAGE) : begin;
             const int *table = s.page + (producing ? s.seq[t] * s.header[0] : at<int>(k.table)[t]);
             if (producing) {
@@ -916,43 +953,62 @@ template <bool producing, int most> struct Few { /* most: see few() */
                 continue;
             }
             Slab<D> keys;
-            int page = slab < slabs ? table[slab / SLABS] : 0;
+            int plain = max(slab0, streamed * SLABS), page = slab >= plain ? table[slab / SLABS] : 0; /* from there on slabs do not come through the ring */
             auto load = [&] { keys.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), slab % SLABS, lane); };
             if (ring.thread < group && l.sinks) copy_4(sink + ring.thread, l.sinks + head * group + ring.thread, true);
             if (ring.thread < group && !l.sinks) sink[ring.thread] = -INFINITY;
             copies_end();
-            bool early = one && streamed <= begin && slab < slabs && (slab + 1) * SLAB_KEYS <= p; /* keys that earlier steps wrote */
+            bool early = one && slab >= plain && (alone || (slab + 1) * SLAB_KEYS <= p); /* earlier steps wrote these, but for one replaced below */
             if (early) load();
-            if (!waited) await();
+            if (!alone && !waited) await();
             waited = true;
-            if (streamed > begin) ring.resume(), ring.expect(true);
+            if (!alone && streamed > begin) ring.resume(), expect(true);
             SlabState<D> state;
-            uint4 q[D / 32];
-            for (int c = 0; c < D / 32; c++)
-                q[c] = lane / 4 < group
-                           ? __ldcg((const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + c * 32 + lane % 4 * 8))
-                           : uint4{};
-            static_assert(SLABS <= ATTENTION_WARPS && ATTENTION_WARPS <= WARPS, "a warp has one slab of a page at most");
-#pragma unroll 1
-            for (int i = begin; i < streamed; i++)
-                ring.consume(ring.watched && ring.thread == 0 && i == streamed - 1, [&](const uint8_t *stage) {
-                    if (slab / SLABS != i) return;
-                    keys.template load<true>((const bf16 *)stage, (const bf16 *)stage + D * PAGE, slab % SLABS, lane);
-                    state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
-                    slab += ATTENTION_WARPS;
-                });
-            if (streamed > begin && slab < slabs) page = table[slab / SLABS];
-#pragma unroll 1
-            for (; slab < slabs; slab += ATTENTION_WARPS, early = false) {
-                if (!early) load();
-                if (slab + ATTENTION_WARPS < slabs) page = table[(slab + ATTENTION_WARPS) / SLABS];
-                state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane);
+            Told now = told(w.layer);
+            const bf16 *query = (const bf16 *)now.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + lane % 4 * 8;
+            uint4 q[D / 32] = {};
+            if constexpr (!alone) {
+                for (int c = 0; c < D / 32 && lane / 4 < group; c++) q[c] = __ldcg((const uint4 *)(query + c * 32));
+            } else if (warp < attending) { /* its own key and value, too, are told: the cache has them only for steps to come */
+                const bf16 *its_key = (const bf16 *)now.q + (w.n_heads + head) * D + lane % 4 * 8;
+                const bf16 *its_value = (const bf16 *)now.q + (w.n_heads + heads + head) * D + lane / 8 * (D / 4);
+                uint4 key[D / 32], value[D / 32];
+                uint32_t highest;
+                do {
+                    highest = 0;
+#pragma unroll
+                    for (int c = 0; c < D / 32; c++) {
+                        q[c] = ask((const uint4 *)(query + c * 32));
+                        key[c] = ask((const uint4 *)(its_key + c * 32));
+                        value[c] = ask((const uint4 *)(its_value + c * 8));
+                    }
+#pragma unroll
+                    for (int c = 0; c < D / 32; c++) highest = highest_halves(highest_halves(highest_halves(highest, q[c]), key[c]), value[c]);
+                } while (__any_sync(~0u, unwritten_half(highest)) && rest());
+                keys.replace(slab == p / SLAB_KEYS ? p % SLAB_KEYS : -1, key, value, lane);
             }
+            static_assert(SLABS <= ATTENTION_WARPS && ATTENTION_WARPS < WARPS, "a warp has one slab of a page at most, and BESIDE none");
+            auto add = [&] { state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane), slab -= ATTENTION_WARPS; };
+#pragma unroll 1
+            for (; slab >= plain; early = false) {
+                if (!early) load();
+                if (slab - ATTENTION_WARPS >= plain) page = table[(slab - ATTENTION_WARPS) / SLABS];
+                add();
+            }
+#pragma unroll 1
+            for (int i = streamed - 1; i >= begin; i--)
+                ring.consume(ring.watched && ring.thread == 0 && i == begin, [&](const uint8_t *stage) {
+                    if (slab < slab0 || slab / SLABS != i) return;
+                    keys.template load<true>((const bf16 *)stage, (const bf16 *)stage + D * PAGE, slab % SLABS, lane);
+                    add();
+                });
             if (warp < attending) state.store(merged + warp * STATE + lane / 4 * ROW, lane);
             copies_done<0>();
-            sync_consumers();
-            constexpr int HEADS = CONSUMERS / (D / 2); /* at once, two dimensions a thread; nothing is told twice */
-            for (int h = ring.thread / (D / 2); h < group && ring.thread < HEADS * (D / 2); h += HEADS) {
+            if (warp >= ATTENTION_WARPS) continue;
+            sync_threads<2>(ATTENTION_WARPS * 32);
+            constexpr int HEADS = ATTENTION_WARPS * 32 / (D / 2); /* at once, two dimensions a thread */
+            static_assert(HEADS * (D / 2) == ATTENTION_WARPS * 32, "nothing is told twice");
+            for (int h = ring.thread / (D / 2); h < group; h += HEADS) {
                 Merged<D> m(ring.thread % (D / 2));
                 m.template add<ATTENTION_WARPS>(merged + h * ROW, attending);
                 if (used == 1)
@@ -960,9 +1016,9 @@ template <bool producing, int most> struct Few { /* most: see few() */
                 else
                     m.tell_all(partial_of(t, head, split) + h * ROW);
             }
-            sync_consumers();
+            sync_threads<2>(ATTENTION_WARPS * 32);
         }
-        if (!producing && !waited) await();
+        if (!alone && !producing && !waited) await();
         if (!producing && shared) merge<D>(l, jobs);
     }
     /* The parts of split contexts are told like Told, and each head has a block among those with a part that adds them up, in their order, and the sinks; it
@@ -1048,7 +1104,6 @@ template <bool producing, int most> struct Few { /* most: see few() */
                 if (!alone) copy_4(norm + i, l.ffn_norm + min(row_of_block<T>(i), w.dim - 1), true);
             }
             copies_end();
-            if (alone) forget(told(w.layer - 1).attn, w.attn_pitch * 2), forget(told(w.layer - 1).act, w.top_k * w.act_pitch * 2);
             expect(units);
             await();
         }
@@ -1068,6 +1123,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
                     if (alone) *(uint2 *)(values + r) = make_uint2(UNWRITTEN, UNWRITTEN);
             });
         if (producing) return;
+        if (alone) forget(told(w.layer - 1).q, (turn_size(w) - 2 * w.dim) * 4);
         sync_consumers();
         constexpr int LANES = alone ? 8 : 1, EACH = 8 / LANES; /* for a token and an expert; parts of its sum for a lane, of eight */
 #pragma unroll 1

@@ -223,10 +223,10 @@ bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
     return true;
 }
 
-bool tap_qkv(const Cuda *c, const Batch *b, int layer, int tokens, Error *e) {
+bool tap_qkv(const Cuda *c, const Batch *b, int layer, const void *q, int tokens, Error *e) {
     const Work &w = c->work;
     int width = w.n_heads * w.head_dim;
-    return tap_typed(c, c->card.layer[layer].qkv.type, "q", layer, w.q, width, tokens, width, w.head_dim / 2, IN_ORDER, 1, e) && tap_cache(c, b, layer, 0, e) &&
+    return tap_typed(c, c->card.layer[layer].qkv.type, "q", layer, q, width, tokens, width, w.head_dim / 2, IN_ORDER, 1, e) && tap_cache(c, b, layer, 0, e) &&
            tap_cache(c, b, layer, 1, e);
 }
 
@@ -280,7 +280,7 @@ bool attend_many(Cuda *c, const Work &w, const Step &s, const Batch *batch, cons
     if (!combine_norms_for(c, w.layer)) CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.attn_norm));
     if (!multiply(c, b.qkv, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
     CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, dim3(tiles, (b.qkv.rows / 2 + 255) / 256), 256, 0, w, s, b));
-    if (!tap_qkv(c, batch, w.layer, tokens, e)) return false;
+    if (!tap_qkv(c, batch, w.layer, w.q, tokens, e)) return false;
     CUDA(f32 ? launch_attention<float>(c, w, s, b, tokens, tiles) : launch_attention<bf16>(c, w, s, b, tokens, tiles));
     return tap_attention(c, w.layer, w.attn, tokens, e) && multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e);
 }
@@ -322,7 +322,7 @@ bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error
 bool forward_many(Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
     Work w = c->work;
     w.act_lift = 1;
-    CUDA(launch(c, embed, tokens, 256, 0, w, s, Posted{}, c->card.embed, c->sms, w.x, Next{}));
+    CUDA(launch(c, embed, tokens, 256, 0, w, s, Posted{}, c->card.embed, c->sms, false, Next{}));
     for (w.layer = 0; w.layer < w.n_layers; w.layer++) {
         const Block &b = c->card.layer[w.layer];
         if (!attend_many(c, w, s, batch, b, tokens, tiles, e) || !tap_floats(c, "attn_residual", w.layer, w.x, tokens, w.dim, e)) return false;
@@ -342,7 +342,7 @@ bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens
     post.there = true;
     bool one = alone(c, tokens, rows);
     Next next = one ? Next{} : next_of(w.normed_for[FOR_QKV], b.qkv, b.attn_norm);
-    CUDA(launch(c, embed, tokens, 1024, 0, w, s, post, c->card.embed, c->sms, told_of(w, one, -1).x, next));
+    CUDA(launch(c, embed, tokens, 1024, 0, w, s, post, c->card.embed, c->sms, one, next));
     if (!c->limits.tap) {
         CUDA(launch_few(c, s, tokens, rows, 0, all));
         return true;
@@ -351,7 +351,7 @@ bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens
         int layer = phase / PHASES, kind = phase == layers ? PHASES : phase % PHASES;
         CUDA(launch_few(c, s, tokens, rows, phase, phase + 1));
         Told told = told_of(w, one, layer);
-        if (kind == PHASE_QKV && !tap_qkv(c, batch, layer, tokens, e)) return false;
+        if (kind == PHASE_QKV && !tap_qkv(c, batch, layer, told.q, tokens, e)) return false;
         if (kind == PHASE_ATTENTION && !tap_attention(c, layer, told.attn, tokens, e)) return false;
         if (kind == PHASE_OUTPUT && !tap_floats(c, "attn_residual", layer, told.middle, tokens, w.dim, e)) return false;
         if (kind == PHASE_UP && !tap_experts(c, layer, told.act, tokens, e)) return false;

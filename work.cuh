@@ -175,8 +175,8 @@ __device__ inline int sum_to(int x, int lane) { /* of this lane and those before
     return x;
 }
 
-/* The first `threads` of a block wait for each other. */
-__device__ inline void sync_threads(int threads) { asm volatile("bar.sync 1,%0;" ::"r"(threads) : "memory"); }
+/* The first `threads` of a block wait for each other; who waits at the same time with others has another number. */
+template <int NUMBER = 1> __device__ inline void sync_threads(int threads) { asm volatile("bar.sync %0,%1;" ::"n"(NUMBER), "r"(threads) : "memory"); }
 
 /* Sum over the first `threads` of a block, the same in every thread and every run. `scratch` holds 33 floats. */
 __device__ inline float block_sum(float x, float *scratch, int threads) {
@@ -219,7 +219,7 @@ struct Work { /* everything a kernel may need; passed by value */
     bf16 *cache;               /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE): see key_place, value_place */
     int *page_token;           /* (pages, PAGE) */
     const float2 *turn;        /* (context, head_dim / 2) cos and sin */
-    float *x;                  /* (tokens, dim) residual stream; this, attn and act_out: but see Told */
+    float *x;                  /* (tokens, dim) residual stream; this, q, attn and act_out: but see Told */
     unsigned long long *expert_sum; /* few: (FEW, dim) what chosen experts have found, in steps of EXPERT_STEP, and how many; 0 but in phase down */
     void *q, *attn, *act_out;  /* (tokens, n_heads * head_dim), (tokens, attn_pitch), (tokens * top_k, act_pitch): bf16, or float for
                                   F32 weights; what lies between the width and the pitch is 0. What experts read by wgmma, act_out
@@ -239,7 +239,8 @@ struct Work { /* everything a kernel may need; passed by value */
                                          one block */
     int *expert;               /* (tokens, top_k) */
     float *weight;             /* (tokens, top_k) */
-    float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2): UNWRITTEN until a split is done, and again when it is read */
+    float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2): UNWRITTEN until a split is done, and again when it is read; of a token
+                                  alone in turns, by layer */
     unsigned long long *barrier; /* few: how many blocks have ended how many phases that a barrier follows */
     unsigned long long *ended;   /* few: (n_layers * PHASES + 2) when a block began, and ended each phase, in ns */
     int *list, *listed;        /* many: (n_experts, tokens * top_k) choices by expert, and how many */
@@ -277,26 +278,15 @@ template <typename Out = float> __device__ inline float swiglu(const Work &w, fl
     return (sizeof(Out) == 2 ? __fdividef(gate, 1 + __expf(x)) : gate / (1 + expf(x))) * up;
 }
 
-/* Turns a pair of query or key by `turn` (RoPE; values are not turned) and stores it for a token at `position`, whose part of
- * the cache is `page`. Row r of the matrix of query, key and value; `a` and `b` are its rows r and r + 1. */
-template <typename Q> __device__ inline void store_qkv(const Work &w, int token, int position, int page, int r, float a, float b, float2 turn) {
-    int d = w.head_dim, heads = w.n_heads * d, keys = heads + w.n_kv_heads * d;
-    if (r < keys) {
-        float turned = a * turn.x - b * turn.y;
-        b = b * turn.x + a * turn.y;
-        a = turned;
-    }
-    if (r < heads) {
-        Q *q = (Q *)w.q + (size_t)token * heads + r;
-        q[0] = (Q)a;
-        q[1] = (Q)b;
-        return;
-    }
-    bool values = r >= keys;
-    int row = r - (values ? keys : heads), i = row % d;
-    bf16 *to = cache_of(w, page, values, row / d);
-    to[values ? value_place(d, position, i) : key_place(d, position, i)] = (bf16)a;
-    to[values ? value_place(d, position, i + 1) : key_place(d, position, i + 1)] = (bf16)b;
+/* RoPE of a pair of dimensions. */
+__device__ inline float2 turned(float2 x, float2 turn) { return {x.x * turn.x - x.y * turn.y, x.y * turn.x + x.x * turn.y}; }
+/* Stores a pair of a key, or a value, for a token at `position`, whose part of the cache is `page`: rows r and r + 1 of the matrix of query, key and value. */
+__device__ inline void store_key_or_value(const Work &w, int position, int page, int r, float2 x) {
+    int d = w.head_dim, row = r - w.n_heads * d, i = row % d;
+    bool values = row >= w.n_kv_heads * d;
+    bf16 *to = cache_of(w, page, values, row / d % w.n_kv_heads);
+    to[values ? value_place(d, position, i) : key_place(d, position, i)] = (bf16)x.x;
+    to[values ? value_place(d, position, i + 1) : key_place(d, position, i + 1)] = (bf16)x.y;
 }
 
 /* The top_k largest of n logits, n >= top_k, in shared memory, which a warp may change: the lower number among equals. expert (top_k) receives them in
@@ -400,6 +390,7 @@ __device__ inline void tell(float *to, float x) { tell((uint32_t *)to, __float_a
 __device__ inline void tell(bf16 *to, bf16 x) { asm volatile("st.relaxed.gpu.global.u16 [%0],%1;" ::"l"(to), "h"(__bfloat16_as_ushort(x)) : "memory"); }
 /* The highest of three words for either half, as unsigned numbers: UNWRITTEN is above all others. */
 __device__ inline uint32_t highest_halves(uint32_t a, uint32_t b, uint32_t c) { return __vimax3_u16x2(a, b, c); }
+__device__ inline uint32_t highest_halves(uint32_t so_far, uint4 x) { return highest_halves(highest_halves(so_far, x.x, x.y), x.z, x.w); }
 __device__ inline bool unwritten_half(uint32_t x) { return x >> 16 == 0xFFFF || (x & 0xFFFF) == 0xFFFF; }
 
 /* ---- attention ---- */

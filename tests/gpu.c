@@ -175,13 +175,14 @@ static void shapes_pass(const char *config, int layers, double share) {
 
 static void shapes_20b(void) { shapes_pass(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 0.8); }
 
-enum { AGREEING = 48 }; /* tokens */
+enum { AGREEING = 49 }; /* tokens: behind chunks of 2, 12 and 16 one is left alone */
 
 /* With gpt-oss's vocabulary too there are instances for its shapes alone, of one token and of up to 4, 8 and 16. Behind
- * a beginning that attention splits, all give the same bits, and nearly what the kernels of many tokens do; whether the
- * logits of all tokens are wanted or of the last makes no difference. */
-static void instances_agree(const char *config, int layers, const size_t *chunks, size_t n_chunks) {
-    enum { BEGIN = 700, END = BEGIN + AGREEING, VOCAB = 201088, N = AGREEING };
+ * `begin` tokens all give the same bits, and nearly what the kernels of many tokens do; whether the logits of all
+ * tokens are wanted or of the last makes no difference. */
+static void instances_agree(const char *config, int layers, int begin, const size_t *chunks, size_t n_chunks) {
+    enum { VOCAB = 201088, N = AGREEING };
+    const int end = begin + N;
     const size_t row = VOCAB * sizeof(float);
     int room = 0; /* bytes of shared memory for a block */
     uint64_t random = 7;
@@ -190,16 +191,16 @@ static void instances_agree(const char *config, int layers, const size_t *chunks
     Engine g;
     Sequence s = {0};
     Result r;
-    int ids[END];
+    int *ids = allocate(end * sizeof *ids);
     float *one = allocate(N * row), *other = allocate(N * row);
-    open_made_up(&g, &c, config, layers, VOCAB, END);
-    fill_random(ids, END, VOCAB, &random);
-    for (int i = END - 15; i < END; i++) ids[i] = ids[END - 16]; /* to choose alike: more than are multiplied at once */
+    open_made_up(&g, &c, config, layers, VOCAB, end);
+    fill_random(ids, end, VOCAB, &random);
+    for (int i = end - 15; i < end; i++) ids[i] = ids[end - 16]; /* to choose alike: more than are multiplied at once */
     check(!cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "no GPU");
-    must(sequence_run(&g, &s, ids, BEGIN, WANT_NOTHING, &greedy, &r, &e), &e);
-    run_chunks(&g, &s, ids, BEGIN, END, 1, VOCAB, one);
+    if (begin) must(sequence_run(&g, &s, ids, begin, WANT_NOTHING, &greedy, &r, &e), &e);
+    run_chunks(&g, &s, ids, begin, end, 1, VOCAB, one);
     for (size_t i = 0; i < n_chunks; i++) {
-        run_chunks(&g, &s, ids, BEGIN, END, chunks[i], VOCAB, other);
+        run_chunks(&g, &s, ids, begin, end, chunks[i], VOCAB, other);
         if (chunks[i] <= 7 || (chunks[i] <= 16 && room >= 227 << 10)) { /* blocks with less are for fewer tokens */
             check(!memcmp(one, other, N * row), "chunks of %zu give other bits", chunks[i]);
         } else {
@@ -208,11 +209,11 @@ static void instances_agree(const char *config, int layers, const size_t *chunks
                   tolerance_of(layers));
         }
         size_t rest = (N - 1) % chunks[i] + 1; /* the tokens of the last chunk */
-        sequence_rewind(&g, &s, END - rest);
-        must(sequence_run(&g, &s, ids + END - rest, rest, WANT_LOGITS, &greedy, &r, &e), &e);
+        sequence_rewind(&g, &s, end - rest);
+        must(sequence_run(&g, &s, ids + end - rest, rest, WANT_LOGITS, &greedy, &r, &e), &e);
         check(!memcmp(other + (size_t)(N - 1) * VOCAB, r.logits, row), "the last of %zu alone has other logits", rest);
     }
-    free(one), free(other);
+    free(one), free(other), free(ids);
     sequence_free(&g, &s);
     engine_close(&g);
     checkpoint_close(&c);
@@ -220,13 +221,16 @@ static void instances_agree(const char *config, int layers, const size_t *chunks
 
 static void instances_of_20b_agree(void) {
     const size_t chunks[] = {2, 7, 12, 13, 16, AGREEING};
-    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, chunks, 6);
-    /* Even and odd layers have buffers in turn: now they are used again within a step. */
-    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL), 5, chunks, 2);
+    /* a context that attention splits; in the layers that see all of it: the ring's pages */
+    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, chunks, 6);
+    /* Layers have buffers in turns of three: they are used again within a step, and in the next with other ones. A warp
+     * sees keys twice, or hardly any warp some. */
+    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL), 6, 200, chunks, 3);
+    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL), 7, 0, chunks, 3);
     /* Again and again: without few.cuh's fence before copies one of eight such runs met weights of another item. */
     size_t eights[40];
     for (int i = 0; i < 40; i++) eights[i] = 8;
-    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, eights, 40);
+    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, eights, 40);
 }
 
 #define DENSE                                                                                                          \
