@@ -159,8 +159,8 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
 /* Blocks tell each other by buffers of Work, and a fence stands between a phase that writes them and one that reads. A fence takes long (see Ring::expect).
  * So for a token alone of gpt-oss's shapes values say themselves whether they are there (UNWRITTEN), in buffers of which TURNS layers in turn have one each.
  * There is one fence a layer then, and attention does not wait for it: each block has it behind phase qkv, and phase output begins when all have. Then it
- * makes UNWRITTEN again what the layer before has told, which all have read; who writes there next waits in phase output of the next layer before, since
- * it is qkv, or attention, of the one behind that: hence three turns. What the last layer tells the next step's embed makes UNWRITTEN. */
+ * makes UNWRITTEN again what the layer before has told, which all have read. That is done for certain when phase output of the next layer begins, so it is the
+ * layer behind that which may write there: hence three turns. What the last layer has told the next step's embed makes UNWRITTEN. */
 constexpr int TURNS = 3;
 static_assert(TURNS <= FEW, "partial_of() takes the places of other tokens");
 struct Told {
@@ -716,7 +716,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         }
         sync_consumers();
     }
-    /* Makes the producer hold for the fence behind this phase's last item. Of a token alone it never does: there is one such fence, before the head. */
+    /* Makes the producer hold for the fence behind this phase's last item. Of a token alone it never does: only one in a step is waited for, the head's. */
     __device__ void expect(bool any) {
         if (!alone) ring.expect(any);
     }
