@@ -919,7 +919,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
     }
     __device__ int position_of(int t) const { return producing ? s.position[t] : at<int>(k.position)[t]; }
     __device__ float *partial_of(int t, int head, int split) const {
-        if (alone) t = w.layer % TURNS; /* see Told: in the places of tokens that there are not */
+        if (alone) t = w.layer % TURNS; /* in turns, see Told: there is room for FEW tokens */
         return w.partial + (((size_t)t * w.n_kv_heads + head) * SPLITS + split) * 8 * (w.head_dim + 2);
     }
     /* softmax(q k / sqrt(d)) v for each token and key/value head: the pages that the token sees are dealt to at most SPLITS blocks

@@ -223,8 +223,8 @@ static void instances_of_20b_agree(void) {
     const size_t chunks[] = {2, 7, 12, 13, 16, AGREEING};
     /* a context that attention splits; in the layers that see all of it: the ring's pages */
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, chunks, 6);
-    /* Layers have buffers in turns of three: they are used again within a step, and in the next with other ones. A warp
-     * sees keys twice, or hardly any warp some. */
+    /* Layers have buffers in turns of three: they are used again within a step, and in the next with other ones. Behind
+     * 200 tokens a warp adds up keys in two rounds, behind none few warps have any. */
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL), 6, 200, chunks, 3);
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL), 7, 0, chunks, 3);
     /* Again and again: without few.cuh's fence before copies one of eight such runs met weights of another item. */
