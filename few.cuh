@@ -3,8 +3,8 @@
  * ring of shared memory full with the weights that come next, over the borders of phases, so that waits for activations leave the memory idle as little as
  * may be. Of several tokens it pauses, but only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in attention
  * until that is done (but for the pages of a long context). The others, the consumers, multiply. A layer has five phases, between which all blocks wait for
- * each other; only what the router's sums say is known before, as they count who has added to them. For a token alone of gpt-oss's shapes there are two such
- * waits: see Told.
+ * each other; only what the router's sums say is known before, as they count who has added to them. A token alone of gpt-oss's shapes waits for values, not for
+ * blocks: see Told.
  *
  *     qkv        query, key and value, rope, to the cache
  *     attention  over the cache, split when it is long: then pages that fit a stage come through the ring like weights
@@ -158,9 +158,12 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
 
 /* Blocks tell each other by buffers of Work, and a fence stands between a phase that writes them and one that reads. A fence takes long (see Ring::expect).
  * So for a token alone of gpt-oss's shapes values say themselves whether they are there (UNWRITTEN), in buffers of which TURNS layers in turn have one each.
- * There is one fence a layer then, and attention does not wait for it: each block has it behind phase qkv, and phase output begins when all have. Then it
- * makes UNWRITTEN again what the layer before has told, which all have read. That is done for certain when phase output of the next layer begins, so it is the
- * layer behind that which may write there: hence three turns. What the last layer has told the next step's embed makes UNWRITTEN. */
+ * When a block has all that attention tells, each block has told its queries, keys and values, so it has read all that the layer before told: phase output
+ * makes that UNWRITTEN again. A fence has to stand before another layer writes there, but nobody waits for it: producers have it in the next layer's phase up,
+ * when they have nothing on the way as they do not know the experts yet, and each block looks in that phase whether all have. So it is the layer behind that
+ * which may write there: hence three turns. What the last layer has told the next step's embed makes UNWRITTEN.
+ * Questions for what is not there hinder those who are to tell it (notebooks/speed.md). So where all blocks read the same, few threads of each ask for a hint
+ * first: a barrier before qkv, at which blocks arrive a little early, and before output a word of each head. */
 constexpr int TURNS = 3;
 static_assert(TURNS <= FEW, "partial_of() takes the places of other tokens");
 struct Told {
@@ -603,6 +606,7 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
  * all warps call. What a phase reads of the one before it is Told, or it reads it behind await(), but for what choose() looks for. */
 template <bool producing, int most> struct Few { /* most: see few() */
     static constexpr bool known = most > 0, alone = most == 1; /* gpt-oss's shapes; and one token */
+    static constexpr int SPARE = CONSUMERS - 1; /* the consumer that has the least to do beside multiplying */
     Work w;
     const Step &s;
     const Layout &k;
@@ -693,27 +697,30 @@ template <bool producing, int most> struct Few { /* most: see few() */
         }
         if (!alone) asm volatile("" : "+r"(origin), "+r"(blocks)); /* the instance of one token would spill registers, those of several do so less */
     }
-    /* What stands before a phase: a barrier with a fence; a barrier, and each block has had its fence before; a barrier, where all it reads is Told or
-     * published, but too much for all blocks to ask for it again and again; or nothing. */
-    enum Border { NOTHING, BARRIER, FENCED, FENCE }; /* from FENCED on, what all have written before their fence may be read */
+    /* What stands before a phase: a barrier, behind a fence of each block; of a token alone one for which producers have the fence (route_tokens), or a barrier
+     * that is only a hint, or nothing. */
+    enum Border { NOTHING, HINT, FENCED, FENCE };
     __device__ Border border(int phase) const {
         int kind = phase % PHASES;
         if (!alone || phase == w.n_layers * PHASES) return FENCE;
-        return kind == PHASE_QKV ? BARRIER : kind == PHASE_OUTPUT ? FENCED : NOTHING;
+        return kind == PHASE_QKV ? HINT : kind == PHASE_UP ? FENCED : NOTHING;
     }
     /* How many barriers stand before phases 1 to `phase`. */
     __device__ int barriers(int phase) const {
-        return alone ? phase / PHASES + (phase + PHASES - PHASE_OUTPUT) / PHASES : phase;
+        return alone ? phase / PHASES + (phase + PHASES - PHASE_UP) / PHASES : phase;
+    }
+    /* A thread arrives at a barrier for its block, and one waits until all blocks have. */
+    __device__ void arrive() const { asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory"); }
+    __device__ void wait_for_blocks() const {
+        unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)barriers(phase) * blocks;
+        const bool behind = border(phase) >= FENCED;
+        while ((behind ? look_behind(w.barrier) : look(w.barrier)) < target) rest();
     }
     /* The consumers wait until all blocks have ended the phase before this one, if need be. */
     __device__ void await() {
         if (phase == first) return wait_previous();
         if (border(phase) == NOTHING) return;
-        if (ring.thread == 0) {
-            unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)barriers(phase) * blocks;
-            const bool behind = border(phase) >= FENCED;
-            while ((behind ? look_behind(w.barrier) : look(w.barrier)) < target) rest();
-        }
+        if (ring.thread == 0) wait_for_blocks();
         sync_consumers();
     }
     /* Makes the producer hold for the fence behind this phase's last item. Of a token alone it never does: only one in a step is waited for, the head's. */
@@ -727,15 +734,11 @@ template <bool producing, int most> struct Few { /* most: see few() */
         note_time(++phase);
         if (producing) return;
         if (phase == last) return ring.resume(); /* a producer with nothing to copy may not have asked for the last item yet */
-        sync_consumers();
-        constexpr int BESIDE = ATTENTION_WARPS * 32; /* a thread without a part in attention: beside it a token alone has its fence */
-        if (alone && ring.thread == BESIDE && phase % PHASES == PHASE_ATTENTION) asm volatile("fence.acq_rel.gpu;" ::: "memory");
         const Border next = border(phase);
-        if (next == NOTHING) return;
-        if (ring.thread == 0 && next == FENCE)
-            asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
-        else if (ring.thread == (next == FENCED ? BESIDE : 0))
-            asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
+        if (next == HINT && ring.thread == SPARE) arrive(); /* while others add up what the last units gave */
+        sync_consumers();
+        if (next != FENCE) return;
+        if (ring.thread == 0) asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
         if (phase % PHASES != PHASE_ATTENTION) ring.resume(); /* which is about to begin: only who has no part in it resumes */
     }
 
@@ -987,7 +990,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
                 } while (__any_sync(~0u, unwritten_half(highest)) && rest());
                 keys.replace(slab == p / SLAB_KEYS ? p % SLAB_KEYS : -1, key, value, lane);
             }
-            static_assert(SLABS <= ATTENTION_WARPS && ATTENTION_WARPS < WARPS, "a warp has one slab of a page at most, and BESIDE none");
+            static_assert(SLABS <= ATTENTION_WARPS, "a warp has one slab of a page at most");
             auto add = [&] { state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane), slab -= ATTENTION_WARPS; };
 #pragma unroll 1
             for (; slab >= plain; early = false) {
@@ -1080,6 +1083,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, lane = ring.thread % 32, warp = ring.thread / 32;
         int experts = l.router.rows ? w.n_experts : 0;
         float *own = at<float>(k.own), *bias = at<float>(k.bias), *columns = at<float>(k.columns), *norm = at<float>(k.norm);
+        const Activation *attn = (const Activation *)told(w.layer).attn;
         if (!producing) {
 #pragma unroll 1
             for (int unit = 0; unit < units; unit++) { /* rows of a unit lie together */
@@ -1106,9 +1110,12 @@ template <bool producing, int most> struct Few { /* most: see few() */
             copies_end();
             expect(units);
             await();
+            const float *word = (const float *)attn + (ring.thread + 1) * (w.n_heads / w.n_kv_heads * w.head_dim / 2) - 1; /* the last one of a head's group */
+            while (alone && ring.thread < w.n_kv_heads && __float_as_uint(ask(word)) == UNWRITTEN) rest();
+            if (alone) sync_consumers();
         }
         stream<T>(
-            m, units, Rows<Activation>{(const Activation *)told(w.layer).attn, m.stride, tokens, NULL, 1, alone},
+            m, units, Rows<Activation>{attn, m.stride, tokens, NULL, 1, alone},
             [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
                 int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
@@ -1285,17 +1292,23 @@ template <bool producing, int most> struct Few { /* most: see few() */
         renew();
         if (producing) gate(FREE).wait((w.layer - first / PHASES) % 2 ^ 1); /* at once in the first layer */
         wait_previous();
-        if (!producing && alone && phase % PHASES == PHASE_UP)
-            stage_normed<MXFP4, false>(matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim), l.ffn_norm, told(w.layer).middle, NULL, [] {});
         Ready ready[MOST_COPIES];
         if (gets_ready && phase % PHASES == PHASE_UP && l.router.rows && w.n_experts <= ONE_EACH) get_ready(l, ready);
+        if (border(phase) == FENCED && phase != first && ring.thread == CONSUMERS) { /* for all that consumers wrote before they arrived at FREE */
+            asm volatile("fence.acq_rel.gpu;" ::: "memory");
+            arrive();
+        }
         choose(l, active(), [&](int place) {
 #pragma unroll
             for (int i = 0; i < MOST_COPIES; i++)
                 if (gets_ready && i < ring.asked && ready[i].place == place) ready[i].full->copy_row(ready[i].stage, ready[i].from, UP_UNIT);
         });
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
-        if (!producing) await(); /* only now: the router's sums say themselves that they are there */
+        if (!producing && !alone) await(); /* only now: the router's sums say themselves that they are there */
+        if (!producing && alone && phase % PHASES == PHASE_UP) /* and then all of x has been told */
+            stage_normed<MXFP4, false>(matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim), l.ffn_norm, told(w.layer).middle, NULL, [&] {
+                if (phase != first && ring.thread == SPARE) wait_for_blocks();
+            });
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens && !producing; t += WARPS) weigh(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
     }
