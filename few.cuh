@@ -176,6 +176,11 @@ __host__ __device__ inline size_t turn_size(const Work &w) {
     return 2 * w.dim + ((w.n_heads + 2 * w.n_kv_heads) * w.head_dim + w.attn_pitch + w.top_k * w.act_pitch) / 2;
 }
 inline size_t told_size(const Work &w) { return TURNS * turn_size(w); }
+/* Makes so many floats UNWRITTEN, a multiple of four: one of `threads` threads calls it. */
+__device__ inline void forget(void *floats, int n, int thread, int threads) {
+#pragma unroll 1
+    for (int i = thread; i < n / 4; i += threads) ((uint4 *)floats)[i] = make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
+}
 /* What layer `layer` tells; layer -1 is the embedding. The head stands behind a fence, so the last layer's x is Work's. */
 __host__ __device__ inline Told told_of(const Work &w, bool alone, int layer) {
     if (!alone) return {w.x, w.x, w.q, w.attn, w.act_out};
@@ -259,6 +264,7 @@ struct Ring {
             advance();
         }
     }
+    __device__ bool tells() const { return watched && thread == 0; }
     /* A fence waits for every copy that is on the way to its multiprocessor, needed or not (1.9 us with two stages), and what is read meanwhile comes late.
      * So from when the consumers have seen the last item that a phase has for them, if any, until they resume(), behind the fence, the producer asks for no
      * more. */
@@ -268,7 +274,7 @@ struct Ring {
     }
     __device__ void resume() {
         if (watched && thread < 32) passed(0);
-        hold->arrive_if(watched && thread == 0);
+        hold->arrive_if(tells());
         watched = false;
     }
     __device__ void passed(int parity) { /* waits for nothing, but synccheck wants that somebody waits for each phase */
@@ -578,8 +584,7 @@ __global__ void __launch_bounds__(1024) embed(Work w, Step s, const __grid_const
         *router_sum_of(w, gridDim.x == 1, t, i / w.n_experts, i % w.n_experts) = 0;
     clear(w.square + (size_t)t * w.n_layers * blocks, w.n_layers * blocks);
     clear(input_square_of(w, t, 0), next.to ? (w.n_layers + 1) * MOST_WARPS : 0);
-    for (int i = threadIdx.x; i < (int)(turn_size(w) - w.dim) / 4 && alone; i += blockDim.x)
-        ((uint4 *)told_of(w, true, w.n_layers - 1).middle)[i] = make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
+    if (alone) forget(told_of(w, true, w.n_layers - 1).middle, turn_size(w) - w.dim, threadIdx.x, blockDim.x);
     int token = mine.x < 0 ? max(w.drawn[mine.y], 0) : mine.x; /* after a NaN the step is void */
     if (threadIdx.x == 0) w.page_token[mine.z] = token;
     for (int i = threadIdx.x * 4; i < w.dim; i += blockDim.x * 4) {
@@ -654,12 +659,6 @@ template <bool producing, int most> struct Few { /* most: see few() */
             tell(to, x);
         else
             *to = x; /* a fence stands before who reads it */
-    }
-    /* Makes values UNWRITTEN: this block its share. */
-    __device__ void forget(void *values, int bytes) const {
-#pragma unroll 1
-        for (int i = (ring.thread / 32 * blocks + block) * 32 + ring.thread % 32; i < bytes / 16; i += CONSUMERS * blocks)
-            ((uint4 *)values)[i] = make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
     }
     /* Where in Told::q a token alone tells rows r and r + 1 of query, key and value: in order, but pairs of a head's values as Slab::replace() wants them. */
     __device__ int told_place(int r) const {
@@ -822,7 +821,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll 1
         for (int done = 0, turn = 0; done < units; done += pass, turn ^= 1) {
             float *sums = at<float>(k.sums) + turn * room, *mine = sums + ring.thread / 32 * stride;
-            int now = min(pass, units - done), last = ring.watched && ring.thread == 0 && done + now == units ? now - 1 : -1;
+            int now = min(pass, units - done), last = ring.tells() && done + now == units ? now - 1 : -1;
 #pragma unroll 1
             for (int i = 0; i < now; i++, mine += unit_sums) {
                 auto put = [&](int token, int row, float value) { mine[token * ROWS + row] = value; };
@@ -1000,7 +999,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             }
 #pragma unroll 1
             for (int i = streamed - 1; i >= begin; i--)
-                ring.consume(ring.watched && ring.thread == 0 && i == begin, [&](const uint8_t *stage) {
+                ring.consume(ring.tells() && i == begin, [&](const uint8_t *stage) {
                     if (slab < slab0 || slab / SLABS != i) return;
                     keys.template load<true>((const bf16 *)stage, (const bf16 *)stage + D * PAGE, slab % SLABS, lane);
                     add();
@@ -1130,7 +1129,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
                     if (alone) *(uint2 *)(values + r) = make_uint2(UNWRITTEN, UNWRITTEN);
             });
         if (producing) return;
-        if (alone) forget(told(w.layer - 1).q, (turn_size(w) - 2 * w.dim) * 4);
+        if (alone) /* blocks take turns by warps */
+            forget(told(w.layer - 1).q, turn_size(w) - 2 * w.dim, (warp * blocks + block) * 32 + lane, CONSUMERS * blocks);
         sync_consumers();
         constexpr int LANES = alone ? 8 : 1, EACH = 8 / LANES; /* for a token and an expert; parts of its sum for a lane, of eight */
 #pragma unroll 1

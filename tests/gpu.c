@@ -84,21 +84,26 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* An engine with a model of random weights, for one sequence. */
-static void open_made_up(Engine *g, Checkpoint *c, const char *config, int layers, int vocab, int max_tokens) {
+/* A model of random weights. */
+static void make_up(Checkpoint *c, const char *config, int layers, int vocab) {
     char directory[] = "/tmp/infer-shapes-XXXXXX", path[100];
     Error e;
-    Limits limits = {.max_seqs = 1, .max_tokens = max_tokens};
     if (!mkdtemp(directory)) abort();
     snprintf(path, sizeof path, "%s/config.json", directory);
     FILE *file = fopen(path, "w");
     check(file && fprintf(file, config, layers, vocab) > 0 && !fclose(file), "the config could not be written");
     must(checkpoint_make_up(c, directory, &e), &e);
     check(!unlink(path) && !rmdir(directory), "%s stays behind", directory);
+}
+
+/* An engine with one, for one sequence. */
+static void open_made_up(Engine *g, Checkpoint *c, const char *config, int layers, int vocab, int max_tokens) {
+    Error e;
+    Limits limits = {.max_seqs = 1, .max_tokens = max_tokens};
+    make_up(c, config, layers, vocab);
     must(engine_open(g, &cuda, &c->model, limits, 0, &e), &e);
 }
 
-/* The logits of ids[cached .. n), in chunks, behind what the cache holds of a run before: (n - cached, vocab). */
 static void run_chunks(Engine *g, Sequence *s, const int *ids, size_t cached, size_t n, size_t chunk, size_t vocab,
                        float *logits) {
     Error e;
@@ -231,6 +236,24 @@ static void instances_of_20b_agree(void) {
     size_t eights[40];
     for (int i = 0; i < 40; i++) eights[i] = 8;
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, eights, 40);
+}
+
+/* Where a launch ends behind each phase, too, a token alone finds at every stage what two at once find. */
+static void phases_of_20b_agree(void) {
+    const int ids[] = {1, 20000, 300, 300, 4, 200000, 7};
+    const size_t n = sizeof ids / sizeof *ids;
+    Trace one = {0}, two = {0};
+    Checkpoint c;
+    make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL), 4, 201088);
+    trace_run(&one, &cuda, &c.model, ids, n, 1);
+    trace_run(&two, &cuda, &c.model, ids, n, 2);
+    check(one.stages == 4 * 9 + 1 && two.stages == one.stages, "%d and %d stages", one.stages, two.stages);
+    for (int i = 0; i < one.stages; i++) {
+        const Bytes *a = &one.stage[i].values, *b = &trace_stage(&two, one.stage[i].name)->values;
+        check(a->n == b->n && !memcmp(a->data, b->data, a->n), "%s has other bits", one.stage[i].name);
+    }
+    trace_free(&one), trace_free(&two);
+    checkpoint_close(&c);
 }
 
 #define DENSE                                                                                                          \
@@ -531,6 +554,7 @@ int main(void) {
     run("gpu: prompts of 1 to 300 tokens", lengths_pass);
     run("gpu: prompts of 1 to 5,000 tokens, the shapes of gpt-oss-20b", shapes_20b);
     run("gpu: one token and several agree at gpt-oss-20b's shapes and vocabulary", instances_of_20b_agree);
+    run("gpu: a token alone, phase by phase, at gpt-oss-20b's shapes", phases_of_20b_agree);
     run("gpu: prompts of 1 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
     run("gpu: prompts of 1 to 5,000 tokens, 8 heads of 128 share keys", shapes_dense_128);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
