@@ -12,7 +12,7 @@ constexpr int DENSE_COLUMNS = 32; /* ... and the columns of a chunk of them */
 constexpr int FP4_ROWS = 16;      /* of MXFP4: m of mma.m16n8k16; ... */
 constexpr int FP4_COLUMNS = 64;   /* ... the columns of a packed chunk ... */
 constexpr int FP4_BYTES = 544;    /* ... and its size: 4.25 bits a weight */
-/* Chunks that few.cuh streams as one item, at most: about 24 KB. F32's, half of BF16's, was not measured. */
+/* Chunks that ring.cuh streams as one item, at most: about 24 KB. F32's, half of BF16's, was not measured. */
 constexpr int FP4_ITEM = 48, BF16_ITEM = 48, F32_ITEM = 24;
 
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
