@@ -2,7 +2,7 @@
  * names in plain C.
  *
  * A step has one of two forms. Up to FEW tokens (generation, short ends of prompts) are one kernel, few.cuh, that reads every
- * weight once (but see MOST_CHOICES), in order: its time is the time to read them; codec.cuh says how. More tokens
+ * weight once (but see MOST_CHOICES), in order: its time is the time to read them; ring.cuh and codec.cuh say how. More tokens
  * (prompts) are arithmetic: the kernels of many.cuh, of hopper.cuh and cuBLAS multiply tiles on tensor cores. draw.cuh
  * makes tokens of logits, upload.cu brings the weights to the card, work.cuh holds what all kernels share.
  *
