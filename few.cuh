@@ -522,7 +522,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             if (early) load();
             if (!alone && !waited) await();
             waited = true;
-            if (!alone && streamed > begin) ring.resume(), expect(true);
+            if (!alone && streamed > begin) ring.resume(), expect(job + blocks >= jobs); /* for the last pages of this block */
             SlabState<D> state;
             Told now = told(w.layer);
             const bf16 *query = (const bf16 *)now.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + lane % 4 * 8;
