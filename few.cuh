@@ -3,8 +3,8 @@
  * ring of shared memory full with the weights that come next, over the borders of phases, so that waits for activations leave the memory idle as little as
  * may be. Of several tokens it pauses, but only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in attention
  * until that is done (but for the pages of a long context). The others, the consumers, multiply. A layer has five phases, between which all blocks wait for
- * each other; only what the router's sums say is known before, as they count who has added to them. A token alone of gpt-oss's shapes waits for values, not for
- * blocks: see Told.
+ * each other; only what the router's sums say is known before, as they count who has added to them. A token alone of gpt-oss's shapes waits for values rather
+ * than for blocks: see Told.
  *
  *     qkv        query, key and value, rope, to the cache
  *     attention  over the cache, split when it is long: then pages that fit a stage come through the ring like weights
@@ -28,9 +28,9 @@
 
 /* Blocks tell each other by buffers of Work, and a fence stands between a phase that writes them and one that reads. A fence takes long (see Ring::expect).
  * So for a token alone of gpt-oss's shapes values say themselves whether they are there (UNWRITTEN), in buffers of which TURNS layers in turn have one each.
- * When a block has all that attention tells, each block has told its queries, keys and values, so it has read all that the layer before told: phase output
- * makes that UNWRITTEN again. A fence has to stand before another layer writes there, but nobody waits for it: producers have it in the next layer's phase up,
- * when they have nothing on the way as they do not know the experts yet, and each block looks in that phase whether all have. So it is the layer behind that
+ * When a block has all that attention tells, each block has told its queries, keys and values, so it has read all that others told in the layer before: phase
+ * output makes that UNWRITTEN again. A fence has to stand before another layer writes there, but it is hidden: producers have it in the next layer's phase up,
+ * when they have little on the way as they do not know the experts yet, and each block looks in that phase whether all have. So it is the layer behind that
  * which may write there: hence three turns. What the last layer has told the next step's embed makes UNWRITTEN.
  * Questions for what is not there hinder those who are to tell it (notebooks/speed.md). So where all blocks read the same, few threads of each ask for a hint
  * first: a barrier before qkv, at which blocks arrive a little early, and before output a word of each head. */
@@ -46,7 +46,7 @@ __host__ __device__ inline size_t turn_size(const Work &w) {
     return 2 * w.dim + ((w.n_heads + 2 * w.n_kv_heads) * w.head_dim + w.attn_pitch + w.top_k * w.act_pitch) / 2;
 }
 inline size_t told_size(const Work &w) { return TURNS * turn_size(w); }
-/* Makes so many floats UNWRITTEN, a multiple of four: one of `threads` threads calls it. */
+/* Makes n floats UNWRITTEN, a multiple of four: each of `threads` threads its share. */
 __device__ inline void forget(void *floats, int n, int thread, int threads) {
 #pragma unroll 1
     for (int i = thread; i < n / 4; i += threads) ((uint4 *)floats)[i] = make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
@@ -273,7 +273,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         const bool behind = border(phase) >= FENCED;
         while ((behind ? look_behind(w.barrier) : look(w.barrier)) < target) rest();
     }
-    /* The consumers wait until all blocks have ended the phase before this one, if need be. */
+    /* The consumers wait, if need be, until all blocks have ended the phase before this one; if that is a HINT, are about to. */
     __device__ void await() {
         if (phase == first) return wait_previous();
         if (border(phase) == NOTHING) return;
@@ -522,7 +522,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             if (early) load();
             if (!alone && !waited) await();
             waited = true;
-            if (!alone && streamed > begin) ring.resume(), expect(job + blocks >= jobs); /* for the last pages of this block */
+            if (!alone && streamed > begin) ring.resume(), expect(job + blocks >= jobs); /* a fence follows its last part alone */
             SlabState<D> state;
             Told now = told(w.layer);
             const bf16 *query = (const bf16 *)now.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + lane % 4 * 8;
@@ -652,7 +652,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
                 }
             }
 #pragma unroll 1
-            for (int t = warp; t < tokens; t += WARPS) /* x is as the last layer left it */
+            for (int t = warp; t < tokens; t += WARPS) /* x is as the last layer left it (what L1 had of it went with a look_behind() since) */
 #pragma unroll 1
                 for (int i = lane; i < rows; i += 32) {
                     int r = row_of_block<T>(i);

@@ -17,8 +17,8 @@ constexpr int SPLIT_PAGES = 4;        /* of a split, at least */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { sync_threads(CONSUMERS); }
-/* Gates, at which some warps wait, once a layer, until others have arrived. FREE: nobody reads the choice of experts any more; ROUTED: what each token
- * chose is known; CHOSEN: and which experts that makes. */
+/* Gates, at which some warps wait, once a layer, until others have arrived. FREE: nobody reads the choice of experts any more, and all that consumers had to
+ * write is written; ROUTED: what each token chose is known; CHOSEN: and which experts that makes. */
 enum { FREE, ROUTED, CHOSEN, GATES };
 
 /* ---- the shapes that the compiler may know ---- */

@@ -104,6 +104,7 @@ static void open_made_up(Engine *g, Checkpoint *c, const char *config, int layer
     must(engine_open(g, &cuda, &c->model, limits, 0, &e), &e);
 }
 
+/* The logits of ids[cached .. n), in chunks, behind what the cache holds of a run before: (n - cached, vocab). */
 static void run_chunks(Engine *g, Sequence *s, const int *ids, size_t cached, size_t n, size_t chunk, size_t vocab,
                        float *logits) {
     Error e;
@@ -232,7 +233,7 @@ static void instances_of_20b_agree(void) {
      * 200 tokens a warp adds up keys in two rounds, behind none few warps have any. */
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL), 6, 200, chunks, 3);
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL), 7, 0, chunks, 3);
-    /* Again and again: without few.cuh's fence before copies one of eight such runs met weights of another item. */
+    /* Again and again: without ring.cuh's fence before copies one of eight such runs met weights of another item. */
     size_t eights[40];
     for (int i = 0; i < 40; i++) eights[i] = 8;
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, eights, 40);
@@ -240,7 +241,7 @@ static void instances_of_20b_agree(void) {
 
 /* Where a launch ends behind each phase, too, a token alone finds at every stage what two at once find. */
 static void phases_of_20b_agree(void) {
-    const int ids[] = {1, 20000, 300, 300, 4, 200000, 7};
+    const int ids[] = {1, 20000, 300, 300, 4, 200000, 7, 8};
     const size_t n = sizeof ids / sizeof *ids;
     Trace one = {0}, two = {0};
     Checkpoint c;
@@ -253,6 +254,49 @@ static void phases_of_20b_agree(void) {
         check(a->n == b->n && !memcmp(a->data, b->data, a->n), "%s has other bits", one.stage[i].name);
     }
     trace_free(&one), trace_free(&two);
+    checkpoint_close(&c);
+}
+
+/* Streams with contexts of unequal length: attention has more parts of the longest than there are blocks, and none of
+ * most others. One token of each, together, finds what each finds alone. */
+static void contexts_of_20b_agree(void) {
+    enum { N = 8, VOCAB = 201088, PAGES_OF_ONE = 34, MOST = PAGES_OF_ONE * PAGE };
+    const int length[N] = {2100, 90, 700, 1, 300, 1400, 64, 40};
+    const size_t row = VOCAB * sizeof(float);
+    int ids[N], page[N * PAGES_OF_ONE], slot[N], first[N + 1] = {0}, pages = N * PAGES_OF_ONE;
+    int *prompt = allocate(MOST * sizeof *prompt);
+    float *together = allocate(N * row);
+    uint64_t random = 3;
+    Sampling how[N];
+    Want want[N];
+    Limits limits = {.context = MOST, .max_seqs = N, .max_tokens = MOST};
+    Checkpoint c;
+    Result r;
+    Error e;
+    make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL), 2, VOCAB);
+    void *state = cuda.open(&c.model, &limits, &pages, &e);
+    must(state, &e);
+    fill_random(ids, N, VOCAB, &random);
+    for (int i = 0; i < N; i++) slot[i] = i, first[i + 1] = i + 1, how[i] = greedy, want[i] = WANT_LOGITS;
+    for (int i = 0; i < N * PAGES_OF_ONE; i++) page[i] = i;
+    for (int i = 0; i < N; i++) {
+        const int begin = 0, ends[] = {0, length[i]};
+        const Want nothing = WANT_NOTHING;
+        fill_random(prompt, (size_t)length[i], VOCAB, &random);
+        Batch b = {1, PAGES_OF_ONE, slot + i, ends, prompt, &begin, page + i * PAGES_OF_ONE, how, &nothing};
+        must(cuda.submit(state, &b, &e) && cuda.collect(state, &r, &e), &e);
+    }
+    Batch all = {N, PAGES_OF_ONE, slot, first, ids, length, page, how, want};
+    must(cuda.submit(state, &all, &e) && cuda.collect(state, &r, &e), &e);
+    check(r.rows == N, "%d rows", r.rows);
+    memcpy(together, r.logits, N * row);
+    for (int i = 0; i < N; i++) {
+        Batch b = {1, PAGES_OF_ONE, slot + i, first, ids + i, length + i, page + i * PAGES_OF_ONE, how, want};
+        must(cuda.submit(state, &b, &e) && cuda.collect(state, &r, &e), &e);
+        check(!memcmp(together + (size_t)i * VOCAB, r.logits, row), "behind %d tokens: other logits", length[i]);
+    }
+    cuda.close(state);
+    free(prompt), free(together);
     checkpoint_close(&c);
 }
 
@@ -555,6 +599,7 @@ int main(void) {
     run("gpu: prompts of 1 to 5,000 tokens, the shapes of gpt-oss-20b", shapes_20b);
     run("gpu: one token and several agree at gpt-oss-20b's shapes and vocabulary", instances_of_20b_agree);
     run("gpu: a token alone, phase by phase, at gpt-oss-20b's shapes", phases_of_20b_agree);
+    run("gpu: contexts of unequal length, at gpt-oss-20b's shapes", contexts_of_20b_agree);
     run("gpu: prompts of 1 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
     run("gpu: prompts of 1 to 5,000 tokens, 8 heads of 128 share keys", shapes_dense_128);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
