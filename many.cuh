@@ -1,5 +1,8 @@
 /* many.cuh: the kernels of a step with many tokens, where they differ from those of few.cuh: tiles on tensor cores. Dense
- * products are cuBLAS's (multiply in infer.cu); attention and experts are here for cards before Hopper, for Hopper in hopper.cuh. */
+ * products are cuBLAS's (multiply in infer.cu); attention and experts are here for cards before Hopper, for Hopper in hopper.cuh.
+ *
+ * Of a step of 8,192 tokens of gpt-oss-20b on an H200 the experts take 58 %, attention 19, cuBLAS 15, combine 4, rope_many 2, route_many 2, the rest less than
+ * 1 (each kernel alone: notebooks/speed.md). */
 #ifndef MANY_CUH
 #define MANY_CUH
 
