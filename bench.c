@@ -24,7 +24,8 @@ const char bench_help[] =
     "  -r N      repeats\n"
     "  -o json   all figures as JSON, and in which phases a step spent its time; md: a table\n"
     "  --temperature T (0)   --gpu N\n"
-    "% of flat: the time that a flat read of the step's bytes takes, of the step's time.\n";
+    "% of flat: the time that a flat read of the step's bytes takes, of the step's time. Several streams are taken to\n"
+    "choose their experts evenly.\n";
 
 typedef struct {
     int n, value[MOST_VALUES];
