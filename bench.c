@@ -24,8 +24,8 @@ const char bench_help[] =
     "  -r N      repeats\n"
     "  -o json   all figures as JSON, and in which phases a step spent its time; md: a table\n"
     "  --temperature T (0)   --gpu N\n"
-    "% of flat: the time that a flat read of the step's bytes takes, of the step's time. Several streams are taken to\n"
-    "choose their experts evenly.\n";
+    "% of flat: the time that a flat read of the step's bytes takes, of the step's time. The experts of\n"
+    "several streams are counted.\n";
 
 typedef struct {
     int n, value[MOST_VALUES];
@@ -51,6 +51,7 @@ typedef struct {
 typedef struct {
     const char *kind; /* "prompt" or "generate" */
     int count, depth, streams;
+    double experts; /* that a step reads of a layer, on average */
     uint64_t bytes; /* of a step; 0: a prompt */
     double flat;    /* seconds of a flat read of as many */
     double seconds[MOST_REPEATS];
@@ -78,8 +79,9 @@ static void print_figure(Bench *b, Figure *f) {
                b->rows++ ? "," : "", f->kind, f->count, f->depth, f->streams, speed, least, most, median);
         if (!prompt)
             printf(
-                ", \"step_bytes\": %llu, \"bytes_per_second\": %.4g, \"flat_seconds\": %.8f, \"percent_of_flat\": %.2f",
-                (unsigned long long)f->bytes, (double)f->bytes / step, f->flat, percent);
+                ", \"experts\": %.2f, \"step_bytes\": %llu, \"bytes_per_second\": %.4g, \"flat_seconds\": %.8f, "
+                "\"percent_of_flat\": %.2f",
+                f->experts, (unsigned long long)f->bytes, (double)f->bytes / step, f->flat, percent);
         for (int i = 0; i < f->phases; i++)
             printf("%s\"%s\": %.3g", i ? ", " : ", \"phases\": {", f->phase[i].name, f->phase[i].seconds);
         printf(f->phases ? "}}" : "}");
@@ -156,12 +158,19 @@ static bool measure_generation(Bench *b, Figure *f, Error *e) {
     int max_pages = (f->depth + f->count + PAGE - 1) / PAGE;
     int *page = allocate((size_t)max_pages * (size_t)f->streams * sizeof *page);
     for (int i = 0; i < max_pages * f->streams; i++) page[i] = b->engine.free_pages.data[i];
-    f->bytes = step_bytes(b->engine.model, f->streams, f->depth + f->count / 2);
-    f->flat = b->engine.backend->flat_read(b->engine.state, f->bytes);
-    double ignored;
-    bool ok = generate_once(b, f, page, max_pages, &ignored, e);
+    const Backend *backend = b->engine.backend;
+    const Model *m = b->engine.model;
+    void *state = b->engine.state;
+    uint64_t read = backend->experts_read(state);
+    int choices = m->top_k * f->streams;
+    uint64_t most = step_bytes(m, choices < m->n_experts ? choices : m->n_experts, f->streams, f->depth + f->count / 2);
+    double flat = backend->flat_read(state, most), ignored; /* before the card is hot */
+    bool ok = generate_once(b, f, page, max_pages, &ignored, e); /* its steps are those of every repeat */
+    f->experts = (double)(backend->experts_read(state) - read) / f->count / m->n_layers;
+    f->bytes = step_bytes(m, f->experts, f->streams, f->depth + f->count / 2);
+    f->flat = flat * (double)f->bytes / (double)most;
     for (int r = 0; r < b->o.repeats && ok; r++) ok = generate_once(b, f, page, max_pages, f->seconds + r, e);
-    if (ok) f->phases = b->engine.backend->phases(b->engine.state, f->phase);
+    if (ok) f->phases = backend->phases(state, f->phase);
     free(page);
     return ok;
 }

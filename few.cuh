@@ -794,6 +794,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             both = __shfl_sync(~0u, both, 31), n += __popc(chosen), begin += both & 0xFFFF, cost += both >> 16;
         }
         if (lane == 0) active.begin[n] = choices, active.cost[0] = 0;
+        if (lane == 0 && block == 0 && has_router && phase % PHASES == PHASE_UP) atomicAdd(w.experts_read, n);
         __syncwarp();
 #pragma unroll 1
         for (int i = lane; i - lane < choices; i += 32) { /* in order */

@@ -71,6 +71,7 @@ struct Cuda {
     Layout layout[FEW + 1]; /* of few's shared memory, by tokens */
     int most_few;           /* tokens for which it is enough, at most FEW */
     bool timed = false;     /* the last step was a whole one of few tokens */
+    uint64_t read_alone = 0; /* experts, by steps of one token */
     size_t many_bytes; /* of what is copied, without pages */
     int sms, max_pages, launch_arch;
     int shared; /* memory that a block can have */
@@ -448,6 +449,7 @@ bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
         CUDA(cudaMemcpyAsync(s.page, staged.page, pages * sizeof(int), cudaMemcpyHostToDevice, c->stream));
     }
     c->timed = few && rows;
+    if (tokens == 1 && c->card.layer[0].router.rows) c->read_alone += (uint64_t)c->work.n_layers * c->work.top_k;
     p->want.assign(b->want, b->want + b->seqs);
     p->rows = 0;
     if (few ? !forward_few(c, p, b, tokens, rows, e) : !forward_many(c, s, b, tokens, tiles, e)) return false;
@@ -489,6 +491,7 @@ size_t plan_work(Cuda *c, uint8_t *base) {
     take(w.square, (size_t)m.n_layers * FEW * c->sms, 8);
     take(w.input_square, (size_t)FEW * (m.n_layers + 1) * MOST_WARPS, 8);
     take(w.barrier, 1, 8);
+    take(w.experts_read, 1, 8);
     take(w.ended, m.n_layers * PHASES + 2, 8);
     take(c->layers, m.n_layers, sizeof(Block));
     take(w.expert, choices, 4);
@@ -725,4 +728,10 @@ static int cuda_phases(void *state, Phase *phase) {
     return PHASES + 1;
 }
 
-const Backend cuda = {"cuda", 8192, cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_flat_read, cuda_phases, cuda_describe};
+static uint64_t cuda_experts_read(void *state) {
+    Cuda *c = (Cuda *)state;
+    unsigned long long together = 0;
+    return cudaMemcpy(&together, c->work.experts_read, sizeof together, cudaMemcpyDeviceToHost) ? 0 : c->read_alone + together;
+}
+
+const Backend cuda = {"cuda", 8192, cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_flat_read, cuda_phases, cuda_experts_read, cuda_describe};

@@ -149,6 +149,9 @@ typedef struct {
     /* Where the time of the last step that generated went; returns how many phases, 0: unknown. Only while nothing is
      * outstanding. */
     int (*phases)(void *, Phase *);
+    /* How many experts routers have brought steps to read so far, of all layers: one counts once a step, whoever chose
+     * it. Only while nothing is outstanding. */
+    uint64_t (*experts_read)(void *);
     void (*describe)(Devices *);
 } Backend;
 

@@ -291,6 +291,7 @@ __global__ void __launch_bounds__(1024) list_choices(Work w, int tokens) {
         __syncthreads();
     }
     if (threadIdx.x == 0) w.listed[e] = n;
+    if (threadIdx.x == 0 && n) atomicAdd(w.experts_read, 1);
 }
 
 /* One product for all experts: the rows of x that chose an expert times its matrix. A block takes 128 choices of one expert

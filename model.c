@@ -476,15 +476,15 @@ uint64_t model_bytes(const Model *m) {
     return sum;
 }
 
-uint64_t step_bytes(const Model *m, int streams, int depth) {
-    double n = m->n_experts, chosen = n * (1 - pow(1 - m->top_k / n, streams)), sum = (double)linear_bytes(&m->head);
+uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
+    double sum = (double)linear_bytes(&m->head);
     for (int i = 0; i < m->n_layers; i++) {
         const Layer *l = m->layer + i;
         const Linear *all[] = {&l->q, &l->k, &l->v, &l->o, &l->router, &l->gate, &l->up, &l->down};
         for (size_t j = 0; j < sizeof all / sizeof *all; j++) {
             double bytes = (double)linear_bytes(all[j]);
             if (all[j]->bias) bytes += (double)all[j]->n * all[j]->rows * sizeof(float);
-            sum += all[j]->n > 1 ? bytes / n * chosen : bytes;
+            sum += all[j]->n > 1 ? bytes / all[j]->n * experts : bytes;
         }
         double seen = depth + 1, row = 2.0 * m->n_kv_heads * m->head_dim * 2; /* keys and values in bf16 */
         if (l->window && l->window < seen) seen = l->window;

@@ -32,9 +32,8 @@ const char *type_name(Type type);
 uint64_t linear_bytes(const Linear *w); /* of its weights as encoded; 0 if it does not exist */
 uint64_t model_bytes(const Model *m);   /* of all its Linears */
 /* Bytes that a step reads which generates one token for each of `streams` sequences of `depth` tokens: the matrices
- * once, of the experts as many as that many tokens choose on average if they choose evenly, the keys and values that
- * each sees. */
-uint64_t step_bytes(const Model *m, int streams, int depth);
+ * once, of a layer's experts so many, and the keys and values that each sequence sees. */
+uint64_t step_bytes(const Model *m, double experts, int streams, int depth);
 
 /* What a list shows of a directory without opening its weights. */
 typedef struct {

@@ -345,7 +345,7 @@ static double speed(const Stats *t) {
 /* How much of the memory's speed that was: all other time is lost. 0: unknown. */
 static double percent_of_bandwidth(const Session *s) {
     const Stats *t = &s->stats;
-    uint64_t bytes = step_bytes(s->engine.model, 1, (int)(t->prompt + t->tokens / 2));
+    uint64_t bytes = step_bytes(s->engine.model, s->engine.model->top_k, 1, (int)(t->prompt + t->tokens / 2));
     return s->bandwidth > 0 ? 100 * speed(t) * (double)bytes / s->bandwidth : 0;
 }
 
@@ -889,7 +889,7 @@ static bool open_session(Session *s, const Backend *backend, const char *dir, co
     loading_name = name;
     loading_since = seconds();
     if (!engine_open(&s->engine, backend, m, limits, s->o.context, e)) return false;
-    uint64_t bytes = step_bytes(m, 1, 0);
+    uint64_t bytes = step_bytes(m, m->top_k, 1, 0);
     double flat = backend->flat_read(s->engine.state, bytes);
     s->bandwidth = flat > 0 ? (double)bytes / flat : 0;
     if (verbose)

@@ -242,6 +242,7 @@ struct Work { /* everything a kernel may need; passed by value */
     float *partial;            /* few: (FEW, n_kv_heads, SPLITS, 8, head_dim + 2): UNWRITTEN until a split is done, and again when it is read; of a token
                                   alone in turns, by layer */
     unsigned long long *barrier; /* few: how often blocks have arrived at a barrier, all together */
+    unsigned long long *experts_read; /* by steps of several tokens: see Backend::experts_read */
     unsigned long long *ended;   /* few: (n_layers * PHASES + 2) when a block began, and ended each phase, in ns */
     int *list, *listed;        /* many: (n_experts, tokens * top_k) choices by expert, and how many */
     float *logits;             /* (FEW, vocab) */

@@ -119,6 +119,23 @@ static inline void trace_free(Trace *t) {
     *t = (Trace){0};
 }
 
+/* How many different experts the last `rows` tokens chose, of all layers together. */
+static inline uint64_t trace_experts(const Trace *t, size_t rows) {
+    uint64_t n = 0;
+    for (int i = 0; i < t->stages; i++) {
+        const Stage *s = t->stage + i;
+        if (!strstr(s->name, ".experts")) continue;
+        size_t choices = rows * (size_t)s->cols;
+        const float *chosen = stage_values(s) + stage_size(s) - choices;
+        for (size_t a = 0; a < choices; a++) {
+            size_t b = 0;
+            while (b < a && chosen[b] != chosen[a]) b++;
+            n += b == a;
+        }
+    }
+    return n;
+}
+
 /* Runs a prompt in chunks (0: in one) and records every stage and the logits of every token. */
 static inline void trace_run(Trace *t, const Backend *backend, const Model *m, const int *ids, size_t n, size_t chunk) {
     Error e;
@@ -130,9 +147,13 @@ static inline void trace_run(Trace *t, const Backend *backend, const Model *m, c
     must(engine_open(&g, backend, m, limits, 0, &e), &e);
     for (size_t at = 0; at < n; at += chunk) {
         size_t now = n - at < chunk ? n - at : chunk;
+        uint64_t read = backend->experts_read(g.state);
         must(sequence_submit(&g, &s, ids + at, now, WANT_ALL_LOGITS, &greedy, &e) && backend->collect(g.state, &r, &e),
              &e);
         check(r.rows == (int)now, "%d rows of logits for %zu tokens", r.rows, now);
+        read = backend->experts_read(g.state) - read;
+        check(read == trace_experts(t, now), "%llu experts were read, %llu chosen", (unsigned long long)read,
+              (unsigned long long)trace_experts(t, now));
     }
     sequence_free(&g, &s);
     engine_close(&g);

@@ -32,6 +32,7 @@ typedef struct {
     int *drawn;   /* (max_seqs) the last token of each slot */
     Step step[3]; /* [0] was collected last; then the outstanding ones, oldest first */
     int outstanding;
+    uint64_t experts_read;
     /* of the step being computed */
     const Batch *b;
     int tokens;          /* T */
@@ -225,6 +226,7 @@ static void experts(Reference *r, const Layer *l) {
         for (int c = 0; c < choices; c++)
             if (r->expert[c] == e) row[n++] = c;
         if (!n) continue;
+        r->experts_read += l->router.rows > 0;
         linear(&l->gate, e, in, row, n, r->gate);
         linear(&l->up, e, in, row, n, r->up);
         for (int i = 0; i < n; i++)
@@ -521,8 +523,15 @@ static int reference_phases(void *state, Phase *phase) {
     return 0;
 }
 
-const Backend reference = {"reference",         2048,
-                           reference_open,      reference_submit,
-                           reference_collect,   reference_close,
-                           reference_flat_read, reference_phases,
+static uint64_t reference_experts_read(void *state) { return ((Reference *)state)->experts_read; }
+
+const Backend reference = {"reference",
+                           2048,
+                           reference_open,
+                           reference_submit,
+                           reference_collect,
+                           reference_close,
+                           reference_flat_read,
+                           reference_phases,
+                           reference_experts_read,
                            reference_describe};
