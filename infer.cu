@@ -286,9 +286,14 @@ bool attend_many(Cuda *c, const Work &w, const Step &s, const Batch *batch, cons
     return tap_attention(c, w.layer, w.attn, tokens, e) && multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e);
 }
 
-template <typename A> cudaError_t launch_route(const Cuda *c, const Work &w, const Block &b, int tokens) {
-    typedef RouteShape<A> Shape;
-    return launch(c, route_many<A>, (tokens + Shape::TOKENS - 1) / Shape::TOKENS, Shape::WARPS * 32, Shape::shared(w.dim, w.n_experts), w, b, tokens);
+cudaError_t launch_route(const Cuda *c, const Work &w, const Block &b, int tokens) {
+    auto run = [&](auto shape, auto kernel) {
+        return launch(c, kernel, (tokens + shape.TOKENS - 1) / shape.TOKENS, shape.WARPS * 32, shape.shared(w.dim, w.n_experts), w, b, tokens);
+    };
+    if (b.router.type == F32) return run(RouteShape<float, 4>(), route_many<float, 4>);
+    RouteShape<bf16, 16> wide;
+    if (wide.shared(w.dim, w.n_experts) <= c->shared) return run(wide, route_many<bf16, 16>);
+    return run(RouteShape<bf16, 8>(), route_many<bf16, 8>);
 }
 
 /* The feed-forward part of a layer for many tokens. */
@@ -301,7 +306,7 @@ bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error
         return tap_experts(c, w.layer, w.act_out, tokens, e) && multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e);
     }
     if (b.qkv.type == F32) CUDA(cudaMemsetAsync(w.normed, 0, (size_t)tokens * w.normed_pitch * sizeof(bf16), c->stream)); /* halves of floats lie behind dim */
-    CUDA(b.router.type == F32 ? launch_route<float>(c, w, b, tokens) : launch_route<bf16>(c, w, b, tokens));
+    CUDA(launch_route(c, w, b, tokens));
     CUDA(launch(c, list_choices, w.n_experts, 1024, 0, w, tokens));
     int tiles = tokens * w.top_k / 128 + std::min(w.n_experts, tokens * w.top_k);
     typedef ExpertShape Shape;
@@ -534,7 +539,7 @@ bool choose_card(Cuda *c, Error *e) {
                     properties.name, properties.major, properties.minor, properties.major, properties.minor, properties.major == 9 ? "a" : "");
     }
     c->sms = std::min(properties.multiProcessorCount, MOST_COUNTED);
-    c->shared = (int)properties.sharedMemPerBlockOptin;
+    CUDA(cudaDeviceGetAttribute(&c->shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, c->limits.gpu));
     c->launch_arch = properties.major >= 9 ? code.ptxVersion : 0;
     CUDA(cudaMemcpyFromSymbol(&c->wgmma, has_wgmma, sizeof c->wgmma));
     return true;
@@ -543,13 +548,14 @@ bool choose_card(Cuda *c, Error *e) {
 /* How many tokens the kernels' shared memory is enough for. */
 bool lay_out(Cuda *c, Error *e) {
     const Model &m = c->model;
-    size_t route = m.layer[0].router.rows ? RouteShape<bf16>::shared(m.dim, m.n_experts) : 0;
+    const Linear &router = m.layer[0].router;
+    int route = !router.rows ? 0 : router.type == F32 ? RouteShape<float, 4>::shared(m.dim, m.n_experts) : RouteShape<bf16, 8>::shared(m.dim, m.n_experts);
     for (c->most_few = 0; c->most_few < FEW; c->most_few++) {
         Layout k = layout_for(c->work, c->card, c->most_few + 1, c->sms, c->shared);
         if (k.bytes > c->shared) break;
         c->layout[c->most_few + 1] = k;
     }
-    if (c->most_few && route <= (size_t)c->shared) return true;
+    if (c->most_few && route <= c->shared) return true;
     return fail(e, NO_ROOM, "this model's rows are too wide for GPU %d, which has %d KB of shared memory for a block", c->limits.gpu, c->shared >> 10);
 }
 

@@ -168,26 +168,26 @@ template <int D> __global__ void __launch_bounds__(256) attention_many(Work w, S
     }
 }
 
-/* What a block of route_many needs: 16 tokens' rows for tensor cores, 4 where the router is F32. */
-template <typename A> struct RouteShape {
-    static constexpr int TOKENS = sizeof(A) == 2 ? 16 : 4, WARPS = 16;
+/* What a block of route_many needs for N tokens. */
+template <typename A, int N> struct RouteShape {
+    static constexpr int TOKENS = N, WARPS = 16;
     static __host__ __device__ int pitch(int dim) {
         return dim + (dim * sizeof(A) % 128 ? 0 : 64 / sizeof(A));
     } /* neighbouring rows begin half the banks apart */
-    static size_t shared(int dim, int experts) { return TOKENS * (pitch(dim) * sizeof(A) + experts * sizeof(float)) + WARPS * 16 * 32 * sizeof(float); }
+    static int shared(int dim, int experts) { return TOKENS * (pitch(dim) * (int)sizeof(A) + (experts + WARPS * 32) * (int)sizeof(float)); }
 };
 
-/* RMSNorm(x) * weight as the experts want it, the router's logits and each token's choices. A block takes TOKENS tokens; its warps
- * share the columns of the product with the router. */
-template <typename A> __global__ void __launch_bounds__(RouteShape<A>::WARPS * 32) route_many(Work w, Block l, int tokens) {
-    typedef RouteShape<A> Shape;
+/* RMSNorm(x) * weight as the experts want it, the router's logits and each token's choices. A block takes TOKENS tokens, on tensor cores 16, or 8 where it has
+ * too little memory; its warps share the columns of the product with the router. */
+template <typename A, int TOKENS> __global__ void __launch_bounds__(RouteShape<A, TOKENS>::WARPS * 32) route_many(Work w, Block l, int tokens) {
+    typedef RouteShape<A, TOKENS> Shape;
     extern __shared__ __align__(16) uint8_t route_memory[];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * Shape::TOKENS, pitch = Shape::pitch(w.dim);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * TOKENS, pitch = Shape::pitch(w.dim);
     A *rows = (A *)route_memory;
-    float *logit = (float *)(rows + Shape::TOKENS * pitch), *partial = logit + Shape::TOKENS * w.n_experts; /* (WARPS, 16, 32) */
+    float *logit = (float *)(rows + TOKENS * pitch), *partial = logit + TOKENS * w.n_experts; /* (WARPS, TOKENS, 32) */
     wait_previous();
     launch_next();
-    for (int i = warp; i < Shape::TOKENS && first + i < tokens; i += Shape::WARPS) {
+    for (int i = warp; i < TOKENS && first + i < tokens; i += Shape::WARPS) {
         const float2 *x = (const float2 *)(w.x + (size_t)(first + i) * w.dim);
         bf16 *out = (bf16 *)w.normed + (size_t)(first + i) * w.normed_pitch;
         constexpr int MANY = 12; /* loads on the way */
@@ -234,30 +234,34 @@ template <typename A> __global__ void __launch_bounds__(RouteShape<A>::WARPS * 3
                 for (int k = 0; k < 3; k++) {
                     int c = first + k * Shape::WARPS * 32;
                     if (c >= w.dim) break;
-                    uint4 low = *(const uint4 *)(rows + g * pitch + c), high = *(const uint4 *)(rows + (g + 8) * pitch + c);
+                    uint4 low = *(const uint4 *)(rows + g * pitch + c), high = low;
+                    if (TOKENS > 8) high = *(const uint4 *)(rows + (g + 8) * pitch + c);
                     for (int i = 0; i < 4; i++) mma_eight(sum[i], low, high, weight[k][i]);
                 }
             }
-            for (int i = 0; i < 16; i++) partial[(warp * 16 + g + i / 2 % 2 * 8) * 32 + i / 4 * 8 + 2 * t + i % 2] = sum[i / 4][i % 4];
+            for (int i = 0; i < 16; i++) {
+                int row = g + i / 2 % 2 * 8;
+                if (row < TOKENS) partial[(warp * TOKENS + row) * 32 + i / 4 * 8 + 2 * t + i % 2] = sum[i / 4][i % 4];
+            }
         } else {
-            for (int i = warp; i < experts * Shape::TOKENS; i += Shape::WARPS) {
+            for (int i = warp; i < experts * TOKENS; i += Shape::WARPS) {
                 const float *weight = (const float *)l.router.data + (size_t)(base + i % experts) * l.router.stride;
                 float sum = 0;
                 for (int c = lane; c < w.dim; c += 32) sum += (float)rows[i / experts * pitch + c] * weight[c];
                 sum = warp_sum(sum);
-                for (int k = lane; k < Shape::WARPS; k += 32) partial[(k * 16 + i / experts) * 32 + i % experts] = k ? 0 : sum;
+                for (int k = lane; k < Shape::WARPS; k += 32) partial[(k * TOKENS + i / experts) * 32 + i % experts] = k ? 0 : sum;
             }
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < Shape::TOKENS * experts; i += blockDim.x) {
+        for (int i = threadIdx.x; i < TOKENS * experts; i += blockDim.x) {
             int token = i / experts, e = i % experts;
             float sum = l.router.bias ? l.router.bias[base + e] : 0;
-            for (int k = 0; k < Shape::WARPS; k++) sum += partial[(k * 16 + token) * 32 + e];
+            for (int k = 0; k < Shape::WARPS; k++) sum += partial[(k * TOKENS + token) * 32 + e];
             logit[token * w.n_experts + base + e] = sum;
         }
         __syncthreads();
     }
-    for (int i = warp; i < Shape::TOKENS && first + i < tokens; i += Shape::WARPS) {
+    for (int i = warp; i < TOKENS && first + i < tokens; i += Shape::WARPS) {
         size_t at = (size_t)(first + i) * w.top_k;
         route(logit + i * w.n_experts, w.n_experts, w.top_k, lane, w.expert + at, w.weight + at, [](int) {});
         weigh(w.weight + at, w.top_k, lane);

@@ -125,7 +125,7 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     int attention = max_of(w.head_dim + CONSUMERS + 33, ATTENTION_WARPS * 8 * (w.head_dim + 2)) * 4; /* attend_plain; states: both from k.x on */
     int least = max_of(2 * 4 * sums, attention - x), barriers = MOST_STAGES * 2 * sizeof(Barrier);
     k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - barriers - x - least - 256) / k.stage_bytes));
-    if (known && tokens > 8) k.stages = max_of(1, k.stages - 1); /* with so many sums, room for longer passes gives more */
+    if (known && tokens > 8 && k.stages > 2) k.stages--; /* with so many sums, room for longer passes gives more */
     take(k.barriers, barriers);
     take(k.x, x);
     take(k.sums, max_of(least, (room - k.bytes - k.stages * k.stage_bytes - 128) / 16 * 16)); /* all that is left */

@@ -6,6 +6,26 @@
 
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
+#include <limits.h>
+
+/* ---- a smaller card ---- */
+
+/* The linker sends every cudaDeviceGetAttribute here (--wrap): a block's shared memory is no more than this. */
+static int most_shared = INT_MAX;
+cudaError_t __real_cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr which, int gpu);
+cudaError_t __wrap_cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr which, int gpu);
+cudaError_t __wrap_cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr which, int gpu) {
+    cudaError_t error = __real_cudaDeviceGetAttribute(value, which, gpu);
+    if (which == cudaDevAttrMaxSharedMemoryPerBlockOptin && *value > most_shared) *value = most_shared;
+    return error;
+}
+
+/* A test on a card whose blocks have as little of it as those of sm_86 and sm_89. */
+static void with_little_shared_memory(void (*test)(void)) {
+    most_shared = 99 << 10;
+    test();
+    most_shared = INT_MAX;
+}
 
 /* ---- against goldens and the reference, stage by stage ---- */
 
@@ -180,6 +200,7 @@ static void shapes_pass(const char *config, int layers, double share) {
     "\"tie_word_embeddings\":false,\"quantization_config\":{\"quant_method\":\"mxfp4\"}}"
 
 static void shapes_20b(void) { shapes_pass(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 0.8); }
+static void shapes_20b_little(void) { with_little_shared_memory(shapes_20b); }
 
 enum { AGREEING = 49 }; /* tokens: behind chunks of 2, 12 and 16 one is left alone */
 
@@ -238,6 +259,8 @@ static void instances_of_20b_agree(void) {
     for (int i = 0; i < 40; i++) eights[i] = 8;
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, eights, 40);
 }
+
+static void instances_of_20b_little(void) { with_little_shared_memory(instances_of_20b_agree); }
 
 /* Where a launch ends behind each phase, too, a token alone finds at every stage what two at once find. */
 static void phases_of_20b_agree(void) {
@@ -598,6 +621,8 @@ int main(void) {
     run("gpu: prompts of 1 to 300 tokens", lengths_pass);
     run("gpu: prompts of 1 to 5,000 tokens, the shapes of gpt-oss-20b", shapes_20b);
     run("gpu: one token and several agree at gpt-oss-20b's shapes and vocabulary", instances_of_20b_agree);
+    run("gpu: the same prompts where blocks have 99 KB", shapes_20b_little);
+    run("gpu: the same tokens where blocks have 99 KB", instances_of_20b_little);
     run("gpu: a token alone, phase by phase, at gpt-oss-20b's shapes", phases_of_20b_agree);
     run("gpu: contexts of unequal length, at gpt-oss-20b's shapes", contexts_of_20b_agree);
     run("gpu: prompts of 1 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
