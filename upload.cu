@@ -68,8 +68,8 @@ static __global__ void place_fp4(Source s, Matrix m, Rows rows, bool scales, int
             continue;
         }
         for (int half = 0; half < 2; half++) { /* 16 values: 8 bytes, low nibble first */
-            uint32_t word[2] = {};
-            for (int i = 0; i < 16; i++) fp4_place(from[b * 16 + half * 8 + i / 2] >> i % 2 * 4 & 15, i, word);
+            uint32_t word[2];
+            fp4_pack(from + b * 16 + half * 8, word);
             *(uint2 *)(chunk + (g * 4 + b % 2 * 2 + half) * 16 + high * 8) = make_uint2(word[0], word[1]);
         }
     }
