@@ -93,7 +93,8 @@ __device__ inline void mma_eight_alone(float (&c)[4], uint4 row, uint4 row8, uin
  * both of row g + 8, for each g. Two words become bf16 times 2^-126 by shifts and masks (fp4_to_bf16); the activations are lifted by 2^100,
  * exactly, and the block's scale, stored as the exponent of a float with 26 added, does the rest. Since it multiplies the product, the
  * blocks must not be added before: lanes 0 and 1 hold weights of the first block, 2 and 3 of the second, so a token needs two of mma's
- * columns, each with zeros for the other block. A token alone has all eight: these are chosen so that lane t finds one of the four sums,
+ * columns, each with zeros for the other block. They are dealt so that lane t finds sums of one block only, t % 2, of two tokens, and needs two scales;
+ * its neighbour has the other block of both. A token alone has all eight columns: these are chosen so that lane t finds one of the four sums,
  * and its scale in byte t. */
 template <> struct Codec<MXFP4> {
     static constexpr Type TYPE = MXFP4;
@@ -105,10 +106,11 @@ template <> struct Codec<MXFP4> {
         uint4 a = x.low, b = x.high;
         return highest_halves(highest_halves(so_far, a.x, a.y), highest_halves(a.z, a.w, b.x), highest_halves(b.y, b.z, b.w));
     }
-    template <int TILES> struct Sum { /* token 4j + t: either block of row g, either of row g + 8 */
+    template <int TILES> struct Sum { /* block t % 2 of tokens 4j + t and 4j + (t ^ 1) in row g, and in row g + 8; [0] and [2] become whole */
         float c[TILES][4] = {};
         __device__ void reduce() {
-            for (int j = 0; j < TILES; j++) c[j][0] += c[j][1], c[j][2] += c[j][3];
+            for (int j = 0; j < TILES; j++)
+                for (int i = 0; i < 4; i += 2) c[j][i] += __shfl_xor_sync(~0u, c[j][i + 1], 1);
         }
         template <class Put> __device__ void store(int tokens, int lane, Put put) const {
             for (int j = 0; j < TILES; j++)
@@ -135,21 +137,21 @@ template <> struct Codec<MXFP4> {
         const bf16 *column[TILES];
         bool real; /* the column of mma's that this lane loads is for the block that its weights are of */
         __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
-            : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4), real(lane / 4 % 2 == lane % 4 / 2) {
-            for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 16;
+            : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4 + lane % 2), real(lane / 8 % 2 == lane % 4 / 2) {
+            for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 16 * 2 + (lane / 4 ^ lane / 8) % 2) + lane % 4 * 16;
         }
         __device__ void load(Kept &x, int i, int j, bool told = false) const {
             x = {load_16(column[j] + i * K, real, told), load_16(column[j] + i * K + 8, real, told)};
         }
         __device__ void add(Sum<TILES> &sum, int i, const Kept (&x)[TILES]) const {
             uint4 words = *(const uint4 *)(weights + i * FP4_BYTES);
-            float scales[4]; /* byte by byte: shifts and masks are what this loop has too many of */
-            for (int k = 0; k < 4; k++) scales[k] = __uint_as_float((uint32_t)scale[i * FP4_BYTES + k] << 23);
+            float scales[2]; /* of rows g and g + 8; byte by byte: shifts and masks are what this loop has too many of */
+            for (int k = 0; k < 2; k++) scales[k] = __uint_as_float((uint32_t)scale[i * FP4_BYTES + k * 2] << 23);
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
                 float c[4];
                 multiply(c, words, x[j].low, x[j].high);
-                for (int k = 0; k < 4; k++) sum.c[j][k] = fmaf(scales[k], c[k], sum.c[j][k]);
+                for (int k = 0; k < 4; k++) sum.c[j][k] = fmaf(scales[k / 2], c[k], sum.c[j][k]);
             }
         }
     };
