@@ -251,13 +251,13 @@ template <bool producing, int most> struct Few { /* most: see few() */
 
     /* A phase begins. What looks as if it might have changed is not computed ahead, for all phases at once, to be kept in local memory. */
     __device__ void renew() {
-        if (most > 4) { /* not even kept: registers are fewest here */
-            asm volatile("" : "+r"(ring.thread));
-            asm volatile("mov.u32 %0,%%ctaid.x;" : "=r"(block) :);
-        } else {
-            asm volatile("" : "+r"(ring.thread), "+r"(block));
-        }
-        if (!alone) asm volatile("" : "+r"(origin), "+r"(blocks)); /* the instance of one token would spill registers, those of several do so less */
+        asm volatile("" : "+r"(ring.thread)); /* with what Ring::renew() says of it the instance of one token would spill registers */
+        if (most > 4)
+            asm volatile("mov.u32 %0,%%ctaid.x;" : "=r"(block) :); /* not even kept: registers are fewest here */
+        else
+            asm volatile("" : "+r"(block));
+        if (!alone) asm volatile("" : "+r"(blocks)); /* only where less is spilled by it */
+        if (!alone && most <= 4) asm volatile("" : "+r"(origin));
     }
     /* What stands before a phase: a barrier, behind a fence of each block; of a token alone one for which producers have the fence (route_tokens), or a barrier
      * that is only a hint, or nothing. */
@@ -383,21 +383,22 @@ template <bool producing, int most> struct Few { /* most: see few() */
         int room = units * unit_sums > k.room ? k.room / 2 : k.room, pass = room / unit_sums;
 #pragma unroll 1
         for (int done = 0, turn = 0; done < units; done += pass, turn ^= 1) {
+            ring.renew();
             float *sums = at<float>(k.sums) + turn * room, *mine = sums + ring.thread / 32 * stride;
+            if constexpr (keeps(T)) mine += Codec<T>::template Sum<TILES>::place(n, ring.thread % 32);
             int now = min(pass, units - done), last = ring.tells() && done + now == units ? now - 1 : -1;
 #pragma unroll 1
             for (int i = 0; i < now; i++, mine += unit_sums) {
-                auto put = [&](int token, int row, float value) { mine[token * ROWS + row] = value; };
                 if constexpr (keeps(T))
-                    ring.multiply_kept<T, TILES>(m, kept, n, i == last, put);
+                    ring.multiply_kept<T, TILES>(m, kept, n, i == last, mine);
                 else if (n == 1)
-                    ring.multiply<T, 0>(m, x, i == last, put);
+                    ring.multiply<T, 0>(m, x, i == last, mine);
                 else if (n <= 4)
-                    ring.multiply<T, 1>(m, x, i == last, put);
+                    ring.multiply<T, 1>(m, x, i == last, mine);
                 else if (n <= 8)
-                    ring.multiply<T, 2>(m, x, i == last, put);
+                    ring.multiply<T, 2>(m, x, i == last, mine);
                 else
-                    ring.multiply<T, 4>(m, x, i == last, put);
+                    ring.multiply<T, 4>(m, x, i == last, mine);
             }
             copies_done<0>(); /* of biases */
 #pragma unroll 1

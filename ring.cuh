@@ -167,6 +167,11 @@ struct Ring {
     __device__ Ring(const Layout &k, uint8_t *memory)
         : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + MOST_STAGES), hold((Barrier *)(memory + k.hold)), stages(k.stages),
           stage_bytes(k.stage_bytes), thread(threadIdx.x) {}
+    /* As if the thread's number might be another one from here on: what follows from it is computed anew rather than kept in registers. */
+    __device__ void renew() {
+        asm volatile("" : "+r"(thread));
+        __builtin_assume(thread >= 0);
+    }
     __device__ void advance() {
         if (++at < stages) return;
         at = 0, parity ^= 1;
@@ -232,8 +237,8 @@ struct Ring {
         full[at + MOST_STAGES].arrive(); /* empty[at], without an address of its own; each lane: one for all is no faster, and confuses racecheck */
         advance();
     }
-    /* The next unit times x: put(row of x, row of the unit, value) receives what this warp found. */
-    template <Type T, int TILES, class Put> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, bool last, Put put) {
+    /* The next unit times x; what this warp found goes to `sums` (x.n, rows of the unit). */
+    template <Type T, int TILES> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, bool last, float *sums) {
         typename Codec<T>::template Sum<TILES> sum;
 #pragma unroll 1
         for (int part = 0; part < m.parts; part++, x.x += m.per * Codec<T>::K)
@@ -248,9 +253,9 @@ struct Ring {
                 }
             });
         sum.reduce();
-        sum.store(x.n, thread % 32, put);
+        sum.store(sums + sum.place(x.n, thread % 32), x.n, thread % 32);
     }
-    /* The same in the same order, of a matrix whose shape the compiler knows, for activations that this warp keeps. */
+    /* The same in the same order, of a matrix whose shape the compiler knows, for activations that this warp keeps. `to` is this lane's place in the sums. */
     template <Type T, int TILES> __device__ void keep(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, Kept<T, TILES> &kept) const {
         int turns = (m.per + WARPS - 1) / WARPS, me = thread % 32;
         uint32_t highest;
@@ -275,7 +280,7 @@ struct Ring {
                 for (int j = 0; j < max_of(TILES, 1); j++) highest = Codec<T>::highest(highest, kept[k][j]);
         } while (x.told && __any_sync(~0u, unwritten_half(highest)) && rest());
     }
-    template <Type T, int TILES, class Put> __device__ void multiply_kept(const Matrix &m, const Kept<T, TILES> &kept, int tokens, bool last, Put put) {
+    template <Type T, int TILES> __device__ void multiply_kept(const Matrix &m, const Kept<T, TILES> &kept, int tokens, bool last, float *to) {
         typename Codec<T>::template Sum<TILES> sum;
         int turns = (m.per + WARPS - 1) / WARPS;
 #pragma unroll
@@ -292,7 +297,7 @@ struct Ring {
             });
         }
         sum.reduce();
-        sum.store(tokens, thread % 32, put);
+        sum.store(to, tokens, thread % 32);
     }
 };
 
