@@ -15,6 +15,7 @@ import importlib
 import inspect
 import os
 import re
+import signal
 import subprocess
 import tempfile
 import traceback
@@ -78,6 +79,7 @@ def modules():
 
 
 def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell has it ignored, also by children
     words, count = sys.argv[1:], {"ok": 0, "FAIL": 0, "skip": 0}
     c_tests = [helpers.CHECKED.parent / "unit"]
     if "--gpu" in words:
