@@ -164,11 +164,13 @@ static bool measure_generation(Bench *b, Figure *f, Error *e) {
     uint64_t read = backend->experts_read(state);
     int choices = m->top_k * f->streams;
     uint64_t most = step_bytes(m, choices < m->n_experts ? choices : m->n_experts, f->streams, f->depth + f->count / 2);
-    double flat = backend->flat_read(state, most), ignored; /* before the card is hot */
+    double flat = backend->flat_read(state, most), ignored; /* before the card is hot, so of about as many bytes */
     bool ok = generate_once(b, f, page, max_pages, &ignored, e); /* its steps are those of every repeat */
-    f->experts = (double)(backend->experts_read(state) - read) / f->count / m->n_layers;
-    f->bytes = step_bytes(m, f->experts, f->streams, f->depth + f->count / 2);
-    f->flat = flat * (double)f->bytes / (double)most;
+    if (ok) {
+        f->experts = (double)(backend->experts_read(state) - read) / f->count / m->n_layers;
+        f->bytes = step_bytes(m, f->experts, f->streams, f->depth + f->count / 2);
+        f->flat = flat * (double)f->bytes / (double)most;
+    }
     for (int r = 0; r < b->o.repeats && ok; r++) ok = generate_once(b, f, page, max_pages, f->seconds + r, e);
     if (ok) f->phases = backend->phases(state, f->phase);
     free(page);

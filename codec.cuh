@@ -21,10 +21,13 @@ template <typename A> struct Rows {
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
  * tokens, Sum<0> for one alone, in the same order. Lane<TILES> says what a lane adds to it: load() brings what it needs of chunk i's activations of a tile,
  * Kept, which serve chunks of many rows, and add() multiplies them. highest(Kept): see highest_halves().
- * Lane 4g + t works on row g. reduce() makes final values of what was collected, which go to sums (tokens, ROWS): the first of a lane to place(), and
- * store() begins there; what tokens that there are not give is the last one's, see Rows, and goes to its place.
+ * Lane 4g + t works on row g. reduce() makes final values of what was collected, and store() puts them to sums (tokens, ROWS), from first_of(tokens, lane)
+ * on, where the first of a lane belongs; what tokens that there are not give is the last one's, see Rows, and goes where that does (tile_of()).
  * place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
+
+/* How many tokens further than in the first tile the one is that lane % 4 has in tile j: four for each, but none behind the last. */
+__device__ inline int tile_of(int j, int tokens, int lane) { return min(j * 4, max(tokens - 1 - lane % 4, 0)); }
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
 __host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes % 128 ? 0 : 64); }
@@ -56,9 +59,9 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
         __device__ void reduce() {
             for (int j = 0; j < N; j++) c[j][0] += c[j][3];
         }
-        static __device__ int place(int tokens, int lane) { return min(lane % 4, tokens - 1) * ROWS + lane / 4; }
+        static __device__ int first_of(int tokens, int lane) { return min(lane % 4, tokens - 1) * ROWS + lane / 4; }
         __device__ void store(float *to, int tokens, int lane) const {
-            for (int j = 0; j < N; j++) to[min(j * 4, max(tokens - 1 - lane % 4, 0)) * ROWS] = c[j][0];
+            for (int j = 0; j < N; j++) to[tile_of(j, tokens, lane) * ROWS] = c[j][0];
         }
     };
     __host__ __device__ static constexpr int place(int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; }
@@ -113,10 +116,10 @@ template <> struct Codec<MXFP4> {
             for (int j = 0; j < TILES; j++)
                 for (int i = 0; i < 4; i += 2) c[j][i] += __shfl_xor_sync(~0u, c[j][i + 1], 1);
         }
-        static __device__ int place(int tokens, int lane) { return min(lane % 4, tokens - 1) * ROWS + lane / 4; }
+        static __device__ int first_of(int tokens, int lane) { return min(lane % 4, tokens - 1) * ROWS + lane / 4; }
         __device__ void store(float *to, int tokens, int lane) const {
             for (int j = 0; j < TILES; j++)
-                for (int i = 0; i < 2; i++) to[min(j * 4, max(tokens - 1 - lane % 4, 0)) * ROWS + i * 8] = c[j][i * 2];
+                for (int i = 0; i < 2; i++) to[tile_of(j, tokens, lane) * ROWS + i * 8] = c[j][i * 2];
         }
     };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
@@ -161,7 +164,7 @@ template <> struct Codec<MXFP4> {
 template <> struct Codec<MXFP4>::Sum<0> { /* lane t: block t % 2 of row g + 8 (t / 2) */
     float c = 0;
     __device__ void reduce() { c += __shfl_xor_sync(~0u, c, 1); }
-    static __device__ int place(int, int lane) { return lane / 4 + lane % 4 * 4; }
+    static __device__ int first_of(int, int lane) { return lane / 4 + lane % 4 * 4; }
     __device__ void store(float *to, int, int lane) const {
         if (lane % 2 == 0) *to = c;
     }
@@ -194,7 +197,7 @@ template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 
                 c[j] += __shfl_xor_sync(~0u, c[j], 2);
             }
         }
-        static __device__ int place(int, int lane) { return lane / 4; }
+        static __device__ int first_of(int, int lane) { return lane / 4; }
         __device__ void store(float *to, int tokens, int lane) const {
             for (int j = 0; j < N; j++)
                 if (lane % 4 == 0 && j < tokens) to[j * ROWS] = c[j];

@@ -385,7 +385,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         for (int done = 0, turn = 0; done < units; done += pass, turn ^= 1) {
             ring.renew();
             float *sums = at<float>(k.sums) + turn * room, *mine = sums + ring.thread / 32 * stride;
-            if constexpr (keeps(T)) mine += Codec<T>::template Sum<TILES>::place(n, ring.thread % 32);
+            if constexpr (keeps(T)) mine += Codec<T>::template Sum<TILES>::first_of(n, ring.thread % 32); /* of the lane, else of the warp */
             int now = min(pass, units - done), last = ring.tells() && done + now == units ? now - 1 : -1;
 #pragma unroll 1
             for (int i = 0; i < now; i++, mine += unit_sums) {

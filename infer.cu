@@ -548,8 +548,7 @@ bool choose_card(Cuda *c, Error *e) {
 /* How many tokens the kernels' shared memory is enough for. */
 bool lay_out(Cuda *c, Error *e) {
     const Model &m = c->model;
-    const Linear &router = m.layer[0].router;
-    int route = !router.rows ? 0 : router.type == F32 ? RouteShape<float, 4>::shared(m.dim, m.n_experts) : RouteShape<bf16, 8>::shared(m.dim, m.n_experts);
+    int route = m.layer[0].router.rows ? RouteShape<bf16, 8>::shared(m.dim, m.n_experts) : 0; /* that of F32 is no larger */
     for (c->most_few = 0; c->most_few < FEW; c->most_few++) {
         Layout k = layout_for(c->work, c->card, c->most_few + 1, c->sms, c->shared);
         if (k.bytes > c->shared) break;

@@ -253,9 +253,9 @@ struct Ring {
                 }
             });
         sum.reduce();
-        sum.store(sums + sum.place(x.n, thread % 32), x.n, thread % 32);
+        sum.store(sums + sum.first_of(x.n, thread % 32), x.n, thread % 32);
     }
-    /* The same in the same order, of a matrix whose shape the compiler knows, for activations that this warp keeps. `to` is this lane's place in the sums. */
+    /* The same in the same order, of a matrix whose shape the compiler knows, for activations that this warp keeps. */
     template <Type T, int TILES> __device__ void keep(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, Kept<T, TILES> &kept) const {
         int turns = (m.per + WARPS - 1) / WARPS, me = thread % 32;
         uint32_t highest;
@@ -280,6 +280,7 @@ struct Ring {
                 for (int j = 0; j < max_of(TILES, 1); j++) highest = Codec<T>::highest(highest, kept[k][j]);
         } while (x.told && __any_sync(~0u, unwritten_half(highest)) && rest());
     }
+    /* `to` is where this lane's first sum belongs. */
     template <Type T, int TILES> __device__ void multiply_kept(const Matrix &m, const Kept<T, TILES> &kept, int tokens, bool last, float *to) {
         typename Codec<T>::template Sum<TILES> sum;
         int turns = (m.per + WARPS - 1) / WARPS;
