@@ -380,11 +380,11 @@ template <bool producing, int most> struct Few { /* most: see few() */
             ring.keep<T, TILES>(m, x, kept);
         else
             x = bring<T>(m, x);
-        int room = units * unit_sums > k.room ? k.room / 2 : k.room, pass = room / unit_sums;
+        int pass = (units * unit_sums > k.room ? k.room / 2 : k.room) / unit_sums;
 #pragma unroll 1
         for (int done = 0, turn = 0; done < units; done += pass, turn ^= 1) {
-            ring.renew();
-            float *sums = at<float>(k.sums) + turn * room, *mine = sums + ring.thread / 32 * stride;
+            ring.template renew<(most > 8)>();
+            float *sums = at<float>(k.sums) + turn * (k.room / 2), *mine = sums + ring.thread / 32 * stride;
             if constexpr (keeps(T)) mine += Codec<T>::template Sum<TILES>::first_of(n, ring.thread % 32); /* of the lane, else of the warp */
             int now = min(pass, units - done), last = ring.tells() && done + now == units ? now - 1 : -1;
 #pragma unroll 1
@@ -497,18 +497,17 @@ template <bool producing, int most> struct Few { /* most: see few() */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         float *merged = at<float>(k.x); /* (ATTENTION_WARPS, 8, ROW) */
         float *sink = at<float>(k.scale);
-        bool waited = false, shared = false; /* with other blocks */
+        bool waited = false;
         if (producing) wait_previous();
-        int longest = alone ? 0 : __reduce_max_sync(~0u, lane < tokens ? position_of(lane) : 0); /* of several tokens */
+        int longest = alone ? position_of(0) : __reduce_max_sync(~0u, lane < tokens ? position_of(lane) : 0);
         if (!producing && blocks - 1 - block >= tokens * heads) ring.resume(); /* no part in it, but for a split of a long one */
         /* at most: of several tokens only as many as there are, since each takes time; a token alone has hardly more than one for each block */
-        int jobs = tokens * heads * (alone ? SPLITS : splits_of(min(longest / PAGE + 1, l.window ? l.window / PAGE + 2 : INT_MAX)));
+        int jobs = tokens * heads * splits_of(min(longest / PAGE + 1, l.window ? l.window / PAGE + 2 : INT_MAX));
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < jobs; job += blocks) {
             const Part part = part_of(job, l);
             const int head = part.head, t = part.t, split = part.split, p = part.p, from = part.from, page0 = part.page0, pages = part.pages, used = part.used;
             if (split >= used) continue;
-            shared |= used > 1;
             int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab0 = max(begin * SLABS, from / SLAB_KEYS),
                 slabs = min(end * SLABS, p / SLAB_KEYS + 1), attending = min(ATTENTION_WARPS, slabs - slab0),
                 slab = warp < ATTENTION_WARPS ? slabs - 1 - warp : -1,
@@ -585,7 +584,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             sync_threads<2>(ATTENTION_WARPS * 32);
         }
         if (!alone && !producing && !waited) await();
-        if (!producing && shared) merge<D>(l, jobs);
+        if (!producing && jobs > tokens * heads) merge<D>(l, jobs);
     }
     /* The parts of split contexts are told like Told, and each head has a block among those with a part that adds them up, in their order, and the sinks; it
      * makes them UNWRITTEN again, for which a fence stands before who writes there next. Blocks tell all their parts before, so nobody waits for who waits. */
@@ -643,8 +642,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.o, w.dim, w.n_heads * w.head_dim);
         const Next next = {w.normed_for[FOR_UP], known ? MXFP4 : l.up.type, known ? w.dim : l.up.stride, NULL};
-        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, lane = ring.thread % 32, warp = ring.thread / 32;
-        int experts = l.router.rows ? w.n_experts : 0;
+        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, experts = l.router.rows ? w.n_experts : 0;
         float *own = at<float>(k.own), *bias = at<float>(k.bias), *columns = at<float>(k.columns), *norm = at<float>(k.norm);
         const Activation *attn = (const Activation *)told(w.layer).attn;
         if (!producing) {
@@ -658,9 +656,9 @@ template <bool producing, int most> struct Few { /* most: see few() */
                 }
             }
 #pragma unroll 1
-            for (int t = warp; t < tokens; t += WARPS) /* x is as the last layer left it (what L1 had of it went with a look_behind() since) */
+            for (int t = ring.thread / 32; t < tokens; t += WARPS) /* x is as the last layer left it (what L1 had of it went with a look_behind() since) */
 #pragma unroll 1
-                for (int i = lane; i < rows; i += 32) {
+                for (int i = ring.thread % 32; i < rows; i += 32) {
                     int r = row_of_block<T>(i);
                     copy_4(own + t * rows + i, told(w.layer - 1).x + (r < w.dim ? (size_t)t * w.dim + r : 0), r < w.dim);
                 }
@@ -692,7 +690,14 @@ template <bool producing, int most> struct Few { /* most: see few() */
                 for (float *values : {before.middle, before.x})
                     if (alone) *(uint2 *)(values + r) = make_uint2(UNWRITTEN, UNWRITTEN);
             });
-        if (producing) return;
+        if (!producing) add_to_router<T>(l);
+    }
+    /* What this block's rows of x are worth to the router: of each token its share of the logits, and the sum of its squares. */
+    template <Type T> __device__ void add_to_router(const Block &l) {
+        if (most > 8) renew(); /* only where registers are fewest, since that takes time, too */
+        int rows = units_of_block(groups_of<T>(w.dim)) * Codec<T>::ROWS, lane = ring.thread % 32, warp = ring.thread / 32;
+        int experts = l.router.rows ? w.n_experts : 0;
+        const float *own = at<float>(k.own), *columns = at<float>(k.columns);
         if (alone) /* blocks take turns by warps */
             forget(told(w.layer - 1).q, turn_size(w) - 2 * w.dim, (warp * blocks + block) * 32 + lane, CONSUMERS * blocks);
         sync_consumers();

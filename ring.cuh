@@ -167,9 +167,13 @@ struct Ring {
     __device__ Ring(const Layout &k, uint8_t *memory)
         : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + MOST_STAGES), hold((Barrier *)(memory + k.hold)), stages(k.stages),
           stage_bytes(k.stage_bytes), thread(threadIdx.x) {}
-    /* As if the thread's number might be another one from here on: what follows from it is computed anew rather than kept in registers. */
-    __device__ void renew() {
-        asm volatile("" : "+r"(thread));
+    /* As if the thread's number might be another one from here on: what follows from it is computed anew rather than kept in registers. READ: not even itself
+     * is kept, but read, which takes a while. */
+    template <bool READ> __device__ void renew() {
+        if (READ)
+            asm volatile("mov.u32 %0,%%tid.x;" : "=r"(thread));
+        else
+            asm volatile("" : "+r"(thread));
         __builtin_assume(thread >= 0);
     }
     __device__ void advance() {
