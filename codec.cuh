@@ -19,12 +19,13 @@ template <typename A> struct Rows {
 };
 
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
- * tokens, Sum<0> for one alone, in the same order. Lane<TILES> says what a lane adds to it: load() brings what it needs of chunk i's activations of a tile,
- * Kept, which serve chunks of many rows, and add() multiplies them. highest(Kept): see highest_halves().
+ * tokens, Sum<0> for one alone, Sum<PAIRED> for sixteen, in the same order. Lane<TILES> says what a lane adds to it: load() brings the j-th of N parts, Kept, of
+ * what it needs of chunk i's activations, which serve chunks of many rows, and add() multiplies them. highest(Kept): see highest_halves().
  * Lane 4g + t works on row g. reduce() makes final values of what was collected, and store() puts them to sums (tokens, ROWS), from first_of(tokens, lane)
  * on, where the first of a lane belongs; what tokens that there are not give is the last one's, see Rows, and goes where that does (tile_of()).
  * place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
+constexpr int PAIRED = -1; /* instead of a number of tiles */
 
 /* How many tokens further than in the first tile the one is that lane % 4 has in tile j: four for each, but none behind the last. */
 __device__ inline int tile_of(int j, int tokens, int lane) { return min(j * 4, max(tokens - 1 - lane % 4, 0)); }
@@ -51,8 +52,8 @@ template <Type T, typename A> struct Dense {
  * fragment: two of its four words are row g, the others are called row g + 8, which is the same row at other columns. So a token
  * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
 template <> struct Codec<BF16> : Dense<BF16, bf16> {
-    typedef uint2 Kept;
-    __device__ static uint32_t highest(uint32_t so_far, const Kept &x) { return highest_halves(so_far, x.x, x.y); }
+    __device__ static uint32_t highest(uint32_t so_far, uint2 x) { return highest_halves(so_far, x.x, x.y); }
+    __device__ static uint32_t highest(uint32_t so_far, uint4 x) { return highest_halves(so_far, x); }
     template <int TILES> struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
         static constexpr int N = max_of(TILES, 1);
         float c[N][4] = {};
@@ -67,6 +68,7 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
     __host__ __device__ static constexpr int place(int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; }
     __device__ static void store_four(bf16 *x, float a, float b, float c, float d) { ((uint32_t *)x)[0] = pack(a, b), ((uint32_t *)x)[2] = pack(c, d); }
     template <int TILES> struct Lane {
+        typedef uint2 Kept;
         static constexpr int N = Sum<TILES>::N;
         const uint8_t *weights;
         const bf16 *column[N];
@@ -83,6 +85,40 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
             for (int j = 0; j < N; j++) mma(sum.c[j], w.x, w.y, w.z, w.w, x[j].x, x[j].y);
         }
     };
+};
+
+/* Of nine tokens and more these are mma's rows and the weights its columns, which takes half as many products. Tokens g and g + 8 are one fragment, so they lie
+ * together in memory, word by word. */
+__host__ __device__ inline size_t paired_at(int t, int place, int pitch) { /* where element `place` of token t is, of a row's `pitch` */
+    return ((size_t)(t % 8) * pitch + place / 2 * 2) * 2 + t / 8 * 2 + place % 2;
+}
+template <> struct Codec<BF16>::Sum<PAIRED> { /* of either half: rows 2t and 2t + 1 of token g, and of token g + 8 */
+    float c[2][4] = {};
+    __device__ void reduce() {
+        for (int i = 0; i < 4; i++) c[0][i] += c[1][i];
+    }
+    static __device__ int first_of(int, int lane) { return lane / 4 * ROWS + lane % 4 * 2; }
+    __device__ void store(float *to, int tokens, int lane) const {
+        for (int i = 0; i < 2; i++)
+            if (lane / 4 + i * 8 < tokens) *(float2 *)(to + i * 8 * ROWS) = make_float2(c[0][i * 2], c[0][i * 2 + 1]);
+    }
+};
+template <> struct Codec<BF16>::Lane<PAIRED> {
+    typedef uint4 Kept; /* of a half */
+    static constexpr int N = 2;
+    const uint8_t *weights;
+    const bf16 *column;
+    __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
+        : weights(lane_at(stage, per, lane)), column(x.x + paired_at(lane / 4, lane % 4 * 8, x.pitch)) {}
+    __device__ void load(Kept &x, int i, int j, bool told = false) const {
+        const uint4 *from = (const uint4 *)(column + i * K * 2 + j * 8);
+        x = told ? ask(from) : *from;
+    }
+    __device__ void add(Sum<PAIRED> &sum, int i, const Kept (&x)[N]) const {
+        uint4 w = *(const uint4 *)(weights + i * WIDTH);
+        mma(sum.c[0], x[0].x, x[0].y, x[0].z, x[0].w, w.x, w.z);
+        mma(sum.c[1], x[1].x, x[1].y, x[1].z, x[1].w, w.y, w.w);
+    }
 };
 
 __device__ inline void mma_eight_alone(float (&c)[4], uint4 row, uint4 row8, uint4 column) { /* mma_eight, but c = and not += */
@@ -138,22 +174,24 @@ template <> struct Codec<MXFP4> {
         mma_eight(c, row.high, row8.high, high);
     }
     template <int TILES> struct Lane {
+        typedef Codec::Kept Kept;
+        static constexpr int N = TILES;
         const uint8_t *weights, *scale;
-        const bf16 *column[TILES];
+        const bf16 *column[N];
         bool real; /* the column of mma's that this lane loads is for the block that its weights are of */
         __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
             : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4 + lane % 2), real(lane / 8 % 2 == lane % 4 / 2) {
-            for (int j = 0; j < TILES; j++) column[j] = x.row(j * 4 + lane / 16 * 2 + (lane / 4 ^ lane / 8) % 2) + lane % 4 * 16;
+            for (int j = 0; j < N; j++) column[j] = x.row(j * 4 + lane / 16 * 2 + (lane / 4 ^ lane / 8) % 2) + lane % 4 * 16;
         }
         __device__ void load(Kept &x, int i, int j, bool told = false) const {
             x = {load_16(column[j] + i * K, real, told), load_16(column[j] + i * K + 8, real, told)};
         }
-        __device__ void add(Sum<TILES> &sum, int i, const Kept (&x)[TILES]) const {
+        __device__ void add(Sum<TILES> &sum, int i, const Kept (&x)[N]) const {
             uint4 words = *(const uint4 *)(weights + i * FP4_BYTES);
             float scales[2]; /* of rows g and g + 8; byte by byte: shifts and masks are what this loop has too many of */
             for (int k = 0; k < 2; k++) scales[k] = __uint_as_float((uint32_t)scale[i * FP4_BYTES + k * 2] << 23);
 #pragma unroll
-            for (int j = 0; j < TILES; j++) {
+            for (int j = 0; j < N; j++) {
                 float c[4];
                 multiply(c, words, x[j].low, x[j].high);
                 for (int k = 0; k < 4; k++) sum.c[j][k] = fmaf(scales[k / 2], c[k], sum.c[j][k]);
@@ -170,6 +208,8 @@ template <> struct Codec<MXFP4>::Sum<0> { /* lane t: block t % 2 of row g + 8 (t
     }
 };
 template <> struct Codec<MXFP4>::Lane<0> {
+    typedef Codec::Kept Kept;
+    static constexpr int N = 1;
     const uint8_t *weights, *scale;
     const bf16 *column;
     bool real; /* mma's columns 0 and 5 are of the first block, 2 and 7 of the second; zeros stay in the other lanes */
@@ -179,7 +219,7 @@ template <> struct Codec<MXFP4>::Lane<0> {
     __device__ void load(Kept &x, int i, int, bool told = false) const {
         x = {load_16(column + i * K, real, told), load_16(column + i * K + 8, real, told)};
     }
-    __device__ void add(Sum<0> &sum, int i, const Kept (&x)[1]) const {
+    __device__ void add(Sum<0> &sum, int i, const Kept (&x)[N]) const {
         float c[4];
         multiply(c, *(const uint4 *)(weights + i * FP4_BYTES), x[0].low, x[0].high);
         sum.c = fmaf(__uint_as_float((uint32_t)scale[i * FP4_BYTES] << 23), c[0] + c[3], sum.c); /* one of them is 0 */
@@ -187,7 +227,6 @@ template <> struct Codec<MXFP4>::Lane<0> {
 };
 
 template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
-    struct Kept {}; /* nothing is: add() reads the activations itself */
     template <int TILES> struct Sum { /* row g, its own columns only */
         static constexpr int N = max_of(TILES * 4, 1);
         float c[N] = {};
@@ -205,12 +244,14 @@ template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 
     };
     __host__ __device__ static constexpr int place(int i) { return i; }
     template <int TILES> struct Lane {
+        struct Kept {}; /* nothing is: add() reads the activations itself */
+        static constexpr int N = 1;
         const uint8_t *weights;
         const Rows<float> &x;
         int column;
         __device__ Lane(const uint8_t *stage, int per, const Rows<float> &x, int lane) : weights(lane_at(stage, per, lane)), x(x), column(lane % 4 * 4) {}
         __device__ void load(Kept &, int, int) const {}
-        __device__ void add(Sum<TILES> &sum, int i, const Kept (&)[max_of(TILES, 1)]) const {
+        __device__ void add(Sum<TILES> &sum, int i, const Kept (&)[N]) const {
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {
                 float4 b = *(const float4 *)(weights + i * WIDTH + half * 64);

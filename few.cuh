@@ -73,11 +73,15 @@ struct Next {
     Type type;
     int stride;
     const float *norm;
+    bool paired; /* see paired_at(): bf16 */
 };
-__host__ __device__ inline Next next_of(void *to, const Matrix &m, const float *norm) { return {to, m.type, m.stride, norm}; }
+__host__ __device__ inline Next next_of(void *to, const Matrix &m, const float *norm, bool paired = false) { return {to, m.type, m.stride, norm, paired}; }
 /* Value i of a token's x times the norm's weight. */
 __device__ inline void store_normed(const Next &next, int t, int i, float x) {
-    store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * (next.type == F32 ? 4 : 2), i, x);
+    if (next.paired)
+        ((bf16 *)next.to)[paired_at(t, Codec<BF16>::place(i), next.stride)] = (bf16)x;
+    else
+        store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * (next.type == F32 ? 4 : 2), i, x);
 }
 
 /* This thread's two fours of the first 8 CONSUMERS of n values of x, or 0, as soon as they are there; returns the sum of their squares. */
@@ -174,6 +178,7 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
  * all warps call. What a phase reads of the one before it is Told, or it reads it behind await(), but for what choose() looks for. */
 template <bool producing, int most> struct Few { /* most: see few() */
     static constexpr bool known = most > 0, alone = most == 1; /* gpt-oss's shapes; and one token */
+    static constexpr bool pairs = most > 8;                    /* tokens of what qkv and output read: see paired_at() */
     static constexpr int SPARE = CONSUMERS - 1; /* the consumer that has the least to do beside multiplying */
     Work w;
     const Step &s;
@@ -345,7 +350,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
     }
     /* Units times rows of activations. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of x, a, b) receives the results;
      * where the rows are tokens' and NORMED, k.scale has 1 / sqrt(mean of squares + eps) for each then. */
-    template <Type T, bool NORMED = false, class Group, class Pair>
+    template <Type T, bool NORMED = false, bool PAIRS = false, class Group, class Pair>
     __device__ void stream(const Matrix &m, int units, const Rows<typename Codec<T>::Activation> &x, Group group_of, Pair pair) {
         if (producing) {
             ring.produce<T>(m, units * m.parts, [&](int item, int &part) {
@@ -355,7 +360,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             return;
         }
         if constexpr (!keeps(T) || alone || T == BF16) {
-            multiply<T, most / 4, NORMED>(m, units, x, pair);
+            multiply<T, PAIRS ? PAIRED : most / 4, NORMED>(m, units, x, pair);
         } else {
             static_assert(MOST_CHOICES <= 8, "experts come in two tiles");
             if (x.n == 1)
@@ -456,7 +461,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             copies_end();
             expect(units);
         }
-        stream<T, true>(
+        stream<T, true, pairs>(
             m, units, normed_rows<T>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
                 int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
@@ -620,7 +625,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
         return s.position[first];
     }
     __device__ void store_attention(int t, int i, float2 x) const { /* dimensions i and i + 1 */
-        write((uint32_t *)((bf16 *)told(w.layer).attn + (size_t)t * w.attn_pitch + Codec<BF16>::place(i)), pack(x.x, x.y));
+        int place = Codec<BF16>::place(i);
+        write((uint32_t *)((bf16 *)told(w.layer).attn + (pairs ? paired_at(t, place, w.attn_pitch) : (size_t)t * w.attn_pitch + place)), pack(x.x, x.y));
     }
     template <Type T> __device__ void attention_of_any_size(const Block &l) {
         typedef typename Codec<T>::Activation Out;
@@ -641,7 +647,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         renew();
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.o, w.dim, w.n_heads * w.head_dim);
-        const Next next = {w.normed_for[FOR_UP], known ? MXFP4 : l.up.type, known ? w.dim : l.up.stride, NULL};
+        const Next next = {w.normed_for[FOR_UP], known ? MXFP4 : l.up.type, known ? w.dim : l.up.stride, NULL, false};
         int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, experts = l.router.rows ? w.n_experts : 0;
         float *own = at<float>(k.own), *bias = at<float>(k.bias), *columns = at<float>(k.columns), *norm = at<float>(k.norm);
         const Activation *attn = (const Activation *)told(w.layer).attn;
@@ -675,7 +681,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             while (alone && ring.thread < w.n_kv_heads && __float_as_uint(ask(word)) == UNWRITTEN) rest();
             if (alone) sync_consumers();
         }
-        stream<T>(
+        stream<T, false, pairs>(
             m, units, Rows<Activation>{attn, m.stride, tokens, NULL, 1, alone},
             [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
@@ -1039,7 +1045,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             case PHASE_UP: with_type(l.up.type, [&](auto codec) { f.template up<codec.TYPE>(l); }); break;
             case PHASE_DOWN: {
                 const Block *after = layers + f.w.layer + 1;
-                Next next = f.w.layer + 1 < w.n_layers ? next_of(w.normed_for[FOR_QKV], after->qkv, after->attn_norm)
+                Next next = f.w.layer + 1 < w.n_layers ? next_of(w.normed_for[FOR_QKV], after->qkv, after->attn_norm, f.pairs)
                                                        : next_of(w.normed_for[FOR_HEAD], head, norm);
                 if (GPT_OSS) next.type = BF16, next.stride = w.dim;
                 with_type(l.down.type, [&](auto codec) { f.template down<codec.TYPE>(l, next); });

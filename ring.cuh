@@ -149,8 +149,8 @@ constexpr int kept_of(int chunks, int most) {
 }
 static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
 
-/* What a warp keeps of the activations: by chunk and tile. */
-template <Type T, int TILES> using Kept = typename Codec<T>::Kept[MOST_KEPT][max_of(TILES, 1)];
+/* What a warp keeps of the activations: by chunk and part. */
+template <Type T, int TILES> using Kept = typename Codec<T>::template Lane<TILES>::Kept[MOST_KEPT][Codec<T>::template Lane<TILES>::N];
 
 /* A block's way through the weights, item by item: an item is a unit, a group of rows, or a part of its columns. The producer fills stages one after
  * the other; the consumers empty them together, each warp its share of the columns. */
@@ -243,16 +243,17 @@ struct Ring {
     }
     /* The next unit times x; what this warp found goes to `sums` (x.n, rows of the unit). */
     template <Type T, int TILES> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, bool last, float *sums) {
+        typedef typename Codec<T>::template Lane<TILES> Lane;
         typename Codec<T>::template Sum<TILES> sum;
 #pragma unroll 1
         for (int part = 0; part < m.parts; part++, x.x += m.per * Codec<T>::K)
             consume(last && part == m.parts - 1, [&](const uint8_t *stage) {
-                typename Codec<T>::template Lane<TILES> lane(stage, m.per, x, thread % 32);
+                Lane lane(stage, m.per, x, thread % 32);
 #pragma unroll 1
                 for (int i = thread / 32; i < m.chunks_of(part); i += WARPS) {
-                    typename Codec<T>::Kept now[max_of(TILES, 1)];
+                    typename Lane::Kept now[Lane::N];
 #pragma unroll
-                    for (int j = 0; j < max_of(TILES, 1); j++) lane.load(now[j], i, j);
+                    for (int j = 0; j < Lane::N; j++) lane.load(now[j], i, j);
                     lane.add(sum, i, now);
                 }
             });
@@ -261,19 +262,20 @@ struct Ring {
     }
     /* The same in the same order, of a matrix whose shape the compiler knows, for activations that this warp keeps. */
     template <Type T, int TILES> __device__ void keep(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, Kept<T, TILES> &kept) const {
+        typedef typename Codec<T>::template Lane<TILES> Lane;
         int turns = (m.per + WARPS - 1) / WARPS, me = thread % 32;
         uint32_t highest;
         do {
             highest = 0;
             if (x.told) asm volatile("" : "+r"(me)); /* so that no addresses are kept for another round */
-            typename Codec<T>::template Lane<TILES> lane(NULL, m.per, x, me);
+            Lane lane(NULL, m.per, x, me);
 #pragma unroll
             for (int k = 0; k < MOST_KEPT; k++) {
                 int part = k / turns, i = thread / 32 + k % turns * WARPS;
                 bool all = (k % turns + 1) * WARPS <= m.chunks_of(part); /* no branch then */
                 if (part == m.parts) break;
 #pragma unroll
-                for (int j = 0; j < max_of(TILES, 1); j++) {
+                for (int j = 0; j < Lane::N; j++) {
                     kept[k][j] = {};
                     if (all || i < m.chunks_of(part)) lane.load(kept[k][j], part * m.per + i, j, x.told);
                 }
@@ -281,7 +283,7 @@ struct Ring {
 #pragma unroll
             for (int k = 0; k < MOST_KEPT && k < m.parts * turns && x.told; k++)
 #pragma unroll
-                for (int j = 0; j < max_of(TILES, 1); j++) highest = Codec<T>::highest(highest, kept[k][j]);
+                for (int j = 0; j < Lane::N; j++) highest = Codec<T>::highest(highest, kept[k][j]);
         } while (x.told && __any_sync(~0u, unwritten_half(highest)) && rest());
     }
     /* `to` is where this lane's first sum belongs. */
