@@ -5,7 +5,7 @@
 #include "work.cuh"
 
 /* n rows of activations, times LIFT, `pitch` apart in any memory; with `which`, row j is the which[j] / per-th of them. Rows that there are not are the
- * last one: nobody looks at what they give. */
+ * last one: nobody looks at what they give. (But see twin_at().) */
 template <typename A> struct Rows {
     const A *x;
     int pitch, n;
@@ -19,13 +19,14 @@ template <typename A> struct Rows {
 };
 
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
- * tokens, Sum<0> for one alone, Sum<PAIRED> for sixteen, in the same order. Lane<TILES> says what a lane adds to it: load() brings the j-th of N parts, Kept, of
- * what it needs of chunk i's activations, which serve chunks of many rows, and add() multiplies them. highest(Kept): see highest_halves().
- * Lane 4g + t works on row g. reduce() makes final values of what was collected, and store() puts them to sums (tokens, ROWS), from first_of(tokens, lane)
+ * tokens, Sum<0> for one alone, Sum<TWINS> for sixteen, in the same order. Lane<TILES> says what a lane adds to it: load() brings what it needs of chunk i's
+ * activations of the j-th of N tiles (TWINS: halves), Kept, which serve chunks of many rows, and add() multiplies them. highest(Kept): see highest_halves().
+ * Lane 4g + t loads row g. reduce() makes final values of what was collected, and store() puts them to sums (tokens, ROWS), from first_of(tokens, lane)
  * on, where the first of a lane belongs; what tokens that there are not give is the last one's, see Rows, and goes where that does (tile_of()).
  * place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
-constexpr int PAIRED = -1; /* instead of a number of tiles */
+constexpr int TWINS = -1; /* instead of a number of tiles: of 9 to FEW tokens, see twin_at() */
+static_assert(FEW <= 16, "twins are tokens g and g + 8");
 
 /* How many tokens further than in the first tile the one is that lane % 4 has in tile j: four for each, but none behind the last. */
 __device__ inline int tile_of(int j, int tokens, int lane) { return min(j * 4, max(tokens - 1 - lane % 4, 0)); }
@@ -53,7 +54,7 @@ template <Type T, typename A> struct Dense {
  * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
 template <> struct Codec<BF16> : Dense<BF16, bf16> {
     __device__ static uint32_t highest(uint32_t so_far, uint2 x) { return highest_halves(so_far, x.x, x.y); }
-    __device__ static uint32_t highest(uint32_t so_far, uint4 x) { return highest_halves(so_far, x); }
+    __device__ static uint32_t highest(uint32_t so_far, uint4) { return so_far; } /* twins are never told */
     template <int TILES> struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
         static constexpr int N = max_of(TILES, 1);
         float c[N][4] = {};
@@ -87,12 +88,13 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
     };
 };
 
-/* Of nine tokens and more these are mma's rows and the weights its columns, which takes half as many products. Tokens g and g + 8 are one fragment, so they lie
- * together in memory, word by word. */
-__host__ __device__ inline size_t paired_at(int t, int place, int pitch) { /* where element `place` of token t is, of a row's `pitch` */
+/* TWINS: the activations of 9 to 16 tokens are mma's rows and the weights, as they lie, its columns, which takes half as many products. A fragment has tokens
+ * g and g + 8, so these share a row of 2 pitch elements, word by word of two. Places of tokens that there are not hold anything: as rows of their own they
+ * reach no other token, and what they give is not stored. */
+__host__ __device__ inline size_t twin_at(int t, int place, int pitch) { /* where element `place` of token t is */
     return ((size_t)(t % 8) * pitch + place / 2 * 2) * 2 + t / 8 * 2 + place % 2;
 }
-template <> struct Codec<BF16>::Sum<PAIRED> { /* of either half: rows 2t and 2t + 1 of token g, and of token g + 8 */
+template <> struct Codec<BF16>::Sum<TWINS> { /* of either half: rows 2t and 2t + 1 of token g, and of token g + 8 */
     float c[2][4] = {};
     __device__ void reduce() {
         for (int i = 0; i < 4; i++) c[0][i] += c[1][i];
@@ -103,18 +105,15 @@ template <> struct Codec<BF16>::Sum<PAIRED> { /* of either half: rows 2t and 2t 
             if (lane / 4 + i * 8 < tokens) *(float2 *)(to + i * 8 * ROWS) = make_float2(c[0][i * 2], c[0][i * 2 + 1]);
     }
 };
-template <> struct Codec<BF16>::Lane<PAIRED> {
+template <> struct Codec<BF16>::Lane<TWINS> {
     typedef uint4 Kept; /* of a half */
     static constexpr int N = 2;
     const uint8_t *weights;
     const bf16 *column;
     __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
-        : weights(lane_at(stage, per, lane)), column(x.x + paired_at(lane / 4, lane % 4 * 8, x.pitch)) {}
-    __device__ void load(Kept &x, int i, int j, bool told = false) const {
-        const uint4 *from = (const uint4 *)(column + i * K * 2 + j * 8);
-        x = told ? ask(from) : *from;
-    }
-    __device__ void add(Sum<PAIRED> &sum, int i, const Kept (&x)[N]) const {
+        : weights(lane_at(stage, per, lane)), column(x.x + twin_at(lane / 4, lane % 4 * 8, x.pitch)) {}
+    __device__ void load(Kept &x, int i, int j, bool = false) const { x = *(const uint4 *)(column + i * K * 2 + j * 8); }
+    __device__ void add(Sum<TWINS> &sum, int i, const Kept (&x)[N]) const {
         uint4 w = *(const uint4 *)(weights + i * WIDTH);
         mma(sum.c[0], x[0].x, x[0].y, x[0].z, x[0].w, w.x, w.z);
         mma(sum.c[1], x[1].x, x[1].y, x[1].z, x[1].w, w.y, w.w);

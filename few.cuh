@@ -73,13 +73,13 @@ struct Next {
     Type type;
     int stride;
     const float *norm;
-    bool paired; /* see paired_at(): bf16 */
+    bool twins; /* bf16, where twin_at() says */
 };
-__host__ __device__ inline Next next_of(void *to, const Matrix &m, const float *norm, bool paired = false) { return {to, m.type, m.stride, norm, paired}; }
+__host__ __device__ inline Next next_of(void *to, const Matrix &m, const float *norm, bool twins = false) { return {to, m.type, m.stride, norm, twins}; }
 /* Value i of a token's x times the norm's weight. */
 __device__ inline void store_normed(const Next &next, int t, int i, float x) {
-    if (next.paired)
-        ((bf16 *)next.to)[paired_at(t, Codec<BF16>::place(i), next.stride)] = (bf16)x;
+    if (next.twins)
+        ((bf16 *)next.to)[twin_at(t, Codec<BF16>::place(i), next.stride)] = (bf16)x;
     else
         store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * (next.type == F32 ? 4 : 2), i, x);
 }
@@ -178,7 +178,7 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
  * all warps call. What a phase reads of the one before it is Told, or it reads it behind await(), but for what choose() looks for. */
 template <bool producing, int most> struct Few { /* most: see few() */
     static constexpr bool known = most > 0, alone = most == 1; /* gpt-oss's shapes; and one token */
-    static constexpr bool pairs = most > 8;                    /* tokens of what qkv and output read: see paired_at() */
+    static constexpr bool twins = most > 8;                    /* what qkv and output read: see twin_at() */
     static constexpr int SPARE = CONSUMERS - 1; /* the consumer that has the least to do beside multiplying */
     Work w;
     const Step &s;
@@ -254,7 +254,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
     template <Type T> __device__ int row_of_block(int i) const { return unit_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS; }
     template <typename U> __device__ U *at(int offset) const { return (U *)(memory + origin + offset); }
 
-    /* A phase begins. What looks as if it might have changed is not computed ahead, for all phases at once, to be kept in local memory. */
+    /* A phase, or a part of one, begins. What looks as if it might have changed is not computed ahead, for all phases at once, to be kept in local memory. */
     __device__ void renew() {
         asm volatile("" : "+r"(ring.thread)); /* with what Ring::renew() says of it the instance of one token would spill registers */
         if (most > 4)
@@ -349,8 +349,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
         return sum;
     }
     /* Units times rows of activations. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of x, a, b) receives the results;
-     * where the rows are tokens' and NORMED, k.scale has 1 / sqrt(mean of squares + eps) for each then. */
-    template <Type T, bool NORMED = false, bool PAIRS = false, class Group, class Pair>
+     * where the rows are tokens' and NORMED, k.scale has 1 / sqrt(mean of squares + eps) for each then. AS_TWINS: x lies as twin_at() says. */
+    template <Type T, bool NORMED = false, bool AS_TWINS = false, class Group, class Pair>
     __device__ void stream(const Matrix &m, int units, const Rows<typename Codec<T>::Activation> &x, Group group_of, Pair pair) {
         if (producing) {
             ring.produce<T>(m, units * m.parts, [&](int item, int &part) {
@@ -360,7 +360,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             return;
         }
         if constexpr (!keeps(T) || alone || T == BF16) {
-            multiply<T, PAIRS ? PAIRED : most / 4, NORMED>(m, units, x, pair);
+            multiply<T, AS_TWINS ? TWINS : most / 4, NORMED>(m, units, x, pair);
         } else {
             static_assert(MOST_CHOICES <= 8, "experts come in two tiles");
             if (x.n == 1)
@@ -461,7 +461,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             copies_end();
             expect(units);
         }
-        stream<T, true, pairs>(
+        stream<T, true, twins>(
             m, units, normed_rows<T>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
                 int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
@@ -506,7 +506,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         if (producing) wait_previous();
         int longest = alone ? position_of(0) : __reduce_max_sync(~0u, lane < tokens ? position_of(lane) : 0);
         if (!producing && blocks - 1 - block >= tokens * heads) ring.resume(); /* no part in it, but for a split of a long one */
-        /* at most: of several tokens only as many as there are, since each takes time; a token alone has hardly more than one for each block */
+        /* at most: as the longest context is split, and no more, since each takes time */
         int jobs = tokens * heads * splits_of(min(longest / PAGE + 1, l.window ? l.window / PAGE + 2 : INT_MAX));
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < jobs; job += blocks) {
@@ -589,7 +589,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             sync_threads<2>(ATTENTION_WARPS * 32);
         }
         if (!alone && !producing && !waited) await();
-        if (!producing && jobs > tokens * heads) merge<D>(l, jobs);
+        if (!producing && jobs > tokens * heads) merge<D>(l, jobs); /* some context may be split */
     }
     /* The parts of split contexts are told like Told, and each head has a block among those with a part that adds them up, in their order, and the sinks; it
      * makes them UNWRITTEN again, for which a fence stands before who writes there next. Blocks tell all their parts before, so nobody waits for who waits. */
@@ -626,7 +626,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
     }
     __device__ void store_attention(int t, int i, float2 x) const { /* dimensions i and i + 1 */
         int place = Codec<BF16>::place(i);
-        write((uint32_t *)((bf16 *)told(w.layer).attn + (pairs ? paired_at(t, place, w.attn_pitch) : (size_t)t * w.attn_pitch + place)), pack(x.x, x.y));
+        write((uint32_t *)((bf16 *)told(w.layer).attn + (twins ? twin_at(t, place, w.attn_pitch) : (size_t)t * w.attn_pitch + place)), pack(x.x, x.y));
     }
     template <Type T> __device__ void attention_of_any_size(const Block &l) {
         typedef typename Codec<T>::Activation Out;
@@ -681,7 +681,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             while (alone && ring.thread < w.n_kv_heads && __float_as_uint(ask(word)) == UNWRITTEN) rest();
             if (alone) sync_consumers();
         }
-        stream<T, false, pairs>(
+        stream<T, false, twins>(
             m, units, Rows<Activation>{attn, m.stride, tokens, NULL, 1, alone},
             [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
@@ -1045,7 +1045,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             case PHASE_UP: with_type(l.up.type, [&](auto codec) { f.template up<codec.TYPE>(l); }); break;
             case PHASE_DOWN: {
                 const Block *after = layers + f.w.layer + 1;
-                Next next = f.w.layer + 1 < w.n_layers ? next_of(w.normed_for[FOR_QKV], after->qkv, after->attn_norm, f.pairs)
+                Next next = f.w.layer + 1 < w.n_layers ? next_of(w.normed_for[FOR_QKV], after->qkv, after->attn_norm, f.twins)
                                                        : next_of(w.normed_for[FOR_HEAD], head, norm);
                 if (GPT_OSS) next.type = BF16, next.stride = w.dim;
                 with_type(l.down.type, [&](auto codec) { f.template down<codec.TYPE>(l, next); });

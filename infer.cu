@@ -124,6 +124,8 @@ bool tiled(const Work &w) { return w.n_heads / w.n_kv_heads <= 8 && (w.head_dim 
 
 /* Whether a step is one that norms for itself: see few.cuh. */
 bool alone(const Cuda *c, int tokens, int rows) { return tokens <= 1 && rows <= 1 && has_gpt_oss_shapes(c->work, c->card); }
+/* As Few::twins, of a step of few tokens. */
+bool twins(const Cuda *c, int tokens) { return tokens > 8 && has_gpt_oss_shapes(c->work, c->card); }
 
 /* Phases first to last - 1 of a step of few tokens: see few.cuh. */
 cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int first, int last) {
@@ -171,12 +173,12 @@ bool multiply(Cuda *c, const Matrix &m, const void *x, int x_pitch, int tokens, 
 
 /* ---- taps: tests look at a step stage by stage ---- */
 
-enum Order { IN_ORDER, FEW_ORDER, PAIRED_ORDER, FP4_ORDER }; /* of activations: see Codec<BF16>::place, paired_at and fp4_column */
+enum Order { IN_ORDER, FEW_ORDER, TWIN_ORDER, FP4_ORDER }; /* of activations: see Codec<BF16>::place, twin_at and fp4_column */
 
 /* Hands out rows of the card as floats; `half`: rows of heads whose halves alternate. */
 template <typename From>
 bool tap_rows(const Cuda *c, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, Order order, float factor, Error *e) {
-    std::vector<From> raw(pitch * (order == PAIRED_ORDER ? FEW : rows));
+    std::vector<From> raw(pitch * (order == TWIN_ORDER ? FEW : rows));
     std::vector<float> out((size_t)rows * cols);
     CUDA(cudaStreamSynchronize(c->stream));
     CUDA(cudaMemcpy(raw.data(), from, raw.size() * sizeof(From), cudaMemcpyDeviceToHost));
@@ -184,9 +186,9 @@ bool tap_rows(const Cuda *c, const char *stage, int layer, const void *from, siz
         for (int i = 0; i < cols; i++) {
             int at = i, j = half ? i % (2 * half) : 0;
             if (half) at = i - j + (j < half ? 2 * j : 2 * (j - half) + 1);
-            if (order == FEW_ORDER || order == PAIRED_ORDER) at = Codec<BF16>::place(i);
+            if (order == FEW_ORDER || order == TWIN_ORDER) at = Codec<BF16>::place(i);
             if (order == FP4_ORDER) at = fp4_column(i);
-            out[(size_t)r * cols + i] = (float)raw[order == PAIRED_ORDER ? paired_at(r, at, pitch) : r * pitch + at] * factor;
+            out[(size_t)r * cols + i] = (float)raw[order == TWIN_ORDER ? twin_at(r, at, pitch) : r * pitch + at] * factor;
         }
     c->limits.tap(c->limits.tap_data, stage, layer, out.data(), rows, cols);
     return true;
@@ -233,7 +235,7 @@ bool tap_qkv(const Cuda *c, const Batch *b, int layer, const void *q, int tokens
 
 bool tap_attention(const Cuda *c, int layer, const void *attn, int tokens, Error *e) {
     const Work &w = c->work;
-    Order order = tokens > c->most_few ? IN_ORDER : tokens > 8 && has_gpt_oss_shapes(w, c->card) ? PAIRED_ORDER : FEW_ORDER;
+    Order order = tokens > c->most_few ? IN_ORDER : twins(c, tokens) ? TWIN_ORDER : FEW_ORDER;
     return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, order, 1, e);
 }
 
@@ -347,8 +349,7 @@ bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens
     memcpy(post.word, p->step, Posted::BYTES);
     post.there = true;
     bool one = alone(c, tokens, rows);
-    bool known = has_gpt_oss_shapes(w, c->card);
-    Next next = one ? Next{} : next_of(w.normed_for[FOR_QKV], b.qkv, b.attn_norm, known && tokens > 8);
+    Next next = one ? Next{} : next_of(w.normed_for[FOR_QKV], b.qkv, b.attn_norm, twins(c, tokens));
     CUDA(launch(c, embed, tokens, 1024, 0, w, s, post, c->card.embed, c->sms, one, next));
     if (!c->limits.tap) {
         CUDA(launch_few(c, s, tokens, rows, 0, all));

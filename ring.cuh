@@ -149,7 +149,7 @@ constexpr int kept_of(int chunks, int most) {
 }
 static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
 
-/* What a warp keeps of the activations: by chunk and part. */
+/* What a warp keeps of the activations: by chunk and tile (TWINS: half). */
 template <Type T, int TILES> using Kept = typename Codec<T>::template Lane<TILES>::Kept[MOST_KEPT][Codec<T>::template Lane<TILES>::N];
 
 /* A block's way through the weights, item by item: an item is a unit, a group of rows, or a part of its columns. The producer fills stages one after
@@ -167,8 +167,8 @@ struct Ring {
     __device__ Ring(const Layout &k, uint8_t *memory)
         : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + MOST_STAGES), hold((Barrier *)(memory + k.hold)), stages(k.stages),
           stage_bytes(k.stage_bytes), thread(threadIdx.x) {}
-    /* As if the thread's number might be another one from here on: what follows from it is computed anew rather than kept in registers. READ: not even itself
-     * is kept, but read, which takes a while. */
+    /* As if the thread's number might be another one from here on: what follows from it is computed anew rather than kept in registers. READ: not even the
+     * number itself, which is read again; that takes a while. */
     template <bool READ> __device__ void renew() {
         if (READ)
             asm volatile("mov.u32 %0,%%tid.x;" : "=r"(thread));

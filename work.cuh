@@ -219,7 +219,7 @@ struct Work { /* everything a kernel may need; passed by value */
     bf16 *cache;               /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE): see key_place, value_place */
     int *page_token;           /* (pages, PAGE) */
     const float2 *turn;        /* (context, head_dim / 2) cos and sin */
-    float *x;                  /* (tokens, dim) residual stream; this, q, attn and act_out: but see Told */
+    float *x;                  /* (tokens, dim) residual stream; this, q, attn and act_out: but see Told, attn also twin_at() */
     unsigned long long *expert_sum; /* few: (FEW, dim) what chosen experts have found, in steps of EXPERT_STEP, and how many; 0 but in phase down */
     void *q, *attn, *act_out;  /* (tokens, n_heads * head_dim), (tokens, attn_pitch), (tokens * top_k, act_pitch): bf16, or float for
                                   F32 weights; what lies between the width and the pitch is 0. What experts read by wgmma, act_out
@@ -228,7 +228,7 @@ struct Work { /* everything a kernel may need; passed by value */
     float act_lift;            /* few: factor of act_out */
     float *told;               /* few, a token alone: see Told */
     void *normed_for[MATRICES]; /* few: (FEW, stride) x times the weights of the norm before a matrix, but not yet times 1 / its root mean square, as it wants
-                                   it; 0 behind dim */
+                                   it (and see twin_at()); 0 behind dim */
     float *qkv, *down;         /* many: (tokens, all rows), (tokens * top_k, dim) */
     void *normed;              /* many: (tokens, normed_pitch), 0 behind dim */
     int normed_pitch;
