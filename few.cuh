@@ -6,13 +6,13 @@
  * each other; only what the router's sums say is known before, as they count who has added to them. A token alone of gpt-oss's shapes waits for values rather
  * than for blocks: see Told.
  *
- *     qkv        query, key and value, rope, to the cache                                                     15  13  10
+ *     qkv        query, key and value, rope, to the cache                                                     14  13  10
  *     attention  over the cache, split when it is long: then pages that fit a stage come through the ring       1   2   1
  *                like weights
- *     output     onto the residual stream; each block's share of the router's logits                          17  10  10
+ *     output     onto the residual stream; each block's share of the router's logits                          18  11   9
  *     up         router, top-k, gate and up, activation                                                       26  40  46
  *     down       onto the residual stream, weighted                                                           15  21  25
- *     head       behind the last layer: logits                                                                26  14   9
+ *     head       behind the last layer: logits                                                                27  15   9
  *
  * On the right each phase's share of a step of 1, 4 and 16 tokens of gpt-oss-20b without context, in percent (bench -o json; the clock is a block's that has no
  * part in attention, so that of one token its wait is output's); embed and draw (draw.cuh) take less than 1.
