@@ -388,7 +388,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         int pass = (units * unit_sums > k.room ? k.room / 2 : k.room) / unit_sums;
 #pragma unroll 1
         for (int done = 0, turn = 0; done < units; done += pass, turn ^= 1) {
-            ring.template renew<(most > 8)>();
+            ring.template renew<(most > 8)>(); /* read where registers are fewest */
             float *sums = at<float>(k.sums) + turn * (k.room / 2), *mine = sums + ring.thread / 32 * stride;
             if constexpr (keeps(T)) mine += Codec<T>::template Sum<TILES>::first_of(n, ring.thread % 32); /* of the lane, else of the warp */
             int now = min(pass, units - done), last = ring.tells() && done + now == units ? now - 1 : -1;

@@ -228,7 +228,7 @@ struct Work { /* everything a kernel may need; passed by value */
     float act_lift;            /* few: factor of act_out */
     float *told;               /* few, a token alone: see Told */
     void *normed_for[MATRICES]; /* few: (FEW, stride) x times the weights of the norm before a matrix, but not yet times 1 / its root mean square, as it wants
-                                   it (and see twin_at()); 0 behind dim */
+                                   it (FOR_QKV: see also twin_at()); 0 behind dim */
     float *qkv, *down;         /* many: (tokens, all rows), (tokens * top_k, dim) */
     void *normed;              /* many: (tokens, normed_pitch), 0 behind dim */
     int normed_pitch;

@@ -213,7 +213,7 @@ static void instances_agree(const char *config, int layers, int begin, const siz
     enum { VOCAB = 201088, N = AGREEING };
     const int end = begin + N;
     const size_t row = VOCAB * sizeof(float);
-    int room = 0, blocks = 0; /* bytes of shared memory for a block */
+    int room = 0, blocks = 0; /* bytes of shared memory for a block; how many blocks there are */
     uint64_t random = 7;
     Error e;
     Checkpoint c;
@@ -232,7 +232,8 @@ static void instances_agree(const char *config, int layers, int begin, const siz
     run_chunks(&g, &s, ids, begin, end, 1, VOCAB, one);
     for (size_t i = 0; i < n_chunks; i++) {
         run_chunks(&g, &s, ids, begin, end, chunks[i], VOCAB, other);
-        bool alike = chunks[i] <= (room >= LITTLE_SHARED && blocks >= 46 ? 16 : 7); /* tokens for which there is room */
+        /* tokens for which layout_for() has room: with 46 blocks of 99 KB it has for 16 */
+        bool alike = chunks[i] <= (room >= LITTLE_SHARED && blocks >= 46 ? 16 : 7);
         if (alike) {
             check(!memcmp(one, other, N * row), "chunks of %zu give other bits", chunks[i]);
         } else {

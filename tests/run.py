@@ -79,7 +79,8 @@ def modules():
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell has it ignored, also by children
+    # a shell's background jobs ignore it, and so would the programs that tests send it to
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     words, count = sys.argv[1:], {"ok": 0, "FAIL": 0, "skip": 0}
     c_tests = [helpers.CHECKED.parent / "unit"]
     if "--gpu" in words:
