@@ -4,8 +4,8 @@
 
 #include "work.cuh"
 
-/* n rows of activations, times LIFT, `pitch` apart in any memory; with `which`, row j is the which[j] / per-th of them. Rows that there are not are the
- * last one: nobody looks at what they give. (But see twin_at().) */
+/* n rows of activations, times LIFT, `pitch` apart in any memory; with `which`, row j is the which[j] / per-th of them. Rows that there are not lie where the
+ * last one does: nobody looks at what they give. (But see twin_at().) */
 template <typename A> struct Rows {
     const A *x;
     int pitch, n;
@@ -21,15 +21,13 @@ template <typename A> struct Rows {
 /* A chunk is ROWS rows by K columns; an item is `per` of them side by side, or fewer. A Sum<TILES> collects W x of these rows for 4 TILES
  * tokens, Sum<0> for one alone, Sum<TWINS> for sixteen, in the same order. Lane<TILES> says what a lane adds to it: load() brings what it needs of chunk i's
  * activations of the j-th of N tiles (TWINS: halves), Kept, which serve chunks of many rows, and add() multiplies them. highest(Kept): see highest_halves().
- * Lane 4g + t loads row g. reduce() makes final values of what was collected, and store() puts them to sums (tokens, ROWS), from first_of(tokens, lane)
- * on, where the first of a lane belongs; what tokens that there are not give is the last one's, see Rows, and goes where that does (tile_of()).
+ * Lane 4g + t loads row g. reduce() makes final values of what was collected, and store() puts them, but for tokens that there are not, to sums
+ * (tokens, ROWS), from first_of(lane) on, where the first of a lane belongs.
  * place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
 constexpr int TWINS = -1; /* instead of a number of tiles: of 9 to FEW tokens, see twin_at() */
+__host__ __device__ constexpr bool are_twins(int tokens) { return tokens > 8; } /* of gpt-oss's shapes; or so many at most, as few<8> serves up to 8 */
 static_assert(FEW <= 16, "twins are tokens g and g + 8");
-
-/* How many tokens further than in the first tile the one is that lane % 4 has in tile j: four for each, but none behind the last. */
-__device__ inline int tile_of(int j, int tokens, int lane) { return min(j * 4, max(tokens - 1 - lane % 4, 0)); }
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
 __host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes % 128 ? 0 : 64); }
@@ -61,9 +59,10 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
         __device__ void reduce() {
             for (int j = 0; j < N; j++) c[j][0] += c[j][3];
         }
-        static __device__ int first_of(int tokens, int lane) { return min(lane % 4, tokens - 1) * ROWS + lane / 4; }
+        static __device__ int first_of(int lane) { return lane % 4 * ROWS + lane / 4; }
         __device__ void store(float *to, int tokens, int lane) const {
-            for (int j = 0; j < N; j++) to[tile_of(j, tokens, lane) * ROWS] = c[j][0];
+            for (int j = 0; j < N; j++)
+                if (j * 4 + lane % 4 < tokens) to[j * 4 * ROWS] = c[j][0];
         }
     };
     __host__ __device__ static constexpr int place(int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; }
@@ -99,7 +98,7 @@ template <> struct Codec<BF16>::Sum<TWINS> { /* of either half: rows 2t and 2t +
     __device__ void reduce() {
         for (int i = 0; i < 4; i++) c[0][i] += c[1][i];
     }
-    static __device__ int first_of(int, int lane) { return lane / 4 * ROWS + lane % 4 * 2; }
+    static __device__ int first_of(int lane) { return lane / 4 * ROWS + lane % 4 * 2; }
     __device__ void store(float *to, int tokens, int lane) const {
         for (int i = 0; i < 2; i++)
             if (lane / 4 + i * 8 < tokens) *(float2 *)(to + i * 8 * ROWS) = make_float2(c[0][i * 2], c[0][i * 2 + 1]);
@@ -151,10 +150,11 @@ template <> struct Codec<MXFP4> {
             for (int j = 0; j < TILES; j++)
                 for (int i = 0; i < 4; i += 2) c[j][i] += __shfl_xor_sync(~0u, c[j][i + 1], 1);
         }
-        static __device__ int first_of(int tokens, int lane) { return min(lane % 4, tokens - 1) * ROWS + lane / 4; }
+        static __device__ int first_of(int lane) { return lane % 4 * ROWS + lane / 4; }
         __device__ void store(float *to, int tokens, int lane) const {
             for (int j = 0; j < TILES; j++)
-                for (int i = 0; i < 2; i++) to[tile_of(j, tokens, lane) * ROWS + i * 8] = c[j][i * 2];
+                for (int i = 0; i < 2; i++)
+                    if (j * 4 + lane % 4 < tokens) to[j * 4 * ROWS + i * 8] = c[j][i * 2];
         }
     };
     __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
@@ -177,13 +177,16 @@ template <> struct Codec<MXFP4> {
         static constexpr int N = TILES;
         const uint8_t *weights, *scale;
         const bf16 *column[N];
-        bool real; /* the column of mma's that this lane loads is for the block that its weights are of */
+        bool real[N]; /* the column of mma's that this lane loads is for the block that its weights are of, and for a token: zeros take least power */
         __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
-            : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4 + lane % 2), real(lane / 8 % 2 == lane % 4 / 2) {
-            for (int j = 0; j < N; j++) column[j] = x.row(j * 4 + lane / 16 * 2 + (lane / 4 ^ lane / 8) % 2) + lane % 4 * 16;
+            : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4 + lane % 2) {
+            for (int j = 0; j < N; j++) {
+                int token = j * 4 + lane / 16 * 2 + (lane / 4 ^ lane / 8) % 2;
+                column[j] = x.row(token) + lane % 4 * 16, real[j] = lane / 8 % 2 == lane % 4 / 2 && token < x.n;
+            }
         }
         __device__ void load(Kept &x, int i, int j, bool told = false) const {
-            x = {load_16(column[j] + i * K, real, told), load_16(column[j] + i * K + 8, real, told)};
+            x = {load_16(column[j] + i * K, real[j], told), load_16(column[j] + i * K + 8, real[j], told)};
         }
         __device__ void add(Sum<TILES> &sum, int i, const Kept (&x)[N]) const {
             uint4 words = *(const uint4 *)(weights + i * FP4_BYTES);
@@ -201,7 +204,7 @@ template <> struct Codec<MXFP4> {
 template <> struct Codec<MXFP4>::Sum<0> { /* lane t: block t % 2 of row g + 8 (t / 2) */
     float c = 0;
     __device__ void reduce() { c += __shfl_xor_sync(~0u, c, 1); }
-    static __device__ int first_of(int, int lane) { return lane / 4 + lane % 4 * 4; }
+    static __device__ int first_of(int lane) { return lane / 4 + lane % 4 * 4; }
     __device__ void store(float *to, int, int lane) const {
         if (lane % 2 == 0) *to = c;
     }
@@ -235,7 +238,7 @@ template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 
                 c[j] += __shfl_xor_sync(~0u, c[j], 2);
             }
         }
-        static __device__ int first_of(int, int lane) { return lane / 4; }
+        static __device__ int first_of(int lane) { return lane / 4; }
         __device__ void store(float *to, int tokens, int lane) const {
             for (int j = 0; j < N; j++)
                 if (lane % 4 == 0 && j < tokens) to[j * ROWS] = c[j];

@@ -178,7 +178,7 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
  * all warps call. What a phase reads of the one before it is Told, or it reads it behind await(), but for what choose() looks for. */
 template <bool producing, int most> struct Few { /* most: see few() */
     static constexpr bool known = most > 0, alone = most == 1; /* gpt-oss's shapes; and one token */
-    static constexpr bool twins = most > 8;                    /* what qkv and output read: see twin_at() */
+    static constexpr bool twins = are_twins(most);             /* what qkv and output read: see twin_at() */
     static constexpr int SPARE = CONSUMERS - 1; /* the consumer that has the least to do beside multiplying */
     Work w;
     const Step &s;
@@ -390,7 +390,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         for (int done = 0, turn = 0; done < units; done += pass, turn ^= 1) {
             ring.template renew<(most > 8)>(); /* read where registers are fewest */
             float *sums = at<float>(k.sums) + turn * (k.room / 2), *mine = sums + ring.thread / 32 * stride;
-            if constexpr (keeps(T)) mine += Codec<T>::template Sum<TILES>::first_of(n, ring.thread % 32); /* of the lane, else of the warp */
+            if constexpr (keeps(T)) mine += Codec<T>::template Sum<TILES>::first_of(ring.thread % 32); /* of the lane, else of the warp */
             int now = min(pass, units - done), last = ring.tells() && done + now == units ? now - 1 : -1;
 #pragma unroll 1
             for (int i = 0; i < now; i++, mine += unit_sums) {

@@ -125,7 +125,7 @@ bool tiled(const Work &w) { return w.n_heads / w.n_kv_heads <= 8 && (w.head_dim 
 /* Whether a step is one that norms for itself: see few.cuh. */
 bool alone(const Cuda *c, int tokens, int rows) { return tokens <= 1 && rows <= 1 && has_gpt_oss_shapes(c->work, c->card); }
 /* As Few::twins, of a step of few tokens. */
-bool twins(const Cuda *c, int tokens) { return tokens > 8 && has_gpt_oss_shapes(c->work, c->card); }
+bool twins(const Cuda *c, int tokens) { return are_twins(tokens) && has_gpt_oss_shapes(c->work, c->card); }
 
 /* Phases first to last - 1 of a step of few tokens: see few.cuh. */
 cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int first, int last) {

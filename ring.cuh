@@ -258,7 +258,7 @@ struct Ring {
                 }
             });
         sum.reduce();
-        sum.store(sums + sum.first_of(x.n, thread % 32), x.n, thread % 32);
+        sum.store(sums + sum.first_of(thread % 32), x.n, thread % 32);
     }
     /* The same in the same order, of a matrix whose shape the compiler knows, for activations that this warp keeps. */
     template <Type T, int TILES> __device__ void keep(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, Kept<T, TILES> &kept) const {
