@@ -391,20 +391,21 @@ template <bool producing, int most> struct Few { /* most: see few() */
             ring.template renew<(most > 8)>(); /* read where registers are fewest */
             float *sums = at<float>(k.sums) + turn * (k.room / 2), *mine = sums + ring.thread / 32 * stride;
             if constexpr (keeps(T)) mine += Codec<T>::template Sum<TILES>::first_of(ring.thread % 32); /* of the lane, else of the warp */
-            int now = min(pass, units - done), last = ring.tells() && done + now == units ? now - 1 : -1;
+            int now = min(pass, units - done);
 #pragma unroll 1
             for (int i = 0; i < now; i++, mine += unit_sums) {
                 if constexpr (keeps(T))
-                    ring.multiply_kept<T, TILES>(m, kept, n, i == last, mine);
+                    ring.multiply_kept<T, TILES>(m, kept, n, mine);
                 else if (n == 1)
-                    ring.multiply<T, 0>(m, x, i == last, mine);
+                    ring.multiply<T, 0>(m, x, mine);
                 else if (n <= 4)
-                    ring.multiply<T, 1>(m, x, i == last, mine);
+                    ring.multiply<T, 1>(m, x, mine);
                 else if (n <= 8)
-                    ring.multiply<T, 2>(m, x, i == last, mine);
+                    ring.multiply<T, 2>(m, x, mine);
                 else
-                    ring.multiply<T, 4>(m, x, i == last, mine);
+                    ring.multiply<T, 4>(m, x, mine);
             }
+            ring.items_ended(done + now == units);
             copies_done<0>(); /* of biases */
 #pragma unroll 1
             for (int i = ring.thread / 32; i < n && NORMED && !alone && done == 0; i += WARPS)
@@ -567,11 +568,12 @@ template <bool producing, int most> struct Few { /* most: see few() */
             }
 #pragma unroll 1
             for (int i = streamed - 1; i >= begin; i--)
-                ring.consume(ring.tells() && i == begin, [&](const uint8_t *stage) {
+                ring.consume([&](const uint8_t *stage) {
                     if (slab < slab0 || slab / SLABS != i) return;
                     keys.template load<true>((const bf16 *)stage, (const bf16 *)stage + D * PAGE, slab % SLABS, lane);
                     add();
                 });
+            ring.items_ended(streamed > begin);
             if (warp < attending) state.store(merged + warp * STATE + lane / 4 * ROW, lane);
             copies_done<0>();
             if (warp >= ATTENTION_WARPS) continue;

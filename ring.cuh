@@ -162,7 +162,7 @@ struct Ring {
     int at = 0;          /* the stage of the next item */
     unsigned parity = 0; /* of that stage */
     int asked = 0;       /* items of the phase to come that the producer has asked for already */
-    bool watched = false; /* the consumers tell when they see the last item of this phase: see expect() */
+    bool watched = false; /* thread 0 tells when its warp has done with the last item of this phase: see expect() */
 
     __device__ Ring(const Layout &k, uint8_t *memory)
         : stage(memory + k.ring), full((Barrier *)(memory + k.barriers)), empty(full + MOST_STAGES), hold((Barrier *)(memory + k.hold)), stages(k.stages),
@@ -215,39 +215,37 @@ struct Ring {
             advance();
         }
     }
-    __device__ bool tells() const { return watched && thread == 0; }
     /* A fence waits for every copy that is on the way to its multiprocessor, needed or not (1.9 us with two stages), and what is read meanwhile comes late.
-     * So from when the consumers have seen the last item that a phase has for them, if any, until they resume(), behind the fence, the producer asks for no
-     * more. */
+     * So from when the first warp has done with the last item that a phase has for it, if any, until the consumers resume(), behind the fence, the producer
+     * asks for no more. Behind a loop over items they say whether it ended with the last one. */
     __device__ void expect(bool any) {
         watched = any;
         if (thread < 32) passed(1);
     }
+    __device__ void items_ended(bool last) { hold->arrive_if(last && watched && thread == 0); }
     __device__ void resume() {
         if (watched && thread < 32) passed(0);
-        hold->arrive_if(tells());
+        hold->arrive_if(watched && thread == 0);
         watched = false;
     }
     __device__ void passed(int parity) { /* waits for nothing, but synccheck wants that somebody waits for each phase */
         hold->wait(parity);
         __syncwarp();
     }
-    /* The consumers' part, item by item: work(stage). last: it is watched, and the last one (in thread 0, which tells the producer). Who has nothing to do
-     * waits too: to arrive at `empty` a round early would count for this one. */
-    template <class Work> __device__ void consume(bool last, Work work) {
+    /* The consumers' part, item by item: work(stage). Who has nothing to do waits too: to arrive at `empty` a round early would count for this one. */
+    template <class Work> __device__ void consume(Work work) {
         full[at].wait(parity);
-        hold->arrive_if(last);
         work(stage + at * stage_bytes);
         full[at + MOST_STAGES].arrive(); /* empty[at], without an address of its own; each lane: one for all is no faster, and confuses racecheck */
         advance();
     }
     /* The next unit times x; what this warp found goes to `sums` (x.n, rows of the unit). */
-    template <Type T, int TILES> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, bool last, float *sums) {
+    template <Type T, int TILES> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, float *sums) {
         typedef typename Codec<T>::template Lane<TILES> Lane;
         typename Codec<T>::template Sum<TILES> sum;
 #pragma unroll 1
         for (int part = 0; part < m.parts; part++, x.x += m.per * Codec<T>::K)
-            consume(last && part == m.parts - 1, [&](const uint8_t *stage) {
+            consume([&](const uint8_t *stage) {
                 Lane lane(stage, m.per, x, thread % 32);
 #pragma unroll 1
                 for (int i = thread / 32; i < m.chunks_of(part); i += WARPS) {
@@ -287,13 +285,13 @@ struct Ring {
         } while (x.told && __any_sync(~0u, unwritten_half(highest)) && rest());
     }
     /* `to` is where this lane's first sum belongs. */
-    template <Type T, int TILES> __device__ void multiply_kept(const Matrix &m, const Kept<T, TILES> &kept, int tokens, bool last, float *to) {
+    template <Type T, int TILES> __device__ void multiply_kept(const Matrix &m, const Kept<T, TILES> &kept, int tokens, float *to) {
         typename Codec<T>::template Sum<TILES> sum;
         int turns = (m.per + WARPS - 1) / WARPS;
 #pragma unroll
         for (int part = 0; part < MOST_KEPT; part++) {
             if (part == m.parts) break;
-            consume(last && part == m.parts - 1, [&](const uint8_t *stage) {
+            consume([&](const uint8_t *stage) {
                 typename Codec<T>::template Lane<TILES> lane(stage, m.per, {NULL, 0, 1}, thread % 32);
 #pragma unroll
                 for (int k = 0; k < MOST_KEPT; k++) {
