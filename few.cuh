@@ -4,7 +4,7 @@
  * may be. Of several tokens it pauses, but only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in attention
  * until that is done (but for the pages of a long context). The others, the consumers, multiply. A layer has five phases, between which all blocks wait for
  * each other; only what the router's sums say is known before, as they count who has added to them. A token alone of gpt-oss's shapes waits for values rather
- * than for blocks: see Told.
+ * than for blocks, and so does phase down of several: see Told.
  *
  *     qkv        query, key and value, rope, to the cache                                                     14  13  10
  *     attention  over the cache, split when it is long: then pages that fit a stage come through the ring       1   2   1
@@ -37,6 +37,9 @@
  * output makes that UNWRITTEN again. A fence has to stand before another layer writes there, but it is hidden: producers have it in the next layer's phase up,
  * when they have little on the way as they do not know the experts yet, and each block looks in that phase whether all have. So it is the layer behind that
  * which may write there: hence three turns. What the last layer has told the next step's embed makes UNWRITTEN.
+ * Of several tokens of these shapes only the experts' activations are told: so in phase down a block waits for the blocks that have its experts, not for all.
+ * They have one buffer. Phase output makes it UNWRITTEN: all blocks have ended the layer before, since they arrived before qkv, and none writes there until
+ * all have arrived before phase up, which each does behind that.
  * Questions for what is not there hinder those who are to tell it (notebooks/speed.md). So where all blocks read the same, few threads of each ask for a hint
  * first: a barrier before qkv, at which blocks arrive a little early, and before output a word of each head. */
 constexpr int TURNS = 3;
@@ -177,7 +180,7 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
  * all warps call. What a phase reads of the one before it is Told, or it reads it behind await(), but for what choose() looks for. */
 template <bool producing, int most> struct Few { /* most: see few() */
-    static constexpr bool known = most > 0, alone = most == 1; /* gpt-oss's shapes; and one token */
+    static constexpr bool known = most > 0, alone = most == 1, several = most > 1; /* gpt-oss's shapes; and one token, or more */
     static constexpr bool twins = are_twins(most);             /* what qkv and output read: see twin_at() */
     static constexpr int SPARE = CONSUMERS - 1; /* the consumer that has the least to do beside multiplying */
     Work w;
@@ -222,11 +225,15 @@ template <bool producing, int most> struct Few { /* most: see few() */
         return told_of(w, alone, layer);
     }
     /* Writes a value for other blocks: see Told. */
-    template <typename V> __device__ void write(V *to, V x) const {
-        if constexpr (alone)
+    template <bool TOLD = alone, typename V> __device__ void write(V *to, V x) const {
+        if constexpr (TOLD)
             tell(to, x);
         else
             *to = x; /* a fence stands before who reads it */
+    }
+    /* This block's share of forget(): blocks take turns by warps. */
+    __device__ void forget_share(void *floats, int n) const {
+        forget(floats, n, (ring.thread / 32 * blocks + block) * 32 + ring.thread % 32, CONSUMERS * blocks);
     }
     /* Where in Told::q a token alone tells rows r and r + 1 of query, key and value: in order, but pairs of a head's values as Slab::replace() wants them. */
     __device__ int told_place(int r) const {
@@ -265,22 +272,25 @@ template <bool producing, int most> struct Few { /* most: see few() */
         if (!alone && most <= 4) asm volatile("" : "+r"(origin));
     }
     /* What stands before a phase: a barrier, behind a fence of each block; of a token alone one for which producers have the fence (route_tokens), or a barrier
-     * that is only a hint, or nothing. */
+     * that is only a hint; or nothing. */
     enum Border { NOTHING, HINT, FENCED, FENCE };
-    __device__ Border border(int phase) const {
-        int kind = phase % PHASES;
-        if (!alone || phase == w.n_layers * PHASES) return FENCE;
+    __device__ static constexpr Border border_of(int kind) { /* PHASES: of the head */
+        if (!alone || kind == PHASES) return several && kind == PHASE_DOWN ? NOTHING : FENCE;
         return kind == PHASE_QKV ? HINT : kind == PHASE_UP ? FENCED : NOTHING;
     }
+    __device__ Border border(int phase) const { return border_of(phase == w.n_layers * PHASES ? PHASES : phase % PHASES); }
     /* How many barriers stand before phases 1 to `phase`. */
     __device__ int barriers(int phase) const {
-        return alone ? phase / PHASES + (phase + PHASES - PHASE_UP) / PHASES : phase;
+        int layers = phase / PHASES, ups = (phase + PHASES - PHASE_UP) / PHASES, downs = (phase + PHASES - PHASE_DOWN) / PHASES; /* begun, but for the first */
+        return alone ? layers + ups : several ? phase - downs : phase;
     }
     /* A thread arrives at a barrier for its block, and one waits until all blocks have. */
     __device__ void arrive() const { asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory"); }
     __device__ void wait_for_blocks() const {
-        unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)barriers(phase) * blocks;
-        const bool behind = border(phase) >= FENCED;
+        int begun = phase;
+        asm volatile("" : "+r"(begun)); /* the target is computed here, not ahead */
+        unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)barriers(begun) * blocks;
+        const bool behind = !alone || border(begun) >= FENCED;
         while ((behind ? look_behind(w.barrier) : look(w.barrier)) < target) rest();
     }
     /* The consumers wait, if need be, until all blocks have ended the phase before this one; if that is a HINT, are about to. */
@@ -678,6 +688,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             }
             copies_end();
             expect(units);
+            if (several) forget_share(w.act_out, tokens * w.top_k * w.act_pitch / 2);
             await();
             const float *word = (const float *)attn + (ring.thread + 1) * (w.n_heads / w.n_kv_heads * w.head_dim / 2) - 1; /* the last one of a head's group */
             while (alone && ring.thread < w.n_kv_heads && __float_as_uint(ask(word)) == UNWRITTEN) rest();
@@ -706,8 +717,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         int rows = units_of_block(groups_of<T>(w.dim)) * Codec<T>::ROWS, lane = ring.thread % 32, warp = ring.thread / 32;
         int experts = l.router.rows ? w.n_experts : 0;
         const float *own = at<float>(k.own), *columns = at<float>(k.columns);
-        if (alone) /* blocks take turns by warps */
-            forget(told(w.layer - 1).q, turn_size(w) - 2 * w.dim, (warp * blocks + block) * 32 + lane, CONSUMERS * blocks);
+        if (alone) forget_share(told(w.layer - 1).q, turn_size(w) - 2 * w.dim);
         sync_consumers();
         constexpr int LANES = alone ? 8 : 1, EACH = 8 / LANES; /* for a token and an expert; parts of its sum for a lane, of eight */
 #pragma unroll 1
@@ -917,7 +927,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             for (int first = choices[0], n;; first += n) {
                 n = one ? 1 : min(choices[1] - first, known ? MOST_CHOICES : FEW);
                 bool done = one || first + n == choices[1], last = done && to == end;
-                if (!producing && last) expect(true);
+                if (!producing && last && border_of(down ? PHASE_QKV : PHASE_DOWN) == FENCE) expect(true);
                 stream<T>(
                     m, to - from, rows_of(first, n), [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; },
                     [&](int i, int p, int row, float a, float b) {
@@ -943,8 +953,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
         multiply_chosen<T>(m, false, rows_of, [&](int r, int choice, const float *bias, float gate, float up) {
             if (r / 2 >= w.ffn_dim) return;
             float factor = factors[one ? 0 : choice / w.top_k];
-            write((Activation *)told(w.layer).act + (size_t)choice * w.act_pitch + Codec<T>::place(r / 2),
-                  (Activation)(swiglu(w, gate * factor + bias[0], up * factor + bias[1]) * w.act_lift));
+            write<known>((Activation *)told(w.layer).act + (size_t)choice * w.act_pitch + Codec<T>::place(r / 2),
+                         (Activation)(swiglu(w, gate * factor + bias[0], up * factor + bias[1]) * w.act_lift));
         });
         if (producing || block) return;
         sync_consumers();
@@ -960,7 +970,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         const float *weights = at<float>(k.weights);
         ask_for_bias<T>(m, true);
         if (!producing) await();
-        auto rows_of = [&](int first, int n) { return Rows<Activation>{(const Activation *)told(w.layer).act, m.stride, n, active().order + first, 1, alone}; };
+        auto rows_of = [&](int first, int n) { return Rows<Activation>{(const Activation *)told(w.layer).act, m.stride, n, active().order + first, 1, known}; };
         multiply_chosen<T>(m, true, rows_of, [&](int r, int choice, const float *bias, float a, float b) {
             if (r < w.dim) add_to_x(one ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]), weights[choice] * (b + bias[1]), next);
         });

@@ -30,6 +30,7 @@ inline bool has_gpt_oss_shapes(const Work &w, const Card &card) {
            w.n_heads == 64 && w.n_kv_heads == 8 && w.head_dim == 64 && w.top_k == 4;
 }
 __device__ inline Work with_gpt_oss_shapes(Work w) {
+    static_assert(2880 % FP4_COLUMNS == 0, "act_pitch has no padding: who waits for values would wait for it");
     w.dim = w.ffn_dim = w.act_pitch = 2880, w.vocab = 201088;
     w.n_heads = 64, w.n_kv_heads = 8, w.head_dim = 64, w.attn_pitch = 4096;
     w.top_k = 4;

@@ -253,37 +253,43 @@ static void instances_agree(const char *config, int layers, int begin, const siz
 }
 
 static void instances_of_20b_agree(void) {
-    const size_t chunks[] = {2, 7, 12, 13, 16, AGREEING};
+    const size_t chunks[] = {2, 7, 12, 3, 4, 13, 16, AGREEING};
     /* a context that attention splits; in the layers that see all of it: the ring's pages */
-    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, chunks, 6);
+    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, chunks, 8);
     /* Layers have buffers in turns of three: they are used again within a step, and in the next with other ones. Behind
      * 200 tokens a warp adds up keys in two rounds, behind none few warps have any. */
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL), 6, 200, chunks, 3);
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL), 7, 0, chunks, 3);
-    /* Again and again: without ring.cuh's fence before copies one of eight such runs met weights of another item. */
-    size_t eights[40];
-    for (int i = 0; i < 40; i++) eights[i] = 8;
-    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, eights, 40);
+    /* Again and again: without ring.cuh's fence before copies one of eight runs in chunks of 8 met weights of another
+     * item. Of 16 tokens an expert has more than are multiplied at once. */
+    size_t again[80];
+    for (int i = 0; i < 80; i++) again[i] = i % 2 ? 8 : i % 4 ? 4 : 16;
+    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, again, 80);
 }
 
 static void instances_of_20b_little(void) { with_shared_memory(LITTLE_SHARED, instances_of_20b_agree); }
 static void shapes_20b_least(void) { with_shared_memory(LEAST_SHARED, shapes_20b); }
 
-/* Where a launch ends behind each phase, too, a token alone finds at every stage what two at once find. */
+/* Where a launch ends behind each phase, too, a token alone finds at every stage what several at once find. */
 static void phases_of_20b_agree(void) {
-    const int ids[] = {1, 20000, 300, 300, 4, 200000, 7, 8};
-    const size_t n = sizeof ids / sizeof *ids;
-    Trace one = {0}, two = {0};
+    const int ids[] = {1, 20000, 300, 300, 4, 200000, 7, 8, 9, 1000, 300, 12};
+    const size_t n = sizeof ids / sizeof *ids, chunks[] = {2, 7, 12};
+    Trace one = {0};
     Checkpoint c;
     make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL), 4, 201088);
     trace_run(&one, &cuda, &c.model, ids, n, 1);
-    trace_run(&two, &cuda, &c.model, ids, n, 2);
-    check(one.stages == 4 * 9 + 1 && two.stages == one.stages, "%d and %d stages", one.stages, two.stages);
-    for (int i = 0; i < one.stages; i++) {
-        const Bytes *a = &one.stage[i].values, *b = &trace_stage(&two, one.stage[i].name)->values;
-        check(a->n == b->n && !memcmp(a->data, b->data, a->n), "%s has other bits", one.stage[i].name);
+    for (int k = 0; k < 3; k++) {
+        Trace other = {0};
+        trace_run(&other, &cuda, &c.model, ids, n, chunks[k]);
+        check(one.stages == 4 * 9 + 1 && other.stages == one.stages, "%d and %d stages", one.stages, other.stages);
+        for (int i = 0; i < one.stages; i++) {
+            const Bytes *a = &one.stage[i].values, *b = &trace_stage(&other, one.stage[i].name)->values;
+            check(a->n == b->n && !memcmp(a->data, b->data, a->n), "%s has other bits in chunks of %zu",
+                  one.stage[i].name, chunks[k]);
+        }
+        trace_free(&other);
     }
-    trace_free(&one), trace_free(&two);
+    trace_free(&one);
     checkpoint_close(&c);
 }
 
