@@ -6,16 +6,17 @@
  * each other; only what the router's sums say is known before, as they count who has added to them. A token alone of gpt-oss's shapes waits for values rather
  * than for blocks, and so does phase down of several: see Told.
  *
- *     qkv        query, key and value, rope, to the cache                                                     14  13  10
+ *     qkv        query, key and value, rope, to the cache                                                     14  15  11
  *     attention  over the cache, split when it is long: then pages that fit a stage come through the ring       1   2   1
  *                like weights
- *     output     onto the residual stream; each block's share of the router's logits                          18  11   9
- *     up         router, top-k, gate and up, activation                                                       26  40  46
- *     down       onto the residual stream, weighted                                                           15  21  25
- *     head       behind the last layer: logits                                                                27  15   9
+ *     output     onto the residual stream; each block's share of the router's logits                          18  11  10
+ *     up         router, top-k, gate and up, activation                                                       27  40  47
+ *     down       onto the residual stream, weighted                                                           14  17  22
+ *     head       behind the last layer: logits                                                                26  15   9
  *
- * On the right each phase's share of a step of 1, 4 and 16 tokens of gpt-oss-20b without context, in percent (bench -o json; the clock is a block's that has no
- * part in attention, so that of one token its wait is output's); embed and draw (draw.cuh) take less than 1.
+ * On the right each phase's share of a step of 1, 4 and 16 tokens of gpt-oss-20b without context, in percent (bench -o json; the clock is a block's that has
+ * no part in attention: of one token its wait for that is output's, and the wait for the slowest block of up and down is qkv's); embed and draw (draw.cuh) take
+ * less than 1.
  *
  * RMSNorm is no phase: who has a value of the residual stream leaves it times the norm's weight for the matrix that comes next (Next), and what it has to be
  * divided by is known before the matrix's products are. With the shapes that the compiler knows each warp keeps its share of the activations in registers, for
