@@ -5,7 +5,7 @@
 #include "work.cuh"
 
 /* n rows of activations, times LIFT, `pitch` apart in any memory; with `which`, row j is the which[j] / per-th of them. Rows that there are not lie where the
- * last one does: nobody looks at what they give. (But see twin_at().) */
+ * last one does, though MXFP4 takes zeros for them: nobody looks at what they give. (But see twin_at().) */
 template <typename A> struct Rows {
     const A *x;
     int pitch, n;

@@ -14,9 +14,9 @@
  *     down       onto the residual stream, weighted                                                           14  17  22
  *     head       behind the last layer: logits                                                                26  15   9
  *
- * On the right each phase's share of a step of 1, 4 and 16 tokens of gpt-oss-20b without context, in percent (bench -o json; the clock is a block's that has
- * no part in attention: of one token its wait for that is output's, and the wait for the slowest block of up and down is qkv's); embed and draw (draw.cuh) take
- * less than 1.
+ * On the right each phase's share of what all take for 1, 4 and 16 tokens of gpt-oss-20b without context, in percent (bench -o json; the clock is a block's
+ * that has no part in attention: of one token its wait for that is output's, and the wait for the slowest block of up and down is qkv's). Embed and draw
+ * (draw.cuh) add about 1.
  *
  * RMSNorm is no phase: who has a value of the residual stream leaves it times the norm's weight for the matrix that comes next (Next), and what it has to be
  * divided by is known before the matrix's products are. With the shapes that the compiler knows each warp keeps its share of the activations in registers, for
@@ -39,8 +39,8 @@
  * when they have little on the way as they do not know the experts yet, and each block looks in that phase whether all have. So it is the layer behind that
  * which may write there: hence three turns. What the last layer has told the next step's embed makes UNWRITTEN.
  * Of several tokens of these shapes only the experts' activations are told: so in phase down a block waits for the blocks that have its experts, not for all.
- * They have one buffer. Phase output makes it UNWRITTEN: all blocks have ended the layer before, since they arrived before qkv, and none writes there until
- * all have arrived before phase up, which each does behind that.
+ * These have no turns, but Work's act_out. Phase output makes it UNWRITTEN: all blocks have ended the layer before, since they arrived before qkv, and none
+ * writes there until all have arrived before phase up, which each does behind that.
  * Questions for what is not there hinder those who are to tell it (notebooks/speed.md). So where all blocks read the same, few threads of each ask for a hint
  * first: a barrier before qkv, at which blocks arrive a little early, and before output a word of each head. */
 constexpr int TURNS = 3;
@@ -181,7 +181,7 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
  * all warps call. What a phase reads of the one before it is Told, or it reads it behind await(), but for what choose() looks for. */
 template <bool producing, int most> struct Few { /* most: see few() */
-    static constexpr bool known = most > 0, alone = most == 1, several = most > 1; /* gpt-oss's shapes; and one token, or more */
+    static constexpr bool known = most > 0, alone = most == 1, several = most > 1; /* gpt-oss's shapes; of these one token; more */
     static constexpr bool twins = are_twins(most);             /* what qkv and output read: see twin_at() */
     static constexpr int SPARE = CONSUMERS - 1; /* the consumer that has the least to do beside multiplying */
     Work w;
@@ -276,8 +276,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
      * that is only a hint; or nothing. */
     enum Border { NOTHING, HINT, FENCED, FENCE };
     __device__ static constexpr Border border_of(int kind) { /* PHASES: of the head */
-        if (!alone || kind == PHASES) return several && kind == PHASE_DOWN ? NOTHING : FENCE;
-        return kind == PHASE_QKV ? HINT : kind == PHASE_UP ? FENCED : NOTHING;
+        if (alone && kind < PHASES) return kind == PHASE_QKV ? HINT : kind == PHASE_UP ? FENCED : NOTHING;
+        return several && kind == PHASE_DOWN ? NOTHING : FENCE;
     }
     __device__ Border border(int phase) const { return border_of(phase == w.n_layers * PHASES ? PHASES : phase % PHASES); }
     /* How many barriers stand before phases 1 to `phase`. */

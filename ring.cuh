@@ -217,8 +217,8 @@ struct Ring {
         }
     }
     /* A fence waits for every copy that is on the way to its multiprocessor, needed or not (1.9 us with two stages), and what is read meanwhile comes late.
-     * So from when the first warp has done with the last item that a phase has for it, if any, until the consumers resume(), behind the fence, the producer
-     * asks for no more. Behind a loop over items they say whether it ended with the last one. */
+     * So from when warp 0 has done with the last item that a phase has for the block, if any, until the consumers resume(), behind the fence, the producer asks
+     * for no more. Behind a loop over items the consumers say whether it ended with that one. */
     __device__ void expect(bool any) {
         watched = any;
         if (thread < 32) passed(1);

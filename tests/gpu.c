@@ -253,7 +253,7 @@ static void instances_agree(const char *config, int layers, int begin, const siz
 }
 
 static void instances_of_20b_agree(void) {
-    const size_t chunks[] = {2, 7, 12, 3, 4, 13, 16, AGREEING};
+    const size_t chunks[] = {2, 7, 12, 3, 4, 13, 16, AGREEING}; /* the first three: one of each instance */
     /* a context that attention splits; in the layers that see all of it: the ring's pages */
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, chunks, 8);
     /* Layers have buffers in turns of three: they are used again within a step, and in the next with other ones. Behind
