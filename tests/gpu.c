@@ -293,6 +293,31 @@ static void phases_of_20b_agree(void) {
     checkpoint_close(&c);
 }
 
+/* Where blocks wait for values of other blocks, a NaN is one: steps of any number of tokens end, and say what they
+ * found. */
+static void nans_of_20b_end(void) {
+    const int ids[40] = {1, 20000, 300, 300, 4, 200000, 7, 8};
+    const size_t counts[] = {1, 3, 8, 16, 40};
+    Limits limits = {.max_seqs = 1, .max_tokens = 64};
+    Sequence s = {0};
+    Checkpoint c;
+    Engine g;
+    Result r;
+    Error e;
+    make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL), 2, 201088);
+    c.model.eps = NAN;
+    must(engine_open(&g, &cuda, &c.model, limits, 0, &e), &e);
+    for (int i = 0; i < 5; i++) {
+        sequence_rewind(&g, &s, 0);
+        check(!sequence_run(&g, &s, ids, counts[i], WANT_TOKEN, &greedy, &r, &e) && e.code == FAILED &&
+                  strstr(e.text, "NaN"),
+              "%zu tokens went unnoticed", counts[i]);
+    }
+    sequence_free(&g, &s);
+    engine_close(&g);
+    checkpoint_close(&c);
+}
+
 /* Streams with contexts of unequal length: attention has more parts of the longest than there are blocks, and none of
  * most others. One token of each, together, finds what each finds alone. */
 static void contexts_of_20b_agree(void) {
@@ -639,6 +664,7 @@ int main(void) {
     run("gpu: the same tokens where blocks have 99 KB", instances_of_20b_little);
     run("gpu: prompts of 1 to 5,000 tokens where blocks have 88 KB", shapes_20b_least);
     run("gpu: a token alone, phase by phase, at gpt-oss-20b's shapes", phases_of_20b_agree);
+    run("gpu: steps without numbers end, at gpt-oss-20b's shapes", nans_of_20b_end);
     run("gpu: contexts of unequal length, at gpt-oss-20b's shapes", contexts_of_20b_agree);
     run("gpu: prompts of 1 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
     run("gpu: prompts of 1 to 5,000 tokens, 8 heads of 128 share keys", shapes_dense_128);
