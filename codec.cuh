@@ -26,7 +26,8 @@ template <typename A> struct Rows {
  * place(i) is where the i-th activation of a token lies. */
 template <Type T> struct Codec;
 constexpr int TWINS = -1; /* instead of a number of tiles: of 9 to FEW tokens, see twin_at() */
-__host__ __device__ constexpr bool are_twins(int tokens) { return tokens > 8; } /* of gpt-oss's shapes; or so many at most, as few<8> serves up to 8 */
+/* Whether a step of so many tokens of gpt-oss's shapes has twins. Of the instance for so many at most, too: few<8> serves all up to 8. */
+__host__ __device__ constexpr bool are_twins(int tokens) { return tokens > 8; }
 static_assert(FEW <= 16, "twins are tokens g and g + 8");
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */

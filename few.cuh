@@ -288,10 +288,10 @@ template <bool producing, int most> struct Few { /* most: see few() */
     /* A thread arrives at a barrier for its block, and one waits until all blocks have. */
     __device__ void arrive() const { asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory"); }
     __device__ void wait_for_blocks() const {
-        int begun = phase;
-        asm volatile("" : "+r"(begun)); /* the target is computed here, not ahead */
-        unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)barriers(begun) * blocks;
-        const bool behind = !alone || border(begun) >= FENCED;
+        int here = phase;
+        asm volatile("" : "+r"(here)); /* the target is computed here, not ahead */
+        unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)barriers(here) * blocks;
+        const bool behind = !alone || border(here) >= FENCED;
         while ((behind ? look_behind(w.barrier) : look(w.barrier)) < target) rest();
     }
     /* The consumers wait, if need be, until all blocks have ended the phase before this one; if that is a HINT, are about to. */
@@ -660,7 +660,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         renew();
         typedef typename Codec<T>::Activation Activation;
         const Matrix m = matrix<T>(l.o, w.dim, w.n_heads * w.head_dim);
-        const Next next = {w.normed_for[FOR_UP], known ? MXFP4 : l.up.type, known ? w.dim : l.up.stride, NULL, false};
+        const Next next = {w.normed_for[FOR_UP], known ? MXFP4 : l.up.type, known ? w.dim : l.up.stride, NULL};
         int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, experts = l.router.rows ? w.n_experts : 0;
         float *own = at<float>(k.own), *bias = at<float>(k.bias), *columns = at<float>(k.columns), *norm = at<float>(k.norm);
         const Activation *attn = (const Activation *)told(w.layer).attn;
@@ -689,7 +689,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             }
             copies_end();
             expect(units);
-            if (several) forget_share(w.act_out, tokens * w.top_k * w.act_pitch / 2);
+            if (several) forget_share(w.act_out, tokens * w.top_k * w.act_pitch / 2); /* see Told; it would only wait here */
             await();
             const float *word = (const float *)attn + (ring.thread + 1) * (w.n_heads / w.n_kv_heads * w.head_dim / 2) - 1; /* the last one of a head's group */
             while (alone && ring.thread < w.n_kv_heads && __float_as_uint(ask(word)) == UNWRITTEN) rest();

@@ -278,7 +278,7 @@ static void phases_of_20b_agree(void) {
     Checkpoint c;
     make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL), 4, 201088);
     trace_run(&one, &cuda, &c.model, ids, n, 1);
-    for (int k = 0; k < 3; k++) {
+    for (size_t k = 0; k < sizeof chunks / sizeof *chunks; k++) {
         Trace other = {0};
         trace_run(&other, &cuda, &c.model, ids, n, chunks[k]);
         check(one.stages == 4 * 9 + 1 && other.stages == one.stages, "%d and %d stages", one.stages, other.stages);
@@ -293,8 +293,8 @@ static void phases_of_20b_agree(void) {
     checkpoint_close(&c);
 }
 
-/* Where blocks wait for values of other blocks, a NaN is one: steps of any number of tokens end, and say what they
- * found. */
+/* Where blocks wait for values of other blocks, what is not there yet is a NaN, too. Steps whose values are NaNs end
+ * nevertheless, and say so. Of several tokens only what the experts' activation has clamped is waited for, a number. */
 static void nans_of_20b_end(void) {
     const int ids[40] = {1, 20000, 300, 300, 4, 200000, 7, 8};
     const size_t counts[] = {1, 3, 8, 16, 40};
@@ -307,7 +307,7 @@ static void nans_of_20b_end(void) {
     make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL), 2, 201088);
     c.model.eps = NAN;
     must(engine_open(&g, &cuda, &c.model, limits, 0, &e), &e);
-    for (int i = 0; i < 5; i++) {
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
         sequence_rewind(&g, &s, 0);
         check(!sequence_run(&g, &s, ids, counts[i], WANT_TOKEN, &greedy, &r, &e) && e.code == FAILED &&
                   strstr(e.text, "NaN"),
