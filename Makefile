@@ -4,6 +4,7 @@ CFLAGS   = -O3 -g
 CUDA_HOME ?= /usr/local/cuda
 NVCC     = $(or $(shell command -v nvcc 2>/dev/null),$(CUDA_HOME)/bin/nvcc)
 PREFIX   = /usr/local
+FAST     = yes
 
 # The architectures that infer.cu is compiled for: the card's own, or, where there is none, all that matter and PTX for
 # later ones. Give another as CUDA_ARCH="sm_89", several as CUDA_ARCH="sm_80 sm_90a". Hopper is sm_90a: wgmma is only there.
@@ -38,7 +39,7 @@ objects = $(patsubst %.c,build/$(1)/%.o,$(2))
 
 all: infer
 
-infer: $(call objects,cuda,$(C_SOURCES)) build/cuda/infer.cu.o build/cuda/upload.cu.o
+infer: $(call objects,cuda,$(C_SOURCES)) build/cuda/infer.cu.o build/cuda/card.cu.o
 	$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) -lcublasLt
 
 build/cuda/%.o: %.c Makefile
@@ -48,13 +49,13 @@ build/cuda/%.o: %.c Makefile
 build/cuda/%.cu.o: %.cu Makefile
 	@$(NVCC) --version >/dev/null 2>&1 || { echo "make: no CUDA toolkit: install it (developer.nvidia.com/cuda-downloads), set CUDA_HOME, or 'make reference' for the plain C twin" >&2; exit 1; }
 	@mkdir -p $(@D)
-	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) -MMD -MP -c $< -o $@
+	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DFAST=$(if $(filter yes,$(FAST)),1,0) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) -MMD -MP -c $< -o $@
 
 # what needs a GPU; __wrap_cudaMalloc makes each allocation fail in turn, __wrap_cudaDeviceGetAttribute makes the card smaller
 test-gpu: build/cuda/gpu infer
 	build/cuda/gpu
 
-build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/upload.cu.o
+build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc,--wrap=cudaDeviceGetAttribute $^ -o $@ $(LIBS) -lcublasLt
 
 reference: infer-reference

@@ -1,68 +1,193 @@
-/* card.cuh: what lies on the card, shared by infer.cu (which computes) and upload.cu (which brings it there). */
+/* card.cuh: what lies on the card: weights, the description of a step, and the buffers that kernels work in. card.cu takes
+ * the memory and brings the weights there, infer.cu computes. */
 #ifndef CARD_CUH
 #define CARD_CUH
 
 #include "model.h"
 
+#include <array>
+#include <cublasLt.h>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
-
-constexpr int GROUP = 8;          /* rows that a warp multiplies at once ... */
-constexpr int DENSE_COLUMNS = 32; /* ... and the columns of a chunk of them */
-constexpr int FP4_ROWS = 16;      /* of MXFP4: m of mma.m16n8k16; ... */
-constexpr int FP4_COLUMNS = 64;   /* ... the columns of a packed chunk ... */
-constexpr int FP4_BYTES = 544;    /* ... and its size: 4.25 bits a weight */
-/* Chunks that ring.cuh streams as one item, at most: about 24 KB. F32's, half of BF16's, was not measured. */
-constexpr int FP4_ITEM = 48, BF16_ITEM = 48, F32_ITEM = 24;
-
-__host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
-__host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
+#include <map>
+#include <vector>
 
 typedef __nv_bfloat16 bf16;
+typedef __half f16;
 
-struct Matrix { /* a Linear on the card: n matrices of rows padded to whole groups, columns padded to whole chunks with 0 */
+constexpr int TILE = 16;  /* rows of a matrix that a warp multiplies at once: m of mma.m16n8k16 ... */
+constexpr int CHUNK = 64; /* ... and columns of them that it reads at once */
+constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154; /* bytes; see Encoding<MXFP4> in infer.cu */
+
+/* A Linear on the card: n matrices of rows padded to whole tiles and columns padded to whole chunks, with 0. BF16, F16
+ * and F32 row by row as in the file; MXFP4 tile by tile, and there chunk by chunk. */
+struct Matrix {
     uint8_t *data;
     float *bias; /* (n, rows) or NULL */
-    Type type;   /* BF16, F32 or MXFP4; F16 became F32 */
+    Type type;
     int rows, cols, n;
     int stride;   /* columns with padding */
     size_t bytes; /* of one matrix */
-    int chunks, per, parts; /* of a row; how many are multiplied at a time; how many times */
-    __host__ __device__ int chunks_of(int part) const { return min_of(per, chunks - part * per); }
+    __host__ __device__ int tiles() const { return (rows + TILE - 1) / TILE; }
 };
 
-/* Sets what follows from a matrix's type and size. */
-__host__ __device__ inline void shape(Matrix &m, Type type, int rows, int cols) {
-    int columns = type == MXFP4 ? FP4_COLUMNS : DENSE_COLUMNS, most = type == MXFP4 ? FP4_ITEM : type == F32 ? F32_ITEM : BF16_ITEM;
-    m.type = type, m.rows = rows, m.cols = cols;
-    m.chunks = (cols + columns - 1) / columns;
-    m.stride = m.chunks * columns;
-    m.parts = (m.chunks + most - 1) / most;
-    m.per = (m.chunks + m.parts - 1) / m.parts;
-    m.bytes = type == MXFP4 ? (size_t)(rows + FP4_ROWS - 1) / FP4_ROWS * m.chunks * FP4_BYTES
-                            : (size_t)(rows + GROUP - 1) / GROUP * GROUP * m.stride * (type == F32 ? 4 : 2);
-}
-
-struct Block { /* a Layer on the card */
-    float *attn_norm, *ffn_norm, *sinks;
-    Matrix qkv;            /* query, key, value; rows of query and key alternate between the halves of a head */
+struct DeviceLayer { /* a Layer on the card; of query and key, and their norms, the halves of each head alternate */
+    float *attn_norm, *ffn_norm, *q_norm, *k_norm, *sinks;
+    Matrix qkv; /* query, key, value */
     Matrix o, router, down;
-    Matrix up;             /* gate and up, alternating */
-    float *router_columns; /* (dim, n_experts): router weight times ffn_norm */
+    Matrix up; /* gate and up, alternating */
     int window;
 };
 
-struct Card { /* the weights */
-    Block *layer; /* (n_layers) on the host */
+struct DeviceModel {
+    std::vector<DeviceLayer> layer;
     Matrix embed, head;
     float *norm;
 };
 
-/* Says where everything will lie, from `base` on, and returns its size; with base NULL only the size. The layers' array
- * must be there. NO_ROOM's message is the caller's; BAD_MODEL if an encoding is not implemented for its place. */
-bool card_plan(Card *card, const Model *m, uint8_t *base, size_t *bytes, Error *e);
-/* Reads all weights from the files into the planned places. BAD_MODEL if a file shrank or a weight is NaN, named. */
-bool card_load(Card *card, const Model *m, void (*progress)(uint64_t, uint64_t), Error *e);
+/* Memory on the card, cut into pieces; with base NULL it only counts. */
+struct Plan {
+    uint8_t *base;
+    size_t used;
+    template <typename T> T *take(size_t n) {
+        size_t at = used;
+        used += (n * sizeof(T) + 255) / 256 * 256;
+        return base ? (T *)(base + at) : NULL;
+    }
+};
+
+/* Where the rows of a Linear go in a Matrix: row r to first + step * r, after the halves of each head of 2 * half rows
+ * were dealt alternately (half 0: they stay). */
+struct Rows {
+    int first, step, half;
+    __host__ __device__ int of(int r) const {
+        int i = half ? r % (2 * half) : 0;
+        if (half) r = r - i + (i < half ? 2 * i : 2 * (i - half) + 1);
+        return first + step * r;
+    }
+};
+
+/* ---- a step ---- */
+
+constexpr int MAX_FEW = 16; /* tokens of a step whose products stream the weights; of more they are tiles */
+constexpr int MAX_SPLITS = 32, SPLIT_PAGES = 4; /* blocks that share a context, and the pages that are worth one */
+
+/* What a step does, as the kernels read it. */
+struct Step {
+    Sampling *how;       /* (seqs) */
+    int4 *token;         /* (tokens) given, or -1: the one that its slot drew last; the slot; its place in page_token */
+    int *seq, *position; /* (tokens) */
+    int *slot, *last;    /* (seqs) its last token, if one is to be drawn from it */
+    int *row;            /* (rows) tokens whose logits are wanted */
+    int *query;          /* (queries) tokens that attention takes one by one ... */
+    int *tile;           /* (tiles, 2) ... and first token and count of those it takes together */
+    int *header;         /* (4) pages of a row of `page`; which of the three results this step's tokens go to */
+    int *page;           /* (seqs, header[0]) */
+};
+/* Lays a Step out from `base` on, for so many tokens; pages come last, behind *bytes. */
+Step step_at(uint8_t *base, int tokens, size_t *bytes);
+
+struct Job { /* choices order[first .. first + n) are of this expert */
+    int expert, first, n;
+};
+
+/* Sizes and buffers that kernels need; passed by value. */
+struct Work {
+    int dim, ffn_dim, vocab, n_layers, n_heads, n_kv_heads, head_dim, n_experts, top_k, layer;
+    float eps, act_limit;
+    Act act;
+    bf16 *cache;        /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE): see key_place, value_place */
+    int *page_token;    /* (pages, PAGE) */
+    const float2 *turn; /* (context, head_dim / 2) cos and sin */
+    float *x;           /* (tokens, dim) residual stream */
+    void *normed; /* (tokens, normed_pitch) behind a norm; this, attn and act as the next matrix wants them, 0 behind */
+    float *square;        /* (MAX_FEW, dim / TILE) sums of squares of x, tile by tile */
+    float *found;         /* (tokens, rows) of qkv, or of gate and up */
+    void *q;              /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
+    void *attn, *act_out; /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
+    float *down;          /* (tokens * top_k, dim) */
+    int normed_pitch, attn_pitch, act_pitch;
+    float *router;                    /* (tokens, n_experts) */
+    int *expert;                      /* (tokens, top_k) */
+    float *weight;                    /* (tokens, top_k) */
+    int *order;                       /* (tokens * top_k) choices by expert: token * top_k + k */
+    Job *job;                         /* (jobs[0]) */
+    int *jobs, *routed;               /* how many; blocks that have routed */
+    unsigned long long *experts_read; /* see Backend::experts_read */
+    float *partial;                   /* (queries, heads of blocks, MAX_SPLITS, 8, head_dim + 2) */
+    int *attended;                    /* (queries, heads of blocks) splits that have ended */
+    float *logits;                    /* (logit_rows, vocab) */
+    float *floor;                     /* (logit_rows) what top-k, top-p and min-p leave of the scaled logits */
+    unsigned long long *best;         /* (logit_rows) */
+    int *drawing;                     /* (logit_rows) blocks that have drawn */
+    uint32_t *seen;                   /* (logit_rows, vocab / 32) for the repetition penalty */
+    int slots, *drawn, *result;       /* (slots); (3, slots) in the host's memory */
+};
+__host__ __device__ inline int square_parts(int dim) { return (dim + TILE - 1) / TILE; }
+/* Blocks of attention that share a key/value head, of so many query heads. */
+__host__ __device__ inline int head_parts(int group) { return (group + 7) / 8; }
+/* Elements of a page. */
+__host__ __device__ inline size_t page_size(const Work &w) {
+    return (size_t)w.n_layers * 2 * w.n_kv_heads * w.head_dim * PAGE;
+}
+
+struct Pending { /* a step that was submitted; buffers are pinned */
+    cudaEvent_t done = NULL;
+    uint8_t *step = NULL; /* what goes to the card */
+    int rows;
+    std::vector<Want> want;
+    std::vector<float> logits;
+};
+
+namespace fast {
+struct State;
+}
+
+struct Gpu {
+    Model model;
+    Limits limits;
+    DeviceModel device = {};
+    Work work = {};
+    int sms, max_pages, launch_arch;
+    int shared;     /* bytes of shared memory that a block can have */
+    int logit_rows; /* whose logits there is room for at once */
+    bool lean;      /* no F32: up to MAX_FEW tokens need no norm kernels and no cuBLAS */
+    size_t weight_bytes;
+    uint8_t *weights = NULL, *room = NULL, *cache = NULL, *step = NULL;
+    int *result = NULL; /* (3, max_seqs), pinned */
+    cudaStream_t stream = NULL;
+    cublasLtHandle_t blas = NULL;
+    std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* by rows, columns, tokens and kind */
+    uint8_t *product_room;                                        /* (PRODUCT_ROOM) for cuBLAS */
+    std::map<std::array<int, 4>, cudaGraphExec_t> graph;          /* by tokens, rows, pages and sampling */
+    Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
+    unsigned turn = 0;
+    int outstanding = 0;
+    uint64_t experts_read = 0; /* by steps that do not count them on the card */
+    fast::State *fast = NULL; /* the annex for this model and card, or NULL */
+};
+constexpr size_t PRODUCT_ROOM = 32 << 20;
+
+/* What kernels can do: experts that route() can sort, and values of a row that a block can hold. */
+constexpr int MAX_EXPERTS = 1024, MAX_PAIRS = 8, MAX_DIM = 2 * MAX_PAIRS * 1024;
+
+/* ---- card.cu ---- */
+
+/* As Backend's functions. `kernel` is any of infer.cu's: is there code for this card? */
+void *open_card(const Model *m, const Limits *limits, int *pages, const void *kernel, Error *e);
+void close_card(void *gpu);
+void describe_cards(Devices *d, const void *kernel);
+double read_flat(void *gpu, uint64_t bytes);
+
+/* The annex, fast/: makes Gpu::fast if it knows the model and the card; says where its buffers lie; fills them when the
+ * weights are there. */
+namespace fast {
+void open(Gpu *gpu);
+void plan(Gpu *gpu, Plan *p);
+bool prepare(Gpu *gpu, Error *e);
+void close(Gpu *gpu);
+} // namespace fast
 
 /* Names a CUDA error, with the exit code that it deserves; always false. */
 bool cuda_failed(Error *e, cudaError_t error, const char *what);
@@ -72,39 +197,11 @@ bool cuda_failed(Error *e, cudaError_t error, const char *what);
         if (error_ != cudaSuccess) return cuda_failed(e, error_, #call);                                               \
     } while (0)
 
-/* Sixteen e2m1 values in the order of their columns, packed in two words so that few operations make bf16 of them (times 2^-126): a mask takes two
- * values, sign at bit 15 and magnitude at 8-6 of either half, even columns in the lower one. Three such masks fit into a word: as it is, turned by 6,
- * and shifted by 4. What they leave of both words, bits of FP4_REST, makes up a third word, of two masks: the first plus four times the second, which is one
- * operation of the multiplier. A search of all layouts that turn and shift words found none with fewer operations of the arithmetic unit than these 11; of the
- * 4 others, shifts to the left and the sum, the multiplier takes care. */
-constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603; /* bits of two values; bits of a word that only the third word needs */
-struct Sixteen { uint4 low, high; };
-__device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
-    const uint32_t m = FP4_MASK;
-    uint32_t rest;
-    asm("mad.lo.u32 %0,%1,4,%2;" : "=r"(rest) : "r"(b), "r"(a));
-    return {make_uint4(a & m, __funnelshift_r(a, a, 6) & m, a << 4 & m, __funnelshift_r(rest, rest, 4) & m),
-            make_uint4(b & m, __funnelshift_r(b, b, 6) & m, b << 4 & m, rest << 6 & m)};
-}
-
-/* The inverse: sixteen values as they are published, the low nibble of a byte first. */
-__device__ inline void fp4_pack(const uint8_t *nibbles, uint32_t (&word)[2]) {
-    uint32_t rest = 0;
-    word[0] = word[1] = 0;
-    for (int i = 0; i < 16; i++) {
-        uint32_t nibble = nibbles[i / 2] >> i % 2 * 4 & 15, value = (nibble >> 3 << 15 | (nibble & 7) << 6) << i % 2 * 16;
-        switch (i / 2 % 4) {
-        case 0: word[i / 8] |= value; break;
-        case 1: word[i / 8] |= __funnelshift_l(value, value, 6); break;
-        case 2: word[i / 8] |= value >> 4; break;
-        default: rest |= i / 8 ? value >> 6 : __funnelshift_l(value, value, 4);
-        }
-    }
-    for (uint32_t bit = 1; bit; bit <<= 1) { /* from the lowest on, since the sum carries */
-        uint32_t wrong = (word[0] + 4 * word[1] ^ rest) & bit;
-        if (bit & FP4_REST) word[0] |= wrong;
-        if (bit & FP4_REST << 2) word[1] |= wrong >> 2;
-    }
-}
+/* Sixteen e2m1 values in the order of their columns are packed in two words so that few operations make bf16 of them (times
+ * 2^-126; fp4_to_bf16 in infer.cu, its inverse fp4_pack in card.cu): a mask takes two values, sign at bit 15 and magnitude
+ * at 8-6 of either half, even columns in the lower one. Three such masks fit into a word: as it is, turned by 6, and
+ * shifted by 4. What they leave of both words, bits of FP4_REST, makes up a third word, of two masks: the first plus four
+ * times the second, one operation of the multiplier. */
+constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603;
 
 #endif

@@ -1,744 +1,1753 @@
-/* infer.cu: the border of infer.h on an NVIDIA GPU. Read it beside tests/reference.c, which computes the same by the same
- * names in plain C.
+/* infer.cu: the border of infer.h on an NVIDIA GPU, and every kernel of the plain engine: one small kernel for each
+ * step of a transformer block, for every family, every encoding, any number of tokens, any card from sm_80 on. Read it
+ * beside tests/reference.c, which computes the same by the same names in plain C. Begin at block().
  *
- * A step has one of two forms. Up to FEW tokens (generation, short ends of prompts) are one kernel, few.cuh, that reads every
- * weight once (but see MOST_CHOICES), in order: its time is the time to read them; ring.cuh and codec.cuh say how. More tokens
- * (prompts) are arithmetic: the kernels of many.cuh, of hopper.cuh and cuBLAS multiply tiles on tensor cores. draw.cuh
- * makes tokens of logits, upload.cu brings the weights to the card, work.cuh holds what all kernels share.
+ *   1  what lies on the card       Matrix, DeviceLayer, Step, Work
+ *   2  small device functions      mma, copies, sums
+ *   3  encodings                   how a lane reads weights and makes bf16 of them
+ *   4  products                    product (streams weights), product_tiled (many tokens)
+ *   5  norm, embedding, experts    embed, rms_norm, route, activate, combine
+ *   6  attention                   RoPE, the cache, attention of few queries and of prompts
+ *   7  from logits to a token      mark_seen, filter, draw
+ *   8  one step                    multiply, attend, block, forward
+ *   9  the border                  memory, submit, collect
  *
- * On the card: the residual stream is fp32, products take bf16 and accumulate fp32 (fp32 throughout for F32 weights), the
- * cache is bf16. Weights keep their encoding and are re-laid once, while they are loaded: rows of query and key alternate
- * between the halves of a head so that the pair that RoPE turns is adjacent; rows of gate and up alternate; MXFP4 is packed
- * so that a warp reads 544 contiguous bytes for 16 rows by 64 columns; keys and values of 16 positions lie as a warp reads them. */
-#include "draw.cuh"
-#include "few.cuh"
-#include "many.cuh"
+ * The residual stream is fp32, products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32),
+ * the cache is bf16. A step that generates is a chain of dependent kernels, so each one lets the next begin early
+ * (launch_next), asks for its first weights, which depend on nothing, and only then waits (wait_previous). */
+#include "card.cuh"
 
-#include <cublasLt.h>
 #include <algorithm>
-#include <cassert>
-#include <array>
-#include <cstdio>
-#include <cstdlib>
+#include <climits>
 #include <cstring>
-#include <map>
-#include <vector>
+#include <type_traits>
 
-namespace {
+constexpr float LOG2E = 1.4426950408889634f;
 
-/* cos and sin of every position and pair, in double precision: a float's product would be off by 0.01 at 131,072. */
-__global__ void fill_turns(float2 *turn, const float *inv_freq, int half, float scale) {
-    for (int i = threadIdx.x; i < half; i += blockDim.x) {
-        double s, c;
-        sincos((double)blockIdx.x * (double)inv_freq[i], &s, &c);
-        turn[(size_t)blockIdx.x * half + i] = make_float2((float)(c * scale), (float)(s * scale));
-    }
+/* ---- 1 small device functions ---- */
+
+/* Programmatic dependent launch: a kernel may begin while the one before it ends; what it reads of that one's results
+ * it reads behind wait_previous(). Before Hopper a kernel begins when the one before has ended. */
+__device__ inline void launch_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ inline void wait_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
-/* Reads n words of 16 bytes, eight on the way in every thread; *never is not written, but the compiler cannot know. */
-__global__ void __launch_bounds__(512) read_words(const uint4 *words, size_t n, uint32_t *never) {
-    size_t threads = (size_t)gridDim.x * blockDim.x, i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
-    uint32_t all = 0;
-    for (; i < n; i += 8 * threads) {
-        uint4 v[8];
-#pragma unroll
-        for (int k = 0; k < 8; k++) v[k] = i + k * threads < n ? __ldcs(words + i + k * threads) : make_uint4(0, 0, 0, 0);
-        for (int k = 0; k < 8; k++) all |= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
-    }
-    if (all == 0x5EED5EED) *never = all;
+/* c += a b for a (16, 16) by row, b (16, 8) by column: lane 4g + t holds of a rows g and g + 8, of b column g, of both
+ * the four inner indices that belong to t; of c it holds rows g, g + 8 and columns 2t, 2t + 1. Which inner index is
+ * which does not matter as long as a and b agree. */
+template <typename A>
+__device__ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                           uint32_t b1) {
+    if constexpr (std::is_same_v<A, f16>)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+/* The same for eight neighbouring inner indices of a lane. */
+template <typename A = bf16> __device__ inline void mma_eight(float (&c)[4], uint4 row, uint4 row8, uint4 column) {
+    mma<A>(c, row.x, row8.x, row.y, row8.y, column.x, column.y);
+    mma<A>(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
 }
 
-/* ---- one step on the stream ---- */
+__device__ inline uint32_t pack(float low, float high) {
+    __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<uint32_t *>(&v);
+}
+/* Stores element i of a row for a matrix of this type, or elements i and i + 1, i even. f16 ends at 65504. */
+__device__ inline f16 to_f16(float x) { return (f16)fminf(fmaxf(x, -65504), 65504); }
+__device__ inline void store_as(Type type, void *row, size_t i, float x) {
+    if (type == F32)
+        ((float *)row)[i] = x;
+    else if (type == F16)
+        ((f16 *)row)[i] = to_f16(x);
+    else
+        ((bf16 *)row)[i] = (bf16)x;
+}
+__device__ inline void store_pair_as(Type type, void *row, size_t i, float a, float b) {
+    if (type == F32)
+        *(float2 *)((float *)row + i) = {a, b};
+    else if (type == F16)
+        *(__half2 *)((f16 *)row + i) = __halves2half2(to_f16(a), to_f16(b));
+    else
+        *(uint32_t *)((bf16 *)row + i) = pack(a, b);
+}
 
-constexpr size_t PRODUCT_ROOM = 32 << 20;
+/* 16 bytes of weights, or zeros. What is read once need not stay in L1. */
+__device__ inline uint4 load_weights(const void *from, bool real) {
+    uint4 x = {};
+    if (real)
+        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "l"(from));
+    return x;
+}
 
-struct Pending { /* a step that was submitted; buffers are pinned */
-    cudaEvent_t done = NULL;
-    uint8_t *step = NULL; /* what goes to the card */
-    int *token = NULL;    /* (seqs) what it drew */
-    int rows;
-    std::vector<Want> want;
-    std::vector<float> logits;
+/* 16 bytes to shared memory, of which only the first `bytes` are read and the others become 0. What was asked for
+ * before copies_end() is there after copies_done<n>() if at most n further copies_end() followed. */
+__device__ inline void copy_16(void *to, const void *from, int bytes = 16) {
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int BUT> __device__ inline void copies_done() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(BUT) : "memory");
+}
+
+__device__ inline float exp2_quick(float x) { /* for shares that are rounded to bf16 */
+    asm("ex2.approx.ftz.f32 %0,%0;" : "+f"(x));
+    return x;
+}
+__device__ inline float warp_sum(float x) {
+    for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+    return x;
+}
+__device__ inline unsigned long long warp_max(unsigned long long x) {
+    for (int o = 16; o; o >>= 1) x = max(x, __shfl_xor_sync(~0u, x, o));
+    return x;
+}
+__device__ inline int warp_sum_to(int x) { /* of this lane and those before it */
+    for (int o = 1; o < 32; o *= 2) {
+        int before = __shfl_up_sync(~0u, x, o);
+        if (threadIdx.x % 32 >= o) x += before;
+    }
+    return x;
+}
+/* The sum over a block, in an order that depends on nothing else. */
+__device__ inline float block_sum(float x) {
+    __shared__ float part[32];
+    x = warp_sum(x);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0;
+    for (int i = 0; i < (int)blockDim.x / 32; i++) x += part[i];
+    return x;
+}
+/* Whether this block is the last of `blocks` to come here; it sees what the others wrote before. */
+__device__ inline bool last_block(int *arrived, int blocks) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(arrived, 1) == blocks - 1;
+    __syncthreads();
+    if (last) __threadfence();
+    if (last && threadIdx.x == 0) *arrived = 0;
+    return last;
+}
+
+/* ---- 2 encodings ---- */
+
+/* How weights of a type lie on the card, and how a lane of a warp reads its part of a chunk: lane 4g + t has sixteen
+ * columns of rows g and g + 8 of a tile, eight at column(t, 0) and eight at column(t, 1). Raw is what it loads;
+ * decode() makes bf16 (or f16) of eight columns of both rows, times 1 / FACTOR. offset(m, tile, piece)  where 16 bytes
+ * of a tile's first chunk lie; those of chunk k are k * STEP further on PIECES                  of 16 bytes that make
+ * up a chunk of a tile in shared memory, in the order in which read() wants them AHEAD                   chunks that a
+ * lane has on the way; BLOCKS of `product` share a multiprocessor */
+template <Type T> struct Encoding;
+
+template <typename A> struct Encoding16 { /* rows as they stand in the file */
+    typedef A Activation;
+    static constexpr float FACTOR = 1;
+    static constexpr int STEP = CHUNK * 2, PIECES = 128, BLOCKS = 2;
+    template <int TILES> static constexpr int AHEAD = TILES == 1 ? 4 : 2;
+    struct Raw {
+        uint4 low[2], high[2];
+    };
+    __device__ static int column(int t, int half) { return half * 32 + t * 8; }
+    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
+        int lane = piece % 32, part = piece / 32;
+        return ((size_t)(tile * TILE + part / 2 * 8 + lane / 4) * m.stride + column(lane % 4, part % 2)) * 2;
+    }
+    __device__ static void load(Raw &r, const Matrix &m, const uint8_t *from, bool real) {
+        const uint8_t *high = from + (size_t)8 * m.stride * 2;
+        for (int half = 0; half < 2; half++) {
+            r.low[half] = load_weights(from + half * 64, real);
+            r.high[half] = load_weights(high + half * 64, real);
+        }
+    }
+    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
+        const uint4 *piece = (const uint4 *)chunk + lane;
+        r = {{piece[0], piece[32]}, {piece[64], piece[96]}};
+    }
+    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
+        low = r.low[half], high = r.high[half];
+    }
+};
+template <> struct Encoding<BF16> : Encoding16<bf16> {};
+template <> struct Encoding<F16> : Encoding16<f16> {};
+
+/* Sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 in the order of their columns, times 2^-126. */
+struct Sixteen {
+    uint4 low, high;
+};
+__device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
+    const uint32_t m = FP4_MASK;
+    uint32_t rest;
+    asm("mad.lo.u32 %0,%1,4,%2;" : "=r"(rest) : "r"(b), "r"(a));
+    return {make_uint4(a & m, __funnelshift_r(a, a, 6) & m, a << 4 & m, __funnelshift_r(rest, rest, 4) & m),
+            make_uint4(b & m, __funnelshift_r(b, b, 6) & m, b << 4 & m, rest << 6 & m)};
+}
+
+/* A chunk of a tile is 544 bytes in one piece: 16 of each lane, columns 16t to 16t + 15 of row g and then of row g + 8,
+ * and behind these 512 bytes the scales of both blocks of 32 of row g and of both of row g + 8, for each g, with
+ * FP4_SCALE added. bf16 cannot hold all that e8m0 may multiply, so decode() leaves 2^26 to whoever has the sum. */
+template <> struct Encoding<MXFP4> {
+    typedef bf16 Activation;
+    static constexpr float FACTOR = 0x1p26f;
+    static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 3;
+    template <int TILES> static constexpr int AHEAD = 3;
+    struct Raw {
+        uint4 words;
+        uint32_t scales;
+    };
+    __device__ static int column(int t, int half) { return t * 16 + half * 8; }
+    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
+        return (size_t)tile * (m.stride / CHUNK) * STEP + piece * 16;
+    }
+    __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
+        int lane = threadIdx.x % 32;
+        r = {load_weights(from, real),
+             (real ? __ldg((const uint32_t *)(from + 512 - lane * 16 + lane / 4 * 4)) : 0) >> lane % 4 / 2 * 8};
+    }
+    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
+        r = {((const uint4 *)chunk)[lane], ((const uint32_t *)(chunk + 512))[lane / 4] >> lane % 4 / 2 * 8};
+    }
+    __device__ static uint4 times(uint4 eight, uint32_t scale) {
+        uint32_t factor = (scale + 126 - 26 - FP4_SCALE) * 0x00800080; /* exponents of a pair of bf16 */
+        for (uint32_t *pair : {&eight.x, &eight.y, &eight.z, &eight.w}) {
+            __nv_bfloat162 x = __hmul2(*(__nv_bfloat162 *)pair, *(__nv_bfloat162 *)&factor);
+            *pair = *(uint32_t *)&x;
+        }
+        return eight;
+    }
+    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
+        Sixteen row = fp4_to_bf16(r.words.x, r.words.y), row8 = fp4_to_bf16(r.words.z, r.words.w);
+        low = times(half ? row.high : row.low, r.scales & 255);
+        high = times(half ? row8.high : row8.low, r.scales >> 16 & 255);
+    }
 };
 
-struct Cuda {
-    Model model;
-    Limits limits;
-    Card card = {};
-    Work work = {};
-    Step few = {}, many = {};
-    Block *layers; /* card.layer, on the card */
-    Layout layout[FEW + 1]; /* of few's shared memory, by tokens */
-    int most_few;           /* tokens for which it is enough, at most FEW */
-    bool timed = false;     /* the last step was a whole one of few tokens */
-    uint64_t read_alone = 0; /* experts, by steps of one token */
-    size_t many_bytes; /* of what is copied, without pages */
-    int sms, max_pages, launch_arch;
-    int shared; /* memory that a block can have */
-    int wgmma;  /* this card's code has hopper.cuh's kernels */
-    int tile;   /* of many tokens, how many attention takes at once */
-    size_t weights_bytes;
-    uint8_t *weights = NULL, *room = NULL, *cache = NULL;
-    cudaStream_t stream = NULL;
-    cublasLtHandle_t blas = NULL;
-    std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* of multiply: by rows, columns, tokens and kind */
-    uint8_t *product_room;                                        /* (PRODUCT_ROOM) for cuBLAS */
-    std::vector<int> sent;                     /* the pages that few.page has */
-    Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
-    unsigned turn = 0;
-    int outstanding = 0;
+/* ---- 3 products ---- */
+
+enum Finish {
+    STORE,   /* y (float) = W x + bias */
+    ADD,     /* y, the residual stream, += W x + bias; `normed` and `square` receive what the next norm needs */
+    ACTIVATE /* y = the activation of rows 2i (gate) and 2i + 1 (up) */
+};
+
+/* RMSNorm's factor, from the sum of the squares (Zhang and Sennrich, 2019); into how many parts that sum is cut. */
+__device__ inline float norm_factor(float squares, int dim, float eps) { return rsqrtf(squares / dim + eps); }
+
+/* y = W x + bias for all tokens, or, where there are jobs, for the choices of each expert: row r of x is that of choice
+ * r * divide, and of those that follow it. */
+struct Product {
+    Matrix w;
+    const void *x;
+    int x_pitch, tokens;
+    const float *square; /* (tokens, square_parts) of which the first `squares` (0: none) add up to the sum of squares
+                            of x before its norm */
+    int squares;
+    float eps;
+    const Job *job;
+    const int *jobs, *order;
+    int divide;
+    Finish finish;
+    void *y;
+    int y_pitch;
+    Type y_type; /* of ACTIVATE: the matrix that reads it */
+    Act act;
+    float act_limit;
+    const float *norm; /* of ADD: weights of the norm behind it, or NULL */
+    void *normed;
+    int normed_pitch;
+    Type normed_type;
+    float *next_square;
+};
+
+/* The activation; quick functions are exact enough for what is rounded to 16 bits. */
+__device__ inline float swiglu(Act act, float limit, float gate, float up, bool quick) {
+    bool clamped = act != SWIGLU;
+    if (clamped) gate = fminf(gate, limit), up = fmaxf(fminf(up, limit), -limit) + 1;
+    float x = clamped ? -1.702f * gate : -gate;
+    return (quick ? __fdividef(gate, 1 + __expf(x)) : gate / (1 + expf(x))) * up;
+}
+/* What rows r and r + 1 of a result need besides: asked for before the product, since it comes from afar. */
+struct Target {
+    float2 add;  /* the bias, and of ADD what is there */
+    float2 norm; /* weights of the norm behind ADD */
+};
+__device__ inline Target target_of(const Product &p, int expert, size_t out, int r) {
+    Target target = {};
+    bool pair = r + 1 < p.w.rows;
+    const float *bias = p.w.bias + (size_t)expert * p.w.rows + r, *y = (const float *)p.y + out * p.y_pitch + r;
+    if (p.w.bias) target.add = {bias[0], pair ? bias[1] : 0};
+    if (p.finish == ADD) target.add = {target.add.x + y[0], target.add.y + y[1]}; /* a model's dimensions are even */
+    if (p.finish == ADD && p.norm) target.norm = {p.norm[r], p.norm[r + 1]};
+    return target;
+}
+/* Stores them; of ADD it returns the sum of the squares that it leaves. */
+__device__ inline float finish(const Product &p, const Target &target, size_t out, int r, float a, float b) {
+    a += target.add.x, b += target.add.y;
+    if (p.finish == ACTIVATE) {
+        store_as(p.y_type, p.y, out * p.y_pitch + r / 2, swiglu(p.act, p.act_limit, a, b, p.y_type != F32));
+        return 0;
+    }
+    float *y = (float *)p.y + out * p.y_pitch + r;
+    y[0] = a;
+    if (r + 1 < p.w.rows) y[1] = b;
+    if (p.finish == STORE || !p.norm) return 0;
+    store_pair_as(p.normed_type, p.normed, out * p.normed_pitch + r, a * target.norm.x, b * target.norm.y);
+    return a * a + b * b;
+}
+
+/* Up to 8 TILES tokens, or choices of an expert: the time is the time to read the weights. A block takes tiles of 16
+ * rows, every so many-th; its warps share the columns, chunk by chunk, and each lane has AHEAD chunks on the way.
+ * Tokens are the columns of mma. A product that follows RMSNorm multiplies x times the norm's weights, which who wrote
+ * x has left, and divides the result by the root mean square: so no kernel stands between. */
+constexpr int PRODUCT_WARPS = 8;
+template <Type T, int TILES>
+__global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) product(const __grid_constant__ Product p) {
+    typedef Encoding<T> E;
+    typedef typename E::Activation A;
+    constexpr int W = PRODUCT_WARPS, AHEAD = E::template AHEAD<TILES>;
+    __shared__ float sum[2][W][TILES * 128], factor[MAX_FEW];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int chunks = p.w.stride / CHUNK, tiles = p.w.tiles();
+    launch_next();
+    Job job = {0, 0, p.tokens};
+    if (p.job) {
+        wait_previous();
+        job = p.job[blockIdx.y]; /* asked for together */
+        if ((int)blockIdx.y >= *p.jobs) return;
+    }
+    typename E::Raw raw[AHEAD];
+    const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, blockIdx.x, lane);
+    auto load = [&](int i, int chunk) { E::load(raw[i], p.w, weights + (size_t)chunk * E::STEP, chunk < chunks); };
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) load(i, warp + i * W);
+    if (!p.job) wait_previous();
+    const A *x[TILES];
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        int row = min(n * 8 + g, job.n - 1); /* missing tokens alias the last one */
+        if (p.order) row = p.order[job.first + row] / p.divide;
+        x[n] = (const A *)p.x + (size_t)row * p.x_pitch;
+    }
+    float squares[MAX_FEW / W] = {}; /* of tokens `warp` and W + warp; asked for here, added up behind the product */
+    for (int n = 0; n < MAX_FEW / W; n++)
+        for (int i = lane; i < p.squares && n * W + warp < p.tokens; i += 32)
+            squares[n] += p.square[(n * W + warp) * square_parts(p.w.cols) + i];
+    /* In the end a thread has two rows, 2 (i % 8) and the next, of one token, i / 8. */
+    static_assert(TILES * 64 <= W * 32, "one pair a thread");
+    const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
+    const bool mine = token < min(TILES * 8, job.n);
+    const size_t out = mine && p.order ? p.order[job.first + token] : token;
+    for (int tile = blockIdx.x, turn = 0; tile < tiles; turn++) {
+        float c[TILES][4] = {};
+        const int r = tile * TILE + pair, now = tile;
+        const bool store = mine && r < p.w.rows;
+        Target target = {};
+        if (store) target = target_of(p, job.expert, out, r);
+        for (int first = warp; first < chunks; first += W * AHEAD) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                int chunk = min(first + i * W, chunks - 1); /* behind the end weights are zeros */
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    uint4 low, high;
+                    E::decode(raw[i], half, low, high);
+#pragma unroll
+                    for (int n = 0; n < TILES; n++)
+                        mma_eight<A>(c[n], low, high, *(const uint4 *)(x[n] + chunk * CHUNK + E::column(t, half)));
+                }
+                load(i, first + (i + AHEAD) * W);
+            }
+        }
+        tile += gridDim.x;
+        weights += E::offset(p.w, gridDim.x, 0);
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) load(i, tile < tiles ? warp + i * W : chunks);
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+            for (int i = 0; i < 4; i++) sum[turn % 2][warp][n * 128 + i * 32 + lane] = c[n][i];
+        for (int n = 0; n < MAX_FEW / W && p.squares && !turn; n++) {
+            float square = warp_sum(squares[n]);
+            if (lane == 0) factor[n * W + warp] = norm_factor(square, p.w.cols, p.eps);
+        }
+        __syncthreads();
+        if (token >= TILES * 8) continue;
+        const int at = token / 8 * 128 + (pair / 8 * 2 + token % 2) * 32 + pair % 8 * 4 + token % 8 / 2;
+        float a = 0, b = 0, square = 0, scale = E::FACTOR;
+        if (mine && p.squares) scale *= factor[p.order ? out / p.divide : token];
+        for (int k = 0; k < W; k++) a += sum[turn % 2][k][at], b += sum[turn % 2][k][at + 4];
+        if (store) square = finish(p, target, out, r, a * scale, b * scale);
+        if (p.finish != ADD || !p.norm) continue;
+        for (int o = 4; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o); /* of the tile's 16 rows */
+        if (store && pair == 0) p.next_square[token * tiles + now] = square;
+    }
+}
+
+/* More tokens, as tiles of 16 TILES: a warp takes 16 ROWS rows of the matrix, decodes them once, and multiplies them by
+ * all tokens of the block, which are mma's rows. Chunks of weights and of x come through a ring of shared memory. */
+constexpr int TILED_WARPS = 4;
+template <Type T, int TILES, int ROWS> struct TiledShape {
+    static constexpr int STAGES = TILES > 2 ? 3 : 4, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
+    static constexpr int ROW_TILES = TILED_WARPS * ROWS, X = TOKENS * CHUNK * 2,
+                         STAGE = X + ROW_TILES * Encoding<T>::PIECES * 16;
+    static constexpr int SHARED = STAGES * STAGE;
+};
+template <Type T, int TILES, int ROWS>
+__global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
+    product_tiled(const __grid_constant__ Product p) {
+    typedef Encoding<T> E;
+    typedef typename E::Activation A;
+    typedef TiledShape<T, TILES, ROWS> Shape;
+    constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, THREADS = Shape::THREADS, PIECES = E::PIECES;
+    extern __shared__ __align__(128) uint8_t shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int chunks = p.w.stride / CHUNK, tiles = p.w.tiles(), first = blockIdx.x * Shape::ROW_TILES;
+    launch_next();
+    wait_previous();
+    if (p.job && (int)blockIdx.y >= *p.jobs) return;
+    const int begin = blockIdx.y * Shape::TOKENS;
+    const Job job = p.job ? p.job[blockIdx.y] : Job{0, begin, min(Shape::TOKENS, p.tokens - begin)};
+    /* A thread copies eighths of rows of x, every 16th row, and pieces of weights. */
+    constexpr int X_EACH = Shape::TOKENS * 8 / THREADS, W_EACH = (Shape::ROW_TILES * PIECES + THREADS - 1) / THREADS;
+    const A *x[X_EACH];
+    uint32_t piece[W_EACH];
+#pragma unroll
+    for (int i = 0; i < X_EACH; i++) {
+        int row = job.first + min((i * THREADS + (int)threadIdx.x) / 8, job.n - 1);
+        x[i] = (const A *)p.x + (size_t)(p.order ? p.order[row] / p.divide : row) * p.x_pitch + threadIdx.x % 8 * 8;
+    }
+#pragma unroll
+    for (int i = 0; i < W_EACH; i++) {
+        int k = i * THREADS + threadIdx.x, tile = min(k / PIECES, min(Shape::ROW_TILES, tiles - first) - 1);
+        piece[i] = (uint32_t)E::offset(p.w, tile, k % PIECES);
+    }
+    /* Eighths of odd rows change places, so that two rows' share of a column fills all banks. */
+    auto eighth_of = [](int row, int eighth) { return row * CHUNK * 2 + (eighth ^ row % 2 * 5) * 16; };
+    uint8_t *to = shared + eighth_of(threadIdx.x / 8, threadIdx.x % 8);
+    const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, first, 0);
+    int coming = 0, slot = 0, at = 0;
+    auto copy = [&] {
+        if (coming++ < chunks) {
+#pragma unroll
+            for (int i = 0; i < X_EACH; i++) copy_16(to + slot + i * THREADS * 16, x[i]), x[i] += CHUNK;
+#pragma unroll
+            for (int i = 0; i < W_EACH; i++)
+                if (Shape::ROW_TILES * PIECES % THREADS == 0 ||
+                    i * THREADS + (int)threadIdx.x < Shape::ROW_TILES * PIECES)
+                    copy_16(shared + slot + Shape::X + (i * THREADS + threadIdx.x) * 16, weights + piece[i]);
+            weights += E::STEP;
+            slot = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
+        }
+        copies_end();
+    };
+    float c[TILES][2 * ROWS][4] = {};
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) copy();
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        copies_done<STAGES - 2>();
+        __syncthreads();
+        copy();
+        const uint8_t *stage = shared + at;
+        at = at == (STAGES - 1) * STAGE ? 0 : at + STAGE;
+        typename E::Raw raw[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) E::read(raw[r], stage + Shape::X + (warp * ROWS + r) * PIECES * 16, lane);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 low[ROWS], high[ROWS];
+            for (int r = 0; r < ROWS; r++) E::decode(raw[r], half, low[r], high[r]);
+            const uint8_t *rows = stage + eighth_of(g, E::column(t, half) / 8);
+#pragma unroll
+            for (int m = 0; m < TILES; m++) {
+                if (m * 16 >= job.n) break;
+                uint4 row = *(const uint4 *)(rows + m * 16 * CHUNK * 2),
+                      row8 = *(const uint4 *)(rows + (m * 16 + 8) * CHUNK * 2);
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    mma_eight<A>(c[m][2 * r], row, row8, low[r]);
+                    mma_eight<A>(c[m][2 * r + 1], row, row8, high[r]);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < TILES; m++)
+        for (int k = 0; k < 2; k++) {
+            int token = m * 16 + g + k * 8;
+            if (token >= job.n) continue;
+            size_t out = p.order ? p.order[job.first + token] : job.first + token;
+#pragma unroll
+            for (int n = 0; n < 2 * ROWS; n++) {
+                int r = (first + warp * ROWS) * TILE + n * 8 + 2 * t;
+                if (r >= p.w.rows) continue;
+                Target target = target_of(p, job.expert, out, r);
+                finish(p, target, out, r, c[m][n][2 * k] * E::FACTOR, c[m][n][2 * k + 1] * E::FACTOR);
+            }
+        }
+}
+
+/* ---- 4 embedding, norm, experts ---- */
+
+/* A token's row of x is spread over a block of row_threads(dim): a thread has up to MAX_PAIRS pairs of neighbours, the
+ * k-th of them number i. */
+inline int row_threads(int dim) { return std::max(128, std::min(1024, (dim / 8 + 31) / 32 * 32)); }
+template <class F> __device__ inline void for_pairs(int dim, F f) {
+#pragma unroll
+    for (int k = 0; k < MAX_PAIRS; k++) {
+        int i = k * blockDim.x + threadIdx.x;
+        if (i < dim / 2) f(i, k);
+    }
+}
+typedef float2 Pairs[MAX_PAIRS];
+__device__ inline void load_pairs(Pairs &x, const float *from, int dim) {
+    for_pairs(dim, [&](int i, int k) { x[k] = ((const float2 *)from)[i]; });
+}
+/* normed[t] = x / sqrt(mean(x^2) + eps) * weight, as a matrix of this type wants it. */
+__device__ inline void rms_norm(const Work &w, const Pairs &x, const Pairs &weight, Type type, int t) {
+    float square = 0;
+    for_pairs(w.dim, [&](int, int k) { square += x[k].x * x[k].x + x[k].y * x[k].y; });
+    const float factor = norm_factor(block_sum(square), w.dim, w.eps);
+    for_pairs(w.dim, [&](int i, int k) {
+        store_pair_as(type, w.normed, (size_t)t * w.normed_pitch + 2 * i, x[k].x * factor * weight[k].x,
+                      x[k].y * factor * weight[k].y);
+    });
+}
+/* Of all tokens, or of those that `row` names. A block a token. */
+__global__ void __launch_bounds__(1024) norm(Work w, const int *row, const float *weight, Type type) {
+    Pairs x, by;
+    launch_next();
+    load_pairs(by, weight, w.dim);
+    wait_previous();
+    load_pairs(x, w.x + (size_t)(row ? row[blockIdx.x] : blockIdx.x) * w.dim, w.dim);
+    rms_norm(w, x, by, type, blockIdx.x);
+}
+
+/* Begins a step: x = the tokens' rows of the embedding, and the first norm. The page remembers the token. A block a
+ * token. */
+__global__ void __launch_bounds__(1024) embed(Work w, Step s, Matrix table, const float *weight, Type type) {
+    Pairs x, by;
+    launch_next();
+    load_pairs(by, weight, w.dim);
+    wait_previous();
+    int4 given = s.token[blockIdx.x];
+    int token = given.x < 0 ? max(w.drawn[given.y], 0) : given.x; /* after a NaN the step is void */
+    const size_t row = (size_t)token * table.stride;
+    auto value = [&](size_t i) {
+        if (table.type == F32) return ((const float *)table.data)[i];
+        return table.type == F16 ? (float)((const f16 *)table.data)[i] : (float)((const bf16 *)table.data)[i];
+    };
+    float2 *to = (float2 *)(w.x + (size_t)blockIdx.x * w.dim);
+    if (threadIdx.x == 0) w.page_token[given.z] = token;
+    for_pairs(w.dim, [&](int i, int k) { to[i] = x[k] = {value(row + 2 * i), value(row + 2 * i + 1)}; });
+    rms_norm(w, x, by, type, blockIdx.x);
+}
+
+/* The activation of what cuBLAS made of gate and up. A block a token. */
+__global__ void __launch_bounds__(256) activate(Work w, Type type) {
+    launch_next();
+    wait_previous();
+    const float2 *pair = (const float2 *)w.found + (size_t)blockIdx.x * w.ffn_dim;
+    for (int i = threadIdx.x; i < w.ffn_dim; i += blockDim.x)
+        store_as(type, w.act_out, (size_t)blockIdx.x * w.act_pitch + i,
+                 swiglu(w.act, w.act_limit, pair[i].x, pair[i].y, type != F32));
+}
+
+/* Sorts the choices by expert and cuts them into jobs of at most `most`. The last block of route() calls it; count and
+ * next (n_experts) are in shared memory. */
+__device__ inline void sort_choices(const Work &w, int choices, int most, int *count, int *next) {
+    const int lane = threadIdx.x % 32;
+    for (int e = threadIdx.x; e < w.n_experts; e += blockDim.x) count[e] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < choices; i += blockDim.x) atomicAdd(count + w.expert[i], 1);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        int first = 0, jobs = 0, read = 0;
+        for (int base = 0; base < w.n_experts; base += 32) {
+            int e = base + lane, n = e < w.n_experts ? count[e] : 0, mine = (n + most - 1) / most;
+            int upto = warp_sum_to(n), jobs_to = warp_sum_to(mine);
+            if (e < w.n_experts) next[e] = first + upto - n;
+            for (int k = 0; k < mine; k++)
+                w.job[jobs + jobs_to - mine + k] = {e, first + upto - n + k * most, min(most, n - k * most)};
+            first += __shfl_sync(~0u, upto, 31), jobs += __shfl_sync(~0u, jobs_to, 31),
+                read += __popc(__ballot_sync(~0u, n));
+        }
+        if (lane == 0) *w.jobs = jobs, *w.experts_read += read;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < choices; i += blockDim.x) w.order[atomicAdd(next + w.expert[i], 1)] = i;
+}
+
+/* The top_k largest of each token's router logits, the lower number among equals, and softmax over them: a warp a
+ * token. The last block makes jobs of at most `most` choices for the products of the experts. */
+constexpr int ROUTE_WARPS = 8;
+__global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, int tokens, int most) {
+    extern __shared__ int counts[]; /* (2, n_experts) */
+    launch_next();
+    wait_previous();
+    int t = blockIdx.x * ROUTE_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (t < tokens) {
+        const float *logit = w.router + (size_t)t * w.n_experts;
+        unsigned taken = 0;              /* of this lane's experts: lane, lane + 32, ... */
+        float mine = -INFINITY, top = 0; /* the logit of choice `lane`, and of the first one */
+        for (int k = 0; k < w.top_k; k++) {
+            unsigned long long best = 0;
+            for (int i = 0, e = lane; e < w.n_experts; e += 32, i++)
+                if (!(taken >> i & 1)) {
+                    uint64_t key = draw_key(isnan(logit[e]) ? -INFINITY : logit[e], e);
+                    if (key > best) best = key;
+                }
+            int e = draw_id(warp_max(best));
+            if (e % 32 == lane) taken |= 1u << e / 32;
+            if (k == 0) top = logit[e];
+            if (k == lane) mine = logit[e], w.expert[t * w.top_k + k] = e;
+        }
+        float share = lane < w.top_k ? expf(mine - top) : 0, total = warp_sum(share);
+        if (lane < w.top_k) w.weight[t * w.top_k + lane] = share / total;
+    }
+    if (gridDim.x == 1) __syncthreads();
+    if (gridDim.x == 1 || last_block(w.routed, gridDim.x))
+        sort_choices(w, tokens * w.top_k, most, counts, counts + w.n_experts);
+}
+
+/* x[t] += sum of weight * down over the choices, in their order; and the norm that comes next. A block a token. */
+__global__ void __launch_bounds__(1024) combine(Work w, const float *norm, Type type) {
+    Pairs x, by;
+    launch_next();
+    load_pairs(by, norm, w.dim);
+    wait_previous();
+    const int t = blockIdx.x;
+    float *row = w.x + (size_t)t * w.dim;
+    load_pairs(x, row, w.dim);
+    for (int choice = t * w.top_k; choice < (t + 1) * w.top_k; choice++) {
+        const float weight = w.weight[choice];
+        const float2 *down = (const float2 *)(w.down + (size_t)choice * w.dim);
+        for_pairs(w.dim, [&](int i, int k) { x[k] = {x[k].x + weight * down[i].x, x[k].y + weight * down[i].y}; });
+    }
+    for_pairs(w.dim, [&](int i, int k) { ((float2 *)row)[i] = x[k]; });
+    rms_norm(w, x, by, type, t);
+}
+
+/* ---- 5 attention ---- */
+
+/* Where keys or values of a head begin in a page. */
+__host__ __device__ inline bf16 *cache_of(const Work &w, int page, int values, int head) {
+    return w.cache + page * page_size(w) + (size_t)((w.layer * 2 + values) * w.n_kv_heads + head) * w.head_dim * PAGE;
+}
+/* Where, from there, dimension i of a position's key or value lies. The 16 positions of a slab lie together: keys 32
+ * dimensions at a time (the last time what is left), position by position; values dimension by dimension. So what a
+ * warp loads for mma is whole lines. */
+constexpr int SLAB_KEYS = 16, SLABS = PAGE / SLAB_KEYS;
+__host__ __device__ inline int key_place(int d, int position, int i) {
+    int at = position % PAGE;
+    return at / SLAB_KEYS * SLAB_KEYS * d + i / 32 * 32 * SLAB_KEYS + at % SLAB_KEYS * min(32, d - i / 32 * 32) + i % 32;
+}
+__host__ __device__ inline int value_place(int d, int position, int i) {
+    int at = position % PAGE;
+    return at / SLAB_KEYS * SLAB_KEYS * d + i * SLAB_KEYS + at % SLAB_KEYS;
+}
+/* The number of the page that holds a position of a sequence. */
+__device__ inline int page_of(const Step &s, int seq, int position) {
+    return s.page[(size_t)seq * s.header[0] + position / PAGE];
+}
+/* The first position that a query sees. */
+__device__ inline int first_seen(int position, int window) {
+    return window && position >= window ? position - window + 1 : 0;
+}
+
+/* RoPE (Su et al., "RoFormer", 2021) of one head of a token, by a warp, and before it RMSNorm if the model norms
+ * queries and keys. The pair that turns together, (i, i + head_dim / 2) in the file, is adjacent here: the loader deals
+ * rows so. store(i, pair) receives the i-th one. */
+template <class Store>
+__device__ inline void turn_head(const Work &w, const float *head, const float *norm, int position, Store store) {
+    const float2 *pair = (const float2 *)head, *weight = (const float2 *)norm,
+                 *turn = w.turn + (size_t)position * (w.head_dim / 2);
+    int lane = threadIdx.x % 32;
+    float square = 0, factor = 1;
+    for (int i = lane; i < w.head_dim / 2 && norm; i += 32) square += pair[i].x * pair[i].x + pair[i].y * pair[i].y;
+    if (norm) factor = norm_factor(warp_sum(square), w.head_dim, w.eps);
+    for (int i = lane; i < w.head_dim / 2; i += 32) {
+        float2 x = pair[i], by = turn[i];
+        if (norm) x = {x.x * factor * weight[i].x, x.y * factor * weight[i].y};
+        store(i, make_float2(x.x * by.x - x.y * by.y, x.y * by.x + x.x * by.y));
+    }
+}
+/* Queries are bf16 unless weights are F32. */
+__host__ __device__ inline Type query_type(const DeviceLayer &l) { return l.qkv.type == F32 ? F32 : BF16; }
+/* Queries of head h of token t, to w.q; its key and value of a head, to the cache; copies in bf16, unless NULL. A warp
+ * each. */
+__device__ inline void turn_query(const Work &w, const Step &s, const DeviceLayer &l, int t, int h, bf16 *copy) {
+    const float *row = w.found + (size_t)t * l.qkv.rows + h * w.head_dim;
+    const size_t to = ((size_t)t * w.n_heads + h) * w.head_dim;
+    turn_head(w, row, l.q_norm, s.position[t], [&](int i, float2 x) {
+        store_pair_as(query_type(l), w.q, to + 2 * i, x.x, x.y);
+        if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
+    });
+}
+__device__ inline void store_key_value(const Work &w, const Step &s, const DeviceLayer &l, int t, int head,
+                                       bf16 *key_copy, bf16 *value_copy) {
+    const float *row = w.found + (size_t)t * l.qkv.rows + (w.n_heads + head) * w.head_dim,
+                *value = row + w.n_kv_heads * w.head_dim;
+    const int d = w.head_dim, p = s.position[t], page = page_of(s, s.seq[t], p);
+    bf16 *keys = cache_of(w, page, 0, head), *values = cache_of(w, page, 1, head);
+    turn_head(w, row, l.k_norm, p, [&](int i, float2 x) {
+        *(uint32_t *)(keys + key_place(d, p, 2 * i)) = pack(x.x, x.y);
+        if (key_copy) ((uint32_t *)key_copy)[i] = pack(x.x, x.y);
+    });
+    for (int i = threadIdx.x % 32; i < d; i += 32) {
+        values[value_place(d, p, i)] = (bf16)value[i];
+        if (value_copy) value_copy[i] = (bf16)value[i];
+    }
+}
+/* Both, for all heads of a token: a block a token. */
+__global__ void __launch_bounds__(256) rope_and_store(Work w, Step s, DeviceLayer l) {
+    launch_next();
+    wait_previous();
+    for (int h = threadIdx.x / 32; h < w.n_heads + w.n_kv_heads; h += blockDim.x / 32)
+        h < w.n_heads ? turn_query(w, s, l, blockIdx.x, h, NULL)
+                      : store_key_value(w, s, l, blockIdx.x, h - w.n_heads, NULL, NULL);
+}
+
+/* 16 keys and values of a page, as mma wants them: column n of tile j is key 4 (n / 2) + 2 j + n % 2, so that a lane's
+ * shares belong to four neighbouring keys and meet the values, which lie by dimension, without moving. */
+template <int D> struct Slab {
+    uint4 key[2][D / 32];
+    uint2 value[D / 8];
+    template <bool SHARED = false>
+    __device__ void load(const bf16 *keys, const bf16 *values, int i, int lane) { /* the i-th of a page */
+        int g = lane / 4, t = lane % 4;
+        auto read = [](auto from) { return SHARED ? *from : __ldcg(from); };
+        keys += key_place(D, i * SLAB_KEYS + g / 2 * 4 + g % 2, t * 8);
+        values += value_place(D, i * SLAB_KEYS + t * 4, g);
+        for (int j = 0; j < 2; j++)
+            for (int c = 0; c < D / 32; c++) key[j][c] = read((const uint4 *)(keys + key_place(D, 2 * j, c * 32)));
+        for (int d = 0; d < D / 8; d++) value[d] = read((const uint2 *)(values + value_place(D, 0, d * 8)));
+    }
+    /* Puts in a key and its value, of D dimensions each, as number `at` of the 16. */
+    __device__ void replace(int at, const bf16 *its_key, const bf16 *its_value, int lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int j = 0; j < 2; j++)
+            for (int c = 0; c < D / 32; c++)
+                if (g / 2 * 4 + j * 2 + g % 2 == at) key[j][c] = *(const uint4 *)(its_key + c * 32 + t * 8);
+        const uint32_t keep = at % 2 ? 0xFFFF : 0xFFFF0000; /* of the word with its value */
+        for (int d = 0; d < D / 8; d++) {
+            uint32_t &word = at % 4 < 2 ? value[d].x : value[d].y, its = __bfloat16_as_ushort(its_value[d * 8 + g]);
+            if (at / 4 == t) word = (word & keep) | its << at % 2 * 16;
+        }
+    }
+};
+
+/* A warp's state of softmax(q k / sqrt(d)) v for the at most 8 query heads of one token that share a key/value head,
+ * after the keys seen so far (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): lane 4g + t
+ * has head g. */
+template <int D> struct SlabState {
+    float most = LEAST, total = 0, sum[D / 8][2] = {}; /* dimensions 8i + 2t, + 1 */
+    static constexpr float LEAST = -1e30f;             /* of nothing seen yet */
+
+    __device__ void add(const Slab<D> &slab, const uint4 (&q)[D / 32], int base, int first, int last, float scale,
+                        int lane) {
+        float score[2][4] = {}, now = most;
+        int t = lane % 4;
+        uint32_t share[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+            for (int c = 0; c < D / 32; c++) mma_eight(score[j], q[c], uint4{}, slab.key[j][c]);
+            for (int i = 0; i < 2; i++) {
+                int p = base + 4 * t + 2 * j + i;
+                score[j][i] = p >= first && p <= last ? score[j][i] * scale : -INFINITY;
+                now = fmaxf(now, score[j][i]);
+            }
+        }
+        now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+        now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+        float factor = exp2f(most - now);
+        most = now;
+        total *= factor;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            float a = exp2f(score[j][0] - now), b = exp2f(score[j][1] - now);
+            total += a + b;
+            share[j] = pack(a, b);
+        }
+        int behind = base + 4 * t - last; /* what lies behind the end may be a NaN, and 0 times that is one */
+        uint32_t keep = behind < 0    ? ~0u
+                        : behind == 0 ? 0xFFFF
+                                      : 0,
+                 keep2 = behind < -2    ? ~0u
+                         : behind == -2 ? 0xFFFF
+                                        : 0;
+#pragma unroll
+        for (int d = 0; d < D / 8; d++) {
+            float c[4] = {sum[d][0] * factor, sum[d][1] * factor, 0, 0};
+            mma<bf16>(c, share[0], 0, share[1], 0, slab.value[d].x & keep, slab.value[d].y & keep2);
+            sum[d][0] = c[0], sum[d][1] = c[1];
+        }
+    }
+    __device__ void store(float *to, int lane) { /* to (2 + D) of this lane's head: most, total, sum */
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        to[0] = most;
+        to[1] = total;
+        for (int d = 0; d < D / 8; d++)
+            for (int i = 0; i < 2; i++) to[2 + d * 8 + lane % 4 * 2 + i] = sum[d][i];
+    }
+};
+
+/* Two dimensions, from `pair` on, of one head: what `count` states, `pitch` floats apart, come to together. */
+struct Merged {
+    float most = -1e30f, total = 0;
+    float2 sum = {};
+    __device__ Merged(const float *state, int count, int pitch, int pair) {
+        for (int i = 0; i < count; i++) most = fmaxf(most, state[i * pitch]);
+        for (int i = 0; i < count; i++, state += pitch) {
+            float share = exp2f(state[0] - most);
+            total += share * state[1], sum.x += share * state[2 + pair], sum.y += share * state[3 + pair];
+        }
+    }
+    __device__ float2 result(float sink) const { /* a sink joins the softmax, without a value; -INFINITY: none */
+        float top = fmaxf(most, sink * LOG2E), share = exp2f(most - top),
+              all = total * share + exp2f(sink * LOG2E - top);
+        return {sum.x * share / all, sum.y * share / all};
+    }
+};
+
+/* Attention of tokens one by one: of a step that generates, and of the last few of a prompt. A block has one token
+ * (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split of the context (blockIdx.z),
+ * so many pages of it; its warps take 16 keys in turn. The last of a token's splits to end adds them up. With `turn`,
+ * where no token sees another of the same step, the block also turns its queries and stores its key and value; all
+ * other keys are there before the step, so the first ones are asked for before anything else. */
+constexpr int ATTENTION_WARPS = 8;
+__host__ __device__ inline int splits_of(int pages, int most) { return max(1, min(most, pages / SPLIT_PAGES)); }
+template <int D>
+__global__ void __launch_bounds__(ATTENTION_WARPS * 32, D <= 64 ? 2 : 1)
+    attention(Work w, Step s, DeviceLayer l, bool turn, int most_splits) {
+    constexpr int ROW = D + 2, W = ATTENTION_WARPS;
+    extern __shared__ __align__(16) float states[]; /* (W, 8, ROW) */
+    __shared__ __align__(16) bf16 query[8][D], own_key[D], own_value[D];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.z;
+    const int group = w.n_heads / w.n_kv_heads, parts = head_parts(group), head = blockIdx.x / parts;
+    const int part = blockIdx.x % parts * 8, first_head = head * group + part, heads = min(8, group - part);
+    launch_next();
+    const int t = s.query[blockIdx.y], p = s.position[t], seq = s.seq[t], first = first_seen(p, l.window);
+    const int page0 = first / PAGE, pages = p / PAGE - page0 + 1, splits = splits_of(pages, most_splits);
+    if (split >= splits) return;
+    const int slab0 = max((page0 + pages * split / splits) * SLABS, first / SLAB_KEYS);
+    const int slabs = min((page0 + pages * (split + 1) / splits) * SLABS, p / SLAB_KEYS + 1);
+    int i = slab0 + warp, page = i < slabs ? page_of(s, seq, i * SLAB_KEYS) : 0;
+    Slab<D> slab;
+    auto load = [&](Slab<D> &to, int i) {
+        to.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), i % SLABS, lane);
+    };
+    if (turn && i < slabs) load(slab, i);
+    wait_previous();
+    if (!turn && i < slabs) load(slab, i);
+    for (int h = warp; h < heads; h += W)
+        if (turn)
+            turn_query(w, s, l, t, first_head + h, query[h]);
+        else
+            for (int k = lane * 2; k < D; k += 64)
+                *(uint32_t *)(query[h] + k) =
+                    ((const uint32_t *)w.q)[(((size_t)t * w.n_heads + first_head + h) * D + k) / 2];
+    if (turn && split == splits - 1 && warp == W - 1) store_key_value(w, s, l, t, head, own_key, own_value);
+    __syncthreads();
+    uint4 q[D / 32];
+    for (int c = 0; c < D / 32; c++) q[c] = *(const uint4 *)(query[lane / 4] + c * 32 + lane % 4 * 8);
+    SlabState<D> state;
+    for (; i < slabs; i += W) {
+        Slab<D> next;
+        if (i + W < slabs) page = page_of(s, seq, (i + W) * SLAB_KEYS), load(next, i + W);
+        if (turn && i == p / SLAB_KEYS) slab.replace(p % SLAB_KEYS, own_key, own_value, lane);
+        state.add(slab, q, i * SLAB_KEYS, first, p, LOG2E * rsqrtf(D), lane);
+        slab = next;
+    }
+    state.store(states + (warp * 8 + lane / 4) * ROW, lane);
+    __syncthreads();
+    /* Here partials of this token and these heads begin, (splits, 8, ROW). */
+    const size_t which = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
+    float *partial = w.partial + which * MAX_SPLITS * 8 * ROW;
+    auto result = [&](const float *from, int count, int h, int pair) {
+        float2 x = Merged(from + h * ROW, count, 8 * ROW, pair).result(l.sinks ? l.sinks[first_head + h] : -INFINITY);
+        store_pair_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + (first_head + h) * D + pair, x.x, x.y);
+    };
+    for (int i = threadIdx.x; i < heads * (D / 2); i += blockDim.x) {
+        int h = i / (D / 2), pair = i % (D / 2) * 2;
+        if (splits == 1) {
+            result(states, W, h, pair);
+            continue;
+        }
+        Merged m(states + h * ROW, W, 8 * ROW, pair);
+        float *to = partial + (split * 8 + h) * ROW;
+        if (pair == 0) to[0] = m.most, to[1] = m.total;
+        *(float2 *)(to + 2 + pair) = m.sum;
+    }
+    if (splits == 1 || !last_block(w.attended + which, splits)) return;
+    for (int i = threadIdx.x; i < heads * (D / 2); i += blockDim.x)
+        result(partial, splits, i / (D / 2), i % (D / 2) * 2);
+}
+
+/* The same for 16 rows of a prompt, each a token and a query head: lane 4g + t has rows g and g + 8. */
+template <int D, int KEYS> struct TileState {
+    float most[2] = {-1e30f, -1e30f}, total[2] = {}, sum[D / 8][4] = {}; /* dimensions 8i + 2t, + 1 of either row */
+
+    /* Where key n of tile j of 8 lies among KEYS: as in Slab. */
+    __device__ static int key_of(int j, int n) { return j / 2 * SLAB_KEYS + n / 2 * 4 + j % 2 * 2 + n % 2; }
+    /* Takes away what rows do not see: keys before first[r] or behind last[r]. */
+    __device__ static void mask(float (&score)[KEYS / 8][4], int base, const int (&first)[2], const int (&last)[2]) {
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; j++)
+            for (int i = 0; i < 4; i++) {
+                int p = base + key_of(j, threadIdx.x % 4 * 2 + i % 2);
+                if (p < first[i / 2] || p > last[i / 2]) score[j][i] = -INFINITY;
+            }
+    }
+    /* Scores become shares; what earlier keys have given shrinks by as much as a row's largest score has grown. */
+    __device__ void soften(float (&score)[KEYS / 8][4], float scale) {
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float now = most[r];
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; j++) now = fmaxf(now, fmaxf(score[j][2 * r], score[j][2 * r + 1]) * scale);
+            now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+            now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+            factor[r] = exp2_quick(most[r] - now);
+            most[r] = now;
+            total[r] *= factor[r];
+#pragma unroll
+            for (int i = 0; i < KEYS / 4; i++) {
+                float &x = score[i / 2][2 * r + i % 2];
+                x = exp2_quick(x * scale - now), total[r] += x;
+            }
+        }
+        if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
+#pragma unroll
+            for (int i = 0; i < D / 2; i++) sum[i / 4][i % 4] *= factor[i % 4 / 2];
+        }
+    }
+    /* Tiles 2 slab and 2 slab + 1 of shares, as rows of mma. */
+    __device__ static uint4 shares_of(const float (&share)[KEYS / 8][4], int slab) {
+        const float(&a)[4] = share[2 * slab], (&b)[4] = share[2 * slab + 1];
+        return {pack(a[0], a[1]), pack(a[2], a[3]), pack(b[0], b[1]), pack(b[2], b[3])};
+    }
+};
+
+/* Attention of neighbouring tokens of a prompt (blockIdx.y: a tile, the last first, since it sees most) and all query
+ * heads that share a key/value head (blockIdx.x). A warp has 16 M rows, whose queries stay in shared memory while keys
+ * and values pass through it (Dao, "FlashAttention-2", 2023). */
+template <int D> struct AttentionShape {
+    static constexpr int M = D <= 128 ? 2 : 1, WARPS = 4, ROWS = WARPS * M * 16, THREADS = WARPS * 32;
+    static constexpr int KEYS = D < 128 ? PAGE : PAGE / 2, STAGE = KEYS * D * 2; /* elements of keys and values */
+    static constexpr int SHARED = (ROWS * D + 2 * STAGE) * sizeof(bf16);
+    /* Eighths of odd rows change places where rows begin in the same bank. */
+    __device__ static int query_place(int row, int i) { return row * D + (i ^ (D % 64 ? 0 : row % 2 * 32)); }
+    /* Asks for keys and values of positions `base` to `base` + KEYS - 1, zeros behind `end`: there may be a NaN. */
+    __device__ static void copy(const Work &w, const Step &s, bf16 *to, int seq, int head, int base, int end) {
+        if (base > end) return;
+        const int page = page_of(s, seq, base);
+        const bf16 *keys = cache_of(w, page, 0, head) + key_place(D, base, 0);
+        const bf16 *values = cache_of(w, page, 1, head) + value_place(D, base, 0);
+#pragma unroll
+        for (int i = 0; i < KEYS * D / 8 / THREADS; i++) {
+            int k = i * THREADS + threadIdx.x, position = base + k / (2 * D) * SLAB_KEYS + k % 2 * 8;
+            copy_16(to + k * 8, keys + k * 8);
+            copy_16(to + KEYS * D + k * 8, values + k * 8, max(0, min(16, 2 * (end + 1 - position))));
+        }
+    }
+};
+template <int D>
+__global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Work w, Step s, DeviceLayer l) {
+    typedef AttentionShape<D> Shape;
+    constexpr int M = Shape::M, KEYS = Shape::KEYS;
+    extern __shared__ __align__(128) bf16 arena[]; /* queries (ROWS, D); two stages of keys and values (2, KEYS * D) */
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int head = blockIdx.x, tile = gridDim.y - 1 - blockIdx.y, group = w.n_heads / w.n_kv_heads;
+    launch_next();
+    wait_previous();
+    const int token = s.tile[2 * tile], n = s.tile[2 * tile + 1], seq = s.seq[token], position = s.position[token];
+    const int end = position + n - 1, begin = first_seen(position, l.window) / KEYS * KEYS;
+    auto position_of = [&](int row) {
+        return position + min(row / group, n - 1);
+    }; /* missing rows alias the last token */
+    for (int i = threadIdx.x; i < Shape::ROWS * D / 8; i += Shape::THREADS) {
+        int row = i / (D / 8), c = i % (D / 8) * 8, of = token + position_of(row) - position;
+        copy_16(arena + Shape::query_place(row, c),
+                (const bf16 *)w.q + ((size_t)of * w.n_heads + head * group + row % group) * D + c);
+    }
+    bf16 *stages = arena + Shape::ROWS * D;
+    Shape::copy(w, s, stages, seq, head, begin, end);
+    copies_end();
+    TileState<D, KEYS> state[M];
+    int first[M][2], last[M][2]; /* what rows g and g + 8 of each tile see */
+    const int row0 = warp * M * 16, lowest = position_of(row0), highest = position_of(row0 + M * 16 - 1);
+#pragma unroll
+    for (int i = 0; i < 2 * M; i++) {
+        last[i / 2][i % 2] = position_of(row0 + i * 8 + g);
+        first[i / 2][i % 2] = first_seen(last[i / 2][i % 2], l.window);
+    }
+    const float scale = LOG2E * rsqrtf(w.head_dim);
+    for (int base = begin, turn = 0; base <= end; base += KEYS, turn ^= 1) {
+        Shape::copy(w, s, stages + (turn ^ 1) * Shape::STAGE, seq, head, base + KEYS, end);
+        copies_end();
+        copies_done<1>();
+        __syncthreads();
+        const bf16 *keys = stages + turn * Shape::STAGE, *values = keys + KEYS * D;
+        float score[M][KEYS / 8][4] = {};
+#pragma unroll
+        for (int c = 0; c < D; c += 32) {
+            uint4 query[M][2];
+#pragma unroll
+            for (int i = 0; i < 2 * M; i++)
+                query[i / 2][i % 2] = *(const uint4 *)(arena + Shape::query_place(row0 + i * 8 + g, c + t * 8));
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; j++) {
+                uint4 key = *(const uint4 *)(keys + key_place(D, state[0].key_of(j, g), c + t * 8));
+#pragma unroll
+                for (int m = 0; m < M; m++) mma_eight(score[m][j], query[m][0], query[m][1], key);
+            }
+        }
+        const bool masked = base + KEYS - 1 > lowest || (l.window && base <= highest - l.window);
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            if (masked) state[m].mask(score[m], base, first[m], last[m]);
+            state[m].soften(score[m], scale);
+        }
+#pragma unroll
+        for (int slab = 0; slab < KEYS / SLAB_KEYS; slab++) {
+            uint4 share[M];
+#pragma unroll
+            for (int m = 0; m < M; m++) share[m] = state[m].shares_of(score[m], slab);
+#pragma unroll
+            for (int d = 0; d < D / 8; d++) {
+                uint2 value = *(const uint2 *)(values + value_place(D, slab * SLAB_KEYS + t * 4, d * 8 + g));
+#pragma unroll
+                for (int m = 0; m < M; m++)
+                    mma<bf16>(state[m].sum[d], share[m].x, share[m].y, share[m].z, share[m].w, value.x, value.y);
+            }
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * M; i++) {
+        const int row = row0 + i * 8 + g, h = head * group + row % group, r = i % 2;
+        const TileState<D, KEYS> &of = state[i / 2];
+        float all = of.total[r] + __shfl_xor_sync(~0u, of.total[r], 1);
+        all += __shfl_xor_sync(~0u, all, 2);
+        float sink = l.sinks ? l.sinks[h] * LOG2E : -INFINITY, top = fmaxf(of.most[r], sink),
+              factor = exp2f(of.most[r] - top);
+        factor /= all * factor + exp2f(sink - top); /* a sink joins the softmax, without a value */
+        if (row / group >= n) continue;
+        const size_t out = (size_t)(token + row / group) * w.attn_pitch + h * w.head_dim + 2 * t;
+#pragma unroll
+        for (int d = 0; d < D / 8; d++)
+            store_pair_as(l.o.type, w.attn, out + d * 8, of.sum[d][2 * r] * factor, of.sum[d][2 * r + 1] * factor);
+    }
+}
+
+/* Attention for any head size, and for F32, without tensor cores: a block has a token (blockIdx.x) and a query head.
+ * Each thread scores one key at a time, and then has every so many-th dimension of the result. */
+__global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer l) {
+    extern __shared__ __align__(16) float memory[]; /* the query (head_dim), its result, a share for each thread */
+    const int t = blockIdx.x, h = blockIdx.y, d = w.head_dim, head = h / (w.n_heads / w.n_kv_heads), me = threadIdx.x;
+    float *q = memory, *sum = memory + d, *share = memory + 2 * d, most = l.sinks ? l.sinks[h] : -INFINITY;
+    launch_next();
+    wait_previous();
+    const int p = s.position[t], seq = s.seq[t];
+    for (int i = me; i < d; i += blockDim.x) {
+        size_t at = ((size_t)t * w.n_heads + h) * d + i;
+        q[i] = query_type(l) == F32 ? ((const float *)w.q)[at] : (float)((const bf16 *)w.q)[at];
+        sum[i] = 0;
+    }
+    float total = l.sinks ? 1 : 0;
+    for (int base = first_seen(p, l.window); base <= p; base += blockDim.x) {
+        const int keys = min((int)blockDim.x, p + 1 - base);
+        __syncthreads();
+        if (me < keys) {
+            const bf16 *key = cache_of(w, page_of(s, seq, base + me), 0, head);
+            float score = 0;
+            for (int i = 0; i < d; i++) score += q[i] * (float)key[key_place(d, base + me, i)];
+            share[me] = score * rsqrtf(d);
+        }
+        __syncthreads();
+        float now = most;
+        for (int i = 0; i < keys; i++) now = fmaxf(now, share[i]);
+        float factor = expf(most - now), mine = me < keys ? expf(share[me] - now) : 0;
+        total = total * factor + block_sum(mine); /* all have read the scores when it returns */
+        most = now;
+        share[me] = mine;
+        __syncthreads();
+        for (int i = me; i < d; i += blockDim.x) {
+            sum[i] *= factor;
+            for (int k = 0; k < keys; k++)
+                sum[i] +=
+                    share[k] * (float)cache_of(w, page_of(s, seq, base + k), 1, head)[value_place(d, base + k, i)];
+        }
+    }
+    for (int i = me; i < d; i += blockDim.x)
+        store_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + h * d + i, sum[i] / total);
+}
+
+/* ---- 6 from logits to a token ---- */
+
+/* Marks the tokens of each row's sequence that has a repetition penalty. A block a row. */
+__global__ void __launch_bounds__(256) mark_seen(Work w, Step s) {
+    launch_next();
+    wait_previous();
+    int row = blockIdx.x, seq = s.seq[s.row[row]], words = (w.vocab + 31) / 32;
+    if (s.how[seq].penalty == 1) return;
+    for (int i = threadIdx.x; i < words; i += blockDim.x) w.seen[(size_t)row * words + i] = 0;
+    __syncthreads();
+    for (int p = threadIdx.x; p <= s.position[s.row[row]]; p += blockDim.x) {
+        int id = w.page_token[(size_t)page_of(s, seq, p) * PAGE + p % PAGE];
+        atomicOr(&w.seen[(size_t)row * words + id / 32], 1u << id % 32);
+    }
+}
+
+/* The logit x of a token after penalty and temperature. */
+__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id, float x) {
+    if (how.penalty != 1 && w.seen[(size_t)row * ((w.vocab + 31) / 32) + id / 32] >> id % 32 & 1)
+        x = penalize(x, how.penalty);
+    return how.temperature > 0 ? x / how.temperature : x;
+}
+__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id) {
+    return scaled(w, how, row, id, w.logits[(size_t)row * w.vocab + id]);
+}
+
+/* The least scaled logit that top-k, top-p and min-p leave in the draw, found digit by digit of its order_key. A block
+ * a row. */
+__global__ void __launch_bounds__(1024) filter(Work w, Step s) {
+    __shared__ unsigned low[256], high[256], prefix, largest; /* low and high words of the bins */
+    __shared__ unsigned long long above;
+    launch_next();
+    wait_previous();
+    int row = blockIdx.x, seq = s.seq[s.row[row]];
+    Sampling how = s.how[seq];
+    if (threadIdx.x == 0) largest = 0, w.floor[row] = -INFINITY;
+    __syncthreads();
+    if (how.temperature == 0 || (how.top_k <= 0 && how.top_p >= 1 && how.min_p <= 0)) return;
+    for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
+        float x = scaled(w, how, row, i);
+        if (!isnan(x)) atomicMax(&largest, order_key(x));
+    }
+    __syncthreads();
+    float max = key_value(largest), floor = -INFINITY;
+    for (int pass = 0; pass < 2; pass++) { /* top-k counts, top-p adds masses */
+        bool counts = pass == 0;
+        if (counts ? how.top_k <= 0 || how.top_k >= w.vocab : how.top_p >= 1) continue;
+        unsigned long long need = how.top_k;
+        if (threadIdx.x == 0) prefix = 0, above = 0;
+        for (int shift = 24; shift >= 0; shift -= 8) {
+            for (int i = threadIdx.x; i < 256; i += blockDim.x) low[i] = high[i] = 0;
+            __syncthreads();
+            unsigned fixed = shift == 24 ? 0 : ~0u << (shift + 8);
+            for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
+                float x = scaled(w, how, row, i);
+                unsigned key = order_key(x);
+                if (isnan(x) || (key & fixed) != prefix || !(x >= floor)) continue;
+                unsigned long long add = counts ? 1 : mass(x, max);
+                unsigned bin = key >> shift & 255, before = atomicAdd(&low[bin], (unsigned)add),
+                         more = (unsigned)(add >> 32) + (before + (unsigned)add < before);
+                if (more) atomicAdd(&high[bin], more);
+            }
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                auto bin = [&](int i) { return (unsigned long long)high[i] << 32 | low[i]; };
+                if (!counts && shift == 24) {
+                    unsigned long long all = 0;
+                    for (int i = 0; i < 256; i++) all += bin(i);
+                    need = top_p_mass(all, how.top_p);
+                }
+                int digit = 255;
+                for (; digit > 0 && above + bin(digit) < need; digit--) above += bin(digit);
+                prefix |= (unsigned)digit << shift;
+            }
+            __syncthreads();
+        }
+        floor = fmaxf(floor, key_value(prefix));
+        __syncthreads();
+    }
+    if (how.min_p > 0) floor = fmaxf(floor, min_p_floor(max, how.min_p));
+    if (threadIdx.x == 0) w.floor[row] = floor;
+}
+
+/* Draws a token for each row (blockIdx.y): the largest of scaled logit plus noise, over all blocks; the block that
+ * comes last writes it down. A NaN wins over everything. */
+__global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
+    __shared__ unsigned long long best[32];
+    launch_next();
+    int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int t = s.row[row], seq = s.seq[t], position = s.position[t];
+    Sampling how = s.how[seq];
+    wait_previous();
+    if (t != s.last[seq]) return;
+    float floor = filtered ? w.floor[row] : -INFINITY;
+    unsigned long long mine = 0;
+    constexpr int STEP = 8; /* loads on the way at once */
+    int threads = gridDim.x * blockDim.x;
+    for (int first = blockIdx.x * blockDim.x + threadIdx.x; first < w.vocab; first += STEP * threads) {
+        float logit[STEP];
+        for (int i = 0; i < STEP; i++)
+            logit[i] = w.logits[(size_t)row * w.vocab + min(first + i * threads, w.vocab - 1)];
+        for (int i = 0; i < STEP; i++) {
+            int id = first + i * threads;
+            if (id >= w.vocab) break;
+            float x = scaled(w, how, row, id, logit[i]);
+            unsigned long long key = ~0ull;
+            if (!isnan(x))
+                key = x >= floor ? draw_key(how.temperature > 0 ? x + token_noise(how.seed, position + 1, id) : x, id)
+                                 : 0;
+            if (key > mine) mine = key;
+        }
+    }
+    mine = warp_max(mine);
+    if (lane == 0) best[warp] = mine;
+    __syncthreads();
+    if (warp) return;
+    mine = warp_max(lane < blockDim.x / 32 ? best[lane] : 0);
+    if (lane) return;
+    atomicMax(&w.best[row], mine);
+    __threadfence();
+    if (atomicAdd(&w.drawing[row], 1) != (int)gridDim.x - 1) return;
+    __threadfence();
+    mine = atomicExch(&w.best[row], 0);
+    w.drawing[row] = 0;
+    int token = mine == ~0ull ? DREW_NAN : draw_id(mine);
+    w.drawn[s.slot[seq]] = token;
+    w.result[s.header[1] * w.slots + seq] = token;
+}
+
+/* ---- 7 one step ---- */
+
+/* A step as the host sees it while it is being computed. */
+struct Pass {
+    Gpu *gpu;
+    Work w;
+    Step s;
+    const Batch *batch;
+    int tokens, rows, queries, tiles;
+    int pages, splits;         /* of the longest context; into how many a context may be cut */
+    bool alone;                /* no token sees another of the same step */
+    bool keep;                 /* somebody wants logits */
+    bool penalized, filtered;  /* before the draw */
+    bool headed;               /* w.logits are there already */
+    bool prefill;              /* the annex does attention and experts */
+    bool normed;               /* w.normed is x behind the norm that comes next, ... */
+    int squares;               /* ... but for a factor from so many parts, if more than 0 */
 };
 
 /* Launches a kernel that may begin before the one before it has ended (where the code has the instructions for it). */
 template <typename... Params, typename... Args>
-cudaError_t launch(const Cuda *c, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
-    /* All kernels divide the multiprocessor's memory alike: it must be idle to divide it anew. */
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    if (!error && shared > 48 << 10) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
+    cudaError_t error = cudaSuccess;
+    /* Beside the annex all kernels divide a multiprocessor's memory alike: it must be idle to divide it anew. */
+    if (gpu->fast)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (shared && !error)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
     if (error) return error;
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = shared, config.stream = c->stream;
-    config.attrs = &early, config.numAttrs = c->launch_arch >= 90;
+    config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = shared, config.stream = gpu->stream;
+    config.attrs = &early, config.numAttrs = gpu->launch_arch >= 90;
     return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
-/* Lays a Step out from `base` on, for so many tokens; pages come last. */
-Step step_at(uint8_t *base, int tokens, size_t *bytes) {
-    Step s;
-    s.how = (Sampling *)base;
-    s.token = (int4 *)(s.how + tokens);
-    int *at = (int *)(s.token + tokens);
-    for (int **array : {&s.seq, &s.position, &s.slot, &s.last, &s.row}) *array = at, at += tokens;
-    s.tile = at, at += 2 * tokens;
-    s.header = at, at += 4;
-    s.page = at;
-    *bytes = (uint8_t *)at - base;
-    return s;
-}
-
-/* Whether the kernels of tensor cores do this attention; else attend_plain. */
-bool tiled(const Work &w) { return w.n_heads / w.n_kv_heads <= 8 && (w.head_dim == 64 || w.head_dim == 128); }
-
-/* Whether a step is one that norms for itself: see few.cuh. */
-bool alone(const Cuda *c, int tokens, int rows) { return tokens <= 1 && rows <= 1 && has_gpt_oss_shapes(c->work, c->card); }
-/* As Few::twins, of a step of few tokens. */
-bool twins(const Cuda *c, int tokens) { return are_twins(tokens) && has_gpt_oss_shapes(c->work, c->card); }
-
-/* Phases first to last - 1 of a step of few tokens: see few.cuh. */
-cudaError_t launch_few(const Cuda *c, const Step &s, int tokens, int rows, int first, int last) {
-    int n = std::max(tokens, rows);
-    const Layout &k = c->layout[n];
-    Work w = c->work;
-    auto kernel = !has_gpt_oss_shapes(w, c->card) ? few<0> : n <= 1 ? few<1> : n <= 4 ? few<4> : n <= 8 ? few<8> : few<FEW>;
-    return launch(c, kernel, c->sms, THREADS, k.bytes, w, s, c->layers, c->card.head, c->card.norm, k, tokens, rows, first, last);
-}
+/* Of which type activations are that a matrix multiplies. */
+Type type_for(const Matrix &m) { return m.type == MXFP4 ? BF16 : m.type; }
 
 /* y (tokens, rows) = x (tokens, cols; x_pitch) W^T + bias, or added to y, on cuBLAS. */
-bool multiply(Cuda *c, const Matrix &m, const void *x, int x_pitch, int tokens, float *y, bool add, Error *e) {
-    cudaDataType type = m.type == F32 ? CUDA_R_32F : CUDA_R_16BF;
+bool multiply_blas(Gpu *gpu, const Product &p, Error *e) {
+    const Matrix &m = p.w;
+    cudaDataType type = m.type == F32 ? CUDA_R_32F : m.type == F16 ? CUDA_R_16F : CUDA_R_16BF;
     cublasOperation_t transposed = CUBLAS_OP_T;
     cublasLtEpilogue_t bias = CUBLASLT_EPILOGUE_BIAS;
     cublasLtMatmulDescOpaque_t product;
     cublasLtMatrixLayoutOpaque_t w_layout, x_layout, y_layout;
-    float one = 1, beta = add;
+    float one = 1, beta = p.finish == ADD;
     cublasLtMatmulDescInit(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F);
     cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
     if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_EPILOGUE, &bias, sizeof bias);
     if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &m.bias, sizeof m.bias);
     cublasLtMatrixLayoutInit(&w_layout, type, m.cols, m.rows, m.stride);
-    cublasLtMatrixLayoutInit(&x_layout, type, m.cols, tokens, x_pitch);
-    cublasLtMatrixLayoutInit(&y_layout, CUDA_R_32F, m.rows, tokens, m.rows);
-    std::array<int, 4> kind = {m.rows, m.cols, tokens, add + 2 * (m.bias != NULL) + 4 * (m.type == F32)};
-    auto known = c->algorithm.find(kind);
+    cublasLtMatrixLayoutInit(&x_layout, type, m.cols, p.tokens, p.x_pitch);
+    cublasLtMatrixLayoutInit(&y_layout, CUDA_R_32F, m.rows, p.tokens, p.y_pitch);
+    std::array<int, 4> kind = {m.rows, m.cols, p.tokens, (int)(beta + 2 * (m.bias != NULL) + 4 * m.type)};
+    auto known = gpu->algorithm.find(kind);
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    if (known == c->algorithm.end()) { /* asking takes longer than launching */
+    if (known == gpu->algorithm.end()) { /* asking takes longer than launching */
         cublasLtMatmulPreferenceOpaque_t preference;
         cublasLtMatmulHeuristicResult_t found;
         size_t room = PRODUCT_ROOM;
         int n = 0;
         cublasLtMatmulPreferenceInit(&preference);
         cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
-        status = cublasLtMatmulAlgoGetHeuristic(c->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout, &preference, 1, &found, &n);
+        status = cublasLtMatmulAlgoGetHeuristic(gpu->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout,
+                                                &preference, 1, &found, &n);
         if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
-        if (!status) known = c->algorithm.insert({kind, found.algo}).first;
+        if (!status) known = gpu->algorithm.insert({kind, found.algo}).first;
     }
     if (!status)
-        status = cublasLtMatmul(c->blas, &product, &one, m.data, &w_layout, x, &x_layout, &beta, y, &y_layout, y, &y_layout, &known->second, c->product_room,
-                                PRODUCT_ROOM, c->stream);
+        status = cublasLtMatmul(gpu->blas, &product, &one, m.data, &w_layout, p.x, &x_layout, &beta, p.y, &y_layout,
+                                p.y, &y_layout, &known->second, gpu->product_room, PRODUCT_ROOM, gpu->stream);
     return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasLtGetStatusString(status));
+}
+
+/* The one table from types of weights to instances; `each` tiles of rows are a block's of `product`. */
+template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
+    int tiles = p.w.tiles(), each = p.job ? 2 : (tiles + 2 * gpu->sms - 1) / (2 * gpu->sms);
+    dim3 grid((tiles + each - 1) / each, jobs);
+    return p.job || p.tokens <= 8 ? launch(gpu, product<T, 1>, grid, PRODUCT_WARPS * 32, 0, p)
+                                  : launch(gpu, product<T, 2>, grid, PRODUCT_WARPS * 32, 0, p);
+}
+template <Type T, int TILES, int ROWS> cudaError_t launch_tiled(const Gpu *gpu, const Product &p, int jobs) {
+    typedef TiledShape<T, TILES, ROWS> Shape;
+    int tiles = p.w.tiles();
+    dim3 grid((tiles + Shape::ROW_TILES - 1) / Shape::ROW_TILES,
+              p.job ? jobs : (p.tokens + Shape::TOKENS - 1) / Shape::TOKENS);
+    return launch(gpu, product_tiled<T, TILES, ROWS>, grid, Shape::THREADS, Shape::SHARED, p);
+}
+template <Type T> cudaError_t launch_any(const Gpu *gpu, const Product &p, int most, int jobs) {
+    if (most <= 8) return launch_product<T>(gpu, p, jobs);
+    return most <= 32 ? launch_tiled<T, 2, 3>(gpu, p, jobs) : launch_tiled<T, 4, 2>(gpu, p, jobs);
+}
+cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int most, int jobs) {
+    switch (p.w.type) {
+    case BF16: return launch_any<BF16>(gpu, p, most, jobs);
+    case F16: return launch_any<F16>(gpu, p, most, jobs);
+    case MXFP4: return launch_any<MXFP4>(gpu, p, most, jobs);
+    default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
+    }
+}
+
+/* normed = RMSNorm(x) * weight, for a matrix that is next, unless who changed x has left it. */
+bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
+    if (!a->normed)
+        CUDA(
+            launch(a->gpu, norm, a->tokens, row_threads(a->w.dim), 0, a->w, (const int *)NULL, weight, type_for(next)));
+    if (!a->normed) a->squares = 0;
+    return a->normed = true;
+}
+
+/* A product of all tokens with what stands behind a norm (x NULL), or with x. */
+Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
+    Product p = {};
+    p.w = m, p.x = x ? x : a->w.normed, p.x_pitch = x ? pitch : a->w.normed_pitch, p.tokens = a->tokens;
+    p.eps = a->w.eps, p.act = a->w.act, p.act_limit = a->w.act_limit;
+    if (!x && a->squares) p.square = a->w.square, p.squares = a->squares;
+    return p;
+}
+/* Where weights are streamed all that follows happens in the product; else cuBLAS multiplies, if it knows the type. */
+bool multiply(Pass *a, Product p, Error *e) {
+    bool few = p.tokens <= MAX_FEW && p.w.type != F32;
+    if (!few) p.norm = NULL;
+    if (few || p.w.type == MXFP4)
+        CUDA(launch_for_type(a->gpu, p, few ? 8 : 64, 1));
+    else if (!multiply_blas(a->gpu, p, e))
+        return false;
+    if (p.finish != ADD) return true;
+    a->normed = few && p.norm;
+    a->squares = a->normed ? square_parts(p.w.rows) : 0;
+    return true;
+}
+/* y = W x, or the residual stream += W x; then `weight` is that of the norm behind it, for a matrix `next`. */
+bool multiply_to(Pass *a, const Matrix &m, const void *x, int pitch, float *y, Error *e) {
+    Product p = product_of(a, m, x, pitch);
+    p.y = y, p.y_pitch = m.rows;
+    return multiply(a, p, e);
+}
+bool multiply_add(Pass *a, const Matrix &m, const void *x, int pitch, const float *weight, const Matrix &next,
+                  Error *e) {
+    Product p = product_of(a, m, x, pitch);
+    p.finish = ADD, p.y = a->w.x, p.y_pitch = a->w.dim;
+    if (a->gpu->lean) p.norm = weight;
+    p.normed = a->w.normed, p.normed_pitch = a->w.normed_pitch, p.normed_type = type_for(next),
+    p.next_square = a->w.square;
+    return multiply(a, p, e);
 }
 
 /* ---- taps: tests look at a step stage by stage ---- */
 
-enum Order { IN_ORDER, FEW_ORDER, TWIN_ORDER, FP4_ORDER }; /* of activations: see Codec<BF16>::place, twin_at and fp4_column */
-
-/* Hands out rows of the card as floats; `half`: rows of heads whose halves alternate. */
-template <typename From>
-bool tap_rows(const Cuda *c, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, Order order, float factor, Error *e) {
-    std::vector<From> raw(pitch * (order == TWIN_ORDER ? FEW : rows));
-    std::vector<float> out((size_t)rows * cols);
-    CUDA(cudaStreamSynchronize(c->stream));
-    CUDA(cudaMemcpy(raw.data(), from, raw.size() * sizeof(From), cudaMemcpyDeviceToHost));
+/* Hands out rows of the card as floats: value i of row r is number place(r, i) of n. */
+template <typename From, class Place>
+bool tap_rows(const Pass *a, const char *stage, const From *from, size_t n, int rows, int cols, Place place, Error *e,
+              float factor = 1) {
+    const Limits &limits = a->gpu->limits;
+    if (!limits.tap) return true;
+    std::vector<From> raw(n);
+    std::vector<float> out;
+    CUDA(cudaStreamSynchronize(a->gpu->stream));
+    CUDA(cudaMemcpy(raw.data(), from, n * sizeof(From), cudaMemcpyDeviceToHost));
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < cols; i++) {
-            int at = i, j = half ? i % (2 * half) : 0;
-            if (half) at = i - j + (j < half ? 2 * j : 2 * (j - half) + 1);
-            if (order == FEW_ORDER || order == TWIN_ORDER) at = Codec<BF16>::place(i);
-            if (order == FP4_ORDER) at = fp4_column(i);
-            out[(size_t)r * cols + i] = (float)raw[order == TWIN_ORDER ? twin_at(r, at, pitch) : r * pitch + at] * factor;
-        }
-    c->limits.tap(c->limits.tap_data, stage, layer, out.data(), rows, cols);
+        for (int i = 0; i < cols; i++) out.push_back((float)raw[place(r, i)] * factor);
+    limits.tap(limits.tap_data, stage, a->w.layer, out.data(), rows, cols);
     return true;
 }
-
-bool tap_typed(const Cuda *c, Type type, const char *stage, int layer, const void *from, size_t pitch, int rows, int cols, int half, Order order, float factor,
-               Error *e) {
-    if (!c->limits.tap) return true;
-    if (type == F32) return tap_rows<float>(c, stage, layer, from, pitch, rows, cols, half, IN_ORDER, factor, e);
-    return tap_rows<bf16>(c, stage, layer, from, pitch, rows, cols, half, order, factor, e);
+/* The same for rows `pitch` apart; where in a row a column lies. */
+int as_it_is(int i) { return i; }
+template <class Column = int(int)>
+bool tap(const Pass *a, const char *stage, Type type, const void *from, size_t pitch, int rows, int cols, Error *e,
+         Column column = as_it_is) {
+    auto place = [&](int r, int i) { return r * pitch + column(i); };
+    if (type == F32) return tap_rows(a, stage, (const float *)from, rows * pitch, rows, cols, place, e);
+    if (type == F16) return tap_rows(a, stage, (const f16 *)from, rows * pitch, rows, cols, place, e);
+    return tap_rows(a, stage, (const bf16 *)from, rows * pitch, rows, cols, place, e);
 }
-
-bool tap_floats(const Cuda *c, const char *stage, int layer, const float *from, int rows, int cols, Error *e) {
-    return !c->limits.tap || tap_rows<float>(c, stage, layer, from, cols, rows, cols, 0, IN_ORDER, 1, e);
+bool tap_x(const Pass *a, const char *stage, Error *e) {
+    return tap(a, stage, F32, a->w.x, a->w.dim, a->tokens, a->w.dim, e);
 }
-
-bool tap_cache(const Cuda *c, const Batch *b, int layer, int values, Error *e) {
-    if (!c->limits.tap) return true;
-    Work w = c->work;
-    w.layer = layer;
-    int d = w.head_dim, kv = w.n_kv_heads * d, tokens = b->first[b->seqs];
+/* Keys, or values, that this step has added. */
+bool tap_cache(const Pass *a, int values, Error *e) {
+    const Work &w = a->w;
+    const Batch *b = a->batch;
+    const int d = w.head_dim, kv = w.n_kv_heads * d;
+    const Rows dealt = {0, 1, d / 2};
     std::vector<bf16> page((size_t)kv * PAGE);
-    std::vector<float> out((size_t)tokens * kv);
-    CUDA(cudaStreamSynchronize(c->stream));
+    std::vector<float> out;
+    if (!a->gpu->limits.tap) return true;
+    CUDA(cudaStreamSynchronize(a->gpu->stream));
     for (int seq = 0; seq < b->seqs; seq++)
-        for (int t = b->first[seq]; t < b->first[seq + 1]; t++) {
-            int p = b->start[seq] + t - b->first[seq], number = b->page[seq * b->max_pages + p / PAGE];
-            CUDA(cudaMemcpy(page.data(), cache_of(w, number, values, 0), page.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
+        for (int p = b->start[seq]; p < b->start[seq] + b->first[seq + 1] - b->first[seq]; p++) {
+            const bf16 *from = cache_of(w, b->page[seq * b->max_pages + p / PAGE], values, 0);
+            CUDA(cudaMemcpy(page.data(), from, page.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
             for (int i = 0; i < kv; i++) {
-                int h = i / d, j = i % d, k = j < d / 2 ? 2 * j : 2 * (j - d / 2) + 1;
-                out[(size_t)t * kv + i] = (float)page[(size_t)h * d * PAGE + (values ? value_place(d, p, j) : key_place(d, p, k))];
+                int at = values ? value_place(d, p, i % d) : key_place(d, p, dealt.of(i % d));
+                out.push_back((float)page[(size_t)(i / d) * d * PAGE + at]);
             }
         }
-    c->limits.tap(c->limits.tap_data, values ? "v" : "k", layer, out.data(), tokens, kv);
+    a->gpu->limits.tap(a->gpu->limits.tap_data, values ? "v" : "k", w.layer, out.data(), a->tokens, kv);
     return true;
 }
-
-bool tap_qkv(const Cuda *c, const Batch *b, int layer, const void *q, int tokens, Error *e) {
-    const Work &w = c->work;
-    int width = w.n_heads * w.head_dim;
-    return tap_typed(c, c->card.layer[layer].qkv.type, "q", layer, q, width, tokens, width, w.head_dim / 2, IN_ORDER, 1, e) && tap_cache(c, b, layer, 0, e) &&
-           tap_cache(c, b, layer, 1, e);
+bool tap_attention(const Pass *a, const DeviceLayer &l, Error *e) {
+    const int width = a->w.n_heads * a->w.head_dim;
+    const Rows dealt = {0, 1, a->w.head_dim / 2};
+    return tap(a, "q", query_type(l), a->w.q, width, a->tokens, width, e, [&](int i) { return dealt.of(i); }) &&
+           tap_cache(a, 0, e) && tap_cache(a, 1, e) &&
+           tap(a, "attn", type_for(l.o), a->w.attn, a->w.attn_pitch, a->tokens, width, e);
 }
-
-bool tap_attention(const Cuda *c, int layer, const void *attn, int tokens, Error *e) {
-    const Work &w = c->work;
-    Order order = tokens > c->most_few ? IN_ORDER : twins(c, tokens) ? TWIN_ORDER : FEW_ORDER;
-    return tap_typed(c, c->card.layer[layer].o.type, "attn", layer, attn, w.attn_pitch, tokens, w.n_heads * w.head_dim, 0, order, 1, e);
-}
-
-/* The experts' choice, and what they hand to their last matrix. */
-bool tap_experts(const Cuda *c, int layer, const void *act, int tokens, Error *e) {
-    const Work &w = c->work;
-    const Block &b = c->card.layer[layer];
-    float lift = tokens <= c->most_few ? w.act_lift : 1;
-    Order order = tokens <= c->most_few ? (b.up.type == BF16 ? FEW_ORDER : IN_ORDER) : c->wgmma && b.up.type == MXFP4 ? FP4_ORDER : IN_ORDER;
-    if (!c->limits.tap) return true;
-    if (b.router.rows && (!tap_rows<int>(c, "experts", layer, w.expert, w.top_k, tokens, w.top_k, 0, IN_ORDER, 1, e) ||
-                          !tap_floats(c, "weights", layer, w.weight, tokens, w.top_k, e)))
+template <class Column = int(int)>
+bool tap_experts(const Pass *a, const DeviceLayer &l, Error *e, Column column = as_it_is) {
+    const Work &w = a->w;
+    auto choice = [&](int r, int i) { return r * w.top_k + i; };
+    const size_t n = (size_t)a->tokens * w.top_k;
+    if (l.router.rows && (!tap_rows(a, "experts", w.expert, n, a->tokens, w.top_k, choice, e) ||
+                          !tap_rows(a, "weights", w.weight, n, a->tokens, w.top_k, choice, e)))
         return false;
-    return tap_typed(c, b.up.type, "act", layer, act, w.act_pitch, tokens * w.top_k, w.ffn_dim, 0, order, 1 / lift, e);
+    return tap(a, "act", type_for(l.down), w.act_out, w.act_pitch, (int)n, w.ffn_dim, e, column);
 }
 
-/* ---- forward ---- */
+/* ---- the block ---- */
 
-template <typename Q> cudaError_t launch_attention(const Cuda *c, const Work &w, const Step &s, const Block &b, int tokens, int tiles) {
-    int group = w.n_heads / w.n_kv_heads;
-    bool cores = sizeof(Q) == 2 && tiled(w);
-    if (cores && c->wgmma) {
-        dim3 grid(w.n_kv_heads, tiles);
-        typedef AttentionShape<64> Small;
-        typedef AttentionShape<128> Large;
-        return w.head_dim == 64 ? launch(c, attention_wgmma<64>, grid, Small::THREADS, Small::SHARED, w, s, b)
-                                : launch(c, attention_wgmma<128>, grid, Large::THREADS, Large::SHARED, w, s, b);
+template <int D> cudaError_t launch_queries(const Pass *a, const DeviceLayer &l) {
+    const Work &w = a->w;
+    const int pages = l.window ? std::min(a->pages, l.window / PAGE + 2) : a->pages;
+    dim3 grid(w.n_kv_heads * head_parts(w.n_heads / w.n_kv_heads), a->queries, splits_of(pages, a->splits));
+    if (!a->queries) return cudaSuccess;
+    return launch(a->gpu, attention<D>, grid, ATTENTION_WARPS * 32, ATTENTION_WARPS * 8 * (D + 2) * sizeof(float), w,
+                  a->s, l, a->alone, a->splits);
+}
+template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &l) {
+    typedef AttentionShape<D> Shape;
+    cudaError_t error = launch_queries<D>(a, l);
+    if (error || !a->tiles) return error;
+    return launch(a->gpu, attention_tiled<D>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w,
+                  a->s, l);
+}
+
+/* Attention of what stands in w.found: RoPE, the cache, and the result in w.attn. */
+bool attend(Pass *a, const DeviceLayer &l, Error *e) {
+    const Work &w = a->w;
+    const int size = query_type(l) == F32 ? 0 : w.head_dim;
+    const bool tensor_cores = size == 64 || size == 96 || size == 128 || size == 256;
+    if (!tensor_cores || !a->alone) CUDA(launch(a->gpu, rope_and_store, a->tokens, 256, 0, w, a->s, l));
+    switch (size) {
+    case 64: CUDA(launch_attention<64>(a, l)); break;
+    case 96: CUDA(launch_attention<96>(a, l)); break;
+    case 128: CUDA(launch_attention<128>(a, l)); break;
+    case 256: CUDA(launch_attention<256>(a, l)); break;
+    default:
+        CUDA(launch(a->gpu, attention_any, dim3(a->tokens, w.n_heads), 128, (2 * w.head_dim + 128) * sizeof(float), w,
+                    a->s, l));
     }
-    if (cores) {
-        dim3 grid(tiles, w.n_kv_heads);
-        return w.head_dim == 64 ? launch(c, attention_many<64>, grid, group * 32, 0, w, s, b) : launch(c, attention_many<128>, grid, group * 32, 0, w, s, b);
-    }
-    int threads = std::max(128, (w.head_dim + 31) / 32 * 32);
-    return launch(c, attention_plain<Q>, dim3(tokens, w.n_heads), threads, (w.head_dim + threads + 33) * sizeof(float), w, s, b);
+    return tap_attention(a, l, e);
 }
 
-/* Whether combine leaves the normed input of this layer's attention, in bf16. */
-bool combine_norms_for(const Cuda *c, int layer) {
-    return layer > 0 && layer < c->work.n_layers && c->card.layer[layer - 1].router.rows && c->card.layer[layer].qkv.type == BF16;
+/* Each token's experts, and jobs of at most `most` choices of one; the norm that they read. */
+bool route_tokens(Pass *a, const DeviceLayer &l, int most, Error *e) {
+    if (!multiply_to(a, l.router, NULL, 0, a->w.router, e)) return false;
+    CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
+                2 * a->w.n_experts * sizeof(int), a->w, a->tokens, most));
+    if (type_for(l.router) != type_for(l.up)) a->normed = false;
+    return norm_for(a, l.ffn_norm, l.up, e);
 }
-
-/* Query, key and value, attention, and what it adds to x, for many tokens. */
-bool attend_many(Cuda *c, const Work &w, const Step &s, const Batch *batch, const Block &b, int tokens, int tiles, Error *e) {
-    bool f32 = b.qkv.type == F32;
-    if (!combine_norms_for(c, w.layer)) CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.attn_norm));
-    if (!multiply(c, b.qkv, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
-    CUDA(launch(c, f32 ? rope_many<float> : rope_many<bf16>, dim3(tiles, (b.qkv.rows / 2 + 255) / 256), 256, 0, w, s, b));
-    if (!tap_qkv(c, batch, w.layer, w.q, tokens, e)) return false;
-    CUDA(f32 ? launch_attention<float>(c, w, s, b, tokens, tiles) : launch_attention<bf16>(c, w, s, b, tokens, tiles));
-    return tap_attention(c, w.layer, w.attn, tokens, e) && multiply(c, b.o, w.attn, w.attn_pitch, tokens, w.x, true, e);
-}
-
-cudaError_t launch_route(const Cuda *c, const Work &w, const Block &b, int tokens) {
-    auto run = [&](auto shape, auto kernel) {
-        return launch(c, kernel, (tokens + shape.TOKENS - 1) / shape.TOKENS, shape.WARPS * 32, shape.shared(w.dim, w.n_experts), w, b, tokens);
-    };
-    if (b.router.type == F32) return run(RouteShape<float, 4>(), route_many<float, 4>);
-    RouteShape<bf16, 16> wide;
-    if (wide.shared(w.dim, w.n_experts) <= c->shared) return run(wide, route_many<bf16, 16>);
-    return run(RouteShape<bf16, 8>(), route_many<bf16, 8>);
-}
-
-/* The feed-forward part of a layer for many tokens. */
-bool feed_forward_many(Cuda *c, const Work &w, const Block &b, int tokens, Error *e) {
-    if (!b.router.rows) {
-        bool f32 = b.up.type == F32;
-        CUDA(launch(c, f32 ? norm_many<float> : norm_many<bf16>, tokens, 256, 0, w, (const float *)b.ffn_norm));
-        if (!multiply(c, b.up, w.normed, w.normed_pitch, tokens, w.qkv, false, e)) return false;
-        CUDA(launch(c, f32 ? swiglu_many<float> : swiglu_many<bf16>, tokens, 256, 0, w, b));
-        return tap_experts(c, w.layer, w.act_out, tokens, e) && multiply(c, b.down, w.act_out, w.act_pitch, tokens, w.x, true, e);
-    }
-    if (b.qkv.type == F32) CUDA(cudaMemsetAsync(w.normed, 0, (size_t)tokens * w.normed_pitch * sizeof(bf16), c->stream)); /* halves of floats lie behind dim */
-    CUDA(launch_route(c, w, b, tokens));
-    CUDA(launch(c, list_choices, w.n_experts, 1024, 0, w, tokens));
-    int tiles = tokens * w.top_k / 128 + std::min(w.n_experts, tokens * w.top_k);
-    typedef ExpertShape Shape;
-    size_t plain = 3 * 128 * FP4_COLUMNS * sizeof(bf16), shared = Shape::SHARED + Shape::tiles(tokens * w.top_k, w.n_experts) * sizeof(int);
-    if (c->wgmma)
-        CUDA(launch(c, up_wgmma, c->sms, Shape::THREADS, shared, w, b, tokens));
-    else
-        CUDA(launch(c, up_many, dim3((b.up.rows + 127) / 128, tiles), 256, plain, w, b, tokens));
-    if (!tap_experts(c, w.layer, w.act_out, tokens, e)) return false;
-    if (c->wgmma)
-        CUDA(launch(c, down_wgmma, c->sms, Shape::THREADS, shared, w, b, tokens));
-    else
-        CUDA(launch(c, down_many, dim3((w.dim + 127) / 128, tiles), 256, plain, w, b, tokens));
-    CUDA(launch(c, combine, tokens, 256, 0, w, combine_norms_for(c, w.layer + 1) ? (const float *)c->card.layer[w.layer + 1].attn_norm : NULL));
+bool combine_experts(Pass *a, const float *next_norm, const Matrix &next, Error *e) {
+    CUDA(launch(a->gpu, combine, a->tokens, row_threads(a->w.dim), 0, a->w, next_norm, type_for(next)));
+    a->normed = true, a->squares = 0;
     return true;
+}
+
+/* Choices of each token sorted by expert, gate and up of all of them, down, and their weighted sum. */
+bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
+    const Work &w = a->w;
+    const int choices = a->tokens * w.top_k;
+    const int most = a->tokens <= MAX_FEW ? 8 : choices <= 32 * w.n_experts ? 32 : 64; /* choices of a job */
+    const int jobs = std::min(w.n_experts, choices) + choices / most;
+    if (!route_tokens(a, l, most, e)) return false;
+    Product up = product_of(a, l.up, NULL, 0), down = product_of(a, l.down, w.act_out, w.act_pitch);
+    up.job = down.job = w.job, up.jobs = down.jobs = w.jobs, up.order = down.order = w.order;
+    up.divide = w.top_k, down.divide = 1;
+    up.finish = ACTIVATE, up.y = w.act_out, up.y_pitch = w.act_pitch, up.y_type = type_for(l.down);
+    down.y = w.down, down.y_pitch = w.dim;
+    CUDA(launch_for_type(a->gpu, up, most, jobs));
+    if (!tap_experts(a, l, e)) return false;
+    CUDA(launch_for_type(a->gpu, down, most, jobs));
+    return combine_experts(a, next_norm, next, e);
+}
+
+/* Dense: the activation is a part of the product, or a kernel behind cuBLAS's. */
+bool feed_forward(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
+    const Work &w = a->w;
+    Product p = product_of(a, l.up, NULL, 0);
+    bool blas = l.up.type == F32 || (a->tokens > MAX_FEW && l.up.type != MXFP4);
+    p.y = blas ? (void *)w.found : w.act_out, p.y_pitch = blas ? l.up.rows : w.act_pitch;
+    p.finish = blas ? STORE : ACTIVATE, p.y_type = type_for(l.down);
+    if (!multiply(a, p, e)) return false;
+    if (blas) CUDA(launch(a->gpu, activate, a->tokens, 256, 0, w, type_for(l.down)));
+    return tap_experts(a, l, e) && multiply_add(a, l.down, w.act_out, w.act_pitch, next_norm, next, e);
+}
+
+/* The seam: what the annex does in place of functions here, for gpt-oss on Hopper. */
+#if FAST
+#include "fast/fast.cuh"
+#else
+namespace fast {
+void open(Gpu *) {}
+void plan(Gpu *, Plan *) {}
+bool prepare(Gpu *, Error *) { return true; }
+void close(Gpu *) {}
+int phases(const Gpu *, Phase *) { return 0; }
+bool decode(Pass *, uint8_t *, Error *) { return false; }
+bool prefills(const Pass *) { return false; }
+bool attend(Pass *, const DeviceLayer &, Error *) { return false; }
+bool experts(Pass *, const DeviceLayer &, const float *, const Matrix &, Error *) { return false; }
+} /* namespace fast */
+#endif
+
+/* A transformer block: x += attention(norm(x)), x += experts(norm(x)). Who changes x leaves the norm that comes next. */
+bool block(Pass *a, int layer, Error *e) {
+    const DeviceModel &device = a->gpu->device;
+    const DeviceLayer &l = device.layer[layer];
+    const bool end = layer + 1 == a->w.n_layers;
+    const float *next_norm = end ? device.norm : device.layer[layer + 1].attn_norm;
+    const Matrix &next = end ? device.head : device.layer[layer + 1].qkv, &inner = l.router.rows ? l.router : l.up;
+    a->w.layer = layer;
+    if (!norm_for(a, l.attn_norm, l.qkv, e) || !multiply_to(a, l.qkv, NULL, 0, a->w.found, e)) return false;
+    if (!(a->prefill ? fast::attend : attend)(a, l, e)) return false;
+    if (!multiply_add(a, l.o, a->w.attn, a->w.attn_pitch, l.ffn_norm, inner, e)) return false;
+    if (!tap_x(a, "attn_residual", e) || !norm_for(a, l.ffn_norm, inner, e)) return false;
+    auto feed = a->prefill ? fast::experts : l.router.rows ? experts : feed_forward;
+    return feed(a, l, next_norm, next, e) && tap_x(a, "residual", e);
 }
 
 /* x after all layers. */
-bool forward_many(Cuda *c, const Step &s, const Batch *batch, int tokens, int tiles, Error *e) {
-    Work w = c->work;
-    w.act_lift = 1;
-    CUDA(launch(c, embed, tokens, 256, 0, w, s, Posted{}, c->card.embed, c->sms, false, Next{}));
-    for (w.layer = 0; w.layer < w.n_layers; w.layer++) {
-        const Block &b = c->card.layer[w.layer];
-        if (!attend_many(c, w, s, batch, b, tokens, tiles, e) || !tap_floats(c, "attn_residual", w.layer, w.x, tokens, w.dim, e)) return false;
-        if (!feed_forward_many(c, w, b, tokens, e) || !tap_floats(c, "residual", w.layer, w.x, tokens, w.dim, e)) return false;
-    }
+bool forward(Pass *a, Error *e) {
+    const DeviceModel &device = a->gpu->device;
+    const DeviceLayer &l = device.layer[0];
+    CUDA(launch(a->gpu, embed, a->tokens, row_threads(a->w.dim), 0, a->w, a->s, device.embed,
+                (const float *)l.attn_norm, type_for(l.qkv)));
+    a->normed = true, a->squares = 0;
+    for (int i = 0; i < a->w.n_layers; i++)
+        if (!block(a, i, e)) return false;
     return true;
 }
 
-/* A step of few tokens, up to the logits of `rows` of them. */
-bool forward_few(const Cuda *c, const Pending *p, const Batch *batch, int tokens, int rows, Error *e) {
-    const Step &s = c->few;
-    const Work &w = c->work;
-    int layers = w.n_layers * PHASES, all = layers + (rows > 0);
-    const Block &b = c->card.layer[0];
-    Posted post;
-    memcpy(post.word, p->step, Posted::BYTES);
-    post.there = true;
-    bool one = alone(c, tokens, rows);
-    Next next = one ? Next{} : next_of(w.normed_for[FOR_QKV], b.qkv, b.attn_norm, twins(c, tokens));
-    CUDA(launch(c, embed, tokens, 1024, 0, w, s, post, c->card.embed, c->sms, one, next));
-    if (!c->limits.tap) {
-        CUDA(launch_few(c, s, tokens, rows, 0, all));
-        return true;
+/* Logits of rows `first` to `first` + n - 1 of those that are wanted. */
+bool head(Pass *a, int first, int n, Error *e) {
+    const DeviceModel &device = a->gpu->device;
+    Pass rows = *a;
+    if (!a->normed || a->rows != a->tokens || a->tokens > MAX_FEW) { /* the rows that are wanted, side by side */
+        CUDA(launch(a->gpu, norm, n, row_threads(a->w.dim), 0, a->w, (const int *)a->s.row + first,
+                    (const float *)device.norm, type_for(device.head)));
+        rows.squares = 0;
     }
-    for (int phase = 0; phase < all; phase++) {
-        int layer = phase / PHASES, kind = phase == layers ? PHASES : phase % PHASES;
-        CUDA(launch_few(c, s, tokens, rows, phase, phase + 1));
-        Told told = told_of(w, one, layer);
-        if (kind == PHASE_QKV && !tap_qkv(c, batch, layer, told.q, tokens, e)) return false;
-        if (kind == PHASE_ATTENTION && !tap_attention(c, layer, told.attn, tokens, e)) return false;
-        if (kind == PHASE_OUTPUT && !tap_floats(c, "attn_residual", layer, told.middle, tokens, w.dim, e)) return false;
-        if (kind == PHASE_UP && !tap_experts(c, layer, told.act, tokens, e)) return false;
-        if (kind == PHASE_DOWN && !tap_floats(c, "residual", layer, told.x, tokens, w.dim, e)) return false;
-    }
+    rows.tokens = n, rows.w.layer = a->w.n_layers;
+    return multiply_to(&rows, device.head, NULL, 0, a->w.logits, e);
+}
+
+/* Draws from them. */
+bool draw_tokens(const Pass *a, int first, int n, Error *e) {
+    Pass rows = *a;
+    rows.s.row += first, rows.w.layer = a->w.n_layers;
+    if (!tap(&rows, "logits", F32, a->w.logits, a->w.vocab, n, a->w.vocab, e)) return false;
+    if (a->penalized) CUDA(launch(a->gpu, mark_seen, n, 256, 0, a->w, rows.s));
+    if (a->filtered) CUDA(launch(a->gpu, filter, n, 1024, 0, a->w, rows.s));
+    CUDA(launch(a->gpu, draw, dim3((a->gpu->sms + n - 1) / n, n), 1024, 0, a->w, rows.s, a->filtered));
     return true;
 }
 
-/* Draws for at most FEW rows of logits. */
-bool draw_rows(const Cuda *c, const Step &s, const Pending *p, int rows, bool filtered, bool penalized, Error *e) {
-    Work w = c->work;
-    w.result = p->token;
-    if (!tap_floats(c, "logits", w.n_layers, w.logits, rows, w.vocab, e)) return false;
-    if (penalized) CUDA(launch(c, mark_seen, rows, 256, 0, w, s));
-    if (filtered) CUDA(launch(c, filter, rows, 1024, 0, w, s));
-    CUDA(launch(c, draw, dim3((c->sms + rows - 1) / rows, rows), 1024, 0, w, s, filtered));
-    return true;
+/* ---- 8 the border ---- */
+
+/* Tokens that attention_tiled takes at once. */
+int tile_tokens(const Work &w) {
+    int rows = w.head_dim == 256 ? AttentionShape<256>::ROWS : AttentionShape<128>::ROWS;
+    return std::max(1, rows / (w.n_heads / w.n_kv_heads));
 }
 
-/* ---- the border ---- */
-
-/* Fills a Step from a Batch, in tiles of so many tokens; returns how many rows of logits are wanted. */
-int fill_step(const Step &s, const Batch *b, int tile, int *tiles) {
-    int rows = 0;
-    *tiles = 0;
+/* Fills a Step from a Batch, and what the host has to know of it. */
+void fill_step(const Step &s, Pass *a) {
+    const Batch *b = a->batch;
+    const int tile = tile_tokens(a->w);
     s.header[0] = b->max_pages;
+    s.header[1] = a->gpu->turn % 3;
     memcpy(s.slot, b->slot, b->seqs * sizeof(int));
     memcpy(s.how, b->sampling, b->seqs * sizeof(Sampling));
     memcpy(s.page, b->page, (size_t)b->seqs * b->max_pages * sizeof(int));
+    a->alone = true;
     for (int i = 0; i < b->seqs; i++) {
+        const int n = b->first[i + 1] - b->first[i];
+        const Sampling &how = b->sampling[i];
+        a->keep |= b->want[i] >= WANT_LOGITS;
+        a->penalized |= how.penalty != 1;
+        a->filtered |= how.temperature > 0 && (how.top_k > 0 || how.top_p < 1 || how.min_p > 0);
+        a->alone &= n == 1;
         s.last[i] = b->want[i] == WANT_NOTHING ? -1 : b->first[i + 1] - 1;
         for (int t = b->first[i]; t < b->first[i + 1]; t++) {
-            int p = b->start[i] + t - b->first[i];
-            s.token[t] = make_int4(b->token[t], b->slot[i], b->page[(size_t)i * b->max_pages + p / PAGE] * PAGE + p % PAGE, 0);
+            const int p = b->start[i] + t - b->first[i], page = b->page[(size_t)i * b->max_pages + p / PAGE];
+            s.token[t] = make_int4(b->token[t], b->slot[i], page * PAGE + p % PAGE, 0);
             s.seq[t] = i;
             s.position[t] = p;
-            if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[rows++] = t;
-            if ((t - b->first[i]) % tile == 0) s.tile[2 * *tiles] = t, s.tile[2 * (*tiles)++ + 1] = std::min(tile, b->first[i + 1] - t);
+            if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[a->rows++] = t;
+            if (n == 1 || a->tokens <= MAX_FEW)
+                s.query[a->queries++] = t, a->pages = std::max(a->pages, p / PAGE + 1);
+            else if ((t - b->first[i]) % tile == 0)
+                s.tile[2 * a->tiles] = t, s.tile[2 * a->tiles++ + 1] = std::min(tile, b->first[i + 1] - t);
         }
     }
-    return rows;
+    while (a->pages & (a->pages - 1)) a->pages++; /* few graphs: powers of two */
+    /* Up to MAX_FEW tokens are cut alike, whatever their number: each gets the same bits alone and among others. */
+    const int blocks = std::max(1, a->queries) * a->w.n_kv_heads * head_parts(a->w.n_heads / a->w.n_kv_heads);
+    a->splits = a->tokens <= MAX_FEW ? MAX_SPLITS : std::max(1, std::min(MAX_SPLITS, 4 * a->gpu->sms / blocks));
 }
 
-/* Draws for all rows of a step, a few at a time, and the logits that the caller wants. Of few tokens the logits are there. */
-bool heads(Cuda *c, Step s, const Batch *b, int tokens, int rows, bool filtered, bool penalized, Pending *p, Error *e) {
-    const int *row = s.row;
-    std::vector<float> found;
-    bool keep = false;
-    for (int i = 0; i < b->seqs; i++) keep |= b->want[i] == WANT_LOGITS || b->want[i] == WANT_ALL_LOGITS;
-    if (keep) found.resize((size_t)rows * c->work.vocab);
-    for (int i = 0; i < rows; i += c->most_few) {
-        int n = std::min(c->most_few, rows - i);
-        s.row = (int *)row + i;
-        if (tokens > c->most_few) {
-            Next next = next_of(c->work.normed_for[FOR_HEAD], c->card.head, c->card.norm);
-            if (!alone(c, 0, n)) CUDA(launch(c, norm_for_head, n, CONSUMERS, 0, c->work, s, next));
-            CUDA(launch_few(c, s, 0, n, c->work.n_layers * PHASES, c->work.n_layers * PHASES + 1));
-        }
-        if (!draw_rows(c, s, p, n, filtered, penalized, e)) return false;
-        if (!keep) continue;
-        CUDA(cudaMemcpyAsync(found.data() + (size_t)i * c->work.vocab, c->work.logits, (size_t)n * c->work.vocab * 4, cudaMemcpyDeviceToHost, c->stream));
-        CUDA(cudaStreamSynchronize(c->stream));
+/* Draws for all rows of a step, so many at a time, and keeps the logits that the caller wants. */
+bool heads(Pass *a, Pending *p, Error *e) {
+    const Batch *b = a->batch;
+    const size_t vocab = a->w.vocab;
+    std::vector<float> found(a->keep ? a->rows * vocab : 0);
+    for (int i = 0; i < a->rows; i += a->gpu->logit_rows) {
+        int n = std::min(a->gpu->logit_rows, a->rows - i);
+        if ((!a->headed && !head(a, i, n, e)) || !draw_tokens(a, i, n, e)) return false;
+        if (!a->keep) continue;
+        CUDA(cudaMemcpyAsync(found.data() + i * vocab, a->w.logits, n * vocab * sizeof(float), cudaMemcpyDeviceToHost,
+                             a->gpu->stream));
+        CUDA(cudaStreamSynchronize(a->gpu->stream));
     }
-    p->logits.clear();
-    p->rows = 0;
-    for (int i = 0, r = 0; i < b->seqs && keep; i++) {
+    for (int i = 0, r = 0; i < b->seqs && a->keep; i++) {
         int n = b->want[i] == WANT_NOTHING ? 0 : b->want[i] == WANT_ALL_LOGITS ? b->first[i + 1] - b->first[i] : 1;
-        if (b->want[i] >= WANT_LOGITS) {
-            p->logits.insert(p->logits.end(), found.begin() + (size_t)r * c->work.vocab, found.begin() + (size_t)(r + n) * c->work.vocab);
-            p->rows += n;
-        }
+        if (b->want[i] >= WANT_LOGITS)
+            p->logits.insert(p->logits.end(), found.begin() + r * vocab, found.begin() + (r + n) * vocab), p->rows += n;
         r += n;
     }
     return true;
 }
 
-bool submit(Cuda *c, const Batch *b, Pending *p, Error *e) {
-    int tokens = b->first[b->seqs], tiles;
-    bool few = tokens <= c->most_few, filtered = false, penalized = false;
-    size_t bytes;
-    Step staged = step_at(p->step, few ? FEW : c->limits.max_tokens, &bytes);
-    int rows = fill_step(staged, b, c->tile, &tiles);
-    for (int i = 0; i < b->seqs; i++) {
-        const Sampling &how = b->sampling[i];
-        penalized |= how.penalty != 1;
-        filtered |= how.temperature > 0 && (how.top_k > 0 || how.top_p < 1 || how.min_p > 0);
+/* A step that generates, as a graph: one for each number of streams, and of pages, made when it first comes. */
+bool run_graph(Pass *a, Pending *p, Error *e) {
+    Gpu *gpu = a->gpu;
+    cudaGraphExec_t &made = gpu->graph[{a->tokens, a->rows, a->pages, a->filtered + 2 * a->penalized}];
+    if (!made) {
+        cudaGraph_t graph;
+        CUDA(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
+        bool ok = forward(a, e) && heads(a, p, e);
+        cudaError_t error = cudaStreamEndCapture(gpu->stream, &graph);
+        if (!ok) return false;
+        CUDA(error);
+        error = cudaGraphInstantiate(&made, graph, 0);
+        cudaGraphDestroy(graph);
+        CUDA(error);
     }
-    const Step &s = few ? c->few : c->many;
-    size_t pages = (size_t)b->seqs * b->max_pages;
-    if (!few) {
-        CUDA(cudaMemcpyAsync(s.how, p->step, bytes + pages * sizeof(int), cudaMemcpyHostToDevice, c->stream));
-    } else if (c->sent.size() != pages || memcmp(c->sent.data(), b->page, pages * sizeof(int))) { /* a page is new every PAGE tokens only */
-        c->sent.assign(b->page, b->page + pages);
-        CUDA(cudaMemcpyAsync(s.page, staged.page, pages * sizeof(int), cudaMemcpyHostToDevice, c->stream));
-    }
-    c->timed = few && rows;
-    if (tokens == 1 && c->card.layer[0].router.rows) c->read_alone += (uint64_t)c->work.n_layers * c->work.top_k;
+    CUDA(cudaGraphLaunch(made, gpu->stream));
+    return true;
+}
+
+bool submit(Gpu *gpu, const Batch *b, Pending *p, Error *e) {
+    Pass a = {gpu, gpu->work, {}, b, b->first[b->seqs]};
+    const int room = std::max(a.tokens, MAX_FEW);
+    size_t bytes, pages = (size_t)b->seqs * b->max_pages * sizeof(int);
+    bool ok;
+    fill_step(step_at(p->step, room, &bytes), &a);
     p->want.assign(b->want, b->want + b->seqs);
+    p->logits.clear();
     p->rows = 0;
-    if (few ? !forward_few(c, p, b, tokens, rows, e) : !forward_many(c, s, b, tokens, tiles, e)) return false;
-    if (rows && !heads(c, s, b, tokens, rows, filtered, penalized, p, e)) return false;
-    CUDA(cudaEventRecord(p->done, c->stream));
-    return true;
-}
-
-/* Where the buffers of a step lie, from `base` on; returns their size. With base NULL only that. */
-size_t plan_work(Cuda *c, uint8_t *base) {
-    const Model &m = c->model;
-    const Block &b = c->card.layer[0];
-    Work &w = c->work;
-    size_t used = 0, T = c->limits.max_tokens, choices = T * m.top_k, pages = c->max_pages;
-    size_t element = b.qkv.type == F32 ? 4 : 2, act = b.down.type == F32 ? 4 : 2;
-    auto take = [&](auto *&to, size_t n, size_t size) {
-        to = (std::remove_reference_t<decltype(to)>)(base ? base + used : NULL);
-        used += (n * size + 255) / 256 * 256;
-    };
-    w.attn_pitch = b.o.stride;
-    w.act_pitch = b.down.stride;
-    w.normed_pitch = (m.dim + 63) / 64 * 64;
-    take(w.turn, (size_t)c->limits.context * (m.head_dim / 2), sizeof(float2));
-    take(c->product_room, PRODUCT_ROOM, 1);
-    take(w.x, T * m.dim, 4);
-    take(w.expert_sum, (size_t)FEW * m.dim, 8);
-    take(w.q, T * m.n_heads * m.head_dim, element);
-    take(w.attn, T * w.attn_pitch, element);
-    take(w.act_out, choices * w.act_pitch, act);
-    take(w.qkv, T * std::max(b.qkv.rows, b.router.rows ? 0 : b.up.rows), 4);
-    take(w.down, b.router.rows ? choices * m.dim : 0, 4);
-    take(w.normed, T * w.normed_pitch, element);
-    auto take_normed = [&](int which, const Matrix &next) { take(w.normed_for[which], (size_t)FEW * next.stride, next.type == F32 ? 4 : 2); };
-    take_normed(FOR_QKV, b.qkv);
-    take_normed(FOR_UP, b.up);
-    take_normed(FOR_HEAD, c->card.head);
-    take(w.told, told_size(w), 4);
-    take(w.router_sum, (size_t)m.n_layers * FEW * m.n_experts, 8);
-    take(w.square, (size_t)m.n_layers * FEW * c->sms, 8);
-    take(w.input_square, (size_t)FEW * (m.n_layers + 1) * MOST_WARPS, 8);
-    take(w.barrier, 1, 8);
-    take(w.experts_read, 1, 8);
-    take(w.ended, m.n_layers * PHASES + 2, 8);
-    take(c->layers, m.n_layers, sizeof(Block));
-    take(w.expert, choices, 4);
-    take(w.weight, choices, 4);
-    take(w.partial, partial_size(w), 4);
-    take(w.list, (size_t)m.n_experts * T, 4);
-    take(w.listed, m.n_experts, 4);
-    take(w.logits, (size_t)FEW * m.vocab, 4);
-    take(w.seen, (size_t)FEW * ((m.vocab + 31) / 32), 4);
-    take(w.floor, FEW, 4);
-    take(w.best, FEW, 8);
-    take(w.drawing, FEW, 4);
-    take(w.drawn, c->limits.max_seqs, 4);
-    uint8_t *few, *many;
-    step_at(NULL, c->limits.max_tokens, &c->many_bytes);
-    take(few, Posted::BYTES + FEW * pages * 4, 1);
-    take(many, c->many_bytes + c->limits.max_seqs * pages * 4, 1);
-    size_t bytes;
-    c->few = step_at(few, FEW, &bytes);
-    assert(bytes == Posted::BYTES);
-    c->many = step_at(many, c->limits.max_tokens, &c->many_bytes);
-    return used;
-}
-
-/* The card that was asked for, if this build has code for it. */
-bool choose_card(Cuda *c, Error *e) {
-    int cards;
-    cudaError_t error = cudaGetDeviceCount(&cards);
-    if (error || !cards)
-        return fail(e, NO_GPU, "no NVIDIA GPU can be used here (%s); infer runs on GPUs only, infer-reference is its plain C twin for tests",
-                    error ? cudaGetErrorString(error) : "none was found");
-    if (c->limits.gpu >= cards) return fail(e, NO_GPU, "there is no GPU %d here, only 0 to %d: choose with --gpu", c->limits.gpu, cards - 1);
-    if ((error = cudaSetDevice(c->limits.gpu))) return fail(e, NO_GPU, "GPU %d cannot be used: %s", c->limits.gpu, cudaGetErrorString(error));
-    cudaDeviceProp properties;
-    cudaFuncAttributes code;
-    CUDA(cudaGetDeviceProperties(&properties, c->limits.gpu));
-    if (cudaFuncGetAttributes(&code, embed)) {
-        cudaGetLastError();
-        return fail(e, NO_GPU, "this build has no code for GPU %d (%s, compute capability %d.%d): make clean && make CUDA_ARCH=sm_%d%d%s", c->limits.gpu,
-                    properties.name, properties.major, properties.minor, properties.major, properties.minor, properties.major == 9 ? "a" : "");
+    if (gpu->fast && a.tokens <= MAX_FEW) {
+        ok = fast::decode(&a, p->step, e) && heads(&a, p, e);
+    } else {
+        a.s = step_at(gpu->step, room, &bytes);
+        a.prefill = gpu->fast && fast::prefills(&a);
+        CUDA(cudaMemcpyAsync(a.s.how, p->step, bytes + pages, cudaMemcpyHostToDevice, gpu->stream));
+        bool whole = a.alone && a.rows == a.tokens && a.tokens <= gpu->logit_rows && !a.keep && !gpu->limits.tap;
+        ok = whole ? run_graph(&a, p, e) : forward(&a, e) && heads(&a, p, e);
     }
-    c->sms = std::min(properties.multiProcessorCount, MOST_COUNTED);
-    CUDA(cudaDeviceGetAttribute(&c->shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, c->limits.gpu));
-    c->launch_arch = properties.major >= 9 ? code.ptxVersion : 0;
-    CUDA(cudaMemcpyFromSymbol(&c->wgmma, has_wgmma, sizeof c->wgmma));
-    return true;
-}
-
-/* How many tokens the kernels' shared memory is enough for. */
-bool lay_out(Cuda *c, Error *e) {
-    const Model &m = c->model;
-    int route = m.layer[0].router.rows ? RouteShape<bf16, 8>::shared(m.dim, m.n_experts) : 0; /* that of F32 is no larger */
-    for (c->most_few = 0; c->most_few < FEW; c->most_few++) {
-        Layout k = layout_for(c->work, c->card, c->most_few + 1, c->sms, c->shared);
-        if (k.bytes > c->shared) break;
-        c->layout[c->most_few + 1] = k;
-    }
-    if (c->most_few && route <= c->shared) return true;
-    return fail(e, NO_ROOM, "this model's rows are too wide for GPU %d, which has %d KB of shared memory for a block", c->limits.gpu, c->shared >> 10);
-}
-
-/* Takes all memory: weights, work space, and as many pages of the `wanted` ones as fit. */
-bool take_memory(Cuda *c, int *pages, Error *e) {
-    const Model &m = c->model;
-    size_t weights, work, free, total, page = page_size(c->work) * sizeof(bf16) + PAGE * sizeof(int);
-    const size_t reserve = 256 << 20; /* CUDA's and cuBLAS's own */
-    c->max_pages = (c->limits.context + PAGE - 1) / PAGE;
-    if (!card_plan(&c->card, &m, NULL, &weights, e)) return false;
-    c->weights_bytes = weights;
-    work = plan_work(c, NULL);
-    if (!lay_out(c, e)) return false;
-    CUDA(cudaMemGetInfo(&free, &total));
-    if (free < weights + work + reserve + page) {
-        char a[24], b[24], d[24];
-        return fail(e, NO_ROOM,
-                    "the model needs %s for its weights and %s to work, GPU %d has %s free: free memory of other programs, or choose another GPU with --gpu",
-                    size_text(weights, a), size_text(work + reserve, b), c->limits.gpu, size_text(free, d));
-    }
-    *pages = (int)std::min<size_t>(*pages, (free - weights - work - reserve) / page);
-    CUDA(cudaMalloc(&c->weights, weights));
-    CUDA(cudaMalloc(&c->room, work));
-    CUDA(cudaMalloc(&c->cache, *pages * page));
-    CUDA(cudaMemset(c->weights, 0, weights));
-    CUDA(cudaMemset(c->room, 0, work));
-    CUDA(cudaMemset(c->cache, 0, *pages * page));
-    if (!card_plan(&c->card, &m, c->weights, &weights, e)) return false;
-    plan_work(c, c->room);
-    CUDA(cudaMemset(c->work.told, 0xFF, told_size(c->work) * sizeof *c->work.told)); /* UNWRITTEN */
-    CUDA(cudaMemset(c->work.partial, 0xFF, partial_size(c->work) * sizeof *c->work.partial));
-    CUDA(cudaMemcpy(c->layers, c->card.layer, m.n_layers * sizeof(Block), cudaMemcpyHostToDevice));
-    c->work.act_lift = c->card.layer[0].down.type == MXFP4 ? Codec<MXFP4>::LIFT : 1;
-    c->work.cache = (bf16 *)c->cache;
-    c->work.page_token = (int *)(c->cache + *pages * (page - PAGE * sizeof(int)));
-    if (c->limits.where) {
-        char used[24], all[24];
-        CUDA(cudaMemGetInfo(&free, &total));
-        snprintf(c->limits.where, 64, "GPU %d (%s of %s)", c->limits.gpu, size_text(total - free, used), size_text(total, all));
-    }
-    return true;
-}
-
-bool prepare(Cuda *c, int *pages, Error *e) {
-    const Model &m = c->model;
-    float *inv_freq;
-    if (!choose_card(c, e)) return false;
-    if (m.top_k > 32) return fail(e, BAD_MODEL, "%d experts a token are more than the 32 that a warp can choose", m.top_k);
-    if ((m.n_heads + 2 * m.n_kv_heads) * m.head_dim % GROUP) return fail(e, BAD_MODEL, "the rows of query, key and value are not a multiple of %d", GROUP);
-    if (m.dim % 4) return fail(e, BAD_MODEL, "a hidden size of %d is not a multiple of 4", m.dim);
-    if (m.head_dim > CONSUMERS) return fail(e, BAD_MODEL, "a head size of %d is more than the %d that attention can do", m.head_dim, CONSUMERS);
-    Work &w = c->work;
-    w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers, w.n_heads = m.n_heads, w.n_kv_heads = m.n_kv_heads;
-    w.head_dim = m.head_dim, w.n_experts = m.n_experts, w.top_k = m.top_k, w.eps = m.eps, w.act = m.act, w.act_limit = m.act_limit;
-    c->tile = c->wgmma && tiled(w) ? AttentionShape<64>::ROWS / (m.n_heads / m.n_kv_heads) : 16;
-    if (!take_memory(c, pages, e)) return false;
-    CUDA(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
-    for (Pending &p : c->pending) {
-        CUDA(cudaMallocHost(&p.step, std::max<size_t>(c->many_bytes, Posted::BYTES) + (size_t)std::max(FEW, c->limits.max_seqs) * c->max_pages * sizeof(int)));
-        CUDA(cudaMallocHost(&p.token, c->limits.max_seqs * sizeof(int)));
-        CUDA(cudaEventCreateWithFlags(&p.done, cudaEventDisableTiming));
-    }
-    CUDA(cudaMalloc(&inv_freq, m.head_dim / 2 * sizeof(float)));
-    CUDA(cudaMemcpy(inv_freq, m.inv_freq, m.head_dim / 2 * sizeof(float), cudaMemcpyHostToDevice));
-    fill_turns<<<c->limits.context, 32>>>((float2 *)w.turn, inv_freq, m.head_dim / 2, m.rope_scale);
-    CUDA(cudaDeviceSynchronize());
-    CUDA(cudaFree(inv_freq));
-    if (cublasLtCreate(&c->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
-    if (!card_load(&c->card, &m, c->limits.progress, e)) return false;
-    return true;
-}
-
-} /* namespace */
-
-static void cuda_close(void *state) {
-    Cuda *c = (Cuda *)state;
-    if (c->stream) cudaStreamSynchronize(c->stream);
-    for (Pending &p : c->pending) {
-        cudaFreeHost(p.step);
-        cudaFreeHost(p.token);
-        if (p.done) cudaEventDestroy(p.done);
-    }
-    if (c->blas) cublasLtDestroy(c->blas);
-    if (c->stream) cudaStreamDestroy(c->stream);
-    for (uint8_t *p : {c->weights, c->room, c->cache}) cudaFree(p);
-    free(c->card.layer);
-    delete c;
+    if (ok) CUDA(cudaEventRecord(p->done, gpu->stream));
+    return ok;
 }
 
 static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *e) {
-    Cuda *c = new Cuda;
-    c->model = *m;
-    c->limits = *limits;
-    c->limits.max_tokens = std::max(FEW, limits->max_tokens);
-    c->card.layer = (Block *)calloc(m->n_layers, sizeof(Block));
-    if (prepare(c, pages, e)) return c;
-    cuda_close(c);
-    return NULL;
+    return open_card(m, limits, pages, (const void *)embed, e);
 }
 
 static bool cuda_submit(void *state, const Batch *b, Error *e) {
-    Cuda *c = (Cuda *)state;
-    if (c->outstanding == 2) return fail(e, FAILED, "submit: two steps are outstanding; collect one");
-    if (!submit(c, b, &c->pending[c->turn % 3], e)) return false;
-    c->turn++;
-    c->outstanding++;
+    Gpu *gpu = (Gpu *)state;
+    if (gpu->outstanding == 2) return fail(e, FAILED, "submit: two steps are outstanding; collect one");
+    if (!submit(gpu, b, &gpu->pending[gpu->turn % 3], e)) return false;
+    gpu->turn++;
+    gpu->outstanding++;
     return true;
 }
 
 static bool cuda_collect(void *state, Result *result, Error *e) {
-    Cuda *c = (Cuda *)state;
-    if (!c->outstanding) return fail(e, FAILED, "collect: no step is outstanding");
-    Pending &p = c->pending[(c->turn - c->outstanding) % 3];
+    Gpu *gpu = (Gpu *)state;
+    if (!gpu->outstanding) return fail(e, FAILED, "collect: no step is outstanding");
+    unsigned turn = (gpu->turn - gpu->outstanding) % 3;
+    Pending &p = gpu->pending[turn];
+    int *token = gpu->result + turn * gpu->limits.max_seqs;
     CUDA(cudaEventSynchronize(p.done));
-    c->outstanding--;
+    gpu->outstanding--;
     for (size_t i = 0; i < p.want.size(); i++)
-        if (p.want[i] == WANT_NOTHING) p.token[i] = DREW_NOTHING;
-    *result = {p.token, p.logits.data(), p.rows};
+        if (p.want[i] == WANT_NOTHING) token[i] = DREW_NOTHING;
+    *result = {token, p.logits.data(), p.rows};
     return true;
 }
 
-static void cuda_describe(Devices *d) {
-    *d = {};
-    d->built = CUDA_ARCHES;
-    cudaDriverGetVersion(&d->driver);
-    cudaRuntimeGetVersion(&d->runtime);
-    cudaError_t error = cudaGetDeviceCount(&d->gpus);
-    if (error || !d->gpus) {
-        snprintf(d->problem, sizeof d->problem, "%s", error ? cudaGetErrorString(error) : "none was found");
-        d->gpus = 0;
-    }
-    d->gpus = std::min<int>(d->gpus, MOST_GPUS);
-    for (int i = 0; i < d->gpus; i++) {
-        cudaDeviceProp properties;
-        cudaFuncAttributes code;
-        size_t free = 0, total = 0;
-        auto &g = d->gpu[i];
-        if (cudaSetDevice(i) || cudaGetDeviceProperties(&properties, i)) continue;
-        snprintf(g.name, sizeof g.name, "%s", properties.name);
-        g.major = properties.major, g.minor = properties.minor;
-        g.usable = !cudaFuncGetAttributes(&code, embed) && !cudaMemGetInfo(&free, &total);
-        g.free = free, g.total = total;
-        cudaGetLastError();
-    }
-}
-
-static double cuda_flat_read(void *state, uint64_t bytes) {
-    Cuda *c = (Cuda *)state;
-    uint64_t once = std::min<uint64_t>(bytes, c->weights_bytes) / 16 * 16;
-    const int times = 9;
-    float ms[times];
-    cudaEvent_t begin, end;
-    if (!once || cudaEventCreate(&begin)) return 0;
-    if (cudaEventCreate(&end)) return cudaEventDestroy(begin), 0;
-    for (float &t : ms) {
-        cudaEventRecord(begin, c->stream);
-        read_words<<<c->sms * 4, 512, 0, c->stream>>>((const uint4 *)c->weights, once / 16, (uint32_t *)c->work.drawn);
-        cudaEventRecord(end, c->stream);
-        t = cudaEventSynchronize(end) || cudaEventElapsedTime(&t, begin, end) ? 0 : t;
-    }
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
-    std::sort(ms, ms + times);
-    return ms[times / 2] / 1e3 * ((double)bytes / once);
-}
-
 static int cuda_phases(void *state, Phase *phase) {
-    static const char *name[PHASES + 1] = {"qkv", "attention", "output", "up", "down", "head"};
-    Cuda *c = (Cuda *)state;
-    int layers = c->work.n_layers * PHASES;
-    std::vector<unsigned long long> ended(layers + 2);
-    static_assert(PHASES + 1 <= MOST_PHASES, "infer.h");
-    if (!c->timed || cudaMemcpy(ended.data(), c->work.ended, ended.size() * 8, cudaMemcpyDeviceToHost)) return 0;
-    for (int i = 0; i <= PHASES; i++) phase[i] = {name[i], 0};
-    for (int i = 0; i <= layers; i++) phase[i == layers ? PHASES : i % PHASES].seconds += (double)(ended[i + 1] - ended[i]) / 1e9;
-    return PHASES + 1;
+    Gpu *gpu = (Gpu *)state;
+    return gpu->fast ? fast::phases(gpu, phase) : 0;
 }
 
 static uint64_t cuda_experts_read(void *state) {
-    Cuda *c = (Cuda *)state;
-    unsigned long long together = 0;
-    return cudaMemcpy(&together, c->work.experts_read, sizeof together, cudaMemcpyDeviceToHost) ? 0 : c->read_alone + together;
+    Gpu *gpu = (Gpu *)state;
+    unsigned long long read = 0;
+    bool failed = cudaMemcpy(&read, gpu->work.experts_read, sizeof read, cudaMemcpyDeviceToHost);
+    return failed ? 0 : gpu->experts_read + read;
 }
 
-const Backend cuda = {"cuda", 8192, cuda_open, cuda_submit, cuda_collect, cuda_close, cuda_flat_read, cuda_phases, cuda_experts_read, cuda_describe};
+static void cuda_describe(Devices *d) { describe_cards(d, (const void *)embed); }
+
+const Backend cuda = {"cuda",     8192,      cuda_open,   cuda_submit,       cuda_collect,
+                      close_card, read_flat, cuda_phases, cuda_experts_read, cuda_describe};

@@ -38,6 +38,7 @@ typedef struct { /* y = W x + bias, W exactly as the file encodes it */
 
 typedef struct {                       /* one transformer block */
     const float *attn_norm, *ffn_norm; /* (dim) */
+    const float *q_norm, *k_norm;      /* (head_dim) RMSNorm of each head before RoPE, or NULL */
     const float *sinks;                /* (n_heads) or NULL: a logit a head that joins the softmax without a value */
     Linear q, k, v, o;                 /* (n_heads * head_dim, dim), (n_kv_heads * head_dim, dim) twice, back */
     Linear router;                     /* (n_experts, dim), or absent: dense, which is one expert */
@@ -103,6 +104,7 @@ typedef void Tap(void *data, const char *stage, int layer, const float *values, 
 
 typedef struct {
     int gpu;        /* which one */
+    bool plain;     /* infer.cu's own kernels only, without fast/ */
     int context;    /* positions of one sequence */
     int max_seqs;   /* sequences of a batch, and slots */
     int max_tokens; /* tokens of a batch */

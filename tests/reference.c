@@ -1,4 +1,4 @@
-/* reference.c: the border of infer.h in plain C, to be read beside infer.cu and the kernels of few.cuh and many.cuh:
+/* reference.c: the border of infer.h in plain C, to be read beside infer.cu:
  * the same steps in the same order, without anything that makes them fast. Sums are doubles, everything between stages
  * is a float. The oracle of the tests, and `infer-reference` for readers without a GPU.
  *
@@ -60,6 +60,14 @@ static float rounded(float x) {
     return bits_float((u + 0x7FFF + (u >> 16 & 1)) & 0xFFFF0000u);
 }
 
+/* x as a matrix of this type multiplies it. */
+static float rounded_for(Type type, float x) {
+    if (!reference_rounds || type == F32 || isnan(x)) return x;
+    if (type != F16) return rounded(x);
+    float size = fabsf(x), step = size < 0x1p-14f ? 0x1p-24f : ldexpf(1, ilogbf(size) - 10);
+    return size > 65504 ? copysignf(65504, x) : rintf(x / step) * step; /* ties to even */
+}
+
 static void round_row(float *x, int n) {
     for (int i = 0; i < n; i++) x[i] = rounded(x[i]);
 }
@@ -116,7 +124,7 @@ static void linear(const Linear *w, int i, const float *x, const int *row, int n
     for (int t = 0; t < n; t++)
         for (int c = 0; c < w->cols; c++) {
             float value = x[(size_t)(row ? row[t] : t) * (size_t)w->cols + (size_t)c];
-            in[(size_t)t * (size_t)w->cols + (size_t)c] = w->type == F32 ? value : rounded(value);
+            in[(size_t)t * (size_t)w->cols + (size_t)c] = rounded_for(w->type, value);
         }
     for (int r = 0; r < w->rows; r++) {
         decode_row(w, i, r, matrix_row);
@@ -127,6 +135,11 @@ static void linear(const Linear *w, int i, const float *x, const int *row, int n
     }
     free(matrix_row);
     free(in);
+}
+
+/* Norms each head, where a model does so before it turns them. */
+static void norm_heads(const Model *m, const float *weight, float *x, int heads) {
+    for (int h = 0; h < heads && weight; h++, x += m->head_dim) rms_norm(x, weight, m->head_dim, m->eps, x);
 }
 
 /* Turns each head's pairs (i, i + head_dim / 2) by position * inv_freq[i]. */
@@ -266,6 +279,8 @@ static void block(Reference *r, int layer) {
     linear(&l->k, 0, r->normed, NULL, T, r->k);
     linear(&l->v, 0, r->normed, NULL, T, r->v);
     for (int t = 0; t < T; t++) {
+        norm_heads(m, l->q_norm, r->q + (size_t)t * (size_t)q, m->n_heads);
+        norm_heads(m, l->k_norm, r->k + (size_t)t * (size_t)kv, m->n_kv_heads);
         rope(m, r->q + (size_t)t * (size_t)q, m->n_heads, r->position[t]);
         rope(m, r->k + (size_t)t * (size_t)kv, m->n_kv_heads, r->position[t]);
         round_row(r->k + (size_t)t * (size_t)kv, kv);

@@ -1,12 +1,12 @@
 /* codec.cuh: how few.cuh reads and multiplies weights: each type is a row of this table. */
-#ifndef CODEC_CUH
-#define CODEC_CUH
+#pragma once
 
-#include "work.cuh"
+constexpr int GROUP = 8;          /* rows of BF16 that a warp multiplies at once ... */
+constexpr int DENSE_COLUMNS = 32; /* ... and the columns of a chunk of them */
 
 /* n rows of activations, times LIFT, `pitch` apart in any memory; with `which`, row j is the which[j] / per-th of them. Rows that there are not lie where the
  * last one does, though MXFP4 takes zeros for them: nobody looks at what they give. (But see twin_at().) */
-template <typename A> struct Rows {
+template <typename A> struct Activations {
     const A *x;
     int pitch, n;
     const int *which = NULL;
@@ -33,25 +33,20 @@ static_assert(FEW <= 16, "twins are tokens g and g + 8");
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
 __host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes % 128 ? 0 : 64); }
 
-/* Weights that are not packed: columns of type A. In a stage rows lie bank_pitch apart. */
-template <Type T, typename A> struct Dense {
-    static constexpr Type TYPE = T;
-    static constexpr int ROWS = GROUP, K = DENSE_COLUMNS, WIDTH = K * sizeof(A); /* WIDTH: bytes of a chunk's row */
-    static constexpr float LIFT = 1;
-    typedef A Activation;
-    __host__ __device__ static constexpr size_t row_bytes(int stride) { return stride * sizeof(A); }
+/* BF16: weights are mma's rows, activations its columns. What a lane reads at once, eight neighbouring columns of row g, fills a whole
+ * fragment: two of its four words are row g, the others are called row g + 8, which is the same row at other columns. So a token
+ * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
+template <> struct Codec<BF16> {
+    static constexpr Type TYPE = BF16;
+    static constexpr int ROWS = GROUP, K = DENSE_COLUMNS, WIDTH = K * sizeof(bf16); /* WIDTH: bytes of a chunk's row */
+    typedef bf16 Activation;
+    __host__ __device__ static constexpr size_t row_bytes(int stride) { return stride * sizeof(bf16); }
     __host__ __device__ static constexpr int stage_bytes(int per) { return ROWS * bank_pitch(per * WIDTH); }
     __device__ static void copy(Barrier *full, uint8_t *stage, int per, const uint8_t *group, int stride, int first, int n, int lane) {
         full->copy(stage, bank_pitch(per * WIDTH), group + first * WIDTH, row_bytes(stride), ROWS, n * WIDTH, lane);
     }
-    /* Where a lane's part of a stage begins: 16 bytes of row g in each chunk, or in each half of one whose rows have 128 bytes. */
+    /* Where a lane's part of a stage begins: 16 bytes of row g in each chunk. */
     __device__ static const uint8_t *lane_at(const uint8_t *stage, int per, int lane) { return stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16; }
-};
-
-/* BF16: weights are mma's rows, activations its columns. What a lane reads at once, eight neighbouring columns of row g, fills a whole
- * fragment: two of its four words are row g, the others are called row g + 8, which is the same row at other columns. So a token
- * needs two columns of activations, one for either half, whose words lie together: in the order 0, 2, 1, 3. */
-template <> struct Codec<BF16> : Dense<BF16, bf16> {
     __device__ static uint32_t highest(uint32_t so_far, uint2 x) { return highest_halves(so_far, x.x, x.y); }
     __device__ static uint32_t highest(uint32_t so_far, uint4) { return so_far; } /* twins are never told */
     template <int TILES> struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
@@ -73,7 +68,7 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
         static constexpr int N = Sum<TILES>::N;
         const uint8_t *weights;
         const bf16 *column[N];
-        __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane) : weights(lane_at(stage, per, lane)) {
+        __device__ Lane(const uint8_t *stage, int per, const Activations<bf16> &x, int lane) : weights(lane_at(stage, per, lane)) {
             for (int j = 0; j < N; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
         }
         __device__ void load(Kept &x, int i, int j, bool told = false) const {
@@ -83,7 +78,7 @@ template <> struct Codec<BF16> : Dense<BF16, bf16> {
         __device__ void add(Sum<TILES> &sum, int i, const Kept (&x)[N]) const {
             uint4 w = *(const uint4 *)(weights + i * WIDTH);
 #pragma unroll
-            for (int j = 0; j < N; j++) mma(sum.c[j], w.x, w.y, w.z, w.w, x[j].x, x[j].y);
+            for (int j = 0; j < N; j++) mma<bf16>(sum.c[j], w.x, w.y, w.z, w.w, x[j].x, x[j].y);
         }
     };
 };
@@ -110,13 +105,13 @@ template <> struct Codec<BF16>::Lane<TWINS> {
     static constexpr int N = 2;
     const uint8_t *weights;
     const bf16 *column;
-    __device__ Lane(const uint8_t *stage, int per, const Rows<bf16> &x, int lane)
+    __device__ Lane(const uint8_t *stage, int per, const Activations<bf16> &x, int lane)
         : weights(lane_at(stage, per, lane)), column(x.x + twin_at(lane / 4, lane % 4 * 8, x.pitch)) {}
     __device__ void load(Kept &x, int i, int j, bool = false) const { x = *(const uint4 *)(column + i * K * 2 + j * 8); }
     __device__ void add(Sum<TWINS> &sum, int i, const Kept (&x)[N]) const {
         uint4 w = *(const uint4 *)(weights + i * WIDTH);
-        mma(sum.c[0], x[0].x, x[0].y, x[0].z, x[0].w, w.x, w.z);
-        mma(sum.c[1], x[1].x, x[1].y, x[1].z, x[1].w, w.y, w.w);
+        mma<bf16>(sum.c[0], x[0].x, x[0].y, x[0].z, x[0].w, w.x, w.z);
+        mma<bf16>(sum.c[1], x[1].x, x[1].y, x[1].z, x[1].w, w.y, w.w);
     }
 };
 
@@ -124,7 +119,7 @@ __device__ inline void mma_eight_alone(float (&c)[4], uint4 row, uint4 row8, uin
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
         : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
         : "r"(row.x), "r"(row8.x), "r"(row.y), "r"(row8.y), "r"(column.x), "r"(column.y), "f"(0.f));
-    mma(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
+    mma<bf16>(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
 }
 
 /* MXFP4: weights are mma's rows, activations its columns. A chunk is 16 rows by 64 columns in 544 bytes. Lane 4g + t has 16 of them:
@@ -137,7 +132,7 @@ __device__ inline void mma_eight_alone(float (&c)[4], uint4 row, uint4 row8, uin
  * and its scale in byte t. */
 template <> struct Codec<MXFP4> {
     static constexpr Type TYPE = MXFP4;
-    static constexpr int ROWS = FP4_ROWS, K = FP4_COLUMNS;
+    static constexpr int ROWS = TILE, K = CHUNK;
     static constexpr float LIFT = 0x1p100f;
     typedef bf16 Activation;
     struct Kept { uint4 low, high; };
@@ -158,10 +153,10 @@ template <> struct Codec<MXFP4> {
                     if (j * 4 + lane % 4 < tokens) to[j * 4 * ROWS + i * 8] = c[j][i * 2];
         }
     };
-    __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_BYTES / ROWS; }
-    __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_BYTES; }
+    __host__ __device__ static constexpr size_t row_bytes(int stride) { return (size_t)stride / K * FP4_CHUNK / ROWS; }
+    __host__ __device__ static constexpr int stage_bytes(int per) { return per * FP4_CHUNK; }
     __device__ static void copy(Barrier *full, uint8_t *stage, int, const uint8_t *group, int, int first, int n, int lane) {
-        full->copy(stage, 0, group + (size_t)first * FP4_BYTES, 0, 1, n * FP4_BYTES, lane);
+        full->copy(stage, 0, group + (size_t)first * FP4_CHUNK, 0, 1, n * FP4_CHUNK, lane);
     }
     __host__ __device__ static constexpr int place(int i) { return i; }
     __device__ static void store_four(bf16 *x, float a, float b, float c, float d) {
@@ -179,7 +174,7 @@ template <> struct Codec<MXFP4> {
         const uint8_t *weights, *scale;
         const bf16 *column[N];
         bool real[N]; /* the column of mma's that this lane loads is for the block that its weights are of, and for a token: zeros take least power */
-        __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
+        __device__ Lane(const uint8_t *stage, int, const Activations<bf16> &x, int lane)
             : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4 + lane % 2) {
             for (int j = 0; j < N; j++) {
                 int token = j * 4 + lane / 16 * 2 + (lane / 4 ^ lane / 8) % 2;
@@ -190,9 +185,9 @@ template <> struct Codec<MXFP4> {
             x = {load_16(column[j] + i * K, real[j], told), load_16(column[j] + i * K + 8, real[j], told)};
         }
         __device__ void add(Sum<TILES> &sum, int i, const Kept (&x)[N]) const {
-            uint4 words = *(const uint4 *)(weights + i * FP4_BYTES);
+            uint4 words = *(const uint4 *)(weights + i * FP4_CHUNK);
             float scales[2]; /* of rows g and g + 8; byte by byte: shifts and masks are what this loop has too many of */
-            for (int k = 0; k < 2; k++) scales[k] = __uint_as_float((uint32_t)scale[i * FP4_BYTES + k * 2] << 23);
+            for (int k = 0; k < 2; k++) scales[k] = __uint_as_float((uint32_t)scale[i * FP4_CHUNK + k * 2] << 23);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 float c[4];
@@ -216,7 +211,7 @@ template <> struct Codec<MXFP4>::Lane<0> {
     const uint8_t *weights, *scale;
     const bf16 *column;
     bool real; /* mma's columns 0 and 5 are of the first block, 2 and 7 of the second; zeros stay in the other lanes */
-    __device__ Lane(const uint8_t *stage, int, const Rows<bf16> &x, int lane)
+    __device__ Lane(const uint8_t *stage, int, const Activations<bf16> &x, int lane)
         : weights(stage + lane * 16), scale(stage + 512 + lane), column(x.row(0) + lane % 4 * 16),
           real(lane % 4 < 2 ? lane / 4 == 0 || lane / 4 == 5 : lane / 4 == 2 || lane / 4 == 7) {}
     __device__ void load(Kept &x, int i, int, bool told = false) const {
@@ -224,59 +219,16 @@ template <> struct Codec<MXFP4>::Lane<0> {
     }
     __device__ void add(Sum<0> &sum, int i, const Kept (&x)[N]) const {
         float c[4];
-        multiply(c, *(const uint4 *)(weights + i * FP4_BYTES), x[0].low, x[0].high);
-        sum.c = fmaf(__uint_as_float((uint32_t)scale[i * FP4_BYTES] << 23), c[0] + c[3], sum.c); /* one of them is 0 */
+        multiply(c, *(const uint4 *)(weights + i * FP4_CHUNK), x[0].low, x[0].high);
+        sum.c = fmaf(__uint_as_float((uint32_t)scale[i * FP4_CHUNK] << 23), c[0] + c[3], sum.c); /* one of them is 0 */
     }
-};
-
-template <> struct Codec<F32> : Dense<F32, float> { /* lane: columns 4t .. 4t + 3 of either half, without tensor cores */
-    template <int TILES> struct Sum { /* row g, its own columns only */
-        static constexpr int N = max_of(TILES * 4, 1);
-        float c[N] = {};
-        __device__ void reduce() {
-            for (int j = 0; j < N; j++) {
-                c[j] += __shfl_xor_sync(~0u, c[j], 1);
-                c[j] += __shfl_xor_sync(~0u, c[j], 2);
-            }
-        }
-        static __device__ int first_of(int lane) { return lane / 4; }
-        __device__ void store(float *to, int tokens, int lane) const {
-            for (int j = 0; j < N; j++)
-                if (lane % 4 == 0 && j < tokens) to[j * ROWS] = c[j];
-        }
-    };
-    __host__ __device__ static constexpr int place(int i) { return i; }
-    template <int TILES> struct Lane {
-        struct Kept {}; /* nothing is: add() reads the activations itself */
-        static constexpr int N = 1;
-        const uint8_t *weights;
-        const Rows<float> &x;
-        int column;
-        __device__ Lane(const uint8_t *stage, int per, const Rows<float> &x, int lane) : weights(lane_at(stage, per, lane)), x(x), column(lane % 4 * 4) {}
-        __device__ void load(Kept &, int, int) const {}
-        __device__ void add(Sum<TILES> &sum, int i, const Kept (&)[N]) const {
-#pragma unroll 1
-            for (int half = 0; half < 2; half++) {
-                float4 b = *(const float4 *)(weights + i * WIDTH + half * 64);
-#pragma unroll
-                for (int j = 0; j < Sum<TILES>::N; j++) {
-                    if (j >= x.n) break;
-                    float4 a = *(const float4 *)(x.row(j) + i * K + half * 16 + column);
-                    sum.c[j] += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
-                }
-            }
-        }
-    };
 };
 
 /* Stores activation i of a row for a matrix of this type. */
 __device__ inline void store_activation(Type type, void *row, int i, float x) {
     if (type == MXFP4)
         ((bf16 *)row)[Codec<MXFP4>::place(i)] = (bf16)(x * Codec<MXFP4>::LIFT);
-    else if (type == BF16)
-        ((bf16 *)row)[Codec<BF16>::place(i)] = (bf16)x;
     else
-        ((float *)row)[Codec<F32>::place(i)] = x;
+        ((bf16 *)row)[Codec<BF16>::place(i)] = (bf16)x;
 }
 
-#endif

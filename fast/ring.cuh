@@ -1,8 +1,5 @@
 /* ring.cuh: a block of few.cuh's kernel: its warps, its shared memory, and the ring there through which weights come. */
-#ifndef RING_CUH
-#define RING_CUH
-
-#include "codec.cuh"
+#pragma once
 
 constexpr int WARPS = 15; /* of a block that multiply: a row of 2,880 values of MXFP4 has three chunks for each; a quarter of a multiprocessor has four */
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
@@ -23,14 +20,34 @@ enum { FREE, ROUTED, CHOSEN, GATES };
 
 /* ---- the shapes that the compiler may know ---- */
 
-/* Whether a model has gpt-oss's types and shapes (20b and 120b), and a Work that the compiler knows has them. */
-inline bool has_gpt_oss_shapes(const Work &w, const Card &card) {
-    const Block &b = card.layer[0];
-    return b.qkv.type == BF16 && b.up.type == MXFP4 && card.head.type == BF16 && w.dim == 2880 && w.ffn_dim == 2880 && w.vocab == 201088 &&
-           w.n_heads == 64 && w.n_kv_heads == 8 && w.head_dim == 64 && w.top_k == 4;
+constexpr int FP4_ITEM = 48, BF16_ITEM = 48; /* chunks that are streamed as one item, at most: about 24 KB */
+
+/* A Matrix of gpt-oss, its shape known to the compiler: chunks of a row; how many are multiplied at a time; how many times. */
+struct Shaped : Matrix {
+    int chunks, per, parts;
+    __host__ __device__ int chunks_of(int part) const { return min_of(per, chunks - part * per); }
+};
+__host__ __device__ inline Shaped shaped(const Matrix &from, Type type, int rows, int cols) {
+    Shaped m;
+    const int columns = type == MXFP4 ? CHUNK : DENSE_COLUMNS, most = type == MXFP4 ? FP4_ITEM : BF16_ITEM, tall = type == MXFP4 ? TILE : GROUP;
+    m.data = from.data, m.bias = from.bias, m.n = from.n, m.type = type, m.rows = rows, m.cols = cols;
+    m.chunks = (cols + columns - 1) / columns;
+    m.stride = m.chunks * columns;
+    m.parts = (m.chunks + most - 1) / most;
+    m.per = (m.chunks + m.parts - 1) / m.parts;
+    m.bytes = type == MXFP4 ? (size_t)(rows + TILE - 1) / TILE * m.chunks * FP4_CHUNK : (size_t)(rows + GROUP - 1) / GROUP * GROUP * m.stride * 2;
+    return m;
 }
-__device__ inline Work with_gpt_oss_shapes(Work w) {
-    static_assert(2880 % FP4_COLUMNS == 0, "act_pitch has no padding: who waits for values would wait for it");
+inline Shaped shaped(const Matrix &m) { return shaped(m, m.type, m.rows, m.cols); }
+
+/* Whether a model has gpt-oss's types and shapes (20b and 120b), and a Work that the compiler knows has them. */
+inline bool has_gpt_oss_shapes(const Model &m) {
+    const Layer &l = m.layer[0];
+    return l.q.type == BF16 && l.gate.type == MXFP4 && m.head.type == BF16 && m.dim == 2880 && m.ffn_dim == 2880 && m.vocab == 201088 && m.n_heads == 64 &&
+           m.n_kv_heads == 8 && m.head_dim == 64 && m.top_k == 4 && l.router.rows && l.sinks && !l.q_norm && m.embed.type == BF16;
+}
+__device__ inline DecodeWork with_gpt_oss_shapes(DecodeWork w) {
+    static_assert(2880 % CHUNK == 0, "act_pitch has no padding: who waits for values would wait for it");
     w.dim = w.ffn_dim = w.act_pitch = 2880, w.vocab = 201088;
     w.n_heads = 64, w.n_kv_heads = 8, w.head_dim = 64, w.attn_pitch = 4096;
     w.top_k = 4;
@@ -76,28 +93,27 @@ __host__ __device__ constexpr int cost_of(int choices) {
 static_assert(cost_of(9) * 3 <= 2 * 3 + 9 && cost_of(13) * 3 <= 2 * 3 + 13 && cost_of(5) * 3 <= 2 * 3 + 5, "layout_for() relies on 2 + choices / 3");
 
 /* The layout for so many tokens in blocks that have `room` bytes; does not fit if it has more. blocks: of the grid. */
-inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks, int room) {
+inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tokens, int blocks, int room) {
     Layout k = {};
-    const Block &b = card.layer[0];
-    bool known = has_gpt_oss_shapes(w, card);
+    const DeviceLayer &b = device.layer[0];
     int most = Active::most(w.n_experts, w.top_k, tokens), x = 0, sums = SUMS;
     /* of the units of one block, of n matrices and `more` units */
     auto rows_of = [&](const Matrix &m, int n, int more = 0) {
-        int rows = m.type == MXFP4 ? FP4_ROWS : GROUP, units = (m.rows + rows - 1) / rows * n + more;
+        int rows = m.type == MXFP4 ? TILE : GROUP, units = (m.rows + rows - 1) / rows * n + more;
         return (units + blocks - 1) / blocks * rows;
     };
     auto consider = [&](auto codec, const Matrix &m, bool normed) {
         typedef decltype(codec) C;
-        int rows = !known ? tokens : tokens == 1 && normed; /* in shared memory */
+        int rows = tokens == 1 && normed; /* in shared memory */
         x = max_of(x, rows * pitch_of<C::TYPE>(m.stride) * (int)sizeof(typename C::Activation));
-        sums = max_of(sums, WARPS * C::ROWS * (known && C::TYPE == MXFP4 ? min_of(tokens, MOST_CHOICES) : tokens));
-        k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(m.per));
+        sums = max_of(sums, WARPS * C::ROWS * (C::TYPE == MXFP4 ? min_of(tokens, MOST_CHOICES) : tokens));
+        k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(shaped(m).per));
     };
-    for (const Matrix *m : {&b.qkv, &b.o, &b.up, &b.down, &card.head}) {
+    for (const Matrix *m : {&b.qkv, &b.o, &b.up, &b.down, &device.head}) {
         bool normed = m != &b.o && m != &b.down;
-        m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, normed) : m->type == BF16 ? consider(Codec<BF16>(), *m, normed) : consider(Codec<F32>(), *m, normed);
+        m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, normed) : consider(Codec<BF16>(), *m, normed);
     }
-    /* experts of the cheapest units that cost as much as all chosen ones, but for the visits, which cost as much as some more units */
+/* experts of the cheapest units that cost as much as all chosen ones, but for the visits, which cost as much as some more units */
     int costs = tokens == 1 ? most : most + (tokens * w.top_k + 5) / 6, visits = tokens == 1 ? 0 : most * VISIT / 2;
     int units_rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), max_of(rows_of(b.up, costs, visits), rows_of(b.down, costs, visits)));
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
@@ -123,10 +139,10 @@ inline Layout layout_for(const Work &w, const Card &card, int tokens, int blocks
     take(k.begun, 8);
     take(k.gates, GATES * sizeof(Barrier));
     take(k.hold, sizeof(Barrier));
-    int attention = max_of(w.head_dim + CONSUMERS + 33, ATTENTION_WARPS * 8 * (w.head_dim + 2)) * 4; /* attend_plain; states: both from k.x on */
+    int attention = ATTENTION_WARPS * 8 * (w.head_dim + 2) * 4; /* states, from k.x on */
     int least = max_of(2 * 4 * sums, attention - x), barriers = MOST_STAGES * 2 * sizeof(Barrier);
     k.stages = max_of(1, min_of(MOST_STAGES, (room - k.bytes - barriers - x - least - 256) / k.stage_bytes));
-    if (known && tokens > 8 && k.stages > 2) k.stages--; /* with so many sums, room for longer passes gives more */
+    if (tokens > 8 && k.stages > 2) k.stages--; /* with so many sums, room for longer passes gives more */
     take(k.barriers, barriers);
     take(k.x, x);
     take(k.sums, max_of(least, (room - k.bytes - k.stages * k.stage_bytes - 128) / 16 * 16)); /* all that is left */
@@ -148,7 +164,7 @@ constexpr int kept_of(int chunks, int most) {
     int parts = (chunks + most - 1) / most, per = (chunks + parts - 1) / parts;
     return parts * ((per + WARPS - 1) / WARPS);
 }
-static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / FP4_COLUMNS, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
+static_assert(kept_of(4096 / DENSE_COLUMNS, BF16_ITEM) <= MOST_KEPT && kept_of(2880 / CHUNK, FP4_ITEM) <= MOST_KEPT, "gpt-oss's shapes");
 
 /* What a warp keeps of the activations: by chunk and tile (TWINS: half). */
 template <Type T, int TILES> using Kept = typename Codec<T>::template Lane<TILES>::Kept[MOST_KEPT][Codec<T>::template Lane<TILES>::N];
@@ -183,7 +199,7 @@ struct Ring {
         asm volatile(""); /* so that this is a branch: instructions of the units' loop are what counts */
     }
     /* The producer's part of a phase: locate(item, part) is where the unit's weights lie and which part of the columns is meant. */
-    template <Type T, class Locate> __device__ void produce(const Matrix &m, int items, Locate locate) {
+    template <Type T, class Locate> __device__ void produce(const Shaped &m, int items, Locate locate) {
 #pragma unroll 1
         for (int i = asked; i < items; i++) {
             int part;
@@ -198,13 +214,11 @@ struct Ring {
         empty[at].wait(parity ^ 1); /* at once the first time round */
         fence_proxies();            /* the copy engine writes where others have read */
         hold->wait(1);
-#if __CUDA_ARCH__ >= 900 /* where lanes copy, waiting costs more than it gives: notebooks/speed.md */
         int before = at - min(most, stages); /* has to be there */
         full[before < 0 ? before + stages : before].wait(before < 0 ? parity ^ 1 : parity);
-#endif
     }
     /* The same for numbered pages last - 1 down to `first` of the cache of one head: its keys, and behind them its values. */
-    __device__ void produce_pages(const Work &w, const int *table, int first, int last, int head) {
+    __device__ void produce_pages(const DecodeWork &w, const int *table, int first, int last, int head) {
         int bytes = w.head_dim * PAGE * sizeof(bf16), number = 0;
         size_t values = (const uint8_t *)cache_of(w, 0, 1, 0) - (const uint8_t *)cache_of(w, 0, 0, 0); /* behind its keys */
 #pragma unroll 1
@@ -240,27 +254,8 @@ struct Ring {
         full[at + MOST_STAGES].arrive(); /* empty[at], without an address of its own; each lane: one for all is no faster, and confuses racecheck */
         advance();
     }
-    /* The next unit times x; what this warp found goes to `sums` (x.n, rows of the unit). */
-    template <Type T, int TILES> __device__ void multiply(const Matrix &m, Rows<typename Codec<T>::Activation> x, float *sums) {
-        typedef typename Codec<T>::template Lane<TILES> Lane;
-        typename Codec<T>::template Sum<TILES> sum;
-#pragma unroll 1
-        for (int part = 0; part < m.parts; part++, x.x += m.per * Codec<T>::K)
-            consume([&](const uint8_t *stage) {
-                Lane lane(stage, m.per, x, thread % 32);
-#pragma unroll 1
-                for (int i = thread / 32; i < m.chunks_of(part); i += WARPS) {
-                    typename Lane::Kept now[Lane::N];
-#pragma unroll
-                    for (int j = 0; j < Lane::N; j++) lane.load(now[j], i, j);
-                    lane.add(sum, i, now);
-                }
-            });
-        sum.reduce();
-        sum.store(sums + sum.first_of(thread % 32), x.n, thread % 32);
-    }
     /* The same in the same order, of a matrix whose shape the compiler knows, for activations that this warp keeps. */
-    template <Type T, int TILES> __device__ void keep(const Matrix &m, const Rows<typename Codec<T>::Activation> &x, Kept<T, TILES> &kept) const {
+    template <Type T, int TILES> __device__ void keep(const Shaped &m, const Activations<typename Codec<T>::Activation> &x, Kept<T, TILES> &kept) const {
         typedef typename Codec<T>::template Lane<TILES> Lane;
         int turns = (m.per + WARPS - 1) / WARPS, me = thread % 32;
         uint32_t highest;
@@ -286,7 +281,7 @@ struct Ring {
         } while (x.told && __any_sync(~0u, unwritten_half(highest)) && rest());
     }
     /* `to` is where this lane's first sum belongs. */
-    template <Type T, int TILES> __device__ void multiply_kept(const Matrix &m, const Kept<T, TILES> &kept, int tokens, float *to) {
+    template <Type T, int TILES> __device__ void multiply_kept(const Shaped &m, const Kept<T, TILES> &kept, int tokens, float *to) {
         typename Codec<T>::template Sum<TILES> sum;
         int turns = (m.per + WARPS - 1) / WARPS;
 #pragma unroll
@@ -307,4 +302,3 @@ struct Ring {
     }
 };
 
-#endif

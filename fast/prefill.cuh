@@ -3,21 +3,7 @@
  *
  * A group multiplies 64 rows, which lie in its registers or in shared memory, by columns that lie in shared memory: a ring
  * that cp.async fills ahead. Sums are fp32 and in one order, so that every run gives the same bits. */
-#ifndef HOPPER_CUH
-#define HOPPER_CUH
-
-#include "work.cuh"
-
-#include <type_traits>
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define WGMMA 1
-#else
-#define WGMMA 0
-#endif
-
-/* Whether this is code with wgmma: the host asks, since only the driver knows which of a build's architectures it took. */
-__device__ int has_wgmma = WGMMA;
+#pragma once
 
 constexpr int PANEL = 64 * 128; /* bytes of 64 columns of 64 inner indices, as wgmma reads them */
 
@@ -25,7 +11,7 @@ constexpr int PANEL = 64 * 128; /* bytes of 64 columns of 64 inner indices, as w
  * 2t + 8, 2t + 9 of every 16: activations for it have the 4 by 8 pairs of each 64 columns transposed. */
 __host__ __device__ inline int fp4_column(int c) { return (c & ~62) | (c & 14) << 2 | (c >> 3 & 6); }
 
-#if WGMMA
+#if HOPPER
 /* ---- instructions ---- */
 
 #define SUMS_8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
@@ -71,11 +57,6 @@ __device__ inline uint64_t panel_at(const uint8_t *shared) {
 }
 __device__ inline int panel_byte(int column, int eighth) { return column * 128 + (eighth ^ column % 8) * 16; }
 
-/* 16 bytes to shared memory of which only the first `bytes` are read, the others become 0. */
-__device__ inline void copy_some(void *to, const void *from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes) : "memory");
-}
-
 /* The ring: a stage is filled when all warps have left it and used when its copies have arrived. */
 struct Stages {
     Barrier *full, *empty; /* (n) */
@@ -101,16 +82,11 @@ struct Stages {
     }
     __device__ void copies_arrive() const { full[at].copies_arrive(); }
 };
-
-__device__ inline float exp2_quick(float x) { /* for shares that are rounded to bf16 */
-    asm("ex2.approx.ftz.f32 %0,%0;" : "+f"(x));
-    return x;
-}
 #endif
 
 /* ---- attention ---- */
 
-template <int D> struct AttentionShape {
+template <int D> struct WgmmaAttention {
     static constexpr int GROUPS = 2, ROWS = GROUPS * 64, THREADS = GROUPS * 128; /* a row: a token and query head */
     static constexpr int BLOCKS = D == 64 ? 2 : 1;                               /* at once on a multiprocessor */
     static constexpr int STAGES = 5, STAGE = 2 * D * PAGE * 2;                   /* bytes of a page's keys and values */
@@ -119,7 +95,7 @@ template <int D> struct AttentionShape {
     static constexpr int SHARED = STAGES * (STAGE + 16) + GROUPS * QUERIES;
 };
 
-#if WGMMA
+#if HOPPER
 /* The largest score of a row (row g, or with r = 1 row g + 8) so far; returns by what sums of shares before shrink, and `shift`, what scores times
  * `scale` are taken from. */
 __device__ inline float grow(const float (&score)[32], int r, float scale, float &most, float &shift) {
@@ -146,11 +122,11 @@ __device__ inline void shares_of(const float (&score)[32], float scale, const fl
 
 /* Attention of neighbouring tokens (blockIdx.y: a tile, the last first, since it sees most) and all query heads that share a
  * key/value head (blockIdx.x): ROWS rows, whose queries stay in shared memory while pages of keys and values pass through it. Every
- * thread fetches its share of a page AHEAD pages before it is used. Softmax as in Attend (many.cuh); a page that all rows of a
+ * thread fetches its share of a page AHEAD pages before it is used. Softmax as in attention_tiled; a page that all rows of a
  * group see whole is not masked, and sums are scaled only where a row's largest score has grown. */
-template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, AttentionShape<D>::BLOCKS) attention_wgmma(Work w, Step s, Block l) {
-#if WGMMA
-    typedef AttentionShape<D> Shape;
+template <int D> __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>::BLOCKS) attention_wgmma(Work w, Step s, DeviceLayer l) {
+#if HOPPER
+    typedef WgmmaAttention<D> Shape;
     extern __shared__ __align__(1024) uint8_t arena[];
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = blockIdx.x, tile = gridDim.y - 1 - blockIdx.y;
     Stages ring((Barrier *)(arena + Shape::STAGES * Shape::STAGE + Shape::GROUPS * Shape::QUERIES), Shape::STAGES, Shape::THREADS, Shape::GROUPS * 4),
@@ -175,7 +151,7 @@ template <int D> __global__ void __launch_bounds__(AttentionShape<D>::THREADS, A
 #pragma unroll
         for (int k = 0; k < PAGE * D / 8 / Shape::THREADS; k++) {
             copy_16(key + at + k * (Shape::THREADS / (D / 8)) * 128, from_key + skip + k * Shape::THREADS * 8);
-            copy_some(value + at + k * (Shape::THREADS / 8) * 128, from_value + skip + k * (Shape::THREADS / 8) * SLAB_KEYS, max(0, min(16, seen)));
+            copy_16(value + at + k * (Shape::THREADS / 8) * 128, from_value + skip + k * (Shape::THREADS / 8) * SLAB_KEYS, max(0, min(16, seen)));
         }
         next.copies_arrive();
         next.next();
@@ -253,32 +229,25 @@ struct ExpertShape {
     static constexpr int GROUPS = 3, ROWS = GROUPS * 64;  /* of four warps; rows of the matrix that a block multiplies ... */
     static constexpr int UNITS = 3, CHOICES = UNITS * 64; /* ... by so many choices */
     static constexpr int THREADS = GROUPS * 128 + 128;    /* with the producer's */
-    static constexpr int STAGES = 6, X = UNITS * PANEL, WEIGHTS = ROWS / FP4_ROWS * FP4_BYTES; /* bytes of 64 columns */
+    static constexpr int STAGES = 6, X = UNITS * PANEL, WEIGHTS = ROWS / TILE * FP4_CHUNK; /* bytes of 64 columns */
     static constexpr int PITCH = 40, OUT = 64 * PITCH * 2; /* results on their way out, of each group */
     static constexpr int SHARED = STAGES * (X + WEIGHTS + 16) + GROUPS * OUT; /* without the list of tiles */
-    static constexpr int tiles(int choices, int experts) { return choices / CHOICES + experts; }
+    static constexpr int jobs(int choices, int experts) { return choices / CHOICES + experts; }
 };
 
-#if WGMMA
-/* Lists the tiles of at most CHOICES choices into which the experts' work is cut, largest first so that no block ends long after the
- * others: expert << 16 | number; returns how many there are. All threads of the block call it. */
-__device__ inline int list_tiles(const Work &w, int *tile) {
-    constexpr int C = ExpertShape::CHOICES;
-    auto units = [](int n) { return (n % C + 63) / 64; }; /* of the last, smaller tile */
-    int whole = 0, partial = 0;
-    for (int e = 0; e < w.n_experts; e++) whole += w.listed[e] / C, partial += w.listed[e] % C > 0;
-    for (int e = threadIdx.x; e < w.n_experts; e += blockDim.x) {
-        int n = w.listed[e], at = 0, rest = whole;
-        for (int k = 0; k < w.n_experts; k++) {
-            int m = w.listed[k];
-            if (k < e) at += m / C;
-            rest += units(m) > units(n) || (units(m) == units(n) && k < e);
-        }
-        for (int i = 0; i < n / C; i++) tile[at + i] = e << 16 | i;
-        if (n % C) tile[rest] = e << 16 | n / C;
+#if HOPPER
+/* Sorts the jobs of route() by size, largest first, so that no block ends long after the others; returns how many there are. All threads of the block call
+ * it. */
+__device__ inline int sort_jobs(const Work &w, int *sorted) {
+    const int jobs = *w.jobs;
+    auto units = [&](int i) { return (w.job[i].n + 63) / 64; };
+    for (int i = threadIdx.x; i < jobs; i += blockDim.x) {
+        int place = 0;
+        for (int k = 0; k < jobs; k++) place += units(k) > units(i) || (units(k) == units(i) && k < i);
+        sorted[place] = i;
     }
     __syncthreads();
-    return whole + partial;
+    return jobs;
 }
 
 /* A tile: this group's 64 rows of an expert's matrix, unpacked to bf16 in registers, times n choices, at most 64 UNITS. While one
@@ -290,7 +259,7 @@ __device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int
     float c[UNITS * 32] = {};
     for (int step = 0; step < steps; step++, ring.next()) {
         ring.wait_full();
-        const uint8_t *chunk = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + warp * FP4_BYTES;
+        const uint8_t *chunk = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + warp * FP4_CHUNK;
         uint4 words = *(const uint4 *)(chunk + lane * 16);
         uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4) >> lane % 4 / 2 * 8, scale = scales & 255, scale8 = scales >> 16 & 255, a[4][4];
         Sixteen row = fp4_to_bf16_scaled(words.x, words.y, scale), row8 = fp4_to_bf16_scaled(words.z, words.w, scale8);
@@ -318,23 +287,21 @@ __device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int
  * that chose it, 64 columns a stage. The producer's warps run ahead, over the borders of tiles too. x has a row for every `divide`
  * choices, its columns in the order of fp4_column. store(c, expert, this warp's first row of the matrix, choices, how many, room)
  * gets the sums of 64 choices. */
-template <class Store> __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide, int tokens, Store store) {
+template <class Store> __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide, Store store) {
     typedef ExpertShape Shape;
     extern __shared__ __align__(1024) uint8_t arena[];
     uint8_t *room = arena + Shape::STAGES * (Shape::X + Shape::WEIGHTS);
     Barrier *barriers = (Barrier *)(room + Shape::GROUPS * Shape::OUT);
-    int *tile = (int *)(barriers + 2 * Shape::STAGES), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    int *sorted = (int *)(barriers + 2 * Shape::STAGES), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     Stages ring(barriers, Shape::STAGES, 128, Shape::GROUPS * 4);
     wait_previous();
     launch_next();
-    int steps = m.stride / FP4_COLUMNS, groups = (m.rows + FP4_ROWS - 1) / FP4_ROWS, high = (m.rows + Shape::ROWS - 1) / Shape::ROWS,
-        tiles = list_tiles(w, tile);
-    auto tile_at = [&](int i, int &e, int &n, int &group) { /* its expert, how many choices, first group of rows; returns their list */
-        int number = tile[i / high] & 0xFFFF;
-        e = tile[i / high] >> 16;
-        n = min(Shape::CHOICES, w.listed[e] - number * Shape::CHOICES);
-        group = i % high * (Shape::ROWS / FP4_ROWS);
-        return w.list + (size_t)e * tokens + number * Shape::CHOICES;
+    int steps = m.stride / CHUNK, groups = (m.rows + TILE - 1) / TILE, high = (m.rows + Shape::ROWS - 1) / Shape::ROWS,
+        jobs = sort_jobs(w, sorted);
+    auto tile_at = [&](int i, int &e, int &n, int &group) { /* its expert, how many choices, first group of rows; returns the choices */
+        Job job = w.job[sorted[i / high]];
+        e = job.expert, n = job.n, group = i % high * (Shape::ROWS / TILE);
+        return w.order + job.first;
     };
     int e, n, group;
     if (warp < Shape::GROUPS * 4) {
@@ -343,11 +310,11 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
         int i = blockIdx.x;
         auto take = [&](auto units) { /* the tiles of this size; constant, so that sums are registers */
             constexpr int UNITS = decltype(units)::value;
-            for (; i < tiles * high; i += gridDim.x) {
+            for (; i < jobs * high; i += gridDim.x) {
                 const int *list = tile_at(i, e, n, group);
                 n = __shfl_sync(~0u, n, 0);
                 if (n <= (UNITS - 1) * 64) break;
-                multiply_tile<UNITS>(ring, arena, steps, e, (group + warp) * FP4_ROWS, list, n, mine, store);
+                multiply_tile<UNITS>(ring, arena, steps, e, (group + warp) * TILE, list, n, mine, store);
             }
         };
         take(std::integral_constant<int, 3>());
@@ -355,9 +322,9 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
         take(std::integral_constant<int, 1>());
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        constexpr int WORDS = FP4_BYTES / 16, ALL = Shape::WEIGHTS / 16; /* of a chunk, and of the chunks of all groups of rows */
+        constexpr int WORDS = FP4_CHUNK / 16, ALL = Shape::WEIGHTS / 16; /* of a chunk, and of the chunks of all groups of rows */
         int thread = threadIdx.x % 128;
-        for (int i = blockIdx.x; i < tiles * high; i += gridDim.x) {
+        for (int i = blockIdx.x; i < jobs * high; i += gridDim.x) {
             const int *list = tile_at(i, e, n, group);
             /* where a thread's words lie; eight threads copy a row of x, every 16th. Behind the last group and row it is read again. */
             uint32_t chunk[(ALL + 127) / 128], from[Shape::CHOICES / 16];
@@ -368,8 +335,8 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
             }
 #pragma unroll
             for (int k = 0; k < Shape::CHOICES / 16; k++) from[k] = (uint32_t)(list[min(thread / 8 + 16 * k, n - 1)] / divide) * (x_pitch / 8) + thread % 8;
-            const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)group * steps * FP4_BYTES), *rows = (const uint4 *)x;
-            for (int step = 0; step < steps; step++, weights += WORDS, rows += FP4_COLUMNS / 8, ring.next()) {
+            const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)group * steps * FP4_CHUNK), *rows = (const uint4 *)x;
+            for (int step = 0; step < steps; step++, weights += WORDS, rows += CHUNK / 8, ring.next()) {
                 ring.wait_empty();
                 uint8_t *to = arena + ring.at * Shape::X + panel_byte(thread / 8, thread % 8),
                         *to_weights = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + thread * 16;
@@ -392,9 +359,9 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
 #endif
 
 /* Gate and up, alternating rows, and the activation: act_out in the order of fp4_column. */
-__global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Block l, int tokens) {
-#if WGMMA
-    multiply_experts_wgmma(w, l.up, (const bf16 *)w.normed, w.normed_pitch, w.top_k, tokens,
+__global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, DeviceLayer l, const bf16 *normed) {
+#if HOPPER
+    multiply_experts_wgmma(w, l.up, normed, w.normed_pitch, w.top_k,
                            [&](const float *c, int e, int row, const int *list, int n, uint8_t *room) {
                                int thread = threadIdx.x % 128, warp = thread / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
                                bool odd = g % 2; /* holds up's rows, and does the odd one of two tokens */
@@ -410,7 +377,7 @@ __global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Bloc
                                for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
                                    int i = j % 2;
                                    float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
-                                   float value = swiglu<bf16>(w, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y);
+                                   float value = swiglu(w.act, w.act_limit, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y, true);
                                    int column = warp * 8 + i * 4 + g / 2;
                                    out[(j / 2 * 8 + 2 * t + odd) * ExpertShape::PITCH + fp4_column(column) / 8 * 4 + fp4_column(column) % 4] = (bf16)value;
                                }
@@ -424,9 +391,9 @@ __global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Bloc
 #endif
 }
 
-__global__ void __launch_bounds__(ExpertShape::THREADS, 1) down_wgmma(Work w, Block l, int tokens) {
-#if WGMMA
-    multiply_experts_wgmma(w, l.down, (const bf16 *)w.act_out, w.act_pitch, 1, tokens, [&](const float *c, int e, int row, const int *list, int n, uint8_t *) {
+__global__ void __launch_bounds__(ExpertShape::THREADS, 1) down_wgmma(Work w, DeviceLayer l) {
+#if HOPPER
+    multiply_experts_wgmma(w, l.down, (const bf16 *)w.act_out, w.act_pitch, 1, [&](const float *c, int e, int row, const int *list, int n, uint8_t *) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         if (row >= w.dim) return;
         const float *bias = l.down.bias ? l.down.bias + (size_t)e * w.dim + row + g : NULL;
@@ -441,5 +408,3 @@ __global__ void __launch_bounds__(ExpertShape::THREADS, 1) down_wgmma(Work w, Bl
     });
 #endif
 }
-
-#endif

@@ -22,17 +22,11 @@
  * divided by is known before the matrix's products are. With the shapes that the compiler knows each warp keeps its share of the activations in registers, for
  * all rows of a matrix. A token alone of these shapes norms for itself, which is faster then (stage_normed).
  */
-#ifndef FEW_CUH
-#define FEW_CUH
-
-#include "ring.cuh"
-#include "slab.cuh"
-
-#include <climits>
+#pragma once
 
 /* ---- what blocks tell each other ---- */
 
-/* Blocks tell each other by buffers of Work, and a fence stands between a phase that writes them and one that reads. A fence takes long (see Ring::expect).
+/* Blocks tell each other by buffers of DecodeWork, and a fence stands between a phase that writes them and one that reads. A fence takes long (see Ring::expect).
  * So for a token alone of gpt-oss's shapes values say themselves whether they are there (UNWRITTEN), in buffers of which TURNS layers in turn have one each.
  * When a block has all that attention tells, each block has told its queries, keys and values, so it has read all that others told in the layer before: phase
  * output makes that UNWRITTEN again. A fence has to stand before another layer writes there, but it is hidden: producers have it in the next layer's phase up,
@@ -51,27 +45,27 @@ struct Told {
     void *attn, *act;  /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
 };
 /* Floats of one turn; those of a layer but x lie together. */
-__host__ __device__ inline size_t turn_size(const Work &w) {
+__host__ __device__ inline size_t turn_size(const DecodeWork &w) {
     return 2 * w.dim + ((w.n_heads + 2 * w.n_kv_heads) * w.head_dim + w.attn_pitch + w.top_k * w.act_pitch) / 2;
 }
-inline size_t told_size(const Work &w) { return TURNS * turn_size(w); }
+inline size_t told_size(const DecodeWork &w) { return TURNS * turn_size(w); }
 /* Makes n floats UNWRITTEN, a multiple of four: each of `threads` threads its share. */
 __device__ inline void forget(void *floats, int n, int thread, int threads) {
 #pragma unroll 1
     for (int i = thread; i < n / 4; i += threads) ((uint4 *)floats)[i] = make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
 }
 /* What layer `layer` tells; layer -1 is the embedding. The head stands behind a fence, so the last layer's x is Work's. */
-__host__ __device__ inline Told told_of(const Work &w, bool alone, int layer) {
+__host__ __device__ inline Told told_of(const DecodeWork &w, bool alone, int layer) {
     if (!alone) return {w.x, w.x, w.q, w.attn, w.act_out};
     float *x = w.told + (layer + TURNS) % TURNS * turn_size(w), *middle = x + w.dim;
     bf16 *q = (bf16 *)(middle + w.dim), *attn = q + (w.n_heads + 2 * w.n_kv_heads) * w.head_dim;
     return {layer == w.n_layers - 1 ? w.x : x, middle, q, attn, attn + w.attn_pitch};
 }
-inline size_t partial_size(const Work &w) { return (size_t)FEW * w.n_kv_heads * SPLITS * 8 * (w.head_dim + 2); }
+inline size_t partial_size(const DecodeWork &w) { return (size_t)FEW * w.n_kv_heads * SPLITS * 8 * (w.head_dim + 2); }
 
 /* ---- the kernel ---- */
 
-/* What the next matrix that follows a norm reads (see Work), and this norm's weights. */
+/* What the next matrix that follows a norm reads (see DecodeWork), and this norm's weights. */
 struct Next {
     void *to;
     Type type;
@@ -85,7 +79,7 @@ __device__ inline void store_normed(const Next &next, int t, int i, float x) {
     if (next.twins)
         ((bf16 *)next.to)[twin_at(t, Codec<BF16>::place(i), next.stride)] = (bf16)x;
     else
-        store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * (next.type == F32 ? 4 : 2), i, x);
+        store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * 2, i, x);
 }
 
 /* This thread's two fours of the first 8 CONSUMERS of n values of x, or 0, as soon as they are there; returns the sum of their squares. */
@@ -108,7 +102,7 @@ __device__ inline float take_fours(float4 (&value)[2], const float *x, int n) {
 
 /* RMSNorm's sum of squares, in two parts so that few have to wait for it: a block publishes the parts that its warps found, in an order that does not depend
  * on anything else, and who needs it looks for them later. */
-__device__ inline unsigned long long *input_square_of(const Work &w, int t, int layer) {
+__device__ inline unsigned long long *input_square_of(const DecodeWork &w, int t, int layer) {
     return w.input_square + ((size_t)t * (w.n_layers + 1) + layer) * MOST_WARPS;
 }
 __device__ inline void publish_square(const float *x, int dim, unsigned long long *to, int thread) { /* threads 0 to CONSUMERS - 1 call it */
@@ -132,48 +126,40 @@ __device__ inline float find_square(const unsigned long long *from, int lane) { 
  * to them at once. Of several tokens there are many sectors anyway, and who looks for all is quicker if they lie together. */
 constexpr int APART = 8;
 static_assert(APART <= FEW, "the place of the other tokens");
-__device__ inline unsigned long long *router_sum_of(const Work &w, bool one, int t, int layer, int e) {
-    unsigned long long *sums = w.router_sum + ((size_t)t * w.n_layers + layer) * w.n_experts * (one ? APART : 1);
-    return sums + (one ? e / 4 * 4 * APART + e % 4 : e);
+__device__ inline unsigned long long *router_sum_of(const DecodeWork &w, bool alone, int t, int layer, int e) {
+    unsigned long long *sums = w.router_sum + ((size_t)t * w.n_layers + layer) * w.n_experts * (alone ? APART : 1);
+    return sums + (alone ? e / 4 * 4 * APART + e % 4 : e);
 }
 
-/* Begins a step: x (tokens, dim) = the tokens' rows of the embedding, also for `next`, if there is one. The page remembers the token. A step of few tokens
- * comes posted, as an argument (the host is far: with asking for it this kernel took 6 us for one token and 27 for sixteen by ncu, 5 without); the first block
- * writes it to where the other kernels look for it, and all empty what few's blocks, so many of them, add up or publish. Of a step of many tokens (none posted)
- * all is there. Of a token alone it also empties what the last layer of the step before told. A block a token. */
-__global__ void __launch_bounds__(1024) embed(Work w, Step s, const __grid_constant__ Posted post, Matrix table, int blocks, bool alone, Next next) {
+/* Begins a step: x (tokens, dim) = the tokens' rows of the embedding, also for `next`, if there is one. The page remembers the token. The step comes posted, as
+ * an argument (the host is far: with asking for it this kernel took 6 us for one token and 27 for sixteen by ncu, 5 without); the first block writes it to
+ * where the other kernels look for it, and all empty what few's blocks, so many of them, add up or publish. Of a token alone it also empties what the last layer
+ * of the step before told. A block a token. */
+__global__ void __launch_bounds__(1024) embed(DecodeWork w, Step s, const __grid_constant__ Posted post, Matrix table, int blocks, bool alone, Next next) {
+#if HOPPER
     launch_next();
     float *to = told_of(w, alone, -1).x;
-    int t = blockIdx.x, words = t || !post.there ? 0 : Posted::BYTES / 16;
+    int t = blockIdx.x, words = t ? 0 : Posted::BYTES / 16;
     wait_previous();
     if (threadIdx.x < words) ((uint4 *)s.how)[threadIdx.x] = post.word[threadIdx.x];
-    int4 mine = post.there ? post.token(t) : s.token[t];
+    int4 mine = post.token(t);
     auto clear = [&](unsigned long long *sum, int n) {
-        for (int i = threadIdx.x; i < n && post.there; i += blockDim.x) sum[i] = 0;
+        for (int i = threadIdx.x; i < n; i += blockDim.x) sum[i] = 0;
     };
-    for (int i = threadIdx.x; i < w.n_layers * w.n_experts && post.there; i += blockDim.x)
-        *router_sum_of(w, gridDim.x == 1, t, i / w.n_experts, i % w.n_experts) = 0;
+    for (int i = threadIdx.x; i < w.n_layers * w.n_experts; i += blockDim.x) *router_sum_of(w, gridDim.x == 1, t, i / w.n_experts, i % w.n_experts) = 0;
     clear(w.square + (size_t)t * w.n_layers * blocks, w.n_layers * blocks);
     clear(input_square_of(w, t, 0), next.to ? (w.n_layers + 1) * MOST_WARPS : 0);
     if (alone) forget(told_of(w, true, w.n_layers - 1).middle, turn_size(w) - w.dim, threadIdx.x, blockDim.x);
     int token = mine.x < 0 ? max(w.drawn[mine.y], 0) : mine.x; /* after a NaN the step is void */
     if (threadIdx.x == 0) w.page_token[mine.z] = token;
     for (int i = threadIdx.x * 4; i < w.dim; i += blockDim.x * 4) {
-        size_t at = (size_t)token * table.stride + i;
+        const bf16 *from = (const bf16 *)table.data + (size_t)token * table.stride + i;
         float x[4];
-        for (int j = 0; j < 4; j++) x[j] = table.type == F32 ? ((const float *)table.data)[at + j] : (float)((const bf16 *)table.data)[at + j];
+        for (int j = 0; j < 4; j++) x[j] = (float)from[j];
         *(float4 *)(to + (size_t)t * w.dim + i) = make_float4(x[0], x[1], x[2], x[3]);
         for (int j = 0; j < 4 && next.to; j++) store_normed(next, t, i + j, x[j] * next.norm[i + j]);
     }
-}
-
-/* What phase head reads of the tokens that are wanted of a step of many. A block of CONSUMERS threads each. */
-__global__ void norm_for_head(Work w, Step s, Next next) {
-    launch_next();
-    wait_previous();
-    const float *x = w.x + (size_t)s.row[blockIdx.x] * w.dim;
-    for (int i = threadIdx.x; i < w.dim; i += blockDim.x) store_normed(next, blockIdx.x, i, x[i] * next.norm[i]);
-    publish_square(x, w.dim, input_square_of(w, blockIdx.x, w.n_layers), threadIdx.x);
+#endif
 }
 
 enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
@@ -181,22 +167,21 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
  * all warps call. What a phase reads of the one before it is Told, or it reads it behind await(), but for what choose() looks for. */
 template <bool producing, int most> struct Few { /* most: see few() */
-    static constexpr bool known = most > 0, alone = most == 1, several = most > 1; /* gpt-oss's shapes; of these one token; more */
+    static constexpr bool alone = most == 1, several = most > 1; /* one token; more */
     static constexpr bool twins = are_twins(most);             /* what qkv and output read: see twin_at() */
     static constexpr int SPARE = CONSUMERS - 1; /* the consumer that has the least to do beside multiplying */
-    Work w;
+    DecodeWork w;
     const Step &s;
     const Layout &k;
     uint8_t *memory;
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
     int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
-    const bool one; /* a token alone, of any model */
     Ring ring;
 
-    __device__ Few(const Work &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last)
-        : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), one(alone || (!known && tokens == 1)), ring(k, memory) {}
+    __device__ Few(const DecodeWork &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last)
+        : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), ring(k, memory) {}
     /* Before any of them begins: all threads of the block call it. */
-    __device__ void prepare(const Block *layers) {
+    __device__ void prepare(const DecodeLayer *layers) {
         if (ring.thread == 0) {
             *at<unsigned long long>(k.begun) = (*(volatile unsigned long long *)w.barrier / gridDim.x - barriers(first)) * gridDim.x;
             gate(FREE).init(CONSUMERS); /* of the last layer */
@@ -204,7 +189,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             gate(CHOSEN).init(32); /* the producer arrives */
             ring.hold->init(1);
         }
-        if (ring.thread < k.stages) ring.full[ring.thread].init(Barrier::ARRIVALS), ring.empty[ring.thread].init(CONSUMERS);
+        if (ring.thread < k.stages) ring.full[ring.thread].init(1), ring.empty[ring.thread].init(CONSUMERS);
         if (ring.thread < 4 && tokens == 1) { /* all its experts cost the same */
             const Matrix &m = ring.thread < 2 ? layers->up : layers->down;
             active().piece[ring.thread] = w.top_k * groups_of(m) * (block + ring.thread % 2) / blocks;
@@ -215,12 +200,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
     __device__ void note_time(int at) {
         if (blockIdx.x == 0 && ring.thread == 0) asm volatile("mov.u64 %0,%globaltimer;" : "=l"(w.ended[at])::"memory");
     }
-    /* A matrix of a layer, with its shape as a constant if it is known. */
-    template <Type T> __device__ Matrix matrix(const Matrix &from, int rows, int cols) const {
-        Matrix m = from;
-        if (known) shape(m, T, rows, cols);
-        return m;
-    }
+    /* A matrix of a layer, with its shape as a constant. */
+    template <Type T> __device__ Shaped matrix(const Matrix &from, int rows, int cols) const { return shaped(from, T, rows, cols); }
     __device__ Told told(int layer) const {
         asm volatile("" : "+r"(layer)); /* computed where it is used */
         return told_of(w, alone, layer);
@@ -325,11 +306,11 @@ template <bool producing, int most> struct Few { /* most: see few() */
     }
     /* The activations of a token alone behind a norm: they go to k.x, and if SCALED the factor that they lack to k.scale, to be there behind a barrier.
      * The norm's weights come in before wait(). */
-    template <Type T, bool SCALED, class Wait> __device__ auto stage_normed(const Matrix &m, const float *weight, const float *x, const int *which, Wait wait) {
+    template <Type T, bool SCALED, class Wait> __device__ auto stage_normed(const Shaped &m, const float *weight, const float *x, const int *which, Wait wait) {
         typedef typename Codec<T>::Activation Activation;
         constexpr int STEP = 2; /* loads on the way at once */
         static_assert(STEP * CONSUMERS * 4 >= 2880, "gpt-oss's shapes");
-        Rows<Activation> to = {at<Activation>(k.x), pitch_of<T>(m.stride), 1};
+        Activations<Activation> to = {at<Activation>(k.x), pitch_of<T>(m.stride), 1};
         float4 times[STEP] = {}, value[STEP];
 #pragma unroll
         for (int i = 0, c = ring.thread * 4; i < STEP; i++, c += CONSUMERS * 4)
@@ -362,7 +343,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
     /* Units times rows of activations. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of x, a, b) receives the results;
      * where the rows are tokens' and NORMED, k.scale has 1 / sqrt(mean of squares + eps) for each then. AS_TWINS: x lies as twin_at() says. */
     template <Type T, bool NORMED = false, bool AS_TWINS = false, class Group, class Pair>
-    __device__ void stream(const Matrix &m, int units, const Rows<typename Codec<T>::Activation> &x, Group group_of, Pair pair) {
+    __device__ void stream(const Shaped &m, int units, const Activations<typename Codec<T>::Activation> &x, Group group_of, Pair pair) {
         if (producing) {
             ring.produce<T>(m, units * m.parts, [&](int item, int &part) {
                 part = item % m.parts;
@@ -370,7 +351,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             });
             return;
         }
-        if constexpr (!keeps(T) || alone || T == BF16) {
+        if constexpr (alone || T == BF16) {
             multiply<T, AS_TWINS ? TWINS : most / 4, NORMED>(m, units, x, pair);
         } else {
             static_assert(MOST_CHOICES <= 8, "experts come in two tiles");
@@ -382,39 +363,24 @@ template <bool producing, int most> struct Few { /* most: see few() */
                 multiply<T, 2, NORMED>(m, units, x, pair);
         }
     }
-    /* Whether warps keep activations in registers: where shapes are known. Else all lie in shared memory. */
-    __device__ static constexpr bool keeps(Type type) { return known && type != F32; }
     /* Pass by pass: a pass is as many units as there is room for their sums. If that is not enough for all, two halves of it
      * take turns, so that who is done with one pass can begin the next. TILES: of activations that are kept. */
     template <Type T, int TILES, bool NORMED, class Pair>
-    __device__ void multiply(const Matrix &m, int units, const Rows<typename Codec<T>::Activation> &rows, Pair pair) {
+    __device__ void multiply(const Shaped &m, int units, const Activations<typename Codec<T>::Activation> &rows, Pair pair) {
         constexpr int ROWS = Codec<T>::ROWS;
-        auto x = rows;
-        int n = alone ? 1 : x.n, stride = n * ROWS, unit_sums = WARPS * stride, inverse = 65536 / n + 1; /* to divide by n: exact below 65536 / n */
+        int n = alone ? 1 : rows.n, stride = n * ROWS, unit_sums = WARPS * stride, inverse = 65536 / n + 1; /* to divide by n: exact below 65536 / n */
         Kept<T, TILES> kept;
-        if constexpr (keeps(T))
-            ring.keep<T, TILES>(m, x, kept);
-        else
-            x = bring<T>(m, x);
+        ring.keep<T, TILES>(m, rows, kept);
         int pass = (units * unit_sums > k.room ? k.room / 2 : k.room) / unit_sums;
 #pragma unroll 1
         for (int done = 0, turn = 0; done < units; done += pass, turn ^= 1) {
             ring.template renew<(most > 8)>(); /* read where registers are fewest */
             float *sums = at<float>(k.sums) + turn * (k.room / 2), *mine = sums + ring.thread / 32 * stride;
-            if constexpr (keeps(T)) mine += Codec<T>::template Sum<TILES>::first_of(ring.thread % 32); /* of the lane, else of the warp */
+            mine += Codec<T>::template Sum<TILES>::first_of(ring.thread % 32); /* of the lane, else of the warp */
             int now = min(pass, units - done);
 #pragma unroll 1
             for (int i = 0; i < now; i++, mine += unit_sums) {
-                if constexpr (keeps(T))
-                    ring.multiply_kept<T, TILES>(m, kept, n, mine);
-                else if (n == 1)
-                    ring.multiply<T, 0>(m, x, mine);
-                else if (n <= 4)
-                    ring.multiply<T, 1>(m, x, mine);
-                else if (n <= 8)
-                    ring.multiply<T, 2>(m, x, mine);
-                else
-                    ring.multiply<T, 4>(m, x, mine);
+                ring.multiply_kept<T, TILES>(m, kept, n, mine);
             }
             ring.items_ended(done + now == units);
             copies_done<0>(); /* of biases */
@@ -430,41 +396,25 @@ template <bool producing, int most> struct Few { /* most: see few() */
             }
         }
     }
-    /* Brings rows of activations to shared memory: they are the same there. */
-    template <Type T> __device__ auto bring(const Matrix &m, const Rows<typename Codec<T>::Activation> &x) {
-        typedef typename Codec<T>::Activation Activation;
-        constexpr int EACH = 16 / sizeof(Activation);
-        Rows<Activation> to = {at<Activation>(k.x), pitch_of<T>(m.stride), x.n};
-#pragma unroll 1
-        for (int i = ring.thread; i < x.n * (m.stride / EACH); i += CONSUMERS) {
-            int row = i / (m.stride / EACH), column = i % (m.stride / EACH) * EACH;
-            copy_16(at<Activation>(k.x) + row * to.pitch + column, x.row(row) + column);
-        }
-        copies_end();
-        copies_done<0>();
-        sync_consumers();
-        return to;
-    }
     /* The activations of tokens `which` (NULL: all) behind the norm that a layer, or the head, begins with; of several a block publishes a token's square.
      * Of a step of many tokens (0) norm_for_head() has done all that. */
-    template <Type T> __device__ auto normed_rows(const Matrix &m, const void *normed, const float *weight, int n, const int *which = NULL) {
+    template <Type T> __device__ auto normed_rows(const Shaped &m, const void *normed, const float *weight, int n, const int *which = NULL) {
         typedef typename Codec<T>::Activation Activation;
-        const bool there = !tokens;
-        Rows<Activation> rows = {(const Activation *)normed, m.stride, n, there ? NULL : which};
+        Activations<Activation> rows = {(const Activation *)normed, m.stride, n, which};
         if (producing) return rows;
-        if constexpr (alone && T != F32) return stage_normed<T, true>(m, weight, told(w.layer - 1).x, which, [&] { await(); });
+        if constexpr (alone) return stage_normed<T, true>(m, weight, told(w.layer - 1).x, which, [&] { await(); });
         await();
 #pragma unroll 1
-        for (int i = block; i < n && !there; i += blocks)
+        for (int i = block; i < n; i += blocks)
             publish_square(w.x + (size_t)(which ? which[i] : i) * w.dim, w.dim, input_square_of(w, i, w.layer), ring.thread);
         return rows;
     }
 
     /* q, k, v = W RMSNorm(x) + bias; RoPE; k and v to the cache. */
-    template <Type T> __device__ void qkv(const Block &l) {
+    template <Type T> __device__ void qkv(const DecodeLayer &l) {
         renew();
         typedef typename Codec<T>::Activation Activation;
-        const Matrix m = matrix<T>(l.qkv, (w.n_heads + 2 * w.n_kv_heads) * w.head_dim, w.dim);
+        const Shaped m = matrix<T>(l.qkv, (w.n_heads + 2 * w.n_kv_heads) * w.head_dim, w.dim);
         int units = units_of_block(groups_of<T>(m.rows)), half = w.head_dim / 2;
         float *bias = at<float>(k.bias);
         if (!producing) {
@@ -495,7 +445,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
     /* A job of attention, if split < used: the split-th of `used` parts of the pages, from page0 on, that token t at position p sees, which are keys
      * `from` to p, for a key/value head. */
     struct Part { int head, t, split, p, from, page0, pages, used; };
-    __device__ Part part_of(int job, const Block &l) const {
+    __device__ Part part_of(int job, const DecodeLayer &l) const {
         int head = job % w.n_kv_heads, t = job / w.n_kv_heads % tokens, split = job / w.n_kv_heads / tokens, p = position_of(t);
         int from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1;
         return {head, t, split, p, from, page0, pages, splits_of(pages)};
@@ -503,12 +453,12 @@ template <bool producing, int most> struct Few { /* most: see few() */
     __device__ int position_of(int t) const { return producing ? s.position[t] : at<int>(k.position)[t]; }
     __device__ float *partial_of(int t, int head, int split) const {
         if (alone) t = w.layer % TURNS; /* in turns, see Told: there is room for FEW tokens */
-        return w.partial + (((size_t)t * w.n_kv_heads + head) * SPLITS + split) * 8 * (w.head_dim + 2);
+        return w.split_partial + (((size_t)t * w.n_kv_heads + head) * SPLITS + split) * 8 * (w.head_dim + 2);
     }
     /* softmax(q k / sqrt(d)) v for each token and key/value head: the pages that the token sees are dealt to at most SPLITS blocks
      * and there, 16 keys at a time, the last ones first, to ATTENTION_WARPS; see merge() for what follows then. How the keys are dealt depends on the token's
      * position alone. The last blocks begin, because the first have more rows of other phases. */
-    template <int D> __device__ void attention(const Block &l) {
+    template <int D> __device__ void attention(const DecodeLayer &l) {
         renew();
         constexpr int ROW = D + 2, STATE = Merged<D>::STATE; /* most, total, sum; of each head of a group */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
@@ -537,10 +487,9 @@ template <bool producing, int most> struct Few { /* most: see few() */
             Slab<D> keys;
             int plain = max(slab0, streamed * SLABS), page = slab >= plain ? table[slab / SLABS] : 0; /* from there on slabs do not come through the ring */
             auto load = [&] { keys.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), slab % SLABS, lane); };
-            if (ring.thread < group && l.sinks) copy_4(sink + ring.thread, l.sinks + head * group + ring.thread, true);
-            if (ring.thread < group && !l.sinks) sink[ring.thread] = -INFINITY;
+            if (ring.thread < group) copy_4(sink + ring.thread, l.sinks + head * group + ring.thread, true);
             copies_end();
-            bool early = one && slab >= plain && (alone || (slab + 1) * SLAB_KEYS <= p); /* earlier steps wrote these, but for one replaced below */
+            bool early = alone && slab >= plain; /* earlier steps wrote these, but for one replaced below */
             if (early) load();
             if (!alone && !waited) await();
             waited = true;
@@ -567,7 +516,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll
                     for (int c = 0; c < D / 32; c++) highest = highest_halves(highest_halves(highest_halves(highest, q[c]), key[c]), value[c]);
                 } while (__any_sync(~0u, unwritten_half(highest)) && rest());
-                keys.replace(slab == p / SLAB_KEYS ? p % SLAB_KEYS : -1, key, value, lane);
+                replace_key<D>(keys, slab == p / SLAB_KEYS ? p % SLAB_KEYS : -1, key, value, lane);
             }
             static_assert(SLABS <= ATTENTION_WARPS, "a warp has one slab of a page at most");
             auto add = [&] { state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane), slab -= ATTENTION_WARPS; };
@@ -606,7 +555,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
     }
     /* The parts of split contexts are told like Told, and each head has a block among those with a part that adds them up, in their order, and the sinks; it
      * makes them UNWRITTEN again, for which a fence stands before who writes there next. Blocks tell all their parts before, so nobody waits for who waits. */
-    template <int D> __device__ void merge(const Block &l, int jobs) {
+    template <int D> __device__ void merge(const DecodeLayer &l, int jobs) {
         renew();
         constexpr int ROW = D + 2, STATE = Merged<D>::STATE;
         int lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads;
@@ -617,7 +566,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll 1
             for (int h = ring.thread / 32; h < group; h += WARPS) {
                 if (h % part.used != part.split) continue;
-                float *states = partial_of(part.t, part.head, 0) + h * ROW, sink = l.sinks ? l.sinks[part.head * group + h] : -INFINITY;
+                float *states = partial_of(part.t, part.head, 0) + h * ROW, sink = l.sinks[part.head * group + h];
 #pragma unroll 1
                 for (int pair = lane; pair < D / 2; pair += 32) {
                     Merged<D> m(pair);
@@ -641,27 +590,14 @@ template <bool producing, int most> struct Few { /* most: see few() */
         int place = Codec<BF16>::place(i);
         write((uint32_t *)((bf16 *)told(w.layer).attn + (twins ? twin_at(t, place, w.attn_pitch) : (size_t)t * w.attn_pitch + place)), pack(x.x, x.y));
     }
-    template <Type T> __device__ void attention_of_any_size(const Block &l) {
-        typedef typename Codec<T>::Activation Out;
-        if (producing) return;
-        if (block >= tokens * w.n_heads) ring.resume();
-        await();
-        for (int i = block; i < tokens * w.n_heads; i += blocks) {
-            int t = i / w.n_heads, h = i % w.n_heads;
-            int place = Codec<T>::place(h * w.head_dim + ring.thread);
-            float x = attend_plain<Out>(w, s, l, t, h, at<float>(k.x), CONSUMERS);
-            if (ring.thread < w.head_dim) ((Out *)told(w.layer).attn)[(size_t)t * w.attn_pitch + place] = (Out)x;
-        }
-    }
-
     /* x += W attn + bias; and, since the router's logits are linear in x but for the norm's common factor, each block adds what
      * its rows of x contribute to them, and writes down the sum of their squares. Of several tokens it leaves x for phase up. */
-    template <Type T> __device__ void output(const Block &l) {
+    template <Type T> __device__ void output(const DecodeLayer &l) {
         renew();
         typedef typename Codec<T>::Activation Activation;
-        const Matrix m = matrix<T>(l.o, w.dim, w.n_heads * w.head_dim);
-        const Next next = {w.normed_for[FOR_UP], known ? MXFP4 : l.up.type, known ? w.dim : l.up.stride, NULL};
-        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, experts = l.router.rows ? w.n_experts : 0;
+        const Shaped m = matrix<T>(l.o, w.dim, w.n_heads * w.head_dim);
+        const Next next = {w.normed_for[FOR_UP], MXFP4, w.dim, NULL};
+        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, experts = w.n_experts;
         float *own = at<float>(k.own), *bias = at<float>(k.bias), *columns = at<float>(k.columns), *norm = at<float>(k.norm);
         const Activation *attn = (const Activation *)told(w.layer).attn;
         if (!producing) {
@@ -696,7 +632,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             if (alone) sync_consumers();
         }
         stream<T, false, twins>(
-            m, units, Rows<Activation>{attn, m.stride, tokens, NULL, 1, alone},
+            m, units, Activations<Activation>{attn, m.stride, tokens, NULL, 1, alone},
             [&](int i) { return group_at<T>(m, unit_of_block(i)); },
             [&](int unit, int p, int t, float a, float b) {
                 int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
@@ -713,10 +649,10 @@ template <bool producing, int most> struct Few { /* most: see few() */
         if (!producing) add_to_router<T>(l);
     }
     /* What this block's rows of x are worth to the router: of each token its share of the logits, and the sum of its squares. */
-    template <Type T> __device__ void add_to_router(const Block &l) {
+    template <Type T> __device__ void add_to_router(const DecodeLayer &l) {
         if (most > 8) renew(); /* only where registers are fewest, since that takes time, too */
         int rows = units_of_block(groups_of<T>(w.dim)) * Codec<T>::ROWS, lane = ring.thread % 32, warp = ring.thread / 32;
-        int experts = l.router.rows ? w.n_experts : 0;
+        int experts = w.n_experts;
         const float *own = at<float>(k.own), *columns = at<float>(k.columns);
         if (alone) forget_share(told(w.layer - 1).q, turn_size(w) - 2 * w.dim);
         sync_consumers();
@@ -734,7 +670,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
                 for (int j = 0; j < (alone ? 1 : o); j++) part[j] += alone ? __shfl_xor_sync(255u << (lane & 24), part[j], o) : part[j + o];
             const float bound = 1ull << (COUNTED - 10);
             long long steps = __float2ll_rn(fminf(fmaxf(part[0] * (1 / ROUTER_STEP), -bound), bound)); /* (a NaN is in x too) */
-            if (ring.thread % LANES == 0) atomicAdd(router_sum_of(w, one, t, w.layer, e), (1ull << COUNTED) + steps);
+            if (ring.thread % LANES == 0) atomicAdd(router_sum_of(w, alone, t, w.layer, e), (1ull << COUNTED) + steps);
         }
 #pragma unroll 1
         for (int t = WARPS - 1 - warp; t < tokens; t += WARPS) { /* the last warps have had the fewest experts */
@@ -753,10 +689,9 @@ template <bool producing, int most> struct Few { /* most: see few() */
     /* What each token chose, its logits in `weights`, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
      * All threads call it; the producer has `active` when it returns. The last warps route: others have more to do, and of one
      * token the producer knows all without waiting for anybody. found: see route(). */
-    template <class Found> __device__ void choose(const Block &l, const Active &active, Found found) {
-        if (!producing && tokens == 1) return;
+    template <class Found> __device__ void choose(const DecodeLayer &l, const Active &active, Found found) {
+        if (!producing && alone) return;
         const float *bias = l.router.bias;
-        bool has_router = l.router.rows;
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
         int *experts = at<int>(k.experts), lane = ring.thread % 32;
 #pragma unroll 1
@@ -768,33 +703,30 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll 1
             for (int e = lane; e < w.n_experts; e += 32) mine[w.n_experts + e] = bias ? bias[e] : 0;
 #pragma unroll 1
-            for (int turn = 0; (has_router && turn * 32 < w.n_experts) || turn * STEP * 32 < blocks; turn++) {
+            for (int turn = 0; turn * 32 < w.n_experts || turn * STEP * 32 < blocks; turn++) {
                 int e = turn * 32 + lane, b = turn * STEP * 32 + lane;
                 unsigned long long sum, part[STEP];
                 bool there;
                 do {
-                    sum = has_router && e < w.n_experts ? look(router_sum_of(w, one, t, w.layer, e)) : (unsigned long long)blocks << COUNTED;
+                    sum = e < w.n_experts ? look(router_sum_of(w, alone, t, w.layer, e)) : (unsigned long long)blocks << COUNTED;
 #pragma unroll
                     for (int i = 0; i < STEP; i++) part[i] = b + i * 32 < blocks ? look(squares + b + i * 32) : THERE;
                     there = counted(sum) == blocks;
 #pragma unroll
                     for (int i = 0; i < STEP; i++) there &= part[i] >> 32 != 0;
                 } while (__any_sync(~0u, !there) && rest());
-                if (has_router && e < w.n_experts) mine[e] = (float)collected(sum) * ROUTER_STEP;
+                if (e < w.n_experts) mine[e] = (float)collected(sum) * ROUTER_STEP;
 #pragma unroll
                 for (int i = 0; i < STEP; i++) square += __uint_as_float((uint32_t)part[i]);
             }
             float factor = norm_factor(w, warp_sum(square));
             if (lane == 0) at<float>(k.factor)[t] = factor;
 #pragma unroll 1
-            for (int e = lane; e < w.n_experts && has_router; e += 32) mine[e] = mine[e] * factor + mine[w.n_experts + e];
-            if (has_router)
-                route(mine, w.n_experts, w.top_k, lane, experts + t * w.top_k, weights + t * w.top_k, found);
-            else if (lane < w.top_k)
-                experts[t * w.top_k + lane] = 0, weights[t * w.top_k + lane] = 0;
+            for (int e = lane; e < w.n_experts; e += 32) mine[e] = mine[e] * factor + mine[w.n_experts + e];
+            route(mine, w.n_experts, w.top_k, lane, experts + t * w.top_k, weights + t * w.top_k, found);
         }
         __syncwarp();
-        if (tokens == 1) { /* its experts differ, and may come in any order */
+        if (alone) { /* its experts differ, and may come in any order */
             if (lane < w.top_k) active.expert[lane] = experts[lane], active.begin[lane] = active.order[lane] = lane;
             __syncwarp();
             return;
@@ -819,7 +751,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
             both = __shfl_sync(~0u, both, 31), n += __popc(chosen), begin += both & 0xFFFF, cost += both >> 16;
         }
         if (lane == 0) active.begin[n] = choices, active.cost[0] = 0;
-        if (lane == 0 && block == 0 && has_router && phase % PHASES == PHASE_UP) atomicAdd(w.experts_read, n);
+        if (lane == 0 && block == 0 && phase % PHASES == PHASE_UP) atomicAdd(w.experts_read, n);
         __syncwarp();
 #pragma unroll 1
         for (int i = lane; i - lane < choices; i += 32) { /* in order */
@@ -833,7 +765,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         }
         /* The experts' units lie expert by expert, each behind its visit, and each block has one piece of them, so that it meets few experts. All pieces
          * cost the same. Lanes 0 and 1 find with which unit the piece of this block begins and that of the next one in phase up, 2 and 3 in phase down. */
-        auto groups_of_lane = [&](int i) { return known ? groups_of<MXFP4>(i < 2 ? 2 * w.ffn_dim : w.dim) : groups_of(i < 2 ? l.up : l.down); };
+        auto groups_of_lane = [&](int i) { return groups_of<MXFP4>(i < 2 ? 2 * w.ffn_dim : w.dim); };
         auto before = [&](int place, int groups) { return active.cost[place] * groups + place * VISIT; };
         int groups = groups_of_lane(lane), from = before(n, groups) * (block + lane % 2) / blocks, place = 0; /* of the last expert that begins before that */
 #pragma unroll 1
@@ -846,11 +778,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         if (lane < 4) active.piece[lane] = place * groups + max(from - before(place, groups) - VISIT, 0) / (active.cost[place + 1] - active.cost[place]);
         __syncwarp();
     }
-#if __CUDA_ARCH__ >= 900
     static constexpr bool gets_ready = producing && alone; /* see get_ready() */
-#else
-    static constexpr bool gets_ready = false;
-#endif
     struct Ready { /* a stage for a unit of phase up, and where it lies if the expert at `place` is this lane's */
         Barrier *full;
         uint8_t *stage;
@@ -859,10 +787,10 @@ template <bool producing, int most> struct Few { /* most: see few() */
     };
     /* From when the experts of a token alone are known until their first weights are here everybody waits. So the producer gets the first stages ready before,
      * whatever the experts are, and the lane that finds its own expert chosen asks for what belongs there (route()); produce() goes on behind them. */
-    static constexpr int UP_UNIT = Codec<MXFP4>::stage_bytes(2880 / FP4_COLUMNS);
-    static_assert(2880 / FP4_COLUMNS <= FP4_ITEM, "a unit is one item");
-    __device__ void get_ready(const Block &l, Ready (&ready)[MOST_COPIES]) {
-        const Matrix m = matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim);
+    static constexpr int UP_UNIT = Codec<MXFP4>::stage_bytes(2880 / CHUNK);
+    static_assert(2880 / CHUNK <= FP4_ITEM, "a unit is one item");
+    __device__ void get_ready(const DecodeLayer &l, Ready (&ready)[MOST_COPIES]) {
+        const Shaped m = matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim);
         int groups = groups_of<MXFP4>(m.rows), begin = active().piece[0], lane = ring.thread % 32;
         ring.asked = min(min(MOST_COPIES, ring.stages), active().piece[1] - begin);
 #pragma unroll
@@ -877,12 +805,12 @@ template <bool producing, int most> struct Few { /* most: see few() */
         __syncwarp();
     }
     /* The beginning of phase up, or of phase down if that is launched alone: router, top-k. */
-    __device__ void route_tokens(const Block &l) {
+    __device__ void route_tokens(const DecodeLayer &l) {
         renew();
         if (producing) gate(FREE).wait((w.layer - first / PHASES) % 2 ^ 1); /* at once in the first layer */
         wait_previous();
         Ready ready[MOST_COPIES];
-        if (gets_ready && phase % PHASES == PHASE_UP && l.router.rows && w.n_experts <= ONE_EACH) get_ready(l, ready);
+        if (gets_ready && phase % PHASES == PHASE_UP && w.n_experts <= ONE_EACH) get_ready(l, ready);
         if (border(phase) == FENCED && phase != first && ring.thread == CONSUMERS) { /* for all that consumers wrote before they arrived at FREE */
             asm volatile("fence.acq_rel.gpu;" ::: "memory");
             arrive();
@@ -902,7 +830,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
         for (int t = ring.thread / 32; t < tokens && !producing; t += WARPS) weigh(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
     }
     /* Their biases, to be there behind a barrier. */
-    template <Type T> __device__ void ask_for_bias(const Matrix &m, bool down) {
+    template <Type T> __device__ void ask_for_bias(const Shaped &m, bool down) {
         Active active = this->active();
         int groups = groups_of<T>(m.rows), begin = active.piece[down ? 2 : 0] * Codec<T>::ROWS, end = active.piece[down ? 3 : 1] * Codec<T>::ROWS;
 #pragma unroll 1
@@ -916,9 +844,9 @@ template <bool producing, int most> struct Few { /* most: see few() */
     /* Multiplies a block's piece, expert by expert: rows_of(first, n) are the activations of n choices from the first on, in Active's order; in phase up of
      * a token alone one row serves all. pair(row of the matrix, choice, bias, a, b) receives two neighbouring rows of a result, and the place of their
      * biases. */
-    template <Type T, class Of, class Pair> __device__ void multiply_chosen(const Matrix &m, bool down, Of rows_of, Pair pair) {
+    template <Type T, class Of, class Pair> __device__ void multiply_chosen(const Shaped &m, bool down, Of rows_of, Pair pair) {
         Active active = this->active();
-        const bool all = one && !down;
+        const bool all = alone && !down;
         int groups = groups_of<T>(m.rows), begin = active.piece[down ? 2 : 0], end = active.piece[down ? 3 : 1];
 #pragma unroll 1
         for (int from = begin, to; from < end; from = to) {
@@ -926,8 +854,8 @@ template <bool producing, int most> struct Few { /* most: see few() */
             to = all ? end : min(end, (from / groups + 1) * groups);
 #pragma unroll 1
             for (int first = choices[0], n;; first += n) {
-                n = one ? 1 : min(choices[1] - first, known ? MOST_CHOICES : FEW);
-                bool done = one || first + n == choices[1], last = done && to == end;
+                n = alone ? 1 : min(choices[1] - first, MOST_CHOICES);
+                bool done = alone || first + n == choices[1], last = done && to == end;
                 if (!producing && last && border_of(down ? PHASE_QKV : PHASE_DOWN) == FENCE) expect(true);
                 stream<T>(
                     m, to - from, rows_of(first, n), [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; },
@@ -941,21 +869,21 @@ template <bool producing, int most> struct Few { /* most: see few() */
         }
     }
     /* The activations of the chosen experts (dense: of the one there is). */
-    template <Type T> __device__ void up(const Block &l) {
+    template <Type T> __device__ void up(const DecodeLayer &l) {
         renew();
         typedef typename Codec<T>::Activation Activation;
-        const Matrix m = matrix<T>(l.up, 2 * w.ffn_dim, w.dim);
+        const Shaped m = matrix<T>(l.up, 2 * w.ffn_dim, w.dim);
         const float *factors = at<float>(k.factor);
         ask_for_bias<T>(m, false);
         auto rows_of = [&](int first, int n) {
-            if (alone) return Rows<Activation>{at<Activation>(k.x), m.stride, 1}; /* by route_tokens() */
-            return Rows<Activation>{(const Activation *)w.normed_for[FOR_UP], m.stride, n, active().order + first, w.top_k};
+            if (alone) return Activations<Activation>{at<Activation>(k.x), m.stride, 1}; /* by route_tokens() */
+            return Activations<Activation>{(const Activation *)w.normed_for[FOR_UP], m.stride, n, active().order + first, w.top_k};
         };
         multiply_chosen<T>(m, false, rows_of, [&](int r, int choice, const float *bias, float gate, float up) {
             if (r / 2 >= w.ffn_dim) return;
-            float factor = factors[one ? 0 : choice / w.top_k];
-            write<known>((Activation *)told(w.layer).act + (size_t)choice * w.act_pitch + Codec<T>::place(r / 2),
-                         (Activation)(swiglu(w, gate * factor + bias[0], up * factor + bias[1]) * w.act_lift));
+            float factor = factors[alone ? 0 : choice / w.top_k];
+            write<true>((Activation *)told(w.layer).act + (size_t)choice * w.act_pitch + Codec<T>::place(r / 2),
+                         (Activation)(swiglu(w.act, w.act_limit, gate * factor + bias[0], up * factor + bias[1], false) * w.act_lift));
         });
         if (producing || block) return;
         sync_consumers();
@@ -964,16 +892,16 @@ template <bool producing, int most> struct Few { /* most: see few() */
     }
 
     /* x += the weighted sum of the chosen experts' W act + bias; of several tokens `next` receives x. */
-    template <Type T> __device__ void down(const Block &l, const Next &next) {
+    template <Type T> __device__ void down(const DecodeLayer &l, const Next &next) {
         renew();
         typedef typename Codec<T>::Activation Activation;
-        const Matrix m = matrix<T>(l.down, w.dim, w.ffn_dim);
+        const Shaped m = matrix<T>(l.down, w.dim, w.ffn_dim);
         const float *weights = at<float>(k.weights);
         ask_for_bias<T>(m, true);
         if (!producing) await();
-        auto rows_of = [&](int first, int n) { return Rows<Activation>{(const Activation *)told(w.layer).act, m.stride, n, active().order + first, 1, known}; };
+        auto rows_of = [&](int first, int n) { return Activations<Activation>{(const Activation *)told(w.layer).act, m.stride, n, active().order + first, 1, true}; };
         multiply_chosen<T>(m, true, rows_of, [&](int r, int choice, const float *bias, float a, float b) {
-            if (r < w.dim) add_to_x(one ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]), weights[choice] * (b + bias[1]), next);
+            if (r < w.dim) add_to_x(alone ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]), weights[choice] * (b + bias[1]), next);
         });
         if (!producing) gate(FREE).arrive();
     }
@@ -990,19 +918,16 @@ template <bool producing, int most> struct Few { /* most: see few() */
         for (int i = 0; i < 2; i++) {
             old[i] = ask(now.middle + at + i); /* is there: if it is Told, this block has seen all of it */
             if (!alone) times[i] = next.norm[r + i];
-            if (w.top_k == 1) continue;
             float steps = value[i] * (1 / EXPERT_STEP);
             unsigned long long mine = (1ull << COUNTED) + (fabsf(steps) < bad / (2 * w.top_k) ? __float2ll_rn(steps) : bad);
             found[i] = atomicAdd(sum + i, mine) + mine;
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            if (w.top_k > 1) {
-                if (counted(found[i]) < w.top_k) continue;
-                long long all = collected(found[i]);
-                value[i] = llabs(all) < bad / 2 ? (float)all * EXPERT_STEP : NAN;
-                sum[i] = 0;
-            }
+            if (counted(found[i]) < w.top_k) continue;
+            long long all = collected(found[i]);
+            value[i] = llabs(all) < bad / 2 ? (float)all * EXPERT_STEP : NAN;
+            sum[i] = 0;
             write(now.x + at + i, old[i] + value[i]);
             if (!alone) store_normed(next, t, r + i, (old[i] + value[i]) * times[i]);
         }
@@ -1010,7 +935,7 @@ template <bool producing, int most> struct Few { /* most: see few() */
     /* Logits of the rows that are wanted, (rows, vocab). */
     template <Type T> __device__ void head(const Matrix &head, const float *norm, int rows) {
         renew();
-        const Matrix m = matrix<T>(head, w.vocab, w.dim);
+        const Shaped m = matrix<T>(head, w.vocab, w.dim);
         int units = units_of_block(groups_of<T>(m.rows));
         stream<T, true>(
             m, units, normed_rows<T>(m, w.normed_for[FOR_HEAD], norm, rows, s.row), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
@@ -1028,43 +953,32 @@ template <bool producing, int most> struct Few { /* most: see few() */
  * 0: any model. */
 template <int most>
 __global__ void __launch_bounds__(THREADS, 1)
-    few(Work any, Step s, const Block *layers, Matrix head, const float *norm, Layout k, int tokens, int rows, int first, int last) {
+    few(DecodeWork any, Step s, const DecodeLayer *layers, Matrix head, const float *norm, Layout k, int tokens, int rows, int first, int last) {
+#if HOPPER
     extern __shared__ __align__(128) uint8_t memory[];
-    constexpr bool GPT_OSS = most > 0;
-    const Work w = GPT_OSS ? with_gpt_oss_shapes(any) : any;
+    const DecodeWork w = with_gpt_oss_shapes(any);
     auto run = [&](auto f) {
         f.begin();
-        bool half = GPT_OSS || layers->qkv.type == BF16, tiled = half && w.n_heads / w.n_kv_heads <= 8;
-        auto with_type = [&](Type type, auto call) {
-            GPT_OSS || type == MXFP4 ? call(Codec<MXFP4>()) : type == BF16 ? call(Codec<BF16>()) : call(Codec<F32>());
-        };
         while (f.phase < last) {
-            const Block &l = layers[f.phase / PHASES];
+            const DecodeLayer &l = layers[f.phase / PHASES];
             f.w.layer = f.phase / PHASES;
             int phase = f.w.layer == w.n_layers ? PHASES : f.phase % PHASES;
             if (phase == PHASE_UP || (phase == PHASE_DOWN && f.phase == first))
                 f.route_tokens(l);
             switch (phase) {
-            case PHASE_QKV: half ? f.template qkv<BF16>(l) : f.template qkv<F32>(l); break;
-            case PHASE_ATTENTION:
-                if (GPT_OSS || (tiled && w.head_dim == 64))
-                    f.template attention<64>(l);
-                else if (tiled && w.head_dim == 128)
-                    f.template attention<128>(l);
-                else
-                    half ? f.template attention_of_any_size<BF16>(l) : f.template attention_of_any_size<F32>(l);
-                break;
-            case PHASE_OUTPUT: half ? f.template output<BF16>(l) : f.template output<F32>(l); break;
-            case PHASE_UP: with_type(l.up.type, [&](auto codec) { f.template up<codec.TYPE>(l); }); break;
+            case PHASE_QKV: f.template qkv<BF16>(l); break;
+            case PHASE_ATTENTION: f.template attention<64>(l); break;
+            case PHASE_OUTPUT: f.template output<BF16>(l); break;
+            case PHASE_UP: f.template up<MXFP4>(l); break;
             case PHASE_DOWN: {
-                const Block *after = layers + f.w.layer + 1;
+                const DecodeLayer *after = layers + f.w.layer + 1;
                 Next next = f.w.layer + 1 < w.n_layers ? next_of(w.normed_for[FOR_QKV], after->qkv, after->attn_norm, f.twins)
                                                        : next_of(w.normed_for[FOR_HEAD], head, norm);
-                if (GPT_OSS) next.type = BF16, next.stride = w.dim;
-                with_type(l.down.type, [&](auto codec) { f.template down<codec.TYPE>(l, next); });
+                next.type = BF16, next.stride = w.dim;
+                f.template down<MXFP4>(l, next);
                 break;
             }
-            default: GPT_OSS || head.type == BF16 ? f.template head<BF16>(head, norm, rows) : f.template head<F32>(head, norm, rows);
+            default: f.template head<BF16>(head, norm, rows);
             }
             f.end_phase();
         }
@@ -1076,9 +990,5 @@ __global__ void __launch_bounds__(THREADS, 1)
         run(consumer);
     else
         run(Few<true, most>(w, s, k, memory, tokens, first, last));
-#if __CUDA_ARCH__ < 900
-    asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
-
-#endif

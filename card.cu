@@ -1,0 +1,631 @@
+/* card.cu: opens and closes a card: chooses it, takes its memory, brings the weights there; and says what cards there are
+ * and how fast they read. infer.cu computes. */
+#include "card.cuh"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <unistd.h>
+
+bool cuda_failed(Error *e, cudaError_t error, const char *what) {
+    static const int sticky[] = {214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911};
+    cudaGetLastError();
+    if (error == cudaErrorMemoryAllocation)
+        return fail(e, NO_ROOM, "the GPU is out of memory; use a smaller --ctx, or free memory of other programs");
+    for (int code : sticky)
+        if (code == (int)error)
+            return fail(e, GPU_FAULT, "the GPU failed: %s (error %d)", cudaGetErrorString(error), code);
+    return fail(e, GPU_FAULT, "the GPU failed: %s (error %d in %.60s)", cudaGetErrorString(error), (int)error, what);
+}
+
+/* Makes a card the current one. */
+static bool choose_card(Gpu *g, const void *kernel, Error *e) {
+    const int gpu = g->limits.gpu;
+    int cards;
+    cudaError_t error = cudaGetDeviceCount(&cards);
+    if (error || !cards)
+        return fail(e, NO_GPU,
+                    "no NVIDIA GPU can be used here (%s); infer runs on GPUs only, infer-reference is its plain C twin "
+                    "for tests",
+                    error ? cudaGetErrorString(error) : "none was found");
+    if (gpu >= cards)
+        return fail(e, NO_GPU, "there is no GPU %d here, only 0 to %d: choose with --gpu", gpu, cards - 1);
+    if ((error = cudaSetDevice(gpu)))
+        return fail(e, NO_GPU, "GPU %d cannot be used: %s", gpu, cudaGetErrorString(error));
+    cudaDeviceProp card;
+    cudaFuncAttributes code;
+    CUDA(cudaGetDeviceProperties(&card, gpu));
+    g->sms = card.multiProcessorCount, g->shared = (int)card.sharedMemPerBlockOptin;
+    if (!cudaFuncGetAttributes(&code, kernel)) return g->launch_arch = code.ptxVersion, true;
+    cudaGetLastError();
+    return fail(
+        e, NO_GPU,
+        "this build has no code for GPU %d (%s, compute capability %d.%d): make clean && make CUDA_ARCH=sm_%d%d%s", gpu,
+        card.name, card.major, card.minor, card.major, card.minor, card.major == 9 ? "a" : "");
+}
+
+void describe_cards(Devices *d, const void *kernel) {
+    *d = {};
+    d->built = CUDA_ARCHES;
+    cudaDriverGetVersion(&d->driver);
+    cudaRuntimeGetVersion(&d->runtime);
+    cudaError_t error = cudaGetDeviceCount(&d->gpus);
+    if (error || !d->gpus) {
+        snprintf(d->problem, sizeof d->problem, "%s", error ? cudaGetErrorString(error) : "none was found");
+        d->gpus = 0;
+    }
+    d->gpus = std::min<int>(d->gpus, MOST_GPUS);
+    for (int i = 0; i < d->gpus; i++) {
+        cudaDeviceProp card;
+        cudaFuncAttributes code;
+        size_t free = 0, total = 0;
+        auto &g = d->gpu[i];
+        if (cudaSetDevice(i) || cudaGetDeviceProperties(&card, i)) continue;
+        snprintf(g.name, sizeof g.name, "%s", card.name);
+        g.major = card.major, g.minor = card.minor;
+        g.usable = !cudaFuncGetAttributes(&code, kernel) && !cudaMemGetInfo(&free, &total);
+        g.free = free, g.total = total;
+        cudaGetLastError();
+    }
+}
+
+/* ---- how fast it reads ---- */
+
+/* Reads n words of 16 bytes, eight on the way in every thread; *never is not written, but the compiler cannot know. */
+static __global__ void __launch_bounds__(512) read_words(const uint4 *words, size_t n, uint32_t *never) {
+    size_t threads = (size_t)gridDim.x * blockDim.x, i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    uint32_t all = 0;
+    for (; i < n; i += 8 * threads) {
+        uint4 v[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            v[k] = i + k * threads < n ? __ldcs(words + i + k * threads) : make_uint4(0, 0, 0, 0);
+        for (int k = 0; k < 8; k++) all |= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+    }
+    if (all == 0x5EED5EED) *never = all;
+}
+
+double read_flat(void *state, uint64_t bytes) {
+    Gpu *gpu = (Gpu *)state;
+    const int times = 9;
+    uint64_t once = std::min<uint64_t>(bytes, gpu->weight_bytes) / 16 * 16;
+    float ms[times];
+    cudaEvent_t begin, end;
+    if (!once || cudaEventCreate(&begin)) return 0;
+    if (cudaEventCreate(&end)) return cudaEventDestroy(begin), 0;
+    for (float &t : ms) {
+        cudaEventRecord(begin, gpu->stream);
+        read_words<<<gpu->sms * 4, 512, 0, gpu->stream>>>((const uint4 *)gpu->weights, once / 16,
+                                                          (uint32_t *)gpu->work.drawn);
+        cudaEventRecord(end, gpu->stream);
+        t = cudaEventSynchronize(end) || cudaEventElapsedTime(&t, begin, end) ? 0 : t;
+    }
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    std::sort(ms, ms + times);
+    return ms[times / 2] / 1e3 * ((double)bytes / once);
+}
+
+/* ---- where weights lie ---- */
+
+/* A Matrix of `rows` rows encoded as `like` is. */
+static Matrix plan_matrix(Plan *p, const Linear *like, int rows, bool bias) {
+    Matrix m = {NULL, NULL, like->type, rows, like->cols, like->n, (like->cols + CHUNK - 1) / CHUNK * CHUNK, 0};
+    size_t tile =
+        m.type == MXFP4 ? (size_t)m.stride / CHUNK * FP4_CHUNK : (size_t)TILE * m.stride * (m.type == F32 ? 4 : 2);
+    m.bytes = m.tiles() * tile;
+    m.data = p->take<uint8_t>(m.bytes * m.n);
+    if (bias) m.bias = p->take<float>((size_t)m.n * rows);
+    return m;
+}
+
+/* Says where all weights will lie, from `base` on, and how many bytes they have. BAD_MODEL if an encoding is not
+ * implemented for its place. */
+static bool plan_weights(DeviceModel *device, const Model *m, uint8_t *base, size_t *bytes, Error *e) {
+    Plan p = {base, 0};
+    device->layer.resize(m->n_layers);
+    for (int i = 0; i < m->n_layers; i++) {
+        const Layer *l = m->layer + i;
+        DeviceLayer *d = &device->layer[i];
+        if (l->q.type != l->k.type || l->q.type != l->v.type || l->gate.type != l->up.type)
+            return fail(e, BAD_MODEL, "layer %d: query, key and value, and gate and up, must have one encoding each",
+                        i);
+        if (l->router.rows && (l->gate.type == F32 || l->down.type == F32))
+            return fail(e, BAD_MODEL, "layer %d: experts in F32 are not implemented", i);
+        d->window = l->window;
+        d->attn_norm = p.take<float>(m->dim);
+        d->ffn_norm = p.take<float>(m->dim);
+        d->q_norm = l->q_norm ? p.take<float>(m->head_dim) : NULL;
+        d->k_norm = l->k_norm ? p.take<float>(m->head_dim) : NULL;
+        d->sinks = l->sinks ? p.take<float>(m->n_heads) : NULL;
+        d->qkv = plan_matrix(&p, &l->q, l->q.rows + l->k.rows + l->v.rows, l->q.bias || l->k.bias || l->v.bias);
+        d->o = plan_matrix(&p, &l->o, m->dim, l->o.bias);
+        d->router = l->router.rows ? plan_matrix(&p, &l->router, m->n_experts, l->router.bias) : Matrix{};
+        d->up = plan_matrix(&p, &l->gate, 2 * m->ffn_dim, l->gate.bias || l->up.bias);
+        d->down = plan_matrix(&p, &l->down, m->dim, l->down.bias);
+    }
+    if (m->embed.type == MXFP4) return fail(e, BAD_MODEL, "an embedding in MXFP4 is not implemented");
+    bool tied = m->head.data.fd == m->embed.data.fd && m->head.data.offset == m->embed.data.offset;
+    device->norm = p.take<float>(m->dim);
+    device->embed = plan_matrix(&p, &m->embed, m->vocab, false);
+    device->head = tied ? device->embed : plan_matrix(&p, &m->head, m->vocab, false);
+    *bytes = p.used;
+    return true;
+}
+
+/* ---- bringing them there ---- */
+
+struct Source { /* rows begin, begin + 1, ... of matrix `matrix`, `stride` bytes apart */
+    const uint8_t *data;
+    size_t stride;
+    int begin, matrix, cols;
+};
+
+/* A block a row. A NaN sets *bad. */
+template <typename A> static __global__ void place_rows(Source s, Matrix m, Rows rows, int *bad) {
+    const A *from = (const A *)(s.data + blockIdx.x * s.stride);
+    A *to = (A *)(m.data + s.matrix * m.bytes) + (size_t)rows.of(s.begin + blockIdx.x) * m.stride;
+    for (int c = threadIdx.x; c < s.cols; c += blockDim.x) {
+        to[c] = from[c];
+        if (isnan((float)from[c])) *bad = 1;
+    }
+}
+/* Packs sixteen e2m1 values as they are published, the low nibble of a byte first: see FP4_MASK. */
+static __device__ void fp4_pack(const uint8_t *nibbles, uint32_t (&word)[2]) {
+    uint32_t rest = 0;
+    word[0] = word[1] = 0;
+    for (int i = 0; i < 16; i++) {
+        uint32_t nibble = nibbles[i / 2] >> i % 2 * 4 & 15, value = (nibble >> 3 << 15 | (nibble & 7) << 6)
+                                                                    << i % 2 * 16;
+        switch (i / 2 % 4) {
+        case 0: word[i / 8] |= value; break;
+        case 1: word[i / 8] |= __funnelshift_l(value, value, 6); break;
+        case 2: word[i / 8] |= value >> 4; break;
+        default: rest |= i / 8 ? value >> 6 : __funnelshift_l(value, value, 4);
+        }
+    }
+    for (uint32_t bit = 1; bit; bit <<= 1) { /* from the lowest on, since the sum carries */
+        uint32_t wrong = (word[0] + 4 * word[1] ^ rest) & bit;
+        if (bit & FP4_REST) word[0] |= wrong;
+        if (bit & FP4_REST << 2) word[1] |= wrong >> 2;
+    }
+}
+/* MXFP4's blocks, or their scales. */
+static __global__ void place_fp4(Source s, Matrix m, Rows rows, bool scales, int *bad) {
+    const uint8_t *from = s.data + blockIdx.x * s.stride;
+    int r = rows.of(s.begin + blockIdx.x), g = r % 8, high = r / 8 % 2;
+    uint8_t *tile = m.data + s.matrix * m.bytes + (size_t)(r / TILE) * (m.stride / CHUNK) * FP4_CHUNK;
+    for (int b = threadIdx.x; b < s.cols / 32; b += blockDim.x) {
+        uint8_t *chunk = tile + (size_t)(b / 2) * FP4_CHUNK;
+        if (scales) {
+            if (from[b] > MAX_FP4_SCALE) *bad = 1; /* 255 is NaN */
+            chunk[512 + g * 4 + high * 2 + b % 2] = from[b] + FP4_SCALE;
+            continue;
+        }
+        for (int half = 0; half < 2; half++) { /* 16 values: 8 bytes, low nibble first */
+            uint32_t word[2];
+            fp4_pack(from + b * 16 + half * 8, word);
+            *(uint2 *)(chunk + (g * 4 + b % 2 * 2 + half) * 16 + high * 8) = make_uint2(word[0], word[1]);
+        }
+    }
+}
+/* Random weights of about 1 / sqrt(cols), a thread a word. */
+static __global__ void make_up(Matrix m, uint32_t seed) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < m.bytes * m.n / 4;
+         i += (size_t)gridDim.x * blockDim.x) {
+        uint32_t bits = ((uint32_t)i ^ seed) * 2654435761u;
+        bits = (bits ^ bits >> 15) * 2246822519u;
+        bits ^= bits >> 13;
+        if (m.type == BF16) { /* uniform */
+            float most = sqrtf(3.f / m.cols) / 32768;
+            ((__nv_bfloat162 *)m.data)[i] = __floats2bfloat162_rn((int16_t)bits * most, (int16_t)(bits >> 16) * most);
+        } else { /* all e2m1 values alike, whose root mean square is 2.93, and one scale */
+            uint32_t scale = 127 + FP4_SCALE - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
+            ((uint32_t *)m.data)[i] = i * 4 % FP4_CHUNK < 512 ? bits : scale * 0x01010101;
+        }
+    }
+}
+
+static bool upload_floats(float *to, const float *from, size_t n, Error *e) {
+    if (to) CUDA(cudaMemcpy(to, from, n * sizeof *from, cudaMemcpyHostToDevice));
+    return true;
+}
+
+/* A model on its way: several threads read pieces into pinned buffers (mapped files would fault page by page) while
+ * kernels place earlier ones. */
+struct Upload {
+    struct Job { /* one tensor */
+        View view;
+        Linear linear;
+        bool scales;
+        size_t row_bytes;
+        Matrix to;
+        Rows place;
+        char name[32];
+    };
+    static constexpr size_t PIECE = 16 << 20; /* bytes read at once */
+    static constexpr int READERS = 6, BUFFERS = 2;
+    std::vector<Job> job;
+    std::vector<std::pair<int, int>> piece; /* job, and which row of all its matrices it begins with */
+    std::atomic<size_t> next{0}, done{0};
+    std::atomic<bool> failed{false};
+    std::mutex lock;
+    Error error;
+    int *bad; /* (jobs) on the card */
+
+    static int rows_of_piece(const Job &j) {
+        return (int)std::max<size_t>(1, std::min<size_t>(j.linear.rows, PIECE / j.view.stride));
+    }
+    static size_t bytes_of(const Job &j, int rows) { return (rows - 1) * j.view.stride + j.row_bytes; }
+    void add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name);
+    bool add_layer(const DeviceLayer &d, const Layer *l, int i, int half, Error *e);
+    bool list(const DeviceModel *device, const Model *m, Error *e);
+    bool read_piece(const Job &j, int row, int rows, uint8_t *buffer, Error *e) const;
+    cudaError_t place_piece(int number, int row, int rows, const uint8_t *staged, cudaStream_t stream) const;
+    bool read(int device, Error *e);
+    bool run(int device, void (*progress)(uint64_t, uint64_t), Error *e);
+};
+
+void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name) {
+    for (int scales = 0; scales < (w.type == MXFP4 ? 2 : 1); scales++) {
+        Job j = {scales ? w.scale : w.data, w, scales != 0, 0, to, place, ""};
+        j.row_bytes = w.type == MXFP4 ? w.cols / (scales ? 32 : 2) : (size_t)w.cols * (w.type == F32 ? 4 : 2);
+        if (layer < 0)
+            snprintf(j.name, sizeof j.name, "%s", name);
+        else
+            snprintf(j.name, sizeof j.name, "layer %d, %s", layer, name);
+        for (int i = 0; i < w.n; i++)
+            for (int r = 0; r < w.rows; r += rows_of_piece(j)) piece.push_back({(int)job.size(), i * w.rows + r});
+        job.push_back(j);
+    }
+}
+
+bool Upload::add_layer(const DeviceLayer &d, const Layer *l, int i, int half, Error *e) {
+    const Rows all = {0, 1, 0}, q = {0, 1, half}, k = {l->q.rows, 1, half}, v = {l->q.rows + l->k.rows, 1, 0},
+               even = {0, 2, 0}, odd = {1, 2, 0};
+    /* Gate and up may lie row by row in one tensor, already as the card wants them: then it is read at once. */
+    Linear both = l->gate;
+    both.rows *= 2;
+    for (View *view : {&both.data, &both.scale}) view->stride /= 2, view->size += view->stride;
+    bool fused =
+        l->gate.data.fd == l->up.data.fd && l->up.data.offset == l->gate.data.offset + both.data.stride &&
+        both.data.stride == (both.type == MXFP4 ? both.cols / 2 : (size_t)both.cols * (both.type == F32 ? 4 : 2));
+    const struct {
+        const Linear *from;
+        const Matrix *to;
+        Rows place;
+        const char *name;
+    } parts[] = {{&l->q, &d.qkv, q, "query"},
+                 {&l->k, &d.qkv, k, "key"},
+                 {&l->v, &d.qkv, v, "value"},
+                 {&l->o, &d.o, all, "attention output"},
+                 {&l->router, &d.router, all, "router"},
+                 {&l->gate, &d.up, even, "gate"},
+                 {&l->up, &d.up, odd, "up"},
+                 {&l->down, &d.down, all, "down"}};
+    std::vector<float> bias;
+    for (const auto &part : parts) {
+        const Linear &w = *part.from;
+        const bool pair = part.to == &d.up;
+        if (w.rows && !(pair && fused)) add(w, *part.to, part.place, i, part.name);
+        if (pair && fused && part.place.first) add(both, d.up, all, i, "gate and up");
+        if (part.to->bias && part.place.first == 0)
+            bias.assign((size_t)part.to->n * part.to->rows, 0); /* what a Linear lacks */
+        for (int r = 0; r < w.n * w.rows && w.bias; r++)
+            bias[(size_t)(r / w.rows) * part.to->rows + part.place.of(r % w.rows)] = w.bias[r];
+        if (part.to->bias && !upload_floats(part.to->bias, bias.data(), bias.size(), e)) return false;
+    }
+    return true;
+}
+
+bool Upload::list(const DeviceModel *device, const Model *m, Error *e) {
+    const Rows all = {0, 1, 0}, head = {0, 1, m->head_dim / 2};
+    auto head_norm = [&](float *to, const float *from) {
+        std::vector<float> dealt(m->head_dim);
+        for (int i = 0; i < m->head_dim && from; i++) dealt[head.of(i)] = from[i];
+        return upload_floats(to, dealt.data(), dealt.size(), e);
+    };
+    add(m->embed, device->embed, all, -1, "embedding");
+    if (device->head.data != device->embed.data) add(m->head, device->head, all, -1, "head");
+    for (int i = 0; i < m->n_layers; i++) {
+        const Layer *l = m->layer + i;
+        const DeviceLayer &d = device->layer[i];
+        if (!upload_floats(d.attn_norm, l->attn_norm, m->dim, e) ||
+            !upload_floats(d.ffn_norm, l->ffn_norm, m->dim, e) || !upload_floats(d.sinks, l->sinks, m->n_heads, e) ||
+            !head_norm(d.q_norm, l->q_norm) || !head_norm(d.k_norm, l->k_norm) ||
+            !add_layer(d, l, i, m->head_dim / 2, e))
+            return false;
+    }
+    return upload_floats(device->norm, m->norm, m->dim, e);
+}
+
+bool Upload::read_piece(const Job &j, int row, int rows, uint8_t *buffer, Error *e) const {
+    size_t bytes = bytes_of(j, rows);
+    size_t offset = j.view.offset + row / j.linear.rows * j.view.step + row % j.linear.rows * j.view.stride;
+    for (size_t have = 0; have < bytes;) {
+        ssize_t got = pread(j.view.fd, buffer + have, bytes - have, (off_t)(offset + have));
+        if (got <= 0) return fail(e, BAD_MODEL, "a model file ended while it was read (%s); download it again", j.name);
+        have += (size_t)got;
+    }
+    return true;
+}
+
+cudaError_t Upload::place_piece(int number, int row, int rows, const uint8_t *staged, cudaStream_t stream) const {
+    const Job &j = job[number];
+    Source s = {staged, j.view.stride, row % j.linear.rows, row / j.linear.rows, j.linear.cols};
+    switch (j.linear.type) {
+    case MXFP4: place_fp4<<<rows, 96, 0, stream>>>(s, j.to, j.place, j.scales, bad + number); break;
+    case BF16: place_rows<bf16><<<rows, 256, 0, stream>>>(s, j.to, j.place, bad + number); break;
+    case F16: place_rows<f16><<<rows, 256, 0, stream>>>(s, j.to, j.place, bad + number); break;
+    case F32: place_rows<float><<<rows, 256, 0, stream>>>(s, j.to, j.place, bad + number); break;
+    }
+    return cudaGetLastError();
+}
+
+/* One reader's work: piece after piece, through its own buffers. */
+bool Upload::read(int device, Error *e) {
+    struct Buffer {
+        uint8_t *host = NULL, *card = NULL;
+        cudaStream_t stream = NULL;
+        ~Buffer() {
+            if (stream) cudaStreamSynchronize(stream), cudaStreamDestroy(stream);
+            cudaFreeHost(host);
+            cudaFree(card);
+        }
+    } buffer[BUFFERS];
+    size_t room = PIECE;
+    CUDA(cudaSetDevice(device));
+    for (const Job &j : job) room = std::max(room, bytes_of(j, rows_of_piece(j)));
+    for (Buffer &b : buffer) {
+        CUDA(cudaMallocHost(&b.host, room));
+        CUDA(cudaMalloc(&b.card, room));
+        CUDA(cudaStreamCreateWithFlags(&b.stream, cudaStreamNonBlocking));
+    }
+    for (int turn = 0; !failed; turn++) {
+        size_t i = next++;
+        if (i >= piece.size()) break;
+        const Job &j = job[piece[i].first];
+        Buffer &b = buffer[turn % BUFFERS];
+        int row = piece[i].second, rows = std::min(rows_of_piece(j), j.linear.rows - row % j.linear.rows);
+        CUDA(cudaStreamSynchronize(b.stream));
+        if (!read_piece(j, row, rows, b.host, e)) return false;
+        CUDA(cudaMemcpyAsync(b.card, b.host, bytes_of(j, rows), cudaMemcpyHostToDevice, b.stream));
+        CUDA(place_piece(piece[i].first, row, rows, b.card, b.stream));
+        done += rows * j.row_bytes;
+    }
+    for (Buffer &b : buffer) CUDA(cudaStreamSynchronize(b.stream));
+    return true;
+}
+
+bool Upload::run(int device, void (*progress)(uint64_t, uint64_t), Error *e) {
+    uint64_t total = 0;
+    for (const Job &j : job) total += (uint64_t)j.linear.n * j.linear.rows * j.row_bytes;
+    CUDA(cudaMalloc(&bad, job.size() * sizeof(int)));
+    CUDA(cudaMemset(bad, 0, job.size() * sizeof(int)));
+    CUDA(cudaDeviceSynchronize());
+    std::vector<std::thread> readers;
+    std::atomic<int> running{READERS};
+    for (int i = 0; i < READERS; i++)
+        readers.emplace_back([&] {
+            Error mine;
+            if (!read(device, &mine)) {
+                std::lock_guard<std::mutex> hold(lock);
+                if (!failed) error = mine;
+                failed = true;
+            }
+            running--;
+        });
+    while (running) {
+        usleep(20000);
+        if (progress && done < total) progress(done, total);
+    }
+    for (std::thread &t : readers) t.join();
+    std::vector<int> found(job.size());
+    cudaError_t copied =
+        failed ? cudaSuccess : cudaMemcpy(found.data(), bad, found.size() * sizeof(int), cudaMemcpyDeviceToHost);
+    cudaFree(bad);
+    if (failed) return *e = error, false;
+    CUDA(copied);
+    for (size_t i = 0; i < found.size(); i++)
+        if (found[i])
+            return fail(e, BAD_MODEL, "a weight is not a number (%s): the file is damaged; download it again",
+                        job[i].name);
+    if (progress) progress(total, total);
+    return true;
+}
+
+/* BAD_MODEL if a file shrank or a weight is NaN, named. */
+static bool load_weights(const DeviceModel *device, const Model *m, int gpu, void (*progress)(uint64_t, uint64_t), Error *e) {
+    Upload upload;
+    uint32_t seed = 1;
+    if (!upload.list(device, m, e)) return false;
+    if (!m->made_up) return upload.run(gpu, progress, e);
+    for (const Upload::Job &j : upload.job)
+        if (!j.scales && !j.place.first) make_up<<<1024, 256>>>(j.to, seed++ * 0x9E3779B9u); /* once a Matrix */
+    CUDA(cudaGetLastError());
+    CUDA(cudaDeviceSynchronize());
+    return true;
+}
+
+/* ---- opening ---- */
+
+Step step_at(uint8_t *base, int tokens, size_t *bytes) {
+    Step s;
+    s.how = (Sampling *)base;
+    s.token = (int4 *)(s.how + tokens);
+    int *at = (int *)(s.token + tokens);
+    for (int **array : {&s.seq, &s.position, &s.slot, &s.last, &s.row, &s.query}) *array = at, at += tokens;
+    s.tile = at, at += 2 * tokens;
+    s.header = at, at += 4;
+    s.page = at;
+    *bytes = (uint8_t *)at - base;
+    return s;
+}
+
+/* cos and sin of every position and pair, in double precision: a float's product would be off by 0.01 at 131,072. */
+static __global__ void fill_turns(float2 *turn, const float *inv_freq, int half, float scale) {
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+        double s, c;
+        sincos((double)blockIdx.x * (double)inv_freq[i], &s, &c);
+        turn[(size_t)blockIdx.x * half + i] = make_float2((float)(c * scale), (float)(s * scale));
+    }
+}
+
+/* Where the buffers of a step lie, from `base` on; returns their size. With base NULL only that. */
+static size_t plan_work(Gpu *gpu, uint8_t *base) {
+    const Model &m = gpu->model;
+    Work &w = gpu->work;
+    Plan p = {base, 0};
+    size_t T = gpu->limits.max_tokens, choices = T * m.top_k, parts = head_parts(m.n_heads / m.n_kv_heads), widest = 0,
+           bytes;
+    size_t queries = std::max(MAX_FEW, gpu->limits.max_seqs), rows = gpu->logit_rows, heads = m.n_kv_heads * parts;
+    bool router = false;
+    for (const DeviceLayer &l : gpu->device.layer) {
+        router |= l.router.rows > 0;
+        widest = std::max<size_t>(widest, std::max(l.qkv.rows, l.router.rows ? 0 : l.up.rows));
+    }
+    auto round = [](int n) { return (n + CHUNK - 1) / CHUNK * CHUNK; };
+    w.normed_pitch = round(m.dim), w.attn_pitch = round(m.n_heads * m.head_dim), w.act_pitch = round(m.ffn_dim);
+    const size_t element = gpu->lean ? 2 : 4;
+    w.turn = p.take<float2>((size_t)gpu->limits.context * (m.head_dim / 2));
+    gpu->product_room = p.take<uint8_t>(PRODUCT_ROOM);
+    w.x = p.take<float>(T * m.dim);
+    w.normed = p.take<uint8_t>(T * w.normed_pitch * element);
+    w.square = p.take<float>(MAX_FEW * square_parts(m.dim));
+    w.found = p.take<float>(T * widest);
+    w.q = p.take<uint8_t>(T * m.n_heads * m.head_dim * element);
+    w.attn = p.take<uint8_t>(T * w.attn_pitch * element);
+    w.act_out = p.take<uint8_t>(choices * w.act_pitch * element);
+    w.down = p.take<float>(router ? choices * m.dim : 0);
+    w.router = p.take<float>(router ? T * m.n_experts : 0);
+    w.expert = p.take<int>(choices);
+    w.weight = p.take<float>(choices);
+    w.order = p.take<int>(choices);
+    w.job = p.take<Job>(m.n_experts + choices / 8 + 1);
+    w.jobs = p.take<int>(1);
+    w.routed = p.take<int>(1);
+    w.experts_read = p.take<unsigned long long>(1);
+    w.partial = p.take<float>(queries * heads * MAX_SPLITS * 8 * (w.head_dim + 2));
+    w.attended = p.take<int>(queries * heads);
+    w.logits = p.take<float>(rows * m.vocab);
+    w.floor = p.take<float>(rows);
+    w.best = p.take<unsigned long long>(rows);
+    w.drawing = p.take<int>(rows);
+    w.seen = p.take<uint32_t>(rows * ((m.vocab + 31) / 32));
+    w.drawn = p.take<int>(gpu->limits.max_seqs);
+    step_at(NULL, (int)T, &bytes);
+    gpu->step = p.take<uint8_t>(bytes + (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int));
+    if (gpu->fast) fast::plan(gpu, &p);
+    return p.used;
+}
+
+/* Takes all memory: weights, work space, and as many of *pages as fit. */
+static bool take_memory(Gpu *gpu, int *pages, Error *e) {
+    const Model &m = gpu->model;
+    size_t weights, work, free, total, page = page_size(gpu->work) * sizeof(bf16) + PAGE * sizeof(int);
+    const size_t reserve = 256 << 20; /* CUDA's and cuBLAS's own */
+    gpu->max_pages = (gpu->limits.context + PAGE - 1) / PAGE;
+    gpu->logit_rows = std::max(64, std::min(256, gpu->limits.max_seqs));
+    gpu->lean = true;
+    if (!plan_weights(&gpu->device, &m, NULL, &weights, e)) return false;
+    for (const DeviceLayer &l : gpu->device.layer)
+        for (const Matrix *x : {&l.qkv, &l.o, &l.router, &l.up, &l.down, (const Matrix *)&gpu->device.head})
+            gpu->lean &= !x->rows || x->type != F32;
+    gpu->weight_bytes = weights;
+    work = plan_work(gpu, NULL);
+    CUDA(cudaMemGetInfo(&free, &total));
+    if (free < weights + work + reserve + page) {
+        char a[24], b[24], d[24];
+        return fail(e, NO_ROOM,
+                    "the model needs %s for its weights and %s to work, GPU %d has %s free: free memory of other "
+                    "programs, or choose another GPU with --gpu",
+                    size_text(weights, a), size_text(work + reserve, b), gpu->limits.gpu, size_text(free, d));
+    }
+    *pages = (int)std::min<size_t>(*pages, (free - weights - work - reserve) / page);
+    CUDA(cudaMalloc(&gpu->weights, weights));
+    CUDA(cudaMalloc(&gpu->room, work));
+    CUDA(cudaMalloc(&gpu->cache, *pages * page));
+    CUDA(cudaMemset(gpu->weights, 0, weights));
+    CUDA(cudaMemset(gpu->room, 0, work));
+    CUDA(cudaMemset(gpu->cache, 0, *pages * page));
+    if (!plan_weights(&gpu->device, &m, gpu->weights, &weights, e)) return false;
+    plan_work(gpu, gpu->room);
+    gpu->work.cache = (bf16 *)gpu->cache;
+    gpu->work.page_token = (int *)(gpu->cache + *pages * (page - PAGE * sizeof(int)));
+    if (gpu->limits.where) {
+        char used[24], all[24];
+        CUDA(cudaMemGetInfo(&free, &total));
+        snprintf(gpu->limits.where, 64, "GPU %d (%s of %s)", gpu->limits.gpu, size_text(total - free, used),
+                 size_text(total, all));
+    }
+    return true;
+}
+
+/* What kernels take for granted. */
+static bool check_model(const Model &m, Error *e) {
+    if (m.top_k > 32)
+        return fail(e, BAD_MODEL, "%d experts a token are more than the 32 that a warp can choose", m.top_k);
+    if (m.n_experts > MAX_EXPERTS) return fail(e, BAD_MODEL, "%d experts are more than %d", m.n_experts, MAX_EXPERTS);
+    if (m.dim > MAX_DIM) return fail(e, BAD_MODEL, "a hidden size of %d is more than %d", m.dim, MAX_DIM);
+    if (m.dim % 4) return fail(e, BAD_MODEL, "a hidden size of %d is not a multiple of 4", m.dim);
+    return true;
+}
+
+static bool open_gpu(Gpu *gpu, int *pages, const void *kernel, Error *e) {
+    const Model &m = gpu->model;
+    Work &w = gpu->work;
+    float *inv_freq;
+    size_t bytes;
+    if (!choose_card(gpu, kernel, e) || !check_model(m, e)) return false;
+    w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers;
+    w.n_heads = m.n_heads, w.n_kv_heads = m.n_kv_heads, w.head_dim = m.head_dim;
+    w.n_experts = m.n_experts, w.top_k = m.top_k, w.eps = m.eps, w.act = m.act, w.act_limit = m.act_limit;
+    w.slots = gpu->limits.max_seqs;
+    fast::open(gpu);
+    if (!take_memory(gpu, pages, e)) return false;
+    CUDA(cudaStreamCreateWithFlags(&gpu->stream, cudaStreamNonBlocking));
+    CUDA(cudaMallocHost(&gpu->result, 3 * w.slots * sizeof(int)));
+    w.result = gpu->result;
+    step_at(NULL, gpu->limits.max_tokens, &bytes);
+    for (Pending &p : gpu->pending) {
+        CUDA(cudaMallocHost(&p.step, bytes + (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int)));
+        CUDA(cudaEventCreateWithFlags(&p.done, cudaEventDisableTiming));
+    }
+    CUDA(cudaMalloc(&inv_freq, m.head_dim / 2 * sizeof(float)));
+    CUDA(cudaMemcpy(inv_freq, m.inv_freq, m.head_dim / 2 * sizeof(float), cudaMemcpyHostToDevice));
+    fill_turns<<<gpu->limits.context, 32>>>((float2 *)w.turn, inv_freq, m.head_dim / 2, m.rope_scale);
+    CUDA(cudaDeviceSynchronize());
+    CUDA(cudaFree(inv_freq));
+    if (cublasLtCreate(&gpu->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
+    if (!load_weights(&gpu->device, &m, gpu->limits.gpu, gpu->limits.progress, e)) return false;
+    return !gpu->fast || fast::prepare(gpu, e);
+}
+
+void close_card(void *state) {
+    Gpu *gpu = (Gpu *)state;
+    if (gpu->stream) cudaStreamSynchronize(gpu->stream);
+    for (auto &made : gpu->graph) cudaGraphExecDestroy(made.second);
+    for (Pending &p : gpu->pending) {
+        cudaFreeHost(p.step);
+        if (p.done) cudaEventDestroy(p.done);
+    }
+    cudaFreeHost(gpu->result);
+    if (gpu->blas) cublasLtDestroy(gpu->blas);
+    if (gpu->stream) cudaStreamDestroy(gpu->stream);
+    for (uint8_t *p : {gpu->weights, gpu->room, gpu->cache}) cudaFree(p);
+    fast::close(gpu);
+    delete gpu;
+}
+
+void *open_card(const Model *m, const Limits *limits, int *pages, const void *kernel, Error *e) {
+    Gpu *gpu = new Gpu;
+    gpu->model = *m;
+    gpu->limits = *limits;
+    gpu->limits.max_tokens = std::max(MAX_FEW, limits->max_tokens);
+    if (open_gpu(gpu, pages, kernel, e)) return gpu;
+    close_card(gpu);
+    return NULL;
+}
