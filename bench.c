@@ -24,6 +24,7 @@ const char bench_help[] =
     "  -r N      repeats\n"
     "  -o json   all figures as JSON, and in which phases a step spent its time; md: a table\n"
     "  --temperature T (0)   --gpu N\n"
+    "  --plain   the plain kernels, also where faster ones know the model\n"
     "% of flat: the time that a flat read of the step's bytes takes, of the step's time. The experts of\n"
     "several streams are counted.\n";
 
@@ -34,7 +35,7 @@ typedef struct {
 typedef struct {
     List prompts, depths, streams;
     int tokens, repeats, gpu;
-    bool json;
+    bool json, plain;
     float temperature;
 } Options;
 
@@ -229,7 +230,10 @@ static bool parse_one(const char *text, int least, int most, int *out, Error *e)
 
 static bool parse_options(int argc, char **argv, Options *o, Error *e) {
     static const struct option options[] = {
-        {"gpu", required_argument, NULL, 'g'}, {"temperature", required_argument, NULL, 't'}, {0}};
+        {"gpu", required_argument, NULL, 'g'},
+        {"temperature", required_argument, NULL, 't'},
+        {"plain", no_argument, NULL, 'P'},
+        {0}};
     bool ok = true;
     for (int c; ok && (c = getopt_long(argc, argv, "p:n:d:b:r:o:", options, NULL)) != -1;) {
         char *end = NULL;
@@ -240,6 +244,7 @@ static bool parse_options(int argc, char **argv, Options *o, Error *e) {
         case 'n': ok = parse_one(optarg, 1, 1 << 20, &o->tokens, e); break;
         case 'r': ok = parse_one(optarg, 1, MOST_REPEATS, &o->repeats, e); break;
         case 'g': ok = parse_one(optarg, 0, MOST_GPUS - 1, &o->gpu, e); break;
+        case 'P': o->plain = true; break;
         case 't':
             o->temperature = strtof(optarg, &end);
             if (end == optarg || *end || !(o->temperature >= 0 && o->temperature <= 100))
@@ -279,7 +284,11 @@ int bench(int argc, char **argv, const Backend *backend) {
     if (!dir || !open_model(&b, dir, &e)) die(&e);
     int streams = 1;
     for (int i = 0; i < b.o.streams.n; i++) streams = b.o.streams.value[i] > streams ? b.o.streams.value[i] : streams;
-    Limits limits = {.gpu = b.o.gpu, .max_seqs = streams, .max_tokens = backend->prompt_step, .where = b.where};
+    Limits limits = {.gpu = b.o.gpu,
+                     .max_seqs = streams,
+                     .max_tokens = backend->prompt_step,
+                     .plain = b.o.plain,
+                     .where = b.where};
     double begin = seconds();
     bool ok = engine_open(&b.engine, backend, &b.checkpoint.model, limits, 0, &e);
     if (!ok) die(&e);

@@ -481,7 +481,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     Plan p = {base, 0};
     size_t T = gpu->limits.max_tokens, choices = T * m.top_k, parts = head_parts(m.n_heads / m.n_kv_heads), widest = 0,
            bytes;
-    size_t queries = std::max(MAX_FEW, gpu->limits.max_seqs), rows = gpu->logit_rows, heads = m.n_kv_heads * parts;
+    size_t queries = std::max(MAX_STREAMED, gpu->limits.max_seqs), rows = gpu->logit_rows, heads = m.n_kv_heads * parts;
     bool router = false;
     for (const DeviceLayer &l : gpu->device.layer) {
         router |= l.router.rows > 0;
@@ -494,7 +494,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     gpu->product_room = p.take<uint8_t>(PRODUCT_ROOM);
     w.x = p.take<float>(T * m.dim);
     w.normed = p.take<uint8_t>(T * w.normed_pitch * element);
-    w.square = p.take<float>(MAX_FEW * square_parts(m.dim));
+    w.square = p.take<float>(MAX_STREAMED * square_parts(m.dim));
     w.found = p.take<float>(T * widest);
     w.q = p.take<uint8_t>(T * m.n_heads * m.head_dim * element);
     w.attn = p.take<uint8_t>(T * w.attn_pitch * element);
@@ -624,7 +624,7 @@ void *open_card(const Model *m, const Limits *limits, int *pages, const void *ke
     Gpu *gpu = new Gpu;
     gpu->model = *m;
     gpu->limits = *limits;
-    gpu->limits.max_tokens = std::max(MAX_FEW, limits->max_tokens);
+    gpu->limits.max_tokens = std::max(MAX_STREAMED, limits->max_tokens);
     if (open_gpu(gpu, pages, kernel, e)) return gpu;
     close_card(gpu);
     return NULL;

@@ -229,17 +229,18 @@ static int parse(int argc, char **argv) {
 /* ---- logits ---- */
 
 static const char logits_help[] =
-    "infer logits MODEL [-p TEXT | --ids 1,2,3] [--all] [--top N] [-o FILE.npy] [--gpu N]\n"
+    "infer logits MODEL [-p TEXT | --ids 1,2,3] [--all] [--top N] [-o FILE.npy] [--gpu N] [--plain]\n"
     "Writes the most likely next tokens: id, logit, probability, text.\n"
     "  -p TEXT      the prompt; a beginning-of-text token is added if the tokenizer says so\n"
     "  --ids IDS    the prompt as token ids, exactly\n"
     "  --all        after every token of the prompt instead of the last\n"
     "  --top N      how many (10)\n"
-    "  -o FILE.npy  all logits as a float32 array (positions, vocabulary) instead\n";
+    "  -o FILE.npy  all logits as a float32 array (positions, vocabulary) instead\n"
+    "  --plain      the plain kernels, also where faster ones know the model\n";
 
 typedef struct {
     const char *prompt, *ids, *file;
-    bool all;
+    bool all, plain;
     int top, gpu;
 } LogitsOptions;
 
@@ -317,7 +318,7 @@ static bool logits_of(const char *model, const LogitsOptions *o, Error *e) {
             ok = fail(e, USAGE, "token %d is outside the vocabulary of %d", ids.data[i], c.model.vocab);
     if (ok && ids.n > (size_t)c.model.context)
         ok = fail(e, USAGE, "the prompt has %zu tokens, the model's context is %d", ids.n, c.model.context);
-    Limits limits = {.gpu = o->gpu, .max_seqs = 1, .max_tokens = 512};
+    Limits limits = {.gpu = o->gpu, .max_seqs = 1, .max_tokens = 512, .plain = o->plain};
     ok = ok && engine_open(&g, backend, &c.model, limits, 0, e) && write_logits(&g, &ids, o, t, e);
     engine_close(&g);
     checkpoint_close(&c);
@@ -333,6 +334,7 @@ static int logits(int argc, char **argv) {
                                             {"all", no_argument, NULL, 'a'},
                                             {"top", required_argument, NULL, 't'},
                                             {"gpu", required_argument, NULL, 'g'},
+                                            {"plain", no_argument, NULL, 'P'},
                                             {0}};
     LogitsOptions o = {.top = 10};
     Error e;
@@ -342,6 +344,7 @@ static int logits(int argc, char **argv) {
         if (c == 'o') o.file = optarg;
         if (c == 'i') o.ids = optarg;
         if (c == 'a') o.all = true;
+        if (c == 'P') o.plain = true;
         if (c == 't' && !text_whole(optarg, 1, INT32_MAX, &o.top))
             return usage_error("logits", "--top needs a whole number above 0");
         if (c == 'g' && !text_whole(optarg, 0, MOST_GPUS - 1, &o.gpu))

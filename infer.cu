@@ -87,7 +87,7 @@ __device__ inline void store_pair_as(Type type, void *row, size_t i, float a, fl
 __device__ inline uint4 load_weights(const void *from, bool real) {
     uint4 x = {};
     if (real)
-        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];"
+        asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];"
                      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                      : "l"(from));
     return x;
@@ -123,6 +123,18 @@ __device__ inline int warp_sum_to(int x) { /* of this lane and those before it *
         if (threadIdx.x % 32 >= o) x += before;
     }
     return x;
+}
+/* A lane's share of the sum of n values: its loads are on the way together. */
+__device__ inline float sum_of(const float *value, int n) {
+    float sum = 0;
+    for (int first = threadIdx.x % 32; first < n; first += 8 * 32) {
+        float x[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = first + i * 32 < n ? value[first + i * 32] : 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum += x[i];
+    }
+    return sum;
 }
 /* The sum over a block, in an order that depends on nothing else. */
 __device__ inline float block_sum(float x) {
@@ -312,17 +324,17 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
     return a * a + b * b;
 }
 
-/* Up to 8 TILES tokens, or choices of an expert: the time is the time to read the weights. A block takes tiles of 16
- * rows, every so many-th; its warps share the columns, chunk by chunk, and each lane has AHEAD chunks on the way.
- * Tokens are the columns of mma. A product that follows RMSNorm multiplies x times the norm's weights, which who wrote
- * x has left, and divides the result by the root mean square: so no kernel stands between. */
+/* Up to 8 TILES tokens, or choices of an expert: the time is the time to read the weights. A block takes tiles of 16 rows,
+ * every so many-th; its warps share the columns, chunk by chunk, and each lane has AHEAD chunks on the way. Tokens are
+ * the columns of mma. A product that follows RMSNorm multiplies x times the norm's
+ * weights, which who wrote x has left, and divides the result by the root mean square: so no kernel stands between. */
 constexpr int PRODUCT_WARPS = 8;
 template <Type T, int TILES>
 __global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
     typedef typename E::Activation A;
     constexpr int W = PRODUCT_WARPS, AHEAD = E::template AHEAD<TILES>;
-    __shared__ float sum[2][W][TILES * 128], factor[MAX_FEW];
+    __shared__ float sum[2][W][TILES * 128], factor[MAX_STREAMED];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int chunks = p.w.stride / CHUNK, tiles = p.w.tiles();
     launch_next();
@@ -333,8 +345,11 @@ __global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) produ
         if ((int)blockIdx.y >= *p.jobs) return;
     }
     typename E::Raw raw[AHEAD];
-    const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, blockIdx.x, lane);
-    auto load = [&](int i, int chunk) { E::load(raw[i], p.w, weights + (size_t)chunk * E::STEP, chunk < chunks); };
+    int tile = blockIdx.x;
+    const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, tile, lane);
+    auto load = [&](int i, int chunk) {
+        E::load(raw[i], p.w, weights + (size_t)chunk * E::STEP, tile < tiles && chunk < chunks);
+    };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) load(i, warp + i * W);
     if (!p.job) wait_previous();
@@ -345,21 +360,20 @@ __global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) produ
         if (p.order) row = p.order[job.first + row] / p.divide;
         x[n] = (const A *)p.x + (size_t)row * p.x_pitch;
     }
-    float squares[MAX_FEW / W] = {}; /* of tokens `warp` and W + warp; asked for here, added up behind the product */
-    for (int n = 0; n < MAX_FEW / W; n++)
-        for (int i = lane; i < p.squares && n * W + warp < p.tokens; i += 32)
-            squares[n] += p.square[(n * W + warp) * square_parts(p.w.cols) + i];
-    /* In the end a thread has two rows, 2 (i % 8) and the next, of one token, i / 8. */
+    float squares[MAX_STREAMED / W] = {}; /* of tokens `warp`, W + warp, ... */
+    for (int n = 0; n < MAX_STREAMED / W; n++)
+        if (n * W + warp < p.tokens) squares[n] = sum_of(p.square + (n * W + warp) * square_parts(p.w.cols), p.squares);
+    /* In the end a thread has two rows of a tile, 2 (i % 8) and the next, of one token, i / 8. */
     static_assert(TILES * 64 <= W * 32, "one pair a thread");
     const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
     const bool mine = token < min(TILES * 8, job.n);
     const size_t out = mine && p.order ? p.order[job.first + token] : token;
-    for (int tile = blockIdx.x, turn = 0; tile < tiles; turn++) {
+    for (int turn = 0; tile < tiles; turn++) {
         float c[TILES][4] = {};
-        const int r = tile * TILE + pair, now = tile;
-        const bool store = mine && r < p.w.rows;
+        const int row = tile * TILE + pair, now = tile;
+        const bool store = mine && row < p.w.rows;
         Target target = {};
-        if (store) target = target_of(p, job.expert, out, r);
+        if (store) target = target_of(p, job.expert, out, row);
         for (int first = warp; first < chunks; first += W * AHEAD) {
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
@@ -378,11 +392,10 @@ __global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) produ
         tile += gridDim.x;
         weights += E::offset(p.w, gridDim.x, 0);
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) load(i, tile < tiles ? warp + i * W : chunks);
+        for (int i = 0; i < AHEAD; i++) load(i, warp + i * W);
 #pragma unroll
-        for (int n = 0; n < TILES; n++)
-            for (int i = 0; i < 4; i++) sum[turn % 2][warp][n * 128 + i * 32 + lane] = c[n][i];
-        for (int n = 0; n < MAX_FEW / W && p.squares && !turn; n++) {
+        for (int i = 0; i < TILES * 4; i++) sum[turn % 2][warp][i * 32 + lane] = c[i / 4][i % 4];
+        for (int n = 0; n < MAX_STREAMED / W && p.squares && !turn; n++) {
             float square = warp_sum(squares[n]);
             if (lane == 0) factor[n * W + warp] = norm_factor(square, p.w.cols, p.eps);
         }
@@ -392,7 +405,7 @@ __global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) produ
         float a = 0, b = 0, square = 0, scale = E::FACTOR;
         if (mine && p.squares) scale *= factor[p.order ? out / p.divide : token];
         for (int k = 0; k < W; k++) a += sum[turn % 2][k][at], b += sum[turn % 2][k][at + 4];
-        if (store) square = finish(p, target, out, r, a * scale, b * scale);
+        if (store) square = finish(p, target, out, row, a * scale, b * scale);
         if (p.finish != ADD || !p.norm) continue;
         for (int o = 4; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o); /* of the tile's 16 rows */
         if (store && pair == 0) p.next_square[token * tiles + now] = square;
@@ -403,10 +416,11 @@ __global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) produ
  * all tokens of the block, which are mma's rows. Chunks of weights and of x come through a ring of shared memory. */
 constexpr int TILED_WARPS = 4;
 template <Type T, int TILES, int ROWS> struct TiledShape {
-    static constexpr int STAGES = TILES > 2 ? 3 : 4, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
+    static constexpr int STAGES = TILES <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
     static constexpr int ROW_TILES = TILED_WARPS * ROWS, X = TOKENS * CHUNK * 2,
                          STAGE = X + ROW_TILES * Encoding<T>::PIECES * 16;
     static constexpr int SHARED = STAGES * STAGE;
+    static_assert(SHARED <= 99 << 10, "sm_86 and sm_89 have no more");
 };
 template <Type T, int TILES, int ROWS>
 __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
@@ -634,6 +648,7 @@ __global__ void __launch_bounds__(1024) combine(Work w, const float *norm, Type 
     const int t = blockIdx.x;
     float *row = w.x + (size_t)t * w.dim;
     load_pairs(x, row, w.dim);
+#pragma unroll 4
     for (int choice = t * w.top_k; choice < (t + 1) * w.top_k; choice++) {
         const float weight = w.weight[choice];
         const float2 *down = (const float2 *)(w.down + (size_t)choice * w.dim);
@@ -1309,12 +1324,11 @@ bool multiply_blas(Gpu *gpu, const Product &p, Error *e) {
     return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasLtGetStatusString(status));
 }
 
-/* The one table from types of weights to instances; `each` tiles of rows are a block's of `product`. */
+/* The one table from types of weights to instances. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
-    int tiles = p.w.tiles(), each = p.job ? 2 : (tiles + 2 * gpu->sms - 1) / (2 * gpu->sms);
-    dim3 grid((tiles + each - 1) / each, jobs);
-    return p.job || p.tokens <= 8 ? launch(gpu, product<T, 1>, grid, PRODUCT_WARPS * 32, 0, p)
-                                  : launch(gpu, product<T, 2>, grid, PRODUCT_WARPS * 32, 0, p);
+    auto kernel = p.job || p.tokens <= 8 ? product<T, 1> : p.tokens <= 16 ? product<T, 2> : product<T, 3>;
+    dim3 grid(p.job ? (p.w.tiles() + 1) / 2 : std::min(p.w.tiles(), 2 * gpu->sms), jobs);
+    return launch(gpu, kernel, grid, PRODUCT_WARPS * 32, 0, p);
 }
 template <Type T, int TILES, int ROWS> cudaError_t launch_tiled(const Gpu *gpu, const Product &p, int jobs) {
     typedef TiledShape<T, TILES, ROWS> Shape;
@@ -1355,7 +1369,7 @@ Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
 }
 /* Where weights are streamed all that follows happens in the product; else cuBLAS multiplies, if it knows the type. */
 bool multiply(Pass *a, Product p, Error *e) {
-    bool few = p.tokens <= MAX_FEW && p.w.type != F32;
+    bool few = p.tokens <= MAX_STREAMED && p.w.type != F32;
     if (!few) p.norm = NULL;
     if (few || p.w.type == MXFP4)
         CUDA(launch_for_type(a->gpu, p, few ? 8 : 64, 1));
@@ -1506,7 +1520,7 @@ bool combine_experts(Pass *a, const float *next_norm, const Matrix &next, Error 
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
-    const int most = a->tokens <= MAX_FEW ? 8 : choices <= 32 * w.n_experts ? 32 : 64; /* choices of a job */
+    const int most = choices <= 2 * w.n_experts ? 8 : choices <= 32 * w.n_experts ? 32 : 64; /* choices of a job */
     const int jobs = std::min(w.n_experts, choices) + choices / most;
     if (!route_tokens(a, l, most, e)) return false;
     Product up = product_of(a, l.up, NULL, 0), down = product_of(a, l.down, w.act_out, w.act_pitch);
@@ -1524,7 +1538,7 @@ bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix
 bool feed_forward(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     Product p = product_of(a, l.up, NULL, 0);
-    bool blas = l.up.type == F32 || (a->tokens > MAX_FEW && l.up.type != MXFP4);
+    bool blas = l.up.type == F32 || (a->tokens > MAX_STREAMED && l.up.type != MXFP4);
     p.y = blas ? (void *)w.found : w.act_out, p.y_pitch = blas ? l.up.rows : w.act_pitch;
     p.finish = blas ? STORE : ACTIVATE, p.y_type = type_for(l.down);
     if (!multiply(a, p, e)) return false;
@@ -1581,7 +1595,7 @@ bool forward(Pass *a, Error *e) {
 bool head(Pass *a, int first, int n, Error *e) {
     const DeviceModel &device = a->gpu->device;
     Pass rows = *a;
-    if (!a->normed || a->rows != a->tokens || a->tokens > MAX_FEW) { /* the rows that are wanted, side by side */
+    if (!a->normed || a->rows != a->tokens || a->tokens > MAX_STREAMED) { /* the rows that are wanted, side by side */
         CUDA(launch(a->gpu, norm, n, row_threads(a->w.dim), 0, a->w, (const int *)a->s.row + first,
                     (const float *)device.norm, type_for(device.head)));
         rows.squares = 0;
@@ -1633,16 +1647,16 @@ void fill_step(const Step &s, Pass *a) {
             s.seq[t] = i;
             s.position[t] = p;
             if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[a->rows++] = t;
-            if (n == 1 || a->tokens <= MAX_FEW)
+            if (n == 1 || a->tokens <= MAX_STREAMED)
                 s.query[a->queries++] = t, a->pages = std::max(a->pages, p / PAGE + 1);
             else if ((t - b->first[i]) % tile == 0)
                 s.tile[2 * a->tiles] = t, s.tile[2 * a->tiles++ + 1] = std::min(tile, b->first[i + 1] - t);
         }
     }
     while (a->pages & (a->pages - 1)) a->pages++; /* few graphs: powers of two */
-    /* Up to MAX_FEW tokens are cut alike, whatever their number: each gets the same bits alone and among others. */
+    /* Up to MAX_STREAMED tokens are cut alike, whatever their number: each gets the same bits alone and among others. */
     const int blocks = std::max(1, a->queries) * a->w.n_kv_heads * head_parts(a->w.n_heads / a->w.n_kv_heads);
-    a->splits = a->tokens <= MAX_FEW ? MAX_SPLITS : std::max(1, std::min(MAX_SPLITS, 4 * a->gpu->sms / blocks));
+    a->splits = a->tokens <= MAX_STREAMED ? MAX_SPLITS : std::max(1, std::min(MAX_SPLITS, 4 * a->gpu->sms / blocks));
 }
 
 /* Draws for all rows of a step, so many at a time, and keeps the logits that the caller wants. */
@@ -1688,14 +1702,15 @@ bool run_graph(Pass *a, Pending *p, Error *e) {
 
 bool submit(Gpu *gpu, const Batch *b, Pending *p, Error *e) {
     Pass a = {gpu, gpu->work, {}, b, b->first[b->seqs]};
-    const int room = std::max(a.tokens, MAX_FEW);
+    const bool decode = gpu->fast && a.tokens <= MAX_DECODE;
+    const int room = std::max(a.tokens, MAX_DECODE);
     size_t bytes, pages = (size_t)b->seqs * b->max_pages * sizeof(int);
     bool ok;
     fill_step(step_at(p->step, room, &bytes), &a);
     p->want.assign(b->want, b->want + b->seqs);
     p->logits.clear();
     p->rows = 0;
-    if (gpu->fast && a.tokens <= MAX_FEW) {
+    if (decode) {
         ok = fast::decode(&a, p->step, e) && heads(&a, p, e);
     } else {
         a.s = step_at(gpu->step, room, &bytes);

@@ -203,7 +203,7 @@ static uint64_t tensor_values(const Tensor *t) {
     return n;
 }
 
-/* What each group has. Norms, biases and sinks are what the matrices leave. */
+/* What each group has. The embedding's bytes are what the others leave: a file may hold one matrix as head too. */
 static void count_groups(const Checkpoint *c, Facts *f) {
     const Model *m = &c->model;
     bool experts = m->n_experts > 1, tied = m->embed.data.data == m->head.data.data;
@@ -220,8 +220,6 @@ static void count_groups(const Checkpoint *c, Facts *f) {
         for (int j = 0; j < 3; j++) add_linear(&f->group[3], ffn[j], m->top_k);
     }
     if (tied) f->group[0].active = f->group[0].values, f->group[0].name = "embedding and head";
-    uint64_t matrices = 0;
-    for (int i = 0; i < GROUPS - 1; i++) matrices += f->group[i].bytes;
     for (int i = 0; i < c->tensors.n; i++) {
         const Tensor *t = c->tensors.tensor + i;
         const char *name = strrchr(t->name, '_');
@@ -234,8 +232,10 @@ static void count_groups(const Checkpoint *c, Facts *f) {
         rest->values += n;
         rest->active += matrix ? n / (uint64_t)m->n_experts * (uint64_t)m->top_k : n;
         rest->encoding = t->dtype;
+        rest->bytes += t->size;
     }
-    f->group[GROUPS - 1].bytes = f->bytes - matrices;
+    f->group[0].bytes = f->bytes;
+    for (int i = 1; i < GROUPS; i++) f->group[0].bytes -= f->group[i].bytes;
     for (int i = 0; i < GROUPS; i++) f->parameters += f->group[i].values, f->active += f->group[i].active;
 }
 

@@ -20,6 +20,8 @@ typedef struct {
     const char *model_type; /* of config.json */
     Act act;
     bool attention_bias; /* where config.json does not say */
+    int head_dim;        /* the same; 0: hidden_size / num_attention_heads */
+    bool head_norms;     /* RMSNorm of each head of q and k before RoPE */
     const char *sinks;   /* tensor of a layer, or NULL */
     const char *router;  /* Linear of a layer, or NULL: dense */
     const char *gate_up; /* fused: even rows gate, odd rows up; or NULL: two Linears */
@@ -32,6 +34,7 @@ static const Family families[] = {
     {.model_type = "gpt_oss",
      .act = SWIGLU_CLAMPED,
      .attention_bias = true,
+     .head_dim = REQUIRED,
      .sinks = "self_attn.sinks",
      .router = "mlp.router",
      .gate_up = "mlp.experts.gate_up_proj",
@@ -39,6 +42,13 @@ static const Family families[] = {
      .quant_method = "mxfp4",
      .windows = true},
     {.model_type = "llama", .act = SWIGLU, .gate = "mlp.gate_proj", .up = "mlp.up_proj", .down = "mlp.down_proj"},
+    {.model_type = "qwen3",
+     .act = SWIGLU,
+     .head_dim = 128,
+     .head_norms = true,
+     .gate = "mlp.gate_proj",
+     .up = "mlp.up_proj",
+     .down = "mlp.down_proj"},
 };
 
 static const struct {
@@ -160,18 +170,21 @@ static bool read_rope(Reader *r) {
 static bool read_windows(Reader *r) {
     Model *m = &r->c->model;
     const cJSON *list = json_get(r->config, "layer_types"), *entry;
+    bool windows = r->family->windows;
     int i = 0, window = 0;
-    if (!r->family->windows) return true;
+    if (!windows && json_true(r->config, "use_sliding_window"))
+        return fail(r->e, BAD_MODEL, "%s: use_sliding_window is not implemented for %s", r->path,
+                    r->family->model_type);
     if (list && (!cJSON_IsArray(list) || cJSON_GetArraySize(list) != m->n_layers))
         return fail(r->e, BAD_MODEL, "%s: layer_types should be an array of %d, one a layer", r->path, m->n_layers);
-    if (!config_whole(r, "sliding_window", 1, INT32_MAX, REQUIRED, &window)) return false;
+    if (windows && !config_whole(r, "sliding_window", 1, INT32_MAX, REQUIRED, &window)) return false;
     for (; i < m->n_layers && !list; i++) m->layer[i].window = i % 2 ? 0 : window; /* gpt-oss without a list */
     cJSON_ArrayForEach(entry, list) {
         const char *type = cJSON_IsString(entry) ? entry->valuestring : "";
-        bool sliding = !strcmp(type, "sliding_attention");
+        bool sliding = windows && !strcmp(type, "sliding_attention");
         if (!sliding && strcmp(type, "full_attention"))
-            return fail(r->e, BAD_MODEL, "%s: layer_types[%d] is '%.40s', neither sliding_attention nor full_attention",
-                        r->path, i, type);
+            return fail(r->e, BAD_MODEL, "%s: layer_types[%d] is '%.40s', which is not implemented for %s", r->path, i,
+                        type, r->family->model_type);
         m->layer[i++].window = sliding ? window : 0;
     }
     return true;
@@ -193,6 +206,7 @@ static bool read_stop(Reader *r, const cJSON *config, const char *path) {
 static bool read_sizes(Reader *r) {
     Model *m = &r->c->model;
     bool experts = r->family->router;
+    int head_dim = r->family->head_dim;
     double eps, limit = 7;
     if (!config_whole(r, "num_hidden_layers", 1, 4096, REQUIRED, &m->n_layers) ||
         !config_whole(r, "hidden_size", 1, 1 << 17, REQUIRED, &m->dim) ||
@@ -200,7 +214,7 @@ static bool read_sizes(Reader *r) {
         !config_whole(r, "vocab_size", 1, 1 << 22, REQUIRED, &m->vocab) ||
         !config_whole(r, "num_attention_heads", 1, 4096, REQUIRED, &m->n_heads) ||
         !config_whole(r, "num_key_value_heads", 1, 4096, experts ? REQUIRED : m->n_heads, &m->n_kv_heads) ||
-        !config_whole(r, "head_dim", 2, 1024, experts ? REQUIRED : m->dim / m->n_heads, &m->head_dim) ||
+        !config_whole(r, "head_dim", 2, 1024, head_dim ? head_dim : m->dim / m->n_heads, &m->head_dim) ||
         !config_whole(r, "max_position_embeddings", 1, 1 << 24, REQUIRED, &m->context) ||
         !config_number(r, r->config, "rms_norm_eps", 0, 1, 0, &eps))
         return false;
@@ -391,6 +405,9 @@ static bool bind_layer(Reader *r, int i) {
         !bind_linear(r, i, "self_attn.k_proj", kv, m->dim, bias, &l->k) ||
         !bind_linear(r, i, "self_attn.v_proj", kv, m->dim, bias, &l->v) ||
         !bind_linear(r, i, "self_attn.o_proj", m->dim, q, bias, &l->o))
+        return false;
+    if (f->head_norms && (!bind_floats(r, i, "self_attn.q_norm.weight", m->head_dim, &l->q_norm) ||
+                          !bind_floats(r, i, "self_attn.k_norm.weight", m->head_dim, &l->k_norm)))
         return false;
     if (f->sinks && !bind_floats(r, i, f->sinks, m->n_heads, &l->sinks)) return false;
     if (f->router && !bind_linear(r, i, f->router, m->n_experts, m->dim, true, &l->router)) return false;

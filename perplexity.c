@@ -16,16 +16,18 @@
 enum { SCORED_AT_ONCE = 128, MOST_TEXT = 1 << 28 };
 
 const char perplexity_help[] =
-    "infer perplexity MODEL -f FILE [--ctx N] [--stride N] [--gpu N]\n"
+    "infer perplexity MODEL -f FILE [--ctx N] [--stride N] [--gpu N] [--plain]\n"
     "Writes the perplexity of a text, the mean negative log-likelihood of its tokens and their number.\n"
     "  -f FILE     the text; a beginning-of-text token is added if the tokenizer says so\n"
     "  --ctx N     tokens of a window (1024, or what the model was made for if that is less)\n"
     "  --stride N  tokens from one window to the next (half a window); each token is scored in the first window that\n"
-    "              has it, so that all but those of the first see at least ctx - stride tokens before them\n";
+    "              has it, so that all but those of the first see at least ctx - stride tokens before them\n"
+    "  --plain     the plain kernels, also where faster ones know the model\n";
 
 typedef struct {
     const char *file;
     int ctx, stride, gpu;
+    bool plain;
 } Options;
 
 /* Adds what tokens from .. n - 1 of a window cost, given those before them; `from` is above 0. */
@@ -85,7 +87,7 @@ static bool run(const char *model, Options *o, const Backend *backend, Error *e)
     if (ok && !o->stride) o->stride = o->ctx / 2;
     if (ok && o->stride >= o->ctx)
         ok = fail(e, USAGE, "a stride of %d leaves tokens between windows of %d out", o->stride, o->ctx);
-    Limits limits = {.gpu = o->gpu, .max_seqs = 1, .max_tokens = backend->prompt_step};
+    Limits limits = {.gpu = o->gpu, .max_seqs = 1, .max_tokens = backend->prompt_step, .plain = o->plain};
     ok = ok && engine_open(&g, backend, &c.model, limits, o->ctx, e) && score(&g, &ids, o, e);
     engine_close(&g);
     checkpoint_close(&c);
@@ -101,12 +103,14 @@ int perplexity(int argc, char **argv, const Backend *backend) {
     static const struct option options[] = {{"ctx", required_argument, NULL, 'c'},
                                             {"stride", required_argument, NULL, 's'},
                                             {"gpu", required_argument, NULL, 'g'},
+                                            {"plain", no_argument, NULL, 'P'},
                                             {0}};
     Options o = {0};
     Error e;
     bool ok = true;
     for (int c; (c = getopt_long(argc, argv, "f:", options, NULL)) != -1;) {
         if (c == 'f') o.file = optarg;
+        if (c == 'P') o.plain = true;
         if ((c == 'c' && !text_whole(optarg, 2, INT_MAX, &o.ctx)) ||
             (c == 's' && !text_whole(optarg, 1, INT_MAX, &o.stride)) ||
             (c == 'g' && !text_whole(optarg, 0, MOST_GPUS - 1, &o.gpu))) {

@@ -36,6 +36,7 @@ const char play_help[] =
     "      --stop TEXT           end an answer before TEXT; may be repeated\n"
     "      --ctx N               tokens of context (default: what the model and the memory allow)\n"
     "      --gpu N               which GPU (default 0)\n"
+    "      --plain               the plain kernels, also where faster ones know the model\n"
     "      --hide-thinking       do not show the reasoning\n"
     "      --raw                 continue the text without a chat format\n"
     "      --date D              the date that the model is told (default today; none: not told)\n"
@@ -66,7 +67,7 @@ typedef struct {
 typedef struct { /* options, and what /set changes */
     const char *prompt, *file, *stop[MOST_STOPS];
     int stops, context, gpu;
-    bool raw, json, hide;
+    bool raw, json, hide, plain;
     int max_tokens; /* 0: none */
     Sampling sampling;
 } Options;
@@ -871,6 +872,7 @@ static bool open_session(Session *s, const Backend *backend, const char *dir, co
     Limits limits = {.gpu = s->o.gpu,
                      .max_seqs = 1,
                      .max_tokens = backend->prompt_step,
+                     .plain = s->o.plain,
                      .progress = verbose ? show_progress : NULL,
                      .where = where};
     bytes_print(&path, "%s/tokenizer.json", dir);
@@ -913,11 +915,12 @@ static void close_session(Session *s) {
 }
 
 static bool parse_options(int argc, char **argv, Session *s, Error *e) {
-    enum { CTX = 256, GPU, HIDE, RAW, DATE, JSON, STOP, SETTING };
+    enum { CTX = 256, GPU, PLAIN, HIDE, RAW, DATE, JSON, STOP, SETTING };
     static const struct option options[] = {{"system", required_argument, NULL, 's'},
                                             {"effort", required_argument, NULL, 'e'},
                                             {"ctx", required_argument, NULL, CTX},
                                             {"gpu", required_argument, NULL, GPU},
+                                            {"plain", no_argument, NULL, PLAIN},
                                             {"hide-thinking", no_argument, NULL, HIDE},
                                             {"raw", no_argument, NULL, RAW},
                                             {"date", required_argument, NULL, DATE},
@@ -945,6 +948,7 @@ static bool parse_options(int argc, char **argv, Session *s, Error *e) {
         }
         if (c == DATE) conversation_set(&s->talk.date, strcmp(optarg, "none") ? optarg : NULL);
         if (c == HIDE) o->hide = true;
+        if (c == PLAIN) o->plain = true;
         if (c == RAW) o->raw = true;
         if (c == JSON) o->json = true;
         if (c == SETTING && !set(o, options[which].name, optarg, e)) return false;

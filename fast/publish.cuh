@@ -1,7 +1,7 @@
 /* publish.cuh: what the annex's kernels share: its buffers, copies that run on their own, and words that say whether they are there. */
 #pragma once
 
-constexpr int FEW = MAX_FEW;   /* tokens of a step up to which weights are streamed */
+constexpr int FEW = MAX_DECODE;   /* tokens of a step up to which weights are streamed */
 constexpr int SPLITS = 16; /* blocks that share one key/value head's context */
 constexpr int MOST_WARPS = 32; /* of a block */
 /* Of sums that are integers, so that order does not matter. What an expert adds must be below 2^29 / top_k^2 (2^25 of four). */

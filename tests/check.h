@@ -136,6 +136,8 @@ static inline uint64_t trace_experts(const Trace *t, size_t rows) {
     return n;
 }
 
+static bool plain; /* Limits.plain of every engine that a test opens */
+
 /* Runs a prompt in chunks (0: in one) and records every stage and the logits of every token. */
 static inline void trace_run(Trace *t, const Backend *backend, const Model *m, const int *ids, size_t n, size_t chunk) {
     Error e;
@@ -143,7 +145,7 @@ static inline void trace_run(Trace *t, const Backend *backend, const Model *m, c
     Result r;
     Sequence s = {0};
     if (!chunk) chunk = n;
-    Limits limits = {.max_seqs = 1, .max_tokens = (int)chunk, .tap = trace_tap, .tap_data = t};
+    Limits limits = {.max_seqs = 1, .max_tokens = (int)chunk, .plain = plain, .tap = trace_tap, .tap_data = t};
     must(engine_open(&g, backend, m, limits, 0, &e), &e);
     for (size_t at = 0; at < n; at += chunk) {
         size_t now = n - at < chunk ? n - at : chunk;
@@ -186,7 +188,7 @@ static inline void trace_golden(const char *fixture, Trace *t, Ids *ids, Checkpo
     tensors_close(&golden);
 }
 
-static const char *const fixtures[] = {"true_heads", "odd", "llama3", "llama_bias"};
+static const char *const fixtures[] = {"true_heads", "odd", "llama3", "llama_bias", "qwen3"};
 enum { FIXTURES = sizeof fixtures / sizeof *fixtures };
 
 #endif

@@ -34,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Mxfp4Con
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
 
 FIXTURES = Path(__file__).parent / "fixtures"
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -96,7 +97,7 @@ def write_json(path, value):
 def golden(model, ids):
     """Everything the taps show, from hooks and from inside the eager attention of transformers."""
     g, tokens = {"ids": ids.int()}, len(ids)
-    eager = {m: m.eager_attention_forward for m in (modeling_gpt_oss, modeling_llama)}
+    eager = {m: m.eager_attention_forward for m in (modeling_gpt_oss, modeling_llama, modeling_qwen3)}
 
     def attention_of(source):
         def attention(module, q, k, v, *args, **kwargs):
@@ -128,7 +129,8 @@ def golden(model, ids):
 
     hooks = [hook for i, layer in enumerate(model.model.layers) for hook in watch(i, layer)]
     with patch.object(modeling_gpt_oss, "eager_attention_forward", attention_of(modeling_gpt_oss)), \
-            patch.object(modeling_llama, "eager_attention_forward", attention_of(modeling_llama)):
+            patch.object(modeling_llama, "eager_attention_forward", attention_of(modeling_llama)), \
+            patch.object(modeling_qwen3, "eager_attention_forward", attention_of(modeling_qwen3)):
         g["logits"] = model(ids[None], use_cache=False).logits[0].clone()
     for hook in hooks:
         hook.remove()
@@ -303,7 +305,22 @@ def make_llama_bias():
          n=20, seed=4, dtype=torch.float32)
 
 
-MAKERS = {"true_heads": make_true_heads, "odd": make_odd, "llama3": make_llama3, "llama_bias": make_llama_bias}
+def make_qwen3():
+    """Norms of each head's q and k, and head_dim left to its default, which is not hidden_size / heads; keys and order
+    of the published config.json. sliding_window does not count, since use_sliding_window is false."""
+    make("qwen3", {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 48, "initializer_range": 0.02,
+        "intermediate_size": 104, "max_position_embeddings": 512, "max_window_layers": 1, "model_type": "qwen3",
+        "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000, "sliding_window": 8, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 163},
+         n=24, seed=5)
+
+
+MAKERS = {"true_heads": make_true_heads, "odd": make_odd, "llama3": make_llama3, "llama_bias": make_llama_bias,
+          "qwen3": make_qwen3}
 
 if __name__ == "__main__":
     for fixture in sys.argv[1:] or MAKERS:

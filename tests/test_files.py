@@ -12,7 +12,7 @@ from helpers import (FIXTURES, PARROT, PLAIN, changed, copy_model, data, each, e
 SECONDS = 10  # ten times what is promised for a refusal
 FINE = None
 DEEP = "[" * 10 ** 5 + "]" * 10 ** 5
-LLAMA, ODD = FIXTURES / "llama_bias", FIXTURES / "odd"
+LLAMA, ODD, QWEN = FIXTURES / "llama_bias", FIXTURES / "odd", FIXTURES / "qwen3"
 NAME = "model.layers.0.mlp.up_proj.weight"  # the tensor that is broken: (120, 64) of F32, in the middle of the file
 HEADER, DATA = read_safetensors(LLAMA / "model.safetensors")
 FIRST = min((k for k in HEADER if k != "__metadata__"), key=lambda k: HEADER[k]["data_offsets"])
@@ -364,22 +364,42 @@ def test_config(folder):
     each(CONFIGS, check)
 
 
-def test_config_of_a_dense_model(folder):
-    """What a Llama may leave out, and what it may not."""
-    expected = top_logits(LLAMA)
+def check_configs(source, folder, cases):
+    expected = top_logits(source)
 
     def check(name, changes, words):
-        model = copy_model(LLAMA, folder, changes)
+        model = copy_model(source, folder, changes)
         if words is FINE:
             same(top_logits(model), expected, "logits")
         else:
             refused("logits", model, "--ids", 1, words=words, seconds=SECONDS)
-    each([("kv heads and head size given", {"num_key_value_heads": 4, "head_dim": 16}, FINE),
-          ("head size that does not fit", {"head_dim": 32}, ["q_proj", "(64, 64)", "(128, 64)"]),
-          ("kv heads that do not fit", {"num_key_value_heads": 2}, ["k_proj", "(64, 64)", "(32, 64)"]),
-          ("more heads than width", {"num_attention_heads": 128}, ["config.json", "head_dim"]),
-          ("another vocabulary", {"vocab_size": 130}, ["(131, 64)", "(130, 64)"]),
-          ("bias wanted, and absent", {"mlp_bias": True}, ["gate_proj.bias"])], check)
+    each(cases, check)
+
+
+def test_config_of_a_dense_model(folder):
+    """What a Llama may leave out, and what it may not."""
+    check_configs(LLAMA, folder, [
+        ("kv heads and head size given", {"num_key_value_heads": 4, "head_dim": 16}, FINE),
+        ("head size that does not fit", {"head_dim": 32}, ["q_proj", "(64, 64)", "(128, 64)"]),
+        ("kv heads that do not fit", {"num_key_value_heads": 2}, ["k_proj", "(64, 64)", "(32, 64)"]),
+        ("more heads than width", {"num_attention_heads": 128}, ["config.json", "head_dim"]),
+        ("another vocabulary", {"vocab_size": 130}, ["(131, 64)", "(130, 64)"]),
+        ("bias wanted, and absent", {"mlp_bias": True}, ["gate_proj.bias"])])
+
+
+def test_config_of_a_model_that_norms_heads(folder):
+    """Qwen3: the norms of q and k must be there and fit; what is not implemented is refused."""
+    check_configs(QWEN, folder, [
+        ("head size given", {"head_dim": 128}, FINE),
+        ("all layers see all", {"layer_types": ["full_attention"] * 2}, FINE),
+        ("as many values in smaller heads", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
+         ["model.layers.0.self_attn.q_norm.weight", "(128)", "(64)"]),
+        ("a window", {"use_sliding_window": True}, ["config.json", "use_sliding_window", "qwen3"]),
+        ("a window in one layer", {"layer_types": ["full_attention", "sliding_attention"]},
+         ["config.json", "layer_types[1]", "sliding_attention", "qwen3"]),
+        ("another family's formulas", {"model_type": "llama", "head_dim": 128}, ["_norm.weight", "no place", "llama"])])
+    model = copy_model(LLAMA, folder, {"model_type": "qwen3", "head_dim": 16})
+    refused("logits", model, "--ids", 1, words=["model.layers.0.self_attn.q_norm.weight", "(16)", "missing"])
 
 
 def text_of(path, *pairs):
@@ -493,6 +513,21 @@ def test_published_models_fit_their_config(folder):
             expect(re.search(line, shown), f"no {line!r} in {shown}")
     each([("20b", data("gpt-oss-20b"), "20,914,757,184, ", 24),
           ("120b", data("configs", "gpt-oss-120b"), "116,829,156,672, ", 36)], check)
+
+
+def test_one_matrix_under_two_names(folder):
+    """Files of tied models may hold the embedding as lm_head too: the copy adds bytes to it and nothing else."""
+    header, content = read_safetensors(QWEN / "model.safetensors")
+    begin, end = header[EMBED]["data_offsets"]
+    header["lm_head.weight"] = {**header[EMBED], "data_offsets": [len(content), len(content) + end - begin]}
+    model = copy_model(QWEN, folder, keep_weights=False)
+    (model / "model.safetensors").write_bytes(safetensors(header, content + content[begin:end]))
+    same(top_logits(model), top_logits(QWEN), "logits")
+    once, twice = (json.loads(infer("inspect", m, "--json").text) for m in (QWEN, model))
+    once["bytes"] += end - begin
+    once["groups"][0]["bytes"] += end - begin
+    for key in ("bytes", "groups", "parameters"):
+        same(twice[key], once[key], key)
 
 
 def test_small_files_of_a_model(folder):

@@ -64,15 +64,21 @@ static void scale(const float *norm, int n) {
 static void spoil_attn_norm(Model *m) { scale(m->layer[m->n_layers - 1].attn_norm, m->dim); }
 static void spoil_ffn_norm(Model *m) { scale(m->layer[0].ffn_norm, m->dim); }
 static void spoil_norm(Model *m) { scale(m->norm, m->dim); }
+static void spoil_k_norm(Model *m) {
+    if (m->layer[0].k_norm) scale(m->layer[0].k_norm, m->head_dim);
+}
 
-/* A model whose one norm is 1 % off must fail, at the first stage behind it. */
+/* A model whose one norm is 1 % off must fail, at the first stage behind it. Where heads are normed, their norm takes a
+ * factor of attn_norm out of q and k again. */
 static void spoiled_models_fail(void) {
     const struct {
         void (*spoil)(Model *);
         const char *behind[FIXTURES];
-    } cases[] = {{spoil_attn_norm, {"layers.1.q", "layers.2.q", "layers.1.q", "layers.0.q"}},
-                 {spoil_ffn_norm, {"layers.0.weights", "layers.0.weights", "layers.0.act", "layers.0.act"}},
-                 {spoil_norm, {"logits", "logits", "logits", "logits"}}};
+    } cases[] = {
+        {spoil_attn_norm, {"layers.1.q", "layers.2.q", "layers.1.q", "layers.0.q", "layers.1.v"}},
+        {spoil_ffn_norm, {"layers.0.weights", "layers.0.weights", "layers.0.act", "layers.0.act", "layers.0.act"}},
+        {spoil_k_norm, {"", "", "", "", "layers.0.k"}},
+        {spoil_norm, {"logits", "logits", "logits", "logits", "logits"}}};
     for (int i = 0; i < FIXTURES; i++)
         for (size_t j = 0; j < sizeof cases / sizeof *cases; j++) {
             double worst;
