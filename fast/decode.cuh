@@ -1,89 +1,93 @@
-/* few.cuh: a step of at most FEW tokens, as one kernel. Its time is the time to read the weights, each of them once (but of experts that more than
- * MOST_CHOICES tokens chose) and in order. A block lives on each multiprocessor from the first layer to the logits. Its last warp, the producer, keeps a
- * ring of shared memory full with the weights that come next, over the borders of phases, so that waits for activations leave the memory idle as little as
- * may be. Of several tokens it pauses, but only while the fence at a phase's end would wait for it (Ring::expect), and in a block that has a part in attention
- * until that is done (but for the pages of a long context). The others, the consumers, multiply. A layer has five phases, between which all blocks wait for
- * each other; only what the router's sums say is known before, as they count who has added to them. A token alone of gpt-oss's shapes waits for values rather
- * than for blocks, and so does phase down of several: see Told.
+/* decode.cuh: a step of at most MAX_DECODE tokens as one persistent kernel. A block stays on each multiprocessor from
+ * the first layer to the logits. Its last warp, the producer, keeps a ring of shared memory full with the weights that
+ * come next, across the borders of phases, so the memory is seldom idle while the other warps, the consumers, wait for
+ * activations. Each weight is read once and in order (an expert's again for more than MAX_CHOICES tokens). With several
+ * tokens the producer pauses while a fence is pending at a phase's end (Ring::hold_after_last) and while its block has
+ * a part in attention, except for the pages of a long context.
  *
- *     qkv        query, key and value, rope, to the cache                                                     14  15  11
- *     attention  over the cache, split when it is long: then pages that fit a stage come through the ring       1   2   1
- *                like weights
- *     output     onto the residual stream; each block's share of the router's logits                          18  11  10
- *     up         router, top-k, gate and up, activation                                                       27  40  47
- *     down       onto the residual stream, weighted                                                           14  17  22
- *     head       behind the last layer: logits                                                                26  15   9
+ * A layer has five phases; on the right each phase's share of a step's time in percent, for 1, 4 and 16 tokens of
+ * gpt-oss-20b without context (bench -o json):
  *
- * On the right each phase's share of what all take for 1, 4 and 16 tokens of gpt-oss-20b without context, in percent (bench -o json; the clock is a block's
- * that has no part in attention: of one token its wait for that is output's, and the wait for the slowest block of up and down is qkv's). Embed and draw
- * (draw.cuh) add about 1.
+ *     qkv        query, key and value, RoPE, to the cache                                             14  15  11
+ *     attention  over the cache, split when it is long: then pages come through the ring like          1   2   1
+ *                weights
+ *     output     onto the residual stream; each block's share of the router's logits                  18  11  10
+ *     up         router, top-k, gate and up, activation                                               27  40  47
+ *     down       onto the residual stream, weighted                                                   14  17  22
+ *     head       behind the last layer: logits                                                        26  15   9
  *
- * RMSNorm is no phase: who has a value of the residual stream leaves it times the norm's weight for the matrix that comes next (Next), and what it has to be
- * divided by is known before the matrix's products are. With the shapes that the compiler knows each warp keeps its share of the activations in registers, for
- * all rows of a matrix. A token alone of these shapes norms for itself, which is faster then (stage_normed).
- */
+ * The clock is that of a block without a part in attention: with one token its wait for attention counts as output's,
+ * its wait for the slowest block of up and down as qkv's.
+ *
+ * RMSNorm is no phase. The block that finishes a value of the residual stream stores it times the norm's weight for the
+ * next matrix (Next); the factor 1 / root mean square is ready before that matrix's products are. A single token is
+ * normed by each block for itself (load_normed), which is faster there. */
 #pragma once
 
-/* ---- what blocks tell each other ---- */
+/* ---- how blocks exchange activations ---- */
 
-/* Blocks tell each other by buffers of DecodeWork, and a fence stands between a phase that writes them and one that reads. A fence takes long (see Ring::expect).
- * So for a token alone of gpt-oss's shapes values say themselves whether they are there (UNWRITTEN), in buffers of which TURNS layers in turn have one each.
- * When a block has all that attention tells, each block has told its queries, keys and values, so it has read all that others told in the layer before: phase
- * output makes that UNWRITTEN again. A fence has to stand before another layer writes there, but it is hidden: producers have it in the next layer's phase up,
- * when they have little on the way as they do not know the experts yet, and each block looks in that phase whether all have. So it is the layer behind that
- * which may write there: hence three turns. What the last layer has told the next step's embed makes UNWRITTEN.
- * Of several tokens of these shapes only the experts' activations are told: so in phase down a block waits for the blocks that have its experts, not for all.
- * These have no turns, but Work's act_out. Phase output makes it UNWRITTEN: all blocks have ended the layer before, since they arrived before qkv, and none
- * writes there until all have arrived before phase up, which each does behind that.
- * Questions for what is not there hinder those who are to tell it (notebooks/speed.md). So where all blocks read the same, few threads of each ask for a hint
- * first: a barrier before qkv, at which blocks arrive a little early, and before output a word of each head. */
-constexpr int TURNS = 3;
-static_assert(TURNS <= FEW, "partial_of() takes the places of other tokens");
-struct Told {
+/* With several tokens a barrier with a fence stands between the phase that writes activations and the one that reads
+ * them. A fence takes long (see Ring::hold_after_last), so a single token's activations are published instead, and
+ * readers poll them. They go to LayerBuffers, of which BUFFERED_LAYERS layers in turn have one each:
+ *   - When a block has all of attention's results, every block has published its queries, keys and values, so it has
+ *     read all that the layer before published. So phase output unpublishes the buffers of the layer before.
+ *   - A fence must pass before another layer publishes there. Producers have it in the next layer's phase up, where
+ *     few copies are on the way because the experts are not known yet. Each block checks in that phase that all have
+ *     had it. So the layer after that may publish there: hence three buffers.
+ *   - The next step's embed unpublishes the last layer's.
+ * With several tokens only the experts' activations are published: phase down then waits for the blocks that have its
+ * experts, not for all. They lie in Work's act_out. Phase output unpublishes it: all blocks have ended the layer
+ * before, since they arrived before qkv, and none publishes there before all have arrived before phase up. Polling
+ * slows the blocks that still have to publish (notebooks/speed.md). So where all blocks read the same, a few threads of
+ * each poll a hint first: a barrier before qkv, at which blocks arrive a little early, and before output one word of
+ * each head. */
+constexpr int BUFFERED_LAYERS = 3;
+static_assert(BUFFERED_LAYERS <= MAX_DECODE, "split_states_of() takes the places of other tokens");
+struct LayerBuffers {
     float *x, *middle; /* (tokens, dim) the residual stream behind the experts, and behind attention */
-    void *q;           /* (tokens, n_heads * head_dim); of a token alone (all rows of the matrix of query, key and value): see told_place() */
+    void *q;           /* (tokens, n_heads * head_dim); of a single token all rows of qkv: see published_place() */
     void *attn, *act;  /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
 };
-/* Floats of one turn; those of a layer but x lie together. */
-__host__ __device__ inline size_t turn_size(const DecodeWork &w) {
+/* Floats of one layer's buffers, in which all but x lie together. */
+__host__ __device__ inline size_t layer_buffer_size(const DecodeWork &w) {
     return 2 * w.dim + ((w.n_heads + 2 * w.n_kv_heads) * w.head_dim + w.attn_pitch + w.top_k * w.act_pitch) / 2;
 }
-inline size_t told_size(const DecodeWork &w) { return TURNS * turn_size(w); }
-/* Makes n floats UNWRITTEN, a multiple of four: each of `threads` threads its share. */
-__device__ inline void forget(void *floats, int n, int thread, int threads) {
-#pragma unroll 1
-    for (int i = thread; i < n / 4; i += threads) ((uint4 *)floats)[i] = make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
-}
-/* What layer `layer` tells; layer -1 is the embedding. The head stands behind a fence, so the last layer's x is Work's. */
-__host__ __device__ inline Told told_of(const DecodeWork &w, bool alone, int layer) {
-    if (!alone) return {w.x, w.x, w.q, w.attn, w.act_out};
-    float *x = w.told + (layer + TURNS) % TURNS * turn_size(w), *middle = x + w.dim;
+inline size_t layer_buffers_size(const DecodeWork &w) { return BUFFERED_LAYERS * layer_buffer_size(w); }
+/* The buffers of a layer; layer -1 is the embedding. A fence stands before the head, so the last layer's x is Work's.
+ */
+__host__ __device__ inline LayerBuffers layer_buffers(const DecodeWork &w, bool single, int layer) {
+    if (!single) return {w.x, w.x, w.q, w.attn, w.act_out};
+    float *x = w.layer_buffers + (layer + BUFFERED_LAYERS) % BUFFERED_LAYERS * layer_buffer_size(w);
+    float *middle = x + w.dim;
     bf16 *q = (bf16 *)(middle + w.dim), *attn = q + (w.n_heads + 2 * w.n_kv_heads) * w.head_dim;
     return {layer == w.n_layers - 1 ? w.x : x, middle, q, attn, attn + w.attn_pitch};
 }
-inline size_t partial_size(const DecodeWork &w) { return (size_t)FEW * w.n_kv_heads * SPLITS * 8 * (w.head_dim + 2); }
+inline size_t split_states_size(const DecodeWork &w) {
+    return (size_t)MAX_DECODE * w.n_kv_heads * DECODE_SPLITS * 8 * (w.head_dim + 2);
+}
 
-/* ---- the kernel ---- */
-
-/* What the next matrix that follows a norm reads (see DecodeWork), and this norm's weights. */
+/* What the next matrix behind a norm reads (see DecodeWork::normed_for), and this norm's weights. */
 struct Next {
     void *to;
     Type type;
     int stride;
     const float *norm;
-    bool twins; /* bf16, where twin_at() says */
+    bool paired; /* bf16, by paired_place() */
 };
-__host__ __device__ inline Next next_of(void *to, const Matrix &m, const float *norm, bool twins = false) { return {to, m.type, m.stride, norm, twins}; }
-/* Value i of a token's x times the norm's weight. */
+__host__ __device__ inline Next next_of(void *to, const Matrix &m, const float *norm, bool paired = false) {
+    return {to, m.type, m.stride, norm, paired};
+}
+/* Stores value i of a token's x times the norm's weight. */
 __device__ inline void store_normed(const Next &next, int t, int i, float x) {
-    if (next.twins)
-        ((bf16 *)next.to)[twin_at(t, Codec<BF16>::place(i), next.stride)] = (bf16)x;
+    if (next.paired)
+        ((bf16 *)next.to)[paired_place(t, Codec<BF16>::place(i), next.stride)] = (bf16)x;
     else
         store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * 2, i, x);
 }
 
-/* This thread's two fours of the first 8 CONSUMERS of n values of x, or 0, as soon as they are there; returns the sum of their squares. */
-__device__ inline float take_fours(float4 (&value)[2], const float *x, int n) {
+/* This thread's two fours of the first 8 CONSUMERS of n values of x, or 0, once they are published; returns the sum of
+ * their squares. */
+__device__ inline float poll_fours(float4 (&value)[2], const float *x, int n) {
     bool there;
     float sum = 0;
     do {
@@ -91,21 +95,21 @@ __device__ inline float take_fours(float4 (&value)[2], const float *x, int n) {
 #pragma unroll
         for (int i = 0, c = threadIdx.x * 4; i < 2; i++, c += CONSUMERS * 4) {
             uint4 v = {};
-            if (c < n) v = ask((const uint4 *)(x + c));
-            there &= max(max(v.x, v.y), max(v.z, v.w)) != UNWRITTEN;
+            if (c < n) v = poll((const uint4 *)(x + c));
+            there &= max(max(v.x, v.y), max(v.z, v.w)) != UNPUBLISHED;
             value[i] = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
         }
-    } while (!there && rest());
+    } while (!there && pause());
     for (float4 v : value) sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
     return sum;
 }
 
-/* RMSNorm's sum of squares, in two parts so that few have to wait for it: a block publishes the parts that its warps found, in an order that does not depend
- * on anything else, and who needs it looks for them later. */
+/* The sum of squares of a token's x before a layer, or the head. One block publishes its warps' shares, which are dealt
+ * alike in every step; readers poll them later. */
 __device__ inline unsigned long long *input_square_of(const DecodeWork &w, int t, int layer) {
-    return w.input_square + ((size_t)t * (w.n_layers + 1) + layer) * MOST_WARPS;
+    return w.input_square + ((size_t)t * (w.n_layers + 1) + layer) * MAX_WARPS;
 }
-__device__ inline void publish_square(const float *x, int dim, unsigned long long *to, int thread) { /* threads 0 to CONSUMERS - 1 call it */
+__device__ inline void publish_square(const float *x, int dim, unsigned long long *to, int thread) { /* consumers */
     float sum = 0;
 #pragma unroll 2
     for (int i = thread * 4; i < dim; i += CONSUMERS * 4) {
@@ -113,43 +117,50 @@ __device__ inline void publish_square(const float *x, int dim, unsigned long lon
         sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
     }
     sum = warp_sum(sum);
-    if (thread % 32 == 0) publish(to + thread / 32, sum);
+    if (thread % 32 == 0) publish_flagged(to + thread / 32, sum);
 }
-__device__ inline float find_square(const unsigned long long *from, int lane) { /* a warp calls it */
+__device__ inline float poll_square(const unsigned long long *from, int lane) { /* a warp */
     unsigned long long part = 0;
-    do part = lane < WARPS ? look(from + lane) : THERE;
+    do part = lane < CONSUMER_WARPS ? poll(from + lane) : FLAG;
     while (!(part >> 32));
     return warp_sum(__uint_as_float((uint32_t)part));
 }
 
-/* Where expert e's sum of a token's router logits lies. Of a token alone four of them, a sector of memory, have the place of APART sectors: so many blocks add
- * to them at once. Of several tokens there are many sectors anyway, and who looks for all is quicker if they lie together. */
-constexpr int APART = 8;
-static_assert(APART <= FEW, "the place of the other tokens");
-__device__ inline unsigned long long *router_sum_of(const DecodeWork &w, bool alone, int t, int layer, int e) {
-    unsigned long long *sums = w.router_sum + ((size_t)t * w.n_layers + layer) * w.n_experts * (alone ? APART : 1);
-    return sums + (alone ? e / 4 * 4 * APART + e % 4 : e);
+/* Where expert e's sum of a token's router logits lies. All blocks of a single token add to the same few sums at once,
+ * so every four of them, a sector, have the room of SECTORS_APART. Several tokens have many sectors anyway, and reading
+ * is quicker if they lie together. */
+constexpr int SECTORS_APART = 8;
+static_assert(SECTORS_APART <= MAX_DECODE, "the room of the other tokens");
+__device__ inline unsigned long long *router_sum_of(const DecodeWork &w, bool single, int t, int layer, int e) {
+    unsigned long long *sums =
+        w.router_sum + ((size_t)t * w.n_layers + layer) * w.n_experts * (single ? SECTORS_APART : 1);
+    return sums + (single ? e / 4 * 4 * SECTORS_APART + e % 4 : e);
 }
 
-/* Begins a step: x (tokens, dim) = the tokens' rows of the embedding, also for `next`, if there is one. The page remembers the token. The step comes posted, as
- * an argument (the host is far: with asking for it this kernel took 6 us for one token and 27 for sixteen by ncu, 5 without); the first block writes it to
- * where the other kernels look for it, and all empty what few's blocks, so many of them, add up or publish. Of a token alone it also empties what the last layer
- * of the step before told. A block a token. */
-__global__ void __launch_bounds__(1024) embed(DecodeWork w, Step s, const __grid_constant__ Posted post, Matrix table, int blocks, bool alone, Next next) {
+/* ---- the kernels ---- */
+
+/* Begins a step: x (tokens, dim) = the tokens' rows of the embedding, also for `next`, if there is one. The page
+ * remembers the token. The step comes as an argument, because reading the host's memory takes long; the first block
+ * stores it where the other kernels read it. All blocks clear what `blocks` blocks of decode_step add up or flag, and
+ * of a single token they unpublish the last layer's buffers. A block a token. */
+__global__ void __launch_bounds__(1024) decode_embed(DecodeWork w, Step s, const __grid_constant__ StepArgument step,
+                                                     Matrix table, int blocks, bool single, Next next) {
 #if HOPPER
     launch_next();
-    float *to = told_of(w, alone, -1).x;
-    int t = blockIdx.x, words = t ? 0 : Posted::BYTES / 16;
+    float *to = layer_buffers(w, single, -1).x;
+    int t = blockIdx.x, words = t ? 0 : StepArgument::BYTES / 16;
     wait_previous();
-    if (threadIdx.x < words) ((uint4 *)s.how)[threadIdx.x] = post.word[threadIdx.x];
-    int4 mine = post.token(t);
+    if (threadIdx.x < words) ((uint4 *)s.how)[threadIdx.x] = step.word[threadIdx.x];
+    int4 mine = step.token(t);
     auto clear = [&](unsigned long long *sum, int n) {
         for (int i = threadIdx.x; i < n; i += blockDim.x) sum[i] = 0;
     };
-    for (int i = threadIdx.x; i < w.n_layers * w.n_experts; i += blockDim.x) *router_sum_of(w, gridDim.x == 1, t, i / w.n_experts, i % w.n_experts) = 0;
-    clear(w.square + (size_t)t * w.n_layers * blocks, w.n_layers * blocks);
-    clear(input_square_of(w, t, 0), next.to ? (w.n_layers + 1) * MOST_WARPS : 0);
-    if (alone) forget(told_of(w, true, w.n_layers - 1).middle, turn_size(w) - w.dim, threadIdx.x, blockDim.x);
+    for (int i = threadIdx.x; i < w.n_layers * w.n_experts; i += blockDim.x)
+        *router_sum_of(w, gridDim.x == 1, t, i / w.n_experts, i % w.n_experts) = 0;
+    clear(w.output_square + (size_t)t * w.n_layers * blocks, w.n_layers * blocks);
+    clear(input_square_of(w, t, 0), next.to ? (w.n_layers + 1) * MAX_WARPS : 0);
+    if (single)
+        unpublish(layer_buffers(w, true, w.n_layers - 1).middle, layer_buffer_size(w) - w.dim, threadIdx.x, blockDim.x);
     int token = mine.x < 0 ? max(w.drawn[mine.y], 0) : mine.x; /* after a NaN the step is void */
     if (threadIdx.x == 0) w.page_token[mine.z] = token;
     for (int i = threadIdx.x * 4; i < w.dim; i += blockDim.x * 4) {
@@ -164,27 +175,30 @@ __global__ void __launch_bounds__(1024) embed(DecodeWork w, Step s, const __grid
 
 enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 
-/* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. Each phase is a function that
- * all warps call. What a phase reads of the one before it is Told, or it reads it behind await(), but for what choose() looks for. */
-template <bool producing, int most> struct Few { /* most: see few() */
-    static constexpr bool alone = most == 1, several = most > 1; /* one token; more */
-    static constexpr bool twins = are_twins(most);             /* what qkv and output read: see twin_at() */
-    static constexpr int SPARE = CONSUMERS - 1; /* the consumer that has the least to do beside multiplying */
+/* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. All warps call each
+ * phase's function: the consumers with producing = false, the producer, which has only a part of it, with true. A phase
+ * reads what others wrote behind wait_phase(), or polls it. max_tokens: see decode_step(). */
+template <bool producing, int max_tokens> struct DecodeBlock {
+    static constexpr bool single = max_tokens == 1;
+    static constexpr bool paired = is_paired(max_tokens); /* the activations that qkv and output read */
+    static constexpr int SPARE = CONSUMERS - 1;           /* the consumer that has least to do beside multiplying */
     DecodeWork w;
     const Step &s;
     const Layout &k;
-    uint8_t *memory;
+    uint8_t *memory; /* shared */
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
-    int origin = 0; /* adds nothing, but the compiler does not know: see renew() */
+    int origin = 0; /* always; the compiler does not know: see launder() */
     Ring ring;
 
-    __device__ Few(const DecodeWork &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first, int last)
+    __device__ DecodeBlock(const DecodeWork &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first,
+                           int last)
         : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), ring(k, memory) {}
-    /* Before any of them begins: all threads of the block call it. */
-    __device__ void prepare(const DecodeLayer *layers) {
+    /* Before the first phase: all threads of the block call it. */
+    __device__ void init(const DecodeLayer *layers) {
         if (ring.thread == 0) {
-            *at<unsigned long long>(k.begun) = (*(volatile unsigned long long *)w.barrier / gridDim.x - barriers(first)) * gridDim.x;
-            gate(FREE).init(CONSUMERS); /* of the last layer */
+            *at<unsigned long long>(k.barrier_base) =
+                (*(volatile unsigned long long *)w.barrier / gridDim.x - barriers_up_to(first)) * gridDim.x;
+            gate(FREE).init(CONSUMERS); /* of the layer before */
             gate(ROUTED).init(CONSUMERS);
             gate(CHOSEN).init(32); /* the producer arrives */
             ring.hold->init(1);
@@ -192,471 +206,536 @@ template <bool producing, int most> struct Few { /* most: see few() */
         if (ring.thread < k.stages) ring.full[ring.thread].init(1), ring.empty[ring.thread].init(CONSUMERS);
         if (ring.thread < 4 && tokens == 1) { /* all its experts cost the same */
             const Matrix &m = ring.thread < 2 ? layers->up : layers->down;
-            active().piece[ring.thread] = w.top_k * groups_of(m) * (block + ring.thread % 2) / blocks;
+            active().range[ring.thread] = w.top_k * tiles_of(m) * (block + ring.thread % 2) / blocks;
         }
-        Barrier::show_init();
+        Barrier::fence_init();
         __syncthreads();
     }
-    __device__ void note_time(int at) {
-        if (blockIdx.x == 0 && ring.thread == 0) asm volatile("mov.u64 %0,%globaltimer;" : "=l"(w.ended[at])::"memory");
-    }
-    /* A matrix of a layer, with its shape as a constant. */
-    template <Type T> __device__ Shaped matrix(const Matrix &from, int rows, int cols) const { return shaped(from, T, rows, cols); }
-    __device__ Told told(int layer) const {
-        asm volatile("" : "+r"(layer)); /* computed where it is used */
-        return told_of(w, alone, layer);
-    }
-    /* Writes a value for other blocks: see Told. */
-    template <bool TOLD = alone, typename V> __device__ void write(V *to, V x) const {
-        if constexpr (TOLD)
-            tell(to, x);
-        else
-            *to = x; /* a fence stands before who reads it */
-    }
-    /* This block's share of forget(): blocks take turns by warps. */
-    __device__ void forget_share(void *floats, int n) const {
-        forget(floats, n, (ring.thread / 32 * blocks + block) * 32 + ring.thread % 32, CONSUMERS * blocks);
-    }
-    /* Where in Told::q a token alone tells rows r and r + 1 of query, key and value: in order, but pairs of a head's values as Slab::replace() wants them. */
-    __device__ int told_place(int r) const {
-        int d = w.head_dim, i = r % d;
-        return r < (w.n_heads + w.n_kv_heads) * d ? r : r - i + i % 8 / 2 * (d / 4) + i / 8 * 2;
-    }
-    /* What the consumers need to know about the tokens all the time. */
-    __device__ void begin() {
+    /* What the consumers need to know about the tokens in all phases. */
+    __device__ void load_positions() {
         int half = w.head_dim / 2;
         if (producing) return;
         wait_previous();
-        note_time(first);
+        stamp_time(first);
 #pragma unroll 1
-        for (int t = ring.thread / 32; t < tokens; t += WARPS) {
+        for (int t = ring.thread / 32; t < tokens; t += CONSUMER_WARPS) {
             int p = s.position[t];
 #pragma unroll 1
-            for (int i = ring.thread % 32; i < half; i += 32) at<float2>(k.turn)[t * half + i] = w.turn[(size_t)p * half + i];
-            at<int>(k.position)[t] = p, at<int>(k.table)[t] = s.seq[t] * s.header[0], at<int>(k.page)[t] = page_of(s, s.seq[t], p);
+            for (int i = ring.thread % 32; i < half; i += 32)
+                at<float2>(k.turn)[t * half + i] = w.turn[(size_t)p * half + i];
+            at<int>(k.position)[t] = p, at<int>(k.table)[t] = s.seq[t] * s.header[0];
+            at<int>(k.page)[t] = page_of(s, s.seq[t], p);
         }
         sync_consumers();
     }
-    /* The units (groups of rows) of this block, of `units` in all: every so many-th; which ones; which row of the matrix row i of them is. */
-    __device__ int units_of_block(int units) const { return (units - block + blocks - 1) / blocks; }
-    __device__ int unit_of_block(int i) const { return block + i * blocks; }
-    template <Type T> __device__ int row_of_block(int i) const { return unit_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS; }
     template <typename U> __device__ U *at(int offset) const { return (U *)(memory + origin + offset); }
-
-    /* A phase, or a part of one, begins. What looks as if it might have changed is not computed ahead, for all phases at once, to be kept in local memory. */
-    __device__ void renew() {
-        asm volatile("" : "+r"(ring.thread)); /* with what Ring::renew() says of it the instance of one token would spill registers */
-        if (most > 4)
-            asm volatile("mov.u32 %0,%%ctaid.x;" : "=r"(block) :); /* not even kept: registers are fewest here */
+    __device__ void stamp_time(int i) {
+        if (blockIdx.x == 0 && ring.thread == 0) asm volatile("mov.u64 %0,%globaltimer;" : "=l"(w.ended[i])::"memory");
+    }
+    __device__ LayerBuffers buffers(int layer) const {
+        asm volatile("" : "+r"(layer)); /* so that addresses are computed where they are used */
+        return layer_buffers(w, single, layer);
+    }
+    /* Writes a value for other blocks: published, or for readers behind a fence. */
+    template <bool PUBLISH = single, typename V> __device__ void write(V *to, V x) const {
+        if constexpr (PUBLISH)
+            publish(to, x);
+        else
+            *to = x;
+    }
+    /* This block's share of unpublish(): blocks take turns by warps. */
+    __device__ void unpublish_share(void *floats, int n) const {
+        unpublish(floats, n, (ring.thread / 32 * blocks + block) * 32 + ring.thread % 32, CONSUMERS * blocks);
+    }
+    /* Where a single token's rows r and r + 1 of qkv lie in LayerBuffers::q: in order, except pairs of a head's values,
+     * which lie as replace_key() wants them. */
+    __device__ int published_place(int r) const {
+        int d = w.head_dim, i = r % d;
+        return r < (w.n_heads + w.n_kv_heads) * d ? r : r - i + i % 8 / 2 * (d / 4) + i / 8 * 2;
+    }
+    /* A block has every `blocks`-th tile of a matrix: how many, which ones, and the matrix's row that is row i of them.
+     */
+    __device__ int tiles_of_block(int tiles) const { return (tiles - block + blocks - 1) / blocks; }
+    __device__ int tile_of_block(int i) const { return block + i * blocks; }
+    template <Type T> __device__ int row_of_block(int i) const {
+        return tile_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS;
+    }
+    /* At the start of a phase, or of a part of one: hides values from the optimizer, which would otherwise compute
+     * ahead, for all phases at once, what follows from them, and spill it. Each instance hides what spills least. */
+    __device__ void launder() {
+        asm volatile("" : "+r"(ring.thread));
+        if (max_tokens > 4)
+            asm volatile("mov.u32 %0,%%ctaid.x;" : "=r"(block) :);
         else
             asm volatile("" : "+r"(block));
-        if (!alone) asm volatile("" : "+r"(blocks)); /* only where less is spilled by it */
-        if (!alone && most <= 4) asm volatile("" : "+r"(origin));
+        if (!single) asm volatile("" : "+r"(blocks));
+        if (!single && max_tokens <= 4) asm volatile("" : "+r"(origin));
     }
-    /* What stands before a phase: a barrier, behind a fence of each block; of a token alone one for which producers have the fence (route_tokens), or a barrier
-     * that is only a hint; or nothing. */
-    enum Border { NOTHING, HINT, FENCED, FENCE };
-    __device__ static constexpr Border border_of(int kind) { /* PHASES: of the head */
-        if (alone && kind < PHASES) return kind == PHASE_QKV ? HINT : kind == PHASE_UP ? FENCED : NOTHING;
-        return several && kind == PHASE_DOWN ? NOTHING : FENCE;
+
+    /* ---- phases and barriers ---- */
+
+    /* What stands before a phase: nothing, because its values are polled; a barrier that is only a hint when to start
+     * polling; a barrier whose fence the producers have (route_tokens); a barrier with a fence of each block. */
+    enum Sync { NONE, HINT, PRODUCER_FENCE, FENCE };
+    __device__ static constexpr Sync sync_of(int kind) { /* PHASES: of the head */
+        if (single && kind < PHASES) return kind == PHASE_QKV ? HINT : kind == PHASE_UP ? PRODUCER_FENCE : NONE;
+        return !single && kind == PHASE_DOWN ? NONE : FENCE;
     }
-    __device__ Border border(int phase) const { return border_of(phase == w.n_layers * PHASES ? PHASES : phase % PHASES); }
+    __device__ Sync sync_before(int phase) const {
+        return sync_of(phase == w.n_layers * PHASES ? PHASES : phase % PHASES);
+    }
     /* How many barriers stand before phases 1 to `phase`. */
-    __device__ int barriers(int phase) const {
-        int layers = phase / PHASES, ups = (phase + PHASES - PHASE_UP) / PHASES, downs = (phase + PHASES - PHASE_DOWN) / PHASES; /* begun, but for the first */
-        return alone ? layers + ups : several ? phase - downs : phase;
+    __device__ int barriers_up_to(int phase) const {
+        int layers = phase / PHASES, ups = (phase + PHASES - PHASE_UP) / PHASES,
+            downs = (phase + PHASES - PHASE_DOWN) / PHASES;
+        return single ? layers + ups : phase - downs;
     }
-    /* A thread arrives at a barrier for its block, and one waits until all blocks have. */
-    __device__ void arrive() const { asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory"); }
+    /* A thread arrives at a barrier for its block; one waits until all blocks have. */
+    __device__ void arrive() const {
+        asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
+    }
     __device__ void wait_for_blocks() const {
         int here = phase;
-        asm volatile("" : "+r"(here)); /* the target is computed here, not ahead */
-        unsigned long long target = *at<unsigned long long>(k.begun) + (unsigned long long)barriers(here) * blocks;
-        const bool behind = !alone || border(here) >= FENCED;
-        while ((behind ? look_behind(w.barrier) : look(w.barrier)) < target) rest();
+        asm volatile("" : "+r"(here)); /* so that the target is computed here, not ahead */
+        unsigned long long target =
+            *at<unsigned long long>(k.barrier_base) + (unsigned long long)barriers_up_to(here) * blocks;
+        const bool acquire = !single || sync_before(here) >= PRODUCER_FENCE;
+        while ((acquire ? poll_acquire(w.barrier) : poll(w.barrier)) < target) pause();
     }
-    /* The consumers wait, if need be, until all blocks have ended the phase before this one; if that is a HINT, are about to. */
-    __device__ void await() {
+    /* The consumers wait until all blocks have ended the phase before this one, or, for a HINT, are about to. */
+    __device__ void wait_phase() {
         if (phase == first) return wait_previous();
-        if (border(phase) == NOTHING) return;
+        if (sync_before(phase) == NONE) return;
         if (ring.thread == 0) wait_for_blocks();
         sync_consumers();
     }
-    /* Makes the producer hold for the fence behind this phase's last item. Of a token alone it never does: only one in a step is waited for, the head's. */
-    __device__ void expect(bool any) {
-        if (!alone) ring.expect(any);
+    /* A single token never holds: only one of its fences is waited for, the one before the head. */
+    __device__ void hold_after_last(bool any) {
+        if (!single) ring.hold_after_last(any);
     }
-    /* A gate opens once a layer, so its parity is that of the layers since this launch began. */
+    /* A gate opens once a layer, so its parity is that of the layers since this launch. */
     __device__ Barrier &gate(int i) const { return at<Barrier>(k.gates)[i]; }
     __device__ void wait_at(int i) const { gate(i).wait((w.layer - first / PHASES) % 2); }
     __device__ void end_phase() {
-        note_time(++phase);
+        stamp_time(++phase);
         if (producing) return;
-        if (phase == last) return ring.resume(); /* a producer with nothing to copy may not have asked for the last item yet */
-        const Border next = border(phase);
-        if (next == HINT && ring.thread == SPARE) arrive(); /* while others add up what the last units gave */
+        if (phase == last) return ring.resume(); /* the producer may not have started its last copy yet */
+        const Sync next = sync_before(phase);
+        if (next == HINT && ring.thread == SPARE) arrive(); /* while others add up the last tiles' sums */
         sync_consumers();
         if (next != FENCE) return;
         if (ring.thread == 0) asm volatile("red.release.gpu.global.add.u64 [%0],1;" ::"l"(w.barrier) : "memory");
-        if (phase % PHASES != PHASE_ATTENTION) ring.resume(); /* which is about to begin: only who has no part in it resumes */
+        if (phase % PHASES != PHASE_ATTENTION) ring.resume(); /* there only blocks without a part resume */
     }
 
-    __device__ void set_scale(int row, float square) { /* a warp calls it */
-        if (ring.thread % 32 == 0) at<float>(k.scale)[row] = norm_factor(w, square);
+    /* ---- products ---- */
+
+    /* Tiles times rows of activations: tile_data(i) is where tile i begins; store(tile, pair of rows, row of x, a, b)
+     * receives the results. NORMED: x is rows of tokens, and k.scale has each one's RMSNorm factor by then. PAIRED_X: x
+     * lies by paired_place(). */
+    template <Type T, bool NORMED = false, bool PAIRED_X = false, class Data, class Store>
+    __device__ void product(const ShapedMatrix &m, int tiles, const Activations &x, Data tile_data, Store store) {
+        if (producing) {
+            ring.produce<T>(m, tiles * m.parts, [&](int i, int &part) {
+                part = i % m.parts;
+                return tile_data(i / m.parts);
+            });
+            return;
+        }
+        if constexpr (single || T == BF16) {
+            multiply<T, PAIRED_X ? PAIRED : max_tokens / 4, NORMED>(m, tiles, x, store);
+        } else {
+            static_assert(MAX_CHOICES <= 8, "experts come in two quads");
+            if (x.n == 1)
+                multiply<T, 0, NORMED>(m, tiles, x, store);
+            else if (max_tokens <= 4 || x.n <= 4)
+                multiply<T, 1, NORMED>(m, tiles, x, store);
+            else if constexpr (max_tokens > 4)
+                multiply<T, 2, NORMED>(m, tiles, x, store);
+        }
     }
-    /* The activations of a token alone behind a norm: they go to k.x, and if SCALED the factor that they lack to k.scale, to be there behind a barrier.
-     * The norm's weights come in before wait(). */
-    template <Type T, bool SCALED, class Wait> __device__ auto stage_normed(const Shaped &m, const float *weight, const float *x, const int *which, Wait wait) {
-        typedef typename Codec<T>::Activation Activation;
-        constexpr int STEP = 2; /* loads on the way at once */
-        static_assert(STEP * CONSUMERS * 4 >= 2880, "gpt-oss's shapes");
-        Activations<Activation> to = {at<Activation>(k.x), pitch_of<T>(m.stride), 1};
-        float4 times[STEP] = {}, value[STEP];
+    /* Round by round: a round is as many tiles as there is room for their sums. If one is not enough, the two halves of
+     * the room take turns, so that warps that are done with a round can begin the next. */
+    template <Type T, int QUADS, bool NORMED, class Store>
+    __device__ void multiply(const ShapedMatrix &m, int tiles, const Activations &rows, Store store) {
+        constexpr int ROWS = Codec<T>::ROWS;
+        int n = single ? 1 : rows.n, stride = n * ROWS, tile_sums = CONSUMER_WARPS * stride;
+        int inverse = 65536 / n + 1; /* to divide by n: exact below 65536 / n */
+        Fragments<T, QUADS> fragments;
+        ring.load_fragments<T, QUADS>(m, rows, fragments);
+        int round = (tiles * tile_sums > k.sum_room ? k.sum_room / 2 : k.sum_room) / tile_sums;
+#pragma unroll 1
+        for (int done = 0, half = 0; done < tiles; done += round, half ^= 1) {
+            ring.template launder<(max_tokens > 8)>(); /* reread where registers are fewest */
+            float *sums = at<float>(k.sums) + half * (k.sum_room / 2), *mine = sums + ring.thread / 32 * stride;
+            mine += Codec<T>::template Sum<QUADS>::first_sum(ring.thread % 32);
+            int now = min(round, tiles - done);
+#pragma unroll 1
+            for (int i = 0; i < now; i++, mine += tile_sums) ring.multiply_tile<T, QUADS>(m, fragments, n, mine);
+            ring.hold_if(done + now == tiles);
+            copies_done<0>(); /* of biases */
+#pragma unroll 1
+            for (int i = ring.thread / 32; i < n && NORMED && !single && done == 0; i += CONSUMER_WARPS)
+                set_scale(i, poll_square(input_square_of(w, i, w.layer), ring.thread % 32));
+            sync_consumers();
+#pragma unroll 1
+            for (int i = ring.thread; i < now * (ROWS / 2) * n; i += CONSUMERS) {
+                int p = i % (ROWS / 2), result = i / (ROWS / 2);
+                int tile = single ? result : result * inverse >> 16, row = result - tile * n;
+                float2 sum = warps_sum(sums + tile * tile_sums + row * ROWS + 2 * p, stride);
+                store(done + tile, p, row, sum.x, sum.y);
+            }
+        }
+    }
+    /* The sum over warps for one token and two rows of a tile: sums (CONSUMER_WARPS, stride). */
+    __device__ float2 warps_sum(const float *sums, int stride) const {
+        float2 sum = {};
 #pragma unroll
-        for (int i = 0, c = ring.thread * 4; i < STEP; i++, c += CONSUMERS * 4)
+        for (int i = 0; i < CONSUMER_WARPS; i++) {
+            float2 x = *(const float2 *)(sums + i * stride);
+            sum.x += x.x, sum.y += x.y;
+        }
+        return sum;
+    }
+    __device__ void set_scale(int row, float square) { /* a warp */
+        if (ring.thread % 32 == 0) at<float>(k.scale)[row] = rms_factor(w, square);
+    }
+    /* A single token's x times the norm's weights, to k.x; its RMSNorm factor, if SCALED, to k.scale, there behind a
+     * barrier. The weights are loaded before wait(). */
+    template <Type T, bool SCALED, class Wait>
+    __device__ auto load_normed(const ShapedMatrix &m, const float *weight, const float *x, const int *index,
+                                Wait wait) {
+        constexpr int EACH = 2; /* fours of a thread */
+        static_assert(EACH * CONSUMERS * 4 >= 2880, "gpt-oss's shapes");
+        Activations to = {at<bf16>(k.x), pitch_of(m.stride), 1};
+        float4 times[EACH] = {}, value[EACH];
+#pragma unroll
+        for (int i = 0, c = ring.thread * 4; i < EACH; i++, c += CONSUMERS * 4)
             if (c < w.dim) times[i] = *(const float4 *)(weight + c);
         wait();
-        if (which) x += (size_t)which[0] * w.dim;
-        float sum = take_fours(value, x, w.dim);
+        if (index) x += (size_t)index[0] * w.dim;
+        float sum = poll_fours(value, x, w.dim);
 #pragma unroll
-        for (int i = 0, c = ring.thread * 4; i < STEP; i++, c += CONSUMERS * 4) {
+        for (int i = 0, c = ring.thread * 4; i < EACH; i++, c += CONSUMERS * 4) {
             float4 v = value[i], t = times[i];
-            if (c < w.dim) Codec<T>::store_four((Activation *)to.x + Codec<T>::place(c), v.x * t.x, v.y * t.y, v.z * t.z, v.w * t.w);
+            if (c < w.dim)
+                Codec<T>::store_four((bf16 *)to.x + Codec<T>::place(c), v.x * t.x, v.y * t.y, v.z * t.z, v.w * t.w);
         }
         if (SCALED) sum = warp_sum(sum);
         if (SCALED && ring.thread % 32 == 0) at<float>(k.square)[ring.thread / 32] = sum;
         sync_consumers();
-        if (SCALED && ring.thread < 32) set_scale(0, warp_sum(ring.thread < WARPS ? at<float>(k.square)[ring.thread] : 0));
+        if (SCALED && ring.thread < 32)
+            set_scale(0, warp_sum(ring.thread < CONSUMER_WARPS ? at<float>(k.square)[ring.thread] : 0));
         return to;
     }
-
-    /* What the warps found for one token in two rows of a unit: sums (WARPS, stride). */
-    __device__ float2 total(const float *sums, int stride) const {
-        float2 sum = {};
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) {
-            float2 found = *(const float2 *)(sums + i * stride);
-            sum.x += found.x, sum.y += found.y;
-        }
-        return sum;
-    }
-    /* Units times rows of activations. group_of(unit) is where the weights of a unit lie; pair(unit, pair of rows, row of x, a, b) receives the results;
-     * where the rows are tokens' and NORMED, k.scale has 1 / sqrt(mean of squares + eps) for each then. AS_TWINS: x lies as twin_at() says. */
-    template <Type T, bool NORMED = false, bool AS_TWINS = false, class Group, class Pair>
-    __device__ void stream(const Shaped &m, int units, const Activations<typename Codec<T>::Activation> &x, Group group_of, Pair pair) {
-        if (producing) {
-            ring.produce<T>(m, units * m.parts, [&](int item, int &part) {
-                part = item % m.parts;
-                return group_of(item / m.parts);
-            });
-            return;
-        }
-        if constexpr (alone || T == BF16) {
-            multiply<T, AS_TWINS ? TWINS : most / 4, NORMED>(m, units, x, pair);
-        } else {
-            static_assert(MOST_CHOICES <= 8, "experts come in two tiles");
-            if (x.n == 1)
-                multiply<T, 0, NORMED>(m, units, x, pair);
-            else if (most <= 4 || x.n <= 4)
-                multiply<T, 1, NORMED>(m, units, x, pair);
-            else if constexpr (most > 4)
-                multiply<T, 2, NORMED>(m, units, x, pair);
-        }
-    }
-    /* Pass by pass: a pass is as many units as there is room for their sums. If that is not enough for all, two halves of it
-     * take turns, so that who is done with one pass can begin the next. TILES: of activations that are kept. */
-    template <Type T, int TILES, bool NORMED, class Pair>
-    __device__ void multiply(const Shaped &m, int units, const Activations<typename Codec<T>::Activation> &rows, Pair pair) {
-        constexpr int ROWS = Codec<T>::ROWS;
-        int n = alone ? 1 : rows.n, stride = n * ROWS, unit_sums = WARPS * stride, inverse = 65536 / n + 1; /* to divide by n: exact below 65536 / n */
-        Kept<T, TILES> kept;
-        ring.keep<T, TILES>(m, rows, kept);
-        int pass = (units * unit_sums > k.room ? k.room / 2 : k.room) / unit_sums;
-#pragma unroll 1
-        for (int done = 0, turn = 0; done < units; done += pass, turn ^= 1) {
-            ring.template renew<(most > 8)>(); /* read where registers are fewest */
-            float *sums = at<float>(k.sums) + turn * (k.room / 2), *mine = sums + ring.thread / 32 * stride;
-            mine += Codec<T>::template Sum<TILES>::first_of(ring.thread % 32); /* of the lane, else of the warp */
-            int now = min(pass, units - done);
-#pragma unroll 1
-            for (int i = 0; i < now; i++, mine += unit_sums) {
-                ring.multiply_kept<T, TILES>(m, kept, n, mine);
-            }
-            ring.items_ended(done + now == units);
-            copies_done<0>(); /* of biases */
-#pragma unroll 1
-            for (int i = ring.thread / 32; i < n && NORMED && !alone && done == 0; i += WARPS)
-                set_scale(i, find_square(input_square_of(w, i, w.layer), ring.thread % 32));
-            sync_consumers();
-#pragma unroll 1
-            for (int i = ring.thread; i < now * (ROWS / 2) * n; i += CONSUMERS) {
-                int p = i % (ROWS / 2), result = i / (ROWS / 2), unit = alone ? result : result * inverse >> 16, row = result - unit * n;
-                float2 found = total(sums + unit * unit_sums + row * ROWS + 2 * p, stride);
-                pair(done + unit, p, row, found.x, found.y);
-            }
-        }
-    }
-    /* The activations of tokens `which` (NULL: all) behind the norm that a layer, or the head, begins with; of several a block publishes a token's square.
-     * Of a step of many tokens (0) norm_for_head() has done all that. */
-    template <Type T> __device__ auto normed_rows(const Shaped &m, const void *normed, const float *weight, int n, const int *which = NULL) {
-        typedef typename Codec<T>::Activation Activation;
-        Activations<Activation> rows = {(const Activation *)normed, m.stride, n, which};
+    /* The activations of tokens `index` (NULL: all) behind the norm that a layer, or the head, begins with. With
+     * several tokens a block publishes the sum of squares of its tokens. */
+    template <Type T>
+    __device__ auto normed_rows(const ShapedMatrix &m, const void *normed, const float *weight, int n,
+                                const int *index = NULL) {
+        Activations rows = {(const bf16 *)normed, m.stride, n, index};
         if (producing) return rows;
-        if constexpr (alone) return stage_normed<T, true>(m, weight, told(w.layer - 1).x, which, [&] { await(); });
-        await();
+        if constexpr (single)
+            return load_normed<T, true>(m, weight, buffers(w.layer - 1).x, index, [&] { wait_phase(); });
+        wait_phase();
 #pragma unroll 1
         for (int i = block; i < n; i += blocks)
-            publish_square(w.x + (size_t)(which ? which[i] : i) * w.dim, w.dim, input_square_of(w, i, w.layer), ring.thread);
+            publish_square(w.x + (size_t)(index ? index[i] : i) * w.dim, w.dim, input_square_of(w, i, w.layer),
+                           ring.thread);
         return rows;
     }
 
+    /* ---- qkv ---- */
+
     /* q, k, v = W RMSNorm(x) + bias; RoPE; k and v to the cache. */
-    template <Type T> __device__ void qkv(const DecodeLayer &l) {
-        renew();
-        typedef typename Codec<T>::Activation Activation;
-        const Shaped m = matrix<T>(l.qkv, (w.n_heads + 2 * w.n_kv_heads) * w.head_dim, w.dim);
-        int units = units_of_block(groups_of<T>(m.rows)), half = w.head_dim / 2;
+    __device__ void qkv(const DecodeLayer &l) {
+        launder();
+        const ShapedMatrix m = with_shape(l.qkv, BF16, (w.n_heads + 2 * w.n_kv_heads) * w.head_dim, w.dim);
+        int tiles = tiles_of_block(tiles_of<BF16>(m.rows)), half = w.head_dim / 2;
         float *bias = at<float>(k.bias);
         if (!producing) {
 #pragma unroll 1
-            for (int i = ring.thread; i < units * Codec<T>::ROWS; i += CONSUMERS) copy_4(bias + i, m.bias ? m.bias + row_of_block<T>(i) : w.x, m.bias);
+            for (int i = ring.thread; i < tiles * BF16_ROWS; i += CONSUMERS)
+                copy_4(bias + i, m.bias ? m.bias + row_of_block<BF16>(i) : w.x, m.bias);
             copies_end();
-            expect(units);
+            hold_after_last(tiles);
         }
-        stream<T, true, twins>(
-            m, units, normed_rows<T>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
-            [&](int unit, int p, int t, float a, float b) {
-                int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
+        product<BF16, true, paired>(
+            m, tiles, normed_rows<BF16>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens),
+            [&](int i) { return tile_at<BF16>(m, tile_of_block(i)); },
+            [&](int tile, int p, int t, float a, float b) {
+                int i = tile * BF16_ROWS + 2 * p, r = row_of_block<BF16>(i);
                 float scale = at<float>(k.scale)[t];
                 int keys = w.n_heads * w.head_dim, values = keys + w.n_kv_heads * w.head_dim;
                 float2 pair = {a * scale + bias[i], b * scale + bias[i + 1]};
-                if (r < values) pair = turned(pair, at<float2>(k.turn)[t * half + r / 2 % half]);
+                if (r < values) pair = rotated(pair, at<float2>(k.turn)[t * half + r / 2 % half]);
                 if (r >= keys) store_key_or_value(w, at<int>(k.position)[t], at<int>(k.page)[t], r, pair);
-                Activation *q = (Activation *)told(w.layer).q + (size_t)t * keys;
-                if constexpr (alone)
-                    tell((uint32_t *)(q + told_place(r)), pack(pair.x, pair.y));
+                bf16 *q = (bf16 *)buffers(w.layer).q + (size_t)t * keys;
+                if constexpr (single)
+                    publish((uint32_t *)(q + published_place(r)), pack(pair.x, pair.y));
                 else if (r < keys)
-                    q[r] = (Activation)pair.x, q[r + 1] = (Activation)pair.y;
+                    q[r] = (bf16)pair.x, q[r + 1] = (bf16)pair.y;
             });
     }
 
-    /* Into how many parts a context of so many pages is split. */
-    __device__ static int splits_of(int pages) { return pages <= 2 * SPLIT_PAGES ? 1 : min(SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES); }
-    /* A job of attention, if split < used: the split-th of `used` parts of the pages, from page0 on, that token t at position p sees, which are keys
-     * `from` to p, for a key/value head. */
-    struct Part { int head, t, split, p, from, page0, pages, used; };
-    __device__ Part part_of(int job, const DecodeLayer &l) const {
-        int head = job % w.n_kv_heads, t = job / w.n_kv_heads % tokens, split = job / w.n_kv_heads / tokens, p = position_of(t);
+    /* ---- attention ---- */
+
+    /* A job, void unless split < used: the split-th of `used` parts of the pages, from page0 on, that hold keys `from`
+     * to p, which token t at position p sees, for a key/value head. How keys are split depends on p alone. */
+    struct SplitJob {
+        int head, t, split, p, from, page0, pages, used;
+    };
+    __device__ SplitJob split_job(int job, const DecodeLayer &l) const {
+        int head = job % w.n_kv_heads, t = job / w.n_kv_heads % tokens, split = job / w.n_kv_heads / tokens,
+            p = position_of(t);
         int from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1;
         return {head, t, split, p, from, page0, pages, splits_of(pages)};
     }
+    /* Into how many parts a context of so many pages is split. */
+    __device__ static int splits_of(int pages) {
+        return pages <= 2 * SPLIT_PAGES ? 1 : min(DECODE_SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES);
+    }
     __device__ int position_of(int t) const { return producing ? s.position[t] : at<int>(k.position)[t]; }
-    __device__ float *partial_of(int t, int head, int split) const {
-        if (alone) t = w.layer % TURNS; /* in turns, see Told: there is room for FEW tokens */
-        return w.split_partial + (((size_t)t * w.n_kv_heads + head) * SPLITS + split) * 8 * (w.head_dim + 2);
-    }
-    /* softmax(q k / sqrt(d)) v for each token and key/value head: the pages that the token sees are dealt to at most SPLITS blocks
-     * and there, 16 keys at a time, the last ones first, to ATTENTION_WARPS; see merge() for what follows then. How the keys are dealt depends on the token's
-     * position alone. The last blocks begin, because the first have more rows of other phases. */
-    template <int D> __device__ void attention(const DecodeLayer &l) {
-        renew();
-        constexpr int ROW = D + 2, STATE = Merged<D>::STATE; /* most, total, sum; of each head of a group */
-        int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
-        float *merged = at<float>(k.x); /* (ATTENTION_WARPS, 8, ROW) */
-        float *sink = at<float>(k.scale);
-        bool waited = false;
-        if (producing) wait_previous();
-        int longest = alone ? position_of(0) : __reduce_max_sync(~0u, lane < tokens ? position_of(lane) : 0);
-        if (!producing && blocks - 1 - block >= tokens * heads) ring.resume(); /* no part in it, but for a split of a long one */
-        /* at most: as the longest context is split, and no more, since each takes time */
-        int jobs = tokens * heads * splits_of(min(longest / PAGE + 1, l.window ? l.window / PAGE + 2 : INT_MAX));
-#pragma unroll 1
-        for (int job = blocks - 1 - block; job < jobs; job += blocks) {
-            const Part part = part_of(job, l);
-            const int head = part.head, t = part.t, split = part.split, p = part.p, from = part.from, page0 = part.page0, pages = part.pages, used = part.used;
-            if (split >= used) continue;
-            int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used, slab0 = max(begin * SLABS, from / SLAB_KEYS),
-                slabs = min(end * SLABS, p / SLAB_KEYS + 1), attending = min(ATTENTION_WARPS, slabs - slab0),
-                slab = warp < ATTENTION_WARPS ? slabs - 1 - warp : -1,
-                streamed = used > 1 && k.stage_bytes >= 4 * D * PAGE ? min(end, fresh(t) / PAGE) : begin;
-            const int *table = s.page + (producing ? s.seq[t] * s.header[0] : at<int>(k.table)[t]);
-            if (producing) {
-                ring.produce_pages(w, table, begin, streamed, head);
-                continue;
-            }
-            Slab<D> keys;
-            int plain = max(slab0, streamed * SLABS), page = slab >= plain ? table[slab / SLABS] : 0; /* from there on slabs do not come through the ring */
-            auto load = [&] { keys.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), slab % SLABS, lane); };
-            if (ring.thread < group) copy_4(sink + ring.thread, l.sinks + head * group + ring.thread, true);
-            copies_end();
-            bool early = alone && slab >= plain; /* earlier steps wrote these, but for one replaced below */
-            if (early) load();
-            if (!alone && !waited) await();
-            waited = true;
-            if (!alone && streamed > begin) ring.resume(), expect(job + blocks >= jobs); /* a fence follows its last part alone */
-            SlabState<D> state;
-            Told now = told(w.layer);
-            const bf16 *query = (const bf16 *)now.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + lane % 4 * 8;
-            uint4 q[D / 32] = {};
-            if constexpr (!alone) {
-                for (int c = 0; c < D / 32 && lane / 4 < group; c++) q[c] = __ldcg((const uint4 *)(query + c * 32));
-            } else if (warp < attending) { /* its own key and value, too, are told: the cache has them only for steps to come */
-                const bf16 *its_key = (const bf16 *)now.q + (w.n_heads + head) * D + lane % 4 * 8;
-                const bf16 *its_value = (const bf16 *)now.q + (w.n_heads + heads + head) * D + lane / 8 * (D / 4);
-                uint4 key[D / 32], value[D / 32];
-                uint32_t highest;
-                do {
-                    highest = 0;
-#pragma unroll
-                    for (int c = 0; c < D / 32; c++) {
-                        q[c] = ask((const uint4 *)(query + c * 32));
-                        key[c] = ask((const uint4 *)(its_key + c * 32));
-                        value[c] = ask((const uint4 *)(its_value + c * 8));
-                    }
-#pragma unroll
-                    for (int c = 0; c < D / 32; c++) highest = highest_halves(highest_halves(highest_halves(highest, q[c]), key[c]), value[c]);
-                } while (__any_sync(~0u, unwritten_half(highest)) && rest());
-                replace_key<D>(keys, slab == p / SLAB_KEYS ? p % SLAB_KEYS : -1, key, value, lane);
-            }
-            static_assert(SLABS <= ATTENTION_WARPS, "a warp has one slab of a page at most");
-            auto add = [&] { state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane), slab -= ATTENTION_WARPS; };
-#pragma unroll 1
-            for (; slab >= plain; early = false) {
-                if (!early) load();
-                if (slab - ATTENTION_WARPS >= plain) page = table[(slab - ATTENTION_WARPS) / SLABS];
-                add();
-            }
-#pragma unroll 1
-            for (int i = streamed - 1; i >= begin; i--)
-                ring.consume([&](const uint8_t *stage) {
-                    if (slab < slab0 || slab / SLABS != i) return;
-                    keys.template load<true>((const bf16 *)stage, (const bf16 *)stage + D * PAGE, slab % SLABS, lane);
-                    add();
-                });
-            ring.items_ended(streamed > begin);
-            if (warp < attending) state.store(merged + warp * STATE + lane / 4 * ROW, lane);
-            copies_done<0>();
-            if (warp >= ATTENTION_WARPS) continue;
-            sync_threads<2>(ATTENTION_WARPS * 32);
-            constexpr int HEADS = ATTENTION_WARPS * 32 / (D / 2); /* at once, two dimensions a thread */
-            static_assert(HEADS * (D / 2) == ATTENTION_WARPS * 32, "nothing is told twice");
-            for (int h = ring.thread / (D / 2); h < group; h += HEADS) {
-                Merged<D> m(ring.thread % (D / 2));
-                m.template add<ATTENTION_WARPS>(merged + h * ROW, attending);
-                if (used == 1)
-                    store_attention(t, (head * group + h) * D + 2 * m.pair, m.result(sink[h]));
-                else
-                    m.tell_all(partial_of(t, head, split) + h * ROW);
-            }
-            sync_threads<2>(ATTENTION_WARPS * 32);
-        }
-        if (!alone && !producing && !waited) await();
-        if (!producing && jobs > tokens * heads) merge<D>(l, jobs); /* some context may be split */
-    }
-    /* The parts of split contexts are told like Told, and each head has a block among those with a part that adds them up, in their order, and the sinks; it
-     * makes them UNWRITTEN again, for which a fence stands before who writes there next. Blocks tell all their parts before, so nobody waits for who waits. */
-    template <int D> __device__ void merge(const DecodeLayer &l, int jobs) {
-        renew();
-        constexpr int ROW = D + 2, STATE = Merged<D>::STATE;
-        int lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads;
-#pragma unroll 1
-        for (int job = blocks - 1 - block; job < jobs; job += blocks) {
-            Part part = part_of(job, l);
-            if (part.used == 1 || part.split >= part.used) continue;
-#pragma unroll 1
-            for (int h = ring.thread / 32; h < group; h += WARPS) {
-                if (h % part.used != part.split) continue;
-                float *states = partial_of(part.t, part.head, 0) + h * ROW, sink = l.sinks[part.head * group + h];
-#pragma unroll 1
-                for (int pair = lane; pair < D / 2; pair += 32) {
-                    Merged<D> m(pair);
-                    m.template add_told<SPLITS>(states, part.used);
-                    store_attention(part.t, (part.head * group + h) * D + 2 * pair, m.result(sink));
-#pragma unroll 1
-                    for (int j = 0; j < part.used; j++) *(uint2 *)(states + j * STATE + 2 + 2 * pair) = make_uint2(UNWRITTEN, UNWRITTEN);
-                }
-                __syncwarp();
-                if (lane < part.used) *(uint2 *)(states + lane * STATE) = make_uint2(UNWRITTEN, UNWRITTEN);
-            }
-        }
-    }
     /* The first position that this step adds to a token's sequence: the cache has all before it. */
     __device__ int fresh(int t) const {
         int first = t;
         while (first && s.seq[first - 1] == s.seq[t]) first--;
         return s.position[first];
     }
+    __device__ float *split_states_of(int t, int head, int split) const {
+        if (single) t = w.layer % BUFFERED_LAYERS; /* in turn, as LayerBuffers */
+        return w.split_states + (((size_t)t * w.n_kv_heads + head) * DECODE_SPLITS + split) * 8 * (w.head_dim + 2);
+    }
     __device__ void store_attention(int t, int i, float2 x) const { /* dimensions i and i + 1 */
         int place = Codec<BF16>::place(i);
-        write((uint32_t *)((bf16 *)told(w.layer).attn + (twins ? twin_at(t, place, w.attn_pitch) : (size_t)t * w.attn_pitch + place)), pack(x.x, x.y));
+        bf16 *attn = (bf16 *)buffers(w.layer).attn;
+        write((uint32_t *)(attn + (paired ? paired_place(t, place, w.attn_pitch) : (size_t)t * w.attn_pitch + place)),
+              pack(x.x, x.y));
     }
-    /* x += W attn + bias; and, since the router's logits are linear in x but for the norm's common factor, each block adds what
-     * its rows of x contribute to them, and writes down the sum of their squares. Of several tokens it leaves x for phase up. */
-    template <Type T> __device__ void output(const DecodeLayer &l) {
-        renew();
-        typedef typename Codec<T>::Activation Activation;
-        const Shaped m = matrix<T>(l.o, w.dim, w.n_heads * w.head_dim);
+    /* Polls a single token's queries, and its key and value too: the cache has these only for later steps. They take
+     * their place in `keys`, as number `at`, unless that is -1. */
+    template <int D>
+    __device__ __forceinline__ void poll_token(const LayerBuffers &now, const bf16 *query, int head, int lane,
+                                               uint4 (&q)[D / 32], uint4 (&key)[D / 32], uint4 (&value)[D / 32]) const {
+        const bf16 *its_key = (const bf16 *)now.q + (w.n_heads + head) * D + lane % 4 * 8;
+        const bf16 *its_value = (const bf16 *)now.q + (w.n_heads + w.n_kv_heads + head) * D + lane / 8 * (D / 4);
+        uint32_t max_word;
+        do {
+            max_word = 0;
+#pragma unroll
+            for (int c = 0; c < D / 32; c++) {
+                q[c] = poll((const uint4 *)(query + c * 32));
+                key[c] = poll((const uint4 *)(its_key + c * 32));
+                value[c] = poll((const uint4 *)(its_value + c * 8));
+            }
+#pragma unroll
+            for (int c = 0; c < D / 32; c++)
+                max_word = max_halves(max_halves(max_halves(max_word, q[c]), key[c]), value[c]);
+        } while (__any_sync(~0u, half_unpublished(max_word)) && pause());
+    }
+    /* Merges the states of a job's warps, (attending, 8, D + 2): to phase output, or to the other splits. */
+    template <int D>
+    __device__ __forceinline__ void merge_warps(const SplitJob &job, const float *states, int attending,
+                                                const float *sink) const {
+        constexpr int ROW = D + 2, HEADS = SLAB_WARPS * 32 / (D / 2); /* heads at once, two dimensions a thread */
+        static_assert(HEADS * (D / 2) == SLAB_WARPS * 32, "nothing is published twice");
+        int group = w.n_heads / w.n_kv_heads;
+        bar_sync<2>(SLAB_WARPS * 32);
+        for (int h = ring.thread / (D / 2); h < group; h += HEADS) {
+            MergedStates<D> m(ring.thread % (D / 2));
+            m.template add<SLAB_WARPS>(states + h * ROW, attending);
+            if (job.used == 1)
+                store_attention(job.t, (job.head * group + h) * D + 2 * m.pair, m.result(sink[h]));
+            else
+                m.publish_state(split_states_of(job.t, job.head, job.split) + h * ROW);
+        }
+        bar_sync<2>(SLAB_WARPS * 32);
+    }
+    /* softmax(q k / sqrt(d)) v for each token and key/value head. A context's splits go to different blocks; there
+     * SLAB_WARPS warps take 16 keys at a time, the last ones first. The last blocks begin, because the first have more
+     * rows of other phases. Pages of a split context that earlier steps filled come through the ring. */
+    template <int D> __device__ void attention(const DecodeLayer &l) {
+        launder();
+        constexpr int ROW = D + 2, STATE = MergedStates<D>::STATE; /* floats of a head's state; of all heads' */
+        int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
+        float *states = at<float>(k.x); /* (SLAB_WARPS, 8, ROW) */
+        float *sink = at<float>(k.scale);
+        bool waited = false;
+        if (producing) wait_previous();
+        int longest = single ? position_of(0) : __reduce_max_sync(~0u, lane < tokens ? position_of(lane) : 0);
+        if (!producing && blocks - 1 - block >= tokens * heads)
+            ring.resume(); /* no part in it, or only in a long one */
+        /* no more jobs than the longest context has splits: void ones take time too */
+        int jobs = tokens * heads * splits_of(min(longest / PAGE + 1, l.window ? l.window / PAGE + 2 : INT_MAX));
+#pragma unroll 1
+        for (int i = blocks - 1 - block; i < jobs; i += blocks) {
+            const SplitJob job = split_job(i, l);
+            const int head = job.head, t = job.t, split = job.split, p = job.p, from = job.from, page0 = job.page0,
+                      pages = job.pages, used = job.used;
+            if (split >= used) continue;
+            int begin = page0 + pages * split / used, end = page0 + pages * (split + 1) / used;
+            int slab0 = max(begin * SLABS, from / SLAB_KEYS), slabs = min(end * SLABS, p / SLAB_KEYS + 1);
+            int attending = min(SLAB_WARPS, slabs - slab0), slab = warp < SLAB_WARPS ? slabs - 1 - warp : -1;
+            int streamed = used > 1 && k.stage_bytes >= 4 * D * PAGE ? min(end, fresh(t) / PAGE) : begin;
+            const int *table = s.page + (producing ? s.seq[t] * s.header[0] : at<int>(k.table)[t]);
+            if (producing) {
+                ring.produce_pages(w, table, begin, streamed, head);
+                continue;
+            }
+            Slab<D> keys;
+            int direct = max(slab0, streamed * SLABS); /* the first slab that does not come through the ring */
+            int page = slab >= direct ? table[slab / SLABS] : 0;
+            auto load = [&] { keys.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), slab % SLABS, lane); };
+            if (ring.thread < group) copy_4(sink + ring.thread, l.sinks + head * group + ring.thread, true);
+            copies_end();
+            bool early = single && slab >= direct; /* earlier steps wrote these keys, except one, replaced below */
+            if (early) load();
+            if (!single && !waited) wait_phase();
+            waited = true;
+            if (!single && streamed > begin) ring.resume(), hold_after_last(i + blocks >= jobs);
+            SlabState<D> state;
+            LayerBuffers now = buffers(w.layer);
+            const bf16 *query =
+                (const bf16 *)now.q + ((size_t)t * w.n_heads + head * group + lane / 4) * D + lane % 4 * 8;
+            uint4 q[D / 32] = {};
+            if constexpr (!single) {
+                for (int c = 0; c < D / 32 && lane / 4 < group; c++) q[c] = __ldcg((const uint4 *)(query + c * 32));
+            } else if (warp < attending) {
+                uint4 key[D / 32], value[D / 32];
+                poll_token<D>(now, query, head, lane, q, key, value);
+                replace_key<D>(keys, slab == p / SLAB_KEYS ? p % SLAB_KEYS : -1, key, value, lane);
+            }
+            static_assert(SLABS <= SLAB_WARPS, "a warp has one slab of a page at most");
+            auto add = [&] {
+                state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane), slab -= SLAB_WARPS;
+            };
+#pragma unroll 1
+            for (; slab >= direct; early = false) {
+                if (!early) load();
+                if (slab - SLAB_WARPS >= direct) page = table[(slab - SLAB_WARPS) / SLABS];
+                add();
+            }
+#pragma unroll 1
+            for (int number = streamed - 1; number >= begin; number--)
+                ring.consume([&](const uint8_t *stage) {
+                    if (slab < slab0 || slab / SLABS != number) return;
+                    keys.template load<true>((const bf16 *)stage, (const bf16 *)stage + D * PAGE, slab % SLABS, lane);
+                    add();
+                });
+            ring.hold_if(streamed > begin);
+            if (warp < attending) state.store(states + warp * STATE + lane / 4 * ROW, lane);
+            copies_done<0>();
+            if (warp >= SLAB_WARPS) continue;
+            merge_warps<D>(job, states, attending, sink);
+        }
+        if (!single && !producing && !waited) wait_phase();
+        if (!producing && jobs > tokens * heads) merge<D>(l, jobs); /* some context may be split */
+    }
+    /* Splits publish their states. For each head one of their blocks merges them, in their order, with the sink, and
+     * unpublishes them; a fence passes before anybody publishes there again. All blocks publish their states before
+     * they merge, so no two wait for each other. */
+    template <int D> __device__ void merge(const DecodeLayer &l, int jobs) {
+        launder();
+        constexpr int ROW = D + 2, STATE = MergedStates<D>::STATE;
+        int lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads;
+#pragma unroll 1
+        for (int job = blocks - 1 - block; job < jobs; job += blocks) {
+            SplitJob part = split_job(job, l);
+            if (part.used == 1 || part.split >= part.used) continue;
+#pragma unroll 1
+            for (int h = ring.thread / 32; h < group; h += CONSUMER_WARPS) {
+                if (h % part.used != part.split) continue;
+                float *states = split_states_of(part.t, part.head, 0) + h * ROW;
+                float sink = l.sinks[part.head * group + h];
+#pragma unroll 1
+                for (int pair = lane; pair < D / 2; pair += 32) {
+                    MergedStates<D> m(pair);
+                    m.template add_polled<DECODE_SPLITS>(states, part.used);
+                    store_attention(part.t, (part.head * group + h) * D + 2 * pair, m.result(sink));
+#pragma unroll 1
+                    for (int j = 0; j < part.used; j++)
+                        *(uint2 *)(states + j * STATE + 2 + 2 * pair) = make_uint2(UNPUBLISHED, UNPUBLISHED);
+                }
+                __syncwarp();
+                if (lane < part.used) *(uint2 *)(states + lane * STATE) = make_uint2(UNPUBLISHED, UNPUBLISHED);
+            }
+        }
+    }
+
+    /* ---- output ---- */
+
+    /* x += W attn + bias. With several tokens it also stores x for phase up. */
+    __device__ void output(const DecodeLayer &l) {
+        launder();
+        const ShapedMatrix m = with_shape(l.o, BF16, w.dim, w.n_heads * w.head_dim);
         const Next next = {w.normed_for[FOR_UP], MXFP4, w.dim, NULL};
-        int units = units_of_block(groups_of<T>(m.rows)), rows = units * Codec<T>::ROWS, experts = w.n_experts;
-        float *own = at<float>(k.own), *bias = at<float>(k.bias), *columns = at<float>(k.columns), *norm = at<float>(k.norm);
-        const Activation *attn = (const Activation *)told(w.layer).attn;
+        int tiles = tiles_of_block(tiles_of<BF16>(m.rows)), rows = tiles * BF16_ROWS, experts = w.n_experts;
+        float *own = at<float>(k.own), *bias = at<float>(k.bias), *columns = at<float>(k.columns),
+              *norm = at<float>(k.norm);
+        const bf16 *attn = (const bf16 *)buffers(w.layer).attn;
         if (!producing) {
 #pragma unroll 1
-            for (int unit = 0; unit < units; unit++) { /* rows of a unit lie together */
-                int r = unit_of_block(unit) * Codec<T>::ROWS;
+            for (int tile = 0; tile < tiles; tile++) { /* rows of a tile lie together */
+                int r = tile_of_block(tile) * BF16_ROWS;
 #pragma unroll 1
-                for (int i = ring.thread; i < Codec<T>::ROWS * experts; i += CONSUMERS) {
+                for (int i = ring.thread; i < BF16_ROWS * experts; i += CONSUMERS) {
                     bool real = i < (w.dim - r) * experts;
-                    copy_4(columns + unit * Codec<T>::ROWS * experts + i, real ? l.router_columns + (size_t)r * experts + i : w.x, real);
+                    copy_4(columns + tile * BF16_ROWS * experts + i,
+                           real ? l.router_columns + (size_t)r * experts + i : w.x, real);
                 }
             }
 #pragma unroll 1
-            for (int t = ring.thread / 32; t < tokens; t += WARPS) /* x is as the last layer left it (what L1 had of it went with a look_behind() since) */
+            for (int t = ring.thread / 32; t < tokens; t += CONSUMER_WARPS) /* a poll_acquire() since emptied L1 */
 #pragma unroll 1
                 for (int i = ring.thread % 32; i < rows; i += 32) {
-                    int r = row_of_block<T>(i);
-                    copy_4(own + t * rows + i, told(w.layer - 1).x + (r < w.dim ? (size_t)t * w.dim + r : 0), r < w.dim);
+                    int r = row_of_block<BF16>(i);
+                    copy_4(own + t * rows + i, buffers(w.layer - 1).x + (r < w.dim ? (size_t)t * w.dim + r : 0),
+                           r < w.dim);
                 }
 #pragma unroll 1
             for (int i = ring.thread; i < rows; i += CONSUMERS) {
-                bool has = m.bias && row_of_block<T>(i) < w.dim;
-                copy_4(bias + i, has ? m.bias + row_of_block<T>(i) : w.x, has);
-                if (!alone) copy_4(norm + i, l.ffn_norm + min(row_of_block<T>(i), w.dim - 1), true);
+                bool has = m.bias && row_of_block<BF16>(i) < w.dim;
+                copy_4(bias + i, has ? m.bias + row_of_block<BF16>(i) : w.x, has);
+                if (!single) copy_4(norm + i, l.ffn_norm + min(row_of_block<BF16>(i), w.dim - 1), true);
             }
             copies_end();
-            expect(units);
-            if (several) forget_share(w.act_out, tokens * w.top_k * w.act_pitch / 2); /* see Told; it would only wait here */
-            await();
-            const float *word = (const float *)attn + (ring.thread + 1) * (w.n_heads / w.n_kv_heads * w.head_dim / 2) - 1; /* the last one of a head's group */
-            while (alone && ring.thread < w.n_kv_heads && __float_as_uint(ask(word)) == UNWRITTEN) rest();
-            if (alone) sync_consumers();
+            hold_after_last(tiles);
+            if (!single) unpublish_share(w.act_out, tokens * w.top_k * w.act_pitch / 2); /* while it would only wait */
+            wait_phase();
+            /* the hint: the last word of each group of heads */
+            const float *word =
+                (const float *)attn + (ring.thread + 1) * (w.n_heads / w.n_kv_heads * w.head_dim / 2) - 1;
+            while (single && ring.thread < w.n_kv_heads && __float_as_uint(poll(word)) == UNPUBLISHED) pause();
+            if (single) sync_consumers();
         }
-        stream<T, false, twins>(
-            m, units, Activations<Activation>{attn, m.stride, tokens, NULL, 1, alone},
-            [&](int i) { return group_at<T>(m, unit_of_block(i)); },
-            [&](int unit, int p, int t, float a, float b) {
-                int i = unit * Codec<T>::ROWS + 2 * p, r = row_of_block<T>(i);
+        product<BF16, false, paired>(
+            m, tiles, Activations{attn, m.stride, tokens, NULL, 1, single},
+            [&](int i) { return tile_at<BF16>(m, tile_of_block(i)); },
+            [&](int tile, int p, int t, float a, float b) {
+                int i = tile * BF16_ROWS + 2 * p, r = row_of_block<BF16>(i);
                 if (r >= w.dim) return;
-                const Told now = told(w.layer), before = told(w.layer - 1);
+                const LayerBuffers now = buffers(w.layer), before = buffers(w.layer - 1);
                 for (int j = 0; j < 2; j++) {
                     float x = own[t * rows + i + j] += bias[i + j] + (j ? b : a);
                     write(now.middle + (size_t)t * w.dim + r + j, x);
-                    if (!alone) store_normed(next, t, r + j, x * norm[i + j]);
+                    if (!single) store_normed(next, t, r + j, x * norm[i + j]);
                 }
                 for (float *values : {before.middle, before.x})
-                    if (alone) *(uint2 *)(values + r) = make_uint2(UNWRITTEN, UNWRITTEN);
+                    if (single) *(uint2 *)(values + r) = make_uint2(UNPUBLISHED, UNPUBLISHED);
             });
-        if (!producing) add_to_router<T>(l);
+        if (!producing) add_to_router(l);
     }
-    /* What this block's rows of x are worth to the router: of each token its share of the logits, and the sum of its squares. */
-    template <Type T> __device__ void add_to_router(const DecodeLayer &l) {
-        if (most > 8) renew(); /* only where registers are fewest, since that takes time, too */
-        int rows = units_of_block(groups_of<T>(w.dim)) * Codec<T>::ROWS, lane = ring.thread % 32, warp = ring.thread / 32;
+    /* The router's logits are linear in x but for the norm's factor. So each block adds to them what its rows of x
+     * contribute, and publishes the sum of their squares. */
+    __device__ void add_to_router(const DecodeLayer &l) {
+        if (max_tokens > 8) launder(); /* where registers are fewest; it takes time */
+        int rows = tiles_of_block(tiles_of<BF16>(w.dim)) * BF16_ROWS, lane = ring.thread % 32, warp = ring.thread / 32;
         int experts = w.n_experts;
         const float *own = at<float>(k.own), *columns = at<float>(k.columns);
-        if (alone) forget_share(told(w.layer - 1).q, turn_size(w) - 2 * w.dim);
+        if (single) unpublish_share(buffers(w.layer - 1).q, layer_buffer_size(w) - 2 * w.dim);
         sync_consumers();
-        constexpr int LANES = alone ? 8 : 1, EACH = 8 / LANES; /* for a token and an expert; parts of its sum for a lane, of eight */
+        constexpr int LANES = single ? 8 : 1,
+                      EACH = 8 / LANES; /* for a token and an expert; a lane's of 8 partial sums */
 #pragma unroll 1
         for (int i = ring.thread / LANES; i < tokens * experts; i += CONSUMERS / LANES) {
             int t = i / experts, e = i % experts;
@@ -667,73 +746,70 @@ template <bool producing, int most> struct Few { /* most: see few() */
                 for (int j = 0; j < EACH; j++) part[j] += own[t * rows + r + j] * columns[(r + j) * experts + e];
 #pragma unroll
             for (int o = 4; o; o >>= 1)
-                for (int j = 0; j < (alone ? 1 : o); j++) part[j] += alone ? __shfl_xor_sync(255u << (lane & 24), part[j], o) : part[j + o];
-            const float bound = 1ull << (COUNTED - 10);
-            long long steps = __float2ll_rn(fminf(fmaxf(part[0] * (1 / ROUTER_STEP), -bound), bound)); /* (a NaN is in x too) */
-            if (ring.thread % LANES == 0) atomicAdd(router_sum_of(w, alone, t, w.layer, e), (1ull << COUNTED) + steps);
+                for (int j = 0; j < (single ? 1 : o); j++)
+                    part[j] += single ? __shfl_xor_sync(255u << (lane & 24), part[j], o) : part[j + o];
+            const float bound = 1ull << (COUNT_BIT - 10);
+            /* a NaN is in x too */
+            long long quanta = __float2ll_rn(fminf(fmaxf(part[0] * (1 / ROUTER_QUANTUM), -bound), bound));
+            if (ring.thread % LANES == 0)
+                atomicAdd(router_sum_of(w, single, t, w.layer, e), (1ull << COUNT_BIT) + quanta);
         }
 #pragma unroll 1
-        for (int t = WARPS - 1 - warp; t < tokens; t += WARPS) { /* the last warps have had the fewest experts */
+        for (int t = CONSUMER_WARPS - 1 - warp; t < tokens;
+             t += CONSUMER_WARPS) { /* the last warps had fewest experts */
             float sum = 0;
 #pragma unroll 1
             for (int r = lane; r < rows; r += 32) sum += own[t * rows + r] * own[t * rows + r];
             sum = warp_sum(sum);
-            if (lane == 0) publish(w.square + ((size_t)t * w.n_layers + w.layer) * blocks + block, sum);
+            if (lane == 0) publish_flagged(w.output_square + ((size_t)t * w.n_layers + w.layer) * blocks + block, sum);
         }
     }
+
+    /* ---- router ---- */
 
     __device__ Active active() const {
-        return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_cost), at<int>(k.active_piece)};
+        return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_cost),
+                at<int>(k.active_range)};
     }
-
-    /* What each token chose, its logits in `weights`, and `active` from it: every block finds it for itself from what the blocks added up in phase output.
-     * All threads call it; the producer has `active` when it returns. The last warps route: others have more to do, and of one
-     * token the producer knows all without waiting for anybody. found: see route(). */
-    template <class Found> __device__ void choose(const DecodeLayer &l, const Active &active, Found found) {
-        if (!producing && alone) return;
-        const float *bias = l.router.bias;
-        float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
-        int *experts = at<int>(k.experts), lane = ring.thread % 32;
+    /* A token's logits, once all blocks have added to them, and the top_k of them, by a warp. on_place: see
+     * choose_top_k(). */
+    template <class OnPlace>
+    __device__ __forceinline__ void choose_for_token(int t, const float *bias, float *logit, float *weights,
+                                                     int *experts, int lane, OnPlace on_place) {
+        constexpr int EACH = 5; /* loads on the way at once */
+        size_t place = (size_t)t * w.n_layers + w.layer;
+        const unsigned long long *squares = w.output_square + place * blocks;
+        float square = 0, *mine = logit + t * w.n_experts * 2; /* logits, and biases behind them */
 #pragma unroll 1
-        for (int t = WARPS - ring.thread / 32; t < tokens; t += WARPS + 1) {
-            constexpr int STEP = 5; /* loads on the way at once */
-            size_t place = (size_t)t * w.n_layers + w.layer;
-            const unsigned long long *squares = w.square + place * blocks;
-            float square = 0, *mine = logit + t * w.n_experts * 2;
+        for (int e = lane; e < w.n_experts; e += 32) mine[w.n_experts + e] = bias ? bias[e] : 0;
 #pragma unroll 1
-            for (int e = lane; e < w.n_experts; e += 32) mine[w.n_experts + e] = bias ? bias[e] : 0;
-#pragma unroll 1
-            for (int turn = 0; turn * 32 < w.n_experts || turn * STEP * 32 < blocks; turn++) {
-                int e = turn * 32 + lane, b = turn * STEP * 32 + lane;
-                unsigned long long sum, part[STEP];
-                bool there;
-                do {
-                    sum = e < w.n_experts ? look(router_sum_of(w, alone, t, w.layer, e)) : (unsigned long long)blocks << COUNTED;
+        for (int turn = 0; turn * 32 < w.n_experts || turn * EACH * 32 < blocks; turn++) {
+            int e = turn * 32 + lane, b = turn * EACH * 32 + lane;
+            unsigned long long sum, part[EACH];
+            bool there;
+            do {
+                sum = e < w.n_experts ? poll(router_sum_of(w, single, t, w.layer, e))
+                                      : (unsigned long long)blocks << COUNT_BIT;
 #pragma unroll
-                    for (int i = 0; i < STEP; i++) part[i] = b + i * 32 < blocks ? look(squares + b + i * 32) : THERE;
-                    there = counted(sum) == blocks;
+                for (int i = 0; i < EACH; i++) part[i] = b + i * 32 < blocks ? poll(squares + b + i * 32) : FLAG;
+                there = count_of(sum) == blocks;
 #pragma unroll
-                    for (int i = 0; i < STEP; i++) there &= part[i] >> 32 != 0;
-                } while (__any_sync(~0u, !there) && rest());
-                if (e < w.n_experts) mine[e] = (float)collected(sum) * ROUTER_STEP;
+                for (int i = 0; i < EACH; i++) there &= part[i] >> 32 != 0;
+            } while (__any_sync(~0u, !there) && pause());
+            if (e < w.n_experts) mine[e] = (float)value_of(sum) * ROUTER_QUANTUM;
 #pragma unroll
-                for (int i = 0; i < STEP; i++) square += __uint_as_float((uint32_t)part[i]);
-            }
-            float factor = norm_factor(w, warp_sum(square));
-            if (lane == 0) at<float>(k.factor)[t] = factor;
-#pragma unroll 1
-            for (int e = lane; e < w.n_experts; e += 32) mine[e] = mine[e] * factor + mine[w.n_experts + e];
-            route(mine, w.n_experts, w.top_k, lane, experts + t * w.top_k, weights + t * w.top_k, found);
+            for (int i = 0; i < EACH; i++) square += __uint_as_float((uint32_t)part[i]);
         }
-        __syncwarp();
-        if (alone) { /* its experts differ, and may come in any order */
-            if (lane < w.top_k) active.expert[lane] = experts[lane], active.begin[lane] = active.order[lane] = lane;
-            __syncwarp();
-            return;
-        }
-        if (!producing) return gate(ROUTED).arrive();
-        wait_at(ROUTED);
-        int choices = tokens * w.top_k, *next = (int *)logit, n = 0; /* in place of logits: how many chose an expert, then where its next choice goes */
+        float factor = rms_factor(w, warp_sum(square));
+        if (lane == 0) at<float>(k.factor)[t] = factor;
+#pragma unroll 1
+        for (int e = lane; e < w.n_experts; e += 32) mine[e] = mine[e] * factor + mine[w.n_experts + e];
+        choose_top_k(mine, w.n_experts, w.top_k, lane, experts + t * w.top_k, weights + t * w.top_k, on_place);
+    }
+    /* Sorts the choices by expert, by counting; returns how many experts were chosen. next (n_experts) is free memory:
+     * how many chose an expert, then where its next choice goes. */
+    __device__ __forceinline__ int list_active(const Active &active, const int *experts, int *next, int lane) {
+        int choices = tokens * w.top_k, n = 0;
         unsigned before_me = (1u << lane) - 1;
 #pragma unroll 1
         for (int e = lane; e < w.n_experts; e += 32) next[e] = 0;
@@ -744,10 +820,13 @@ template <bool producing, int most> struct Few { /* most: see few() */
 #pragma unroll 1
         for (int e = lane, begin = 0, cost = 0; e - lane < w.n_experts; e += 32) {
             int count = e < w.n_experts ? next[e] : 0;
-            /* of at most FEW * top_k choices: 16 bits are enough for either */
-            unsigned both = sum_to(cost_of(count) << 16 | count, lane), chosen = __ballot_sync(~0u, count);
+            /* costs and counts, of at most MAX_DECODE * top_k choices: 16 bits are enough for either */
+            unsigned both = prefix_sum(tile_cost(count) << 16 | count, lane), chosen = __ballot_sync(~0u, count);
             int place = n + __popc(chosen & before_me), from = begin + (both & 0xFFFF) - count;
-            if (count) active.expert[place] = e, active.begin[place] = next[e] = from, active.cost[place + 1] = cost + (both >> 16);
+            if (count) {
+                active.expert[place] = e, active.begin[place] = next[e] = from;
+                active.cost[place + 1] = cost + (both >> 16);
+            }
             both = __shfl_sync(~0u, both, 31), n += __popc(chosen), begin += both & 0xFFFF, cost += both >> 16;
         }
         if (lane == 0) active.begin[n] = choices, active.cost[0] = 0;
@@ -763,184 +842,238 @@ template <bool producing, int most> struct Few { /* most: see few() */
             if (i < choices && !(same & before_me)) next[expert] += __popc(same);
             __syncwarp();
         }
-        /* The experts' units lie expert by expert, each behind its visit, and each block has one piece of them, so that it meets few experts. All pieces
-         * cost the same. Lanes 0 and 1 find with which unit the piece of this block begins and that of the next one in phase up, 2 and 3 in phase down. */
-        auto groups_of_lane = [&](int i) { return groups_of<MXFP4>(i < 2 ? 2 * w.ffn_dim : w.dim); };
-        auto before = [&](int place, int groups) { return active.cost[place] * groups + place * VISIT; };
-        int groups = groups_of_lane(lane), from = before(n, groups) * (block + lane % 2) / blocks, place = 0; /* of the last expert that begins before that */
+        return n;
+    }
+    /* Deals the tiles of n experts to the blocks. They lie expert by expert, each behind the cost of beginning with it,
+     * and are cut into ranges of equal cost, so that a block meets few experts. Lanes 0 and 1 find where this block's
+     * range and the next block's begin in phase up, lanes 2 and 3 in phase down. */
+    __device__ __forceinline__ void deal_tiles(const Active &active, int n, int lane) {
+        auto tiles_of_lane = [&](int i) { return tiles_of<MXFP4>(i < 2 ? 2 * w.ffn_dim : w.dim); };
+        auto cost_before = [&](int place, int tiles) { return active.cost[place] * tiles + place * EXPERT_COST; };
+        int tiles = tiles_of_lane(lane), from = cost_before(n, tiles) * (block + lane % 2) / blocks;
+        int place = 0; /* of the last expert that begins before that */
 #pragma unroll 1
         for (int i = lane + 1; i - lane < n; i += 32)
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                int its = __shfl_sync(~0u, from, j), passed = __popc(__ballot_sync(~0u, i < n && before(i, groups_of_lane(j)) <= its));
+                int its = __shfl_sync(~0u, from, j);
+                int passed = __popc(__ballot_sync(~0u, i < n && cost_before(i, tiles_of_lane(j)) <= its));
                 place += lane == j ? passed : 0;
             }
-        if (lane < 4) active.piece[lane] = place * groups + max(from - before(place, groups) - VISIT, 0) / (active.cost[place + 1] - active.cost[place]);
+        if (lane < 4)
+            active.range[lane] = place * tiles + max(from - cost_before(place, tiles) - EXPERT_COST, 0) /
+                                                     (active.cost[place + 1] - active.cost[place]);
         __syncwarp();
     }
-    static constexpr bool gets_ready = producing && alone; /* see get_ready() */
-    struct Ready { /* a stage for a unit of phase up, and where it lies if the expert at `place` is this lane's */
+    /* What each token chose, the logits of that in k.weights, and `active`: every block finds it for itself. All
+     * threads call it; the producer has `active` when it returns. The last warps route, as the others have more to do,
+     * and a single token is the producer's alone. */
+    template <class OnPlace>
+    __device__ void choose_experts(const DecodeLayer &l, const Active &active, OnPlace on_place) {
+        if (!producing && single) return;
+        const float *bias = l.router.bias;
+        float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
+        int *experts = at<int>(k.experts), lane = ring.thread % 32;
+#pragma unroll 1
+        for (int t = CONSUMER_WARPS - ring.thread / 32; t < tokens; t += CONSUMER_WARPS + 1)
+            choose_for_token(t, bias, logit, weights, experts, lane, on_place);
+        __syncwarp();
+        if (single) { /* its experts differ, and may come in any order */
+            if (lane < w.top_k) active.expert[lane] = experts[lane], active.begin[lane] = active.order[lane] = lane;
+            __syncwarp();
+            return;
+        }
+        if (!producing) return gate(ROUTED).arrive();
+        wait_at(ROUTED);
+        deal_tiles(active, list_active(active, experts, (int *)logit, lane), lane);
+    }
+
+    /* Everybody waits from when a single token's experts are known until their first weights arrive. So the producer
+     * prepares the first stages of phase up before; then the lane whose expert is chosen starts the copies there
+     * (route_tokens), and produce() goes on behind them. */
+    static constexpr bool prepares_stages = producing && single;
+    struct PreparedStage { /* for a tile; where that lies if the expert at `place` is this lane's */
         Barrier *full;
         uint8_t *stage;
         const uint8_t *from;
         int place;
     };
-    /* From when the experts of a token alone are known until their first weights are here everybody waits. So the producer gets the first stages ready before,
-     * whatever the experts are, and the lane that finds its own expert chosen asks for what belongs there (route()); produce() goes on behind them. */
-    static constexpr int UP_UNIT = Codec<MXFP4>::stage_bytes(2880 / CHUNK);
-    static_assert(2880 / CHUNK <= FP4_ITEM, "a unit is one item");
-    __device__ void get_ready(const DecodeLayer &l, Ready (&ready)[MOST_COPIES]) {
-        const Shaped m = matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim);
-        int groups = groups_of<MXFP4>(m.rows), begin = active().piece[0], lane = ring.thread % 32;
-        ring.asked = min(min(MOST_COPIES, ring.stages), active().piece[1] - begin);
+    static constexpr int UP_TILE_BYTES = Codec<MXFP4>::stage_bytes(2880 / CHUNK);
+    static_assert(2880 / CHUNK <= MAX_PART, "a tile is one part");
+    __device__ void prepare_stages(const DecodeLayer &l, PreparedStage (&prepared)[MAX_COPIES]) {
+        const ShapedMatrix m = with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim);
+        int tiles = tiles_of<MXFP4>(m.rows), begin = active().range[0], lane = ring.thread % 32;
+        ring.requested = min(min(MAX_COPIES, ring.stages), active().range[1] - begin);
 #pragma unroll
-        for (int i = 0; i < MOST_COPIES; i++) {
-            if (i >= ring.asked) break;
-            ring.begin_stage(MOST_COPIES);
-            ready[i] = {ring.full + ring.at, ring.stage + ring.at * ring.stage_bytes, group_at<MXFP4>(m, (begin + i) % groups) + lane * m.bytes,
-                        (begin + i) / groups};
-            if (lane == 0) ready[i].full->expect_bytes(UP_UNIT);
+        for (int i = 0; i < MAX_COPIES; i++) {
+            if (i >= ring.requested) break;
+            ring.acquire_stage(MAX_COPIES);
+            prepared[i] = {ring.full + ring.stage, ring.stage_at(),
+                           tile_at<MXFP4>(m, (begin + i) % tiles) + lane * m.bytes, (begin + i) / tiles};
+            if (lane == 0) prepared[i].full->expect_bytes(UP_TILE_BYTES);
             ring.advance();
         }
         __syncwarp();
     }
-    /* The beginning of phase up, or of phase down if that is launched alone: router, top-k. */
+    /* The beginning of phase up, or of phase down if that is launched by itself: router, top-k. */
     __device__ void route_tokens(const DecodeLayer &l) {
-        renew();
+        launder();
         if (producing) gate(FREE).wait((w.layer - first / PHASES) % 2 ^ 1); /* at once in the first layer */
         wait_previous();
-        Ready ready[MOST_COPIES];
-        if (gets_ready && phase % PHASES == PHASE_UP && w.n_experts <= ONE_EACH) get_ready(l, ready);
-        if (border(phase) == FENCED && phase != first && ring.thread == CONSUMERS) { /* for all that consumers wrote before they arrived at FREE */
-            asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        PreparedStage prepared[MAX_COPIES];
+        if (prepares_stages && phase % PHASES == PHASE_UP && w.n_experts <= ONE_PER_LANE) prepare_stages(l, prepared);
+        if (sync_before(phase) == PRODUCER_FENCE && phase != first && ring.thread == CONSUMERS) {
+            asm volatile("fence.acq_rel.gpu;" ::
+                             : "memory"); /* for all that consumers wrote before they arrived at FREE */
             arrive();
         }
-        choose(l, active(), [&](int place) {
+        choose_experts(l, active(), [&](int place) {
 #pragma unroll
-            for (int i = 0; i < MOST_COPIES; i++)
-                if (gets_ready && i < ring.asked && ready[i].place == place) ready[i].full->copy_row(ready[i].stage, ready[i].from, UP_UNIT);
+            for (int i = 0; i < MAX_COPIES; i++)
+                if (prepares_stages && i < ring.requested && prepared[i].place == place)
+                    prepared[i].full->copy_row(prepared[i].stage, prepared[i].from, UP_TILE_BYTES);
         });
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
-        if (!producing && !alone) await(); /* only now: the router's sums say themselves that they are there */
-        if (!producing && alone && phase % PHASES == PHASE_UP) /* and then all of x has been told */
-            stage_normed<MXFP4, false>(matrix<MXFP4>(l.up, 2 * w.ffn_dim, w.dim), l.ffn_norm, told(w.layer).middle, NULL, [&] {
-                if (phase != first && ring.thread == SPARE) wait_for_blocks();
-            });
+        if (!producing && !single) wait_phase(); /* only now: counts tell when the router's sums are complete */
+        if (!producing && single && phase % PHASES == PHASE_UP) /* and then all of x has been published */
+            load_normed<MXFP4, false>(with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim), l.ffn_norm,
+                                      buffers(w.layer).middle, NULL, [&] {
+                                          if (phase != first && ring.thread == SPARE) wait_for_blocks();
+                                      });
 #pragma unroll 1
-        for (int t = ring.thread / 32; t < tokens && !producing; t += WARPS) weigh(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
+        for (int t = ring.thread / 32; t < tokens && !producing; t += CONSUMER_WARPS)
+            softmax_choices(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
     }
-    /* Their biases, to be there behind a barrier. */
-    template <Type T> __device__ void ask_for_bias(const Shaped &m, bool down) {
+
+    /* ---- experts ---- */
+
+    /* Starts the copies of biases of a block's range, which are there behind a barrier. */
+    __device__ void load_bias(const ShapedMatrix &m, bool down) {
         Active active = this->active();
-        int groups = groups_of<T>(m.rows), begin = active.piece[down ? 2 : 0] * Codec<T>::ROWS, end = active.piece[down ? 3 : 1] * Codec<T>::ROWS;
+        int rows = tiles_of<MXFP4>(m.rows) * TILE;
+        int begin = active.range[down ? 2 : 0] * TILE, end = active.range[down ? 3 : 1] * TILE;
 #pragma unroll 1
         for (int i = begin + ring.thread; i < end && !producing; i += CONSUMERS) {
-            int row = i % (groups * Codec<T>::ROWS);
+            int row = i % rows;
             bool has = m.bias && row < m.rows;
-            copy_4(at<float>(k.bias) + i - begin, has ? m.bias + (size_t)active.expert[i / (groups * Codec<T>::ROWS)] * m.rows + row : w.x, has);
+            copy_4(at<float>(k.bias) + i - begin, has ? m.bias + (size_t)active.expert[i / rows] * m.rows + row : w.x,
+                   has);
         }
         copies_end();
     }
-    /* Multiplies a block's piece, expert by expert: rows_of(first, n) are the activations of n choices from the first on, in Active's order; in phase up of
-     * a token alone one row serves all. pair(row of the matrix, choice, bias, a, b) receives two neighbouring rows of a result, and the place of their
-     * biases. */
-    template <Type T, class Of, class Pair> __device__ void multiply_chosen(const Shaped &m, bool down, Of rows_of, Pair pair) {
+    /* Multiplies a block's range of tiles, expert by expert. rows_of(first, n) are the activations of n choices from
+     * `first` on in Active's order; in phase up of a single token one row serves all experts. store(row of the matrix,
+     * choice, biases, a, b) receives two neighbouring rows of a result. */
+    template <class Rows, class Store>
+    __device__ void multiply_experts(const ShapedMatrix &m, bool down, Rows rows_of, Store store) {
         Active active = this->active();
-        const bool all = alone && !down;
-        int groups = groups_of<T>(m.rows), begin = active.piece[down ? 2 : 0], end = active.piece[down ? 3 : 1];
+        const bool all = single && !down;
+        int tiles = tiles_of<MXFP4>(m.rows), begin = active.range[down ? 2 : 0], end = active.range[down ? 3 : 1];
 #pragma unroll 1
         for (int from = begin, to; from < end; from = to) {
-            const int *choices = active.begin + from / groups;
-            to = all ? end : min(end, (from / groups + 1) * groups);
+            const int *choices = active.begin + from / tiles;
+            to = all ? end : min(end, (from / tiles + 1) * tiles);
 #pragma unroll 1
             for (int first = choices[0], n;; first += n) {
-                n = alone ? 1 : min(choices[1] - first, MOST_CHOICES);
-                bool done = alone || first + n == choices[1], last = done && to == end;
-                if (!producing && last && border_of(down ? PHASE_QKV : PHASE_DOWN) == FENCE) expect(true);
-                stream<T>(
-                    m, to - from, rows_of(first, n), [&](int i) { return group_at<T>(m, (from + i) % groups) + active.expert[(from + i) / groups] * m.bytes; },
+                n = single ? 1 : min(choices[1] - first, MAX_CHOICES);
+                bool done = single || first + n == choices[1], last = done && to == end;
+                if (!producing && last && sync_of(down ? PHASE_QKV : PHASE_DOWN) == FENCE) hold_after_last(true);
+                product<MXFP4>(
+                    m, to - from, rows_of(first, n),
+                    [&](int i) {
+                        return tile_at<MXFP4>(m, (from + i) % tiles) + active.expert[(from + i) / tiles] * m.bytes;
+                    },
                     [&](int i, int p, int row, float a, float b) {
-                        int unit = from + i, choice = active.order[all ? active.begin[unit / groups] : first + row];
-                        pair(unit % groups * Codec<T>::ROWS + 2 * p, choice, at<float>(k.bias) + (unit - begin) * Codec<T>::ROWS + 2 * p, a, b);
+                        int tile = from + i, choice = active.order[all ? active.begin[tile / tiles] : first + row];
+                        store(tile % tiles * TILE + 2 * p, choice, at<float>(k.bias) + (tile - begin) * TILE + 2 * p, a,
+                              b);
                     });
                 if (!producing && !last) sync_consumers();
                 if (done) break;
             }
         }
     }
-    /* The activations of the chosen experts (dense: of the one there is). */
-    template <Type T> __device__ void up(const DecodeLayer &l) {
-        renew();
-        typedef typename Codec<T>::Activation Activation;
-        const Shaped m = matrix<T>(l.up, 2 * w.ffn_dim, w.dim);
+    /* act = the activation of gate and up of the chosen experts. */
+    __device__ void up(const DecodeLayer &l) {
+        launder();
+        const ShapedMatrix m = with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim);
         const float *factors = at<float>(k.factor);
-        ask_for_bias<T>(m, false);
+        load_bias(m, false);
         auto rows_of = [&](int first, int n) {
-            if (alone) return Activations<Activation>{at<Activation>(k.x), m.stride, 1}; /* by route_tokens() */
-            return Activations<Activation>{(const Activation *)w.normed_for[FOR_UP], m.stride, n, active().order + first, w.top_k};
+            if (single) return Activations{at<bf16>(k.x), m.stride, 1}; /* by route_tokens() */
+            return Activations{(const bf16 *)w.normed_for[FOR_UP], m.stride, n, active().order + first, w.top_k};
         };
-        multiply_chosen<T>(m, false, rows_of, [&](int r, int choice, const float *bias, float gate, float up) {
+        multiply_experts(m, false, rows_of, [&](int r, int choice, const float *bias, float gate, float up) {
             if (r / 2 >= w.ffn_dim) return;
-            float factor = factors[alone ? 0 : choice / w.top_k];
-            write<true>((Activation *)told(w.layer).act + (size_t)choice * w.act_pitch + Codec<T>::place(r / 2),
-                         (Activation)(swiglu(w.act, w.act_limit, gate * factor + bias[0], up * factor + bias[1], false) * w.act_lift));
+            float factor = factors[single ? 0 : choice / w.top_k];
+            write<true>(
+                (bf16 *)buffers(w.layer).act + (size_t)choice * w.act_pitch + Codec<MXFP4>::place(r / 2),
+                (bf16)(swiglu(w.act, w.act_limit, gate * factor + bias[0], up * factor + bias[1], false) * w.act_lift));
         });
         if (producing || block) return;
         sync_consumers();
 #pragma unroll 1
-        for (int i = ring.thread; i < tokens * w.top_k; i += CONSUMERS) w.expert[i] = at<int>(k.experts)[i], w.weight[i] = at<float>(k.weights)[i];
+        for (int i = ring.thread; i < tokens * w.top_k; i += CONSUMERS)
+            w.expert[i] = at<int>(k.experts)[i], w.weight[i] = at<float>(k.weights)[i];
     }
-
-    /* x += the weighted sum of the chosen experts' W act + bias; of several tokens `next` receives x. */
-    template <Type T> __device__ void down(const DecodeLayer &l, const Next &next) {
-        renew();
-        typedef typename Codec<T>::Activation Activation;
-        const Shaped m = matrix<T>(l.down, w.dim, w.ffn_dim);
+    /* x += the weighted sum of the chosen experts' W act + bias; with several tokens `next` receives x. */
+    __device__ void down(const DecodeLayer &l, const Next &next) {
+        launder();
+        const ShapedMatrix m = with_shape(l.down, MXFP4, w.dim, w.ffn_dim);
         const float *weights = at<float>(k.weights);
-        ask_for_bias<T>(m, true);
-        if (!producing) await();
-        auto rows_of = [&](int first, int n) { return Activations<Activation>{(const Activation *)told(w.layer).act, m.stride, n, active().order + first, 1, true}; };
-        multiply_chosen<T>(m, true, rows_of, [&](int r, int choice, const float *bias, float a, float b) {
-            if (r < w.dim) add_to_x(alone ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]), weights[choice] * (b + bias[1]), next);
+        load_bias(m, true);
+        if (!producing) wait_phase();
+        auto rows_of = [&](int first, int n) {
+            return Activations{(const bf16 *)buffers(w.layer).act, m.stride, n, active().order + first, 1, true};
+        };
+        multiply_experts(m, true, rows_of, [&](int r, int choice, const float *bias, float a, float b) {
+            if (r >= w.dim) return;
+            add_expert(single ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]),
+                       weights[choice] * (b + bias[1]), next);
         });
         if (!producing) gate(FREE).arrive();
     }
-    /* Rows r and r + 1 of a token's x: += what an expert found. Experts' blocks come in any order, so what they bring is collected as integers, in steps of
-     * EXPERT_STEP, and counted; the last one adds the sum to x, which nobody has changed meanwhile, and hands it to `next`. What is no number, or too large,
-     * makes the sum one that no other can reach. */
-    __device__ void add_to_x(int t, int r, float a, float b, const Next &next) {
-        const Told now = told(w.layer);
+    /* x of a token, rows r and r + 1, += what one expert brings. Experts' blocks come in any order, so their values are
+     * added as integers and counted. The last one adds the sum to x, which nobody has changed meanwhile, and hands x to
+     * `next`. A value that is no number, or too large, makes the sum one that no other can reach: the result is NAN. */
+    __device__ void add_expert(int t, int r, float a, float b, const Next &next) {
+        const LayerBuffers now = buffers(w.layer);
         size_t at = (size_t)t * w.dim + r;
         float value[2] = {a, b}, old[2], times[2];
-        unsigned long long *sum = w.expert_sum + (size_t)t * w.dim + r, found[2];
-        const long long bad = (1ll << (COUNTED - 2)) / w.top_k;
+        unsigned long long *sum = w.expert_sum + (size_t)t * w.dim + r, total[2];
+        const long long bad = (1ll << (COUNT_BIT - 2)) / w.top_k;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            old[i] = ask(now.middle + at + i); /* is there: if it is Told, this block has seen all of it */
-            if (!alone) times[i] = next.norm[r + i];
-            float steps = value[i] * (1 / EXPERT_STEP);
-            unsigned long long mine = (1ull << COUNTED) + (fabsf(steps) < bad / (2 * w.top_k) ? __float2ll_rn(steps) : bad);
-            found[i] = atomicAdd(sum + i, mine) + mine;
+            old[i] = poll(now.middle + at + i); /* is there: this block has seen all of it */
+            if (!single) times[i] = next.norm[r + i];
+            float quanta = value[i] * (1 / EXPERT_QUANTUM);
+            unsigned long long mine =
+                (1ull << COUNT_BIT) + (fabsf(quanta) < bad / (2 * w.top_k) ? __float2ll_rn(quanta) : bad);
+            total[i] = atomicAdd(sum + i, mine) + mine;
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            if (counted(found[i]) < w.top_k) continue;
-            long long all = collected(found[i]);
-            value[i] = llabs(all) < bad / 2 ? (float)all * EXPERT_STEP : NAN;
+            if (count_of(total[i]) < w.top_k) continue;
+            long long all = value_of(total[i]);
+            value[i] = llabs(all) < bad / 2 ? (float)all * EXPERT_QUANTUM : NAN;
             sum[i] = 0;
             write(now.x + at + i, old[i] + value[i]);
-            if (!alone) store_normed(next, t, r + i, (old[i] + value[i]) * times[i]);
+            if (!single) store_normed(next, t, r + i, (old[i] + value[i]) * times[i]);
         }
     }
+
+    /* ---- head ---- */
+
     /* Logits of the rows that are wanted, (rows, vocab). */
-    template <Type T> __device__ void head(const Matrix &head, const float *norm, int rows) {
-        renew();
-        const Shaped m = matrix<T>(head, w.vocab, w.dim);
-        int units = units_of_block(groups_of<T>(m.rows));
-        stream<T, true>(
-            m, units, normed_rows<T>(m, w.normed_for[FOR_HEAD], norm, rows, s.row), [&](int i) { return group_at<T>(m, unit_of_block(i)); },
-            [&](int unit, int p, int row, float a, float b) {
-                int id = unit_of_block(unit) * Codec<T>::ROWS + 2 * p;
+    __device__ void logits(const Matrix &head, const float *norm, int rows) {
+        launder();
+        const ShapedMatrix m = with_shape(head, BF16, w.vocab, w.dim);
+        int tiles = tiles_of_block(tiles_of<BF16>(m.rows));
+        product<BF16, true>(
+            m, tiles, normed_rows<BF16>(m, w.normed_for[FOR_HEAD], norm, rows, s.row),
+            [&](int i) { return tile_at<BF16>(m, tile_of_block(i)); },
+            [&](int tile, int p, int row, float a, float b) {
+                int id = tile_of_block(tile) * BF16_ROWS + 2 * p;
                 float *logit = w.logits + (size_t)row * w.vocab + id, scale = at<float>(k.scale)[row];
                 if (id < w.vocab) logit[0] = a * scale;
                 if (id + 1 < w.vocab) logit[1] = b * scale;
@@ -948,47 +1081,48 @@ template <bool producing, int most> struct Few { /* most: see few() */
     }
 };
 
-/* The one table from types of weights, and sizes of heads, to instances. `most` tokens of gpt-oss's types and shapes, 1, 4, 8 or FEW: their instances have
- * nothing else, because what a phase does besides streaming is arithmetic with shapes, instructions have to be fetched too, and registers are few.
- * 0: any model. */
-template <int most>
+/* The kernel. An instance for at most 1, 4, 8 and MAX_DECODE tokens each, for gpt-oss's types and shapes only: beside
+ * streaming a phase does little but arithmetic with shapes, instructions have to be fetched too, and registers are few.
+ */
+template <int max_tokens>
 __global__ void __launch_bounds__(THREADS, 1)
-    few(DecodeWork any, Step s, const DecodeLayer *layers, Matrix head, const float *norm, Layout k, int tokens, int rows, int first, int last) {
+    decode_step(DecodeWork any, Step s, const DecodeLayer *layers, Matrix head, const float *norm, Layout k, int tokens,
+                int rows, int first, int last) {
 #if HOPPER
     extern __shared__ __align__(128) uint8_t memory[];
     const DecodeWork w = with_gpt_oss_shapes(any);
     auto run = [&](auto f) {
-        f.begin();
+        f.load_positions();
         while (f.phase < last) {
             const DecodeLayer &l = layers[f.phase / PHASES];
             f.w.layer = f.phase / PHASES;
             int phase = f.w.layer == w.n_layers ? PHASES : f.phase % PHASES;
-            if (phase == PHASE_UP || (phase == PHASE_DOWN && f.phase == first))
-                f.route_tokens(l);
+            if (phase == PHASE_UP || (phase == PHASE_DOWN && f.phase == first)) f.route_tokens(l);
             switch (phase) {
-            case PHASE_QKV: f.template qkv<BF16>(l); break;
+            case PHASE_QKV: f.qkv(l); break;
             case PHASE_ATTENTION: f.template attention<64>(l); break;
-            case PHASE_OUTPUT: f.template output<BF16>(l); break;
-            case PHASE_UP: f.template up<MXFP4>(l); break;
+            case PHASE_OUTPUT: f.output(l); break;
+            case PHASE_UP: f.up(l); break;
             case PHASE_DOWN: {
                 const DecodeLayer *after = layers + f.w.layer + 1;
-                Next next = f.w.layer + 1 < w.n_layers ? next_of(w.normed_for[FOR_QKV], after->qkv, after->attn_norm, f.twins)
-                                                       : next_of(w.normed_for[FOR_HEAD], head, norm);
+                Next next = f.w.layer + 1 < w.n_layers
+                                ? next_of(w.normed_for[FOR_QKV], after->qkv, after->attn_norm, f.paired)
+                                : next_of(w.normed_for[FOR_HEAD], head, norm);
                 next.type = BF16, next.stride = w.dim;
-                f.template down<MXFP4>(l, next);
+                f.down(l, next);
                 break;
             }
-            default: f.template head<BF16>(head, norm, rows);
+            default: f.logits(head, norm, rows);
             }
             f.end_phase();
         }
     };
-    if (most == 1) tokens = rows = 1;
-    Few<false, most> consumer(w, s, k, memory, tokens, first, last);
-    consumer.prepare(layers);
+    if (max_tokens == 1) tokens = rows = 1;
+    DecodeBlock<false, max_tokens> consumer(w, s, k, memory, tokens, first, last);
+    consumer.init(layers);
     if (threadIdx.x < CONSUMERS)
         run(consumer);
     else
-        run(Few<true, most>(w, s, k, memory, tokens, first, last));
+        run(DecodeBlock<true, max_tokens>(w, s, k, memory, tokens, first, last));
 #endif
 }

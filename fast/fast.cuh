@@ -1,4 +1,59 @@
-/* fast.cuh: the annex: gpt-oss's shapes on Hopper at the memory's speed. */
+/* fast.cuh: the annex: hand-tuned kernels for gpt-oss's shapes on Hopper, beside the plain engine in infer.cu. They
+ * replace two of its paths: decode(), a step of at most MAX_DECODE tokens, and attend() and experts() in the steps of a
+ * prompt. All else, and every other model and card, is infer.cu's. `make FAST=no` builds without the annex; --plain
+ * leaves it out at run time.
+ *
+ * What is different from infer.cu, and why
+ *
+ * Decode. infer.cu launches one kernel for each step of a layer. Between two kernels the memory is partly idle: the
+ * last blocks end, results travel, the next blocks begin. Here one persistent kernel computes the whole step. Except
+ * for the experts, which weights come next does not depend on data. So in each block a producer warp copies them
+ * through a ring in shared memory, across the borders of phases, and consumer warps multiply. What then limits a single
+ * token is the chain of dependent steps: how fast values get from block to block. So values are published and polled
+ * instead of waiting behind fences, sums count who has added to them, and the fences that remain come where few copies
+ * are on the way, because a fence waits for all of them. What limits many tokens is the number of instructions, since
+ * the card reaches its power limit. So warps keep activations in registers for all tiles of a matrix, nothing is
+ * spilled, and each instance knows all its shapes.
+ *
+ * Prefill. Attention and the experts' products use wgmma on a ring in shared memory; MXFP4 is unpacked in registers, as
+ * wgmma's rows.
+ *
+ * What each difference gave: tokens/s of gpt-oss-20b on one H200 before and after it, with so many streams, or for a
+ * prompt of so many tokens. The rows are of different versions, cards and runs. notebooks/speed.md has all of them, and
+ * what was tried in vain.
+ *
+ *   decode                                                                           streams   before   after
+ *   one persistent kernel (at first 382); shapes known to the compiler; lean loads         1      488     623
+ *   two stages of 24 KB on the way instead of three                                        1      696     753
+ *   the router's sums count who has added: top-k without a barrier                         1      753     775
+ *   producers hold while a fence is pending                                                1      790     804
+ *   weights leave L2 first (evict_first)                                                   1      861     879
+ *   a block has one range of the experts' tiles and adds integers to x                    16    2,008   2,959
+ *   activations of up to 4 tokens stay in registers                                        4    1,688   1,851
+ *   and of up to 16; x is stored times the norm's weight, one block sums its squares      16    3,112   4,219
+ *   a single token's values are published, with one fence a layer                          1      937     959
+ *   phase down polls its activations, without a barrier                                    1      959     975
+ *   instances for at most 4, 8 and 16 tokens                                               4    2,044   2,102
+ *   attention of a single token waits for no fence                                         1      994   1,015
+ *   output polls one word of each head before it reads all                                 1      998   1,004
+ *   producers have the fence while they do not know the experts                            1    1,004   1,012
+ *   fewer instructions to unpack MXFP4, two scales instead of four                         8    3,095   3,193
+ *   paired tokens: activations are mma's rows in qkv and output                           16    4,974   5,022
+ *   several tokens: the experts' activations are published                                 4    2,175   2,202
+ *
+ *   prefill                                                                           tokens   before   after
+ *   experts and attention with wgmma, a persistent grid                                2,048   29,200  55,700
+ *   weights by cp.async, not bulk copies of 544 bytes; biases inside cublasLt          2,048   55,800  64,900
+ *   one wgmma of 192 columns; two attention blocks on a multiprocessor                 2,048   64,900  71,900
+ *
+ * Files, in the order in which to read them
+ *   publish.cuh   copies and barriers, published values, buffers, top-k
+ *   codec.cuh     how decode reads and multiplies BF16 and MXFP4; defines tile, chunk, part and quad
+ *   ring.cuh      a block of the decode kernel: its shared memory, the ring, the product of a tile
+ *   slab.cuh      what decode adds to infer.cu's attention in registers
+ *   decode.cuh    the decode kernel, phase by phase
+ *   prefill.cuh   attention and experts of a prompt
+ *   fast.cuh      the host's side: buffers, launches, taps */
 #pragma once
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -9,7 +64,8 @@
 
 namespace fast {
 
-/* Whether this is code with Hopper's own instructions: the host asks, since only the driver knows which of a build's architectures it took. */
+/* Whether this code has Hopper's own instructions. The host asks the card: only the driver knows which of a build's
+ * architectures it took. */
 __device__ int has_hopper = HOPPER;
 
 #include "fast/publish.cuh"
@@ -21,48 +77,50 @@ __device__ int has_hopper = HOPPER;
 
 struct State {
     DecodeWork work;
-    Step step;              /* of decode; its pages stay from step to step */
-    std::vector<int> pages; /* that step.page has */
-    DecodeLayer *layers;          /* (n_layers) on the card */
-    float *columns;         /* (n_layers, dim, n_experts): see DecodeLayer */
-    Layout layout[FEW + 1]; /* by tokens */
-    bf16 *normed;           /* (tokens, normed_pitch) Work::normed in the order of fp4_column */
-    bool timed = false;     /* the last step was a whole one of decode */
+    Step step;                     /* of decode, on the card; its pages stay from step to step */
+    std::vector<int> pages;        /* that step.page holds */
+    DecodeLayer *layers;           /* (n_layers) on the card */
+    float *columns;                /* (n_layers, dim, n_experts): see DecodeLayer */
+    Layout layout[MAX_DECODE + 1]; /* by tokens */
+    bf16 *normed;                  /* (tokens, normed_pitch) Work::normed in the order of fp4_column */
+    bool timed = false;            /* the last step was a whole one of decode */
 };
 
 void open(Gpu *gpu) {
     int hopper = 0;
-    if (gpu->limits.plain || !has_gpt_oss_shapes(gpu->model) || gpu->sms > MOST_COUNTED) return;
+    if (gpu->limits.plain || !has_gpt_oss_shapes(gpu->model) || gpu->sms > MAX_COUNT) return;
     if (!cudaMemcpyFromSymbol(&hopper, has_hopper, sizeof hopper) && hopper) gpu->fast = new State;
 }
 void close(Gpu *gpu) { delete gpu->fast; }
 
-/* Says where its buffers lie. */
+/* Lays out the buffers. */
 void plan(Gpu *gpu, Plan *p) {
     State *f = gpu->fast;
     DecodeWork &w = f->work;
     const size_t layers = gpu->model.n_layers, dim = gpu->model.dim, experts = gpu->model.n_experts;
     size_t bytes;
     (Work &)w = gpu->work;
-    for (void *&normed : w.normed_for) normed = p->take<bf16>(FEW * dim);
-    w.told = p->take<float>(told_size(w));
-    w.split_partial = p->take<float>(partial_size(w));
-    w.expert_sum = p->take<unsigned long long>(FEW * dim);
-    w.router_sum = p->take<unsigned long long>(layers * FEW * experts);
-    w.square = p->take<unsigned long long>(layers * FEW * gpu->sms);
-    w.input_square = p->take<unsigned long long>(FEW * (layers + 1) * MOST_WARPS);
+    for (void *&normed : w.normed_for) normed = p->take<bf16>(MAX_DECODE * dim);
+    w.layer_buffers = p->take<float>(layer_buffers_size(w));
+    w.split_states = p->take<float>(split_states_size(w));
+    w.expert_sum = p->take<unsigned long long>(MAX_DECODE * dim);
+    w.router_sum = p->take<unsigned long long>(layers * MAX_DECODE * experts);
+    w.output_square = p->take<unsigned long long>(layers * MAX_DECODE * gpu->sms);
+    w.input_square = p->take<unsigned long long>(MAX_DECODE * (layers + 1) * MAX_WARPS);
     w.barrier = p->take<unsigned long long>(1);
     w.ended = p->take<unsigned long long>(layers * PHASES + 2);
     f->layers = p->take<DecodeLayer>(layers);
     f->columns = p->take<float>(layers * dim * experts);
     f->normed = p->take<bf16>((size_t)gpu->limits.max_tokens * w.normed_pitch);
-    f->step = step_at(p->take<uint8_t>(Posted::BYTES + FEW * gpu->max_pages * sizeof(int)), FEW, &bytes);
+    f->step =
+        step_at(p->take<uint8_t>(StepArgument::BYTES + MAX_DECODE * gpu->max_pages * sizeof(int)), MAX_DECODE, &bytes);
 }
 
-/* The router's matrix times the norm before it, column by column: a block each. */
+/* The router's matrix times the norm before it, transposed. A block a column. */
 __global__ void fill_columns(float *to, Matrix router, const float *norm) {
     for (int e = threadIdx.x; e < router.rows; e += blockDim.x)
-        to[(size_t)blockIdx.x * router.rows + e] = (float)((const bf16 *)router.data)[(size_t)e * router.stride + blockIdx.x] * norm[blockIdx.x];
+        to[(size_t)blockIdx.x * router.rows + e] =
+            (float)((const bf16 *)router.data)[(size_t)e * router.stride + blockIdx.x] * norm[blockIdx.x];
 }
 
 bool prepare(Gpu *gpu, Error *e) {
@@ -75,83 +133,99 @@ bool prepare(Gpu *gpu, Error *e) {
         layers.push_back({l, f->columns + layers.size() * w.dim * w.n_experts});
         fill_columns<<<w.dim, 32, 0, gpu->stream>>>(layers.back().router_columns, l.router, l.ffn_norm);
     }
-    for (int n = 1; n <= FEW; n++) f->layout[n] = layout_for(w, gpu->device, n, gpu->sms, gpu->shared);
-    CUDA(cudaMemsetAsync(w.told, 0xFF, told_size(w) * sizeof(float), gpu->stream)); /* UNWRITTEN */
-    CUDA(cudaMemsetAsync(w.split_partial, 0xFF, partial_size(w) * sizeof(float), gpu->stream));
-    CUDA(cudaMemcpyAsync(f->layers, layers.data(), layers.size() * sizeof(DecodeLayer), cudaMemcpyHostToDevice, gpu->stream));
+    for (int n = 1; n <= MAX_DECODE; n++) f->layout[n] = layout_for(w, gpu->device, n, gpu->sms, gpu->shared);
+    /* UNPUBLISHED */
+    CUDA(cudaMemsetAsync(w.layer_buffers, 0xFF, layer_buffers_size(w) * sizeof(float), gpu->stream));
+    CUDA(cudaMemsetAsync(w.split_states, 0xFF, split_states_size(w) * sizeof(float), gpu->stream));
+    CUDA(cudaMemcpyAsync(f->layers, layers.data(), layers.size() * sizeof(DecodeLayer), cudaMemcpyHostToDevice,
+                         gpu->stream));
     CUDA(cudaStreamSynchronize(gpu->stream));
     return true;
 }
 
-/* ---- a step of few tokens ---- */
+/* ---- decode ---- */
 
-cudaError_t launch_few(const Pass *a, int first, int last) {
+cudaError_t launch_decode_step(const Pass *a, int first, int last) {
     const State *f = a->gpu->fast;
     const DeviceModel &device = a->gpu->device;
     const Layout &k = f->layout[a->tokens];
-    auto kernel = a->tokens == 1 ? few<1> : a->tokens <= 4 ? few<4> : a->tokens <= 8 ? few<8> : few<FEW>;
-    return launch(a->gpu, kernel, a->gpu->sms, THREADS, k.bytes, f->work, f->step, f->layers, device.head, device.norm, k, a->tokens, a->rows, first, last);
+    auto kernel = a->tokens == 1   ? decode_step<1>
+                  : a->tokens <= 4 ? decode_step<4>
+                  : a->tokens <= 8 ? decode_step<8>
+                                   : decode_step<MAX_DECODE>;
+    return launch(a->gpu, kernel, a->gpu->sms, THREADS, k.bytes, f->work, f->step, f->layers, device.head, device.norm,
+                  k, a->tokens, a->rows, first, last);
 }
 
-/* Hands out what a phase has left, by Codec's order of columns. */
+/* Hands out what a phase has left, in the columns' usual order. */
 bool tap_phase(const Pass *a, int layer, int kind, Error *e) {
     const DecodeWork &w = a->gpu->fast->work;
     const int n = a->tokens, width = w.n_heads * w.head_dim;
-    const Told told = told_of(w, n == 1, layer);
-    const Rows head = {0, 1, w.head_dim / 2};
-    auto floats = [&](const char *stage, const float *from) { return tap_rows(a, stage, from, (size_t)n * w.dim, n, w.dim, [&](int r, int i) { return r * w.dim + i; }, e); };
+    const LayerBuffers now = layer_buffers(w, n == 1, layer);
+    const Rows dealt = {0, 1, w.head_dim / 2};
+    auto floats = [&](const char *stage, const float *from) { return tap(a, stage, F32, from, w.dim, n, w.dim, e); };
     switch (kind) {
     case PHASE_QKV:
-        return tap_rows(a, "q", (const bf16 *)told.q, (size_t)n * width, n, width, [&](int r, int i) { return r * width + head.of(i); }, e) && tap_cache(a, 0, e) &&
+        return tap(a, "q", BF16, now.q, width, n, width, e, [&](int i) { return dealt.of(i); }) && tap_cache(a, 0, e) &&
                tap_cache(a, 1, e);
     case PHASE_ATTENTION: {
-        auto place = [&](int r, int i) { return are_twins(n) ? twin_at(r, Codec<BF16>::place(i), w.attn_pitch) : (size_t)r * w.attn_pitch + Codec<BF16>::place(i); };
-        return tap_rows(a, "attn", (const bf16 *)told.attn, (size_t)(are_twins(n) ? FEW : n) * w.attn_pitch, n, width, place, e);
+        auto place = [&](int r, int i) {
+            const int at = Codec<BF16>::place(i);
+            return is_paired(n) ? paired_place(r, at, w.attn_pitch) : (size_t)r * w.attn_pitch + at;
+        };
+        const size_t rows = is_paired(n) ? MAX_DECODE : n;
+        return tap_rows(a, "attn", (const bf16 *)now.attn, rows * w.attn_pitch, n, width, place, e);
     }
-    case PHASE_OUTPUT: return floats("attn_residual", told.middle);
+    case PHASE_OUTPUT: return floats("attn_residual", now.middle);
     case PHASE_UP: {
         auto choice = [&](int r, int i) { return r * w.top_k + i; };
         auto place = [&](int r, int i) { return (size_t)r * w.act_pitch + i; };
-        return tap_rows(a, "experts", w.expert, n * w.top_k, n, w.top_k, choice, e) && tap_rows(a, "weights", w.weight, n * w.top_k, n, w.top_k, choice, e) &&
-               tap_rows(a, "act", (const bf16 *)told.act, (size_t)n * w.top_k * w.act_pitch, n * w.top_k, w.ffn_dim, place, e, 1 / w.act_lift);
+        const int n_choices = n * w.top_k;
+        return tap_rows(a, "experts", w.expert, n_choices, n, w.top_k, choice, e) &&
+               tap_rows(a, "weights", w.weight, n_choices, n, w.top_k, choice, e) &&
+               tap_rows(a, "act", (const bf16 *)now.act, (size_t)n_choices * w.act_pitch, n_choices, w.ffn_dim, place,
+                        e, 1 / w.act_lift);
     }
-    case PHASE_DOWN: return floats("residual", told.x);
+    case PHASE_DOWN: return floats("residual", now.x);
     default: return true;
     }
 }
 
-/* A step of up to FEW tokens, to the logits of its rows: one kernel behind embed. Where a tap looks, one for each phase. */
+/* A step of at most MAX_DECODE tokens, to the logits of its rows: embedding and one kernel; with a tap, a kernel for
+ * each phase. */
 bool decode(Pass *a, uint8_t *staged, Error *e) {
     Gpu *gpu = a->gpu;
     State *f = gpu->fast;
     const Batch *b = a->batch;
     const size_t pages = (size_t)b->seqs * b->max_pages;
     const int layers = f->work.n_layers * PHASES, all = layers + (a->rows > 0);
+    const bool single = a->tokens == 1;
     size_t bytes;
-    Posted post;
-    memcpy(post.word, staged, Posted::BYTES);
-    if (f->pages.size() != pages || memcmp(f->pages.data(), b->page, pages * sizeof(int))) { /* a page is new every PAGE tokens only */
+    StepArgument step;
+    memcpy(step.word, staged, StepArgument::BYTES);
+    if (f->pages.size() != pages ||
+        memcmp(f->pages.data(), b->page, pages * sizeof(int))) { /* new every PAGE tokens only */
         f->pages.assign(b->page, b->page + pages);
-        CUDA(cudaMemcpyAsync(f->step.page, step_at(staged, FEW, &bytes).page, pages * sizeof(int), cudaMemcpyHostToDevice, gpu->stream));
+        CUDA(cudaMemcpyAsync(f->step.page, step_at(staged, MAX_DECODE, &bytes).page, pages * sizeof(int),
+                             cudaMemcpyHostToDevice, gpu->stream));
     }
     a->s = f->step;
     a->headed = true;
     f->timed = a->rows > 0;
-    if (a->tokens == 1) gpu->experts_read += (uint64_t)f->work.n_layers * f->work.top_k;
+    if (single) gpu->experts_read += (uint64_t)f->work.n_layers * f->work.top_k;
     const DeviceLayer &l = gpu->device.layer[0];
-    const bool alone = a->tokens == 1;
-    Next next = alone ? Next{} : next_of(f->work.normed_for[FOR_QKV], l.qkv, l.attn_norm, are_twins(a->tokens));
-    CUDA(launch(gpu, embed, a->tokens, 1024, 0, f->work, a->s, post, gpu->device.embed, gpu->sms, alone, next));
-    if (!gpu->limits.tap) CUDA(launch_few(a, 0, all));
+    Next next = single ? Next{} : next_of(f->work.normed_for[FOR_QKV], l.qkv, l.attn_norm, is_paired(a->tokens));
+    CUDA(launch(gpu, decode_embed, a->tokens, 1024, 0, f->work, a->s, step, gpu->device.embed, gpu->sms, single, next));
+    if (!gpu->limits.tap) CUDA(launch_decode_step(a, 0, all));
     for (int phase = 0; phase < all && gpu->limits.tap; phase++) {
         a->w.layer = phase / PHASES;
-        CUDA(launch_few(a, phase, phase + 1));
+        CUDA(launch_decode_step(a, phase, phase + 1));
         if (!tap_phase(a, phase / PHASES, phase == layers ? PHASES : phase % PHASES, e)) return false;
     }
     return true;
 }
 
-/* Where its time went: see Backend::phases. */
+/* Where the time went: see Backend::phases. */
 int phases(const Gpu *gpu, Phase *phase) {
     static const char *name[PHASES + 1] = {"qkv", "attention", "output", "up", "down", "head"};
     const State *f = gpu->fast;
@@ -160,29 +234,32 @@ int phases(const Gpu *gpu, Phase *phase) {
     static_assert(PHASES + 1 <= MOST_PHASES, "infer.h");
     if (!f->timed || cudaMemcpy(ended.data(), f->work.ended, ended.size() * 8, cudaMemcpyDeviceToHost)) return 0;
     for (int i = 0; i <= PHASES; i++) phase[i] = {name[i], 0};
-    for (int i = 0; i <= layers; i++) phase[i == layers ? PHASES : i % PHASES].seconds += (double)(ended[i + 1] - ended[i]) / 1e9;
+    for (int i = 0; i <= layers; i++)
+        phase[i == layers ? PHASES : i % PHASES].seconds += (double)(ended[i + 1] - ended[i]) / 1e9;
     return PHASES + 1;
 }
 
-/* ---- a prompt ---- */
+/* ---- prefill ---- */
 
-/* Whether a step has enough tokens for each expert. */
+/* Whether a step has enough tokens for each expert, and a prompt. */
 constexpr int MIN_PREFILL = 256;
 bool prefills(const Pass *a) { return a->tokens >= MIN_PREFILL && a->tiles; }
 
-/* x in the order of fp4_column. A block a token. */
+/* to = x in the order of fp4_column. A block a token. */
 __global__ void __launch_bounds__(256) order_for_wgmma(const bf16 *from, bf16 *to, int pitch) {
     launch_next();
     wait_previous();
     for (int c = 2 * threadIdx.x; c < pitch; c += 2 * blockDim.x)
-        *(uint32_t *)(to + (size_t)blockIdx.x * pitch + fp4_column(c)) = *(const uint32_t *)(from + (size_t)blockIdx.x * pitch + c);
+        *(uint32_t *)(to + (size_t)blockIdx.x * pitch + fp4_column(c)) =
+            *(const uint32_t *)(from + (size_t)blockIdx.x * pitch + c);
 }
 
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     typedef WgmmaAttention<64> Shape;
     CUDA(launch(a->gpu, rope_and_store, a->tokens, 256, 0, a->w, a->s, l));
     CUDA(launch_queries<64>(a, l));
-    CUDA(launch(a->gpu, attention_wgmma<64>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w, a->s, l));
+    CUDA(launch(a->gpu, attention_wgmma<64>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w, a->s,
+                l));
     return tap_attention(a, l, e);
 }
 

@@ -1,115 +1,137 @@
-/* hopper.cuh: what a step of many tokens spends its time in, attention and the products of the experts, on Hopper's
- * instructions for groups of four warps (wgmma, only in code for sm_90a). many.cuh has both for other cards.
+/* prefill.cuh: what a prompt spends its time in, attention and the products of the experts, on Hopper's instructions
+ * for warpgroups of four warps (wgmma, only in code for sm_90a). infer.cu has both for other cards.
  *
- * A group multiplies 64 rows, which lie in its registers or in shared memory, by columns that lie in shared memory: a ring
- * that cp.async fills ahead. Sums are fp32 and in one order, so that every run gives the same bits. */
+ * A warpgroup multiplies 64 rows, in registers or in shared memory, by columns in shared memory: a ring that cp.async
+ * fills ahead. Sums are fp32 and in one order, so every run gives the same bits. */
 #pragma once
 
-constexpr int PANEL = 64 * 128; /* bytes of 64 columns of 64 inner indices, as wgmma reads them */
+constexpr int PANEL = 64 * 128; /* bytes of 64 columns by 64 inner indices, as wgmma reads them */
 
-/* Where the inner index of column c lies among a row's. Lane t holds columns 16t .. 16t + 15 of 64 in MXFP4, wgmma wants 2t, 2t + 1,
- * 2t + 8, 2t + 9 of every 16: activations for it have the 4 by 8 pairs of each 64 columns transposed. */
+/* Where column c of a row of activations lies. In MXFP4 lane t holds columns 16t .. 16t + 15 of 64, but wgmma wants 2t,
+ * 2t + 1, 2t + 8, 2t + 9 of every 16: so the 4 by 8 pairs of each 64 columns are transposed. */
 __host__ __device__ inline int fp4_column(int c) { return (c & ~62) | (c & 14) << 2 | (c >> 3 & 6); }
 
 #if HOPPER
 /* ---- instructions ---- */
 
-#define SUMS_8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define SUMS_8(i)                                                                                                      \
+    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]),        \
+        "+f"(c[i + 7])
 #define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
-#define TO_31 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define TO_63 TO_31 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define TO_95 TO_63 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define TO_31                                                                                                          \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                           \
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define TO_63                                                                                                          \
+    TO_31 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"                                          \
+          "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define TO_95                                                                                                          \
+    TO_63 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"                                          \
+          "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define WGMMA_TO(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
 
-/* c (64, N) += a (64, 16) times the 16 inner indices of N columns that `b` names, bf16. Warp w of four holds rows 16w .. 16w + 15 of a
- * and c, dealt to its lanes as mma deals them. Runs on its own: see wgmma_done. */
+/* c (64, N) += a (64, 16) times the 16 inner indices of N columns that `b` names, bf16. Warp w of four holds rows
+ * 16w .. 16w + 15 of a and c, dealt to its lanes as mma deals them. It runs asynchronously: see wgmma_done(). */
 template <int N> __device__ inline void wgmma(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b) {
     if constexpr (N == 64)
-        asm volatile(WGMMA_TO(64) "{" TO_31 "},{%32,%33,%34,%35},%36,1,1,1,0;" : SUMS_32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        asm volatile(WGMMA_TO(64) "{" TO_31 "},{%32,%33,%34,%35},%36,1,1,1,0;"
+                     : SUMS_32(0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     else if constexpr (N == 128)
-        asm volatile(WGMMA_TO(128) "{" TO_63 "},{%64,%65,%66,%67},%68,1,1,1,0;" : SUMS_32(0), SUMS_32(32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        asm volatile(WGMMA_TO(128) "{" TO_63 "},{%64,%65,%66,%67},%68,1,1,1,0;"
+                     : SUMS_32(0), SUMS_32(32)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     else
         asm volatile(WGMMA_TO(192) "{" TO_95 "},{%96,%97,%98,%99},%100,1,1,1,0;"
                      : SUMS_32(0), SUMS_32(32), SUMS_32(64)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-/* The same for rows of a that lie in shared memory like columns; without `add` c is overwritten. */
+/* The same with the rows of a in shared memory, like columns; without `add` it overwrites c. */
 __device__ inline void wgmma(float (&c)[32], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p,%34,0;\n" WGMMA_TO(64) "{" TO_31 "},%32,%33,p,1,1,0,0;\n}" : SUMS_32(0) : "l"(a), "l"(b), "r"(add));
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p,%34,0;\n" WGMMA_TO(64) "{" TO_31 "},%32,%33,p,1,1,0,0;\n}"
+                 : SUMS_32(0)
+                 : "l"(a), "l"(b), "r"(add));
 }
-/* Before the first wgmma behind other writes to its registers; behind the last of a group; until all but BUT groups are done. */
+/* Before the first wgmma behind other writes to its registers; behind the last of a batch; waits for all but BUT
+ * batches. */
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int BUT> __device__ inline void wgmma_done() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(BUT) : "memory"); }
-/* What is done with c stays behind the wait. */
+template <int BUT> __device__ inline void wgmma_done() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(BUT) : "memory");
+}
+/* Keeps uses of c behind the wait. */
 template <int N> __device__ inline void wgmma_settle(float (&c)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-/* The warps of a group wait for each other. */
-__device__ inline void sync_group() { asm volatile("bar.sync %0,128;" ::"r"(1 + (int)threadIdx.x / 128) : "memory"); }
+/* The warps of a warpgroup wait for each other. */
+__device__ inline void sync_warpgroup() {
+    asm volatile("bar.sync %0,128;" ::"r"(1 + (int)threadIdx.x / 128) : "memory");
+}
 
-/* A panel lies at a multiple of 1024: column n has its 64 inner indices at 128 n, the eighths of the 128 bytes exchanged so that eight
- * columns' share of one fills all banks. 16 inner indices further on is 2 more, the next panel PANEL / 16 more. */
+/* wgmma's name for a panel, which lies at a multiple of 1024. Column n has its 64 inner indices at byte 128 n, in
+ * eighths whose order differs by column, so that one eighth of eight columns fills all banks. 16 inner indices further
+ * on is 2 more, the next panel PANEL / 16 more. */
 __device__ inline uint64_t panel_at(const uint8_t *shared) {
-    return (uint64_t)1 << 62 | (uint64_t)64 << 32 | (uint64_t)1 << 16 | (__cvta_generic_to_shared(shared) & 0x3FFFF) >> 4;
+    return (uint64_t)1 << 62 | (uint64_t)64 << 32 | (uint64_t)1 << 16 |
+           (__cvta_generic_to_shared(shared) & 0x3FFFF) >> 4;
 }
 __device__ inline int panel_byte(int column, int eighth) { return column * 128 + (eighth ^ column % 8) * 16; }
 
-/* The ring: a stage is filled when all warps have left it and used when its copies have arrived. */
-struct Stages {
+/* A ring of stages that threads fill by cp.async. All warps leave a stage before it is filled again. */
+struct CopyRing {
     Barrier *full, *empty; /* (n) */
-    int n, at = 0;
+    int n, stage = 0;
     unsigned parity = 0;
 
-    /* `arrivals` make a stage full, `warps` empty. All threads of the block call it. */
-    __device__ Stages(Barrier *barriers, int n, int arrivals, int warps) : full(barriers), empty(barriers + n), n(n) {
+    /* `arrivals` make a stage full, `warps` make it empty. All threads of the block call it. */
+    __device__ CopyRing(Barrier *barriers, int n, int arrivals, int warps) : full(barriers), empty(barriers + n), n(n) {
         if ((int)threadIdx.x < n) full[threadIdx.x].init(arrivals), empty[threadIdx.x].init(warps);
-        Barrier::show_init();
+        Barrier::fence_init();
         __syncthreads();
     }
-    __device__ void next() {
-        if (++at == n) at = 0, parity ^= 1;
+    __device__ void advance() {
+        if (++stage == n) stage = 0, parity ^= 1;
     }
-    __device__ void wait_empty() const { empty[at].wait(parity ^ 1); }
+    __device__ void wait_empty() const { empty[stage].wait(parity ^ 1); }
     __device__ void wait_full() const {
-        full[at].wait(parity);
-        fence_proxies(); /* wgmma sees what cp.async wrote and this thread knows to be there */
+        full[stage].wait(parity);
+        fence_proxies(); /* so that wgmma sees what cp.async wrote */
     }
     __device__ void leave() const { /* a warp has read the stage */
-        if (threadIdx.x % 32 == 0) empty[at].arrive();
+        if (threadIdx.x % 32 == 0) empty[stage].arrive();
     }
-    __device__ void copies_arrive() const { full[at].copies_arrive(); }
+    __device__ void arrive_on_copies() const { full[stage].arrive_on_copies(); }
 };
 #endif
 
 /* ---- attention ---- */
 
 template <int D> struct WgmmaAttention {
-    static constexpr int GROUPS = 2, ROWS = GROUPS * 64, THREADS = GROUPS * 128; /* a row: a token and query head */
-    static constexpr int BLOCKS = D == 64 ? 2 : 1;                               /* at once on a multiprocessor */
-    static constexpr int STAGES = 5, STAGE = 2 * D * PAGE * 2;                   /* bytes of a page's keys and values */
-    static constexpr int AHEAD = 3;                                              /* pages on the way; the others let the warps drift apart */
-    static constexpr int QUERIES = D * 128;                                      /* bytes of a group's */
-    static constexpr int SHARED = STAGES * (STAGE + 16) + GROUPS * QUERIES;
+    static constexpr int WARPGROUPS = 2, THREADS = WARPGROUPS * 128;
+    static constexpr int BLOCKS = D == 64 ? 2 : 1;             /* on a multiprocessor at once */
+    static constexpr int STAGES = 5, STAGE = 2 * D * PAGE * 2; /* bytes of a page's keys and values */
+    static constexpr int AHEAD = 3;         /* pages on the way; the other stages let the warps drift apart */
+    static constexpr int QUERIES = D * 128; /* bytes of a warpgroup's 64 rows */
+    static constexpr int SHARED = STAGES * (STAGE + 16) + WARPGROUPS * QUERIES;
 };
 
 #if HOPPER
-/* The largest score of a row (row g, or with r = 1 row g + 8) so far; returns by what sums of shares before shrink, and `shift`, what scores times
- * `scale` are taken from. */
-__device__ inline float grow(const float (&score)[32], int r, float scale, float &most, float &shift) {
-    float now = most;
+/* Updates the maximum score of a row (g, or g + 8 with r = 1); returns the factor by which its earlier sums shrink, and
+ * `shift`, which scores times `scale` are taken relative to. */
+__device__ inline float update_max(const float (&score)[32], int r, float scale, float &max_score, float &shift) {
+    float now = max_score;
     for (int j = 0; j < 16; j++) now = fmaxf(now, score[j / 2 * 4 + r * 2 + j % 2]);
     now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
     now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
     shift = now == -INFINITY ? 0 : now * scale; /* -INFINITY: nothing seen yet */
-    float factor = exp2_quick(most * scale - shift);
-    most = now;
+    float factor = exp2_quick(max_score * scale - shift);
+    max_score = now;
     return factor;
 }
-/* Scores as shares, in the order in which wgmma wants rows; `total` grows by them. */
-__device__ inline void shares_of(const float (&score)[32], float scale, const float (&shift)[2], uint32_t (&share)[4][4], float (&total)[2]) {
+/* Turns scores into softmax shares, in wgmma's order of rows, and adds them to `total`. */
+__device__ inline void shares_of(const float (&score)[32], float scale, const float (&shift)[2],
+                                 uint32_t (&share)[4][4], float (&total)[2]) {
 #pragma unroll
     for (int j = 0; j < 32; j += 2) {
         int r = j / 2 % 2;
@@ -118,22 +140,56 @@ __device__ inline void shares_of(const float (&score)[32], float scale, const fl
         share[j / 8][j / 2 % 4] = pack(a, b);
     }
 }
+/* Copies a warpgroup's queries, rows 64 mine .. 64 mine + 63. Missing rows alias the last token's. */
+template <int D>
+__device__ __forceinline__ void copy_queries(const Work &w, uint8_t *queries, int mine, int group, int head, int token,
+                                             int n) {
+#pragma unroll
+    for (int k = 0; k < WgmmaAttention<D>::QUERIES / 16 / 128; k++) {
+        int i = k * 128 + threadIdx.x % 128, r = i / (D / 8), c = i % (D / 8), of = mine * 64 + r;
+        size_t from = (size_t)(token + min(of / group, n - 1)) * w.n_heads + head * group + of % group;
+        copy_16(queries + c / 8 * PANEL + panel_byte(r, c % 8), (const bf16 *)w.q + from * D + c * 8);
+    }
+}
+/* Stores a row's result, the lane's rows g (r = 0) or g + 8, with the sink. */
+template <int D>
+__device__ __forceinline__ void store_row(const Work &w, const DeviceLayer &l, const float (&sum)[D / 64][32],
+                                          float max_score, float total, float scale, int r, int row, int t, int group,
+                                          int head, int token, int n) {
+    float all = total + __shfl_xor_sync(~0u, total, 1);
+    all += __shfl_xor_sync(~0u, all, 2);
+    int h = head * group + row % group, from = row / group;
+    float sink = l.sinks ? l.sinks[h] * LOG2E : -INFINITY, top = fmaxf(max_score * scale, sink);
+    float factor = exp2f(max_score * scale - top);
+    all = all * factor + (l.sinks ? exp2f(sink - top) : 0);
+    if (from >= n) return;
+    bf16 *out = (bf16 *)w.attn + (size_t)(token + from) * w.attn_pitch + h * D + 2 * t;
+    for (int j = 0; j < D / 8; j++) {
+        const float *pair = sum[j / 8] + j % 8 * 4 + 2 * r;
+        *(uint32_t *)(out + j * 8) = pack(pair[0] * factor / all, pair[1] * factor / all);
+    }
+}
 #endif
 
-/* Attention of neighbouring tokens (blockIdx.y: a tile, the last first, since it sees most) and all query heads that share a
- * key/value head (blockIdx.x): ROWS rows, whose queries stay in shared memory while pages of keys and values pass through it. Every
- * thread fetches its share of a page AHEAD pages before it is used. Softmax as in attention_tiled; a page that all rows of a
- * group see whole is not masked, and sums are scaled only where a row's largest score has grown. */
-template <int D> __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>::BLOCKS) attention_wgmma(Work w, Step s, DeviceLayer l) {
+/* Attention of neighbouring tokens (blockIdx.y: a tile of them, the last first, since it sees most) and all query heads
+ * that share a key/value head (blockIdx.x). A row is a token and query head; a warpgroup's 64 rows of queries stay in
+ * shared memory while pages of keys and values pass through it. Every thread fetches its share of a page AHEAD pages
+ * before it is used. Softmax as in attention_tiled. Pages that all rows of a warpgroup see whole are not masked, and
+ * sums are scaled only when a row's maximum has grown. */
+template <int D>
+__global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>::BLOCKS)
+    attention_wgmma(Work w, Step s, DeviceLayer l) {
 #if HOPPER
     typedef WgmmaAttention<D> Shape;
     extern __shared__ __align__(1024) uint8_t arena[];
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = blockIdx.x, tile = gridDim.y - 1 - blockIdx.y;
-    Stages ring((Barrier *)(arena + Shape::STAGES * Shape::STAGE + Shape::GROUPS * Shape::QUERIES), Shape::STAGES, Shape::THREADS, Shape::GROUPS * 4),
+    CopyRing ring((Barrier *)(arena + Shape::STAGES * Shape::STAGE + Shape::WARPGROUPS * Shape::QUERIES), Shape::STAGES,
+                  Shape::THREADS, Shape::WARPGROUPS * 4),
         next = ring;
     wait_previous();
     launch_next();
-    int token = s.tile[2 * tile], n = s.tile[2 * tile + 1], position = s.position[token], group = w.n_heads / w.n_kv_heads, end = position + n - 1;
+    int token = s.tile[2 * tile], n = s.tile[2 * tile + 1], position = s.position[token],
+        group = w.n_heads / w.n_kv_heads, end = position + n - 1;
     int begin = l.window && position >= l.window ? (position - l.window + 1) / PAGE : 0, coming = begin;
     const int *pages = s.page + (size_t)s.seq[token] * s.header[0];
     int page = pages[begin], column = threadIdx.x % 8;
@@ -141,50 +197,48 @@ template <int D> __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, W
                *from_value = cache_of(w, 0, 1, head) + value_place(D, column * 8, threadIdx.x / 8);
     uint8_t *key = arena + threadIdx.x % (D / 8) / 8 * PANEL + panel_byte(threadIdx.x / (D / 8), column),
             *value = arena + D * 128 + panel_byte(threadIdx.x / 8, column);
-    auto fetch = [&] { /* the share of a thread in page `coming` */
+    /* This thread's share of page `coming`. Behind the last token there may be a NaN, and 0 times a NaN is one. */
+    auto fetch = [&] {
         if (coming > end / PAGE) return;
         size_t skip = page * page_size(w);
-        int at = next.at * Shape::STAGE,
-            seen = 2 * (end + 1 - coming * PAGE) - column * 16; /* behind the last token there may be a NaN, and 0 times that is one */
+        int at = next.stage * Shape::STAGE, seen = 2 * (end + 1 - coming * PAGE) - column * 16;
         if (coming < end / PAGE) page = pages[coming + 1];
         next.wait_empty();
 #pragma unroll
         for (int k = 0; k < PAGE * D / 8 / Shape::THREADS; k++) {
             copy_16(key + at + k * (Shape::THREADS / (D / 8)) * 128, from_key + skip + k * Shape::THREADS * 8);
-            copy_16(value + at + k * (Shape::THREADS / 8) * 128, from_value + skip + k * (Shape::THREADS / 8) * SLAB_KEYS, max(0, min(16, seen)));
+            copy_16(value + at + k * (Shape::THREADS / 8) * 128,
+                    from_value + skip + k * (Shape::THREADS / 8) * SLAB_KEYS, max(0, min(16, seen)));
         }
-        next.copies_arrive();
-        next.next();
+        next.arrive_on_copies();
+        next.advance();
         coming++;
     };
-    int mine = threadIdx.x / 128, low = position + min(mine * 64 / group, n - 1), high = position + min((mine * 64 + 63) / group, n - 1);
+    int mine = threadIdx.x / 128, low = position + min(mine * 64 / group, n - 1),
+        high = position + min((mine * 64 + 63) / group, n - 1);
     uint8_t *queries = arena + Shape::STAGES * Shape::STAGE + mine * Shape::QUERIES;
-#pragma unroll
-    for (int k = 0; k < Shape::QUERIES / 16 / 128; k++) {
-        int i = k * 128 + threadIdx.x % 128, r = i / (D / 8), c = i % (D / 8), of = mine * 64 + r;
-        copy_16(queries + c / 8 * PANEL + panel_byte(r, c % 8),
-                (const bf16 *)w.q + ((size_t)(token + min(of / group, n - 1)) * w.n_heads + head * group + of % group) * D + c * 8);
-    }
+    copy_queries<D>(w, queries, mine, group, head, token, n);
     copies_end();
     for (int i = 0; i < Shape::AHEAD; i++) fetch();
     copies_done<0>();
     fence_proxies(); /* as in wait_full() */
-    sync_group();
+    sync_warpgroup();
     uint64_t q = panel_at(queries);
     int row = threadIdx.x / 32 * 16 + g, last[2], first[2]; /* what rows g and g + 8 see */
     for (int r = 0; r < 2; r++) {
         last[r] = position + min((row + 8 * r) / group, n - 1);
         first[r] = l.window ? last[r] - l.window + 1 : 0;
     }
-    float sum[D / 64][32] = {}, most[2] = {-INFINITY, -INFINITY}, total[2] = {}, scale = LOG2E * rsqrtf(D);
-    for (int i = begin; i <= end / PAGE; i++, ring.next()) {
+    float sum[D / 64][32] = {}, max_score[2] = {-INFINITY, -INFINITY}, total[2] = {}, scale = LOG2E * rsqrtf(D);
+    for (int i = begin; i <= end / PAGE; i++, ring.advance()) {
         float score[32];
         fetch();
         ring.wait_full();
-        uint64_t keys = panel_at(arena + ring.at * Shape::STAGE), values = keys + D * 128 / 16;
+        uint64_t keys = panel_at(arena + ring.stage * Shape::STAGE), values = keys + D * 128 / 16;
         wgmma_begin();
 #pragma unroll
-        for (int k = 0; k < D / 16; k++) wgmma(score, q + k / 4 * (PANEL / 16) + k % 4 * 2, keys + k / 4 * (PANEL / 16) + k % 4 * 2, k > 0);
+        for (int k = 0; k < D / 16; k++)
+            wgmma(score, q + k / 4 * (PANEL / 16) + k % 4 * 2, keys + k / 4 * (PANEL / 16) + k % 4 * 2, k > 0);
         wgmma_end();
         wgmma_done<0>();
         wgmma_settle(score);
@@ -194,7 +248,8 @@ template <int D> __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, W
                 if (p > last[r] || p < first[r]) score[j] = -INFINITY;
             }
         float shift[2], factor[2];
-        for (int r = 0; r < 2; r++) factor[r] = grow(score, r, scale, most[r], shift[r]), total[r] *= factor[r];
+        for (int r = 0; r < 2; r++)
+            factor[r] = update_max(score, r, scale, max_score[r], shift[r]), total[r] *= factor[r];
         if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1))
             for (int u = 0; u < D / 64; u++)
                 for (int j = 0; j < 32; j++) sum[u][j] *= factor[j / 2 % 2];
@@ -209,59 +264,69 @@ template <int D> __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, W
         for (int u = 0; u < D / 64; u++) wgmma_settle(sum[u]);
         ring.leave();
     }
-    for (int r = 0; r < 2; r++) {
-        float all = total[r] + __shfl_xor_sync(~0u, total[r], 1);
-        all += __shfl_xor_sync(~0u, all, 2);
-        int h = head * group + (row + 8 * r) % group, from = (row + 8 * r) / group;
-        float sink = l.sinks ? l.sinks[h] * LOG2E : -INFINITY, top = fmaxf(most[r] * scale, sink), factor = exp2f(most[r] * scale - top);
-        all = all * factor + (l.sinks ? exp2f(sink - top) : 0);
-        if (from >= n) continue;
-        bf16 *out = (bf16 *)w.attn + (size_t)(token + from) * w.attn_pitch + h * D + 2 * t;
-        for (int j = 0; j < D / 8; j++)
-            *(uint32_t *)(out + j * 8) = pack(sum[j / 8][j % 8 * 4 + 2 * r] * factor / all, sum[j / 8][j % 8 * 4 + 2 * r + 1] * factor / all);
-    }
+    for (int r = 0; r < 2; r++)
+        store_row<D>(w, l, sum, max_score[r], total[r], scale, r, row + 8 * r, t, group, head, token, n);
 #endif
 }
 
 /* ---- experts ---- */
 
+/* A slice is ROWS rows of an expert's matrix times a job's choices, at most CHOICES; a block multiplies slice after
+ * slice, a chunk of 64 columns in each stage. */
 struct ExpertShape {
-    static constexpr int GROUPS = 3, ROWS = GROUPS * 64;  /* of four warps; rows of the matrix that a block multiplies ... */
-    static constexpr int UNITS = 3, CHOICES = UNITS * 64; /* ... by so many choices */
-    static constexpr int THREADS = GROUPS * 128 + 128;    /* with the producer's */
-    static constexpr int STAGES = 6, X = UNITS * PANEL, WEIGHTS = ROWS / TILE * FP4_CHUNK; /* bytes of 64 columns */
-    static constexpr int PITCH = 40, OUT = 64 * PITCH * 2; /* results on their way out, of each group */
-    static constexpr int SHARED = STAGES * (X + WEIGHTS + 16) + GROUPS * OUT; /* without the list of tiles */
+    static constexpr int WARPGROUPS = 3, ROWS = WARPGROUPS * 64;
+    static constexpr int PANELS = 3, CHOICES = PANELS * 64;
+    static constexpr int THREADS = WARPGROUPS * 128 + 128;                                  /* with the producer's */
+    static constexpr int STAGES = 6, X = PANELS * PANEL, WEIGHTS = ROWS / TILE * FP4_CHUNK; /* bytes of a chunk */
+    static constexpr int PITCH = 40, OUT = 64 * PITCH * 2; /* results on their way out, of each warpgroup */
+    static constexpr int SHARED = STAGES * (X + WEIGHTS + 16) + WARPGROUPS * OUT; /* without the list of jobs */
     static constexpr int jobs(int choices, int experts) { return choices / CHOICES + experts; }
 };
 
 #if HOPPER
-/* Sorts the jobs of route() by size, largest first, so that no block ends long after the others; returns how many there are. All threads of the block call
- * it. */
+/* Sorts the jobs of route() by size, largest first, so that no block ends long after the others; returns their number.
+ * All threads of the block call it. */
 __device__ inline int sort_jobs(const Work &w, int *sorted) {
     const int jobs = *w.jobs;
-    auto units = [&](int i) { return (w.job[i].n + 63) / 64; };
+    auto panels = [&](int i) { return (w.job[i].n + 63) / 64; };
     for (int i = threadIdx.x; i < jobs; i += blockDim.x) {
         int place = 0;
-        for (int k = 0; k < jobs; k++) place += units(k) > units(i) || (units(k) == units(i) && k < i);
+        for (int k = 0; k < jobs; k++) place += panels(k) > panels(i) || (panels(k) == panels(i) && k < i);
         sorted[place] = i;
     }
     __syncthreads();
     return jobs;
 }
 
-/* A tile: this group's 64 rows of an expert's matrix, unpacked to bf16 in registers, times n choices, at most 64 UNITS. While one
- * group unpacks, the others multiply. */
-template <int UNITS, class Store>
-__device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int expert, int row, const int *list, int n, uint8_t *room, Store store) {
+/* Sixteen e2m1 values times their block's scale (a byte of a chunk), exactly, as bf16. */
+__device__ inline Sixteen fp4_to_bf16_scaled(uint32_t a, uint32_t b, uint32_t scale) {
+    Sixteen v = fp4_to_bf16(a, b);
+    uint32_t lift = 0x78007800, rest = (scale - 13) * 0x00800080; /* 2^113, 2^(e - 114) */
+    for (uint4 *eight : {&v.low, &v.high})
+        for (int i = 0; i < 4; i++) {
+            uint32_t &pair = (&eight->x)[i];
+            __nv_bfloat162 x =
+                __hmul2(*reinterpret_cast<__nv_bfloat162 *>(&pair), *reinterpret_cast<__nv_bfloat162 *>(&lift));
+            x = __hmul2(x, *reinterpret_cast<__nv_bfloat162 *>(&rest));
+            pair = *reinterpret_cast<uint32_t *>(&x);
+        }
+    return v;
+}
+
+/* A slice: this warpgroup's 64 rows, unpacked to bf16 in registers, times n choices, at most 64 PANELS. While one
+ * warpgroup unpacks, the others multiply. */
+template <int PANELS, class Store>
+__device__ void multiply_slice(CopyRing &ring, const uint8_t *arena, int chunks, int expert, int row, const int *list,
+                               int n, uint8_t *room, Store store) {
     typedef ExpertShape Shape;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float c[UNITS * 32] = {};
-    for (int step = 0; step < steps; step++, ring.next()) {
+    float c[PANELS * 32] = {};
+    for (int i = 0; i < chunks; i++, ring.advance()) {
         ring.wait_full();
-        const uint8_t *chunk = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + warp * FP4_CHUNK;
+        const uint8_t *chunk = arena + Shape::STAGES * Shape::X + ring.stage * Shape::WEIGHTS + warp * FP4_CHUNK;
         uint4 words = *(const uint4 *)(chunk + lane * 16);
-        uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4) >> lane % 4 / 2 * 8, scale = scales & 255, scale8 = scales >> 16 & 255, a[4][4];
+        uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4) >> lane % 4 / 2 * 8;
+        uint32_t scale = scales & 255, scale8 = scales >> 16 & 255, a[4][4];
         Sixteen row = fp4_to_bf16_scaled(words.x, words.y, scale), row8 = fp4_to_bf16_scaled(words.z, words.w, scale8);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -270,51 +335,54 @@ __device__ void multiply_tile(Stages &ring, const uint8_t *arena, int steps, int
             to[0][0] = low.x, to[0][1] = high.x, to[0][2] = low.y, to[0][3] = high.y;
             to[1][0] = low.z, to[1][1] = high.z, to[1][2] = low.w, to[1][3] = high.w;
         }
-        uint64_t columns = panel_at(arena + ring.at * Shape::X);
+        uint64_t columns = panel_at(arena + ring.stage * Shape::X);
         wgmma_begin();
 #pragma unroll
-        for (int k = 0; k < 4; k++) wgmma<UNITS * 64>(c, a[k], columns + k * 2);
+        for (int k = 0; k < 4; k++) wgmma<PANELS * 64>(c, a[k], columns + k * 2);
         wgmma_end();
         wgmma_done<0>();
         ring.leave();
     }
     wgmma_settle(c);
 #pragma unroll
-    for (int u = 0; u < UNITS; u++) store(c + u * 32, expert, row, list + u * 64, n - u * 64, room);
+    for (int u = 0; u < PANELS; u++) store(c + u * 32, expert, row, list + u * 64, n - u * 64, room);
 }
 
-/* One product for all experts, by blocks that take tile after tile: ROWS rows of an expert's matrix times up to CHOICES rows of x
- * that chose it, 64 columns a stage. The producer's warps run ahead, over the borders of tiles too. x has a row for every `divide`
- * choices, its columns in the order of fp4_column. store(c, expert, this warp's first row of the matrix, choices, how many, room)
- * gets the sums of 64 choices. */
-template <class Store> __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide, Store store) {
+/* The product of all experts. The producer's warps run ahead, across the borders of slices too. x has a row for every
+ * `divide` choices, its columns in the order of fp4_column. store(c, expert, this warp's first row of the matrix,
+ * choices, how many, room) receives the sums of 64 choices; `room` is OUT bytes of shared memory. */
+template <class Store>
+__device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide,
+                                       Store store) {
     typedef ExpertShape Shape;
     extern __shared__ __align__(1024) uint8_t arena[];
     uint8_t *room = arena + Shape::STAGES * (Shape::X + Shape::WEIGHTS);
-    Barrier *barriers = (Barrier *)(room + Shape::GROUPS * Shape::OUT);
+    Barrier *barriers = (Barrier *)(room + Shape::WARPGROUPS * Shape::OUT);
     int *sorted = (int *)(barriers + 2 * Shape::STAGES), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    Stages ring(barriers, Shape::STAGES, 128, Shape::GROUPS * 4);
+    CopyRing ring(barriers, Shape::STAGES, 128, Shape::WARPGROUPS * 4);
     wait_previous();
     launch_next();
-    int steps = m.stride / CHUNK, groups = (m.rows + TILE - 1) / TILE, high = (m.rows + Shape::ROWS - 1) / Shape::ROWS,
+    int chunks = m.stride / CHUNK, tiles = (m.rows + TILE - 1) / TILE, high = (m.rows + Shape::ROWS - 1) / Shape::ROWS,
         jobs = sort_jobs(w, sorted);
-    auto tile_at = [&](int i, int &e, int &n, int &group) { /* its expert, how many choices, first group of rows; returns the choices */
+    /* A slice's expert, number of choices and first tile; returns the choices. */
+    auto slice_at = [&](int i, int &e, int &n, int &tile) {
         Job job = w.job[sorted[i / high]];
-        e = job.expert, n = job.n, group = i % high * (Shape::ROWS / TILE);
+        e = job.expert, n = job.n, tile = i % high * (Shape::ROWS / TILE);
         return w.order + job.first;
     };
-    int e, n, group;
-    if (warp < Shape::GROUPS * 4) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;"); /* the producer's registers are worth more here */
+    int e, n, tile;
+    if (warp < Shape::WARPGROUPS * 4) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;"); /* registers that the producer hands over */
         uint8_t *mine = room + warp / 4 * Shape::OUT;
         int i = blockIdx.x;
-        auto take = [&](auto units) { /* the tiles of this size; constant, so that sums are registers */
-            constexpr int UNITS = decltype(units)::value;
+        /* Takes the slices of this width, a constant so that sums are registers. */
+        auto take = [&](auto panels) {
+            constexpr int PANELS = decltype(panels)::value;
             for (; i < jobs * high; i += gridDim.x) {
-                const int *list = tile_at(i, e, n, group);
+                const int *list = slice_at(i, e, n, tile);
                 n = __shfl_sync(~0u, n, 0);
-                if (n <= (UNITS - 1) * 64) break;
-                multiply_tile<UNITS>(ring, arena, steps, e, (group + warp) * TILE, list, n, mine, store);
+                if (n <= (PANELS - 1) * 64) break;
+                multiply_slice<PANELS>(ring, arena, chunks, e, (tile + warp) * TILE, list, n, mine, store);
             }
         };
         take(std::integral_constant<int, 3>());
@@ -322,78 +390,83 @@ template <class Store> __device__ void multiply_experts_wgmma(const Work &w, con
         take(std::integral_constant<int, 1>());
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        constexpr int WORDS = FP4_CHUNK / 16, ALL = Shape::WEIGHTS / 16; /* of a chunk, and of the chunks of all groups of rows */
+        constexpr int WORDS = FP4_CHUNK / 16, ALL = Shape::WEIGHTS / 16; /* of a tile's chunk; of a stage's weights */
         int thread = threadIdx.x % 128;
         for (int i = blockIdx.x; i < jobs * high; i += gridDim.x) {
-            const int *list = tile_at(i, e, n, group);
-            /* where a thread's words lie; eight threads copy a row of x, every 16th. Behind the last group and row it is read again. */
-            uint32_t chunk[(ALL + 127) / 128], from[Shape::CHOICES / 16];
+            const int *list = slice_at(i, e, n, tile);
+            /* Where this thread's words of weights lie, and its eighths of every 16th row of x. Missing tiles and rows
+             * alias the last one. */
+            uint32_t word[(ALL + 127) / 128], from[Shape::CHOICES / 16];
 #pragma unroll
             for (int k = 0; k < (ALL + 127) / 128; k++) {
-                int word = k * 128 + thread;
-                chunk[k] = min(word / WORDS, groups - group - 1) * steps * WORDS + word % WORDS;
+                int at = k * 128 + thread;
+                word[k] = min(at / WORDS, tiles - tile - 1) * chunks * WORDS + at % WORDS;
             }
 #pragma unroll
-            for (int k = 0; k < Shape::CHOICES / 16; k++) from[k] = (uint32_t)(list[min(thread / 8 + 16 * k, n - 1)] / divide) * (x_pitch / 8) + thread % 8;
-            const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)group * steps * FP4_CHUNK), *rows = (const uint4 *)x;
-            for (int step = 0; step < steps; step++, weights += WORDS, rows += CHUNK / 8, ring.next()) {
+            for (int k = 0; k < Shape::CHOICES / 16; k++)
+                from[k] = (uint32_t)(list[min(thread / 8 + 16 * k, n - 1)] / divide) * (x_pitch / 8) + thread % 8;
+            const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)tile * chunks * FP4_CHUNK),
+                        *rows = (const uint4 *)x;
+            for (int chunk = 0; chunk < chunks; chunk++, weights += WORDS, rows += CHUNK / 8, ring.advance()) {
                 ring.wait_empty();
-                uint8_t *to = arena + ring.at * Shape::X + panel_byte(thread / 8, thread % 8),
-                        *to_weights = arena + Shape::STAGES * Shape::X + ring.at * Shape::WEIGHTS + thread * 16;
+                uint8_t *to = arena + ring.stage * Shape::X + panel_byte(thread / 8, thread % 8),
+                        *to_weights = arena + Shape::STAGES * Shape::X + ring.stage * Shape::WEIGHTS + thread * 16;
 #pragma unroll
-                for (int k = 0; k < ALL / 128; k++) copy_16(to_weights + k * 2048, weights + chunk[k]);
-                if (ALL % 128 > thread) copy_16(to_weights + ALL / 128 * 2048, weights + chunk[ALL / 128]);
+                for (int k = 0; k < ALL / 128; k++) copy_16(to_weights + k * 2048, weights + word[k]);
+                if (ALL % 128 > thread) copy_16(to_weights + ALL / 128 * 2048, weights + word[ALL / 128]);
 #pragma unroll
-                for (int u = 0; u < Shape::UNITS; u++) {
+                for (int u = 0; u < Shape::PANELS; u++) {
                     if (u * 64 >= n) break;
 #pragma unroll
                     for (int k = u * 4; k < u * 4 + 4; k++) copy_16(to + k * 2048, rows + from[k]);
                 }
-                ring.copies_arrive();
+                ring.arrive_on_copies();
             }
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
     }
 }
-
 #endif
 
 /* Gate and up, alternating rows, and the activation: act_out in the order of fp4_column. */
 __global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, DeviceLayer l, const bf16 *normed) {
 #if HOPPER
-    multiply_experts_wgmma(w, l.up, normed, w.normed_pitch, w.top_k,
-                           [&](const float *c, int e, int row, const int *list, int n, uint8_t *room) {
-                               int thread = threadIdx.x % 128, warp = thread / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
-                               bool odd = g % 2; /* holds up's rows, and does the odd one of two tokens */
-                               bf16 *out = (bf16 *)room;
-                               if (row - warp * 16 >= l.up.rows) return;
-                               int choice[2];
-                               float2 bias[2] = {};
-                               for (int i = 0; i < 2; i++) {
-                                   choice[i] = thread / 4 + 32 * i < n ? list[thread / 4 + 32 * i] : -1;
-                                   if (l.up.bias) bias[i] = *(const float2 *)(l.up.bias + (size_t)e * l.up.rows + row + 8 * i + g - odd);
-                               }
+    auto store = [&](const float *c, int e, int row, const int *list, int n, uint8_t *room) {
+        int thread = threadIdx.x % 128, warp = thread / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
+        bool odd = g % 2; /* this lane has rows of up, and takes the odd one of two tokens */
+        bf16 *out = (bf16 *)room;
+        if (row - warp * 16 >= l.up.rows) return;
+        int choice[2];
+        float2 bias[2] = {};
+        for (int i = 0; i < 2; i++) {
+            choice[i] = thread / 4 + 32 * i < n ? list[thread / 4 + 32 * i] : -1;
+            if (l.up.bias) bias[i] = *(const float2 *)(l.up.bias + (size_t)e * l.up.rows + row + 8 * i + g - odd);
+        }
 #pragma unroll
-                               for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
-                                   int i = j % 2;
-                                   float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
-                                   float value = swiglu(w.act, w.act_limit, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y, true);
-                                   int column = warp * 8 + i * 4 + g / 2;
-                                   out[(j / 2 * 8 + 2 * t + odd) * ExpertShape::PITCH + fp4_column(column) / 8 * 4 + fp4_column(column) % 4] = (bf16)value;
-                               }
-                               sync_group();
-                               for (int i = 0; i < 4; i++) /* half of 64 columns: four neighbours, and four later four again */
-                                   if (choice[i / 2] >= 0)
-                                       *(uint2 *)((bf16 *)w.act_out + (size_t)choice[i / 2] * w.act_pitch + fp4_column((row - warp * 16) / 2) + t * 16 + i % 2 * 8) =
-                                           *(const uint2 *)(out + (thread / 4 + i / 2 * 32) * ExpertShape::PITCH + t * 8 + i % 2 * 4);
-                               sync_group();
-                           });
+        for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
+            int i = j % 2;
+            float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
+            float value =
+                swiglu(w.act, w.act_limit, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y, true);
+            int column = warp * 8 + i * 4 + g / 2;
+            out[(j / 2 * 8 + 2 * t + odd) * ExpertShape::PITCH + fp4_column(column) / 8 * 4 + fp4_column(column) % 4] =
+                (bf16)value;
+        }
+        sync_warpgroup();
+        for (int i = 0; i < 4; i++) /* half of 64 columns: four neighbours, and four later four again */
+            if (choice[i / 2] >= 0)
+                *(uint2 *)((bf16 *)w.act_out + (size_t)choice[i / 2] * w.act_pitch + fp4_column((row - warp * 16) / 2) +
+                           t * 16 + i % 2 * 8) =
+                    *(const uint2 *)(out + (thread / 4 + i / 2 * 32) * ExpertShape::PITCH + t * 8 + i % 2 * 4);
+        sync_warpgroup();
+    };
+    multiply_experts_wgmma(w, l.up, normed, w.normed_pitch, w.top_k, store);
 #endif
 }
 
 __global__ void __launch_bounds__(ExpertShape::THREADS, 1) down_wgmma(Work w, DeviceLayer l) {
 #if HOPPER
-    multiply_experts_wgmma(w, l.down, (const bf16 *)w.act_out, w.act_pitch, 1, [&](const float *c, int e, int row, const int *list, int n, uint8_t *) {
+    auto store = [&](const float *c, int e, int row, const int *list, int n, uint8_t *) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         if (row >= w.dim) return;
         const float *bias = l.down.bias ? l.down.bias + (size_t)e * w.dim + row + g : NULL;
@@ -405,6 +478,7 @@ __global__ void __launch_bounds__(ExpertShape::THREADS, 1) down_wgmma(Work w, De
             float *out = w.down + (size_t)mine * w.dim + row + g;
             if (mine >= 0) out[0] = c[j / 2 * 4 + j % 2] + low, out[8] = c[j / 2 * 4 + 2 + j % 2] + high;
         }
-    });
+    };
+    multiply_experts_wgmma(w, l.down, (const bf16 *)w.act_out, w.act_pitch, 1, store);
 #endif
 }

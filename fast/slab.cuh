@@ -1,14 +1,16 @@
-/* slab.cuh: what the decode kernel adds to attention's Slab and SlabState. */
+/* slab.cuh: what the decode kernel adds to attention's Slab and SlabState in infer.cu. */
 #pragma once
 
-/* Puts a key and its value into a slab as number `at`, unless that is -1. Lane 4g + t brings of the key dimensions 8t to 8t + 7 of each 32, of the value g
- * and its neighbour of each eight: see told_place(). */
-template <int D> __device__ void replace_key(Slab<D> &slab, int at, const uint4 (&its_key)[D / 32], const uint4 (&its_value)[D / 32], int lane) {
+/* Puts a key and its value into a slab as number `at`, unless that is -1. Lane 4g + t brings dimensions 8t to 8t + 7 of
+ * every 32 of the key, and of the value dimension g and its neighbour of every eight: see published_place(). */
+template <int D>
+__device__ void replace_key(Slab<D> &slab, int at, const uint4 (&its_key)[D / 32], const uint4 (&its_value)[D / 32],
+                            int lane) {
     int g = lane / 4, t = lane % 4;
     for (int j = 0; j < 2; j++)
         for (int c = 0; c < D / 32; c++)
             if (g / 2 * 4 + g % 2 + 2 * j == at) slab.key[j][c] = its_key[c];
-    /* which bytes of what was there and of a pair: one of its halves as the lower or upper half */
+    /* The bytes to take from the old word and the new pair: one half of the pair becomes the word's lower or upper. */
     const unsigned all = 0x3210, how = at % 2 ? g % 2 ? 0x7610 : 0x5410 : g % 2 ? 0x3276 : 0x3254;
     const bool mine = at >= 0 && at / 4 == t;
     for (int d = 0; d < D / 8; d++) {
@@ -18,66 +20,70 @@ template <int D> __device__ void replace_key(Slab<D> &slab, int at, const uint4 
     }
 }
 
-/* The states that warps, or splits, have stored of one head: two dimensions, 2 pair and 2 pair + 1, of what they come to together. */
-template <int D> struct Merged {
-    static constexpr int STATE = 8 * (D + 2);
+/* Merges the softmax states that warps, or splits, have stored of one head: dimensions 2 pair and 2 pair + 1. A state
+ * is the maximum score, the total of the shares, and D weighted sums. */
+template <int D> struct MergedStates {
+    static constexpr int STATE = 8 * (D + 2); /* floats between the states of two warps, or splits */
     int pair;
-    float most = SlabState<D>::LEAST, total = 0;
+    float max_score = SlabState<D>::LEAST, total = 0;
     float2 sum = {};
-    __device__ Merged(int pair) : pair(pair) {}
-    /* state (count, 8, 2 + D) from this head on, of warps */
-    template <int MOST> __device__ void add(const float *state, int count) {
-        float found[MOST];
+    __device__ MergedStates(int pair) : pair(pair) {}
+    /* Of `count` warps. */
+    template <int MAX> __device__ void add(const float *state, int count) {
+        float score[MAX];
 #pragma unroll
-        for (int j = 0; j < MOST; j++) {
-            found[j] = j < count ? state[j * STATE] : SlabState<D>::LEAST;
-            most = fmaxf(most, found[j]);
+        for (int j = 0; j < MAX; j++) {
+            score[j] = j < count ? state[j * STATE] : SlabState<D>::LEAST;
+            max_score = fmaxf(max_score, score[j]);
         }
 #pragma unroll
-        for (int j = 0; j < MOST; j++) {
+        for (int j = 0; j < MAX; j++) {
             if (j >= count) break;
-            add_share(exp2f(found[j] - most), state[j * STATE + 1], *(const float2 *)(state + j * STATE + 2 + 2 * pair));
+            float share = exp2f(score[j] - max_score);
+            float2 x = *(const float2 *)(state + j * STATE + 2 + 2 * pair);
+            total += share * state[j * STATE + 1];
+            sum.x += share * x.x, sum.y += share * x.y;
         }
     }
-    __device__ void add_share(float share, float its_total, float2 x) {
-        total += share * its_total;
-        sum.x += share * x.x, sum.y += share * x.y;
-    }
-    /* The same, of splits, as soon as they are told. All lanes of a warp call it. First what share each has is asked for and then what it found: both at once
-     * would fill registers. */
-    template <int MOST> __device__ void add_told(const float *state, int count) {
-        uint2 word[MOST];
-        auto ask_all = [&](int offset) {
-            uint32_t highest;
+    /* Of `count` splits, as soon as they are published. All lanes of a warp call it. It polls maxima and totals first
+     * and the sums behind them: both at once would fill the registers. */
+    template <int MAX> __device__ void add_polled(const float *state, int count) {
+        uint2 word[MAX];
+        auto poll_all = [&](int offset) {
+            uint32_t max_word;
             do {
-                highest = 0;
-                asm volatile("" : "+l"(state)); /* so that no addresses are kept for another round */
+                max_word = 0;
+                asm volatile("" : "+l"(state)); /* keeps no addresses for another round */
 #pragma unroll
-                for (int j = 0; j < MOST; j++) {
+                for (int j = 0; j < MAX; j++) {
                     word[j] = {__float_as_uint(SlabState<D>::LEAST), 0};
-                    if (j < count) word[j] = ask((const uint2 *)(state + j * STATE + offset));
-                    highest = max(highest, j < count ? max(word[j].x, word[j].y) : 0);
+                    if (j < count) word[j] = poll((const uint2 *)(state + j * STATE + offset));
+                    max_word = max(max_word, j < count ? max(word[j].x, word[j].y) : 0);
                 }
-            } while (__any_sync(~0u, highest == UNWRITTEN) && rest());
+            } while (__any_sync(~0u, max_word == UNPUBLISHED) && pause());
         };
-        float share[MOST];
-        ask_all(0);
+        float share[MAX];
+        poll_all(0);
 #pragma unroll
-        for (int j = 0; j < MOST; j++) most = fmaxf(most, __uint_as_float(word[j].x));
+        for (int j = 0; j < MAX; j++) max_score = fmaxf(max_score, __uint_as_float(word[j].x));
 #pragma unroll
-        for (int j = 0; j < MOST; j++) share[j] = exp2f(__uint_as_float(word[j].x) - most), total += share[j] * __uint_as_float(word[j].y);
-        ask_all(2 + 2 * pair);
+        for (int j = 0; j < MAX; j++) {
+            share[j] = exp2f(__uint_as_float(word[j].x) - max_score);
+            total += share[j] * __uint_as_float(word[j].y);
+        }
+        poll_all(2 + 2 * pair);
 #pragma unroll
-        for (int j = 0; j < MOST; j++)
-            if (j < count) sum.x += share[j] * __uint_as_float(word[j].x), sum.y += share[j] * __uint_as_float(word[j].y);
+        for (int j = 0; j < MAX; j++)
+            if (j < count)
+                sum.x += share[j] * __uint_as_float(word[j].x), sum.y += share[j] * __uint_as_float(word[j].y);
     }
-    __device__ float2 result(float sink) const { /* -INFINITY: none */
-        float top = fmaxf(most, sink * LOG2E), share = exp2f(most - top), all = total * share + exp2f(sink * LOG2E - top);
+    __device__ float2 result(float sink) const { /* the sink joins the softmax, without a value */
+        float top = fmaxf(max_score, sink * LOG2E), share = exp2f(max_score - top);
+        float all = total * share + exp2f(sink * LOG2E - top);
         return {sum.x * share / all, sum.y * share / all};
     }
-    __device__ void tell_all(float *to) const {
-        if (pair == 0) tell(to, most), tell(to + 1, total);
-        tell(to + 2 + 2 * pair, sum.x), tell(to + 3 + 2 * pair, sum.y);
+    __device__ void publish_state(float *to) const {
+        if (pair == 0) publish(to, max_score), publish(to + 1, total);
+        publish(to + 2 + 2 * pair, sum.x), publish(to + 3 + 2 * pair, sum.y);
     }
 };
-
