@@ -102,8 +102,13 @@ install: all
 	install -d $(DESTDIR)$(PREFIX)/bin
 	install -m 755 infer $(DESTDIR)$(PREFIX)/bin/
 
+FORMATTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh tests/*.c tests/*.h)
 format:
-	clang-format -i *.c *.h tests/*.c tests/*.h
+	for f in $(FORMATTED); do clang-format --assume-filename=$$f.cpp <$$f >build/formatted && cp build/formatted $$f || exit; done
+check-format:
+	@mkdir -p build
+	@for f in $(FORMATTED); do \
+	    clang-format --assume-filename=$$f.cpp <$$f | cmp -s - $$f || { echo "$$f: make format"; exit 1; }; done
 
 count:
 	@wc -l *.c *.h *.cu *.cuh 2>/dev/null | sort -n

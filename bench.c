@@ -79,10 +79,9 @@ static void print_figure(Bench *b, Figure *f) {
                "%.2f, \"most\": %.2f, \"seconds\": %.6f",
                b->rows++ ? "," : "", f->kind, f->count, f->depth, f->streams, speed, least, most, median);
         if (!prompt)
-            printf(
-                ", \"experts\": %.2f, \"step_bytes\": %llu, \"bytes_per_second\": %.4g, \"flat_seconds\": %.8f, "
-                "\"percent_of_flat\": %.2f",
-                f->experts, (unsigned long long)f->bytes, (double)f->bytes / step, f->flat, percent);
+            printf(", \"experts\": %.2f, \"step_bytes\": %llu, \"bytes_per_second\": %.4g, \"flat_seconds\": %.8f, "
+                   "\"percent_of_flat\": %.2f",
+                   f->experts, (unsigned long long)f->bytes, (double)f->bytes / step, f->flat, percent);
         for (int i = 0; i < f->phases; i++)
             printf("%s\"%s\": %.3g", i ? ", " : ", \"phases\": {", f->phase[i].name, f->phase[i].seconds);
         printf(f->phases ? "}}" : "}");
@@ -165,7 +164,7 @@ static bool measure_generation(Bench *b, Figure *f, Error *e) {
     uint64_t read = backend->experts_read(state);
     int choices = m->top_k * f->streams;
     uint64_t most = step_bytes(m, choices < m->n_experts ? choices : m->n_experts, f->streams, f->depth + f->count / 2);
-    double flat = backend->flat_read(state, most), ignored; /* before the card is hot, so of about as many bytes */
+    double flat = backend->flat_read(state, most), ignored;      /* before the card is hot, so of about as many bytes */
     bool ok = generate_once(b, f, page, max_pages, &ignored, e); /* its steps are those of every repeat */
     if (ok) {
         f->experts = (double)(backend->experts_read(state) - read) / f->count / m->n_layers;
@@ -229,11 +228,10 @@ static bool parse_one(const char *text, int least, int most, int *out, Error *e)
 }
 
 static bool parse_options(int argc, char **argv, Options *o, Error *e) {
-    static const struct option options[] = {
-        {"gpu", required_argument, NULL, 'g'},
-        {"temperature", required_argument, NULL, 't'},
-        {"plain", no_argument, NULL, 'P'},
-        {0}};
+    static const struct option options[] = {{"gpu", required_argument, NULL, 'g'},
+                                            {"temperature", required_argument, NULL, 't'},
+                                            {"plain", no_argument, NULL, 'P'},
+                                            {0}};
     bool ok = true;
     for (int c; ok && (c = getopt_long(argc, argv, "p:n:d:b:r:o:", options, NULL)) != -1;) {
         char *end = NULL;
@@ -284,11 +282,8 @@ int bench(int argc, char **argv, const Backend *backend) {
     if (!dir || !open_model(&b, dir, &e)) die(&e);
     int streams = 1;
     for (int i = 0; i < b.o.streams.n; i++) streams = b.o.streams.value[i] > streams ? b.o.streams.value[i] : streams;
-    Limits limits = {.gpu = b.o.gpu,
-                     .max_seqs = streams,
-                     .max_tokens = backend->prompt_step,
-                     .plain = b.o.plain,
-                     .where = b.where};
+    Limits limits = {
+        .gpu = b.o.gpu, .max_seqs = streams, .max_tokens = backend->prompt_step, .plain = b.o.plain, .where = b.where};
     double begin = seconds();
     bool ok = engine_open(&b.engine, backend, &b.checkpoint.model, limits, 0, &e);
     if (!ok) die(&e);

@@ -1,5 +1,5 @@
-/* card.cu: opens and closes a card: chooses it, takes its memory, brings the weights there; and says what cards there are
- * and how fast they read. infer.cu computes. */
+/* card.cu: opens and closes a card: chooses it, takes its memory, brings the weights there; and says what cards there
+ * are and how fast they read. infer.cu computes. */
 #include "card.cuh"
 
 #include <algorithm>
@@ -21,8 +21,17 @@ bool cuda_failed(Error *e, cudaError_t error, const char *what) {
     return fail(e, GPU_FAULT, "the GPU failed: %s (error %d in %.60s)", cudaGetErrorString(error), (int)error, what);
 }
 
+/* cos and sin of every position and pair, in double precision: a float's product would be off by 0.01 at 131,072. */
+static __global__ void fill_turns(float2 *turn, const float *inv_freq, int half, float scale) {
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+        double s, c;
+        sincos((double)blockIdx.x * (double)inv_freq[i], &s, &c);
+        turn[(size_t)blockIdx.x * half + i] = make_float2((float)(c * scale), (float)(s * scale));
+    }
+}
+
 /* Makes a card the current one. */
-static bool choose_card(Gpu *g, const void *kernel, Error *e) {
+static bool choose_card(Gpu *g, Error *e) {
     const int gpu = g->limits.gpu;
     int cards;
     cudaError_t error = cudaGetDeviceCount(&cards);
@@ -39,7 +48,7 @@ static bool choose_card(Gpu *g, const void *kernel, Error *e) {
     cudaFuncAttributes code;
     CUDA(cudaGetDeviceProperties(&card, gpu));
     g->sms = card.multiProcessorCount, g->shared = (int)card.sharedMemPerBlockOptin;
-    if (!cudaFuncGetAttributes(&code, kernel)) return g->launch_arch = code.ptxVersion, true;
+    if (!cudaFuncGetAttributes(&code, fill_turns)) return g->launch_arch = code.ptxVersion, true;
     cudaGetLastError();
     return fail(
         e, NO_GPU,
@@ -47,7 +56,7 @@ static bool choose_card(Gpu *g, const void *kernel, Error *e) {
         card.name, card.major, card.minor, card.major, card.minor, card.major == 9 ? "a" : "");
 }
 
-void describe_cards(Devices *d, const void *kernel) {
+static void cuda_describe(Devices *d) {
     *d = {};
     d->built = CUDA_ARCHES;
     cudaDriverGetVersion(&d->driver);
@@ -66,7 +75,7 @@ void describe_cards(Devices *d, const void *kernel) {
         if (cudaSetDevice(i) || cudaGetDeviceProperties(&card, i)) continue;
         snprintf(g.name, sizeof g.name, "%s", card.name);
         g.major = card.major, g.minor = card.minor;
-        g.usable = !cudaFuncGetAttributes(&code, kernel) && !cudaMemGetInfo(&free, &total);
+        g.usable = !cudaFuncGetAttributes(&code, fill_turns) && !cudaMemGetInfo(&free, &total);
         g.free = free, g.total = total;
         cudaGetLastError();
     }
@@ -88,7 +97,7 @@ static __global__ void __launch_bounds__(512) read_words(const uint4 *words, siz
     if (all == 0x5EED5EED) *never = all;
 }
 
-double read_flat(void *state, uint64_t bytes) {
+static double cuda_flat_read(void *state, uint64_t bytes) {
     Gpu *gpu = (Gpu *)state;
     const int times = 9;
     uint64_t once = std::min<uint64_t>(bytes, gpu->weight_bytes) / 16 * 16;
@@ -438,7 +447,8 @@ bool Upload::run(int device, void (*progress)(uint64_t, uint64_t), Error *e) {
 }
 
 /* BAD_MODEL if a file shrank or a weight is NaN, named. */
-static bool load_weights(const DeviceModel *device, const Model *m, int gpu, void (*progress)(uint64_t, uint64_t), Error *e) {
+static bool load_weights(const DeviceModel *device, const Model *m, int gpu, void (*progress)(uint64_t, uint64_t),
+                         Error *e) {
     Upload upload;
     uint32_t seed = 1;
     if (!upload.list(device, m, e)) return false;
@@ -463,15 +473,6 @@ Step step_at(uint8_t *base, int tokens, size_t *bytes) {
     s.page = at;
     *bytes = (uint8_t *)at - base;
     return s;
-}
-
-/* cos and sin of every position and pair, in double precision: a float's product would be off by 0.01 at 131,072. */
-static __global__ void fill_turns(float2 *turn, const float *inv_freq, int half, float scale) {
-    for (int i = threadIdx.x; i < half; i += blockDim.x) {
-        double s, c;
-        sincos((double)blockIdx.x * (double)inv_freq[i], &s, &c);
-        turn[(size_t)blockIdx.x * half + i] = make_float2((float)(c * scale), (float)(s * scale));
-    }
 }
 
 /* Where the buffers of a step lie, from `base` on; returns their size. With base NULL only that. */
@@ -574,12 +575,12 @@ static bool check_model(const Model &m, Error *e) {
     return true;
 }
 
-static bool open_gpu(Gpu *gpu, int *pages, const void *kernel, Error *e) {
+static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     const Model &m = gpu->model;
     Work &w = gpu->work;
     float *inv_freq;
     size_t bytes;
-    if (!choose_card(gpu, kernel, e) || !check_model(m, e)) return false;
+    if (!choose_card(gpu, e) || !check_model(m, e)) return false;
     w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers;
     w.n_heads = m.n_heads, w.n_kv_heads = m.n_kv_heads, w.head_dim = m.head_dim;
     w.n_experts = m.n_experts, w.top_k = m.top_k, w.eps = m.eps, w.act = m.act, w.act_limit = m.act_limit;
@@ -604,7 +605,7 @@ static bool open_gpu(Gpu *gpu, int *pages, const void *kernel, Error *e) {
     return !gpu->fast || fast::prepare(gpu, e);
 }
 
-void close_card(void *state) {
+static void cuda_close(void *state) {
     Gpu *gpu = (Gpu *)state;
     if (gpu->stream) cudaStreamSynchronize(gpu->stream);
     for (auto &made : gpu->graph) cudaGraphExecDestroy(made.second);
@@ -620,12 +621,191 @@ void close_card(void *state) {
     delete gpu;
 }
 
-void *open_card(const Model *m, const Limits *limits, int *pages, const void *kernel, Error *e) {
+static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *e) {
     Gpu *gpu = new Gpu;
     gpu->model = *m;
     gpu->limits = *limits;
     gpu->limits.max_tokens = std::max(MAX_STREAMED, limits->max_tokens);
-    if (open_gpu(gpu, pages, kernel, e)) return gpu;
-    close_card(gpu);
+    if (open_gpu(gpu, pages, e)) return gpu;
+    cuda_close(gpu);
     return NULL;
 }
+
+/* ---- cuBLAS ---- */
+
+bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int tokens, bool add, void *y, int y_pitch,
+                   Error *e) {
+    cudaDataType type = m.type == F32 ? CUDA_R_32F : m.type == F16 ? CUDA_R_16F : CUDA_R_16BF;
+    cublasOperation_t transposed = CUBLAS_OP_T;
+    cublasLtEpilogue_t bias = CUBLASLT_EPILOGUE_BIAS;
+    cublasLtMatmulDescOpaque_t product;
+    cublasLtMatrixLayoutOpaque_t w_layout, x_layout, y_layout;
+    float one = 1, beta = add;
+    cublasLtMatmulDescInit(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
+    if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_EPILOGUE, &bias, sizeof bias);
+    if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &m.bias, sizeof m.bias);
+    cublasLtMatrixLayoutInit(&w_layout, type, m.cols, m.rows, m.stride);
+    cublasLtMatrixLayoutInit(&x_layout, type, m.cols, tokens, x_pitch);
+    cublasLtMatrixLayoutInit(&y_layout, CUDA_R_32F, m.rows, tokens, y_pitch);
+    std::array<int, 4> kind = {m.rows, m.cols, tokens, (int)(add + 2 * (m.bias != NULL) + 4 * m.type)};
+    auto known = gpu->algorithm.find(kind);
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    if (known == gpu->algorithm.end()) { /* asking takes longer than launching */
+        cublasLtMatmulPreferenceOpaque_t preference;
+        cublasLtMatmulHeuristicResult_t found;
+        size_t room = PRODUCT_ROOM;
+        int n = 0;
+        cublasLtMatmulPreferenceInit(&preference);
+        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
+        status = cublasLtMatmulAlgoGetHeuristic(gpu->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout,
+                                                &preference, 1, &found, &n);
+        if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
+        if (!status) known = gpu->algorithm.insert({kind, found.algo}).first;
+    }
+    if (!status)
+        status = cublasLtMatmul(gpu->blas, &product, &one, m.data, &w_layout, x, &x_layout, &beta, y, &y_layout, y,
+                                &y_layout, &known->second, gpu->product_room, PRODUCT_ROOM, gpu->stream);
+    return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasLtGetStatusString(status));
+}
+
+/* ---- the border ---- */
+
+/* Fills a Step from a Batch, and what the host has to know of it. */
+void fill_step(const Step &s, Pass *a) {
+    const Batch *b = a->batch;
+    const int tile = tile_tokens(a->w);
+    s.header[0] = b->max_pages;
+    s.header[1] = a->gpu->turn % 3;
+    memcpy(s.slot, b->slot, b->seqs * sizeof(int));
+    memcpy(s.how, b->sampling, b->seqs * sizeof(Sampling));
+    memcpy(s.page, b->page, (size_t)b->seqs * b->max_pages * sizeof(int));
+    a->alone = true;
+    for (int i = 0; i < b->seqs; i++) {
+        const int n = b->first[i + 1] - b->first[i];
+        const Sampling &how = b->sampling[i];
+        a->keep |= b->want[i] >= WANT_LOGITS;
+        a->penalized |= how.penalty != 1;
+        a->filtered |= how.temperature > 0 && (how.top_k > 0 || how.top_p < 1 || how.min_p > 0);
+        a->alone &= n == 1;
+        s.last[i] = b->want[i] == WANT_NOTHING ? -1 : b->first[i + 1] - 1;
+        for (int t = b->first[i]; t < b->first[i + 1]; t++) {
+            const int p = b->start[i] + t - b->first[i], page = b->page[(size_t)i * b->max_pages + p / PAGE];
+            s.token[t] = make_int4(b->token[t], b->slot[i], page * PAGE + p % PAGE, 0);
+            s.seq[t] = i;
+            s.position[t] = p;
+            if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[a->rows++] = t;
+            if (n == 1 || a->tokens <= MAX_STREAMED)
+                s.query[a->queries++] = t, a->pages = std::max(a->pages, p / PAGE + 1);
+            else if ((t - b->first[i]) % tile == 0)
+                s.tile[2 * a->tiles] = t, s.tile[2 * a->tiles++ + 1] = std::min(tile, b->first[i + 1] - t);
+        }
+    }
+    while (a->pages & (a->pages - 1)) a->pages++; /* few graphs: powers of two */
+    /* Up to MAX_STREAMED tokens are cut alike, whatever their number: each gets the same bits alone and among others.
+     */
+    const int blocks = std::max(1, a->queries) * a->w.n_kv_heads * head_parts(a->w.n_heads / a->w.n_kv_heads);
+    a->splits = a->tokens <= MAX_STREAMED ? MAX_SPLITS : std::max(1, std::min(MAX_SPLITS, 4 * a->gpu->sms / blocks));
+}
+
+/* Draws for all rows of a step, so many at a time, and keeps the logits that the caller wants. */
+bool heads(Pass *a, Pending *p, Error *e) {
+    const Batch *b = a->batch;
+    const size_t vocab = a->w.vocab;
+    std::vector<float> found(a->keep ? a->rows * vocab : 0);
+    for (int i = 0; i < a->rows; i += a->gpu->logit_rows) {
+        int n = std::min(a->gpu->logit_rows, a->rows - i);
+        if ((!a->headed && !head(a, i, n, e)) || !draw_tokens(a, i, n, e)) return false;
+        if (!a->keep) continue;
+        CUDA(cudaMemcpyAsync(found.data() + i * vocab, a->w.logits, n * vocab * sizeof(float), cudaMemcpyDeviceToHost,
+                             a->gpu->stream));
+        CUDA(cudaStreamSynchronize(a->gpu->stream));
+    }
+    for (int i = 0, r = 0; i < b->seqs && a->keep; i++) {
+        int n = b->want[i] == WANT_NOTHING ? 0 : b->want[i] == WANT_ALL_LOGITS ? b->first[i + 1] - b->first[i] : 1;
+        if (b->want[i] >= WANT_LOGITS)
+            p->logits.insert(p->logits.end(), found.begin() + r * vocab, found.begin() + (r + n) * vocab), p->rows += n;
+        r += n;
+    }
+    return true;
+}
+
+/* A step that generates, as a graph: one for each number of streams, and of pages, made when it first comes. */
+bool run_graph(Pass *a, Pending *p, Error *e) {
+    Gpu *gpu = a->gpu;
+    cudaGraphExec_t &made = gpu->graph[{a->tokens, a->rows, a->pages, a->filtered + 2 * a->penalized}];
+    if (!made) {
+        cudaGraph_t graph;
+        CUDA(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
+        bool ok = forward(a, e) && heads(a, p, e);
+        cudaError_t error = cudaStreamEndCapture(gpu->stream, &graph);
+        if (!ok) return false;
+        CUDA(error);
+        error = cudaGraphInstantiate(&made, graph, 0);
+        cudaGraphDestroy(graph);
+        CUDA(error);
+    }
+    CUDA(cudaGraphLaunch(made, gpu->stream));
+    return true;
+}
+
+bool submit(Gpu *gpu, const Batch *b, Pending *p, Error *e) {
+    Pass a = {gpu, gpu->work, {}, b, b->first[b->seqs]};
+    const bool decode = gpu->fast && a.tokens <= MAX_DECODE;
+    const int room = std::max(a.tokens, MAX_DECODE);
+    size_t bytes, pages = (size_t)b->seqs * b->max_pages * sizeof(int);
+    bool ok;
+    fill_step(step_at(p->step, room, &bytes), &a);
+    p->want.assign(b->want, b->want + b->seqs);
+    p->logits.clear();
+    p->rows = 0;
+    if (decode) {
+        ok = fast::decode(&a, p->step, e) && heads(&a, p, e);
+    } else {
+        a.s = step_at(gpu->step, room, &bytes);
+        a.prefill = gpu->fast && fast::prefills(&a);
+        CUDA(cudaMemcpyAsync(a.s.how, p->step, bytes + pages, cudaMemcpyHostToDevice, gpu->stream));
+        bool whole = a.alone && a.rows == a.tokens && a.tokens <= gpu->logit_rows && !a.keep && !gpu->limits.tap;
+        ok = whole ? run_graph(&a, p, e) : forward(&a, e) && heads(&a, p, e);
+    }
+    if (ok) CUDA(cudaEventRecord(p->done, gpu->stream));
+    return ok;
+}
+
+static bool cuda_submit(void *state, const Batch *b, Error *e) {
+    Gpu *gpu = (Gpu *)state;
+    if (gpu->outstanding == 2) return fail(e, FAILED, "submit: two steps are outstanding; collect one");
+    if (!submit(gpu, b, &gpu->pending[gpu->turn % 3], e)) return false;
+    gpu->turn++;
+    gpu->outstanding++;
+    return true;
+}
+
+static bool cuda_collect(void *state, Result *result, Error *e) {
+    Gpu *gpu = (Gpu *)state;
+    if (!gpu->outstanding) return fail(e, FAILED, "collect: no step is outstanding");
+    unsigned turn = (gpu->turn - gpu->outstanding) % 3;
+    Pending &p = gpu->pending[turn];
+    int *token = gpu->result + turn * gpu->limits.max_seqs;
+    CUDA(cudaEventSynchronize(p.done));
+    gpu->outstanding--;
+    for (size_t i = 0; i < p.want.size(); i++)
+        if (p.want[i] == WANT_NOTHING) token[i] = DREW_NOTHING;
+    *result = {token, p.logits.data(), p.rows};
+    return true;
+}
+
+static int cuda_phases(void *state, Phase *phase) {
+    Gpu *gpu = (Gpu *)state;
+    return gpu->fast ? fast::phases(gpu, phase) : 0;
+}
+
+static uint64_t cuda_experts_read(void *state) {
+    Gpu *gpu = (Gpu *)state;
+    unsigned long long read = 0;
+    bool failed = cudaMemcpy(&read, gpu->work.experts_read, sizeof read, cudaMemcpyDeviceToHost);
+    return failed ? 0 : gpu->experts_read + read;
+}
+
+const Backend cuda = {"cuda",     8192,           cuda_open,   cuda_submit,       cuda_collect,
+                      cuda_close, cuda_flat_read, cuda_phases, cuda_experts_read, cuda_describe};

@@ -1,5 +1,5 @@
-/* card.cuh: what lies on the card: weights, the description of a step, and the buffers that kernels work in. card.cu takes
- * the memory and brings the weights there, infer.cu computes. */
+/* card.cuh: what lies on the card: weights, the description of a step, and the buffers that kernels work in. card.cu
+ * takes the memory and brings the weights there, infer.cu computes. */
 #ifndef CARD_CUH
 #define CARD_CUH
 
@@ -166,20 +166,44 @@ struct Gpu {
     unsigned turn = 0;
     int outstanding = 0;
     uint64_t experts_read = 0; /* by steps that do not count them on the card */
-    fast::State *fast = NULL; /* the annex for this model and card, or NULL */
+    fast::State *fast = NULL;  /* the annex for this model and card, or NULL */
 };
 constexpr size_t PRODUCT_ROOM = 32 << 20;
 
 /* What kernels can do: experts that route() can sort, and values of a row that a block can hold. */
 constexpr int MAX_EXPERTS = 1024, MAX_PAIRS = 4, MAX_DIM = 2 * MAX_PAIRS * 1024;
 
+/* A step as the host sees it while it is being computed. */
+struct Pass {
+    Gpu *gpu;
+    Work w;
+    Step s;
+    const Batch *batch;
+    int tokens, rows, queries, tiles;
+    int pages, splits;        /* of the longest context; into how many a context may be cut */
+    bool alone;               /* no token sees another of the same step */
+    bool keep;                /* somebody wants logits */
+    bool penalized, filtered; /* before the draw */
+    bool headed;              /* w.logits are there already */
+    bool prefill;             /* the annex does attention and experts */
+    bool normed;              /* w.normed is x behind the norm that comes next, ... */
+    int squares;              /* ... but for a factor from so many parts, if more than 0 */
+};
+
+/* ---- infer.cu: what a step computes ---- */
+
+/* x after all layers; logits of rows `first` to `first` + n - 1 of those that are wanted; a token drawn from each. */
+bool forward(Pass *a, Error *e);
+bool head(Pass *a, int first, int n, Error *e);
+bool draw_tokens(const Pass *a, int first, int n, Error *e);
+/* Tokens of a prompt that attention takes at once. */
+int tile_tokens(const Work &w);
+
 /* ---- card.cu ---- */
 
-/* As Backend's functions. `kernel` is any of infer.cu's: is there code for this card? */
-void *open_card(const Model *m, const Limits *limits, int *pages, const void *kernel, Error *e);
-void close_card(void *gpu);
-void describe_cards(Devices *d, const void *kernel);
-double read_flat(void *gpu, uint64_t bytes);
+/* y (tokens, rows) = x (tokens, cols; x_pitch) W^T + bias, or added to y, on cuBLAS. */
+bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int tokens, bool add, void *y, int y_pitch,
+                   Error *e);
 
 /* The annex, fast/: makes Gpu::fast if it knows the model and the card; says where its buffers lie; fills them when the
  * weights are there. */
@@ -188,6 +212,11 @@ void open(Gpu *gpu);
 void plan(Gpu *gpu, Plan *p);
 bool prepare(Gpu *gpu, Error *e);
 void close(Gpu *gpu);
+int phases(const Gpu *gpu, Phase *phase);
+/* Up to MAX_DECODE tokens, from the Step as it lies in the host's memory to the logits of its rows. */
+bool decode(Pass *a, uint8_t *staged, Error *e);
+/* Whether attention and experts of a step are the annex's. */
+bool prefills(const Pass *a);
 } // namespace fast
 
 /* Names a CUDA error, with the exit code that it deserves; always false. */
@@ -198,11 +227,11 @@ bool cuda_failed(Error *e, cudaError_t error, const char *what);
         if (error_ != cudaSuccess) return cuda_failed(e, error_, #call);                                               \
     } while (0)
 
-/* Sixteen e2m1 values in the order of their columns are packed in two words so that few operations make bf16 of them (times
- * 2^-126; fp4_to_bf16 in infer.cu, its inverse fp4_pack in card.cu): a mask takes two values, sign at bit 15 and magnitude
- * at 8-6 of either half, even columns in the lower one. Three such masks fit into a word: as it is, turned by 6, and
- * shifted by 4. What they leave of both words, bits of FP4_REST, makes up a third word, of two masks: the first plus four
- * times the second, one operation of the multiplier. */
+/* Sixteen e2m1 values in the order of their columns are packed in two words so that few operations make bf16 of them
+ * (times 2^-126; fp4_to_bf16 in infer.cu, its inverse fp4_pack in card.cu): a mask takes two values, sign at bit 15 and
+ * magnitude at 8-6 of either half, even columns in the lower one. Three such masks fit into a word: as it is, turned by
+ * 6, and shifted by 4. What they leave of both words, bits of FP4_REST, makes up a third word, of two masks: the first
+ * plus four times the second, one operation of the multiplier. */
 constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603;
 
 #endif

@@ -330,12 +330,9 @@ static bool logits_of(const char *model, const LogitsOptions *o, Error *e) {
 }
 
 static int logits(int argc, char **argv) {
-    static const struct option options[] = {{"ids", required_argument, NULL, 'i'},
-                                            {"all", no_argument, NULL, 'a'},
-                                            {"top", required_argument, NULL, 't'},
-                                            {"gpu", required_argument, NULL, 'g'},
-                                            {"plain", no_argument, NULL, 'P'},
-                                            {0}};
+    static const struct option options[] = {
+        {"ids", required_argument, NULL, 'i'}, {"all", no_argument, NULL, 'a'},   {"top", required_argument, NULL, 't'},
+        {"gpu", required_argument, NULL, 'g'}, {"plain", no_argument, NULL, 'P'}, {0}};
     LogitsOptions o = {.top = 10};
     Error e;
     for (int c; (c = getopt_long(argc, argv, "p:o:", options, NULL)) != -1;) {

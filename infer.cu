@@ -1,16 +1,15 @@
-/* infer.cu: the border of infer.h on an NVIDIA GPU, and every kernel of the plain engine: one small kernel for each
- * step of a transformer block, for every family, every encoding, any number of tokens, any card from sm_80 on. Read it
- * beside tests/reference.c, which computes the same by the same names in plain C. Begin at block().
+/* infer.cu: every kernel of the plain engine, one for each step of a transformer block, for every family, every
+ * encoding, any number of tokens, any card from sm_80 on; and block(), which calls them: begin there. Beside it:
+ * tests/reference.c computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings
+ * it there and submits steps; fast/ is an annex that takes over for gpt-oss on Hopper.
  *
- *   1  what lies on the card       Matrix, DeviceLayer, Step, Work
- *   2  small device functions      mma, copies, sums
- *   3  encodings                   how a lane reads weights and makes bf16 of them
- *   4  products                    product (streams weights), product_tiled (many tokens)
- *   5  norm, embedding, experts    embed, rms_norm, route, activate, combine
- *   6  attention                   RoPE, the cache, attention of few queries and of prompts
- *   7  from logits to a token      mark_seen, filter, draw
- *   8  one step                    multiply, attend, block, forward
- *   9  the border                  memory, submit, collect
+ *   1  small device functions      mma, copies, sums
+ *   2  encodings                   how a lane reads weights and makes bf16 of them
+ *   3  products                    product (streams weights), product_tiled (many tokens)
+ *   4  embedding, norm, experts    embed, norm, route, activate, combine
+ *   5  attention                   RoPE, the cache, attention of few queries and of prompts
+ *   6  from logits to a token      mark_seen, filter, draw
+ *   7  one step                    launches, block, forward
  *
  * The residual stream is fp32, products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32),
  * the cache is bf16. A step that generates is a chain of dependent kernels, so each one lets the next begin early
@@ -18,8 +17,6 @@
 #include "card.cuh"
 
 #include <algorithm>
-#include <climits>
-#include <cstring>
 #include <type_traits>
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -83,7 +80,8 @@ __device__ inline void store_pair_as(Type type, void *row, size_t i, float a, fl
         *(uint32_t *)((bf16 *)row + i) = pack(a, b);
 }
 
-/* 16 bytes of weights, or zeros. What is read once need not stay in L1. */
+/* 16 bytes of weights, or zeros. What is read once need not stay in L1. No ld.global.nc: such loads may move behind
+ * wait_previous(). */
 __device__ inline uint4 load_weights(const void *from, bool real) {
     uint4 x = {};
     if (real)
@@ -163,10 +161,12 @@ __device__ inline bool last_block(int *arrived, int blocks) {
 
 /* How weights of a type lie on the card, and how a lane of a warp reads its part of a chunk: lane 4g + t has sixteen
  * columns of rows g and g + 8 of a tile, eight at column(t, 0) and eight at column(t, 1). Raw is what it loads;
- * decode() makes bf16 (or f16) of eight columns of both rows, times 1 / FACTOR. offset(m, tile, piece)  where 16 bytes
- * of a tile's first chunk lie; those of chunk k are k * STEP further on PIECES                  of 16 bytes that make
- * up a chunk of a tile in shared memory, in the order in which read() wants them AHEAD                   chunks that a
- * lane has on the way; BLOCKS of `product` share a multiprocessor */
+ * decode() makes bf16 (or f16) of eight columns of both rows, times 1 / FACTOR.
+ *
+ *   offset()  where 16 bytes, number `piece`, of a tile's first chunk lie; those of chunk k are k * STEP further on
+ *   PIECES    of 16 bytes that make up a chunk of a tile in shared memory, in the order in which read() wants them
+ *   AHEAD     chunks that a lane has on the way
+ *   BLOCKS    of `product` that share a multiprocessor */
 template <Type T> struct Encoding;
 
 template <typename A> struct Encoding16 { /* rows as they stand in the file */
@@ -324,10 +324,10 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
     return a * a + b * b;
 }
 
-/* Up to 8 TILES tokens, or choices of an expert: the time is the time to read the weights. A block takes tiles of 16 rows,
- * every so many-th; its warps share the columns, chunk by chunk, and each lane has AHEAD chunks on the way. Tokens are
- * the columns of mma. A product that follows RMSNorm multiplies x times the norm's
- * weights, which who wrote x has left, and divides the result by the root mean square: so no kernel stands between. */
+/* Up to 8 TILES tokens, or choices of an expert: the time is the time to read the weights. A block takes tiles of 16
+ * rows, every so many-th; its warps share the columns, chunk by chunk, and each lane has AHEAD chunks on the way.
+ * Tokens are the columns of mma. A product that follows RMSNorm multiplies x times the norm's weights, which who wrote
+ * x has left, and divides the result by the root mean square: so no kernel stands between. */
 constexpr int PRODUCT_WARPS = 8;
 template <Type T, int TILES>
 __global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) product(const __grid_constant__ Product p) {
@@ -670,7 +670,8 @@ __host__ __device__ inline bf16 *cache_of(const Work &w, int page, int values, i
 constexpr int SLAB_KEYS = 16, SLABS = PAGE / SLAB_KEYS;
 __host__ __device__ inline int key_place(int d, int position, int i) {
     int at = position % PAGE;
-    return at / SLAB_KEYS * SLAB_KEYS * d + i / 32 * 32 * SLAB_KEYS + at % SLAB_KEYS * min(32, d - i / 32 * 32) + i % 32;
+    return at / SLAB_KEYS * SLAB_KEYS * d + i / 32 * 32 * SLAB_KEYS + at % SLAB_KEYS * min(32, d - i / 32 * 32) +
+           i % 32;
 }
 __host__ __device__ inline int value_place(int d, int position, int i) {
     int at = position % PAGE;
@@ -801,12 +802,8 @@ template <int D> struct SlabState {
             share[j] = pack(a, b);
         }
         int behind = base + 4 * t - last; /* what lies behind the end may be a NaN, and 0 times that is one */
-        uint32_t keep = behind < 0    ? ~0u
-                        : behind == 0 ? 0xFFFF
-                                      : 0,
-                 keep2 = behind < -2    ? ~0u
-                         : behind == -2 ? 0xFFFF
-                                        : 0;
+        auto mask = [](int behind) { return behind < 0 ? ~0u : behind ? 0 : 0xFFFF; };
+        const uint32_t keep = mask(behind), keep2 = mask(behind + 2);
 #pragma unroll
         for (int d = 0; d < D / 8; d++) {
             float c[4] = {sum[d][0] * factor, sum[d][1] * factor, 0, 0};
@@ -1248,30 +1245,14 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
 
 /* ---- 7 one step ---- */
 
-/* A step as the host sees it while it is being computed. */
-struct Pass {
-    Gpu *gpu;
-    Work w;
-    Step s;
-    const Batch *batch;
-    int tokens, rows, queries, tiles;
-    int pages, splits;         /* of the longest context; into how many a context may be cut */
-    bool alone;                /* no token sees another of the same step */
-    bool keep;                 /* somebody wants logits */
-    bool penalized, filtered;  /* before the draw */
-    bool headed;               /* w.logits are there already */
-    bool prefill;              /* the annex does attention and experts */
-    bool normed;               /* w.normed is x behind the norm that comes next, ... */
-    int squares;               /* ... but for a factor from so many parts, if more than 0 */
-};
-
 /* Launches a kernel that may begin before the one before it has ended (where the code has the instructions for it). */
 template <typename... Params, typename... Args>
 cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
     cudaError_t error = cudaSuccess;
     /* Beside the annex all kernels divide a multiprocessor's memory alike: it must be idle to divide it anew. */
     if (gpu->fast)
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                     cudaSharedmemCarveoutMaxShared);
     if (shared && !error)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
     if (error) return error;
@@ -1287,43 +1268,6 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
 /* Of which type activations are that a matrix multiplies. */
 Type type_for(const Matrix &m) { return m.type == MXFP4 ? BF16 : m.type; }
 
-/* y (tokens, rows) = x (tokens, cols; x_pitch) W^T + bias, or added to y, on cuBLAS. */
-bool multiply_blas(Gpu *gpu, const Product &p, Error *e) {
-    const Matrix &m = p.w;
-    cudaDataType type = m.type == F32 ? CUDA_R_32F : m.type == F16 ? CUDA_R_16F : CUDA_R_16BF;
-    cublasOperation_t transposed = CUBLAS_OP_T;
-    cublasLtEpilogue_t bias = CUBLASLT_EPILOGUE_BIAS;
-    cublasLtMatmulDescOpaque_t product;
-    cublasLtMatrixLayoutOpaque_t w_layout, x_layout, y_layout;
-    float one = 1, beta = p.finish == ADD;
-    cublasLtMatmulDescInit(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F);
-    cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
-    if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_EPILOGUE, &bias, sizeof bias);
-    if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &m.bias, sizeof m.bias);
-    cublasLtMatrixLayoutInit(&w_layout, type, m.cols, m.rows, m.stride);
-    cublasLtMatrixLayoutInit(&x_layout, type, m.cols, p.tokens, p.x_pitch);
-    cublasLtMatrixLayoutInit(&y_layout, CUDA_R_32F, m.rows, p.tokens, p.y_pitch);
-    std::array<int, 4> kind = {m.rows, m.cols, p.tokens, (int)(beta + 2 * (m.bias != NULL) + 4 * m.type)};
-    auto known = gpu->algorithm.find(kind);
-    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    if (known == gpu->algorithm.end()) { /* asking takes longer than launching */
-        cublasLtMatmulPreferenceOpaque_t preference;
-        cublasLtMatmulHeuristicResult_t found;
-        size_t room = PRODUCT_ROOM;
-        int n = 0;
-        cublasLtMatmulPreferenceInit(&preference);
-        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
-        status = cublasLtMatmulAlgoGetHeuristic(gpu->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout,
-                                                &preference, 1, &found, &n);
-        if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
-        if (!status) known = gpu->algorithm.insert({kind, found.algo}).first;
-    }
-    if (!status)
-        status = cublasLtMatmul(gpu->blas, &product, &one, m.data, &w_layout, p.x, &x_layout, &beta, p.y, &y_layout,
-                                p.y, &y_layout, &known->second, gpu->product_room, PRODUCT_ROOM, gpu->stream);
-    return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasLtGetStatusString(status));
-}
-
 /* The one table from types of weights to instances. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
     auto kernel = p.job || p.tokens <= 8 ? product<T, 1> : p.tokens <= 16 ? product<T, 2> : product<T, 3>;
@@ -1332,9 +1276,8 @@ template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, i
 }
 template <Type T, int TILES, int ROWS> cudaError_t launch_tiled(const Gpu *gpu, const Product &p, int jobs) {
     typedef TiledShape<T, TILES, ROWS> Shape;
-    int tiles = p.w.tiles();
-    dim3 grid((tiles + Shape::ROW_TILES - 1) / Shape::ROW_TILES,
-              p.job ? jobs : (p.tokens + Shape::TOKENS - 1) / Shape::TOKENS);
+    if (!p.job) jobs = (p.tokens + Shape::TOKENS - 1) / Shape::TOKENS;
+    dim3 grid((p.w.tiles() + Shape::ROW_TILES - 1) / Shape::ROW_TILES, jobs);
     return launch(gpu, product_tiled<T, TILES, ROWS>, grid, Shape::THREADS, Shape::SHARED, p);
 }
 template <Type T> cudaError_t launch_any(const Gpu *gpu, const Product &p, int most, int jobs) {
@@ -1352,10 +1295,10 @@ cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int most, int jobs
 
 /* normed = RMSNorm(x) * weight, for a matrix that is next, unless who changed x has left it. */
 bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
-    if (!a->normed)
-        CUDA(
-            launch(a->gpu, norm, a->tokens, row_threads(a->w.dim), 0, a->w, (const int *)NULL, weight, type_for(next)));
-    if (!a->normed) a->squares = 0;
+    const int *all = NULL;
+    if (a->normed) return true;
+    CUDA(launch(a->gpu, norm, a->tokens, row_threads(a->w.dim), 0, a->w, all, weight, type_for(next)));
+    a->squares = 0;
     return a->normed = true;
 }
 
@@ -1373,7 +1316,7 @@ bool multiply(Pass *a, Product p, Error *e) {
     if (!few) p.norm = NULL;
     if (few || p.w.type == MXFP4)
         CUDA(launch_for_type(a->gpu, p, few ? 8 : 64, 1));
-    else if (!multiply_blas(a->gpu, p, e))
+    else if (!multiply_blas(a->gpu, p.w, p.x, p.x_pitch, p.tokens, p.finish == ADD, p.y, p.y_pitch, e))
         return false;
     if (p.finish != ADD) return true;
     a->normed = few && p.norm;
@@ -1391,80 +1334,12 @@ bool multiply_add(Pass *a, const Matrix &m, const void *x, int pitch, const floa
     Product p = product_of(a, m, x, pitch);
     p.finish = ADD, p.y = a->w.x, p.y_pitch = a->w.dim;
     if (a->gpu->lean) p.norm = weight;
-    p.normed = a->w.normed, p.normed_pitch = a->w.normed_pitch, p.normed_type = type_for(next),
+    p.normed = a->w.normed, p.normed_pitch = a->w.normed_pitch, p.normed_type = type_for(next);
     p.next_square = a->w.square;
     return multiply(a, p, e);
 }
 
-/* ---- taps: tests look at a step stage by stage ---- */
-
-/* Hands out rows of the card as floats: value i of row r is number place(r, i) of n. */
-template <typename From, class Place>
-bool tap_rows(const Pass *a, const char *stage, const From *from, size_t n, int rows, int cols, Place place, Error *e,
-              float factor = 1) {
-    const Limits &limits = a->gpu->limits;
-    if (!limits.tap) return true;
-    std::vector<From> raw(n);
-    std::vector<float> out;
-    CUDA(cudaStreamSynchronize(a->gpu->stream));
-    CUDA(cudaMemcpy(raw.data(), from, n * sizeof(From), cudaMemcpyDeviceToHost));
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < cols; i++) out.push_back((float)raw[place(r, i)] * factor);
-    limits.tap(limits.tap_data, stage, a->w.layer, out.data(), rows, cols);
-    return true;
-}
-/* The same for rows `pitch` apart; where in a row a column lies. */
-int as_it_is(int i) { return i; }
-template <class Column = int(int)>
-bool tap(const Pass *a, const char *stage, Type type, const void *from, size_t pitch, int rows, int cols, Error *e,
-         Column column = as_it_is) {
-    auto place = [&](int r, int i) { return r * pitch + column(i); };
-    if (type == F32) return tap_rows(a, stage, (const float *)from, rows * pitch, rows, cols, place, e);
-    if (type == F16) return tap_rows(a, stage, (const f16 *)from, rows * pitch, rows, cols, place, e);
-    return tap_rows(a, stage, (const bf16 *)from, rows * pitch, rows, cols, place, e);
-}
-bool tap_x(const Pass *a, const char *stage, Error *e) {
-    return tap(a, stage, F32, a->w.x, a->w.dim, a->tokens, a->w.dim, e);
-}
-/* Keys, or values, that this step has added. */
-bool tap_cache(const Pass *a, int values, Error *e) {
-    const Work &w = a->w;
-    const Batch *b = a->batch;
-    const int d = w.head_dim, kv = w.n_kv_heads * d;
-    const Rows dealt = {0, 1, d / 2};
-    std::vector<bf16> page((size_t)kv * PAGE);
-    std::vector<float> out;
-    if (!a->gpu->limits.tap) return true;
-    CUDA(cudaStreamSynchronize(a->gpu->stream));
-    for (int seq = 0; seq < b->seqs; seq++)
-        for (int p = b->start[seq]; p < b->start[seq] + b->first[seq + 1] - b->first[seq]; p++) {
-            const bf16 *from = cache_of(w, b->page[seq * b->max_pages + p / PAGE], values, 0);
-            CUDA(cudaMemcpy(page.data(), from, page.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
-            for (int i = 0; i < kv; i++) {
-                int at = values ? value_place(d, p, i % d) : key_place(d, p, dealt.of(i % d));
-                out.push_back((float)page[(size_t)(i / d) * d * PAGE + at]);
-            }
-        }
-    a->gpu->limits.tap(a->gpu->limits.tap_data, values ? "v" : "k", w.layer, out.data(), a->tokens, kv);
-    return true;
-}
-bool tap_attention(const Pass *a, const DeviceLayer &l, Error *e) {
-    const int width = a->w.n_heads * a->w.head_dim;
-    const Rows dealt = {0, 1, a->w.head_dim / 2};
-    return tap(a, "q", query_type(l), a->w.q, width, a->tokens, width, e, [&](int i) { return dealt.of(i); }) &&
-           tap_cache(a, 0, e) && tap_cache(a, 1, e) &&
-           tap(a, "attn", type_for(l.o), a->w.attn, a->w.attn_pitch, a->tokens, width, e);
-}
-template <class Column = int(int)>
-bool tap_experts(const Pass *a, const DeviceLayer &l, Error *e, Column column = as_it_is) {
-    const Work &w = a->w;
-    auto choice = [&](int r, int i) { return r * w.top_k + i; };
-    const size_t n = (size_t)a->tokens * w.top_k;
-    if (l.router.rows && (!tap_rows(a, "experts", w.expert, n, a->tokens, w.top_k, choice, e) ||
-                          !tap_rows(a, "weights", w.weight, n, a->tokens, w.top_k, choice, e)))
-        return false;
-    return tap(a, "act", type_for(l.down), w.act_out, w.act_pitch, (int)n, w.ffn_dim, e, column);
-}
+#include "tap.cuh"
 
 /* ---- the block ---- */
 
@@ -1563,7 +1438,8 @@ bool experts(Pass *, const DeviceLayer &, const float *, const Matrix &, Error *
 } /* namespace fast */
 #endif
 
-/* A transformer block: x += attention(norm(x)), x += experts(norm(x)). Who changes x leaves the norm that comes next. */
+/* A transformer block: x += attention(norm(x)), x += experts(norm(x)). Who changes x leaves the norm that comes next.
+ */
 bool block(Pass *a, int layer, Error *e) {
     const DeviceModel &device = a->gpu->device;
     const DeviceLayer &l = device.layer[layer];
@@ -1615,154 +1491,8 @@ bool draw_tokens(const Pass *a, int first, int n, Error *e) {
     return true;
 }
 
-/* ---- 8 the border ---- */
-
 /* Tokens that attention_tiled takes at once. */
 int tile_tokens(const Work &w) {
     int rows = w.head_dim == 256 ? AttentionShape<256>::ROWS : AttentionShape<128>::ROWS;
     return std::max(1, rows / (w.n_heads / w.n_kv_heads));
 }
-
-/* Fills a Step from a Batch, and what the host has to know of it. */
-void fill_step(const Step &s, Pass *a) {
-    const Batch *b = a->batch;
-    const int tile = tile_tokens(a->w);
-    s.header[0] = b->max_pages;
-    s.header[1] = a->gpu->turn % 3;
-    memcpy(s.slot, b->slot, b->seqs * sizeof(int));
-    memcpy(s.how, b->sampling, b->seqs * sizeof(Sampling));
-    memcpy(s.page, b->page, (size_t)b->seqs * b->max_pages * sizeof(int));
-    a->alone = true;
-    for (int i = 0; i < b->seqs; i++) {
-        const int n = b->first[i + 1] - b->first[i];
-        const Sampling &how = b->sampling[i];
-        a->keep |= b->want[i] >= WANT_LOGITS;
-        a->penalized |= how.penalty != 1;
-        a->filtered |= how.temperature > 0 && (how.top_k > 0 || how.top_p < 1 || how.min_p > 0);
-        a->alone &= n == 1;
-        s.last[i] = b->want[i] == WANT_NOTHING ? -1 : b->first[i + 1] - 1;
-        for (int t = b->first[i]; t < b->first[i + 1]; t++) {
-            const int p = b->start[i] + t - b->first[i], page = b->page[(size_t)i * b->max_pages + p / PAGE];
-            s.token[t] = make_int4(b->token[t], b->slot[i], page * PAGE + p % PAGE, 0);
-            s.seq[t] = i;
-            s.position[t] = p;
-            if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[a->rows++] = t;
-            if (n == 1 || a->tokens <= MAX_STREAMED)
-                s.query[a->queries++] = t, a->pages = std::max(a->pages, p / PAGE + 1);
-            else if ((t - b->first[i]) % tile == 0)
-                s.tile[2 * a->tiles] = t, s.tile[2 * a->tiles++ + 1] = std::min(tile, b->first[i + 1] - t);
-        }
-    }
-    while (a->pages & (a->pages - 1)) a->pages++; /* few graphs: powers of two */
-    /* Up to MAX_STREAMED tokens are cut alike, whatever their number: each gets the same bits alone and among others. */
-    const int blocks = std::max(1, a->queries) * a->w.n_kv_heads * head_parts(a->w.n_heads / a->w.n_kv_heads);
-    a->splits = a->tokens <= MAX_STREAMED ? MAX_SPLITS : std::max(1, std::min(MAX_SPLITS, 4 * a->gpu->sms / blocks));
-}
-
-/* Draws for all rows of a step, so many at a time, and keeps the logits that the caller wants. */
-bool heads(Pass *a, Pending *p, Error *e) {
-    const Batch *b = a->batch;
-    const size_t vocab = a->w.vocab;
-    std::vector<float> found(a->keep ? a->rows * vocab : 0);
-    for (int i = 0; i < a->rows; i += a->gpu->logit_rows) {
-        int n = std::min(a->gpu->logit_rows, a->rows - i);
-        if ((!a->headed && !head(a, i, n, e)) || !draw_tokens(a, i, n, e)) return false;
-        if (!a->keep) continue;
-        CUDA(cudaMemcpyAsync(found.data() + i * vocab, a->w.logits, n * vocab * sizeof(float), cudaMemcpyDeviceToHost,
-                             a->gpu->stream));
-        CUDA(cudaStreamSynchronize(a->gpu->stream));
-    }
-    for (int i = 0, r = 0; i < b->seqs && a->keep; i++) {
-        int n = b->want[i] == WANT_NOTHING ? 0 : b->want[i] == WANT_ALL_LOGITS ? b->first[i + 1] - b->first[i] : 1;
-        if (b->want[i] >= WANT_LOGITS)
-            p->logits.insert(p->logits.end(), found.begin() + r * vocab, found.begin() + (r + n) * vocab), p->rows += n;
-        r += n;
-    }
-    return true;
-}
-
-/* A step that generates, as a graph: one for each number of streams, and of pages, made when it first comes. */
-bool run_graph(Pass *a, Pending *p, Error *e) {
-    Gpu *gpu = a->gpu;
-    cudaGraphExec_t &made = gpu->graph[{a->tokens, a->rows, a->pages, a->filtered + 2 * a->penalized}];
-    if (!made) {
-        cudaGraph_t graph;
-        CUDA(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
-        bool ok = forward(a, e) && heads(a, p, e);
-        cudaError_t error = cudaStreamEndCapture(gpu->stream, &graph);
-        if (!ok) return false;
-        CUDA(error);
-        error = cudaGraphInstantiate(&made, graph, 0);
-        cudaGraphDestroy(graph);
-        CUDA(error);
-    }
-    CUDA(cudaGraphLaunch(made, gpu->stream));
-    return true;
-}
-
-bool submit(Gpu *gpu, const Batch *b, Pending *p, Error *e) {
-    Pass a = {gpu, gpu->work, {}, b, b->first[b->seqs]};
-    const bool decode = gpu->fast && a.tokens <= MAX_DECODE;
-    const int room = std::max(a.tokens, MAX_DECODE);
-    size_t bytes, pages = (size_t)b->seqs * b->max_pages * sizeof(int);
-    bool ok;
-    fill_step(step_at(p->step, room, &bytes), &a);
-    p->want.assign(b->want, b->want + b->seqs);
-    p->logits.clear();
-    p->rows = 0;
-    if (decode) {
-        ok = fast::decode(&a, p->step, e) && heads(&a, p, e);
-    } else {
-        a.s = step_at(gpu->step, room, &bytes);
-        a.prefill = gpu->fast && fast::prefills(&a);
-        CUDA(cudaMemcpyAsync(a.s.how, p->step, bytes + pages, cudaMemcpyHostToDevice, gpu->stream));
-        bool whole = a.alone && a.rows == a.tokens && a.tokens <= gpu->logit_rows && !a.keep && !gpu->limits.tap;
-        ok = whole ? run_graph(&a, p, e) : forward(&a, e) && heads(&a, p, e);
-    }
-    if (ok) CUDA(cudaEventRecord(p->done, gpu->stream));
-    return ok;
-}
-
-static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *e) {
-    return open_card(m, limits, pages, (const void *)embed, e);
-}
-
-static bool cuda_submit(void *state, const Batch *b, Error *e) {
-    Gpu *gpu = (Gpu *)state;
-    if (gpu->outstanding == 2) return fail(e, FAILED, "submit: two steps are outstanding; collect one");
-    if (!submit(gpu, b, &gpu->pending[gpu->turn % 3], e)) return false;
-    gpu->turn++;
-    gpu->outstanding++;
-    return true;
-}
-
-static bool cuda_collect(void *state, Result *result, Error *e) {
-    Gpu *gpu = (Gpu *)state;
-    if (!gpu->outstanding) return fail(e, FAILED, "collect: no step is outstanding");
-    unsigned turn = (gpu->turn - gpu->outstanding) % 3;
-    Pending &p = gpu->pending[turn];
-    int *token = gpu->result + turn * gpu->limits.max_seqs;
-    CUDA(cudaEventSynchronize(p.done));
-    gpu->outstanding--;
-    for (size_t i = 0; i < p.want.size(); i++)
-        if (p.want[i] == WANT_NOTHING) token[i] = DREW_NOTHING;
-    *result = {token, p.logits.data(), p.rows};
-    return true;
-}
-
-static int cuda_phases(void *state, Phase *phase) {
-    Gpu *gpu = (Gpu *)state;
-    return gpu->fast ? fast::phases(gpu, phase) : 0;
-}
-
-static uint64_t cuda_experts_read(void *state) {
-    Gpu *gpu = (Gpu *)state;
-    unsigned long long read = 0;
-    bool failed = cudaMemcpy(&read, gpu->work.experts_read, sizeof read, cudaMemcpyDeviceToHost);
-    return failed ? 0 : gpu->experts_read + read;
-}
-
-static void cuda_describe(Devices *d) { describe_cards(d, (const void *)embed); }
-
-const Backend cuda = {"cuda",     8192,      cuda_open,   cuda_submit,       cuda_collect,
-                      close_card, read_flat, cuda_phases, cuda_experts_read, cuda_describe};

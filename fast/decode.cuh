@@ -53,8 +53,7 @@ __host__ __device__ inline size_t layer_buffer_size(const DecodeWork &w) {
     return 2 * w.dim + ((w.n_heads + 2 * w.n_kv_heads) * w.head_dim + w.attn_pitch + w.top_k * w.act_pitch) / 2;
 }
 inline size_t layer_buffers_size(const DecodeWork &w) { return BUFFERED_LAYERS * layer_buffer_size(w); }
-/* The buffers of a layer; layer -1 is the embedding. A fence stands before the head, so the last layer's x is Work's.
- */
+/* A layer's buffers; layer -1 is the embedding. A fence stands before the head, so the last layer's x is Work's. */
 __host__ __device__ inline LayerBuffers layer_buffers(const DecodeWork &w, bool single, int layer) {
     if (!single) return {w.x, w.x, w.q, w.attn, w.act_out};
     float *x = w.layer_buffers + (layer + BUFFERED_LAYERS) % BUFFERED_LAYERS * layer_buffer_size(w);
@@ -253,8 +252,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         int d = w.head_dim, i = r % d;
         return r < (w.n_heads + w.n_kv_heads) * d ? r : r - i + i % 8 / 2 * (d / 4) + i / 8 * 2;
     }
-    /* A block has every `blocks`-th tile of a matrix: how many, which ones, and the matrix's row that is row i of them.
-     */
+    /* A block has every `blocks`-th tile of a matrix: how many, which ones, and which row of the matrix row i of them
+     * is. */
     __device__ int tiles_of_block(int tiles) const { return (tiles - block + blocks - 1) / blocks; }
     __device__ int tile_of_block(int i) const { return block + i * blocks; }
     template <Type T> __device__ int row_of_block(int i) const {
@@ -512,8 +511,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         write((uint32_t *)(attn + (paired ? paired_place(t, place, w.attn_pitch) : (size_t)t * w.attn_pitch + place)),
               pack(x.x, x.y));
     }
-    /* Polls a single token's queries, and its key and value too: the cache has these only for later steps. They take
-     * their place in `keys`, as number `at`, unless that is -1. */
+    /* Polls a single token's queries, and its key and value too: the cache has these only for later steps. */
     template <int D>
     __device__ __forceinline__ void poll_token(const LayerBuffers &now, const bf16 *query, int head, int lane,
                                                uint4 (&q)[D / 32], uint4 (&key)[D / 32], uint4 (&value)[D / 32]) const {
@@ -592,7 +590,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             if (early) load();
             if (!single && !waited) wait_phase();
             waited = true;
-            if (!single && streamed > begin) ring.resume(), hold_after_last(i + blocks >= jobs);
+            if (!single && streamed > begin) ring.resume(), hold_after_last(i + blocks >= jobs); /* of its last job */
             SlabState<D> state;
             LayerBuffers now = buffers(w.layer);
             const bf16 *query =
@@ -923,8 +921,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         PreparedStage prepared[MAX_COPIES];
         if (prepares_stages && phase % PHASES == PHASE_UP && w.n_experts <= ONE_PER_LANE) prepare_stages(l, prepared);
         if (sync_before(phase) == PRODUCER_FENCE && phase != first && ring.thread == CONSUMERS) {
-            asm volatile("fence.acq_rel.gpu;" ::
-                             : "memory"); /* for all that consumers wrote before they arrived at FREE */
+            /* for all that consumers wrote before they arrived at FREE */
+            asm volatile("fence.acq_rel.gpu;" ::: "memory");
             arrive();
         }
         choose_experts(l, active(), [&](int place) {
@@ -935,11 +933,13 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         });
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
         if (!producing && !single) wait_phase(); /* only now: counts tell when the router's sums are complete */
-        if (!producing && single && phase % PHASES == PHASE_UP) /* and then all of x has been published */
+        /* and then all of x has been published, too; one thread checks that all producers have had their fence */
+        auto wait = [&] {
+            if (phase != first && ring.thread == SPARE) wait_for_blocks();
+        };
+        if (!producing && single && phase % PHASES == PHASE_UP)
             load_normed<MXFP4, false>(with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim), l.ffn_norm,
-                                      buffers(w.layer).middle, NULL, [&] {
-                                          if (phase != first && ring.thread == SPARE) wait_for_blocks();
-                                      });
+                                      buffers(w.layer).middle, NULL, wait);
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens && !producing; t += CONSUMER_WARPS)
             softmax_choices(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);
@@ -1081,9 +1081,9 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     }
 };
 
-/* The kernel. An instance for at most 1, 4, 8 and MAX_DECODE tokens each, for gpt-oss's types and shapes only: beside
- * streaming a phase does little but arithmetic with shapes, instructions have to be fetched too, and registers are few.
- */
+/* The kernel, with an instance each for at most 1, 4, 8 and MAX_DECODE tokens. They know gpt-oss's types and shapes
+ * only: beside streaming, a phase does little but arithmetic with shapes, its instructions have to be fetched too, and
+ * registers are few. */
 template <int max_tokens>
 __global__ void __launch_bounds__(THREADS, 1)
     decode_step(DecodeWork any, Step s, const DecodeLayer *layers, Matrix head, const float *norm, Layout k, int tokens,

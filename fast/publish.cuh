@@ -171,7 +171,6 @@ struct StepArgument {
         MAX_DECODE * (sizeof(Sampling) + sizeof(int4) + 8 * sizeof(int)) + 4 * sizeof(int); /* see step_at() */
     static_assert(sizeof(Sampling) % 16 == 0 && BYTES % 16 == 0, "copied by 16 bytes");
     uint4 word[BYTES / 16];
-    bool there;
     __device__ int4 token(int t) const { return ((const int4 *)word)[MAX_DECODE * sizeof(Sampling) / 16 + t]; }
 };
 

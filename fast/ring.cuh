@@ -17,9 +17,9 @@ constexpr int MAX_CHOICES = 8; /* of an expert, multiplied at once; for more its
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { bar_sync(CONSUMERS); }
-/* Gates, one for each of these events of a layer. FREE: nobody reads the choice of experts of the layer before any
- * more, and the consumers' writes are done. ROUTED: each token has chosen its experts. CHOSEN: the lists of Active are
- * there. */
+/* Gates (barriers) of a block, which open once a layer. FREE: nobody reads the choice of experts of the layer before
+ * any more, and the consumers' writes are done. ROUTED: each token has chosen its experts. CHOSEN: the lists of Active
+ * are there. */
 enum { FREE, ROUTED, CHOSEN, GATES };
 
 /* ---- shapes that the compiler knows ---- */
@@ -86,9 +86,8 @@ struct Active {
     static int max_experts(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
 
-/* What a tile of an expert with so many choices costs, and what beginning with an expert costs a block: as much as two
- * of the cheapest tiles. The prices follow from the instructions of a tile; others were no better (notebooks/speed.md).
- */
+/* What a tile of an expert with so many choices costs, by its instructions, and what beginning with an expert costs a
+ * block: as much as two of the cheapest tiles. Other prices were no better (notebooks/speed.md). */
 constexpr int EXPERT_COST = 4;
 __host__ __device__ constexpr int tile_cost(int choices) {
     int rest = choices % MAX_CHOICES;

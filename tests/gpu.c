@@ -82,8 +82,8 @@ static void fixtures_pass(void) {
 }
 
 /* Prompts of many lengths, whole and in chunks, against the unrounded reference. What rounding costs is found with the
- * longest: of the few numbers of a short one it may be next to nothing by luck. Experts: beginnings of the fixture's own
- * prompt, which keeps routers away from ties. */
+ * longest: of the few numbers of a short one it may be next to nothing by luck. Experts: beginnings of the fixture's
+ * own prompt, which keeps routers away from ties. */
 static void lengths_of(const char *fixture, const size_t *lengths, int n) {
     int ids[300];
     uint64_t random = 3;
@@ -206,7 +206,7 @@ static void shapes_pass(const char *config, int layers, double share) {
     checkpoint_close(&c);
 }
 
-#define LOCAL "\"sliding_attention\""
+#define LOCAL  "\"sliding_attention\""
 #define GLOBAL "\"full_attention\""
 #define GPT_OSS_20B(TYPES)                                                                                             \
     "{\"architectures\":[\"GptOssForCausalLM\"],\"model_type\":\"gpt_oss\",\"num_hidden_layers\":%d,"                  \
