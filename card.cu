@@ -482,7 +482,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     Plan p = {base, 0};
     size_t T = gpu->limits.max_tokens, choices = T * m.top_k, parts = head_parts(m.n_heads / m.n_kv_heads), widest = 0,
            bytes;
-    size_t queries = std::max(MAX_STREAMED, gpu->limits.max_seqs), rows = gpu->logit_rows, heads = m.n_kv_heads * parts;
+    size_t queries = std::max(MAX_DECODE, gpu->limits.max_seqs), rows = gpu->logit_rows, heads = m.n_kv_heads * parts;
     bool router = false;
     for (const DeviceLayer &l : gpu->device.layer) {
         router |= l.router.rows > 0;
@@ -495,7 +495,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     gpu->product_room = p.take<uint8_t>(PRODUCT_ROOM);
     w.x = p.take<float>(T * m.dim);
     w.normed = p.take<uint8_t>(T * w.normed_pitch * element);
-    w.square = p.take<float>(MAX_STREAMED * square_parts(m.dim));
+    w.square = p.take<float>(MAX_DECODE * square_parts(m.dim));
     w.found = p.take<float>(T * widest);
     w.q = p.take<uint8_t>(T * m.n_heads * m.head_dim * element);
     w.attn = p.take<uint8_t>(T * w.attn_pitch * element);
@@ -625,7 +625,7 @@ static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *
     Gpu *gpu = new Gpu;
     gpu->model = *m;
     gpu->limits = *limits;
-    gpu->limits.max_tokens = std::max(MAX_STREAMED, limits->max_tokens);
+    gpu->limits.max_tokens = std::max(MAX_DECODE, limits->max_tokens);
     if (open_gpu(gpu, pages, e)) return gpu;
     cuda_close(gpu);
     return NULL;
@@ -695,17 +695,17 @@ void fill_step(const Step &s, Pass *a) {
             s.seq[t] = i;
             s.position[t] = p;
             if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[a->rows++] = t;
-            if (n == 1 || a->tokens <= MAX_STREAMED)
+            if (n == 1 || a->tokens <= MAX_DECODE)
                 s.query[a->queries++] = t, a->pages = std::max(a->pages, p / PAGE + 1);
             else if ((t - b->first[i]) % tile == 0)
                 s.tile[2 * a->tiles] = t, s.tile[2 * a->tiles++ + 1] = std::min(tile, b->first[i + 1] - t);
         }
     }
     while (a->pages & (a->pages - 1)) a->pages++; /* few graphs: powers of two */
-    /* Up to MAX_STREAMED tokens are cut alike, whatever their number: each gets the same bits alone and among others.
+    /* Up to MAX_DECODE tokens are cut alike, whatever their number: each gets the same bits alone and among others.
      */
     const int blocks = std::max(1, a->queries) * a->w.n_kv_heads * head_parts(a->w.n_heads / a->w.n_kv_heads);
-    a->splits = a->tokens <= MAX_STREAMED ? MAX_SPLITS : std::max(1, std::min(MAX_SPLITS, 4 * a->gpu->sms / blocks));
+    a->splits = a->tokens <= MAX_DECODE ? MAX_SPLITS : std::max(1, std::min(MAX_SPLITS, 4 * a->gpu->sms / blocks));
 }
 
 /* Draws for all rows of a step, so many at a time, and keeps the logits that the caller wants. */

@@ -70,8 +70,7 @@ struct Rows {
 
 /* ---- a step ---- */
 
-constexpr int MAX_STREAMED = 24; /* tokens of a step whose products stream the weights; of more they are tiles */
-constexpr int MAX_DECODE = 16;   /* tokens of a step that fast/ decodes */
+constexpr int MAX_DECODE = 16; /* tokens of a step whose products stream the weights; of more they are tiles */
 constexpr int MAX_SPLITS = 32, SPLIT_PAGES = 4; /* blocks that share a context, and the pages that are worth one */
 
 /* What a step does, as the kernels read it. */
@@ -103,7 +102,7 @@ struct Work {
     const float2 *turn; /* (context, head_dim / 2) cos and sin */
     float *x;           /* (tokens, dim) residual stream */
     void *normed; /* (tokens, normed_pitch) behind a norm; this, attn and act as the next matrix wants them, 0 behind */
-    float *square;        /* (MAX_STREAMED, dim / TILE) sums of squares of x, tile by tile */
+    float *square;        /* (MAX_DECODE, dim / TILE) sums of squares of x, tile by tile */
     float *found;         /* (tokens, rows) of qkv, or of gate and up */
     void *q;              /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
     void *attn, *act_out; /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
@@ -153,7 +152,7 @@ struct Gpu {
     int sms, max_pages, launch_arch;
     int shared;     /* bytes of shared memory that a block can have */
     int logit_rows; /* whose logits there is room for at once */
-    bool lean;      /* no F32: up to MAX_STREAMED tokens need no norm kernels and no cuBLAS */
+    bool lean;      /* no F32: up to MAX_DECODE tokens need no norm kernels and no cuBLAS */
     size_t weight_bytes;
     uint8_t *weights = NULL, *room = NULL, *cache = NULL, *step = NULL;
     int *result = NULL; /* (3, max_seqs), pinned */

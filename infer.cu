@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) produ
     typedef Encoding<T> E;
     typedef typename E::Activation A;
     constexpr int W = PRODUCT_WARPS, AHEAD = E::template AHEAD<TILES>;
-    __shared__ float sum[2][W][TILES * 128], factor[MAX_STREAMED];
+    __shared__ float sum[2][W][TILES * 128], factor[MAX_DECODE];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int chunks = p.w.stride / CHUNK, tiles = p.w.tiles();
     launch_next();
@@ -360,8 +360,8 @@ __global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) produ
         if (p.order) row = p.order[job.first + row] / p.divide;
         x[n] = (const A *)p.x + (size_t)row * p.x_pitch;
     }
-    float squares[MAX_STREAMED / W] = {}; /* of tokens `warp`, W + warp, ... */
-    for (int n = 0; n < MAX_STREAMED / W; n++)
+    float squares[MAX_DECODE / W] = {}; /* of tokens `warp`, W + warp, ... */
+    for (int n = 0; n < MAX_DECODE / W; n++)
         if (n * W + warp < p.tokens) squares[n] = sum_of(p.square + (n * W + warp) * square_parts(p.w.cols), p.squares);
     /* In the end a thread has two rows of a tile, 2 (i % 8) and the next, of one token, i / 8. */
     static_assert(TILES * 64 <= W * 32, "one pair a thread");
@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) produ
         for (int i = 0; i < AHEAD; i++) load(i, warp + i * W);
 #pragma unroll
         for (int i = 0; i < TILES * 4; i++) sum[turn % 2][warp][i * 32 + lane] = c[i / 4][i % 4];
-        for (int n = 0; n < MAX_STREAMED / W && p.squares && !turn; n++) {
+        for (int n = 0; n < MAX_DECODE / W && p.squares && !turn; n++) {
             float square = warp_sum(squares[n]);
             if (lane == 0) factor[n * W + warp] = norm_factor(square, p.w.cols, p.eps);
         }
@@ -1270,7 +1270,7 @@ Type type_for(const Matrix &m) { return m.type == MXFP4 ? BF16 : m.type; }
 
 /* The one table from types of weights to instances. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
-    auto kernel = p.job || p.tokens <= 8 ? product<T, 1> : p.tokens <= 16 ? product<T, 2> : product<T, 3>;
+    auto kernel = p.job || p.tokens <= 8 ? product<T, 1> : product<T, 2>;
     dim3 grid(p.job ? (p.w.tiles() + 1) / 2 : std::min(p.w.tiles(), 2 * gpu->sms), jobs);
     return launch(gpu, kernel, grid, PRODUCT_WARPS * 32, 0, p);
 }
@@ -1312,7 +1312,7 @@ Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
 }
 /* Where weights are streamed all that follows happens in the product; else cuBLAS multiplies, if it knows the type. */
 bool multiply(Pass *a, Product p, Error *e) {
-    bool few = p.tokens <= MAX_STREAMED && p.w.type != F32;
+    bool few = p.tokens <= MAX_DECODE && p.w.type != F32;
     if (!few) p.norm = NULL;
     if (few || p.w.type == MXFP4)
         CUDA(launch_for_type(a->gpu, p, few ? 8 : 64, 1));
@@ -1395,7 +1395,7 @@ bool combine_experts(Pass *a, const float *next_norm, const Matrix &next, Error 
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
-    const int most = choices <= 2 * w.n_experts ? 8 : choices <= 32 * w.n_experts ? 32 : 64; /* choices of a job */
+    const int most = a->tokens <= MAX_DECODE ? 8 : choices <= 32 * w.n_experts ? 32 : 64; /* choices of a job */
     const int jobs = std::min(w.n_experts, choices) + choices / most;
     if (!route_tokens(a, l, most, e)) return false;
     Product up = product_of(a, l.up, NULL, 0), down = product_of(a, l.down, w.act_out, w.act_pitch);
@@ -1413,7 +1413,7 @@ bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix
 bool feed_forward(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     Product p = product_of(a, l.up, NULL, 0);
-    bool blas = l.up.type == F32 || (a->tokens > MAX_STREAMED && l.up.type != MXFP4);
+    bool blas = l.up.type == F32 || (a->tokens > MAX_DECODE && l.up.type != MXFP4);
     p.y = blas ? (void *)w.found : w.act_out, p.y_pitch = blas ? l.up.rows : w.act_pitch;
     p.finish = blas ? STORE : ACTIVATE, p.y_type = type_for(l.down);
     if (!multiply(a, p, e)) return false;
@@ -1471,7 +1471,7 @@ bool forward(Pass *a, Error *e) {
 bool head(Pass *a, int first, int n, Error *e) {
     const DeviceModel &device = a->gpu->device;
     Pass rows = *a;
-    if (!a->normed || a->rows != a->tokens || a->tokens > MAX_STREAMED) { /* the rows that are wanted, side by side */
+    if (!a->normed || a->rows != a->tokens || a->tokens > MAX_DECODE) { /* the rows that are wanted, side by side */
         CUDA(launch(a->gpu, norm, n, row_threads(a->w.dim), 0, a->w, (const int *)a->s.row + first,
                     (const float *)device.norm, type_for(device.head)));
         rows.squares = 0;
