@@ -214,12 +214,13 @@ __device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
 
 /* A chunk of a tile is 544 bytes in one piece: 16 of each lane, columns 16t to 16t + 15 of row g and then of row g + 8,
  * and behind these 512 bytes the scales of both blocks of 32 of row g and of both of row g + 8, for each g, with
- * FP4_SCALE added. bf16 cannot hold all that e8m0 may multiply, so decode() leaves 2^26 to whoever has the sum. */
+ * FP4_SCALE added. bf16 cannot hold all that e8m0 may multiply: decode() gives values 2^26 too small, and the finished
+ * sum is multiplied by FACTOR. */
 template <> struct Encoding<MXFP4> {
     typedef bf16 Activation;
     static constexpr float FACTOR = 0x1p26f;
-    static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 3;
-    template <int TILES> static constexpr int AHEAD = 3;
+    static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 4;
+    template <int TILES> static constexpr int AHEAD = 2;
     struct Raw {
         uint4 words;
         uint32_t scales;
@@ -259,7 +260,7 @@ enum Finish {
     ACTIVATE /* y = the activation of rows 2i (gate) and 2i + 1 (up) */
 };
 
-/* RMSNorm's factor, from the sum of the squares (Zhang and Sennrich, 2019); into how many parts that sum is cut. */
+/* RMSNorm's factor, from the sum of the squares (Zhang and Sennrich, 2019). */
 __device__ inline float norm_factor(float squares, int dim, float eps) { return rsqrtf(squares / dim + eps); }
 
 /* y = W x + bias for all tokens, or, where there are jobs, for the choices of each expert: row r of x is that of choice
@@ -326,8 +327,8 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
 
 /* Up to 8 TILES tokens, or choices of an expert: the time is the time to read the weights. A block takes tiles of 16
  * rows, every so many-th; its warps share the columns, chunk by chunk, and each lane has AHEAD chunks on the way.
- * Tokens are the columns of mma. A product that follows RMSNorm multiplies x times the norm's weights, which who wrote
- * x has left, and divides the result by the root mean square: so no kernel stands between. */
+ * Tokens are the columns of mma. After an RMSNorm the input is x times the norm's weights, which the kernel that wrote
+ * x has written too, and the result is divided by the root mean square here: so no kernel stands between. */
 constexpr int PRODUCT_WARPS = 8;
 template <Type T, int TILES>
 __global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) product(const __grid_constant__ Product p) {
@@ -705,8 +706,8 @@ __device__ inline void turn_head(const Work &w, const float *head, const float *
 }
 /* Queries are bf16 unless weights are F32. */
 __host__ __device__ inline Type query_type(const DeviceLayer &l) { return l.qkv.type == F32 ? F32 : BF16; }
-/* Queries of head h of token t, to w.q; its key and value of a head, to the cache; copies in bf16, unless NULL. A warp
- * each. */
+/* By a warp each: norm and RoPE of a query head, to w.q; of a key, to the cache with its value. bf16 copies go to
+ * `copy`, `key_copy` and `value_copy` unless these are NULL. */
 __device__ inline void turn_query(const Work &w, const Step &s, const DeviceLayer &l, int t, int h, bf16 *copy) {
     const float *row = w.found + (size_t)t * l.qkv.rows + h * w.head_dim;
     const size_t to = ((size_t)t * w.n_heads + h) * w.head_dim;
@@ -841,9 +842,9 @@ struct Merged {
 
 /* Attention of tokens one by one: of a step that generates, and of the last few of a prompt. A block has one token
  * (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split of the context (blockIdx.z),
- * so many pages of it; its warps take 16 keys in turn. The last of a token's splits to end adds them up. With `turn`,
- * where no token sees another of the same step, the block also turns its queries and stores its key and value; all
- * other keys are there before the step, so the first ones are asked for before anything else. */
+ * so many pages of it; its warps take 16 keys in turn. The last of a token's splits to end adds them up. `turn` is
+ * Pass::alone: no token sees another of the same step, so this kernel does what rope_and_store does, for its token. All
+ * older keys are in the cache already, so the first ones are loaded before wait_previous(). */
 constexpr int ATTENTION_WARPS = 8;
 __host__ __device__ inline int splits_of(int pages, int most) { return max(1, min(most, pages / SPLIT_PAGES)); }
 template <int D>
@@ -1293,7 +1294,7 @@ cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int most, int jobs
     }
 }
 
-/* normed = RMSNorm(x) * weight, for a matrix that is next, unless who changed x has left it. */
+/* Makes w.normed for matrix `next`, unless a->normed says that it is there. */
 bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
     const int *all = NULL;
     if (a->normed) return true;
@@ -1310,7 +1311,8 @@ Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     if (!x && a->squares) p.square = a->w.square, p.squares = a->squares;
     return p;
 }
-/* Where weights are streamed all that follows happens in the product; else cuBLAS multiplies, if it knows the type. */
+/* Up to MAX_DECODE tokens: `product`, which also does what follows. More: cuBLAS, but for MXFP4. F32 is always
+ * cuBLAS's. */
 bool multiply(Pass *a, Product p, Error *e) {
     bool few = p.tokens <= MAX_DECODE && p.w.type != F32;
     if (!few) p.norm = NULL;
@@ -1359,7 +1361,7 @@ template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &
                   a->s, l);
 }
 
-/* Attention of what stands in w.found: RoPE, the cache, and the result in w.attn. */
+/* From queries, keys and values in w.found to w.attn. RoPE and the cache: rope_and_store, or attention<D> itself. */
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
     const int size = query_type(l) == F32 ? 0 : w.head_dim;
@@ -1395,7 +1397,9 @@ bool combine_experts(Pass *a, const float *next_norm, const Matrix &next, Error 
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
-    const int most = a->tokens <= MAX_DECODE ? 8 : choices <= 32 * w.n_experts ? 32 : 64; /* choices of a job */
+    const int most = a->tokens <= MAX_DECODE || choices <= 3 * w.n_experts ? 8
+                     : choices <= 32 * w.n_experts                         ? 32
+                                                                           : 64; /* choices of a job */
     const int jobs = std::min(w.n_experts, choices) + choices / most;
     if (!route_tokens(a, l, most, e)) return false;
     Product up = product_of(a, l.up, NULL, 0), down = product_of(a, l.down, w.act_out, w.act_pitch);
@@ -1438,8 +1442,8 @@ bool experts(Pass *, const DeviceLayer &, const float *, const Matrix &, Error *
 } /* namespace fast */
 #endif
 
-/* A transformer block: x += attention(norm(x)), x += experts(norm(x)). Who changes x leaves the norm that comes next.
- */
+/* A transformer block: x += attention(norm(x)), x += experts(norm(x)). A kernel that adds to x also writes w.normed for
+ * the matrix that reads it next, where it can; else norm_for() launches `norm`. */
 bool block(Pass *a, int layer, Error *e) {
     const DeviceModel &device = a->gpu->device;
     const DeviceLayer &l = device.layer[layer];
@@ -1459,8 +1463,8 @@ bool block(Pass *a, int layer, Error *e) {
 bool forward(Pass *a, Error *e) {
     const DeviceModel &device = a->gpu->device;
     const DeviceLayer &l = device.layer[0];
-    CUDA(launch(a->gpu, embed, a->tokens, row_threads(a->w.dim), 0, a->w, a->s, device.embed,
-                (const float *)l.attn_norm, type_for(l.qkv)));
+    const float *weight = l.attn_norm;
+    CUDA(launch(a->gpu, embed, a->tokens, row_threads(a->w.dim), 0, a->w, a->s, device.embed, weight, type_for(l.qkv)));
     a->normed = true, a->squares = 0;
     for (int i = 0; i < a->w.n_layers; i++)
         if (!block(a, i, e)) return false;
@@ -1491,8 +1495,7 @@ bool draw_tokens(const Pass *a, int first, int n, Error *e) {
     return true;
 }
 
-/* Tokens that attention_tiled takes at once. */
 int tile_tokens(const Work &w) {
-    int rows = w.head_dim == 256 ? AttentionShape<256>::ROWS : AttentionShape<128>::ROWS;
-    return std::max(1, rows / (w.n_heads / w.n_kv_heads));
+    return std::max(1, (w.head_dim == 256 ? AttentionShape<256>::ROWS : AttentionShape<128>::ROWS) * w.n_kv_heads /
+                           w.n_heads);
 }
