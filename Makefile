@@ -104,14 +104,15 @@ install: all
 
 FORMATTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh tests/*.c tests/*.h)
 format:
-	for f in $(FORMATTED); do clang-format --assume-filename=$$f.cpp <$$f >build/formatted && cp build/formatted $$f || exit; done
+	@mkdir -p build
+	@for f in $(FORMATTED); do clang-format --assume-filename=$$f.cpp <$$f >build/formatted && cp build/formatted $$f || exit; done
 check-format:
 	@mkdir -p build
 	@for f in $(FORMATTED); do \
 	    clang-format --assume-filename=$$f.cpp <$$f | cmp -s - $$f || { echo "$$f: make format"; exit 1; }; done
 
 count:
-	@wc -l *.c *.h *.cu *.cuh 2>/dev/null | sort -n
+	@wc -l *.c *.h *.cu *.cuh fast/*.cuh 2>/dev/null | sort -n
 
 clean:
 	rm -rf build infer infer-reference
@@ -125,7 +126,8 @@ help:
 	@echo "make asan         builds the program and the unit tests with sanitizers, below build/asan"
 	@echo "make fuzz         runs each fuzzer for a minute (needs clang)"
 	@echo "make install      PREFIX=/usr/local DESTDIR="
-	@echo "make format       clang-format    make count    lines    make clean    removes what was built"
+	@echo "make format       clang-format, make check-format tells whether it is needed"
+	@echo "make count        lines    make clean    removes what was built"
 
-.PHONY: all reference asan test test-gpu fuzz verify install format count clean help
+.PHONY: all reference asan test test-gpu fuzz verify install format check-format count clean help
 -include $(wildcard build/*/*.d build/*/tests/*.d)

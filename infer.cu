@@ -1459,7 +1459,6 @@ bool block(Pass *a, int layer, Error *e) {
     return feed(a, l, next_norm, next, e) && tap_x(a, "residual", e);
 }
 
-/* x after all layers. */
 bool forward(Pass *a, Error *e) {
     const DeviceModel &device = a->gpu->device;
     const DeviceLayer &l = device.layer[0];
@@ -1471,7 +1470,6 @@ bool forward(Pass *a, Error *e) {
     return true;
 }
 
-/* Logits of rows `first` to `first` + n - 1 of those that are wanted. */
 bool head(Pass *a, int first, int n, Error *e) {
     const DeviceModel &device = a->gpu->device;
     Pass rows = *a;
@@ -1484,7 +1482,6 @@ bool head(Pass *a, int first, int n, Error *e) {
     return multiply_to(&rows, device.head, NULL, 0, a->w.logits, e);
 }
 
-/* Draws from them. */
 bool draw_tokens(const Pass *a, int first, int n, Error *e) {
     Pass rows = *a;
     rows.s.row += first, rows.w.layer = a->w.n_layers;
