@@ -200,7 +200,8 @@ template <typename A> struct Encoding16 { /* rows as they stand in the file */
 template <> struct Encoding<BF16> : Encoding16<bf16> {};
 template <> struct Encoding<F16> : Encoding16<f16> {};
 
-/* Sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 in the order of their columns, times 2^-126. */
+/* Sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 in the order of their columns, times 2^-126. The
+ * loader has chosen the free bits of both words so that `rest`, with all carries, has the fourth pair of either. */
 struct Sixteen {
     uint4 low, high;
 };
@@ -842,14 +843,14 @@ struct Merged {
 
 /* Attention of tokens one by one: of a step that generates, and of the last few of a prompt. A block has one token
  * (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split of the context (blockIdx.z),
- * so many pages of it; its warps take 16 keys in turn. The last of a token's splits to end adds them up. `turn` is
- * Pass::alone: no token sees another of the same step, so this kernel does what rope_and_store does, for its token. All
+ * so many pages of it; its warps take 16 keys in turn. The last of a token's splits to end adds them up. If no
+ * token sees another of the same step (`alone`), this kernel does what rope_and_store does, for its token. All
  * older keys are in the cache already, so the first ones are loaded before wait_previous(). */
 constexpr int ATTENTION_WARPS = 8;
 __host__ __device__ inline int splits_of(int pages, int most) { return max(1, min(most, pages / SPLIT_PAGES)); }
 template <int D>
 __global__ void __launch_bounds__(ATTENTION_WARPS * 32, D <= 64 ? 2 : 1)
-    attention(Work w, Step s, DeviceLayer l, bool turn, int most_splits) {
+    attention(Work w, Step s, DeviceLayer l, bool alone, int most_splits) {
     constexpr int ROW = D + 2, W = ATTENTION_WARPS;
     extern __shared__ __align__(16) float states[]; /* (W, 8, ROW) */
     __shared__ __align__(16) bf16 query[8][D], own_key[D], own_value[D];
@@ -867,17 +868,17 @@ __global__ void __launch_bounds__(ATTENTION_WARPS * 32, D <= 64 ? 2 : 1)
     auto load = [&](Slab<D> &to, int i) {
         to.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), i % SLABS, lane);
     };
-    if (turn && i < slabs) load(slab, i);
+    if (alone && i < slabs) load(slab, i);
     wait_previous();
-    if (!turn && i < slabs) load(slab, i);
+    if (!alone && i < slabs) load(slab, i);
     for (int h = warp; h < heads; h += W)
-        if (turn)
+        if (alone)
             turn_query(w, s, l, t, first_head + h, query[h]);
         else
             for (int k = lane * 2; k < D; k += 64)
                 *(uint32_t *)(query[h] + k) =
                     ((const uint32_t *)w.q)[(((size_t)t * w.n_heads + first_head + h) * D + k) / 2];
-    if (turn && split == splits - 1 && warp == W - 1) store_key_value(w, s, l, t, head, own_key, own_value);
+    if (alone && split == splits - 1 && warp == W - 1) store_key_value(w, s, l, t, head, own_key, own_value);
     __syncthreads();
     uint4 q[D / 32];
     for (int c = 0; c < D / 32; c++) q[c] = *(const uint4 *)(query[lane / 4] + c * 32 + lane % 4 * 8);
@@ -885,7 +886,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS * 32, D <= 64 ? 2 : 1)
     for (; i < slabs; i += W) {
         Slab<D> next;
         if (i + W < slabs) page = page_of(s, seq, (i + W) * SLAB_KEYS), load(next, i + W);
-        if (turn && i == p / SLAB_KEYS) slab.replace(p % SLAB_KEYS, own_key, own_value, lane);
+        if (alone && i == p / SLAB_KEYS) slab.replace(p % SLAB_KEYS, own_key, own_value, lane);
         state.add(slab, q, i * SLAB_KEYS, first, p, LOG2E * rsqrtf(D), lane);
         slab = next;
     }
