@@ -571,6 +571,7 @@ static bool check_model(const Model &m, Error *e) {
         return fail(e, BAD_MODEL, "%d experts a token are more than the 32 that a warp can choose", m.top_k);
     if (m.n_experts > MAX_EXPERTS) return fail(e, BAD_MODEL, "%d experts are more than %d", m.n_experts, MAX_EXPERTS);
     if (m.dim > MAX_DIM) return fail(e, BAD_MODEL, "a hidden size of %d is more than %d", m.dim, MAX_DIM);
+    if (m.ffn_dim % 2) return fail(e, BAD_MODEL, "an intermediate size of %d is not a multiple of 2", m.ffn_dim);
     if (m.dim % 4) return fail(e, BAD_MODEL, "a hidden size of %d is not a multiple of 4", m.dim);
     return true;
 }
@@ -751,7 +752,7 @@ bool run_graph(Pass *a, Pending *p, Error *e) {
 
 bool submit(Gpu *gpu, const Batch *b, Pending *p, Error *e) {
     Pass a = {gpu, gpu->work, {}, b, b->first[b->seqs]};
-    const bool decode = gpu->fast && a.tokens <= MAX_DECODE;
+    gpu->decodes = gpu->fast && a.tokens <= MAX_DECODE;
     const int room = std::max(a.tokens, MAX_DECODE);
     size_t bytes, pages = (size_t)b->seqs * b->max_pages * sizeof(int);
     bool ok;
@@ -759,7 +760,7 @@ bool submit(Gpu *gpu, const Batch *b, Pending *p, Error *e) {
     p->want.assign(b->want, b->want + b->seqs);
     p->logits.clear();
     p->rows = 0;
-    if (decode) {
+    if (gpu->decodes) {
         ok = fast::decode(&a, p->step, e) && heads(&a, p, e);
     } else {
         a.s = step_at(gpu->step, room, &bytes);

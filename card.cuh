@@ -165,7 +165,8 @@ struct Gpu {
     unsigned turn = 0;
     int outstanding = 0;
     uint64_t experts_read = 0; /* by steps that do not count them on the card */
-    fast::State *fast = NULL;  /* the annex for this model and card, or NULL */
+    fast::State *fast = NULL;  /* the annex for this model and card, or NULL ... */
+    bool decodes = false;      /* ... and whether it computes this step, but for embedding and draw */
 };
 constexpr size_t PRODUCT_ROOM = 32 << 20;
 

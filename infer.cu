@@ -1,15 +1,15 @@
 /* infer.cu: every kernel of the plain engine, one for each step of a transformer block, for every family, every
  * encoding, any number of tokens, any card from sm_80 on; and block(), which calls them: begin there. Beside it:
  * tests/reference.c computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings
- * it there and submits steps; fast/ is an annex that takes over for gpt-oss on Hopper.
+ * it there and submits steps; draw.cuh draws tokens from logits; fast/ is an annex that takes over for gpt-oss on
+ * Hopper.
  *
  *   1  small device functions      mma, copies, sums
  *   2  encodings                   how a lane reads weights and makes bf16 of them
  *   3  products                    product (streams weights), product_tiled (many tokens)
  *   4  embedding, norm, experts    embed, norm, route, activate, combine
  *   5  attention                   RoPE, the cache, attention of few queries and of prompts
- *   6  from logits to a token      mark_seen, filter, draw
- *   7  one step                    launches, block, forward
+ *   6  one step                    launches, block, forward
  *
  * The residual stream is fp32, products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32),
  * the cache is bf16. A step that generates is a chain of dependent kernels, so each one lets the next begin early
@@ -91,6 +91,12 @@ __device__ inline uint4 load_weights(const void *from, bool real) {
     return x;
 }
 
+__device__ inline uint32_t load_scales(const void *from, bool real) {
+    uint32_t x = 0;
+    if (real) asm volatile("ld.global.L2::256B.u32 %0,[%1];" : "=r"(x) : "l"(from));
+    return x;
+}
+
 /* 16 bytes to shared memory, of which only the first `bytes` are read and the others become 0. What was asked for
  * before copies_end() is there after copies_done<n>() if at most n further copies_end() followed. */
 __device__ inline void copy_16(void *to, const void *from, int bytes = 16) {
@@ -122,18 +128,22 @@ __device__ inline int warp_sum_to(int x) { /* of this lane and those before it *
     }
     return x;
 }
-/* A lane's share of the sum of n values: its loads are on the way together. */
-__device__ inline float sum_of(const float *value, int n) {
-    float sum = 0;
-    for (int first = threadIdx.x % 32; first < n; first += 8 * 32) {
-        float x[8];
+/* The sum of n values by a warp. Those that load() asks for, HELD a lane, arrive while the warp does other things. */
+template <int HELD> struct WarpSum {
+    float x[HELD];
+    __device__ void load(const float *value, int n) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = first + i * 32 < n ? value[first + i * 32] : 0;
-#pragma unroll
-        for (int i = 0; i < 8; i++) sum += x[i];
+        for (int i = 0, at = threadIdx.x % 32; i < HELD; i++, at += 32) x[i] = at < n ? value[at] : 0;
     }
-    return sum;
-}
+    __device__ float sum(const float *value, int n) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < HELD; i++) sum += x[i];
+#pragma unroll 1
+        for (int at = threadIdx.x % 32 + HELD * 32; at < n; at += 32) sum += value[at];
+        return warp_sum(sum);
+    }
+};
 /* The sum over a block, in an order that depends on nothing else. */
 __device__ inline float block_sum(float x) {
     __shared__ float part[32];
@@ -166,7 +176,7 @@ __device__ inline bool last_block(int *arrived, int blocks) {
  *   offset()  where 16 bytes, number `piece`, of a tile's first chunk lie; those of chunk k are k * STEP further on
  *   PIECES    of 16 bytes that make up a chunk of a tile in shared memory, in the order in which read() wants them
  *   AHEAD     chunks that a lane has on the way
- *   BLOCKS    of `product` that share a multiprocessor */
+ *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
 template <Type T> struct Encoding;
 
 template <typename A> struct Encoding16 { /* rows as they stand in the file */
@@ -232,8 +242,7 @@ template <> struct Encoding<MXFP4> {
     }
     __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
         int lane = threadIdx.x % 32;
-        r = {load_weights(from, real),
-             (real ? __ldg((const uint32_t *)(from + 512 - lane * 16 + lane / 4 * 4)) : 0) >> lane % 4 / 2 * 8};
+        r = {load_weights(from, real), load_scales(from + 512 - lane * 16 + lane / 4 * 4, real) >> lane % 4 / 2 * 8};
     }
     __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
         r = {((const uint4 *)chunk)[lane], ((const uint32_t *)(chunk + 512))[lane / 4] >> lane % 4 / 2 * 8};
@@ -277,6 +286,7 @@ struct Product {
     const Job *job;
     const int *jobs, *order;
     int divide;
+    bool early; /* the kernel in front of this one has waited for the jobs, too */
     Finish finish;
     void *y;
     int y_pitch;
@@ -326,91 +336,124 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
     return a * a + b * b;
 }
 
-/* Up to 8 TILES tokens, or choices of an expert: the time is the time to read the weights. A block takes tiles of 16
- * rows, every so many-th; its warps share the columns, chunk by chunk, and each lane has AHEAD chunks on the way.
- * Tokens are the columns of mma. After an RMSNorm the input is x times the norm's weights, which the kernel that wrote
- * x has written too, and the result is divided by the root mean square here: so no kernel stands between. */
-constexpr int PRODUCT_WARPS = 8;
-template <Type T, int TILES>
-__global__ void __launch_bounds__(PRODUCT_WARPS * 32, Encoding<T>::BLOCKS) product(const __grid_constant__ Product p) {
+/* A warp's share of a tile of 16 rows: chunks `first`, first + step, ... of its columns, with AHEAD of them on the way.
+ * Up to 8 TILES rows of x are the columns of mma. */
+template <Type T, int TILES> struct Stream {
     typedef Encoding<T> E;
     typedef typename E::Activation A;
-    constexpr int W = PRODUCT_WARPS, AHEAD = E::template AHEAD<TILES>;
-    __shared__ float sum[2][W][TILES * 128], factor[MAX_DECODE];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int chunks = p.w.stride / CHUNK, tiles = p.w.tiles();
-    launch_next();
-    Job job = {0, 0, p.tokens};
-    if (p.job) {
-        wait_previous();
-        job = p.job[blockIdx.y]; /* asked for together */
-        if ((int)blockIdx.y >= *p.jobs) return;
-    }
+    static constexpr int AHEAD = E::template AHEAD<TILES>;
     typename E::Raw raw[AHEAD];
-    int tile = blockIdx.x;
-    const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, tile, lane);
-    auto load = [&](int i, int chunk) {
-        E::load(raw[i], p.w, weights + (size_t)chunk * E::STEP, tile < tiles && chunk < chunks);
-    };
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) load(i, warp + i * W);
-    if (!p.job) wait_previous();
-    const A *x[TILES];
-#pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        int row = min(n * 8 + g, job.n - 1); /* missing tokens alias the last one */
-        if (p.order) row = p.order[job.first + row] / p.divide;
-        x[n] = (const A *)p.x + (size_t)row * p.x_pitch;
+    __device__ void load(const Matrix &m, const uint8_t *tile, int i, int chunk, int chunks) {
+        E::load(raw[i], m, tile + (uint32_t)chunk * E::STEP, chunk < chunks);
     }
-    float squares[MAX_DECODE / W] = {}; /* of tokens `warp`, W + warp, ... */
-    for (int n = 0; n < MAX_DECODE / W; n++)
-        if (n * W + warp < p.tokens) squares[n] = sum_of(p.square + (n * W + warp) * square_parts(p.w.cols), p.squares);
-    /* In the end a thread has two rows of a tile, 2 (i % 8) and the next, of one token, i / 8. */
-    static_assert(TILES * 64 <= W * 32, "one pair a thread");
-    const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
-    const bool mine = token < min(TILES * 8, job.n);
-    const size_t out = mine && p.order ? p.order[job.first + token] : token;
-    for (int turn = 0; tile < tiles; turn++) {
-        float c[TILES][4] = {};
-        const int row = tile * TILE + pair, now = tile;
-        const bool store = mine && row < p.w.rows;
-        Target target = {};
-        if (store) target = target_of(p, job.expert, out, row);
-        for (int first = warp; first < chunks; first += W * AHEAD) {
+    /* Asks for a tile's first chunks; `tile` is where this lane's weights of it begin. */
+    __device__ void begin(const Matrix &m, const uint8_t *tile, int first, int step, int chunks) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) load(m, tile, i, first + i * step, chunks);
+    }
+    /* c += the tile times x; a lane's x begins at its row and column. */
+    __device__ void multiply(float (&c)[TILES][4], const Matrix &m, const uint8_t *tile, const A *const (&x)[TILES],
+                             int first, int step, int chunks) {
+        for (; first < chunks; first += step * AHEAD) {
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                int chunk = min(first + i * W, chunks - 1); /* behind the end weights are zeros */
+                const uint32_t at = min(first + i * step, chunks - 1) * CHUNK; /* behind the end weights are zeros */
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     uint4 low, high;
                     E::decode(raw[i], half, low, high);
 #pragma unroll
                     for (int n = 0; n < TILES; n++)
-                        mma_eight<A>(c[n], low, high, *(const uint4 *)(x[n] + chunk * CHUNK + E::column(t, half)));
+                        mma_eight<A>(c[n], low, high, *(const uint4 *)(x[n] + at + E::column(0, half)));
                 }
-                load(i, first + (i + AHEAD) * W);
+                load(m, tile, i, first + (i + AHEAD) * step, chunks);
             }
         }
-        tile += gridDim.x;
-        weights += E::offset(p.w, gridDim.x, 0);
+    }
+};
+
+/* Up to 8 TILES tokens, or choices of an expert: the time is the time to read the weights. The blocks share the tiles
+ * of all jobs evenly; the warps of a block share a tile's columns. After an RMSNorm the input is x times the norm's
+ * weights, which the kernel that wrote x has written too, and the result is divided by the root mean square here: so no
+ * kernel stands between.
+ *
+ * Without jobs a block asks for its first weights before it waits. With jobs it must know them first, so it waits, and
+ * only then lets the next kernel begin: that one, the product with `early`, finds the jobs there and need not wait. */
+template <Type T, int TILES, int W>
+__global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
+    typedef Encoding<T> E;
+    typedef typename E::Activation A;
+    __shared__ float sum[2][W][TILES * 128], factor[MAX_DECODE];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
+    const unsigned tiles = p.w.tiles(), tile_bytes = E::offset(p.w, 1, 0);
+    if (p.job && !p.early) wait_previous();
+    launch_next();
+    const unsigned total = (p.job ? __ldcg(p.jobs) : 1) * tiles, end = (blockIdx.x + 1) * total / gridDim.x;
+    unsigned item = blockIdx.x * total / gridDim.x; /* a tile of a job: `tile` of number `which` */
+    unsigned which = p.job ? item / tiles : 0, tile = item - which * tiles;
+    Job job = {0, 0, p.tokens};
+    const uint8_t *weights = NULL;
+    auto find_job = [&](Job &job) { /* the item's, and where this lane's weights of its tile begin */
+                                    const int *from = &p.job[which].expert;
+                                    if (p.job) job = {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2)};
+                                    weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, tile, lane);
+    };
+    if (item < end) find_job(job);
+    Stream<T, TILES> stream;
+    stream.begin(p.w, weights, warp, W, item < end ? chunks : 0);
+    if (!p.job || p.early) wait_previous();
+    WarpSum<T == MXFP4 ? 1 : 8> squares[MAX_DECODE / W]; /* of tokens `warp`, W + warp, ... */
+    auto parts = [&](int n) { return p.square + (n * W + warp) * square_parts(p.w.cols); };
+    for (int n = 0; n < MAX_DECODE / W; n++)
+        if (n * W + warp < p.tokens) squares[n].load(parts(n), p.squares);
+    /* In the end a thread has two rows of a tile, 2 (i % 8) and the next, of one token, i / 8. */
+    static_assert(TILES * 64 <= W * 32, "one pair a thread");
+    const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
+    const A *x[TILES];
+    bool mine;
+    size_t out;
+    auto begin_job = [&] {
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) load(i, warp + i * W);
+        for (int n = 0; n < TILES; n++) {
+            int row = min(n * 8 + lane / 4, job.n - 1); /* missing tokens alias the last one */
+            if (p.order) row = __ldcg(p.order + job.first + row) / p.divide;
+            x[n] = (const A *)p.x + (size_t)row * p.x_pitch + E::column(lane % 4, 0);
+        }
+        mine = token < min(TILES * 8, job.n);
+        out = mine && p.order ? __ldcg(p.order + job.first + token) : token;
+    };
+    if (item < end) begin_job();
+    for (int turn = 0; item < end; turn++) {
+        float c[TILES][4] = {};
+        const int row = tile * TILE + pair, now = tile;
+        const bool store = mine && row < p.w.rows;
+        Target target = {};
+        if (store) target = target_of(p, job.expert, out, row);
+        stream.multiply(c, p.w, weights, x, warp, W, chunks);
+        Job next = job;
+        item++, tile++, weights += tile_bytes;
+        if (tile == tiles && item < end) tile = 0, which++, find_job(next);
+        stream.begin(p.w, weights, warp, W, item < end ? chunks : 0);
 #pragma unroll
         for (int i = 0; i < TILES * 4; i++) sum[turn % 2][warp][i * 32 + lane] = c[i / 4][i % 4];
         for (int n = 0; n < MAX_DECODE / W && p.squares && !turn; n++) {
-            float square = warp_sum(squares[n]);
+            if (n * W + warp >= p.tokens) break;
+            float square = squares[n].sum(parts(n), p.squares);
             if (lane == 0) factor[n * W + warp] = norm_factor(square, p.w.cols, p.eps);
         }
         __syncthreads();
-        if (token >= TILES * 8) continue;
-        const int at = token / 8 * 128 + (pair / 8 * 2 + token % 2) * 32 + pair % 8 * 4 + token % 8 / 2;
-        float a = 0, b = 0, square = 0, scale = E::FACTOR;
-        if (mine && p.squares) scale *= factor[p.order ? out / p.divide : token];
-        for (int k = 0; k < W; k++) a += sum[turn % 2][k][at], b += sum[turn % 2][k][at + 4];
-        if (store) square = finish(p, target, out, row, a * scale, b * scale);
-        if (p.finish != ADD || !p.norm) continue;
-        for (int o = 4; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o); /* of the tile's 16 rows */
-        if (store && pair == 0) p.next_square[token * tiles + now] = square;
+        if (token < TILES * 8) {
+            const int at = token / 8 * 128 + (pair / 8 * 2 + token % 2) * 32 + pair % 8 * 4 + token % 8 / 2;
+            float a = 0, b = 0, square = 0, scale = E::FACTOR;
+            if (mine && p.squares) scale *= factor[p.order ? out / p.divide : token];
+            for (int k = 0; k < W; k++) a += sum[turn % 2][k][at], b += sum[turn % 2][k][at + 4];
+            if (store) square = finish(p, target, out, row, a * scale, b * scale);
+            if (p.finish == ADD && p.norm) {
+                for (int o = 4; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o); /* of the tile's 16 rows */
+                if (store && pair == 0) p.next_square[token * tiles + now] = square;
+            }
+        }
+        if (item < end && tile == 0) job = next, begin_job();
     }
 }
 
@@ -574,14 +617,21 @@ __global__ void __launch_bounds__(1024) embed(Work w, Step s, Matrix table, cons
     rms_norm(w, x, by, type, blockIdx.x);
 }
 
-/* The activation of what cuBLAS made of gate and up. A block a token. */
-__global__ void __launch_bounds__(256) activate(Work w, Type type) {
+/* The activation of what cuBLAS made of gate and up, of a token (blockIdx.y). */
+constexpr int ACTIVATE_EACH = 8, ACTIVATE_THREADS = 256; /* results of a thread, two of them neighbours */
+__global__ void __launch_bounds__(ACTIVATE_THREADS) activate(const __grid_constant__ Work w, Type type) {
     launch_next();
     wait_previous();
-    const float2 *pair = (const float2 *)w.found + (size_t)blockIdx.x * w.ffn_dim;
-    for (int i = threadIdx.x; i < w.ffn_dim; i += blockDim.x)
-        store_as(type, w.act_out, (size_t)blockIdx.x * w.act_pitch + i,
-                 swiglu(w.act, w.act_limit, pair[i].x, pair[i].y, type != F32));
+    const float4 *found = (const float4 *)w.found + (size_t)blockIdx.y * (w.ffn_dim / 2); /* gate, up, gate, up */
+#pragma unroll
+    for (int k = 0; k < ACTIVATE_EACH / 2; k++) {
+        const int i = (blockIdx.x * ACTIVATE_EACH / 2 + k) * ACTIVATE_THREADS + threadIdx.x;
+        if (2 * i >= w.ffn_dim) break;
+        const float4 x = found[i];
+        store_pair_as(type, w.act_out, (size_t)blockIdx.y * w.act_pitch + 2 * i,
+                      swiglu(w.act, w.act_limit, x.x, x.y, type != F32),
+                      swiglu(w.act, w.act_limit, x.z, x.w, type != F32));
+    }
 }
 
 /* Sorts the choices by expert and cuts them into jobs of at most `most`. The last block of route() calls it; count and
@@ -610,31 +660,37 @@ __device__ inline void sort_choices(const Work &w, int choices, int most, int *c
 }
 
 /* The top_k largest of each token's router logits, the lower number among equals, and softmax over them: a warp a
- * token. The last block makes jobs of at most `most` choices for the products of the experts. */
+ * token. It also adds up the token's squares for those that read them next. The last block makes jobs of at most `most`
+ * choices for the products of the experts. */
 constexpr int ROUTE_WARPS = 8;
-__global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, int tokens, int most) {
+__global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, int tokens, int squares, int most) {
     extern __shared__ int counts[]; /* (2, n_experts) */
     launch_next();
     wait_previous();
-    int t = blockIdx.x * ROUTE_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int t = blockIdx.x * ROUTE_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (t < tokens) {
         const float *logit = w.router + (size_t)t * w.n_experts;
+        float *square = w.square + (size_t)t * square_parts(w.dim);
+        WarpSum<8> sum;
+        if (squares) sum.load(square, squares);
         unsigned taken = 0;              /* of this lane's experts: lane, lane + 32, ... */
         float mine = -INFINITY, top = 0; /* the logit of choice `lane`, and of the first one */
         for (int k = 0; k < w.top_k; k++) {
-            unsigned long long best = 0;
-            for (int i = 0, e = lane; e < w.n_experts; e += 32, i++)
-                if (!(taken >> i & 1)) {
-                    uint64_t key = draw_key(isnan(logit[e]) ? -INFINITY : logit[e], e);
-                    if (key > best) best = key;
-                }
-            int e = draw_id(warp_max(best));
+            unsigned best = 0, which = ~0u;
+            for (unsigned i = 0, e = lane; e < w.n_experts; e += 32, i++) {
+                unsigned key = order_key(isnan(logit[e]) ? -INFINITY : logit[e]);
+                if (!(taken >> i & 1) && (key > best || which == ~0u)) best = key, which = e;
+            }
+            const unsigned largest = __reduce_max_sync(~0u, best);
+            const int e = __reduce_min_sync(~0u, best == largest ? which : ~0u);
             if (e % 32 == lane) taken |= 1u << e / 32;
             if (k == 0) top = logit[e];
             if (k == lane) mine = logit[e], w.expert[t * w.top_k + k] = e;
         }
         float share = lane < w.top_k ? expf(mine - top) : 0, total = warp_sum(share);
         if (lane < w.top_k) w.weight[t * w.top_k + lane] = share / total;
+        if (squares) share = sum.sum(square, squares);
+        if (squares && lane == 0) square[0] = share;
     }
     if (gridDim.x == 1) __syncthreads();
     if (gridDim.x == 1 || last_block(w.routed, gridDim.x))
@@ -699,16 +755,19 @@ __device__ inline void turn_head(const Work &w, const float *head, const float *
     float square = 0, factor = 1;
     for (int i = lane; i < w.head_dim / 2 && norm; i += 32) square += pair[i].x * pair[i].x + pair[i].y * pair[i].y;
     if (norm) factor = norm_factor(warp_sum(square), w.head_dim, w.eps);
-    for (int i = lane; i < w.head_dim / 2; i += 32) {
-        float2 x = pair[i], by = turn[i];
-        if (norm) x = {x.x * factor * weight[i].x, x.y * factor * weight[i].y};
-        store(i, make_float2(x.x * by.x - x.y * by.y, x.y * by.x + x.x * by.y));
+    for (int first = lane; first < w.head_dim / 2; first += 64) {
+        float2 x[2], by[2]; /* asked for together */
+        for (int k = 0, i = first; k < 2 && i < w.head_dim / 2; k++, i += 32) x[k] = pair[i], by[k] = turn[i];
+        for (int k = 0, i = first; k < 2 && i < w.head_dim / 2; k++, i += 32) {
+            if (norm) x[k] = {x[k].x * factor * weight[i].x, x[k].y * factor * weight[i].y};
+            store(i, make_float2(x[k].x * by[k].x - x[k].y * by[k].y, x[k].y * by[k].x + x[k].x * by[k].y));
+        }
     }
 }
 /* Queries are bf16 unless weights are F32. */
 __host__ __device__ inline Type query_type(const DeviceLayer &l) { return l.qkv.type == F32 ? F32 : BF16; }
-/* By a warp each: norm and RoPE of a query head, to w.q; of a key, to the cache with its value. bf16 copies go to
- * `copy`, `key_copy` and `value_copy` unless these are NULL. */
+/* By a warp each: norm and RoPE of a query head, to w.q; of a key, to the cache. A bf16 copy goes to `copy` unless
+ * that is NULL. */
 __device__ inline void turn_query(const Work &w, const Step &s, const DeviceLayer &l, int t, int h, bf16 *copy) {
     const float *row = w.found + (size_t)t * l.qkv.rows + h * w.head_dim;
     const size_t to = ((size_t)t * w.n_heads + h) * w.head_dim;
@@ -717,28 +776,36 @@ __device__ inline void turn_query(const Work &w, const Step &s, const DeviceLaye
         if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
     });
 }
-__device__ inline void store_key_value(const Work &w, const Step &s, const DeviceLayer &l, int t, int head,
-                                       bf16 *key_copy, bf16 *value_copy) {
-    const float *row = w.found + (size_t)t * l.qkv.rows + (w.n_heads + head) * w.head_dim,
-                *value = row + w.n_kv_heads * w.head_dim;
-    const int d = w.head_dim, p = s.position[t], page = page_of(s, s.seq[t], p);
-    bf16 *keys = cache_of(w, page, 0, head), *values = cache_of(w, page, 1, head);
+__device__ inline void store_key(const Work &w, const Step &s, const DeviceLayer &l, int t, int head, bf16 *copy) {
+    const float *row = w.found + (size_t)t * l.qkv.rows + (w.n_heads + head) * w.head_dim;
+    const int p = s.position[t];
+    bf16 *keys = cache_of(w, page_of(s, s.seq[t], p), 0, head);
     turn_head(w, row, l.k_norm, p, [&](int i, float2 x) {
-        *(uint32_t *)(keys + key_place(d, p, 2 * i)) = pack(x.x, x.y);
-        if (key_copy) ((uint32_t *)key_copy)[i] = pack(x.x, x.y);
+        *(uint32_t *)(keys + key_place(w.head_dim, p, 2 * i)) = pack(x.x, x.y);
+        if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
     });
-    for (int i = threadIdx.x % 32; i < d; i += 32) {
-        values[value_place(d, p, i)] = (bf16)value[i];
-        if (value_copy) value_copy[i] = (bf16)value[i];
-    }
 }
-/* Both, for all heads of a token: a block a token. */
-__global__ void __launch_bounds__(256) rope_and_store(Work w, Step s, DeviceLayer l) {
+/* Dimension i of a value. */
+__device__ inline bf16 store_value(const Work &w, const Step &s, const DeviceLayer &l, int t, int head, int i) {
+    const int p = s.position[t];
+    bf16 x = w.found[(size_t)t * l.qkv.rows + (w.n_heads + w.n_kv_heads + head) * w.head_dim + i];
+    return cache_of(w, page_of(s, s.seq[t], p), 1, head)[value_place(w.head_dim, p, i)] = x;
+}
+/* One head (blockIdx.y: queries, keys, values) of ROPE_TOKENS tokens. Neighbouring threads store values of neighbouring
+ * tokens, which lie together. */
+constexpr int ROPE_TOKENS = 16, ROPE_WARPS = 8;
+__global__ void __launch_bounds__(ROPE_WARPS * 32)
+    rope_and_store(const __grid_constant__ Work w, const __grid_constant__ Step s,
+                   const __grid_constant__ DeviceLayer l, int tokens) {
     launch_next();
     wait_previous();
-    for (int h = threadIdx.x / 32; h < w.n_heads + w.n_kv_heads; h += blockDim.x / 32)
-        h < w.n_heads ? turn_query(w, s, l, blockIdx.x, h, NULL)
-                      : store_key_value(w, s, l, blockIdx.x, h - w.n_heads, NULL, NULL);
+    const int first = blockIdx.x * ROPE_TOKENS, n = min(ROPE_TOKENS, tokens - first), head = blockIdx.y;
+    const int key = head - w.n_heads, value = key - w.n_kv_heads;
+    for (int i = threadIdx.x / 32; i < n && value < 0; i += ROPE_WARPS)
+        key < 0 ? turn_query(w, s, l, first + i, head, NULL) : store_key(w, s, l, first + i, key, NULL);
+    const int t = threadIdx.x % ROPE_TOKENS;
+    for (int i = threadIdx.x / ROPE_TOKENS; i < w.head_dim && value >= 0 && t < n; i += ROPE_WARPS * 32 / ROPE_TOKENS)
+        store_value(w, s, l, first + t, value, i);
 }
 
 /* 16 keys and values of a page, as mma wants them: column n of tile j is key 4 (n / 2) + 2 j + n % 2, so that a lane's
@@ -846,19 +913,20 @@ struct Merged {
  * so many pages of it; its warps take 16 keys in turn. The last of a token's splits to end adds them up. If no
  * token sees another of the same step (`alone`), this kernel does what rope_and_store does, for its token. All
  * older keys are in the cache already, so the first ones are loaded before wait_previous(). */
-constexpr int ATTENTION_WARPS = 8;
+template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* of two blocks on a multiprocessor */
 __host__ __device__ inline int splits_of(int pages, int most) { return max(1, min(most, pages / SPLIT_PAGES)); }
 template <int D>
-__global__ void __launch_bounds__(ATTENTION_WARPS * 32, D <= 64 ? 2 : 1)
+__global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
     attention(Work w, Step s, DeviceLayer l, bool alone, int most_splits) {
-    constexpr int ROW = D + 2, W = ATTENTION_WARPS;
+    constexpr int ROW = D + 2, W = ATTENTION_WARPS<D>;
     extern __shared__ __align__(16) float states[]; /* (W, 8, ROW) */
     __shared__ __align__(16) bf16 query[8][D], own_key[D], own_value[D];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.z;
     const int group = w.n_heads / w.n_kv_heads, parts = head_parts(group), head = blockIdx.x / parts;
     const int part = blockIdx.x % parts * 8, first_head = head * group + part, heads = min(8, group - part);
     launch_next();
-    const int t = s.query[blockIdx.y], p = s.position[t], seq = s.seq[t], first = first_seen(p, l.window);
+    const int t = alone ? blockIdx.y : s.query[blockIdx.y], seq = alone ? t : s.seq[t];
+    const int p = s.position[t], first = first_seen(p, l.window);
     const int page0 = first / PAGE, pages = p / PAGE - page0 + 1, splits = splits_of(pages, most_splits);
     if (split >= splits) return;
     const int slab0 = max((page0 + pages * split / splits) * SLABS, first / SLAB_KEYS);
@@ -878,7 +946,10 @@ __global__ void __launch_bounds__(ATTENTION_WARPS * 32, D <= 64 ? 2 : 1)
             for (int k = lane * 2; k < D; k += 64)
                 *(uint32_t *)(query[h] + k) =
                     ((const uint32_t *)w.q)[(((size_t)t * w.n_heads + first_head + h) * D + k) / 2];
-    if (alone && split == splits - 1 && warp == W - 1) store_key_value(w, s, l, t, head, own_key, own_value);
+    if (alone && split == splits - 1 && warp == W - 1) {
+        store_key(w, s, l, t, head, own_key);
+        for (int k = lane; k < D; k += 32) own_value[k] = store_value(w, s, l, t, head, k);
+    }
     __syncthreads();
     uint4 q[D / 32];
     for (int c = 0; c < D / 32; c++) q[c] = *(const uint4 *)(query[lane / 4] + c * 32 + lane % 4 * 8);
@@ -1116,145 +1187,18 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
         store_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + h * d + i, sum[i] / total);
 }
 
-/* ---- 6 from logits to a token ---- */
+#include "draw.cuh"
 
-/* Marks the tokens of each row's sequence that has a repetition penalty. A block a row. */
-__global__ void __launch_bounds__(256) mark_seen(Work w, Step s) {
-    launch_next();
-    wait_previous();
-    int row = blockIdx.x, seq = s.seq[s.row[row]], words = (w.vocab + 31) / 32;
-    if (s.how[seq].penalty == 1) return;
-    for (int i = threadIdx.x; i < words; i += blockDim.x) w.seen[(size_t)row * words + i] = 0;
-    __syncthreads();
-    for (int p = threadIdx.x; p <= s.position[s.row[row]]; p += blockDim.x) {
-        int id = w.page_token[(size_t)page_of(s, seq, p) * PAGE + p % PAGE];
-        atomicOr(&w.seen[(size_t)row * words + id / 32], 1u << id % 32);
-    }
-}
-
-/* The logit x of a token after penalty and temperature. */
-__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id, float x) {
-    if (how.penalty != 1 && w.seen[(size_t)row * ((w.vocab + 31) / 32) + id / 32] >> id % 32 & 1)
-        x = penalize(x, how.penalty);
-    return how.temperature > 0 ? x / how.temperature : x;
-}
-__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id) {
-    return scaled(w, how, row, id, w.logits[(size_t)row * w.vocab + id]);
-}
-
-/* The least scaled logit that top-k, top-p and min-p leave in the draw, found digit by digit of its order_key. A block
- * a row. */
-__global__ void __launch_bounds__(1024) filter(Work w, Step s) {
-    __shared__ unsigned low[256], high[256], prefix, largest; /* low and high words of the bins */
-    __shared__ unsigned long long above;
-    launch_next();
-    wait_previous();
-    int row = blockIdx.x, seq = s.seq[s.row[row]];
-    Sampling how = s.how[seq];
-    if (threadIdx.x == 0) largest = 0, w.floor[row] = -INFINITY;
-    __syncthreads();
-    if (how.temperature == 0 || (how.top_k <= 0 && how.top_p >= 1 && how.min_p <= 0)) return;
-    for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
-        float x = scaled(w, how, row, i);
-        if (!isnan(x)) atomicMax(&largest, order_key(x));
-    }
-    __syncthreads();
-    float max = key_value(largest), floor = -INFINITY;
-    for (int pass = 0; pass < 2; pass++) { /* top-k counts, top-p adds masses */
-        bool counts = pass == 0;
-        if (counts ? how.top_k <= 0 || how.top_k >= w.vocab : how.top_p >= 1) continue;
-        unsigned long long need = how.top_k;
-        if (threadIdx.x == 0) prefix = 0, above = 0;
-        for (int shift = 24; shift >= 0; shift -= 8) {
-            for (int i = threadIdx.x; i < 256; i += blockDim.x) low[i] = high[i] = 0;
-            __syncthreads();
-            unsigned fixed = shift == 24 ? 0 : ~0u << (shift + 8);
-            for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
-                float x = scaled(w, how, row, i);
-                unsigned key = order_key(x);
-                if (isnan(x) || (key & fixed) != prefix || !(x >= floor)) continue;
-                unsigned long long add = counts ? 1 : mass(x, max);
-                unsigned bin = key >> shift & 255, before = atomicAdd(&low[bin], (unsigned)add),
-                         more = (unsigned)(add >> 32) + (before + (unsigned)add < before);
-                if (more) atomicAdd(&high[bin], more);
-            }
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                auto bin = [&](int i) { return (unsigned long long)high[i] << 32 | low[i]; };
-                if (!counts && shift == 24) {
-                    unsigned long long all = 0;
-                    for (int i = 0; i < 256; i++) all += bin(i);
-                    need = top_p_mass(all, how.top_p);
-                }
-                int digit = 255;
-                for (; digit > 0 && above + bin(digit) < need; digit--) above += bin(digit);
-                prefix |= (unsigned)digit << shift;
-            }
-            __syncthreads();
-        }
-        floor = fmaxf(floor, key_value(prefix));
-        __syncthreads();
-    }
-    if (how.min_p > 0) floor = fmaxf(floor, min_p_floor(max, how.min_p));
-    if (threadIdx.x == 0) w.floor[row] = floor;
-}
-
-/* Draws a token for each row (blockIdx.y): the largest of scaled logit plus noise, over all blocks; the block that
- * comes last writes it down. A NaN wins over everything. */
-__global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
-    __shared__ unsigned long long best[32];
-    launch_next();
-    int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int t = s.row[row], seq = s.seq[t], position = s.position[t];
-    Sampling how = s.how[seq];
-    wait_previous();
-    if (t != s.last[seq]) return;
-    float floor = filtered ? w.floor[row] : -INFINITY;
-    unsigned long long mine = 0;
-    constexpr int STEP = 8; /* loads on the way at once */
-    int threads = gridDim.x * blockDim.x;
-    for (int first = blockIdx.x * blockDim.x + threadIdx.x; first < w.vocab; first += STEP * threads) {
-        float logit[STEP];
-        for (int i = 0; i < STEP; i++)
-            logit[i] = w.logits[(size_t)row * w.vocab + min(first + i * threads, w.vocab - 1)];
-        for (int i = 0; i < STEP; i++) {
-            int id = first + i * threads;
-            if (id >= w.vocab) break;
-            float x = scaled(w, how, row, id, logit[i]);
-            unsigned long long key = ~0ull;
-            if (!isnan(x))
-                key = x >= floor ? draw_key(how.temperature > 0 ? x + token_noise(how.seed, position + 1, id) : x, id)
-                                 : 0;
-            if (key > mine) mine = key;
-        }
-    }
-    mine = warp_max(mine);
-    if (lane == 0) best[warp] = mine;
-    __syncthreads();
-    if (warp) return;
-    mine = warp_max(lane < blockDim.x / 32 ? best[lane] : 0);
-    if (lane) return;
-    atomicMax(&w.best[row], mine);
-    __threadfence();
-    if (atomicAdd(&w.drawing[row], 1) != (int)gridDim.x - 1) return;
-    __threadfence();
-    mine = atomicExch(&w.best[row], 0);
-    w.drawing[row] = 0;
-    int token = mine == ~0ull ? DREW_NAN : draw_id(mine);
-    w.drawn[s.slot[seq]] = token;
-    w.result[s.header[1] * w.slots + seq] = token;
-}
-
-/* ---- 7 one step ---- */
+/* ---- 6 one step ---- */
 
 /* Launches a kernel that may begin before the one before it has ended (where the code has the instructions for it). */
 template <typename... Params, typename... Args>
 cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
     cudaError_t error = cudaSuccess;
-    /* Beside the annex all kernels divide a multiprocessor's memory alike: it must be idle to divide it anew. */
+    /* In steps of the annex all kernels divide a multiprocessor's memory alike: it must be idle to divide it anew. */
     if (gpu->fast)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                     cudaSharedmemCarveoutMaxShared);
+                                     gpu->decodes ? cudaSharedmemCarveoutMaxShared : cudaSharedmemCarveoutDefault);
     if (shared && !error)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
     if (error) return error;
@@ -1272,9 +1216,10 @@ Type type_for(const Matrix &m) { return m.type == MXFP4 ? BF16 : m.type; }
 
 /* The one table from types of weights to instances. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
-    auto kernel = p.job || p.tokens <= 8 ? product<T, 1> : product<T, 2>;
-    dim3 grid(p.job ? (p.w.tiles() + 1) / 2 : std::min(p.w.tiles(), 2 * gpu->sms), jobs);
-    return launch(gpu, kernel, grid, PRODUCT_WARPS * 32, 0, p);
+    const int warps = p.tokens <= MAX_DECODE ? 8 : 4; /* with many tiles a block, fewer warps have less to add up */
+    const int blocks = std::min(jobs * p.w.tiles(), Encoding<T>::BLOCKS * gpu->sms * 8 / warps);
+    auto kernel = warps == 4 ? product<T, 1, 4> : p.job || p.tokens <= 8 ? product<T, 1, 8> : product<T, 2, 8>;
+    return launch(gpu, kernel, blocks, warps * 32, 0, p);
 }
 template <Type T, int TILES, int ROWS> cudaError_t launch_tiled(const Gpu *gpu, const Product &p, int jobs) {
     typedef TiledShape<T, TILES, ROWS> Shape;
@@ -1284,6 +1229,7 @@ template <Type T, int TILES, int ROWS> cudaError_t launch_tiled(const Gpu *gpu, 
 }
 template <Type T> cudaError_t launch_any(const Gpu *gpu, const Product &p, int most, int jobs) {
     if (most <= 8) return launch_product<T>(gpu, p, jobs);
+    if (most <= 16) return launch_tiled<T, 1, 3>(gpu, p, jobs);
     return most <= 32 ? launch_tiled<T, 2, 3>(gpu, p, jobs) : launch_tiled<T, 4, 2>(gpu, p, jobs);
 }
 cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int most, int jobs) {
@@ -1351,8 +1297,8 @@ template <int D> cudaError_t launch_queries(const Pass *a, const DeviceLayer &l)
     const int pages = l.window ? std::min(a->pages, l.window / PAGE + 2) : a->pages;
     dim3 grid(w.n_kv_heads * head_parts(w.n_heads / w.n_kv_heads), a->queries, splits_of(pages, a->splits));
     if (!a->queries) return cudaSuccess;
-    return launch(a->gpu, attention<D>, grid, ATTENTION_WARPS * 32, ATTENTION_WARPS * 8 * (D + 2) * sizeof(float), w,
-                  a->s, l, a->alone, a->splits);
+    return launch(a->gpu, attention<D>, grid, ATTENTION_WARPS<D> * 32, ATTENTION_WARPS<D> * 8 * (D + 2) * sizeof(float),
+                  w, a->s, l, a->alone, a->splits);
 }
 template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &l) {
     typedef AttentionShape<D> Shape;
@@ -1362,12 +1308,16 @@ template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &
                   a->s, l);
 }
 
+cudaError_t launch_rope(const Pass *a, const DeviceLayer &l) {
+    dim3 grid((a->tokens + ROPE_TOKENS - 1) / ROPE_TOKENS, a->w.n_heads + 2 * a->w.n_kv_heads);
+    return launch(a->gpu, rope_and_store, grid, ROPE_WARPS * 32, 0, a->w, a->s, l, a->tokens);
+}
 /* From queries, keys and values in w.found to w.attn. RoPE and the cache: rope_and_store, or attention<D> itself. */
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
     const int size = query_type(l) == F32 ? 0 : w.head_dim;
     const bool tensor_cores = size == 64 || size == 96 || size == 128 || size == 256;
-    if (!tensor_cores || !a->alone) CUDA(launch(a->gpu, rope_and_store, a->tokens, 256, 0, w, a->s, l));
+    if (!tensor_cores || !a->alone) CUDA(launch_rope(a, l));
     switch (size) {
     case 64: CUDA(launch_attention<64>(a, l)); break;
     case 96: CUDA(launch_attention<96>(a, l)); break;
@@ -1384,7 +1334,8 @@ bool attend(Pass *a, const DeviceLayer &l, Error *e) {
 bool route_tokens(Pass *a, const DeviceLayer &l, int most, Error *e) {
     if (!multiply_to(a, l.router, NULL, 0, a->w.router, e)) return false;
     CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
-                2 * a->w.n_experts * sizeof(int), a->w, a->tokens, most));
+                2 * a->w.n_experts * sizeof(int), a->w, a->tokens, a->squares, most));
+    a->squares = std::min(a->squares, 1);
     if (type_for(l.router) != type_for(l.up)) a->normed = false;
     return norm_for(a, l.ffn_norm, l.up, e);
 }
@@ -1398,7 +1349,8 @@ bool combine_experts(Pass *a, const float *next_norm, const Matrix &next, Error 
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
-    const int most = a->tokens <= MAX_DECODE || choices <= 3 * w.n_experts ? 8
+    const int most = a->tokens <= MAX_DECODE || choices <= 5 * w.n_experts ? 8
+                     : choices <= 16 * w.n_experts                         ? 16
                      : choices <= 32 * w.n_experts                         ? 32
                                                                            : 64; /* choices of a job */
     const int jobs = std::min(w.n_experts, choices) + choices / most;
@@ -1407,7 +1359,7 @@ bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix
     up.job = down.job = w.job, up.jobs = down.jobs = w.jobs, up.order = down.order = w.order;
     up.divide = w.top_k, down.divide = 1;
     up.finish = ACTIVATE, up.y = w.act_out, up.y_pitch = w.act_pitch, up.y_type = type_for(l.down);
-    down.y = w.down, down.y_pitch = w.dim;
+    down.early = true, down.y = w.down, down.y_pitch = w.dim;
     CUDA(launch_for_type(a->gpu, up, most, jobs));
     if (!tap_experts(a, l, e)) return false;
     CUDA(launch_for_type(a->gpu, down, most, jobs));
@@ -1422,7 +1374,10 @@ bool feed_forward(Pass *a, const DeviceLayer &l, const float *next_norm, const M
     p.y = blas ? (void *)w.found : w.act_out, p.y_pitch = blas ? l.up.rows : w.act_pitch;
     p.finish = blas ? STORE : ACTIVATE, p.y_type = type_for(l.down);
     if (!multiply(a, p, e)) return false;
-    if (blas) CUDA(launch(a->gpu, activate, a->tokens, 256, 0, w, type_for(l.down)));
+    const int each = ACTIVATE_EACH * ACTIVATE_THREADS;
+    if (blas)
+        CUDA(launch(a->gpu, activate, dim3((w.ffn_dim + each - 1) / each, a->tokens), ACTIVATE_THREADS, 0, w,
+                    type_for(l.down)));
     return tap_experts(a, l, e) && multiply_add(a, l.down, w.act_out, w.act_pitch, next_norm, next, e);
 }
 

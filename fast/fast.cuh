@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(256) order_for_wgmma(const bf16 *from, bf16 *t
 
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     typedef WgmmaAttention<64> Shape;
-    CUDA(launch(a->gpu, rope_and_store, a->tokens, 256, 0, a->w, a->s, l));
+    CUDA(launch_rope(a, l));
     CUDA(launch_queries<64>(a, l));
     CUDA(launch(a->gpu, attention_wgmma<64>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w, a->s,
                 l));
