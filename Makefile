@@ -73,7 +73,7 @@ asan: build/asan/infer-reference build/asan/unit
 build/asan/infer-reference: $(call objects,asan,$(REFERENCE))
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
-build/asan/unit: $(call objects,asan,$(filter-out infer.c inspect.c,$(REFERENCE)) tests/unit.c)
+build/asan/unit: $(call objects,asan,$(filter $(CORE) tests/reference.c,$(REFERENCE)) tests/unit.c)
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
 build/asan/%.o: %.c Makefile
