@@ -262,6 +262,7 @@ static bool parse_option(const Command *c, int argc, char **argv, int *i, Option
 /* All arguments behind the command's name. *help: they ask for help instead. */
 static bool parse_arguments(const Command *c, int argc, char **argv, Options *o, bool *help, Error *e) {
     bool ok = true, only_arguments = false;
+    const char *word = c->argument + (*c->argument == '['); /* without brackets */
     for (int i = 0; i < OPTIONS; i++)
         if (options[i].takers & c->taker && options[i].initial) option_set(o, options + i, options[i].initial, e);
     for (int i = 0; i < argc; i++)
@@ -274,7 +275,7 @@ static bool parse_arguments(const Command *c, int argc, char **argv, Options *o,
         else if (!*c->argument)
             ok = usage_error(c, e, "it takes no argument");
         else if (o->model)
-            ok = usage_error(c, e, "one %s at most, not '%.60s' as well", c->argument,
+            ok = usage_error(c, e, "one %.*s at most, not '%.60s' as well", (int)strcspn(word, "]"), word,
                              strncmp(argv[i], "hf_", 3) ? argv[i] : "hf_...");
         else
             o->model = argv[i];
@@ -564,6 +565,8 @@ static int parse(const Options *o) {
 
 /* ---- logits ---- */
 
+enum { LOGITS_AT_ONCE = 512 }; /* tokens whose logits are in memory together */
+
 /* The header of NumPy's format 1.0, padded to 64 bytes; the array follows. */
 static void write_npy_header(FILE *f, size_t rows, int cols) {
     char text[128];
@@ -601,7 +604,9 @@ static bool write_logits(Engine *g, const Ids *ids, const Options *o, const Toke
     Sampling greedy = {.top_p = 1, .penalty = 1};
     bool ok = true;
     while (ok && s.tokens.n < ids->n) {
-        size_t from = s.tokens.n, n = ids->n - from < (size_t)g->max_tokens ? ids->n - from : (size_t)g->max_tokens;
+        size_t from = s.tokens.n, n = ids->n - from, most = (size_t)g->max_tokens;
+        if (o->all && most > LOGITS_AT_ONCE) most = LOGITS_AT_ONCE;
+        if (n > most) n = most;
         Want want = o->all ? WANT_ALL_LOGITS : from + n == ids->n ? WANT_LOGITS : WANT_NOTHING;
         Result r;
         ok = sequence_run(g, &s, ids->data + from, n, want, &greedy, &r, e);
