@@ -133,30 +133,13 @@ static void *keep(Checkpoint *c, size_t count, size_t bytes) {
     return c->owned[c->owned_n++] = allocate_zero(count, bytes);
 }
 
-/* What YaRN makes of queries and keys that are `factor` times as far apart (Peng et al., 2023, section 3.4). */
-static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * log(factor) + 1 : 1; }
-
-/* The factor of cos and sin; *low and *high become YaRN's ramp (section 3.2): dimensions that turn more than beta_fast
- * times over the original context keep their angle, those that turn less than beta_slow times are slowed by the factor,
- * the ramp lies between. */
-static double read_yarn(Loader *load, const cJSON *rope, double theta, double original, double factor, double *low,
-                        double *high) {
-    double d = load->c->model.head_dim, fast = config_number(load, rope, "beta_fast", 1e-6, 1e6, 32);
-    double slow = config_number(load, rope, "beta_slow", 1e-6, 1e6, 1);
-    double mscale = config_number(load, rope, "mscale", 0, 1e6, 0);
-    double all = config_number(load, rope, "mscale_all_dim", 0, 1e6, 0);
-    double ratio =
-        mscale != 0 && all != 0 ? yarn_scale(factor, mscale) / yarn_scale(factor, all) : yarn_scale(factor, 1);
-    const cJSON *truncate = cJSON_GetObjectItemCaseSensitive(rope, "truncate");
-    config_typed(load, rope, "truncate", cJSON_True | cJSON_False, "true or false");
-    *low = d * log(original / (fast * 2 * M_PI)) / (2 * log(theta));
-    *high = d * log(original / (slow * 2 * M_PI)) / (2 * log(theta));
-    if (!truncate || cJSON_IsTrue(truncate)) *low = floor(*low), *high = ceil(*high);
-    *low = fmax(*low, 0);
-    *high = fmin(*high, d - 1);
-    if (*low == *high) *high += 0.001;
-    return config_number(load, rope, "attention_factor", 1e-6, 1e6, ratio);
+static char *join(const char *dir, const char *name) {
+    Bytes path = {0};
+    bytes_print(&path, "%s/%s", dir, name);
+    return path.data;
 }
+
+static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * log(factor) + 1 : 1; }
 
 /* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. */
 static void read_rope(Loader *load) {
@@ -169,53 +152,65 @@ static void read_rope(Loader *load) {
     if (!type) type = "default";
     bool yarn = !strcmp(type, "yarn"), llama3 = !strcmp(type, "llama3"), scaled = strcmp(type, "default");
     if (scaled && !yarn && !llama3 && strcmp(type, "linear"))
-        fail(first_error(load), BAD_MODEL,
-             "%s: rope type '%.40s' is not implemented (default, linear, llama3 and yarn are)", load->path, type);
+        fail(first_error(load), BAD_MODEL, "%s: rope type '%.40s' is none of default, linear, llama3 and yarn",
+             load->path, type);
+    double original = 0, factor = 1, low = 0, high = 1, scale = 1, d = m->head_dim;
     double theta = config_number(load, load->config, "rope_theta", 1e-6, 1e12, 10000);
     theta = config_number(load, rope, "rope_theta", 1e-6, 1e12, theta);
-    double original = 0, factor = 1, low = 0, high = 1, scale = 1, low_factor = 1, high_factor = 4;
     if (yarn || llama3) original = config_number(load, rope, "original_max_position_embeddings", 1, 1e9, m->context);
     bool implied = yarn && cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(rope, "factor"));
     if (scaled) factor = config_number(load, rope, "factor", 1e-6, 1e6, implied ? m->context / original : REQUIRED);
-    if (yarn) scale = read_yarn(load, rope, theta, original, factor, &low, &high);
-    if (llama3) low_factor = config_number(load, rope, "low_freq_factor", 1e-6, 1e6, REQUIRED);
-    if (llama3) high_factor = config_number(load, rope, "high_freq_factor", low_factor + 1e-6, 1e7, REQUIRED);
+    if (llama3) { /* Llama 3.1's release: low frequencies are slowed by the factor, high ones stay, a ramp between */
+        low = config_number(load, rope, "low_freq_factor", 1e-6, 1e6, REQUIRED);
+        high = config_number(load, rope, "high_freq_factor", low + 1e-6, 1e7, REQUIRED);
+    }
+    if (yarn) { /* Peng et al., 2023, section 3.2: the same, the ramp being over dimensions */
+        double fast = config_number(load, rope, "beta_fast", 1e-6, 1e6, 32); /* turns over the original context */
+        double slow = config_number(load, rope, "beta_slow", 1e-6, 1e6, 1);
+        double mscale = config_number(load, rope, "mscale", 0, 1e6, 0);
+        double all = config_number(load, rope, "mscale_all_dim", 0, 1e6, 0);
+        scale = mscale > 0 && all > 0 ? yarn_scale(factor, mscale) / yarn_scale(factor, all) : yarn_scale(factor, 1);
+        scale = config_number(load, rope, "attention_factor", 1e-6, 1e6, scale);
+        low = fmax(d * log(original / (fast * 2 * M_PI)) / (2 * log(theta)), 0);
+        high = d * log(original / (slow * 2 * M_PI)) / (2 * log(theta));
+        config_typed(load, rope, "truncate", cJSON_True | cJSON_False, "true or false");
+        const cJSON *truncate = cJSON_GetObjectItemCaseSensitive(rope, "truncate"); /* null is false */
+        if (!truncate || cJSON_IsTrue(truncate)) low = floor(low), high = ceil(high);
+        high = fmin(high, d - 1);
+        if (low == high) high += 0.001;
+    }
     float *inv_freq = keep(load->c, (size_t)m->head_dim / 2, sizeof *inv_freq);
     m->inv_freq = inv_freq;
     m->rope_scale = (float)scale;
     for (int i = 0; i < m->head_dim / 2; i++) {
-        double f = pow(theta, -2.0 * i / m->head_dim), share = scaled ? 0 : 1; /* of f that is kept */
+        double f = pow(theta, -2.0 * i / d), share = scaled ? 0 : 1; /* of f that is kept */
         if (yarn) share = 1 - fmin(fmax((i - low) / (high - low), 0), 1);
-        if (llama3) /* the same idea by wavelengths (Llama 3.1's release) */
-            share = fmin(fmax((original * f / (2 * M_PI) - low_factor) / (high_factor - low_factor), 0), 1);
+        if (llama3) share = fmin(fmax((original * f / (2 * M_PI) - low) / (high - low), 0), 1);
         inv_freq[i] = (float)(f * share + f / factor * (1 - share));
-        if (!isfinite(inv_freq[i]))
-            fail(first_error(load), BAD_MODEL,
-                 "%s: rope_theta %g with rope type '%.40s' gives angles that are no numbers", load->path, theta, type);
+        if (!isfinite(inv_freq[i])) config_bad(load, rope, "rope_theta", "such that its angles are numbers");
     }
 }
 
 static void read_windows(Loader *load) {
     Model *m = &load->c->model;
+    const Family *f = load->family;
     const cJSON *list = config_typed(load, load->config, "layer_types", cJSON_Array, "an array");
-    const char *family = load->family->model_type;
-    bool windows = load->family->windows;
-    int window = 0, n = list ? cJSON_GetArraySize(list) : m->n_layers;
-    if (n != m->n_layers)
+    int window = 0;
+    if (list && cJSON_GetArraySize(list) != m->n_layers)
         fail(first_error(load), BAD_MODEL, "%s: layer_types should be an array of %d, one a layer", load->path,
              m->n_layers);
-    if (windows && config_get(load, load->config, "sliding_window"))
+    if (f->windows && config_get(load, load->config, "sliding_window"))
         window = config_whole(load, "sliding_window", 1, INT32_MAX, REQUIRED);
-    if (!windows && config_true(load, "use_sliding_window"))
-        fail(first_error(load), BAD_MODEL, "%s: use_sliding_window is not implemented for %s", load->path, family);
+    if (!f->windows && config_true(load, "use_sliding_window"))
+        fail(first_error(load), BAD_MODEL, "%s: use_sliding_window is not implemented for %s", load->path,
+             f->model_type);
     const cJSON *entry = list ? list->child : NULL;
-    for (int i = 0; i < m->n_layers && i < n; i++, entry = list ? entry->next : NULL) {
-        const char *type = i % 2 ? "full_attention" : "sliding_attention"; /* gpt-oss without a list */
-        if (list) type = cJSON_IsString(entry) ? entry->valuestring : "(no text)";
-        bool sliding = windows && !strcmp(type, "sliding_attention");
-        if (list && !sliding && strcmp(type, "full_attention"))
-            fail(first_error(load), BAD_MODEL, "%s: layer_types[%d] is '%.40s', which is not implemented for %s",
-                 load->path, i, type, family);
+    for (int i = 0; i < m->n_layers && !failed(load); i++, entry = entry ? entry->next : NULL) {
+        const char *type = cJSON_GetStringValue(entry);
+        bool sliding = f->windows && (list ? type && !strcmp(type, "sliding_attention") : i % 2 == 0);
+        if (list && !sliding && !(type && !strcmp(type, "full_attention")))
+            fail(load->e, BAD_MODEL, "%s: layer_types[%d] is '%.40s', which is not implemented for %s", load->path, i,
+                 type ? type : "(no text)", f->model_type);
         m->layer[i].window = sliding ? window : 0;
     }
 }
@@ -273,9 +268,6 @@ static void read_config(Loader *load, const char *dir) {
         bytes_print(&text, "%s%s", i ? ", " : "", families[i].model_type);
         if (type && !strcmp(type, families[i].model_type)) load->family = families + i;
     }
-    if (!load->family)
-        fail(first_error(load), BAD_MODEL, "%s: model_type '%.60s' is not supported (supported: %s)", load->path,
-             type ? type : "(none)", text.data);
     if (load->family) {
         load->c->family = load->family->model_type;
         load->defaults = cJSON_Parse(load->family->defaults);
@@ -283,14 +275,15 @@ static void read_config(Loader *load, const char *dir) {
         read_rope(load);
         read_windows(load);
         read_stop(load, load->config, load->path);
+    } else {
+        fail(first_error(load), BAD_MODEL, "%s: model_type '%.60s' is not supported (supported: %s)", load->path,
+             type ? type : "(none)", text.data);
     }
-    text.n = 0;
-    bytes_print(&text, "%s/generation_config.json", dir);
-    if (!failed(load) && !access(text.data, F_OK)) {
-        cJSON *generation = json_read(text.data, MOST_CONFIG, load->e);
-        read_stop(load, generation, text.data);
-        cJSON_Delete(generation);
-    }
+    char *path = join(dir, "generation_config.json");
+    cJSON *generation = failed(load) || access(path, F_OK) ? NULL : json_read(path, MOST_CONFIG, load->e);
+    read_stop(load, generation, path);
+    cJSON_Delete(generation);
+    free(path);
     bytes_free(&text);
 }
 
@@ -398,10 +391,7 @@ static bool read_file(Tensors *t, int i, Error *e) {
     bool ok = json;
     t->tensor = reallocate(t->tensor, (size_t)(t->n + cJSON_GetArraySize(json) + 1) * sizeof *t->tensor);
     for (const cJSON *entry = json ? json->child : NULL; entry && ok; entry = entry->next) {
-        if (!strcmp(entry->string, "__metadata__")) {
-            ok = cJSON_IsObject(entry) || fail(e, BAD_MODEL, "%s: its __metadata__ is not an object", path);
-            continue;
-        }
+        if (!strcmp(entry->string, "__metadata__") && cJSON_IsObject(entry)) continue;
         t->tensor[t->n] = (Tensor){.file = i};
         ok = read_entry(f, data, entry, t->tensor + t->n, e);
         t->n += ok;
@@ -418,38 +408,34 @@ static bool read_file(Tensors *t, int i, Error *e) {
                        path, f->size, end));
 }
 
-/* Adds a file that is still to be read, once. */
-static void add_file(Tensors *t, const char *path) {
+/* Adds a file that is still to be read, once; its name becomes theirs. */
+static void add_file(Tensors *t, char *name) {
     for (int i = t->files; i--;)
-        if (!strcmp(t->file[i].name, path)) return;
+        if (!strcmp(t->file[i].name, name)) return free(name);
     t->file = reallocate(t->file, (size_t)(t->files + 1) * sizeof *t->file);
-    t->file[t->files++] = (TensorFile){.name = copy_text(path, strlen(path)), .fd = -1};
+    t->file[t->files++] = (TensorFile){.name = name, .fd = -1};
 }
 
 /* Adds the files in `dir`: those that model.safetensors.index.json names, or model.safetensors alone. */
 static bool add_files(Tensors *t, const char *dir, Error *e) {
-    Bytes index = {0}, path = {0};
-    bytes_print(&index, "%s/model.safetensors.index.json", dir);
-    bytes_print(&path, "%s/model.safetensors", dir);
-    bool ok = true, single = access(index.data, F_OK);
-    cJSON *json = single ? NULL : json_read(index.data, MOST_INDEX, e);
+    char *index = join(dir, "model.safetensors.index.json");
+    bool ok = true, single = access(index, F_OK);
+    cJSON *json = single ? NULL : json_read(index, MOST_INDEX, e);
     const cJSON *map = json_get(json, "weight_map"), *entry = cJSON_IsObject(map) ? map->child : NULL;
     if (single)
-        add_file(t, path.data);
+        add_file(t, join(dir, "model.safetensors"));
     else if (!entry)
-        ok = json && fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index.data);
+        ok = json && fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index);
     for (; entry && ok; entry = entry->next) {
         const char *name = cJSON_GetStringValue(entry);
         if (!name || !*name || *name == '.' || strchr(name, '/') || strchr(name, '\\') || t->files == MOST_FILES)
-            ok = fail(e, BAD_MODEL, "%s: tensor '%.100s' is in '%.100s': no file name, or more files than %d",
-                      index.data, entry->string, name ? name : "(no text)", MOST_FILES);
-        path.n = 0;
-        bytes_print(&path, "%s/%s", dir, ok ? name : "");
-        if (ok) add_file(t, path.data);
+            ok = fail(e, BAD_MODEL, "%s: tensor '%.100s' is in '%.100s': no file name, or more files than %d", index,
+                      entry->string, name ? name : "(no text)", MOST_FILES);
+        else
+            add_file(t, join(dir, name));
     }
     cJSON_Delete(json);
-    bytes_free(&index);
-    bytes_free(&path);
+    free(index);
     return ok;
 }
 
@@ -467,7 +453,7 @@ bool tensors_open(Tensors *t, const char *path, Error *e) {
     snprintf(shrunk, sizeof shrunk, "infer: %.500s: a safetensors file was truncated while it was in use\n", path);
     signal(SIGBUS, on_bus_error);
     bool one = !stat(path, &st) && S_ISREG(st.st_mode), ok = one || add_files(t, path, e);
-    if (one) add_file(t, path);
+    if (one) add_file(t, copy_text(path, strlen(path)));
     for (int i = 0; i < t->files && ok; i++) ok = read_file(t, i, e);
     if (t->n) qsort(t->tensor, (size_t)t->n, sizeof *t->tensor, by_name);
     for (int i = 1; i < t->n && ok; i++)
@@ -542,12 +528,8 @@ static const Tensor *bind(Loader *load, int layer, const char *name, const char 
     const Tensor *t = named(load, layer, name, suffix, full);
     if (t) all->tensor[t - all->tensor].bound = true;
     if (t && t->dims == dims && !memcmp(t->shape, shape, (size_t)dims * sizeof *shape)) return t;
-    shape_text(dims, shape, expected);
-    if (t)
-        fail(load->e, BAD_MODEL, "%s: tensor '%s' has the shape %s, config.json needs %s", all->file[t->file].name,
-             full, shape_text(t->dims, t->shape, found), expected);
-    else
-        fail(load->e, BAD_MODEL, "%s: tensor '%s' %s is missing", all->file[0].name, full, expected);
+    fail(load->e, BAD_MODEL, "%s: tensor '%s' should be %s and is %s", all->file[t ? t->file : 0].name, full,
+         shape_text(dims, shape, expected), t ? shape_text(t->dims, t->shape, found) : "missing");
     return NULL;
 }
 
@@ -674,22 +656,21 @@ static void bind_all(Loader *load) {
 typedef enum { CONFIG, SHAPES, WEIGHTS } Depth;
 
 static bool open_checkpoint(Checkpoint *c, const char *dir, Depth depth, Error *e) {
-    Bytes path = {0};
-    bytes_print(&path, "%s/config.json", dir);
-    Loader load = {.c = c, .path = path.data, .e = e};
+    char *path = join(dir, "config.json");
+    Loader load = {.c = c, .path = path, .e = e};
     *c = (Checkpoint){.model.made_up = depth == SHAPES};
     *e = (Error){0};
-    if (access(path.data, F_OK) && errno == ENOENT)
+    if (access(path, F_OK) && errno == ENOENT)
         fail(e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", dir);
     else
-        load.config = json_read(path.data, MOST_CONFIG, e);
+        load.config = json_read(path, MOST_CONFIG, e);
     if (load.config) read_config(&load, dir);
     if (!failed(&load) && depth == WEIGHTS) tensors_open(&c->tensors, dir, e);
     for (int i = 0; i < c->tensors.files; i++) c->bytes += c->tensors.file[i].size;
     if (!failed(&load) && depth != CONFIG) bind_all(&load);
     cJSON_Delete(load.config);
     cJSON_Delete(load.defaults);
-    bytes_free(&path);
+    free(path);
     if (e->code) checkpoint_close(c);
     return !e->code;
 }
@@ -749,30 +730,15 @@ uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
 
 /* ---- models on disk ---- */
 
-bool model_complete(const char *dir) {
-    Error e;
-    Tensors t = {0};
-    const char *const others[] = {"config.json", "tokenizer.json"};
-    Bytes path = {0};
-    bool here = add_files(&t, dir, &e);
-    for (int i = 0; i < 2; i++) {
-        path.n = 0;
-        bytes_print(&path, "%s/%s", dir, others[i]);
-        add_file(&t, path.data);
-    }
-    for (int i = 0; i < t.files && here; i++) here = file_exists(t.file[i].name);
-    tensors_close(&t);
-    bytes_free(&path);
-    return here;
-}
-
-/* Family and encoding as config.json names them, and the bytes of the weights; false: there is no config.json. */
+/* Family and encoding as config.json names them; whether all files are here, and the bytes of the weights that are.
+ * False: there is no config.json. */
 static bool describe(ModelEntry *m) {
     Error e;
-    Bytes path = {0}, family = {0}, encoding = {0};
-    bytes_print(&path, "%s/config.json", m->path);
-    bool here = file_exists(path.data);
-    cJSON *config = here ? json_read(path.data, MOST_CONFIG, &e) : NULL;
+    Tensors t = {0};
+    Bytes family = {0}, encoding = {0};
+    char *path = join(m->path, "config.json"), *tokenizer = join(m->path, "tokenizer.json");
+    cJSON *config = json_read(path, MOST_CONFIG, &e);
+    bool model = config;
     const char *type = json_string(config, "model_type"), *dtype = json_string(config, "dtype");
     const char *quant = json_string(json_get(config, "quantization_config"), "quant_method");
     if (!dtype) dtype = json_string(config, "torch_dtype"); /* its older name */
@@ -782,21 +748,26 @@ static bool describe(ModelEntry *m) {
     snprintf(m->family, sizeof m->family, "%s", family.n ? family.data : "");
     snprintf(m->encoding, sizeof m->encoding, "%s", encoding.n ? encoding.data : "");
     for (char *c = m->encoding; *c; c++) *c = (char)toupper((unsigned char)*c);
-    m->complete = model_complete(m->path);
-    m->known = here && checkpoint_known(m->path, &e);
-    DIR *dir = opendir(m->path);
-    for (struct dirent *d; dir && (d = readdir(dir));) {
-        const char *end = strrchr(d->d_name, '.');
-        struct stat st;
-        if (end && !strcmp(end, ".safetensors") && !fstatat(dirfd(dir), d->d_name, &st, 0))
-            m->bytes += (uint64_t)st.st_size;
+    m->known = checkpoint_known(m->path, &e);
+    m->complete = add_files(&t, m->path, &e) && config && !access(tokenizer, F_OK);
+    for (int i = 0; i < t.files; i++) {
+        struct stat st = {0};
+        if (stat(t.file[i].name, &st)) m->complete = false;
+        m->bytes += (uint64_t)st.st_size;
     }
-    if (dir) closedir(dir);
+    tensors_close(&t);
     cJSON_Delete(config);
-    bytes_free(&path);
+    free(path);
+    free(tokenizer);
     bytes_free(&family);
     bytes_free(&encoding);
-    return here;
+    return model;
+}
+
+bool model_complete(const char *dir) {
+    ModelEntry m = {.path = (char *)(uintptr_t)dir};
+    describe(&m);
+    return m.complete;
 }
 
 typedef struct {
@@ -819,21 +790,22 @@ static void list_add(List *list, const char *path, const char *name, bool begun)
 }
 
 /* The snapshot of a repository in the hub's cache: the one that refs/main names, else any. */
-static void add_snapshot(Bytes *path) {
-    Bytes refs = {0}, commit = {0};
+static char *find_snapshot(const char *repository) {
+    Bytes commit = {0};
     Error e;
-    char pick[256] = "";
-    bytes_print(&refs, "%s/refs/main", path->data);
-    file_read(refs.data, 64, &commit, &e);
-    bytes_text(path, "/snapshots");
-    DIR *dir = opendir(path->data);
-    for (struct dirent *d; dir && (d = readdir(dir));)
-        if (*d->d_name != '.' && (!*pick || (commit.n && !strcmp(d->d_name, commit.data))))
-            snprintf(pick, sizeof pick, "%s", d->d_name);
+    char *main = join(repository, "refs/main"), *folder = join(repository, "snapshots"), *found = NULL;
+    file_read(main, 64, &commit, &e);
+    DIR *dir = opendir(folder);
+    for (struct dirent *d; dir && (d = readdir(dir));) {
+        if (*d->d_name == '.' || (found && !(commit.n && !strcmp(d->d_name, commit.data)))) continue;
+        free(found);
+        found = join(folder, d->d_name);
+    }
     if (dir) closedir(dir);
-    bytes_print(path, "/%s", pick);
-    bytes_free(&refs);
+    free(main);
+    free(folder);
     bytes_free(&commit);
+    return found;
 }
 
 /* Adds each folder in `parent` that holds a model; a name ORG--NAME is shown as ORG/NAME. hub: they are repositories.
@@ -841,18 +813,18 @@ static void add_snapshot(Bytes *path) {
 static void add_all(List *list, const char *parent, bool hub) {
     DIR *dir = opendir(parent);
     for (struct dirent *d; dir && (d = readdir(dir));) {
-        bool models = !strncmp(d->d_name, "models--", 8);
-        const char *name = d->d_name + (hub ? 8 : 0), *dashes = models == hub ? strstr(name, "--") : NULL;
-        if (*d->d_name == '.' || models != hub) continue;
-        Bytes path = {0}, shown = {0};
-        bytes_print(&path, "%s/%s", parent, d->d_name);
+        bool repository = !strncmp(d->d_name, "models--", 8);
+        if (*d->d_name == '.' || repository != hub) continue;
+        char *path = join(parent, d->d_name), *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
+        Bytes shown = {0};
         if (dashes)
             bytes_print(&shown, "%.*s/%s", (int)(dashes - name), name, dashes + 2);
         else
-            bytes_print(&shown, "%s/%s", parent, name);
-        if (hub) add_snapshot(&path);
-        list_add(list, path.data, shown.data, hub);
-        bytes_free(&path);
+            bytes_text(&shown, path);
+        char *snapshot = hub ? find_snapshot(path) : NULL;
+        if (!hub || snapshot) list_add(list, hub ? snapshot : path, shown.data, hub);
+        free(path);
+        free(snapshot);
         bytes_free(&shown);
     }
     if (dir) closedir(dir);
@@ -883,14 +855,14 @@ void hub_cache(Bytes *path) {
 
 int models_list(ModelEntry **out) {
     List list = {0};
-    Bytes own = {0}, cache = {0};
-    bytes_print(&own, "%s/.cache/infer/models", variable("HOME") ? variable("HOME") : "");
+    Bytes cache = {0};
+    char *own = join(variable("HOME") ? variable("HOME") : "", ".cache/infer/models");
     hub_cache(&cache);
     add_all(&list, "models", false);
-    add_all(&list, own.data, false);
+    add_all(&list, own, false);
     add_all(&list, cache.data, true);
-    bytes_free(&own);
     bytes_free(&cache);
+    free(own);
     if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_entry_name);
     *out = list.entry;
     return list.n;
@@ -910,26 +882,24 @@ char *model_find(const char *argument, Error *e) {
     ModelEntry *list;
     Bytes names = {0};
     int n = models_list(&list), hits = 0, hit = 0;
-    for (int i = 0; i < n && !(hits == 1 && !strcmp(list[hit].name, argument)); i++)
-        if (!strcmp(list[i].name, argument))
-            hits = 1, hit = i;
-        else if (strcasestr(list[i].name, argument))
-            hits++, hit = i;
+    bool exact = false;
+    for (int i = 0; i < n && !exact; i++) {
+        exact = !strcmp(list[i].name, argument);
+        if (exact || strcasestr(list[i].name, argument)) hits = exact ? 1 : hits + 1, hit = i;
+    }
     char *found = hits == 1 ? copy_text(list[hit].path, strlen(list[hit].path)) : NULL;
     for (int i = 0; i < n; i++)
         if (!hits || strcasestr(list[i].name, argument)) bytes_print(&names, "%s%s", names.n ? ", " : "", list[i].name);
     if (hits > 1)
         fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, names.data);
-    else if (!hits && !access(argument, F_OK))
-        fail(e, BAD_MODEL, "%s: a model is a directory with config.json, tokenizer.json and safetensors files",
-             argument);
-    else if (!hits && errno != ENOENT)
+    else if (!hits && access(argument, F_OK) && errno != ENOENT)
         fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
     else if (!hits)
         fail(e, BAD_MODEL,
-             "no model '%.100s' here: name a model directory, or fetch one with infer download ORG/NAME; in ./models, "
-             "~/.cache/infer/models and the hub's cache there is %s",
-             argument, n ? names.data : "none");
+             "'%.100s' is no model directory, and none of the models here (in ./models, ~/.cache/infer/models, the "
+             "hub's "
+             "cache): %s; infer download ORG/NAME fetches one",
+             argument, n ? names.data : "there is none");
     bytes_free(&names);
     models_free(list, n);
     return found;
@@ -950,7 +920,7 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
     g->state = backend->open(m, &limits, &pages, e);
     if (!g->state) return false;
     if (pages < wanted && context) {
-        backend->close(g->state);
+        engine_close(g);
         return fail(e, NO_ROOM, "a context of %d tokens does not fit beside the weights; %d would: use --ctx %d",
                     context, pages * PAGE, pages * PAGE);
     }
