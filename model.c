@@ -29,12 +29,10 @@ typedef struct {
     const char *defaults;   /* what its config.json means by leaving keys out, where families differ */
     Act act;
     bool head_norms;          /* RMSNorm of each head of q and k before RoPE */
+    bool sinks;               /* self_attn.sinks */
     bool windows;             /* layer_types and sliding_window count */
     const char *quant_method; /* the one that its weights may have, or NULL */
-    const char *sinks;        /* tensor of a layer, or NULL */
     const char *router;       /* Linear of a layer, or NULL: dense */
-    const char *gate_up;      /* fused: even rows gate, odd rows up; or NULL: two Linears */
-    const char *gate, *up, *down;
 } Family;
 
 #define JSON(...) #__VA_ARGS__
@@ -51,20 +49,12 @@ static const Family families[] = {
              {"rope_type" : "yarn", "factor" : 32, "original_max_position_embeddings" : 4096, "truncate" : false}
      }),
      .act = SWIGLU_CLAMPED,
+     .sinks = true,
      .windows = true,
      .quant_method = "mxfp4",
-     .sinks = "self_attn.sinks",
-     .router = "mlp.router",
-     .gate_up = "mlp.experts.gate_up_proj",
-     .down = "mlp.experts.down_proj"},
-    {.model_type = "llama", .act = SWIGLU, .gate = "mlp.gate_proj", .up = "mlp.up_proj", .down = "mlp.down_proj"},
-    {.model_type = "qwen3",
-     .defaults = JSON({"head_dim" : 128}),
-     .act = SWIGLU,
-     .head_norms = true,
-     .gate = "mlp.gate_proj",
-     .up = "mlp.up_proj",
-     .down = "mlp.down_proj"},
+     .router = "mlp.router"},
+    {.model_type = "llama", .act = SWIGLU},
+    {.model_type = "qwen3", .defaults = JSON({"head_dim" : 128}), .act = SWIGLU, .head_norms = true},
 };
 
 typedef struct { /* one model being read. The first thing that is wrong fills *e, and nothing else is done with it. */
@@ -509,23 +499,17 @@ static const Tensor *make_up(Loader *load, const char *name, const char *suffix,
     return t;
 }
 
-/* "model.layers.LAYER.NAME" or, outside of layers (-1), NAME, and the suffix. */
-static const Tensor *named(const Loader *load, int layer, const char *name, const char *suffix, char full[200]) {
-    if (layer < 0)
-        snprintf(full, 200, "%s%s", name, suffix);
-    else
-        snprintf(full, 200, "model.layers.%d.%s%s", layer, name, suffix);
-    return tensors_find(&load->c->tensors, full);
-}
-
-/* The tensor of this name, which must have this shape; NULL: it has not, or something was wrong before. */
+/* The tensor "model.layers.LAYER.NAME SUFFIX", without what comes before NAME where the layer is -1. It must have this
+ * shape; NULL: it has not, or something was wrong before. */
 static const Tensor *bind(Loader *load, int layer, const char *name, const char *suffix, int dims,
                           const int64_t *shape) {
-    char full[200], expected[160], found[160];
+    char full[200] = "", expected[160], found[160];
     const Tensors *all = &load->c->tensors;
     if (failed(load)) return NULL;
     if (load->c->model.made_up) return make_up(load, name, suffix, dims, shape);
-    const Tensor *t = named(load, layer, name, suffix, full);
+    if (layer >= 0) snprintf(full, sizeof full, "model.layers.%d.", layer);
+    snprintf(strchr(full, 0), sizeof full - strlen(full), "%s%s", name, suffix);
+    const Tensor *t = tensors_find(all, full);
     if (t) all->tensor[t - all->tensor].bound = true;
     if (t && t->dims == dims && !memcmp(t->shape, shape, (size_t)dims * sizeof *shape)) return t;
     fail(load->e, BAD_MODEL, "%s: tensor '%s' should be %s and is %s", all->file[t ? t->file : 0].name, full,
@@ -576,14 +560,13 @@ static View rows_view(const Loader *load, const Tensor *t, size_t stride, int ro
                   .step = stride * (size_t)step * (size_t)rows};
 }
 
-/* NAME.weight (rows, cols) and, where the file has it or config.json wants it, NAME.bias. */
+/* NAME.weight (rows, cols) and, where config.json wants it, NAME.bias. */
 static Linear bind_linear(Loader *load, int layer, const char *name, int rows, int cols, bool bias) {
-    char full[200];
     const Tensor *t = bind(load, layer, name, ".weight", 2, (int64_t[]){rows, cols});
     if (!t) return (Linear){0};
     Linear w = {.type = tensor_type(load, t, false), .rows = rows, .cols = cols, .n = 1};
     w.data = rows_view(load, t, (size_t)cols * types[w.type].size, rows, 0, 1);
-    if (bias || named(load, layer, name, ".bias", full)) w.bias = bind_floats(load, layer, name, ".bias", rows);
+    if (bias) w.bias = bind_floats(load, layer, name, ".bias", rows);
     return w;
 }
 
@@ -620,16 +603,16 @@ static void bind_layer(Loader *load, int i) {
         l->q_norm = bind_floats(load, i, "self_attn.q_norm", ".weight", m->head_dim);
         l->k_norm = bind_floats(load, i, "self_attn.k_norm", ".weight", m->head_dim);
     }
-    if (f->sinks) l->sinks = bind_floats(load, i, f->sinks, "", m->n_heads);
+    if (f->sinks) l->sinks = bind_floats(load, i, "self_attn.sinks", "", m->n_heads);
     if (f->router) l->router = bind_linear(load, i, f->router, m->n_experts, m->dim, true);
-    if (f->gate_up) {
-        l->gate = bind_experts(load, i, f->gate_up, m->ffn_dim, m->dim, 0, 2);
-        l->up = bind_experts(load, i, f->gate_up, m->ffn_dim, m->dim, 1, 2);
-        l->down = bind_experts(load, i, f->down, m->dim, m->ffn_dim, 0, 1);
+    if (f->router) { /* fused: even rows gate, odd rows up */
+        l->gate = bind_experts(load, i, "mlp.experts.gate_up_proj", m->ffn_dim, m->dim, 0, 2);
+        l->up = bind_experts(load, i, "mlp.experts.gate_up_proj", m->ffn_dim, m->dim, 1, 2);
+        l->down = bind_experts(load, i, "mlp.experts.down_proj", m->dim, m->ffn_dim, 0, 1);
     } else {
-        l->gate = bind_linear(load, i, f->gate, m->ffn_dim, m->dim, mlp_bias);
-        l->up = bind_linear(load, i, f->up, m->ffn_dim, m->dim, mlp_bias);
-        l->down = bind_linear(load, i, f->down, m->dim, m->ffn_dim, mlp_bias);
+        l->gate = bind_linear(load, i, "mlp.gate_proj", m->ffn_dim, m->dim, mlp_bias);
+        l->up = bind_linear(load, i, "mlp.up_proj", m->ffn_dim, m->dim, mlp_bias);
+        l->down = bind_linear(load, i, "mlp.down_proj", m->dim, m->ffn_dim, mlp_bias);
     }
 }
 
