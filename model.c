@@ -137,6 +137,7 @@ static void read_rope(Loader *load) {
     const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
     if (!rope) rope = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object"); /* its older name */
     if (!rope) rope = json_get(load->defaults, "rope_scaling");                                    /* for null too */
+    if (json_get(rope, "full_attention")) config_bad(load, load->config, "rope_parameters", "one for all layers");
     const char *type = config_text(load, rope, "rope_type");
     if (!type) type = config_text(load, rope, "type"); /* older still */
     if (!type) type = "default";
@@ -638,7 +639,7 @@ static void bind_all(Loader *load) {
 
 typedef enum { CONFIG, SHAPES, WEIGHTS } Depth;
 
-static bool open_checkpoint(Checkpoint *c, const char *dir, Depth depth, Error *e) {
+static bool read_checkpoint(Checkpoint *c, const char *dir, Depth depth, Error *e) {
     char *path = join(dir, "config.json");
     Loader load = {.c = c, .path = path, .e = e};
     *c = (Checkpoint){.model.made_up = depth == SHAPES};
@@ -658,12 +659,12 @@ static bool open_checkpoint(Checkpoint *c, const char *dir, Depth depth, Error *
     return !e->code;
 }
 
-bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) { return open_checkpoint(c, dir, WEIGHTS, e); }
-bool checkpoint_make_up(Checkpoint *c, const char *dir, Error *e) { return open_checkpoint(c, dir, SHAPES, e); }
+bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) { return read_checkpoint(c, dir, WEIGHTS, e); }
+bool checkpoint_make_up(Checkpoint *c, const char *dir, Error *e) { return read_checkpoint(c, dir, SHAPES, e); }
 
 bool checkpoint_known(const char *dir, Error *e) {
     Checkpoint c;
-    bool known = open_checkpoint(&c, dir, CONFIG, e);
+    bool known = read_checkpoint(&c, dir, CONFIG, e);
     if (known) checkpoint_close(&c);
     return known;
 }

@@ -340,6 +340,8 @@ CONFIGS = [  # what is wrong, changed fields, words of the message
     ("a part of each head turns", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ("all of each head turns", {"partial_rotary_factor": 1.0}, FINE),
     ("another alpha", {"swiglu_alpha": 1.5}, ["swiglu_alpha", "1.5"]),
+    ("a rope for each kind of layer", {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+     ["rope_parameters", "full_attention"]),
     ("unknown rope", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, ["spiral"]),
     ("rms_norm_eps too small for a float", {"rms_norm_eps": 1e-60}, ["rms_norm_eps", "1e-60"]),
     ("rms_norm_eps a text", {"rms_norm_eps": "1e-5"}, ["rms_norm_eps"]),
