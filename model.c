@@ -57,7 +57,7 @@ static const Family families[] = {
     {.model_type = "qwen3", .defaults = JSON({"head_dim" : 128}), .act = SWIGLU, .head_norms = true},
 };
 
-typedef struct { /* one model being read. The first thing that is wrong fills *e, and nothing else is done with it. */
+typedef struct { /* one model being read. The first error fills *e; later ones are dropped, and nothing more is bound. */
     Checkpoint *c;
     const Family *family;
     const char *path; /* of config.json */
@@ -792,7 +792,7 @@ static char *find_snapshot(const char *repository) {
     return found;
 }
 
-/* Adds each folder in `parent` that holds a model; a name ORG--NAME is shown as ORG/NAME. hub: they are repositories.
+/* Adds each folder in `parent` that holds a model, in the hub's cache each repository. ORG--NAME is shown as ORG/NAME.
  */
 static void add_all(List *list, const char *parent, bool hub) {
     DIR *dir = opendir(parent);
@@ -804,7 +804,7 @@ static void add_all(List *list, const char *parent, bool hub) {
         if (dashes)
             bytes_print(&shown, "%.*s/%s", (int)(dashes - name), name, dashes + 2);
         else
-            bytes_text(&shown, path);
+            bytes_text(&shown, hub ? name : path);
         char *snapshot = hub ? find_snapshot(path) : NULL;
         if (!hub || snapshot) list_add(list, hub ? snapshot : path, shown.data, hub);
         free(path);
@@ -876,14 +876,14 @@ char *model_find(const char *argument, Error *e) {
         if (!hits || strcasestr(list[i].name, argument)) bytes_print(&names, "%s%s", names.n ? ", " : "", list[i].name);
     if (hits > 1)
         fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, names.data);
-    else if (!hits && access(argument, F_OK) && errno != ENOENT)
+    else if (!hits && access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
         fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
     else if (!hits)
-        fail(e, BAD_MODEL,
-             "'%.100s' is no model directory, and none of the models here (in ./models, ~/.cache/infer/models, the "
-             "hub's "
-             "cache): %s; infer download ORG/NAME fetches one",
-             argument, n ? names.data : "there is none");
+        fail(
+            e, BAD_MODEL,
+            "'%.100s' is no folder, and none of the models in ./models, ~/.cache/infer/models and the hub's cache: %s; "
+            "infer download ORG/NAME fetches one",
+            argument, n ? names.data : "none is there");
     bytes_free(&names);
     models_free(list, n);
     return found;
