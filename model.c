@@ -57,7 +57,7 @@ static const Family families[] = {
     {.model_type = "qwen3", .defaults = JSON({"head_dim" : 128}), .act = SWIGLU, .head_norms = true},
 };
 
-typedef struct { /* one model being read. The first error fills *e; later ones are dropped, and nothing more is bound. */
+typedef struct { /* one model being read. The first error fills *e; later ones are dropped, nothing more is bound. */
     Checkpoint *c;
     const Family *family;
     const char *path; /* of config.json */
