@@ -41,12 +41,10 @@ typedef struct {
     const unsigned char *map;
     size_t size;
 } TensorFile;
-
 typedef struct {
     Tensor *tensor; /* sorted by name */
-    int n;
+    int n, files;
     TensorFile *file;
-    int files;
 } Tensors;
 
 /* Opens the safetensors files of a directory (github.com/huggingface/safetensors), or one file: 8 bytes of header
@@ -67,8 +65,7 @@ typedef struct {
     int owned_n;
 } Checkpoint;
 
-/* Opens a model directory; the weights are mapped, not read. BAD_MODEL with file, field or tensor, expected and found.
- */
+/* Opens a model directory; weights are mapped, not read. BAD_MODEL with file, field or tensor, expected and found. */
 bool checkpoint_open(Checkpoint *c, const char *dir, Error *e);
 /* The same from config.json alone: a model of its shapes without weights (Model.made_up). */
 bool checkpoint_make_up(Checkpoint *c, const char *dir, Error *e);
