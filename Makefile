@@ -16,7 +16,7 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 
 LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev
-CORE      = base.c safetensors.c model.c tokenizer.c chat.c engine.c
+CORE      = base.c model.c tokenizer.c chat.c
 C_SOURCES = $(CORE) hub.c blob.c download.c editor.c play.c bench.c perplexity.c inspect.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 
@@ -73,7 +73,7 @@ asan: build/asan/infer-reference build/asan/unit
 build/asan/infer-reference: $(call objects,asan,$(REFERENCE))
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
-build/asan/unit: $(call objects,asan,$(filter-out infer.c inspect.c,$(REFERENCE)) tests/unit.c)
+build/asan/unit: $(call objects,asan,$(filter $(CORE) tests/reference.c,$(REFERENCE)) tests/unit.c)
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
 build/asan/%.o: %.c Makefile

@@ -1,13 +1,12 @@
 /* download.c: what of a repository is wanted, what of that is here, and the progress of the rest. See download.h. */
 #include "download.h"
 #include "blob.h"
-#include "model.h"
+#include "host.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
 #include <ftw.h>
-#include <getopt.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -17,13 +16,14 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-enum { MOST_FILES = 20000, MOST_TREE = 64 << 20, MOST_PAGES = 100, MOST_GLOBS = 64, MOST_JOBS = 64, SHOWN_FILES = 10 };
+enum { MOST_FILES = 20000, MOST_TREE = 64 << 20, MOST_PAGES = 100, SHOWN_FILES = 10 };
 
 typedef struct {
     Repository r;
     char revision[200], only[MOST_NAME];
-    const char *include[MOST_GLOBS], *exclude[MOST_GLOBS], *token_file, *option; /* --revision */
-    int includes, excludes, jobs;
+    Texts include, exclude;
+    const char *token_file, *option; /* --revision */
+    int jobs;
     bool all, dry_run;
     File *file;
     int listed, files, here, requests; /* listed: before the choice */
@@ -112,25 +112,25 @@ static bool parse_target(Download *d, const char *text, Error *e) {
 
 /* ---- what is wanted ---- */
 
-static bool matches(const char *const *glob, int n, const char *name) {
+static bool matches(const Texts *globs, const char *name) {
     bool hit = false;
-    for (int i = 0; i < n; i++) hit |= !fnmatch(glob[i], name, 0);
+    for (int i = 0; i < globs->n; i++) hit |= !fnmatch(globs->text[i], name, 0);
     return hit;
 }
 
 /* By default what the engine reads, and only at the root. */
 static bool wanted(const Download *d, const char *name) {
-    static const char *const read[] = {
-        "*.safetensors", "*.safetensors.index.json", "config.json",       "generation_config.json",
-        "tokenizer*",    "special_tokens_map.json",  "added_tokens.json", "vocab.json",
-        "merges.txt",    "chat_template.*"};
-    if (matches(d->exclude, d->excludes, name)) return false;
+    static const Texts read = {10,
+                               {"*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
+                                "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+                                "merges.txt", "chat_template.*"}};
+    if (matches(&d->exclude, name)) return false;
     if (*d->only) return !strcmp(d->only, name);
-    if (d->includes) return matches(d->include, d->includes, name);
-    return d->all || (!strchr(name, '/') && matches(read, sizeof read / sizeof *read, name));
+    if (d->include.n) return matches(&d->include, name);
+    return d->all || (!strchr(name, '/') && matches(&read, name));
 }
 
-static bool wants_default(const Download *d) { return !d->all && !d->includes && !d->excludes && !*d->only; }
+static bool wants_default(const Download *d) { return !d->all && !d->include.n && !d->exclude.n && !*d->only; }
 
 /* An entry of the hub's list of files. */
 static bool add_file(Download *d, const cJSON *entry, Error *e) {
@@ -484,52 +484,14 @@ static bool begin(Download *d, const char *target, Error *e) {
 
 /* ---- the command ---- */
 
-const char download_help[] =
-    "infer download REPO[@REVISION] | URL [options]\n"
-    "Fetches a model from the hub into the hub's own cache ($HF_HUB_CACHE, $HF_HOME/hub, ~/.cache/huggingface/hub),\n"
-    "which other tools share, and writes where it is. What is there is not fetched again; what was interrupted goes "
-    "on.\n"
-    "By default that is what infer reads: safetensors files with their index, config, tokenizer and chat template.\n"
-    "  --revision R    a branch, a tag or a commit (main)\n"
-    "  --include G     files that match the pattern, in its place; can be repeated\n"
-    "  --exclude G     no files that match the pattern; can be repeated\n"
-    "  --all           all files\n"
-    "  --token-file F  a file with the token of an account, for private and gated repositories; else HF_TOKEN,\n"
-    "                  HF_TOKEN_PATH, $HF_HOME/token. It is sent to the hub only\n"
-    "  --jobs N        connections at once (8)\n"
-    "  --dry-run       says what would be fetched\n"
-    "HF_ENDPOINT names another hub, HF_HUB_OFFLINE=1 forbids the network, HTTPS_PROXY names a proxy,\n"
-    "CURL_CA_BUNDLE the certificates to trust, HF_HUB_DOWNLOAD_TIMEOUT the seconds until a stalled connection is\n"
-    "given up (10).\n";
-
-static bool parse_options(Download *d, int argc, char **argv, Error *e) {
-    static const struct option options[] = {
-        {"revision", required_argument, NULL, 'r'},   {"include", required_argument, NULL, 'i'},
-        {"exclude", required_argument, NULL, 'x'},    {"all", no_argument, NULL, 'a'},
-        {"token-file", required_argument, NULL, 't'}, {"jobs", required_argument, NULL, 'j'},
-        {"dry-run", no_argument, NULL, 'd'},          {0}};
-    for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
-        if (c == '?') return fail(e, USAGE, "wrong option; see infer download --help");
-        if (c == 'a') d->all = true;
-        if (c == 'd') d->dry_run = true;
-        if (c == 'r') d->option = optarg;
-        if (c == 't') d->token_file = optarg;
-        if (c == 'j' && !text_whole(optarg, 1, MOST_JOBS, &d->jobs))
-            return fail(e, USAGE, "--jobs needs a number from 1 to %d, not '%.40s'", MOST_JOBS, optarg);
-        if (c == 'i' || c == 'x') {
-            int *n = c == 'i' ? &d->includes : &d->excludes;
-            if (*n == MOST_GLOBS) return fail(e, USAGE, "at most %d patterns can be given", MOST_GLOBS);
-            (c == 'i' ? d->include : d->exclude)[(*n)++] = optarg;
-        }
-    }
-    return optind + 1 == argc || fail(e, USAGE, "one repository is needed, ORG/NAME; see infer download --help");
-}
-
-int download(int argc, char **argv) {
+int download(const Options *o) {
     Error e = {0};
     Download d = defaults();
     char *path = NULL;
-    if (parse_options(&d, argc, argv, &e) && begin(&d, argv[optind], &e)) path = fetch_repository(&d, &e);
+    d.include = o->include, d.exclude = o->exclude, d.jobs = o->jobs;
+    d.option = o->revision, d.token_file = o->token_file;
+    d.all = o->all, d.dry_run = o->dry_run;
+    if (begin(&d, o->model, &e)) path = fetch_repository(&d, &e);
     if (path) puts(path);
     if (!path && e.code) fprintf(stderr, "infer: %s\n", e.text);
     free(path);

@@ -6,9 +6,6 @@
 
 #include "hub.h"
 
-extern const char download_help[];
-int download(int argc, char **argv);
-
 /* What a MODEL argument means, as model_find says; on a terminal a missing ORG/NAME is offered for download. */
 char *model_get(const char *argument, Error *e);
 

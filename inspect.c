@@ -1,14 +1,11 @@
 /* inspect.c: what is here (list, rm), what a model is made of and whether it fits (inspect), and what is wrong with
- * this machine (doctor). See inspect.h. */
-#include "inspect.h"
+ * this machine (doctor). */
 #include "download.h"
-#include "engine.h"
-#include "model.h"
+#include "host.h"
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <getopt.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,22 +19,6 @@ static int report(const Error *e) {
     return e->code;
 }
 
-/* Options --json and, where `context` is not NULL, --ctx N; then so many arguments. */
-static bool parse_options(int argc, char **argv, int arguments, bool *json, int *context) {
-    static const struct option options[] = {
-        {"json", no_argument, NULL, 'j'}, {"ctx", required_argument, NULL, 'c'}, {0}};
-    const char *problem = NULL;
-    for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
-        if (c == 'j') *json = true;
-        if (c == '?' || (c == 'c' && !context)) problem = "wrong option";
-        if (c == 'c' && context && !text_whole(optarg, 1, INT32_MAX, context)) problem = "--ctx needs a number above 0";
-    }
-    if (!problem && argc - optind != arguments)
-        problem = arguments ? "one model is needed" : "this command takes no argument";
-    if (problem) fprintf(stderr, "infer: %s; see infer %s --help\n", problem, argv[0]);
-    return !problem;
-}
-
 static void print_json(cJSON *json) {
     char *text = json_text(json);
     puts(text);
@@ -47,13 +28,9 @@ static void print_json(cJSON *json) {
 
 /* ---- list ---- */
 
-const char list_help[] = "infer list [--json]\n"
-                         "Lists the models in ./models, ~/.cache/infer/models and the hub's cache.\n";
-
-int list(int argc, char **argv) {
-    bool json = false;
+int list(const Options *o) {
+    bool json = o->json;
     ModelEntry *m;
-    if (!parse_options(argc, argv, 0, &json, NULL)) return USAGE;
     int n = models_list(&m), name = 0, family = 0;
     char size[24];
     cJSON *all = cJSON_CreateArray();
@@ -84,9 +61,6 @@ int list(int argc, char **argv) {
 }
 
 /* ---- rm ---- */
-
-const char rm_help[] = "infer rm REPO\n"
-                       "Removes a repository from the hub's cache: ORG/NAME, or a unique part of it.\n";
 
 /* The folder in the cache that `argument` means, ORG/NAME or a part of it; its name replaces *name. */
 static bool find_folder(const char *cache, const char *argument, char **name, Error *e) {
@@ -126,11 +100,9 @@ static bool in_use(const char *locks) {
     return held;
 }
 
-int rm(int argc, char **argv) {
+int rm(const Options *o) {
     Error e;
-    bool json = false;
-    if (!parse_options(argc, argv, 1, &json, NULL)) return USAGE;
-    const char *argument = argv[optind], *home = getenv("HOME");
+    const char *argument = o->model, *home = getenv("HOME");
     if (!repository_valid(argument)) {
         fail(&e, USAGE, "'%.100s' is no repository of the hub's cache, ORG/NAME", argument);
         return report(&e);
@@ -162,12 +134,6 @@ int rm(int argc, char **argv) {
 }
 
 /* ---- inspect ---- */
-
-const char inspect_help[] =
-    "infer inspect REPO|DIR [--ctx N] [--json]\n"
-    "Says what a model is made of, whether infer runs it and whether it fits on this GPU. Of a repository that is not\n"
-    "here only config.json and the headers of its files are fetched.\n"
-    "  --ctx N  the context to fit (what the model was made for)\n";
 
 enum { GROUPS = 6, MOST_GROUPS = 32 /* more than there are dtypes */ };
 static const uint64_t reserve = 256 << 20; /* of GPU memory, for CUDA itself */
@@ -378,7 +344,7 @@ static char *find_here(const char *argument) {
     return path;
 }
 
-static bool inspect_at(const char *dir, int context, const Backend *backend, bool json, cJSON *out, Error *e) {
+static bool inspect_at(const char *dir, int context, bool json, cJSON *out, Error *e) {
     Checkpoint c;
     Facts *f = allocate_zero(1, sizeof *f);
     bool ok = checkpoint_open(&c, dir, e);
@@ -402,13 +368,11 @@ static bool inspect_at(const char *dir, int context, const Backend *backend, boo
     return ok;
 }
 
-int inspect(int argc, char **argv, const Backend *backend) {
+int inspect(const Options *o) {
     Error e = {0};
     Outline outline = {0};
-    bool json = false, ok = true;
-    int context = 0;
-    if (!parse_options(argc, argv, 1, &json, &context)) return USAGE;
-    const char *argument = argv[optind];
+    bool json = o->json, ok = true;
+    const char *argument = o->model;
     char *dir = find_here(argument), a[24], b[24];
     uint64_t room = 0;
     cJSON *out = cJSON_CreateObject();
@@ -416,7 +380,7 @@ int inspect(int argc, char **argv, const Backend *backend) {
     if (!dir) ok = outline_open(&outline, argument, &e);
     if (ok) {
         if (!json) printf("name        %s\n", argument);
-        bool here = inspect_at(dir ? dir : outline.folder, context, backend, json, out, &e);
+        bool here = inspect_at(dir ? dir : outline.folder, o->context, json, out, &e);
         Bytes cache = {0};
         hub_cache(&cache);
         disk_free(cache.data, &room);
@@ -436,10 +400,6 @@ int inspect(int argc, char **argv, const Backend *backend) {
 }
 
 /* ---- doctor ---- */
-
-const char doctor_help[] = "infer doctor [--json]\n"
-                           "Looks at the GPU, its driver, the cache, the token and the network, with a cure for each\n"
-                           "fault. The exit code is that of the first fault.\n";
 
 typedef struct {
     bool json;
@@ -464,7 +424,7 @@ static void finding(Doctor *d, const char *what, int code, const char *cure, con
     if (cure && !d->code) d->code = code;
 }
 
-static void examine_gpus(Doctor *d, const Backend *backend) {
+static void examine_gpus(Doctor *d) {
     Devices *v = allocate_zero(1, sizeof *v);
     char cure[200], driver[60] = "no driver", a[24], b[24];
     backend->describe(v);
@@ -532,11 +492,10 @@ static void examine_hub(Doctor *d) {
     hub_close(h);
 }
 
-int doctor(int argc, char **argv, const Backend *backend) {
-    Doctor d = {0};
-    if (!parse_options(argc, argv, 0, &d.json, NULL)) return USAGE;
+int doctor(const Options *o) {
+    Doctor d = {.json = o->json};
     d.all = cJSON_CreateArray();
-    examine_gpus(&d, backend);
+    examine_gpus(&d);
     examine_cache(&d);
     examine_hub(&d);
     if (d.json)

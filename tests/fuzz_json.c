@@ -3,7 +3,7 @@
  * its texts are; as config.json of a small llama, or as the index of two shards, it is refused with a message or fits
  * the weights. */
 #include "chat.h"
-#include "model.h"
+#include "host.h"
 
 #include <assert.h>
 #include <stdio.h>

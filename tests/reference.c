@@ -5,7 +5,7 @@
  * Arrays of a step have one row for each of the T tokens of the batch; a row is computed from that token alone and from
  * the cache, so batching and chunking cannot change a bit of it. */
 #include "reference.h"
-#include "../model.h"
+#include "../host.h"
 
 #include <float.h>
 #include <stdlib.h>

@@ -683,7 +683,7 @@ def test_list_and_rm(folder):
              [("org/model", True, "gpt_oss", "MXFP4", len(SMALL[WEIGHTS]))], "the list")
         text = infer("list", env=env, cwd=folder).text
         expect("org/model" in text and "complete" in text and "gpt_oss" in text, text)
-        refused("tokenize", "org/modle", env=env, words=["did you mean org/model?"])
+        refused("tokenize", "org/modle", env=env, words=["none of the models", "org/model"])
         refused("tokenize", "something/else", env=env, words=["org/model", "infer download"])
         offline = {**env, "HF_HUB_OFFLINE": 1}
         hub.clear()

@@ -7,6 +7,8 @@
 #include "real.h"
 #include "streams.h"
 
+#include <unistd.h>
+
 /* ---- layers against goldens ---- */
 
 /* Runs a fixture's prompt and returns the first stage whose error against the golden is above `most`, "" if none is;
@@ -86,6 +88,39 @@ static void spoiled_models_fail(void) {
             check(!strcmp(wrong, cases[j].behind[i]), "%s: failed first at '%s', not at %s", fixtures[i], wrong,
                   cases[j].behind[i]);
         }
+}
+
+/* However config.json spells RoPE, angles and scale are those of transformers. */
+static void angles_equal_transformers(void) {
+    Error e;
+    cJSON *cases = json_read("tests/goldens/rope.json", 1 << 20, &e);
+    must(cases, &e);
+    const cJSON *one;
+    char dir[] = "/tmp/infer-unit-XXXXXX", path[64];
+    check(mkdtemp(dir), "no folder below /tmp");
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    cJSON_ArrayForEach(one, cases) {
+        const char *name = json_string(one, "name");
+        char *config = json_text(json_get(one, "config"));
+        FILE *f = fopen(path, "w");
+        check(f && fputs(config, f) >= 0 && !fclose(f), "%s cannot be written", path);
+        free(config);
+        Checkpoint c;
+        must(checkpoint_make_up(&c, dir, &e), &e);
+        int n = c.model.head_dim / 2;
+        float *golden = numbers(json_get(one, "inv_freq"), n);
+        double scale = json_get(one, "scale")->valuedouble;
+        check(fabs((double)c.model.rope_scale - scale) < 1e-6, "%s: scale %g, not %g", name, (double)c.model.rope_scale,
+              scale);
+        for (int i = 0; i < n; i++)
+            check(fabs((double)(c.model.inv_freq[i] / golden[i]) - 1) < 1e-5, "%s: angle %d is %g, not %g", name, i,
+                  (double)c.model.inv_freq[i], (double)golden[i]);
+        free(golden);
+        checkpoint_close(&c);
+    }
+    unlink(path);
+    rmdir(dir);
+    cJSON_Delete(cases);
 }
 
 /* ---- batches, chunks, rewinding: bit by bit ---- */
@@ -425,6 +460,7 @@ int main(void) {
     run("unit: layers equal transformers'", layers_equal_transformers);
     run("unit: rounding is bf16's", rounding_is_bf16);
     run("unit: a norm 1 % off fails at the first stage behind it", spoiled_models_fail);
+    run("unit: RoPE's angles equal transformers'", angles_equal_transformers);
     run("unit: the real router and experts of layer 0", router_and_experts);
     run("unit: the real scores and sinks of layer 0", sinks);
     run("unit: TinyStories-656K writes the reference ids", tinystories_656k);
