@@ -84,7 +84,7 @@ build/asan/%.o: %.c Makefile
 GPU = $(shell nvidia-smi -L 2>/dev/null)
 test: asan reference
 	$(if $(GPU),$(MAKE) build/cuda/gpu infer)
-	python3 tests/run.py $(if $(GPU),--gpu)
+	python3 tests/run.py $(if $(GPU),--gpu) $(TESTS)
 
 fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
 	python3 tests/run_fuzzers.py
@@ -120,7 +120,7 @@ clean:
 help:
 	@echo "make              builds ./infer, which needs the CUDA toolkit and an NVIDIA GPU"
 	@echo "make reference    builds ./infer-reference, the plain C twin, which needs no CUDA"
-	@echo "make test         runs the tests (TEST_DATA=DIR for those that need data which cannot be shipped)"
+	@echo "make test         runs the tests (TESTS='...' are arguments of tests/run.py)"
 	@echo "make test-gpu     runs those that need a GPU; where there is one, make test does it too"
 	@echo "make verify MODEL=DIR   does this engine continue seven prompts as OpenAI's own code does?"
 	@echo "make asan         builds the program and the unit tests with sanitizers, below build/asan"
