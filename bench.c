@@ -15,7 +15,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-enum { SCORED_AT_ONCE = 128, MOST_TEXT = 1 << 28, MOST_ENCODINGS = 32 };
+enum { SCORED_AT_ONCE = 128, MOST_TEXT = 1 << 28 };
 
 /* Adds numbers under the words of `names`. */
 static void add_numbers(cJSON *to, const char *names, const double *values) {
@@ -268,33 +268,25 @@ int perplexity(const Options *o) {
 
 /* How many weights there are, and the bytes of each encoding; m: of a model that infer runs, or NULL. */
 static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
-    struct {
-        const char *encoding;
-        double bytes;
-    } sum[MOST_ENCODINGS] = {0}, *s;
     double bytes = 0, values = 0, active = 0; /* active: what one token needs */
     bool tied = m && m->embed.data.data == m->head.data.data;
+    char name[40];
     for (int i = 0; i < t->n; i++) {
         const Tensor *x = t->tensor + i;
         bool packed = m && !strcmp(x->dtype, "U8"); /* blocks of 32 values in 16 bytes, and their scales */
-        double n = !packed ? 1 : strstr(x->name, "_blocks") ? 2 : 0;
-        for (int j = 0; j < x->dims; j++) n *= (double)x->shape[j];
-        if (tied && !strcmp(x->name, "lm_head.weight") && tensors_find(t, "model.embed_tokens.weight"))
-            n = 0; /* the same matrix once more */
-        const char *encoding = packed ? type_name(MXFP4) : x->dtype;
-        for (s = sum; s->encoding && strcmp(s->encoding, encoding);) s++;
-        s->encoding = encoding, s->bytes += (double)x->size;
-        bytes += (double)x->size, values += n;
+        bool copy = tied && !strcmp(x->name, "lm_head.weight") && tensors_find(t, "model.embed_tokens.weight");
         bool looked_up = !tied && strstr(x->name, "embed_tokens");
+        double n = copy ? 0 : !packed ? 1 : strstr(x->name, "_blocks") ? 2 : 0;
+        for (int j = 0; j < x->dims; j++) n *= (double)x->shape[j];
+        snprintf(name, sizeof name, "bytes_in_%s", packed ? type_name(MXFP4) : x->dtype);
+        cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
+        if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
+        cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);
+        bytes += (double)x->size, values += n;
         if (m) active += looked_up ? 0 : strstr(x->name, "experts") ? n / m->n_experts * m->top_k : n;
     }
-    if (m) add_numbers(out, "parameters active_parameters", (double[]){values, active});
     cJSON_AddNumberToObject(out, "weight_bytes", bytes);
-    for (s = sum; s->encoding; s++) {
-        char name[40];
-        snprintf(name, sizeof name, "bytes_in_%s", s->encoding);
-        cJSON_AddNumberToObject(out, name, s->bytes);
-    }
+    if (m) add_numbers(out, "parameters active_parameters", (double[]){values, active});
 }
 
 /* What the GPU has to hold, and how much of it fits. Weights and cache are counted as the backend does; what a step
@@ -308,15 +300,11 @@ static void add_memory(cJSON *out, const Model *m, int context) {
              size_text((uint64_t)(token * context), size), count_text((uint64_t)context, count));
     add_numbers(out, "cache_bytes_per_token gpu_bytes", (double[]){token, fixed + token * context});
     cJSON_AddStringToObject(out, "estimate", text);
+    double room = d->gpus ? (double)d->gpu[0].free : 0, fits = 0;
+    if (d->gpu[0].usable) fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
     cJSON_AddStringToObject(out, "gpu", d->gpus ? d->gpu[0].name : d->problem);
-    if (d->gpus) {
-        double free = d->gpu[0].usable ? (double)d->gpu[0].free : 0;
-        double fits = fmin(fmax(floor((free - fixed) / token / PAGE) * PAGE, 0), m->context);
-        add_numbers(out, "gpu_bytes_free context_that_fits", (double[]){free, fits});
-        cJSON_AddBoolToObject(out, "fits", fits >= context);
-    } else {
-        cJSON_AddNullToObject(out, "fits");
-    }
+    if (d->gpus) add_numbers(out, "gpu_bytes_free context_that_fits", (double[]){room, fits});
+    cJSON_AddItemToObject(out, "fits", d->gpus ? cJSON_CreateBool(fits >= context) : cJSON_CreateNull());
     free(d);
 }
 
@@ -370,7 +358,6 @@ int inspect(const Options *o) {
     Error e;
     Outline outline = {0};
     char *dir = model_find(o->model, &e);
-    uint64_t room = 0;
     /* the hub is asked about an ORG/NAME that is not here whole, and about nothing else */
     bool far = strchr(o->model, '/') && (!dir || (strcmp(dir, o->model) && !model_complete(dir)));
     bool ok = far ? outline_open(&outline, o->model, &e) : dir != NULL;
@@ -380,11 +367,7 @@ int inspect(const Options *o) {
         ok = add_model(out, far ? outline.folder : dir, o->context, &e);
         if (far && !ok) rename_folder(&e, outline.folder, o->model);
         if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
-        Bytes cache = {0};
-        hub_cache(&cache);
-        if (far && disk_free(cache.data, &room))
-            add_numbers(out, "bytes_to_download disk_bytes_free", (double[]){(double)outline.to_fetch, (double)room});
-        bytes_free(&cache);
+        if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)outline.to_fetch);
         if (!o->json) print_facts(out);
         end_json(out, o->json);
     }
@@ -397,11 +380,11 @@ int inspect(const Options *o) {
 /* ---- list, rm: which models are here? ---- */
 
 int list(const Options *o) {
-    ModelEntry *list;
-    int n = models_list(&list);
+    ModelEntry *model;
+    int n = models_list(&model);
     char size[24];
     cJSON *all = cJSON_CreateArray();
-    for (const ModelEntry *m = list; m < list + n; m++) {
+    for (const ModelEntry *m = model; m < model + n; m++) {
         cJSON *one = add_object(all);
         cJSON_AddStringToObject(one, "name", m->name);
         cJSON_AddStringToObject(one, "family", m->family);
@@ -417,7 +400,7 @@ int list(const Options *o) {
     }
     if (!n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     end_json(all, o->json);
-    models_free(list, n);
+    models_free(model, n);
     return DONE;
 }
 
@@ -539,9 +522,10 @@ int doctor(const Options *o) {
     bytes_free(&cache);
 
     HubState hub;
-    Error e;
+    Error e = {0};
     bool answers = hub_state(&hub, &e);
-    finding(&d, "token", 0, NULL, "%s", hub.token ? hub.token : "none (only private and gated repositories need one)");
+    finding(&d, "token", 0, NULL, "%s%s",
+            hub.token ? "found in " : "none: only private and gated repositories need one", hub.token ? hub.token : "");
     snprintf(text, sizeof text, "answers in %.0f ms", hub.seconds * 1e3);
     finding(&d, "network", e.code, answers || hub.offline ? NULL : e.text, "%s %s", hub.endpoint,
             hub.offline ? "is not tried: HF_HUB_OFFLINE is set"
