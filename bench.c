@@ -187,24 +187,20 @@ int bench(const Options *o) {
     Error e;
     Bench b = {.o = o};
     Session *s = &b.model;
-    const Model *m = &s->checkpoint.model;
-    bool json = !strcmp(o->output, "json");
-    bool ok =
-        json || !strcmp(o->output, "md") || fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->output);
-    if (ok && (ok = session_open(s, o, NEED_SHAPES | NEED_ENGINE, &e))) {
-        cJSON *out = cJSON_CreateObject();
-        cJSON_AddStringToObject(out, "family", s->checkpoint.family);
-        cJSON_AddBoolToObject(out, "random", m->made_up);
-        cJSON_AddStringToObject(out, "where", s->where);
-        add_numbers(out, "weight_bytes load_seconds", (double[]){(double)model_bytes(m), s->seconds});
-        if (json)
-            b.rows = cJSON_AddArrayToObject(out, "rows");
-        else
-            puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
-                 "|---|---:|---:|---:|---:|---:|---:|---:|---:|");
-        ok = measure_all(&b, &e);
-        end_json(out, json);
-    }
+    bool json = !strcmp(o->output, "json"), md = !strcmp(o->output, "md");
+    if (!json && !md) fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->output), die(&e);
+    if (!session_open(s, o, NEED_SHAPES | NEED_ENGINE, &e)) die(&e);
+    cJSON *out = cJSON_CreateObject();
+    cJSON_AddStringToObject(out, "family", s->checkpoint.family);
+    cJSON_AddBoolToObject(out, "random", s->checkpoint.model.made_up);
+    cJSON_AddStringToObject(out, "where", s->where);
+    add_numbers(out, "weight_bytes load_seconds", (double[]){(double)model_bytes(s->engine.model), s->seconds});
+    if (json) b.rows = cJSON_AddArrayToObject(out, "rows");
+    if (md)
+        puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
+             "|---|---:|---:|---:|---:|---:|---:|---:|---:|");
+    bool ok = measure_all(&b, &e);
+    end_json(out, json);
     session_close(s);
     if (!ok) die(&e);
     return DONE;
@@ -233,34 +229,35 @@ static bool score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_
 
 int perplexity(const Options *o) {
     Error e;
-    Session s = {0};
+    Session s;
     Ids ids = {0};
     Bytes text = {0};
-    bool ok = o->file || fail(&e, USAGE, "-f FILE is missing: the text; see infer perplexity --help");
-    if (ok && !file_read(o->file, MOST_TEXT, &text, &e)) ok = false, e.code = USAGE;
-    ok = ok && session_open(&s, o, NEED_TOKENIZER | NEED_CHECKPOINT, &e) &&
-         tokenizer_encode(s.tokenizer, text.data, text.n, WITH_TEMPLATE, &ids, &e);
+    Sequence sequence = {0};
+    if (!o->file) fail(&e, USAGE, "-f FILE is missing: the text; see infer perplexity --help"), die(&e);
+    if (!file_read(o->file, MOST_TEXT, &text, &e)) e.code = USAGE, die(&e);
+    if (!session_open(&s, o, NEED_TOKENIZER | NEED_CHECKPOINT, &e) ||
+        !tokenizer_encode(s.tokenizer, text.data, text.n, WITH_TEMPLATE, &ids, &e))
+        die(&e);
     int context = s.checkpoint.model.context, window = o->context ? o->context : context < 1024 ? context : 1024;
     int stride = o->stride ? o->stride : window / 2;
-    if (ok && ids.n < 2) ok = fail(&e, USAGE, "%s: a text of at least two tokens is needed", o->file);
+    bool ok = ids.n > 1 || fail(&e, USAGE, "%s: a text of at least two tokens is needed", o->file);
     if (ok && stride >= window)
         ok = fail(&e, USAGE, "a stride of %d leaves tokens between windows of %d out", stride, window);
-    ok = ok && session_load(&s, o, window, &e);
-    Sequence sequence = {0};
-    double sum = 0;
+    if (!ok || !session_load(&s, o, window, &e)) die(&e);
+    double sum = 0, mean;
     size_t scored = 1; /* the first token has nothing before it; others count in the first window that has them */
     for (size_t begin = 0; ok && scored < ids.n; begin += (size_t)stride) {
         size_t n = ids.n - begin < (size_t)window ? ids.n - begin : (size_t)window;
         ok = score_window(&s.engine, &sequence, ids.data + begin, n, scored - begin, &sum, &e);
         scored = begin + n;
     }
+    if (!ok) die(&e);
+    mean = sum / (double)(ids.n - 1);
+    printf("perplexity %.6g  nll %.8g  tokens %zu\n", exp(mean), mean, ids.n - 1);
     sequence_free(&s.engine, &sequence);
-    double mean = sum / (double)(ids.n - 1);
-    if (ok) printf("perplexity %.6g  nll %.8g  tokens %zu\n", exp(mean), mean, ids.n - 1);
     session_close(&s);
     ids_free(&ids);
     bytes_free(&text);
-    if (!ok) die(&e);
     return DONE;
 }
 
@@ -360,17 +357,15 @@ int inspect(const Options *o) {
     char *dir = model_find(o->model, &e);
     /* the hub is asked about an ORG/NAME that is not here whole, and about nothing else */
     bool far = strchr(o->model, '/') && (!dir || (strcmp(dir, o->model) && !model_complete(dir)));
-    bool ok = far ? outline_open(&outline, o->model, &e) : dir != NULL;
-    if (ok) {
-        cJSON *out = cJSON_CreateObject();
-        cJSON_AddStringToObject(out, "name", o->model);
-        ok = add_model(out, far ? outline.folder : dir, o->context, &e);
-        if (far && !ok) rename_folder(&e, outline.folder, o->model);
-        if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
-        if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)outline.to_fetch);
-        if (!o->json) print_facts(out);
-        end_json(out, o->json);
-    }
+    if (far ? !outline_open(&outline, o->model, &e) : !dir) die(&e);
+    cJSON *out = cJSON_CreateObject();
+    cJSON_AddStringToObject(out, "name", o->model);
+    bool ok = add_model(out, far ? outline.folder : dir, o->context, &e);
+    if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)outline.to_fetch);
+    if (far && !ok) rename_folder(&e, outline.folder, o->model);
+    if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
+    if (!o->json) print_facts(out);
+    end_json(out, o->json);
     outline_close(&outline);
     free(dir);
     if (!ok) die(&e);
@@ -443,24 +438,22 @@ int rm(const Options *o) {
     const char *home = getenv("HOME");
     hub_cache(&cache);
     char *name = find_folder(cache.data, o->model, &e);
-    bool ok = name;
-    bytes_print(&folder, "%s/%s", cache.data, ok ? name : "");
-    bytes_print(&locks, "%s/.locks/%s", cache.data, ok ? name : "");
-    bytes_print(&link, "%s/.cache/infer/models/%s", home ? home : "", ok ? name + strlen("models--") : "");
-    if (ok && in_use(locks.data))
-        ok = fail(&e, FAILED, "%s is being downloaded by another process: end that first", o->model);
-    if (ok && !folder_remove(folder.data)) ok = fail(&e, FAILED, "%s: %s", folder.data, strerror(errno));
-    if (ok) {
-        folder_remove(locks.data);
-        unlink(link.data); /* which a folder of that name survives */
-        fprintf(stderr, "removed %s\n", folder.data);
-    }
+    if (!name) die(&e);
+    bytes_print(&folder, "%s/%s", cache.data, name);
+    bytes_print(&locks, "%s/.locks/%s", cache.data, name);
+    bytes_print(&link, "%s/.cache/infer/models/%s", home ? home : "", name + strlen("models--"));
+    bool ok =
+        !in_use(locks.data) || fail(&e, FAILED, "%s is being downloaded by another process: end that first", o->model);
+    ok = ok && (folder_remove(folder.data) || fail(&e, FAILED, "%s: %s", folder.data, strerror(errno)));
+    if (!ok) die(&e);
+    folder_remove(locks.data);
+    unlink(link.data); /* which a folder of that name survives */
+    fprintf(stderr, "removed %s\n", folder.data);
     bytes_free(&cache);
     bytes_free(&folder);
     bytes_free(&locks);
     bytes_free(&link);
     free(name);
-    if (!ok) die(&e);
     return DONE;
 }
 
