@@ -12,7 +12,7 @@
 /* What computes: infer.cu, or tests/reference.c. */
 extern const Backend *const backend;
 
-enum { MOST_VALUES = 64 };
+enum { MOST_VALUES = 64, MOST_STREAMS = 256, MOST_REPEATS = 100 };
 typedef struct { /* whole numbers like 1,4,16 */
     int n, value[MOST_VALUES];
 } Numbers;

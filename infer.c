@@ -83,8 +83,8 @@ static const Option options[] = {
     {'n', "tokens", "N", WHOLE, FIELD(tokens), BENCH, 1, 1 << 20, "128", "tokens to generate"},
     {'d', "depths", "N,...", WHOLES, FIELD(depths), BENCH, 0, 1 << 24, "0,8192,32768",
      "depth of the context; what it holds does not matter and is not computed"},
-    {'b', "streams", "N,...", WHOLES, FIELD(streams), BENCH, 1, 256, "1,4,16", "streams at once"},
-    {'r', "repeats", "N", WHOLE, FIELD(repeats), BENCH, 1, 100, "5", "repeats"},
+    {'b', "streams", "N,...", WHOLES, FIELD(streams), BENCH, 1, MOST_STREAMS, "1,4,16", "streams at once"},
+    {'r', "repeats", "N", WHOLE, FIELD(repeats), BENCH, 1, MOST_REPEATS, "5", "repeats"},
     {'o', "output", "md|json", TEXT, FIELD(output), BENCH, .initial = "md", .help = "a table, or all figures as JSON"},
     {0, "temperature", "T", REAL, FIELD(sampling.temperature), BENCH, 0.01, 100, "0", "0 or 0.01 to 100: of the draw"},
 

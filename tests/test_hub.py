@@ -687,8 +687,8 @@ def test_inspect(folder):
         header, values = read_safetensors(PARROT / WEIGHTS)
         same({k: v for k, v in far.items() if k not in ("name", "bytes_to_download", "disk_bytes_free")},
              {k: v for k, v in local.items() if k not in ("name", "bytes_to_download", "disk_bytes_free")}, "facts")
-        same(far["bytes"], len(values), "bytes")
-        same(sum(g["bytes"] for g in far["groups"]), len(values), "bytes of the groups")
+        same(far["weight_bytes"], len(values), "bytes")
+        same(sum(far[f"bytes_in_{encoding}"] for encoding in ("BF16", "MXFP4")), len(values), "bytes by encoding")
         same(far["bytes_to_download"], sum(map(len, SMALL.values())), "to download")
         expect(hub.sent[WEIGHTS] < 20000, f"{hub.sent[WEIGHTS]} bytes of the weights were fetched")
         expect(not (folder / "hf").exists(), "something was written")
@@ -700,17 +700,20 @@ def test_inspect(folder):
         config = {**read_json(PARROT / "config.json"), "model_type": "zebra\x1b[2J\x9b"}
         hub.files["config.json"] = File(json.dumps(config).encode())
         r = infer("inspect", "org/parrot", env=env, code=3)
-        expect("zebra" in r.text and "not supported" in r.err, r.text + r.err)
+        expect("zebra?[2J?" in r.text and "not supported" in r.err, r.text + r.err)
+        for text in (r.text, r.err):
+            expect("org/parrot/config.json" in text and str(folder) not in text, f"where it is: {text}")
         foreign = json.loads(infer("inspect", "org/parrot", "--json", env=env, code=3).text)
         tensors = [t for name, t in header.items() if name != "__metadata__"]
         expected = {d: sum(t["data_offsets"][1] - t["data_offsets"][0] for t in tensors if t["dtype"] == d)
                     for d in {t["dtype"] for t in tensors}}
-        same({g["encoding"]: g["bytes"] for g in foreign["groups"]}, expected, "encodings")
-        same((foreign["family"], foreign["supported"]), ("zebra?[2J?", False), "family")
+        same({d: foreign[f"bytes_in_{d}"] for d in expected}, expected, "encodings")
+        same(foreign["supported"], False, "supported")
         copy = copy_model(PARROT, folder, config={"model_type": config["model_type"]}, name="models/strange")
         listed = infer("list", cwd=folder, env=env).text
         expect("zebra?[2J?" in listed and "strange" in listed and copy.exists(), listed)
-        expect(all(f"{d} " in r.text for d in expected), r.text)
+        expect("not supported" in listed, f"not marked: {listed}")
+        expect(all(f"bytes in {d} " in r.text for d in expected), r.text)
         hub.files["config.json"] = File(SMALL["config.json"])
         wrong = [("a header beyond the file", b"\xff" * 7 + b"\0" + values), ("no header", bytes(8) + values),
                  ("no JSON", safetensors("{", values)), ("7 bytes", b"1234567")]
@@ -720,6 +723,33 @@ def test_inspect(folder):
         hub.files[WEIGHTS] = File(SMALL[WEIGHTS])
         hub.fault = content(change(ignore_range=True))
         refused("inspect", "org/parrot", env=env, code=5, words=["more than the 8 bytes"])
+
+
+def test_same_names(folder):
+    """A model that is here has the same names for every command, and none of them asks the hub."""
+    with FakeHub(SMALL) as hub:
+        env = env_of(hub, folder)
+        fetch(hub, folder)
+        hub.clear()
+        path = cache_of(hub, folder) / "snapshots" / hub.commit
+        (folder / "models").mkdir()
+        for name in ("org/model", "rg/mod", "mode", path):
+            for command in (["inspect", name], ["bench", name, "-p", 4, "-n", 2, "-d", 0, "-b", 1, "-r", 1],
+                            ["tokenize", name], ["play", name, "-p", "hello", "--raw", "--max-tokens", 1]):
+                infer(*command, env=env, cwd=folder)
+        for command in (["bench", "-p", 4, "-n", 2, "-d", 0, "-b", 1, "-r", 1], ["play", "-p", "hi", "--raw", "--max-tokens", 1]):
+            infer(*command, env=env, cwd=folder)  # the only one
+        same(hub.asked(), 0, "requests")
+        copy_model(PARROT, folder, name="models/model")
+        for command in (["inspect", "mode"], ["bench", "mode"], ["rm", "mode"]):
+            refused(*command, env=env, cwd=folder, words=["models/model", "org/model"])
+        r = infer("bench", env=env, cwd=folder, code=2)
+        expect("models/model" in r.err and "org/model" in r.err, r.err)
+        refused("rm", "models/model", env=env, cwd=folder, code=2, words=["models/model", "not in the hub's cache"])
+        expect((folder / "models/model/config.json").exists(), "a model outside of the cache was removed")
+        infer("rm", path, env=env, cwd=folder)
+        expect(not cache_of(hub, folder).exists(), "rm of a path")
+        same(hub.asked(), 0, "requests")
 
 
 def test_doctor(folder):

@@ -136,9 +136,16 @@ def test_ids_of_prompts_gpt_oss():
          lambda name, p, line: same(json.loads(line), p["ids"], "ids"))
 
 
-def test_ids_of_strings_llama():
-    for name in ("TinyStories-656K", "stories260K"):
-        check_strings(f"tokenizer_strings_{name}.jsonl", data("models", name))
+def check_llama_strings(name):
+    check_strings(f"tokenizer_strings_{name}.jsonl", data("models/" + name))
+
+
+def test_ids_of_strings_tinystories():
+    check_llama_strings("TinyStories-656K")
+
+
+def test_ids_of_strings_stories260K():
+    check_llama_strings("stories260K")
 
 
 # ---- conversations to tokens
