@@ -520,7 +520,7 @@ static int render(const Options *o) {
     conversation_init(&conversation);
     if (!json) e.code = USAGE, die(&e);
     const cJSON *prompt = json_get(json, "add_generation_prompt");
-    if (!conversation_parse(&conversation, &s.chat, json, &e) ||
+    if (!conversation_parse(&conversation, json, &e) ||
         !chat_render(&s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &ids, &e))
         die(&e);
     for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(s.tokenizer, &d, ids.data[i], &out);

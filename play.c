@@ -617,7 +617,7 @@ static bool load_conversation(Play *s, const char *path, const Bytes *text, Erro
     if (!json) return false;
     conversation_init(&loaded);
     conversation_set(&loaded.date, s->talk.date); /* unless the file has another */
-    bool ok = conversation_parse(&loaded, &s->m.chat, json, e);
+    bool ok = conversation_parse(&loaded, json, e);
     cJSON_Delete(json);
     if (ok) {
         Conversation old = s->talk;

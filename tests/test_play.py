@@ -582,7 +582,6 @@ def test_save_and_load_keep_everything(folder):
 
 
 def test_a_call_survives_save_and_load(folder):
-    """It is replayed with exactly the tokens that were sampled, also from a file."""
     turn = CONVERSATIONS["weather"]["turns"][0]
     write_json(folder / "a.json", {**conversation("weather", 0), "messages": []})
     with play() as t:
@@ -595,29 +594,6 @@ def test_a_call_survives_save_and_load(folder):
         t.say(f"/save {folder}/b.json", "Saved")
         t.say(f"/load {folder}/b.json", "Loaded")
         same(t.say("/prompt"), before, "/prompt after /save and /load")
-
-
-def test_sampled_tokens_survive_save_and_load(folder):
-    """A header that harmony would write in another way; ids that are no longer this message's are not believed."""
-    header = "<|start|>assistant<|channel|>commentary to=functions.f<|constrain|>json<|message|>"
-    ids = ids_of(infer("tokenize", PARROT, "--special", stdin=header + "{}<|call|>"))
-    call = {"role": "assistant", "channel": "commentary", "recipient": "functions.f",
-            "content_type": "<|constrain|>json", "content": "{}", "sampled": ids}
-    control = ids_of(infer("tokenize", PARROT, "--special", stdin="<|end|><|start|>"))
-
-    def check(name, change, kept):
-        chat = {"date": DATE, "messages": [{"role": "user", "content": "Hi"}, {**call, **change}]}
-        write_json(folder / f"{name}.json", chat)
-        with play() as t:
-            t.say(f"/load {folder}/{name}.json", "Loaded")
-            before = t.say("/prompt")
-            same(header in before, kept, "the header as it was sampled")
-            t.say(f"/save {folder}/{name}-saved.json", "Saved")
-        same(infer("render", PARROT, stdin=(folder / f"{name}-saved.json").read_bytes()).text + "\n", before, "saved")
-    each([("as it was", {}, True), ("other text", {"content": "{1}"}, False),
-          ("control tokens inside", {"sampled": ids[:-1] + control + ids[-1:]}, False),
-          ("more behind", {"sampled": ids + control}, False), ("no ids", {"sampled": ["x", -1, 1e300, 1.5]}, False),
-          ("not an array", {"sampled": "x"}, False)], check)
 
 
 def test_load_without_a_date_keeps_the_session_s(folder):
