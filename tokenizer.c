@@ -269,8 +269,9 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
         return true;
     }
     w->symbols = w->heap.n = 0;
+    uint32_t cp;
     for (size_t i = 0; i < n;) {
-        int length = t->byte_level ? 1 : utf8_decode(s + i, n - i, NULL);
+        int length = t->byte_level ? 1 : utf8_decode(s + i, n - i, &cp);
         if (!(t->byte_level ? byte_add(w, (unsigned char)s[i]) : character_add(w, s + i, (size_t)length))) return false;
         i += (size_t)length;
     }
@@ -318,7 +319,8 @@ static bool split_words(Encoder *w, int step, const char *s, size_t n) {
         const PCRE2_SIZE *at = pcre2_get_ovector_pointer(w->match);
         size_t begin = at[0], end = at[1]; /* the steps below use the same match data */
         if (end <= begin) {                /* an empty match cuts nothing */
-            from = begin + (size_t)(begin < n ? utf8_decode(s + begin, n - begin, NULL) : 1);
+            uint32_t cp;
+            from = begin + (size_t)(begin < n ? utf8_decode(s + begin, n - begin, &cp) : 1);
             continue;
         }
         ok = split_words(w, step + 1, s + done, begin - done) && split_words(w, step + 1, s + begin, end - begin);
