@@ -116,6 +116,12 @@ static int find(const Tokenizer *t, const char *s, size_t n) {
     return id >= 0 && t->piece[id].n == n && !memcmp(t->text.data + t->piece[id].begin, s, n) ? id : -1;
 }
 
+/* The same for text, which never becomes a control token. */
+static int find_plain(const Tokenizer *t, const char *s, size_t n) {
+    int id = find(t, s, n);
+    return id >= 0 && t->piece[id].control ? -1 : id;
+}
+
 static void trie_add(Tokenizer *t, int node, const char *s, size_t n, int id) {
     for (size_t i = 0; i < n; i++) {
         uint64_t edge = pair(node, (unsigned char)s[i]);
@@ -187,12 +193,13 @@ static void symbol_add(Encoder *w, int id) {
 /* What merging begins with for one character or byte: its token, else its bytes' tokens. */
 static bool character_add(Encoder *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
-    int id = find(t, s, n);
+    int id = find_plain(t, s, n);
     if (id >= 0) return symbol_add(w, id), true;
     for (size_t i = 0; i < n; i++) {
         unsigned char byte = (unsigned char)s[i];
         id = t->byte_token[byte];
-        if (id < 0) return fail(w->e, BAD_MODEL, "tokenizer.json has no token for the byte 0x%02X of the text", byte);
+        if (id < 0 || (id != t->unknown && t->piece[id].control))
+            return fail(w->e, BAD_MODEL, "tokenizer.json has no token for the byte 0x%02X of the text", byte);
         if (id != t->unknown || !w->symbols || w->symbol[w->symbols - 1].id != id) symbol_add(w, id);
     }
     return true;
@@ -200,7 +207,8 @@ static bool character_add(Encoder *w, const char *s, size_t n) {
 
 static int rank_at(const Encoder *w, int at) { /* of the merge of a symbol with its right neighbour, or -1 */
     int next = at < 0 ? -1 : w->symbol[at].next;
-    return next < 0 ? -1 : map_get(&w->t->rank, pair(w->symbol[at].id, w->symbol[next].id));
+    int rank = next < 0 ? -1 : map_get(&w->t->rank, pair(w->symbol[at].id, w->symbol[next].id));
+    return rank >= 0 && w->t->piece[w->t->merged.data[rank]].control ? -1 : rank;
 }
 
 static void candidate_push(Encoder *w, int at) {
@@ -212,7 +220,7 @@ static void candidate_push(Encoder *w, int at) {
  * leftmost among equals, until none can. */
 static bool merge_word(Encoder *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
-    int whole = t->ignore_merges ? find(t, s, n) : -1;
+    int whole = t->ignore_merges ? find_plain(t, s, n) : -1;
     if (whole >= 0) {
         ids_add(w->out, whole);
         return true;

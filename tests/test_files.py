@@ -729,6 +729,18 @@ def test_tokenizer(folder):
     each(TOKENIZERS, check)
 
 
+def test_text_never_becomes_a_control_token(folder):
+    """Control tokens that the vocabulary lists too: as a character, as the result of a merge, as a whole word."""
+    tokens = [{"id": VOCAB[name], "content": name, "special": True} for name in ("a", "an", "in")]
+    for whole in (False, True):
+        (folder / "tokenizer.json").write_text(json.dumps(
+            {**TOKENIZER, "added_tokens": ADDED + tokens, "model": {**TOKENIZER["model"], "ignore_merges": whole}}))
+        for text in ("a", "an", "in", "an in", "main"):
+            r = infer("tokenize", folder, stdin=text, code=3 if "a" in text else 0)
+            expect("0x61" in r.err if "a" in text else ids_of(r) == [VOCAB["i"], VOCAB["n"]], f"{text}: {r.out} {r.err}")
+        same(ids_of(infer("tokenize", folder, "--special", stdin="an")), [VOCAB["an"]], "control tokens, asked for")
+
+
 def test_many_added_tokens_in_time(folder):
     """100,000 added tokens against 1 MB of text that keeps beginning with them: limit as for 1 MiB of one character."""
     tokens = [{"id": 1000 + i, "content": "a" * (i % 50) + f"<{i}>", "single_word": False, "lstrip": False,
