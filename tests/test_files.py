@@ -748,6 +748,20 @@ TOKENIZERS = [  # what is wrong, the file, the text, words of the message; FINE:
     ("an unknown decoder", lambda: component("decoder", "Zebra"), "x", ["decoder", "Zebra"]),
     ("an unknown decoder in a sequence", lambda: in_sequence("decoder", "decoders", "Zebra"), "x", ["Zebra"]),
     ("an unknown post-processor", lambda: component("post_processor", "Zebra"), "x", ["post_processor", "Zebra"]),
+    ("a normalizer that removes", lambda: of_file(
+        normalizer={"type": "Replace", "pattern": {"String": "<|new|>"}, "content": ""},
+        added_tokens=ADDED + [{"id": 421, "content": "<|new|>", "normalized": True}]), "x", ["normalizer"]),
+    ("an added token as a word", lambda: with_added(single_word=True), "x", ["single_word", "<|new|>"]),
+    ("an added token that takes spaces", lambda: with_added(lstrip=True), "x", ["lstrip", "<|new|>"]),
+    ("a long added token", lambda: with_added(content="x" * 257), "x", ["added token"]),
+    ("a space before every text", lambda: of_file(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), "x",
+     ["pre_tokenizer", "add_prefix_space"]),
+    ("a template of two tokens", lambda: of_file(post_processor={
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "e"}}] * 2 + [{"Sequence": {}}],
+        "special_tokens": {"e": {"ids": [0]}}}), "x", ["post_processor"]),
+    ("a template with an id outside", lambda: of_file(post_processor={
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "e"}}, {"Sequence": {}}],
+        "special_tokens": {"e": {"ids": [421]}}}), "x", ["post_processor"]),
     ("a pre-tokenizer without type", lambda: of_file(pre_tokenizer={}), "x", ["pre_tokenizer"]),
     ("a split that removes", lambda: with_split(behavior="Removed"), "x", ["Removed"]),
     ("a split inverted", lambda: with_split(invert=True), "x", ["invert"]),
@@ -755,6 +769,9 @@ TOKENIZERS = [  # what is wrong, the file, the text, words of the message; FINE:
     ("a pattern that does not compile", lambda: split_on("(a"), "x", ["(a"]),
     ("a pattern that explodes", lambda: split_on("(a+)+$"), "a" * 100 + "!", ["match limit"]),
     ("a pattern that explodes late", lambda: split_on("(a+)+$"), "b" * 1000 + "a" * 100 + "!", ["match limit"]),
+    ("a pattern that scans for each match", lambda: split_on("(?:a+a+b)|a"), "a" * 10000, ["match limit"]),
+    ("a pattern that looks ahead for each match", lambda: split_on("a(?=.*b)|a"), "a" * 100000, ["match limit"]),
+    ("a pattern that refers back", lambda: split_on("(a*)b\\1c|a"), "a", ["pattern"]),
     ("a pattern nested deep", lambda: split_on("(" * 10000 + ")" * 10000), "x", ["pattern"]),
     ("ids with gaps", lambda: of_model(vocab=GAPS), SAMPLE, lambda i: i if i < 300 or i >= 400 else i + 100000),
     ("a byte token missing, its byte not in the text", lambda: without_byte("ÿ"), SAMPLE, FINE),
@@ -781,6 +798,18 @@ def test_tokenizer(folder):
         else:
             refused("tokenize", model, stdin=text, words=["tokenizer.json", *words], seconds=SECONDS)
     each(TOKENIZERS, check)
+
+
+def test_text_never_becomes_a_control_token(folder):
+    """Control tokens that the vocabulary lists too: as a character, as the result of a merge, as a whole word."""
+    tokens = [{"id": VOCAB[name], "content": name, "special": True} for name in ("a", "an", "in")]
+    for whole in (False, True):
+        (folder / "tokenizer.json").write_text(json.dumps(
+            {**TOKENIZER, "added_tokens": ADDED + tokens, "model": {**TOKENIZER["model"], "ignore_merges": whole}}))
+        for text in ("a", "an", "in", "an in", "main"):
+            r = infer("tokenize", folder, stdin=text, code=3 if "a" in text else 0)
+            expect("0x61" in r.err if "a" in text else ids_of(r) == [VOCAB["i"], VOCAB["n"]], f"{text}: {r.out} {r.err}")
+        same(ids_of(infer("tokenize", folder, "--special", stdin="an")), [VOCAB["an"]], "control tokens, asked for")
 
 
 def test_many_added_tokens_in_time(folder):
