@@ -132,8 +132,8 @@ static char *join(const char *dir, const char *name) {
 static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * log(factor) + 1 : 1; }
 
 /* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. */
-static void read_rope(Loader *load) {
-    Model *m = &load->c->model;
+static void read_rope(Loader *load, Rope *out) {
+    const Model *m = &load->c->model;
     const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
     if (!rope) rope = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object"); /* its older name */
     if (!rope) rope = json_get(load->defaults, "rope_scaling");                                    /* for null too */
@@ -145,7 +145,7 @@ static void read_rope(Loader *load) {
     if (scaled && !yarn && !llama3 && strcmp(type, "linear"))
         fail(first_error(load), BAD_MODEL, "%s: rope type '%.40s' is none of default, linear, llama3 and yarn",
              load->path, type);
-    double original = 0, factor = 1, low = 0, high = 1, scale = 1, d = m->head_dim;
+    double original = 0, factor = 1, low = 0, high = 1, scale = 1, d = m->rope_dim;
     double theta = config_number(load, load->config, "rope_theta", 1e-6, 1e12, 10000);
     theta = config_number(load, rope, "rope_theta", 1e-6, 1e12, theta);
     if (yarn || llama3) original = config_number(load, rope, "original_max_position_embeddings", 1, 1e9, m->context);
@@ -170,10 +170,9 @@ static void read_rope(Loader *load) {
         high = fmin(high, d - 1);
         if (low == high) high += 0.001;
     }
-    float *inv_freq = keep(load->c, (size_t)m->head_dim / 2, sizeof *inv_freq);
-    m->inv_freq = inv_freq;
-    m->rope_scale = (float)scale;
-    for (int i = 0; i < m->head_dim / 2; i++) {
+    float *inv_freq = keep(load->c, (size_t)m->rope_dim / 2, sizeof *inv_freq);
+    *out = (Rope){.inv_freq = inv_freq, .scale = (float)scale};
+    for (int i = 0; i < m->rope_dim / 2; i++) {
         double f = pow(theta, -2.0 * i / d), share = scaled ? 0 : 1; /* of f that is kept */
         if (yarn) share = 1 - fmin(fmax((i - low) / (high - low), 0), 1);
         if (llama3) share = fmin(fmax((original * f / (2 * M_PI) - low) / (high - low), 0), 1);
@@ -203,6 +202,7 @@ static void read_windows(Loader *load) {
             fail(load->e, BAD_MODEL, "%s: layer_types[%d] is '%.40s', which is not implemented for %s", load->path, i,
                  type ? type : "(no text)", f->model_type);
         m->layer[i].window = sliding ? window : 0;
+        m->layer[i].rope = m->rope;
     }
 }
 
@@ -233,12 +233,16 @@ static void read_sizes(Loader *load) {
     m->eps = (float)config_number(load, config, "rms_norm_eps", 1e-30, 0.5, REQUIRED);
     m->n_experts = f->router ? config_whole(load, "num_local_experts", 1, 4096, REQUIRED) : 1;
     m->top_k = f->router ? config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED) : 1;
+    m->route = (Route){.normalise = true, .scale = 1, .groups = 1, .top_groups = 1, .group_best = 1};
     m->act = f->act;
+    m->embed_scale = 1;
     if (m->act == SWIGLU_CLAMPED) m->act_limit = (float)config_number(load, config, "swiglu_limit", 1e-6, 1e6, 7);
     if (m->n_heads % m->n_kv_heads) config_bad(load, config, "num_key_value_heads", "a divisor of num_attention_heads");
     if (m->head_dim % 2) config_bad(load, config, "head_dim", "even (RoPE turns pairs)");
     const char *act = config_text(load, config, "hidden_act");
     if (act && strcmp(act, "silu")) config_bad(load, config, "hidden_act", "\"silu\"");
+    m->v_dim = m->rope_dim = m->head_dim;
+    m->attn_scale = (float)(1 / sqrt(m->head_dim));
     m->layer = keep(load->c, (size_t)m->n_layers, sizeof *m->layer);
     /* formulas that no family here has are refused, lest the logits be wrong without a word */
     if (config_number(load, config, "partial_rotary_factor", 0, 2, 1) != 1)
@@ -263,7 +267,10 @@ static void read_config(Loader *load, const char *dir) {
         load->c->family = load->family->model_type;
         load->defaults = cJSON_Parse(load->family->defaults);
         read_sizes(load);
-        read_rope(load);
+        Rope *rope = keep(load->c, 2, sizeof *rope);
+        load->c->model.rope = rope;
+        read_rope(load, rope);
+        rope[1] = rope[0];
         read_windows(load);
         read_stop(load, load->config, load->path);
     } else {
@@ -679,9 +686,6 @@ void checkpoint_close(Checkpoint *c) {
 
 /* ---- sizes ---- */
 
-#define LINEARS(l)                                                                                                     \
-    { &(l)->q, &(l)->k, &(l)->v, &(l)->o, &(l)->router, &(l)->gate, &(l)->up, &(l)->down }
-
 uint64_t linear_bytes(const Linear *w) {
     uint64_t weights = (uint64_t)w->n * (uint64_t)w->rows * (uint64_t)w->cols;
     return w->type == MXFP4 ? weights / 2 + weights / 32 : weights * types[w->type].size;
@@ -698,16 +702,18 @@ uint64_t model_bytes(const Model *m) {
 
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
     double sum = (double)linear_bytes(&m->head);
+    double row = m->kv_rank ? m->kv_rank + m->rope_dim : 2.0 * m->n_kv_heads * m->head_dim; /* of the cache */
     for (int i = 0; i < m->n_layers; i++) {
-        const Linear *all[] = LINEARS(m->layer + i);
+        const Layer *l = m->layer + i;
+        const Linear *all[] = LINEARS(l);
         for (size_t j = 0; j < sizeof all / sizeof *all; j++) {
             double bytes = (double)linear_bytes(all[j]);
+            bool of_experts = l->router.rows && (all[j] == &l->gate || all[j] == &l->up || all[j] == &l->down);
             if (all[j]->bias) bytes += (double)all[j]->n * all[j]->rows * sizeof(float);
-            sum += all[j]->n > 1 ? bytes / all[j]->n * experts : bytes;
+            sum += of_experts ? bytes / all[j]->n * experts : bytes;
         }
-        double seen = depth + 1, row = 2.0 * m->n_kv_heads * m->head_dim * 2; /* keys and values in bf16 */
-        if (m->layer[i].window && m->layer[i].window < seen) seen = m->layer[i].window;
-        sum += streams * seen * row + 2.0 * m->dim * sizeof(float); /* two norms */
+        double seen = l->window && l->window < depth + 1 ? l->window : depth + 1;
+        sum += streams * seen * row * 2 + 2.0 * m->dim * sizeof(float); /* bf16; two norms */
     }
     return (uint64_t)sum;
 }

@@ -107,14 +107,14 @@ static void angles_equal_transformers(void) {
         free(config);
         Checkpoint c;
         must(checkpoint_make_up(&c, dir, &e), &e);
-        int n = c.model.head_dim / 2;
+        int n = c.model.rope_dim / 2;
+        const Rope *rope = c.model.layer[0].rope;
         float *golden = numbers(json_get(one, "inv_freq"), n);
         double scale = json_get(one, "scale")->valuedouble;
-        check(fabs((double)c.model.rope_scale - scale) < 1e-6, "%s: scale %g, not %g", name, (double)c.model.rope_scale,
-              scale);
+        check(fabs((double)rope->scale - scale) < 1e-6, "%s: scale %g, not %g", name, (double)rope->scale, scale);
         for (int i = 0; i < n; i++)
-            check(fabs((double)(c.model.inv_freq[i] / golden[i]) - 1) < 1e-5, "%s: angle %d is %g, not %g", name, i,
-                  (double)c.model.inv_freq[i], (double)golden[i]);
+            check(fabs((double)(rope->inv_freq[i] / golden[i]) - 1) < 1e-5, "%s: angle %d is %g, not %g", name, i,
+                  (double)rope->inv_freq[i], (double)golden[i]);
         free(golden);
         checkpoint_close(&c);
     }
