@@ -17,7 +17,7 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev
 CORE      = base.c safetensors.c model.c tokenizer.c chat.c engine.c
-C_SOURCES = $(CORE) hub.c blob.c download.c editor.c play.c bench.c perplexity.c inspect.c infer.c
+C_SOURCES = $(CORE) hub.c blob.c download.c bench.c perplexity.c inspect.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere.

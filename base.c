@@ -385,6 +385,15 @@ void json_quote(Bytes *out, const char *text, size_t n) {
     bytes_text(out, "\"");
 }
 
+cJSON *json_from_text(const char *text, size_t n) {
+    Bytes whole = {0};
+    bytes_text(&whole, "");
+    for (size_t i = 0; i < n; i++) bytes_add(&whole, text[i] ? text + i : "\xEF\xBF\xBD", text[i] ? 1 : 3);
+    cJSON *json = cJSON_CreateString(whole.data);
+    bytes_free(&whole);
+    return checked(json, n);
+}
+
 char *json_text(const cJSON *value) {
     char *text = cJSON_PrintUnformatted(value);
     return checked(text, 0);

@@ -86,6 +86,8 @@ const char *json_string(const cJSON *object, const char *key); /* or NULL */
 bool json_true(const cJSON *object, const char *key);
 /* A whole number in [least, most]; doubles hold every integer below 2^53 exactly, and nothing above is taken. */
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);
+/* n bytes of UTF-8 as a JSON string. A NUL becomes U+FFFD: json_parse takes none, so none is written. */
+cJSON *json_from_text(const char *text, size_t n);
 /* Appends n bytes of UTF-8 as a JSON string with its quotes. A NUL becomes U+FFFD: json_parse takes none, so none is
  * written. */
 void json_quote(Bytes *out, const char *text, size_t n);
