@@ -748,15 +748,13 @@ static unsigned char edit_paste(EditLine *line, int key) {
 static unsigned char edit_complete(EditLine *line, int key);
 
 static void editor_open(void) {
-    static const char *const keys[][2] = {{"^C", "cancel"},
-                                          {"^Z", "suspend"},
-                                          {"^I", "complete"},
-                                          {"\033[200~", "paste"},
-                                          {"^R", "em-inc-search-prev"},
-                                          {"\033[1;5C", "em-next-word"},
-                                          {"\033[1;5D", "ed-prev-word"},
-                                          {"\033[5~", "ed-ignore"},
-                                          {"\033[6~", "ed-ignore"}};
+    static const struct {
+        const char *key, *name;
+        unsigned char (*function)(EditLine *line, int key); /* NULL: libedit's own */
+    } keys[] = {
+        {"^C", "cancel", edit_cancel},       {"^Z", "suspend", edit_suspend},    {"^I", "complete", edit_complete},
+        {"\033[200~", "paste", edit_paste},  {"^R", "em-inc-search-prev", NULL}, {"\033[1;5C", "em-next-word", NULL},
+        {"\033[1;5D", "ed-prev-word", NULL}, {"\033[5~", "ed-ignore", NULL},     {"\033[6~", "ed-ignore", NULL}};
     HistEvent event;
     struct stat st;
     Bytes path = {0};
@@ -770,11 +768,10 @@ static void editor_open(void) {
     el_set(line, EL_HIST, history, editor.history);
     el_set(line, EL_SIGNAL, 1);                  /* it redraws after a change of the window */
     el_set(line, EL_SETTY, "-d", "-isig", NULL); /* Ctrl+C and Ctrl+Z are keys while a line is edited */
-    el_set(line, EL_ADDFN, "suspend", "stop the program", edit_suspend);
-    el_set(line, EL_ADDFN, "cancel", "clear the line", edit_cancel);
-    el_set(line, EL_ADDFN, "complete", "complete a command", edit_complete);
-    el_set(line, EL_ADDFN, "paste", "take a pasted text", edit_paste);
-    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) el_set(line, EL_BIND, keys[i][0], keys[i][1], NULL);
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        if (keys[i].function) el_set(line, EL_ADDFN, keys[i].name, keys[i].name, keys[i].function);
+        el_set(line, EL_BIND, keys[i].key, keys[i].name, NULL);
+    }
     if (!home) return;
     bytes_print(&path, "%s/.cache", home);
     mkdir(path.data, 0700);
@@ -819,8 +816,8 @@ static bool editor_line(const char *prompt, Bytes *out) {
     sigaddset(&interrupt, SIGINT);
     put_escape(stdout, BRACKETS_ON);
     fflush(stdout);
-    sigprocmask(SIG_BLOCK, &interrupt,
-                NULL); /* until the terminal is raw Ctrl+C is a signal, which libedit passes on */
+    /* Until the terminal is raw Ctrl+C is a signal, which libedit would pass on. */
+    sigprocmask(SIG_BLOCK, &interrupt, NULL);
     const char *line = el_gets(editor.line, &n);
     sigprocmask(SIG_UNBLOCK, &interrupt, NULL);
     put_escape(stdout, BRACKETS_OFF);
@@ -852,41 +849,21 @@ static bool editor_text(Bytes *out) {
 
 /* ---- the loop: commands ---- */
 
-enum {
-    RETRY,
-    UNDO,
-    CLEAR,
-    SYSTEM,
-    EFFORT,
-    SET,
-    CONTEXT,
-    PROMPT,
-    SAVE,
-    LOAD,
-    HELP,
-    EXIT,
-    HELP_TOO,
-    EXIT_TOO,
-    EXIT_ALSO,
-    SLASHES
-};
-static const char *const slashes[SLASHES][3] =
-    {/* name, argument, what it does; without: another name */
-     {"/retry", "", "answer the last question again"},
-     {"/undo", "", "take it back, and its answer"},
-     {"/clear", "", "forget the conversation"},
-     {"/system", " [TEXT]", "show or change the instructions (none: take them away)"},
-     {"/effort", " [LEVEL]", "show or change how long it thinks: low, medium or high"},
-     {"/set", " [NAME VALUE]", "show or change a setting, temperature for one"},
-     {"/context", "", "how full the context is"},
-     {"/prompt", "", "what the model reads, exactly"},
-     {"/save", " [FILE]", "keep the conversation, as JSON of chat completions"},
-     {"/load", " [FILE]", "go on with a kept one"},
-     {"/help", "", "this list"},
-     {"/exit", "", "leave, as Ctrl+D does"},
-     {"/?", ""},
-     {"/bye", ""},
-     {"/quit", ""}};
+static const struct {
+    const char *name, *argument, *help;
+} slashes[] = {{"/retry", "", "answer the last question again"},
+               {"/undo", "", "take it back, and its answer"},
+               {"/clear", "", "forget the conversation"},
+               {"/system", " [TEXT]", "show or change the instructions (none: take them away)"},
+               {"/effort", " [LEVEL]", "show or change how long it thinks: low, medium or high"},
+               {"/set", " [NAME VALUE]", "show or change a setting, temperature for one"},
+               {"/context", "", "how full the context is"},
+               {"/prompt", "", "what the model reads, exactly"},
+               {"/save", " [FILE]", "keep the conversation, as JSON of chat completions"},
+               {"/load", " [FILE]", "go on with a kept one"},
+               {"/help", "", "this list"},
+               {"/exit", "", "leave, as Ctrl+D does"}};
+enum { SLASHES = sizeof slashes / sizeof *slashes };
 
 /* Completes a command as far as all that begin so agree. */
 static unsigned char edit_complete(EditLine *line, int key) {
@@ -896,9 +873,9 @@ static unsigned char edit_complete(EditLine *line, int key) {
     char rest[20];
     (void)key;
     for (int i = 0; i < SLASHES && n && now->cursor == now->lastchar; i++) {
-        if (strncmp(slashes[i][0], now->buffer, n)) continue;
-        if (!first) first = slashes[i][0], same = strlen(first);
-        while (strncmp(first, slashes[i][0], same)) same--;
+        if (strncmp(slashes[i].name, now->buffer, n)) continue;
+        if (!first) first = slashes[i].name, same = strlen(first);
+        while (strncmp(first, slashes[i].name, same)) same--;
     }
     if (!first) return CC_ERROR;
     snprintf(rest, sizeof rest, "%.*s", (int)(same - n), first + n);
@@ -971,20 +948,14 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
     return ok;
 }
 
-/* Writes a new file beside, of nobody else's, and renames it, so that a full disk costs nothing. */
+/* A file that is there is only written if it is this conversation's. */
 static bool slash_save(Play *p, const char *path, Error *e) {
-    Bytes beside = {0}, text = {0};
-    if (!access(path, F_OK) && !(p->file && !strcmp(p->file, path)))
-        return fail(e, USAGE, "%s exists and is not this conversation; choose another name", path);
-    bytes_print(&beside, "%s.new", path);
+    Bytes text = {0};
     conversation_json(&p->talk, &text);
-    FILE *f = fopen(beside.data, "wx");
+    FILE *f = fopen(path, p->file && !strcmp(p->file, path) ? "w" : "wx");
     bool ok = f && fwrite(text.data, 1, text.n, f) == text.n;
-    if (f && fclose(f)) ok = false;
-    if (!ok || rename(beside.data, path)) ok = fail(e, FAILED, "%s: %s", beside.data, strerror(errno));
-    if (!ok && f) unlink(beside.data);
+    if ((f && fclose(f)) || !ok) ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
     if (ok) put_line("Saved to ", path, strlen(path));
-    bytes_free(&beside);
     bytes_free(&text);
     return ok;
 }
@@ -1035,63 +1006,62 @@ static bool slash_last(Play *p, bool again, Error *e) {
     return true;
 }
 
-static bool slash_help(void) {
+static void slash_help(void) {
     char name[40];
-    for (int i = 0; i <= EXIT; i++) {
-        snprintf(name, sizeof name, "%s%s", slashes[i][0], slashes[i][1]);
-        print_row(stdout, name, 20, slashes[i][2]);
+    for (int i = 0; i < SLASHES; i++) {
+        snprintf(name, sizeof name, "%s%s", slashes[i].name, slashes[i].argument);
+        print_row(stdout, name, 20, slashes[i].help);
     }
     print_row(stdout, "\"\"\"", 20, "begins and ends a text of several lines; what is pasted is one text");
     print_row(stdout, "Ctrl+C", 20, "stops an answer and keeps what is there; at the prompt it clears the line");
-    return true;
+}
+
+static bool slash_effort(Play *p, const char *level, Error *e) {
+    if (*level && !effort_known(level)) return fail(e, USAGE, "the effort is low, medium or high, not '%.40s'", level);
+    if (*level) conversation_set(&p->talk.effort, level);
+    return printf("Effort: %s\n", p->talk.effort);
+}
+
+static void slash_system(Play *p, const char *text) {
+    if (*text) conversation_set(&p->talk.instructions, strcmp(text, "none") ? text : NULL);
+    text = p->talk.instructions ? p->talk.instructions : "(none)";
+    put_line("Instructions: ", text, strlen(text));
 }
 
 /* Runs a line that begins with '/'. *leave: it was /exit. */
 static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
     size_t n = strcspn(line, " \t\n"), end = strlen(line);
-    char *argument = line + n + strspn(line + n, " \t\n");
+    char *name = line, *argument = line + n + strspn(line + n, " \t\n");
     int i = 0;
     while (end > n && strchr(" \t\n", line[end - 1])) line[--end] = 0;
-    while (i < SLASHES && (strlen(slashes[i][0]) != n || strncmp(slashes[i][0], line, n))) i++;
-    if (i < SLASHES && *argument && !*slashes[i][1]) return fail(e, USAGE, "%s stands alone", slashes[i][0]);
-    if ((i == SYSTEM || i == EFFORT) && !p->chat)
-        return fail(e, USAGE, "%s needs a chat format, and this text is continued raw", slashes[i][0]);
-    const char *now = i == SYSTEM ? p->talk.instructions : p->talk.effort;
-    switch (i) {
-    case RETRY:
-    case UNDO: return slash_last(p, i == RETRY, e);
-    case CLEAR:
-        conversation_remove(&p->talk, 0, p->talk.messages);
-        return puts("The conversation is forgotten; the instructions and settings stay.");
-    case EFFORT:
-        if (*argument && !effort_known(argument))
-            return fail(e, USAGE, "the effort is low, medium or high, not '%.40s'", argument);
-        if (*argument) conversation_set(&p->talk.effort, argument);
-        return printf("Effort: %s\n", p->talk.effort);
-    case SYSTEM:
-        if (*argument) conversation_set(&p->talk.instructions, strcmp(argument, "none") ? argument : NULL);
-        now = p->talk.instructions ? p->talk.instructions : "(none)";
-        return put_line("Instructions: ", now, strlen(now)), true;
-    case SET: return slash_set(p, argument, e);
-    case CONTEXT:
-    case PROMPT: return slash_prompt(p, i == PROMPT, e);
-    case SAVE:
-    case LOAD: return slash_file(p, argument, i == SAVE, e);
-    case HELP:
-    case HELP_TOO: return slash_help();
-    case EXIT:
-    case EXIT_TOO:
-    case EXIT_ALSO: return *leave = true;
-    }
-    return fail(e, USAGE, "there is no command %.*s; /help lists them, and a space before it sends it as text", (int)n,
-                line);
+    if (*argument) line[n] = 0;
+    if (!strcmp(name, "/?")) name = "/help";
+    if (!strcmp(name, "/bye") || !strcmp(name, "/quit")) name = "/exit";
+    while (i < SLASHES && strcmp(slashes[i].name, name)) i++;
+    if (i == SLASHES)
+        return fail(e, USAGE, "there is no command %s; /help lists them, and a space before it sends it as text", name);
+    if (*argument && !*slashes[i].argument) return fail(e, USAGE, "%s stands alone", name);
+    if ((!strcmp(name, "/system") || !strcmp(name, "/effort")) && !p->chat)
+        return fail(e, USAGE, "%s needs a chat format, and this text is continued raw", name);
+    if (!strcmp(name, "/retry")) return slash_last(p, true, e);
+    if (!strcmp(name, "/undo")) return slash_last(p, false, e);
+    if (!strcmp(name, "/effort")) return slash_effort(p, argument, e);
+    if (!strcmp(name, "/set")) return slash_set(p, argument, e);
+    if (!strcmp(name, "/context")) return slash_prompt(p, false, e);
+    if (!strcmp(name, "/prompt")) return slash_prompt(p, true, e);
+    if (!strcmp(name, "/save") || !strcmp(name, "/load")) return slash_file(p, argument, name[1] == 's', e);
+    if (!strcmp(name, "/system")) slash_system(p, argument);
+    if (!strcmp(name, "/clear")) conversation_remove(&p->talk, 0, p->talk.messages);
+    if (!strcmp(name, "/help")) slash_help();
+    *leave = !strcmp(name, "/exit");
+    return true;
 }
 
 static void play_loop(Play *p) {
     static const char *const words[] = {"exit", "quit", "bye", "help"};
     bool leave = false;
     editor_open();
-    puts("✓ Ready for inference. /help lists the commands.");
+    print_row(stdout, "", 0, "✓ Ready for inference. /help lists the commands.");
     while (!leave) {
         Bytes line = {0};
         Error e;
@@ -1119,12 +1089,6 @@ static void play_loop(Play *p) {
 
 static void print_answer_json(const Answer *a) {
     const Play *p = a->p;
-    const struct {
-        const char *name;
-        double value;
-    } numbers[] = {{"prompt_tokens", (double)a->prompt},    {"tokens", (double)a->tokens},
-                   {"thinking_tokens", (double)a->thought}, {"first_token_ms", a->first * 1000},
-                   {"tokens_per_second", speed(a)},         {"seed", (double)p->o.sampling.seed}};
     cJSON *json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "model", p->m.name);
     cJSON_AddItemToObject(json, "text", json_from_text(a->text.data ? a->text.data : "", a->text.n));
@@ -1139,8 +1103,12 @@ static void print_answer_json(const Answer *a) {
         cJSON_AddItemToArray(calls, cJSON_CreateRaw(call.data));
         bytes_free(&call);
     }
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
-        cJSON_AddNumberToObject(json, numbers[i].name, numbers[i].value);
+    cJSON_AddNumberToObject(json, "prompt_tokens", (double)a->prompt);
+    cJSON_AddNumberToObject(json, "tokens", (double)a->tokens);
+    cJSON_AddNumberToObject(json, "thinking_tokens", (double)a->thought);
+    cJSON_AddNumberToObject(json, "first_token_ms", a->first * 1000);
+    cJSON_AddNumberToObject(json, "tokens_per_second", speed(a));
+    cJSON_AddNumberToObject(json, "seed", (double)p->o.sampling.seed);
     char *text = json_text(json);
     puts(text);
     free(text);
@@ -1160,19 +1128,22 @@ static int play_once(Play *p, const Bytes *prompt) {
     return !ok ? e.code : !strcmp(a.reason, "interrupted") ? INTERRUPTED : DONE;
 }
 
-/* A text from -p, -f and stdin. True if there is one. */
-static bool read_prompt(const Options *o, Bytes *text, Error *e) {
+/* A text from -p, -f and stdin; *once: there is one. */
+static bool read_prompt(const Options *o, Bytes *text, bool *once, Error *e) {
     bool from_stdin = o->file ? !strcmp(o->file, "-") : !isatty(STDIN_FILENO);
     Bytes piped = {0};
-    if (o->prompt && o->file && !fail(e, USAGE, "-p and -f exclude each other")) die(e);
+    *once = o->prompt || o->file || from_stdin;
+    if (o->prompt && o->file) return fail(e, USAGE, "-p and -f exclude each other");
     if (o->prompt) bytes_text(text, o->prompt);
-    if (o->file && !from_stdin && !file_read(o->file, MOST_PROMPT, text, e)) e->code = USAGE, die(e);
+    if (o->file && !from_stdin && !file_read(o->file, MOST_PROMPT, text, e)) return e->code = USAGE, false;
     if (from_stdin) stdin_read(&piped);
     if (text->n && piped.n) bytes_text(text, "\n\n");
     bytes_add(text, piped.data, piped.n);
     bytes_free(&piped);
-    if (!check_text("the prompt", text->data, text->n, e)) die(e);
-    return o->prompt || o->file || from_stdin;
+    if (!*once && (o->json || !isatty(STDOUT_FILENO)))
+        return fail(e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
+    if (*once && !text->n && !o->prompt) return fail(e, USAGE, "the prompt is empty");
+    return check_text("the prompt", text->data, text->n, e);
 }
 
 static bool open_play(Play *p, Error *e) {
@@ -1200,13 +1171,11 @@ int play(const Options *o) {
     Error e;
     Bytes prompt = {0};
     Play p = {.o = *o};
-    p.loop = !read_prompt(o, &prompt, &e);
-    bool ok = !p.loop || (!o->json && isatty(STDOUT_FILENO)) ||
-              fail(&e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
-    ok = ok && (p.loop || prompt.n || o->prompt || fail(&e, USAGE, "the prompt is empty")) && open_play(&p, &e);
-    if (ok && !p.loop && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n)
-        ok = fail(&e, USAGE, "the prompt is empty");
-    if (!ok) die(&e);
+    bool once = false;
+    if (!read_prompt(o, &prompt, &once, &e) || !open_play(&p, &e)) die(&e);
+    bool blank = once && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
+    if (blank) fail(&e, USAGE, "the prompt is empty"), die(&e);
+    p.loop = !once;
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
     int code = p.loop ? (play_loop(&p), DONE) : play_once(&p, &prompt);
     sequence_free(&p.m.engine, &p.sequence);
@@ -1242,14 +1211,15 @@ static int filter_close(Filter *f) {
     return DONE;
 }
 
-/* Token ids from text like "1, 2 3" or "[1,2,3]". */
-static bool parse_ids(const char *text, Ids *out, Error *e) {
+/* Token ids below `vocab` from text like "1, 2 3" or "[1,2,3]". */
+static bool parse_ids(const char *text, int vocab, Ids *out, Error *e) {
     static const char separators[] = " ,[]\t\r\n";
     for (const char *s = text + strspn(text, separators); *s; s += strspn(s, separators)) {
         char *end;
         long id = strtol(s, &end, 10);
-        if (end == s || (*end && !strchr(separators, *end)) || id < 0 || id > INT32_MAX)
+        if (end == s || (*end && !strchr(separators, *end)) || id < 0)
             return fail(e, USAGE, "a token id must be a whole number, not '%.*s'", (int)strcspn(s, separators), s);
+        if (id >= vocab) return fail(e, USAGE, "token %ld is outside the vocabulary of %d", id, vocab);
         ids_add(out, (int)id);
         s = end;
     }
@@ -1295,13 +1265,13 @@ static int tokenize(const Options *o) {
     return code;
 }
 
-/* One more than the largest id: config.json may have ids that no text belongs to. */
+/* How many ids there are: config.json may have some that no text belongs to. */
 static int vocabulary(const Session *s) {
     Error e;
     Bytes path = {0};
     int64_t n = 0;
     bytes_print(&path, "%s/config.json", s->dir);
-    cJSON *config = file_exists(path.data) ? json_read(path.data, 1 << 20, &e) : NULL;
+    cJSON *config = json_read(path.data, 1 << 20, &e);
     json_whole(json_get(config, "vocab_size"), 0, INT32_MAX, &n);
     cJSON_Delete(config);
     bytes_free(&path);
@@ -1312,14 +1282,8 @@ static int detokenize(const Options *o) {
     Filter f;
     Error e;
     filter_open(&f, o, NEED_TOKENIZER);
-    if (!parse_ids(f.in.data, &f.ids, &e)) die(&e);
-    int vocab = vocabulary(&f.s);
-    for (size_t i = 0; i < f.ids.n; i++) {
-        if (f.ids.data[i] >= vocab &&
-            !fail(&e, USAGE, "token %d is outside the vocabulary of %d", f.ids.data[i], vocab))
-            die(&e);
-        tokenizer_bytes(f.s.tokenizer, &f.decoder, f.ids.data[i], &f.out);
-    }
+    if (!parse_ids(f.in.data, vocabulary(&f.s), &f.ids, &e)) die(&e);
+    for (size_t i = 0; i < f.ids.n; i++) tokenizer_bytes(f.s.tokenizer, &f.decoder, f.ids.data[i], &f.out);
     return filter_close(&f);
 }
 
@@ -1349,7 +1313,7 @@ static int parse(const Options *o) {
     Reader reader;
     Bytes shown = {0};
     filter_open(&f, o, NEED_CHAT);
-    if (!parse_ids(f.in.data, &f.ids, &e)) die(&e);
+    if (!parse_ids(f.in.data, vocabulary(&f.s), &f.ids, &e)) die(&e);
     reader_init(&reader, &f.s.chat);
     for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], &shown);
     reader_end(&reader, &shown);
@@ -1433,12 +1397,9 @@ static int logits(const Options *o) {
     ok = ok && session_open(&s, o, NEED_CHECKPOINT | (o->prompt ? NEED_TOKENIZER : USE_TOKENIZER), &e);
     const Model *m = &s.checkpoint.model;
     if (ok)
-        ok = o->ids ? parse_ids(o->ids, &ids, &e)
+        ok = o->ids ? parse_ids(o->ids, m->vocab, &ids, &e)
                     : tokenizer_encode(s.tokenizer, o->prompt, strlen(o->prompt), WITH_TEMPLATE, &ids, &e);
     if (ok && !ids.n) ok = fail(&e, USAGE, "the prompt is empty");
-    for (size_t i = 0; ok && i < ids.n; i++)
-        if (ids.data[i] >= m->vocab)
-            ok = fail(&e, USAGE, "token %d is outside the vocabulary of %d", ids.data[i], m->vocab);
     if (ok && ids.n > (size_t)m->context)
         ok = fail(&e, USAGE, "the prompt has %zu tokens, the model's context is %d", ids.n, m->context);
     if (!ok || !session_load(&s, o, 0, &e) || !write_logits(&s.engine, &ids, o, s.tokenizer, &e)) die(&e);
@@ -1511,21 +1472,23 @@ int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN); /* a closed pipe is an error like a full disk */
     setlocale(LC_CTYPE, "");
     if (strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8"); /* or what is typed is lost */
-    if (help && argc > 2) name = argv[2];
+    if (help) name = argc > 2 ? argv[2] : "";
     for (int i = 0; i < COMMANDS; i++)
         if (!strcmp(name, commands[i].name)) c = commands + i;
     for (int i = 2; i < argc; i++) help |= !strcmp(argv[i], "--help") || !strcmp(argv[i], "-h");
-    int code = c || help ? DONE : USAGE;
+    int code = c || (help && !*name) ? DONE : USAGE;
     if (!strcmp(name, "--version"))
         code = DONE, printf("infer %s (%s)\n", VERSION, backend->name);
-    else if (!c && !help && *name)
+    else if (!c && *name)
         fprintf(stderr, "infer: there is no command %s; see infer --help\n", name);
     else if (!c)
         print_summary(help ? stdout : stderr);
     else if (help)
         print_help(c);
+    else if (!parse_arguments(c, argc - 2, argv + 2, &o, &e))
+        die(&e);
     else
-        code = parse_arguments(c, argc - 2, argv + 2, &o, &e) ? c->run(&o) : (die(&e), USAGE);
+        code = c->run(&o);
     if ((fflush(stdout) || ferror(stdout)) && code == DONE) {
         fputs("infer: stdout could not be written: its disk is full, or its reader has ended\n", stderr);
         return FAILED;
