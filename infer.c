@@ -220,8 +220,10 @@ static bool parse_arguments(const Command *c, int argc, char **argv, Options *o,
             options_end = !strcmp(argv[i], "--");
             if (!options_end && !parse_option(c, argc, argv, &i, o, e)) return false;
         } else if (o->model || !*word) {
-            return fail(e, USAGE, "'%.60s' is one argument too many; see infer %s --help",
-                        strncmp(argv[i], "hf_", 3) ? argv[i] : "hf_...", c->name);
+            const char *shown = strncmp(argv[i], "hf_", 3) ? argv[i] : "hf_..."; /* a token is never shown */
+            if (!*word) return fail(e, USAGE, "infer %s takes no argument, not '%.60s'", c->name, shown);
+            return fail(e, USAGE, "one %.*s at most, not '%.60s', too; see infer %s --help", (int)strcspn(word, "]"),
+                        word, shown, c->name);
         } else {
             o->model = argv[i];
         }
@@ -1313,7 +1315,7 @@ static int parse(const Options *o) {
     Reader reader;
     Bytes shown = {0};
     filter_open(&f, o, NEED_CHAT);
-    if (!parse_ids(f.in.data, vocabulary(&f.s), &f.ids, &e)) die(&e);
+    if (!parse_ids(f.in.data, INT32_MAX, &f.ids, &e)) die(&e);
     reader_init(&reader, &f.s.chat);
     for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], &shown);
     reader_end(&reader, &shown);
