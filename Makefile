@@ -17,7 +17,7 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev
 CORE      = base.c model.c tokenizer.c chat.c
-C_SOURCES = $(CORE) download.c editor.c play.c bench.c infer.c
+C_SOURCES = $(CORE) download.c bench.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere.

@@ -165,11 +165,6 @@ typedef struct {
     Sampling sampling;
 } Options;
 
-/* Sets a number that /set may change by its option's name. */
-bool setting_set(Options *o, const char *name, const char *value, Error *e);
-/* Is it UTF-8? `what` is it in the message. */
-bool check_text(const char *what, const char *text, size_t n, Error *e);
-
 /* The commands, which return the exit code. */
 int play(const Options *o), download(const Options *o), list(const Options *o), rm(const Options *o);
 int inspect(const Options *o), doctor(const Options *o), bench(const Options *o), perplexity(const Options *o);

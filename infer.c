@@ -1,19 +1,32 @@
-/* infer.c: the command line. Options are one table for all commands, the model that a command works with is opened in
- * one place; each command is a function. What they are made of is in model.c (loading), tokenizer.c, chat.c (harmony),
- * engine.c (sequences and pages) and, behind infer.h, in infer.cu or tests/reference.c. `main` is last.
+/* infer.c: the host program: options, the terminal, opening a model, answers, the loop, the small commands, and `main`
+ * last. What it stands on is in model.c (loading, engine), tokenizer.c, chat.c (harmony) and, behind infer.h, in
+ * infer.cu or tests/reference.c.
  *
- * Data goes to stdout, everything else to stderr. Commands that need no GPU never touch one. */
+ * Data goes to stdout, everything else to stderr; a conversation in the terminal goes to stdout whole. Commands that
+ * need no GPU never touch one. */
 #include "host.h"
 #include "download.h"
 
+#define Tokenizer EditTokenizer /* libedit has a type of this name, too */
+#include <histedit.h>
+#undef Tokenizer
+
 #include <errno.h>
+#include <fcntl.h>
+#include <langinfo.h>
+#include <limits.h>
+#include <locale.h>
 #include <math.h>
-#include <stdarg.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <termios.h>
 #include <unistd.h>
+#include <wchar.h>
 
 #ifndef BACKEND
 #define BACKEND reference
@@ -24,220 +37,160 @@ const Backend *const backend = &BACKEND;
 
 /* ---- options: one table for all commands ---- */
 
-enum { /* who takes an option */
-       PLAY = 1,
-       DOWNLOAD = 2,
-       LIST = 4,
-       RM = 8,
-       INSPECT = 16,
-       DOCTOR = 32,
-       BENCH = 64,
-       LOGITS = 128,
-       PERPLEXITY = 256,
-       TOKENIZE = 512,
-       DETOKENIZE = 1024,
-       RENDER = 2048,
-       PARSE = 4096,
-       SETTING = 8192 /* and /set in the loop */
-};
-typedef enum { SWITCH, TEXT, PATH, TEXTS, WHOLE, WHOLES, SEED, REAL } Kind;
+typedef enum { SWITCH, TEXT, TEXTS, WHOLE, WHOLES, SEED, REAL, REAL_OR_0 } Kind;
 
 typedef struct {
-    char letter;       /* -p, or 0 */
-    const char *name;  /* --prompt */
-    const char *value; /* what the help calls its value */
+    const char *takers; /* the commands that have it; "set": /set in the loop, too */
+    char letter;        /* -p, or 0 */
+    const char *name;   /* --prompt */
+    const char *value;  /* what the help calls its value; NULL: a switch */
     Kind kind;
-    size_t field; /* of Options */
-    unsigned takers;
-    double least, most;  /* of WHOLE, WHOLES and REAL */
+    size_t field;        /* of Options */
+    double least, most;  /* of numbers; of TEXTS how many there may be */
     const char *initial; /* the value where none is given, or NULL: 0, none */
-    const char *help;    /* what it does; of REAL first its range, up to a colon */
+    const char *help;    /* what it does; of a REAL first its range, up to a colon */
 } Option;
 
 #define FIELD(name) offsetof(Options, name)
 static const Option options[] = {
-    {'p', "prompt", "TEXT", TEXT, FIELD(prompt), PLAY, .help = "the prompt; one answer, alone on stdout"},
-    {'f', "file", "FILE", PATH, FIELD(file), PLAY, .help = "a file with the prompt"},
-    {'s', "system", "TEXT", TEXT, FIELD(system), PLAY, .help = "instructions for the model"},
-    {'e', "effort", "LEVEL", TEXT, FIELD(effort), PLAY, .help = "how long it thinks: low, medium or high"},
-    {0, "temperature", "T", REAL, FIELD(sampling.temperature), PLAY | SETTING, 0.01, 100, "1",
+    {"play", 'p', "prompt", "TEXT", TEXT, FIELD(prompt), .help = "the prompt; a text on stdin goes behind it"},
+    {"play", 'f', "file", "FILE", TEXT, FIELD(file), .help = "a file with the prompt; -: stdin"},
+    {"play", 's', "system", "TEXT", TEXT, FIELD(system), .help = "instructions for the model"},
+    {"play", 'e', "effort", "LEVEL", TEXT, FIELD(effort), .help = "how long it thinks: low, medium or high"},
+    {"play set", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "1",
      "0 or 0.01 to 100: how freely it draws; 0 is always the likeliest token"},
-    {0, "top-k", "K", WHOLE, FIELD(sampling.top_k), PLAY | SETTING, 0, 1e9, "0", "draw among the K likeliest; 0: all"},
-    {0, "top-p", "P", REAL, FIELD(sampling.top_p), PLAY | SETTING, 1e-30, 1, "1",
+    {"play set", 0, "top-k", "K", WHOLE, FIELD(sampling.top_k), 0, 1e9, "0", "draw among the K likeliest; 0: all"},
+    {"play set", 0, "top-p", "P", REAL, FIELD(sampling.top_p), 1e-30, 1, "1",
      "above 0, at most 1: draw among the likeliest that make up P"},
-    {0, "min-p", "P", REAL, FIELD(sampling.min_p), PLAY | SETTING, 0, 1, "0",
+    {"play set", 0, "min-p", "P", REAL, FIELD(sampling.min_p), 0, 1, "0",
      "0 to 1: leave out what is less likely than P times the likeliest"},
-    {0, "repetition-penalty", "R", REAL, FIELD(sampling.penalty), PLAY | SETTING, 1e-30, 100, "1",
+    {"play set", 0, "repetition-penalty", "R", REAL, FIELD(sampling.penalty), 1e-30, 100, "1",
      "above 0, at most 100: divide what was already said by R; 1: off"},
-    {0, "seed", "N", SEED, FIELD(sampling.seed), PLAY | SETTING, .help = "the same seed gives the same answer"},
-    {0, "max-tokens", "N", WHOLE, FIELD(max_tokens), PLAY | SETTING, 0, 1e9, "0",
+    {"play set", 0, "seed", "N", SEED, FIELD(sampling.seed), 0, 9007199254740991,
+     .help = "the same seed gives the same answer (drawn)"},
+    {"play set", 0, "max-tokens", "N", WHOLE, FIELD(max_tokens), 0, 1e9, "0",
      "end an answer after N tokens; 0: when the context is full"},
-    {0, "stop", "TEXT", TEXTS, FIELD(stop), PLAY, .most = 16, .help = "end an answer before TEXT; can be repeated"},
-    {0, "hide-thinking", NULL, SWITCH, FIELD(hide_thinking), PLAY, .help = "do not show the reasoning"},
-    {0, "raw", NULL, SWITCH, FIELD(raw), PLAY, .help = "continue the text without a chat format"},
-    {0, "date", "D", TEXT, FIELD(date), PLAY, .help = "the date that the model is told (today); none: not told"},
-    {0, "json", NULL, SWITCH, FIELD(json), PLAY, .help = "one answer as a JSON object"},
+    {"play", 0, "stop", "TEXT", TEXTS, FIELD(stop), .most = 16, .help = "end an answer before TEXT; can be repeated"},
+    {"play", 0, "hide-thinking", NULL, SWITCH, FIELD(hide_thinking), .help = "do not show the reasoning"},
+    {"play", 0, "raw", NULL, SWITCH, FIELD(raw), .help = "continue the text without a chat format"},
+    {"play", 0, "date", "D", TEXT, FIELD(date), .help = "the date that the model is told (today); none: not told"},
+    {"play", 0, "json", NULL, SWITCH, FIELD(json), .help = "one answer as a JSON object"},
 
-    {'p', "prompts", "N,...", WHOLES, FIELD(prompts), BENCH, 1, 1 << 24, "512,2048",
+    {"bench", 'p', "prompts", "N,...", WHOLES, FIELD(prompts), 1, 1 << 24, "512,2048",
      "tokens of a prompt; the time is that to the first token"},
-    {'n', "tokens", "N", WHOLE, FIELD(tokens), BENCH, 1, 1 << 20, "128", "tokens to generate"},
-    {'d', "depths", "N,...", WHOLES, FIELD(depths), BENCH, 0, 1 << 24, "0,8192,32768",
+    {"bench", 'n', "tokens", "N", WHOLE, FIELD(tokens), 1, 1 << 20, "128", "tokens to generate"},
+    {"bench", 'd', "depths", "N,...", WHOLES, FIELD(depths), 0, 1 << 24, "0,8192,32768",
      "depth of the context; what it holds does not matter and is not computed"},
-    {'b', "streams", "N,...", WHOLES, FIELD(streams), BENCH, 1, MOST_STREAMS, "1,4,16", "streams at once"},
-    {'r', "repeats", "N", WHOLE, FIELD(repeats), BENCH, 1, MOST_REPEATS, "5", "repeats"},
-    {'o', "output", "md|json", TEXT, FIELD(output), BENCH, .initial = "md", .help = "a table, or all figures as JSON"},
-    {0, "temperature", "T", REAL, FIELD(sampling.temperature), BENCH, 0.01, 100, "0", "0 or 0.01 to 100: of the draw"},
+    {"bench", 'b', "streams", "N,...", WHOLES, FIELD(streams), 1, MOST_STREAMS, "1,4,16", "streams at once"},
+    {"bench", 'r', "repeats", "N", WHOLE, FIELD(repeats), 1, MOST_REPEATS, "5", "repeats"},
+    {"bench", 'o', "output", "FORMAT", TEXT, FIELD(output), .initial = "md", .help = "md, a table, or json"},
+    {"bench", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "0",
+     "0 or 0.01 to 100: of the draw"},
 
-    {'p', "prompt", "TEXT", TEXT, FIELD(prompt), LOGITS,
+    {"logits", 'p', "prompt", "TEXT", TEXT, FIELD(prompt),
      .help = "the prompt; a beginning-of-text token is added if the tokenizer says so"},
-    {0, "ids", "1,2,3", TEXT, FIELD(ids), LOGITS, .help = "the prompt as token ids, exactly"},
-    {0, "all", NULL, SWITCH, FIELD(all), LOGITS, .help = "after every token of the prompt instead of the last"},
-    {0, "top", "N", WHOLE, FIELD(top), LOGITS, 1, 1e9, "10", "how many"},
-    {'o', "output", "FILE.npy", PATH, FIELD(output), LOGITS,
+    {"logits", 0, "ids", "1,2,3", TEXT, FIELD(ids), .help = "the prompt as token ids, exactly"},
+    {"logits", 0, "all", NULL, SWITCH, FIELD(all), .help = "after every token of the prompt instead of the last"},
+    {"logits", 0, "top", "N", WHOLE, FIELD(top), 1, 1e9, "10", "how many"},
+    {"logits", 'o', "output", "FILE.npy", TEXT, FIELD(output),
      .help = "all logits as a float32 array (positions, vocabulary) instead"},
 
-    {'f', "file", "FILE", PATH, FIELD(file), PERPLEXITY,
+    {"perplexity", 'f', "file", "FILE", TEXT, FIELD(file),
      .help = "the text; a beginning-of-text token is added if the tokenizer says so"},
-    {0, "ctx", "N", WHOLE, FIELD(context), PERPLEXITY, 2, 1 << 24,
+    {"perplexity", 0, "ctx", "N", WHOLE, FIELD(context), 2, 1 << 24,
      .help = "tokens of a window (1024, or what the model was made for if that is less)"},
-    {0, "stride", "N", WHOLE, FIELD(stride), PERPLEXITY, 1, 1 << 24,
+    {"perplexity", 0, "stride", "N", WHOLE, FIELD(stride), 1, 1 << 24,
      .help = "tokens from one window to the next (half a window); each token is scored in the first window that has "
              "it, so that all but those of the first see at least ctx - stride tokens before them"},
 
-    {0, "revision", "R", TEXT, FIELD(revision), DOWNLOAD, .help = "a branch, a tag or a commit (main)"},
-    {0, "include", "G", TEXTS, FIELD(include), DOWNLOAD, .most = MOST_VALUES,
+    {"download", 0, "revision", "R", TEXT, FIELD(revision), .help = "a branch, a tag or a commit (main)"},
+    {"download", 0, "include", "G", TEXTS, FIELD(include), .most = MOST_VALUES,
      .help = "files that match the pattern, in place of the usual; can be repeated"},
-    {0, "exclude", "G", TEXTS, FIELD(exclude), DOWNLOAD, .most = MOST_VALUES,
+    {"download", 0, "exclude", "G", TEXTS, FIELD(exclude), .most = MOST_VALUES,
      .help = "no files that match the pattern; can be repeated"},
-    {0, "all", NULL, SWITCH, FIELD(all), DOWNLOAD, .help = "all files"},
-    {0, "token-file", "F", PATH, FIELD(token_file), DOWNLOAD,
+    {"download", 0, "all", NULL, SWITCH, FIELD(all), .help = "all files"},
+    {"download", 0, "token-file", "F", TEXT, FIELD(token_file),
      .help = "a file with the token of an account, for private and gated repositories; else HF_TOKEN, HF_TOKEN_PATH, "
              "$HF_HOME/token. It is sent to the hub only"},
-    {0, "jobs", "N", WHOLE, FIELD(jobs), DOWNLOAD, 1, 64, "8", "connections at once"},
-    {0, "dry-run", NULL, SWITCH, FIELD(dry_run), DOWNLOAD, .help = "say what would be fetched"},
+    {"download", 0, "jobs", "N", WHOLE, FIELD(jobs), 1, 64, "8", "connections at once"},
+    {"download", 0, "dry-run", NULL, SWITCH, FIELD(dry_run), .help = "say what would be fetched"},
 
-    {0, "jsonl", NULL, SWITCH, FIELD(jsonl), TOKENIZE,
-     .help = "each line of stdin is a JSON string and gives one line"},
-    {0, "special", NULL, SWITCH, FIELD(special), TOKENIZE,
+    {"tokenize", 0, "jsonl", NULL, SWITCH, FIELD(jsonl),
+     .help = "each line of stdin is a JSON string and gives one line; null for one that is refused"},
+    {"tokenize", 0, "special", NULL, SWITCH, FIELD(special),
      .help = "control tokens in the text count, and the tokenizer's template is put around it"},
-    {0, "ids", NULL, SWITCH, FIELD(as_ids), RENDER, .help = "as a JSON array of token ids instead of text"},
-    {0, "json", NULL, SWITCH, FIELD(json), LIST | INSPECT | DOCTOR, .help = "as JSON"},
-    {0, "ctx", "N", WHOLE, FIELD(context), PLAY | INSPECT, 1, 1 << 24,
+    {"render", 0, "ids", NULL, SWITCH, FIELD(as_ids), .help = "as a JSON array of token ids instead of text"},
+    {"list inspect doctor", 0, "json", NULL, SWITCH, FIELD(json), .help = "as JSON"},
+    {"play inspect", 0, "ctx", "N", WHOLE, FIELD(context), 1, 1 << 24,
      .help = "tokens of context (what the model was made for and the memory allows)"},
-    {0, "gpu", "N", WHOLE, FIELD(gpu), PLAY | BENCH | LOGITS | PERPLEXITY, 0, MOST_GPUS - 1, "0", "which GPU"},
-    {0, "plain", NULL, SWITCH, FIELD(plain), PLAY | BENCH | LOGITS | PERPLEXITY,
+    {"play bench logits perplexity", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MOST_GPUS - 1, "0", "which GPU"},
+    {"play bench logits perplexity", 0, "plain", NULL, SWITCH, FIELD(plain),
      .help = "the plain kernels, also where faster ones know the model"},
 };
 enum { OPTIONS = sizeof options / sizeof *options };
 
-/* What a number may be: "0 or 0.01 to 100". Of a REAL it stands before the colon of its help. */
-static bool wrong_number(const Option *option, const char *given, Error *e) {
-    char range[80];
-    if (option->kind == REAL)
-        snprintf(range, sizeof range, "%.*s", (int)strcspn(option->help, ":"), option->help);
-    else if (option->kind == SEED)
-        snprintf(range, sizeof range, "a whole number below 2^64");
-    else
-        snprintf(range, sizeof range, "%s from %.0f to %.0f",
-                 option->kind == WHOLES ? "whole numbers like 1,4,16" : "a whole number", option->least, option->most);
-    return fail(e, USAGE, "--%s must be %s, not '%.40s'", option->name, range, given);
-}
+typedef struct {
+    const char *name, *argument; /* argument: "MODEL", "[MODEL]" if it may be left out, or "" */
+    int (*run)(const Options *o);
+    const char *summary, *help;
+} Command;
 
-static bool set_whole(const Option *option, const char *text, int *out, Error *e) {
-    return text_whole(text, (int)option->least, (int)option->most, out) || wrong_number(option, text, e);
-}
-
-static bool set_real(const Option *option, const char *text, float *out, Error *e) {
-    char *end;
-    double x = strtod(text, &end);
-    bool zero = x == 0 && (option->least == 0 || strncmp(option->help, "0 or", 4) == 0);
-    if (end == text || *end || !(zero || (x >= option->least && x <= option->most)))
-        return wrong_number(option, text, e);
-    *out = x < 1e-30 ? 0 : (float)x; /* what a float cannot hold */
-    return true;
-}
-
-static bool set_seed(const Option *option, const char *text, uint64_t *out, Error *e) {
-    char *end;
-    errno = 0;
-    uint64_t n = strtoull(text, &end, 10);
-    if (*text < '0' || *text > '9' || *end || errno) return wrong_number(option, text, e);
-    *out = n;
-    return true;
-}
-
-static bool set_wholes(const Option *option, const char *text, Numbers *out, Error *e) {
-    out->n = 0;
-    for (const char *s = text;; s++) {
-        char *end;
-        long value = strtol(s, &end, 10);
-        if (end == s || (*end && *end != ',') || (double)value < option->least || (double)value > option->most ||
-            out->n == MOST_VALUES)
-            return wrong_number(option, text, e);
-        out->value[out->n++] = (int)value;
-        s = end;
-        if (!*s) return true;
-    }
-}
-
-static bool set_texts(const Option *option, const char *text, Texts *out, Error *e) {
-    if (!*text || out->n == (int)option->most)
-        return fail(e, USAGE, "--%s needs a text, at most %.0f times", option->name, option->most);
-    out->text[out->n++] = text;
-    return true;
-}
-
-bool check_text(const char *what, const char *text, size_t n, Error *e) {
+static bool check_text(const char *what, const char *text, size_t n, Error *e) {
     size_t valid = utf8_check(text, n);
     return valid == n || fail(e, USAGE, "%s is not UTF-8: byte %zu is 0x%02X", what, valid, (unsigned char)text[valid]);
 }
 
-/* text: NULL for a switch; it is kept. */
+/* The number at *text, which is moved behind it; `given` is the whole value, for the message. */
+static bool read_number(const Option *option, const char **text, const char *given, double *x, Error *e) {
+    bool real = option->kind == REAL || option->kind == REAL_OR_0, list = option->kind == WHOLES;
+    char *end, range[80];
+    *x = strtod(*text, &end);
+    bool zero = *x == 0 && option->kind == REAL_OR_0, inside = *x >= option->least && *x <= option->most;
+    if (end > *text && (!*end || (list && *end == ',')) && (zero || inside) && (real || *x == floor(*x)))
+        return *text = end, true;
+    if (real)
+        snprintf(range, sizeof range, "%.*s", (int)strcspn(option->help, ":"), option->help);
+    else
+        snprintf(range, sizeof range, "%s from %.0f to %.0f", list ? "whole numbers like 1,4,16," : "a whole number",
+                 option->least, option->most);
+    return fail(e, USAGE, "--%s must be %s, not '%.40s'", option->name, range, given);
+}
+
+/* text: NULL for a switch; a text is kept. */
 static bool option_set(Options *o, const Option *option, const char *text, Error *e) {
     void *field = (char *)o + option->field;
-    if ((option->kind == TEXT || option->kind == TEXTS) && !check_text("an option", text, strlen(text), e))
-        return false;
-    switch (option->kind) {
-    case SWITCH: return *(bool *)field = true;
-    case TEXT:
-    case PATH: return *(const char **)field = text, true;
-    case TEXTS: return set_texts(option, text, field, e);
-    case WHOLE: return set_whole(option, text, field, e);
-    case WHOLES: return set_wholes(option, text, field, e);
-    case SEED: return set_seed(option, text, field, e);
-    case REAL: return set_real(option, text, field, e);
+    const char *at = text;
+    Numbers *numbers = field;
+    Texts *texts = field;
+    double x = 0;
+    if (option->kind == SWITCH) return *(bool *)field = true;
+    if (!check_text("an option", text, strlen(text), e)) return false;
+    if (option->kind == TEXT) return *(const char **)field = text, true;
+    if (option->kind == TEXTS) {
+        if (!*text || texts->n == (int)option->most)
+            return fail(e, USAGE, "--%s needs a text, at most %.0f times", option->name, option->most);
+        return texts->text[texts->n++] = text, true;
     }
-    return false;
+    if (option->kind == WHOLES) numbers->n = 0;
+    do {
+        if (!read_number(option, &at, text, &x, e)) return false;
+        if (option->kind == WHOLES && numbers->n == MOST_VALUES)
+            return fail(e, USAGE, "--%s takes at most %d numbers", option->name, MOST_VALUES);
+        if (option->kind == WHOLES) numbers->value[numbers->n++] = (int)x;
+    } while (*at++);
+    if (option->kind == WHOLE) *(int *)field = (int)x;
+    if (option->kind == SEED) *(uint64_t *)field = (uint64_t)x;
+    if (option->kind == REAL || option->kind == REAL_OR_0) *(float *)field = x < 1e-30 ? 0 : (float)x;
+    return true;
 }
 
-/* The option that one of the commands takes by this name or, if n is 1, letter; or NULL. */
-static const Option *option_find(const char *name, size_t n, unsigned takers) {
+/* The option of a command by its name or, if n is 1, letter; or NULL. */
+static const Option *option_find(const char *command, const char *name, size_t n) {
     for (const Option *o = options; o < options + OPTIONS; o++)
-        if (o->takers & takers && (n == 1 ? o->letter == *name : strlen(o->name) == n && !strncmp(o->name, name, n)))
+        if (strstr(o->takers, command) &&
+            (n == 1 ? o->letter == *name : strlen(o->name) == n && !strncmp(o->name, name, n)))
             return o;
     return NULL;
-}
-
-bool setting_set(Options *o, const char *name, const char *value, Error *e) {
-    const Option *option = option_find(name, strlen(name), SETTING);
-    return option ? option_set(o, option, value, e) : fail(e, USAGE, "there is no setting '%.40s'", name);
-}
-
-typedef struct {
-    const char *name, *argument; /* argument: "MODEL", "[MODEL]" if it may be left out, or "" */
-    int (*run)(const Options *o);
-    unsigned taker;
-    const char *summary, *help;
-} Command;
-
-static bool usage_error(const Command *c, Error *e, const char *format, ...) __attribute__((format(printf, 3, 4)));
-static bool usage_error(const Command *c, Error *e, const char *format, ...) {
-    char text[200];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    return fail(e, USAGE, "%s; see infer %s --help", text, c->name);
 }
 
 /* One option at argv[*i]: -x VALUE, -xVALUE, --name VALUE, --name=VALUE or a switch. Messages never show the value of
@@ -246,128 +199,184 @@ static bool parse_option(const Command *c, int argc, char **argv, int *i, Option
     bool is_long = argv[*i][1] == '-';
     const char *name = argv[*i] + 1 + is_long, *value = name + (is_long ? strcspn(name, "=") : 1);
     size_t n = (size_t)(value - name);
-    const Option *option = (n > 1) == is_long ? option_find(name, n, c->taker) : NULL;
-    if (!option) return usage_error(c, e, "there is no option %.*s", (int)n + 1 + is_long, argv[*i]);
-    if (option->kind == SWITCH)
-        return *value ? usage_error(c, e, "--%s takes no value", option->name) : option_set(o, option, NULL, e);
-    if (*value)
-        value += is_long; /* behind the '=' */
-    else if (++*i < argc)
-        value = argv[*i];
-    else
-        return usage_error(c, e, "--%s needs a value", option->name);
-    return option_set(o, option, value, e);
+    const Option *option = (n > 1) == is_long ? option_find(c->name, name, n) : NULL;
+    if (!option)
+        return fail(e, USAGE, "there is no option %.*s; see infer %s --help", (int)n + 1 + is_long, argv[*i], c->name);
+    if (option->kind == SWITCH && *value) return fail(e, USAGE, "--%s takes no value", option->name);
+    if (option->kind == SWITCH) return option_set(o, option, NULL, e);
+    if (*value) return option_set(o, option, value + is_long, e); /* behind the '=' */
+    if (++*i == argc) return fail(e, USAGE, "--%s needs a value; see infer %s --help", option->name, c->name);
+    return option_set(o, option, argv[*i], e);
 }
 
-/* All arguments behind the command's name. *help: they ask for help instead. */
-static bool parse_arguments(const Command *c, int argc, char **argv, Options *o, bool *help, Error *e) {
-    bool ok = true, only_arguments = false;
-    const char *word = c->argument + (*c->argument == '['); /* without brackets */
-    for (int i = 0; i < OPTIONS; i++)
-        if (options[i].takers & c->taker && options[i].initial) option_set(o, options + i, options[i].initial, e);
-    for (int i = 0; i < argc; i++)
-        if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) return *help = true;
-    for (int i = 0; i < argc && ok; i++) {
-        if (!only_arguments && !strcmp(argv[i], "--"))
-            only_arguments = true;
-        else if (!only_arguments && argv[i][0] == '-' && argv[i][1])
-            ok = parse_option(c, argc, argv, &i, o, e);
-        else if (!*c->argument)
-            ok = usage_error(c, e, "it takes no argument");
-        else if (o->model)
-            ok = usage_error(c, e, "one %.*s at most, not '%.60s' as well", (int)strcspn(word, "]"), word,
-                             strncmp(argv[i], "hf_", 3) ? argv[i] : "hf_...");
-        else
+/* All arguments behind the command's name. */
+static bool parse_arguments(const Command *c, int argc, char **argv, Options *o, Error *e) {
+    bool options_end = false, optional = *c->argument == '[';
+    const char *word = c->argument + optional; /* without brackets */
+    for (const Option *option = options; option < options + OPTIONS; option++)
+        if (strstr(option->takers, c->name) && option->initial) option_set(o, option, option->initial, e);
+    for (int i = 0; i < argc; i++) {
+        if (!options_end && argv[i][0] == '-' && argv[i][1]) {
+            options_end = !strcmp(argv[i], "--");
+            if (!options_end && !parse_option(c, argc, argv, &i, o, e)) return false;
+        } else if (o->model || !*word) {
+            const char *shown = strncmp(argv[i], "hf_", 3) ? argv[i] : "hf_..."; /* a token is never shown */
+            if (!*word) return fail(e, USAGE, "infer %s takes no argument, not '%.60s'", c->name, shown);
+            return fail(e, USAGE, "one %.*s at most, not '%.60s', too; see infer %s --help", (int)strcspn(word, "]"),
+                        word, shown, c->name);
+        } else {
             o->model = argv[i];
+        }
     }
-    if (ok && *c->argument && *c->argument != '[' && !o->model) ok = usage_error(c, e, "%s is missing", c->argument);
-    return ok;
+    return !*word || optional || o->model || fail(e, USAGE, "%s is missing; see infer %s --help", word, c->name);
+}
+
+/* ---- the terminal ---- */
+
+static int columns(FILE *f) {
+    struct winsize size;
+    return !ioctl(fileno(f), TIOCGWINSZ, &size) && size.ws_col ? size.ws_col : 80;
+}
+
+#define DIM          "\033[2m"
+#define RED          "\033[31m"
+#define NORMAL       "\033[0m"
+#define ERASE_LINE   "\r\033[K"
+#define BRACKETS_ON  "\033[?2004h" /* what is pasted comes between \033[200~ and \033[201~ */
+#define BRACKETS_OFF "\033[?2004l"
+
+/* Writes an escape sequence where it can be shown and is wanted. */
+static bool put_escape(FILE *f, const char *escape) {
+    const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
+    bool colour = escape[strlen(escape) - 1] == 'm';
+    bool wanted = isatty(fileno(f)) && term && strcmp(term, "dumb") && !(colour && no_color && *no_color);
+    if (wanted) fputs(escape, f);
+    return wanted;
+}
+
+/* Text that arrives in pieces, broken between words: a word waits until it is complete. */
+typedef struct {
+    FILE *f;
+    int width, indent; /* width 0: as it is; indent: of lines behind a break */
+    int column, cells; /* where the line ends; width of the waiting word */
+    Bytes word;
+    char last; /* byte that was put */
+} Wrap;
+
+static void wrap_word(Wrap *w) {
+    if (w->column + w->cells > w->width && w->column > w->indent) {
+        fprintf(w->f, "\n%*s", w->indent, "");
+        w->column = w->indent;
+    }
+    if (w->word.n) fwrite(w->word.data, 1, w->word.n, w->f);
+    w->column += w->cells;
+    w->word.n = 0, w->cells = 0;
+}
+
+/* On a terminal without what could be an escape sequence: the text may be a model's or a file's. */
+static void wrap_text(Wrap *w, const char *text, size_t n) {
+    Bytes shown = {0};
+    if (n) w->last = text[n - 1];
+    isatty(fileno(w->f)) ? bytes_shown(&shown, text, n, true) : bytes_add(&shown, text, n);
+    if (!w->width) fwrite(shown.data ? shown.data : "", 1, shown.n, w->f);
+    for (size_t i = 0; w->width && i < shown.n;) {
+        char c = shown.data[i];
+        uint32_t cp = 0;
+        int length = utf8_decode(shown.data + i, shown.n - i, &cp), cells = wcwidth((wchar_t)cp);
+        if (length < 1) length = 1;
+        if (strchr(" \n\t", c)) {
+            wrap_word(w);
+            if (c != ' ' || w->column < w->width) fputc(c, w->f);
+            w->column = c == '\n' ? 0 : c == '\t' ? (w->column | 7) + 1 : w->column + 1;
+        } else {
+            bytes_add(&w->word, shown.data + i, (size_t)length);
+            w->cells += cells > 0 ? cells : 0;
+            if (cells == 2 || w->cells >= w->width) wrap_word(w); /* scripts without spaces, and what is too long */
+        }
+        i += (size_t)length;
+    }
+    bytes_free(&shown);
+}
+
+/* The end of a text: its last word, and a line break if there is none. */
+static void wrap_end(Wrap *w) {
+    if (w->word.n) wrap_word(w);
+    if (w->last && w->last != '\n') fputc('\n', w->f);
+    fflush(w->f);
+    bytes_free(&w->word);
+    *w = (Wrap){0};
+}
+
+/* A paragraph behind a name that has a column of its own where the window is wide enough. */
+static void print_row(FILE *f, const char *name, int column, const char *text) {
+    int width = isatty(fileno(f)) ? columns(f) : 100;
+    if (width < 60 && column) fprintf(f, "%s\n", name), name = "", column = 6;
+    Wrap w = {.f = f, .width = width, .indent = column, .column = column};
+    fprintf(f, "%-*s", column, name);
+    wrap_text(&w, text, strlen(text));
+    wrap_end(&w);
 }
 
 static void print_help(const Command *c) {
-    printf("infer %s%s%s [options]\n%s\n", c->name, *c->argument ? " " : "", c->argument, c->help);
-    for (int i = 0; i < OPTIONS; i++) {
-        const Option *option = options + i;
-        if (!(option->takers & c->taker)) continue;
-        char letter[] = {'-', option->letter, ',', 0}, name[60];
-        snprintf(name, sizeof name, "--%s %s", option->name, option->value ? option->value : "");
-        printf("  %3s %-22s %s", option->letter ? letter : "", name, option->help);
-        printf(option->initial ? " (%s)\n" : "\n", option->initial);
+    char name[60], text[400];
+    printf("infer %s%s%s [options]\n", c->name, *c->argument ? " " : "", c->argument);
+    print_row(stdout, "", 0, c->help);
+    for (const Option *o = options; o < options + OPTIONS; o++) {
+        const char letter[] = {'-', o->letter, ',', 0}, *value = o->value ? o->value : "";
+        if (!strstr(o->takers, c->name)) continue;
+        snprintf(name, sizeof name, "  %3s --%s %s", o->letter ? letter : "", o->name, value);
+        snprintf(text, sizeof text, o->initial ? "%s (%s)" : "%s", o->help, o->initial);
+        print_row(stdout, name, 29, text);
     }
 }
 
-/* ---- opening ---- */
-
-static int columns(void) {
-    struct winsize size;
-    return !ioctl(STDERR_FILENO, TIOCGWINSZ, &size) && size.ws_col ? size.ws_col : 80;
-}
-
-static const char *loading_name;
 static double loading_since;
 
-/* Loading NAME  ████████        5.2 GB  9.6 GB/s, redrawn in place: in a narrow window without name or bar. */
 static void show_progress(uint64_t done, uint64_t total) {
     static double drawn;
     double now = seconds(), spent = now - loading_since;
-    char size[24], figures[64];
     if (done < total && now - drawn < 0.05) return;
     drawn = now;
-    snprintf(figures, sizeof figures, "%s  %.1f GB/s", size_text(done, size),
-             (double)done / 1e9 / (spent > 0 ? spent : 1e-9));
-    int room = columns() - (int)strlen("Loading  ") - (int)strlen(figures), name = (int)strlen(loading_name) + 2;
-    if (name > room) name = 0;
-    int bar = room - name > 24 ? 24 : room - name;
-    fprintf(stderr, "\rLoading %s%s", name ? loading_name : "", name ? "  " : "");
-    for (int i = 0; i < bar; i++) fputs((uint64_t)i * total < done * (uint64_t)bar ? "█" : " ", stderr);
-    fprintf(stderr, " %s\033[K", figures);
-    if (done >= total) fputs("\n", stderr);
+    fprintf(stderr, "\rLoading %.0f%% at %.1f GB/s%s", total ? 100 * (double)done / (double)total : 100,
+            spent > 0 ? (double)done / 1e9 / spent : 0, done < total ? "" : "\n");
 }
 
-/* Takes the only model that can be played; of several it shows which there are, and asks. */
-static bool choose_model(char **path, char **name, Error *e) {
-    bool ask_for_it = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
+/* ---- opening a model ---- */
+
+/* Takes the only model that is here; of several it shows which there are, and asks. */
+static bool choose_model(Session *s, Error *e) {
     ModelEntry *list;
-    int n = models_list(&list), width = 0, choice = n == 1;
     char line[64], size[24];
-    if (!n) {
-        fail(e, BAD_MODEL,
-             "no model in ./models, ~/.cache/infer/models or the hub's cache: name a model directory, infer play DIR");
-    } else if (!choice) {
-        fputs("Available models:\n", stderr);
-        for (int i = 0; i < n; i++)
-            if ((int)strlen(list[i].name) > width) width = (int)strlen(list[i].name);
-        for (int i = 0; i < n; i++)
-            fprintf(stderr, "%3d. %-*s  %8s  %s%s\n", i + 1, width, list[i].name, size_text(list[i].bytes, size),
-                    list[i].encoding, list[i].complete ? "" : "  incomplete");
-        if (!ask_for_it) fail(e, USAGE, "which of the %d models? name one, infer COMMAND MODEL", n);
-    }
-    while (n && ask_for_it && !choice) {
+    int n = models_list(&list), width = 0, choice = n == 1;
+    bool can_ask = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
+    for (int i = 0; i < n; i++) width = (int)strlen(list[i].name) > width ? (int)strlen(list[i].name) : width;
+    if (n > 1) fputs("Available models:\n", stderr);
+    for (int i = 0; i < n && n > 1; i++)
+        fprintf(stderr, "%3d. %-*s  %8s  %s%s\n", i + 1, width, list[i].name, size_text(list[i].bytes, size),
+                list[i].encoding, list[i].complete ? "" : "  incomplete");
+    while (!choice && n && can_ask) {
         fprintf(stderr, "Select model (1-%d): ", n);
-        if (!fgets(line, sizeof line, stdin)) {
-            fail(e, USAGE, "no model was chosen");
-            break;
-        }
+        if (!fgets(line, sizeof line, stdin)) break;
         line[strcspn(line, "\n")] = 0;
         if (!text_whole(line, 1, n, &choice)) fprintf(stderr, "A number from 1 to %d is needed; Ctrl+C leaves.\n", n);
     }
-    if (choice) {
-        *path = copy_text(list[choice - 1].path, strlen(list[choice - 1].path));
-        *name = copy_text(list[choice - 1].name, strlen(list[choice - 1].name));
-    }
+    if (choice) s->dir = copy_text(list[choice - 1].path, strlen(list[choice - 1].path));
+    if (choice) s->name = copy_text(list[choice - 1].name, strlen(list[choice - 1].name));
     models_free(list, n);
-    return choice;
+    return choice || (n ? fail(e, USAGE, "which of the %d models? infer COMMAND MODEL", n)
+                        : fail(e, BAD_MODEL,
+                               "no model in ./models, ~/.cache/infer/models or the hub's cache: infer "
+                               "download ORG/NAME fetches one"));
 }
 
-/* Are there weights in the folder? */
-static bool has_weights(const char *dir) {
+static bool open_checkpoint(Session *s, bool shapes, Error *e) {
     Bytes path = {0};
-    bytes_print(&path, "%s/model.safetensors", dir);
-    bool there = file_exists(path.data);
+    bytes_print(&path, "%s/model.safetensors", s->dir);
+    bool weights = file_exists(path.data);
     bytes_text(&path, ".index.json");
-    there |= file_exists(path.data);
+    weights |= file_exists(path.data);
     bytes_free(&path);
-    return there;
+    return (weights || !shapes ? checkpoint_open : checkpoint_make_up)(&s->checkpoint, s->dir, e);
 }
 
 static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
@@ -375,29 +384,24 @@ static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
     bytes_print(&path, "%s/tokenizer.json", s->dir);
     bool ok = (may_lack && !file_exists(path.data)) || (s->tokenizer = tokenizer_open(path.data, e));
     bytes_free(&path);
+    int size = s->tokenizer ? tokenizer_size(s->tokenizer) : 0, vocab = s->checkpoint.model.vocab;
+    if (vocab && size > vocab)
+        return fail(
+            e, BAD_MODEL,
+            "%s: tokenizer.json has ids up to %d, config.json a vocabulary of %d: they belong to different models",
+            s->dir, size - 1, vocab);
+    s->has_chat = size && chat_open(&s->chat, s->tokenizer);
     return ok;
 }
 
 bool session_open(Session *s, const Options *o, int need, Error *e) {
+    bool tokenizer = need & (NEED_TOKENIZER | NEED_CHAT);
     *s = (Session){0};
-    bool shapes = need & NEED_SHAPES;
-    if (o->model && (s->dir = model_get(o->model, e))) s->name = copy_text(o->model, strlen(o->model));
-    if (o->model ? !s->dir : !choose_model(&s->dir, &s->name, e)) return false;
-    if (shapes && !has_weights(s->dir)) {
-        if (!checkpoint_make_up(&s->checkpoint, s->dir, e)) return false;
-    } else if ((shapes || need & NEED_CHECKPOINT) && !checkpoint_open(&s->checkpoint, s->dir, e)) {
-        return false;
-    }
-    if (need & (NEED_TOKENIZER | NEED_CHAT | USE_TOKENIZER) &&
-        !open_tokenizer(s, !(need & (NEED_TOKENIZER | NEED_CHAT)), e))
-        return false;
-    const Model *m = &s->checkpoint.model;
-    if (s->tokenizer && m->vocab && tokenizer_size(s->tokenizer) > m->vocab)
-        return fail(
-            e, BAD_MODEL,
-            "%s: tokenizer.json has ids up to %d, config.json a vocabulary of %d: they belong to different models",
-            s->dir, tokenizer_size(s->tokenizer) - 1, m->vocab);
-    s->has_chat = s->tokenizer && chat_open(&s->chat, s->tokenizer);
+    if (o->model && !(s->dir = model_get(o->model, e))) return false;
+    if (o->model) s->name = copy_text(o->model, strlen(o->model));
+    if (!o->model && !choose_model(s, e)) return false;
+    if (need & (NEED_CHECKPOINT | NEED_SHAPES) && !open_checkpoint(s, need & NEED_SHAPES, e)) return false;
+    if ((tokenizer || need & USE_TOKENIZER) && !open_tokenizer(s, !tokenizer, e)) return false;
     if (need & NEED_CHAT && !s->has_chat)
         return fail(e, BAD_MODEL, "%s: its tokenizer lacks harmony's control tokens, so there is no chat format",
                     s->name);
@@ -407,15 +411,10 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
 bool session_load(Session *s, const Options *o, int context, Error *e) {
     bool verbose = isatty(STDERR_FILENO) && !o->json;
     char count[32];
-    Limits limits = {.gpu = o->gpu,
-                     .max_seqs = 1,
-                     .max_tokens = backend->prompt_step,
-                     .plain = o->plain,
-                     .progress = verbose ? show_progress : NULL,
-                     .where = s->where};
+    Limits limits = {o->gpu, o->plain, .max_seqs = 1, .max_tokens = backend->prompt_step, .where = s->where};
+    if (verbose) limits.progress = show_progress;
     for (int i = 0; i < o->streams.n; i++)
         if (o->streams.value[i] > limits.max_seqs) limits.max_seqs = o->streams.value[i];
-    loading_name = s->name;
     loading_since = seconds();
     if (!engine_open(&s->engine, backend, &s->checkpoint.model, limits, context, e)) return false;
     s->seconds = seconds() - loading_since;
@@ -432,135 +431,902 @@ void session_close(Session *s) {
     checkpoint_close(&s->checkpoint);
     free(s->dir);
     free(s->name);
-    *s = (Session){0};
 }
 
-/* Token ids from text like "1, 2 3" or "[1,2,3]". */
-static bool parse_ids(const char *text, Ids *out, Error *e) {
+/* ---- an answer ---- */
+
+enum { MOST_PROMPT = 64 << 20 };
+
+typedef struct {
+    Options o; /* /set changes them */
+    Session m;
+    bool chat, loop;   /* in a chat format; in a terminal, not one prompt */
+    Conversation talk; /* without a chat format the model continues its texts, one behind the other */
+    Sequence sequence;
+    uint64_t answers; /* each draws with the seed plus its ordinal */
+    double bandwidth; /* bytes a second of a flat read of the memory that holds the model; 0: unknown */
+    char *file;       /* that the conversation was saved to or loaded from */
+} Play;
+
+typedef struct {
+    Play *p;
+    Reader reader;   /* with a chat format */
+    Decoder decoder; /* without */
+    Bytes text, thinking;
+    size_t passed; /* of the text: shown, and free of stop texts */
+    Wrap out;      /* what is shown now, if any */
+    Part part;     /* of the model's message it is */
+    size_t prompt, reused, tokens, thought;
+    double first, total; /* seconds until the first token, until the last */
+    const char *reason;  /* why it ended */
+} Answer;
+
+static volatile sig_atomic_t interrupted; /* Ctrl+C since the answer was asked for */
+static volatile sig_atomic_t waiting;     /* the terminal says that the prompt is being read */
+
+static void on_interrupt(int number) {
+    if (waiting && !interrupted && write(STDOUT_FILENO, "^C", 2) < 0) {} /* at once: the prompt's chunk may take long */
+    interrupted = number;
+}
+
+/* Until the first token the loop says that it is working. */
+static void show_waiting(const Play *p, size_t tokens) {
+    char count[32];
+    if (tokens && p->loop && put_escape(stdout, ERASE_LINE)) {
+        put_escape(stdout, DIM);
+        printf("reading %s tokens...", count_text(tokens, count));
+        put_escape(stdout, NORMAL);
+        fflush(stdout);
+        waiting = true;
+    } else if (waiting) {
+        put_escape(stdout, ERASE_LINE);
+        waiting = false;
+    }
+}
+
+static Wrap wrap_on(FILE *f) { return (Wrap){.f = f, .width = isatty(fileno(f)) ? columns(f) : 0}; }
+
+static void end_part(Answer *a) {
+    if (!a->out.f) return;
+    if (a->part == REASONING || a->part == CALL) put_escape(a->out.f, DIM);
+    FILE *f = a->out.f;
+    wrap_end(&a->out);
+    put_escape(f, NORMAL);
+}
+
+static void show(Answer *a, Part part, const char *text, size_t n) {
+    static const char *const label[] = {"thinking: ", "Assistant: ", "Assistant: ", "tool call: "};
+    const Play *p = a->p;
+    const char *to = part == CALL ? a->reader.now.recipient : NULL;
+    FILE *f = p->loop || part == ANSWER ? stdout : stderr;
+    if (!n || p->o.json || (part == REASONING && (p->o.hide_thinking || !isatty(fileno(f))))) return;
+    show_waiting(p, 0);
+    bool begins = !a->out.f || part != a->part;
+    if (begins) end_part(a);
+    if (part == REASONING || part == CALL) put_escape(f, DIM);
+    if (begins) {
+        a->part = part, a->out = wrap_on(f);
+        if (p->loop || f == stderr) wrap_text(&a->out, label[part], strlen(label[part]));
+        if (to) wrap_text(&a->out, to, strlen(to)), wrap_text(&a->out, " ", 1);
+    }
+    wrap_text(&a->out, text, n);
+    put_escape(f, NORMAL);
+    fflush(f);
+}
+
+/* Takes text of the answer and shows what is free of stop texts: an end that may be the beginning of one waits. */
+static void add_text(Answer *a, Part part, const Bytes *text, bool last) {
+    const Texts *stop = &a->p->o.stop;
+    size_t wait = 0;
+    if (part != ANSWER) {
+        if (part == REASONING) bytes_add(&a->thinking, text->data, text->n);
+        show(a, part, text->data, text->n);
+        return;
+    }
+    bytes_add(&a->text, text->data, text->n);
+    for (int i = 0; i < stop->n; i++) {
+        size_t length = strlen(stop->text[i]);
+        char *hit = memmem(a->text.data + a->passed, a->text.n - a->passed, stop->text[i], length);
+        if (hit) a->text.n = (size_t)(hit - a->text.data), a->reason = "stop text";
+        if (length - 1 > wait) wait = length - 1;
+    }
+    size_t pass = a->text.n;
+    if (!last && !a->reason) {
+        pass = pass > a->passed + wait ? pass - wait : a->passed;
+        while (pass > a->passed && (a->text.data[pass] & 0xC0) == 0x80) pass--; /* whole characters */
+    }
+    show(a, ANSWER, a->text.data + a->passed, pass - a->passed);
+    a->passed = pass;
+}
+
+static bool is_stop(const Ids *stop, int token) {
+    for (size_t i = 0; i < stop->n; i++)
+        if (stop->data[i] == token) return true;
+    return false;
+}
+
+/* Handles one sampled token: shows what it completes and notes why the answer ends here, if it does. */
+static void take_token(Answer *a, int token) {
+    const Play *p = a->p;
+    Bytes text = {0};
+    Read read = {.part = ANSWER};
+    bool full = token == DREW_NOTHING, stop = !p->chat && is_stop(&p->m.checkpoint.stop, token);
+    if (p->chat && !full) read = reader_push(&a->reader, token, &text);
+    if (!p->chat && !full && !stop) tokenizer_decode(p->m.tokenizer, &a->decoder, token, &text);
+    a->tokens += !full;
+    a->thought += read.part == REASONING;
+    add_text(a, read.part, &text, read.closed);
+    bytes_free(&text);
+    if (a->reason) return;
+    if (full)
+        a->reason = "context full";
+    else if (read.stop || stop)
+        a->reason = read.closed && read.part == CALL ? "tool call" : "end";
+    else if (interrupted)
+        a->reason = "interrupted";
+    else if (p->o.max_tokens && a->tokens >= (size_t)p->o.max_tokens)
+        a->reason = "token limit";
+    else if (ferror(stdout))
+        a->reason = "stdout failed";
+}
+
+/* All that the model reads before its next answer. */
+static bool make_prompt(const Play *p, Ids *ids, Error *e) {
+    Bytes text = {0};
+    if (p->chat) return chat_render(&p->m.chat, &p->talk, true, ids, e);
+    for (int i = 0; i < p->talk.messages; i++)
+        bytes_add(&text, p->talk.message[i].content.data, p->talk.message[i].content.n);
+    bool ok = tokenizer_encode(p->m.tokenizer, text.data ? text.data : "", text.n, WITH_TEMPLATE, ids, e);
+    bytes_free(&text);
+    return ok;
+}
+
+/* Keeps what was said, also where it ended early. False if nothing was: it ended in the reasoning or inside a call. A
+ * preamble that nothing followed was meant as the answer. */
+static bool keep_answer(Answer *a, Error *e) {
+    Play *p = a->p;
+    Message *last = a->reader.messages ? a->reader.message + a->reader.messages - 1 : NULL;
+    Part part = last ? message_part(last) : REASONING;
+    const char *at = part == CALL ? "calling a tool" : "thinking";
+    if (!p->chat) return conversation_add(&p->talk, "assistant", NULL, a->text.data, a->text.n);
+    if ((part == REASONING || part == CALL) && !strcmp(a->reason, "token limit"))
+        return fail(e, FAILED,
+                    "no answer: the limit of %d tokens was reached while %s; raise it with %s or lower the "
+                    "effort",
+                    p->o.max_tokens, at, p->loop ? "/set max-tokens" : "--max-tokens");
+    if (part == REASONING || (part == CALL && strcmp(a->reason, "tool call")))
+        return fail(e, interrupted ? INTERRUPTED : FAILED, "no answer: ended while %s (%s)%s", at, a->reason,
+                    p->loop ? "; /retry tries again" : "");
+    if (part == ANSWER && !strcmp(a->reason, "stop text")) { /* the conversation holds what was shown */
+        for (int i = 0; i < p->o.stop.n; i++) {
+            char *hit = memmem(last->content.data, last->content.n, p->o.stop.text[i], strlen(p->o.stop.text[i]));
+            if (hit) last->content.n = (size_t)(hit - last->content.data), *hit = 0;
+        }
+        ids_free(&last->sampled);
+    }
+    if (part == PREAMBLE && !p->loop) add_text(a, ANSWER, &last->content, true);
+    reader_take(&a->reader, &p->talk);
+    return true;
+}
+
+/* Answers what stands at the end of the conversation, and shows it. True if an answer, perhaps a part, is there. */
+static bool answer(Answer *a, Error *e) {
+    Play *p = a->p;
+    Ids ids = {0};
+    Bytes rest = {0};
+    Generation w = {0};
+    Sampling how = p->o.sampling;
+    int token;
+    bool ok = make_prompt(p, &ids, e);
+    if (p->chat) reader_init(&a->reader, &p->m.chat);
+    a->decoder.begun = ids.n > 1; /* not only a beginning-of-text token */
+    a->prompt = ids.n;
+    if (ok) show_waiting(p, ids.n);
+    double since = seconds();
+    how.seed += p->answers++;
+    ok = ok && generation_begin(&w, &p->m.engine, &p->sequence, ids.data, ids.n, &how, &interrupted, e);
+    a->reused = w.reused;
+    while (ok && !a->reason && (ok = generation_next(&w, &token, e))) {
+        a->total = seconds() - since;
+        if (!a->tokens) a->first = a->total;
+        take_token(a, token);
+    }
+    generation_end(&w);
+    if (ok) {
+        Part part = p->chat ? reader_end(&a->reader, &rest).part : ANSWER;
+        if (!p->chat) tokenizer_flush(&a->decoder, &rest);
+        if (strcmp(a->reason, "stop text")) add_text(a, part, &rest, true);
+        ok = keep_answer(a, e);
+    }
+    show_waiting(p, 0);
+    end_part(a);
+    if (p->chat) reader_free(&a->reader);
+    ids_free(&ids);
+    bytes_free(&rest);
+    return ok;
+}
+
+static double speed(const Answer *a) {
+    double time = a->tokens > 1 ? a->total - a->first : a->total;
+    return time > 0 ? (double)(a->tokens > 1 ? a->tokens - 1 : a->tokens) / time : 0;
+}
+
+static void print_statistics(const Answer *a, FILE *f) {
+    const Play *p = a->p;
+    const Engine *g = &p->m.engine;
+    Bytes line = {0};
+    double read = (double)step_bytes(g->model, g->model->top_k, 1, (int)(a->prompt + a->tokens / 2)) * speed(a);
+    bytes_print(&line, "[Generated at %.1f tokens/sec · %zu token%s", speed(a), a->tokens, a->tokens == 1 ? "" : "s");
+    if (a->thought) bytes_print(&line, " (%zu thinking)", a->thought);
+    bytes_print(&line, " · prompt %zu (%zu from the cache), first token %.0f ms", a->prompt, a->reused, a->first * 1e3);
+    if (p->bandwidth > 0) bytes_print(&line, " · %.0f%% of memory bandwidth", 100 * read / p->bandwidth);
+    bytes_print(&line, " · context %zu%% · seed %llu · %s]", p->sequence.tokens.n * 100 / (size_t)g->context,
+                (unsigned long long)(p->o.sampling.seed + p->answers - 1), a->reason);
+    Wrap w = wrap_on(f);
+    put_escape(f, DIM);
+    wrap_text(&w, line.data, line.n);
+    wrap_end(&w);
+    put_escape(f, NORMAL);
+    bytes_free(&line);
+}
+
+/* ---- the loop: lines from the terminal, by libedit ---- */
+
+static struct {
+    EditLine *line;
+    History *history;
+    char *path; /* of the history; NULL: there is nowhere to keep it */
+    const char *prompt;
+    bool cancelled; /* Ctrl+C */
+} editor;
+
+/* While an answer is written, what is typed is not shown and waits for the next line. A Ctrl+D in it means nothing. */
+static void set_typing(bool on) {
+    static struct termios before;
+    struct termios mode;
+    Bytes typed = {0};
+    if (!on) {
+        tcgetattr(STDIN_FILENO, &before);
+        mode = before;
+        mode.c_lflag &= ~(tcflag_t)(ECHO | ICANON);
+        mode.c_cc[VMIN] = mode.c_cc[VTIME] = 0;
+        tcsetattr(STDIN_FILENO, TCSANOW, &mode);
+        return;
+    }
+    for (char c; read(STDIN_FILENO, &c, 1) == 1;)
+        if (c != 4) bytes_add(&typed, &c, 1);
+    if (typed.n) el_push(editor.line, typed.data);
+    tcsetattr(STDIN_FILENO, TCSANOW, &before);
+    bytes_free(&typed);
+}
+
+static char *edit_prompt(EditLine *line) {
+    (void)line;
+    return (char *)(uintptr_t)editor.prompt;
+}
+
+static unsigned char edit_cancel(EditLine *line, int key) {
+    (void)line, (void)key;
+    editor.cancelled = true;
+    fputs("^C\n", stdout);
+    return CC_NEWLINE;
+}
+
+static unsigned char edit_suspend(EditLine *line, int key) {
+    struct sigaction before;
+    (void)key;
+    put_escape(stdout, BRACKETS_OFF);
+    fflush(stdout);
+    el_set(line, EL_PREP_TERM, 0);
+    sigaction(SIGTSTP, &(struct sigaction){.sa_handler = SIG_DFL}, &before);
+    kill(0, SIGTSTP);
+    sigaction(SIGTSTP, &before, NULL);
+    el_set(line, EL_PREP_TERM, 1);
+    put_escape(stdout, BRACKETS_ON);
+    return CC_REDISPLAY;
+}
+
+/* What the terminal brackets as pasted is one text, line breaks included. */
+static unsigned char edit_paste(EditLine *line, int key) {
+    static const char end[] = "\033[201~";
+    Bytes pasted = {0}, shown = {0};
+    char bytes[MB_LEN_MAX];
+    bool ended = false;
+    (void)key;
+    for (wchar_t c; !ended && el_wgetc(line, &c) == 1;) {
+        int n = wctomb(bytes, c == '\r' ? '\n' : c);
+        bytes_add(&pasted, bytes, n > 0 ? (size_t)n : 0);
+        ended = pasted.n >= strlen(end) && !strcmp(pasted.data + pasted.n - strlen(end), end);
+    }
+    if (ended) pasted.n -= strlen(end);
+    while (pasted.n && pasted.data[pasted.n - 1] == '\n') pasted.n--;
+    bytes_shown(&shown, pasted.data, pasted.n, true);
+    if (shown.n) el_insertstr(line, shown.data);
+    bytes_free(&pasted);
+    bytes_free(&shown);
+    return CC_REFRESH;
+}
+
+static unsigned char edit_complete(EditLine *line, int key);
+
+static void editor_open(void) {
+    static const struct {
+        const char *key, *name;
+        unsigned char (*function)(EditLine *line, int key); /* NULL: libedit's own */
+    } keys[] = {
+        {"^C", "cancel", edit_cancel},       {"^Z", "suspend", edit_suspend},    {"^I", "complete", edit_complete},
+        {"\033[200~", "paste", edit_paste},  {"^R", "em-inc-search-prev", NULL}, {"\033[1;5C", "em-next-word", NULL},
+        {"\033[1;5D", "ed-prev-word", NULL}, {"\033[5~", "ed-ignore", NULL},     {"\033[6~", "ed-ignore", NULL}};
+    HistEvent event;
+    struct stat st;
+    Bytes path = {0};
+    const char *home = getenv("HOME");
+    EditLine *line = editor.line = el_init("infer", stdin, stdout, stderr);
+    editor.history = history_init();
+    history(editor.history, &event, H_SETSIZE, 1000);
+    history(editor.history, &event, H_SETUNIQUE, 1);
+    el_set(line, EL_PROMPT, edit_prompt);
+    el_set(line, EL_EDITOR, "emacs");
+    el_set(line, EL_HIST, history, editor.history);
+    el_set(line, EL_SIGNAL, 1);                  /* it redraws after a change of the window */
+    el_set(line, EL_SETTY, "-d", "-isig", NULL); /* Ctrl+C and Ctrl+Z are keys while a line is edited */
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        if (keys[i].function) el_set(line, EL_ADDFN, keys[i].name, keys[i].name, keys[i].function);
+        el_set(line, EL_BIND, keys[i].key, keys[i].name, NULL);
+    }
+    if (!home) return;
+    bytes_print(&path, "%s/.cache", home);
+    mkdir(path.data, 0700);
+    bytes_text(&path, "/infer");
+    mkdir(path.data, 0700);
+    bytes_text(&path, "/history");
+    editor.path = path.data;
+    history(editor.history, &event, H_LOAD, editor.path);
+    if (!stat(editor.path, &st) && st.st_size > 1 << 20) history(editor.history, &event, H_SAVE, editor.path);
+}
+
+static void editor_close(void) {
+    history_end(editor.history);
+    el_end(editor.line);
+    free(editor.path);
+}
+
+/* Adds a text to the history and, at once, to its file, where other loops add theirs: a line each in libedit's format,
+ * what could break a line as \ooo. */
+static void editor_remember(const char *text) {
+    HistEvent event;
+    Bytes line = {0};
+    int fd = editor.path ? open(editor.path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600) : -1;
+    history(editor.history, &event, H_ENTER, text);
+    if (fd < 0) return;
+    if (!lseek(fd, 0, SEEK_END)) bytes_text(&line, "_HiStOrY_V2_\n");
+    for (const unsigned char *c = (const unsigned char *)text; *c; c++)
+        bytes_print(&line, *c <= ' ' || *c == '\\' || *c == 127 ? "\\%03o" : "%c", *c);
+    bytes_text(&line, "\n");
+    if (write(fd, line.data, line.n) < 0) {} /* no reason to stop */
+    close(fd);
+    bytes_free(&line);
+}
+
+/* Appends one line, nothing if Ctrl+C cleared it. False at the end of input. */
+static bool editor_line(const char *prompt, Bytes *out) {
+    int n;
+    sigset_t interrupt;
+    editor.prompt = prompt;
+    editor.cancelled = false;
+    sigemptyset(&interrupt);
+    sigaddset(&interrupt, SIGINT);
+    put_escape(stdout, BRACKETS_ON);
+    fflush(stdout);
+    /* Until the terminal is raw Ctrl+C is a signal, which libedit would pass on. */
+    sigprocmask(SIG_BLOCK, &interrupt, NULL);
+    const char *line = el_gets(editor.line, &n);
+    sigprocmask(SIG_UNBLOCK, &interrupt, NULL);
+    put_escape(stdout, BRACKETS_OFF);
+    if (!editor.cancelled && n > 0) bytes_add(out, line, (size_t)n - (line[n - 1] == '\n'));
+    if (!editor.cancelled && n <= 0) puts("");
+    return editor.cancelled ? bytes_text(out, ""), true : n > 0;
+}
+
+/* What the user says: a line, or several between triple quotes, which go into the history whole. */
+static bool editor_text(Bytes *out) {
+    static const char quotes[] = "\"\"\"";
+    if (!editor_line("You: ", out)) return false;
+    bool quoted = !strncmp(out->data, quotes, 3);
+    while (quoted && (out->n < 6 || strcmp(out->data + out->n - 3, quotes))) {
+        bytes_text(out, "\n");
+        if (editor_line("...  ", out) && !editor.cancelled) continue;
+        out->n = *out->data = 0;
+        return true;
+    }
+    if (strspn(out->data, " \t\n") < out->n) editor_remember(out->data);
+    if (!quoted) return true;
+    size_t begin = 3 + (out->data[3] == '\n'), end = out->n - 3; /* the quotes may stand on lines of their own */
+    if (end > begin && out->data[end - 1] == '\n') end--;
+    out->n = end > begin ? end - begin : 0;
+    memmove(out->data, out->data + begin, out->n);
+    out->data[out->n] = 0;
+    return true;
+}
+
+/* ---- the loop: commands ---- */
+
+static const struct {
+    const char *name, *argument, *help;
+} slashes[] = {{"/retry", "", "answer the last question again"},
+               {"/undo", "", "take it back, and its answer"},
+               {"/clear", "", "forget the conversation"},
+               {"/system", " [TEXT]", "show or change the instructions (none: take them away)"},
+               {"/effort", " [LEVEL]", "show or change how long it thinks: low, medium or high"},
+               {"/set", " [NAME VALUE]", "show or change a setting, temperature for one"},
+               {"/context", "", "how full the context is"},
+               {"/prompt", "", "what the model reads, exactly"},
+               {"/save", " [FILE]", "keep the conversation, as JSON of chat completions"},
+               {"/load", " [FILE]", "go on with a kept one"},
+               {"/help", "", "this list"},
+               {"/exit", "", "leave, as Ctrl+D does"}};
+enum { SLASHES = sizeof slashes / sizeof *slashes };
+
+/* Completes a command as far as all that begin so agree. */
+static unsigned char edit_complete(EditLine *line, int key) {
+    const LineInfo *now = el_line(line);
+    size_t n = (size_t)(now->cursor - now->buffer), same = 0;
+    const char *first = NULL;
+    char rest[20];
+    (void)key;
+    for (int i = 0; i < SLASHES && n && now->cursor == now->lastchar; i++) {
+        if (strncmp(slashes[i].name, now->buffer, n)) continue;
+        if (!first) first = slashes[i].name, same = strlen(first);
+        while (strncmp(first, slashes[i].name, same)) same--;
+    }
+    if (!first) return CC_ERROR;
+    snprintf(rest, sizeof rest, "%.*s", (int)(same - n), first + n);
+    el_insertstr(line, rest);
+    return CC_REFRESH;
+}
+
+static void show_error(const Error *e) {
+    put_escape(stderr, RED);
+    fputs(e->text, stderr);
+    put_escape(stderr, NORMAL);
+    fputs("\n", stderr);
+}
+
+/* A text from a model or a file behind a label, as it is. */
+static void put_line(const char *label, const char *text, size_t n) {
+    Wrap w = {.f = stdout};
+    fputs(label, stdout);
+    wrap_text(&w, text, n);
+    puts("");
+}
+
+static void converse(Play *p) {
+    Error e = {0};
+    Answer a = {.p = p};
+    char count[32];
+    interrupted = 0;
+    set_typing(false);
+    bool ok = answer(&a, &e);
+    set_typing(true);
+    if (a.reason) print_statistics(&a, stdout);
+    if (e.code == NO_ROOM || (a.reason && !strcmp(a.reason, "context full")))
+        ok = fail(&e, NO_ROOM,
+                  "the context of %s tokens is full: /undo takes the last question back, /clear begins anew, "
+                  "infer play --ctx chooses a larger one",
+                  count_text((uint64_t)p->m.engine.context, count));
+    if (!ok) show_error(&e);
+    puts("");
+    bytes_free(&a.text);
+    bytes_free(&a.thinking);
+    if (e.code == GPU_FAULT) exit(GPU_FAULT);
+}
+
+static bool slash_set(Play *p, char *name, Error *e) {
+    const Sampling *s = &p->o.sampling;
+    size_t n = strcspn(name, " \t");
+    const Option *option = n ? option_find("set", name, n) : NULL;
+    if (n && !option) return fail(e, USAGE, "there is no setting '%.40s'; /set shows all", name);
+    if (n && !option_set(&p->o, option, name + n + strspn(name + n, " \t"), e)) return false;
+    printf("temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, seed %llu, max-tokens %d\n",
+           (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty,
+           (unsigned long long)s->seed, p->o.max_tokens);
+    return true;
+}
+
+/* /context and, with `whole`, /prompt. */
+static bool slash_prompt(Play *p, bool whole, Error *e) {
+    Ids ids = {0};
+    Bytes text = {0};
+    Decoder d = {0};
+    char used[32], all[32];
+    bool ok = make_prompt(p, &ids, e);
+    for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(p->m.tokenizer, &d, ids.data[i], &text);
+    if (ok && whole) put_line("", text.data, text.n);
+    if (ok && !whole)
+        printf("%s of %s tokens (%.1f%%)\n", count_text(ids.n, used), count_text((uint64_t)p->m.engine.context, all),
+               100 * (double)ids.n / p->m.engine.context);
+    ids_free(&ids);
+    bytes_free(&text);
+    return ok;
+}
+
+/* A file that is there is only written if it is this conversation's. */
+static bool slash_save(Play *p, const char *path, Error *e) {
+    Bytes text = {0};
+    conversation_json(&p->talk, &text);
+    FILE *f = fopen(path, p->file && !strcmp(p->file, path) ? "w" : "wx");
+    bool ok = f && fwrite(text.data, 1, text.n, f) == text.n;
+    if ((f && fclose(f)) || !ok) ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
+    if (ok) put_line("Saved to ", path, strlen(path));
+    bytes_free(&text);
+    return ok;
+}
+
+static bool slash_load(Play *p, const char *path, Error *e) {
+    Bytes text = {0};
+    Conversation loaded;
+    cJSON *json = file_read(path, MOST_PROMPT, &text, e) ? json_parse(text.data, text.n, path, e) : NULL;
+    conversation_init(&loaded);
+    conversation_set(&loaded.date, p->talk.date); /* unless the file has another */
+    bool ok = json && conversation_parse(&loaded, json, e);
+    if (ok) {
+        Conversation old = p->talk;
+        p->talk = loaded;
+        loaded = old;
+        put_line("Loaded ", path, strlen(path));
+    }
+    cJSON_Delete(json);
+    conversation_free(&loaded);
+    bytes_free(&text);
+    return ok;
+}
+
+/* /save and /load: the file is that of before, or "~/x" as a shell would read it. */
+static bool slash_file(Play *p, const char *name, bool save, Error *e) {
+    const char *home = getenv("HOME");
+    Bytes path = {0};
+    if (!*name && !p->file) return fail(e, USAGE, "a file name is needed");
+    if (*name == '~' && name[1] == '/' && home) bytes_text(&path, home), name++;
+    bytes_text(&path, *name ? name : p->file);
+    bool ok = (save ? slash_save : slash_load)(p, path.data, e);
+    if (ok) conversation_set(&p->file, path.data);
+    bytes_free(&path);
+    return ok;
+}
+
+/* /retry, /undo. */
+static bool slash_last(Play *p, bool again, Error *e) {
+    int last = p->talk.messages - 1;
+    while (last >= 0 && strcmp(p->talk.message[last].role, "user")) last--;
+    if (last < 0) return fail(e, USAGE, "there is no question yet");
+    const Bytes *text = &p->talk.message[last].content;
+    size_t n = text->n < 60 ? text->n : 60;
+    while (n < text->n && (text->data[n] & 0xC0) == 0x80) n--; /* whole characters */
+    if (!again) put_line("Taken back: ", text->data, n);
+    conversation_remove(&p->talk, last + again, p->talk.messages - last - again);
+    if (again) converse(p);
+    return true;
+}
+
+static void slash_help(void) {
+    char name[40];
+    for (int i = 0; i < SLASHES; i++) {
+        snprintf(name, sizeof name, "%s%s", slashes[i].name, slashes[i].argument);
+        print_row(stdout, name, 20, slashes[i].help);
+    }
+    print_row(stdout, "\"\"\"", 20, "begins and ends a text of several lines; what is pasted is one text");
+    print_row(stdout, "Ctrl+C", 20, "stops an answer and keeps what is there; at the prompt it clears the line");
+}
+
+static bool slash_effort(Play *p, const char *level, Error *e) {
+    if (*level && !effort_known(level)) return fail(e, USAGE, "the effort is low, medium or high, not '%.40s'", level);
+    if (*level) conversation_set(&p->talk.effort, level);
+    return printf("Effort: %s\n", p->talk.effort);
+}
+
+static void slash_system(Play *p, const char *text) {
+    if (*text) conversation_set(&p->talk.instructions, strcmp(text, "none") ? text : NULL);
+    text = p->talk.instructions ? p->talk.instructions : "(none)";
+    put_line("Instructions: ", text, strlen(text));
+}
+
+/* Runs a line that begins with '/'. *leave: it was /exit. */
+static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
+    size_t n = strcspn(line, " \t\n"), end = strlen(line);
+    char *name = line, *argument = line + n + strspn(line + n, " \t\n");
+    int i = 0;
+    while (end > n && strchr(" \t\n", line[end - 1])) line[--end] = 0;
+    if (*argument) line[n] = 0;
+    if (!strcmp(name, "/?")) name = "/help";
+    if (!strcmp(name, "/bye") || !strcmp(name, "/quit")) name = "/exit";
+    while (i < SLASHES && strcmp(slashes[i].name, name)) i++;
+    if (i == SLASHES)
+        return fail(e, USAGE, "there is no command %s; /help lists them, and a space before it sends it as text", name);
+    if (*argument && !*slashes[i].argument) return fail(e, USAGE, "%s stands alone", name);
+    if ((!strcmp(name, "/system") || !strcmp(name, "/effort")) && !p->chat)
+        return fail(e, USAGE, "%s needs a chat format, and this text is continued raw", name);
+    if (!strcmp(name, "/retry")) return slash_last(p, true, e);
+    if (!strcmp(name, "/undo")) return slash_last(p, false, e);
+    if (!strcmp(name, "/effort")) return slash_effort(p, argument, e);
+    if (!strcmp(name, "/set")) return slash_set(p, argument, e);
+    if (!strcmp(name, "/context")) return slash_prompt(p, false, e);
+    if (!strcmp(name, "/prompt")) return slash_prompt(p, true, e);
+    if (!strcmp(name, "/save") || !strcmp(name, "/load")) return slash_file(p, argument, name[1] == 's', e);
+    if (!strcmp(name, "/system")) slash_system(p, argument);
+    if (!strcmp(name, "/clear")) conversation_remove(&p->talk, 0, p->talk.messages);
+    if (!strcmp(name, "/help")) slash_help();
+    *leave = !strcmp(name, "/exit");
+    return true;
+}
+
+static void play_loop(Play *p) {
+    static const char *const words[] = {"exit", "quit", "bye", "help"};
+    bool leave = false;
+    editor_open();
+    print_row(stdout, "", 0, "✓ Ready for inference. /help lists the commands.");
+    while (!leave) {
+        Bytes line = {0};
+        Error e;
+        bool ok = true;
+        int word = 0;
+        leave = !editor_text(&line);
+        size_t space = leave ? 0 : strspn(line.data, " \t\n"), skip = p->chat ? space : 0;
+        while (!leave && word < 4 && strcmp(line.data, words[word])) word++;
+        if (!leave && *line.data == '/') {
+            ok = run_slash(p, line.data, &leave, &e);
+        } else if (!leave && word < 4) {
+            ok = fail(&e, USAGE, "/%s is the command; a space before the word sends it as text", words[word]);
+        } else if (space < line.n && (ok = check_text("the text", line.data, line.n, &e))) {
+            conversation_add(&p->talk, "user", NULL, line.data + skip, line.n - skip);
+            converse(p);
+        }
+        if (!ok) show_error(&e);
+        bytes_free(&line);
+    }
+    puts("Goodbye!");
+    editor_close();
+}
+
+/* ---- play ---- */
+
+static void print_answer_json(const Answer *a) {
+    const Play *p = a->p;
+    cJSON *json = cJSON_CreateObject();
+    cJSON_AddStringToObject(json, "model", p->m.name);
+    cJSON_AddItemToObject(json, "text", json_from_text(a->text.data ? a->text.data : "", a->text.n));
+    cJSON_AddItemToObject(json, "thinking", json_from_text(a->thinking.data ? a->thinking.data : "", a->thinking.n));
+    cJSON_AddStringToObject(json, "reason", a->reason);
+    cJSON *calls = cJSON_AddArrayToObject(json, "tool_calls");
+    for (int i = 0; i < p->talk.messages; i++) {
+        const Message *m = p->talk.message + i;
+        Bytes call = {0};
+        if (strcmp(m->role, "assistant") || message_part(m) != CALL) continue;
+        message_json(m, &call);
+        cJSON_AddItemToArray(calls, cJSON_CreateRaw(call.data));
+        bytes_free(&call);
+    }
+    cJSON_AddNumberToObject(json, "prompt_tokens", (double)a->prompt);
+    cJSON_AddNumberToObject(json, "tokens", (double)a->tokens);
+    cJSON_AddNumberToObject(json, "thinking_tokens", (double)a->thought);
+    cJSON_AddNumberToObject(json, "first_token_ms", a->first * 1000);
+    cJSON_AddNumberToObject(json, "tokens_per_second", speed(a));
+    cJSON_AddNumberToObject(json, "seed", (double)p->o.sampling.seed);
+    char *text = json_text(json);
+    puts(text);
+    free(text);
+    cJSON_Delete(json);
+}
+
+static int play_once(Play *p, const Bytes *prompt) {
+    Error e = {0};
+    Answer a = {.p = p};
+    conversation_add(&p->talk, "user", NULL, prompt->data, prompt->n);
+    bool ok = answer(&a, &e);
+    if (a.reason && p->o.json) print_answer_json(&a);
+    if (a.reason && !p->o.json) print_statistics(&a, stderr);
+    if (!ok) fprintf(stderr, "infer: %s\n", e.text);
+    bytes_free(&a.text);
+    bytes_free(&a.thinking);
+    return !ok ? e.code : !strcmp(a.reason, "interrupted") ? INTERRUPTED : DONE;
+}
+
+/* A text from -p, -f and stdin; *once: there is one. */
+static bool read_prompt(const Options *o, Bytes *text, bool *once, Error *e) {
+    bool from_stdin = o->file ? !strcmp(o->file, "-") : !isatty(STDIN_FILENO);
+    Bytes piped = {0};
+    *once = o->prompt || o->file || from_stdin;
+    if (o->prompt && o->file) return fail(e, USAGE, "-p and -f exclude each other");
+    if (o->prompt) bytes_text(text, o->prompt);
+    if (o->file && !from_stdin && !file_read(o->file, MOST_PROMPT, text, e)) return e->code = USAGE, false;
+    if (from_stdin) stdin_read(&piped);
+    if (text->n && piped.n) bytes_text(text, "\n\n");
+    bytes_add(text, piped.data, piped.n);
+    bytes_free(&piped);
+    if (!*once && (o->json || !isatty(STDOUT_FILENO)))
+        return fail(e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
+    if (*once && !text->n && !o->prompt) return fail(e, USAGE, "the prompt is empty");
+    return check_text("the prompt", text->data, text->n, e);
+}
+
+static bool open_play(Play *p, Error *e) {
+    const Options *o = &p->o;
+    if (o->effort && !effort_known(o->effort))
+        return fail(e, USAGE, "--effort must be low, medium or high, not '%.40s'", o->effort);
+    if (!session_open(&p->m, o, NEED_TOKENIZER | NEED_CHECKPOINT, e)) return false;
+    p->chat = p->m.has_chat && !o->raw;
+    if (!p->chat && (o->system || o->effort))
+        return fail(e, USAGE, "%s is continued raw: it takes no --system and no --effort", p->m.name);
+    conversation_init(&p->talk);
+    if (o->system) conversation_set(&p->talk.instructions, o->system);
+    if (o->effort) conversation_set(&p->talk.effort, o->effort);
+    if (o->date) conversation_set(&p->talk.date, strcmp(o->date, "none") ? o->date : NULL);
+    if (!session_load(&p->m, o, o->context, e)) return false;
+    uint64_t bytes = step_bytes(p->m.engine.model, p->m.engine.model->top_k, 1, 0);
+    double flat = backend->flat_read(p->m.engine.state, bytes);
+    p->bandwidth = flat > 0 ? (double)bytes / flat : 0;
+    if (isatty(STDERR_FILENO) && !o->json && !p->chat && !o->raw)
+        fputs("  It has no chat format: your text is continued as it stands.\n", stderr);
+    return true;
+}
+
+int play(const Options *o) {
+    Error e;
+    Bytes prompt = {0};
+    Play p = {.o = *o};
+    bool once = false;
+    if (!read_prompt(o, &prompt, &once, &e) || !open_play(&p, &e)) die(&e);
+    bool blank = once && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
+    if (blank) fail(&e, USAGE, "the prompt is empty"), die(&e);
+    p.loop = !once;
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
+    int code = p.loop ? (play_loop(&p), DONE) : play_once(&p, &prompt);
+    sequence_free(&p.m.engine, &p.sequence);
+    session_close(&p.m);
+    conversation_free(&p.talk);
+    free(p.file);
+    bytes_free(&prompt);
+    return code;
+}
+
+/* ---- tokenize, detokenize, render, parse: stdin to stdout ---- */
+
+typedef struct {
+    Session s;
+    Bytes in, out;
+    Ids ids;
+    Decoder decoder;
+} Filter;
+
+static void filter_open(Filter *f, const Options *o, int need) {
+    Error e;
+    *f = (Filter){0};
+    if (!session_open(&f->s, o, need, &e)) die(&e);
+    stdin_read(&f->in);
+}
+
+static int filter_close(Filter *f) {
+    if (f->out.n) fwrite(f->out.data, 1, f->out.n, stdout);
+    session_close(&f->s);
+    bytes_free(&f->in);
+    bytes_free(&f->out);
+    ids_free(&f->ids);
+    return DONE;
+}
+
+/* Token ids below `vocab` from text like "1, 2 3" or "[1,2,3]". */
+static bool parse_ids(const char *text, int vocab, Ids *out, Error *e) {
     static const char separators[] = " ,[]\t\r\n";
     for (const char *s = text + strspn(text, separators); *s; s += strspn(s, separators)) {
         char *end;
         long id = strtol(s, &end, 10);
-        if (end == s || (*end && !strchr(separators, *end)) || id < 0 || id > INT32_MAX)
-            return fail(e, USAGE, "'%.*s' is no token id", (int)strcspn(s, separators), s);
+        if (end == s || (*end && !strchr(separators, *end)) || id < 0)
+            return fail(e, USAGE, "a token id must be a whole number, not '%.*s'", (int)strcspn(s, separators), s);
+        if (id >= vocab) return fail(e, USAGE, "token %ld is outside the vocabulary of %d", id, vocab);
         ids_add(out, (int)id);
         s = end;
     }
     return true;
 }
 
-static void print_ids(const Ids *ids) {
-    putchar('[');
-    for (size_t i = 0; i < ids->n; i++) printf("%s%d", i ? "," : "", ids->data[i]);
-    puts("]");
+static void print_ids(const Ids *ids, Bytes *out) {
+    bytes_text(out, "[");
+    for (size_t i = 0; i < ids->n; i++) bytes_print(out, "%s%d", i ? "," : "", ids->data[i]);
+    bytes_text(out, "]\n");
 }
 
-/* ---- tokenize, detokenize ---- */
-
-static void tokenize_one(const Tokenizer *t, const char *text, size_t n, bool special) {
-    Error e;
-    Ids ids = {0};
-    if (!tokenizer_encode(t, text, n, special ? CONTROL_TOKENS | WITH_TEMPLATE : 0, &ids, &e)) die(&e);
-    print_ids(&ids);
-    ids_free(&ids);
+static bool tokenize_text(Filter *f, const Options *o, const char *text, size_t n, Error *e) {
+    f->ids.n = 0;
+    if (!tokenizer_encode(f->s.tokenizer, text, n, o->special ? CONTROL_TOKENS | WITH_TEMPLATE : 0, &f->ids, e))
+        return false;
+    return print_ids(&f->ids, &f->out), true;
 }
 
 static int tokenize(const Options *o) {
-    Session s;
+    Filter f;
     Error e;
-    Bytes text = {0};
-    if (!session_open(&s, o, NEED_TOKENIZER, &e)) die(&e);
-    stdin_read(&text);
-    if (!o->jsonl) tokenize_one(s.tokenizer, text.data, text.n, o->special);
-    for (char *line = text.data; o->jsonl && line < text.data + text.n;) {
-        char *end = memchr(line, '\n', (size_t)(text.data + text.n - line));
-        size_t n = (size_t)((end ? end : text.data + text.n) - line);
-        cJSON *json = json_parse(line, n, "stdin", &e);
-        if (json && !cJSON_IsString(json)) fail(&e, USAGE, "stdin: a line is not a JSON string");
-        if (!cJSON_IsString(json)) e.code = USAGE, die(&e);
-        tokenize_one(s.tokenizer, json->valuestring, strlen(json->valuestring), o->special);
+    char name[40];
+    int code = DONE, number = 1;
+    filter_open(&f, o, NEED_TOKENIZER);
+    if (!o->jsonl && !tokenize_text(&f, o, f.in.data, f.in.n, &e)) die(&e);
+    for (char *line = f.in.data, *end = line + f.in.n; o->jsonl && line < end; number++) {
+        char *stop = memchr(line, '\n', (size_t)(end - line));
+        size_t n = (size_t)((stop ? stop : end) - line);
+        snprintf(name, sizeof name, "stdin, line %d", number);
+        cJSON *json = json_parse(line, n, name, &e);
+        const char *text = cJSON_GetStringValue(json);
+        if (json && !text) fail(&e, USAGE, "%s: a JSON string is needed", name);
+        if (!text || !tokenize_text(&f, o, text, strlen(text), &e)) {
+            fprintf(stderr, "infer: %s\n", e.text);
+            bytes_text(&f.out, "null\n"); /* so that lines keep their numbers */
+            code = USAGE;
+        }
         cJSON_Delete(json);
         line += n + 1;
     }
-    bytes_free(&text);
-    session_close(&s);
-    return DONE;
+    filter_close(&f);
+    return code;
+}
+
+/* How many ids there are: config.json may have some that no text belongs to. */
+static int vocabulary(const Session *s) {
+    Error e;
+    Bytes path = {0};
+    int64_t n = 0;
+    bytes_print(&path, "%s/config.json", s->dir);
+    cJSON *config = json_read(path.data, 1 << 20, &e);
+    json_whole(json_get(config, "vocab_size"), 0, INT32_MAX, &n);
+    cJSON_Delete(config);
+    bytes_free(&path);
+    return n > tokenizer_size(s->tokenizer) ? (int)n : tokenizer_size(s->tokenizer);
 }
 
 static int detokenize(const Options *o) {
-    Session s;
+    Filter f;
     Error e;
-    Bytes text = {0}, out = {0};
-    Ids ids = {0};
-    Decoder d = {0};
-    if (!session_open(&s, o, NEED_TOKENIZER, &e)) die(&e);
-    stdin_read(&text);
-    if (!parse_ids(text.data, &ids, &e)) die(&e);
-    for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(s.tokenizer, &d, ids.data[i], &out);
-    fwrite(out.data ? out.data : "", 1, out.n, stdout);
-    bytes_free(&text);
-    bytes_free(&out);
-    ids_free(&ids);
-    session_close(&s);
-    return DONE;
+    filter_open(&f, o, NEED_TOKENIZER);
+    if (!parse_ids(f.in.data, vocabulary(&f.s), &f.ids, &e)) die(&e);
+    for (size_t i = 0; i < f.ids.n; i++) tokenizer_bytes(f.s.tokenizer, &f.decoder, f.ids.data[i], &f.out);
+    return filter_close(&f);
 }
 
-/* ---- render, parse ---- */
-
 static int render(const Options *o) {
-    Session s;
-    Conversation conversation;
+    Filter f;
     Error e;
-    Bytes text = {0}, out = {0};
-    Ids ids = {0};
-    Decoder d = {0};
-    if (!session_open(&s, o, NEED_CHAT, &e)) die(&e);
-    stdin_read(&text);
-    cJSON *json = json_parse(text.data, text.n, "stdin", &e);
-    conversation_init(&conversation);
+    Conversation conversation;
+    filter_open(&f, o, NEED_CHAT);
+    cJSON *json = json_parse(f.in.data, f.in.n, "stdin", &e);
     if (!json) e.code = USAGE, die(&e);
     const cJSON *prompt = json_get(json, "add_generation_prompt");
+    conversation_init(&conversation);
     if (!conversation_parse(&conversation, json, &e) ||
-        !chat_render(&s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &ids, &e))
+        !chat_render(&f.s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &f.ids, &e))
         die(&e);
-    for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(s.tokenizer, &d, ids.data[i], &out);
-    if (o->as_ids)
-        print_ids(&ids);
-    else
-        fwrite(out.data ? out.data : "", 1, out.n, stdout);
+    for (size_t i = 0; i < f.ids.n && !o->as_ids; i++)
+        tokenizer_bytes(f.s.tokenizer, &f.decoder, f.ids.data[i], &f.out);
+    if (o->as_ids) print_ids(&f.ids, &f.out);
     cJSON_Delete(json);
     conversation_free(&conversation);
-    bytes_free(&text);
-    bytes_free(&out);
-    ids_free(&ids);
-    session_close(&s);
-    return DONE;
+    return filter_close(&f);
 }
 
 static int parse(const Options *o) {
-    Session s;
-    Reader reader;
+    Filter f;
     Error e;
-    Bytes text = {0}, shown = {0};
-    Ids ids = {0};
-    if (!session_open(&s, o, NEED_CHAT, &e)) die(&e);
-    stdin_read(&text);
-    if (!parse_ids(text.data, &ids, &e)) die(&e);
-    reader_init(&reader, &s.chat);
-    for (size_t i = 0; i < ids.n; i++) reader_push(&reader, ids.data[i], &shown);
+    Reader reader;
+    Bytes shown = {0};
+    filter_open(&f, o, NEED_CHAT);
+    if (!parse_ids(f.in.data, INT32_MAX, &f.ids, &e)) die(&e);
+    reader_init(&reader, &f.s.chat);
+    for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], &shown);
     reader_end(&reader, &shown);
     for (int i = 0; i < reader.messages; i++) {
-        shown.n = 0;
-        message_json(reader.message + i, &shown);
-        puts(shown.data);
+        message_json(reader.message + i, &f.out);
+        bytes_text(&f.out, "\n");
     }
     if (reader.repairs) fprintf(stderr, "infer: %d repair%s\n", reader.repairs, reader.repairs == 1 ? "" : "s");
     reader_free(&reader);
-    bytes_free(&text);
     bytes_free(&shown);
-    ids_free(&ids);
-    session_close(&s);
-    return DONE;
+    return filter_close(&f);
 }
 
 /* ---- logits ---- */
@@ -584,13 +1350,15 @@ static void print_top(const float *logits, int vocab, int top, const Tokenizer *
             if (!shown[i] && (best < 0 || logits[i] > logits[best])) best = i;
         shown[best] = 1;
         Decoder d = {.begun = true};
-        Bytes text = {0}, quoted = {0};
+        Bytes text = {0};
         if (t) tokenizer_decode(t, &d, best, &text);
         tokenizer_flush(&d, &text);
-        json_quote(&quoted, text.data, text.n);
-        printf("%7d %10.4f %8.5f  %s\n", best, (double)logits[best], exp((double)logits[best] - all), quoted.data);
+        cJSON *json = json_from_text(text.data ? text.data : "", text.n);
+        char *quoted = json_text(json);
+        printf("%7d %10.4f %8.5f  %s\n", best, (double)logits[best], exp((double)logits[best] - all), quoted);
+        cJSON_Delete(json);
+        free(quoted);
         bytes_free(&text);
-        bytes_free(&quoted);
     }
     free(shown);
 }
@@ -603,7 +1371,7 @@ static bool write_logits(Engine *g, const Ids *ids, const Options *o, const Toke
     Sequence s = {0};
     Sampling greedy = {.top_p = 1, .penalty = 1};
     bool ok = true;
-    while (ok && s.tokens.n < ids->n) {
+    while (ok && s.tokens.n < ids->n && !ferror(stdout)) {
         size_t from = s.tokens.n, n = ids->n - from, most = (size_t)g->max_tokens;
         if (o->all && most > LOGITS_AT_ONCE) most = LOGITS_AT_ONCE;
         if (n > most) n = most;
@@ -631,12 +1399,9 @@ static int logits(const Options *o) {
     ok = ok && session_open(&s, o, NEED_CHECKPOINT | (o->prompt ? NEED_TOKENIZER : USE_TOKENIZER), &e);
     const Model *m = &s.checkpoint.model;
     if (ok)
-        ok = o->ids ? parse_ids(o->ids, &ids, &e)
+        ok = o->ids ? parse_ids(o->ids, m->vocab, &ids, &e)
                     : tokenizer_encode(s.tokenizer, o->prompt, strlen(o->prompt), WITH_TEMPLATE, &ids, &e);
     if (ok && !ids.n) ok = fail(&e, USAGE, "the prompt is empty");
-    for (size_t i = 0; ok && i < ids.n; i++)
-        if (ids.data[i] >= m->vocab)
-            ok = fail(&e, USAGE, "token %d is outside the vocabulary of %d", ids.data[i], m->vocab);
     if (ok && ids.n > (size_t)m->context)
         ok = fail(&e, USAGE, "the prompt has %zu tokens, the model's context is %d", ids.n, m->context);
     if (!ok || !session_load(&s, o, 0, &e) || !write_logits(&s.engine, &ids, o, s.tokenizer, &e)) die(&e);
@@ -648,84 +1413,86 @@ static int logits(const Options *o) {
 /* ---- main ---- */
 
 static const Command commands[] = {
-    {"play", "[MODEL]", play, PLAY, "talk to a model, once or in a loop",
+    {"play", "[MODEL]", play, "talk to a model, once or in a loop",
      "A conversation in the terminal; with -p, -f or a text on stdin one answer, alone on stdout."},
-    {"download", "REPO", download, DOWNLOAD, "fetch a model from the hub",
+    {"download", "REPO", download, "fetch a model from the hub",
      "Fetches a model from the hub, REPO[@REVISION] or the URL of its page, into the hub's own cache ($HF_HUB_CACHE, "
      "$HF_HOME/hub, ~/.cache/huggingface/hub), which other tools share, and writes where it is. What is there is not "
      "fetched again; what was interrupted goes on. By default that is what infer reads: safetensors files with their "
      "index, config, tokenizer and chat template.\n"
      "HF_ENDPOINT names another hub, HF_HUB_OFFLINE=1 forbids the network, HTTPS_PROXY names a proxy, CURL_CA_BUNDLE "
      "the certificates to trust, HF_HUB_DOWNLOAD_TIMEOUT the seconds until a stalled connection is given up (10)."},
-    {"list", "", list, LIST, "the models that are here",
+    {"list", "", list, "the models that are here",
      "Lists the models in ./models, ~/.cache/infer/models and the hub's cache."},
-    {"rm", "REPO", rm, RM, "remove a downloaded model",
+    {"rm", "REPO", rm, "remove a downloaded model",
      "Removes a repository from the hub's cache: ORG/NAME, or a unique part of it."},
-    {"inspect", "MODEL", inspect, INSPECT, "what a model is made of, and whether it fits here",
+    {"inspect", "MODEL", inspect, "what a model is made of, and whether it fits here",
      "Says what a model is made of, whether infer runs it and whether it fits on this GPU. Of a repository that is not "
      "here only config.json and the headers of its files are fetched."},
-    {"doctor", "", doctor, DOCTOR, "GPU, driver, cache, token, network: what is wrong, and its cure",
+    {"doctor", "", doctor, "GPU, driver, cache, token, network: what is wrong, and its cure",
      "Looks at the GPU, its driver, the cache, the token and the network, with a cure for each fault. The exit code is "
      "that of the first fault."},
-    {"bench", "[MODEL]", bench, BENCH, "how fast prompts and generation are here",
+    {"bench", "[MODEL]", bench, "how fast prompts and generation are here",
      "Measures prompts of so many tokens, then the generation of n tokens in each of b streams behind d tokens of "
      "context: the median of r repeats. A directory that has only config.json gets random weights.\n"
      "% of flat: speed relative to simply reading the same bytes. The experts of several streams are counted."},
-    {"logits", "MODEL", logits, LOGITS, "what a model expects next, or all logits as a NumPy file",
+    {"logits", "MODEL", logits, "what a model expects next, or all logits as a NumPy file",
      "Writes the most likely next tokens: id, logit, probability, text."},
-    {"perplexity", "MODEL", perplexity, PERPLEXITY, "how surprised a model is by a text",
+    {"perplexity", "MODEL", perplexity, "how surprised a model is by a text",
      "Writes the perplexity of a text, the mean negative log-likelihood of its tokens and their number."},
-    {"tokenize", "MODEL", tokenize, TOKENIZE, "text to token ids",
-     "Writes the ids of the text on stdin as a JSON array."},
-    {"detokenize", "MODEL", detokenize, DETOKENIZE, "token ids to text",
+    {"tokenize", "MODEL", tokenize, "text to token ids", "Writes the ids of the text on stdin as a JSON array."},
+    {"detokenize", "MODEL", detokenize, "token ids to text",
      "Writes the bytes of the token ids on stdin, given as numbers or a JSON array."},
-    {"render", "MODEL", render, RENDER, "a conversation as the prompt that the model reads",
+    {"render", "MODEL", render, "a conversation as the prompt that the model reads",
      "Writes the prompt of the conversation on stdin, JSON in the shape of chat completions: messages, tools, "
      "response_format, reasoning_effort, date (\"none\": no such line), and of harmony model_identity, "
      "knowledge_cutoff, channels, bare (no system message), keep_analysis, add_generation_prompt."},
-    {"parse", "MODEL", parse, PARSE, "sampled token ids as messages",
+    {"parse", "MODEL", parse, "sampled token ids as messages",
      "Reads sampled token ids on stdin (they follow <|start|>assistant) and writes each message as a line of JSON."},
 };
 enum { COMMANDS = sizeof commands / sizeof *commands };
 
 static void print_summary(FILE *to) {
-    fprintf(to, "infer runs open language models on NVIDIA GPUs.\n\n");
-    for (int i = 0; i < COMMANDS; i++) fprintf(to, "  infer %-11s %s\n", commands[i].name, commands[i].summary);
-    fprintf(to, "\ninfer COMMAND --help tells more. MODEL is a directory, or part of the name of a model that `infer "
-                "list` shows.\n");
-}
-
-static const Command *find_command(const char *name) {
-    for (int i = 0; i < COMMANDS; i++)
-        if (!strcmp(name, commands[i].name)) return commands + i;
-    return NULL;
+    char name[40];
+    print_row(to, "", 0, "infer runs open language models on NVIDIA GPUs.\n\n");
+    for (int i = 0; i < COMMANDS; i++) {
+        snprintf(name, sizeof name, "  infer %s", commands[i].name);
+        print_row(to, name, 20, commands[i].summary);
+    }
+    print_row(to, "", 0,
+              "\ninfer COMMAND --help tells more. MODEL is a folder, or part of the name of a model that infer "
+              "list shows.");
 }
 
 int main(int argc, char **argv) {
     const char *name = argc > 1 ? argv[1] : "";
     bool help = !strcmp(name, "--help") || !strcmp(name, "-h") || !strcmp(name, "help");
-    if (!strcmp(name, "--version")) {
-        printf("infer %s (%s)\n", VERSION, backend->name);
-        return DONE;
-    }
-    if (help && argc == 2) {
-        print_summary(stdout);
-        return DONE;
-    }
-    const Command *c = find_command(help ? argv[2] : name);
-    if (!c) {
-        if (*name) fprintf(stderr, "infer: no such command: %s\n\n", help ? argv[2] : name);
-        print_summary(stderr);
-        return USAGE;
-    }
+    const Command *c = NULL;
     Error e;
     Options o = {.sampling = {.temperature = 1, .top_p = 1, .penalty = 1}};
-    if (getentropy(&o.sampling.seed, 4)) o.sampling.seed = (uint64_t)(seconds() * 1e6); /* short enough to type again */
-    if (!help && !parse_arguments(c, argc - 2, argv + 2, &o, &help, &e)) die(&e);
-    if (help) print_help(c);
-    int code = help ? DONE : c->run(&o);
-    if (fflush(stdout) && code == DONE) {
-        fprintf(stderr, "infer: stdout: %s\n", strerror(errno));
+    if (getentropy(&o.sampling.seed, 4)) o.sampling.seed = (uint32_t)(seconds() * 1e6); /* short enough to type again */
+    signal(SIGPIPE, SIG_IGN); /* a closed pipe is an error like a full disk */
+    setlocale(LC_CTYPE, "");
+    if (strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8"); /* or what is typed is lost */
+    if (help) name = argc > 2 ? argv[2] : "";
+    for (int i = 0; i < COMMANDS; i++)
+        if (!strcmp(name, commands[i].name)) c = commands + i;
+    for (int i = 2; i < argc; i++) help |= !strcmp(argv[i], "--help") || !strcmp(argv[i], "-h");
+    int code = c || (help && !*name) ? DONE : USAGE;
+    if (!strcmp(name, "--version"))
+        code = DONE, printf("infer %s (%s)\n", VERSION, backend->name);
+    else if (!c && *name)
+        fprintf(stderr, "infer: there is no command %s; see infer --help\n", name);
+    else if (!c)
+        print_summary(help ? stdout : stderr);
+    else if (help)
+        print_help(c);
+    else if (!parse_arguments(c, argc - 2, argv + 2, &o, &e))
+        die(&e);
+    else
+        code = c->run(&o);
+    if ((fflush(stdout) || ferror(stdout)) && code == DONE) {
+        fputs("infer: stdout could not be written: its disk is full, or its reader has ended\n", stderr);
         return FAILED;
     }
     return code;

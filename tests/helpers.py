@@ -222,9 +222,10 @@ LEADER = ("import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.T
 
 
 class Terminal:
-    """`infer` in a pseudo terminal. What it shows is matched as text: without escape sequences, lines end in \\n."""
+    """`infer` in a pseudo terminal, so wide that no text is broken. What it shows is matched as text: without escape
+    sequences and what they erase, lines end in \\n."""
 
-    def __init__(self, *args, columns=80, program=CHECKED, cwd=None, seconds=60, **env):
+    def __init__(self, *args, columns=400, program=CHECKED, cwd=None, seconds=60, **env):
         self.main, inner = pty.openpty()
         self.seconds, self.raw, self.seen = seconds, b"", 0
         self.resize(columns)
@@ -253,7 +254,8 @@ class Terminal:
         fcntl.ioctl(self.main, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
 
     def text(self):
-        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()][A-Z0-9]|\x1b[=>78]", "", self.raw.decode(errors="replace"))
+        text = re.sub(r"[^\n]*\r\x1b\[K", "", self.raw.decode(errors="replace"))
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()][A-Z0-9]|\x1b[=>78]", "", text)
         return re.sub(r"\r+\n", "\n", text)
 
     def read(self, seconds):

@@ -5,11 +5,12 @@ import re
 import signal
 import stat
 import struct
+import subprocess
+import sys
 import time
 
-from helpers import (CONVERSATIONS, DATE, FIXTURES, GOLDENS, PARROT, Terminal, answered, conversation, copy_model, data,
-                     each, expect, ids_of, infer, play, read_json, read_safetensors, refused, render, same, start,
-                     write_json)
+from helpers import (CHECKED, CONVERSATIONS, DATE, FIXTURES, GOLDENS, PARROT, Terminal, answered, conversation, copy_model, data, each,
+                     expect, ids_of, infer, play, read_json, read_safetensors, refused, render, same, start, write_json)
 
 STATISTICS = re.compile(r"\[Generated at [\d.]+ tokens/sec · (\d+) tokens?(?: \(\d+ thinking\))? · .* · (.+)\]\n")
 GREEDY = ["--temperature", "0", "--date", DATE]
@@ -178,6 +179,56 @@ def test_wrong_options():
     each([(" ".join(map(repr, w[0])), *w) for w in WRONG], check)
 
 
+def test_prompt_and_stdin(folder):
+    """The text on stdin stands behind that of -p; -f - is stdin."""
+    (folder / "text").write_text("~~~")
+    for options, stdin, prompt in ((["-p", "Hello!"], "~~~", "Hello!\n\n~~~"), (["-f", "-"], "Hello!", "Hello!"),
+                                   (["-p", "Hello!"], "", "Hello!"), (["-f", folder / "text"], "Hello!", "~~~")):
+        found = json.loads(infer("play", PARROT, *options, "--json", "--max-tokens", 1, *GREEDY, stdin=stdin, code=1).out)
+        same(found["prompt_tokens"], len(render({"messages": [{"role": "user", "content": prompt}], "date": DATE})),
+             f"tokens of {prompt!r}")
+    refused("play", PARROT, "-p", "x", stdin=b"a\xff", code=2, words=["UTF-8", "byte 4"])
+
+
+def test_stdout_that_cannot_be_written():
+    """A full disk and a pipe that nobody reads: exit code 1 and one line."""
+    def check(name, *args):
+        with open("/dev/full", "wb") as full, start(*args, stdin=subprocess.DEVNULL, stdout=full, stderr=-1) as p:
+            err = p.communicate(timeout=60)[1].decode()
+        expect(p.returncode == 1 and "infer: stdout" in err, f"/dev/full: exit code {p.returncode}, {err!r}")
+        reader, writer = os.pipe()
+        os.close(reader)
+        with start(*args, stdin=subprocess.DEVNULL, stdout=writer, stderr=-1) as p:
+            os.close(writer)
+            err = p.communicate(timeout=60)[1].decode()
+        expect(p.returncode == 1 and "infer: stdout" in err, f"closed pipe: exit code {p.returncode}, {err!r}")
+    each([("play", "play", PARROT, "-p", "Count.", *GREEDY), ("--json", "play", PARROT, "-p", "Hello!", "--json", *GREEDY),
+          ("tokenize", "tokenize", PARROT), ("list", "list"), ("logits", "logits", PARROT, "-p", "x"),
+          ("--help", "play", "--help"), ("--version", "--version")], check)
+
+
+def test_options_of_all_commands():
+    """No abbreviations, nothing of an unknown option's value is shown, extra arguments are refused, numbers say what
+    they may be."""
+    def check(name, args, words):
+        r = refused(*args, code=2, words=words)
+        expect("hf_" not in r.err.replace("'hf_...'", ""), f"a secret is shown: {r.err!r}")
+    each([("abbreviated", ["download", "org/x", "--token", "hf_secret"], ["no option --token;", "download --help"]),
+          ("with =", ["download", "org/x", "--token=hf_secret"], ["no option --token;"]),
+          ("behind", ["download", "org/x", "hf_secret"], ["one REPO at most"]), ("letter", ["list", "-xhf_secret"], ["no option -x;"]),
+          ("of another command", ["list", "--gpu", "1"], ["no option --gpu;"]),
+          ("one letter, two dashes", ["play", "--p", "x"], ["no option --p;"]),
+          ("argument", ["list", "x"], ["'x'", "no argument"]), ("two", ["inspect", "a", "b"], ["one MODEL at most", "'b'"]),
+          ("missing", ["tokenize"], ["MODEL is missing"]), ("switch", ["play", "--raw=1"], ["--raw takes no value"]),
+          ("no value", ["play", "--seed"], ["--seed needs a value"]),
+          ("number", ["logits", PARROT, "-p", "x", "--top", "hot"], ["--top must be a whole number", "'hot'"]),
+          ("real", ["play", "--temperature", "hot"], ["--temperature must be 0 or 0.01 to 100, not 'hot'"]),
+          ("list", ["bench", "-b", "1,x"], ["--streams", "'1,x'"])], check)
+    for args in (["play", "-h"], ["help", "play"], ["-h", "play"], ["play", "x", "--help", "y"]):
+        expect(infer(*args).text.startswith("infer play"), f"{args}")
+    expect("zebra" in infer("zebra", code=2).err, "an unknown command is not named")
+
+
 def test_wrong_models(folder):
     empty, file = folder / "empty", folder / "file"
     empty.mkdir()
@@ -330,12 +381,12 @@ def test_prompt_is_what_render_gives():
 
 
 SHORT = ["-e", "low", "--max-tokens", "20"]  # for questions whose answer nobody knows
-ALL = "/help /exit /clear /system /effort /set /stats /context /retry /undo /save /load /prompt".split()
+ALL = "/help /exit /clear /system /effort /set /context /retry /undo /save /load /prompt".split()
 LOW = CONVERSATIONS["hello_low"]["turns"][0]
 COMMANDS = [  # typed, what is shown
-    ("/stats", ["No answer"]), ("/retry", ["othing"]), ("/undo", ["othing"]), ("/context", [" of 4,096 tokens"]),
-    ("/help", ALL), ("/effort", ["medium"]), ("/effort low", ["low"]), ("Hello!", [shown_turn(LOW), "end]"]),
-    ("/stats", [f"{len(LOW['prompt_ids'])} tokens", f"{len(LOW['completion_ids'])} tokens", "end"]),
+    ("/retry", ["no question"]), ("/undo", ["no question"]), ("/context", [" of 4,096 tokens"]),
+    ("/help", ALL), ("/?", ALL), ("exit", ["/exit"]), ("/effort", ["medium"]), ("/effort low", ["low"]), 
+    ("Hello!", [shown_turn(LOW), "end]", f"prompt {len(LOW['prompt_ids'])} (", f"{len(LOW['completion_ids'])} tokens"]),
     ("/undo", ["Hello!"]), ("/effort high", ["high"]),
     ("Hello!", [shown_turn(CONVERSATIONS["hello_high"]["turns"][0])]), ("/undo", ["Hello!"]),
     ("/effort medium", ["medium"]), ("/system", ["none"]), ("/system Be a pirate.", ["Be a pirate."]),
@@ -343,15 +394,15 @@ COMMANDS = [  # typed, what is shown
     ("/set", ["temperature 0", "top-k 0", "top-p 1", "max-tokens 0"]), ("/set max-tokens 5", ["max-tokens 5"]),
     ("/retry", ["token limit]", "/set max-tokens"]), ("/set max-tokens 0", ["max-tokens 0"]),
     ("/retry", ["Assistant: Arr! Hello!"]), ("/set seed 7", ["seed 7"]), ("/set temperature 50", ["temperature 50"]),
-    ("/set top-k 1", ["top-k 1"]), ("/retry", ["Assistant: Arr! Hello!"]), ("/stats", ["seed"]), ("/clear", []),
-    ("/undo", ["othing"]), ("/system", ["Be a pirate."]), ("/prompt", ["Be a pirate.<|end|><|start|>assistant"]),
+    ("/set top-k 1", ["top-k 1"]), ("/retry", ["Assistant: Arr! Hello!", "seed 13"]), ("/clear", []),
+    ("/undo", ["no question"]), ("/system", ["Be a pirate."]), ("/prompt", ["Be a pirate.<|end|><|start|>assistant"]),
     ("/system none", ["(none)"]), ("/prompt", ["for every message.<|end|><|start|>assistant"])]
 
 
 def test_slash_commands():
     with play() as t:
         for typed, texts in COMMANDS:
-            answers = typed == "Hello!" or (typed == "/retry" and "othing" not in texts)
+            answers = typed == "Hello!" or (typed == "/retry" and "no question" not in texts)
             shown = t.say(typed, *(["[Generated"] if answers else []))
             missing = [text for text in texts if text not in shown]
             expect(not missing, f"{typed} does not show {missing}: {shown!r}")
@@ -398,7 +449,7 @@ def test_empty_lines_say_nothing():
         for line in ("", " ", "\t", '""""""'):
             t.send(line + "\n")
             t.prompt()
-        same(t.say("/stats"), "No answer yet.\n", "/stats")
+        same(t.say("/retry"), "there is no question yet\n", "/retry")
 
 
 def test_several_lines():
@@ -544,11 +595,9 @@ def test_save_and_load(folder):
         other.write_text("precious")
         expect("exists" in t.say(f"/save {other}"), "a file of the user's is not refused")
         same(other.read_text(), "precious", "the file")
-        (folder / "x.new").write_text("precious")  # what is written first has this name
-        expect("x.new" in t.say(f"/save {folder}/x"), "a file of the user's beside it is not refused")
-        same((folder / "x.new").read_text(), "precious", "the file beside")
+        expect("x/y" in t.say(f"/save {folder}/x/y"), "a file in no folder is not refused")
         t.say("/save ~/home.json", "Saved")
-    same(sorted(f.name for f in folder.iterdir() if f.is_file()), ["first.json", "home.json", "other", "x.new"], "files")
+    same(sorted(f.name for f in folder.iterdir() if f.is_file()), ["first.json", "home.json", "other"], "files")
     same(infer("render", PARROT, stdin=(folder / "home.json").read_bytes()).text + "\n", after, "the file, rendered")
 
 
@@ -639,10 +688,6 @@ def test_undo_retry_clear():
 
 FIRST, SECOND = CONVERSATIONS["name"]["turns"]
 SIZE = len(SECOND["prompt_ids"]) + 12  # of a context in which the second answer does not fit
-FULL = [  # what is typed when the context is full, the questions that are left
-    ("k", [FIRST["user"], SECOND["user"]]), ("d", [SECOND["user"]]), ("c", [SECOND["user"]]),
-    ("x\nk", [FIRST["user"], SECOND["user"]]), ("\x03\nd", [SECOND["user"]]),
-    ("d\x03\nk", [FIRST["user"], SECOND["user"]])]
 
 
 PLAN = CONVERSATIONS["preamble"]["turns"][0]
@@ -660,77 +705,63 @@ def test_preamble_that_nothing_follows():
         expect(f"<|channel|>commentary<|message|>{said}<|end|>" in t.say("/prompt"), "it is not kept")
 
 
+CURES = ["/undo", "/clear", "--ctx"]
+
+
 def test_context_full():
-    """Nothing is dropped silently: the loop warns and asks."""
-    def check(keys, left):
-        with play("--ctx", SIZE) as t:
-            t.say(FIRST["user"], "end]")
-            t.send(SECOND["user"] + "\n")
-            t.wait("context full]", "full")
-            for key in keys.split("\n"):
-                t.prompt("d, c or k: ")
-                t.send(key if "\x03" in key else key + "\n")
-            t.prompt()
-            same(questions(t), left, "questions")
-            if keys in ("d", "c"):
-                expect("I do not know your name." in t.say("/retry", "[Generated"), "/retry does not answer")
-    each(FULL, check)
+    """Nothing is dropped silently: one line names the ways out."""
+    with play("--ctx", SIZE) as t:
+        t.say(FIRST["user"], "end]")
+        shown = t.say(SECOND["user"], "context full]", "full", *CURES)
+        same(len(shown.split("context full]")[1].strip().splitlines()), 1, "lines")
+        same(questions(t), [FIRST["user"], SECOND["user"]], "questions")
+        t.say("/undo")
+        t.say("/clear")
+        expect("I do not know your name." in t.say(SECOND["user"], "[Generated"), "/clear makes no room")
 
 
 def test_question_that_does_not_fit():
-    """It stays when something else is dropped for it, and is answered then; with k both stay."""
     long, room = HELLO["user"], len(HELLO["prompt_ids"]) + len(HELLO["completion_ids"])
     while len(prompt := render({"messages": [{"role": "user", "content": long}], "date": DATE})) < room:
         long += " Hello!"
-    size = len(prompt) + 3  # too few for any answer
-
-    def check(key, left):
-        with play("--ctx", size) as t:
-            t.say("Hello!", "end]")
-            t.send(long + "\n")
-            t.wait("context", "full")
-            t.prompt("d, c or k: ")
-            t.send(key + "\n")
-            if key != "k":
-                t.wait("context full]", "full")
-                t.prompt("d, c or k: ")
-                t.send("k\n")
-            t.prompt()
-            same(questions(t), left, "questions")
-    each([("d", [long]), ("c", [long]), ("k", ["Hello!", long])], check)
-
-
-def test_only_question_does_not_fit():
-    """There is nothing to drop for it, and the way out is named."""
-    with play("--ctx", len(HELLO["prompt_ids"]) + 5) as t:
-        t.send("Hello! " * 9 + "\n")
-        for key in ("d", "c"):
-            t.prompt("d, c or k: ")
-            t.send(key + "\n")
-            t.wait("/undo")
-            t.prompt()
-            if key == "d":
-                t.send("/retry\n")
+    with play("--ctx", len(prompt) + 3) as t:  # too few for any answer
+        t.say("Hello!", "end]")
+        t.say(long, "full", *CURES)
+        same(questions(t), ["Hello!", long], "questions")
         t.say("/undo", "Taken back")
-        t.send("Hello!\n")
-        t.wait("context full]")
-        t.prompt("d, c or k: ")
-        t.send("k\n")
-        t.prompt()
+        expect(shown_turn(HELLO) in t.say("/retry", "[Generated"), "/retry does not answer")
 
 
 def test_narrow_window():
-    """30 columns: /context is no wider, and a question wider than the window arrives whole."""
+    """A question wider than the window arrives whole."""
     with play(*SHORT, columns=30) as t:
         question = "My name is Bob. I live in a house with a garden, at the end of a long road."
         t.send(question + "\n")
         t.wait("[Generated")
         t.prompt()
         expect(f"<|message|>{question}<|end|>" in t.say("/prompt"), "the question is not in the prompt")
-        shown = t.say("/context").strip("\n")
-        expect(len(shown) <= 30 and "of 4,096" in shown, f"/context shows {shown!r}")
-        t.resize(100)
-        expect(len(t.say("/context").strip("\n")) > 40, "/context does not follow the window")
+
+
+def test_words_are_not_broken():
+    """At 40 columns lines end between words, statistics and help too; the conversation keeps the text as it was."""
+    def words(text):
+        return text.split()
+    with play(columns=40) as t:
+        shown = t.say("Show me Unicode.", "[Generated").replace("Unicode.\n", "")
+        help, prompt = t.say("/help"), t.say("/prompt")
+    for line in (shown + help).splitlines():
+        expect(sum(2 if ord(c) > 0x1100 else 1 for c in line) <= 40, f"a line of {len(line)} columns: {line!r}")
+    turn = CONVERSATIONS["unicode"]["turns"][0]
+    same(words(shown.split("[Generated")[0]), words(shown_turn(turn)), "the words")
+    same(prompt, answered("unicode") + "\n", "/prompt")
+
+
+def test_help_fits_the_window():
+    for command in ("", "play", "download", "bench", "render"):
+        with Terminal(*([command] if command else []), "--help", columns=40) as t:
+            same(t.ended(), 0, "exit code")
+            wide = [line for line in t.text().splitlines() if len(line) > 40 and len(line.split()) > 2]
+            expect(not wide, f"{command}: {wide}")
 
 
 def test_loading_line_fits_the_window():
@@ -795,6 +826,124 @@ def test_history(folder):
         t.prompt()
 
 
+def test_history_survives_a_kill_and_other_loops(folder):
+    """Each line is kept as it is entered; what two loops enter is all there; a text between quotes comes back whole."""
+    one, two = play(*SHORT, HOME=folder), play(*SHORT, HOME=folder)
+    two.say("/effort high")
+    one.send('"""back \\ slash\n')
+    one.prompt("...  ")
+    one.say('and more"""', "[Generated")
+    two.say("/effort low")
+    for t in (one, two):
+        t.process.kill()
+        t.process.wait()
+        os.close(t.main)
+    with play(*SHORT, HOME=folder) as t:
+        t.send("\x1b[A\n")
+        t.wait("Effort: low")
+        t.prompt()
+        t.send("\x1b[A" * 2 + "\n")  # behind it: /effort low, once
+        t.wait("[Generated")
+        t.prompt()
+        same(questions(t), ["back \\ slash\nand more"], "the text between quotes")
+
+
+def test_keys():
+    """Ctrl+arrows move by words, Tab completes commands, other keys print nothing."""
+    with play(*SHORT) as t:
+        t.send("one two three\x1b[1;5D\x1b[1;5Dx\x1b[1;5C\x1b[1;5Cy\x1b[5~\x1b[6~\n")
+        t.wait("[Generated")
+        t.prompt()
+        same(questions(t), ["one xtwo threey"], "the line")
+        for typed, shown in (("/ef\t", "Effort: low"), ("/co\t", "of 4,096 tokens"), ("/un\t", "Taken back")):
+            t.say(typed, shown)
+        expect("no command /s;" in t.say("/s\t"), "an ambiguous command is completed")
+
+
+def test_paste_of_several_lines():
+    """It is one question, and comes back from the history as one."""
+    with play(*SHORT) as t:
+        t.send("Look: \x1b[200~one\r\ttwo é\x1b[31m\n\nthree\n\x1b[201~!\n")
+        t.wait("[Generated")
+        t.prompt()
+        asked = "Look: one\n\ttwo é?[31m\n\nthree!"
+        same(questions(t), [asked], "the question")
+        t.say("/clear")
+        t.send("\x1b[A\x1b[A\x1b[A\n")
+        t.wait("[Generated")
+        t.prompt()
+        same(questions(t), [asked], "the question from the history")
+
+
+def test_ctrl_d_during_an_answer_means_nothing():
+    with play() as t:
+        t.send("Count.\n")
+        t.wait("Assistant: 1 2 3")
+        t.send("Hel\x04lo!\n\x04")
+        t.wait("[Generated", "[Generated")
+        t.prompt()
+        same(questions(t), ["Count.", "Hello!"], "questions")
+
+
+def test_ctrl_c_while_the_prompt_is_read():
+    """It shows at once, and the loop goes on."""
+    with play() as t:
+        t.send("~" * 3000 + "\n")
+        t.wait("reading 3,")
+        t.send("\x03")
+        t.wait("^C")
+        t.prompt()
+        expect("interrupted" in t.text()[-200:], f"shown {t.text()[-200:]!r}")
+        t.say("/undo", "Taken back")
+        same(t.say("Hello!", "[Generated").split("[Generated")[0], shown_turn(HELLO), "the answer")
+
+
+# Runs the program in a job of its own, as a shell does, and continues it once when it stops.
+SHELL = """
+import os, signal, sys
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+child = os.fork()
+if not child:
+    os.setpgid(0, 0)
+    os.tcsetpgrp(0, os.getpid())
+    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+    os.execv(sys.argv[1], sys.argv[1:])
+if os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1]):
+    print("stopped", flush=True)
+    os.tcsetpgrp(0, child)
+    os.killpg(child, signal.SIGCONT)
+    os.waitpid(child, 0)
+"""
+
+
+def test_ctrl_z_suspends():
+    with Terminal("-c", SHELL, CHECKED, "play", PARROT, *GREEDY, program=sys.executable) as t:
+        t.wait("Ready")
+        t.prompt()
+        t.send("Hel")
+        t.wait("Hel")
+        t.send("\x1a")
+        t.wait("stopped", "Hel")
+        t.send("lo!\n")
+        t.wait("Assistant: Hello!", "[Generated")
+        t.prompt()
+        same(questions(t), ["Hello!"], "the line")
+
+
+def test_ways_out():
+    for word in ("/bye", "/quit", "/exit"):
+        with play() as t:
+            t.send(word + "\n")
+            same(t.ended(), 0, "exit code")
+
+
+def test_turns_are_apart():
+    """A blank line behind each turn; the statistics are dim."""
+    with play() as t:
+        expect(t.say("Hello!", "[Generated").endswith("]\n\n"), "no blank line")
+        expect(b"\x1b[2m[Generated" in t.raw, "the statistics are not dim")
+
+
 def test_loop_without_chat_format(folder):
     model = letters_model(folder)
     with Terminal("play", model, *GREEDY, "--max-tokens", 3) as t:
@@ -802,7 +951,7 @@ def test_loop_without_chat_format(folder):
         t.prompt()
         for command in ("/system x", "/effort low"):
             expect("chat format" in t.say(command), command)
-        same(t.say("/undo"), "There is nothing to take back.\n", "/undo")
+        same(t.say("/undo"), "there is no question yet\n", "/undo")
         t.send("/exit\n")
         same(t.ended(), 0, "exit code")
 

@@ -100,6 +100,22 @@ def comes_back(model, program):
     same((tokenize("", model, program=program), detokenize([], model, program=program)), ([], b""), "nothing")
 
 
+def test_a_wrong_line_is_refused_alone():
+    """The other lines of --jsonl go on, `null` stands for it, and the exit code is 2."""
+    bad = ['"a\\u0000b"', '"\udcff"', "{}", "x", '"two" "texts"', ""]
+    lines = [line for text in bad for line in (text, '"fine"')]
+    r = infer("tokenize", PARROT, "--jsonl", stdin="\n".join(lines).encode(errors="surrogateescape"), code=2)
+    same(r.text.splitlines(), ["null", json.dumps(tokenize("fine"), separators=(",", ":"))] * len(bad), "stdout")
+    same([line.split(":")[1].strip() for line in r.err.splitlines()], [f"stdin, line {2 * i + 1}" for i in range(len(bad))],
+         "the lines that are named")
+
+
+def test_ids_outside_the_vocabulary():
+    refused("detokenize", PARROT, stdin="[1, 99999999]", code=2, words=["99999999", "vocabulary"])
+    refused("detokenize", PARROT, stdin="[1, -1]", code=2, words=["'-1'"])
+    refused("detokenize", PARROT, stdin="[1, x]", code=2, words=["'x'"])
+
+
 def test_decode_of_encode_is_the_text():
     comes_back(PARROT, CHECKED)
 
