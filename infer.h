@@ -31,40 +31,81 @@ typedef struct {
 
 typedef struct { /* y = W x + bias, W exactly as the file encodes it */
     Type type;
-    int rows, cols, n; /* n matrices (rows, cols); n > 1: one per expert. rows 0: this step does not exist */
+    int rows, cols, n; /* n matrices (rows, cols); n > 1: one per expert or head. rows 0: this step does not exist */
     View data, scale;  /* scale: MXFP4 only, (n, rows, cols / 32) bytes */
-    const float *bias; /* (n, rows) or NULL */
+    const View *each, *each_scale; /* (n) or NULL: matrix i is each[i], not in data: a tensor of its own in any file */
+    const float *bias;             /* (n, rows) or NULL */
 } Linear;
 
-typedef struct {                       /* one transformer block */
-    const float *attn_norm, *ffn_norm; /* (dim) */
-    const float *q_norm, *k_norm;      /* (head_dim) RMSNorm of each head before RoPE, or NULL */
-    const float *sinks;                /* (n_heads) or NULL: a logit a head that joins the softmax without a value */
-    Linear q, k, v, o;                 /* (n_heads * head_dim, dim), (n_kv_heads * head_dim, dim) twice, back */
+typedef struct {           /* angles of one kind of layer */
+    const float *inv_freq; /* (rope_dim / 2) per position, all scaling (YaRN, llama3) folded in */
+    float scale;           /* multiplies cos and sin (YaRN's attention factor), else 1 */
+} Rope;
+
+/* One transformer block. Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024) caches one row of kv_rank + rope_dim a
+ * token: the latent and a rope key that all heads share. Key head h is [k_up h latent, rope key], value head h is
+ * v_up h latent. So q . k = (k_up h^T q) . latent + rope parts, and sum p v = v_up h (sum p latent). */
+typedef struct {
+    const float *attn_norm, *ffn_norm;           /* (dim) */
+    const float *attn_post_norm, *ffn_post_norm; /* (dim) of what attention and experts add to the residual, or NULL */
+    const float *q_norm, *k_norm;                /* (head_dim) RMSNorm of each head before RoPE, or NULL */
+    const float *sinks; /* (n_heads) or NULL: a logit a head that joins the softmax without a value */
+    Linear q, k, v, o;  /* (n_heads * head_dim, dim), (n_kv_heads * head_dim, dim) twice, (dim, n_heads * v_dim) */
+    Linear q_a, kv_a;   /* latent: (q_rank, dim), and q has q_rank columns, or absent; (kv_rank + rope_dim, dim) */
+    Linear k_up, v_up;  /* latent, instead of k and v: n_heads times (head_dim - rope_dim, kv_rank), (v_dim, kv_rank) */
+    const float *q_a_norm, *kv_a_norm; /* (q_rank) of q_a's rows; (kv_rank) of kv_a's first, the latent; not the rest */
     Linear router;                     /* (n_experts, dim), or absent: dense, which is one expert */
-    Linear gate, up, down;             /* n_experts times (ffn_dim, dim) twice, (dim, ffn_dim) */
-    int window;                        /* positions that a query sees, its own included; 0: all before it */
+    const float *choice_bias;          /* (n_experts) joins the scores for the choice only, or NULL */
+    Linear gate, up, down;             /* n_experts times, dense once, (width, dim) twice, (dim, width) */
+    Linear shared_gate, shared_up, shared_down; /* an expert of weight 1 for every token, or absent */
+    int window;                                 /* positions that a query sees, its own included; 0: all before it */
+    const Rope *rope;                           /* one of the Model's */
 } Layer;
 
+/* The initializer of an array of all Linears of a layer. */
+#define LINEARS(l)                                                                                                     \
+    {                                                                                                                  \
+        &(l)->q_a, &(l)->q, &(l)->kv_a, &(l)->k, &(l)->v, &(l)->k_up, &(l)->v_up, &(l)->o, &(l)->router, &(l)->gate,   \
+            &(l)->up, &(l)->down, &(l)->shared_gate, &(l)->shared_up, &(l)->shared_down                                \
+    }
+
 typedef enum {
-    SWIGLU,        /* gate sigmoid(gate) up (Shazeer, "GLU variants improve transformer", 2020) */
-    SWIGLU_CLAMPED /* gpt-oss: gate sigmoid(1.702 gate) (up + 1), gate <= limit, |up| <= limit */
+    SWIGLU,         /* gate sigmoid(gate) up (Shazeer, "GLU variants improve transformer", 2020) */
+    SWIGLU_CLAMPED, /* gpt-oss: gate sigmoid(1.702 gate) (up + 1), gate <= limit, |up| <= limit */
+    GEGLU           /* gate / 2 (1 + tanh(sqrt(2 / pi) (gate + 0.044715 gate^3))) up */
 } Act;
 
+/* From the router's logits to the chosen experts: score them, choose by score + choice_bias, the weights are the scores
+ * of the chosen. The experts are `groups` runs of equal length; only those of the best top_groups may be chosen. */
 typedef struct {
-    int n_layers, dim, ffn_dim, vocab;
-    int context;             /* positions the model was made for */
-    int n_heads, n_kv_heads; /* query heads share a key/value head in groups of n_heads / n_kv_heads */
-    int head_dim, n_experts, top_k;
+    bool sigmoid;           /* scores; else softmax over all experts */
+    bool normalise;         /* divide the chosen scores by their sum */
+    float scale;            /* then multiply by this */
+    int groups, top_groups; /* 1, 1: all may be chosen */
+    int group_best;         /* a group counts as the sum of so many of its best */
+} Route;
+
+typedef struct {
+    int n_layers, dim, vocab;
+    int ffn_dim;                   /* rows of gate or shared_gate, the most of all layers */
+    int context;                   /* positions the model was made for */
+    int n_heads, n_kv_heads;       /* query heads share a key/value head in groups of n_heads / n_kv_heads */
+    int head_dim, v_dim, rope_dim; /* of each head of q and k; of v; the last rope_dim of head_dim turn by RoPE */
+    int kv_rank;                   /* latent attention, with n_kv_heads 1; 0: none */
+    bool neighbours;               /* RoPE turns the pairs (2i, 2i + 1), else (i, i + rope_dim / 2) */
+    const Rope *rope;              /* (2) of layers that see all, of layers with a window */
+    float attn_scale;              /* of q . k */
+    float attn_cap, logit_cap;     /* x becomes cap tanh(x / cap): scaled q . k, and logits; 0: it stays */
+    int n_experts, top_k;          /* of layers with a router; 1, 1: there are none */
+    Route route;
     float eps; /* of every RMSNorm */
     Act act;
-    float act_limit;       /* of SWIGLU_CLAMPED */
-    const float *inv_freq; /* (head_dim / 2) RoPE angle per position, all scaling (YaRN, llama3) folded in */
-    float rope_scale;      /* multiplies cos and sin (YaRN's attention factor), else 1 */
-    Linear embed, head;    /* (vocab, dim) both */
-    const float *norm;     /* (dim) before the head */
-    Layer *layer;          /* (n_layers) */
-    bool made_up;          /* there are no files: the backend makes random weights of these shapes (bench) */
+    float act_limit;    /* of SWIGLU_CLAMPED */
+    float embed_scale;  /* multiplies embed's rows where they become x, not the head's; else 1 */
+    Linear embed, head; /* (vocab, dim) both */
+    const float *norm;  /* (dim) before the head */
+    Layer *layer;       /* (n_layers) */
+    bool made_up;       /* there are no files: the backend makes random weights of these shapes (bench) */
 } Model;
 
 typedef enum {
@@ -98,8 +139,9 @@ typedef struct {         /* of the oldest step not yet collected; valid until th
 } Result;
 
 /* Tests look inside a step through a tap: q, k, v (after rope), attn, attn_residual, experts, weights, act, residual of
- * each layer, and logits. Values are (rows, cols), a row a token of the batch; act is (tokens, top_k, ffn_dim). There
- * are no other stages, so that kernels may fuse everything between. */
+ * each layer, and logits. Values are (rows, cols), a row a token of the batch; act is (tokens, top_k or 1, rows of
+ * gate). Latent: q as q makes it, k the cache's row, no v. There are no other stages, so that kernels may fuse
+ * everything between. */
 typedef void Tap(void *data, const char *stage, int layer, const float *values, int rows, int cols);
 
 typedef struct {
