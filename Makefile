@@ -16,8 +16,8 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 
 LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev
-CORE      = base.c safetensors.c model.c tokenizer.c chat.c engine.c
-C_SOURCES = $(CORE) hub.c blob.c download.c editor.c play.c bench.c perplexity.c inspect.c infer.c
+CORE      = base.c model.c tokenizer.c chat.c
+C_SOURCES = $(CORE) download.c editor.c play.c bench.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere.
@@ -73,7 +73,7 @@ asan: build/asan/infer-reference build/asan/unit
 build/asan/infer-reference: $(call objects,asan,$(REFERENCE))
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
-build/asan/unit: $(call objects,asan,$(filter-out infer.c inspect.c,$(REFERENCE)) tests/unit.c)
+build/asan/unit: $(call objects,asan,$(filter $(CORE) tests/reference.c,$(REFERENCE)) tests/unit.c)
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
 build/asan/%.o: %.c Makefile
@@ -84,7 +84,7 @@ build/asan/%.o: %.c Makefile
 GPU = $(shell nvidia-smi -L 2>/dev/null)
 test: asan reference
 	$(if $(GPU),$(MAKE) build/cuda/gpu infer)
-	python3 tests/run.py $(if $(GPU),--gpu)
+	python3 tests/run.py $(if $(GPU),--gpu) $(TESTS)
 
 fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
 	python3 tests/run_fuzzers.py
@@ -120,7 +120,7 @@ clean:
 help:
 	@echo "make              builds ./infer, which needs the CUDA toolkit and an NVIDIA GPU"
 	@echo "make reference    builds ./infer-reference, the plain C twin, which needs no CUDA"
-	@echo "make test         runs the tests (TEST_DATA=DIR for those that need data which cannot be shipped)"
+	@echo "make test         runs the tests (TESTS='...' are arguments of tests/run.py)"
 	@echo "make test-gpu     runs those that need a GPU; where there is one, make test does it too"
 	@echo "make verify MODEL=DIR   does this engine continue seven prompts as OpenAI's own code does?"
 	@echo "make asan         builds the program and the unit tests with sanitizers, below build/asan"

@@ -2,16 +2,13 @@
 #include "base.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
 
 bool fail(Error *e, int code, const char *format, ...) {
     va_list args;
@@ -33,17 +30,14 @@ void die(const Error *e) {
     exit(e->code);
 }
 
-static void *checked(void *p, size_t bytes) {
-    if (!p) {
-        fprintf(stderr, "infer: out of memory: %zu more bytes were needed; close other programs\n", bytes);
-        exit(NO_ROOM);
-    }
+static void *checked(void *p) {
+    if (!p) die(&(Error){NO_ROOM, "out of memory: close other programs"});
     return p;
 }
 
-void *allocate(size_t bytes) { return checked(malloc(bytes ? bytes : 1), bytes); }
-void *allocate_zero(size_t count, size_t bytes) { return checked(calloc(count ? count : 1, bytes), count * bytes); }
-void *reallocate(void *p, size_t bytes) { return checked(realloc(p, bytes ? bytes : 1), bytes); }
+void *allocate(size_t bytes) { return checked(malloc(bytes ? bytes : 1)); }
+void *allocate_zero(size_t count, size_t bytes) { return checked(calloc(count ? count : 1, bytes)); }
+void *reallocate(void *p, size_t bytes) { return checked(realloc(p, bytes ? bytes : 1)); }
 
 char *copy_text(const char *text, size_t n) {
     char *copy = allocate(n + 1);
@@ -63,15 +57,12 @@ void bytes_add(Bytes *b, const void *data, size_t n) {
 void bytes_text(Bytes *b, const char *text) { bytes_add(b, text, strlen(text)); }
 
 void bytes_print(Bytes *b, const char *format, ...) {
-    va_list args, again;
+    va_list args;
     va_start(args, format);
-    va_copy(again, args);
-    int n = vsnprintf(NULL, 0, format, args);
-    char *text = allocate((size_t)n + 1);
-    vsnprintf(text, (size_t)n + 1, format, again);
-    va_end(again);
+    char *text = NULL;
+    int n = vasprintf(&text, format, args);
     va_end(args);
-    bytes_add(b, text, (size_t)n);
+    bytes_add(b, checked(n < 0 ? NULL : text), (size_t)n);
     free(text);
 }
 
@@ -94,50 +85,28 @@ void ids_free(Ids *ids) {
     *ids = (Ids){0};
 }
 
-/* How many bytes at s are the beginning of a well-formed code point, and how many that code point has. Both are 0 when
- * not even the first byte can begin one. The ranges are Unicode's table 3-7. */
-static int utf8_prefix(const unsigned char *s, size_t n, int *length) {
-    unsigned char c = s[0], low = 0x80, high = 0xBF;
-    *length = c < 0x80 ? 1 : c >= 0xC2 && c <= 0xDF ? 2 : c >= 0xE0 && c <= 0xEF ? 3 : c >= 0xF0 && c <= 0xF4 ? 4 : 0;
-    if (!*length) return 0;
+int utf8_decode(const char *text, size_t n, uint32_t *cp) {
+    const unsigned char *s = (const unsigned char *)text;
+    unsigned char c = s[0], low = 0x80, high = 0xBF; /* of the second byte: Unicode's table 3-7 */
+    int length = c < 0x80 ? 1 : c < 0xC2 ? 0 : c < 0xE0 ? 2 : c < 0xF0 ? 3 : c < 0xF5 ? 4 : 0;
     if (c == 0xE0) low = 0xA0;
     if (c == 0xED) high = 0x9F;
     if (c == 0xF0) low = 0x90;
     if (c == 0xF4) high = 0x8F;
-    int i = 1;
-    for (; i < *length && (size_t)i < n && s[i] >= low && s[i] <= high; i++, low = 0x80, high = 0xBF) {}
-    return i;
-}
-
-int utf8_decode(const char *text, size_t n, uint32_t *cp) {
-    const unsigned char *s = (const unsigned char *)text;
-    int length, have = utf8_prefix(s, n, &length);
-    if (!have || have < length) return 0;
-    if (cp) {
-        *cp = length == 1 ? s[0] : s[0] & (0x7F >> length);
-        for (int i = 1; i < length; i++) *cp = *cp << 6 | (s[i] & 0x3F);
+    *cp = length == 1 ? c : c & (0x7F >> length);
+    for (int i = 1; i < length; i++, low = 0x80, high = 0xBF) {
+        if ((size_t)i == n || s[i] < low || s[i] > high) return -i;
+        *cp = *cp << 6 | (s[i] & 0x3F);
     }
-    return length;
-}
-
-int utf8_encode(uint32_t cp, char out[4]) {
-    int n = cp < 0x80 ? 1 : cp < 0x800 ? 2 : cp < 0x10000 ? 3 : 4;
-    for (int i = n - 1; i > 0; i--, cp >>= 6) out[i] = (char)(0x80 | (cp & 0x3F));
-    out[0] = (char)(n == 1 ? cp : (0xF00u >> n & 0xFF) | cp);
-    return n;
+    return length ? length : -1;
 }
 
 size_t utf8_check(const char *s, size_t n) {
+    uint32_t cp;
     size_t i = 0;
-    while (i < n) {
-        uint64_t eight;
-        if (i + 8 <= n && (memcpy(&eight, s + i, 8), !(eight & 0x8080808080808080u))) { /* eight of ASCII */
-            i += 8;
-            continue;
-        }
-        int length = utf8_decode(s + i, n - i, NULL);
-        if (!length) break;
-        i += (size_t)length;
+    for (int length; i < n; i += (size_t)length) {
+        length = (unsigned char)s[i] < 0x80 ? 1 : utf8_decode(s + i, n - i, &cp);
+        if (length < 0) break;
     }
     return i;
 }
@@ -146,50 +115,43 @@ void bytes_shown(Bytes *out, const char *text, size_t n, bool lines) {
     uint32_t c;
     for (size_t i = 0; i < n;) {
         int length = utf8_decode(text + i, n - i, &c);
-        bool shown = length && c >= 32 && (c < 127 || c > 159);
-        if (shown || (length && lines && (c == '\n' || c == '\t')))
-            bytes_add(out, text + i, (size_t)length);
-        else
-            bytes_text(out, "?");
-        i += (size_t)(length ? length : 1);
+        bool shown = (c >= 32 && c < 127) || c > 159 || (lines && (c == '\n' || c == '\t'));
+        bytes_add(out, length > 0 && shown ? text + i : "?", length > 0 && shown ? (size_t)length : 1);
+        i += length > 0 ? (size_t)length : 1;
     }
 }
 
 void utf8_stream(Bytes *b, Bytes *out, bool flush) {
-    size_t i = 0;
-    while (i < b->n) {
-        int length, have = utf8_prefix((const unsigned char *)b->data + i, b->n - i, &length);
-        if (have && have < length && i + (size_t)have == b->n && !flush) break; /* may yet complete */
-        if (have && have == length)
-            bytes_add(out, b->data + i, (size_t)length);
-        else
-            bytes_text(out, "\xEF\xBF\xBD");
-        i += (size_t)(have ? have : 1);
+    uint32_t c;
+    size_t done = 0;
+    while (done < b->n) {
+        int length = utf8_decode(b->data + done, b->n - done, &c);
+        size_t part = (size_t)abs(length);
+        bool begun = (unsigned char)b->data[done] >= 0xC2 && (unsigned char)b->data[done] <= 0xF4;
+        if (length < 0 && begun && done + part == b->n && !flush) break; /* may yet complete */
+        bytes_add(out, length > 0 ? b->data + done : "\xEF\xBF\xBD", length > 0 ? part : 3);
+        done += part;
     }
-    if (!i) return;
-    memmove(b->data, b->data + i, b->n - i + 1);
-    b->n -= i;
+    if (!done) return;
+    memmove(b->data, b->data + done, b->n - done + 1);
+    b->n -= done;
 }
 
 bool file_read(const char *path, size_t most, Bytes *out, Error *e) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO must not hang us */
-    if (fd < 0) return fail(e, BAD_MODEL, "%s: %s", path, strerror(errno));
     struct stat st;
-    bool ok = false;
-    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) {
-        fail(e, BAD_MODEL, "%s: not a regular file", path);
-    } else if ((uint64_t)st.st_size > most) {
-        fail(e, BAD_MODEL, "%s: %lld bytes, at most %zu are allowed", path, (long long)st.st_size, most);
-    } else {
-        size_t size = (size_t)st.st_size, have = 0;
-        out->data = allocate(out->room = size + 1);
-        for (ssize_t got; have < size && (got = read(fd, out->data + have, size - have)) > 0;) have += (size_t)got;
-        out->data[out->n = have] = 0;
-        ok = have == size || fail(e, BAD_MODEL, "%s: ends after %zu of %zu bytes", path, have, size);
-        if (!ok) bytes_free(out);
-    }
-    close(fd);
-    return ok;
+    if (stat(path, &st)) return fail(e, BAD_MODEL, "%s: %s", path, strerror(errno));
+    size_t size = (size_t)st.st_size;
+    if (!S_ISREG(st.st_mode)) return fail(e, BAD_MODEL, "%s: not a regular file", path); /* opening a FIFO would hang */
+    if (size > most) return fail(e, BAD_MODEL, "%s: %zu bytes, at most %zu are allowed", path, size, most);
+    FILE *f = fopen(path, "re");
+    if (!f) return fail(e, BAD_MODEL, "%s: %s", path, strerror(errno));
+    *out = (Bytes){allocate(size + 1), 0, size + 1};
+    size_t got = fread(out->data, 1, size, f);
+    out->data[out->n = got] = 0;
+    fclose(f);
+    if (got == size) return true;
+    bytes_free(out);
+    return fail(e, BAD_MODEL, "%s: ends after %zu of %zu bytes", path, got, size);
 }
 
 void stdin_read(Bytes *out) {
@@ -205,134 +167,68 @@ bool file_exists(const char *path) {
 
 enum { MOST_VALUES = 4000000 }; /* thrice those of the largest tokenizer.json; cJSON takes 80 bytes for each */
 
-static const char *skip_digits(const char *s, const char *end) {
-    while (s < end && *s >= '0' && *s <= '9') s++;
-    return s;
+static bool digit(char c) { return c >= '0' && c <= '9'; }
+
+/* Is the dot or zero at s part of a number that cJSON takes and RFC 8259 does not: 1., -.5, 01, -01? */
+static bool json_lax_number(const char *text, const char *s, const char *end) {
+    bool more = s + 1 < end && digit(s[1]);
+    char before = s > text ? s[-1] : ' ';
+    if (*s == '.') return !more || !digit(before);
+    if (before == '-' && s - text > 1) before = s[-2]; /* 1e-07 is fine */
+    return more && !strchr("0123456789.eE+", before);
 }
 
-/* End of the JSON number at s (RFC 8259, section 6), or NULL if there is none. */
-static const char *json_number_end(const char *s, const char *end) {
-    if (s < end && *s == '-') s++;
-    const char *digits = s;
-    s = skip_digits(s, end);
-    if (s == digits || (*digits == '0' && s > digits + 1)) return NULL;
-    if (s < end && *s == '.') {
-        digits = ++s;
-        if ((s = skip_digits(s, end)) == digits) return NULL;
-    }
-    if (s < end && (*s == 'e' || *s == 'E')) {
-        if (++s < end && (*s == '+' || *s == '-')) s++;
-        digits = s;
-        if ((s = skip_digits(s, end)) == digits) return NULL;
-    }
-    return s;
-}
-
-/* What cJSON lets pass or cuts silently, found in one pass over the raw text. Grammar is left to cJSON. */
+/* What cJSON lets pass or cuts silently, and where; NULL: nothing. The rest of the grammar is left to cJSON. */
 static const char *json_laxity(const char *text, size_t n, size_t *offset) {
-    const char *s = text, *end = text + n, *problem = NULL;
-    bool in_string = false;
-    size_t valid = utf8_check(text, n), values = 0;
-    if (valid < n) return *offset = valid, "invalid UTF-8";
-    if (n >= 3 && !memcmp(text, "\xEF\xBB\xBF", 3)) return *offset = 0, "a byte-order mark";
-    while (s < end && !problem) {
+    const char *s = text, *end = text + n;
+    size_t values = 0;
+    bool quoted = false;
+    *offset = utf8_check(text, n);
+    if (*offset < n) return "invalid UTF-8";
+    for (; s < end; s++) {
         unsigned char c = (unsigned char)*s;
-        if (in_string) {
-            while (s < end && (unsigned char)*s >= 32 && *s != '"' && *s != '\\') s++;
-            if (s == end) break;
-            if (*s == '"')
-                in_string = false, s++;
-            else if (*s != '\\')
-                problem = "a control byte in a string";
-            else if (end - s >= 6 && !memcmp(s, "\\u0000", 6))
-                problem = "\\u0000 in a string";
-            else
-                s += s + 1 < end ? 2 : 1;
-        } else if (c == ' ' || c == '\n' || c == '\r' || c == '\t') {
-            s++;
-        } else if (c == '"') {
-            in_string = true, s++;
-        } else if (c == '-' || (c >= '0' && c <= '9')) {
-            const char *after = json_number_end(s, end);
-            if (!after || (after < end && strchr("0123456789+-.eE", *after)))
-                problem = "a malformed number";
-            else
-                s = after;
-        } else if (c < 32) {
-            problem = "a control byte";
-        } else if (c == ',' && ++values > MOST_VALUES) {
-            problem = "too many values";
-        } else {
-            s++;
-        }
-    }
-    *offset = (size_t)(s - text);
-    return problem;
-}
-
-typedef struct { /* keys seen in one object; a slot belongs to the object whose number it carries */
-    struct {
-        const char *key;
-        uint32_t object;
-    } * slot;
-    size_t slots;
-    uint32_t object;
-    uint64_t seed; /* drawn anew, so that nobody can choose keys that collide */
-} Keys;
-
-static size_t hash_text(const char *s, uint64_t h) { /* FNV-1a */
-    for (; *s; s++) h = (h ^ (unsigned char)*s) * 0x100000001b3u;
-    return (size_t)(h ^ h >> 29);
-}
-
-/* A key that stands twice in one object anywhere below `value`, or NULL. cJSON limits the depth of nesting. */
-static const char *json_twice(const cJSON *value, Keys *keys) {
-    if (cJSON_IsObject(value)) {
-        size_t n = 0;
-        for (const cJSON *m = value->child; m; m = m->next) n++;
-        if (n * 2 > keys->slots) {
-            while (n * 2 > keys->slots) keys->slots = keys->slots ? keys->slots * 2 : 64;
-            free(keys->slot);
-            keys->slot = allocate_zero(keys->slots, sizeof *keys->slot);
-            keys->object = 0;
-        }
-        uint32_t object = ++keys->object;
-        for (const cJSON *m = value->child; m; m = m->next) {
-            size_t i = hash_text(m->string, keys->seed) & (keys->slots - 1);
-            for (; keys->slot[i].object == object; i = (i + 1) & (keys->slots - 1))
-                if (!strcmp(keys->slot[i].key, m->string)) return m->string;
-            keys->slot[i].key = m->string;
-            keys->slot[i].object = object;
-        }
-    }
-    for (const cJSON *m = value->child; m; m = m->next) {
-        const char *twice = m->child ? json_twice(m, keys) : NULL;
-        if (twice) return twice;
+        *offset = (size_t)(s - text);
+        if (c < 32 && (quoted || (c != '\t' && c != '\n' && c != '\r'))) return "a control byte";
+        if (c == '\\' && end - s >= 6 && !memcmp(s, "\\u0000", 6)) return "\\u0000";
+        if (c == '\\') s++; /* what is escaped ends no text */
+        if (c == '"') quoted = !quoted;
+        if (quoted) continue;
+        if (c >= 128) return "a byte-order mark or other letter outside of a text";
+        if ((c == '.' || c == '0') && json_lax_number(text, s, end)) return "a malformed number";
+        if (c == ',' && ++values > MOST_VALUES) return "too many values";
     }
     return NULL;
+}
+
+static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+/* A key that stands twice in one object anywhere below `value`, or NULL. cJSON limits the depth of nesting. */
+static const char *json_twice(const cJSON *value) {
+    const char *twice = NULL;
+    size_t n = 0;
+    for (const cJSON *m = value->child; m && !twice; m = m->next, n++) twice = m->child ? json_twice(m) : NULL;
+    if (twice || n < 2 || !cJSON_IsObject(value)) return twice;
+    const char **name = allocate(n * sizeof *name);
+    n = 0;
+    for (const cJSON *m = value->child; m; m = m->next) name[n++] = m->string;
+    qsort(name, n, sizeof *name, by_name);
+    for (size_t i = 1; i < n && !twice; i++)
+        if (!strcmp(name[i - 1], name[i])) twice = name[i];
+    free(name);
+    return twice;
 }
 
 cJSON *json_parse(const char *text, size_t n, const char *name, Error *e) {
     size_t offset;
     const char *problem = json_laxity(text, n, &offset), *end = text;
-    cJSON *json = NULL;
-    if (problem) {
+    cJSON *json = problem ? NULL : cJSON_ParseWithLengthOpts(text, n, &end, false);
+    while (json && end < text + n && strchr(" \t\r\n", *end)) end++;
+    const char *twice = json ? json_twice(json) : NULL;
+    if (problem)
         fail(e, BAD_MODEL, "%s: not valid JSON: %s at byte %zu", name, problem, offset);
-        return NULL;
-    }
-    json = cJSON_ParseWithLengthOpts(text, n, &end, 0);
-    if (!json) {
-        const char *stopped = cJSON_GetErrorPtr();
-        offset = stopped >= text && stopped <= text + n ? (size_t)(stopped - text) : 0;
-        fail(e, BAD_MODEL, "%s: not valid JSON near byte %zu of %zu", name, offset, n);
-        return NULL;
-    }
-    while (end < text + n && strchr(" \t\r\n", *end) && *end) end++;
-    Keys keys = {0};
-    if (getrandom(&keys.seed, sizeof keys.seed, GRND_NONBLOCK) < 0) keys.seed = (uint64_t)(seconds() * 1e9);
-    const char *twice = json_twice(json, &keys);
-    free(keys.slot);
-    if (end < text + n)
+    else if (!json)
+        fail(e, BAD_MODEL, "%s: not valid JSON near byte %zu of %zu", name, (size_t)(end - text), n);
+    else if (end < text + n)
         fail(e, BAD_MODEL, "%s: not valid JSON: text after the end at byte %zu", name, (size_t)(end - text));
     else if (twice)
         fail(e, BAD_MODEL, "%s: the key '%.100s' stands twice in one object", name, twice);
@@ -366,29 +262,23 @@ bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out) {
     return true;
 }
 
-void json_quote(Bytes *out, const char *text, size_t n) {
-    static const char letters[] = "btnvfr"; /* of the bytes 8 to 13; JSON has no \v */
-    bytes_text(out, "\"");
-    for (size_t i = 0; i < n; i++) {
-        unsigned char c = (unsigned char)text[i];
-        if (c == '"' || c == '\\')
-            bytes_print(out, "\\%c", c);
-        else if (c >= 8 && c <= 13 && c != 11)
-            bytes_print(out, "\\%c", letters[c - 8]);
-        else if (!c)
-            bytes_text(out, "\xEF\xBF\xBD");
-        else if (c < 32 || c == 127)
-            bytes_print(out, "\\u%04x", c);
-        else
-            bytes_add(out, text + i, 1);
-    }
-    bytes_text(out, "\"");
+cJSON *json_from_text(const char *text, size_t n) {
+    Bytes copy = {0};
+    for (size_t i = 0; i < n; i++) bytes_add(&copy, text[i] ? text + i : "\xEF\xBF\xBD", text[i] ? 1 : 3);
+    cJSON *json = checked(cJSON_CreateString(n ? copy.data : ""));
+    bytes_free(&copy);
+    return json;
 }
 
-char *json_text(const cJSON *value) {
-    char *text = cJSON_PrintUnformatted(value);
-    return checked(text, 0);
+void json_quote(Bytes *out, const char *text, size_t n) {
+    cJSON *json = json_from_text(text, n);
+    char *quoted = json_text(json);
+    bytes_text(out, quoted);
+    free(quoted);
+    cJSON_Delete(json);
 }
+
+char *json_text(const cJSON *value) { return checked(cJSON_PrintUnformatted(value)); }
 
 bool text_whole(const char *text, int least, int most, int *out) {
     char *end;
@@ -429,12 +319,9 @@ char *size_text(uint64_t bytes, char out[24]) {
 }
 
 char *count_text(uint64_t count, char out[32]) {
-    char digits[24];
-    int n = snprintf(digits, sizeof digits, "%llu", (unsigned long long)count), k = 0;
-    for (int i = 0; i < n; i++) {
-        if (i && (n - i) % 3 == 0) out[k++] = ',';
-        out[k++] = digits[i];
-    }
-    out[k] = 0;
+    if (count < 1000)
+        snprintf(out, 32, "%d", (int)count);
+    else
+        snprintf(out + strlen(count_text(count / 1000, out)), 5, ",%03d", (int)(count % 1000));
     return out;
 }

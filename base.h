@@ -58,10 +58,9 @@ void ids_add(Ids *ids, int id);
 void ids_append(Ids *ids, const int *more, size_t n);
 void ids_free(Ids *ids);
 
-/* Length of the code point at s (1-4) and the code point, or 0 if the bytes there are not UTF-8 (RFC 3629: no
- * surrogates, nothing above U+10FFFF, no overlong form). *cp may be left out. n > 0. */
+/* Length of the code point at s (1-4), or, below 0, that of the longest part that is not UTF-8 (RFC 3629: no
+ * surrogates, nothing above U+10FFFF, no overlong form) or not complete. n > 0. */
 int utf8_decode(const char *s, size_t n, uint32_t *cp);
-int utf8_encode(uint32_t cp, char out[4]); /* bytes written */
 /* Offset of the first byte that is not UTF-8, or n. */
 size_t utf8_check(const char *s, size_t n);
 /* Appends text as a terminal may show it: control characters, which could begin escape sequences, and bytes that are
@@ -86,9 +85,9 @@ const char *json_string(const cJSON *object, const char *key); /* or NULL */
 bool json_true(const cJSON *object, const char *key);
 /* A whole number in [least, most]; doubles hold every integer below 2^53 exactly, and nothing above is taken. */
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);
-/* Appends n bytes of UTF-8 as a JSON string with its quotes. A NUL becomes U+FFFD: json_parse takes none, so none is
- * written. */
-void json_quote(Bytes *out, const char *text, size_t n);
+/* n bytes of UTF-8 as a JSON string. A NUL becomes U+FFFD: json_parse takes none, so none is written. */
+cJSON *json_from_text(const char *text, size_t n);
+void json_quote(Bytes *out, const char *text, size_t n); /* the same, printed behind `out` */
 /* The value as compact JSON text; free it. */
 char *json_text(const cJSON *value);
 

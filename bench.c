@@ -1,63 +1,63 @@
-/* bench.c: how fast is it? Prompts and generation at several depths and numbers of streams. A step that generates is
- * limited by the memory it reads: its bytes are counted from the model's own tensors and its time is compared with a
- * flat read of as many bytes, taken in the same run on the same card. */
-#include "bench.h"
+/* bench.c: the commands that measure a model, look at one, or look at this machine: bench, perplexity, inspect, list,
+ * rm, doctor. What they find goes to stdout, as text or as JSON. */
 #include "download.h"
-#include "engine.h"
-#include "model.h"
+#include "host.h"
 
-#include <getopt.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
+#include <unistd.h>
 
-enum { MOST_VALUES = 16, MOST_STREAMS = 256, MOST_REPEATS = 100 };
+enum { SCORED_AT_ONCE = 128, MOST_TEXT = 1 << 28 };
 
-const char bench_help[] =
-    "infer bench [MODEL] [-p 512,2048] [-n 128] [-d 0,8192,32768] [-b 1,4,16] [-r 5] [-o md|json] [--temperature T]\n"
-    "Measures prompts of so many tokens, then the generation of n tokens in each of b streams behind d tokens of\n"
-    "context: the median of r repeats. A directory that has only config.json gets random weights.\n"
-    "  -p N,...  tokens of a prompt; the time is that to the first token\n"
-    "  -n N      tokens to generate\n"
-    "  -d N,...  depth of the context; what it holds does not matter and is not computed\n"
-    "  -b N,...  streams at once\n"
-    "  -r N      repeats\n"
-    "  -o json   all figures as JSON, and in which phases a step spent its time; md: a table\n"
-    "  --temperature T (0)   --gpu N\n"
-    "  --plain   the plain kernels, also where faster ones know the model\n"
-    "% of flat: the time that a flat read of the step's bytes takes, of the step's time. The experts of\n"
-    "several streams are counted.\n";
+/* Adds numbers under the words of `names`. */
+static void add_numbers(cJSON *to, const char *names, const double *values) {
+    char name[40];
+    for (size_t n; *names; names += n + (names[n] == ' ')) {
+        n = strcspn(names, " ");
+        snprintf(name, sizeof name, "%.*s", (int)n, names);
+        cJSON_AddNumberToObject(to, name, *values++);
+    }
+}
+
+static cJSON *add_object(cJSON *array) {
+    cJSON *object = cJSON_CreateObject();
+    cJSON_AddItemToArray(array, object);
+    return object;
+}
+
+/* Prints it, if it is wanted, and frees it. */
+static void end_json(cJSON *json, bool wanted) {
+    char *text = json_text(json);
+    if (wanted) puts(text);
+    free(text);
+    cJSON_Delete(json);
+}
+
+/* ---- bench: how fast are prompts and generation? ----
+ * A step that generates is limited by the memory it reads: its bytes are counted from the model's own tensors, and its
+ * time is compared with a flat read of as many bytes, in the same run on the same card. */
 
 typedef struct {
-    int n, value[MOST_VALUES];
-} List;
-
-typedef struct {
-    List prompts, depths, streams;
-    int tokens, repeats, gpu;
-    bool json, plain;
-    float temperature;
-} Options;
-
-typedef struct {
-    Options o;
-    Checkpoint checkpoint;
-    Engine engine;
-    double load_seconds;
-    char where[64];
-    int rows; /* printed so far */
+    const Options *o;
+    Session model;
+    cJSON *rows; /* or NULL: a table is printed */
 } Bench;
 
-/* One figure: `count` tokens took these seconds. */
-typedef struct {
-    const char *kind; /* "prompt" or "generate" */
-    int count, depth, streams;
+typedef struct { /* a row: so many tokens in each stream took these seconds */
+    bool prompt; /* or generation */
+    int tokens, depth, streams;
     double experts; /* that a step reads of a layer, on average */
-    uint64_t bytes; /* of a step; 0: a prompt */
-    double flat;    /* seconds of a flat read of as many */
+    uint64_t bytes; /* that a step reads */
+    double flat;    /* seconds of a flat read of as many, or 0: unknown */
     double seconds[MOST_REPEATS];
-    Phase phase[MOST_PHASES]; /* of the last step */
-    int phases;
 } Figure;
 
 static int ascending(const void *a, const void *b) {
@@ -65,244 +65,466 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-static void print_figure(Bench *b, Figure *f) {
-    int n = b->o.repeats;
+static void report_figure(Bench *b, Figure *f) {
+    int n = b->o->repeats;
+    const char *kind = f->prompt ? "prompt" : "generate";
     qsort(f->seconds, (size_t)n, sizeof *f->seconds, ascending);
-    double total = (double)f->count * f->streams, median = (f->seconds[(n - 1) / 2] + f->seconds[n / 2]) / 2,
-           step = median / f->count;
-    double speed = total / median, least = total / f->seconds[n - 1], most = total / f->seconds[0];
-    double percent = f->flat / step * 100;
-    bool prompt = !f->bytes;
-    if (b->o.json) {
-        printf("%s\n  {\"kind\": \"%s\", \"tokens\": %d, \"depth\": %d, \"streams\": %d, \"tokens_per_second\": %.2f, "
-               "\"least\": "
-               "%.2f, \"most\": %.2f, \"seconds\": %.6f",
-               b->rows++ ? "," : "", f->kind, f->count, f->depth, f->streams, speed, least, most, median);
-        if (!prompt)
-            printf(", \"experts\": %.2f, \"step_bytes\": %llu, \"bytes_per_second\": %.4g, \"flat_seconds\": %.8f, "
-                   "\"percent_of_flat\": %.2f",
-                   f->experts, (unsigned long long)f->bytes, (double)f->bytes / step, f->flat, percent);
-        for (int i = 0; i < f->phases; i++)
-            printf("%s\"%s\": %.3g", i ? ", " : ", \"phases\": {", f->phase[i].name, f->phase[i].seconds);
-        printf(f->phases ? "}}" : "}");
+    double median = (f->seconds[(n - 1) / 2] + f->seconds[n / 2]) / 2, step = median / f->tokens;
+    double all = (double)f->tokens * f->streams, least = all / f->seconds[n - 1], most = all / f->seconds[0];
+    double bytes = (double)f->bytes, percent = f->flat / step * 100;
+    if (b->rows) {
+        cJSON *row = add_object(b->rows);
+        cJSON_AddStringToObject(row, "kind", kind);
+        add_numbers(row, "tokens depth streams tokens_per_second least most seconds",
+                    (double[]){f->tokens, f->depth, f->streams, all / median, least, most, median});
+        if (f->prompt) return;
+        add_numbers(row, "experts step_bytes bytes_per_second flat_seconds percent_of_flat",
+                    (double[]){f->experts, bytes, bytes / step, f->flat, percent});
+        Phase phase[MOST_PHASES]; /* of the last step */
+        cJSON *phases = cJSON_AddObjectToObject(row, "phases");
+        for (int i = 0, k = backend->phases(b->model.engine.state, phase); i < k; i++)
+            cJSON_AddNumberToObject(phases, phase[i].name, phase[i].seconds);
         return;
     }
-    if (!b->rows++)
-        printf("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | %% of flat |\n"
-               "|---|---:|---:|---:|---:|---:|---:|---:|---:|\n");
-    printf("| %s %d | %d | %d | %.1f | %.1f-%.1f | %.3f | ", f->kind, f->count, f->depth, f->streams, speed, least,
-           most, (prompt ? median : step) * 1e3);
-    if (prompt)
-        puts("| | |");
-    else if (f->flat > 0)
-        printf("%.3f | %.0f | %.1f |\n", (double)f->bytes / 1e9, (double)f->bytes / step / 1e9, percent);
+    printf("| %s %d | %d | %d | %.1f | %.1f-%.1f | %.3f |", kind, f->tokens, f->depth, f->streams, all / median, least,
+           most, (f->prompt ? median : step) * 1e3);
+    if (f->prompt)
+        puts(" | | |");
     else
-        printf("%.3f | %.0f | |\n", (double)f->bytes / 1e9, (double)f->bytes / step / 1e9);
+        printf(" %.3f | %.0f | %.1f |\n", bytes / 1e9, bytes / step / 1e9, percent);
+    fflush(stdout);
 }
 
-static int random_token(const Model *m, unsigned *state) {
-    *state = *state * 1664525u + 1013904223u;
-    return (int)((*state >> 8) % (unsigned)m->vocab);
-}
+/* Tokens without an order. */
+static int any_token(const Model *m, int i) { return (int)(((unsigned)i * 2654435761u >> 8) % (unsigned)m->vocab); }
 
-/* A prompt of f->count random tokens, to its first token. */
+/* A prompt of f->tokens random tokens, to its first token. */
 static bool measure_prompt(Bench *b, Figure *f, Error *e) {
-    const Sampling how = {.top_p = 1, .penalty = 1, .temperature = b->o.temperature};
-    const Model *m = b->engine.model;
-    int n = f->count, token;
-    unsigned state = 1;
+    const Sampling how = {.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature};
+    Engine *g = &b->model.engine;
+    int token;
     Ids ids = {0};
     Sequence s = {0};
     bool ok = true;
-    for (int i = 0; i < n; i++) ids_add(&ids, random_token(m, &state));
-    for (int r = -1; r < b->o.repeats && ok; r++) { /* one to warm up */
+    for (int i = 0; i < f->tokens; i++) ids_add(&ids, any_token(g->model, i));
+    for (int r = -1; r < b->o->repeats && ok; r++) { /* one to warm up */
         Generation w;
-        sequence_rewind(&b->engine, &s, 0);
+        sequence_rewind(g, &s, 0);
         double begin = seconds();
-        ok = generation_begin(&w, &b->engine, &s, ids.data, ids.n, &how, NULL, e) && generation_next(&w, &token, e);
+        ok = generation_begin(&w, g, &s, ids.data, ids.n, &how, NULL, e) && generation_next(&w, &token, e);
         if (r >= 0) f->seconds[r] = seconds() - begin;
         if (ok) generation_end(&w);
     }
-    sequence_free(&b->engine, &s);
+    sequence_free(g, &s);
     ids_free(&ids);
     return ok;
 }
 
-/* f->count steps of f->streams streams behind f->depth tokens; the next step is submitted before the last is read. */
-static bool generate_once(Bench *b, Figure *f, int *page, int max_pages, double *took, Error *e) {
-    const Backend *backend = b->engine.backend;
+/* f->tokens steps of f->streams streams behind f->depth tokens; the next step is submitted before the last is read. */
+static bool generate_once(Bench *b, const Figure *f, const int *page, int max_pages, double *took, Error *e) {
+    void *state = b->model.engine.state;
     int n = f->streams, slot[MOST_STREAMS], first[MOST_STREAMS + 1], token[MOST_STREAMS], start[MOST_STREAMS];
     Sampling how[MOST_STREAMS];
     Want want[MOST_STREAMS];
-    unsigned state = 1;
     for (int i = 0; i < n; i++) {
-        slot[i] = i, first[i] = i, start[i] = f->depth, want[i] = WANT_TOKEN;
-        token[i] = random_token(b->engine.model, &state);
-        how[i] = (Sampling){.top_p = 1, .penalty = 1, .temperature = b->o.temperature, .seed = (uint64_t)i};
+        slot[i] = first[i] = i, start[i] = f->depth, want[i] = WANT_TOKEN;
+        token[i] = any_token(b->model.engine.model, i);
+        how[i] = (Sampling){.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature, .seed = (uint64_t)i};
     }
     first[n] = n;
     Batch batch = {n, max_pages, slot, first, token, start, page, how, want};
     Result result;
     double begin = seconds();
-    for (int step = 0; step < f->count; step++) {
-        if (!backend->submit(b->engine.state, &batch, e)) return false;
-        if (step && !backend->collect(b->engine.state, &result, e)) return false;
+    for (int step = 0; step < f->tokens; step++) {
+        if (!backend->submit(state, &batch, e)) return false;
+        if (step && !backend->collect(state, &result, e)) return false;
         for (int i = 0; i < n; i++) token[i] = -1, start[i]++;
     }
-    if (!backend->collect(b->engine.state, &result, e)) return false;
+    if (!backend->collect(state, &result, e)) return false;
     *took = seconds() - begin;
     return true;
 }
 
 static bool measure_generation(Bench *b, Figure *f, Error *e) {
-    int max_pages = (f->depth + f->count + PAGE - 1) / PAGE;
-    int *page = allocate((size_t)max_pages * (size_t)f->streams * sizeof *page);
-    for (int i = 0; i < max_pages * f->streams; i++) page[i] = b->engine.free_pages.data[i];
-    const Backend *backend = b->engine.backend;
-    const Model *m = b->engine.model;
-    void *state = b->engine.state;
+    const Model *m = b->model.engine.model;
+    const int *page = b->model.engine.free_pages.data;
+    void *state = b->model.engine.state;
+    int max_pages = (f->depth + f->tokens + PAGE - 1) / PAGE;
     uint64_t read = backend->experts_read(state);
-    int choices = m->top_k * f->streams;
-    uint64_t most = step_bytes(m, choices < m->n_experts ? choices : m->n_experts, f->streams, f->depth + f->count / 2);
-    double flat = backend->flat_read(state, most), ignored;      /* before the card is hot, so of about as many bytes */
-    bool ok = generate_once(b, f, page, max_pages, &ignored, e); /* its steps are those of every repeat */
-    if (ok) {
-        f->experts = (double)(backend->experts_read(state) - read) / f->count / m->n_layers;
-        f->bytes = step_bytes(m, f->experts, f->streams, f->depth + f->count / 2);
-        f->flat = flat * (double)f->bytes / (double)most;
-    }
-    for (int r = 0; r < b->o.repeats && ok; r++) ok = generate_once(b, f, page, max_pages, f->seconds + r, e);
-    if (ok) f->phases = backend->phases(state, f->phase);
-    free(page);
-    return ok;
-}
-
-static bool run(Bench *b, Error *e) {
-    Engine *g = &b->engine;
-    for (int i = 0; i < b->o.prompts.n; i++) {
-        Figure f = {.kind = "prompt", .count = b->o.prompts.value[i], .streams = 1};
-        if (f.count >= g->context) {
-            fprintf(stderr, "infer: a prompt of %d tokens is left out: the context is %d\n", f.count, g->context);
-            continue;
-        }
-        if (!measure_prompt(b, &f, e)) return false;
-        print_figure(b, &f);
-    }
-    for (int i = 0; i < b->o.streams.n; i++)
-        for (int j = 0; j < b->o.depths.n; j++) {
-            Figure f = {.kind = "generate",
-                        .count = b->o.tokens,
-                        .depth = b->o.depths.value[j],
-                        .streams = b->o.streams.value[i]};
-            size_t pages = (size_t)(f.depth + f.count + PAGE - 1) / PAGE * (size_t)f.streams;
-            if (f.depth + f.count > g->context || pages > g->free_pages.n) {
-                fprintf(stderr,
-                        "infer: %d streams at a depth of %d are left out: the cache holds %zu tokens, a context %d\n",
-                        f.streams, f.depth, g->free_pages.n * PAGE, g->context);
-                continue;
-            }
-            if (!measure_generation(b, &f, e)) return false;
-            print_figure(b, &f);
-            fflush(stdout);
-        }
+    double ignored;
+    if (!generate_once(b, f, page, max_pages, &ignored, e)) return false; /* its steps are those of every repeat */
+    f->experts = (double)(backend->experts_read(state) - read) / f->tokens / m->n_layers;
+    f->bytes = step_bytes(m, f->experts, f->streams, f->depth + f->tokens / 2);
+    f->flat = backend->flat_read(state, f->bytes); /* before the card is hot */
+    for (int r = 0; r < b->o->repeats; r++)
+        if (!generate_once(b, f, page, max_pages, f->seconds + r, e)) return false;
     return true;
 }
 
-/* "1,4,16": whole numbers in [least, most]. */
-static bool parse_list(const char *text, int least, int most, List *out, Error *e) {
-    out->n = 0;
-    for (const char *s = text;; s++) {
-        char *end;
-        long value = strtol(s, &end, 10);
-        if (end == s || (*end && *end != ',') || value < least || value > most || out->n == MOST_VALUES)
-            return fail(e, USAGE, "'%s' is no list of whole numbers from %d to %d like 1,4,16", text, least, most);
-        out->value[out->n++] = (int)value;
-        s = end;
-        if (!*s) return true;
-    }
-}
-
-static bool parse_one(const char *text, int least, int most, int *out, Error *e) {
-    return text_whole(text, least, most, out) ||
-           fail(e, USAGE, "'%s' is no whole number from %d to %d", text, least, most);
-}
-
-static bool parse_options(int argc, char **argv, Options *o, Error *e) {
-    static const struct option options[] = {{"gpu", required_argument, NULL, 'g'},
-                                            {"temperature", required_argument, NULL, 't'},
-                                            {"plain", no_argument, NULL, 'P'},
-                                            {0}};
+/* Prompts first, then every number of streams at every depth, of what the cache has room for. */
+static bool measure_all(Bench *b, Error *e) {
+    const Options *o = b->o;
+    const Engine *g = &b->model.engine;
     bool ok = true;
-    for (int c; ok && (c = getopt_long(argc, argv, "p:n:d:b:r:o:", options, NULL)) != -1;) {
-        char *end = NULL;
-        switch (c) {
-        case 'p': ok = parse_list(optarg, 1, 1 << 24, &o->prompts, e); break;
-        case 'd': ok = parse_list(optarg, 0, 1 << 24, &o->depths, e); break;
-        case 'b': ok = parse_list(optarg, 1, MOST_STREAMS, &o->streams, e); break;
-        case 'n': ok = parse_one(optarg, 1, 1 << 20, &o->tokens, e); break;
-        case 'r': ok = parse_one(optarg, 1, MOST_REPEATS, &o->repeats, e); break;
-        case 'g': ok = parse_one(optarg, 0, MOST_GPUS - 1, &o->gpu, e); break;
-        case 'P': o->plain = true; break;
-        case 't':
-            o->temperature = strtof(optarg, &end);
-            if (end == optarg || *end || !(o->temperature >= 0 && o->temperature <= 100))
-                ok = fail(e, USAGE, "'%s' is no temperature", optarg);
-            break;
-        case 'o':
-            o->json = !strcmp(optarg, "json");
-            if (!o->json && strcmp(optarg, "md")) ok = fail(e, USAGE, "-o is md or json, not '%s'", optarg);
-            break;
-        default: ok = fail(e, USAGE, "wrong option; see infer bench --help");
+    for (int i = -o->prompts.n; ok && i < o->streams.n * o->depths.n; i++) {
+        Figure f = {.prompt = i < 0, .streams = 1};
+        f.tokens = f.prompt ? o->prompts.value[i + o->prompts.n] : o->tokens;
+        if (!f.prompt) f.streams = o->streams.value[i / o->depths.n], f.depth = o->depths.value[i % o->depths.n];
+        int length = f.depth + f.tokens + f.prompt; /* a prompt is followed by a token */
+        if (length > g->context || (size_t)(length + PAGE - 1) / PAGE * (size_t)f.streams > g->free_pages.n) {
+            fprintf(stderr,
+                    "infer: %d tokens behind %d in %d streams are left out: the cache holds %zu, a context %d\n",
+                    f.tokens, f.depth, f.streams, g->free_pages.n * PAGE, g->context);
+            continue;
         }
+        ok = f.prompt ? measure_prompt(b, &f, e) : measure_generation(b, &f, e);
+        if (ok) report_figure(b, &f);
     }
-    if (ok && optind + 1 < argc) ok = fail(e, USAGE, "one MODEL at most, not also '%s'", argv[optind + 1]);
     return ok;
 }
 
-/* A model with weights, or the shapes of one. */
-static bool open_model(Bench *b, const char *dir, Error *e) {
-    Bytes whole = {0}, index = {0};
-    bytes_print(&whole, "%s/model.safetensors", dir);
-    bytes_print(&index, "%s.index.json", whole.data);
-    bool weights = file_exists(whole.data) || file_exists(index.data);
-    bytes_free(&whole);
-    bytes_free(&index);
-    return weights ? checkpoint_open(&b->checkpoint, dir, e) : checkpoint_make_up(&b->checkpoint, dir, e);
+int bench(const Options *o) {
+    Error e;
+    Bench b = {.o = o};
+    Session *s = &b.model;
+    bool json = !strcmp(o->output, "json"), md = !strcmp(o->output, "md");
+    if (!json && !md) fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->output), die(&e);
+    if (!session_open(s, o, NEED_SHAPES | NEED_ENGINE, &e)) die(&e);
+    cJSON *out = cJSON_CreateObject();
+    cJSON_AddStringToObject(out, "family", s->checkpoint.family);
+    cJSON_AddBoolToObject(out, "random", s->checkpoint.model.made_up);
+    cJSON_AddStringToObject(out, "where", s->where);
+    add_numbers(out, "weight_bytes load_seconds", (double[]){(double)model_bytes(s->engine.model), s->seconds});
+    if (json) b.rows = cJSON_AddArrayToObject(out, "rows");
+    if (md)
+        puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
+             "|---|---:|---:|---:|---:|---:|---:|---:|---:|");
+    bool ok = measure_all(&b, &e);
+    end_json(out, json);
+    session_close(s);
+    if (!ok) die(&e);
+    return DONE;
 }
 
-int bench(int argc, char **argv, const Backend *backend) {
+/* ---- perplexity: how surprised is a model by a text? exp of the mean of -log p(token | what stands before it) ---- */
+
+/* Adds what tokens from .. n - 1 of a window cost, given those before them; `from` is above 0. */
+static bool score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_t from, double *sum, Error *e) {
+    const Sampling greedy = {.top_p = 1, .penalty = 1};
+    sequence_rewind(g, s, 0);
+    while (s->tokens.n < n - 1) { /* the last token is only predicted */
+        size_t at = s->tokens.n;
+        bool scored = at >= from - 1;
+        size_t end = scored ? n - 1 : from - 1, most = scored ? SCORED_AT_ONCE : (size_t)g->max_tokens;
+        size_t now = end - at < most ? end - at : most;
+        Result r;
+        if (!sequence_run(g, s, ids + at, now, scored ? WANT_ALL_LOGITS : WANT_NOTHING, &greedy, &r, e)) return false;
+        for (int i = 0; i < r.rows; i++) {
+            const float *logits = r.logits + (size_t)i * (size_t)g->model->vocab;
+            *sum += log_sum_exp(logits, g->model->vocab) - (double)logits[ids[at + (size_t)i + 1]];
+        }
+    }
+    return true;
+}
+
+int perplexity(const Options *o) {
     Error e;
-    Bench b = {.o = {.prompts = {2, {512, 2048}},
-                     .depths = {3, {0, 8192, 32768}},
-                     .streams = {3, {1, 4, 16}},
-                     .tokens = 128,
-                     .repeats = 5}};
-    if (!parse_options(argc, argv, &b.o, &e)) die(&e);
-    char *dir = model_get(optind < argc ? argv[optind] : "gpt-oss-20b", &e);
-    if (!dir || !open_model(&b, dir, &e)) die(&e);
-    int streams = 1;
-    for (int i = 0; i < b.o.streams.n; i++) streams = b.o.streams.value[i] > streams ? b.o.streams.value[i] : streams;
-    Limits limits = {
-        .gpu = b.o.gpu, .max_seqs = streams, .max_tokens = backend->prompt_step, .plain = b.o.plain, .where = b.where};
-    double begin = seconds();
-    bool ok = engine_open(&b.engine, backend, &b.checkpoint.model, limits, 0, &e);
+    Session s;
+    Ids ids = {0};
+    Bytes text = {0};
+    Sequence sequence = {0};
+    if (!o->file) fail(&e, USAGE, "-f FILE is missing: the text; see infer perplexity --help"), die(&e);
+    if (!file_read(o->file, MOST_TEXT, &text, &e)) e.code = USAGE, die(&e);
+    if (!session_open(&s, o, NEED_TOKENIZER | NEED_CHECKPOINT, &e) ||
+        !tokenizer_encode(s.tokenizer, text.data, text.n, WITH_TEMPLATE, &ids, &e))
+        die(&e);
+    int context = s.checkpoint.model.context, window = o->context ? o->context : context < 1024 ? context : 1024;
+    int stride = o->stride ? o->stride : window / 2;
+    bool ok = ids.n > 1 || fail(&e, USAGE, "%s: a text of at least two tokens is needed", o->file);
+    if (ok && stride >= window)
+        ok = fail(&e, USAGE, "a stride of %d leaves tokens between windows of %d out", stride, window);
+    if (!ok || !session_load(&s, o, window, &e)) die(&e);
+    double sum = 0, mean;
+    size_t scored = 1; /* the first token has nothing before it; others count in the first window that has them */
+    for (size_t begin = 0; ok && scored < ids.n; begin += (size_t)stride) {
+        size_t n = ids.n - begin < (size_t)window ? ids.n - begin : (size_t)window;
+        ok = score_window(&s.engine, &sequence, ids.data + begin, n, scored - begin, &sum, &e);
+        scored = begin + n;
+    }
     if (!ok) die(&e);
-    b.load_seconds = seconds() - begin;
-    char size[24];
-    fprintf(stderr, "%s: %s of weights%s on %s, ready after %.2f s\n", dir,
-            size_text(model_bytes(&b.checkpoint.model), size), b.checkpoint.model.made_up ? " (random)" : "", b.where,
-            b.load_seconds);
-    if (b.o.json)
-        printf(
-            "{\"family\": \"%s\", \"random\": %s, \"weight_bytes\": %llu, \"where\": \"%s\", \"load_seconds\": %.3f, "
-            "\"rows\": [",
-            b.checkpoint.family, b.checkpoint.model.made_up ? "true" : "false",
-            (unsigned long long)model_bytes(&b.checkpoint.model), b.where, b.load_seconds);
-    ok = run(&b, &e);
-    if (b.o.json) puts("\n]}");
-    engine_close(&b.engine);
-    checkpoint_close(&b.checkpoint);
+    mean = sum / (double)(ids.n - 1);
+    printf("perplexity %.6g  nll %.8g  tokens %zu\n", exp(mean), mean, ids.n - 1);
+    sequence_free(&s.engine, &sequence);
+    session_close(&s);
+    ids_free(&ids);
+    bytes_free(&text);
+    return DONE;
+}
+
+/* ---- inspect: what is a model made of, and does it fit on the GPU? ---- */
+
+/* How many weights there are, and the bytes of each encoding; m: of a model that infer runs, or NULL. */
+static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
+    double bytes = 0, values = 0, active = 0; /* active: what one token needs */
+    bool tied = m && m->embed.data.data == m->head.data.data;
+    char name[40];
+    for (int i = 0; i < t->n; i++) {
+        const Tensor *x = t->tensor + i;
+        bool packed = m && !strcmp(x->dtype, "U8"); /* blocks of 32 values in 16 bytes, and their scales */
+        bool copy = tied && !strcmp(x->name, "lm_head.weight") && tensors_find(t, "model.embed_tokens.weight");
+        bool looked_up = !tied && strstr(x->name, "embed_tokens");
+        double n = copy ? 0 : !packed ? 1 : strstr(x->name, "_blocks") ? 2 : 0;
+        for (int j = 0; j < x->dims; j++) n *= (double)x->shape[j];
+        snprintf(name, sizeof name, "bytes_in_%s", packed ? type_name(MXFP4) : x->dtype);
+        cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
+        if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
+        cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);
+        bytes += (double)x->size, values += n;
+        if (m) active += looked_up ? 0 : strstr(x->name, "experts") ? n / m->n_experts * m->top_k : n;
+    }
+    cJSON_AddNumberToObject(out, "weight_bytes", bytes);
+    if (m) add_numbers(out, "parameters active_parameters", (double[]){values, active});
+}
+
+/* What the GPU has to hold, and how much of it fits. Weights and cache are counted as the backend does; what a step
+ * works in is known when it opens the model: 1 to 3 GB for 1 to 70 billion parameters. 2 GB stand in for it. */
+static void add_memory(cJSON *out, const Model *m, int context) {
+    double token = 4.0 * m->n_layers * m->n_kv_heads * m->head_dim + 4, fixed = (double)model_bytes(m) + 2e9;
+    Devices *d = allocate_zero(1, sizeof *d);
+    char text[200], size[24], count[32];
+    backend->describe(d);
+    snprintf(text, sizeof text, "the weights, %s of cache for a context of %s, about 2 GB to work in",
+             size_text((uint64_t)(token * context), size), count_text((uint64_t)context, count));
+    add_numbers(out, "cache_bytes_per_token gpu_bytes", (double[]){token, fixed + token * context});
+    cJSON_AddStringToObject(out, "estimate", text);
+    double room = d->gpus ? (double)d->gpu[0].free : 0, fits = 0;
+    if (d->gpu[0].usable) fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
+    cJSON_AddStringToObject(out, "gpu", d->gpus ? d->gpu[0].name : d->problem);
+    if (d->gpus) add_numbers(out, "gpu_bytes_free context_that_fits", (double[]){room, fits});
+    cJSON_AddItemToObject(out, "fits", d->gpus ? cJSON_CreateBool(fits >= context) : cJSON_CreateNull());
+    free(d);
+}
+
+static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
+    Checkpoint c;
+    const Model *m = &c.model;
+    Tensors t;
+    Error ignored;
+    bool ok = checkpoint_open(&c, dir, e);
+    cJSON_AddBoolToObject(out, "supported", ok);
+    if (ok) {
+        cJSON_AddStringToObject(out, "family", c.family);
+        add_numbers(out, "layers width heads kv_heads head_size experts experts_per_token vocabulary context",
+                    (double[]){m->n_layers, m->dim, m->n_heads, m->n_kv_heads, m->head_dim, m->n_experts, m->top_k,
+                               m->vocab, m->context});
+        add_weights(out, &c.tensors, m);
+        add_memory(out, m, context && context < m->context ? context : m->context);
+        checkpoint_close(&c);
+    } else if (tensors_open(&t, dir, &ignored)) { /* the files say what they hold all the same */
+        add_weights(out, &t, NULL);
+        tensors_close(&t);
+    }
+    return ok;
+}
+
+static void print_facts(const cJSON *facts) {
+    const cJSON *x;
+    char count[32], size[24];
+    cJSON_ArrayForEach(x, facts) {
+        for (const char *c = x->string; *c; c++) putchar(*c == '_' ? ' ' : *c);
+        printf("%*s", 23 - (int)strlen(x->string), "");
+        if (cJSON_IsNumber(x)) fputs(count_text((uint64_t)x->valuedouble, count), stdout);
+        if (strstr(x->string, "bytes")) printf(" (%s)", size_text((uint64_t)x->valuedouble, size));
+        if (cJSON_IsBool(x)) puts(cJSON_IsTrue(x) ? "yes" : "no");
+        if (!cJSON_IsBool(x)) puts(cJSON_IsString(x) ? x->valuestring : cJSON_IsNull(x) ? "unknown" : "");
+    }
+}
+
+/* A message about a repository that is not here names it, not the temporary folder that stands for it. */
+static void rename_folder(Error *e, const char *folder, const char *name) {
+    Bytes text = {0};
+    const char *rest = e->text;
+    for (const char *at; (at = strstr(rest, folder)); rest = at + strlen(folder))
+        bytes_print(&text, "%.*s%s", (int)(at - rest), rest, name);
+    bytes_text(&text, rest);
+    fail(e, e->code, "%s", text.data);
+    bytes_free(&text);
+}
+
+int inspect(const Options *o) {
+    Error e;
+    Outline outline = {0};
+    char *dir = model_find(o->model, &e);
+    /* the hub is asked about an ORG/NAME that is not here whole, and about nothing else */
+    bool far = strchr(o->model, '/') && (!dir || (strcmp(dir, o->model) && !model_complete(dir)));
+    if (far ? !outline_open(&outline, o->model, &e) : !dir) die(&e);
+    cJSON *out = cJSON_CreateObject();
+    cJSON_AddStringToObject(out, "name", o->model);
+    bool ok = add_model(out, far ? outline.folder : dir, o->context, &e);
+    if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)outline.to_fetch);
+    if (far && !ok) rename_folder(&e, outline.folder, o->model);
+    if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
+    if (!o->json) print_facts(out);
+    end_json(out, o->json);
+    outline_close(&outline);
     free(dir);
     if (!ok) die(&e);
     return DONE;
+}
+
+/* ---- list, rm: which models are here? ---- */
+
+int list(const Options *o) {
+    ModelEntry *model;
+    int n = models_list(&model);
+    char size[24];
+    cJSON *all = cJSON_CreateArray();
+    for (const ModelEntry *m = model; m < model + n; m++) {
+        cJSON *one = add_object(all);
+        cJSON_AddStringToObject(one, "name", m->name);
+        cJSON_AddStringToObject(one, "family", m->family);
+        cJSON_AddNumberToObject(one, "bytes", (double)m->bytes);
+        cJSON_AddStringToObject(one, "encoding", m->encoding);
+        cJSON_AddBoolToObject(one, "supported", m->known);
+        cJSON_AddBoolToObject(one, "complete", m->complete);
+        cJSON_AddStringToObject(one, "path", m->path);
+        const char *state = !m->known ? "not supported" : m->complete ? "complete" : "incomplete";
+        if (!o->json)
+            printf("%-36s %-10s %8s  %-5s  %-13s  %s\n", m->name, m->family, size_text(m->bytes, size), m->encoding,
+                   state, m->path);
+    }
+    if (!n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
+    end_json(all, o->json);
+    models_free(model, n);
+    return DONE;
+}
+
+/* The name of the folder in the hub's cache that `argument` means: ORG/NAME, whatever there is of it, or a model as
+ * every command finds it. */
+static char *find_folder(const char *cache, const char *argument, Error *e) {
+    bool repository = repository_valid(argument);
+    char *name = repository ? repository_folder(argument) : NULL, root[PATH_MAX], real[PATH_MAX];
+    Bytes path = {0};
+    bytes_print(&path, "%s/%s", cache, name ? name : "");
+    bool exact = name && !access(path.data, F_OK);
+    bytes_free(&path);
+    if (exact) return name;
+    free(name);
+    char *dir = *argument ? model_find(argument, e) : NULL;
+    bool inside = dir && realpath(cache, root) && realpath(dir, real) && !strncmp(real, root, strlen(root)) &&
+                  !strncmp(real + strlen(root), "/models--", 9);
+    if (!inside && (dir || !repository))
+        fail(e, USAGE, "'%.200s' is not in the hub's cache, %s", dir ? dir : argument, cache);
+    free(dir);
+    return inside ? copy_text(real + strlen(root) + 1, strcspn(real + strlen(root) + 1, "/")) : NULL;
+}
+
+/* Is a file of it being fetched? Looks at the locks and takes them for a moment. */
+static bool in_use(const char *locks) {
+    DIR *dir = opendir(locks);
+    bool held = false;
+    for (struct dirent *d; dir && (d = readdir(dir)) && !held;) {
+        int fd = openat(dirfd(dir), d->d_name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+        held = fd >= 0 && flock(fd, LOCK_SH | LOCK_NB) && errno == EWOULDBLOCK;
+        if (fd >= 0) close(fd);
+    }
+    if (dir) closedir(dir);
+    return held;
+}
+
+int rm(const Options *o) {
+    Error e;
+    Bytes cache = {0}, folder = {0}, locks = {0}, link = {0};
+    const char *home = getenv("HOME");
+    hub_cache(&cache);
+    char *name = find_folder(cache.data, o->model, &e);
+    if (!name) die(&e);
+    bytes_print(&folder, "%s/%s", cache.data, name);
+    bytes_print(&locks, "%s/.locks/%s", cache.data, name);
+    bytes_print(&link, "%s/.cache/infer/models/%s", home ? home : "", name + strlen("models--"));
+    bool ok =
+        !in_use(locks.data) || fail(&e, FAILED, "%s is being downloaded by another process: end that first", o->model);
+    ok = ok && (folder_remove(folder.data) || fail(&e, FAILED, "%s: %s", folder.data, strerror(errno)));
+    if (!ok) die(&e);
+    folder_remove(locks.data);
+    unlink(link.data); /* which a folder of that name survives */
+    fprintf(stderr, "removed %s\n", folder.data);
+    bytes_free(&cache);
+    bytes_free(&folder);
+    bytes_free(&locks);
+    bytes_free(&link);
+    free(name);
+    return DONE;
+}
+
+/* ---- doctor: what is wrong with this machine? ---- */
+
+typedef struct {
+    bool json;
+    int code; /* of the first fault */
+    cJSON *all;
+} Doctor;
+
+/* A line for each finding; cure NULL: nothing is wrong. */
+static void finding(Doctor *d, const char *what, int code, const char *cure, const char *format, ...) {
+    char text[500];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    cJSON *one = add_object(d->all);
+    cJSON_AddStringToObject(one, "what", what);
+    cJSON_AddBoolToObject(one, "ok", !cure);
+    cJSON_AddStringToObject(one, "found", text);
+    if (cure) cJSON_AddStringToObject(one, "cure", cure);
+    if (!d->json) printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
+    if (cure && !d->code) d->code = code;
+}
+
+int doctor(const Options *o) {
+    Doctor d = {.json = o->json, .all = cJSON_CreateArray()};
+    char text[200], a[24], b[24], *slash;
+
+    Devices *v = allocate_zero(1, sizeof *v);
+    backend->describe(v); /* runtime 0: this program is built without CUDA and needs no GPU */
+    if (!v->gpus)
+        finding(&d, "GPU", NO_GPU, v->runtime ? "install or update NVIDIA's driver: nvidia-smi has to show one" : NULL,
+                "none (%s)", v->problem);
+    for (int i = 0; i < v->gpus; i++) {
+        snprintf(text, sizeof text, "this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d%s",
+                 v->gpu[i].major, v->gpu[i].minor, v->gpu[i].major == 9 ? "a" : "");
+        finding(&d, "GPU", NO_GPU, v->gpu[i].usable ? NULL : text, "%d: %s, compute capability %d.%d, %s of %s free", i,
+                v->gpu[i].name, v->gpu[i].major, v->gpu[i].minor, size_text(v->gpu[i].free, a),
+                size_text(v->gpu[i].total, b));
+    }
+    if (v->runtime)
+        finding(&d, "CUDA", 0, NULL, "driver for %d.%d, built with toolkit %d.%d for %s", v->driver / 1000,
+                v->driver % 1000 / 10, v->runtime / 1000, v->runtime % 1000 / 10, v->built);
+    free(v);
+
+    Bytes cache = {0};
+    uint64_t room = 0;
+    hub_cache(&cache);
+    disk_free(cache.data, &room);
+    char *there = copy_text(cache.data, cache.n); /* or what of it exists */
+    while (access(there, F_OK) && (slash = strrchr(there, '/')) && slash > there) *slash = 0;
+    finding(&d, "cache", NO_NETWORK,
+            access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL, "%s, %s free",
+            cache.data, size_text(room, a));
+    free(there);
+    bytes_free(&cache);
+
+    HubState hub;
+    Error e = {0};
+    bool answers = hub_state(&hub, &e);
+    finding(&d, "token", 0, NULL, "%s%s",
+            hub.token ? "found in " : "none: only private and gated repositories need one", hub.token ? hub.token : "");
+    snprintf(text, sizeof text, "answers in %.0f ms", hub.seconds * 1e3);
+    finding(&d, "network", e.code, answers || hub.offline ? NULL : e.text, "%s %s", hub.endpoint,
+            hub.offline ? "is not tried: HF_HUB_OFFLINE is set"
+            : answers   ? text
+                        : "does not answer");
+
+    end_json(d.all, d.json);
+    return d.code;
 }

@@ -1,482 +1,690 @@
-/* model.c: reads config.json, knows the families, binds weights, finds models on disk. See model.h.
+/* model.c: from a model directory to answers. Chapters: config and families, safetensors, binding, sizes, models on
+ * disk, engine. Declared in host.h.
  *
- * A family is one row of families[]: what its tensors are called and which formulas it uses. Everything odd about a
- * family is folded in here, so that nothing behind infer.h asks which one it is: fused and interleaved matrices become
- * views, every RoPE scaling becomes a table of angles, small tensors become float arrays. */
-#include "model.h"
+ * Everything odd about a family is folded in here, so that nothing behind infer.h asks which one it is: fused and
+ * interleaved matrices become views, every RoPE scaling becomes a table of angles, small tensors become float arrays.
+ * Nothing that a file says is believed: lengths are compared with the file's size before use, products are checked for
+ * overflow, and every tensor is bound once by name, dtype and shape, so that everything after may trust it. */
+#include "host.h"
 
 #include <ctype.h>
 #include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <math.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, REQUIRED = -1 };
+enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000, MOST_FILES = 1000, REQUIRED = -1 };
+
+/* ---- config and families ---- */
 
 typedef struct {
     const char *model_type; /* of config.json */
+    const char *defaults;   /* what its config.json means by leaving keys out, where families differ */
     Act act;
-    bool attention_bias; /* where config.json does not say */
-    int head_dim;        /* the same; 0: hidden_size / num_attention_heads */
-    bool head_norms;     /* RMSNorm of each head of q and k before RoPE */
-    const char *sinks;   /* tensor of a layer, or NULL */
-    const char *router;  /* Linear of a layer, or NULL: dense */
-    const char *gate_up; /* fused: even rows gate, odd rows up; or NULL: two Linears */
-    const char *gate, *up, *down;
-    const char *quant_method; /* the one that its weights may have, or NULL */
+    bool head_norms;          /* RMSNorm of each head of q and k before RoPE */
+    bool sinks;               /* self_attn.sinks */
     bool windows;             /* layer_types and sliding_window count */
+    const char *quant_method; /* the one that its weights may have, or NULL */
+    const char *router;       /* Linear of a layer, or NULL: dense */
 } Family;
+
+#define JSON(...) #__VA_ARGS__
 
 static const Family families[] = {
     {.model_type = "gpt_oss",
+     .defaults = JSON({
+         "attention_bias" : true,
+         "head_dim" : 64,
+         "num_key_value_heads" : 8,
+         "sliding_window" : 128,
+         "rope_theta" : 150000,
+         "rope_scaling" :
+             {"rope_type" : "yarn", "factor" : 32, "original_max_position_embeddings" : 4096, "truncate" : false}
+     }),
      .act = SWIGLU_CLAMPED,
-     .attention_bias = true,
-     .head_dim = REQUIRED,
-     .sinks = "self_attn.sinks",
-     .router = "mlp.router",
-     .gate_up = "mlp.experts.gate_up_proj",
-     .down = "mlp.experts.down_proj",
+     .sinks = true,
+     .windows = true,
      .quant_method = "mxfp4",
-     .windows = true},
-    {.model_type = "llama", .act = SWIGLU, .gate = "mlp.gate_proj", .up = "mlp.up_proj", .down = "mlp.down_proj"},
-    {.model_type = "qwen3",
-     .act = SWIGLU,
-     .head_dim = 128,
-     .head_norms = true,
-     .gate = "mlp.gate_proj",
-     .up = "mlp.up_proj",
-     .down = "mlp.down_proj"},
+     .router = "mlp.router"},
+    {.model_type = "llama", .act = SWIGLU},
+    {.model_type = "qwen3", .defaults = JSON({"head_dim" : 128}), .act = SWIGLU, .head_norms = true},
 };
 
-static const struct {
-    Type type;
-    const char *name, *dtype; /* of the safetensors format; MXFP4 is blocks and scales of U8 */
-    size_t size;
-} types[] = {{BF16, "BF16", "BF16", 2}, {F16, "F16", "F16", 2}, {F32, "F32", "F32", 4}, {MXFP4, "MXFP4", NULL, 0}};
-
-const char *type_name(Type type) { return types[type].name; }
-
-typedef struct { /* one model being read */
+typedef struct { /* one model being read. The first error fills *e; later ones are dropped, nothing more is bound. */
     Checkpoint *c;
     const Family *family;
-    const cJSON *config;
-    char *path;  /* of config.json */
-    int windows; /* sliding_window */
-    bool tied;
+    const char *path; /* of config.json */
+    cJSON *config, *defaults;
     size_t made_up; /* bytes of tensors that were made up so far */
-    Error *e;
-} Reader;
+    Error *e, later;
+} Loader;
 
-/* ---- config.json ---- */
+static bool failed(const Loader *load) { return load->e->code; }
+static Error *first_error(Loader *load) { return failed(load) ? &load->later : load->e; }
 
-static bool config_bad(Reader *r, const char *key, const char *expected) {
-    const cJSON *value = cJSON_GetObjectItemCaseSensitive(r->config, key);
+static void config_bad(Loader *load, const cJSON *object, const char *key, const char *expected) {
+    const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, key);
     char *found = value ? json_text(value) : NULL;
-    fail(r->e, BAD_MODEL, "%s: %s should be %s and is %.80s", r->path, key, expected, found ? found : "missing");
+    fail(first_error(load), BAD_MODEL, "%s: %s should be %s and is %.80s", load->path, key, expected,
+         found ? found : "missing");
     free(found);
-    return false;
 }
 
-/* A whole number in [least, most]; `absent` stands for a missing one, REQUIRED for none. */
-static bool config_whole(Reader *r, const char *key, int least, int most, int absent, int *out) {
-    const cJSON *value = json_get(r->config, key);
-    int64_t n = absent;
+/* The value of a key; where it is missing, the family's. NULL: there is none, or null. */
+static const cJSON *config_get(const Loader *load, const cJSON *object, const char *key) {
+    const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, key);
+    if (!value && object == load->config) value = cJSON_GetObjectItemCaseSensitive(load->defaults, key);
+    return cJSON_IsNull(value) ? NULL : value;
+}
+
+/* The same, which must be of this cJSON type. */
+static const cJSON *config_typed(Loader *load, const cJSON *object, const char *key, int type, const char *expected) {
+    const cJSON *value = config_get(load, object, key);
+    if (!value || value->type & type) return value;
+    config_bad(load, object, key, expected);
+    return NULL;
+}
+
+static const char *config_text(Loader *load, const cJSON *object, const char *key) {
+    return cJSON_GetStringValue(config_typed(load, object, key, cJSON_String, "a text"));
+}
+
+static bool config_true(Loader *load, const char *key) {
+    return cJSON_IsTrue(config_typed(load, load->config, key, cJSON_True | cJSON_False, "true or false"));
+}
+
+/* A number in [least, most]; `absent` stands for a missing one, and outside of these it is an error. */
+static double config_number(Loader *load, const cJSON *object, const char *key, double least, double most,
+                            double absent) {
+    const cJSON *value = config_get(load, object, key);
+    double x = !value ? absent : cJSON_IsNumber(value) ? value->valuedouble : NAN;
     char expected[80];
-    snprintf(expected, sizeof expected, "a whole number from %d to %d", least, most);
-    if ((value && !json_whole(value, least, most, &n)) || n < least) return config_bad(r, key, expected);
-    *out = (int)n;
-    return true;
+    if (x >= least && x <= most) return x;
+    snprintf(expected, sizeof expected, "a number from %.10g to %.10g", least, most);
+    config_bad(load, object, key, expected);
+    return least;
 }
 
-/* A number in (above, below). */
-static bool config_number(Reader *r, const cJSON *object, const char *key, double above, double below, double absent,
-                          double *out) {
-    const cJSON *value = json_get(object, key);
-    double x = value ? value->valuedouble : absent;
-    if ((value && !cJSON_IsNumber(value)) || !(x > above && x < below)) {
-        char *found = value ? json_text(value) : NULL;
-        fail(r->e, BAD_MODEL, "%s: %s should be a number between %g and %g and is %.80s", r->path, key, above, below,
-             found ? found : "missing");
+static int config_whole(Loader *load, const char *key, int least, int most, int absent) {
+    double x = config_number(load, load->config, key, least, most, absent);
+    if (x != floor(x)) config_bad(load, load->config, key, "a whole number");
+    return (int)x;
+}
+
+static void *keep(Checkpoint *c, size_t count, size_t bytes) {
+    c->owned = reallocate(c->owned, (size_t)(c->owned_n + 1) * sizeof *c->owned);
+    return c->owned[c->owned_n++] = allocate_zero(count, bytes);
+}
+
+static char *join(const char *dir, const char *name) {
+    Bytes path = {0};
+    bytes_print(&path, "%s/%s", dir, name);
+    return path.data;
+}
+
+static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * log(factor) + 1 : 1; }
+
+/* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. */
+static void read_rope(Loader *load, Rope *out) {
+    const Model *m = &load->c->model;
+    const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
+    if (!rope) rope = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object"); /* its older name */
+    if (!rope) rope = json_get(load->defaults, "rope_scaling");                                    /* for null too */
+    if (json_get(rope, "full_attention")) config_bad(load, load->config, "rope_parameters", "one for all layers");
+    const char *type = config_text(load, rope, "rope_type");
+    if (!type) type = config_text(load, rope, "type"); /* older still */
+    if (!type) type = "default";
+    bool yarn = !strcmp(type, "yarn"), llama3 = !strcmp(type, "llama3"), scaled = strcmp(type, "default");
+    if (scaled && !yarn && !llama3 && strcmp(type, "linear"))
+        fail(first_error(load), BAD_MODEL, "%s: rope type '%.40s' is none of default, linear, llama3 and yarn",
+             load->path, type);
+    double original = 0, factor = 1, low = 0, high = 1, scale = 1, d = m->rope_dim;
+    double theta = config_number(load, load->config, "rope_theta", 1e-6, 1e12, 10000);
+    theta = config_number(load, rope, "rope_theta", 1e-6, 1e12, theta);
+    if (yarn || llama3) original = config_number(load, rope, "original_max_position_embeddings", 1, 1e9, m->context);
+    bool implied = yarn && cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(rope, "factor"));
+    if (scaled) factor = config_number(load, rope, "factor", 1e-6, 1e6, implied ? m->context / original : REQUIRED);
+    if (llama3) { /* Llama 3.1's release: low frequencies are slowed by the factor, high ones stay, a ramp between */
+        low = config_number(load, rope, "low_freq_factor", 1e-6, 1e6, REQUIRED);
+        high = config_number(load, rope, "high_freq_factor", low + 1e-6, 1e7, REQUIRED);
+    }
+    if (yarn) { /* Peng et al., 2023, section 3.2: the same, the ramp being over dimensions */
+        double fast = config_number(load, rope, "beta_fast", 1e-6, 1e6, 32); /* turns over the original context */
+        double slow = config_number(load, rope, "beta_slow", 1e-6, 1e6, 1);
+        double mscale = config_number(load, rope, "mscale", 0, 1e6, 0);
+        double all = config_number(load, rope, "mscale_all_dim", 0, 1e6, 0);
+        scale = mscale > 0 && all > 0 ? yarn_scale(factor, mscale) / yarn_scale(factor, all) : yarn_scale(factor, 1);
+        scale = config_number(load, rope, "attention_factor", 1e-6, 1e6, scale);
+        low = fmax(d * log(original / (fast * 2 * M_PI)) / (2 * log(theta)), 0);
+        high = d * log(original / (slow * 2 * M_PI)) / (2 * log(theta));
+        config_typed(load, rope, "truncate", cJSON_True | cJSON_False, "true or false");
+        const cJSON *truncate = cJSON_GetObjectItemCaseSensitive(rope, "truncate"); /* null is false */
+        if (!truncate || cJSON_IsTrue(truncate)) low = floor(low), high = ceil(high);
+        high = fmin(high, d - 1);
+        if (low == high) high += 0.001;
+    }
+    float *inv_freq = keep(load->c, (size_t)m->rope_dim / 2, sizeof *inv_freq);
+    *out = (Rope){.inv_freq = inv_freq, .scale = (float)scale};
+    for (int i = 0; i < m->rope_dim / 2; i++) {
+        double f = pow(theta, -2.0 * i / d), share = scaled ? 0 : 1; /* of f that is kept */
+        if (yarn) share = 1 - fmin(fmax((i - low) / (high - low), 0), 1);
+        if (llama3) share = fmin(fmax((original * f / (2 * M_PI) - low) / (high - low), 0), 1);
+        inv_freq[i] = (float)(f * share + f / factor * (1 - share));
+        if (!isfinite(inv_freq[i])) config_bad(load, rope, "rope_theta", "such that its angles are numbers");
+    }
+}
+
+static void read_windows(Loader *load) {
+    Model *m = &load->c->model;
+    const Family *f = load->family;
+    const cJSON *list = config_typed(load, load->config, "layer_types", cJSON_Array, "an array");
+    int window = 0;
+    if (list && cJSON_GetArraySize(list) != m->n_layers)
+        fail(first_error(load), BAD_MODEL, "%s: layer_types should be an array of %d, one a layer", load->path,
+             m->n_layers);
+    if (f->windows && config_get(load, load->config, "sliding_window"))
+        window = config_whole(load, "sliding_window", 1, INT32_MAX, REQUIRED);
+    if (!f->windows && config_true(load, "use_sliding_window"))
+        fail(first_error(load), BAD_MODEL, "%s: use_sliding_window is not implemented for %s", load->path,
+             f->model_type);
+    const cJSON *entry = list ? list->child : NULL;
+    for (int i = 0; i < m->n_layers && !failed(load); i++, entry = entry ? entry->next : NULL) {
+        const char *type = cJSON_GetStringValue(entry);
+        bool sliding = f->windows && (list ? type && !strcmp(type, "sliding_attention") : i % 2 == 0);
+        if (list && !sliding && !(type && !strcmp(type, "full_attention")))
+            fail(load->e, BAD_MODEL, "%s: layer_types[%d] is '%.40s', which is not implemented for %s", load->path, i,
+                 type ? type : "(no text)", f->model_type);
+        m->layer[i].window = sliding ? window : 0;
+        m->layer[i].rope = m->rope;
+    }
+}
+
+static void read_stop(Loader *load, const cJSON *config, const char *path) {
+    const cJSON *eos = json_get(config, "eos_token_id");
+    int64_t id = 0, last = load->c->model.vocab - 1;
+    bool several = cJSON_IsArray(eos);
+    for (const cJSON *one = several ? eos->child : eos; one; one = several ? one->next : NULL) {
+        if (!json_whole(one, 0, last, &id))
+            fail(first_error(load), BAD_MODEL, "%s: eos_token_id should lie in the vocabulary, 0 to %d", path,
+                 (int)last);
+        ids_add(&load->c->stop, (int)id);
+    }
+}
+
+static void read_sizes(Loader *load) {
+    Model *m = &load->c->model;
+    const cJSON *config = load->config;
+    const Family *f = load->family;
+    m->n_layers = config_whole(load, "num_hidden_layers", 1, 4096, REQUIRED);
+    m->dim = config_whole(load, "hidden_size", 1, 1 << 17, REQUIRED);
+    m->ffn_dim = config_whole(load, "intermediate_size", 1, 1 << 20, REQUIRED);
+    m->vocab = config_whole(load, "vocab_size", 1, 1 << 22, REQUIRED);
+    m->n_heads = config_whole(load, "num_attention_heads", 1, 4096, REQUIRED);
+    m->n_kv_heads = config_whole(load, "num_key_value_heads", 1, 4096, m->n_heads);
+    m->head_dim = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
+    m->context = config_whole(load, "max_position_embeddings", 1, 1 << 24, REQUIRED);
+    m->eps = (float)config_number(load, config, "rms_norm_eps", 1e-30, 0.5, REQUIRED);
+    m->n_experts = f->router ? config_whole(load, "num_local_experts", 1, 4096, REQUIRED) : 1;
+    m->top_k = f->router ? config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED) : 1;
+    m->route = (Route){.normalise = true, .scale = 1, .groups = 1, .top_groups = 1, .group_best = 1};
+    m->act = f->act;
+    m->embed_scale = 1;
+    if (m->act == SWIGLU_CLAMPED) m->act_limit = (float)config_number(load, config, "swiglu_limit", 1e-6, 1e6, 7);
+    if (m->n_heads % m->n_kv_heads) config_bad(load, config, "num_key_value_heads", "a divisor of num_attention_heads");
+    if (m->head_dim % 2) config_bad(load, config, "head_dim", "even (RoPE turns pairs)");
+    const char *act = config_text(load, config, "hidden_act");
+    if (act && strcmp(act, "silu")) config_bad(load, config, "hidden_act", "\"silu\"");
+    m->v_dim = m->rope_dim = m->head_dim;
+    m->attn_scale = (float)(1 / sqrt(m->head_dim));
+    m->layer = keep(load->c, (size_t)m->n_layers, sizeof *m->layer);
+    /* formulas that no family here has are refused, lest the logits be wrong without a word */
+    if (config_number(load, config, "partial_rotary_factor", 0, 2, 1) != 1)
+        config_bad(load, config, "partial_rotary_factor", "1");
+    if (config_number(load, config, "swiglu_alpha", 0, 1e6, 1.702) != 1.702)
+        config_bad(load, config, "swiglu_alpha", "1.702");
+    const cJSON *quantization = config_typed(load, config, "quantization_config", cJSON_Object, "an object");
+    const char *quant = config_text(load, quantization, "quant_method");
+    if (quantization && !(quant && f->quant_method && !strcmp(quant, f->quant_method)))
+        fail(first_error(load), BAD_MODEL, "%s: weights quantized by '%.40s' are not supported for %s", load->path,
+             quant ? quant : "(no quant_method)", f->model_type);
+}
+
+static void read_config(Loader *load, const char *dir) {
+    const char *type = config_text(load, load->config, "model_type");
+    Bytes text = {0};
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
+        bytes_print(&text, "%s%s", i ? ", " : "", families[i].model_type);
+        if (type && !strcmp(type, families[i].model_type)) load->family = families + i;
+    }
+    if (load->family) {
+        load->c->family = load->family->model_type;
+        load->defaults = cJSON_Parse(load->family->defaults);
+        read_sizes(load);
+        Rope *rope = keep(load->c, 2, sizeof *rope);
+        load->c->model.rope = rope;
+        read_rope(load, rope);
+        rope[1] = rope[0];
+        read_windows(load);
+        read_stop(load, load->config, load->path);
+    } else {
+        fail(first_error(load), BAD_MODEL, "%s: model_type '%.60s' is not supported (supported: %s)", load->path,
+             type ? type : "(none)", text.data);
+    }
+    char *path = join(dir, "generation_config.json");
+    cJSON *generation = failed(load) || access(path, F_OK) ? NULL : json_read(path, MOST_CONFIG, load->e);
+    read_stop(load, generation, path);
+    cJSON_Delete(generation);
+    free(path);
+    bytes_free(&text);
+}
+
+/* ---- safetensors ---- */
+
+static const struct {
+    const char *name;
+    size_t size;
+} dtypes[] = {{"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1},
+              {"I16", 2},  {"U16", 2}, {"F16", 2}, {"BF16", 2},    {"I32", 4},     {"U32", 4},
+              {"F32", 4},  {"I64", 8}, {"U64", 8}, {"F64", 8}};
+
+/* One entry of a header whose data begins at `data`. */
+static bool read_entry(const TensorFile *f, size_t data, const cJSON *entry, Tensor *t, Error *e) {
+    const cJSON *shape = json_get(entry, "shape"), *offsets = json_get(entry, "data_offsets"), *dim = NULL;
+    const char *dtype = json_string(entry, "dtype"), *name = entry->string;
+    size_t bytes = 0, room = f->size - data;
+    int64_t begin = 0, end = 0;
+    for (size_t i = 0; dtype && i < sizeof dtypes / sizeof *dtypes; i++)
+        if (!strcmp(dtype, dtypes[i].name)) bytes = dtypes[i].size, t->dtype = dtypes[i].name;
+    bool ok = bytes && cJSON_IsArray(shape) && cJSON_GetArraySize(shape) <= MOST_DIMS && cJSON_IsArray(offsets) &&
+              cJSON_GetArraySize(offsets) == 2 && json_whole(offsets->child, 0, INT64_MAX, &begin) &&
+              json_whole(offsets->child->next, begin, INT64_MAX, &end);
+    for (dim = ok ? shape->child : NULL; dim && ok; dim = dim->next)
+        ok = json_whole(dim, 0, INT64_MAX, &t->shape[t->dims]) &&
+             !__builtin_mul_overflow(bytes, (size_t)t->shape[t->dims++], &bytes);
+    if (!ok) {
+        char *found = json_text(entry);
+        fail(e, BAD_MODEL,
+             "%s: tensor '%.200s' should have a known dtype, a shape of up to %d dimensions and two data_offsets, and "
+             "has %.120s",
+             f->name, name, MOST_DIMS, found);
         free(found);
         return false;
     }
-    *out = x;
+    if ((uint64_t)end > room || (uint64_t)(end - begin) != bytes)
+        return fail(e, BAD_MODEL,
+                    "%s: tensor '%.200s' has %lld bytes up to %lld of %zu, its dtype and shape need %zu: the file is "
+                    "incomplete or damaged; download it again",
+                    f->name, name, (long long)(end - begin), (long long)end, room, bytes);
+    t->name = copy_text(name, strlen(name));
+    t->offset = data + (size_t)begin;
+    t->size = bytes;
+    t->data = f->map + t->offset;
     return true;
 }
 
-static void *keep(Checkpoint *c, size_t bytes) {
-    c->owned = reallocate(c->owned, (size_t)(c->owned_n + 1) * sizeof *c->owned);
-    return c->owned[c->owned_n++] = allocate(bytes);
+static int by_offset(const void *a, const void *b) {
+    const Tensor *x = a, *y = b;
+    if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
+    return (x->size > y->size) - (x->size < y->size); /* an empty one before its neighbour */
 }
 
-/* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. */
-static bool read_rope(Reader *r) {
-    Model *m = &r->c->model;
-    const cJSON *rope = json_get(r->config, "rope_parameters"); /* transformers 5; before: rope_scaling */
-    if (!rope) rope = json_get(r->config, "rope_scaling");
-    const char *type = json_string(rope, "rope_type");
-    if (!type) type = json_string(rope, "type"); /* older still */
-    if (!type) type = "default";
-    double theta, factor = 1, original = 0, d = m->head_dim;
-    if (!config_number(r, r->config, "rope_theta", 0, 1e12, 10000, &theta) ||
-        !config_number(r, rope, "rope_theta", 0, 1e12, theta, &theta))
-        return false;
-    if (strcmp(type, "default") && !config_number(r, rope, "factor", 0, 1e6, 0, &factor)) return false;
-    bool yarn = !strcmp(type, "yarn"), llama3 = !strcmp(type, "llama3");
-    if ((yarn || llama3) && !config_number(r, rope, "original_max_position_embeddings", 0, 1e9, 0, &original))
-        return false;
-    if (!yarn && !llama3 && strcmp(type, "default") && strcmp(type, "linear"))
-        return fail(r->e, BAD_MODEL, "%s: rope type '%.40s' is not implemented (default, linear, llama3 and yarn are)",
-                    r->path, type);
-    float *inv_freq = keep(r->c, (size_t)m->head_dim / 2 * sizeof *inv_freq);
-    m->inv_freq = inv_freq;
-    m->rope_scale = 1;
-    /* YaRN (Peng et al., 2023, section 3.2): dimensions that turn more than beta_fast times over the original context
-     * keep their angle, those that turn less than beta_slow times are slowed by the factor, a ramp lies between. */
-    double low = 0, high = 1, fast = 32, slow = 1, scale;
-    if (yarn) {
-        if (!config_number(r, rope, "beta_fast", 0, 1e6, 32, &fast) ||
-            !config_number(r, rope, "beta_slow", 0, 1e6, 1, &slow))
-            return false;
-        if (!config_number(r, rope, "attention_factor", 0, 1e6, factor > 1 ? 0.1 * log(factor) + 1 : 1, &scale))
-            return false;
-        const cJSON *truncate = json_get(rope, "truncate");
-        low = d * log(original / (fast * 2 * M_PI)) / (2 * log(theta));
-        high = d * log(original / (slow * 2 * M_PI)) / (2 * log(theta));
-        if (!truncate || cJSON_IsTrue(truncate)) low = floor(low), high = ceil(high);
-        low = fmax(low, 0);
-        high = fmin(high, d - 1);
-        if (low == high) high += 0.001;
-        m->rope_scale = (float)scale;
-    }
-    /* llama3 (Llama 3.1's release, also transformers): the same idea by wavelengths. */
-    double low_factor = 1, high_factor = 4;
-    if (llama3 && (!config_number(r, rope, "low_freq_factor", 0, 1e6, 0, &low_factor) ||
-                   !config_number(r, rope, "high_freq_factor", low_factor, 1e6, 0, &high_factor)))
-        return false;
-    for (int i = 0; i < m->head_dim / 2; i++) {
-        double f = pow(theta, -2.0 * i / d), keep_share = 0;
-        if (yarn) keep_share = 1 - fmin(fmax((i - low) / (high - low), 0), 1);
-        if (llama3)
-            keep_share = fmin(fmax((original * f / (2 * M_PI) - low_factor) / (high_factor - low_factor), 0), 1);
-        inv_freq[i] = (float)(f * keep_share + f / factor * (1 - keep_share));
+static int by_name(const void *a, const void *b) {
+    return strcmp(((const Tensor *)a)->name, ((const Tensor *)b)->name);
+}
+
+/* The numbers of a valid header must be plain digits: cJSON, and so json_whole, takes 1e2 and 120.0 for whole ones. */
+static bool plain_numbers(const TensorFile *f, const char *s, const char *end, Error *e) {
+    const char *text = s, *tensor = s; /* the last string, and the last one before a brace */
+    for (; s < end; s++) {
+        if (*s == '"')
+            for (text = ++s; *s != '"'; s++) s += *s == '\\';
+        else if (*s == '{')
+            tensor = text;
+        else if (*s == '.' || *s == 'e' || *s == 'E')
+            return fail(e, BAD_MODEL, "%s: tensor '%.*s' has something else than plain digits in its %.*s", f->name,
+                        (int)strcspn(tensor, "\""), tensor, (int)strcspn(text, "\""), text);
     }
     return true;
 }
 
-static bool read_windows(Reader *r) {
-    Model *m = &r->c->model;
-    const cJSON *list = json_get(r->config, "layer_types"), *entry;
-    bool windows = r->family->windows;
-    int i = 0, window = 0;
-    if (!windows && json_true(r->config, "use_sliding_window"))
-        return fail(r->e, BAD_MODEL, "%s: use_sliding_window is not implemented for %s", r->path,
-                    r->family->model_type);
-    if (list && (!cJSON_IsArray(list) || cJSON_GetArraySize(list) != m->n_layers))
-        return fail(r->e, BAD_MODEL, "%s: layer_types should be an array of %d, one a layer", r->path, m->n_layers);
-    if (windows && !config_whole(r, "sliding_window", 1, INT32_MAX, REQUIRED, &window)) return false;
-    for (; i < m->n_layers && !list; i++) m->layer[i].window = i % 2 ? 0 : window; /* gpt-oss without a list */
-    cJSON_ArrayForEach(entry, list) {
-        const char *type = cJSON_IsString(entry) ? entry->valuestring : "";
-        bool sliding = windows && !strcmp(type, "sliding_attention");
-        if (!sliding && strcmp(type, "full_attention"))
-            return fail(r->e, BAD_MODEL, "%s: layer_types[%d] is '%.40s', which is not implemented for %s", r->path, i,
-                        type, r->family->model_type);
-        m->layer[i++].window = sliding ? window : 0;
-    }
+static bool map_file(TensorFile *f, Error *e) {
+    struct stat st;
+    f->fd = open(f->name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (f->fd < 0 || fstat(f->fd, &st))
+        return fail(e, BAD_MODEL, "%s: %s", f->name,
+                    errno == ENOENT ? "missing: this is no model, or its download is incomplete; infer download goes on"
+                                    : strerror(errno));
+    if (!S_ISREG(st.st_mode)) return fail(e, BAD_MODEL, "%s: not a regular file", f->name);
+    f->size = (size_t)st.st_size;
+    if (f->size < 8) return fail(e, BAD_MODEL, "%s: %zu bytes are too few for a safetensors file", f->name, f->size);
+    void *map = mmap(NULL, f->size, PROT_READ, MAP_SHARED, f->fd, 0);
+    if (map == MAP_FAILED) return fail(e, BAD_MODEL, "%s: cannot be mapped: %s", f->name, strerror(errno));
+    f->map = map;
     return true;
 }
 
-static bool read_stop(Reader *r, const cJSON *config, const char *path) {
-    const cJSON *eos = json_get(config, "eos_token_id"), *one;
-    if (!eos) return true;
-    for (one = cJSON_IsArray(eos) ? eos->child : eos; one; one = cJSON_IsArray(eos) ? one->next : NULL) {
-        int64_t id;
-        if (!json_whole(one, 0, r->c->model.vocab - 1, &id))
-            return fail(r->e, BAD_MODEL, "%s: eos_token_id should lie in the vocabulary, 0 to %d", path,
-                        r->c->model.vocab - 1);
-        ids_add(&r->c->stop, (int)id);
+/* Reads file i: eight bytes with the length of the header, the header, the data. */
+static bool read_file(Tensors *t, int i, Error *e) {
+    TensorFile *f = t->file + i;
+    if (!map_file(f, e)) return false;
+    const char *path = f->name, *text = (const char *)f->map + 8;
+    uint64_t header = 0;
+    for (int byte = 7; byte >= 0; byte--) header = header << 8 | f->map[byte];
+    if (!header || header > MOST_HEADER || header > f->size - 8 || *text != '{')
+        return fail(e, BAD_MODEL, "%s: %s (a header of %llu bytes in %zu): download it again", path,
+                    !memcmp(text - 8, "version ", 8) ? "a pointer of Git LFS, not the file that it stands for"
+                    : text[-8] == '<'                ? "a web page, not a safetensors file"
+                                                     : "no safetensors file, or damaged",
+                    (unsigned long long)header, f->size);
+    cJSON *json = json_parse(text, header, path, e);
+    size_t data = 8 + header, end = data;
+    int first = t->n;
+    bool ok = json;
+    t->tensor = reallocate(t->tensor, (size_t)(t->n + cJSON_GetArraySize(json) + 1) * sizeof *t->tensor);
+    for (const cJSON *entry = json ? json->child : NULL; entry && ok; entry = entry->next) {
+        if (!strcmp(entry->string, "__metadata__") && cJSON_IsObject(entry)) continue;
+        t->tensor[t->n] = (Tensor){.file = i};
+        ok = read_entry(f, data, entry, t->tensor + t->n, e);
+        t->n += ok;
     }
-    return true;
+    cJSON_Delete(json);
+    ok = ok && plain_numbers(f, text, text + header, e);
+    if (t->n > first) qsort(t->tensor + first, (size_t)(t->n - first), sizeof *t->tensor, by_offset);
+    for (Tensor *one = t->tensor + first; one < t->tensor + t->n && ok; end += one++->size) /* without holes */
+        if (one->offset != end)
+            ok = fail(e, BAD_MODEL, "%s: tensor '%.200s' %s", path, one->name,
+                      one->offset < end ? "overlaps another" : "leaves a hole before it");
+    return ok && (end == f->size ||
+                  fail(e, BAD_MODEL, "%s: %zu bytes, its header describes %zu: the file is damaged; download it again",
+                       path, f->size, end));
 }
 
-static bool read_sizes(Reader *r) {
-    Model *m = &r->c->model;
-    bool experts = r->family->router;
-    int head_dim = r->family->head_dim;
-    double eps, limit = 7;
-    if (!config_whole(r, "num_hidden_layers", 1, 4096, REQUIRED, &m->n_layers) ||
-        !config_whole(r, "hidden_size", 1, 1 << 17, REQUIRED, &m->dim) ||
-        !config_whole(r, "intermediate_size", 1, 1 << 20, REQUIRED, &m->ffn_dim) ||
-        !config_whole(r, "vocab_size", 1, 1 << 22, REQUIRED, &m->vocab) ||
-        !config_whole(r, "num_attention_heads", 1, 4096, REQUIRED, &m->n_heads) ||
-        !config_whole(r, "num_key_value_heads", 1, 4096, experts ? REQUIRED : m->n_heads, &m->n_kv_heads) ||
-        !config_whole(r, "head_dim", 2, 1024, head_dim ? head_dim : m->dim / m->n_heads, &m->head_dim) ||
-        !config_whole(r, "max_position_embeddings", 1, 1 << 24, REQUIRED, &m->context) ||
-        !config_number(r, r->config, "rms_norm_eps", 0, 1, 0, &eps))
-        return false;
-    m->eps = (float)eps;
-    m->act = r->family->act;
-    m->n_experts = m->top_k = 1;
-    if (experts && (!config_whole(r, "num_local_experts", 1, 4096, REQUIRED, &m->n_experts) ||
-                    !config_whole(r, "num_experts_per_tok", 1, m->n_experts, REQUIRED, &m->top_k)))
-        return false;
-    if (m->n_heads % m->n_kv_heads) return config_bad(r, "num_key_value_heads", "a divisor of num_attention_heads");
-    if (m->head_dim % 2) return config_bad(r, "head_dim", "even (RoPE turns pairs)");
-    if (m->act == SWIGLU_CLAMPED && !config_number(r, r->config, "swiglu_limit", 0, 1e6, 7, &limit)) return false;
-    m->act_limit = (float)limit;
-    const char *act = json_string(r->config, "hidden_act");
-    if (act && strcmp(act, "silu")) return config_bad(r, "hidden_act", "\"silu\"");
-    const cJSON *quantization = json_get(r->config, "quantization_config");
-    const char *quant = json_string(quantization, "quant_method"), *known = r->family->quant_method;
-    if (quantization && !(quant && known && !strcmp(quant, known)))
-        return fail(r->e, BAD_MODEL, "%s: weights quantized by '%.40s' are not supported for %s", r->path,
-                    quant ? quant : "(no quant_method)", r->family->model_type);
-    m->layer = keep(r->c, (size_t)m->n_layers * sizeof *m->layer);
-    memset(m->layer, 0, (size_t)m->n_layers * sizeof *m->layer);
-    return true;
+/* Adds a file that is still to be read, once; its name becomes theirs. */
+static void add_file(Tensors *t, char *name) {
+    for (int i = t->files; i--;)
+        if (!strcmp(t->file[i].name, name)) return free(name);
+    t->file = reallocate(t->file, (size_t)(t->files + 1) * sizeof *t->file);
+    t->file[t->files++] = (TensorFile){.name = name, .fd = -1};
 }
 
-static bool read_config(Reader *r, const char *dir) {
-    const char *type = json_string(r->config, "model_type");
-    Bytes supported = {0};
-    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
-        bytes_print(&supported, "%s%s", i ? ", " : "", families[i].model_type);
-        if (type && !strcmp(type, families[i].model_type)) r->family = families + i;
+/* Adds the files in `dir`: those that model.safetensors.index.json names, or model.safetensors alone. */
+static bool add_files(Tensors *t, const char *dir, Error *e) {
+    char *index = join(dir, "model.safetensors.index.json");
+    bool ok = true, single = access(index, F_OK);
+    cJSON *json = single ? NULL : json_read(index, MOST_INDEX, e);
+    const cJSON *map = json_get(json, "weight_map"), *entry = cJSON_IsObject(map) ? map->child : NULL;
+    if (single)
+        add_file(t, join(dir, "model.safetensors"));
+    else if (!entry)
+        ok = json && fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index);
+    for (; entry && ok; entry = entry->next) {
+        const char *name = cJSON_GetStringValue(entry);
+        if (!name || !*name || *name == '.' || strchr(name, '/') || strchr(name, '\\') || t->files == MOST_FILES)
+            ok = fail(e, BAD_MODEL, "%s: tensor '%.100s' is in '%.100s': no file name, or more files than %d", index,
+                      entry->string, name ? name : "(no text)", MOST_FILES);
+        else
+            add_file(t, join(dir, name));
     }
-    if (!r->family)
-        fail(r->e, BAD_MODEL, "%s: model_type '%.60s' is not supported (supported: %s)", r->path,
-             type ? type : "(missing)", supported.data);
-    bytes_free(&supported);
-    if (!r->family) return false;
-    r->c->family = r->family->model_type;
-    r->tied = json_true(r->config, "tie_word_embeddings");
-    if (!read_sizes(r) || !read_rope(r) || !read_windows(r) || !read_stop(r, r->config, r->path)) return false;
-    Bytes path = {0};
-    bytes_print(&path, "%s/generation_config.json", dir);
-    bool ok = true;
-    if (!access(path.data, F_OK)) {
-        cJSON *generation = json_read(path.data, MOST_CONFIG, r->e);
-        ok = generation && read_stop(r, generation, path.data);
-        cJSON_Delete(generation);
-    }
-    bytes_free(&path);
+    cJSON_Delete(json);
+    free(index);
     return ok;
+}
+
+static char shrunk[600]; /* what on_bus_error says of the files opened last */
+
+/* Files are mapped: where one has shrunk underneath, reading it raises SIGBUS. */
+static void on_bus_error(int number) {
+    if (number && write(STDERR_FILENO, shrunk, strlen(shrunk))) {}
+    _exit(BAD_MODEL);
+}
+
+bool tensors_open(Tensors *t, const char *path, Error *e) {
+    struct stat st;
+    *t = (Tensors){0};
+    snprintf(shrunk, sizeof shrunk, "infer: %.500s: a safetensors file was truncated while it was in use\n", path);
+    signal(SIGBUS, on_bus_error);
+    bool one = !stat(path, &st) && S_ISREG(st.st_mode), ok = one || add_files(t, path, e);
+    if (one) add_file(t, copy_text(path, strlen(path)));
+    for (int i = 0; i < t->files && ok; i++) ok = read_file(t, i, e);
+    if (t->n) qsort(t->tensor, (size_t)t->n, sizeof *t->tensor, by_name);
+    for (int i = 1; i < t->n && ok; i++)
+        if (!strcmp(t->tensor[i - 1].name, t->tensor[i].name))
+            ok = fail(e, BAD_MODEL, "%s: tensor '%.200s' is also in %s", t->file[t->tensor[i].file].name,
+                      t->tensor[i].name, t->file[t->tensor[i - 1].file].name);
+    if (!ok) tensors_close(t);
+    return ok;
+}
+
+void tensors_close(Tensors *t) {
+    for (int i = 0; i < t->n; i++) free(t->tensor[i].name);
+    for (int i = 0; i < t->files; i++) {
+        if (t->file[i].map) munmap((void *)(uintptr_t)t->file[i].map, t->file[i].size);
+        if (t->file[i].fd >= 0) close(t->file[i].fd);
+        free(t->file[i].name);
+    }
+    free(t->tensor);
+    free(t->file);
+    *t = (Tensors){0};
+}
+
+const Tensor *tensors_find(const Tensors *t, const char *name) {
+    Tensor key = {.name = (char *)(uintptr_t)name};
+    return t->n ? bsearch(&key, t->tensor, (size_t)t->n, sizeof key, by_name) : NULL;
 }
 
 /* ---- binding ---- */
 
-static void shape_text(int dims, const int64_t *shape, char out[160]) {
+static const struct {
+    const char *name; /* of the dtype in safetensors too, but that MXFP4 is blocks and scales of U8 */
+    size_t size;
+} types[] = {[BF16] = {"BF16", 2}, [F16] = {"F16", 2}, [F32] = {"F32", 4}, [MXFP4] = {"MXFP4", 0}};
+
+const char *type_name(Type type) { return types[type].name; }
+
+static const char *shape_text(int dims, const int64_t *shape, char out[160]) {
     int n = snprintf(out, 160, "(");
     for (int i = 0; i < dims; i++)
         n += snprintf(out + n, (size_t)(160 - n), "%s%lld", i ? ", " : "", (long long)shape[i]);
     snprintf(out + n, (size_t)(160 - n), ")");
+    return out;
 }
 
 /* A tensor that is in no file, at an offset of its own. */
-static const Tensor *make_up(Reader *r, const char *name, const char *suffix, int dims, const int64_t *shape) {
-    Tensor *t = keep(r->c, sizeof *t);
+static const Tensor *make_up(Loader *load, const char *name, const char *suffix, int dims, const int64_t *shape) {
+    Tensor *t = keep(load->c, 1, sizeof *t);
     bool packed = !strcmp(suffix, "_blocks") || !strcmp(suffix, "_scales");
-    *t = (Tensor){.name = (char *)name, .dtype = packed ? "U8" : "BF16", .dims = dims, .offset = r->made_up};
+    *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = packed ? "U8" : "BF16", .offset = load->made_up};
     t->size = packed ? 1 : 2;
     for (int i = 0; i < dims; i++) t->size *= (size_t)shape[i];
-    r->made_up += t->size;
+    load->made_up += t->size;
     return t;
 }
 
-/* The tensor "PREFIX.NAME.SUFFIX" or NULL with a message; it must have this shape. Parts may be empty. */
-static const Tensor *bind(Reader *r, int layer, const char *name, const char *suffix, int dims, const int64_t *shape) {
-    char full[200], expected[160], found[160];
-    if (layer >= 0)
-        snprintf(full, sizeof full, "model.layers.%d.%s%s", layer, name, suffix);
-    else
-        snprintf(full, sizeof full, "%s%s", name, suffix);
-    const Tensors *all = &r->c->tensors;
-    if (r->c->model.made_up) return make_up(r, name, suffix, dims, shape);
+/* The tensor "model.layers.LAYER.NAME SUFFIX", without what comes before NAME where the layer is -1. It must have this
+ * shape; NULL: it has not, or something was wrong before. */
+static const Tensor *bind(Loader *load, int layer, const char *name, const char *suffix, int dims,
+                          const int64_t *shape) {
+    char full[200] = "", expected[160], found[160];
+    const Tensors *all = &load->c->tensors;
+    if (failed(load)) return NULL;
+    if (load->c->model.made_up) return make_up(load, name, suffix, dims, shape);
+    if (layer >= 0) snprintf(full, sizeof full, "model.layers.%d.", layer);
+    snprintf(strchr(full, 0), sizeof full - strlen(full), "%s%s", name, suffix);
     const Tensor *t = tensors_find(all, full);
-    shape_text(dims, shape, expected);
-    if (!t) {
-        fail(r->e, BAD_MODEL, "%s: tensor '%s' %s is missing", all->file[0].name, full, expected);
-        return NULL;
-    }
-    if (t->dims != dims || memcmp(t->shape, shape, (size_t)dims * sizeof *shape)) {
-        shape_text(t->dims, t->shape, found);
-        fail(r->e, BAD_MODEL, "%s: tensor '%s' has the shape %s, config.json needs %s", all->file[t->file].name, full,
-             found, expected);
-        return NULL;
-    }
-    r->c->bound[t - all->tensor] = true;
-    return t;
+    if (t) all->tensor[t - all->tensor].bound = true;
+    if (t && t->dims == dims && !memcmp(t->shape, shape, (size_t)dims * sizeof *shape)) return t;
+    fail(load->e, BAD_MODEL, "%s: tensor '%s' should be %s and is %s", all->file[t ? t->file : 0].name, full,
+         shape_text(dims, shape, expected), t ? shape_text(t->dims, t->shape, found) : "missing");
+    return NULL;
 }
 
-static bool has(const Reader *r, int layer, const char *name, const char *suffix) {
-    char full[200];
-    snprintf(full, sizeof full, "model.layers.%d.%s%s", layer, name, suffix);
-    return tensors_find(&r->c->tensors, full);
+/* The encoding of a tensor; `packed`: of MXFP4's blocks and scales. */
+static Type tensor_type(Loader *load, const Tensor *t, bool packed) {
+    if (packed && !strcmp(t->dtype, "U8")) return MXFP4;
+    for (Type type = BF16; type <= F32 && !packed; type++)
+        if (!strcmp(t->dtype, types[type].name)) return type;
+    fail(load->e, BAD_MODEL, "%s: tensor '%s' has the dtype %s, expected %s", load->c->tensors.file[t->file].name,
+         t->name, t->dtype, packed ? "U8" : "BF16, F16 or F32");
+    return BF16;
 }
 
-static bool tensor_type(Reader *r, const Tensor *t, Type *type) {
-    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
-        if (types[i].dtype && !strcmp(t->dtype, types[i].dtype)) {
-            *type = types[i].type;
-            return true;
-        }
-    return fail(r->e, BAD_MODEL, "%s: tensor '%s' has the dtype %s, expected BF16, F16 or F32",
-                r->c->tensors.file[t->file].name, t->name, t->dtype);
-}
-
-/* A tensor of n elements as floats: every `stride`th from `first` on. */
-static const float *floats(Reader *r, const Tensor *t, size_t n, size_t first, size_t stride) {
-    Type type = BF16;
-    if (!tensor_type(r, t, &type)) return NULL;
-    float *out = keep(r->c, n * sizeof *out);
-    bool made_up = r->c->model.made_up; /* norms do nothing, biases are not there */
-    for (size_t i = 0; i < n && made_up; i++) out[i] = strstr(t->name, "norm") ? 1 : 0;
-    for (size_t i = 0; i < n && !made_up; i++) {
-        const unsigned char *at = t->data + (first + i * stride) * types[type].size;
-        uint16_t half;
-        memcpy(&half, at, 2);
+/* n elements of a tensor as floats: every `stride`th from `first` on. Made up, norms do nothing and biases are 0. */
+static const float *floats(Loader *load, const Tensor *t, size_t n, size_t first, size_t stride) {
+    if (!t) return NULL;
+    Type type = tensor_type(load, t, false);
+    if (failed(load)) return NULL;
+    float *out = keep(load->c, n, sizeof *out);
+    for (size_t i = 0; i < n; i++) {
+        const unsigned char *at = t->data ? t->data + (first + i * stride) * types[type].size : NULL;
+        uint16_t half = 0;
+        if (at) memcpy(&half, at, 2);
         if (type == BF16) out[i] = bits_float((uint32_t)half << 16);
         if (type == F16) out[i] = f16_value(half);
         if (type == F32) memcpy(out + i, at, 4);
+        if (!at && strstr(t->name, "norm")) out[i] = 1;
     }
     return out;
 }
 
-static bool bind_floats(Reader *r, int layer, const char *name, int n, const float **out) {
-    const Tensor *t = bind(r, layer, name, "", 1, (int64_t[]){n});
-    return t && (*out = floats(r, t, (size_t)n, 0, 1));
+static const float *bind_floats(Loader *load, int layer, const char *name, const char *suffix, int n) {
+    return floats(load, bind(load, layer, name, suffix, 1, (int64_t[]){n}), (size_t)n, 0, 1);
 }
 
 /* A view of rows first, first + step, ... of the matrices in t, each row `stride` bytes. */
-static View rows_view(const Reader *r, const Tensor *t, size_t stride, int rows, int first, int step) {
+static View rows_view(const Loader *load, const Tensor *t, size_t stride, int rows, int first, int step) {
     size_t skip = (size_t)first * stride;
-    bool made_up = r->c->model.made_up;
-    return (View){.data = made_up ? NULL : t->data + skip,
-                  .fd = made_up ? -1 : r->c->tensors.file[t->file].fd,
+    return (View){.data = t->data ? t->data + skip : NULL,
+                  .fd = t->data ? load->c->tensors.file[t->file].fd : -1,
                   .offset = t->offset + skip,
                   .size = t->size - (size_t)(step - 1) * stride,
                   .stride = stride * (size_t)step,
                   .step = stride * (size_t)step * (size_t)rows};
 }
 
-/* NAME.weight (rows, cols) and, where the file has it or config.json wants it, NAME.bias. */
-static bool bind_linear(Reader *r, int layer, const char *name, int rows, int cols, bool bias, Linear *out) {
-    const Tensor *t = bind(r, layer, name, ".weight", 2, (int64_t[]){rows, cols});
-    *out = (Linear){.rows = rows, .cols = cols, .n = 1};
-    if (!t || !tensor_type(r, t, &out->type)) return false;
-    out->data = rows_view(r, t, (size_t)cols * types[out->type].size, rows, 0, 1);
-    if (!bias && !has(r, layer, name, ".bias")) return true;
-    const Tensor *b = bind(r, layer, name, ".bias", 1, (int64_t[]){rows});
-    return b && (out->bias = floats(r, b, (size_t)rows, 0, 1));
+/* NAME.weight (rows, cols) and, where config.json wants it, NAME.bias. */
+static Linear bind_linear(Loader *load, int layer, const char *name, int rows, int cols, bool bias) {
+    const Tensor *t = bind(load, layer, name, ".weight", 2, (int64_t[]){rows, cols});
+    if (!t) return (Linear){0};
+    Linear w = {.type = tensor_type(load, t, false), .rows = rows, .cols = cols, .n = 1};
+    w.data = rows_view(load, t, (size_t)cols * types[w.type].size, rows, 0, 1);
+    if (bias) w.bias = bind_floats(load, layer, name, ".bias", rows);
+    return w;
 }
 
 /* The experts' MXFP4 matrices NAME_blocks, _scales and _bias, (n, fused rows, cols); rows first, first + step, ... */
-static bool bind_experts(Reader *r, int layer, const char *name, int rows, int cols, int first, int step, Linear *out) {
-    int n = r->c->model.n_experts;
-    if (cols % 32) return fail(r->e, BAD_MODEL, "%s: MXFP4 rows of %d are not whole blocks of 32", r->path, cols);
-    const Tensor *blocks = bind(r, layer, name, "_blocks", 4, (int64_t[]){n, rows * step, cols / 32, 16});
-    const Tensor *scales = blocks ? bind(r, layer, name, "_scales", 3, (int64_t[]){n, rows * step, cols / 32}) : NULL;
-    const Tensor *bias = scales ? bind(r, layer, name, "_bias", 2, (int64_t[]){n, rows * step}) : NULL;
-    if (!bias) return false;
-    const Tensor *wrong = strcmp(blocks->dtype, "U8") ? blocks : strcmp(scales->dtype, "U8") ? scales : NULL;
-    if (wrong)
-        return fail(r->e, BAD_MODEL, "%s: tensor '%s' has the dtype %s, expected U8",
-                    r->c->tensors.file[wrong->file].name, wrong->name, wrong->dtype);
-    *out = (Linear){.type = MXFP4, .rows = rows, .cols = cols, .n = n};
-    out->data = rows_view(r, blocks, (size_t)cols / 2, rows, first, step);
-    out->scale = rows_view(r, scales, (size_t)cols / 32, rows, first, step);
-    return (out->bias = floats(r, bias, (size_t)n * (size_t)rows, (size_t)first, (size_t)step));
+static Linear bind_experts(Loader *load, int layer, const char *name, int rows, int cols, int first, int step) {
+    int n = load->c->model.n_experts;
+    if (cols % 32)
+        fail(first_error(load), BAD_MODEL, "%s: MXFP4 rows of %d are not whole blocks of 32", load->path, cols);
+    const Tensor *blocks = bind(load, layer, name, "_blocks", 4, (int64_t[]){n, rows * step, cols / 32, 16});
+    const Tensor *scales = bind(load, layer, name, "_scales", 3, (int64_t[]){n, rows * step, cols / 32});
+    const Tensor *bias = bind(load, layer, name, "_bias", 2, (int64_t[]){n, rows * step});
+    if (!bias) return (Linear){0};
+    Linear w = {.type = tensor_type(load, blocks, true), .rows = rows, .cols = cols, .n = n};
+    if (!failed(load)) tensor_type(load, scales, true);
+    w.data = rows_view(load, blocks, (size_t)cols / 2, rows, first, step);
+    w.scale = rows_view(load, scales, (size_t)cols / 32, rows, first, step);
+    w.bias = failed(load) ? NULL : floats(load, bias, (size_t)n * (size_t)rows, (size_t)first, (size_t)step);
+    return w;
 }
 
-static bool bind_layer(Reader *r, int i) {
-    const Family *f = r->family;
-    const Model *m = &r->c->model;
+static void bind_layer(Loader *load, int i) {
+    const Family *f = load->family;
+    const Model *m = &load->c->model;
     Layer *l = m->layer + i;
-    const cJSON *says = json_get(r->config, "attention_bias");
-    bool bias = says ? cJSON_IsTrue(says) : f->attention_bias;
     int q = m->n_heads * m->head_dim, kv = m->n_kv_heads * m->head_dim;
-    if (!bind_floats(r, i, "input_layernorm.weight", m->dim, &l->attn_norm) ||
-        !bind_floats(r, i, "post_attention_layernorm.weight", m->dim, &l->ffn_norm) ||
-        !bind_linear(r, i, "self_attn.q_proj", q, m->dim, bias, &l->q) ||
-        !bind_linear(r, i, "self_attn.k_proj", kv, m->dim, bias, &l->k) ||
-        !bind_linear(r, i, "self_attn.v_proj", kv, m->dim, bias, &l->v) ||
-        !bind_linear(r, i, "self_attn.o_proj", m->dim, q, bias, &l->o))
-        return false;
-    if (f->head_norms && (!bind_floats(r, i, "self_attn.q_norm.weight", m->head_dim, &l->q_norm) ||
-                          !bind_floats(r, i, "self_attn.k_norm.weight", m->head_dim, &l->k_norm)))
-        return false;
-    if (f->sinks && !bind_floats(r, i, f->sinks, m->n_heads, &l->sinks)) return false;
-    if (f->router && !bind_linear(r, i, f->router, m->n_experts, m->dim, true, &l->router)) return false;
-    if (f->gate_up)
-        return bind_experts(r, i, f->gate_up, m->ffn_dim, m->dim, 0, 2, &l->gate) &&
-               bind_experts(r, i, f->gate_up, m->ffn_dim, m->dim, 1, 2, &l->up) &&
-               bind_experts(r, i, f->down, m->dim, m->ffn_dim, 0, 1, &l->down);
-    bias = json_true(r->config, "mlp_bias");
-    return bind_linear(r, i, f->gate, m->ffn_dim, m->dim, bias, &l->gate) &&
-           bind_linear(r, i, f->up, m->ffn_dim, m->dim, bias, &l->up) &&
-           bind_linear(r, i, f->down, m->dim, m->ffn_dim, bias, &l->down);
+    bool bias = config_true(load, "attention_bias"), mlp_bias = config_true(load, "mlp_bias");
+    l->attn_norm = bind_floats(load, i, "input_layernorm", ".weight", m->dim);
+    l->ffn_norm = bind_floats(load, i, "post_attention_layernorm", ".weight", m->dim);
+    l->q = bind_linear(load, i, "self_attn.q_proj", q, m->dim, bias);
+    l->k = bind_linear(load, i, "self_attn.k_proj", kv, m->dim, bias);
+    l->v = bind_linear(load, i, "self_attn.v_proj", kv, m->dim, bias);
+    l->o = bind_linear(load, i, "self_attn.o_proj", m->dim, q, bias);
+    if (f->head_norms) {
+        l->q_norm = bind_floats(load, i, "self_attn.q_norm", ".weight", m->head_dim);
+        l->k_norm = bind_floats(load, i, "self_attn.k_norm", ".weight", m->head_dim);
+    }
+    if (f->sinks) l->sinks = bind_floats(load, i, "self_attn.sinks", "", m->n_heads);
+    if (f->router) l->router = bind_linear(load, i, f->router, m->n_experts, m->dim, true);
+    if (f->router) { /* fused: even rows gate, odd rows up */
+        l->gate = bind_experts(load, i, "mlp.experts.gate_up_proj", m->ffn_dim, m->dim, 0, 2);
+        l->up = bind_experts(load, i, "mlp.experts.gate_up_proj", m->ffn_dim, m->dim, 1, 2);
+        l->down = bind_experts(load, i, "mlp.experts.down_proj", m->dim, m->ffn_dim, 0, 1);
+    } else {
+        l->gate = bind_linear(load, i, "mlp.gate_proj", m->ffn_dim, m->dim, mlp_bias);
+        l->up = bind_linear(load, i, "mlp.up_proj", m->ffn_dim, m->dim, mlp_bias);
+        l->down = bind_linear(load, i, "mlp.down_proj", m->dim, m->ffn_dim, mlp_bias);
+    }
 }
 
-static bool bind_all(Reader *r) {
-    Model *m = &r->c->model;
-    const Tensors *all = &r->c->tensors;
+static void bind_all(Loader *load) {
+    Model *m = &load->c->model;
+    const Tensors *all = &load->c->tensors;
     const char *embed = "model.embed_tokens", *head = "lm_head";
-    if (r->tied) { /* one matrix, stored under either name */
+    if (config_true(load, "tie_word_embeddings")) { /* one matrix, stored under either name or both */
+        const Tensor *copy = tensors_find(all, "lm_head.weight");
+        if (copy) all->tensor[copy - all->tensor].bound = true;
         if (!tensors_find(all, "model.embed_tokens.weight")) embed = head;
         head = embed;
-        const Tensor *copy = tensors_find(all, "lm_head.weight");
-        if (copy) r->c->bound[copy - all->tensor] = true;
     }
-    if (!bind_linear(r, -1, embed, m->vocab, m->dim, false, &m->embed) ||
-        !bind_linear(r, -1, head, m->vocab, m->dim, false, &m->head) ||
-        !bind_floats(r, -1, "model.norm.weight", m->dim, &m->norm))
-        return false;
-    for (int i = 0; i < m->n_layers; i++)
-        if (!bind_layer(r, i)) return false;
-    for (int i = 0; i < all->n; i++) /* a tensor without a place is a formula that would be left out */
-        if (!r->c->bound[i] && !strstr(all->tensor[i].name, ".rotary_emb.inv_freq"))
-            return fail(r->e, BAD_MODEL, "%s: tensor '%s' has no place in a model of %d layers of the family %s",
-                        all->file[all->tensor[i].file].name, all->tensor[i].name, m->n_layers, r->family->model_type);
-    return true;
+    m->embed = bind_linear(load, -1, embed, m->vocab, m->dim, false);
+    m->head = bind_linear(load, -1, head, m->vocab, m->dim, false);
+    m->norm = bind_floats(load, -1, "model.norm", ".weight", m->dim);
+    for (int i = 0; i < m->n_layers && !failed(load); i++) bind_layer(load, i);
+    for (int i = 0; i < all->n && !failed(load); i++) /* a tensor without a place is a formula left out */
+        if (!all->tensor[i].bound && !strstr(all->tensor[i].name, ".rotary_emb.inv_freq"))
+            fail(load->e, BAD_MODEL, "%s: tensor '%s' has no place in a model of %d layers of the family %s",
+                 all->file[all->tensor[i].file].name, all->tensor[i].name, m->n_layers, load->family->model_type);
 }
 
-static bool open_directory(Checkpoint *c, const char *dir, bool made_up, Error *e) {
-    *c = (Checkpoint){.model.made_up = made_up};
-    Bytes path = {0};
-    bytes_print(&path, "%s/config.json", dir);
-    if (access(path.data, F_OK)) {
-        bytes_free(&path);
-        return fail(e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", dir);
-    }
-    cJSON *config = json_read(path.data, MOST_CONFIG, e);
-    Reader r = {.c = c, .config = config, .path = path.data, .e = e};
-    bool ok = config && read_config(&r, dir) && (made_up || tensors_open(&c->tensors, dir, e));
-    if (ok) {
-        c->bound = allocate_zero((size_t)c->tensors.n, sizeof *c->bound);
-        for (int i = 0; i < c->tensors.files; i++) c->bytes += c->tensors.file[i].size;
-        ok = bind_all(&r);
-    }
-    cJSON_Delete(config);
-    bytes_free(&path);
-    if (!ok) checkpoint_close(c);
-    return ok;
+typedef enum { CONFIG, SHAPES, WEIGHTS } Depth;
+
+static bool read_checkpoint(Checkpoint *c, const char *dir, Depth depth, Error *e) {
+    char *path = join(dir, "config.json");
+    Loader load = {.c = c, .path = path, .e = e};
+    *c = (Checkpoint){.model.made_up = depth == SHAPES};
+    *e = (Error){0};
+    if (access(path, F_OK) && errno == ENOENT)
+        fail(e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", dir);
+    else
+        load.config = json_read(path, MOST_CONFIG, e);
+    if (load.config) read_config(&load, dir);
+    if (!failed(&load) && depth == WEIGHTS) tensors_open(&c->tensors, dir, e);
+    for (int i = 0; i < c->tensors.files; i++) c->bytes += c->tensors.file[i].size;
+    if (!failed(&load) && depth != CONFIG) bind_all(&load);
+    cJSON_Delete(load.config);
+    cJSON_Delete(load.defaults);
+    free(path);
+    if (e->code) checkpoint_close(c);
+    return !e->code;
 }
 
-bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) { return open_directory(c, dir, false, e); }
-bool checkpoint_make_up(Checkpoint *c, const char *dir, Error *e) { return open_directory(c, dir, true, e); }
+bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) { return read_checkpoint(c, dir, WEIGHTS, e); }
+bool checkpoint_make_up(Checkpoint *c, const char *dir, Error *e) { return read_checkpoint(c, dir, SHAPES, e); }
+
+bool checkpoint_known(const char *dir, Error *e) {
+    Checkpoint c;
+    bool known = read_checkpoint(&c, dir, CONFIG, e);
+    if (known) checkpoint_close(&c);
+    return known;
+}
 
 void checkpoint_close(Checkpoint *c) {
     for (int i = 0; i < c->owned_n; i++) free(c->owned[i]);
     free(c->owned);
-    free(c->bound);
     ids_free(&c->stop);
     tensors_close(&c->tensors);
     *c = (Checkpoint){0};
 }
+
+/* ---- sizes ---- */
 
 uint64_t linear_bytes(const Linear *w) {
     uint64_t weights = (uint64_t)w->n * (uint64_t)w->rows * (uint64_t)w->cols;
@@ -486,8 +694,7 @@ uint64_t linear_bytes(const Linear *w) {
 uint64_t model_bytes(const Model *m) {
     uint64_t sum = linear_bytes(&m->embed) + linear_bytes(&m->head);
     for (int i = 0; i < m->n_layers; i++) {
-        const Layer *l = m->layer + i;
-        const Linear *all[] = {&l->q, &l->k, &l->v, &l->o, &l->router, &l->gate, &l->up, &l->down};
+        const Linear *all[] = LINEARS(m->layer + i);
         for (size_t j = 0; j < sizeof all / sizeof *all; j++) sum += linear_bytes(all[j]);
     }
     return sum;
@@ -495,163 +702,120 @@ uint64_t model_bytes(const Model *m) {
 
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
     double sum = (double)linear_bytes(&m->head);
+    double row = m->kv_rank ? m->kv_rank + m->rope_dim : 2.0 * m->n_kv_heads * m->head_dim; /* of the cache */
     for (int i = 0; i < m->n_layers; i++) {
         const Layer *l = m->layer + i;
-        const Linear *all[] = {&l->q, &l->k, &l->v, &l->o, &l->router, &l->gate, &l->up, &l->down};
+        const Linear *all[] = LINEARS(l);
         for (size_t j = 0; j < sizeof all / sizeof *all; j++) {
             double bytes = (double)linear_bytes(all[j]);
+            bool of_experts = l->router.rows && (all[j] == &l->gate || all[j] == &l->up || all[j] == &l->down);
             if (all[j]->bias) bytes += (double)all[j]->n * all[j]->rows * sizeof(float);
-            sum += all[j]->n > 1 ? bytes / all[j]->n * experts : bytes;
+            sum += of_experts ? bytes / all[j]->n * experts : bytes;
         }
-        double seen = depth + 1, row = 2.0 * m->n_kv_heads * m->head_dim * 2; /* keys and values in bf16 */
-        if (l->window && l->window < seen) seen = l->window;
-        sum += streams * seen * row + 2.0 * m->dim * sizeof(float); /* two norms */
+        double seen = l->window && l->window < depth + 1 ? l->window : depth + 1;
+        sum += streams * seen * row * 2 + 2.0 * m->dim * sizeof(float); /* bf16; two norms */
     }
     return (uint64_t)sum;
 }
 
-/* ---- finding models on disk ---- */
+/* ---- models on disk ---- */
+
+/* Family and encoding as config.json names them; whether all files are here, and the bytes of the weights that are.
+ * False: there is no config.json. */
+static bool describe(ModelEntry *m) {
+    Error e;
+    Tensors t = {0};
+    Bytes family = {0}, encoding = {0};
+    char *path = join(m->path, "config.json"), *tokenizer = join(m->path, "tokenizer.json");
+    cJSON *config = json_read(path, MOST_CONFIG, &e);
+    bool model = config;
+    const char *type = json_string(config, "model_type"), *dtype = json_string(config, "dtype");
+    const char *quant = json_string(json_get(config, "quantization_config"), "quant_method");
+    if (!dtype) dtype = json_string(config, "torch_dtype"); /* its older name */
+    if (quant) dtype = quant;
+    bytes_shown(&family, type ? type : "", type ? strlen(type) : 0, false); /* it is not for the terminal to obey */
+    bytes_shown(&encoding, dtype ? dtype : "", dtype ? strlen(dtype) : 0, false);
+    snprintf(m->family, sizeof m->family, "%s", family.n ? family.data : "");
+    snprintf(m->encoding, sizeof m->encoding, "%s", encoding.n ? encoding.data : "");
+    for (char *c = m->encoding; *c; c++) *c = (char)toupper((unsigned char)*c);
+    m->known = checkpoint_known(m->path, &e);
+    m->complete = add_files(&t, m->path, &e) && config && !access(tokenizer, F_OK);
+    for (int i = 0; i < t.files; i++) {
+        struct stat st = {0};
+        if (stat(t.file[i].name, &st)) m->complete = false;
+        m->bytes += (uint64_t)st.st_size;
+    }
+    tensors_close(&t);
+    cJSON_Delete(config);
+    free(path);
+    free(tokenizer);
+    bytes_free(&family);
+    bytes_free(&encoding);
+    return model;
+}
+
+bool model_complete(const char *dir) {
+    ModelEntry m = {.path = (char *)(uintptr_t)dir};
+    describe(&m);
+    return m.complete;
+}
 
 typedef struct {
     ModelEntry *entry;
     int n;
 } List;
 
-bool model_complete(const char *dir) {
-    Error e;
-    Bytes path = {0};
-    bytes_print(&path, "%s/config.json", dir);
-    bool ok = file_exists(path.data);
-    path.n = 0;
-    bytes_print(&path, "%s/tokenizer.json", dir);
-    ok = ok && file_exists(path.data);
-    path.n = 0;
-    bytes_print(&path, "%s/model.safetensors.index.json", dir);
-    if (ok && file_exists(path.data)) {
-        cJSON *index = json_read(path.data, MOST_INDEX, &e);
-        const cJSON *map = json_get(index, "weight_map");
-        const char *last = "";
-        ok = map && map->child;
-        for (const cJSON *entry = ok ? map->child : NULL; entry && ok; entry = entry->next) {
-            const char *name = cJSON_GetStringValue(entry);
-            if (!name || !strcmp(name, last)) continue; /* neighbours mostly lie in one file */
-            path.n = 0;
-            bytes_print(&path, "%s/%s", dir, last = name);
-            ok = file_exists(path.data);
-        }
-        cJSON_Delete(index);
-    } else if (ok) {
-        path.n = 0;
-        bytes_print(&path, "%s/model.safetensors", dir);
-        ok = file_exists(path.data);
-    }
-    bytes_free(&path);
-    return ok;
-}
-
-/* Family, how the weights are encoded, by config.json alone, and how many bytes they have. */
-static void describe(ModelEntry *m) {
-    Error e;
-    Bytes path = {0};
-    bytes_print(&path, "%s/config.json", m->path);
-    cJSON *config = json_read(path.data, MOST_CONFIG, &e);
-    const char *quant = json_string(json_get(config, "quantization_config"), "quant_method");
-    const char *type = json_string(config, "dtype") ? json_string(config, "dtype") : json_string(config, "torch_dtype");
-    const char *encoding = quant                       ? quant
-                           : !type                     ? ""
-                           : !strcmp(type, "bfloat16") ? "BF16"
-                           : !strcmp(type, "float16")  ? "F16"
-                                                       : "F32";
-    const char *family = json_string(config, "model_type");
-    Bytes shown = {0}; /* what a file says is not for the terminal to obey */
-    bytes_shown(&shown, family ? family : "", family ? strlen(family) : 0, false);
-    snprintf(m->family, sizeof m->family, "%s", shown.n ? shown.data : "");
-    shown.n = 0;
-    bytes_shown(&shown, encoding, strlen(encoding), false);
-    snprintf(m->encoding, sizeof m->encoding, "%s", shown.n ? shown.data : "");
-    bytes_free(&shown);
-    m->complete = model_complete(m->path);
-    for (char *c = m->encoding; *c; c++)
-        if (*c >= 'a' && *c <= 'z') *c = (char)(*c - 32);
-    cJSON_Delete(config);
-    DIR *dir = opendir(m->path);
-    for (struct dirent *d; dir && (d = readdir(dir));) {
-        const char *end = strrchr(d->d_name, '.');
-        struct stat st;
-        if (!end || strcmp(end, ".safetensors")) continue;
-        path.n = 0;
-        bytes_print(&path, "%s/%s", m->path, d->d_name);
-        if (!stat(path.data, &st)) m->bytes += (uint64_t)st.st_size;
-    }
-    if (dir) closedir(dir);
-    bytes_free(&path);
-}
-
-/* Adds a directory that holds a model, unless its name is listed. */
-static void list_add(List *list, const char *path, const char *name) {
-    Bytes config = {0};
-    bytes_print(&config, "%s/config.json", path);
-    bool take = file_exists(config.data);
-    bytes_free(&config);
-    for (int i = 0; i < list->n && take; i++) take = strcmp(list->entry[i].name, name);
-    if (!take) return;
-    list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof *list->entry);
-    ModelEntry *m = list->entry + list->n;
-    *m = (ModelEntry){.path = copy_text(path, strlen(path)), .name = copy_text(name, strlen(name))};
-    describe(m);
-    if (m->bytes || strstr(path, "/snapshots/")) { /* of a download that goes on, or did not */
-        list->n++;
+/* Adds a folder that holds a model, unless its name is listed or nothing of its weights is there. */
+static void list_add(List *list, const char *path, const char *name, bool begun) {
+    ModelEntry m = {.path = copy_text(path, strlen(path)), .name = copy_text(name, strlen(name))};
+    bool listed = false;
+    for (int i = 0; i < list->n && !listed; i++) listed = !strcmp(list->entry[i].name, name);
+    if (!listed && describe(&m) && (m.bytes || begun)) {
+        list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
+        list->entry[list->n++] = m;
     } else {
-        free(m->path);
-        free(m->name);
+        free(m.path);
+        free(m.name);
     }
 }
 
 /* The snapshot of a repository in the hub's cache: the one that refs/main names, else any. */
-static void add_snapshot(List *list, const char *repository, const char *name) {
-    Bytes path = {0}, commit = {0};
+static char *find_snapshot(const char *repository) {
+    Bytes commit = {0};
     Error e;
-    bytes_print(&path, "%s/refs/main", repository);
-    bool named =
-        file_read(path.data, 64, &commit, &e) && commit.n == 40 && strspn(commit.data, "0123456789abcdef") == 40;
-    path.n = 0;
-    bytes_print(&path, "%s/snapshots", repository);
-    DIR *dir = named ? NULL : opendir(path.data);
-    if (named) bytes_print(&path, "/%s", commit.data);
-    for (struct dirent *d; dir && (d = readdir(dir));)
-        if (*d->d_name != '.') {
-            bytes_print(&path, "/%s", d->d_name);
-            break;
-        }
+    char *main = join(repository, "refs/main"), *folder = join(repository, "snapshots"), *found = NULL;
+    file_read(main, 64, &commit, &e);
+    DIR *dir = opendir(folder);
+    for (struct dirent *d; dir && (d = readdir(dir));) {
+        if (*d->d_name == '.' || (found && !(commit.n && !strcmp(d->d_name, commit.data)))) continue;
+        free(found);
+        found = join(folder, d->d_name);
+    }
     if (dir) closedir(dir);
-    list_add(list, path.data, name);
-    bytes_free(&path);
+    free(main);
+    free(folder);
     bytes_free(&commit);
+    return found;
 }
 
-/* Each directory below `parent`: the hub's cache (prefix "models--"), links named ORG--NAME (prefix ""), or, without a
- * prefix, plain model directories. */
-static void add_all(List *list, const char *parent, const char *prefix) {
+/* Adds each folder in `parent` that holds a model, in the hub's cache each repository. ORG--NAME is shown as ORG/NAME.
+ */
+static void add_all(List *list, const char *parent, bool hub) {
     DIR *dir = opendir(parent);
     for (struct dirent *d; dir && (d = readdir(dir));) {
-        Bytes path = {0}, name = {0};
-        size_t skip = prefix ? strlen(prefix) : 0;
-        bytes_print(&path, "%s/%s", parent, d->d_name);
-        if (*d->d_name == '.' || (prefix && strncmp(d->d_name, prefix, skip))) {
-            bytes_free(&path);
-            continue;
-        }
-        const char *dashes = prefix ? strstr(d->d_name + skip, "--") : NULL;
+        bool repository = !strncmp(d->d_name, "models--", 8);
+        if (*d->d_name == '.' || repository != hub) continue;
+        char *path = join(parent, d->d_name), *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
+        Bytes shown = {0};
         if (dashes)
-            bytes_print(&name, "%.*s/%s", (int)(dashes - d->d_name - (long)skip), d->d_name + skip, dashes + 2);
+            bytes_print(&shown, "%.*s/%s", (int)(dashes - name), name, dashes + 2);
         else
-            bytes_print(&name, "%s/%s", parent, d->d_name);
-        if (skip)
-            add_snapshot(list, path.data, name.data);
-        else
-            list_add(list, path.data, name.data);
-        bytes_free(&path);
-        bytes_free(&name);
+            bytes_text(&shown, hub ? name : path);
+        char *snapshot = hub ? find_snapshot(path) : NULL;
+        if (!hub || snapshot) list_add(list, hub ? snapshot : path, shown.data, hub);
+        free(path);
+        free(snapshot);
+        bytes_free(&shown);
     }
     if (dir) closedir(dir);
 }
@@ -660,35 +824,35 @@ static int by_entry_name(const void *a, const void *b) {
     return strcmp(((const ModelEntry *)a)->name, ((const ModelEntry *)b)->name);
 }
 
+static const char *variable(const char *name) {
+    const char *value = getenv(name);
+    return value && *value ? value : NULL;
+}
+
 void hub_home(Bytes *path) {
-    const char *home = getenv("HOME"), *hub = getenv("HF_HOME"), *all = getenv("XDG_CACHE_HOME");
-    if (hub && *hub)
+    const char *hub = variable("HF_HOME"), *all = variable("XDG_CACHE_HOME"), *home = variable("HOME");
+    if (hub)
         bytes_text(path, hub);
-    else if (all && *all)
-        bytes_print(path, "%s/huggingface", all);
     else
-        bytes_print(path, "%s/.cache/huggingface", home ? home : "");
+        bytes_print(path, "%s%s/huggingface", all ? all : home ? home : "", all ? "" : "/.cache");
 }
 
 void hub_cache(Bytes *path) {
-    const char *cache = getenv("HF_HUB_CACHE");
-    if (cache && *cache)
-        bytes_text(path, cache);
-    else
-        hub_home(path), bytes_text(path, "/hub");
+    const char *cache = variable("HF_HUB_CACHE");
+    if (!cache) hub_home(path);
+    bytes_text(path, cache ? cache : "/hub");
 }
 
 int models_list(ModelEntry **out) {
     List list = {0};
-    Bytes path = {0};
-    const char *home = getenv("HOME");
-    add_all(&list, "models", NULL);
-    bytes_print(&path, "%s/.cache/infer/models", home ? home : "");
-    add_all(&list, path.data, "");
-    path.n = 0;
-    hub_cache(&path);
-    add_all(&list, path.data, "models--");
-    bytes_free(&path);
+    Bytes cache = {0};
+    char *own = join(variable("HOME") ? variable("HOME") : "", ".cache/infer/models");
+    hub_cache(&cache);
+    add_all(&list, "models", false);
+    add_all(&list, own, false);
+    add_all(&list, cache.data, true);
+    bytes_free(&cache);
+    free(own);
     if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_entry_name);
     *out = list.entry;
     return list.n;
@@ -702,74 +866,153 @@ void models_free(ModelEntry *list, int n) {
     free(list);
 }
 
-/* Letters to change, add or drop until one name is the other (Levenshtein), small and capital ones alike. */
-static int edit_distance(const char *a, const char *b) {
-    enum { MOST = 100 };
-    int row[MOST + 1], n = (int)strlen(b);
-    if (n > MOST || strlen(a) > MOST) return MOST;
-    for (int j = 0; j <= n; j++) row[j] = j;
-    for (int i = 1; a[i - 1]; i++) {
-        int corner = row[0];
-        row[0] = i;
-        for (int j = 1; j <= n; j++) {
-            int change = corner + (tolower((unsigned char)a[i - 1]) != tolower((unsigned char)b[j - 1]));
-            int step = 1 + (row[j] < row[j - 1] ? row[j] : row[j - 1]);
-            corner = row[j];
-            row[j] = change < step ? change : step;
-        }
-    }
-    return row[n];
-}
-
-/* The name that was perhaps meant, or NULL. */
-static const char *nearest_name(const ModelEntry *list, int n, const char *argument) {
-    int best = (int)strlen(argument) / 3 + 1;
-    const char *name = NULL;
-    for (int i = 0; i < n; i++) {
-        const char *slash = strrchr(list[i].name, '/');
-        int whole = edit_distance(argument, list[i].name), last = slash ? edit_distance(argument, slash + 1) : whole;
-        if (last < whole) whole = last;
-        if (whole <= best) best = whole - 1, name = list[i].name;
-    }
-    return name;
-}
-
 char *model_find(const char *argument, Error *e) {
     struct stat st;
-    if (!stat(argument, &st)) {
-        if (S_ISDIR(st.st_mode)) return copy_text(argument, strlen(argument));
-        fail(e, BAD_MODEL, "%s: a model is a directory with config.json, tokenizer.json and safetensors files",
-             argument);
-        return NULL;
-    }
+    if (!stat(argument, &st) && S_ISDIR(st.st_mode)) return copy_text(argument, strlen(argument));
     ModelEntry *list;
+    Bytes names = {0};
     int n = models_list(&list), hits = 0, hit = 0;
-    for (int i = 0; i < n; i++) {
-        if (!strcmp(list[i].name, argument)) {
-            hits = 1, hit = i;
-            break;
-        }
-        if (strcasestr(list[i].name, argument)) hits++, hit = i;
+    bool exact = false;
+    for (int i = 0; i < n && !exact; i++) {
+        exact = !strcmp(list[i].name, argument);
+        if (exact || strcasestr(list[i].name, argument)) hits = exact ? 1 : hits + 1, hit = i;
     }
     char *found = hits == 1 ? copy_text(list[hit].path, strlen(list[hit].path)) : NULL;
-    const char *near = nearest_name(list, n, argument);
-    Bytes names = {0};
-    bytes_text(&names, "");
     for (int i = 0; i < n; i++)
         if (!hits || strcasestr(list[i].name, argument)) bytes_print(&names, "%s%s", names.n ? ", " : "", list[i].name);
     if (hits > 1)
         fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, names.data);
-    else if (!hits && near)
-        fail(e, BAD_MODEL, "no model '%.100s' here; did you mean %s?", argument, near);
-    else if (!hits && n)
-        fail(e, BAD_MODEL, "no model '%.100s' here; there are: %s; infer download ORG/NAME fetches another", argument,
-             names.data);
+    else if (!hits && access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
+        fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
     else if (!hits)
-        fail(e, BAD_MODEL,
-             "no model '%.100s' here, and none in ./models, ~/.cache/infer/models or the hub's cache: give a model "
-             "directory, or fetch one with infer download ORG/NAME",
-             argument);
+        fail(
+            e, BAD_MODEL,
+            "'%.100s' is no folder, and none of the models in ./models, ~/.cache/infer/models and the hub's cache: %s; "
+            "infer download ORG/NAME fetches one",
+            argument, n ? names.data : "none is there");
     bytes_free(&names);
     models_free(list, n);
     return found;
+}
+
+/* ---- engine ---- */
+
+static int pages_for(size_t tokens) { return (int)((tokens + PAGE - 1) / PAGE); }
+
+bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e) {
+    *g = (Engine){.backend = backend, .model = m};
+    if (context > m->context)
+        return fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context);
+    limits.context = context ? context : m->context;
+    int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
+    if (limits.max_tokens > wanted * PAGE * limits.max_seqs) limits.max_tokens = wanted * PAGE * limits.max_seqs;
+    g->max_tokens = limits.max_tokens; /* no step is longer than all contexts */
+    g->state = backend->open(m, &limits, &pages, e);
+    if (!g->state) return false;
+    if (pages < wanted && context) {
+        engine_close(g);
+        return fail(e, NO_ROOM, "a context of %d tokens does not fit beside the weights; %d would: use --ctx %d",
+                    context, pages * PAGE, pages * PAGE);
+    }
+    g->context = pages < wanted ? pages * PAGE : limits.context;
+    for (int i = pages; i--;) ids_add(&g->free_pages, i);
+    return true;
+}
+
+void engine_close(Engine *g) {
+    if (g->state) g->backend->close(g->state);
+    ids_free(&g->free_pages);
+    *g = (Engine){0};
+}
+
+void sequence_rewind(Engine *g, Sequence *s, size_t n) {
+    if (n < s->tokens.n) s->tokens.n = n;
+    while ((int)s->pages.n > pages_for(s->tokens.n)) ids_add(&g->free_pages, s->pages.data[--s->pages.n]);
+}
+
+void sequence_free(Engine *g, Sequence *s) {
+    sequence_rewind(g, s, 0);
+    ids_free(&s->tokens);
+    ids_free(&s->pages);
+}
+
+bool sequence_submit(Engine *g, Sequence *s, const int *ids, size_t n, Want want, const Sampling *how, Error *e) {
+    if (s->tokens.n + n > (size_t)g->context) return fail(e, NO_ROOM, "the context of %d tokens is full", g->context);
+    while ((int)s->pages.n < pages_for(s->tokens.n + n)) {
+        if (!g->free_pages.n) return fail(e, NO_ROOM, "all pages of the cache are in use");
+        ids_add(&s->pages, g->free_pages.data[--g->free_pages.n]);
+    }
+    int first[2] = {0, (int)n}, start = (int)s->tokens.n;
+    Batch b = {.seqs = 1,
+               .max_pages = (int)s->pages.n,
+               .slot = &s->slot,
+               .first = first,
+               .token = ids,
+               .start = &start,
+               .page = s->pages.data,
+               .sampling = how,
+               .want = &want};
+    if (!g->backend->submit(g->state, &b, e)) return false;
+    ids_append(&s->tokens, ids, n);
+    return true;
+}
+
+static bool no_nan(int token, Error *e) {
+    return token != DREW_NAN ||
+           fail(e, FAILED, "the logits hold a NaN: the weights or config.json are damaged; download the model again");
+}
+
+bool sequence_run(Engine *g, Sequence *s, const int *ids, size_t n, Want want, const Sampling *how, Result *r,
+                  Error *e) {
+    return sequence_submit(g, s, ids, n, want, how, e) && g->backend->collect(g->state, r, e) && no_nan(r->token[0], e);
+}
+
+bool generation_begin(Generation *w, Engine *g, Sequence *s, const int *ids, size_t n, const Sampling *how,
+                      const volatile sig_atomic_t *stop, Error *e) {
+    size_t same = 0;
+    while (same < n && same < s->tokens.n && s->tokens.data[same] == ids[same]) same++;
+    if (same == n && n) same--; /* the last token's logits are needed */
+    *w = (Generation){.engine = g, .sequence = s, .sampling = *how, .prompt = n, .reused = same};
+    if (!n) return fail(e, USAGE, "the prompt is empty");
+    if (n >= (size_t)g->context)
+        return fail(e, NO_ROOM,
+                    "the prompt has %zu tokens, the context %d: shorten it, or enlarge the context with --ctx", n,
+                    g->context);
+    sequence_rewind(g, s, same);
+    while (s->tokens.n < n) {
+        if (stop && *stop) return fail(e, INTERRUPTED, "interrupted");
+        size_t chunk = n - s->tokens.n;
+        if (chunk > (size_t)g->max_tokens) chunk = (size_t)g->max_tokens;
+        bool last = s->tokens.n + chunk == n;
+        const int *from = ids + s->tokens.n;
+        Result none;
+        if (!(last ? sequence_submit(g, s, from, chunk, WANT_TOKEN, how, e)
+                   : sequence_run(g, s, from, chunk, WANT_NOTHING, how, &none, e)))
+            return false;
+    }
+    return w->waiting = true;
+}
+
+bool generation_next(Generation *w, int *token, Error *e) {
+    const int drawn = -1;
+    Engine *g = w->engine;
+    Sequence *s = w->sequence;
+    Result result;
+    *token = DREW_NOTHING;
+    if (!w->waiting) return true;
+    bool more = s->tokens.n < (size_t)g->context;
+    if (more && !sequence_submit(g, s, &drawn, 1, WANT_TOKEN, &w->sampling, e)) return false;
+    w->waiting = more;
+    if (!g->backend->collect(g->state, &result, e)) return false;
+    *token = result.token[0];
+    if (!no_nan(*token, e)) return false;
+    if (more) s->tokens.data[s->tokens.n - 1] = *token; /* the one that was submitted before it was known */
+    return true;
+}
+
+void generation_end(Generation *w) {
+    Result ignored;
+    Error e;
+    if (w->waiting) w->engine->backend->collect(w->engine->state, &ignored, &e);
+    w->waiting = false;
 }

@@ -3,14 +3,10 @@
  *
  * In a conversation everything goes to stdout, which is a terminal. With a prompt given only the answer goes to stdout.
  */
-#include "play.h"
-#include "chat.h"
-#include "download.h"
 #include "editor.h"
-#include "engine.h"
+#include "host.h"
 
 #include <errno.h>
-#include <getopt.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,28 +15,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MOST_STOPS = 16, MOST_PROMPT = 64 << 20 };
-
-const char play_help[] =
-    "infer play [MODEL] [options]      a conversation in the terminal\n"
-    "infer play MODEL -p TEXT          one answer, alone on stdout; also -f FILE, or the text on stdin\n\n"
-    "  -s, --system TEXT         instructions for the model\n"
-    "  -e, --effort LEVEL        how long it thinks: low, medium (default) or high\n"
-    "      --temperature T       0: always the likeliest token (default 1)\n"
-    "      --top-k K             draw among the K likeliest (default 0: all)\n"
-    "      --top-p P             draw among the likeliest that make up P (default 1: all)\n"
-    "      --min-p P             leave out what is less likely than P times the likeliest (default 0)\n"
-    "      --repetition-penalty R  divide what was already said by R (default 1: off)\n"
-    "      --seed N              the same seed gives the same answer (default: random)\n"
-    "      --max-tokens N        end an answer after N tokens (default 0: when the context is full)\n"
-    "      --stop TEXT           end an answer before TEXT; may be repeated\n"
-    "      --ctx N               tokens of context (default: what the model and the memory allow)\n"
-    "      --gpu N               which GPU (default 0)\n"
-    "      --plain               the plain kernels, also where faster ones know the model\n"
-    "      --hide-thinking       do not show the reasoning\n"
-    "      --raw                 continue the text without a chat format\n"
-    "      --date D              the date that the model is told (default today; none: not told)\n"
-    "      --json                one answer as a JSON object\n";
+enum { MOST_PROMPT = 64 << 20 };
 
 static const char loop_help[] = "/retry             answer the last question again\n"
                                 "/undo              take it back, and its answer\n"
@@ -64,21 +39,10 @@ typedef struct {
     const char *reason;
 } Stats;
 
-typedef struct { /* options, and what /set changes */
-    const char *prompt, *file, *stop[MOST_STOPS];
-    int stops, context, gpu;
-    bool raw, json, hide, plain;
-    int max_tokens; /* 0: none */
-    Sampling sampling;
-} Options;
-
 typedef struct {
     Options o;
-    Checkpoint checkpoint;
-    Tokenizer *tokenizer;
-    Chat chat;
+    Session m;
     bool harmony;
-    Engine engine;
     Sequence sequence;
     Conversation talk; /* with a chat format */
     Ids text;          /* without: all there is so far */
@@ -89,7 +53,7 @@ typedef struct {
     bool colour, loop;
     Editor *editor;   /* of the loop */
     double bandwidth; /* bytes a second of a flat read of the memory that holds the model; 0: unknown */
-} Session;
+} Play;
 
 static volatile sig_atomic_t interrupted; /* Ctrl+C since the answer was asked for */
 static void on_interrupt(int number) { interrupted = number; }
@@ -97,49 +61,6 @@ static void on_interrupt(int number) { interrupted = number; }
 /* From here on Ctrl+C only ends answers. */
 static void catch_interrupts(void) {
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
-}
-
-static bool check_text(const char *what, const char *text, size_t n, Error *e) {
-    size_t valid = utf8_check(text, n);
-    return valid == n || fail(e, USAGE, "%s is not UTF-8: byte %zu is 0x%02X", what, valid, (unsigned char)text[valid]);
-}
-
-/* ---- settings: options of the command line, and of /set ---- */
-
-static const struct {
-    const char *name;
-    double least, most;
-    const char *range;
-} settings[] = {{"temperature", 0, 100, "0, or from 0.01 to 100"},
-                {"top-k", 0, 1e9, "a whole number, 0 for all"},
-                {"top-p", 0, 1, "above 0, at most 1"},
-                {"min-p", 0, 1, "from 0 to 1"},
-                {"repetition-penalty", 0, 100, "above 0, at most 100"},
-                {"seed", 0, 18446744073709551615.0, "a whole number"},
-                {"max-tokens", 0, 1e9, "a whole number, 0 for no limit"}};
-enum { TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, SEED, MAX_TOKENS, SETTINGS };
-
-static bool set(Options *o, const char *name, const char *text, Error *e) {
-    int i = 0;
-    while (i < SETTINGS && strcmp(name, settings[i].name)) i++;
-    if (i == SETTINGS) return fail(e, USAGE, "there is no setting '%.40s'", name);
-    char *end;
-    errno = 0;
-    bool whole = i == TOP_K || i == SEED || i == MAX_TOKENS;
-    uint64_t n = whole ? strtoull(text, &end, 10) : 0;
-    double x = whole ? (double)n : strtod(text, &end);
-    bool ok = *text && !*end && !errno && *text != '-' && x >= settings[i].least && x <= settings[i].most;
-    if (i == TEMPERATURE) ok &= x == 0 || x >= 0.01;
-    if (i == TOP_P || i == PENALTY) ok &= (float)x > 0;
-    if (!ok) return fail(e, USAGE, "%s should be %s and is '%.40s'", name, settings[i].range, text);
-    if (i == TEMPERATURE) o->sampling.temperature = (float)x;
-    if (i == TOP_K) o->sampling.top_k = (int)n;
-    if (i == TOP_P) o->sampling.top_p = (float)x;
-    if (i == MIN_P) o->sampling.min_p = x < 1e-30 ? 0 : (float)x;
-    if (i == PENALTY) o->sampling.penalty = (float)x;
-    if (i == SEED) o->sampling.seed = n;
-    if (i == MAX_TOKENS) o->max_tokens = (int)n;
-    return true;
 }
 
 static void show_settings(const Options *o) {
@@ -173,27 +94,6 @@ static void put_line(const char *label, const char *text, size_t n) {
     putchar('\n');
 }
 
-static const char *loading_name;
-static double loading_since;
-
-/* Loading NAME  ████████        5.2 GB  9.6 GB/s, redrawn in place: in a narrow window without name or bar. */
-static void show_progress(uint64_t done, uint64_t total) {
-    static double drawn;
-    double now = seconds(), spent = now - loading_since;
-    char size[24], figures[64];
-    if (done < total && now - drawn < 0.05) return;
-    drawn = now;
-    snprintf(figures, sizeof figures, "%s  %.1f GB/s", size_text(done, size),
-             (double)done / 1e9 / (spent > 0 ? spent : 1e-9));
-    int room = columns() - (int)strlen("Loading  ") - (int)strlen(figures), name = (int)strlen(loading_name) + 2;
-    if (name > room) name = 0;
-    int bar = room - name > 24 ? 24 : room - name;
-    fprintf(stderr, "\rLoading %s%s", name ? loading_name : "", name ? "  " : "");
-    for (int i = 0; i < bar; i++) fputs((uint64_t)i * total < done * (uint64_t)bar ? "█" : " ", stderr);
-    fprintf(stderr, " %s\033[K", figures);
-    if (done >= total) fputs("\n", stderr);
-}
-
 /* ---- one answer ---- */
 
 /* Holds text back while it may be the beginning of a stop text. */
@@ -207,8 +107,8 @@ typedef struct {
 static void stopper_push(Stopper *s, const char *text, size_t n, bool last, Bytes *out) {
     bytes_add(&s->held, text, n);
     size_t keep = s->held.n, pass = s->held.n;
-    for (int i = 0; i < s->o->stops; i++) {
-        const char *stop = s->o->stop[i], *hit = memmem(s->held.data, s->held.n, stop, strlen(stop));
+    for (int i = 0; i < s->o->stop.n; i++) {
+        const char *stop = s->o->stop.text[i], *hit = memmem(s->held.data, s->held.n, stop, strlen(stop));
         if (hit && (size_t)(hit - s->held.data) <= pass) pass = (size_t)(hit - s->held.data), s->hit = true;
         for (size_t k = strlen(stop) - 1; k && !last; k--) /* the longest end of `held` that a stop text begins with */
             if (k <= s->held.n && !memcmp(s->held.data + s->held.n - k, stop, k)) {
@@ -223,7 +123,7 @@ static void stopper_push(Stopper *s, const char *text, size_t n, bool last, Byte
 }
 
 typedef struct { /* how an answer is shown while it is written */
-    Session *s;
+    Play *s;
     const Reader *reader;   /* with a chat format */
     bool any;               /* something was shown */
     Part part;              /* what was shown last */
@@ -247,7 +147,7 @@ static void put_label(FILE *f, const Screen *screen, Part part) {
 }
 
 static void show(Screen *screen, Part part, const char *text, size_t n) {
-    const Session *s = screen->s;
+    const Play *s = screen->s;
     bool aside = part == REASONING || part == CALL;
     if (s->o.json) {
         if (part == REASONING || part == ANSWER)
@@ -255,7 +155,7 @@ static void show(Screen *screen, Part part, const char *text, size_t n) {
         return;
     }
     FILE *f = s->loop || part == ANSWER ? stdout : stderr;
-    if (!n || (part == REASONING && (s->o.hide || !is_terminal(f)))) return;
+    if (!n || (part == REASONING && (s->o.hide_thinking || !is_terminal(f)))) return;
     bool begins = !screen->any || part != screen->part;
     if (begins) end_line(screen);
     if (aside && s->colour) fputs("\033[2m", f);
@@ -268,15 +168,14 @@ static void show(Screen *screen, Part part, const char *text, size_t n) {
     screen->last = text[n - 1];
 }
 
-static bool is_stop(const Session *s, int token) {
-    for (size_t i = 0; i < s->checkpoint.stop.n; i++)
-        if (s->checkpoint.stop.data[i] == token) return true;
+static bool is_stop(const Play *s, int token) {
+    for (size_t i = 0; i < s->m.checkpoint.stop.n; i++)
+        if (s->m.checkpoint.stop.data[i] == token) return true;
     return false;
 }
 
 /* Handles one sampled token: shows what it completes, and says why the answer ends here, or NULL. */
-static const char *take_token(Session *s, int token, Reader *reader, Decoder *decoder, Stopper *stopper,
-                              Screen *screen) {
+static const char *take_token(Play *s, int token, Reader *reader, Decoder *decoder, Stopper *stopper, Screen *screen) {
     Bytes text = {0}, out = {0};
     Read read = {.part = ANSWER};
     const char *reason = NULL;
@@ -289,7 +188,7 @@ static const char *take_token(Session *s, int token, Reader *reader, Decoder *de
     } else if (is_stop(s, token)) {
         reason = "end";
     } else {
-        tokenizer_decode(s->tokenizer, decoder, token, &text);
+        tokenizer_decode(s->m.tokenizer, decoder, token, &text);
         ids_add(&s->text, token);
     }
     s->stats.tokens += token != DREW_NOTHING;
@@ -308,7 +207,7 @@ static const char *take_token(Session *s, int token, Reader *reader, Decoder *de
 }
 
 /* Writes an answer to the prompt `ids`, shows it and fills s->stats. What a reader has read stays in it. */
-static bool generate(Session *s, const Ids *ids, Reader *reader, Screen *screen, Error *e) {
+static bool generate(Play *s, const Ids *ids, Reader *reader, Screen *screen, Error *e) {
     Sampling how = s->o.sampling;
     Stopper stopper = {.o = &s->o};
     Decoder decoder = {.begun = s->text.n > 1}; /* not only a beginning-of-text token */
@@ -317,7 +216,7 @@ static bool generate(Session *s, const Ids *ids, Reader *reader, Screen *screen,
     how.seed += s->answers++;
     s->stats = (Stats){.prompt = ids->n};
     double since = seconds();
-    bool ok = generation_begin(&w, &s->engine, &s->sequence, ids->data, ids->n, &how, &interrupted, e);
+    bool ok = generation_begin(&w, &s->m.engine, &s->sequence, ids->data, ids->n, &how, &interrupted, e);
     s->stats.reused = w.reused;
     while (ok && !s->stats.reason) {
         if (!(ok = generation_next(&w, &token, e))) break;
@@ -344,31 +243,31 @@ static double speed(const Stats *t) {
 }
 
 /* How much of the memory's speed that was: all other time is lost. 0: unknown. */
-static double percent_of_bandwidth(const Session *s) {
+static double percent_of_bandwidth(const Play *s) {
     const Stats *t = &s->stats;
-    uint64_t bytes = step_bytes(s->engine.model, s->engine.model->top_k, 1, (int)(t->prompt + t->tokens / 2));
+    uint64_t bytes = step_bytes(s->m.engine.model, s->m.engine.model->top_k, 1, (int)(t->prompt + t->tokens / 2));
     return s->bandwidth > 0 ? 100 * speed(t) * (double)bytes / s->bandwidth : 0;
 }
 
-static void print_stats(FILE *f, const Session *s) {
+static void print_stats(FILE *f, const Play *s) {
     const Stats *t = &s->stats;
     double percent = percent_of_bandwidth(s);
     fprintf(f, "[Generated at %.1f tokens/sec · %zu token%s", speed(t), t->tokens, t->tokens == 1 ? "" : "s");
     if (t->thinking) fprintf(f, " (%zu thinking)", t->thinking);
     fprintf(f, " · first token %.0f ms", t->first * 1000);
     if (percent > 0) fprintf(f, " · %.0f%% of memory bandwidth", percent);
-    fprintf(f, " · context %zu%% · %s]\n", s->sequence.tokens.n * 100 / (size_t)s->engine.context, t->reason);
+    fprintf(f, " · context %zu%% · %s]\n", s->sequence.tokens.n * 100 / (size_t)s->m.engine.context, t->reason);
 }
 
 /* Keeps what was said, also where it ended early. Nothing was if it ended in the reasoning or inside a call: then it
  * says so. A preamble that nothing followed was meant as the answer. */
-static void keep_answer(Session *s, Reader *reader, Screen *screen) {
+static void keep_answer(Play *s, Reader *reader, Screen *screen) {
     Message *last = reader->messages ? reader->message + reader->messages - 1 : NULL;
     Part part = last ? message_part(last) : REASONING;
     if (part == ANSWER || part == PREAMBLE || (part == CALL && !strcmp(s->stats.reason, "tool call"))) {
         if (!strcmp(s->stats.reason, "stop text")) { /* the history holds what was shown */
-            for (int i = 0; i < s->o.stops; i++) {
-                char *hit = memmem(last->content.data, last->content.n, s->o.stop[i], strlen(s->o.stop[i]));
+            for (int i = 0; i < s->o.stop.n; i++) {
+                char *hit = memmem(last->content.data, last->content.n, s->o.stop.text[i], strlen(s->o.stop.text[i]));
                 if (hit) last->content.n = (size_t)(hit - last->content.data), *hit = 0;
             }
             ids_free(&last->sampled);
@@ -388,7 +287,7 @@ static void keep_answer(Session *s, Reader *reader, Screen *screen) {
 }
 
 /* Answers what stands at the end of the conversation. True if an answer, perhaps a part of one, is there. */
-static bool answer(Session *s, Screen *screen, Error *e) {
+static bool answer(Play *s, Screen *screen, Error *e) {
     Ids ids = {0};
     Reader reader;
     int before = s->talk.messages;
@@ -397,9 +296,9 @@ static bool answer(Session *s, Screen *screen, Error *e) {
         bool ok = generate(s, &s->text, NULL, screen, e);
         return ok || (s->text.n = length, false);
     }
-    reader_init(&reader, &s->chat);
+    reader_init(&reader, &s->m.chat);
     screen->reader = &reader;
-    bool ok = chat_render(&s->chat, &s->talk, true, &ids, e) && generate(s, &ids, &reader, screen, e);
+    bool ok = chat_render(&s->m.chat, &s->talk, true, &ids, e) && generate(s, &ids, &reader, screen, e);
     if (ok) keep_answer(s, &reader, screen);
     screen->reader = NULL;
     reader_free(&reader);
@@ -410,14 +309,14 @@ static bool answer(Session *s, Screen *screen, Error *e) {
 }
 
 /* Appends a question. */
-static bool ask(Session *s, const char *text, size_t n, Error *e) {
+static bool ask(Play *s, const char *text, size_t n, Error *e) {
     if (!check_text("the text", text, n, e)) return false;
     if (s->harmony) {
         conversation_add(&s->talk, "user", NULL, text, n);
         return true;
     }
     int begin = (int)s->text.n;
-    if (!tokenizer_encode(s->tokenizer, text, n, s->text.n ? 0 : WITH_TEMPLATE, &s->text, e)) return false;
+    if (!tokenizer_encode(s->m.tokenizer, text, n, s->text.n ? 0 : WITH_TEMPLATE, &s->text, e)) return false;
     ids_add(&s->turns, begin);
     ids_add(&s->turns, (int)s->text.n);
     return true;
@@ -425,7 +324,7 @@ static bool ask(Session *s, const char *text, size_t n, Error *e) {
 
 /* ---- one prompt ---- */
 
-static void print_json(const Session *s, const Screen *screen, const char *model) {
+static void print_json(const Play *s, const Screen *screen, const char *model) {
     const Stats *t = &s->stats;
     const struct {
         const char *key, *value;
@@ -453,7 +352,7 @@ static void print_json(const Session *s, const Screen *screen, const char *model
     bytes_free(&out);
 }
 
-static int play_once(Session *s, const char *text, size_t n, const char *model) {
+static int play_once(Play *s, const char *text, size_t n, const char *model) {
     Error e = {0};
     Screen screen = {.s = s};
     catch_interrupts();
@@ -473,18 +372,18 @@ static int play_once(Session *s, const char *text, size_t n, const char *model) 
 
 /* ---- the conversation ---- */
 
-static void error_line(const Session *s, const Error *e) {
+static void error_line(const Play *s, const Error *e) {
     if (e->text[0]) fprintf(stderr, s->colour ? "\033[31m%s\033[0m\n" : "%s\n", e->text);
 }
 
-static int last_question(const Session *s) {
+static int last_question(const Play *s) {
     int i = s->talk.messages - 1;
     while (i >= 0 && strcmp(s->talk.message[i].role, "user")) i--;
     return i;
 }
 
 /* Forgets the oldest question and its answer; of a text without turns its first half. False if little would be left. */
-static bool drop_oldest(Session *s) {
+static bool drop_oldest(Play *s) {
     int second = 0;
     if (!s->harmony) {
         size_t half = s->text.n / 2;
@@ -499,18 +398,18 @@ static bool drop_oldest(Session *s) {
     return second;
 }
 
-static void forget(Session *s) {
+static void forget(Play *s) {
     conversation_remove(&s->talk, 0, s->talk.messages);
     s->text.n = s->turns.n = 0;
 }
 
 /* The context is full: nothing is thrown away unless the user says so. True if there is room now. */
-static bool make_room(Session *s) {
+static bool make_room(Play *s) {
     Bytes line = {0};
     char count[32];
     bool room = false, again = true;
     printf("%s*** The context of %s tokens is full. ***%s\n", s->colour ? "\033[1;31m" : "",
-           count_text((uint64_t)s->engine.context, count), s->colour ? "\033[0m" : "");
+           count_text((uint64_t)s->m.engine.context, count), s->colour ? "\033[0m" : "");
     while (again) {
         line.n = 0;
         puts("d: drop the oldest part\nc: clear all but the last question\nk: keep everything as it is");
@@ -534,7 +433,7 @@ static bool make_room(Session *s) {
 }
 
 /* Answers, and asks what to do when there is no room. */
-static void converse(Session *s) {
+static void converse(Play *s) {
     for (bool again = true; again;) {
         Error e = {0};
         Screen screen = {.s = s};
@@ -553,24 +452,24 @@ static void converse(Session *s) {
     }
 }
 
-static void slash_help(Session *s, char *argument) {
+static void slash_help(Play *s, char *argument) {
     (void)s, (void)argument;
     fputs(loop_help, stdout);
 }
 
-static void slash_clear(Session *s, char *argument) {
+static void slash_clear(Play *s, char *argument) {
     (void)argument;
     forget(s);
     puts("The conversation is forgotten; the instructions and settings stay.");
 }
 
-static void slash_system(Session *s, char *argument) {
+static void slash_system(Play *s, char *argument) {
     if (*argument) conversation_set(&s->talk.instructions, strcmp(argument, "none") ? argument : NULL);
     const char *text = s->talk.instructions ? s->talk.instructions : "(none)";
     put_line("Instructions: ", text, strlen(text));
 }
 
-static void slash_effort(Session *s, char *argument) {
+static void slash_effort(Play *s, char *argument) {
     Error e;
     if (*argument && !effort_known(argument)) {
         fail(&e, USAGE, "the effort is low, medium or high, not '%.40s'", argument);
@@ -581,16 +480,16 @@ static void slash_effort(Session *s, char *argument) {
     printf("Effort: %s\n", s->talk.effort);
 }
 
-static void slash_set(Session *s, char *argument) {
+static void slash_set(Play *s, char *argument) {
     Error e;
     char *value = argument + strcspn(argument, " \t");
     if (*value) *value++ = 0;
     value += strspn(value, " \t");
-    if (*argument && !set(&s->o, argument, value, &e)) error_line(s, &e);
+    if (*argument && !setting_set(&s->o, argument, value, &e)) error_line(s, &e);
     show_settings(&s->o);
 }
 
-static void slash_stats(Session *s, char *argument) {
+static void slash_stats(Play *s, char *argument) {
     (void)argument;
     const Stats *t = &s->stats;
     if (!t->reason) {
@@ -606,19 +505,19 @@ static void slash_stats(Session *s, char *argument) {
 }
 
 /* All that the next prompt would hold. */
-static bool whole_prompt(const Session *s, Ids *ids) {
+static bool whole_prompt(const Play *s, Ids *ids) {
     Error e;
     if (!s->harmony) return ids_append(ids, s->text.data, s->text.n), true;
-    if (chat_render(&s->chat, &s->talk, true, ids, &e)) return true;
+    if (chat_render(&s->m.chat, &s->talk, true, ids, &e)) return true;
     error_line(s, &e);
     return false;
 }
 
-static void slash_context(Session *s, char *argument) {
+static void slash_context(Play *s, char *argument) {
     (void)argument;
     Ids ids = {0};
     char used[32], all[32];
-    size_t context = (size_t)s->engine.context;
+    size_t context = (size_t)s->m.engine.context;
     if (!whole_prompt(s, &ids)) return;
     int width = columns() - 44 < 40 ? columns() - 44 : 40;
     for (int i = 0; i < width; i++) fputs((size_t)i * context < ids.n * (size_t)width ? "█" : "░", stdout);
@@ -627,7 +526,7 @@ static void slash_context(Session *s, char *argument) {
     ids_free(&ids);
 }
 
-static void slash_retry(Session *s, char *argument) {
+static void slash_retry(Play *s, char *argument) {
     (void)argument;
     int last = last_question(s);
     if (s->harmony ? last < 0 : s->turns.n < 2) {
@@ -641,7 +540,7 @@ static void slash_retry(Session *s, char *argument) {
     converse(s);
 }
 
-static void slash_undo(Session *s, char *argument) {
+static void slash_undo(Play *s, char *argument) {
     (void)argument;
     int last = last_question(s);
     if (s->harmony ? last < 0 : s->turns.n < 2) {
@@ -660,12 +559,12 @@ static void slash_undo(Session *s, char *argument) {
     }
 }
 
-static void plain_text(const Session *s, Bytes *out) {
+static void plain_text(const Play *s, Bytes *out) {
     Decoder d = {0};
     bytes_text(out, "");
     for (size_t i = 0; i < s->text.n; i++)
-        if (!tokenizer_is_control(s->tokenizer, s->text.data[i]))
-            tokenizer_decode(s->tokenizer, &d, s->text.data[i], out);
+        if (!tokenizer_is_control(s->m.tokenizer, s->text.data[i]))
+            tokenizer_decode(s->m.tokenizer, &d, s->text.data[i], out);
     tokenizer_flush(&d, out);
 }
 
@@ -694,7 +593,7 @@ static bool write_file(const char *path, const Bytes *content, Error *e) {
     return ok;
 }
 
-static void slash_save(Session *s, char *argument) {
+static void slash_save(Play *s, char *argument) {
     Error e = {0};
     Bytes text = {0};
     char *path = *argument ? expand_home(argument) : s->saved ? copy_text(s->saved, strlen(s->saved)) : NULL;
@@ -712,13 +611,13 @@ static void slash_save(Session *s, char *argument) {
     free(path);
 }
 
-static bool load_conversation(Session *s, const char *path, const Bytes *text, Error *e) {
+static bool load_conversation(Play *s, const char *path, const Bytes *text, Error *e) {
     Conversation loaded;
     cJSON *json = json_parse(text->data, text->n, path, e);
     if (!json) return false;
     conversation_init(&loaded);
     conversation_set(&loaded.date, s->talk.date); /* unless the file has another */
-    bool ok = conversation_parse(&loaded, &s->chat, json, e);
+    bool ok = conversation_parse(&loaded, json, e);
     cJSON_Delete(json);
     if (ok) {
         Conversation old = s->talk;
@@ -729,7 +628,7 @@ static bool load_conversation(Session *s, const char *path, const Bytes *text, E
     return ok;
 }
 
-static void slash_load(Session *s, char *argument) {
+static void slash_load(Play *s, char *argument) {
     Error e = {0};
     Bytes text = {0};
     char *path = expand_home(argument);
@@ -739,7 +638,7 @@ static void slash_load(Session *s, char *argument) {
         ok = load_conversation(s, path, &text, &e);
     } else if (ok) {
         Ids ids = {0};
-        ok = tokenizer_encode(s->tokenizer, text.data, text.n, WITH_TEMPLATE, &ids, &e);
+        ok = tokenizer_encode(s->m.tokenizer, text.data, text.n, WITH_TEMPLATE, &ids, &e);
         if (ok) forget(s), ids_append(&s->text, ids.data, ids.n);
         ids_free(&ids);
     }
@@ -756,14 +655,14 @@ static void slash_load(Session *s, char *argument) {
     free(path);
 }
 
-static void slash_prompt(Session *s, char *argument) {
+static void slash_prompt(Play *s, char *argument) {
     (void)argument;
     Ids ids = {0};
     Bytes text = {0};
     Decoder d = {0};
     if (!whole_prompt(s, &ids)) return;
     bytes_text(&text, "");
-    for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(s->tokenizer, &d, ids.data[i], &text);
+    for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(s->m.tokenizer, &d, ids.data[i], &text);
     put_line("", text.data, text.n);
     ids_free(&ids);
     bytes_free(&text);
@@ -771,7 +670,7 @@ static void slash_prompt(Session *s, char *argument) {
 
 static const struct {
     const char *name;
-    void (*run)(Session *, char *argument);
+    void (*run)(Play *, char *argument);
     bool chat_only;
 } slashes[] = {{"/help", slash_help, false},       {"/clear", slash_clear, false}, {"/system", slash_system, true},
                {"/effort", slash_effort, true},    {"/set", slash_set, false},     {"/stats", slash_stats, false},
@@ -779,7 +678,7 @@ static const struct {
                {"/save", slash_save, false},       {"/load", slash_load, false},   {"/prompt", slash_prompt, false}};
 
 /* Runs a line that begins with '/'. */
-static void run_slash(Session *s, char *line) {
+static void run_slash(Play *s, char *line) {
     Error e;
     size_t n = strcspn(line, " \t");
     char *argument = line + n + strspn(line + n, " \t");
@@ -802,7 +701,7 @@ static void run_slash(Session *s, char *line) {
     error_line(s, &e);
 }
 
-static void play_loop(Session *s) {
+static void play_loop(Play *s) {
     s->editor = editor_open();
     catch_interrupts();
     puts("✓ Ready for inference. /help lists the commands.");
@@ -827,142 +726,15 @@ static void play_loop(Session *s) {
     editor_close(s->editor);
 }
 
-/* ---- choosing, opening ---- */
+/* ---- the command ---- */
 
-/* Takes the only model that can be played; of several it shows which there are, and asks. */
-static bool choose_model(bool ask_for_it, char **path, char **name, Error *e) {
-    ModelEntry *list;
-    int n = models_list(&list), width = 0, choice = n == 1;
-    char line[64], size[24];
-    if (!n) {
-        fail(e, BAD_MODEL,
-             "no model in ./models, ~/.cache/infer/models or the hub's cache: name a model directory, infer play DIR");
-    } else if (!choice) {
-        FILE *f = ask_for_it ? stdout : stderr;
-        fputs("Available models:\n", f);
-        for (int i = 0; i < n; i++)
-            if ((int)strlen(list[i].name) > width) width = (int)strlen(list[i].name);
-        for (int i = 0; i < n; i++)
-            fprintf(f, "%3d. %-*s  %8s  %s%s\n", i + 1, width, list[i].name, size_text(list[i].bytes, size),
-                    list[i].encoding, list[i].complete ? "" : "  incomplete");
-        if (!ask_for_it) fail(e, USAGE, "which of the %d models? infer play MODEL ...", n);
-    }
-    while (n && ask_for_it && !choice) {
-        printf("Select model (1-%d): ", n);
-        fflush(stdout);
-        if (!fgets(line, sizeof line, stdin)) {
-            fail(e, USAGE, "no model was chosen");
-            break;
-        }
-        line[strcspn(line, "\n")] = 0;
-        if (!text_whole(line, 1, n, &choice)) printf("A number from 1 to %d is needed; Ctrl+C leaves.\n", n);
-    }
-    if (choice) {
-        *path = copy_text(list[choice - 1].path, strlen(list[choice - 1].path));
-        *name = copy_text(list[choice - 1].name, strlen(list[choice - 1].name));
-    }
-    models_free(list, n);
-    return choice;
-}
-
-static bool open_session(Session *s, const Backend *backend, const char *dir, const char *name, Error *e) {
-    Bytes path = {0};
-    bool verbose = is_terminal(stderr) && !s->o.json;
-    char context[32], where[64] = "";
-    Limits limits = {.gpu = s->o.gpu,
-                     .max_seqs = 1,
-                     .max_tokens = backend->prompt_step,
-                     .plain = s->o.plain,
-                     .progress = verbose ? show_progress : NULL,
-                     .where = where};
-    bytes_print(&path, "%s/tokenizer.json", dir);
-    bool ok = checkpoint_open(&s->checkpoint, dir, e) && (s->tokenizer = tokenizer_open(path.data, e));
-    bytes_free(&path);
-    if (!ok) return false;
-    const Model *m = &s->checkpoint.model;
-    if (tokenizer_size(s->tokenizer) > m->vocab)
-        return fail(
-            e, BAD_MODEL,
-            "%s: tokenizer.json has ids up to %d, config.json a vocabulary of %d: they belong to different models", dir,
-            tokenizer_size(s->tokenizer) - 1, m->vocab);
-    s->harmony = chat_open(&s->chat, s->tokenizer) && !s->o.raw;
-    if (!s->harmony && (s->talk.instructions || strcmp(s->talk.effort, "medium")))
-        return fail(e, USAGE, "%s is continued raw: it takes no system prompt and no effort", name);
-    loading_name = name;
-    loading_since = seconds();
-    if (!engine_open(&s->engine, backend, m, limits, s->o.context, e)) return false;
-    uint64_t bytes = step_bytes(m, m->top_k, 1, 0);
-    double flat = backend->flat_read(s->engine.state, bytes);
-    s->bandwidth = flat > 0 ? (double)bytes / flat : 0;
-    if (verbose)
-        fprintf(stderr, "✓ Model loaded%s%s, context %s\n", *where ? " to " : "", where,
-                count_text((uint64_t)s->engine.context, context));
-    if (verbose && !s->harmony && !s->o.raw)
-        fputs("  It has no chat format: your text is continued as it stands.\n", stderr);
-    return true;
-}
-
-static void close_session(Session *s) {
-    if (s->engine.state) sequence_free(&s->engine, &s->sequence);
-    engine_close(&s->engine);
-    chat_close(&s->chat);
-    tokenizer_close(s->tokenizer);
-    checkpoint_close(&s->checkpoint);
-    conversation_free(&s->talk);
-    ids_free(&s->text);
-    ids_free(&s->turns);
-    free(s->saved);
-}
-
-static bool parse_options(int argc, char **argv, Session *s, Error *e) {
-    enum { CTX = 256, GPU, PLAIN, HIDE, RAW, DATE, JSON, STOP, SETTING };
-    static const struct option options[] = {{"system", required_argument, NULL, 's'},
-                                            {"effort", required_argument, NULL, 'e'},
-                                            {"ctx", required_argument, NULL, CTX},
-                                            {"gpu", required_argument, NULL, GPU},
-                                            {"plain", no_argument, NULL, PLAIN},
-                                            {"hide-thinking", no_argument, NULL, HIDE},
-                                            {"raw", no_argument, NULL, RAW},
-                                            {"date", required_argument, NULL, DATE},
-                                            {"json", no_argument, NULL, JSON},
-                                            {"stop", required_argument, NULL, STOP},
-                                            {"temperature", required_argument, NULL, SETTING},
-                                            {"top-k", required_argument, NULL, SETTING},
-                                            {"top-p", required_argument, NULL, SETTING},
-                                            {"min-p", required_argument, NULL, SETTING},
-                                            {"repetition-penalty", required_argument, NULL, SETTING},
-                                            {"seed", required_argument, NULL, SETTING},
-                                            {"max-tokens", required_argument, NULL, SETTING},
-                                            {0}};
-    Options *o = &s->o;
-    int which = 0;
-    for (int c; (c = getopt_long(argc, argv, "p:f:s:e:", options, &which)) != -1;) {
-        if (c == '?') return fail(e, USAGE, "wrong option; see infer play --help");
-        if (optarg && !check_text("an option", optarg, strlen(optarg), e)) return false;
-        if (c == 'p') o->prompt = optarg;
-        if (c == 'f') o->file = optarg;
-        if (c == 's') conversation_set(&s->talk.instructions, optarg);
-        if (c == 'e') {
-            if (!effort_known(optarg)) return fail(e, USAGE, "--effort is low, medium or high, not '%.40s'", optarg);
-            conversation_set(&s->talk.effort, optarg);
-        }
-        if (c == DATE) conversation_set(&s->talk.date, strcmp(optarg, "none") ? optarg : NULL);
-        if (c == HIDE) o->hide = true;
-        if (c == PLAIN) o->plain = true;
-        if (c == RAW) o->raw = true;
-        if (c == JSON) o->json = true;
-        if (c == SETTING && !set(o, options[which].name, optarg, e)) return false;
-        if ((c == CTX && !text_whole(optarg, 1, 1 << 24, &o->context)) ||
-            (c == GPU && !text_whole(optarg, 0, MOST_GPUS - 1, &o->gpu)))
-            return fail(e, USAGE, "--%s needs a whole number, not '%.40s'", options[which].name, optarg);
-        if (c == STOP) {
-            if (!*optarg || o->stops == MOST_STOPS)
-                return fail(e, USAGE, "--stop needs a text, at most %d times", MOST_STOPS);
-            o->stop[o->stops++] = optarg;
-        }
-    }
-    if (argc - optind > 1)
-        return fail(e, USAGE, "one MODEL at most, not '%.60s' as well; a prompt is given with -p", argv[optind + 1]);
+static bool take_options(Play *s, const Options *o, Error *e) {
+    s->o = *o;
+    if (o->system) conversation_set(&s->talk.instructions, o->system);
+    if (o->effort && !effort_known(o->effort))
+        return fail(e, USAGE, "--effort is low, medium or high, not '%.40s'", o->effort);
+    if (o->effort) conversation_set(&s->talk.effort, o->effort);
+    if (o->date) conversation_set(&s->talk.date, strcmp(o->date, "none") ? o->date : NULL);
     if (o->prompt && o->file) return fail(e, USAGE, "-p and -f exclude each other");
     return true;
 }
@@ -979,16 +751,28 @@ static bool read_prompt(const Options *o, Bytes *text, Error *e) {
     return stdin_read(text), true;
 }
 
-int play(int argc, char **argv, const Backend *backend) {
+static bool open_model(Play *s, Error *e) {
+    if (!session_open(&s->m, &s->o, NEED_TOKENIZER | NEED_CHECKPOINT, e)) return false;
+    s->harmony = s->m.has_chat && !s->o.raw;
+    if (!s->harmony && (s->talk.instructions || strcmp(s->talk.effort, "medium")))
+        return fail(e, USAGE, "%s is continued raw: it takes no system prompt and no effort", s->m.name);
+    if (!session_load(&s->m, &s->o, s->o.context, e)) return false;
+    const Model *m = &s->m.checkpoint.model;
+    uint64_t bytes = step_bytes(m, m->top_k, 1, 0);
+    double flat = backend->flat_read(s->m.engine.state, bytes);
+    s->bandwidth = flat > 0 ? (double)bytes / flat : 0;
+    if (is_terminal(stderr) && !s->o.json && !s->harmony && !s->o.raw)
+        fputs("  It has no chat format: your text is continued as it stands.\n", stderr);
+    return true;
+}
+
+int play(const Options *o) {
     Error e = {0};
     Bytes prompt = {0};
-    Session s = {.o = {.sampling = {.temperature = 1, .top_p = 1, .penalty = 1}}};
-    char *path = NULL, *name = NULL;
-    if (getentropy(&s.o.sampling.seed, 4))
-        s.o.sampling.seed = (uint64_t)(seconds() * 1e6); /* short enough to type again */
+    Play s = {0};
     conversation_init(&s.talk);
     const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
-    bool ok = parse_options(argc, argv, &s, &e);
+    bool ok = take_options(&s, o, &e);
     bool once = ok && read_prompt(&s.o, &prompt, &e);
     if (once) ok = check_text("the prompt", prompt.data, prompt.n, &e);
     s.loop = !once;
@@ -996,21 +780,17 @@ int play(int argc, char **argv, const Backend *backend) {
     if (ok && s.loop && (s.o.json || !is_terminal(stdout)))
         ok = fail(&e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
     if (ok && once && !prompt.n && !s.o.prompt) ok = fail(&e, USAGE, "the prompt is empty");
-    if (ok && optind < argc) {
-        path = model_get(argv[optind], &e);
-        name = copy_text(argv[optind], strlen(argv[optind]));
-        ok = path;
-    } else if (ok) {
-        ok = choose_model(s.loop, &path, &name, &e);
-    }
-    ok = ok && open_session(&s, backend, path, name, &e);
+    ok = ok && open_model(&s, &e);
     int code = ok ? DONE : e.code;
-    if (ok && once) code = play_once(&s, prompt.data, prompt.n, name);
+    if (ok && once) code = play_once(&s, prompt.data, prompt.n, s.m.name);
     if (ok && !once) play_loop(&s);
     if (!ok) fprintf(stderr, "infer: %s\n", e.text);
-    close_session(&s);
+    if (s.m.engine.state) sequence_free(&s.m.engine, &s.sequence);
+    session_close(&s.m);
+    conversation_free(&s.talk);
+    ids_free(&s.text);
+    ids_free(&s.turns);
+    free(s.saved);
     bytes_free(&prompt);
-    free(path);
-    free(name);
     return code;
 }

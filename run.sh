@@ -4,11 +4,11 @@
 #   ./run.sh play [...]      asks which model, or takes arguments of `infer play`
 #   ./run.sh download [...]  fetches a model from the hub (openai/gpt-oss-20b), arguments of `infer download`
 #   ./run.sh bench [...]     measures speed, arguments of `infer bench`
-#   ./run.sh test            runs the tests
+#   ./run.sh test [...]      runs the tests; --fetch gets the published files that some need, WORD... chooses by name
 set -euo pipefail
 cd "$(dirname "$0")"
 
-packages=(gcc make pkg-config python3 libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev)
+packages=(gcc make pkg-config libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev)
 
 install_missing() {
     local missing=() package
@@ -37,8 +37,9 @@ case $command in
         exit 2
         ;;
 esac
+[ "$command" != test ] || packages+=(python3 openssl)
 install_missing >&2
-[ "$command" != test ] || exec make test
+[ "$command" != test ] || exec make --no-print-directory -j"$(nproc)" test TESTS="$*"
 gpu=yes nvcc=yes target=infer program=./infer
 nvidia-smi -L >/dev/null 2>&1 || gpu=no
 command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] || nvcc=no

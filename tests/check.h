@@ -2,8 +2,7 @@
 #ifndef CHECK_H
 #define CHECK_H
 
-#include "../engine.h"
-#include "../model.h"
+#include "../host.h"
 #include "reference.h"
 
 #include <math.h>

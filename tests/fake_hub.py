@@ -167,22 +167,25 @@ class Request(BaseHTTPRequestHandler):
             return self.redirect(self.path.replace(repository, hub.repository, 1), 307)
         if revision not in (*hub.revisions, hub.commit):
             return self.error(404, "RevisionNotFound")
-        if kind == "revision":
-            return self.reply(200, body={"_id": "0", "id": hub.repository, "modelId": hub.repository, "sha": hub.commit,
-                                         "private": False, "tags": [], "downloads": 0, "likes": 0,
-                                         "siblings": [{"rfilename": name} for name in hub.files]})
-        entries = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": name}
-                   for name in sorted({str(Path(name).parent) for name in hub.files} - {"."})]
-        for name, file in hub.files.items():
-            entry = {"type": "file", "oid": file.id if not file.large else hashlib.sha1(name.encode()).hexdigest(),
-                     "size": file.size, "path": name}
+        def listed(name, file, path, git_hash, sha256):
+            """A file as the two lists have it, which name its fields differently."""
+            entry = {path: name, "size": file.size,
+                     git_hash: hashlib.sha1(name.encode()).hexdigest() if file.large else file.id}
             if file.large:
-                entry["lfs"] = {"oid": file.id, "size": file.size, "pointerSize": 135}
-            entries.append({**entry, **hub.listed.get(name, {})})
-        page, size = int(self.query.get("page", 0)), hub.page_size
-        query = urllib.parse.urlencode({**self.query, "page": page + 1})
-        more = {"Link": f'<{hub.url}{self.url.path}?{query}>; rel="next"'} if len(entries) > (page + 1) * size else {}
-        return self.reply(200, {**more, **self.extra}, entries[page * size:(page + 1) * size])
+                entry["lfs"] = {sha256: file.id, "size": file.size, "pointerSize": 135}
+            return {**entry, **hub.listed.get(name, {})}
+
+        if kind == "tree":  # what huggingface_hub asks for
+            entries = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": name}
+                       for name in sorted({str(Path(name).parent) for name in hub.files} - {"."})]
+            entries += [{"type": "file", **listed(name, file, "path", "oid", "oid")}
+                        for name, file in hub.files.items()]
+            return self.reply(200, self.extra, entries)
+        siblings = [listed(name, file, "rfilename", "blobId", "sha256") if "blobs" in self.query else
+                    {"rfilename": name} for name, file in hub.files.items()]
+        return self.reply(200, self.extra, {"_id": "0", "id": hub.repository, "modelId": hub.repository,
+                                            "sha": hub.commit, "private": False, "tags": [], "downloads": 0, "likes": 0,
+                                            "siblings": siblings})
 
     def serve_file(self, repository, revision):
         hub, file = self.hub, self.hub.files.get(self.name)
@@ -270,7 +273,7 @@ class FakeHub:
         self.repository, self.names, self.token = repository, {repository}, token
         self.commit = hashlib.sha1("".join(f.id for f in self.files.values()).encode()).hexdigest()
         self.revisions = {"main"}
-        self.page_size, self.rate, self.fault, self.signed = 1000, None, None, 0
+        self.rate, self.fault, self.signed = None, None, 0
         self.listed = {}  # fields of the list of files that are wrong, by name
         self.requests, self.sent, self.ended, self.lock = [], {}, threading.Event(), threading.Lock()
         self.servers = {}

@@ -3,7 +3,7 @@
  * its texts are; as config.json of a small llama, or as the index of two shards, it is refused with a message or fits
  * the weights. */
 #include "chat.h"
-#include "model.h"
+#include "host.h"
 
 #include <assert.h>
 #include <stdio.h>
@@ -57,10 +57,10 @@ static void as_conversation(const cJSON *json) {
     Ids ids = {0};
     Conversation c;
     conversation_init(&c);
-    bool ok = conversation_parse(&c, &chat, json, &e) && chat_render(&chat, &c, true, &ids, &e);
+    bool ok = conversation_parse(&c, json, &e) && chat_render(&chat, &c, true, &ids, &e);
     assert(ok || (e.code == USAGE && *e.text));
     size_t starts = 0;
-    for (size_t i = 0; i < ids.n; i++) starts += ids.data[i] == chat.start;
+    for (size_t i = 0; i < ids.n; i++) starts += ids.data[i] == chat.control[0];
     assert(starts <= (size_t)c.messages + 3); /* system, developer and the prompt's end */
     conversation_free(&c);
     ids_free(&ids);

@@ -1,7 +1,7 @@
 /* Any bytes as a safetensors file. Promises: it is refused with a message, or every tensor lies inside the file, is
  * found by its name and has the bytes that its shape needs; as weights of a small gpt-oss they are refused or bound,
  * and then every view lies inside its tensor. */
-#include "model.h"
+#include "host.h"
 
 #include <assert.h>
 #include <fcntl.h>

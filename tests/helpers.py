@@ -33,14 +33,49 @@ class Skip(Exception):
     """Raised by a test that cannot run here, with the reason."""
 
 
-def data(*parts):
-    """A path below TEST_DATA: models and tokenizers that are not shipped."""
-    if not os.environ.get("TEST_DATA"):
-        raise Skip("needs TEST_DATA")
-    path = Path(os.environ["TEST_DATA"]).resolve().joinpath(*parts)
+# ---- published files, which are not shipped
+
+PUBLISHED = {  # where they lie below TEST_DATA: the repository at the hub, or None, and what tests need of it
+    "gpt-oss-20b": ("openai/gpt-oss-20b", ["config.json", "model.safetensors.index.json", "tokenizer.json"]),
+    "models/TinyStories-656K": ("raincandy-u/TinyStories-656K",
+                                ["config.json", "model.safetensors", "tokenizer.json"]),
+    "models/stories260K": (None, ["config.json", "model.safetensors", "tokenizer.json"])}
+DATA = HOME / "data"  # links to those that are here, at the same places
+
+
+def snapshots(repository):
+    """Those of a repository in the hub's cache of whoever runs the tests."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+    return cache.absolute().glob(f"models--{repository.replace('/', '--')}/snapshots/*")
+
+
+def missing_data():
+    """What the hub could give."""
+    return [place for place, (repository, _) in PUBLISHED.items() if repository and not (DATA / place).exists()]
+
+
+def link_data():
+    for place, (repository, files) in PUBLISHED.items():
+        if (DATA / place).exists():
+            continue
+        sources = [Path(os.environ["TEST_DATA"], place).absolute()] if os.environ.get("TEST_DATA") else []
+        sources += snapshots(repository) if repository else []
+        found = next((s for s in sources if all((s / name).exists() for name in files)), None)
+        if found:
+            (DATA / place).parent.mkdir(parents=True, exist_ok=True)
+            (DATA / place).symlink_to(found)
+
+
+def data(place):
+    """The folder of a published model; its tests are skipped where it is neither in TEST_DATA nor the hub's cache."""
+    path = DATA / place
     if not path.exists():
-        raise Skip(f"TEST_DATA has no {'/'.join(parts)}")
+        raise Skip(f"needs {PUBLISHED[place][0] or place + ' in TEST_DATA'}")
     return path
+
+
+link_data()
 
 
 def expect(condition, message):

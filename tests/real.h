@@ -106,6 +106,7 @@ static inline void real_router_and_experts(const Backend *backend, size_t tokens
     float *gate = allocate_zero(EXPERTS * DIM, 4), *up = allocate_zero(EXPERTS * DIM, 4),
           *down = allocate_zero(EXPERTS * DIM, 4);
     float *ones = allocate(DIM * 4), *no_bias = allocate_zero(DIM, 4), inv_freq[32] = {0};
+    const Rope rope[2] = {{inv_freq, 1}, {inv_freq, 1}};
     const cJSON *outputs = json_get(golden, "selected_expert_outputs");
     for (int i = 0; i < DIM; i++) ones[i] = 1;
     for (int k = 0; k < TOP; k++) {
@@ -126,7 +127,8 @@ static inline void real_router_and_experts(const Backend *backend, size_t tokens
                    .router = zeros(F32, 1, EXPERTS, DIM, router),
                    .gate = zeros(MXFP4, EXPERTS, DIM, DIM, gate),
                    .up = zeros(MXFP4, EXPERTS, DIM, DIM, up),
-                   .down = zeros(MXFP4, EXPERTS, DIM, DIM, down)};
+                   .down = zeros(MXFP4, EXPERTS, DIM, DIM, down),
+                   .rope = rope};
     Model m = {.n_layers = 1,
                .dim = DIM,
                .ffn_dim = DIM,
@@ -135,13 +137,17 @@ static inline void real_router_and_experts(const Backend *backend, size_t tokens
                .n_heads = 1,
                .n_kv_heads = 1,
                .head_dim = 64,
+               .v_dim = 64,
+               .rope_dim = 64,
+               .rope = rope,
+               .attn_scale = 0.125f,
                .n_experts = EXPERTS,
                .top_k = TOP,
+               .route = {.normalise = true, .scale = 1, .groups = 1, .top_groups = 1},
                .eps = 1e-5f,
                .act = SWIGLU_CLAMPED,
                .act_limit = 7,
-               .inv_freq = inv_freq,
-               .rope_scale = 1,
+               .embed_scale = 1,
                .embed = full(F32, residual, 1, DIM),
                .head = zeros(F32, 1, 1, DIM, NULL),
                .norm = ones,
@@ -176,6 +182,7 @@ static inline void real_sinks(const Backend *backend, Type type, size_t chunk) {
         float *score = numbers(json_get(head, "qk_scaled_pre_mask"), N),
               *share = numbers(json_get(head, "attn_probs_with_sink"), N + 1);
         float sink = (float)json_get(head, "sink")->valuedouble, inv_freq[HEAD / 2] = {0}, ones[DIM];
+        const Rope rope[2] = {{inv_freq, 1}, {inv_freq, 1}};
         float *q = allocate_zero(HEAD * DIM, 4), *k = allocate_zero(HEAD * DIM, 4), *v = allocate_zero(HEAD * DIM, 4);
         float *embed = allocate_zero(N * DIM, 4), norm = sqrtf(DIM); /* of a unit vector: sqrt(DIM) (1, 0, ...) */
         for (int i = 0; i < DIM; i++) ones[i] = 1;
@@ -195,7 +202,8 @@ static inline void real_sinks(const Backend *backend, Type type, size_t chunk) {
                        .gate = zeros(type, 1, 32, DIM, NULL),
                        .up = zeros(type, 1, 32, DIM, NULL),
                        .down = zeros(type, 1, DIM, 32, NULL),
-                       .window = 128};
+                       .window = 128,
+                       .rope = rope};
         Model m = {.n_layers = 1,
                    .dim = DIM,
                    .ffn_dim = 32,
@@ -204,11 +212,14 @@ static inline void real_sinks(const Backend *backend, Type type, size_t chunk) {
                    .n_heads = 1,
                    .n_kv_heads = 1,
                    .head_dim = HEAD,
+                   .v_dim = HEAD,
+                   .rope_dim = HEAD,
+                   .rope = rope,
+                   .attn_scale = 0.125f,
                    .n_experts = 1,
                    .top_k = 1,
                    .eps = 1e-12f,
-                   .inv_freq = inv_freq,
-                   .rope_scale = 1,
+                   .embed_scale = 1,
                    .embed = full(type, embed, N, DIM),
                    .head = zeros(type, 1, N, DIM, NULL),
                    .norm = ones,
@@ -267,8 +278,9 @@ static inline void small_model(const Backend *backend, const char *name) {
     Error e;
     Checkpoint c;
     const char *data = getenv("TEST_DATA");
-    if (!data) {
-        check(false, "skip set TEST_DATA for the models");
+    snprintf(path, sizeof path, "%s/models/%s/model.safetensors", data ? data : "", name);
+    if (!file_exists(path)) {
+        check(false, "skip needs models/%s in TEST_DATA", name);
         return;
     }
     snprintf(path, sizeof path, "tests/goldens/%s.json", name);

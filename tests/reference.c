@@ -5,7 +5,7 @@
  * Arrays of a step have one row for each of the T tokens of the batch; a row is computed from that token alone and from
  * the cache, so batching and chunking cannot change a bit of it. */
 #include "reference.h"
-#include "../model.h"
+#include "../host.h"
 
 #include <float.h>
 #include <stdlib.h>
@@ -143,12 +143,12 @@ static void norm_heads(const Model *m, const float *weight, float *x, int heads)
 }
 
 /* Turns each head's pairs (i, i + head_dim / 2) by position * inv_freq[i]. */
-static void rope(const Model *m, float *x, int heads, int position) {
-    int half = m->head_dim / 2;
+static void rope(const Model *m, const Rope *how, float *x, int heads, int position) {
+    int half = m->rope_dim / 2;
     for (int h = 0; h < heads; h++, x += m->head_dim)
         for (int i = 0; i < half; i++) {
-            double angle = (double)position * (double)m->inv_freq[i], a = (double)x[i], b = (double)x[i + half];
-            double c = cos(angle) * (double)m->rope_scale, s = sin(angle) * (double)m->rope_scale;
+            double angle = (double)position * (double)how->inv_freq[i], a = (double)x[i], b = (double)x[i + half];
+            double c = cos(angle) * (double)how->scale, s = sin(angle) * (double)how->scale;
             x[i] = (float)(a * c - b * s);
             x[i + half] = (float)(b * c + a * s);
         }
@@ -184,7 +184,8 @@ static void attention(Reference *r, int layer, int t) {
         size_t head = (size_t)(h / (m->n_heads / m->n_kv_heads) * d);
         double most = l->sinks ? (double)l->sinks[h] : -DBL_MAX, total = 0;
         for (int j = first; j <= p; j++) {
-            score[j - first] = dot(q, cache_page(r, r->seq[t], j)->k + cache_row(r, layer, j) + head, d) / sqrt(d);
+            score[j - first] =
+                dot(q, cache_page(r, r->seq[t], j)->k + cache_row(r, layer, j) + head, d) * (double)m->attn_scale;
             most = fmax(most, score[j - first]);
         }
         if (l->sinks) total = exp((double)l->sinks[h] - most);
@@ -281,8 +282,8 @@ static void block(Reference *r, int layer) {
     for (int t = 0; t < T; t++) {
         norm_heads(m, l->q_norm, r->q + (size_t)t * (size_t)q, m->n_heads);
         norm_heads(m, l->k_norm, r->k + (size_t)t * (size_t)kv, m->n_kv_heads);
-        rope(m, r->q + (size_t)t * (size_t)q, m->n_heads, r->position[t]);
-        rope(m, r->k + (size_t)t * (size_t)kv, m->n_kv_heads, r->position[t]);
+        rope(m, l->rope, r->q + (size_t)t * (size_t)q, m->n_heads, r->position[t]);
+        rope(m, l->rope, r->k + (size_t)t * (size_t)kv, m->n_kv_heads, r->position[t]);
         round_row(r->k + (size_t)t * (size_t)kv, kv);
         round_row(r->v + (size_t)t * (size_t)kv, kv);
         if (l->q.type != F32) round_row(r->q + (size_t)t * (size_t)q, q);
@@ -446,9 +447,8 @@ static void read_weights(const Model *m, void (*progress)(uint64_t, uint64_t)) {
     uint64_t done = 0, total = model_bytes(m);
     for (int i = 0; i <= m->n_layers; i++) {
         const Layer *l = m->layer + i;
-        const Linear *of_layer[] = {&l->q, &l->k, &l->v, &l->o, &l->router, &l->gate, &l->up, &l->down},
-                     *ends[] = {&m->embed, &m->head};
-        for (int j = 0; j < (i < m->n_layers ? 8 : 2); j++) {
+        const Linear *of_layer[] = LINEARS(l), *ends[] = {&m->embed, &m->head};
+        for (int j = 0; j < (i < m->n_layers ? (int)(sizeof of_layer / sizeof *of_layer) : 2); j++) {
             const Linear *w = i < m->n_layers ? of_layer[j] : ends[j];
             float *row = allocate((size_t)w->cols * sizeof *row);
             for (int n = 0; n < w->n; n++)

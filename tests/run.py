@@ -1,11 +1,12 @@
 """Runs the tests: build/asan/unit, and every function test_* of the modules test_*.py here.
 
-    python3 tests/run.py [--gpu] [WORD]...     (--gpu: build/cuda/gpu too; only tests with a WORD in their name)
+    python3 tests/run.py [--fetch] [--gpu] [WORD]...     (--gpu: build/cuda/gpu too; WORD: tests with it in their name)
 
-Needs the Python of the system, 3.9 or later, and nothing else. TEST_DATA=DIR adds the tests that need models or
-tokenizers which are not shipped. A test is a function; one with a parameter gets a fresh folder. It returns (ok),
-raises AssertionError (FAIL; the lines after the first are details) or helpers.Skip. The program under test is
-build/asan/infer-reference, its sanitizers' reports are failures; where time is limited it is ./infer-reference.
+Needs the Python of the system, 3.9 or later, and nothing else. Some tests need published files, which are not shipped
+(helpers.PUBLISHED): they are found below TEST_DATA and in the hub's cache, where --fetch brings them. A test is a
+function; one with a parameter gets a fresh folder. It returns (ok), raises AssertionError (FAIL; the lines after the
+first are details) or helpers.Skip. The program under test is build/asan/infer-reference, its sanitizers' reports are
+failures; where time is limited it is ./infer-reference.
 """
 import sys
 
@@ -34,8 +35,8 @@ def run_c(program, word_in):
         yield "FAIL", f"{program} is missing: make asan, make test-gpu"
         return
     try:
-        p = subprocess.run([program], cwd=helpers.TESTS.parent, env=helpers.environment(**test_data()), timeout=600,
-                           capture_output=True, text=True, errors="replace")
+        p = subprocess.run([program], cwd=helpers.TESTS.parent, env=helpers.environment(TEST_DATA=helpers.DATA),
+                           timeout=600, capture_output=True, text=True, errors="replace")
     except subprocess.TimeoutExpired:
         yield "FAIL", f"{program.name}: still running after 600 s"
         return
@@ -50,8 +51,14 @@ def run_c(program, word_in):
         yield "FAIL", f"{program.name}: exit code {p.returncode}: {report[0] if report else p.stderr[-500:].strip()}"
 
 
-def test_data():
-    return {"TEST_DATA": os.environ["TEST_DATA"]} if "TEST_DATA" in os.environ else {}
+def fetch():
+    """Published files that tests need and that are not here, into the hub's cache of whoever runs this."""
+    for place in helpers.missing_data():
+        repository, files = helpers.PUBLISHED[place]
+        wanted = [part for name in files for part in ("--include", name)]
+        if subprocess.run([helpers.PLAIN, "download", repository, *wanted], stdout=subprocess.DEVNULL).returncode:
+            sys.exit(f"{repository} could not be fetched; without --fetch the tests that need it are skipped")
+    helpers.link_data()
 
 
 def run_one(function):
@@ -81,10 +88,12 @@ def modules():
 def main():
     # a shell's background jobs ignore it, and so would the programs that tests send it to
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    words, count = sys.argv[1:], {"ok": 0, "FAIL": 0, "skip": 0}
+    options = [word for word in sys.argv[1:] if word.startswith("-")]
+    words, count = [word for word in sys.argv[1:] if word not in options], {"ok": 0, "FAIL": 0, "skip": 0}
     c_tests = [helpers.CHECKED.parent / "unit"]
-    if "--gpu" in words:
-        words.remove("--gpu")
+    if set(options) - {"--fetch", "--gpu"}:
+        sys.exit(__doc__.split("\n\n")[1])
+    if "--gpu" in options:
         c_tests.append(helpers.TESTS.parent / "build" / "cuda" / "gpu")
 
     def word_in(name):
@@ -97,6 +106,8 @@ def main():
     for program in (helpers.CHECKED, helpers.PLAIN):
         if not program.exists():
             sys.exit(f"{program} is missing: make asan reference")
+    if "--fetch" in options:
+        fetch()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         tests = [(name, pool.submit(run_one, function)) for name, function in modules() if word_in(name)]
         for program in c_tests:
@@ -106,7 +117,8 @@ def main():
             state, why = future.result()
             report(state, f"{name}: {why}" if why else name)
     if count["skip"]:
-        print(f"{count['skip']} skipped (TEST_DATA=DIR names what is not shipped)")
+        cure = "; ./run.sh test --fetch gets the published files that tests need, 31 MB"
+        print(f"{count['skip']} skipped{cure if helpers.missing_data() else ''}")
     print(f"{count['ok']} passed, {count['FAIL']} failed")
     return count["FAIL"] > 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES, BUILD = ROOT / "tests" / "fixtures", ROOT / "build" / "fuzz"
 SECONDS = int(os.environ.get("SECONDS") or (sys.argv[1] if len(sys.argv) > 1 else 60))
-SOURCES = {"json": ["chat.c", "model.c", "safetensors.c"], "safetensors": ["safetensors.c", "model.c"], "tokenizer": ["tokenizer.c"],
+SOURCES = {"json": ["chat.c", "model.c"], "safetensors": ["model.c"], "tokenizer": ["tokenizer.c"],
            "reader": ["chat.c"]}  # whose words help to guess
 
 
@@ -41,9 +41,9 @@ def seeds(name):
         header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[],"data_offsets":[8,9]}}'
         return [small_model(), struct.pack("<Q", len(header)) + header + bytes(9)]
     if name == "reader":
-        return [b"\4analysis\3We think.\2\1assistant\4final\3Hi \xf0\x9f\x99\x82\7", b"I must refuse\2\1assistant\4final\3No\7",
-                b"\4commentary to=functions.f \5json\3{}\6\1functions.f to=assistant\4commentary\3ok\2",
-                b" to=functions.f\4commentary\5json\3{\"a\":1}\6", b"\4analysis I think\2\1assistant code\3x\10"]
+        return [b"\2analysis\4We think.\5\1assistant\2final\4Hi \xf0\x9f\x99\x82\7", b"I must refuse\5\1assistant\2final\4No\7",
+                b"\2commentary to=functions.f \3json\4{}\6\1functions.f to=assistant\2commentary\4ok\5",
+                b" to=functions.f\2commentary\3json\4{\"a\":1}\6", b"\2analysis I think\5assistant\2finalHI\10"]
     if name == "tokenizer":
         parrot = json.loads((FIXTURES / "parrot" / "tokenizer.json").read_text())
         vocab = {"<unk>": 0, "<s>": 1, "\u2581": 2, "a": 3, "b": 4, "ab": 5, "<0x0A>": 6, "\u2581a": 7}

@@ -1,5 +1,6 @@
 """Files that are wrong, one thing each: safetensors, index, config.json, tokenizer.json. Refusing one takes one line
 that names the file and what is wrong in it, exit code 3, and no time; FINE are odd files that must be read."""
+import errno
 import json
 import math
 import os
@@ -211,7 +212,7 @@ def test_file_truncated_while_open(folder):
         p.stdout.read(1)  # it computes; its output fills the pipe long before the end
         os.truncate(path, 4096)
         err = p.communicate(timeout=60)[1].decode(errors="replace")
-    expect(p.returncode == 3 and err.startswith("infer: ") and "model.safetensors" in err and err.count("\n") == 1,
+    expect(p.returncode == 3 and err.startswith(f"infer: {model}: a safetensors file") and err.count("\n") == 1,
            f"exit code {p.returncode}; stderr: {err[:200]!r}")
 
 
@@ -266,9 +267,7 @@ INDEXES = [  # what is wrong, how it is made, words of the message
     ("missing shard", lambda m: (m / SHARDS[1]).unlink(), [SHARDS[1], "missing"]),
     ("a shard that nobody has", lambda m: write_map(m, {EMBED: "m3.safetensors"}), ["m3.safetensors"]),
     ("a file that is no safetensors", lambda m: write_map(m, {EMBED: "config.json"}), ["config.json"]),
-    ("the other shard", lambda m: write_map(m, {EMBED: SHARDS[1]}), ["index.json", EMBED]),
     ("a tensor in two shards", in_two_shards, [SHARDS[1], "also in", SHARDS[0]]),
-    ("a tensor that is in no shard", lambda m: write_map(m, {"model.more": SHARDS[0]}), ["index.json", "model.more"]),
     ("a shard is cut", lambda m: ((m / SHARDS[1]).unlink(), (m / SHARDS[1]).write_bytes(
         (ODD / SHARDS[1]).read_bytes()[:-1])), [SHARDS[1]]),
     ("no weight_map", write_index("{}"), ["index.json", "weight_map"]),
@@ -282,6 +281,7 @@ INDEXES = [  # what is wrong, how it is made, words of the message
      ["index.json", EMBED, "twice"]),
     ("nested 100,000 deep", write_index('{"weight_map": ' + DEEP + "}"), ["index.json", "JSON"]),
     ("one shard", one_shard, FINE),
+    ("the other shard", lambda m: write_map(m, {EMBED: SHARDS[1]}), FINE),
 ]
 
 
@@ -303,12 +303,14 @@ def test_index(folder):
 SIZES = ["num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "num_local_experts",
          "num_experts_per_tok", "hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings",
          "sliding_window"]
+MEANT = ["head_dim", "num_key_value_heads", "sliding_window"]  # their absence means 64, 8 and 128 in gpt_oss
 VALUES = [("0", 0), ("-1", -1), ("2^31", 2 ** 31), ("2^63", 2 ** 63), ("1.5", 1.5), ("a text", "4"), ("true", True),
           ("an array", [4])]
 WEIGHTS = "model.safetensors"  # a message about config.json that has to name a tensor instead
 CONFIGS = [  # what is wrong, changed fields, words of the message
     *((f"{key} = {name}", {key: value}, [key]) for key in SIZES for name, value in VALUES),
-    *((f"no {key}", {key: None}, [key]) for key in SIZES),
+    *((f"no {key}", {key: None}, [key]) for key in SIZES if key not in MEANT),
+    ("no head_dim", {"head_dim": None}, [WEIGHTS, "q_proj", "(128, 96)", "(256, 96)"]),
     ("experts per token above experts", {"num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "8"]),
     ("heads that kv heads do not divide", {"num_key_value_heads": 3}, ["num_key_value_heads", "3"]),
     ("odd head size", {"head_dim": 31}, ["head_dim", "31"]),
@@ -332,9 +334,16 @@ CONFIGS = [  # what is wrong, changed fields, words of the message
     ("rope_theta a text", {"rope_theta": "10000"}, ["rope_theta"]),
     ("rope factor 0", {"rope_scaling": {"rope_type": "yarn", "factor": 0, "original_max_position_embeddings": 256}},
      ["factor"]),
-    ("rope without its length", {"rope_scaling": {"rope_type": "yarn", "factor": 16.0}},
-     ["original_max_position_embeddings"]),
+    ("rope without its factor", {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 256}},
+     ["factor", "missing"]),
+    ("rope of 10^300 turns", {"rope_scaling": {"rope_type": "linear", "factor": 1e-300}}, ["factor", "1e-300"]),
+    ("a part of each head turns", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+    ("all of each head turns", {"partial_rotary_factor": 1.0}, FINE),
+    ("another alpha", {"swiglu_alpha": 1.5}, ["swiglu_alpha", "1.5"]),
+    ("a rope for each kind of layer", {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+     ["rope_parameters", "full_attention"]),
     ("unknown rope", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, ["spiral"]),
+    ("rms_norm_eps too small for a float", {"rms_norm_eps": 1e-60}, ["rms_norm_eps", "1e-60"]),
     ("rms_norm_eps a text", {"rms_norm_eps": "1e-5"}, ["rms_norm_eps"]),
     ("rms_norm_eps -1", {"rms_norm_eps": -1}, ["rms_norm_eps"]),
     ("swiglu_limit 0", {"swiglu_limit": 0}, ["swiglu_limit"]),
@@ -406,6 +415,36 @@ def text_of(path, *pairs):
     return replace_text(json.dumps(read_json(path)), *pairs)
 
 
+NUMBERS = ["rope_theta", "rms_norm_eps", "swiglu_limit"]
+TEXTS = ["model_type", "hidden_act"]
+FLAGS = ["attention_bias", "mlp_bias", "tie_word_embeddings"]
+SCALING = {**dict.fromkeys(["rope_type", "type"], "a text"), "truncate": "true or false", **dict.fromkeys(
+    ["factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+     "attention_factor", "rope_theta"], "a number")}
+
+
+def test_config_values_of_the_wrong_type(folder):
+    """Whatever is read must have its type: a text where an object belongs would mean that nothing was said."""
+    wrong = {"a number": ["7", True, [7], {"x": 7}], "a text": [7, True, ["silu"], {"x": 1}],
+             "true or false": [0, 1, "true", []], "an object": ["yarn", 7, True, [{}]],
+             "an array": ["full_attention", 7, {}]}
+    kinds = {**dict.fromkeys(SIZES + NUMBERS, "a number"), **dict.fromkeys(TEXTS, "a text"),
+             **dict.fromkeys(FLAGS, "true or false"), "layer_types": "an array",
+             **dict.fromkeys(["rope_scaling", "rope_parameters", "quantization_config"], "an object")}
+    cases = [(f"{key} = {value!r}", {key: value}, [f"{key} should be ", kind, json.dumps(value, separators=(",", ":"))])
+             for key, kind in kinds.items() for value in wrong[kind]]
+    yarn = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256}
+    cases += [(f"{key} = {value!r} in rope_scaling", {"rope_scaling": {**yarn, key: value}}, [f"{key} should be ", kind])
+              for key, kind in SCALING.items() for value in wrong[kind]]
+    cases += [(f"quant_method = {value!r}", {"quantization_config": {"quant_method": value}}, ["quant_method should be"])
+              for value in wrong["a text"]]
+
+    def check(name, changes, words):
+        model = copy_model(PARROT, folder, changes)
+        refused("logits", model, "--ids", 1, words=["config.json", *words], seconds=SECONDS)
+    each(cases, check)
+
+
 LAX = [  # what cJSON would let pass, for any file: from `{"a": ...}` to text; words of the message
     ("nothing", lambda text: "", ["JSON"]),
     ("only a space", lambda text: " ", ["JSON"]),
@@ -430,7 +469,9 @@ LAX = [  # what cJSON would let pass, for any file: from `{"a": ...}` to text; w
     ("1.", lambda text: text.replace("{", '{"a": 1., ', 1), ["number"]),
     (".5", lambda text: text.replace("{", '{"a": .5, ', 1), ["JSON"]),
     ("+1", lambda text: text.replace("{", '{"a": +1, ', 1), ["JSON"]),
-    ("1e", lambda text: text.replace("{", '{"a": 1e, ', 1), ["number"]),
+    ("1e", lambda text: text.replace("{", '{"a": 1e, ', 1), ["JSON"]),
+    ("-.5", lambda text: text.replace("{", '{"a": -.5, ', 1), ["number"]),
+    ("-01", lambda text: text.replace("{", '{"a": -01, ', 1), ["number"]),
     ("0x10", lambda text: text.replace("{", '{"a": 0x10, ', 1), ["JSON"]),
     ("NaN", lambda text: text.replace("{", '{"a": NaN, ', 1), ["JSON"]),
     ("a bad escape", lambda text: text.replace("{", '{"a": "\\x", ', 1), ["JSON"]),
@@ -508,11 +549,15 @@ def test_published_models_fit_their_config(folder):
         else:
             write_outline(model / "model.safetensors", tensors)
         shown = infer("inspect", model, program=PLAIN).text
-        for line in (rf"layers +{layers}, 2,880 wide; 64 query and 8 key/value heads of 64; {layers // 2} of the layers see "
-                     "128 positions", "vocabulary +201,088", "context +131,072", f"parameters +{parameters}"):
-            expect(re.search(line, shown), f"no {line!r} in {shown}")
-    each([("20b", data("gpt-oss-20b"), "20,914,757,184, ", 24),
-          ("120b", data("configs", "gpt-oss-120b"), "116,829,156,672, ", 36)], check)
+        for line in (f"layers +{layers}", "width +2,880", "heads +64", "kv heads +8", "head size +64",
+                     "vocabulary +201,088", "context +131,072", f"parameters +{parameters}"):
+            expect(re.search(f"^{line}$", shown, re.M), f"no {line!r} in {shown}")
+    small, large = data("gpt-oss-20b"), folder / "published"
+    config = read_json(small / "config.json")  # the larger one differs in three fields
+    large.mkdir()
+    write_json(large / "config.json", {**config, "num_hidden_layers": 36, "num_local_experts": 128,
+                                       "layer_types": (config["layer_types"] * 2)[:36]})
+    each([("20b", small, "20,914,757,184", 24), ("120b", large, "116,829,156,672", 36)], check)
 
 
 def test_one_matrix_under_two_names(folder):
@@ -524,10 +569,8 @@ def test_one_matrix_under_two_names(folder):
     (model / "model.safetensors").write_bytes(safetensors(header, content + content[begin:end]))
     same(top_logits(model), top_logits(QWEN), "logits")
     once, twice = (json.loads(infer("inspect", m, "--json").text) for m in (QWEN, model))
-    once["bytes"] += end - begin
-    once["groups"][0]["bytes"] += end - begin
-    for key in ("bytes", "groups", "parameters"):
-        same(twice[key], once[key], key)
+    for key, more in (("weight_bytes", end - begin), ("bytes_in_BF16", end - begin), ("parameters", 0)):
+        same(twice[key], once[key] + more, key)
 
 
 def test_small_files_of_a_model(folder):
@@ -567,6 +610,36 @@ def test_small_files_of_a_model(folder):
         command = ["play", model, "-p", "x"] if "tokenizer" in name else ["logits", model, "--ids", 1]
         refused(*command, words=words, seconds=SECONDS)
     each(cases, check)
+
+
+def test_folders_that_cannot_be_read(folder):
+    """Only a folder without config.json is said to be without one."""
+    model = copy_model(LLAMA, folder)
+    (model / "config.json").unlink()
+    refused("logits", model, "--ids", 1, words=["no config.json is here", model.name])
+    (model / "config.json").symlink_to("config.json")
+    r = refused("logits", model, "--ids", 1, words=[f"{model}/config.json", os.strerror(errno.ELOOP)])
+    expect("no config.json" not in r.err, r.err)
+    model.chmod(0)
+    try:
+        if not os.access(model, os.R_OK | os.X_OK):  # root may read everything
+            r = refused("logits", model, "--ids", 1, words=[f"{model}", os.strerror(errno.EACCES)])
+            expect("no config.json" not in r.err, r.err)
+    finally:
+        model.chmod(0o700)
+    refused("logits", model / "config.json", "--ids", 1, words=["config.json", os.strerror(errno.ELOOP)])
+
+
+def test_weights_that_are_something_else(folder):
+    """What is found in the place of weights is named."""
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 13\n"
+    model = copy_model(LLAMA, folder, keep_weights=False)
+    for content, words in ((pointer, ["Git LFS"]), (b"<!DOCTYPE html><html></html>", ["web page"]),
+                           (b"GGUF" + bytes(100), ["no safetensors file"]), (bytes(100), ["no safetensors file"])):
+        (model / "model.safetensors").write_bytes(content)
+        refused("logits", model, "--ids", 1, words=["model.safetensors", "download it again", *words])
+    (model / "model.safetensors").unlink()
+    refused("logits", model, "--ids", 1, words=["model.safetensors", "missing", "infer download"])
 
 
 def test_tokenizer_of_another_model(folder):
@@ -675,6 +748,20 @@ TOKENIZERS = [  # what is wrong, the file, the text, words of the message; FINE:
     ("an unknown decoder", lambda: component("decoder", "Zebra"), "x", ["decoder", "Zebra"]),
     ("an unknown decoder in a sequence", lambda: in_sequence("decoder", "decoders", "Zebra"), "x", ["Zebra"]),
     ("an unknown post-processor", lambda: component("post_processor", "Zebra"), "x", ["post_processor", "Zebra"]),
+    ("a normalizer that removes", lambda: of_file(
+        normalizer={"type": "Replace", "pattern": {"String": "<|new|>"}, "content": ""},
+        added_tokens=ADDED + [{"id": 421, "content": "<|new|>", "normalized": True}]), "x", ["normalizer"]),
+    ("an added token as a word", lambda: with_added(single_word=True), "x", ["single_word", "<|new|>"]),
+    ("an added token that takes spaces", lambda: with_added(lstrip=True), "x", ["lstrip", "<|new|>"]),
+    ("a long added token", lambda: with_added(content="x" * 257), "x", ["added token"]),
+    ("a space before every text", lambda: of_file(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), "x",
+     ["pre_tokenizer", "add_prefix_space"]),
+    ("a template of two tokens", lambda: of_file(post_processor={
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "e"}}] * 2 + [{"Sequence": {}}],
+        "special_tokens": {"e": {"ids": [0]}}}), "x", ["post_processor"]),
+    ("a template with an id outside", lambda: of_file(post_processor={
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "e"}}, {"Sequence": {}}],
+        "special_tokens": {"e": {"ids": [421]}}}), "x", ["post_processor"]),
     ("a pre-tokenizer without type", lambda: of_file(pre_tokenizer={}), "x", ["pre_tokenizer"]),
     ("a split that removes", lambda: with_split(behavior="Removed"), "x", ["Removed"]),
     ("a split inverted", lambda: with_split(invert=True), "x", ["invert"]),
@@ -682,6 +769,9 @@ TOKENIZERS = [  # what is wrong, the file, the text, words of the message; FINE:
     ("a pattern that does not compile", lambda: split_on("(a"), "x", ["(a"]),
     ("a pattern that explodes", lambda: split_on("(a+)+$"), "a" * 100 + "!", ["match limit"]),
     ("a pattern that explodes late", lambda: split_on("(a+)+$"), "b" * 1000 + "a" * 100 + "!", ["match limit"]),
+    ("a pattern that scans for each match", lambda: split_on("(?:a+a+b)|a"), "a" * 10000, ["match limit"]),
+    ("a pattern that looks ahead for each match", lambda: split_on("a(?=.*b)|a"), "a" * 100000, ["match limit"]),
+    ("a pattern that refers back", lambda: split_on("(a*)b\\1c|a"), "a", ["pattern"]),
     ("a pattern nested deep", lambda: split_on("(" * 10000 + ")" * 10000), "x", ["pattern"]),
     ("ids with gaps", lambda: of_model(vocab=GAPS), SAMPLE, lambda i: i if i < 300 or i >= 400 else i + 100000),
     ("a byte token missing, its byte not in the text", lambda: without_byte("ÿ"), SAMPLE, FINE),
@@ -708,6 +798,18 @@ def test_tokenizer(folder):
         else:
             refused("tokenize", model, stdin=text, words=["tokenizer.json", *words], seconds=SECONDS)
     each(TOKENIZERS, check)
+
+
+def test_text_never_becomes_a_control_token(folder):
+    """Control tokens that the vocabulary lists too: as a character, as the result of a merge, as a whole word."""
+    tokens = [{"id": VOCAB[name], "content": name, "special": True} for name in ("a", "an", "in")]
+    for whole in (False, True):
+        (folder / "tokenizer.json").write_text(json.dumps(
+            {**TOKENIZER, "added_tokens": ADDED + tokens, "model": {**TOKENIZER["model"], "ignore_merges": whole}}))
+        for text in ("a", "an", "in", "an in", "main"):
+            r = infer("tokenize", folder, stdin=text, code=3 if "a" in text else 0)
+            expect("0x61" in r.err if "a" in text else ids_of(r) == [VOCAB["i"], VOCAB["n"]], f"{text}: {r.out} {r.err}")
+        same(ids_of(infer("tokenize", folder, "--special", stdin="an")), [VOCAB["an"]], "control tokens, asked for")
 
 
 def test_many_added_tokens_in_time(folder):

@@ -9,18 +9,16 @@ import random
 import shutil
 import signal
 import ssl
-import struct
 import subprocess
 import sys
 import time
-from collections import Counter
 
 from fake_hub import FakeHub, File
 from helpers import (HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, copy_model, each, environment, expect,
                      infer, read_json, read_safetensors, refused, safetensors, same, start)
 
 TOKEN = "hf_TheSecretOfTheTests"
-SEGMENT = 32 << 20  # what is fetched at once of a large file
+BEGUN = (32 << 20) + 12345  # bytes of a large file that an earlier download left
 SMALL = {p.name: p.read_bytes() for p in sorted(PARROT.iterdir()) if p.name != "conversations.json"}
 WEIGHTS = "model.safetensors"
 NOISE = random.Random(0).randbytes(1 << 20)
@@ -28,12 +26,12 @@ ASK = ("play", "org/model", "-p", "hello", "--temperature", "0", "--max-tokens",
 
 
 def big_file():
-    """The path of a file of more than two segments, nowhere like itself."""
+    """The path of a file of 70 MB, nowhere like itself."""
     path = HOME / "big.safetensors"
     if not path.exists():
         made = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}")
         with made.open("wb") as f:
-            for i in range(2 * SEGMENT // len(NOISE) + 3):
+            for i in range(67):
                 f.write(i.to_bytes(8, "little") + NOISE[8:])
         made.rename(path)
     return path
@@ -96,10 +94,10 @@ def test_download(folder):
         expect("\x1b" not in r.err and "✓ config.json" in r.err, f"no plain lines: {r.err!r}")
         same((cache / "refs" / "main").read_text(), hub.commit, "refs/main")
         same({q.headers["Accept-Encoding"] for q in hub.requests}, {"identity"}, "Accept-Encoding")
-        same(os.readlink(folder / ".cache/infer/models/org--model"), str(snapshot), "the link for infer")
+        same(r.err.splitlines()[-1], "infer play org/model  talks to it", "the last line")
         hub.clear()
         fetch(hub, folder)
-        same(hub.asked(), 2, "requests when all is here")
+        same(hub.asked(), 1, "requests when all is here")
         hub.clear()
         same(fetch(hub, folder, "--revision", hub.commit).text, r.text, "by commit")
         same(fetch(hub, folder, env={"HF_HUB_OFFLINE": 1}).text, r.text, "offline")
@@ -139,13 +137,12 @@ def test_selection(folder):
         fetch(hub, home, *args)
         check_whole(hub, home, names)
     with FakeHub(MANY) as hub:
-        hub.page_size = 3  # the list of files comes in pages
         each(SELECTIONS, check)
         refuses(hub, folder, "--include", "*.zip", code=3, words=["--include"])
     with FakeHub({"README.md": b"x"}) as hub:
-        refuses(hub, folder, code=3, words=["none of the 1 files", "--all"])
+        refuses(hub, folder, code=3, words=["safetensors", "--all"])
     with FakeHub({}) as hub:
-        refuses(hub, folder, "--all", code=3, words=["none of the 0 files"])
+        refuses(hub, folder, "--all", code=3, words=["none of its 0 files"])
 
 
 def test_names(folder):
@@ -158,12 +155,6 @@ def test_names(folder):
         check_whole(hub, folder)
         listed = fetch(hub, folder, "--all", "--dry-run").text
         expect(all(f"{name}.safetensors " in listed for name in names), listed)
-        for url, name in (("blob/main/a%20b.safetensors", "a b.safetensors"),
-                          ("resolve/main/a@b.safetensors?download=true", "a@b.safetensors"),
-                          ("blob/main/sub%20dir/%C3%BC%25.md", "sub dir/ü%.md")):
-            home = folder / name.replace("/", "-")
-            infer("download", f"{hub.url}/org/model/{url}", env=env_of(hub, home))
-            check_whole(hub, home, [name])
 
 
 def test_arguments(folder):
@@ -175,18 +166,16 @@ def test_arguments(folder):
                     (f"{url}/org/model/tree/{commit}?x#y", None), ("https://huggingface.co/org/model", "main"),
                     ("https://hf.co/org/model", "main"), ("org/model@refs/pr/1", "refs/pr/1"),
                     ("org/model@v1.0", "v1.0"), (f"{url}/org/model@v1.0", "v1.0"),
-                    (f"{url}/org/model/tree/refs%2Fpr%2F1", "refs/pr/1")]
+                    (f"{url}/org/model/tree/refs/pr/1", "refs/pr/1")]
         for i, (argument, ref) in enumerate(accepted):
             home = folder / str(i)
             infer("download", argument, env=env_of(hub, home))
             check_whole(hub, home, SMALL)
             refs = cache_of(hub, home) / "refs"
             same([str(p.relative_to(refs)) for p in refs.rglob("*") if p.is_file()], [ref] if ref else [], "refs")
-        infer("download", f"{url}/org/model/blob/main/sub/x.md", env=env_of(hub, folder))
-        check_whole(hub, folder, ["sub/x.md"])
         for argument in ("", "../x", "org/..", "a/b/c", "org/mo--del", "/etc", "-x/y", "org/", "/model", "org/mo del",
                          "org/model@../../x", "org/model@", "https://example.com/org/model", f"{url}/datasets/a/b",
-                         "org/m\x1b", "o" * 3000, f"{url}/org/model/tree/a%00", f"{url}/org/model/tree/..%2F..%2Fx"):
+                         "org/m\x1b", "o" * 3000, f"{url}/org/model/tree/../../x", f"{url}/org/model/blob/main/x.md"):
             refused("download", "--", argument, code=2, env=env_of(hub, folder))
         refuses(hub, folder, "--revision", commit[:7], code=3, words=["40 digits"])
         for args in (["--jobs", "0"], ["--jobs", "x"], ["--jobs", "4x"], ["--revision", "../x"], ["--nothing"],
@@ -235,7 +224,7 @@ def in_listing(name=WEIGHTS, **fields):
 
 def lfs(**fields):
     file = File(SMALL[WEIGHTS])
-    return in_listing(lfs={"oid": file.id, "size": file.size, **fields})
+    return in_listing(lfs={"sha256": file.id, "size": file.size, **fields})
 
 
 def when(fault):
@@ -256,11 +245,12 @@ def http_date(seconds):
 
 FINE = None
 FAULTS = [  # what goes wrong, how, exit code or FINE if the download must survive it, words of the message
-    ("redirect to a file", when(content(lambda q: q.redirect("file:///etc/passwd"))), 5, ["redirects to file"]),
-    ("redirect to ftp", when(resolve(lambda q: q.redirect("ftp://127.0.0.1/x"))), 5, ["redirects to ftp"]),
-    ("redirect to nowhere", when(content(lambda q: q.reply(302))), 5, ["redirect"]),
+    ("redirect to a file", when(content(lambda q: q.redirect("file:///etc/passwd"))), 5,
+     ["redirects lead to https only", '"file"']),
+    ("redirect to ftp", when(resolve(lambda q: q.redirect("ftp://127.0.0.1/x"))), 5, ["redirect", '"ftp"']),
+    ("redirect to nowhere", when(content(lambda q: q.reply(302))), 5, ["302"]),
     ("redirect to rubbish", when(content(lambda q: q.redirect("http://[x"))), 5, ["redirect"]),
-    ("redirects in a circle", when(content(lambda q: q.redirect(q.path))), 5, ["10 redirects"]),
+    ("redirects in a circle", when(content(lambda q: q.redirect(q.path))), 5, ["(10) redirects"]),
     ("401 for the content", when(content(lambda q: q.reply(401))), 5, ["401"]),
     ("403 for the content", when(content(lambda q: q.reply(403))), 5, ["403"]),
     ("404 for the content", when(content(lambda q: q.reply(404))), 5, ["404"]),
@@ -270,7 +260,8 @@ FAULTS = [  # what goes wrong, how, exit code or FINE if the download must survi
     ("404 without a code", when(api(lambda q: q.reply(404))), 3, ["/org/model"]),
     ("RepoNotFound", when(api(lambda q: q.error(401, "RepoNotFound"))), 3, ["private", "HF_TOKEN", "/org/model"]),
     ("RepoNotFound as 404", when(api(lambda q: q.error(404, "RepoNotFound"))), 3, ["private", "/org/model"]),
-    ("RevisionNotFound", when(api(lambda q: q.error(404, "RevisionNotFound"))), 3, ["'main'", "/org/model/tree/main"]),
+    ("RevisionNotFound", when(api(lambda q: q.error(404, "RevisionNotFound"))), 3,
+     ["(main)", "40 digits", "/org/model"]),
     ("GatedRepo", when(resolve(lambda q: q.error(401, "GatedRepo"))), 5, ["licence", "/org/model", "HF_TOKEN"]),
     ("GatedRepo as 403", when(resolve(lambda q: q.error(403, "GatedRepo"))), 5, ["licence", "/org/model"]),
     ("DisabledRepo", when(api(lambda q: q.error(403, "DisabledRepo"))), 5, ["disabled"]),
@@ -285,64 +276,60 @@ FAULTS = [  # what goes wrong, how, exit code or FINE if the download must survi
     ("429 at the list", when(api(lambda q: q.reply(429, {"Retry-After": 4000}))), 5, ["limits the rate", "token"]),
     ("500 once", when(once(lambda q: q.reply(500))), FINE, []),
     ("503 for ever", when(content(lambda q: q.reply(503))), 5, ["503"]),
-    ("no HTTP", when(content(lambda q: q.wfile.write(b"x" * 1000) and q.reset())), 5, ["network"]),
-    ("reset at once, for ever", when(content(lambda q: q.reset())), 5, ["network"]),
+    ("no HTTP", when(content(lambda q: q.wfile.write(b"x" * 1000) and q.reset())), 5, ["HTTP/0.9"]),
+    ("reset at once, for ever", when(content(lambda q: q.reset())), 5, ["network", "the same command goes on"]),
     ("a stall before the answer", when(once(lambda q: q.stall())), FINE, []),
     ("a stall for ever", when(content(lambda q: q.stall())), 5, ["network"]),
     ("an answer that ends early", when(once(change(only=5000))), FINE, []),
     ("an error without an end", when(content(lambda q: endless(q, 404))), 5, ["404"]),
-    ("etag ../../x", when(resolve(change(extra={"X-Linked-ETag": '"../../x"'}))), 5, ["X-Linked-Etag", "../../x"]),
-    ("etag of another file", when(resolve(change(extra={"X-Linked-ETag": f'"{"a" * 64}"'}))), 5, ["X-Linked-Etag"]),
+    ("etag ../../x", when(resolve(change(extra={"X-Linked-ETag": '"../../x"'}))), FINE, []),
+    ("etag of another file", when(resolve(change(extra={"X-Linked-ETag": f'"{"a" * 64}"'}))), FINE, []),
     ("no etag", when(resolve(change(extra={"X-Linked-ETag": None}))), FINE, []),
     ("plain ETag ../../x", when(resolve(change(extra={"ETag": '"../../x"', "X-Linked-ETag": None}))), FINE, []),
-    ("commit ../x in a header", when(resolve(change(extra={"X-Repo-Commit": "../x"}))), 5, ["commit", "../x"]),
-    ("another commit in a header", when(resolve(change(extra={"X-Repo-Commit": "b" * 40}))), 5, ["commit"]),
+    ("commit ../x in a header", when(resolve(change(extra={"X-Repo-Commit": "../x"}))), FINE, []),
+    ("another commit in a header", when(resolve(change(extra={"X-Repo-Commit": "b" * 40}))), FINE, []),
     ("no commit in a header", when(resolve(change(extra={"X-Repo-Commit": None}))), FINE, []),
     ("commit ../x", when(api(lambda q: q.reply(200, body={"sha": "../x", "id": "org/model"}))), 3, ["commit", "../x"]),
     ("commit of 39 digits", when(api(lambda q: q.reply(200, body={"sha": "a" * 39}))), 3, ["commit"]),
     ("commit in capitals", when(api(lambda q: q.reply(200, body={"sha": "A" * 40}))), 3, ["commit"]),
     ("no commit", when(api(lambda q: q.reply(200, body={}))), 3, ["commit"]),
     ("X-Linked-Size missing", when(resolve(change(extra={"X-Linked-Size": None}))), FINE, []),
-    ("X-Linked-Size wrong", when(resolve(change(extra={"X-Linked-Size": 7}))), 5, ["X-Linked-Size"]),
+    ("X-Linked-Size wrong", when(resolve(change(extra={"X-Linked-Size": 7}))), FINE, []),
     ("X-Linked-Size negative", when(resolve(change(extra={"X-Linked-Size": -7}))), FINE, []),
     ("a bit flipped once", when(once(change(flip=700000))), FINE, []),
     ("a bit flipped always", when(content(change(flip=700000))), 5, [WEIGHTS, "twice"]),
-    ("200 to a range", when(content(change(ignore_range=True))), FINE, []),
-    ("206 from elsewhere", when(content(change(wrong_start=1))), 5, ["byte 1"]),
-    ("206 of another size", when(content(change(extra={"Content-Range": "bytes 0-9/10"}))), 5, ["byte 0 of 10"]),
-    ("206 without Content-Range", when(content(change(extra={"Content-Range": None}))), 5, ["byte"]),
     ("more bytes than asked", when(content(lambda q: q.reply(200, body=b"x" * 10 ** 6))), 5, ["more than"]),
     ("fewer bytes than asked", when(content(lambda q: q.reply(200, body=b"x" * 10 ** 4))), 5, ["network"]),
     ("the signature expires", when(once(lambda q: q.reply(403))), FINE, []),
-    ("the list is no JSON", when(api(lambda q: "tree" in q.path and q.reply(200, body=b"[{"))), 3, ["JSON"]),
-    ("the list is no list", when(api(lambda q: "tree" in q.path and q.reply(200, body={}))), 3, ["list"]),
-    ("the list goes on elsewhere", when(api(change(extra={"Link": '<http://localhost/x>; rel="next"'}))), 5, ["host"]),
-    ("the list has no end", when(api(lambda q: q.extra.update(
-        Link=f'<{q.hub.url}{q.path}>; rel="next"'))), 5, ["no end"]),
-    ("name a/../../x", in_listing(path="a/../../x"), 3, ["a/../../x", "refused"]),
-    ("name ../x", in_listing(path="../x"), 3, ["../x", "refused"]),
-    ("name ..", in_listing(path=".."), 3, ["refused"]),
-    ("name /x", in_listing(path="/x"), 3, ["refused"]),
-    ("name a\\..\\b", in_listing(path="a\\..\\b"), 3, ["refused"]),
-    ("name a//b", in_listing(path="a//b"), 3, ["refused"]),
-    ("name ./a", in_listing(path="./a"), 3, ["refused"]),
-    ("name with a line feed", in_listing(path="a\nb.safetensors"), 3, ["refused"]),
-    ("name with an escape", in_listing(path="\x1b[2J.safetensors"), 3, ["refused"]),
-    ("name with an escape of one character", in_listing(path="\x9b2J.safetensors"), 3, ["refused"]),
-    ("name of 300 letters", in_listing(path="a" * 300 + ".safetensors"), 3, ["refused"]),
-    ("no name", in_listing(path=None), 3, ["refused"]),
-    ("a name twice", in_listing("tokenizer.json", path="config.json"), 3, ["config.json", "twice"]),
-    ("sha256 ../../x", lfs(oid="../../x"), 3, ["../../x"]),
-    ("sha256 of 63 digits", lfs(oid="a" * 63), 3, [WEIGHTS]),
-    ("sha256 of 40 digits", lfs(oid="a" * 40), 3, [WEIGHTS]),
-    ("git hash ../x", in_listing("config.json", oid="../x"), 3, ["config.json"]),
+    ("the list is no JSON", when(api(lambda q: q.reply(200, body=b"[{"))), 3, ["JSON"]),
+    ("the list is no list", when(api(lambda q: q.reply(200, body={"sha": "a" * 40, "siblings": {}}))), 3, ["list"]),
+    ("a login page instead of the list", when(api(lambda q: q.reply(200, body=b"<!DOCTYPE html><p>Hotel"))), 5,
+     ["web page", "log in"]),
+    ("a login page instead of a file", when(content(lambda q: q.reply(200, body=b"<html><p>Hotel"))), 3,
+     ["a web page (HTML) in its place", "/org/model"]),
+    ("name a/../../x", in_listing(rfilename="a/../../x"), 3, ["a/../../x", "refused"]),
+    ("name ../x", in_listing(rfilename="../x"), 3, ["../x", "refused"]),
+    ("name ..", in_listing(rfilename=".."), 3, ["refused"]),
+    ("name /x", in_listing(rfilename="/x"), 3, ["refused"]),
+    ("name a\\..\\b", in_listing(rfilename="a\\..\\b"), 3, ["refused"]),
+    ("name a//b", in_listing(rfilename="a//b"), 3, ["refused"]),
+    ("name ./a", in_listing(rfilename="./a"), 3, ["refused"]),
+    ("name with a line feed", in_listing(rfilename="a\nb.safetensors"), 3, ["refused"]),
+    ("name with an escape", in_listing(rfilename="\x1b[2J.safetensors"), 3, ["refused"]),
+    ("name with an escape of one character", in_listing(rfilename="\x9b2J.safetensors"), 3, ["refused"]),
+    ("name of 300 letters", in_listing(rfilename="a" * 300 + ".safetensors"), 3, ["refused"]),
+    ("no name", in_listing(rfilename=None), 3, ["refused"]),
+    ("sha256 ../../x", lfs(sha256="../../x"), 3, [WEIGHTS, "hash"]),
+    ("sha256 of 63 digits", lfs(sha256="a" * 63), 3, [WEIGHTS]),
+    ("sha256 of 40 digits", lfs(sha256="a" * 40), 3, [WEIGHTS]),
+    ("git hash ../x", in_listing("config.json", blobId="../x"), 3, ["config.json"]),
     ("size -1", lfs(size=-1), 3, [WEIGHTS, "size"]),
     ("size 1.5", lfs(size=1.5), 3, [WEIGHTS, "size"]),
     ("size 2^60", lfs(size=2 ** 60), 3, [WEIGHTS, "size"]),
     ("size 10^15", lfs(size=10 ** 15), 4, ["HF_HOME", "free"]),
     ("size one less", lfs(size=len(SMALL[WEIGHTS]) - 1), 5, []),
     ("size one more", lfs(size=len(SMALL[WEIGHTS]) + 1), 5, []),
-    ("another sha256", lfs(oid="c" * 64), 5, []),
+    ("another sha256", lfs(sha256="c" * 64), 5, []),
 ]
 
 
@@ -373,76 +360,54 @@ def test_renamed_and_many_files(folder):
     files = {**SMALL, **{f"many-{i}.safetensors": NOISE[i:i + i] for i in range(120)}}
     with FakeHub(files, repository="org/new") as hub:
         hub.names.add("org/model")
-        r = infer("download", "org/model", env=env_of(hub, folder))
-        expect("is now called org/new" in r.err, r.err)
+        infer("download", "org/model", env=env_of(hub, folder))
         hub.repository = "org/model"  # it lies under the name that was asked for, as other tools do it
         check_whole(hub, folder)
 
 
-def test_large(folder):
-    """Several ranges at once; of a server that takes no ranges; a signature that expires midway."""
-    with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
-        fetch(hub, folder / "ranges")
-        check_whole(hub, folder / "ranges")
-        ranges = [q.begin for q in hub.requests if q.host == "content" and q.name == "big.safetensors"]
-        expect({*ranges} >= {0, SEGMENT, 2 * SEGMENT}, f"ranges {ranges}")
-        check_sent(hub, hub.files["big.safetensors"].size)
-        hub.fault = content(change(ignore_range=True))
-        fetch(hub, folder / "whole", program=PLAIN)
-        check_whole(hub, folder / "whole")
-
-        used = Counter()
-
-        def expiring(q):
-            if q.host == "content" and q.name == "big.safetensors":
-                used[q.query["signature"]] += 1
-                if used[q.query["signature"]] > 6:
-                    return q.reply(403)
-            q.only = 3 << 20 if q.host == "content" else None
-            return None
-        hub.fault = expiring
-        fetch(hub, folder / "expiring", "--jobs", "2")
-        check_whole(hub, folder / "expiring")
-        expect(len(used) > 2, f"{len(used)} signatures were asked for")
-
-
 def test_resume(folder):
-    """What has arrived is not fetched again, not even out of order; an ID.incomplete of another tool is continued."""
+    """What has arrived is not fetched again; what other tools began is continued; what is wrong is fetched anew."""
     with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
         big = hub.files["big.safetensors"]
+        blob = cache_of(hub, folder) / "blobs" / big.id
+        partial = blob.with_name(f"{big.id}.incomplete")
         hub.fault = content(lambda q: q.reply(404) if q.name == "big.safetensors" and hub.sent.get(q.name, 0) > 40 << 20
                             else q.__dict__.update(only=9 << 20))
-        refuses(hub, folder, words=["404"])
-        partial = (cache_of(hub, folder) / "blobs" / f"{big.id}.partial").read_bytes()
-        there = sum(struct.unpack("<3Q", partial[big.size:]))
+        refuses(hub, folder, words=["404", " of 71.1 MB are here"])
+        there = partial.stat().st_size
         expect(there > 9 << 20, f"only {there} bytes were kept")
+        expect(partial.read_bytes() == big.bytes()[:there], "it is not the beginning")
         hub.fault = None
         hub.clear()
         fetch(hub, folder)
         check_whole(hub, folder)
         check_sent(hub, big.size - there)
         hub.clear()
-        blobs = cache_of(hub, folder / "other") / "blobs"
-        blobs.mkdir(parents=True)
-        (blobs / f"{big.id}.incomplete").write_bytes(big.bytes()[:SEGMENT + 12345])
-        fetch(hub, folder / "other")
-        check_whole(hub, folder / "other")
-        check_sent(hub, big.size - SEGMENT - 12345)
-        (blobs / big.id).unlink()
-        for suffix in ("incomplete", "partial"):  # both: ours goes on, and neither is left behind
-            (blobs / f"{big.id}.{suffix}").write_bytes(big.bytes()[:SEGMENT])
-        fetch(hub, folder / "other")
-        check_whole(hub, folder / "other")
-        for damage in (lambda p: p.write_bytes(bytes(1 << 20)),         # wrong bytes from the beginning
-                       lambda p: p.write_bytes(bytes(big.size + 24)),   # a journal that counts nothing
-                       lambda p: p.write_bytes(bytes(big.size) + b"\xff" * 24),
-                       lambda p: p.write_bytes(bytes(big.size + 7)),    # half a journal
-                       lambda p: p.write_bytes(bytes(big.size))):       # all there, all wrong
-            blob = cache_of(hub, folder) / "blobs" / big.id
+        cases = [("a beginning", big.bytes()[:BEGUN], None),
+                 ("wrong bytes", bytes(1 << 20), None), ("all there, all wrong", bytes(big.size), None),
+                 ("all there", big.bytes(), None), ("more than all", big.bytes() + b"x", None),
+                 ("much more, and wrong", bytes(big.size + (1 << 20)), None), ("nothing", b"", None),
+                 ("200 to a range", big.bytes()[:BEGUN], change(ignore_range=True)),
+                 ("206 from elsewhere", big.bytes()[:BEGUN], change(wrong_start=1)),
+                 ("206 of another size", big.bytes()[:BEGUN], change(extra={"Content-Range": f"bytes {BEGUN}-9/10"})),
+                 ("206 without Content-Range", big.bytes()[:BEGUN], change(extra={"Content-Range": None}))]
+
+        def check(name, content_there, answer):
             blob.unlink()
-            damage(blob.with_name(f"{big.id}.partial"))
+            partial.write_bytes(content_there)
+            hub.fault = content(answer) if answer else None
+            hub.clear()
             fetch(hub, folder, program=PLAIN)
             check_whole(hub, folder)
+            if name.startswith(("a beg", "all there", "more")) and "wrong" not in name:
+                sent = hub.sent.get("big.safetensors", 0)
+                expect(big.size - len(content_there) <= sent + 1 < big.size - len(content_there) + (8 << 20) + 2,
+                       f"{sent} bytes were sent")
+        each(cases, check)
+        blob.unlink()
+        hub.fault = content(change(ignore_range=True, only=1 << 20))  # it never gets further
+        refuses(hub, folder, words=["the same command goes on"])
+        hub.fault = None
         blob.write_bytes(b"too short")  # under its final name
         fetch(hub, folder)
         check_whole(hub, folder)
@@ -480,7 +445,7 @@ def test_kill(folder):
             again.append(hub.sent["big.safetensors"] - hub.files["big.safetensors"].size)
             shutil.rmtree(home)
     expect(killed > runs / 2, f"only {killed} of {runs} runs were killed")
-    expect(max(again) < 3 * SEGMENT, f"up to {max(again)} bytes were sent again")  # most of it in sockets
+    expect(max(again) < 96 << 20, f"up to {max(again)} bytes were sent again")  # most of it in sockets
 
 
 def test_two_processes(folder):
@@ -500,7 +465,7 @@ def test_two_processes(folder):
             fcntl.flock(held, fcntl.LOCK_EX)
             with start("download", "org/model", env=env_of(hub, folder), stderr=subprocess.PIPE,
                        stdout=subprocess.DEVNULL) as p:
-                while b"another process is fetching" not in p.stderr.readline():
+                while b"is being fetched already" not in p.stderr.readline():
                     expect(p.poll() is None, "it did not wait")
                 fcntl.flock(held, fcntl.LOCK_UN)
                 p.stderr.read()
@@ -552,7 +517,7 @@ def test_token(folder):
         r = refuses(hub, folder / "2", code=3, env={"HF_TOKEN": "hf_wrong"}, words=["the token that was given"])
         expect("hf_wrong" not in r.err, "the wrong token is shown")
         hub.fault = api(lambda q: q.error(403, "GatedRepo"))
-        refuses(hub, folder / "2", env={"HF_TOKEN": TOKEN}, words=["/org/model", "licence", "no access yet"])
+        refuses(hub, folder / "2", env={"HF_TOKEN": TOKEN}, words=["/org/model", "licence", "no access"])
         for bad in ("a\nX-Evil: 1", "a b", "ä", "\x1b[2J"):
             refuses(hub, folder / "2", code=2, env={"HF_TOKEN": bad}, words=["HF_TOKEN"])
         secret.write_bytes(b"\0\1")
@@ -578,7 +543,7 @@ def test_tls(folder):
         same({q.sent_token() for q in hub.requests if q.host == "content"}, {None}, "what the content host saw")
         for fault in (content, resolve, api):
             hub.fault = fault(lambda q: q.redirect(plain.url + "/x"))
-            refuses(hub, folder / "1", env=env, words=["redirects to http,", "https"])
+            refuses(hub, folder / "1", env=env, words=['"http"', "redirects lead to https only"])
         same(plain.asked(), 0, "requests without TLS")
         hub.fault = None
         hub.clear()
@@ -631,7 +596,8 @@ def test_disk(folder):
     with FakeHub(SMALL) as hub:
         for room in (0, 1, 100, 8192, size // 2, size - 1, size, size + 4):
             home = folder / str(room)
-            refuses(hub, home, code=4, env={**shim, "SHIM_ROOM": room}, words=["No space left", "kept"], program=PLAIN)
+            refuses(hub, home, code=4, env={**shim, "SHIM_ROOM": room}, program=PLAIN,
+                    words=["No space left", "the same command goes on"])
             fetch(hub, home)
             check_whole(hub, home)
         refuses(hub, folder / "ro", env={**shim, "SHIM_READ_ONLY": 1}, words=["Read-only", "HF_HOME"], program=PLAIN)
@@ -646,12 +612,12 @@ def test_planted_links(folder):
     victim = folder / "victim"
     with FakeHub({**SMALL, "sub/a.safetensors": b"x" * 5000}) as hub:
         blob = hub.files[WEIGHTS].id
-        for i, place in enumerate((f"blobs/{blob}.partial", f"blobs/{blob}.incomplete", f"blobs/{blob}", "blobs",
+        for i, place in enumerate((f"blobs/{blob}.incomplete", f"blobs/{blob}", "blobs",
                                    "snapshots", f"snapshots/{hub.commit}", f"snapshots/{hub.commit}/sub", "refs",
                                    f"../.locks/models--org--model/{blob}.lock", "../.locks/models--org--model")):
             home = folder / str(i)
             target = victim / str(i)
-            is_folder = not place.endswith((".partial", ".incomplete", blob, ".lock"))
+            is_folder = not place.endswith((".incomplete", blob, ".lock"))
             target.mkdir(parents=True) if is_folder else (victim.mkdir(exist_ok=True), target.write_text("mine"))
             planted = cache_of(hub, home) / place
             cache_of(hub, home).mkdir(parents=True, exist_ok=True)
@@ -683,7 +649,7 @@ def test_list_and_rm(folder):
              [("org/model", True, "gpt_oss", "MXFP4", len(SMALL[WEIGHTS]))], "the list")
         text = infer("list", env=env, cwd=folder).text
         expect("org/model" in text and "complete" in text and "gpt_oss" in text, text)
-        refused("tokenize", "org/modle", env=env, words=["did you mean org/model?"])
+        refused("tokenize", "org/modle", env=env, words=["none of the models", "org/model"])
         refused("tokenize", "something/else", env=env, words=["org/model", "infer download"])
         offline = {**env, "HF_HUB_OFFLINE": 1}
         hub.clear()
@@ -721,8 +687,8 @@ def test_inspect(folder):
         header, values = read_safetensors(PARROT / WEIGHTS)
         same({k: v for k, v in far.items() if k not in ("name", "bytes_to_download", "disk_bytes_free")},
              {k: v for k, v in local.items() if k not in ("name", "bytes_to_download", "disk_bytes_free")}, "facts")
-        same(far["bytes"], len(values), "bytes")
-        same(sum(g["bytes"] for g in far["groups"]), len(values), "bytes of the groups")
+        same(far["weight_bytes"], len(values), "bytes")
+        same(sum(far[f"bytes_in_{encoding}"] for encoding in ("BF16", "MXFP4")), len(values), "bytes by encoding")
         same(far["bytes_to_download"], sum(map(len, SMALL.values())), "to download")
         expect(hub.sent[WEIGHTS] < 20000, f"{hub.sent[WEIGHTS]} bytes of the weights were fetched")
         expect(not (folder / "hf").exists(), "something was written")
@@ -734,17 +700,20 @@ def test_inspect(folder):
         config = {**read_json(PARROT / "config.json"), "model_type": "zebra\x1b[2J\x9b"}
         hub.files["config.json"] = File(json.dumps(config).encode())
         r = infer("inspect", "org/parrot", env=env, code=3)
-        expect("zebra" in r.text and "not supported" in r.err, r.text + r.err)
+        expect("zebra?[2J?" in r.text and "not supported" in r.err, r.text + r.err)
+        for text in (r.text, r.err):
+            expect("org/parrot/config.json" in text and str(folder) not in text, f"where it is: {text}")
         foreign = json.loads(infer("inspect", "org/parrot", "--json", env=env, code=3).text)
         tensors = [t for name, t in header.items() if name != "__metadata__"]
         expected = {d: sum(t["data_offsets"][1] - t["data_offsets"][0] for t in tensors if t["dtype"] == d)
                     for d in {t["dtype"] for t in tensors}}
-        same({g["encoding"]: g["bytes"] for g in foreign["groups"]}, expected, "encodings")
-        same((foreign["family"], foreign["supported"]), ("zebra?[2J?", False), "family")
+        same({d: foreign[f"bytes_in_{d}"] for d in expected}, expected, "encodings")
+        same(foreign["supported"], False, "supported")
         copy = copy_model(PARROT, folder, config={"model_type": config["model_type"]}, name="models/strange")
         listed = infer("list", cwd=folder, env=env).text
         expect("zebra?[2J?" in listed and "strange" in listed and copy.exists(), listed)
-        expect(all(f"{d} " in r.text for d in expected), r.text)
+        expect("not supported" in listed, f"not marked: {listed}")
+        expect(all(f"bytes in {d} " in r.text for d in expected), r.text)
         hub.files["config.json"] = File(SMALL["config.json"])
         wrong = [("a header beyond the file", b"\xff" * 7 + b"\0" + values), ("no header", bytes(8) + values),
                  ("no JSON", safetensors("{", values)), ("7 bytes", b"1234567")]
@@ -753,7 +722,34 @@ def test_inspect(folder):
             expect(infer("inspect", "org/parrot", env=env, code=3).err, name)
         hub.files[WEIGHTS] = File(SMALL[WEIGHTS])
         hub.fault = content(change(ignore_range=True))
-        refused("inspect", "org/parrot", env=env, code=5, words=["parts"])
+        refused("inspect", "org/parrot", env=env, code=5, words=["more than the 8 bytes"])
+
+
+def test_same_names(folder):
+    """A model that is here has the same names for every command, and none of them asks the hub."""
+    with FakeHub(SMALL) as hub:
+        env = env_of(hub, folder)
+        fetch(hub, folder)
+        hub.clear()
+        path = cache_of(hub, folder) / "snapshots" / hub.commit
+        (folder / "models").mkdir()
+        for name in ("org/model", "rg/mod", "mode", path):
+            for command in (["inspect", name], ["bench", name, "-p", 4, "-n", 2, "-d", 0, "-b", 1, "-r", 1],
+                            ["tokenize", name], ["play", name, "-p", "hello", "--raw", "--max-tokens", 1]):
+                infer(*command, env=env, cwd=folder)
+        for command in (["bench", "-p", 4, "-n", 2, "-d", 0, "-b", 1, "-r", 1], ["play", "-p", "hi", "--raw", "--max-tokens", 1]):
+            infer(*command, env=env, cwd=folder)  # the only one
+        same(hub.asked(), 0, "requests")
+        copy_model(PARROT, folder, name="models/model")
+        for command in (["inspect", "mode"], ["bench", "mode"], ["rm", "mode"]):
+            refused(*command, env=env, cwd=folder, words=["models/model", "org/model"])
+        r = infer("bench", env=env, cwd=folder, code=2)
+        expect("models/model" in r.err and "org/model" in r.err, r.err)
+        refused("rm", "models/model", env=env, cwd=folder, code=2, words=["models/model", "not in the hub's cache"])
+        expect((folder / "models/model/config.json").exists(), "a model outside of the cache was removed")
+        infer("rm", path, env=env, cwd=folder)
+        expect(not cache_of(hub, folder).exists(), "rm of a path")
+        same(hub.asked(), 0, "requests")
 
 
 def test_doctor(folder):
@@ -775,18 +771,18 @@ def test_doctor(folder):
 
 # ---- in a terminal
 
-def in_terminal(hub, folder, *args):
-    return Terminal(*args, **env_of(hub, folder))
+def in_terminal(hub, folder, *args, columns=80):
+    return Terminal(*args, columns=columns, **env_of(hub, folder))
 
 
 def test_terminal(folder):
     with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
         hub.rate = 8e6
         with in_terminal(hub, folder, "download", "org/model") as t:
-            t.wait("✓ config.json", "big.safetensors", " of 70.3 MB", "/s  ", "left")
+            t.wait("✓ config.json", "big.safetensors", "%", " of 70.3 MB", "% of 71.1 MB, ", "/s, ", " s left")
             time.sleep(0.5)
             os.kill(t.process.pid, signal.SIGINT)
-            t.wait("interrupted", "goes on from there")
+            t.wait("interrupted: the same command goes on (", " of 71.1 MB are here)")
             same(t.ended(), 130, "exit code")
         hub.rate = None
         hub.clear()
@@ -816,6 +812,66 @@ def test_offer(folder):
             t.send("y\n")
             t.wait("✓ model.safetensors", "Generated at")
             same(t.ended(), 0, "exit code")
+
+
+def test_shards_in_a_narrow_terminal(folder):
+    """Shards can be told apart, and no line is longer than the terminal."""
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    with FakeHub({**SMALL, **{name: NOISE + bytes([i]) for i, name in enumerate(names)}}) as hub:
+        hub.rate = 2e5
+        for columns, shown in (40, "00001-of-00003"), (80, names[0]):
+            with in_terminal(hub, folder / str(columns), "download", "org/model", columns=columns) as t:
+                t.wait(" left")
+                t.wait(" left")
+                lines = t.text().replace("\r", "\n").splitlines()
+                for i in "123":
+                    expect(any(line.startswith(f"  {shown.replace('00001', '0000' + i)} ") for line in lines),
+                           f"shard {i} of {lines[-12:]}")
+                os.kill(t.process.pid, signal.SIGINT)
+                same(t.ended(), 130, "exit code")
+            long = [line for line in lines[1:] if len(line) > columns and line.startswith("  ")]
+            expect(not long, f"longer than {columns}: {long[:3]}")
+
+
+# ---- what infer cannot run
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 13761264768\n"
+
+
+def test_foreign(folder):
+    """A model that infer cannot run is not fetched, unless all is asked for; files are named as what they are."""
+    config = json.dumps({**read_json(PARROT / "config.json"), "model_type": "zebra"}).encode()
+    with FakeHub({**SMALL, "config.json": config}) as hub:
+        refuses(hub, folder, code=3, words=["org/model", "'zebra'", "gpt_oss, llama", "--all"])
+        same(sorted({q.name for q in hub.requests if q.name}), ["config.json"], "what was asked for")
+        refuses(hub, folder, code=3, words=["'zebra'"])  # nor the next time
+        r = fetch(hub, folder, "--all")
+        check_whole(hub, folder)
+        expect("infer play" not in r.err, r.err)
+        hub.files["config.json"] = File(b"{}")
+        refuses(hub, folder / "1", code=3, words=["model_type"])
+    for name in ("model-Q4_K_M.gguf", "pytorch_model.bin"):
+        with FakeHub({**SMALL, WEIGHTS: b"", name: b"x" * 9999}) as hub:
+            del hub.files[WEIGHTS]
+            refuses(hub, folder / "2", code=3, words=["safetensors", name, "--all"])
+    with FakeHub({**SMALL, WEIGHTS: POINTER}) as hub:
+        refuses(hub, folder / "3", code=3, words=[WEIGHTS, "a Git-LFS pointer", "/org/model"])
+        fetch(hub, folder / "3", "--all")
+
+
+def test_no_network(folder):
+    """One line for a cause, however many connections it has; the last line says that the same command goes on."""
+    with FakeHub({**SMALL, **{f"many-{i}.safetensors": NOISE[i:] for i in range(8)}}) as hub:
+        part = 1 << 19
+        hub.fault = content(lambda q: q.reset() if hub.sent.get(q.name, 0) > part else q.__dict__.update(only=part))
+        r = refuses(hub, folder, words=["is the network up?", "HTTPS_PROXY", "the same command goes on (", "are here)"])
+        trouble = [line for line in r.err.splitlines() if "trying again" in line]
+        same(len(trouble), len({*trouble}), f"lines of trouble, {trouble}")
+        hub.fault = None
+        fetch(hub, folder)
+        check_whole(hub, folder)
+    r = refuses(hub, folder, "--revision", "other", words=["is the network up?", "the same command goes on"])
+    expect(len(r.err.splitlines()) <= 2, r.err)
 
 
 # ---- other tools

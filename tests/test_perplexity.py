@@ -11,7 +11,7 @@ def test_equals_transformers(folder):
     (folder / "text").write_text(GOLDEN["text"])
     for c in GOLDEN["cases"]:
         out = infer("perplexity", TESTS.parent / c["model"], "-f", folder / "text", "--ctx", c["ctx"], "--stride",
-                    c["stride"]).text.split()
+                    c["stride"], seconds=300).text.split()
         found, tokens = float(out[1]), int(out[5])
         same(tokens, c["tokens"], f"tokens, {c['model']}")
         expect(abs(found / c["perplexity"] - 1) < 1e-4, f"{c}: {found}")

@@ -7,8 +7,9 @@ import stat
 import struct
 import time
 
-from helpers import (CONVERSATIONS, DATE, FIXTURES, PARROT, Terminal, answered, conversation, copy_model, data, each,
-                     expect, ids_of, infer, play, read_json, read_safetensors, refused, render, same, start, write_json)
+from helpers import (CONVERSATIONS, DATE, FIXTURES, GOLDENS, PARROT, Terminal, answered, conversation, copy_model, data,
+                     each, expect, ids_of, infer, play, read_json, read_safetensors, refused, render, same, start,
+                     write_json)
 
 STATISTICS = re.compile(r"\[Generated at [\d.]+ tokens/sec · (\d+) tokens?(?: \(\d+ thinking\))? · .* · (.+)\]\n")
 GREEDY = ["--temperature", "0", "--date", DATE]
@@ -272,12 +273,17 @@ def test_raw_mode_leaves_the_chat_format_away():
     same(found["text"], infer("detokenize", PARROT, stdin=json.dumps(ids[-3:])).text, "text")
 
 
-def test_stories():
-    """Two published models, greedy, against what others computed."""
-    tiny, stories = data("models", "TinyStories-656K"), data("models", "stories260K")
-    golden = read_json(tiny / "reference_greedy.json")
-    r = infer("play", tiny, "-p", golden["prompt"], "--max-tokens", len(golden["greedy_ids"]), *GREEDY)
-    same(r.text.rstrip("\n"), golden["greedy_text_raw"].rstrip("\n"), "TinyStories")
+def test_tinystories():
+    """A published model, greedy, against what others computed."""
+    model, golden = data("models/TinyStories-656K"), read_json(GOLDENS / "TinyStories-656K.json")
+    r = infer("play", model, "-p", golden["prompt"], "--max-tokens", len(golden["greedy_ids"]), *GREEDY)
+    whole = infer("detokenize", model, stdin=json.dumps(golden["prompt_ids"] + golden["greedy_ids"])).text
+    same(r.text.rstrip("\n"), whole[whole.index(golden["prompt"]) + len(golden["prompt"]):].rstrip("\n"), "text")
+
+
+def test_stories260K():
+    """The same against the output that llama2.c's tests expect."""
+    stories = data("models/stories260K")
     expected = (stories / "expected_greedy_200.txt").read_text()
     r = infer("play", stories, "-p", "", "--max-tokens", 200, *GREEDY)
     expect(r.text.strip() and expected.strip().startswith(r.text.strip()), f"stories260K: {r.text[:80]!r}")
@@ -576,7 +582,6 @@ def test_save_and_load_keep_everything(folder):
 
 
 def test_a_call_survives_save_and_load(folder):
-    """It is replayed with exactly the tokens that were sampled, also from a file."""
     turn = CONVERSATIONS["weather"]["turns"][0]
     write_json(folder / "a.json", {**conversation("weather", 0), "messages": []})
     with play() as t:
@@ -589,29 +594,6 @@ def test_a_call_survives_save_and_load(folder):
         t.say(f"/save {folder}/b.json", "Saved")
         t.say(f"/load {folder}/b.json", "Loaded")
         same(t.say("/prompt"), before, "/prompt after /save and /load")
-
-
-def test_sampled_tokens_survive_save_and_load(folder):
-    """A header that harmony would write in another way; ids that are no longer this message's are not believed."""
-    header = "<|start|>assistant<|channel|>commentary to=functions.f<|constrain|>json<|message|>"
-    ids = ids_of(infer("tokenize", PARROT, "--special", stdin=header + "{}<|call|>"))
-    call = {"role": "assistant", "channel": "commentary", "recipient": "functions.f",
-            "content_type": "<|constrain|>json", "content": "{}", "sampled": ids}
-    control = ids_of(infer("tokenize", PARROT, "--special", stdin="<|end|><|start|>"))
-
-    def check(name, change, kept):
-        chat = {"date": DATE, "messages": [{"role": "user", "content": "Hi"}, {**call, **change}]}
-        write_json(folder / f"{name}.json", chat)
-        with play() as t:
-            t.say(f"/load {folder}/{name}.json", "Loaded")
-            before = t.say("/prompt")
-            same(header in before, kept, "the header as it was sampled")
-            t.say(f"/save {folder}/{name}-saved.json", "Saved")
-        same(infer("render", PARROT, stdin=(folder / f"{name}-saved.json").read_bytes()).text + "\n", before, "saved")
-    each([("as it was", {}, True), ("other text", {"content": "{1}"}, False),
-          ("control tokens inside", {"sampled": ids[:-1] + control + ids[-1:]}, False),
-          ("more behind", {"sampled": ids + control}, False), ("no ids", {"sampled": ["x", -1, 1e300, 1.5]}, False),
-          ("not an array", {"sampled": "x"}, False)], check)
 
 
 def test_load_without_a_date_keeps_the_session_s(folder):

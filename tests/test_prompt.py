@@ -136,9 +136,16 @@ def test_ids_of_prompts_gpt_oss():
          lambda name, p, line: same(json.loads(line), p["ids"], "ids"))
 
 
-def test_ids_of_strings_llama():
-    for name in ("TinyStories-656K", "stories260K"):
-        check_strings(f"tokenizer_strings_{name}.jsonl", data("models", name))
+def check_llama_strings(name):
+    check_strings(f"tokenizer_strings_{name}.jsonl", data("models/" + name))
+
+
+def test_ids_of_strings_tinystories():
+    check_llama_strings("TinyStories-656K")
+
+
+def test_ids_of_strings_stories260K():
+    check_llama_strings("stories260K")
 
 
 # ---- conversations to tokens
@@ -150,8 +157,8 @@ def as_chat(case):
     for m in case["messages"]:
         if m["role"] == "system":
             s = m["system"]
-            chat.update(bare=False, date=s.get("conversation_start_date", "none"),
-                        **{k: s[k] for k in ("model_identity", "knowledge_cutoff", "reasoning_effort", "channels")})
+            chat.update(bare=False, date=s.get("conversation_start_date", "none"), channels=", ".join(s["channels"]),
+                        **{k: s[k] for k in ("model_identity", "knowledge_cutoff", "reasoning_effort")})
         elif m["role"] == "developer":
             d = m["developer"]
             if "instructions" in d:
@@ -180,7 +187,14 @@ def test_harmony_rendered():
     same(len(cases), 16, "number of cases")
 
     def check(name, case):
-        check_rendered(as_chat(case), case["text"], case["ids"], model, PLAIN)
+        text, ids = case["text"], case["ids"]
+        if name == "test_does_not_drop_if_ongoing_analysis":  # calls are written as the published template does
+            first, behind = (f"assistant{a}<|channel|>commentary{b} <|constrain|>json" for a, b in
+                             ((" to=functions.lookup_weather", ""), ("", " to=functions.lookup_weather")))
+            expect(first in text, "the test is wrong")
+            text = text.replace(first, behind)
+            ids = tokenize(text, model, "--special", program=PLAIN)
+        check_rendered(as_chat(case), text, ids, model, PLAIN)
     each(cases, check)
 
 
@@ -267,6 +281,9 @@ RULES = [  # what, fields besides "messages" and the messages, the text of the p
      PLAIN_SYSTEM + USER + said("analysis", "I call.") + call_text("f") + END),
     ("reasoning while a result is awaited", {}, [HI, called("f", reasoning="I call."), result("f", "1")],
      PLAIN_SYSTEM + USER + said("analysis", "I call.") + call_text("f") + result_text("f", "1") + END),
+    ("reasoning by the name of the published template", {},
+     [HI, {"role": "assistant", "thinking": "I call."}, called("f"), result("f", "1")],
+     PLAIN_SYSTEM + USER + said("analysis", "I call.") + call_text("f") + result_text("f", "1") + END),
     ("reasoning of two calls in one turn", {},
      [HI, called("f", reasoning="One."), result("f", "1"), called("g", reasoning="Two."), result("g", "2")],
      PLAIN_SYSTEM + USER + said("analysis", "One.") + call_text("f") + result_text("f", "1") + said("analysis", "Two.")
@@ -275,7 +292,7 @@ RULES = [  # what, fields besides "messages" and the messages, the text of the p
      [HI, called("f", reasoning="One."), result("f", "1"), {**FINAL, "reasoning_content": "Two."}, HI],
      PLAIN_SYSTEM + USER + call_text("f") + result_text("f", "1") + said("final", "Yo") + USER + END),
     ("reasoning of the turn that waits, after one that has ended", {},
-     [HI, {**FINAL, "reasoning": "Zero."}, HI, called("f", reasoning="One."), result("f", "1")],
+     [HI, {**FINAL, "thinking": "Zero."}, HI, called("f", reasoning="One."), result("f", "1")],
      PLAIN_SYSTEM + USER + said("final", "Yo") + USER + said("analysis", "One.") + call_text("f")
      + result_text("f", "1") + END),
     ("reasoning in the second and third turn", {},
@@ -326,7 +343,7 @@ WRONG = [  # what, the conversation, words of the message
     ("arguments that are an object", {"messages": [HI, {"role": "assistant", "tool_calls": [
         {"function": {"name": "f", "arguments": {}}}]}]}, ["messages[1].tool_calls"]),
     ("unknown effort", {"messages": [HI], "reasoning_effort": "huge"}, ["reasoning_effort", "huge"]),
-    ("channels are a text", {"messages": [HI], "channels": "final"}, ["channels"]),
+    ("channels are an array", {"messages": [HI], "channels": ["final"]}, ["channels"]),
     ("date is a number", {"messages": [HI], "date": 2025}, ["date"]),
     ("tools are a text", {"messages": [HI], "tools": "f"}, ["tools"]),
     ("a tool without a name", {"messages": [HI], "tools": [{"type": "function", "function": {}}]}, ["tool"]),
@@ -390,7 +407,7 @@ FIELDS = [  # field, conversation with a text there, control tokens that the ren
     ("identity", lambda x: say(HI, model_identity=x), 7),
     ("knowledge cutoff", lambda x: say(HI, knowledge_cutoff=x), 7),
     ("date", lambda x: say(HI, date=x), 7),
-    ("channels", lambda x: say(HI, channels=[x]), 7),
+    ("channels", lambda x: say(HI, channels=x), 7),
     ("role", lambda x: say({"role": x, "content": "Hi"}), REFUSED),
     ("effort", lambda x: say(HI, reasoning_effort=x), REFUSED),
     ("author", lambda x: say(HI, {"role": "tool", "name": "functions." + x, "content": "1"}), REFUSED),
@@ -530,6 +547,29 @@ STREAMS = [  # what, the text of the tokens, the messages, whether something had
     ("no end before the next channel", "<|channel|>analysis<|message|>A<|channel|>final<|message|>Hi<|return|>",
      [message("A", "analysis"), FINAL_HI], True),
     ("a reserved token", "<|channel|>final<|message|>H<|reserved_411|>i<|return|>", [FINAL_HI], True),
+    ("no start, but the author",
+     "<|channel|>analysis<|message|>A<|end|>assistant<|channel|>final<|message|>Hi<|return|>",
+     [message("A", "analysis"), FINAL_HI], True),
+    ("the author twice", "assistant<|channel|>final<|message|>Hi<|return|>", [FINAL_HI], True),
+    ("an author that nobody is", "<|start|>king<|channel|>final<|message|>Hi<|return|>", [FINAL_HI], True),
+    ("words before the channel", "<|start|>assistant of all<|channel|>final<|message|>Hi<|return|>", [FINAL_HI], True),
+    ("a channel twice", "<|channel|>final<|channel|>final<|message|>Hi<|return|>", [FINAL_HI], True),
+    ("another channel", "<|channel|>analysis<|channel|>final<|message|>Hi<|return|>", [FINAL_HI], True),
+    ("a channel behind text", "<|channel|>analysis I think<|channel|>final<|message|>Hi<|return|>",
+     [message("I think", "analysis"), FINAL_HI], True),
+    ("a constraint twice", "<|channel|>commentary to=functions.f<|constrain|>json<|constrain|>json<|message|>{}<|call|>",
+     [message("{}", **CALL, content_type="<|constrain|>json")], True),
+    ("a constraint of nothing", "<|channel|>commentary to=functions.f <|constrain|><|message|>{}<|call|>",
+     [message("{}", **CALL)], True),
+    ("words before the arguments", "<|channel|>commentary to=functions.f I call<|message|>{}<|call|>",
+     [message("{}", **CALL)], True),
+    ("text touches the channel", "<|channel|>finalHi<|return|>", [FINAL_HI], True),
+    ("text touches the channel, and a message token", "<|channel|>finalHi<|message|> there<|return|>",
+     [message("Hi there", "final")], True),
+    ("text behind an unknown channel", "<|channel|>dreams of Hi<|return|>", [message("dreams of Hi")], True),
+    ("text that begins like a header", "user json final<|return|>", [message("user json final")], True),
+    ("a call without message token", "<|channel|>commentary to=functions.f <|constrain|>json{}<|call|>",
+     [message("{}", **CALL, content_type="<|constrain|>json")], True),
 ]
 
 

@@ -2,10 +2,12 @@
  * gpt-oss-20b, batching and rewinding bit by bit, the sampler, harmony's replay, UTF-8. One line a test, `ok NAME`,
  * `FAIL NAME: why` or `skip NAME: why`. Run from the top of the project; TEST_DATA names data that cannot be shipped.
  */
-#include "../chat.h"
+#include "reading.h"
 #include "check.h"
 #include "real.h"
 #include "streams.h"
+
+#include <unistd.h>
 
 /* ---- layers against goldens ---- */
 
@@ -86,6 +88,39 @@ static void spoiled_models_fail(void) {
             check(!strcmp(wrong, cases[j].behind[i]), "%s: failed first at '%s', not at %s", fixtures[i], wrong,
                   cases[j].behind[i]);
         }
+}
+
+/* However config.json spells RoPE, angles and scale are those of transformers. */
+static void angles_equal_transformers(void) {
+    Error e;
+    cJSON *cases = json_read("tests/goldens/rope.json", 1 << 20, &e);
+    must(cases, &e);
+    const cJSON *one;
+    char dir[] = "/tmp/infer-unit-XXXXXX", path[64];
+    check(mkdtemp(dir), "no folder below /tmp");
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    cJSON_ArrayForEach(one, cases) {
+        const char *name = json_string(one, "name");
+        char *config = json_text(json_get(one, "config"));
+        FILE *f = fopen(path, "w");
+        check(f && fputs(config, f) >= 0 && !fclose(f), "%s cannot be written", path);
+        free(config);
+        Checkpoint c;
+        must(checkpoint_make_up(&c, dir, &e), &e);
+        int n = c.model.rope_dim / 2;
+        const Rope *rope = c.model.layer[0].rope;
+        float *golden = numbers(json_get(one, "inv_freq"), n);
+        double scale = json_get(one, "scale")->valuedouble;
+        check(fabs((double)rope->scale - scale) < 1e-6, "%s: scale %g, not %g", name, (double)rope->scale, scale);
+        for (int i = 0; i < n; i++)
+            check(fabs((double)(rope->inv_freq[i] / golden[i]) - 1) < 1e-5, "%s: angle %d is %g, not %g", name, i,
+                  (double)rope->inv_freq[i], (double)golden[i]);
+        free(golden);
+        checkpoint_close(&c);
+    }
+    unlink(path);
+    rmdir(dir);
+    cJSON_Delete(cases);
 }
 
 /* ---- batches, chunks, rewinding: bit by bit ---- */
@@ -339,7 +374,8 @@ static void calls_are_replayed(void) {
     Talk t;
     Read read = {0};
     talk_open(&t);
-    t.conversation.bare = true;
+    conversation_free(&t.conversation);
+    open_conversation(&t.conversation);
     for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) talk_sample(&t, pieces[i]);
     for (size_t i = 0; i < t.sampled.n; i++) {
         check(!read.stop, "stopped before the call");
@@ -366,8 +402,8 @@ static void roles_are_not_taken(void) {
     talk_open(&t);
     talk_sample(&t, said);
     for (size_t i = 0; i < t.sampled.n; i++) reader_push(&t.reader, t.sampled.data[i], &t.shown);
-    check(t.reader.messages == 4 && !strcmp(t.reader.message[1].role, "user"), "%d messages were read",
-          t.reader.messages);
+    check(t.reader.messages == 4 && t.reader.repairs == 3, "%d messages were read with %d repairs", t.reader.messages,
+          t.reader.repairs);
     reader_take(&t.reader, &t.conversation);
     const Conversation *c = &t.conversation;
     for (int i = 0; i < c->messages; i++)
@@ -378,6 +414,61 @@ static void roles_are_not_taken(void) {
         assistants += t.rendered.data[i] == t.chat.answer.data[0] && t.rendered.data[i + 1] == t.chat.answer.data[1];
     check(assistants == 4, "%d messages of 4 are rendered as the assistant's", assistants);
     talk_close(&t);
+}
+
+/* Thousands of answers made of control tokens and words: none is lost, and what was read and repaired reads the same
+ * when it is rendered, without another repair. */
+static void readings_are_rendered_and_read_again(void) {
+    static const char *const pieces[] = {
+        "\1",      "\2",          "\3",   "\4",        "\5",   "\6",       "\7",       "\10",        "\1assistant",
+        "\2final", "\2final\4",   "\5\1", "assistant", "user", "final",    "analysis", "commentary", " to=functions.f",
+        "to=",     "functions.g", "json", " code",     "\13",  "\360\237", "\1",       " ",          "HELLO",
+        " WORLD",  "A",           "Z ",   "{}",        "x.y"};
+    enum { PIECES = sizeof pieces / sizeof *pieces };
+    Talker talker;
+    uint64_t state = 12;
+    check(talker_open(&talker), "the parrot has no harmony");
+    for (int i = 0; i < 5000; i++) {
+        Bytes text = {0};
+        bytes_text(&text, "");
+        for (int k = 0; k < 1 + i % 20; k++) {
+            state = state * 6364136223846793005u + 1442695040888963407u;
+            bytes_text(&text, pieces[(state >> 33) % PIECES]);
+        }
+        const char *problem = reading_problem(&talker, text.data, text.n);
+        Bytes shown = {0};
+        for (size_t k = 0; k < text.n; k++) bytes_print(&shown, text.data[k] >= ' ' ? "%c" : "<%d>", text.data[k]);
+        check(!problem, "answer %d %s: %s", i, problem, shown.data);
+        bytes_free(&text);
+        bytes_free(&shown);
+    }
+    chat_close(&talker.chat);
+    tokenizer_close(talker.tokenizer);
+}
+
+/* A conversation is saved in the shape in which it came, without a word that only harmony has. */
+static void conversations_are_chat_completions(void) {
+    static const char text[] = "{\"model\":\"m\",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}}],"
+                               "\"reasoning_effort\":\"low\",\"date\":\"none\",\"messages\":["
+                               "{\"role\":\"system\",\"content\":\"Be brief.\"},{\"role\":\"user\",\"content\":\"Hi\"},"
+                               "{\"role\":\"assistant\",\"reasoning_content\":\"I call.\"},"
+                               "{\"role\":\"assistant\",\"tool_calls\":[{\"id\":\"a\",\"type\":\"function\","
+                               "\"function\":{\"name\":\"f\",\"arguments\":\"{}\"}}]},"
+                               "{\"role\":\"tool\",\"tool_call_id\":\"a\",\"content\":\"7\"},{\"role\":\"assistant\","
+                               "\"content\":\"Seven.\"}]}";
+    Error e;
+    Conversation c;
+    Bytes saved = {0};
+    cJSON *json = json_parse(text, strlen(text), "test", &e);
+    conversation_init(&c);
+    check(json && conversation_parse(&c, json, &e), "not loaded: %s", e.text);
+    conversation_json(&c, &saved);
+    cJSON *again = json_parse(saved.data, saved.n, "saved", &e);
+    check(again && cJSON_Compare(json, again, true), "saved as %s", saved.data);
+    cJSON_Delete(json);
+    cJSON_Delete(again);
+    conversation_free(&c);
+    bytes_free(&saved);
 }
 
 /* What cJSON lets pass, and what must pass. */
@@ -425,6 +516,7 @@ int main(void) {
     run("unit: layers equal transformers'", layers_equal_transformers);
     run("unit: rounding is bf16's", rounding_is_bf16);
     run("unit: a norm 1 % off fails at the first stage behind it", spoiled_models_fail);
+    run("unit: RoPE's angles equal transformers'", angles_equal_transformers);
     run("unit: the real router and experts of layer 0", router_and_experts);
     run("unit: the real scores and sinks of layer 0", sinks);
     run("unit: TinyStories-656K writes the reference ids", tinystories_656k);
@@ -441,6 +533,8 @@ int main(void) {
     run("unit: invalid UTF-8", invalid_utf8);
     run("unit: calls are replayed token by token", calls_are_replayed);
     run("unit: what the model writes in others' names is its own", roles_are_not_taken);
+    run("unit: answers at random are rendered and read again", readings_are_rendered_and_read_again);
+    run("unit: a conversation is saved as chat completions", conversations_are_chat_completions);
     run("unit: JSON is strict", json_is_strict);
     return failures != 0;
 }

@@ -1,0 +1,185 @@
+/* reading.h: what must hold for whatever a model writes, here as a text in which the bytes 1 to 8 are harmony's control
+ * tokens in the order of Chat.control, 11 is an id without text and every other byte its own token. Capital letters are
+ * words that only an answer has. */
+#ifndef READING_H
+#define READING_H
+
+#include "../chat.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { START = 1, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT };
+
+typedef struct {
+    Tokenizer *tokenizer;
+    Chat chat;
+    int token_of[256];
+} Talker;
+
+static bool talker_open(Talker *m) {
+    Error e;
+    m->tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
+    if (!m->tokenizer || !chat_open(&m->chat, m->tokenizer)) return false;
+    for (int id = tokenizer_size(m->tokenizer) - 1; id >= 0; id--) {
+        Bytes out = {0};
+        tokenizer_bytes(m->tokenizer, &(Decoder){0}, id, &out);
+        if (out.n == 1) m->token_of[(unsigned char)*out.data] = id;
+        bytes_free(&out);
+    }
+    memcpy(m->token_of + 1, m->chat.control, sizeof m->chat.control);
+    m->token_of[11] = tokenizer_size(m->tokenizer) + 7;
+    return true;
+}
+
+/* Reads n tokens; `shown` is what was shown. False: a message was closed without a word. */
+static bool read_tokens(const Talker *m, Reader *r, const int *tokens, size_t n, Bytes *shown) {
+    bool ok = true;
+    reader_init(r, &m->chat);
+    for (size_t i = 0; i < n; i++) {
+        int before = r->messages;
+        Read read = reader_push(r, tokens[i], shown);
+        ok = ok && r->messages - before == read.closed;
+    }
+    reader_end(r, shown);
+    return ok;
+}
+
+static bool starts_with(const char *data, size_t n, const char *with) {
+    return n >= strlen(with) && !memcmp(data, with, strlen(with));
+}
+
+/* Appends the capital letters of one message, data[0..n), that stand behind the channel final. Left out are calls, and
+ * headers that name a type. */
+static void letters_of_message(const char *data, size_t n, Bytes *out) {
+    bool header = true, final = false;
+    size_t before = out->n;
+    for (size_t i = 0; i < n; i++) {
+        const char *rest = data + i;
+        header = header && *rest != MESSAGE;
+        if (header &&
+            (*rest == CONSTRAIN || starts_with(rest, n - i, "to=") || starts_with(rest, n - i, "functions."))) {
+            out->n = before;
+            return;
+        }
+        if (*rest == CHANNEL) {
+            while (i + 1 < n && data[i + 1] == ' ') i++;
+            final = starts_with(data + i + 1, n - i - 1, "final");
+        } else if (final && *rest >= 'A' && *rest <= 'Z') {
+            bytes_add(out, rest, 1);
+        }
+    }
+}
+
+static void letters_of_answers(const char *data, size_t n, Bytes *out) {
+    size_t begin = 0;
+    bool content = false;
+    for (size_t i = 0; i < n; i++) {
+        bool ends = data[i] >= END && data[i] <= ENDOFTEXT;
+        if (ends || data[i] == START || (data[i] == CHANNEL && content)) {
+            letters_of_message(data + begin, i - begin, out);
+            begin = i + (data[i] != CHANNEL);
+            content = false;
+        }
+        content = content || data[i] == MESSAGE;
+    }
+    letters_of_message(data + begin, n - begin, out);
+}
+
+static bool same_messages(const Conversation *a, const Conversation *b) {
+    Bytes first = {0}, second = {0};
+    for (int i = 0; i < a->messages; i++) message_json(a->message + i, &first);
+    for (int i = 0; i < b->messages; i++) message_json(b->message + i, &second);
+    bool same = first.n == second.n && (!first.n || !memcmp(first.data, second.data, first.n));
+    bytes_free(&first);
+    bytes_free(&second);
+    return same;
+}
+
+static void open_conversation(Conversation *c) {
+    conversation_init(c);
+    c->request = cJSON_CreateObject();
+    cJSON_AddTrueToObject(c->request, "bare"); /* no system message */
+    cJSON_AddTrueToObject(c->request, "keep_analysis");
+}
+
+/* What is wrong with the conversation, rendered and read again: it must be the same, and no more than its own control
+ * tokens may stand there. */
+static const char *render_problem(const Talker *m, const Conversation *c) {
+    Error e;
+    Ids ids = {0};
+    Bytes shown = {0};
+    Reader r;
+    Conversation again;
+    const char *problem = NULL;
+    int starts = 0;
+    open_conversation(&again);
+    if (!chat_render(&m->chat, c, false, &ids, &e)) problem = "is not rendered";
+    for (size_t i = 0; i < ids.n; i++) starts += ids.data[i] == m->chat.control[0];
+    if (!problem && starts != c->messages) problem = "has other control tokens than its own when rendered";
+    read_tokens(m, &r, ids.data, ids.n, &shown);
+    if (!problem && r.repairs) problem = "has to be repaired again";
+    reader_take(&r, &again);
+    if (!problem && !same_messages(c, &again)) problem = "reads otherwise when rendered";
+    reader_free(&r);
+    conversation_free(&again);
+    ids_free(&ids);
+    bytes_free(&shown);
+    return problem;
+}
+
+/* What is wrong with the conversation, saved and loaded. */
+static const char *save_problem(const Talker *m, const Conversation *c) {
+    Error e;
+    Bytes text = {0};
+    Conversation again;
+    const char *problem = NULL;
+    int empty = 0; /* reasoning that says nothing is not saved */
+    conversation_json(c, &text);
+    cJSON *json = json_parse(text.data, text.n, "messages", &e);
+    conversation_init(&again);
+    for (int i = 0; i < c->messages; i++)
+        empty += message_part(c->message + i) == REASONING && !c->message[i].content.n;
+    if (!json || !conversation_parse(&again, json, &e)) problem = "is not loaded";
+    if (!problem && again.messages != c->messages - empty) problem = "has other messages when loaded";
+    for (int i = 0; i < again.messages; i++) conversation_set(&again.message[i].id, NULL); /* no header has it */
+    if (!problem) problem = render_problem(m, &again);
+    cJSON_Delete(json);
+    conversation_free(&again);
+    bytes_free(&text);
+    return problem;
+}
+
+/* What is wrong with how the text is read, or NULL. */
+static const char *reading_problem(const Talker *m, const char *data, size_t n) {
+    Bytes shown = {0}, contents = {0}, expected = {0};
+    Reader r;
+    Conversation c;
+    const char *problem = NULL;
+    int *tokens = allocate(n * sizeof *tokens + 1);
+    for (size_t i = 0; i < n; i++) tokens[i] = m->token_of[(unsigned char)data[i]];
+    if (!read_tokens(m, &r, tokens, n, &shown)) problem = "closes a message that it does not report";
+    letters_of_answers(data, n, &expected);
+    size_t letters = 0;
+    for (int i = 0; i < r.messages; i++) {
+        const Bytes *content = &r.message[i].content;
+        bytes_add(&contents, content->data, content->n);
+        for (size_t k = 0; k < content->n && message_part(r.message + i) == ANSWER; k++)
+            letters += letters < expected.n && content->data[k] == expected.data[letters];
+    }
+    if (letters < expected.n) problem = "loses text of an answer";
+    if (utf8_check(shown.data, shown.n) < shown.n) problem = "shows what is not UTF-8";
+    if (contents.n != shown.n || (shown.n && memcmp(contents.data, shown.data, shown.n)))
+        problem = "shows something else than the contents";
+    open_conversation(&c);
+    reader_take(&r, &c);
+    if (!problem) problem = render_problem(m, &c);
+    if (!problem) problem = save_problem(m, &c);
+    reader_free(&r);
+    conversation_free(&c);
+    free(tokens);
+    bytes_free(&shown), bytes_free(&contents), bytes_free(&expected);
+    return problem;
+}
+
+#endif
