@@ -3,7 +3,7 @@
 #ifndef CARD_CUH
 #define CARD_CUH
 
-#include "model.h"
+#include "infer.h"
 
 #include <array>
 #include <cublasLt.h>

@@ -605,7 +605,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             }
             static_assert(SLABS <= SLAB_WARPS, "a warp has one slab of a page at most");
             auto add = [&] {
-                state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane), slab -= SLAB_WARPS;
+                state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * w.attn_scale, lane), slab -= SLAB_WARPS;
             };
 #pragma unroll 1
             for (; slab >= direct; early = false) {

@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
         last[r] = position + min((row + 8 * r) / group, n - 1);
         first[r] = l.window ? last[r] - l.window + 1 : 0;
     }
-    float sum[D / 64][32] = {}, max_score[2] = {-INFINITY, -INFINITY}, total[2] = {}, scale = LOG2E * rsqrtf(D);
+    float sum[D / 64][32] = {}, max_score[2] = {-INFINITY, -INFINITY}, total[2] = {}, scale = LOG2E * w.attn_scale;
     for (int i = begin; i <= end / PAGE; i++, ring.advance()) {
         float score[32];
         fetch();
