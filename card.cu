@@ -139,22 +139,44 @@ static bool plan_weights(DeviceModel *device, const Model *m, uint8_t *base, siz
     for (int i = 0; i < m->n_layers; i++) {
         const Layer *l = m->layer + i;
         DeviceLayer *d = &device->layer[i];
-        if (l->q.type != l->k.type || l->q.type != l->v.type || l->gate.type != l->up.type)
+        const bool latent = l->kv_a.rows > 0;
+        const Linear &q = l->q_a.rows ? l->q_a : l->q, &k = latent ? l->kv_a : l->k, &v = latent ? l->kv_a : l->v;
+        if (q.type != k.type || q.type != v.type || l->gate.type != l->up.type)
             return fail(e, BAD_MODEL, "layer %d: query, key and value, and gate and up, must have one encoding each",
                         i);
+        if (latent && (l->k_up.type == F32 || l->v_up.type == F32 || l->k_up.type == MXFP4))
+            return fail(e, BAD_MODEL, "layer %d: latent attention in F32 or MXFP4 is not implemented", i);
         if (l->router.rows && (l->gate.type == F32 || l->down.type == F32))
             return fail(e, BAD_MODEL, "layer %d: experts in F32 are not implemented", i);
         d->window = l->window;
         d->attn_norm = p.take<float>(m->dim);
+        d->attn_post_norm = l->attn_post_norm ? p.take<float>(m->dim) : NULL;
         d->ffn_norm = p.take<float>(m->dim);
+        d->ffn_post_norm = l->ffn_post_norm ? p.take<float>(m->dim) : NULL;
         d->q_norm = l->q_norm ? p.take<float>(m->head_dim) : NULL;
         d->k_norm = l->k_norm ? p.take<float>(m->head_dim) : NULL;
         d->sinks = l->sinks ? p.take<float>(m->n_heads) : NULL;
-        d->qkv = plan_matrix(&p, &l->q, l->q.rows + l->k.rows + l->v.rows, l->q.bias || l->k.bias || l->v.bias);
+        d->qkv = plan_matrix(&p, &q, q.rows + k.rows + (latent ? 0 : v.rows), q.bias || k.bias || v.bias);
+        d->q = d->k_up = d->v_up = {};
+        if (latent) {
+            Linear k_up = l->k_up;
+            std::swap(k_up.rows, k_up.cols);
+            d->q_a_norm = l->q_a_norm ? p.take<float>(l->q_a.rows) : NULL;
+            d->kv_a_norm = p.take<float>(m->kv_rank);
+            if (l->q_a.rows) d->q = plan_matrix(&p, &l->q, l->q.rows, l->q.bias);
+            d->k_up = plan_matrix(&p, &k_up, k_up.rows, false);
+            d->v_up = plan_matrix(&p, &l->v_up, l->v_up.rows, false);
+        }
         d->o = plan_matrix(&p, &l->o, m->dim, l->o.bias);
         d->router = l->router.rows ? plan_matrix(&p, &l->router, m->n_experts, l->router.bias) : Matrix{};
-        d->up = plan_matrix(&p, &l->gate, 2 * m->ffn_dim, l->gate.bias || l->up.bias);
+        d->choice_bias = l->choice_bias ? p.take<float>(m->n_experts) : NULL;
+        d->up = plan_matrix(&p, &l->gate, 2 * l->gate.rows, l->gate.bias || l->up.bias);
         d->down = plan_matrix(&p, &l->down, m->dim, l->down.bias);
+        d->shared_up = d->shared_down = {};
+        if (l->shared_gate.rows) {
+            d->shared_up = plan_matrix(&p, &l->shared_gate, 2 * l->shared_gate.rows, false);
+            d->shared_down = plan_matrix(&p, &l->shared_down, m->dim, false);
+        }
     }
     if (m->embed.type == MXFP4) return fail(e, BAD_MODEL, "an embedding in MXFP4 is not implemented");
     bool tied = m->head.data.fd == m->embed.data.fd && m->head.data.offset == m->embed.data.offset;
@@ -176,9 +198,10 @@ struct Source { /* rows begin, begin + 1, ... of matrix `matrix`, `stride` bytes
 /* A block a row. A NaN sets *bad. */
 template <typename A> static __global__ void place_rows(Source s, Matrix m, Rows rows, int *bad) {
     const A *from = (const A *)(s.data + blockIdx.x * s.stride);
-    A *to = (A *)(m.data + s.matrix * m.bytes) + (size_t)rows.of(s.begin + blockIdx.x) * m.stride;
+    A *to = (A *)(m.data + s.matrix * m.bytes);
+    const size_t row = rows.of(s.begin + blockIdx.x);
     for (int c = threadIdx.x; c < s.cols; c += blockDim.x) {
-        to[c] = from[c];
+        to[rows.columns ? c * (size_t)m.stride + row : row * m.stride + c] = from[c];
         if (isnan((float)from[c])) *bad = 1;
     }
 }
@@ -246,14 +269,19 @@ static bool upload_floats(float *to, const float *from, size_t n, Error *e) {
 /* A model on its way: several threads read pieces into pinned buffers (mapped files would fault page by page) while
  * kernels place earlier ones. */
 struct Upload {
-    struct Job { /* one tensor */
-        View view;
+    struct Job { /* a Linear's weights, or their scales */
         Linear linear;
         bool scales;
         size_t row_bytes;
         Matrix to;
         Rows place;
         char name[32];
+        View view(int matrix) const {
+            const View *each = scales ? linear.each_scale : linear.each;
+            View all = scales ? linear.scale : linear.data;
+            all.offset += matrix * all.step;
+            return each ? each[matrix] : all;
+        }
     };
     static constexpr size_t PIECE = 16 << 20; /* bytes read at once */
     static constexpr int READERS = 6, BUFFERS = 2;
@@ -266,9 +294,9 @@ struct Upload {
     int *bad; /* (jobs) on the card */
 
     static int rows_of_piece(const Job &j) {
-        return (int)std::max<size_t>(1, std::min<size_t>(j.linear.rows, PIECE / j.view.stride));
+        return (int)std::max<size_t>(1, std::min<size_t>(j.linear.rows, PIECE / j.view(0).stride));
     }
-    static size_t bytes_of(const Job &j, int rows) { return (rows - 1) * j.view.stride + j.row_bytes; }
+    static size_t bytes_of(const Job &j, int rows) { return (rows - 1) * j.view(0).stride + j.row_bytes; }
     void add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name);
     bool add_layer(const DeviceLayer &d, const Layer *l, int i, int half, Error *e);
     bool list(const DeviceModel *device, const Model *m, Error *e);
@@ -280,7 +308,7 @@ struct Upload {
 
 void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name) {
     for (int scales = 0; scales < (w.type == MXFP4 ? 2 : 1); scales++) {
-        Job j = {scales ? w.scale : w.data, w, scales != 0, 0, to, place, ""};
+        Job j = {w, scales != 0, 0, to, place, ""};
         j.row_bytes = w.type == MXFP4 ? w.cols / (scales ? 32 : 2) : (size_t)w.cols * (w.type == F32 ? 4 : 2);
         if (layer < 0)
             snprintf(j.name, sizeof j.name, "%s", name);
@@ -294,27 +322,36 @@ void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const
 
 bool Upload::add_layer(const DeviceLayer &d, const Layer *l, int i, int half, Error *e) {
     const Rows all = {0, 1, 0}, q = {0, 1, half}, k = {l->q.rows, 1, half}, v = {l->q.rows + l->k.rows, 1, 0},
-               even = {0, 2, 0}, odd = {1, 2, 0};
+               even = {0, 2, 0}, odd = {1, 2, 0}, kv_a = {l->q_a.rows ? l->q_a.rows : l->q.rows, 1, 0},
+               columns = {0, 1, 0, true};
     /* Gate and up may lie row by row in one tensor, already as the card wants them: then it is read at once. */
     Linear both = l->gate;
     both.rows *= 2;
     for (View *view : {&both.data, &both.scale}) view->stride /= 2, view->size += view->stride;
     bool fused =
-        l->gate.data.fd == l->up.data.fd && l->up.data.offset == l->gate.data.offset + both.data.stride &&
+        !l->gate.each && l->gate.data.fd == l->up.data.fd &&
+        l->up.data.offset == l->gate.data.offset + both.data.stride &&
         both.data.stride == (both.type == MXFP4 ? both.cols / 2 : (size_t)both.cols * (both.type == F32 ? 4 : 2));
     const struct {
         const Linear *from;
         const Matrix *to;
         Rows place;
         const char *name;
-    } parts[] = {{&l->q, &d.qkv, q, "query"},
+    } parts[] = {{&l->q_a, &d.qkv, all, "query, low rank"},
+                 {&l->q, l->q_a.rows ? &d.q : &d.qkv, q, "query"},
+                 {&l->kv_a, &d.qkv, kv_a, "latent"},
+                 {&l->k_up, &d.k_up, columns, "key of latent"},
+                 {&l->v_up, &d.v_up, all, "value of latent"},
                  {&l->k, &d.qkv, k, "key"},
                  {&l->v, &d.qkv, v, "value"},
                  {&l->o, &d.o, all, "attention output"},
                  {&l->router, &d.router, all, "router"},
                  {&l->gate, &d.up, even, "gate"},
                  {&l->up, &d.up, odd, "up"},
-                 {&l->down, &d.down, all, "down"}};
+                 {&l->down, &d.down, all, "down"},
+                 {&l->shared_gate, &d.shared_up, even, "shared gate"},
+                 {&l->shared_up, &d.shared_up, odd, "shared up"},
+                 {&l->shared_down, &d.shared_down, all, "shared down"}};
     std::vector<float> bias;
     for (const auto &part : parts) {
         const Linear &w = *part.from;
@@ -343,9 +380,15 @@ bool Upload::list(const DeviceModel *device, const Model *m, Error *e) {
         const Layer *l = m->layer + i;
         const DeviceLayer &d = device->layer[i];
         if (!upload_floats(d.attn_norm, l->attn_norm, m->dim, e) ||
-            !upload_floats(d.ffn_norm, l->ffn_norm, m->dim, e) || !upload_floats(d.sinks, l->sinks, m->n_heads, e) ||
-            !head_norm(d.q_norm, l->q_norm) || !head_norm(d.k_norm, l->k_norm) ||
-            !add_layer(d, l, i, m->head_dim / 2, e))
+            !upload_floats(d.ffn_norm, l->ffn_norm, m->dim, e) ||
+            !upload_floats(d.attn_post_norm, l->attn_post_norm, m->dim, e) ||
+            !upload_floats(d.ffn_post_norm, l->ffn_post_norm, m->dim, e) ||
+            !upload_floats(d.choice_bias, l->choice_bias, m->n_experts, e) ||
+            !upload_floats(d.sinks, l->sinks, m->n_heads, e) || !head_norm(d.q_norm, l->q_norm) ||
+            !head_norm(d.k_norm, l->k_norm) ||
+            (l->kv_a.rows && !upload_floats(d.q_a_norm, l->q_a_norm, l->q_a.rows, e)) ||
+            (l->kv_a.rows && !upload_floats(d.kv_a_norm, l->kv_a_norm, m->kv_rank, e)) ||
+            !add_layer(d, l, i, m->neighbours ? 0 : m->head_dim / 2, e))
             return false;
     }
     return upload_floats(device->norm, m->norm, m->dim, e);
@@ -353,9 +396,10 @@ bool Upload::list(const DeviceModel *device, const Model *m, Error *e) {
 
 bool Upload::read_piece(const Job &j, int row, int rows, uint8_t *buffer, Error *e) const {
     size_t bytes = bytes_of(j, rows);
-    size_t offset = j.view.offset + row / j.linear.rows * j.view.step + row % j.linear.rows * j.view.stride;
+    const View view = j.view(row / j.linear.rows);
+    const size_t offset = view.offset + row % j.linear.rows * view.stride;
     for (size_t have = 0; have < bytes;) {
-        ssize_t got = pread(j.view.fd, buffer + have, bytes - have, (off_t)(offset + have));
+        ssize_t got = pread(view.fd, buffer + have, bytes - have, (off_t)(offset + have));
         if (got <= 0) return fail(e, BAD_MODEL, "a model file ended while it was read (%s); download it again", j.name);
         have += (size_t)got;
     }
@@ -364,7 +408,7 @@ bool Upload::read_piece(const Job &j, int row, int rows, uint8_t *buffer, Error 
 
 cudaError_t Upload::place_piece(int number, int row, int rows, const uint8_t *staged, cudaStream_t stream) const {
     const Job &j = job[number];
-    Source s = {staged, j.view.stride, row % j.linear.rows, row / j.linear.rows, j.linear.cols};
+    Source s = {staged, j.view(0).stride, row % j.linear.rows, row / j.linear.rows, j.linear.cols};
     switch (j.linear.type) {
     case MXFP4: place_fp4<<<rows, 96, 0, stream>>>(s, j.to, j.place, j.scales, bad + number); break;
     case BF16: place_rows<bf16><<<rows, 256, 0, stream>>>(s, j.to, j.place, bad + number); break;
@@ -483,24 +527,39 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     size_t T = gpu->limits.max_tokens, choices = T * m.top_k, parts = head_parts(m.n_heads / m.n_kv_heads), widest = 0,
            bytes;
     size_t queries = std::max(MAX_DECODE, gpu->limits.max_seqs), rows = gpu->logit_rows, heads = m.n_kv_heads * parts;
-    bool router = false;
+    bool router = false, post = false;
     for (const DeviceLayer &l : gpu->device.layer) {
         router |= l.router.rows > 0;
-        widest = std::max<size_t>(widest, std::max(l.qkv.rows, l.router.rows ? 0 : l.up.rows));
+        post |= l.attn_post_norm || l.ffn_post_norm;
+        widest =
+            std::max<size_t>(widest, std::max({l.qkv.rows, l.q.rows, l.router.rows ? 0 : l.up.rows, l.shared_up.rows}));
     }
     auto round = [](int n) { return (n + CHUNK - 1) / CHUNK * CHUNK; };
-    w.normed_pitch = round(m.dim), w.attn_pitch = round(m.n_heads * m.head_dim), w.act_pitch = round(m.ffn_dim);
+    w.normed_pitch = round(m.dim), w.attn_pitch = round(m.n_heads * m.v_dim), w.act_pitch = round(m.ffn_dim);
+    for (const DeviceLayer &l : gpu->device.layer) w.act_pitch = std::max(w.act_pitch, l.shared_down.stride);
     const size_t element = gpu->lean ? 2 : 4;
-    w.turn = p.take<float2>((size_t)gpu->limits.context * (m.head_dim / 2));
+    for (int i = 0; i < 2; i++)
+        w.turn[i] = p.take<float2>(m.rope[i].inv_freq ? (size_t)gpu->limits.context * (m.rope_dim / 2) : 0);
     gpu->product_room = p.take<uint8_t>(PRODUCT_ROOM);
     w.x = p.take<float>(T * m.dim);
     w.normed = p.take<uint8_t>(T * w.normed_pitch * element);
     w.square = p.take<float>(MAX_DECODE * square_parts(m.dim));
     w.found = p.take<float>(T * widest);
-    w.q = p.take<uint8_t>(T * m.n_heads * m.head_dim * element);
+    const size_t heads_of = T * m.n_heads; /* pairs of token and head */
+    w.q = p.take<uint8_t>(heads_of * (m.kv_rank ? cache_row(w) : m.head_dim) * element);
+    if (m.kv_rank) {
+        w.q_low_pitch = round(m.layer[0].q.cols), w.still_pitch = round(m.head_dim - m.rope_dim);
+        w.latent_pitch = round(m.kv_rank);
+        w.q_low = p.take<uint8_t>(T * w.q_low_pitch * 2);
+        w.q_still = p.take<uint8_t>(heads_of * w.still_pitch * 2);
+        w.latents = p.take<uint8_t>(heads_of * w.latent_pitch * 2);
+        w.head_order = p.take<int>(heads_of);
+        w.head_job = p.take<Job>(m.n_heads * (T / 8 + 1));
+        w.head_jobs = p.take<int>(1);
+    }
     w.attn = p.take<uint8_t>(T * w.attn_pitch * element);
     w.act_out = p.take<uint8_t>(choices * w.act_pitch * element);
-    w.down = p.take<float>(router ? choices * m.dim : 0);
+    w.down = p.take<float>(router ? choices * m.dim : post ? T * m.dim : 0);
     w.router = p.take<float>(router ? T * m.n_experts : 0);
     w.expert = p.take<int>(choices);
     w.weight = p.take<float>(choices);
@@ -572,6 +631,9 @@ static bool check_model(const Model &m, Error *e) {
     if (m.n_experts > MAX_EXPERTS) return fail(e, BAD_MODEL, "%d experts are more than %d", m.n_experts, MAX_EXPERTS);
     if (m.dim > MAX_DIM) return fail(e, BAD_MODEL, "a hidden size of %d is more than %d", m.dim, MAX_DIM);
     if (m.ffn_dim % 2) return fail(e, BAD_MODEL, "an intermediate size of %d is not a multiple of 2", m.ffn_dim);
+    if (m.kv_rank ? !m.neighbours || m.n_heads * m.v_dim % CHUNK : m.neighbours || m.v_dim != m.head_dim)
+        return fail(e, BAD_MODEL, "heads of %d and %d with latents of %d are not implemented", m.head_dim, m.v_dim,
+                    m.kv_rank);
     if (m.dim % 4) return fail(e, BAD_MODEL, "a hidden size of %d is not a multiple of 4", m.dim);
     return true;
 }
@@ -584,7 +646,10 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     if (!choose_card(gpu, e) || !check_model(m, e)) return false;
     w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers;
     w.n_heads = m.n_heads, w.n_kv_heads = m.n_kv_heads, w.head_dim = m.head_dim;
+    w.v_dim = m.v_dim, w.rope_dim = m.rope_dim, w.kv_rank = m.kv_rank;
     w.n_experts = m.n_experts, w.top_k = m.top_k, w.eps = m.eps, w.act = m.act, w.act_limit = m.act_limit;
+    w.embed_scale = m.embed_scale, w.attn_scale = m.attn_scale, w.attn_cap = m.attn_cap, w.logit_cap = m.logit_cap;
+    w.route = m.route;
     w.slots = gpu->limits.max_seqs;
     fast::open(gpu);
     if (!take_memory(gpu, pages, e)) return false;
@@ -596,10 +661,13 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
         CUDA(cudaMallocHost(&p.step, bytes + (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int)));
         CUDA(cudaEventCreateWithFlags(&p.done, cudaEventDisableTiming));
     }
-    CUDA(cudaMalloc(&inv_freq, m.head_dim / 2 * sizeof(float)));
-    CUDA(cudaMemcpy(inv_freq, m.inv_freq, m.head_dim / 2 * sizeof(float), cudaMemcpyHostToDevice));
-    fill_turns<<<gpu->limits.context, 32>>>((float2 *)w.turn, inv_freq, m.head_dim / 2, m.rope_scale);
-    CUDA(cudaDeviceSynchronize());
+    CUDA(cudaMalloc(&inv_freq, m.rope_dim / 2 * sizeof(float)));
+    for (int i = 0; i < 2 && m.rope[i].inv_freq; i++) {
+        CUDA(cudaMemcpy(inv_freq, m.rope[i].inv_freq, m.rope_dim / 2 * sizeof(float), cudaMemcpyHostToDevice));
+        fill_turns<<<gpu->limits.context, 32>>>((float2 *)w.turn[i], inv_freq, m.rope_dim / 2, m.rope[i].scale);
+        CUDA(cudaDeviceSynchronize());
+    }
+    for (int i = 0; i < m.n_layers; i++) gpu->device.layer[i].turn = w.turn[m.layer[i].rope - m.rope];
     CUDA(cudaFree(inv_freq));
     if (cublasLtCreate(&gpu->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
     if (!load_weights(&gpu->device, &m, gpu->limits.gpu, gpu->limits.progress, e)) return false;

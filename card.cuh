@@ -3,7 +3,7 @@
 #ifndef CARD_CUH
 #define CARD_CUH
 
-#include "model.h"
+#include "infer.h"
 
 #include <array>
 #include <cublasLt.h>
@@ -33,11 +33,14 @@ struct Matrix {
 };
 
 struct DeviceLayer { /* a Layer on the card; of query and key, and their norms, the halves of each head alternate */
-    float *attn_norm, *ffn_norm, *q_norm, *k_norm, *sinks;
-    Matrix qkv; /* query, key, value */
-    Matrix o, router, down;
-    Matrix up; /* gate and up, alternating */
+    float *attn_norm, *attn_post_norm, *ffn_norm, *ffn_post_norm, *q_norm, *k_norm, *sinks, *choice_bias;
+    float *q_a_norm, *kv_a_norm;
+    Matrix qkv;           /* query, key, value; of latent attention query, or q_a, and kv_a */
+    Matrix q, k_up, v_up; /* of latent attention, else absent; k_up is transposed */
+    Matrix o, router, down, shared_down;
+    Matrix up, shared_up; /* gate and up, alternating */
     int window;
+    const float2 *turn; /* (context, rope_dim / 2) cos and sin */
 };
 
 struct DeviceModel {
@@ -61,6 +64,7 @@ struct Plan {
  * were dealt alternately (half 0: they stay). */
 struct Rows {
     int first, step, half;
+    bool columns; /* a row becomes a column */
     __host__ __device__ int of(int r) const {
         int i = half ? r % (2 * half) : 0;
         if (half) r = r - i + (i < half ? 2 * i : 2 * (i - half) + 1);
@@ -95,18 +99,25 @@ struct Job { /* choices order[first .. first + n) are of this expert */
 /* Sizes and buffers that kernels need; passed by value. */
 struct Work {
     int dim, ffn_dim, vocab, n_layers, n_heads, n_kv_heads, head_dim, n_experts, top_k, layer;
-    float eps, act_limit;
+    int v_dim, rope_dim, kv_rank;
+    float eps, act_limit, embed_scale, attn_scale, attn_cap, logit_cap;
     Act act;
-    bf16 *cache;        /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE): see key_place, value_place */
-    int *page_token;    /* (pages, PAGE) */
-    const float2 *turn; /* (context, head_dim / 2) cos and sin */
-    float *x;           /* (tokens, dim) residual stream */
+    Route route;
+    bf16 *cache;     /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE), or (pages, n_layers, cache_row * PAGE) of
+                        latents:     see key_place, value_place */
+    int *page_token; /* (pages, PAGE) */
+    const float2 *turn[2]; /* (context, head_dim / 2) cos and sin, of Model's ropes */
+    float *x;              /* (tokens, dim) residual stream */
     void *normed; /* (tokens, normed_pitch) behind a norm; this, attn and act as the next matrix wants them, 0 behind */
-    float *square;        /* (MAX_DECODE, dim / TILE) sums of squares of x, tile by tile */
-    float *found;         /* (tokens, rows) of qkv, or of gate and up */
-    void *q;              /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
-    void *attn, *act_out; /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
-    float *down;          /* (tokens * top_k, dim) */
+    float *square;                   /* (MAX_DECODE, dim / TILE) sums of squares of x, tile by tile */
+    float *found;                    /* (tokens, rows) of qkv, or of gate and up */
+    void *q;                         /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
+    void *attn, *act_out;            /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
+    void *q_low, *q_still, *latents; /* of latent attention: (tokens, q_low_pitch), (tokens * n_heads, ...) twice */
+    int q_low_pitch, still_pitch, latent_pitch;
+    int *head_order, *head_jobs; /* as order, job and jobs, of products with a matrix a head */
+    Job *head_job;
+    float *down; /* (tokens * top_k, dim) */
     int normed_pitch, attn_pitch, act_pitch;
     float *router;                    /* (tokens, n_experts) */
     int *expert;                      /* (tokens, top_k) */
@@ -127,10 +138,12 @@ struct Work {
 __host__ __device__ inline int square_parts(int dim) { return (dim + TILE - 1) / TILE; }
 /* Blocks of attention that share a key/value head, of so many query heads. */
 __host__ __device__ inline int head_parts(int group) { return (group + 7) / 8; }
-/* Elements of a page. */
-__host__ __device__ inline size_t page_size(const Work &w) {
-    return (size_t)w.n_layers * 2 * w.n_kv_heads * w.head_dim * PAGE;
+/* Elements of a position and layer in the cache. */
+__host__ __device__ inline int cache_row(const Work &w) {
+    return w.kv_rank ? w.kv_rank + w.rope_dim : 2 * w.n_kv_heads * w.head_dim;
 }
+/* Elements of a page. */
+__host__ __device__ inline size_t page_size(const Work &w) { return (size_t)w.n_layers * cache_row(w) * PAGE; }
 
 struct Pending { /* a step that was submitted; buffers are pinned */
     cudaEvent_t done = NULL;

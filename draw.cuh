@@ -1,5 +1,14 @@
 /* draw.cuh: from logits to a token, on the card: repetition penalty, temperature, top-k, top-p, min-p and the draw,
  * with the operations of sampling.h, so that the same logits give the same token as in C. Included by infer.cu. */
+/* Holds logits between -cap and cap, smoothly. */
+__global__ void __launch_bounds__(1024) cap_logits(Work w) {
+    launch_next();
+    wait_previous();
+    const int id = blockIdx.x * blockDim.x + threadIdx.x;
+    float *logit = w.logits + (size_t)blockIdx.y * w.vocab + id;
+    if (id < w.vocab) *logit = capped(*logit, w.logit_cap);
+}
+
 /* Marks the tokens of each row's sequence that has a repetition penalty. A block a row. */
 __global__ void __launch_bounds__(256) mark_seen(Work w, Step s) {
     launch_next();

@@ -9,7 +9,8 @@
  *   3  products                    product (streams weights), product_tiled (many tokens)
  *   4  embedding, norm, experts    embed, norm, route, activate, combine
  *   5  attention                   RoPE, the cache, attention of few queries and of prompts
- *   6  one step                    launches, block, forward
+ *   6  latent attention            of DeepSeek: head_jobs, latent_store, latent_query
+ *   7  one step                    launches, block, forward
  *
  * The residual stream is fp32, products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32),
  * the cache is bf16. A step that generates is a chain of dependent kernels, so each one lets the next begin early
@@ -61,6 +62,8 @@ __device__ inline uint32_t pack(float low, float high) {
     __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<uint32_t *>(&v);
 }
+/* Of which type activations are that a matrix multiplies. */
+__host__ __device__ inline Type type_for(const Matrix &m) { return m.type == MXFP4 ? BF16 : m.type; }
 /* Stores element i of a row for a matrix of this type, or elements i and i + 1, i even. f16 ends at 65504. */
 __device__ inline f16 to_f16(float x) { return (f16)fminf(fmaxf(x, -65504), 65504); }
 __device__ inline void store_as(Type type, void *row, size_t i, float x) {
@@ -265,7 +268,7 @@ template <> struct Encoding<MXFP4> {
 /* ---- 3 products ---- */
 
 enum Finish {
-    STORE,   /* y (float) = W x + bias */
+    STORE,   /* y = W x + bias */
     ADD,     /* y, the residual stream, += W x + bias; `normed` and `square` receive what the next norm needs */
     ACTIVATE /* y = the activation of rows 2i (gate) and 2i + 1 (up) */
 };
@@ -290,7 +293,7 @@ struct Product {
     Finish finish;
     void *y;
     int y_pitch;
-    Type y_type; /* of ACTIVATE: the matrix that reads it */
+    Type y_type; /* F32, but for ACTIVATE and where a matrix reads the result next */
     Act act;
     float act_limit;
     const float *norm; /* of ADD: weights of the norm behind it, or NULL */
@@ -300,11 +303,13 @@ struct Product {
     float *next_square;
 };
 
-/* The activation; quick functions are exact enough for what is rounded to 16 bits. */
-__device__ inline float swiglu(Act act, float limit, float gate, float up, bool quick) {
-    bool clamped = act != SWIGLU;
-    if (clamped) gate = fminf(gate, limit), up = fmaxf(fminf(up, limit), -limit) + 1;
-    float x = clamped ? -1.702f * gate : -gate;
+/* The activation; quick functions are exact enough for what is rounded to 16 bits. GELU by tanh is SiLU of twice the
+ * tanh's argument (Hendrycks and Gimpel, 2016). */
+__device__ inline float activation(Act act, float limit, float gate, float up, bool quick) {
+    if (act == SWIGLU_CLAMPED) gate = fminf(gate, limit), up = fmaxf(fminf(up, limit), -limit) + 1;
+    float x = act == SWIGLU_CLAMPED ? -1.702f * gate
+              : act == GEGLU        ? -1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)
+                                    : -gate;
     return (quick ? __fdividef(gate, 1 + __expf(x)) : gate / (1 + expf(x))) * up;
 }
 /* What rows r and r + 1 of a result need besides: asked for before the product, since it comes from afar. */
@@ -325,12 +330,11 @@ __device__ inline Target target_of(const Product &p, int expert, size_t out, int
 __device__ inline float finish(const Product &p, const Target &target, size_t out, int r, float a, float b) {
     a += target.add.x, b += target.add.y;
     if (p.finish == ACTIVATE) {
-        store_as(p.y_type, p.y, out * p.y_pitch + r / 2, swiglu(p.act, p.act_limit, a, b, p.y_type != F32));
+        store_as(p.y_type, p.y, out * p.y_pitch + r / 2, activation(p.act, p.act_limit, a, b, p.y_type != F32));
         return 0;
     }
-    float *y = (float *)p.y + out * p.y_pitch + r;
-    y[0] = a;
-    if (r + 1 < p.w.rows) y[1] = b;
+    store_as(p.y_type, p.y, out * p.y_pitch + r, a);
+    if (r + 1 < p.w.rows) store_as(p.y_type, p.y, out * p.y_pitch + r + 1, b);
     if (p.finish == STORE || !p.norm) return 0;
     store_pair_as(p.normed_type, p.normed, out * p.normed_pitch + r, a * target.norm.x, b * target.norm.y);
     return a * a + b * b;
@@ -577,11 +581,15 @@ typedef float2 Pairs[MAX_PAIRS];
 __device__ inline void load_pairs(Pairs &x, const float *from, int dim) {
     for_pairs(dim, [&](int i, int k) { x[k] = ((const float2 *)from)[i]; });
 }
-/* normed[t] = x / sqrt(mean(x^2) + eps) * weight, as a matrix of this type wants it. */
-__device__ inline void rms_norm(const Work &w, const Pairs &x, const Pairs &weight, Type type, int t) {
+/* 1 / sqrt(mean(x^2) + eps) of a row. */
+__device__ inline float rms_factor(const Work &w, const Pairs &x) {
     float square = 0;
     for_pairs(w.dim, [&](int, int k) { square += x[k].x * x[k].x + x[k].y * x[k].y; });
-    const float factor = norm_factor(block_sum(square), w.dim, w.eps);
+    return norm_factor(block_sum(square), w.dim, w.eps);
+}
+/* normed[t] = x / sqrt(mean(x^2) + eps) * weight, as a matrix of this type wants it. */
+__device__ inline void rms_norm(const Work &w, const Pairs &x, const Pairs &weight, Type type, int t) {
+    const float factor = rms_factor(w, x);
     for_pairs(w.dim, [&](int i, int k) {
         store_pair_as(type, w.normed, (size_t)t * w.normed_pitch + 2 * i, x[k].x * factor * weight[k].x,
                       x[k].y * factor * weight[k].y);
@@ -613,24 +621,26 @@ __global__ void __launch_bounds__(1024) embed(Work w, Step s, Matrix table, cons
     };
     float2 *to = (float2 *)(w.x + (size_t)blockIdx.x * w.dim);
     if (threadIdx.x == 0) w.page_token[given.z] = token;
-    for_pairs(w.dim, [&](int i, int k) { to[i] = x[k] = {value(row + 2 * i), value(row + 2 * i + 1)}; });
+    for_pairs(w.dim, [&](int i, int k) {
+        to[i] = x[k] = {value(row + 2 * i) * w.embed_scale, value(row + 2 * i + 1) * w.embed_scale};
+    });
     rms_norm(w, x, by, type, blockIdx.x);
 }
 
 /* The activation of what cuBLAS made of gate and up, of a token (blockIdx.y). */
 constexpr int ACTIVATE_EACH = 8, ACTIVATE_THREADS = 256; /* results of a thread, two of them neighbours */
-__global__ void __launch_bounds__(ACTIVATE_THREADS) activate(const __grid_constant__ Work w, Type type) {
+__global__ void __launch_bounds__(ACTIVATE_THREADS) activate(const __grid_constant__ Work w, int width, Type type) {
     launch_next();
     wait_previous();
-    const float4 *found = (const float4 *)w.found + (size_t)blockIdx.y * (w.ffn_dim / 2); /* gate, up, gate, up */
+    const float4 *found = (const float4 *)w.found + (size_t)blockIdx.y * (width / 2); /* gate, up, gate, up */
 #pragma unroll
     for (int k = 0; k < ACTIVATE_EACH / 2; k++) {
         const int i = (blockIdx.x * ACTIVATE_EACH / 2 + k) * ACTIVATE_THREADS + threadIdx.x;
-        if (2 * i >= w.ffn_dim) break;
+        if (2 * i >= width) break;
         const float4 x = found[i];
         store_pair_as(type, w.act_out, (size_t)blockIdx.y * w.act_pitch + 2 * i,
-                      swiglu(w.act, w.act_limit, x.x, x.y, type != F32),
-                      swiglu(w.act, w.act_limit, x.z, x.w, type != F32));
+                      activation(w.act, w.act_limit, x.x, x.y, type != F32),
+                      activation(w.act, w.act_limit, x.z, x.w, type != F32));
     }
 }
 
@@ -659,36 +669,62 @@ __device__ inline void sort_choices(const Work &w, int choices, int most, int *c
     for (int i = threadIdx.x; i < choices; i += blockDim.x) w.order[atomicAdd(next + w.expert[i], 1)] = i;
 }
 
-/* The top_k largest of each token's router logits, the lower number among equals, and softmax over them: a warp a
- * token. It also adds up the token's squares for those that read them next. The last block makes jobs of at most `most`
- * choices for the products of the experts. */
+/* Each token's experts, a warp a token: the top_k largest scores, router logits or their sigmoids plus a bias, the
+ * lower number among equals; in some models only of the groups of experts that have the best ones. Their weights are
+ * the scores without the bias, softmax over all or over the chosen, or their share of the chosen's sum. It also adds up
+ * the token's squares for those that read them next. The last block makes jobs of at most `most` choices for the
+ * products of the experts. */
 constexpr int ROUTE_WARPS = 8;
-__global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, int tokens, int squares, int most) {
+__global__ void __launch_bounds__(ROUTE_WARPS * 32)
+    route(Work w, const float *bias, int tokens, int squares, int most) {
     extern __shared__ int counts[]; /* (2, n_experts) */
     launch_next();
     wait_previous();
     const int t = blockIdx.x * ROUTE_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Route &how = w.route;
     if (t < tokens) {
         const float *logit = w.router + (size_t)t * w.n_experts;
+        const int group_size = w.n_experts / how.groups;
         float *square = w.square + (size_t)t * square_parts(w.dim);
         WarpSum<8> sum;
         if (squares) sum.load(square, squares);
+        auto score = [&](int e) { return how.sigmoid ? 1 / (1 + expf(-logit[e])) : logit[e]; };
+        auto key = [&](int e) {
+            const float x = score(e) + (bias ? bias[e] : 0);
+            return order_key(isnan(x) ? -INFINITY : x);
+        };
+        /* The largest key of all lanes, and the lowest number that has it. */
+        auto largest = [&](unsigned key, unsigned number) {
+            return __reduce_min_sync(~0u, key == __reduce_max_sync(~0u, key) ? number : ~0u);
+        };
+        unsigned groups = how.groups > 1 ? 0 : ~0u; /* a bit each: experts may be chosen from it */
+        if (how.groups > 1) {                       /* a lane has a group, which counts as its best, or two best */
+            float best = -INFINITY, second = -INFINITY;
+            for (int e = lane * group_size; e < (lane + 1) * group_size && lane < how.groups; e++) {
+                const float x = key_value(key(e));
+                second = fmaxf(second, fminf(best, x)), best = fmaxf(best, x);
+            }
+            const unsigned mine = order_key(how.group_best > 1 ? best + second : best);
+            for (int k = 0; k < how.top_groups; k++)
+                groups |= 1u << largest(lane < how.groups && !(groups >> lane & 1) ? mine : 0, lane);
+        }
         unsigned taken = 0;              /* of this lane's experts: lane, lane + 32, ... */
-        float mine = -INFINITY, top = 0; /* the logit of choice `lane`, and of the first one */
+        float mine = -INFINITY, top = 0; /* the score of choice `lane`, and of the first one */
         for (int k = 0; k < w.top_k; k++) {
             unsigned best = 0, which = ~0u;
             for (unsigned i = 0, e = lane; e < w.n_experts; e += 32, i++) {
-                unsigned key = order_key(isnan(logit[e]) ? -INFINITY : logit[e]);
-                if (!(taken >> i & 1) && (key > best || which == ~0u)) best = key, which = e;
+                if (taken >> i & 1 || !(groups >> (how.groups > 1 ? e / group_size : 0) & 1)) continue;
+                if (key(e) > best || which == ~0u) best = key(e), which = e;
             }
-            const unsigned largest = __reduce_max_sync(~0u, best);
-            const int e = __reduce_min_sync(~0u, best == largest ? which : ~0u);
+            const int e = largest(best, which);
             if (e % 32 == lane) taken |= 1u << e / 32;
-            if (k == 0) top = logit[e];
-            if (k == lane) mine = logit[e], w.expert[t * w.top_k + k] = e;
+            if (k == 0) top = score(e);
+            if (k == lane) mine = score(e), w.expert[t * w.top_k + k] = e;
         }
-        float share = lane < w.top_k ? expf(mine - top) : 0, total = warp_sum(share);
-        if (lane < w.top_k) w.weight[t * w.top_k + lane] = share / total;
+        float share = lane >= w.top_k ? 0 : how.sigmoid ? mine : expf(mine - top), total = warp_sum(share), all = 0;
+        for (int e = lane; e < w.n_experts && !how.sigmoid && !how.normalise; e += 32) all += expf(logit[e] - top);
+        if (!how.normalise) total = how.sigmoid ? 1 : warp_sum(all);
+        if (lane < w.top_k) w.weight[t * w.top_k + lane] = share / total * how.scale;
         if (squares) share = sum.sum(square, squares);
         if (squares && lane == 0) square[0] = share;
     }
@@ -697,9 +733,12 @@ __global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, int tokens, in
         sort_choices(w, tokens * w.top_k, most, counts, counts + w.n_experts);
 }
 
-/* x[t] += sum of weight * down over the choices, in their order; and the norm that comes next. A block a token. */
-__global__ void __launch_bounds__(1024) combine(Work w, const float *norm, Type type) {
-    Pairs x, by;
+/* x[t] += what `top_k` experts gave (w.down), weighted and in the order of choice, or, without weights, what attention
+ * or a dense layer gave; normed before it is added where the model does so (`post`). Then the norm that comes next. A
+ * block a token. */
+__global__ void __launch_bounds__(1024)
+    combine(Work w, int top_k, const float *weights, const float *post, const float *norm, Type type) {
+    Pairs x, by, sum = {};
     launch_next();
     load_pairs(by, norm, w.dim);
     wait_previous();
@@ -707,12 +746,21 @@ __global__ void __launch_bounds__(1024) combine(Work w, const float *norm, Type 
     float *row = w.x + (size_t)t * w.dim;
     load_pairs(x, row, w.dim);
 #pragma unroll 4
-    for (int choice = t * w.top_k; choice < (t + 1) * w.top_k; choice++) {
-        const float weight = w.weight[choice];
+    for (int choice = t * top_k; choice < (t + 1) * top_k; choice++) {
+        const float weight = weights ? weights[choice] : 1;
         const float2 *down = (const float2 *)(w.down + (size_t)choice * w.dim);
-        for_pairs(w.dim, [&](int i, int k) { x[k] = {x[k].x + weight * down[i].x, x[k].y + weight * down[i].y}; });
+        for_pairs(w.dim, [&](int i, int k) {
+            sum[k] = {sum[k].x + weight * down[i].x, sum[k].y + weight * down[i].y};
+        });
     }
-    for_pairs(w.dim, [&](int i, int k) { ((float2 *)row)[i] = x[k]; });
+    if (post) {
+        const float factor = rms_factor(w, sum);
+        const float2 *weight = (const float2 *)post;
+        for_pairs(w.dim, [&](int i, int k) {
+            sum[k] = {sum[k].x * factor * weight[i].x, sum[k].y * factor * weight[i].y};
+        });
+    }
+    for_pairs(w.dim, [&](int i, int k) { ((float2 *)row)[i] = x[k] = {x[k].x + sum[k].x, x[k].y + sum[k].y}; });
     rms_norm(w, x, by, type, t);
 }
 
@@ -720,7 +768,8 @@ __global__ void __launch_bounds__(1024) combine(Work w, const float *norm, Type 
 
 /* Where keys or values of a head begin in a page. */
 __host__ __device__ inline bf16 *cache_of(const Work &w, int page, int values, int head) {
-    return w.cache + page * page_size(w) + (size_t)((w.layer * 2 + values) * w.n_kv_heads + head) * w.head_dim * PAGE;
+    const int row = w.kv_rank ? w.layer * cache_row(w) : ((w.layer * 2 + values) * w.n_kv_heads + head) * w.head_dim;
+    return w.cache + page * page_size(w) + (size_t)row * PAGE;
 }
 /* Where, from there, dimension i of a position's key or value lies. The 16 positions of a slab lie together: keys 32
  * dimensions at a time (the last time what is left), position by position; values dimension by dimension. So what a
@@ -748,17 +797,18 @@ __device__ inline int first_seen(int position, int window) {
  * queries and keys. The pair that turns together, (i, i + head_dim / 2) in the file, is adjacent here: the loader deals
  * rows so. store(i, pair) receives the i-th one. */
 template <class Store>
-__device__ inline void turn_head(const Work &w, const float *head, const float *norm, int position, Store store) {
+__device__ inline void turn_head(const Work &w, const float2 *table, const float *head, const float *norm, int position,
+                                 Store store) {
     const float2 *pair = (const float2 *)head, *weight = (const float2 *)norm,
-                 *turn = w.turn + (size_t)position * (w.head_dim / 2);
+                 *turn = table + (size_t)position * (w.rope_dim / 2);
     int lane = threadIdx.x % 32;
     float square = 0, factor = 1;
-    for (int i = lane; i < w.head_dim / 2 && norm; i += 32) square += pair[i].x * pair[i].x + pair[i].y * pair[i].y;
-    if (norm) factor = norm_factor(warp_sum(square), w.head_dim, w.eps);
-    for (int first = lane; first < w.head_dim / 2; first += 64) {
+    for (int i = lane; i < w.rope_dim / 2 && norm; i += 32) square += pair[i].x * pair[i].x + pair[i].y * pair[i].y;
+    if (norm) factor = norm_factor(warp_sum(square), w.rope_dim, w.eps);
+    for (int first = lane; first < w.rope_dim / 2; first += 64) {
         float2 x[2], by[2]; /* asked for together */
-        for (int k = 0, i = first; k < 2 && i < w.head_dim / 2; k++, i += 32) x[k] = pair[i], by[k] = turn[i];
-        for (int k = 0, i = first; k < 2 && i < w.head_dim / 2; k++, i += 32) {
+        for (int k = 0, i = first; k < 2 && i < w.rope_dim / 2; k++, i += 32) x[k] = pair[i], by[k] = turn[i];
+        for (int k = 0, i = first; k < 2 && i < w.rope_dim / 2; k++, i += 32) {
             if (norm) x[k] = {x[k].x * factor * weight[i].x, x[k].y * factor * weight[i].y};
             store(i, make_float2(x[k].x * by[k].x - x[k].y * by[k].y, x[k].y * by[k].x + x[k].x * by[k].y));
         }
@@ -771,7 +821,7 @@ __host__ __device__ inline Type query_type(const DeviceLayer &l) { return l.qkv.
 __device__ inline void turn_query(const Work &w, const Step &s, const DeviceLayer &l, int t, int h, bf16 *copy) {
     const float *row = w.found + (size_t)t * l.qkv.rows + h * w.head_dim;
     const size_t to = ((size_t)t * w.n_heads + h) * w.head_dim;
-    turn_head(w, row, l.q_norm, s.position[t], [&](int i, float2 x) {
+    turn_head(w, l.turn, row, l.q_norm, s.position[t], [&](int i, float2 x) {
         store_pair_as(query_type(l), w.q, to + 2 * i, x.x, x.y);
         if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
     });
@@ -780,7 +830,7 @@ __device__ inline void store_key(const Work &w, const Step &s, const DeviceLayer
     const float *row = w.found + (size_t)t * l.qkv.rows + (w.n_heads + head) * w.head_dim;
     const int p = s.position[t];
     bf16 *keys = cache_of(w, page_of(s, s.seq[t], p), 0, head);
-    turn_head(w, row, l.k_norm, p, [&](int i, float2 x) {
+    turn_head(w, l.turn, row, l.k_norm, p, [&](int i, float2 x) {
         *(uint32_t *)(keys + key_place(w.head_dim, p, 2 * i)) = pack(x.x, x.y);
         if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
     });
@@ -837,7 +887,10 @@ template <int D> struct Slab {
     }
 };
 
-/* A warp's state of softmax(q k / sqrt(d)) v for the at most 8 query heads of one token that share a key/value head,
+/* A score that is held between -cap and cap, smoothly; 0: no cap. */
+__device__ inline float capped(float score, float cap) { return cap ? cap * tanhf(score / cap) : score; }
+
+/* A warp's state of softmax(scale q k) v for the at most 8 query heads of one token that share a key/value head,
  * after the keys seen so far (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): lane 4g + t
  * has head g. */
 template <int D> struct SlabState {
@@ -845,7 +898,7 @@ template <int D> struct SlabState {
     static constexpr float LEAST = -1e30f;             /* of nothing seen yet */
 
     __device__ void add(const Slab<D> &slab, const uint4 (&q)[D / 32], int base, int first, int last, float scale,
-                        int lane) {
+                        int lane, float cap = 0) {
         float score[2][4] = {}, now = most;
         int t = lane % 4;
         uint32_t share[2];
@@ -855,7 +908,7 @@ template <int D> struct SlabState {
             for (int c = 0; c < D / 32; c++) mma_eight(score[j], q[c], uint4{}, slab.key[j][c]);
             for (int i = 0; i < 2; i++) {
                 int p = base + 4 * t + 2 * j + i;
-                score[j][i] = p >= first && p <= last ? score[j][i] * scale : -INFINITY;
+                score[j][i] = p >= first && p <= last ? capped(score[j][i] * scale, cap) : -INFINITY;
                 now = fmaxf(now, score[j][i]);
             }
         }
@@ -958,7 +1011,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
         Slab<D> next;
         if (i + W < slabs) page = page_of(s, seq, (i + W) * SLAB_KEYS), load(next, i + W);
         if (alone && i == p / SLAB_KEYS) slab.replace(p % SLAB_KEYS, own_key, own_value, lane);
-        state.add(slab, q, i * SLAB_KEYS, first, p, LOG2E * rsqrtf(D), lane);
+        state.add(slab, q, i * SLAB_KEYS, first, p, LOG2E * w.attn_scale, lane, LOG2E * w.attn_cap);
         slab = next;
     }
     state.store(states + (warp * 8 + lane / 4) * ROW, lane);
@@ -992,6 +1045,10 @@ template <int D, int KEYS> struct TileState {
 
     /* Where key n of tile j of 8 lies among KEYS: as in Slab. */
     __device__ static int key_of(int j, int n) { return j / 2 * SLAB_KEYS + n / 2 * 4 + j % 2 * 2 + n % 2; }
+    __device__ static void limit(float (&score)[KEYS / 8][4], float scale, float cap) {
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) score[i / 4][i % 4] = capped(score[i / 4][i % 4] * scale, cap);
+    }
     /* Takes away what rows do not see: keys before first[r] or behind last[r]. */
     __device__ static void mask(float (&score)[KEYS / 8][4], int base, const int (&first)[2], const int (&last)[2]) {
 #pragma unroll
@@ -1085,7 +1142,7 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
         last[i / 2][i % 2] = position_of(row0 + i * 8 + g);
         first[i / 2][i % 2] = first_seen(last[i / 2][i % 2], l.window);
     }
-    const float scale = LOG2E * rsqrtf(w.head_dim);
+    const float scale = LOG2E * w.attn_scale, cap = LOG2E * w.attn_cap;
     for (int base = begin, turn = 0; base <= end; base += KEYS, turn ^= 1) {
         Shape::copy(w, s, stages + (turn ^ 1) * Shape::STAGE, seq, head, base + KEYS, end);
         copies_end();
@@ -1109,8 +1166,9 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
         const bool masked = base + KEYS - 1 > lowest || (l.window && base <= highest - l.window);
 #pragma unroll
         for (int m = 0; m < M; m++) {
+            if (cap) state[m].limit(score[m], scale, cap);
             if (masked) state[m].mask(score[m], base, first[m], last[m]);
-            state[m].soften(score[m], scale);
+            state[m].soften(score[m], cap ? 1 : scale);
         }
 #pragma unroll
         for (int slab = 0; slab < KEYS / SLAB_KEYS; slab++) {
@@ -1144,11 +1202,13 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
     }
 }
 
-/* Attention for any head size, and for F32, without tensor cores: a block has a token (blockIdx.x) and a query head.
- * Each thread scores one key at a time, and then has every so many-th dimension of the result. */
+/* Attention for any head size, for F32 and for latents, without tensor cores: a block has a token (blockIdx.x) and a
+ * query head. Each thread scores one key at a time, and then has every so many-th dimension of the result. A latent is
+ * key and, but for its end, value; its result goes to w.latents. */
 __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer l) {
-    extern __shared__ __align__(16) float memory[]; /* the query (head_dim), its result, a share for each thread */
-    const int t = blockIdx.x, h = blockIdx.y, d = w.head_dim, head = h / (w.n_heads / w.n_kv_heads), me = threadIdx.x;
+    extern __shared__ __align__(16) float memory[]; /* the query, its result (d), a share for each thread */
+    const int t = blockIdx.x, h = blockIdx.y, head = h / (w.n_heads / w.n_kv_heads), me = threadIdx.x;
+    const int d = w.kv_rank ? cache_row(w) : w.head_dim, values = w.kv_rank ? w.kv_rank : d;
     float *q = memory, *sum = memory + d, *share = memory + 2 * d, most = l.sinks ? l.sinks[h] : -INFINITY;
     launch_next();
     wait_previous();
@@ -1166,7 +1226,7 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
             const bf16 *key = cache_of(w, page_of(s, seq, base + me), 0, head);
             float score = 0;
             for (int i = 0; i < d; i++) score += q[i] * (float)key[key_place(d, base + me, i)];
-            share[me] = score * rsqrtf(d);
+            share[me] = capped(score * w.attn_scale, w.attn_cap);
         }
         __syncthreads();
         float now = most;
@@ -1176,20 +1236,80 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
         most = now;
         share[me] = mine;
         __syncthreads();
-        for (int i = me; i < d; i += blockDim.x) {
+        for (int i = me; i < values; i += blockDim.x) {
             sum[i] *= factor;
-            for (int k = 0; k < keys; k++)
-                sum[i] +=
-                    share[k] * (float)cache_of(w, page_of(s, seq, base + k), 1, head)[value_place(d, base + k, i)];
+            for (int k = 0; k < keys; k++) {
+                const bf16 *row = cache_of(w, page_of(s, seq, base + k), !w.kv_rank, head);
+                sum[i] += share[k] * (float)row[w.kv_rank ? key_place(d, base + k, i) : value_place(d, base + k, i)];
+            }
         }
     }
-    for (int i = me; i < d; i += blockDim.x)
-        store_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + h * d + i, sum[i] / total);
+    for (int i = me; i < values; i += blockDim.x)
+        if (w.kv_rank)
+            store_as(type_for(l.v_up), w.latents, ((size_t)t * w.n_heads + h) * w.latent_pitch + i, sum[i] / total);
+        else
+            store_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + h * d + i, sum[i] / total);
+}
+
+/* ---- 6 latent attention ---- */
+
+/* Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024), absorbed: a query head's part without position is multiplied by
+ * k_up^T, so that it meets the cached latents themselves, and v_up makes a head's result of their weighted sum. Both
+ * are products with a matrix a head, whose choices are pairs of token and head. */
+
+/* The jobs of these products, of at most `most` tokens of a head. A thread a pair. */
+__global__ void __launch_bounds__(256) head_jobs(Work w, int tokens, int most) {
+    launch_next();
+    wait_previous();
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, head = i / tokens, t = i % tokens;
+    const int jobs = (tokens + most - 1) / most; /* of a head */
+    if (i == 0) *w.head_jobs = jobs * w.n_heads;
+    if (head >= w.n_heads) return;
+    w.head_order[i] = t * w.n_heads + head;
+    if (t % most == 0) w.head_job[head * jobs + t / most] = {head, i, min(most, tokens - t)};
+}
+
+/* What q_a and kv_a gave, of a token, normed: the query's low rank to w.q_low; the latent, and the rope key, which
+ * turns, to the cache. A block a token. */
+__global__ void __launch_bounds__(256) latent_store(Work w, Step s, DeviceLayer l) {
+    launch_next();
+    wait_previous();
+    const int t = blockIdx.x, p = s.position[t], d = cache_row(w);
+    const float *row = w.found + (size_t)t * l.qkv.rows, *latent = row + l.qkv.rows - d;
+    bf16 *keys = cache_of(w, page_of(s, s.seq[t], p), 0, 0);
+    auto norm = [&](const float *x, const float *weight, int n, auto store) {
+        float square = 0;
+        for (int i = threadIdx.x; i < n; i += blockDim.x) square += x[i] * x[i];
+        const float factor = norm_factor(block_sum(square), n, w.eps);
+        for (int i = threadIdx.x; i < n; i += blockDim.x) store(i, x[i] * factor * weight[i]);
+    };
+    if (l.q_a_norm)
+        norm(row, l.q_a_norm, l.q.cols,
+             [&](int i, float x) { store_as(type_for(l.q), w.q_low, (size_t)t * w.q_low_pitch + i, x); });
+    norm(latent, l.kv_a_norm, w.kv_rank, [&](int i, float x) { keys[key_place(d, p, i)] = (bf16)x; });
+    if (threadIdx.x < 32)
+        turn_head(w, l.turn, latent + w.kv_rank, NULL, p,
+                  [&](int i, float2 x) { *(uint32_t *)(keys + key_place(d, p, w.kv_rank + 2 * i)) = pack(x.x, x.y); });
+}
+
+/* Query heads: the part without position to w.q_still for k_up; the rest turns, and goes to w.q behind the place of
+ * what k_up gives. A warp a head. */
+__global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer l, int pitch) {
+    launch_next();
+    wait_previous();
+    const int t = blockIdx.y, h = blockIdx.x * 8 + threadIdx.x / 32, still = w.head_dim - w.rope_dim;
+    if (h >= w.n_heads) return;
+    const float *row = w.found + (size_t)t * pitch + h * w.head_dim;
+    const size_t which = (size_t)t * w.n_heads + h;
+    for (int i = threadIdx.x % 32; i < still; i += 32)
+        store_as(type_for(l.k_up), w.q_still, which * w.still_pitch + i, row[i]);
+    turn_head(w, l.turn, row + still, NULL, s.position[t],
+              [&](int i, float2 x) { store_pair_as(BF16, w.q, which * cache_row(w) + w.kv_rank + 2 * i, x.x, x.y); });
 }
 
 #include "draw.cuh"
 
-/* ---- 6 one step ---- */
+/* ---- 7 one step ---- */
 
 /* Launches a kernel that may begin before the one before it has ended (where the code has the instructions for it). */
 template <typename... Params, typename... Args>
@@ -1210,9 +1330,6 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
     config.attrs = &early, config.numAttrs = gpu->launch_arch >= 90;
     return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
-
-/* Of which type activations are that a matrix multiplies. */
-Type type_for(const Matrix &m) { return m.type == MXFP4 ? BF16 : m.type; }
 
 /* The one table from types of weights to instances. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
@@ -1254,7 +1371,7 @@ bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
 Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     Product p = {};
     p.w = m, p.x = x ? x : a->w.normed, p.x_pitch = x ? pitch : a->w.normed_pitch, p.tokens = a->tokens;
-    p.eps = a->w.eps, p.act = a->w.act, p.act_limit = a->w.act_limit;
+    p.eps = a->w.eps, p.act = a->w.act, p.act_limit = a->w.act_limit, p.y_type = F32;
     if (!x && a->squares) p.square = a->w.square, p.squares = a->squares;
     return p;
 }
@@ -1330,19 +1447,71 @@ bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     return tap_attention(a, l, e);
 }
 
+/* The same for latents. */
+bool attend_latent(Pass *a, const DeviceLayer &l, Error *e) {
+    const Work &w = a->w;
+    const int most = a->tokens <= MAX_DECODE ? 8 : 64, jobs = w.n_heads * ((a->tokens + most - 1) / most);
+    auto by_head = [&](const Matrix &m, const void *x, int pitch, void *y, int y_pitch, Type type) {
+        Product p = product_of(a, m, x, pitch);
+        p.job = w.head_job, p.jobs = w.head_jobs, p.order = w.head_order, p.divide = 1;
+        p.y = y, p.y_pitch = y_pitch, p.y_type = type;
+        return launch_for_type(a->gpu, p, most, jobs);
+    };
+    if (w.layer == 0) CUDA(launch(a->gpu, head_jobs, (a->tokens * w.n_heads + 255) / 256, 256, 0, w, a->tokens, most));
+    CUDA(launch(a->gpu, latent_store, a->tokens, 256, 0, w, a->s, l));
+    if (l.q.rows && !multiply_to(a, l.q, w.q_low, w.q_low_pitch, w.found, e)) return false;
+    CUDA(launch(a->gpu, latent_query, dim3((w.n_heads + 7) / 8, a->tokens), 256, 0, w, a->s, l,
+                l.q.rows ? l.q.rows : l.qkv.rows));
+    CUDA(by_head(l.k_up, w.q_still, w.still_pitch, w.q, cache_row(w), BF16));
+    CUDA(launch(a->gpu, attention_any, dim3(a->tokens, w.n_heads), 128, (2 * cache_row(w) + 128) * sizeof(float), w,
+                a->s, l));
+    CUDA(by_head(l.v_up, w.latents, w.latent_pitch, w.attn, w.v_dim, type_for(l.o)));
+    return tap_latent(a, l, e);
+}
+
 /* Each token's experts, and jobs of at most `most` choices of one; the norm that they read. */
 bool route_tokens(Pass *a, const DeviceLayer &l, int most, Error *e) {
     if (!multiply_to(a, l.router, NULL, 0, a->w.router, e)) return false;
     CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
-                2 * a->w.n_experts * sizeof(int), a->w, a->tokens, a->squares, most));
+                2 * a->w.n_experts * sizeof(int), a->w, (const float *)l.choice_bias, a->tokens, a->squares, most));
     a->squares = std::min(a->squares, 1);
     if (type_for(l.router) != type_for(l.up)) a->normed = false;
     return norm_for(a, l.ffn_norm, l.up, e);
 }
-bool combine_experts(Pass *a, const float *next_norm, const Matrix &next, Error *e) {
-    CUDA(launch(a->gpu, combine, a->tokens, row_threads(a->w.dim), 0, a->w, next_norm, type_for(next)));
+/* x += what is in w.down, and the norm behind it. */
+bool combine_down(Pass *a, int top_k, const float *weights, const float *post, const float *next_norm,
+                  const Matrix &next, Error *e) {
+    CUDA(launch(a->gpu, combine, a->tokens, row_threads(a->w.dim), 0, a->w, top_k, weights, post, next_norm,
+                type_for(next)));
     a->normed = true, a->squares = 0;
     return true;
+}
+/* x += W y, normed before it is added if there is `post`; then the norm that comes next. */
+bool add_to_x(Pass *a, const Matrix &m, const void *y, int pitch, const float *post, const float *next_norm,
+              const Matrix &next, Error *e) {
+    if (!post) return multiply_add(a, m, y, pitch, next_norm, next, e);
+    return multiply_to(a, m, y, pitch, a->w.down, e) && combine_down(a, 1, NULL, post, next_norm, next, e);
+}
+
+/* A gated layer's activations, to w.act_out: a part of the product, or a kernel behind cuBLAS's. */
+bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
+    const Work &w = a->w;
+    const bool blas = up.type == F32 || (a->tokens > MAX_DECODE && up.type != MXFP4);
+    const int each = ACTIVATE_EACH * ACTIVATE_THREADS;
+    Product p = product_of(a, up, NULL, 0);
+    p.y = blas ? (void *)w.found : w.act_out, p.y_pitch = blas ? up.rows : w.act_pitch;
+    p.finish = blas ? STORE : ACTIVATE, p.y_type = type_for(down);
+    if (!multiply(a, p, e)) return false;
+    if (blas)
+        CUDA(launch(a->gpu, activate, dim3((down.cols + each - 1) / each, a->tokens), ACTIVATE_THREADS, 0, w, down.cols,
+                    type_for(down)));
+    return true;
+}
+/* x += the expert that every token has, if there is one; w.normed stays. */
+bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
+    Pass pass = *a;
+    return !l.shared_up.rows || (gated(&pass, l.shared_up, l.shared_down, e) &&
+                                 multiply_add(&pass, l.shared_down, a->w.act_out, a->w.act_pitch, NULL, l.up, e));
 }
 
 /* Choices of each token sorted by expert, gate and up of all of them, down, and their weighted sum. */
@@ -1354,7 +1523,7 @@ bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix
                      : choices <= 32 * w.n_experts                         ? 32
                                                                            : 64; /* choices of a job */
     const int jobs = std::min(w.n_experts, choices) + choices / most;
-    if (!route_tokens(a, l, most, e)) return false;
+    if (!route_tokens(a, l, most, e) || !shared_expert(a, l, e)) return false;
     Product up = product_of(a, l.up, NULL, 0), down = product_of(a, l.down, w.act_out, w.act_pitch);
     up.job = down.job = w.job, up.jobs = down.jobs = w.jobs, up.order = down.order = w.order;
     up.divide = w.top_k, down.divide = 1;
@@ -1363,22 +1532,12 @@ bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix
     CUDA(launch_for_type(a->gpu, up, most, jobs));
     if (!tap_experts(a, l, e)) return false;
     CUDA(launch_for_type(a->gpu, down, most, jobs));
-    return combine_experts(a, next_norm, next, e);
+    return combine_down(a, w.top_k, w.weight, l.ffn_post_norm, next_norm, next, e);
 }
 
-/* Dense: the activation is a part of the product, or a kernel behind cuBLAS's. */
 bool feed_forward(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
-    const Work &w = a->w;
-    Product p = product_of(a, l.up, NULL, 0);
-    bool blas = l.up.type == F32 || (a->tokens > MAX_DECODE && l.up.type != MXFP4);
-    p.y = blas ? (void *)w.found : w.act_out, p.y_pitch = blas ? l.up.rows : w.act_pitch;
-    p.finish = blas ? STORE : ACTIVATE, p.y_type = type_for(l.down);
-    if (!multiply(a, p, e)) return false;
-    const int each = ACTIVATE_EACH * ACTIVATE_THREADS;
-    if (blas)
-        CUDA(launch(a->gpu, activate, dim3((w.ffn_dim + each - 1) / each, a->tokens), ACTIVATE_THREADS, 0, w,
-                    type_for(l.down)));
-    return tap_experts(a, l, e) && multiply_add(a, l.down, w.act_out, w.act_pitch, next_norm, next, e);
+    return gated(a, l.up, l.down, e) && tap_experts(a, l, e) &&
+           add_to_x(a, l.down, a->w.act_out, a->w.act_pitch, l.ffn_post_norm, next_norm, next, e);
 }
 
 /* The seam: what the annex does in place of functions here, for gpt-oss on Hopper. */
@@ -1408,8 +1567,8 @@ bool block(Pass *a, int layer, Error *e) {
     const Matrix &next = end ? device.head : device.layer[layer + 1].qkv, &inner = l.router.rows ? l.router : l.up;
     a->w.layer = layer;
     if (!norm_for(a, l.attn_norm, l.qkv, e) || !multiply_to(a, l.qkv, NULL, 0, a->w.found, e)) return false;
-    if (!(a->prefill ? fast::attend : attend)(a, l, e)) return false;
-    if (!multiply_add(a, l.o, a->w.attn, a->w.attn_pitch, l.ffn_norm, inner, e)) return false;
+    if (!(a->prefill ? fast::attend : a->w.kv_rank ? attend_latent : attend)(a, l, e)) return false;
+    if (!add_to_x(a, l.o, a->w.attn, a->w.attn_pitch, l.attn_post_norm, l.ffn_norm, inner, e)) return false;
     if (!tap_x(a, "attn_residual", e) || !norm_for(a, l.ffn_norm, inner, e)) return false;
     auto feed = a->prefill ? fast::experts : l.router.rows ? experts : feed_forward;
     return feed(a, l, next_norm, next, e) && tap_x(a, "residual", e);
@@ -1435,7 +1594,9 @@ bool head(Pass *a, int first, int n, Error *e) {
         rows.squares = 0;
     }
     rows.tokens = n, rows.w.layer = a->w.n_layers;
-    return multiply_to(&rows, device.head, NULL, 0, a->w.logits, e);
+    if (!multiply_to(&rows, device.head, NULL, 0, a->w.logits, e)) return false;
+    if (a->w.logit_cap) CUDA(launch(a->gpu, cap_logits, dim3((a->w.vocab + 1023) / 1024, n), 1024, 0, a->w));
+    return true;
 }
 
 bool draw_tokens(const Pass *a, int first, int n, Error *e) {

@@ -58,13 +58,40 @@ bool tap_attention(const Pass *a, const DeviceLayer &l, Error *e) {
            tap_cache(a, 0, e) && tap_cache(a, 1, e) &&
            tap(a, "attn", type_for(l.o), a->w.attn, a->w.attn_pitch, a->tokens, width, e);
 }
+/* Of latent attention; q is put together again of the part that stays and the part that has turned. */
+bool tap_latent(const Pass *a, const DeviceLayer &l, Error *e) {
+    const Work &w = a->w;
+    const Batch *b = a->batch;
+    const Limits &limits = a->gpu->limits;
+    const int d = cache_row(w), still = w.head_dim - w.rope_dim, pairs = a->tokens * w.n_heads;
+    std::vector<bf16> part((size_t)pairs * std::max(d, w.still_pitch)), page((size_t)d * PAGE);
+    std::vector<float> q((size_t)pairs * w.head_dim), k;
+    if (!limits.tap) return true;
+    CUDA(cudaStreamSynchronize(a->gpu->stream));
+    CUDA(cudaMemcpy(part.data(), w.q_still, (size_t)pairs * w.still_pitch * sizeof(bf16), cudaMemcpyDeviceToHost));
+    for (int i = 0; i < pairs * still; i++)
+        q[(size_t)(i / still) * w.head_dim + i % still] = (float)part[(size_t)(i / still) * w.still_pitch + i % still];
+    CUDA(cudaMemcpy(part.data(), w.q, (size_t)pairs * d * sizeof(bf16), cudaMemcpyDeviceToHost));
+    for (int i = 0; i < pairs * w.rope_dim; i++)
+        q[(size_t)(i / w.rope_dim) * w.head_dim + still + i % w.rope_dim] =
+            (float)part[(size_t)(i / w.rope_dim) * d + w.kv_rank + i % w.rope_dim];
+    limits.tap(limits.tap_data, "q", w.layer, q.data(), a->tokens, w.n_heads * w.head_dim);
+    for (int seq = 0; seq < b->seqs; seq++)
+        for (int p = b->start[seq]; p < b->start[seq] + b->first[seq + 1] - b->first[seq]; p++) {
+            const bf16 *from = cache_of(w, b->page[seq * b->max_pages + p / PAGE], 0, 0);
+            CUDA(cudaMemcpy(page.data(), from, page.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
+            for (int i = 0; i < d; i++) k.push_back((float)page[key_place(d, p, i)]);
+        }
+    limits.tap(limits.tap_data, "k", w.layer, k.data(), a->tokens, d);
+    return tap(a, "attn", type_for(l.o), w.attn, w.attn_pitch, a->tokens, w.n_heads * w.v_dim, e);
+}
 template <class Column = int(int)>
 bool tap_experts(const Pass *a, const DeviceLayer &l, Error *e, Column column = as_it_is) {
     const Work &w = a->w;
     auto choice = [&](int r, int i) { return r * w.top_k + i; };
-    const size_t n = (size_t)a->tokens * w.top_k;
+    const size_t n = (size_t)a->tokens * (l.router.rows ? w.top_k : 1);
     if (l.router.rows && (!tap_rows(a, "experts", w.expert, n, a->tokens, w.top_k, choice, e) ||
                           !tap_rows(a, "weights", w.weight, n, a->tokens, w.top_k, choice, e)))
         return false;
-    return tap(a, "act", type_for(l.down), w.act_out, w.act_pitch, (int)n, w.ffn_dim, e, column);
+    return tap(a, "act", type_for(l.down), w.act_out, w.act_pitch, (int)n, l.down.cols, e, column);
 }

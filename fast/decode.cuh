@@ -221,7 +221,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             int p = s.position[t];
 #pragma unroll 1
             for (int i = ring.thread % 32; i < half; i += 32)
-                at<float2>(k.turn)[t * half + i] = w.turn[(size_t)p * half + i];
+                at<float2>(k.turn)[t * half + i] = w.turn[0][(size_t)p * half + i];
             at<int>(k.position)[t] = p, at<int>(k.table)[t] = s.seq[t] * s.header[0];
             at<int>(k.page)[t] = page_of(s, s.seq[t], p);
         }
@@ -605,7 +605,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             }
             static_assert(SLABS <= SLAB_WARPS, "a warp has one slab of a page at most");
             auto add = [&] {
-                state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * rsqrtf(D), lane), slab -= SLAB_WARPS;
+                state.add(keys, q, slab * SLAB_KEYS, from, p, LOG2E * w.attn_scale, lane), slab -= SLAB_WARPS;
             };
 #pragma unroll 1
             for (; slab >= direct; early = false) {
@@ -1008,7 +1008,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             float factor = factors[single ? 0 : choice / w.top_k];
             write<true>(
                 (bf16 *)buffers(w.layer).act + (size_t)choice * w.act_pitch + Codec<MXFP4>::place(r / 2),
-                (bf16)(swiglu(w.act, w.act_limit, gate * factor + bias[0], up * factor + bias[1], false) * w.act_lift));
+                (bf16)(activation(SWIGLU_CLAMPED, w.act_limit, gate * factor + bias[0], up * factor + bias[1], false) *
+                       w.act_lift));
         });
         if (producing || block) return;
         sync_consumers();

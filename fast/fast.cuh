@@ -274,6 +274,6 @@ bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix
     CUDA(launch(gpu, up_wgmma, gpu->sms, Shape::THREADS, shared, w, l, (const bf16 *)normed));
     if (!tap_experts(a, l, e, fp4_column)) return false;
     CUDA(launch(gpu, down_wgmma, gpu->sms, Shape::THREADS, shared, w, l));
-    return combine_experts(a, next_norm, next, e);
+    return combine_down(a, w.top_k, w.weight, NULL, next_norm, next, e);
 }
 } // namespace fast

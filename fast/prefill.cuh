@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
         last[r] = position + min((row + 8 * r) / group, n - 1);
         first[r] = l.window ? last[r] - l.window + 1 : 0;
     }
-    float sum[D / 64][32] = {}, max_score[2] = {-INFINITY, -INFINITY}, total[2] = {}, scale = LOG2E * rsqrtf(D);
+    float sum[D / 64][32] = {}, max_score[2] = {-INFINITY, -INFINITY}, total[2] = {}, scale = LOG2E * w.attn_scale;
     for (int i = begin; i <= end / PAGE; i++, ring.advance()) {
         float score[32];
         fetch();
@@ -446,8 +446,8 @@ __global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Devi
         for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
             int i = j % 2;
             float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
-            float value =
-                swiglu(w.act, w.act_limit, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y, true);
+            float value = activation(SWIGLU_CLAMPED, w.act_limit, (odd ? other : own) + bias[i].x,
+                                     (odd ? own : other) + bias[i].y, true);
             int column = warp * 8 + i * 4 + g / 2;
             out[(j / 2 * 8 + 2 * t + odd) * ExpertShape::PITCH + fp4_column(column) / 8 * 4 + fp4_column(column) % 4] =
                 (bf16)value;

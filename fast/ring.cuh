@@ -52,7 +52,8 @@ inline bool has_gpt_oss_shapes(const Model &m) {
 __device__ inline DecodeWork with_gpt_oss_shapes(DecodeWork w) {
     static_assert(2880 % CHUNK == 0, "act_pitch has no padding: a block that polls would wait for it");
     w.dim = w.ffn_dim = w.act_pitch = 2880, w.vocab = 201088;
-    w.n_heads = 64, w.n_kv_heads = 8, w.head_dim = 64, w.attn_pitch = 4096;
+    w.n_heads = 64, w.n_kv_heads = 8, w.head_dim = w.rope_dim = 64, w.kv_rank = 0, w.attn_pitch = 4096,
+    w.attn_scale = 0.125f;
     w.top_k = 4;
     return w;
 }
