@@ -21,48 +21,94 @@
 #include <unistd.h>
 
 enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000, MOST_FILES = 1000, REQUIRED = -1 };
+enum { IN_MODEL = -1, OUTSIDE = -2 }; /* instead of a layer */
 
 /* ---- config and families ---- */
+
+typedef enum { /* which layers have a window, where layer_types does not say; none if use_sliding_window is false */
+               NO_LAYER,
+               EVERY_LAYER,
+               EVEN_LAYERS,
+               FROM_LAYER, /* from max_window_layers on */
+               BUT_EVERY   /* all but every sliding_window_pattern-th */
+} Windows;
 
 typedef struct {
     const char *model_type; /* of config.json */
     const char *defaults;   /* what its config.json means by leaving keys out, where families differ */
     Act act;
-    bool head_norms;          /* RMSNorm of each head of q and k before RoPE */
-    bool sinks;               /* self_attn.sinks */
-    bool windows;             /* layer_types and sliding_window count */
-    const char *quant_method; /* the one that its weights may have, or NULL */
-    const char *router;       /* Linear of a layer, or NULL: dense */
+    bool gemma;      /* norms are stored as w - 1 and stand behind attention and MLP too; embeddings are scaled */
+    bool head_norms; /* RMSNorm of each head of q and k before RoPE */
+    bool qkv_bias;   /* always on q, k and v, never on o; else attention_bias says it */
+    bool sinks;      /* self_attn.sinks */
+    bool latent;     /* DeepSeek's attention */
+    Windows windows;
+    const char *quant_method;                /* the one that its weights may have, or NULL */
+    const char *router, *experts;            /* names in a layer; NULL: dense */
+    const char *gate, *up, *down;            /* names in an expert; NULL: MXFP4 experts in one tensor, with biases */
+    const char *expert_count, *expert_width; /* keys of config.json */
+    const char *nested;                      /* its text_config describes a model of that family */
 } Family;
 
 #define JSON(...) #__VA_ARGS__
 
+/* clang-format off */
 static const Family families[] = {
-    {.model_type = "gpt_oss",
-     .defaults = JSON({
-         "attention_bias" : true,
-         "head_dim" : 64,
-         "num_key_value_heads" : 8,
-         "sliding_window" : 128,
-         "rope_theta" : 150000,
-         "rope_scaling" :
-             {"rope_type" : "yarn", "factor" : 32, "original_max_position_embeddings" : 4096, "truncate" : false}
-     }),
-     .act = SWIGLU_CLAMPED,
-     .sinks = true,
-     .windows = true,
-     .quant_method = "mxfp4",
-     .router = "mlp.router"},
-    {.model_type = "llama", .act = SWIGLU},
-    {.model_type = "qwen3", .defaults = JSON({"head_dim" : 128}), .act = SWIGLU, .head_norms = true},
+    {"gpt_oss", JSON({"attention_bias": true, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
+                      "norm_topk_prob": true, "rope_theta": 150000,
+                      "rope_scaling": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
+                                       "truncate": false}}),
+     .act = SWIGLU_CLAMPED, .sinks = true, .windows = EVEN_LAYERS, .quant_method = "mxfp4",
+     .router = "mlp.router", .experts = "mlp.experts",
+     .expert_count = "num_local_experts", .expert_width = "intermediate_size"},
+    {.model_type = "llama"},
+    {"mistral", JSON({"num_key_value_heads": 8, "sliding_window": 4096}), .windows = EVERY_LAYER},
+    {"mixtral", JSON({"num_key_value_heads": 8, "norm_topk_prob": true, "rope_theta": 1e6}), .windows = EVERY_LAYER,
+     .router = "block_sparse_moe.gate", .experts = "block_sparse_moe.experts", .gate = "w1", .up = "w3", .down = "w2",
+     .expert_count = "num_local_experts", .expert_width = "intermediate_size"},
+    {"qwen2", JSON({"use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
+     .qkv_bias = true, .windows = FROM_LAYER},
+    {"qwen3", JSON({"head_dim": 128, "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
+     .head_norms = true, .windows = FROM_LAYER},
+    {"qwen3_moe", JSON({"num_key_value_heads": 4, "use_sliding_window": false, "sliding_window": 4096,
+                        "moe_intermediate_size": 768}),
+     .head_norms = true, .windows = EVERY_LAYER,
+     .router = "mlp.gate", .experts = "mlp.experts", .gate = "gate_proj", .up = "up_proj", .down = "down_proj",
+     .expert_count = "num_experts", .expert_width = "moe_intermediate_size"},
+    {"gemma2", JSON({"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": true,
+                     "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50, "final_logit_softcapping": 30}),
+     .act = GEGLU, .gemma = true, .windows = EVEN_LAYERS},
+    {"gemma3_text", JSON({"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216,
+                          "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                          "max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 6,
+                          "rms_norm_eps": 1e-6, "tie_word_embeddings": true, "query_pre_attn_scalar": 256,
+                          "rope_theta": 1e6, "rope_local_base_freq": 10000}),
+     .act = GEGLU, .gemma = true, .head_norms = true, .windows = BUT_EVERY},
+    {.model_type = "gemma3", .nested = "gemma3_text"},
+    {"deepseek_v2", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+                          "v_head_dim": 128, "n_shared_experts": 2, "scoring_func": "softmax",
+                          "topk_method": "greedy", "rope_interleave": true}),
+     .latent = true, .router = "mlp.gate", .experts = "mlp.experts",
+     .gate = "gate_proj", .up = "up_proj", .down = "down_proj",
+     .expert_count = "n_routed_experts", .expert_width = "moe_intermediate_size"},
+    {"deepseek_v3", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+                          "v_head_dim": 128, "n_shared_experts": 1, "scoring_func": "sigmoid",
+                          "topk_method": "noaux_tc", "norm_topk_prob": true, "routed_scaling_factor": 2.5,
+                          "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "rope_interleave": true}),
+     .latent = true, .router = "mlp.gate", .experts = "mlp.experts",
+     .gate = "gate_proj", .up = "up_proj", .down = "down_proj",
+     .expert_count = "n_routed_experts", .expert_width = "moe_intermediate_size"},
 };
+/* clang-format on */
 
 typedef struct { /* one model being read. The first error fills *e; later ones are dropped, nothing more is bound. */
     Checkpoint *c;
     const Family *family;
-    const char *path; /* of config.json */
-    cJSON *config, *defaults;
-    size_t made_up; /* bytes of tensors that were made up so far */
+    const char *path;       /* of config.json */
+    cJSON *file, *defaults; /* file: config.json as it is */
+    const cJSON *config;    /* the same, or what it says about text */
+    const char *prefix;     /* of the names of tensors */
+    size_t made_up;         /* bytes of tensors that were made up so far */
     Error *e, later;
 } Loader;
 
@@ -131,13 +177,24 @@ static char *join(const char *dir, const char *name) {
 
 static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * log(factor) + 1 : 1; }
 
-/* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. */
-static void read_rope(Loader *load, Rope *out) {
-    const Model *m = &load->c->model;
+/* Do layers with a window have a RoPE of their own? */
+static bool two_ropes(const Loader *load) { return json_get(load->defaults, "rope_local_base_freq"); }
+
+/* What config.json says about RoPE in the layers that see all, or in those with a window; or NULL. */
+static const cJSON *find_rope(Loader *load, bool window) {
     const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
+    const cJSON *full = json_get(rope, "full_attention");
+    if (full && !two_ropes(load)) config_bad(load, load->config, "rope_parameters", "one for all layers");
+    if (full) return window ? json_get(rope, "sliding_attention") : full;
+    if (window) return NULL; /* nothing but rope_local_base_freq */
     if (!rope) rope = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object"); /* its older name */
-    if (!rope) rope = json_get(load->defaults, "rope_scaling");                                    /* for null too */
-    if (json_get(rope, "full_attention")) config_bad(load, load->config, "rope_parameters", "one for all layers");
+    return rope ? rope : json_get(load->defaults, "rope_scaling");                                 /* for null too */
+}
+
+/* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. */
+static void read_rope(Loader *load, bool window, Rope *out) {
+    Model *m = &load->c->model;
+    const cJSON *rope = find_rope(load, window);
     const char *type = config_text(load, rope, "rope_type");
     if (!type) type = config_text(load, rope, "type"); /* older still */
     if (!type) type = "default";
@@ -146,7 +203,7 @@ static void read_rope(Loader *load, Rope *out) {
         fail(first_error(load), BAD_MODEL, "%s: rope type '%.40s' is none of default, linear, llama3 and yarn",
              load->path, type);
     double original = 0, factor = 1, low = 0, high = 1, scale = 1, d = m->rope_dim;
-    double theta = config_number(load, load->config, "rope_theta", 1e-6, 1e12, 10000);
+    double theta = config_number(load, load->config, window ? "rope_local_base_freq" : "rope_theta", 1e-6, 1e12, 10000);
     theta = config_number(load, rope, "rope_theta", 1e-6, 1e12, theta);
     if (yarn || llama3) original = config_number(load, rope, "original_max_position_embeddings", 1, 1e9, m->context);
     bool implied = yarn && cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(rope, "factor"));
@@ -160,6 +217,8 @@ static void read_rope(Loader *load, Rope *out) {
         double slow = config_number(load, rope, "beta_slow", 1e-6, 1e6, 1);
         double mscale = config_number(load, rope, "mscale", 0, 1e6, 0);
         double all = config_number(load, rope, "mscale_all_dim", 0, 1e6, 0);
+        double share = load->family->latent && all > 0 ? yarn_scale(factor, all) : 1;
+        m->attn_scale = (float)((double)m->attn_scale * share * share); /* DeepSeek scales q . k, not q and k */
         scale = mscale > 0 && all > 0 ? yarn_scale(factor, mscale) / yarn_scale(factor, all) : yarn_scale(factor, 1);
         scale = config_number(load, rope, "attention_factor", 1e-6, 1e6, scale);
         low = fmax(d * log(original / (fast * 2 * M_PI)) / (2 * log(theta)), 0);
@@ -181,15 +240,27 @@ static void read_rope(Loader *load, Rope *out) {
     }
 }
 
+static bool rule_gives_window(Loader *load, int layer) {
+    switch (load->family->windows) {
+    case EVERY_LAYER: return true;
+    case EVEN_LAYERS: return layer % 2 == 0;
+    case FROM_LAYER: return layer >= config_whole(load, "max_window_layers", 0, INT32_MAX, REQUIRED);
+    case BUT_EVERY: return (layer + 1) % config_whole(load, "sliding_window_pattern", 1, INT32_MAX, REQUIRED) != 0;
+    default: return false;
+    }
+}
+
 static void read_windows(Loader *load) {
     Model *m = &load->c->model;
     const Family *f = load->family;
     const cJSON *list = config_typed(load, load->config, "layer_types", cJSON_Array, "an array");
+    bool used = config_true(load, "use_sliding_window") || !config_get(load, load->config, "use_sliding_window");
+    bool free = f->windows > EVERY_LAYER; /* layer_types may differ from the rule */
     int window = 0;
     if (list && cJSON_GetArraySize(list) != m->n_layers)
         fail(first_error(load), BAD_MODEL, "%s: layer_types should be an array of %d, one a layer", load->path,
              m->n_layers);
-    if (f->windows && config_get(load, load->config, "sliding_window"))
+    if (f->windows && used && config_get(load, load->config, "sliding_window"))
         window = config_whole(load, "sliding_window", 1, INT32_MAX, REQUIRED);
     if (!f->windows && config_true(load, "use_sliding_window"))
         fail(first_error(load), BAD_MODEL, "%s: use_sliding_window is not implemented for %s", load->path,
@@ -197,12 +268,13 @@ static void read_windows(Loader *load) {
     const cJSON *entry = list ? list->child : NULL;
     for (int i = 0; i < m->n_layers && !failed(load); i++, entry = entry ? entry->next : NULL) {
         const char *type = cJSON_GetStringValue(entry);
-        bool sliding = f->windows && (list ? type && !strcmp(type, "sliding_attention") : i % 2 == 0);
-        if (list && !sliding && !(type && !strcmp(type, "full_attention")))
+        bool sliding = rule_gives_window(load, i), said = type && !strcmp(type, "sliding_attention");
+        if (list && !(said && (free || window)) && !(type && !strcmp(type, "full_attention") && (free || !window)))
             fail(load->e, BAD_MODEL, "%s: layer_types[%d] is '%.40s', which is not implemented for %s", load->path, i,
                  type ? type : "(no text)", f->model_type);
+        if (list) sliding = said;
         m->layer[i].window = sliding ? window : 0;
-        m->layer[i].rope = m->rope;
+        m->layer[i].rope = m->rope + sliding;
     }
 }
 
@@ -218,71 +290,148 @@ static void read_stop(Loader *load, const cJSON *config, const char *path) {
     }
 }
 
+/* How many experts there are, and how the router chooses among them. */
+static void read_experts(Loader *load) {
+    Model *m = &load->c->model;
+    const Family *f = load->family;
+    const cJSON *config = load->config;
+    m->n_experts = m->top_k = 1;
+    m->route = (Route){.scale = 1, .groups = 1, .top_groups = 1, .group_best = 1};
+    if (!f->router) return;
+    const char *count = json_get(config, f->expert_count) ? f->expert_count : "num_local_experts"; /* its newer name */
+    const char *method = config_text(load, config, "topk_method"), *score = config_text(load, config, "scoring_func");
+    Route *r = &m->route;
+    m->n_experts = config_whole(load, count, 1, 4096, REQUIRED);
+    m->top_k = config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED);
+    r->normalise = config_true(load, "norm_topk_prob");
+    if (!f->latent) return;
+    bool bias = method && !strcmp(method, "noaux_tc"), greedy = method && !strcmp(method, "greedy");
+    r->sigmoid = score && !strcmp(score, "sigmoid");
+    r->scale = (float)config_number(load, config, "routed_scaling_factor", 1e-6, 1e6, 1);
+    if (score && strcmp(score, r->sigmoid ? "sigmoid" : "softmax"))
+        config_bad(load, config, "scoring_func", "\"softmax\" or \"sigmoid\"");
+    if (!bias && !greedy && !(method && !strcmp(method, "group_limited_greedy")))
+        config_bad(load, config, "topk_method", "\"greedy\", \"group_limited_greedy\" or \"noaux_tc\"");
+    if (r->normalise && !bias) config_bad(load, config, "norm_topk_prob", "false with such a topk_method");
+    if (greedy) return;
+    r->groups = config_whole(load, "n_group", 1, m->n_experts, REQUIRED);
+    r->top_groups = config_whole(load, "topk_group", 1, r->groups, REQUIRED);
+    r->group_best = bias ? 2 : 1;
+    int each = m->n_experts / r->groups;
+    if (each * r->groups != m->n_experts || each < r->group_best || m->top_k > r->top_groups * each)
+        config_bad(load, config, "n_group", "such that topk_group equal groups hold num_experts_per_tok experts");
+}
+
+static bool has_experts(Loader *load, int layer) {
+    const cJSON *dense = config_typed(load, load->config, "mlp_only_layers", cJSON_Array, "an array"), *one;
+    bool experts = load->family->router && layer >= config_whole(load, "first_k_dense_replace", 0, INT32_MAX, 0) &&
+                   (layer + 1) % config_whole(load, "decoder_sparse_step", 1, INT32_MAX, 1) == 0;
+    cJSON_ArrayForEach(one, dense) if (cJSON_IsNumber(one) && one->valuedouble == layer) experts = false;
+    return experts;
+}
+
+static void read_heads(Loader *load) {
+    Model *m = &load->c->model;
+    const cJSON *config = load->config;
+    const Family *f = load->family;
+    m->n_heads = config_whole(load, "num_attention_heads", 1, 4096, REQUIRED);
+    if (f->latent) {
+        m->n_kv_heads = 1;
+        m->kv_rank = config_whole(load, "kv_lora_rank", 1, 1 << 16, REQUIRED);
+        m->v_dim = config_whole(load, "v_head_dim", 1, 1024, REQUIRED);
+        m->rope_dim = config_whole(load, "qk_rope_head_dim", 2, 1024, REQUIRED);
+        m->head_dim = m->rope_dim + config_whole(load, "qk_nope_head_dim", 1, 1024, REQUIRED);
+        m->neighbours = config_true(load, "rope_interleave");
+        if (config_get(load, config, "rms_norm_eps")) /* its small norms have that one, whatever config.json says */
+            config_number(load, config, "rms_norm_eps", 1e-6, 1e-6, REQUIRED);
+    } else {
+        m->n_kv_heads = config_whole(load, "num_key_value_heads", 1, 4096, m->n_heads);
+        m->head_dim = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
+        m->v_dim = m->rope_dim = m->head_dim;
+    }
+    if (m->n_heads % m->n_kv_heads) config_bad(load, config, "num_key_value_heads", "a divisor of num_attention_heads");
+    if (m->rope_dim % 2)
+        config_bad(load, config, f->latent ? "qk_rope_head_dim" : "head_dim", "even (RoPE turns pairs)");
+    double scale = f->gemma ? config_number(load, config, "query_pre_attn_scalar", 1, 1e6, REQUIRED) : m->head_dim;
+    m->attn_scale = (float)(1 / sqrt(scale));
+}
+
 static void read_sizes(Loader *load) {
     Model *m = &load->c->model;
     const cJSON *config = load->config;
     const Family *f = load->family;
     m->n_layers = config_whole(load, "num_hidden_layers", 1, 4096, REQUIRED);
     m->dim = config_whole(load, "hidden_size", 1, 1 << 17, REQUIRED);
-    m->ffn_dim = config_whole(load, "intermediate_size", 1, 1 << 20, REQUIRED);
     m->vocab = config_whole(load, "vocab_size", 1, 1 << 22, REQUIRED);
-    m->n_heads = config_whole(load, "num_attention_heads", 1, 4096, REQUIRED);
-    m->n_kv_heads = config_whole(load, "num_key_value_heads", 1, 4096, m->n_heads);
-    m->head_dim = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
     m->context = config_whole(load, "max_position_embeddings", 1, 1 << 24, REQUIRED);
     m->eps = (float)config_number(load, config, "rms_norm_eps", 1e-30, 0.5, REQUIRED);
-    m->n_experts = f->router ? config_whole(load, "num_local_experts", 1, 4096, REQUIRED) : 1;
-    m->top_k = f->router ? config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED) : 1;
-    m->route = (Route){.normalise = true, .scale = 1, .groups = 1, .top_groups = 1, .group_best = 1};
+    read_heads(load);
+    read_experts(load);
     m->act = f->act;
-    m->embed_scale = 1;
     if (m->act == SWIGLU_CLAMPED) m->act_limit = (float)config_number(load, config, "swiglu_limit", 1e-6, 1e6, 7);
-    if (m->n_heads % m->n_kv_heads) config_bad(load, config, "num_key_value_heads", "a divisor of num_attention_heads");
-    if (m->head_dim % 2) config_bad(load, config, "head_dim", "even (RoPE turns pairs)");
-    const char *act = config_text(load, config, "hidden_act");
-    if (act && strcmp(act, "silu")) config_bad(load, config, "hidden_act", "\"silu\"");
-    m->v_dim = m->rope_dim = m->head_dim;
-    m->attn_scale = (float)(1 / sqrt(m->head_dim));
+    m->embed_scale = f->gemma ? sqrtf((float)m->dim) : 1;
+    if (f->gemma) {
+        m->attn_cap = (float)config_number(load, config, "attn_logit_softcapping", 0, 1e6, 0);
+        m->logit_cap = (float)config_number(load, config, "final_logit_softcapping", 0, 1e6, 0);
+    }
+    const char *key = m->act == GEGLU ? "hidden_activation" : "hidden_act", *act = config_text(load, config, key);
+    const char *known = m->act == GEGLU ? "gelu_pytorch_tanh" : "silu";
+    if (act && strcmp(act, known))
+        config_bad(load, config, key, m->act == GEGLU ? "\"gelu_pytorch_tanh\"" : "\"silu\"");
     m->layer = keep(load->c, (size_t)m->n_layers, sizeof *m->layer);
     /* formulas that no family here has are refused, lest the logits be wrong without a word */
     if (config_number(load, config, "partial_rotary_factor", 0, 2, 1) != 1)
         config_bad(load, config, "partial_rotary_factor", "1");
     if (config_number(load, config, "swiglu_alpha", 0, 1e6, 1.702) != 1.702)
         config_bad(load, config, "swiglu_alpha", "1.702");
-    const cJSON *quantization = config_typed(load, config, "quantization_config", cJSON_Object, "an object");
+    if (config_true(load, "use_bidirectional_attention"))
+        config_bad(load, config, "use_bidirectional_attention", "false");
+    const cJSON *quantization = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
     const char *quant = config_text(load, quantization, "quant_method");
     if (quantization && !(quant && f->quant_method && !strcmp(quant, f->quant_method)))
         fail(first_error(load), BAD_MODEL, "%s: weights quantized by '%.40s' are not supported for %s", load->path,
              quant ? quant : "(no quant_method)", f->model_type);
 }
 
+static const Family *find_family(const char *model_type) {
+    for (size_t i = 0; model_type && i < sizeof families / sizeof *families; i++)
+        if (!strcmp(model_type, families[i].model_type)) return families + i;
+    return NULL;
+}
+
 static void read_config(Loader *load, const char *dir) {
-    const char *type = config_text(load, load->config, "model_type");
-    Bytes text = {0};
-    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
-        bytes_print(&text, "%s%s", i ? ", " : "", families[i].model_type);
-        if (type && !strcmp(type, families[i].model_type)) load->family = families + i;
+    load->config = load->file;
+    const char *type = config_text(load, load->file, "model_type");
+    const Family *f = load->family = find_family(type);
+    if (f && f->nested) {
+        load->config = config_typed(load, load->file, "text_config", cJSON_Object, "an object");
+        if (!load->config) config_bad(load, load->file, "text_config", "an object");
+        load->family = find_family(f->nested);
     }
-    if (load->family) {
-        load->c->family = load->family->model_type;
-        load->defaults = cJSON_Parse(load->family->defaults);
-        read_sizes(load);
+    if (f && !failed(load)) {
         Rope *rope = keep(load->c, 2, sizeof *rope);
+        load->c->family = f->model_type;
         load->c->model.rope = rope;
-        read_rope(load, rope);
+        load->defaults = cJSON_Parse(load->family->defaults ? load->family->defaults : "{}");
+        read_sizes(load);
+        read_rope(load, false, rope);
         rope[1] = rope[0];
+        if (two_ropes(load)) read_rope(load, true, rope + 1);
         read_windows(load);
-        read_stop(load, load->config, load->path);
-    } else {
+        read_stop(load, load->file, load->path);
+    } else if (!f) {
+        Bytes names = {0};
+        for (size_t i = 0; i < sizeof families / sizeof *families; i++)
+            bytes_print(&names, "%s%s", i ? ", " : "", families[i].model_type);
         fail(first_error(load), BAD_MODEL, "%s: model_type '%.60s' is not supported (supported: %s)", load->path,
-             type ? type : "(none)", text.data);
+             type ? type : "(none)", names.data);
+        bytes_free(&names);
     }
     char *path = join(dir, "generation_config.json");
     cJSON *generation = failed(load) || access(path, F_OK) ? NULL : json_read(path, MOST_CONFIG, load->e);
     read_stop(load, generation, path);
     cJSON_Delete(generation);
     free(path);
-    bytes_free(&text);
 }
 
 /* ---- safetensors ---- */
@@ -507,15 +656,16 @@ static const Tensor *make_up(Loader *load, const char *name, const char *suffix,
     return t;
 }
 
-/* The tensor "model.layers.LAYER.NAME SUFFIX", without what comes before NAME where the layer is -1. It must have this
- * shape; NULL: it has not, or something was wrong before. */
+/* The tensor NAME SUFFIX of a layer, of none (IN_MODEL), or outside of what `prefix` names (OUTSIDE). It must have
+ * this shape; NULL: it has not, or something was wrong before. */
 static const Tensor *bind(Loader *load, int layer, const char *name, const char *suffix, int dims,
                           const int64_t *shape) {
     char full[200] = "", expected[160], found[160];
     const Tensors *all = &load->c->tensors;
     if (failed(load)) return NULL;
     if (load->c->model.made_up) return make_up(load, name, suffix, dims, shape);
-    if (layer >= 0) snprintf(full, sizeof full, "model.layers.%d.", layer);
+    if (layer >= 0) snprintf(full, sizeof full, "%slayers.%d.", load->prefix, layer);
+    if (layer == IN_MODEL) snprintf(full, sizeof full, "%s", load->prefix);
     snprintf(strchr(full, 0), sizeof full - strlen(full), "%s%s", name, suffix);
     const Tensor *t = tensors_find(all, full);
     if (t) all->tensor[t - all->tensor].bound = true;
@@ -535,9 +685,11 @@ static Type tensor_type(Loader *load, const Tensor *t, bool packed) {
     return BF16;
 }
 
-/* n elements of a tensor as floats: every `stride`th from `first` on. Made up, norms do nothing and biases are 0. */
+/* n elements of a tensor as floats: every `stride`th from `first` on. Gemma's norms get back the 1 that their files
+ * leave out. Made up, norms do nothing and biases are 0. */
 static const float *floats(Loader *load, const Tensor *t, size_t n, size_t first, size_t stride) {
     if (!t) return NULL;
+    bool norm = strstr(t->name, "norm");
     Type type = tensor_type(load, t, false);
     if (failed(load)) return NULL;
     float *out = keep(load->c, n, sizeof *out);
@@ -548,7 +700,7 @@ static const float *floats(Loader *load, const Tensor *t, size_t n, size_t first
         if (type == BF16) out[i] = bits_float((uint32_t)half << 16);
         if (type == F16) out[i] = f16_value(half);
         if (type == F32) memcpy(out + i, at, 4);
-        if (!at && strstr(t->name, "norm")) out[i] = 1;
+        if (norm && (!at || load->family->gemma)) out[i] += 1;
     }
     return out;
 }
@@ -557,7 +709,7 @@ static const float *bind_floats(Loader *load, int layer, const char *name, const
     return floats(load, bind(load, layer, name, suffix, 1, (int64_t[]){n}), (size_t)n, 0, 1);
 }
 
-/* A view of rows first, first + step, ... of the matrices in t, each row `stride` bytes. */
+/* A view of rows first, first + step, ... of the matrices in t, each row `stride` bytes and each matrix `rows` such. */
 static View rows_view(const Loader *load, const Tensor *t, size_t stride, int rows, int first, int step) {
     size_t skip = (size_t)first * stride;
     return (View){.data = t->data ? t->data + skip : NULL,
@@ -578,8 +730,26 @@ static Linear bind_linear(Loader *load, int layer, const char *name, int rows, i
     return w;
 }
 
+/* One matrix of every expert, each a tensor of its own. */
+static Linear bind_each(Loader *load, int layer, const char *matrix, int rows, int cols) {
+    int n = load->c->model.n_experts;
+    View *each = keep(load->c, (size_t)n, sizeof *each);
+    Linear all = {.rows = rows, .cols = cols, .n = n, .each = each};
+    for (int i = 0; i < n && !failed(load); i++) {
+        char name[100];
+        snprintf(name, sizeof name, "%s.%d.%s", load->family->experts, i, matrix);
+        Linear one = bind_linear(load, layer, name, rows, cols, false);
+        if (i && one.type != all.type)
+            fail(first_error(load), BAD_MODEL, "%s: %s.weight of layer %d is %s, that of expert 0 %s", load->path, name,
+                 layer, type_name(one.type), type_name(all.type));
+        all.type = one.type;
+        each[i] = one.data;
+    }
+    return all;
+}
+
 /* The experts' MXFP4 matrices NAME_blocks, _scales and _bias, (n, fused rows, cols); rows first, first + step, ... */
-static Linear bind_experts(Loader *load, int layer, const char *name, int rows, int cols, int first, int step) {
+static Linear bind_mxfp4(Loader *load, int layer, const char *name, int rows, int cols, int first, int step) {
     int n = load->c->model.n_experts;
     if (cols % 32)
         fail(first_error(load), BAD_MODEL, "%s: MXFP4 rows of %d are not whole blocks of 32", load->path, cols);
@@ -595,51 +765,137 @@ static Linear bind_experts(Loader *load, int layer, const char *name, int rows, 
     return w;
 }
 
-static void bind_layer(Loader *load, int i) {
+static void bind_attention(Loader *load, int i) {
     const Family *f = load->family;
     const Model *m = &load->c->model;
     Layer *l = m->layer + i;
     int q = m->n_heads * m->head_dim, kv = m->n_kv_heads * m->head_dim;
-    bool bias = config_true(load, "attention_bias"), mlp_bias = config_true(load, "mlp_bias");
-    l->attn_norm = bind_floats(load, i, "input_layernorm", ".weight", m->dim);
-    l->ffn_norm = bind_floats(load, i, "post_attention_layernorm", ".weight", m->dim);
+    bool o_bias = config_true(load, "attention_bias") && !f->qkv_bias, bias = o_bias || f->qkv_bias;
     l->q = bind_linear(load, i, "self_attn.q_proj", q, m->dim, bias);
     l->k = bind_linear(load, i, "self_attn.k_proj", kv, m->dim, bias);
     l->v = bind_linear(load, i, "self_attn.v_proj", kv, m->dim, bias);
-    l->o = bind_linear(load, i, "self_attn.o_proj", m->dim, q, bias);
+    l->o = bind_linear(load, i, "self_attn.o_proj", m->dim, q, o_bias);
     if (f->head_norms) {
         l->q_norm = bind_floats(load, i, "self_attn.q_norm", ".weight", m->head_dim);
         l->k_norm = bind_floats(load, i, "self_attn.k_norm", ".weight", m->head_dim);
     }
     if (f->sinks) l->sinks = bind_floats(load, i, "self_attn.sinks", "", m->n_heads);
-    if (f->router) l->router = bind_linear(load, i, f->router, m->n_experts, m->dim, true);
-    if (f->router) { /* fused: even rows gate, odd rows up */
-        l->gate = bind_experts(load, i, "mlp.experts.gate_up_proj", m->ffn_dim, m->dim, 0, 2);
-        l->up = bind_experts(load, i, "mlp.experts.gate_up_proj", m->ffn_dim, m->dim, 1, 2);
-        l->down = bind_experts(load, i, "mlp.experts.down_proj", m->dim, m->ffn_dim, 0, 1);
+}
+
+/* kv_b_proj holds of each head first the rows of k_up, then those of v_up. */
+static void bind_latent(Loader *load, int i) {
+    const Model *m = &load->c->model;
+    Layer *l = m->layer + i;
+    int q = m->n_heads * m->head_dim, keys = m->head_dim - m->rope_dim, rank = m->kv_rank;
+    bool bias = config_true(load, "attention_bias");
+    if (config_get(load, load->config, "q_lora_rank")) {
+        int q_rank = config_whole(load, "q_lora_rank", 1, 1 << 16, REQUIRED);
+        l->q_a = bind_linear(load, i, "self_attn.q_a_proj", q_rank, m->dim, bias);
+        l->q_a_norm = bind_floats(load, i, "self_attn.q_a_layernorm", ".weight", q_rank);
+        l->q = bind_linear(load, i, "self_attn.q_b_proj", q, q_rank, false);
     } else {
-        l->gate = bind_linear(load, i, "mlp.gate_proj", m->ffn_dim, m->dim, mlp_bias);
-        l->up = bind_linear(load, i, "mlp.up_proj", m->ffn_dim, m->dim, mlp_bias);
-        l->down = bind_linear(load, i, "mlp.down_proj", m->dim, m->ffn_dim, mlp_bias);
+        l->q = bind_linear(load, i, "self_attn.q_proj", q, m->dim, false);
     }
+    l->kv_a = bind_linear(load, i, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
+    l->kv_a_norm = bind_floats(load, i, "self_attn.kv_a_layernorm", ".weight", rank);
+    l->k_up = bind_linear(load, i, "self_attn.kv_b_proj", m->n_heads * (keys + m->v_dim), rank, false);
+    size_t row = l->k_up.data.stride;
+    l->k_up.rows = keys;
+    l->k_up.n = m->n_heads;
+    l->k_up.data.step = row * (size_t)(keys + m->v_dim);
+    l->v_up = l->k_up;
+    l->v_up.rows = m->v_dim;
+    l->v_up.data.offset += row * (size_t)keys;
+    l->v_up.data.size -= row * (size_t)keys;
+    if (l->v_up.data.data) l->v_up.data.data += row * (size_t)keys;
+    l->o = bind_linear(load, i, "self_attn.o_proj", m->dim, m->n_heads * m->v_dim, bias);
+}
+
+static void bind_experts(Loader *load, int i) {
+    const Family *f = load->family;
+    const Model *m = &load->c->model;
+    Layer *l = m->layer + i;
+    int width = config_whole(load, f->expert_width, 1, 1 << 20, REQUIRED);
+    l->router = bind_linear(load, i, f->router, m->n_experts, m->dim, !f->gate);
+    if (!f->gate) { /* fused: even rows gate, odd rows up */
+        l->gate = bind_mxfp4(load, i, "mlp.experts.gate_up_proj", width, m->dim, 0, 2);
+        l->up = bind_mxfp4(load, i, "mlp.experts.gate_up_proj", width, m->dim, 1, 2);
+        l->down = bind_mxfp4(load, i, "mlp.experts.down_proj", m->dim, width, 0, 1);
+        return;
+    }
+    l->gate = bind_each(load, i, f->gate, width, m->dim);
+    l->up = bind_each(load, i, f->up, width, m->dim);
+    l->down = bind_each(load, i, f->down, m->dim, width);
+    if (!f->latent) return;
+    if (m->route.group_best == 2) /* topk_method noaux_tc */
+        l->choice_bias = bind_floats(load, i, f->router, ".e_score_correction_bias", m->n_experts);
+    int shared = width * config_whole(load, "n_shared_experts", 1, 64, REQUIRED);
+    l->shared_gate = bind_linear(load, i, "mlp.shared_experts.gate_proj", shared, m->dim, false);
+    l->shared_up = bind_linear(load, i, "mlp.shared_experts.up_proj", shared, m->dim, false);
+    l->shared_down = bind_linear(load, i, "mlp.shared_experts.down_proj", m->dim, shared, false);
+}
+
+static void bind_layer(Loader *load, int i) {
+    Model *m = &load->c->model;
+    Layer *l = m->layer + i;
+    const char *behind = "post_attention_layernorm"; /* attention; for Gemma before its sum, else after */
+    l->attn_norm = bind_floats(load, i, "input_layernorm", ".weight", m->dim);
+    if (load->family->gemma) {
+        l->attn_post_norm = bind_floats(load, i, behind, ".weight", m->dim);
+        l->ffn_norm = bind_floats(load, i, "pre_feedforward_layernorm", ".weight", m->dim);
+        l->ffn_post_norm = bind_floats(load, i, "post_feedforward_layernorm", ".weight", m->dim);
+    } else {
+        l->ffn_norm = bind_floats(load, i, behind, ".weight", m->dim);
+    }
+    if (load->family->latent)
+        bind_latent(load, i);
+    else
+        bind_attention(load, i);
+    if (has_experts(load, i)) {
+        bind_experts(load, i);
+    } else {
+        int width = config_whole(load, "intermediate_size", 1, 1 << 20, REQUIRED);
+        bool bias = config_true(load, "mlp_bias");
+        l->gate = bind_linear(load, i, "mlp.gate_proj", width, m->dim, bias);
+        l->up = bind_linear(load, i, "mlp.up_proj", width, m->dim, bias);
+        l->down = bind_linear(load, i, "mlp.down_proj", m->dim, width, bias);
+    }
+    if (l->gate.rows > m->ffn_dim) m->ffn_dim = l->gate.rows;
+    if (l->shared_gate.rows > m->ffn_dim) m->ffn_dim = l->shared_gate.rows;
+}
+
+/* A tensor that the formulas of the text do not need. */
+static bool left_out(const Loader *load, const char *name) {
+    bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
+    const char *layer = strstr(name, "layers."); /* DeepSeek's last predicts a second token */
+    return strstr(name, ".rotary_emb.inv_freq") || (load->config != load->file && picture) ||
+           (load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers);
 }
 
 static void bind_all(Loader *load) {
+    static const char *const prefixes[] = {"model.", "language_model.model.", "model.language_model."};
+    static const char *const heads[] = {"lm_head.weight", "language_model.lm_head.weight"};
     Model *m = &load->c->model;
     const Tensors *all = &load->c->tensors;
-    const char *embed = "model.embed_tokens", *head = "lm_head";
-    if (config_true(load, "tie_word_embeddings")) { /* one matrix, stored under either name or both */
-        const Tensor *copy = tensors_find(all, "lm_head.weight");
-        if (copy) all->tensor[copy - all->tensor].bound = true;
-        if (!tensors_find(all, "model.embed_tokens.weight")) embed = head;
-        head = embed;
+    char name[60];
+    load->prefix = prefixes[0];
+    for (size_t i = 1; i < sizeof prefixes / sizeof *prefixes; i++) {
+        snprintf(name, sizeof name, "%snorm.weight", prefixes[i]);
+        if (tensors_find(all, name)) load->prefix = prefixes[i];
     }
-    m->embed = bind_linear(load, -1, embed, m->vocab, m->dim, false);
-    m->head = bind_linear(load, -1, head, m->vocab, m->dim, false);
-    m->norm = bind_floats(load, -1, "model.norm", ".weight", m->dim);
+    snprintf(name, sizeof name, "%sembed_tokens.weight", load->prefix);
+    bool tied = config_true(load, "tie_word_embeddings"); /* one matrix, stored under either name or both */
+    for (size_t i = 0; i < sizeof heads / sizeof *heads && tied; i++) {
+        const Tensor *copy = tensors_find(all, heads[i]);
+        if (copy) all->tensor[copy - all->tensor].bound = true;
+    }
+    if (!tied || !tensors_find(all, name)) m->head = bind_linear(load, OUTSIDE, "lm_head", m->vocab, m->dim, false);
+    m->embed = tied && m->head.rows ? m->head : bind_linear(load, IN_MODEL, "embed_tokens", m->vocab, m->dim, false);
+    if (tied) m->head = m->embed;
+    m->norm = bind_floats(load, IN_MODEL, "norm", ".weight", m->dim);
     for (int i = 0; i < m->n_layers && !failed(load); i++) bind_layer(load, i);
     for (int i = 0; i < all->n && !failed(load); i++) /* a tensor without a place is a formula left out */
-        if (!all->tensor[i].bound && !strstr(all->tensor[i].name, ".rotary_emb.inv_freq"))
+        if (!all->tensor[i].bound && !left_out(load, all->tensor[i].name))
             fail(load->e, BAD_MODEL, "%s: tensor '%s' has no place in a model of %d layers of the family %s",
                  all->file[all->tensor[i].file].name, all->tensor[i].name, m->n_layers, load->family->model_type);
 }
@@ -654,12 +910,12 @@ static bool read_checkpoint(Checkpoint *c, const char *dir, Depth depth, Error *
     if (access(path, F_OK) && errno == ENOENT)
         fail(e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", dir);
     else
-        load.config = json_read(path, MOST_CONFIG, e);
-    if (load.config) read_config(&load, dir);
+        load.file = json_read(path, MOST_CONFIG, e);
+    if (load.file) read_config(&load, dir);
     if (!failed(&load) && depth == WEIGHTS) tensors_open(&c->tensors, dir, e);
     for (int i = 0; i < c->tensors.files; i++) c->bytes += c->tensors.file[i].size;
     if (!failed(&load) && depth != CONFIG) bind_all(&load);
-    cJSON_Delete(load.config);
+    cJSON_Delete(load.file);
     cJSON_Delete(load.defaults);
     free(path);
     if (e->code) checkpoint_close(c);

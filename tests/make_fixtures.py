@@ -7,15 +7,17 @@ fixtures/NAME/config.json and model.safetensors (or shards with their index) loo
 rounded to the stored type first (experts of gpt-oss to MXFP4), so golden.safetensors is the truth for exactly these
 files. It holds, float32 unless said, one row a token:
     ids                     I32 (n)
-    layers.I.q, .k, .v      (n, heads * head_dim), q and k after rope
+    layers.I.q, .k, .v      (n, heads * head_dim), q and k after rope; latent attention: k is the normed latent and the
+                            turned rope key, there is no v, and neighbours that turned stay neighbours
     layers.I.attn           (n, heads * head_dim) output of attention before o_proj
     layers.I.attn_residual  (n, dim) residual after attention
-    layers.I.experts        I32 (n, top_k) chosen experts by descending router logit; absent in dense models
-    layers.I.weights        (n, top_k) their weights; absent in dense models
-    layers.I.act            (n, top_k, ffn_dim) input of each chosen expert's down_proj; dense models: top_k is 1
+    layers.I.experts        I32 (n, top_k) chosen experts, the first choice first; absent in dense layers
+    layers.I.weights        (n, top_k) their weights; absent in dense layers
+    layers.I.act            (n, top_k, ffn_dim) input of each chosen expert's down_proj; dense layers: top_k is 1
     layers.I.residual       (n, dim) after the layer
     logits                  (n, vocab)
-Tokens are chosen so that no two neighbours in the router's order come close: rounding must not change who is chosen.
+Tokens are chosen so that no two neighbours in the router's order come close, nor the last group of experts that stays
+and the next: rounding must not change who is chosen.
 """
 import copy
 import json
@@ -32,9 +34,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.models.gpt_oss import modeling_gpt_oss
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
 
 FIXTURES = Path(__file__).parent / "fixtures"
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -56,22 +55,33 @@ def mxfp4_unpack(blocks, scales):
     return (values * torch.exp2(scales.float() - 127).unsqueeze(-1)).flatten(-2)
 
 
-def is_expert_matrix(name):
-    return name.endswith(("gate_up_proj", "down_proj"))
-
-
 def stored_tensors(model, dtype):
     """The tensors as published, for the parameters of a model; rounds these parameters to what is stored."""
     tensors = {}
     for name, p in model.named_parameters():
-        if is_expert_matrix(name):  # (experts, in, out) here, (experts, out, in / 32, 16) in the file
+        if p.ndim == 3 and model.config.model_type == "gpt_oss":
+            # (experts, in, out) here, (experts, out, in / 32, 16) in the file
             blocks, scales = mxfp4_pack(p.data.transpose(1, 2))
             p.data = mxfp4_unpack(blocks, scales).transpose(1, 2).contiguous()
             assert torch.equal(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32), p.data)
             tensors[name + "_blocks"], tensors[name + "_scales"] = blocks, scales
+            continue
+        stored = p.data.to(dtype)
+        p.data = stored.float()
+        if model.config.model_type == "mixtral":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        if p.ndim == 3:  # (experts, out, in) here, gate above up; a tensor for each matrix in the file
+            where, matrix = name.rsplit(".", 1)
+            for i, one in enumerate(stored):
+                halves = one.chunk(2) if matrix == "gate_up_proj" else [one]
+                parts = ["gate_proj", "up_proj"] if matrix == "gate_up_proj" else ["down_proj"]
+                for part, half in zip(parts, halves):
+                    if model.config.model_type == "mixtral":
+                        part = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part]
+                    tensors[f"{where}.{i}.{part}.weight"] = half.contiguous()
         else:
-            tensors[name] = p.data.to(dtype)
-            p.data = tensors[name].float()
+            tensors[name] = stored
+    tensors |= {name: b for name, b in model.named_buffers() if name.endswith(".e_score_correction_bias")}
     return tensors
 
 
@@ -93,44 +103,83 @@ def write_json(path, value):
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def router_of(layer):
+    return getattr(layer.mlp, "router", getattr(layer.mlp, "gate", None)) if hasattr(layer.mlp, "experts") else None
+
+
+def compared(config, router, logits):
+    """What decides who is chosen, and by how much the last group that stays is better than the next; both as if they
+    were logits (a sigmoid's slope is 1/4 or less)."""
+    bias = getattr(router, "e_score_correction_bias", None)
+    c = logits if bias is None else (logits.sigmoid() + bias) * 4
+    if getattr(config, "n_group", None) is None or getattr(config, "topk_method", None) == "greedy":
+        return c, torch.full(c.shape[:-1], math.inf)
+    in_groups = c.unflatten(-1, (config.n_group, -1))
+    group = in_groups.topk(1 if bias is None else 2).values.sum(-1)
+    order = group.sort(descending=True).values
+    last, following = order[..., config.topk_group - 1], order[..., config.topk_group]
+    return in_groups.masked_fill((group < last[..., None])[..., None], -math.inf).flatten(-2), last - following
+
+
 @torch.no_grad()
 def golden(model, ids):
     """Everything the taps show, from hooks and from inside the eager attention of transformers."""
     g, tokens = {"ids": ids.int()}, len(ids)
-    eager = {m: m.eager_attention_forward for m in (modeling_gpt_oss, modeling_llama, modeling_qwen3)}
+    config, source = model.config, sys.modules[type(model).__module__]
+    eager, latents, choices = source.eager_attention_forward, {}, {}
 
-    def attention_of(source):
-        def attention(module, q, k, v, *args, **kwargs):
-            out = eager[source](module, q, k, v, *args, **kwargs)
-            for stage, x in (("q", q[0].transpose(0, 1)), ("k", k[0].transpose(0, 1)), ("v", v[0].transpose(0, 1)),
-                             ("attn", out[0][0])):
-                keep(module.layer_idx, stage, x.reshape(tokens, -1))
-            return out
-        return attention
+    def as_stored(x):
+        """The turned part of each head with neighbours beside each other, as in the weights."""
+        if config.model_type != "deepseek_v3":
+            return x
+        turned = x[..., -config.qk_rope_head_dim:].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return torch.cat([x[..., :-config.qk_rope_head_dim], turned], -1)
+
+    def attention(module, q, k, v, *args, **kwargs):
+        out = eager(module, q, k, v, *args, **kwargs)
+        i, q, k, v = module.layer_idx, as_stored(q[0].transpose(0, 1)), as_stored(k[0].transpose(0, 1)), v[0]
+        if i in latents:
+            k = torch.cat([latents[i], k[:, 0, -config.qk_rope_head_dim:]], -1)
+        else:
+            keep(i, "v", v.transpose(0, 1).reshape(tokens, -1))
+        for stage, x in ("q", q), ("k", k), ("attn", out[0][0]):
+            keep(i, stage, x.reshape(tokens, -1))
+        return out
 
     def keep(layer, stage, x):
         g[f"layers.{layer}.{stage}"] = x.detach().clone().contiguous()
 
     def watch(i, layer):
-        yield layer.post_attention_layernorm.register_forward_pre_hook(lambda m, a: keep(i, "attn_residual", a[0][0]))
-        yield layer.register_forward_hook(lambda m, a, out: keep(i, "residual", out[0]))
+        behind = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
+        yield behind.register_forward_pre_hook(lambda m, a: keep(i, "attn_residual", a[0][0]))
+        yield layer.register_forward_hook(
+            lambda m, a, out: keep(i, "residual", (out[0] if isinstance(out, tuple) else out).reshape(tokens, -1)))
+        if hasattr(config, "kv_lora_rank"):
+            yield layer.self_attn.kv_a_layernorm.register_forward_hook(
+                lambda m, a, out: latents.update({i: out.reshape(tokens, -1)}))
         if not hasattr(layer.mlp, "experts"):
             yield layer.mlp.down_proj.register_forward_pre_hook(lambda m, a: keep(i, "act", a[0].transpose(0, 1)))
             return
 
         def routed(experts, args):
             x, chosen, weights = args
-            pre = torch.einsum("nd,nkdf->nkf", x, experts.gate_up_proj[chosen]) + experts.gate_up_proj_bias[chosen]
-            keep(i, "pre", pre)
-            keep(i, "act", experts._apply_gate(pre))
+            order = choices[i].gather(1, chosen).argsort(1, descending=True)
+            chosen, weights = chosen.gather(1, order), weights.gather(1, order)
+            if config.model_type == "gpt_oss":
+                pre = torch.einsum("nd,nkdf->nkf", x, experts.gate_up_proj[chosen]) + experts.gate_up_proj_bias[chosen]
+                keep(i, "pre", pre)
+                keep(i, "act", experts._apply_gate(pre))
+            else:
+                gate, up = torch.einsum("nd,nkfd->nkf", x, experts.gate_up_proj[chosen]).chunk(2, -1)
+                keep(i, "act", experts.act_fn(gate) * up)
             keep(i, "experts", chosen.int())
             keep(i, "weights", weights)
+        router = router_of(layer)
+        yield router.register_forward_hook(lambda m, a, out: choices.update({i: compared(config, m, out[0])[0]}))
         yield layer.mlp.experts.register_forward_pre_hook(routed)
 
     hooks = [hook for i, layer in enumerate(model.model.layers) for hook in watch(i, layer)]
-    with patch.object(modeling_gpt_oss, "eager_attention_forward", attention_of(modeling_gpt_oss)), \
-            patch.object(modeling_llama, "eager_attention_forward", attention_of(modeling_llama)), \
-            patch.object(modeling_qwen3, "eager_attention_forward", attention_of(modeling_qwen3)):
+    with patch.object(source, "eager_attention_forward", attention):
         g["logits"] = model(ids[None], use_cache=False).logits[0].clone()
     for hook in hooks:
         hook.remove()
@@ -165,45 +214,55 @@ def attention_spread(model, g):
 def choose_ids(model, n, generator):
     """Token after token the one of 32 random candidates that keeps the router furthest from a tie."""
     config = model.config
-    if not hasattr(config, "num_local_experts"):
+    routers = [r for r in map(router_of, model.model.layers) if r is not None]
+    if not routers:
         return torch.randint(config.vocab_size, (n,), generator=generator)
-    ids, logits, worst = torch.empty(0, dtype=torch.long), [], math.inf
-    hooks = [layer.mlp.router.register_forward_hook(lambda m, a, out: logits.append(out[0]))
-             for layer in model.model.layers]
+    ids, margins, worst, tries = torch.empty(0, dtype=torch.long), [], math.inf, 32
+
+    def measure(router, args, out):
+        c, groups = compared(config, router, out[0].unflatten(0, (tries, -1))[:, -1])
+        top = c.topk(config.num_experts_per_tok + 1).values
+        margins.append(torch.minimum((top[..., :-1] - top[..., 1:]).amin(1), groups))
+    hooks = [router.register_forward_hook(measure) for router in routers]
     for t in range(n):
-        candidates = torch.randint(config.vocab_size, (32, 1), generator=generator)
-        logits.clear()
-        model(torch.cat([ids.expand(32, t), candidates], 1), use_cache=False)
-        last = torch.stack([x.unflatten(0, (32, t + 1))[:, -1] for x in logits], 1)
-        top = last.topk(config.num_experts_per_tok + 1).values
-        margin, best = (top[..., :-1] - top[..., 1:]).amin((1, 2)).max(0)
+        candidates = torch.randint(config.vocab_size, (tries, 1), generator=generator)
+        margins.clear()
+        model(torch.cat([ids.expand(tries, t), candidates], 1), use_cache=False)
+        margin, best = torch.stack(margins, 1).amin(1).max(0)
         worst = min(worst, margin.item())
         ids = torch.cat([ids, candidates[best]])
     for hook in hooks:
         hook.remove()
-    assert worst > MARGIN
+    assert worst > MARGIN, worst
     return ids
 
 
 GAIN = {"q_proj": 1.3, "k_proj": 1.3, "v_proj": 1, "o_proj": 2, "router": 2, "gate_up_proj": 3, "down_proj": 0.3,
-        "gate_proj": 2, "up_proj": 2, "lm_head": 2}
+        "gate_proj": 2, "up_proj": 2, "lm_head": 2, "gate": 2, "q_a_proj": 1, "q_b_proj": 1.3, "kv_b_proj": 1.3,
+        "kv_a_proj_with_mqa": 1}
 
 
 @torch.no_grad()
 def randomize(model, generator):
     """Weights with which every step matters: biases, sinks and norms too, attention far from uniform."""
+    gemma = model.config.model_type.startswith("gemma")
     for name, p in model.named_parameters():
         p.normal_(generator=generator)
         layer_name = name.removesuffix(".weight").split(".")[-1]
         if layer_name.endswith("norm"):
-            p.mul_(0.2).add_(1)
+            p.mul_(0.2).add_(0 if gemma else 1)  # Gemma adds the 1 itself
         elif layer_name == "sinks":
             p.mul_(1.5)
         elif layer_name.endswith("bias"):
             p.mul_(0.3)
-        elif layer_name != "embed_tokens":
-            fan_in = p.shape[1]  # (out, in), and (experts, in, out)
+        elif layer_name == "embed_tokens":
+            p.mul_(1 / math.sqrt(p.shape[1]) if gemma else 1)  # and multiplies with that root
+        else:
+            fan_in = p.shape[1 if model.config.model_type == "gpt_oss" else -1]  # (out, in), gpt_oss (experts, in, out)
             p.mul_(GAIN[layer_name] / math.sqrt(fan_in))
+    for name, b in model.named_buffers():  # large, as trained ones are: 1 % of one changes who is chosen
+        if name.endswith(".e_score_correction_bias"):
+            b.normal_(generator=generator).mul_(0.1).add_(20)
 
 
 def load(folder):
@@ -214,8 +273,9 @@ def load(folder):
                                                 experts_implementation="eager", **how).float()
 
 
-def make(name, config, n, seed, dtype=torch.bfloat16, shards=1):
-    """config: the text of config.json, or a LlamaConfig that transformers shall write its own way."""
+def make(name, config, n, seed, dtype=torch.bfloat16, shards=1, more=()):
+    """config: the text of config.json, or a LlamaConfig that transformers shall write its own way. more: names of
+    tensors that such files hold too and that do not count."""
     folder = FIXTURES / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -226,14 +286,16 @@ def make(name, config, n, seed, dtype=torch.bfloat16, shards=1):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager",
                                              experts_implementation="eager").eval()
     randomize(model, generator)
-    tensors = stored_tensors(model, dtype)
+    tensors = stored_tensors(model, dtype) | {name: torch.ones(2, dtype=dtype) for name in more}
     if (folder / "config.json").exists():
         save_model(folder, tensors, shards)
     else:
         copy.deepcopy(model).to(dtype).save_pretrained(folder)
     g = golden(model, choose_ids(model, n, generator))
-    about = f"attention logits vary by {', '.join(f'{s:.1f}' for s in attention_spread(model, g))}"
-    if hasattr(config, "num_local_experts"):
+    about = "latent attention"
+    if not hasattr(config, "kv_lora_rank"):
+        about = f"attention logits vary by {', '.join(f'{s:.1f}' for s in attention_spread(model, g))}"
+    if config.model_type == "gpt_oss":
         about += f", {100 * check_experts(model, g):.1f} % of gates clamped"
     assert all(x.isfinite().all() for x in g.values())
     save_file(g, folder / "golden.safetensors")
@@ -319,8 +381,94 @@ def make_qwen3():
          n=24, seed=5)
 
 
-MAKERS = {"true_heads": make_true_heads, "odd": make_odd, "llama3": make_llama3, "llama_bias": make_llama_bias,
-          "qwen3": make_qwen3}
+def family(model_type, layers, dim, heads, ffn, vocab, **more):
+    """Keys that all published files have."""
+    return {"bos_token_id": 1, "eos_token_id": 2, "hidden_size": dim, "intermediate_size": ffn,
+            "max_position_embeddings": 512, "model_type": model_type, "num_attention_heads": heads,
+            "num_hidden_layers": layers, "rms_norm_eps": 1e-05, "rope_theta": 1000.0, "vocab_size": vocab,
+            "torch_dtype": "bfloat16", "hidden_act": "silu", **more}
+
+
+def make_mistral():
+    """A window in every layer, heads * head_dim != dim as in Nemo."""
+    make("mistral", family("mistral", 2, 56, 4, 96, 139, head_dim=16, num_key_value_heads=2, sliding_window=6,
+                           tie_word_embeddings=False), n=16, seed=6)
+
+
+def make_mixtral():
+    """Experts as separate tensors, some of one layer in another file; weights of the chosen add up to 1."""
+    make("mixtral", family("mixtral", 2, 48, 4, 40, 131, num_key_value_heads=2, sliding_window=None,
+                           num_local_experts=6, num_experts_per_tok=2, tie_word_embeddings=False),
+         n=14, seed=7, dtype=torch.float16, shards=3)
+
+
+def make_qwen2():
+    """Biases of q, k and v, and a window from a layer on."""
+    make("qwen2", family("qwen2", 3, 56, 7, 88, 137, num_key_value_heads=1, max_window_layers=1, sliding_window=6,
+                         use_sliding_window=True, tie_word_embeddings=True), n=14, seed=8)
+
+
+def make_qwen3_moe():
+    """A dense layer among those with experts; the weights of the chosen do not add up to 1."""
+    make("qwen3_moe", family("qwen3_moe", 3, 48, 4, 72, 127, num_key_value_heads=2, head_dim=16, num_experts=8,
+                             num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=False,
+                             decoder_sparse_step=1, mlp_only_layers=[1], sliding_window=None, max_window_layers=48,
+                             use_sliding_window=False, tie_word_embeddings=False), n=16, seed=9)
+
+
+def make_gemma2():
+    """Its real head size; caps small enough to matter; query_pre_attn_scalar is not the head size."""
+    make("gemma2", family("gemma2", 2, 32, 2, 80, 129, num_key_value_heads=1, head_dim=256, sliding_window=6,
+                          hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
+                          query_pre_attn_scalar=144, attn_logit_softcapping=4.0, final_logit_softcapping=3.0,
+                          cache_implementation="hybrid"), n=10, seed=10)
+
+
+def make_gemma3():
+    """Two ropes, the one of layers that see all scaled; two of three layers have a window."""
+    config = family("gemma3_text", 3, 48, 4, 80, 133, num_key_value_heads=2, head_dim=32, sliding_window=6,
+                    hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=40, attn_logit_softcapping=None,
+                    final_logit_softcapping=None, rope_local_base_freq=100.0, sliding_window_pattern=3,
+                    rope_scaling={"factor": 8.0, "rope_type": "linear"})
+    del config["hidden_act"]
+    make("gemma3", config, n=14, seed=11)
+
+
+def deepseek(model_type, layers, heads, nope, v, yarn, **more):
+    config = family(model_type, layers, 48, heads, 80, 125, kv_lora_rank=512, qk_nope_head_dim=nope,
+                    qk_rope_head_dim=64, v_head_dim=v, moe_intermediate_size=16, n_routed_experts=16,
+                    num_experts_per_tok=4, num_key_value_heads=heads, attention_bias=False, rope_scaling=yarn | {
+                        "beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 64,
+                        "type": "yarn"}, moe_layer_freq=1, tie_word_embeddings=False, **more)
+    return config | {"rms_norm_eps": 1e-6}
+
+
+def make_deepseek_v3():
+    """The real latent and rope sizes; sigmoid router with bias and groups, a dense layer, the layer that is left out."""
+    make("deepseek_v3", deepseek("deepseek_v3", 2, 2, 16, 16, {"mscale": 1.0, "mscale_all_dim": 1.0},
+                                 q_lora_rank=40, n_shared_experts=1, n_group=4, topk_group=2, norm_topk_prob=True,
+                                 routed_scaling_factor=2.5, scoring_func="sigmoid", topk_method="noaux_tc",
+                                 first_k_dense_replace=1, num_nextn_predict_layers=1),
+         n=10, seed=12, more=["model.layers.2.enorm.weight", "model.layers.2.shared_head.norm.weight"])
+
+
+def make_deepseek_v2():
+    """Groups of experts by their best, weights as they are times a factor; the ratio of mscales is not 1."""
+    make("deepseek_v2", deepseek("deepseek_v2", 1, 2, 32, 16, {"mscale": 1.0, "mscale_all_dim": 0.5},
+                                 q_lora_rank=40, n_shared_experts=2, n_group=4, topk_group=2, norm_topk_prob=False,
+                                 routed_scaling_factor=4.0, scoring_func="softmax", topk_method="group_limited_greedy",
+                                 first_k_dense_replace=0), n=12, seed=13)
+
+
+def make_deepseek_v2_lite():
+    """The real sizes of a head; no q_a, no groups."""
+    make("deepseek_v2_lite", deepseek("deepseek_v2", 1, 1, 128, 128, {"mscale": 0.707, "mscale_all_dim": 0.707},
+                                      q_lora_rank=None, n_shared_experts=2, n_group=1, topk_group=1,
+                                      norm_topk_prob=False, routed_scaling_factor=1.0, scoring_func="softmax",
+                                      topk_method="greedy", first_k_dense_replace=0), n=10, seed=14)
+
+
+MAKERS = {name.removeprefix("make_"): maker for name, maker in list(globals().items()) if name.startswith("make_")}
 
 if __name__ == "__main__":
     for fixture in sys.argv[1:] or MAKERS:

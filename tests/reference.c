@@ -15,7 +15,7 @@ bool reference_rounds = false;
 
 typedef struct { /* 64 positions of one sequence */
     int token[PAGE];
-    float *k, *v; /* (n_layers, PAGE, n_kv_heads * head_dim) */
+    float *k, *v; /* (n_layers, PAGE, k_row), (n_layers, PAGE, v_row) */
 } Page;
 
 typedef struct { /* a step that was submitted */
@@ -33,6 +33,8 @@ typedef struct {
     Step step[3]; /* [0] was collected last; then the outstanding ones, oldest first */
     int outstanding;
     uint64_t experts_read;
+    int k_row,
+        v_row; /* what the cache holds of a token: n_kv_heads * head_dim and v_dim, or latent and rope key alone */
     /* of the step being computed */
     const Batch *b;
     int tokens;          /* T */
@@ -40,13 +42,17 @@ typedef struct {
     int *id;             /* (T) */
     float *x;            /* (T, dim) residual stream */
     float *normed;       /* (T, dim) */
-    float *q, *attn;     /* (T, n_heads * head_dim) */
-    float *k, *v;        /* (T, n_kv_heads * head_dim) */
+    float *q;            /* (T, n_heads * head_dim) */
+    float *k, *v;        /* (T, k_row), (T, v_row) */
+    float *attn;         /* (T, n_heads * v_dim) */
+    float *q_low;        /* (T, q_rank) latent */
+    float *query, *mean; /* (T, n_heads, k_row), (T, n_heads, kv_rank): attention to the latents */
     float *router;       /* (T, n_experts) */
     int *expert;         /* (T, top_k) */
     float *weight;       /* (T, top_k) */
     float *gate, *up;    /* (T, top_k, ffn_dim); gate becomes the activation */
     float *down;         /* (T, top_k, dim) */
+    float *shared;       /* (T, dim) */
 } Reference;
 
 /* ---- numbers ---- */
@@ -78,7 +84,8 @@ static float e8m0_value(int e) { return e == 255 ? NAN : ldexpf(1, e - 127); }
 
 /* Row `row` of matrix i as floats. */
 static void decode_row(const Linear *w, int i, int row, float *out) {
-    const unsigned char *data = w->data.data + (size_t)i * w->data.step + (size_t)row * w->data.stride;
+    const View *v = w->each ? w->each + i : &w->data;
+    const unsigned char *data = v->data + (w->each ? 0 : (size_t)i * v->step) + (size_t)row * v->stride;
     if (w->type == MXFP4) {
         const unsigned char *scale = w->scale.data + (size_t)i * w->scale.step + (size_t)row * w->scale.stride;
         for (int b = 0; b < w->cols / 32; b++) {
@@ -142,15 +149,17 @@ static void norm_heads(const Model *m, const float *weight, float *x, int heads)
     for (int h = 0; h < heads && weight; h++, x += m->head_dim) rms_norm(x, weight, m->head_dim, m->eps, x);
 }
 
-/* Turns each head's pairs (i, i + head_dim / 2) by position * inv_freq[i]. */
-static void rope(const Model *m, const Rope *how, float *x, int heads, int position) {
-    int half = m->rope_dim / 2;
-    for (int h = 0; h < heads; h++, x += m->head_dim)
+/* Turns the last rope_dim of each head of `size` elements: pairs (i, i + rope_dim / 2) or neighbours, by position *
+ * inv_freq[i]. */
+static void rope(const Model *m, const Rope *how, float *x, int heads, int size, int position) {
+    int half = m->rope_dim / 2, step = m->neighbours ? 2 : 1, other = m->neighbours ? 1 : half;
+    for (int h = 0; h < heads; h++, x += size)
         for (int i = 0; i < half; i++) {
-            double angle = (double)position * (double)how->inv_freq[i], a = (double)x[i], b = (double)x[i + half];
+            float *pair = x + size - m->rope_dim + i * step;
+            double angle = (double)position * (double)how->inv_freq[i], a = (double)pair[0], b = (double)pair[other];
             double c = cos(angle) * (double)how->scale, s = sin(angle) * (double)how->scale;
-            x[i] = (float)(a * c - b * s);
-            x[i + half] = (float)(b * c + a * s);
+            pair[0] = (float)(a * c - b * s);
+            pair[other] = (float)(b * c + a * s);
         }
 }
 
@@ -159,83 +168,168 @@ static Page *cache_page(const Reference *r, int s, int p) {
     return r->page + r->b->page[s * r->b->max_pages + p / PAGE];
 }
 
-static size_t cache_row(const Reference *r, int layer, int p) {
-    return ((size_t)layer * PAGE + (size_t)(p % PAGE)) * (size_t)(r->m->n_kv_heads * r->m->head_dim);
+/* Row of position p in a layer's part of a page, of rows of so many floats. */
+static float *cache_row(float *part, int layer, int p, int row) {
+    return part + ((size_t)layer * PAGE + (size_t)(p % PAGE)) * (size_t)row;
 }
 
 static void store(Reference *r, int layer, int t) {
-    int kv = r->m->n_kv_heads * r->m->head_dim, p = r->position[t];
+    int p = r->position[t];
     Page *page = cache_page(r, r->seq[t], p);
-    for (int i = 0; i < kv; i++) {
-        page->k[cache_row(r, layer, p) + (size_t)i] = r->k[(size_t)t * (size_t)kv + (size_t)i];
-        page->v[cache_row(r, layer, p) + (size_t)i] = r->v[(size_t)t * (size_t)kv + (size_t)i];
-    }
+    memcpy(cache_row(page->k, layer, p, r->k_row), r->k + (size_t)t * (size_t)r->k_row,
+           (size_t)r->k_row * sizeof *r->k);
+    memcpy(cache_row(page->v, layer, p, r->v_row), r->v + (size_t)t * (size_t)r->v_row,
+           (size_t)r->v_row * sizeof *r->v);
 }
 
-/* softmax(q k / sqrt(head_dim)) v over the positions that token t sees; a sink takes its share of the softmax and adds
- * nothing. Query heads share key/value heads in groups (Ainslie et al., "GQA", 2023). */
+static double capped(double x, float cap) { return cap > 0 ? (double)cap * tanh(x / (double)cap) : x; }
+
+/* softmax(attn_scale q k) v over the positions that token t sees; a sink takes its share of the softmax and adds
+ * nothing. Query heads share key/value heads in groups (Ainslie et al., "GQA", 2023). Latent: all share one key, whose
+ * beginning is the value. */
 static void attention(Reference *r, int layer, int t) {
     const Model *m = r->m;
     const Layer *l = m->layer + layer;
-    int d = m->head_dim, p = r->position[t], first = l->window && p >= l->window ? p - l->window + 1 : 0;
-    double *score = allocate((size_t)(p - first + 1) * sizeof *score), *sum = allocate((size_t)d * sizeof *sum);
+    bool latent = m->kv_rank > 0;
+    int size = latent ? r->k_row : m->head_dim, v_size = latent ? m->kv_rank : m->v_dim;
+    int p = r->position[t], first = l->window && p >= l->window ? p - l->window + 1 : 0;
+    double *score = allocate((size_t)(p - first + 1) * sizeof *score), *sum = allocate((size_t)v_size * sizeof *sum);
     for (int h = 0; h < m->n_heads; h++) {
-        const float *q = r->q + ((size_t)t * (size_t)m->n_heads + (size_t)h) * (size_t)d;
-        size_t head = (size_t)(h / (m->n_heads / m->n_kv_heads) * d);
+        size_t at = (size_t)t * (size_t)m->n_heads + (size_t)h;
+        const float *q = (latent ? r->query : r->q) + at * (size_t)size;
+        float *out = (latent ? r->mean : r->attn) + at * (size_t)v_size;
+        int head = h / (m->n_heads / m->n_kv_heads);
         double most = l->sinks ? (double)l->sinks[h] : -DBL_MAX, total = 0;
         for (int j = first; j <= p; j++) {
-            score[j - first] =
-                dot(q, cache_page(r, r->seq[t], j)->k + cache_row(r, layer, j) + head, d) * (double)m->attn_scale;
+            const float *k = cache_row(cache_page(r, r->seq[t], j)->k, layer, j, r->k_row) + head * size;
+            score[j - first] = capped(dot(q, k, size) * (double)m->attn_scale, m->attn_cap);
             most = fmax(most, score[j - first]);
         }
         if (l->sinks) total = exp((double)l->sinks[h] - most);
-        memset(sum, 0, (size_t)d * sizeof *sum);
+        memset(sum, 0, (size_t)v_size * sizeof *sum);
         for (int j = first; j <= p; j++) {
-            const float *v = cache_page(r, r->seq[t], j)->v + cache_row(r, layer, j) + head;
+            const Page *page = cache_page(r, r->seq[t], j);
+            const float *v = latent ? cache_row(page->k, layer, j, r->k_row)
+                                    : cache_row(page->v, layer, j, r->v_row) + head * v_size;
             double share = exp(score[j - first] - most);
             total += share;
-            for (int i = 0; i < d; i++) sum[i] += share * (double)v[i];
+            for (int i = 0; i < v_size; i++) sum[i] += share * (double)v[i];
         }
-        for (int i = 0; i < d; i++)
-            r->attn[((size_t)t * (size_t)m->n_heads + (size_t)h) * (size_t)d + (size_t)i] = (float)(sum[i] / total);
+        for (int i = 0; i < v_size; i++) out[i] = (float)(sum[i] / total);
     }
     free(score);
     free(sum);
 }
 
-/* The top_k experts of one token by router logit, the lower number among equals, and softmax over those logits. */
-static void route(const float *logit, int n, int top_k, int *expert, float *weight) {
-    double total = 0;
-    for (int k = 0; k < top_k; k++) {
-        int best = -1;
-        for (int e = 0; e < n; e++) {
-            bool taken = false;
-            for (int j = 0; j < k; j++) taken |= expert[j] == e;
-            if (!taken && (best < 0 || logit[e] > logit[best])) best = e;
+/* Latent: the part of each query that RoPE leaves alone goes through k_up transposed, so that it meets the latent. */
+static void absorb(Reference *r, const Layer *l) {
+    const Model *m = r->m;
+    int rank = m->kv_rank, T = r->tokens, turned = m->rope_dim;
+    float *row = allocate((size_t)rank * sizeof *row);
+    double *sum = allocate((size_t)(T * rank) * sizeof *sum);
+    for (int h = 0; h < m->n_heads; h++) {
+        memset(sum, 0, (size_t)(T * rank) * sizeof *sum);
+        for (int i = 0; i < l->k_up.rows; i++) {
+            decode_row(&l->k_up, h, i, row);
+            for (int t = 0; t < T; t++) {
+                double q = (double)rounded_for(l->k_up.type, r->q[(t * m->n_heads + h) * m->head_dim + i]);
+                for (int c = 0; c < rank; c++) sum[t * rank + c] += q * (double)row[c];
+            }
         }
-        expert[k] = best;
-        total += exp((double)logit[best] - (double)logit[expert[0]]);
+        for (int t = 0; t < T; t++) {
+            float *query = r->query + (size_t)(t * m->n_heads + h) * (size_t)r->k_row;
+            for (int c = 0; c < rank; c++) query[c] = (float)sum[t * rank + c];
+            memcpy(query + rank, r->q + ((size_t)(t * m->n_heads + h) + 1) * (size_t)m->head_dim - turned,
+                   (size_t)turned * sizeof *query);
+            if (l->q.type != F32) round_row(query, r->k_row);
+        }
     }
-    for (int k = 0; k < top_k; k++)
-        weight[k] = (float)(exp((double)logit[expert[k]] - (double)logit[expert[0]]) / total);
+    free(row);
+    free(sum);
 }
 
-static float swiglu(const Model *m, float gate, float up) {
-    if (m->act == SWIGLU) return (float)((double)gate / (1 + exp(-(double)gate)) * (double)up);
-    double g = fmin((double)gate, (double)m->act_limit),
-           u = fmax(fmin((double)up, (double)m->act_limit), -(double)m->act_limit);
+/* Latent: the mean of the latents that each head saw becomes its value. */
+static void expand(Reference *r, const Layer *l) {
+    int heads = r->m->n_heads, *row = allocate((size_t)r->tokens * sizeof *row);
+    for (int h = 0; h < heads; h++) {
+        for (int t = 0; t < r->tokens; t++) row[t] = t * heads + h;
+        linear(&l->v_up, h, r->mean, row, r->tokens, r->attn);
+    }
+    free(row);
+}
+
+/* The largest of n that is not yet taken, the lower number among equals; takes it. */
+static int take_largest(const double *x, bool *taken, int n) {
+    int best = -1;
+    for (int i = 0; i < n; i++)
+        if (!taken[i] && (best < 0 || x[i] > x[best])) best = i;
+    taken[best] = true;
+    return best;
+}
+
+/* Leaves the experts of the best groups: of others choice becomes -inf. */
+static void choose_groups(const Route *how, double *choice, int n) {
+    int each = n / how->groups;
+    double *best = allocate_zero((size_t)how->groups, sizeof *best);
+    bool *taken = allocate_zero((size_t)n, sizeof *taken), *kept = allocate_zero((size_t)how->groups, sizeof *kept);
+    for (int g = 0; g < how->groups; g++)
+        for (int i = 0; i < how->group_best; i++)
+            best[g] += choice[g * each + take_largest(choice + g * each, taken + g * each, each)];
+    for (int i = 0; i < how->top_groups; i++) take_largest(best, kept, how->groups);
+    for (int e = 0; e < n; e++)
+        if (!kept[e / each]) choice[e] = -INFINITY;
+    free(best);
+    free(taken);
+    free(kept);
+}
+
+/* The experts of one token in the order of choice, and their weights. Softmax keeps the order of the logits. */
+static void route(const Model *m, const Layer *l, const float *logit, int *expert, float *weight) {
+    const Route *how = &m->route;
+    int n = m->n_experts;
+    double *score = allocate((size_t)n * sizeof *score), *choice = allocate((size_t)n * sizeof *choice);
+    bool *taken = allocate_zero((size_t)n, sizeof *taken);
+    double most = -DBL_MAX, all = 0, chosen = 0;
+    for (int e = 0; e < n; e++) most = fmax(most, (double)logit[e]);
+    for (int e = 0; e < n; e++) {
+        double z = (double)logit[e];
+        score[e] = how->sigmoid ? 1 / (1 + exp(-z)) : exp(z - most);
+        choice[e] = (how->sigmoid ? score[e] : z) + (l->choice_bias ? (double)l->choice_bias[e] : 0);
+        all += score[e];
+    }
+    if (how->top_groups < how->groups) choose_groups(how, choice, n);
+    for (int k = 0; k < m->top_k; k++) {
+        expert[k] = take_largest(choice, taken, n);
+        chosen += score[expert[k]];
+    }
+    double total = how->normalise ? chosen + 1e-20 : how->sigmoid ? 1 : all;
+    for (int k = 0; k < m->top_k; k++) weight[k] = (float)(score[expert[k]] / total * (double)how->scale);
+    free(score);
+    free(choice);
+    free(taken);
+}
+
+static float activation(const Model *m, float gate, float up) {
+    double g = (double)gate, u = (double)up;
+    if (m->act == GEGLU) return (float)(0.5 * g * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))) * u);
+    if (m->act == SWIGLU) return (float)(g / (1 + exp(-g)) * u);
+    g = fmin(g, (double)m->act_limit);
+    u = fmax(fmin(u, (double)m->act_limit), -(double)m->act_limit);
     return (float)(g / (1 + exp(-1.702 * g)) * (u + 1));
 }
+
+/* How many experts each token has in this layer; dense is one, which every token chooses. */
+static int choices_of(const Model *m, const Layer *l) { return l->router.rows ? m->top_k : 1; }
 
 /* Each expert reads its matrices once, for all tokens that chose it. `normed` is repeated for each choice. */
 static void experts(Reference *r, const Layer *l) {
     const Model *m = r->m;
-    int choices = r->tokens * m->top_k, *row = allocate((size_t)choices * sizeof *row);
+    int top_k = choices_of(m, l), choices = r->tokens * top_k, *row = allocate((size_t)choices * sizeof *row);
     float *in = allocate((size_t)choices * (size_t)m->dim * sizeof *in);
     for (int c = 0; c < choices; c++)
-        memcpy(in + (size_t)c * (size_t)m->dim, r->normed + (size_t)(c / m->top_k) * (size_t)m->dim,
+        memcpy(in + (size_t)c * (size_t)m->dim, r->normed + (size_t)(c / top_k) * (size_t)m->dim,
                (size_t)m->dim * sizeof *in);
-    for (int e = 0; e < m->n_experts; e++) {
+    for (int e = 0; e < l->gate.n; e++) {
         int n = 0;
         for (int c = 0; c < choices; c++)
             if (r->expert[c] == e) row[n++] = c;
@@ -244,9 +338,9 @@ static void experts(Reference *r, const Layer *l) {
         linear(&l->gate, e, in, row, n, r->gate);
         linear(&l->up, e, in, row, n, r->up);
         for (int i = 0; i < n; i++)
-            for (int j = 0; j < m->ffn_dim; j++) {
-                size_t at = (size_t)row[i] * (size_t)m->ffn_dim + (size_t)j;
-                r->gate[at] = swiglu(m, r->gate[at], r->up[at]);
+            for (int j = 0; j < l->gate.rows; j++) {
+                size_t at = (size_t)row[i] * (size_t)l->gate.rows + (size_t)j;
+                r->gate[at] = activation(m, r->gate[at], r->up[at]);
             }
         linear(&l->down, e, r->gate, row, n, r->down);
     }
@@ -254,14 +348,35 @@ static void experts(Reference *r, const Layer *l) {
     free(in);
 }
 
-/* x[t] += sum over the choices of weight * down, in the order of choice. */
-static void combine(Reference *r, int t) {
-    int dim = r->m->dim, top_k = r->m->top_k;
+static void shared_expert(Reference *r, const Layer *l) {
+    size_t n = (size_t)r->tokens * (size_t)l->shared_gate.rows;
+    if (!n) return;
+    linear(&l->shared_gate, 0, r->normed, NULL, r->tokens, r->gate);
+    linear(&l->shared_up, 0, r->normed, NULL, r->tokens, r->up);
+    for (size_t i = 0; i < n; i++) r->gate[i] = activation(r->m, r->gate[i], r->up[i]);
+    linear(&l->shared_down, 0, r->gate, NULL, r->tokens, r->shared);
+}
+
+/* normed[t] = sum over the choices of weight * down, in the order of choice, and the shared expert. */
+static void combine(Reference *r, const Layer *l, int t) {
+    int dim = r->m->dim, top_k = choices_of(r->m, l);
     for (int i = 0; i < dim; i++) {
+        size_t at = (size_t)t * (size_t)dim + (size_t)i;
         double sum = 0;
         for (int k = t * top_k; k < (t + 1) * top_k; k++)
             sum += (double)r->weight[k] * (double)r->down[(size_t)k * (size_t)dim + (size_t)i];
-        r->x[(size_t)t * (size_t)dim + (size_t)i] += (float)sum;
+        if (l->shared_gate.rows) sum += (double)r->shared[at];
+        r->normed[at] = (float)sum;
+    }
+}
+
+/* x += what a half of the block gave, which Gemma norms first. */
+static void add_to_residual(Reference *r, const float *post_norm) {
+    const Model *m = r->m;
+    for (int t = 0; t < r->tokens; t++) {
+        float *x = r->x + (size_t)t * (size_t)m->dim, *given = r->normed + (size_t)t * (size_t)m->dim;
+        if (post_norm) rms_norm(given, post_norm, m->dim, m->eps, given);
+        for (int i = 0; i < m->dim; i++) x[i] += given[i];
     }
 }
 
@@ -269,57 +384,97 @@ static void tap(const Reference *r, const char *stage, int layer, const float *v
     if (r->limits.tap) r->limits.tap(r->limits.tap_data, stage, layer, values, rows, cols);
 }
 
-static void block(Reference *r, int layer) {
+/* q, k and v of all tokens, before RoPE. */
+static void make_qkv(Reference *r, const Layer *l) {
     const Model *m = r->m;
-    const Layer *l = m->layer + layer;
-    int T = r->tokens, q = m->n_heads * m->head_dim, kv = m->n_kv_heads * m->head_dim;
-    size_t dim = (size_t)m->dim;
-    for (int t = 0; t < T; t++)
-        rms_norm(r->x + (size_t)t * dim, l->attn_norm, m->dim, m->eps, r->normed + (size_t)t * dim);
-    linear(&l->q, 0, r->normed, NULL, T, r->q);
+    int T = r->tokens;
+    if (l->q_a.rows) {
+        linear(&l->q_a, 0, r->normed, NULL, T, r->q_low);
+        for (int t = 0; t < T; t++) {
+            float *low = r->q_low + (size_t)t * (size_t)l->q_a.rows;
+            rms_norm(low, l->q_a_norm, l->q_a.rows, m->eps, low);
+        }
+    }
+    linear(&l->q, 0, l->q_a.rows ? r->q_low : r->normed, NULL, T, r->q);
+    if (m->kv_rank) {
+        linear(&l->kv_a, 0, r->normed, NULL, T, r->k);
+        for (int t = 0; t < T; t++) {
+            float *latent = r->k + (size_t)t * (size_t)r->k_row;
+            rms_norm(latent, l->kv_a_norm, m->kv_rank, m->eps, latent);
+        }
+        return;
+    }
     linear(&l->k, 0, r->normed, NULL, T, r->k);
     linear(&l->v, 0, r->normed, NULL, T, r->v);
     for (int t = 0; t < T; t++) {
-        norm_heads(m, l->q_norm, r->q + (size_t)t * (size_t)q, m->n_heads);
-        norm_heads(m, l->k_norm, r->k + (size_t)t * (size_t)kv, m->n_kv_heads);
-        rope(m, l->rope, r->q + (size_t)t * (size_t)q, m->n_heads, r->position[t]);
-        rope(m, l->rope, r->k + (size_t)t * (size_t)kv, m->n_kv_heads, r->position[t]);
-        round_row(r->k + (size_t)t * (size_t)kv, kv);
-        round_row(r->v + (size_t)t * (size_t)kv, kv);
-        if (l->q.type != F32) round_row(r->q + (size_t)t * (size_t)q, q);
+        norm_heads(m, l->q_norm, r->q + (size_t)t * (size_t)(m->n_heads * m->head_dim), m->n_heads);
+        norm_heads(m, l->k_norm, r->k + (size_t)t * (size_t)r->k_row, m->n_kv_heads);
+    }
+}
+
+static void attention_block(Reference *r, int layer) {
+    const Model *m = r->m;
+    const Layer *l = m->layer + layer;
+    int T = r->tokens, q_row = m->n_heads * m->head_dim;
+    make_qkv(r, l);
+    for (int t = 0; t < T; t++) {
+        float *q = r->q + (size_t)t * (size_t)q_row, *k = r->k + (size_t)t * (size_t)r->k_row;
+        rope(m, l->rope, q, m->n_heads, m->head_dim, r->position[t]);
+        rope(m, l->rope, k, m->n_kv_heads, r->k_row / m->n_kv_heads, r->position[t]);
+        round_row(k, r->k_row);
+        round_row(r->v + (size_t)t * (size_t)r->v_row, r->v_row);
+        if (l->q.type != F32) round_row(q, q_row);
         store(r, layer, t);
     }
-    tap(r, "q", layer, r->q, T, q);
-    tap(r, "k", layer, r->k, T, kv);
-    tap(r, "v", layer, r->v, T, kv);
+    tap(r, "q", layer, r->q, T, q_row);
+    tap(r, "k", layer, r->k, T, r->k_row);
+    if (r->v_row) tap(r, "v", layer, r->v, T, r->v_row);
+    if (m->kv_rank) absorb(r, l);
     for (int t = 0; t < T; t++) attention(r, layer, t);
-    tap(r, "attn", layer, r->attn, T, q);
+    if (m->kv_rank) expand(r, l);
+    tap(r, "attn", layer, r->attn, T, m->n_heads * m->v_dim);
     linear(&l->o, 0, r->attn, NULL, T, r->normed);
-    for (size_t i = 0; i < (size_t)T * dim; i++) r->x[i] += r->normed[i];
-    tap(r, "attn_residual", layer, r->x, T, m->dim);
+}
+
+/* Who is asked, and with which weight. */
+static void choose_experts(Reference *r, int layer) {
+    const Model *m = r->m;
+    const Layer *l = m->layer + layer;
+    int T = r->tokens, choices = T * m->top_k;
+    if (!l->router.rows) {
+        for (int t = 0; t < T; t++) r->expert[t] = 0, r->weight[t] = 1;
+        return;
+    }
+    linear(&l->router, 0, r->normed, NULL, T, r->router);
     for (int t = 0; t < T; t++)
-        rms_norm(r->x + (size_t)t * dim, l->ffn_norm, m->dim, m->eps, r->normed + (size_t)t * dim);
-    if (l->router.rows) linear(&l->router, 0, r->normed, NULL, T, r->router);
-    for (int t = 0; t < T; t++) { /* dense: one expert, which every token chooses */
-        if (l->router.rows) {
-            route(r->router + (size_t)t * (size_t)m->n_experts, m->n_experts, m->top_k, r->expert + t * m->top_k,
-                  r->weight + t * m->top_k);
-        } else {
-            r->expert[t] = 0;
-            r->weight[t] = 1;
-        }
-    }
-    if (r->limits.tap && l->router.rows) {
-        float *ids = allocate((size_t)(T * m->top_k) * sizeof *ids);
-        for (int i = 0; i < T * m->top_k; i++) ids[i] = (float)r->expert[i];
-        tap(r, "experts", layer, ids, T, m->top_k);
-        tap(r, "weights", layer, r->weight, T, m->top_k);
-        free(ids);
-    }
+        route(m, l, r->router + (size_t)t * (size_t)m->n_experts, r->expert + t * m->top_k, r->weight + t * m->top_k);
+    float *ids = allocate((size_t)choices * sizeof *ids);
+    for (int i = 0; i < choices; i++) ids[i] = (float)r->expert[i];
+    tap(r, "experts", layer, ids, T, m->top_k);
+    tap(r, "weights", layer, r->weight, T, m->top_k);
+    free(ids);
+}
+
+static void norm_tokens(Reference *r, const float *weight) {
+    size_t dim = (size_t)r->m->dim;
+    for (size_t t = 0; t < (size_t)r->tokens; t++)
+        rms_norm(r->x + t * dim, weight, r->m->dim, r->m->eps, r->normed + t * dim);
+}
+
+static void block(Reference *r, int layer) {
+    const Layer *l = r->m->layer + layer;
+    norm_tokens(r, l->attn_norm);
+    attention_block(r, layer);
+    add_to_residual(r, l->attn_post_norm);
+    tap(r, "attn_residual", layer, r->x, r->tokens, r->m->dim);
+    norm_tokens(r, l->ffn_norm);
+    choose_experts(r, layer);
     experts(r, l);
-    tap(r, "act", layer, r->gate, T * m->top_k, m->ffn_dim);
-    for (int t = 0; t < T; t++) combine(r, t);
-    tap(r, "residual", layer, r->x, T, m->dim);
+    tap(r, "act", layer, r->gate, r->tokens * choices_of(r->m, l), l->gate.rows);
+    shared_expert(r, l);
+    for (int t = 0; t < r->tokens; t++) combine(r, l, t);
+    add_to_residual(r, l->ffn_post_norm);
+    tap(r, "residual", layer, r->x, r->tokens, r->m->dim);
 }
 
 /* ---- from logits to a token ---- */
@@ -394,6 +549,8 @@ static void head(Reference *r, Step *step) {
     for (int i = 0; i < n; i++)
         rms_norm(r->x + (size_t)row[i] * (size_t)m->dim, m->norm, m->dim, m->eps, in + (size_t)i * (size_t)m->dim);
     linear(&m->head, 0, in, NULL, n, logits);
+    for (size_t i = 0; i < (size_t)n * (size_t)m->vocab; i++)
+        logits[i] = (float)capped((double)logits[i], m->logit_cap);
     tap(r, "logits", m->n_layers, logits, n, m->vocab);
     step->token = allocate((size_t)b->seqs * sizeof *step->token);
     step->logits = logits;
@@ -420,12 +577,14 @@ static void forward(Reference *r, const Batch *b, Step *step) {
     const Model *m = r->m;
     r->b = b;
     r->tokens = b->first[b->seqs];
-    size_t kv = (size_t)m->n_layers * PAGE * (size_t)(m->n_kv_heads * m->head_dim);
+    size_t rows = (size_t)m->n_layers * PAGE;
     for (int s = 0; s < b->seqs; s++) {
         int end = b->start[s] + b->first[s + 1] - b->first[s];
         for (int p = 0; p < end; p += PAGE) {
             Page *page = cache_page(r, s, p);
-            if (!page->k) page->k = allocate_zero(kv, sizeof *page->k), page->v = allocate_zero(kv, sizeof *page->v);
+            if (page->k) continue;
+            page->k = allocate_zero(rows * (size_t)r->k_row, sizeof *page->k);
+            page->v = allocate_zero(rows * (size_t)r->v_row, sizeof *page->v);
         }
         for (int t = b->first[s]; t < b->first[s + 1]; t++) {
             int p = b->start[s] + t - b->first[s];
@@ -435,7 +594,9 @@ static void forward(Reference *r, const Batch *b, Step *step) {
             r->id[t] = b->token[t] < 0 ? r->drawn[b->slot[s]] : b->token[t];
             if (r->id[t] < 0) r->id[t] = 0; /* after a NaN the step is void */
             page->token[p % PAGE] = r->id[t];
-            decode_row(&m->embed, 0, r->id[t], r->x + (size_t)t * (size_t)m->dim);
+            float *x = r->x + (size_t)t * (size_t)m->dim;
+            decode_row(&m->embed, 0, r->id[t], x);
+            for (int i = 0; i < m->dim; i++) x[i] *= m->embed_scale;
         }
     }
     for (int i = 0; i < m->n_layers; i++) block(r, i);
@@ -466,7 +627,13 @@ static void *reference_open(const Model *m, const Limits *limits, int *pages, Er
     }
     Reference *r = allocate_zero(1, sizeof *r);
     size_t T = (size_t)limits->max_tokens, choices = T * (size_t)m->top_k;
+    bool latent = m->kv_rank > 0;
+    int q_rank = 0;
+    for (int i = 0; i < m->n_layers; i++)
+        if (m->layer[i].q_a.rows > q_rank) q_rank = m->layer[i].q_a.rows;
     *r = (Reference){.m = m, .limits = *limits, .pages = *pages};
+    r->k_row = latent ? m->kv_rank + m->rope_dim : m->n_kv_heads * m->head_dim;
+    r->v_row = latent ? 0 : m->n_kv_heads * m->v_dim;
     r->page = allocate_zero((size_t)*pages, sizeof *r->page); /* their memory is taken when they are first written */
     r->drawn = allocate_zero((size_t)limits->max_seqs, sizeof *r->drawn);
     r->seq = allocate(T * sizeof *r->seq);
@@ -475,15 +642,19 @@ static void *reference_open(const Model *m, const Limits *limits, int *pages, Er
     r->x = allocate(T * (size_t)m->dim * sizeof *r->x);
     r->normed = allocate(T * (size_t)m->dim * sizeof *r->normed);
     r->q = allocate(T * (size_t)(m->n_heads * m->head_dim) * sizeof *r->q);
-    r->attn = allocate(T * (size_t)(m->n_heads * m->head_dim) * sizeof *r->attn);
-    r->k = allocate(T * (size_t)(m->n_kv_heads * m->head_dim) * sizeof *r->k);
-    r->v = allocate(T * (size_t)(m->n_kv_heads * m->head_dim) * sizeof *r->v);
+    r->k = allocate(T * (size_t)r->k_row * sizeof *r->k);
+    r->v = allocate(T * (size_t)r->v_row * sizeof *r->v);
+    r->attn = allocate(T * (size_t)(m->n_heads * m->v_dim) * sizeof *r->attn);
+    r->q_low = allocate(T * (size_t)q_rank * sizeof *r->q_low);
+    r->query = allocate(T * (size_t)(latent ? m->n_heads * r->k_row : 0) * sizeof *r->query);
+    r->mean = allocate(T * (size_t)(m->n_heads * m->kv_rank) * sizeof *r->mean);
     r->router = allocate(T * (size_t)m->n_experts * sizeof *r->router);
     r->expert = allocate(choices * sizeof *r->expert);
     r->weight = allocate(choices * sizeof *r->weight);
     r->gate = allocate(choices * (size_t)m->ffn_dim * sizeof *r->gate);
     r->up = allocate(choices * (size_t)m->ffn_dim * sizeof *r->up);
     r->down = allocate(choices * (size_t)m->dim * sizeof *r->down);
+    r->shared = allocate(T * (size_t)m->dim * sizeof *r->shared);
     if (limits->progress) read_weights(m, limits->progress);
     return r;
 }
@@ -520,8 +691,9 @@ static void reference_close(void *state) {
         free(r->page[i].v);
     }
     for (int i = 0; i < 3; i++) step_free(r->step + i);
-    void *owned[] = {r->page, r->drawn, r->seq,    r->position, r->id,     r->x,    r->normed, r->q,   r->attn,
-                     r->k,    r->v,     r->router, r->expert,   r->weight, r->gate, r->up,     r->down};
+    void *owned[] = {r->page,   r->drawn,  r->seq,    r->position, r->id,    r->x,     r->normed,
+                     r->q,      r->k,      r->v,      r->attn,     r->q_low, r->query, r->mean,
+                     r->router, r->expert, r->weight, r->gate,     r->up,    r->down,  r->shared};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
     free(r);
 }
