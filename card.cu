@@ -527,10 +527,10 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     size_t T = gpu->limits.max_tokens, choices = T * m.top_k, parts = head_parts(m.n_heads / m.n_kv_heads), widest = 0,
            bytes;
     size_t queries = std::max(MAX_DECODE, gpu->limits.max_seqs), rows = gpu->logit_rows, heads = m.n_kv_heads * parts;
-    bool router = false, post = false;
+    bool router = false;
+    const bool post = m.layer[0].attn_post_norm != NULL;
     for (const DeviceLayer &l : gpu->device.layer) {
         router |= l.router.rows > 0;
-        post |= l.attn_post_norm || l.ffn_post_norm;
         widest =
             std::max<size_t>(widest, std::max({l.qkv.rows, l.q.rows, l.router.rows ? 0 : l.up.rows, l.shared_up.rows}));
     }

@@ -234,7 +234,7 @@ def test_wrong_models(folder):
     empty.mkdir()
     file.write_text("x")
     each([("none there", ["zebra"], ["zebra"]), ("an empty folder", [empty], ["config.json"]),
-          ("a file", [file], ["directory"]), ("no folder of that name", [folder / "x" / "y"], ["/x/y"]),
+          ("a file", [file], ["folder"]), ("no folder of that name", [folder / "x" / "y"], ["/x/y"]),
           ("no name at all", [""], []), ("none given", [], ["models"])],
          lambda name, model, words: refused("play", *model, "-p", "x", cwd=empty, words=words))
 

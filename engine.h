@@ -1,2 +1,0 @@
-/* engine.h: the engine, declared in host.h. */
-#include "host.h"

@@ -1,2 +1,0 @@
-/* model.h: models on disk, declared in host.h. */
-#include "host.h"

@@ -1,2 +1,0 @@
-/* safetensors.h: safetensors, declared in host.h. */
-#include "host.h"
