@@ -535,7 +535,9 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
             std::max<size_t>(widest, std::max({l.qkv.rows, l.q.rows, l.router.rows ? 0 : l.up.rows, l.shared_up.rows}));
     }
     auto round = [](int n) { return (n + CHUNK - 1) / CHUNK * CHUNK; };
-    w.normed_pitch = round(m.dim), w.attn_pitch = round(m.n_heads * m.v_dim), w.act_pitch = round(m.ffn_dim);
+    w.normed_pitch = round(m.dim), w.act_pitch = round(m.ffn_dim);
+    /* Latent attention writes it head by head, so there is no padding: what is read behind a row is finite. */
+    w.attn_pitch = m.kv_rank ? m.n_heads * m.v_dim : round(m.n_heads * m.v_dim);
     for (const DeviceLayer &l : gpu->device.layer) w.act_pitch = std::max(w.act_pitch, l.shared_down.stride);
     const size_t element = gpu->lean ? 2 : 4;
     for (int i = 0; i < 2; i++)
@@ -557,7 +559,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
         w.head_job = p.take<Job>(m.n_heads * (T / 8 + 1));
         w.head_jobs = p.take<int>(1);
     }
-    w.attn = p.take<uint8_t>(T * w.attn_pitch * element);
+    w.attn = p.take<uint8_t>((T * w.attn_pitch + CHUNK) * element);
     w.act_out = p.take<uint8_t>(choices * w.act_pitch * element);
     w.down = p.take<float>(router ? choices * m.dim : post ? T * m.dim : 0);
     w.router = p.take<float>(router ? T * m.n_experts : 0);
@@ -631,7 +633,7 @@ static bool check_model(const Model &m, Error *e) {
     if (m.n_experts > MAX_EXPERTS) return fail(e, BAD_MODEL, "%d experts are more than %d", m.n_experts, MAX_EXPERTS);
     if (m.dim > MAX_DIM) return fail(e, BAD_MODEL, "a hidden size of %d is more than %d", m.dim, MAX_DIM);
     if (m.ffn_dim % 2) return fail(e, BAD_MODEL, "an intermediate size of %d is not a multiple of 2", m.ffn_dim);
-    if (m.kv_rank ? !m.neighbours || m.n_heads * m.v_dim % CHUNK : m.neighbours || m.v_dim != m.head_dim)
+    if (m.kv_rank ? !m.neighbours || m.n_heads * m.v_dim % 8 : m.neighbours || m.v_dim != m.head_dim)
         return fail(e, BAD_MODEL, "heads of %d and %d with latents of %d are not implemented", m.head_dim, m.v_dim,
                     m.kv_rank);
     if (m.dim % 4) return fail(e, BAD_MODEL, "a hidden size of %d is not a multiple of 4", m.dim);
