@@ -460,11 +460,13 @@ static void spoiled_models_fail(void) {
             snprintf(path, sizeof path, "tests/fixtures/%s", fixtures[i]);
             must(checkpoint_open(&right, path, &e), &e);
             trace_golden(fixtures[i], &golden, &ids, &c);
-            scale(c.model.layer[0].attn_norm, c.model.dim);
+            /* What q_a gives is normed again, and so is the latent: then it is the latent's norm. */
+            const Layer *l = c.model.layer;
+            scale(l->kv_a_norm ? l->kv_a_norm : l->attn_norm, l->kv_a_norm ? c.model.kv_rank : c.model.dim);
             Costs costs = rounding_costs(&right.model, &golden, ids.data, ids.n);
             const char *wrong = first_wrong(&c.model, &costs, &golden, ids.data, ids.n, chunk, &ratio);
             /* Where heads are normed, their norm takes a factor of attn_norm out of q and k again. */
-            const char *behind = c.model.layer[0].q_norm ? "layers.0.v" : "layers.0.q";
+            const char *behind = l->kv_a_norm ? "layers.0.k" : l->q_norm ? "layers.0.v" : "layers.0.q";
             check(!strcmp(wrong, behind), "%s: failed first at '%s', not at %s", fixtures[i], wrong, behind);
             checkpoint_close(&right);
             trace_free(&golden);
