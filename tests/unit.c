@@ -12,14 +12,15 @@
 /* ---- layers against goldens ---- */
 
 /* Runs a fixture's prompt and returns the first stage whose error against the golden is above `most`, "" if none is;
- * `change` may spoil the model first. *worst is the largest error. */
-static const char *first_wrong(const char *fixture, double most, void (*change)(Model *), double *worst) {
+ * `change` may spoil the model first, and says where that should show. *worst is the largest error. */
+static const char *behind;
+static const char *first_wrong(const char *fixture, double most, const char *(*change)(Model *), double *worst) {
     static char name[64];
     Trace golden = {0}, found = {0};
     Ids ids = {0};
     Checkpoint c;
     trace_golden(fixture, &golden, &ids, &c);
-    if (change) change(&c.model);
+    behind = change ? change(&c.model) : NULL;
     trace_run(&found, &reference, &c.model, ids.data, ids.n, 0);
     check(found.stages == golden.stages, "%s: %d stages, %d goldens", fixture, found.stages, golden.stages);
     *name = 0;
@@ -60,34 +61,133 @@ static void rounding_is_bf16(void) {
     reference_rounds = false;
 }
 
-static void scale(const float *norm, int n) {
-    for (int i = 0; i < n; i++) ((float *)(uintptr_t)norm)[i] *= 1.01f;
-}
-static void spoil_attn_norm(Model *m) { scale(m->layer[m->n_layers - 1].attn_norm, m->dim); }
-static void spoil_ffn_norm(Model *m) { scale(m->layer[0].ffn_norm, m->dim); }
-static void spoil_norm(Model *m) { scale(m->norm, m->dim); }
-static void spoil_k_norm(Model *m) {
-    if (m->layer[0].k_norm) scale(m->layer[0].k_norm, m->head_dim);
+static void scale(const float *x, int n) {
+    for (int i = 0; i < n; i++) ((float *)(uintptr_t)x)[i] *= 1.01f;
 }
 
-/* A model whose one norm is 1 % off must fail, at the first stage behind it. Where heads are normed, their norm takes a
- * factor of attn_norm out of q and k again. */
+static const char *stage_of(int layer, const char *stage) {
+    static char name[64];
+    snprintf(name, sizeof name, "layers.%d.%s", layer, stage);
+    return name;
+}
+
+/* Each scales something by 1.01 and returns the first stage behind it; NULL: the model does not have it. */
+
+static const char *norm_before_attention(Model *m) {
+    int last = m->n_layers - 1;
+    const Layer *l = m->layer + last;
+    scale(l->attn_norm, m->dim);
+    /* A later norm takes a factor out again: of each head, or of q_a's rows. Latent: the rope key keeps it. */
+    return stage_of(last, l->q_norm ? "v" : l->q_a_norm ? "k" : "q");
+}
+static const char *norm_before_experts(Model *m) {
+    scale(m->layer[0].ffn_norm, m->dim);
+    return stage_of(0, m->layer[0].router.rows ? "weights" : "act");
+}
+static const char *norm_behind_attention(Model *m) {
+    if (!m->layer[0].attn_post_norm) return NULL;
+    scale(m->layer[0].attn_post_norm, m->dim);
+    return stage_of(0, "attn_residual");
+}
+static const char *norm_behind_experts(Model *m) {
+    if (!m->layer[0].ffn_post_norm) return NULL;
+    scale(m->layer[0].ffn_post_norm, m->dim);
+    return stage_of(0, "residual");
+}
+static const char *norm_of_k(Model *m) {
+    if (!m->layer[0].k_norm) return NULL;
+    scale(m->layer[0].k_norm, m->head_dim);
+    return stage_of(0, "k");
+}
+static const char *norm_of_q_a(Model *m) {
+    if (!m->layer[0].q_a_norm) return NULL;
+    scale(m->layer[0].q_a_norm, m->layer[0].q_a.rows);
+    return stage_of(0, "q");
+}
+static const char *norm_of_latents(Model *m) {
+    if (!m->layer[0].kv_a_norm) return NULL;
+    scale(m->layer[0].kv_a_norm, m->kv_rank);
+    return stage_of(0, "k");
+}
+static const char *last_norm(Model *m) {
+    scale(m->norm, m->dim);
+    return "logits";
+}
+static const char *scale_of_scores(Model *m) {
+    scale(&m->attn_scale, 1);
+    return stage_of(0, "attn");
+}
+static const char *cap_of_scores(Model *m) {
+    scale(&m->attn_cap, 1);
+    return m->attn_cap > 0 ? stage_of(0, "attn") : NULL;
+}
+static const char *cap_of_logits(Model *m) {
+    scale(&m->logit_cap, 1);
+    return m->logit_cap > 0 ? "logits" : NULL;
+}
+static const char *scale_of_embeddings(Model *m) { /* the norm takes it out again, the residual keeps it */
+    scale(&m->embed_scale, 1);
+    return stage_of(0, "attn_residual");
+}
+static const char *scale_of_rope(Model *m, int which) {
+    scale(&m->rope[which].scale, 1);
+    for (int i = 0; i < m->n_layers; i++)
+        if (m->layer[i].rope == m->rope + which) return stage_of(i, "q");
+    return NULL;
+}
+static const char *scale_of_first_rope(Model *m) { return scale_of_rope(m, 0); }
+static const char *scale_of_second_rope(Model *m) { return scale_of_rope(m, 1); }
+static int first_router(const Model *m) {
+    int i = 0;
+    while (i < m->n_layers && !m->layer[i].router.rows) i++;
+    return i;
+}
+static const char *scale_of_weights(Model *m) {
+    scale(&m->route.scale, 1);
+    return first_router(m) < m->n_layers ? stage_of(first_router(m), "weights") : NULL;
+}
+static const char *bias_of_router(Model *m) {
+    int i = first_router(m);
+    if (i == m->n_layers || !m->layer[i].router.bias) return NULL;
+    scale(m->layer[i].router.bias, m->n_experts);
+    return stage_of(i, "weights");
+}
+static const char *bias_of_choice(Model *m) {
+    int i = first_router(m);
+    if (i == m->n_layers || !m->layer[i].choice_bias) return NULL;
+    scale(m->layer[i].choice_bias + 7, 1);
+    return stage_of(i, "experts");
+}
+
+/* A model with one norm, one scale or one bias that is 1 % off must fail, at the first stage behind it. */
 static void spoiled_models_fail(void) {
-    const struct {
-        void (*spoil)(Model *);
-        const char *behind[FIXTURES];
-    } cases[] = {
-        {spoil_attn_norm, {"layers.1.q", "layers.2.q", "layers.1.q", "layers.0.q", "layers.1.v"}},
-        {spoil_ffn_norm, {"layers.0.weights", "layers.0.weights", "layers.0.act", "layers.0.act", "layers.0.act"}},
-        {spoil_k_norm, {"", "", "", "", "layers.0.k"}},
-        {spoil_norm, {"logits", "logits", "logits", "logits", "logits"}}};
+    static const char *(*const spoils[])(Model *) = {norm_before_attention,
+                                                     norm_before_experts,
+                                                     norm_behind_attention,
+                                                     norm_behind_experts,
+                                                     norm_of_k,
+                                                     norm_of_q_a,
+                                                     norm_of_latents,
+                                                     last_norm,
+                                                     scale_of_scores,
+                                                     cap_of_scores,
+                                                     cap_of_logits,
+                                                     scale_of_embeddings,
+                                                     scale_of_first_rope,
+                                                     scale_of_second_rope,
+                                                     scale_of_weights,
+                                                     bias_of_router,
+                                                     bias_of_choice};
+    enum { SPOILS = sizeof spoils / sizeof *spoils };
+    bool tried[SPOILS] = {0};
     for (int i = 0; i < FIXTURES; i++)
-        for (size_t j = 0; j < sizeof cases / sizeof *cases; j++) {
+        for (int j = 0; j < SPOILS; j++) {
             double worst;
-            const char *wrong = first_wrong(fixtures[i], 1e-4, cases[j].spoil, &worst);
-            check(!strcmp(wrong, cases[j].behind[i]), "%s: failed first at '%s', not at %s", fixtures[i], wrong,
-                  cases[j].behind[i]);
+            const char *wrong = first_wrong(fixtures[i], 1e-4, spoils[j], &worst);
+            check(!behind || !strcmp(wrong, behind), "%s: failed first at '%s', not at %s", fixtures[i], wrong, behind);
+            tried[j] |= behind != NULL;
         }
+    for (int j = 0; j < SPOILS; j++) check(tried[j], "no fixture has what spoil %d changes", j);
 }
 
 /* However config.json spells RoPE, angles and scale are those of transformers. */
@@ -127,8 +227,8 @@ static void angles_equal_transformers(void) {
 
 static float *alone[STREAMS]; /* what each stream gives alone and in one chunk */
 
-static void open_alone(void) {
-    open_streams(&reference, "odd");
+static void open_alone(const char *fixture) {
+    open_streams(&reference, fixture);
     for (int s = 0; s < STREAMS; s++) {
         alone[s] = room();
         feed(&s, 1, 0, 0, alone + s);
@@ -149,6 +249,17 @@ static void same_as_alone(const int *which, int n, int chunk) {
         check(!memcmp(logits[i], alone[which[i]], (size_t)streams.length[which[i]] * row),
               "stream %d among %d, chunks of %d", which[i], n, chunk);
         free(logits[i]);
+    }
+}
+
+/* A property of streams, for a model of every kind. */
+static void of_every_family(void (*property)(void)) {
+    for (int i = 0; i < FIXTURES && !*why; i++) {
+        if (!strcmp(fixtures[i], "true_heads")) continue; /* larger than the rest, and no other kind than odd */
+        open_alone(fixtures[i]);
+        property();
+        close_alone();
+        if (*why) snprintf(strchr(why, 0), sizeof why - strlen(why), ", of %s", fixtures[i]);
     }
 }
 
@@ -188,6 +299,10 @@ static void rewound_equals_never_there(void) {
     }
     free(logits);
 }
+
+static void every_alone_equals_batched(void) { of_every_family(alone_equals_batched); }
+static void every_one_chunk_equals_many(void) { of_every_family(one_chunk_equals_many); }
+static void every_rewound_equals_never_there(void) { of_every_family(rewound_equals_never_there); }
 
 /* An answer continued after rewinding, with the engine's own pages, is the answer that was given before. */
 static void generation_rewinds(void) {
@@ -515,16 +630,16 @@ static void stories_260k(void) { small_model(&reference, "stories260K"); }
 int main(void) {
     run("unit: layers equal transformers'", layers_equal_transformers);
     run("unit: rounding is bf16's", rounding_is_bf16);
-    run("unit: a norm 1 % off fails at the first stage behind it", spoiled_models_fail);
+    run("unit: a norm, a scale or a bias 1 % off fails at the first stage behind it", spoiled_models_fail);
     run("unit: RoPE's angles equal transformers'", angles_equal_transformers);
     run("unit: the real router and experts of layer 0", router_and_experts);
     run("unit: the real scores and sinks of layer 0", sinks);
     run("unit: TinyStories-656K writes the reference ids", tinystories_656k);
     run("unit: stories260K writes the reference ids", stories_260k);
-    open_alone();
-    run("unit: alone = in a batch of 3 and 17", alone_equals_batched);
-    run("unit: one chunk = many", one_chunk_equals_many);
-    run("unit: rewound = never there", rewound_equals_never_there);
+    run("unit: alone = in a batch of 3 and 17", every_alone_equals_batched);
+    run("unit: one chunk = many", every_one_chunk_equals_many);
+    run("unit: rewound = never there", every_rewound_equals_never_there);
+    open_alone("odd");
     run("unit: generation rewinds, fills the context, gives pages back", generation_rewinds);
     close_alone();
     run("unit: ln, exp, Philox", logarithm_and_exponential);
