@@ -751,6 +751,13 @@ def test_many_added_tokens_in_time(folder):
     same(ids_of(r)[-1], 1000 + 7, "the last id")
 
 
+def test_marks_in_time(folder):
+    """1 MiB of combining marks in the wrong order, which NFC has to sort: limit as for 1 MiB of one character."""
+    (folder / "tokenizer.json").write_text(of_file(normalizer={"type": "NFC"}))
+    r = infer("tokenize", folder, stdin="\u0301\u0323" * (1 << 18), program=PLAIN)
+    expect(r.seconds < 5, f"{r.seconds:.1f} s")
+
+
 def test_large_tokenizer_in_time():
     """The published tokenizer.json, 28 MB, in under 0.5 s; ten times that is the limit here."""
     r = infer("tokenize", data("gpt-oss-20b"), stdin="hello world", program=PLAIN)
