@@ -648,13 +648,44 @@ static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
     return read_station(t, file, "post_processor", "processors", e);
 }
 
+/* tokenizer_config.json beside tokenizer.json: whether text begins with a token, and the chat template, whose tokens
+ * are control tokens whatever tokenizer.json says: text must not become one. */
+static bool read_config(Tokenizer *t, const char *path, Error *e) {
+    Bytes file = {0}, jinja = {0};
+    const char *slash = strrchr(path, '/');
+    bytes_add(&file, path, slash ? (size_t)(slash - path) + 1 : 0);
+    size_t folder = file.n;
+    bytes_text(&file, "chat_template.jinja");
+    bool ok = !file_exists(file.data) || file_read(file.data, MOST_BYTES, &jinja, e);
+    file.n = folder;
+    bytes_text(&file, "tokenizer_config.json");
+    cJSON *config = ok && file_exists(file.data) ? json_read(file.data, MOST_BYTES, e) : NULL;
+    ok = ok && (config || !file_exists(file.data));
+    const cJSON *add = json_get(config, "add_bos_token"), *bos = json_get(config, "bos_token");
+    const char *first = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
+    if (cJSON_IsBool(add)) t->bos = cJSON_IsTrue(add) && first ? tokenizer_added(t, first) : -1;
+    const cJSON *template = json_get(config, "chat_template");
+    char *text = template ? json_text(template) : NULL;
+    bytes_text(&jinja, text ? text : "");
+    free(text);
+    for (int id = 0; id < t->size; id++) {
+        Piece *p = t->piece + id;
+        const char *name = t->text.data + p->begin;
+        if (p->added && (unsigned char)*name > ' ' && memmem(jinja.data, jinja.n, name, p->n)) p->control = true;
+    }
+    cJSON_Delete(config);
+    bytes_free(&jinja);
+    bytes_free(&file);
+    return ok;
+}
+
 Tokenizer *tokenizer_open(const char *path, Error *e) {
     cJSON *file = json_read(path, MOST_BYTES, e);
     if (!file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
     bool ok = read_file(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
     cJSON_Delete(file);
-    if (ok) return t;
+    if (ok && read_config(t, path, e)) return t;
     tokenizer_close(t);
     return NULL;
 }
