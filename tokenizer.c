@@ -699,11 +699,20 @@ void tokenizer_close(Tokenizer *t) {
     free(t);
 }
 
+bool tokenizer_fit(Tokenizer *t, int vocab) {
+    for (int id = vocab; id < t->size; id++)
+        if (t->piece[id].n && !t->piece[id].added) return false;
+    for (size_t i = 0; i < t->ends.n; i++)
+        if (t->ends.data[i] >= vocab) t->ends.data[i] = -1;
+    if (t->size > vocab) t->size = vocab;
+    return true;
+}
+
 int tokenizer_size(const Tokenizer *t) { return t->size; }
 
 int tokenizer_added(const Tokenizer *t, const char *text) {
     int id = find(t, text, strlen(text));
-    return id >= 0 && t->piece[id].added ? id : -1;
+    return id >= 0 && id < t->size && t->piece[id].added ? id : -1;
 }
 
 bool tokenizer_is_control(const Tokenizer *t, int id) { return id >= 0 && id < t->size && t->piece[id].control; }
