@@ -668,7 +668,9 @@ static bool read_config(Tokenizer *t, const char *path, Error *e) {
     char *text = template ? json_text(template) : NULL;
     bytes_text(&jinja, text ? text : "");
     free(text);
-    for (int id = 0; id < t->size; id++) {
+    if (ok && jinja.n > UINT32_MAX / t->ends.n) /* each is searched for in all of it */
+        ok = fail(e, BAD_MODEL, "%s: the chat template is too long for so many added tokens", file.data);
+    for (int id = 0; ok && id < t->size; id++) {
         Piece *p = t->piece + id;
         const char *name = t->text.data + p->begin;
         if (p->added && (unsigned char)*name > ' ' && memmem(jinja.data, jinja.n, name, p->n)) p->control = true;
