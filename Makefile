@@ -14,8 +14,8 @@ CUDA_ARCH ?= $(or $(patsubst sm_90,sm_90a,$(addprefix sm_,$(sort $(subst .,,$(sh
 ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=%),code=$(a)) \
          $(foreach a,$(filter compute_%,$(CUDA_ARCH)),-gencode=arch=$(a),code=$(a))
 
-LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto
-PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev
+LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto libutf8proc
+PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev
 CORE      = base.c model.c tokenizer.c chat.c
 C_SOURCES = $(CORE) download.c bench.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c

@@ -1,8 +1,8 @@
 /* tokenizer.c: byte pair encoding as tokenizer.json describes it. See tokenizer.h.
  *
  * Text passes four stations, each of them data from the file: added tokens are cut out; the rest is normalized
- * (spaces become U+2581), split into words (PCRE2 runs the file's own pattern) and each word merged pair by pair. In a
- * byte-level file every byte is written as one printable character (GPT-2's alphabet); here tokens are kept as the
+ * (NFC, spaces become U+2581), split into words (PCRE2 runs the file's own pattern) and each word merged pair by pair.
+ * In a byte-level file every byte is written as one printable character (GPT-2's alphabet); here tokens are kept as the
  * bytes they stand for, so encoding and decoding need no alphabet. Components that are not implemented are refused by
  * name: a tokenizer that is almost right is wrong. */
 #define PCRE2_CODE_UNIT_WIDTH 8
@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <utf8proc.h>
 
 /* Limits far above any real file, which keep memory and work near the size of the file and of the text. */
 enum {
@@ -20,6 +21,7 @@ enum {
     MOST_IDS = 1 << 20,
     MOST_SPLITS = 8,
     MOST_ADDED = 256, /* bytes of an added token */
+    MOST_MARKS = 256, /* combining marks in a row that NFC sorts, in time that grows with their square */
     STEPS = 100       /* of the matcher for a byte of text; real patterns take up to 5 */
 };
 
@@ -27,13 +29,16 @@ enum {
 #define JSON(...) #__VA_ARGS__
 
 /* Parts of tokenizer.json that leave no choice, and what they ask for. */
-enum { NOTHING = 0, PREPEND_MARK = 1, MARK_SPACES = 2, UNMARK_SPACES = 4, STRIP_SPACE = 8 };
+enum { NOTHING = 0, PREPEND_MARK = 1, FIRST_MARK = 2, MARK_SPACES = 4, UNMARK_SPACES = 8, STRIP_SPACE = 16, NFC = 32 };
 static const struct {
     const char *station, *json;
     int feature;
 } parts[] = {
     {"normalizer", JSON({"type" : "Prepend", "prepend" : "▁"}), PREPEND_MARK},
     {"normalizer", JSON({"type" : "Replace", "pattern" : {"String" : " "}, "content" : "▁"}), MARK_SPACES},
+    {"normalizer", JSON({"type" : "NFC"}), NFC},
+    {"pre_tokenizer", JSON({"type" : "Metaspace", "replacement" : "▁", "prepend_scheme" : "first", "split" : false}),
+     FIRST_MARK | MARK_SPACES},
     {"decoder", JSON({"type" : "Replace", "pattern" : {"String" : "▁"}, "content" : " "}), UNMARK_SPACES},
     {"decoder", JSON({"type" : "ByteFallback"}), NOTHING}, /* the model says it too */
     {"decoder", JSON({"type" : "Fuse"}), NOTHING},
@@ -155,6 +160,7 @@ typedef struct {
 
 typedef struct { /* the work space of one encoding */
     const Tokenizer *t;
+    const char *text; /* all of it */
     int flags;
     pcre2_match_data *match;
     pcre2_match_context *limits;
@@ -292,12 +298,39 @@ static bool split_words(Encoder *w, int step, const char *s, size_t n) {
     return split_words(w, step + 1, s + done, n - done);
 }
 
-static void normalize(const Tokenizer *t, const char *s, size_t n, Bytes *out) {
-    if (t->features & PREPEND_MARK && n) bytes_text(out, MARK);
+/* Appends the text in Unicode's normal form C. */
+static void compose(const char *s, size_t n, Bytes *out) {
+    uint32_t c;
+    for (size_t begin = 0, i = 0, marks = 0; begin < n;) {
+        i += (size_t)utf8_decode(s + i, n - i, &c);
+        marks = utf8proc_get_property((int32_t)c)->combining_class ? marks + 1 : 0;
+        if (i < n && marks < MOST_MARKS) continue;
+        utf8proc_uint8_t *part = NULL;
+        utf8proc_ssize_t got = utf8proc_map((const utf8proc_uint8_t *)s + begin, (utf8proc_ssize_t)(i - begin), &part,
+                                            UTF8PROC_STABLE | UTF8PROC_COMPOSE);
+        if (got < 0) die(&(Error){NO_ROOM, "out of memory: close other programs"});
+        bytes_add(out, part, (size_t)got);
+        free(part);
+        begin = i;
+        marks = 0;
+    }
+}
+
+/* `first`: the text begins here. */
+static void normalize(const Tokenizer *t, const char *s, size_t n, bool first, Bytes *out) {
+    Bytes composed = {0};
+    if (t->features & NFC) {
+        compose(s, n, &composed);
+        s = composed.data;
+        n = composed.n;
+    }
+    bool marked = *s == ' ' || !strncmp(s, MARK, 3);
+    if (t->features & PREPEND_MARK || (t->features & FIRST_MARK && first && !marked)) bytes_text(out, MARK);
     for (size_t i = 0; i < n; i++) {
         bool space = t->features & MARK_SPACES && s[i] == ' ';
         bytes_add(out, space ? MARK : s + i, space ? 3 : 1);
     }
+    bytes_free(&composed);
 }
 
 static bool cut_added(Encoder *w, int trie, const char *s, size_t n);
@@ -307,7 +340,7 @@ static bool encode_between(Encoder *w, int trie, const char *s, size_t n) {
     if (!n) return true;
     if (trie == 1) return split_words(w, 0, s, n);
     Bytes text = {0};
-    normalize(w->t, s, n, &text);
+    normalize(w->t, s, n, s == w->text, &text);
     bool ok = cut_added(w, 1, text.data, text.n);
     bytes_free(&text);
     return ok;
@@ -330,7 +363,7 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     if (valid < n)
         return fail(e, USAGE, "the text is not UTF-8: byte %zu is 0x%02X", valid, (unsigned char)text[valid]);
     if (n > MOST_TEXT) return fail(e, USAGE, "the text has %zu bytes, at most %d can be encoded at once", n, MOST_TEXT);
-    Encoder w = {.t = t, .flags = flags, .out = out, .e = e, .steps = (n + 10000) * STEPS};
+    Encoder w = {.t = t, .text = text, .flags = flags, .out = out, .e = e, .steps = (n + 10000) * STEPS};
     w.match = pcre2_match_data_create(1, NULL);
     w.limits = pcre2_match_context_create(NULL);
     pcre2_set_callout(w.limits, matcher_step, &w);
@@ -450,7 +483,7 @@ static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
     t->piece[id].control = json_true(added, "special");
     Bytes found = {0};
     bool normalized = json_true(added, "normalized");
-    if (normalized) normalize(t, text, n, &found);
+    if (normalized && n) normalize(t, text, n, false, &found);
     trie_add(t, normalized, normalized ? found.data : text, normalized ? found.n : n, id);
     bytes_free(&found);
     return true;
@@ -578,6 +611,10 @@ static bool read_part(Tokenizer *t, const char *station, const cJSON *c) {
     }
     bool splits = !strcmp(station, "pre_tokenizer"), ends = !strcmp(station, "post_processor");
     if (is(c, "type", "ByteLevel")) return splits ? read_byte_level(t, c) : strcmp(station, "normalizer");
+    if (splits && is(c, "type", "Digits"))
+        return add_split(t, json_true(c, "individual_digits") ? "\\p{N}" : "\\p{N}+");
+    if (splits && is(c, "type", "Split") && is(c, "behavior", "MergedWithPrevious") && t->features & MARK_SPACES)
+        return is(json_get(c, "pattern"), "String", " "); /* Gemma's: spaces have become marks, it finds none */
     if (splits && is(c, "type", "Split") && is(c, "behavior", "Isolated") && !json_true(c, "invert"))
         return add_split(t, json_string(json_get(c, "pattern"), "Regex"));
     return ends && is(c, "type", "TemplateProcessing") && read_template(t, c);
@@ -611,13 +648,46 @@ static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
     return read_station(t, file, "post_processor", "processors", e);
 }
 
+/* tokenizer_config.json beside tokenizer.json: whether text begins with a token, and the chat template, whose tokens
+ * are control tokens whatever tokenizer.json says: text must not become one. */
+static bool read_config(Tokenizer *t, const char *path, Error *e) {
+    Bytes file = {0}, jinja = {0};
+    const char *slash = strrchr(path, '/');
+    bytes_add(&file, path, slash ? (size_t)(slash - path) + 1 : 0);
+    size_t folder = file.n;
+    bytes_text(&file, "chat_template.jinja");
+    bool ok = !file_exists(file.data) || file_read(file.data, MOST_BYTES, &jinja, e);
+    file.n = folder;
+    bytes_text(&file, "tokenizer_config.json");
+    cJSON *config = ok && file_exists(file.data) ? json_read(file.data, MOST_BYTES, e) : NULL;
+    ok = ok && (config || !file_exists(file.data));
+    const cJSON *add = json_get(config, "add_bos_token"), *bos = json_get(config, "bos_token");
+    const char *first = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
+    if (cJSON_IsBool(add)) t->bos = cJSON_IsTrue(add) && first ? tokenizer_added(t, first) : -1;
+    const cJSON *template = json_get(config, "chat_template");
+    char *text = template ? json_text(template) : NULL;
+    bytes_text(&jinja, text ? text : "");
+    free(text);
+    if (ok && jinja.n > UINT32_MAX / t->ends.n) /* each is searched for in all of it */
+        ok = fail(e, BAD_MODEL, "%s: the chat template is too long for so many added tokens", file.data);
+    for (int id = 0; ok && id < t->size; id++) {
+        Piece *p = t->piece + id;
+        const char *name = t->text.data + p->begin;
+        if (p->added && (unsigned char)*name > ' ' && memmem(jinja.data, jinja.n, name, p->n)) p->control = true;
+    }
+    cJSON_Delete(config);
+    bytes_free(&jinja);
+    bytes_free(&file);
+    return ok;
+}
+
 Tokenizer *tokenizer_open(const char *path, Error *e) {
     cJSON *file = json_read(path, MOST_BYTES, e);
     if (!file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
     bool ok = read_file(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
     cJSON_Delete(file);
-    if (ok) return t;
+    if (ok && read_config(t, path, e)) return t;
     tokenizer_close(t);
     return NULL;
 }
@@ -631,11 +701,20 @@ void tokenizer_close(Tokenizer *t) {
     free(t);
 }
 
+bool tokenizer_fit(Tokenizer *t, int vocab) {
+    for (int id = vocab; id < t->size; id++)
+        if (t->piece[id].n && !t->piece[id].added) return false;
+    for (size_t i = 0; i < t->ends.n; i++)
+        if (t->ends.data[i] >= vocab) t->ends.data[i] = -1;
+    if (t->size > vocab) t->size = vocab;
+    return true;
+}
+
 int tokenizer_size(const Tokenizer *t) { return t->size; }
 
 int tokenizer_added(const Tokenizer *t, const char *text) {
     int id = find(t, text, strlen(text));
-    return id >= 0 && t->piece[id].added ? id : -1;
+    return id >= 0 && id < t->size && t->piece[id].added ? id : -1;
 }
 
 bool tokenizer_is_control(const Tokenizer *t, int id) { return id >= 0 && id < t->size && t->piece[id].control; }

@@ -12,6 +12,9 @@ typedef struct Tokenizer Tokenizer;
 Tokenizer *tokenizer_open(const char *path, Error *e);
 void tokenizer_close(Tokenizer *t);
 
+/* Leaves out added tokens that a model with so many embeddings has no row for (Gemma 3 1B has one). false: other tokens
+ * are among them, the model is another one's. */
+bool tokenizer_fit(Tokenizer *t, int vocab);
 int tokenizer_size(const Tokenizer *t); /* one above the highest id */
 /* The id of the added token written so, or -1. */
 int tokenizer_added(const Tokenizer *t, const char *text);

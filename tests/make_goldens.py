@@ -13,7 +13,9 @@ import os
 import random
 import struct
 import sys
+import tarfile
 import unicodedata
+import zlib
 from collections import defaultdict
 from pathlib import Path
 
@@ -190,6 +192,29 @@ def small_tokenizer_strings(data, model):
     write_lines(f"tokenizer_strings_{model}.jsonl", rows)
 
 
+FAMILY_TEXTS = [
+    "", "<think>", "</think>x", "a <tool_call>{}", "[INST] Hi [/INST]", "[INST]Hi[/INST]x", "<s>[INST]Hi", "<bos>a", "▁▁a ▁b", " ▁a",
+    " a", "  a", "e\u0301", "\u1100\u1161\u11a8", "\u212b \u2126 \ufb01 ①", "\u1e0b\u0323 q\u0307\u0323", "a\u0315\u0300\u05ae\u0062",
+    "\u0958\u095b \u2adc \uac00\u11a8", "12345 ١٢٣ Ⅷ½ 三", "<h1>x</h1>", "<0x0A>", "<｜User｜>hi<｜Assistant｜>", "<start_of_turn>user\n",
+    "<|im_start|>user\nHi<|im_end|>\n", "<|eot_id|>", "</s>\n", "\n" * 40, "\t\t\t", " " * 50 + "x", "x" + " " * 50]
+
+
+def family_strings(archive):
+    """Of each family's tokenizer only checksums of the ids: as text, and with control tokens and template."""
+    short = [t for t in dict.fromkeys(texts(archive.parent)) if len(t.encode()) <= 48]
+    rows = [{"text": text} for text in FAMILY_TEXTS + short[:60] + short[60::(len(short) - 60) // 240]]
+    with tarfile.open(archive) as tar:
+        for member in sorted((m for m in tar if m.name.endswith("/tokenizer.json")), key=lambda m: m.name):
+            tokenizer = Tokenizer.from_str(tar.extractfile(member).read().decode())
+            for row in rows:
+                for key, control in (("text_ids", False), ("ids", True)):
+                    tokenizer.encode_special_tokens = not control
+                    ids = tokenizer.encode(row["text"], add_special_tokens=control).ids
+                    sums = row.setdefault(key, {})
+                    sums[member.name.split("/")[1]] = zlib.crc32(json.dumps(ids).encode())
+    write_lines("tokenizer_strings_families.jsonl", rows)
+
+
 def bf16(values):
     """The shortest decimals that round to the same bf16 values."""
     def rounded(x):
@@ -242,6 +267,7 @@ def main():
     for model in ("TinyStories-656K", "stories260K"):
         small_tokenizer_strings(data, model)
         small_model(data, model)
+    family_strings(data / "families.tar.xz")
     write_json("harmony_cases.json", json.load(open(data / "harmony" / "harmony_cases.json")))
     layer0(data)
     greedy(data)

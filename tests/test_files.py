@@ -812,6 +812,28 @@ def test_text_never_becomes_a_control_token(folder):
         same(ids_of(infer("tokenize", folder, "--special", stdin="an")), [VOCAB["an"]], "control tokens, asked for")
 
 
+def test_tokenizer_config(folder):
+    """What stands beside tokenizer.json: a token before the text; names in the chat template are control tokens."""
+    start, end = ({t["content"]: t["id"] for t in ADDED}[name] for name in ("<|start|>", "<|end|>"))
+    plain = [{**t, "special": False} for t in ADDED]
+    (folder / "tokenizer.json").write_text(of_file(added_tokens=plain))
+
+    def check(name, config, special, text):
+        write_json(folder / "tokenizer_config.json", config)
+        same(ids_of(infer("tokenize", folder, "--special", stdin="<|end|>")), special, "ids with control tokens")
+        same(end in ids_of(infer("tokenize", folder, stdin="<|end|>")), text, "taken from text")
+    each([
+        ("nothing", {}, [end], True),
+        ("a text", {"add_bos_token": True, "bos_token": "<|start|>"}, [start, end], True),
+        ("an object", {"add_bos_token": True, "bos_token": {"content": "<|start|>"}}, [start, end], True),
+        ("not asked for", {"add_bos_token": False, "bos_token": "<|start|>"}, [end], True),
+        ("not known", {"add_bos_token": True, "bos_token": "<s>"}, [end], True),
+        ("a template", {"chat_template": "{{ '<|end|>\\n' }}"}, [end], False),
+        ("templates", {"chat_template": [{"name": "default", "template": "<|end|>"}]}, [end], False)], check)
+    (folder / "tokenizer_config.json").write_text("{")
+    refused("tokenize", folder, stdin="x", words=["tokenizer_config.json", "JSON"])
+
+
 def test_many_added_tokens_in_time(folder):
     """100,000 added tokens against 1 MB of text that keeps beginning with them: limit as for 1 MiB of one character."""
     tokens = [{"id": 1000 + i, "content": "a" * (i % 50) + f"<{i}>", "single_word": False, "lstrip": False,
@@ -820,6 +842,13 @@ def test_many_added_tokens_in_time(folder):
     r = infer("tokenize", folder, stdin="a" * (1 << 20) + "<7>", program=PLAIN)
     expect(r.seconds < 5, f"{r.seconds:.1f} s")
     same(ids_of(r)[-1], 1000 + 7, "the last id")
+
+
+def test_marks_in_time(folder):
+    """1 MiB of combining marks in the wrong order, which NFC has to sort: limit as for 1 MiB of one character."""
+    (folder / "tokenizer.json").write_text(of_file(normalizer={"type": "NFC"}))
+    r = infer("tokenize", folder, stdin="\u0301\u0323" * (1 << 18), program=PLAIN)
+    expect(r.seconds < 5, f"{r.seconds:.1f} s")
 
 
 def test_large_tokenizer_in_time():

@@ -2,7 +2,9 @@
 tokens that harmony writes; and sampled tokens become messages, whatever the model wrote."""
 import json
 import random
+import tarfile
 import time
+import zlib
 
 from helpers import (CHECKED, CONVERSATIONS, GOLDENS, PARROT, PLAIN, conversation, data, each, expect, ids_of, infer,
                      read_json, refused, render, same)
@@ -162,6 +164,26 @@ def test_ids_of_strings_tinystories():
 
 def test_ids_of_strings_stories260K():
     check_llama_strings("stories260K")
+
+
+def test_ids_of_strings_families(folder):
+    """The published tokenizers of ten families, by checksums."""
+    rows = [json.loads(line) for line in (GOLDENS / "tokenizer_strings_families.jsonl").read_text().split("\n") if line]
+    texts = "\n".join(json.dumps(r["text"]) for r in rows)
+    with tarfile.open(data("families.tar.xz")) as tar:
+        for member in tar:
+            if member.name.endswith("/tokenizer.json"):
+                (folder / member.name.split("/")[1]).mkdir()
+                (folder / member.name.split("/")[1] / "tokenizer.json").write_bytes(tar.extractfile(member).read())
+
+    def check(family):
+        for key, options in (("text_ids", []), ("ids", ["--special"])):
+            lines = infer("tokenize", folder / family, "--jsonl", *options, stdin=texts, program=PLAIN).text.splitlines()
+            sums = [zlib.crc32(json.dumps(json.loads(line)).encode()) for line in lines]
+            same(len(sums), len(rows), "number of lines")
+            wrong = [r["text"] for r, found in zip(rows, sums) if r[key][family] != found]
+            expect(not wrong, f"{key}: {len(wrong)} of {len(rows)} strings, first {wrong[:3]}")
+    each([(family,) for family in rows[0]["ids"]], check)
 
 
 # ---- conversations to tokens

@@ -441,6 +441,22 @@ static void invalid_utf8(void) {
     }
 }
 
+/* A model with fewer rows than the tokenizer has ids: added tokens above them are as if they were not there. */
+static void tokens_without_a_row(void) {
+    Error e;
+    Ids ids = {0};
+    Tokenizer *t = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
+    must(t, &e);
+    int end = tokenizer_added(t, "<|end|>");
+    check(!tokenizer_fit(t, 300), "words without a row were left out");
+    check(tokenizer_fit(t, end), "the added token was not left out");
+    must(tokenizer_encode(t, "a<|end|>", 8, CONTROL_TOKENS, &ids, &e), &e);
+    for (size_t i = 0; i < ids.n; i++) check(ids.data[i] < end, "the id %d has no row", ids.data[i]);
+    check(tokenizer_added(t, "<|end|>") < 0 && tokenizer_size(t) == end, "the added token is still known");
+    ids_free(&ids);
+    tokenizer_close(t);
+}
+
 /* A conversation with the parrot, and what one answer of it leaves. */
 typedef struct {
     Tokenizer *tokenizer;
@@ -646,6 +662,7 @@ int main(void) {
     run("unit: draws follow transformers' processors", draws_follow_transformers);
     run("unit: equals and NaN", equals_and_nan);
     run("unit: invalid UTF-8", invalid_utf8);
+    run("unit: tokens without a row", tokens_without_a_row);
     run("unit: calls are replayed token by token", calls_are_replayed);
     run("unit: what the model writes in others' names is its own", roles_are_not_taken);
     run("unit: answers at random are rendered and read again", readings_are_rendered_and_read_again);
