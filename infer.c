@@ -353,7 +353,10 @@ static bool choose_model(Session *s, Error *e) {
     if (n > 1) fputs("Available models:\n", stderr);
     for (int i = 0; i < n && n > 1; i++)
         fprintf(stderr, "%3d. %-*s  %8s  %s%s\n", i + 1, width, list[i].name, size_text(list[i].bytes, size),
-                list[i].encoding, list[i].complete ? "" : "  incomplete");
+                list[i].encoding,
+                !list[i].known     ? "  not supported"
+                : list[i].complete ? ""
+                                   : "  incomplete");
     while (!choice && n && can_ask) {
         fprintf(stderr, "Select model (1-%d): ", n);
         if (!fgets(line, sizeof line, stdin)) break;
@@ -384,13 +387,13 @@ static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
     bytes_print(&path, "%s/tokenizer.json", s->dir);
     bool ok = (may_lack && !file_exists(path.data)) || (s->tokenizer = tokenizer_open(path.data, e));
     bytes_free(&path);
-    int size = s->tokenizer ? tokenizer_size(s->tokenizer) : 0, vocab = s->checkpoint.model.vocab;
-    if (vocab && size > vocab)
+    const int vocab = s->checkpoint.model.vocab;
+    if (s->tokenizer && vocab && !tokenizer_fit(s->tokenizer, vocab))
         return fail(
             e, BAD_MODEL,
             "%s: tokenizer.json has ids up to %d, config.json a vocabulary of %d: they belong to different models",
-            s->dir, size - 1, vocab);
-    s->has_chat = size && chat_open(&s->chat, s->tokenizer);
+            s->dir, tokenizer_size(s->tokenizer) - 1, vocab);
+    s->has_chat = s->tokenizer && chat_open(&s->chat, s->tokenizer);
     return ok;
 }
 
@@ -950,15 +953,23 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
     return ok;
 }
 
-/* A file that is there is only written if it is this conversation's. */
+/* A file that is there is only replaced if it is this conversation's, and only by a whole one. */
 static bool slash_save(Play *p, const char *path, Error *e) {
-    Bytes text = {0};
+    Bytes text = {0}, fresh = {0};
     conversation_json(&p->talk, &text);
-    FILE *f = fopen(path, p->file && !strcmp(p->file, path) ? "w" : "wx");
+    bytes_print(&fresh, "%s.new", path);
+    FILE *f = NULL;
+    if ((p->file && !strcmp(p->file, path)) || access(path, F_OK))
+        f = fopen(fresh.data, "w");
+    else
+        errno = EEXIST;
     bool ok = f && fwrite(text.data, 1, text.n, f) == text.n;
-    if ((f && fclose(f)) || !ok) ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
+    if ((f && fclose(f)) || !ok || rename(fresh.data, path))
+        ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
+    if (f && !ok) remove(fresh.data);
     if (ok) put_line("Saved to ", path, strlen(path));
     bytes_free(&text);
+    bytes_free(&fresh);
     return ok;
 }
 
