@@ -39,7 +39,8 @@ PUBLISHED = {  # where they lie below TEST_DATA: the repository at the hub, or N
     "gpt-oss-20b": ("openai/gpt-oss-20b", ["config.json", "model.safetensors.index.json", "tokenizer.json"]),
     "models/TinyStories-656K": ("raincandy-u/TinyStories-656K",
                                 ["config.json", "model.safetensors", "tokenizer.json"]),
-    "models/stories260K": (None, ["config.json", "model.safetensors", "tokenizer.json"])}
+    "models/stories260K": (None, ["config.json", "model.safetensors", "tokenizer.json"]),
+    "families.tar.xz": (None, [])}
 DATA = HOME / "data"  # links to those that are here, at the same places
 
 
@@ -61,7 +62,7 @@ def link_data():
             continue
         sources = [Path(os.environ["TEST_DATA"], place).absolute()] if os.environ.get("TEST_DATA") else []
         sources += snapshots(repository) if repository else []
-        found = next((s for s in sources if all((s / name).exists() for name in files)), None)
+        found = next((s for s in sources if s.exists() and all((s / name).exists() for name in files)), None)
         if found:
             (DATA / place).parent.mkdir(parents=True, exist_ok=True)
             (DATA / place).symlink_to(found)
