@@ -1045,10 +1045,9 @@ template <int D, int KEYS> struct TileState {
 
     /* Where key n of tile j of 8 lies among KEYS: as in Slab. */
     __device__ static int key_of(int j, int n) { return j / 2 * SLAB_KEYS + n / 2 * 4 + j % 2 * 2 + n % 2; }
-    /* Scores, to be scaled later, that are held between -cap and cap. */
     __device__ static void limit(float (&score)[KEYS / 8][4], float scale, float cap) {
 #pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) score[i / 4][i % 4] = capped(score[i / 4][i % 4], cap / scale);
+        for (int i = 0; i < KEYS / 2; i++) score[i / 4][i % 4] = capped(score[i / 4][i % 4] * scale, cap);
     }
     /* Takes away what rows do not see: keys before first[r] or behind last[r]. */
     __device__ static void mask(float (&score)[KEYS / 8][4], int base, const int (&first)[2], const int (&last)[2]) {
@@ -1169,7 +1168,7 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
         for (int m = 0; m < M; m++) {
             if (cap) state[m].limit(score[m], scale, cap);
             if (masked) state[m].mask(score[m], base, first[m], last[m]);
-            state[m].soften(score[m], scale);
+            state[m].soften(score[m], cap ? 1 : scale);
         }
 #pragma unroll
         for (int slab = 0; slab < KEYS / SLAB_KEYS; slab++) {
