@@ -214,7 +214,8 @@ static void shapes_pass(const char *config, int layers, double share) {
     "\"num_key_value_heads\":8,\"head_dim\":64,\"layer_types\":[" TYPES "],"                                           \
     "\"sliding_window\":128,\"num_local_experts\":32,\"num_experts_per_tok\":4,\"swiglu_limit\":7.0,"                  \
     "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-05,\"rope_theta\":150000,\"attention_bias\":true,"           \
-    "\"tie_word_embeddings\":false,\"quantization_config\":{\"quant_method\":\"mxfp4\"}}"
+    "\"rope_scaling\":{\"rope_type\":\"default\"},\"tie_word_embeddings\":false,\"quantization_config\":{\"quant_"     \
+    "method\":\"mxfp4\"}}"
 
 static void shapes_20b(void) { shapes_pass(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 0.8); }
 
