@@ -838,6 +838,7 @@ static void bind_experts(Loader *load, int i) {
 static void bind_layer(Loader *load, int i) {
     Model *m = &load->c->model;
     Layer *l = m->layer + i;
+    bool bias = config_true(load, "mlp_bias");
     const char *behind = "post_attention_layernorm"; /* attention; for Gemma before its sum, else after */
     l->attn_norm = bind_floats(load, i, "input_layernorm", ".weight", m->dim);
     if (load->family->gemma) {
@@ -855,7 +856,6 @@ static void bind_layer(Loader *load, int i) {
         bind_experts(load, i);
     } else {
         int width = config_whole(load, "intermediate_size", 1, 1 << 20, REQUIRED);
-        bool bias = config_true(load, "mlp_bias");
         l->gate = bind_linear(load, i, "mlp.gate_proj", width, m->dim, bias);
         l->up = bind_linear(load, i, "mlp.up_proj", width, m->dim, bias);
         l->down = bind_linear(load, i, "mlp.down_proj", m->dim, width, bias);
@@ -889,9 +889,10 @@ static void bind_all(Loader *load) {
         const Tensor *copy = tensors_find(all, heads[i]);
         if (copy) all->tensor[copy - all->tensor].bound = true;
     }
-    if (!tied || !tensors_find(all, name)) m->head = bind_linear(load, OUTSIDE, "lm_head", m->vocab, m->dim, false);
-    m->embed = tied && m->head.rows ? m->head : bind_linear(load, IN_MODEL, "embed_tokens", m->vocab, m->dim, false);
-    if (tied) m->head = m->embed;
+    bool head_only = tied && !tensors_find(all, name);
+    if (!head_only) m->embed = m->head = bind_linear(load, IN_MODEL, "embed_tokens", m->vocab, m->dim, false);
+    if (head_only || !tied) m->head = bind_linear(load, OUTSIDE, "lm_head", m->vocab, m->dim, false);
+    if (head_only) m->embed = m->head;
     m->norm = bind_floats(load, IN_MODEL, "norm", ".weight", m->dim);
     for (int i = 0; i < m->n_layers && !failed(load); i++) bind_layer(load, i);
     for (int i = 0; i < all->n && !failed(load); i++) /* a tensor without a place is a formula left out */

@@ -393,6 +393,9 @@ def test_config_of_a_dense_model(folder):
         ("kv heads that do not fit", {"num_key_value_heads": 2}, ["k_proj", "(64, 64)", "(32, 64)"]),
         ("more heads than width", {"num_attention_heads": 128}, ["config.json", "head_dim"]),
         ("another vocabulary", {"vocab_size": 130}, ["(131, 64)", "(130, 64)"]),
+        ("a window", {"use_sliding_window": True}, ["config.json", "use_sliding_window", "llama"]),
+        ("a window in its layer", {"layer_types": ["sliding_attention"]},
+         ["config.json", "layer_types[0]", "sliding_attention", "llama"]),
         ("bias wanted, and absent", {"mlp_bias": True}, ["gate_proj.bias"])])
 
 
@@ -403,12 +406,80 @@ def test_config_of_a_model_that_norms_heads(folder):
         ("all layers see all", {"layer_types": ["full_attention"] * 2}, FINE),
         ("as many values in smaller heads", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
          ["model.layers.0.self_attn.q_norm.weight", "(128)", "(64)"]),
-        ("a window", {"use_sliding_window": True}, ["config.json", "use_sliding_window", "qwen3"]),
-        ("a window in one layer", {"layer_types": ["full_attention", "sliding_attention"]},
-         ["config.json", "layer_types[1]", "sliding_attention", "qwen3"]),
+        ("a window", {"use_sliding_window": True}, FINE),
+        ("a window in one layer", {"layer_types": ["full_attention", "sliding_attention"]}, FINE),
         ("another family's formulas", {"model_type": "llama", "head_dim": 128}, ["_norm.weight", "no place", "llama"])])
     model = copy_model(LLAMA, folder, {"model_type": "qwen3", "head_dim": 16})
     refused("logits", model, "--ids", 1, words=["model.layers.0.self_attn.q_norm.weight", "(16)", "missing"])
+
+
+def test_config_of_every_family(folder):
+    """A formula that is not implemented is named, with what is; the defaults of a family may be left out."""
+    def family(name, *cases):
+        check_configs(FIXTURES / name, folder, cases)
+    family("mistral", ("a layer that sees all", {"layer_types": ["sliding_attention", "full_attention"]},
+                       ["config.json", "layer_types[1]", "mistral"]))
+    family("mixtral", ("other experts", {"num_local_experts": 7}, ["block_sparse_moe.gate.weight", "(7, 48)"]),
+           ("another width", {"intermediate_size": 48}, ["experts.0.w1.weight", "(48, 48)", "(40, 48)"]))
+    family("qwen2", ("no window", {"use_sliding_window": None, "layer_types": None}, FINE),
+           ("max_window_layers a text", {"max_window_layers": "1"}, ["max_window_layers"]))
+    family("qwen3_moe", ("experts counted by their newer name", {"num_experts": None, "num_local_experts": 8}, FINE),
+           ("all layers dense", {"mlp_only_layers": [0, 1, 2]}, ["model.layers.0.mlp.gate_proj.weight", "missing"]),
+           ("no layer dense", {"mlp_only_layers": []}, ["model.layers.1.mlp.gate.weight", "missing"]),
+           ("every second layer", {"decoder_sparse_step": 2}, ["model.layers.0.mlp.gate_proj.weight", "missing"]),
+           ("step 0", {"decoder_sparse_step": 0}, ["decoder_sparse_step"]),
+           ("mlp_only_layers a number", {"mlp_only_layers": 1}, ["mlp_only_layers"]))
+    family("gemma2", ("another activation", {"hidden_activation": "gelu"}, ["hidden_activation", "tanh", '"gelu"']),
+           ("the older key of the activation", {"hidden_act": "gelu"}, FINE),
+           ("sees what follows", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+           ("a cap below 0", {"attn_logit_softcapping": -1}, ["attn_logit_softcapping"]),
+           ("one that cannot divide", {"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]))
+    family("gemma3", ("ropes in one object", {
+        "rope_scaling": None, "rope_local_base_freq": None, "rope_theta": None, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}, FINE),
+           ("unknown rope of windows", {"rope_parameters": {
+               "full_attention": {}, "sliding_attention": {"rope_type": "spiral"}}}, ["spiral", "yarn"]),
+           ("pattern 0", {"sliding_window_pattern": 0}, ["sliding_window_pattern"]))
+    family("deepseek_v3", ("head_dim", {"head_dim": 64}, FINE),
+           ("unknown scores", {"scoring_func": "tanh"}, ["scoring_func", "softmax", "sigmoid", "tanh"]),
+           ("unknown router", {"topk_method": "best"}, ["topk_method", "noaux_tc", "best"]),
+           ("groups that do not fit", {"n_group": 5}, ["n_group"]),
+           ("more groups than there are", {"topk_group": 5}, ["topk_group"]),
+           ("too few in a group", {"n_group": 16}, ["n_group"]),
+           ("no first dense layer", {"first_k_dense_replace": 0}, ["model.layers.0.mlp.gate.weight", "missing"]),
+           ("another latent", {"kv_lora_rank": 256}, ["kv_a_proj_with_mqa.weight", "(576, 48)", "(320, 48)"]),
+           ("other values", {"v_head_dim": 32}, ["kv_b_proj.weight", "(64, 512)", "(96, 512)"]),
+           ("another eps", {"rms_norm_eps": 1e-5}, ["rms_norm_eps"]),
+           ("FP8", {"quantization_config": {"quant_method": "fp8"}}, ["fp8", "deepseek_v3"]))
+    family("deepseek_v2", ("weights that add up to 1", {"norm_topk_prob": True}, ["norm_topk_prob"]),
+           ("another router", {"topk_method": "noaux_tc"}, ["e_score_correction_bias", "missing"]))
+
+
+def test_text_of_a_model_of_pictures(folder):
+    """Gemma 3 with eyes: the text's config.json in text_config, its tensors under either prefix, eyes left out."""
+    source = FIXTURES / "gemma3"
+    expected = top_logits(source)
+    text = {k: v for k, v in read_json(source / "config.json").items() if k != "eos_token_id"}
+    header, content = read_safetensors(source / "model.safetensors")
+
+    def check(name, rename, config, words=FINE):
+        model = folder / name
+        model.mkdir()
+        write_json(model / "config.json", {"model_type": "gemma3", "eos_token_id": [1, 2], **config})
+        tensors = {rename(k): v for k, v in header.items() if k != "__metadata__"}
+        end = max(v["data_offsets"][1] for v in tensors.values())
+        tensors["vision_tower.x"] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
+        (model / "model.safetensors").write_bytes(safetensors(tensors, content + b"\0\0\0\0"))
+        if words is FINE:
+            same(top_logits(model), expected, "logits")
+        else:
+            refused("logits", model, "--ids", 1, words=words)
+    each([("published", lambda k: "language_model." + k, {"text_config": text}),
+          ("newer", lambda k: k.replace("model.", "model.language_model."), {"text_config": text}),
+          ("none", lambda k: k, {}, ["text_config", "missing"]),
+          ("a text", lambda k: k, {"text_config": "gemma3_text"}, ["text_config"]),
+          ("other", lambda k: "x." + k, {"text_config": text}, ["lm_head.weight", "missing"])], check)
 
 
 def text_of(path, *pairs):
