@@ -1,18 +1,14 @@
 /* bench.c: the commands that measure a model, look at one, or look at this machine: bench, perplexity, inspect, list,
- * rm, doctor. What they find goes to stdout, as text or as JSON. */
+ * doctor. What they find goes to stdout, as text or as JSON. */
 #include "download.h"
 #include "host.h"
 
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <limits.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 enum { SCORED_AT_ONCE = 128, MOST_TEXT = 1 << 28 };
@@ -353,26 +349,27 @@ static void rename_folder(Error *e, const char *folder, const char *name) {
 
 int inspect(const Options *o) {
     Error e;
-    Outline outline = {0};
+    uint64_t to_fetch;
     char *dir = model_find(o->model, &e);
     /* the hub is asked about an ORG/NAME that is not here whole, and about nothing else */
     bool far = strchr(o->model, '/') && (!dir || (strcmp(dir, o->model) && !model_complete(dir)));
-    if (far ? !outline_open(&outline, o->model, &e) : !dir) die(&e);
+    if (!far && !dir) die(&e);
+    const char *outline = far ? outline_open(o->model, &to_fetch) : dir;
     cJSON *out = cJSON_CreateObject();
     cJSON_AddStringToObject(out, "name", o->model);
-    bool ok = add_model(out, far ? outline.folder : dir, o->context, &e);
-    if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)outline.to_fetch);
-    if (far && !ok) rename_folder(&e, outline.folder, o->model);
+    bool ok = add_model(out, outline, o->context, &e);
+    if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)to_fetch);
+    if (far && !ok) rename_folder(&e, outline, o->model);
     if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
     if (!o->json) print_facts(out);
     end_json(out, o->json);
-    outline_close(&outline);
+    outline_close();
     free(dir);
     if (!ok) die(&e);
     return DONE;
 }
 
-/* ---- list, rm: which models are here? ---- */
+/* ---- list: which models are here? ---- */
 
 int list(const Options *o) {
     ModelEntry *model;
@@ -396,64 +393,6 @@ int list(const Options *o) {
     if (!n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     end_json(all, o->json);
     models_free(model, n);
-    return DONE;
-}
-
-/* The name of the folder in the hub's cache that `argument` means: ORG/NAME, whatever there is of it, or a model as
- * every command finds it. */
-static char *find_folder(const char *cache, const char *argument, Error *e) {
-    bool repository = repository_valid(argument);
-    char *name = repository ? repository_folder(argument) : NULL, root[PATH_MAX], real[PATH_MAX];
-    Bytes path = {0};
-    bytes_print(&path, "%s/%s", cache, name ? name : "");
-    bool exact = name && !access(path.data, F_OK);
-    bytes_free(&path);
-    if (exact) return name;
-    free(name);
-    char *dir = *argument ? model_find(argument, e) : NULL;
-    bool inside = dir && realpath(cache, root) && realpath(dir, real) && !strncmp(real, root, strlen(root)) &&
-                  !strncmp(real + strlen(root), "/models--", 9);
-    if (!inside && (dir || !repository))
-        fail(e, USAGE, "'%.200s' is not in the hub's cache, %s", dir ? dir : argument, cache);
-    free(dir);
-    return inside ? copy_text(real + strlen(root) + 1, strcspn(real + strlen(root) + 1, "/")) : NULL;
-}
-
-/* Is a file of it being fetched? Looks at the locks and takes them for a moment. */
-static bool in_use(const char *locks) {
-    DIR *dir = opendir(locks);
-    bool held = false;
-    for (struct dirent *d; dir && (d = readdir(dir)) && !held;) {
-        int fd = openat(dirfd(dir), d->d_name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-        held = fd >= 0 && flock(fd, LOCK_SH | LOCK_NB) && errno == EWOULDBLOCK;
-        if (fd >= 0) close(fd);
-    }
-    if (dir) closedir(dir);
-    return held;
-}
-
-int rm(const Options *o) {
-    Error e;
-    Bytes cache = {0}, folder = {0}, locks = {0}, link = {0};
-    const char *home = getenv("HOME");
-    hub_cache(&cache);
-    char *name = find_folder(cache.data, o->model, &e);
-    if (!name) die(&e);
-    bytes_print(&folder, "%s/%s", cache.data, name);
-    bytes_print(&locks, "%s/.locks/%s", cache.data, name);
-    bytes_print(&link, "%s/.cache/infer/models/%s", home ? home : "", name + strlen("models--"));
-    bool ok =
-        !in_use(locks.data) || fail(&e, FAILED, "%s is being downloaded by another process: end that first", o->model);
-    ok = ok && (folder_remove(folder.data) || fail(&e, FAILED, "%s: %s", folder.data, strerror(errno)));
-    if (!ok) die(&e);
-    folder_remove(locks.data);
-    unlink(link.data); /* which a folder of that name survives */
-    fprintf(stderr, "removed %s\n", folder.data);
-    bytes_free(&cache);
-    bytes_free(&folder);
-    bytes_free(&locks);
-    bytes_free(&link);
-    free(name);
     return DONE;
 }
 
@@ -503,27 +442,21 @@ int doctor(const Options *o) {
     free(v);
 
     Bytes cache = {0};
-    uint64_t room = 0;
+    struct statvfs disk = {0};
     hub_cache(&cache);
-    disk_free(cache.data, &room);
     char *there = copy_text(cache.data, cache.n); /* or what of it exists */
-    while (access(there, F_OK) && (slash = strrchr(there, '/')) && slash > there) *slash = 0;
+    while (statvfs(there, &disk) && (slash = strrchr(there, '/')) && slash > there) *slash = 0;
     finding(&d, "cache", NO_NETWORK,
             access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL, "%s, %s free",
-            cache.data, size_text(room, a));
+            cache.data, size_text((uint64_t)disk.f_bavail * disk.f_frsize, a));
     free(there);
     bytes_free(&cache);
 
-    HubState hub;
+    char token[300], answer[400];
     Error e = {0};
-    bool answers = hub_state(&hub, &e);
-    finding(&d, "token", 0, NULL, "%s%s",
-            hub.token ? "found in " : "none: only private and gated repositories need one", hub.token ? hub.token : "");
-    snprintf(text, sizeof text, "answers in %.0f ms", hub.seconds * 1e3);
-    finding(&d, "network", e.code, answers || hub.offline ? NULL : e.text, "%s %s", hub.endpoint,
-            hub.offline ? "is not tried: HF_HUB_OFFLINE is set"
-            : answers   ? text
-                        : "does not answer");
+    bool answers = hub_check(token, answer, &e);
+    finding(&d, "token", 0, NULL, "%s", token);
+    finding(&d, "network", e.code, answers ? NULL : e.text, "%s", answer);
 
     end_json(d.all, d.json);
     return d.code;
