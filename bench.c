@@ -95,30 +95,31 @@ static void report_figure(Bench *b, Figure *f) {
 static int any_token(const Model *m, int i) { return (int)(((unsigned)i * 2654435761u >> 8) % (unsigned)m->vocab); }
 
 /* A prompt of f->tokens random tokens, to its first token. */
-static bool measure_prompt(Bench *b, Figure *f, Error *e) {
+static void measure_prompt(Bench *b, Figure *f) {
     const Sampling how = {.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature};
     Engine *g = &b->model.engine;
     int token;
     Ids ids = {0};
     Sequence s = {0};
-    bool ok = true;
+    Error e;
     for (int i = 0; i < f->tokens; i++) ids_add(&ids, any_token(g->model, i));
-    for (int r = -1; r < b->o->repeats && ok; r++) { /* one to warm up */
+    for (int r = -1; r < b->o->repeats; r++) { /* one to warm up */
         Generation w;
         sequence_rewind(g, &s, 0);
         double begin = seconds();
-        ok = generation_begin(&w, g, &s, ids.data, ids.n, &how, NULL, e) && generation_next(&w, &token, e);
+        if (!generation_begin(&w, g, &s, ids.data, ids.n, &how, NULL, &e) || !generation_next(&w, &token, &e)) die(&e);
         if (r >= 0) f->seconds[r] = seconds() - begin;
-        if (ok) generation_end(&w);
+        generation_end(&w);
     }
     sequence_free(g, &s);
     ids_free(&ids);
-    return ok;
 }
 
-/* f->tokens steps of f->streams streams behind f->depth tokens; the next step is submitted before the last is read. */
-static bool generate_once(Bench *b, const Figure *f, const int *page, int max_pages, double *took, Error *e) {
+/* Seconds for f->tokens steps of f->streams streams behind f->depth tokens; the next step is submitted before the last
+ * is read. */
+static double generate_once(Bench *b, const Figure *f) {
     void *state = b->model.engine.state;
+    const int *page = b->model.engine.free_pages.data;
     int n = f->streams, slot[MOST_STREAMS], first[MOST_STREAMS + 1], token[MOST_STREAMS], start[MOST_STREAMS];
     Sampling how[MOST_STREAMS];
     Want want[MOST_STREAMS];
@@ -128,41 +129,34 @@ static bool generate_once(Bench *b, const Figure *f, const int *page, int max_pa
         how[i] = (Sampling){.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature, .seed = (uint64_t)i};
     }
     first[n] = n;
-    Batch batch = {n, max_pages, slot, first, token, start, page, how, want};
+    Batch batch = {n, (f->depth + f->tokens + PAGE - 1) / PAGE, slot, first, token, start, page, how, want};
     Result result;
+    Error e;
     double begin = seconds();
     for (int step = 0; step < f->tokens; step++) {
-        if (!backend->submit(state, &batch, e)) return false;
-        if (step && !backend->collect(state, &result, e)) return false;
+        if (!backend->submit(state, &batch, &e) || (step && !backend->collect(state, &result, &e))) die(&e);
         for (int i = 0; i < n; i++) token[i] = -1, start[i]++;
     }
-    if (!backend->collect(state, &result, e)) return false;
-    *took = seconds() - begin;
-    return true;
+    if (!backend->collect(state, &result, &e)) die(&e);
+    return seconds() - begin;
 }
 
-static bool measure_generation(Bench *b, Figure *f, Error *e) {
+static void measure_generation(Bench *b, Figure *f) {
     const Model *m = b->model.engine.model;
-    const int *page = b->model.engine.free_pages.data;
     void *state = b->model.engine.state;
-    int max_pages = (f->depth + f->tokens + PAGE - 1) / PAGE;
     uint64_t read = backend->experts_read(state);
-    double ignored;
-    if (!generate_once(b, f, page, max_pages, &ignored, e)) return false; /* its steps are those of every repeat */
+    generate_once(b, f); /* its steps are those of every repeat */
     f->experts = (double)(backend->experts_read(state) - read) / f->tokens / m->n_layers;
     f->bytes = step_bytes(m, f->experts, f->streams, f->depth + f->tokens / 2);
     f->flat = backend->flat_read(state, f->bytes); /* before the card is hot */
-    for (int r = 0; r < b->o->repeats; r++)
-        if (!generate_once(b, f, page, max_pages, f->seconds + r, e)) return false;
-    return true;
+    for (int r = 0; r < b->o->repeats; r++) f->seconds[r] = generate_once(b, f);
 }
 
 /* Prompts first, then every number of streams at every depth, of what the cache has room for. */
-static bool measure_all(Bench *b, Error *e) {
+static void measure_all(Bench *b) {
     const Options *o = b->o;
     const Engine *g = &b->model.engine;
-    bool ok = true;
-    for (int i = -o->prompts.n; ok && i < o->streams.n * o->depths.n; i++) {
+    for (int i = -o->prompts.n; i < o->streams.n * o->depths.n; i++) {
         Figure f = {.prompt = i < 0, .streams = 1};
         f.tokens = f.prompt ? o->prompts.value[i + o->prompts.n] : o->tokens;
         if (!f.prompt) f.streams = o->streams.value[i / o->depths.n], f.depth = o->depths.value[i % o->depths.n];
@@ -173,10 +167,9 @@ static bool measure_all(Bench *b, Error *e) {
                     f.tokens, f.depth, f.streams, g->free_pages.n * PAGE, g->context);
             continue;
         }
-        ok = f.prompt ? measure_prompt(b, &f, e) : measure_generation(b, &f, e);
-        if (ok) report_figure(b, &f);
+        f.prompt ? measure_prompt(b, &f) : measure_generation(b, &f);
+        report_figure(b, &f);
     }
-    return ok;
 }
 
 int bench(const Options *o) {
@@ -195,18 +188,19 @@ int bench(const Options *o) {
     if (md)
         puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|");
-    bool ok = measure_all(&b, &e);
+    measure_all(&b);
     end_json(out, json);
     session_close(s);
-    if (!ok) die(&e);
     return DONE;
 }
 
 /* ---- perplexity: how surprised is a model by a text? exp of the mean of -log p(token | what stands before it) ---- */
 
-/* Adds what tokens from .. n - 1 of a window cost, given those before them; `from` is above 0. */
-static bool score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_t from, double *sum, Error *e) {
+/* What tokens from .. n - 1 of a window cost, given those before them; `from` is above 0. */
+static double score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_t from) {
     const Sampling greedy = {.top_p = 1, .penalty = 1};
+    double sum = 0;
+    Error e;
     sequence_rewind(g, s, 0);
     while (s->tokens.n < n - 1) { /* the last token is only predicted */
         size_t at = s->tokens.n;
@@ -214,13 +208,13 @@ static bool score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_
         size_t end = scored ? n - 1 : from - 1, most = scored ? SCORED_AT_ONCE : (size_t)g->max_tokens;
         size_t now = end - at < most ? end - at : most;
         Result r;
-        if (!sequence_run(g, s, ids + at, now, scored ? WANT_ALL_LOGITS : WANT_NOTHING, &greedy, &r, e)) return false;
+        if (!sequence_run(g, s, ids + at, now, scored ? WANT_ALL_LOGITS : WANT_NOTHING, &greedy, &r, &e)) die(&e);
         for (int i = 0; i < r.rows; i++) {
             const float *logits = r.logits + (size_t)i * (size_t)g->model->vocab;
-            *sum += log_sum_exp(logits, g->model->vocab) - (double)logits[ids[at + (size_t)i + 1]];
+            sum += log_sum_exp(logits, g->model->vocab) - (double)logits[ids[at + (size_t)i + 1]];
         }
     }
-    return true;
+    return sum;
 }
 
 int perplexity(const Options *o) {
@@ -236,18 +230,17 @@ int perplexity(const Options *o) {
         die(&e);
     int context = s.checkpoint.model.context, window = o->context ? o->context : context < 1024 ? context : 1024;
     int stride = o->stride ? o->stride : window / 2;
-    bool ok = ids.n > 1 || fail(&e, USAGE, "%s: a text of at least two tokens is needed", o->file);
-    if (ok && stride >= window)
-        ok = fail(&e, USAGE, "a stride of %d leaves tokens between windows of %d out", stride, window);
-    if (!ok || !session_load(&s, o, window, &e)) die(&e);
+    if (ids.n < 2) fail(&e, USAGE, "%s: a text of at least two tokens is needed", o->file), die(&e);
+    if (stride >= window)
+        fail(&e, USAGE, "a stride of %d leaves tokens between windows of %d out", stride, window), die(&e);
+    if (!session_load(&s, o, window, &e)) die(&e);
     double sum = 0, mean;
     size_t scored = 1; /* the first token has nothing before it; others count in the first window that has them */
-    for (size_t begin = 0; ok && scored < ids.n; begin += (size_t)stride) {
+    for (size_t begin = 0; scored < ids.n; begin += (size_t)stride) {
         size_t n = ids.n - begin < (size_t)window ? ids.n - begin : (size_t)window;
-        ok = score_window(&s.engine, &sequence, ids.data + begin, n, scored - begin, &sum, &e);
+        sum += score_window(&s.engine, &sequence, ids.data + begin, n, scored - begin);
         scored = begin + n;
     }
-    if (!ok) die(&e);
     mean = sum / (double)(ids.n - 1);
     printf("perplexity %.6g  nll %.8g  tokens %zu\n", exp(mean), mean, ids.n - 1);
     sequence_free(&s.engine, &sequence);
