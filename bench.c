@@ -356,7 +356,6 @@ int inspect(const Options *o) {
     if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
     if (!o->json) print_facts(out);
     end_json(out, o->json);
-    outline_close();
     free(dir);
     if (!ok) die(&e);
     return DONE;

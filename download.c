@@ -148,6 +148,22 @@ static uint64_t bytes_here(void) {
     return sum;
 }
 
+/* Removes a file or an empty folder, but stops at a lock that a process holds. */
+static int remove_one(const char *path, const struct stat *st, int type, struct FTW *ftw) {
+    (void)st, (void)ftw;
+    int fd = type == FTW_F && !fnmatch("*.lock", path, 0) ? open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW) : -1;
+    bool held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB);
+    if (fd >= 0) close(fd);
+    return held ? EWOULDBLOCK : remove(path);
+}
+
+/* 0: it is gone with all that was in it; links are not followed. */
+static int folder_remove(const char *path) { return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
+
+static void remove_outline(void) {
+    if (*hub.outline) folder_remove(hub.outline);
+}
+
 /* Ends the process, whatever other threads do: the line of the first error is the only one. */
 __attribute__((noreturn, format(printf, 2, 3))) static void give_up(int code, const char *format, ...) {
     uint64_t here = bytes_here();
@@ -164,7 +180,7 @@ __attribute__((noreturn, format(printf, 2, 3))) static void give_up(int code, co
     fprintf(stderr, "infer: %s", e.text);
     if (here) fprintf(stderr, " (%s of %s are here)", size_text(here, a), size_text(hub.total, b));
     fputc('\n', stderr);
-    outline_close();
+    remove_outline();
     _exit(code);
 }
 
@@ -608,7 +624,8 @@ static void find_token(void) {
         bytes_text(&content, text);
     else if (!file_read(hub.token_from, MAX_PATH, &content, &e) && asked)
         give_up(USAGE, "%s", e.text);
-    if (content.data && (sscanf(content.data, "%4095s%1s", hub.token, rest) != 1 || !is_like(hub.token, "^[!-~]+$")))
+    if ((content.n || asked) &&
+        (sscanf(content.data, "%4095s%1s", hub.token, rest) != 1 || !is_like(hub.token, "^[!-~]+$")))
         give_up(USAGE, "%s holds no token, or characters that no token has", hub.token_from);
     bytes_free(&content);
 }
@@ -633,7 +650,6 @@ static void hub_open(const Options *o) {
     hub.begun = hub.drawn = seconds();
     curl_global_init(CURL_GLOBAL_DEFAULT);
     signal(SIGINT, on_interrupt);
-    signal(SIGPIPE, SIG_IGN);
     if (stall) text_whole(stall, 1, INT32_MAX, &hub.stall);
     snprintf(hub.endpoint, sizeof hub.endpoint, "%s", endpoint ? endpoint : "https://huggingface.co");
     for (char *end = strchr(hub.endpoint, 0); end > hub.endpoint && end[-1] == '/';) *--end = 0;
@@ -648,55 +664,46 @@ static void hub_open(const Options *o) {
     find_folder(hub.name);
 }
 
-/* The snapshot of this revision, if it is here whole. */
-static char *cached_snapshot(const char *ref) {
-    char path[MAX_PATH];
-    Bytes commit = {0};
+/* Fetches the files that were listed; of what infer cannot run only config.json. */
+static void fetch_listed(const char *snapshot) {
+    bool check = wants_default(hub.o) && !strcmp(hub.file->name, "config.json");
+    char size[24];
     Error e;
-    if (!file_read(ref, 64, &commit, &e)) bytes_text(&commit, hub.revision);
-    snprintf(path, sizeof path, "%s/snapshots/%s", hub.folder, commit.data);
-    bool whole = is_like(commit.data, HEX_40) && model_complete(path);
-    bytes_free(&commit);
-    return whole ? copy_text(path, strlen(path)) : NULL;
-}
-
-/* Writes down which commit the revision is; nothing is written if that is known. */
-static void save_ref(const char *ref) {
-    Bytes known = {0};
-    Error e;
-    if (!file_read(ref, 64, &known, &e) || strcmp(known.data, hub.commit)) {
-        int fd = open_file(ref);
-        if (dprintf(fd, "%s", hub.commit) < 40 || ftruncate(fd, 40)) disk_fails(ref);
-        close(fd);
-    }
-    bytes_free(&known);
+    fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, size_text(hub.total, size));
+    if (check) fetch_files(0, 1);
+    if (check && !checkpoint_known(snapshot, &e))
+        give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, e.text);
+    fetch_files(check, hub.files);
 }
 
 /* Fetches a repository unless it is here whole; the snapshot's path. */
 static char *fetch_repository(const Options *o) {
-    char path[MAX_PATH], ref[MAX_PATH], size[24];
+    char path[MAX_PATH], ref[MAX_PATH];
+    Bytes known = {0}; /* the commit that the revision was */
     Error e;
     hub_open(o);
     snprintf(ref, sizeof ref, "%s/refs/%s", hub.folder, hub.revision);
+    if (!file_read(ref, 64, &known, &e)) bytes_text(&known, hub.revision);
+    snprintf(path, sizeof path, "%s/snapshots/%s", hub.folder, known.data);
     bool fixed = is_like(hub.revision, HEX_40);
-    char *have = wants_default(o) ? cached_snapshot(ref) : NULL;
-    if (have && (offline() || fixed)) return have;
-    if (have) hub.max_tries = 0;
-    if (!list_files(&e)) {
-        if (!have) give_up(e.code, "%s", e.text);
+    bool whole = wants_default(o) && is_like(known.data, HEX_40) && model_complete(path);
+    bool ask = !whole || (!fixed && !offline());
+    if (whole) hub.max_tries = 0;
+    if (ask && list_files(&e)) {
+        hub.max_tries = MAX_TRIES;
+        snprintf(path, sizeof path, "%s/snapshots/%s", hub.folder, hub.commit);
+        fetch_listed(path);
+        if (!fixed && strcmp(known.data, hub.commit)) {
+            int fd = open_file(ref);
+            if (dprintf(fd, "%s", hub.commit) < 40 || ftruncate(fd, 40)) disk_fails(ref);
+            close(fd);
+        }
+    } else if (!whole) {
+        give_up(e.code, "%s", e.text);
+    } else if (ask) {
         fprintf(stderr, "%s\nWhat is here is complete and is used.\n", e.text);
-        return have;
     }
-    free(have);
-    hub.max_tries = MAX_TRIES;
-    bool check = wants_default(o) && !strcmp(hub.file->name, "config.json");
-    snprintf(path, sizeof path, "%s/snapshots/%s", hub.folder, hub.commit);
-    fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, size_text(hub.total, size));
-    if (check) fetch_files(0, 1); /* of what infer cannot run the rest need not come */
-    if (check && !checkpoint_known(path, &e))
-        give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, e.text);
-    fetch_files(check, hub.files);
-    if (!fixed) save_ref(ref);
+    bytes_free(&known);
     return copy_text(path, strlen(path));
 }
 
@@ -724,18 +731,6 @@ char *model_get(const char *argument, Error *e) {
     signal(SIGINT, SIG_DFL);
     return path;
 }
-
-/* Removes a file or an empty folder, but stops at a lock that a process holds. */
-static int remove_one(const char *path, const struct stat *st, int type, struct FTW *ftw) {
-    (void)st, (void)ftw;
-    int fd = type == FTW_F && !fnmatch("*.lock", path, 0) ? open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW) : -1;
-    bool held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB);
-    if (fd >= 0) close(fd);
-    return held ? EWOULDBLOCK : remove(path);
-}
-
-/* 0: it is gone with all that was in it; links are not followed. */
-static int folder_remove(const char *path) { return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
 
 int rm(const Options *o) {
     char locks[MAX_PATH];
@@ -793,16 +788,13 @@ const char *outline_open(const char *repository, uint64_t *to_fetch) {
     if (!list_files(&e)) give_up(e.code, "%s", e.text);
     snprintf(hub.outline, sizeof hub.outline, "%s/infer-XXXXXX", tmp ? tmp : "/tmp");
     if (!mkdtemp(hub.outline)) disk_fails(hub.outline);
+    atexit(remove_outline);
     *to_fetch = 0;
     for (File *f = hub.file; f < hub.file + hub.files; f++) {
         if (!is_here(f)) *to_fetch += f->size;
         if (matches(read, 3, f->name)) save_head(f, hub.outline);
     }
     return hub.outline;
-}
-
-void outline_close(void) {
-    if (*hub.outline) folder_remove(hub.outline);
 }
 
 bool hub_check(char token[300], char answer[400], Error *e) {

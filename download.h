@@ -8,10 +8,9 @@
  * download. */
 char *model_get(const char *argument, Error *e);
 
-/* A repository without its weights: a temporary folder with config.json, the index, and each safetensors file with a
- * hole for its data. to_fetch: bytes that `infer download` would fetch. Ends the process if that fails. */
+/* A repository without its weights: a folder, removed at exit, with config.json, the index, and each safetensors file
+ * with a hole for its data. to_fetch: bytes that `infer download` would fetch. Ends the process if that fails. */
 const char *outline_open(const char *repository, uint64_t *to_fetch);
-void outline_close(void);
 
 /* For doctor: does the hub answer? Says what was found of the token, and how the hub answers. */
 bool hub_check(char token[300], char answer[400], Error *e);
