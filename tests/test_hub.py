@@ -696,6 +696,14 @@ def test_inspect(folder):
             expect(word in text, f"lacks {word}: {text}")
         same([*(folder / "tmp").iterdir()], [], "what was left")
         refused("inspect", "org/nothing", env=env, words=["/org/nothing"])
+        hub.fault = lambda q: q.stall() if q.name == WEIGHTS else None
+        with in_terminal(hub, folder, "inspect", "org/parrot", TMPDIR=folder / "tmp") as t:
+            while not any(q.name == WEIGHTS for q in hub.requests[-1:]):
+                time.sleep(0.01)
+            os.kill(t.process.pid, signal.SIGINT)
+            same(t.ended(), 130, "exit code of an interrupted inspect")
+        hub.fault = None
+        same([*(folder / "tmp").iterdir()], [], "what an interrupt left")
         config = {**read_json(PARROT / "config.json"), "model_type": "zebra\x1b[2J\x9b"}
         hub.files["config.json"] = File(json.dumps(config).encode())
         r = infer("inspect", "org/parrot", env=env, code=3)
@@ -765,14 +773,16 @@ def test_doctor(folder):
         text = infer("doctor", "--json", env={**env, "HF_TOKEN": "x"}, code=None).text
         bad = {f["what"]: f for f in json.loads(text)}
         expect(not bad["network"]["ok"] and "/settings/tokens" in bad["network"]["cure"], str(bad))
+    r = infer("doctor", env={**env, "HF_ENDPOINT": "nothing"}, code=2)
+    expect("cache" in r.text and "HF_ENDPOINT" in r.err, r.text + r.err)
     r = infer("doctor", env={**env, "HF_ENDPOINT": "http://127.0.0.1:1"}, code=None)
     expect(r.code in (5, 4) and "✗ network" in r.text, r.text)
 
 
 # ---- in a terminal
 
-def in_terminal(hub, folder, *args, columns=80):
-    return Terminal(*args, columns=columns, **env_of(hub, folder))
+def in_terminal(hub, folder, *args, columns=80, **env):
+    return Terminal(*args, columns=columns, **env_of(hub, folder, **env))
 
 
 def test_terminal(folder):
