@@ -137,27 +137,23 @@ void utf8_stream(Bytes *b, Bytes *out, bool flush) {
     b->n -= done;
 }
 
-bool file_read(const char *path, size_t most, Bytes *out, Error *e) {
-    struct stat st;
-    if (stat(path, &st)) return fail(e, BAD_MODEL, "%s: %s", path, strerror(errno));
-    size_t size = (size_t)st.st_size;
-    if (!S_ISREG(st.st_mode)) return fail(e, BAD_MODEL, "%s: not a regular file", path); /* opening a FIFO would hang */
-    if (size > most) return fail(e, BAD_MODEL, "%s: %zu bytes, at most %zu are allowed", path, size, most);
-    FILE *f = fopen(path, "re");
-    if (!f) return fail(e, BAD_MODEL, "%s: %s", path, strerror(errno));
-    *out = (Bytes){allocate(size + 1), 0, size + 1};
-    size_t got = fread(out->data, 1, size, f);
-    out->data[out->n = got] = 0;
-    fclose(f);
-    if (got == size) return true;
-    bytes_free(out);
-    return fail(e, BAD_MODEL, "%s: ends after %zu of %zu bytes", path, got, size);
-}
-
-void stdin_read(Bytes *out) {
+static void read_all(FILE *f, Bytes *out) {
     char part[1 << 16];
     bytes_text(out, "");
-    for (size_t n; (n = fread(part, 1, sizeof part, stdin));) bytes_add(out, part, n);
+    for (size_t n; (n = fread(part, 1, sizeof part, f));) bytes_add(out, part, n);
+}
+
+void stdin_read(Bytes *out) { read_all(stdin, out); }
+
+bool file_read(const char *path, size_t most, Bytes *out, Error *e) {
+    struct stat st;
+    bool there = !stat(path, &st), regular = there && S_ISREG(st.st_mode); /* opening a FIFO would hang */
+    FILE *f = regular ? fopen(path, "re") : NULL;
+    if (!f) return fail(e, BAD_MODEL, "%s: %s", path, there && !regular ? "not a regular file" : strerror(errno));
+    if (st.st_size <= (off_t)most) read_all(f, out);
+    fclose(f);
+    return st.st_size <= (off_t)most ||
+           fail(e, BAD_MODEL, "%s: %lld bytes, at most %zu are allowed", path, (long long)st.st_size, most);
 }
 
 bool file_exists(const char *path) {
@@ -165,7 +161,7 @@ bool file_exists(const char *path) {
     return !stat(path, &st) && S_ISREG(st.st_mode);
 }
 
-enum { MOST_VALUES = 4000000 }; /* thrice those of the largest tokenizer.json; cJSON takes 80 bytes for each */
+enum { MOST_COMMAS = 4000000 }; /* thrice those of the largest tokenizer.json; cJSON takes 80 bytes for each */
 
 static bool digit(char c) { return c >= '0' && c <= '9'; }
 
@@ -195,7 +191,7 @@ static const char *json_laxity(const char *text, size_t n, size_t *offset) {
         if (quoted) continue;
         if (c >= 128) return "a byte-order mark or other letter outside of a text";
         if ((c == '.' || c == '0') && json_lax_number(text, s, end)) return "a malformed number";
-        if (c == ',' && ++values > MOST_VALUES) return "too many values";
+        if (c == ',' && ++values > MOST_COMMAS) return "too many values";
     }
     return NULL;
 }
@@ -219,18 +215,15 @@ static const char *json_twice(const cJSON *value) {
 }
 
 cJSON *json_parse(const char *text, size_t n, const char *name, Error *e) {
-    size_t offset;
-    const char *problem = json_laxity(text, n, &offset), *end = text;
+    size_t at;
+    const char *problem = json_laxity(text, n, &at), *end = text, *twice = NULL;
     cJSON *json = problem ? NULL : cJSON_ParseWithLengthOpts(text, n, &end, false);
     while (json && end < text + n && strchr(" \t\r\n", *end)) end++;
-    const char *twice = json ? json_twice(json) : NULL;
+    if (!problem) at = (size_t)(end - text);
+    if (!problem && (!json || at < n)) problem = json ? "text after the end" : "it ends or goes wrong";
     if (problem)
-        fail(e, BAD_MODEL, "%s: not valid JSON: %s at byte %zu", name, problem, offset);
-    else if (!json)
-        fail(e, BAD_MODEL, "%s: not valid JSON near byte %zu of %zu", name, (size_t)(end - text), n);
-    else if (end < text + n)
-        fail(e, BAD_MODEL, "%s: not valid JSON: text after the end at byte %zu", name, (size_t)(end - text));
-    else if (twice)
+        fail(e, BAD_MODEL, "%s: not valid JSON: %s at byte %zu of %zu", name, problem, at, n);
+    else if ((twice = json_twice(json)))
         fail(e, BAD_MODEL, "%s: the key '%.100s' stands twice in one object", name, twice);
     else
         return json;

@@ -1,18 +1,14 @@
 /* bench.c: the commands that measure a model, look at one, or look at this machine: bench, perplexity, inspect, list,
- * rm, doctor. What they find goes to stdout, as text or as JSON. */
+ * doctor. What they find goes to stdout, as text or as JSON. */
 #include "download.h"
 #include "host.h"
 
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <limits.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 enum { SCORED_AT_ONCE = 128, MOST_TEXT = 1 << 28 };
@@ -99,30 +95,31 @@ static void report_figure(Bench *b, Figure *f) {
 static int any_token(const Model *m, int i) { return (int)(((unsigned)i * 2654435761u >> 8) % (unsigned)m->vocab); }
 
 /* A prompt of f->tokens random tokens, to its first token. */
-static bool measure_prompt(Bench *b, Figure *f, Error *e) {
+static void measure_prompt(Bench *b, Figure *f) {
     const Sampling how = {.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature};
     Engine *g = &b->model.engine;
     int token;
     Ids ids = {0};
     Sequence s = {0};
-    bool ok = true;
+    Error e;
     for (int i = 0; i < f->tokens; i++) ids_add(&ids, any_token(g->model, i));
-    for (int r = -1; r < b->o->repeats && ok; r++) { /* one to warm up */
+    for (int r = -1; r < b->o->repeats; r++) { /* one to warm up */
         Generation w;
         sequence_rewind(g, &s, 0);
         double begin = seconds();
-        ok = generation_begin(&w, g, &s, ids.data, ids.n, &how, NULL, e) && generation_next(&w, &token, e);
+        if (!generation_begin(&w, g, &s, ids.data, ids.n, &how, NULL, &e) || !generation_next(&w, &token, &e)) die(&e);
         if (r >= 0) f->seconds[r] = seconds() - begin;
-        if (ok) generation_end(&w);
+        generation_end(&w);
     }
     sequence_free(g, &s);
     ids_free(&ids);
-    return ok;
 }
 
-/* f->tokens steps of f->streams streams behind f->depth tokens; the next step is submitted before the last is read. */
-static bool generate_once(Bench *b, const Figure *f, const int *page, int max_pages, double *took, Error *e) {
+/* Seconds for f->tokens steps of f->streams streams behind f->depth tokens; the next step is submitted before the last
+ * is read. */
+static double generate_once(Bench *b, const Figure *f) {
     void *state = b->model.engine.state;
+    const int *page = b->model.engine.free_pages.data;
     int n = f->streams, slot[MOST_STREAMS], first[MOST_STREAMS + 1], token[MOST_STREAMS], start[MOST_STREAMS];
     Sampling how[MOST_STREAMS];
     Want want[MOST_STREAMS];
@@ -132,41 +129,34 @@ static bool generate_once(Bench *b, const Figure *f, const int *page, int max_pa
         how[i] = (Sampling){.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature, .seed = (uint64_t)i};
     }
     first[n] = n;
-    Batch batch = {n, max_pages, slot, first, token, start, page, how, want};
+    Batch batch = {n, (f->depth + f->tokens + PAGE - 1) / PAGE, slot, first, token, start, page, how, want};
     Result result;
+    Error e;
     double begin = seconds();
     for (int step = 0; step < f->tokens; step++) {
-        if (!backend->submit(state, &batch, e)) return false;
-        if (step && !backend->collect(state, &result, e)) return false;
+        if (!backend->submit(state, &batch, &e) || (step && !backend->collect(state, &result, &e))) die(&e);
         for (int i = 0; i < n; i++) token[i] = -1, start[i]++;
     }
-    if (!backend->collect(state, &result, e)) return false;
-    *took = seconds() - begin;
-    return true;
+    if (!backend->collect(state, &result, &e)) die(&e);
+    return seconds() - begin;
 }
 
-static bool measure_generation(Bench *b, Figure *f, Error *e) {
+static void measure_generation(Bench *b, Figure *f) {
     const Model *m = b->model.engine.model;
-    const int *page = b->model.engine.free_pages.data;
     void *state = b->model.engine.state;
-    int max_pages = (f->depth + f->tokens + PAGE - 1) / PAGE;
     uint64_t read = backend->experts_read(state);
-    double ignored;
-    if (!generate_once(b, f, page, max_pages, &ignored, e)) return false; /* its steps are those of every repeat */
+    generate_once(b, f); /* its steps are those of every repeat */
     f->experts = (double)(backend->experts_read(state) - read) / f->tokens / m->n_layers;
     f->bytes = step_bytes(m, f->experts, f->streams, f->depth + f->tokens / 2);
     f->flat = backend->flat_read(state, f->bytes); /* before the card is hot */
-    for (int r = 0; r < b->o->repeats; r++)
-        if (!generate_once(b, f, page, max_pages, f->seconds + r, e)) return false;
-    return true;
+    for (int r = 0; r < b->o->repeats; r++) f->seconds[r] = generate_once(b, f);
 }
 
 /* Prompts first, then every number of streams at every depth, of what the cache has room for. */
-static bool measure_all(Bench *b, Error *e) {
+static void measure_all(Bench *b) {
     const Options *o = b->o;
     const Engine *g = &b->model.engine;
-    bool ok = true;
-    for (int i = -o->prompts.n; ok && i < o->streams.n * o->depths.n; i++) {
+    for (int i = -o->prompts.n; i < o->streams.n * o->depths.n; i++) {
         Figure f = {.prompt = i < 0, .streams = 1};
         f.tokens = f.prompt ? o->prompts.value[i + o->prompts.n] : o->tokens;
         if (!f.prompt) f.streams = o->streams.value[i / o->depths.n], f.depth = o->depths.value[i % o->depths.n];
@@ -177,10 +167,9 @@ static bool measure_all(Bench *b, Error *e) {
                     f.tokens, f.depth, f.streams, g->free_pages.n * PAGE, g->context);
             continue;
         }
-        ok = f.prompt ? measure_prompt(b, &f, e) : measure_generation(b, &f, e);
-        if (ok) report_figure(b, &f);
+        f.prompt ? measure_prompt(b, &f) : measure_generation(b, &f);
+        report_figure(b, &f);
     }
-    return ok;
 }
 
 int bench(const Options *o) {
@@ -199,18 +188,19 @@ int bench(const Options *o) {
     if (md)
         puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|");
-    bool ok = measure_all(&b, &e);
+    measure_all(&b);
     end_json(out, json);
     session_close(s);
-    if (!ok) die(&e);
     return DONE;
 }
 
 /* ---- perplexity: how surprised is a model by a text? exp of the mean of -log p(token | what stands before it) ---- */
 
-/* Adds what tokens from .. n - 1 of a window cost, given those before them; `from` is above 0. */
-static bool score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_t from, double *sum, Error *e) {
+/* What tokens from .. n - 1 of a window cost, given those before them; `from` is above 0. */
+static double score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_t from) {
     const Sampling greedy = {.top_p = 1, .penalty = 1};
+    double sum = 0;
+    Error e;
     sequence_rewind(g, s, 0);
     while (s->tokens.n < n - 1) { /* the last token is only predicted */
         size_t at = s->tokens.n;
@@ -218,13 +208,13 @@ static bool score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_
         size_t end = scored ? n - 1 : from - 1, most = scored ? SCORED_AT_ONCE : (size_t)g->max_tokens;
         size_t now = end - at < most ? end - at : most;
         Result r;
-        if (!sequence_run(g, s, ids + at, now, scored ? WANT_ALL_LOGITS : WANT_NOTHING, &greedy, &r, e)) return false;
+        if (!sequence_run(g, s, ids + at, now, scored ? WANT_ALL_LOGITS : WANT_NOTHING, &greedy, &r, &e)) die(&e);
         for (int i = 0; i < r.rows; i++) {
             const float *logits = r.logits + (size_t)i * (size_t)g->model->vocab;
-            *sum += log_sum_exp(logits, g->model->vocab) - (double)logits[ids[at + (size_t)i + 1]];
+            sum += log_sum_exp(logits, g->model->vocab) - (double)logits[ids[at + (size_t)i + 1]];
         }
     }
-    return true;
+    return sum;
 }
 
 int perplexity(const Options *o) {
@@ -240,18 +230,17 @@ int perplexity(const Options *o) {
         die(&e);
     int context = s.checkpoint.model.context, window = o->context ? o->context : context < 1024 ? context : 1024;
     int stride = o->stride ? o->stride : window / 2;
-    bool ok = ids.n > 1 || fail(&e, USAGE, "%s: a text of at least two tokens is needed", o->file);
-    if (ok && stride >= window)
-        ok = fail(&e, USAGE, "a stride of %d leaves tokens between windows of %d out", stride, window);
-    if (!ok || !session_load(&s, o, window, &e)) die(&e);
+    if (ids.n < 2) fail(&e, USAGE, "%s: a text of at least two tokens is needed", o->file), die(&e);
+    if (stride >= window)
+        fail(&e, USAGE, "a stride of %d leaves tokens between windows of %d out", stride, window), die(&e);
+    if (!session_load(&s, o, window, &e)) die(&e);
     double sum = 0, mean;
     size_t scored = 1; /* the first token has nothing before it; others count in the first window that has them */
-    for (size_t begin = 0; ok && scored < ids.n; begin += (size_t)stride) {
+    for (size_t begin = 0; scored < ids.n; begin += (size_t)stride) {
         size_t n = ids.n - begin < (size_t)window ? ids.n - begin : (size_t)window;
-        ok = score_window(&s.engine, &sequence, ids.data + begin, n, scored - begin, &sum, &e);
+        sum += score_window(&s.engine, &sequence, ids.data + begin, n, scored - begin);
         scored = begin + n;
     }
-    if (!ok) die(&e);
     mean = sum / (double)(ids.n - 1);
     printf("perplexity %.6g  nll %.8g  tokens %zu\n", exp(mean), mean, ids.n - 1);
     sequence_free(&s.engine, &sequence);
@@ -353,26 +342,26 @@ static void rename_folder(Error *e, const char *folder, const char *name) {
 
 int inspect(const Options *o) {
     Error e;
-    Outline outline = {0};
+    uint64_t to_fetch;
     char *dir = model_find(o->model, &e);
     /* the hub is asked about an ORG/NAME that is not here whole, and about nothing else */
     bool far = strchr(o->model, '/') && (!dir || (strcmp(dir, o->model) && !model_complete(dir)));
-    if (far ? !outline_open(&outline, o->model, &e) : !dir) die(&e);
+    if (!far && !dir) die(&e);
+    const char *outline = far ? outline_open(o->model, &to_fetch) : dir;
     cJSON *out = cJSON_CreateObject();
     cJSON_AddStringToObject(out, "name", o->model);
-    bool ok = add_model(out, far ? outline.folder : dir, o->context, &e);
-    if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)outline.to_fetch);
-    if (far && !ok) rename_folder(&e, outline.folder, o->model);
+    bool ok = add_model(out, outline, o->context, &e);
+    if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)to_fetch);
+    if (far && !ok) rename_folder(&e, outline, o->model);
     if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
     if (!o->json) print_facts(out);
     end_json(out, o->json);
-    outline_close(&outline);
     free(dir);
     if (!ok) die(&e);
     return DONE;
 }
 
-/* ---- list, rm: which models are here? ---- */
+/* ---- list: which models are here? ---- */
 
 int list(const Options *o) {
     ModelEntry *model;
@@ -396,64 +385,6 @@ int list(const Options *o) {
     if (!n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     end_json(all, o->json);
     models_free(model, n);
-    return DONE;
-}
-
-/* The name of the folder in the hub's cache that `argument` means: ORG/NAME, whatever there is of it, or a model as
- * every command finds it. */
-static char *find_folder(const char *cache, const char *argument, Error *e) {
-    bool repository = repository_valid(argument);
-    char *name = repository ? repository_folder(argument) : NULL, root[PATH_MAX], real[PATH_MAX];
-    Bytes path = {0};
-    bytes_print(&path, "%s/%s", cache, name ? name : "");
-    bool exact = name && !access(path.data, F_OK);
-    bytes_free(&path);
-    if (exact) return name;
-    free(name);
-    char *dir = *argument ? model_find(argument, e) : NULL;
-    bool inside = dir && realpath(cache, root) && realpath(dir, real) && !strncmp(real, root, strlen(root)) &&
-                  !strncmp(real + strlen(root), "/models--", 9);
-    if (!inside && (dir || !repository))
-        fail(e, USAGE, "'%.200s' is not in the hub's cache, %s", dir ? dir : argument, cache);
-    free(dir);
-    return inside ? copy_text(real + strlen(root) + 1, strcspn(real + strlen(root) + 1, "/")) : NULL;
-}
-
-/* Is a file of it being fetched? Looks at the locks and takes them for a moment. */
-static bool in_use(const char *locks) {
-    DIR *dir = opendir(locks);
-    bool held = false;
-    for (struct dirent *d; dir && (d = readdir(dir)) && !held;) {
-        int fd = openat(dirfd(dir), d->d_name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-        held = fd >= 0 && flock(fd, LOCK_SH | LOCK_NB) && errno == EWOULDBLOCK;
-        if (fd >= 0) close(fd);
-    }
-    if (dir) closedir(dir);
-    return held;
-}
-
-int rm(const Options *o) {
-    Error e;
-    Bytes cache = {0}, folder = {0}, locks = {0}, link = {0};
-    const char *home = getenv("HOME");
-    hub_cache(&cache);
-    char *name = find_folder(cache.data, o->model, &e);
-    if (!name) die(&e);
-    bytes_print(&folder, "%s/%s", cache.data, name);
-    bytes_print(&locks, "%s/.locks/%s", cache.data, name);
-    bytes_print(&link, "%s/.cache/infer/models/%s", home ? home : "", name + strlen("models--"));
-    bool ok =
-        !in_use(locks.data) || fail(&e, FAILED, "%s is being downloaded by another process: end that first", o->model);
-    ok = ok && (folder_remove(folder.data) || fail(&e, FAILED, "%s: %s", folder.data, strerror(errno)));
-    if (!ok) die(&e);
-    folder_remove(locks.data);
-    unlink(link.data); /* which a folder of that name survives */
-    fprintf(stderr, "removed %s\n", folder.data);
-    bytes_free(&cache);
-    bytes_free(&folder);
-    bytes_free(&locks);
-    bytes_free(&link);
-    free(name);
     return DONE;
 }
 
@@ -503,27 +434,21 @@ int doctor(const Options *o) {
     free(v);
 
     Bytes cache = {0};
-    uint64_t room = 0;
+    struct statvfs disk = {0};
     hub_cache(&cache);
-    disk_free(cache.data, &room);
     char *there = copy_text(cache.data, cache.n); /* or what of it exists */
-    while (access(there, F_OK) && (slash = strrchr(there, '/')) && slash > there) *slash = 0;
+    while (statvfs(there, &disk) && (slash = strrchr(there, '/')) && slash > there) *slash = 0;
     finding(&d, "cache", NO_NETWORK,
             access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL, "%s, %s free",
-            cache.data, size_text(room, a));
+            cache.data, size_text((uint64_t)disk.f_bavail * disk.f_frsize, a));
     free(there);
     bytes_free(&cache);
 
-    HubState hub;
+    char token[300], answer[400];
     Error e = {0};
-    bool answers = hub_state(&hub, &e);
-    finding(&d, "token", 0, NULL, "%s%s",
-            hub.token ? "found in " : "none: only private and gated repositories need one", hub.token ? hub.token : "");
-    snprintf(text, sizeof text, "answers in %.0f ms", hub.seconds * 1e3);
-    finding(&d, "network", e.code, answers || hub.offline ? NULL : e.text, "%s %s", hub.endpoint,
-            hub.offline ? "is not tried: HF_HUB_OFFLINE is set"
-            : answers   ? text
-                        : "does not answer");
+    bool answers = hub_check(token, answer, &e);
+    finding(&d, "token", 0, NULL, "%s", token);
+    finding(&d, "network", e.code, answers ? NULL : e.text, "%s", answer);
 
     end_json(d.all, d.json);
     return d.code;

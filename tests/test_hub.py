@@ -130,11 +130,8 @@ def test_selection(folder):
     def check(name, args, names):
         home = folder / name
         hub.clear()
-        r = fetch(hub, home, *args, "--dry-run")
-        same({line.split()[0] for line in r.text.splitlines()[:-1]}, set(names), "dry run")
-        expect(f"{len(names)} files" in r.text.splitlines()[-1], r.text)
-        expect(not (home / "hf").exists(), "a dry run has written")
-        fetch(hub, home, *args)
+        r = fetch(hub, home, *args)
+        expect(f"{len(names)} files" in r.err.splitlines()[0], r.err)
         check_whole(hub, home, names)
     with FakeHub(MANY) as hub:
         each(SELECTIONS, check)
@@ -153,20 +150,14 @@ def test_names(folder):
     with FakeHub({**SMALL, **files, "sub dir/ü%.md": b"", "large": File(b"", large=True)}) as hub:
         fetch(hub, folder, "--all")
         check_whole(hub, folder)
-        listed = fetch(hub, folder, "--all", "--dry-run").text
-        expect(all(f"{name}.safetensors " in listed for name in names), listed)
 
 
 def test_arguments(folder):
     with FakeHub({**SMALL, "sub/x.md": b"x"}) as hub:
         hub.revisions |= {"refs/pr/1", "v1.0"}
-        commit, url = hub.commit, hub.url
-        accepted = [("org/model@main", "main"), ("org/model@" + commit, None), (f"{url}/org/model", "main"),
-                    (f"{url}/org/model/", "main"), (f"{url}/org/model/tree/main", "main"),
-                    (f"{url}/org/model/tree/{commit}?x#y", None), ("https://huggingface.co/org/model", "main"),
-                    ("https://hf.co/org/model", "main"), ("org/model@refs/pr/1", "refs/pr/1"),
-                    ("org/model@v1.0", "v1.0"), (f"{url}/org/model@v1.0", "v1.0"),
-                    (f"{url}/org/model/tree/refs/pr/1", "refs/pr/1")]
+        commit = hub.commit
+        accepted = [("org/model", "main"), ("org/model@main", "main"), ("org/model@" + commit, None),
+                    ("org/model@refs/pr/1", "refs/pr/1"), ("org/model@v1.0", "v1.0")]
         for i, (argument, ref) in enumerate(accepted):
             home = folder / str(i)
             infer("download", argument, env=env_of(hub, home))
@@ -174,14 +165,14 @@ def test_arguments(folder):
             refs = cache_of(hub, home) / "refs"
             same([str(p.relative_to(refs)) for p in refs.rglob("*") if p.is_file()], [ref] if ref else [], "refs")
         for argument in ("", "../x", "org/..", "a/b/c", "org/mo--del", "/etc", "-x/y", "org/", "/model", "org/mo del",
-                         "org/model@../../x", "org/model@", "https://example.com/org/model", f"{url}/datasets/a/b",
-                         "org/m\x1b", "o" * 3000, f"{url}/org/model/tree/../../x", f"{url}/org/model/blob/main/x.md"):
+                         "org/model@../../x", "org/model@", "https://huggingface.co/org/model", "org/m\x1b",
+                         "o" * 3000):
             refused("download", "--", argument, code=2, env=env_of(hub, folder))
         refuses(hub, folder, "--revision", commit[:7], code=3, words=["40 digits"])
         for args in (["--jobs", "0"], ["--jobs", "x"], ["--jobs", "4x"], ["--revision", "../x"], ["--nothing"],
                      ["--token-file", "/nowhere"]):
             expect(fetch(hub, folder, *args, code=2).err, "no message")
-        for endpoint in ("ftp://x", "file:///etc", "nothing", "http://", url.replace("//", "//user:password@")):
+        for endpoint in ("ftp://x", "file:///etc", "nothing", "http://", hub.url.replace("//", "//user:password@")):
             r = refused("download", "org/model", code=2, env=env_of(hub, folder, HF_ENDPOINT=endpoint),
                         words=["HF_ENDPOINT"])
             expect("password@" not in r.err, r.err)
@@ -326,7 +317,7 @@ FAULTS = [  # what goes wrong, how, exit code or FINE if the download must survi
     ("size -1", lfs(size=-1), 3, [WEIGHTS, "size"]),
     ("size 1.5", lfs(size=1.5), 3, [WEIGHTS, "size"]),
     ("size 2^60", lfs(size=2 ** 60), 3, [WEIGHTS, "size"]),
-    ("size 10^15", lfs(size=10 ** 15), 4, ["HF_HOME", "free"]),
+    ("size 10^15", lfs(size=10 ** 15), 5, []),
     ("size one less", lfs(size=len(SMALL[WEIGHTS]) - 1), 5, []),
     ("size one more", lfs(size=len(SMALL[WEIGHTS]) + 1), 5, []),
     ("another sha256", lfs(sha256="c" * 64), 5, []),
@@ -489,13 +480,12 @@ def test_token(folder):
             if name == "HF_HOME":
                 (folder / "hf" / "token").write_text(TOKEN)
             hub.clear()
-            r = fetch(hub, folder, *args, "--dry-run", env=env)
+            shutil.rmtree(folder / "hf" / "hub", ignore_errors=True)
+            r = fetch(hub, folder, *args, env=env)
             same(tokens("hub"), {TOKEN}, name)
             expect(TOKEN not in r.err + r.text, "the token is shown")
             d = infer("doctor", code=None, env=env_of(hub, folder, **env))
             expect(name == "file" or ("found in" in d.text and TOKEN not in d.text + d.err), d.text)
-        hub.clear()
-        fetch(hub, folder)
         check_whole(hub, folder)
         same((tokens("hub"), tokens("content")), ({TOKEN}, {None}), "who saw the token")
         hub.clear()
@@ -562,6 +552,8 @@ SHIM = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -575,6 +567,14 @@ ssize_t pwrite(int fd, const void *data, size_t n, off_t at) {
     ssize_t wrote = real(fd, data, n < (size_t)left ? n : (size_t)left, at);
     written += wrote > 0 ? wrote : 0;
     return wrote;
+}
+int open(const char *path, int flags, ...) {
+    va_list args;
+    va_start(args, flags);
+    int (*real)(const char *, int, ...) = dlsym(RTLD_NEXT, "open"), mode = flags & O_CREAT ? va_arg(args, int) : 0;
+    va_end(args);
+    if (getenv("SHIM_READ_ONLY") && flags & O_ACCMODE) return errno = EROFS, -1;
+    return real(path, flags, mode);
 }
 int mkdir(const char *path, mode_t mode) {
     int (*real)(const char *, mode_t) = dlsym(RTLD_NEXT, "mkdir");
@@ -674,7 +674,6 @@ def test_list_and_rm(folder):
         infer("rm", "mode", env=env, cwd=folder)
         same(listed(), [], "after rm")
         same([p for p in (folder / "hf/hub").rglob("*model*")], [], "in the cache")
-        expect(not os.path.lexists(folder / ".cache/infer/models/org--model"), "the link is still there")
 
 
 def test_inspect(folder):
@@ -685,8 +684,8 @@ def test_inspect(folder):
         local = json.loads(infer("inspect", PARROT, "--json", env=env).text)
         far = json.loads(infer("inspect", "org/parrot", "--json", env=env).text)
         header, values = read_safetensors(PARROT / WEIGHTS)
-        same({k: v for k, v in far.items() if k not in ("name", "bytes_to_download", "disk_bytes_free")},
-             {k: v for k, v in local.items() if k not in ("name", "bytes_to_download", "disk_bytes_free")}, "facts")
+        same({k: v for k, v in far.items() if k not in ("name", "bytes_to_download")},
+             {k: v for k, v in local.items() if k not in ("name", "bytes_to_download")}, "facts")
         same(far["weight_bytes"], len(values), "bytes")
         same(sum(far[f"bytes_in_{encoding}"] for encoding in ("BF16", "MXFP4")), len(values), "bytes by encoding")
         same(far["bytes_to_download"], sum(map(len, SMALL.values())), "to download")
@@ -697,6 +696,14 @@ def test_inspect(folder):
             expect(word in text, f"lacks {word}: {text}")
         same([*(folder / "tmp").iterdir()], [], "what was left")
         refused("inspect", "org/nothing", env=env, words=["/org/nothing"])
+        hub.fault = lambda q: q.stall() if q.name == WEIGHTS else None
+        with in_terminal(hub, folder, "inspect", "org/parrot", TMPDIR=folder / "tmp") as t:
+            while not any(q.name == WEIGHTS for q in hub.requests[-1:]):
+                time.sleep(0.01)
+            os.kill(t.process.pid, signal.SIGINT)
+            same(t.ended(), 130, "exit code of an interrupted inspect")
+        hub.fault = None
+        same([*(folder / "tmp").iterdir()], [], "what an interrupt left")
         config = {**read_json(PARROT / "config.json"), "model_type": "zebra\x1b[2J\x9b"}
         hub.files["config.json"] = File(json.dumps(config).encode())
         r = infer("inspect", "org/parrot", env=env, code=3)
@@ -737,7 +744,8 @@ def test_same_names(folder):
             for command in (["inspect", name], ["bench", name, "-p", 4, "-n", 2, "-d", 0, "-b", 1, "-r", 1],
                             ["tokenize", name], ["play", name, "-p", "hello", "--raw", "--max-tokens", 1]):
                 infer(*command, env=env, cwd=folder)
-        for command in (["bench", "-p", 4, "-n", 2, "-d", 0, "-b", 1, "-r", 1], ["play", "-p", "hi", "--raw", "--max-tokens", 1]):
+        for command in (["bench", "-p", 4, "-n", 2, "-d", 0, "-b", 1, "-r", 1],
+                        ["play", "-p", "hi", "--raw", "--max-tokens", 1]):
             infer(*command, env=env, cwd=folder)  # the only one
         same(hub.asked(), 0, "requests")
         copy_model(PARROT, folder, name="models/model")
@@ -765,21 +773,23 @@ def test_doctor(folder):
         text = infer("doctor", "--json", env={**env, "HF_TOKEN": "x"}, code=None).text
         bad = {f["what"]: f for f in json.loads(text)}
         expect(not bad["network"]["ok"] and "/settings/tokens" in bad["network"]["cure"], str(bad))
+    r = infer("doctor", env={**env, "HF_ENDPOINT": "nothing"}, code=2)
+    expect("cache" in r.text and "HF_ENDPOINT" in r.err, r.text + r.err)
     r = infer("doctor", env={**env, "HF_ENDPOINT": "http://127.0.0.1:1"}, code=None)
     expect(r.code in (5, 4) and "✗ network" in r.text, r.text)
 
 
 # ---- in a terminal
 
-def in_terminal(hub, folder, *args, columns=80):
-    return Terminal(*args, columns=columns, **env_of(hub, folder))
+def in_terminal(hub, folder, *args, columns=80, **env):
+    return Terminal(*args, columns=columns, **env_of(hub, folder, **env))
 
 
 def test_terminal(folder):
     with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
         hub.rate = 8e6
         with in_terminal(hub, folder, "download", "org/model") as t:
-            t.wait("✓ config.json", "big.safetensors", "%", " of 70.3 MB", "% of 71.1 MB, ", "/s, ", " s left")
+            t.wait("✓ config.json", "  big ", "%", " of 70.3 MB", "% of 71.1 MB, ", "/s, ", " s left")
             time.sleep(0.5)
             os.kill(t.process.pid, signal.SIGINT)
             t.wait("interrupted: the same command goes on (", " of 71.1 MB are here)")
@@ -819,7 +829,7 @@ def test_shards_in_a_narrow_terminal(folder):
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     with FakeHub({**SMALL, **{name: NOISE + bytes([i]) for i, name in enumerate(names)}}) as hub:
         hub.rate = 2e5
-        for columns, shown in (40, "00001-of-00003"), (80, names[0]):
+        for columns, shown in (40, "00001-of-00003"), (80, "model-00001-of-00003"):
             with in_terminal(hub, folder / str(columns), "download", "org/model", columns=columns) as t:
                 t.wait(" left")
                 t.wait(" left")
