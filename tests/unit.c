@@ -191,23 +191,95 @@ static void spoiled_models_fail(void) {
     for (int j = 0; j < SPOILS; j++) check(tried[j], "no fixture has what spoil %d changes", j);
 }
 
+/* ---- config.json ---- */
+
+/* Opens a model without weights of a config.json with this text. */
+static void open_shapes(Checkpoint *c, const char *config) {
+    Error e;
+    char dir[] = "/tmp/infer-unit-XXXXXX", path[64];
+    check(mkdtemp(dir), "no folder below /tmp");
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    FILE *f = fopen(path, "w");
+    check(f && fputs(config, f) >= 0 && !fclose(f), "%s cannot be written", path);
+    must(checkpoint_make_up(c, dir, &e), &e);
+    unlink(path);
+    rmdir(dir);
+}
+
+/* Parameters in all matrices, those that a token reads, in thousand millions, and a token's bytes in the cache. */
+static void has_sizes(const char *name, const Model *m, double parameters, double read, int cache) {
+    double all = (double)model_bytes(m) / 2e9, once = (double)step_bytes(m, m->top_k, 1, 0) / 2e9;
+    uint64_t more = step_bytes(m, m->top_k, 1, 1) - step_bytes(m, m->top_k, 1, 0);
+    if (m->embed.data.offset == m->head.data.offset) all -= (double)linear_bytes(&m->head) / 2e9;
+    check(fabs(all / parameters - 1) < 0.006, "%s: %g thousand million parameters, not %g", name, all, parameters);
+    check(fabs(once / read - 1) < 0.006, "%s: %g thousand million parameters are read, not %g", name, once, read);
+    check(more == (uint64_t)cache, "%s: %llu bytes in the cache, not %d", name, (unsigned long long)more, cache);
+}
+
+/* What a config.json leaves out is known: the sizes of large models come out as their makers say. */
+static void sizes_are_those_of_the_makers(void) {
+    static const struct {
+        const char *name, *config;
+        double parameters, read;
+        int cache;
+    } models[] = {
+        {"DeepSeek-V3",
+         "{\"model_type\":\"deepseek_v3\",\"vocab_size\":129280,\"hidden_size\":7168,\"intermediate_size\":18432,"
+         "\"num_hidden_layers\":61,\"num_attention_heads\":128,\"num_key_value_heads\":128,\"head_dim\":64,"
+         "\"n_routed_experts\":256,\"num_experts_per_tok\":8,\"moe_intermediate_size\":2048,"
+         "\"rms_norm_eps\":1e-6,\"max_position_embeddings\":163840}",
+         671.0, 36.6, 70272},
+        {"DeepSeek-V2-Lite",
+         "{\"model_type\":\"deepseek_v2\",\"vocab_size\":102400,\"hidden_size\":2048,\"intermediate_size\":10944,"
+         "\"num_hidden_layers\":27,\"num_attention_heads\":16,\"q_lora_rank\":null,\"first_k_dense_replace\":1,"
+         "\"n_routed_experts\":64,\"num_experts_per_tok\":6,\"moe_intermediate_size\":1408,\"rms_norm_eps\":1e-6,"
+         "\"max_position_embeddings\":163840}",
+         15.71, 2.45, 31104},
+        {"Gemma-3-4B",
+         "{\"model_type\":\"gemma3\",\"text_config\":{\"hidden_size\":2560,\"intermediate_size\":10240,"
+         "\"num_hidden_layers\":34,\"sliding_window\":1024,\"rope_scaling\":{\"rope_type\":\"linear\","
+         "\"factor\":8}}}",
+         3.88, 3.88, 139264},
+        {"Llama-2-7b", NULL, 6.74, 6.61, 524288},
+        {"Llama-3.1-8B", NULL, 8.03, 7.50, 131072},
+        {"Llama-3.2-1B", NULL, 1.24, 1.24, 32768},
+        {"Mistral-7B-v0.3", NULL, 7.25, 7.11, 131072},
+        {"Mixtral-8x7B-v0.1", NULL, 46.70, 12.75, 131072},
+        {"Qwen2.5-3B", NULL, 3.09, 3.09, 36864},
+        {"Qwen3-30B-A3B", NULL, 30.53, 3.04, 98304},
+        {"SmolLM2-135M", NULL, 0.1345, 0.1345, 23040},
+        {"TinyLlama-1.1B-Chat-v1.0", NULL, 1.10, 1.03, 22528},
+        {"gemma-2-2b", NULL, 2.61, 2.61, 106496},
+        {"gemma-3-1b-it", NULL, 1.00, 1.00, 26624}};
+    const char *data = getenv("TEST_DATA");
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        Checkpoint c;
+        Error e;
+        char dir[300];
+        snprintf(dir, sizeof dir, "%s/configs/%s", data ? data : "", models[i].name);
+        if (models[i].config)
+            open_shapes(&c, models[i].config);
+        else if (data)
+            must(checkpoint_make_up(&c, dir, &e), &e);
+        else
+            continue;
+        has_sizes(models[i].name, &c.model, models[i].parameters, models[i].read, models[i].cache);
+        checkpoint_close(&c);
+    }
+}
+
 /* However config.json spells RoPE, angles and scale are those of transformers. */
 static void angles_equal_transformers(void) {
     Error e;
     cJSON *cases = json_read("tests/goldens/rope.json", 1 << 20, &e);
     must(cases, &e);
     const cJSON *one;
-    char dir[] = "/tmp/infer-unit-XXXXXX", path[64];
-    check(mkdtemp(dir), "no folder below /tmp");
-    snprintf(path, sizeof path, "%s/config.json", dir);
     cJSON_ArrayForEach(one, cases) {
         const char *name = json_string(one, "name");
         char *config = json_text(json_get(one, "config"));
-        FILE *f = fopen(path, "w");
-        check(f && fputs(config, f) >= 0 && !fclose(f), "%s cannot be written", path);
-        free(config);
         Checkpoint c;
-        must(checkpoint_make_up(&c, dir, &e), &e);
+        open_shapes(&c, config);
+        free(config);
         int n = c.model.rope_dim / 2;
         const Rope *rope = c.model.layer[0].rope;
         float *golden = numbers(json_get(one, "inv_freq"), n);
@@ -219,8 +291,6 @@ static void angles_equal_transformers(void) {
         free(golden);
         checkpoint_close(&c);
     }
-    unlink(path);
-    rmdir(dir);
     cJSON_Delete(cases);
 }
 
@@ -650,6 +720,7 @@ int main(void) {
     run("unit: rounding is bf16's", rounding_is_bf16);
     run("unit: a norm, a scale or a bias 1 % off fails at the first stage behind it", spoiled_models_fail);
     run("unit: RoPE's angles equal transformers'", angles_equal_transformers);
+    run("unit: sizes of published models", sizes_are_those_of_the_makers);
     run("unit: the real router and experts of layer 0", router_and_experts);
     run("unit: the real scores and sinks of layer 0", sinks);
     run("unit: TinyStories-656K writes the reference ids", tinystories_656k);
