@@ -263,15 +263,12 @@ cJSON *json_from_text(const char *text, size_t n) {
     return json;
 }
 
-void json_quote(Bytes *out, const char *text, size_t n) {
-    cJSON *json = json_from_text(text, n);
-    char *quoted = json_text(json);
-    bytes_text(out, quoted);
-    free(quoted);
-    cJSON_Delete(json);
-}
-
 char *json_text(const cJSON *value) { return checked(cJSON_PrintUnformatted(value)); }
+
+const char *environment(const char *name) {
+    const char *value = getenv(name);
+    return value && *value ? value : NULL;
+}
 
 bool text_whole(const char *text, int least, int most, int *out) {
     char *end;

@@ -87,9 +87,10 @@ bool json_true(const cJSON *object, const char *key);
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);
 /* n bytes of UTF-8 as a JSON string. A NUL becomes U+FFFD: json_parse takes none, so none is written. */
 cJSON *json_from_text(const char *text, size_t n);
-void json_quote(Bytes *out, const char *text, size_t n); /* the same, printed behind `out` */
 /* The value as compact JSON text; free it. */
 char *json_text(const cJSON *value);
+
+const char *environment(const char *name); /* a variable, or NULL if it is absent or empty */
 
 /* A decimal number in [least, most] that is all of the text. */
 bool text_whole(const char *text, int least, int most, int *out);

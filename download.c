@@ -77,12 +77,6 @@ static struct { /* a process works with one repository */
 
 /* ---- names ---- */
 
-/* The value of an environment variable, or NULL: "" counts as none. */
-static const char *environment(const char *name) {
-    const char *value = getenv(name);
-    return value && *value ? value : NULL;
-}
-
 static bool is_like(const char *text, const char *pattern) {
     regex_t regex;
     regcomp(&regex, pattern, REG_EXTENDED | REG_NOSUB);

@@ -161,7 +161,7 @@ typedef struct {
     Texts stop, include, exclude;
     Numbers prompts, depths, streams; /* of bench */
     int context, gpu, max_tokens, top, stride, tokens, repeats, jobs;
-    bool plain, all, json, jsonl, special, as_ids, hide_thinking, raw, dry_run;
+    bool plain, all, json, jsonl, special, as_ids, hide_thinking, raw;
     Sampling sampling;
 } Options;
 

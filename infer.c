@@ -112,8 +112,7 @@ static const Option options[] = {
     {"download", 0, "token-file", "F", TEXT, FIELD(token_file),
      .help = "a file with the token of an account, for private and gated repositories; else HF_TOKEN, HF_TOKEN_PATH, "
              "$HF_HOME/token. It is sent to the hub only"},
-    {"download", 0, "jobs", "N", WHOLE, FIELD(jobs), 1, 64, "8", "connections at once"},
-    {"download", 0, "dry-run", NULL, SWITCH, FIELD(dry_run), .help = "say what would be fetched"},
+    {"download", 0, "jobs", "N", WHOLE, FIELD(jobs), 1, 64, "8", "files at once"},
 
     {"tokenize", 0, "jsonl", NULL, SWITCH, FIELD(jsonl),
      .help = "each line of stdin is a JSON string and gives one line; null for one that is refused"},
@@ -1427,7 +1426,7 @@ static const Command commands[] = {
     {"play", "[MODEL]", play, "talk to a model, once or in a loop",
      "A conversation in the terminal; with -p, -f or a text on stdin one answer, alone on stdout."},
     {"download", "REPO", download, "fetch a model from the hub",
-     "Fetches a model from the hub, REPO[@REVISION] or the URL of its page, into the hub's own cache ($HF_HUB_CACHE, "
+     "Fetches a model from the hub, REPO[@REVISION], into the hub's own cache ($HF_HUB_CACHE, "
      "$HF_HOME/hub, ~/.cache/huggingface/hub), which other tools share, and writes where it is. What is there is not "
      "fetched again; what was interrupted goes on. By default that is what infer reads: safetensors files with their "
      "index, config, tokenizer and chat template.\n"

@@ -1081,13 +1081,8 @@ static int by_entry_name(const void *a, const void *b) {
     return strcmp(((const ModelEntry *)a)->name, ((const ModelEntry *)b)->name);
 }
 
-static const char *variable(const char *name) {
-    const char *value = getenv(name);
-    return value && *value ? value : NULL;
-}
-
 void hub_home(Bytes *path) {
-    const char *hub = variable("HF_HOME"), *all = variable("XDG_CACHE_HOME"), *home = variable("HOME");
+    const char *hub = environment("HF_HOME"), *all = environment("XDG_CACHE_HOME"), *home = environment("HOME");
     if (hub)
         bytes_text(path, hub);
     else
@@ -1095,7 +1090,7 @@ void hub_home(Bytes *path) {
 }
 
 void hub_cache(Bytes *path) {
-    const char *cache = variable("HF_HUB_CACHE");
+    const char *cache = environment("HF_HUB_CACHE");
     if (!cache) hub_home(path);
     bytes_text(path, cache ? cache : "/hub");
 }
@@ -1103,7 +1098,7 @@ void hub_cache(Bytes *path) {
 int models_list(ModelEntry **out) {
     List list = {0};
     Bytes cache = {0};
-    char *own = join(variable("HOME") ? variable("HOME") : "", ".cache/infer/models");
+    char *own = join(environment("HOME") ? environment("HOME") : "", ".cache/infer/models");
     hub_cache(&cache);
     add_all(&list, "models", false);
     add_all(&list, own, false);
