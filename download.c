@@ -69,7 +69,7 @@ static struct { /* a process works with one repository */
     int end;                  /* file[next .. end - 1] wait for a thread */
     _Atomic int next, here;   /* here: files */
     _Atomic uint64_t arrived; /* bytes, in this run */
-    pthread_mutex_t mutex;    /* for the terminal: */
+    pthread_mutex_t mutex;    /* for links and the terminal: */
     char said[4000];          /* what was said once */
     int lines;                /* of progress */
     double begun, drawn;
@@ -275,7 +275,10 @@ static void file_link(File *f) {
     if (readlink(path, found, sizeof found - 1) < 0 || strcmp(found, text)) {
         snprintf(new, sizeof new, "%s.%d.new", path, (int)getpid());
         make_folders(path);
-        if (symlink(text, new) || rename(new, path)) disk_fails(path);
+        pthread_mutex_lock(&hub.mutex); /* whoever ends the process leaves no half of it */
+        bool linked = !symlink(text, new) && !rename(new, path);
+        pthread_mutex_unlock(&hub.mutex);
+        if (!linked) disk_fails(path);
     }
     f->done = f->size;
     hub.here++;
