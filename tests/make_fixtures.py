@@ -457,7 +457,7 @@ def make_deepseek_v2():
     make("deepseek_v2", deepseek("deepseek_v2", 1, 2, 32, 16, {"mscale": 1.0, "mscale_all_dim": 0.5},
                                  q_lora_rank=40, n_shared_experts=2, n_group=4, topk_group=2, norm_topk_prob=False,
                                  routed_scaling_factor=4.0, scoring_func="softmax", topk_method="group_limited_greedy",
-                                 first_k_dense_replace=0), n=12, seed=13)
+                                 first_k_dense_replace=0), n=10, seed=13)
 
 
 def make_deepseek_v2_lite():
