@@ -25,13 +25,9 @@ enum { IN_MODEL = -1, OUTSIDE = -2 }; /* instead of a layer */
 
 /* ---- config and families ---- */
 
-typedef enum { /* which layers have a window, where layer_types does not say; none if use_sliding_window is false */
-               NO_LAYER,
-               EVERY_LAYER,
-               EVEN_LAYERS,
-               FROM_LAYER, /* from max_window_layers on */
-               BUT_EVERY   /* all but every sliding_window_pattern-th */
-} Windows;
+/* Which layers have a window where layer_types does not say it: those from max_window_layers on, all but every
+ * sliding_window_pattern-th, ... None has one if use_sliding_window is false. */
+typedef enum { NO_LAYER, EVERY_LAYER, EVEN_LAYERS, FROM_LAYER, BUT_EVERY } Windows;
 
 typedef struct {
     const char *model_type; /* of config.json */
@@ -43,11 +39,11 @@ typedef struct {
     bool sinks;      /* self_attn.sinks */
     bool latent;     /* DeepSeek's attention */
     Windows windows;
-    const char *quant_method;                /* the one that its weights may have, or NULL */
-    const char *router, *experts;            /* names in a layer; NULL: dense */
-    const char *gate, *up, *down;            /* names in an expert; NULL: MXFP4 experts in one tensor, with biases */
-    const char *expert_count, *expert_width; /* keys of config.json */
-    const char *nested;                      /* its text_config describes a model of that family */
+    const char *quant_method; /* the one that its weights may have, or NULL */
+    struct {                  /* names in a layer, names in an expert, keys of config.json; NULL: dense */
+        const char *router, *experts, *gate, *up, *down, *count, *width;
+    } moe;              /* gate NULL: MXFP4 experts in one tensor, with biases */
+    const char *nested; /* its text_config describes a model of that family */
 } Family;
 
 #define JSON(...) #__VA_ARGS__
@@ -59,13 +55,12 @@ static const Family families[] = {
                       "rope_scaling": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
                                        "truncate": false}}),
      .act = SWIGLU_CLAMPED, .sinks = true, .windows = EVEN_LAYERS, .quant_method = "mxfp4",
-     .router = "mlp.router", .experts = "mlp.experts",
-     .expert_count = "num_local_experts", .expert_width = "intermediate_size"},
+     .moe = {"mlp.router", "mlp.experts", .count = "num_local_experts", .width = "intermediate_size"}},
     {.model_type = "llama"},
     {"mistral", JSON({"num_key_value_heads": 8, "sliding_window": 4096}), .windows = EVERY_LAYER},
     {"mixtral", JSON({"num_key_value_heads": 8, "norm_topk_prob": true, "rope_theta": 1e6}), .windows = EVERY_LAYER,
-     .router = "block_sparse_moe.gate", .experts = "block_sparse_moe.experts", .gate = "w1", .up = "w3", .down = "w2",
-     .expert_count = "num_local_experts", .expert_width = "intermediate_size"},
+     .moe = {"block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2", "num_local_experts",
+             "intermediate_size"}},
     {"qwen2", JSON({"use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
      .qkv_bias = true, .windows = FROM_LAYER},
     {"qwen3", JSON({"head_dim": 128, "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
@@ -73,8 +68,7 @@ static const Family families[] = {
     {"qwen3_moe", JSON({"num_key_value_heads": 4, "use_sliding_window": false, "sliding_window": 4096,
                         "moe_intermediate_size": 768}),
      .head_norms = true, .windows = EVERY_LAYER,
-     .router = "mlp.gate", .experts = "mlp.experts", .gate = "gate_proj", .up = "up_proj", .down = "down_proj",
-     .expert_count = "num_experts", .expert_width = "moe_intermediate_size"},
+     .moe = {"mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "num_experts", "moe_intermediate_size"}},
     {"gemma2", JSON({"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": true,
                      "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50, "final_logit_softcapping": 30}),
      .act = GEGLU, .gemma = true, .windows = EVEN_LAYERS},
@@ -88,16 +82,14 @@ static const Family families[] = {
     {"deepseek_v2", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                           "v_head_dim": 128, "n_shared_experts": 2, "scoring_func": "softmax",
                           "topk_method": "greedy", "rope_interleave": true}),
-     .latent = true, .router = "mlp.gate", .experts = "mlp.experts",
-     .gate = "gate_proj", .up = "up_proj", .down = "down_proj",
-     .expert_count = "n_routed_experts", .expert_width = "moe_intermediate_size"},
+     .latent = true, .moe = {"mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "n_routed_experts",
+                             "moe_intermediate_size"}},
     {"deepseek_v3", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                           "v_head_dim": 128, "n_shared_experts": 1, "scoring_func": "sigmoid",
                           "topk_method": "noaux_tc", "norm_topk_prob": true, "routed_scaling_factor": 2.5,
                           "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "rope_interleave": true}),
-     .latent = true, .router = "mlp.gate", .experts = "mlp.experts",
-     .gate = "gate_proj", .up = "up_proj", .down = "down_proj",
-     .expert_count = "n_routed_experts", .expert_width = "moe_intermediate_size"},
+     .latent = true, .moe = {"mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "n_routed_experts",
+                             "moe_intermediate_size"}},
 };
 /* clang-format on */
 
@@ -108,6 +100,7 @@ typedef struct { /* one model being read. The first error fills *e; later ones a
     cJSON *file, *defaults; /* file: config.json as it is */
     const cJSON *config;    /* the same, or what it says about text */
     const char *prefix;     /* of the names of tensors */
+    bool tied;              /* embed and head are one */
     size_t made_up;         /* bytes of tensors that were made up so far */
     Error *e, later;
 } Loader;
@@ -164,6 +157,13 @@ static int config_whole(Loader *load, const char *key, int least, int most, int 
     return (int)x;
 }
 
+/* A number that may stand in config.json, but with one value. */
+static void only(Loader *load, const cJSON *object, const char *key, double value) {
+    char expected[32];
+    snprintf(expected, sizeof expected, "%.10g", value);
+    if (config_number(load, object, key, -1e9, 1e9, value) != value) config_bad(load, object, key, expected);
+}
+
 static void *keep(Checkpoint *c, size_t count, size_t bytes) {
     c->owned = reallocate(c->owned, (size_t)(c->owned_n + 1) * sizeof *c->owned);
     return c->owned[c->owned_n++] = allocate_zero(count, bytes);
@@ -195,6 +195,7 @@ static const cJSON *find_rope(Loader *load, bool window) {
 static void read_rope(Loader *load, bool window, Rope *out) {
     Model *m = &load->c->model;
     const cJSON *rope = find_rope(load, window);
+    only(load, rope, "partial_rotary_factor", 1);
     const char *type = config_text(load, rope, "rope_type");
     if (!type) type = config_text(load, rope, "type"); /* older still */
     if (!type) type = "default";
@@ -297,8 +298,8 @@ static void read_experts(Loader *load) {
     const cJSON *config = load->config;
     m->n_experts = m->top_k = 1;
     m->route = (Route){.scale = 1, .groups = 1, .top_groups = 1, .group_best = 1};
-    if (!f->router) return;
-    const char *count = json_get(config, f->expert_count) ? f->expert_count : "num_local_experts"; /* its newer name */
+    if (!f->moe.router) return;
+    const char *count = json_get(config, f->moe.count) ? f->moe.count : "num_local_experts"; /* its newer name */
     const char *method = config_text(load, config, "topk_method"), *score = config_text(load, config, "scoring_func");
     Route *r = &m->route;
     m->n_experts = config_whole(load, count, 1, 4096, REQUIRED);
@@ -324,7 +325,7 @@ static void read_experts(Loader *load) {
 
 static bool has_experts(Loader *load, int layer) {
     const cJSON *dense = config_typed(load, load->config, "mlp_only_layers", cJSON_Array, "an array"), *one;
-    bool experts = load->family->router && layer >= config_whole(load, "first_k_dense_replace", 0, INT32_MAX, 0) &&
+    bool experts = load->family->moe.router && layer >= config_whole(load, "first_k_dense_replace", 0, INT32_MAX, 0) &&
                    (layer + 1) % config_whole(load, "decoder_sparse_step", 1, INT32_MAX, 1) == 0;
     cJSON_ArrayForEach(one, dense) if (cJSON_IsNumber(one) && one->valuedouble == layer) experts = false;
     return experts;
@@ -342,8 +343,7 @@ static void read_heads(Loader *load) {
         m->rope_dim = config_whole(load, "qk_rope_head_dim", 2, 1024, REQUIRED);
         m->head_dim = m->rope_dim + config_whole(load, "qk_nope_head_dim", 1, 1024, REQUIRED);
         m->neighbours = config_true(load, "rope_interleave");
-        if (config_get(load, config, "rms_norm_eps")) /* its small norms have that one, whatever config.json says */
-            config_number(load, config, "rms_norm_eps", 1e-6, 1e-6, REQUIRED);
+        only(load, config, "rms_norm_eps", 1e-6); /* its small norms have that one, whatever config.json says */
     } else {
         m->n_kv_heads = config_whole(load, "num_key_value_heads", 1, 4096, m->n_heads);
         m->head_dim = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
@@ -370,20 +370,17 @@ static void read_sizes(Loader *load) {
     m->act = f->act;
     if (m->act == SWIGLU_CLAMPED) m->act_limit = (float)config_number(load, config, "swiglu_limit", 1e-6, 1e6, 7);
     m->embed_scale = f->gemma ? sqrtf((float)m->dim) : 1;
-    if (f->gemma) {
-        m->attn_cap = (float)config_number(load, config, "attn_logit_softcapping", 0, 1e6, 0);
-        m->logit_cap = (float)config_number(load, config, "final_logit_softcapping", 0, 1e6, 0);
-    }
+    m->attn_cap = (float)config_number(load, config, "attn_logit_softcapping", 0, 1e6, 0);
+    m->logit_cap = (float)config_number(load, config, "final_logit_softcapping", 0, 1e6, 0);
     const char *key = m->act == GEGLU ? "hidden_activation" : "hidden_act", *act = config_text(load, config, key);
     const char *known = m->act == GEGLU ? "gelu_pytorch_tanh" : "silu";
     if (act && strcmp(act, known))
         config_bad(load, config, key, m->act == GEGLU ? "\"gelu_pytorch_tanh\"" : "\"silu\"");
     m->layer = keep(load->c, (size_t)m->n_layers, sizeof *m->layer);
     /* formulas that no family here has are refused, lest the logits be wrong without a word */
-    if (config_number(load, config, "partial_rotary_factor", 0, 2, 1) != 1)
-        config_bad(load, config, "partial_rotary_factor", "1");
-    if (config_number(load, config, "swiglu_alpha", 0, 1e6, 1.702) != 1.702)
-        config_bad(load, config, "swiglu_alpha", "1.702");
+    only(load, config, "partial_rotary_factor", 1);
+    only(load, config, "swiglu_alpha", 1.702);
+    only(load, config, "moe_layer_freq", 1);
     if (config_true(load, "use_bidirectional_attention"))
         config_bad(load, config, "use_bidirectional_attention", "false");
     const cJSON *quantization = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
@@ -737,7 +734,7 @@ static Linear bind_each(Loader *load, int layer, const char *matrix, int rows, i
     Linear all = {.rows = rows, .cols = cols, .n = n, .each = each};
     for (int i = 0; i < n && !failed(load); i++) {
         char name[100];
-        snprintf(name, sizeof name, "%s.%d.%s", load->family->experts, i, matrix);
+        snprintf(name, sizeof name, "%s.%d.%s", load->family->moe.experts, i, matrix);
         Linear one = bind_linear(load, layer, name, rows, cols, false);
         if (i && one.type != all.type)
             fail(first_error(load), BAD_MODEL, "%s: %s.weight of layer %d is %s, that of expert 0 %s", load->path, name,
@@ -799,15 +796,14 @@ static void bind_latent(Loader *load, int i) {
     l->kv_a = bind_linear(load, i, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
     l->kv_a_norm = bind_floats(load, i, "self_attn.kv_a_layernorm", ".weight", rank);
     l->k_up = bind_linear(load, i, "self_attn.kv_b_proj", m->n_heads * (keys + m->v_dim), rank, false);
-    size_t row = l->k_up.data.stride;
-    l->k_up.rows = keys;
+    View *keys_view = &l->k_up.data, *values_view = &l->v_up.data;
+    size_t skip = keys_view->stride * (size_t)keys;
     l->k_up.n = m->n_heads;
-    l->k_up.data.step = row * (size_t)(keys + m->v_dim);
+    keys_view->step = skip + keys_view->stride * (size_t)m->v_dim;
     l->v_up = l->k_up;
-    l->v_up.rows = m->v_dim;
-    l->v_up.data.offset += row * (size_t)keys;
-    l->v_up.data.size -= row * (size_t)keys;
-    if (l->v_up.data.data) l->v_up.data.data += row * (size_t)keys;
+    l->k_up.rows = keys, l->v_up.rows = m->v_dim;
+    values_view->offset += skip, values_view->size -= skip;
+    if (values_view->data) values_view->data += skip;
     l->o = bind_linear(load, i, "self_attn.o_proj", m->dim, m->n_heads * m->v_dim, bias);
 }
 
@@ -815,20 +811,20 @@ static void bind_experts(Loader *load, int i) {
     const Family *f = load->family;
     const Model *m = &load->c->model;
     Layer *l = m->layer + i;
-    int width = config_whole(load, f->expert_width, 1, 1 << 20, REQUIRED);
-    l->router = bind_linear(load, i, f->router, m->n_experts, m->dim, !f->gate);
-    if (!f->gate) { /* fused: even rows gate, odd rows up */
+    int width = config_whole(load, f->moe.width, 1, 1 << 20, REQUIRED);
+    l->router = bind_linear(load, i, f->moe.router, m->n_experts, m->dim, !f->moe.gate);
+    if (!f->moe.gate) { /* fused: even rows gate, odd rows up */
         l->gate = bind_mxfp4(load, i, "mlp.experts.gate_up_proj", width, m->dim, 0, 2);
         l->up = bind_mxfp4(load, i, "mlp.experts.gate_up_proj", width, m->dim, 1, 2);
         l->down = bind_mxfp4(load, i, "mlp.experts.down_proj", m->dim, width, 0, 1);
         return;
     }
-    l->gate = bind_each(load, i, f->gate, width, m->dim);
-    l->up = bind_each(load, i, f->up, width, m->dim);
-    l->down = bind_each(load, i, f->down, m->dim, width);
+    l->gate = bind_each(load, i, f->moe.gate, width, m->dim);
+    l->up = bind_each(load, i, f->moe.up, width, m->dim);
+    l->down = bind_each(load, i, f->moe.down, m->dim, width);
     if (!f->latent) return;
     if (m->route.group_best == 2) /* topk_method noaux_tc */
-        l->choice_bias = bind_floats(load, i, f->router, ".e_score_correction_bias", m->n_experts);
+        l->choice_bias = bind_floats(load, i, f->moe.router, ".e_score_correction_bias", m->n_experts);
     int shared = width * config_whole(load, "n_shared_experts", 1, 64, REQUIRED);
     l->shared_gate = bind_linear(load, i, "mlp.shared_experts.gate_proj", shared, m->dim, false);
     l->shared_up = bind_linear(load, i, "mlp.shared_experts.up_proj", shared, m->dim, false);
@@ -868,30 +864,23 @@ static void bind_layer(Loader *load, int i) {
 static bool left_out(const Loader *load, const char *name) {
     bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
     const char *layer = strstr(name, "layers."); /* DeepSeek's last predicts a second token */
-    return strstr(name, ".rotary_emb.inv_freq") || (load->config != load->file && picture) ||
+    return strstr(name, ".rotary_emb.inv_freq") || (load->tied && strstr(name, "lm_head.weight")) ||
+           (load->config != load->file && picture) ||
            (load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers);
 }
 
 static void bind_all(Loader *load) {
-    static const char *const prefixes[] = {"model.", "language_model.model.", "model.language_model."};
-    static const char *const heads[] = {"lm_head.weight", "language_model.lm_head.weight"};
-    Model *m = &load->c->model;
     const Tensors *all = &load->c->tensors;
+    Model *m = &load->c->model;
     char name[60];
-    load->prefix = prefixes[0];
-    for (size_t i = 1; i < sizeof prefixes / sizeof *prefixes; i++) {
-        snprintf(name, sizeof name, "%snorm.weight", prefixes[i]);
-        if (tensors_find(all, name)) load->prefix = prefixes[i];
-    }
+    load->prefix = "model.";
+    if (tensors_find(all, "language_model.model.norm.weight")) load->prefix = "language_model.model.";
+    if (tensors_find(all, "model.language_model.norm.weight")) load->prefix = "model.language_model.";
     snprintf(name, sizeof name, "%sembed_tokens.weight", load->prefix);
-    bool tied = config_true(load, "tie_word_embeddings"); /* one matrix, stored under either name or both */
-    for (size_t i = 0; i < sizeof heads / sizeof *heads && tied; i++) {
-        const Tensor *copy = tensors_find(all, heads[i]);
-        if (copy) all->tensor[copy - all->tensor].bound = true;
-    }
-    bool head_only = tied && !tensors_find(all, name);
+    load->tied = config_true(load, "tie_word_embeddings"); /* one matrix, stored under either name or both */
+    bool head_only = load->tied && !tensors_find(all, name);
     if (!head_only) m->embed = m->head = bind_linear(load, IN_MODEL, "embed_tokens", m->vocab, m->dim, false);
-    if (head_only || !tied) m->head = bind_linear(load, OUTSIDE, "lm_head", m->vocab, m->dim, false);
+    if (head_only || !load->tied) m->head = bind_linear(load, OUTSIDE, "lm_head", m->vocab, m->dim, false);
     if (head_only) m->embed = m->head;
     m->norm = bind_floats(load, IN_MODEL, "norm", ".weight", m->dim);
     for (int i = 0; i < m->n_layers && !failed(load); i++) bind_layer(load, i);

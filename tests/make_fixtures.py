@@ -444,7 +444,7 @@ def deepseek(model_type, layers, heads, nope, v, yarn, **more):
 
 
 def make_deepseek_v3():
-    """The real latent and rope sizes; sigmoid router with bias and groups, a dense layer, the layer that is left out."""
+    """The real latent and rope sizes; sigmoid router with bias and groups, a dense and a left out layer."""
     make("deepseek_v3", deepseek("deepseek_v3", 2, 2, 16, 16, {"mscale": 1.0, "mscale_all_dim": 1.0},
                                  q_lora_rank=40, n_shared_experts=1, n_group=4, topk_group=2, norm_topk_prob=True,
                                  routed_scaling_factor=2.5, scoring_func="sigmoid", topk_method="noaux_tc",
@@ -457,7 +457,7 @@ def make_deepseek_v2():
     make("deepseek_v2", deepseek("deepseek_v2", 1, 2, 32, 16, {"mscale": 1.0, "mscale_all_dim": 0.5},
                                  q_lora_rank=40, n_shared_experts=2, n_group=4, topk_group=2, norm_topk_prob=False,
                                  routed_scaling_factor=4.0, scoring_func="softmax", topk_method="group_limited_greedy",
-                                 first_k_dense_replace=0), n=12, seed=13)
+                                 first_k_dense_replace=0), n=10, seed=13)
 
 
 def make_deepseek_v2_lite():

@@ -440,6 +440,7 @@ def test_config_of_every_family(folder):
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}, FINE),
            ("unknown rope of windows", {"rope_parameters": {
                "full_attention": {}, "sliding_attention": {"rope_type": "spiral"}}}, ["spiral", "yarn"]),
+           ("a part of each head turns", {"rope_scaling": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
            ("pattern 0", {"sliding_window_pattern": 0}, ["sliding_window_pattern"]))
     family("deepseek_v3", ("head_dim", {"head_dim": 64}, FINE),
            ("unknown scores", {"scoring_func": "tanh"}, ["scoring_func", "softmax", "sigmoid", "tanh"]),
@@ -450,6 +451,7 @@ def test_config_of_every_family(folder):
            ("no first dense layer", {"first_k_dense_replace": 0}, ["model.layers.0.mlp.gate.weight", "missing"]),
            ("another latent", {"kv_lora_rank": 256}, ["kv_a_proj_with_mqa.weight", "(576, 48)", "(320, 48)"]),
            ("other values", {"v_head_dim": 32}, ["kv_b_proj.weight", "(64, 512)", "(96, 512)"]),
+           ("another layer with experts", {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
            ("another eps", {"rms_norm_eps": 1e-5}, ["rms_norm_eps"]),
            ("FP8", {"quantization_config": {"quant_method": "fp8"}}, ["fp8", "deepseek_v3"]))
     family("deepseek_v2", ("weights that add up to 1", {"norm_topk_prob": True}, ["norm_topk_prob"]),
