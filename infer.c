@@ -378,6 +378,14 @@ static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
     return ok;
 }
 
+static void open_chat(Session *s) {
+    Bytes template = {0};
+    Error e;
+    s->has_chat = chat_template(s->dir, &template, &e) && chat_open(&s->chat, s->tokenizer, template.data, &e);
+    if (!s->has_chat) fail(&s->no_chat, BAD_MODEL, "%s has no chat format: %s", s->name, e.text);
+    bytes_free(&template);
+}
+
 bool session_open(Session *s, const Options *o, int need, Error *e) {
     *s = (Session){0};
     bool shapes = need & NEED_SHAPES;
@@ -397,10 +405,8 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
             e, BAD_MODEL,
             "%s: tokenizer.json has ids up to %d, config.json a vocabulary of %d: they belong to different models",
             s->dir, tokenizer_size(s->tokenizer) - 1, m->vocab);
-    s->has_chat = s->tokenizer && chat_open(&s->chat, s->tokenizer);
-    if (need & NEED_CHAT && !s->has_chat)
-        return fail(e, BAD_MODEL, "%s: its tokenizer lacks harmony's control tokens, so there is no chat format",
-                    s->name);
+    if (s->tokenizer) open_chat(s);
+    if (need & NEED_CHAT && !s->has_chat) return *e = s->no_chat, false;
     return !(need & NEED_ENGINE) || session_load(s, o, o->context, e);
 }
 
@@ -546,7 +552,7 @@ static int parse(const Options *o) {
     if (!session_open(&s, o, NEED_CHAT, &e)) die(&e);
     stdin_read(&text);
     if (!parse_ids(text.data, &ids, &e)) die(&e);
-    reader_init(&reader, &s.chat);
+    reader_init(&reader, &s.chat, NULL);
     for (size_t i = 0; i < ids.n; i++) reader_push(&reader, ids.data[i], &shown);
     reader_end(&reader, &shown);
     for (int i = 0; i < reader.messages; i++) {

@@ -296,7 +296,7 @@ static bool answer(Play *s, Screen *screen, Error *e) {
         bool ok = generate(s, &s->text, NULL, screen, e);
         return ok || (s->text.n = length, false);
     }
-    reader_init(&reader, &s->m.chat);
+    reader_init(&reader, &s->m.chat, s->talk.effort);
     screen->reader = &reader;
     bool ok = chat_render(&s->m.chat, &s->talk, true, &ids, e) && generate(s, &ids, &reader, screen, e);
     if (ok) keep_answer(s, &reader, screen);
@@ -471,8 +471,7 @@ static void slash_system(Play *s, char *argument) {
 
 static void slash_effort(Play *s, char *argument) {
     Error e;
-    if (*argument && !effort_known(argument)) {
-        fail(&e, USAGE, "the effort is low, medium or high, not '%.40s'", argument);
+    if (*argument && !chat_effort(&s->m.chat, argument, &e)) {
         error_line(s, &e);
         return;
     }
@@ -731,8 +730,6 @@ static void play_loop(Play *s) {
 static bool take_options(Play *s, const Options *o, Error *e) {
     s->o = *o;
     if (o->system) conversation_set(&s->talk.instructions, o->system);
-    if (o->effort && !effort_known(o->effort))
-        return fail(e, USAGE, "--effort is low, medium or high, not '%.40s'", o->effort);
     if (o->effort) conversation_set(&s->talk.effort, o->effort);
     if (o->date) conversation_set(&s->talk.date, strcmp(o->date, "none") ? o->date : NULL);
     if (o->prompt && o->file) return fail(e, USAGE, "-p and -f exclude each other");
@@ -756,13 +753,14 @@ static bool open_model(Play *s, Error *e) {
     s->harmony = s->m.has_chat && !s->o.raw;
     if (!s->harmony && (s->talk.instructions || strcmp(s->talk.effort, "medium")))
         return fail(e, USAGE, "%s is continued raw: it takes no system prompt and no effort", s->m.name);
+    if (s->harmony && !chat_effort(&s->m.chat, s->talk.effort, e)) return false;
     if (!session_load(&s->m, &s->o, s->o.context, e)) return false;
     const Model *m = &s->m.checkpoint.model;
     uint64_t bytes = step_bytes(m, m->top_k, 1, 0);
     double flat = backend->flat_read(s->m.engine.state, bytes);
     s->bandwidth = flat > 0 ? (double)bytes / flat : 0;
     if (is_terminal(stderr) && !s->o.json && !s->harmony && !s->o.raw)
-        fputs("  It has no chat format: your text is continued as it stands.\n", stderr);
+        fprintf(stderr, "  %s: your text is continued as it stands.\n", s->m.no_chat.text);
     return true;
 }
 

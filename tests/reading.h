@@ -20,7 +20,7 @@ typedef struct {
 static bool talker_open(Talker *m) {
     Error e;
     m->tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
-    if (!m->tokenizer || !chat_open(&m->chat, m->tokenizer)) return false;
+    if (!m->tokenizer || !chat_open(&m->chat, m->tokenizer, "", &e)) return false;
     for (int id = tokenizer_size(m->tokenizer) - 1; id >= 0; id--) {
         Bytes out = {0};
         tokenizer_bytes(m->tokenizer, &(Decoder){0}, id, &out);
@@ -35,7 +35,7 @@ static bool talker_open(Talker *m) {
 /* Reads n tokens; `shown` is what was shown. False: a message was closed without a word. */
 static bool read_tokens(const Talker *m, Reader *r, const int *tokens, size_t n, Bytes *shown) {
     bool ok = true;
-    reader_init(r, &m->chat);
+    reader_init(r, &m->chat, NULL);
     for (size_t i = 0; i < n; i++) {
         int before = r->messages;
         Read read = reader_push(r, tokens[i], shown);

@@ -305,9 +305,9 @@ static void talk_open(Talk *t) {
     Error e;
     *t = (Talk){.tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e)};
     must(t->tokenizer, &e);
-    check(chat_open(&t->chat, t->tokenizer), "the parrot has no harmony");
+    check(chat_open(&t->chat, t->tokenizer, "", &e), "the parrot has no harmony");
     conversation_init(&t->conversation);
-    reader_init(&t->reader, &t->chat);
+    reader_init(&t->reader, &t->chat, NULL);
 }
 
 static void talk_sample(Talk *t, const char *text) {
