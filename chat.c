@@ -33,8 +33,9 @@ static bool begins(const char *text, const char *with) { return text && !strncmp
 enum { FIRST = 1, LAST = 2, THINKS = 4, KEEPS = 8, ALONE = 16 }; /* see Format.flags */
 struct Format {
     const char *name, *has[3]; /* what its template says or, behind a '!', does not say */
-    /* Pieces in which %s stands for the text, %t for the text without white space around it, %d for the date and %e for
-     * a line if there are tools. Only the pieces can hold control tokens. */
+    /* Pieces in which %s stands for the text, %t for the text without white space around it, %j for the same after the
+     * system text was joined to it, %d for the date and %e for a line if there are tools. Only the pieces can hold
+     * control tokens. */
     const char *begin, *system, *user, *assistant, *prompt, *quiet; /* quiet: the prompt for effort none */
     const char *tools, *call, *results, *result;
     int flags; /* The system text stands before the user's FIRST or LAST text. It THINKS, and KEEPS thoughts since the
@@ -75,7 +76,7 @@ static const Format formats[] = {
      LLAMA("%eCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"), LLAMA_TOOLS},
     {"Llama 3", {"message['content'] | trim + '<|eot_id|>'", "!tools"}, LLAMA(""), .flags = 0},
     {"Llama 2", {"<<SYS>>", "bos_token + '[INST] ' + content.strip() + ' [/INST]'"}, NULL,
-     "<<SYS>>\n%s\n<</SYS>>\n\n", "<s>[INST] %t [/INST]", " %t </s>", "", .flags = FIRST},
+     "<<SYS>>\n%s\n<</SYS>>\n\n", "<s>[INST] %j [/INST]", " %t </s>", "", .flags = FIRST},
     {"Mistral v0.1", {"' [INST] ' + system_message"}, "<s>", "%s\n\n", " [INST] %s [/INST]", " %s</s>", "", .flags = FIRST},
     {"Mistral v0.3", {"'[INST] ' + system_message", "|trim + eos_token", "!loop.first"}, "<s>", "%s\n\n",
      "[INST] %s[/INST]", " %t</s>", "", .flags = LAST},
@@ -103,7 +104,6 @@ static const Format harmony = {"harmony", .flags = THINKS};
 bool chat_template(const char *dir, Bytes *out, Error *e) {
     static const char *const files[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
     bool ok = true;
-    bytes_text(out, "");
     for (int i = 0; i < 3 && ok && !out->n; i++) {
         Bytes path = {0};
         bytes_print(&path, "%s/%s", dir, files[i]);
@@ -120,6 +120,7 @@ bool chat_template(const char *dir, Bytes *out, Error *e) {
         }
         bytes_free(&path);
     }
+    bytes_text(out, "");
     return ok;
 }
 
@@ -694,7 +695,7 @@ static const char *piece(Renderer *r, const char *s) {
     for (; s && *s; s++) {
         int year = 2024, month = 7, day = 26, id;
         size_t n;
-        if (*s == '%' && (s[1] == 's' || s[1] == 't')) return s + 2;
+        if (*s == '%' && strchr("stj", s[1])) return s + 2;
         if (*s == '%' && s[1] == 'e') {
             if (r->tools) bytes_text(&r->text, "Environment: ipython\n");
             s++;
@@ -714,8 +715,10 @@ static const char *piece(Renderer *r, const char *s) {
 }
 
 /* Writes a text in its place before `behind`. */
-static void add_text(Renderer *r, const char *s, size_t n, const char *behind) {
-    if (behind[-1] == 't') trim(&s, &n);
+static void add_text(Renderer *r, const char *s, size_t n, const char *behind, bool joined) {
+    const char *begin = s;
+    if (behind[-1] != 's') trim(&s, &n);
+    if (behind[-1] == 'j' && joined) n += (size_t)(s - begin), s = begin;
     bytes_add(&r->text, s, n);
 }
 
@@ -804,7 +807,7 @@ static int render_turn(Renderer *r, const Conversation *c, int i, bool recent) {
         if (m->recipient)
             add_call(r, m);
         else
-            add_text(r, text.data, text.n, behind);
+            add_text(r, text.data, text.n, behind, false);
         wrote = wrote || m->recipient || text.n;
     }
     piece(r, behind);
@@ -836,11 +839,11 @@ static void render_text_of(Renderer *r, const Message *m, const char *system, bo
     const char *behind = piece(r, instruction && !(f->flags & (FIRST | LAST)) ? f->system : f->user);
     if (system) {
         const char *rest = piece(r, f->system);
-        add_text(r, system, strlen(system), rest);
+        add_text(r, system, strlen(system), rest, false);
         piece(r, rest);
     }
     if (tools) add_tool_list(r);
-    add_text(r, m->content.data + skip, m->content.n - skip, behind);
+    add_text(r, m->content.data + skip, m->content.n - skip, behind, system);
     piece(r, behind);
 }
 
@@ -854,7 +857,7 @@ static void render_row(Renderer *r, const Conversation *c, bool prompt) {
     piece(r, f->begin);
     if (!within && (system || strstr(f->system, "%e") || (r->tools && !alone))) {
         const char *behind = piece(r, f->system);
-        add_text(r, system ? system : "", system ? strlen(system) : 0, behind);
+        add_text(r, system ? system : "", system ? strlen(system) : 0, behind, false);
         if (r->tools && !alone) bytes_text(&r->text, system ? "\n\n" : ""), add_tool_list(r);
         piece(r, behind);
     }
