@@ -1093,9 +1093,13 @@ static void divide(Reader *r, bool end, Bytes *shown) {
         if (alone && call) call = b->n;
         if (thought < call && b->n - thought >= strlen(close_think)) {
             r->repairs += !thinking;
+            r->started = false;
+            if (r->messages) { /* only the beginning is a thought: no other mark may stay in the text */
+                memset(b->data + thought, ' ', strlen(close_think));
+                continue;
+            }
             take(r, thought, "analysis", shown);
             drop(b, strlen(close_think));
-            r->started = false;
         } else if (call < thought && b->n - call >= strlen(opens)) {
             size_t begin = alone ? call : call + strlen(opens);
             Bytes rest = {.data = b->data + begin, .n = b->n - begin};
