@@ -902,6 +902,7 @@ void reader_init(Reader *r, const Chat *chat, const char *effort) {
     if (f != &harmony) { /* the prompt may end inside a thought */
         r->started = !strstr(f->prompt, open_think) || (f->quiet && same(effort, "none"));
         if (!r->started) conversation_set(&r->now.channel, "analysis");
+        bytes_text(&r->header, "");
         return;
     }
     bytes_text(&r->header, "assistant");
@@ -1094,8 +1095,8 @@ static void divide(Reader *r, bool end, Bytes *shown) {
         if (thought < call && b->n - thought >= strlen(close_think)) {
             r->repairs += !thinking;
             r->started = false;
-            if (r->messages) { /* only the beginning is a thought: no other mark may stay in the text */
-                memset(b->data + thought, ' ', strlen(close_think));
+            if (r->messages) { /* only what comes first is a thought, and templates cut answers at this mark */
+                memcpy(b->data + thought, "(/think)", strlen(close_think));
                 continue;
             }
             take(r, thought, "analysis", shown);

@@ -114,7 +114,7 @@ STREAMS = [  # model, what it writes, the messages, whether something had to be 
     ("Qwen3", "<think>\n\n</think>\n\nHi<|im_end|>", [HI], False),
     ("Qwen3", "<think>A", [THOUGHT], False),
     ("Qwen3", "A</think>Hi<|im_end|>", [THOUGHT, HI], True),
-    ("Qwen3", "<think>A</think>H</think>i<|im_end|>", [THOUGHT, message("H        i", "final")], True),
+    ("Qwen3", "<think>A</think>H</think>i<|im_end|>", [THOUGHT, message("H(/think)i", "final")], True),
     ("Qwen3", "a < b <think>c<|im_end|>", [message("a < b <think>c", "final")], False),
     ("Qwen3", "  Hi \n<|endoftext|>", [HI], False),
     ("Qwen3", "Hi<|im_start|>", [HI], False),
