@@ -831,17 +831,20 @@ static int render_results(Renderer *r, const Conversation *c, int i) {
     return i;
 }
 
-/* A text of the user's or, later than the first, of the system's. */
+static void render_instructions(Renderer *r, const char *text, bool tools) {
+    const char *behind = piece(r, r->chat->format->system);
+    if (text) add_text(r, text, strlen(text), behind, false);
+    if (tools) bytes_text(&r->text, text ? "\n\n" : ""), add_tool_list(r);
+    piece(r, behind);
+}
+
+/* A text of the user's, or a later one of the system's, for which some formats have no words of their own. */
 static void render_text_of(Renderer *r, const Message *m, const char *system, bool tools) {
     const Format *f = r->chat->format;
     bool instruction = same(m->role, "developer");
     size_t skip = instruction && begins(m->content.data, heading) ? strlen(heading) : 0;
     const char *behind = piece(r, instruction && !(f->flags & (FIRST | LAST)) ? f->system : f->user);
-    if (system) {
-        const char *rest = piece(r, f->system);
-        add_text(r, system, strlen(system), rest, false);
-        piece(r, rest);
-    }
+    if (system) render_instructions(r, system, false);
     if (tools) add_tool_list(r);
     add_text(r, m->content.data + skip, m->content.n - skip, behind, system);
     piece(r, behind);
@@ -855,12 +858,8 @@ static void render_row(Renderer *r, const Conversation *c, bool prompt) {
     for (int i = c->messages - 1; i >= 0; i--)
         if (same(c->message[i].role, "user")) first = i, last = last < 0 ? i : last;
     piece(r, f->begin);
-    if (!within && (system || strstr(f->system, "%e") || (r->tools && !alone))) {
-        const char *behind = piece(r, f->system);
-        add_text(r, system ? system : "", system ? strlen(system) : 0, behind, false);
-        if (r->tools && !alone) bytes_text(&r->text, system ? "\n\n" : ""), add_tool_list(r);
-        piece(r, behind);
-    }
+    if (!within && (system || strstr(f->system, "%e") || (r->tools && !alone)))
+        render_instructions(r, system, r->tools && !alone);
     for (int i = 0; i < c->messages;) {
         const Message *m = c->message + i;
         bool holds = within && i == (f->flags & FIRST ? first : last);
@@ -880,12 +879,12 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
     Renderer r = {.chat = chat, .date = c->date, .tools = cJSON_GetArraySize(tools) ? tools : NULL, .out = out, .e = e};
     size_t before = out->n;
     bool calls = r.tools;
-    for (int i = 0; i < c->messages; i++) calls = calls || c->message[i].recipient;
+    for (int i = 0; i < c->messages; i++) calls = calls || c->message[i].recipient || same(c->message[i].role, "tool");
+    bool schema = json_get(json_get(c->request, "response_format"), "json_schema"), no_tools = calls && !f->call;
     r.ok = chat_effort(chat, c->effort, e);
-    if (r.ok && f != &harmony && calls && !f->call)
-        r.ok = fail(e, USAGE, "%s, the chat format of this model, has no tools", f->name);
-    if (r.ok && f != &harmony && json_get(json_get(c->request, "response_format"), "json_schema"))
-        r.ok = fail(e, USAGE, "%s, the chat format of this model, has no response_format", f->name);
+    if (r.ok && f != &harmony && (no_tools || schema))
+        r.ok = fail(e, USAGE, "%s, the chat format of this model, has no %s", f->name,
+                    no_tools ? "tools" : "response_format");
     if (r.ok) f == &harmony ? render_harmony(&r, c, prompt) : render_row(&r, c, prompt);
     flush(&r);
     if (!r.ok) out->n = before;
@@ -1049,14 +1048,15 @@ static void take(Reader *r, size_t n, const char *channel, Bytes *shown) {
     *m = (Message){.role = join("assistant", "", 0)};
 }
 
-/* The JSON of a call, with its arguments as Python writes them, as the message being read; or false. */
-static bool read_call(const char *s, size_t n, Message *m) {
+/* The JSON of a call, as a message with the arguments as Python writes them; or false. One that is alone looks like any
+ * other JSON but for its arguments. */
+static bool read_call(const char *s, size_t n, bool alone, Message *m) {
     Error e;
     cJSON *json = json_parse(s, n, "call", &e);
     const char *name = json_string(json, "name");
     const cJSON *arguments = json_get(json, "arguments") ? json_get(json, "arguments") : json_get(json, "parameters");
-    bool ok =
-        name && *name && legal_length(name, strlen(name)) == strlen(name) && (!arguments || cJSON_IsObject(arguments));
+    bool ok = name && *name && legal_length(name, strlen(name)) == strlen(name) &&
+              (arguments ? cJSON_IsObject(arguments) : !alone);
     if (ok) {
         char *text = arguments ? json_text(arguments) : copy_text("{}", 2);
         *m = (Message){.role = join("assistant", "", 0),
@@ -1107,8 +1107,11 @@ static void divide(Reader *r, bool end, Bytes *shown) {
             size_t length = alone ? rest.n : find_mark(&rest, closes, end);
             size_t behind = alone ? 0 : rest.n - length >= strlen(closes) ? strlen(closes) : 0;
             Message m;
-            if (!end && !behind) return take(r, call, NULL, shown);
-            bool read = read_call(rest.data, length, &m);
+            if (!end && !behind) {
+                take(r, call, NULL, shown);
+                return;
+            }
+            bool read = read_call(rest.data, length, alone, &m);
             r->repairs += !read || !(alone || behind);
             take(r, read ? call : alone ? b->n : begin, read ? "commentary" : NULL, shown);
             if (!read) continue;

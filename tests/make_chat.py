@@ -3,7 +3,8 @@
     TEST_DATA=DIR python tests/make_chat.py          (or DIR as the argument)
     needs: pip install jinja2 tokenizers
 
-TEST_DATA/chat_templates holds published templates; the short ones of other models are written out here. jinja2 is set up
+TEST_DATA/chat_templates holds published templates; the short ones of other models are written out here, and three differ
+from a stored one in a few words: published V3.1 writes </think> where its stored copy has <think></think>. jinja2 is set up
 as transformers does. "has" is what a chat template must say to be taken for this one: tests without TEST_DATA use it.
 Ids are by the published tokenizer.json, with control tokens recognised and without the file's template.
 """
@@ -87,6 +88,10 @@ MODELS = {
                 TOOLS + "<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>",
                 QWEN, "qwen2.5"),
     "Qwen3": ("Qwen3", "Qwen-Qwen3-0.6B", "last_query_index enable_thinking </think>" + TOOLS, QWEN3, "qwen3"),
+    "Qwen3-2507, thinking": ("Qwen3, always thinking", ("Qwen-Qwen3-0.6B", (
+        ("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}"),
+        ("enable_thinking is false", "false"))), "last_query_index '<|im_start|>assistant\\n<think>\\n'" + TOOLS, QWEN3,
+        "qwen3"),
     "Llama 3": ("Llama 3", LLAMA3, None, LLAMA, "llama3.1"),
     "Llama 3.1": ("Llama 3.1", "meta-llama-Llama-3.1-8B-Instruct", "Cutting Knowledge Date: December 2023", LLAMA,
                   "llama3.1"),
@@ -104,7 +109,9 @@ MODELS = {
     "Gemma 2": ("Gemma", "google-gemma-2-2b-it", "<start_of_turn>model", GEMMA, "gemma2"),
     "Gemma 3": ("Gemma", GEMMA3, None, GEMMA, "gemma3"),
     "DeepSeek V2": ("DeepSeek V2", DEEPSEEK2, None, DEEPSEEK[:2], None),
-    "DeepSeek V3.1": ("DeepSeek V3.1", None, "'<｜User｜>' + message['content'] not thinking", DEEPSEEK, "deepseek-r1"),
+    "DeepSeek V3": ("DeepSeek V3", ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", (("<think>\\n", ""),)),
+                    "'<｜User｜>' + message['content']", DEEPSEEK, "deepseek-r1"),
+    "DeepSeek V3.1": ("DeepSeek V3.1", ("deepseek-ai-DeepSeek-V3.1", (("<think></think>", "</think>"),)), "'<｜User｜>' + message['content'] not thinking", DEEPSEEK, "deepseek-r1"),
     "DeepSeek V3.1, copied": ("DeepSeek V3.1, copied", "deepseek-ai-DeepSeek-V3.1",
                               "'<｜User｜>' + message['content'] not thinking '<think></think>'", DEEPSEEK, "deepseek-r1"),
     "DeepSeek R1": ("DeepSeek R1", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
@@ -223,7 +230,7 @@ def cases_of(model, template, controls, tokenizer):
     thinks, calls = "<think>" in controls, "<tool_call>" in controls or model in ("Llama 3.1", "Llama 3.2")
     found = [render(model, template, controls, name, m, None) for name, m in CASES.items()]
     if thinks:
-        chosen = {k: m for k, m in THINKING.items() if k != "effort none" or model != "DeepSeek R1"}
+        chosen = {k: m for k, m in THINKING.items() if k != "effort none" or model in ("Qwen3", "DeepSeek V3.1", "DeepSeek V3.1, copied")}
         found += [render(model, template, controls, name, m, None) for name, m in chosen.items()]
     if calls:
         chosen = {**CALLING, **(SEVERAL if "<tool_call>" in controls else {}),
@@ -243,11 +250,13 @@ def main():
                   for m in archive if m.name.startswith("tokenizers/") and m.isfile()}
     out = []
     for model, (format_name, source, has, controls, tokenizer) in MODELS.items():
-        if source is None:  # as published; the stored copy writes <think></think> for </think>
-            source = (data / "chat_templates" / "deepseek-ai-DeepSeek-V3.1.jinja").read_text().replace(
-                "<think></think>", "</think>")
-        file = data / "chat_templates" / f"{source}.jinja" if len(source) < 60 else None
-        template = file.read_text() if file else source
+        file = None if isinstance(source, str) and "{" in source else data / "chat_templates"
+        name, changes = (source, ()) if isinstance(source, str) else source
+        template = (file / f"{name}.jinja").read_text() if file else source
+        for before, behind in changes:
+            assert before in template
+            template = template.replace(before, behind)
+        file = file / f"{name}.jinja" if file and not changes else None
         cases = cases_of(model, template, controls, tokenizers.get(tokenizer))
         out.append({"model": model, "format": format_name, "file": file.name if file else None, "has": has or template,
                     "controls": controls, "tokenizer": tokenizer, "cases": cases})

@@ -75,7 +75,7 @@ static bool talker_open_other(Talker *m, int which) {
     return ok;
 }
 
-static void talker_close(Talker *m) {
+static inline void talker_close(Talker *m) {
     chat_close(&m->chat);
     tokenizer_close(m->tokenizer);
 }

@@ -126,6 +126,8 @@ STREAMS = [  # model, what it writes, the messages, whether something had to be 
     ("Qwen3", "<tool_call>{name: f}</tool_call><|im_end|>", [message("<tool_call>{name: f}</tool_call>", "final")], True),
     ("Qwen3", "<tool_call>{\"name\": \"f g\"}</tool_call><|im_end|>",
      [message("<tool_call>{\"name\": \"f g\"}</tool_call>", "final")], True),
+    ("Qwen3", "<tool_call>{\"name\": \"f\", \"arguments\": [1]}</tool_call><|im_end|>",
+     [message("<tool_call>{\"name\": \"f\", \"arguments\": [1]}</tool_call>", "final")], True),
     ("Qwen2.5", "<think>A</think>Hi<|im_end|>", [message("<think>A</think>Hi", "final")], False),
     ("SmolLM2", "<tool_call>{\"name\":\"f\"}</tool_call><|im_end|>",
      [message("<tool_call>{\"name\":\"f\"}</tool_call>", "final")], False),
@@ -134,6 +136,7 @@ STREAMS = [  # model, what it writes, the messages, whether something had to be 
     ("Llama 3.1", "{\"name\": \"f\", \"parameters\": {\"x\": 1}}<|eot_id|>", [called("f", '{"x": 1}')], False),
     ("Llama 3.1", "<|python_tag|>{\"name\": \"f\", \"parameters\": {}}<|eom_id|>", [called()], False),
     ("Llama 3.1", "{\"name\": \"Bern\", \"size\": 1}, {}<|eot_id|>", [message('{"name": "Bern", "size": 1}, {}', "final")], True),
+    ("Llama 3.1", "{\"name\": \"Bern\", \"size\": 1}<|eot_id|>", [message('{"name": "Bern", "size": 1}', "final")], True),
     ("Llama 3.1", "As JSON: {\"name\": \"f\"}<|eot_id|>", [message('As JSON: {"name": "f"}', "final")], False),
     ("Llama 2", " Hi </s>", [HI], False),
     ("Gemma 3", "Hi<end_of_turn>\n", [HI], False),
@@ -146,16 +149,14 @@ def test_answers_are_read(folder):
         model, text, messages, repaired = value
         made = folder_of(model, folder)
         ids = ids_of(infer("tokenize", made, "--special", stdin=text))
+        marks = {400 + i: c for i, c in enumerate(MODELS[model]["controls"]) if c.strip("</>") in ("think", "tool_call")}
         found, err = parse(ids, made)
         same(found, messages, "messages")
         expect(("repair" in err) == repaired, f"stderr: {err!r}")
         spelled = [i for token in ids for i in (ids_of(infer("tokenize", made, stdin=marks[token])) if token in marks
                                                 else [token])]
         same(parse(spelled, made)[0], messages, "messages with marks spelled out")
-    marks = {}
-    for model, *rest in STREAMS:
-        marks = {400 + i: c for i, c in enumerate(MODELS[model]["controls"]) if c[1:-1].strip("/") in ("think", "tool_call")}
-        check(model, (model, *rest))
+    each([(f"{model}: {text}", (model, text, *rest)) for model, text, *rest in STREAMS], check)
 
 
 def test_what_a_format_has_no_words_for(folder):
