@@ -8,13 +8,8 @@
 #include <string.h>
 #include <time.h>
 
-enum {
-    MOST_TEMPLATE = 32 << 20,
-    MOST_NAME = 128,
-    MOST_INDENT = 100,
-    MOST_REQUIRED = 1000,
-    MOST_BACK = 1000 /* from a result to its call */
-};
+enum { MOST_TEMPLATE = 32 << 20 };
+enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 1000 /* from a result to its call */ };
 enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT }; /* in Chat.control */
 
 static const char constrained[] = "<|constrain|>", functions[] = "functions.", heading[] = "# Instructions\n\n",
@@ -30,16 +25,22 @@ static bool begins(const char *text, const char *with) { return text && !strncmp
 
 /* ---- formats ---- */
 
-enum { FIRST = 1, LAST = 2, THINKS = 4, KEEPS = 8, ALONE = 16 }; /* see Format.flags */
+enum {
+    FIRST = 1,  /* the system text stands before the user's first text, */
+    LAST = 2,   /* or before the last one */
+    THINKS = 4, /* between <think> and </think> */
+    KEEPS = 8,  /* thoughts since the last question stay in the history */
+    ALONE = 16  /* a call is a turn of its own, and tools stand before the user's first text */
+};
+
+/* Pieces of text, the only ones in which names of control tokens are those. %s is the place of a text from outside, %t
+ * that of one without white space around it, %j the same after the system text was put before it; %d is the date, %e a
+ * line if there are tools. */
 struct Format {
     const char *name, *has[3]; /* what its template says or, behind a '!', does not say */
-    /* Pieces in which %s stands for the text, %t for the text without white space around it, %j for the same after the
-     * system text was joined to it, %d for the date and %e for a line if there are tools. Only the pieces can hold
-     * control tokens. */
     const char *begin, *system, *user, *assistant, *prompt, *quiet; /* quiet: the prompt for effort none */
-    const char *tools, *call, *results, *result;
-    int flags; /* The system text stands before the user's FIRST or LAST text. It THINKS, and KEEPS thoughts since the
-                * last question. A call is ALONE in its turn, and then tools stand before the user's first text. */
+    const char *tools, *call, *results, *result; /* the list of tools, a call, the turn of all results, one of them */
+    int flags;
 };
 
 /* clang-format off */
@@ -135,8 +136,8 @@ static int control_at(const Tokenizer *t, const char *s, size_t *n) {
 static bool fits(const Format *f, const char *template, const Tokenizer *t, int *end) {
     size_t n;
     for (int i = 0; i < 3 && f->has[i]; i++) {
-        bool not = *f->has[i] == '!';
-        if (not == (strstr(template, f->has[i] + not ) != NULL)) return false;
+        bool lacks = *f->has[i] == '!';
+        if (lacks == (strstr(template, f->has[i] + lacks) != NULL)) return false;
     }
     *end = control_at(t, strchr(strchr(f->assistant, '%'), '<'), &n);
     return *end >= 0 && (!f->begin || control_at(t, f->begin, &n) >= 0);
@@ -743,7 +744,7 @@ static bool continues(const Format *f, const Conversation *c, int i) {
     return message_part(m - 1) == REASONING || (message_part(m - 1) != ANSWER && !(f->flags & ALONE));
 }
 
-/* The answer behind the thoughts, which somebody may have left in the same text. */
+/* The answer behind its thoughts, if a client left both in one text. */
 static Bytes without_thoughts(const Format *f, const Message *m, Bytes *thoughts) {
     Bytes text = m->content;
     for (char *end;
@@ -751,7 +752,7 @@ static Bytes without_thoughts(const Format *f, const Message *m, Bytes *thoughts
         size_t n = (size_t)(end - text.data), skip = 0;
         char *begin = memmem(text.data, n, open_think, strlen(open_think));
         if (begin) skip = (size_t)(begin - text.data) + strlen(open_think);
-        bytes_add(thoughts, text.data + skip, n - skip);
+        if (thoughts) bytes_add(thoughts, text.data + skip, n - skip);
         text.data += n + strlen(close_think), text.n -= n + strlen(close_think);
     }
     return text;
@@ -777,7 +778,7 @@ static void add_call(Renderer *r, const Message *m) {
 /* A turn of the model's from message i on: thoughts, texts and calls. Returns the message behind it. */
 static int render_turn(Renderer *r, const Conversation *c, int i, bool recent) {
     const Format *f = r->chat->format;
-    Bytes thoughts = {0}, unused = {0};
+    Bytes thoughts = {0};
     int end = i;
     do {
         const Message *m = c->message + end;
@@ -799,19 +800,20 @@ static int render_turn(Renderer *r, const Conversation *c, int i, bool recent) {
     }
     for (; i < end; i++) {
         const Message *m = c->message + i;
-        Bytes text = without_thoughts(f, m, &unused);
+        Bytes text = without_thoughts(f, m, NULL);
         if (message_part(m) == REASONING) continue;
         for (; f->flags & KEEPS && (kept || text.n < m->content.n) && text.n && *text.data == '\n'; text.n--)
             text.data++;
-        if (wrote && (m->recipient || text.n)) bytes_text(&r->text, "\n");
+        bool says = m->recipient || text.n;
+        if (wrote && says) bytes_text(&r->text, "\n");
         if (m->recipient)
             add_call(r, m);
         else
             add_text(r, text.data, text.n, behind, false);
-        wrote = wrote || m->recipient || text.n;
+        wrote = wrote || says;
     }
     piece(r, behind);
-    bytes_free(&thoughts), bytes_free(&unused);
+    bytes_free(&thoughts);
     return end;
 }
 

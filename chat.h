@@ -91,8 +91,7 @@ typedef struct {
 
 typedef struct {
     bool stop;   /* sampling should end */
-    bool closed; /* the last of reader.message was completed by this token; at a stop, of a format other than harmony:
-                    by any */
+    bool closed; /* the last of reader.message was completed by this token or, if it is a stop, before it */
     Part part;   /* of the message that `text` belongs to */
 } Read;
 
