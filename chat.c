@@ -1,5 +1,6 @@
-/* chat.c: harmony. Rendering follows docs/format.md of github.com/openai/harmony, tools follow its JSON-schema-to-
- * TypeScript rules; the reader accepts what models write rather than what they should. See chat.h. */
+/* chat.c: conversations, harmony, and a table of simpler formats. Harmony follows docs/format.md of
+ * github.com/openai/harmony, tools its JSON-schema-to-TypeScript rules; the others write what the chat templates
+ * published with the models do. The readers accept what models write rather than what they should. See chat.h. */
 #include "chat.h"
 
 #include <stdio.h>
@@ -7,32 +8,186 @@
 #include <string.h>
 #include <time.h>
 
+enum { MOST_TEMPLATE = 32 << 20 };
 enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 1000 /* from a result to its call */ };
 enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT }; /* in Chat.control */
 
-static const char constrained[] = "<|constrain|>", functions[] = "functions.";
+static const char constrained[] = "<|constrain|>", functions[] = "functions.", heading[] = "# Instructions\n\n",
+                  open_think[] = "<think>", close_think[] = "</think>", open_call[] = "<tool_call>",
+                  close_call[] = "</tool_call>";
 
 /* The keys in JSON of the texts of a message; from HEADER on they are harmony's own. */
 enum { WORDS = 6, HEADER = 3 };
 static const char *const words[WORDS] = {"role", "tool_call_id", "name", "channel", "recipient", "content_type"};
 
-bool chat_open(Chat *chat, const Tokenizer *t) {
-    static const char *const names[CONTROLS] = {"<|start|>", "<|channel|>", constrained,  "<|message|>",
-                                                "<|end|>",   "<|call|>",    "<|return|>", "<|endoftext|>"};
-    Error e;
-    *chat = (Chat){.tokenizer = t};
-    for (int i = 0; i < CONTROLS; i++)
-        if ((chat->control[i] = tokenizer_added(t, names[i])) < 0) return false;
-    ids_add(&chat->answer, chat->control[START]);
-    return tokenizer_encode(t, "assistant", 9, 0, &chat->answer, &e);
-}
-
-void chat_close(Chat *chat) { ids_free(&chat->answer); }
-
-/* ---- conversations ---- */
-
 static bool same(const char *a, const char *b) { return a && b && !strcmp(a, b); }
 static bool begins(const char *text, const char *with) { return text && !strncmp(text, with, strlen(with)); }
+
+/* ---- formats ---- */
+
+enum {
+    FIRST = 1,  /* the system text stands before the user's first text, */
+    LAST = 2,   /* or before the last one */
+    THINKS = 4, /* between <think> and </think> */
+    KEEPS = 8,  /* thoughts since the last question stay in the history */
+    ALONE = 16  /* a call is a turn of its own, and tools stand before the user's first text */
+};
+
+/* Pieces of text, the only ones in which names of control tokens are those. %s is the place of a text from outside, %t
+ * that of one without white space around it, %j the same after the system text was put before it; %d is the date, %e a
+ * line if there are tools. */
+struct Format {
+    const char *name, *has[3]; /* what its template says or, behind a '!', does not say */
+    const char *begin, *system, *user, *assistant, *prompt, *quiet; /* quiet: the prompt for effort none */
+    const char *tools, *call, *results, *result; /* the list of tools, a call, the turn of all results, one of them */
+    int flags;
+};
+
+/* clang-format off */
+#define CHATML NULL, "<|im_start|>system\n%s<|im_end|>\n", "<|im_start|>user\n%s<|im_end|>\n", \
+    "<|im_start|>assistant\n%s<|im_end|>\n"
+#define QWEN_TOOLS .results = "<|im_start|>user\n%s<|im_end|>\n", .result = "<tool_response>\n%s\n</tool_response>", \
+    .call = "<tool_call>\n{\"name\": %s, \"arguments\": %s}\n</tool_call>", \
+    .tools = "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with " \
+             "function signatures within <tools></tools> XML tags:\n<tools>%s\n</tools>\n\nFor each function call, " \
+             "return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n" \
+             "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>"
+#define LLAMA_HEADER(role) "<|start_header_id|>" role "<|end_header_id|>\n\n"
+#define LLAMA(system) "<|begin_of_text|>", LLAMA_HEADER("system") system "%t<|eot_id|>", \
+    LLAMA_HEADER("user") "%t<|eot_id|>", LLAMA_HEADER("assistant") "%t<|eot_id|>", LLAMA_HEADER("assistant")
+#define LLAMA_TOOLS .results = LLAMA_HEADER("ipython") "%s<|eot_id|>", .result = "%s", .flags = ALONE, \
+    .call = "{\"name\": %s, \"parameters\": %s}", \
+    .tools = "Given the following functions, please respond with a JSON for a function call with its proper arguments " \
+             "that best answers the given prompt.\n\nRespond in the format {\"name\": function name, \"parameters\": " \
+             "dictionary of argument name and its value}.Do not use variables.\n\n%s"
+#define DEEPSEEK(past) "<｜begin▁of▁sentence｜>", "%s", "<｜User｜>%s", "<｜Assistant｜>" past "%s<｜end▁of▁sentence｜>"
+
+/* The first that fits counts. In `has` all quotes are single, and a line break is \n as in a literal. */
+static const Format formats[] = {
+    {"Qwen3, always thinking", {"last_query_index", "assistant\\n<think>\\n'"}, CHATML, "<|im_start|>assistant\n<think>\n",
+     QWEN_TOOLS, .flags = THINKS | KEEPS},
+    {"Qwen3", {"last_query_index", "enable_thinking", "<args-json-object>"}, CHATML, "<|im_start|>assistant\n",
+     "<|im_start|>assistant\n<think>\n\n</think>\n\n", QWEN_TOOLS, .flags = THINKS | KEEPS},
+    {"Qwen", {"<args-json-object>", "!</think>"}, CHATML, "<|im_start|>assistant\n", QWEN_TOOLS},
+    {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML, "<|im_start|>assistant\n",
+     .flags = 0},
+    {"Llama 3.2", {"Cutting Knowledge Date: December 2023", "strftime_now"},
+     LLAMA("%eCutting Knowledge Date: December 2023\nToday Date: %d\n\n"), LLAMA_TOOLS},
+    {"Llama 3.1", {"Cutting Knowledge Date: December 2023"},
+     LLAMA("%eCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"), LLAMA_TOOLS},
+    {"Llama 3", {"message['content'] | trim + '<|eot_id|>'", "!tools"}, LLAMA(""), .flags = 0},
+    {"Llama 2", {"<<SYS>>", "bos_token + '[INST] ' + content.strip() + ' [/INST]'"}, NULL,
+     "<<SYS>>\n%s\n<</SYS>>\n\n", "<s>[INST] %j [/INST]", " %t </s>", "", .flags = FIRST},
+    {"Mistral v0.1", {"' [INST] ' + system_message"}, "<s>", "%s\n\n", " [INST] %s [/INST]", " %s</s>", "", .flags = FIRST},
+    {"Mistral v0.3", {"'[INST] ' + system_message", "|trim + eos_token", "!loop.first"}, "<s>", "%s\n\n",
+     "[INST] %s[/INST]", " %t</s>", "", .flags = LAST},
+    {"Mistral Nemo", {"'[INST]' + system_message", "!loop.first"}, "<s>", "%s\n\n", "[INST]%s[/INST]", "%s</s>", "",
+     .flags = LAST},
+    {"Mistral, without system", {"'[INST] ' + message['content'] + ' [/INST]'", "!system_message"}, "<s>", "%s\n\n",
+     "[INST] %s [/INST]", "%s</s>", "", .flags = FIRST},
+    {"Gemma", {"<start_of_turn>", "model"}, "<bos>", "%s\n\n", "<start_of_turn>user\n%t<end_of_turn>\n",
+     "<start_of_turn>model\n%t<end_of_turn>\n", "<start_of_turn>model\n", .flags = FIRST},
+    {"DeepSeek V3.1, copied", {"'<｜User｜>' + message['content']", "not thinking", "'<think></think>'"},
+     DEEPSEEK("<think></think>"), "<｜Assistant｜><think>", "<｜Assistant｜><think></think>", .flags = THINKS},
+    {"DeepSeek V3.1", {"'<｜User｜>' + message['content']", "not thinking"}, DEEPSEEK("</think>"),
+     "<｜Assistant｜><think>", "<｜Assistant｜></think>", .flags = THINKS},
+    {"DeepSeek R1", {"<｜Assistant｜><think>\\n"}, DEEPSEEK(""), "<｜Assistant｜><think>\n", .flags = THINKS},
+    {"DeepSeek V3", {"'<｜User｜>' + message['content']", "!<think>"}, DEEPSEEK(""), "<｜Assistant｜>", .flags = THINKS},
+    {"DeepSeek V2", {"'User: ' + message['content'] + '\\n\\n'", "'Assistant: ' + message['content'] + eos_token"},
+     "<｜begin▁of▁sentence｜>", "%s\n\n", "User: %s\n\n", "Assistant: %s<｜end▁of▁sentence｜>", "Assistant:", .flags = 0},
+    {"Zephyr", {"'<|user|>\\n' + message['content'] + eos_token }}\\n"}, NULL, "<|system|>\n%s</s>\n",
+     "<|user|>\n%s</s>\n", "<|assistant|>\n%s</s>\n", "<|assistant|>\n", .flags = 0},
+};
+/* clang-format on */
+enum { FORMATS = sizeof formats / sizeof *formats };
+static const Format harmony = {"harmony", .flags = THINKS};
+
+bool chat_template(const char *dir, Bytes *out, Error *e) {
+    static const char *const files[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
+    bool ok = true;
+    for (int i = 0; i < 3 && ok && !out->n; i++) {
+        Bytes path = {0};
+        bytes_print(&path, "%s/%s", dir, files[i]);
+        if (file_exists(path.data)) {
+            cJSON *config = i ? json_read(path.data, MOST_TEMPLATE, e) : NULL;
+            const cJSON *template = json_get(config, "chat_template"), *named;
+            ok = i ? config != NULL : file_read(path.data, MOST_TEMPLATE, out, e);
+            if (cJSON_IsString(template)) bytes_text(out, template->valuestring);
+            cJSON_ArrayForEach(named, template) { /* [{"name": "default", "template": ...}, ...] */
+                const char *text = json_string(named, "template");
+                if (text && same(json_string(named, "name"), "default")) bytes_text(out, text);
+            }
+            cJSON_Delete(config);
+        }
+        bytes_free(&path);
+    }
+    bytes_text(out, "");
+    return ok;
+}
+
+/* The control token whose name, <...> or [...], begins the text; -1: it is text. */
+static int control_at(const Tokenizer *t, const char *s, size_t *n) {
+    char name[MOST_NAME + 1] = "";
+    *n = *s == '<' || *s == '[' ? strcspn(s, *s == '<' ? ">" : "]") + 1 : 0;
+    if (!*n || *n > MOST_NAME || *n > strlen(s)) return -1;
+    return tokenizer_added(t, memcpy(name, s, *n));
+}
+
+static bool fits(const Format *f, const char *template, const Tokenizer *t, int *end) {
+    size_t n;
+    for (int i = 0; i < 3 && f->has[i]; i++) {
+        bool lacks = *f->has[i] == '!';
+        if (lacks == (strstr(template, f->has[i] + lacks) != NULL)) return false;
+    }
+    *end = control_at(t, strchr(strchr(f->assistant, '%'), '<'), &n);
+    return *end >= 0 && (!f->begin || control_at(t, f->begin, &n) >= 0);
+}
+
+bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
+    static const char *const names[CONTROLS] = {"<|start|>", "<|channel|>", constrained,  "<|message|>",
+                                                "<|end|>",   "<|call|>",    "<|return|>", "<|endoftext|>"};
+    static const char preset[] = "<|im_start|>system\\n"; /* what ChatML says where nobody gave a system text */
+    Bytes text = {0};
+    *chat = (Chat){.tokenizer = t, .format = &harmony};
+    for (int i = 0; i < CONTROLS; i++)
+        if ((chat->control[i] = tokenizer_added(t, names[i])) < 0) chat->format = NULL;
+    if (chat->format)
+        return ids_add(&chat->answer, chat->control[START]), tokenizer_encode(t, "assistant", 9, 0, &chat->answer, e);
+    bytes_text(&text, "");
+    for (const char *s = template; *s; s++)
+        *s == '\n' ? bytes_text(&text, "\\n") : bytes_add(&text, *s == '"' ? "'" : s, 1);
+    for (int i = 0; i < FORMATS && !chat->format; i++)
+        if (fits(formats + i, text.data, t, &chat->end)) chat->format = formats + i;
+    for (const char *s = text.data; (s = strstr(s, preset)) && !chat->preset;) {
+        size_t n = strcspn(s += strlen(preset), "'\\<");
+        if (n && begins(s + n, "<|im_end|>")) chat->preset = copy_text(s, n);
+    }
+    bytes_free(&text);
+    return chat->format ||
+           fail(e, BAD_MODEL,
+                "%s; known are harmony and those of Qwen, SmolLM2, Llama, Mistral, Gemma, DeepSeek and TinyLlama",
+                *template ? "the chat template is of no known format" : "there is no chat template");
+}
+
+void chat_close(Chat *chat) {
+    ids_free(&chat->answer);
+    free(chat->preset);
+}
+
+const char *chat_name(const Chat *chat) { return chat->format->name; }
+
+static bool effort_known(const char *effort) {
+    return same(effort, "none") || same(effort, "low") || same(effort, "medium") || same(effort, "high");
+}
+
+bool chat_effort(const Chat *chat, const char *effort, Error *e) {
+    const Format *f = chat->format;
+    bool always = f->flags & THINKS && !f->quiet;
+    if (effort_known(effort) && !(always && same(effort, "none"))) return true;
+    return fail(e, USAGE, "the effort must be low, medium or high%s, not '%.40s'", always ? "" : ", or none", effort);
+}
+
+/* ---- conversations ---- */
 
 static char *join(const char *before, const char *text, size_t n) {
     Bytes all = {0};
@@ -96,8 +251,6 @@ Part message_part(const Message *m) {
     if (m->recipient) return CALL;
     return same(m->channel, "analysis") ? REASONING : same(m->channel, "commentary") ? PREAMBLE : ANSWER;
 }
-
-bool effort_known(const char *effort) { return same(effort, "low") || same(effort, "medium") || same(effort, "high"); }
 
 /* How many bytes of a word may stand in a header: none that could be read as another part of it. */
 static size_t legal_length(const char *word, size_t n) {
@@ -163,8 +316,7 @@ static bool find_author(const Conversation *c, Message *result) {
 }
 
 static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
-    static const char *const reasons[] = {"reasoning_content", "reasoning", "thinking"},
-                             heading[] = "# Instructions\n\n";
+    static const char *const reasons[] = {"reasoning_content", "reasoning", "thinking"};
     const cJSON *calls = json_get(json, "tool_calls");
     const char *role = json_string(json, "role"), *channel = NULL, *reason = NULL;
     bool system = same(role, "system") || same(role, "developer"), assistant = same(role, "assistant"), ok = true,
@@ -208,7 +360,7 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
     if (json_string(json, "date")) conversation_set(&c->date, json_string(json, "date"));
     if (json_string(json, "reasoning_effort")) conversation_set(&c->effort, json_string(json, "reasoning_effort"));
     if (!effort_known(c->effort))
-        return fail(e, USAGE, "reasoning_effort must be low, medium or high, not '%.40s'", c->effort);
+        return fail(e, USAGE, "reasoning_effort must be none, low, medium or high, not '%.40s'", c->effort);
     if (tools && !cJSON_IsArray(tools)) return fail(e, USAGE, "tools is not an array");
     cJSON_ArrayForEach(each, tools) {
         const char *name = json_string(json_get(each, "function"), "name");
@@ -394,15 +546,21 @@ static void add_tools(Bytes *out, const cJSON *tools) {
 
 typedef struct {
     const Chat *chat;
+    const char *date; /* and tools: of the conversation */
+    const cJSON *tools;
     Bytes text; /* ordinary text since the last control token: encoded in one piece */
     Ids *out;
     Error *e;
     bool ok;
 } Renderer;
 
-static void control(Renderer *r, int which) {
+static void flush(Renderer *r) {
     if (r->ok && r->text.n) r->ok = tokenizer_encode(r->chat->tokenizer, r->text.data, r->text.n, 0, r->out, r->e);
     r->text.n = 0;
+}
+
+static void control(Renderer *r, int which) {
+    flush(r);
     ids_add(r->out, r->chat->control[which]);
 }
 
@@ -474,19 +632,263 @@ static void render_developer(Renderer *r, const Conversation *c) {
     render_text(r, "developer", &text);
 }
 
-bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
-    Renderer r = {.chat = chat, .out = out, .e = e, .ok = true};
-    size_t before = out->n;
+static void render_harmony(Renderer *r, const Conversation *c, bool prompt) {
     int ended = -1; /* the last final answer that something follows: reasoning before it is dropped */
     for (int i = 0; i < c->messages - !prompt; i++)
         if (same(c->message[i].role, "assistant") && message_part(c->message + i) == ANSWER) ended = i;
-    if (!json_true(c->request, "bare")) render_system(&r, c);
-    render_developer(&r, c);
+    if (!json_true(c->request, "bare")) render_system(r, c);
+    render_developer(r, c);
     for (int i = 0; i < c->messages; i++) {
         bool reasoning = same(c->message[i].role, "assistant") && message_part(c->message + i) == REASONING;
-        if (!reasoning || i > ended || json_true(c->request, "keep_analysis")) render_message(&r, c->message + i);
+        if (!reasoning || i > ended || json_true(c->request, "keep_analysis")) render_message(r, c->message + i);
     }
-    if (prompt) ids_append(out, chat->answer.data, chat->answer.n);
+    if (prompt) ids_append(r->out, r->chat->answer.data, r->chat->answer.n);
+}
+
+/* ---- rendering in other formats ---- */
+
+/* White space as Python's strip sees it. */
+static bool is_space(uint32_t c) {
+    static const uint32_t others[] = {' ', 0x85, 0xA0, 0x1680, 0x2028, 0x2029, 0x202F, 0x205F, 0x3000, 0};
+    bool space = (c >= 9 && c <= 13) || (c >= 28 && c <= 31) || (c >= 0x2000 && c <= 0x200A);
+    for (int i = 0; others[i]; i++) space = space || c == others[i];
+    return space;
+}
+
+/* Moves *s and *n to what is left without white space around it. */
+static void trim(const char **s, size_t *n) {
+    size_t begin = *n, end = 0, length;
+    for (size_t i = 0; i < *n; i += length) {
+        uint32_t c = 0;
+        length = (size_t)abs(utf8_decode(*s + i, *n - i, &c));
+        if (is_space(c)) continue;
+        end = i + length;
+        if (begin > i) begin = i;
+    }
+    *s += end ? begin : *n;
+    *n = end ? end - begin : 0;
+}
+
+/* JSON as Python writes it: a space behind each comma and colon or, with an indent, lines. */
+static void add_json(Bytes *out, const char *json, int indent) {
+    int depth = 0;
+    bool quoted = false;
+    for (const char *s = json; *s; s++) {
+        bool open = !quoted && strchr("{[", *s), close = !quoted && strchr("}]", *s), comma = !quoted && *s == ',';
+        depth += open - close;
+        int width = indent * depth < MOST_INDENT ? indent * depth : MOST_INDENT;
+        if (close && indent && !strchr("{[", s[-1])) bytes_print(out, "\n%*s", width, "");
+        bytes_add(out, s, 1);
+        if (quoted && *s == '\\')
+            bytes_add(out, ++s, 1);
+        else if (*s == '"')
+            quoted = !quoted;
+        if (indent && (comma || (open && !strchr("}]", s[1]))))
+            bytes_print(out, "\n%*s", width, "");
+        else if (comma || (!quoted && *s == ':'))
+            bytes_text(out, " ");
+    }
+}
+
+/* Writes a piece of the format up to its text, and returns what stands behind that. */
+static const char *piece(Renderer *r, const char *s) {
+    static const char months[] = "JanFebMarAprMayJunJulAugSepOctNovDec";
+    for (; s && *s; s++) {
+        int year = 2024, month = 7, day = 26, id;
+        size_t n;
+        if (*s == '%' && strchr("stj", s[1])) return s + 2;
+        if (*s == '%' && s[1] == 'e') {
+            if (r->tools) bytes_text(&r->text, "Environment: ipython\n");
+            s++;
+        } else if (*s == '%') {
+            if (r->date) sscanf(r->date, "%4d-%2d-%2d", &year, &month, &day);
+            bytes_print(&r->text, "%02d %.3s %d", day, months + 3 * ((unsigned)(month - 1) % 12), year);
+            s++;
+        } else if ((id = control_at(r->chat->tokenizer, s, &n)) >= 0) {
+            flush(r);
+            ids_add(r->out, id);
+            s += n - 1;
+        } else {
+            bytes_add(&r->text, s, 1);
+        }
+    }
+    return s;
+}
+
+/* Writes a text in its place before `behind`. */
+static void add_text(Renderer *r, const char *s, size_t n, const char *behind, bool joined) {
+    const char *begin = s;
+    if (behind[-1] != 's') trim(&s, &n);
+    if (behind[-1] == 'j' && joined) n += (size_t)(s - begin), s = begin;
+    bytes_add(&r->text, s, n);
+}
+
+static void add_tool_list(Renderer *r) {
+    const Format *f = r->chat->format;
+    const char *behind = piece(r, f->tools);
+    const cJSON *tool;
+    cJSON_ArrayForEach(tool, r->tools) {
+        char *json = json_text(tool);
+        bytes_text(&r->text, f->flags & ALONE ? "" : "\n");
+        add_json(&r->text, json, f->flags & ALONE ? 4 : 0);
+        bytes_text(&r->text, f->flags & ALONE ? "\n\n" : "");
+        free(json);
+    }
+    piece(r, behind);
+}
+
+/* Does message i belong to the turn of the one before it? */
+static bool continues(const Format *f, const Conversation *c, int i) {
+    const Message *m = c->message + i;
+    if (i >= c->messages || !same(m->role, m[-1].role)) return false;
+    return message_part(m - 1) == REASONING || (message_part(m - 1) != ANSWER && !(f->flags & ALONE));
+}
+
+/* The answer behind its thoughts, if a client left both in one text. */
+static Bytes without_thoughts(const Format *f, const Message *m, Bytes *thoughts) {
+    Bytes text = m->content;
+    for (char *end;
+         f->flags & THINKS && text.n && (end = memmem(text.data, text.n, close_think, strlen(close_think)));) {
+        size_t n = (size_t)(end - text.data), skip = 0;
+        char *begin = memmem(text.data, n, open_think, strlen(open_think));
+        if (begin) skip = (size_t)(begin - text.data) + strlen(open_think);
+        if (thoughts) bytes_add(thoughts, text.data + skip, n - skip);
+        text.data += n + strlen(close_think), text.n -= n + strlen(close_think);
+    }
+    return text;
+}
+
+static void add_call(Renderer *r, const Message *m) {
+    Error e;
+    const char *name = m->recipient + (begins(m->recipient, functions) ? strlen(functions) : 0);
+    const char *behind = piece(r, r->chat->format->call);
+    json_quote(&r->text, name, strlen(name));
+    behind = piece(r, behind);
+    cJSON *arguments = json_parse(m->content.data, m->content.n, "arguments", &e);
+    char *json = arguments ? json_text(arguments) : NULL;
+    if (json)
+        add_json(&r->text, json, 0);
+    else
+        bytes_add(&r->text, m->content.data, m->content.n);
+    free(json);
+    cJSON_Delete(arguments);
+    piece(r, behind);
+}
+
+/* A turn of the model's from message i on: thoughts, texts and calls. Returns the message behind it. */
+static int render_turn(Renderer *r, const Conversation *c, int i, bool recent) {
+    const Format *f = r->chat->format;
+    Bytes thoughts = {0};
+    int end = i;
+    do {
+        const Message *m = c->message + end;
+        if (message_part(m) == REASONING)
+            bytes_add(&thoughts, m->content.data, m->content.n);
+        else
+            without_thoughts(f, m, &thoughts);
+    } while (continues(f, c, ++end));
+    const char *behind = piece(r, f->assistant);
+    bool kept = f->flags & KEEPS && recent && (thoughts.n || end == c->messages), wrote = false;
+    if (kept) {
+        const char *s = thoughts.n ? thoughts.data : "";
+        size_t n = thoughts.n;
+        for (; n && *s == '\n'; n--) s++;
+        while (n && s[n - 1] == '\n') n--;
+        piece(r, "<think>\n");
+        bytes_add(&r->text, s, n);
+        piece(r, "\n</think>\n\n");
+    }
+    for (; i < end; i++) {
+        const Message *m = c->message + i;
+        Bytes text = without_thoughts(f, m, NULL);
+        if (message_part(m) == REASONING) continue;
+        for (; f->flags & KEEPS && (kept || text.n < m->content.n) && text.n && *text.data == '\n'; text.n--)
+            text.data++;
+        bool says = m->recipient || text.n;
+        if (wrote && says) bytes_text(&r->text, "\n");
+        if (m->recipient)
+            add_call(r, m);
+        else
+            add_text(r, text.data, text.n, behind, false);
+        wrote = wrote || says;
+    }
+    piece(r, behind);
+    bytes_free(&thoughts);
+    return end;
+}
+
+static int render_results(Renderer *r, const Conversation *c, int i) {
+    const Format *f = r->chat->format;
+    const char *behind = piece(r, f->results);
+    bool more;
+    do {
+        const Bytes *text = &c->message[i].content;
+        const char *rest = piece(r, f->result);
+        f->flags &ALONE ? json_quote(&r->text, text->data, text->n) : bytes_add(&r->text, text->data, text->n);
+        piece(r, rest);
+        more = ++i < c->messages && same(c->message[i].role, "tool") && !(f->flags & ALONE);
+        if (more) bytes_text(&r->text, "\n");
+    } while (more);
+    piece(r, behind);
+    return i;
+}
+
+static void render_instructions(Renderer *r, const char *text, bool tools) {
+    const char *behind = piece(r, r->chat->format->system);
+    if (text) add_text(r, text, strlen(text), behind, false);
+    if (tools) bytes_text(&r->text, text ? "\n\n" : ""), add_tool_list(r);
+    piece(r, behind);
+}
+
+/* A text of the user's, or a later one of the system's, for which some formats have no words of their own. */
+static void render_text_of(Renderer *r, const Message *m, const char *system, bool tools) {
+    const Format *f = r->chat->format;
+    bool instruction = same(m->role, "developer");
+    size_t skip = instruction && begins(m->content.data, heading) ? strlen(heading) : 0;
+    const char *behind = piece(r, instruction && !(f->flags & (FIRST | LAST)) ? f->system : f->user);
+    if (system) render_instructions(r, system, false);
+    if (tools) add_tool_list(r);
+    add_text(r, m->content.data + skip, m->content.n - skip, behind, system);
+    piece(r, behind);
+}
+
+static void render_row(Renderer *r, const Conversation *c, bool prompt) {
+    const Format *f = r->chat->format;
+    const char *system = c->instructions ? c->instructions : r->chat->preset;
+    bool within = f->flags & (FIRST | LAST), alone = f->flags & ALONE;
+    int first = c->messages, last = -1;
+    for (int i = c->messages - 1; i >= 0; i--)
+        if (same(c->message[i].role, "user")) first = i, last = last < 0 ? i : last;
+    piece(r, f->begin);
+    if (!within && (system || strstr(f->system, "%e") || (r->tools && !alone)))
+        render_instructions(r, system, r->tools && !alone);
+    for (int i = 0; i < c->messages;) {
+        const Message *m = c->message + i;
+        bool holds = within && i == (f->flags & FIRST ? first : last);
+        if (same(m->role, "assistant"))
+            i = render_turn(r, c, i, i > last);
+        else if (same(m->role, "tool"))
+            i = render_results(r, c, i);
+        else
+            render_text_of(r, m, holds ? system : NULL, r->tools && alone && i == first), i++;
+    }
+    if (prompt) piece(r, f->quiet && same(c->effort, "none") ? f->quiet : f->prompt);
+}
+
+bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
+    const Format *f = chat->format;
+    const cJSON *tools = json_get(c->request, "tools");
+    Renderer r = {.chat = chat, .date = c->date, .tools = cJSON_GetArraySize(tools) ? tools : NULL, .out = out, .e = e};
+    size_t before = out->n;
+    bool calls = r.tools;
+    for (int i = 0; i < c->messages; i++) calls = calls || c->message[i].recipient || same(c->message[i].role, "tool");
+    bool schema = json_get(json_get(c->request, "response_format"), "json_schema"), no_tools = calls && !f->call;
+    r.ok = chat_effort(chat, c->effort, e);
+    if (r.ok && f != &harmony && (no_tools || schema))
+        r.ok = fail(e, USAGE, "%s, the chat format of this model, has no %s", f->name,
+                    no_tools ? "tools" : "response_format");
+    if (r.ok) f == &harmony ? render_harmony(&r, c, prompt) : render_row(&r, c, prompt);
+    flush(&r);
     if (!r.ok) out->n = before;
     bytes_free(&r.text);
     return r.ok;
@@ -494,9 +896,16 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
 
 /* ---- reading ---- */
 
-void reader_init(Reader *r, const Chat *chat) {
+void reader_init(Reader *r, const Chat *chat, const char *effort) {
+    const Format *f = chat->format;
     *r = (Reader){.chat = chat, .started = true};
     conversation_set(&r->now.role, "assistant");
+    if (f != &harmony) { /* the prompt may end inside a thought */
+        r->started = !strstr(f->prompt, open_think) || (f->quiet && same(effort, "none"));
+        if (!r->started) conversation_set(&r->now.channel, "analysis");
+        bytes_text(&r->header, "");
+        return;
+    }
     bytes_text(&r->header, "assistant");
     ids_append(&r->now.sampled, chat->answer.data, chat->answer.n);
 }
@@ -603,12 +1012,149 @@ static void close_message(Reader *r, bool ended, Bytes *text, Read *read) {
     r->sound = r->repairs;
 }
 
+/* ---- reading in other formats ---- */
+
+/* Where the mark, or what may become it, stands in the text that waits, or its end. */
+static size_t find_mark(const Bytes *b, const char *mark, bool end) {
+    size_t length = strlen(mark);
+    for (size_t i = 0; i < b->n; i++) {
+        size_t n = b->n - i < length ? b->n - i : length;
+        if ((n == length || !end) && !memcmp(b->data + i, mark, n)) return i;
+    }
+    return b->n;
+}
+
+static void drop(Bytes *b, size_t n) {
+    b->n -= n;
+    memmove(b->data, b->data + n, b->n + 1);
+}
+
+/* Takes n bytes that wait to the message being read, less white space at its beginning and, until more follows, its
+ * end. With a channel the message ends there. */
+static void take(Reader *r, size_t n, const char *channel, Bytes *shown) {
+    Message *m = &r->now;
+    const char *begin = r->header.data, *s = begin;
+    size_t length = n;
+    trim(&s, &length);
+    size_t behind = length ? (size_t)(s - begin) + length : 0;
+    if (m->content.n) length = behind, s = begin;
+    bytes_add(&m->content, s, length);
+    bytes_add(shown, s, length);
+    r->started = r->started && !m->content.n;
+    drop(&r->header, channel ? n : behind);
+    if (!channel) return;
+    if (m->content.n)
+        conversation_set(&m->channel, channel), *message_new(&r->message, &r->messages) = *m;
+    else
+        message_free(m);
+    *m = (Message){.role = join("assistant", "", 0)};
+}
+
+/* The JSON of a call, as a message with the arguments as Python writes them; or false. One that is alone looks like any
+ * other JSON but for its arguments. */
+static bool read_call(const char *s, size_t n, bool alone, Message *m) {
+    Error e;
+    cJSON *json = json_parse(s, n, "call", &e);
+    const char *name = json_string(json, "name");
+    const cJSON *arguments = json_get(json, "arguments") ? json_get(json, "arguments") : json_get(json, "parameters");
+    bool ok = name && *name && legal_length(name, strlen(name)) == strlen(name) &&
+              (arguments ? cJSON_IsObject(arguments) : !alone);
+    if (ok) {
+        char *text = arguments ? json_text(arguments) : copy_text("{}", 2);
+        *m = (Message){.role = join("assistant", "", 0),
+                       .channel = join("commentary", "", 0),
+                       .recipient = join(functions, name, strlen(name)),
+                       .content_type = join(constrained, "json", 4)};
+        add_json(&m->content, text, 0);
+        free(text);
+    }
+    cJSON_Delete(json);
+    return ok;
+}
+
+/* Divides the text that waits at its marks, as far as it is certain. */
+static void divide(Reader *r, bool end, Bytes *shown) {
+    const Format *f = r->chat->format;
+    const char *opens = !f->call ? NULL : f->flags & ALONE ? "{\"name\":" : open_call, *closes = close_call;
+    bool alone = f->flags & ALONE, thinks = f->flags & THINKS;
+    Bytes *b = &r->header;
+    while (b->n) {
+        bool thinking = same(r->now.channel, "analysis"), begun = r->now.content.n;
+        const char *s = b->data;
+        size_t n = b->n;
+        trim(&s, &n);
+        if (!begun) drop(b, n ? (size_t)(s - b->data) : b->n);
+        if (thinks && r->started && b->n && !find_mark(b, open_think, end)) {
+            if (b->n < strlen(open_think)) return;
+            drop(b, strlen(open_think));
+            conversation_set(&r->now.channel, "analysis");
+            r->started = false;
+            continue;
+        }
+        size_t thought = thinks ? find_mark(b, close_think, end) : b->n;
+        size_t call = opens && !thinking && !(alone && begun) ? find_mark(b, opens, end) : b->n;
+        if (alone && call) call = b->n;
+        if (thought < call && b->n - thought >= strlen(close_think)) {
+            r->repairs += !thinking;
+            r->started = false;
+            if (r->messages) { /* only what comes first is a thought, and templates cut answers at this mark */
+                memcpy(b->data + thought, "(/think)", strlen(close_think));
+                continue;
+            }
+            take(r, thought, "analysis", shown);
+            drop(b, strlen(close_think));
+        } else if (call < thought && b->n - call >= strlen(opens)) {
+            size_t begin = alone ? call : call + strlen(opens);
+            Bytes rest = {.data = b->data + begin, .n = b->n - begin};
+            size_t length = alone ? rest.n : find_mark(&rest, closes, end);
+            size_t behind = alone ? 0 : rest.n - length >= strlen(closes) ? strlen(closes) : 0;
+            Message m;
+            if (!end && !behind) {
+                take(r, call, NULL, shown);
+                return;
+            }
+            bool read = read_call(rest.data, length, alone, &m);
+            r->repairs += !read || !(alone || behind);
+            take(r, read ? call : alone ? b->n : begin, read ? "commentary" : NULL, shown);
+            if (!read) continue;
+            drop(b, begin - call + length + behind);
+            bytes_add(shown, m.content.data, m.content.n);
+            *message_new(&r->message, &r->messages) = m;
+            r->started = false;
+        } else {
+            take(r, thought < call ? thought : call, NULL, shown);
+            break;
+        }
+    }
+    if (end) take(r, b->n, same(r->now.channel, "analysis") ? "analysis" : "final", shown);
+}
+
+static Read read_text(Reader *r, bool stop, Bytes *shown) {
+    int before = r->messages;
+    if (stop) tokenizer_flush(&r->decoder, &r->header);
+    divide(r, stop, shown);
+    Read read = {.stop = stop, .closed = r->messages > (stop ? 0 : before), .part = message_part(&r->now)};
+    if (read.closed) read.part = message_part(r->message + r->messages - 1);
+    return read;
+}
+
+/* A control token ends the answer, unless it is a mark, which other models spell out. */
+static Read read_token(Reader *r, int token, Bytes *shown) {
+    static const char *const marks[] = {open_think, close_think, open_call, close_call, "<|python_tag|>"};
+    const Tokenizer *t = r->chat->tokenizer;
+    bool stop = tokenizer_is_control(t, token) || token == r->chat->end;
+    for (int i = 0; i < 5; i++) stop = stop && token != tokenizer_added(t, marks[i]);
+    if (!stop && token != tokenizer_added(t, "<|python_tag|>")) tokenizer_decode(t, &r->decoder, token, &r->header);
+    return read_text(r, stop, shown);
+}
+
 Read reader_push(Reader *r, int token, Bytes *text) {
     const Tokenizer *t = r->chat->tokenizer;
     Read read = {0};
     int which = 0;
     while (which < CONTROLS && r->chat->control[which] != token) which++;
     bytes_text(text, "");
+    if (r->chat->format != &harmony) return read_token(r, token, text);
     ids_add(&r->now.sampled, token);
     size_t shown = text->n, header = r->header.n;
     bool channel = which == CHANNEL && (r->in_content || (header && memchr(r->header.data, *marks, header)));
@@ -644,6 +1190,7 @@ Read reader_push(Reader *r, int token, Bytes *text) {
 Read reader_end(Reader *r, Bytes *text) {
     Read read = {.stop = true};
     bytes_text(text, "");
+    if (r->chat->format != &harmony) return read_text(r, true, text);
     close_message(r, false, text, &read);
     return read;
 }

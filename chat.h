@@ -1,19 +1,29 @@
-/* chat.h: conversations to prompts, sampled tokens to messages, in harmony, the format of gpt-oss
- * (github.com/openai/harmony, docs/format.md). A model whose tokenizer lacks harmony's control tokens has no chat
- * format here and is continued raw. */
+/* chat.h: conversations to prompts, sampled tokens to messages. Formats are harmony, that of gpt-oss
+ * (github.com/openai/harmony, docs/format.md), and those of a table in chat.c; control tokens and the text of the chat
+ * template choose one. A model without a known format is continued raw. */
 #ifndef CHAT_H
 #define CHAT_H
 
 #include "tokenizer.h"
 
 enum { CONTROLS = 8 }; /* <|start|> <|channel|> <|constrain|> <|message|> <|end|> <|call|> <|return|> <|endoftext|> */
+typedef struct Format Format; /* a row of the table */
 typedef struct {
     const Tokenizer *tokenizer;
-    int control[CONTROLS]; /* their ids */
-    Ids answer;            /* <|start|>assistant, which ends a prompt */
+    const Format *format;
+    int control[CONTROLS]; /* ids of harmony's tokens */
+    Ids answer;            /* harmony's <|start|>assistant, which ends a prompt */
+    int end;               /* another format's token behind an answer */
+    char *preset;          /* the template's own system text, where nobody gives one; or NULL */
 } Chat;
-/* False if the tokenizer has no harmony. */
-bool chat_open(Chat *chat, const Tokenizer *t);
+
+/* The chat template of the model in a folder, or "". BAD_MODEL: the file is broken. */
+bool chat_template(const char *dir, Bytes *out, Error *e);
+/* False: it has no format that is known; the error's text says why. */
+bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e);
+const char *chat_name(const Chat *chat); /* of the format */
+/* Can the model think so long: none, low, medium or high? USAGE. */
+bool chat_effort(const Chat *chat, const char *effort, Error *e);
 void chat_close(Chat *chat);
 
 typedef struct {
@@ -48,7 +58,6 @@ void conversation_set(char **text, const char *to);
 /* Appends a message and returns it; valid until the next is added. channel may be NULL. */
 Message *conversation_add(Conversation *c, const char *role, const char *channel, const char *content, size_t n);
 void conversation_remove(Conversation *c, int from, int n); /* forgets n messages */
-bool effort_known(const char *effort);                      /* low, medium or high */
 /* Takes messages, tools, response_format, reasoning_effort and date from JSON in the shape of chat completions. A
  * message may also have harmony's channel, recipient and content_type, and the object model_identity, knowledge_cutoff,
  * channels, bare (no system message) and keep_analysis (of turns that have ended). USAGE with the field that is wrong.
@@ -58,9 +67,9 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e);
 /* Append as JSON: a message in harmony's words, a whole conversation in those of chat completions. */
 void message_json(const Message *m, Bytes *out);
 void conversation_json(const Conversation *c, Bytes *out);
-/* Appends the conversation as tokens; with `prompt` it ends in <|start|>assistant, where the model goes on. Reasoning
- * of turns that ended in a final answer is left out. Only the renderer writes control tokens: names that could pass for
- * a header are refused (USAGE). */
+/* Appends the conversation as tokens; with `prompt` it ends where the model goes on, in harmony <|start|>assistant.
+ * Reasoning of turns that ended in a final answer is left out, elsewhere as the template does. Only the renderer writes
+ * control tokens: names that could pass for a header are refused (USAGE), and tools where the format has none. */
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e);
 
 typedef enum { REASONING, PREAMBLE, ANSWER, CALL } Part;
@@ -73,7 +82,7 @@ typedef struct {
     const Chat *chat;
     Message now;              /* being read */
     bool started, in_content; /* its header began with <|start|>; behind <|message|> */
-    Bytes header;             /* text before that */
+    Bytes header;             /* text before that; in other formats text that may become a mark, and no message began */
     Decoder decoder;
     Message *message; /* those that are complete; take them with reader_take */
     int messages;
@@ -82,11 +91,12 @@ typedef struct {
 
 typedef struct {
     bool stop;   /* sampling should end */
-    bool closed; /* the last of reader.message was completed by this token */
+    bool closed; /* the last of reader.message was completed by this token or, if it is a stop, before it */
     Part part;   /* of the message that `text` belongs to */
 } Read;
 
-void reader_init(Reader *r, const Chat *chat);
+/* `effort` is that of the prompt: does it end inside a thought? NULL: the usual one. */
+void reader_init(Reader *r, const Chat *chat, const char *effort);
 /* Appends to `text` what can be shown of the message's content. */
 Read reader_push(Reader *r, int token, Bytes *text);
 /* The stream has ended, perhaps inside a message, which is then completed without its end. Returns as reader_push. */

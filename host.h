@@ -183,6 +183,7 @@ typedef struct {
     Tokenizer *tokenizer;
     Chat chat; /* if has_chat */
     bool has_chat;
+    Error no_chat; /* else why not */
     Checkpoint checkpoint;
     Engine engine;
     char where[64]; /* "GPU 0 (14.1 GB of 139.8 GB)" */

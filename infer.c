@@ -56,7 +56,8 @@ static const Option options[] = {
     {"play", 'p', "prompt", "TEXT", TEXT, FIELD(prompt), .help = "the prompt; a text on stdin goes behind it"},
     {"play", 'f', "file", "FILE", TEXT, FIELD(file), .help = "a file with the prompt; -: stdin"},
     {"play", 's', "system", "TEXT", TEXT, FIELD(system), .help = "instructions for the model"},
-    {"play", 'e', "effort", "LEVEL", TEXT, FIELD(effort), .help = "how long it thinks: low, medium or high"},
+    {"play", 'e', "effort", "LEVEL", TEXT, FIELD(effort),
+     .help = "how long it thinks: low, medium or high; none where it can be told not to"},
     {"play set", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "1",
      "0 or 0.01 to 100: how freely it draws; 0 is always the likeliest token"},
     {"play set", 0, "top-k", "K", WHOLE, FIELD(sampling.top_k), 0, 1e9, "0", "draw among the K likeliest; 0: all"},
@@ -392,8 +393,15 @@ static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
             e, BAD_MODEL,
             "%s: tokenizer.json has ids up to %d, config.json a vocabulary of %d: they belong to different models",
             s->dir, tokenizer_size(s->tokenizer) - 1, vocab);
-    s->has_chat = s->tokenizer && chat_open(&s->chat, s->tokenizer);
     return ok;
+}
+
+static void open_chat(Session *s) {
+    Bytes template = {0};
+    Error e;
+    s->has_chat = chat_template(s->dir, &template, &e) && chat_open(&s->chat, s->tokenizer, template.data, &e);
+    if (!s->has_chat) fail(&s->no_chat, BAD_MODEL, "%s has no chat format: %s", s->name, e.text);
+    bytes_free(&template);
 }
 
 bool session_open(Session *s, const Options *o, int need, Error *e) {
@@ -404,9 +412,8 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
     if (!o->model && !choose_model(s, e)) return false;
     if (need & (NEED_CHECKPOINT | NEED_SHAPES) && !open_checkpoint(s, need & NEED_SHAPES, e)) return false;
     if ((tokenizer || need & USE_TOKENIZER) && !open_tokenizer(s, !tokenizer, e)) return false;
-    if (need & NEED_CHAT && !s->has_chat)
-        return fail(e, BAD_MODEL, "%s: its tokenizer lacks harmony's control tokens, so there is no chat format",
-                    s->name);
+    if (s->tokenizer) open_chat(s);
+    if (need & NEED_CHAT && !s->has_chat) return *e = s->no_chat, false;
     return !(need & NEED_ENGINE) || session_load(s, o, o->context, e);
 }
 
@@ -620,7 +627,7 @@ static bool answer(Answer *a, Error *e) {
     Sampling how = p->o.sampling;
     int token;
     bool ok = make_prompt(p, &ids, e);
-    if (p->chat) reader_init(&a->reader, &p->m.chat);
+    if (p->chat) reader_init(&a->reader, &p->m.chat, p->talk.effort);
     a->decoder.begun = ids.n > 1; /* not only a beginning-of-text token */
     a->prompt = ids.n;
     if (ok) show_waiting(p, ids.n);
@@ -1029,7 +1036,7 @@ static void slash_help(void) {
 }
 
 static bool slash_effort(Play *p, const char *level, Error *e) {
-    if (*level && !effort_known(level)) return fail(e, USAGE, "the effort is low, medium or high, not '%.40s'", level);
+    if (*level && !chat_effort(&p->m.chat, level, e)) return false;
     if (*level) conversation_set(&p->talk.effort, level);
     return printf("Effort: %s\n", p->talk.effort);
 }
@@ -1160,12 +1167,11 @@ static bool read_prompt(const Options *o, Bytes *text, bool *once, Error *e) {
 
 static bool open_play(Play *p, Error *e) {
     const Options *o = &p->o;
-    if (o->effort && !effort_known(o->effort))
-        return fail(e, USAGE, "--effort must be low, medium or high, not '%.40s'", o->effort);
     if (!session_open(&p->m, o, NEED_TOKENIZER | NEED_CHECKPOINT, e)) return false;
     p->chat = p->m.has_chat && !o->raw;
     if (!p->chat && (o->system || o->effort))
         return fail(e, USAGE, "%s is continued raw: it takes no --system and no --effort", p->m.name);
+    if (o->effort && !chat_effort(&p->m.chat, o->effort, e)) return false;
     conversation_init(&p->talk);
     if (o->system) conversation_set(&p->talk.instructions, o->system);
     if (o->effort) conversation_set(&p->talk.effort, o->effort);
@@ -1175,7 +1181,7 @@ static bool open_play(Play *p, Error *e) {
     double flat = backend->flat_read(p->m.engine.state, bytes);
     p->bandwidth = flat > 0 ? (double)bytes / flat : 0;
     if (isatty(STDERR_FILENO) && !o->json && !p->chat && !o->raw)
-        fputs("  It has no chat format: your text is continued as it stands.\n", stderr);
+        fprintf(stderr, "  %s: your text is continued as it stands.\n", p->m.no_chat.text);
     return true;
 }
 
@@ -1326,7 +1332,7 @@ static int parse(const Options *o) {
     Bytes shown = {0};
     filter_open(&f, o, NEED_CHAT);
     if (!parse_ids(f.in.data, INT32_MAX, &f.ids, &e)) die(&e);
-    reader_init(&reader, &f.s.chat);
+    reader_init(&reader, &f.s.chat, NULL);
     for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], &shown);
     reader_end(&reader, &shown);
     for (int i = 0; i < reader.messages; i++) {

@@ -40,7 +40,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     Error e;
     (void)argc, (void)argv;
     tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
-    assert(tokenizer && chat_open(&chat, tokenizer) && mkdtemp(dir) && mkdtemp(shards) && !atexit(clean));
+    assert(tokenizer && chat_open(&chat, tokenizer, "", &e) && mkdtemp(dir) && mkdtemp(shards) && !atexit(clean));
     snprintf(config, sizeof config, "%s/config.json", dir);
     snprintf(weights, sizeof weights, "%s/model.safetensors", dir);
     link_to("tests/fixtures/llama3/model.safetensors", weights);

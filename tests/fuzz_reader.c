@@ -1,19 +1,29 @@
-/* Any bytes as what a model writes, see reading.h. Promises beside those there: the reader never aborts, and a message
- * that begins with <|start|> reads the same whatever stood before. */
+/* Any bytes as what a model writes, see reading.h; the first chooses the format. Promises beside those there: the
+ * reader never aborts, and a message of harmony's that begins with <|start|> reads the same whatever stood before. */
 #include "reading.h"
 
 #include <assert.h>
 #include <stdio.h>
 
-static Talker model;
+static Talker model, other[OTHERS];
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc, (void)argv;
     assert(talker_open(&model));
+    for (int i = 0; i < OTHERS; i++) assert(talker_open_other(&other[i], i));
     return 0;
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
+    if (!n) return 0;
+    int format = *data++ % (OTHERS + 1);
+    n--;
+    if (format) {
+        const char *problem = other_problem(&other[format - 1], (const char *)data, n);
+        if (problem) fprintf(stderr, "the reader %s\n", problem);
+        assert(!problem);
+        return 0;
+    }
     Bytes shown = {0}, first = {0}, second = {0};
     Reader all, part;
     size_t fresh = 1;

@@ -1,13 +1,15 @@
 /* reading.h: what must hold for whatever a model writes, here as a text in which the bytes 1 to 8 are harmony's control
- * tokens in the order of Chat.control, 11 is an id without text and every other byte its own token. Capital letters are
- * words that only an answer has. */
+ * tokens in the order of Chat.control, or those of another format, 11 is an id without text and every other byte its
+ * own token. Capital letters are words that only an answer has. */
 #ifndef READING_H
 #define READING_H
 
 #include "../chat.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { START = 1, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT };
 
@@ -17,25 +19,71 @@ typedef struct {
     int token_of[256];
 } Talker;
 
-static bool talker_open(Talker *m) {
-    Error e;
-    m->tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
-    if (!m->tokenizer || !chat_open(&m->chat, m->tokenizer)) return false;
+static void find_tokens(Talker *m) {
     for (int id = tokenizer_size(m->tokenizer) - 1; id >= 0; id--) {
         Bytes out = {0};
         tokenizer_bytes(m->tokenizer, &(Decoder){0}, id, &out);
         if (out.n == 1) m->token_of[(unsigned char)*out.data] = id;
         bytes_free(&out);
     }
-    memcpy(m->token_of + 1, m->chat.control, sizeof m->chat.control);
     m->token_of[11] = tokenizer_size(m->tokenizer) + 7;
+}
+
+static bool talker_open(Talker *m) {
+    Error e;
+    m->tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
+    if (!m->tokenizer || !chat_open(&m->chat, m->tokenizer, "", &e)) return false;
+    find_tokens(m);
+    memcpy(m->token_of + 1, m->chat.control, sizeof m->chat.control);
     return true;
+}
+
+/* Formats other than harmony: what their template has, and their control tokens. */
+enum { OTHERS = 5, MOST_CONTROLS = 8 };
+static const struct {
+    const char *template, *control[MOST_CONTROLS];
+} others[OTHERS] = {
+    {"last_query_index enable_thinking <args-json-object>",
+     {"<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>"}},
+    {"<args-json-object>", {"<|im_end|>", "<|im_start|>"}},
+    {"Cutting Knowledge Date: December 2023",
+     {"<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"}},
+    {"<start_of_turn>model", {"<end_of_turn>", "<bos>", "<start_of_turn>"}},
+    {"' [INST] ' + system_message", {"</s>", "<s>"}},
+};
+
+/* The parrot with another format's control tokens for its own. */
+static bool talker_open_other(Talker *m, int which) {
+    Error e;
+    char path[] = "/tmp/infer-tokenizer-XXXXXX";
+    FILE *f = fdopen(mkstemp(path), "w");
+    cJSON *json = json_read("tests/fixtures/parrot/tokenizer.json", 1 << 20, &e), *added;
+    for (int i = 0; i < MOST_CONTROLS && others[which].control[i]; i++) {
+        added = cJSON_GetArrayItem(cJSON_GetObjectItem(json, "added_tokens"), i);
+        cJSON_ReplaceItemInObject(added, "content", cJSON_CreateString(others[which].control[i]));
+    }
+    char *text = json_text(json);
+    bool ok = f && fputs(text, f) >= 0 && !fclose(f);
+    m->tokenizer = ok ? tokenizer_open(path, &e) : NULL;
+    ok = m->tokenizer && chat_open(&m->chat, m->tokenizer, others[which].template, &e);
+    unlink(path);
+    cJSON_Delete(json);
+    free(text);
+    find_tokens(m);
+    for (int i = 0; i < MOST_CONTROLS; i++)
+        m->token_of[1 + i] = others[which].control[i] ? tokenizer_added(m->tokenizer, others[which].control[i]) : 0;
+    return ok;
+}
+
+static inline void talker_close(Talker *m) {
+    chat_close(&m->chat);
+    tokenizer_close(m->tokenizer);
 }
 
 /* Reads n tokens; `shown` is what was shown. False: a message was closed without a word. */
 static bool read_tokens(const Talker *m, Reader *r, const int *tokens, size_t n, Bytes *shown) {
     bool ok = true;
-    reader_init(r, &m->chat);
+    reader_init(r, &m->chat, NULL);
     for (size_t i = 0; i < n; i++) {
         int before = r->messages;
         Read read = reader_push(r, tokens[i], shown);
@@ -147,6 +195,54 @@ static const char *save_problem(const Talker *m, const Conversation *c) {
     cJSON_Delete(json);
     conversation_free(&again);
     bytes_free(&text);
+    return problem;
+}
+
+/* What is wrong with how the text is read in another format, or NULL. Read, rendered and read again it must be the
+ * same. */
+static const char *other_problem(const Talker *m, const char *data, size_t n) {
+    Error e;
+    Bytes shown = {0}, contents = {0};
+    Ids asked = {0}, all = {0};
+    Reader r;
+    Conversation c, again;
+    const char *problem = NULL;
+    bool stop = false;
+    conversation_init(&c);
+    conversation_init(&again);
+    conversation_add(&c, "user", NULL, "Hi", 2);
+    reader_init(&r, &m->chat, NULL);
+    for (size_t i = 0; i < n && !stop; i++) {
+        int before = r.messages;
+        Read read = reader_push(&r, m->token_of[(unsigned char)data[i]], &shown);
+        stop = read.stop;
+        if (!stop && read.closed != (r.messages > before)) problem = "closes a message that it does not report";
+    }
+    if (!stop) reader_end(&r, &shown);
+    for (int i = 0; i < r.messages; i++) bytes_add(&contents, r.message[i].content.data, r.message[i].content.n);
+    if (utf8_check(shown.data, shown.n) < shown.n) problem = "shows what is not UTF-8";
+    if (contents.n != shown.n || (shown.n && memcmp(contents.data, shown.data, shown.n)))
+        problem = "shows something else than the contents";
+    int messages = r.messages;
+    reader_take(&r, &c);
+    reader_free(&r);
+    if (!problem && !chat_render(&m->chat, &c, false, &all, &e)) problem = "is not rendered";
+    c.messages = 1; /* the question alone */
+    if (!problem && !chat_render(&m->chat, &c, true, &asked, &e)) problem = "is not asked";
+    c.messages += messages;
+    for (size_t i = 0; !problem && messages && i < asked.n; i++)
+        if (i >= all.n || all.data[i] != asked.data[i]) problem = "has another prompt when rendered";
+    reader_init(&r, &m->chat, NULL);
+    stop = false;
+    for (size_t i = asked.n; i < all.n && !stop; i++) stop = reader_push(&r, all.data[i], &shown).stop;
+    if (!stop) reader_end(&r, &shown);
+    conversation_add(&again, "user", NULL, "Hi", 2);
+    reader_take(&r, &again);
+    if (!problem && messages && !same_messages(&c, &again)) problem = "reads otherwise when rendered";
+    reader_free(&r);
+    conversation_free(&c), conversation_free(&again);
+    ids_free(&asked), ids_free(&all);
+    bytes_free(&shown), bytes_free(&contents);
     return problem;
 }
 

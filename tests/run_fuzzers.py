@@ -41,9 +41,13 @@ def seeds(name):
         header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[],"data_offsets":[8,9]}}'
         return [small_model(), struct.pack("<Q", len(header)) + header + bytes(9)]
     if name == "reader":
-        return [b"\2analysis\4We think.\5\1assistant\2final\4Hi \xf0\x9f\x99\x82\7", b"I must refuse\5\1assistant\2final\4No\7",
-                b"\2commentary to=functions.f \3json\4{}\6\1functions.f to=assistant\2commentary\4ok\5",
-                b" to=functions.f\2commentary\3json\4{\"a\":1}\6", b"\2analysis I think\5assistant\2finalHI\10"]
+        harmony = [b"\2analysis\4We think.\5\1assistant\2final\4Hi \xf0\x9f\x99\x82\7", b"I must refuse\5\1assistant\2final\4No\7",
+                   b"\2commentary to=functions.f \3json\4{}\6\1functions.f to=assistant\2commentary\4ok\5",
+                   b" to=functions.f\2commentary\3json\4{\"a\":1}\6", b"\2analysis I think\5assistant\2finalHI\10"]
+        call = b'{"name": "f", "arguments": {"a": [1, {}]}}'
+        return [b"\0" + text for text in harmony] + [
+            b"\1\3\nA\n\4\n\nHi\n\5\n" + call + b"\n\6\n\5" + call + b"\6\1", b"\1<think>A</think>H</think>i \1", b"\3" + call + b"\1",
+            b"\2Hi\n<tool_call>" + call + b"</tool_call>\1", b"\4 Hi \n\1", b"\5 Hi\1"]
     if name == "tokenizer":
         parrot = json.loads((FIXTURES / "parrot" / "tokenizer.json").read_text())
         vocab = {"<unk>": 0, "<s>": 1, "\u2581": 2, "a": 3, "b": 4, "ab": 5, "<0x0A>": 6, "\u2581a": 7}

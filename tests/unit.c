@@ -543,9 +543,9 @@ static void talk_open(Talk *t) {
     Error e;
     *t = (Talk){.tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e)};
     must(t->tokenizer, &e);
-    check(chat_open(&t->chat, t->tokenizer), "the parrot has no harmony");
+    check(chat_open(&t->chat, t->tokenizer, "", &e), "the parrot has no harmony");
     conversation_init(&t->conversation);
-    reader_init(&t->reader, &t->chat);
+    reader_init(&t->reader, &t->chat, NULL);
 }
 
 static void talk_sample(Talk *t, const char *text) {
@@ -645,8 +645,56 @@ static void readings_are_rendered_and_read_again(void) {
         bytes_free(&text);
         bytes_free(&shown);
     }
-    chat_close(&talker.chat);
-    tokenizer_close(talker.tokenizer);
+    talker_close(&talker);
+}
+
+/* The same in other formats. */
+static void other_formats_are_rendered_and_read_again(void) {
+    static const char *const pieces[] = {"\1",
+                                         "\2",
+                                         "\3",
+                                         "\4",
+                                         "\5",
+                                         "\6",
+                                         "<think>",
+                                         "</think>",
+                                         "</thi",
+                                         "nk>",
+                                         "<tool_call>",
+                                         "</tool_call>",
+                                         "HELLO",
+                                         "<",
+                                         " WORLD\n",
+                                         " ",
+                                         "\n\n",
+                                         "{\"name\": \"f\"",
+                                         ", \"arguments\": {\"a\":[1, {}]}",
+                                         "}",
+                                         "\13",
+                                         "\360\237",
+                                         "\343\200\200",
+                                         "{\"name\":\"g\",\"parameters\":{}}",
+                                         "<tool_call>{\"name\":\"f\"}</tool_call>"};
+    enum { PIECES = sizeof pieces / sizeof *pieces };
+    uint64_t state = 12;
+    for (int i = 0; i < OTHERS * 2000; i++) {
+        static Talker talker;
+        Bytes text = {0};
+        if (i % 2000 == 0) check(talker_open_other(&talker, i / 2000), "format %d is not known", i / 2000);
+        bytes_text(&text, "");
+        for (int k = 0; k < 1 + i % 20; k++) {
+            state = state * 6364136223846793005u + 1442695040888963407u;
+            const char *piece = pieces[(state >> 33) % PIECES];
+            if (*piece > 2 || state >> 60 == 0) bytes_text(&text, piece); /* the end is rare */
+        }
+        const char *problem = other_problem(&talker, text.data, text.n);
+        Bytes shown = {0};
+        for (size_t k = 0; k < text.n; k++) bytes_print(&shown, text.data[k] >= ' ' ? "%c" : "<%d>", text.data[k]);
+        check(!problem, "answer %d %s: %s", i, problem, shown.data);
+        bytes_free(&text);
+        bytes_free(&shown);
+        if (i % 2000 == 1999) talker_close(&talker);
+    }
 }
 
 /* A conversation is saved in the shape in which it came, without a word that only harmony has. */
@@ -740,6 +788,7 @@ int main(void) {
     run("unit: calls are replayed token by token", calls_are_replayed);
     run("unit: what the model writes in others' names is its own", roles_are_not_taken);
     run("unit: answers at random are rendered and read again", readings_are_rendered_and_read_again);
+    run("unit: answers in other formats are rendered and read again", other_formats_are_rendered_and_read_again);
     run("unit: a conversation is saved as chat completions", conversations_are_chat_completions);
     run("unit: JSON is strict", json_is_strict);
     return failures != 0;

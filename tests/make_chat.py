@@ -1,0 +1,269 @@
+"""Makes tests/goldens/chat.json: prompts as the chat templates published with the models render them.
+
+    TEST_DATA=DIR python tests/make_chat.py          (or DIR as the argument)
+    needs: pip install jinja2 tokenizers
+
+TEST_DATA/chat_templates holds published templates; the short ones of other models are written out here, and three differ
+from a stored one in a few words: published V3.1 writes </think> where its stored copy has <think></think>. jinja2 is set up
+as transformers does. "has" is what a chat template must say to be taken for this one: tests without TEST_DATA use it.
+Ids are by the published tokenizer.json, with control tokens recognised and without the file's template.
+"""
+import datetime
+import json
+import os
+import sys
+import tarfile
+from pathlib import Path
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+GOLDENS = Path(__file__).parent / "goldens"
+DATE = "2025-06-28"
+ALTERNATE = "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('') }}{% endif %}"
+SPLIT = ("{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+         "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% endif %}")
+PROMPT = "{% if add_generation_prompt %}{{ 'X' }}{% endif %}"
+
+SMOLLM2 = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+           "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+           "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+           + PROMPT.replace("X", "<|im_start|>assistant\n"))
+ZEPHYR = ("{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
+          "{{ '<|user|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n"
+          "{{ '<|system|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'assistant' %}\n"
+          "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+          "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}")
+LLAMA3 = ("{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
+          "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
+          "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+          + PROMPT.replace("X", "<|start_header_id|>assistant<|end_header_id|>\n\n"))
+LLAMA2 = (SPLIT.replace("{% endif %}", "{% set system_message = false %}{% endif %}")
+          + "{% for message in loop_messages %}" + ALTERNATE +
+          "{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + system_message + "
+          "'\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}"
+          "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+          "{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
+
+
+def mistral(before, behind, where, answer):
+    return (SPLIT + "{{- bos_token }}{%- for message in loop_messages %}" + ALTERNATE
+            + '{%- if message["role"] == "user" %}{%- if ' + where + ' and system_message is defined %}{{- "' + before
+            + '" + system_message + "\\n\\n" + message["content"] + "' + behind + '" }}{%- else %}{{- "' + before
+            + '" + message["content"] + "' + behind + '" }}{%- endif %}{%- else %}{{- ' + answer
+            + "}}{%- endif %}{%- endfor %}")
+
+
+MISTRAL_OLD = ("{{ bos_token }}{% for message in messages %}" + ALTERNATE + "{% if message['role'] == 'user' %}"
+               "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+               "{{ message['content'] + eos_token}}{% else %}{{ raise_exception('') }}{% endif %}{% endfor %}")
+GEMMA3 = ("{{ bos_token }}\n{%- if messages[0]['role'] == 'system' -%}\n    {%- set first_user_prefix = "
+          "messages[0]['content'] + '\n\n' -%}{%- set loop_messages = messages[1:] -%}\n{%- else -%}\n"
+          "    {%- set first_user_prefix = \"\" -%}{%- set loop_messages = messages -%}\n{%- endif -%}\n"
+          "{%- for message in loop_messages -%}" + ALTERNATE +
+          "{%- if (message['role'] == 'assistant') -%}{%- set role = \"model\" -%}{%- else -%}"
+          "{%- set role = message['role'] -%}{%- endif -%}\n"
+          "{{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else \"\") }}"
+          "{{ message['content'] | trim }}{{ '<end_of_turn>\n' }}\n{%- endfor -%}\n"
+          "{%- if add_generation_prompt -%}\n    {{'<start_of_turn>model\n'}}\n{%- endif -%}\n")
+DEEPSEEK2 = ("{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+             "{{ 'User: ' + message['content'] + '\n\n' }}{% elif message['role'] == 'assistant' %}"
+             "{{ 'Assistant: ' + message['content'] + eos_token }}{% elif message['role'] == 'system' %}"
+             "{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}" + PROMPT.replace("X", "Assistant:"))
+
+CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+QWEN = CHATML + ["<tool_call>", "</tool_call>"]
+QWEN3 = QWEN + ["<tool_response>", "</tool_response>", "<think>", "</think>"]
+LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]
+MISTRAL = ["<s>", "</s>", "[INST]", "[/INST]"]
+GEMMA = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
+DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]
+# the format's name in chat.c: template (a file, or its text), what it has, control tokens (BOS and EOS below), tokenizer
+BOS, EOS = ("<|begin_of_text|>", "<s>", "<bos>", DEEPSEEK[0]), ("</s>", DEEPSEEK[1], "<|eot_id|>")
+TOOLS = "<args-json-object>"
+MODELS = {
+    "SmolLM2": ("ChatML", SMOLLM2, None, CHATML, "smollm2"),
+    "Qwen2.5": ("Qwen", "Qwen-Qwen2.5-7B-Instruct",
+                TOOLS + "<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>",
+                QWEN, "qwen2.5"),
+    "Qwen3": ("Qwen3", "Qwen-Qwen3-0.6B", "last_query_index enable_thinking </think>" + TOOLS, QWEN3, "qwen3"),
+    "Qwen3-2507, thinking": ("Qwen3, always thinking", ("Qwen-Qwen3-0.6B", (
+        ("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}"),
+        ("enable_thinking is false", "false"))), "last_query_index '<|im_start|>assistant\\n<think>\\n'" + TOOLS, QWEN3,
+        "qwen3"),
+    "Llama 3": ("Llama 3", LLAMA3, None, LLAMA, "llama3.1"),
+    "Llama 3.1": ("Llama 3.1", "meta-llama-Llama-3.1-8B-Instruct", "Cutting Knowledge Date: December 2023", LLAMA,
+                  "llama3.1"),
+    "Llama 3.2": ("Llama 3.2", "meta-llama-Llama-3.2-3B-Instruct", "Cutting Knowledge Date: December 2023 strftime_now",
+                  LLAMA, "llama3.1"),
+    "Llama 2": ("Llama 2", LLAMA2, None, ["<s>", "</s>"], "llama2"),
+    "TinyLlama": ("Zephyr", ZEPHYR, None, ["<s>", "</s>"], "llama2"),
+    "Mistral v0.1": ("Mistral v0.1", mistral(" [INST] ", " [/INST]", "loop.first", '" " + message["content"] + eos_token'),
+                     None, ["<s>", "</s>"], "llama2"),
+    "Mistral v0.2, old": ("Mistral, without system", MISTRAL_OLD, None, ["<s>", "</s>"], "llama2"),
+    "Mistral v0.3": ("Mistral v0.3", mistral("[INST] ", "[/INST]", "loop.last", '" " + message["content"]|trim + eos_token'),
+                     None, MISTRAL, "mistral-7b-v0.3"),
+    "Mistral Nemo": ("Mistral Nemo", mistral("[INST]", "[/INST]", "loop.last", 'message["content"] + eos_token'), None,
+                     MISTRAL, None),
+    "Gemma 2": ("Gemma", "google-gemma-2-2b-it", "<start_of_turn>model", GEMMA, "gemma2"),
+    "Gemma 3": ("Gemma", GEMMA3, None, GEMMA, "gemma3"),
+    "DeepSeek V2": ("DeepSeek V2", DEEPSEEK2, None, DEEPSEEK[:2], None),
+    "DeepSeek V3": ("DeepSeek V3", ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", (("<think>\\n", ""),)),
+                    "'<｜User｜>' + message['content']", DEEPSEEK, "deepseek-r1"),
+    "DeepSeek V3.1": ("DeepSeek V3.1", ("deepseek-ai-DeepSeek-V3.1", (("<think></think>", "</think>"),)), "'<｜User｜>' + message['content'] not thinking", DEEPSEEK, "deepseek-r1"),
+    "DeepSeek V3.1, copied": ("DeepSeek V3.1, copied", "deepseek-ai-DeepSeek-V3.1",
+                              "'<｜User｜>' + message['content'] not thinking '<think></think>'", DEEPSEEK, "deepseek-r1"),
+    "DeepSeek R1": ("DeepSeek R1", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+                    "'<｜User｜>' + message['content'] '<｜Assistant｜><think>\\n'", DEEPSEEK, "deepseek-r1"),
+}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(text, *calls, **more):
+    return assistant(text, tool_calls=[{"id": f"call_{i}", "type": "function", "function": {
+        "name": name, "arguments": json.dumps(arguments)}} for i, (name, arguments) in enumerate(calls)], **more)
+
+
+def result(text, i=0):
+    return {"role": "tool", "tool_call_id": f"call_{i}", "content": text}
+
+
+HI, HELLO, SUM = user("Hi"), assistant("Hello."), user("2+2?")
+WEATHER = {"type": "function", "function": {
+    "name": "get_weather", "description": "The weather: \"now\", é and 漢字.", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string", "description": "Where?", "enum": ["Bern", "Köln"]},
+                                         "days": {"type": "integer", "minimum": -1.5}, "any": {}}, "required": ["city"]}}}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+BERN = ("get_weather", {"city": "Köln", "days": 2, "more": {"a": [1, 2.5, True, None, "x:y, z"], "b": [], "c": {}}})
+ODD = "\u3000 Zürich 漢字 😀👩‍🚀 e\u0301 עברית \u00a0 x\r\ny \u2003\n"
+CASES = {
+    "one question": [HI],
+    "system": [system("Be brief."), HI],
+    "several turns": [system("Be brief."), HI, HELLO, SUM],
+    "turns without system": [HI, HELLO, SUM, assistant("4"), user("Sure?")],
+    "empty system": [system(""), HI],
+    "empty texts": [user(""), assistant(""), user("")],
+    "white space": [system(" \n Be brief.\n "), user("\n  Hi \t"), assistant("  Hello.\n\n"), user(" 2 + 2\n")],
+    "unicode": [system(ODD), user(ODD), assistant(ODD), user(ODD)],
+    "control tokens": [system("%"), user("a%b"), assistant("%"), user("%\n%")],
+    "jinja": [system("{{ x }}"), user("{% if %}%s %t %d %e"), assistant("{# #}"), user("{{ bos_token }}")],
+    "no prompt": [HI, HELLO],
+}
+THINKING = {
+    "thoughts": [HI, assistant("Hello.", reasoning_content="Greet back."), SUM],
+    "thoughts in the answer": [HI, assistant("<think>\nGreet back.\n</think>\n\nHello."), SUM],
+    "effort none": [HI, HELLO, SUM],
+    "no prompt, thoughts": [HI, assistant("Hello.", reasoning_content="Greet back.")],
+}
+CALLING = {
+    "tools": [HI],
+    "tools, system": [system("Be brief."), HI],
+    "tools, empty system": [system(""), HI],
+    "call": [HI, call("", BERN), result("7 °C, \"dry\"")],
+    "call answered": [system("Be brief."), HI, call("", BERN), result("{\"t\": 7}"), assistant("7 degrees."), SUM],
+}
+SEVERAL = {
+    "two calls": [HI, call("I look.", BERN, ("clock", {})), result("7"), result("12:00", 1), assistant("Both."), SUM,
+                  call("", ("clock", {})), result("12:01")],
+}
+THOUGHT_CALLS = {
+    "thoughts before calls": [HI, call("", BERN, reasoning_content="I look."), result("7"),
+                              call("Now the time.", ("clock", {}), reasoning_content="Time too."), result("12:00")],
+    "thoughts before the last question": [HI, call("", BERN, reasoning_content="I look."), result("7"),
+                                          assistant("7.", reasoning_content="So 7."), SUM],
+}
+
+
+def environment():
+    def raise_exception(message):
+        raise TemplateError(message)
+
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                        extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = lambda x, ensure_ascii=False, indent=None: json.dumps(x, ensure_ascii=ensure_ascii,
+                                                                                  indent=indent)
+    env.globals["raise_exception"] = raise_exception
+    env.globals["strftime_now"] = datetime.date.fromisoformat(DATE).strftime
+    return env
+
+
+def for_template(message):
+    """Arguments are an object, as transformers wants them, and no key is there without a value."""
+    message = json.loads(json.dumps(message))
+    for each in message.get("tool_calls", []):
+        each["function"]["arguments"] = json.loads(each["function"]["arguments"])
+    return message
+
+
+def render(model, template, controls, name, messages, tools):
+    """A case: the conversation and the prompt; None where the template has no words for it."""
+    names = "".join(controls)
+    messages = [{**m, "content": m["content"].replace("%", names)} if name == "control tokens" else m for m in messages]
+    effort = "none" if name == "effort none" else "medium"
+    values = {"bos_token": next((c for c in controls if c in BOS), ""), "eos_token": next((c for c in controls if c in EOS), ""),
+              "enable_thinking": effort != "none", "thinking": effort != "none",
+              "add_generation_prompt": not name.startswith("no prompt")}
+    if tools:
+        values["tools"] = tools
+    try:
+        text = environment().from_string(template).render(messages=[for_template(m) for m in messages], **values)
+    except TemplateError:
+        return None
+    conversation = {"messages": messages, "reasoning_effort": effort, "date": DATE,
+                    "add_generation_prompt": values["add_generation_prompt"], **({"tools": tools} if tools else {})}
+    return {"name": name, "conversation": conversation, "text": text}
+
+
+def cases_of(model, template, controls, tokenizer):
+    thinks, calls = "<think>" in controls, "<tool_call>" in controls or model in ("Llama 3.1", "Llama 3.2")
+    found = [render(model, template, controls, name, m, None) for name, m in CASES.items()]
+    if thinks:
+        chosen = {k: m for k, m in THINKING.items() if k != "effort none" or model in ("Qwen3", "DeepSeek V3.1", "DeepSeek V3.1, copied")}
+        found += [render(model, template, controls, name, m, None) for name, m in chosen.items()]
+    if calls:
+        chosen = {**CALLING, **(SEVERAL if "<tool_call>" in controls else {}),
+                  **(THOUGHT_CALLS if thinks else {})}
+        found += [render(model, template, controls, name, m, [WEATHER, CLOCK]) for name, m in chosen.items()]
+    found = [case for case in found if case]
+    for case in found:
+        if tokenizer and case["name"] != "control tokens":
+            case["ids"] = tokenizer.encode(case["text"], add_special_tokens=False).ids
+    return found
+
+
+def main():
+    data = Path(sys.argv[1] if len(sys.argv) > 1 else os.environ["TEST_DATA"])
+    archive = tarfile.open(data / "families.tar.xz")
+    tokenizers = {m.name.split("/")[1]: Tokenizer.from_buffer(archive.extractfile(m).read())
+                  for m in archive if m.name.startswith("tokenizers/") and m.isfile()}
+    out = []
+    for model, (format_name, source, has, controls, tokenizer) in MODELS.items():
+        file = None if isinstance(source, str) and "{" in source else data / "chat_templates"
+        name, changes = (source, ()) if isinstance(source, str) else source
+        template = (file / f"{name}.jinja").read_text() if file else source
+        for before, behind in changes:
+            assert before in template
+            template = template.replace(before, behind)
+        file = file / f"{name}.jinja" if file and not changes else None
+        cases = cases_of(model, template, controls, tokenizers.get(tokenizer))
+        out.append({"model": model, "format": format_name, "file": file.name if file else None, "has": has or template,
+                    "controls": controls, "tokenizer": tokenizer, "cases": cases})
+        print(f"{model}: {len(cases)} prompts")
+    (GOLDENS / "chat.json").write_text(
+        "[" + ",\n".join(json.dumps(m, ensure_ascii=False, separators=(",", ":")) for m in out) + "]\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Chat formats other than harmony: prompts equal those of the published templates, text never becomes a control token, and
+answers become thoughts, text and calls. Each format runs with the parrot's vocabulary and the model's control tokens."""
+import json
+import tarfile
+
+from test_prompt import message, parse
+
+from helpers import GOLDENS, PARROT, PLAIN, Skip, data, each, expect, ids_of, infer, read_json, refused, render, same
+
+MODELS = {m["model"]: m for m in read_json(GOLDENS / "chat.json")}
+
+
+def folder_of(model, folder, template=None):
+    """A model folder with the parrot's vocabulary; without `template` the chat template has what tells it apart."""
+    m = MODELS[model]
+    made = folder / model.replace(" ", "_")
+    made.mkdir(exist_ok=True)
+    tokenizer = read_json(PARROT / "tokenizer.json")
+    first = min(t["id"] for t in tokenizer["added_tokens"])
+    tokenizer["added_tokens"] = [{**tokenizer["added_tokens"][0], "id": first + i, "content": name,
+                                  "special": True} for i, name in enumerate(m["controls"])]
+    (made / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": template or m["has"]}))
+    return made
+
+
+def all_cases():
+    return [(f"{name}: {case['name']}", (name, case)) for name, m in MODELS.items() for case in m["cases"]]
+
+
+def test_prompts_are_the_templates(folder):
+    """The text, and the ids of the whole text: control tokens where the template has them, nothing cut elsewhere."""
+    folders = {name: folder_of(name, folder) for name in MODELS}
+    cases = all_cases()
+    same(len(cases), sum(len(m["cases"]) for m in MODELS.values()), "number of cases")
+
+    def check(name, value):
+        model, case = value
+        prompt = json.dumps(case["conversation"])
+        same(infer("render", folders[model], stdin=prompt).text, case["text"], "prompt")
+        if case["name"] != "control tokens":
+            ids = ids_of(infer("tokenize", folders[model], "--special", stdin=case["text"]))
+            same(render(case["conversation"], folders[model]), ids, "ids")
+    each(cases, check)
+
+
+def test_published_templates_are_known(folder):
+    """The whole template where the other tests have its decisive texts; and as chat_template.jinja."""
+    templates = data("chat_templates")
+
+    def check(name, m):
+        made = folder_of(name, folder, (templates / m["file"]).read_text())
+        case = m["cases"][2]
+        same(infer("render", made, stdin=json.dumps(case["conversation"])).text, case["text"], "prompt")
+        (made / "tokenizer_config.json").write_text("{}")
+        (made / "chat_template.jinja").write_bytes((templates / m["file"]).read_bytes())
+        same(infer("render", made, stdin=json.dumps(case["conversation"])).text, case["text"], "prompt")
+    each([(name, m) for name, m in MODELS.items() if m["file"]], check)
+
+
+def test_ids_of_published_tokenizers(folder):
+    """Each prompt has the ids that the `tokenizers` library gives the template's text."""
+    with tarfile.open(data("families.tar.xz")) as archive:
+        archive.extractall(folder, [m for m in archive if m.name.startswith("tokenizers/")])
+
+    refused = set()
+
+    def check(name, m):
+        made = folder / "tokenizers" / m["tokenizer"]
+        (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": m["has"]}))
+        if infer("tokenize", made, code=None, program=PLAIN).code:
+            refused.add(m["tokenizer"])
+            return
+        for case in m["cases"]:
+            if "ids" in case:
+                same(render(case["conversation"], made, PLAIN), case["ids"], case["name"])
+    each([(name, m) for name, m in MODELS.items() if m["tokenizer"]], check)
+    if refused:
+        raise Skip(f"tokenizers that are not supported: {', '.join(sorted(refused))}; the others agree")
+
+
+def test_text_never_becomes_control_tokens(folder):
+    """All names of control tokens in every field: as many control tokens as without them."""
+    first = 400
+
+    def fill(value, text):
+        if isinstance(value, dict):
+            return {k: fill(v, text) if k in ("content", "description", "arguments", "tools", "messages", "function",
+                                              "tool_calls", "reasoning_content") else v for k, v in value.items()}
+        return [fill(v, text) for v in value] if isinstance(value, list) else text if isinstance(value, str) else value
+
+    def check(name, value):
+        model, case = value
+        made = folder_of(model, folder)
+        counts = []
+        for text in ("x", "".join(MODELS[model]["controls"])):
+            ids = render(fill(case["conversation"], text), made)
+            counts.append(sum(i >= first for i in ids))
+        same(counts[1], counts[0], "number of control tokens")
+    each([c for c in all_cases() if "thoughts" not in c[0] or "call" in c[0]], check)
+
+
+THOUGHT, HI = message("A", "analysis"), message("Hi", "final")
+
+
+def called(name="f", arguments="{}"):
+    return message(arguments, "commentary", recipient=f"functions.{name}", content_type="<|constrain|>json")
+
+
+STREAMS = [  # model, what it writes, the messages, whether something had to be repaired
+    ("Qwen3", "<think>\nA\n</think>\n\nHi<|im_end|>", [THOUGHT, HI], False),
+    ("Qwen3", "Hi<|im_end|>", [HI], False),
+    ("Qwen3", "Hi", [HI], False),
+    ("Qwen3", "<think>\n\n</think>\n\nHi<|im_end|>", [HI], False),
+    ("Qwen3", "<think>A", [THOUGHT], False),
+    ("Qwen3", "A</think>Hi<|im_end|>", [THOUGHT, HI], True),
+    ("Qwen3", "<think>A</think>H</think>i<|im_end|>", [THOUGHT, message("H(/think)i", "final")], True),
+    ("Qwen3", "a < b <think>c<|im_end|>", [message("a < b <think>c", "final")], False),
+    ("Qwen3", "  Hi \n<|endoftext|>", [HI], False),
+    ("Qwen3", "Hi<|im_start|>", [HI], False),
+    ("Qwen3", "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\":[1,{}]}}\n</tool_call><|im_end|>",
+     [called("f", '{"a": [1, {}]}')], False),
+    ("Qwen3", "<think>A</think>Hi\n<tool_call>{\"name\":\"f\"}</tool_call>\n<tool_call>{\"name\":\"g\"}</tool_call>"
+     "<|im_end|>", [THOUGHT, message("Hi", "commentary"), called(), called("g")], False),
+    ("Qwen3", "<tool_call>{\"name\":\"f\"}<|im_end|>", [called()], True),
+    ("Qwen3", "<tool_call>{name: f}</tool_call><|im_end|>", [message("<tool_call>{name: f}</tool_call>", "final")], True),
+    ("Qwen3", "<tool_call>{\"name\": \"f g\"}</tool_call><|im_end|>",
+     [message("<tool_call>{\"name\": \"f g\"}</tool_call>", "final")], True),
+    ("Qwen3", "<tool_call>{\"name\": \"f\", \"arguments\": [1]}</tool_call><|im_end|>",
+     [message("<tool_call>{\"name\": \"f\", \"arguments\": [1]}</tool_call>", "final")], True),
+    ("Qwen2.5", "<think>A</think>Hi<|im_end|>", [message("<think>A</think>Hi", "final")], False),
+    ("SmolLM2", "<tool_call>{\"name\":\"f\"}</tool_call><|im_end|>",
+     [message("<tool_call>{\"name\":\"f\"}</tool_call>", "final")], False),
+    ("DeepSeek R1", "A\n</think>\n\nHi<｜end▁of▁sentence｜>", [THOUGHT, HI], False),
+    ("DeepSeek V3.1", "A</think>Hi<｜end▁of▁sentence｜>", [THOUGHT, HI], False),
+    ("Llama 3.1", "{\"name\": \"f\", \"parameters\": {\"x\": 1}}<|eot_id|>", [called("f", '{"x": 1}')], False),
+    ("Llama 3.1", "<|python_tag|>{\"name\": \"f\", \"parameters\": {}}<|eom_id|>", [called()], False),
+    ("Llama 3.1", "{\"name\": \"Bern\", \"size\": 1}, {}<|eot_id|>", [message('{"name": "Bern", "size": 1}, {}', "final")], True),
+    ("Llama 3.1", "{\"name\": \"Bern\", \"size\": 1}<|eot_id|>", [message('{"name": "Bern", "size": 1}', "final")], True),
+    ("Llama 3.1", "As JSON: {\"name\": \"f\"}<|eot_id|>", [message('As JSON: {"name": "f"}', "final")], False),
+    ("Llama 2", " Hi </s>", [HI], False),
+    ("Gemma 3", "Hi<end_of_turn>\n", [HI], False),
+]
+
+
+def test_answers_are_read(folder):
+    """Marks are tokens of their own, and where the model spells them out they are read the same."""
+    def check(name, value):
+        model, text, messages, repaired = value
+        made = folder_of(model, folder)
+        ids = ids_of(infer("tokenize", made, "--special", stdin=text))
+        marks = {400 + i: c for i, c in enumerate(MODELS[model]["controls"]) if c.strip("</>") in ("think", "tool_call")}
+        found, err = parse(ids, made)
+        same(found, messages, "messages")
+        expect(("repair" in err) == repaired, f"stderr: {err!r}")
+        spelled = [i for token in ids for i in (ids_of(infer("tokenize", made, stdin=marks[token])) if token in marks
+                                                else [token])]
+        same(parse(spelled, made)[0], messages, "messages with marks spelled out")
+    each([(f"{model}: {text}", (model, text, *rest)) for model, text, *rest in STREAMS], check)
+
+
+def test_what_a_format_has_no_words_for(folder):
+    question = {"messages": [{"role": "user", "content": "Hi"}]}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    for model in ("SmolLM2", "Gemma 3", "Mistral v0.3"):
+        refused("render", folder_of(model, folder), stdin=json.dumps({**question, "tools": tools}), code=2, words=["tools"])
+    refused("render", folder_of("Qwen3", folder), stdin=json.dumps({**question, "response_format": schema}), code=2,
+            words=["response_format"])
+    for made in (PARROT, folder_of("DeepSeek R1", folder)):
+        refused("render", made, stdin=json.dumps({**question, "reasoning_effort": "none"}), code=2, words=["effort"])
+
+
+def test_models_without_a_known_format(folder):
+    """Which reason is given."""
+    def check(name, template, word):
+        made = folder_of("SmolLM2", folder, template)
+        refused("render", made, stdin="{}", code=3, words=["no chat format", word])
+    each([("none", " ", "no known format"), ("another", "{% for m in messages %}<|im_start|>{{ m }}{% endfor %}", "SmolLM2"),
+          ("thinks otherwise", MODELS["SmolLM2"]["has"] + "{# enable_thinking #}", "no known format")], check)
+    made = folder_of("SmolLM2", folder)
+    (made / "tokenizer_config.json").write_text("{}")
+    refused("render", made, stdin="{}", code=3, words=["no chat template"])
+    (made / "tokenizer_config.json").write_text("{")
+    refused("render", made, stdin="{}", code=3, words=["tokenizer_config.json"])
+    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": [
+        {"name": "tool_use", "template": "x"}, {"name": "default", "template": MODELS["SmolLM2"]["has"]}]}))
+    case = MODELS["SmolLM2"]["cases"][0]
+    same(infer("render", made, stdin=json.dumps(case["conversation"])).text, case["text"], "prompt")
