@@ -669,6 +669,14 @@ static void trim(const char **s, size_t *n) {
     *n = end ? end - begin : 0;
 }
 
+static void add_quoted(Bytes *out, const char *text, size_t n) {
+    cJSON *json = json_from_text(text, n);
+    char *quoted = json_text(json);
+    bytes_text(out, quoted);
+    free(quoted);
+    cJSON_Delete(json);
+}
+
 /* JSON as Python writes it: a space behind each comma and colon or, with an indent, lines. */
 static void add_json(Bytes *out, const char *json, int indent) {
     int depth = 0;
@@ -762,7 +770,7 @@ static void add_call(Renderer *r, const Message *m) {
     Error e;
     const char *name = m->recipient + (begins(m->recipient, functions) ? strlen(functions) : 0);
     const char *behind = piece(r, r->chat->format->call);
-    json_quote(&r->text, name, strlen(name));
+    add_quoted(&r->text, name, strlen(name));
     behind = piece(r, behind);
     cJSON *arguments = json_parse(m->content.data, m->content.n, "arguments", &e);
     char *json = arguments ? json_text(arguments) : NULL;
@@ -824,7 +832,7 @@ static int render_results(Renderer *r, const Conversation *c, int i) {
     do {
         const Bytes *text = &c->message[i].content;
         const char *rest = piece(r, f->result);
-        f->flags &ALONE ? json_quote(&r->text, text->data, text->n) : bytes_add(&r->text, text->data, text->n);
+        f->flags &ALONE ? add_quoted(&r->text, text->data, text->n) : bytes_add(&r->text, text->data, text->n);
         piece(r, rest);
         more = ++i < c->messages && same(c->message[i].role, "tool") && !(f->flags & ALONE);
         if (more) bytes_text(&r->text, "\n");
