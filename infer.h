@@ -1,4 +1,4 @@
-/* infer.h: the border between C and CUDA, nothing else. The C side (model.c, engine.c) turns files into a Model and
+/* infer.h: the border between C and CUDA, nothing else. The C side (model.c) turns files into a Model and
  * conversations into Batches; a Backend (infer.cu, and tests/reference.c in plain C) uploads the one and computes the
  * other. Fusing two kernels, or splitting one, never touches this file.
  *
