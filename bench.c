@@ -269,7 +269,8 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
         if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
         cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);
         bytes += (double)x->size, values += n;
-        if (m) active += looked_up ? 0 : strstr(x->name, "experts") ? n / m->n_experts * m->top_k : n;
+        bool chosen = strstr(x->name, "experts") && !strstr(x->name, "shared_experts");
+        if (m) active += looked_up ? 0 : chosen ? n / m->n_experts * m->top_k : n;
     }
     cJSON_AddNumberToObject(out, "weight_bytes", bytes);
     if (m) add_numbers(out, "parameters active_parameters", (double[]){values, active});
@@ -278,7 +279,8 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
 /* What the GPU has to hold, and how much of it fits. Weights and cache are counted as the backend does; what a step
  * works in is known when it opens the model: 1 to 3 GB for 1 to 70 billion parameters. 2 GB stand in for it. */
 static void add_memory(cJSON *out, const Model *m, int context) {
-    double token = 4.0 * m->n_layers * m->n_kv_heads * m->head_dim + 4, fixed = (double)model_bytes(m) + 2e9;
+    const int row = m->kv_rank ? m->kv_rank + m->rope_dim : 2 * m->n_kv_heads * m->head_dim;
+    double token = 2.0 * m->n_layers * row + 4, fixed = (double)model_bytes(m) + 2e9;
     Devices *d = allocate_zero(1, sizeof *d);
     char text[200], size[24], count[32];
     backend->describe(d);
