@@ -40,7 +40,7 @@ PUBLISHED = {  # where they lie below TEST_DATA: the repository at the hub, or N
     "models/TinyStories-656K": ("raincandy-u/TinyStories-656K",
                                 ["config.json", "model.safetensors", "tokenizer.json"]),
     "models/stories260K": (None, ["config.json", "model.safetensors", "tokenizer.json"]),
-    "families.tar.xz": (None, []), "configs": (None, [])}
+    "families.tar.xz": (None, []), "configs": (None, []), "chat_templates": (None, [])}
 DATA = HOME / "data"  # links to those that are here, at the same places
 
 
