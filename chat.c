@@ -57,15 +57,15 @@ struct Format {
     LLAMA_HEADER("user") "%t<|eot_id|>", LLAMA_HEADER("assistant") "%t<|eot_id|>", LLAMA_HEADER("assistant")
 #define LLAMA_TOOLS .results = LLAMA_HEADER("ipython") "%s<|eot_id|>", .result = "%s", .flags = ALONE, \
     .call = "{\"name\": %s, \"parameters\": %s}", \
-    .tools = "Given the following functions, please respond with a JSON for a function call with its proper arguments " \
-             "that best answers the given prompt.\n\nRespond in the format {\"name\": function name, \"parameters\": " \
-             "dictionary of argument name and its value}.Do not use variables.\n\n%s"
+    .tools = "Given the following functions, please respond with a JSON for a function call with its proper " \
+             "arguments that best answers the given prompt.\n\nRespond in the format {\"name\": function name, " \
+             "\"parameters\": dictionary of argument name and its value}.Do not use variables.\n\n%s"
 #define DEEPSEEK(past) "<｜begin▁of▁sentence｜>", "%s", "<｜User｜>%s", "<｜Assistant｜>" past "%s<｜end▁of▁sentence｜>"
 
 /* The first that fits counts. In `has` all quotes are single, and a line break is \n as in a literal. */
 static const Format formats[] = {
-    {"Qwen3, always thinking", {"last_query_index", "assistant\\n<think>\\n'"}, CHATML, "<|im_start|>assistant\n<think>\n",
-     QWEN_TOOLS, .flags = THINKS | KEEPS},
+    {"Qwen3, always thinking", {"last_query_index", "assistant\\n<think>\\n'"}, CHATML,
+     "<|im_start|>assistant\n<think>\n", QWEN_TOOLS, .flags = THINKS | KEEPS},
     {"Qwen3", {"last_query_index", "enable_thinking", "<args-json-object>"}, CHATML, "<|im_start|>assistant\n",
      "<|im_start|>assistant\n<think>\n\n</think>\n\n", QWEN_TOOLS, .flags = THINKS | KEEPS},
     {"Qwen", {"<args-json-object>", "!</think>"}, CHATML, "<|im_start|>assistant\n", QWEN_TOOLS},
@@ -78,7 +78,8 @@ static const Format formats[] = {
     {"Llama 3", {"message['content'] | trim + '<|eot_id|>'", "!tools"}, LLAMA(""), .flags = 0},
     {"Llama 2", {"<<SYS>>", "bos_token + '[INST] ' + content.strip() + ' [/INST]'"}, NULL,
      "<<SYS>>\n%s\n<</SYS>>\n\n", "<s>[INST] %j [/INST]", " %t </s>", "", .flags = FIRST},
-    {"Mistral v0.1", {"' [INST] ' + system_message"}, "<s>", "%s\n\n", " [INST] %s [/INST]", " %s</s>", "", .flags = FIRST},
+    {"Mistral v0.1", {"' [INST] ' + system_message"}, "<s>", "%s\n\n", " [INST] %s [/INST]", " %s</s>", "",
+     .flags = FIRST},
     {"Mistral v0.3", {"'[INST] ' + system_message", "|trim + eos_token", "!loop.first"}, "<s>", "%s\n\n",
      "[INST] %s[/INST]", " %t</s>", "", .flags = LAST},
     {"Mistral Nemo", {"'[INST]' + system_message", "!loop.first"}, "<s>", "%s\n\n", "[INST]%s[/INST]", "%s</s>", "",
