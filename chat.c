@@ -175,8 +175,6 @@ void chat_close(Chat *chat) {
     free(chat->preset);
 }
 
-const char *chat_name(const Chat *chat) { return chat->format->name; }
-
 static bool effort_known(const char *effort) {
     return same(effort, "none") || same(effort, "low") || same(effort, "medium") || same(effort, "high");
 }

@@ -21,7 +21,6 @@ typedef struct {
 bool chat_template(const char *dir, Bytes *out, Error *e);
 /* False: it has no format that is known; the error's text says why. */
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e);
-const char *chat_name(const Chat *chat); /* of the format */
 /* Can the model think so long: none, low, medium or high? USAGE. */
 bool chat_effort(const Chat *chat, const char *effort, Error *e);
 void chat_close(Chat *chat);

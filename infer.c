@@ -1,5 +1,5 @@
 /* infer.c: the host program: options, the terminal, opening a model, answers, the loop, the small commands, and `main`
- * last. What it stands on is in model.c (loading, engine), tokenizer.c, chat.c (harmony) and, behind infer.h, in
+ * last. What it stands on is in model.c (loading, engine), tokenizer.c, chat.c and, behind infer.h, in
  * infer.cu or tests/reference.c.
  *
  * Data goes to stdout, everything else to stderr; a conversation in the terminal goes to stdout whole. Commands that
@@ -1440,7 +1440,7 @@ static const Command commands[] = {
      "the certificates to trust, HF_HUB_DOWNLOAD_TIMEOUT the seconds until a stalled connection is given up (10)."},
     {"list", "", list, "the models that are here",
      "Lists the models in ./models, ~/.cache/infer/models and the hub's cache."},
-    {"rm", "REPO", rm, "remove a downloaded model",
+    {"rm", "MODEL", rm, "remove a downloaded model",
      "Removes a repository from the hub's cache: ORG/NAME, or a unique part of it."},
     {"inspect", "MODEL", inspect, "what a model is made of, and whether it fits here",
      "Says what a model is made of, whether infer runs it and whether it fits on this GPU. Of a repository that is not "

@@ -93,7 +93,7 @@ __device__ inline uint4 load_weights(const void *from, bool real) {
                      : "l"(from));
     return x;
 }
-
+/* The same for four bytes, which several lanes read: they may stay in L1. */
 __device__ inline uint32_t load_scales(const void *from, bool real) {
     uint32_t x = 0;
     if (real) asm volatile("ld.global.L2::256B.u32 %0,[%1];" : "=r"(x) : "l"(from));
