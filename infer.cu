@@ -1333,9 +1333,15 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
 
 /* The one table from types of weights to instances. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
-    const int warps = p.tokens <= MAX_DECODE ? 8 : 4; /* with many tiles a block, fewer warps have less to add up */
+    /* With many tiles a block, as of the experts of many tokens, fewer warps have less to add up. */
+    const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
     const int blocks = std::min(jobs * p.w.tiles(), Encoding<T>::BLOCKS * gpu->sms * 8 / warps);
-    auto kernel = warps == 4 ? product<T, 1, 4> : p.job || p.tokens <= 8 ? product<T, 1, 8> : product<T, 2, 8>;
+    constexpr int MOST = T == MXFP4 ? 2 : 3; /* tiles of tokens */
+    auto kernel = product<T, 1, 8>;
+    if (warps == 4)
+        kernel = product<T, 1, 4>;
+    else if (!p.job && p.tokens > 8)
+        kernel = p.tokens <= MAX_DECODE ? product<T, 2, 8> : product<T, MOST, 8>;
     return launch(gpu, kernel, blocks, warps * 32, 0, p);
 }
 template <Type T, int TILES, int ROWS> cudaError_t launch_tiled(const Gpu *gpu, const Product &p, int jobs) {
@@ -1375,17 +1381,22 @@ Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     if (!x && a->squares) p.square = a->w.square, p.squares = a->squares;
     return p;
 }
-/* Up to MAX_DECODE tokens: `product`, which also does what follows. More: cuBLAS, but for MXFP4. F32 is always
- * cuBLAS's. */
+/* Whether `product` multiplies by so many tokens. A small matrix costs cuBLAS more to begin than to read. */
+bool streams(const Matrix &m, int tokens) {
+    const bool small = m.type != MXFP4 && m.bytes <= 16 << 20;
+    return m.type != F32 && tokens <= (small ? 24 : MAX_DECODE);
+}
+/* Up to MAX_DECODE tokens: `product`, which also does what follows. More: cuBLAS, but for MXFP4 and small matrices. F32
+ * is always cuBLAS's. */
 bool multiply(Pass *a, Product p, Error *e) {
-    bool few = p.tokens <= MAX_DECODE && p.w.type != F32;
-    if (!few) p.norm = NULL;
+    const bool few = streams(p.w, p.tokens);
+    if (p.tokens > MAX_DECODE || !few) p.norm = NULL;
     if (few || p.w.type == MXFP4)
         CUDA(launch_for_type(a->gpu, p, few ? 8 : 64, 1));
     else if (!multiply_blas(a->gpu, p.w, p.x, p.x_pitch, p.tokens, p.finish == ADD, p.y, p.y_pitch, e))
         return false;
     if (p.finish != ADD) return true;
-    a->normed = few && p.norm;
+    a->normed = p.norm;
     a->squares = a->normed ? square_parts(p.w.rows) : 0;
     return true;
 }
@@ -1496,7 +1507,7 @@ bool add_to_x(Pass *a, const Matrix &m, const void *y, int pitch, const float *p
 /* A gated layer's activations, to w.act_out: a part of the product, or a kernel behind cuBLAS's. */
 bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
     const Work &w = a->w;
-    const bool blas = up.type == F32 || (a->tokens > MAX_DECODE && up.type != MXFP4);
+    const bool blas = !streams(up, a->tokens) && up.type != MXFP4;
     const int each = ACTIVATE_EACH * ACTIVATE_THREADS;
     Product p = product_of(a, up, NULL, 0);
     p.y = blas ? (void *)w.found : w.act_out, p.y_pitch = blas ? up.rows : w.act_pitch;
