@@ -16,7 +16,7 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 
 LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto libutf8proc
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev
-CORE      = base.c model.c tokenizer.c chat.c
+CORE      = base.c model.c gguf.c tokenizer.c chat.c
 C_SOURCES = $(CORE) download.c bench.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 

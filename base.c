@@ -286,11 +286,11 @@ double log_sum_exp(const float *x, int n) {
     return most + log(total);
 }
 
-float f16_value(uint16_t half) {
-    int exponent = half >> 10 & 31, fraction = half & 1023;
-    float x = ldexpf((float)(exponent ? fraction + 1024 : fraction), exponent ? exponent - 25 : -24);
-    if (exponent == 31) x = fraction ? NAN : INFINITY;
-    return half & 0x8000 ? -x : x;
+bool text_listed(const char *list, const char *word) {
+    size_t n = strlen(word);
+    for (const char *s = list; n && (s = strstr(s, word)); s += n)
+        if ((s == list || s[-1] == ' ') && (s[n] == ' ' || !s[n])) return true;
+    return false;
 }
 
 double seconds(void) {

@@ -95,7 +95,9 @@ const char *environment(const char *name); /* a variable, or NULL if it is absen
 /* A decimal number in [least, most] that is all of the text. */
 bool text_whole(const char *text, int least, int most, int *out);
 
-float f16_value(uint16_t half); /* IEEE 754 binary16 */
+/* Is the word one of a list, "a b c"? */
+bool text_listed(const char *list, const char *word);
+
 double log_sum_exp(const float *x, int n);
 double seconds(void); /* a monotonic clock */
 /* 13.8 GB, 5.1 MB, 812 bytes: decimal units, as disks and downloads are sold. Returns `out`. */

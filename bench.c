@@ -259,12 +259,10 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
     char name[40];
     for (int i = 0; i < t->n; i++) {
         const Tensor *x = t->tensor + i;
-        bool packed = m && !strcmp(x->dtype, "U8"); /* blocks of 32 values in 16 bytes, and their scales */
         bool copy = tied && !strcmp(x->name, "lm_head.weight") && tensors_find(t, "model.embed_tokens.weight");
         bool looked_up = !tied && strstr(x->name, "embed_tokens");
-        double n = copy ? 0 : !packed ? 1 : strstr(x->name, "_blocks") ? 2 : 0;
-        for (int j = 0; j < x->dims; j++) n *= (double)x->shape[j];
-        snprintf(name, sizeof name, "bytes_in_%s", packed ? type_name(MXFP4) : x->dtype);
+        double n = copy ? 0 : (double)x->values;
+        snprintf(name, sizeof name, "bytes_in_%s", x->encoding);
         cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
         if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
         cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);

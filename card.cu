@@ -120,11 +120,45 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
 
 /* ---- where weights lie ---- */
 
-/* A Matrix of `rows` rows encoded as `like` is. */
-static Matrix plan_matrix(Plan *p, const Linear *like, int rows, bool bias) {
-    Matrix m = {NULL, NULL, like->type, rows, like->cols, like->n, (like->cols + CHUNK - 1) / CHUNK * CHUNK, 0};
-    size_t tile =
-        m.type == MXFP4 ? (size_t)m.stride / CHUNK * FP4_CHUNK : (size_t)TILE * m.stride * (m.type == F32 ? 4 : 2);
+/* The encoding on the card of what a file encodes so: the same, or one that holds the same codes, or bf16. */
+static Type card_type(const Linear &w) {
+    auto words_of = [&](int columns) { return !w.group && (w.scale.cols >= w.cols || w.scale.cols % columns == 0); };
+    const bool of_16 = words_of(16), of_32 = words_of(32), of_64 = words_of(CHUNK);
+    switch (w.type) {
+    case BF16:
+    case F16:
+    case F32:
+    case MXFP4: return w.type;
+    case GGUF_MXFP4: return MXFP4;
+    case FP8: return of_64 ? FP8 : BF16;
+    case INT8: return w.zero.rows ? (of_16 ? Q6_K : BF16) : of_64 ? INT8 : of_32 ? Q8_0 : BF16;
+    case PACKED4:
+    case GPTQ4:
+    case AWQ4: return of_64 ? PACKED4 : of_32 ? Q4_1 : BF16;
+    case PACKED8:
+    case GPTQ8: return of_16 ? Q6_K : BF16;
+    case Q4_0:
+    case Q4_1:
+    case Q4_K: return Q4_1;
+    case Q8_0:
+    case Q5_0:
+    case IQ4_NL:
+    case IQ4_XS: return Q8_0;
+    default: return Q6_K; /* what has offsets, or scales of 16 columns */
+    }
+}
+/* One for two Linears in one Matrix. */
+static Type common_type(Type a, Type b) {
+    auto holds = [](Type t) { return t == Q4_1 || t == Q8_0 || t == Q6_K; }; /* what Q6_K can */
+    return a == b ? a : holds(a) && holds(b) ? Q6_K : a == F32 || b == F32 ? F32 : BF16;
+}
+
+/* A Matrix of `rows` rows for Linears such as this one. */
+static Matrix plan_matrix(Plan *p, const Linear *like, Type type, int rows, bool bias) {
+    Matrix m = {NULL, NULL, type, rows, like->cols, like->n, (like->cols + CHUNK - 1) / CHUNK * CHUNK, 0};
+    const size_t chunks = m.stride / CHUNK;
+    size_t tile = type == MXFP4 ? chunks * FP4_CHUNK : (size_t)TILE * m.stride * (type == F32 ? 4 : 2);
+    if (is_coded(type)) tile = chunks * coded_chunk(type);
     m.bytes = m.tiles() * tile;
     m.data = p->take<uint8_t>(m.bytes * m.n);
     if (bias) m.bias = p->take<float>((size_t)m.n * rows);
@@ -141,11 +175,11 @@ static bool plan_weights(DeviceModel *device, const Model *m, uint8_t *base, siz
         DeviceLayer *d = &device->layer[i];
         const bool latent = l->kv_a.rows > 0;
         const Linear &q = l->q_a.rows ? l->q_a : l->q, &k = latent ? l->kv_a : l->k, &v = latent ? l->kv_a : l->v;
-        if (q.type != k.type || q.type != v.type || l->gate.type != l->up.type)
-            return fail(e, BAD_MODEL, "layer %d: query, key and value, and gate and up, must have one encoding each",
-                        i);
-        if (latent && (l->k_up.type == F32 || l->v_up.type == F32 || l->k_up.type == MXFP4))
-            return fail(e, BAD_MODEL, "layer %d: latent attention in F32 or MXFP4 is not implemented", i);
+        const Type qkv = common_type(card_type(q), common_type(card_type(k), card_type(v)));
+        const Type up = common_type(card_type(l->gate), card_type(l->up));
+        auto plan = [&](const Linear &w, bool bias) { return plan_matrix(&p, &w, card_type(w), w.rows, bias); };
+        if (latent && (l->k_up.type == F32 || l->v_up.type == F32))
+            return fail(e, BAD_MODEL, "layer %d: latent attention in F32 is not implemented", i);
         if (l->router.rows && (l->gate.type == F32 || l->down.type == F32))
             return fail(e, BAD_MODEL, "layer %d: experts in F32 are not implemented", i);
         d->window = l->window;
@@ -156,62 +190,105 @@ static bool plan_weights(DeviceModel *device, const Model *m, uint8_t *base, siz
         d->q_norm = l->q_norm ? p.take<float>(m->head_dim) : NULL;
         d->k_norm = l->k_norm ? p.take<float>(m->head_dim) : NULL;
         d->sinks = l->sinks ? p.take<float>(m->n_heads) : NULL;
-        d->qkv = plan_matrix(&p, &q, q.rows + k.rows + (latent ? 0 : v.rows), q.bias || k.bias || v.bias);
+        d->qkv = plan_matrix(&p, &q, qkv, q.rows + k.rows + (latent ? 0 : v.rows), q.bias || k.bias || v.bias);
         d->q = d->k_up = d->v_up = {};
         if (latent) {
             Linear k_up = l->k_up;
-            std::swap(k_up.rows, k_up.cols);
+            if (!m->k_up_transposed) std::swap(k_up.rows, k_up.cols);
             d->q_a_norm = l->q_a_norm ? p.take<float>(l->q_a.rows) : NULL;
             d->kv_a_norm = p.take<float>(m->kv_rank);
-            if (l->q_a.rows) d->q = plan_matrix(&p, &l->q, l->q.rows, l->q.bias);
-            d->k_up = plan_matrix(&p, &k_up, k_up.rows, false);
-            d->v_up = plan_matrix(&p, &l->v_up, l->v_up.rows, false);
+            if (l->q_a.rows) d->q = plan(l->q, l->q.bias);
+            d->k_up = plan_matrix(&p, &k_up,
+                                  m->k_up_transposed ? card_type(k_up)
+                                  : k_up.type == F16 ? F16
+                                                     : BF16,
+                                  k_up.rows, false);
+            d->v_up = plan(l->v_up, false);
         }
-        d->o = plan_matrix(&p, &l->o, m->dim, l->o.bias);
-        d->router = l->router.rows ? plan_matrix(&p, &l->router, m->n_experts, l->router.bias) : Matrix{};
+        d->o = plan(l->o, l->o.bias);
+        d->router = l->router.rows ? plan(l->router, l->router.bias) : Matrix{};
         d->choice_bias = l->choice_bias ? p.take<float>(m->n_experts) : NULL;
-        d->up = plan_matrix(&p, &l->gate, 2 * l->gate.rows, l->gate.bias || l->up.bias);
-        d->down = plan_matrix(&p, &l->down, m->dim, l->down.bias);
+        d->up = plan_matrix(&p, &l->gate, up, 2 * l->gate.rows, l->gate.bias || l->up.bias);
+        d->down = plan(l->down, l->down.bias);
         d->shared_up = d->shared_down = {};
         if (l->shared_gate.rows) {
-            d->shared_up = plan_matrix(&p, &l->shared_gate, 2 * l->shared_gate.rows, false);
-            d->shared_down = plan_matrix(&p, &l->shared_down, m->dim, false);
+            const Type shared = common_type(card_type(l->shared_gate), card_type(l->shared_up));
+            d->shared_up = plan_matrix(&p, &l->shared_gate, shared, 2 * l->shared_gate.rows, false);
+            d->shared_down = plan(l->shared_down, false);
         }
     }
-    if (m->embed.type == MXFP4) return fail(e, BAD_MODEL, "an embedding in MXFP4 is not implemented");
     bool tied = m->head.data.fd == m->embed.data.fd && m->head.data.offset == m->embed.data.offset;
     device->norm = p.take<float>(m->dim);
-    device->embed = plan_matrix(&p, &m->embed, m->vocab, false);
-    device->head = tied ? device->embed : plan_matrix(&p, &m->head, m->vocab, false);
+    const Type embed = card_type(m->embed);
+    device->embed = plan_matrix(&p, &m->embed, embed == MXFP4 ? BF16 : embed, m->vocab, false); /* rows are read */
+    device->head = tied ? device->embed : plan_matrix(&p, &m->head, card_type(m->head), m->vocab, false);
     *bytes = p.used;
     return true;
 }
 
 /* ---- bringing them there ---- */
 
-struct Source { /* rows begin, begin + 1, ... of matrix `matrix`, `stride` bytes apart */
-    const uint8_t *data;
-    size_t stride;
-    int begin, matrix, cols;
+/* A part of one matrix of a Linear, and its grids; `from` counts rows and columns of the whole matrix. */
+struct Source {
+    Encoded from;
+    int row, rows, column, columns; /* what is here */
+    int matrix;                     /* of the Matrix's */
 };
 
-/* A block a row. A NaN sets *bad. */
-template <typename A> static __global__ void place_rows(Source s, Matrix m, Rows rows, int *bad) {
-    const A *from = (const A *)(s.data + blockIdx.x * s.stride);
-    A *to = (A *)(m.data + s.matrix * m.bytes);
-    const size_t row = rows.of(s.begin + blockIdx.x);
-    for (int c = threadIdx.x; c < s.cols; c += blockDim.x) {
-        to[rows.columns ? c * (size_t)m.stride + row : row * m.stride + c] = from[c];
-        if (isnan((float)from[c])) *bad = 1;
-    }
+/* Two e4m3 values so that few operations make bf16 of them: of the first the sign and the rest stand where bf16 has
+ * them; the second's sign four bits below, the next three four above, and the last four four below their places. */
+static __device__ uint16_t fp8_pair(uint32_t first, uint32_t second) {
+    return (first & 0x80) << 8 | (first & 0x7F) << 4 | (second & 0x80) << 4 | (second & 0x70) << 8 | second & 15;
 }
-/* Packs sixteen e2m1 values as they are published, the low nibble of a byte first: see FP4_MASK. */
-static __device__ void fp4_pack(const uint8_t *nibbles, uint32_t (&word)[2]) {
+/* Four neighbouring weights of a row, and the word of their columns, to where a codec wants them: see card.cuh. */
+static __device__ void place_codes(const Source &s, const Matrix &m, int row, int to, int c, const Weight (&w)[4]) {
+    uint8_t *chunk = m.chunk(s.matrix, to, c, coded_chunk(m.type)),
+            *at = chunk + code_place(m.type, to % TILE, c % CHUNK) / 8;
+    const bool whole = s.from.type != NVFP4; /* else halves, which become whole numbers */
+    float a = whole ? w[0].a : w[0].a / 2, shift = 0;
+    if (m.type == Q4_1 && s.from.type == Q4_0) shift = -8; /* signed codes become unsigned ... */
+    if (has_offset(m.type) && code_bits(m.type) == 8 && s.from.type < Q8_0) shift = s.from.info.zero; /* or signed */
+    uint8_t code[4];
+    for (int i = 0; i < 4; i++)
+        code[i] = m.type == FP8 ? s.from.data[row * s.from.stride + c + i]
+                                : (uint8_t)(int)((whole ? w[i].q : 2 * w[i].q) - shift);
+    if (m.type == FP8)
+        ((uint16_t *)at)[0] = fp8_pair(code[0], code[2]), ((uint16_t *)at)[1] = fp8_pair(code[1], code[3]);
+    else if (code_bits(m.type) == 8)
+        at[0] = code[0], at[1] = code[2], at[2] = code[1], at[3] = code[3];
+    else
+        at[0] = code[0] & 15 | code[2] << 4, at[2] = code[1] & 15 | code[3] << 4;
+    if (c % (CHUNK / chunk_words(m.type))) return;
+    const __half2 both = __floats2half2_rn(a, w[0].b + a * (shift - w[0].zero));
+    uint32_t word = has_offset(m.type) ? *(const uint32_t *)&both : float_bits(a);
+    if (m.type == PACKED4) word = word & ~15u | (uint32_t)w[0].zero;
+    *(uint32_t *)(chunk + word_place(m.type, to % TILE, c % CHUNK)) = word;
+}
+/* A thread takes four columns of a row. A weight that is not a number sets *bad. */
+static __global__ void place_weights(Source s, Matrix m, Rows rows, int *bad) {
+    const int each = (s.columns + 3) / 4;
+    const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    const int row = s.row + (int)(i / each), c = s.column + (int)(i % each) * 4, to = rows.of(row);
+    if (row >= s.row + s.rows) return;
+    uint8_t *matrix = m.data + s.matrix * m.bytes;
+    Weight w[4] = {};
+    for (int k = 0; k < 4 && c + k < s.column + s.columns; k++) {
+        w[k] = weight_at(&s.from, row, c + k);
+        const float value = w[k].a * (w[k].q - w[k].zero) + w[k].b;
+        const size_t place = rows.columns ? (size_t)(c + k) * m.stride + to : (size_t)to * m.stride + c + k;
+        if (isnan(value)) *bad = 1;
+        if (m.type == BF16) ((bf16 *)matrix)[place] = (bf16)value;
+        if (m.type == F16) ((f16 *)matrix)[place] = (f16)value;
+        if (m.type == F32) ((float *)matrix)[place] = value;
+    }
+    if (is_coded(m.type)) place_codes(s, m, row, to, c, w);
+}
+/* Packs sixteen e2m1 values: see FP4_MASK. */
+static __device__ void fp4_pack(const uint8_t (&nibble)[16], uint32_t (&word)[2]) {
     uint32_t rest = 0;
     word[0] = word[1] = 0;
     for (int i = 0; i < 16; i++) {
-        uint32_t nibble = nibbles[i / 2] >> i % 2 * 4 & 15, value = (nibble >> 3 << 15 | (nibble & 7) << 6)
-                                                                    << i % 2 * 16;
+        uint32_t value = (nibble[i] >> 3 << 15 | (nibble[i] & 7) << 6) << i % 2 * 16;
         switch (i / 2 % 4) {
         case 0: word[i / 8] |= value; break;
         case 1: word[i / 8] |= __funnelshift_l(value, value, 6); break;
@@ -225,23 +302,23 @@ static __device__ void fp4_pack(const uint8_t *nibbles, uint32_t (&word)[2]) {
         if (bit & FP4_REST << 2) word[1] |= wrong >> 2;
     }
 }
-/* MXFP4's blocks, or their scales. */
-static __global__ void place_fp4(Source s, Matrix m, Rows rows, bool scales, int *bad) {
-    const uint8_t *from = s.data + blockIdx.x * s.stride;
-    int r = rows.of(s.begin + blockIdx.x), g = r % 8, high = r / 8 % 2;
-    uint8_t *tile = m.data + s.matrix * m.bytes + (size_t)(r / TILE) * (m.stride / CHUNK) * FP4_CHUNK;
-    for (int b = threadIdx.x; b < s.cols / 32; b += blockDim.x) {
-        uint8_t *chunk = tile + (size_t)(b / 2) * FP4_CHUNK;
-        if (scales) {
-            if (from[b] > MAX_FP4_SCALE) *bad = 1; /* 255 is NaN */
-            chunk[512 + g * 4 + high * 2 + b % 2] = from[b] + FP4_SCALE;
-            continue;
-        }
-        for (int half = 0; half < 2; half++) { /* 16 values: 8 bytes, low nibble first */
-            uint32_t word[2];
-            fp4_pack(from + b * 16 + half * 8, word);
-            *(uint2 *)(chunk + (g * 4 + b % 2 * 2 + half) * 16 + high * 8) = make_uint2(word[0], word[1]);
-        }
+/* The same for MXFP4: a thread takes a block of 32 columns. */
+static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
+    const int each = s.columns / 32, i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int row = s.row + i / each, b = i % each, to = rows.of(row), g = to % 8, high = to / 8 % 2;
+    if (row >= s.row + s.rows) return;
+    const bool gguf = s.from.type == GGUF_MXFP4; /* the scale first; halves, not neighbours, share a byte */
+    const uint8_t *block = s.from.data + row * s.from.stride + b * (gguf ? 17 : 16);
+    const uint8_t scale = gguf ? *block++ : s.from.scale.data[row * s.from.scale.stride + b];
+    uint8_t *chunk = m.chunk(s.matrix, to, b * 32, FP4_CHUNK);
+    if (scale > MAX_FP4_SCALE) *bad = 1; /* 255 is NaN */
+    chunk[512 + g * 4 + high * 2 + b % 2] = scale + FP4_SCALE;
+    for (int half = 0; half < 2; half++) {
+        uint8_t nibble[16];
+        uint32_t word[2];
+        for (int k = 0; k < 16; k++) nibble[k] = gguf ? block[k] >> half * 4 & 15 : nibble_at(block, half * 16 + k);
+        fp4_pack(nibble, word);
+        *(uint2 *)(chunk + (g * 4 + b % 2 * 2 + half) * 16 + high * 8) = make_uint2(word[0], word[1]);
     }
 }
 /* Random weights of about 1 / sqrt(cols), a thread a word. */
@@ -254,9 +331,17 @@ static __global__ void make_up(Matrix m, uint32_t seed) {
         if (m.type == BF16) { /* uniform */
             float most = sqrtf(3.f / m.cols) / 32768;
             ((__nv_bfloat162 *)m.data)[i] = __floats2bfloat162_rn((int16_t)bits * most, (int16_t)(bits >> 16) * most);
-        } else { /* all e2m1 values alike, whose root mean square is 2.93, and one scale */
+        } else if (m.type == MXFP4) { /* all e2m1 values alike, whose root mean square is 2.93, and one scale */
             uint32_t scale = 127 + FP4_SCALE - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
             ((uint32_t *)m.data)[i] = i * 4 % FP4_CHUNK < 512 ? bits : scale * 0x01010101;
+        } else { /* all codes alike, but for NaN of e4m3 */
+            const float a = 1 / (sqrtf(m.cols) * (m.type == FP8 ? 68.5f : code_bits(m.type) == 8 ? 73.9f : 4.6f));
+            const __half2 both = __floats2half2_rn(a, m.type == Q4_1 ? -7.5f * a : 0);
+            const uint32_t word = has_offset(m.type) ? *(const uint32_t *)&both : float_bits(a);
+            const bool code = i * 4 % coded_chunk(m.type) < codes_bytes(m.type);
+            ((uint32_t *)m.data)[i] = code                ? bits & (m.type == FP8 ? ~0x00880088u : ~0u)
+                                      : m.type == PACKED4 ? word & ~15u | 8
+                                                          : word;
         }
     }
 }
@@ -266,72 +351,87 @@ static bool upload_floats(float *to, const float *from, size_t n, Error *e) {
     return true;
 }
 
+/* How rows and columns lie in a file: lines of so many bytes, `columns` columns each where the matrix is transposed. */
+struct Lines {
+    size_t n, bytes;
+    int columns;
+};
+static Lines lines_of(Type type, size_t rows, size_t cols) {
+    const TypeInfo &info = types[type];
+    const int columns = type == GPTQ4 ? 8 : type == GPTQ8 ? 4 : type == AWQ4 ? 1 : 0;
+    if (columns) return {(cols + columns - 1) / columns, type == AWQ4 ? rows / 8 * 4 : rows * 4, columns};
+    return {rows, (cols + info.values - 1) / info.values * info.bytes, 0};
+}
+static Lines lines_of(const Grid &g, const Linear &w) {
+    if (!g.rows) return {};
+    const size_t rows = (w.rows + g.rows - 1) / g.rows, cols = (w.cols + g.cols - 1) / g.cols;
+    return g.transposed ? lines_of(g.type, cols, rows) : lines_of(g.type, rows, cols);
+}
+/* Where matrix i lies. */
+static View view_of(View all, const View *each, int i) {
+    all.offset += i * all.step;
+    return each ? each[i] : all;
+}
+
 /* A model on its way: several threads read pieces into pinned buffers (mapped files would fault page by page) while
  * kernels place earlier ones. */
 struct Upload {
-    struct Job { /* a Linear's weights, or their scales */
+    struct Job {
         Linear linear;
-        bool scales;
-        size_t row_bytes;
         Matrix to;
         Rows place;
         char name[32];
-        View view(int matrix) const {
-            const View *each = scales ? linear.each_scale : linear.each;
-            View all = scales ? linear.scale : linear.data;
-            all.offset += matrix * all.step;
-            return each ? each[matrix] : all;
-        }
+        Lines lines;
     };
     static constexpr size_t PIECE = 16 << 20; /* bytes read at once */
     static constexpr int READERS = 6, BUFFERS = 2;
     std::vector<Job> job;
-    std::vector<std::pair<int, int>> piece; /* job, and which row of all its matrices it begins with */
+    std::vector<std::pair<int, size_t>> piece; /* job, and which line of all its matrices it begins with */
     std::atomic<size_t> next{0}, done{0};
     std::atomic<bool> failed{false};
     std::mutex lock;
     Error error;
     int *bad; /* (jobs) on the card */
 
-    static int rows_of_piece(const Job &j) {
-        return (int)std::max<size_t>(1, std::min<size_t>(j.linear.rows, PIECE / j.view(0).stride));
+    static int lines_of_piece(const Job &j) {
+        size_t n = std::max<size_t>(1, PIECE / std::max<size_t>(1, view_of(j.linear.data, j.linear.each, 0).stride));
+        if (j.lines.columns) n = std::max<size_t>(1, n * j.lines.columns / CHUNK) * CHUNK / j.lines.columns;
+        return (int)std::min(j.lines.n, n);
     }
-    static size_t bytes_of(const Job &j, int rows) { return (rows - 1) * j.view(0).stride + j.row_bytes; }
     void add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name);
-    bool add_layer(const DeviceLayer &d, const Layer *l, int i, int half, Error *e);
+    bool add_layer(const DeviceLayer &d, const Model *m, int i, Error *e);
     bool list(const DeviceModel *device, const Model *m, Error *e);
-    bool read_piece(const Job &j, int row, int rows, uint8_t *buffer, Error *e) const;
-    cudaError_t place_piece(int number, int row, int rows, const uint8_t *staged, cudaStream_t stream) const;
+    bool read_view(const View &view, size_t first, const Lines &lines, uint8_t *to, const char *name, Error *e) const;
+    size_t stage(const Job &j, int matrix, int line, int n, uint8_t *host, uint8_t *card, Source *s, Error *e) const;
+    cudaError_t place_piece(int number, const Source &s, cudaStream_t stream) const;
     bool read(int device, Error *e);
     bool run(int device, void (*progress)(uint64_t, uint64_t), Error *e);
 };
 
 void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name) {
-    for (int scales = 0; scales < (w.type == MXFP4 ? 2 : 1); scales++) {
-        Job j = {w, scales != 0, 0, to, place, ""};
-        j.row_bytes = w.type == MXFP4 ? w.cols / (scales ? 32 : 2) : (size_t)w.cols * (w.type == F32 ? 4 : 2);
-        if (layer < 0)
-            snprintf(j.name, sizeof j.name, "%s", name);
-        else
-            snprintf(j.name, sizeof j.name, "layer %d, %s", layer, name);
-        for (int i = 0; i < w.n; i++)
-            for (int r = 0; r < w.rows; r += rows_of_piece(j)) piece.push_back({(int)job.size(), i * w.rows + r});
-        job.push_back(j);
-    }
+    Job j = {w, to, place, "", lines_of(w.type, w.rows, w.cols)};
+    if (layer < 0)
+        snprintf(j.name, sizeof j.name, "%s", name);
+    else
+        snprintf(j.name, sizeof j.name, "layer %d, %s", layer, name);
+    for (size_t i = 0; i < w.n * j.lines.n; i += std::min<size_t>(lines_of_piece(j), j.lines.n - i % j.lines.n))
+        piece.push_back({(int)job.size(), i});
+    job.push_back(j);
 }
 
-bool Upload::add_layer(const DeviceLayer &d, const Layer *l, int i, int half, Error *e) {
+bool Upload::add_layer(const DeviceLayer &d, const Model *m, int i, Error *e) {
+    const Layer *l = m->layer + i;
+    const int half = m->neighbours ? 0 : m->head_dim / 2;
     const Rows all = {0, 1, 0}, q = {0, 1, half}, k = {l->q.rows, 1, half}, v = {l->q.rows + l->k.rows, 1, 0},
                even = {0, 2, 0}, odd = {1, 2, 0}, kv_a = {l->q_a.rows ? l->q_a.rows : l->q.rows, 1, 0},
-               columns = {0, 1, 0, true};
+               k_up = {0, 1, 0, !m->k_up_transposed};
     /* Gate and up may lie row by row in one tensor, already as the card wants them: then it is read at once. */
     Linear both = l->gate;
     both.rows *= 2;
-    for (View *view : {&both.data, &both.scale}) view->stride /= 2, view->size += view->stride;
-    bool fused =
-        !l->gate.each && l->gate.data.fd == l->up.data.fd &&
-        l->up.data.offset == l->gate.data.offset + both.data.stride &&
-        both.data.stride == (both.type == MXFP4 ? both.cols / 2 : (size_t)both.cols * (both.type == F32 ? 4 : 2));
+    for (View *view : {&both.data, &both.scale.data}) view->stride /= 2, view->size += view->stride;
+    bool fused = !l->gate.each && l->gate.data.fd == l->up.data.fd && (both.type == MXFP4 || !both.scale.rows) &&
+                 l->up.data.offset == l->gate.data.offset + both.data.stride &&
+                 both.data.stride == lines_of(both.type, 1, both.cols).bytes;
     const struct {
         const Linear *from;
         const Matrix *to;
@@ -340,7 +440,7 @@ bool Upload::add_layer(const DeviceLayer &d, const Layer *l, int i, int half, Er
     } parts[] = {{&l->q_a, &d.qkv, all, "query, low rank"},
                  {&l->q, l->q_a.rows ? &d.q : &d.qkv, q, "query"},
                  {&l->kv_a, &d.qkv, kv_a, "latent"},
-                 {&l->k_up, &d.k_up, columns, "key of latent"},
+                 {&l->k_up, &d.k_up, k_up, "key of latent"},
                  {&l->v_up, &d.v_up, all, "value of latent"},
                  {&l->k, &d.qkv, k, "key"},
                  {&l->v, &d.qkv, v, "value"},
@@ -368,7 +468,7 @@ bool Upload::add_layer(const DeviceLayer &d, const Layer *l, int i, int half, Er
 }
 
 bool Upload::list(const DeviceModel *device, const Model *m, Error *e) {
-    const Rows all = {0, 1, 0}, head = {0, 1, m->head_dim / 2};
+    const Rows all = {0, 1, 0}, head = {0, 1, m->neighbours ? 0 : m->head_dim / 2};
     auto head_norm = [&](float *to, const float *from) {
         std::vector<float> dealt(m->head_dim);
         for (int i = 0; i < m->head_dim && from; i++) dealt[head.of(i)] = from[i];
@@ -387,34 +487,69 @@ bool Upload::list(const DeviceModel *device, const Model *m, Error *e) {
             !upload_floats(d.sinks, l->sinks, m->n_heads, e) || !head_norm(d.q_norm, l->q_norm) ||
             !head_norm(d.k_norm, l->k_norm) ||
             (l->kv_a.rows && !upload_floats(d.q_a_norm, l->q_a_norm, l->q_a.rows, e)) ||
-            (l->kv_a.rows && !upload_floats(d.kv_a_norm, l->kv_a_norm, m->kv_rank, e)) ||
-            !add_layer(d, l, i, m->neighbours ? 0 : m->head_dim / 2, e))
+            (l->kv_a.rows && !upload_floats(d.kv_a_norm, l->kv_a_norm, m->kv_rank, e)) || !add_layer(d, m, i, e))
             return false;
     }
     return upload_floats(device->norm, m->norm, m->dim, e);
 }
 
-bool Upload::read_piece(const Job &j, int row, int rows, uint8_t *buffer, Error *e) const {
-    size_t bytes = bytes_of(j, rows);
-    const View view = j.view(row / j.linear.rows);
-    const size_t offset = view.offset + row % j.linear.rows * view.stride;
+bool Upload::read_view(const View &view, size_t first, const Lines &lines, uint8_t *to, const char *name,
+                       Error *e) const {
+    const size_t bytes = (lines.n - 1) * view.stride + lines.bytes;
     for (size_t have = 0; have < bytes;) {
-        ssize_t got = pread(view.fd, buffer + have, bytes - have, (off_t)(offset + have));
-        if (got <= 0) return fail(e, BAD_MODEL, "a model file ended while it was read (%s); download it again", j.name);
+        ssize_t got = pread(view.fd, to + have, bytes - have, (off_t)(view.offset + first * view.stride + have));
+        if (got <= 0) return fail(e, BAD_MODEL, "a model file ended while it was read (%s); download it again", name);
         have += (size_t)got;
     }
     return true;
 }
 
-cudaError_t Upload::place_piece(int number, int row, int rows, const uint8_t *staged, cudaStream_t stream) const {
-    const Job &j = job[number];
-    Source s = {staged, j.view(0).stride, row % j.linear.rows, row / j.linear.rows, j.linear.cols};
-    switch (j.linear.type) {
-    case MXFP4: place_fp4<<<rows, 96, 0, stream>>>(s, j.to, j.place, j.scales, bad + number); break;
-    case BF16: place_rows<bf16><<<rows, 256, 0, stream>>>(s, j.to, j.place, bad + number); break;
-    case F16: place_rows<f16><<<rows, 256, 0, stream>>>(s, j.to, j.place, bad + number); break;
-    case F32: place_rows<float><<<rows, 256, 0, stream>>>(s, j.to, j.place, bad + number); break;
+/* Reads lines of a matrix, and what its grids say, to `host`; tells where they lie once they are copied to `card`.
+ * Returns the bytes, also for host NULL, which reads nothing; 0: it failed. */
+size_t Upload::stage(const Job &j, int matrix, int line, int n, uint8_t *host, uint8_t *card, Source *s,
+                     Error *e) const {
+    const Linear &w = j.linear;
+    const View data = view_of(w.data, w.each, matrix);
+    Plan p = {host, 0};
+    bool ok = true;
+    auto take = [&](const View &view, size_t first, const Lines &lines) {
+        const size_t at = p.used;
+        uint8_t *to = p.take<uint8_t>((lines.n - 1) * view.stride + lines.bytes);
+        ok = ok && (!host || read_view(view, first, lines, to, j.name, e));
+        return card + at;
+    };
+    auto entries = [&](const Grid &g) {
+        Entries all = {g.type, g.rows, g.cols, g.transposed, NULL, g.data.stride};
+        if (!g.rows) return all;
+        const View view = view_of(g.data, g.each, matrix);
+        all.stride = view.stride, all.data = take(view, 0, lines_of(g, w));
+        return all;
+    };
+    const int columns = j.lines.columns;
+    *s = {{},
+          columns ? 0 : line,
+          columns ? w.rows : n,
+          columns * line,
+          columns ? std::min(columns * n, w.cols - columns * line) : w.cols,
+          matrix};
+    s->from.type = w.type, s->from.info = types[w.type], s->from.stride = data.stride;
+    s->from.data = take(data, line, {(size_t)n, j.lines.bytes}) - line * data.stride;
+    s->from.scale = entries(w.scale), s->from.zero = entries(w.zero);
+    s->from.zero_plus_one = w.zero_plus_one, s->from.factor = w.factor ? w.factor[matrix] : 1;
+    if (w.group) {
+        const size_t at = p.used;
+        int *group = p.take<int>(w.cols);
+        if (host) memcpy(group, w.group + (size_t)matrix * w.cols, w.cols * sizeof(int));
+        s->from.group = (const int *)(card + at);
     }
+    return ok ? p.used : 0;
+}
+
+cudaError_t Upload::place_piece(int number, const Source &s, cudaStream_t stream) const {
+    const Job &j = job[number];
+    const size_t threads = (size_t)s.rows * (j.to.type == MXFP4 ? s.columns / 32 : (s.columns + 3) / 4);
+    auto place = j.to.type == MXFP4 ? place_fp4 : place_weights;
+    place<<<(unsigned)((threads + 255) / 256), 256, 0, stream>>>(s, j.to, j.place, bad + number);
     return cudaGetLastError();
 }
 
@@ -431,7 +566,8 @@ bool Upload::read(int device, Error *e) {
     } buffer[BUFFERS];
     size_t room = PIECE;
     CUDA(cudaSetDevice(device));
-    for (const Job &j : job) room = std::max(room, bytes_of(j, rows_of_piece(j)));
+    Source s;
+    for (const Job &j : job) room = std::max(room, stage(j, 0, 0, lines_of_piece(j), NULL, NULL, &s, e));
     for (Buffer &b : buffer) {
         CUDA(cudaMallocHost(&b.host, room));
         CUDA(cudaMalloc(&b.card, room));
@@ -442,12 +578,14 @@ bool Upload::read(int device, Error *e) {
         if (i >= piece.size()) break;
         const Job &j = job[piece[i].first];
         Buffer &b = buffer[turn % BUFFERS];
-        int row = piece[i].second, rows = std::min(rows_of_piece(j), j.linear.rows - row % j.linear.rows);
+        const int matrix = piece[i].second / j.lines.n, line = piece[i].second % j.lines.n;
+        const int lines = std::min<int>(lines_of_piece(j), j.lines.n - line);
         CUDA(cudaStreamSynchronize(b.stream));
-        if (!read_piece(j, row, rows, b.host, e)) return false;
-        CUDA(cudaMemcpyAsync(b.card, b.host, bytes_of(j, rows), cudaMemcpyHostToDevice, b.stream));
-        CUDA(place_piece(piece[i].first, row, rows, b.card, b.stream));
-        done += rows * j.row_bytes;
+        const size_t bytes = stage(j, matrix, line, lines, b.host, b.card, &s, e);
+        if (!bytes) return false;
+        CUDA(cudaMemcpyAsync(b.card, b.host, bytes, cudaMemcpyHostToDevice, b.stream));
+        CUDA(place_piece(piece[i].first, s, b.stream));
+        done += lines * j.lines.bytes;
     }
     for (Buffer &b : buffer) CUDA(cudaStreamSynchronize(b.stream));
     return true;
@@ -455,7 +593,7 @@ bool Upload::read(int device, Error *e) {
 
 bool Upload::run(int device, void (*progress)(uint64_t, uint64_t), Error *e) {
     uint64_t total = 0;
-    for (const Job &j : job) total += (uint64_t)j.linear.n * j.linear.rows * j.row_bytes;
+    for (const Job &j : job) total += (uint64_t)j.linear.n * j.lines.n * j.lines.bytes;
     CUDA(cudaMalloc(&bad, job.size() * sizeof(int)));
     CUDA(cudaMemset(bad, 0, job.size() * sizeof(int)));
     CUDA(cudaDeviceSynchronize());
@@ -498,7 +636,7 @@ static bool load_weights(const DeviceModel *device, const Model *m, int gpu, voi
     if (!upload.list(device, m, e)) return false;
     if (!m->made_up) return upload.run(gpu, progress, e);
     for (const Upload::Job &j : upload.job)
-        if (!j.scales && !j.place.first) make_up<<<1024, 256>>>(j.to, seed++ * 0x9E3779B9u); /* once a Matrix */
+        if (!j.place.first) make_up<<<1024, 256>>>(j.to, seed++ * 0x9E3779B9u); /* once a Matrix */
     CUDA(cudaGetLastError());
     CUDA(cudaDeviceSynchronize());
     return true;
@@ -543,6 +681,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     for (int i = 0; i < 2; i++)
         w.turn[i] = p.take<float2>(m.rope[i].inv_freq ? (size_t)gpu->limits.context * (m.rope_dim / 2) : 0);
     gpu->product_room = p.take<uint8_t>(PRODUCT_ROOM);
+    gpu->decoded = p.take<bf16>(gpu->decoded_size);
     w.x = p.take<float>(T * m.dim);
     w.normed = p.take<uint8_t>(T * w.normed_pitch * element);
     w.square = p.take<float>(MAX_DECODE * square_parts(m.dim));
@@ -593,9 +732,14 @@ static bool take_memory(Gpu *gpu, int *pages, Error *e) {
     gpu->logit_rows = std::max(64, std::min(256, gpu->limits.max_seqs));
     gpu->lean = true;
     if (!plan_weights(&gpu->device, &m, NULL, &weights, e)) return false;
+    gpu->decoded_size = 0;
     for (const DeviceLayer &l : gpu->device.layer)
-        for (const Matrix *x : {&l.qkv, &l.o, &l.router, &l.up, &l.down, (const Matrix *)&gpu->device.head})
+        for (const Matrix *x : {&l.qkv, &l.q, &l.o, &l.router, &l.up, &l.down, &l.shared_up, &l.shared_down,
+                                (const Matrix *)&gpu->device.head}) {
             gpu->lean &= !x->rows || x->type != F32;
+            if (is_coded(x->type) && x->n == 1 && x != &gpu->device.head)
+                gpu->decoded_size = std::max(gpu->decoded_size, (size_t)x->rows * x->stride);
+        }
     gpu->weight_bytes = weights;
     work = plan_work(gpu, NULL);
     CUDA(cudaMemGetInfo(&free, &total));
@@ -633,7 +777,7 @@ static bool check_model(const Model &m, Error *e) {
     if (m.n_experts > MAX_EXPERTS) return fail(e, BAD_MODEL, "%d experts are more than %d", m.n_experts, MAX_EXPERTS);
     if (m.dim > MAX_DIM) return fail(e, BAD_MODEL, "a hidden size of %d is more than %d", m.dim, MAX_DIM);
     if (m.ffn_dim % 2) return fail(e, BAD_MODEL, "an intermediate size of %d is not a multiple of 2", m.ffn_dim);
-    if (m.kv_rank ? !m.neighbours || m.n_heads * m.v_dim % 8 : m.neighbours || m.v_dim != m.head_dim)
+    if (m.kv_rank ? !m.neighbours || m.n_heads * m.v_dim % 8 : m.v_dim != m.head_dim)
         return fail(e, BAD_MODEL, "heads of %d and %d with latents of %d are not implemented", m.head_dim, m.v_dim,
                     m.kv_rank);
     if (m.dim % 4) return fail(e, BAD_MODEL, "a hidden size of %d is not a multiple of 4", m.dim);

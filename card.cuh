@@ -3,7 +3,7 @@
 #ifndef CARD_CUH
 #define CARD_CUH
 
-#include "infer.h"
+#include "decode.h"
 
 #include <array>
 #include <cublasLt.h>
@@ -20,8 +20,39 @@ constexpr int TILE = 16;  /* rows of a matrix that a warp multiplies at once: m 
 constexpr int CHUNK = 64; /* ... and columns of them that it reads at once */
 constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154; /* bytes; see Encoding<MXFP4> in infer.cu */
 
+/* The encodings that kernels know besides BF16, F16, F32 and MXFP4: codes of 8 or 4 bits, and for each row and every
+ * 64, 32 or 16 columns a word that scales them. A file's other encodings become one of these without loss, but for two
+ * halves in place of two floats:
+ *
+ *   FP8, INT8   of 64 columns  a float a                                      weight a q, q signed
+ *   Q8_0        of 32          the same
+ *   PACKED4     of 64          a float a whose lowest four bits are a zero z  weight a (q - z), q unsigned
+ *   Q4_1        of 32          two halves a, b                                weight a q + b, q unsigned
+ *   Q6_K        of 16          two halves a, b                                weight a q + b, q signed */
+__host__ __device__ constexpr bool is_coded(Type t) {
+    return t == FP8 || t == INT8 || t == PACKED4 || t == Q4_1 || t == Q8_0 || t == Q6_K;
+}
+__host__ __device__ constexpr int code_bits(Type t) { return t == PACKED4 || t == Q4_1 ? 4 : 8; }
+__host__ __device__ constexpr int chunk_words(Type t) { return t == Q6_K ? 4 : t == Q8_0 || t == Q4_1 ? 2 : 1; }
+__host__ __device__ constexpr bool has_offset(Type t) { return t == Q4_1 || t == Q6_K; }
+__host__ __device__ constexpr int codes_bytes(Type t) { return TILE * CHUNK * code_bits(t) / 8; }
+__host__ __device__ constexpr int coded_chunk(Type t) { return codes_bytes(t) + TILE * chunk_words(t) * 4; }
+/* Where in a chunk of a tile, as bit, the code of a row and column lies, and as byte, its word. Lane 4g + t of a warp
+ * has rows g and g + 8, and of every 32 columns 8t to 8t + 7, or, where words are for 16, 4t to 4t + 3 and 16 + 4t to
+ * 16 + 4t + 3; mma takes four at once, number k. Two values that one register shall hold lie 16 bits apart. */
+__host__ __device__ constexpr int code_place(Type t, int row, int column) {
+    const bool words_of_16 = chunk_words(t) == 4;
+    const int lane = row % 8 * 4 + (words_of_16 ? column % 16 / 4 : column % 32 / 8), pair = column % 4 / 2;
+    const int k = words_of_16 ? column / 16 : column / 32 * 2 + column % 8 / 4, second = column % 2;
+    return code_bits(t) == 8 ? row / 8 * 4096 + lane * 128 + k * 32 + pair * 8 + second * 16
+                             : lane * 128 + row / 8 * 64 + k / 2 * 32 + (k % 2 * 2 + pair) * 4 + second * 16;
+}
+__host__ __device__ constexpr int word_place(Type t, int row, int column) {
+    return codes_bytes(t) + ((row % 8 * 2 + row / 8) * chunk_words(t) + column * chunk_words(t) / CHUNK) * 4;
+}
+
 /* A Linear on the card: n matrices of rows padded to whole tiles and columns padded to whole chunks, with 0. BF16, F16
- * and F32 row by row as in the file; MXFP4 tile by tile, and there chunk by chunk. */
+ * and F32 row by row as in the file; others tile by tile, and there chunk by chunk. */
 struct Matrix {
     uint8_t *data;
     float *bias; /* (n, rows) or NULL */
@@ -30,6 +61,9 @@ struct Matrix {
     int stride;   /* columns with padding */
     size_t bytes; /* of one matrix */
     __host__ __device__ int tiles() const { return (rows + TILE - 1) / TILE; }
+    __host__ __device__ uint8_t *chunk(int matrix, int row, int column, int chunk_bytes) const {
+        return data + matrix * bytes + ((size_t)(row / TILE) * (stride / CHUNK) + column / CHUNK) * chunk_bytes;
+    }
 };
 
 struct DeviceLayer { /* a Layer on the card; of query and key, and their norms, the halves of each head alternate */
@@ -173,7 +207,9 @@ struct Gpu {
     cublasLtHandle_t blas = NULL;
     std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* by rows, columns, tokens and kind */
     uint8_t *product_room;                                        /* (PRODUCT_ROOM) for cuBLAS */
-    std::map<std::array<int, 4>, cudaGraphExec_t> graph;          /* by tokens, rows, pages and sampling */
+    bf16 *decoded;                                                /* (decoded_size) room for a matrix made bf16 */
+    size_t decoded_size;
+    std::map<std::array<int, 4>, cudaGraphExec_t> graph; /* by tokens, rows, pages and sampling */
     Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;
     int outstanding = 0;

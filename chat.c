@@ -1,7 +1,7 @@
 /* chat.c: conversations, harmony, and a table of simpler formats. Harmony follows docs/format.md of
  * github.com/openai/harmony, tools its JSON-schema-to-TypeScript rules; the others write what the chat templates
  * published with the models do. The readers accept what models write rather than what they should. See chat.h. */
-#include "chat.h"
+#include "gguf.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -105,8 +105,13 @@ static const Format harmony = {"harmony", .flags = THINKS};
 
 bool chat_template(const char *dir, Bytes *out, Error *e) {
     static const char *const files[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
-    bool ok = true;
-    for (int i = 0; i < 3 && ok && !out->n; i++) {
+    bool gguf = gguf_named(dir);
+    cJSON *metadata = gguf ? gguf_metadata(dir, e) : NULL;
+    bool ok = metadata || !gguf;
+    const char *text = json_string(metadata, "tokenizer.chat_template");
+    bytes_text(out, text ? text : "");
+    cJSON_Delete(metadata);
+    for (int i = 0; i < 3 && ok && !out->n && !gguf; i++) {
         Bytes path = {0};
         bytes_print(&path, "%s/%s", dir, files[i]);
         if (file_exists(path.data)) {

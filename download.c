@@ -596,8 +596,10 @@ static bool list_files(Error *e) {
     cJSON_ArrayForEach(entry, files) add_file(entry);
     for (int i = 0; i < hub.files; i++) weights |= !fnmatch("*.safetensors", hub.file[i].name, 0);
     if (!weights)
-        give_up(BAD_MODEL, "%s has no safetensors files at its root, which infer reads%s%s; --all fetches it all",
-                hub.name, *hub.foreign ? ", but " : "", hub.foreign);
+        give_up(BAD_MODEL, "%s has no safetensors files at its root, which infer reads%s%s; %s--all fetches it all",
+                hub.name, *hub.foreign ? ", but " : "", hub.foreign,
+                strstr(hub.foreign, ".gguf") ? "--include '*Q4_K_M*' fetches GGUF files with that in their names, "
+                                             : "");
     if (!hub.files)
         give_up(BAD_MODEL, "%s: none of its %d files was chosen: see --include and --all", hub.name,
                 cJSON_GetArraySize(files));

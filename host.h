@@ -26,7 +26,9 @@ typedef struct { /* texts of an option that may be repeated */
 enum { MOST_DIMS = 8 };
 typedef struct { /* a checked range of a file */
     char *name;
-    const char *dtype; /* as safetensors spells it: "BF16", "U8", ... */
+    const char *dtype;    /* as safetensors spells it: "BF16", "U8", ..., or GGUF: "Q4_K", ... */
+    const char *encoding; /* the same, or what the matrix that it belongs to is encoded in */
+    int64_t values;       /* how many it has; 0: it only helps to decode others */
     int dims;
     int64_t shape[MOST_DIMS];
     int file;                  /* index into Tensors.file */
@@ -45,11 +47,13 @@ typedef struct {
     Tensor *tensor; /* sorted by name */
     int n, files;
     TensorFile *file;
+    cJSON *metadata; /* of GGUF, by its keys; else NULL */
 } Tensors;
 
 /* Opens the safetensors files of a directory (github.com/huggingface/safetensors), or one file: 8 bytes of header
- * length, a JSON header that gives every tensor's dtype, shape and data_offsets, then the data without gaps. BAD_MODEL
- * with file, tensor, expected and found. If a file of the Tensors opened last shrinks while it is mapped, reading there
+ * length, a JSON header that gives every tensor's dtype, shape and data_offsets, then the data without gaps. A file
+ * NAME.gguf is opened with all its parts; its tensors get the hub's names. BAD_MODEL with file, tensor, expected and
+ * found. If a file of the Tensors opened last shrinks while it is mapped, reading there
  * ends the process with BAD_MODEL and a line that names the directory. */
 bool tensors_open(Tensors *t, const char *path, Error *e);
 void tensors_close(Tensors *t);
@@ -67,21 +71,22 @@ typedef struct {
 
 /* Opens a model directory; weights are mapped, not read. BAD_MODEL with file, field or tensor, expected and found. */
 bool checkpoint_open(Checkpoint *c, const char *dir, Error *e);
-/* The same from config.json alone: a model of its shapes without weights (Model.made_up). */
-bool checkpoint_make_up(Checkpoint *c, const char *dir, Error *e);
+/* The same from config.json alone: a model of its shapes without weights (Model.made_up), encoded as `encoding`, a name
+ * of types[], says; USAGE if it is none. NULL: BF16, which routers always have, and embedding and head but with GGUF's
+ * types. */
+bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Error *e);
 /* Does config.json describe a model that infer runs? Its weights need not be there. */
 bool checkpoint_known(const char *dir, Error *e);
 void checkpoint_close(Checkpoint *c);
 
-const char *type_name(Type type);
-uint64_t linear_bytes(const Linear *w); /* of its weights as encoded; 0 if it does not exist */
+uint64_t linear_bytes(const Linear *w); /* of its weights as encoded, with their grids; 0 if it does not exist */
 uint64_t model_bytes(const Model *m);   /* of all its Linears */
 /* Bytes that a step reads which generates one token for each of `streams` sequences of `depth` tokens: the matrices
  * once, of a layer's experts so many, and the keys and values that each sequence sees. */
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth);
 
 typedef struct {       /* what a list shows of a directory without opening its weights */
-    char *path, *name; /* name: ORG/NAME for a model of the hub's cache, else the path as people type it */
+    char *path, *name; /* name: ORG/NAME, or ORG/NAME/FILE.gguf, in the hub's cache, else the path as people type it */
     char encoding[16], family[40];
     uint64_t bytes;
     bool complete; /* every file that it needs is here */
@@ -157,7 +162,7 @@ void generation_end(Generation *w);
 /* The arguments of a command. What it does not take is NULL, 0 or false. */
 typedef struct {
     const char *model; /* the argument: MODEL or REPO; NULL: none was given */
-    const char *prompt, *file, *output, *ids, *system, *effort, *date, *revision, *token_file;
+    const char *prompt, *file, *output, *ids, *system, *effort, *date, *revision, *token_file, *encoding;
     Texts stop, include, exclude;
     Numbers prompts, depths, streams; /* of bench */
     int context, gpu, max_tokens, top, stride, tokens, repeats, jobs;

@@ -6,6 +6,7 @@
  * need no GPU never touch one. */
 #include "host.h"
 #include "download.h"
+#include "gguf.h"
 
 #define Tokenizer EditTokenizer /* libedit has a type of this name, too */
 #include <histedit.h>
@@ -84,6 +85,9 @@ static const Option options[] = {
      "depth of the context; what it holds does not matter and is not computed"},
     {"bench", 'b', "streams", "N,...", WHOLES, FIELD(streams), 1, MOST_STREAMS, "1,4,16", "streams at once"},
     {"bench", 'r', "repeats", "N", WHOLE, FIELD(repeats), 1, MOST_REPEATS, "5", "repeats"},
+    {"bench", 0, "encoding", "NAME", TEXT, FIELD(encoding),
+     .help = "of random weights: fp8, int8, packed4, gptq4, awq4, nvfp4, q8_0, q4_k, ... (bf16; gpt-oss's experts are "
+             "mxfp4)"},
     {"bench", 'o', "output", "FORMAT", TEXT, FIELD(output), .initial = "md", .help = "md, a table, or json"},
     {"bench", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "0",
      "0 or 0.01 to 100: of the draw"},
@@ -372,19 +376,22 @@ static bool choose_model(Session *s, Error *e) {
                                "download ORG/NAME fetches one"));
 }
 
-static bool open_checkpoint(Session *s, bool shapes, Error *e) {
+static bool open_checkpoint(Session *s, const Options *o, bool shapes, Error *e) {
     Bytes path = {0};
     bytes_print(&path, "%s/model.safetensors", s->dir);
-    bool weights = file_exists(path.data);
+    bool weights = file_exists(path.data) || gguf_named(s->dir);
     bytes_text(&path, ".index.json");
     weights |= file_exists(path.data);
     bytes_free(&path);
-    return (weights || !shapes ? checkpoint_open : checkpoint_make_up)(&s->checkpoint, s->dir, e);
+    if (weights && o->encoding)
+        return fail(e, USAGE, "%s has weights; --encoding is for a directory that has only config.json", s->dir);
+    if (weights || !shapes) return checkpoint_open(&s->checkpoint, s->dir, e);
+    return checkpoint_make_up(&s->checkpoint, s->dir, o->encoding, e);
 }
 
 static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
     Bytes path = {0};
-    bytes_print(&path, "%s/tokenizer.json", s->dir);
+    bytes_print(&path, gguf_named(s->dir) ? "%s" : "%s/tokenizer.json", s->dir);
     bool ok = (may_lack && !file_exists(path.data)) || (s->tokenizer = tokenizer_open(path.data, e));
     bytes_free(&path);
     const int vocab = s->checkpoint.model.vocab;
@@ -394,6 +401,17 @@ static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
             "%s: tokenizer.json has ids up to %d, config.json a vocabulary of %d: they belong to different models",
             s->dir, tokenizer_size(s->tokenizer) - 1, vocab);
     return ok;
+}
+
+/* A GGUF file names up to three ids that end a text. These tokens do so in every family that has them. */
+static void add_stops(Session *s) {
+    static const char *const ends[] = {"<|eot_id|>",      "<|eom_id|>",    "<|im_end|>",
+                                       "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>",
+                                       "<|return|>",      "<|call|>",      "</s>"};
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        int id = tokenizer_added(s->tokenizer, ends[i]);
+        if (id >= 0) ids_add(&s->checkpoint.stop, id);
+    }
 }
 
 static void open_chat(Session *s) {
@@ -410,9 +428,10 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
     if (o->model && !(s->dir = model_get(o->model, e))) return false;
     if (o->model) s->name = copy_text(o->model, strlen(o->model));
     if (!o->model && !choose_model(s, e)) return false;
-    if (need & (NEED_CHECKPOINT | NEED_SHAPES) && !open_checkpoint(s, need & NEED_SHAPES, e)) return false;
+    if (need & (NEED_CHECKPOINT | NEED_SHAPES) && !open_checkpoint(s, o, need & NEED_SHAPES, e)) return false;
     if ((tokenizer || need & USE_TOKENIZER) && !open_tokenizer(s, !tokenizer, e)) return false;
     if (s->tokenizer) open_chat(s);
+    if (s->tokenizer && gguf_named(s->dir)) add_stops(s);
     if (need & NEED_CHAT && !s->has_chat) return *e = s->no_chat, false;
     return !(need & NEED_ENGINE) || session_load(s, o, o->context, e);
 }

@@ -63,7 +63,7 @@ __device__ inline uint32_t pack(float low, float high) {
     return *reinterpret_cast<uint32_t *>(&v);
 }
 /* Of which type activations are that a matrix multiplies. */
-__host__ __device__ inline Type type_for(const Matrix &m) { return m.type == MXFP4 ? BF16 : m.type; }
+__host__ __device__ inline Type type_for(const Matrix &m) { return m.type == F32 || m.type == F16 ? m.type : BF16; }
 /* Stores element i of a row for a matrix of this type, or elements i and i + 1, i even. f16 ends at 65504. */
 __device__ inline f16 to_f16(float x) { return (f16)fminf(fmaxf(x, -65504), 65504); }
 __device__ inline void store_as(Type type, void *row, size_t i, float x) {
@@ -97,6 +97,12 @@ __device__ inline uint4 load_weights(const void *from, bool real) {
 __device__ inline uint32_t load_scales(const void *from, bool real) {
     uint32_t x = 0;
     if (real) asm volatile("ld.global.L2::256B.u32 %0,[%1];" : "=r"(x) : "l"(from));
+    return x;
+}
+
+__device__ inline uint2 load_pair(const void *from, bool real) {
+    uint2 x = {};
+    if (real) asm volatile("ld.global.L2::256B.v2.u32 {%0,%1},[%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
     return x;
 }
 
@@ -174,7 +180,8 @@ __device__ inline bool last_block(int *arrived, int blocks) {
 
 /* How weights of a type lie on the card, and how a lane of a warp reads its part of a chunk: lane 4g + t has sixteen
  * columns of rows g and g + 8 of a tile, eight at column(t, 0) and eight at column(t, 1). Raw is what it loads;
- * decode() makes bf16 (or f16) of eight columns of both rows, times 1 / FACTOR.
+ * decode() makes bf16 (or f16) of eight columns of both rows, times 1 / FACTOR; multiply() adds the chunk's product
+ * with `at` and following columns of x.
  *
  *   offset()  where 16 bytes, number `piece`, of a tile's first chunk lie; those of chunk k are k * STEP further on
  *   PIECES    of 16 bytes that make up a chunk of a tile in shared memory, in the order in which read() wants them
@@ -182,8 +189,23 @@ __device__ inline bool last_block(int *arrived, int blocks) {
  *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
 template <Type T> struct Encoding;
 
-template <typename A> struct Encoding16 { /* rows as they stand in the file */
+/* For encodings that decode() tells whole. */
+template <class E, typename A> struct Decoded {
     typedef A Activation;
+    template <int TILES, class Raw>
+    __device__ static void multiply(float (&c)[TILES][4], const Raw &raw, const A *const (&x)[TILES], uint32_t at) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 low, high;
+            E::decode(raw, half, low, high);
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+                mma_eight<A>(c[n], low, high, *(const uint4 *)(x[n] + at + E::column(0, half)));
+        }
+    }
+};
+
+template <typename A> struct Encoding16 { /* rows as they stand in the file */
     static constexpr float FACTOR = 1;
     static constexpr int STEP = CHUNK * 2, PIECES = 128, BLOCKS = 2;
     template <int TILES> static constexpr int AHEAD = TILES == 1 ? 4 : 2;
@@ -210,8 +232,8 @@ template <typename A> struct Encoding16 { /* rows as they stand in the file */
         low = r.low[half], high = r.high[half];
     }
 };
-template <> struct Encoding<BF16> : Encoding16<bf16> {};
-template <> struct Encoding<F16> : Encoding16<f16> {};
+template <> struct Encoding<BF16> : Encoding16<bf16>, Decoded<Encoding16<bf16>, bf16> {};
+template <> struct Encoding<F16> : Encoding16<f16>, Decoded<Encoding16<f16>, f16> {};
 
 /* Sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 in the order of their columns, times 2^-126. The
  * loader has chosen the free bits of both words so that `rest`, with all carries, has the fourth pair of either. */
@@ -230,8 +252,7 @@ __device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
  * and behind these 512 bytes the scales of both blocks of 32 of row g and of both of row g + 8, for each g, with
  * FP4_SCALE added. bf16 cannot hold all that e8m0 may multiply: decode() gives values 2^26 too small, and the finished
  * sum is multiplied by FACTOR. */
-template <> struct Encoding<MXFP4> {
-    typedef bf16 Activation;
+template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
     static constexpr float FACTOR = 0x1p26f;
     static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 4;
     template <int TILES> static constexpr int AHEAD = 2;
@@ -264,6 +285,146 @@ template <> struct Encoding<MXFP4> {
         high = times(half ? row8.high : row8.low, r.scales >> 16 & 255);
     }
 };
+
+/* Codes of 4 or 8 bits: see is_coded() in card.cuh. The words that scale them multiply sums of 64, 32 or 16 columns,
+ * those of so many mma in turn, and offsets multiply the sum of x over the same columns. As bf16 codes are exact but
+ * for what few operations leave there: 4 bits come as 128 + q, which the offset takes back; 8 bits as two terms, 128 +
+ * the seven low ones and -128 or, with the sign, -256; e4m3 2^120 too small. */
+template <Type T> struct EncodingCoded {
+    typedef bf16 Activation;
+    static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), TERMS = BITS == 8 && T != FP8 ? 2 : 1;
+    static constexpr bool OFFSET = has_offset(T) || BITS == 4;
+    static constexpr float FACTOR = 1, LIFT = T == FP8 ? 0x1p120f : 1;
+    static constexpr int STEP = coded_chunk(T), PIECES = STEP / 16, BLOCKS = 2;
+    template <int TILES> static constexpr int AHEAD = TILES == 1 ? 4 : 2;
+    struct Raw {
+        uint32_t code[2][BITS / 2], word[2][WORDS]; /* of rows g and g + 8 */
+    };
+    __device__ static int column(int t, int half) { return half * 32 + t * (WORDS == 4 ? 4 : 8); }
+    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
+        return (size_t)tile * (m.stride / CHUNK) * STEP + piece * 16;
+    }
+    __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
+        const int lane = threadIdx.x % 32;
+        for (int k = 0; k < BITS / 4; k++) *(uint4 *)(&r.code[0][0] + k * 4) = load_weights(from + k * 512, real);
+        const uint8_t *words = from - lane * 16 + codes_bytes(T) + lane / 4 * WORDS * 8;
+        if (WORDS == 1) *(uint2 *)&r.word[0][0] = load_pair(words, real);
+        for (int k = 0; k < WORDS / 2; k++) *(uint4 *)(&r.word[0][0] + k * 4) = load_weights(words + k * 16, real);
+    }
+    /* x & mask | bits, which the compiler makes two instructions of */
+    template <uint32_t MASK, uint32_t VALUE> __device__ static uint32_t masked(uint32_t x) {
+        asm("lop3.b32 %0,%0,%1,%2,0xEA;" : "+r"(x) : "n"(MASK), "n"(VALUE));
+        return x;
+    }
+    /* Number k of four codes, two in a register, of row g (high: g + 8). */
+    __device__ static uint2 codes(const Raw &r, int high, int k, int term) {
+        if constexpr (BITS == 4) {
+            const uint32_t w = r.code[high][k / 2] >> k % 2 * 8;
+            return {masked<0x000F000F, 0x43004300>(w), masked<0x000F000F, 0x43004300>(w >> 4)};
+        }
+        const uint32_t w = r.code[high][k];
+        if (T == FP8) return {w & 0x87F087F0, w << 4 & 0x80F080F0 | w >> 4 & 0x07000700}; /* see fp8_pair in card.cu */
+        if (term == 0) return {masked<0x007F007F, 0x43004300>(w), masked<0x007F007F, 0x43004300>(w >> 8)};
+        return {masked<0x00800080, 0xC300C300>(w), masked<0x00800080, 0xC300C300>(w >> 8)};
+    }
+    /* By what the sum of codes times x, and that of x, become a part of the result. */
+    __device__ static float2 scale(const Raw &r, int high, int i) {
+        const uint32_t word = r.word[high][i];
+        const float2 both = __half22float2(*(const __half2 *)&word);
+        if (T == PACKED4) return {__uint_as_float(word & ~15u), __uint_as_float(word & ~15u) * -(128.f + (word & 15))};
+        if (T == Q4_1) return {both.x, both.y - 128 * both.x};
+        return has_offset(T) ? both : make_float2(__uint_as_float(word), 0);
+    }
+    template <int TILES>
+    __device__ static void multiply(float (&c)[TILES][4], const Raw &r, const bf16 *const (&x)[TILES], uint32_t at) {
+        float part[TILES][4], sum[TILES][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 by[TILES];
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                const bf16 *from = x[n] + at + half * 32;
+                if (WORDS < 4) by[n] = *(const uint4 *)from;
+                if (WORDS == 4)
+                    *(uint2 *)&by[n].x = *(const uint2 *)from, *(uint2 *)&by[n].z = *(const uint2 *)(from + 16);
+            }
+#pragma unroll
+            for (int k = half * 2; k < half * 2 + 2; k++)
+#pragma unroll
+                for (int n = 0; n < TILES; n++) {
+                    const uint32_t b0 = k % 2 ? by[n].z : by[n].x, b1 = k % 2 ? by[n].w : by[n].y, one = 0x3F803F80;
+                    if (k * WORDS % 4 == 0)
+                        for (int j = 0; j < 4; j++) part[n][j] = sum[n][j] = 0;
+#pragma unroll
+                    for (int term = 0; term < TERMS; term++) {
+                        const uint2 low = codes(r, 0, k, term), high = codes(r, 1, k, term);
+                        mma<bf16>(part[n], low.x, high.x, low.y, high.y, b0, b1);
+                    }
+                    if (OFFSET) mma<bf16>(sum[n], one, one, one, one, b0, b1);
+                    if ((k + 1) * WORDS % 4) continue;
+                    const float2 low = scale(r, 0, k * WORDS / 4), high = scale(r, 1, k * WORDS / 4);
+                    for (int j = 0; j < 4; j++) {
+                        c[n][j] += (j < 2 ? low.x : high.x) * (part[n][j] * LIFT);
+                        if (OFFSET) c[n][j] += (j < 2 ? low.y : high.y) * sum[n][j];
+                    }
+                }
+        }
+    }
+};
+template <> struct Encoding<FP8> : EncodingCoded<FP8> {};
+template <> struct Encoding<INT8> : EncodingCoded<INT8> {};
+template <> struct Encoding<PACKED4> : EncodingCoded<PACKED4> {};
+template <> struct Encoding<Q4_1> : EncodingCoded<Q4_1> {};
+template <> struct Encoding<Q8_0> : EncodingCoded<Q8_0> {};
+template <> struct Encoding<Q6_K> : EncodingCoded<Q6_K> {};
+
+/* One weight of a Matrix of any of these types, or of BF16, F16 and F32. */
+__device__ inline float weight_of(const Matrix &m, size_t row, int column) {
+    const size_t at = row * m.stride + column;
+    if (m.type == F32) return ((const float *)m.data)[at];
+    if (m.type == F16) return (float)((const f16 *)m.data)[at];
+    if (m.type == BF16) return (float)((const bf16 *)m.data)[at];
+    const uint8_t *chunk = m.chunk(0, row, column, coded_chunk(m.type));
+    const int bit = code_place(m.type, row % TILE, column % CHUNK);
+    const uint32_t byte = chunk[bit / 8], nibble = byte >> bit % 8 & 15;
+    const uint32_t word = *(const uint32_t *)(chunk + word_place(m.type, row % TILE, column % CHUNK));
+    if (m.type == FP8) {
+        const uint32_t pair = *(const uint16_t *)(chunk + bit / 16 * 2);
+        const int first = pair >> 8 & 0x80 | pair >> 4 & 0x7F, second = pair >> 4 & 0x80 | pair >> 8 & 0x70 | pair & 15;
+        return __uint_as_float(word) * e4m3_value(column % 4 < 2 ? first : second);
+    }
+    if (m.type == INT8 || m.type == Q8_0) return __uint_as_float(word) * (int8_t)byte;
+    if (m.type == PACKED4) return __uint_as_float(word & ~15u) * ((int)nibble - (int)(word & 15));
+    const float2 both = __half22float2(*(const __half2 *)&word);
+    return both.x * (m.type == Q4_1 ? (int)nibble : (int8_t)byte) + both.y;
+}
+/* A Matrix as bf16, of the same stride, for cuBLAS. A warp takes a chunk of a tile. */
+template <Type T> __global__ void __launch_bounds__(256) decode(Matrix m, bf16 *to) {
+    typedef EncodingCoded<T> E;
+    const int lane = threadIdx.x % 32, chunks = m.stride / CHUNK, i = blockIdx.x * 8 + threadIdx.x / 32;
+    const int tile = i / chunks, chunk = i % chunks;
+    launch_next();
+    typename E::Raw raw;
+    E::load(raw, m, m.data + E::offset(m, tile, lane) + (size_t)chunk * E::STEP, tile < m.tiles());
+    wait_previous();
+    for (int high = 0; high < 2; high++) {
+        const int row = tile * TILE + lane / 4 + high * 8;
+        if (row >= m.rows) break;
+        for (int k = 0; k < 4; k++) {
+            float value[4] = {};
+            for (int term = 0; term < E::TERMS; term++) {
+                const uint2 code = E::codes(raw, high, k, term);
+                const float2 low = __bfloat1622float2(*(const __nv_bfloat162 *)&code.x),
+                             next = __bfloat1622float2(*(const __nv_bfloat162 *)&code.y);
+                value[0] += low.x, value[1] += low.y, value[2] += next.x, value[3] += next.y;
+            }
+            const float2 by = E::scale(raw, high, k * E::WORDS / 4);
+            for (float &x : value) x = x * E::LIFT * by.x + by.y;
+            const int column = chunk * CHUNK + E::column(lane % 4, k / 2) + k % 2 * (E::WORDS == 4 ? 16 : 4);
+            *(uint2 *)(to + (size_t)row * m.stride + column) = {pack(value[0], value[1]), pack(value[2], value[3])};
+        }
+    }
+}
 
 /* ---- 3 products ---- */
 
@@ -362,14 +523,7 @@ template <Type T, int TILES> struct Stream {
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 const uint32_t at = min(first + i * step, chunks - 1) * CHUNK; /* behind the end weights are zeros */
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    uint4 low, high;
-                    E::decode(raw[i], half, low, high);
-#pragma unroll
-                    for (int n = 0; n < TILES; n++)
-                        mma_eight<A>(c[n], low, high, *(const uint4 *)(x[n] + at + E::column(0, half)));
-                }
+                E::multiply(c, raw[i], x, at);
                 load(m, tile, i, first + (i + AHEAD) * step, chunks);
             }
         }
@@ -614,15 +768,11 @@ __global__ void __launch_bounds__(1024) embed(Work w, Step s, Matrix table, cons
     wait_previous();
     int4 given = s.token[blockIdx.x];
     int token = given.x < 0 ? max(w.drawn[given.y], 0) : given.x; /* after a NaN the step is void */
-    const size_t row = (size_t)token * table.stride;
-    auto value = [&](size_t i) {
-        if (table.type == F32) return ((const float *)table.data)[i];
-        return table.type == F16 ? (float)((const f16 *)table.data)[i] : (float)((const bf16 *)table.data)[i];
-    };
     float2 *to = (float2 *)(w.x + (size_t)blockIdx.x * w.dim);
     if (threadIdx.x == 0) w.page_token[given.z] = token;
     for_pairs(w.dim, [&](int i, int k) {
-        to[i] = x[k] = {value(row + 2 * i) * w.embed_scale, value(row + 2 * i + 1) * w.embed_scale};
+        to[i] =
+            x[k] = {weight_of(table, token, 2 * i) * w.embed_scale, weight_of(table, token, 2 * i + 1) * w.embed_scale};
     });
     rms_norm(w, x, by, type, blockIdx.x);
 }
@@ -1360,8 +1510,25 @@ cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int most, int jobs
     case BF16: return launch_any<BF16>(gpu, p, most, jobs);
     case F16: return launch_any<F16>(gpu, p, most, jobs);
     case MXFP4: return launch_any<MXFP4>(gpu, p, most, jobs);
+    case FP8: return launch_product<FP8>(gpu, p, jobs);
+    case INT8: return launch_product<INT8>(gpu, p, jobs);
+    case PACKED4: return launch_product<PACKED4>(gpu, p, jobs);
+    case Q4_1: return launch_product<Q4_1>(gpu, p, jobs);
+    case Q8_0: return launch_product<Q8_0>(gpu, p, jobs);
+    case Q6_K: return launch_product<Q6_K>(gpu, p, jobs);
     default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
     }
+}
+
+/* A matrix as bf16, in gpu->decoded. */
+cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m) {
+    auto kernel = m.type == FP8       ? decode<FP8>
+                  : m.type == INT8    ? decode<INT8>
+                  : m.type == PACKED4 ? decode<PACKED4>
+                  : m.type == Q4_1    ? decode<Q4_1>
+                  : m.type == Q8_0    ? decode<Q8_0>
+                                      : decode<Q6_K>;
+    return launch(gpu, kernel, (m.tiles() * (m.stride / CHUNK) + 7) / 8, 256, 0, m, gpu->decoded);
 }
 
 /* Makes w.normed for matrix `next`, unless a->normed says that it is there. */
@@ -1381,20 +1548,40 @@ Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     if (!x && a->squares) p.square = a->w.square, p.squares = a->squares;
     return p;
 }
-/* Whether `product` multiplies by so many tokens. A small matrix costs cuBLAS more to begin than to read. */
-bool streams(const Matrix &m, int tokens) {
+constexpr int MAX_STREAMED = 24; /* tokens of a `product` without jobs */
+/* Whether `product` multiplies by so many tokens, where there are no jobs. A small matrix costs cuBLAS more to begin
+ * than to read; codes are read again for every MAX_STREAMED tokens until it is worth to make bf16 of them. */
+bool streams(const Pass *a, const Matrix &m, int tokens) {
+    if (m.type == F32) return false;
+    if (is_coded(m.type)) return tokens <= 2 * MAX_STREAMED || (size_t)m.rows * m.stride > a->gpu->decoded_size;
     const bool small = m.type != MXFP4 && m.bytes <= 16 << 20;
-    return m.type != F32 && tokens <= (small ? 24 : MAX_DECODE);
+    return tokens <= (small ? MAX_STREAMED : MAX_DECODE);
+}
+bool multiply_streamed(const Pass *a, Product p, Error *e) {
+    const int each = MAX_STREAMED, element = type_for(p.w) == F32 ? 4 : 2;
+    for (int left = p.tokens; left > 0; left -= each) {
+        p.tokens = std::min(left, each);
+        CUDA(launch_for_type(a->gpu, p, 8, 1));
+        p.x = (const uint8_t *)p.x + (size_t)each * p.x_pitch * element;
+        p.y = (uint8_t *)p.y + (size_t)each * p.y_pitch * (p.y_type == F32 ? 4 : 2);
+    }
+    return true;
 }
 /* Up to MAX_DECODE tokens: `product`, which also does what follows. More: cuBLAS, but for MXFP4 and small matrices. F32
  * is always cuBLAS's. */
 bool multiply(Pass *a, Product p, Error *e) {
-    const bool few = streams(p.w, p.tokens);
-    if (p.tokens > MAX_DECODE || !few) p.norm = NULL;
-    if (few || p.w.type == MXFP4)
-        CUDA(launch_for_type(a->gpu, p, few ? 8 : 64, 1));
-    else if (!multiply_blas(a->gpu, p.w, p.x, p.x_pitch, p.tokens, p.finish == ADD, p.y, p.y_pitch, e))
-        return false;
+    if (p.tokens > MAX_DECODE || p.w.type == F32) p.norm = NULL;
+    if (streams(a, p.w, p.tokens)) {
+        if (!multiply_streamed(a, p, e)) return false;
+    } else if (p.w.type == MXFP4) {
+        CUDA(launch_for_type(a->gpu, p, 64, 1));
+    } else {
+        if (is_coded(p.w.type)) {
+            CUDA(decode_matrix(a->gpu, p.w));
+            p.w.type = BF16, p.w.data = (uint8_t *)a->gpu->decoded;
+        }
+        if (!multiply_blas(a->gpu, p.w, p.x, p.x_pitch, p.tokens, p.finish == ADD, p.y, p.y_pitch, e)) return false;
+    }
     if (p.finish != ADD) return true;
     a->normed = p.norm;
     a->squares = a->normed ? square_parts(p.w.rows) : 0;
@@ -1507,7 +1694,7 @@ bool add_to_x(Pass *a, const Matrix &m, const void *y, int pitch, const float *p
 /* A gated layer's activations, to w.act_out: a part of the product, or a kernel behind cuBLAS's. */
 bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
     const Work &w = a->w;
-    const bool blas = !streams(up, a->tokens) && up.type != MXFP4;
+    const bool blas = !streams(a, up, a->tokens) && up.type != MXFP4;
     const int each = ACTIVATE_EACH * ACTIVATE_THREADS;
     Product p = product_of(a, up, NULL, 0);
     p.y = blas ? (void *)w.found : w.act_out, p.y_pitch = blas ? up.rows : w.act_pitch;
@@ -1529,10 +1716,11 @@ bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
-    const int most = a->tokens <= MAX_DECODE || choices <= 5 * w.n_experts ? 8
-                     : choices <= 16 * w.n_experts                         ? 16
-                     : choices <= 32 * w.n_experts                         ? 32
-                                                                           : 64; /* choices of a job */
+    const int most =
+        a->tokens <= MAX_DECODE || choices <= 5 * w.n_experts || is_coded(l.up.type) || is_coded(l.down.type) ? 8
+        : choices <= 16 * w.n_experts                                                                         ? 16
+        : choices <= 32 * w.n_experts                                                                         ? 32
+                                      : 64; /* choices of a job */
     const int jobs = std::min(w.n_experts, choices) + choices / most;
     if (!route_tokens(a, l, most, e) || !shared_expert(a, l, e)) return false;
     Product up = product_of(a, l.up, NULL, 0), down = product_of(a, l.down, w.act_out, w.act_pitch);

@@ -16,9 +16,46 @@ extern "C" {
 
 enum { PAGE = 64 }; /* tokens in one page of the key/value cache, all layers */
 
-/* How a weight is encoded. MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 e2m1 values in 16 bytes, low nibble
- * first, and one e8m0 scale a block, 2^(e - 127). */
-typedef enum { BF16, F16, F32, MXFP4 } Type;
+/* What the bytes of a matrix are. A weight is scale (q - zero): q is its code, which the type says how to find; scale
+ * and zero come from the Linear's grids. GGUF's types hold theirs inside their blocks, row by row. Every q - zero is
+ * exact in bf16. */
+/* clang-format off */
+typedef enum {
+    BF16, F16, F32,
+    MXFP4, NVFP4,     /* e2m1 (OCP Microscaling Formats 1.0), low nibble first; a scale for 32, or 16, columns */
+    FP8, INT8,        /* e4m3 without infinities; two's complement */
+    PACKED4, PACKED8, /* compressed-tensors: unsigned, low nibble first, rows are whole words of 32 bits */
+    GPTQ4, GPTQ8,     /* word [c / 8, r] or [c / 4, r] has the codes of neighbouring columns, from the lowest bits on */
+    AWQ4,             /* word [c, r / 8] has the codes of rows 0 2 4 6 1 3 5 7 of eight, from the lowest bits on */
+    Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, GGUF_MXFP4,
+    E8M0,             /* in grids only: 2^(e - 127); 255 is NaN */
+    TYPES
+} Type;
+
+typedef struct {
+    const char *name, *dtype; /* dtype: of tensors that hold it, as safetensors spells it */
+    int values, bytes;        /* of a block, whose bytes lie together */
+    int bits, zero;           /* of a code; what is subtracted where there is no grid of zeros */
+} TypeInfo;
+
+#ifdef __cplusplus
+constexpr
+#else
+static const
+#endif
+TypeInfo types[TYPES] = { /* in the order of Type */
+    {"BF16", "BF16", 1, 2, 16, 0}, {"F16", "F16", 1, 2, 16, 0}, {"F32", "F32", 1, 4, 32, 0},
+    {"MXFP4", "U8", 32, 16, 4, 0}, {"NVFP4", "U8", 16, 8, 4, 0},
+    {"FP8", "F8_E4M3", 1, 1, 8, 0}, {"INT8", "I8", 1, 1, 8, 0},
+    {"PACKED4", "I32", 8, 4, 4, 8}, {"PACKED8", "I32", 4, 4, 8, 128},
+    {"GPTQ4", "I32", 8, 4, 4, 8}, {"GPTQ8", "I32", 4, 4, 8, 128}, {"AWQ4", "I32", 8, 4, 4, 8},
+    {"Q8_0", "Q8_0", 32, 34, 8, 0}, {"Q4_0", "Q4_0", 32, 18, 4, 8}, {"Q4_1", "Q4_1", 32, 20, 4, 0},
+    {"Q5_0", "Q5_0", 32, 22, 5, 16}, {"Q5_1", "Q5_1", 32, 24, 5, 0}, {"Q2_K", "Q2_K", 256, 84, 2, 0},
+    {"Q3_K", "Q3_K", 256, 110, 3, 4}, {"Q4_K", "Q4_K", 256, 144, 4, 0}, {"Q5_K", "Q5_K", 256, 176, 5, 0},
+    {"Q6_K", "Q6_K", 256, 210, 6, 32}, {"IQ4_NL", "IQ4_NL", 32, 18, 4, 0}, {"IQ4_XS", "IQ4_XS", 256, 136, 4, 0},
+    {"GGUF_MXFP4", "GGUF_MXFP4", 32, 17, 4, 0},
+    {"E8M0", "F8_E8M0", 1, 1, 8, 0}};
+/* clang-format on */
 
 /* n matrices of rows inside one checked range of a file: row r of matrix i is at data + i * step + r * stride, and
  * every byte of it lies in [data, data + size). A slice of a fused tensor is a view with a larger stride. Nothing is
@@ -29,12 +66,27 @@ typedef struct {
     size_t offset, size, stride, step;
 } View;
 
+/* Scales or zeros of a matrix, encoded and addressed as a matrix of its type is: those of weight [r, c] are entry
+ * [r / rows, c / cols], or [c / cols, r / rows] of a transposed one. */
+typedef struct {
+    Type type;
+    int rows, cols; /* of the matrix, that share an entry; 0: there is none of this kind */
+    bool transposed;
+    View data;
+    const View *each; /* as in Linear */
+} Grid;
+
 typedef struct { /* y = W x + bias, W exactly as the file encodes it */
     Type type;
-    int rows, cols, n; /* n matrices (rows, cols); n > 1: one per expert or head. rows 0: this step does not exist */
-    View data, scale;  /* scale: MXFP4 only, (n, rows, cols / 32) bytes */
-    const View *each, *each_scale; /* (n) or NULL: matrix i is each[i], not in data: a tensor of its own in any file */
-    const float *bias;             /* (n, rows) or NULL */
+    int rows, cols, n;   /* n matrices (rows, cols); n > 1: one per expert or head. rows 0: this step does not exist */
+    View data;           /* its stride leads from word row to word row in GPTQ, from column to column in AWQ */
+    const View *each;    /* (n) or NULL: matrix i is each[i], not in data: a tensor of its own in any file */
+    Grid scale;          /* of MXFP4 e8m0, 1 by 32; of NVFP4 e4m3, 1 by 16; of other types as the file has it */
+    Grid zero;           /* of PACKED, GPTQ, AWQ and some INT8; as many columns to an entry as scale has */
+    bool zero_plus_one;  /* a zero is (entry + 1) mod 2^bits: GPTQ's first convention */
+    const float *factor; /* (n) or NULL: multiplies the entries of scale */
+    const int *group;    /* (n, cols) or NULL: the grids' column for each column, instead of c / cols */
+    const float *bias;   /* (n, rows) or NULL */
 } Linear;
 
 typedef struct {           /* angles of one kind of layer */
@@ -92,6 +144,7 @@ typedef struct {
     int n_heads, n_kv_heads;       /* query heads share a key/value head in groups of n_heads / n_kv_heads */
     int head_dim, v_dim, rope_dim; /* of each head of q and k; of v; the last rope_dim of head_dim turn by RoPE */
     int kv_rank;                   /* latent attention, with n_kv_heads 1; 0: none */
+    bool k_up_transposed;          /* k_up is n_heads times (kv_rank, head_dim - rope_dim), as GGUF has it */
     bool neighbours;               /* RoPE turns the pairs (2i, 2i + 1), else (i, i + rope_dim / 2) */
     const Rope *rope;              /* (2) of layers that see all, of layers with a window */
     float attn_scale;              /* of q . k */
@@ -105,7 +158,10 @@ typedef struct {
     Linear embed, head; /* (vocab, dim) both */
     const float *norm;  /* (dim) before the head */
     Layer *layer;       /* (n_layers) */
-    bool made_up;       /* there are no files: the backend makes random weights of these shapes (bench) */
+    /* There are no files (bench): no View has data, and the backend fills codes with random bits. It chooses scales,
+     * not at random, such that weights are numbers with a root mean square of about 1 / sqrt(cols); zeros are those of
+     * types[], GGUF's minima half of the largest code's scale. */
+    bool made_up;
 } Model;
 
 typedef enum {

@@ -5,7 +5,8 @@
  * interleaved matrices become views, every RoPE scaling becomes a table of angles, small tensors become float arrays.
  * Nothing that a file says is believed: lengths are compared with the file's size before use, products are checked for
  * overflow, and every tensor is bound once by name, dtype and shape, so that everything after may trust it. */
-#include "host.h"
+#include "decode.h"
+#include "gguf.h"
 
 #include <ctype.h>
 #include <dirent.h>
@@ -20,7 +21,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000, MOST_FILES = 1000, REQUIRED = -1 };
+enum {
+    MOST_CONFIG = 1 << 20,
+    MOST_INDEX = 64 << 20,
+    MOST_HEADER = 100000000,
+    MOST_FILES = 1000,
+    REQUIRED = -1,
+    ANY = -1
+};
 enum { IN_MODEL = -1, OUTSIDE = -2 }; /* instead of a layer */
 
 /* ---- config and families ---- */
@@ -39,8 +47,7 @@ typedef struct {
     bool sinks;      /* self_attn.sinks */
     bool latent;     /* DeepSeek's attention */
     Windows windows;
-    const char *quant_method; /* the one that its weights may have, or NULL */
-    struct {                  /* names in a layer, names in an expert, keys of config.json; NULL: dense */
+    struct { /* names in a layer, names in an expert, keys of config.json; NULL: dense */
         const char *router, *experts, *gate, *up, *down, *count, *width;
     } moe;              /* gate NULL: MXFP4 experts in one tensor, with biases */
     const char *nested; /* its text_config describes a model of that family */
@@ -54,7 +61,7 @@ static const Family families[] = {
                       "norm_topk_prob": true, "rope_theta": 150000,
                       "rope_scaling": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
                                        "truncate": false}}),
-     .act = SWIGLU_CLAMPED, .sinks = true, .windows = EVEN_LAYERS, .quant_method = "mxfp4",
+     .act = SWIGLU_CLAMPED, .sinks = true, .windows = EVEN_LAYERS,
      .moe = {"mlp.router", "mlp.experts", .count = "num_local_experts", .width = "intermediate_size"}},
     {.model_type = "llama"},
     {"mistral", JSON({"num_key_value_heads": 8, "sliding_window": 4096}), .windows = EVERY_LAYER},
@@ -96,12 +103,15 @@ static const Family families[] = {
 typedef struct { /* one model being read. The first error fills *e; later ones are dropped, nothing more is bound. */
     Checkpoint *c;
     const Family *family;
-    const char *path;       /* of config.json */
-    cJSON *file, *defaults; /* file: config.json as it is */
-    const cJSON *config;    /* the same, or what it says about text */
-    const char *prefix;     /* of the names of tensors */
-    bool tied;              /* embed and head are one */
-    size_t made_up;         /* bytes of tensors that were made up so far */
+    const char *path;          /* of config.json */
+    cJSON *file, *defaults;    /* file: config.json as it is */
+    const cJSON *config;       /* the same, or what it says about text */
+    const char *prefix;        /* of the names of tensors */
+    Type made_up_as;           /* the encoding of made up matrices */
+    const cJSON *quantization; /* quantization_config, or NULL */
+    bool tied;                 /* embed and head are one */
+    bool gguf;                 /* norms are what multiplies, experts have gate and up apart */
+    size_t made_up;            /* bytes of tensors that were made up so far */
     Error *e, later;
 } Loader;
 
@@ -161,7 +171,8 @@ static int config_whole(Loader *load, const char *key, int least, int most, int 
 static void only(Loader *load, const cJSON *object, const char *key, double value) {
     char expected[32];
     snprintf(expected, sizeof expected, "%.10g", value);
-    if (config_number(load, object, key, -1e9, 1e9, value) != value) config_bad(load, object, key, expected);
+    if ((float)config_number(load, object, key, -1e9, 1e9, value) != (float)value)
+        config_bad(load, object, key, expected);
 }
 
 static void *keep(Checkpoint *c, size_t count, size_t bytes) {
@@ -191,7 +202,10 @@ static const cJSON *find_rope(Loader *load, bool window) {
     return rope ? rope : json_get(load->defaults, "rope_scaling");                                 /* for null too */
 }
 
-/* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. */
+static const float *bind_floats(Loader *load, int layer, const char *name, const char *suffix, int n);
+
+/* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. In
+ * GGUF a tensor may divide them. */
 static void read_rope(Loader *load, bool window, Rope *out) {
     Model *m = &load->c->model;
     const cJSON *rope = find_rope(load, window);
@@ -230,13 +244,15 @@ static void read_rope(Loader *load, bool window, Rope *out) {
         high = fmin(high, d - 1);
         if (low == high) high += 0.001;
     }
+    bool divided = load->gguf && tensors_find(&load->c->tensors, "rope_freqs.weight");
+    const float *divisor = divided ? bind_floats(load, OUTSIDE, "rope_freqs", ".weight", m->rope_dim / 2) : NULL;
     float *inv_freq = keep(load->c, (size_t)m->rope_dim / 2, sizeof *inv_freq);
     *out = (Rope){.inv_freq = inv_freq, .scale = (float)scale};
     for (int i = 0; i < m->rope_dim / 2; i++) {
         double f = pow(theta, -2.0 * i / d), share = scaled ? 0 : 1; /* of f that is kept */
         if (yarn) share = 1 - fmin(fmax((i - low) / (high - low), 0), 1);
         if (llama3) share = fmin(fmax((original * f / (2 * M_PI) - low) / (high - low), 0), 1);
-        inv_freq[i] = (float)(f * share + f / factor * (1 - share));
+        inv_freq[i] = (float)((f * share + f / factor * (1 - share)) / (divisor ? (double)divisor[i] : 1));
         if (!isfinite(inv_freq[i])) config_bad(load, rope, "rope_theta", "such that its angles are numbers");
     }
 }
@@ -323,14 +339,6 @@ static void read_experts(Loader *load) {
         config_bad(load, config, "n_group", "such that topk_group equal groups hold num_experts_per_tok experts");
 }
 
-static bool has_experts(Loader *load, int layer) {
-    const cJSON *dense = config_typed(load, load->config, "mlp_only_layers", cJSON_Array, "an array"), *one;
-    bool experts = load->family->moe.router && layer >= config_whole(load, "first_k_dense_replace", 0, INT32_MAX, 0) &&
-                   (layer + 1) % config_whole(load, "decoder_sparse_step", 1, INT32_MAX, 1) == 0;
-    cJSON_ArrayForEach(one, dense) if (cJSON_IsNumber(one) && one->valuedouble == layer) experts = false;
-    return experts;
-}
-
 static void read_heads(Loader *load) {
     Model *m = &load->c->model;
     const cJSON *config = load->config;
@@ -342,13 +350,13 @@ static void read_heads(Loader *load) {
         m->v_dim = config_whole(load, "v_head_dim", 1, 1024, REQUIRED);
         m->rope_dim = config_whole(load, "qk_rope_head_dim", 2, 1024, REQUIRED);
         m->head_dim = m->rope_dim + config_whole(load, "qk_nope_head_dim", 1, 1024, REQUIRED);
-        m->neighbours = config_true(load, "rope_interleave");
         only(load, config, "rms_norm_eps", 1e-6); /* its small norms have that one, whatever config.json says */
     } else {
         m->n_kv_heads = config_whole(load, "num_key_value_heads", 1, 4096, m->n_heads);
         m->head_dim = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
         m->v_dim = m->rope_dim = m->head_dim;
     }
+    m->neighbours = config_true(load, "rope_interleave");
     if (m->n_heads % m->n_kv_heads) config_bad(load, config, "num_key_value_heads", "a divisor of num_attention_heads");
     if (m->rope_dim % 2)
         config_bad(load, config, f->latent ? "qk_rope_head_dim" : "head_dim", "even (RoPE turns pairs)");
@@ -383,11 +391,60 @@ static void read_sizes(Loader *load) {
     only(load, config, "moe_layer_freq", 1);
     if (config_true(load, "use_bidirectional_attention"))
         config_bad(load, config, "use_bidirectional_attention", "false");
-    const cJSON *quantization = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
-    const char *quant = config_text(load, quantization, "quant_method");
-    if (quantization && !(quant && f->quant_method && !strcmp(quant, f->quant_method)))
-        fail(first_error(load), BAD_MODEL, "%s: weights quantized by '%.40s' are not supported for %s", load->path,
-             quant ? quant : "(no quant_method)", f->model_type);
+}
+
+/* Is `word` one of a list like "gptq, gptq_v2"? */
+static bool listed(const char *list, const char *word) {
+    size_t n = strlen(word);
+    for (const char *at = list; n && !strpbrk(word, ", ") && (at = strstr(at, word)); at += n)
+        if ((at == list || at[-1] == ' ') && (!at[n] || at[n] == ',')) return true;
+    return false;
+}
+
+/* What quantization_config and the objects in it may say. The encoding of a matrix and which of its weights share a
+ * scale are seen from its tensors; but where config.json speaks of what is not implemented, these would mislead. */
+static void check_quantization(Loader *load, const cJSON *o) {
+    static const struct {
+        const char *key, *values;
+    } known[] = {
+        {"quant_method", "fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, mxfp4"},
+        {"format", "float-quantized, int-quantized, naive-quantized, pack-quantized, nvfp4-pack-quantized, "
+                   "mxfp4-pack-quantized, mxfp8-quantized, mixed-precision, dense, gptq, gptq_v2"},
+        {"quant_algo", "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, W4A16_NVFP4, MIXED_PRECISION"},
+        {"checkpoint_format", "gptq, gptq_v2"},
+        {"pack_dtype", "int32"},
+        {"fmt", "e4m3"},
+        {"is_marlin_format", "false"},
+        {"quantization_status", "compressed"},
+        {"transform_config", "{}"},
+        {"bits", "4, 8"},
+        {"num_bits", "4, 8"},
+        {"group_size", "-1, 16, 32, 64, 128, 256, 512, 1024"},
+        {"weight_block_size", "16, 32, 64, 128, 256"},
+        {"block_structure", "16, 32, 64, 128, 256"}};
+    const cJSON *x, *one;
+    cJSON_ArrayForEach(x, o) {
+        const char *key = x->string;
+        for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+            for (one = cJSON_IsArray(x) ? x->child : x; one && !strcmp(key, known[i].key);
+                 one = x == one ? NULL : one->next) {
+                char *text =
+                    cJSON_IsString(one) ? copy_text(one->valuestring, strlen(one->valuestring)) : json_text(one);
+                if (!cJSON_IsNull(one) && !listed(known[i].values, text)) config_bad(load, o, key, known[i].values);
+                free(text);
+            }
+        if (cJSON_IsObject(x) && !strstr(key, "activations") && strcmp(key, "kv_cache_scheme"))
+            check_quantization(load, x);
+    }
+    const char *method = json_string(o, "quant_method"), *version = json_string(o, "version");
+    if (method && version && !strcmp(method, "awq") && strcasecmp(version, "gemm"))
+        config_bad(load, o, "version", "\"gemm\"");
+}
+
+/* Does quantization_config say this under a key? */
+static bool quantization_says(const Loader *load, const char *key, const char *value) {
+    const char *text = json_string(load->quantization, key);
+    return text && !strcmp(text, value);
 }
 
 static const Family *find_family(const char *model_type) {
@@ -411,6 +468,10 @@ static void read_config(Loader *load, const char *dir) {
         load->c->model.rope = rope;
         load->defaults = cJSON_Parse(load->family->defaults ? load->family->defaults : "{}");
         read_sizes(load);
+        load->quantization = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
+        if (!load->quantization) /* its older name */
+            load->quantization = config_typed(load, load->file, "compression_config", cJSON_Object, "an object");
+        check_quantization(load, load->quantization);
         read_rope(load, false, rope);
         rope[1] = rope[0];
         if (two_ropes(load)) read_rope(load, true, rope + 1);
@@ -444,16 +505,20 @@ static const struct {
 static bool read_entry(const TensorFile *f, size_t data, const cJSON *entry, Tensor *t, Error *e) {
     const cJSON *shape = json_get(entry, "shape"), *offsets = json_get(entry, "data_offsets"), *dim = NULL;
     const char *dtype = json_string(entry, "dtype"), *name = entry->string;
-    size_t bytes = 0, room = f->size - data;
+    size_t bytes = 0, width = 1, values = 1, room = f->size - data; /* values of a block */
     int64_t begin = 0, end = 0;
     for (size_t i = 0; dtype && i < sizeof dtypes / sizeof *dtypes; i++)
-        if (!strcmp(dtype, dtypes[i].name)) bytes = dtypes[i].size, t->dtype = dtypes[i].name;
+        if (!strcmp(dtype, dtypes[i].name)) bytes = width = dtypes[i].size, t->dtype = dtypes[i].name;
+    for (const TypeInfo *q = types + Q8_0; dtype && q <= types + GGUF_MXFP4; q++)
+        if (!strcmp(dtype, q->name)) bytes = width = (size_t)q->bytes, values = (size_t)q->values, t->dtype = q->name;
     bool ok = bytes && cJSON_IsArray(shape) && cJSON_GetArraySize(shape) <= MOST_DIMS && cJSON_IsArray(offsets) &&
               cJSON_GetArraySize(offsets) == 2 && json_whole(offsets->child, 0, INT64_MAX, &begin) &&
               json_whole(offsets->child->next, begin, INT64_MAX, &end);
     for (dim = ok ? shape->child : NULL; dim && ok; dim = dim->next)
         ok = json_whole(dim, 0, INT64_MAX, &t->shape[t->dims]) &&
              !__builtin_mul_overflow(bytes, (size_t)t->shape[t->dims++], &bytes);
+    if (values > 1) ok = ok && t->dims && t->shape[t->dims - 1] % (int64_t)values == 0;
+    bytes /= values;
     if (!ok) {
         char *found = json_text(entry);
         fail(e, BAD_MODEL,
@@ -471,6 +536,8 @@ static bool read_entry(const TensorFile *f, size_t data, const cJSON *entry, Ten
     t->name = copy_text(name, strlen(name));
     t->offset = data + (size_t)begin;
     t->size = bytes;
+    t->encoding = t->dtype;
+    t->values = (int64_t)(bytes / width * values);
     t->data = f->map + t->offset;
     return true;
 }
@@ -509,17 +576,15 @@ static bool map_file(TensorFile *f, Error *e) {
                                     : strerror(errno));
     if (!S_ISREG(st.st_mode)) return fail(e, BAD_MODEL, "%s: not a regular file", f->name);
     f->size = (size_t)st.st_size;
-    if (f->size < 8) return fail(e, BAD_MODEL, "%s: %zu bytes are too few for a safetensors file", f->name, f->size);
+    if (f->size < 8) return fail(e, BAD_MODEL, "%s: %zu bytes are too few for a model", f->name, f->size);
     void *map = mmap(NULL, f->size, PROT_READ, MAP_SHARED, f->fd, 0);
     if (map == MAP_FAILED) return fail(e, BAD_MODEL, "%s: cannot be mapped: %s", f->name, strerror(errno));
     f->map = map;
     return true;
 }
 
-/* Reads file i: eight bytes with the length of the header, the header, the data. */
-static bool read_file(Tensors *t, int i, Error *e) {
-    TensorFile *f = t->file + i;
-    if (!map_file(f, e)) return false;
+/* The header of safetensors: eight bytes with its length, then JSON. *data: where the data begins. */
+static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
     const char *path = f->name, *text = (const char *)f->map + 8;
     uint64_t header = 0;
     for (int byte = 7; byte >= 0; byte--) header = header << 8 | f->map[byte];
@@ -528,9 +593,23 @@ static bool read_file(Tensors *t, int i, Error *e) {
                     !memcmp(text - 8, "version ", 8) ? "a pointer of Git LFS, not the file that it stands for"
                     : text[-8] == '<'                ? "a web page, not a safetensors file"
                                                      : "no safetensors file, or damaged",
-                    (unsigned long long)header, f->size);
+                    (unsigned long long)header, f->size),
+               NULL;
     cJSON *json = json_parse(text, header, path, e);
-    size_t data = 8 + header, end = data;
+    *data = 8 + header;
+    if (json && plain_numbers(f, text, text + header, e)) return json;
+    cJSON_Delete(json);
+    return NULL;
+}
+
+/* Reads file i of a model of safetensors, or of GGUF. */
+static bool read_file(Tensors *t, int i, Error *e) {
+    TensorFile *f = t->file + i;
+    size_t data = 0, align = 1;
+    if (!map_file(f, e)) return false;
+    bool gguf = gguf_named(f->name);
+    cJSON *json = gguf ? gguf_header(f, i, t->files, t->metadata, &data, &align, e) : read_header(f, &data, e);
+    size_t end = data;
     int first = t->n;
     bool ok = json;
     t->tensor = reallocate(t->tensor, (size_t)(t->n + cJSON_GetArraySize(json) + 1) * sizeof *t->tensor);
@@ -540,16 +619,16 @@ static bool read_file(Tensors *t, int i, Error *e) {
         ok = read_entry(f, data, entry, t->tensor + t->n, e);
         t->n += ok;
     }
+    if (gguf && ok && !i) t->metadata = cJSON_DetachItemFromObjectCaseSensitive(json, "__metadata__");
     cJSON_Delete(json);
-    ok = ok && plain_numbers(f, text, text + header, e);
     if (t->n > first) qsort(t->tensor + first, (size_t)(t->n - first), sizeof *t->tensor, by_offset);
-    for (Tensor *one = t->tensor + first; one < t->tensor + t->n && ok; end += one++->size) /* without holes */
-        if (one->offset != end)
-            ok = fail(e, BAD_MODEL, "%s: tensor '%.200s' %s", path, one->name,
+    for (Tensor *one = t->tensor + first; one < t->tensor + t->n && ok; end = one->offset + one->size, one++)
+        if (one->offset != end && one->offset != (end + align - 1) / align * align) /* without holes */
+            ok = fail(e, BAD_MODEL, "%s: tensor '%.200s' %s", f->name, one->name,
                       one->offset < end ? "overlaps another" : "leaves a hole before it");
-    return ok && (end == f->size ||
+    return ok && (end == f->size || (end + align - 1) / align * align == f->size ||
                   fail(e, BAD_MODEL, "%s: %zu bytes, its header describes %zu: the file is damaged; download it again",
-                       path, f->size, end));
+                       f->name, f->size, end));
 }
 
 /* Adds a file that is still to be read, once; its name becomes theirs. */
@@ -558,6 +637,42 @@ static void add_file(Tensors *t, char *name) {
         if (!strcmp(t->file[i].name, name)) return free(name);
     t->file = reallocate(t->file, (size_t)(t->files + 1) * sizeof *t->file);
     t->file[t->files++] = (TensorFile){.name = name, .fd = -1};
+}
+
+bool gguf_named(const char *path) {
+    const char *dot = strrchr(path, '.');
+    struct stat st;
+    return dot && !strcmp(dot, ".gguf") && !stat(path, &st) && S_ISREG(st.st_mode);
+}
+
+/* How many files the model has of which this is the first: 3 for NAME-00001-of-00003.gguf. 0: it is a later one. */
+static int gguf_parts(const char *path) {
+    size_t n = strlen(path);
+    int no = 1, count = 1;
+    if (n > 20 && sscanf(path + n - 20, "-%5d-of-%5d.gguf", &no, &count) != 2) no = count = 1;
+    return no == 1 && count >= 1 && count <= MOST_FILES ? count : 0;
+}
+
+cJSON *gguf_metadata(const char *path, Error *e) {
+    Tensors t;
+    if (!tensors_open(&t, path, e)) return NULL;
+    cJSON *metadata = t.metadata;
+    t.metadata = NULL;
+    tensors_close(&t);
+    if (!metadata) fail(e, BAD_MODEL, "%s: no GGUF file, or damaged: download it again", path);
+    return metadata;
+}
+
+/* Adds the GGUF file at path, and its other parts. */
+static bool add_parts(Tensors *t, const char *path, Error *e) {
+    int n = gguf_parts(path), stem = (int)strlen(path) - 19; /* before 00001-of-00003.gguf */
+    if (!n) return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
+    for (int i = 1; i < n; i++) {
+        Bytes part = {0};
+        bytes_print(&part, "%.*s%05d-of-%05d.gguf", stem, path, i + 1, n);
+        add_file(t, part.data);
+    }
+    return true;
 }
 
 /* Adds the files in `dir`: those that model.safetensors.index.json names, or model.safetensors alone. */
@@ -598,6 +713,7 @@ bool tensors_open(Tensors *t, const char *path, Error *e) {
     signal(SIGBUS, on_bus_error);
     bool one = !stat(path, &st) && S_ISREG(st.st_mode), ok = one || add_files(t, path, e);
     if (one) add_file(t, copy_text(path, strlen(path)));
+    if (one && gguf_named(path)) ok = add_parts(t, path, e);
     for (int i = 0; i < t->files && ok; i++) ok = read_file(t, i, e);
     if (t->n) qsort(t->tensor, (size_t)t->n, sizeof *t->tensor, by_name);
     for (int i = 1; i < t->n && ok; i++)
@@ -617,6 +733,7 @@ void tensors_close(Tensors *t) {
     }
     free(t->tensor);
     free(t->file);
+    cJSON_Delete(t->metadata);
     *t = (Tensors){0};
 }
 
@@ -627,13 +744,6 @@ const Tensor *tensors_find(const Tensors *t, const char *name) {
 
 /* ---- binding ---- */
 
-static const struct {
-    const char *name; /* of the dtype in safetensors too, but that MXFP4 is blocks and scales of U8 */
-    size_t size;
-} types[] = {[BF16] = {"BF16", 2}, [F16] = {"F16", 2}, [F32] = {"F32", 4}, [MXFP4] = {"MXFP4", 0}};
-
-const char *type_name(Type type) { return types[type].name; }
-
 static const char *shape_text(int dims, const int64_t *shape, char out[160]) {
     int n = snprintf(out, 160, "(");
     for (int i = 0; i < dims; i++)
@@ -643,67 +753,91 @@ static const char *shape_text(int dims, const int64_t *shape, char out[160]) {
 }
 
 /* A tensor that is in no file, at an offset of its own. */
-static const Tensor *make_up(Loader *load, const char *name, const char *suffix, int dims, const int64_t *shape) {
+static Tensor *make_up(Loader *load, const char *name, size_t size) {
     Tensor *t = keep(load->c, 1, sizeof *t);
-    bool packed = !strcmp(suffix, "_blocks") || !strcmp(suffix, "_scales");
-    *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = packed ? "U8" : "BF16", .offset = load->made_up};
-    t->size = packed ? 1 : 2;
-    for (int i = 0; i < dims; i++) t->size *= (size_t)shape[i];
-    load->made_up += t->size;
+    *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = "BF16", .offset = load->made_up, .size = size};
+    load->made_up += size;
     return t;
 }
 
-/* The tensor NAME SUFFIX of a layer, of none (IN_MODEL), or outside of what `prefix` names (OUTSIDE). It must have
- * this shape; NULL: it has not, or something was wrong before. */
-static const Tensor *bind(Loader *load, int layer, const char *name, const char *suffix, int dims,
-                          const int64_t *shape) {
-    char full[200] = "", expected[160], found[160];
+/* The whole name of the tensor NAME SUFFIX of a layer, of none (IN_MODEL), or outside of what `prefix` names (OUTSIDE).
+ */
+static const char *full_name(const Loader *load, int layer, const char *name, const char *suffix, char full[200]) {
+    char number[40] = "";
+    if (layer >= 0) snprintf(number, sizeof number, "layers.%d.", layer);
+    snprintf(full, 200, "%s%s%s%s", layer == OUTSIDE ? "" : load->prefix, number, name, suffix);
+    return full;
+}
+
+/* That tensor, or NULL if it is absent or made up. */
+static Tensor *find(const Loader *load, int layer, const char *name, const char *suffix) {
+    char full[200];
     const Tensors *all = &load->c->tensors;
+    const Tensor *t = tensors_find(all, full_name(load, layer, name, suffix, full));
+    return t ? all->tensor + (t - all->tensor) : NULL;
+}
+
+/* That tensor, which must have this shape; made up it has so many bytes. NULL: it has not, or something was wrong
+ * before. */
+static Tensor *bind(Loader *load, int layer, const char *name, const char *suffix, int dims, const int64_t *shape,
+                    size_t bytes) {
+    char full[200], expected[160], found[160];
     if (failed(load)) return NULL;
-    if (load->c->model.made_up) return make_up(load, name, suffix, dims, shape);
-    if (layer >= 0) snprintf(full, sizeof full, "%slayers.%d.", load->prefix, layer);
-    if (layer == IN_MODEL) snprintf(full, sizeof full, "%s", load->prefix);
-    snprintf(strchr(full, 0), sizeof full - strlen(full), "%s%s", name, suffix);
-    const Tensor *t = tensors_find(all, full);
-    if (t) all->tensor[t - all->tensor].bound = true;
+    if (load->c->model.made_up) return make_up(load, name, bytes);
+    Tensor *t = find(load, layer, name, suffix);
+    if (t) t->bound = true;
     if (t && t->dims == dims && !memcmp(t->shape, shape, (size_t)dims * sizeof *shape)) return t;
-    fail(load->e, BAD_MODEL, "%s: tensor '%s' should be %s and is %s", all->file[t ? t->file : 0].name, full,
-         shape_text(dims, shape, expected), t ? shape_text(t->dims, t->shape, found) : "missing");
+    fail(load->e, BAD_MODEL, "%s: tensor '%s' should be %s and is %s", load->c->tensors.file[t ? t->file : 0].name,
+         full_name(load, layer, name, suffix, full), shape_text(dims, shape, expected),
+         t ? shape_text(t->dims, t->shape, found) : "missing");
     return NULL;
 }
 
-/* The encoding of a tensor; `packed`: of MXFP4's blocks and scales. */
-static Type tensor_type(Loader *load, const Tensor *t, bool packed) {
-    if (packed && !strcmp(t->dtype, "U8")) return MXFP4;
-    for (Type type = BF16; type <= F32 && !packed; type++)
-        if (!strcmp(t->dtype, types[type].name)) return type;
-    fail(load->e, BAD_MODEL, "%s: tensor '%s' has the dtype %s, expected %s", load->c->tensors.file[t->file].name,
-         t->name, t->dtype, packed ? "U8" : "BF16, F16 or F32");
-    return BF16;
+/* Newer files spell E8M0 so, older ones U8. */
+static bool has_dtype(const Tensor *t, Type type) {
+    return !t->data || !strcmp(t->dtype, types[type].dtype) || (type == E8M0 && !strcmp(t->dtype, "U8"));
 }
+
+/* Is something about a tensor as expected? */
+static bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expected) {
+    char shape[160];
+    if (!ok)
+        fail(first_error(load), BAD_MODEL, "%s: tensor '%s' has the dtype %s and is %s, expected %s",
+             load->c->tensors.file[t->file].name, t->name, t->dtype, shape_text(t->dims, t->shape, shape), expected);
+    return ok;
+}
+
+/* The one of the types that a tensor holds by its dtype, not its name. */
+static Type tensor_type(Loader *load, const Tensor *t, const char *expected) {
+    Type type = BF16;
+    while (type < TYPES && (type == MXFP4 || type == NVFP4 || !has_dtype(t, type))) type++;
+    return tensor_is(load, t, type < TYPES, expected) ? type : BF16;
+}
+
+static bool is_float(Type type) { return type <= F32; }
 
 /* n elements of a tensor as floats: every `stride`th from `first` on. Gemma's norms get back the 1 that their files
  * leave out. Made up, norms do nothing and biases are 0. */
 static const float *floats(Loader *load, const Tensor *t, size_t n, size_t first, size_t stride) {
     if (!t) return NULL;
     bool norm = strstr(t->name, "norm");
-    Type type = tensor_type(load, t, false);
-    if (failed(load)) return NULL;
+    Type type = tensor_type(load, t, "BF16, F16 or F32");
+    if (failed(load) || !tensor_is(load, t, is_float(type), "BF16, F16 or F32")) return NULL;
     float *out = keep(load->c, n, sizeof *out);
     for (size_t i = 0; i < n; i++) {
-        const unsigned char *at = t->data ? t->data + (first + i * stride) * types[type].size : NULL;
+        const unsigned char *at = t->data ? t->data + (first + i * stride) * (size_t)types[type].bytes : NULL;
         uint16_t half = 0;
         if (at) memcpy(&half, at, 2);
         if (type == BF16) out[i] = bits_float((uint32_t)half << 16);
         if (type == F16) out[i] = f16_value(half);
-        if (type == F32) memcpy(out + i, at, 4);
-        if (norm && (!at || load->family->gemma)) out[i] += 1;
+        if (type == F32 && at) memcpy(out + i, at, 4);
+        if (norm && (!at || (load->family->gemma && !load->gguf))) out[i] += 1;
     }
     return out;
 }
 
 static const float *bind_floats(Loader *load, int layer, const char *name, const char *suffix, int n) {
-    return floats(load, bind(load, layer, name, suffix, 1, (int64_t[]){n}), (size_t)n, 0, 1);
+    return floats(load, bind(load, layer, name, suffix, 1, (int64_t[]){n}, 0), (size_t)n, 0, 1);
 }
 
 /* A view of rows first, first + step, ... of the matrices in t, each row `stride` bytes and each matrix `rows` such. */
@@ -717,30 +851,232 @@ static View rows_view(const Loader *load, const Tensor *t, size_t stride, int ro
                   .step = stride * (size_t)step * (size_t)rows};
 }
 
-/* NAME.weight (rows, cols) and, where config.json wants it, NAME.bias. */
+static int divided(int n, int by) { return n > 0 ? (n - 1) / by + 1 : 0; }
+
+static bool in_gptq(Type type) { return type == GPTQ4 || type == GPTQ8; }
+static bool is_fp4(Type type) { return type == MXFP4 || type == NVFP4; }
+static bool in_words(Type type) { return type >= PACKED4 && type <= AWQ4; }
+
+/* The bytes of one matrix. */
+static size_t matrix_bytes(Type type, int rows, int cols) {
+    size_t values = (size_t)types[type].values, bytes = (size_t)types[type].bytes;
+    if (type == AWQ4) return (size_t)cols * (((size_t)rows + values - 1) / values) * bytes;
+    return (size_t)rows * (((size_t)cols + values - 1) / values) * bytes;
+}
+
+/* The shape of the tensor that holds a matrix. */
+static void stored_shape(Type type, int rows, int cols, int64_t shape[2]) {
+    int values = types[type].values;
+    shape[0] = type == AWQ4 ? cols : in_gptq(type) ? divided(cols, values) : rows;
+    shape[1] = type == AWQ4     ? divided(rows, values)
+               : in_gptq(type)  ? rows
+               : in_words(type) ? divided(cols, values)
+                                : cols;
+    if (is_fp4(type)) shape[1] = cols / 2;
+}
+
+/* Marks a tensor as part of a matrix of this type, of which it holds so many values. */
+static void belongs(Tensor *t, Type type, int64_t values) {
+    t->bound = true;
+    t->encoding = types[type].name;
+    t->values = values;
+}
+
+/* Binds the tensor that holds a matrix, or a grid, of `type` as part of a matrix of type `whose`. */
+static View bind_matrix(Loader *load, int layer, const char *name, const char *suffix, Type type, int rows, int cols,
+                        Type whose, int64_t values) {
+    int64_t shape[2];
+    stored_shape(type, rows, cols, shape);
+    Tensor *t = bind(load, layer, name, suffix, 2, shape, matrix_bytes(type, rows, cols));
+    if (!t || !tensor_is(load, t, has_dtype(t, type), types[type].dtype)) return (View){0};
+    belongs(t, whose, values);
+    return rows_view(load, t, t->size / (size_t)shape[0], rows, 0, 1);
+}
+
+/* A grid whose shape is known. */
+static Grid bind_grid(Loader *load, int layer, const char *name, const char *suffix, const Linear *w, Grid g) {
+    int rows = divided(w->rows, g.rows), cols = divided(w->cols, g.cols);
+    g.data = g.transposed ? bind_matrix(load, layer, name, suffix, g.type, cols, rows, w->type, 0)
+                          : bind_matrix(load, layer, name, suffix, g.type, rows, cols, w->type, 0);
+    return g;
+}
+
+/* How many of n share one of `count` entries: one, all, or a power of two from 16 on; 0: it cannot be. */
+static int shared_by(int n, int64_t count) {
+    int by = 16;
+    while (divided(n, by) > count && by < n) by *= 2;
+    return count == 1 ? n : count == n ? 1 : divided(n, by) == count ? by : 0;
+}
+
+/* The scales of w. FP4's are as usual; of others the tensor's shape says which weights share one. */
+static Grid bind_scale(Loader *load, int layer, const char *name, const char *suffix, const Linear *w, Grid usual) {
+    Tensor *t = find(load, layer, name, suffix);
+    if (!t || is_fp4(w->type)) return bind_grid(load, layer, name, suffix, w, usual);
+    const int64_t *s = t->shape, lines = t->dims ? s[0] : 1, each = t->dims == 4 ? s[2] : t->dims == 2 ? s[1] : 1;
+    const bool flat = t->dims < 3 || (t->dims == 4 && s[1] == 1 && s[3] == 1), blocks = usual.rows > 1;
+    Grid g = usual;
+    g.type = tensor_type(load, t, "scales");
+    g.rows = shared_by(w->rows, g.transposed ? each : lines), g.cols = shared_by(w->cols, g.transposed ? lines : each);
+    bool whole = g.cols == w->cols; /* one for a row, or for all */
+    if (!tensor_is(load, t,
+                   flat && (is_float(g.type) || (w->type == FP8 && g.type == E8M0)) && g.rows &&
+                       (whole || g.cols >= 16) &&
+                       (!blocks || ((whole || g.cols == usual.cols) &&
+                                    (g.rows == 1 || g.rows == w->rows || g.rows == usual.rows))),
+                   "scales of its matrix"))
+        return g;
+    belongs(t, w->type, 0);
+    g.data = rows_view(load, t, t->size / (size_t)lines, 0, 0, 1);
+    return g;
+}
+
+/* Whose scales each column takes, where it is not c / cols of the grid: GPTQ's g_idx. */
+static const int *bind_group(Loader *load, int layer, const char *name, const char *suffix, const Linear *w) {
+    bool wanted = in_gptq(w->type) && json_true(load->quantization, "desc_act"), in_order = true;
+    if (load->c->model.made_up || !(wanted || find(load, layer, name, suffix))) return NULL;
+    Tensor *t = bind(load, layer, name, suffix, 1, (int64_t[]){w->cols}, 0);
+    if (!t || !tensor_is(load, t, !strcmp(t->dtype, "I32"), "I32")) return NULL;
+    belongs(t, w->type, 0);
+    int *group = keep(load->c, (size_t)w->cols, sizeof *group), groups = divided(w->cols, w->scale.cols);
+    memcpy(group, t->data, t->size);
+    for (int c = 0; c < w->cols; c++) {
+        in_order &= group[c] == c / w->scale.cols;
+        if (group[c] < 0 || group[c] >= groups)
+            fail(first_error(load), BAD_MODEL, "%s: tensor '%s' gives column %d the group %d, expected 0 to %d",
+                 load->c->tensors.file[t->file].name, t->name, c, group[c], groups - 1);
+    }
+    return in_order ? NULL : group;
+}
+
+/* NVFP4: what multiplies all scales; compressed-tensors divides by it. */
+static const float *bind_factor(Loader *load, int layer, const char *name) {
+    const Tensor *whole = find(load, layer, name, ".weight_scale_2");
+    const char *suffix = whole ? ".weight_scale_2" : ".weight_global_scale";
+    Tensor *t = bind(load, layer, name, suffix, !whole || whole->dims, (int64_t[]){1}, 4);
+    if (!t || !tensor_is(load, t, has_dtype(t, F32), "F32")) return NULL;
+    float *factor = keep(load->c, 1, sizeof *factor);
+    *factor = 1;
+    if (t->data) memcpy(factor, t->data, sizeof *factor);
+    tensor_is(load, t, *factor > 0 && isfinite(*factor), "a positive number");
+    if (!whole) *factor = 1 / *factor;
+    belongs(t, NVFP4, 0);
+    return factor;
+}
+
+/* Scales and zeros of w, whose names go with its type. */
+static void bind_grids(Loader *load, int layer, const char *name, Linear *w) {
+    static const struct {
+        const char *scale, *zero, *group; /* suffixes; NULL: it has none */
+        Type scales, zeros;
+        int cols; /* that share a scale, usually */
+    } grids[TYPES] = {[FP8] = {".weight_scale_inv", NULL, NULL, BF16, 0, INT32_MAX},
+                      [MXFP4] = {".weight_scale", NULL, NULL, E8M0, 0, 32},
+                      [NVFP4] = {".weight_scale", NULL, NULL, FP8, 0, 16},
+                      [INT8] = {".weight_scale", ".weight_zero_point", NULL, BF16, INT8, INT32_MAX},
+                      [PACKED4] = {".weight_scale", ".weight_zero_point", ".weight_g_idx", BF16, GPTQ4, 128},
+                      [PACKED8] = {".weight_scale", ".weight_zero_point", ".weight_g_idx", BF16, GPTQ8, 128},
+                      [GPTQ4] = {".scales", ".qzeros", ".g_idx", F16, PACKED4, 128},
+                      [GPTQ8] = {".scales", ".qzeros", ".g_idx", F16, PACKED8, 128},
+                      [AWQ4] = {".scales", ".qzeros", NULL, F16, AWQ4, 128}};
+    static const char *const of_fp8[] = {".weight_scale", ".scale", ".qscale_weight"};
+    const bool transposed = in_gptq(w->type) || w->type == AWQ4;
+    const char *scale = grids[w->type].scale, *zero = grids[w->type].zero;
+    const cJSON *block = w->type == FP8 ? json_get(load->quantization, "weight_block_size") : NULL;
+    Grid usual = {.type = grids[w->type].scales, .rows = 1, .cols = grids[w->type].cols, .transposed = transposed};
+    if (!scale) return;
+    if (cJSON_GetArraySize(block) == 2) usual.rows = block->child->valueint, usual.cols = block->child->next->valueint;
+    if (usual.cols > w->cols) usual.cols = w->cols;
+    for (int i = 0; i < 3 && w->type == FP8; i++)
+        if (find(load, layer, name, of_fp8[i])) scale = of_fp8[i];
+    w->scale = bind_scale(load, layer, name, scale, w, usual);
+    if (failed(load)) return;
+    if (zero && (transposed || find(load, layer, name, zero))) {
+        Grid z = {.type = grids[w->type].zeros, .rows = w->scale.rows, .cols = w->scale.cols};
+        z.transposed = in_words(w->type) && w->type != AWQ4;
+        w->zero = bind_grid(load, layer, name, zero, w, z);
+        w->zero_plus_one = in_gptq(w->type) && !quantization_says(load, "checkpoint_format", "gptq_v2");
+    }
+    if (grids[w->type].group) w->group = bind_group(load, layer, name, grids[w->type].group, w);
+    if (w->type == NVFP4) w->factor = bind_factor(load, layer, name);
+}
+
+/* The encoding of the matrix of a module and the suffix of its codes. */
+static Type find_type(Loader *load, int layer, const char *name, int cols, const char **suffix) {
+    const char *router = load->family->moe.router;
+    const Tensor *t;
+    *suffix = ".weight";
+    if (load->c->model.made_up) { /* routers stay plain, embedding and head but in GGUF */
+        bool plain = (router && !strcmp(name, router)) || (layer < 0 && load->made_up_as < Q8_0);
+        return plain ? BF16 : load->made_up_as;
+    }
+    if ((t = find(load, layer, name, ".qweight"))) {
+        *suffix = ".qweight";
+        if (quantization_says(load, "quant_method", "awq")) return AWQ4;
+        return t->dims && t->shape[0] == divided(cols, 4) ? GPTQ8 : GPTQ4;
+    }
+    if ((t = find(load, layer, name, ".weight_packed"))) {
+        *suffix = ".weight_packed";
+        if (has_dtype(t, PACKED4)) return t->dims == 2 && t->shape[1] == divided(cols, 4) ? PACKED8 : PACKED4;
+        return find(load, layer, name, ".weight_global_scale") ? NVFP4 : MXFP4;
+    }
+    if (!(t = find(load, layer, name, *suffix))) return BF16; /* bind says that it is missing */
+    if (find(load, layer, name, ".weight_scale_2")) return NVFP4;
+    static const char expected[] = "BF16, F16, F32, F8_E4M3 or I8";
+    Type type = tensor_type(load, t, expected);
+    return tensor_is(load, t, !in_words(type) && type != E8M0, expected) ? type : BF16;
+}
+
+/* The matrix (rows, cols) of a module and its bias, where config.json wants one, or where GPTQ wrote one. */
 static Linear bind_linear(Loader *load, int layer, const char *name, int rows, int cols, bool bias) {
-    const Tensor *t = bind(load, layer, name, ".weight", 2, (int64_t[]){rows, cols});
-    if (!t) return (Linear){0};
-    Linear w = {.type = tensor_type(load, t, false), .rows = rows, .cols = cols, .n = 1};
-    w.data = rows_view(load, t, (size_t)cols * types[w.type].size, rows, 0, 1);
-    if (bias) w.bias = bind_floats(load, layer, name, ".bias", rows);
+    const char *suffix;
+    Linear w = {.type = find_type(load, layer, name, cols, &suffix), .rows = rows, .cols = cols, .n = 1};
+    Tensor *said = find(load, layer, name, ".weight_shape");
+    if (!in_words(w.type) && cols % types[w.type].values)
+        fail(first_error(load), BAD_MODEL, "%s: %s has rows of %d, not whole blocks of %d as %s wants", load->path,
+             name, cols, types[w.type].values, types[w.type].name);
+    w.data = bind_matrix(load, layer, name, suffix, w.type, rows, cols, w.type, (int64_t)rows * cols);
+    if (failed(load)) return (Linear){0};
+    bind_grids(load, layer, name, &w);
+    if (said) {
+        belongs(said, w.type, 0);
+        tensor_is(load, said, said->size == 16 && !memcmp(said->data, (int64_t[]){rows, cols}, 16),
+                  "the shape of its matrix");
+    }
+    if (bias || (in_gptq(w.type) && find(load, layer, name, ".bias")))
+        w.bias = bind_floats(load, layer, name, ".bias", rows);
     return w;
 }
 
-/* One matrix of every expert, each a tensor of its own. */
-static Linear bind_each(Loader *load, int layer, const char *matrix, int rows, int cols) {
+/* Copies expert i's n numbers to an array of all, made for the first. */
+static void *gather(Loader *load, const void *all, const void *one, int i, size_t n) {
+    char *out = (char *)(uintptr_t)all;
+    if (one && !i) out = keep(load->c, (size_t)load->c->model.n_experts * n, 4);
+    if (one && out) memcpy(out + (size_t)i * n * 4, one, n * 4);
+    return out;
+}
+
+/* One matrix of every expert, each a module of its own. */
+static Linear bind_each(Loader *load, int layer, const char *matrix, int rows, int cols, bool bias) {
     int n = load->c->model.n_experts;
-    View *each = keep(load->c, (size_t)n, sizeof *each);
-    Linear all = {.rows = rows, .cols = cols, .n = n, .each = each};
+    View *each = keep(load->c, (size_t)n * 3, sizeof *each);
+    Linear all = {0};
     for (int i = 0; i < n && !failed(load); i++) {
         char name[100];
         snprintf(name, sizeof name, "%s.%d.%s", load->family->moe.experts, i, matrix);
-        Linear one = bind_linear(load, layer, name, rows, cols, false);
-        if (i && one.type != all.type)
-            fail(first_error(load), BAD_MODEL, "%s: %s.weight of layer %d is %s, that of expert 0 %s", load->path, name,
-                 layer, type_name(one.type), type_name(all.type));
-        all.type = one.type;
-        each[i] = one.data;
+        Linear one = bind_linear(load, layer, name, rows, cols, bias);
+        if (!i) {
+            all = one;
+            all.n = n, all.each = each, all.scale.each = each + n, all.zero.each = each + 2 * n;
+        }
+        if (one.type != all.type || one.scale.type != all.scale.type || one.scale.rows != all.scale.rows ||
+            one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows || !one.group != !all.group ||
+            !one.bias != !all.bias)
+            fail(first_error(load), BAD_MODEL, "%s: %s of layer %d is %s, that of expert 0 %s, or its scales differ",
+                 load->path, name, layer, types[one.type].name, types[all.type].name);
+        each[i] = one.data, each[n + i] = one.scale.data, each[2 * n + i] = one.zero.data;
+        all.factor = gather(load, all.factor, one.factor, i, 1);
+        all.bias = gather(load, all.bias, one.bias, i, (size_t)rows);
+        all.group = gather(load, all.group, one.group, i, (size_t)cols);
     }
     return all;
 }
@@ -750,14 +1086,19 @@ static Linear bind_mxfp4(Loader *load, int layer, const char *name, int rows, in
     int n = load->c->model.n_experts;
     if (cols % 32)
         fail(first_error(load), BAD_MODEL, "%s: MXFP4 rows of %d are not whole blocks of 32", load->path, cols);
-    const Tensor *blocks = bind(load, layer, name, "_blocks", 4, (int64_t[]){n, rows * step, cols / 32, 16});
-    const Tensor *scales = bind(load, layer, name, "_scales", 3, (int64_t[]){n, rows * step, cols / 32});
-    const Tensor *bias = bind(load, layer, name, "_bias", 2, (int64_t[]){n, rows * step});
+    size_t fused = (size_t)n * matrix_bytes(MXFP4, rows * step, cols);
+    Tensor *blocks = bind(load, layer, name, "_blocks", 4, (int64_t[]){n, rows * step, cols / 32, 16}, fused);
+    Tensor *scales = bind(load, layer, name, "_scales", 3, (int64_t[]){n, rows * step, cols / 32}, fused / 16);
+    const Tensor *bias = bind(load, layer, name, "_bias", 2, (int64_t[]){n, rows * step}, 0);
     if (!bias) return (Linear){0};
-    Linear w = {.type = tensor_type(load, blocks, true), .rows = rows, .cols = cols, .n = n};
-    if (!failed(load)) tensor_type(load, scales, true);
+    if (!tensor_is(load, blocks, has_dtype(blocks, MXFP4), "U8") ||
+        !tensor_is(load, scales, has_dtype(scales, E8M0), "U8"))
+        return (Linear){0};
+    Linear w = {.type = MXFP4, .rows = rows, .cols = cols, .n = n, .scale = {.type = E8M0, .rows = 1, .cols = 32}};
+    belongs(blocks, MXFP4, (int64_t)n * rows * step * cols);
+    belongs(scales, MXFP4, 0);
     w.data = rows_view(load, blocks, (size_t)cols / 2, rows, first, step);
-    w.scale = rows_view(load, scales, (size_t)cols / 32, rows, first, step);
+    w.scale.data = rows_view(load, scales, (size_t)cols / 32, rows, first, step);
     w.bias = failed(load) ? NULL : floats(load, bias, (size_t)n * (size_t)rows, (size_t)first, (size_t)step);
     return w;
 }
@@ -779,6 +1120,41 @@ static void bind_attention(Loader *load, int i) {
     if (f->sinks) l->sinks = bind_floats(load, i, "self_attn.sinks", "", m->n_heads);
 }
 
+static void cut_view(View *v, int first, int pitch) {
+    size_t skip = v->stride * (size_t)first;
+    v->step = v->stride * (size_t)pitch;
+    v->offset += skip, v->size -= skip;
+    if (v->data) v->data += skip;
+}
+
+/* Of every `pitch` rows of w those from `first` on, as a matrix of so many rows. */
+static Linear cut(Loader *load, const Linear *w, int first, int rows, int pitch) {
+    Linear part = *w;
+    Grid *grids[] = {&part.scale, &part.zero};
+    part.n = w->rows / pitch, part.rows = rows;
+    cut_view(&part.data, first, pitch);
+    for (int i = 0; i < 2 && !failed(load); i++) {
+        Grid *g = grids[i];
+        if (!g->rows || g->rows == w->rows) continue; /* one for all rows */
+        if (first % g->rows || pitch % g->rows || g->transposed)
+            fail(load->e, BAD_MODEL, "%s: kv_b_proj in %s is not implemented: heads are no whole blocks of rows",
+                 load->path, types[w->type].name);
+        else
+            cut_view(&g->data, first / g->rows, pitch / g->rows);
+    }
+    return part;
+}
+
+/* NAME.weight (n, rows, cols), of GGUF. */
+static Linear bind_stack(Loader *load, int layer, const char *name, int n, int rows, int cols) {
+    Tensor *t = bind(load, layer, name, ".weight", 3, (int64_t[]){n, rows, cols}, 0);
+    Linear w = {.type = t ? tensor_type(load, t, "a type of GGUF") : BF16, .rows = rows, .cols = cols, .n = n};
+    if (failed(load)) return (Linear){0};
+    belongs(t, w.type, (int64_t)n * rows * cols);
+    w.data = rows_view(load, t, matrix_bytes(w.type, 1, cols), rows, 0, 1);
+    return w;
+}
+
 /* kv_b_proj holds of each head first the rows of k_up, then those of v_up. */
 static void bind_latent(Loader *load, int i) {
     const Model *m = &load->c->model;
@@ -795,15 +1171,14 @@ static void bind_latent(Loader *load, int i) {
     }
     l->kv_a = bind_linear(load, i, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
     l->kv_a_norm = bind_floats(load, i, "self_attn.kv_a_layernorm", ".weight", rank);
-    l->k_up = bind_linear(load, i, "self_attn.kv_b_proj", m->n_heads * (keys + m->v_dim), rank, false);
-    View *keys_view = &l->k_up.data, *values_view = &l->v_up.data;
-    size_t skip = keys_view->stride * (size_t)keys;
-    l->k_up.n = m->n_heads;
-    keys_view->step = skip + keys_view->stride * (size_t)m->v_dim;
-    l->v_up = l->k_up;
-    l->k_up.rows = keys, l->v_up.rows = m->v_dim;
-    values_view->offset += skip, values_view->size -= skip;
-    if (values_view->data) values_view->data += skip;
+    if (m->k_up_transposed) {
+        l->k_up = bind_stack(load, i, "self_attn.k_b_proj", m->n_heads, rank, keys);
+        l->v_up = bind_stack(load, i, "self_attn.v_b_proj", m->n_heads, m->v_dim, rank);
+    } else {
+        Linear both = bind_linear(load, i, "self_attn.kv_b_proj", m->n_heads * (keys + m->v_dim), rank, false);
+        l->k_up = cut(load, &both, 0, keys, keys + m->v_dim);
+        l->v_up = cut(load, &both, keys, m->v_dim, keys + m->v_dim);
+    }
     l->o = bind_linear(load, i, "self_attn.o_proj", m->dim, m->n_heads * m->v_dim, bias);
 }
 
@@ -813,15 +1188,16 @@ static void bind_experts(Loader *load, int i) {
     Layer *l = m->layer + i;
     int width = config_whole(load, f->moe.width, 1, 1 << 20, REQUIRED);
     l->router = bind_linear(load, i, f->moe.router, m->n_experts, m->dim, !f->moe.gate);
-    if (!f->moe.gate) { /* fused: even rows gate, odd rows up */
+    if (!f->moe.gate && !load->gguf) { /* fused: even rows gate, odd rows up */
         l->gate = bind_mxfp4(load, i, "mlp.experts.gate_up_proj", width, m->dim, 0, 2);
         l->up = bind_mxfp4(load, i, "mlp.experts.gate_up_proj", width, m->dim, 1, 2);
         l->down = bind_mxfp4(load, i, "mlp.experts.down_proj", m->dim, width, 0, 1);
         return;
     }
-    l->gate = bind_each(load, i, f->moe.gate, width, m->dim);
-    l->up = bind_each(load, i, f->moe.up, width, m->dim);
-    l->down = bind_each(load, i, f->moe.down, m->dim, width);
+    bool fused = !f->moe.gate; /* where the hub has them */
+    l->gate = bind_each(load, i, fused ? "gate_proj" : f->moe.gate, width, m->dim, fused);
+    l->up = bind_each(load, i, fused ? "up_proj" : f->moe.up, width, m->dim, fused);
+    l->down = bind_each(load, i, fused ? "down_proj" : f->moe.down, m->dim, width, fused);
     if (!f->latent) return;
     if (m->route.group_best == 2) /* topk_method noaux_tc */
         l->choice_bias = bind_floats(load, i, f->moe.router, ".e_score_correction_bias", m->n_experts);
@@ -829,6 +1205,15 @@ static void bind_experts(Loader *load, int i) {
     l->shared_gate = bind_linear(load, i, "mlp.shared_experts.gate_proj", shared, m->dim, false);
     l->shared_up = bind_linear(load, i, "mlp.shared_experts.up_proj", shared, m->dim, false);
     l->shared_down = bind_linear(load, i, "mlp.shared_experts.down_proj", m->dim, shared, false);
+}
+
+static bool has_experts(Loader *load, int layer) {
+    const cJSON *dense = config_typed(load, load->config, "mlp_only_layers", cJSON_Array, "an array"), *one;
+    const char *router = load->family->moe.router;
+    bool experts = router && layer >= config_whole(load, "first_k_dense_replace", 0, INT32_MAX, 0) &&
+                   (layer + 1) % config_whole(load, "decoder_sparse_step", 1, INT32_MAX, 1) == 0;
+    cJSON_ArrayForEach(one, dense) if (cJSON_IsNumber(one) && one->valuedouble == layer) experts = false;
+    return experts && (!load->gguf || find(load, layer, router, ".weight"));
 }
 
 static void bind_layer(Loader *load, int i) {
@@ -860,12 +1245,21 @@ static void bind_layer(Loader *load, int i) {
     if (l->shared_gate.rows > m->ffn_dim) m->ffn_dim = l->shared_gate.rows;
 }
 
+/* A scale of activations or of the cache: both are bf16 here. */
+static bool of_activations(const char *name) {
+    const char *dot = strrchr(name, '.');
+    return strstr(name, "activation_scale") ||
+           (dot && listed("input_scale, qscale_act, input_global_scale, input_zero_point, input_scale_ub, k_scale, "
+                          "v_scale, q_scale, kv_scale, prob_scale, output_scale",
+                          dot + 1));
+}
+
 /* A tensor that the formulas of the text do not need. */
 static bool left_out(const Loader *load, const char *name) {
     bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
     const char *layer = strstr(name, "layers."); /* DeepSeek's last predicts a second token */
-    return strstr(name, ".rotary_emb.inv_freq") || (load->tied && strstr(name, "lm_head.weight")) ||
-           (load->config != load->file && picture) ||
+    return strstr(name, ".rotary_emb.inv_freq") || of_activations(name) ||
+           (load->tied && strstr(name, "lm_head.weight")) || (load->config != load->file && picture) ||
            (load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers);
 }
 
@@ -883,6 +1277,7 @@ static void bind_all(Loader *load) {
     if (head_only || !load->tied) m->head = bind_linear(load, OUTSIDE, "lm_head", m->vocab, m->dim, false);
     if (head_only) m->embed = m->head;
     m->norm = bind_floats(load, IN_MODEL, "norm", ".weight", m->dim);
+    m->k_up_transposed = tensors_find(all, "model.layers.0.self_attn.k_b_proj.weight");
     for (int i = 0; i < m->n_layers && !failed(load); i++) bind_layer(load, i);
     for (int i = 0; i < all->n && !failed(load); i++) /* a tensor without a place is a formula left out */
         if (!all->tensor[i].bound && !left_out(load, all->tensor[i].name))
@@ -892,17 +1287,32 @@ static void bind_all(Loader *load) {
 
 typedef enum { CONFIG, SHAPES, WEIGHTS } Depth;
 
-static bool read_checkpoint(Checkpoint *c, const char *dir, Depth depth, Error *e) {
-    char *path = join(dir, "config.json");
-    Loader load = {.c = c, .path = path, .e = e};
+/* The type with this name. */
+static Type named_type(const char *name, Error *e) {
+    Bytes names = {0};
+    Type type = BF16;
+    for (; type < E8M0 && strcasecmp(name, types[type].name); type++)
+        bytes_print(&names, "%s%s", type ? ", " : "", types[type].name);
+    if (type == E8M0) fail(e, USAGE, "--encoding must be one of %s, not '%.40s'", names.data, name), type = BF16;
+    bytes_free(&names);
+    return type;
+}
+
+static bool read_checkpoint(Checkpoint *c, const char *dir, Depth depth, const char *encoding, Error *e) {
+    bool gguf = gguf_named(dir);
+    char *path = gguf ? copy_text(dir, strlen(dir)) : join(dir, "config.json");
+    Loader load = {.c = c, .path = path, .gguf = gguf, .e = e};
     *c = (Checkpoint){.model.made_up = depth == SHAPES};
     *e = (Error){0};
-    if (access(path, F_OK) && errno == ENOENT)
+    if (gguf)
+        load.file = tensors_open(&c->tensors, path, e) ? gguf_config(&c->tensors, path, e) : NULL;
+    else if (access(path, F_OK) && errno == ENOENT)
         fail(e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", dir);
     else
         load.file = json_read(path, MOST_CONFIG, e);
     if (load.file) read_config(&load, dir);
-    if (!failed(&load) && depth == WEIGHTS) tensors_open(&c->tensors, dir, e);
+    if (encoding) load.made_up_as = named_type(encoding, first_error(&load));
+    if (!failed(&load) && depth == WEIGHTS && !gguf) tensors_open(&c->tensors, dir, e);
     for (int i = 0; i < c->tensors.files; i++) c->bytes += c->tensors.file[i].size;
     if (!failed(&load) && depth != CONFIG) bind_all(&load);
     cJSON_Delete(load.file);
@@ -912,12 +1322,14 @@ static bool read_checkpoint(Checkpoint *c, const char *dir, Depth depth, Error *
     return !e->code;
 }
 
-bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) { return read_checkpoint(c, dir, WEIGHTS, e); }
-bool checkpoint_make_up(Checkpoint *c, const char *dir, Error *e) { return read_checkpoint(c, dir, SHAPES, e); }
+bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) { return read_checkpoint(c, dir, WEIGHTS, NULL, e); }
+bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Error *e) {
+    return read_checkpoint(c, dir, SHAPES, encoding, e);
+}
 
 bool checkpoint_known(const char *dir, Error *e) {
     Checkpoint c;
-    bool known = read_checkpoint(&c, dir, CONFIG, e);
+    bool known = read_checkpoint(&c, dir, CONFIG, NULL, e);
     if (known) checkpoint_close(&c);
     return known;
 }
@@ -933,8 +1345,14 @@ void checkpoint_close(Checkpoint *c) {
 /* ---- sizes ---- */
 
 uint64_t linear_bytes(const Linear *w) {
-    uint64_t weights = (uint64_t)w->n * (uint64_t)w->rows * (uint64_t)w->cols;
-    return w->type == MXFP4 ? weights / 2 + weights / 32 : weights * types[w->type].size;
+    const Grid *grids[] = {&w->scale, &w->zero};
+    uint64_t sum = matrix_bytes(w->type, w->rows, w->cols);
+    for (int i = 0; i < 2 && grids[i]->rows; i++) {
+        int rows = divided(w->rows, grids[i]->rows), cols = divided(w->cols, grids[i]->cols);
+        sum +=
+            grids[i]->transposed ? matrix_bytes(grids[i]->type, cols, rows) : matrix_bytes(grids[i]->type, rows, cols);
+    }
+    return (uint64_t)w->n * sum;
 }
 
 uint64_t model_bytes(const Model *m) {
@@ -966,12 +1384,41 @@ uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
 
 /* ---- models on disk ---- */
 
+static void set_text(char *out, size_t room, const char *text) {
+    Bytes shown = {0};
+    bytes_shown(&shown, text ? text : "", text ? strlen(text) : 0, false); /* it is not for the terminal to obey */
+    snprintf(out, room, "%s", shown.n ? shown.data : "");
+    bytes_free(&shown);
+}
+
+/* The same of a GGUF file, whose encoding is that of most bytes. One that lacks parts may be known. */
+static bool describe_gguf(ModelEntry *m) {
+    Error e;
+    Tensors t;
+    struct stat st = {0};
+    size_t bytes[TYPES] = {0};
+    int most = 0;
+    m->complete = tensors_open(&t, m->path, &e);
+    m->known = !m->complete || checkpoint_known(m->path, &e);
+    if (!m->complete && !stat(m->path, &st)) m->bytes = (uint64_t)st.st_size; /* of its first part */
+    for (int i = 0; i < t.files; i++) m->bytes += t.file[i].size;
+    for (int i = 0; i < t.n; i++)
+        for (int type = 0; type < TYPES; type++) {
+            if (!strcmp(t.tensor[i].dtype, types[type].name)) bytes[type] += t.tensor[i].size;
+            if (bytes[type] > bytes[most]) most = type;
+        }
+    if (m->complete) set_text(m->encoding, sizeof m->encoding, types[most].name);
+    set_text(m->family, sizeof m->family, json_string(t.metadata, "general.architecture"));
+    tensors_close(&t);
+    return true;
+}
+
 /* Family and encoding as config.json names them; whether all files are here, and the bytes of the weights that are.
  * False: there is no config.json. */
 static bool describe(ModelEntry *m) {
     Error e;
     Tensors t = {0};
-    Bytes family = {0}, encoding = {0};
+    if (gguf_named(m->path)) return describe_gguf(m);
     char *path = join(m->path, "config.json"), *tokenizer = join(m->path, "tokenizer.json");
     cJSON *config = json_read(path, MOST_CONFIG, &e);
     bool model = config;
@@ -979,10 +1426,8 @@ static bool describe(ModelEntry *m) {
     const char *quant = json_string(json_get(config, "quantization_config"), "quant_method");
     if (!dtype) dtype = json_string(config, "torch_dtype"); /* its older name */
     if (quant) dtype = quant;
-    bytes_shown(&family, type ? type : "", type ? strlen(type) : 0, false); /* it is not for the terminal to obey */
-    bytes_shown(&encoding, dtype ? dtype : "", dtype ? strlen(dtype) : 0, false);
-    snprintf(m->family, sizeof m->family, "%s", family.n ? family.data : "");
-    snprintf(m->encoding, sizeof m->encoding, "%s", encoding.n ? encoding.data : "");
+    set_text(m->family, sizeof m->family, type);
+    set_text(m->encoding, sizeof m->encoding, dtype);
     for (char *c = m->encoding; *c; c++) *c = (char)toupper((unsigned char)*c);
     m->known = checkpoint_known(m->path, &e);
     m->complete = add_files(&t, m->path, &e) && config && !access(tokenizer, F_OK);
@@ -995,8 +1440,6 @@ static bool describe(ModelEntry *m) {
     cJSON_Delete(config);
     free(path);
     free(tokenizer);
-    bytes_free(&family);
-    bytes_free(&encoding);
     return model;
 }
 
@@ -1023,6 +1466,20 @@ static void list_add(List *list, const char *path, const char *name, bool begun)
         free(m.path);
         free(m.name);
     }
+}
+
+/* Adds the GGUF files in a folder and in its folders, as SHOWN/FILE. */
+static void add_gguf(List *list, const char *folder, const char *shown, bool deeper) {
+    DIR *dir = opendir(folder);
+    for (struct dirent *d; dir && (d = readdir(dir));) {
+        if (*d->d_name == '.') continue;
+        char *path = join(folder, d->d_name), *name = join(shown, d->d_name);
+        if (gguf_named(path) && gguf_parts(path)) list_add(list, path, name, false);
+        if (deeper) add_gguf(list, path, name, false);
+        free(path);
+        free(name);
+    }
+    if (dir) closedir(dir);
 }
 
 /* The snapshot of a repository in the hub's cache: the one that refs/main names, else any. */
@@ -1059,11 +1516,13 @@ static void add_all(List *list, const char *parent, bool hub) {
             bytes_text(&shown, hub ? name : path);
         char *snapshot = hub ? find_snapshot(path) : NULL;
         if (!hub || snapshot) list_add(list, hub ? snapshot : path, shown.data, hub);
+        if (snapshot) add_gguf(list, snapshot, shown.data, true);
         free(path);
         free(snapshot);
         bytes_free(&shown);
     }
     if (dir) closedir(dir);
+    if (!hub) add_gguf(list, parent, parent, true);
 }
 
 static int by_entry_name(const void *a, const void *b) {
@@ -1107,9 +1566,22 @@ void models_free(ModelEntry *list, int n) {
     free(list);
 }
 
+/* The model that a folder is, or the only GGUF file that it holds. */
+static char *find_inside(const char *folder) {
+    List list = {0};
+    char *config = join(folder, "config.json");
+    if (access(config, F_OK)) add_gguf(&list, folder, folder, true);
+    char *found = list.n == 1 ? list.entry->path : (char *)(uintptr_t)folder;
+    found = copy_text(found, strlen(found));
+    models_free(list.entry, list.n);
+    free(config);
+    return found;
+}
+
 char *model_find(const char *argument, Error *e) {
     struct stat st;
-    if (!stat(argument, &st) && S_ISDIR(st.st_mode)) return copy_text(argument, strlen(argument));
+    if (gguf_named(argument)) return copy_text(argument, strlen(argument));
+    if (!stat(argument, &st) && S_ISDIR(st.st_mode)) return find_inside(argument);
     ModelEntry *list;
     Bytes names = {0};
     int n = models_list(&list), hits = 0, hit = 0;

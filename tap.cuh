@@ -34,7 +34,7 @@ bool tap_cache(const Pass *a, int values, Error *e) {
     const Work &w = a->w;
     const Batch *b = a->batch;
     const int d = w.head_dim, kv = w.n_kv_heads * d;
-    const Rows dealt = {0, 1, d / 2};
+    const Rows dealt = {0, 1, a->gpu->model.neighbours ? 0 : d / 2};
     std::vector<bf16> page((size_t)kv * PAGE);
     std::vector<float> out;
     if (!a->gpu->limits.tap) return true;
@@ -53,7 +53,7 @@ bool tap_cache(const Pass *a, int values, Error *e) {
 }
 bool tap_attention(const Pass *a, const DeviceLayer &l, Error *e) {
     const int width = a->w.n_heads * a->w.head_dim;
-    const Rows dealt = {0, 1, a->w.head_dim / 2};
+    const Rows dealt = {0, 1, a->gpu->model.neighbours ? 0 : a->w.head_dim / 2};
     return tap(a, "q", query_type(l), a->w.q, width, a->tokens, width, e, [&](int i) { return dealt.of(i); }) &&
            tap_cache(a, 0, e) && tap_cache(a, 1, e) &&
            tap(a, "attn", type_for(l.o), a->w.attn, a->w.attn_pitch, a->tokens, width, e);

@@ -6,7 +6,7 @@
  * bytes they stand for, so encoding and decoding need no alphabet. Components that are not implemented are refused by
  * name: a tokenizer that is almost right is wrong. */
 #define PCRE2_CODE_UNIT_WIDTH 8
-#include "tokenizer.h"
+#include "gguf.h"
 
 #include <pcre2.h>
 #include <stdio.h>
@@ -648,8 +648,165 @@ static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
     return read_station(t, file, "post_processor", "processors", e);
 }
 
-/* tokenizer_config.json beside tokenizer.json: whether text begins with a token, and the chat template, whose tokens
- * are control tokens whatever tokenizer.json says: text must not become one. */
+/* ---- GGUF: the same from its metadata ---- */
+
+#define CONTRACTIONS "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+#define LETTERS(digits)                                                                                                \
+    CONTRACTIONS "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|" digits                                                              \
+                 "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+#define UPPER "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
+#define LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
+#define CASES(behind, digits)                                                                                          \
+    UPPER "*" LOWER "+" behind "|" UPPER "+" LOWER "*" behind "|" digits                                               \
+          "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+
+/* How text is split into words, by the names that files have for it. */
+static const struct {
+    const char *names, *split[3];
+    int features;
+    bool ignore_merges, bos;
+} pres[] = {
+    {"llama-bpe llama3 llama-v3", {LETTERS("\\p{N}{1,3}")}, NOTHING, true, true},
+    {"qwen2 deepseek-r1-qwen megrez", {LETTERS("\\p{N}")}, NFC, false, false},
+    {"gpt-4o llama4", {CASES(CONTRACTIONS "?", "\\p{N}{1,3}")}, NOTHING, true, false},
+    {"tekken", {CASES("", "\\p{N}")}, NOTHING, true, true},
+    {"smollm", {"\\p{N}", gpt2_pattern}, NOTHING, false, false},
+    {"gpt-2", {gpt2_pattern}, NOTHING, false, false},
+    {"deepseek-v3",
+     {"\\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+      "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
+      " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
+     NOTHING,
+     false,
+     false},
+};
+
+typedef struct {
+    double score;
+    int id;
+} Scored;
+
+static int by_score(const void *a, const void *b) {
+    const Scored *x = a, *y = b;
+    return x->score != y->score ? (x->score < y->score) - (x->score > y->score) : x->id - y->id;
+}
+
+/* SentencePiece's merges: any two tokens whose joined text is a token, the best score first. */
+static void merge_by_score(Tokenizer *t, const cJSON *scores) {
+    Scored *all = allocate_zero((size_t)t->size + 1, sizeof *all);
+    const cJSON *score = cJSON_IsArray(scores) ? scores->child : NULL;
+    for (int id = 0; id < t->size; id++, score = score ? score->next : NULL)
+        all[id] = (Scored){cJSON_IsNumber(score) ? score->valuedouble : 0, id};
+    qsort(all, (size_t)t->size, sizeof *all, by_score);
+    for (int rank = 0; rank < t->size; rank++) {
+        const Piece *whole = t->piece + all[rank].id;
+        const char *text = t->text.data + whole->begin;
+        ids_add(&t->merged, all[rank].id);
+        for (uint32_t cut = 1; cut < whole->n; cut++) {
+            int left = find(t, text, cut), right = left < 0 ? -1 : find(t, text + cut, whole->n - cut);
+            if (right >= 0) map_put(&t->rank, pair(left, right), rank);
+        }
+    }
+    free(all);
+}
+
+/* What a token is, tokenizer.ggml.token_type. */
+enum { NORMAL = 1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED };
+
+/* The vocabulary; then, if `added`, the tokens that are cut out of text. */
+static bool read_tokens(Tokenizer *t, const cJSON *metadata, bool added, Error *e) {
+    const cJSON *tokens = json_get(metadata, "tokenizer.ggml.tokens"), *token = tokens ? tokens->child : NULL;
+    const cJSON *types = json_get(metadata, "tokenizer.ggml.token_type"), *type = types ? types->child : NULL;
+    bool ok = true;
+    for (int id = 0; token && ok; id++, token = token->next, type = type ? type->next : NULL) {
+        const char *text = cJSON_GetStringValue(token);
+        const cJSON number = {.type = cJSON_Number, .valuedouble = id};
+        int kind = cJSON_IsNumber(type) ? (int)type->valuedouble : NORMAL;
+        bool cut = kind == UNKNOWN || kind == CONTROL || kind == USER_DEFINED;
+        size_t begin = t->text.n;
+        if (!text || !*text || kind == UNUSED || cut != added) continue;
+        if (added) {
+            cJSON *one = cJSON_CreateObject();
+            cJSON_AddNumberToObject(one, "id", id);
+            cJSON_AddStringToObject(one, "content", text);
+            cJSON_AddBoolToObject(one, "special", kind != USER_DEFINED);
+            ok = read_added(t, one, e);
+            cJSON_Delete(one);
+        } else {
+            piece_bytes(t, text, strlen(text), &t->text);
+            ok = define(t, &number, text, begin, e) >= 0;
+        }
+        if (kind == UNKNOWN) t->unknown = id;
+    }
+    return ok;
+}
+
+/* Which token stands before a text, if any. */
+static int find_bos(const Tokenizer *t, const cJSON *metadata, bool usual) {
+    const cJSON *add = json_get(metadata, "tokenizer.ggml.add_bos_token");
+    int64_t bos = 1;
+    const cJSON *id = json_get(metadata, "tokenizer.ggml.bos_token_id");
+    bool valid = !id || json_whole(id, 0, INT32_MAX, &bos);
+    return valid && bos < t->size && (add ? cJSON_IsTrue(add) : usual) ? (int)bos : -1;
+}
+
+static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
+    const char *kind = json_string(metadata, "tokenizer.ggml.model"),
+               *pre = json_string(metadata, "tokenizer.ggml.pre");
+    const cJSON *merges = json_get(metadata, "tokenizer.ggml.merges"), *merge, *prefix;
+    bool pieces = kind && !strcmp(kind, "llama"), ok = true, bos = pieces;
+    Bytes known = {0}, work = {0};
+    t->bos = t->unknown = -1;
+    bytes_text(&t->text, "");
+    ids_append(&t->ends, (int[]){-1, -1}, 2);
+    if (!pieces && !(kind && !strcmp(kind, "gpt2")))
+        return fail(e, BAD_MODEL, "tokenizer.ggml.model is '%.40s', known are gpt2 and llama",
+                    kind ? kind : "(missing)");
+    if (json_true(metadata, "tokenizer.ggml.add_eos_token"))
+        return fail(e, BAD_MODEL, "tokenizer.ggml.add_eos_token is not implemented");
+    t->byte_level = !pieces;
+    for (size_t i = 0; i < sizeof pres / sizeof *pres && !pieces; i++) {
+        bytes_print(&known, " %s", pres[i].names);
+        if (!pre || !text_listed(pres[i].names, pre)) continue;
+        for (int j = 0; j < 3 && pres[i].split[j]; j++) ok = ok && add_split(t, pres[i].split[j]);
+        t->features = pres[i].features;
+        t->ignore_merges = pres[i].ignore_merges;
+        bos = pres[i].bos;
+    }
+    if (!pieces && !t->splits)
+        ok = fail(e, BAD_MODEL, "tokenizer.ggml.pre is '%.40s', known are%s", pre ? pre : "(missing)", known.data);
+    bytes_free(&known);
+    bytes_text(&work, "");
+    ok = ok && read_tokens(t, metadata, false, e);
+    if (ok && pieces) merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"));
+    for (merge = pieces || !merges ? NULL : merges->child; merge && ok; merge = merge->next)
+        ok = read_merge(t, merge, &work, e);
+    bytes_free(&work);
+    ok = ok && read_tokens(t, metadata, true, e);
+    if (!ok) return false;
+    find_byte_tokens(t, pieces);
+    t->bos = find_bos(t, metadata, bos);
+    prefix = json_get(metadata, "tokenizer.ggml.add_space_prefix");
+    if (pieces) t->features = MARK_SPACES | UNMARK_SPACES;
+    if (pieces &&
+        !cJSON_IsFalse(prefix)) /* files do not say it: since [INST] is a token, only the first text has one */
+        t->features |= STRIP_SPACE | (tokenizer_added(t, "[INST]") < 0 ? PREPEND_MARK : FIRST_MARK);
+    return true;
+}
+
+/* The tokens of a chat template are control tokens whatever the file says: text must not become one. false: too long.
+ */
+static bool mark_control(Tokenizer *t, const char *jinja, size_t n) {
+    if (n > UINT32_MAX / t->ends.n) return false; /* each is searched for in all of it */
+    for (int id = 0; id < t->size; id++) {
+        Piece *p = t->piece + id;
+        const char *name = t->text.data + p->begin;
+        if (p->added && (unsigned char)*name > ' ' && memmem(jinja, n, name, p->n)) p->control = true;
+    }
+    return true;
+}
+
+/* tokenizer_config.json beside tokenizer.json: whether text begins with a token, and the chat template. */
 static bool read_config(Tokenizer *t, const char *path, Error *e) {
     Bytes file = {0}, jinja = {0};
     const char *slash = strrchr(path, '/');
@@ -668,13 +825,8 @@ static bool read_config(Tokenizer *t, const char *path, Error *e) {
     char *text = template ? json_text(template) : NULL;
     bytes_text(&jinja, text ? text : "");
     free(text);
-    if (ok && jinja.n > UINT32_MAX / t->ends.n) /* each is searched for in all of it */
-        ok = fail(e, BAD_MODEL, "%s: the chat template is too long for so many added tokens", file.data);
-    for (int id = 0; ok && id < t->size; id++) {
-        Piece *p = t->piece + id;
-        const char *name = t->text.data + p->begin;
-        if (p->added && (unsigned char)*name > ' ' && memmem(jinja.data, jinja.n, name, p->n)) p->control = true;
-    }
+    ok = ok && (mark_control(t, jinja.data, jinja.n) ||
+                fail(e, BAD_MODEL, "%s: the chat template is too long for so many added tokens", file.data));
     cJSON_Delete(config);
     bytes_free(&jinja);
     bytes_free(&file);
@@ -682,12 +834,16 @@ static bool read_config(Tokenizer *t, const char *path, Error *e) {
 }
 
 Tokenizer *tokenizer_open(const char *path, Error *e) {
-    cJSON *file = json_read(path, MOST_BYTES, e);
+    bool gguf = gguf_named(path);
+    cJSON *file = gguf ? gguf_metadata(path, e) : json_read(path, MOST_BYTES, e);
     if (!file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
-    bool ok = read_file(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
+    const char *template = json_string(file, "tokenizer.chat_template");
+    bool ok = (gguf ? read_gguf : read_file)(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
+    if (gguf && template && ok && !mark_control(t, template, strlen(template)))
+        ok = fail(e, BAD_MODEL, "%s: the chat template is too long for so many added tokens", path);
     cJSON_Delete(file);
-    if (ok && read_config(t, path, e)) return t;
+    if (ok && (gguf || read_config(t, path, e))) return t;
     tokenizer_close(t);
     return NULL;
 }

@@ -45,7 +45,14 @@ inline ShapedMatrix with_shape(const Matrix &m) { return with_shape(m, m.type, m
 /* Whether a model has gpt-oss's types and shapes (20b and 120b); a DecodeWork with these shapes as constants. */
 inline bool has_gpt_oss_shapes(const Model &m) {
     const Layer &l = m.layer[0];
-    return l.q.type == BF16 && l.gate.type == MXFP4 && m.head.type == BF16 && m.embed.type == BF16 && m.dim == 2880 &&
+    for (int i = 0; i < m.n_layers; i++) {
+        const Layer &at = m.layer[i];
+        for (const Linear *w : {&at.q, &at.k, &at.v, &at.o, &at.router})
+            if (w->type != BF16) return false;
+        for (const Linear *w : {&at.gate, &at.up, &at.down})
+            if (w->type != MXFP4) return false;
+    }
+    return m.head.type == BF16 && m.embed.type == BF16 && m.dim == 2880 &&
            m.ffn_dim == 2880 && m.vocab == 201088 && m.n_heads == 64 && m.n_kv_heads == 8 && m.head_dim == 64 &&
            m.top_k == 4 && l.router.rows && l.sinks && !l.q_norm;
 }

@@ -1,7 +1,7 @@
 /* Any bytes as JSON. Promises: json_parse never reads out of bounds and takes only strict JSON, so that what it took
  * is taken again when written out; as a conversation it is refused or rendered, with one <|start|> a message whatever
- * its texts are; as config.json of a small llama, or as the index of two shards, it is refused with a message or fits
- * the weights. */
+ * its texts are; as config.json of a small model, plain or encoded, or as the index of two shards, it is refused with a
+ * message or fits the weights, every row of which can then be decoded. */
 #include "chat.h"
 #include "host.h"
 
@@ -11,15 +11,24 @@
 #include <string.h>
 #include <unistd.h>
 
-static char dir[] = "/tmp/infer-fuzz-XXXXXX", config[64], weights[64];
+static const char *const models[] = {"llama3",
+                                     "encodings/fp8_block",
+                                     "encodings/packed4_zero",
+                                     "encodings/gptq4_order",
+                                     "encodings/experts_awq4",
+                                     "encodings/experts_nvfp4"};
+enum { MODELS = sizeof models / sizeof *models };
+static char dir[MODELS][32], config[MODELS][64], weights[MODELS][64];
 static char shards[] = "/tmp/infer-fuzz-XXXXXX", file[3][64]; /* the index and what it may name */
 static Tokenizer *tokenizer;
 static Chat chat;
 
 static void clean(void) {
-    unlink(config);
-    unlink(weights);
-    rmdir(dir);
+    for (int i = 0; i < MODELS; i++) {
+        unlink(config[i]);
+        unlink(weights[i]);
+        rmdir(dir[i]);
+    }
     for (int i = 0; i < 3; i++) unlink(file[i]);
     rmdir(shards);
 }
@@ -40,10 +49,16 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     Error e;
     (void)argc, (void)argv;
     tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
-    assert(tokenizer && chat_open(&chat, tokenizer, "", &e) && mkdtemp(dir) && mkdtemp(shards) && !atexit(clean));
-    snprintf(config, sizeof config, "%s/config.json", dir);
-    snprintf(weights, sizeof weights, "%s/model.safetensors", dir);
-    link_to("tests/fixtures/llama3/model.safetensors", weights);
+    assert(tokenizer && chat_open(&chat, tokenizer, "", &e) && mkdtemp(shards) && !atexit(clean));
+    for (int i = 0; i < MODELS; i++) {
+        char from[128];
+        strcpy(dir[i], "/tmp/infer-fuzz-XXXXXX");
+        assert(mkdtemp(dir[i]));
+        snprintf(config[i], sizeof *config, "%s/config.json", dir[i]);
+        snprintf(weights[i], sizeof *weights, "%s/model.safetensors", dir[i]);
+        snprintf(from, sizeof from, "tests/fixtures/%s/model.safetensors", models[i]);
+        link_to(from, weights[i]);
+    }
     snprintf(file[0], sizeof *file, "%s/model.safetensors.index.json", shards);
     snprintf(file[1], sizeof *file, "%s/a", shards);
     snprintf(file[2], sizeof *file, "%s/b", shards);
@@ -66,6 +81,18 @@ static void as_conversation(const cJSON *json) {
     ids_free(&ids);
 }
 
+static void progress(uint64_t done, uint64_t total) { assert(done <= total); }
+
+/* The twin decodes every row when it opens a model that somebody watches. */
+static void decode_all(const Model *m) {
+    Error e;
+    int pages = 1;
+    Limits limits = {.context = PAGE, .max_seqs = 1, .max_tokens = 1, .progress = progress};
+    void *state = reference.open(m, &limits, &pages, &e);
+    assert(state);
+    reference.close(state);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     Error e = {0};
     cJSON *json = json_parse((const char *)data, n, "input", &e);
@@ -81,10 +108,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     cJSON_Delete(json);
     Checkpoint c;
     Tensors t;
-    write_file(config, data, n);
-    bool ok = checkpoint_open(&c, dir, &e);
+    size_t which = n % MODELS;
+    write_file(config[which], data, n);
+    bool ok = checkpoint_open(&c, dir[which], &e);
     assert(ok || (e.code == BAD_MODEL && *e.text));
-    if (ok) checkpoint_close(&c);
+    if (ok) decode_all(&c.model), checkpoint_close(&c);
     if (!index) return 0;
     write_file(file[0], data, n);
     ok = tensors_open(&t, shards, &e);

@@ -1,6 +1,6 @@
 /* Any bytes as a safetensors file. Promises: it is refused with a message, or every tensor lies inside the file, is
- * found by its name and has the bytes that its shape needs; as weights of a small gpt-oss they are refused or bound,
- * and then every view lies inside its tensor. */
+ * found by its name and has the bytes that its shape needs; as weights of a small gpt-oss, or of a small llama whose
+ * matrices are encoded, they are refused or bound, and then every row can be decoded. */
 #include "host.h"
 
 #include <assert.h>
@@ -11,32 +11,41 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-static char dir[] = "/tmp/infer-fuzz-XXXXXX", config[64], weights[64];
+static const char *const configs[] = {
+    "{\"model_type\":\"gpt_oss\",\"num_hidden_layers\":1,\"hidden_size\":32,\"intermediate_size\":32,"
+    "\"vocab_size\":4,\"num_attention_heads\":2,\"num_key_value_heads\":1,\"head_dim\":2,"
+    "\"num_local_experts\":1,\"num_experts_per_tok\":1,\"max_position_embeddings\":64,"
+    "\"rms_norm_eps\":1e-5,\"sliding_window\":4,\"tie_word_embeddings\":true}",
+    "{\"model_type\":\"llama\",\"num_hidden_layers\":1,\"hidden_size\":32,\"intermediate_size\":48,\"vocab_size\":4,"
+    "\"num_attention_heads\":2,\"num_key_value_heads\":1,\"max_position_embeddings\":64,\"rms_norm_eps\":1e-5,"
+    "\"tie_word_embeddings\":true,\"quantization_config\":{\"quant_method\":\"gptq\",\"weight_block_size\":[16,16]}}"};
+enum { CONFIGS = sizeof configs / sizeof *configs };
+static char dir[CONFIGS][32], config[CONFIGS][64], weights[CONFIGS][64];
 static int fd;
 
 static void clean(void) {
-    unlink(config);
-    unlink(weights);
-    rmdir(dir);
+    for (int i = 0; i < CONFIGS; i++) {
+        unlink(config[i]);
+        unlink(weights[i]);
+        rmdir(dir[i]);
+    }
 }
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     char path[64];
     (void)argc, (void)argv;
     fd = memfd_create("model", MFD_CLOEXEC);
-    assert(fd >= 0 && mkdtemp(dir) && !atexit(clean));
+    assert(fd >= 0 && !atexit(clean));
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    snprintf(weights, sizeof weights, "%s/model.safetensors", dir);
-    snprintf(config, sizeof config, "%s/config.json", dir);
-    assert(!symlink(path, weights));
-    FILE *f = fopen(config, "wb");
-    assert(f &&
-           fputs("{\"model_type\":\"gpt_oss\",\"num_hidden_layers\":1,\"hidden_size\":32,\"intermediate_size\":32,"
-                 "\"vocab_size\":4,\"num_attention_heads\":2,\"num_key_value_heads\":1,\"head_dim\":2,"
-                 "\"num_local_experts\":1,\"num_experts_per_tok\":1,\"max_position_embeddings\":64,"
-                 "\"rms_norm_eps\":1e-5,\"sliding_window\":4,\"tie_word_embeddings\":true}",
-                 f) >= 0 &&
-           !fclose(f));
+    for (int i = 0; i < CONFIGS; i++) {
+        strcpy(dir[i], "/tmp/infer-fuzz-XXXXXX");
+        assert(mkdtemp(dir[i]));
+        snprintf(weights[i], sizeof *weights, "%s/model.safetensors", dir[i]);
+        snprintf(config[i], sizeof *config, "%s/config.json", dir[i]);
+        assert(!symlink(path, weights[i]));
+        FILE *f = fopen(config[i], "wb");
+        assert(f && fputs(configs[i], f) >= 0 && !fclose(f));
+    }
     return 0;
 }
 
@@ -47,12 +56,33 @@ static void touch(const unsigned char *data, size_t n) {
     (void)byte;
 }
 
+static void progress(uint64_t done, uint64_t total) { assert(done <= total); }
+
+/* Every view lies inside the file, and the twin can decode every row, as it does when it opens a watched model. */
+static void check_views(const Model *m, size_t n) {
+    const Layer *l = m->layer;
+    const Linear *all[] = {&m->embed, &m->head, &l->q, &l->k, &l->v, &l->o, &l->router, &l->gate, &l->up, &l->down};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        const View *views[] = {&all[i]->data, &all[i]->scale.data, &all[i]->zero.data};
+        for (int j = 0; j < 3; j++) {
+            assert(views[j]->offset <= n && views[j]->size <= n - views[j]->offset);
+            touch(views[j]->data, views[j]->size);
+        }
+    }
+    Error e;
+    int pages = 1;
+    Limits limits = {.context = PAGE, .max_seqs = 1, .max_tokens = 1, .progress = progress};
+    void *state = reference.open(m, &limits, &pages, &e);
+    assert(state);
+    reference.close(state);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     Error e = {0};
     Tensors t;
     Checkpoint c;
     assert(!ftruncate(fd, 0) && pwrite(fd, data, n, 0) == (ssize_t)n);
-    bool ok = tensors_open(&t, weights, &e);
+    bool ok = tensors_open(&t, weights[0], &e);
     assert(ok || (e.code == BAD_MODEL && *e.text));
     if (!ok) return 0;
     for (int i = 0; i < t.n; i++) {
@@ -61,18 +91,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
         touch(t.tensor[i].data, t.tensor[i].size);
     }
     tensors_close(&t);
-    ok = checkpoint_open(&c, dir, &e);
-    assert(ok || (e.code == BAD_MODEL && *e.text));
-    if (!ok) return 0;
-    const Layer *l = c.model.layer;
-    const Linear *all[] = {&c.model.embed, &c.model.head, &l->q,    &l->k,  &l->v,
-                           &l->o,          &l->router,    &l->gate, &l->up, &l->down};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        const View *v = &all[i]->data;
-        assert(v->offset <= n && v->size <= n - v->offset);
-        assert((size_t)(all[i]->rows - 1) * v->stride < v->size);
-        touch(v->data, v->size);
+    for (int which = 0; which < CONFIGS; which++) {
+        ok = checkpoint_open(&c, dir[which], &e);
+        assert(ok || (e.code == BAD_MODEL && *e.text));
+        if (!ok) continue;
+        check_views(&c.model, n);
+        checkpoint_close(&c);
     }
-    checkpoint_close(&c);
     return 0;
 }

@@ -29,7 +29,8 @@ static inline Linear zeros(Type type, int n, int rows, int cols, const float *bi
                 .n = n,
                 .bias = bias,
                 .data = view_of(NULL, matrix * (size_t)n, row, matrix)};
-    if (type == MXFP4) w.scale = view_of(NULL, matrix / 16 * (size_t)n, row / 16, matrix / 16);
+    if (type == MXFP4)
+        w.scale = (Grid){E8M0, 1, 32, false, view_of(NULL, matrix / 16 * (size_t)n, row / 16, matrix / 16), NULL};
     return w;
 }
 
@@ -47,7 +48,7 @@ static inline Linear full(Type type, const float *data, int rows, int cols) {
 
 static inline void linear_free(Linear *w) {
     if (w->rows) view_free(&w->data);
-    if (w->type == MXFP4) view_free(&w->scale);
+    if (w->type == MXFP4) view_free(&w->scale.data);
 }
 
 static inline void model_free(Model *m) {

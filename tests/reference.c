@@ -5,6 +5,7 @@
  * Arrays of a step have one row for each of the T tokens of the batch; a row is computed from that token alone and from
  * the cache, so batching and chunking cannot change a bit of it. */
 #include "reference.h"
+#include "../decode.h"
 #include "../host.h"
 
 #include <float.h>
@@ -57,8 +58,6 @@ typedef struct {
 
 /* ---- numbers ---- */
 
-static float bf16_value(uint16_t h) { return bits_float((uint32_t)h << 16); }
-
 /* x, or the nearest bf16, ties to even, where infer.cu stores or multiplies it as bf16. */
 static float rounded(float x) {
     if (!reference_rounds || isnan(x)) return x;
@@ -78,30 +77,30 @@ static void round_row(float *x, int n) {
     for (int i = 0; i < n; i++) x[i] = rounded(x[i]);
 }
 
-static const float e2m1_value[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+/* Where matrix i of a table begins. */
+static const unsigned char *matrix(const View *all, const View *each, int i) {
+    return each ? each[i].data : all->data + (size_t)i * all->step;
+}
 
-static float e8m0_value(int e) { return e == 255 ? NAN : ldexpf(1, e - 127); }
+static Entries entries(const Grid *g, int i) {
+    return (Entries){g->type, g->rows, g->cols, g->transposed, matrix(&g->data, g->each, i), g->data.stride};
+}
 
 /* Row `row` of matrix i as floats. */
 static void decode_row(const Linear *w, int i, int row, float *out) {
-    const View *v = w->each ? w->each + i : &w->data;
-    const unsigned char *data = v->data + (w->each ? 0 : (size_t)i * v->step) + (size_t)row * v->stride;
-    if (w->type == MXFP4) {
-        const unsigned char *scale = w->scale.data + (size_t)i * w->scale.step + (size_t)row * w->scale.stride;
-        for (int b = 0; b < w->cols / 32; b++) {
-            float factor = e8m0_value(scale[b]);
-            for (int j = 0; j < 16; j++, data++) { /* low nibble first */
-                *out++ = e2m1_value[*data & 15] * factor;
-                *out++ = e2m1_value[*data >> 4] * factor;
-            }
-        }
-        return;
-    }
-    if (w->type == F32) memcpy(out, data, (size_t)w->cols * sizeof *out);
-    for (int c = 0; c < w->cols && w->type != F32; c++) {
-        uint16_t h;
-        memcpy(&h, data + 2 * c, 2);
-        out[c] = w->type == BF16 ? bf16_value(h) : f16_value(h);
+    const Encoded from = {.type = w->type,
+                          .info = types[w->type],
+                          .data = matrix(&w->data, w->each, i),
+                          .stride = w->data.stride,
+                          .scale = entries(&w->scale, i),
+                          .zero = entries(&w->zero, i),
+                          .zero_plus_one = w->zero_plus_one,
+                          .factor = w->factor ? w->factor[i] : 1,
+                          .group = w->group ? w->group + (size_t)i * (size_t)w->cols : NULL};
+    for (int c = 0; c < w->cols; c++) {
+        Weight at = weight_at(&from, (size_t)row, (size_t)c);
+        out[c] = at.a * (at.q - at.zero);
+        out[c] += at.b;
     }
 }
 
@@ -225,16 +224,18 @@ static void attention(Reference *r, int layer, int t) {
 static void absorb(Reference *r, const Layer *l) {
     const Model *m = r->m;
     int rank = m->kv_rank, T = r->tokens, turned = m->rope_dim;
-    float *row = allocate((size_t)rank * sizeof *row);
+    float *row = allocate((size_t)l->k_up.cols * sizeof *row);
     double *sum = allocate((size_t)(T * rank) * sizeof *sum);
     for (int h = 0; h < m->n_heads; h++) {
         memset(sum, 0, (size_t)(T * rank) * sizeof *sum);
         for (int i = 0; i < l->k_up.rows; i++) {
             decode_row(&l->k_up, h, i, row);
-            for (int t = 0; t < T; t++) {
-                double q = (double)rounded_for(l->k_up.type, r->q[(t * m->n_heads + h) * m->head_dim + i]);
-                for (int c = 0; c < rank; c++) sum[t * rank + c] += q * (double)row[c];
-            }
+            for (int t = 0; t < T; t++)
+                for (int c = 0; c < l->k_up.cols; c++) {
+                    float q = r->q[(t * m->n_heads + h) * m->head_dim + (m->k_up_transposed ? c : i)];
+                    sum[t * rank + (m->k_up_transposed ? i : c)] +=
+                        (double)rounded_for(l->k_up.type, q) * (double)row[c];
+                }
         }
         for (int t = 0; t < T; t++) {
             float *query = r->query + (size_t)(t * m->n_heads + h) * (size_t)r->k_row;

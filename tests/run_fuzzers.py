@@ -9,15 +9,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf_files
+
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES, BUILD = ROOT / "tests" / "fixtures", ROOT / "build" / "fuzz"
 SECONDS = int(os.environ.get("SECONDS") or (sys.argv[1] if len(sys.argv) > 1 else 60))
 SOURCES = {"json": ["chat.c", "model.c"], "safetensors": ["model.c"], "tokenizer": ["tokenizer.c"],
-           "reader": ["chat.c"]}  # whose words help to guess
+           "reader": ["chat.c"], "gguf": ["gguf.c", "tokenizer.c"]}  # whose words help to guess
+
+
+def file_of(tensors):
+    """A file of zeros with tensors {name: (dtype, shape)}."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + {"U8": 1, "I8": 1, "F8_E4M3": 1, "F32": 4, "I32": 4}.get(dtype, 2) * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(end)
 
 
 def small_model():
-    """Weights for the config.json in fuzz_safetensors.c."""
+    """Weights for the first config.json in fuzz_safetensors.c."""
     layer = {"input_layernorm.weight": [32], "post_attention_layernorm.weight": [32], "self_attn.sinks": [2],
              "mlp.router.weight": [1, 32], "mlp.router.bias": [1],
              "mlp.experts.gate_up_proj_blocks": [1, 64, 1, 16], "mlp.experts.gate_up_proj_scales": [1, 64, 1],
@@ -27,19 +39,73 @@ def small_model():
         layer |= {f"self_attn.{name}_proj.weight": [rows, cols], f"self_attn.{name}_proj.bias": [rows]}
     shapes = {"model.embed_tokens.weight": [4, 32], "model.norm.weight": [32]}
     shapes |= {"model.layers.0." + name: shape for name, shape in layer.items()}
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in shapes.items():
-        dtype, begin = ("U8", end) if re.search("blocks|scales", name) else ("BF16", end)
-        end += (1 if dtype == "U8" else 2) * math.prod(shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(end)
+    return file_of({name: ("U8" if re.search("blocks|scales", name) else "BF16", shape)
+                    for name, shape in shapes.items()})
+
+
+def encoded_model(encodings):
+    """Weights for the second one, whose matrices take turns in the encodings."""
+    def parts(kind, rows, cols):
+        order, zeros = {"g_idx": ("I32", [cols])}, ("I32", [2, rows // 8])
+        return {
+            "block": {"weight": ("F8_E4M3", [rows, cols]), "weight_scale_inv": ("F32", [rows // 16, cols // 16])},
+            "int8": {"weight": ("I8", [rows, cols]), "weight_scale": ("F16", [rows, 1]),
+                     "weight_zero_point": ("I8", [rows, 1])},
+            "packed": {"weight_packed": ("I32", [rows, cols // 8]), "weight_scale": ("BF16", [rows, 2]),
+                       "weight_zero_point": ("I32", [rows // 8, 2]), "weight_g_idx": ("I32", [cols])},
+            "gptq": {"qweight": ("I32", [cols // 8, rows]), "scales": ("F16", [2, rows]), "qzeros": zeros, **order},
+            "gptq8": {"qweight": ("I32", [cols // 4, rows]), "scales": ("F16", [2, rows]),
+                      "qzeros": ("I32", [2, rows // 4]), **order},
+            "nvfp4": {"weight_packed": ("U8", [rows, cols // 2]), "weight_scale": ("F8_E4M3", [rows, cols // 16]),
+                      "weight_global_scale": ("F32", [1])},
+            "plain": {"weight": ("BF16", [rows, cols])}}[kind]
+    tensors = {"model.embed_tokens.weight": ("BF16", [4, 32]), "model.norm.weight": ("BF16", [32])}
+    tensors |= {f"model.layers.0.{name}_layernorm.weight": ("BF16", [32]) for name in ("input", "post_attention")}
+    matrices = [("self_attn.q", 32, 32), ("self_attn.k", 16, 32), ("self_attn.v", 16, 32), ("self_attn.o", 32, 32),
+                ("mlp.gate", 48, 32), ("mlp.up", 48, 32), ("mlp.down", 32, 48)]
+    for i, (name, rows, cols) in enumerate(matrices):
+        made = parts(encodings[i % len(encodings)], rows, cols)
+        tensors |= {f"model.layers.0.{name}_proj.{suffix}": part for suffix, part in made.items()}
+    return file_of(tensors)
+
+
+def small_gguf():
+    """A Llama with experts, and DeepSeek's attention, whose vocabularies are of bytes and of pieces."""
+    f32 = [("token_embd.weight", [4, 32], "Q8_0", bytes(136)), ("output_norm.weight", [32], "F32", bytes(128)),
+           ("blk.0.attn_norm.weight", [32], "F32", bytes(128)), ("blk.0.ffn_norm.weight", [32], "F32", bytes(128))]
+    moe = [(f"blk.0.{name}.weight", shape, kind, bytes(math.prod(shape) // gguf_files.TYPES[kind][1] * gguf_files.TYPES[kind][2]))
+           for name, shape, kind in (("ffn_gate_inp", [2, 32], "F32"), ("ffn_gate_exps", [2, 32, 32], "Q4_0"),
+                                     ("ffn_up_exps", [2, 32, 32], "Q5_1"), ("ffn_down_exps", [2, 32, 32], "MXFP4"))]
+    gqa = [(f"blk.0.attn_{name}.weight", shape, "F16", bytes(math.prod(shape) * 2))
+           for name, shape in (("q", [4, 32]), ("k", [2, 32]), ("v", [2, 32]), ("output", [32, 4]))]
+    mla = [(f"blk.0.attn_{name}.weight", shape, "F32", bytes(math.prod(shape) * 4))
+           for name, shape in (("q", [8, 32]), ("kv_a_mqa", [10, 32]), ("kv_a_norm", [8]), ("k_b", [2, 8, 2]), ("v_b", [2, 2, 8]),
+                               ("output", [32, 4]))]
+    mlp = [(f"blk.0.ffn_{name}.weight", [32, 32], "Q4_0", bytes(32 * 18)) for name in ("gate", "up", "down")]
+    pieces = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "<s>", "a", "b", "ab", "<0x0A>"],
+              "tokenizer.ggml.scores": [0.0, 0.0, -1.0, -1.0, -2.0, 0.0], "tokenizer.ggml.token_type": [2, 3, 1, 1, 1, 6]}
+    parrot = json.loads((FIXTURES / "parrot" / "tokenizer.json").read_text())
+    size = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32, "attention.head_count": 2,
+            "attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-6}
+
+    def whole(arch, keys, vocabulary, tensors):
+        keys = {f"{arch}.{key}": x for key, x in (size | keys).items()}
+        return gguf_files.gguf({"general.architecture": arch} | keys | vocabulary, f32 + tensors)
+    return [whole("llama", {"attention.key_length": 2, "attention.value_length": 2, "expert_count": 2, "expert_used_count": 1},
+                  gguf_files.vocabulary(parrot, "gpt-4o"), gqa + moe),
+            whole("deepseek2", {"attention.kv_lora_rank": 8, "rope.dimension_count": 2, "attention.key_length_mla": 4,
+                                "attention.value_length_mla": 2, "expert_count": 2, "expert_used_count": 1,
+                                "expert_shared_count": 1, "expert_feed_forward_length": 32}, pieces, mla + mlp)]
 
 
 def seeds(name):
+    if name == "gguf":
+        return small_gguf() + [path.read_bytes() for path in sorted((FIXTURES / "gguf").glob("Q[48]_0.gguf"))]
     if name == "safetensors":
         header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[],"data_offsets":[8,9]}}'
-        return [small_model(), struct.pack("<Q", len(header)) + header + bytes(9)]
+        encodings = ["block", "int8", "packed", "gptq", "gptq8", "plain"]
+        return [small_model(), encoded_model(encodings), encoded_model(encodings[::-1]), encoded_model(["gptq"]),
+                struct.pack("<Q", len(header)) + header + bytes(9)]
     if name == "reader":
         harmony = [b"\2analysis\4We think.\5\1assistant\2final\4Hi \xf0\x9f\x99\x82\7", b"I must refuse\5\1assistant\2final\4No\7",
                    b"\2commentary to=functions.f \3json\4{}\6\1functions.f to=assistant\2commentary\4ok\5",
@@ -81,7 +147,7 @@ def seeds(name):
     shards = json.loads((FIXTURES / "odd" / "model.safetensors.index.json").read_text())["weight_map"]
     index = {"weight_map": {name: "a" if "00001" in shard else "b" for name, shard in shards.items()}}
     return [json.dumps(c).encode() for c in (talk, index)] + [
-        path.read_bytes() for path in sorted(FIXTURES.glob("*/config.json"))]
+        path.read_bytes() for path in sorted(FIXTURES.glob("**/config.json"))]
 
 
 def start(name):

@@ -38,3 +38,6 @@ def test_refuses(folder):
         refused("bench", TINY, *options, code=2, words=[word])
     (folder / "config.json").write_bytes((TINY / "config.json").read_bytes())
     refused("bench", folder, code=2, words=["random weights", "GPU"], program=PLAIN)
+    refused("bench", folder, "--encoding", "fp9", code=2, words=["fp9", "FP8, INT8", "Q4_K"])
+    refused("bench", folder, "--encoding", "q4_k", words=["blocks of 256", "Q4_K"])
+    refused("bench", TINY, "--encoding", "fp8", code=2, words=["has weights", "--encoding"])

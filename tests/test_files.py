@@ -351,7 +351,7 @@ CONFIGS = [  # what is wrong, changed fields, words of the message
     ("unknown architecture", {"model_type": "mamba9"}, ["mamba9"]),
     ("no architecture", {"model_type": None}, ["model_type"]),
     ("architecture a number", {"model_type": 1}, ["model_type"]),
-    ("another family's weights", {"model_type": "llama"}, ["quant", "mxfp4"]),
+    ("another family's weights", {"model_type": "llama"}, ["layer_types[0]", "llama"]),
     ("unknown quant_method", {"quantization_config": {"quant_method": "awq9"}}, ["awq9"]),
     ("quant_method a number", {"quantization_config": {"quant_method": 4}}, ["quant_method"]),
     ("keys in other letters", {"num_hidden_layers": None, "Num_Hidden_Layers": 3}, ["num_hidden_layers"]),
@@ -453,7 +453,7 @@ def test_config_of_every_family(folder):
            ("other values", {"v_head_dim": 32}, ["kv_b_proj.weight", "(64, 512)", "(96, 512)"]),
            ("another layer with experts", {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
            ("another eps", {"rms_norm_eps": 1e-5}, ["rms_norm_eps"]),
-           ("FP8", {"quantization_config": {"quant_method": "fp8"}}, ["fp8", "deepseek_v3"]))
+           ("tensors say how they are encoded", {"quantization_config": {"quant_method": "fp8"}}, FINE))
     family("deepseek_v2", ("weights that add up to 1", {"norm_topk_prob": True}, ["norm_topk_prob"]),
            ("another router", {"topk_method": "noaux_tc"}, ["e_score_correction_bias", "missing"]))
 

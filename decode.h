@@ -1,0 +1,156 @@
+/* decode.h: what one weight of an encoded matrix is, as static inline functions that gcc and nvcc compile alike.
+ * tests/reference.c multiplies by these weights; card.cu lays their codes out anew for its kernels. A weight is
+ * a (q - zero) + b: q is the code, which the type says how to find, and exact in bf16. */
+#ifndef DECODE_H
+#define DECODE_H
+
+#include "infer.h"
+
+BOTH float bf16_value(uint16_t h) { return bits_float((uint32_t)h << 16); }
+
+BOTH float f16_value(uint16_t h) {
+    int e = h >> 10 & 31, m = h & 1023;
+    float size = e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf((float)(1024 + m), e - 25) : ldexpf((float)m, -24);
+    return h & 0x8000 ? -size : size;
+}
+
+BOTH float e2m1_value(int nibble) {
+    int e = nibble >> 1 & 3, m = nibble & 1;
+    float size = e ? ldexpf((float)(2 + m), e - 2) : 0.5f * (float)m;
+    return nibble & 8 ? -size : size;
+}
+
+BOTH float e8m0_value(int e) { return e == 255 ? NAN : ldexpf(1, e - 127); }
+
+BOTH float e4m3_value(int b) {
+    int e = b >> 3 & 15, m = b & 7;
+    float size = (b & 127) == 127 ? NAN : e ? ldexpf((float)(8 + m), e - 10) : ldexpf((float)m, -9);
+    return b & 128 ? -size : size;
+}
+
+BOTH uint16_t half_at(const unsigned char *p) { return (uint16_t)(p[0] | p[1] << 8); }
+BOTH uint32_t word_at(const unsigned char *p) { return half_at(p) | (uint32_t)half_at(p + 2) << 16; }
+BOTH int nibble_at(const unsigned char *data, size_t i) { return data[i / 2] >> i % 2 * 4 & 15; }
+
+/* The code [r, c] of a matrix, or an entry of a grid, of this type, whose lines are `stride` bytes apart; not of GGUF's
+ * own types. */
+BOTH float code_at(Type type, const unsigned char *data, size_t stride, size_t r, size_t c) {
+    const unsigned char *line = data + r * stride;
+    switch (type) {
+    case F32: return bits_float(word_at(line + 4 * c));
+    case F16: return f16_value(half_at(line + 2 * c));
+    case BF16: return bf16_value(half_at(line + 2 * c));
+    case FP8: return e4m3_value(line[c]);
+    case E8M0: return e8m0_value(line[c]);
+    case INT8: return (float)(int8_t)line[c];
+    case MXFP4:
+    case NVFP4: return e2m1_value(nibble_at(line, c));
+    case PACKED4: return (float)nibble_at(line, c);
+    case PACKED8: return (float)line[c];
+    case GPTQ4: return (float)nibble_at(data + c / 8 * stride + r * 4, c % 8);
+    case GPTQ8: return (float)data[c / 4 * stride + r * 4 + c % 4];
+    case AWQ4: return (float)nibble_at(data + c * stride + r / 8 * 4, r % 8 / 2 + r % 2 * 4);
+    default: return NAN;
+    }
+}
+
+/* Scales or zeros, as Grid in infer.h says. */
+typedef struct {
+    Type type;
+    int rows, cols;
+    bool transposed;
+    const unsigned char *data;
+    size_t stride;
+} Entries;
+
+/* One matrix of a Linear. */
+typedef struct {
+    Type type;
+    TypeInfo info;
+    const unsigned char *data;
+    size_t stride;
+    Entries scale, zero;
+    bool zero_plus_one;
+    float factor;
+    const int *group; /* (cols) or NULL */
+} Encoded;
+
+typedef struct {
+    float q, zero, a, b; /* the weight is a (q - zero) + b */
+} Weight;
+
+BOTH float entry_at(const Entries *e, size_t row, size_t group) {
+    row /= (size_t)e->rows;
+    return code_at(e->type, e->data, e->stride, e->transposed ? group : row, e->transposed ? row : group);
+}
+
+BOTH int iq4_value(int nibble) {
+    const signed char value[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    return value[nibble];
+}
+/* Scale or minimum J in the twelve bytes that a block of Q4_K or Q5_K has for them. */
+BOTH int six_bits(const unsigned char *s, int J, bool minimum) {
+    const int own = J + (minimum ? 4 : 0); /* its first six bits, or its last two */
+    return J < 4 ? s[own] & 63 : (minimum ? s[J + 4] >> 4 : s[J + 4] & 15) | s[own - 4] >> 6 << 4;
+}
+
+/* Weight c of a line in one of GGUF's types. Blocks of 32 have halves, not neighbours, in the nibbles of a byte; blocks
+ * of 256 (K) have scales of 16 or 32 weights, of 6 bits mostly, beside a float16 that multiplies them. */
+BOTH Weight gguf_at(Type type, TypeInfo info, const unsigned char *line, size_t c) {
+    const unsigned char *x = line + c / (size_t)info.values * (size_t)info.bytes;
+    const int i = (int)(c % (size_t)info.values), n = i / 128, k = i / 32 % 4, l = i % 32, J = i / 32;
+    const int K = i / 16, nibble = i / 16 % 2 * 4; /* where a nibble begins, in blocks of 32 */
+    Weight w = {0, 0, f16_value(half_at(x)), 0};
+    int q = 0, scale;
+    switch (type) {
+    case Q8_0: q = (int8_t)x[2 + i]; break;
+    case Q4_0: q = (x[2 + i % 16] >> nibble & 15) - 8; break;
+    case Q4_1: q = x[4 + i % 16] >> nibble & 15, w.b = f16_value(half_at(x + 2)); break;
+    case Q5_0: q = (int)((x[6 + i % 16] >> nibble & 15) | (word_at(x + 2) >> i & 1) << 4) - 16; break;
+    case Q5_1:
+        q = (int)((x[8 + i % 16] >> nibble & 15) | (word_at(x + 4) >> i & 1) << 4);
+        w.b = f16_value(half_at(x + 2));
+        break;
+    case IQ4_NL: q = iq4_value(x[2 + i % 16] >> nibble & 15); break;
+    case IQ4_XS:
+        scale = (x[4 + J / 2] >> 4 * (J % 2) & 15) | (half_at(x + 2) >> 2 * J & 3) << 4;
+        q = iq4_value(x[8 + 16 * J + l % 16] >> nibble & 15), w.a *= (float)(scale - 32);
+        break;
+    case Q2_K:
+        q = x[16 + 32 * n + l] >> 2 * k & 3;
+        w.a = f16_value(half_at(x + 80)) * (float)(x[K] & 15), w.b = -f16_value(half_at(x + 82)) * (float)(x[K] >> 4);
+        break;
+    case Q3_K:
+        scale = (K < 8 ? x[96 + K] & 15 : x[88 + K] >> 4) | (x[104 + K % 4] >> 2 * (K / 4) & 3) << 4;
+        q = (x[32 + 32 * n + l] >> 2 * k & 3) - (x[l] >> J & 1 ? 0 : 4);
+        w.a = f16_value(half_at(x + 108)) * (float)(scale - 32);
+        break;
+    case Q4_K:
+    case Q5_K:
+        q = x[(type == Q4_K ? 16 : 48) + 32 * (J / 2) + l] >> 4 * (J % 2) & 15;
+        if (type == Q5_K) q |= (x[16 + l] >> J & 1) << 4;
+        w.a *= (float)six_bits(x + 4, J, false), w.b = -f16_value(half_at(x + 2)) * (float)six_bits(x + 4, J, true);
+        break;
+    case Q6_K:
+        q = ((x[64 * n + 32 * (k % 2) + l] >> 4 * (k / 2) & 15) | (x[128 + 32 * n + l] >> 2 * k & 3) << 4) - 32;
+        w.a = f16_value(half_at(x + 208)) * (float)(int8_t)x[192 + K];
+        break;
+    default: break;
+    }
+    w.q = (float)q;
+    if (type == GGUF_MXFP4) w.q = e2m1_value(x[1 + i % 16] >> nibble & 15), w.a = e8m0_value(x[0]);
+    return w;
+}
+
+BOTH Weight weight_at(const Encoded *e, size_t row, size_t column) {
+    if (e->type >= Q8_0) return gguf_at(e->type, e->info, e->data + row * e->stride, column);
+    Weight w = {code_at(e->type, e->data, e->stride, row, column), 0, 1, 0};
+    if (!e->scale.rows) return w;
+    const size_t group = e->group ? (size_t)e->group[column] : column / (size_t)e->scale.cols;
+    w.a = entry_at(&e->scale, row, group) * e->factor;
+    w.zero = e->zero.rows ? entry_at(&e->zero, row, group) : (float)e->info.zero;
+    if (e->zero_plus_one) w.zero = fmodf(w.zero + 1, (float)(1 << e->info.bits));
+    return w;
+}
+
+#endif

@@ -1,0 +1,337 @@
+/* gguf.c: GGUF as the JSON of the hub's files. See gguf.h. Chapters: values, tensors, config.json.
+ *
+ * Any file is hostile: counts and lengths are compared with the bytes that are left, and MOST_ITEMS bounds the memory
+ * that JSON takes. Versions, types, architectures and keys that are not known here are refused by name. */
+#include "gguf.h"
+
+#include <endian.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { MOST_HEADER = 1 << 28, MOST_ITEMS = 4000000, MOST_KEYS = 1000, MOST_ALIGNMENT = 1 << 20 };
+
+/* ---- values ---- */
+
+typedef struct {
+    const char *path;
+    const unsigned char *begin, *at, *end;
+    int values; /* of JSON that may still be made */
+    bool bad;   /* *e says why; what is read from here on is 0 */
+    Error *e;
+} Cursor;
+
+static void refuse(Cursor *r, const char *format, ...) {
+    char what[300];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    if (!r->bad) fail(r->e, BAD_MODEL, "%s: %s (before byte %td)", r->path, what, r->at - r->begin);
+    r->bad = true;
+}
+
+static uint64_t number(Cursor *r, size_t bytes) { /* little-endian */
+    uint64_t x = 0;
+    if ((size_t)(r->end - r->at) < bytes) refuse(r, "the file is incomplete or damaged: download it again");
+    if (r->bad) return 0;
+    memcpy(&x, r->at, bytes);
+    r->at += bytes;
+    return le64toh(x);
+}
+
+static cJSON *text(Cursor *r) {
+    uint64_t n = number(r, 8);
+    if (n > (size_t)(r->end - r->at)) refuse(r, "a text is longer than the file: download it again");
+    if (!r->bad && utf8_check((const char *)r->at, n) < n) refuse(r, "a text is not UTF-8");
+    if (r->bad) n = 0;
+    r->at += n;
+    return json_from_text((const char *)r->at - n, n);
+}
+
+static cJSON *value(Cursor *r, uint64_t type, bool element) {
+    enum { U8, I8, U16, I16, U32, I32, FLOAT, BOOL, TEXT, ARRAY, U64, I64, DOUBLE };
+    static const size_t size[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+    if (r->values-- <= 0) refuse(r, "more values than any model has");
+    if (type > DOUBLE || (type == ARRAY && element)) refuse(r, "an unknown type of value, or an array of arrays");
+    if (r->bad) return cJSON_CreateNull();
+    if (type == TEXT) return text(r);
+    if (type == ARRAY) {
+        uint64_t of = number(r, 4), n = number(r, 8);
+        cJSON *list = cJSON_CreateArray();
+        for (; n && !r->bad; n--) cJSON_AddItemToArray(list, value(r, of, true));
+        return list;
+    }
+    uint64_t x = number(r, size[type]);
+    int unused = 64 - 8 * (int)size[type];
+    double d = (double)x;
+    if (type == BOOL) return cJSON_CreateBool(x != 0);
+    if (type == I8 || type == I16 || type == I32 || type == I64) d = (double)((int64_t)(x << unused) >> unused);
+    if (type == FLOAT) d = (double)bits_float((uint32_t)x);
+    if (type == DOUBLE) memcpy(&d, &x, sizeof d);
+    return cJSON_CreateNumber(d);
+}
+
+static double get_number(const cJSON *object, const char *key, double absent) {
+    const cJSON *x = json_get(object, key);
+    return cJSON_IsNumber(x) ? x->valuedouble : absent;
+}
+
+typedef struct { /* what has which name here and there; "arch:name" counts for that architecture only */
+    const char *gguf, *hub;
+} Pair;
+
+/* The first row for a name, or for one of which *rest, like ".weight", is left; or NULL. */
+static const Pair *find(const Pair *row, const char *arch, const char *name, const char **rest) {
+    for (; row->gguf; row++) {
+        const char *colon = strchr(row->gguf, ':'), *own = colon ? colon + 1 : row->gguf;
+        size_t n = strlen(own), before = colon ? (size_t)(colon - row->gguf) : 0;
+        *rest = name + n;
+        if (colon && (strlen(arch) != before || strncmp(arch, row->gguf, before))) continue;
+        if (!strncmp(name, own, n) && (!**rest || (**rest == '.' && !strchr(*rest + 1, '.')))) return row;
+    }
+    return NULL;
+}
+
+/* ---- tensors ---- */
+
+/* clang-format off */
+static const char *const ggml_types[] = { /* by number; infer reads those of types[] */
+    "F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
+    "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32",
+    "I64", "F64", "IQ1_M", "BF16", "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4", "IQ4_NL_4_8",
+    "IQ4_NL_8_8", "GGUF_MXFP4", "GGUF_NVFP4"};
+
+static const Pair names[] = { /* '*': a tensor for each expert */
+    {"token_embd", "model.embed_tokens"}, {"output_norm", "model.norm"}, {"output", "lm_head"},
+    {"attn_norm", "input_layernorm"}, {"attn_q", "self_attn.q_proj"}, {"attn_k", "self_attn.k_proj"},
+    {"attn_v", "self_attn.v_proj"}, {"attn_output", "self_attn.o_proj"}, {"attn_q_norm", "self_attn.q_norm"},
+    {"attn_k_norm", "self_attn.k_norm"}, {"attn_sinks.weight", "self_attn.sinks"}, {"attn_q_a", "self_attn.q_a_proj"},
+    {"attn_q_a_norm", "self_attn.q_a_layernorm"}, {"attn_q_b", "self_attn.q_b_proj"},
+    {"attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"}, {"attn_kv_a_norm", "self_attn.kv_a_layernorm"},
+    {"attn_kv_b", "self_attn.kv_b_proj"}, {"attn_k_b", "self_attn.k_b_proj"}, {"attn_v_b", "self_attn.v_b_proj"},
+    {"gemma2:ffn_norm", "pre_feedforward_layernorm"}, {"gemma3:ffn_norm", "pre_feedforward_layernorm"},
+    {"ffn_norm", "post_attention_layernorm"}, {"post_attention_norm", "post_attention_layernorm"},
+    {"post_ffw_norm", "post_feedforward_layernorm"}, {"ffn_gate", "mlp.gate_proj"}, {"ffn_up", "mlp.up_proj"},
+    {"ffn_down", "mlp.down_proj"}, {"llama:ffn_gate_inp", "block_sparse_moe.gate"},
+    {"llama:ffn_gate_exps", "block_sparse_moe.experts.*.w1"}, {"llama:ffn_up_exps", "block_sparse_moe.experts.*.w3"},
+    {"llama:ffn_down_exps", "block_sparse_moe.experts.*.w2"}, {"gpt-oss:ffn_gate_inp", "mlp.router"},
+    {"ffn_gate_inp", "mlp.gate"}, {"ffn_gate_exps", "mlp.experts.*.gate_proj"},
+    {"ffn_up_exps", "mlp.experts.*.up_proj"}, {"ffn_down_exps", "mlp.experts.*.down_proj"},
+    {"ffn_gate_shexp", "mlp.shared_experts.gate_proj"}, {"ffn_up_shexp", "mlp.shared_experts.up_proj"},
+    {"ffn_down_shexp", "mlp.shared_experts.down_proj"}, {"exp_probs_b.bias", "mlp.gate.e_score_correction_bias"}, {0}};
+/* clang-format on */
+
+/* Adds the tensor, of experts one for each. */
+static void add_tensor(Cursor *r, cJSON *out, const char *arch, const char *name, const char *dtype, int dims,
+                       const double *shape, double begin, double bytes) {
+    int layer = -1, skip = 0;
+    const char *rest = "", *local = sscanf(name, "blk.%9d.%n", &layer, &skip) == 1 ? name + skip : name;
+    const Pair *row = find(names, arch, local, &rest);
+    const char *hub = row ? row->hub : local, *each = row ? strchr(hub, '*') : NULL;
+    bool sliced = each && dims > 1;
+    double n = sliced ? shape[0] : 1;
+    if (n * 10 > r->values) refuse(r, "more tensors than any model has");
+    if (r->bad) return;
+    r->values -= 10 * (int)n;
+    for (int i = 0; i < n; i++, begin += bytes / n) {
+        Bytes full = {0};
+        if (local != name) bytes_print(&full, "model.layers.%d.", layer);
+        bytes_add(&full, hub, each ? (size_t)(each - hub) : strlen(hub));
+        if (each) bytes_print(&full, "%d%s", i, each + 1);
+        bytes_text(&full, row ? rest : "");
+        cJSON *one = cJSON_AddObjectToObject(out, full.data);
+        cJSON_AddStringToObject(one, "dtype", dtype);
+        cJSON_AddItemToObject(one, "shape", cJSON_CreateDoubleArray(shape + sliced, dims - sliced));
+        cJSON_AddItemToObject(one, "data_offsets", cJSON_CreateDoubleArray((double[]){begin, begin + bytes / n}, 2));
+        bytes_free(&full);
+    }
+}
+
+static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *out) {
+    cJSON *name = text(r);
+    double shape[4], values = 1;
+    uint64_t dims = number(r, 4);
+    if (dims < 1 || dims > 4) refuse(r, "a tensor has not one to four dimensions");
+    for (uint64_t i = dims; i-- && !r->bad;) /* the fastest is the file's first, and the hub's last */
+        values *= shape[i] = (double)number(r, 8);
+    uint64_t type = number(r, 4);
+    double offset = (double)number(r, 8);
+    const char *called = type < sizeof ggml_types / sizeof *ggml_types ? ggml_types[type] : "unknown";
+    const TypeInfo *info = NULL;
+    for (const TypeInfo *one = types; one < types + TYPES; one++)
+        if (!strcmp(one->name, called)) info = one;
+    if (!info)
+        refuse(r, "tensor '%.64s' is %s (%llu); read are F32, F16, BF16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL/XS, MXFP4",
+               name->valuestring, called, (unsigned long long)type);
+    if (!(values >= 1 && values < 0x1p50 && offset < 0x1p50)) refuse(r, "a tensor is empty or too large");
+    if (fmod(offset, alignment) != 0) refuse(r, "a tensor does not begin at a multiple of the alignment");
+    if (!r->bad && fmod(shape[dims - 1], info->values) != 0) refuse(r, "rows of a tensor are not whole blocks");
+    if (!r->bad)
+        add_tensor(r, out, arch, name->valuestring, info->name, (int)dims, shape, offset,
+                   values / info->values * info->bytes);
+    cJSON_Delete(name);
+}
+
+cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, size_t *data, size_t *alignment,
+                   Error *e) {
+    Cursor r = {f->name,    f->map, f->map + 4, f->map + (f->size < MOST_HEADER ? f->size : MOST_HEADER),
+                MOST_ITEMS, false,  e};
+    cJSON *out = cJSON_CreateObject(), *own = cJSON_AddObjectToObject(out, "__metadata__");
+    uint64_t version = number(&r, 4), tensors = number(&r, 8), keys = number(&r, 8);
+    if (memcmp(f->map, "GGUF", 4) || version < 2 || version > 3)
+        refuse(&r, "no GGUF of version 2 or 3 (%llu): download it again", (unsigned long long)version);
+    if (keys > MOST_KEYS) refuse(&r, "more keys than any model has");
+    for (; keys && !r.bad; keys--) {
+        cJSON *key = text(&r);
+        if (cJSON_GetObjectItemCaseSensitive(own, key->valuestring)) refuse(&r, "a key stands twice");
+        cJSON_AddItemToObject(own, key->valuestring, value(&r, number(&r, 4), false));
+        cJSON_Delete(key);
+    }
+    double align = get_number(own, "general.alignment", 32), no = get_number(own, "split.no", 0);
+    double count = get_number(own, "split.count", 1);
+    if (!(align >= 1 && align <= MOST_ALIGNMENT) || exp2(floor(log2(align))) != align)
+        refuse(&r, "general.alignment is no power of two");
+    const char *arch = json_string(metadata ? metadata : own, "general.architecture");
+    if (!arch) refuse(&r, "general.architecture is missing");
+    if (no != i || count != n)
+        refuse(&r, "it is part %.0f of %.0f, by its name %d of %d: parts are named NAME-00001-of-00003.gguf", no + 1,
+               count, i + 1, n);
+    *alignment = r.bad ? 1 : (size_t)align;
+    for (; tensors && !r.bad; tensors--) read_tensor(&r, arch, align, out);
+    *data = ((size_t)(r.at - r.begin) + *alignment - 1) / *alignment * *alignment;
+    if (*data > f->size) *data = f->size; /* nothing but keys */
+    if (!r.bad) return out;
+    cJSON_Delete(out);
+    return NULL;
+}
+
+/* ---- config.json ---- */
+
+/* clang-format off */
+static const Pair archs[] = { /* and model_type */
+    {"llama", "llama"}, {"qwen2", "qwen2"}, {"qwen3", "qwen3"}, {"qwen3moe", "qwen3_moe"}, {"gemma2", "gemma2"},
+    {"gemma3", "gemma3_text"}, {"gpt-oss", "gpt_oss"}, {"deepseek2", "deepseek_v2"}, {0}};
+
+static const Pair keys[] = { /* all that are known; "": see gguf_config */
+    {"embedding_length", "hidden_size"}, {"context_length", "max_position_embeddings"},
+    {"feed_forward_length", "intermediate_size"}, {"block_count", "num_hidden_layers"},
+    {"attention.head_count", "num_attention_heads"}, {"attention.head_count_kv", "num_key_value_heads"},
+    {"attention.key_length", "head_dim"}, {"attention.value_length", "v_head_dim"},
+    {"attention.layer_norm_rms_epsilon", "rms_norm_eps"}, {"rope.freq_base", "rope_theta"},
+    {"rope.dimension_count", "qk_rope_head_dim"}, {"vocab_size", ""}, {"tensor_data_layout", ""},
+    {"rope.scale_linear", "factor"}, {"rope.scaling.type", "rope_type"}, {"rope.scaling.factor", "factor"},
+    {"rope.scaling.original_context_length", "original_max_position_embeddings"}, {"rope.scaling.finetuned", ""},
+    {"rope.scaling.yarn_beta_fast", "beta_fast"}, {"rope.scaling.yarn_beta_slow", "beta_slow"},
+    {"rope.scaling.attn_factor", "attention_factor"}, {"deepseek2:rope.scaling.yarn_log_multiplier", "mscale"},
+    {"gemma3:rope.freq_base_swa", "rope_local_base_freq"}, {"llama:attention.sliding_window", "sliding_window"},
+    {"gemma2:attention.sliding_window", "sliding_window"}, {"gemma3:attention.sliding_window", "sliding_window"},
+    {"gpt-oss:attention.sliding_window", "sliding_window"},
+    {"gemma3:attention.sliding_window_pattern", "sliding_window_pattern"},
+    {"attn_logit_softcapping", "attn_logit_softcapping"}, {"final_logit_softcapping", "final_logit_softcapping"},
+    {"expert_count", "num_local_experts"}, {"expert_used_count", "num_experts_per_tok"},
+    {"expert_feed_forward_length", "moe_intermediate_size"}, {"qwen3moe:expert_weights_norm", "norm_topk_prob"},
+    {"deepseek2:expert_weights_norm", "norm_topk_prob"}, {"deepseek2:expert_weights_scale", "routed_scaling_factor"},
+    {"deepseek2:expert_shared_count", "n_shared_experts"}, {"deepseek2:expert_gating_func", "expert_gating_func"},
+    {"deepseek2:expert_group_count", "n_group"}, {"deepseek2:expert_group_used_count", "topk_group"},
+    {"deepseek2:leading_dense_block_count", "first_k_dense_replace"},
+    {"deepseek2:nextn_predict_layers", "nextn_predict_layers"}, {"deepseek2:attention.q_lora_rank", "q_lora_rank"},
+    {"deepseek2:attention.kv_lora_rank", "kv_lora_rank"}, {"deepseek2:attention.key_length_mla", "key_length_mla"},
+    {"deepseek2:attention.value_length_mla", "value_length_mla"}, {0}};
+/* clang-format on */
+
+static void put(cJSON *config, const char *key, double x) {
+    cJSON_DeleteItemFromObjectCaseSensitive(config, key);
+    cJSON_AddNumberToObject(config, key, x);
+}
+
+/* The keys that both sides have. A list, one number a layer, is that number if all are the same. */
+static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, const char *path, Error *e) {
+    const cJSON *one;
+    size_t n = strlen(arch);
+    cJSON_ArrayForEach(one, metadata) {
+        const char *rest = "";
+        if (strncmp(one->string, arch, n) || one->string[n] != '.') continue;
+        const Pair *key = find(keys, arch, one->string + n + 1, &rest);
+        if (!key || *rest)
+            return fail(e, BAD_MODEL, "%s: the key '%.80s' is not known here: it may change what the model computes",
+                        path, one->string);
+        const cJSON *same = cJSON_IsArray(one) && one->child ? one->child : one;
+        for (const cJSON *x = same == one ? NULL : one->child; x; x = x->next)
+            if (!cJSON_Compare(x, one->child, true)) same = one;
+        if (*key->hub) cJSON_AddItemToObject(config, key->hub, cJSON_Duplicate(same, true));
+    }
+    return true;
+}
+
+/* What YaRN's keys say with other numbers, and what rope_scaling would hold: of all of config what has its names. */
+static void add_rope(cJSON *config, const char *arch) {
+    const char *type = json_string(config, "rope_type");
+    double factor = get_number(config, "factor", 1), mscale = get_number(config, "mscale", 0) * 10;
+    if (!type || !strcmp(type, "none")) { /* old files have scale_linear alone */
+        type = !type && factor > 1 ? "linear" : "default";
+        cJSON_DeleteItemFromObjectCaseSensitive(config, "rope_type");
+        cJSON_AddStringToObject(config, "rope_type", type);
+    }
+    if (mscale > 0) put(config, "mscale", mscale), put(config, "mscale_all_dim", mscale);
+    if (json_get(config, "attention_factor") && factor > 1) /* theirs multiplies the usual one */
+        put(config, "attention_factor", get_number(config, "attention_factor", 1) * (0.1 * log(factor) + 1));
+    cJSON_AddBoolToObject(config, "truncate", strcmp(arch, "gpt-oss"));
+    cJSON_AddItemToObject(config, "rope_scaling", cJSON_Duplicate(config, true));
+}
+
+cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
+    static const char *const stops[] = {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
+                                        "tokenizer.ggml.eom_token_id"};
+    const cJSON *metadata = t->metadata;
+    const char *arch = json_string(metadata, "general.architecture"), *rest = "";
+    const Pair *row = find(archs, arch, arch, &rest);
+    cJSON *c = cJSON_CreateObject();
+    bool known = row && !*rest;
+    if (!known)
+        fail(e, BAD_MODEL,
+             "%s: the architecture '%.60s' is not supported (supported: llama, qwen2, qwen3, qwen3moe, "
+             "gemma2, gemma3, gpt-oss, deepseek2)",
+             path, arch);
+    if (!known || !copy_keys(c, metadata, arch, path, e)) return cJSON_Delete(c), NULL;
+    const Tensor *embed = tensors_find(t, "model.embed_tokens.weight");
+    bool llama = !strcmp(arch, "llama"), latent = !strcmp(arch, "deepseek2");
+    double gating = get_number(c, "expert_gating_func", 1); /* 1: softmax, 2: sigmoid */
+    bool sigmoid = gating == 2;
+    double layers = get_number(c, "num_hidden_layers", 0), heads = get_number(c, "num_attention_heads", 1);
+    double dim = get_number(c, "hidden_size", 0), vocab = embed ? (double)embed->shape[0] : 0;
+    double size = get_number(c, "head_dim", floor(dim / heads)), v = get_number(c, "v_head_dim", size);
+    double rope = get_number(c, "qk_rope_head_dim", size), groups = get_number(c, "n_group", 1);
+    if (latent) size = get_number(c, "key_length_mla", size);
+    if (latent) v = get_number(c, "value_length_mla", v);
+    bool big = !strcmp(arch, layers == 46 ? "gemma2" : layers == 62 ? "gemma3" : ""); /* 27B */
+    const char *type = latent && sigmoid ? "deepseek_v3" : row->hub;
+    if (llama && json_get(c, "sliding_window")) type = "mistral";
+    if (llama && json_get(c, "num_local_experts")) type = "mixtral";
+    cJSON_AddStringToObject(c, "model_type", type);
+    put(c, "num_hidden_layers", layers - get_number(c, "nextn_predict_layers", 0));
+    put(c, "vocab_size", vocab);
+    put(c, "v_head_dim", v);
+    put(c, "head_dim", latent || v == size ? size : 0);
+    put(c, latent ? "qk_nope_head_dim" : "partial_rotary_factor", latent ? size - rope : rope / size);
+    if (!json_get(c, "num_key_value_heads")) put(c, "num_key_value_heads", heads);
+    if (!json_get(c, "rope_theta")) put(c, "rope_theta", 10000);
+    put(c, "query_pre_attn_scalar", big ? dim / heads : size);
+    if (!json_get(c, "q_lora_rank")) cJSON_AddNullToObject(c, "q_lora_rank");
+    cJSON_AddStringToObject(c, "scoring_func", sigmoid ? "sigmoid" : gating == 1 ? "softmax" : "unknown");
+    cJSON_AddStringToObject(c, "topk_method", sigmoid ? "noaux_tc" : groups > 1 ? "group_limited_greedy" : "greedy");
+    if (!json_get(c, "n_group") &&
+        get_number(c, "num_local_experts", 0) != 256) /* DeepSeek-V3's old files leave them out */
+        put(c, "n_group", 1), put(c, "topk_group", 1);
+    cJSON_AddBoolToObject(c, "rope_interleave", llama || latent); /* rows of q and k lie so */
+    cJSON_AddBoolToObject(c, "tie_word_embeddings", !tensors_find(t, "lm_head.weight"));
+    cJSON_AddBoolToObject(c, "attention_bias", tensors_find(t, "model.layers.0.self_attn.o_proj.bias") != NULL);
+    cJSON_AddBoolToObject(c, "mlp_bias", tensors_find(t, "model.layers.0.mlp.gate_proj.bias") != NULL);
+    add_rope(c, arch);
+    cJSON *stop = cJSON_AddArrayToObject(c, "eos_token_id");
+    for (int i = 0; i < 3; i++)
+        if (json_get(metadata, stops[i]))
+            cJSON_AddItemToArray(stop, cJSON_Duplicate(json_get(metadata, stops[i]), true));
+    return c;
+}

@@ -1,0 +1,193 @@
+"""Every encoding of safetensors: the logits are those of the same weights as other people's code decodes them, no scale
+is without effect, and what is not implemented or does not fit is refused."""
+import json
+import math
+import struct
+
+from helpers import FIXTURES, copy_model, each, expect, infer, read_json, read_safetensors, refused, safetensors, same
+from test_logits import golden, read_npy
+
+FOLDER = FIXTURES / "encodings"
+NAMES = sorted(path.parent.name for path in FOLDER.glob("*/golden.safetensors"))
+FIRST = "model.layers.0.self_attn.o_proj"
+SCALES = ("weight_scale_inv", "weight_scale", "scale", "scales")  # their last part; factors are tried too
+FACTORS = ("weight_global_scale", "weight_scale_2")
+
+
+def tensors(name):
+    """{name: [dtype, shape, bytes]} of a fixture."""
+    header, content = read_safetensors(FOLDER / name / "model.safetensors")
+    return {k: [v["dtype"], v["shape"], content[slice(*v["data_offsets"])]]
+            for k, v in header.items() if k != "__metadata__"}
+
+
+def write(folder, name, changed, config=None):
+    """A copy of a fixture with these tensors."""
+    header, content = {}, b""
+    for key, (dtype, shape, raw) in changed.items():
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [len(content), len(content) + len(raw)]}
+        content += raw
+    model = copy_model(FOLDER / name, folder, config, keep_weights=False)
+    (model / "model.safetensors").write_bytes(safetensors(header, content))
+    return model
+
+
+def error(model, folder, name):
+    ids, shape, expected = golden(f"encodings/{name}")
+    infer("logits", model, "--ids", ",".join(map(str, ids)), "--all", "-o", folder / f"{name}.npy")
+    found_shape, found = read_npy(folder / f"{name}.npy")
+    same(found_shape, shape, "shape")
+    return math.dist(found, expected) / math.hypot(*expected)
+
+
+def test_logits_of_the_decoded_weights(folder):
+    def check(name):
+        e = error(FOLDER / name, folder, name)
+        expect(e < 1e-5, f"relative error {e:.1e}")
+    each([(name,) for name in NAMES], check)
+
+
+def larger(dtype, raw):
+    """The first number, larger by 1 %, or by the least step where that is more."""
+    if dtype == "F32":
+        return struct.pack("<f", struct.unpack("<f", raw[:4])[0] * 1.01) + raw[4:]
+    if dtype in ("BF16", "F16"):
+        step = {"BF16": 2, "F16": 11}[dtype]  # of 128, of 1,024
+        return struct.pack("<H", struct.unpack("<H", raw[:2])[0] + step) + raw[2:]
+    return bytes([raw[0] + 1]) + raw[1:]  # E4M3, E8M0
+
+
+def test_one_scale_larger_by_a_hundredth(folder):
+    """A scale of each kind of matrix, and a tensor's whole factor."""
+    def check(name):
+        all_of = tensors(name)
+        changes = {}  # by matrix, of all experts at once; norms behind q and k may take a factor out again
+        for key in all_of:
+            module, last = key.split(".")[-2:]
+            if last in SCALES + FACTORS and module not in ("q_proj", "k_proj"):
+                changes.setdefault((module, last), []).append(key)
+        expect(len(changes) >= 3, f"the test is wrong: only {changes}")
+        for keys in changes.values():
+            new = {key: all_of[key][:2] + [larger(all_of[key][0], all_of[key][2])] for key in keys}
+            e = error(write(folder, name, {**all_of, **new}), folder, name)
+            expect(e > 2e-5, f"{keys[0]}: relative error {e:.1e}")
+    each([(name,) for name in NAMES], check)
+
+
+CONFIGS = [  # a fixture, its quantization_config with one thing changed, words of the message
+    ("fp8_block", {"quant_method": "bitsandbytes"}, ["quant_method", "bitsandbytes", "gptq", "awq"]),
+    ("fp8_block", {"weight_block_size": [128, 100]}, ["weight_block_size", "100"]),
+    ("fp8_block", {"fmt": "e5m2"}, ["fmt", "e5m2", "e4m3"]),
+    ("fp8_modelopt", {"quant_algo": "INT9"}, ["quant_algo", "INT9", "NVFP4"]),
+    ("gptq4", {"bits": 3}, ["bits", "3", "4, 8"]),
+    ("gptq4", {"group_size": 48}, ["group_size", "48", "128"]),
+    ("gptq4", {"group_size": "128"}, None),
+    ("gptq4", {"checkpoint_format": "marlin"}, ["checkpoint_format", "marlin", "gptq_v2"]),
+    ("gptq4", {"is_marlin_format": True}, ["is_marlin_format", "true"]),
+    ("gptq4", {"pack_dtype": "int64"}, ["pack_dtype", "int64"]),
+    ("gptq4", {"dynamic": {"+:.*": {"bits": 2}, "-:.*lm_head": {}}}, ["bits", "2"]),
+    ("gptq4", {"dynamic": {"+:.*": {"bits": 8, "group_size": 64}}}, None),
+    ("awq4", {"version": "gemv"}, ["version", "gemv", "gemm"]),
+    ("awq4", {"version": "GEMM"}, None),
+    ("packed4_zero", {"format": "marlin-24"}, ["format", "marlin-24", "pack-quantized"]),
+    ("packed4_zero", {"quantization_status": "frozen"}, ["quantization_status", "frozen"]),
+    ("packed4_zero", {"sparsity_config": {"format": "sparse-24-bitmask"}}, ["format", "sparse-24-bitmask"]),
+    ("packed4_zero", {"sparsity_config": {"format": "dense"}, "version": "0.12.2", "transform_config": {}}, None),
+    ("packed4_zero", {"transform_config": {"a": 1}}, ["transform_config", "{}"]),
+    ("packed4_zero", {"config_groups": {"group_0": {"weights": {"num_bits": 5}}}}, ["num_bits", "5"]),
+    ("mxfp4", {"config_groups": {"group_0": {"weights": {"group_size": 24}}}}, ["group_size", "24"]),
+    ("nvfp4_modelopt", {"producer": {"name": "modelopt", "version": "0.29.0"}}, None),
+    ("nvfp4_modelopt", {"kv_cache_scheme": {"num_bits": 2}}, None),
+]
+
+
+def test_config(folder):
+    """What quantization_config says is read where it is known, and refused with its name where it is not."""
+    def check(_, name, changes, words):
+        quantization = read_json(FOLDER / name / "config.json")["quantization_config"] | changes
+        model = copy_model(FOLDER / name, folder, {"quantization_config": quantization})
+        if words:
+            refused("logits", model, "--ids", 1, words=["config.json", *words])
+        else:
+            infer("logits", model, "--ids", 1)
+    each([(f"{case[0]} {json.dumps(case[1])}", *case) for case in CONFIGS], check)
+
+
+def entry(key, **new):
+    """Other fields of one tensor: dtype, shape, raw, a function of its bytes."""
+    def change(all_of):
+        dtype, shape, raw = all_of[key]
+        raw = new["raw"](raw) if "raw" in new else raw
+        return {**all_of, key: [new.get("dtype", dtype), new.get("shape", shape), raw]}
+    return change
+
+
+def without(key):
+    return lambda all_of: {k: v for k, v in all_of.items() if k != key}
+
+
+def added(key, like):
+    return lambda all_of: {**all_of, key: all_of[like]}
+
+
+def as_plain(module, rows, cols):
+    """A module in BF16 among those that are encoded."""
+    def change(all_of):
+        kept = {k: v for k, v in all_of.items() if not k.startswith(module + ".")}
+        return {**kept, f"{module}.weight": ["BF16", [rows, cols], bytes(rows * cols * 2)]}
+    return change
+
+
+EXPERT = "model.layers.0.mlp.experts.3.up_proj"
+TENSORS = [  # a fixture, what is changed, words of the message; None: it is read
+    ("fp8_row", without(f"model.layers.0.mlp.up_proj.weight_scale"), ["up_proj.weight_scale_inv", "missing"]),
+    ("fp8_block", entry(FIRST + ".weight", dtype="F8_E5M2"), [FIRST + ".weight", "F8_E5M2", "F8_E4M3"]),
+    ("fp8_block", entry("model.layers.0.mlp.down_proj.weight_scale_inv", shape=[2, 1]),
+     ["down_proj.weight_scale_inv", "(2, 1)", "scales"]),
+    ("fp8_block", entry("model.layers.0.mlp.down_proj.weight_scale_inv", shape=[1, 1, 2, 1]), None),
+    ("fp8_block", entry("model.layers.0.mlp.down_proj.weight_scale_inv", shape=[1, 2, 1]), ["(1, 2, 1)"]),
+    ("fp8_block", entry("model.layers.0.mlp.down_proj.weight_scale_inv", dtype="I32"), ["weight_scale_inv", "I32"]),
+    ("fp8_tensor", entry(FIRST + ".weight_scale", shape=[1, 1]), None),
+    ("fp8_tensor", added(FIRST + ".output_scale", FIRST + ".input_scale"), None),
+    ("fp8_tensor", added("model.layers.0.self_attn.k_proj.k_scale", FIRST + ".input_scale"), None),
+    ("fp8_tensor", added(FIRST + ".weight_offset", FIRST + ".input_scale"), ["weight_offset", "no place"]),
+    ("fp8_tensor", as_plain(FIRST, 64, 64), None),
+    ("int8", entry(FIRST + ".weight_scale", dtype="F8_E4M3", raw=lambda raw: raw[::2]), ["weight_scale", "F8_E4M3"]),
+    ("int8_zero", entry(FIRST + ".weight_zero_point", shape=[32, 2]), ["weight_zero_point", "(64, 1)", "(32, 2)"]),
+    ("int8_zero", entry(FIRST + ".weight_zero_point", dtype="U8"), ["weight_zero_point", "U8", "I8"]),
+    ("packed4_zero", entry(FIRST + ".weight_shape", raw=lambda raw: raw[:8] + raw[:8]), None),
+    ("packed4_zero", entry(FIRST + ".weight_shape", raw=lambda raw: raw[:8] + bytes(8)), [FIRST + ".weight_shape"]),
+    ("packed4_zero", entry(FIRST + ".weight_scale", shape=[2, 64]), ["o_proj.weight_scale", "(2, 64)"]),
+    ("packed4_zero", entry(FIRST + ".weight_packed", shape=[32, 16]), ["weight_packed", "(32, 16)"]),
+    ("packed4_zero", entry(FIRST + ".weight_zero_point", shape=[2, 8]), ["weight_zero_point", "(8, 2)", "(2, 8)"]),
+    ("packed4_zero", entry(FIRST + ".weight_g_idx", raw=lambda raw: b"\2" + raw[1:]), ["g_idx", "column 0", "0 to 1"]),
+    ("packed4_zero", entry(FIRST + ".weight_g_idx", raw=lambda raw: raw[:-4] + b"\xff" * 4), ["column 63", "group -1"]),
+    ("gptq4_order", without(FIRST + ".g_idx"), [FIRST + ".g_idx", "missing"]),
+    ("gptq4", without(FIRST + ".g_idx"), None),
+    ("gptq4", without(FIRST + ".qzeros"), [FIRST + ".qzeros", "missing"]),
+    ("gptq4", without(FIRST + ".scales"), [FIRST + ".scales", "missing"]),
+    ("gptq4", entry(FIRST + ".qweight", shape=[16, 32]), ["qweight", "(16, 32)"]),
+    ("gptq4", entry(FIRST + ".qweight", dtype="F32"), ["qweight", "F32", "I32"]),
+    ("awq4", entry(FIRST + ".qweight", shape=[8, 64]), ["qweight", "(64, 8)", "(8, 64)"]),
+    ("nvfp4_modelopt", entry(FIRST + ".weight_scale_2", raw=lambda raw: bytes(4)), ["weight_scale_2", "positive"]),
+    ("nvfp4_modelopt", entry(FIRST + ".weight_scale_2", raw=lambda raw: b"\0\0\x80\x7f"),
+     ["weight_scale_2", "positive"]),
+    ("nvfp4_modelopt", entry(FIRST + ".weight_scale", dtype="U8"), ["o_proj.weight_scale", "U8"]),
+    ("nvfp4_modelopt", without(FIRST + ".weight_scale_2"), [FIRST + ".weight", "U8"]),
+    ("mxfp4", entry(FIRST + ".weight_scale", shape=[32, 4]), ["o_proj.weight_scale", "(32, 4)"]),
+    ("experts_awq4", as_plain(EXPERT, 32, 64), ["experts.3.up_proj", "BF16", "AWQ4"]),
+    ("experts_nvfp4", without(EXPERT + ".weight_global_scale"), ["experts.3.up_proj"]),
+    ("experts_gptq4", without(EXPERT + ".qweight"), [EXPERT, "missing"]),
+    ("deepseek_fp8", entry("model.layers.0.self_attn.kv_b_proj.weight_scale_inv", shape=[1, 16]), ["kv_b_proj"]),
+]
+
+
+def test_tensors(folder):
+    """Tensors that lack, that do not fit their matrix, that nobody knows."""
+    def check(_, name, change, words):
+        model = write(folder, name, change(tensors(name)))
+        if words:
+            refused("logits", model, "--ids", 1, words=words)
+        else:
+            infer("logits", model, "--ids", 1)
+    each([(f"{i} {case[0]}", *case) for i, case in enumerate(TENSORS)], check)
