@@ -14,10 +14,10 @@ CUDA_ARCH ?= $(or $(patsubst sm_90,sm_90a,$(addprefix sm_,$(sort $(subst .,,$(sh
 ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=%),code=$(a)) \
          $(foreach a,$(filter compute_%,$(CUDA_ARCH)),-gencode=arch=$(a),code=$(a))
 
-LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto libutf8proc
-PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev
+LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto libutf8proc libmicrohttpd
+PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
 CORE      = base.c model.c gguf.c tokenizer.c chat.c
-C_SOURCES = $(CORE) download.c bench.c infer.c
+C_SOURCES = $(CORE) download.c bench.c serve.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere.
@@ -67,6 +67,8 @@ build/reference/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=reference -c $< -o $@
 
+build/cuda/serve.o build/reference/serve.o build/asan/serve.o: page.html
+
 # the same program and the unit tests under sanitizers
 asan: build/asan/infer-reference build/asan/unit
 
@@ -89,9 +91,10 @@ test: asan reference
 fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
 	python3 tests/run_fuzzers.py
 
+build/fuzz/request: serve.c page.html
 build/fuzz/%: tests/fuzz_%.c $(CORE) tests/reference.c $(wildcard *.h tests/*.h) Makefile
 	@mkdir -p $(@D)
-	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter %.c,$^) -o $@ $(LIBS)
+	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter-out serve.c,$(filter %.c,$^)) -o $@ $(LIBS)
 
 verify:
 	$(if $(MODEL),,$(error make verify MODEL=DIR: where are the weights of gpt-oss-20b?))
@@ -99,8 +102,9 @@ verify:
 	python3 tests/verify.py $(if $(GPU),./infer,./infer-reference) $(MODEL)
 
 install: all
-	install -d $(DESTDIR)$(PREFIX)/bin
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 755 infer $(DESTDIR)$(PREFIX)/bin/
+	install -m 644 infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/
 
 FORMATTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh tests/*.c tests/*.h)
 format:

@@ -270,6 +270,14 @@ const char *environment(const char *name) {
     return value && *value ? value : NULL;
 }
 
+void bytes_json(Bytes *out, const char *text, size_t n) {
+    cJSON *json = json_from_text(text, n);
+    char *quoted = json_text(json);
+    bytes_text(out, quoted);
+    free(quoted);
+    cJSON_Delete(json);
+}
+
 bool text_whole(const char *text, int least, int most, int *out) {
     char *end;
     errno = 0;

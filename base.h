@@ -87,6 +87,8 @@ bool json_true(const cJSON *object, const char *key);
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);
 /* n bytes of UTF-8 as a JSON string. A NUL becomes U+FFFD: json_parse takes none, so none is written. */
 cJSON *json_from_text(const char *text, size_t n);
+/* Appends it as JSON text, between quotes. */
+void bytes_json(Bytes *out, const char *text, size_t n);
 /* The value as compact JSON text; free it. */
 char *json_text(const cJSON *value);
 

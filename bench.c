@@ -3,6 +3,7 @@
 #include "download.h"
 #include "host.h"
 
+#include <curl/curl.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -172,12 +173,188 @@ static void measure_all(Bench *b) {
     }
 }
 
+/* ---- bench --serve: how fast is a server that speaks OpenAI's API? ----
+ * Each client streams one completion after another over a connection of its own. Prompts are random token ids: their
+ * length is exact, and a server's cache of prefixes saves nothing. */
+
+enum { FIRST_ID = 256, PROMPT_IDS = 768 }; /* of prompts: ids below 1,024 are in most vocabularies, as ordinary text */
+
+typedef struct { /* a row: so many clients at work */
+    const Options *o;
+    struct curl_slist *headers;
+    char url[1000]; /* of completions */
+    int prompt, clients, left, failed;
+    double tokens, seconds;
+    Bytes first, gaps; /* doubles: seconds to an answer's first text, and from each text to the next */
+    Error e;           /* of a request that failed */
+} Load;
+
+typedef struct {
+    Load *load;
+    CURL *easy;
+    Bytes line;        /* of a stream; or a whole answer that is none */
+    double sent, last; /* last: 0 until the first text */
+    int64_t tokens;
+} Client;
+
+/* An event of a stream is a line like  data: {"choices":[{"text":" the"}]}  and the last one has the usage. */
+static void take_line(Client *c, double now) {
+    Error ignored;
+    bool data = c->line.n > 5 && !strncmp(c->line.data, "data:", 5);
+    cJSON *event = data ? json_parse(c->line.data + 5, c->line.n - 5, "an event", &ignored) : NULL;
+    const char *text = json_string(cJSON_GetArrayItem(json_get(event, "choices"), 0), "text");
+    if (text && *text) {
+        double time = now - (c->last ? c->last : c->sent);
+        bytes_add(c->last ? &c->load->gaps : &c->load->first, &time, sizeof time);
+        c->last = now;
+        c->tokens++; /* unless the usage says better */
+    }
+    json_whole(json_get(json_get(event, "usage"), "completion_tokens"), 0, INT32_MAX, &c->tokens);
+    cJSON_Delete(event);
+}
+
+static size_t on_answer(char *data, size_t size, size_t n, void *client) {
+    Client *c = client;
+    char *type = NULL;
+    double now = seconds();
+    curl_easy_getinfo(c->easy, CURLINFO_CONTENT_TYPE, &type);
+    bool stream = type && !strncmp(type, "text/event-stream", 17);
+    for (size_t i = 0; i < n * size; i++) {
+        bytes_add(&c->line, data + i, 1);
+        if (stream && data[i] == '\n') take_line(c, now), c->line.n = 0;
+    }
+    return c->line.n < MOST_TEXT ? n * size : 0;
+}
+
+static void send_request(Client *c, CURLM *all) {
+    const Options *o = c->load->o;
+    cJSON *request = cJSON_CreateObject(), *prompt = cJSON_AddArrayToObject(request, "prompt");
+    for (int i = 0; i < c->load->prompt; i++)
+        cJSON_AddItemToArray(prompt, cJSON_CreateNumber((double)(FIRST_ID + random() % PROMPT_IDS)));
+    if (o->model) cJSON_AddStringToObject(request, "model", o->model);
+    add_numbers(request, "max_tokens temperature", (double[]){o->tokens, (double)o->sampling.temperature});
+    cJSON_AddTrueToObject(request, "ignore_eos"); /* all answers are equally long where servers know it */
+    cJSON_AddTrueToObject(request, "stream");
+    cJSON_AddTrueToObject(cJSON_AddObjectToObject(request, "stream_options"), "include_usage");
+    char *body = json_text(request);
+    curl_easy_setopt(c->easy, CURLOPT_COPYPOSTFIELDS, body);
+    curl_multi_add_handle(all, c->easy);
+    cJSON_Delete(request);
+    free(body);
+    c->line.n = 0, c->tokens = 0, c->last = 0, c->sent = seconds();
+    c->load->left--;
+}
+
+static void take_answer(Client *c, CURLcode code) {
+    Load *l = c->load;
+    long status = 0;
+    Bytes shown = {0};
+    curl_easy_getinfo(c->easy, CURLINFO_RESPONSE_CODE, &status);
+    l->tokens += (double)c->tokens;
+    if (!code && status == 200 && c->last) return;
+    bytes_shown(&shown, c->line.data ? c->line.data : "", c->line.n, false); /* the server's own words */
+    if (code)
+        fail(&l->e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code));
+    else
+        fail(&l->e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", l->url, status,
+             status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", shown.n ? shown.data : "");
+    bytes_free(&shown);
+    l->failed++;
+}
+
+/* Sends so many requests from each client, one when the last is answered. */
+static void run_load(Load *l, int requests) {
+    Client *client = allocate_zero((size_t)l->clients, sizeof *client), *c;
+    CURLM *all = curl_multi_init();
+    CURLMsg *m;
+    const char *key = environment("OPENAI_API_KEY");
+    int running = 1, queued;
+    double begin = seconds();
+    l->left = requests * l->clients, l->failed = 0, l->tokens = 0, l->first.n = l->gaps.n = 0;
+    for (c = client; c < client + l->clients; c++) {
+        *c = (Client){.load = l, .easy = curl_easy_init()};
+        curl_easy_setopt(c->easy, CURLOPT_URL, l->url);
+        curl_easy_setopt(c->easy, CURLOPT_HTTPHEADER, l->headers);
+        curl_easy_setopt(c->easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1); /* 2 would share connections */
+        if (key) curl_easy_setopt(c->easy, CURLOPT_XOAUTH2_BEARER, key);
+        curl_easy_setopt(c->easy, CURLOPT_HTTPAUTH, CURLAUTH_BEARER);
+        curl_easy_setopt(c->easy, CURLOPT_WRITEFUNCTION, on_answer);
+        curl_easy_setopt(c->easy, CURLOPT_WRITEDATA, c);
+        curl_easy_setopt(c->easy, CURLOPT_PRIVATE, c);
+        send_request(c, all);
+    }
+    while (running) {
+        curl_multi_perform(all, &running);
+        while ((m = curl_multi_info_read(all, &queued))) {
+            CURLcode code = m->data.result;
+            curl_easy_getinfo(m->easy_handle, CURLINFO_PRIVATE, &c);
+            curl_multi_remove_handle(all, c->easy);
+            take_answer(c, code);
+            if (l->left) send_request(c, all), running++;
+        }
+        if (running) curl_multi_poll(all, NULL, 0, 1000, NULL);
+    }
+    l->seconds = seconds() - begin;
+    for (c = client; c < client + l->clients; c++) {
+        curl_easy_cleanup(c->easy);
+        bytes_free(&c->line);
+    }
+    curl_multi_cleanup(all);
+    free(client);
+}
+
+/* In ms, the least time that a part p of the times does not exceed. */
+static double percentile(const Bytes *times, double p) {
+    double *at = (double *)(void *)times->data;
+    size_t n = times->n / sizeof *at;
+    if (!n) return 0;
+    qsort(at, n, sizeof *at, ascending);
+    return at[(size_t)ceil(p * (double)n) - 1] * 1e3;
+}
+
+static int bench_server(const Options *o, bool json) {
+    const size_t n = strlen(o->server), slash = n && o->server[n - 1] == '/';
+    Load l = {.o = o, .clients = 1, .prompt = o->prompts.value[0]};
+    cJSON *rows = cJSON_CreateArray(), *x;
+    bool failed = false;
+    snprintf(l.url, sizeof l.url, "%.*s%s/completions", (int)(n - slash), o->server,
+             strstr(o->server, "/v1") ? "" : "/v1");
+    curl_global_init(CURL_GLOBAL_DEFAULT);
+    l.headers = curl_slist_append(NULL, "Content-Type: application/json");
+    srandom((unsigned)o->sampling.seed);
+    run_load(&l, 1); /* to warm up */
+    if (l.failed) die(&l.e);
+    if (!json)
+        puts("| clients | prompt | tok/s | first token, ms: p50 | p99 | a token, ms: p50 | p99 | most | failed |\n"
+             "|---:|---:|---:|---:|---:|---:|---:|---:|---:|");
+    for (int i = 0; i < o->prompts.n * o->clients.n; i++) {
+        l.prompt = o->prompts.value[i / o->clients.n], l.clients = o->clients.value[i % o->clients.n];
+        run_load(&l, o->repeats);
+        cJSON *row = add_object(rows);
+        add_numbers(row, "clients prompt tokens_per_second first_p50 first_p99 token_p50 token_p99 token_most failed",
+                    (double[]){l.clients, l.prompt, l.tokens / l.seconds, percentile(&l.first, 0.5),
+                               percentile(&l.first, 0.99), percentile(&l.gaps, 0.5), percentile(&l.gaps, 0.99),
+                               percentile(&l.gaps, 1), l.failed});
+        cJSON_ArrayForEach(x, row) if (!json) printf("| %.5g ", x->valuedouble);
+        if (!json) puts("|");
+        fflush(stdout);
+        failed |= l.failed;
+    }
+    end_json(rows, json);
+    curl_slist_free_all(l.headers);
+    bytes_free(&l.first);
+    bytes_free(&l.gaps);
+    if (failed) die(&l.e);
+    return DONE;
+}
+
 int bench(const Options *o) {
     Error e;
     Bench b = {.o = o};
     Session *s = &b.model;
     bool json = !strcmp(o->output, "json"), md = !strcmp(o->output, "md");
     if (!json && !md) fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->output), die(&e);
+    if (o->server) return bench_server(o, json);
     if (!session_open(s, o, NEED_SHAPES | NEED_ENGINE, &e)) die(&e);
     cJSON *out = cJSON_CreateObject();
     cJSON_AddStringToObject(out, "family", s->checkpoint.family);

@@ -906,6 +906,25 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
     return r.ok;
 }
 
+bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
+    const Format *f = chat->format;
+    Renderer r = {.chat = chat, .out = out, .e = e, .ok = true};
+    if (f == &harmony) {
+        control(&r, CHANNEL);
+        bytes_print(&r.text, "commentary to=%s%s", functions, name ? name : "");
+        if (name) bytes_text(&r.text, " "), control(&r, CONSTRAIN), bytes_text(&r.text, "json"), control(&r, MESSAGE);
+    } else {
+        bool thinks = strstr(f->prompt, open_think) && !(f->quiet && same(effort, "none"));
+        if (thinks) piece(&r, "\n</think>\n\n");
+        const char *behind = piece(&r, f->call);
+        if (name) add_quoted(&r.text, name, strlen(name)), piece(&r, behind);
+        if (!name) bytes_text(&r.text, "\"");
+    }
+    flush(&r);
+    bytes_free(&r.text);
+    return r.ok;
+}
+
 /* ---- reading ---- */
 
 void reader_init(Reader *r, const Chat *chat, const char *effort) {

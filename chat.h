@@ -71,6 +71,10 @@ void conversation_json(const Conversation *c, Bytes *out);
  * control tokens: names that could pass for a header are refused (USAGE), and tools where the format has none. */
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e);
 
+/* Appends to a prompt with tools the beginning of a call: of this function, or, if NULL, of one that the model chooses.
+ * It belongs to the answer: push it to the reader first. */
+bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e);
+
 typedef enum { REASONING, PREAMBLE, ANSWER, CALL } Part;
 Part message_part(const Message *m);
 

@@ -12,7 +12,7 @@
 /* What computes: infer.cu, or tests/reference.c. */
 extern const Backend *const backend;
 
-enum { MOST_VALUES = 64, MOST_STREAMS = 256, MOST_REPEATS = 100 };
+enum { MOST_VALUES = 64, MOST_STREAMS = 256, MOST_REPEATS = 100, MOST_CLIENTS = 1000 };
 typedef struct { /* whole numbers like 1,4,16 */
     int n, value[MOST_VALUES];
 } Numbers;
@@ -111,13 +111,13 @@ typedef struct {
     const Backend *backend;
     const Model *model;
     void *state;
-    int context;    /* positions that a sequence may have: what was asked for, or what fits */
-    int max_tokens; /* of a batch */
+    int context;              /* positions that a sequence may have: what was asked for, or what fits */
+    int max_seqs, max_tokens; /* of a batch */
     Ids free_pages;
 } Engine;
 
 /* context 0: as much as the model was made for and memory holds; otherwise exactly that or NO_ROOM. The cache has room
- * for limits.max_seqs such sequences, or for as many as fit. limits.context is ignored. */
+ * for limits.max_seqs such sequences, or limits.cache tokens, or for as many as fit. limits.context is ignored. */
 bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e);
 void engine_close(Engine *g);
 
@@ -157,22 +157,84 @@ bool generation_next(Generation *w, int *token, Error *e);
  * is full. */
 void generation_end(Generation *w);
 
+/* The token for `position`, drawn on the host from logits (vocab), which are changed; seen[i]: token i stands in the
+ * text, or NULL. DREW_NAN if there is one. */
+int draw_logits(float *logits, int vocab, const Sampling *how, int position, const bool *seen);
+
+/* ---- the scheduler: many texts are continued at once, step by step, and share what they have in common ----
+ * A step has first one token of each text that is being written, by arrival, then chunks of prompts in the room that is
+ * left. Pages that texts have in common are there once, counted by reference; full pages stay when a text ends, until
+ * their room is needed, those used least recently first. When pages run out the youngest text gives its own back and
+ * is computed again later: a draw depends on seed and position alone, so nobody sees it. */
+
+typedef struct {
+    int id;
+    float add; /* to its logit */
+} Bias;
+
+/* Zero it, fill in the first part, leave the second alone. */
+typedef struct Stream Stream;
+struct Stream {
+    Ids tokens;    /* the prompt, and behind it what is drawn */
+    size_t prompt; /* tokens of it, at least 1 */
+    size_t most;   /* tokens that the text may have, more than `prompt`, at most the engine's context */
+    Sampling sampling;
+    const Bias *bias; /* (biases) or NULL; then the draw is made on the host */
+    int biases;
+    Want want;       /* WANT_LOGITS: `take` gets those of drawn tokens, WANT_ALL_LOGITS: also those of the prompt */
+    const Ids *stop; /* tokens that end it, or NULL */
+    /* Gets each token once with its position and the logits (vocab) that it was drawn from, or NULL: drawn ones, and
+     * with WANT_ALL_LOGITS those of the prompt from the second on. DREW_NAN is always the last one. With the last one
+     * the scheduler has forgotten the stream. */
+    void (*take)(Stream *s, size_t position, int token, const float *logits, bool last);
+    void *owner;
+
+    size_t reused;  /* tokens of the prompt that were in the cache */
+    size_t sent;    /* tokens submitted: the cache holds them for the next step */
+    size_t told;    /* tokens that `take` has had */
+    size_t filed;   /* pages of it that others can find */
+    uint64_t chain; /* name of the last of them */
+    Ids pages;
+    int slot, drawing; /* -1: it waits; draws that are not collected */
+};
+
+typedef struct Scheduler Scheduler;
+typedef struct {
+    int running, waiting;      /* streams */
+    int pages, kept, idle;     /* all; those that hold a known text; those that no stream has */
+    int outstanding;           /* steps */
+    uint64_t preempted, steps; /* so far */
+} SchedulerState;
+
+/* Takes all pages of the engine, which has no other sequences. */
+Scheduler *scheduler_open(Engine *g);
+void scheduler_close(Scheduler *s);
+void scheduler_add(Scheduler *s, Stream *t); /* behind all others */
+/* Forgets a stream, wherever it stands. */
+void scheduler_remove(Scheduler *s, Stream *t);
+/* Submits the next step, if anything can be computed, and collects the one before it. Errors are the backend's. */
+bool scheduler_step(Scheduler *s, Error *e);
+void scheduler_state(const Scheduler *s, SchedulerState *state);
+
 /* ---- commands ---- */
 
 /* The arguments of a command. What it does not take is NULL, 0 or false. */
 typedef struct {
     const char *model; /* the argument: MODEL or REPO; NULL: none was given */
-    const char *prompt, *file, *output, *ids, *system, *effort, *date, *revision, *token_file, *encoding;
+    const char *prompt, *file, *output, *ids, *system, *effort, *date, *revision, *token_file, *encoding, *server;
     Texts stop, include, exclude;
-    Numbers prompts, depths, streams; /* of bench */
+    Numbers prompts, depths, streams, clients;  /* of bench */
+    const char *host, *key_file, *cors, *alias; /* of serve */
+    int port, slots, queue, cache, chunk;
     int context, gpu, max_tokens, top, stride, tokens, repeats, jobs;
-    bool plain, all, json, jsonl, special, as_ids, hide_thinking, raw;
+    bool plain, all, json, jsonl, special, as_ids, hide_thinking, raw, insecure;
     Sampling sampling;
 } Options;
 
 /* The commands, which return the exit code. */
 int play(const Options *o), download(const Options *o), list(const Options *o), rm(const Options *o);
 int inspect(const Options *o), doctor(const Options *o), bench(const Options *o), perplexity(const Options *o);
+int serve(const Options *o);
 
 /* The model that a command works with, as far as it needs one. */
 enum {
@@ -180,8 +242,8 @@ enum {
     NEED_CHAT = 2,       /* and its chat format; it is an error if it has none */
     NEED_CHECKPOINT = 4, /* config and weights */
     NEED_SHAPES = 8,     /* the same, but where there are no weights config.json is enough */
-    NEED_ENGINE = 16,    /* and loaded, with a context of o->context and as many sequences as o->streams says */
-    USE_TOKENIZER = 32   /* only if it is there */
+    NEED_ENGINE = 16,  /* and loaded, with a context of o->context and as many sequences as o->streams or slots says */
+    USE_TOKENIZER = 32 /* only if it is there */
 };
 typedef struct {
     char *dir, *name; /* where it is, and as the user calls it */

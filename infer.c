@@ -88,6 +88,10 @@ static const Option options[] = {
     {"bench", 0, "encoding", "NAME", TEXT, FIELD(encoding),
      .help = "of random weights: fp8, int8, packed4, gptq4, awq4, nvfp4, q8_0, q4_k, ... (bf16; gpt-oss's experts are "
              "mxfp4)"},
+    {"bench", 0, "serve", "URL", TEXT, FIELD(server),
+     .help = "measure a server that speaks OpenAI's API, at http://HOST:PORT, and nothing here"},
+    {"bench", 'c', "clients", "N,...", WHOLES, FIELD(clients), 1, MOST_CLIENTS, "1,8,64,256",
+     "clients at once, of a server; each sends r requests, one after another"},
     {"bench", 'o', "output", "FORMAT", TEXT, FIELD(output), .initial = "md", .help = "md, a table, or json"},
     {"bench", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "0",
      "0 or 0.01 to 100: of the draw"},
@@ -108,6 +112,21 @@ static const Option options[] = {
      .help = "tokens from one window to the next (half a window); each token is scored in the first window that has "
              "it, so that all but those of the first see at least ctx - stride tokens before them"},
 
+    {"serve", 0, "host", "ADDRESS", TEXT, FIELD(host), .initial = "127.0.0.1",
+     .help = "where to listen; another than a loopback address needs a key"},
+    {"serve", 0, "port", "N", WHOLE, FIELD(port), 0, 65535, "8080", "its port; 0: any that is free"},
+    {"serve", 0, "key-file", "F", TEXT, FIELD(key_file),
+     .help = "a file with the key that clients must send; else INFER_API_KEY"},
+    {"serve", 0, "insecure", NULL, SWITCH, FIELD(insecure), .help = "listen on any address without a key"},
+    {"serve", 0, "cors", "ORIGIN", TEXT, FIELD(cors), .help = "pages of this origin may ask from a browser; *: of all"},
+    {"serve", 0, "name", "NAME", TEXT, FIELD(alias), .help = "what clients call the model (its folder's name)"},
+    {"serve", 0, "streams", "N", WHOLE, FIELD(slots), 1, MOST_STREAMS, "256", "answers at once"},
+    {"serve", 0, "queue", "N", WHOLE, FIELD(queue), 0, 1 << 16, "64", "answers that may wait beyond those"},
+    {"serve", 0, "cache", "N", WHOLE, FIELD(cache), 0, 1e9, "0",
+     "tokens of all answers and kept prefixes together; 0: what fits"},
+    {"serve", 0, "chunk", "N", WHOLE, FIELD(chunk), 1, 1 << 16, "2048",
+     "tokens of a step: the longer, the sooner prompts are read, and the longer others wait for a token meanwhile"},
+
     {"download", 0, "revision", "R", TEXT, FIELD(revision), .help = "a branch, a tag or a commit (main)"},
     {"download", 0, "include", "G", TEXTS, FIELD(include), .most = MOST_VALUES,
      .help = "files that match the pattern, in place of the usual; can be repeated"},
@@ -125,10 +144,10 @@ static const Option options[] = {
      .help = "control tokens in the text count, and the tokenizer's template is put around it"},
     {"render", 0, "ids", NULL, SWITCH, FIELD(as_ids), .help = "as a JSON array of token ids instead of text"},
     {"list inspect doctor", 0, "json", NULL, SWITCH, FIELD(json), .help = "as JSON"},
-    {"play inspect", 0, "ctx", "N", WHOLE, FIELD(context), 1, 1 << 24,
+    {"play inspect serve", 0, "ctx", "N", WHOLE, FIELD(context), 1, 1 << 24,
      .help = "tokens of context (what the model was made for and the memory allows)"},
-    {"play bench logits perplexity", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MOST_GPUS - 1, "0", "which GPU"},
-    {"play bench logits perplexity", 0, "plain", NULL, SWITCH, FIELD(plain),
+    {"play bench logits perplexity serve", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MOST_GPUS - 1, "0", "which GPU"},
+    {"play bench logits perplexity serve", 0, "plain", NULL, SWITCH, FIELD(plain),
      .help = "the plain kernels, also where faster ones know the model"},
 };
 enum { OPTIONS = sizeof options / sizeof *options };
@@ -439,7 +458,8 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
 bool session_load(Session *s, const Options *o, int context, Error *e) {
     bool verbose = isatty(STDERR_FILENO) && !o->json;
     char count[32];
-    Limits limits = {o->gpu, o->plain, .max_seqs = 1, .max_tokens = backend->prompt_step, .where = s->where};
+    Limits limits = {o->gpu, o->plain, .max_seqs = o->slots ? o->slots : 1, .cache = o->cache, .where = s->where};
+    limits.max_tokens = o->chunk ? o->chunk : backend->prompt_step;
     if (verbose) limits.progress = show_progress;
     for (int i = 0; i < o->streams.n; i++)
         if (o->streams.value[i] > limits.max_seqs) limits.max_seqs = o->streams.value[i];
@@ -1450,6 +1470,10 @@ static int logits(const Options *o) {
 static const Command commands[] = {
     {"play", "[MODEL]", play, "talk to a model, once or in a loop",
      "A conversation in the terminal; with -p, -f or a text on stdin one answer, alone on stdout."},
+    {"serve", "[MODEL]", serve, "an API like OpenAI's, for many clients at once",
+     "Serves a model to every client that speaks OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, "
+     "/tokenize, /detokenize, /health, /metrics, and / is a page to chat with. SIGTERM lets answers finish and ends, a "
+     "second one ends at once."},
     {"download", "REPO", download, "fetch a model from the hub",
      "Fetches a model from the hub, REPO[@REVISION], into the hub's own cache ($HF_HUB_CACHE, "
      "$HF_HOME/hub, ~/.cache/huggingface/hub), which other tools share, and writes where it is. What is there is not "
@@ -1470,7 +1494,11 @@ static const Command commands[] = {
     {"bench", "[MODEL]", bench, "how fast prompts and generation are here",
      "Measures prompts of so many tokens, then the generation of n tokens in each of b streams behind d tokens of "
      "context: the median of r repeats. A directory that has only config.json gets random weights.\n"
-     "% of flat: speed relative to simply reading the same bytes. The experts of several streams are counted."},
+     "% of flat: speed relative to simply reading the same bytes. The experts of several streams are counted.\n"
+     "With --serve a server is measured: completions of n tokens behind random prompts, streamed to c clients. A "
+     "token's "
+     "time is that from one piece of text to the next. MODEL is its name there, for servers that have several; the "
+     "key, if it needs one, is OPENAI_API_KEY in the environment."},
     {"logits", "MODEL", logits, "what a model expects next, or all logits as a NumPy file",
      "Writes the most likely next tokens: id, logit, probability, text."},
     {"perplexity", "MODEL", perplexity, "how surprised a model is by a text",

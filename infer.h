@@ -206,6 +206,7 @@ typedef struct {
     int context;    /* positions of one sequence */
     int max_seqs;   /* sequences of a batch, and slots */
     int max_tokens; /* tokens of a batch */
+    int cache;      /* tokens that all sequences together may have in the cache; 0: what max_seqs contexts are */
     Tap *tap;       /* or NULL */
     void *tap_data;
     void (*progress)(uint64_t done, uint64_t total); /* bytes of weights loaded so far, or NULL */

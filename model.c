@@ -1,5 +1,5 @@
 /* model.c: from a model directory to answers. Chapters: config and families, safetensors, binding, sizes, models on
- * disk, engine. Declared in host.h.
+ * disk, engine, the draw on the host, scheduler. Declared in host.h.
  *
  * Everything odd about a family is folded in here, so that nothing behind infer.h asks which one it is: fused and
  * interleaved matrices become views, every RoPE scaling becomes a table of angles, small tensors become float arrays.
@@ -18,6 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/queue.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -1613,11 +1614,12 @@ char *model_find(const char *argument, Error *e) {
 static int pages_for(size_t tokens) { return (int)((tokens + PAGE - 1) / PAGE); }
 
 bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e) {
-    *g = (Engine){.backend = backend, .model = m};
+    *g = (Engine){.backend = backend, .model = m, .max_seqs = limits.max_seqs};
     if (context > m->context)
         return fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context);
     limits.context = context ? context : m->context;
     int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
+    if (limits.cache && pages > pages_for((size_t)limits.cache)) pages = pages_for((size_t)limits.cache);
     if (limits.max_tokens > wanted * PAGE * limits.max_seqs) limits.max_tokens = wanted * PAGE * limits.max_seqs;
     g->max_tokens = limits.max_tokens; /* no step is longer than all contexts */
     g->state = backend->open(m, &limits, &pages, e);
@@ -1728,4 +1730,361 @@ void generation_end(Generation *w) {
     Error e;
     if (w->waiting) w->engine->backend->collect(w->engine->state, &ignored, &e);
     w->waiting = false;
+}
+
+/* ---- the draw on the host ---- */
+
+static int descending(const void *a, const void *b) {
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x < y) - (x > y);
+}
+
+/* The least scaled logit that top-k, top-p and min-p leave in the draw. x is (n) and is not changed. */
+static float filter_floor(const float *x, int n, const Sampling *s) {
+    float *sorted = allocate((size_t)n * sizeof *sorted), floor = -INFINITY;
+    memcpy(sorted, x, (size_t)n * sizeof *sorted);
+    qsort(sorted, (size_t)n, sizeof *sorted, descending);
+    if (s->top_k > 0 && s->top_k < n) floor = sorted[s->top_k - 1];
+    if (s->top_p < 1) {
+        uint64_t total = 0, sum = 0;
+        for (int i = 0; i < n && sorted[i] >= floor; i++) total += mass(sorted[i], sorted[0]);
+        uint64_t keep = top_p_mass(total, s->top_p);
+        for (int i = 0; i < n && sum < keep; i++) {
+            sum += mass(sorted[i], sorted[0]);
+            floor = fmaxf(floor, sum < keep ? floor : sorted[i]);
+        }
+    }
+    if (s->min_p > 0) floor = fmaxf(floor, min_p_floor(sorted[0], s->min_p));
+    free(sorted);
+    return floor;
+}
+
+int draw_logits(float *logit, int vocab, const Sampling *s, int position, const bool *seen) {
+    for (int i = 0; i < vocab; i++) {
+        if (isnan(logit[i])) return DREW_NAN;
+        if (seen && seen[i]) logit[i] = penalize(logit[i], s->penalty);
+        if (s->temperature > 0) logit[i] = logit[i] / s->temperature;
+    }
+    bool filtered = s->temperature > 0 && (s->top_k > 0 || s->top_p < 1 || s->min_p > 0);
+    float floor = filtered ? filter_floor(logit, vocab, s) : -INFINITY;
+    uint64_t best = 0;
+    for (int i = 0; i < vocab; i++) {
+        if (!(logit[i] >= floor)) continue;
+        uint64_t key = draw_key(s->temperature > 0 ? logit[i] + token_noise(s->seed, position, i) : logit[i], i);
+        if (key > best) best = key;
+    }
+    return draw_id(best);
+}
+
+/* ---- scheduler ---- */
+
+enum { SCORED_TOKENS = 32 }; /* of a prompt in a step, where `take` gets the logits of each */
+
+typedef struct CachePage { /* what a page of the cache holds */
+    TAILQ_ENTRY(CachePage) idle;
+    LIST_ENTRY(CachePage) bucket;
+    int owners;            /* streams that have it */
+    uint64_t name, before; /* name 0: nobody can find it; else no page ever had it. The page before it, 0: none */
+    int token[PAGE];
+} CachePage;
+
+typedef struct {    /* what a step has of a stream */
+    Stream *stream; /* NULL: it is gone */
+    size_t from;
+    int n;
+    Want want;
+    bool draws;
+} Share;
+
+struct Scheduler {
+    Engine *engine;
+    Stream **stream; /* by arrival */
+    CachePage *page;
+    TAILQ_HEAD(, CachePage) idle;          /* that no stream has, by last use */
+    LIST_HEAD(Bucket, CachePage) * bucket; /* (pages) by hash */
+    int streams;
+    uint64_t names;
+    SchedulerState now;
+    bool taken[MOST_STREAMS];     /* slots */
+    Share share[2][MOST_STREAMS]; /* of each second step */
+    int shares[2];
+    int first[MOST_STREAMS + 1], slot[MOST_STREAMS], start[MOST_STREAMS]; /* of a Batch */
+    Sampling sampling[MOST_STREAMS];
+    Want want[MOST_STREAMS];
+    Ids token, table;
+};
+
+Scheduler *scheduler_open(Engine *g) {
+    Scheduler *s = allocate_zero(1, sizeof *s);
+    s->engine = g;
+    s->now.pages = s->now.idle = (int)g->free_pages.n;
+    s->page = allocate_zero((size_t)s->now.pages, sizeof *s->page);
+    s->bucket = allocate_zero((size_t)s->now.pages, sizeof *s->bucket);
+    TAILQ_INIT(&s->idle);
+    for (int i = 0; i < s->now.pages; i++) TAILQ_INSERT_TAIL(&s->idle, s->page + i, idle);
+    return s;
+}
+
+void scheduler_close(Scheduler *s) {
+    free(s->stream), free(s->page), free(s->bucket);
+    ids_free(&s->token), ids_free(&s->table);
+    free(s);
+}
+
+/* The bucket of a page with these tokens behind another: FNV-1a. */
+static struct Bucket *bucket_of(Scheduler *s, uint64_t before, const int *token) {
+    uint64_t hash = 0xCBF29CE484222325u ^ before;
+    for (int i = 0; i < PAGE; i++) hash = (hash ^ (uint32_t)token[i]) * 0x100000001B3u;
+    return s->bucket + (hash ^ hash >> 32) % (uint64_t)s->now.pages;
+}
+
+static CachePage *find_page(Scheduler *s, uint64_t before, const int *token) {
+    CachePage *p;
+    LIST_FOREACH(p, bucket_of(s, before, token), bucket)
+    if (p->before == before && !memcmp(p->token, token, sizeof p->token)) return p;
+    return NULL;
+}
+
+static void forget_page(Scheduler *s, CachePage *p) {
+    if (!p->name) return;
+    LIST_REMOVE(p, bucket);
+    p->name = 0;
+    s->now.kept--;
+}
+
+static void hold_page(Scheduler *s, Stream *t, CachePage *p) {
+    if (!p->owners++) {
+        TAILQ_REMOVE(&s->idle, p, idle);
+        s->now.idle--;
+    }
+    ids_add(&t->pages, (int)(p - s->page));
+}
+
+/* Gives the stream pages for so many tokens; false: there are none left. */
+static bool take_pages(Scheduler *s, Stream *t, size_t tokens) {
+    if (pages_for(tokens) - (int)t->pages.n > s->now.idle) return false;
+    while ((int)t->pages.n < pages_for(tokens)) {
+        CachePage *p = TAILQ_FIRST(&s->idle);
+        forget_page(s, p);
+        hold_page(s, t, p);
+    }
+    return true;
+}
+
+/* Takes slot and pages from a stream. Its last page is the first to be used for something else. */
+static void leave_cache(Scheduler *s, Stream *t) {
+    while (t->pages.n) {
+        CachePage *p = s->page + t->pages.data[--t->pages.n];
+        if (--p->owners) continue;
+        s->now.idle++;
+        if (p->name)
+            TAILQ_INSERT_TAIL(&s->idle, p, idle);
+        else
+            TAILQ_INSERT_HEAD(&s->idle, p, idle);
+    }
+    if (t->slot >= 0) s->taken[t->slot] = false;
+    t->slot = -1;
+    t->sent = 0;
+}
+
+/* Gives a waiting stream a slot and pages for all its tokens, those that are in the cache among them. */
+static bool admit(Scheduler *s, Stream *t) {
+    int slot = 0;
+    CachePage *p;
+    while (slot < s->engine->max_seqs && s->taken[slot]) slot++;
+    if (slot == s->engine->max_seqs) return false;
+    t->chain = 0;
+    while (t->want != WANT_ALL_LOGITS && t->sent + PAGE < t->tokens.n &&
+           (p = find_page(s, t->chain, t->tokens.data + t->sent))) {
+        hold_page(s, t, p);
+        t->chain = p->name;
+        t->sent += PAGE;
+    }
+    t->filed = t->pages.n;
+    if (!take_pages(s, t, t->tokens.n + 1)) return leave_cache(s, t), false;
+    if (!t->told) t->reused = t->sent;
+    s->taken[t->slot = slot] = true;
+    return true;
+}
+
+/* Lets others find the pages that are full. */
+static void file_pages(Scheduler *s, Stream *t) {
+    for (; (t->filed + 1) * PAGE <= t->sent && (t->filed + 1) * PAGE <= t->tokens.n; t->filed++) {
+        const int *token = t->tokens.data + t->filed * PAGE;
+        CachePage *p = s->page + t->pages.data[t->filed], *same = find_page(s, t->chain, token);
+        if (!same) {
+            p->before = t->chain;
+            p->name = ++s->names;
+            memcpy(p->token, token, sizeof p->token);
+            LIST_INSERT_HEAD(bucket_of(s, p->before, token), p, bucket);
+            s->now.kept++;
+        }
+        t->chain = (same ? same : p)->name;
+    }
+}
+
+void scheduler_add(Scheduler *s, Stream *t) {
+    s->stream = reallocate(s->stream, (size_t)(s->streams + 1) * sizeof *s->stream);
+    s->stream[s->streams++] = t;
+    t->slot = -1;
+}
+
+void scheduler_remove(Scheduler *s, Stream *t) {
+    int i = 0;
+    while (i < s->streams && s->stream[i] != t) i++;
+    if (i == s->streams) return;
+    memmove(s->stream + i, s->stream + i + 1, (size_t)(--s->streams - i) * sizeof *s->stream);
+    leave_cache(s, t);
+    ids_free(&t->pages);
+    for (int k = 0; k < 2; k++)
+        for (int j = 0; j < s->shares[k]; j++)
+            if (s->share[k][j].stream == t) s->share[k][j].stream = NULL;
+}
+
+/* The tokens behind those submitted are known but for one, which its slot drew last. */
+static void add_share(Scheduler *s, Stream *t, size_t n) {
+    bool draws = t->sent + n >= t->tokens.n;
+    Want want = t->want == WANT_ALL_LOGITS ? WANT_ALL_LOGITS : !draws ? WANT_NOTHING : t->bias ? WANT_LOGITS : t->want;
+    int which = (int)(s->now.steps % 2);
+    s->share[which][s->shares[which]++] = (Share){t, t->sent, (int)n, want, draws};
+    for (size_t i = t->sent; i < t->sent + n; i++) ids_add(&s->token, i < t->tokens.n ? t->tokens.data[i] : -1);
+    t->sent += n;
+    t->drawing += draws;
+}
+
+static void preempt_youngest(Scheduler *s) {
+    int i = s->streams - 1;
+    while (s->stream[i]->slot < 0) i--;
+    leave_cache(s, s->stream[i]);
+    s->now.preempted++;
+}
+
+/* Does it have more than its last token to compute? */
+static bool is_reading(const Stream *t) { return t->slot < 0 || t->sent + 1 < t->tokens.n; }
+/* Is what its next step needs computed or submitted, and is there one? */
+static bool can_go_on(const Stream *t) {
+    if (t->drawing && (t->bias || t->sent != t->tokens.n)) return false;
+    return t->tokens.n + (size_t)t->drawing < t->most;
+}
+
+static void plan_step(Scheduler *s) {
+    size_t most = (size_t)s->engine->max_tokens, room = most, readers = 0;
+    bool closed = false;
+    s->token.n = 0;
+    for (int i = 0; i < s->streams; i++) {
+        Stream *t = s->stream[i];
+        bool writes = !is_reading(t) && can_go_on(t) && room;
+        while (writes && t->slot >= 0 && !take_pages(s, t, t->sent + 1)) preempt_youngest(s);
+        if (writes && t->slot >= 0) add_share(s, t, 1), room--;
+        readers += is_reading(t);
+    }
+    for (int i = 0; i < s->streams && room; i++) { /* some prompts at once, so that none waits long for a long one */
+        Stream *t = s->stream[i];
+        if (t->slot < 0 && !closed) closed = !can_go_on(t) || !admit(s, t); /* nobody overtakes */
+        if (t->slot < 0 || t->sent >= t->tokens.n || !can_go_on(t)) continue;
+        size_t n = t->tokens.n - t->sent, share = room / readers > most / 4 ? room / readers : most / 4;
+        if (t->want == WANT_ALL_LOGITS && share > SCORED_TOKENS) share = SCORED_TOKENS;
+        if (n > share && share) n = share;
+        if (n > room) n = room;
+        add_share(s, t, n);
+        room -= n;
+    }
+}
+
+static bool submit_step(Scheduler *s, Error *e) {
+    Share *share = s->share[s->now.steps % 2];
+    const int n = s->shares[s->now.steps % 2];
+    Batch b = {.seqs = n,
+               .slot = s->slot,
+               .first = s->first,
+               .token = s->token.data,
+               .start = s->start,
+               .sampling = s->sampling,
+               .want = s->want};
+    for (int i = 0; i < n; i++)
+        if ((int)share[i].stream->pages.n > b.max_pages) b.max_pages = (int)share[i].stream->pages.n;
+    s->table.n = 0;
+    for (int i = 0; i < n; i++) {
+        const Share *p = share + i;
+        const Stream *t = p->stream;
+        s->first[i + 1] = s->first[i] + p->n;
+        s->slot[i] = t->slot;
+        s->start[i] = (int)p->from;
+        s->sampling[i] = t->sampling;
+        s->want[i] = p->want;
+        ids_append(&s->table, t->pages.data, t->pages.n);
+        while (s->table.n < (size_t)(i + 1) * (size_t)b.max_pages) ids_add(&s->table, 0);
+    }
+    b.page = s->table.data;
+    if (!s->engine->backend->submit(s->engine->state, &b, e)) return false;
+    for (int i = 0; i < n; i++) file_pages(s, share[i].stream);
+    s->now.outstanding++;
+    s->now.steps++;
+    return true;
+}
+
+/* The draw of a stream that changes some logits itself. */
+static int draw_biased(const Stream *t, const float *logits, int vocab) {
+    float *own = allocate((size_t)vocab * sizeof *own);
+    bool *seen = allocate_zero((size_t)vocab, sizeof *seen);
+    memcpy(own, logits, (size_t)vocab * sizeof *own);
+    for (int i = 0; i < t->biases; i++) own[t->bias[i].id] += t->bias[i].add;
+    for (size_t i = 0; i < t->tokens.n; i++) seen[t->tokens.data[i]] = true;
+    int token = draw_logits(own, vocab, &t->sampling, (int)t->tokens.n, seen);
+    free(own);
+    free(seen);
+    return token;
+}
+
+/* Hands a token out, and forgets the stream before that if it is the last. */
+static void tell(Scheduler *s, Stream *t, size_t position, int token, const float *logits) {
+    if (position < t->told) return;
+    t->told = position + 1;
+    bool last = token < 0 || t->told == t->most;
+    for (size_t i = 0; t->stop && position >= t->prompt && i < t->stop->n; i++) last |= token == t->stop->data[i];
+    if (last) scheduler_remove(s, t);
+    t->take(t, position, token, logits, last);
+}
+
+/* What a step that was collected brings a stream. */
+static void take_share(Scheduler *s, const Share *p, int token, const float *logits) {
+    const size_t vocab = (size_t)s->engine->model->vocab;
+    const bool all = p->want == WANT_ALL_LOGITS;
+    Stream *t = p->stream;
+    for (size_t i = p->from + 1; all && i < p->from + (size_t)p->n + 1 && i < t->prompt; i++)
+        tell(s, t, i, t->tokens.data[i], logits + (i - p->from - 1) * vocab);
+    if (!p->draws) return;
+    if (all) logits += (size_t)(p->n - 1) * vocab;
+    if (t->bias) token = draw_biased(t, logits, (int)vocab);
+    t->drawing--;
+    if (token >= 0) ids_add(&t->tokens, token);
+    for (size_t i = 0; token < 0 && i < t->pages.n; i++) forget_page(s, s->page + t->pages.data[i]);
+    tell(s, t, t->tokens.n - (token >= 0), token, t->want == WANT_TOKEN ? NULL : logits);
+}
+
+static bool collect_step(Scheduler *s, Error *e) {
+    const int which = (int)((s->now.steps - (uint64_t)s->now.outstanding) % 2);
+    Result r;
+    if (!s->engine->backend->collect(s->engine->state, &r, e)) return false;
+    s->now.outstanding--;
+    for (int i = 0; i < s->shares[which]; i++) {
+        const Share *p = s->share[which] + i;
+        int rows = p->want == WANT_ALL_LOGITS ? p->n : p->want == WANT_LOGITS;
+        if (p->stream) take_share(s, p, r.token[i], rows ? r.logits : NULL);
+        r.logits += (size_t)rows * (size_t)s->engine->model->vocab;
+    }
+    s->shares[which] = 0;
+    return true;
+}
+
+bool scheduler_step(Scheduler *s, Error *e) {
+    plan_step(s);
+    bool planned = s->shares[s->now.steps % 2];
+    if (planned && !submit_step(s, e)) return false;
+    return s->now.outstanding <= planned || collect_step(s, e);
+}
+
+void scheduler_state(const Scheduler *s, SchedulerState *state) {
+    *state = s->now;
+    for (int i = 0; i < s->streams; i++) s->stream[i]->slot < 0 ? state->waiting++ : state->running++;
 }

@@ -8,7 +8,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-packages=(gcc make pkg-config libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev)
+packages=(gcc make pkg-config libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev
+    libmicrohttpd-dev)
 
 install_missing() {
     local missing=() package

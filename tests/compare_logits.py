@@ -27,14 +27,19 @@ def infer_logits(infer, model, ids):
         return np.load(file)
 
 
-@torch.no_grad()
-def transformers_logits(folder, ids, device, dtype):
+def load(folder, device, dtype):
     quantization = getattr(AutoConfig.from_pretrained(folder), "quantization_config", None) or {}
     how = {"quantization_config": Mxfp4Config(dequantize=True)} if quantization.get("quant_method") == "mxfp4" else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device, attn_implementation="eager",
                                                  **how)
     for p in model.parameters():
         p.data = p.data.to(dtype)  # dequantised experts come as bf16 whatever dtype says
+    return model
+
+
+@torch.no_grad()
+def transformers_logits(folder, ids, device, dtype):
+    model = load(folder, device, dtype)
     return model(torch.tensor([ids], device=device), use_cache=False).logits[0].float().cpu().numpy()
 
 

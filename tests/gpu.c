@@ -670,7 +670,7 @@ static void samplers_agree(void) {
                         Batch b = {1, 2, &slot, first, streams.id[5], &start, page, &how, &want};
                         must(cuda.submit(streams.state, &b, &e) && cuda.collect(streams.state, &r, &e), &e);
                         memcpy(logits, r.logits, streams.vocab * 4);
-                        int expected = reference_draw(logits, (int)streams.vocab, &how, length, seen);
+                        int expected = draw_logits(logits, (int)streams.vocab, &how, length, seen);
                         check(r.token[0] == expected, "case %d: token %d, the C sampler draws %d", cases, r.token[0],
                               expected);
                     }

@@ -480,48 +480,6 @@ static void block(Reference *r, int layer) {
 
 /* ---- from logits to a token ---- */
 
-static int descending(const void *a, const void *b) {
-    float x = *(const float *)a, y = *(const float *)b;
-    return (x < y) - (x > y);
-}
-
-/* The least scaled logit that top-k, top-p and min-p leave in the draw. x is (n) and is not changed. */
-static float filter_floor(const float *x, int n, const Sampling *s) {
-    float *sorted = allocate((size_t)n * sizeof *sorted), floor = -INFINITY;
-    memcpy(sorted, x, (size_t)n * sizeof *sorted);
-    qsort(sorted, (size_t)n, sizeof *sorted, descending);
-    if (s->top_k > 0 && s->top_k < n) floor = sorted[s->top_k - 1];
-    if (s->top_p < 1) {
-        uint64_t total = 0, sum = 0;
-        for (int i = 0; i < n && sorted[i] >= floor; i++) total += mass(sorted[i], sorted[0]);
-        uint64_t keep = top_p_mass(total, s->top_p);
-        for (int i = 0; i < n && sum < keep; i++) {
-            sum += mass(sorted[i], sorted[0]);
-            floor = fmaxf(floor, sum < keep ? floor : sorted[i]);
-        }
-    }
-    if (s->min_p > 0) floor = fmaxf(floor, min_p_floor(sorted[0], s->min_p));
-    free(sorted);
-    return floor;
-}
-
-int reference_draw(float *logit, int vocab, const Sampling *s, int position, const bool *seen) {
-    for (int i = 0; i < vocab; i++) {
-        if (isnan(logit[i])) return DREW_NAN;
-        if (seen && seen[i]) logit[i] = penalize(logit[i], s->penalty);
-        if (s->temperature > 0) logit[i] = logit[i] / s->temperature;
-    }
-    bool filtered = s->temperature > 0 && (s->top_k > 0 || s->top_p < 1 || s->min_p > 0);
-    float floor = filtered ? filter_floor(logit, vocab, s) : -INFINITY;
-    uint64_t best = 0;
-    for (int i = 0; i < vocab; i++) {
-        if (!(logit[i] >= floor)) continue;
-        uint64_t key = draw_key(s->temperature > 0 ? logit[i] + token_noise(s->seed, position, i) : logit[i], i);
-        if (key > best) best = key;
-    }
-    return draw_id(best);
-}
-
 /* Draws for sequence s of the batch, whose last token's logits these are. */
 static int sample(Reference *r, int s, const float *logits) {
     const Sampling *how = r->b->sampling + s;
@@ -530,7 +488,7 @@ static int sample(Reference *r, int s, const float *logits) {
     bool *seen = how->penalty != 1 ? allocate_zero((size_t)vocab, sizeof *seen) : NULL;
     for (int p = 0; seen && p < length; p++) seen[cache_page(r, s, p)->token[p % PAGE]] = true;
     memcpy(copy, logits, (size_t)vocab * sizeof *copy);
-    int token = reference_draw(copy, vocab, how, length, seen);
+    int token = draw_logits(copy, vocab, how, length, seen);
     free(copy);
     free(seen);
     return token;

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FIXTURES, BUILD = ROOT / "tests" / "fixtures", ROOT / "build" / "fuzz"
 SECONDS = int(os.environ.get("SECONDS") or (sys.argv[1] if len(sys.argv) > 1 else 60))
 SOURCES = {"json": ["chat.c", "model.c"], "safetensors": ["model.c"], "tokenizer": ["tokenizer.c"],
-           "reader": ["chat.c"], "gguf": ["gguf.c", "tokenizer.c"]}  # whose words help to guess
+           "reader": ["chat.c"], "gguf": ["gguf.c", "tokenizer.c"],
+           "request": ["serve.c", "chat.c"]}  # whose words help to guess
 
 
 def file_of(tensors):
@@ -114,6 +115,18 @@ def seeds(name):
         return [b"\0" + text for text in harmony] + [
             b"\1\3\nA\n\4\n\nHi\n\5\n" + call + b"\n\6\n\5" + call + b"\6\1", b"\1<think>A</think>H</think>i \1", b"\3" + call + b"\1",
             b"\2Hi\n<tool_call>" + call + b"</tool_call>\1", b"\4 Hi \n\1", b"\5 Hi\1"]
+    if name == "request":
+        tool = {"type": "function", "function": {"name": "a b", "parameters": {"type": "object", "properties": {}}}}
+        call = {"id": "1", "function": {"name": "a b", "arguments": "{}"}}
+        chat = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "tool_calls": [call]},
+                             {"role": "tool", "tool_call_id": "1", "content": "t"}], "tools": [tool], "n": 2, "seed": -1,
+                "tool_choice": {"type": "function", "function": {"name": "a b"}}, "logprobs": True, "top_logprobs": 2,
+                "stream": True, "stream_options": {"include_usage": True}, "stop": ["x", "yz"], "max_completion_tokens": 9}
+        text = {"prompt": [[1, 2], "a"], "echo": True, "logprobs": 2, "max_tokens": 5, "logit_bias": {"7": -1.5}, "stop": "ab",
+                "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True}
+        return [b"\1" + json.dumps({**chat, **more}).encode() for more in (
+            {}, {"tool_choice": "required", "stream": False}, {"tool_choice": "none"})] + [
+            b"\0" + json.dumps({**text, **more}).encode() for more in ({}, {"prompt": "a", "stream": True, "logprobs": None})]
     if name == "tokenizer":
         parrot = json.loads((FIXTURES / "parrot" / "tokenizer.json").read_text())
         vocab = {"<unk>": 0, "<s>": 1, "\u2581": 2, "a": 3, "b": 4, "ab": 5, "<0x0A>": 6, "\u2581a": 7}

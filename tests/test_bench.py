@@ -1,7 +1,11 @@
 """`infer bench` on a small model: what it counts, not how fast it is."""
 import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from helpers import PLAIN, TESTS, infer, refused, same
+from helpers import PLAIN, TESTS, each, expect, infer, refused, same
+from test_serve import Server
 
 TINY = TESTS.parent / "models" / "tiny"
 
@@ -41,3 +45,123 @@ def test_refuses(folder):
     refused("bench", folder, "--encoding", "fp9", code=2, words=["fp9", "FP8, INT8", "Q4_K"])
     refused("bench", folder, "--encoding", "q4_k", words=["blocks of 256", "Q4_K"])
     refused("bench", TINY, "--encoding", "fp8", code=2, words=["has weights", "--encoding"])
+
+
+class FakeServer:
+    """A server of completions. answer(handler, request) writes one; `requests` are those that came, with their key."""
+
+    def __init__(self, answer):
+        self.requests = requests = []
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self):
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                requests.append({**request, "path": self.path, "key": self.headers["Authorization"]})
+                answer(self, request)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def reply(body, status=200, kind="text/event-stream", length=None):
+    """An answer of these bytes; length: what its header claims."""
+    def answer(handler, _):
+        handler.send_response(status)
+        handler.send_header("Content-Type", kind)
+        handler.send_header("Content-Length", length or len(body))
+        handler.end_headers()
+        handler.wfile.write(body)
+        handler.close_connection = length is not None
+    return answer
+
+
+def event(text):
+    return b"data: " + json.dumps({"choices": [{"index": 0, "text": text}]}).encode() + b"\n\n"
+
+
+def test_serve_counts():
+    """Each client sends its requests one after another, with prompts of so many tokens that no other has."""
+    pause, usage = 0.3, b'data: {"choices":[],"usage":{"completion_tokens":5000}}\n\ndata: [DONE]\n\n'
+
+    def answer(handler, request):
+        parts = [b": a heartbeat\n\n" + event(" a"), event(""), event(" b")[:9], event(" b")[9:], event(" c") + usage]
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        handler.send_header("Content-Length", sum(map(len, parts)))
+        handler.end_headers()
+        for part in parts:
+            handler.wfile.write(part)
+            time.sleep(pause if part == parts[1] else 0.02)
+
+    with FakeServer(answer) as server:
+        for url, key in ((server.url + "/", None), (server.url + "/v1", "secret")):
+            server.requests.clear()
+            begin = time.monotonic()
+            rows = json.loads(infer("bench", "a-name", "--serve", url, *"-c 1,3 -p 5,9 -n 4 -r 2 -o json".split(),
+                                    env={"OPENAI_API_KEY": key or ""}).text)
+            most = time.monotonic() - begin
+            same([(r["clients"], r["prompt"], r["failed"]) for r in rows], [(1, 5, 0), (3, 5, 0), (1, 9, 0), (3, 9, 0)])
+            same([len(q["prompt"]) for q in server.requests], [5] * 9 + [9] * 8, "prompts, one to warm up")
+            same(len({str(q["prompt"]) for q in server.requests}), 17, "different prompts")
+            for q in server.requests:
+                same([q[k] for k in ("path", "model", "max_tokens", "temperature", "stream", "key")],
+                     ["/v1/completions", "a-name", 4, 0, True, key and f"Bearer {key}"], "a request")
+            for r in rows:
+                least = 5000 * 2 * r["clients"] / most
+                expect(least < r["tokens_per_second"] < 5000 * r["clients"] / pause, f"the usage counts: {r}")
+                expect(r["token_p50"] <= r["token_p99"] <= r["token_most"], f"order of {r}")
+                expect(r["first_p50"] <= r["first_p99"], f"order of {r}")
+                expect(0.9 * pause * 1e3 < r["token_most"] < most * 1e3, f"the pause is seen: {r}")
+
+
+def test_serve_refused():
+    """What a server gets wrong is told in one line, without anything that a terminal would obey."""
+    error = b'{"error":\n {"message": "over\x1b[31mloaded"}}'
+    cases = (("an error", reply(error, 503, "application/json"), 1, ["status 503", "over?[31mloaded"]),
+             ("no key", reply(error, 401, "application/json"), 5, ["status 401", "OPENAI_API_KEY"]),
+             ("no stream", reply(b'{"choices":[{"text":" a"}]}', 200, "application/json"), 1, ["no text"]),
+             ("no text", reply(event("")), 1, ["no text"]), ("nothing", reply(b""), 1, ["no text"]),
+             ("cut off", reply(event(" a"), length=999), 5, ["/v1/completions: "]),
+             ("bad events", reply(b"data: {\ndata:\ndata\n\0\ndata: [1]\ndata: " + b"[" * 10**5 + b"\ndata: "
+                                  b'{"choices":[3],"usage":{"completion_tokens":-1e99}}\n\xff'), 1, ["no text"]))
+
+    def check(_, answer, code, words):
+        with FakeServer(answer) as server:
+            refused("bench", "--serve", server.url, "-c", 1, "-r", 1, code=code, words=words)
+
+    each(cases, check)
+    refused("bench", "--serve", "http://127.0.0.1:1", code=5, words=["127.0.0.1:1"])
+    refused("bench", "--serve", "http://127.0.0.1:1", "-c", "0", code=2, words=["clients"])
+
+    served = []
+    def second_fails(handler, request):
+        served.append(request)
+        reply(*((error, 500) if len(served) == 3 else (event(" a"),)))(handler, request)
+
+    with FakeServer(second_fails) as server:
+        r = infer("bench", "--serve", server.url, "-c", 1, "-r", 3, "-p", 8, "-o", "json", code=1)
+        same(json.loads(r.text)[0]["failed"], 1, "failed requests")
+
+
+def test_serve_itself():
+    """The two commands understand each other."""
+    with Server(TINY, "--ctx", 256, "--streams", 2) as server:
+        rows = json.loads(infer("bench", "--serve", f"http://127.0.0.1:{server.port}",
+                                *"-c 1,3 -p 70 -n 5 -r 1 -o json".split()).text)
+        same([(r["clients"], r["prompt"], r["failed"]) for r in rows], [(1, 70, 0), (3, 70, 0)], "rows")
+        same(server.metric("prompt_tokens_total"), 5 * 70, "tokens of prompts, one to warm up")
+        same(server.metric("generated_tokens_total"), 5 * 5, "tokens, though some may end a text")
+        same(server.metric("cached_tokens_total"), 0, "no prompt is like another")

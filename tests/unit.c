@@ -490,7 +490,7 @@ static void draws_follow_transformers(void) {
                         .seed = 42};
         for (int i = 0; i < DRAWS; i++) {
             memcpy(copy, logits, sizeof copy);
-            count[reference_draw(copy, VOCAB, &how, i, marked)]++;
+            count[draw_logits(copy, VOCAB, &how, i, marked)]++;
         }
         for (int i = 0; i < VOCAB; i++) {
             double expected = DRAWS * (double)p[i], spread = sqrt(expected * (1 - (double)p[i]));
@@ -502,7 +502,7 @@ static void draws_follow_transformers(void) {
         memcpy(copy, logits, sizeof copy);
         for (int i = 0; i < VOCAB; i++)
             if (marked[i]) logits[i] = penalize(logits[i], how.penalty);
-        check(reference_draw(copy, VOCAB, &how, 0, marked) == largest(logits, VOCAB),
+        check(draw_logits(copy, VOCAB, &how, 0, marked) == largest(logits, VOCAB),
               "case %d: temperature 0 is not the largest", number);
         free(logits);
         free(p);
@@ -511,12 +511,104 @@ static void draws_follow_transformers(void) {
     cJSON_Delete(cases);
 }
 
+/* ---- the scheduler ---- */
+
+enum { TEXTS = 60, FEW_PAGES = 14 };
+
+static struct {
+    Stream stream;
+    Ids expected; /* the prompt, and what a generation of its own draws */
+    Ids drawn;
+    int arrives, leaves; /* at which step */
+    bool over;
+} texts[TEXTS];
+
+static void take_of_text(Stream *t, size_t position, int token, const float *logits, bool last) {
+    const int i = (int)(intptr_t)t->owner;
+    check(position == t->prompt + texts[i].drawn.n, "text %d: position %zu", i, position);
+    check(!logits == (t->want == WANT_TOKEN), "text %d: logits", i);
+    ids_add(&texts[i].drawn, token);
+    texts[i].over = last;
+}
+
+/* Prompts with beginnings in common, and what generations of their own write behind them. */
+static void make_texts(Engine *g) {
+    uint64_t random = 7;
+    Error e;
+    for (int i = 0; i < TEXTS; i++) {
+        int common[3], token;
+        Stream *t = &texts[i].stream;
+        Generation w;
+        Sequence s = {0};
+        memset(&texts[i], 0, sizeof texts[i]);
+        fill_random(common, 3, streams.vocab, &random);
+        for (int k = 0; k < 60 + common[0] % 100; k++) ids_add(&t->tokens, (k * 13 + common[1] % 3) % 50);
+        t->prompt = t->tokens.n;
+        t->most = t->prompt + 1 + (size_t)common[2] % 90;
+        t->sampling =
+            (Sampling){.temperature = i % 5 ? 1 : 0, .top_p = 1, .penalty = i % 3 ? 1 : 1.2f, .seed = (uint64_t)i};
+        t->want = i % 4 ? WANT_TOKEN : WANT_LOGITS;
+        t->take = take_of_text;
+        t->owner = (void *)(intptr_t)i;
+        texts[i].arrives = i < 5 ? 0 : i * 2;
+        texts[i].leaves = i % 9 == 4 ? texts[i].arrives + i % 40 : 1 << 30;
+        ids_append(&texts[i].expected, t->tokens.data, t->tokens.n);
+        must(generation_begin(&w, g, &s, t->tokens.data, t->tokens.n, &t->sampling, NULL, &e), &e);
+        while (texts[i].expected.n < t->most && generation_next(&w, &token, &e)) ids_add(&texts[i].expected, token);
+        generation_end(&w);
+        sequence_free(g, &s);
+    }
+}
+
+/* Whatever comes together with it, leaves, or takes its pages, each text is that of a generation of its own, and in
+ * the end nobody has a page. */
+static void scheduled_equals_alone(void) {
+    Error e;
+    Engine g;
+    Limits limits = {.max_seqs = 12, .max_tokens = 50, .cache = FEW_PAGES * PAGE};
+    must(engine_open(&g, &reference, &streams.c.model, limits, 256, &e), &e);
+    SchedulerState state = {0};
+    static const Bias nothing;
+    for (int biased = 0; biased < 2; biased++) {
+        make_texts(&g);
+        for (int i = 0; biased && i < TEXTS; i++) /* no bias that changes anything, so that the host draws */
+            if (i % 2) texts[i].stream.bias = &nothing, texts[i].stream.biases = 1, texts[i].stream.want = WANT_LOGITS;
+        Scheduler *s = scheduler_open(&g);
+        int left = TEXTS;
+        for (int step = 0; left; step++) {
+            for (int i = 0; i < TEXTS; i++) {
+                if (texts[i].arrives == step) scheduler_add(s, &texts[i].stream);
+                if (texts[i].leaves == step && !texts[i].over)
+                    scheduler_remove(s, &texts[i].stream), texts[i].over = true;
+            }
+            must(scheduler_step(s, &e), &e);
+            left = 0;
+            for (int i = 0; i < TEXTS; i++) left += !texts[i].over;
+        }
+        for (scheduler_state(s, &state); state.outstanding; scheduler_state(s, &state)) must(scheduler_step(s, &e), &e);
+        check(state.idle == state.pages && state.pages == FEW_PAGES, "%d of %d pages are idle", state.idle,
+              state.pages);
+        check(!state.running && !state.waiting && state.preempted, "%d run, %d wait, %llu preempted", state.running,
+              state.waiting, (unsigned long long)state.preempted);
+        for (int i = 0; i < TEXTS; i++) {
+            const Ids *expected = &texts[i].expected;
+            size_t prompt = texts[i].stream.prompt, n = texts[i].drawn.n;
+            check(n == expected->n - prompt || texts[i].leaves < 1 << 30, "text %d has %zu tokens", i, n);
+            check(!n || !memcmp(texts[i].drawn.data, expected->data + prompt, n * sizeof(int)),
+                  "text %d is another one", i);
+            ids_free(&texts[i].expected), ids_free(&texts[i].drawn), ids_free(&texts[i].stream.tokens);
+        }
+        scheduler_close(s);
+    }
+    engine_close(&g);
+}
+
 static void equals_and_nan(void) {
     float equal[4] = {1, 3, 3, 2}, nan[4] = {1, NAN, 3, 2}, infinite[4] = {-INFINITY, -INFINITY, 0, -INFINITY};
     Sampling warm = {.temperature = 1, .top_p = 1, .penalty = 1};
-    check(reference_draw(equal, 4, &greedy, 0, NULL) == 1, "of equals not the lowest id");
-    check(reference_draw(nan, 4, &greedy, 0, NULL) == DREW_NAN, "a NaN went unnoticed");
-    check(reference_draw(infinite, 4, &warm, 0, NULL) == 2, "drew what is impossible");
+    check(draw_logits(equal, 4, &greedy, 0, NULL) == 1, "of equals not the lowest id");
+    check(draw_logits(nan, 4, &greedy, 0, NULL) == DREW_NAN, "a NaN went unnoticed");
+    check(draw_logits(infinite, 4, &warm, 0, NULL) == 2, "drew what is impossible");
 }
 
 /* ---- text ---- */
@@ -736,6 +828,37 @@ static void other_formats_are_rendered_and_read_again(void) {
 }
 
 /* A conversation is saved in the shape in which it came, without a word that only harmony has. */
+/* Every format that has tools: what forces a call is the beginning of one, of a function or of any. */
+static void calls_are_forced(void) {
+    static const char *const bodies[] = {"{\"a\":1}", "{\"a\":1}}\n</tool_call>", "{\"a\":1}}\n</tool_call>",
+                                         "{\"a\":1}}"};
+    static const char *const whole[] = {"f\3json\4{\"a\":1}", "f\", \"arguments\": {\"a\":1}}\n</tool_call>",
+                                        "f\", \"arguments\": {\"a\":1}}\n</tool_call>",
+                                        "f\", \"parameters\": {\"a\":1}}"};
+    for (int i = 0; i < 8; i++) {
+        Talker m;
+        Error e;
+        Ids ids = {0};
+        Bytes shown = {0};
+        Reader r;
+        int format = i / 2;
+        check(format ? talker_open_other(&m, format - 1) : talker_open(&m), "format %d is not known", format);
+        must(chat_force(&m.chat, "medium", i % 2 ? NULL : "f", &ids, &e), &e);
+        reader_init(&r, &m.chat, "medium");
+        for (size_t k = 0; k < ids.n; k++) reader_push(&r, ids.data[k], &shown);
+        for (const char *s = (i % 2 ? whole : bodies)[format]; *s; s++) {
+            reader_push(&r, m.token_of[(unsigned char)*s], &shown);
+        }
+        reader_push(&r, format ? m.chat.end : m.chat.control[5], &shown);
+        check(r.messages == 1 && message_part(r.message) == CALL && !strcmp(r.message->recipient, "functions.f") &&
+                  strstr(r.message->content.data, "1}"),
+              "format %d: %s", format, r.messages ? r.message->content.data : "no message");
+        reader_free(&r);
+        ids_free(&ids), bytes_free(&shown);
+        talker_close(&m);
+    }
+}
+
 static void conversations_are_chat_completions(void) {
     static const char text[] = "{\"model\":\"m\",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}}],"
                                "\"reasoning_effort\":\"low\",\"date\":\"none\",\"messages\":["
@@ -818,6 +941,7 @@ int main(void) {
     run("unit: one chunk = many", one_chunk_equals_many);
     run("unit: rewound = never there", rewound_equals_never_there);
     run("unit: generation rewinds, fills the context, gives pages back", generation_rewinds);
+    run("unit: scheduled among others, with few pages = alone", scheduled_equals_alone);
     close_alone();
     run("unit: ln, exp, Philox", logarithm_and_exponential);
     run("unit: draws follow transformers' processors", draws_follow_transformers);
@@ -828,6 +952,7 @@ int main(void) {
     run("unit: what the model writes in others' names is its own", roles_are_not_taken);
     run("unit: answers at random are rendered and read again", readings_are_rendered_and_read_again);
     run("unit: answers in other formats are rendered and read again", other_formats_are_rendered_and_read_again);
+    run("unit: calls can be forced in every format that has tools", calls_are_forced);
     run("unit: a conversation is saved as chat completions", conversations_are_chat_completions);
     run("unit: JSON is strict", json_is_strict);
     return failures != 0;

@@ -1,0 +1,85 @@
+/* Any bytes as the body of a request, the first of which chooses chat or text. Promises: it is refused with 400 or 404
+ * and a message, or its answers, whatever tokens come, are JSON, streamed or not, and each ends for a reason. */
+#include "serve.c"
+
+#include <assert.h>
+
+extern const Backend reference;
+const Backend *const backend = &reference;
+
+/* What infer.c has for commands is not needed here. */
+bool session_open(Session *s, const Options *o, int need, Error *e) {
+    return (void)s, (void)o, (void)need, (void)e, false;
+}
+bool session_load(Session *s, const Options *o, int n, Error *e) { return (void)s, (void)o, (void)n, (void)e, false; }
+void session_close(Session *s) { (void)s; }
+
+static float *logits;
+
+int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    static const Options o;
+    Error e;
+    (void)argc, (void)argv;
+    server.o = &o;
+    server.s.tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
+    assert(server.s.tokenizer && checkpoint_open(&server.s.checkpoint, "tests/fixtures/parrot", &e));
+    server.s.has_chat = chat_open(&server.s.chat, server.s.tokenizer, "", &e);
+    server.s.engine.context = 512;
+    bytes_text(&server.name, "\"parrot\"");
+    TAILQ_INIT(&server.requests);
+    cond_init(&server.work);
+    logits = allocate_zero((size_t)server.s.checkpoint.model.vocab, sizeof *logits);
+    return 0;
+}
+
+static void check_json(const char *text, size_t n) {
+    Error e;
+    cJSON *json = json_parse(text, n, "the answer", &e);
+    if (!json) fprintf(stderr, "%s: %.*s\n", e.text, (int)n, text);
+    assert(json);
+    cJSON_Delete(json);
+}
+
+/* Answers with tokens that the bytes choose, and reads the answer. */
+static void answer_with(Request *q, const uint8_t *data, size_t n) {
+    const int vocab = server.s.checkpoint.model.vocab;
+    begin_answers(q);
+    for (Choice *c = q->choice; c < q->choice + q->choices; c++)
+        for (size_t i = 0; !c->finish; i++) {
+            Drawn d = {.token = (data[i % n] * 7 + (int)i) % vocab, .position = c->stream.prompt + i};
+            d.last = i == 20 || d.position + 1 == c->stream.most;
+            if (q->top >= 0) score(&d, logits, vocab, q->top);
+            read_token(c, &d);
+            free(d.top);
+        }
+    for (const Choice *c = q->choice; c < q->choice + q->choices; c++)
+        assert(c->finish != failed && c->shown == c->text.n && !utf8_check(c->text.data ? c->text.data : "", 0));
+    Bytes out = {0};
+    q->stream ? end_events(q) : put_whole(q, &out);
+    if (!q->stream) check_json(out.data, out.n);
+    for (char *event = q->out.data, *end; event && *event; event = end + 2) {
+        end = strstr(event, "\n\n");
+        assert(end && !strncmp(event, "data: ", 6));
+        if (strncmp(event, "data: [DONE]", 12)) check_json(event + 6, (size_t)(end - event) - 6);
+    }
+    bytes_free(&out);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
+    Error e;
+    Client client = {0};
+    if (!n) return 0;
+    Request *q = allocate_zero(1, sizeof *q);
+    void *state = q;
+    q->client = &client;
+    q->chat = *data & 1;
+    cond_init(&q->wake);
+    q->json = json_parse((const char *)data + 1, n - 1, "the body", &e);
+    if (cJSON_IsObject(q->json)) {
+        bool ok = take_parameters(q) && (q->chat ? make_chat(q) : make_completion(q));
+        assert(ok ? !q->status : (q->status == 400 || q->status == 404) && *q->error.text);
+        if (ok) answer_with(q, data, n);
+    }
+    request_free(NULL, NULL, &state, MHD_REQUEST_TERMINATED_COMPLETED_OK);
+    return 0;
+}

@@ -1,0 +1,476 @@
+"""infer serve: clients, continuous batching, hostile requests. The `openai` package asks where OPENAI_PYTHON names a
+Python that has it."""
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from helpers import (CHECKED, PARROT, PLAIN, TESTS, Skip, check_sanitizers, each, expect, infer, read_safetensors,
+                     refused, safetensors, same, start)
+
+TINY = TESTS.parent / "models" / "tiny"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello!"}]
+
+
+class Server:
+    """A server on a port of its own, which ends with SIGTERM and the exit code 0."""
+
+    def __init__(self, model, *options, program=CHECKED, code=0, **env):
+        self.code, self.lines, self.port = code, [], None
+        self.process = start("serve", model, "--port", 0, *options, program=program, env=env, stderr=subprocess.PIPE)
+        self.reader = threading.Thread(target=self.read_lines, daemon=True)
+        self.reader.start()
+        self.wait(lambda: any("ready" in line for line in self.lines) or self.process.poll() is not None, "ready", 60)
+        match = re.search(r":(\d+)\n", "".join(self.lines))
+        expect(match, f"no port: {self.lines}")
+        self.port = int(match[1])
+
+    def read_lines(self):
+        for line in self.process.stderr:
+            self.lines.append(line.decode(errors="replace"))
+
+    def wait(self, true, what, seconds=10):
+        limit = time.monotonic() + seconds
+        while not true():
+            expect(time.monotonic() < limit, f"not {what} after {seconds} s: {self.lines}")
+            time.sleep(0.005)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        try:
+            if not kind and self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+            if not kind:
+                same(self.process.wait(60), self.code, "exit code")
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.reader.join(10)
+        if not kind:
+            check_sanitizers("".join(self.lines), self.process.returncode)
+
+    def ask(self, method, path, body=None, headers=None, code=200):
+        """Status must be `code`; returns JSON, or text."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        try:
+            data = json.dumps(body).encode() if body is not None and not isinstance(body, bytes) else body
+            connection.request(method, path, data, headers or {})
+            response = connection.getresponse()
+            text = response.read()
+        finally:
+            connection.close()
+        expect(response.status == code, f"{path}: status {response.status}, expected {code}: {text[:300]}")
+        return json.loads(text) if response.headers["Content-Type"] == "application/json" else text.decode()
+
+    def post(self, path, body, **how):
+        return self.ask("POST", path, body, **how)
+
+    def refuses(self, path, body, *words, code=400, **how):
+        error = self.ask("POST", path, body, code=code, **how)["error"]
+        missing = [word for word in words if word not in error["message"]]
+        expect(not missing, f"the message lacks {missing}: {error}")
+
+    def raw(self, *parts, pause=0.0, seconds=10):
+        """Sends bytes as they are; returns what comes back until the server closes."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as s:
+            back = b""
+            try:
+                for part in parts:
+                    s.sendall(part)
+                    time.sleep(pause)
+                while more := s.recv(1 << 16):
+                    back += more
+                    if b"\r\n\r\n" in back and b"Content-Length" in back:
+                        break
+            except (ConnectionError, BrokenPipeError):
+                pass
+            return back
+
+    def open_stream(self, path, body):
+        """A socket whose request is sent, and nothing read."""
+        data = json.dumps({**body, "stream": True}).encode()
+        s = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        s.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
+                  % (path.encode(), len(data), data))
+        return s
+
+    def metric(self, name):
+        return float(re.search(rf"^infer_{re.escape(name)} (\S+)$", self.ask("GET", "/metrics"), re.M)[1])
+
+    def idle(self):
+        return self.metric("answers_running") == 0 == self.metric("answers_waiting")
+
+
+def events(text):
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def openai_client(model, name, *options):
+    python = os.environ.get("OPENAI_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import openai"], stderr=subprocess.DEVNULL).returncode:
+        raise Skip("needs openai: python3 -m venv V && V/bin/pip install openai; export OPENAI_PYTHON=V/bin/python")
+    with Server(model, *options, program=PLAIN) as s:
+        p = subprocess.run([python, TESTS / "openai_client.py", f"http://127.0.0.1:{s.port}", name], timeout=300,
+                           capture_output=True, text=True)
+        expect(not p.returncode, p.stderr[-2000:])
+
+
+def test_openai_tools():
+    openai_client(PARROT, "parrot")
+
+
+def test_openai():
+    openai_client(TINY, "tiny", "--ctx", 2048, "--streams", 8)
+
+
+# ---- many at once
+
+def requests(n, seed=1):
+    """Completions of token ids that have long beginnings in common, of different length, at temperature 1."""
+    made = []
+    for i in range(n):
+        state = (i * 2654435761 + seed) % (1 << 32)
+        shared = [(j * 7 + state % 5) % 250 for j in range(70 + state % 130)]
+        own = [(state >> j % 24) % 250 for j in range(state % 40)]
+        made.append({"prompt": shared + own, "max_tokens": 4 + state % 24, "temperature": 1, "seed": i,
+                     "ignore_eos": True, **({"logprobs": 1} if i % 3 == 0 else {}),
+                     **({"top_p": 0.9, "top_k": 50} if i % 5 == 0 else {}),
+                     **({"repetition_penalty": 1.3} if i % 7 == 0 else {}),
+                     **({"logit_bias": {"17": 3.5, "99": -100}} if i % 11 == 0 else {})})
+    return made
+
+
+def answers_of(server, asked, at_once):
+    def ask(body):
+        choice = server.post(TEXT, body)["choices"][0]
+        return choice["text"], choice["logprobs"], choice["finish_reason"]
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(ask, asked))
+
+
+def test_alone_equals_under_load():
+    """1,000 of 1,000, bit by bit (logprobs are printed with all their digits), also where pages run out."""
+    asked = requests(1000)
+    with Server(PARROT, "--streams", 1, program=PLAIN) as s:
+        alone = answers_of(s, asked, 1)
+    with Server(PARROT, "--streams", 24, "--ctx", 512, "--cache", 2048, "--chunk", 100, program=PLAIN) as s:
+        among = answers_of(s, asked, 48)
+        expect(s.metric("preemptions_total") > 0, "no page ran out")
+        expect(s.metric("cached_tokens_total") > 0, "nothing was shared")
+        s.wait(s.idle, "idle")
+    wrong = [i for i in range(len(asked)) if alone[i] != among[i]]
+    expect(not wrong, f"{len(wrong)} of {len(asked)} differ, the first is {wrong[:1]}: "
+                      f"{alone[wrong[0]] if wrong else 0}, {among[wrong[0]] if wrong else 0}")
+
+
+def test_second_turns_compute_what_is_new():
+    ids = [i % 200 for i in range(200)]
+    with Server(PARROT, "--streams", 4) as s:
+        first = s.post(TEXT, {"prompt": ids, "max_tokens": 1})
+        again = s.post(TEXT, {"prompt": ids + [3] * 10, "max_tokens": 1})
+        other = s.post(TEXT, {"prompt": [7] + ids, "max_tokens": 1})
+        exact = s.post(TEXT, {"prompt": ids[:192], "max_tokens": 1})
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, again, other, exact)]
+    same(cached, [0, 192, 0, 128], "cached tokens")
+
+
+def test_echo_equals_logits(folder):
+    """The prompt's logprobs are those of `infer logits`."""
+    ids = [5, 60, 7, 80, 9]
+    with Server(PARROT) as s:
+        scores = s.post(TEXT, {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1})["choices"][0]["logprobs"]
+    for i in range(1, len(ids)):
+        rows = infer("logits", PARROT, "--ids", ",".join(map(str, ids[:i])), "--top", 1000).text.splitlines()
+        p = next(float(row.split()[2]) for row in rows if int(row.split()[0]) == ids[i])
+        expect(abs(2.718281828459045 ** scores["token_logprobs"][i] - p) < 2e-5, f"token {i}: {scores}, expected {p}")
+
+
+def test_streams_do_not_wait_for_prompts():
+    """While a long prompt is read, tokens of others come between its chunks."""
+    with Server(PARROT, "--streams", 4, "--chunk", 64, program=PLAIN) as s:
+        steps = s.metric("steps_total")
+        with ThreadPoolExecutor(2) as pool:
+            long = pool.submit(s.post, TEXT, {"prompt": [1] * 3000, "max_tokens": 1})
+            while s.metric("steps_total") < steps + 2:
+                time.sleep(0.002)
+            s.post(TEXT, {"prompt": [2, 3], "max_tokens": 8, "ignore_eos": True})
+            expect(not long.done(), "the long prompt came first")
+            long.result()
+
+
+def memory(process):
+    """Resident bytes."""
+    with open(f"/proc/{process.pid}/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_memory_stays():
+    """1 KB a request at most; SOAK: how many requests (3,000)."""
+    n = int(os.environ.get("SOAK") or 3000)
+
+    def some(count):
+        answers_of(s, [{"prompt": [i % 250, i // 250 % 250], "max_tokens": 2, "stop": "x"} for i in range(count)], 8)
+    with Server(PARROT, "--streams", 8, "--ctx", 128, "--cache", 512, program=PLAIN) as s:
+        some(n // 3)
+        before = memory(s.process)
+        some(n)
+        slope = (memory(s.process) - before) / n
+    expect(slope < 1000, f"{slope:.0f} bytes a request")
+
+
+# ---- clients that misbehave
+
+def test_departed_clients_free_everything():
+    """In every state: waiting, while the prompt is read, while tokens come; nobody else is touched."""
+    with Server(PARROT, "--streams", 2, "--queue", 64, "--chunk", 16, program=PLAIN) as s:
+        fair = {"prompt": [1, 2, 3], "max_tokens": 30, "seed": 5, "ignore_eos": True}
+        expected = s.post(TEXT, fair)["choices"]
+        for body in ({"prompt": [1] * 3900, "max_tokens": 1}, {"prompt": [1], "max_tokens": 4000, "ignore_eos": True},
+                     {"messages": HELLO, "n": 4, "ignore_eos": True, "temperature": 5}):
+            sockets = [s.open_stream(CHAT if "messages" in body else TEXT, body) for _ in range(12)]
+            s.wait(lambda: s.metric("answers_running") > 1, "running")
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(s.post, TEXT, fair)
+                time.sleep(0.05)
+                for i, client in enumerate(sockets):
+                    if i % 2:  # a reset
+                        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                    client.close()
+                left = time.monotonic()
+                same(other.result()["choices"], expected, "another client's answer")
+            s.wait(s.idle, "idle", 5)
+            expect(time.monotonic() - left < 2.5, f"{time.monotonic() - left:.2f} s until everything was free")
+        same(s.metric('cache_pages_used'), 0, "pages in use")
+
+
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def test_requests_that_can_be_read_in_two_ways():
+    body = b'{"prompt": [1], "max_tokens": 1}'
+    length = b"Content-Length: %d\r\n" % len(body)
+    chunked = b"Transfer-Encoding: chunked\r\n"
+    with Server(PARROT) as s:
+        def status(name, head, expected=b"400", tail=body):
+            back = s.raw(head + b"\r\n" + tail)
+            expect(back.startswith(b"HTTP/1.1 " + expected), f"{back[:200]}, expected {expected}")
+        each([("fine", REQUEST + length, b"200"),
+              ("both", REQUEST + length + chunked), ("both, the other way", REQUEST + chunked + length),
+              ("two lengths", REQUEST + length + length),
+              ("two different", REQUEST + length + b"Content-Length: 5\r\n"),
+              ("two encodings", REQUEST + chunked + chunked),
+              ("two hosts", REQUEST + b"Host: localhost\r\n" + length),
+              ("no host", b"POST /v1/completions HTTP/1.1\r\n" + length),
+              ("another site", b"POST /v1/completions HTTP/1.1\r\nHost: evil.example\r\n" + length, b"403"),
+              ("a site that looks like us",
+               b"POST /v1/completions HTTP/1.1\r\nHost: localhost.evil.example\r\n" + length, b"403"),
+              ("another page", REQUEST + b"Origin: http://evil.example\r\n" + length, b"403"),
+              ("chunked", REQUEST + chunked, b"200", b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))], status)
+        for head in (REQUEST + b"X: " + b"y" * (64 << 10) + b"\r\n",
+                     REQUEST + b"".join(b"X%d: y\r\n" % i for i in range(5000))):
+            back = s.raw(head + b"\r\n")
+            expect(re.match(rb"HTTP/1.1 4(13|31)|$", back), f"large headers: {back[:100]}")
+        same(s.post(TEXT, {"prompt": [1], "max_tokens": 1})["object"], "text_completion")
+
+
+def test_slow_requests_end():
+    """One byte each quarter of a second is too slow; it costs nobody else anything."""
+    with Server(PARROT) as s:
+        with socket.create_connection(("127.0.0.1", s.port), timeout=60) as slow:
+            began = time.monotonic()
+            for byte in (REQUEST + b"X: " + b"y" * 1000):
+                slow.sendall(bytes([byte]))
+                time.sleep(0.25)
+                if time.monotonic() - began < 1:
+                    s.post(TEXT, {"prompt": [1], "max_tokens": 1})
+                slow.setblocking(False)
+                try:
+                    if not slow.recv(100):
+                        break
+                except BlockingIOError:
+                    pass
+                except ConnectionError:
+                    break
+                slow.setblocking(True)
+            expect(time.monotonic() - began < 35, "a slow request may go on for ever")
+
+
+def test_bad_bodies():
+    with Server(PARROT, "--ctx", 512) as s:
+        for body in (b"", b"{", b"[]", b'{"a":1,"a":2}', b'{"prompt":"\xff"}', b"\xef\xbb\xbf{}",
+                     b"[" * 100000, b'{"a":' * 100000, b'{"prompt":01}', b'{"prompt":"\\u0000"}', b"nul", b'"x"'):
+            for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
+                s.refuses(path, body)
+        s.refuses(TEXT, b" " * (16 << 20) + b"x", "16777216", code=413)
+        fine = {"prompt": [1], "max_tokens": 1}
+        for key, values in {"max_tokens": [-1, 2 ** 63, "5", 1.5], "n": [0, 10 ** 6, "1"],
+                            "temperature": [-1, "hot", 101], "stop": [5, [5], ["x"] * 17],
+                            "top_p": [-0.1, 1.1], "logit_bias": [{"999999": 1}, {"x": 1}, {"-1": 1}, {"1": 101}, [1]],
+                            "prompt": [None, {}, [401, -1], [1e9], [1.5], [[1], 2], [], ["", "x"], 5],
+                            "stream": ["yes"], "seed": ["x", 2 ** 60], "logprobs": [True, 21], "suffix": ["x"],
+                            "frequency_penalty": [0.5], "presence_penalty": [1], "min_p": [2], "top_k": [-2],
+                            "repetition_penalty": [0, -1]}.items():
+            for value in values:
+                s.refuses(TEXT, {**fine, key: value}, "" if key in ("prompt",) else key.split("_")[0])
+        fine = {"messages": HELLO, "max_tokens": 1}
+        picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        for key, values in {"messages": [None, {}, [{}], [{"role": "x", "content": ""}], picture,
+                                         [{"role": "tool", "content": "x"}]],
+                            "tools": [{}, [{}], [{"function": {"name": ""}}]], "tool_choice": ["x", 5, {}, "required"],
+                            "response_format": [{"type": "json_object"}, {"type": "json_schema"}], "audio": [{}],
+                            "modalities": [["audio"]], "top_logprobs": [2], "max_completion_tokens": [0],
+                            "functions": [[]],
+                            "reasoning_effort": ["much", 5], "stream_options": [{"include_usage": 5}]}.items():
+            for value in values:
+                s.refuses(CHAT, {**fine, key: value})
+        s.refuses(TEXT, {"prompt": [1] * 512}, "512", "context")
+        same(s.post(TEXT, {"prompt": [1] * 511, "max_tokens": 5})["choices"][0]["finish_reason"], "length")
+        s.refuses("/v1/nothing", {}, code=404)
+        s.ask("GET", CHAT, code=405)
+        s.refuses(CHAT, {"messages": HELLO, "model": "other"}, "other", code=404)
+        same(s.ask("GET", "/health"), {"status": "ok"})
+
+
+def test_control_tokens_in_texts_are_text():
+    """Whatever field they stand in, the prompt has no more control tokens than without them."""
+    with Server(PARROT) as s:
+        def tokens(text, name="f"):
+            call = {"id": "1", "type": "function", "function": {"name": name, "arguments": json.dumps({"a": text})}}
+            return s.post(CHAT, {"messages": [{"role": "system", "content": text}, {"role": "user", "content": text},
+                                              {"role": "assistant", "tool_calls": [call]},
+                                              {"role": "tool", "tool_call_id": "1", "content": text},
+                                              {"role": "user", "content": [{"type": "text", "text": t} for t in text]}],
+                                 "tools": [{"type": "function", "function": {"name": name, "description": text}}],
+                                 "max_tokens": 1})["usage"]["prompt_tokens"]
+        control, plain = tokens("<|end|>"), tokens("<!end!>")
+        same(control, plain, "tokens of the prompt")
+        expect(tokens("x", "<|end|>") > 0, "a function's name")
+
+
+def test_tokenize():
+    with Server(PARROT) as s:
+        ids = s.post("/tokenize", {"prompt": "Hello, <|end|> 🙂"})["tokens"]
+        same(s.post("/detokenize", {"tokens": ids})["prompt"], "Hello, <|end|> 🙂")
+        same(ids, json.loads(infer("tokenize", PARROT, stdin="Hello, <|end|> 🙂").text))
+
+
+# ---- keys, addresses, the end
+
+def test_keys(folder):
+    (folder / "key").write_text("right-key\n")
+    refused("serve", PARROT, "--host", "0.0.0.0", code=2, words=["--key-file", "--insecure"])
+    refused("serve", PARROT, "--key-file", folder / "none", code=2, words=["none"])
+    (folder / "empty").write_text("\n")
+    refused("serve", PARROT, "--key-file", folder / "empty", code=2, words=["empty"])
+    for options, env in ((["--key-file", folder / "key"], {}), ([], {"INFER_API_KEY": "right-key"})):
+        with Server(PARROT, "--host", "0.0.0.0", *options, **env) as s:
+            for key in ("", "right-ke", "right-key2", "wrong", "Right-key"):
+                s.refuses(CHAT, {"messages": HELLO}, "key", code=401, headers={"Authorization": f"Bearer {key}"})
+            s.refuses(CHAT, {"messages": HELLO}, code=401)
+            s.ask("GET", "/metrics", code=401)
+            s.ask("GET", "/v1/models", headers={"Authorization": "Bearer right-key"})
+            same(s.ask("GET", "/health"), {"status": "ok"})
+            expect("<" in s.ask("GET", "/"), "no page")
+        expect("right-key" not in "".join(s.lines), "the key was logged")
+    with Server(PARROT, "--host", "0.0.0.0", "--insecure") as s:
+        s.ask("GET", "/v1/models", headers={"Host": "any.example"})
+
+
+def test_cors():
+    for options, allowed in (([], None), (["--cors", "http://a.example"], "http://a.example"), (["--cors", "*"], "*")):
+        with Server(PARROT, *options) as s:
+            c = http.client.HTTPConnection("127.0.0.1", s.port, timeout=60)
+            c.request("OPTIONS", CHAT, headers={"Origin": "http://a.example", "Access-Control-Request-Method": "POST"})
+            r = c.getresponse()
+            same((r.status, r.headers["Access-Control-Allow-Origin"]), (200, allowed) if allowed else (403, None))
+            c.close()
+
+
+def test_a_full_queue_says_so():
+    with Server(PARROT, "--streams", 1, "--queue", 1) as s:
+        sockets = [s.open_stream(TEXT, {"prompt": [1], "max_tokens": 3000, "ignore_eos": True}) for _ in range(2)]
+        s.wait(lambda: s.metric("answers_running") + s.metric("answers_waiting") == 2, "full")
+        began = time.monotonic()
+        s.refuses(TEXT, {"prompt": [1]}, "try again", code=503)
+        expect(time.monotonic() - began < 1, "slow to refuse")
+        for client in sockets:
+            client.close()
+        s.wait(s.idle, "idle")
+        s.post(TEXT, {"prompt": [1]})
+
+
+def test_sigterm_drains():
+    """An answer and a waiting one are finished, new ones refused."""
+    with Server(PARROT, "--streams", 1, program=PLAIN) as s:
+        body = {"prompt": [1], "max_tokens": 400, "ignore_eos": True, "seed": 1}
+        expected = s.post(TEXT, body)["choices"][0]["text"]
+        clients = [s.open_stream(TEXT, body) for _ in range(2)]
+        clients[0].recv(400)
+        kept = http.client.HTTPConnection("127.0.0.1", s.port, timeout=60)
+        kept.request("GET", "/health")
+        kept.getresponse().read()
+        s.process.send_signal(signal.SIGTERM)
+        s.wait(lambda: "finished" in "".join(s.lines), "draining")
+        for i, client in enumerate(clients):
+            text = client.makefile("rb").read().decode()
+            expect("[DONE]" in text, text[-300:])
+            if i:
+                same("".join(e["choices"][0]["text"] for e in events(text) if e["choices"]), expected, "answer")
+        same(s.process.wait(20), 0, "exit code")
+
+
+def test_a_second_signal_aborts():
+    with Server(PARROT, "--streams", 1, code=130) as s:
+        client = s.open_stream(TEXT, {"prompt": [1] * 300, "max_tokens": 3000, "ignore_eos": True})
+        s.wait(lambda: s.metric("answers_running") == 1, "running")
+        s.process.send_signal(signal.SIGTERM)
+        s.wait(lambda: "finished" in "".join(s.lines), "draining")
+        s.process.send_signal(signal.SIGTERM)
+        s.process.wait(5)
+        client.close()
+
+
+def test_nan_fails_its_request(folder):
+    """A NaN in a weight: an error for those who asked, counted, and the server goes on."""
+    model = folder / "nan"
+    shutil.copytree(PARROT, model)
+    header, data = read_safetensors(PARROT / "model.safetensors")
+    begin, _ = header["model.norm.weight"]["data_offsets"]
+    (model / "model.safetensors").write_bytes(safetensors(header, data[:begin] + b"\xc0\x7f" + data[begin + 2:]))
+    with Server(model) as s:
+        for _ in range(2):
+            s.refuses(TEXT, {"prompt": [1] * 100}, "NaN", code=500)
+        text = s.open_stream(TEXT, {"prompt": [1]}).makefile("rb")
+        found = b""
+        while b"NaN" not in found:
+            more = text.readline()
+            expect(more, f"no error in the stream: {found}")
+            found += more
+        same(s.metric("nan_total"), 3)
+        same(s.ask("GET", "/health"), {"status": "ok"})
+
+
+def test_heartbeat():
+    """A stream that waits says every few seconds that it lives."""
+    with Server(TINY, "--streams", 1, program=PLAIN) as s:
+        first = s.open_stream(TEXT, {"prompt": [1], "max_tokens": 4000, "ignore_eos": True})
+        second = s.open_stream(TEXT, {"prompt": [2], "max_tokens": 3, "ignore_eos": True})
+        seen = b""
+        while b"\n: " not in seen:
+            more = second.recv(1 << 16)
+            expect(more, f"it ended: {seen}")
+            seen += more
+        first.close()
+        seen += second.makefile("rb").read()
+        expect(b"[DONE]" in seen and len(events(seen.decode())) >= 3, seen)
