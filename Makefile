@@ -17,7 +17,7 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto libutf8proc libmicrohttpd
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
 CORE      = base.c model.c gguf.c tokenizer.c chat.c
-C_SOURCES = $(CORE) download.c bench.c serve.c infer.c
+C_SOURCES = $(CORE) download.c bench.c explain.c serve.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere.
@@ -115,8 +115,37 @@ check-format:
 	@for f in $(FORMATTED); do \
 	    clang-format --assume-filename=$$f.cpp <$$f | cmp -s - $$f || { echo "$$f: make format"; exit 1; }; done
 
+# the lessons: executed from what is committed, and rendered with the outputs that are committed
+NOTEBOOKS = $(wildcard notebooks/*.ipynb)
+LESSON_PACKAGES = python3-torch python3-matplotlib jupyter-nbconvert python3-ipykernel python3-markdown
+lesson-packages:
+	@jupyter nbconvert --version >/dev/null 2>&1 && command -v markdown_py >/dev/null || { \
+	    echo "make: for the notebooks: sudo apt install --no-install-recommends $(LESSON_PACKAGES)" >&2; exit 1; }
+notebooks: reference lesson-packages
+	PYDEVD_DISABLE_FILE_VALIDATION=1 jupyter nbconvert --to notebook --execute --output-dir build/notebooks $(NOTEBOOKS)
+
+STYLE = body{max-width:60em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif} td,th{padding:.2em .7em;text-align:left} \
+        pre,code{background:\#f3f6f9} pre{padding:.7em;overflow-x:auto} table{border-collapse:collapse} tr{border-bottom:1px solid \#ccd4dc}
+docs: lesson-packages
+	@mkdir -p build/docs/notebooks
+	python3 notebooks/block.py >build/docs/notebooks/block.svg
+	{ echo '<!doctype html><meta charset="utf-8"><title>infer</title><style>$(STYLE)</style>'; \
+	  markdown_py -x tables -x fenced_code README.md; } >build/docs/README.html
+	jupyter nbconvert --to html --output-dir build/docs/notebooks $(NOTEBOOKS)
+
+COUNTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh)
+MAX_LINES = 14000
 count:
-	@wc -l *.c *.h *.cu *.cuh fast/*.cuh 2>/dev/null | sort -n
+	@wc -l $(COUNTED) | sort -n
+# the rules of size: lines in all, columns of a line, lines of a function
+budget:
+	@lines=$$(cat $(COUNTED) | wc -l); [ $$lines -le $(MAX_LINES) ] || { \
+	    echo "$$lines lines are more than $(MAX_LINES): something has to go"; exit 1; }
+	@! LC_ALL=C.UTF-8 grep -nE '.{121}' $(COUNTED)
+	@awk '/[{]$$/ && !begin && !/^(namespace|extern)/ { begin = FNR } /^}$$/ && begin && FNR - begin >= 100 { long = 1; \
+	    print FILENAME ":" begin ": " FNR - begin + 1 " lines; 100 at most" } /^}/ { begin = 0 } END { exit long }' $(COUNTED)
+
+check: check-format budget test notebooks
 
 clean:
 	rm -rf build infer infer-reference
@@ -131,7 +160,10 @@ help:
 	@echo "make fuzz         runs each fuzzer for a minute (needs clang)"
 	@echo "make install      PREFIX=/usr/local DESTDIR="
 	@echo "make format       clang-format, make check-format tells whether it is needed"
-	@echo "make count        lines    make clean    removes what was built"
+	@echo "make check        format, size, tests, notebooks"
+	@echo "make notebooks    executes the notebooks, below build/notebooks; make docs renders them and README, below build/docs"
+	@echo "make count        lines; make budget tells whether they keep the rules    make clean    removes what was built"
 
-.PHONY: all reference asan test test-gpu fuzz verify install format check-format count clean help
+.PHONY: all reference asan test test-gpu fuzz verify install format check-format lesson-packages notebooks docs count \
+        budget check clean help
 -include $(wildcard build/*/*.d build/*/tests/*.d)

@@ -343,7 +343,7 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
 }
 
 /* Why a transfer has failed, in *e. Returns what cures it; NULL: another try would fail as well. */
-static const char *explain(const File *f, const char *url, CURLcode code, long status, bool again, Error *e) {
+static const char *find_cause(const File *f, const char *url, CURLcode code, long status, bool again, Error *e) {
     static const struct {
         const char *code;
         long status;
@@ -433,7 +433,7 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
         curl_easy_getinfo(easy, CURLINFO_RETRY_AFTER, &told);
         if (e->code || (!code && status / 100 == 2 && (f->body || f->done == f->size))) break;
         if (f->done > best) best = f->done, tries = 0;
-        const char *cure = explain(f, asked, code, status, tries, &cause);
+        const char *cure = find_cause(f, asked, code, status, tries, &cause);
         double wait = fmax(told, tries ? 0.25 * (1 << tries) : 0); /* at once after progress, then 0.5, 1, 2, 4 s */
         if (!cure) {
             *e = cause;

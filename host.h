@@ -8,6 +8,7 @@
 #include "tokenizer.h"
 
 #include <signal.h>
+#include <stdio.h>
 
 /* What computes: infer.cu, or tests/reference.c. */
 extern const Backend *const backend;
@@ -221,7 +222,8 @@ void scheduler_state(const Scheduler *s, SchedulerState *state);
 /* The arguments of a command. What it does not take is NULL, 0 or false. */
 typedef struct {
     const char *model; /* the argument: MODEL or REPO; NULL: none was given */
-    const char *prompt, *file, *output, *ids, *system, *effort, *date, *revision, *token_file, *encoding, *server;
+    const char *prompt, *file, *output, *tap, *ids, *system, *effort, *date, *revision, *token_file, *encoding;
+    const char *server;
     Texts stop, include, exclude;
     Numbers prompts, depths, streams, clients;  /* of bench */
     const char *host, *key_file, *cors, *alias; /* of serve */
@@ -235,6 +237,7 @@ typedef struct {
 int play(const Options *o), download(const Options *o), list(const Options *o), rm(const Options *o);
 int inspect(const Options *o), doctor(const Options *o), bench(const Options *o), perplexity(const Options *o);
 int serve(const Options *o);
+int explain(const Options *o);
 
 /* The model that a command works with, as far as it needs one. */
 enum {
@@ -253,14 +256,28 @@ typedef struct {
     Error no_chat; /* else why not */
     Checkpoint checkpoint;
     Engine engine;
+    Tap *tap; /* set before loading: looks into each step, see infer.h */
+    void *tap_data;
     char where[64]; /* "GPU 0 (14.1 GB of 139.8 GB)" */
     double seconds; /* that loading took */
 } Session;
 
 /* Finds o->model, or the only one there is, and opens what it needs, NEED_... Close it also if it fails. */
 bool session_open(Session *s, const Options *o, int need, Error *e);
+/* Opens a model for its logits, and makes token ids of o->prompt or o->ids: at least one, no more than its context. */
+bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e);
+/* The `n` largest logits, or as many as there are, from the largest on; returns how many. */
+int likeliest(const float *logits, int vocab, int n, int *ids);
 /* Loads a model that was opened without an engine: for those who first look at it to choose a context. */
 bool session_load(Session *s, const Options *o, int context, Error *e);
 void session_close(Session *s);
+
+/* ---- the terminal ---- */
+
+int columns(FILE *f); /* of its window */
+/* Writes an escape sequence where it can be shown and is wanted. */
+bool put_escape(FILE *f, const char *escape);
+/* A paragraph behind a name that has a column of its own where the window is wide enough. */
+void print_row(FILE *f, const char *name, int column, const char *text);
 
 #endif

@@ -96,13 +96,16 @@ static const Option options[] = {
     {"bench", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "0",
      "0 or 0.01 to 100: of the draw"},
 
-    {"logits", 'p', "prompt", "TEXT", TEXT, FIELD(prompt),
-     .help = "the prompt; a beginning-of-text token is added if the tokenizer says so"},
-    {"logits", 0, "ids", "1,2,3", TEXT, FIELD(ids), .help = "the prompt as token ids, exactly"},
-    {"logits", 0, "all", NULL, SWITCH, FIELD(all), .help = "after every token of the prompt instead of the last"},
+    {"logits explain", 'p', "prompt", "TEXT", TEXT, FIELD(prompt),
+     .help = "the text; a beginning-of-text token is added if the tokenizer says so"},
+    {"logits explain", 0, "ids", "1,2,3", TEXT, FIELD(ids), .help = "the text as token ids, exactly"},
+    {"logits", 0, "all", NULL, SWITCH, FIELD(all), .help = "after every token of the text instead of the last"},
     {"logits", 0, "top", "N", WHOLE, FIELD(top), 1, 1e9, "10", "how many"},
     {"logits", 'o', "output", "FILE.npy", TEXT, FIELD(output),
      .help = "all logits as a float32 array (positions, vocabulary) instead"},
+    {"logits", 0, "tap", "DIR", TEXT, FIELD(tap),
+     .help = "makes a folder of the stages of each layer, STAGE.LAYER.npy: float32 arrays, a row a token"},
+    {"explain", 'o', "output", "FILE.html", TEXT, FIELD(output), .help = "as a page that needs no other file"},
 
     {"perplexity", 'f', "file", "FILE", TEXT, FIELD(file),
      .help = "the text; a beginning-of-text token is added if the tokenizer says so"},
@@ -146,8 +149,8 @@ static const Option options[] = {
     {"list inspect doctor", 0, "json", NULL, SWITCH, FIELD(json), .help = "as JSON"},
     {"play inspect serve", 0, "ctx", "N", WHOLE, FIELD(context), 1, 1 << 24,
      .help = "tokens of context (what the model was made for and the memory allows)"},
-    {"play bench logits perplexity serve", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MOST_GPUS - 1, "0", "which GPU"},
-    {"play bench logits perplexity serve", 0, "plain", NULL, SWITCH, FIELD(plain),
+    {"play bench logits explain perplexity serve", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MOST_GPUS - 1, "0", "which GPU"},
+    {"play bench logits explain perplexity serve", 0, "plain", NULL, SWITCH, FIELD(plain),
      .help = "the plain kernels, also where faster ones know the model"},
 };
 enum { OPTIONS = sizeof options / sizeof *options };
@@ -256,7 +259,7 @@ static bool parse_arguments(const Command *c, int argc, char **argv, Options *o,
 
 /* ---- the terminal ---- */
 
-static int columns(FILE *f) {
+int columns(FILE *f) {
     struct winsize size;
     return !ioctl(fileno(f), TIOCGWINSZ, &size) && size.ws_col ? size.ws_col : 80;
 }
@@ -268,8 +271,7 @@ static int columns(FILE *f) {
 #define BRACKETS_ON  "\033[?2004h" /* what is pasted comes between \033[200~ and \033[201~ */
 #define BRACKETS_OFF "\033[?2004l"
 
-/* Writes an escape sequence where it can be shown and is wanted. */
-static bool put_escape(FILE *f, const char *escape) {
+bool put_escape(FILE *f, const char *escape) {
     const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
     bool colour = escape[strlen(escape) - 1] == 'm';
     bool wanted = isatty(fileno(f)) && term && strcmp(term, "dumb") && !(colour && no_color && *no_color);
@@ -330,8 +332,7 @@ static void wrap_end(Wrap *w) {
     *w = (Wrap){0};
 }
 
-/* A paragraph behind a name that has a column of its own where the window is wide enough. */
-static void print_row(FILE *f, const char *name, int column, const char *text) {
+void print_row(FILE *f, const char *name, int column, const char *text) {
     int width = isatty(fileno(f)) ? columns(f) : 100;
     if (width < 60 && column) fprintf(f, "%s\n", name), name = "", column = 6;
     Wrap w = {.f = f, .width = width, .indent = column, .column = column};
@@ -458,8 +459,14 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
 bool session_load(Session *s, const Options *o, int context, Error *e) {
     bool verbose = isatty(STDERR_FILENO) && !o->json;
     char count[32];
-    Limits limits = {o->gpu, o->plain, .max_seqs = o->slots ? o->slots : 1, .cache = o->cache, .where = s->where};
-    limits.max_tokens = o->chunk ? o->chunk : backend->prompt_step;
+    Limits limits = {.gpu = o->gpu,
+                     .plain = o->plain,
+                     .max_seqs = o->slots ? o->slots : 1,
+                     .max_tokens = o->chunk ? o->chunk : backend->prompt_step,
+                     .cache = o->cache,
+                     .where = s->where,
+                     .tap = s->tap,
+                     .tap_data = s->tap_data};
     if (verbose) limits.progress = show_progress;
     for (int i = 0; i < o->streams.n; i++)
         if (o->streams.value[i] > limits.max_seqs) limits.max_seqs = o->streams.value[i];
@@ -1386,9 +1393,21 @@ static int parse(const Options *o) {
 
 /* ---- logits ---- */
 
-enum { LOGITS_AT_ONCE = 512 }; /* tokens whose logits are in memory together */
+enum { NPY_HEADER = 128, LOGITS_AT_ONCE = 512 }; /* bytes; tokens whose logits are in memory together */
 
-/* The header of NumPy's format 1.0, padded to 64 bytes; the array follows. */
+bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e) {
+    const Model *m = &s->checkpoint.model;
+    if (!o->prompt == !o->ids) return fail(e, USAGE, "either -p TEXT or --ids is needed; see --help");
+    if (!session_open(s, o, NEED_CHECKPOINT | (o->prompt ? NEED_TOKENIZER : USE_TOKENIZER), e)) return false;
+    if (!(o->ids ? parse_ids(o->ids, m->vocab, ids, e)
+                 : tokenizer_encode(s->tokenizer, o->prompt, strlen(o->prompt), WITH_TEMPLATE, ids, e)))
+        return false;
+    if (!ids->n) return fail(e, USAGE, "the prompt is empty");
+    return ids->n <= (size_t)m->context ||
+           fail(e, USAGE, "the prompt has %zu tokens, the model's context is %d", ids->n, m->context);
+}
+
+/* The header of NumPy's format 1.0; the array follows. */
 static void write_npy_header(FILE *f, size_t rows, int cols) {
     char text[128];
     int n = snprintf(text, sizeof text, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d), }", rows, cols);
@@ -1396,26 +1415,36 @@ static void write_npy_header(FILE *f, size_t rows, int cols) {
     fprintf(f, "%s%*s\n", text, 117 - n, "");
 }
 
+int likeliest(const float *logits, int vocab, int n, int *ids) {
+    bool *taken = allocate_zero((size_t)vocab, sizeof *taken);
+    if (n > vocab) n = vocab;
+    for (int k = 0; k < n; k++) {
+        ids[k] = -1;
+        for (int i = 0; i < vocab; i++)
+            if (!taken[i] && (ids[k] < 0 || logits[i] > logits[ids[k]])) ids[k] = i;
+        taken[ids[k]] = true;
+    }
+    free(taken);
+    return n;
+}
+
 static void print_top(const float *logits, int vocab, int top, const Tokenizer *t) {
     double all = log_sum_exp(logits, vocab);
-    char *shown = allocate_zero((size_t)vocab, 1);
-    for (int k = 0; k < top && k < vocab; k++) {
-        int best = -1;
-        for (int i = 0; i < vocab; i++)
-            if (!shown[i] && (best < 0 || logits[i] > logits[best])) best = i;
-        shown[best] = 1;
+    int *best = allocate((size_t)vocab * sizeof *best), n = likeliest(logits, vocab, top, best);
+    for (int k = 0; k < n; k++) {
         Decoder d = {.begun = true};
         Bytes text = {0};
-        if (t) tokenizer_decode(t, &d, best, &text);
+        if (t) tokenizer_decode(t, &d, best[k], &text);
         tokenizer_flush(&d, &text);
         cJSON *json = json_from_text(text.data ? text.data : "", text.n);
         char *quoted = json_text(json);
-        printf("%7d %10.4f %8.5f  %s\n", best, (double)logits[best], exp((double)logits[best] - all), quoted);
+        double logit = (double)logits[best[k]];
+        printf("%7d %10.4f %8.5f  %s\n", best[k], logit, exp(logit - all), quoted);
         cJSON_Delete(json);
         free(quoted);
         bytes_free(&text);
     }
-    free(shown);
+    free(best);
 }
 
 /* Runs the prompt in chunks and writes what was asked for. */
@@ -1446,20 +1475,41 @@ static bool write_logits(Engine *g, const Ids *ids, const Options *o, const Toke
     return ok;
 }
 
+typedef struct {
+    const char *folder;
+    Error e; /* code 0: none so far */
+} TapFolder;
+
+/* A Tap: appends rows to the stage's file, which a prompt of several steps visits several times. */
+static void tap_to_file(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
+    TapFolder *t = data;
+    Bytes path = {0};
+    bytes_print(&path, "%s/%s.%d.npy", t->folder, stage, layer);
+    FILE *f = fopen(path.data, "r+b");
+    if (!f) f = fopen(path.data, "wb");
+    bool ok = f && !fseek(f, 0, SEEK_END);
+    long end = ok ? ftell(f) : 0, there = end > NPY_HEADER ? (end - NPY_HEADER) / ((long)sizeof *values * cols) : 0;
+    if (ok) {
+        rewind(f);
+        write_npy_header(f, (size_t)(there + rows), cols);
+        ok = !fseek(f, 0, SEEK_END) && fwrite(values, sizeof *values * (size_t)cols, (size_t)rows, f) == (size_t)rows;
+    }
+    if (f && fclose(f)) ok = false;
+    if (!ok && !t->e.code) fail(&t->e, FAILED, "%s: %s", path.data, strerror(errno));
+    bytes_free(&path);
+}
+
 static int logits(const Options *o) {
     Session s = {0};
     Error e;
     Ids ids = {0};
-    bool ok = !o->prompt != !o->ids || fail(&e, USAGE, "either -p TEXT or --ids is needed; see infer logits --help");
-    ok = ok && session_open(&s, o, NEED_CHECKPOINT | (o->prompt ? NEED_TOKENIZER : USE_TOKENIZER), &e);
-    const Model *m = &s.checkpoint.model;
-    if (ok)
-        ok = o->ids ? parse_ids(o->ids, m->vocab, &ids, &e)
-                    : tokenizer_encode(s.tokenizer, o->prompt, strlen(o->prompt), WITH_TEMPLATE, &ids, &e);
-    if (ok && !ids.n) ok = fail(&e, USAGE, "the prompt is empty");
-    if (ok && ids.n > (size_t)m->context)
-        ok = fail(&e, USAGE, "the prompt has %zu tokens, the model's context is %d", ids.n, m->context);
-    if (!ok || !session_load(&s, o, 0, &e) || !write_logits(&s.engine, &ids, o, s.tokenizer, &e)) die(&e);
+    TapFolder tap = {.folder = o->tap};
+    if (!session_prompt(&s, o, &ids, &e)) die(&e);
+    if (o->tap && mkdir(o->tap, 0777))
+        fail(&e, FAILED, "%s: %s; choose another name", o->tap, strerror(errno)), die(&e);
+    if (o->tap) s.tap = tap_to_file, s.tap_data = &tap;
+    if (!session_load(&s, o, 0, &e) || !write_logits(&s.engine, &ids, o, s.tokenizer, &e)) die(&e);
+    if (tap.e.code) die(&tap.e);
     ids_free(&ids);
     session_close(&s);
     return DONE;
@@ -1501,6 +1551,11 @@ static const Command commands[] = {
      "key, if it needs one, is OPENAI_API_KEY in the environment."},
     {"logits", "MODEL", logits, "what a model expects next, or all logits as a NumPy file",
      "Writes the most likely next tokens: id, logit, probability, text."},
+    {"explain", "MODEL", explain, "how a model reads a text, token by token",
+     "Writes for each token of a text its id and bytes, the probability that the model gave it, in bits how surprised "
+     "the model was (-log2 of that probability), and what it expected instead. A mixture of experts shows a grid, too: "
+     "a row of dots "
+     "for each layer, a column for each expert, a dot for each that the token took."},
     {"perplexity", "MODEL", perplexity, "how surprised a model is by a text",
      "Writes the perplexity of a text, the mean negative log-likelihood of its tokens and their number."},
     {"tokenize", "MODEL", tokenize, "text to token ids", "Writes the ids of the text on stdin as a JSON array."},

@@ -1,0 +1,120 @@
+/* explain.c: `infer explain` shows how a model reads a text, token by token: the probability that the model gave each
+ * token, what else it expected there, and in a mixture of experts which experts of each layer the token took. To the
+ * terminal, or as one HTML page that needs no other file. */
+#include "host.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { CHOICES = 4, MOST_TOKENS = 512, MOST_CELLS = 64 };
+
+typedef struct {
+    Session s;
+    Ids ids;
+    Result result;     /* logits after each token */
+    float *expert;     /* (ids.n, n_layers, top_k), of layers with a router */
+    int cells, shared; /* characters in a line of the grid, 0: no grid; experts that share a column of dots */
+    bool html;
+} Reading;
+
+static const char page[] =
+    "<!doctype html><meta charset=utf-8><title>infer explain</title><style>\n"
+    "body{display:flex;flex-wrap:wrap;gap:1em 4px;margin:1.5em;background:#fff;color:#1d2733}\n"
+    "pre{margin:0;padding:0 .6em .5em 0;font:15px/1.35 monospace;unicode-bidi:isolate}\n"
+    "b{display:block;padding:.2em .4em;margin-bottom:.3em;font-size:1.5em;border-radius:4px;background:#eef1f4}\n"
+    ".s1 b{background:#d3f0df}.s2 b{background:#ffeba6}.s3 b{background:#ffc891}.s4 b{background:#ff9c94}</style>\n";
+
+/* A Tap. */
+static void keep_experts(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
+    const Reading *x = data;
+    float *to = x->expert + layer * cols;
+    for (int r = 0; r < rows && !strcmp(stage, "experts"); r++, to += x->s.checkpoint.model.n_layers * cols)
+        memcpy(to, values + r * cols, (size_t)cols * sizeof *to);
+}
+
+/* A token in characters that can be seen; `whole`: with its id and its bytes. */
+static void put_token(const Reading *x, int id, bool whole) {
+    Bytes raw = {0};
+    if (x->s.tokenizer) tokenizer_bytes(x->s.tokenizer, &(Decoder){.begun = true}, id, &raw);
+    for (size_t i = 0, n; i < raw.n; i += n) {
+        uint32_t code = 0, byte = (unsigned char)raw.data[i];
+        int length = utf8_decode(raw.data + i, raw.n - i, &code);
+        bool seen = length > 0 && ((code > 32 && code < 127) || code > 159);
+        n = seen ? (size_t)length : 1;
+        if (x->html && seen && strchr("&<>", (int)byte))
+            printf("&#%u;", byte);
+        else if (seen)
+            fwrite(raw.data + i, 1, n, stdout);
+        else
+            printf(byte == ' ' ? "␣" : "\\x%02X", byte);
+    }
+    if (!raw.n) printf("(%d)", id);
+    if (whole) printf(x->html ? "</b>%d:" : "  %d:", id);
+    for (size_t i = 0; whole && i < raw.n; i++) printf(" %02X", (unsigned char)raw.data[i]);
+    bytes_free(&raw);
+}
+
+/* Four layers of the grid in Braille: a dot for each expert that token t took. */
+static void put_grid(const Reading *x, size_t t, int layer) {
+    static const unsigned char dot[4][2] = {{1, 8}, {2, 16}, {4, 32}, {64, 128}};
+    const Model *m = &x->s.checkpoint.model;
+    const float *expert = x->expert + (t * (size_t)m->n_layers + (size_t)layer) * (size_t)m->top_k;
+    unsigned char cell[MOST_CELLS] = {0};
+    for (int i = 0; i < 4 * m->top_k && layer + i / m->top_k < m->n_layers; i++) {
+        int column = (int)expert[i] / x->shared;
+        if (m->layer[layer + i / m->top_k].router.rows) cell[column / 2] |= dot[i / m->top_k][column % 2];
+    }
+    for (int i = 0; i < x->cells; i++) printf("\xE2%c%c", 0xA0 | cell[i] >> 6, 0x80 | (cell[i] & 63));
+}
+
+/* Token t of the text, and what the model expected in its place. */
+static void put_place(const Reading *x, size_t t) {
+    static const char *const colour[] = {"\033[39m", "\033[32m", "\033[33m", "\033[35m", "\033[31m"};
+    const Model *m = &x->s.checkpoint.model;
+    const float *logits = x->result.logits + (t ? t - 1 : 0) * (size_t)m->vocab;
+    int best[CHOICES], n = t ? likeliest(logits, m->vocab, CHOICES, best) : 0;
+    double all = log_sum_exp(logits, m->vocab), bits = t ? (all - (double)logits[x->ids.data[t]]) / M_LN2 : 0;
+    int level = (bits >= 1) + (bits >= 3) + (bits >= 6) + (bits >= 10);
+    put_escape(stdout, colour[level]);
+    if (x->html) printf("<pre class=s%d>", level);
+    t ? printf("%6.2f %% %5.1f bits  ", 100 * exp2(-bits), bits) : printf("%-22s", "the first token:");
+    if (x->html) fputs("<b>", stdout);
+    put_token(x, x->ids.data[t], true);
+    put_escape(stdout, "\033[0m");
+    for (int i = 0; i < n || (x->cells && 4 * i < m->n_layers); i++) {
+        fputs("\n", stdout);
+        if (x->cells) put_grid(x, t, 4 * i);
+        if (i < n) printf(" %6.2f %% ", 100 * exp((double)logits[best[i]] - all));
+        if (i < n) put_token(x, best[i], false);
+    }
+    fputs(x->html ? "</pre>\n" : "\n", stdout);
+}
+
+int explain(const Options *o) {
+    Error e;
+    Sequence sequence = {0};
+    Reading x = {.html = o->output};
+    const Model *m = &x.s.checkpoint.model;
+    if (!session_prompt(&x.s, o, &x.ids, &e)) die(&e);
+    if (x.ids.n > MOST_TOKENS) fail(&e, USAGE, "the text has %zu tokens; %d at most", x.ids.n, MOST_TOKENS), die(&e);
+    x.expert = allocate_zero(x.ids.n * (size_t)(m->n_layers * m->top_k), sizeof *x.expert);
+    if (m->n_experts > 1) {
+        int dots = o->output || columns(stdout) > 2 * MOST_CELLS ? 2 * MOST_CELLS : columns(stdout);
+        x.shared = (m->n_experts + dots - 1) / dots;
+        x.cells = (m->n_experts - 1) / (2 * x.shared) + 1;
+        x.s.tap = keep_experts, x.s.tap_data = &x;
+    }
+    if (!session_load(&x.s, o, 0, &e) ||
+        !sequence_run(&x.s.engine, &sequence, x.ids.data, x.ids.n, WANT_ALL_LOGITS, &o->sampling, &x.result, &e))
+        die(&e);
+    if (x.html && !freopen(o->output, "w", stdout)) fail(&e, FAILED, "%s: %s", o->output, strerror(errno)), die(&e);
+    if (x.html) fputs(page, stdout);
+    for (size_t t = 0; t < x.ids.n; t++) put_place(&x, t);
+    sequence_free(&x.s.engine, &sequence);
+    session_close(&x.s);
+    ids_free(&x.ids);
+    free(x.expert);
+    return DONE;
+}
