@@ -468,7 +468,22 @@ static void add_memory(cJSON *out, const Model *m, int context) {
     cJSON_AddStringToObject(out, "gpu", d->gpus ? d->gpu[0].name : d->problem);
     if (d->gpus) add_numbers(out, "gpu_bytes_free context_that_fits", (double[]){room, fits});
     cJSON_AddItemToObject(out, "fits", d->gpus ? cJSON_CreateBool(fits >= context) : cJSON_CreateNull());
+    if (d->gpus && fits < context) {
+        snprintf(text, sizeof text, "--ctx %.0f fits here", fits);
+        if (!fits) snprintf(text, sizeof text, "a GPU with %s free", size_text((uint64_t)(fixed + token * PAGE), size));
+        cJSON_AddStringToObject(out, "suggestion", text);
+    }
     free(d);
+}
+
+/* In which chat format the model talks; nothing without a tokenizer, as of a repository that is not here. */
+static void add_chat(cJSON *out, const char *dir) {
+    Session s;
+    Error e;
+    if (session_open(&s, &(Options){.model = dir}, NEED_TOKENIZER, &e))
+        cJSON_AddStringToObject(out, "chat_format",
+                                s.has_chat ? chat_name(&s.chat) : "none: its text is continued raw");
+    session_close(&s);
 }
 
 static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
@@ -483,6 +498,7 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
         add_numbers(out, "layers width heads kv_heads head_size experts experts_per_token vocabulary context",
                     (double[]){m->n_layers, m->dim, m->n_heads, m->n_kv_heads, m->head_dim, m->n_experts, m->top_k,
                                m->vocab, m->context});
+        add_chat(out, dir);
         add_weights(out, &c.tensors, m);
         add_memory(out, m, context && context < m->context ? context : m->context);
         checkpoint_close(&c);
@@ -506,17 +522,6 @@ static void print_facts(const cJSON *facts) {
     }
 }
 
-/* A message about a repository that is not here names it, not the temporary folder that stands for it. */
-static void rename_folder(Error *e, const char *folder, const char *name) {
-    Bytes text = {0};
-    const char *rest = e->text;
-    for (const char *at; (at = strstr(rest, folder)); rest = at + strlen(folder))
-        bytes_print(&text, "%.*s%s", (int)(at - rest), rest, name);
-    bytes_text(&text, rest);
-    fail(e, e->code, "%s", text.data);
-    bytes_free(&text);
-}
-
 int inspect(const Options *o) {
     Error e;
     uint64_t to_fetch;
@@ -529,7 +534,6 @@ int inspect(const Options *o) {
     cJSON_AddStringToObject(out, "name", o->model);
     bool ok = add_model(out, outline, o->context, &e);
     if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)to_fetch);
-    if (far && !ok) rename_folder(&e, outline, o->model);
     if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
     if (!o->json) print_facts(out);
     end_json(out, o->json);

@@ -7,14 +7,18 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <utf8proc.h>
 
 enum { MOST_TEMPLATE = 32 << 20 };
 enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 1000 /* from a result to its call */ };
-enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT }; /* in Chat.control */
+enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT }; /* in Chat.control, */
+enum { OPEN_THINK, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, MARKS };  /* or, in other formats, these */
 
 static const char constrained[] = "<|constrain|>", functions[] = "functions.", heading[] = "# Instructions\n\n",
                   open_think[] = "<think>", close_think[] = "</think>", open_call[] = "<tool_call>",
                   close_call[] = "</tool_call>";
+
+enum { STREAM_END = -2 }; /* no token, and no mark that the tokenizer lacks */
 
 /* The keys in JSON of the texts of a message; from HEADER on they are harmony's own. */
 enum { WORDS = 6, HEADER = 3 };
@@ -26,82 +30,81 @@ static bool begins(const char *text, const char *with) { return text && !strncmp
 /* ---- formats ---- */
 
 enum {
-    FIRST = 1,  /* the system text stands before the user's first text, */
-    LAST = 2,   /* or before the last one */
-    THINKS = 4, /* between <think> and </think> */
-    KEEPS = 8,  /* thoughts since the last question stay in the history */
-    ALONE = 16  /* a call is a turn of its own, and tools stand before the user's first text */
+    FIRST = 1, /* the system text stands before the user's first text, */
+    LAST = 2,  /* or before the last one */
+    ALONE = 4  /* a call is a turn of its own, and tools stand before the user's first text */
 };
 
 /* Pieces of text, the only ones in which names of control tokens are those. %s is the place of a text from outside, %t
- * that of one without white space around it, %j the same after the system text was put before it; %d is the date, %e a
- * line if there are tools. */
+ * that of one without white space around it, %p that of what stands before it. */
 struct Format {
     const char *name, *has[3]; /* what its template says or, behind a '!', does not say */
-    const char *begin, *system, *user, *assistant, *prompt, *quiet; /* quiet: the prompt for effort none */
+    const char *begin, *system, *user, *assistant;
+    const char *about;                    /* before the system text: Python's name where there are tools, the date */
+    const char *thoughts, *think, *quiet; /* in the history, NULL: it has none; behind the prompt, for effort none */
     const char *tools, *call, *results, *result; /* the list of tools, a call, the turn of all results, one of them */
     int flags;
 };
 
 /* clang-format off */
-#define CHATML NULL, "<|im_start|>system\n%s<|im_end|>\n", "<|im_start|>user\n%s<|im_end|>\n", \
-    "<|im_start|>assistant\n%s<|im_end|>\n"
+#define CHATML .system = "<|im_start|>system\n%s<|im_end|>\n", .user = "<|im_start|>user\n%s<|im_end|>\n", \
+    .assistant = "<|im_start|>assistant\n%s<|im_end|>\n"
+#define QWEN3 CHATML, QWEN_TOOLS, .thoughts = "<think>\n%s\n</think>\n\n"
 #define QWEN_TOOLS .results = "<|im_start|>user\n%s<|im_end|>\n", .result = "<tool_response>\n%s\n</tool_response>", \
-    .call = "<tool_call>\n{\"name\": %s, \"arguments\": %s}\n</tool_call>", \
+    .call = "<tool_call>\n{\"name\": %p, \"arguments\": %s}\n</tool_call>", \
     .tools = "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with " \
              "function signatures within <tools></tools> XML tags:\n<tools>%s\n</tools>\n\nFor each function call, " \
              "return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n" \
              "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>"
-#define LLAMA_HEADER(role) "<|start_header_id|>" role "<|end_header_id|>\n\n"
-#define LLAMA(system) "<|begin_of_text|>", LLAMA_HEADER("system") system "%t<|eot_id|>", \
-    LLAMA_HEADER("user") "%t<|eot_id|>", LLAMA_HEADER("assistant") "%t<|eot_id|>", LLAMA_HEADER("assistant")
-#define LLAMA_TOOLS .results = LLAMA_HEADER("ipython") "%s<|eot_id|>", .result = "%s", .flags = ALONE, \
-    .call = "{\"name\": %s, \"parameters\": %s}", \
+#define HEADER_OF(role) "<|start_header_id|>" role "<|end_header_id|>\n\n"
+#define LLAMA .begin = "<|begin_of_text|>", .system = HEADER_OF("system") "%p%t<|eot_id|>", \
+    .user = HEADER_OF("user") "%p%t<|eot_id|>", .assistant = HEADER_OF("assistant") "%t<|eot_id|>"
+#define LLAMA_TOOLS(date) .about = "%pCutting Knowledge Date: December 2023\nToday Date: " date "\n\n", \
+    .results = HEADER_OF("ipython") "%s<|eot_id|>", .result = "%s", .flags = ALONE, \
+    .call = "{\"name\": %p, \"parameters\": %s}", \
     .tools = "Given the following functions, please respond with a JSON for a function call with its proper " \
              "arguments that best answers the given prompt.\n\nRespond in the format {\"name\": function name, " \
              "\"parameters\": dictionary of argument name and its value}.Do not use variables.\n\n%s"
-#define DEEPSEEK(past) "<｜begin▁of▁sentence｜>", "%s", "<｜User｜>%s", "<｜Assistant｜>" past "%s<｜end▁of▁sentence｜>"
+#define MISTRAL(open, close, answer, where) .begin = "<s>", .system = "%s\n\n", .user = open "%s" close, \
+    .assistant = answer "</s>", .flags = where
+#define DEEPSEEK(past) .begin = "<｜begin▁of▁sentence｜>", .system = "%s", .user = "<｜User｜>%s", \
+    .assistant = "<｜Assistant｜>%s<｜end▁of▁sentence｜>", .thoughts = past
 
 /* The first that fits counts. In `has` all quotes are single, and a line break is \n as in a literal. */
 static const Format formats[] = {
-    {"Qwen3, always thinking", {"last_query_index", "assistant\\n<think>\\n'"}, CHATML,
-     "<|im_start|>assistant\n<think>\n", QWEN_TOOLS, .flags = THINKS | KEEPS},
-    {"Qwen3", {"last_query_index", "enable_thinking", "<args-json-object>"}, CHATML, "<|im_start|>assistant\n",
-     "<|im_start|>assistant\n<think>\n\n</think>\n\n", QWEN_TOOLS, .flags = THINKS | KEEPS},
-    {"Qwen", {"<args-json-object>", "!</think>"}, CHATML, "<|im_start|>assistant\n", QWEN_TOOLS},
-    {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML, "<|im_start|>assistant\n",
-     .flags = 0},
-    {"Llama 3.2", {"Cutting Knowledge Date: December 2023", "strftime_now"},
-     LLAMA("%eCutting Knowledge Date: December 2023\nToday Date: %d\n\n"), LLAMA_TOOLS},
-    {"Llama 3.1", {"Cutting Knowledge Date: December 2023"},
-     LLAMA("%eCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"), LLAMA_TOOLS},
-    {"Llama 3", {"message['content'] | trim + '<|eot_id|>'", "!tools"}, LLAMA(""), .flags = 0},
-    {"Llama 2", {"<<SYS>>", "bos_token + '[INST] ' + content.strip() + ' [/INST]'"}, NULL,
-     "<<SYS>>\n%s\n<</SYS>>\n\n", "<s>[INST] %j [/INST]", " %t </s>", "", .flags = FIRST},
-    {"Mistral v0.1", {"' [INST] ' + system_message"}, "<s>", "%s\n\n", " [INST] %s [/INST]", " %s</s>", "",
-     .flags = FIRST},
-    {"Mistral v0.3", {"'[INST] ' + system_message", "|trim + eos_token", "!loop.first"}, "<s>", "%s\n\n",
-     "[INST] %s[/INST]", " %t</s>", "", .flags = LAST},
-    {"Mistral Nemo", {"'[INST]' + system_message", "!loop.first"}, "<s>", "%s\n\n", "[INST]%s[/INST]", "%s</s>", "",
-     .flags = LAST},
-    {"Mistral, without system", {"'[INST] ' + message['content'] + ' [/INST]'", "!system_message"}, "<s>", "%s\n\n",
-     "[INST] %s [/INST]", "%s</s>", "", .flags = FIRST},
-    {"Gemma", {"<start_of_turn>", "model"}, "<bos>", "%s\n\n", "<start_of_turn>user\n%t<end_of_turn>\n",
-     "<start_of_turn>model\n%t<end_of_turn>\n", "<start_of_turn>model\n", .flags = FIRST},
+    {"Qwen3, always thinking", {"last_query_index", "assistant\\n<think>\\n'"}, QWEN3, .think = "<think>\n"},
+    {"Qwen3", {"last_query_index", "enable_thinking", "<args-json-object>"}, QWEN3, .quiet = "<think>\n\n</think>\n\n"},
+    {"Qwen", {"<args-json-object>", "!</think>"}, CHATML, QWEN_TOOLS},
+    {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML},
+    {"Llama 3.2", {"Cutting Knowledge Date: December 2023", "strftime_now"}, LLAMA, LLAMA_TOOLS("%s")},
+    {"Llama 3.1", {"Cutting Knowledge Date: December 2023"}, LLAMA, LLAMA_TOOLS("26 Jul 2024")},
+    {"Llama 3", {"message['content'] | trim + '<|eot_id|>'", "!tools"}, LLAMA},
+    {"Llama 2", {"<<SYS>>", "bos_token + '[INST] ' + content.strip() + ' [/INST]'"},
+     .system = "<<SYS>>\n%s\n<</SYS>>\n\n", .user = "<s>[INST] %t [/INST]", .assistant = " %t </s>", .flags = FIRST},
+    {"Mistral v0.1", {"' [INST] ' + system_message"}, MISTRAL(" [INST] ", " [/INST]", " %s", FIRST)},
+    {"Mistral v0.3", {"'[INST] ' + system_message", "|trim + eos_token", "!loop.first"},
+     MISTRAL("[INST] ", "[/INST]", " %t", LAST)},
+    {"Mistral Nemo", {"'[INST]' + system_message", "!loop.first"}, MISTRAL("[INST]", "[/INST]", "%s", LAST)},
+    {"Mistral, without system", {"'[INST] ' + message['content'] + ' [/INST]'", "!system_message"},
+     MISTRAL("[INST] ", " [/INST]", "%s", FIRST)},
+    {"Gemma", {"<start_of_turn>", "model"}, .begin = "<bos>", .system = "%s\n\n", .flags = FIRST,
+     .user = "<start_of_turn>user\n%p%t<end_of_turn>\n", .assistant = "<start_of_turn>model\n%t<end_of_turn>\n"},
     {"DeepSeek V3.1, copied", {"'<｜User｜>' + message['content']", "not thinking", "'<think></think>'"},
-     DEEPSEEK("<think></think>"), "<｜Assistant｜><think>", "<｜Assistant｜><think></think>", .flags = THINKS},
-    {"DeepSeek V3.1", {"'<｜User｜>' + message['content']", "not thinking"}, DEEPSEEK("</think>"),
-     "<｜Assistant｜><think>", "<｜Assistant｜></think>", .flags = THINKS},
-    {"DeepSeek R1", {"<｜Assistant｜><think>\\n"}, DEEPSEEK(""), "<｜Assistant｜><think>\n", .flags = THINKS},
-    {"DeepSeek V3", {"'<｜User｜>' + message['content']", "!<think>"}, DEEPSEEK(""), "<｜Assistant｜>", .flags = THINKS},
+     DEEPSEEK("<think></think>"), .think = "<think>", .quiet = "<think></think>"},
+    {"DeepSeek V3.1", {"'<｜User｜>' + message['content']", "not thinking"},
+     DEEPSEEK("</think>"), .think = "<think>", .quiet = "</think>"},
+    {"DeepSeek R1", {"<｜Assistant｜><think>\\n"}, DEEPSEEK(""), .think = "<think>\n"},
+    {"DeepSeek V3", {"'<｜User｜>' + message['content']", "!<think>"}, DEEPSEEK("")},
     {"DeepSeek V2", {"'User: ' + message['content'] + '\\n\\n'", "'Assistant: ' + message['content'] + eos_token"},
-     "<｜begin▁of▁sentence｜>", "%s\n\n", "User: %s\n\n", "Assistant: %s<｜end▁of▁sentence｜>", "Assistant:", .flags = 0},
-    {"Zephyr", {"'<|user|>\\n' + message['content'] + eos_token }}\\n"}, NULL, "<|system|>\n%s</s>\n",
-     "<|user|>\n%s</s>\n", "<|assistant|>\n%s</s>\n", "<|assistant|>\n", .flags = 0},
+     .begin = "<｜begin▁of▁sentence｜>", .system = "%s\n\n", .user = "User: %s\n\n",
+     .assistant = "Assistant: %s<｜end▁of▁sentence｜>"},
+    {"Zephyr", {"'<|user|>\\n' + message['content'] + eos_token }}\\n"}, .system = "<|system|>\n%s</s>\n",
+     .user = "<|user|>\n%s</s>\n", .assistant = "<|assistant|>\n%s</s>\n"},
 };
 /* clang-format on */
 enum { FORMATS = sizeof formats / sizeof *formats };
-static const Format harmony = {"harmony", .flags = THINKS};
+static const Format harmony = {"harmony",
+                               .call = "<|channel|>commentary to=functions.%p <|constrain|>json<|message|>%s"};
 
 bool chat_template(const char *dir, Bytes *out, Error *e) {
     static const char *const files[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
@@ -152,6 +155,7 @@ static bool fits(const Format *f, const char *template, const Tokenizer *t, int 
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
     static const char *const names[CONTROLS] = {"<|start|>", "<|channel|>", constrained,  "<|message|>",
                                                 "<|end|>",   "<|call|>",    "<|return|>", "<|endoftext|>"};
+    static const char *const marks[] = {open_think, close_think, open_call, close_call, "<|python_tag|>"};
     static const char preset[] = "<|im_start|>system\\n"; /* what ChatML says where nobody gave a system text */
     Bytes text = {0};
     *chat = (Chat){.tokenizer = t, .format = &harmony};
@@ -169,11 +173,14 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
         if (n && begins(s + n, "<|im_end|>")) chat->preset = copy_text(s, n);
     }
     bytes_free(&text);
+    for (int i = 0; i < CONTROLS; i++) chat->control[i] = i < MARKS ? tokenizer_added(t, marks[i]) : -1;
     return chat->format ||
            fail(e, BAD_MODEL,
                 "%s; known are harmony and those of Qwen, SmolLM2, Llama, Mistral, Gemma, DeepSeek and TinyLlama",
                 *template ? "the chat template is of no known format" : "there is no chat template");
 }
+
+const char *chat_name(const Chat *chat) { return chat->format->name; }
 
 void chat_close(Chat *chat) {
     ids_free(&chat->answer);
@@ -186,7 +193,7 @@ static bool effort_known(const char *effort) {
 
 bool chat_effort(const Chat *chat, const char *effort, Error *e) {
     const Format *f = chat->format;
-    bool always = f->flags & THINKS && !f->quiet;
+    bool always = f == &harmony || (f->think && !f->quiet);
     if (effort_known(effort) && !(always && same(effort, "none"))) return true;
     return fail(e, USAGE, "the effort must be low, medium or high%s, not '%.40s'", always ? "" : ", or none", effort);
 }
@@ -259,15 +266,15 @@ Part message_part(const Message *m) {
 /* How many bytes of a word may stand in a header: none that could be read as another part of it. */
 static size_t legal_length(const char *word, size_t n) {
     size_t i = 0;
-    while (i < n && i < MOST_NAME && (unsigned char)word[i] > ' ' && !strchr("<>=\177", word[i])) i++;
+    while (i < n && i < MOST_NAME && (unsigned char)word[i] > ' ' && !strchr("<>[=%\177", word[i])) i++;
     while (i < n && (word[i] & 0xC0) == 0x80) i--; /* whole characters */
     return i;
 }
 
 static bool check_word(const char *what, const char *word, Error *e) {
     if (word && *word && legal_length(word, strlen(word)) == strlen(word)) return true;
-    return fail(e, USAGE, "a %s has 1 to %d bytes and no space, '<', '>' or '=', unlike '%.100s'", what, MOST_NAME,
-                word ? word : "");
+    return fail(e, USAGE, "a %s has 1 to %d bytes and no space, '<', '>', '[', '=' or '%%', unlike '%.100s'", what,
+                MOST_NAME, word ? word : "");
 }
 
 /* ---- from JSON ---- */
@@ -285,6 +292,13 @@ static bool parse_text(const cJSON *value, Bytes *out) {
     return true;
 }
 
+static Message call_of(const char *function) {
+    return (Message){.role = join("assistant", "", 0),
+                     .channel = join("commentary", "", 0),
+                     .recipient = join(functions, function, strlen(function)),
+                     .content_type = join(constrained, "json", 4)};
+}
+
 static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
     const cJSON *call;
     if (calls && !cJSON_IsArray(calls)) return fail(e, USAGE, "messages[%d].tool_calls is not an array", i);
@@ -293,9 +307,9 @@ static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
         const char *name = json_string(function, "name"), *arguments = json_string(function, "arguments");
         if (!name || !*name || !arguments)
             return fail(e, USAGE, "messages[%d].tool_calls needs function.name and function.arguments, both texts", i);
-        Message *m = conversation_add(c, "assistant", "commentary", arguments, strlen(arguments));
-        m->recipient = join(functions, name, strlen(name));
-        m->content_type = join(constrained, "json", 4);
+        Message *m = message_new(&c->message, &c->messages);
+        *m = call_of(name);
+        bytes_text(&m->content, arguments);
         conversation_set(&m->id, json_string(call, "id"));
     }
     return true;
@@ -340,9 +354,7 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
         conversation_set(&c->instructions, all.data);
         bytes_free(&all);
     } else if (text.n || !channel || !(reason || cJSON_GetArraySize(calls))) {
-        bool headed = !system || begins(text.data, heading);
-        Message *m = conversation_add(c, system ? "developer" : role, channel, heading, headed ? 0 : strlen(heading));
-        bytes_add(&m->content, text.data, text.n);
+        Message *m = conversation_add(c, system ? "developer" : role, channel, text.data, text.n);
         for (int w = tool ? 1 : HEADER; w < WORDS; w++)
             if (json_string(json, words[w])) conversation_set(m->word + w, json_string(json, words[w]));
         if (tool && !find_author(c, m))
@@ -458,11 +470,8 @@ static void add_variants(Bytes *out, const cJSON *schema, int indent) {
         if (same(description, json_string(schema, "description"))) description = NULL;
         bytes_print(out, "\n%*s | ", indent, "");
         add_type(out, variant, indent + 3);
-        size_t behind = out->n;
         if (description) bytes_print(out, " // %s", description);
         add_default(out, description ? " " : " // ", variant);
-        for (size_t i = behind; i < out->n; i++)
-            if (out->data[i] == '\n') out->data[i] = ' ';
     }
 }
 
@@ -546,383 +555,359 @@ static void add_tools(Bytes *out, const cJSON *tools) {
     bytes_text(out, "} // namespace functions");
 }
 
-/* ---- rendering ---- */
+/* ---- prompts ---- */
+
+/* A prompt is written as one text, in which the byte TOKEN, an id and ';' stand for a token: no UTF-8 has that byte,
+ * and chat_render() refuses texts that are not UTF-8. */
+enum { TOKEN = 0xFF };
 
 typedef struct {
     const Chat *chat;
-    const char *date; /* and tools: of the conversation */
-    const cJSON *tools;
-    Bytes text; /* ordinary text since the last control token: encoded in one piece */
-    Ids *out;
-    Error *e;
-    bool ok;
-} Renderer;
+    const Conversation *c;
+    const cJSON *tools; /* NULL: none */
+    Bytes text;
+} Prompt;
 
-static void flush(Renderer *r) {
-    if (r->ok && r->text.n) r->ok = tokenizer_encode(r->chat->tokenizer, r->text.data, r->text.n, 0, r->out, r->e);
-    r->text.n = 0;
+static void put_token(Bytes *out, int id) { bytes_print(out, "%c%d;", TOKEN, id); }
+
+static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
+    char *s = prompt->data, *end = s + prompt->n;
+    while (s < end) {
+        char *token = memchr(s, TOKEN, (size_t)(end - s));
+        size_t n = (size_t)((token ? token : end) - s);
+        if (n && !tokenizer_encode(t, s, n, 0, out, e)) return false;
+        s += n;
+        if (token) ids_add(out, (int)strtol(token + 1, &s, 10)), s++;
+    }
+    return true;
 }
 
-static void control(Renderer *r, int which) {
-    flush(r);
-    ids_add(r->out, r->chat->control[which]);
+/* White space as Python's strip sees it. */
+static bool is_space(uint32_t c) {
+    const utf8proc_property_t *p = utf8proc_get_property((utf8proc_int32_t)c);
+    return p->category == UTF8PROC_CATEGORY_ZS || p->bidi_class == UTF8PROC_BIDI_CLASS_WS ||
+           p->bidi_class == UTF8PROC_BIDI_CLASS_B || p->bidi_class == UTF8PROC_BIDI_CLASS_S;
 }
 
-static void header_word(Renderer *r, const char *before, const char *what, const char *word) {
-    r->ok = r->ok && check_word(what, word, r->e);
-    bytes_print(&r->text, "%s%s", before, word);
+/* What is left of a text without white space around it; it stays where it is. */
+static Bytes trim(Bytes text) {
+    size_t begin = text.n, end = text.n, length;
+    for (size_t i = 0; i < text.n; i += length) {
+        uint32_t c = 0;
+        length = (size_t)abs(utf8_decode(text.data + i, text.n - i, &c));
+        if (is_space(c)) continue;
+        if (begin == text.n) begin = i;
+        end = i + length;
+    }
+    return (Bytes){.data = text.data + begin, .n = end - begin};
 }
 
-static void render_message(Renderer *r, const Message *m) {
-    int end = same(m->role, "assistant") && m->recipient ? CALLED : END;
-    bool mark = begins(m->content_type, constrained);
-    if (m->sampled.n) { /* replayed, but <|return|> is never an input */
-        ids_append(r->out, m->sampled.data, m->sampled.n - 1);
-        control(r, end);
+/* JSON as Python writes it: a space behind each comma and colon or, with an indent, lines. */
+static void put_json(Bytes *out, const cJSON *value, int indent, int depth) {
+    bool object = cJSON_IsObject(value);
+    int width = indent * depth < MOST_INDENT ? indent * depth : MOST_INDENT;
+    if (!value->child) {
+        append_json(out, cJSON_Duplicate(value, true));
         return;
     }
-    control(r, START);
-    header_word(r, "", "role", m->name ? m->name : m->role);
-    bool first = !same(m->role, "assistant"); /* the recipient stands before the channel */
-    if (m->recipient && first) header_word(r, " to=", "recipient", m->recipient);
-    if (m->channel) control(r, CHANNEL), header_word(r, "", "channel", m->channel);
-    if (m->recipient && !first) header_word(r, " to=", "recipient", m->recipient);
-    if (m->content_type) bytes_text(&r->text, " ");
-    if (mark) control(r, CONSTRAIN);
-    if (m->content_type) header_word(r, "", "content_type", m->content_type + (mark ? strlen(constrained) : 0));
-    control(r, MESSAGE);
-    bytes_add(&r->text, m->content.data, m->content.n);
-    control(r, end);
+    bytes_text(out, object ? "{" : "[");
+    for (const cJSON *each = value->child; each; each = each->next) {
+        if (each != value->child) bytes_text(out, indent ? "," : ", ");
+        if (indent) bytes_print(out, "\n%*s", width + indent, "");
+        if (object) append_json(out, cJSON_CreateString(each->string)), bytes_text(out, ": ");
+        put_json(out, each, indent, depth + 1);
+    }
+    if (indent) bytes_print(out, "\n%*s", width, "");
+    bytes_text(out, object ? "}" : "]");
 }
 
-static void render_text(Renderer *r, const char *role, Bytes *content) {
-    Message m = {.role = (char *)(uintptr_t)role, .content = *content};
-    if (content->n) render_message(r, &m);
-    bytes_free(content);
+static const Bytes nothing = {0};
+static Bytes view(const char *text) { return (Bytes){.data = (char *)(uintptr_t)text, .n = text ? strlen(text) : 0}; }
+static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n; }
+
+/* Appends a piece of a format, or what else has control tokens by their names, with the texts in their places. */
+static void fill(const Prompt *p, Bytes *out, const char *piece, Bytes before, Bytes text) {
+    size_t n;
+    for (const char *s = piece ? piece : ""; *s; s += n) {
+        int id = control_at(p->chat->tokenizer, s, &n);
+        Bytes put = {.data = (char *)(uintptr_t)s, .n = 1};
+        if (id >= 0) {
+            put_token(out, id);
+            continue;
+        }
+        n = *s == '%' ? 2 : 1;
+        if (n == 2) put = s[1] == 'p' ? before : s[1] == 't' ? trim(text) : text;
+        bytes_add(out, put.data, put.n);
+    }
 }
+
+/* ---- prompts of harmony ---- */
 
 /* A text of the system message that is seldom another than `initial`. */
 static const char *setting(const Conversation *c, const char *key, const char *initial) {
     return json_string(c->request, key) ? json_string(c->request, key) : initial;
 }
 
-static void render_system(Renderer *r, const Conversation *c) {
+static void put_system(Prompt *p) {
+    const Conversation *c = p->c;
     Bytes text = {0};
     bytes_print(&text, "%s\nKnowledge cutoff: %s\n",
                 setting(c, "model_identity", "You are ChatGPT, a large language model trained by OpenAI."),
                 setting(c, "knowledge_cutoff", "2024-06"));
     if (c->date && !same(c->date, "none")) bytes_print(&text, "Current date: %s\n", c->date);
-    bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.",
-                c->effort, setting(c, "channels", "analysis, commentary, final"));
-    if (cJSON_GetArraySize(json_get(c->request, "tools")))
-        bytes_text(&text, "\nCalls to these tools must go to the commentary channel: 'functions'.");
-    render_text(r, "system", &text);
+    bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.%s",
+                c->effort, setting(c, "channels", "analysis, commentary, final"),
+                p->tools ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
+    fill(p, &p->text, "<|start|>system<|message|>%s<|end|>", nothing, text);
+    bytes_free(&text);
 }
 
-static void render_developer(Renderer *r, const Conversation *c) {
-    const cJSON *tools = json_get(c->request, "tools"),
-                *format = json_get(json_get(c->request, "response_format"), "json_schema");
+static void put_developer(Prompt *p) {
+    const cJSON *format = json_get(json_get(p->c->request, "response_format"), "json_schema");
+    const char *system = p->c->instructions, *gap = "\n\n";
     Bytes text = {0};
-    if (c->instructions && *c->instructions) bytes_print(&text, "# Instructions\n\n%s", c->instructions);
-    if (cJSON_GetArraySize(tools)) {
-        if (text.n) bytes_text(&text, "\n\n");
-        add_tools(&text, tools);
-    }
+    if (system && *system) bytes_print(&text, "%s%s%s", heading, system, gap);
+    if (p->tools) add_tools(&text, p->tools), bytes_text(&text, gap);
     if (format) {
-        bytes_print(&text, "%s# Response Formats\n\n## %s\n\n", text.n ? "\n\n" : "", json_string(format, "name"));
+        bytes_print(&text, "# Response Formats\n\n## %s\n\n", json_string(format, "name"));
         comment(&text, 0, json_string(format, "description"));
         append_json(&text, cJSON_Duplicate(json_get(format, "schema"), true));
+        bytes_text(&text, gap);
     }
-    render_text(r, "developer", &text);
+    text.n -= text.n ? strlen(gap) : 0;
+    if (text.n) fill(p, &p->text, "<|start|>developer<|message|>%s<|end|>", nothing, text);
+    bytes_free(&text);
 }
 
-static void render_harmony(Renderer *r, const Conversation *c, bool prompt) {
+/* Its header is written as a piece: no word that check_word() lets pass names a control token or a place. */
+static bool put_message(Prompt *p, const Message *m, Error *e) {
+    bool model = same(m->role, "assistant"), call = model && m->recipient;
+    const char *author = m->name ? m->name : m->role, *type = m->content_type, *end = call ? "<|call|>" : "<|end|>";
+    Bytes piece = {0};
+    if (m->sampled.n) { /* replayed, but for the token that ended it: <|return|> is never an input */
+        for (size_t i = 0; i + 1 < m->sampled.n; i++) put_token(&p->text, m->sampled.data[i]);
+        fill(p, &p->text, end, nothing, nothing);
+        return true;
+    }
+    if (!check_word("role", author, e) || (m->recipient && !check_word("recipient", m->recipient, e)) ||
+        (m->channel && !check_word("channel", m->channel, e)) ||
+        (type && !check_word("content_type", type + (begins(type, constrained) ? strlen(constrained) : 0), e)))
+        return false;
+    bytes_print(&piece, "<|start|>%s", author);
+    if (m->recipient && !model) bytes_print(&piece, " to=%s", m->recipient);
+    if (m->channel) bytes_print(&piece, "<|channel|>%s", m->channel);
+    if (call) bytes_print(&piece, " to=%s", m->recipient);
+    if (type) bytes_print(&piece, " %s", type);
+    bool headed = !same(m->role, "developer") || begins(m->content.data, heading);
+    bytes_print(&piece, "<|message|>%%p%%s%s", end);
+    fill(p, &p->text, piece.data, view(headed ? "" : heading), m->content);
+    bytes_free(&piece);
+    return true;
+}
+
+static bool put_harmony(Prompt *p, bool prompt, Error *e) {
+    const Conversation *c = p->c;
     int ended = -1; /* the last final answer that something follows: reasoning before it is dropped */
     for (int i = 0; i < c->messages - !prompt; i++)
         if (same(c->message[i].role, "assistant") && message_part(c->message + i) == ANSWER) ended = i;
-    if (!json_true(c->request, "bare")) render_system(r, c);
-    render_developer(r, c);
+    if (!json_true(c->request, "bare")) put_system(p);
+    put_developer(p);
     for (int i = 0; i < c->messages; i++) {
-        bool reasoning = same(c->message[i].role, "assistant") && message_part(c->message + i) == REASONING;
-        if (!reasoning || i > ended || json_true(c->request, "keep_analysis")) render_message(r, c->message + i);
+        const Message *m = c->message + i;
+        bool reasoning = same(m->role, "assistant") && message_part(m) == REASONING;
+        if (reasoning && i <= ended && !json_true(c->request, "keep_analysis")) continue;
+        if (!put_message(p, m, e)) return false;
     }
-    if (prompt) ids_append(r->out, r->chat->answer.data, r->chat->answer.n);
+    if (prompt) fill(p, &p->text, "<|start|>assistant", nothing, nothing);
+    return true;
 }
 
-/* ---- rendering in other formats ---- */
-
-/* White space as Python's strip sees it. */
-static bool is_space(uint32_t c) {
-    static const uint32_t others[] = {' ', 0x85, 0xA0, 0x1680, 0x2028, 0x2029, 0x202F, 0x205F, 0x3000, 0};
-    bool space = (c >= 9 && c <= 13) || (c >= 28 && c <= 31) || (c >= 0x2000 && c <= 0x200A);
-    for (int i = 0; others[i]; i++) space = space || c == others[i];
-    return space;
-}
-
-/* Moves *s and *n to what is left without white space around it. */
-static void trim(const char **s, size_t *n) {
-    size_t begin = *n, end = 0, length;
-    for (size_t i = 0; i < *n; i += length) {
-        uint32_t c = 0;
-        length = (size_t)abs(utf8_decode(*s + i, *n - i, &c));
-        if (is_space(c)) continue;
-        end = i + length;
-        if (begin > i) begin = i;
-    }
-    *s += end ? begin : *n;
-    *n = end ? end - begin : 0;
-}
-
-static void add_quoted(Bytes *out, const char *text, size_t n) {
-    cJSON *json = json_from_text(text, n);
-    char *quoted = json_text(json);
-    bytes_text(out, quoted);
-    free(quoted);
-    cJSON_Delete(json);
-}
-
-/* JSON as Python writes it: a space behind each comma and colon or, with an indent, lines. */
-static void add_json(Bytes *out, const char *json, int indent) {
-    int depth = 0;
-    bool quoted = false;
-    for (const char *s = json; *s; s++) {
-        bool open = !quoted && strchr("{[", *s), close = !quoted && strchr("}]", *s), comma = !quoted && *s == ',';
-        depth += open - close;
-        int width = indent * depth < MOST_INDENT ? indent * depth : MOST_INDENT;
-        if (close && indent && !strchr("{[", s[-1])) bytes_print(out, "\n%*s", width, "");
-        bytes_add(out, s, 1);
-        if (quoted && *s == '\\')
-            bytes_add(out, ++s, 1);
-        else if (*s == '"')
-            quoted = !quoted;
-        if (indent && (comma || (open && !strchr("}]", s[1]))))
-            bytes_print(out, "\n%*s", width, "");
-        else if (comma || (!quoted && *s == ':'))
-            bytes_text(out, " ");
-    }
-}
-
-/* Writes a piece of the format up to its text, and returns what stands behind that. */
-static const char *piece(Renderer *r, const char *s) {
-    static const char months[] = "JanFebMarAprMayJunJulAugSepOctNovDec";
-    for (; s && *s; s++) {
-        int year = 2024, month = 7, day = 26, id;
-        size_t n;
-        if (*s == '%' && strchr("stj", s[1])) return s + 2;
-        if (*s == '%' && s[1] == 'e') {
-            if (r->tools) bytes_text(&r->text, "Environment: ipython\n");
-            s++;
-        } else if (*s == '%') {
-            if (r->date) sscanf(r->date, "%4d-%2d-%2d", &year, &month, &day);
-            bytes_print(&r->text, "%02d %.3s %d", day, months + 3 * ((unsigned)(month - 1) % 12), year);
-            s++;
-        } else if ((id = control_at(r->chat->tokenizer, s, &n)) >= 0) {
-            flush(r);
-            ids_add(r->out, id);
-            s += n - 1;
-        } else {
-            bytes_add(&r->text, s, 1);
-        }
-    }
-    return s;
-}
-
-/* Writes a text in its place before `behind`. */
-static void add_text(Renderer *r, const char *s, size_t n, const char *behind, bool joined) {
-    const char *begin = s;
-    if (behind[-1] != 's') trim(&s, &n);
-    if (behind[-1] == 'j' && joined) n += (size_t)(s - begin), s = begin;
-    bytes_add(&r->text, s, n);
-}
-
-static void add_tool_list(Renderer *r) {
-    const Format *f = r->chat->format;
-    const char *behind = piece(r, f->tools);
-    const cJSON *tool;
-    cJSON_ArrayForEach(tool, r->tools) {
-        char *json = json_text(tool);
-        bytes_text(&r->text, f->flags & ALONE ? "" : "\n");
-        add_json(&r->text, json, f->flags & ALONE ? 4 : 0);
-        bytes_text(&r->text, f->flags & ALONE ? "\n\n" : "");
-        free(json);
-    }
-    piece(r, behind);
-}
+/* ---- prompts of other formats ---- */
 
 /* Does message i belong to the turn of the one before it? */
 static bool continues(const Format *f, const Conversation *c, int i) {
     const Message *m = c->message + i;
     if (i >= c->messages || !same(m->role, m[-1].role)) return false;
+    if (!same(m->role, "assistant")) return same(m->role, "tool") && !(f->flags & ALONE);
     return message_part(m - 1) == REASONING || (message_part(m - 1) != ANSWER && !(f->flags & ALONE));
 }
 
-/* The answer behind its thoughts, if a client left both in one text. */
-static Bytes without_thoughts(const Format *f, const Message *m, Bytes *thoughts) {
+/* The text of a message. Thoughts, also those that a client left before the answer, go to `thoughts`. */
+static Bytes text_of(const Format *f, const Message *m, Bytes *thoughts) {
+    bool model = same(m->role, "assistant");
     Bytes text = m->content;
-    for (char *end;
-         f->flags & THINKS && text.n && (end = memmem(text.data, text.n, close_think, strlen(close_think)));) {
-        size_t n = (size_t)(end - text.data), skip = 0;
+    if (model && message_part(m) == REASONING) {
+        bytes_add(thoughts, text.data, text.n);
+        text.n = 0;
+    }
+    while (model && f->thoughts && text.n) {
+        char *end = memmem(text.data, text.n, close_think, strlen(close_think));
+        if (!end) break;
+        size_t n = (size_t)(end - text.data);
         char *begin = memmem(text.data, n, open_think, strlen(open_think));
-        if (begin) skip = (size_t)(begin - text.data) + strlen(open_think);
-        if (thoughts) bytes_add(thoughts, text.data + skip, n - skip);
-        text.data += n + strlen(close_think), text.n -= n + strlen(close_think);
+        size_t skip = begin ? (size_t)(begin - text.data) + strlen(open_think) : 0;
+        bytes_add(thoughts, text.data + skip, n - skip);
+        text.data = end + strlen(close_think), text.n -= n + strlen(close_think);
     }
     return text;
 }
 
-static void add_call(Renderer *r, const Message *m) {
-    Error e;
-    const char *name = m->recipient + (begins(m->recipient, functions) ? strlen(functions) : 0);
-    const char *behind = piece(r, r->chat->format->call);
-    add_quoted(&r->text, name, strlen(name));
-    behind = piece(r, behind);
-    cJSON *arguments = json_parse(m->content.data, m->content.n, "arguments", &e);
-    char *json = arguments ? json_text(arguments) : NULL;
-    if (json)
-        add_json(&r->text, json, 0);
-    else
-        bytes_add(&r->text, m->content.data, m->content.n);
-    free(json);
-    cJSON_Delete(arguments);
-    piece(r, behind);
+static Bytes trim_lines(Bytes text) {
+    for (; text.n && *text.data == '\n'; text.n--) text.data++;
+    return text;
 }
 
-/* A turn of the model's from message i on: thoughts, texts and calls. Returns the message behind it. */
-static int render_turn(Renderer *r, const Conversation *c, int i, bool recent) {
-    const Format *f = r->chat->format;
-    Bytes thoughts = {0};
+static void put_call(const Prompt *p, Bytes *out, const Message *m) {
+    Error e;
+    Bytes name = {0}, arguments = {0};
+    cJSON *json = json_parse(m->content.data, m->content.n, "arguments", &e);
+    append_json(&name, cJSON_CreateString(m->recipient + (begins(m->recipient, functions) ? strlen(functions) : 0)));
+    if (json) put_json(&arguments, json, 0, 0);
+    fill(p, out, p->chat->format->call, name, json ? arguments : m->content);
+    bytes_free(&name), bytes_free(&arguments);
+    cJSON_Delete(json);
+}
+
+static void put_result(const Prompt *p, Bytes *out, const Message *m) {
+    const Format *f = p->chat->format;
+    Bytes quoted = {0};
+    if (f->flags & ALONE) append_json(&quoted, json_from_text(m->content.data, m->content.n));
+    fill(p, out, f->result, nothing, f->flags & ALONE ? quoted : m->content);
+    bytes_free(&quoted);
+}
+
+static void put_tools(const Prompt *p, Bytes *out) {
+    const Format *f = p->chat->format;
+    bool alone = f->flags & ALONE;
+    const cJSON *tool;
+    Bytes list = {0};
+    cJSON_ArrayForEach(tool, p->tools) {
+        bytes_text(&list, alone ? "" : "\n");
+        put_json(&list, tool, alone ? 4 : 0, 0);
+        bytes_text(&list, alone ? "\n\n" : "");
+    }
+    fill(p, out, f->tools, nothing, list);
+    bytes_free(&list);
+}
+
+/* A turn from message i on: a text with what stands before it, all results, or thoughts, texts and calls. Returns the
+ * message behind it. Some formats have no words for a later text of the system's. */
+static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
+    const Format *f = p->chat->format;
+    const Message *m = p->c->message + i;
+    bool model = same(m->role, "assistant"), tool = same(m->role, "tool"), wrote = false;
+    bool system = same(m->role, "developer") && !(f->flags & (FIRST | LAST));
+    const char *piece = model ? f->assistant : tool ? f->results : system ? f->system : f->user;
+    Bytes thoughts = {0}, turn = {0};
     int end = i;
-    do {
-        const Message *m = c->message + end;
-        if (message_part(m) == REASONING)
-            bytes_add(&thoughts, m->content.data, m->content.n);
-        else
-            without_thoughts(f, m, &thoughts);
-    } while (continues(f, c, ++end));
-    const char *behind = piece(r, f->assistant);
-    bool kept = f->flags & KEEPS && recent && (thoughts.n || end == c->messages), wrote = false;
-    if (kept) {
-        const char *s = thoughts.n ? thoughts.data : "";
-        size_t n = thoughts.n;
-        for (; n && *s == '\n'; n--) s++;
-        while (n && s[n - 1] == '\n') n--;
-        piece(r, "<think>\n");
-        bytes_add(&r->text, s, n);
-        piece(r, "\n</think>\n\n");
-    }
+    do text_of(f, p->c->message + end, &thoughts);
+    while (continues(f, p->c, ++end));
+    bool keeps = model && f->thoughts && strstr(f->thoughts, "%s");
+    bool kept = keeps && recent && (thoughts.n || end == p->c->messages);
+    Bytes thought = trim_lines(thoughts);
+    while (thought.n && thought.data[thought.n - 1] == '\n') thought.n--;
+    if (model && (kept || !keeps)) fill(p, &turn, f->thoughts, nothing, thought);
+    if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* then white space goes from both together */
     for (; i < end; i++) {
-        const Message *m = c->message + i;
-        Bytes text = without_thoughts(f, m, NULL);
-        if (message_part(m) == REASONING) continue;
-        for (; f->flags & KEEPS && (kept || text.n < m->content.n) && text.n && *text.data == '\n'; text.n--)
-            text.data++;
-        bool says = m->recipient || text.n;
-        if (wrote && says) bytes_text(&r->text, "\n");
-        if (m->recipient)
-            add_call(r, m);
+        m = p->c->message + i;
+        Bytes text = text_of(f, m, &thoughts);
+        if (kept || (keeps && text.n < m->content.n)) text = trim_lines(text);
+        if (model && !text.n && !m->recipient) continue;
+        if (wrote) bytes_text(&turn, "\n");
+        wrote = true;
+        if (tool)
+            put_result(p, &turn, m);
+        else if (model && m->recipient)
+            put_call(p, &turn, m);
         else
-            add_text(r, text.data, text.n, behind, false);
-        wrote = wrote || says;
+            bytes_add(&turn, text.data, text.n);
     }
-    piece(r, behind);
-    bytes_free(&thoughts);
+    fill(p, &p->text, piece, before, turn);
+    bytes_free(&thoughts), bytes_free(&turn);
     return end;
 }
 
-static int render_results(Renderer *r, const Conversation *c, int i) {
-    const Format *f = r->chat->format;
-    const char *behind = piece(r, f->results);
-    bool more;
-    do {
-        const Bytes *text = &c->message[i].content;
-        const char *rest = piece(r, f->result);
-        f->flags &ALONE ? add_quoted(&r->text, text->data, text->n) : bytes_add(&r->text, text->data, text->n);
-        piece(r, rest);
-        more = ++i < c->messages && same(c->message[i].role, "tool") && !(f->flags & ALONE);
-        if (more) bytes_text(&r->text, "\n");
-    } while (more);
-    piece(r, behind);
-    return i;
+/* What stands before the first message or, in `before`, before a text of the user's. */
+static void put_begin(Prompt *p, Bytes *before) {
+    const Format *f = p->chat->format;
+    const char *system = p->c->instructions ? p->c->instructions : p->chat->preset;
+    bool alone = f->flags & ALONE;
+    struct tm given = {0}, day = {.tm_year = 124, .tm_mon = 6, .tm_mday = 26}; /* as the template has it */
+    char date[32];
+    Bytes text = {0}, about = {0};
+    bytes_text(&text, system ? system : "");
+    fill(p, &p->text, f->begin, nothing, nothing);
+    if (f->flags & (FIRST | LAST)) {
+        if (system) fill(p, before, f->system, nothing, text);
+    } else if (system || f->about || p->tools) {
+        if (p->tools && !alone) bytes_text(&text, system ? "\n\n" : "");
+        if (p->tools) put_tools(p, alone ? before : &text);
+        if (p->c->date && strptime(p->c->date, "%Y-%m-%d", &given)) day = given;
+        strftime(date, sizeof date, "%d %b %Y", &day);
+        fill(p, &about, f->about, view(p->tools ? "Environment: ipython\n" : ""), view(date));
+        fill(p, &p->text, f->system, about, text);
+    }
+    bytes_free(&text), bytes_free(&about);
 }
 
-static void render_instructions(Renderer *r, const char *text, bool tools) {
-    const char *behind = piece(r, r->chat->format->system);
-    if (text) add_text(r, text, strlen(text), behind, false);
-    if (tools) bytes_text(&r->text, text ? "\n\n" : ""), add_tool_list(r);
-    piece(r, behind);
-}
-
-/* A text of the user's, or a later one of the system's, for which some formats have no words of their own. */
-static void render_text_of(Renderer *r, const Message *m, const char *system, bool tools) {
-    const Format *f = r->chat->format;
-    bool instruction = same(m->role, "developer");
-    size_t skip = instruction && begins(m->content.data, heading) ? strlen(heading) : 0;
-    const char *behind = piece(r, instruction && !(f->flags & (FIRST | LAST)) ? f->system : f->user);
-    if (system) render_instructions(r, system, false);
-    if (tools) add_tool_list(r);
-    add_text(r, m->content.data + skip, m->content.n - skip, behind, system);
-    piece(r, behind);
-}
-
-static void render_row(Renderer *r, const Conversation *c, bool prompt) {
-    const Format *f = r->chat->format;
-    const char *system = c->instructions ? c->instructions : r->chat->preset;
-    bool within = f->flags & (FIRST | LAST), alone = f->flags & ALONE;
+static void put_row(Prompt *p, bool prompt) {
+    const Format *f = p->chat->format;
+    const Conversation *c = p->c;
+    Bytes before = {0};
     int first = c->messages, last = -1;
     for (int i = c->messages - 1; i >= 0; i--)
         if (same(c->message[i].role, "user")) first = i, last = last < 0 ? i : last;
-    piece(r, f->begin);
-    if (!within && (system || strstr(f->system, "%e") || (r->tools && !alone)))
-        render_instructions(r, system, r->tools && !alone);
-    for (int i = 0; i < c->messages;) {
-        const Message *m = c->message + i;
-        bool holds = within && i == (f->flags & FIRST ? first : last);
-        if (same(m->role, "assistant"))
-            i = render_turn(r, c, i, i > last);
-        else if (same(m->role, "tool"))
-            i = render_results(r, c, i);
-        else
-            render_text_of(r, m, holds ? system : NULL, r->tools && alone && i == first), i++;
+    put_begin(p, &before);
+    for (int i = 0; i < c->messages;)
+        i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : nothing);
+    if (prompt) { /* what stands before an answer, but for a space, which the model writes itself */
+        size_t n = strcspn(f->assistant, "%");
+        char *head = copy_text(f->assistant, n && f->assistant[n - 1] == ' ' ? n - 1 : n);
+        fill(p, &p->text, head, nothing, nothing);
+        fill(p, &p->text, f->quiet && same(c->effort, "none") ? f->quiet : f->think, nothing, nothing);
+        free(head);
     }
-    if (prompt) piece(r, f->quiet && same(c->effort, "none") ? f->quiet : f->prompt);
+    bytes_free(&before);
 }
 
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
     const Format *f = chat->format;
     const cJSON *tools = json_get(c->request, "tools");
-    Renderer r = {.chat = chat, .date = c->date, .tools = cJSON_GetArraySize(tools) ? tools : NULL, .out = out, .e = e};
+    Prompt p = {.chat = chat, .c = c, .tools = cJSON_GetArraySize(tools) ? tools : NULL};
     size_t before = out->n;
-    bool calls = r.tools;
-    for (int i = 0; i < c->messages; i++) calls = calls || c->message[i].recipient || same(c->message[i].role, "tool");
-    bool schema = json_get(json_get(c->request, "response_format"), "json_schema"), no_tools = calls && !f->call;
-    r.ok = chat_effort(chat, c->effort, e);
-    if (r.ok && f != &harmony && (no_tools || schema))
-        r.ok = fail(e, USAGE, "%s, the chat format of this model, has no %s", f->name,
-                    no_tools ? "tools" : "response_format");
-    if (r.ok) f == &harmony ? render_harmony(&r, c, prompt) : render_row(&r, c, prompt);
-    flush(&r);
-    if (!r.ok) out->n = before;
-    bytes_free(&r.text);
-    return r.ok;
+    bool calls = p.tools, schema = json_get(json_get(c->request, "response_format"), "json_schema");
+    bool valid = is_utf8(view(c->instructions)) && is_utf8(view(c->date));
+    for (int i = 0; i < c->messages; i++) {
+        calls = calls || c->message[i].recipient || same(c->message[i].role, "tool");
+        valid = valid && is_utf8(c->message[i].content);
+    }
+    if (!chat_effort(chat, c->effort, e)) return false;
+    if (!valid) return fail(e, USAGE, "a text of the conversation is not UTF-8");
+    if ((calls && !f->call) || (schema && f != &harmony))
+        return fail(e, USAGE, "%s, the chat format of this model, has no %s", f->name,
+                    calls && !f->call ? "tools" : "response_format");
+    bool ok = f != &harmony || put_harmony(&p, prompt, e);
+    if (f != &harmony) put_row(&p, prompt);
+    ok = ok && encode(chat->tokenizer, &p.text, out, e);
+    if (!ok) out->n = before;
+    bytes_free(&p.text);
+    return ok;
 }
 
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
     const Format *f = chat->format;
-    Renderer r = {.chat = chat, .out = out, .e = e, .ok = true};
-    if (f == &harmony) {
-        control(&r, CHANNEL);
-        bytes_print(&r.text, "commentary to=%s%s", functions, name ? name : "");
-        if (name) bytes_text(&r.text, " "), control(&r, CONSTRAIN), bytes_text(&r.text, "json"), control(&r, MESSAGE);
-    } else {
-        bool thinks = strstr(f->prompt, open_think) && !(f->quiet && same(effort, "none"));
-        if (thinks) piece(&r, "\n</think>\n\n");
-        const char *behind = piece(&r, f->call);
-        if (name) add_quoted(&r.text, name, strlen(name)), piece(&r, behind);
-        if (!name) bytes_text(&r.text, "\"");
-    }
-    flush(&r);
-    bytes_free(&r.text);
-    return r.ok;
+    bool other = f != &harmony, thinks = f->think && !(f->quiet && same(effort, "none"));
+    char *begin = copy_text(f->call, (size_t)(strstr(f->call, name ? "%s" : "%p") - f->call));
+    Prompt p = {.chat = chat};
+    Bytes quoted = {0};
+    if (name && other) append_json(&quoted, cJSON_CreateString(name));
+    if (thinks) fill(&p, &p.text, "\n</think>\n\n", nothing, nothing);
+    fill(&p, &p.text, begin, other ? quoted : view(name), nothing);
+    if (other && !name) bytes_text(&p.text, "\"");
+    bool ok = encode(chat->tokenizer, &p.text, out, e);
+    bytes_free(&p.text), bytes_free(&quoted);
+    free(begin);
+    return ok;
 }
 
 /* ---- reading ---- */
@@ -932,7 +917,7 @@ void reader_init(Reader *r, const Chat *chat, const char *effort) {
     *r = (Reader){.chat = chat, .started = true};
     conversation_set(&r->now.role, "assistant");
     if (f != &harmony) { /* the prompt may end inside a thought */
-        r->started = !strstr(f->prompt, open_think) || (f->quiet && same(effort, "none"));
+        r->started = !f->think || (f->quiet && same(effort, "none"));
         if (!r->started) conversation_set(&r->now.channel, "analysis");
         bytes_text(&r->header, "");
         return;
@@ -1025,180 +1010,46 @@ static void read_header(Reader *r, bool complete, Bytes *shown) {
     bytes_free(&text);
 }
 
-/* Completes the message being read and begins the next. One that says nothing is forgotten, unless it was `ended` by a
- * token of its own and has a whole header or a recipient. One that had to be repaired is not replayed as it was. */
-static void close_message(Reader *r, bool ended, Bytes *text, Read *read) {
+/* Ends the message being read, which is forgotten unless it is `kept`, and begins the next. */
+static void next_message(Reader *r, bool kept) {
+    if (kept) *message_new(&r->message, &r->messages) = r->now;
+    if (!kept) message_free(&r->now);
+    r->now = (Message){.role = join("assistant", "", 0)};
+    r->in_content = r->started = false;
+    r->sound = r->repairs;
+}
+
+/* One that says nothing is forgotten, unless it was `ended` by a token of its own and has a whole header or a
+ * recipient. One that had to be repaired is not replayed as it was. */
+static void close_message(Reader *r, bool ended, Bytes *text) {
     Message *m = &r->now;
     if (!r->in_content) read_header(r, false, text);
     size_t before = text->n;
     tokenizer_flush(&r->decoder, text);
     bytes_add(&m->content, text->data + before, text->n - before);
     if (!ended || r->repairs > r->sound) ids_free(&m->sampled);
-    read->part = message_part(m);
-    read->closed = m->content.n || (ended && (r->in_content || m->recipient));
-    if (read->closed) *message_new(&r->message, &r->messages) = *m;
-    if (!read->closed) message_free(m);
-    *m = (Message){.role = join("assistant", "", 0)};
-    r->in_content = r->started = false;
-    r->sound = r->repairs;
+    next_message(r, m->content.n || (ended && (r->in_content || m->recipient)));
 }
 
-/* ---- reading in other formats ---- */
-
-/* Where the mark, or what may become it, stands in the text that waits, or its end. */
-static size_t find_mark(const Bytes *b, const char *mark, bool end) {
-    size_t length = strlen(mark);
-    for (size_t i = 0; i < b->n; i++) {
-        size_t n = b->n - i < length ? b->n - i : length;
-        if ((n == length || !end) && !memcmp(b->data + i, mark, n)) return i;
-    }
-    return b->n;
-}
-
-static void drop(Bytes *b, size_t n) {
-    b->n -= n;
-    memmove(b->data, b->data + n, b->n + 1);
-}
-
-/* Takes n bytes that wait to the message being read, less white space at its beginning and, until more follows, its
- * end. With a channel the message ends there. */
-static void take(Reader *r, size_t n, const char *channel, Bytes *shown) {
-    Message *m = &r->now;
-    const char *begin = r->header.data, *s = begin;
-    size_t length = n;
-    trim(&s, &length);
-    size_t behind = length ? (size_t)(s - begin) + length : 0;
-    if (m->content.n) length = behind, s = begin;
-    bytes_add(&m->content, s, length);
-    bytes_add(shown, s, length);
-    r->started = r->started && !m->content.n;
-    drop(&r->header, channel ? n : behind);
-    if (!channel) return;
-    if (m->content.n)
-        conversation_set(&m->channel, channel), *message_new(&r->message, &r->messages) = *m;
-    else
-        message_free(m);
-    *m = (Message){.role = join("assistant", "", 0)};
-}
-
-/* The JSON of a call, as a message with the arguments as Python writes them; or false. One that is alone looks like any
- * other JSON but for its arguments. */
-static bool read_call(const char *s, size_t n, bool alone, Message *m) {
-    Error e;
-    cJSON *json = json_parse(s, n, "call", &e);
-    const char *name = json_string(json, "name");
-    const cJSON *arguments = json_get(json, "arguments") ? json_get(json, "arguments") : json_get(json, "parameters");
-    bool ok = name && *name && legal_length(name, strlen(name)) == strlen(name) &&
-              (arguments ? cJSON_IsObject(arguments) : !alone);
-    if (ok) {
-        char *text = arguments ? json_text(arguments) : copy_text("{}", 2);
-        *m = (Message){.role = join("assistant", "", 0),
-                       .channel = join("commentary", "", 0),
-                       .recipient = join(functions, name, strlen(name)),
-                       .content_type = join(constrained, "json", 4)};
-        add_json(&m->content, text, 0);
-        free(text);
-    }
-    cJSON_Delete(json);
-    return ok;
-}
-
-/* Divides the text that waits at its marks, as far as it is certain. */
-static void divide(Reader *r, bool end, Bytes *shown) {
-    const Format *f = r->chat->format;
-    const char *opens = !f->call ? NULL : f->flags & ALONE ? "{\"name\":" : open_call, *closes = close_call;
-    bool alone = f->flags & ALONE, thinks = f->flags & THINKS;
-    Bytes *b = &r->header;
-    while (b->n) {
-        bool thinking = same(r->now.channel, "analysis"), begun = r->now.content.n;
-        const char *s = b->data;
-        size_t n = b->n;
-        trim(&s, &n);
-        if (!begun) drop(b, n ? (size_t)(s - b->data) : b->n);
-        if (thinks && r->started && b->n && !find_mark(b, open_think, end)) {
-            if (b->n < strlen(open_think)) return;
-            drop(b, strlen(open_think));
-            conversation_set(&r->now.channel, "analysis");
-            r->started = false;
-            continue;
-        }
-        size_t thought = thinks ? find_mark(b, close_think, end) : b->n;
-        size_t call = opens && !thinking && !(alone && begun) ? find_mark(b, opens, end) : b->n;
-        if (alone && call) call = b->n;
-        if (thought < call && b->n - thought >= strlen(close_think)) {
-            r->repairs += !thinking;
-            r->started = false;
-            if (r->messages) { /* only what comes first is a thought, and templates cut answers at this mark */
-                memcpy(b->data + thought, "(/think)", strlen(close_think));
-                continue;
-            }
-            take(r, thought, "analysis", shown);
-            drop(b, strlen(close_think));
-        } else if (call < thought && b->n - call >= strlen(opens)) {
-            size_t begin = alone ? call : call + strlen(opens);
-            Bytes rest = {.data = b->data + begin, .n = b->n - begin};
-            size_t length = alone ? rest.n : find_mark(&rest, closes, end);
-            size_t behind = alone ? 0 : rest.n - length >= strlen(closes) ? strlen(closes) : 0;
-            Message m;
-            if (!end && !behind) {
-                take(r, call, NULL, shown);
-                return;
-            }
-            bool read = read_call(rest.data, length, alone, &m);
-            r->repairs += !read || !(alone || behind);
-            take(r, read ? call : alone ? b->n : begin, read ? "commentary" : NULL, shown);
-            if (!read) continue;
-            drop(b, begin - call + length + behind);
-            bytes_add(shown, m.content.data, m.content.n);
-            *message_new(&r->message, &r->messages) = m;
-            r->started = false;
-        } else {
-            take(r, thought < call ? thought : call, NULL, shown);
-            break;
-        }
-    }
-    if (end) take(r, b->n, same(r->now.channel, "analysis") ? "analysis" : "final", shown);
-}
-
-static Read read_text(Reader *r, bool stop, Bytes *shown) {
-    int before = r->messages;
-    if (stop) tokenizer_flush(&r->decoder, &r->header);
-    divide(r, stop, shown);
-    Read read = {.stop = stop, .closed = r->messages > (stop ? 0 : before), .part = message_part(&r->now)};
-    if (read.closed) read.part = message_part(r->message + r->messages - 1);
-    return read;
-}
-
-/* A control token ends the answer, unless it is a mark, which other models spell out. */
-static Read read_token(Reader *r, int token, Bytes *shown) {
-    static const char *const marks[] = {open_think, close_think, open_call, close_call, "<|python_tag|>"};
+/* Takes a token, or STREAM_END. True: sampling should end. */
+static bool push_harmony(Reader *r, int token, Bytes *text) {
     const Tokenizer *t = r->chat->tokenizer;
-    bool stop = tokenizer_is_control(t, token) || token == r->chat->end;
-    for (int i = 0; i < 5; i++) stop = stop && token != tokenizer_added(t, marks[i]);
-    if (!stop && token != tokenizer_added(t, "<|python_tag|>")) tokenizer_decode(t, &r->decoder, token, &r->header);
-    return read_text(r, stop, shown);
-}
-
-Read reader_push(Reader *r, int token, Bytes *text) {
-    const Tokenizer *t = r->chat->tokenizer;
-    Read read = {0};
+    size_t shown = text->n, header = r->header.n;
     int which = 0;
     while (which < CONTROLS && r->chat->control[which] != token) which++;
-    bytes_text(text, "");
-    if (r->chat->format != &harmony) return read_token(r, token, text);
-    ids_add(&r->now.sampled, token);
-    size_t shown = text->n, header = r->header.n;
     bool channel = which == CHANNEL && (r->in_content || (header && memchr(r->header.data, *marks, header)));
-    if (which == START || channel) { /* a new header; only <|start|> may begin one */
+    ids_add(&r->now.sampled, token);
+    if (token == STREAM_END) {
+        close_message(r, false, text);
+    } else if (which == START || channel) { /* a new header; only <|start|> may begin one */
         r->repairs += r->in_content || (r->started && !header);
-        close_message(r, false, text, &read);
+        close_message(r, false, text);
         ids_add(&r->now.sampled, token);
         r->started = which == START;
         if (channel) bytes_add(&r->header, marks, 1);
     } else if (which >= END && which < CONTROLS) {
         r->repairs += !r->in_content;
-        close_message(r, true, text, &read);
-        read.stop = which != END;
+        close_message(r, true, text);
     } else if (which == MESSAGE && !r->in_content) {
         read_header(r, true, text);
         r->in_content = true;
@@ -1214,14 +1065,108 @@ Read reader_push(Reader *r, int token, Bytes *text) {
         for (size_t i = header; i < r->header.n; i++)
             if ((unsigned char)r->header.data[i] <= 2) r->header.data[i] = ' ';
     }
-    if (!read.closed) read.part = message_part(&r->now);
+    return token == STREAM_END || (which > END && which < CONTROLS);
+}
+
+/* ---- reading in other formats ---- */
+
+/* Moves what waits to the message being read, but for white space at its beginning and, until more follows, its end. */
+static void say(Reader *r, Bytes *shown) {
+    Message *m = &r->now;
+    Bytes text = trim(r->header);
+    size_t behind = text.n ? (size_t)(text.data - r->header.data) + text.n : m->content.n ? 0 : r->header.n;
+    if (m->content.n) text = (Bytes){.data = r->header.data, .n = behind};
+    r->started = r->started && !text.n;
+    bytes_add(&m->content, text.data, text.n);
+    bytes_add(shown, text.data, text.n);
+    r->header.n -= behind;
+    memmove(r->header.data, r->header.data + behind, r->header.n + 1);
+}
+
+static void end_text(Reader *r, const char *channel, Bytes *shown) {
+    tokenizer_flush(&r->decoder, &r->header);
+    say(r, shown);
+    r->header.n = *r->header.data = 0;
+    conversation_set(&r->now.channel, channel);
+    next_message(r, r->now.content.n);
+}
+
+/* May what waits be a call that is alone, as far as it is there? */
+static bool may_be_call(const Reader *r) {
+    static const char begin[] = "{\"name\":";
+    size_t skip = strspn(r->header.data, space), n = r->header.n - skip;
+    return r->chat->format->flags & ALONE && !r->now.content.n && n &&
+           !memcmp(r->header.data + skip, begin, n < strlen(begin) ? n : strlen(begin));
+}
+
+/* What waits becomes a call with the arguments as Python writes them; if it is none, it is text. One that is alone
+ * looks like any other JSON but for its arguments, others have marks around them. */
+static void end_call(Reader *r, bool closed, Bytes *shown) {
+    Error e;
+    bool alone = r->chat->format->flags & ALONE;
+    Bytes text = trim(r->header);
+    if (!alone) text.data += strlen(open_call), text.n -= strlen(open_call);
+    if (closed) text.n -= strlen(close_call);
+    cJSON *json = json_parse(text.data, text.n, "call", &e);
+    const char *name = json_string(json, "name"), *key = json_get(json, "arguments") ? "arguments" : "parameters";
+    const cJSON *arguments = json_get(json, key);
+    bool ok = name && *name && legal_length(name, strlen(name)) == strlen(name) &&
+              (arguments ? cJSON_IsObject(arguments) : !alone);
+    r->repairs += !ok || !(alone || closed);
+    r->in_content = false;
+    if (ok) {
+        Message call = call_of(name);
+        if (arguments) put_json(&call.content, arguments, 0, 0);
+        if (!arguments) bytes_text(&call.content, "{}");
+        r->header.n = *r->header.data = 0;
+        end_text(r, "commentary", shown);
+        bytes_add(shown, call.content.data, call.content.n);
+        *message_new(&r->message, &r->messages) = call;
+    }
+    cJSON_Delete(json);
+}
+
+/* Marks are tokens: where a model spells one out, or where it has no place, it is text. */
+static bool push_other(Reader *r, int token, Bytes *shown) {
+    const Tokenizer *t = r->chat->tokenizer;
+    const Format *f = r->chat->format;
+    const int *mark = r->chat->control;
+    bool thinking = same(r->now.channel, "analysis"), stop = token == STREAM_END || tokenizer_is_control(t, token);
+    for (int i = 0; i < MARKS; i++) stop = stop && token != mark[i];
+    stop = stop || token == r->chat->end;
+    if (stop) {
+        tokenizer_flush(&r->decoder, &r->header);
+        if (r->in_content || may_be_call(r)) end_call(r, false, shown);
+        end_text(r, thinking ? "analysis" : "final", shown);
+    } else if (f->thoughts && token == mark[OPEN_THINK] && r->started) {
+        conversation_set(&r->now.channel, "analysis");
+        r->started = false;
+    } else if (f->thoughts && token == mark[CLOSE_THINK] && !r->in_content) {
+        r->repairs += !thinking;
+        if (thinking || !r->messages) end_text(r, "analysis", shown); /* only what comes first is a thought */
+    } else if (f->flags & ALONE ? token != mark[PYTHON_TAG] : true) {
+        if (f->call && token == mark[OPEN_CALL] && !thinking && !r->in_content) {
+            tokenizer_flush(&r->decoder, &r->header);
+            say(r, shown);
+            r->started = false;
+            r->in_content = true;
+        }
+        tokenizer_decode(t, &r->decoder, token, &r->header);
+        if (r->in_content && token == mark[CLOSE_CALL]) end_call(r, true, shown);
+        if (!r->in_content && !may_be_call(r)) say(r, shown);
+    }
+    return stop;
+}
+
+Read reader_push(Reader *r, int token, Bytes *text) {
+    bool other = r->chat->format != &harmony;
+    int before = r->messages;
+    bytes_text(text, "");
+    Read read = {.stop = (other ? push_other : push_harmony)(r, token, text)};
+    if (other && read.stop) before = 0;
+    read.closed = r->messages > before;
+    read.part = message_part(read.closed ? r->message + r->messages - 1 : &r->now);
     return read;
 }
 
-Read reader_end(Reader *r, Bytes *text) {
-    Read read = {.stop = true};
-    bytes_text(text, "");
-    if (r->chat->format != &harmony) return read_text(r, true, text);
-    close_message(r, false, text, &read);
-    return read;
-}
+Read reader_end(Reader *r, Bytes *text) { return reader_push(r, STREAM_END, text); }

@@ -11,7 +11,7 @@ typedef struct Format Format; /* a row of the table */
 typedef struct {
     const Tokenizer *tokenizer;
     const Format *format;
-    int control[CONTROLS]; /* ids of harmony's tokens */
+    int control[CONTROLS]; /* ids of harmony's tokens, or of another format's marks */
     Ids answer;            /* harmony's <|start|>assistant, which ends a prompt */
     int end;               /* another format's token behind an answer */
     char *preset;          /* the template's own system text, where nobody gives one; or NULL */
@@ -21,6 +21,7 @@ typedef struct {
 bool chat_template(const char *dir, Bytes *out, Error *e);
 /* False: it has no format that is known; the error's text says why. */
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e);
+const char *chat_name(const Chat *chat); /* of its format: harmony, Qwen3, Llama 3.1, ... */
 /* Can the model think so long: none, low, medium or high? USAGE. */
 bool chat_effort(const Chat *chat, const char *effort, Error *e);
 void chat_close(Chat *chat);
@@ -85,7 +86,7 @@ typedef struct {
     const Chat *chat;
     Message now;              /* being read */
     bool started, in_content; /* its header began with <|start|>; behind <|message|> */
-    Bytes header;             /* text before that; in other formats text that may become a mark, and no message began */
+    Bytes header;             /* text before that; in other formats white space or a call that waits */
     Decoder decoder;
     Message *message; /* those that are complete; take them with reader_take */
     int messages;

@@ -69,7 +69,7 @@ static struct { /* a process works with one repository */
     int end;                  /* file[next .. end - 1] wait for a thread */
     _Atomic int next, here;   /* here: files */
     _Atomic uint64_t arrived; /* bytes, in this run */
-    pthread_mutex_t mutex;    /* for links and the terminal: */
+    pthread_mutex_t mutex;    /* for the terminal: */
     char said[4000];          /* what was said once */
     int lines;                /* of progress */
     double begun, drawn;
@@ -266,19 +266,16 @@ static bool is_here(const File *f) {
     return !lstat(blob_path(f, "", path), &st) && S_ISREG(st.st_mode) && (uint64_t)st.st_size == f->size;
 }
 
-/* It is complete: links it into the snapshot. */
+/* It is complete: links it into the snapshot. A link is whole or not there, whoever ends the process. */
 static void file_link(File *f) {
-    char path[MAX_PATH], new[MAX_PATH + 32], text[MAX_PATH] = "../../", found[MAX_PATH] = "";
+    char path[MAX_PATH], text[MAX_PATH] = "../../", found[MAX_PATH] = "";
     snprintf(path, sizeof path, "%s/snapshots/%s/%s", hub.folder, hub.commit, f->name);
     for (const char *s = f->name; (s = strchr(s, '/')); s++) strcat(text, "../");
     strcat(strcat(text, "blobs/"), f->id);
     if (readlink(path, found, sizeof found - 1) < 0 || strcmp(found, text)) {
-        snprintf(new, sizeof new, "%s.%d.new", path, (int)getpid());
         make_folders(path);
-        pthread_mutex_lock(&hub.mutex); /* whoever ends the process leaves no half of it */
-        bool linked = !symlink(text, new) && !rename(new, path);
-        pthread_mutex_unlock(&hub.mutex);
-        if (!linked) disk_fails(path);
+        if (remove(path) && errno != ENOENT) disk_fails(path);
+        if (symlink(text, path) && errno != EEXIST) disk_fails(path); /* another process may have made it */
     }
     f->done = f->size;
     hub.here++;
@@ -753,8 +750,9 @@ int rm(const Options *o) {
     return DONE;
 }
 
-/* Puts a small file, or the header of safetensors behind its length in eight bytes and before a hole, into a folder. */
-static void save_head(File *f, const char *folder) {
+/* Puts a small file, or the header of safetensors behind its length in eight bytes and before a hole, into a folder of
+ * the repository's name. */
+static void save_head(File *f) {
     char range[64], path[MAX_PATH + MAX_NAME], *url = file_url(f);
     bool weights = !fnmatch("*.safetensors", f->name, 0);
     File head = {.name = f->name, .size = weights ? 8 : MAX_ANSWER, .body = &(Bytes){0}}, rest = head;
@@ -769,7 +767,8 @@ static void save_head(File *f, const char *folder) {
             give_up(BAD_MODEL, "%s: a header of %llu bytes does not fit", f->name, (unsigned long long)n);
         if (!get(&rest, url, range, &e)) give_up(e.code, "%s", e.text);
     }
-    snprintf(path, sizeof path, "%s/%s", folder, f->name);
+    snprintf(path, sizeof path, "%s/%s", hub.name, f->name);
+    make_folders(path);
     FILE *file = fopen(path, "wx");
     if (!file || fwrite(head.body->data, 1, head.body->n, file) < head.body->n || fflush(file) ||
         ftruncate(fileno(file), (off_t)f->size))
@@ -785,15 +784,15 @@ const char *outline_open(const char *repository, uint64_t *to_fetch) {
     Error e;
     hub_open(&(Options){.model = repository});
     if (!list_files(&e)) give_up(e.code, "%s", e.text);
+    *to_fetch = 0;
+    for (int i = 0; i < hub.files; i++) *to_fetch += is_here(hub.file + i) ? 0 : hub.file[i].size;
     snprintf(hub.outline, sizeof hub.outline, "%s/infer-XXXXXX", tmp ? tmp : "/tmp");
     if (!mkdtemp(hub.outline)) disk_fails(hub.outline);
     atexit(remove_outline);
-    *to_fetch = 0;
-    for (File *f = hub.file; f < hub.file + hub.files; f++) {
-        if (!is_here(f)) *to_fetch += f->size;
-        if (matches(read, 3, f->name)) save_head(f, hub.outline);
-    }
-    return hub.outline;
+    if (chdir(hub.outline) || !getcwd(hub.outline, sizeof hub.outline)) disk_fails(hub.outline);
+    for (int i = 0; i < hub.files; i++)
+        if (matches(read, 3, hub.file[i].name)) save_head(hub.file + i);
+    return hub.name;
 }
 
 bool hub_check(char token[300], char answer[400], Error *e) {

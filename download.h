@@ -8,8 +8,9 @@
  * download. */
 char *model_get(const char *argument, Error *e);
 
-/* A repository without its weights: a folder, removed at exit, with config.json, the index, and each safetensors file
- * with a hole for its data. to_fetch: bytes that `infer download` would fetch. Ends the process if that fails. */
+/* A repository without its weights: a folder of its name with config.json, the index, and each safetensors file with a
+ * hole for its data. It lies in a temporary folder, removed at exit, which becomes the working directory. to_fetch:
+ * bytes that `infer download` would fetch. Ends the process if that fails. */
 const char *outline_open(const char *repository, uint64_t *to_fetch);
 
 /* For doctor: does the hub answer? Says what was found of the token, and how the hub answers. */

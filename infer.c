@@ -18,6 +18,7 @@
 #include <limits.h>
 #include <locale.h>
 #include <math.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -149,7 +150,8 @@ static const Option options[] = {
     {"list inspect doctor", 0, "json", NULL, SWITCH, FIELD(json), .help = "as JSON"},
     {"play inspect serve", 0, "ctx", "N", WHOLE, FIELD(context), 1, 1 << 24,
      .help = "tokens of context (what the model was made for and the memory allows)"},
-    {"play bench logits explain perplexity serve", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MOST_GPUS - 1, "0", "which GPU"},
+    {"play bench logits explain perplexity serve", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MOST_GPUS - 1, "0",
+     "which GPU"},
     {"play bench logits explain perplexity serve", 0, "plain", NULL, SWITCH, FIELD(plain),
      .help = "the plain kernels, also where faster ones know the model"},
 };
@@ -1193,6 +1195,14 @@ static int play_once(Play *p, const Bytes *prompt) {
     return !ok ? e.code : !strcmp(a.reason, "interrupted") ? INTERRUPTED : DONE;
 }
 
+/* All of stdin. It may be an open pipe in which nothing comes: then the wait is said. */
+static void read_stdin(Bytes *out) {
+    if (!poll(&(struct pollfd){.fd = STDIN_FILENO, .events = POLLIN}, 1, 1000))
+        fputs("infer: the prompt is read from stdin until it ends (Ctrl+D on a terminal); </dev/null gives none\n",
+              stderr);
+    stdin_read(out);
+}
+
 /* A text from -p, -f and stdin; *once: there is one. */
 static bool read_prompt(const Options *o, Bytes *text, bool *once, Error *e) {
     bool from_stdin = o->file ? !strcmp(o->file, "-") : !isatty(STDIN_FILENO);
@@ -1201,7 +1211,7 @@ static bool read_prompt(const Options *o, Bytes *text, bool *once, Error *e) {
     if (o->prompt && o->file) return fail(e, USAGE, "-p and -f exclude each other");
     if (o->prompt) bytes_text(text, o->prompt);
     if (o->file && !from_stdin && !file_read(o->file, MOST_PROMPT, text, e)) return e->code = USAGE, false;
-    if (from_stdin) stdin_read(&piped);
+    if (from_stdin) read_stdin(&piped);
     if (text->n && piped.n) bytes_text(text, "\n\n");
     bytes_add(text, piped.data, piped.n);
     bytes_free(&piped);
@@ -1336,7 +1346,8 @@ static int vocabulary(const Session *s) {
     int64_t n = 0;
     bytes_print(&path, "%s/config.json", s->dir);
     cJSON *config = json_read(path.data, 1 << 20, &e);
-    json_whole(json_get(config, "vocab_size"), 0, INT32_MAX, &n);
+    const cJSON *text = json_get(config, "text_config"); /* of a model that sees, too */
+    json_whole(json_get(text ? text : config, "vocab_size"), 0, INT32_MAX, &n);
     cJSON_Delete(config);
     bytes_free(&path);
     return n > tokenizer_size(s->tokenizer) ? (int)n : tokenizer_size(s->tokenizer);

@@ -52,9 +52,9 @@ inline bool has_gpt_oss_shapes(const Model &m) {
         for (const Linear *w : {&at.gate, &at.up, &at.down})
             if (w->type != MXFP4) return false;
     }
-    return m.head.type == BF16 && m.embed.type == BF16 && m.dim == 2880 &&
-           m.ffn_dim == 2880 && m.vocab == 201088 && m.n_heads == 64 && m.n_kv_heads == 8 && m.head_dim == 64 &&
-           m.top_k == 4 && l.router.rows && l.sinks && !l.q_norm;
+    return m.head.type == BF16 && m.embed.type == BF16 && m.dim == 2880 && m.ffn_dim == 2880 && m.vocab == 201088 &&
+           m.n_heads == 64 && m.n_kv_heads == 8 && m.head_dim == 64 && m.top_k == 4 && l.router.rows && l.sinks &&
+           !l.q_norm;
 }
 __device__ inline DecodeWork with_gpt_oss_shapes(DecodeWork w) {
     static_assert(2880 % CHUNK == 0, "act_pitch has no padding: a block that polls would wait for it");

@@ -145,8 +145,8 @@ static void encoding_passes(const char *path) {
     Costs costs = rounding_costs(&c.model, &golden, ids, n);
     for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
         const char *wrong = first_wrong(&c.model, &costs, &golden, ids, n, chunks[i], &ratio);
-        check(!*wrong, "%s in chunks of %zu: first wrong at %s (%.1f times what rounding costs)", path, chunks[i], wrong,
-              ratio);
+        check(!*wrong, "%s in chunks of %zu: first wrong at %s (%.1f times what rounding costs)", path, chunks[i],
+              wrong, ratio);
     }
     trace_free(&golden);
     checkpoint_close(&c);

@@ -685,7 +685,8 @@ def test_inspect(folder):
         far = json.loads(infer("inspect", "org/parrot", "--json", env=env).text)
         header, values = read_safetensors(PARROT / WEIGHTS)
         same({k: v for k, v in far.items() if k not in ("name", "bytes_to_download")},
-             {k: v for k, v in local.items() if k not in ("name", "bytes_to_download")}, "facts")
+             {k: v for k, v in local.items() if k not in ("name", "chat_format")}, "facts")
+        same(local["chat_format"], "harmony", "chat format")
         same(far["weight_bytes"], len(values), "bytes")
         same(sum(far[f"bytes_in_{encoding}"] for encoding in ("BF16", "MXFP4")), len(values), "bytes by encoding")
         same(far["bytes_to_download"], sum(map(len, SMALL.values())), "to download")

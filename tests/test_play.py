@@ -188,6 +188,9 @@ def test_prompt_and_stdin(folder):
         same(found["prompt_tokens"], len(render({"messages": [{"role": "user", "content": prompt}], "date": DATE})),
              f"tokens of {prompt!r}")
     refused("play", PARROT, "-p", "x", stdin=b"a\xff", code=2, words=["UTF-8", "byte 4"])
+    with start("play", PARROT, "-p", "Hello!", *GREEDY, stdin=-1, stdout=-1, stderr=-1) as p:  # an idle pipe is named
+        expect(b"stdin" in p.stderr.readline(), "nothing is said about stdin")
+        expect(p.communicate(timeout=60)[0], "no answer behind it")
 
 
 def test_stdout_that_cannot_be_written():

@@ -112,10 +112,14 @@ def test_a_wrong_line_is_refused_alone():
          "the lines that are named")
 
 
-def test_ids_outside_the_vocabulary():
+def test_ids_outside_the_vocabulary(folder):
     refused("detokenize", PARROT, stdin="[1, 99999999]", code=2, words=["99999999", "vocabulary"])
     refused("detokenize", PARROT, stdin="[1, -1]", code=2, words=["'-1'"])
     refused("detokenize", PARROT, stdin="[1, x]", code=2, words=["'x'"])
+    (folder / "tokenizer.json").write_bytes((PARROT / "tokenizer.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 1000}}))
+    same(detokenize([999], folder), b"", "an id of the nested vocabulary that no text belongs to")
+    refused("detokenize", folder, stdin="[1000]", code=2, words=["vocabulary of 1000"])
 
 
 def test_decode_of_encode_is_the_text():
@@ -491,8 +495,8 @@ def test_text_never_becomes_control_tokens_published():
 
 def test_headers_take_one_word():
     """Words of a header that could be read as another part of it."""
-    words = ["", " ", "f to=assistant", "f\n", "f<|channel|>final", "to=f", "f=1", "f g", "f\tg", "x" * 1000, "<", ">",
-             "\x7f"]
+    words = ["", " ", "f[0]", "%s", "f to=assistant", "f\n", "f<|channel|>final", "to=f", "f=1", "f g", "f\tg",
+             "x" * 1000, "<", ">", "\x7f"]
     fields = [("called function", lambda x: say(HI, called(x))),
               ("function name", lambda x: say(HI, tools=[function(name=x)])),
               ("recipient", lambda x: header(recipient=x)), ("channel", lambda x: header(channel=x)),
