@@ -945,6 +945,13 @@ bool heads(Pass *a, Pending *p, Error *e) {
     return true;
 }
 
+/* Whether a step is made a graph: where it is, the host launches faster than the card computes. The steps of a large
+ * model last longer than their launches, and making a graph for each of their many numbers of streams would stop all.
+ */
+bool worth_a_graph(const Gpu *gpu, int tokens) {
+    const bool brief = gpu->weight_bytes < (size_t)8 << 30;
+    return tokens <= (brief ? gpu->logit_rows : 2 * MAX_DECODE);
+}
 /* A step that generates, as a graph: one for each number of streams, and of pages, made when it first comes. */
 bool run_graph(Pass *a, Pending *p, Error *e) {
     Gpu *gpu = a->gpu;
@@ -980,7 +987,7 @@ bool submit(Gpu *gpu, const Batch *b, Pending *p, Error *e) {
         a.s = step_at(gpu->step, room, &bytes);
         a.prefill = gpu->fast && fast::prefills(&a);
         CUDA(cudaMemcpyAsync(a.s.how, p->step, bytes + pages, cudaMemcpyHostToDevice, gpu->stream));
-        bool whole = a.alone && a.rows == a.tokens && a.tokens <= gpu->logit_rows && !a.keep && !gpu->limits.tap;
+        bool whole = a.alone && a.rows == a.tokens && worth_a_graph(gpu, a.tokens) && !a.keep && !gpu->limits.tap;
         ok = whole ? run_graph(&a, p, e) : forward(&a, e) && heads(&a, p, e);
     }
     if (ok) CUDA(cudaEventRecord(p->done, gpu->stream));

@@ -15,9 +15,8 @@ BOTH float f16_value(uint16_t h) {
 }
 
 BOTH float e2m1_value(int nibble) {
-    int e = nibble >> 1 & 3, m = nibble & 1;
-    float size = e ? ldexpf((float)(2 + m), e - 2) : 0.5f * (float)m;
-    return nibble & 8 ? -size : size;
+    const float size[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    return nibble & 8 ? -size[nibble & 7] : size[nibble & 7];
 }
 
 BOTH float e8m0_value(int e) { return e == 255 ? NAN : ldexpf(1, e - 127); }

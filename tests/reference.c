@@ -97,10 +97,15 @@ static void decode_row(const Linear *w, int i, int row, float *out) {
                           .zero_plus_one = w->zero_plus_one,
                           .factor = w->factor ? w->factor[i] : 1,
                           .group = w->group ? w->group + (size_t)i * (size_t)w->cols : NULL};
-    for (int c = 0; c < w->cols; c++) {
-        Weight at = weight_at(&from, (size_t)row, (size_t)c);
-        out[c] = at.a * (at.q - at.zero);
-        out[c] += at.b;
+    const bool gguf = w->type >= Q8_0, alike = !gguf && !w->group; /* runs of columns share a scale and a zero */
+    const int run = !alike ? 1 : w->scale.rows ? w->scale.cols : w->cols;
+    for (int c = 0; c < w->cols; c += run) {
+        const Weight first = weight_at(&from, (size_t)row, (size_t)c);
+        for (int k = c; k < w->cols && k < c + run; k++) {
+            float q = alike ? code_at(w->type, from.data, from.stride, (size_t)row, (size_t)k) : first.q;
+            out[k] = first.a * (q - first.zero);
+            out[k] += first.b;
+        }
     }
 }
 
