@@ -16,7 +16,8 @@ bool fail(Error *e, int code, const char *format, ...) {
     char text[sizeof e->text]; /* an argument may be e->text itself */
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    Bytes shown = {0}; /* names from files may hold anything: one line, no terminal escapes, no half characters */
+    Bytes shown = {
+        0}; /* names from files may hold anything; a message is one line, without terminal escapes or half characters */
     bytes_shown(&shown, text, strlen(text), false);
     e->code = code;
     snprintf(e->text, sizeof e->text, "%s", shown.data ? shown.data : "");
@@ -161,7 +162,7 @@ bool file_exists(const char *path) {
     return !stat(path, &st) && S_ISREG(st.st_mode);
 }
 
-enum { MOST_COMMAS = 4000000 }; /* thrice those of the largest tokenizer.json; cJSON takes 80 bytes for each */
+enum { MOST_COMMAS = 4000000 }; /* three times those of the largest tokenizer.json; cJSON takes 80 bytes for each */
 
 static bool digit(char c) { return c >= '0' && c <= '9'; }
 
@@ -174,7 +175,8 @@ static bool json_lax_number(const char *text, const char *s, const char *end) {
     return more && !strchr("0123456789.eE+", before);
 }
 
-/* What cJSON lets pass or cuts silently, and where; NULL: nothing. The rest of the grammar is left to cJSON. */
+/* What cJSON accepts or cuts silently although it is wrong, and where; NULL: nothing. cJSON checks the rest of the
+ * grammar. */
 static const char *json_laxity(const char *text, size_t n, size_t *offset) {
     const char *s = text, *end = text + n;
     size_t values = 0;
@@ -198,7 +200,7 @@ static const char *json_laxity(const char *text, size_t n, size_t *offset) {
 
 static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
-/* A key that stands twice in one object anywhere below `value`, or NULL. cJSON limits the depth of nesting. */
+/* A key that occurs twice in one object anywhere below `value`, or NULL. cJSON limits the depth of nesting. */
 static const char *json_twice(const cJSON *value) {
     const char *twice = NULL;
     size_t n = 0;

@@ -1,5 +1,5 @@
-/* card.cu: opens and closes a card: chooses it, takes its memory, brings the weights there; and says what cards there
- * are and how fast they read. infer.cu computes. */
+/* card.cu: opens and closes a card: chooses it, allocates its memory, loads the weights; lists the cards and measures
+ * how fast they read; submits steps and collects results. infer.cu computes. */
 #include "card.cuh"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ static __global__ void fill_turns(float2 *turn, const float *inv_freq, int half,
     }
 }
 
-/* Makes a card the current one. */
+/* Selects a card. */
 static bool choose_card(Gpu *g, Error *e) {
     const int gpu = g->limits.gpu;
     int cards;
@@ -83,7 +83,8 @@ static void cuda_describe(Devices *d) {
 
 /* ---- how fast it reads ---- */
 
-/* Reads n words of 16 bytes, eight on the way in every thread; *never is not written, but the compiler cannot know. */
+/* Reads n words of 16 bytes, with eight in flight in every thread. *never is never written, but the compiler cannot
+ * know that. */
 static __global__ void __launch_bounds__(512) read_words(const uint4 *words, size_t n, uint32_t *never) {
     size_t threads = (size_t)gridDim.x * blockDim.x, i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     uint32_t all = 0;
@@ -120,7 +121,7 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
 
 /* ---- where weights lie ---- */
 
-/* The encoding on the card of what a file encodes so: the same, or one that holds the same codes, or bf16. */
+/* The encoding on the card for an encoding of a file: the same, or one that holds the same codes, or bf16. */
 static Type card_type(const Linear &w) {
     auto words_of = [&](int columns) { return !w.group && (w.scale.cols >= w.cols || w.scale.cols % columns == 0); };
     const bool of_16 = words_of(16), of_32 = words_of(32), of_64 = words_of(CHUNK);
@@ -147,9 +148,9 @@ static Type card_type(const Linear &w) {
     default: return Q6_K; /* what has offsets, or scales of 16 columns */
     }
 }
-/* One for two Linears in one Matrix. */
+/* One encoding for two Linears that share a Matrix. */
 static Type common_type(Type a, Type b) {
-    auto holds = [](Type t) { return t == Q4_1 || t == Q8_0 || t == Q6_K; }; /* what Q6_K can */
+    auto holds = [](Type t) { return t == Q4_1 || t == Q8_0 || t == Q6_K; }; /* what Q6_K can hold */
     return a == b ? a : holds(a) && holds(b) ? Q6_K : a == F32 || b == F32 ? F32 : BF16;
 }
 
@@ -165,8 +166,8 @@ static Matrix plan_matrix(Plan *p, const Linear *like, Type type, int rows, bool
     return m;
 }
 
-/* Says where all weights will lie, from `base` on, and how many bytes they have. BAD_MODEL if an encoding is not
- * implemented for its place. */
+/* Lays out all weights from `base` on and counts their bytes. BAD_MODEL if an encoding is not implemented for its
+ * place. */
 static bool plan_weights(DeviceModel *device, const Model *m, uint8_t *base, size_t *bytes, Error *e) {
     Plan p = {base, 0};
     device->layer.resize(m->n_layers);
@@ -226,7 +227,7 @@ static bool plan_weights(DeviceModel *device, const Model *m, uint8_t *base, siz
     return true;
 }
 
-/* ---- bringing them there ---- */
+/* ---- loading them ---- */
 
 /* A part of one matrix of a Linear, and its grids; `from` counts rows and columns of the whole matrix. */
 struct Source {
@@ -235,12 +236,12 @@ struct Source {
     int matrix;                     /* of the Matrix's */
 };
 
-/* Two e4m3 values so that few operations make bf16 of them: of the first the sign and the rest stand where bf16 has
- * them; the second's sign four bits below, the next three four above, and the last four four below their places. */
+/* Packs two e4m3 values so that few operations turn them into bf16. The first has its bits where bf16 has them. The
+ * second has its sign four bits below that place, its next three bits four above, and its last four bits four below. */
 static __device__ uint16_t fp8_pair(uint32_t first, uint32_t second) {
     return (first & 0x80) << 8 | (first & 0x7F) << 4 | (second & 0x80) << 4 | (second & 0x70) << 8 | second & 15;
 }
-/* Four neighbouring weights of a row, and the word of their columns, to where a codec wants them: see card.cuh. */
+/* Stores four neighbouring weights of a row, and the word of their columns, where code_place() and word_place() say. */
 static __device__ void place_codes(const Source &s, const Matrix &m, int row, int to, int c, const Weight (&w)[4]) {
     uint8_t *chunk = m.chunk(s.matrix, to, c, coded_chunk(m.type)),
             *at = chunk + code_place(m.type, to % TILE, c % CHUNK) / 8;
@@ -264,7 +265,7 @@ static __device__ void place_codes(const Source &s, const Matrix &m, int row, in
     if (m.type == PACKED4) word = word & ~15u | (uint32_t)w[0].zero;
     *(uint32_t *)(chunk + word_place(m.type, to % TILE, c % CHUNK)) = word;
 }
-/* A thread takes four columns of a row. A weight that is not a number sets *bad. */
+/* One thread packs four columns of a row. A weight that is NaN or infinite sets *bad. */
 static __global__ void place_weights(Source s, Matrix m, Rows rows, int *bad) {
     const int each = (s.columns + 3) / 4;
     const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -296,13 +297,13 @@ static __device__ void fp4_pack(const uint8_t (&nibble)[16], uint32_t (&word)[2]
         default: rest |= i / 8 ? value >> 6 : __funnelshift_l(value, value, 4);
         }
     }
-    for (uint32_t bit = 1; bit; bit <<= 1) { /* from the lowest on, since the sum carries */
+    for (uint32_t bit = 1; bit; bit <<= 1) { /* from the lowest on, because the sum carries */
         uint32_t wrong = (word[0] + 4 * word[1] ^ rest) & bit;
         if (bit & FP4_REST) word[0] |= wrong;
         if (bit & FP4_REST << 2) word[1] |= wrong >> 2;
     }
 }
-/* The same for MXFP4: a thread takes a block of 32 columns. */
+/* The same for MXFP4: one thread packs a block of 32 columns. */
 static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
     const int each = s.columns / 32, i = blockIdx.x * blockDim.x + threadIdx.x;
     const int row = s.row + i / each, b = i % each, to = rows.of(row), g = to % 8, high = to / 8 % 2;
@@ -321,7 +322,7 @@ static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
         *(uint2 *)(chunk + (g * 4 + b % 2 * 2 + half) * 16 + high * 8) = make_uint2(word[0], word[1]);
     }
 }
-/* Random weights of about 1 / sqrt(cols), a thread a word. */
+/* Random weights of about 1 / sqrt(cols). One thread a word. */
 static __global__ void make_up(Matrix m, uint32_t seed) {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < m.bytes * m.n / 4;
          i += (size_t)gridDim.x * blockDim.x) {
@@ -331,10 +332,10 @@ static __global__ void make_up(Matrix m, uint32_t seed) {
         if (m.type == BF16) { /* uniform */
             float most = sqrtf(3.f / m.cols) / 32768;
             ((__nv_bfloat162 *)m.data)[i] = __floats2bfloat162_rn((int16_t)bits * most, (int16_t)(bits >> 16) * most);
-        } else if (m.type == MXFP4) { /* all e2m1 values alike, whose root mean square is 2.93, and one scale */
+        } else if (m.type == MXFP4) { /* all e2m1 values are equally likely: root mean square 2.93; one scale */
             uint32_t scale = 127 + FP4_SCALE - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
             ((uint32_t *)m.data)[i] = i * 4 % FP4_CHUNK < 512 ? bits : scale * 0x01010101;
-        } else { /* all codes alike, but for NaN of e4m3 */
+        } else { /* all codes are equally likely, except e4m3's NaN */
             const float a = 1 / (sqrtf(m.cols) * (m.type == FP8 ? 68.5f : code_bits(m.type) == 8 ? 73.9f : 4.6f));
             const __half2 both = __floats2half2_rn(a, m.type == Q4_1 ? -7.5f * a : 0);
             const uint32_t word = has_offset(m.type) ? *(const uint32_t *)&both : float_bits(a);
@@ -373,8 +374,8 @@ static View view_of(View all, const View *each, int i) {
     return each ? each[i] : all;
 }
 
-/* A model on its way: several threads read pieces into pinned buffers (mapped files would fault page by page) while
- * kernels place earlier ones. */
+/* A model being loaded: several threads read pieces into pinned buffers (mapped files would fault page by page) while
+ * kernels place earlier pieces. */
 struct Upload {
     struct Job {
         Linear linear;
@@ -504,8 +505,8 @@ bool Upload::read_view(const View &view, size_t first, const Lines &lines, uint8
     return true;
 }
 
-/* Reads lines of a matrix, and what its grids say, to `host`; tells where they lie once they are copied to `card`.
- * Returns the bytes, also for host NULL, which reads nothing; 0: it failed. */
+/* Reads lines of a matrix, and their grids, to `host`, and fills in where they will lie after the copy to `card`.
+ * Returns the number of bytes; host NULL reads nothing and only counts. 0: an error. */
 size_t Upload::stage(const Job &j, int matrix, int line, int n, uint8_t *host, uint8_t *card, Source *s,
                      Error *e) const {
     const Linear &w = j.linear;
@@ -553,7 +554,7 @@ cudaError_t Upload::place_piece(int number, const Source &s, cudaStream_t stream
     return cudaGetLastError();
 }
 
-/* One reader's work: piece after piece, through its own buffers. */
+/* A reading thread: takes piece after piece, through buffers of its own. */
 bool Upload::read(int device, Error *e) {
     struct Buffer {
         uint8_t *host = NULL, *card = NULL;
@@ -628,7 +629,7 @@ bool Upload::run(int device, void (*progress)(uint64_t, uint64_t), Error *e) {
     return true;
 }
 
-/* BAD_MODEL if a file shrank or a weight is NaN, named. */
+/* Loads all weights. BAD_MODEL, with the name, if a file shrank or a weight is NaN. */
 static bool load_weights(const DeviceModel *device, const Model *m, int gpu, void (*progress)(uint64_t, uint64_t),
                          Error *e) {
     Upload upload;
@@ -657,7 +658,7 @@ Step step_at(uint8_t *base, int tokens, size_t *bytes) {
     return s;
 }
 
-/* Where the buffers of a step lie, from `base` on; returns their size. With base NULL only that. */
+/* Lays out the buffers of a step from `base` on and returns their size; base NULL only counts. */
 static size_t plan_work(Gpu *gpu, uint8_t *base) {
     const Model &m = gpu->model;
     Work &w = gpu->work;
@@ -674,7 +675,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     }
     auto round = [](int n) { return (n + CHUNK - 1) / CHUNK * CHUNK; };
     w.normed_pitch = round(m.dim), w.act_pitch = round(m.ffn_dim);
-    /* Latent attention writes it head by head, so there is no padding: what is read behind a row is finite. */
+    /* Latent attention writes it head by head, so there is no padding: what is read past a row is finite. */
     w.attn_pitch = m.kv_rank ? m.n_heads * m.v_dim : round(m.n_heads * m.v_dim);
     for (const DeviceLayer &l : gpu->device.layer) w.act_pitch = std::max(w.act_pitch, l.shared_down.stride);
     const size_t element = gpu->lean ? 2 : 4;
@@ -723,7 +724,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     return p.used;
 }
 
-/* Takes all memory: weights, work space, and as many of *pages as fit. */
+/* Allocates all memory: weights, work space, and as many of *pages as fit. */
 static bool take_memory(Gpu *gpu, int *pages, Error *e) {
     const Model &m = gpu->model;
     size_t weights, work, free, total, page = page_size(gpu->work) * sizeof(bf16) + PAGE * sizeof(int);
@@ -770,7 +771,7 @@ static bool take_memory(Gpu *gpu, int *pages, Error *e) {
     return true;
 }
 
-/* What kernels take for granted. */
+/* Checks what the kernels rely on. */
 static bool check_model(const Model &m, Error *e) {
     if (m.top_k > 32)
         return fail(e, BAD_MODEL, "%d experts a token are more than the 32 that a warp can choose", m.top_k);
@@ -866,7 +867,7 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
     std::array<int, 4> kind = {m.rows, m.cols, tokens, (int)(add + 2 * (m.bias != NULL) + 4 * m.type)};
     auto known = gpu->algorithm.find(kind);
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    if (known == gpu->algorithm.end()) { /* asking takes longer than launching */
+    if (known == gpu->algorithm.end()) { /* the query takes longer than the launch */
         cublasLtMatmulPreferenceOpaque_t preference;
         cublasLtMatmulHeuristicResult_t found;
         size_t room = PRODUCT_ROOM;
@@ -886,7 +887,7 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
 
 /* ---- the border ---- */
 
-/* Fills a Step from a Batch, and what the host has to know of it. */
+/* Fills a Step, and what the host has to know, from a Batch. */
 void fill_step(const Step &s, Pass *a) {
     const Batch *b = a->batch;
     const int tile = tile_tokens(a->w);
@@ -917,13 +918,12 @@ void fill_step(const Step &s, Pass *a) {
         }
     }
     while (a->pages & (a->pages - 1)) a->pages++; /* few graphs: powers of two */
-    /* Up to MAX_DECODE tokens are cut alike, whatever their number: each gets the same bits alone and among others.
-     */
+    /* Up to MAX_DECODE tokens use the same splits whatever their number: each gets the same bits alone or not. */
     const int blocks = std::max(1, a->queries) * a->w.n_kv_heads * head_parts(a->w.n_heads / a->w.n_kv_heads);
     a->splits = a->tokens <= MAX_DECODE ? MAX_SPLITS : std::max(1, std::min(MAX_SPLITS, 4 * a->gpu->sms / blocks));
 }
 
-/* Draws for all rows of a step, so many at a time, and keeps the logits that the caller wants. */
+/* Draws for all rows of a step, logit_rows at a time, and keeps the logits that the caller requested. */
 bool heads(Pass *a, Pending *p, Error *e) {
     const Batch *b = a->batch;
     const size_t vocab = a->w.vocab;
@@ -945,14 +945,13 @@ bool heads(Pass *a, Pending *p, Error *e) {
     return true;
 }
 
-/* Whether a step is made a graph: where it is, the host launches faster than the card computes. The steps of a large
- * model last longer than their launches, and making a graph for each of their many numbers of streams would stop all.
- */
+/* Whether a step runs as a graph. Steps of a large model last longer than their launches, and the graphs for its many
+ * numbers of streams would each stop all answers while they are made. */
 bool worth_a_graph(const Gpu *gpu, int tokens) {
     const bool brief = gpu->weight_bytes < (size_t)8 << 30;
     return tokens <= (brief ? gpu->logit_rows : 2 * MAX_DECODE);
 }
-/* A step that generates, as a graph: one for each number of streams, and of pages, made when it first comes. */
+/* A decode step as a CUDA graph: one for each number of tokens and pages, made when it is first needed. */
 bool run_graph(Pass *a, Pending *p, Error *e) {
     Gpu *gpu = a->gpu;
     cudaGraphExec_t &made = gpu->graph[{a->tokens, a->rows, a->pages, a->filtered + 2 * a->penalized}];

@@ -20,9 +20,9 @@ constexpr int TILE = 16;  /* rows of a matrix that a warp multiplies at once: m 
 constexpr int CHUNK = 64; /* ... and columns of them that it reads at once */
 constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154; /* bytes; see Encoding<MXFP4> in infer.cu */
 
-/* The encodings that kernels know besides BF16, F16, F32 and MXFP4: codes of 8 or 4 bits, and for each row and every
- * 64, 32 or 16 columns a word that scales them. A file's other encodings become one of these without loss, but for two
- * halves in place of two floats:
+/* The encodings that kernels know besides BF16, F16, F32 and MXFP4: codes of 8 or 4 bits, and for every 64, 32 or 16
+ * columns of a row a word that scales them. The loader converts a file's other encodings to one of these, without loss
+ * except that two floats may become two halves:
  *
  *   FP8, INT8   of 64 columns  a float a                                      weight a q, q signed
  *   Q8_0        of 32          the same
@@ -37,9 +37,9 @@ __host__ __device__ constexpr int chunk_words(Type t) { return t == Q6_K ? 4 : t
 __host__ __device__ constexpr bool has_offset(Type t) { return t == Q4_1 || t == Q6_K; }
 __host__ __device__ constexpr int codes_bytes(Type t) { return TILE * CHUNK * code_bits(t) / 8; }
 __host__ __device__ constexpr int coded_chunk(Type t) { return codes_bytes(t) + TILE * chunk_words(t) * 4; }
-/* Where in a chunk of a tile, as bit, the code of a row and column lies, and as byte, its word. Lane 4g + t of a warp
- * has rows g and g + 8, and of every 32 columns 8t to 8t + 7, or, where words are for 16, 4t to 4t + 3 and 16 + 4t to
- * 16 + 4t + 3; mma takes four at once, number k. Two values that one register shall hold lie 16 bits apart. */
+/* Where the code of a row and column lies in a chunk of a tile (in bits), and where its word lies (in bytes). Lane 4g +
+ * t of a warp has rows g and g + 8; of every 32 columns it has 8t to 8t + 7 or, if a word is for 16 columns, 4t to 4t +
+ * 3 and 16 + 4t to 16 + 4t + 3. One mma takes four of them, number k. Two values for one register lie 16 bits apart. */
 __host__ __device__ constexpr int code_place(Type t, int row, int column) {
     const bool words_of_16 = chunk_words(t) == 4;
     const int lane = row % 8 * 4 + (words_of_16 ? column % 16 / 4 : column % 32 / 8), pair = column % 4 / 2;
@@ -51,8 +51,8 @@ __host__ __device__ constexpr int word_place(Type t, int row, int column) {
     return codes_bytes(t) + ((row % 8 * 2 + row / 8) * chunk_words(t) + column * chunk_words(t) / CHUNK) * 4;
 }
 
-/* A Linear on the card: n matrices of rows padded to whole tiles and columns padded to whole chunks, with 0. BF16, F16
- * and F32 row by row as in the file; others tile by tile, and there chunk by chunk. */
+/* A Linear on the card: n matrices, with rows padded to whole tiles and columns to whole chunks with zeros. BF16, F16
+ * and F32 lie row by row as in the file, other types tile by tile and inside a tile chunk by chunk. */
 struct Matrix {
     uint8_t *data;
     float *bias; /* (n, rows) or NULL */
@@ -66,11 +66,12 @@ struct Matrix {
     }
 };
 
-struct DeviceLayer { /* a Layer on the card; of query and key, and their norms, the halves of each head alternate */
+struct DeviceLayer { /* a Layer on the card; in query, key and their norms the two halves of each head are interleaved
+                      */
     float *attn_norm, *attn_post_norm, *ffn_norm, *ffn_post_norm, *q_norm, *k_norm, *sinks, *choice_bias;
     float *q_a_norm, *kv_a_norm;
-    Matrix qkv;           /* query, key, value; of latent attention query, or q_a, and kv_a */
-    Matrix q, k_up, v_up; /* of latent attention, else absent; k_up is transposed */
+    Matrix qkv;           /* query, key, value; with latent attention query (or q_a) and kv_a */
+    Matrix q, k_up, v_up; /* with latent attention only; k_up is transposed */
     Matrix o, router, down, shared_down;
     Matrix up, shared_up; /* gate and up, alternating */
     int window;
@@ -83,7 +84,7 @@ struct DeviceModel {
     float *norm;
 };
 
-/* Memory on the card, cut into pieces; with base NULL it only counts. */
+/* Hands out pieces of the card's memory; with base NULL it only counts. */
 struct Plan {
     uint8_t *base;
     size_t used;
@@ -94,8 +95,8 @@ struct Plan {
     }
 };
 
-/* Where the rows of a Linear go in a Matrix: row r to first + step * r, after the halves of each head of 2 * half rows
- * were dealt alternately (half 0: they stay). */
+/* Where the rows of a Linear go in a Matrix: row r goes to first + step * r, after the two halves of each head of 2 *
+ * half rows have been interleaved (half 0: they stay). */
 struct Rows {
     int first, step, half;
     bool columns; /* a row becomes a column */
@@ -108,25 +109,25 @@ struct Rows {
 
 /* ---- a step ---- */
 
-constexpr int MAX_DECODE = 16; /* tokens of a step whose products stream the weights; of more they are tiles */
-constexpr int MAX_SPLITS = 32, SPLIT_PAGES = 4; /* blocks that share a context, and the pages that are worth one */
+constexpr int MAX_DECODE = 16; /* up to this many tokens a step streams the weights; larger steps multiply tiles */
+constexpr int MAX_SPLITS = 32, SPLIT_PAGES = 4; /* most blocks that share a context, and fewest pages for each */
 
 /* What a step does, as the kernels read it. */
 struct Step {
     Sampling *how;       /* (seqs) */
-    int4 *token;         /* (tokens) given, or -1: the one that its slot drew last; the slot; its place in page_token */
+    int4 *token;         /* (tokens) id, or -1: the token that its slot drew last; the slot; its place in page_token */
     int *seq, *position; /* (tokens) */
     int *slot, *last;    /* (seqs) its last token, if one is to be drawn from it */
     int *row;            /* (rows) tokens whose logits are wanted */
-    int *query;          /* (queries) tokens that attention takes one by one ... */
-    int *tile;           /* (tiles, 2) ... and first token and count of those it takes together */
-    int *header;         /* (4) pages of a row of `page`; which of the three results this step's tokens go to */
+    int *query;          /* (queries) tokens that attention handles one by one ... */
+    int *tile;           /* (tiles, 2) ... and first token and count of each tile */
+    int *header;         /* (4) columns of `page`; which of the three results receives this step's tokens */
     int *page;           /* (seqs, header[0]) */
 };
-/* Lays a Step out from `base` on, for so many tokens; pages come last, behind *bytes. */
+/* Lays out a Step of `tokens` tokens from `base` on. The pages come last, at *bytes. */
 Step step_at(uint8_t *base, int tokens, size_t *bytes);
 
-struct Job { /* choices order[first .. first + n) are of this expert */
+struct Job { /* choices order[first .. first + n) belong to this expert */
     int expert, first, n;
 };
 
@@ -142,14 +143,15 @@ struct Work {
     int *page_token; /* (pages, PAGE) */
     const float2 *turn[2]; /* (context, head_dim / 2) cos and sin, of Model's ropes */
     float *x;              /* (tokens, dim) residual stream */
-    void *normed; /* (tokens, normed_pitch) behind a norm; this, attn and act as the next matrix wants them, 0 behind */
-    float *square;                   /* (MAX_DECODE, dim / TILE) sums of squares of x, tile by tile */
-    float *found;                    /* (tokens, rows) of qkv, or of gate and up */
-    void *q;                         /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
+    void *normed;  /* (tokens, normed_pitch) after a norm; normed, attn and act have the next matrix's type and zero
+                      padding */
+    float *square; /* (MAX_DECODE, dim / TILE) sums of squares of x, tile by tile */
+    float *found;  /* (tokens, rows) of qkv, or of gate and up */
+    void *q;       /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
     void *attn, *act_out;            /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
-    void *q_low, *q_still, *latents; /* of latent attention: (tokens, q_low_pitch), (tokens * n_heads, ...) twice */
+    void *q_low, *q_still, *latents; /* latent attention: (tokens, q_low_pitch), (tokens * n_heads, ...) twice */
     int q_low_pitch, still_pitch, latent_pitch;
-    int *head_order, *head_jobs; /* as order, job and jobs, of products with a matrix a head */
+    int *head_order, *head_jobs; /* like order, job and jobs, for products with a matrix a head */
     Job *head_job;
     float *down; /* (tokens * top_k, dim) */
     int normed_pitch, attn_pitch, act_pitch;
@@ -163,14 +165,14 @@ struct Work {
     float *partial;                   /* (queries, heads of blocks, MAX_SPLITS, 8, head_dim + 2) */
     int *attended;                    /* (queries, heads of blocks) splits that have ended */
     float *logits;                    /* (logit_rows, vocab) */
-    float *floor;                     /* (logit_rows) what top-k, top-p and min-p leave of the scaled logits */
+    float *floor;                     /* (logit_rows) the least scaled logit that top-k, top-p and min-p keep */
     unsigned long long *best;         /* (logit_rows) */
     int *drawing;                     /* (logit_rows) blocks that have drawn */
     uint32_t *seen;                   /* (logit_rows, vocab / 32) for the repetition penalty */
     int slots, *drawn, *result;       /* (slots); (3, slots) in the host's memory */
 };
 __host__ __device__ inline int square_parts(int dim) { return (dim + TILE - 1) / TILE; }
-/* Blocks of attention that share a key/value head, of so many query heads. */
+/* How many blocks of attention share a key/value head that `group` query heads use. */
 __host__ __device__ inline int head_parts(int group) { return (group + 7) / 8; }
 /* Elements of a position and layer in the cache. */
 __host__ __device__ inline int cache_row(const Work &w) {
@@ -199,7 +201,7 @@ struct Gpu {
     int sms, max_pages, launch_arch;
     int shared;     /* bytes of shared memory that a block can have */
     int logit_rows; /* whose logits there is room for at once */
-    bool lean;      /* no F32: up to MAX_DECODE tokens need no norm kernels and no cuBLAS */
+    bool lean;      /* no F32 weights: up to MAX_DECODE tokens need no norm kernels and no cuBLAS */
     size_t weight_bytes;
     uint8_t *weights = NULL, *room = NULL, *cache = NULL, *step = NULL;
     int *result = NULL; /* (3, max_seqs), pinned */
@@ -215,11 +217,11 @@ struct Gpu {
     int outstanding = 0;
     uint64_t experts_read = 0; /* by steps that do not count them on the card */
     fast::State *fast = NULL;  /* the annex for this model and card, or NULL ... */
-    bool decodes = false;      /* ... and whether it computes this step, but for embedding and draw */
+    bool decodes = false;      /* ... and whether it computes this step, except embedding and draw */
 };
 constexpr size_t PRODUCT_ROOM = 32 << 20;
 
-/* What kernels can do: experts that route() can sort, and values of a row that a block can hold. */
+/* Limits of the kernels: experts that route() can sort, and values of a row that a block can hold. */
 constexpr int MAX_EXPERTS = 1024, MAX_PAIRS = 4, MAX_DIM = 2 * MAX_PAIRS * 1024;
 
 /* A step as the host sees it while it is being computed. */
@@ -229,19 +231,20 @@ struct Pass {
     Step s;
     const Batch *batch;
     int tokens, rows, queries, tiles;
-    int pages, splits;        /* of the longest context; into how many a context may be cut */
+    int pages, splits;        /* of the longest context; most splits of a context */
     bool alone;               /* no token sees another of the same step */
     bool keep;                /* somebody wants logits */
     bool penalized, filtered; /* before the draw */
     bool headed;              /* w.logits are there already */
     bool prefill;             /* the annex does attention and experts */
     bool normed;              /* w.normed is x behind the norm that comes next, ... */
-    int squares;              /* ... but for a factor from so many parts, if more than 0 */
+    int squares;              /* ... except for a factor, the sum of this many parts, if more than 0 */
 };
 
 /* ---- infer.cu: what a step computes ---- */
 
-/* x after all layers; logits of rows `first` to `first` + n - 1 of those that are wanted; a token drawn from each. */
+/* forward: x after all layers. head: logits of requested rows `first` to `first` + n - 1. draw_tokens: a token from
+ * each. */
 bool forward(Pass *a, Error *e);
 bool head(Pass *a, int first, int n, Error *e);
 bool draw_tokens(const Pass *a, int first, int n, Error *e);
@@ -254,8 +257,8 @@ int tile_tokens(const Work &w);
 bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int tokens, bool add, void *y, int y_pitch,
                    Error *e);
 
-/* The annex, fast/: makes Gpu::fast if it knows the model and the card; says where its buffers lie; fills them when the
- * weights are there. */
+/* The annex, fast/. open: makes Gpu::fast if the annex knows the model and the card. plan: lays out its buffers.
+ * prepare: fills them once the weights are loaded. */
 namespace fast {
 void open(Gpu *gpu);
 void plan(Gpu *gpu, Plan *p);
@@ -264,11 +267,11 @@ void close(Gpu *gpu);
 int phases(const Gpu *gpu, Phase *phase);
 /* Up to MAX_DECODE tokens, from the Step as it lies in the host's memory to the logits of its rows. */
 bool decode(Pass *a, uint8_t *staged, Error *e);
-/* Whether attention and experts of a step are the annex's. */
+/* Whether the annex computes attention and experts of a step. */
 bool prefills(const Pass *a);
 } // namespace fast
 
-/* Names a CUDA error, with the exit code that it deserves; always false. */
+/* Describes a CUDA error in *e, with its exit code; always false. */
 bool cuda_failed(Error *e, cudaError_t error, const char *what);
 #define CUDA(call)                                                                                                     \
     do {                                                                                                               \
@@ -276,11 +279,11 @@ bool cuda_failed(Error *e, cudaError_t error, const char *what);
         if (error_ != cudaSuccess) return cuda_failed(e, error_, #call);                                               \
     } while (0)
 
-/* Sixteen e2m1 values in the order of their columns are packed in two words so that few operations make bf16 of them
- * (times 2^-126; fp4_to_bf16 in infer.cu, its inverse fp4_pack in card.cu): a mask takes two values, sign at bit 15 and
- * magnitude at 8-6 of either half, even columns in the lower one. Three such masks fit into a word: as it is, turned by
- * 6, and shifted by 4. What they leave of both words, bits of FP4_REST, makes up a third word, of two masks: the first
- * plus four times the second, one operation of the multiplier. */
+/* Sixteen e2m1 values are packed in two words so that few operations turn them into bf16 times 2^-126 (fp4_to_bf16 in
+ * infer.cu; fp4_pack in card.cu is its inverse). A mask selects two values, one in each half of the word: the sign at
+ * bit 15, the magnitude at bits 8 to 6, the even column in the lower half. Three such masks fit into a word: on the
+ * word itself, rotated by 6, and shifted by 4. The bits that are left in both words (FP4_REST) make a third word, for
+ * two more masks: the first word plus four times the second, one multiply-add. */
 constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603;
 
 #endif

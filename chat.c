@@ -1,6 +1,7 @@
 /* chat.c: conversations, harmony, and a table of simpler formats. Harmony follows docs/format.md of
- * github.com/openai/harmony, tools its JSON-schema-to-TypeScript rules; the others write what the chat templates
- * published with the models do. The readers accept what models write rather than what they should. See chat.h. */
+ * github.com/openai/harmony, tools its JSON-schema-to-TypeScript rules; the other formats write what the models'
+ * published chat templates write. The readers accept what models really write, not only what they should. See chat.h.
+ */
 #include "gguf.h"
 
 #include <stdio.h>
@@ -20,7 +21,7 @@ static const char constrained[] = "<|constrain|>", functions[] = "functions.", h
 
 enum { STREAM_END = -2 }; /* no token, and no mark that the tokenizer lacks */
 
-/* The keys in JSON of the texts of a message; from HEADER on they are harmony's own. */
+/* The JSON keys of a message's texts; from HEADER on they are harmony's own. */
 enum { WORDS = 6, HEADER = 3 };
 static const char *const words[WORDS] = {"role", "tool_call_id", "name", "channel", "recipient", "content_type"};
 
@@ -35,13 +36,14 @@ enum {
     ALONE = 4  /* a call is a turn of its own, and tools stand before the user's first text */
 };
 
-/* Pieces of text, the only ones in which names of control tokens are those. %s is the place of a text from outside, %t
- * that of one without white space around it, %p that of what stands before it. */
+/* Pieces of text. Only here names of control tokens become control tokens. %s stands for a text from outside, %t for
+ * one without white space around it, %p for what precedes it. */
 struct Format {
-    const char *name, *has[3]; /* what its template says or, behind a '!', does not say */
+    const char *name, *has[3]; /* strings that its template contains or, after a '!', does not contain */
     const char *begin, *system, *user, *assistant;
-    const char *about;                    /* before the system text: Python's name where there are tools, the date */
-    const char *thoughts, *think, *quiet; /* in the history, NULL: it has none; behind the prompt, for effort none */
+    const char *about; /* precedes the system text: Python's name if there are tools, the date */
+    const char *thoughts, *think,
+        *quiet; /* in the history, NULL: none; at the end of the prompt; the same for effort none */
     const char *tools, *call, *results, *result; /* the list of tools, a call, the turn of all results, one of them */
     int flags;
 };
@@ -263,7 +265,7 @@ Part message_part(const Message *m) {
     return same(m->channel, "analysis") ? REASONING : same(m->channel, "commentary") ? PREAMBLE : ANSWER;
 }
 
-/* How many bytes of a word may stand in a header: none that could be read as another part of it. */
+/* How many bytes of a word may stand in a header: it must not contain what could be read as another part. */
 static size_t legal_length(const char *word, size_t n) {
     size_t i = 0;
     while (i < n && i < MOST_NAME && (unsigned char)word[i] > ' ' && !strchr("<>[=%\177", word[i])) i++;
@@ -279,7 +281,7 @@ static bool check_word(const char *what, const char *word, Error *e) {
 
 /* ---- from JSON ---- */
 
-/* A text, or an array of {"type": "text", "text": ...}. Missing is empty. */
+/* A text, or an array of {"type": "text", "text": ...}. A missing one is empty. */
 static bool parse_text(const cJSON *value, Bytes *out) {
     const cJSON *part;
     bytes_text(out, cJSON_IsString(value) ? value->valuestring : "");
@@ -315,8 +317,8 @@ static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
     return true;
 }
 
-/* The author of a tool's message, unless harmony's own name stands there: the function that was called with its id, or
- * the one called last. */
+/* The author of a tool's message, unless it has harmony's own name: the function that was called with this id, or else
+ * the last one called. */
 static bool find_author(const Conversation *c, Message *result) {
     const char *called = NULL;
     bool same_id = false;
@@ -402,7 +404,8 @@ static void append_json(Bytes *out, cJSON *json) {
     cJSON_Delete(json);
 }
 
-/* As harmony has it, or message `number` of a conversation as chat completions do, as far as they have words for it. */
+/* In harmony's words, or as message `number` of a conversation in the shape of chat completions, as far as that shape
+ * allows. */
 static cJSON *message_object(const Message *m, int number) {
     cJSON *json = cJSON_CreateObject(), *to = json;
     bool own = same(m->role, "assistant") && number >= 0, thought = own && message_part(m) == REASONING;
@@ -443,7 +446,7 @@ void conversation_json(const Conversation *c, Bytes *out) {
 
 /* ---- tools as TypeScript ---- */
 
-/* Each line of the text as a comment; nothing for NULL. A line break at its end counts for nothing. */
+/* Each line of the text as a comment; nothing for NULL. A line break at the end is ignored. */
 static void comment(Bytes *out, int indent, const char *text) {
     while (text && *text) {
         size_t n = strcspn(text, "\n");
@@ -452,7 +455,7 @@ static void comment(Bytes *out, int indent, const char *text) {
     }
 }
 
-/* `before` and "default: x" if there is one, null too; a text has quotes unless it is one of an enum. */
+/* `before` and "default: x" if there is a default, even null; a text is quoted unless it is one of an enum. */
 static void add_default(Bytes *out, const char *before, const cJSON *schema) {
     cJSON *value = cJSON_Duplicate(cJSON_GetObjectItemCaseSensitive(schema, "default"), true);
     if (value) bytes_print(out, "%sdefault: ", before);
@@ -462,7 +465,7 @@ static void add_default(Bytes *out, const char *before, const cJSON *schema) {
 
 static void add_type(Bytes *out, const cJSON *schema, int indent);
 
-/* The alternatives of a oneOf, each a line with its comment, unless that is the comment of them all. */
+/* The alternatives of a oneOf, one line each, with its comment unless all share it. */
 static void add_variants(Bytes *out, const cJSON *schema, int indent) {
     const cJSON *variant;
     cJSON_ArrayForEach(variant, json_get(schema, "oneOf")) {
@@ -514,7 +517,8 @@ static void add_union(Bytes *out, const cJSON *list, const char *quote, const ch
     if (out->n == before) bytes_text(out, otherwise);
 }
 
-/* A JSON schema as a TypeScript type; what is nested absurdly deep is any, or indentation would grow without limit. */
+/* A JSON schema as a TypeScript type. What is nested very deep becomes `any`, because indentation would grow without
+ * limit. */
 static void add_type(Bytes *out, const cJSON *schema, int indent) {
     const cJSON *types = json_get(schema, "type"), *items = json_get(schema, "items");
     const char *type = cJSON_GetStringValue(types);
@@ -589,7 +593,7 @@ static bool is_space(uint32_t c) {
            p->bidi_class == UTF8PROC_BIDI_CLASS_B || p->bidi_class == UTF8PROC_BIDI_CLASS_S;
 }
 
-/* What is left of a text without white space around it; it stays where it is. */
+/* A text without the white space around it; it is not copied. */
 static Bytes trim(Bytes text) {
     size_t begin = text.n, end = text.n, length;
     for (size_t i = 0; i < text.n; i += length) {
@@ -602,7 +606,7 @@ static Bytes trim(Bytes text) {
     return (Bytes){.data = text.data + begin, .n = end - begin};
 }
 
-/* JSON as Python writes it: a space behind each comma and colon or, with an indent, lines. */
+/* JSON as Python writes it: a space after each comma and colon or, with an indent, one item a line. */
 static void put_json(Bytes *out, const cJSON *value, int indent, int depth) {
     bool object = cJSON_IsObject(value);
     int width = indent * depth < MOST_INDENT ? indent * depth : MOST_INDENT;
@@ -625,7 +629,7 @@ static const Bytes nothing = {0};
 static Bytes view(const char *text) { return (Bytes){.data = (char *)(uintptr_t)text, .n = text ? strlen(text) : 0}; }
 static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n; }
 
-/* Appends a piece of a format, or what else has control tokens by their names, with the texts in their places. */
+/* Appends a piece of a format, or another text with names of control tokens, and fills in its texts. */
 static void fill(const Prompt *p, Bytes *out, const char *piece, Bytes before, Bytes text) {
     size_t n;
     for (const char *s = piece ? piece : ""; *s; s += n) {
@@ -643,7 +647,7 @@ static void fill(const Prompt *p, Bytes *out, const char *piece, Bytes before, B
 
 /* ---- prompts of harmony ---- */
 
-/* A text of the system message that is seldom another than `initial`. */
+/* A text of the system message that rarely differs from `initial`. */
 static const char *setting(const Conversation *c, const char *key, const char *initial) {
     return json_string(c->request, key) ? json_string(c->request, key) : initial;
 }
@@ -679,12 +683,12 @@ static void put_developer(Prompt *p) {
     bytes_free(&text);
 }
 
-/* Its header is written as a piece: no word that check_word() lets pass names a control token or a place. */
+/* Its header is written as a piece, because no word that check_word() accepts names a control token or a place. */
 static bool put_message(Prompt *p, const Message *m, Error *e) {
     bool model = same(m->role, "assistant"), call = model && m->recipient;
     const char *author = m->name ? m->name : m->role, *type = m->content_type, *end = call ? "<|call|>" : "<|end|>";
     Bytes piece = {0};
-    if (m->sampled.n) { /* replayed, but for the token that ended it: <|return|> is never an input */
+    if (m->sampled.n) { /* replayed, except the token that ended it: <|return|> is never an input */
         for (size_t i = 0; i + 1 < m->sampled.n; i++) put_token(&p->text, m->sampled.data[i]);
         fill(p, &p->text, end, nothing, nothing);
         return true;
@@ -707,7 +711,7 @@ static bool put_message(Prompt *p, const Message *m, Error *e) {
 
 static bool put_harmony(Prompt *p, bool prompt, Error *e) {
     const Conversation *c = p->c;
-    int ended = -1; /* the last final answer that something follows: reasoning before it is dropped */
+    int ended = -1; /* the last final answer that is not the end: reasoning before it is dropped */
     for (int i = 0; i < c->messages - !prompt; i++)
         if (same(c->message[i].role, "assistant") && message_part(c->message + i) == ANSWER) ended = i;
     if (!json_true(c->request, "bare")) put_system(p);
@@ -732,7 +736,7 @@ static bool continues(const Format *f, const Conversation *c, int i) {
     return message_part(m - 1) == REASONING || (message_part(m - 1) != ANSWER && !(f->flags & ALONE));
 }
 
-/* The text of a message. Thoughts, also those that a client left before the answer, go to `thoughts`. */
+/* The text of a message. Thoughts, also those that a client left in front of the answer, go to `thoughts`. */
 static Bytes text_of(const Format *f, const Message *m, Bytes *thoughts) {
     bool model = same(m->role, "assistant");
     Bytes text = m->content;
@@ -790,8 +794,8 @@ static void put_tools(const Prompt *p, Bytes *out) {
     bytes_free(&list);
 }
 
-/* A turn from message i on: a text with what stands before it, all results, or thoughts, texts and calls. Returns the
- * message behind it. Some formats have no words for a later text of the system's. */
+/* Writes a turn from message i on: a text and what precedes it, all results, or thoughts, texts and calls. Returns the
+ * message after it. Some formats have no place for a later system text. */
 static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     const Format *f = p->chat->format;
     const Message *m = p->c->message + i;
@@ -827,7 +831,7 @@ static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     return end;
 }
 
-/* What stands before the first message or, in `before`, before a text of the user's. */
+/* Writes what precedes the first message or, to `before`, a text of the user's. */
 static void put_begin(Prompt *p, Bytes *before) {
     const Format *f = p->chat->format;
     const char *system = p->c->instructions ? p->c->instructions : p->chat->preset;
@@ -860,7 +864,7 @@ static void put_row(Prompt *p, bool prompt) {
     put_begin(p, &before);
     for (int i = 0; i < c->messages;)
         i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : nothing);
-    if (prompt) { /* what stands before an answer, but for a space, which the model writes itself */
+    if (prompt) { /* what precedes an answer, except a space, which the model writes itself */
         size_t n = strcspn(f->assistant, "%");
         char *head = copy_text(f->assistant, n && f->assistant[n - 1] == ' ' ? n - 1 : n);
         fill(p, &p->text, head, nothing, nothing);
@@ -949,8 +953,8 @@ static size_t known_word(const char *text, const char *const *known) {
     return *known ? strlen(*known) : 0;
 }
 
-/* Takes a word of a header; *field is what it names, by its place or by a mark or "to=" before it. Returns how much of
- * it was taken; 0: it is text. Where <|message|> is missing, only known words are a header. */
+/* Reads a word of a header. *field is what the word gives, according to its place or a mark or "to=" before it. Returns
+ * how many bytes were read; 0: it is text. If <|message|> is missing, only known words count as a header. */
 static size_t read_word(Reader *r, const char *word, size_t n, bool complete, char ***field) {
     static const char *const roles[] = {"assistant", "system", "developer", "user", NULL},
                              *const channels[] = {"analysis", "commentary", "final", NULL},
@@ -963,7 +967,7 @@ static size_t read_word(Reader *r, const char *word, size_t n, bool complete, ch
         bool tool = role < n && memchr(word, '.', legal_length(word, n));
         *field = NULL;
         if (begins(word, *roles)) return r->repairs += role < n, role; /* what touches it is a word of its own */
-        if (!tool && (complete || role == n)) return r->repairs++, n;  /* it cannot be but the model */
+        if (!tool && (complete || role == n)) return r->repairs++, n;  /* it can only be the model */
         if (tool) conversation_set(&m->role, "tool"), *field = &m->name;
     }
     if (!*field && role == n && (complete || strspn(word + n, marks))) return r->repairs++, n; /* no <|start|> */
@@ -982,7 +986,7 @@ static size_t read_word(Reader *r, const char *word, size_t n, bool complete, ch
 }
 
 /* Takes the header apart: author, to=RECIPIENT anywhere, <|channel|> CHANNEL, <|constrain|> TYPE or a bare json or
- * code. What is left behind the channel, or where <|message|> is missing, was meant as content. */
+ * code. What is left after the channel, or if <|message|> is missing, was meant as content. */
 static void read_header(Reader *r, bool complete, Bytes *shown) {
     Message *m = &r->now;
     Bytes header = {0}, text = {0};
@@ -1010,7 +1014,7 @@ static void read_header(Reader *r, bool complete, Bytes *shown) {
     bytes_free(&text);
 }
 
-/* Ends the message being read, which is forgotten unless it is `kept`, and begins the next. */
+/* Ends the message being read and begins the next; without `kept` the message is dropped. */
 static void next_message(Reader *r, bool kept) {
     if (kept) *message_new(&r->message, &r->messages) = r->now;
     if (!kept) message_free(&r->now);
@@ -1019,8 +1023,8 @@ static void next_message(Reader *r, bool kept) {
     r->sound = r->repairs;
 }
 
-/* One that says nothing is forgotten, unless it was `ended` by a token of its own and has a whole header or a
- * recipient. One that had to be repaired is not replayed as it was. */
+/* An empty one is dropped, unless a token `ended` it and it has a whole header or a recipient. A repaired message is
+ * not replayed token by token. */
 static void close_message(Reader *r, bool ended, Bytes *text) {
     Message *m = &r->now;
     if (!r->in_content) read_header(r, false, text);
@@ -1031,7 +1035,7 @@ static void close_message(Reader *r, bool ended, Bytes *text) {
     next_message(r, m->content.n || (ended && (r->in_content || m->recipient)));
 }
 
-/* Takes a token, or STREAM_END. True: sampling should end. */
+/* Reads a token, or STREAM_END. True: sampling should end. */
 static bool push_harmony(Reader *r, int token, Bytes *text) {
     const Tokenizer *t = r->chat->tokenizer;
     size_t shown = text->n, header = r->header.n;
@@ -1056,11 +1060,11 @@ static bool push_harmony(Reader *r, int token, Bytes *text) {
     } else if ((which == CHANNEL || which == CONSTRAIN) && !r->in_content) {
         bytes_add(&r->header, marks + (which == CONSTRAIN), 1);
     } else if (tokenizer_is_control(t, token)) {
-        r->repairs++; /* it has no place here */
+        r->repairs++; /* it does not belong here */
     } else if (r->in_content) {
         tokenizer_decode(t, &r->decoder, token, text);
         bytes_add(&r->now.content, text->data + shown, text->n - shown);
-    } else { /* marks are ours alone */
+    } else { /* only we write marks */
         tokenizer_bytes(t, &r->decoder, token, &r->header);
         for (size_t i = header; i < r->header.n; i++)
             if ((unsigned char)r->header.data[i] <= 2) r->header.data[i] = ' ';
@@ -1070,7 +1074,8 @@ static bool push_harmony(Reader *r, int token, Bytes *text) {
 
 /* ---- reading in other formats ---- */
 
-/* Moves what waits to the message being read, but for white space at its beginning and, until more follows, its end. */
+/* Moves pending text to the message being read, except white space at its beginning and, until more follows, at its
+ * end. */
 static void say(Reader *r, Bytes *shown) {
     Message *m = &r->now;
     Bytes text = trim(r->header);
@@ -1091,7 +1096,7 @@ static void end_text(Reader *r, const char *channel, Bytes *shown) {
     next_message(r, r->now.content.n);
 }
 
-/* May what waits be a call that is alone, as far as it is there? */
+/* Can the pending text still become a call without marks around it? */
 static bool may_be_call(const Reader *r) {
     static const char begin[] = "{\"name\":";
     size_t skip = strspn(r->header.data, space), n = r->header.n - skip;
@@ -1099,8 +1104,8 @@ static bool may_be_call(const Reader *r) {
            !memcmp(r->header.data + skip, begin, n < strlen(begin) ? n : strlen(begin));
 }
 
-/* What waits becomes a call with the arguments as Python writes them; if it is none, it is text. One that is alone
- * looks like any other JSON but for its arguments, others have marks around them. */
+/* Pending text becomes a call, with its arguments as Python writes them, or stays text if it is none. A call without
+ * marks differs from other JSON by its arguments. */
 static void end_call(Reader *r, bool closed, Bytes *shown) {
     Error e;
     bool alone = r->chat->format->flags & ALONE;
@@ -1126,7 +1131,7 @@ static void end_call(Reader *r, bool closed, Bytes *shown) {
     cJSON_Delete(json);
 }
 
-/* Marks are tokens: where a model spells one out, or where it has no place, it is text. */
+/* Marks are tokens: one that a model spells out, or that does not belong here, is text. */
 static bool push_other(Reader *r, int token, Bytes *shown) {
     const Tokenizer *t = r->chat->tokenizer;
     const Format *f = r->chat->format;
@@ -1143,7 +1148,7 @@ static bool push_other(Reader *r, int token, Bytes *shown) {
         r->started = false;
     } else if (f->thoughts && token == mark[CLOSE_THINK] && !r->in_content) {
         r->repairs += !thinking;
-        if (thinking || !r->messages) end_text(r, "analysis", shown); /* only what comes first is a thought */
+        if (thinking || !r->messages) end_text(r, "analysis", shown); /* only what comes first can be a thought */
     } else if (f->flags & ALONE ? token != mark[PYTHON_TAG] : true) {
         if (f->call && token == mark[OPEN_CALL] && !thinking && !r->in_content) {
             tokenizer_flush(&r->decoder, &r->header);

@@ -1,6 +1,6 @@
-/* decode.h: what one weight of an encoded matrix is, as static inline functions that gcc and nvcc compile alike.
- * tests/reference.c multiplies by these weights; card.cu lays their codes out anew for its kernels. A weight is
- * a (q - zero) + b: q is the code, which the type says how to find, and exact in bf16. */
+/* decode.h: the value of one weight of an encoded matrix, as static inline functions that gcc and nvcc compile alike.
+ * tests/reference.c multiplies by these weights; card.cu repacks their codes for its kernels. A weight is a (q - zero)
+ * + b. q is the code; the type says where to find it, and it is exact in bf16. */
 #ifndef DECODE_H
 #define DECODE_H
 
@@ -31,8 +31,8 @@ BOTH uint16_t half_at(const unsigned char *p) { return (uint16_t)(p[0] | p[1] <<
 BOTH uint32_t word_at(const unsigned char *p) { return half_at(p) | (uint32_t)half_at(p + 2) << 16; }
 BOTH int nibble_at(const unsigned char *data, size_t i) { return data[i / 2] >> i % 2 * 4 & 15; }
 
-/* The code [r, c] of a matrix, or an entry of a grid, of this type, whose lines are `stride` bytes apart; not of GGUF's
- * own types. */
+/* Code [r, c] of a matrix of this type, or an entry of a grid; lines are `stride` bytes apart. Not for GGUF's own
+ * types. */
 BOTH float code_at(Type type, const unsigned char *data, size_t stride, size_t r, size_t c) {
     const unsigned char *line = data + r * stride;
     switch (type) {
@@ -87,14 +87,14 @@ BOTH int iq4_value(int nibble) {
     const signed char value[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     return value[nibble];
 }
-/* Scale or minimum J in the twelve bytes that a block of Q4_K or Q5_K has for them. */
+/* Scale or minimum number J, from the twelve bytes that hold both in a block of Q4_K or Q5_K. */
 BOTH int six_bits(const unsigned char *s, int J, bool minimum) {
     const int own = J + (minimum ? 4 : 0); /* its first six bits, or its last two */
     return J < 4 ? s[own] & 63 : (minimum ? s[J + 4] >> 4 : s[J + 4] & 15) | s[own - 4] >> 6 << 4;
 }
 
-/* Weight c of a line in one of GGUF's types. Blocks of 32 have halves, not neighbours, in the nibbles of a byte; blocks
- * of 256 (K) have scales of 16 or 32 weights, of 6 bits mostly, beside a float16 that multiplies them. */
+/* Weight c of a line in one of GGUF's types. In blocks of 32 the two nibbles of a byte are weights i and i + 16. Blocks
+ * of 256 (K) have a scale for every 16 or 32 weights, mostly of 6 bits, and a float16 that multiplies these scales. */
 BOTH Weight gguf_at(Type type, TypeInfo info, const unsigned char *line, size_t c) {
     const unsigned char *x = line + c / (size_t)info.values * (size_t)info.bytes;
     const int i = (int)(c % (size_t)info.values), n = i / 128, k = i / 32 % 4, l = i % 32, J = i / 32;

@@ -1,15 +1,15 @@
 /* download.c: fetches a repository from a model hub into the hub's own cache, whose layout other tools share:
  *
  *   models--ORG--NAME/blobs/ID               a file's content; ID is its sha256, or its git hash if it is small
- *   models--ORG--NAME/blobs/ID.incomplete    its beginning: a download appends to it, the next one goes on behind it
+ *   models--ORG--NAME/blobs/ID.incomplete    its beginning: a download appends to it, the next download resumes there
  *   models--ORG--NAME/snapshots/COMMIT/FILE  a relative link to its blob
  *   models--ORG--NAME/refs/REVISION          the commit that a branch or tag was when it was fetched
  *   .locks/models--ORG--NAME/ID.lock         flock while the blob is fetched
  *
  * Several files come at once, each in a thread and over a connection of its own. Bytes are hashed as they are written;
- * a blob gets its name only when the hash is right. Whatever happens to a process, the next one goes on behind what is
- * on disk: so the first error of any thread ends the process where it is. Commits and hashes are checked hexadecimal
- * digits, file names checked relative paths: nothing else that a server says becomes part of a path.
+ * a blob gets its name only when the hash is right. Whatever happens to a process, the next one resumes from what is on
+ * disk. So the first error of any thread ends the process at once. Commits and hashes must be hexadecimal digits, file
+ * names relative paths: nothing else from a server becomes part of a path.
  *
  * libcurl follows redirects, and sends the token only to the scheme, host and port of the first address. A libcurl
  * before 7.83 without the patch for CVE-2022-27776 looks at the host alone. */
@@ -97,7 +97,7 @@ static bool repository_valid(const char *name) {
            is_like(name, "^[a-zA-Z0-9_]([a-zA-Z0-9_.-]*[a-zA-Z0-9_])?(/[a-zA-Z0-9_]([a-zA-Z0-9_.-]*[a-zA-Z0-9_])?)?$");
 }
 
-/* A relative path that stays where it is put and can be shown: no empty part, "." or "..", no control character, no
+/* A relative path that stays inside its folder and can be shown: no empty part, "." or "..", no control character, no
  * backslash. */
 static bool name_valid(const char *name) {
     Bytes shown = {0};
@@ -120,14 +120,14 @@ static const char *file_kind(const char *data, size_t n) {
     return NULL;
 }
 
-/* ---- what is said, and the end ---- */
+/* ---- messages, and the end ---- */
 
 static void clear(void) {
     if (hub.lines) fprintf(stderr, "\r\033[%dA\033[J", hub.lines);
     hub.lines = 0;
 }
 
-/* A line above the progress; what several connections may say is said once. */
+/* Prints a line above the progress; a line that several connections report is printed once. */
 static void say(const char *line, bool once) {
     pthread_mutex_lock(&hub.mutex);
     clear();
@@ -151,7 +151,7 @@ static int remove_one(const char *path, const struct stat *st, int type, struct 
     return held ? EWOULDBLOCK : remove(path);
 }
 
-/* 0: it is gone with all that was in it; links are not followed. */
+/* 0: it is removed with all its content; links are not followed. */
 static int folder_remove(const char *path) { return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
 
 static void remove_outline(void) {
@@ -186,7 +186,7 @@ static void check_interrupt(void) {
     if (interrupted) give_up(INTERRUPTED, "interrupted: the same command goes on");
 }
 
-/* One line. Of the name the end is shown, without the extension: that tells shards apart. */
+/* One line. It shows the end of the name, without the extension: there shards differ. */
 static void draw_file(const File *f, int columns) {
     int room = columns < 40 ? 14 : columns < 66 ? columns - 26 : 40;
     const char *name = f->name, *dot = strrchr(name, '.');
@@ -197,8 +197,8 @@ static void draw_file(const File *f, int columns) {
             size_text(f->done, have), size_text(f->size, size));
 }
 
-/* A line for each file that is under way and one for all, drawn over the last ones; or, where nobody watches, only the
- * latter every ten seconds. */
+/* One line for each file that is being fetched and one for all, drawn over the previous ones. Without a terminal only
+ * the last line, every ten seconds. */
 static void draw(void) {
     bool terminal = isatty(STDERR_FILENO);
     struct winsize window;
@@ -225,7 +225,7 @@ static void draw(void) {
 
 /* ---- the disk ---- */
 
-/* Gives up because of errno, with what cures it. */
+/* Ends because of errno, with the cure. */
 __attribute__((noreturn)) static void disk_fails(const char *path) {
     bool full = errno == ENOSPC || errno == EDQUOT, denied = errno == EACCES || errno == EROFS || errno == EPERM;
     give_up(full     ? NO_ROOM
@@ -236,7 +236,8 @@ __attribute__((noreturn)) static void disk_fails(const char *path) {
                  : "HF_HOME and HF_HUB_CACHE choose another place, of temporary files TMPDIR");
 }
 
-/* Makes the folders of `path` up to its last slash. In the cache none may be a link, which would lead elsewhere. */
+/* Makes the folders of `path` up to its last slash. In the cache none may be a link, because it could lead elsewhere.
+ */
 static void make_folders(const char *path) {
     char part[MAX_PATH];
     struct stat st;
@@ -266,7 +267,7 @@ static bool is_here(const File *f) {
     return !lstat(blob_path(f, "", path), &st) && S_ISREG(st.st_mode) && (uint64_t)st.st_size == f->size;
 }
 
-/* It is complete: links it into the snapshot. A link is whole or not there, whoever ends the process. */
+/* The file is complete: links it into the snapshot. A link is there or not, even if the process is killed. */
 static void file_link(File *f) {
     char path[MAX_PATH], text[MAX_PATH] = "../../", found[MAX_PATH] = "";
     snprintf(path, sizeof path, "%s/snapshots/%s/%s", hub.folder, hub.commit, f->name);
@@ -281,7 +282,7 @@ static void file_link(File *f) {
     hub.here++;
 }
 
-/* Begins its hash with the bytes that are on disk. */
+/* Starts its hash with the bytes that are on disk. */
 static void file_begin(File *f) {
     char head[32], *part = allocate(HASH_PART);
     bool git = strlen(f->id) == 40;
@@ -315,7 +316,7 @@ static size_t on_header(char *line, size_t size, size_t n, void *owner) {
     return n * size;
 }
 
-/* Bytes have arrived: they are written and hashed. */
+/* Writes and hashes bytes that have arrived. */
 static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     File *f = owner;
     n *= size;
@@ -339,7 +340,7 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     return n;
 }
 
-/* Why a transfer has failed, in *e. Returns what cures it; NULL: another try would fail as well. */
+/* Says in *e why a transfer has failed. Returns the cure; NULL: another try would fail as well. */
 static const char *find_cause(const File *f, const char *url, CURLcode code, long status, bool again, Error *e) {
     static const struct {
         const char *code;
@@ -408,7 +409,7 @@ static CURL *connection(File *f, const char *url, const char *range) {
     return easy;
 }
 
-/* Gets what is missing of a file, or a small answer: all of it, or its bytes `range`. */
+/* Fetches the missing part of a file, or a small answer: all of it, or its bytes `range`. */
 static bool get(File *f, const char *url, const char *range, Error *e) {
     CURL *easy = connection(f, url, range);
     uint64_t best = f->done; /* the most bytes so far */
@@ -416,7 +417,7 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
     e->code = 0;
     if (offline())
         fail(e, NO_NETWORK, "%s is not here whole, and HF_HUB_OFFLINE forbids to fetch it: unset it", hub.name);
-    for (int tries = 0; !e->code; tries++) { /* tries: without more than that */
+    for (int tries = 0; !e->code; tries++) { /* tries: in a row without progress */
         Error cause;
         char *asked = NULL;
         long status = 0;
@@ -462,7 +463,7 @@ static cJSON *get_json(const char *url, Error *e) {
     return json;
 }
 
-/* Where the hub has it, with the name %-escaped but for its slashes. */
+/* Its address at the hub, with the name %-escaped except for slashes. */
 static char *file_url(const File *f) {
     Bytes url = {0};
     bytes_print(&url, "%s/%s/resolve/%s/", hub.endpoint, hub.name, hub.commit);
@@ -539,7 +540,7 @@ static void fetch_files(int from, int end) {
     clear();
 }
 
-/* ---- what is wanted ---- */
+/* ---- what to fetch ---- */
 
 static bool wants_default(const Options *o) { return !o->all && !o->include.n && !o->exclude.n; }
 
@@ -576,7 +577,7 @@ static void add_file(const cJSON *entry) {
     hub.total += f->size;
 }
 
-/* Asks for the commit of the revision, and its files. */
+/* Fetches the commit of the revision, and the list of its files. */
 static bool list_files(Error *e) {
     char url[1500], *revision = curl_easy_escape(NULL, hub.revision, 0);
     snprintf(url, sizeof url, "%s/api/models/%s/revision/%s?blobs=true", hub.endpoint, hub.name, revision);
@@ -606,8 +607,8 @@ static bool list_files(Error *e) {
 
 /* ---- a repository ---- */
 
-/* As other tools find it: HF_TOKEN, the file HF_TOKEN_PATH, the file `token` in the hub's home. Such a file may be
- * missing, one that was asked for not. */
+/* As other tools find it: HF_TOKEN, the file HF_TOKEN_PATH, the file `token` in the hub's home. These files may be
+ * missing; one given by --token-file may not. */
 static void find_token(void) {
     const char *asked = hub.o->token_file, *text = environment("HF_TOKEN"), *named = environment("HF_TOKEN_PATH");
     Bytes content = {0};
@@ -660,7 +661,7 @@ static void hub_open(const Options *o) {
     find_folder(hub.name);
 }
 
-/* Fetches the files that were listed; of what infer cannot run only config.json. */
+/* Fetches the listed files; if infer cannot run the model, only config.json. */
 static void fetch_listed(const char *snapshot) {
     bool check = wants_default(hub.o) && !strcmp(hub.file->name, "config.json");
     char size[24];
@@ -672,7 +673,7 @@ static void fetch_listed(const char *snapshot) {
     fetch_files(check, hub.files);
 }
 
-/* Fetches a repository unless it is here whole; the snapshot's path. */
+/* Fetches a repository unless all of it is here; returns the snapshot's path. */
 static char *fetch_repository(const Options *o) {
     char path[MAX_PATH], ref[MAX_PATH];
     Bytes known = {0}; /* the commit that the revision was */
@@ -733,7 +734,7 @@ int rm(const Options *o) {
     Error e;
     bool repository = repository_valid(o->model);
     find_folder(o->model);
-    if (!repository || access(hub.folder, F_OK)) { /* a model as every command finds it */
+    if (!repository || access(hub.folder, F_OK)) { /* finds a model, as for every command */
         size_t n = strlen(hub.cache);
         char *dir = *o->model ? model_find(o->model, &e) : NULL;
         if (!dir && repository) die(&e);
@@ -750,7 +751,7 @@ int rm(const Options *o) {
     return DONE;
 }
 
-/* Puts a small file, or the header of safetensors behind its length in eight bytes and before a hole, into a folder of
+/* Writes a small file, or the header of safetensors after its length in eight bytes and before a hole, to a folder with
  * the repository's name. */
 static void save_head(File *f) {
     char range[64], path[MAX_PATH + MAX_NAME], *url = file_url(f);

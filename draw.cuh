@@ -1,6 +1,6 @@
 /* draw.cuh: from logits to a token, on the card: repetition penalty, temperature, top-k, top-p, min-p and the draw,
  * with the operations of sampling.h, so that the same logits give the same token as in C. Included by infer.cu. */
-/* Holds logits between -cap and cap, smoothly. */
+/* Limits logits smoothly to between -cap and cap. */
 __global__ void __launch_bounds__(1024) cap_logits(Work w) {
     launch_next();
     wait_previous();
@@ -9,7 +9,7 @@ __global__ void __launch_bounds__(1024) cap_logits(Work w) {
     if (id < w.vocab) *logit = capped(*logit, w.logit_cap);
 }
 
-/* Marks the tokens of each row's sequence that has a repetition penalty. A block a row. */
+/* For each row with a repetition penalty, marks the tokens of its sequence. One block a row. */
 __global__ void __launch_bounds__(256) mark_seen(Work w, Step s) {
     launch_next();
     wait_previous();
@@ -33,7 +33,7 @@ __device__ inline float scaled(const Work &w, const Sampling &how, int row, int 
     return scaled(w, how, row, id, w.logits[(size_t)row * w.vocab + id]);
 }
 
-/* The least scaled logit that top-k, top-p and min-p leave in the draw, found digit by digit of its order_key. A block
+/* The least scaled logit that top-k, top-p and min-p keep in the draw, found digit by digit of its order_key. One block
  * a row. */
 __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
     __shared__ unsigned low[256], high[256], prefix, largest; /* low and high words of the bins */
@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
     if (threadIdx.x == 0) w.floor[row] = floor;
 }
 
-/* Draws a token for each row (blockIdx.y): the largest of scaled logit plus noise, over all blocks; the block that
- * comes last writes it down. A NaN wins over everything. */
+/* Draws a token for each row (blockIdx.y): the largest scaled logit plus noise, over all blocks. The block that
+ * finishes last writes it down. A NaN beats everything. */
 __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     __shared__ unsigned long long best[32];
     launch_next();
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     if (t != s.last[seq]) return;
     float floor = filtered ? w.floor[row] : -INFINITY;
     unsigned long long mine = 0;
-    constexpr int STEP = 8; /* loads on the way at once */
+    constexpr int STEP = 8; /* loads in flight */
     int threads = gridDim.x * blockDim.x;
     for (int first = blockIdx.x * blockDim.x + threadIdx.x; first < w.vocab; first += STEP * threads) {
         float logit[STEP];

@@ -1,6 +1,6 @@
 /* explain.c: `infer explain` shows how a model reads a text, token by token: the probability that the model gave each
- * token, what else it expected there, and in a mixture of experts which experts of each layer the token took. To the
- * terminal, or as one HTML page that needs no other file. */
+ * token, what else it expected there and, in a mixture of experts, which experts of each layer the token took. It
+ * writes to the terminal, or one HTML page that needs no other file. */
 #include "host.h"
 
 #include <errno.h>
@@ -34,7 +34,7 @@ static void keep_experts(void *data, const char *stage, int layer, const float *
         memcpy(to, values + r * cols, (size_t)cols * sizeof *to);
 }
 
-/* A token in characters that can be seen; `whole`: with its id and its bytes. */
+/* A token in visible characters; `whole`: with its id and its bytes. */
 static void put_token(const Reading *x, int id, bool whole) {
     Bytes raw = {0};
     if (x->s.tokenizer) tokenizer_bytes(x->s.tokenizer, &(Decoder){.begun = true}, id, &raw);
@@ -69,7 +69,7 @@ static void put_grid(const Reading *x, size_t t, int layer) {
     for (int i = 0; i < x->cells; i++) printf("\xE2%c%c", 0xA0 | cell[i] >> 6, 0x80 | (cell[i] & 63));
 }
 
-/* Token t of the text, and what the model expected in its place. */
+/* Shows token t of the text, and what the model expected in its place. */
 static void put_place(const Reading *x, size_t t) {
     static const char *const colour[] = {"\033[39m", "\033[32m", "\033[33m", "\033[35m", "\033[31m"};
     const Model *m = &x->s.checkpoint.model;

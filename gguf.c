@@ -18,7 +18,7 @@ typedef struct {
     const char *path;
     const unsigned char *begin, *at, *end;
     int values; /* of JSON that may still be made */
-    bool bad;   /* *e says why; what is read from here on is 0 */
+    bool bad;   /* set by the first error; everything read after it is 0 */
     Error *e;
 } Cursor;
 
@@ -78,11 +78,11 @@ static double get_number(const cJSON *object, const char *key, double absent) {
     return cJSON_IsNumber(x) ? x->valuedouble : absent;
 }
 
-typedef struct { /* what has which name here and there; "arch:name" counts for that architecture only */
+typedef struct { /* pairs of names, GGUF's and the hub's; "arch:name" holds for that architecture only */
     const char *gguf, *hub;
 } Pair;
 
-/* The first row for a name, or for one of which *rest, like ".weight", is left; or NULL. */
+/* The first row for a name, or for a prefix of it, where *rest is what follows, like ".weight"; or NULL. */
 static const Pair *find(const Pair *row, const char *arch, const char *name, const char **rest) {
     for (; row->gguf; row++) {
         const char *colon = strchr(row->gguf, ':'), *own = colon ? colon + 1 : row->gguf;
@@ -123,7 +123,7 @@ static const Pair names[] = { /* '*': a tensor for each expert */
     {"ffn_down_shexp", "mlp.shared_experts.down_proj"}, {"exp_probs_b.bias", "mlp.gate.e_score_correction_bias"}, {0}};
 /* clang-format on */
 
-/* Adds the tensor, of experts one for each. */
+/* Adds the tensor; a tensor of experts becomes one for each expert. */
 static void add_tensor(Cursor *r, cJSON *out, const char *arch, const char *name, const char *dtype, int dims,
                        const double *shape, double begin, double bytes) {
     int layer = -1, skip = 0;
@@ -154,7 +154,8 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
     double shape[4], values = 1;
     uint64_t dims = number(r, 4);
     if (dims < 1 || dims > 4) refuse(r, "a tensor has not one to four dimensions");
-    for (uint64_t i = dims; i-- && !r->bad;) /* the fastest is the file's first, and the hub's last */
+    for (uint64_t i = dims;
+         i-- && !r->bad;) /* the fastest dimension is the first in the file and the last at the hub */
         values *= shape[i] = (double)number(r, 8);
     uint64_t type = number(r, 4);
     double offset = (double)number(r, 8);
@@ -201,7 +202,7 @@ cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, siz
     *alignment = r.bad ? 1 : (size_t)align;
     for (; tensors && !r.bad; tensors--) read_tensor(&r, arch, align, out);
     *data = ((size_t)(r.at - r.begin) + *alignment - 1) / *alignment * *alignment;
-    if (*data > f->size) *data = f->size; /* nothing but keys */
+    if (*data > f->size) *data = f->size; /* keys only */
     if (!r.bad) return out;
     cJSON_Delete(out);
     return NULL;
@@ -214,7 +215,7 @@ static const Pair archs[] = { /* and model_type */
     {"llama", "llama"}, {"qwen2", "qwen2"}, {"qwen3", "qwen3"}, {"qwen3moe", "qwen3_moe"}, {"gemma2", "gemma2"},
     {"gemma3", "gemma3_text"}, {"gpt-oss", "gpt_oss"}, {"deepseek2", "deepseek_v2"}, {0}};
 
-static const Pair keys[] = { /* all that are known; "": see gguf_config */
+static const Pair keys[] = { /* all known keys; "": see gguf_config */
     {"embedding_length", "hidden_size"}, {"context_length", "max_position_embeddings"},
     {"feed_forward_length", "intermediate_size"}, {"block_count", "num_hidden_layers"},
     {"attention.head_count", "num_attention_heads"}, {"attention.head_count_kv", "num_key_value_heads"},
@@ -246,7 +247,7 @@ static void put(cJSON *config, const char *key, double x) {
     cJSON_AddNumberToObject(config, key, x);
 }
 
-/* The keys that both sides have. A list, one number a layer, is that number if all are the same. */
+/* The keys that both sides have. A list with one number a layer becomes that number if all are the same. */
 static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, const char *path, Error *e) {
     const cJSON *one;
     size_t n = strlen(arch);
@@ -265,7 +266,8 @@ static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, co
     return true;
 }
 
-/* What YaRN's keys say with other numbers, and what rope_scaling would hold: of all of config what has its names. */
+/* YaRN: converts numbers that GGUF defines differently, and fills rope_scaling from the keys of config that belong in
+ * it. */
 static void add_rope(cJSON *config, const char *arch) {
     const char *type = json_string(config, "rope_type");
     double factor = get_number(config, "factor", 1), mscale = get_number(config, "mscale", 0) * 10;
@@ -275,7 +277,7 @@ static void add_rope(cJSON *config, const char *arch) {
         cJSON_AddStringToObject(config, "rope_type", type);
     }
     if (mscale > 0) put(config, "mscale", mscale), put(config, "mscale_all_dim", mscale);
-    if (json_get(config, "attention_factor") && factor > 1) /* theirs multiplies the usual one */
+    if (json_get(config, "attention_factor") && factor > 1) /* GGUF's factor multiplies the usual one */
         put(config, "attention_factor", get_number(config, "attention_factor", 1) * (0.1 * log(factor) + 1));
     cJSON_AddBoolToObject(config, "truncate", strcmp(arch, "gpt-oss"));
     cJSON_AddItemToObject(config, "rope_scaling", cJSON_Duplicate(config, true));
@@ -324,7 +326,7 @@ cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
     if (!json_get(c, "n_group") &&
         get_number(c, "num_local_experts", 0) != 256) /* DeepSeek-V3's old files leave them out */
         put(c, "n_group", 1), put(c, "topk_group", 1);
-    cJSON_AddBoolToObject(c, "rope_interleave", llama || latent); /* rows of q and k lie so */
+    cJSON_AddBoolToObject(c, "rope_interleave", llama || latent); /* the order of q's and k's rows */
     cJSON_AddBoolToObject(c, "tie_word_embeddings", !tensors_find(t, "lm_head.weight"));
     cJSON_AddBoolToObject(c, "attention_bias", tensors_find(t, "model.layers.0.self_attn.o_proj.bias") != NULL);
     cJSON_AddBoolToObject(c, "mlp_bias", tensors_find(t, "model.layers.0.mlp.gate_proj.bias") != NULL);

@@ -1,6 +1,5 @@
 /* infer.c: the host program: options, the terminal, opening a model, answers, the loop, the small commands, and `main`
- * last. What it stands on is in model.c (loading, engine), tokenizer.c, chat.c and, behind infer.h, in
- * infer.cu or tests/reference.c.
+ * last. It uses model.c (loading, engine), tokenizer.c, chat.c and, behind infer.h, infer.cu or tests/reference.c.
  *
  * Data goes to stdout, everything else to stderr; a conversation in the terminal goes to stdout whole. Commands that
  * need no GPU never touch one. */
@@ -48,57 +47,57 @@ typedef struct {
     const char *value;  /* what the help calls its value; NULL: a switch */
     Kind kind;
     size_t field;        /* of Options */
-    double least, most;  /* of numbers; of TEXTS how many there may be */
+    double least, most;  /* of numbers; for TEXTS `most` is how many there may be */
     const char *initial; /* the value where none is given, or NULL: 0, none */
-    const char *help;    /* what it does; of a REAL first its range, up to a colon */
+    const char *help;    /* what it does; for a REAL it begins with the range, up to a colon */
 } Option;
 
 #define FIELD(name) offsetof(Options, name)
 static const Option options[] = {
-    {"play", 'p', "prompt", "TEXT", TEXT, FIELD(prompt), .help = "the prompt; a text on stdin goes behind it"},
+    {"play", 'p', "prompt", "TEXT", TEXT, FIELD(prompt), .help = "the prompt; a text on stdin is appended"},
     {"play", 'f', "file", "FILE", TEXT, FIELD(file), .help = "a file with the prompt; -: stdin"},
     {"play", 's', "system", "TEXT", TEXT, FIELD(system), .help = "instructions for the model"},
     {"play", 'e', "effort", "LEVEL", TEXT, FIELD(effort),
-     .help = "how long it thinks: low, medium or high; none where it can be told not to"},
+     .help = "how long it thinks: low, medium or high; none, if the model can skip it"},
     {"play set", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "1",
-     "0 or 0.01 to 100: how freely it draws; 0 is always the likeliest token"},
+     "0 or 0.01 to 100: randomness of the draw; 0 always takes the likeliest token"},
     {"play set", 0, "top-k", "K", WHOLE, FIELD(sampling.top_k), 0, 1e9, "0", "draw among the K likeliest; 0: all"},
     {"play set", 0, "top-p", "P", REAL, FIELD(sampling.top_p), 1e-30, 1, "1",
-     "above 0, at most 1: draw among the likeliest that make up P"},
+     "above 0, at most 1: draw among the likeliest whose probabilities add up to P"},
     {"play set", 0, "min-p", "P", REAL, FIELD(sampling.min_p), 0, 1, "0",
-     "0 to 1: leave out what is less likely than P times the likeliest"},
+     "0 to 1: leave out tokens less likely than P times the likeliest"},
     {"play set", 0, "repetition-penalty", "R", REAL, FIELD(sampling.penalty), 1e-30, 100, "1",
-     "above 0, at most 100: divide what was already said by R; 1: off"},
+     "above 0, at most 100: divide the scores of tokens already in the text by R; 1: off"},
     {"play set", 0, "seed", "N", SEED, FIELD(sampling.seed), 0, 9007199254740991,
-     .help = "the same seed gives the same answer (drawn)"},
+     .help = "the same seed gives the same answer (random)"},
     {"play set", 0, "max-tokens", "N", WHOLE, FIELD(max_tokens), 0, 1e9, "0",
-     "end an answer after N tokens; 0: when the context is full"},
+     "end an answer after N tokens; 0: only when the context is full"},
     {"play", 0, "stop", "TEXT", TEXTS, FIELD(stop), .most = 16, .help = "end an answer before TEXT; can be repeated"},
     {"play", 0, "hide-thinking", NULL, SWITCH, FIELD(hide_thinking), .help = "do not show the reasoning"},
     {"play", 0, "raw", NULL, SWITCH, FIELD(raw), .help = "continue the text without a chat format"},
-    {"play", 0, "date", "D", TEXT, FIELD(date), .help = "the date that the model is told (today); none: not told"},
+    {"play", 0, "date", "D", TEXT, FIELD(date), .help = "the date in the prompt (today); none: no date"},
     {"play", 0, "json", NULL, SWITCH, FIELD(json), .help = "one answer as a JSON object"},
 
     {"bench", 'p', "prompts", "N,...", WHOLES, FIELD(prompts), 1, 1 << 24, "512,2048",
-     "tokens of a prompt; the time is that to the first token"},
+     "tokens of a prompt; measured until the first token"},
     {"bench", 'n', "tokens", "N", WHOLE, FIELD(tokens), 1, 1 << 20, "128", "tokens to generate"},
     {"bench", 'd', "depths", "N,...", WHOLES, FIELD(depths), 0, 1 << 24, "0,8192,32768",
-     "depth of the context; what it holds does not matter and is not computed"},
+     "tokens of context in front; they are not computed, as their values do not matter"},
     {"bench", 'b', "streams", "N,...", WHOLES, FIELD(streams), 1, MOST_STREAMS, "1,4,16", "streams at once"},
     {"bench", 'r', "repeats", "N", WHOLE, FIELD(repeats), 1, MOST_REPEATS, "5", "repeats"},
     {"bench", 0, "encoding", "NAME", TEXT, FIELD(encoding),
      .help = "of random weights: fp8, int8, packed4, gptq4, awq4, nvfp4, q8_0, q4_k, ... (bf16; gpt-oss's experts are "
              "mxfp4)"},
     {"bench", 0, "serve", "URL", TEXT, FIELD(server),
-     .help = "measure a server that speaks OpenAI's API, at http://HOST:PORT, and nothing here"},
+     .help = "measure a server with OpenAI's API at http://HOST:PORT instead of this GPU"},
     {"bench", 'c', "clients", "N,...", WHOLES, FIELD(clients), 1, MOST_CLIENTS, "1,8,64,256",
-     "clients at once, of a server; each sends r requests, one after another"},
+     "with --serve: clients at once; each sends r requests, one after another"},
     {"bench", 'o', "output", "FORMAT", TEXT, FIELD(output), .initial = "md", .help = "md, a table, or json"},
     {"bench", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "0",
-     "0 or 0.01 to 100: of the draw"},
+     "0 or 0.01 to 100: randomness of the draw"},
 
     {"logits explain", 'p', "prompt", "TEXT", TEXT, FIELD(prompt),
-     .help = "the text; a beginning-of-text token is added if the tokenizer says so"},
+     .help = "the text; a beginning-of-text token is added if the tokenizer wants one"},
     {"logits explain", 0, "ids", "1,2,3", TEXT, FIELD(ids), .help = "the text as token ids, exactly"},
     {"logits", 0, "all", NULL, SWITCH, FIELD(all), .help = "after every token of the text instead of the last"},
     {"logits", 0, "top", "N", WHOLE, FIELD(top), 1, 1e9, "10", "how many"},
@@ -106,54 +105,55 @@ static const Option options[] = {
      .help = "all logits as a float32 array (positions, vocabulary) instead"},
     {"logits", 0, "tap", "DIR", TEXT, FIELD(tap),
      .help = "makes a folder of the stages of each layer, STAGE.LAYER.npy: float32 arrays, a row a token"},
-    {"explain", 'o', "output", "FILE.html", TEXT, FIELD(output), .help = "as a page that needs no other file"},
+    {"explain", 'o', "output", "FILE.html", TEXT, FIELD(output), .help = "write a page that needs no other file"},
 
     {"perplexity", 'f', "file", "FILE", TEXT, FIELD(file),
-     .help = "the text; a beginning-of-text token is added if the tokenizer says so"},
+     .help = "the text; a beginning-of-text token is added if the tokenizer wants one"},
     {"perplexity", 0, "ctx", "N", WHOLE, FIELD(context), 2, 1 << 24,
-     .help = "tokens of a window (1024, or what the model was made for if that is less)"},
+     .help = "tokens of a window (1024, or the model's context if that is less)"},
     {"perplexity", 0, "stride", "N", WHOLE, FIELD(stride), 1, 1 << 24,
      .help = "tokens from one window to the next (half a window); each token is scored in the first window that has "
-             "it, so that all but those of the first see at least ctx - stride tokens before them"},
+             "it, so those after the first window see at least ctx - stride tokens before them"},
 
     {"serve", 0, "host", "ADDRESS", TEXT, FIELD(host), .initial = "127.0.0.1",
-     .help = "where to listen; another than a loopback address needs a key"},
-    {"serve", 0, "port", "N", WHOLE, FIELD(port), 0, 65535, "8080", "its port; 0: any that is free"},
+     .help = "where to listen; any address but loopback needs a key"},
+    {"serve", 0, "port", "N", WHOLE, FIELD(port), 0, 65535, "8080", "the port; 0: any free one"},
     {"serve", 0, "key-file", "F", TEXT, FIELD(key_file),
      .help = "a file with the key that clients must send; else INFER_API_KEY"},
     {"serve", 0, "insecure", NULL, SWITCH, FIELD(insecure), .help = "listen on any address without a key"},
-    {"serve", 0, "cors", "ORIGIN", TEXT, FIELD(cors), .help = "pages of this origin may ask from a browser; *: of all"},
+    {"serve", 0, "cors", "ORIGIN", TEXT, FIELD(cors),
+     .help = "web pages of this origin may send requests; *: all pages"},
     {"serve", 0, "name", "NAME", TEXT, FIELD(alias), .help = "what clients call the model (its folder's name)"},
     {"serve", 0, "streams", "N", WHOLE, FIELD(slots), 1, MOST_STREAMS, "256", "answers at once"},
-    {"serve", 0, "queue", "N", WHOLE, FIELD(queue), 0, 1 << 16, "64", "answers that may wait beyond those"},
+    {"serve", 0, "queue", "N", WHOLE, FIELD(queue), 0, 1 << 16, "64", "requests that may wait beyond those"},
     {"serve", 0, "cache", "N", WHOLE, FIELD(cache), 0, 1e9, "0",
-     "tokens of all answers and kept prefixes together; 0: what fits"},
+     "tokens in the cache, for all answers and kept prefixes together; 0: what fits"},
     {"serve", 0, "chunk", "N", WHOLE, FIELD(chunk), 1, 1 << 16, "2048",
-     "tokens of a step: the longer, the sooner prompts are read, and the longer others wait for a token meanwhile"},
+     "tokens of a step: longer steps read prompts sooner, but other answers wait longer for each token"},
 
     {"download", 0, "revision", "R", TEXT, FIELD(revision), .help = "a branch, a tag or a commit (main)"},
     {"download", 0, "include", "G", TEXTS, FIELD(include), .most = MOST_VALUES,
-     .help = "files that match the pattern, in place of the usual; can be repeated"},
+     .help = "fetch files that match the pattern, instead of the usual ones; can be repeated"},
     {"download", 0, "exclude", "G", TEXTS, FIELD(exclude), .most = MOST_VALUES,
-     .help = "no files that match the pattern; can be repeated"},
-    {"download", 0, "all", NULL, SWITCH, FIELD(all), .help = "all files"},
+     .help = "skip files that match the pattern; can be repeated"},
+    {"download", 0, "all", NULL, SWITCH, FIELD(all), .help = "fetch all files"},
     {"download", 0, "token-file", "F", TEXT, FIELD(token_file),
-     .help = "a file with the token of an account, for private and gated repositories; else HF_TOKEN, HF_TOKEN_PATH, "
+     .help = "a file with your account's token, for private and gated repositories; else HF_TOKEN, HF_TOKEN_PATH or "
              "$HF_HOME/token. It is sent to the hub only"},
     {"download", 0, "jobs", "N", WHOLE, FIELD(jobs), 1, 64, "8", "files at once"},
 
     {"tokenize", 0, "jsonl", NULL, SWITCH, FIELD(jsonl),
-     .help = "each line of stdin is a JSON string and gives one line; null for one that is refused"},
+     .help = "each line of stdin is a JSON string and gives one line of output; null if it is refused"},
     {"tokenize", 0, "special", NULL, SWITCH, FIELD(special),
-     .help = "control tokens in the text count, and the tokenizer's template is put around it"},
+     .help = "names of control tokens become control tokens, and the tokenizer's template is added"},
     {"render", 0, "ids", NULL, SWITCH, FIELD(as_ids), .help = "as a JSON array of token ids instead of text"},
     {"list inspect doctor", 0, "json", NULL, SWITCH, FIELD(json), .help = "as JSON"},
     {"play inspect serve", 0, "ctx", "N", WHOLE, FIELD(context), 1, 1 << 24,
-     .help = "tokens of context (what the model was made for and the memory allows)"},
+     .help = "tokens of context (as many as the model and the memory allow)"},
     {"play bench logits explain perplexity serve", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MOST_GPUS - 1, "0",
      "which GPU"},
     {"play bench logits explain perplexity serve", 0, "plain", NULL, SWITCH, FIELD(plain),
-     .help = "the plain kernels, also where faster ones know the model"},
+     .help = "use the plain kernels only, even if fast ones know the model"},
 };
 enum { OPTIONS = sizeof options / sizeof *options };
 
@@ -168,7 +168,7 @@ static bool check_text(const char *what, const char *text, size_t n, Error *e) {
     return valid == n || fail(e, USAGE, "%s is not UTF-8: byte %zu is 0x%02X", what, valid, (unsigned char)text[valid]);
 }
 
-/* The number at *text, which is moved behind it; `given` is the whole value, for the message. */
+/* Reads the number at *text and moves *text past it; `given` is the whole value, for the message. */
 static bool read_number(const Option *option, const char **text, const char *given, double *x, Error *e) {
     bool real = option->kind == REAL || option->kind == REAL_OR_0, list = option->kind == WHOLES;
     char *end, range[80];
@@ -281,7 +281,7 @@ bool put_escape(FILE *f, const char *escape) {
     return wanted;
 }
 
-/* Text that arrives in pieces, broken between words: a word waits until it is complete. */
+/* Wraps text that arrives in pieces between words: a word waits until it is complete. */
 typedef struct {
     FILE *f;
     int width, indent; /* width 0: as it is; indent: of lines behind a break */
@@ -300,7 +300,7 @@ static void wrap_word(Wrap *w) {
     w->word.n = 0, w->cells = 0;
 }
 
-/* On a terminal without what could be an escape sequence: the text may be a model's or a file's. */
+/* On a terminal, drops what could be an escape sequence: the text may come from a model or a file. */
 static void wrap_text(Wrap *w, const char *text, size_t n) {
     Bytes shown = {0};
     if (n) w->last = text[n - 1];
@@ -325,7 +325,7 @@ static void wrap_text(Wrap *w, const char *text, size_t n) {
     bytes_free(&shown);
 }
 
-/* The end of a text: its last word, and a line break if there is none. */
+/* Ends a text: prints its last word, and a line break if there is none. */
 static void wrap_end(Wrap *w) {
     if (w->word.n) wrap_word(w);
     if (w->last && w->last != '\n') fputc('\n', w->f);
@@ -369,7 +369,7 @@ static void show_progress(uint64_t done, uint64_t total) {
 
 /* ---- opening a model ---- */
 
-/* Takes the only model that is here; of several it shows which there are, and asks. */
+/* Takes the only model that is here; of several it lists all and asks. */
 static bool choose_model(Session *s, Error *e) {
     ModelEntry *list;
     char line[64], size[24];
@@ -518,7 +518,7 @@ typedef struct {
     const char *reason;  /* why it ended */
 } Answer;
 
-static volatile sig_atomic_t interrupted; /* Ctrl+C since the answer was asked for */
+static volatile sig_atomic_t interrupted; /* Ctrl+C since the request */
 static volatile sig_atomic_t waiting;     /* the terminal says that the prompt is being read */
 
 static void on_interrupt(int number) {
@@ -526,7 +526,7 @@ static void on_interrupt(int number) {
     interrupted = number;
 }
 
-/* Until the first token the loop says that it is working. */
+/* Until the first token the loop shows that it is working. */
 static void show_waiting(const Play *p, size_t tokens) {
     char count[32];
     if (tokens && p->loop && put_escape(stdout, ERASE_LINE)) {
@@ -571,7 +571,7 @@ static void show(Answer *a, Part part, const char *text, size_t n) {
     fflush(f);
 }
 
-/* Takes text of the answer and shows what is free of stop texts: an end that may be the beginning of one waits. */
+/* Takes text of the answer and shows what contains no stop text; an end that may begin one waits. */
 static void add_text(Answer *a, Part part, const Bytes *text, bool last) {
     const Texts *stop = &a->p->o.stop;
     size_t wait = 0;
@@ -627,7 +627,7 @@ static void take_token(Answer *a, int token) {
         a->reason = "stdout failed";
 }
 
-/* All that the model reads before its next answer. */
+/* Everything that the model reads before its next answer. */
 static bool make_prompt(const Play *p, Ids *ids, Error *e) {
     Bytes text = {0};
     if (p->chat) return chat_render(&p->m.chat, &p->talk, true, ids, e);
@@ -638,8 +638,8 @@ static bool make_prompt(const Play *p, Ids *ids, Error *e) {
     return ok;
 }
 
-/* Keeps what was said, also where it ended early. False if nothing was: it ended in the reasoning or inside a call. A
- * preamble that nothing followed was meant as the answer. */
+/* Adds the answer to the conversation, even if it ended early. False if there is none: it ended in the reasoning or
+ * inside a call. A preamble that nothing follows counts as the answer. */
 static bool keep_answer(Answer *a, Error *e) {
     Play *p = a->p;
     Message *last = a->reader.messages ? a->reader.message + a->reader.messages - 1 : NULL;
@@ -666,7 +666,7 @@ static bool keep_answer(Answer *a, Error *e) {
     return true;
 }
 
-/* Answers what stands at the end of the conversation, and shows it. True if an answer, perhaps a part, is there. */
+/* Answers the end of the conversation, and shows the answer. True if there is one, even a part. */
 static bool answer(Answer *a, Error *e) {
     Play *p = a->p;
     Ids ids = {0};
@@ -732,12 +732,12 @@ static void print_statistics(const Answer *a, FILE *f) {
 static struct {
     EditLine *line;
     History *history;
-    char *path; /* of the history; NULL: there is nowhere to keep it */
+    char *path; /* of the history; NULL: no place for it */
     const char *prompt;
     bool cancelled; /* Ctrl+C */
 } editor;
 
-/* While an answer is written, what is typed is not shown and waits for the next line. A Ctrl+D in it means nothing. */
+/* While an answer is written, typed text is not shown and waits for the next line. A Ctrl+D in it is ignored. */
 static void set_typing(bool on) {
     static struct termios before;
     struct termios mode;
@@ -783,7 +783,7 @@ static unsigned char edit_suspend(EditLine *line, int key) {
     return CC_REDISPLAY;
 }
 
-/* What the terminal brackets as pasted is one text, line breaks included. */
+/* Pasted text, which the terminal puts in brackets, is one text, line breaks included. */
 static unsigned char edit_paste(EditLine *line, int key) {
     static const char end[] = "\033[201~";
     Bytes pasted = {0}, shown = {0};
@@ -848,8 +848,8 @@ static void editor_close(void) {
     free(editor.path);
 }
 
-/* Adds a text to the history and, at once, to its file, where other loops add theirs: a line each in libedit's format,
- * what could break a line as \ooo. */
+/* Adds a text to the history and at once to its file, which other loops share: one line in libedit's format, with \ooo
+ * for what could break a line. */
 static void editor_remember(const char *text) {
     HistEvent event;
     Bytes line = {0};
@@ -860,7 +860,7 @@ static void editor_remember(const char *text) {
     for (const unsigned char *c = (const unsigned char *)text; *c; c++)
         bytes_print(&line, *c <= ' ' || *c == '\\' || *c == 127 ? "\\%03o" : "%c", *c);
     bytes_text(&line, "\n");
-    if (write(fd, line.data, line.n) < 0) {} /* no reason to stop */
+    if (write(fd, line.data, line.n) < 0) {} /* not an error */
     close(fd);
     bytes_free(&line);
 }
@@ -885,7 +885,7 @@ static bool editor_line(const char *prompt, Bytes *out) {
     return editor.cancelled ? bytes_text(out, ""), true : n > 0;
 }
 
-/* What the user says: a line, or several between triple quotes, which go into the history whole. */
+/* Reads what the user says: a line, or several between triple quotes, which are one entry of the history. */
 static bool editor_text(Bytes *out) {
     static const char quotes[] = "\"\"\"";
     if (!editor_line("You: ", out)) return false;
@@ -924,7 +924,7 @@ static const struct {
                {"/exit", "", "leave, as Ctrl+D does"}};
 enum { SLASHES = sizeof slashes / sizeof *slashes };
 
-/* Completes a command as far as all that begin so agree. */
+/* Completes a command as far as all candidates agree. */
 static unsigned char edit_complete(EditLine *line, int key) {
     const LineInfo *now = el_line(line);
     size_t n = (size_t)(now->cursor - now->buffer), same = 0;
@@ -949,7 +949,7 @@ static void show_error(const Error *e) {
     fputs("\n", stderr);
 }
 
-/* A text from a model or a file behind a label, as it is. */
+/* Prints a label and, unwrapped, a text from a model or a file. */
 static void put_line(const char *label, const char *text, size_t n) {
     Wrap w = {.f = stdout};
     fputs(label, stdout);
@@ -1007,7 +1007,7 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
     return ok;
 }
 
-/* A file that is there is only replaced if it is this conversation's, and only by a whole one. */
+/* Replaces an existing file only if it is this conversation's, and only by a complete one. */
 static bool slash_save(Play *p, const char *path, Error *e) {
     Bytes text = {0}, fresh = {0};
     conversation_json(&p->talk, &text);
@@ -1046,7 +1046,7 @@ static bool slash_load(Play *p, const char *path, Error *e) {
     return ok;
 }
 
-/* /save and /load: the file is that of before, or "~/x" as a shell would read it. */
+/* /save and /load: without a name the previous file; "~/x" as in a shell. */
 static bool slash_file(Play *p, const char *name, bool save, Error *e) {
     const char *home = getenv("HOME");
     Bytes path = {0};
@@ -1195,7 +1195,7 @@ static int play_once(Play *p, const Bytes *prompt) {
     return !ok ? e.code : !strcmp(a.reason, "interrupted") ? INTERRUPTED : DONE;
 }
 
-/* All of stdin. It may be an open pipe in which nothing comes: then the wait is said. */
+/* Reads all of stdin. If it is a pipe and nothing comes, it says that it waits. */
 static void read_stdin(Bytes *out) {
     if (!poll(&(struct pollfd){.fd = STDIN_FILENO, .events = POLLIN}, 1, 1000))
         fputs("infer: the prompt is read from stdin until it ends (Ctrl+D on a terminal); </dev/null gives none\n",
@@ -1339,14 +1339,14 @@ static int tokenize(const Options *o) {
     return code;
 }
 
-/* How many ids there are: config.json may have some that no text belongs to. */
+/* The number of ids: config.json may have ids without a text. */
 static int vocabulary(const Session *s) {
     Error e;
     Bytes path = {0};
     int64_t n = 0;
     bytes_print(&path, "%s/config.json", s->dir);
     cJSON *config = json_read(path.data, 1 << 20, &e);
-    const cJSON *text = json_get(config, "text_config"); /* of a model that sees, too */
+    const cJSON *text = json_get(config, "text_config"); /* also for a model with vision */
     json_whole(json_get(text ? text : config, "vocab_size"), 0, INT32_MAX, &n);
     cJSON_Delete(config);
     bytes_free(&path);
@@ -1404,7 +1404,7 @@ static int parse(const Options *o) {
 
 /* ---- logits ---- */
 
-enum { NPY_HEADER = 128, LOGITS_AT_ONCE = 512 }; /* bytes; tokens whose logits are in memory together */
+enum { NPY_HEADER = 128, LOGITS_AT_ONCE = 512 }; /* bytes; tokens whose logits are in memory at once */
 
 bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e) {
     const Model *m = &s->checkpoint.model;
@@ -1458,7 +1458,7 @@ static void print_top(const float *logits, int vocab, int top, const Tokenizer *
     free(best);
 }
 
-/* Runs the prompt in chunks and writes what was asked for. */
+/* Runs the prompt in chunks and writes the requested logits. */
 static bool write_logits(Engine *g, const Ids *ids, const Options *o, const Tokenizer *t, Error *e) {
     FILE *f = o->output ? fopen(o->output, "wb") : NULL;
     if (o->output && !f) return fail(e, FAILED, "%s: %s", o->output, strerror(errno));
@@ -1491,7 +1491,7 @@ typedef struct {
     Error e; /* code 0: none so far */
 } TapFolder;
 
-/* A Tap: appends rows to the stage's file, which a prompt of several steps visits several times. */
+/* A Tap: appends rows to the stage's file; a prompt of several steps calls it several times. */
 static void tap_to_file(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
     TapFolder *t = data;
     Bytes path = {0};
@@ -1530,43 +1530,46 @@ static int logits(const Options *o) {
 
 static const Command commands[] = {
     {"play", "[MODEL]", play, "talk to a model, once or in a loop",
-     "A conversation in the terminal; with -p, -f or a text on stdin one answer, alone on stdout."},
+     "A conversation in the terminal. With -p, -f or a text on stdin: one answer, alone on stdout."},
     {"serve", "[MODEL]", serve, "an API like OpenAI's, for many clients at once",
-     "Serves a model to every client that speaks OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, "
-     "/tokenize, /detokenize, /health, /metrics, and / is a page to chat with. SIGTERM lets answers finish and ends, a "
-     "second one ends at once."},
+     "Serves a model to clients of OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, "
+     "/tokenize, /detokenize, /health, /metrics, and / is a page to chat with. SIGTERM lets answers finish and then "
+     "ends; "
+     "a second one ends at once."},
     {"download", "REPO", download, "fetch a model from the hub",
      "Fetches a model from the hub, REPO[@REVISION], into the hub's own cache ($HF_HUB_CACHE, "
-     "$HF_HOME/hub, ~/.cache/huggingface/hub), which other tools share, and writes where it is. What is there is not "
-     "fetched again; what was interrupted goes on. By default that is what infer reads: safetensors files with their "
-     "index, config, tokenizer and chat template.\n"
+     "$HF_HOME/hub, ~/.cache/huggingface/hub), which other tools share, and prints its folder. Files that are "
+     "there are not fetched again; an interrupted download resumes. By default it fetches what infer reads: "
+     "safetensors "
+     "files with their index, config, tokenizer and chat template.\n"
      "HF_ENDPOINT names another hub, HF_HUB_OFFLINE=1 forbids the network, HTTPS_PROXY names a proxy, CURL_CA_BUNDLE "
-     "the certificates to trust, HF_HUB_DOWNLOAD_TIMEOUT the seconds until a stalled connection is given up (10)."},
+     "the certificates to trust, HF_HUB_DOWNLOAD_TIMEOUT the seconds until a stalled connection counts as lost (10)."},
     {"list", "", list, "the models that are here",
      "Lists the models in ./models, ~/.cache/infer/models and the hub's cache."},
     {"rm", "MODEL", rm, "remove a downloaded model",
      "Removes a repository from the hub's cache: ORG/NAME, or a unique part of it."},
     {"inspect", "MODEL", inspect, "what a model is made of, and whether it fits here",
-     "Says what a model is made of, whether infer runs it and whether it fits on this GPU. Of a repository that is not "
-     "here only config.json and the headers of its files are fetched."},
+     "Says what a model is made of, whether infer runs it and whether it fits on this GPU. For a repository that is "
+     "not here it fetches only config.json and the headers of the weight files."},
     {"doctor", "", doctor, "GPU, driver, cache, token, network: what is wrong, and its cure",
-     "Looks at the GPU, its driver, the cache, the token and the network, with a cure for each fault. The exit code is "
-     "that of the first fault."},
+     "Checks the GPU, its driver, the cache, the token and the network, and names a cure for each fault. The exit code "
+     "is that of the first fault."},
     {"bench", "[MODEL]", bench, "how fast prompts and generation are here",
-     "Measures prompts of so many tokens, then the generation of n tokens in each of b streams behind d tokens of "
-     "context: the median of r repeats. A directory that has only config.json gets random weights.\n"
-     "% of flat: speed relative to simply reading the same bytes. The experts of several streams are counted.\n"
-     "With --serve a server is measured: completions of n tokens behind random prompts, streamed to c clients. A "
+     "Measures prompts of p tokens, then the generation of n tokens in each of b streams after d tokens of context: "
+     "the "
+     "median of r repeats. A directory that has only config.json gets random weights.\n"
+     "% of flat: speed relative to simply reading the same bytes. With several streams the experts that were read are "
+     "counted.\n"
+     "With --serve it measures a server: completions of n tokens after random prompts, streamed to c clients. A "
      "token's "
-     "time is that from one piece of text to the next. MODEL is its name there, for servers that have several; the "
-     "key, if it needs one, is OPENAI_API_KEY in the environment."},
+     "time is that from one piece of text to the next. MODEL is the model's name there, for servers with several; "
+     "OPENAI_API_KEY in the environment is the key, if the server needs one."},
     {"logits", "MODEL", logits, "what a model expects next, or all logits as a NumPy file",
      "Writes the most likely next tokens: id, logit, probability, text."},
     {"explain", "MODEL", explain, "how a model reads a text, token by token",
-     "Writes for each token of a text its id and bytes, the probability that the model gave it, in bits how surprised "
-     "the model was (-log2 of that probability), and what it expected instead. A mixture of experts shows a grid, too: "
-     "a row of dots "
-     "for each layer, a column for each expert, a dot for each that the token took."},
+     "Writes for each token of a text: its id and bytes, the probability that the model gave it, the surprise in bits "
+     "(-log2 of that probability), and what the model expected instead. For a mixture of experts it also shows a grid: "
+     "a row for each layer, a column for each expert, a dot for each expert that the token took."},
     {"perplexity", "MODEL", perplexity, "how surprised a model is by a text",
      "Writes the perplexity of a text, the mean negative log-likelihood of its tokens and their number."},
     {"tokenize", "MODEL", tokenize, "text to token ids", "Writes the ids of the text on stdin as a JSON array."},
@@ -1589,8 +1592,8 @@ static void print_summary(FILE *to) {
         print_row(to, name, 20, commands[i].summary);
     }
     print_row(to, "", 0,
-              "\ninfer COMMAND --help tells more. MODEL is a folder, or part of the name of a model that infer "
-              "list shows.");
+              "\ninfer COMMAND --help says more. MODEL is a folder, a GGUF file, or part of a name that infer list "
+              "shows.");
 }
 
 int main(int argc, char **argv) {
@@ -1602,7 +1605,7 @@ int main(int argc, char **argv) {
     if (getentropy(&o.sampling.seed, 4)) o.sampling.seed = (uint32_t)(seconds() * 1e6); /* short enough to type again */
     signal(SIGPIPE, SIG_IGN); /* a closed pipe is an error like a full disk */
     setlocale(LC_CTYPE, "");
-    if (strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8"); /* or what is typed is lost */
+    if (strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8"); /* or typed text is lost */
     if (help) name = argc > 2 ? argv[2] : "";
     for (int i = 0; i < COMMANDS; i++)
         if (!strcmp(name, commands[i].name)) c = commands + i;

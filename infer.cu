@@ -14,7 +14,7 @@
  *
  * The residual stream is fp32, products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32),
  * the cache is bf16. A step that generates is a chain of dependent kernels, so each one lets the next begin early
- * (launch_next), asks for its first weights, which depend on nothing, and only then waits (wait_previous). */
+ * (launch_next), requests its first weights, which depend on nothing, and only then waits (wait_previous). */
 #include "card.cuh"
 
 #include <algorithm>
@@ -24,8 +24,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 /* ---- 1 small device functions ---- */
 
-/* Programmatic dependent launch: a kernel may begin while the one before it ends; what it reads of that one's results
- * it reads behind wait_previous(). Before Hopper a kernel begins when the one before has ended. */
+/* Programmatic dependent launch: a kernel may begin before the previous one has ended. It may read that kernel's
+ * results only after wait_previous(). Before Hopper a kernel begins when the previous one has ended. */
 __device__ inline void launch_next() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -37,9 +37,9 @@ __device__ inline void wait_previous() {
 #endif
 }
 
-/* c += a b for a (16, 16) by row, b (16, 8) by column: lane 4g + t holds of a rows g and g + 8, of b column g, of both
- * the four inner indices that belong to t; of c it holds rows g, g + 8 and columns 2t, 2t + 1. Which inner index is
- * which does not matter as long as a and b agree. */
+/* c += a b for a (16, 16) by row, b (16, 8) by column: lane 4g + t holds rows g and g + 8 of a and column g of b, at
+ * the four inner indices that belong to t, and rows g, g + 8 and columns 2t, 2t + 1 of c. Which inner index is which
+ * does not matter as long as a and b agree. */
 template <typename A>
 __device__ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                            uint32_t b1) {
@@ -62,7 +62,7 @@ __device__ inline uint32_t pack(float low, float high) {
     __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<uint32_t *>(&v);
 }
-/* Of which type activations are that a matrix multiplies. */
+/* The type of the activations that a matrix multiplies. */
 __host__ __device__ inline Type type_for(const Matrix &m) { return m.type == F32 || m.type == F16 ? m.type : BF16; }
 /* Stores element i of a row for a matrix of this type, or elements i and i + 1, i even. f16 ends at 65504. */
 __device__ inline f16 to_f16(float x) { return (f16)fminf(fmaxf(x, -65504), 65504); }
@@ -83,8 +83,8 @@ __device__ inline void store_pair_as(Type type, void *row, size_t i, float a, fl
         *(uint32_t *)((bf16 *)row + i) = pack(a, b);
 }
 
-/* 16 bytes of weights, or zeros. What is read once need not stay in L1. No ld.global.nc: such loads may move behind
- * wait_previous(). */
+/* 16 bytes of weights, or zeros. Weights are read once, so they need not stay in L1. Not ld.global.nc: the compiler may
+ * move such loads behind wait_previous(). */
 __device__ inline uint4 load_weights(const void *from, bool real) {
     uint4 x = {};
     if (real)
@@ -106,8 +106,8 @@ __device__ inline uint2 load_pair(const void *from, bool real) {
     return x;
 }
 
-/* 16 bytes to shared memory, of which only the first `bytes` are read and the others become 0. What was asked for
- * before copies_end() is there after copies_done<n>() if at most n further copies_end() followed. */
+/* Copies 16 bytes to shared memory; only the first `bytes` are read, the others become 0. Copies that were requested
+ * before a copies_end() have arrived after copies_done<n>() if at most n further copies_end() followed it. */
 __device__ inline void copy_16(void *to, const void *from, int bytes = 16) {
     asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
                  "r"(bytes)
@@ -118,7 +118,7 @@ template <int BUT> __device__ inline void copies_done() {
     asm volatile("cp.async.wait_group %0;" ::"n"(BUT) : "memory");
 }
 
-__device__ inline float exp2_quick(float x) { /* for shares that are rounded to bf16 */
+__device__ inline float exp2_quick(float x) { /* for results that are rounded to bf16 */
     asm("ex2.approx.ftz.f32 %0,%0;" : "+f"(x));
     return x;
 }
@@ -137,7 +137,8 @@ __device__ inline int warp_sum_to(int x) { /* of this lane and those before it *
     }
     return x;
 }
-/* The sum of n values by a warp. Those that load() asks for, HELD a lane, arrive while the warp does other things. */
+/* The sum of n values by a warp. load() requests the first HELD of each lane; they arrive while the warp does other
+ * things. */
 template <int HELD> struct WarpSum {
     float x[HELD];
     __device__ void load(const float *value, int n) {
@@ -164,7 +165,7 @@ __device__ inline float block_sum(float x) {
     for (int i = 0; i < (int)blockDim.x / 32; i++) x += part[i];
     return x;
 }
-/* Whether this block is the last of `blocks` to come here; it sees what the others wrote before. */
+/* Whether this block is the last of `blocks` to arrive here. The last one sees what the others wrote before. */
 __device__ inline bool last_block(int *arrived, int blocks) {
     __shared__ bool last;
     __threadfence();
@@ -180,8 +181,8 @@ __device__ inline bool last_block(int *arrived, int blocks) {
 
 /* How weights of a type lie on the card, and how a lane of a warp reads its part of a chunk: lane 4g + t has sixteen
  * columns of rows g and g + 8 of a tile, eight at column(t, 0) and eight at column(t, 1). Raw is what it loads;
- * decode() makes bf16 (or f16) of eight columns of both rows, times 1 / FACTOR; multiply() adds the chunk's product
- * with `at` and following columns of x.
+ * decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; multiply() adds the chunk's product
+ * with the columns of x from `at` on.
  *
  *   offset()  where 16 bytes, number `piece`, of a tile's first chunk lie; those of chunk k are k * STEP further on
  *   PIECES    of 16 bytes that make up a chunk of a tile in shared memory, in the order in which read() wants them
@@ -189,7 +190,7 @@ __device__ inline bool last_block(int *arrived, int blocks) {
  *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
 template <Type T> struct Encoding;
 
-/* For encodings that decode() tells whole. */
+/* For encodings whose decode() does everything. */
 template <class E, typename A> struct Decoded {
     typedef A Activation;
     template <int TILES, class Raw>
@@ -235,8 +236,9 @@ template <typename A> struct Encoding16 { /* rows as they stand in the file */
 template <> struct Encoding<BF16> : Encoding16<bf16>, Decoded<Encoding16<bf16>, bf16> {};
 template <> struct Encoding<F16> : Encoding16<f16>, Decoded<Encoding16<f16>, f16> {};
 
-/* Sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 in the order of their columns, times 2^-126. The
- * loader has chosen the free bits of both words so that `rest`, with all carries, has the fourth pair of either. */
+/* The sixteen e2m1 values in two words (see FP4_MASK in card.cuh) as bf16, in the order of their columns and times
+ * 2^-126. The loader chose the free bits of both words so that `rest`, carries included, holds the fourth pair of each.
+ */
 struct Sixteen {
     uint4 low, high;
 };
@@ -250,8 +252,8 @@ __device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
 
 /* A chunk of a tile is 544 bytes in one piece: 16 of each lane, columns 16t to 16t + 15 of row g and then of row g + 8,
  * and behind these 512 bytes the scales of both blocks of 32 of row g and of both of row g + 8, for each g, with
- * FP4_SCALE added. bf16 cannot hold all that e8m0 may multiply: decode() gives values 2^26 too small, and the finished
- * sum is multiplied by FACTOR. */
+ * FP4_SCALE added. bf16 cannot hold every value times its e8m0 scale, so decode() returns values 2^26 too small, and
+ * the finished sum is multiplied by FACTOR. */
 template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
     static constexpr float FACTOR = 0x1p26f;
     static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 4;
@@ -286,10 +288,10 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
     }
 };
 
-/* Codes of 4 or 8 bits: see is_coded() in card.cuh. The words that scale them multiply sums of 64, 32 or 16 columns,
- * those of so many mma in turn, and offsets multiply the sum of x over the same columns. As bf16 codes are exact but
- * for what few operations leave there: 4 bits come as 128 + q, which the offset takes back; 8 bits as two terms, 128 +
- * the seven low ones and -128 or, with the sign, -256; e4m3 2^120 too small. */
+/* Codes of 4 or 8 bits: see is_coded() in card.cuh. A word scales the sum over its 64, 32 or 16 columns, which a few
+ * mma in a row compute; an offset multiplies the sum of x over the same columns. Codes become bf16 exactly, in few
+ * operations, but shifted: 4 bits become 128 + q, which the offset corrects; 8 bits become two terms, 128 + the low
+ * seven bits and -128 or, with the sign bit, -256; e4m3 comes out 2^120 too small. */
 template <Type T> struct EncodingCoded {
     typedef bf16 Activation;
     static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), TERMS = BITS == 8 && T != FP8 ? 2 : 1;
@@ -327,7 +329,7 @@ template <Type T> struct EncodingCoded {
         if (term == 0) return {masked<0x007F007F, 0x43004300>(w), masked<0x007F007F, 0x43004300>(w >> 8)};
         return {masked<0x00800080, 0xC300C300>(w), masked<0x00800080, 0xC300C300>(w >> 8)};
     }
-    /* By what the sum of codes times x, and that of x, become a part of the result. */
+    /* The factors that turn the sum of codes times x, and the sum of x, into a part of the result. */
     __device__ static float2 scale(const Raw &r, int high, int i) {
         const uint32_t word = r.word[high][i];
         const float2 both = __half22float2(*(const __half2 *)&word);
@@ -437,8 +439,8 @@ enum Finish {
 /* RMSNorm's factor, from the sum of the squares (Zhang and Sennrich, 2019). */
 __device__ inline float norm_factor(float squares, int dim, float eps) { return rsqrtf(squares / dim + eps); }
 
-/* y = W x + bias for all tokens, or, where there are jobs, for the choices of each expert: row r of x is that of choice
- * r * divide, and of those that follow it. */
+/* y = W x + bias for all tokens or, with jobs, for the choices of each expert: row r of x belongs to the `divide`
+ * choices from r * divide on. */
 struct Product {
     Matrix w;
     const void *x;
@@ -450,14 +452,14 @@ struct Product {
     const Job *job;
     const int *jobs, *order;
     int divide;
-    bool early; /* the kernel in front of this one has waited for the jobs, too */
+    bool early; /* the previous kernel has waited for the jobs already */
     Finish finish;
     void *y;
     int y_pitch;
-    Type y_type; /* F32, but for ACTIVATE and where a matrix reads the result next */
+    Type y_type; /* F32, except for ACTIVATE and where a matrix reads the result next */
     Act act;
     float act_limit;
-    const float *norm; /* of ADD: weights of the norm behind it, or NULL */
+    const float *norm; /* for ADD: weights of the norm that follows, or NULL */
     void *normed;
     int normed_pitch;
     Type normed_type;
@@ -473,10 +475,10 @@ __device__ inline float activation(Act act, float limit, float gate, float up, b
                                     : -gate;
     return (quick ? __fdividef(gate, 1 + __expf(x)) : gate / (1 + expf(x))) * up;
 }
-/* What rows r and r + 1 of a result need besides: asked for before the product, since it comes from afar. */
+/* What else rows r and r + 1 of a result need. It is requested before the product, because the loads take long. */
 struct Target {
-    float2 add;  /* the bias, and of ADD what is there */
-    float2 norm; /* weights of the norm behind ADD */
+    float2 add;  /* the bias, and for ADD the old value */
+    float2 norm; /* weights of the norm that follows ADD */
 };
 __device__ inline Target target_of(const Product &p, int expert, size_t out, int r) {
     Target target = {};
@@ -487,7 +489,7 @@ __device__ inline Target target_of(const Product &p, int expert, size_t out, int
     if (p.finish == ADD && p.norm) target.norm = {p.norm[r], p.norm[r + 1]};
     return target;
 }
-/* Stores them; of ADD it returns the sum of the squares that it leaves. */
+/* Stores both rows; for ADD it returns the sum of squares of what it stored. */
 __device__ inline float finish(const Product &p, const Target &target, size_t out, int r, float a, float b) {
     a += target.add.x, b += target.add.y;
     if (p.finish == ACTIVATE) {
@@ -501,7 +503,7 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
     return a * a + b * b;
 }
 
-/* A warp's share of a tile of 16 rows: chunks `first`, first + step, ... of its columns, with AHEAD of them on the way.
+/* A warp's share of a tile of 16 rows: chunks `first`, first + step, ... of its columns, with AHEAD of them in flight.
  * Up to 8 TILES rows of x are the columns of mma. */
 template <Type T, int TILES> struct Stream {
     typedef Encoding<T> E;
@@ -511,7 +513,7 @@ template <Type T, int TILES> struct Stream {
     __device__ void load(const Matrix &m, const uint8_t *tile, int i, int chunk, int chunks) {
         E::load(raw[i], m, tile + (uint32_t)chunk * E::STEP, chunk < chunks);
     }
-    /* Asks for a tile's first chunks; `tile` is where this lane's weights of it begin. */
+    /* Requests a tile's first chunks; `tile` is where this lane's weights of the tile begin. */
     __device__ void begin(const Matrix &m, const uint8_t *tile, int first, int step, int chunks) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) load(m, tile, i, first + i * step, chunks);
@@ -522,7 +524,7 @@ template <Type T, int TILES> struct Stream {
         for (; first < chunks; first += step * AHEAD) {
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                const uint32_t at = min(first + i * step, chunks - 1) * CHUNK; /* behind the end weights are zeros */
+                const uint32_t at = min(first + i * step, chunks - 1) * CHUNK; /* past the end weights are zeros */
                 E::multiply(c, raw[i], x, at);
                 load(m, tile, i, first + (i + AHEAD) * step, chunks);
             }
@@ -532,11 +534,12 @@ template <Type T, int TILES> struct Stream {
 
 /* Up to 8 TILES tokens, or choices of an expert: the time is the time to read the weights. The blocks share the tiles
  * of all jobs evenly; the warps of a block share a tile's columns. After an RMSNorm the input is x times the norm's
- * weights, which the kernel that wrote x has written too, and the result is divided by the root mean square here: so no
- * kernel stands between.
+ * weights, as the kernel that wrote x left it, and this kernel divides the result by the root mean square. So no norm
+ * kernel is needed in between.
  *
- * Without jobs a block asks for its first weights before it waits. With jobs it must know them first, so it waits, and
- * only then lets the next kernel begin: that one, the product with `early`, finds the jobs there and need not wait. */
+ * Without jobs a block requests its first weights before it waits. With jobs it must know them first, so it waits, and
+ * only then lets the next kernel begin. The next kernel, the product with `early`, finds the jobs ready and need not
+ * wait for them. */
 template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
@@ -551,10 +554,11 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
     unsigned which = p.job ? item / tiles : 0, tile = item - which * tiles;
     Job job = {0, 0, p.tokens};
     const uint8_t *weights = NULL;
-    auto find_job = [&](Job &job) { /* the item's, and where this lane's weights of its tile begin */
-                                    const int *from = &p.job[which].expert;
-                                    if (p.job) job = {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2)};
-                                    weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, tile, lane);
+    /* Sets the current job, and where this lane's weights of its tile begin. */
+    auto find_job = [&](Job &job) {
+        const int *from = &p.job[which].expert;
+        if (p.job) job = {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2)};
+        weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, tile, lane);
     };
     if (item < end) find_job(job);
     Stream<T, TILES> stream;
@@ -564,7 +568,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
     auto parts = [&](int n) { return p.square + (n * W + warp) * square_parts(p.w.cols); };
     for (int n = 0; n < MAX_DECODE / W; n++)
         if (n * W + warp < p.tokens) squares[n].load(parts(n), p.squares);
-    /* In the end a thread has two rows of a tile, 2 (i % 8) and the next, of one token, i / 8. */
+    /* At the end a thread has two rows of a tile, 2 (i % 8) and the next, for one token, i / 8. */
     static_assert(TILES * 64 <= W * 32, "one pair a thread");
     const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
     const A *x[TILES];
@@ -654,7 +658,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
         int k = i * THREADS + threadIdx.x, tile = min(k / PIECES, min(Shape::ROW_TILES, tiles - first) - 1);
         piece[i] = (uint32_t)E::offset(p.w, tile, k % PIECES);
     }
-    /* Eighths of odd rows change places, so that two rows' share of a column fills all banks. */
+    /* The eighths of odd rows are swapped, so that reading two rows at one column touches all banks. */
     auto eighth_of = [](int row, int eighth) { return row * CHUNK * 2 + (eighth ^ row % 2 * 5) * 16; };
     uint8_t *to = shared + eighth_of(threadIdx.x / 8, threadIdx.x % 8);
     const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, first, 0);
@@ -749,7 +753,7 @@ __device__ inline void rms_norm(const Work &w, const Pairs &x, const Pairs &weig
                       x[k].y * factor * weight[k].y);
     });
 }
-/* Of all tokens, or of those that `row` names. A block a token. */
+/* RMSNorm of all tokens, or of those that `row` names. One block a token. */
 __global__ void __launch_bounds__(1024) norm(Work w, const int *row, const float *weight, Type type) {
     Pairs x, by;
     launch_next();
@@ -759,7 +763,7 @@ __global__ void __launch_bounds__(1024) norm(Work w, const int *row, const float
     rms_norm(w, x, by, type, blockIdx.x);
 }
 
-/* Begins a step: x = the tokens' rows of the embedding, and the first norm. The page remembers the token. A block a
+/* Begins a step: x = the tokens' rows of the embedding, and the first norm. Stores each token in its page. One block a
  * token. */
 __global__ void __launch_bounds__(1024) embed(Work w, Step s, Matrix table, const float *weight, Type type) {
     Pairs x, by;
@@ -767,7 +771,7 @@ __global__ void __launch_bounds__(1024) embed(Work w, Step s, Matrix table, cons
     load_pairs(by, weight, w.dim);
     wait_previous();
     int4 given = s.token[blockIdx.x];
-    int token = given.x < 0 ? max(w.drawn[given.y], 0) : given.x; /* after a NaN the step is void */
+    int token = given.x < 0 ? max(w.drawn[given.y], 0) : given.x; /* after a NaN the step does not count */
     float2 *to = (float2 *)(w.x + (size_t)blockIdx.x * w.dim);
     if (threadIdx.x == 0) w.page_token[given.z] = token;
     for_pairs(w.dim, [&](int i, int k) {
@@ -777,7 +781,7 @@ __global__ void __launch_bounds__(1024) embed(Work w, Step s, Matrix table, cons
     rms_norm(w, x, by, type, blockIdx.x);
 }
 
-/* The activation of what cuBLAS made of gate and up, of a token (blockIdx.y). */
+/* The activation of gate and up, which cuBLAS has computed, for a token (blockIdx.y). */
 constexpr int ACTIVATE_EACH = 8, ACTIVATE_THREADS = 256; /* results of a thread, two of them neighbours */
 __global__ void __launch_bounds__(ACTIVATE_THREADS) activate(const __grid_constant__ Work w, int width, Type type) {
     launch_next();
@@ -819,11 +823,11 @@ __device__ inline void sort_choices(const Work &w, int choices, int most, int *c
     for (int i = threadIdx.x; i < choices; i += blockDim.x) w.order[atomicAdd(next + w.expert[i], 1)] = i;
 }
 
-/* Each token's experts, a warp a token: the top_k largest scores, router logits or their sigmoids plus a bias, the
- * lower number among equals; in some models only of the groups of experts that have the best ones. Their weights are
- * the scores without the bias, softmax over all or over the chosen, or their share of the chosen's sum. It also adds up
- * the token's squares for those that read them next. The last block makes jobs of at most `most` choices for the
- * products of the experts. */
+/* Chooses each token's experts, one warp a token: the top_k largest scores, ties to the lower number. A score is the
+ * router's logit, or its sigmoid plus a bias. In some models only the best groups of experts take part. The weights of
+ * the chosen come from the scores without the bias: softmax over all or over the chosen, or the share of their sum. The
+ * kernel also adds up the token's squares for the products that follow. The last block makes jobs of at most `most`
+ * choices for the experts' products. */
 constexpr int ROUTE_WARPS = 8;
 __global__ void __launch_bounds__(ROUTE_WARPS * 32)
     route(Work w, const float *bias, int tokens, int squares, int most) {
@@ -848,7 +852,7 @@ __global__ void __launch_bounds__(ROUTE_WARPS * 32)
             return __reduce_min_sync(~0u, key == __reduce_max_sync(~0u, key) ? number : ~0u);
         };
         unsigned groups = how.groups > 1 ? 0 : ~0u; /* a bit each: experts may be chosen from it */
-        if (how.groups > 1) {                       /* a lane has a group, which counts as its best, or two best */
+        if (how.groups > 1) {                       /* a group scores its best, or two best */
             float best = -INFINITY, second = -INFINITY;
             for (int e = lane * group_size; e < (lane + 1) * group_size && lane < how.groups; e++) {
                 const float x = key_value(key(e));
@@ -883,9 +887,9 @@ __global__ void __launch_bounds__(ROUTE_WARPS * 32)
         sort_choices(w, tokens * w.top_k, most, counts, counts + w.n_experts);
 }
 
-/* x[t] += what `top_k` experts gave (w.down), weighted and in the order of choice, or, without weights, what attention
- * or a dense layer gave; normed before it is added where the model does so (`post`). Then the norm that comes next. A
- * block a token. */
+/* x[t] += the weighted results of `top_k` experts (w.down), in the order of choice, or, without weights, the result of
+ * attention or a dense layer. With `post` the sum is normed before it is added. Then comes the next norm. One block a
+ * token. */
 __global__ void __launch_bounds__(1024)
     combine(Work w, int top_k, const float *weights, const float *post, const float *norm, Type type) {
     Pairs x, by, sum = {};
@@ -921,9 +925,9 @@ __host__ __device__ inline bf16 *cache_of(const Work &w, int page, int values, i
     const int row = w.kv_rank ? w.layer * cache_row(w) : ((w.layer * 2 + values) * w.n_kv_heads + head) * w.head_dim;
     return w.cache + page * page_size(w) + (size_t)row * PAGE;
 }
-/* Where, from there, dimension i of a position's key or value lies. The 16 positions of a slab lie together: keys 32
- * dimensions at a time (the last time what is left), position by position; values dimension by dimension. So what a
- * warp loads for mma is whole lines. */
+/* Where, from there, dimension i of a position's key or value lies. The 16 positions of a slab lie together: keys
+ * position by position in groups of 32 dimensions (the last group may be smaller), values dimension by dimension. So a
+ * warp loads whole cache lines for mma. */
 constexpr int SLAB_KEYS = 16, SLABS = PAGE / SLAB_KEYS;
 __host__ __device__ inline int key_place(int d, int position, int i) {
     int at = position % PAGE;
@@ -943,9 +947,9 @@ __device__ inline int first_seen(int position, int window) {
     return window && position >= window ? position - window + 1 : 0;
 }
 
-/* RoPE (Su et al., "RoFormer", 2021) of one head of a token, by a warp, and before it RMSNorm if the model norms
- * queries and keys. The pair that turns together, (i, i + head_dim / 2) in the file, is adjacent here: the loader deals
- * rows so. store(i, pair) receives the i-th one. */
+/* RoPE (Su et al., "RoFormer", 2021) of one head of a token, by a warp, after RMSNorm if the model norms queries and
+ * keys. The two values that turn together, (i, i + head_dim / 2) in the file, are adjacent here: the loader reorders
+ * the rows. store(i, pair) receives the i-th pair. */
 template <class Store>
 __device__ inline void turn_head(const Work &w, const float2 *table, const float *head, const float *norm, int position,
                                  Store store) {
@@ -956,7 +960,7 @@ __device__ inline void turn_head(const Work &w, const float2 *table, const float
     for (int i = lane; i < w.rope_dim / 2 && norm; i += 32) square += pair[i].x * pair[i].x + pair[i].y * pair[i].y;
     if (norm) factor = norm_factor(warp_sum(square), w.rope_dim, w.eps);
     for (int first = lane; first < w.rope_dim / 2; first += 64) {
-        float2 x[2], by[2]; /* asked for together */
+        float2 x[2], by[2]; /* requested together */
         for (int k = 0, i = first; k < 2 && i < w.rope_dim / 2; k++, i += 32) x[k] = pair[i], by[k] = turn[i];
         for (int k = 0, i = first; k < 2 && i < w.rope_dim / 2; k++, i += 32) {
             if (norm) x[k] = {x[k].x * factor * weight[i].x, x[k].y * factor * weight[i].y};
@@ -966,8 +970,8 @@ __device__ inline void turn_head(const Work &w, const float2 *table, const float
 }
 /* Queries are bf16 unless weights are F32. */
 __host__ __device__ inline Type query_type(const DeviceLayer &l) { return l.qkv.type == F32 ? F32 : BF16; }
-/* By a warp each: norm and RoPE of a query head, to w.q; of a key, to the cache. A bf16 copy goes to `copy` unless
- * that is NULL. */
+/* Norm and RoPE of a query head, stored to w.q, and of a key, stored to the cache; one warp each. A bf16 copy goes to
+ * `copy` unless that is NULL. */
 __device__ inline void turn_query(const Work &w, const Step &s, const DeviceLayer &l, int t, int h, bf16 *copy) {
     const float *row = w.found + (size_t)t * l.qkv.rows + h * w.head_dim;
     const size_t to = ((size_t)t * w.n_heads + h) * w.head_dim;
@@ -985,7 +989,7 @@ __device__ inline void store_key(const Work &w, const Step &s, const DeviceLayer
         if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
     });
 }
-/* Dimension i of a value. */
+/* Stores dimension i of a value to the cache, and returns it. */
 __device__ inline bf16 store_value(const Work &w, const Step &s, const DeviceLayer &l, int t, int head, int i) {
     const int p = s.position[t];
     bf16 x = w.found[(size_t)t * l.qkv.rows + (w.n_heads + w.n_kv_heads + head) * w.head_dim + i];
@@ -1008,8 +1012,9 @@ __global__ void __launch_bounds__(ROPE_WARPS * 32)
         store_value(w, s, l, first + t, value, i);
 }
 
-/* 16 keys and values of a page, as mma wants them: column n of tile j is key 4 (n / 2) + 2 j + n % 2, so that a lane's
- * shares belong to four neighbouring keys and meet the values, which lie by dimension, without moving. */
+/* 16 keys and values of a page, as mma wants them: column n of tile j is key 4 (n / 2) + 2 j + n % 2. So a lane's
+ * softmax shares belong to four neighbouring keys, and the lane already holds the values of these keys, which lie by
+ * dimension. */
 template <int D> struct Slab {
     uint4 key[2][D / 32];
     uint2 value[D / 8];
@@ -1037,7 +1042,7 @@ template <int D> struct Slab {
     }
 };
 
-/* A score that is held between -cap and cap, smoothly; 0: no cap. */
+/* Limits a score smoothly to between -cap and cap; 0: no cap. */
 __device__ inline float capped(float score, float cap) { return cap ? cap * tanhf(score / cap) : score; }
 
 /* A warp's state of softmax(scale q k) v for the at most 8 query heads of one token that share a key/value head,
@@ -1073,7 +1078,7 @@ template <int D> struct SlabState {
             total += a + b;
             share[j] = pack(a, b);
         }
-        int behind = base + 4 * t - last; /* what lies behind the end may be a NaN, and 0 times that is one */
+        int behind = base + 4 * t - last; /* values past the end may be NaN, and 0 times NaN is NaN */
         auto mask = [](int behind) { return behind < 0 ? ~0u : behind ? 0 : 0xFFFF; };
         const uint32_t keep = mask(behind), keep2 = mask(behind + 2);
 #pragma unroll
@@ -1093,7 +1098,7 @@ template <int D> struct SlabState {
     }
 };
 
-/* Two dimensions, from `pair` on, of one head: what `count` states, `pitch` floats apart, come to together. */
+/* Merges `count` states of one head, `pitch` floats apart, for two dimensions from `pair` on. */
 struct Merged {
     float most = -1e30f, total = 0;
     float2 sum = {};
@@ -1104,19 +1109,19 @@ struct Merged {
             total += share * state[1], sum.x += share * state[2 + pair], sum.y += share * state[3 + pair];
         }
     }
-    __device__ float2 result(float sink) const { /* a sink joins the softmax, without a value; -INFINITY: none */
+    __device__ float2 result(float sink) const { /* the sink has a share but no value */
         float top = fmaxf(most, sink * LOG2E), share = exp2f(most - top),
               all = total * share + exp2f(sink * LOG2E - top);
         return {sum.x * share / all, sum.y * share / all};
     }
 };
 
-/* Attention of tokens one by one: of a step that generates, and of the last few of a prompt. A block has one token
+/* Attention of tokens one by one: those of a decode step, and the last few of a prompt. A block has one token
  * (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split of the context (blockIdx.z),
- * so many pages of it; its warps take 16 keys in turn. The last of a token's splits to end adds them up. If no
- * token sees another of the same step (`alone`), this kernel does what rope_and_store does, for its token. All
+ * some of its pages; its warps take 16 keys in turn. The last split of a token to finish merges all of them. If no
+ * token sees another of the same step (`alone`), this kernel also does the work of rope_and_store for its token. All
  * older keys are in the cache already, so the first ones are loaded before wait_previous(). */
-template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* of two blocks on a multiprocessor */
+template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* so that two blocks fit on a multiprocessor */
 __host__ __device__ inline int splits_of(int pages, int most) { return max(1, min(most, pages / SPLIT_PAGES)); }
 template <int D>
 __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
@@ -1166,7 +1171,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
     }
     state.store(states + (warp * 8 + lane / 4) * ROW, lane);
     __syncthreads();
-    /* Here partials of this token and these heads begin, (splits, 8, ROW). */
+    /* Partial states of this token and these heads begin here: (splits, 8, ROW). */
     const size_t which = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
     float *partial = w.partial + which * MAX_SPLITS * 8 * ROW;
     auto result = [&](const float *from, int count, int h, int pair) {
@@ -1199,7 +1204,7 @@ template <int D, int KEYS> struct TileState {
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) score[i / 4][i % 4] = capped(score[i / 4][i % 4] * scale, cap);
     }
-    /* Takes away what rows do not see: keys before first[r] or behind last[r]. */
+    /* Masks the keys that rows do not see: those before first[r] or after last[r]. */
     __device__ static void mask(float (&score)[KEYS / 8][4], int base, const int (&first)[2], const int (&last)[2]) {
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++)
@@ -1208,7 +1213,7 @@ template <int D, int KEYS> struct TileState {
                 if (p < first[i / 2] || p > last[i / 2]) score[j][i] = -INFINITY;
             }
     }
-    /* Scores become shares; what earlier keys have given shrinks by as much as a row's largest score has grown. */
+    /* Turns scores into softmax shares. If a row's maximum has grown, its earlier sums are scaled down to match. */
     __device__ void soften(float (&score)[KEYS / 8][4], float scale) {
         float factor[2];
 #pragma unroll
@@ -1246,9 +1251,10 @@ template <int D> struct AttentionShape {
     static constexpr int M = D <= 128 ? 2 : 1, WARPS = 4, ROWS = WARPS * M * 16, THREADS = WARPS * 32;
     static constexpr int KEYS = D < 128 ? PAGE : PAGE / 2, STAGE = KEYS * D * 2; /* elements of keys and values */
     static constexpr int SHARED = (ROWS * D + 2 * STAGE) * sizeof(bf16);
-    /* Eighths of odd rows change places where rows begin in the same bank. */
+    /* The eighths of odd rows are swapped where rows begin in the same bank. */
     __device__ static int query_place(int row, int i) { return row * D + (i ^ (D % 64 ? 0 : row % 2 * 32)); }
-    /* Asks for keys and values of positions `base` to `base` + KEYS - 1, zeros behind `end`: there may be a NaN. */
+    /* Requests keys and values of positions `base` to `base` + KEYS - 1, with zeros from `end` on, where the cache may
+     * hold NaN. */
     __device__ static void copy(const Work &w, const Step &s, bf16 *to, int seq, int head, int base, int end) {
         if (base > end) return;
         const int page = page_of(s, seq, base);
@@ -1353,8 +1359,8 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
 }
 
 /* Attention for any head size, for F32 and for latents, without tensor cores: a block has a token (blockIdx.x) and a
- * query head. Each thread scores one key at a time, and then has every so many-th dimension of the result. A latent is
- * key and, but for its end, value; its result goes to w.latents. */
+ * query head. Each thread scores one key at a time; then the threads divide the dimensions of the result. A latent is
+ * the key and, without its rope part, the value; its result goes to w.latents. */
 __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer l) {
     extern __shared__ __align__(16) float memory[]; /* the query, its result (d), a share for each thread */
     const int t = blockIdx.x, h = blockIdx.y, head = h / (w.n_heads / w.n_kv_heads), me = threadIdx.x;
@@ -1403,9 +1409,9 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
 
 /* ---- 6 latent attention ---- */
 
-/* Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024), absorbed: a query head's part without position is multiplied by
- * k_up^T, so that it meets the cached latents themselves, and v_up makes a head's result of their weighted sum. Both
- * are products with a matrix a head, whose choices are pairs of token and head. */
+/* Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024), absorbed: the part of a query head without RoPE is multiplied by
+ * k_up^T, so that it can be compared with the cached latents directly; v_up turns their weighted sum into the head's
+ * result. Both are products with one matrix a head, whose choices are pairs of token and head. */
 
 /* The jobs of these products, of at most `most` tokens of a head. A thread a pair. */
 __global__ void __launch_bounds__(256) head_jobs(Work w, int tokens, int most) {
@@ -1419,8 +1425,8 @@ __global__ void __launch_bounds__(256) head_jobs(Work w, int tokens, int most) {
     if (t % most == 0) w.head_job[head * jobs + t / most] = {head, i, min(most, tokens - t)};
 }
 
-/* What q_a and kv_a gave, of a token, normed: the query's low rank to w.q_low; the latent, and the rope key, which
- * turns, to the cache. A block a token. */
+/* Norms the results of q_a and kv_a for a token: the query's low rank goes to w.q_low, the latent to the cache, and the
+ * rope key, after RoPE, to the cache too. One block a token. */
 __global__ void __launch_bounds__(256) latent_store(Work w, Step s, DeviceLayer l) {
     launch_next();
     wait_previous();
@@ -1442,8 +1448,8 @@ __global__ void __launch_bounds__(256) latent_store(Work w, Step s, DeviceLayer 
                   [&](int i, float2 x) { *(uint32_t *)(keys + key_place(d, p, w.kv_rank + 2 * i)) = pack(x.x, x.y); });
 }
 
-/* Query heads: the part without position to w.q_still for k_up; the rest turns, and goes to w.q behind the place of
- * what k_up gives. A warp a head. */
+/* Splits query heads: the part without RoPE goes to w.q_still, for k_up; the rest, after RoPE, goes to w.q, behind the
+ * place for k_up's result. One warp a head. */
 __global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer l, int pitch) {
     launch_next();
     wait_previous();
@@ -1461,11 +1467,12 @@ __global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer 
 
 /* ---- 7 one step ---- */
 
-/* Launches a kernel that may begin before the one before it has ended (where the code has the instructions for it). */
+/* Launches a kernel that may begin before the previous one has ended (from Hopper on). */
 template <typename... Params, typename... Args>
 cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
     cudaError_t error = cudaSuccess;
-    /* In steps of the annex all kernels divide a multiprocessor's memory alike: it must be idle to divide it anew. */
+    /* In steps of the annex all kernels split a multiprocessor's memory between L1 and shared memory alike, because it
+     * must be idle to change the split. */
     if (gpu->fast)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                      gpu->decodes ? cudaSharedmemCarveoutMaxShared : cudaSharedmemCarveoutDefault);
@@ -1483,7 +1490,7 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
 
 /* The one table from types of weights to instances. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
-    /* With many tiles a block, as of the experts of many tokens, fewer warps have less to add up. */
+    /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
     const int blocks = std::min(jobs * p.w.tiles(), Encoding<T>::BLOCKS * gpu->sms * 8 / warps);
     constexpr int MOST = T == MXFP4 ? 2 : 3; /* tiles of tokens */
@@ -1531,7 +1538,7 @@ cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m) {
     return launch(gpu, kernel, (m.tiles() * (m.stride / CHUNK) + 7) / 8, 256, 0, m, gpu->decoded);
 }
 
-/* Makes w.normed for matrix `next`, unless a->normed says that it is there. */
+/* Computes w.normed for matrix `next`, unless a->normed says that it is ready. */
 bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
     const int *all = NULL;
     if (a->normed) return true;
@@ -1540,7 +1547,7 @@ bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
     return a->normed = true;
 }
 
-/* A product of all tokens with what stands behind a norm (x NULL), or with x. */
+/* The product of all tokens with w.normed (x NULL), or with x. */
 Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     Product p = {};
     p.w = m, p.x = x ? x : a->w.normed, p.x_pitch = x ? pitch : a->w.normed_pitch, p.tokens = a->tokens;
@@ -1549,8 +1556,9 @@ Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     return p;
 }
 constexpr int MAX_STREAMED = 24; /* tokens of a `product` without jobs */
-/* Whether `product` multiplies by so many tokens, where there are no jobs. A small matrix costs cuBLAS more to begin
- * than to read; codes are read again for every MAX_STREAMED tokens until it is worth to make bf16 of them. */
+/* Whether `product` multiplies a matrix by this many tokens, without jobs. For a small matrix cuBLAS takes longer to
+ * start than to read. Codes are read again for every MAX_STREAMED tokens, up to the number where decoding to bf16 pays.
+ */
 bool streams(const Pass *a, const Matrix &m, int tokens) {
     if (m.type == F32) return false;
     if (is_coded(m.type)) return tokens <= 2 * MAX_STREAMED || (size_t)m.rows * m.stride > a->gpu->decoded_size;
@@ -1567,8 +1575,8 @@ bool multiply_streamed(const Pass *a, Product p, Error *e) {
     }
     return true;
 }
-/* Up to MAX_DECODE tokens: `product`, which also does what follows. More: cuBLAS, but for MXFP4 and small matrices. F32
- * is always cuBLAS's. */
+/* Up to MAX_DECODE tokens: `product`, which also does the norm that follows. More: cuBLAS, except for MXFP4 and small
+ * matrices. F32 always goes to cuBLAS. */
 bool multiply(Pass *a, Product p, Error *e) {
     if (p.tokens > MAX_DECODE || p.w.type == F32) p.norm = NULL;
     if (streams(a, p.w, p.tokens)) {
@@ -1587,7 +1595,8 @@ bool multiply(Pass *a, Product p, Error *e) {
     a->squares = a->normed ? square_parts(p.w.rows) : 0;
     return true;
 }
-/* y = W x, or the residual stream += W x; then `weight` is that of the norm behind it, for a matrix `next`. */
+/* y = W x, or the residual stream += W x; then `weight` belongs to the norm that follows, and `next` is the matrix that
+ * reads its result. */
 bool multiply_to(Pass *a, const Matrix &m, const void *x, int pitch, float *y, Error *e) {
     Product p = product_of(a, m, x, pitch);
     p.y = y, p.y_pitch = m.rows;
@@ -1627,7 +1636,8 @@ cudaError_t launch_rope(const Pass *a, const DeviceLayer &l) {
     dim3 grid((a->tokens + ROPE_TOKENS - 1) / ROPE_TOKENS, a->w.n_heads + 2 * a->w.n_kv_heads);
     return launch(a->gpu, rope_and_store, grid, ROPE_WARPS * 32, 0, a->w, a->s, l, a->tokens);
 }
-/* From queries, keys and values in w.found to w.attn. RoPE and the cache: rope_and_store, or attention<D> itself. */
+/* Attention, from queries, keys and values in w.found to w.attn. rope_and_store, or attention<D> itself, does RoPE and
+ * fills the cache. */
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
     const int size = query_type(l) == F32 ? 0 : w.head_dim;
@@ -1667,7 +1677,7 @@ bool attend_latent(Pass *a, const DeviceLayer &l, Error *e) {
     return tap_latent(a, l, e);
 }
 
-/* Each token's experts, and jobs of at most `most` choices of one; the norm that they read. */
+/* Chooses each token's experts, makes jobs of at most `most` choices of an expert, and norms x for them. */
 bool route_tokens(Pass *a, const DeviceLayer &l, int most, Error *e) {
     if (!multiply_to(a, l.router, NULL, 0, a->w.router, e)) return false;
     CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
@@ -1676,7 +1686,7 @@ bool route_tokens(Pass *a, const DeviceLayer &l, int most, Error *e) {
     if (type_for(l.router) != type_for(l.up)) a->normed = false;
     return norm_for(a, l.ffn_norm, l.up, e);
 }
-/* x += what is in w.down, and the norm behind it. */
+/* x += w.down, and the norm that follows. */
 bool combine_down(Pass *a, int top_k, const float *weights, const float *post, const float *next_norm,
                   const Matrix &next, Error *e) {
     CUDA(launch(a->gpu, combine, a->tokens, row_threads(a->w.dim), 0, a->w, top_k, weights, post, next_norm,
@@ -1691,7 +1701,7 @@ bool add_to_x(Pass *a, const Matrix &m, const void *y, int pitch, const float *p
     return multiply_to(a, m, y, pitch, a->w.down, e) && combine_down(a, 1, NULL, post, next_norm, next, e);
 }
 
-/* A gated layer's activations, to w.act_out: a part of the product, or a kernel behind cuBLAS's. */
+/* A gated layer's activations, to w.act_out: as part of the product, or by a kernel after cuBLAS. */
 bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
     const Work &w = a->w;
     const bool blas = !streams(a, up, a->tokens) && up.type != MXFP4;
@@ -1705,14 +1715,14 @@ bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
                     type_for(down)));
     return true;
 }
-/* x += the expert that every token has, if there is one; w.normed stays. */
+/* x += the shared expert, if there is one; w.normed stays. */
 bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
     Pass pass = *a;
     return !l.shared_up.rows || (gated(&pass, l.shared_up, l.shared_down, e) &&
                                  multiply_add(&pass, l.shared_down, a->w.act_out, a->w.act_pitch, NULL, l.up, e));
 }
 
-/* Choices of each token sorted by expert, gate and up of all of them, down, and their weighted sum. */
+/* A mixture of experts: choices sorted by expert, gate and up, activation, down, and the weighted sum. */
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
@@ -1739,7 +1749,7 @@ bool feed_forward(Pass *a, const DeviceLayer &l, const float *next_norm, const M
            add_to_x(a, l.down, a->w.act_out, a->w.act_pitch, l.ffn_post_norm, next_norm, next, e);
 }
 
-/* The seam: what the annex does in place of functions here, for gpt-oss on Hopper. */
+/* The seam: functions of the annex that replace those here, for gpt-oss on Hopper. */
 #if FAST
 #include "fast/fast.cuh"
 #else
@@ -1787,7 +1797,7 @@ bool forward(Pass *a, Error *e) {
 bool head(Pass *a, int first, int n, Error *e) {
     const DeviceModel &device = a->gpu->device;
     Pass rows = *a;
-    if (!a->normed || a->rows != a->tokens || a->tokens > MAX_DECODE) { /* the rows that are wanted, side by side */
+    if (!a->normed || a->rows != a->tokens || a->tokens > MAX_DECODE) { /* the requested rows, side by side */
         CUDA(launch(a->gpu, norm, n, row_threads(a->w.dim), 0, a->w, (const int *)a->s.row + first,
                     (const float *)device.norm, type_for(device.head)));
         rows.squares = 0;

@@ -2,7 +2,7 @@
  * conversations into Batches; a Backend (infer.cu, and tests/reference.c in plain C) uploads the one and computes the
  * other. Fusing two kernels, or splitting one, never touches this file.
  *
- * Arrays are row-major, their shape stands behind them. What a model does not have is NULL or 0 and its step is
+ * Arrays are row-major; their shape follows in a comment. What a model does not have is NULL or 0, and its step is
  * skipped: no code behind this border asks which family a model is. */
 #ifndef INFER_H
 #define INFER_H
@@ -16,17 +16,17 @@ extern "C" {
 
 enum { PAGE = 64 }; /* tokens in one page of the key/value cache, all layers */
 
-/* What the bytes of a matrix are. A weight is scale (q - zero): q is its code, which the type says how to find; scale
- * and zero come from the Linear's grids. GGUF's types hold theirs inside their blocks, row by row. Every q - zero is
- * exact in bf16. */
+/* How the bytes of a matrix encode weights. A weight is scale (q - zero): q is its code, and the type says where to
+ * find it; scale and zero come from the Linear's grids. GGUF's types hold scales and zeros inside their blocks, row by
+ * row. Every q - zero is exact in bf16. */
 /* clang-format off */
 typedef enum {
     BF16, F16, F32,
     MXFP4, NVFP4,     /* e2m1 (OCP Microscaling Formats 1.0), low nibble first; a scale for 32, or 16, columns */
     FP8, INT8,        /* e4m3 without infinities; two's complement */
     PACKED4, PACKED8, /* compressed-tensors: unsigned, low nibble first, rows are whole words of 32 bits */
-    GPTQ4, GPTQ8,     /* word [c / 8, r] or [c / 4, r] has the codes of neighbouring columns, from the lowest bits on */
-    AWQ4,             /* word [c, r / 8] has the codes of rows 0 2 4 6 1 3 5 7 of eight, from the lowest bits on */
+    GPTQ4, GPTQ8,     /* word [c / 8, r] or [c / 4, r] holds the codes of 8 or 4 columns, lowest bits first */
+    AWQ4,             /* word [c, r / 8] holds the codes of rows 0 2 4 6 1 3 5 7 of eight, lowest bits first */
     Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, GGUF_MXFP4,
     E8M0,             /* in grids only: 2^(e - 127); 255 is NaN */
     TYPES
@@ -34,8 +34,8 @@ typedef enum {
 
 typedef struct {
     const char *name, *dtype; /* dtype: of tensors that hold it, as safetensors spells it */
-    int values, bytes;        /* of a block, whose bytes lie together */
-    int bits, zero;           /* of a code; what is subtracted where there is no grid of zeros */
+    int values, bytes;        /* in a block, whose bytes lie together */
+    int bits, zero;           /* of a code; subtracted from a code if there is no grid of zeros */
 } TypeInfo;
 
 #ifdef __cplusplus
@@ -58,19 +58,19 @@ TypeInfo types[TYPES] = { /* in the order of Type */
 /* clang-format on */
 
 /* n matrices of rows inside one checked range of a file: row r of matrix i is at data + i * step + r * stride, and
- * every byte of it lies in [data, data + size). A slice of a fused tensor is a view with a larger stride. Nothing is
- * promised about alignment. */
+ * every byte of it lies in [data, data + size). A slice of a fused tensor is a view with a larger stride. Data may lie
+ * at any alignment. */
 typedef struct {
     const unsigned char *data; /* as mapped */
     int fd;                    /* the same bytes for pread: [offset, offset + size) */
     size_t offset, size, stride, step;
 } View;
 
-/* Scales or zeros of a matrix, encoded and addressed as a matrix of its type is: those of weight [r, c] are entry
- * [r / rows, c / cols], or [c / cols, r / rows] of a transposed one. */
+/* Scales or zeros of a matrix, encoded and addressed like a matrix of this type: weight [r, c] uses entry [r / rows, c
+ * / cols], or [c / cols, r / rows] if transposed. */
 typedef struct {
     Type type;
-    int rows, cols; /* of the matrix, that share an entry; 0: there is none of this kind */
+    int rows, cols; /* rows and columns of the matrix that share an entry; 0: no grid */
     bool transposed;
     View data;
     const View *each; /* as in Linear */
@@ -79,10 +79,10 @@ typedef struct {
 typedef struct { /* y = W x + bias, W exactly as the file encodes it */
     Type type;
     int rows, cols, n;   /* n matrices (rows, cols); n > 1: one per expert or head. rows 0: this step does not exist */
-    View data;           /* its stride leads from word row to word row in GPTQ, from column to column in AWQ */
-    const View *each;    /* (n) or NULL: matrix i is each[i], not in data: a tensor of its own in any file */
-    Grid scale;          /* of MXFP4 e8m0, 1 by 32; of NVFP4 e4m3, 1 by 16; of other types as the file has it */
-    Grid zero;           /* of PACKED, GPTQ, AWQ and some INT8; as many columns to an entry as scale has */
+    View data;           /* in GPTQ its stride is between rows of words, in AWQ between columns */
+    const View *each;    /* (n) or NULL: matrix i is each[i] instead, a tensor of its own in any file */
+    Grid scale;          /* MXFP4: e8m0, 1 by 32; NVFP4: e4m3, 1 by 16; other types: as in the file */
+    Grid zero;           /* PACKED, GPTQ, AWQ and some INT8; an entry has as many columns as one of scale */
     bool zero_plus_one;  /* a zero is (entry + 1) mod 2^bits: GPTQ's first convention */
     const float *factor; /* (n) or NULL: multiplies the entries of scale */
     const int *group;    /* (n, cols) or NULL: the grids' column for each column, instead of c / cols */
@@ -95,23 +95,24 @@ typedef struct {           /* angles of one kind of layer */
 } Rope;
 
 /* One transformer block. Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024) caches one row of kv_rank + rope_dim a
- * token: the latent and a rope key that all heads share. Key head h is [k_up h latent, rope key], value head h is
- * v_up h latent. So q . k = (k_up h^T q) . latent + rope parts, and sum p v = v_up h (sum p latent). */
+ * token: the latent and a rope key that all heads share. Key head h is [k_up[h] latent, rope key], value head h is
+ * v_up[h] latent. So q . k = (k_up[h]^T q) . latent + the product of the rope parts, and sum p v = v_up[h] (sum p
+ * latent). */
 typedef struct {
     const float *attn_norm, *ffn_norm;           /* (dim) */
-    const float *attn_post_norm, *ffn_post_norm; /* (dim) of what attention and experts add to the residual, or NULL */
+    const float *attn_post_norm, *ffn_post_norm; /* (dim) norm results before they are added to x, or NULL */
     const float *q_norm, *k_norm;                /* (head_dim) RMSNorm of each head before RoPE, or NULL */
-    const float *sinks; /* (n_heads) or NULL: a logit a head that joins the softmax without a value */
+    const float *sinks; /* (n_heads) or NULL: one logit a head that joins the softmax but has no value */
     Linear q, k, v, o;  /* (n_heads * head_dim, dim), (n_kv_heads * head_dim, dim) twice, (dim, n_heads * v_dim) */
     Linear q_a, kv_a;   /* latent: (q_rank, dim), and q has q_rank columns, or absent; (kv_rank + rope_dim, dim) */
     Linear k_up, v_up;  /* latent, instead of k and v: n_heads times (head_dim - rope_dim, kv_rank), (v_dim, kv_rank) */
-    const float *q_a_norm, *kv_a_norm; /* (q_rank) of q_a's rows; (kv_rank) of kv_a's first, the latent; not the rest */
+    const float *q_a_norm, *kv_a_norm; /* (q_rank) norms q_a's result; (kv_rank) norms the latent, kv_a's first rows */
     Linear router;                     /* (n_experts, dim), or absent: dense, which is one expert */
-    const float *choice_bias;          /* (n_experts) joins the scores for the choice only, or NULL */
-    Linear gate, up, down;             /* n_experts times, dense once, (width, dim) twice, (dim, width) */
+    const float *choice_bias;          /* (n_experts) added to the scores for the choice only, or NULL */
+    Linear gate, up, down;             /* one per expert, or one if dense: (width, dim) twice, (dim, width) */
     Linear shared_gate, shared_up, shared_down; /* an expert of weight 1 for every token, or absent */
-    int window;                                 /* positions that a query sees, its own included; 0: all before it */
-    const Rope *rope;                           /* one of the Model's */
+    int window;       /* positions that a query sees, its own included; 0: all up to its own */
+    const Rope *rope; /* one of the Model's */
 } Layer;
 
 /* The initializer of an array of all Linears of a layer. */
@@ -127,95 +128,95 @@ typedef enum {
     GEGLU           /* gate / 2 (1 + tanh(sqrt(2 / pi) (gate + 0.044715 gate^3))) up */
 } Act;
 
-/* From the router's logits to the chosen experts: score them, choose by score + choice_bias, the weights are the scores
- * of the chosen. The experts are `groups` runs of equal length; only those of the best top_groups may be chosen. */
+/* From the router's logits to the chosen experts: logits become scores, the largest score + choice_bias win, and the
+ * scores of the chosen are their weights. The experts form `groups` runs of equal length; only experts in the best
+ * top_groups runs can win. */
 typedef struct {
-    bool sigmoid;           /* scores; else softmax over all experts */
+    bool sigmoid;           /* scores are sigmoids of the logits; else the softmax over all experts */
     bool normalise;         /* divide the chosen scores by their sum */
     float scale;            /* then multiply by this */
     int groups, top_groups; /* 1, 1: all may be chosen */
-    int group_best;         /* a group counts as the sum of so many of its best */
+    int group_best;         /* a group's score is the sum of this many of its best experts */
 } Route;
 
 typedef struct {
     int n_layers, dim, vocab;
-    int ffn_dim;                   /* rows of gate or shared_gate, the most of all layers */
+    int ffn_dim;                   /* rows of gate or shared_gate, the max over all layers */
     int context;                   /* positions the model was made for */
     int n_heads, n_kv_heads;       /* query heads share a key/value head in groups of n_heads / n_kv_heads */
     int head_dim, v_dim, rope_dim; /* of each head of q and k; of v; the last rope_dim of head_dim turn by RoPE */
-    int kv_rank;                   /* latent attention, with n_kv_heads 1; 0: none */
+    int kv_rank;                   /* latent attention, which has n_kv_heads 1; 0: no latent attention */
     bool k_up_transposed;          /* k_up is n_heads times (kv_rank, head_dim - rope_dim), as GGUF has it */
     bool neighbours;               /* RoPE turns the pairs (2i, 2i + 1), else (i, i + rope_dim / 2) */
-    const Rope *rope;              /* (2) of layers that see all, of layers with a window */
+    const Rope *rope;              /* (2) for layers that see all, for layers with a window */
     float attn_scale;              /* of q . k */
-    float attn_cap, logit_cap;     /* x becomes cap tanh(x / cap): scaled q . k, and logits; 0: it stays */
-    int n_experts, top_k;          /* of layers with a router; 1, 1: there are none */
+    float attn_cap, logit_cap;     /* x becomes cap tanh(x / cap), for scaled q . k and for logits; 0: no cap */
+    int n_experts, top_k;          /* of layers with a router; 1, 1: no layer has one */
     Route route;
     float eps; /* of every RMSNorm */
     Act act;
     float act_limit;    /* of SWIGLU_CLAMPED */
-    float embed_scale;  /* multiplies embed's rows where they become x, not the head's; else 1 */
+    float embed_scale;  /* multiplies embed's rows when they become x, but not the head; else 1 */
     Linear embed, head; /* (vocab, dim) both */
     const float *norm;  /* (dim) before the head */
     Layer *layer;       /* (n_layers) */
-    /* There are no files (bench): no View has data, and the backend fills codes with random bits. It chooses scales,
-     * not at random, such that weights are numbers with a root mean square of about 1 / sqrt(cols); zeros are those of
-     * types[], GGUF's minima half of the largest code's scale. */
+    /* There are no files (bench): no View has data, and the backend fills codes with random bits. It sets the scales so
+     * that weights are finite with a root mean square of about 1 / sqrt(cols); zeros are those of types[], and GGUF's
+     * minima are half of scale times the largest code. */
     bool made_up;
 } Model;
 
 typedef enum {
-    WANT_NOTHING,   /* a chunk of a prompt that goes on: no logits are computed */
-    WANT_TOKEN,     /* a token drawn from the last given token's logits */
+    WANT_NOTHING,   /* not the last chunk of its prompt: no logits are computed */
+    WANT_TOKEN,     /* a token drawn from the logits of the last given token */
     WANT_LOGITS,    /* the same, and those logits */
     WANT_ALL_LOGITS /* the same, and the logits of every given token */
 } Want;
 
-/* One step: prompts being read, answers being written and any mixture of them, as one ragged batch. Sequence s brings
- * the tokens token[first[s]] .. token[first[s + 1] - 1] for the positions from start[s] on; its earlier positions are
- * in the cache, zeros in pages that nothing was ever written to. The pages of positions to be written belong to it
- * alone. Arrays are copied by submit. */
+/* One step: prefill, decode and any mixture of them, as one ragged batch. Sequence s has the tokens token[first[s]] ..
+ * token[first[s + 1] - 1], for the positions from start[s] on; its earlier positions are in the cache (pages that were
+ * never written hold zeros). The pages that a sequence writes belong to it alone. submit copies the arrays. */
 typedef struct {
     int seqs, max_pages;
-    const int *slot;  /* (seqs) who it is from step to step, in [0, max_seqs): its last drawn token is kept under it */
+    const int *slot;  /* (seqs) names a sequence across steps, in [0, max_seqs); its last drawn token is kept there */
     const int *first; /* (seqs + 1) */
-    const int *token; /* (first[seqs]); -1: the token that the slot drew last, which need not have been collected */
+    const int *token; /* (first[seqs]); -1: the token that the slot drew last, even if it is not collected yet */
     const int *start; /* (seqs) */
     const int *page;  /* (seqs, max_pages) page of positions 0-63, 64-127, ... */
     const Sampling *sampling; /* (seqs) */
     const Want *want;         /* (seqs) */
 } Batch;
 
-enum { DREW_NOTHING = -1, DREW_NAN = -2 }; /* instead of a token: none was wanted; the logits hold a NaN */
+enum { DREW_NOTHING = -1, DREW_NAN = -2 }; /* in place of a token: none was requested; the logits hold a NaN */
 
 typedef struct {         /* of the oldest step not yet collected; valid until the next collect */
     const int *token;    /* (seqs) */
-    const float *logits; /* (rows, vocab) of those that wanted them, in the order of the batch */
+    const float *logits; /* (rows, vocab) of the sequences that requested them, in the order of the batch */
     int rows;
 } Result;
 
 /* Tests look inside a step through a tap: q, k, v (after rope), attn, attn_residual, experts, weights, act, residual of
  * each layer, and logits. Values are (rows, cols), a row a token of the batch; act is (tokens, top_k or 1, rows of
- * gate). Latent: q as q makes it, k the cache's row, no v. There are no other stages, so that kernels may fuse
- * everything between. */
+ * gate). Latent attention: q is not yet multiplied by k_up, k is the cache's row, no v. There are no other stages, so
+ * kernels may fuse everything in between. */
 typedef void Tap(void *data, const char *stage, int layer, const float *values, int rows, int cols);
 
 typedef struct {
-    int gpu;        /* which one */
+    int gpu;        /* index of the GPU */
     bool plain;     /* infer.cu's own kernels only, without fast/ */
     int context;    /* positions of one sequence */
     int max_seqs;   /* sequences of a batch, and slots */
     int max_tokens; /* tokens of a batch */
-    int cache;      /* tokens that all sequences together may have in the cache; 0: what max_seqs contexts are */
+    int cache;      /* tokens of all sequences together in the cache; 0: max_seqs times context */
     Tap *tap;       /* or NULL */
     void *tap_data;
     void (*progress)(uint64_t done, uint64_t total); /* bytes of weights loaded so far, or NULL */
-    char *where; /* (64) open says where the model is, "GPU 0 (14.1 GB of 139.8 GB)", or NULL */
+    char *where; /* (64) open writes here where the model is, "GPU 0 (14.1 GB of 139.8 GB)"; or NULL */
 } Limits;
 
 enum { MOST_GPUS = 16 };
 
-typedef struct { /* what a backend could run on */
+typedef struct { /* the GPUs that a backend could use */
     int gpus;
     struct {
         char name[128];
@@ -223,7 +224,7 @@ typedef struct { /* what a backend could run on */
         bool usable;          /* this build has code for it */
         uint64_t free, total; /* bytes of memory */
     } gpu[MOST_GPUS];
-    int driver, runtime; /* CUDA's versions, 1000 * major + 10 * minor: the newest for the driver, and ours; or 0 */
+    int driver, runtime; /* CUDA versions, 1000 * major + 10 * minor: the driver's newest, this build's; or 0 */
     const char *built;   /* the architectures that this build has code for, or NULL */
     char problem[200];   /* why there is no GPU, or empty */
 } Devices;
@@ -238,20 +239,20 @@ typedef struct { /* of a step that generates */
  * called. One submit may be outstanding before another: submit, submit, collect, submit, collect, ... */
 typedef struct {
     const char *name;
-    int prompt_step; /* tokens of a prompt that one step should have, where nothing speaks for less */
-    /* Uploads the weights and allocates the cache. *pages: how many are wanted, then how many fit. NULL on failure. */
+    int prompt_step; /* how many tokens of a prompt a step should have, if nothing else limits it */
+    /* Loads the weights, allocates the cache. *pages: the number requested, then the number that fits. NULL: failed. */
     void *(*open)(const Model *, const Limits *, int *pages, Error *);
     bool (*submit)(void *, const Batch *, Error *); /* returns at once */
     bool (*collect)(void *, Result *, Error *);     /* waits for the oldest step */
     void (*close)(void *);
-    /* Seconds in which the card reads so many bytes of its memory in one go, the limit of every step that reads as
+    /* Seconds that the card takes to simply read `bytes` bytes of its memory, the limit of every step that reads as
      * many; 0: unknown. Only while nothing is outstanding. */
     double (*flat_read)(void *, uint64_t bytes);
-    /* Where the time of the last step that generated went; returns how many phases, 0: unknown. Only while nothing is
+    /* Where the time of the last decode step went; returns the number of phases, 0: unknown. Only while nothing is
      * outstanding. */
     int (*phases)(void *, Phase *);
-    /* How many experts routers have brought steps to read so far, of all layers: one counts once a step, whoever chose
-     * it. Only while nothing is outstanding. */
+    /* How many experts all steps have read so far, in all layers. An expert counts once a step and layer, however many
+     * tokens chose it. Only while nothing is outstanding. */
     uint64_t (*experts_read)(void *);
     void (*describe)(Devices *);
 } Backend;

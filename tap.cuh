@@ -1,4 +1,4 @@
-/* tap.cuh: hands out what a step has computed, stage by stage, to tests that ask for it (Limits::tap). */
+/* tap.cuh: hands out the stages of a step to a tap (Limits::tap), for tests and `infer logits --tap`. */
 #pragma once
 
 /* Hands out rows of the card as floats: value i of row r is number place(r, i) of n. */
@@ -16,7 +16,7 @@ bool tap_rows(const Pass *a, const char *stage, const From *from, size_t n, int 
     limits.tap(limits.tap_data, stage, a->w.layer, out.data(), rows, cols);
     return true;
 }
-/* The same for rows `pitch` apart; where in a row a column lies. */
+/* The same for rows `pitch` apart, where column i lies at column(i). */
 int as_it_is(int i) { return i; }
 template <class Column = int(int)>
 bool tap(const Pass *a, const char *stage, Type type, const void *from, size_t pitch, int rows, int cols, Error *e,
@@ -29,7 +29,7 @@ bool tap(const Pass *a, const char *stage, Type type, const void *from, size_t p
 bool tap_x(const Pass *a, const char *stage, Error *e) {
     return tap(a, stage, F32, a->w.x, a->w.dim, a->tokens, a->w.dim, e);
 }
-/* Keys, or values, that this step has added. */
+/* The keys, or values, that this step has added. */
 bool tap_cache(const Pass *a, int values, Error *e) {
     const Work &w = a->w;
     const Batch *b = a->batch;
@@ -58,7 +58,7 @@ bool tap_attention(const Pass *a, const DeviceLayer &l, Error *e) {
            tap_cache(a, 0, e) && tap_cache(a, 1, e) &&
            tap(a, "attn", type_for(l.o), a->w.attn, a->w.attn_pitch, a->tokens, width, e);
 }
-/* Of latent attention; q is put together again of the part that stays and the part that has turned. */
+/* The stages of latent attention. q is assembled from its part without RoPE and the part that RoPE has turned. */
 bool tap_latent(const Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
     const Batch *b = a->batch;

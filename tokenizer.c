@@ -1,10 +1,10 @@
 /* tokenizer.c: byte pair encoding as tokenizer.json describes it. See tokenizer.h.
  *
- * Text passes four stations, each of them data from the file: added tokens are cut out; the rest is normalized
- * (NFC, spaces become U+2581), split into words (PCRE2 runs the file's own pattern) and each word merged pair by pair.
- * In a byte-level file every byte is written as one printable character (GPT-2's alphabet); here tokens are kept as the
- * bytes they stand for, so encoding and decoding need no alphabet. Components that are not implemented are refused by
- * name: a tokenizer that is almost right is wrong. */
+ * Text passes four stations, each described by the file: added tokens are cut out; the rest is normalized (NFC, spaces
+ * become U+2581), split into words (PCRE2 runs the file's own pattern), and each word is merged pair by pair. A
+ * byte-level file writes every byte as one printable character (GPT-2's alphabet); here tokens are kept as the bytes
+ * they stand for, so encoding and decoding need no alphabet. Components that are not implemented are refused by name: a
+ * tokenizer that is almost right is wrong. */
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include "gguf.h"
 
@@ -22,13 +22,13 @@ enum {
     MOST_SPLITS = 8,
     MOST_ADDED = 256, /* bytes of an added token */
     MOST_MARKS = 256, /* combining marks in a row that NFC sorts, in time that grows with their square */
-    STEPS = 100       /* of the matcher for a byte of text; real patterns take up to 5 */
+    STEPS = 100       /* steps of the matcher for a byte of text; real patterns take up to 5 */
 };
 
 #define MARK      "▁" /* U+2581, which stands for a space in SentencePiece's vocabularies */
 #define JSON(...) #__VA_ARGS__
 
-/* Parts of tokenizer.json that leave no choice, and what they ask for. */
+/* Components of tokenizer.json without parameters, and what they do. */
 enum { NOTHING = 0, PREPEND_MARK = 1, FIRST_MARK = 2, MARK_SPACES = 4, UNMARK_SPACES = 8, STRIP_SPACE = 16, NFC = 32 };
 static const struct {
     const char *station, *json;
@@ -40,7 +40,7 @@ static const struct {
     {"pre_tokenizer", JSON({"type" : "Metaspace", "replacement" : "▁", "prepend_scheme" : "first", "split" : false}),
      FIRST_MARK | MARK_SPACES},
     {"decoder", JSON({"type" : "Replace", "pattern" : {"String" : "▁"}, "content" : " "}), UNMARK_SPACES},
-    {"decoder", JSON({"type" : "ByteFallback"}), NOTHING}, /* the model says it too */
+    {"decoder", JSON({"type" : "ByteFallback"}), NOTHING}, /* the vocabulary's model says it too */
     {"decoder", JSON({"type" : "Fuse"}), NOTHING},
     {"decoder", JSON({"type" : "Strip", "content" : " ", "start" : 1, "stop" : 0}), STRIP_SPACE},
 };
@@ -73,7 +73,8 @@ struct Tokenizer {
     int unknown;                    /* -1: none */
     int byte_token[256];            /* byte fallback: those written <0xXX>; -1: there is none */
     int features;                   /* PREPEND_MARK, ... */
-    pcre2_code *split[MOST_SPLITS]; /* text is cut around the matches of the first, what that gives at the second... */
+    pcre2_code *split[MOST_SPLITS]; /* text is split at the matches of the first pattern, the pieces at those of the
+                                       second, ... */
     int splits;
     Map edges; /* added tokens as two tries: (node, byte) -> node, from node 0 before and node 1 after normalizing */
     Ids ends;  /* by node: the token that ends there, or -1 */
@@ -196,7 +197,7 @@ static void symbol_add(Encoder *w, int id) {
     w->symbol[i] = (Symbol){id, i - 1, i + 1};
 }
 
-/* What merging begins with for one character or byte: its token, else its bytes' tokens. */
+/* The symbols that merging starts with: for a character its token, or else the tokens of its bytes. */
 static bool character_add(Encoder *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     int id = find_plain(t, s, n);
@@ -222,8 +223,8 @@ static void candidate_push(Encoder *w, int at) {
     if (rank >= 0) heap_push(w, pair(rank, at));
 }
 
-/* Byte pair encoding of one word, O(n log n): of all neighbours that can merge the pair of least rank does, the
- * leftmost among equals, until none can. */
+/* Byte pair encoding of one word, O(n log n): of all neighbours that can merge, the pair of least rank does, ties to
+ * the left, until none can. */
 static bool merge_word(Encoder *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     int whole = t->ignore_merges ? find_plain(t, s, n) : -1;
@@ -234,7 +235,7 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
     if (n > w->room) {
         w->room = 2 * n;
         w->symbol = reallocate(w->symbol, w->room * sizeof *w->symbol);
-        w->heap = reallocate(w->heap, w->room * 3 * sizeof *w->heap); /* one a symbol and two a merge at most */
+        w->heap = reallocate(w->heap, w->room * 3 * sizeof *w->heap); /* at most one a symbol and two a merge */
     }
     w->symbols = w->candidates = 0;
     uint32_t cp;
@@ -247,7 +248,7 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
     while (w->candidates) {
         uint64_t key = heap_pop(w);
         int at = (int)(uint32_t)key, rank = (int)(key >> 32);
-        if (rank_at(w, at) != rank) continue; /* it or its neighbour has merged meanwhile */
+        if (rank_at(w, at) != rank) continue; /* stale: it or its neighbour has merged since */
         Symbol *left = w->symbol + at, *right = w->symbol + left->next;
         left->id = t->merged.data[rank];
         left->next = right->next;
@@ -262,8 +263,8 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
 
 /* ---- encoding ---- */
 
-/* PCRE2 calls this before each item of a pattern. It bounds backtracking and scanning, all matches of a text together:
- * PCRE2's own limit is for one match, and does not count what an item scans. */
+/* PCRE2 calls this before each item of a pattern. It limits backtracking and scanning over all matches of a text
+ * together. PCRE2's own limit is for one match and does not count what an item scans. */
 static int matcher_step(pcre2_callout_block *block, void *data) {
     Encoder *w = data;
     size_t now = block->current_position, cost = 1 + (now > w->at ? now - w->at : w->at - now);
@@ -287,7 +288,7 @@ static bool split_words(Encoder *w, int step, const char *s, size_t n) {
                         "tokenizer.json: its split pattern exceeds the match limit on this text, near byte %zu", from);
         const PCRE2_SIZE *at = pcre2_get_ovector_pointer(w->match);
         size_t begin = at[0], end = at[1]; /* the steps below use the same match data */
-        if (end <= begin) {                /* an empty match cuts nothing */
+        if (end <= begin) {                /* an empty match splits nothing */
             for (from = begin + 1; from < n && (s[from] & 0xC0) == 0x80;) from++;
             continue;
         }
@@ -335,7 +336,7 @@ static void normalize(const Tokenizer *t, const char *s, size_t n, bool first, B
 
 static bool cut_added(Encoder *w, int trie, const char *s, size_t n);
 
-/* What lies between added tokens, before normalizing (trie 0) and after it. */
+/* Encodes the text between added tokens, before normalizing (trie 0) and after it. */
 static bool encode_between(Encoder *w, int trie, const char *s, size_t n) {
     if (!n) return true;
     if (trie == 1) return split_words(w, 0, s, n);
@@ -448,8 +449,8 @@ static int define(Tokenizer *t, const cJSON *value, const char *name, size_t beg
     return (int)id;
 }
 
-/* Tokens of bytes that are no character with a token: byte fallback's <0x00> to <0xFF>, or the unknown token for all,
- * of which neighbours are fused. */
+/* Tokens for bytes without a character that has a token: byte fallback's <0x00> to <0xFF>, or one unknown token, of
+ * which neighbours are fused. */
 static void find_byte_tokens(Tokenizer *t, bool fallback) {
     int known = 0;
     for (int b = 0; b < 256; b++) {
@@ -471,7 +472,7 @@ static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
         return fail(e, BAD_MODEL, "an added token has no content of at most %d bytes", MOST_ADDED);
     if (json_true(added, "single_word") || json_true(added, "lstrip") || json_true(added, "rstrip"))
         return fail(e, BAD_MODEL, "single_word, lstrip and rstrip of '%.100s' are not implemented", text);
-    /* A vocabulary may list it as well, under the same id. Its text is meant as it stands, not in the alphabet. */
+    /* An added token. The vocabulary may list it too, under the same id. Its text is literal, not in the alphabet. */
     size_t n = strlen(text), begin = t->text.n;
     int id = find(t, text, n);
     if (id < 0 || !cJSON_IsNumber(value) || value->valuedouble != id) {
@@ -502,14 +503,14 @@ static bool read_merge(Tokenizer *t, const cJSON *merge, Bytes *text, Error *e) 
     piece_bytes(t, left, space ? (size_t)(space - left) : strlen(left), text);
     size_t cut = text->n;
     piece_bytes(t, right, strlen(right), text);
-    /* Hashes alone: the bytes are read from all over memory, and a file made to collide spoils only itself. */
+    /* Compares hashes only: reading the bytes would cost cache misses, and a file made to collide harms only itself. */
     int first = map_get(&t->by_text, hash(text->data, cut));
     int second = map_get(&t->by_text, hash(text->data + cut, text->n - cut));
     int whole = map_get(&t->by_text, hash(text->data, text->n));
     const char *missing = first < 0 ? "left half" : second < 0 ? "right half" : whole < 0 ? "result" : NULL;
     if (missing)
         return fail(e, BAD_MODEL, "the %s of merge %d, '%.80s' '%.80s', is no token", missing, rank, left, right);
-    map_put(&t->rank, pair(first, second), rank); /* of a pair that stands twice the later rank counts */
+    map_put(&t->rank, pair(first, second), rank); /* if a pair is listed twice, the later rank counts */
     ids_add(&t->merged, whole);
     return true;
 }
@@ -540,8 +541,8 @@ static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
     return ok;
 }
 
-/* `\s` in PCRE2 is any white space of Unicode and U+180E, which Unicode 6.3 took out of that property; the engine that
- * tokenizer.json was written for follows Unicode. So \s and \S are spelled out before PCRE2 sees them. */
+/* `\s` in PCRE2 is Unicode's white space plus U+180E, which Unicode 6.3 removed; the engine that tokenizer.json was
+ * written for follows Unicode. So \s and \S are spelled out before PCRE2 sees them. */
 static void spell_out_space(const char *pattern, Bytes *out) {
     static const char space[] = "\\p{Z}\\t-\\r\\x{85}";
     bool in_class = false;
@@ -557,7 +558,7 @@ static void spell_out_space(const char *pattern, Bytes *out) {
     }
 }
 
-/* ---- its parts: each function takes one, or returns false for what is not implemented ---- */
+/* ---- its components: each function accepts one, or returns false if it is not implemented ---- */
 
 static bool add_split(Tokenizer *t, const char *pattern) {
     int problem;
@@ -573,7 +574,7 @@ static bool add_split(Tokenizer *t, const char *pattern) {
     if (!code) return false;
     t->split[t->splits++] = code;
     pcre2_pattern_info(code, PCRE2_INFO_BACKREFMAX, &references);
-    return !references; /* matcher_step does not see what they compare */
+    return !references; /* matcher_step does not count what they compare */
 }
 
 static bool is(const cJSON *object, const char *key, const char *text) {
@@ -614,13 +615,13 @@ static bool read_part(Tokenizer *t, const char *station, const cJSON *c) {
     if (splits && is(c, "type", "Digits"))
         return add_split(t, json_true(c, "individual_digits") ? "\\p{N}" : "\\p{N}+");
     if (splits && is(c, "type", "Split") && is(c, "behavior", "MergedWithPrevious") && t->features & MARK_SPACES)
-        return is(json_get(c, "pattern"), "String", " "); /* Gemma's: spaces have become marks, it finds none */
+        return is(json_get(c, "pattern"), "String", " "); /* Gemma's: spaces are marks by now, so it matches nothing */
     if (splits && is(c, "type", "Split") && is(c, "behavior", "Isolated") && !json_true(c, "invert"))
         return add_split(t, json_string(json_get(c, "pattern"), "Regex"));
     return ends && is(c, "type", "TemplateProcessing") && read_template(t, c);
 }
 
-/* Reads a station: one part, or a Sequence of them (under `list`) in order. Absent is fine. */
+/* Reads a station: one component, or a Sequence of them (under `list`) in order. It may be absent. */
 static bool read_station(Tokenizer *t, const cJSON *file, const char *name, const char *list, Error *e) {
     const cJSON *station = json_get(file, name), *sequence = json_get(station, list);
     bool many = is(station, "type", "Sequence") && cJSON_IsArray(sequence);
@@ -660,7 +661,7 @@ static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
     UPPER "*" LOWER "+" behind "|" UPPER "+" LOWER "*" behind "|" digits                                               \
           "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 
-/* How text is split into words, by the names that files have for it. */
+/* The patterns that split text into words, by the names that GGUF files use. */
 static const struct {
     const char *names, *split[3];
     int features;
@@ -789,13 +790,14 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
     prefix = json_get(metadata, "tokenizer.ggml.add_space_prefix");
     if (pieces) t->features = MARK_SPACES | UNMARK_SPACES;
     if (pieces &&
-        !cJSON_IsFalse(prefix)) /* files do not say it: since [INST] is a token, only the first text has one */
+        !cJSON_IsFalse(
+            prefix)) /* the file does not say it: where [INST] is a token, only the first text begins with one */
         t->features |= STRIP_SPACE | (tokenizer_added(t, "[INST]") < 0 ? PREPEND_MARK : FIRST_MARK);
     return true;
 }
 
-/* The tokens of a chat template are control tokens whatever the file says: text must not become one. false: too long.
- */
+/* Tokens that a chat template names are control tokens whatever the file says, so that ordinary text never becomes one.
+ * false: too long. */
 static bool mark_control(Tokenizer *t, const char *jinja, size_t n) {
     if (n > UINT32_MAX / t->ends.n) return false; /* each is searched for in all of it */
     for (int id = 0; id < t->size; id++) {

@@ -4,8 +4,8 @@
 constexpr int BF16_ROWS = 8;     /* of a tile of BF16; MXFP4's tile is infer.cu's TILE by chunks of CHUNK columns ... */
 constexpr int BF16_COLUMNS = 32; /* ... and of a chunk of it */
 
-/* n rows of activations, times LIFT, `pitch` elements apart in any memory; with `index`, row j is number
- * index[j] / divide. Missing rows alias the last one; nobody reads their results. (But see paired_place().) */
+/* n rows of activations, times LIFT, `pitch` elements apart, in any memory; with `index`, row j is row index[j] /
+ * divide. Missing rows alias the last one; nobody reads their results. (But see paired_place().) */
 struct Activations {
     const bf16 *x;
     int pitch, n;
@@ -34,7 +34,7 @@ struct Activations {
  *   max_word()     the maximum of a Fragment's halves: see max_halves() */
 template <Type T> struct Codec;
 constexpr int PAIRED = -1;
-/* Whether tokens are paired, in a step of so many tokens or in the kernel for at most so many. */
+/* Whether a step of this many tokens, or the kernel for at most this many, pairs tokens. */
 __host__ __device__ constexpr bool is_paired(int tokens) { return tokens > 8; }
 static_assert(MAX_DECODE <= 16, "pairs are tokens g and g + 8");
 
@@ -42,8 +42,8 @@ static_assert(MAX_DECODE <= 16, "pairs are tokens g and g + 8");
 __host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes % 128 ? 0 : 64); }
 
 /* BF16: weights are mma's rows, activations its columns. One load of 16 bytes, eight neighbouring columns of row g,
- * fills a whole fragment: two of its words are row g; the other two pose as row g + 8 but are the same row at other
- * columns. So a token takes two of mma's columns, one for either half, and its words lie in the order 0, 2, 1, 3. */
+ * fills a whole fragment: two of its words are row g; the other two take the place of row g + 8 but are row g at other
+ * columns. So a token takes two of mma's columns, one for each half, and its words lie in the order 0, 2, 1, 3. */
 template <> struct Codec<BF16> {
     static constexpr Type TYPE = BF16;
     static constexpr int ROWS = BF16_ROWS, K = BF16_COLUMNS,
@@ -97,10 +97,10 @@ template <> struct Codec<BF16> {
     };
 };
 
-/* PAIRED: the activations of 9 to 16 tokens are mma's rows, and the weights, as they lie, its columns: half as many
- * products. A fragment has tokens g and g + 8, so these two share a row of 2 pitch elements, word by word in turn. The
- * places of missing tokens may hold anything: they are rows of their own, and nobody stores their results.
- * Returns where element `place` of token t lies. */
+/* PAIRED: the activations of 9 to 16 tokens are mma's rows, and the weights, as they are stored, its columns. That
+ * halves the number of products. A fragment has tokens g and g + 8, so these two share a row of 2 pitch elements, word
+ * by word in turn. The places of missing tokens may hold anything: they fill separate rows, whose results are not
+ * stored. Returns where element `place` of token t lies. */
 __host__ __device__ inline size_t paired_place(int t, int place, int pitch) {
     return ((size_t)(t % 8) * pitch + place / 2 * 2) * 2 + t / 8 * 2 + place % 2;
 }
@@ -196,7 +196,8 @@ template <> struct Codec<MXFP4> {
         static constexpr int N = QUADS;
         const uint8_t *weights, *scale;
         const bf16 *column[N];
-        bool real[N]; /* of a token, and of the block of this lane's weights; else zeros, which also take least power */
+        bool real[N]; /* of a token, if they belong to the block of this lane's weights; else zeros, which also take
+                         least power */
         __device__ Lane(const uint8_t *stage, int, const Activations &x, int lane)
             : weights(stage + lane * 16), scale(stage + 512 + lane / 4 * 4 + lane % 2) {
             for (int j = 0; j < N; j++) {

@@ -16,31 +16,31 @@
  *     down       onto the residual stream, weighted                                                   14  17  22
  *     head       behind the last layer: logits                                                        26  15   9
  *
- * The clock is that of a block without a part in attention: with one token its wait for attention counts as output's,
- * its wait for the slowest block of up and down as qkv's.
+ * The times are those of block 0, which has no part in attention: with one token its wait for attention counts in
+ * output, its wait for the slowest block of up and down in qkv.
  *
- * RMSNorm is no phase. The block that finishes a value of the residual stream stores it times the norm's weight for the
- * next matrix (Next); the factor 1 / root mean square is ready before that matrix's products are. A single token is
- * normed by each block for itself (load_normed), which is faster there. */
+ * RMSNorm is not a phase. The block that finishes a value of the residual stream also stores it times the norm's
+ * weight, for the next matrix (Next); the factor 1 / root mean square is ready before that matrix's products are. With
+ * a single token each block norms for itself (load_normed), which is faster. */
 #pragma once
 
 /* ---- how blocks exchange activations ---- */
 
 /* With several tokens a barrier with a fence stands between the phase that writes activations and the one that reads
  * them. A fence takes long (see Ring::hold_after_last), so a single token's activations are published instead, and
- * readers poll them. They go to LayerBuffers, of which BUFFERED_LAYERS layers in turn have one each:
+ * readers poll them. They go to LayerBuffers; layers take turns with BUFFERED_LAYERS of them:
  *   - When a block has all of attention's results, every block has published its queries, keys and values, so it has
  *     read all that the layer before published. So phase output unpublishes the buffers of the layer before.
- *   - A fence must pass before another layer publishes there. Producers have it in the next layer's phase up, where
- *     few copies are on the way because the experts are not known yet. Each block checks in that phase that all have
- *     had it. So the layer after that may publish there: hence three buffers.
+ *   - A fence must pass before another layer publishes there. The producers execute it in the next layer's phase up,
+ *     where few copies are in flight because the experts are not known yet. In that phase each block checks that all
+ *     producers have done so. So the layer after that may publish there: hence three buffers.
  *   - The next step's embed unpublishes the last layer's.
  * With several tokens only the experts' activations are published: phase down then waits for the blocks that have its
  * experts, not for all. They lie in Work's act_out. Phase output unpublishes it: all blocks have ended the layer
  * before, since they arrived before qkv, and none publishes there before all have arrived before phase up. Polling
- * slows the blocks that still have to publish (notebooks/speed.md). So where all blocks read the same, a few threads of
- * each poll a hint first: a barrier before qkv, at which blocks arrive a little early, and before output one word of
- * each head. */
+ * slows the blocks that still have to publish (notebooks/speed.md). So where all blocks read the same values, a few
+ * threads of each block first poll a hint: before qkv a barrier, at which blocks arrive a little early, and before
+ * output one word of each head. */
 constexpr int BUFFERED_LAYERS = 3;
 static_assert(BUFFERED_LAYERS <= MAX_DECODE, "split_states_of() takes the places of other tokens");
 struct LayerBuffers {
@@ -103,8 +103,8 @@ __device__ inline float poll_fours(float4 (&value)[2], const float *x, int n) {
     return sum;
 }
 
-/* The sum of squares of a token's x before a layer, or the head. One block publishes its warps' shares, which are dealt
- * alike in every step; readers poll them later. */
+/* The sum of squares of a token's x before a layer, or the head. One block publishes its warps' shares, split alike in
+ * every step; readers poll them later. */
 __device__ inline unsigned long long *input_square_of(const DecodeWork &w, int t, int layer) {
     return w.input_square + ((size_t)t * (w.n_layers + 1) + layer) * MAX_WARPS;
 }
@@ -180,7 +180,7 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 template <bool producing, int max_tokens> struct DecodeBlock {
     static constexpr bool single = max_tokens == 1;
     static constexpr bool paired = is_paired(max_tokens); /* the activations that qkv and output read */
-    static constexpr int SPARE = CONSUMERS - 1;           /* the consumer that has least to do beside multiplying */
+    static constexpr int SPARE = CONSUMERS - 1;           /* the consumer that has least other work */
     DecodeWork w;
     const Step &s;
     const Layout &k;
@@ -252,15 +252,16 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         int d = w.head_dim, i = r % d;
         return r < (w.n_heads + w.n_kv_heads) * d ? r : r - i + i % 8 / 2 * (d / 4) + i / 8 * 2;
     }
-    /* A block has every `blocks`-th tile of a matrix: how many, which ones, and which row of the matrix row i of them
-     * is. */
+    /* A block has every `blocks`-th tile of a matrix. Returns how many; which one is number i; which row of the matrix
+     * is row i of them. */
     __device__ int tiles_of_block(int tiles) const { return (tiles - block + blocks - 1) / blocks; }
     __device__ int tile_of_block(int i) const { return block + i * blocks; }
     template <Type T> __device__ int row_of_block(int i) const {
         return tile_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS;
     }
-    /* At the start of a phase, or of a part of one: hides values from the optimizer, which would otherwise compute
-     * ahead, for all phases at once, what follows from them, and spill it. Each instance hides what spills least. */
+    /* Called at the start of a phase, or of a part of one. It hides values from the optimizer, which would otherwise
+     * compute expressions of them ahead, for all phases at once, and spill the results. Each instance hides the values
+     * that give the fewest spills. */
     __device__ void launder() {
         asm volatile("" : "+r"(ring.thread));
         if (max_tokens > 4)
@@ -273,8 +274,9 @@ template <bool producing, int max_tokens> struct DecodeBlock {
 
     /* ---- phases and barriers ---- */
 
-    /* What stands before a phase: nothing, because its values are polled; a barrier that is only a hint when to start
-     * polling; a barrier whose fence the producers have (route_tokens); a barrier with a fence of each block. */
+    /* What precedes a phase. NONE: nothing, because its values are polled. HINT: a barrier that only says when to start
+     * polling. PRODUCER_FENCE: a barrier whose fence the producers execute (route_tokens). FENCE: a barrier with a
+     * fence of each block. */
     enum Sync { NONE, HINT, PRODUCER_FENCE, FENCE };
     __device__ static constexpr Sync sync_of(int kind) { /* PHASES: of the head */
         if (single && kind < PHASES) return kind == PHASE_QKV ? HINT : kind == PHASE_UP ? PRODUCER_FENCE : NONE;
@@ -353,8 +355,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
                 multiply<T, 2, NORMED>(m, tiles, x, store);
         }
     }
-    /* Round by round: a round is as many tiles as there is room for their sums. If one is not enough, the two halves of
-     * the room take turns, so that warps that are done with a round can begin the next. */
+    /* Multiplies in rounds: a round has as many tiles as there is room for their sums. If there are several rounds, the
+     * two halves of the room take turns, so that warps that are done with a round can begin the next. */
     template <Type T, int QUADS, bool NORMED, class Store>
     __device__ void multiply(const ShapedMatrix &m, int tiles, const Activations &rows, Store store) {
         constexpr int ROWS = Codec<T>::ROWS;
@@ -490,7 +492,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         int from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1;
         return {head, t, split, p, from, page0, pages, splits_of(pages)};
     }
-    /* Into how many parts a context of so many pages is split. */
+    /* How many parts a context of `pages` pages is split into. */
     __device__ static int splits_of(int pages) {
         return pages <= 2 * SPLIT_PAGES ? 1 : min(DECODE_SPLITS, (pages + SPLIT_PAGES - 1) / SPLIT_PAGES);
     }
@@ -562,8 +564,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         if (producing) wait_previous();
         int longest = single ? position_of(0) : __reduce_max_sync(~0u, lane < tokens ? position_of(lane) : 0);
         if (!producing && blocks - 1 - block >= tokens * heads)
-            ring.resume(); /* no part in it, or only in a long one */
-        /* no more jobs than the longest context has splits: void ones take time too */
+            ring.resume(); /* no part in attention, or only in long contexts */
+        /* no more jobs than the longest context has splits: void jobs take time too */
         int jobs = tokens * heads * splits_of(min(longest / PAGE + 1, l.window ? l.window / PAGE + 2 : INT_MAX));
 #pragma unroll 1
         for (int i = blocks - 1 - block; i < jobs; i += blocks) {
@@ -723,8 +725,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             });
         if (!producing) add_to_router(l);
     }
-    /* The router's logits are linear in x but for the norm's factor. So each block adds to them what its rows of x
-     * contribute, and publishes the sum of their squares. */
+    /* Except for the norm's factor the router's logits are linear in x. So each block adds the contribution of its rows
+     * of x to them, and publishes the sum of their squares. */
     __device__ void add_to_router(const DecodeLayer &l) {
         if (max_tokens > 8) launder(); /* where registers are fewest; it takes time */
         int rows = tiles_of_block(tiles_of<BF16>(w.dim)) * BF16_ROWS, lane = ring.thread % 32, warp = ring.thread / 32;
@@ -774,7 +776,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     template <class OnPlace>
     __device__ __forceinline__ void choose_for_token(int t, const float *bias, float *logit, float *weights,
                                                      int *experts, int lane, OnPlace on_place) {
-        constexpr int EACH = 5; /* loads on the way at once */
+        constexpr int EACH = 5; /* loads in flight */
         size_t place = (size_t)t * w.n_layers + w.layer;
         const unsigned long long *squares = w.output_square + place * blocks;
         float square = 0, *mine = logit + t * w.n_experts * 2; /* logits, and biases behind them */
@@ -818,7 +820,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
 #pragma unroll 1
         for (int e = lane, begin = 0, cost = 0; e - lane < w.n_experts; e += 32) {
             int count = e < w.n_experts ? next[e] : 0;
-            /* costs and counts, of at most MAX_DECODE * top_k choices: 16 bits are enough for either */
+            /* costs and counts of at most MAX_DECODE * top_k choices: 16 bits are enough for both */
             unsigned both = prefix_sum(tile_cost(count) << 16 | count, lane), chosen = __ballot_sync(~0u, count);
             int place = n + __popc(chosen & before_me), from = begin + (both & 0xFFFF) - count;
             if (count) {
@@ -842,9 +844,9 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         }
         return n;
     }
-    /* Deals the tiles of n experts to the blocks. They lie expert by expert, each behind the cost of beginning with it,
-     * and are cut into ranges of equal cost, so that a block meets few experts. Lanes 0 and 1 find where this block's
-     * range and the next block's begin in phase up, lanes 2 and 3 in phase down. */
+    /* Divides the tiles of n experts among the blocks. The tiles are lined up expert by expert, where starting an
+     * expert has a cost too, and cut into ranges of equal cost, so that a block has few experts. Lanes 0 and 1 find
+     * where this block's range and the next block's begin in phase up, lanes 2 and 3 in phase down. */
     __device__ __forceinline__ void deal_tiles(const Active &active, int n, int lane) {
         auto tiles_of_lane = [&](int i) { return tiles_of<MXFP4>(i < 2 ? 2 * w.ffn_dim : w.dim); };
         auto cost_before = [&](int place, int tiles) { return active.cost[place] * tiles + place * EXPERT_COST; };
@@ -863,9 +865,9 @@ template <bool producing, int max_tokens> struct DecodeBlock {
                                                      (active.cost[place + 1] - active.cost[place]);
         __syncwarp();
     }
-    /* What each token chose, the logits of that in k.weights, and `active`: every block finds it for itself. All
-     * threads call it; the producer has `active` when it returns. The last warps route, as the others have more to do,
-     * and a single token is the producer's alone. */
+    /* Finds each token's choices, their logits (k.weights) and `active`; every block does so for itself. All threads
+     * call it; `active` is ready for the producer when it returns. The last warps route, because the others have more
+     * to do; a single token is routed by the producer. */
     template <class OnPlace>
     __device__ void choose_experts(const DecodeLayer &l, const Active &active, OnPlace on_place) {
         if (!producing && single) return;
@@ -886,9 +888,9 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         deal_tiles(active, list_active(active, experts, (int *)logit, lane), lane);
     }
 
-    /* Everybody waits from when a single token's experts are known until their first weights arrive. So the producer
-     * prepares the first stages of phase up before; then the lane whose expert is chosen starts the copies there
-     * (route_tokens), and produce() goes on behind them. */
+    /* From the moment that a single token's experts are known, all warps wait for their first weights. So the producer
+     * prepares the first stages of phase up in advance. Then the lane whose expert is chosen starts these copies
+     * (route_tokens), and produce() continues after them. */
     static constexpr bool prepares_stages = producing && single;
     struct PreparedStage { /* for a tile; where that lies if the expert at `place` is this lane's */
         Barrier *full;
@@ -932,8 +934,9 @@ template <bool producing, int max_tokens> struct DecodeBlock {
                     prepared[i].full->copy_row(prepared[i].stage, prepared[i].from, UP_TILE_BYTES);
         });
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
-        if (!producing && !single) wait_phase(); /* only now: counts tell when the router's sums are complete */
-        /* and then all of x has been published, too; one thread checks that all producers have had their fence */
+        if (!producing && !single)
+            wait_phase(); /* only now: the counts in the router's sums say when these are complete */
+        /* then all of x has been published too; one thread checks that all producers have executed their fence */
         auto wait = [&] {
             if (phase != first && ring.thread == SPARE) wait_for_blocks();
         };
@@ -1036,7 +1039,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     }
     /* x of a token, rows r and r + 1, += what one expert brings. Experts' blocks come in any order, so their values are
      * added as integers and counted. The last one adds the sum to x, which nobody has changed meanwhile, and hands x to
-     * `next`. A value that is no number, or too large, makes the sum one that no other can reach: the result is NAN. */
+     * `next`. A NaN, or a value that is too large, adds a number that no valid sum can reach: the result is NAN. */
     __device__ void add_expert(int t, int r, float a, float b, const Next &next) {
         const LayerBuffers now = buffers(w.layer);
         size_t at = (size_t)t * w.dim + r;
@@ -1045,7 +1048,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         const long long bad = (1ll << (COUNT_BIT - 2)) / w.top_k;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            old[i] = poll(now.middle + at + i); /* is there: this block has seen all of it */
+            old[i] = poll(now.middle + at + i); /* is complete: this block has seen all of it */
             if (!single) times[i] = next.norm[r + i];
             float quanta = value[i] * (1 / EXPERT_QUANTUM);
             unsigned long long mine =
@@ -1083,8 +1086,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
 };
 
 /* The kernel, with an instance each for at most 1, 4, 8 and MAX_DECODE tokens. They know gpt-oss's types and shapes
- * only: beside streaming, a phase does little but arithmetic with shapes, its instructions have to be fetched too, and
- * registers are few. */
+ * only: with shapes unknown, a phase would spend much of its time on arithmetic with them; its instructions must be
+ * fetched too, and registers are few. */
 template <int max_tokens>
 __global__ void __launch_bounds__(THREADS, 1)
     decode_step(DecodeWork any, Step s, const DecodeLayer *layers, Matrix head, const float *norm, Layout k, int tokens,

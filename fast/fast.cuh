@@ -1,7 +1,7 @@
 /* fast.cuh: the annex: hand-tuned kernels for gpt-oss's shapes on Hopper, beside the plain engine in infer.cu. They
  * replace two of its paths: decode(), a step of at most MAX_DECODE tokens, and attend() and experts() in the steps of a
- * prompt. All else, and every other model and card, is infer.cu's. `make FAST=no` builds without the annex; --plain
- * leaves it out at run time.
+ * prompt. infer.cu computes everything else, and every other model and card. `make FAST=no` builds without the annex;
+ * --plain switches it off at run time.
  *
  * What is different from infer.cu, and why
  *
@@ -20,11 +20,11 @@
  *
  * What each difference gave: tokens/s of gpt-oss-20b on one H200 before and after it, with so many streams, or for a
  * prompt of so many tokens. The rows are of different versions, cards and runs. notebooks/speed.md has all of them, and
- * what was tried in vain.
+ * what did not help.
  *
  *   decode                                                                           streams   before   after
  *   one persistent kernel (at first 382); shapes known to the compiler; lean loads         1      488     623
- *   two stages of 24 KB on the way instead of three                                        1      696     753
+ *   two stages of 24 KB in flight instead of three                                         1      696     753
  *   the router's sums count who has added: top-k without a barrier                         1      753     775
  *   producers hold while a fence is pending                                                1      790     804
  *   weights leave L2 first (evict_first)                                                   1      861     879
@@ -64,8 +64,8 @@
 
 namespace fast {
 
-/* Whether this code has Hopper's own instructions. The host asks the card: only the driver knows which of a build's
- * architectures it took. */
+/* Whether this code has Hopper's own instructions. The host runs it on the card: only the driver knows which of a
+ * build's architectures it chose. */
 __device__ int has_hopper = HOPPER;
 
 #include "fast/publish.cuh"
@@ -157,7 +157,7 @@ cudaError_t launch_decode_step(const Pass *a, int first, int last) {
                   k, a->tokens, a->rows, first, last);
 }
 
-/* Hands out what a phase has left, in the columns' usual order. */
+/* Hands out a phase's results to the tap, in the columns' usual order. */
 bool tap_phase(const Pass *a, int layer, int kind, Error *e) {
     const DecodeWork &w = a->gpu->fast->work;
     const int n = a->tokens, width = w.n_heads * w.head_dim;

@@ -111,7 +111,7 @@ template <int D> struct WgmmaAttention {
     static constexpr int WARPGROUPS = 2, THREADS = WARPGROUPS * 128;
     static constexpr int BLOCKS = D == 64 ? 2 : 1;             /* on a multiprocessor at once */
     static constexpr int STAGES = 5, STAGE = 2 * D * PAGE * 2; /* bytes of a page's keys and values */
-    static constexpr int AHEAD = 3;         /* pages on the way; the other stages let the warps drift apart */
+    static constexpr int AHEAD = 3;         /* pages in flight; the other stages let the warps drift apart */
     static constexpr int QUERIES = D * 128; /* bytes of a warpgroup's 64 rows */
     static constexpr int SHARED = STAGES * (STAGE + 16) + WARPGROUPS * QUERIES;
 };

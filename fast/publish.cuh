@@ -19,7 +19,7 @@ __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 /* ---- loads and copies ---- */
 
-/* 16 bytes, or zeros. Predicated: with a branch, lanes that take zeros would wait for the others' loads. `polled`: as
+/* 16 bytes, or zeros. Predicated, because with a branch lanes with zeros would wait for the others' loads. `polled`: as
  * poll() loads. */
 __device__ inline uint4 load_16(const void *from, bool real, bool polled) {
     uint4 x;
@@ -37,7 +37,7 @@ __device__ inline void copy_4(void *to, const void *from, bool real) { /* cp.asy
 }
 
 /* The copy engine and wgmma reach shared memory through the async proxy (PTX ISA, "Async proxy"). This fence orders
- * them behind ordinary reads and writes. */
+ * them after ordinary reads and writes. */
 __device__ inline void fence_proxies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /* A barrier in shared memory (mbarrier). It completes a phase when all its arrivals, and all bytes they expect, are

@@ -7,8 +7,8 @@
 constexpr int CONSUMER_WARPS = 15, CONSUMERS = CONSUMER_WARPS * 32, THREADS = CONSUMERS + 32;
 constexpr int SLAB_WARPS = 12; /* consumers that attention uses: with more, merging their states takes longer */
 constexpr int MAX_STAGES = 16; /* of the ring */
-/* Stages that are on the way at once. With more the memory delivers less, and every other load waits longer. Stages
- * with a page of the cache are smaller. */
+/* Stages in flight at once. With more the memory delivers less, and every other load waits longer. Stages with a page
+ * of the cache are smaller. */
 constexpr int MAX_COPIES = 2, MAX_PAGE_COPIES = 3;
 constexpr int MAX_PART = 48;     /* chunks of a part, about 24 KB */
 constexpr int MAX_FRAGMENTS = 9; /* chunks whose activations a warp keeps in registers: the output matrix has as many */
@@ -42,7 +42,7 @@ __host__ __device__ inline ShapedMatrix with_shape(const Matrix &from, Type type
 }
 inline ShapedMatrix with_shape(const Matrix &m) { return with_shape(m, m.type, m.rows, m.cols); }
 
-/* Whether a model has gpt-oss's types and shapes (20b and 120b); a DecodeWork with these shapes as constants. */
+/* Whether a model has gpt-oss's types and shapes (20b and 120b). A DecodeWork with these shapes as constants. */
 inline bool has_gpt_oss_shapes(const Model &m) {
     const Layer &l = m.layer[0];
     for (int i = 0; i < m.n_layers; i++) {
@@ -73,7 +73,7 @@ struct Layout { /* where each array begins, in bytes; the ring has what the othe
     int turn, position, page, table;
     int active_expert, active_begin, active_order, active_cost, active_range; /* see Active */
     unsigned sum_room;                                                        /* floats of `sums` */
-    int barrier_base; /* what DecodeWork::barrier had before phase 0, perhaps less than 0 */
+    int barrier_base; /* the value of DecodeWork::barrier before phase 0; can be below 0 */
     int bytes;        /* of all */
 };
 
@@ -94,8 +94,8 @@ struct Active {
     static int max_experts(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
 
-/* What a tile of an expert with so many choices costs, by its instructions, and what beginning with an expert costs a
- * block: as much as two of the cheapest tiles. Other prices were no better (notebooks/speed.md). */
+/* What a tile of an expert with this many choices costs, by its instructions, and what starting an expert costs a
+ * block: as much as two of the cheapest tiles. Other costs were no better (notebooks/speed.md). */
 constexpr int EXPERT_COST = 4;
 __host__ __device__ constexpr int tile_cost(int choices) {
     int rest = choices % MAX_CHOICES;
@@ -233,7 +233,7 @@ struct Ring {
         requested = 0;
     }
     /* Waits until a copy to the next stage may start: the stage is empty, nothing holds, and fewer than max_copies are
-     * on the way. */
+     * in flight. */
     __device__ void acquire_stage(int max_copies) {
         empty[stage].wait(parity ^ 1); /* at once in the first round */
         fence_proxies();               /* the copy engine writes where others have read */
@@ -256,10 +256,10 @@ struct Ring {
         }
     }
 
-    /* A fence waits for every copy on the way to its multiprocessor, needed or not (1.9 us with two stages), and loads
-     * are slow meanwhile. So the producer starts no copy between the block's last part of a phase, as warp 0 has done
-     * with it, and resume(), behind the fence. The consumers announce that before the loop over tiles, if they have
-     * `any`, and say behind the loop whether it ended with that part. */
+    /* A fence waits for every copy in flight to its multiprocessor, needed or not (1.9 us with two stages), and loads
+     * are slow meanwhile. So the producer starts no copy from the moment that warp 0 is done with the block's last part
+     * of a phase until resume(), after the fence. The consumers announce this before the loop over tiles, if they have
+     * `any`, and say after the loop whether it ended with that part. */
     __device__ void hold_after_last(bool any) {
         may_hold = any;
         if (thread < 32) check_hold(1);
@@ -270,7 +270,7 @@ struct Ring {
         hold->arrive_if(may_hold && thread == 0);
         may_hold = false;
     }
-    __device__ void check_hold(int parity) { /* never waits, but synccheck wants a wait for each phase */
+    __device__ void check_hold(int parity) { /* never waits; synccheck requires a wait for each phase */
         hold->wait(parity);
         __syncwarp();
     }

@@ -1,6 +1,6 @@
-/* reference.c: the border of infer.h in plain C, to be read beside infer.cu:
- * the same steps in the same order, without anything that makes them fast. Sums are doubles, everything between stages
- * is a float. The oracle of the tests, and `infer-reference` for readers without a GPU.
+/* reference.c: the Backend of infer.h in plain C, to be read beside infer.cu: the same steps in the same order, with
+ * nothing that makes them fast. Sums are doubles; every stage stores floats. The tests compare with it, and
+ * `infer-reference` runs it without a GPU.
  *
  * Arrays of a step have one row for each of the T tokens of the batch; a row is computed from that token alone and from
  * the cache, so batching and chunking cannot change a bit of it. */
@@ -58,7 +58,7 @@ typedef struct {
 
 /* ---- numbers ---- */
 
-/* x, or the nearest bf16, ties to even, where infer.cu stores or multiplies it as bf16. */
+/* x, or, when rounding like infer.cu, the nearest bf16, ties to even. */
 static float rounded(float x) {
     if (!reference_rounds || isnan(x)) return x;
     uint32_t u = float_bits(x);
@@ -110,7 +110,7 @@ static void decode_row(const Linear *w, int i, int row, float *out) {
 }
 
 static double dot(const float *a, const float *b, int n) {
-    double lane[8] = {0}, sum = 0; /* eight sums at once, so that the compiler may use vectors */
+    double lane[8] = {0}, sum = 0; /* eight sums at once, so that the compiler can use vectors */
     int i = 0;
     for (; i + 8 <= n; i += 8)
         for (int j = 0; j < 8; j++) lane[j] += (double)a[i + j] * (double)b[i + j];
@@ -127,8 +127,9 @@ static void rms_norm(const float *x, const float *weight, int dim, float eps, fl
     for (int i = 0; i < dim; i++) out[i] = (float)((double)x[i] * scale * (double)weight[i]);
 }
 
-/* y[t] = W_i x[t] + bias for the n rows that `row` names, or the first n; x and y are (rows, cols) and (rows, W.rows).
- */
+/* y[t] = W_i x[t] + bias for the n rows that `row` names, or for the first n; x and y are (rows, cols) and (rows,
+ * W.rows).
+ * */
 static void linear(const Linear *w, int i, const float *x, const int *row, int n, float *y) {
     float *matrix_row = allocate((size_t)w->cols * sizeof *matrix_row),
           *in = allocate((size_t)n * (size_t)w->cols * sizeof *in);
@@ -148,13 +149,13 @@ static void linear(const Linear *w, int i, const float *x, const int *row, int n
     free(in);
 }
 
-/* Norms each head, where a model does so before it turns them. */
+/* Norms each head of q or k, for models that do so before RoPE. */
 static void norm_heads(const Model *m, const float *weight, float *x, int heads) {
     for (int h = 0; h < heads && weight; h++, x += m->head_dim) rms_norm(x, weight, m->head_dim, m->eps, x);
 }
 
-/* Turns the last rope_dim of each head of `size` elements: pairs (i, i + rope_dim / 2) or neighbours, by position *
- * inv_freq[i]. */
+/* RoPE: turns the last rope_dim of each head of `size` elements, in pairs (i, i + rope_dim / 2) or (2i, 2i + 1), by the
+ * angle position * inv_freq[i]. */
 static void rope(const Model *m, const Rope *how, float *x, int heads, int size, int position) {
     int half = m->rope_dim / 2, step = m->neighbours ? 2 : 1, other = m->neighbours ? 1 : half;
     for (int h = 0; h < heads; h++, x += size)
@@ -167,12 +168,12 @@ static void rope(const Model *m, const Rope *how, float *x, int heads, int size,
         }
 }
 
-/* Where position p of sequence s lies in the cache. */
+/* The page of the cache that holds position p of sequence s. */
 static Page *cache_page(const Reference *r, int s, int p) {
     return r->page + r->b->page[s * r->b->max_pages + p / PAGE];
 }
 
-/* Row of position p in a layer's part of a page, of rows of so many floats. */
+/* The row of position p in a layer's part of a page; rows have `row` floats. */
 static float *cache_row(float *part, int layer, int p, int row) {
     return part + ((size_t)layer * PAGE + (size_t)(p % PAGE)) * (size_t)row;
 }
@@ -188,9 +189,9 @@ static void store(Reference *r, int layer, int t) {
 
 static double capped(double x, float cap) { return cap > 0 ? (double)cap * tanh(x / (double)cap) : x; }
 
-/* softmax(attn_scale q k) v over the positions that token t sees; a sink takes its share of the softmax and adds
- * nothing. Query heads share key/value heads in groups (Ainslie et al., "GQA", 2023). Latent: all share one key, whose
- * beginning is the value. */
+/* softmax(attn_scale q k) v over the positions that token t sees; a sink takes a share of the softmax and adds nothing.
+ * Query heads share key/value heads in groups (Ainslie et al., "GQA", 2023). Latent attention: all heads share one key,
+ * and its first part is the value. */
 static void attention(Reference *r, int layer, int t) {
     const Model *m = r->m;
     const Layer *l = m->layer + layer;
@@ -225,7 +226,8 @@ static void attention(Reference *r, int layer, int t) {
     free(sum);
 }
 
-/* Latent: the part of each query that RoPE leaves alone goes through k_up transposed, so that it meets the latent. */
+/* Latent attention: multiplies the part of each query without RoPE by k_up transposed, so that it can be compared with
+ * the latents. */
 static void absorb(Reference *r, const Layer *l) {
     const Model *m = r->m;
     int rank = m->kv_rank, T = r->tokens, turned = m->rope_dim;
@@ -254,7 +256,7 @@ static void absorb(Reference *r, const Layer *l) {
     free(sum);
 }
 
-/* Latent: the mean of the latents that each head saw becomes its value. */
+/* Latent attention: turns each head's weighted sum of latents into its result, by v_up. */
 static void expand(Reference *r, const Layer *l) {
     int heads = r->m->n_heads, *row = allocate((size_t)r->tokens * sizeof *row);
     for (int h = 0; h < heads; h++) {
@@ -264,7 +266,7 @@ static void expand(Reference *r, const Layer *l) {
     free(row);
 }
 
-/* The largest of n that is not yet taken, the lower number among equals; takes it. */
+/* Takes the largest of n that is not taken yet, ties to the lower number, and returns it. */
 static int take_largest(const double *x, bool *taken, int n) {
     int best = -1;
     for (int i = 0; i < n; i++)
@@ -273,7 +275,7 @@ static int take_largest(const double *x, bool *taken, int n) {
     return best;
 }
 
-/* Leaves the experts of the best groups: of others choice becomes -inf. */
+/* Keeps the experts of the best groups; the choice of all others becomes -inf. */
 static void choose_groups(const Route *how, double *choice, int n) {
     int each = n / how->groups;
     double *best = allocate_zero((size_t)how->groups, sizeof *best);
@@ -324,10 +326,10 @@ static float activation(const Model *m, float gate, float up) {
     return (float)(g / (1 + exp(-1.702 * g)) * (u + 1));
 }
 
-/* How many experts each token has in this layer; dense is one, which every token chooses. */
+/* How many experts each token has in this layer; a dense layer counts as one expert. */
 static int choices_of(const Model *m, const Layer *l) { return l->router.rows ? m->top_k : 1; }
 
-/* Each expert reads its matrices once, for all tokens that chose it. `normed` is repeated for each choice. */
+/* The chosen experts. Each one's matrices are read once, for all tokens that chose it. */
 static void experts(Reference *r, const Layer *l) {
     const Model *m = r->m;
     int top_k = choices_of(m, l), choices = r->tokens * top_k, *row = allocate((size_t)choices * sizeof *row);
@@ -376,7 +378,7 @@ static void combine(Reference *r, const Layer *l, int t) {
     }
 }
 
-/* x += what a half of the block gave, which Gemma norms first. */
+/* x += the result of attention or experts, which Gemma norms first. */
 static void add_to_residual(Reference *r, const float *post_norm) {
     const Model *m = r->m;
     for (int t = 0; t < r->tokens; t++) {
@@ -442,7 +444,7 @@ static void attention_block(Reference *r, int layer) {
     linear(&l->o, 0, r->attn, NULL, T, r->normed);
 }
 
-/* Who is asked, and with which weight. */
+/* The router: which experts each token uses, and their weights. */
 static void choose_experts(Reference *r, int layer) {
     const Model *m = r->m;
     const Layer *l = m->layer + layer;
@@ -485,7 +487,7 @@ static void block(Reference *r, int layer) {
 
 /* ---- from logits to a token ---- */
 
-/* Draws for sequence s of the batch, whose last token's logits these are. */
+/* Draws a token for sequence s of the batch from the logits of its last token. */
 static int sample(Reference *r, int s, const float *logits) {
     const Sampling *how = r->b->sampling + s;
     int vocab = r->m->vocab, length = r->b->start[s] + r->b->first[s + 1] - r->b->first[s];
@@ -499,7 +501,7 @@ static int sample(Reference *r, int s, const float *logits) {
     return token;
 }
 
-/* Logits of the tokens that are wanted, and the draws. */
+/* The requested logits, and the draws. */
 static void head(Reference *r, Step *step) {
     const Model *m = r->m;
     const Batch *b = r->b;
@@ -524,7 +526,7 @@ static void head(Reference *r, Step *step) {
         const float *last = logits + (size_t)(i + rows - 1) * (size_t)m->vocab;
         step->token[s] = rows ? sample(r, s, last) : DREW_NOTHING;
         if (rows) r->drawn[b->slot[s]] = step->token[s];
-        if (b->want[s] == WANT_LOGITS || b->want[s] == WANT_ALL_LOGITS) { /* keep those that the caller asked for */
+        if (b->want[s] == WANT_LOGITS || b->want[s] == WANT_ALL_LOGITS) { /* keep the requested ones */
             memmove(logits + (size_t)step->rows * (size_t)m->vocab, logits + (size_t)i * (size_t)m->vocab,
                     (size_t)rows * (size_t)m->vocab * sizeof *logits);
             step->rows += rows;
@@ -556,7 +558,7 @@ static void forward(Reference *r, const Batch *b, Step *step) {
             r->seq[t] = s;
             r->position[t] = p;
             r->id[t] = b->token[t] < 0 ? r->drawn[b->slot[s]] : b->token[t];
-            if (r->id[t] < 0) r->id[t] = 0; /* after a NaN the step is void */
+            if (r->id[t] < 0) r->id[t] = 0; /* after a NaN the step does not count */
             page->token[p % PAGE] = r->id[t];
             float *x = r->x + (size_t)t * (size_t)m->dim;
             decode_row(&m->embed, 0, r->id[t], x);
@@ -567,7 +569,7 @@ static void forward(Reference *r, const Batch *b, Step *step) {
     head(r, step);
 }
 
-/* Reads every weight once, so that loading happens here and can be seen. */
+/* Reads every weight once, so that loading happens here, with progress. */
 static void read_weights(const Model *m, void (*progress)(uint64_t, uint64_t)) {
     uint64_t done = 0, total = model_bytes(m);
     for (int i = 0; i <= m->n_layers; i++) {
@@ -598,7 +600,7 @@ static void *reference_open(const Model *m, const Limits *limits, int *pages, Er
     *r = (Reference){.m = m, .limits = *limits, .pages = *pages};
     r->k_row = latent ? m->kv_rank + m->rope_dim : m->n_kv_heads * m->head_dim;
     r->v_row = latent ? 0 : m->n_kv_heads * m->v_dim;
-    r->page = allocate_zero((size_t)*pages, sizeof *r->page); /* their memory is taken when they are first written */
+    r->page = allocate_zero((size_t)*pages, sizeof *r->page); /* memory is used once they are written */
     r->drawn = allocate_zero((size_t)limits->max_seqs, sizeof *r->drawn);
     r->seq = allocate(T * sizeof *r->seq);
     r->position = allocate(T * sizeof *r->position);

@@ -1,0 +1,54 @@
+"""README.md agrees with the sources: its length, the files' lines, the messages it explains, the functions it names."""
+import re
+
+from helpers import TESTS, each, expect
+
+ROOT = TESTS.parent
+README = (ROOT / "README.md").read_text()
+
+
+def section(name):
+    return README.split(f"\n## {name}\n")[1].split("\n## ")[0]
+
+
+def sources(*patterns):
+    return {path: path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern))}
+
+
+def test_length():
+    lines = README.splitlines()
+    expect(len(lines) <= 250, f"{len(lines)} lines")
+    expect(all(command in lines[:20] for command in lines if command.startswith("./run.sh")), "commands come first")
+
+
+def test_lines_of_files():
+    """Each source is in the table, and its rounded number of lines is at most a tenth, or ten, off."""
+    left = sources("*.c", "*.h", "*.cu", "*.cuh", "fast/*", "page.html")
+
+    def check(names, rounded):
+        found = [path for name in re.findall(r"`([^`]+)`", names)
+                 for path in ROOT.glob(f"{name}*" if name.endswith("/") else name)]
+        lines = sum(len(path.read_text().splitlines()) for path in found)
+        expect(abs(int(rounded.replace(",", "")) - lines) <= max(10, lines / 10), f"has {lines} lines")
+        for path in found:
+            left.pop(path, None)
+
+    each(re.findall(r"^\| (.*?) \| ([\d,]+) \|", section("File by file"), re.M), check)
+    expect(not left, f"not in the table: {[path.name for path in left]}")
+
+
+def test_messages():
+    """Each message of the section on troubleshooting is part of one that the program or its build can write."""
+    text = "".join(sources("*.c", "*.cu", "Makefile", "run.sh").values())
+    text = re.sub(r'"\s*\n\s*"', "", text)
+    for message in re.findall(r"^\| `(.*?)` \|", section("Troubleshooting"), re.M):
+        expect(message in text, f"nobody writes '{message}'")
+
+
+def test_functions():
+    """What the table of places names is defined there."""
+    gpu, plain = (ROOT / "infer.cu").read_text(), (ROOT / "tests" / "reference.c").read_text()
+    for row in re.findall(r"^\| [^`]*? \| (`.*) \|$", section("How a token is made"), re.M)[1:]:
+        for cell, text in zip(row.split(" | "), (gpu, plain)):
+            for name in re.findall(r"`(?:\w+::)?(\w+)(?:<\w+>)?`", cell):
+                expect(re.search(rf"\b{name}\b", text), f"no {name}")
