@@ -97,7 +97,7 @@ const char *environment(const char *name); /* a variable, or NULL if it is absen
 /* A decimal number in [least, most] that is all of the text. */
 bool text_whole(const char *text, int least, int most, int *out);
 
-/* Is the word one of a list, "a b c"? */
+/* Is the word one of a list, "a b c" or "a, b, c"? */
 bool text_listed(const char *list, const char *word);
 
 double log_sum_exp(const float *x, int n);

@@ -14,6 +14,7 @@
 #include <fcntl.h>
 #include <math.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,7 +31,6 @@ enum {
     REQUIRED = -1,
     ANY = -1
 };
-enum { IN_MODEL = -1, OUTSIDE = -2 }; /* instead of a layer */
 
 /* ---- config and families ---- */
 
@@ -50,7 +50,8 @@ typedef struct {
     Windows windows;
     struct { /* names in a layer, names in an expert, keys of config.json; NULL: dense */
         const char *router, *experts, *gate, *up, *down, *count, *width;
-    } moe;              /* gate NULL: MXFP4 experts in one tensor, with biases */
+        bool biases; /* and, but in GGUF, all experts in one tensor in MXFP4, gate and up row by row */
+    } moe;
     const char *nested; /* its text_config describes a model of that family */
 } Family;
 
@@ -63,7 +64,8 @@ static const Family families[] = {
                       "rope_scaling": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
                                        "truncate": false}}),
      .act = SWIGLU_CLAMPED, .sinks = true, .windows = EVEN_LAYERS,
-     .moe = {"mlp.router", "mlp.experts", .count = "num_local_experts", .width = "intermediate_size"}},
+     .moe = {"mlp.router", "mlp.experts", "gate_proj", "up_proj", "down_proj", "num_local_experts",
+             "intermediate_size", .biases = true}},
     {.model_type = "llama"},
     {"mistral", JSON({"num_key_value_heads": 8, "sliding_window": 4096}), .windows = EVERY_LAYER},
     {"mixtral", JSON({"num_key_value_heads": 8, "norm_topk_prob": true, "rope_theta": 1e6}), .windows = EVERY_LAYER,
@@ -104,26 +106,34 @@ static const Family families[] = {
 typedef struct { /* one model being read. The first error fills *e; later ones are dropped, nothing more is bound. */
     Checkpoint *c;
     const Family *family;
-    const char *path;          /* of config.json */
+    char *path;                /* of config.json */
     cJSON *file, *defaults;    /* file: config.json as it is */
     const cJSON *config;       /* the same, or what it says about text */
-    const char *prefix;        /* of the names of tensors */
+    char prefix[60];           /* of the names of tensors: of the layer that is bound, of what is outside of them, "" */
     Type made_up_as;           /* the encoding of made up matrices */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
     bool gguf;                 /* norms are what multiplies, experts have gate and up apart */
     size_t made_up;            /* bytes of tensors that were made up so far */
-    Error *e, later;
+    Error *e;
 } Loader;
 
 static bool failed(const Loader *load) { return load->e->code; }
-static Error *first_error(Loader *load) { return failed(load) ? &load->later : load->e; }
+
+/* What is wrong with a file. Only the first is told: what comes after it may follow from it. */
+__attribute__((format(printf, 3, 4))) static void refuse(Loader *load, const char *file, const char *format, ...) {
+    char what[500];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    if (!failed(load)) fail(load->e, BAD_MODEL, "%s: %s", file, what);
+}
 
 static void config_bad(Loader *load, const cJSON *object, const char *key, const char *expected) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, key);
     char *found = value ? json_text(value) : NULL;
-    fail(first_error(load), BAD_MODEL, "%s: %s should be %s and is %.80s", load->path, key, expected,
-         found ? found : "missing");
+    refuse(load, load->path, "%s should be %s and is %.80s", key, expected, found ? found : "missing");
     free(found);
 }
 
@@ -203,7 +213,7 @@ static const cJSON *find_rope(Loader *load, bool window) {
     return rope ? rope : json_get(load->defaults, "rope_scaling");                                 /* for null too */
 }
 
-static const float *bind_floats(Loader *load, int layer, const char *name, const char *suffix, int n);
+static const float *bind_floats(Loader *load, const char *name, const char *suffix, int n);
 
 /* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. In
  * GGUF a tensor may divide them. */
@@ -216,8 +226,7 @@ static void read_rope(Loader *load, bool window, Rope *out) {
     if (!type) type = "default";
     bool yarn = !strcmp(type, "yarn"), llama3 = !strcmp(type, "llama3"), scaled = strcmp(type, "default");
     if (scaled && !yarn && !llama3 && strcmp(type, "linear"))
-        fail(first_error(load), BAD_MODEL, "%s: rope type '%.40s' is none of default, linear, llama3 and yarn",
-             load->path, type);
+        refuse(load, load->path, "rope type '%.40s' is none of default, linear, llama3 and yarn", type);
     double original = 0, factor = 1, low = 0, high = 1, scale = 1, d = m->rope_dim;
     double theta = config_number(load, load->config, window ? "rope_local_base_freq" : "rope_theta", 1e-6, 1e12, 10000);
     theta = config_number(load, rope, "rope_theta", 1e-6, 1e12, theta);
@@ -245,8 +254,8 @@ static void read_rope(Loader *load, bool window, Rope *out) {
         high = fmin(high, d - 1);
         if (low == high) high += 0.001;
     }
-    bool divided = load->gguf && tensors_find(&load->c->tensors, "rope_freqs.weight");
-    const float *divisor = divided ? bind_floats(load, OUTSIDE, "rope_freqs", ".weight", m->rope_dim / 2) : NULL;
+    bool divided = tensors_find(&load->c->tensors, "rope_freqs.weight");
+    const float *divisor = divided ? bind_floats(load, "rope_freqs", ".weight", m->rope_dim / 2) : NULL;
     float *inv_freq = keep(load->c, (size_t)m->rope_dim / 2, sizeof *inv_freq);
     *out = (Rope){.inv_freq = inv_freq, .scale = (float)scale};
     for (int i = 0; i < m->rope_dim / 2; i++) {
@@ -276,20 +285,18 @@ static void read_windows(Loader *load) {
     bool free = f->windows > EVERY_LAYER; /* layer_types may differ from the rule */
     int window = 0;
     if (list && cJSON_GetArraySize(list) != m->n_layers)
-        fail(first_error(load), BAD_MODEL, "%s: layer_types should be an array of %d, one a layer", load->path,
-             m->n_layers);
+        refuse(load, load->path, "layer_types should be an array of %d, one a layer", m->n_layers);
     if (f->windows && used && config_get(load, load->config, "sliding_window"))
         window = config_whole(load, "sliding_window", 1, INT32_MAX, REQUIRED);
     if (!f->windows && config_true(load, "use_sliding_window"))
-        fail(first_error(load), BAD_MODEL, "%s: use_sliding_window is not implemented for %s", load->path,
-             f->model_type);
+        refuse(load, load->path, "use_sliding_window is not implemented for %s", f->model_type);
     const cJSON *entry = list ? list->child : NULL;
     for (int i = 0; i < m->n_layers && !failed(load); i++, entry = entry ? entry->next : NULL) {
         const char *type = cJSON_GetStringValue(entry);
         bool sliding = rule_gives_window(load, i), said = type && !strcmp(type, "sliding_attention");
         if (list && !(said && (free || window)) && !(type && !strcmp(type, "full_attention") && (free || !window)))
-            fail(load->e, BAD_MODEL, "%s: layer_types[%d] is '%.40s', which is not implemented for %s", load->path, i,
-                 type ? type : "(no text)", f->model_type);
+            refuse(load, load->path, "layer_types[%d] is '%.40s', which is not implemented for %s", i,
+                   type ? type : "(no text)", f->model_type);
         if (list) sliding = said;
         m->layer[i].window = sliding ? window : 0;
         m->layer[i].rope = m->rope + sliding;
@@ -302,8 +309,7 @@ static void read_stop(Loader *load, const cJSON *config, const char *path) {
     bool several = cJSON_IsArray(eos);
     for (const cJSON *one = several ? eos->child : eos; one; one = several ? one->next : NULL) {
         if (!json_whole(one, 0, last, &id))
-            fail(first_error(load), BAD_MODEL, "%s: eos_token_id should lie in the vocabulary, 0 to %d", path,
-                 (int)last);
+            refuse(load, path, "eos_token_id should lie in the vocabulary, 0 to %d", (int)last);
         ids_add(&load->c->stop, (int)id);
     }
 }
@@ -394,17 +400,9 @@ static void read_sizes(Loader *load) {
         config_bad(load, config, "use_bidirectional_attention", "false");
 }
 
-/* Is `word` one of a list like "gptq, gptq_v2"? */
-static bool listed(const char *list, const char *word) {
-    size_t n = strlen(word);
-    for (const char *at = list; n && !strpbrk(word, ", ") && (at = strstr(at, word)); at += n)
-        if ((at == list || at[-1] == ' ') && (!at[n] || at[n] == ',')) return true;
-    return false;
-}
-
-/* What quantization_config and the objects in it may say. The encoding of a matrix and which of its weights share a
- * scale are seen from its tensors; but where config.json speaks of what is not implemented, these would mislead. */
-static void check_quantization(Loader *load, const cJSON *o) {
+/* What quantization_config and all in it may say, word by word. The tensors of a matrix say how it is encoded and which
+ * of its weights share a scale; but where config.json speaks of what is not implemented, they would mislead. */
+static void check_quantization(Loader *load, const char *key, const cJSON *x) {
     static const struct {
         const char *key, *values;
     } known[] = {
@@ -423,23 +421,14 @@ static void check_quantization(Loader *load, const cJSON *o) {
         {"group_size", "-1, 16, 32, 64, 128, 256, 512, 1024"},
         {"weight_block_size", "16, 32, 64, 128, 256"},
         {"block_structure", "16, 32, 64, 128, 256"}};
-    const cJSON *x, *one;
-    cJSON_ArrayForEach(x, o) {
-        const char *key = x->string;
-        for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-            for (one = cJSON_IsArray(x) ? x->child : x; one && !strcmp(key, known[i].key);
-                 one = x == one ? NULL : one->next) {
-                char *text =
-                    cJSON_IsString(one) ? copy_text(one->valuestring, strlen(one->valuestring)) : json_text(one);
-                if (!cJSON_IsNull(one) && !listed(known[i].values, text)) config_bad(load, o, key, known[i].values);
-                free(text);
-            }
-        if (cJSON_IsObject(x) && !strstr(key, "activations") && strcmp(key, "kv_cache_scheme"))
-            check_quantization(load, x);
-    }
-    const char *method = json_string(o, "quant_method"), *version = json_string(o, "version");
-    if (method && version && !strcmp(method, "awq") && strcasecmp(version, "gemm"))
-        config_bad(load, o, "version", "\"gemm\"");
+    const cJSON *one;
+    if (strstr(key, "activations") || !strcmp(key, "kv_cache_scheme") || cJSON_IsNull(x)) return;
+    char *text = cJSON_IsString(x) ? copy_text(x->valuestring, strlen(x->valuestring)) : json_text(x);
+    for (size_t i = 0; i < sizeof known / sizeof *known && !cJSON_IsArray(x); i++)
+        if (!strcmp(key, known[i].key) && !text_listed(known[i].values, text))
+            refuse(load, load->path, "%s should be one of %s, and is %.80s", key, known[i].values, text);
+    free(text);
+    cJSON_ArrayForEach(one, x) check_quantization(load, one->string ? one->string : key, one);
 }
 
 /* Does quantization_config say this under a key? */
@@ -448,44 +437,51 @@ static bool quantization_says(const Loader *load, const char *key, const char *v
     return text && !strcmp(text, value);
 }
 
-static const Family *find_family(const char *model_type) {
-    for (size_t i = 0; model_type && i < sizeof families / sizeof *families; i++)
-        if (!strcmp(model_type, families[i].model_type)) return families + i;
-    return NULL;
+static void read_quantization(Loader *load) {
+    const cJSON *q = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
+    if (!q) q = config_typed(load, load->file, "compression_config", cJSON_Object, "an object"); /* its older name */
+    const char *version = json_string(q, "version");
+    load->quantization = q;
+    if (q) check_quantization(load, "", q);
+    if (quantization_says(load, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
+        config_bad(load, q, "version", "\"gemm\"");
+}
+
+/* The row for a model_type, or an error that names all of them. */
+static const Family *find_family(Loader *load, const char *model_type) {
+    Bytes names = {0};
+    const Family *found = NULL;
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
+        if (model_type && !strcmp(model_type, families[i].model_type)) found = families + i;
+        bytes_print(&names, "%s%s", i ? ", " : "", families[i].model_type);
+    }
+    if (!found)
+        refuse(load, load->path, "model_type '%.60s' is not supported (supported: %s)",
+               model_type ? model_type : "(none)", names.data);
+    bytes_free(&names);
+    return found;
 }
 
 static void read_config(Loader *load, const char *dir) {
+    Rope *rope = keep(load->c, 2, sizeof *rope);
+    const Family *f = load->family = find_family(load, config_text(load, load->file, "model_type"));
+    load->c->model.rope = rope;
     load->config = load->file;
-    const char *type = config_text(load, load->file, "model_type");
-    const Family *f = load->family = find_family(type);
     if (f && f->nested) {
         load->config = config_typed(load, load->file, "text_config", cJSON_Object, "an object");
         if (!load->config) config_bad(load, load->file, "text_config", "an object");
-        load->family = find_family(f->nested);
+        load->family = find_family(load, f->nested);
     }
-    if (f && !failed(load)) {
-        Rope *rope = keep(load->c, 2, sizeof *rope);
-        load->c->family = f->model_type;
-        load->c->model.rope = rope;
-        load->defaults = cJSON_Parse(load->family->defaults ? load->family->defaults : "{}");
-        read_sizes(load);
-        load->quantization = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
-        if (!load->quantization) /* its older name */
-            load->quantization = config_typed(load, load->file, "compression_config", cJSON_Object, "an object");
-        check_quantization(load, load->quantization);
-        read_rope(load, false, rope);
-        rope[1] = rope[0];
-        if (two_ropes(load)) read_rope(load, true, rope + 1);
-        read_windows(load);
-        read_stop(load, load->file, load->path);
-    } else if (!f) {
-        Bytes names = {0};
-        for (size_t i = 0; i < sizeof families / sizeof *families; i++)
-            bytes_print(&names, "%s%s", i ? ", " : "", families[i].model_type);
-        fail(first_error(load), BAD_MODEL, "%s: model_type '%.60s' is not supported (supported: %s)", load->path,
-             type ? type : "(none)", names.data);
-        bytes_free(&names);
-    }
+    if (failed(load)) return;
+    load->c->family = f->model_type;
+    load->defaults = cJSON_Parse(load->family->defaults ? load->family->defaults : "{}");
+    read_sizes(load);
+    read_quantization(load);
+    read_rope(load, false, rope);
+    rope[1] = rope[0];
+    if (two_ropes(load)) read_rope(load, true, rope + 1);
+    read_windows(load);
+    read_stop(load, load->file, load->path);
     char *path = join(dir, "generation_config.json");
     cJSON *generation = failed(load) || access(path, F_OK) ? NULL : json_read(path, MOST_CONFIG, load->e);
     read_stop(load, generation, path);
@@ -664,7 +660,7 @@ cJSON *gguf_metadata(const char *path, Error *e) {
     return metadata;
 }
 
-/* Adds the GGUF file at path, and its other parts. */
+/* Adds the other parts of the GGUF file at path. */
 static bool add_parts(Tensors *t, const char *path, Error *e) {
     int n = gguf_parts(path), stem = (int)strlen(path) - 19; /* before 00001-of-00003.gguf */
     if (!n) return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
@@ -699,6 +695,14 @@ static bool add_files(Tensors *t, const char *dir, Error *e) {
     return ok;
 }
 
+/* Adds the files of a directory, or one file, of GGUF with all its parts. */
+static bool name_files(Tensors *t, const char *path, Error *e) {
+    struct stat st;
+    if (stat(path, &st) || !S_ISREG(st.st_mode)) return add_files(t, path, e);
+    add_file(t, copy_text(path, strlen(path)));
+    return !gguf_named(path) || add_parts(t, path, e);
+}
+
 static char shrunk[600]; /* what on_bus_error says of the files opened last */
 
 /* Files are mapped: where one has shrunk underneath, reading it raises SIGBUS. */
@@ -708,13 +712,10 @@ static void on_bus_error(int number) {
 }
 
 bool tensors_open(Tensors *t, const char *path, Error *e) {
-    struct stat st;
     *t = (Tensors){0};
     snprintf(shrunk, sizeof shrunk, "infer: %.500s: a safetensors file was truncated while it was in use\n", path);
     signal(SIGBUS, on_bus_error);
-    bool one = !stat(path, &st) && S_ISREG(st.st_mode), ok = one || add_files(t, path, e);
-    if (one) add_file(t, copy_text(path, strlen(path)));
-    if (one && gguf_named(path)) ok = add_parts(t, path, e);
+    bool ok = name_files(t, path, e);
     for (int i = 0; i < t->files && ok; i++) ok = read_file(t, i, e);
     if (t->n) qsort(t->tensor, (size_t)t->n, sizeof *t->tensor, by_name);
     for (int i = 1; i < t->n && ok; i++)
@@ -753,127 +754,104 @@ static const char *shape_text(int dims, const int64_t *shape, char out[160]) {
     return out;
 }
 
-/* A tensor that is in no file, at an offset of its own. */
-static Tensor *make_up(Loader *load, const char *name, size_t size) {
-    Tensor *t = keep(load->c, 1, sizeof *t);
-    *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = "BF16", .offset = load->made_up, .size = size};
-    load->made_up += size;
-    return t;
+static int divided(int n, int by) { return n > 0 ? (n - 1) / by + 1 : 0; }
+
+static bool is_float(Type type) { return type <= F32; }
+static bool is_fp4(Type type) { return type == MXFP4 || type == NVFP4; }
+static bool in_words(Type type) { return type >= PACKED4 && type <= AWQ4; }
+static bool in_gptq(Type type) { return type == GPTQ4 || type == GPTQ8; }
+
+/* What a block counts in the shape of its tensor: its bytes, its word, or its values. */
+static int block_entries(Type type) {
+    return is_fp4(type) ? types[type].bytes : in_words(type) ? 1 : types[type].values;
 }
 
-/* The whole name of the tensor NAME SUFFIX of a layer, of none (IN_MODEL), or outside of what `prefix` names (OUTSIDE).
- */
-static const char *full_name(const Loader *load, int layer, const char *name, const char *suffix, char full[200]) {
-    char number[40] = "";
-    if (layer >= 0) snprintf(number, sizeof number, "layers.%d.", layer);
-    snprintf(full, 200, "%s%s%s%s", layer == OUTSIDE ? "" : load->prefix, number, name, suffix);
-    return full;
+/* The shape of the tensor that holds a matrix. */
+static void stored_shape(Type type, int rows, int cols, int64_t shape[2]) {
+    const int values = types[type].values, entries = block_entries(type);
+    shape[0] = rows, shape[1] = (int64_t)divided(cols, values) * entries;
+    if (type == AWQ4) shape[0] = cols, shape[1] = divided(rows, values);
+    if (in_gptq(type)) shape[0] = divided(cols, values), shape[1] = rows;
 }
 
-/* That tensor, or NULL if it is absent or made up. */
-static Tensor *find(const Loader *load, int layer, const char *name, const char *suffix) {
-    char full[200];
-    const Tensors *all = &load->c->tensors;
-    const Tensor *t = tensors_find(all, full_name(load, layer, name, suffix, full));
-    return t ? all->tensor + (t - all->tensor) : NULL;
+static size_t stored_bytes(Type type, int dims, const int64_t *shape) {
+    size_t bytes = (size_t)types[type].bytes;
+    for (int i = 0; i < dims; i++) bytes *= (size_t)shape[i];
+    return bytes / (size_t)block_entries(type);
 }
 
-/* That tensor, which must have this shape; made up it has so many bytes. NULL: it has not, or something was wrong
- * before. */
-static Tensor *bind(Loader *load, int layer, const char *name, const char *suffix, int dims, const int64_t *shape,
-                    size_t bytes) {
-    char full[200], expected[160], found[160];
-    if (failed(load)) return NULL;
-    if (load->c->model.made_up) return make_up(load, name, bytes);
-    Tensor *t = find(load, layer, name, suffix);
-    if (t) t->bound = true;
-    if (t && t->dims == dims && !memcmp(t->shape, shape, (size_t)dims * sizeof *shape)) return t;
-    fail(load->e, BAD_MODEL, "%s: tensor '%s' should be %s and is %s", load->c->tensors.file[t ? t->file : 0].name,
-         full_name(load, layer, name, suffix, full), shape_text(dims, shape, expected),
-         t ? shape_text(t->dims, t->shape, found) : "missing");
-    return NULL;
+static size_t matrix_bytes(Type type, int rows, int cols) {
+    int64_t shape[2];
+    stored_shape(type, rows, cols, shape);
+    return stored_bytes(type, 2, shape);
 }
 
-/* Newer files spell E8M0 so, older ones U8. */
+/* Has the tensor the dtype of this type? Newer files spell E8M0 so, older ones U8. */
 static bool has_dtype(const Tensor *t, Type type) {
     return !t->data || !strcmp(t->dtype, types[type].dtype) || (type == E8M0 && !strcmp(t->dtype, "U8"));
 }
+
+/* The type that a dtype alone stands for, or TYPES. */
+static Type type_of(const Tensor *t) {
+    Type type = BF16;
+    while (type < TYPES && (is_fp4(type) || in_words(type) || !has_dtype(t, type))) type++;
+    return type;
+}
+
+static const char *file_of(const Loader *load, const Tensor *t) { return load->c->tensors.file[t ? t->file : 0].name; }
 
 /* Is something about a tensor as expected? */
 static bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expected) {
     char shape[160];
     if (!ok)
-        fail(first_error(load), BAD_MODEL, "%s: tensor '%s' has the dtype %s and is %s, expected %s",
-             load->c->tensors.file[t->file].name, t->name, t->dtype, shape_text(t->dims, t->shape, shape), expected);
+        refuse(load, file_of(load, t), "tensor '%s' has the dtype %s and is %s, expected %s", t->name, t->dtype,
+               shape_text(t->dims, t->shape, shape), expected);
     return ok;
 }
 
-/* The one of the types that a tensor holds by its dtype, not its name. */
-static Type tensor_type(Loader *load, const Tensor *t, const char *expected) {
-    Type type = BF16;
-    while (type < TYPES && (type == MXFP4 || type == NVFP4 || !has_dtype(t, type))) type++;
-    return tensor_is(load, t, type < TYPES, expected) ? type : BF16;
+/* The tensor PREFIX NAME SUFFIX, or NULL if it is absent or made up. */
+static Tensor *find(const Loader *load, const char *name, const char *suffix) {
+    char full[200];
+    const Tensors *all = &load->c->tensors;
+    snprintf(full, sizeof full, "%s%s%s", load->prefix, name, suffix);
+    const Tensor *t = tensors_find(all, full);
+    return t ? all->tensor + (t - all->tensor) : NULL;
 }
 
-static bool is_float(Type type) { return type <= F32; }
+/* That tensor, which must have this shape and the dtype of this type; TYPES: of any. Where there are no files, or
+ * something is wrong, it is made up: without data, at an offset of its own. */
+static Tensor *bind(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape) {
+    char expected[160], found[160];
+    Tensor *t = find(load, name, suffix);
+    bool fits = t && t->dims == dims && !memcmp(t->shape, shape, (size_t)dims * sizeof *shape);
+    if (t) t->bound = true;
+    if (fits && (type == TYPES || tensor_is(load, t, has_dtype(t, type), types[type].dtype))) return t;
+    if (!fits && !load->c->model.made_up)
+        refuse(load, file_of(load, t), "tensor '%s%s%s' should be %s and is %s", load->prefix, name, suffix,
+               shape_text(dims, shape, expected), t ? shape_text(t->dims, t->shape, found) : "missing");
+    t = keep(load->c, 1, sizeof *t);
+    *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = "BF16", .offset = load->made_up};
+    if (type < TYPES) t->size = stored_bytes(type, dims, shape);
+    load->made_up += t->size;
+    return t;
+}
 
-/* n elements of a tensor as floats: every `stride`th from `first` on. Gemma's norms get back the 1 that their files
- * leave out. Made up, norms do nothing and biases are 0. */
-static const float *floats(Loader *load, const Tensor *t, size_t n, size_t first, size_t stride) {
-    if (!t) return NULL;
-    bool norm = strstr(t->name, "norm");
-    Type type = tensor_type(load, t, "BF16, F16 or F32");
-    if (failed(load) || !tensor_is(load, t, is_float(type), "BF16, F16 or F32")) return NULL;
+/* n elements of a tensor as floats. Gemma's norms get back the 1 that their files leave out. Made up, norms do nothing
+ * and biases are 0. */
+static const float *floats(Loader *load, const Tensor *t, size_t n) {
+    const Type type = type_of(t);
+    const bool norm = strstr(t->name, "norm");
+    if (!tensor_is(load, t, is_float(type), "BF16, F16 or F32")) return NULL;
     float *out = keep(load->c, n, sizeof *out);
     for (size_t i = 0; i < n; i++) {
-        const unsigned char *at = t->data ? t->data + (first + i * stride) * (size_t)types[type].bytes : NULL;
-        uint16_t half = 0;
-        if (at) memcpy(&half, at, 2);
-        if (type == BF16) out[i] = bits_float((uint32_t)half << 16);
-        if (type == F16) out[i] = f16_value(half);
-        if (type == F32 && at) memcpy(out + i, at, 4);
-        if (norm && (!at || (load->family->gemma && !load->gguf))) out[i] += 1;
+        if (t->data) out[i] = code_at(type, t->data, 0, 0, i);
+        if (norm && (!t->data || (load->family->gemma && !load->gguf))) out[i] += 1;
     }
     return out;
 }
 
-static const float *bind_floats(Loader *load, int layer, const char *name, const char *suffix, int n) {
-    return floats(load, bind(load, layer, name, suffix, 1, (int64_t[]){n}, 0), (size_t)n, 0, 1);
-}
-
-/* A view of rows first, first + step, ... of the matrices in t, each row `stride` bytes and each matrix `rows` such. */
-static View rows_view(const Loader *load, const Tensor *t, size_t stride, int rows, int first, int step) {
-    size_t skip = (size_t)first * stride;
-    return (View){.data = t->data ? t->data + skip : NULL,
-                  .fd = t->data ? load->c->tensors.file[t->file].fd : -1,
-                  .offset = t->offset + skip,
-                  .size = t->size - (size_t)(step - 1) * stride,
-                  .stride = stride * (size_t)step,
-                  .step = stride * (size_t)step * (size_t)rows};
-}
-
-static int divided(int n, int by) { return n > 0 ? (n - 1) / by + 1 : 0; }
-
-static bool in_gptq(Type type) { return type == GPTQ4 || type == GPTQ8; }
-static bool is_fp4(Type type) { return type == MXFP4 || type == NVFP4; }
-static bool in_words(Type type) { return type >= PACKED4 && type <= AWQ4; }
-
-/* The bytes of one matrix. */
-static size_t matrix_bytes(Type type, int rows, int cols) {
-    size_t values = (size_t)types[type].values, bytes = (size_t)types[type].bytes;
-    if (type == AWQ4) return (size_t)cols * (((size_t)rows + values - 1) / values) * bytes;
-    return (size_t)rows * (((size_t)cols + values - 1) / values) * bytes;
-}
-
-/* The shape of the tensor that holds a matrix. */
-static void stored_shape(Type type, int rows, int cols, int64_t shape[2]) {
-    int values = types[type].values;
-    shape[0] = type == AWQ4 ? cols : in_gptq(type) ? divided(cols, values) : rows;
-    shape[1] = type == AWQ4     ? divided(rows, values)
-               : in_gptq(type)  ? rows
-               : in_words(type) ? divided(cols, values)
-                                : cols;
-    if (is_fp4(type)) shape[1] = cols / 2;
+static const float *bind_floats(Loader *load, const char *name, const char *suffix, int n) {
+    return floats(load, bind(load, name, suffix, TYPES, 1, (int64_t[]){n}), (size_t)n);
 }
 
 /* Marks a tensor as part of a matrix of this type, of which it holds so many values. */
@@ -883,23 +861,66 @@ static void belongs(Tensor *t, Type type, int64_t values) {
     t->values = values;
 }
 
-/* Binds the tensor that holds a matrix, or a grid, of `type` as part of a matrix of type `whose`. */
-static View bind_matrix(Loader *load, int layer, const char *name, const char *suffix, Type type, int rows, int cols,
-                        Type whose, int64_t values) {
-    int64_t shape[2];
-    stored_shape(type, rows, cols, shape);
-    Tensor *t = bind(load, layer, name, suffix, 2, shape, matrix_bytes(type, rows, cols));
-    if (!t || !tensor_is(load, t, has_dtype(t, type), types[type].dtype)) return (View){0};
-    belongs(t, whose, values);
-    return rows_view(load, t, t->size / (size_t)shape[0], rows, 0, 1);
+/* The matrices of `rows` lines that lie in t one behind the other, all of them `lines`. */
+static View view_of(const Loader *load, const Tensor *t, int64_t lines, int rows) {
+    const size_t stride = t->size / (size_t)lines;
+    const int fd = t->data ? load->c->tensors.file[t->file].fd : -1;
+    return (View){t->data, fd, t->offset, t->size, stride, stride * (size_t)rows};
 }
 
-/* A grid whose shape is known. */
-static Grid bind_grid(Loader *load, int layer, const char *name, const char *suffix, const Linear *w, Grid g) {
-    int rows = divided(w->rows, g.rows), cols = divided(w->cols, g.cols);
-    g.data = g.transposed ? bind_matrix(load, layer, name, suffix, g.type, cols, rows, w->type, 0)
-                          : bind_matrix(load, layer, name, suffix, g.type, rows, cols, w->type, 0);
-    return g;
+/* Binds the tensor that holds a matrix, or a grid, of `type` as part of a matrix of type `whose`. */
+static View bind_matrix(Loader *load, const char *name, const char *suffix, Type type, int rows, int cols, Type whose,
+                        int64_t values) {
+    int64_t shape[2];
+    stored_shape(type, rows, cols, shape);
+    Tensor *t = bind(load, name, suffix, type, 2, shape);
+    belongs(t, whose, values);
+    return view_of(load, t, shape[0], rows);
+}
+
+/* The tensors of an encoded matrix, by their suffixes. Its encoding is the first whose codes and mark are there, with
+ * the shape that the codes should have. */
+typedef struct {
+    Type type;
+    const char *codes, *mark, *scale, *zero, *group; /* NULL: it needs no mark, has no such tensor */
+    Type scales, zeros;                              /* their types; scales may have others */
+    int cols;                                        /* that share a scale where no tensor says it */
+} Encoding;
+
+/* clang-format off */
+static const Encoding encodings[] = {
+    {AWQ4, ".qweight", NULL, ".scales", ".qzeros", NULL, F16, AWQ4, 128},
+    {GPTQ4, ".qweight", NULL, ".scales", ".qzeros", ".g_idx", F16, PACKED4, 128},
+    {GPTQ8, ".qweight", NULL, ".scales", ".qzeros", ".g_idx", F16, PACKED8, 128},
+    {PACKED4, ".weight_packed", NULL, ".weight_scale", ".weight_zero_point", ".weight_g_idx", BF16, GPTQ4, 128},
+    {PACKED8, ".weight_packed", NULL, ".weight_scale", ".weight_zero_point", ".weight_g_idx", BF16, GPTQ8, 128},
+    {NVFP4, ".weight_packed", ".weight_global_scale", ".weight_scale", NULL, NULL, FP8, 0, 16},
+    {NVFP4, ".weight", ".weight_scale_2", ".weight_scale", NULL, NULL, FP8, 0, 16},
+    {MXFP4, ".weight_packed", NULL, ".weight_scale", NULL, NULL, E8M0, 0, 32},
+    {FP8, ".weight", ".weight_scale", ".weight_scale", NULL, NULL, BF16, 0, INT32_MAX},
+    {FP8, ".weight", ".scale", ".scale", NULL, NULL, BF16, 0, INT32_MAX},
+    {FP8, ".weight", ".qscale_weight", ".qscale_weight", NULL, NULL, BF16, 0, INT32_MAX},
+    {FP8, ".weight", NULL, ".weight_scale_inv", NULL, NULL, BF16, 0, INT32_MAX},
+    {INT8, ".weight", NULL, ".weight_scale", ".weight_zero_point", NULL, BF16, INT8, INT32_MAX}};
+/* clang-format on */
+
+/* The encoding of a module's matrix, or of one that is made up; NULL: it has no grids. Where no shape is right, bind
+ * refuses that of the first whose codes are there. */
+static const Encoding *find_encoding(const Loader *load, const char *name, int rows, int cols, Type made_up) {
+    const bool awq = quantization_says(load, "quant_method", "awq");
+    const Encoding *near = NULL, *end = encodings + sizeof encodings / sizeof *encodings;
+    for (const Encoding *one = encodings; one < end; one++) {
+        const Tensor *t = find(load, name, one->codes);
+        int64_t shape[2];
+        stored_shape(one->type, rows, cols, shape);
+        if (load->c->model.made_up && one->type == made_up) return one;
+        if (!t || (one->mark && !find(load, name, one->mark))) continue;
+        if (one->type == GPTQ4 || one->type == GPTQ8 ? awq : one->type == AWQ4 && !awq) continue;
+        bool dtype = has_dtype(t, one->type);
+        if (dtype && t->dims == 2 && !memcmp(t->shape, shape, sizeof shape)) return one;
+        if (!near && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
+    }
+    return near;
 }
 
 /* How many of n share one of `count` entries: one, all, or a power of two from 16 on; 0: it cannot be. */
@@ -909,142 +930,113 @@ static int shared_by(int n, int64_t count) {
     return count == 1 ? n : count == n ? 1 : divided(n, by) == count ? by : 0;
 }
 
+/* A grid of w whose shape is known. */
+static Grid bind_grid(Loader *load, const char *name, const char *suffix, const Linear *w, Grid g) {
+    int rows = divided(w->rows, g.rows), cols = divided(w->cols, g.cols);
+    g.data =
+        bind_matrix(load, name, suffix, g.type, g.transposed ? cols : rows, g.transposed ? rows : cols, w->type, 0);
+    return g;
+}
+
 /* The scales of w. FP4's are as usual; of others the tensor's shape says which weights share one. */
-static Grid bind_scale(Loader *load, int layer, const char *name, const char *suffix, const Linear *w, Grid usual) {
-    Tensor *t = find(load, layer, name, suffix);
-    if (!t || is_fp4(w->type)) return bind_grid(load, layer, name, suffix, w, usual);
+static Grid bind_scale(Loader *load, const char *name, const char *suffix, const Linear *w, Grid usual) {
+    Tensor *t = find(load, name, suffix);
+    if (!t || is_fp4(w->type)) return bind_grid(load, name, suffix, w, usual);
     const int64_t *s = t->shape, lines = t->dims ? s[0] : 1, each = t->dims == 4 ? s[2] : t->dims == 2 ? s[1] : 1;
-    const bool flat = t->dims < 3 || (t->dims == 4 && s[1] == 1 && s[3] == 1), blocks = usual.rows > 1;
+    const bool flat = t->dims < 3 || (t->dims == 4 && s[1] == 1 && s[3] == 1);
     Grid g = usual;
-    g.type = tensor_type(load, t, "scales");
+    g.type = type_of(t);
     g.rows = shared_by(w->rows, g.transposed ? each : lines), g.cols = shared_by(w->cols, g.transposed ? lines : each);
-    bool whole = g.cols == w->cols; /* one for a row, or for all */
-    if (!tensor_is(load, t,
-                   flat && (is_float(g.type) || (w->type == FP8 && g.type == E8M0)) && g.rows &&
-                       (whole || g.cols >= 16) &&
-                       (!blocks || ((whole || g.cols == usual.cols) &&
-                                    (g.rows == 1 || g.rows == w->rows || g.rows == usual.rows))),
-                   "scales of its matrix"))
-        return g;
+    bool type = is_float(g.type) || (w->type == FP8 && g.type == E8M0), whole = g.cols == w->cols;
+    bool rows = g.rows && (usual.rows == 1 || g.rows == 1 || g.rows == w->rows || g.rows == usual.rows);
+    bool cols = whole || (usual.rows == 1 ? g.cols >= 16 : g.cols == usual.cols);
     belongs(t, w->type, 0);
-    g.data = rows_view(load, t, t->size / (size_t)lines, 0, 0, 1);
+    if (!tensor_is(load, t, flat && type && rows && cols, "scales of its matrix")) return usual;
+    g.data = view_of(load, t, lines, 0);
     return g;
 }
 
 /* Whose scales each column takes, where it is not c / cols of the grid: GPTQ's g_idx. */
-static const int *bind_group(Loader *load, int layer, const char *name, const char *suffix, const Linear *w) {
+static const int *bind_group(Loader *load, const char *name, const char *suffix, const Linear *w) {
     bool wanted = in_gptq(w->type) && json_true(load->quantization, "desc_act"), in_order = true;
-    if (load->c->model.made_up || !(wanted || find(load, layer, name, suffix))) return NULL;
-    Tensor *t = bind(load, layer, name, suffix, 1, (int64_t[]){w->cols}, 0);
-    if (!t || !tensor_is(load, t, !strcmp(t->dtype, "I32"), "I32")) return NULL;
+    if (!wanted && !find(load, name, suffix)) return NULL;
+    Tensor *t = bind(load, name, suffix, w->type, 1, (int64_t[]){w->cols}); /* words as its codes are */
+    if (!t->data) return NULL;
     belongs(t, w->type, 0);
     int *group = keep(load->c, (size_t)w->cols, sizeof *group), groups = divided(w->cols, w->scale.cols);
     memcpy(group, t->data, t->size);
     for (int c = 0; c < w->cols; c++) {
         in_order &= group[c] == c / w->scale.cols;
         if (group[c] < 0 || group[c] >= groups)
-            fail(first_error(load), BAD_MODEL, "%s: tensor '%s' gives column %d the group %d, expected 0 to %d",
-                 load->c->tensors.file[t->file].name, t->name, c, group[c], groups - 1);
+            refuse(load, file_of(load, t), "tensor '%s' gives column %d the group %d, expected 0 to %d", t->name, c,
+                   group[c], groups - 1);
     }
     return in_order ? NULL : group;
 }
 
 /* NVFP4: what multiplies all scales; compressed-tensors divides by it. */
-static const float *bind_factor(Loader *load, int layer, const char *name) {
-    const Tensor *whole = find(load, layer, name, ".weight_scale_2");
-    const char *suffix = whole ? ".weight_scale_2" : ".weight_global_scale";
-    Tensor *t = bind(load, layer, name, suffix, !whole || whole->dims, (int64_t[]){1}, 4);
-    if (!t || !tensor_is(load, t, has_dtype(t, F32), "F32")) return NULL;
+static const float *bind_factor(Loader *load, const char *name, const char *suffix) {
+    const bool divides = !strcmp(suffix, ".weight_global_scale");
+    const Tensor *here = find(load, name, suffix);
+    Tensor *t = bind(load, name, suffix, F32, divides || (here && here->dims), (int64_t[]){1});
     float *factor = keep(load->c, 1, sizeof *factor);
-    *factor = 1;
-    if (t->data) memcpy(factor, t->data, sizeof *factor);
+    *factor = t->data ? code_at(F32, t->data, 0, 0, 0) : 1;
     tensor_is(load, t, *factor > 0 && isfinite(*factor), "a positive number");
-    if (!whole) *factor = 1 / *factor;
+    if (divides) *factor = 1 / *factor;
     belongs(t, NVFP4, 0);
     return factor;
 }
 
-/* Scales and zeros of w, whose names go with its type. */
-static void bind_grids(Loader *load, int layer, const char *name, Linear *w) {
-    static const struct {
-        const char *scale, *zero, *group; /* suffixes; NULL: it has none */
-        Type scales, zeros;
-        int cols; /* that share a scale, usually */
-    } grids[TYPES] = {[FP8] = {".weight_scale_inv", NULL, NULL, BF16, 0, INT32_MAX},
-                      [MXFP4] = {".weight_scale", NULL, NULL, E8M0, 0, 32},
-                      [NVFP4] = {".weight_scale", NULL, NULL, FP8, 0, 16},
-                      [INT8] = {".weight_scale", ".weight_zero_point", NULL, BF16, INT8, INT32_MAX},
-                      [PACKED4] = {".weight_scale", ".weight_zero_point", ".weight_g_idx", BF16, GPTQ4, 128},
-                      [PACKED8] = {".weight_scale", ".weight_zero_point", ".weight_g_idx", BF16, GPTQ8, 128},
-                      [GPTQ4] = {".scales", ".qzeros", ".g_idx", F16, PACKED4, 128},
-                      [GPTQ8] = {".scales", ".qzeros", ".g_idx", F16, PACKED8, 128},
-                      [AWQ4] = {".scales", ".qzeros", NULL, F16, AWQ4, 128}};
-    static const char *const of_fp8[] = {".weight_scale", ".scale", ".qscale_weight"};
+/* Scales and zeros of w, and what else its encoding has. */
+static void bind_grids(Loader *load, const char *name, const Encoding *how, Linear *w) {
     const bool transposed = in_gptq(w->type) || w->type == AWQ4;
-    const char *scale = grids[w->type].scale, *zero = grids[w->type].zero;
     const cJSON *block = w->type == FP8 ? json_get(load->quantization, "weight_block_size") : NULL;
-    Grid usual = {.type = grids[w->type].scales, .rows = 1, .cols = grids[w->type].cols, .transposed = transposed};
-    if (!scale) return;
+    Grid usual = {.type = how->scales, .rows = 1, .cols = how->cols, .transposed = transposed};
     if (cJSON_GetArraySize(block) == 2) usual.rows = block->child->valueint, usual.cols = block->child->next->valueint;
     if (usual.cols > w->cols) usual.cols = w->cols;
-    for (int i = 0; i < 3 && w->type == FP8; i++)
-        if (find(load, layer, name, of_fp8[i])) scale = of_fp8[i];
-    w->scale = bind_scale(load, layer, name, scale, w, usual);
-    if (failed(load)) return;
-    if (zero && (transposed || find(load, layer, name, zero))) {
-        Grid z = {.type = grids[w->type].zeros, .rows = w->scale.rows, .cols = w->scale.cols};
+    w->scale = bind_scale(load, name, how->scale, w, usual);
+    if (how->zero && (transposed || find(load, name, how->zero))) {
+        Grid z = {.type = how->zeros, .rows = w->scale.rows, .cols = w->scale.cols};
         z.transposed = in_words(w->type) && w->type != AWQ4;
-        w->zero = bind_grid(load, layer, name, zero, w, z);
+        w->zero = bind_grid(load, name, how->zero, w, z);
         w->zero_plus_one = in_gptq(w->type) && !quantization_says(load, "checkpoint_format", "gptq_v2");
     }
-    if (grids[w->type].group) w->group = bind_group(load, layer, name, grids[w->type].group, w);
-    if (w->type == NVFP4) w->factor = bind_factor(load, layer, name);
+    if (how->group) w->group = bind_group(load, name, how->group, w);
+    if (w->type == NVFP4) w->factor = bind_factor(load, name, how->mark);
 }
 
-/* The encoding of the matrix of a module and the suffix of its codes. */
-static Type find_type(Loader *load, int layer, const char *name, int cols, const char **suffix) {
-    const char *router = load->family->moe.router;
-    const Tensor *t;
-    *suffix = ".weight";
-    if (load->c->model.made_up) { /* routers stay plain, embedding and head but in GGUF */
-        bool plain = (router && !strcmp(name, router)) || (layer < 0 && load->made_up_as < Q8_0);
-        return plain ? BF16 : load->made_up_as;
-    }
-    if ((t = find(load, layer, name, ".qweight"))) {
-        *suffix = ".qweight";
-        if (quantization_says(load, "quant_method", "awq")) return AWQ4;
-        return t->dims && t->shape[0] == divided(cols, 4) ? GPTQ8 : GPTQ4;
-    }
-    if ((t = find(load, layer, name, ".weight_packed"))) {
-        *suffix = ".weight_packed";
-        if (has_dtype(t, PACKED4)) return t->dims == 2 && t->shape[1] == divided(cols, 4) ? PACKED8 : PACKED4;
-        return find(load, layer, name, ".weight_global_scale") ? NVFP4 : MXFP4;
-    }
-    if (!(t = find(load, layer, name, *suffix))) return BF16; /* bind says that it is missing */
-    if (find(load, layer, name, ".weight_scale_2")) return NVFP4;
-    static const char expected[] = "BF16, F16, F32, F8_E4M3 or I8";
-    Type type = tensor_type(load, t, expected);
-    return tensor_is(load, t, !in_words(type) && type != E8M0, expected) ? type : BF16;
+static void check_blocks(Loader *load, const char *name, const Linear *w) {
+    if (!in_words(w->type) && w->cols % types[w->type].values)
+        refuse(load, load->path, "%s has rows of %d, not whole blocks of %d as %s wants", name, w->cols,
+               types[w->type].values, types[w->type].name);
+}
+
+/* The type of a matrix that has no grids. */
+static Type plain_type(Loader *load, const char *name) {
+    const Tensor *t = find(load, name, ".weight");
+    Type type = t ? type_of(t) : BF16; /* bind says that it is missing */
+    return !t || tensor_is(load, t, type < E8M0, "BF16, F16, F32, F8_E4M3 or I8") ? type : BF16;
 }
 
 /* The matrix (rows, cols) of a module and its bias, where config.json wants one, or where GPTQ wrote one. */
-static Linear bind_linear(Loader *load, int layer, const char *name, int rows, int cols, bool bias) {
-    const char *suffix;
-    Linear w = {.type = find_type(load, layer, name, cols, &suffix), .rows = rows, .cols = cols, .n = 1};
-    Tensor *said = find(load, layer, name, ".weight_shape");
-    if (!in_words(w.type) && cols % types[w.type].values)
-        fail(first_error(load), BAD_MODEL, "%s: %s has rows of %d, not whole blocks of %d as %s wants", load->path,
-             name, cols, types[w.type].values, types[w.type].name);
-    w.data = bind_matrix(load, layer, name, suffix, w.type, rows, cols, w.type, (int64_t)rows * cols);
-    if (failed(load)) return (Linear){0};
-    bind_grids(load, layer, name, &w);
+static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bool bias) {
+    const char *router = load->family->moe.router;
+    /* made up routers stay plain, embedding and head but in GGUF */
+    bool plain = (router && !strcmp(name, router)) || (!strstr(load->prefix, "layers.") && load->made_up_as < Q8_0);
+    Type made_up = plain ? BF16 : load->made_up_as;
+    const Encoding *how = find_encoding(load, name, rows, cols, made_up);
+    Linear w = {.rows = rows, .cols = cols, .n = 1};
+    w.type = how ? how->type : load->c->model.made_up ? made_up : plain_type(load, name);
+    check_blocks(load, name, &w);
+    w.data = bind_matrix(load, name, how ? how->codes : ".weight", w.type, rows, cols, w.type, (int64_t)rows * cols);
+    if (how) bind_grids(load, name, how, &w);
+    Tensor *said = find(load, name, ".weight_shape");
     if (said) {
         belongs(said, w.type, 0);
         tensor_is(load, said, said->size == 16 && !memcmp(said->data, (int64_t[]){rows, cols}, 16),
                   "the shape of its matrix");
     }
-    if (bias || (in_gptq(w.type) && find(load, layer, name, ".bias")))
-        w.bias = bind_floats(load, layer, name, ".bias", rows);
+    if (bias || (in_gptq(w.type) && find(load, name, ".bias"))) w.bias = bind_floats(load, name, ".bias", rows);
     return w;
 }
 
@@ -1057,14 +1049,14 @@ static void *gather(Loader *load, const void *all, const void *one, int i, size_
 }
 
 /* One matrix of every expert, each a module of its own. */
-static Linear bind_each(Loader *load, int layer, const char *matrix, int rows, int cols, bool bias) {
+static Linear bind_each(Loader *load, const char *matrix, int rows, int cols, bool bias) {
     int n = load->c->model.n_experts;
     View *each = keep(load->c, (size_t)n * 3, sizeof *each);
     Linear all = {0};
     for (int i = 0; i < n && !failed(load); i++) {
         char name[100];
         snprintf(name, sizeof name, "%s.%d.%s", load->family->moe.experts, i, matrix);
-        Linear one = bind_linear(load, layer, name, rows, cols, bias);
+        Linear one = bind_linear(load, name, rows, cols, bias);
         if (!i) {
             all = one;
             all.n = n, all.each = each, all.scale.each = each + n, all.zero.each = each + 2 * n;
@@ -1072,8 +1064,8 @@ static Linear bind_each(Loader *load, int layer, const char *matrix, int rows, i
         if (one.type != all.type || one.scale.type != all.scale.type || one.scale.rows != all.scale.rows ||
             one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows || !one.group != !all.group ||
             !one.bias != !all.bias)
-            fail(first_error(load), BAD_MODEL, "%s: %s of layer %d is %s, that of expert 0 %s, or its scales differ",
-                 load->path, name, layer, types[one.type].name, types[all.type].name);
+            refuse(load, load->path, "%s%s is %s, that of expert 0 %s, or its scales differ", load->prefix, name,
+                   types[one.type].name, types[all.type].name);
         each[i] = one.data, each[n + i] = one.scale.data, each[2 * n + i] = one.zero.data;
         all.factor = gather(load, all.factor, one.factor, i, 1);
         all.bias = gather(load, all.bias, one.bias, i, (size_t)rows);
@@ -1082,130 +1074,124 @@ static Linear bind_each(Loader *load, int layer, const char *matrix, int rows, i
     return all;
 }
 
-/* The experts' MXFP4 matrices NAME_blocks, _scales and _bias, (n, fused rows, cols); rows first, first + step, ... */
-static Linear bind_mxfp4(Loader *load, int layer, const char *name, int rows, int cols, int first, int step) {
-    int n = load->c->model.n_experts;
-    if (cols % 32)
-        fail(first_error(load), BAD_MODEL, "%s: MXFP4 rows of %d are not whole blocks of 32", load->path, cols);
-    size_t fused = (size_t)n * matrix_bytes(MXFP4, rows * step, cols);
-    Tensor *blocks = bind(load, layer, name, "_blocks", 4, (int64_t[]){n, rows * step, cols / 32, 16}, fused);
-    Tensor *scales = bind(load, layer, name, "_scales", 3, (int64_t[]){n, rows * step, cols / 32}, fused / 16);
-    const Tensor *bias = bind(load, layer, name, "_bias", 2, (int64_t[]){n, rows * step}, 0);
-    if (!bias) return (Linear){0};
-    if (!tensor_is(load, blocks, has_dtype(blocks, MXFP4), "U8") ||
-        !tensor_is(load, scales, has_dtype(scales, E8M0), "U8"))
-        return (Linear){0};
-    Linear w = {.type = MXFP4, .rows = rows, .cols = cols, .n = n, .scale = {.type = E8M0, .rows = 1, .cols = 32}};
-    belongs(blocks, MXFP4, (int64_t)n * rows * step * cols);
+/* The experts' MXFP4 matrices NAME_blocks, _scales and _bias, (n, rows, cols). */
+static Linear bind_mxfp4(Loader *load, const char *name, int rows, int cols) {
+    const int64_t n = load->c->model.n_experts, blocks = divided(cols, 32);
+    Linear w = {.type = MXFP4, .rows = rows, .cols = cols, .n = (int)n};
+    check_blocks(load, name, &w);
+    Tensor *codes = bind(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, rows, blocks, 16});
+    Tensor *scales = bind(load, name, "_scales", E8M0, 3, (int64_t[]){n, rows, blocks});
+    belongs(codes, MXFP4, n * rows * cols);
     belongs(scales, MXFP4, 0);
-    w.data = rows_view(load, blocks, (size_t)cols / 2, rows, first, step);
-    w.scale.data = rows_view(load, scales, (size_t)cols / 32, rows, first, step);
-    w.bias = failed(load) ? NULL : floats(load, bias, (size_t)n * (size_t)rows, (size_t)first, (size_t)step);
+    w.data = view_of(load, codes, n * rows, rows);
+    w.scale = (Grid){.type = E8M0, .rows = 1, .cols = 32, .data = view_of(load, scales, n * rows, rows)};
+    w.bias = floats(load, bind(load, name, "_bias", TYPES, 2, (int64_t[]){n, rows}), (size_t)(n * rows));
     return w;
-}
-
-static void bind_attention(Loader *load, int i) {
-    const Family *f = load->family;
-    const Model *m = &load->c->model;
-    Layer *l = m->layer + i;
-    int q = m->n_heads * m->head_dim, kv = m->n_kv_heads * m->head_dim;
-    bool o_bias = config_true(load, "attention_bias") && !f->qkv_bias, bias = o_bias || f->qkv_bias;
-    l->q = bind_linear(load, i, "self_attn.q_proj", q, m->dim, bias);
-    l->k = bind_linear(load, i, "self_attn.k_proj", kv, m->dim, bias);
-    l->v = bind_linear(load, i, "self_attn.v_proj", kv, m->dim, bias);
-    l->o = bind_linear(load, i, "self_attn.o_proj", m->dim, q, o_bias);
-    if (f->head_norms) {
-        l->q_norm = bind_floats(load, i, "self_attn.q_norm", ".weight", m->head_dim);
-        l->k_norm = bind_floats(load, i, "self_attn.k_norm", ".weight", m->head_dim);
-    }
-    if (f->sinks) l->sinks = bind_floats(load, i, "self_attn.sinks", "", m->n_heads);
-}
-
-static void cut_view(View *v, int first, int pitch) {
-    size_t skip = v->stride * (size_t)first;
-    v->step = v->stride * (size_t)pitch;
-    v->offset += skip, v->size -= skip;
-    if (v->data) v->data += skip;
-}
-
-/* Of every `pitch` rows of w those from `first` on, as a matrix of so many rows. */
-static Linear cut(Loader *load, const Linear *w, int first, int rows, int pitch) {
-    Linear part = *w;
-    Grid *grids[] = {&part.scale, &part.zero};
-    part.n = w->rows / pitch, part.rows = rows;
-    cut_view(&part.data, first, pitch);
-    for (int i = 0; i < 2 && !failed(load); i++) {
-        Grid *g = grids[i];
-        if (!g->rows || g->rows == w->rows) continue; /* one for all rows */
-        if (first % g->rows || pitch % g->rows || g->transposed)
-            fail(load->e, BAD_MODEL, "%s: kv_b_proj in %s is not implemented: heads are no whole blocks of rows",
-                 load->path, types[w->type].name);
-        else
-            cut_view(&g->data, first / g->rows, pitch / g->rows);
-    }
-    return part;
 }
 
 /* NAME.weight (n, rows, cols), of GGUF. */
-static Linear bind_stack(Loader *load, int layer, const char *name, int n, int rows, int cols) {
-    Tensor *t = bind(load, layer, name, ".weight", 3, (int64_t[]){n, rows, cols}, 0);
-    Linear w = {.type = t ? tensor_type(load, t, "a type of GGUF") : BF16, .rows = rows, .cols = cols, .n = n};
-    if (failed(load)) return (Linear){0};
+static Linear bind_stack(Loader *load, const char *name, int n, int rows, int cols) {
+    Linear w = {.type = plain_type(load, name), .rows = rows, .cols = cols, .n = n};
+    Tensor *t = bind(load, name, ".weight", w.type, 3, (int64_t[]){n, rows, cols});
     belongs(t, w.type, (int64_t)n * rows * cols);
-    w.data = rows_view(load, t, matrix_bytes(w.type, 1, cols), rows, 0, 1);
+    w.data = view_of(load, t, (int64_t)n * rows, rows);
     return w;
 }
 
-/* kv_b_proj holds of each head first the rows of k_up, then those of v_up. */
-static void bind_latent(Loader *load, int i) {
+static void cut_view(View *v, int first, int step, int pitch) {
+    size_t skip = v->stride * (size_t)first;
+    v->size -= first < step ? v->stride * (size_t)(step - 1) : skip;
+    v->offset += skip;
+    if (v->data) v->data += skip;
+    v->step = v->stride * (size_t)pitch;
+    v->stride *= (size_t)step;
+}
+
+/* Of every `pitch` rows of w `rows`: first, first + step, ... */
+static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, int pitch) {
+    Linear part = *w;
+    Grid *grids[] = {&part.scale, &part.zero};
+    part.n = w->n * (w->rows / pitch), part.rows = rows;
+    cut_view(&part.data, first, step, pitch);
+    for (int i = 0; i < 2; i++) {
+        Grid *g = grids[i];
+        if (!g->rows || g->rows == w->rows) continue; /* one for all rows */
+        if (first % g->rows || pitch % g->rows || g->transposed)
+            refuse(load, load->path, "kv_b_proj in %s is not implemented: heads are no whole blocks of rows",
+                   types[w->type].name);
+        cut_view(&g->data, first / g->rows, step, pitch / g->rows);
+    }
+    float *bias = w->bias ? keep(load->c, (size_t)part.n * (size_t)rows, sizeof *bias) : NULL;
+    for (int i = 0; i < part.n * rows && bias; i++) bias[i] = w->bias[i / rows * pitch + first + i % rows * step];
+    part.bias = bias;
+    return part;
+}
+
+static void bind_attention(Loader *load, Layer *l) {
+    const Family *f = load->family;
     const Model *m = &load->c->model;
-    Layer *l = m->layer + i;
+    int q = m->n_heads * m->head_dim, kv = m->n_kv_heads * m->head_dim;
+    bool o_bias = config_true(load, "attention_bias") && !f->qkv_bias, bias = o_bias || f->qkv_bias;
+    l->q = bind_linear(load, "self_attn.q_proj", q, m->dim, bias);
+    l->k = bind_linear(load, "self_attn.k_proj", kv, m->dim, bias);
+    l->v = bind_linear(load, "self_attn.v_proj", kv, m->dim, bias);
+    l->o = bind_linear(load, "self_attn.o_proj", m->dim, q, o_bias);
+    if (f->head_norms) {
+        l->q_norm = bind_floats(load, "self_attn.q_norm", ".weight", m->head_dim);
+        l->k_norm = bind_floats(load, "self_attn.k_norm", ".weight", m->head_dim);
+    }
+    if (f->sinks) l->sinks = bind_floats(load, "self_attn.sinks", "", m->n_heads);
+}
+
+/* kv_b_proj holds of each head first the rows of k_up, then those of v_up. */
+static void bind_latent(Loader *load, Layer *l) {
+    const Model *m = &load->c->model;
     int q = m->n_heads * m->head_dim, keys = m->head_dim - m->rope_dim, rank = m->kv_rank;
     bool bias = config_true(load, "attention_bias");
     if (config_get(load, load->config, "q_lora_rank")) {
         int q_rank = config_whole(load, "q_lora_rank", 1, 1 << 16, REQUIRED);
-        l->q_a = bind_linear(load, i, "self_attn.q_a_proj", q_rank, m->dim, bias);
-        l->q_a_norm = bind_floats(load, i, "self_attn.q_a_layernorm", ".weight", q_rank);
-        l->q = bind_linear(load, i, "self_attn.q_b_proj", q, q_rank, false);
+        l->q_a = bind_linear(load, "self_attn.q_a_proj", q_rank, m->dim, bias);
+        l->q_a_norm = bind_floats(load, "self_attn.q_a_layernorm", ".weight", q_rank);
+        l->q = bind_linear(load, "self_attn.q_b_proj", q, q_rank, false);
     } else {
-        l->q = bind_linear(load, i, "self_attn.q_proj", q, m->dim, false);
+        l->q = bind_linear(load, "self_attn.q_proj", q, m->dim, false);
     }
-    l->kv_a = bind_linear(load, i, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
-    l->kv_a_norm = bind_floats(load, i, "self_attn.kv_a_layernorm", ".weight", rank);
+    l->kv_a = bind_linear(load, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
+    l->kv_a_norm = bind_floats(load, "self_attn.kv_a_layernorm", ".weight", rank);
     if (m->k_up_transposed) {
-        l->k_up = bind_stack(load, i, "self_attn.k_b_proj", m->n_heads, rank, keys);
-        l->v_up = bind_stack(load, i, "self_attn.v_b_proj", m->n_heads, m->v_dim, rank);
+        l->k_up = bind_stack(load, "self_attn.k_b_proj", m->n_heads, rank, keys);
+        l->v_up = bind_stack(load, "self_attn.v_b_proj", m->n_heads, m->v_dim, rank);
     } else {
-        Linear both = bind_linear(load, i, "self_attn.kv_b_proj", m->n_heads * (keys + m->v_dim), rank, false);
-        l->k_up = cut(load, &both, 0, keys, keys + m->v_dim);
-        l->v_up = cut(load, &both, keys, m->v_dim, keys + m->v_dim);
+        Linear both = bind_linear(load, "self_attn.kv_b_proj", m->n_heads * (keys + m->v_dim), rank, false);
+        l->k_up = cut(load, &both, 0, 1, keys, keys + m->v_dim);
+        l->v_up = cut(load, &both, keys, 1, m->v_dim, keys + m->v_dim);
     }
-    l->o = bind_linear(load, i, "self_attn.o_proj", m->dim, m->n_heads * m->v_dim, bias);
+    l->o = bind_linear(load, "self_attn.o_proj", m->dim, m->n_heads * m->v_dim, bias);
 }
 
-static void bind_experts(Loader *load, int i) {
+static void bind_experts(Loader *load, Layer *l) {
     const Family *f = load->family;
     const Model *m = &load->c->model;
-    Layer *l = m->layer + i;
     int width = config_whole(load, f->moe.width, 1, 1 << 20, REQUIRED);
-    l->router = bind_linear(load, i, f->moe.router, m->n_experts, m->dim, !f->moe.gate);
-    if (!f->moe.gate && !load->gguf) { /* fused: even rows gate, odd rows up */
-        l->gate = bind_mxfp4(load, i, "mlp.experts.gate_up_proj", width, m->dim, 0, 2);
-        l->up = bind_mxfp4(load, i, "mlp.experts.gate_up_proj", width, m->dim, 1, 2);
-        l->down = bind_mxfp4(load, i, "mlp.experts.down_proj", m->dim, width, 0, 1);
+    bool bias = f->moe.biases;
+    l->router = bind_linear(load, f->moe.router, m->n_experts, m->dim, bias);
+    if (bias && !load->gguf) { /* fused: even rows gate, odd rows up */
+        Linear both = bind_mxfp4(load, "mlp.experts.gate_up_proj", 2 * width, m->dim);
+        l->gate = cut(load, &both, 0, 2, width, 2 * width);
+        l->up = cut(load, &both, 1, 2, width, 2 * width);
+        l->down = bind_mxfp4(load, "mlp.experts.down_proj", m->dim, width);
         return;
     }
-    bool fused = !f->moe.gate; /* where the hub has them */
-    l->gate = bind_each(load, i, fused ? "gate_proj" : f->moe.gate, width, m->dim, fused);
-    l->up = bind_each(load, i, fused ? "up_proj" : f->moe.up, width, m->dim, fused);
-    l->down = bind_each(load, i, fused ? "down_proj" : f->moe.down, m->dim, width, fused);
+    l->gate = bind_each(load, f->moe.gate, width, m->dim, bias);
+    l->up = bind_each(load, f->moe.up, width, m->dim, bias);
+    l->down = bind_each(load, f->moe.down, m->dim, width, bias);
     if (!f->latent) return;
     if (m->route.group_best == 2) /* topk_method noaux_tc */
-        l->choice_bias = bind_floats(load, i, f->moe.router, ".e_score_correction_bias", m->n_experts);
+        l->choice_bias = bind_floats(load, f->moe.router, ".e_score_correction_bias", m->n_experts);
     int shared = width * config_whole(load, "n_shared_experts", 1, 64, REQUIRED);
-    l->shared_gate = bind_linear(load, i, "mlp.shared_experts.gate_proj", shared, m->dim, false);
-    l->shared_up = bind_linear(load, i, "mlp.shared_experts.up_proj", shared, m->dim, false);
-    l->shared_down = bind_linear(load, i, "mlp.shared_experts.down_proj", m->dim, shared, false);
+    l->shared_gate = bind_linear(load, "mlp.shared_experts.gate_proj", shared, m->dim, false);
+    l->shared_up = bind_linear(load, "mlp.shared_experts.up_proj", shared, m->dim, false);
+    l->shared_down = bind_linear(load, "mlp.shared_experts.down_proj", m->dim, shared, false);
 }
 
 static bool has_experts(Loader *load, int layer) {
@@ -1214,7 +1200,7 @@ static bool has_experts(Loader *load, int layer) {
     bool experts = router && layer >= config_whole(load, "first_k_dense_replace", 0, INT32_MAX, 0) &&
                    (layer + 1) % config_whole(load, "decoder_sparse_step", 1, INT32_MAX, 1) == 0;
     cJSON_ArrayForEach(one, dense) if (cJSON_IsNumber(one) && one->valuedouble == layer) experts = false;
-    return experts && (!load->gguf || find(load, layer, router, ".weight"));
+    return experts && (!load->gguf || find(load, router, ".weight"));
 }
 
 static void bind_layer(Loader *load, int i) {
@@ -1222,25 +1208,25 @@ static void bind_layer(Loader *load, int i) {
     Layer *l = m->layer + i;
     bool bias = config_true(load, "mlp_bias");
     const char *behind = "post_attention_layernorm"; /* attention; for Gemma before its sum, else after */
-    l->attn_norm = bind_floats(load, i, "input_layernorm", ".weight", m->dim);
+    l->attn_norm = bind_floats(load, "input_layernorm", ".weight", m->dim);
     if (load->family->gemma) {
-        l->attn_post_norm = bind_floats(load, i, behind, ".weight", m->dim);
-        l->ffn_norm = bind_floats(load, i, "pre_feedforward_layernorm", ".weight", m->dim);
-        l->ffn_post_norm = bind_floats(load, i, "post_feedforward_layernorm", ".weight", m->dim);
+        l->attn_post_norm = bind_floats(load, behind, ".weight", m->dim);
+        l->ffn_norm = bind_floats(load, "pre_feedforward_layernorm", ".weight", m->dim);
+        l->ffn_post_norm = bind_floats(load, "post_feedforward_layernorm", ".weight", m->dim);
     } else {
-        l->ffn_norm = bind_floats(load, i, behind, ".weight", m->dim);
+        l->ffn_norm = bind_floats(load, behind, ".weight", m->dim);
     }
     if (load->family->latent)
-        bind_latent(load, i);
+        bind_latent(load, l);
     else
-        bind_attention(load, i);
+        bind_attention(load, l);
     if (has_experts(load, i)) {
-        bind_experts(load, i);
+        bind_experts(load, l);
     } else {
         int width = config_whole(load, "intermediate_size", 1, 1 << 20, REQUIRED);
-        l->gate = bind_linear(load, i, "mlp.gate_proj", width, m->dim, bias);
-        l->up = bind_linear(load, i, "mlp.up_proj", width, m->dim, bias);
-        l->down = bind_linear(load, i, "mlp.down_proj", m->dim, width, bias);
+        l->gate = bind_linear(load, "mlp.gate_proj", width, m->dim, bias);
+        l->up = bind_linear(load, "mlp.up_proj", width, m->dim, bias);
+        l->down = bind_linear(load, "mlp.down_proj", m->dim, width, bias);
     }
     if (l->gate.rows > m->ffn_dim) m->ffn_dim = l->gate.rows;
     if (l->shared_gate.rows > m->ffn_dim) m->ffn_dim = l->shared_gate.rows;
@@ -1250,9 +1236,9 @@ static void bind_layer(Loader *load, int i) {
 static bool of_activations(const char *name) {
     const char *dot = strrchr(name, '.');
     return strstr(name, "activation_scale") ||
-           (dot && listed("input_scale, qscale_act, input_global_scale, input_zero_point, input_scale_ub, k_scale, "
-                          "v_scale, q_scale, kv_scale, prob_scale, output_scale",
-                          dot + 1));
+           (dot && text_listed("input_scale qscale_act input_global_scale input_zero_point input_scale_ub k_scale "
+                               "v_scale q_scale kv_scale prob_scale output_scale",
+                               dot + 1));
 }
 
 /* A tensor that the formulas of the text do not need. */
@@ -1267,26 +1253,28 @@ static bool left_out(const Loader *load, const char *name) {
 static void bind_all(Loader *load) {
     const Tensors *all = &load->c->tensors;
     Model *m = &load->c->model;
-    char name[60];
-    load->prefix = "model.";
-    if (tensors_find(all, "language_model.model.norm.weight")) load->prefix = "language_model.model.";
-    if (tensors_find(all, "model.language_model.norm.weight")) load->prefix = "model.language_model.";
-    snprintf(name, sizeof name, "%sembed_tokens.weight", load->prefix);
+    const char *text = "model."; /* where the tensors of the text are */
+    if (tensors_find(all, "language_model.model.norm.weight")) text = "language_model.model.";
+    if (tensors_find(all, "model.language_model.norm.weight")) text = "model.language_model.";
     load->tied = config_true(load, "tie_word_embeddings"); /* one matrix, stored under either name or both */
-    bool head_only = load->tied && !tensors_find(all, name);
-    if (!head_only) m->embed = m->head = bind_linear(load, IN_MODEL, "embed_tokens", m->vocab, m->dim, false);
-    if (head_only || !load->tied) m->head = bind_linear(load, OUTSIDE, "lm_head", m->vocab, m->dim, false);
-    if (head_only) m->embed = m->head;
-    m->norm = bind_floats(load, IN_MODEL, "norm", ".weight", m->dim);
+    strcpy(load->prefix, text);
+    bool embed = !load->tied || find(load, "embed_tokens", ".weight") || m->made_up;
+    if (embed) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, false);
+    *load->prefix = 0;
+    if (!embed || !load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
+    if (!embed) m->embed = m->head;
+    strcpy(load->prefix, text);
+    m->norm = bind_floats(load, "norm", ".weight", m->dim);
     m->k_up_transposed = tensors_find(all, "model.layers.0.self_attn.k_b_proj.weight");
-    for (int i = 0; i < m->n_layers && !failed(load); i++) bind_layer(load, i);
-    for (int i = 0; i < all->n && !failed(load); i++) /* a tensor without a place is a formula left out */
-        if (!all->tensor[i].bound && !left_out(load, all->tensor[i].name))
-            fail(load->e, BAD_MODEL, "%s: tensor '%s' has no place in a model of %d layers of the family %s",
-                 all->file[all->tensor[i].file].name, all->tensor[i].name, m->n_layers, load->family->model_type);
+    for (int i = 0; i < m->n_layers && !failed(load); i++) {
+        snprintf(load->prefix, sizeof load->prefix, "%slayers.%d.", text, i);
+        bind_layer(load, i);
+    }
+    for (const Tensor *t = all->tensor; t < all->tensor + all->n; t++) /* one without a place is a formula left out */
+        if (!t->bound && !left_out(load, t->name))
+            refuse(load, file_of(load, t), "tensor '%s' has no place in a model of %d layers of the family %s", t->name,
+                   m->n_layers, load->family->model_type);
 }
-
-typedef enum { CONFIG, SHAPES, WEIGHTS } Depth;
 
 /* The type with this name. */
 static Type named_type(const char *name, Error *e) {
@@ -1299,39 +1287,53 @@ static Type named_type(const char *name, Error *e) {
     return type;
 }
 
-static bool read_checkpoint(Checkpoint *c, const char *dir, Depth depth, const char *encoding, Error *e) {
-    bool gguf = gguf_named(dir);
-    char *path = gguf ? copy_text(dir, strlen(dir)) : join(dir, "config.json");
-    Loader load = {.c = c, .path = path, .gguf = gguf, .e = e};
-    *c = (Checkpoint){.model.made_up = depth == SHAPES};
-    *e = (Error){0};
-    if (gguf)
-        load.file = tensors_open(&c->tensors, path, e) ? gguf_config(&c->tensors, path, e) : NULL;
-    else if (access(path, F_OK) && errno == ENOENT)
-        fail(e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", dir);
+/* Reads config.json, or what GGUF has in its place. */
+static bool open_config(Loader *load, const char *dir) {
+    Tensors *t = &load->c->tensors;
+    load->gguf = gguf_named(dir);
+    load->path = load->gguf ? copy_text(dir, strlen(dir)) : join(dir, "config.json");
+    if (load->gguf)
+        load->file = tensors_open(t, dir, load->e) ? gguf_config(t, dir, load->e) : NULL;
+    else if (access(load->path, F_OK) && errno == ENOENT)
+        fail(load->e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", dir);
     else
-        load.file = json_read(path, MOST_CONFIG, e);
-    if (load.file) read_config(&load, dir);
-    if (encoding) load.made_up_as = named_type(encoding, first_error(&load));
-    if (!failed(&load) && depth == WEIGHTS && !gguf) tensors_open(&c->tensors, dir, e);
+        load->file = json_read(load->path, MOST_CONFIG, load->e);
+    if (load->file) read_config(load, dir);
+    return !failed(load);
+}
+
+static void close_config(Loader *load) {
+    cJSON_Delete(load->file);
+    cJSON_Delete(load->defaults);
+    free(load->path);
+}
+
+static bool read_checkpoint(Checkpoint *c, const char *dir, bool made_up, const char *encoding, Error *e) {
+    Loader load = {.c = c, .e = e};
+    *c = (Checkpoint){.model.made_up = made_up};
+    *e = (Error){0};
+    bool ok = open_config(&load, dir);
+    if (ok && encoding) load.made_up_as = named_type(encoding, e);
+    if (ok && !made_up && !load.gguf) tensors_open(&c->tensors, dir, e);
     for (int i = 0; i < c->tensors.files; i++) c->bytes += c->tensors.file[i].size;
-    if (!failed(&load) && depth != CONFIG) bind_all(&load);
-    cJSON_Delete(load.file);
-    cJSON_Delete(load.defaults);
-    free(path);
+    if (!failed(&load)) bind_all(&load);
+    close_config(&load);
     if (e->code) checkpoint_close(c);
     return !e->code;
 }
 
-bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) { return read_checkpoint(c, dir, WEIGHTS, NULL, e); }
+bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) { return read_checkpoint(c, dir, false, NULL, e); }
 bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Error *e) {
-    return read_checkpoint(c, dir, SHAPES, encoding, e);
+    return read_checkpoint(c, dir, true, encoding, e);
 }
 
 bool checkpoint_known(const char *dir, Error *e) {
-    Checkpoint c;
-    bool known = read_checkpoint(&c, dir, CONFIG, NULL, e);
-    if (known) checkpoint_close(&c);
+    Checkpoint c = {0};
+    Loader load = {.c = &c, .e = e};
+    *e = (Error){0};
+    bool known = open_config(&load, dir);
+    close_config(&load);
+    checkpoint_close(&c);
     return known;
 }
 
@@ -1392,54 +1394,39 @@ static void set_text(char *out, size_t room, const char *text) {
     bytes_free(&shown);
 }
 
-/* The same of a GGUF file, whose encoding is that of most bytes. One that lacks parts may be known. */
-static bool describe_gguf(ModelEntry *m) {
-    Error e;
-    Tensors t;
-    struct stat st = {0};
-    size_t bytes[TYPES] = {0};
-    int most = 0;
-    m->complete = tensors_open(&t, m->path, &e);
-    m->known = !m->complete || checkpoint_known(m->path, &e);
-    if (!m->complete && !stat(m->path, &st)) m->bytes = (uint64_t)st.st_size; /* of its first part */
-    for (int i = 0; i < t.files; i++) m->bytes += t.file[i].size;
-    for (int i = 0; i < t.n; i++)
-        for (int type = 0; type < TYPES; type++) {
-            if (!strcmp(t.tensor[i].dtype, types[type].name)) bytes[type] += t.tensor[i].size;
-            if (bytes[type] > bytes[most]) most = type;
-        }
-    if (m->complete) set_text(m->encoding, sizeof m->encoding, types[most].name);
-    set_text(m->family, sizeof m->family, json_string(t.metadata, "general.architecture"));
-    tensors_close(&t);
-    return true;
-}
-
-/* Family and encoding as config.json names them; whether all files are here, and the bytes of the weights that are.
- * False: there is no config.json. */
+/* Family and encoding as config.json names them, or the type that most bytes of GGUF have; whether all files are here,
+ * and the bytes of those that are. GGUF that lacks parts may be known. False: there is no config.json. */
 static bool describe(ModelEntry *m) {
-    Error e;
-    Tensors t = {0};
-    if (gguf_named(m->path)) return describe_gguf(m);
-    char *path = join(m->path, "config.json"), *tokenizer = join(m->path, "tokenizer.json");
-    cJSON *config = json_read(path, MOST_CONFIG, &e);
-    bool model = config;
-    const char *type = json_string(config, "model_type"), *dtype = json_string(config, "dtype");
-    const char *quant = json_string(json_get(config, "quantization_config"), "quant_method");
-    if (!dtype) dtype = json_string(config, "torch_dtype"); /* its older name */
-    if (quant) dtype = quant;
-    set_text(m->family, sizeof m->family, type);
-    set_text(m->encoding, sizeof m->encoding, dtype);
-    for (char *c = m->encoding; *c; c++) *c = (char)toupper((unsigned char)*c);
-    m->known = checkpoint_known(m->path, &e);
-    m->complete = add_files(&t, m->path, &e) && config && !access(tokenizer, F_OK);
-    for (int i = 0; i < t.files; i++) {
-        struct stat st = {0};
-        if (stat(t.file[i].name, &st)) m->complete = false;
-        m->bytes += (uint64_t)st.st_size;
+    Error e = {0};
+    Checkpoint c = {0};
+    Loader load = {.c = &c, .e = &e};
+    Tensors *t = &c.tensors;
+    struct stat st;
+    size_t bytes[TYPES + 1] = {0}, most = 0; /* by type; the last: of none */
+    const bool config = open_config(&load, m->path), model = load.gguf || load.file;
+    char *tokenizer = join(m->path, "tokenizer.json");
+    m->complete = load.gguf ? t->n : load.file && !access(tokenizer, F_OK);
+    m->known = config || (load.gguf && !m->complete);
+    const char *encoding = json_string(json_get(load.file, "quantization_config"), "quant_method");
+    if (!encoding) encoding = json_string(load.file, "dtype");
+    if (!encoding) encoding = json_string(load.file, "torch_dtype"); /* its older name */
+    for (const Tensor *one = t->tensor; one < t->tensor + t->n; one++) {
+        size_t *sum = bytes + type_of(one);
+        if ((*sum += one->size) > most) most = *sum, encoding = one->dtype;
     }
-    tensors_close(&t);
-    cJSON_Delete(config);
-    free(path);
+    set_text(m->encoding, sizeof m->encoding, encoding);
+    for (char *s = m->encoding; *s; s++) *s = (char)toupper((unsigned char)*s);
+    set_text(m->family, sizeof m->family,
+             load.gguf ? json_string(t->metadata, "general.architecture") : json_string(load.file, "model_type"));
+    if (!t->files) m->complete &= name_files(t, m->path, &e);
+    for (int i = 0; i < t->files; i++) {
+        if (stat(t->file[i].name, &st))
+            m->complete = false;
+        else
+            m->bytes += (uint64_t)st.st_size;
+    }
+    close_config(&load);
+    checkpoint_close(&c);
     free(tokenizer);
     return model;
 }
