@@ -136,7 +136,7 @@ docs: lesson-packages
 	jupyter nbconvert --to html --output-dir build/docs/notebooks $(NOTEBOOKS)
 
 COUNTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh)
-MAX_LINES = 14000
+MAX_LINES = 17000
 count:
 	@wc -l $(COUNTED) | sort -n
 # the rules of size: lines in all, columns of a line, lines of a function

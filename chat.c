@@ -901,6 +901,8 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
     const Format *f = chat->format;
     bool other = f != &harmony, thinks = f->think && !(f->quiet && same(effort, "none"));
+    if (other && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
+        return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
     char *begin = copy_text(f->call, (size_t)(strstr(f->call, name ? "%s" : "%p") - f->call));
     Prompt p = {.chat = chat};
     Bytes quoted = {0};

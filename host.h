@@ -196,15 +196,15 @@ struct Stream {
     size_t filed;   /* pages of it that others can find */
     uint64_t chain; /* name of the last of them */
     Ids pages;
-    int slot, drawing; /* -1: it waits; draws that are not collected */
+    int slot, drawing; /* drawing: draws that are not collected */
 };
 
 typedef struct Scheduler Scheduler;
 typedef struct {
-    int running, waiting;      /* streams */
-    int pages, kept, idle;     /* all; those that hold a known text; those that no stream has */
-    int outstanding;           /* steps */
-    uint64_t preempted, steps; /* so far */
+    size_t running, waiting;  /* streams */
+    size_t pages, kept, idle; /* all; those that hold a known text; those that no stream has */
+    size_t outstanding;       /* steps */
+    size_t preempted, steps;  /* so far */
 } SchedulerState;
 
 /* Takes all pages of the engine, which has no other sequences. */
@@ -215,7 +215,7 @@ void scheduler_add(Scheduler *s, Stream *t); /* behind all others */
 void scheduler_remove(Scheduler *s, Stream *t);
 /* Submits the next step, if anything can be computed, and collects the one before it. Errors are the backend's. */
 bool scheduler_step(Scheduler *s, Error *e);
-void scheduler_state(const Scheduler *s, SchedulerState *state);
+SchedulerState scheduler_state(const Scheduler *s);
 
 /* ---- commands ---- */
 

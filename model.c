@@ -13,6 +13,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <search.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -1763,253 +1764,6 @@ int draw_logits(float *logit, int vocab, const Sampling *s, int position, const 
     return draw_id(best);
 }
 
-/* ---- scheduler ---- */
-
-enum { SCORED_TOKENS = 32 }; /* of a prompt in a step, where `take` gets the logits of each */
-
-typedef struct CachePage { /* what a page of the cache holds */
-    TAILQ_ENTRY(CachePage) idle;
-    LIST_ENTRY(CachePage) bucket;
-    int owners;            /* streams that have it */
-    uint64_t name, before; /* name 0: nobody can find it; else no page ever had it. The page before it, 0: none */
-    int token[PAGE];
-} CachePage;
-
-typedef struct {    /* what a step has of a stream */
-    Stream *stream; /* NULL: it is gone */
-    size_t from;
-    int n;
-    Want want;
-    bool draws;
-} Share;
-
-struct Scheduler {
-    Engine *engine;
-    Stream **stream; /* by arrival */
-    CachePage *page;
-    TAILQ_HEAD(, CachePage) idle;          /* that no stream has, by last use */
-    LIST_HEAD(Bucket, CachePage) * bucket; /* (pages) by hash */
-    int streams;
-    uint64_t names;
-    SchedulerState now;
-    bool taken[MOST_STREAMS];     /* slots */
-    Share share[2][MOST_STREAMS]; /* of each second step */
-    int shares[2];
-    int first[MOST_STREAMS + 1], slot[MOST_STREAMS], start[MOST_STREAMS]; /* of a Batch */
-    Sampling sampling[MOST_STREAMS];
-    Want want[MOST_STREAMS];
-    Ids token, table;
-};
-
-Scheduler *scheduler_open(Engine *g) {
-    Scheduler *s = allocate_zero(1, sizeof *s);
-    s->engine = g;
-    s->now.pages = s->now.idle = (int)g->free_pages.n;
-    s->page = allocate_zero((size_t)s->now.pages, sizeof *s->page);
-    s->bucket = allocate_zero((size_t)s->now.pages, sizeof *s->bucket);
-    TAILQ_INIT(&s->idle);
-    for (int i = 0; i < s->now.pages; i++) TAILQ_INSERT_TAIL(&s->idle, s->page + i, idle);
-    return s;
-}
-
-void scheduler_close(Scheduler *s) {
-    free(s->stream), free(s->page), free(s->bucket);
-    ids_free(&s->token), ids_free(&s->table);
-    free(s);
-}
-
-/* The bucket of a page with these tokens behind another: FNV-1a. */
-static struct Bucket *bucket_of(Scheduler *s, uint64_t before, const int *token) {
-    uint64_t hash = 0xCBF29CE484222325u ^ before;
-    for (int i = 0; i < PAGE; i++) hash = (hash ^ (uint32_t)token[i]) * 0x100000001B3u;
-    return s->bucket + (hash ^ hash >> 32) % (uint64_t)s->now.pages;
-}
-
-static CachePage *find_page(Scheduler *s, uint64_t before, const int *token) {
-    CachePage *p;
-    LIST_FOREACH(p, bucket_of(s, before, token), bucket)
-    if (p->before == before && !memcmp(p->token, token, sizeof p->token)) return p;
-    return NULL;
-}
-
-static void forget_page(Scheduler *s, CachePage *p) {
-    if (!p->name) return;
-    LIST_REMOVE(p, bucket);
-    p->name = 0;
-    s->now.kept--;
-}
-
-static void hold_page(Scheduler *s, Stream *t, CachePage *p) {
-    if (!p->owners++) {
-        TAILQ_REMOVE(&s->idle, p, idle);
-        s->now.idle--;
-    }
-    ids_add(&t->pages, (int)(p - s->page));
-}
-
-/* Gives the stream pages for so many tokens; false: there are none left. */
-static bool take_pages(Scheduler *s, Stream *t, size_t tokens) {
-    if (pages_for(tokens) - (int)t->pages.n > s->now.idle) return false;
-    while ((int)t->pages.n < pages_for(tokens)) {
-        CachePage *p = TAILQ_FIRST(&s->idle);
-        forget_page(s, p);
-        hold_page(s, t, p);
-    }
-    return true;
-}
-
-/* Takes slot and pages from a stream. Its last page is the first to be used for something else. */
-static void leave_cache(Scheduler *s, Stream *t) {
-    while (t->pages.n) {
-        CachePage *p = s->page + t->pages.data[--t->pages.n];
-        if (--p->owners) continue;
-        s->now.idle++;
-        if (p->name)
-            TAILQ_INSERT_TAIL(&s->idle, p, idle);
-        else
-            TAILQ_INSERT_HEAD(&s->idle, p, idle);
-    }
-    if (t->slot >= 0) s->taken[t->slot] = false;
-    t->slot = -1;
-    t->sent = 0;
-}
-
-/* Gives a waiting stream a slot and pages for all its tokens, those that are in the cache among them. */
-static bool admit(Scheduler *s, Stream *t) {
-    int slot = 0;
-    CachePage *p;
-    while (slot < s->engine->max_seqs && s->taken[slot]) slot++;
-    if (slot == s->engine->max_seqs) return false;
-    t->chain = 0;
-    while (t->want != WANT_ALL_LOGITS && t->sent + PAGE < t->tokens.n &&
-           (p = find_page(s, t->chain, t->tokens.data + t->sent))) {
-        hold_page(s, t, p);
-        t->chain = p->name;
-        t->sent += PAGE;
-    }
-    t->filed = t->pages.n;
-    if (!take_pages(s, t, t->tokens.n + 1)) return leave_cache(s, t), false;
-    if (!t->told) t->reused = t->sent;
-    s->taken[t->slot = slot] = true;
-    return true;
-}
-
-/* Lets others find the pages that are full. */
-static void file_pages(Scheduler *s, Stream *t) {
-    for (; (t->filed + 1) * PAGE <= t->sent && (t->filed + 1) * PAGE <= t->tokens.n; t->filed++) {
-        const int *token = t->tokens.data + t->filed * PAGE;
-        CachePage *p = s->page + t->pages.data[t->filed], *same = find_page(s, t->chain, token);
-        if (!same) {
-            p->before = t->chain;
-            p->name = ++s->names;
-            memcpy(p->token, token, sizeof p->token);
-            LIST_INSERT_HEAD(bucket_of(s, p->before, token), p, bucket);
-            s->now.kept++;
-        }
-        t->chain = (same ? same : p)->name;
-    }
-}
-
-void scheduler_add(Scheduler *s, Stream *t) {
-    s->stream = reallocate(s->stream, (size_t)(s->streams + 1) * sizeof *s->stream);
-    s->stream[s->streams++] = t;
-    t->slot = -1;
-}
-
-void scheduler_remove(Scheduler *s, Stream *t) {
-    int i = 0;
-    while (i < s->streams && s->stream[i] != t) i++;
-    if (i == s->streams) return;
-    memmove(s->stream + i, s->stream + i + 1, (size_t)(--s->streams - i) * sizeof *s->stream);
-    leave_cache(s, t);
-    ids_free(&t->pages);
-    for (int k = 0; k < 2; k++)
-        for (int j = 0; j < s->shares[k]; j++)
-            if (s->share[k][j].stream == t) s->share[k][j].stream = NULL;
-}
-
-/* The tokens behind those submitted are known but for one, which its slot drew last. */
-static void add_share(Scheduler *s, Stream *t, size_t n) {
-    bool draws = t->sent + n >= t->tokens.n;
-    Want want = t->want == WANT_ALL_LOGITS ? WANT_ALL_LOGITS : !draws ? WANT_NOTHING : t->bias ? WANT_LOGITS : t->want;
-    int which = (int)(s->now.steps % 2);
-    s->share[which][s->shares[which]++] = (Share){t, t->sent, (int)n, want, draws};
-    for (size_t i = t->sent; i < t->sent + n; i++) ids_add(&s->token, i < t->tokens.n ? t->tokens.data[i] : -1);
-    t->sent += n;
-    t->drawing += draws;
-}
-
-static void preempt_youngest(Scheduler *s) {
-    int i = s->streams - 1;
-    while (s->stream[i]->slot < 0) i--;
-    leave_cache(s, s->stream[i]);
-    s->now.preempted++;
-}
-
-/* Does it have more than its last token to compute? */
-static bool is_reading(const Stream *t) { return t->slot < 0 || t->sent + 1 < t->tokens.n; }
-/* Is what its next step needs computed or submitted, and is there one? */
-static bool can_go_on(const Stream *t) {
-    if (t->drawing && (t->bias || t->sent != t->tokens.n)) return false;
-    return t->tokens.n + (size_t)t->drawing < t->most;
-}
-
-static void plan_step(Scheduler *s) {
-    size_t most = (size_t)s->engine->max_tokens, room = most, readers = 0;
-    bool closed = false;
-    s->token.n = 0;
-    for (int i = 0; i < s->streams; i++) {
-        Stream *t = s->stream[i];
-        bool writes = !is_reading(t) && can_go_on(t) && room;
-        while (writes && t->slot >= 0 && !take_pages(s, t, t->sent + 1)) preempt_youngest(s);
-        if (writes && t->slot >= 0) add_share(s, t, 1), room--;
-        readers += is_reading(t);
-    }
-    for (int i = 0; i < s->streams && room; i++) { /* some prompts at once, so that none waits long for a long one */
-        Stream *t = s->stream[i];
-        if (t->slot < 0 && !closed) closed = !can_go_on(t) || !admit(s, t); /* nobody overtakes */
-        if (t->slot < 0 || t->sent >= t->tokens.n || !can_go_on(t)) continue;
-        size_t n = t->tokens.n - t->sent, share = room / readers > most / 4 ? room / readers : most / 4;
-        if (t->want == WANT_ALL_LOGITS && share > SCORED_TOKENS) share = SCORED_TOKENS;
-        if (n > share && share) n = share;
-        if (n > room) n = room;
-        add_share(s, t, n);
-        room -= n;
-    }
-}
-
-static bool submit_step(Scheduler *s, Error *e) {
-    Share *share = s->share[s->now.steps % 2];
-    const int n = s->shares[s->now.steps % 2];
-    Batch b = {.seqs = n,
-               .slot = s->slot,
-               .first = s->first,
-               .token = s->token.data,
-               .start = s->start,
-               .sampling = s->sampling,
-               .want = s->want};
-    for (int i = 0; i < n; i++)
-        if ((int)share[i].stream->pages.n > b.max_pages) b.max_pages = (int)share[i].stream->pages.n;
-    s->table.n = 0;
-    for (int i = 0; i < n; i++) {
-        const Share *p = share + i;
-        const Stream *t = p->stream;
-        s->first[i + 1] = s->first[i] + p->n;
-        s->slot[i] = t->slot;
-        s->start[i] = (int)p->from;
-        s->sampling[i] = t->sampling;
-        s->want[i] = p->want;
-        ids_append(&s->table, t->pages.data, t->pages.n);
-        while (s->table.n < (size_t)(i + 1) * (size_t)b.max_pages) ids_add(&s->table, 0);
-    }
-    b.page = s->table.data;
-    if (!s->engine->backend->submit(s->engine->state, &b, e)) return false;
-    for (int i = 0; i < n; i++) file_pages(s, share[i].stream);
-    s->now.outstanding++;
-    s->now.steps++;
-    return true;
-}
-
 /* The draw of a stream that changes some logits itself. */
 static int draw_biased(const Stream *t, const float *logits, int vocab) {
     float *own = allocate((size_t)vocab * sizeof *own);
@@ -2023,6 +1777,221 @@ static int draw_biased(const Stream *t, const float *logits, int vocab) {
     return token;
 }
 
+/* ---- scheduler ---- */
+
+enum { SCORED_TOKENS = 32 }; /* of a prompt in a step, where `take` gets the logits of each */
+
+typedef struct CachePage { /* what a page of the cache holds */
+    TAILQ_ENTRY(CachePage) idle;
+    int owners;            /* streams that have it */
+    uint64_t name, before; /* name 0: nobody can find it; else no page ever had it. The page before it, 0: none */
+    int token[PAGE];
+} CachePage;
+
+typedef struct { /* what a step has of a stream, or, if that is gone, of NULL */
+    Stream *stream;
+    size_t from, n;
+    Want want;
+} Share;
+
+typedef struct {
+    Share share[MOST_STREAMS];
+    int n;
+    size_t pages; /* that the longest of them has */
+} Step;
+
+struct Scheduler {
+    Engine *engine;
+    SchedulerState now;
+    Stream **stream; /* (now.running + now.waiting) by arrival: the first have slots and pages, the others wait */
+    CachePage *page;
+    TAILQ_HEAD(, CachePage) idle; /* that no stream has, by last use */
+    void *known;                  /* tsearch's tree of pages with names */
+    uint64_t names;
+    Ids slots, token, table;
+    Step step[2]; /* one in flight, and the one that is planned behind it */
+};
+
+static int by_text(const void *a, const void *b) {
+    const CachePage *x = a, *y = b;
+    int order = (x->before > y->before) - (x->before < y->before);
+    return order ? order : memcmp(x->token, y->token, sizeof x->token);
+}
+
+static void forget_page(Scheduler *s, CachePage *p) {
+    if (p->name) tdelete(p, &s->known, by_text), s->now.kept--;
+    p->name = 0;
+}
+
+static void hold_page(Scheduler *s, Stream *t, CachePage *p) {
+    if (!p->owners) TAILQ_REMOVE(&s->idle, p, idle);
+    s->now.idle -= !p->owners++;
+    ids_add(&t->pages, (int)(p - s->page));
+}
+
+/* Gives the stream pages for so many tokens, those used least recently; false: there are too few. */
+static bool take_pages(Scheduler *s, Stream *t, size_t tokens) {
+    const size_t need = (size_t)pages_for(tokens);
+    if (need > t->pages.n + s->now.idle) return false;
+    while (t->pages.n < need) {
+        forget_page(s, TAILQ_FIRST(&s->idle));
+        hold_page(s, t, TAILQ_FIRST(&s->idle));
+    }
+    return true;
+}
+
+/* Takes the pages of a stream, the last of them to be the first that is used for something else. */
+static void drop_pages(Scheduler *s, Stream *t) {
+    while (t->pages.n) {
+        CachePage *p = s->page + t->pages.data[--t->pages.n];
+        if (--p->owners) continue;
+        if (p->name) TAILQ_INSERT_TAIL(&s->idle, p, idle);
+        if (!p->name) TAILQ_INSERT_HEAD(&s->idle, p, idle);
+        s->now.idle++;
+    }
+    t->sent = t->filed = t->chain = 0;
+}
+
+/* Gives the first that waits a slot and pages for all its tokens, those that are in the cache among them. */
+static bool admit(Scheduler *s) {
+    Stream *t = s->stream[s->now.running];
+    CachePage key, **known;
+    while (s->slots.n && t->want != WANT_ALL_LOGITS && t->sent + PAGE < t->tokens.n) {
+        key.before = t->chain;
+        memcpy(key.token, t->tokens.data + t->sent, sizeof key.token);
+        if (!(known = tfind(&key, &s->known, by_text))) break;
+        hold_page(s, t, *known);
+        t->chain = (*known)->name;
+        t->filed++, t->sent += PAGE;
+    }
+    if (!s->slots.n || !take_pages(s, t, t->tokens.n + 1)) return drop_pages(s, t), false;
+    if (!t->told) t->reused = t->sent;
+    t->slot = s->slots.data[--s->slots.n];
+    return s->now.waiting--, ++s->now.running;
+}
+
+/* The youngest stream that runs waits again. */
+static void preempt(Scheduler *s) {
+    Stream *t = s->stream[--s->now.running];
+    drop_pages(s, t);
+    ids_add(&s->slots, t->slot);
+    s->now.waiting++, s->now.preempted++;
+}
+
+/* Lets others find the pages that are full. */
+static void file_pages(Scheduler *s, Stream *t) {
+    for (; (t->filed + 1) * PAGE <= t->sent && (t->filed + 1) * PAGE <= t->tokens.n; t->filed++) {
+        CachePage *p = s->page + t->pages.data[t->filed], *known;
+        p->before = t->chain;
+        memcpy(p->token, t->tokens.data + t->filed * PAGE, sizeof p->token);
+        known = *(CachePage **)tsearch(p, &s->known, by_text);
+        if (known == p) p->name = ++s->names, s->now.kept++;
+        t->chain = known->name;
+    }
+}
+
+Scheduler *scheduler_open(Engine *g) {
+    Scheduler *s = allocate_zero(1, sizeof *s);
+    s->engine = g;
+    s->now.pages = s->now.idle = g->free_pages.n;
+    s->page = allocate_zero(s->now.pages, sizeof *s->page);
+    TAILQ_INIT(&s->idle);
+    for (size_t i = 0; i < s->now.pages; i++) TAILQ_INSERT_TAIL(&s->idle, s->page + i, idle);
+    for (int i = 0; i < g->max_seqs; i++) ids_add(&s->slots, i);
+    return s;
+}
+
+void scheduler_close(Scheduler *s) {
+    for (size_t i = 0; i < s->now.pages; i++) forget_page(s, s->page + i);
+    ids_free(&s->slots), ids_free(&s->token), ids_free(&s->table);
+    free(s->stream), free(s->page), free(s);
+}
+
+void scheduler_add(Scheduler *s, Stream *t) {
+    const size_t n = s->now.running + s->now.waiting++;
+    s->stream = reallocate(s->stream, (n + 1) * sizeof *s->stream);
+    s->stream[n] = t;
+}
+
+void scheduler_remove(Scheduler *s, Stream *t) {
+    size_t i = 0, n = s->now.running + s->now.waiting;
+    while (i < n && s->stream[i] != t) i++;
+    if (i == n) return;
+    drop_pages(s, t);
+    ids_free(&t->pages);
+    if (i < s->now.running) ids_add(&s->slots, t->slot);
+    *(i < s->now.running ? &s->now.running : &s->now.waiting) -= 1;
+    memmove(s->stream + i, s->stream + i + 1, (n - i - 1) * sizeof *s->stream);
+    for (i = 0; i < 2 * MOST_STREAMS; i++) {
+        Share *p = s->step[i % 2].share + i / 2;
+        if (p->stream == t) p->stream = NULL;
+    }
+}
+
+/* Its next n tokens; the one behind those that are known is what its slot drew last. */
+static void add_share(Scheduler *s, Stream *t, size_t n) {
+    Step *step = s->step + s->now.steps % 2;
+    const size_t end = t->sent + n;
+    Want want = t->bias && t->want == WANT_TOKEN ? WANT_LOGITS : t->want;
+    if (end < t->tokens.n && want != WANT_ALL_LOGITS) want = WANT_NOTHING;
+    step->share[step->n++] = (Share){t, t->sent, n, want};
+    if (t->pages.n > step->pages) step->pages = t->pages.n;
+    t->drawing += end >= t->tokens.n;
+    for (; t->sent < end; t->sent++) ids_add(&s->token, t->sent < t->tokens.n ? t->tokens.data[t->sent] : -1);
+}
+
+/* Can more of it be computed? Not what is drawn by the host, or for a stream that waits again, before it is here. */
+static bool is_ready(const Stream *t) {
+    return t->tokens.n + (size_t)t->drawing < t->most && (!t->drawing || (!t->bias && t->sent == t->tokens.n));
+}
+
+static void plan_step(Scheduler *s) {
+    const size_t most = (size_t)s->engine->max_tokens;
+    size_t room = most, readers = 0;
+    s->token.n = 0;
+    for (size_t i = 0; i < s->now.running && room; i++) {
+        Stream *t = s->stream[i];
+        readers += t->sent + 1 < t->tokens.n;
+        if (t->sent + 1 < t->tokens.n || !is_ready(t)) continue;
+        while (i < s->now.running && !take_pages(s, t, t->sent + 1)) preempt(s);
+        if (i < s->now.running) add_share(s, t, 1), room--;
+    }
+    readers += s->now.waiting; /* some are read at once, so that no prompt waits long for a long one */
+    for (size_t i = 0; i < s->now.running + s->now.waiting && room; i++) {
+        Stream *t = s->stream[i];
+        if (i == s->now.running && (!is_ready(t) || !admit(s))) break;
+        if (t->sent >= t->tokens.n || !is_ready(t)) continue;
+        size_t n = t->tokens.n - t->sent, fair = room / readers > most / 4 ? room / readers : most / 4 + 1;
+        if (t->want == WANT_ALL_LOGITS && fair > SCORED_TOKENS) fair = SCORED_TOKENS;
+        if (fair > room) fair = room;
+        if (n > fair) n = fair;
+        add_share(s, t, n);
+        room -= n;
+    }
+}
+
+static bool submit_step(Scheduler *s, Error *e) {
+    const Step *step = s->step + s->now.steps % 2;
+    int first[MOST_STREAMS + 1] = {0}, slot[MOST_STREAMS], start[MOST_STREAMS];
+    Sampling sampling[MOST_STREAMS];
+    Want want[MOST_STREAMS];
+    Batch b = {step->n, (int)step->pages, slot, first, s->token.data, start, NULL, sampling, want};
+    s->table.n = 0;
+    for (int i = 0; i < step->n; i++) {
+        const Share *p = step->share + i;
+        slot[i] = p->stream->slot;
+        first[i + 1] = first[i] + (int)p->n;
+        start[i] = (int)p->from;
+        sampling[i] = p->stream->sampling;
+        want[i] = p->want;
+        ids_append(&s->table, p->stream->pages.data, p->stream->pages.n);
+        while (s->table.n < (size_t)(i + 1) * step->pages) ids_add(&s->table, 0);
+        file_pages(s, p->stream);
+    }
+    b.page = s->table.data;
+    return s->now.outstanding++, s->now.steps++, s->engine->backend->submit(s->engine->state, &b, e);
+}
+
 /* Hands a token out, and forgets the stream before that if it is the last. */
 static void tell(Scheduler *s, Stream *t, size_t position, int token, const float *logits) {
     if (position < t->told) return;
@@ -2033,15 +2002,14 @@ static void tell(Scheduler *s, Stream *t, size_t position, int token, const floa
     t->take(t, position, token, logits, last);
 }
 
-/* What a step that was collected brings a stream. */
-static void take_share(Scheduler *s, const Share *p, int token, const float *logits) {
+/* Hands out what a step that was collected brings a stream: the logits of `rows` of its tokens, and what was drawn. */
+static void take_share(Scheduler *s, const Share *p, int token, const float *logits, size_t rows) {
     const size_t vocab = (size_t)s->engine->model->vocab;
-    const bool all = p->want == WANT_ALL_LOGITS;
     Stream *t = p->stream;
-    for (size_t i = p->from + 1; all && i < p->from + (size_t)p->n + 1 && i < t->prompt; i++)
-        tell(s, t, i, t->tokens.data[i], logits + (i - p->from - 1) * vocab);
-    if (!p->draws) return;
-    if (all) logits += (size_t)(p->n - 1) * vocab;
+    for (size_t i = 1; p->want == WANT_ALL_LOGITS && i <= rows && p->from + i < t->prompt; i++)
+        tell(s, t, p->from + i, t->tokens.data[p->from + i], logits + (i - 1) * vocab);
+    if (p->from + p->n < t->tokens.n) return;
+    if (rows) logits += (rows - 1) * vocab;
     if (t->bias) token = draw_biased(t, logits, (int)vocab);
     t->drawing--;
     if (token >= 0) ids_add(&t->tokens, token);
@@ -2050,28 +2018,25 @@ static void take_share(Scheduler *s, const Share *p, int token, const float *log
 }
 
 static bool collect_step(Scheduler *s, Error *e) {
-    const int which = (int)((s->now.steps - (uint64_t)s->now.outstanding) % 2);
+    Step *step = s->step + (s->now.steps - s->now.outstanding) % 2;
     Result r;
     if (!s->engine->backend->collect(s->engine->state, &r, e)) return false;
     s->now.outstanding--;
-    for (int i = 0; i < s->shares[which]; i++) {
-        const Share *p = s->share[which] + i;
-        int rows = p->want == WANT_ALL_LOGITS ? p->n : p->want == WANT_LOGITS;
-        if (p->stream) take_share(s, p, r.token[i], rows ? r.logits : NULL);
-        r.logits += (size_t)rows * (size_t)s->engine->model->vocab;
+    for (int i = 0; i < step->n; i++) {
+        const Share *p = step->share + i;
+        size_t rows = p->want == WANT_ALL_LOGITS ? p->n : p->want == WANT_LOGITS;
+        if (p->stream) take_share(s, p, r.token[i], r.logits, rows);
+        if (rows) r.logits += rows * (size_t)s->engine->model->vocab;
     }
-    s->shares[which] = 0;
+    step->n = 0, step->pages = 0;
     return true;
 }
 
 bool scheduler_step(Scheduler *s, Error *e) {
     plan_step(s);
-    bool planned = s->shares[s->now.steps % 2];
+    const size_t planned = s->step[s->now.steps % 2].n > 0;
     if (planned && !submit_step(s, e)) return false;
     return s->now.outstanding <= planned || collect_step(s, e);
 }
 
-void scheduler_state(const Scheduler *s, SchedulerState *state) {
-    *state = s->now;
-    for (int i = 0; i < s->streams; i++) s->stream[i]->slot < 0 ? state->waiting++ : state->running++;
-}
+SchedulerState scheduler_state(const Scheduler *s) { return s->now; }

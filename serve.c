@@ -27,7 +27,7 @@
 
 enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 16, MOST_TOP = 20 };
 enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60, BEAT_SECONDS = 5 };
-enum { CHECK_MS = 100, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12, DIGEST = 32, STATUSES = 9 };
+enum { CHECK_MS = 100, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12, DIGEST = 32, STATUSES = 10 };
 static const char stopped[] = "stop", full[] = "length", failed[] = "error"; /* finish_reason */
 
 /* page.html, as it is */
@@ -46,8 +46,8 @@ typedef struct { /* a token on its way to its connection */
     int token;
     size_t position;
     bool last, scored;
-    double logprob;
-    Chance *top; /* (request's top) the likeliest, or NULL */
+    int top;
+    Chance chance[1 + MOST_TOP]; /* its own, then those of the likeliest */
 } Drawn;
 
 typedef struct { /* one of the answers to a request */
@@ -65,10 +65,11 @@ typedef struct { /* one of the answers to a request */
     int message, calls_n; /* which of the reader's is being handed out; how many were calls */
     size_t passed;        /* of that message */
     bool opened;          /* it is begun */
-    Bytes text, thoughts; /* content, reasoning_content */
-    size_t shown;         /* of the text: handed out, and free of stop texts */
-    Bytes calls;          /* tool_calls, where all is handed out at once */
-    Bytes scores[4];      /* JSON of logprobs that are not handed out; of a chat only the first */
+    Bytes text;           /* content; so much of it is free of stop texts, and so much handed out: */
+    size_t shown, sent;
+    Bytes thoughts;        /* what waits to be handed out: reasoning_content, */
+    cJSON *calls, *scores; /* tool_calls, logprobs, or NULL */
+    bool spoke;            /* something was handed out */
     size_t tokens, thought;
     const char *finish; /* finish_reason, or NULL */
 } Choice;
@@ -85,8 +86,8 @@ typedef struct {
     enum MHD_Result (*run)(Request *q);
 } Endpoint;
 
-typedef struct { /* numbers of a request */
-    double n, tokens, chat_tokens, seed, top_k, temperature, top_p, min_p, penalty, top, frequency, presence;
+typedef struct { /* parameters of a request; those that are true or false are 1 or 0 */
+    double n, tokens, seed, top_k, temperature, top_p, min_p, penalty, none, top, scored, stream, usage, echo, forever;
 } Asked;
 
 struct Request {
@@ -99,8 +100,9 @@ struct Request {
     unsigned status;     /* 0, or the error that answers it */
     const char *code;
     double since, looked, wrote; /* when it was here; when we last saw its client; when we wrote to it */
-    bool chat, stream, usage, echo, forever, tools, listed;
-    int n, most, top; /* answers to a prompt; tokens; logprobs, -1: none */
+    Asked asked;
+    bool chat, stream, echo, tools, listed;
+    int n, top; /* answers to a prompt; logprobs, -1: none */
     Sampling sampling;
     const char *stop[MOST_STOPS];
     int stops, biases, choices;
@@ -116,16 +118,16 @@ struct Request {
 };
 
 typedef struct {
-    uint64_t count[BOUNDS + 1];
+    size_t count[BOUNDS + 1];
     double sum;
 } Histogram;
 static const double bounds[BOUNDS] = {.0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10};
-static const unsigned statuses[STATUSES] = {200, 400, 401, 403, 404, 405, 413, 500, 503};
+static const unsigned statuses[STATUSES] = {200, 400, 401, 403, 404, 405, 413, 429, 500, 503};
 
 static struct {
     const Options *o;
     Session s;
-    Bytes name; /* as JSON */
+    const char *name; /* as clients call the model */
     unsigned char key[DIGEST];
     bool has_key, loopback;
     Scheduler *scheduler; /* the model's thread's */
@@ -140,26 +142,19 @@ static struct {
     double moved; /* when the last step ended */
     SchedulerState state;
     Histogram first, next;
-    uint64_t prompt, reused, generated, repairs, nans, status[STATUSES];
-} server = {.lock = PTHREAD_MUTEX_INITIALIZER};
+    size_t prompt, reused, generated, repairs, nans, waiting, used, status[STATUSES];
+} server = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
 
 static void lock(void) { pthread_mutex_lock(&server.lock); }
 static void unlock(void) { pthread_mutex_unlock(&server.lock); }
-
-static void cond_init(pthread_cond_t *cond) {
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(cond, &monotonic);
-}
 
 /* Waits a little, with the lock. */
 static void wait_on(pthread_cond_t *cond) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
-    long ns = until.tv_nsec + CHECK_MS * 1000000L;
-    until.tv_sec += ns / 1000000000, until.tv_nsec = ns % 1000000000;
-    pthread_cond_timedwait(cond, &server.lock, &until);
+    until.tv_nsec += CHECK_MS * 1000000L;
+    until.tv_sec += until.tv_nsec / 1000000000, until.tv_nsec %= 1000000000;
+    pthread_cond_clockwait(cond, &server.lock, CLOCK_MONOTONIC, &until);
 }
 
 static void observe(Histogram *h, double value) {
@@ -179,17 +174,16 @@ static void let_go(Choice *c) {
 }
 
 static void score(Drawn *d, const float *logits, int vocab, int top) {
-    double all = log_sum_exp(logits, vocab);
-    int n = 0;
+    const double all = log_sum_exp(logits, vocab);
+    Chance *best = d->chance + 1;
     d->scored = true;
-    d->logprob = d->token >= 0 ? (double)logits[d->token] - all : 0;
-    d->top = allocate((size_t)top * sizeof *d->top);
+    d->chance[0] = (Chance){d->token, d->token >= 0 ? (double)logits[d->token] - all : 0};
     for (int i = 0; i < vocab && top; i++) {
         double p = (double)logits[i] - all;
-        if (n == top && !(p > d->top[n - 1].logprob)) continue;
-        int at = n < top ? n++ : n - 1;
-        for (; at && p > d->top[at - 1].logprob; at--) d->top[at] = d->top[at - 1];
-        d->top[at] = (Chance){i, p};
+        if (d->top == top && !(p > best[top - 1].logprob)) continue;
+        int at = d->top < top ? d->top++ : top - 1;
+        for (; at && p > best[at - 1].logprob; at--) best[at] = best[at - 1];
+        best[at] = (Chance){i, p};
     }
 }
 
@@ -228,6 +222,7 @@ static int update_choices(void) {
         const Choice *leads = c - c->index % q->n;
         if (c->gone) continue;
         if (c->cancelled || server.error.code) {
+            if (!c->cancelled) q->error = server.error, q->status = 500;
             if (c->added) scheduler_remove(server.scheduler, &c->stream);
             let_go(c);
         } else if (!c->added && (leads == c || leads->begun || leads->gone)) {
@@ -241,9 +236,7 @@ static int update_choices(void) {
 
 /* Ends every answer with an error. With the lock. */
 static void fail_all(const Error *e) {
-    Request *q;
     server.error = *e;
-    TAILQ_FOREACH(q, &server.requests, next) q->error = *e;
     update_choices();
     for (double since = seconds(); !TAILQ_EMPTY(&server.requests) && seconds() - since < 2;) wait_on(&server.work);
 }
@@ -254,6 +247,7 @@ static bool run_model(Error *e) {
     bool ok = true;
     lock();
     server.ready = true;
+    fputs("infer: ready\n", stderr);
     while (ok && !(server.draining && TAILQ_EMPTY(&server.requests))) {
         int n = update_choices();
         server.moved = seconds();
@@ -269,7 +263,7 @@ static bool run_model(Error *e) {
         unlock();
         ok = scheduler_step(server.scheduler, e);
         lock();
-        scheduler_state(server.scheduler, &server.state);
+        server.state = scheduler_state(server.scheduler);
     }
     if (!ok) fail_all(e);
     unlock();
@@ -298,7 +292,7 @@ static enum MHD_Result queue(Request *q, unsigned status, const char *type, stru
     MHD_add_response_header(r, "Content-Type", type);
     MHD_add_response_header(r, "Cache-Control", "no-store");
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
-    if (status == 503) MHD_add_response_header(r, "Retry-After", "1");
+    if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
     if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
     if (status >= 400) MHD_add_response_header(r, "Connection", "close");
     enum MHD_Result result = MHD_queue_response(q->connection, status, r);
@@ -321,8 +315,10 @@ static void put_error(Bytes *out, const char *text, unsigned status, const char 
     bytes_text(out, "{\"error\":{\"message\":");
     bytes_json(out, text, strlen(text));
     bytes_print(out, ",\"type\":\"%s\",\"param\":null,\"code\":%s%s%s}}",
-                status < 500 ? "invalid_request_error" : "server_error", code ? "\"" : "", code ? code : "null",
-                code ? "\"" : "");
+                status == 429  ? "rate_limit_error"
+                : status < 500 ? "invalid_request_error"
+                               : "server_error",
+                code ? "\"" : "", code ? code : "null", code ? "\"" : "");
 }
 
 static enum MHD_Result respond_error(Request *q) {
@@ -333,37 +329,71 @@ static enum MHD_Result respond_error(Request *q) {
 
 /* ---- what a request asks for ---- */
 
-#define ASKED(name) offsetof(Asked, name)
+typedef enum { REAL, WHOLE, FLAG } Kind;
 static const struct {
     const char *key;
-    size_t field;
+    char of; /* c: only of chats, t: only of texts */
+    Kind kind;
+    size_t field; /* of Asked */
     double least, most;
-    bool whole;
-} numbers[] = {{"n", ASKED(n), 1, 16, true},
-               {"max_tokens", ASKED(tokens), 0, INT32_MAX, true},
-               {"max_completion_tokens", ASKED(chat_tokens), 1, INT32_MAX, true},
-               {"seed", ASKED(seed), -9007199254740991, 9007199254740991, true},
-               {"top_k", ASKED(top_k), -1, INT32_MAX, true},
-               {"temperature", ASKED(temperature), 0, 100, false},
-               {"top_p", ASKED(top_p), 0, 1, false},
-               {"min_p", ASKED(min_p), 0, 1, false},
-               {"repetition_penalty", ASKED(penalty), 1e-3, 100, false},
-               {"frequency_penalty", ASKED(frequency), 0, 0, false}, /* not supported: use repetition_penalty */
-               {"presence_penalty", ASKED(presence), 0, 0, false}};
-enum { NUMBERS = sizeof numbers / sizeof *numbers };
+} parameters[] = {{"n", 0, WHOLE, offsetof(Asked, n), 1, 16},
+                  {"max_tokens", 't', WHOLE, offsetof(Asked, tokens), 0, INT32_MAX},
+                  {"max_tokens", 'c', WHOLE, offsetof(Asked, tokens), 1, INT32_MAX},
+                  {"max_completion_tokens", 'c', WHOLE, offsetof(Asked, tokens), 1, INT32_MAX},
+                  {"seed", 0, WHOLE, offsetof(Asked, seed), -9007199254740991, 9007199254740991},
+                  {"top_k", 0, WHOLE, offsetof(Asked, top_k), -1, INT32_MAX},
+                  {"temperature", 0, REAL, offsetof(Asked, temperature), 0, 100},
+                  {"top_p", 0, REAL, offsetof(Asked, top_p), 0, 1},
+                  {"min_p", 0, REAL, offsetof(Asked, min_p), 0, 1},
+                  {"repetition_penalty", 0, REAL, offsetof(Asked, penalty), 1e-3, 100},
+                  {"frequency_penalty", 0, REAL, offsetof(Asked, none), 0, 0}, /* use repetition_penalty */
+                  {"presence_penalty", 0, REAL, offsetof(Asked, none), 0, 0},
+                  {"logprobs", 't', WHOLE, offsetof(Asked, top), 0, MOST_TOP},
+                  {"top_logprobs", 'c', WHOLE, offsetof(Asked, top), 0, MOST_TOP},
+                  {"logprobs", 'c', FLAG, offsetof(Asked, scored), 0, 0},
+                  {"stream", 0, FLAG, offsetof(Asked, stream), 0, 0},
+                  {"include_usage", 0, FLAG, offsetof(Asked, usage), 0, 0}, /* in stream_options */
+                  {"echo", 't', FLAG, offsetof(Asked, echo), 0, 0},
+                  {"ignore_eos", 0, FLAG, offsetof(Asked, forever), 0, 0}};
 
-static bool take_number(Request *q, const char *key, double least, double most, bool whole, double *to) {
-    const cJSON *value = json_get(q->json, key);
-    double x = cJSON_IsNumber(value) ? value->valuedouble : NAN;
-    if (!value) return true;
-    if (x >= least && x <= most && (!whole || x == floor(x))) return *to = x, true;
-    return bad(q, 400, NULL, "%s must be a %snumber from %.16g to %.16g", key, whole ? "whole " : "", least, most);
+static bool take_parameters(Request *q) {
+    const cJSON *options = json_get(q->json, "stream_options");
+    for (size_t i = 0; i < sizeof parameters / sizeof *parameters; i++) {
+        const char *key = parameters[i].key;
+        const double least = parameters[i].least, most = parameters[i].most;
+        const bool whole = parameters[i].kind == WHOLE;
+        const cJSON *value = json_get(strcmp(key, "include_usage") ? q->json : options, key);
+        double *to = (double *)(void *)((char *)&q->asked + parameters[i].field), x;
+        if (!value || (parameters[i].of && (parameters[i].of == 'c') != q->chat)) continue;
+        if (parameters[i].kind == FLAG && !cJSON_IsBool(value))
+            return bad(q, 400, NULL, "%s must be true or false", key);
+        x = cJSON_IsNumber(value) ? value->valuedouble : NAN;
+        *to = parameters[i].kind == FLAG ? cJSON_IsTrue(value) : x;
+        if (parameters[i].kind != FLAG && (!(x >= least && x <= most) || (whole && x != floor(x))))
+            return bad(q, 400, NULL, "%s must be a %snumber from %.16g to %.16g", key, whole ? "whole " : "", least,
+                       most);
+    }
+    return true;
 }
 
-static bool take_bool(Request *q, const cJSON *object, const char *key, bool *to) {
-    const cJSON *value = json_get(object, key);
-    if (value) *to = cJSON_IsTrue(value);
-    return !value || cJSON_IsBool(value) || bad(q, 400, NULL, "%s must be true or false", key);
+/* What is not supported is refused, not ignored. */
+static bool refuse_others(Request *q) {
+    const char *model = json_string(q->json, "model");
+    const cJSON *each;
+    if (json_get(q->json, "model") && (!model || strcmp(model, server.name)))
+        return bad(q, 404, "model_not_found", "there is no model %.100s here, only %s", model ? model : "",
+                   server.name);
+    cJSON_ArrayForEach(each, q->json) {
+        if (!cJSON_IsNull(each) && text_listed("functions function_call audio suffix web_search_options guided_choice "
+                                               "guided_regex guided_grammar guided_json best_of",
+                                               each->string))
+            return bad(q, 400, "unsupported", "%s is not supported", each->string);
+    }
+    cJSON_ArrayForEach(each, json_get(q->json, "modalities")) {
+        if (!cJSON_IsString(each) || strcmp(each->valuestring, "text"))
+            return bad(q, 400, "unsupported", "modalities other than text are not supported");
+    }
+    return true;
 }
 
 static bool take_stops(Request *q) {
@@ -391,60 +421,25 @@ static bool take_biases(Request *q) {
     return true;
 }
 
-/* What is not supported is refused, not ignored. */
-static bool refuse_unknown(Request *q) {
-    static const char *const names[] = {"functions",          "function_call", "audio",        "suffix",
-                                        "web_search_options", "guided_choice", "guided_regex", "guided_grammar",
-                                        "guided_json",        "best_of"};
-    const cJSON *modality;
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (json_get(q->json, names[i])) return bad(q, 400, "unsupported", "%s is not supported", names[i]);
-    cJSON_ArrayForEach(
-        modality,
-        json_get(q->json, "modalities")) if (!cJSON_IsString(modality) ||
-                                             strcmp(modality->valuestring,
-                                                    "text")) return bad(q, 400, "unsupported",
-                                                                        "modalities other than text are not supported");
-    return true;
-}
-
-/* What both kinds of completions have. */
-static bool take_parameters(Request *q) {
-    Asked a = {.n = 1, .tokens = q->chat ? INT32_MAX : 16, .temperature = 1, .top_p = 1, .penalty = 1, .top = -1};
-    const cJSON *model = json_get(q->json, "model");
+/* All but the prompt. */
+static bool take_request(Request *q) {
+    Asked *a = &q->asked;
     uint32_t random = 0;
-    bool scored = true;
-    Bytes name = {0};
     if (getentropy(&random, sizeof random)) random = (uint32_t)(seconds() * 1e6);
-    a.seed = random;
-    if (cJSON_IsString(model)) bytes_json(&name, model->valuestring, strlen(model->valuestring));
-    if (model && !(name.n && !strcmp(name.data, server.name.data)))
-        bad(q, 404, "model_not_found", "there is no model %.100s here, only %s", name.n ? name.data : "",
-            server.name.data);
-    bytes_free(&name);
-    if (q->status) return false;
-    for (int i = 0; i < NUMBERS; i++) {
-        double *to = (double *)((char *)&a + numbers[i].field);
-        if (!take_number(q, numbers[i].key, numbers[i].least, numbers[i].most, numbers[i].whole, to)) return false;
-    }
-    if (!refuse_unknown(q) || !take_stops(q) || !take_biases(q) || !take_bool(q, q->json, "stream", &q->stream) ||
-        !take_bool(q, q->json, "ignore_eos", &q->forever) ||
-        !take_bool(q, json_get(q->json, "stream_options"), "include_usage", &q->usage))
-        return false;
-    if (!q->chat && !take_bool(q, q->json, "echo", &q->echo)) return false;
-    if (q->chat && (scored = false, !take_bool(q, q->json, "logprobs", &scored))) return false;
-    if (!take_number(q, q->chat ? "top_logprobs" : "logprobs", 0, MOST_TOP, true, &a.top)) return false;
-    if (a.top >= 0 && !scored) return bad(q, 400, NULL, "top_logprobs needs logprobs");
-    q->sampling = (Sampling){.temperature = a.temperature < 0.01 ? 0 : (float)a.temperature,
-                             .top_k = a.top_k < 0 ? 0 : (int)a.top_k,
-                             .top_p = a.top_p < 1e-30 ? 1e-30f : (float)a.top_p,
-                             .min_p = a.min_p < 1e-30 ? 0 : (float)a.min_p,
-                             .penalty = (float)a.penalty,
-                             .seed = (uint64_t)(int64_t)a.seed};
-    q->n = (int)a.n;
-    q->most = (int)(q->chat && a.chat_tokens ? a.chat_tokens : a.tokens);
-    q->top = q->chat && scored && a.top < 0 ? 0 : (int)a.top;
-    return q->most || !q->chat || bad(q, 400, NULL, "max_tokens must be at least 1");
+    *a = (Asked){.n = 1, .tokens = q->chat ? INT32_MAX : 16, .temperature = 1, .top_p = 1, .penalty = 1, .top = -1};
+    a->seed = random;
+    if (!refuse_others(q) || !take_parameters(q) || !take_stops(q) || !take_biases(q)) return false;
+    if (q->chat && a->top >= 0 && !a->scored) return bad(q, 400, NULL, "top_logprobs needs logprobs");
+    if (q->chat && a->scored && a->top < 0) a->top = 0;
+    q->sampling = (Sampling){.temperature = a->temperature < 0.01 ? 0 : (float)a->temperature,
+                             .top_k = a->top_k < 0 ? 0 : (int)a->top_k,
+                             .top_p = a->top_p < 1e-30 ? 1e-30f : (float)a->top_p,
+                             .min_p = a->min_p < 1e-30 ? 0 : (float)a->min_p,
+                             .penalty = (float)a->penalty,
+                             .seed = (uint64_t)(int64_t)a->seed};
+    q->n = (int)a->n, q->top = (int)a->top;
+    q->stream = a->stream > 0, q->echo = a->echo > 0;
+    return true;
 }
 
 /* ---- functions ---- */
@@ -511,13 +506,13 @@ static bool add_choices(Request *q, const Ids *prompt) {
         *c = (Choice){.request = q, .index = q->choices++, .decoder.begun = !q->echo};
         ids_append(&t->tokens, prompt->data, prompt->n);
         t->prompt = prompt->n;
-        t->most = prompt->n + (q->most ? (size_t)q->most : 1);
+        t->most = prompt->n + (q->asked.tokens > 0 ? (size_t)q->asked.tokens : 1);
         if (t->most > context) t->most = context;
         t->sampling = q->sampling;
         t->sampling.seed += (uint64_t)c->index;
         t->bias = q->biases ? q->bias : NULL, t->biases = q->biases;
         t->want = q->top < 0 ? WANT_TOKEN : q->echo ? WANT_ALL_LOGITS : WANT_LOGITS;
-        t->stop = q->forever ? NULL : &server.s.checkpoint.stop;
+        t->stop = q->asked.forever ? NULL : &server.s.checkpoint.stop;
         t->take = take_token;
         t->owner = c;
     }
@@ -551,16 +546,16 @@ static bool make_chat(Request *q) {
 }
 
 /* A prompt in JSON: a text, or token ids. */
-static bool take_prompt(Request *q, const cJSON *prompt, Ids *ids) {
+static bool take_prompt(Request *q, const cJSON *prompt, int flags, Ids *ids) {
     const cJSON *each;
     const char *text = cJSON_GetStringValue(prompt);
     const int vocab = server.s.checkpoint.model.vocab;
     int64_t id;
     Error e;
     if (text)
-        return tokenizer_encode(server.s.tokenizer, text, strlen(text), WITH_TEMPLATE, ids, &e) ||
+        return tokenizer_encode(server.s.tokenizer, text, strlen(text), flags, ids, &e) ||
                bad(q, 400, NULL, "prompt: %s", e.text);
-    if (!cJSON_IsArray(prompt)) return bad(q, 400, NULL, "the prompt must be a text, token ids, or an array of those");
+    if (!cJSON_IsArray(prompt)) return bad(q, 400, NULL, "a text or an array of token ids is needed");
     cJSON_ArrayForEach(each, prompt) {
         if (!json_whole(each, 0, vocab - 1, &id))
             return bad(q, 400, NULL, "token ids are whole numbers from 0 to %d", vocab - 1);
@@ -577,7 +572,7 @@ static bool make_completion(Request *q) {
     q->choice = allocate_zero((size_t)(n * q->n), sizeof *q->choice);
     for (const cJSON *each = many ? first : prompt; n-- && ok; each = many ? each->next : NULL) {
         Ids ids = {0};
-        ok = take_prompt(q, each, &ids) && add_choices(q, &ids);
+        ok = take_prompt(q, each, WITH_TEMPLATE, &ids) && add_choices(q, &ids);
         ids_free(&ids);
     }
     return ok;
@@ -591,7 +586,7 @@ static bool enqueue(Request *q) {
     else if (server.draining)
         bad(q, 503, NULL, "the server ends");
     else if (server.live >= server.o->slots + server.o->queue)
-        bad(q, 503, "overloaded", "%d answers are being written or waited for: try again", server.live);
+        bad(q, 429, "overloaded", "%d answers are being written or waited for: try again", server.live);
     if (!q->status) {
         TAILQ_INSERT_TAIL(&server.requests, q, next);
         server.live += q->choices;
@@ -604,115 +599,131 @@ static bool enqueue(Request *q) {
 
 /* ---- answers as JSON ---- */
 
-static void put_usage(const Request *q, Bytes *out) {
-    size_t prompt = 0, reused = 0, tokens = 0, thought = 0;
-    for (const Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        if (c->index % q->n == 0) prompt += c->stream.prompt, reused += c->stream.reused;
-        tokens += c->tokens, thought += c->thought;
-    }
-    bytes_print(out,
-                "\"usage\":{\"prompt_tokens\":%zu,\"completion_tokens\":%zu,\"total_tokens\":%zu,"
-                "\"prompt_tokens_details\":{\"cached_tokens\":%zu},"
-                "\"completion_tokens_details\":{\"reasoning_tokens\":%zu}}",
-                prompt, tokens, prompt + tokens, reused, thought);
-}
-
-static void put_begin(const Request *q, Bytes *out) {
-    bytes_print(out, "{\"id\":\"%s\",\"object\":\"%s\",\"created\":%lld,\"model\":%s,\"choices\":[", q->id,
-                !q->chat    ? "text_completion"
-                : q->stream ? "chat.completion.chunk"
-                            : "chat.completion",
-                q->created, server.name.data);
-}
-
-/* An answer or a part of it, with the logprobs that wait. */
-static void put_choice(Choice *c, const char *key, const Bytes *content, Bytes *out) {
-    bool chat = c->request->chat;
-    bytes_print(out, "%s{\"index\":%d,\"%s\":%s,\"logprobs\":", out->data[out->n - 1] == '[' ? "" : ",", c->index, key,
-                content->data);
-    if (!c->scores->n)
-        bytes_text(out, "null");
-    else if (chat)
-        bytes_print(out, "{\"content\":[%s]}", c->scores->data + 1);
-    else
-        bytes_print(out, "{\"tokens\":[%s],\"token_logprobs\":[%s],\"top_logprobs\":[%s],\"text_offset\":[%s]}",
-                    c->scores[0].data + 1, c->scores[1].data + 1, c->scores[2].data + 1, c->scores[3].data + 1);
-    for (int i = 0; i < 4; i++) c->scores[i].n = 0;
-    bytes_print(out, c->finish ? ",\"finish_reason\":\"%s\"}" : ",\"finish_reason\":null}", c->finish);
-}
-
-/* An event with what is new of a choice: the delta of a chat, or text. */
-static void add_event(Choice *c, const Bytes *content) {
-    Request *q = c->request;
-    bytes_text(&q->out, "data: ");
-    put_begin(q, &q->out);
-    put_choice(c, q->chat ? "delta" : "text", content, &q->out);
-    bytes_text(&q->out, "]}\n\n");
-}
-
-static void add_text(Choice *c, const char *key, const char *text, size_t n) {
-    Bytes content = {0};
-    if (c->request->chat) bytes_print(&content, "{\"%s\":", key);
-    bytes_json(&content, text, n);
-    if (c->request->chat) bytes_text(&content, "}");
-    add_event(c, &content);
-    bytes_free(&content);
-}
-
-/* A token as the key or value that OpenAI's logprobs have for it; *raw: its bytes. */
-static void put_token(int token, Bytes *out, Bytes *raw) {
+static cJSON *token_text(int token, Bytes *raw) {
     Decoder d = {.begun = true};
     Bytes text = {0}, copy = {0};
+    raw->n = 0;
     tokenizer_bytes(server.s.tokenizer, &d, token, raw);
     bytes_add(&copy, raw->data, raw->n);
     utf8_stream(&copy, &text, true);
-    bytes_json(out, text.n ? text.data : "", text.n);
+    cJSON *json = json_from_text(text.data, text.n);
     bytes_free(&text), bytes_free(&copy), bytes_free(&d.held);
+    return json;
 }
 
-static void put_chance(int token, double logprob, Bytes *out) {
+static cJSON *logprob_json(const Chance *c) {
+    return cJSON_CreateNumber(fmax(c->logprob, -9999));
+} /* none is infinite */
+
+static cJSON *chance_json(const Chance *c) {
     Bytes raw = {0};
-    bytes_text(out, "{\"token\":");
-    put_token(token, out, &raw);
-    bytes_print(out, ",\"logprob\":%.17g,\"bytes\":[", fmax(logprob, -9999)); /* JSON has no infinity */
-    for (size_t i = 0; i < raw.n; i++) bytes_print(out, i ? ",%d" : "%d", (unsigned char)raw.data[i]);
-    bytes_text(out, "]");
+    cJSON *json = cJSON_CreateObject(), *bytes;
+    cJSON_AddItemToObject(json, "token", token_text(c->id, &raw));
+    cJSON_AddItemToObject(json, "logprob", logprob_json(c));
+    bytes = cJSON_AddArrayToObject(json, "bytes");
+    for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, cJSON_CreateNumber((unsigned char)raw.data[i]));
     bytes_free(&raw);
+    return json;
+}
+
+/* Adds a value to an array of the object, which it begins. */
+static void add_to(cJSON *object, const char *key, cJSON *value) {
+    cJSON *array = cJSON_GetObjectItemCaseSensitive(object, key);
+    cJSON_AddItemToArray(array ? array : cJSON_AddArrayToObject(object, key), value);
 }
 
 /* Adds a token's logprobs to those that wait; `offset` of its text is that in the answer's. */
 static void add_score(Choice *c, const Drawn *d, size_t offset) {
-    const int top = d->scored ? c->request->top : 0;
-    Bytes *out = c->scores, raw = {0};
-    for (int i = 0; i < 4; i++) bytes_text(out + i, ",");
-    if (c->request->chat) {
-        put_chance(d->token, d->logprob, out);
-        bytes_text(out, ",\"top_logprobs\":[");
-        for (int i = 0; i < top; i++) {
-            if (i) bytes_text(out, ",");
-            put_chance(d->top[i].id, d->top[i].logprob, out);
-            bytes_text(out, "}");
+    cJSON *top = d->scored ? cJSON_CreateObject() : cJSON_CreateNull(), *own = NULL;
+    Bytes raw = {0};
+    if (!c->scores) c->scores = cJSON_CreateObject();
+    if (c->request->chat) own = chance_json(d->chance);
+    for (int i = 1; i <= d->top; i++) {
+        if (own) {
+            add_to(own, "top_logprobs", chance_json(d->chance + i));
+            continue;
         }
-        bytes_text(out, "]}");
-        return;
+        cJSON *name = token_text(d->chance[i].id, &raw);
+        if (!cJSON_HasObjectItem(top, name->valuestring)) /* parts of letters may look alike */
+            cJSON_AddItemToObject(top, name->valuestring, logprob_json(d->chance + i));
+        cJSON_Delete(name);
     }
-    put_token(d->token, out, &raw);
-    bytes_print(out + 1, d->scored ? "%.17g" : "null", fmax(d->logprob, -9999));
-    bytes_text(out + 2, d->scored ? "{" : "null");
-    for (int i = 0; i < top; i++) {
-        if (i) bytes_text(out + 2, ",");
-        put_token(d->top[i].id, out + 2, &raw);
-        bytes_print(out + 2, ":%.17g", fmax(d->top[i].logprob, -9999));
+    if (own) {
+        if (!d->top) cJSON_AddArrayToObject(own, "top_logprobs");
+        add_to(c->scores, "content", own);
+        cJSON_Delete(top);
+    } else {
+        add_to(c->scores, "tokens", token_text(d->token, &raw));
+        add_to(c->scores, "token_logprobs", d->scored ? logprob_json(d->chance) : cJSON_CreateNull());
+        add_to(c->scores, "top_logprobs", top);
+        add_to(c->scores, "text_offset", cJSON_CreateNumber((double)offset));
     }
-    bytes_text(out + 2, d->scored ? "}" : "");
-    bytes_print(out + 3, "%zu", offset);
     bytes_free(&raw);
+}
+
+/* What waits of a choice to be handed out: all of it at the end, or in a stream what the last token brought. */
+static cJSON *choice_json(Choice *c) {
+    const Request *q = c->request;
+    cJSON *choice = cJSON_CreateObject(), *to = choice;
+    const bool text = c->shown > c->sent || !q->chat || (!q->stream && !c->calls);
+    cJSON_AddNumberToObject(choice, "index", c->index);
+    if (q->chat) to = cJSON_AddObjectToObject(choice, q->stream ? "delta" : "message");
+    if (q->chat && !c->spoke) cJSON_AddStringToObject(to, "role", "assistant");
+    if (text)
+        cJSON_AddItemToObject(to, q->chat ? "content" : "text",
+                              json_from_text(c->text.data + c->sent, c->shown - c->sent));
+    if (!text && !q->stream) cJSON_AddNullToObject(to, "content");
+    if (c->thoughts.n) cJSON_AddItemToObject(to, "reasoning_content", json_from_text(c->thoughts.data, c->thoughts.n));
+    if (c->calls) cJSON_AddItemToObject(to, "tool_calls", c->calls);
+    cJSON_AddItemToObject(choice, "logprobs", c->scores ? c->scores : cJSON_CreateNull());
+    cJSON_AddItemToObject(choice, "finish_reason", c->finish ? cJSON_CreateString(c->finish) : cJSON_CreateNull());
+    c->calls = c->scores = NULL;
+    c->sent = c->shown, c->thoughts.n = 0, c->spoke = true;
+    return choice;
+}
+
+/* A reply with these choices, or an event of one. */
+static void put_reply(const Request *q, cJSON *choices, bool usage, Bytes *out) {
+    cJSON *json = cJSON_CreateObject();
+    size_t prompt = 0, reused = 0, tokens = 0, thought = 0;
+    cJSON_AddStringToObject(json, "id", q->id);
+    cJSON_AddStringToObject(json, "object",
+                            !q->chat    ? "text_completion"
+                            : q->stream ? "chat.completion.chunk"
+                                        : "chat.completion");
+    cJSON_AddNumberToObject(json, "created", (double)q->created);
+    cJSON_AddStringToObject(json, "model", server.name);
+    cJSON_AddItemToObject(json, "choices", choices);
+    for (const Choice *c = q->choice; c < q->choice + q->choices; c++) {
+        if (c->index % q->n == 0) prompt += c->stream.prompt, reused += c->stream.reused;
+        tokens += c->tokens, thought += c->thought;
+    }
+    char *text = json_text(json);
+    text[strlen(text) - 1] = 0; /* usage goes before the brace */
+    bytes_print(out, q->stream ? "data: %s" : "%s", text);
+    if (usage)
+        bytes_print(out,
+                    ",\"usage\":{\"prompt_tokens\":%zu,\"completion_tokens\":%zu,\"total_tokens\":%zu,"
+                    "\"prompt_tokens_details\":{\"cached_tokens\":%zu},"
+                    "\"completion_tokens_details\":{\"reasoning_tokens\":%zu}}",
+                    prompt, tokens, prompt + tokens, reused, thought);
+    bytes_text(out, q->stream ? "}\n\n" : "}");
+    free(text);
+    cJSON_Delete(json);
+}
+
+/* Streams what waits. */
+static void emit(Choice *c) {
+    if (!c->request->stream || !(c->shown > c->sent || c->thoughts.n || c->calls || c->scores || c->finish)) return;
+    cJSON *choices = cJSON_CreateArray();
+    cJSON_AddItemToArray(choices, choice_json(c));
+    put_reply(c->request, choices, false, &c->request->out);
 }
 
 /* ---- from tokens to answers ---- */
 
-/* Hands out what of the text is free of stop texts; an end that may be the beginning of one waits. */
-static void pass_text(Choice *c, bool last) {
+/* Shows what of the text is free of stop texts; an end that may be the beginning of one waits. */
+static void show_text(Choice *c, bool last) {
     const Request *q = c->request;
     const char *text = c->text.data ? c->text.data : "";
     size_t end = c->text.n;
@@ -724,56 +735,49 @@ static void pass_text(Choice *c, bool last) {
         for (size_t k = strlen(q->stop[i]) - 1; k; k--)
             if (k <= c->text.n - c->shown && !memcmp(text + c->text.n - k, q->stop[i], k) && c->text.n - k < end)
                 end = c->text.n - k;
-    if (q->stream && (end > c->shown || c->scores->n)) add_text(c, "content", text + c->shown, end - c->shown);
     c->shown = end;
 }
 
-/* Hands out what is new of a call, or, where all is handed out at once, a complete one. */
-static void pass_call(Choice *c, const Message *m, bool complete) {
-    static const char prefix[] = "functions.";
+/* Adds what is new of a call to what waits. */
+static void add_call(Choice *c, const Message *m) {
     const Request *q = c->request;
-    Bytes call = {0};
-    if (!q->stream && !complete) return;
-    if (q->stream) bytes_print(&call, "{\"tool_calls\":[{\"index\":%d,", c->calls_n - c->opened);
-    if (!q->stream) bytes_text(&call, c->calls.n ? ",{" : "{");
+    cJSON *call = cJSON_CreateObject(), *function;
+    if (q->stream) cJSON_AddNumberToObject(call, "index", c->calls_n - c->opened);
     if (!c->opened) {
-        const char *used = m->recipient + (strncmp(m->recipient, prefix, strlen(prefix)) ? 0 : strlen(prefix));
+        const char *used = m->recipient + (strncmp(m->recipient, "functions.", 10) ? 0 : 10);
         const char *given = json_string(q->names, used);
-        bytes_print(&call, "\"id\":\"call_%s_%d_%d\",\"type\":\"function\",", q->id + strcspn(q->id, "-") + 1, c->index,
-                    c->calls_n++);
-        bytes_text(&call, "\"function\":{\"name\":");
-        bytes_json(&call, given ? given : used, strlen(given ? given : used));
-        bytes_text(&call, ",");
+        char id[80];
+        snprintf(id, sizeof id, "call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, c->index, c->calls_n++);
+        cJSON_AddStringToObject(call, "id", id);
+        cJSON_AddStringToObject(call, "type", "function");
+        function = cJSON_AddObjectToObject(call, "function");
+        cJSON_AddItemToObject(function, "name", json_from_text(given ? given : used, strlen(given ? given : used)));
     } else {
-        bytes_text(&call, "\"function\":{");
+        function = cJSON_AddObjectToObject(call, "function");
     }
-    bytes_text(&call, "\"arguments\":");
-    bytes_json(&call, m->content.n ? m->content.data + c->passed : "", m->content.n - c->passed);
-    bytes_text(&call, q->stream ? "}}]}" : "}}");
-    if (q->stream) add_event(c, &call);
-    if (!q->stream) bytes_add(&c->calls, call.data, call.n);
-    c->opened = true;
-    c->passed = m->content.n;
-    bytes_free(&call);
+    cJSON_AddItemToObject(function, "arguments", json_from_text(m->content.data + c->passed, m->content.n - c->passed));
+    if (!c->calls) c->calls = cJSON_CreateArray();
+    cJSON_AddItemToArray(c->calls, call);
 }
 
-/* Hands out what the reader has that is new. */
-static void pass_messages(Choice *c) {
+/* Takes what the reader has that is new. */
+static void take_messages(Choice *c) {
     const Request *q = c->request;
     const Reader *r = &c->reader;
     for (bool complete = true; complete && !c->finish;) {
         complete = c->message < r->messages;
         const Message *m = complete ? r->message + c->message : &r->now;
-        const char *text = m->content.n ? m->content.data + c->passed : "";
-        size_t n = m->content.n - c->passed;
-        Part part = message_part(m);
-        if (part == CALL && q->tools) {
-            if ((complete || r->in_content) && (n || !c->opened)) pass_call(c, m, complete);
-        } else if (n) {
-            if (part == REASONING && q->stream) add_text(c, "reasoning_content", text, n);
-            if (part == REASONING && !q->stream) bytes_add(&c->thoughts, text, n);
-            if (part != REASONING && c->text.n && !c->opened) bytes_text(&c->text, "\n\n"); /* behind a preamble */
-            if (part != REASONING) bytes_add(&c->text, text, n), pass_text(c, false);
+        const size_t n = m->content.n - c->passed;
+        const Part part = message_part(m);
+        const bool call = part == CALL && q->tools;
+        if (call ? (complete || (q->stream && r->in_content)) && (n || !c->opened) : n > 0) {
+            const char *text = m->content.data + c->passed;
+            if (!call && part != REASONING && c->text.n && !c->opened) bytes_text(&c->text, "\n\n"); /* a preamble */
+            if (!call) bytes_add(part == REASONING ? &c->thoughts : &c->text, text, n);
+            if (call)
+                add_call(c, m);
+            else if (part != REASONING)
+                show_text(c, false);
             c->opened = true;
             c->passed = m->content.n;
         }
@@ -781,20 +785,17 @@ static void pass_messages(Choice *c) {
     }
 }
 
-/* The answer has ended: what waits is handed out, and why it ended. */
+/* The answer has ended, and why. */
 static void finish_choice(Choice *c, const char *why) {
-    Request *q = c->request;
-    Bytes nothing = {0};
-    if (q->chat && !c->finish) reader_end(&c->reader, &nothing), pass_messages(c);
+    const Request *q = c->request;
+    Bytes ignored = {0};
+    if (q->chat && !c->finish) reader_end(&c->reader, &ignored), take_messages(c);
     if (!q->chat && !c->finish) tokenizer_flush(&c->decoder, &c->text);
-    if (!c->finish) pass_text(c, true);
+    if (!c->finish) show_text(c, true);
     if (!c->finish) c->finish = why == stopped && c->calls_n ? "tool_calls" : why;
-    nothing.n = 0;
-    bytes_text(&nothing, q->chat ? "{}" : "\"\"");
-    if (q->stream) add_event(c, &nothing);
-    bytes_free(&nothing);
+    bytes_free(&ignored);
     lock();
-    server.repairs += (uint64_t)c->reader.repairs;
+    server.repairs += (size_t)c->reader.repairs;
     c->cancelled = true;
     pthread_cond_signal(&server.work);
     unlock();
@@ -809,44 +810,39 @@ static bool read_chat(Choice *c, const Drawn *d) {
     bytes_free(&ignored);
     c->thought += read.part == REASONING;
     if (d->scored && content && !tokenizer_is_control(server.s.tokenizer, d->token)) add_score(c, d, 0);
-    if (read.stop && !c->request->forever) return true;
-    pass_messages(c);
+    if (read.stop && !c->request->asked.forever) return true;
+    take_messages(c);
     return false;
 }
 
 /* A token of a text, or (echo) of its prompt. */
 static bool read_text(Choice *c, const Drawn *d) {
     const Ids *stops = c->stream.stop;
-    bool prompt = d->position < c->stream.prompt;
-    for (size_t i = 0; stops && !prompt && i < stops->n; i++)
-        if (d->token == stops->data[i]) return true;
-    if (d->scored || (prompt && c->request->top >= 0)) add_score(c, d, c->text.n);
+    bool prompt = d->position < c->stream.prompt, stop = false;
+    for (size_t i = 0; stops && !prompt && i < stops->n; i++) stop |= d->token == stops->data[i];
+    if (d->scored || (prompt && c->request->top >= 0)) add_score(c, d, c->text.n); /* usage counts it too */
+    if (stop) return true;
     tokenizer_decode(server.s.tokenizer, &c->decoder, d->token, &c->text);
-    if (prompt && !c->request->stream) c->shown = c->text.n; /* no stop text is looked for in it */
-    if (!prompt) pass_text(c, false);
+    if (prompt) c->shown = c->text.n; /* no stop text is looked for in it */
+    if (!prompt) show_text(c, false);
     return false;
 }
 
 static void read_token(Choice *c, const Drawn *d) {
     Request *q = c->request;
-    bool prompt = d->position < c->stream.prompt;
+    bool prompt = d->position < c->stream.prompt, silent = !prompt && !q->asked.tokens, stop = false;
     if (c->finish) return;
     if (d->token < 0) {
         lock();
-        fail(&q->error, FAILED, "the logits hold a NaN: the weights or config.json are damaged");
+        bad(q, 500, NULL, "the logits hold a NaN: the weights or config.json are damaged");
         unlock();
         c->finish = failed;
         return;
     }
-    if (!prompt && !q->most) return finish_choice(c, full);
-    c->tokens += !prompt;
-    bool stop = q->chat ? read_chat(c, d) : read_text(c, d);
-    if (c->finish || stop || d->last) finish_choice(c, stop ? stopped : full);
-}
-
-static void drawn_free(Drawn *drawn, int n) {
-    for (int i = 0; i < n; i++) free(drawn[i].top);
-    free(drawn);
+    c->tokens += !prompt && !silent;
+    if (!silent) stop = q->chat ? read_chat(c, d) : read_text(c, d);
+    if (c->finish || stop || d->last || silent) finish_choice(c, stop ? stopped : full);
+    emit(c);
 }
 
 /* Makes text of the tokens that are there; true: every answer is complete. */
@@ -860,7 +856,7 @@ static bool read_choices(Request *q) {
         c->drawn = NULL, c->drawn_n = 0;
         unlock();
         for (int i = 0; i < n; i++) read_token(c, drawn + i);
-        drawn_free(drawn, n);
+        free(drawn);
         if (gone && !c->finish) c->finish = failed;
         done = done && c->finish;
     }
@@ -894,30 +890,15 @@ static bool wait_for_tokens(Request *q) {
     return !departed;
 }
 
-/* Why the answers ended, if that is an error. */
-static bool has_failed(Request *q) {
-    lock();
-    bool failure = q->error.code;
-    if (failure) q->status = 500;
-    unlock();
-    return failure;
-}
-
 /* The events behind the last choice's. */
 static void end_events(Request *q) {
     q->complete = true;
-    if (has_failed(q)) {
+    if (q->status) {
         bytes_text(&q->out, "data: ");
         put_error(&q->out, q->error.text, 500, NULL);
         return bytes_text(&q->out, "\n\n");
     }
-    if (q->usage) {
-        bytes_text(&q->out, "data: ");
-        put_begin(q, &q->out);
-        bytes_text(&q->out, "],");
-        put_usage(q, &q->out);
-        bytes_text(&q->out, "}\n\n");
-    }
+    if (q->asked.usage) put_reply(q, cJSON_CreateArray(), true, &q->out);
     bytes_text(&q->out, "data: [DONE]\n\n");
 }
 
@@ -938,26 +919,9 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
 }
 
 static void put_whole(Request *q, Bytes *out) {
-    put_begin(q, out);
-    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        Bytes content = {0};
-        if (q->chat) bytes_text(&content, "{\"role\":\"assistant\",\"content\":");
-        if (c->calls.n && !c->text.n)
-            bytes_text(&content, "null");
-        else
-            bytes_json(&content, c->text.n ? c->text.data : "", c->text.n);
-        if (c->thoughts.n) {
-            bytes_text(&content, ",\"reasoning_content\":");
-            bytes_json(&content, c->thoughts.data, c->thoughts.n);
-        }
-        if (c->calls.n) bytes_print(&content, ",\"tool_calls\":[%s]", c->calls.data);
-        if (q->chat) bytes_text(&content, "}");
-        put_choice(c, q->chat ? "message" : "text", &content, out);
-        bytes_free(&content);
-    }
-    bytes_text(out, "],");
-    put_usage(q, out);
-    bytes_text(out, "}");
+    cJSON *choices = cJSON_CreateArray();
+    for (Choice *c = q->choice; c < q->choice + q->choices; c++) cJSON_AddItemToArray(choices, choice_json(c));
+    put_reply(q, choices, true, out);
 }
 
 /* What an answer has before its first token. */
@@ -970,20 +934,20 @@ static void begin_answers(Request *q) {
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
         size_t ready = !q->echo ? 0 : q->top < 0 ? c->stream.prompt : 1; /* the scheduler scores from the second on */
         for (size_t i = 0; i < ready; i++) read_text(c, &(Drawn){.token = c->stream.tokens.data[i]});
-        if (q->chat && q->stream) add_text(c, "role", "assistant", 9);
+        emit(c);
     }
 }
 
 static enum MHD_Result answer(Request *q) {
     Bytes out = {0};
-    if (!take_parameters(q) || !(q->chat ? make_chat(q) : make_completion(q)) || !enqueue(q)) return respond_error(q);
+    if (!take_request(q) || !(q->chat ? make_chat(q) : make_completion(q)) || !enqueue(q)) return respond_error(q);
     begin_answers(q);
     if (q->stream)
         return queue(q, 200, "text/event-stream",
                      MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 4096, write_events, q, NULL));
     while (!read_choices(q))
         if (!wait_for_tokens(q)) return MHD_NO;
-    if (has_failed(q)) return respond_error(q);
+    if (q->status) return respond_error(q);
     put_whole(q, &out);
     return respond_json(q, 200, &out);
 }
@@ -995,10 +959,12 @@ static enum MHD_Result chat_completions(Request *q) { return q->chat = true, ans
 
 static enum MHD_Result models(Request *q) {
     Bytes out = {0};
+    bytes_text(&out, "{\"object\":\"list\",\"data\":[{\"id\":");
+    bytes_json(&out, server.name, strlen(server.name));
     bytes_print(&out,
-                "{\"object\":\"list\",\"data\":[{\"id\":%s,\"object\":\"model\",\"created\":0,\"owned_by\":\"infer\","
+                ",\"object\":\"model\",\"created\":0,\"owned_by\":\"infer\","
                 "\"max_model_len\":%d}]}",
-                server.name.data, server.s.engine.context);
+                server.s.engine.context);
     return respond_json(q, 200, &out);
 }
 
@@ -1024,78 +990,72 @@ static enum MHD_Result page(Request *q) {
 }
 
 static enum MHD_Result tokenize(Request *q) {
-    const char *text = json_string(q->json, "prompt");
     Ids ids = {0};
     Bytes out = {0};
-    Error e;
-    fail(&e, USAGE, "prompt must be a text");
-    if (!text || !tokenizer_encode(server.s.tokenizer, text, strlen(text), 0, &ids, &e)) {
-        bad(q, 400, NULL, "%s", e.text);
-        return respond_error(q);
+    if (take_prompt(q, json_get(q->json, "prompt"), 0, &ids)) {
+        bytes_print(&out, "{\"count\":%zu,\"tokens\":[", ids.n);
+        for (size_t i = 0; i < ids.n; i++) bytes_print(&out, i ? ",%d" : "%d", ids.data[i]);
+        bytes_text(&out, "]}");
     }
-    bytes_print(&out, "{\"count\":%zu,\"tokens\":[", ids.n);
-    for (size_t i = 0; i < ids.n; i++) bytes_print(&out, i ? ",%d" : "%d", ids.data[i]);
-    bytes_text(&out, "]}");
     ids_free(&ids);
-    return respond_json(q, 200, &out);
+    return out.n ? respond_json(q, 200, &out) : respond_error(q);
 }
 
 static enum MHD_Result detokenize(Request *q) {
-    const cJSON *tokens = json_get(q->json, "tokens");
     Ids ids = {0};
     Bytes text = {0}, out = {0};
     Decoder d = {0};
-    if (!cJSON_IsArray(tokens)) bad(q, 400, NULL, "tokens must be an array of token ids");
-    if (!q->status) take_prompt(q, tokens, &ids);
-    for (size_t i = 0; i < ids.n; i++) tokenizer_decode(server.s.tokenizer, &d, ids.data[i], &text);
-    tokenizer_flush(&d, &text);
-    bytes_text(&out, "{\"prompt\":");
-    bytes_json(&out, text.n ? text.data : "", text.n);
-    bytes_text(&out, "}");
-    ids_free(&ids);
-    bytes_free(&text);
-    if (!q->status) return respond_json(q, 200, &out);
-    bytes_free(&out);
-    return respond_error(q);
+    if (take_prompt(q, json_get(q->json, "tokens"), 0, &ids)) {
+        for (size_t i = 0; i < ids.n; i++) tokenizer_decode(server.s.tokenizer, &d, ids.data[i], &text);
+        tokenizer_flush(&d, &text);
+        bytes_text(&out, "{\"prompt\":");
+        bytes_json(&out, text.data, text.n);
+        bytes_text(&out, "}");
+    }
+    ids_free(&ids), bytes_free(&text), bytes_free(&d.held);
+    return out.n ? respond_json(q, 200, &out) : respond_error(q);
 }
 
-static void put_metric(Bytes *out, const char *name, const char *type, uint64_t value) {
-    bytes_print(out, "# TYPE infer_%s %s\ninfer_%s %llu\n", name, type, name, (unsigned long long)value);
-}
+static const struct {
+    const char *name, *help, *kind;
+    const size_t *value;
+} numbers[] = {{"prompt_tokens_total", "Tokens of prompts", "counter", &server.prompt},
+               {"cached_tokens_total", "Those that were in the cache", "counter", &server.reused},
+               {"generated_tokens_total", "Tokens of answers", "counter", &server.generated},
+               {"repairs_total", "Malformed headers in answers", "counter", &server.repairs},
+               {"nan_total", "Answers that a NaN ended", "counter", &server.nans},
+               {"preemptions_total", "Answers that gave up their pages", "counter", &server.state.preempted},
+               {"steps_total", "Steps of the model", "counter", &server.state.steps},
+               {"answers_running", "Answers being written", "gauge", &server.state.running},
+               {"answers_waiting", "Answers in the queue", "gauge", &server.waiting},
+               {"cache_pages_used", "Pages of answers that run", "gauge", &server.used},
+               {"cache_pages_kept", "Pages whose text is known", "gauge", &server.state.kept},
+               {"cache_pages", "All pages of the cache", "gauge", &server.state.pages}};
 
-static void put_histogram(Bytes *out, const char *name, const Histogram *h) {
-    unsigned long long sum = 0;
-    bytes_print(out, "# TYPE infer_%s_seconds histogram\n", name);
+static void put_histogram(Bytes *out, const char *name, const char *help, const Histogram *h) {
+    size_t sum = 0;
+    bytes_print(out, "# HELP infer_%s_seconds %s\n# TYPE infer_%s_seconds histogram\n", name, help, name);
     for (int i = 0; i < BOUNDS; i++)
-        bytes_print(out, "infer_%s_seconds_bucket{le=\"%g\"} %llu\n", name, bounds[i], sum += h->count[i]);
+        bytes_print(out, "infer_%s_seconds_bucket{le=\"%g\"} %zu\n", name, bounds[i], sum += h->count[i]);
     sum += h->count[BOUNDS];
-    bytes_print(out,
-                "infer_%s_seconds_bucket{le=\"+Inf\"} %llu\ninfer_%s_seconds_sum %.6f\ninfer_%s_seconds_count %llu\n",
-                name, sum, name, h->sum, name, sum);
+    bytes_print(out, "infer_%s_seconds_bucket{le=\"+Inf\"} %zu\n", name, sum);
+    bytes_print(out, "infer_%s_seconds_sum %.6f\ninfer_%s_seconds_count %zu\n", name, h->sum, name, sum);
 }
 
 static enum MHD_Result metrics(Request *q) {
     Bytes out = {0};
     lock();
-    const SchedulerState *s = &server.state;
-    bytes_text(&out, "# TYPE infer_requests_total counter\n");
+    const size_t live = (size_t)server.live, running = server.state.running;
+    server.waiting = live > running ? live - running : 0;
+    server.used = server.state.pages - server.state.idle;
+    bytes_text(&out, "# HELP infer_requests_total Requests answered\n# TYPE infer_requests_total counter\n");
     for (int i = 0; i < STATUSES; i++)
-        bytes_print(&out, "infer_requests_total{status=\"%u\"} %llu\n", statuses[i],
-                    (unsigned long long)server.status[i]);
-    put_metric(&out, "prompt_tokens_total", "counter", server.prompt);
-    put_metric(&out, "cached_tokens_total", "counter", server.reused);
-    put_metric(&out, "generated_tokens_total", "counter", server.generated);
-    put_metric(&out, "repairs_total", "counter", server.repairs);
-    put_metric(&out, "nan_total", "counter", server.nans);
-    put_metric(&out, "preemptions_total", "counter", s->preempted);
-    put_metric(&out, "steps_total", "counter", s->steps);
-    put_metric(&out, "answers_running", "gauge", (uint64_t)s->running);
-    put_metric(&out, "answers_waiting", "gauge", (uint64_t)(server.live > s->running ? server.live - s->running : 0));
-    put_metric(&out, "cache_pages_used", "gauge", (uint64_t)(s->pages - s->idle));
-    put_metric(&out, "cache_pages_kept", "gauge", (uint64_t)s->kept);
-    put_metric(&out, "cache_pages", "gauge", (uint64_t)s->pages);
-    put_histogram(&out, "time_to_first_token", &server.first);
-    put_histogram(&out, "time_per_token", &server.next);
+        bytes_print(&out, "infer_requests_total{status=\"%u\"} %zu\n", statuses[i], server.status[i]);
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        bytes_print(&out, "# HELP infer_%s %s\n# TYPE infer_%s %s\ninfer_%s %zu\n", numbers[i].name, numbers[i].help,
+                    numbers[i].name, numbers[i].kind, numbers[i].name, *numbers[i].value);
+    put_histogram(&out, "time_to_first_token", "From a request to its first token", &server.first);
+    put_histogram(&out, "time_per_token", "From a token to the next", &server.next);
     unlock();
     return respond(q, 200, "text/plain; version=0.0.4", &out);
 }
@@ -1114,15 +1074,11 @@ static const Endpoint endpoints[] = {
 };
 enum { ENDPOINTS = sizeof endpoints / sizeof *endpoints };
 
-typedef struct {
-    int hosts, lengths;
-} Framing;
-
 static enum MHD_Result count_header(void *data, enum MHD_ValueKind kind, const char *key, const char *value) {
-    Framing *f = data;
+    int *hosts = data, *lengths = hosts + 1;
     (void)kind, (void)value;
-    f->hosts += !strcasecmp(key, "Host");
-    f->lengths += !strcasecmp(key, "Content-Length") || !strcasecmp(key, "Transfer-Encoding");
+    *hosts += !strcasecmp(key, "Host");
+    *lengths += !strcasecmp(key, "Content-Length") || !strcasecmp(key, "Transfer-Encoding");
     return MHD_YES;
 }
 
@@ -1144,30 +1100,27 @@ static bool has_key(const Request *q) {
     return !CRYPTO_memcmp(of, server.key, DIGEST);
 }
 
-/* On a loopback address a page of another site must not reach us by a name of its own (DNS rebinding). */
-static bool known_host(const char *host) {
-    const char *const names[] = {"localhost", "127.0.0.1", "[::1]", server.o->host};
-    size_t n = host ? strlen(host) : 0, port = n;
-    while (port && strchr("0123456789", host[port - 1])) port--;
-    if (port && host[port - 1] == ':') n = port - 1;
+/* May a page ask by this name? On a loopback address another site must not reach us by a name of its own (DNS
+ * rebinding), and a browser says from which page a request comes: ours, or one that --cors allows. */
+static bool may_ask(const char *host, const char *origin) {
+    const char *const local[] = {"localhost", "127.0.0.1", "[::1]", server.o->host};
+    const char *cors = server.o->cors, *page = origin ? strstr(origin, "://") : NULL;
+    const size_t n = host ? strlen(host) : 0,
+                 port = n ? (size_t)(strrchr(host, ':') ? strrchr(host, ':') - host : 0) : 0;
     bool known = !server.loopback;
-    for (int i = 0; i < 4; i++) known |= n == strlen(names[i]) && !strncasecmp(host, names[i], n);
-    return known;
-}
-
-/* A browser says from which page a request comes: ours, or one that --cors allows. */
-static bool known_origin(const Request *q) {
-    const char *origin = header(q, "Origin"), *host = header(q, "Host"), *cors = server.o->cors;
-    if (!origin || (cors && (!strcmp(cors, "*") || !strcasecmp(cors, origin)))) return true;
-    const char *name = strstr(origin, "://");
-    return name && host && !strcasecmp(name + 3, host);
+    for (int i = 0; i < 4 && !known; i++) {
+        const size_t length = strlen(local[i]);
+        known = n >= length && (n == length || port == length) && !strncasecmp(host, local[i], length);
+    }
+    return known && (!origin || (cors && (!strcmp(cors, "*") || !strcasecmp(cors, origin))) ||
+                     (page && host && !strcasecmp(page + 3, host)));
 }
 
 /* What libmicrohttpd does not refuse itself: a request that could be read in two ways, or that may not be made. */
 static void check_request(Request *q, const char *url, const char *method, const char *version) {
-    Framing f = {0};
+    int count[2] = {0}; /* Host, lengths */
     bool path = false;
-    MHD_get_connection_values(q->connection, MHD_HEADER_KIND, count_header, &f);
+    MHD_get_connection_values(q->connection, MHD_HEADER_KIND, count_header, count);
     for (int i = 0; i < ENDPOINTS; i++) {
         const char *has = endpoints[i].method;
         if (strcmp(endpoints[i].path, url)) continue;
@@ -1177,11 +1130,11 @@ static void check_request(Request *q, const char *url, const char *method, const
     lock();
     bool ready = server.ready;
     unlock();
-    if (f.lengths > 1)
+    if (count[1] > 1)
         bad(q, 400, NULL, "one Content-Length or one Transfer-Encoding at most");
-    else if (f.hosts > 1 || (f.hosts < 1 && !strcmp(version, "HTTP/1.1")))
+    else if (count[0] > 1 || (count[0] < 1 && !strcmp(version, "HTTP/1.1")))
         bad(q, 400, NULL, "one Host is needed");
-    else if (!known_host(header(q, "Host")) || !known_origin(q))
+    else if (!may_ask(header(q, "Host"), header(q, "Origin")))
         bad(q, 403, NULL, "this page or host may not ask here; see infer serve --help, --cors");
     else if (server.o->cors && !strcmp(method, "OPTIONS"))
         q->status = 200;
@@ -1190,7 +1143,7 @@ static void check_request(Request *q, const char *url, const char *method, const
     else if (!q->endpoint)
         bad(q, 405, NULL, "%.20s is not how %.100s is asked", method, url);
     else if (!q->endpoint->open && !has_key(q))
-        bad(q, 401, "invalid_api_key", "the key is missing or wrong: send it as Authorization: Bearer KEY");
+        bad(q, 401, "invalid_api_key", "Incorrect API key provided, or none: send it as Authorization: Bearer KEY");
     else if (!q->endpoint->open && !ready)
         bad(q, 503, NULL, "the model is being loaded");
 }
@@ -1221,7 +1174,7 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
         *state = q = allocate_zero(1, sizeof *q);
         q->connection = connection;
         q->client = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context;
-        cond_init(&q->wake);
+        pthread_cond_init(&q->wake, NULL);
         check_request(q, url, method, version);
         return MHD_YES;
     }
@@ -1257,10 +1210,9 @@ static void request_free(void *data, struct MHD_Connection *connection, void **s
     q->client->since = seconds();
     unlock();
     for (Choice *c = q->choice; c && c < q->choice + q->choices; c++) {
-        Bytes *owned[] = {&c->text,  &c->thoughts,  &c->calls,     &c->decoder.held,
-                          c->scores, c->scores + 1, c->scores + 2, c->scores + 3};
-        for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) bytes_free(owned[i]);
-        drawn_free(c->drawn, c->drawn_n);
+        bytes_free(&c->text), bytes_free(&c->thoughts), bytes_free(&c->decoder.held);
+        cJSON_Delete(c->calls), cJSON_Delete(c->scores);
+        free(c->drawn);
         ids_free(&c->stream.tokens);
         reader_free(&c->reader);
     }
@@ -1344,20 +1296,18 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
                                     (unsigned)(o->slots + o->queue + SPARE_CONNECTIONS), MHD_OPTION_END)))
         fail(e, FAILED, "%.100s port %d: %m; choose another with --port", o->host, o->port);
     else
-        fprintf(stderr, v6 ? "infer: %s on http://[%s]:%d\n" : "infer: %s on http://%s:%d\n", server.name.data, o->host,
+        fprintf(stderr, v6 ? "infer: %s on http://[%s]:%d\n" : "infer: %s on http://%s:%d\n", server.name, o->host,
                 MHD_get_daemon_info(d, MHD_DAEMON_INFO_BIND_PORT)->port);
     freeaddrinfo(to);
     return d;
 }
 
 /* What clients call the model: --name, or as the user does, of a folder its own name. */
-static void choose_name(const Options *o) {
-    const char *name = o->alias ? o->alias : server.s.name;
-    size_t n = strlen(name), from = 0;
-    while (n > 1 && name[n - 1] == '/') n--;
-    if (!o->alias && !access(name, F_OK))
-        for (from = n; from && name[from - 1] != '/';) from--;
-    bytes_json(&server.name, name + from, n - from);
+static const char *choose_name(const Options *o) {
+    char *name = server.s.name, *end = name + strlen(name);
+    if (o->alias) return o->alias;
+    while (end > name + 1 && end[-1] == '/') *--end = 0;
+    return !access(name, F_OK) && strrchr(name, '/') && end > name + 1 ? strrchr(name, '/') + 1 : name;
 }
 
 int serve(const Options *o) {
@@ -1366,9 +1316,8 @@ int serve(const Options *o) {
     pthread_t watcher;
     server.o = o;
     TAILQ_INIT(&server.requests);
-    cond_init(&server.work);
     if (!read_key(o, &e) || !session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
-    choose_name(o);
+    server.name = choose_name(o);
     sigemptyset(&signals);
     sigaddset(&signals, SIGTERM), sigaddset(&signals, SIGINT);
     pthread_sigmask(SIG_BLOCK, &signals, NULL);
@@ -1378,7 +1327,6 @@ int serve(const Options *o) {
     bool ok = session_load(&server.s, o, o->context, &e);
     if (ok) {
         server.scheduler = scheduler_open(&server.s.engine);
-        fputs("infer: ready\n", stderr);
         ok = run_model(&e);
     }
     if (!ok) { /* other threads may still write the error */
@@ -1388,6 +1336,5 @@ int serve(const Options *o) {
     MHD_stop_daemon(daemon);
     scheduler_close(server.scheduler);
     session_close(&server.s);
-    bytes_free(&server.name);
     return DONE;
 }

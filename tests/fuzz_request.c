@@ -25,9 +25,8 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     assert(server.s.tokenizer && checkpoint_open(&server.s.checkpoint, "tests/fixtures/parrot", &e));
     server.s.has_chat = chat_open(&server.s.chat, server.s.tokenizer, "", &e);
     server.s.engine.context = 512;
-    bytes_text(&server.name, "\"parrot\"");
+    server.name = "parrot";
     TAILQ_INIT(&server.requests);
-    cond_init(&server.work);
     logits = allocate_zero((size_t)server.s.checkpoint.model.vocab, sizeof *logits);
     return 0;
 }
@@ -50,7 +49,6 @@ static void answer_with(Request *q, const uint8_t *data, size_t n) {
             d.last = i == 20 || d.position + 1 == c->stream.most;
             if (q->top >= 0) score(&d, logits, vocab, q->top);
             read_token(c, &d);
-            free(d.top);
         }
     for (const Choice *c = q->choice; c < q->choice + q->choices; c++)
         assert(c->finish != failed && c->shown == c->text.n && !utf8_check(c->text.data ? c->text.data : "", 0));
@@ -73,10 +71,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     void *state = q;
     q->client = &client;
     q->chat = *data & 1;
-    cond_init(&q->wake);
+    pthread_cond_init(&q->wake, NULL);
     q->json = json_parse((const char *)data + 1, n - 1, "the body", &e);
     if (cJSON_IsObject(q->json)) {
-        bool ok = take_parameters(q) && (q->chat ? make_chat(q) : make_completion(q));
+        bool ok = take_request(q) && (q->chat ? make_chat(q) : make_completion(q));
         assert(ok ? !q->status : (q->status == 400 || q->status == 404) && *q->error.text);
         if (ok) answer_with(q, data, n);
     }

@@ -142,6 +142,8 @@ def tiny(client):
     assert scores.token_logprobs[0] is None and all(p <= 0 for p in scores.token_logprobs[1:]), scores
     assert scores.text_offset[0] == 0 and len(scores.top_logprobs) == len(scores.tokens), scores
     assert echo.usage.completion_tokens == 0, echo.usage
+    best = client.completions.create(model=model, prompt="1 + 1", max_tokens=5, temperature=0, logprobs=2).choices[0]
+    assert [max(top, key=top.get) for top in best.logprobs.top_logprobs] == best.logprobs.tokens, best
     text = "".join(c.choices[0].text for c in client.completions.create(model=model, prompt="1 + 1", max_tokens=5,
                                                                         temperature=0, echo=True, stream=True))
     assert text == both.choices[0].text, text

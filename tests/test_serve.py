@@ -185,6 +185,18 @@ def test_second_turns_compute_what_is_new():
     same(cached, [0, 192, 0, 128], "cached tokens")
 
 
+def test_logprobs_of_the_end():
+    """As many as completion_tokens counts, also where a token that ends the text is the last."""
+    with Server(PARROT) as s:
+        end = s.post("/tokenize", {"prompt": "x"})["tokens"]
+        for seed in range(40):
+            a = s.post(TEXT, {"prompt": end, "max_tokens": 200, "temperature": 9, "seed": seed, "logprobs": 1})
+            same(len(a["choices"][0]["logprobs"]["tokens"]), a["usage"]["completion_tokens"], "logprobs")
+            if a["choices"][0]["finish_reason"] == "stop":
+                return
+    raise AssertionError("no text ended")
+
+
 def test_echo_equals_logits(folder):
     """The prompt's logprobs are those of `infer logits`."""
     ids = [5, 60, 7, 80, 9]
@@ -376,7 +388,7 @@ def test_keys(folder):
     for options, env in ((["--key-file", folder / "key"], {}), ([], {"INFER_API_KEY": "right-key"})):
         with Server(PARROT, "--host", "0.0.0.0", *options, **env) as s:
             for key in ("", "right-ke", "right-key2", "wrong", "Right-key"):
-                s.refuses(CHAT, {"messages": HELLO}, "key", code=401, headers={"Authorization": f"Bearer {key}"})
+                s.refuses(CHAT, {"messages": HELLO}, "Incorrect API key provided", code=401, headers={"Authorization": f"Bearer {key}"})
             s.refuses(CHAT, {"messages": HELLO}, code=401)
             s.ask("GET", "/metrics", code=401)
             s.ask("GET", "/v1/models", headers={"Authorization": "Bearer right-key"})
@@ -402,7 +414,7 @@ def test_a_full_queue_says_so():
         sockets = [s.open_stream(TEXT, {"prompt": [1], "max_tokens": 3000, "ignore_eos": True}) for _ in range(2)]
         s.wait(lambda: s.metric("answers_running") + s.metric("answers_waiting") == 2, "full")
         began = time.monotonic()
-        s.refuses(TEXT, {"prompt": [1]}, "try again", code=503)
+        s.refuses(TEXT, {"prompt": [1]}, "try again", code=429)
         expect(time.monotonic() - began < 1, "slow to refuse")
         for client in sockets:
             client.close()
@@ -465,6 +477,7 @@ def test_heartbeat():
     """A stream that waits says every few seconds that it lives."""
     with Server(TINY, "--streams", 1, program=PLAIN) as s:
         first = s.open_stream(TEXT, {"prompt": [1], "max_tokens": 4000, "ignore_eos": True})
+        s.wait(lambda: s.metric("answers_running") == 1, "running")
         second = s.open_stream(TEXT, {"prompt": [2], "max_tokens": 3, "ignore_eos": True})
         seen = b""
         while b"\n: " not in seen:
