@@ -249,6 +249,9 @@ ENCODINGS = {  # config.json, its quantization_config, the encoder, modules that
     "experts_mxfp4": (experts(), MXFP4, compressed("mxfp4-pack-quantized", 32, num_bits=4, type="float"), []),
     "experts_packed4": (experts(), INT4, compressed("pack-quantized", 32, num_bits=4, type="int"), ["v_proj"]),
     "deepseek_fp8": (deepseek_v3(), of_fp8(weight_block_size=[16, 128]), fp8((16, 128), "weight_scale_inv"), []),
+    # groups of 64: scales of whole chunks have codecs of their own on the card
+    "gptq4_64": (llama(ffn=128), of_gptq(group_size=64), gptq(4, 64), []),
+    "awq4_64": (llama(ffn=128), AWQ | {"group_size": 64}, awq(64), []),
 }
 
 
