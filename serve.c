@@ -504,6 +504,7 @@ static bool add_choices(Request *q, const Ids *prompt) {
         Choice *c = q->choice + q->choices;
         Stream *t = &c->stream;
         *c = (Choice){.request = q, .index = q->choices++, .decoder.begun = !q->echo};
+        bytes_text(&c->text, "");
         ids_append(&t->tokens, prompt->data, prompt->n);
         t->prompt = prompt->n;
         t->most = prompt->n + (q->asked.tokens > 0 ? (size_t)q->asked.tokens : 1);
@@ -611,9 +612,8 @@ static cJSON *token_text(int token, Bytes *raw) {
     return json;
 }
 
-static cJSON *logprob_json(const Chance *c) {
-    return cJSON_CreateNumber(fmax(c->logprob, -9999));
-} /* none is infinite */
+/* JSON has no infinity. */
+static cJSON *logprob_json(const Chance *c) { return cJSON_CreateNumber(fmax(c->logprob, -9999)); }
 
 static cJSON *chance_json(const Chance *c) {
     Bytes raw = {0};
@@ -698,16 +698,17 @@ static void put_reply(const Request *q, cJSON *choices, bool usage, Bytes *out) 
         if (c->index % q->n == 0) prompt += c->stream.prompt, reused += c->stream.reused;
         tokens += c->tokens, thought += c->thought;
     }
+    if (usage) {
+        cJSON *of = cJSON_AddObjectToObject(json, "usage");
+        cJSON_AddNumberToObject(of, "prompt_tokens", (double)prompt);
+        cJSON_AddNumberToObject(of, "completion_tokens", (double)tokens);
+        cJSON_AddNumberToObject(of, "total_tokens", (double)(prompt + tokens));
+        cJSON_AddNumberToObject(cJSON_AddObjectToObject(of, "prompt_tokens_details"), "cached_tokens", (double)reused);
+        cJSON_AddNumberToObject(cJSON_AddObjectToObject(of, "completion_tokens_details"), "reasoning_tokens",
+                                (double)thought);
+    }
     char *text = json_text(json);
-    text[strlen(text) - 1] = 0; /* usage goes before the brace */
-    bytes_print(out, q->stream ? "data: %s" : "%s", text);
-    if (usage)
-        bytes_print(out,
-                    ",\"usage\":{\"prompt_tokens\":%zu,\"completion_tokens\":%zu,\"total_tokens\":%zu,"
-                    "\"prompt_tokens_details\":{\"cached_tokens\":%zu},"
-                    "\"completion_tokens_details\":{\"reasoning_tokens\":%zu}}",
-                    prompt, tokens, prompt + tokens, reused, thought);
-    bytes_text(out, q->stream ? "}\n\n" : "}");
+    bytes_print(out, q->stream ? "data: %s\n\n" : "%s", text);
     free(text);
     cJSON_Delete(json);
 }
@@ -725,7 +726,7 @@ static void emit(Choice *c) {
 /* Shows what of the text is free of stop texts; an end that may be the beginning of one waits. */
 static void show_text(Choice *c, bool last) {
     const Request *q = c->request;
-    const char *text = c->text.data ? c->text.data : "";
+    const char *text = c->text.data;
     size_t end = c->text.n;
     for (int i = 0; i < q->stops; i++) {
         const char *hit = memmem(text + c->shown, end - c->shown, q->stop[i], strlen(q->stop[i]));
@@ -973,14 +974,14 @@ static enum MHD_Result health(Request *q) {
     Bytes out = {0};
     lock();
     bool stalled = server.ready && seconds() - server.moved > STALL_SECONDS;
-    bytes_print(&out, "{\"status\":\"%s\"}",
-                server.error.code ? "failed"
-                : server.draining ? "ending"
-                : !server.ready   ? "loading"
-                : stalled         ? "stalled"
-                                  : "ok");
+    const char *ill = server.error.code ? "failed"
+                      : server.draining ? "ending"
+                      : !server.ready   ? "loading"
+                      : stalled         ? "stalled"
+                                        : NULL;
     unlock();
-    return respond_json(q, strstr(out.data, "ok") ? 200 : 503, &out);
+    bytes_print(&out, "{\"status\":\"%s\"}", ill ? ill : "ok");
+    return respond_json(q, ill ? 503 : 200, &out);
 }
 
 static enum MHD_Result page(Request *q) {
