@@ -575,6 +575,7 @@ typedef struct {
 static void put_token(Bytes *out, int id) { bytes_print(out, "%c%d;", TOKEN, id); }
 
 static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
+    if (!prompt->n) return true;
     char *s = prompt->data, *end = s + prompt->n;
     while (s < end) {
         char *token = memchr(s, TOKEN, (size_t)(end - s));

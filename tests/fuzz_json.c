@@ -4,6 +4,7 @@
  * message or fits the weights, every row of which can then be decoded. */
 #include "chat.h"
 #include "host.h"
+#include "reference.h"
 
 #include <assert.h>
 #include <stdio.h>
@@ -79,18 +80,6 @@ static void as_conversation(const cJSON *json) {
     assert(starts <= (size_t)c.messages + 3); /* system, developer and the prompt's end */
     conversation_free(&c);
     ids_free(&ids);
-}
-
-static void progress(uint64_t done, uint64_t total) { assert(done <= total); }
-
-/* The twin decodes every row when it opens a model that somebody watches. */
-static void decode_all(const Model *m) {
-    Error e;
-    int pages = 1;
-    Limits limits = {.context = PAGE, .max_seqs = 1, .max_tokens = 1, .progress = progress};
-    void *state = reference.open(m, &limits, &pages, &e);
-    assert(state);
-    reference.close(state);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {

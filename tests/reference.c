@@ -83,6 +83,7 @@ static const unsigned char *matrix(const View *all, const View *each, int i) {
 }
 
 static Entries entries(const Grid *g, int i) {
+    if (!g->rows) return (Entries){0};
     return (Entries){g->type, g->rows, g->cols, g->transposed, matrix(&g->data, g->each, i), g->data.stride};
 }
 

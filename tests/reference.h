@@ -2,9 +2,22 @@
 #ifndef REFERENCE_H
 #define REFERENCE_H
 
-#include <stdbool.h>
+#include "../infer.h"
+
+#include <assert.h>
 
 /* Round to bf16 exactly where infer.cu does. Off by default: then nothing is rounded but to float between stages. */
 extern bool reference_rounds;
+
+/* Decodes every row of a model: the twin does so when it opens one whose progress somebody watches. For fuzzers. */
+static inline void watch_progress(uint64_t done, uint64_t total) { assert(done <= total); }
+static inline void decode_all(const Model *m) {
+    Error e;
+    int pages = 1;
+    Limits limits = {.context = PAGE, .max_seqs = 1, .max_tokens = 1, .progress = watch_progress};
+    void *state = reference.open(m, &limits, &pages, &e);
+    assert(state);
+    reference.close(state);
+}
 
 #endif

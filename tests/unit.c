@@ -749,6 +749,15 @@ static void roles_are_not_taken(void) {
     talk_close(&t);
 }
 
+/* Fails with answer number i in visible characters if there is a problem; frees it. */
+static void check_answer(int i, Bytes *text, const char *problem) {
+    Bytes shown = {0};
+    for (size_t k = 0; k < text->n; k++) bytes_print(&shown, text->data[k] >= ' ' ? "%c" : "<%d>", text->data[k]);
+    check(!problem, "answer %d %s: %s", i, problem, shown.data);
+    bytes_free(text);
+    bytes_free(&shown);
+}
+
 /* Thousands of answers made of control tokens and words: none is lost, and what was read and repaired reads the same
  * when it is rendered, without another repair. */
 static void readings_are_rendered_and_read_again(void) {
@@ -768,12 +777,7 @@ static void readings_are_rendered_and_read_again(void) {
             state = state * 6364136223846793005u + 1442695040888963407u;
             bytes_text(&text, pieces[(state >> 33) % PIECES]);
         }
-        const char *problem = reading_problem(&talker, text.data, text.n);
-        Bytes shown = {0};
-        for (size_t k = 0; k < text.n; k++) bytes_print(&shown, text.data[k] >= ' ' ? "%c" : "<%d>", text.data[k]);
-        check(!problem, "answer %d %s: %s", i, problem, shown.data);
-        bytes_free(&text);
-        bytes_free(&shown);
+        check_answer(i, &text, reading_problem(&talker, text.data, text.n));
     }
     talker_close(&talker);
 }
@@ -817,12 +821,7 @@ static void other_formats_are_rendered_and_read_again(void) {
             const char *piece = pieces[(state >> 33) % PIECES];
             if (*piece > 2 || state >> 60 == 0) bytes_text(&text, piece); /* the end is rare */
         }
-        const char *problem = other_problem(&talker, text.data, text.n);
-        Bytes shown = {0};
-        for (size_t k = 0; k < text.n; k++) bytes_print(&shown, text.data[k] >= ' ' ? "%c" : "<%d>", text.data[k]);
-        check(!problem, "answer %d %s: %s", i, problem, shown.data);
-        bytes_free(&text);
-        bytes_free(&shown);
+        check_answer(i, &text, other_problem(&talker, text.data, text.n));
         if (i % 2000 == 1999) talker_close(&talker);
     }
 }
