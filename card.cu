@@ -265,7 +265,7 @@ static __device__ void place_codes(const Source &s, const Matrix &m, int row, in
     if (m.type == PACKED4) word = word & ~15u | (uint32_t)w[0].zero;
     *(uint32_t *)(chunk + word_place(m.type, to % TILE, c % CHUNK)) = word;
 }
-/* One thread packs four columns of a row. A weight that is NaN or infinite sets *bad. */
+/* One thread packs four columns of a row. A NaN sets *bad. */
 static __global__ void place_weights(Source s, Matrix m, Rows rows, int *bad) {
     const int each = (s.columns + 3) / 4;
     const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;

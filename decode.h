@@ -1,6 +1,6 @@
 /* decode.h: the value of one weight of an encoded matrix, as static inline functions that gcc and nvcc compile alike.
- * tests/reference.c multiplies by these weights; card.cu repacks their codes for its kernels. A weight is a (q - zero)
- * + b. q is the code; the type says where to find it, and it is exact in bf16. */
+ * tests/reference.c multiplies by these weights; card.cu repacks their codes for its kernels. A weight is
+ * a (q - zero) + b: q is the code, which the type says how to find and bf16 holds exactly; a comes from the scales. */
 #ifndef DECODE_H
 #define DECODE_H
 

@@ -154,9 +154,8 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
     double shape[4], values = 1;
     uint64_t dims = number(r, 4);
     if (dims < 1 || dims > 4) refuse(r, "a tensor has not one to four dimensions");
-    for (uint64_t i = dims;
-         i-- && !r->bad;) /* the fastest dimension is the first in the file and the last at the hub */
-        values *= shape[i] = (double)number(r, 8);
+    /* The fastest dimension is the first in the file and the last at the hub. */
+    for (uint64_t i = dims; i-- && !r->bad;) values *= shape[i] = (double)number(r, 8);
     uint64_t type = number(r, 4);
     double offset = (double)number(r, 8);
     const char *called = type < sizeof ggml_types / sizeof *ggml_types ? ggml_types[type] : "unknown";

@@ -190,11 +190,11 @@ struct Stream {
     void (*take)(Stream *s, size_t position, int token, const float *logits, bool last);
     void *owner;
 
-    size_t reused;  /* tokens of the prompt that were in the cache */
-    size_t sent;    /* tokens submitted: the cache holds them for the next step */
-    size_t told;    /* tokens that `take` has had */
-    size_t filed;   /* pages of it that others can find */
-    uint64_t chain; /* name of the last of them */
+    size_t reused;    /* tokens of the prompt that were in the cache */
+    size_t sent;      /* tokens submitted: the cache holds them for the next step */
+    size_t published; /* tokens that `take` has had */
+    size_t filed;     /* pages of it that others can find */
+    uint64_t chain;   /* name of the last of them */
     Ids pages;
     int slot, drawing; /* drawing: draws that are not collected */
 };

@@ -715,7 +715,8 @@ static void print_statistics(const Answer *a, FILE *f) {
     double read = (double)step_bytes(g->model, g->model->top_k, 1, (int)(a->prompt + a->tokens / 2)) * speed(a);
     bytes_print(&line, "[Generated at %.1f tokens/sec · %zu token%s", speed(a), a->tokens, a->tokens == 1 ? "" : "s");
     if (a->thought) bytes_print(&line, " (%zu thinking)", a->thought);
-    bytes_print(&line, " · prompt %zu (%zu from the cache), first token %.0f ms", a->prompt, a->reused, a->first * 1e3);
+    const double wait = a->first * 1e3;
+    bytes_print(&line, " · prompt %zu (%zu from the cache), first token %.0f ms", a->prompt, a->reused, wait);
     if (p->bandwidth > 0) bytes_print(&line, " · %.0f%% of memory bandwidth", 100 * read / p->bandwidth);
     bytes_print(&line, " · context %zu%% · seed %llu · %s]", p->sequence.tokens.n * 100 / (size_t)g->context,
                 (unsigned long long)(p->o.sampling.seed + p->answers - 1), a->reason);

@@ -297,7 +297,7 @@ template <Type T> struct EncodingCoded {
     static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), TERMS = BITS == 8 && T != FP8 ? 2 : 1;
     static constexpr bool OFFSET = has_offset(T) || BITS == 4;
     static constexpr float FACTOR = 1, LIFT = T == FP8 ? 0x1p120f : 1;
-    static constexpr int STEP = coded_chunk(T), PIECES = STEP / 16, BLOCKS = 2;
+    static constexpr int STEP = coded_chunk(T), BLOCKS = 2;
     template <int TILES> static constexpr int AHEAD = TILES == 1 ? 4 : 2;
     struct Raw {
         uint32_t code[2][BITS / 2], word[2][WORDS]; /* of rows g and g + 8 */
@@ -1566,17 +1566,16 @@ bool streams(const Pass *a, const Matrix &m, int tokens) {
     return tokens <= (small ? MAX_STREAMED : MAX_DECODE);
 }
 bool multiply_streamed(const Pass *a, Product p, Error *e) {
-    const int each = MAX_STREAMED, element = type_for(p.w) == F32 ? 4 : 2;
-    for (int left = p.tokens; left > 0; left -= each) {
-        p.tokens = std::min(left, each);
+    for (int left = p.tokens; left > 0; left -= MAX_STREAMED) {
+        p.tokens = std::min(left, MAX_STREAMED);
         CUDA(launch_for_type(a->gpu, p, 8, 1));
-        p.x = (const uint8_t *)p.x + (size_t)each * p.x_pitch * element;
-        p.y = (uint8_t *)p.y + (size_t)each * p.y_pitch * (p.y_type == F32 ? 4 : 2);
+        p.x = (const bf16 *)p.x + (size_t)MAX_STREAMED * p.x_pitch; /* or f16 */
+        p.y = (uint8_t *)p.y + (size_t)MAX_STREAMED * p.y_pitch * (p.y_type == F32 ? 4 : 2);
     }
     return true;
 }
-/* Up to MAX_DECODE tokens: `product`, which also does the norm that follows. More: cuBLAS, except for MXFP4 and small
- * matrices. F32 always goes to cuBLAS. */
+/* Up to MAX_DECODE tokens: `product`, which also does the norm that follows. More: cuBLAS, for codes behind decode();
+ * `product_tiled` for MXFP4. F32 always goes to cuBLAS. See streams(). */
 bool multiply(Pass *a, Product p, Error *e) {
     if (p.tokens > MAX_DECODE || p.w.type == F32) p.norm = NULL;
     if (streams(a, p.w, p.tokens)) {

@@ -121,7 +121,7 @@ typedef struct { /* one model being read. The first error fills *e; later ones a
 
 static bool failed(const Loader *load) { return load->e->code; }
 
-/* What is wrong with a file. Only the first is told: what comes after it may follow from it. */
+/* Records what is wrong with a file. Only the first error counts: later ones may follow from it. */
 __attribute__((format(printf, 3, 4))) static void refuse(Loader *load, const char *file, const char *format, ...) {
     char what[500];
     va_list args;
@@ -1865,7 +1865,7 @@ static bool admit(Scheduler *s) {
         t->filed++, t->sent += PAGE;
     }
     if (!s->slots.n || !take_pages(s, t, t->tokens.n + 1)) return drop_pages(s, t), false;
-    if (!t->told) t->reused = t->sent;
+    if (!t->published) t->reused = t->sent;
     t->slot = s->slots.data[--s->slots.n];
     return s->now.waiting--, ++s->now.running;
 }
@@ -1992,11 +1992,11 @@ static bool submit_step(Scheduler *s, Error *e) {
     return s->now.outstanding++, s->now.steps++, s->engine->backend->submit(s->engine->state, &b, e);
 }
 
-/* Hands a token out, and forgets the stream before that if it is the last. */
-static void tell(Scheduler *s, Stream *t, size_t position, int token, const float *logits) {
-    if (position < t->told) return;
-    t->told = position + 1;
-    bool last = token < 0 || t->told == t->most;
+/* Gives `take` a token. The last one removes the stream first. */
+static void publish(Scheduler *s, Stream *t, size_t position, int token, const float *logits) {
+    if (position < t->published) return;
+    t->published = position + 1;
+    bool last = token < 0 || t->published == t->most;
     for (size_t i = 0; t->stop && position >= t->prompt && i < t->stop->n; i++) last |= token == t->stop->data[i];
     if (last) scheduler_remove(s, t);
     t->take(t, position, token, logits, last);
@@ -2007,14 +2007,14 @@ static void take_share(Scheduler *s, const Share *p, int token, const float *log
     const size_t vocab = (size_t)s->engine->model->vocab;
     Stream *t = p->stream;
     for (size_t i = 1; p->want == WANT_ALL_LOGITS && i <= rows && p->from + i < t->prompt; i++)
-        tell(s, t, p->from + i, t->tokens.data[p->from + i], logits + (i - 1) * vocab);
+        publish(s, t, p->from + i, t->tokens.data[p->from + i], logits + (i - 1) * vocab);
     if (p->from + p->n < t->tokens.n) return;
     if (rows) logits += (rows - 1) * vocab;
     if (t->bias) token = draw_biased(t, logits, (int)vocab);
     t->drawing--;
     if (token >= 0) ids_add(&t->tokens, token);
     for (size_t i = 0; token < 0 && i < t->pages.n; i++) forget_page(s, s->page + t->pages.data[i]);
-    tell(s, t, t->tokens.n - (token >= 0), token, t->want == WANT_TOKEN ? NULL : logits);
+    publish(s, t, t->tokens.n - (token >= 0), token, t->want == WANT_TOKEN ? NULL : logits);
 }
 
 static bool collect_step(Scheduler *s, Error *e) {
