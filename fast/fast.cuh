@@ -241,9 +241,9 @@ int phases(const Gpu *gpu, Phase *phase) {
 
 /* ---- prefill ---- */
 
-/* Whether a step has enough tokens for each expert, and a prompt. */
+/* Whether a step, of prompts or of many streams, has enough tokens for each expert. */
 constexpr int MIN_PREFILL = 256;
-bool prefills(const Pass *a) { return a->tokens >= MIN_PREFILL && a->tiles; }
+bool prefills(const Pass *a) { return a->tokens >= MIN_PREFILL; }
 
 /* to = x in the order of fp4_column. A block a token. */
 __global__ void __launch_bounds__(256) order_for_wgmma(const bf16 *from, bf16 *to, int pitch) {
@@ -258,8 +258,9 @@ bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     typedef WgmmaAttention<64> Shape;
     CUDA(launch_rope(a, l));
     CUDA(launch_queries<64>(a, l));
-    CUDA(launch(a->gpu, attention_wgmma<64>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w, a->s,
-                l));
+    if (a->tiles)
+        CUDA(launch(a->gpu, attention_wgmma<64>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w,
+                    a->s, l));
     return tap_attention(a, l, e);
 }
 

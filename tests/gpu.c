@@ -381,6 +381,45 @@ static void fast_agrees_with_plain(void) {
     checkpoint_close(&c);
 }
 
+/* So many streams that fast/'s prefill takes them: behind prompts of two tokens, one token of each has nearly plain's
+ * logits. */
+static void streams_agree_with_plain(void) {
+    enum { N = 256, VOCAB = 512, LAYERS = 2, PROMPT = 2 };
+    int ids[N * PROMPT], slot[N], page[N], begin[N], first[N + 1];
+    float *logits[2];
+    uint64_t random = 13;
+    Sampling how[N];
+    Want want[N];
+    Checkpoint c;
+    Result r;
+    Error e;
+    make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL), LAYERS, VOCAB);
+    fill_random(ids, N * PROMPT, VOCAB, &random);
+    for (int i = 0; i < N; i++) slot[i] = page[i] = i, how[i] = greedy;
+    for (int k = 0; k < 2; k++) {
+        Limits limits = {.context = PAGE, .max_seqs = N, .max_tokens = N * PROMPT, .plain = k};
+        int pages = N;
+        void *state = cuda.open(&c.model, &limits, &pages, &e);
+        must(state, &e);
+        logits[k] = allocate(N * VOCAB * sizeof(float));
+        for (int step = 0; step < 2; step++) { /* the prompts, then a token of each stream */
+            const int tokens = step ? 1 : PROMPT;
+            for (int i = 0; i < N; i++)
+                begin[i] = step * PROMPT, first[i + 1] = (i + 1) * tokens, want[i] = step ? WANT_LOGITS : WANT_NOTHING;
+            first[0] = 0;
+            Batch b = {N, 1, slot, first, ids, begin, page, how, want};
+            must(cuda.submit(state, &b, &e) && cuda.collect(state, &r, &e), &e);
+        }
+        memcpy(logits[k], r.logits, N * VOCAB * sizeof(float));
+        cuda.close(state);
+    }
+    double found = differ(logits[0], logits[1], N, VOCAB, 0.8);
+    check(found <= tolerance_of(LAYERS), "%g of the streams differ by up to %g, more than %g", 0.8, found,
+          tolerance_of(LAYERS));
+    free(logits[0]), free(logits[1]);
+    checkpoint_close(&c);
+}
+
 /* Two layers of gpt-oss-20b's size with weights in files (tests/make_model.py), against the reference. */
 static void stages_of_20b_pass(void) {
     const int ids[] = {1, 20000, 300, 300, 4, 200000, 7, 8, 9, 1000, 301, 12, 5000, 77, 100000, 42, 31, 150000};
@@ -801,6 +840,7 @@ int main(void) {
     }
     plain = false;
     run("gpu: fast and plain agree at every stage of a prompt, gpt-oss-20b's shapes", fast_agrees_with_plain);
+    run("gpu: fast and plain agree for 256 streams, gpt-oss-20b's shapes", streams_agree_with_plain);
     run("gpu: the reference, fast and plain agree at every stage, gpt-oss-20b's shapes", stages_of_20b_pass);
     run("gpu: prompts of 1 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
     run("gpu: prompts of 1 to 5,000 tokens, 8 heads of 128 share keys", shapes_dense_128);
