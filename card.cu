@@ -166,8 +166,8 @@ static Matrix plan_matrix(Plan *p, const Linear *like, Type type, int rows, bool
     return m;
 }
 
-/* Lays out all weights from `base` on and counts their bytes. BAD_MODEL if an encoding is not implemented for its
- * place. */
+/* Lays out all weights from `base` on and counts their bytes. Fails with BAD_MODEL if an encoding is not implemented
+ * for its place. */
 static bool plan_weights(DeviceModel *device, const Model *m, uint8_t *base, size_t *bytes, Error *e) {
     Plan p = {base, 0};
     device->layer.resize(m->n_layers);
@@ -233,7 +233,7 @@ static bool plan_weights(DeviceModel *device, const Model *m, uint8_t *base, siz
 struct Source {
     Encoded from;
     int row, rows, column, columns; /* what is here */
-    int matrix;                     /* of the Matrix's */
+    int matrix;                     /* which of the Matrix's */
 };
 
 /* Packs two e4m3 values so that few operations turn them into bf16. The first has its bits where bf16 has them. The
@@ -245,7 +245,7 @@ static __device__ uint16_t fp8_pair(uint32_t first, uint32_t second) {
 static __device__ void place_codes(const Source &s, const Matrix &m, int row, int to, int c, const Weight (&w)[4]) {
     uint8_t *chunk = m.chunk(s.matrix, to, c, coded_chunk(m.type)),
             *at = chunk + code_place(m.type, to % TILE, c % CHUNK) / 8;
-    const bool whole = s.from.type != NVFP4; /* else halves, which become whole numbers */
+    const bool whole = s.from.type != NVFP4; /* else multiples of 1/2, which are doubled */
     float a = whole ? w[0].a : w[0].a / 2, shift = 0;
     if (m.type == Q4_1 && s.from.type == Q4_0) shift = -8; /* signed codes become unsigned ... */
     if (has_offset(m.type) && code_bits(m.type) == 8 && s.from.type < Q8_0) shift = s.from.info.zero; /* or signed */
@@ -303,12 +303,12 @@ static __device__ void fp4_pack(const uint8_t (&nibble)[16], uint32_t (&word)[2]
         if (bit & FP4_REST << 2) word[1] |= wrong >> 2;
     }
 }
-/* The same for MXFP4: one thread packs a block of 32 columns. */
+/* The same for MXFP4. One thread packs a block of 32 columns. */
 static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
     const int each = s.columns / 32, i = blockIdx.x * blockDim.x + threadIdx.x;
     const int row = s.row + i / each, b = i % each, to = rows.of(row), g = to % 8, high = to / 8 % 2;
     if (row >= s.row + s.rows) return;
-    const bool gguf = s.from.type == GGUF_MXFP4; /* the scale first; halves, not neighbours, share a byte */
+    const bool gguf = s.from.type == GGUF_MXFP4; /* its scale comes first, and weights i and i + 16 share a byte */
     const uint8_t *block = s.from.data + row * s.from.stride + b * (gguf ? 17 : 16);
     const uint8_t scale = gguf ? *block++ : s.from.scale.data[row * s.from.scale.stride + b];
     uint8_t *chunk = m.chunk(s.matrix, to, b * 32, FP4_CHUNK);
@@ -352,7 +352,7 @@ static bool upload_floats(float *to, const float *from, size_t n, Error *e) {
     return true;
 }
 
-/* How rows and columns lie in a file: lines of so many bytes, `columns` columns each where the matrix is transposed. */
+/* How a matrix lies in a file: n lines of so many bytes. A line is a row or, if `columns` is not 0, so many columns. */
 struct Lines {
     size_t n, bytes;
     int columns;
@@ -374,7 +374,7 @@ static View view_of(View all, const View *each, int i) {
     return each ? each[i] : all;
 }
 
-/* A model being loaded: several threads read pieces into pinned buffers (mapped files would fault page by page) while
+/* A model being loaded: several threads read pieces into pinned buffers (a mapped file would fault page by page), while
  * kernels place earlier pieces. */
 struct Upload {
     struct Job {
@@ -426,7 +426,7 @@ bool Upload::add_layer(const DeviceLayer &d, const Model *m, int i, Error *e) {
     const Rows all = {0, 1, 0}, q = {0, 1, half}, k = {l->q.rows, 1, half}, v = {l->q.rows + l->k.rows, 1, 0},
                even = {0, 2, 0}, odd = {1, 2, 0}, kv_a = {l->q_a.rows ? l->q_a.rows : l->q.rows, 1, 0},
                k_up = {0, 1, 0, !m->k_up_transposed};
-    /* Gate and up may lie row by row in one tensor, already as the card wants them: then it is read at once. */
+    /* Gate and up may lie in one tensor as the card wants them, row by row in turn: then they are read at once. */
     Linear both = l->gate;
     both.rows *= 2;
     for (View *view : {&both.data, &both.scale.data}) view->stride /= 2, view->size += view->stride;
@@ -460,7 +460,7 @@ bool Upload::add_layer(const DeviceLayer &d, const Model *m, int i, Error *e) {
         if (w.rows && !(pair && fused)) add(w, *part.to, part.place, i, part.name);
         if (pair && fused && part.place.first) add(both, d.up, all, i, "gate and up");
         if (part.to->bias && part.place.first == 0)
-            bias.assign((size_t)part.to->n * part.to->rows, 0); /* what a Linear lacks */
+            bias.assign((size_t)part.to->n * part.to->rows, 0); /* for a Linear without a bias */
         for (int r = 0; r < w.n * w.rows && w.bias; r++)
             bias[(size_t)(r / w.rows) * part.to->rows + part.place.of(r % w.rows)] = w.bias[r];
         if (part.to->bias && !upload_floats(part.to->bias, bias.data(), bias.size(), e)) return false;
@@ -505,8 +505,8 @@ bool Upload::read_view(const View &view, size_t first, const Lines &lines, uint8
     return true;
 }
 
-/* Reads lines of a matrix, and their grids, to `host`, and fills in where they will lie after the copy to `card`.
- * Returns the number of bytes; host NULL reads nothing and only counts. 0: an error. */
+/* Reads lines of a matrix, and its grids, to `host`. Sets *s to where they lie after the copy to `card`. Returns the
+ * number of bytes, or 0 after an error. With host NULL it reads nothing and only counts. */
 size_t Upload::stage(const Job &j, int matrix, int line, int n, uint8_t *host, uint8_t *card, Source *s,
                      Error *e) const {
     const Linear &w = j.linear;
@@ -675,7 +675,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     }
     auto round = [](int n) { return (n + CHUNK - 1) / CHUNK * CHUNK; };
     w.normed_pitch = round(m.dim), w.act_pitch = round(m.ffn_dim);
-    /* Latent attention writes it head by head, so there is no padding: what is read past a row is finite. */
+    /* Latent attention writes w.attn head by head: rows have no padding. What a product reads past a row is finite. */
     w.attn_pitch = m.kv_rank ? m.n_heads * m.v_dim : round(m.n_heads * m.v_dim);
     for (const DeviceLayer &l : gpu->device.layer) w.act_pitch = std::max(w.act_pitch, l.shared_down.stride);
     const size_t element = gpu->lean ? 2 : 4;
@@ -887,7 +887,7 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
 
 /* ---- the border ---- */
 
-/* Fills a Step, and what the host has to know, from a Batch. */
+/* Fills a Step from a Batch, and in the Pass what the host has to know. */
 void fill_step(const Step &s, Pass *a) {
     const Batch *b = a->batch;
     const int tile = tile_tokens(a->w);
@@ -917,8 +917,8 @@ void fill_step(const Step &s, Pass *a) {
                 s.tile[2 * a->tiles] = t, s.tile[2 * a->tiles++ + 1] = std::min(tile, b->first[i + 1] - t);
         }
     }
-    while (a->pages & (a->pages - 1)) a->pages++; /* few graphs: powers of two */
-    /* Up to MAX_DECODE tokens use the same splits whatever their number: each gets the same bits alone or not. */
+    while (a->pages & (a->pages - 1)) a->pages++; /* to powers of two, so that there are few graphs */
+    /* Up to MAX_DECODE the number of tokens does not change the splits, so a token's bits are the same alone or not. */
     const int blocks = std::max(1, a->queries) * a->w.n_kv_heads * head_parts(a->w.n_heads / a->w.n_kv_heads);
     a->splits = a->tokens <= MAX_DECODE ? MAX_SPLITS : std::max(1, std::min(MAX_SPLITS, 4 * a->gpu->sms / blocks));
 }
@@ -945,13 +945,13 @@ bool heads(Pass *a, Pending *p, Error *e) {
     return true;
 }
 
-/* Whether a step runs as a graph. Steps of a large model last longer than their launches, and the graphs for its many
- * numbers of streams would each stop all answers while they are made. */
+/* Whether a step runs as a graph. A large model's steps of many tokens last longer than their launches and need none:
+ * making a graph stops all answers, and every number of streams has its own. */
 bool worth_a_graph(const Gpu *gpu, int tokens) {
     const bool brief = gpu->weight_bytes < (size_t)8 << 30;
     return tokens <= (brief ? gpu->logit_rows : 2 * MAX_DECODE);
 }
-/* A decode step as a CUDA graph: one for each number of tokens and pages, made when it is first needed. */
+/* A decode step as a CUDA graph: one for each number of tokens, rows and pages and kind of sampling, made on demand. */
 bool run_graph(Pass *a, Pending *p, Error *e) {
     Gpu *gpu = a->gpu;
     cudaGraphExec_t &made = gpu->graph[{a->tokens, a->rows, a->pages, a->filtered + 2 * a->penalized}];

@@ -18,7 +18,8 @@ typedef __half f16;
 
 constexpr int TILE = 16;  /* rows of a matrix that a warp multiplies at once: m of mma.m16n8k16 ... */
 constexpr int CHUNK = 64; /* ... and columns of them that it reads at once */
-constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154; /* bytes; see Encoding<MXFP4> in infer.cu */
+/* Of Encoding<MXFP4> in infer.cu: bytes of a chunk, what is added to a scale, the max scale. */
+constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154;
 
 /* The encodings that kernels know besides BF16, F16, F32 and MXFP4: codes of 8 or 4 bits, and for every 64, 32 or 16
  * columns of a row a word that scales them. The loader converts a file's other encodings to one of these, without loss
@@ -66,8 +67,7 @@ struct Matrix {
     }
 };
 
-struct DeviceLayer { /* a Layer on the card; in query, key and their norms the two halves of each head are interleaved
-                      */
+struct DeviceLayer { /* a Layer on the card; the halves of each head of q, k and their norms are interleaved */
     float *attn_norm, *attn_post_norm, *ffn_norm, *ffn_post_norm, *q_norm, *k_norm, *sinks, *choice_bias;
     float *q_a_norm, *kv_a_norm;
     Matrix qkv;           /* query, key, value; with latent attention query (or q_a) and kv_a */
@@ -95,8 +95,8 @@ struct Plan {
     }
 };
 
-/* Where the rows of a Linear go in a Matrix: row r goes to first + step * r, after the two halves of each head of 2 *
- * half rows have been interleaved (half 0: they stay). */
+/* Where the rows of a Linear go in a Matrix. First the two halves of each head, of `half` rows each, are interleaved
+ * (half 0: they are not). Then row r goes to first + step * r. */
 struct Rows {
     int first, step, half;
     bool columns; /* a row becomes a column */
@@ -117,11 +117,11 @@ struct Step {
     Sampling *how;       /* (seqs) */
     int4 *token;         /* (tokens) id, or -1: the token that its slot drew last; the slot; its place in page_token */
     int *seq, *position; /* (tokens) */
-    int *slot, *last;    /* (seqs) its last token, if one is to be drawn from it */
+    int *slot, *last;    /* (seqs) as in Batch; its last token in this step, or -1: draw nothing */
     int *row;            /* (rows) tokens whose logits are wanted */
     int *query;          /* (queries) tokens that attention handles one by one ... */
     int *tile;           /* (tiles, 2) ... and first token and count of each tile */
-    int *header;         /* (4) columns of `page`; which of the three results receives this step's tokens */
+    int *header;         /* (4) [0] columns of `page`; [1] which of the three results receives this step's tokens */
     int *page;           /* (seqs, header[0]) */
 };
 /* Lays out a Step of `tokens` tokens from `base` on. The pages come last, at *bytes. */
@@ -138,15 +138,15 @@ struct Work {
     float eps, act_limit, embed_scale, attn_scale, attn_cap, logit_cap;
     Act act;
     Route route;
-    bf16 *cache;     /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE), or (pages, n_layers, cache_row * PAGE) of
-                        latents:     see key_place, value_place */
+    bf16 *cache;     /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE), of latents (pages, n_layers, cache_row *
+                        PAGE): see key_place(), value_place() */
     int *page_token; /* (pages, PAGE) */
     const float2 *turn[2]; /* (context, head_dim / 2) cos and sin, of Model's ropes */
     float *x;              /* (tokens, dim) residual stream */
     void *normed;  /* (tokens, normed_pitch) after a norm; normed, attn and act have the next matrix's type and zero
                       padding */
     float *square; /* (MAX_DECODE, dim / TILE) sums of squares of x, tile by tile */
-    float *found;  /* (tokens, rows) of qkv, or of gate and up */
+    float *found;  /* (tokens, rows) results of qkv, or of gate and up */
     void *q;       /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
     void *attn, *act_out;            /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
     void *q_low, *q_still, *latents; /* latent attention: (tokens, q_low_pitch), (tokens * n_heads, ...) twice */
@@ -160,12 +160,12 @@ struct Work {
     float *weight;                    /* (tokens, top_k) */
     int *order;                       /* (tokens * top_k) choices by expert: token * top_k + k */
     Job *job;                         /* (jobs[0]) */
-    int *jobs, *routed;               /* how many; blocks that have routed */
+    int *jobs, *routed;               /* how many; blocks of route() that have ended */
     unsigned long long *experts_read; /* see Backend::experts_read */
-    float *partial;                   /* (queries, heads of blocks, MAX_SPLITS, 8, head_dim + 2) */
-    int *attended;                    /* (queries, heads of blocks) splits that have ended */
+    float *partial;                   /* (queries, n_kv_heads * head_parts(), MAX_SPLITS, 8, head_dim + 2) */
+    int *attended;                    /* (queries, n_kv_heads * head_parts()) splits that have ended */
     float *logits;                    /* (logit_rows, vocab) */
-    float *floor;                     /* (logit_rows) the least scaled logit that top-k, top-p and min-p keep */
+    float *floor;                     /* (logit_rows) the smallest scaled logit that top-k, top-p and min-p keep */
     unsigned long long *best;         /* (logit_rows) */
     int *drawing;                     /* (logit_rows) blocks that have drawn */
     uint32_t *seen;                   /* (logit_rows, vocab / 32) for the repetition penalty */
@@ -200,7 +200,7 @@ struct Gpu {
     Work work = {};
     int sms, max_pages, launch_arch;
     int shared;     /* bytes of shared memory that a block can have */
-    int logit_rows; /* whose logits there is room for at once */
+    int logit_rows; /* rows of logits that there is room for */
     bool lean;      /* no F32 weights: up to MAX_DECODE tokens need no norm kernels and no cuBLAS */
     size_t weight_bytes;
     uint8_t *weights = NULL, *room = NULL, *cache = NULL, *step = NULL;
@@ -237,8 +237,8 @@ struct Pass {
     bool penalized, filtered; /* before the draw */
     bool headed;              /* w.logits are there already */
     bool prefill;             /* the annex does attention and experts */
-    bool normed;              /* w.normed is x behind the norm that comes next, ... */
-    int squares;              /* ... except for a factor, the sum of this many parts, if more than 0 */
+    bool normed;              /* w.normed is ready: x after the norm that comes next */
+    int squares;              /* if not 0, without its factor, whose sum of squares w.square has in so many parts */
 };
 
 /* ---- infer.cu: what a step computes ---- */
@@ -280,10 +280,10 @@ bool cuda_failed(Error *e, cudaError_t error, const char *what);
     } while (0)
 
 /* Sixteen e2m1 values are packed in two words so that few operations turn them into bf16 times 2^-126 (fp4_to_bf16 in
- * infer.cu; fp4_pack in card.cu is its inverse). A mask selects two values, one in each half of the word: the sign at
- * bit 15, the magnitude at bits 8 to 6, the even column in the lower half. Three such masks fit into a word: on the
- * word itself, rotated by 6, and shifted by 4. The bits that are left in both words (FP4_REST) make a third word, for
- * two more masks: the first word plus four times the second, one multiply-add. */
+ * infer.cu; fp4_pack in card.cu is its inverse). A mask selects a pair of values, one in each half of the word: the
+ * sign at bit 15, the magnitude at bits 8 to 6, the even column in the lower half. A word gives three pairs: masked as
+ * it is, rotated right by 6, and shifted left by 4. That leaves 8 bits of each word free (FP4_REST). They are set so
+ * that the first word plus four times the second, one multiply-add, gives the two pairs that are missing. */
 constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603;
 
 #endif

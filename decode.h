@@ -1,6 +1,6 @@
 /* decode.h: the value of one weight of an encoded matrix, as static inline functions that gcc and nvcc compile alike.
- * tests/reference.c multiplies by these weights; card.cu repacks their codes for its kernels. A weight is
- * a (q - zero) + b: q is the code, which the type says how to find and bf16 holds exactly; a comes from the scales. */
+ * tests/reference.c multiplies by these weights; card.cu repacks their codes. A weight is a (q - zero) + b. The type
+ * says where the bits of its code q lie; bf16 holds q exactly. a comes from the scales, b from GGUF's minima. */
 #ifndef DECODE_H
 #define DECODE_H
 
@@ -89,7 +89,7 @@ BOTH int iq4_value(int nibble) {
 }
 /* Scale or minimum number J, from the twelve bytes that hold both in a block of Q4_K or Q5_K. */
 BOTH int six_bits(const unsigned char *s, int J, bool minimum) {
-    const int own = J + (minimum ? 4 : 0); /* its first six bits, or its last two */
+    const int own = J + (minimum ? 4 : 0); /* has its six bits; from J = 4 on s[own - 4] has the upper two */
     return J < 4 ? s[own] & 63 : (minimum ? s[J + 4] >> 4 : s[J + 4] & 15) | s[own - 4] >> 6 << 4;
 }
 

@@ -33,8 +33,8 @@ __device__ inline float scaled(const Work &w, const Sampling &how, int row, int 
     return scaled(w, how, row, id, w.logits[(size_t)row * w.vocab + id]);
 }
 
-/* The least scaled logit that top-k, top-p and min-p keep in the draw, found digit by digit of its order_key. One block
- * a row. */
+/* The smallest scaled logit that top-k, top-p and min-p keep in the draw, found byte by byte of its order_key. One
+ * block a row. */
 __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
     __shared__ unsigned low[256], high[256], prefix, largest; /* low and high words of the bins */
     __shared__ unsigned long long above;
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
 }
 
 /* Draws a token for each row (blockIdx.y): the largest scaled logit plus noise, over all blocks. The block that
- * finishes last writes it down. A NaN beats everything. */
+ * finishes last stores it. A NaN beats everything. */
 __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     __shared__ unsigned long long best[32];
     launch_next();
@@ -132,6 +132,6 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     mine = atomicExch(&w.best[row], 0);
     w.drawing[row] = 0;
     int token = mine == ~0ull ? DREW_NAN : draw_id(mine);
-    w.drawn[s.slot[seq]] = token;
-    w.result[s.header[1] * w.slots + seq] = token;
+    w.drawn[s.slot[seq]] = token;                  /* for the next step */
+    w.result[s.header[1] * w.slots + seq] = token; /* for the host */
 }

@@ -1,7 +1,7 @@
-/* infer.cu: every kernel of the plain engine, one for each step of a transformer block, for every family, every
- * encoding, any number of tokens, any card from sm_80 on; and block(), which calls them: begin there. Beside it:
+/* infer.cu: the plain engine: every kernel, one for each step of a transformer block. It runs every family, every
+ * encoding, any number of tokens, any card from sm_80 on. Begin at block(), which calls the kernels. Beside this file:
  * tests/reference.c computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings
- * it there and submits steps; draw.cuh draws tokens from logits; fast/ is an annex that takes over for gpt-oss on
+ * it there and submits steps; draw.cuh draws tokens from logits; fast/ is the annex, which takes over for gpt-oss on
  * Hopper.
  *
  *   1  small device functions      mma, copies, sums
@@ -12,8 +12,8 @@
  *   6  latent attention            of DeepSeek: head_jobs, latent_store, latent_query
  *   7  one step                    launches, block, forward
  *
- * The residual stream is fp32, products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32),
- * the cache is bf16. A step that generates is a chain of dependent kernels, so each one lets the next begin early
+ * The residual stream is fp32. Products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32).
+ * The cache is bf16. A decode step is a chain of dependent kernels, so each kernel lets the next begin early
  * (launch_next), requests its first weights, which depend on nothing, and only then waits (wait_previous). */
 #include "card.cuh"
 
@@ -37,9 +37,9 @@ __device__ inline void wait_previous() {
 #endif
 }
 
-/* c += a b for a (16, 16) by row, b (16, 8) by column: lane 4g + t holds rows g and g + 8 of a and column g of b, at
- * the four inner indices that belong to t, and rows g, g + 8 and columns 2t, 2t + 1 of c. Which inner index is which
- * does not matter as long as a and b agree. */
+/* c (16, 8) += a (16, 16) b (16, 8). Lane 4g + t holds rows g and g + 8 of a and column g of b, both at the four inner
+ * indices of t, and rows g and g + 8, columns 2t and 2t + 1, of c. Which inner index is which does not matter as long
+ * as a and b agree. */
 template <typename A>
 __device__ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                            uint32_t b1) {
@@ -106,8 +106,8 @@ __device__ inline uint2 load_pair(const void *from, bool real) {
     return x;
 }
 
-/* Copies 16 bytes to shared memory; only the first `bytes` are read, the others become 0. Copies that were requested
- * before a copies_end() have arrived after copies_done<n>() if at most n further copies_end() followed it. */
+/* Copies 16 bytes to shared memory; only the first `bytes` are read, the others become 0. copies_end() closes a batch
+ * of copies; copies_done<n>() waits until at most the last n batches are still on the way. */
 __device__ inline void copy_16(void *to, const void *from, int bytes = 16) {
     asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
                  "r"(bytes)
@@ -154,7 +154,7 @@ template <int HELD> struct WarpSum {
         return warp_sum(sum);
     }
 };
-/* The sum over a block, in an order that depends on nothing else. */
+/* The sum over a block, always in the same order. */
 __device__ inline float block_sum(float x) {
     __shared__ float part[32];
     x = warp_sum(x);
@@ -182,11 +182,11 @@ __device__ inline bool last_block(int *arrived, int blocks) {
 /* How weights of a type lie on the card, and how a lane of a warp reads its part of a chunk: lane 4g + t has sixteen
  * columns of rows g and g + 8 of a tile, eight at column(t, 0) and eight at column(t, 1). Raw is what it loads;
  * decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; multiply() adds the chunk's product
- * with the columns of x from `at` on.
+ * with the columns of x from `at` on. A chunk in shared memory is made of pieces of 16 bytes, in read()'s order.
  *
- *   offset()  where 16 bytes, number `piece`, of a tile's first chunk lie; those of chunk k are k * STEP further on
- *   PIECES    of 16 bytes that make up a chunk of a tile in shared memory, in the order in which read() wants them
- *   AHEAD     chunks that a lane has on the way
+ *   offset()  where number `piece` of a tile's first chunk lies; the same piece of chunk k lies k * STEP further on
+ *   PIECES    of a chunk of a tile
+ *   AHEAD     chunks that a lane requests ahead
  *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
 template <Type T> struct Encoding;
 
@@ -236,9 +236,9 @@ template <typename A> struct Encoding16 { /* rows as they stand in the file */
 template <> struct Encoding<BF16> : Encoding16<bf16>, Decoded<Encoding16<bf16>, bf16> {};
 template <> struct Encoding<F16> : Encoding16<f16>, Decoded<Encoding16<f16>, f16> {};
 
-/* The sixteen e2m1 values in two words (see FP4_MASK in card.cuh) as bf16, in the order of their columns and times
- * 2^-126. The loader chose the free bits of both words so that `rest`, carries included, holds the fourth pair of each.
- */
+/* The sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 times 2^-126, in the order of their columns.
+ * `rest`, a multiply-add of both words, holds the fourth pair of each: the loader set their free bits so that it comes
+ * out right, carries included. */
 struct Sixteen {
     uint4 low, high;
 };
@@ -250,10 +250,10 @@ __device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
             make_uint4(b & m, __funnelshift_r(b, b, 6) & m, b << 4 & m, rest << 6 & m)};
 }
 
-/* A chunk of a tile is 544 bytes in one piece: 16 of each lane, columns 16t to 16t + 15 of row g and then of row g + 8,
- * and behind these 512 bytes the scales of both blocks of 32 of row g and of both of row g + 8, for each g, with
- * FP4_SCALE added. bf16 cannot hold every value times its e8m0 scale, so decode() returns values 2^26 too small, and
- * the finished sum is multiplied by FACTOR. */
+/* A chunk of a tile is 544 bytes in one piece. First come 16 bytes of each lane: columns 16t to 16t + 15 of row g, then
+ * of row g + 8. Behind these 512 bytes lie, for each g, the scales of two blocks of 32 of row g and of two of row g +
+ * 8, each with FP4_SCALE added. bf16 cannot hold every value times its e8m0 scale, so decode() returns values 2^26 too
+ * small, and the finished sum is multiplied by FACTOR. */
 template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
     static constexpr float FACTOR = 0x1p26f;
     static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 4;
@@ -288,10 +288,10 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
     }
 };
 
-/* Codes of 4 or 8 bits: see is_coded() in card.cuh. A word scales the sum over its 64, 32 or 16 columns, which a few
- * mma in a row compute; an offset multiplies the sum of x over the same columns. Codes become bf16 exactly, in few
- * operations, but shifted: 4 bits become 128 + q, which the offset corrects; 8 bits become two terms, 128 + the low
- * seven bits and -128 or, with the sign bit, -256; e4m3 comes out 2^120 too small. */
+/* Codes of 4 or 8 bits: see is_coded() in card.cuh. A few mma in a row compute a sum over 64, 32 or 16 columns, and the
+ * word of these columns scales it; an offset multiplies the sum of x over the same columns. Codes become bf16 exactly
+ * and in few operations, but shifted. 4 bits become 128 + q, which the offset corrects. 8 bits become two terms: 128 +
+ * the low seven bits, and -128, or -256 with the sign bit. e4m3 comes out 2^120 too small (LIFT). */
 template <Type T> struct EncodingCoded {
     typedef bf16 Activation;
     static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), TERMS = BITS == 8 && T != FP8 ? 2 : 1;
@@ -313,7 +313,7 @@ template <Type T> struct EncodingCoded {
         if (WORDS == 1) *(uint2 *)&r.word[0][0] = load_pair(words, real);
         for (int k = 0; k < WORDS / 2; k++) *(uint4 *)(&r.word[0][0] + k * 4) = load_weights(words + k * 16, real);
     }
-    /* x & mask | bits, which the compiler makes two instructions of */
+    /* x & MASK | VALUE in one instruction, where the compiler takes two */
     template <uint32_t MASK, uint32_t VALUE> __device__ static uint32_t masked(uint32_t x) {
         asm("lop3.b32 %0,%0,%1,%2,0xEA;" : "+r"(x) : "n"(MASK), "n"(VALUE));
         return x;
@@ -439,8 +439,8 @@ enum Finish {
 /* RMSNorm's factor, from the sum of the squares (Zhang and Sennrich, 2019). */
 __device__ inline float norm_factor(float squares, int dim, float eps) { return rsqrtf(squares / dim + eps); }
 
-/* y = W x + bias for all tokens or, with jobs, for the choices of each expert: row r of x belongs to the `divide`
- * choices from r * divide on. */
+/* y = W x + bias for all tokens or, with jobs, for the choices of each expert. Choice token * top_k + k is a token and
+ * its k-th expert. `divide` choices share a row of x: row r has those from r * divide on. */
 struct Product {
     Matrix w;
     const void *x;
@@ -452,7 +452,7 @@ struct Product {
     const Job *job;
     const int *jobs, *order;
     int divide;
-    bool early; /* the previous kernel has waited for the jobs already */
+    bool early; /* the jobs are ready: the previous kernel has waited for them */
     Finish finish;
     void *y;
     int y_pitch;
@@ -466,8 +466,8 @@ struct Product {
     float *next_square;
 };
 
-/* The activation; quick functions are exact enough for what is rounded to 16 bits. GELU by tanh is SiLU of twice the
- * tanh's argument (Hendrycks and Gimpel, 2016). */
+/* The activation; quick functions are exact enough for what is rounded to 16 bits. GELU's tanh form (Hendrycks and
+ * Gimpel, 2016), gate / 2 (1 + tanh(z)), is gate sigmoid(2z). */
 __device__ inline float activation(Act act, float limit, float gate, float up, bool quick) {
     if (act == SWIGLU_CLAMPED) gate = fminf(gate, limit), up = fmaxf(fminf(up, limit), -limit) + 1;
     float x = act == SWIGLU_CLAMPED ? -1.702f * gate
@@ -532,14 +532,14 @@ template <Type T, int TILES> struct Stream {
     }
 };
 
-/* Up to 8 TILES tokens, or choices of an expert: the time is the time to read the weights. The blocks share the tiles
- * of all jobs evenly; the warps of a block share a tile's columns. After an RMSNorm the input is x times the norm's
- * weights, as the kernel that wrote x left it, and this kernel divides the result by the root mean square. So no norm
- * kernel is needed in between.
+/* The product for up to 8 TILES tokens, or choices of an expert; reading the weights takes most of its time. The blocks
+ * share the tiles of all jobs evenly; the warps of a block share a tile's columns. After an RMSNorm x holds the values
+ * times the norm's weights, as the kernel that wrote x left them, and this kernel divides the result by the root mean
+ * square. So no norm kernel is needed in between.
  *
- * Without jobs a block requests its first weights before it waits. With jobs it must know them first, so it waits, and
- * only then lets the next kernel begin. The next kernel, the product with `early`, finds the jobs ready and need not
- * wait for them. */
+ * Without jobs a block requests its first weights before it waits. With jobs it must know the jobs first, so it waits,
+ * and only then lets the next kernel begin. The next kernel, the product with `early`, finds the jobs ready and need
+ * not wait for them. */
 template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
@@ -568,7 +568,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
     auto parts = [&](int n) { return p.square + (n * W + warp) * square_parts(p.w.cols); };
     for (int n = 0; n < MAX_DECODE / W; n++)
         if (n * W + warp < p.tokens) squares[n].load(parts(n), p.squares);
-    /* At the end a thread has two rows of a tile, 2 (i % 8) and the next, for one token, i / 8. */
+    /* At the end thread i has two rows of a tile, 2 (i % 8) and the next, for token i / 8. */
     static_assert(TILES * 64 <= W * 32, "one pair a thread");
     const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
     const A *x[TILES];
@@ -619,8 +619,8 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
     }
 }
 
-/* More tokens, as tiles of 16 TILES: a warp takes 16 ROWS rows of the matrix, decodes them once, and multiplies them by
- * all tokens of the block, which are mma's rows. Chunks of weights and of x come through a ring of shared memory. */
+/* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
+ * by all tokens of the block, which are mma's rows. Chunks of weights and of x come through a ring of shared memory. */
 constexpr int TILED_WARPS = 4;
 template <Type T, int TILES, int ROWS> struct TiledShape {
     static constexpr int STAGES = TILES <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
@@ -644,7 +644,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
     if (p.job && (int)blockIdx.y >= *p.jobs) return;
     const int begin = blockIdx.y * Shape::TOKENS;
     const Job job = p.job ? p.job[blockIdx.y] : Job{0, begin, min(Shape::TOKENS, p.tokens - begin)};
-    /* A thread copies eighths of rows of x, every 16th row, and pieces of weights. */
+    /* A thread copies an eighth of every 16th row of x, and pieces of weights. */
     constexpr int X_EACH = Shape::TOKENS * 8 / THREADS, W_EACH = (Shape::ROW_TILES * PIECES + THREADS - 1) / THREADS;
     const A *x[X_EACH];
     uint32_t piece[W_EACH];
@@ -725,8 +725,8 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
 
 /* ---- 4 embedding, norm, experts ---- */
 
-/* A token's row of x is spread over a block of row_threads(dim): a thread has up to MAX_PAIRS pairs of neighbours, the
- * k-th of them number i. */
+/* A block of row_threads(dim) threads holds a token's row of x, as pairs of neighbours: each thread has up to MAX_PAIRS
+ * pairs, its k-th is pair i of the row. */
 inline int row_threads(int dim) { return std::max(128, std::min(1024, (dim / 8 + 31) / 32 * 32)); }
 template <class F> __device__ inline void for_pairs(int dim, F f) {
 #pragma unroll
@@ -824,10 +824,10 @@ __device__ inline void sort_choices(const Work &w, int choices, int most, int *c
 }
 
 /* Chooses each token's experts, one warp a token: the top_k largest scores, ties to the lower number. A score is the
- * router's logit, or its sigmoid plus a bias. In some models only the best groups of experts take part. The weights of
- * the chosen come from the scores without the bias: softmax over all or over the chosen, or the share of their sum. The
- * kernel also adds up the token's squares for the products that follow. The last block makes jobs of at most `most`
- * choices for the experts' products. */
+ * router's logit or its sigmoid, plus a bias if there is one. In some models only the best groups of experts take part.
+ * The weights of the chosen come from the scores without the bias: softmax over all or over the chosen, or the share of
+ * their sum. The kernel also adds up the token's squares for the products that follow. The last block makes jobs of at
+ * most `most` choices for the experts' products. */
 constexpr int ROUTE_WARPS = 8;
 __global__ void __launch_bounds__(ROUTE_WARPS * 32)
     route(Work w, const float *bias, int tokens, int squares, int most) {
@@ -925,9 +925,9 @@ __host__ __device__ inline bf16 *cache_of(const Work &w, int page, int values, i
     const int row = w.kv_rank ? w.layer * cache_row(w) : ((w.layer * 2 + values) * w.n_kv_heads + head) * w.head_dim;
     return w.cache + page * page_size(w) + (size_t)row * PAGE;
 }
-/* Where, from there, dimension i of a position's key or value lies. The 16 positions of a slab lie together: keys
- * position by position in groups of 32 dimensions (the last group may be smaller), values dimension by dimension. So a
- * warp loads whole cache lines for mma. */
+/* Where, counted from cache_of(), dimension i of a position's key or value lies. The 16 positions of a slab lie
+ * together: keys position by position in groups of 32 dimensions (the last group may be smaller), values dimension by
+ * dimension. So a warp loads whole cache lines for mma. */
 constexpr int SLAB_KEYS = 16, SLABS = PAGE / SLAB_KEYS;
 __host__ __device__ inline int key_place(int d, int position, int i) {
     int at = position % PAGE;
@@ -938,7 +938,7 @@ __host__ __device__ inline int value_place(int d, int position, int i) {
     int at = position % PAGE;
     return at / SLAB_KEYS * SLAB_KEYS * d + i * SLAB_KEYS + at % SLAB_KEYS;
 }
-/* The number of the page that holds a position of a sequence. */
+/* The page that holds a position of a sequence. The table of pages has header[0] columns. */
 __device__ inline int page_of(const Step &s, int seq, int position) {
     return s.page[(size_t)seq * s.header[0] + position / PAGE];
 }
@@ -947,9 +947,9 @@ __device__ inline int first_seen(int position, int window) {
     return window && position >= window ? position - window + 1 : 0;
 }
 
-/* RoPE (Su et al., "RoFormer", 2021) of one head of a token, by a warp, after RMSNorm if the model norms queries and
- * keys. The two values that turn together, (i, i + head_dim / 2) in the file, are adjacent here: the loader reorders
- * the rows. store(i, pair) receives the i-th pair. */
+/* Norm and RoPE (Su et al., "RoFormer", 2021) of one head of a token, by a warp; `norm` is NULL unless the model norms
+ * queries and keys (q_norm, k_norm). The two values that turn together are adjacent here: where a file has them half a
+ * head apart, the loader reorders the rows. store(i, pair) receives the i-th pair. */
 template <class Store>
 __device__ inline void turn_head(const Work &w, const float2 *table, const float *head, const float *norm, int position,
                                  Store store) {
@@ -1013,8 +1013,8 @@ __global__ void __launch_bounds__(ROPE_WARPS * 32)
 }
 
 /* 16 keys and values of a page, as mma wants them: column n of tile j is key 4 (n / 2) + 2 j + n % 2. So a lane's
- * softmax shares belong to four neighbouring keys, and the lane already holds the values of these keys, which lie by
- * dimension. */
+ * softmax shares belong to four neighbouring keys. Their values of one dimension lie together, and the lane loads just
+ * those. */
 template <int D> struct Slab {
     uint4 key[2][D / 32];
     uint2 value[D / 8];
@@ -1045,9 +1045,9 @@ template <int D> struct Slab {
 /* Limits a score smoothly to between -cap and cap; 0: no cap. */
 __device__ inline float capped(float score, float cap) { return cap ? cap * tanhf(score / cap) : score; }
 
-/* A warp's state of softmax(scale q k) v for the at most 8 query heads of one token that share a key/value head,
- * after the keys seen so far (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): lane 4g + t
- * has head g. */
+/* A warp's state of softmax(scale q k) v for up to 8 query heads of one token, which share a key/value head, after the
+ * keys seen so far (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): lane 4g + t has head
+ * g. */
 template <int D> struct SlabState {
     float most = LEAST, total = 0, sum[D / 8][2] = {}; /* dimensions 8i + 2t, + 1 */
     static constexpr float LEAST = -1e30f;             /* of nothing seen yet */
@@ -1118,9 +1118,9 @@ struct Merged {
 
 /* Attention of tokens one by one: those of a decode step, and the last few of a prompt. A block has one token
  * (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split of the context (blockIdx.z),
- * some of its pages; its warps take 16 keys in turn. The last split of a token to finish merges all of them. If no
- * token sees another of the same step (`alone`), this kernel also does the work of rope_and_store for its token. All
- * older keys are in the cache already, so the first ones are loaded before wait_previous(). */
+ * some of its pages; its warps take 16 keys in turn. The last split of a token to finish merges the states of all. If
+ * no token sees another of the same step (`alone`), this kernel also does the work of rope_and_store for its token. All
+ * older keys are in the cache already, so a block loads its first ones before wait_previous(). */
 template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* so that two blocks fit on a multiprocessor */
 __host__ __device__ inline int splits_of(int pages, int most) { return max(1, min(most, pages / SPLIT_PAGES)); }
 template <int D>
@@ -1194,7 +1194,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
         result(partial, splits, i / (D / 2), i % (D / 2) * 2);
 }
 
-/* The same for 16 rows of a prompt, each a token and a query head: lane 4g + t has rows g and g + 8. */
+/* A warp's state for 16 rows of a prompt, each a token and a query head: lane 4g + t has rows g and g + 8. */
 template <int D, int KEYS> struct TileState {
     float most[2] = {-1e30f, -1e30f}, total[2] = {}, sum[D / 8][4] = {}; /* dimensions 8i + 2t, + 1 of either row */
 
@@ -1253,8 +1253,8 @@ template <int D> struct AttentionShape {
     static constexpr int SHARED = (ROWS * D + 2 * STAGE) * sizeof(bf16);
     /* The eighths of odd rows are swapped where rows begin in the same bank. */
     __device__ static int query_place(int row, int i) { return row * D + (i ^ (D % 64 ? 0 : row % 2 * 32)); }
-    /* Requests keys and values of positions `base` to `base` + KEYS - 1, with zeros from `end` on, where the cache may
-     * hold NaN. */
+    /* Requests keys and values of positions `base` to `base` + KEYS - 1. Values after position `end` become zeros,
+     * because the cache may hold NaN there. */
     __device__ static void copy(const Work &w, const Step &s, bf16 *to, int seq, int head, int base, int end) {
         if (base > end) return;
         const int page = page_of(s, seq, base);
@@ -1359,8 +1359,8 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
 }
 
 /* Attention for any head size, for F32 and for latents, without tensor cores: a block has a token (blockIdx.x) and a
- * query head. Each thread scores one key at a time; then the threads divide the dimensions of the result. A latent is
- * the key and, without its rope part, the value; its result goes to w.latents. */
+ * query head. Each thread scores one key at a time; then the threads divide the dimensions of the result. With latents
+ * a row of the cache is the key and, without its RoPE part, the value; the result goes to w.latents. */
 __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer l) {
     extern __shared__ __align__(16) float memory[]; /* the query, its result (d), a share for each thread */
     const int t = blockIdx.x, h = blockIdx.y, head = h / (w.n_heads / w.n_kv_heads), me = threadIdx.x;
@@ -1409,11 +1409,11 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
 
 /* ---- 6 latent attention ---- */
 
-/* Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024), absorbed: the part of a query head without RoPE is multiplied by
- * k_up^T, so that it can be compared with the cached latents directly; v_up turns their weighted sum into the head's
- * result. Both are products with one matrix a head, whose choices are pairs of token and head. */
+/* Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024), absorbed: k_up^T multiplies the part of a query head without
+ * RoPE, so that it can be compared with the cached latents; v_up turns their weighted sum into the head's result. Both
+ * are products with a matrix for each head: a head takes an expert's place, and a choice is a token and a head. */
 
-/* The jobs of these products, of at most `most` tokens of a head. A thread a pair. */
+/* The jobs of these products, of at most `most` tokens of a head. A thread has a token and a head. */
 __global__ void __launch_bounds__(256) head_jobs(Work w, int tokens, int most) {
     launch_next();
     wait_previous();
@@ -1425,8 +1425,8 @@ __global__ void __launch_bounds__(256) head_jobs(Work w, int tokens, int most) {
     if (t % most == 0) w.head_job[head * jobs + t / most] = {head, i, min(most, tokens - t)};
 }
 
-/* Norms the results of q_a and kv_a for a token: the query's low rank goes to w.q_low, the latent to the cache, and the
- * rope key, after RoPE, to the cache too. One block a token. */
+/* Norms the results of q_a and kv_a for a token: the query of low rank goes to w.q_low, the latent to the cache, and
+ * the rope key, after RoPE, to the cache too. One block a token. */
 __global__ void __launch_bounds__(256) latent_store(Work w, Step s, DeviceLayer l) {
     launch_next();
     wait_previous();
@@ -1448,7 +1448,7 @@ __global__ void __launch_bounds__(256) latent_store(Work w, Step s, DeviceLayer 
                   [&](int i, float2 x) { *(uint32_t *)(keys + key_place(d, p, w.kv_rank + 2 * i)) = pack(x.x, x.y); });
 }
 
-/* Splits query heads: the part without RoPE goes to w.q_still, for k_up; the rest, after RoPE, goes to w.q, behind the
+/* Splits query heads: the part without RoPE goes to w.q_still, for k_up; the rest, after RoPE, goes to w.q, after the
  * place for k_up's result. One warp a head. */
 __global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer l, int pitch) {
     launch_next();
@@ -1471,8 +1471,8 @@ __global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer 
 template <typename... Params, typename... Args>
 cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
     cudaError_t error = cudaSuccess;
-    /* In steps of the annex all kernels split a multiprocessor's memory between L1 and shared memory alike, because it
-     * must be idle to change the split. */
+    /* In steps of the annex all kernels split a multiprocessor's memory between L1 and shared memory in the same way,
+     * because a multiprocessor must be idle to change the split. */
     if (gpu->fast)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                      gpu->decodes ? cudaSharedmemCarveoutMaxShared : cudaSharedmemCarveoutDefault);
@@ -1547,7 +1547,7 @@ bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
     return a->normed = true;
 }
 
-/* The product of all tokens with w.normed (x NULL), or with x. */
+/* W times w.normed (x NULL) or times x, for all tokens. */
 Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     Product p = {};
     p.w = m, p.x = x ? x : a->w.normed, p.x_pitch = x ? pitch : a->w.normed_pitch, p.tokens = a->tokens;
@@ -1557,8 +1557,8 @@ Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
 }
 constexpr int MAX_STREAMED = 24; /* tokens of a `product` without jobs */
 /* Whether `product` multiplies a matrix by this many tokens, without jobs. For a small matrix cuBLAS takes longer to
- * start than to read. Codes are read again for every MAX_STREAMED tokens, up to the number where decoding to bf16 pays.
- */
+ * start than to read it. Codes are read again for every MAX_STREAMED tokens, as long as that is faster than decoding
+ * them to bf16 for cuBLAS. */
 bool streams(const Pass *a, const Matrix &m, int tokens) {
     if (m.type == F32) return false;
     if (is_coded(m.type)) return tokens <= 2 * MAX_STREAMED || (size_t)m.rows * m.stride > a->gpu->decoded_size;
@@ -1574,8 +1574,8 @@ bool multiply_streamed(const Pass *a, Product p, Error *e) {
     }
     return true;
 }
-/* Up to MAX_DECODE tokens: `product`, which also does the norm that follows. More: cuBLAS, for codes behind decode();
- * `product_tiled` for MXFP4. F32 always goes to cuBLAS. See streams(). */
+/* Up to MAX_DECODE tokens: `product`, which also does the norm that follows. More: cuBLAS, after decode() if weights
+ * are codes; `product_tiled` for MXFP4. F32 always goes to cuBLAS. See streams(). */
 bool multiply(Pass *a, Product p, Error *e) {
     if (p.tokens > MAX_DECODE || p.w.type == F32) p.norm = NULL;
     if (streams(a, p.w, p.tokens)) {
@@ -1594,8 +1594,8 @@ bool multiply(Pass *a, Product p, Error *e) {
     a->squares = a->normed ? square_parts(p.w.rows) : 0;
     return true;
 }
-/* y = W x, or the residual stream += W x; then `weight` belongs to the norm that follows, and `next` is the matrix that
- * reads its result. */
+/* y = W x, or the residual stream += W x. Then comes a norm: `weight` is the norm's, and `next` is the matrix that
+ * reads what it gives. */
 bool multiply_to(Pass *a, const Matrix &m, const void *x, int pitch, float *y, Error *e) {
     Product p = product_of(a, m, x, pitch);
     p.y = y, p.y_pitch = m.rows;
@@ -1635,8 +1635,8 @@ cudaError_t launch_rope(const Pass *a, const DeviceLayer &l) {
     dim3 grid((a->tokens + ROPE_TOKENS - 1) / ROPE_TOKENS, a->w.n_heads + 2 * a->w.n_kv_heads);
     return launch(a->gpu, rope_and_store, grid, ROPE_WARPS * 32, 0, a->w, a->s, l, a->tokens);
 }
-/* Attention, from queries, keys and values in w.found to w.attn. rope_and_store, or attention<D> itself, does RoPE and
- * fills the cache. */
+/* Attention, from queries, keys and values in w.found to w.attn. rope_and_store, or attention<D> itself, does norms and
+ * RoPE of queries and keys, and fills the cache. */
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
     const int size = query_type(l) == F32 ? 0 : w.head_dim;
@@ -1654,7 +1654,7 @@ bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     return tap_attention(a, l, e);
 }
 
-/* The same for latents. */
+/* The same for latent attention; latent_store and latent_query do norms and RoPE. */
 bool attend_latent(Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
     const int most = a->tokens <= MAX_DECODE ? 8 : 64, jobs = w.n_heads * ((a->tokens + most - 1) / most);
@@ -1693,7 +1693,7 @@ bool combine_down(Pass *a, int top_k, const float *weights, const float *post, c
     a->normed = true, a->squares = 0;
     return true;
 }
-/* x += W y, normed before it is added if there is `post`; then the norm that comes next. */
+/* x += W y; with `post` W y is normed before it is added. Then the norm that comes next. */
 bool add_to_x(Pass *a, const Matrix &m, const void *y, int pitch, const float *post, const float *next_norm,
               const Matrix &next, Error *e) {
     if (!post) return multiply_add(a, m, y, pitch, next_norm, next, e);
@@ -1748,7 +1748,7 @@ bool feed_forward(Pass *a, const DeviceLayer &l, const float *next_norm, const M
            add_to_x(a, l.down, a->w.act_out, a->w.act_pitch, l.ffn_post_norm, next_norm, next, e);
 }
 
-/* The seam: functions of the annex that replace those here, for gpt-oss on Hopper. */
+/* The seam: these functions of the annex replace those above for gpt-oss on Hopper. */
 #if FAST
 #include "fast/fast.cuh"
 #else
@@ -1775,7 +1775,7 @@ bool block(Pass *a, int layer, Error *e) {
     const Matrix &next = end ? device.head : device.layer[layer + 1].qkv, &inner = l.router.rows ? l.router : l.up;
     a->w.layer = layer;
     if (!norm_for(a, l.attn_norm, l.qkv, e) || !multiply_to(a, l.qkv, NULL, 0, a->w.found, e)) return false;
-    if (!(a->prefill ? fast::attend : a->w.kv_rank ? attend_latent : attend)(a, l, e)) return false;
+    if (!(a->prefill ? fast::attend : a->w.kv_rank ? attend_latent : attend)(a, l, e)) return false; /* and RoPE */
     if (!add_to_x(a, l.o, a->w.attn, a->w.attn_pitch, l.attn_post_norm, l.ffn_norm, inner, e)) return false;
     if (!tap_x(a, "attn_residual", e) || !norm_for(a, l.ffn_norm, inner, e)) return false;
     auto feed = a->prefill ? fast::experts : l.router.rows ? experts : feed_forward;

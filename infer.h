@@ -1,6 +1,6 @@
-/* infer.h: the border between C and CUDA, nothing else. The C side (model.c) turns files into a Model and
- * conversations into Batches; a Backend (infer.cu, and tests/reference.c in plain C) uploads the one and computes the
- * other. Fusing two kernels, or splitting one, never touches this file.
+/* infer.h: the border between C and CUDA, nothing else. The C side (model.c) turns files into a Model and conversations
+ * into Batches. A Backend (infer.cu, and tests/reference.c in plain C) uploads the Model and computes the Batches.
+ * Fusing two kernels, or splitting one, never touches this file.
  *
  * Arrays are row-major; their shape follows in a comment. What a model does not have is NULL or 0, and its step is
  * skipped: no code behind this border asks which family a model is. */
@@ -16,9 +16,9 @@ extern "C" {
 
 enum { PAGE = 64 }; /* tokens in one page of the key/value cache, all layers */
 
-/* How the bytes of a matrix encode weights. A weight is scale (q - zero): q is its code, and the type says where to
- * find it; scale and zero come from the Linear's grids. GGUF's types hold scales and zeros inside their blocks, row by
- * row. Every q - zero is exact in bf16. */
+/* How the bytes of a matrix encode weights. A weight is scale (q - zero). q is its code; the type says where its bits
+ * lie. scale and zero come from the Linear's grids; GGUF's types hold them inside their blocks, row by row. Every q -
+ * zero is exact in bf16. */
 /* clang-format off */
 typedef enum {
     BF16, F16, F32,
@@ -33,7 +33,7 @@ typedef enum {
 } Type;
 
 typedef struct {
-    const char *name, *dtype; /* dtype: of tensors that hold it, as safetensors spells it */
+    const char *name, *dtype; /* dtype: of its tensors, as safetensors spells it */
     int values, bytes;        /* in a block, whose bytes lie together */
     int bits, zero;           /* of a code; subtracted from a code if there is no grid of zeros */
 } TypeInfo;
@@ -104,10 +104,10 @@ typedef struct {
     const float *q_norm, *k_norm;                /* (head_dim) RMSNorm of each head before RoPE, or NULL */
     const float *sinks; /* (n_heads) or NULL: one logit a head that joins the softmax but has no value */
     Linear q, k, v, o;  /* (n_heads * head_dim, dim), (n_kv_heads * head_dim, dim) twice, (dim, n_heads * v_dim) */
-    Linear q_a, kv_a;   /* latent: (q_rank, dim), and q has q_rank columns, or absent; (kv_rank + rope_dim, dim) */
+    Linear q_a, kv_a;   /* latent: (q_rank, dim), whose result q reads, or absent; (kv_rank + rope_dim, dim) */
     Linear k_up, v_up;  /* latent, instead of k and v: n_heads times (head_dim - rope_dim, kv_rank), (v_dim, kv_rank) */
     const float *q_a_norm, *kv_a_norm; /* (q_rank) norms q_a's result; (kv_rank) norms the latent, kv_a's first rows */
-    Linear router;                     /* (n_experts, dim), or absent: dense, which is one expert */
+    Linear router;                     /* (n_experts, dim), or absent: a dense layer, which has one expert */
     const float *choice_bias;          /* (n_experts) added to the scores for the choice only, or NULL */
     Linear gate, up, down;             /* one per expert, or one if dense: (width, dim) twice, (dim, width) */
     Linear shared_gate, shared_up, shared_down; /* an expert of weight 1 for every token, or absent */
@@ -144,7 +144,7 @@ typedef struct {
     int ffn_dim;                   /* rows of gate or shared_gate, the max over all layers */
     int context;                   /* positions the model was made for */
     int n_heads, n_kv_heads;       /* query heads share a key/value head in groups of n_heads / n_kv_heads */
-    int head_dim, v_dim, rope_dim; /* of each head of q and k; of v; the last rope_dim of head_dim turn by RoPE */
+    int head_dim, v_dim, rope_dim; /* of a head of q and k; of a head of v; RoPE turns the last rope_dim of head_dim */
     int kv_rank;                   /* latent attention, which has n_kv_heads 1; 0: no latent attention */
     bool k_up_transposed;          /* k_up is n_heads times (kv_rank, head_dim - rope_dim), as GGUF has it */
     bool neighbours;               /* RoPE turns the pairs (2i, 2i + 1), else (i, i + rope_dim / 2) */
@@ -230,7 +230,7 @@ typedef struct { /* the GPUs that a backend could use */
 } Devices;
 
 enum { MOST_PHASES = 8 };
-typedef struct { /* of a step that generates */
+typedef struct { /* a part of a decode step */
     const char *name;
     double seconds; /* all layers together */
 } Phase;
@@ -246,13 +246,13 @@ typedef struct {
     bool (*collect)(void *, Result *, Error *);     /* waits for the oldest step */
     void (*close)(void *);
     /* Seconds that the card takes to simply read `bytes` bytes of its memory, the limit of every step that reads as
-     * many; 0: unknown. Only while nothing is outstanding. */
+     * many; 0: unknown. Call it only while no step is outstanding. */
     double (*flat_read)(void *, uint64_t bytes);
-    /* Where the time of the last decode step went; returns the number of phases, 0: unknown. Only while nothing is
-     * outstanding. */
+    /* Where the time of the last decode step went; returns the number of phases, 0: unknown. Call it only while no step
+     * is outstanding. */
     int (*phases)(void *, Phase *);
     /* How many experts all steps have read so far, in all layers. An expert counts once a step and layer, however many
-     * tokens chose it. Only while nothing is outstanding. */
+     * tokens chose it. Call it only while no step is outstanding. */
     uint64_t (*experts_read)(void *);
     void (*describe)(Devices *);
 } Backend;

@@ -1,8 +1,8 @@
 /* codec.cuh: how the decode kernel copies, reads and multiplies weights: a Codec for each of the two types. */
 #pragma once
 
-constexpr int BF16_ROWS = 8;     /* of a tile of BF16; MXFP4's tile is infer.cu's TILE by chunks of CHUNK columns ... */
-constexpr int BF16_COLUMNS = 32; /* ... and of a chunk of it */
+constexpr int BF16_ROWS = 8;     /* of a tile of BF16 ... */
+constexpr int BF16_COLUMNS = 32; /* ... and of a chunk; MXFP4 has infer.cu's TILE and CHUNK */
 
 /* n rows of activations, times LIFT, `pitch` elements apart, in any memory; with `index`, row j is row index[j] /
  * divide. Missing rows alias the last one; nobody reads their results. (But see paired_place().) */
@@ -141,15 +141,15 @@ __device__ inline void mma_eight_first(float (&c)[4], uint4 row, uint4 row8, uin
 }
 
 /* MXFP4: weights are mma's rows, activations its columns. A chunk is infer.cu's (see Encoding<MXFP4>): lane 4g + t
- * reads columns 16t .. 16t + 15 of rows g and g + 8, and the scales lie behind. Shifts and masks make bf16 times 2^-126
- * of two words (fp4_to_bf16). The activations are lifted by 2^100, exactly; the block's scale, stored as the exponent
- * of a float with 26 added, does the rest.
+ * reads columns 16t .. 16t + 15 of rows g and g + 8, and the scales lie behind them. Shifts and masks make bf16
+ * times 2^-126 of two words (fp4_to_bf16). The activations are lifted by 2^100, exactly; the block's scale, stored as
+ * the exponent of a float with 26 added, does the rest.
  *
  * The scale multiplies the product, so the two blocks of 32 columns need sums of their own. Lanes t = 0 and 1 hold
  * weights of the first block, 2 and 3 of the second. So a token takes two of mma's columns, each with zeros for the
- * other block. Their order gives lane t sums of one block only, t % 2, of two tokens: it needs two scales, and its
- * neighbour has the other block of the same tokens. A single token has all eight columns, so lane t gets just one of
- * the four sums, whose scale is byte t. */
+ * other block. The columns are ordered so that lane t gets sums of one block only, t % 2, of two tokens. So it needs
+ * two scales, of rows g and g + 8, and its neighbour has the other block of the same tokens. A single token has all
+ * eight columns for its four sums (two rows, two blocks): lane t gets one of them, whose scale is byte t. */
 template <> struct Codec<MXFP4> {
     static constexpr Type TYPE = MXFP4;
     static constexpr int ROWS = TILE, K = CHUNK;

@@ -2,8 +2,8 @@
  * the first layer to the logits. Its last warp, the producer, keeps a ring of shared memory full with the weights that
  * come next, across the borders of phases, so the memory is seldom idle while the other warps, the consumers, wait for
  * activations. Each weight is read once and in order (an expert's again for more than MAX_CHOICES tokens). With several
- * tokens the producer pauses while a fence is pending at a phase's end (Ring::hold_after_last) and while its block has
- * a part in attention, except for the pages of a long context.
+ * tokens the producer pauses while a fence is pending at a phase's end (Ring::hold_after_last). It also pauses while
+ * its block has a part in attention, except for the pages of a long context.
  *
  * A layer has five phases; on the right each phase's share of a step's time in percent, for 1, 4 and 16 tokens of
  * gpt-oss-20b without context (bench -o json):
@@ -14,7 +14,7 @@
  *     output     onto the residual stream; each block's share of the router's logits                  18  11  10
  *     up         router, top-k, gate and up, activation                                               27  40  47
  *     down       onto the residual stream, weighted                                                   14  17  22
- *     head       behind the last layer: logits                                                        26  15   9
+ *     head       after the last layer: logits                                                         26  15   9
  *
  * The times are those of block 0, which has no part in attention: with one token its wait for attention counts in
  * output, its wait for the slowest block of up and down in qkv.
@@ -33,18 +33,18 @@
  *     read all that the layer before published. So phase output unpublishes the buffers of the layer before.
  *   - A fence must pass before another layer publishes there. The producers execute it in the next layer's phase up,
  *     where few copies are in flight because the experts are not known yet. In that phase each block checks that all
- *     producers have done so. So the layer after that may publish there: hence three buffers.
+ *     producers have done so. So the layer after may publish there: hence three buffers.
  *   - The next step's embed unpublishes the last layer's.
  * With several tokens only the experts' activations are published: phase down then waits for the blocks that have its
- * experts, not for all. They lie in Work's act_out. Phase output unpublishes it: all blocks have ended the layer
- * before, since they arrived before qkv, and none publishes there before all have arrived before phase up. Polling
+ * experts, not for all. They lie in Work's act_out. Phase output unpublishes it. By then all blocks have ended the
+ * layer before (they arrived at the barrier before qkv), and none publishes there until all arrive before up. Polling
  * slows the blocks that still have to publish (notebooks/speed.md). So where all blocks read the same values, a few
  * threads of each block first poll a hint: before qkv a barrier, at which blocks arrive a little early, and before
  * output one word of each head. */
 constexpr int BUFFERED_LAYERS = 3;
 static_assert(BUFFERED_LAYERS <= MAX_DECODE, "split_states_of() takes the places of other tokens");
 struct LayerBuffers {
-    float *x, *middle; /* (tokens, dim) the residual stream behind the experts, and behind attention */
+    float *x, *middle; /* (tokens, dim) the residual stream after the experts, and after attention */
     void *q;           /* (tokens, n_heads * head_dim); of a single token all rows of qkv: see published_place() */
     void *attn, *act;  /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
 };
@@ -65,7 +65,7 @@ inline size_t split_states_size(const DecodeWork &w) {
     return (size_t)MAX_DECODE * w.n_kv_heads * DECODE_SPLITS * 8 * (w.head_dim + 2);
 }
 
-/* What the next matrix behind a norm reads (see DecodeWork::normed_for), and this norm's weights. */
+/* What the next matrix after a norm reads (see DecodeWork::normed_for), and this norm's weights. */
 struct Next {
     void *to;
     Type type;
@@ -84,8 +84,8 @@ __device__ inline void store_normed(const Next &next, int t, int i, float x) {
         store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * 2, i, x);
 }
 
-/* This thread's two fours of the first 8 CONSUMERS of n values of x, or 0, once they are published; returns the sum of
- * their squares. */
+/* Polls this thread's two fours of the first 8 CONSUMERS of n values of x until they are published, 0 past n; returns
+ * the sum of their squares. */
 __device__ inline float poll_fours(float4 (&value)[2], const float *x, int n) {
     bool there;
     float sum = 0;
@@ -103,8 +103,8 @@ __device__ inline float poll_fours(float4 (&value)[2], const float *x, int n) {
     return sum;
 }
 
-/* The sum of squares of a token's x before a layer, or the head. One block publishes its warps' shares, split alike in
- * every step; readers poll them later. */
+/* The sum of squares of a token's x before a layer, or the head. One block computes it, always in the same order, and
+ * publishes each warp's share; readers poll these later. */
 __device__ inline unsigned long long *input_square_of(const DecodeWork &w, int t, int layer) {
     return w.input_square + ((size_t)t * (w.n_layers + 1) + layer) * MAX_WARPS;
 }
@@ -125,9 +125,9 @@ __device__ inline float poll_square(const unsigned long long *from, int lane) { 
     return warp_sum(__uint_as_float((uint32_t)part));
 }
 
-/* Where expert e's sum of a token's router logits lies. All blocks of a single token add to the same few sums at once,
- * so every four of them, a sector, have the room of SECTORS_APART. Several tokens have many sectors anyway, and reading
- * is quicker if they lie together. */
+/* Where a token's router logit for expert e is summed. All blocks of a single token add to the same few sums at once,
+ * so each sector, four sums, has the room of SECTORS_APART. Several tokens have many sectors anyway, and reading is
+ * quicker if they lie together. */
 constexpr int SECTORS_APART = 8;
 static_assert(SECTORS_APART <= MAX_DECODE, "the room of the other tokens");
 __device__ inline unsigned long long *router_sum_of(const DecodeWork &w, bool single, int t, int layer, int e) {
@@ -140,8 +140,8 @@ __device__ inline unsigned long long *router_sum_of(const DecodeWork &w, bool si
 
 /* Begins a step: x (tokens, dim) = the tokens' rows of the embedding, also for `next`, if there is one. The page
  * remembers the token. The step comes as an argument, because reading the host's memory takes long; the first block
- * stores it where the other kernels read it. All blocks clear what `blocks` blocks of decode_step add up or flag, and
- * of a single token they unpublish the last layer's buffers. A block a token. */
+ * stores it where the other kernels read it. All blocks clear what `blocks` blocks of decode_step add up or flag;
+ * with a single token they also unpublish the last layer's buffers. A block a token. */
 __global__ void __launch_bounds__(1024) decode_embed(DecodeWork w, Step s, const __grid_constant__ StepArgument step,
                                                      Matrix table, int blocks, bool single, Next next) {
 #if HOPPER
@@ -175,8 +175,8 @@ __global__ void __launch_bounds__(1024) decode_embed(DecodeWork w, Step s, const
 enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. All warps call each
- * phase's function: the consumers with producing = false, the producer, which has only a part of it, with true. A phase
- * reads what others wrote behind wait_phase(), or polls it. max_tokens: see decode_step(). */
+ * phase's function: the consumers with producing = false, the producer with true, to do only its part. A phase reads
+ * what others wrote after wait_phase(), or polls it. max_tokens: see decode_step(). */
 template <bool producing, int max_tokens> struct DecodeBlock {
     static constexpr bool single = max_tokens == 1;
     static constexpr bool paired = is_paired(max_tokens); /* the activations that qkv and output read */
@@ -235,7 +235,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         asm volatile("" : "+r"(layer)); /* so that addresses are computed where they are used */
         return layer_buffers(w, single, layer);
     }
-    /* Writes a value for other blocks: published, or for readers behind a fence. */
+    /* Writes a value for other blocks: published, or for readers after a fence. */
     template <bool PUBLISH = single, typename V> __device__ void write(V *to, V x) const {
         if constexpr (PUBLISH)
             publish(to, x);
@@ -401,8 +401,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     __device__ void set_scale(int row, float square) { /* a warp */
         if (ring.thread % 32 == 0) at<float>(k.scale)[row] = rms_factor(w, square);
     }
-    /* A single token's x times the norm's weights, to k.x; its RMSNorm factor, if SCALED, to k.scale, there behind a
-     * barrier. The weights are loaded before wait(). */
+    /* A single token's x times the norm's weights, to k.x. If SCALED, its RMSNorm factor goes to k.scale, where it is
+     * after the next barrier. The weights are loaded before wait(). */
     template <Type T, bool SCALED, class Wait>
     __device__ auto load_normed(const ShapedMatrix &m, const float *weight, const float *x, const int *index,
                                 Wait wait) {
@@ -429,8 +429,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             set_scale(0, warp_sum(ring.thread < CONSUMER_WARPS ? at<float>(k.square)[ring.thread] : 0));
         return to;
     }
-    /* The activations of tokens `index` (NULL: all) behind the norm that a layer, or the head, begins with. With
-     * several tokens a block publishes the sum of squares of its tokens. */
+    /* The activations of tokens `index` (NULL: all) after the norm that a layer, or the head, begins with. With several
+     * tokens a block publishes the sum of squares of its tokens. */
     template <Type T>
     __device__ auto normed_rows(const ShapedMatrix &m, const void *normed, const float *weight, int n,
                                 const int *index = NULL) {
@@ -481,8 +481,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
 
     /* ---- attention ---- */
 
-    /* A job, void unless split < used: the split-th of `used` parts of the pages, from page0 on, that hold keys `from`
-     * to p, which token t at position p sees, for a key/value head. How keys are split depends on p alone. */
+    /* Token t at position p sees keys `from` to p, which lie in `pages` pages from page0 on. A job is number `split` of
+     * the `used` parts of these pages, for one key/value head, or void if split >= used. Parts depend on p alone. */
     struct SplitJob {
         int head, t, split, p, from, page0, pages, used;
     };
@@ -533,7 +533,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
                 max_word = max_halves(max_halves(max_halves(max_word, q[c]), key[c]), value[c]);
         } while (__any_sync(~0u, half_unpublished(max_word)) && pause());
     }
-    /* Merges the states of a job's warps, (attending, 8, D + 2): to phase output, or to the other splits. */
+    /* Merges the states of a job's warps, (attending, 8, D + 2), for phase output or, with more splits, for merge(). */
     template <int D>
     __device__ __forceinline__ void merge_warps(const SplitJob &job, const float *states, int attending,
                                                 const float *sink) const {
@@ -551,9 +551,9 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         }
         bar_sync<2>(SLAB_WARPS * 32);
     }
-    /* softmax(q k / sqrt(d)) v for each token and key/value head. A context's splits go to different blocks; there
-     * SLAB_WARPS warps take 16 keys at a time, the last ones first. The last blocks begin, because the first have more
-     * rows of other phases. Pages of a split context that earlier steps filled come through the ring. */
+    /* softmax(q k / sqrt(d)) v for each token and key/value head. A context's splits go to different blocks, the last
+     * blocks first: the first ones have more rows in other phases. In a block SLAB_WARPS warps take 16 keys at a time,
+     * the last keys first. Pages of a split context that earlier steps filled come through the ring. */
     template <int D> __device__ void attention(const DecodeLayer &l) {
         launder();
         constexpr int ROW = D + 2, STATE = MergedStates<D>::STATE; /* floats of a head's state; of all heads' */
@@ -779,7 +779,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         constexpr int EACH = 5; /* loads in flight */
         size_t place = (size_t)t * w.n_layers + w.layer;
         const unsigned long long *squares = w.output_square + place * blocks;
-        float square = 0, *mine = logit + t * w.n_experts * 2; /* logits, and biases behind them */
+        float square = 0, *mine = logit + t * w.n_experts * 2; /* logits, then biases */
 #pragma unroll 1
         for (int e = lane; e < w.n_experts; e += 32) mine[w.n_experts + e] = bias ? bias[e] : 0;
 #pragma unroll 1
@@ -888,11 +888,11 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         deal_tiles(active, list_active(active, experts, (int *)logit, lane), lane);
     }
 
-    /* From the moment that a single token's experts are known, all warps wait for their first weights. So the producer
-     * prepares the first stages of phase up in advance. Then the lane whose expert is chosen starts these copies
-     * (route_tokens), and produce() continues after them. */
+    /* Once a single token's experts are known, all warps wait for their first weights. So the producer prepares the
+     * first stages of phase up in advance. Then the lane whose expert is chosen starts these copies (route_tokens), and
+     * produce() continues after them. */
     static constexpr bool prepares_stages = producing && single;
-    struct PreparedStage { /* for a tile; where that lies if the expert at `place` is this lane's */
+    struct PreparedStage { /* for a tile of the expert at `place`; `from`: where it lies if this lane has that expert */
         Barrier *full;
         uint8_t *stage;
         const uint8_t *from;
@@ -950,7 +950,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
 
     /* ---- experts ---- */
 
-    /* Starts the copies of biases of a block's range, which are there behind a barrier. */
+    /* Starts the copies of biases of a block's range; they are there after the next barrier. */
     __device__ void load_bias(const ShapedMatrix &m, bool down) {
         Active active = this->active();
         int rows = tiles_of<MXFP4>(m.rows) * TILE;
@@ -1037,9 +1037,9 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         });
         if (!producing) gate(FREE).arrive();
     }
-    /* x of a token, rows r and r + 1, += what one expert brings. Experts' blocks come in any order, so their values are
-     * added as integers and counted. The last one adds the sum to x, which nobody has changed meanwhile, and hands x to
-     * `next`. A NaN, or a value that is too large, adds a number that no valid sum can reach: the result is NAN. */
+    /* Adds one expert's values to rows r and r + 1 of a token's x. Experts' blocks come in any order, so their values
+     * are added as integers and counted. The last one adds the sum to x, which nobody has changed meanwhile, and hands
+     * x to `next`. A NaN, or a value that is too large, adds a number that no valid sum can reach: it gives NAN. */
     __device__ void add_expert(int t, int r, float a, float b, const Next &next) {
         const LayerBuffers now = buffers(w.layer);
         size_t at = (size_t)t * w.dim + r;
@@ -1086,8 +1086,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
 };
 
 /* The kernel, with an instance each for at most 1, 4, 8 and MAX_DECODE tokens. They know gpt-oss's types and shapes
- * only: with shapes unknown, a phase would spend much of its time on arithmetic with them; its instructions must be
- * fetched too, and registers are few. */
+ * only. Arithmetic with unknown shapes would take much of a phase's time, add instructions to fetch, and need
+ * registers, which are few. */
 template <int max_tokens>
 __global__ void __launch_bounds__(THREADS, 1)
     decode_step(DecodeWork any, Step s, const DecodeLayer *layers, Matrix head, const float *norm, Layout k, int tokens,

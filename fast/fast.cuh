@@ -6,24 +6,24 @@
  * What is different from infer.cu, and why
  *
  * Decode. infer.cu launches one kernel for each step of a layer. Between two kernels the memory is partly idle: the
- * last blocks end, results travel, the next blocks begin. Here one persistent kernel computes the whole step. Except
- * for the experts, which weights come next does not depend on data. So in each block a producer warp copies them
- * through a ring in shared memory, across the borders of phases, and consumer warps multiply. What then limits a single
- * token is the chain of dependent steps: how fast values get from block to block. So values are published and polled
- * instead of waiting behind fences, sums count who has added to them, and the fences that remain come where few copies
- * are on the way, because a fence waits for all of them. What limits many tokens is the number of instructions, since
- * the card reaches its power limit. So warps keep activations in registers for all tiles of a matrix, nothing is
- * spilled, and each instance knows all its shapes.
+ * last blocks end, results travel, the next blocks begin. Here one persistent kernel computes the whole step. Which
+ * weights come next does not depend on data, except for the experts. So in each block a producer warp copies the
+ * weights through a ring in shared memory, without a stop between phases, and consumer warps multiply. What then limits
+ * a single token is the chain of dependent steps: how fast values get from block to block. So blocks publish values and
+ * poll them instead of waiting for fences, and a sum counts how many have added to it. A fence waits for all
+ * copies on the way, so the fences that remain come where these are few. What limits many tokens is the number of
+ * instructions, since the card reaches its power limit. So warps keep activations in registers for all tiles of a
+ * matrix, nothing is spilled, and each instance knows all its shapes.
  *
  * Prefill. Attention and the experts' products use wgmma on a ring in shared memory; MXFP4 is unpacked in registers, as
  * wgmma's rows.
  *
- * What each difference gave: tokens/s of gpt-oss-20b on one H200 before and after it, with so many streams, or for a
- * prompt of so many tokens. The rows are of different versions, cards and runs. notebooks/speed.md has all of them, and
- * what did not help.
+ * What each difference gave: tokens/s of gpt-oss-20b on one H200 before and after it. The column in the middle is the
+ * number of streams, or of tokens in the prompt. Rows come from different versions, cards and runs. notebooks/speed.md
+ * has them all, with the commands, and what did not help.
  *
  *   decode                                                                           streams   before   after
- *   one persistent kernel (at first 382); shapes known to the compiler; lean loads         1      488     623
+ *   one persistent kernel (at first 382); shapes known to the compiler; fewer instructions 1      488     623
  *   two stages of 24 KB in flight instead of three                                         1      696     753
  *   the router's sums count who has added: top-k without a barrier                         1      753     775
  *   producers hold while a fence is pending                                                1      790     804
@@ -36,7 +36,7 @@
  *   instances for at most 4, 8 and 16 tokens                                               4    2,044   2,102
  *   attention of a single token waits for no fence                                         1      994   1,015
  *   output polls one word of each head before it reads all                                 1      998   1,004
- *   producers have the fence while they do not know the experts                            1    1,004   1,012
+ *   producers execute the fence while experts are not known yet                            1    1,004   1,012
  *   fewer instructions to unpack MXFP4, two scales instead of four                         8    3,095   3,193
  *   paired tokens: activations are mma's rows in qkv and output                           16    4,974   5,022
  *   several tokens: the experts' activations are published                                 4    2,175   2,202
@@ -77,13 +77,13 @@ __device__ int has_hopper = HOPPER;
 
 struct State {
     DecodeWork work;
-    Step step;                     /* of decode, on the card; its pages stay from step to step */
+    Step step;                     /* of decode, on the card; it keeps its pages until they change */
     std::vector<int> pages;        /* that step.page holds */
     DecodeLayer *layers;           /* (n_layers) on the card */
     float *columns;                /* (n_layers, dim, n_experts): see DecodeLayer */
     Layout layout[MAX_DECODE + 1]; /* by tokens */
     bf16 *normed;                  /* (tokens, normed_pitch) Work::normed in the order of fp4_column */
-    bool timed = false;            /* the last step was a whole one of decode */
+    bool timed = false;            /* the last step of decode had a head: w.ended has all times */
 };
 
 void open(Gpu *gpu) {
@@ -204,7 +204,7 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
     StepArgument step;
     memcpy(step.word, staged, StepArgument::BYTES);
     if (f->pages.size() != pages ||
-        memcmp(f->pages.data(), b->page, pages * sizeof(int))) { /* new every PAGE tokens only */
+        memcmp(f->pages.data(), b->page, pages * sizeof(int))) { /* a sequence gets a page every PAGE tokens only */
         f->pages.assign(b->page, b->page + pages);
         CUDA(cudaMemcpyAsync(f->step.page, step_at(staged, MAX_DECODE, &bytes).page, pages * sizeof(int),
                              cudaMemcpyHostToDevice, gpu->stream));

@@ -1,5 +1,5 @@
-/* prefill.cuh: what a prompt spends its time in, attention and the products of the experts, on Hopper's instructions
- * for warpgroups of four warps (wgmma, only in code for sm_90a). infer.cu has both for other cards.
+/* prefill.cuh: what takes most of a prompt's time, attention and the products of the experts, on Hopper's instructions
+ * for warpgroups of four warps (wgmma, only in code for sm_90a). Other cards use infer.cu's.
  *
  * A warpgroup multiplies 64 rows, in registers or in shared memory, by columns in shared memory: a ring that cp.async
  * fills ahead. Sums are fp32 and in one order, so every run gives the same bits. */
@@ -51,14 +51,14 @@ __device__ inline void wgmma(float (&c)[32], uint64_t a, uint64_t b, int add) {
                  : SUMS_32(0)
                  : "l"(a), "l"(b), "r"(add));
 }
-/* Before the first wgmma behind other writes to its registers; behind the last of a batch; waits for all but BUT
- * batches. */
+/* wgmma_begin: before the first wgmma after other writes to its registers. wgmma_end: after the last one of a batch.
+ * wgmma_done: waits for all but the last BUT batches. */
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int BUT> __device__ inline void wgmma_done() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(BUT) : "memory");
 }
-/* Keeps uses of c behind the wait. */
+/* Keeps uses of c after the wait. */
 template <int N> __device__ inline void wgmma_settle(float (&c)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
@@ -117,8 +117,8 @@ template <int D> struct WgmmaAttention {
 };
 
 #if HOPPER
-/* Updates the maximum score of a row (g, or g + 8 with r = 1); returns the factor by which its earlier sums shrink, and
- * `shift`, which scores times `scale` are taken relative to. */
+/* Updates the maximum score of a row (g, or g + 8 with r = 1); returns the factor by which its earlier sums shrink.
+ * Sets `shift`, which is subtracted from scores times `scale`. */
 __device__ inline float update_max(const float (&score)[32], int r, float scale, float &max_score, float &shift) {
     float now = max_score;
     for (int j = 0; j < 16; j++) now = fmaxf(now, score[j / 2 * 4 + r * 2 + j % 2]);
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
                *from_value = cache_of(w, 0, 1, head) + value_place(D, column * 8, threadIdx.x / 8);
     uint8_t *key = arena + threadIdx.x % (D / 8) / 8 * PANEL + panel_byte(threadIdx.x / (D / 8), column),
             *value = arena + D * 128 + panel_byte(threadIdx.x / 8, column);
-    /* This thread's share of page `coming`. Behind the last token there may be a NaN, and 0 times a NaN is one. */
+    /* This thread's share of page `coming`. After the last token there may be a NaN, and 0 times a NaN is one. */
     auto fetch = [&] {
         if (coming > end / PAGE) return;
         size_t skip = page * page_size(w);
@@ -453,7 +453,7 @@ __global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Devi
                 (bf16)value;
         }
         sync_warpgroup();
-        for (int i = 0; i < 4; i++) /* half of 64 columns: four neighbours, and four later four again */
+        for (int i = 0; i < 4; i++) /* 32 columns are four of every eight in the order of fp4_column */
             if (choice[i / 2] >= 0)
                 *(uint2 *)((bf16 *)w.act_out + (size_t)choice[i / 2] * w.act_pitch + fp4_column((row - warp * 16) / 2) +
                            t * 16 + i % 2 * 8) =

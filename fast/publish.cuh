@@ -48,7 +48,7 @@ struct Barrier {
     __device__ void init(int arrivals) {
         asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(address()), "r"(arrivals));
     }
-    /* Behind init() and before the next __syncthreads(): the block and the copy engine see the barriers. */
+    /* After init() and before the next __syncthreads(): makes the barriers visible to the block and the copy engine. */
     static __device__ void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
     __device__ void arrive() {
         asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state,[%0];\n}" ::"r"(address()) : "memory");
@@ -119,7 +119,7 @@ __device__ inline void unpublish(void *floats, int n, int thread, int threads) {
     for (int i = thread; i < n / 4; i += threads)
         ((uint4 *)floats)[i] = make_uint4(UNPUBLISHED, UNPUBLISHED, UNPUBLISHED, UNPUBLISHED);
 }
-/* Reads them from L2, published or not: L1 may hold what was there before. */
+/* Reads words from L2, published or not: L1 may hold what was there before. */
 __device__ inline uint4 poll(const uint4 *from) {
     uint4 x;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];"
@@ -187,7 +187,7 @@ struct DecodeWork : Work {          /* Work, and what only the decode kernel nee
     void *normed_for[NORMED_MATRICES]; /* (MAX_DECODE, stride) x times the norm's weights, but not yet divided by its
                                          root mean square, in the matrix's order; for qkv see also paired_place() */
     unsigned long long *router_sum;    /* (MAX_DECODE, n_layers, n_experts) counted sums: see router_sum_of() */
-    unsigned long long *output_square; /* (MAX_DECODE, n_layers, blocks) sum of squares of each block's rows of x behind
+    unsigned long long *output_square; /* (MAX_DECODE, n_layers, blocks) sum of squares of each block's rows of x after
                                          attention, flagged */
     unsigned long long *input_square;  /* (MAX_DECODE, n_layers + 1, MAX_WARPS) the same of what a layer, or the head,
                                           begins with, by the warps of one block */
@@ -227,8 +227,8 @@ __device__ inline int prefix_sum(int x, int lane) { /* of this lane and those be
 
 /* The top_k largest of n >= top_k logits, by a warp, the lower number among equals. `expert` (top_k) receives them in
  * descending order, `chosen` (top_k) their logits; `logit` lies in shared memory and may change. Up to ONE_PER_LANE
- * experts, lane e has expert e, and on_place(place) runs first of all, with the place of the lane's expert among the
- * chosen or top_k. Beyond that each lane offers the best of its own, and on_place is not called. */
+ * experts, lane e has expert e, and before it stores anything it calls on_place(place), with the place of the lane's
+ * expert among the chosen, or top_k. Beyond that each lane offers the best of its own, and does not call on_place. */
 constexpr int ONE_PER_LANE = 32;
 template <class OnPlace>
 __device__ inline void choose_top_k(float *logit, int n, int top_k, int lane, int *expert, float *chosen,

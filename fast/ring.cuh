@@ -104,7 +104,7 @@ __host__ __device__ constexpr int tile_cost(int choices) {
 static_assert(tile_cost(9) * 3 <= 2 * 3 + 9 && tile_cost(13) * 3 <= 2 * 3 + 13 && tile_cost(5) * 3 <= 2 * 3 + 5,
               "layout_for() relies on 2 + choices / 3");
 
-/* The layout for so many tokens and blocks, in `room` bytes of shared memory; it does not fit if it has more. */
+/* The layout for so many tokens and blocks. It fits if its bytes are at most `room`, a block's shared memory. */
 inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tokens, int blocks, int room) {
     Layout k = {};
     const DeviceLayer &b = device.layer[0];
@@ -125,9 +125,9 @@ inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tok
         bool normed = m != &b.o && m != &b.down;
         m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, normed) : consider(Codec<BF16>(), *m, normed);
     }
-    /* All blocks' ranges of experts' tiles cost the same, so a range has most tiles if all are cheapest (2). An
-     * expert's tile costs at most 2 + choices / 3: this many cheapest matrices, and this many more tiles to begin
-     * experts. */
+    /* All blocks' ranges of experts' tiles cost the same, so a range has most tiles if each has the lowest cost, 2. A
+     * tile of an expert costs at most 2 + choices / 3. So all experts together cost no more than `matrices` experts of
+     * cost 2, and to begin them costs no more than `begins` tiles. */
     int matrices = tokens == 1 ? experts : experts + (tokens * w.top_k + 5) / 6;
     int begins = tokens == 1 ? 0 : experts * EXPERT_COST / 2;
     int rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)),
@@ -197,7 +197,7 @@ struct Ring {
     int stage = 0;         /* of the next part */
     unsigned parity = 0;   /* of that stage */
     int requested = 0;     /* parts of the coming phase whose copies the producer has started already */
-    bool may_hold = false; /* thread 0 closes `hold` behind this phase's last part */
+    bool may_hold = false; /* thread 0 closes `hold` after this phase's last part */
 
     __device__ Ring(const Layout &k, uint8_t *shared)
         : memory(shared + k.ring), full((Barrier *)(shared + k.barriers)), empty(full + MAX_STAGES),
@@ -241,7 +241,7 @@ struct Ring {
         int before = stage - min(max_copies, stages); /* its copy has to be there */
         full[before < 0 ? before + stages : before].wait(before < 0 ? parity ^ 1 : parity);
     }
-    /* The same for pages of the cache, numbers last - 1 down to `first` of `table`: keys of a head, values behind. */
+    /* The same for pages of the cache, numbers last - 1 down to `first` of `table`: keys of a head, then values. */
     __device__ void produce_pages(const DecodeWork &w, const int *table, int first, int last, int head) {
         int bytes = w.head_dim * PAGE * sizeof(bf16), number = 0;
         size_t values = (const uint8_t *)cache_of(w, 0, 1, 0) - (const uint8_t *)cache_of(w, 0, 0, 0);
@@ -311,7 +311,7 @@ struct Ring {
                 for (int j = 0; j < Lane::N; j++) max_word = Codec<T>::max_word(max_word, fragments[k][j]);
         } while (x.polled && __any_sync(~0u, half_unpublished(max_word)) && pause());
     }
-    /* A tile times these activations; this lane's sums go to `to` and behind. */
+    /* A tile times these activations; this lane's sums go to `to` and after it. */
     template <Type T, int QUADS>
     __device__ void multiply_tile(const ShapedMatrix &m, const Fragments<T, QUADS> &fragments, int tokens, float *to) {
         typename Codec<T>::template Sum<QUADS> sum;

@@ -10,7 +10,7 @@ __device__ void replace_key(Slab<D> &slab, int at, const uint4 (&its_key)[D / 32
     for (int j = 0; j < 2; j++)
         for (int c = 0; c < D / 32; c++)
             if (g / 2 * 4 + g % 2 + 2 * j == at) slab.key[j][c] = its_key[c];
-    /* The bytes to take from the old word and the new pair: one half of the pair becomes the word's lower or upper. */
+    /* Which bytes of the old word and the new pair to take: half of the pair replaces half of the word. */
     const unsigned all = 0x3210, how = at % 2 ? g % 2 ? 0x7610 : 0x5410 : g % 2 ? 0x3276 : 0x3254;
     const bool mine = at >= 0 && at / 4 == t;
     for (int d = 0; d < D / 8; d++) {
@@ -46,7 +46,7 @@ template <int D> struct MergedStates {
         }
     }
     /* Of `count` splits, as soon as they are published. All lanes of a warp call it. It polls maxima and totals first
-     * and the sums behind them: both at once would fill the registers. */
+     * and then the sums: both at once would fill the registers. */
     template <int MAX> __device__ void add_polled(const float *state, int count) {
         uint2 word[MAX];
         auto poll_all = [&](int offset) {

@@ -10,7 +10,7 @@
 
 /* ---- against goldens and the reference, stage by stage ---- */
 
-/* What rounding to bf16 costs the reference at each stage of a prompt, whose golden is given. */
+/* The error that rounding to bf16 causes in the reference at each stage of a prompt; `golden` has the right values. */
 typedef struct {
     struct {
         char stage[64];
@@ -31,7 +31,7 @@ static Costs rounding_costs(const Model *m, const Trace *golden, const int *ids,
         check(alike, "%s: %zu numbers, not %zu", r->name, stage_size(r), stage_size(g));
         double error = alike ? error_of(stage_values(r), stage_values(g), stage_size(g)) : 0;
         snprintf(costs.cost[i].stage, sizeof costs.cost[i].stage, "%s", r->name);
-        costs.cost[i].error = error < 1e-6 ? 1e-6 : error; /* nothing was rounded: float arithmetic */
+        costs.cost[i].error = error < 1e-6 ? 1e-6 : error; /* where nothing is rounded: the error of floats */
     }
     costs.stages = rounded.stages;
     trace_free(&rounded);
@@ -82,9 +82,9 @@ static void fixtures_pass(void) {
         }
 }
 
-/* Prompts of many lengths, whole and in chunks, against the unrounded reference. What rounding costs is found with the
- * longest: of the few numbers of a short one it may be next to nothing by luck. Experts: beginnings of the fixture's
- * own prompt, which keeps routers away from ties. */
+/* Prompts of many lengths, whole and in chunks, against the unrounded reference. The longest prompt says what rounding
+ * costs: a short one has few numbers, whose error may be next to nothing by luck. Models with experts read the
+ * beginning of the fixture's own prompt, which keeps routers away from ties. */
 static void lengths_of(const char *fixture, const size_t *lengths, int n) {
     int ids[300];
     uint64_t random = 3;
@@ -117,8 +117,8 @@ static void lengths_pass(void) {
     lengths_of("qwen3", dense, 10);
 }
 
-/* A model whose weights are encoded, against the reference: a token at a time, some, and so many that matrices are made
- * bf16 for cuBLAS. Of experts the ids are the golden's, which keep routers away from ties. */
+/* A model whose weights are encoded, against the reference: in chunks of one token, of a few, and of so many that
+ * matrices are made bf16 for cuBLAS. Models with experts read the golden's ids, which keep routers away from ties. */
 static void encoding_passes(const char *path) {
     enum { N = 70 };
     const size_t chunks[] = {1, 7, 16, 17, 0};
@@ -186,7 +186,7 @@ static void make_up(Checkpoint *c, const char *config, int layers, int vocab) {
     check(!unlink(path) && !rmdir(directory), "%s stays behind", directory);
 }
 
-/* An engine with one, for one sequence. */
+/* An engine with a model of random weights, for one sequence. */
 static void open_made_up(Engine *g, Checkpoint *c, const char *config, int layers, int vocab, int max_tokens) {
     Error e;
     Limits limits = {.max_seqs = 1, .max_tokens = max_tokens, .plain = plain};
@@ -194,7 +194,7 @@ static void open_made_up(Engine *g, Checkpoint *c, const char *config, int layer
     must(engine_open(g, &cuda, &c->model, limits, 0, &e), &e);
 }
 
-/* The logits of ids[cached .. n), in chunks, behind what the cache holds of a run before: (n - cached, vocab). */
+/* The logits (n - cached, vocab) of ids[cached .. n), in chunks, after the tokens that the cache holds already. */
 static void run_chunks(Engine *g, Sequence *s, const int *ids, size_t cached, size_t n, size_t chunk, size_t vocab,
                        float *logits) {
     Error e;
@@ -207,11 +207,11 @@ static void run_chunks(Engine *g, Sequence *s, const int *ids, size_t cached, si
     }
 }
 
-/* What rounding to bf16, about ten times a layer, may make two ways to compute differ. */
+/* By how much two ways to compute may differ, if each rounds to bf16 about ten times a layer. */
 static double tolerance_of(int layers) { return 3 * sqrt(2 * 10 * layers) * 0x1p-9; }
 
-/* By how much the logits of `share` of the tokens differ at most: of one whose router was close to a tie another
- * expert may have been chosen. */
+/* The max difference between the logits of a token, over the `share` of the tokens that differ least. The others may
+ * have chosen another expert, because a router was close to a tie. */
 static double differ(const float *a, const float *b, size_t n, size_t vocab, double share) {
     double *error = allocate(n * sizeof *error);
     for (size_t i = 0; i < n; i++) error[i] = error_of(a + i * vocab, b + i * vocab, vocab);
@@ -221,8 +221,8 @@ static double differ(const float *a, const float *b, size_t n, size_t vocab, dou
     return found;
 }
 
-/* A model of random weights: prompts of many lengths, whole, in chunks and behind a cached beginning, against the same
- * in chunks of 16. From 17 on other kernels serve a chunk. `share` of the tokens must agree. */
+/* A model of random weights: prompts of many lengths, whole, in chunks, and after a cached beginning. Each must agree
+ * with a run in chunks of 16, for `share` of the tokens; from 17 tokens on other kernels compute a chunk. */
 static void shapes_pass(const char *config, int layers, double share) {
     enum { LONG = 5000, VOCAB = 512 };
     static const struct {
@@ -272,11 +272,11 @@ static void shapes_pass(const char *config, int layers, double share) {
 
 static void shapes_20b(void) { shapes_pass(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 0.8); }
 
-enum { AGREEING = 49 }; /* tokens: behind chunks of 2, 12 and 16 one is left alone */
+enum { AGREEING = 49 }; /* tokens: chunks of 2, 12 and 16 leave one for the end */
 
-/* gpt-oss's shapes: behind `begin` tokens steps of up to 16 tokens give the same bits, whatever their number (fast/ has
- * instances of one token and of up to 4, 8 and 16), and nearly what steps of more do; whether the logits of all tokens
- * are wanted or of the last makes no difference. */
+/* gpt-oss's shapes, after `begin` tokens. Steps of up to 16 tokens give the same bits, whatever their number (fast/ has
+ * instances for one token and for up to 4, 8 and 16), and larger steps nearly the same. Whether all tokens' logits are
+ * wanted or only the last's makes no difference. */
 static void instances_agree(const char *config, int layers, int begin, const size_t *chunks, size_t n_chunks) {
     enum { VOCAB = 201088, N = AGREEING };
     const int end = begin + N;
@@ -291,7 +291,7 @@ static void instances_agree(const char *config, int layers, int begin, const siz
     float *one = allocate(N * row), *other = allocate(N * row);
     open_made_up(&g, &c, config, layers, VOCAB, end);
     fill_random(ids, end, VOCAB, &random);
-    for (int i = end - 15; i < end; i++) ids[i] = ids[end - 16]; /* to choose alike: more than are multiplied at once */
+    for (int i = end - 15; i < end; i++) ids[i] = ids[end - 16]; /* to choose the same experts: more than MAX_CHOICES */
     if (begin) must(sequence_run(&g, &s, ids, begin, WANT_NOTHING, &greedy, &r, &e), &e);
     run_chunks(&g, &s, ids, begin, end, 1, VOCAB, one);
     for (size_t i = 0; i < n_chunks; i++) {
@@ -317,21 +317,21 @@ static void instances_agree(const char *config, int layers, int begin, const siz
 }
 
 static void instances_of_20b_agree(void) {
-    const size_t chunks[] = {2, 7, 12, 3, 4, 13, 16, AGREEING}; /* the first three: one of each instance */
-    /* a context that attention splits; in the layers that see all of it: the ring's pages */
+    const size_t chunks[] = {2, 7, 12, 3, 4, 13, 16, AGREEING}; /* the first three use one instance each */
+    /* attention splits this context; in layers without a window its pages come through the ring */
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, chunks, 8);
-    /* Layers have buffers in turns of three: they are used again within a step, and in the next with other ones. Behind
-     * 200 tokens a warp adds up keys in two rounds, behind none few warps have any. */
+    /* Layers take turns with three buffers: a step uses each again, and the next step meets what the last layers left.
+     * After 200 tokens a warp adds up keys in two rounds; after none few warps have any. */
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL), 6, 200, chunks, 3);
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL), 7, 0, chunks, 3);
-    /* Again and again: without ring.cuh's fence before copies one of eight runs in chunks of 8 met weights of another
-     * item. Of 16 tokens an expert has more than are multiplied at once. */
+    /* Again and again: without the fence before copies in ring.cuh, one of eight runs in chunks of 8 read weights of
+     * another part. With 16 tokens an expert has more choices than MAX_CHOICES. */
     size_t again[80];
     for (int i = 0; i < 80; i++) again[i] = i % 2 ? 8 : i % 4 ? 4 : 16;
     instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, again, 80);
 }
 
-/* Where a launch ends behind each phase, too, a token alone finds at every stage what several at once find. */
+/* With a tap a launch ends after each phase: a token alone has the same bits at every stage as several at once. */
 static void phases_of_20b_agree(void) {
     const int ids[] = {1, 20000, 300, 300, 4, 200000, 7, 8, 9, 1000, 300, 12};
     const size_t n = sizeof ids / sizeof *ids, chunks[] = {2, 7, 12};
@@ -354,8 +354,8 @@ static void phases_of_20b_agree(void) {
     checkpoint_close(&c);
 }
 
-/* A prompt long enough for fast/'s prefill: its stages are nearly those of plain. Where a router is close to a tie, the
- * two may choose differently: not so a fifth of the tokens. */
+/* A prompt long enough for fast/'s prefill: its stages are nearly those of plain. The two may choose different experts
+ * where a router is close to a tie, but not for a fifth of the tokens. */
 static void fast_agrees_with_plain(void) {
     enum { N = 600, LAYERS = 2 };
     int ids[N];
@@ -455,8 +455,8 @@ static void stages_of_20b_pass(void) {
     check(!system(command), "%s stays behind", directory);
 }
 
-/* Where blocks wait for values of other blocks, what is not there yet is a NaN, too. Steps whose values are NaNs end
- * nevertheless, and say so. Of several tokens only what the experts' activation has clamped is waited for, a number. */
+/* Blocks wait for a value as long as its place holds a special NaN. A step whose values are NaNs must end all the same,
+ * and say so. (With several tokens blocks wait only for experts' activations, which the clamp makes numbers.) */
 static void nans_of_20b_end(void) {
     const int ids[40] = {1, 20000, 300, 300, 4, 200000, 7, 8};
     const size_t counts[] = {1, 3, 8, 16, 40};
@@ -480,8 +480,8 @@ static void nans_of_20b_end(void) {
     checkpoint_close(&c);
 }
 
-/* Streams with contexts of unequal length: attention has more parts of the longest than there are blocks, and none of
- * most others. One token of each, together, finds what each finds alone. */
+/* Streams with contexts of unequal length: attention has more jobs than there are blocks, as many for each stream as
+ * for the longest, so most are void. Each stream's token has the same logits in one batch as alone. */
 static void contexts_of_20b_agree(void) {
     enum { N = 8, VOCAB = 201088, PAGES_OF_ONE = 34, MOST = PAGES_OF_ONE * PAGE };
     const int length[N] = {2100, 90, 700, 1, 300, 1400, 64, 40};
@@ -539,8 +539,8 @@ static void scale(const float *norm, int n) {
     for (int i = 0; i < n; i++) ((float *)(uintptr_t)norm)[i] *= 1.01f;
 }
 
-/* A norm 1 % off must be noticed at the stage behind it, in steps of few tokens and of many. It is the first one's:
- * further on, three times what rounding has cost by then is more than 1 %. */
+/* A norm that is 1 % off must be noticed at the stage after it, in steps of few tokens and of many. It is the first
+ * norm: further on, three times what rounding has cost by then is more than 1 %. */
 static void spoiled_models_fail(void) {
     for (int i = 0; i < FIXTURES; i++)
         for (size_t chunk = 0; chunk <= 16; chunk += 16) {
@@ -553,12 +553,12 @@ static void spoiled_models_fail(void) {
             snprintf(path, sizeof path, "tests/fixtures/%s", fixtures[i]);
             must(checkpoint_open(&right, path, &e), &e);
             trace_golden(fixtures[i], &golden, &ids, &c);
-            /* What q_a gives is normed again, and so is the latent: then it is the latent's norm. */
+            /* Latents and q_a's result are normed again, which would hide it: there it is the latent's norm. */
             const Layer *l = c.model.layer;
             scale(l->kv_a_norm ? l->kv_a_norm : l->attn_norm, l->kv_a_norm ? c.model.kv_rank : c.model.dim);
             Costs costs = rounding_costs(&right.model, &golden, ids.data, ids.n);
             const char *wrong = first_wrong(&c.model, &costs, &golden, ids.data, ids.n, chunk, &ratio);
-            /* Where heads are normed, their norm takes a factor of attn_norm out of q and k again. */
+            /* Where heads of q and k are normed, their norm hides a factor of attn_norm: then v shows it first. */
             const char *behind = l->kv_a_norm ? "layers.0.k" : l->q_norm ? "layers.0.v" : "layers.0.q";
             check(!strcmp(wrong, behind), "%s: failed first at '%s', not at %s", fixtures[i], wrong, behind);
             checkpoint_close(&right);
@@ -578,7 +578,7 @@ static void stories_260k(void) { small_model(&cuda, "stories260K"); }
 
 /* ---- properties ---- */
 
-/* Token by token a stream gives the same bits alone and among 2 and 15 others, at any place in the batch. */
+/* Token by token a stream gives the same bits alone and among 2 or 15 others, at any place in the batch. */
 static void alone_equals_batched(void) {
     int which[STREAMS];
     float *alone[STREAMS], *batched[STREAMS];
@@ -596,7 +596,7 @@ static void alone_equals_batched(void) {
     for (int i = 0; i < STREAMS; i++) free(alone[i]), free(batched[i]);
 }
 
-/* Chunks of 16 and less are served by the same kernels and give the same bits. */
+/* The same kernels compute chunks of up to 16 tokens, and give the same bits. */
 static void one_chunk_equals_many(void) {
     const int chunks[] = {2, 7, 16};
     int longest = 0;
@@ -795,7 +795,7 @@ cudaError_t __wrap_cudaMalloc(void **p, size_t n) {
 static void each_cudamalloc_may_fail(void) {
     int failed = 0;
     size_t before, after, total, lost = 1;
-    /* CUDA keeps something for itself now and then: a leak loses in each round. */
+    /* CUDA keeps some memory for itself now and then; a leak loses some in every round. */
     for (int round = 0; round < 5 && lost; round++) {
         cudaMemGetInfo(&before, &total);
         failed = 0;
@@ -828,7 +828,7 @@ int main(void) {
     run("gpu: every encoding of safetensors", encodings_pass);
     run("gpu: every type of GGUF", gguf_passes);
     run("gpu: prompts of 1 to 5,000 tokens, gpt-oss-20b's shapes and a small vocabulary", shapes_20b);
-    for (int i = 0; i < 2; i++) { /* where fast/ knows the model, and where it is plain */
+    for (int i = 0; i < 2; i++) { /* with fast/, and plain */
         plain = i;
         run(i ? "gpu: one token and several agree at gpt-oss-20b's shapes, plain"
               : "gpu: one token and several agree at gpt-oss-20b's shapes",

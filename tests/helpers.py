@@ -20,11 +20,11 @@ from types import SimpleNamespace
 TESTS = Path(__file__).resolve().parent
 FIXTURES, GOLDENS, PARROT = TESTS / "fixtures", TESTS / "goldens", TESTS / "fixtures" / "parrot"
 CHECKED = TESTS.parent / "build" / "asan" / "infer-reference"  # with sanitizers
-PLAIN = TESTS.parent / "infer-reference"                       # for limits of time
-DATE = "2025-06-28"                                            # that the conversations of the parrot were written with
+PLAIN = TESTS.parent / "infer-reference"                       # fast enough for limits of time
+DATE = "2025-06-28"                                            # of the parrot's conversations
 SANITIZER = re.compile(r"(?:ERROR|WARNING): \w+Sanitizer[^\n]*|runtime error:[^\n]*")
 
-HOME = Path(tempfile.mkdtemp(prefix="infer-test-"))  # nothing of the user's is read or written
+HOME = Path(tempfile.mkdtemp(prefix="infer-test-"))  # so that tests read and write nothing of the user's
 atexit.register(shutil.rmtree, HOME, ignore_errors=True)
 (HOME / "suppressions").write_text("leak:wcsdup\n")  # libedit keeps the names of added functions
 
@@ -35,24 +35,24 @@ class Skip(Exception):
 
 # ---- published files, which are not shipped
 
-PUBLISHED = {  # where they lie below TEST_DATA: the repository at the hub, or None, and what tests need of it
+PUBLISHED = {  # place below TEST_DATA: the hub's repository, or None, and the files of it that tests need
     "gpt-oss-20b": ("openai/gpt-oss-20b", ["config.json", "model.safetensors.index.json", "tokenizer.json"]),
     "models/TinyStories-656K": ("raincandy-u/TinyStories-656K",
                                 ["config.json", "model.safetensors", "tokenizer.json"]),
     "models/stories260K": (None, ["config.json", "model.safetensors", "tokenizer.json"]),
     "families.tar.xz": (None, []), "configs": (None, []), "chat_templates": (None, [])}
-DATA = HOME / "data"  # links to those that are here, at the same places
+DATA = HOME / "data"  # links to the published files that are here, at the same places
 
 
 def snapshots(repository):
-    """Those of a repository in the hub's cache of whoever runs the tests."""
+    """The snapshots of a repository in the user's hub cache."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
     return cache.absolute().glob(f"models--{repository.replace('/', '--')}/snapshots/*")
 
 
 def missing_data():
-    """What the hub could give."""
+    """The places of published files that are missing here and that the hub has."""
     return [place for place, (repository, _) in PUBLISHED.items() if repository and not (DATA / place).exists()]
 
 
@@ -69,7 +69,7 @@ def link_data():
 
 
 def data(place):
-    """The folder of a published model; its tests are skipped where it is neither in TEST_DATA nor the hub's cache."""
+    """The folder of a published model. Skips the test if it is neither in TEST_DATA nor in the hub's cache."""
     path = DATA / place
     if not path.exists():
         raise Skip(f"needs {PUBLISHED[place][0] or place + ' in TEST_DATA'}")
@@ -85,7 +85,7 @@ def expect(condition, message):
 
 
 def same(found, expected, what=""):
-    """Fails at the first difference, with what stands there."""
+    """Fails if they differ, and shows the first difference."""
     if found == expected:
         return
     if isinstance(found, (str, bytes, list)) and isinstance(expected, type(found)):
@@ -96,7 +96,7 @@ def same(found, expected, what=""):
 
 
 def each(cases, check):
-    """Runs check(*case) for cases, tuples that begin with a name, and fails with all that failed."""
+    """Runs check(*case) for each case, a tuple that begins with a name. Fails at the end with all that failed."""
     failed, n = [], 0
     for case in cases:
         n += 1
@@ -114,7 +114,7 @@ def each(cases, check):
 def environment(**more):
     kept = {name: os.environ[name] for name in ("PATH", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
             if name in os.environ}
-    # an exit code of its own, so that a report is never taken for an ordinary failure
+    # their own exit code: nobody takes a report for an ordinary failure
     sanitizers = {"ASAN_OPTIONS": "exitcode=99", "UBSAN_OPTIONS": "exitcode=99",
                   "LSAN_OPTIONS": f"suppressions={HOME}/suppressions:print_suppressions=0"}
     return {**kept, **sanitizers, "HOME": str(HOME), "TERM": "xterm", "LC_ALL": "C.UTF-8",
@@ -149,7 +149,7 @@ def infer(*args, stdin=b"", code=0, seconds=60, **how):
 
 
 def refused(*args, code=3, words=(), **how):
-    """The program ends with this code and one line on stderr, which begins with `infer: ` and holds the words."""
+    """Expects this exit code and one line on stderr, which begins with `infer: ` and holds the words."""
     r = infer(*args, code=None, **how)
     expect(r.code == code, f"exit code {r.code}, expected {code}; stderr: {r.err[:300]!r}, stdout: {r.text[:80]!r}")
     lines = r.err.splitlines()
@@ -173,7 +173,7 @@ def render(conversation, model=PARROT, program=CHECKED):
 # ---- model folders
 
 def copy_model(source, folder, config=None, name=None, keep_weights=True):
-    """A new folder like `source`, with links for the weights; `config` replaces fields of config.json, None deletes."""
+    """A new folder like `source`, with links to its weights. `config` replaces fields of config.json; None deletes."""
     made = Path(folder) / name if name else Path(tempfile.mkdtemp(dir=folder))
     made.mkdir(parents=True, exist_ok=not name)
     for file in Path(source).iterdir():
@@ -207,7 +207,7 @@ def read_safetensors(path):
 
 
 def safetensors(header, content):
-    """A file's bytes; the header is JSON text, bytes or what becomes JSON."""
+    """A file's bytes. The header is a dict, JSON text or bytes."""
     if isinstance(header, dict):
         header = json.dumps(header)
     if isinstance(header, str):
@@ -217,14 +217,14 @@ def safetensors(header, content):
 
 # ---- a terminal
 
-# Becomes a session of its own with the terminal on stdin as its controlling one, then the program.
+# Starts a session whose controlling terminal is the one on stdin, then becomes the program.
 LEADER = ("import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
           "os.execv(sys.argv[1], sys.argv[1:])")
 
 
 class Terminal:
-    """`infer` in a pseudo terminal, so wide that no text is broken. What it shows is matched as text: without escape
-    sequences and what they erase, lines end in \\n."""
+    """`infer` in a pseudo terminal, so wide that no line is wrapped. Tests match what it shows as text: lines end in
+    \\n, escape sequences and what they erase are gone."""
 
     def __init__(self, *args, columns=400, program=CHECKED, cwd=None, seconds=60, **env):
         self.main, inner = pty.openpty()
@@ -239,7 +239,7 @@ class Terminal:
         return self
 
     def __exit__(self, kind, *error):
-        """Ctrl+D ends what is still running, which should be at a prompt."""
+        """Ends with Ctrl+D what still runs; it should be at a prompt."""
         try:
             if not kind and self.process.poll() is None:
                 self.send("\x04")
@@ -260,7 +260,7 @@ class Terminal:
         return re.sub(r"\r+\n", "\n", text)
 
     def read(self, seconds):
-        """Reads what is there; False at the end of the program's output."""
+        """Reads what is there. False at the end of the program's output."""
         if not select.select([self.main], [], [], seconds)[0]:
             return True
         try:
@@ -271,7 +271,7 @@ class Terminal:
         return bool(more)
 
     def wait(self, *texts):
-        """Waits until one text after the other was shown; returns what was shown up to the last one."""
+        """Waits until the texts appear, in this order. Returns what was shown up to the last one."""
         begin, limit = self.seen, time.monotonic() + self.seconds
         for text in texts:
             while (at := self.text().find(text, self.seen)) < 0:
@@ -286,7 +286,7 @@ class Terminal:
         os.write(self.main, text.encode())
 
     def prompt(self, prompt="You: "):
-        """Waits for a prompt, and until keys are read one by one; returns what was shown before it."""
+        """Waits for a prompt, and until the program reads key by key. Returns what was shown before the prompt."""
         shown = self.wait(prompt)[:-len(prompt)]
         limit = time.monotonic() + self.seconds
         while termios.tcgetattr(self.main)[3] & termios.ICANON:
@@ -295,14 +295,14 @@ class Terminal:
         return shown
 
     def say(self, line, *then):
-        """Types a line, waits for the texts and the next prompt. Returns what was shown after the line."""
+        """Types a line, waits for the texts and the next prompt. Returns what appears after the line."""
         self.send(line + "\n")
         self.wait("\n")
         shown = self.wait(*then) if then else ""
         return shown + self.prompt()
 
     def ended(self):
-        """Waits for the end; returns the exit code."""
+        """Waits for the program's end. Returns the exit code."""
         limit = time.monotonic() + self.seconds
         while self.read(1):
             expect(time.monotonic() < limit, f"still running; it shows {self.text()[-300:]!r}")
@@ -323,8 +323,8 @@ CONVERSATIONS = {c["name"]: c for c in json.loads((PARROT / "conversations.json"
 
 
 def conversation(name, i=None, effort=None):
-    """One of the parrot's conversations up to the prompt of turn i (its last), in the shape of chat completions; what
-    it thought is with it."""
+    """One of the parrot's conversations up to the prompt of turn i (its last), in the shape of chat completions, with
+    its reasoning."""
     c = CONVERSATIONS[name]
     i = len(c["turns"]) - 1 if i is None else i
     messages = [{"role": "system", "content": c["system"]}] if c["system"] else []
@@ -347,7 +347,7 @@ def conversation(name, i=None, effort=None):
 
 
 def answered(name, i=None):
-    """The text of the prompt that follows when turn i (the last) was answered: what was thought is gone."""
+    """The text of the prompt after the answer to turn i (the last): without the reasoning."""
     turns = CONVERSATIONS[name]["turns"]
     turn = turns[-1 if i is None else i]
     parts = [("commentary", turn["preamble"])] if "preamble" in turn else []

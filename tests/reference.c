@@ -77,7 +77,7 @@ static void round_row(float *x, int n) {
     for (int i = 0; i < n; i++) x[i] = rounded(x[i]);
 }
 
-/* Where matrix i of a table begins. */
+/* Where matrix i of a View begins. */
 static const unsigned char *matrix(const View *all, const View *each, int i) {
     return each ? each[i].data : all->data + (size_t)i * all->step;
 }
@@ -128,9 +128,9 @@ static void rms_norm(const float *x, const float *weight, int dim, float eps, fl
     for (int i = 0; i < dim; i++) out[i] = (float)((double)x[i] * scale * (double)weight[i]);
 }
 
-/* y[t] = W_i x[t] + bias for the n rows that `row` names, or for the first n; x and y are (rows, cols) and (rows,
- * W.rows).
- * */
+/* y[t] = W_i x[t] + bias for the n rows t that `row` names, or for the first n. x is (rows, W.cols), y is (rows,
+ * W.rows). Like infer.cu it rounds x for the matrix, if reference_rounds is set, and decodes each row of W once for all
+ * tokens. */
 static void linear(const Linear *w, int i, const float *x, const int *row, int n, float *y) {
     float *matrix_row = allocate((size_t)w->cols * sizeof *matrix_row),
           *in = allocate((size_t)n * (size_t)w->cols * sizeof *in);
@@ -150,7 +150,7 @@ static void linear(const Linear *w, int i, const float *x, const int *row, int n
     free(in);
 }
 
-/* Norms each head of q or k, for models that do so before RoPE. */
+/* Norms each head of q or k before RoPE; `weight` is NULL in models that do not. */
 static void norm_heads(const Model *m, const float *weight, float *x, int heads) {
     for (int h = 0; h < heads && weight; h++, x += m->head_dim) rms_norm(x, weight, m->head_dim, m->eps, x);
 }

@@ -3,10 +3,10 @@
     python3 tests/run.py [--fetch] [--gpu] [WORD]...     (--gpu: build/cuda/gpu too; WORD: tests with it in their name)
 
 Needs the Python of the system, 3.9 or later, and nothing else. Some tests need published files, which are not shipped
-(helpers.PUBLISHED): they are found below TEST_DATA and in the hub's cache, where --fetch brings them. A test is a
+(helpers.PUBLISHED): tests find them below TEST_DATA or in the hub's cache, where --fetch puts them. A test is a
 function; one with a parameter gets a fresh folder. It returns (ok), raises AssertionError (FAIL; the lines after the
-first are details) or helpers.Skip. The program under test is build/asan/infer-reference, its sanitizers' reports are
-failures; where time is limited it is ./infer-reference.
+first are details) or helpers.Skip. Tests run build/asan/infer-reference, whose sanitizers' reports are failures; those
+with a limit of time run ./infer-reference.
 """
 import sys
 
@@ -27,7 +27,7 @@ import helpers
 
 
 def run_c(program, word_in):
-    """Runs the C tests, which print a line each, and yields (state, rest of the line) of those with a word in it."""
+    """Runs C tests, which print a line each. Yields (state, rest of the line) of those with a word in it."""
     names = re.findall(r'\brun\([^"]*"([^"]+)"', (helpers.TESTS / f"{program.name}.c").read_text())
     if not any(map(word_in, names)):
         return
@@ -52,7 +52,7 @@ def run_c(program, word_in):
 
 
 def fetch():
-    """Published files that tests need and that are not here, into the hub's cache of whoever runs this."""
+    """Downloads the published files that tests need and that are missing here into the user's hub cache."""
     for place in helpers.missing_data():
         repository, files = helpers.PUBLISHED[place]
         wanted = [part for name in files for part in ("--include", name)]
@@ -86,7 +86,7 @@ def modules():
 
 
 def main():
-    # a shell's background jobs ignore it, and so would the programs that tests send it to
+    # a shell's background jobs ignore SIGINT, and the programs that tests start would too
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = [word for word in sys.argv[1:] if word.startswith("-")]
     words, count = [word for word in sys.argv[1:] if word not in options], {"ok": 0, "FAIL": 0, "skip": 0}
