@@ -1428,16 +1428,14 @@ static void write_npy_header(FILE *f, size_t rows, int cols) {
 }
 
 int likeliest(const float *logits, int vocab, int n, int *ids) {
-    bool *taken = allocate_zero((size_t)vocab, sizeof *taken);
-    if (n > vocab) n = vocab;
-    for (int k = 0; k < n; k++) {
-        ids[k] = -1;
-        for (int i = 0; i < vocab; i++)
-            if (!taken[i] && (ids[k] < 0 || logits[i] > logits[ids[k]])) ids[k] = i;
-        taken[ids[k]] = true;
+    int have = 0;
+    for (int i = 0; i < vocab; i++) {
+        if (have == n && !(n && logits[i] > logits[ids[n - 1]])) continue;
+        int at = have < n ? have++ : n - 1;
+        for (; at && logits[i] > logits[ids[at - 1]]; at--) ids[at] = ids[at - 1];
+        ids[at] = i;
     }
-    free(taken);
-    return n;
+    return have;
 }
 
 static void print_top(const float *logits, int vocab, int top, const Tokenizer *t) {

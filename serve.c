@@ -1,21 +1,21 @@
-/* serve.c: an API like OpenAI's over HTTP (github.com/openai/openai-openapi), on libmicrohttpd. One thread, that of the
- * command, owns the model: it runs the scheduler of model.c and hands tokens out. Each connection has a thread that
- * reads a request, queues it, waits for tokens, makes text of them and writes. One more waits for signals and ends
- * connections that take too long to ask.
+/* serve.c: an HTTP server that speaks OpenAI's API (github.com/openai/openai-openapi), on libmicrohttpd. One thread
+ * owns the model: it runs the scheduler of model.c and hands out tokens. Each connection has its own thread, which
+ * reads a request, queues it, waits for tokens, makes text of them and writes the answer.
  *
- * What threads share is under one lock. A Request belongs to its connection; the model's thread touches its choices
- * until they are `gone`, and they are not freed before. */
+ * One lock guards what threads share. A Request belongs to its connection. The model's thread uses a Choice until it
+ * sets `gone`; only then is the choice freed. */
 #include "host.h"
 
 #include <math.h>
 #include <microhttpd.h>
 #include <netdb.h>
-#include <netinet/in.h>
 #include <openssl/crypto.h>
-#include <openssl/evp.h>
+
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,10 +27,10 @@
 
 enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 16, MOST_TOP = 20 };
 enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60, BEAT_SECONDS = 5 };
-enum { CHECK_MS = 100, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12, DIGEST = 32, STATUSES = 10 };
+enum { CHECK_MS = 100, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12, STATUSES = 600 };
 static const char stopped[] = "stop", full[] = "length", failed[] = "error"; /* finish_reason */
 
-/* page.html, as it is */
+/* The bytes of page.html. */
 extern const char page_begin[], page_end[];
 __asm__(".pushsection .rodata\n.globl page_begin, page_end\npage_begin: .incbin \"page.html\"\npage_end: .byte 0\n"
         ".popsection\n");
@@ -43,11 +43,10 @@ typedef struct {
 } Chance;
 
 typedef struct { /* a token on its way to its connection */
-    int token;
     size_t position;
-    bool last, scored;
+    bool last, scored; /* scored: it has logprobs */
     int top;
-    Chance chance[1 + MOST_TOP]; /* its own, then those of the likeliest */
+    Chance own, best[MOST_TOP]; /* the token; (top) the likeliest */
 } Drawn;
 
 typedef struct { /* one of the answers to a request */
@@ -55,21 +54,21 @@ typedef struct { /* one of the answers to a request */
     Request *request;
     int index;
     /* under the lock */
-    Drawn *drawn; /* (drawn_n) to be read by the connection */
+    Drawn *drawn; /* (drawn_n) that the connection has not read yet */
     int drawn_n;
-    bool added, begun, cancelled, gone; /* begun: it has a token */
-    double last;                        /* when that came */
+    bool added, cancelled, gone; /* added: the scheduler has it */
+    double last;                 /* when the last token came */
     /* of the connection */
     Reader reader;
     Decoder decoder;
-    int message, calls_n; /* which of the reader's is being handed out; how many were calls */
-    size_t passed;        /* of that message */
-    bool opened;          /* it is begun */
-    Bytes text;           /* content; so much of it is free of stop texts, and so much handed out: */
+    int message, calls_n; /* index of the reader's message that is being written; calls so far */
+    size_t passed;        /* bytes of that message that are taken */
+    bool opened;          /* that message is a call, and its name is written */
+    Bytes text;           /* the content; `shown` bytes are free of stop texts, `sent` bytes are written */
     size_t shown, sent;
-    Bytes thoughts;        /* what waits to be handed out: reasoning_content, */
-    cJSON *calls, *scores; /* tool_calls, logprobs, or NULL */
-    bool spoke;            /* something was handed out */
+    Bytes thoughts;        /* reasoning_content to write */
+    cJSON *calls, *scores; /* tool_calls and logprobs to write, or NULL */
+    bool spoke;            /* something is written */
     size_t tokens, thought;
     const char *finish; /* finish_reason, or NULL */
 } Choice;
@@ -77,18 +76,14 @@ typedef struct { /* one of the answers to a request */
 typedef struct Client { /* a connection */
     LIST_ENTRY(Client) next;
     int fd;
-    double since; /* when its request began; 0: it is here */
+    double since; /* when it began to send a request; 0: that has arrived */
 } Client;
 
 typedef struct {
-    const char *method, *path;
-    bool open; /* without a key */
-    enum MHD_Result (*run)(Request *q);
+    const char *method, *path, *type;
+    bool open;               /* without a key, and while the model loads */
+    void (*run)(Request *q); /* writes q->out, or notes an error */
 } Endpoint;
-
-typedef struct { /* parameters of a request; those that are true or false are 1 or 0 */
-    double n, tokens, seed, top_k, temperature, top_p, min_p, penalty, none, top, scored, stream, usage, echo, forever;
-} Asked;
 
 struct Request {
     TAILQ_ENTRY(Request) next;
@@ -96,25 +91,27 @@ struct Request {
     Client *client;
     const Endpoint *endpoint;
     Bytes body;
-    cJSON *json, *names; /* names: of functions as the model reads them, and as they were given */
-    unsigned status;     /* 0, or the error that answers it */
-    const char *code;
-    double since, looked, wrote; /* when it was here; when we last saw its client; when we wrote to it */
-    Asked asked;
-    bool chat, stream, echo, tools, listed;
-    int n, top; /* answers to a prompt; logprobs, -1: none */
+    cJSON *json, *names; /* names: from a function's name as the model reads it to the client's */
+    const char *code;    /* of the error, or NULL */
+    double since, wrote; /* when it had arrived; when we last wrote */
+    /* parameters */
+    bool chat, stream, echo, usage, scored, forever;
+    int n, tokens, top; /* answers to each prompt; tokens of an answer; logprobs for each token, or -1 */
     Sampling sampling;
     const char *stop[MOST_STOPS];
-    int stops, biases, choices;
     Bias *bias;
+    int stops, biases;
+    bool tools; /* the model may call functions */
+    /* answers */
     Choice *choice;
+    int choices;
+    bool queued, complete, departed; /* complete: `out` has its end; departed: the client has left */
     pthread_cond_t wake;
-    Bytes out; /* events, and so much of them is written */
+    Bytes out; /* the reply; a stream has sent `written` bytes of it */
     size_t written;
-    bool complete; /* the last one is there */
     char id[40];
     long long created;
-    Error error; /* under the lock: why its answers ended */
+    Error error; /* see status_of(); under the lock once it is queued */
 };
 
 typedef struct {
@@ -122,23 +119,22 @@ typedef struct {
     double sum;
 } Histogram;
 static const double bounds[BOUNDS] = {.0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10};
-static const unsigned statuses[STATUSES] = {200, 400, 401, 403, 404, 405, 413, 429, 500, 503};
 
 static struct {
     const Options *o;
     Session s;
-    const char *name; /* as clients call the model */
-    unsigned char key[DIGEST];
-    bool has_key, loopback;
+    const char *name, *key; /* as clients call the model; what they must send, or NULL */
+    bool loopback;
+    atomic_bool ready;    /* the model is loaded */
+    atomic_int signals;   /* SIGTERM and SIGINT so far */
     Scheduler *scheduler; /* the model's thread's */
     pthread_mutex_t lock;
     pthread_cond_t work; /* for the model's thread */
     /* under the lock */
-    TAILQ_HEAD(, Request) requests; /* that have answers in the making, by arrival */
+    TAILQ_HEAD(, Request) requests; /* that are queued, by arrival */
     LIST_HEAD(, Client) clients;
-    bool ready, draining;
-    int live; /* choices that are not gone */
-    Error error;
+    int live;     /* choices that are not gone */
+    Error error;  /* why no more answers come */
     double moved; /* when the last step ended */
     SchedulerState state;
     Histogram first, next;
@@ -148,13 +144,11 @@ static struct {
 static void lock(void) { pthread_mutex_lock(&server.lock); }
 static void unlock(void) { pthread_mutex_unlock(&server.lock); }
 
-/* Waits a little, with the lock. */
+/* Waits until the condition is signalled, CHECK_MS at most. With the lock. */
 static void wait_on(pthread_cond_t *cond) {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += CHECK_MS * 1000000L;
-    until.tv_sec += until.tv_nsec / 1000000000, until.tv_nsec %= 1000000000;
-    pthread_cond_clockwait(cond, &server.lock, CLOCK_MONOTONIC, &until);
+    const double until = seconds() + CHECK_MS / 1e3;
+    const struct timespec at = {(time_t)until, (long)(fmod(until, 1) * 1e9)};
+    pthread_cond_clockwait(cond, &server.lock, CLOCK_MONOTONIC, &at);
 }
 
 static void observe(Histogram *h, double value) {
@@ -166,7 +160,7 @@ static void observe(Histogram *h, double value) {
 
 /* ---- the model's thread ---- */
 
-/* It is done with a choice. With the lock. */
+/* The model's thread is done with a choice. With the lock. */
 static void let_go(Choice *c) {
     c->gone = true;
     server.live--;
@@ -175,24 +169,19 @@ static void let_go(Choice *c) {
 
 static void score(Drawn *d, const float *logits, int vocab, int top) {
     const double all = log_sum_exp(logits, vocab);
-    Chance *best = d->chance + 1;
+    int best[MOST_TOP];
     d->scored = true;
-    d->chance[0] = (Chance){d->token, d->token >= 0 ? (double)logits[d->token] - all : 0};
-    for (int i = 0; i < vocab && top; i++) {
-        double p = (double)logits[i] - all;
-        if (d->top == top && !(p > best[top - 1].logprob)) continue;
-        int at = d->top < top ? d->top++ : top - 1;
-        for (; at && p > best[at - 1].logprob; at--) best[at] = best[at - 1];
-        best[at] = (Chance){i, p};
-    }
+    d->top = likeliest(logits, vocab, top, best);
+    if (d->own.id >= 0) d->own.logprob = (double)logits[d->own.id] - all;
+    for (int i = 0; i < d->top; i++) d->best[i] = (Chance){best[i], (double)logits[best[i]] - all};
 }
 
-/* A token comes from the scheduler. */
+/* Takes a token from the scheduler. */
 static void take_token(Stream *t, size_t position, int token, const float *logits, bool last) {
     Choice *c = t->owner;
     Request *q = c->request;
-    double now = seconds();
-    Drawn d = {.token = token, .position = position, .last = last};
+    const double now = seconds();
+    Drawn d = {.own.id = token, .position = position, .last = last};
     if (logits && q->top >= 0) score(&d, logits, server.s.checkpoint.model.vocab, q->top);
     lock();
     c->drawn = reallocate(c->drawn, (size_t)(c->drawn_n + 1) * sizeof d);
@@ -204,28 +193,31 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
         server.reused += t->reused;
     }
     server.generated += position >= t->prompt && token >= 0;
-    server.nans += token == DREW_NAN;
-    c->begun |= position >= t->prompt;
+    if (token == DREW_NAN && !c->cancelled) {
+        fail(&q->error, 500, "the logits hold a NaN: the weights or config.json are damaged");
+        server.nans++;
+    }
     c->last = now;
     pthread_cond_signal(&q->wake);
     if (last) let_go(c);
     unlock();
 }
 
-/* New choices join, cancelled ones leave. Answers to one prompt wait for the first of them, which reads it. With the
- * lock; returns how many the scheduler has. */
+/* Adds new choices to the scheduler and removes cancelled ones; after an error it removes all. The first answer to a
+ * prompt reads it, and the others join when the first has a token. With the lock; returns how many the scheduler has.
+ */
 static int update_choices(void) {
     Request *q;
     int n = 0;
     TAILQ_FOREACH(q, &server.requests, next)
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        const Choice *leads = c - c->index % q->n;
+        const Choice *reads = c - c->index % q->n;
         if (c->gone) continue;
         if (c->cancelled || server.error.code) {
-            if (!c->cancelled) q->error = server.error, q->status = 500;
+            if (!c->cancelled) fail(&q->error, 500, "%s", server.error.text);
             if (c->added) scheduler_remove(server.scheduler, &c->stream);
             let_go(c);
-        } else if (!c->added && (leads == c || leads->begun || leads->gone)) {
+        } else if (!c->added && (reads == c || reads->gone || reads->stream.published > reads->stream.prompt)) {
             scheduler_add(server.scheduler, &c->stream);
             c->added = true;
         }
@@ -234,164 +226,153 @@ static int update_choices(void) {
     return n;
 }
 
-/* Ends every answer with an error. With the lock. */
-static void fail_all(const Error *e) {
-    server.error = *e;
-    update_choices();
-    for (double since = seconds(); !TAILQ_EMPTY(&server.requests) && seconds() - since < 2;) wait_on(&server.work);
-}
-
-/* Runs steps until the server ends; false: it failed. */
+/* Runs steps until the server ends; false: the model failed. Whatever ends it, every request gets its reply. */
 static bool run_model(Error *e) {
-    double drains = 0;
+    const Client *c;
+    double ends = 0; /* after a signal: when to give up the answers that are not finished */
     bool ok = true;
     lock();
     server.ready = true;
     fputs("infer: ready\n", stderr);
-    while (ok && !(server.draining && TAILQ_EMPTY(&server.requests))) {
+    while (!server.error.code && !(server.signals && TAILQ_EMPTY(&server.requests))) {
         int n = update_choices();
         server.moved = seconds();
-        if (server.draining && !drains) drains = server.moved;
-        if (drains && server.moved - drains > DRAIN_SECONDS) {
-            fail_all(&(Error){FAILED, "the server ends"});
-            break;
+        LIST_FOREACH(c, &server.clients, next)
+        if (c->since > 0 && server.moved - c->since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
+        if (server.signals && !(ends > 0)) {
+            fputs("infer: answers are being finished; a second signal ends at once\n", stderr);
+            ends = server.moved + DRAIN_SECONDS;
         }
-        if (!n && !server.state.outstanding) {
+        if (ends > 0 && server.moved > ends) {
+            fail(&server.error, FAILED, "the server ends");
+        } else if (!n && !server.state.outstanding) {
             wait_on(&server.work);
-            continue;
+        } else {
+            unlock();
+            ok = scheduler_step(server.scheduler, e);
+            lock();
+            server.state = scheduler_state(server.scheduler);
+            if (!ok) server.error = *e;
         }
-        unlock();
-        ok = scheduler_step(server.scheduler, e);
-        lock();
-        server.state = scheduler_state(server.scheduler);
     }
-    if (!ok) fail_all(e);
+    update_choices();
+    for (double since = seconds(); !TAILQ_EMPTY(&server.requests) && seconds() - since < 2;) wait_on(&server.work);
     unlock();
     return ok;
 }
 
-/* ---- responses ---- */
+/* ---- replies ---- */
 
-/* Notes the error that answers a request; false, so that a check reads `return bad(q, ...)`. */
-static bool __attribute__((format(printf, 4, 5)))
-bad(Request *q, unsigned status, const char *code, const char *format, ...) {
+/* The status of a reply is its error's code. Errors of other files have an exit code, which is below 200: 400. */
+static unsigned status_of(const Request *q) {
+    const int code = q->error.code;
+    return !code ? 200 : code < 200 ? 400 : (unsigned)code;
+}
+
+/* Makes a JSON object of keys and values; NULL ends them. A value that is NULL is left out. */
+static cJSON *__attribute__((sentinel)) object(const char *key, ...) {
+    cJSON *json = cJSON_CreateObject();
     va_list args;
-    char text[sizeof q->error.text];
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    va_start(args, key);
+    for (; key; key = va_arg(args, const char *)) cJSON_AddItemToObject(json, key, va_arg(args, cJSON *));
     va_end(args);
-    q->status = status;
-    q->code = code;
-    return fail(&q->error, USAGE, "%s", text);
+    return json;
 }
 
-static enum MHD_Result queue(Request *q, unsigned status, const char *type, struct MHD_Response *r) {
-    lock();
-    for (int i = 0; i < STATUSES; i++) server.status[i] += statuses[i] == status;
-    unlock();
-    MHD_add_response_header(r, "Content-Type", type);
-    MHD_add_response_header(r, "Cache-Control", "no-store");
-    if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
-    if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
-    if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
-    if (status >= 400) MHD_add_response_header(r, "Connection", "close");
-    enum MHD_Result result = MHD_queue_response(q->connection, status, r);
-    MHD_destroy_response(r);
-    return result;
+static cJSON *number(double x) { return cJSON_CreateNumber(x); }
+static cJSON *word(const char *text) { return text ? cJSON_CreateString(text) : cJSON_CreateNull(); }
+
+/* Appends a value to an array of the object, and makes the array if it is missing. */
+static void append(cJSON *json, const char *key, cJSON *value) {
+    cJSON *array = cJSON_GetObjectItemCaseSensitive(json, key);
+    cJSON_AddItemToArray(array ? array : cJSON_AddArrayToObject(json, key), value);
 }
 
-/* Frees the text. */
-static enum MHD_Result respond(Request *q, unsigned status, const char *type, Bytes *text) {
-    struct MHD_Response *r = MHD_create_response_from_buffer(text->n, text->data, MHD_RESPMEM_MUST_COPY);
-    bytes_free(text);
-    return queue(q, status, type, r);
+/* Writes JSON and frees it: an event of a stream, or the whole reply. */
+static void put_json(Request *q, cJSON *json) {
+    char *text = json_text(json);
+    bytes_print(&q->out, q->stream ? "data: %s\n\n" : "%s", text);
+    free(text);
+    cJSON_Delete(json);
 }
 
-static enum MHD_Result respond_json(Request *q, unsigned status, Bytes *text) {
-    return respond(q, status, "application/json", text);
+static void put_error(Request *q) {
+    const unsigned status = status_of(q);
+    const char *type = status == 429 ? "rate_limit_error" : status < 500 ? "invalid_request_error" : "server_error";
+    Bytes text = {0};
+    bytes_shown(&text, q->error.text, strlen(q->error.text), false); /* what it quotes may end inside a letter */
+    cJSON *error = object("message", word(text.data), "type", word(type), "param", word(NULL), "code",
+                          word(status == 401 ? "invalid_api_key" : q->code), NULL);
+    put_json(q, object("error", error, NULL));
+    bytes_free(&text);
 }
 
-static void put_error(Bytes *out, const char *text, unsigned status, const char *code) {
-    bytes_text(out, "{\"error\":{\"message\":");
-    bytes_json(out, text, strlen(text));
-    bytes_print(out, ",\"type\":\"%s\",\"param\":null,\"code\":%s%s%s}}",
-                status == 429  ? "rate_limit_error"
-                : status < 500 ? "invalid_request_error"
-                               : "server_error",
-                code ? "\"" : "", code ? code : "null", code ? "\"" : "");
-}
+/* ---- parameters of a request ---- */
 
-static enum MHD_Result respond_error(Request *q) {
-    Bytes out = {0};
-    put_error(&out, q->error.text, q->status, q->code);
-    return respond_json(q, q->status, &out);
-}
-
-/* ---- what a request asks for ---- */
-
-typedef enum { REAL, WHOLE, FLAG } Kind;
+typedef enum { REAL, WHOLE, SEED, FLAG } Kind; /* float, int, uint64_t, bool */
+#define FIELD(name) offsetof(Request, name)
 static const struct {
     const char *key;
     char of; /* c: only of chats, t: only of texts */
     Kind kind;
-    size_t field; /* of Asked */
+    size_t field;
     double least, most;
-} parameters[] = {{"n", 0, WHOLE, offsetof(Asked, n), 1, 16},
-                  {"max_tokens", 't', WHOLE, offsetof(Asked, tokens), 0, INT32_MAX},
-                  {"max_tokens", 'c', WHOLE, offsetof(Asked, tokens), 1, INT32_MAX},
-                  {"max_completion_tokens", 'c', WHOLE, offsetof(Asked, tokens), 1, INT32_MAX},
-                  {"seed", 0, WHOLE, offsetof(Asked, seed), -9007199254740991, 9007199254740991},
-                  {"top_k", 0, WHOLE, offsetof(Asked, top_k), -1, INT32_MAX},
-                  {"temperature", 0, REAL, offsetof(Asked, temperature), 0, 100},
-                  {"top_p", 0, REAL, offsetof(Asked, top_p), 0, 1},
-                  {"min_p", 0, REAL, offsetof(Asked, min_p), 0, 1},
-                  {"repetition_penalty", 0, REAL, offsetof(Asked, penalty), 1e-3, 100},
-                  {"frequency_penalty", 0, REAL, offsetof(Asked, none), 0, 0}, /* use repetition_penalty */
-                  {"presence_penalty", 0, REAL, offsetof(Asked, none), 0, 0},
-                  {"logprobs", 't', WHOLE, offsetof(Asked, top), 0, MOST_TOP},
-                  {"top_logprobs", 'c', WHOLE, offsetof(Asked, top), 0, MOST_TOP},
-                  {"logprobs", 'c', FLAG, offsetof(Asked, scored), 0, 0},
-                  {"stream", 0, FLAG, offsetof(Asked, stream), 0, 0},
-                  {"include_usage", 0, FLAG, offsetof(Asked, usage), 0, 0}, /* in stream_options */
-                  {"echo", 't', FLAG, offsetof(Asked, echo), 0, 0},
-                  {"ignore_eos", 0, FLAG, offsetof(Asked, forever), 0, 0}};
+} parameters[] = {{"n", 0, WHOLE, FIELD(n), 1, 16},
+                  {"max_tokens", 't', WHOLE, FIELD(tokens), 0, INT32_MAX},
+                  {"max_tokens", 'c', WHOLE, FIELD(tokens), 1, INT32_MAX},
+                  {"max_completion_tokens", 'c', WHOLE, FIELD(tokens), 1, INT32_MAX},
+                  {"seed", 0, SEED, FIELD(sampling.seed), -9007199254740991, 9007199254740991},
+                  {"top_k", 0, WHOLE, FIELD(sampling.top_k), -1, INT32_MAX},
+                  {"temperature", 0, REAL, FIELD(sampling.temperature), 0, 100},
+                  {"top_p", 0, REAL, FIELD(sampling.top_p), 0, 1},
+                  {"min_p", 0, REAL, FIELD(sampling.min_p), 0, 1},
+                  {"repetition_penalty", 0, REAL, FIELD(sampling.penalty), 1e-3, 100},
+                  {"logprobs", 't', WHOLE, FIELD(top), 0, MOST_TOP},
+                  {"top_logprobs", 'c', WHOLE, FIELD(top), 0, MOST_TOP},
+                  {"logprobs", 'c', FLAG, FIELD(scored), 0, 1},
+                  {"stream", 0, FLAG, FIELD(stream), 0, 1},
+                  {"include_usage", 0, FLAG, FIELD(usage), 0, 1}, /* in stream_options */
+                  {"echo", 't', FLAG, FIELD(echo), 0, 1},
+                  {"ignore_eos", 0, FLAG, FIELD(forever), 0, 1}};
 
 static bool take_parameters(Request *q) {
     const cJSON *options = json_get(q->json, "stream_options");
     for (size_t i = 0; i < sizeof parameters / sizeof *parameters; i++) {
         const char *key = parameters[i].key;
         const double least = parameters[i].least, most = parameters[i].most;
-        const bool whole = parameters[i].kind == WHOLE;
+        const Kind kind = parameters[i].kind;
         const cJSON *value = json_get(strcmp(key, "include_usage") ? q->json : options, key);
-        double *to = (double *)(void *)((char *)&q->asked + parameters[i].field), x;
+        void *to = (char *)q + parameters[i].field;
         if (!value || (parameters[i].of && (parameters[i].of == 'c') != q->chat)) continue;
-        if (parameters[i].kind == FLAG && !cJSON_IsBool(value))
-            return bad(q, 400, NULL, "%s must be true or false", key);
-        x = cJSON_IsNumber(value) ? value->valuedouble : NAN;
-        *to = parameters[i].kind == FLAG ? cJSON_IsTrue(value) : x;
-        if (parameters[i].kind != FLAG && (!(x >= least && x <= most) || (whole && x != floor(x))))
-            return bad(q, 400, NULL, "%s must be a %snumber from %.16g to %.16g", key, whole ? "whole " : "", least,
-                       most);
+        if (kind == FLAG && !cJSON_IsBool(value)) return fail(&q->error, 400, "%s must be true or false", key);
+        const double x = cJSON_IsNumber(value) ? value->valuedouble : kind == FLAG ? cJSON_IsTrue(value) : NAN;
+        if (!(x >= least && x <= most) || (kind != REAL && x != floor(x)))
+            return fail(&q->error, 400, "%s must be a %snumber from %.16g to %.16g", key, kind == REAL ? "" : "whole ",
+                        least, most);
+        if (kind == REAL) *(float *)to = (float)x;
+        if (kind == WHOLE) *(int *)to = (int)x;
+        if (kind == SEED) *(uint64_t *)to = (uint64_t)(int64_t)x;
+        if (kind == FLAG) *(bool *)to = x > 0;
     }
     return true;
 }
 
-/* What is not supported is refused, not ignored. */
+/* Refuses what would change the answer and is not supported. */
 static bool refuse_others(Request *q) {
-    const char *model = json_string(q->json, "model");
-    const cJSON *each;
-    if (json_get(q->json, "model") && (!model || strcmp(model, server.name)))
-        return bad(q, 404, "model_not_found", "there is no model %.100s here, only %s", model ? model : "",
-                   server.name);
+    const cJSON *model = json_get(q->json, "model"), *each;
+    if (model && (!cJSON_IsString(model) || strcmp(model->valuestring, server.name)))
+        return q->code = "model_not_found", fail(&q->error, 404, "there is no model %.100s here, only %s",
+                                                 cJSON_IsString(model) ? model->valuestring : "", server.name);
     cJSON_ArrayForEach(each, q->json) {
-        if (!cJSON_IsNull(each) && text_listed("functions function_call audio suffix web_search_options guided_choice "
-                                               "guided_regex guided_grammar guided_json best_of",
-                                               each->string))
-            return bad(q, 400, "unsupported", "%s is not supported", each->string);
+        bool none = cJSON_IsNull(each) || (cJSON_IsNumber(each) && each->valuedouble == 0);
+        if (!none && text_listed("functions function_call audio suffix web_search_options guided_choice guided_regex "
+                                 "guided_grammar guided_json best_of frequency_penalty presence_penalty",
+                                 each->string))
+            return fail(&q->error, 400, "%s is not supported", each->string);
     }
     cJSON_ArrayForEach(each, json_get(q->json, "modalities")) {
         if (!cJSON_IsString(each) || strcmp(each->valuestring, "text"))
-            return bad(q, 400, "unsupported", "modalities other than text are not supported");
+            return fail(&q->error, 400, "modalities other than text are not supported");
     }
     return true;
 }
@@ -401,7 +382,7 @@ static bool take_stops(Request *q) {
     for (; each; each = cJSON_IsArray(stop) ? each->next : NULL) {
         const char *text = cJSON_GetStringValue(each);
         if (!text || q->stops == MOST_STOPS)
-            return bad(q, 400, NULL, "stop must be a text or an array of at most %d texts", MOST_STOPS);
+            return fail(&q->error, 400, "stop must be a text or an array of at most %d texts", MOST_STOPS);
         if (*text) q->stop[q->stops++] = text;
     }
     return true;
@@ -410,82 +391,83 @@ static bool take_stops(Request *q) {
 static bool take_biases(Request *q) {
     const cJSON *all = json_get(q->json, "logit_bias"), *each;
     const int vocab = server.s.checkpoint.model.vocab;
-    if (all && !cJSON_IsObject(all)) return bad(q, 400, NULL, "logit_bias must be an object");
+    if (all && !cJSON_IsObject(all)) return fail(&q->error, 400, "logit_bias must be an object");
     q->bias = allocate((size_t)cJSON_GetArraySize(all) * sizeof *q->bias);
     cJSON_ArrayForEach(each, all) {
         Bias *bias = q->bias + q->biases++;
         bias->add = cJSON_IsNumber(each) ? (float)each->valuedouble : NAN;
         if (!text_whole(each->string, 0, vocab - 1, &bias->id) || !(bias->add >= -100 && bias->add <= 100))
-            return bad(q, 400, NULL, "logit_bias has token ids from 0 to %d and numbers from -100 to 100", vocab - 1);
+            return fail(&q->error, 400, "logit_bias maps token ids from 0 to %d to numbers from -100 to 100",
+                        vocab - 1);
     }
     return true;
 }
 
-/* All but the prompt. */
+/* Takes everything but the prompt. */
 static bool take_request(Request *q) {
-    Asked *a = &q->asked;
-    uint32_t random = 0;
-    if (getentropy(&random, sizeof random)) random = (uint32_t)(seconds() * 1e6);
-    *a = (Asked){.n = 1, .tokens = q->chat ? INT32_MAX : 16, .temperature = 1, .top_p = 1, .penalty = 1, .top = -1};
-    a->seed = random;
+    Sampling *s = &q->sampling;
+    uint64_t random;
+    if (getentropy(&random, sizeof random)) random = (uint64_t)(seconds() * 1e9);
+    snprintf(q->id, sizeof q->id, "%s-%016llx", q->chat ? "chatcmpl" : "cmpl", (unsigned long long)random);
+    q->created = time(NULL);
+    q->n = 1, q->top = -1, q->tokens = q->chat ? INT32_MAX : 16;
+    *s = (Sampling){.temperature = 1, .top_p = 1, .penalty = 1, .seed = random};
     if (!refuse_others(q) || !take_parameters(q) || !take_stops(q) || !take_biases(q)) return false;
-    if (q->chat && a->top >= 0 && !a->scored) return bad(q, 400, NULL, "top_logprobs needs logprobs");
-    if (q->chat && a->scored && a->top < 0) a->top = 0;
-    q->sampling = (Sampling){.temperature = a->temperature < 0.01 ? 0 : (float)a->temperature,
-                             .top_k = a->top_k < 0 ? 0 : (int)a->top_k,
-                             .top_p = a->top_p < 1e-30 ? 1e-30f : (float)a->top_p,
-                             .min_p = a->min_p < 1e-30 ? 0 : (float)a->min_p,
-                             .penalty = (float)a->penalty,
-                             .seed = (uint64_t)(int64_t)a->seed};
-    q->n = (int)a->n, q->top = (int)a->top;
-    q->stream = a->stream > 0, q->echo = a->echo > 0;
+    if (q->chat && q->top >= 0 && !q->scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
+    if (q->scored && q->top < 0) q->top = 0;
+    if (s->temperature < 0.01f) s->temperature = 0;
+    if (s->top_k < 0) s->top_k = 0;
+    if (s->top_p < 1e-30f) s->top_p = 1e-30f;
+    if (s->min_p < 1e-30f) s->min_p = 0;
     return true;
 }
 
 /* ---- functions ---- */
 
-/* Gives the function of {"function": {"name": ...}} a name that every chat format allows. */
+/* Gives the function of {"function": {"name": ...}} a name that every chat format allows. The hash keeps different
+ * names apart, and does not change from one request to the next. */
 static void rename_function(Request *q, const cJSON *holder) {
     cJSON *item = (cJSON *)(uintptr_t)json_get(json_get(holder, "function"), "name");
     const char *given = cJSON_GetStringValue(item);
     Bytes used = {0};
     uint32_t hash = 0;
-    bool legal = given && *given && strlen(given) <= 64;
+    bool legal = !given || strlen(given) <= 64;
     for (const char *s = given; s && *s; s++) {
-        bool fine = (unsigned char)*s > ' ' && (unsigned char)*s < 127 && !strchr("<>=", *s);
-        if (used.n < 50) bytes_add(&used, fine ? s : "_", 1);
-        legal = legal && (fine || (unsigned char)*s > 127);
+        const bool fine = (unsigned char)*s > ' ' && !strchr("<>[=%\177", *s);
+        if (used.n < 50) bytes_add(&used, fine && (unsigned char)*s < 127 ? s : "_", 1);
+        legal = legal && fine;
         hash = (hash ^ (unsigned char)*s) * 16777619u;
     }
-    if (!legal && given && *given) {
-        bytes_print(&used, "_%08x", hash); /* the same name becomes the same, and no two are alike */
-        if (!q->names) q->names = cJSON_CreateObject();
+    if (!legal) {
+        bytes_print(&used, "_%08x", hash);
         if (!json_get(q->names, used.data)) cJSON_AddStringToObject(q->names, used.data, given);
         cJSON_SetValuestring(item, used.data);
     }
     bytes_free(&used);
 }
 
-/* What tool_choice says: *force, and a call of *name, or of any function. */
+/* Takes tools and tool_choice. *force: the answer must be a call of the function *name, or of any if that is NULL. */
 static bool take_tools(Request *q, bool *force, const char **name) {
     const cJSON *tools = json_get(q->json, "tools"), *choice = json_get(q->json, "tool_choice"), *each, *call;
-    const char *word = cJSON_GetStringValue(choice);
-    bool none = word && !strcmp(word, "none"), found = false;
-    int n = cJSON_GetArraySize(tools);
+    const char *word = cJSON_IsString(choice) ? choice->valuestring : choice ? "" : "auto";
+    const bool none = !strcmp(word, "none");
+    const int n = cJSON_GetArraySize(tools);
+    bool found = false;
+    q->names = cJSON_CreateObject();
     cJSON_ArrayForEach(each, tools) rename_function(q, each);
     cJSON_ArrayForEach(each, json_get(q->json, "messages")) cJSON_ArrayForEach(call, json_get(each, "tool_calls"))
         rename_function(q, call);
-    if (choice && !word) rename_function(q, choice);
-    *name = word ? NULL : json_string(json_get(choice, "function"), "name");
-    *force = (word && !strcmp(word, "required")) || *name;
-    if (choice && !*force && !none && !(word && !strcmp(word, "auto")))
-        return bad(q, 400, NULL, "tool_choice must be auto, none, required or a function");
+    rename_function(q, choice);
+    *name = json_string(json_get(choice, "function"), "name");
+    *force = *name || !strcmp(word, "required");
+    if (!*force && !none && strcmp(word, "auto"))
+        return fail(&q->error, 400, "tool_choice must be auto, none, required or a function");
     cJSON_ArrayForEach(each, tools) {
         const char *has = json_string(json_get(each, "function"), "name");
         if (*force && !*name && n == 1) *name = has;
         found |= has && (!*name || !strcmp(has, *name));
     }
-    if (*force && !found) return bad(q, 400, NULL, "tool_choice asks for a function that tools do not have");
+    if (*force && !found) return fail(&q->error, 400, "tool_choice asks for a function that tools do not have");
     if (none) cJSON_DeleteItemFromObjectCaseSensitive(q->json, "tools");
     q->tools = n && !none;
     return true;
@@ -496,10 +478,10 @@ static bool take_tools(Request *q, bool *force, const char **name) {
 /* Adds the request's n answers to a prompt. */
 static bool add_choices(Request *q, const Ids *prompt) {
     const size_t context = (size_t)server.s.engine.context;
-    if (!prompt->n) return bad(q, 400, NULL, "the prompt is empty");
+    if (!prompt->n) return fail(&q->error, 400, "the prompt is empty");
     if (prompt->n >= context)
-        return bad(q, 400, "context_length_exceeded", "the prompt has %zu tokens, the context %zu: shorten it",
-                   prompt->n, context);
+        return q->code = "context_length_exceeded",
+               fail(&q->error, 400, "the prompt has %zu tokens, the context %zu: shorten it", prompt->n, context);
     for (int i = 0; i < q->n; i++) {
         Choice *c = q->choice + q->choices;
         Stream *t = &c->stream;
@@ -507,35 +489,35 @@ static bool add_choices(Request *q, const Ids *prompt) {
         bytes_text(&c->text, "");
         ids_append(&t->tokens, prompt->data, prompt->n);
         t->prompt = prompt->n;
-        t->most = prompt->n + (q->asked.tokens > 0 ? (size_t)q->asked.tokens : 1);
+        t->most = prompt->n + (q->tokens ? (size_t)q->tokens : 1);
         if (t->most > context) t->most = context;
         t->sampling = q->sampling;
         t->sampling.seed += (uint64_t)c->index;
         t->bias = q->biases ? q->bias : NULL, t->biases = q->biases;
         t->want = q->top < 0 ? WANT_TOKEN : q->echo ? WANT_ALL_LOGITS : WANT_LOGITS;
-        t->stop = q->asked.forever ? NULL : &server.s.checkpoint.stop;
+        t->stop = q->forever ? NULL : &server.s.checkpoint.stop;
         t->take = take_token;
         t->owner = c;
     }
     return true;
 }
 
-/* A conversation's prompt, and how its answer begins. */
+/* Renders a conversation. The beginning of a forced call belongs to the answer, so that the reader gets it too. */
 static bool make_chat(Request *q) {
     bool force;
     const char *name;
     Conversation talk;
     Ids ids = {0};
     Bytes ignored = {0};
-    Error e;
-    if (!server.s.has_chat) return bad(q, 400, "unsupported", "%s", server.s.no_chat.text);
+    Error *e = &q->error;
+    if (!server.s.has_chat) return fail(e, 400, "%s", server.s.no_chat.text);
     if (!take_tools(q, &force, &name)) return false;
     conversation_init(&talk);
-    bool ok = conversation_parse(&talk, q->json, &e) && chat_render(&server.s.chat, &talk, true, &ids, &e);
+    bool ok = conversation_parse(&talk, q->json, e) && chat_render(&server.s.chat, &talk, true, &ids, e);
     size_t prompt = ids.n;
-    ok = ok && (!force || chat_force(&server.s.chat, talk.effort, name, &ids, &e));
+    ok = ok && (!force || chat_force(&server.s.chat, talk.effort, name, &ids, e));
     q->choice = allocate_zero((size_t)q->n, sizeof *q->choice);
-    ok = ok ? add_choices(q, &ids) : bad(q, 400, NULL, "%s", e.text);
+    ok = ok && add_choices(q, &ids);
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
         reader_init(&c->reader, &server.s.chat, talk.effort);
         for (size_t i = prompt; i < ids.n; i++) reader_push(&c->reader, ids.data[i], &ignored);
@@ -546,20 +528,17 @@ static bool make_chat(Request *q) {
     return ok;
 }
 
-/* A prompt in JSON: a text, or token ids. */
+/* Takes a prompt: a text, or an array of token ids. */
 static bool take_prompt(Request *q, const cJSON *prompt, int flags, Ids *ids) {
     const cJSON *each;
     const char *text = cJSON_GetStringValue(prompt);
     const int vocab = server.s.checkpoint.model.vocab;
     int64_t id;
-    Error e;
-    if (text)
-        return tokenizer_encode(server.s.tokenizer, text, strlen(text), flags, ids, &e) ||
-               bad(q, 400, NULL, "prompt: %s", e.text);
-    if (!cJSON_IsArray(prompt)) return bad(q, 400, NULL, "a text or an array of token ids is needed");
+    if (text) return tokenizer_encode(server.s.tokenizer, text, strlen(text), flags, ids, &q->error);
+    if (!cJSON_IsArray(prompt)) return fail(&q->error, 400, "a text or an array of token ids is needed");
     cJSON_ArrayForEach(each, prompt) {
         if (!json_whole(each, 0, vocab - 1, &id))
-            return bad(q, 400, NULL, "token ids are whole numbers from 0 to %d", vocab - 1);
+            return fail(&q->error, 400, "token ids are whole numbers from 0 to %d", vocab - 1);
         ids_add(ids, (int)id);
     }
     return true;
@@ -569,7 +548,7 @@ static bool make_completion(Request *q) {
     const cJSON *prompt = json_get(q->json, "prompt"), *first = cJSON_IsArray(prompt) ? prompt->child : NULL;
     bool many = cJSON_IsString(first) || cJSON_IsArray(first), ok = true;
     int n = many ? cJSON_GetArraySize(prompt) : 1;
-    if (n > MOST_CHOICES / q->n) return bad(q, 400, NULL, "at most %d answers can be asked for at once", MOST_CHOICES);
+    if (n > MOST_CHOICES / q->n) return fail(&q->error, 400, "a request has at most %d answers", MOST_CHOICES);
     q->choice = allocate_zero((size_t)(n * q->n), sizeof *q->choice);
     for (const cJSON *each = many ? first : prompt; n-- && ok; each = many ? each->next : NULL) {
         Ids ids = {0};
@@ -579,151 +558,128 @@ static bool make_completion(Request *q) {
     return ok;
 }
 
-/* Puts the choices in the queue. */
+/* Gives the choices to the model's thread. */
 static bool enqueue(Request *q) {
     lock();
     if (server.error.code)
-        bad(q, 503, NULL, "the model failed: %s", server.error.text);
-    else if (server.draining)
-        bad(q, 503, NULL, "the server ends");
+        fail(&q->error, 503, "the model failed: %s", server.error.text);
+    else if (server.signals)
+        fail(&q->error, 503, "the server ends");
     else if (server.live >= server.o->slots + server.o->queue)
-        bad(q, 429, "overloaded", "%d answers are being written or waited for: try again", server.live);
-    if (!q->status) {
+        fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
+    q->queued = !q->error.code;
+    if (q->queued) {
         TAILQ_INSERT_TAIL(&server.requests, q, next);
         server.live += q->choices;
-        q->listed = true;
         pthread_cond_signal(&server.work);
     }
     unlock();
-    return !q->status;
+    return q->queued;
 }
 
 /* ---- answers as JSON ---- */
 
-static cJSON *token_text(int token, Bytes *raw) {
-    Decoder d = {.begun = true};
-    Bytes text = {0}, copy = {0};
-    raw->n = 0;
-    tokenizer_bytes(server.s.tokenizer, &d, token, raw);
-    bytes_add(&copy, raw->data, raw->n);
-    utf8_stream(&copy, &text, true);
-    cJSON *json = json_from_text(text.data, text.n);
-    bytes_free(&text), bytes_free(&copy), bytes_free(&d.held);
-    return json;
-}
-
-/* JSON has no infinity. */
-static cJSON *logprob_json(const Chance *c) { return cJSON_CreateNumber(fmax(c->logprob, -9999)); }
-
 static cJSON *chance_json(const Chance *c) {
-    Bytes raw = {0};
-    cJSON *json = cJSON_CreateObject(), *bytes;
-    cJSON_AddItemToObject(json, "token", token_text(c->id, &raw));
-    cJSON_AddItemToObject(json, "logprob", logprob_json(c));
-    bytes = cJSON_AddArrayToObject(json, "bytes");
-    for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, cJSON_CreateNumber((unsigned char)raw.data[i]));
-    bytes_free(&raw);
+    Decoder d = {.begun = true};
+    Bytes raw = {0}, text = {0};
+    cJSON *bytes = cJSON_CreateArray();
+    tokenizer_bytes(server.s.tokenizer, &d, c->id, &raw);
+    for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, number((unsigned char)raw.data[i]));
+    utf8_stream(&raw, &text, true);
+    cJSON *json = object("token", json_from_text(text.data, text.n), "logprob",
+                         number(fmax(c->logprob, -9999)), /* JSON has no infinity */
+                         "bytes", bytes, NULL);
+    bytes_free(&raw), bytes_free(&text), bytes_free(&d.held);
     return json;
 }
 
-/* Adds a value to an array of the object, which it begins. */
-static void add_to(cJSON *object, const char *key, cJSON *value) {
-    cJSON *array = cJSON_GetObjectItemCaseSensitive(object, key);
-    cJSON_AddItemToArray(array ? array : cJSON_AddArrayToObject(object, key), value);
-}
-
-/* Adds a token's logprobs to those that wait; `offset` of its text is that in the answer's. */
+/* Adds a token's logprobs to those to write; its text begins at byte `offset` of the answer. */
 static void add_score(Choice *c, const Drawn *d, size_t offset) {
-    cJSON *top = d->scored ? cJSON_CreateObject() : cJSON_CreateNull(), *own = NULL;
-    Bytes raw = {0};
+    const bool chat = c->request->chat;
+    cJSON *own = chance_json(&d->own), *top = chat        ? cJSON_CreateArray()
+                                              : d->scored ? cJSON_CreateObject()
+                                                          : word(NULL);
     if (!c->scores) c->scores = cJSON_CreateObject();
-    if (c->request->chat) own = chance_json(d->chance);
-    for (int i = 1; i <= d->top; i++) {
-        if (own) {
-            add_to(own, "top_logprobs", chance_json(d->chance + i));
+    for (int i = 0; i < d->top; i++) {
+        cJSON *each = chance_json(d->best + i);
+        const char *text = json_string(each, "token");
+        if (chat) {
+            cJSON_AddItemToArray(top, each);
             continue;
         }
-        cJSON *name = token_text(d->chance[i].id, &raw);
-        if (!cJSON_HasObjectItem(top, name->valuestring)) /* parts of letters may look alike */
-            cJSON_AddItemToObject(top, name->valuestring, logprob_json(d->chance + i));
-        cJSON_Delete(name);
+        if (!cJSON_HasObjectItem(top, text)) /* parts of letters may look alike */
+            cJSON_AddItemToObject(top, text, cJSON_DetachItemFromObject(each, "logprob"));
+        cJSON_Delete(each);
     }
-    if (own) {
-        if (!d->top) cJSON_AddArrayToObject(own, "top_logprobs");
-        add_to(c->scores, "content", own);
-        cJSON_Delete(top);
-    } else {
-        add_to(c->scores, "tokens", token_text(d->token, &raw));
-        add_to(c->scores, "token_logprobs", d->scored ? logprob_json(d->chance) : cJSON_CreateNull());
-        add_to(c->scores, "top_logprobs", top);
-        add_to(c->scores, "text_offset", cJSON_CreateNumber((double)offset));
+    if (chat) {
+        cJSON_AddItemToObject(own, "top_logprobs", top);
+        append(c->scores, "content", own);
+        return;
     }
-    bytes_free(&raw);
+    append(c->scores, "tokens", cJSON_DetachItemFromObject(own, "token"));
+    append(c->scores, "token_logprobs", d->scored ? cJSON_DetachItemFromObject(own, "logprob") : word(NULL));
+    append(c->scores, "top_logprobs", top);
+    append(c->scores, "text_offset", number(offset));
+    cJSON_Delete(own);
 }
 
-/* What waits of a choice to be handed out: all of it at the end, or in a stream what the last token brought. */
+/* What there is to write of a choice: in a stream what the last token brought, else all of it. */
 static cJSON *choice_json(Choice *c) {
     const Request *q = c->request;
-    cJSON *choice = cJSON_CreateObject(), *to = choice;
-    const bool text = c->shown > c->sent || !q->chat || (!q->stream && !c->calls);
-    cJSON_AddNumberToObject(choice, "index", c->index);
-    if (q->chat) to = cJSON_AddObjectToObject(choice, q->stream ? "delta" : "message");
-    if (q->chat && !c->spoke) cJSON_AddStringToObject(to, "role", "assistant");
-    if (text)
-        cJSON_AddItemToObject(to, q->chat ? "content" : "text",
-                              json_from_text(c->text.data + c->sent, c->shown - c->sent));
-    if (!text && !q->stream) cJSON_AddNullToObject(to, "content");
-    if (c->thoughts.n) cJSON_AddItemToObject(to, "reasoning_content", json_from_text(c->thoughts.data, c->thoughts.n));
-    if (c->calls) cJSON_AddItemToObject(to, "tool_calls", c->calls);
-    cJSON_AddItemToObject(choice, "logprobs", c->scores ? c->scores : cJSON_CreateNull());
-    cJSON_AddItemToObject(choice, "finish_reason", c->finish ? cJSON_CreateString(c->finish) : cJSON_CreateNull());
+    const char *key = !q->chat ? "text" : q->stream ? "delta" : "message";
+    const bool some = c->shown > c->sent || !q->chat || (!q->stream && !c->calls);
+    cJSON *thoughts = c->thoughts.n ? json_from_text(c->thoughts.data, c->thoughts.n) : NULL;
+    cJSON *said = some ? json_from_text(c->text.data + c->sent, c->shown - c->sent) : !q->stream ? word(NULL) : NULL;
+    if (q->chat)
+        said = object("role", c->spoke ? NULL : word("assistant"), "content", said, "reasoning_content", thoughts,
+                      "tool_calls", c->calls, NULL);
+    cJSON *choice = object("index", number(c->index), key, said, "logprobs", c->scores ? c->scores : word(NULL),
+                           "finish_reason", word(c->finish), NULL);
     c->calls = c->scores = NULL;
     c->sent = c->shown, c->thoughts.n = 0, c->spoke = true;
     return choice;
 }
 
-/* A reply with these choices, or an event of one. */
-static void put_reply(const Request *q, cJSON *choices, bool usage, Bytes *out) {
-    cJSON *json = cJSON_CreateObject();
+static cJSON *usage_json(const Request *q) {
     size_t prompt = 0, reused = 0, tokens = 0, thought = 0;
-    cJSON_AddStringToObject(json, "id", q->id);
-    cJSON_AddStringToObject(json, "object",
-                            !q->chat    ? "text_completion"
-                            : q->stream ? "chat.completion.chunk"
-                                        : "chat.completion");
-    cJSON_AddNumberToObject(json, "created", (double)q->created);
-    cJSON_AddStringToObject(json, "model", server.name);
-    cJSON_AddItemToObject(json, "choices", choices);
     for (const Choice *c = q->choice; c < q->choice + q->choices; c++) {
         if (c->index % q->n == 0) prompt += c->stream.prompt, reused += c->stream.reused;
         tokens += c->tokens, thought += c->thought;
     }
-    if (usage) {
-        cJSON *of = cJSON_AddObjectToObject(json, "usage");
-        cJSON_AddNumberToObject(of, "prompt_tokens", (double)prompt);
-        cJSON_AddNumberToObject(of, "completion_tokens", (double)tokens);
-        cJSON_AddNumberToObject(of, "total_tokens", (double)(prompt + tokens));
-        cJSON_AddNumberToObject(cJSON_AddObjectToObject(of, "prompt_tokens_details"), "cached_tokens", (double)reused);
-        cJSON_AddNumberToObject(cJSON_AddObjectToObject(of, "completion_tokens_details"), "reasoning_tokens",
-                                (double)thought);
-    }
-    char *text = json_text(json);
-    bytes_print(out, q->stream ? "data: %s\n\n" : "%s", text);
-    free(text);
-    cJSON_Delete(json);
+    return object("prompt_tokens", number(prompt), "completion_tokens", number(tokens), "total_tokens",
+                  number(prompt + tokens), "prompt_tokens_details", object("cached_tokens", number(reused), NULL),
+                  "completion_tokens_details", object("reasoning_tokens", number(thought), NULL), NULL);
 }
 
-/* Streams what waits. */
-static void emit(Choice *c) {
-    if (!c->request->stream || !(c->shown > c->sent || c->thoughts.n || c->calls || c->scores || c->finish)) return;
+/* Writes a reply, or an event of a stream, with the choices [from, to). */
+static void put_reply(Request *q, Choice *from, const Choice *to, bool usage) {
+    const char *what = !q->chat ? "text_completion" : q->stream ? "chat.completion.chunk" : "chat.completion";
     cJSON *choices = cJSON_CreateArray();
-    cJSON_AddItemToArray(choices, choice_json(c));
-    put_reply(c->request, choices, false, &c->request->out);
+    for (Choice *c = from; c < to; c++) cJSON_AddItemToArray(choices, choice_json(c));
+    put_json(q, object("id", word(q->id), "object", word(what), "created", number(q->created), "model",
+                       word(server.name), "choices", choices, "usage", usage ? usage_json(q) : NULL, NULL));
+}
+
+/* Streams what there is to write. */
+static void emit(Choice *c) {
+    Request *q = c->request;
+    if (q->stream && (c->shown > c->sent || c->thoughts.n || c->calls || c->scores || c->finish))
+        put_reply(q, c, c + 1, false);
+}
+
+/* Ends a reply: all of it, or the last events of a stream. */
+static void end_reply(Request *q) {
+    q->complete = true;
+    if (q->error.code && q->stream) put_error(q);
+    if (q->error.code) return;
+    if (!q->stream) put_reply(q, q->choice, q->choice + q->choices, true);
+    if (q->stream && q->usage) put_reply(q, NULL, NULL, true);
+    if (q->stream) bytes_text(&q->out, "data: [DONE]\n\n");
 }
 
 /* ---- from tokens to answers ---- */
 
-/* Shows what of the text is free of stop texts; an end that may be the beginning of one waits. */
+/* Finds how much of the text is free of stop texts. An end that may begin a stop text waits. */
 static void show_text(Choice *c, bool last) {
     const Request *q = c->request;
     const char *text = c->text.data;
@@ -739,29 +695,26 @@ static void show_text(Choice *c, bool last) {
     c->shown = end;
 }
 
-/* Adds what is new of a call to what waits. */
+/* Adds the new part of a call to what is to be written. The name comes once, at the beginning. */
 static void add_call(Choice *c, const Message *m) {
     const Request *q = c->request;
-    cJSON *call = cJSON_CreateObject(), *function;
-    if (q->stream) cJSON_AddNumberToObject(call, "index", c->calls_n - c->opened);
-    if (!c->opened) {
-        const char *used = m->recipient + (strncmp(m->recipient, "functions.", 10) ? 0 : 10);
-        const char *given = json_string(q->names, used);
-        char id[80];
-        snprintf(id, sizeof id, "call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, c->index, c->calls_n++);
-        cJSON_AddStringToObject(call, "id", id);
-        cJSON_AddStringToObject(call, "type", "function");
-        function = cJSON_AddObjectToObject(call, "function");
-        cJSON_AddItemToObject(function, "name", json_from_text(given ? given : used, strlen(given ? given : used)));
-    } else {
-        function = cJSON_AddObjectToObject(call, "function");
-    }
-    cJSON_AddItemToObject(function, "arguments", json_from_text(m->content.data + c->passed, m->content.n - c->passed));
+    const bool begins = !c->opened;
+    const char *name = m->recipient + (strncmp(m->recipient, "functions.", 10) ? 0 : 10);
+    const char *given = json_string(q->names, name);
+    cJSON *text = json_from_text(m->content.data + c->passed, m->content.n - c->passed);
+    char id[80];
+    if (given) name = given;
+    c->calls_n += begins;
+    snprintf(id, sizeof id, "call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, c->index, c->calls_n - 1);
     if (!c->calls) c->calls = cJSON_CreateArray();
-    cJSON_AddItemToArray(c->calls, call);
+    cJSON *function = object("name", begins ? json_from_text(name, strlen(name)) : NULL, "arguments", text, NULL);
+    cJSON_AddItemToArray(c->calls,
+                         object("index", q->stream ? number(c->calls_n - 1) : NULL, "id", begins ? word(id) : NULL,
+                                "type", begins ? word("function") : NULL, "function", function, NULL));
+    c->opened = true;
 }
 
-/* Takes what the reader has that is new. */
+/* Takes what is new in the reader's messages. Without a stream, a call waits until it is complete. */
 static void take_messages(Choice *c) {
     const Request *q = c->request;
     const Reader *r = &c->reader;
@@ -770,31 +723,30 @@ static void take_messages(Choice *c) {
         const Message *m = complete ? r->message + c->message : &r->now;
         const size_t n = m->content.n - c->passed;
         const Part part = message_part(m);
-        const bool call = part == CALL && q->tools;
-        if (call ? (complete || (q->stream && r->in_content)) && (n || !c->opened) : n > 0) {
-            const char *text = m->content.data + c->passed;
-            if (!call && part != REASONING && c->text.n && !c->opened) bytes_text(&c->text, "\n\n"); /* a preamble */
-            if (!call) bytes_add(part == REASONING ? &c->thoughts : &c->text, text, n);
-            if (call)
-                add_call(c, m);
-            else if (part != REASONING)
-                show_text(c, false);
-            c->opened = true;
-            c->passed = m->content.n;
+        if (part == CALL && q->tools) {
+            if (!complete && !(q->stream && r->in_content)) return;
+            if (n || !c->opened) add_call(c, m);
+        } else if (part == REASONING) {
+            bytes_add(&c->thoughts, m->content.data + c->passed, n);
+        } else if (n) {
+            if (c->text.n && !c->passed) bytes_text(&c->text, "\n\n"); /* behind a preamble */
+            bytes_add(&c->text, m->content.data + c->passed, n);
+            show_text(c, false);
         }
+        c->passed = m->content.n;
         if (complete) c->message++, c->passed = 0, c->opened = false;
     }
 }
 
-/* The answer has ended, and why. */
 static void finish_choice(Choice *c, const char *why) {
-    const Request *q = c->request;
     Bytes ignored = {0};
-    if (q->chat && !c->finish) reader_end(&c->reader, &ignored), take_messages(c);
-    if (!q->chat && !c->finish) tokenizer_flush(&c->decoder, &c->text);
-    if (!c->finish) show_text(c, true);
+    if (!c->finish) {
+        if (c->request->chat) reader_end(&c->reader, &ignored), take_messages(c);
+        if (!c->request->chat) tokenizer_flush(&c->decoder, &c->text);
+        show_text(c, true);
+        bytes_free(&ignored);
+    }
     if (!c->finish) c->finish = why == stopped && c->calls_n ? "tool_calls" : why;
-    bytes_free(&ignored);
     lock();
     server.repairs += (size_t)c->reader.repairs;
     c->cancelled = true;
@@ -802,51 +754,44 @@ static void finish_choice(Choice *c, const char *why) {
     unlock();
 }
 
-/* A token of the answer to a chat. True: it ends there. */
+/* Reads a token of an answer to a chat; true: the answer ends there. */
 static bool read_chat(Choice *c, const Drawn *d) {
     Bytes ignored = {0};
-    Read read = reader_push(&c->reader, d->token, &ignored);
+    Read read = reader_push(&c->reader, d->own.id, &ignored);
     bool header = server.s.chat.answer.n && !c->reader.in_content; /* harmony's */
     bool content = !header && read.part != REASONING && read.part != CALL;
     bytes_free(&ignored);
     c->thought += read.part == REASONING;
-    if (d->scored && content && !tokenizer_is_control(server.s.tokenizer, d->token)) add_score(c, d, 0);
-    if (read.stop && !c->request->asked.forever) return true;
+    if (d->scored && content && !tokenizer_is_control(server.s.tokenizer, d->own.id)) add_score(c, d, 0);
+    if (read.stop && !c->request->forever) return true;
     take_messages(c);
     return false;
 }
 
-/* A token of a text, or (echo) of its prompt. */
+/* Reads a token of a text, or, with echo, of its prompt; true: the text ends there. */
 static bool read_text(Choice *c, const Drawn *d) {
     const Ids *stops = c->stream.stop;
     bool prompt = d->position < c->stream.prompt, stop = false;
-    for (size_t i = 0; stops && !prompt && i < stops->n; i++) stop |= d->token == stops->data[i];
-    if (d->scored || (prompt && c->request->top >= 0)) add_score(c, d, c->text.n); /* usage counts it too */
+    for (size_t i = 0; stops && !prompt && i < stops->n; i++) stop |= d->own.id == stops->data[i];
+    if (d->scored || (prompt && c->request->top >= 0)) add_score(c, d, c->text.n); /* usage counts an end too */
     if (stop) return true;
-    tokenizer_decode(server.s.tokenizer, &c->decoder, d->token, &c->text);
-    if (prompt) c->shown = c->text.n; /* no stop text is looked for in it */
+    tokenizer_decode(server.s.tokenizer, &c->decoder, d->own.id, &c->text);
+    if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     if (!prompt) show_text(c, false);
     return false;
 }
 
 static void read_token(Choice *c, const Drawn *d) {
     Request *q = c->request;
-    bool prompt = d->position < c->stream.prompt, silent = !prompt && !q->asked.tokens, stop = false;
-    if (c->finish) return;
-    if (d->token < 0) {
-        lock();
-        bad(q, 500, NULL, "the logits hold a NaN: the weights or config.json are damaged");
-        unlock();
-        c->finish = failed;
-        return;
-    }
+    bool prompt = d->position < c->stream.prompt, silent = !prompt && !q->tokens, stop = false;
+    if (c->finish || d->own.id < 0) return;
     c->tokens += !prompt && !silent;
     if (!silent) stop = q->chat ? read_chat(c, d) : read_text(c, d);
     if (c->finish || stop || d->last || silent) finish_choice(c, stop ? stopped : full);
     emit(c);
 }
 
-/* Makes text of the tokens that are there; true: every answer is complete. */
+/* Reads the tokens that are there; true: every answer is complete. */
 static bool read_choices(Request *q) {
     bool done = true;
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
@@ -864,43 +809,24 @@ static bool read_choices(Request *q) {
     return done;
 }
 
-/* Has the client closed its side? Looked at a few times a second. */
-static bool has_departed(Request *q) {
-    struct pollfd p = {.fd = q->client->fd, .events = POLLRDHUP};
-    double now = seconds();
-    if (now - q->looked < CHECK_MS / 1e3) return false;
-    q->looked = now;
-    return poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR);
-}
-
-/* Waits for tokens; false: nobody is there to read them. A stream that waits long says that it lives. */
-static bool wait_for_tokens(Request *q) {
-    bool there = false, departed = false, beat = false;
-    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0); /* it waits for us */
-    while (!there && !departed && !beat) {
+/* Waits for tokens and writes what they bring. A stream that waits long gets a comment. A client that has closed its
+ * side has departed. While we wait, libmicrohttpd's time limit is off: it is for clients that do not read. */
+static void advance(Request *q) {
+    bool there = false, beat = false;
+    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0);
+    while (!there && !beat && !q->departed) {
+        struct pollfd p = {.fd = q->client->fd, .events = POLLRDHUP};
         lock();
         for (const Choice *c = q->choice; c < q->choice + q->choices; c++)
             there |= !c->finish && (c->drawn_n || c->gone);
         if (!there) wait_on(&q->wake);
         unlock();
-        departed = has_departed(q);
+        q->departed = poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR);
         beat = !there && q->stream && seconds() - q->wrote > BEAT_SECONDS;
     }
-    if (beat) bytes_text(&q->out, ": the answer is being computed\n\n");
     MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, WRITE_SECONDS);
-    return !departed;
-}
-
-/* The events behind the last choice's. */
-static void end_events(Request *q) {
-    q->complete = true;
-    if (q->status) {
-        bytes_text(&q->out, "data: ");
-        put_error(&q->out, q->error.text, 500, NULL);
-        return bytes_text(&q->out, "\n\n");
-    }
-    if (q->asked.usage) put_reply(q, cJSON_CreateArray(), true, &q->out);
-    bytes_text(&q->out, "data: [DONE]\n\n");
+    if (beat) bytes_text(&q->out, ": the answer is being computed\n\n");
+    if (!q->departed && read_choices(q)) end_reply(q);
 }
 
 static ssize_t write_events(void *data, uint64_t position, char *to, size_t room) {
@@ -909,8 +835,8 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
     while (q->written == q->out.n) {
         q->written = q->out.n = 0;
         if (q->complete) return MHD_CONTENT_READER_END_OF_STREAM;
-        if (!wait_for_tokens(q)) return MHD_CONTENT_READER_END_WITH_ERROR;
-        if (read_choices(q)) end_events(q);
+        advance(q);
+        if (q->departed) return MHD_CONTENT_READER_END_WITH_ERROR;
     }
     size_t n = q->out.n - q->written < room ? q->out.n - q->written : room;
     memcpy(to, q->out.data + q->written, n);
@@ -919,109 +845,80 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
     return (ssize_t)n;
 }
 
-static void put_whole(Request *q, Bytes *out) {
-    cJSON *choices = cJSON_CreateArray();
-    for (Choice *c = q->choice; c < q->choice + q->choices; c++) cJSON_AddItemToArray(choices, choice_json(c));
-    put_reply(q, choices, true, out);
-}
-
-/* What an answer has before its first token. */
+/* With echo the prompt is read like an answer. With logprobs too, the scheduler hands it out from its second token on,
+ * and only the first is read here. */
 static void begin_answers(Request *q) {
-    unsigned random[2];
-    if (getentropy(random, sizeof random)) random[0] = random[1] = (unsigned)(seconds() * 1e6);
-    snprintf(q->id, sizeof q->id, "%s-%08x%08x", q->chat ? "chatcmpl" : "cmpl", random[0], random[1]);
-    q->created = time(NULL);
-    q->wrote = seconds();
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        size_t ready = !q->echo ? 0 : q->top < 0 ? c->stream.prompt : 1; /* the scheduler scores from the second on */
-        for (size_t i = 0; i < ready; i++) read_text(c, &(Drawn){.token = c->stream.tokens.data[i]});
+        size_t ready = !q->echo ? 0 : q->top < 0 ? c->stream.prompt : 1;
+        for (size_t i = 0; i < ready; i++) read_text(c, &(Drawn){.own.id = c->stream.tokens.data[i]});
         emit(c);
     }
 }
 
-static enum MHD_Result answer(Request *q) {
-    Bytes out = {0};
-    if (!take_request(q) || !(q->chat ? make_chat(q) : make_completion(q)) || !enqueue(q)) return respond_error(q);
+static void complete(Request *q) {
+    if (!take_request(q) || !(q->chat ? make_chat(q) : make_completion(q)) || !enqueue(q)) {
+        q->stream = false; /* the error is an ordinary reply */
+        return;
+    }
     begin_answers(q);
-    if (q->stream)
-        return queue(q, 200, "text/event-stream",
-                     MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 4096, write_events, q, NULL));
-    while (!read_choices(q))
-        if (!wait_for_tokens(q)) return MHD_NO;
-    if (q->status) return respond_error(q);
-    put_whole(q, &out);
-    return respond_json(q, 200, &out);
+    while (!q->stream && !q->complete && !q->departed) advance(q);
 }
 
-static enum MHD_Result completions(Request *q) { return answer(q); }
-static enum MHD_Result chat_completions(Request *q) { return q->chat = true, answer(q); }
+static void complete_chat(Request *q) { q->chat = true, complete(q); }
 
-/* ---- what else can be asked ---- */
+/* ---- other endpoints ---- */
 
-static enum MHD_Result models(Request *q) {
-    Bytes out = {0};
-    bytes_text(&out, "{\"object\":\"list\",\"data\":[{\"id\":");
-    bytes_json(&out, server.name, strlen(server.name));
-    bytes_print(&out,
-                ",\"object\":\"model\",\"created\":0,\"owned_by\":\"infer\","
-                "\"max_model_len\":%d}]}",
-                server.s.engine.context);
-    return respond_json(q, 200, &out);
+static void models(Request *q) {
+    cJSON *json = object("object", word("list"), NULL);
+    append(json, "data",
+           object("id", word(server.name), "object", word("model"), "created", number(0), "owned_by", word("infer"),
+                  "max_model_len", number(server.s.engine.context), NULL));
+    put_json(q, json);
 }
 
-/* Healthy means that tokens move. */
-static enum MHD_Result health(Request *q) {
-    Bytes out = {0};
+/* A server is healthy if tokens move. */
+static void health(Request *q) {
     lock();
     bool stalled = server.ready && seconds() - server.moved > STALL_SECONDS;
     const char *ill = server.error.code ? "failed"
-                      : server.draining ? "ending"
+                      : server.signals  ? "ending"
                       : !server.ready   ? "loading"
                       : stalled         ? "stalled"
                                         : NULL;
     unlock();
-    bytes_print(&out, "{\"status\":\"%s\"}", ill ? ill : "ok");
-    return respond_json(q, ill ? 503 : 200, &out);
+    q->error.code = ill ? 503 : 200;
+    put_json(q, object("status", word(ill ? ill : "ok"), NULL));
 }
 
-static enum MHD_Result page(Request *q) {
-    Bytes out = {0};
-    bytes_add(&out, page_begin, (size_t)(page_end - page_begin));
-    return respond(q, 200, "text/html; charset=utf-8", &out);
-}
+static void page(Request *q) { bytes_add(&q->out, page_begin, (size_t)(page_end - page_begin)); }
 
-static enum MHD_Result tokenize(Request *q) {
+static void tokenize(Request *q) {
     Ids ids = {0};
-    Bytes out = {0};
     if (take_prompt(q, json_get(q->json, "prompt"), 0, &ids)) {
-        bytes_print(&out, "{\"count\":%zu,\"tokens\":[", ids.n);
-        for (size_t i = 0; i < ids.n; i++) bytes_print(&out, i ? ",%d" : "%d", ids.data[i]);
-        bytes_text(&out, "]}");
+        bytes_print(&q->out, "{\"count\":%zu,\"tokens\":[", ids.n);
+        for (size_t i = 0; i < ids.n; i++) bytes_print(&q->out, i ? ",%d" : "%d", ids.data[i]);
+        bytes_text(&q->out, "]}");
     }
     ids_free(&ids);
-    return out.n ? respond_json(q, 200, &out) : respond_error(q);
 }
 
-static enum MHD_Result detokenize(Request *q) {
+static void detokenize(Request *q) {
     Ids ids = {0};
-    Bytes text = {0}, out = {0};
+    Bytes text = {0};
     Decoder d = {0};
     if (take_prompt(q, json_get(q->json, "tokens"), 0, &ids)) {
         for (size_t i = 0; i < ids.n; i++) tokenizer_decode(server.s.tokenizer, &d, ids.data[i], &text);
         tokenizer_flush(&d, &text);
-        bytes_text(&out, "{\"prompt\":");
-        bytes_json(&out, text.data, text.n);
-        bytes_text(&out, "}");
+        put_json(q, object("prompt", json_from_text(text.data, text.n), NULL));
     }
-    ids_free(&ids), bytes_free(&text), bytes_free(&d.held);
-    return out.n ? respond_json(q, 200, &out) : respond_error(q);
+    ids_free(&ids), bytes_free(&text);
 }
 
 static const struct {
     const char *name, *help, *kind;
     const size_t *value;
 } numbers[] = {{"prompt_tokens_total", "Tokens of prompts", "counter", &server.prompt},
-               {"cached_tokens_total", "Those that were in the cache", "counter", &server.reused},
+               {"cached_tokens_total", "Tokens of prompts that were in the cache", "counter", &server.reused},
                {"generated_tokens_total", "Tokens of answers", "counter", &server.generated},
                {"repairs_total", "Malformed headers in answers", "counter", &server.repairs},
                {"nan_total", "Answers that a NaN ended", "counter", &server.nans},
@@ -1033,45 +930,50 @@ static const struct {
                {"cache_pages_kept", "Pages whose text is known", "gauge", &server.state.kept},
                {"cache_pages", "All pages of the cache", "gauge", &server.state.pages}};
 
-static void put_histogram(Bytes *out, const char *name, const char *help, const Histogram *h) {
-    size_t sum = 0;
-    bytes_print(out, "# HELP infer_%s_seconds %s\n# TYPE infer_%s_seconds histogram\n", name, help, name);
-    for (int i = 0; i < BOUNDS; i++)
-        bytes_print(out, "infer_%s_seconds_bucket{le=\"%g\"} %zu\n", name, bounds[i], sum += h->count[i]);
-    sum += h->count[BOUNDS];
-    bytes_print(out, "infer_%s_seconds_bucket{le=\"+Inf\"} %zu\n", name, sum);
-    bytes_print(out, "infer_%s_seconds_sum %.6f\ninfer_%s_seconds_count %zu\n", name, h->sum, name, sum);
+static void put_family(Bytes *out, const char *name, const char *help, const char *kind) {
+    bytes_print(out, "# HELP infer_%s %s\n# TYPE infer_%s %s\n", name, help, name, kind);
 }
 
-static enum MHD_Result metrics(Request *q) {
-    Bytes out = {0};
+static void put_histogram(Bytes *out, const char *name, const char *help, const Histogram *h) {
+    size_t sum = 0;
+    put_family(out, name, help, "histogram");
+    for (int i = 0; i < BOUNDS; i++)
+        bytes_print(out, "infer_%s_bucket{le=\"%g\"} %zu\n", name, bounds[i], sum += h->count[i]);
+    sum += h->count[BOUNDS];
+    bytes_print(out, "infer_%s_bucket{le=\"+Inf\"} %zu\n", name, sum);
+    bytes_print(out, "infer_%s_sum %.6f\ninfer_%s_count %zu\n", name, h->sum, name, sum);
+}
+
+static void metrics(Request *q) {
+    Bytes *out = &q->out;
     lock();
     const size_t live = (size_t)server.live, running = server.state.running;
     server.waiting = live > running ? live - running : 0;
     server.used = server.state.pages - server.state.idle;
-    bytes_text(&out, "# HELP infer_requests_total Requests answered\n# TYPE infer_requests_total counter\n");
+    put_family(out, "requests_total", "Requests answered", "counter");
     for (int i = 0; i < STATUSES; i++)
-        bytes_print(&out, "infer_requests_total{status=\"%u\"} %zu\n", statuses[i], server.status[i]);
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
-        bytes_print(&out, "# HELP infer_%s %s\n# TYPE infer_%s %s\ninfer_%s %zu\n", numbers[i].name, numbers[i].help,
-                    numbers[i].name, numbers[i].kind, numbers[i].name, *numbers[i].value);
-    put_histogram(&out, "time_to_first_token", "From a request to its first token", &server.first);
-    put_histogram(&out, "time_per_token", "From a token to the next", &server.next);
+        if (server.status[i]) bytes_print(out, "infer_requests_total{status=\"%d\"} %zu\n", i, server.status[i]);
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        put_family(out, numbers[i].name, numbers[i].help, numbers[i].kind);
+        bytes_print(out, "infer_%s %zu\n", numbers[i].name, *numbers[i].value);
+    }
+    put_histogram(out, "time_to_first_token_seconds", "From a request to its first token", &server.first);
+    put_histogram(out, "time_per_token_seconds", "From a token to the next", &server.next);
     unlock();
-    return respond(q, 200, "text/plain; version=0.0.4", &out);
 }
 
 /* ---- HTTP ---- */
 
+static const char json_type[] = "application/json";
 static const Endpoint endpoints[] = {
-    {"POST", "/v1/chat/completions", false, chat_completions},
-    {"POST", "/v1/completions", false, completions},
-    {"GET", "/v1/models", false, models},
-    {"GET", "/metrics", false, metrics},
-    {"POST", "/tokenize", false, tokenize},
-    {"POST", "/detokenize", false, detokenize},
-    {"GET", "/health", true, health},
-    {"GET", "/", true, page},
+    {"POST", "/v1/chat/completions", json_type, false, complete_chat},
+    {"POST", "/v1/completions", json_type, false, complete},
+    {"GET", "/v1/models", json_type, false, models},
+    {"GET", "/metrics", "text/plain; version=0.0.4", false, metrics},
+    {"POST", "/tokenize", json_type, false, tokenize},
+    {"POST", "/detokenize", json_type, false, detokenize},
+    {"GET", "/health", json_type, true, health},
+    {"GET", "/", "text/html; charset=utf-8", true, page},
 };
 enum { ENDPOINTS = sizeof endpoints / sizeof *endpoints };
 
@@ -1087,37 +989,28 @@ static const char *header(const Request *q, const char *name) {
     return MHD_lookup_connection_value(q->connection, MHD_HEADER_KIND, name);
 }
 
-static void digest(const char *text, unsigned char out[DIGEST]) {
-    EVP_Digest(text, strlen(text), out, NULL, EVP_sha256(), NULL);
-}
-
-/* Compares digests, so that no time tells how much of a key is right. */
 static bool has_key(const Request *q) {
     const char *given = header(q, "Authorization");
-    unsigned char of[DIGEST];
-    if (!server.has_key) return true;
-    if (!given || strncasecmp(given, "Bearer ", 7)) return false;
-    digest(given + 7, of);
-    return !CRYPTO_memcmp(of, server.key, DIGEST);
+    const size_t n = server.key ? strlen(server.key) : 0;
+    return !n || (given && !strncasecmp(given, "Bearer ", 7) && strlen(given + 7) == n &&
+                  !CRYPTO_memcmp(given + 7, server.key, n)); /* it takes as long for each key of this length */
 }
 
-/* May a page ask by this name? On a loopback address another site must not reach us by a name of its own (DNS
- * rebinding), and a browser says from which page a request comes: ours, or one that --cors allows. */
+/* May a page send requests under this Host? On loopback, another site must not reach us by a name of its own (DNS
+ * rebinding). A browser's Origin says which page sends the request: it must be ours, or one that --cors allows. */
 static bool may_ask(const char *host, const char *origin) {
     const char *const local[] = {"localhost", "127.0.0.1", "[::1]", server.o->host};
     const char *cors = server.o->cors, *page = origin ? strstr(origin, "://") : NULL;
-    const size_t n = host ? strlen(host) : 0,
-                 port = n ? (size_t)(strrchr(host, ':') ? strrchr(host, ':') - host : 0) : 0;
     bool known = !server.loopback;
-    for (int i = 0; i < 4 && !known; i++) {
-        const size_t length = strlen(local[i]);
-        known = n >= length && (n == length || port == length) && !strncasecmp(host, local[i], length);
+    for (int i = 0; i < 4 && host && !known; i++) {
+        const size_t n = strlen(local[i]);
+        known = !strncasecmp(host, local[i], n) && (!host[n] || host[n] == ':');
     }
     return known && (!origin || (cors && (!strcmp(cors, "*") || !strcasecmp(cors, origin))) ||
                      (page && host && !strcasecmp(page + 3, host)));
 }
 
-/* What libmicrohttpd does not refuse itself: a request that could be read in two ways, or that may not be made. */
+/* Refuses what libmicrohttpd lets through: requests that can be read in two ways, and those that are not allowed. */
 static void check_request(Request *q, const char *url, const char *method, const char *version) {
     int count[2] = {0}; /* Host, lengths */
     bool path = false;
@@ -1128,45 +1021,57 @@ static void check_request(Request *q, const char *url, const char *method, const
         path = true;
         if (!strcmp(has, method) || (*has == 'G' && !strcmp(method, "HEAD"))) q->endpoint = endpoints + i;
     }
-    lock();
-    bool ready = server.ready;
-    unlock();
     if (count[1] > 1)
-        bad(q, 400, NULL, "one Content-Length or one Transfer-Encoding at most");
+        fail(&q->error, 400, "one Content-Length or one Transfer-Encoding at most");
     else if (count[0] > 1 || (count[0] < 1 && !strcmp(version, "HTTP/1.1")))
-        bad(q, 400, NULL, "one Host is needed");
+        fail(&q->error, 400, "one Host is needed");
     else if (!may_ask(header(q, "Host"), header(q, "Origin")))
-        bad(q, 403, NULL, "this page or host may not ask here; see infer serve --help, --cors");
+        fail(&q->error, 403, "this page or host may not send requests; see infer serve --help, --cors");
     else if (server.o->cors && !strcmp(method, "OPTIONS"))
-        q->status = 200;
+        q->error.code = 200; /* a browser asks whether a page may send a request */
     else if (!path)
-        bad(q, 404, "not_found", "there is no %.100s here", url);
+        fail(&q->error, 404, "there is no %.100s here", url);
     else if (!q->endpoint)
-        bad(q, 405, NULL, "%.20s is not how %.100s is asked", method, url);
+        fail(&q->error, 405, "%.100s does not take %.20s", url, method);
     else if (!q->endpoint->open && !has_key(q))
-        bad(q, 401, "invalid_api_key", "Incorrect API key provided, or none: send it as Authorization: Bearer KEY");
-    else if (!q->endpoint->open && !ready)
-        bad(q, 503, NULL, "the model is being loaded");
+        fail(&q->error, 401, "Incorrect API key provided, or none: send it as Authorization: Bearer KEY");
+    else if (!q->endpoint->open && !server.ready)
+        fail(&q->error, 503, "the model is being loaded");
 }
 
-/* The whole request is here. */
-static enum MHD_Result run(Request *q) {
-    Error e;
-    if (q->status == 200) { /* a browser asks whether it may */
-        struct MHD_Response *r = MHD_create_response_from_buffer(0, NULL, MHD_RESPMEM_PERSISTENT);
-        MHD_add_response_header(r, "Access-Control-Allow-Headers", "Authorization, Content-Type");
-        return queue(q, 200, "text/plain", r);
-    }
-    if (!q->status && *q->endpoint->method == 'P') {
-        q->json = json_parse(q->body.n ? q->body.data : "", q->body.n, "the body", &e);
-        if (q->json && !cJSON_IsObject(q->json)) fail(&e, USAGE, "the body is not a JSON object");
-        if (!cJSON_IsObject(q->json)) bad(q, 400, NULL, "%s", e.text);
-        bytes_free(&q->body);
-    }
-    return q->status ? respond_error(q) : q->endpoint->run(q);
+static void run(Request *q) {
+    const bool post = *q->endpoint->method == 'P';
+    if (post) q->json = json_parse(q->body.n ? q->body.data : "", q->body.n, "the body", &q->error);
+    if (q->json && !cJSON_IsObject(q->json)) fail(&q->error, 400, "the body is not a JSON object");
+    bytes_free(&q->body);
+    if (!q->error.code) q->endpoint->run(q);
 }
 
-/* libmicrohttpd calls it when the headers are here, for each piece of the body, and at its end. */
+/* Sends what the endpoint wrote, or the error. A stream has no error yet. */
+static enum MHD_Result respond(Request *q) {
+    const bool wrong = !q->stream && *q->error.text;
+    const unsigned status = q->stream ? 200 : status_of(q);
+    const char *type = q->stream ? "text/event-stream" : q->endpoint && !wrong ? q->endpoint->type : json_type;
+    if (wrong) put_error(q);
+    struct MHD_Response *r = q->stream
+                                 ? MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 4096, write_events, q, NULL)
+                                 : MHD_create_response_from_buffer(q->out.n, q->out.data, MHD_RESPMEM_PERSISTENT);
+    lock();
+    server.status[status]++;
+    unlock();
+    MHD_add_response_header(r, "Content-Type", type);
+    MHD_add_response_header(r, "Cache-Control", "no-store");
+    if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
+    if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Headers", "Authorization, Content-Type");
+    if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
+    if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
+    if (status >= 400) MHD_add_response_header(r, "Connection", "close");
+    enum MHD_Result result = MHD_queue_response(q->connection, status, r);
+    MHD_destroy_response(r);
+    return result;
+}
+
+/* libmicrohttpd calls it when the headers are here, for each part of the body, and at its end. */
 static enum MHD_Result handle(void *data, struct MHD_Connection *connection, const char *url, const char *method,
                               const char *version, const char *upload, size_t *size, void **state) {
     Request *q = *state;
@@ -1179,34 +1084,35 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
         check_request(q, url, method, version);
         return MHD_YES;
     }
-    if (*size) { /* what will be refused is read and forgotten, so that the client gets to the answer */
-        if (q->body.n + *size > MOST_BODY && !q->status)
-            bad(q, 413, NULL, "the body has more than %d bytes", MOST_BODY);
-        if (q->status) bytes_free(&q->body);
-        if (!q->status) bytes_add(&q->body, upload, *size);
+    if (*size) { /* the rest of a request that is refused is read too, so that the client gets to the reply */
+        if (q->body.n + *size > MOST_BODY && !q->error.code)
+            fail(&q->error, 413, "the body has more than %d bytes", MOST_BODY);
+        if (q->error.code) bytes_free(&q->body);
+        if (!q->error.code) bytes_add(&q->body, upload, *size);
         *size = 0;
         return MHD_YES;
     }
     lock();
     q->client->since = 0;
     unlock();
-    q->since = q->looked = seconds();
-    return run(q);
+    q->since = q->wrote = seconds();
+    if (!q->error.code) run(q);
+    return q->departed ? MHD_NO : respond(q);
 }
 
-/* A request has ended, one way or another. */
+/* Frees a request, however it ended. The model's thread lets go of its choices first. */
 static void request_free(void *data, struct MHD_Connection *connection, void **state,
                          enum MHD_RequestTerminationCode why) {
     Request *q = *state;
     (void)data, (void)connection, (void)why;
     if (!q) return;
     lock();
-    for (Choice *c = q->choice; q->listed && c < q->choice + q->choices; c++) {
+    for (Choice *c = q->choice; q->queued && c < q->choice + q->choices; c++) {
         c->cancelled = true;
         pthread_cond_signal(&server.work);
         while (!c->gone) pthread_cond_wait(&q->wake, &server.lock);
     }
-    if (q->listed) TAILQ_REMOVE(&server.requests, q, next);
+    if (q->queued) TAILQ_REMOVE(&server.requests, q, next);
     pthread_cond_signal(&server.work);
     q->client->since = seconds();
     unlock();
@@ -1241,49 +1147,38 @@ static void connection_changed(void *data, struct MHD_Connection *connection, vo
     unlock();
 }
 
-/* Waits for signals, which every other thread blocks; ends connections whose request takes too long to arrive. */
-static void *watch(void *data) {
-    const sigset_t *signals = data;
-    for (int n = 0;;) {
-        Client *c;
-        int number = sigtimedwait(signals, NULL, &(struct timespec){.tv_nsec = 250000000});
-        n += number > 0;
-        lock();
-        if (n > 1 || (n && !server.ready)) _exit(n > 1 ? INTERRUPTED : DONE);
-        if (n && !server.draining) fputs("infer: answers are being finished; a second signal ends at once\n", stderr);
-        server.draining |= n > 0;
-        LIST_FOREACH(c, &server.clients, next)
-        if (c->since && seconds() - c->since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
-        pthread_cond_signal(&server.work);
-        unlock();
-    }
-}
-
 /* ---- the command ---- */
 
+/* The first signal lets answers finish, or ends at once if the model still loads. The second one ends at once. */
+static void take_signal(int number) {
+    (void)number;
+    if (server.signals++) _exit(INTERRUPTED);
+    if (!server.ready) _exit(DONE);
+}
+
+/* The key comes from --key-file or INFER_API_KEY. */
 static bool read_key(const Options *o, Error *e) {
-    Bytes file = {0};
-    const char *key = environment("INFER_API_KEY");
-    if (o->key_file && !file_read(o->key_file, 4096, &file, e)) return e->code = USAGE, false;
-    if (o->key_file) file.data[strcspn(file.data, "\r\n")] = 0, key = file.data;
-    bool ok = !key || *key || fail(e, USAGE, "%s: there is no key in it", o->key_file);
-    if (ok && key) digest(key, server.key), server.has_key = true;
-    bytes_free(&file);
-    return ok;
+    static Bytes file;
+    server.key = environment("INFER_API_KEY");
+    if (!o->key_file) return true;
+    if (!file_read(o->key_file, 4096, &file, e)) return e->code = USAGE, false;
+    file.data[strcspn(file.data, "\r\n")] = 0;
+    server.key = file.data;
+    return *server.key || fail(e, USAGE, "%s: there is no key in it", o->key_file);
 }
 
 /* Listens where --host and --port say. */
 static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
-    char port[8];
+    char port[8], address[64] = "";
     struct addrinfo *to = NULL;
     struct MHD_Daemon *d = NULL;
     snprintf(port, sizeof port, "%d", o->port);
     int error = getaddrinfo(o->host, port, &(struct addrinfo){.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, &to);
     if (error) return fail(e, USAGE, "--host %.100s: %s", o->host, gai_strerror(error)), NULL;
-    bool v6 = to->ai_family == AF_INET6;
-    server.loopback = v6 ? IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)(const void *)to->ai_addr)->sin6_addr)
-                         : ntohl(((const struct sockaddr_in *)(const void *)to->ai_addr)->sin_addr.s_addr) >> 24 == 127;
-    if (!server.loopback && !server.has_key && !o->insecure)
+    const bool v6 = to->ai_family == AF_INET6;
+    getnameinfo(to->ai_addr, to->ai_addrlen, address, sizeof address, NULL, 0, NI_NUMERICHOST);
+    server.loopback = !strncmp(address, "127.", 4) || !strcmp(address, "::1");
+    if (!server.loopback && !server.key && !o->insecure)
         fail(e, USAGE,
              "everybody who reaches %.100s could use it: give a key (--key-file, INFER_API_KEY) or --insecure",
              o->host);
@@ -1303,7 +1198,7 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
     return d;
 }
 
-/* What clients call the model: --name, or as the user does, of a folder its own name. */
+/* What clients call the model: --name, or the last part of a path, or the name that the user gave. */
 static const char *choose_name(const Options *o) {
     char *name = server.s.name, *end = name + strlen(name);
     if (o->alias) return o->alias;
@@ -1313,18 +1208,13 @@ static const char *choose_name(const Options *o) {
 
 int serve(const Options *o) {
     Error e;
-    static sigset_t signals; /* the watcher outlives us */
-    pthread_t watcher;
     server.o = o;
     TAILQ_INIT(&server.requests);
     if (!read_key(o, &e) || !session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
     server.name = choose_name(o);
-    sigemptyset(&signals);
-    sigaddset(&signals, SIGTERM), sigaddset(&signals, SIGINT);
-    pthread_sigmask(SIG_BLOCK, &signals, NULL);
+    signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
     struct MHD_Daemon *daemon = start_daemon(o, &e);
     if (!daemon) die(&e);
-    if (pthread_create(&watcher, NULL, watch, &signals)) fail(&e, FAILED, "no thread can be started"), die(&e);
     bool ok = session_load(&server.s, o, o->context, &e);
     if (ok) {
         server.scheduler = scheduler_open(&server.s.engine);

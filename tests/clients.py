@@ -2,7 +2,7 @@
 loglikelihoods are compared with those of its own model on transformers. By hand: the packages are large, and change.
 
     python tests/clients.py [PROGRAM [MODEL]]     (./infer-reference models/tiny)
-    needs: pip install litellm mcp "lm_eval[api]"; for the comparison also torch transformers accelerate peft
+    needs: pip install litellm mcp "lm_eval[api]" transformers; for the comparison also torch accelerate peft
 """
 import json
 import os

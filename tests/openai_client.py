@@ -1,5 +1,5 @@
-"""What the `openai` package sees of a server: `python openai_client.py URL parrot|tiny`, by a Python that has it. Fails
-with a traceback at the first thing that is not as the package's users expect."""
+"""What the `openai` package sees of a server: `python openai_client.py URL parrot|tiny|full`, by a Python that has it.
+Fails with a traceback at the first thing that is not as the package's users expect."""
 import json
 import sys
 from pathlib import Path
@@ -74,10 +74,10 @@ def parrot(client):
                                                 max_tokens=40, **how).choices[0]
         assert forced.message.tool_calls[0].function.name == name, forced
     # a name with spaces is mapped, and mapped back
-    tools = json.loads(json.dumps(c["tools"]).replace(f'"{name}"', '"my <odd> name"'))
+    tools = json.loads(json.dumps(c["tools"]).replace(f'"{name}"', '"my <odd> [name]"'))
     odd = client.chat.completions.create(messages=messages[:1], max_tokens=20, **{**how, "tools": tools},
-                                         tool_choice={"type": "function", "function": {"name": "my <odd> name"}})
-    assert odd.choices[0].message.tool_calls[0].function.name == "my <odd> name", odd
+                                         tool_choice={"type": "function", "function": {"name": "my <odd> [name]"}})
+    assert odd.choices[0].message.tool_calls[0].function.name == "my <odd> [name]", odd
     raises(openai.BadRequestError, lambda: client.chat.completions.create(
         messages=messages[:1], **how, tool_choice={"type": "function", "function": {"name": "other"}}), "tool_choice")
     p = conversations["preamble"]
@@ -161,6 +161,16 @@ def tiny(client):
     raises(openai.BadRequestError, lambda: create(messages=ask, reasoning_effort="absurd", **how), "reasoning_effort")
 
 
+def full(client):
+    """A server of one answer at a time, for which no other may wait."""
+    how = {"model": client.models.list().data[0].id, "prompt": "x"}
+    stream = client.completions.create(**how, max_tokens=3000, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    raises(openai.RateLimitError, lambda: client.completions.create(**how), "try again")
+    stream.close()
+    client.with_options(max_retries=10).completions.create(**how)  # it tries again, and then there is room
+
+
 if __name__ == "__main__":
     url, which = sys.argv[1:]
-    {"parrot": parrot, "tiny": tiny}[which](openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0))
+    {"parrot": parrot, "tiny": tiny, "full": full}[which](openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0))

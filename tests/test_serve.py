@@ -134,6 +134,10 @@ def test_openai():
     openai_client(TINY, "tiny", "--ctx", 2048, "--streams", 8)
 
 
+def test_openai_full_queue():
+    openai_client(PARROT, "full", "--streams", 1, "--queue", 0)
+
+
 # ---- many at once
 
 def requests(n, seed=1):
@@ -351,6 +355,7 @@ def test_bad_bodies():
         s.refuses("/v1/nothing", {}, code=404)
         s.ask("GET", CHAT, code=405)
         s.refuses(CHAT, {"messages": HELLO, "model": "other"}, "other", code=404)
+        s.refuses(CHAT, {"messages": HELLO, "model": "x" + "\u00e9" * 99}, "no model", code=404)  # cut in a letter
         same(s.ask("GET", "/health"), {"status": "ok"})
 
 
