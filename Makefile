@@ -37,7 +37,7 @@ endif
 # objects of a build below build/, by its name and sources
 objects = $(patsubst %.c,build/$(1)/%.o,$(2))
 
-all: infer
+all: infer ## ./infer, which needs the CUDA toolkit and an NVIDIA GPU; plain `make` does it
 
 infer: $(call objects,cuda,$(C_SOURCES)) build/cuda/infer.cu.o build/cuda/card.cu.o
 	$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) -lcublasLt
@@ -51,14 +51,14 @@ build/cuda/%.cu.o: %.cu Makefile
 	@mkdir -p $(@D)
 	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DFAST=$(if $(filter yes,$(FAST)),1,0) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) -MMD -MP -c $< -o $@
 
-# what needs a GPU; __wrap_cudaMalloc makes each allocation fail in turn
-test-gpu: build/cuda/gpu infer
+test-gpu: build/cuda/gpu infer ## the tests that need a GPU; where there is one, make test runs them too
 	build/cuda/gpu
 
+# __wrap_cudaMalloc makes each allocation fail in turn
 build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
-reference: infer-reference
+reference: infer-reference ## ./infer-reference, the plain C twin, which needs no CUDA
 
 infer-reference: $(call objects,reference,$(REFERENCE))
 	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
@@ -69,8 +69,7 @@ build/reference/%.o: %.c Makefile
 
 build/cuda/serve.o build/reference/serve.o build/asan/serve.o: page.html
 
-# the same program and the unit tests under sanitizers
-asan: build/asan/infer-reference build/asan/unit
+asan: build/asan/infer-reference build/asan/unit ## the twin and the unit tests with sanitizers, below build/asan
 
 build/asan/infer-reference: $(call objects,asan,$(REFERENCE))
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
@@ -84,13 +83,12 @@ build/asan/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(SANITIZE) -DBACKEND=reference -c $< -o $@
 
-# a machine with a GPU runs the tests that need one too
 GPU = $(shell nvidia-smi -L 2>/dev/null)
-test: asan reference
+test: asan reference ## the tests; TESTS='...' are arguments of tests/run.py
 	$(if $(GPU),$(MAKE) build/cuda/gpu infer)
 	python3 tests/run.py $(if $(GPU),--gpu) $(TESTS)
 
-fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
+fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c)) ## each fuzzer for a minute (needs clang)
 	python3 tests/run_fuzzers.py
 
 build/fuzz/request: serve.c page.html
@@ -98,37 +96,33 @@ build/fuzz/%: tests/fuzz_%.c $(CORE) tests/reference.c $(wildcard *.h tests/*.h)
 	@mkdir -p $(@D)
 	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter-out serve.c,$(filter %.c,$^)) -o $@ $(LIBS)
 
-verify:
+verify: ## MODEL=DIR: does this engine continue seven prompts as OpenAI's own code does?
 	$(if $(MODEL),,$(error make verify MODEL=DIR: where are the weights of gpt-oss-20b?))
 	$(MAKE) $(if $(GPU),infer,reference)
 	python3 tests/verify.py $(if $(GPU),./infer,./infer-reference) $(MODEL)
 
-install: all
+install: all ## into DESTDIR and PREFIX, /usr/local
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 755 infer $(DESTDIR)$(PREFIX)/bin/
 	install -m 644 infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/
 
 FORMATTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh tests/*.c tests/*.h)
-format:
-	@mkdir -p build
-	@for f in $(FORMATTED); do clang-format --assume-filename=$$f.cpp <$$f >build/formatted && cp build/formatted $$f || exit; done
-check-format:
-	@mkdir -p build
-	@for f in $(FORMATTED); do \
-	    clang-format --assume-filename=$$f.cpp <$$f | cmp -s - $$f || { echo "$$f: make format"; exit 1; }; done
+format: ## clang-format
+	clang-format -i $(FORMATTED)
+check-format: ## is it needed?
+	@clang-format --dry-run -Werror $(FORMATTED) || { echo "make format changes that"; exit 1; }
 
-# the lessons: executed from what is committed, and rendered with the outputs that are committed
 NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 LESSON_PACKAGES = python3-torch python3-matplotlib jupyter-nbconvert python3-ipykernel python3-markdown
 lesson-packages:
 	@jupyter nbconvert --version >/dev/null 2>&1 && command -v markdown_py >/dev/null || { \
 	    echo "make: for the notebooks: sudo apt install --no-install-recommends $(LESSON_PACKAGES)" >&2; exit 1; }
-notebooks: reference lesson-packages
+notebooks: reference lesson-packages ## executes the notebooks, below build/notebooks
 	PYDEVD_DISABLE_FILE_VALIDATION=1 jupyter nbconvert --to notebook --execute --output-dir build/notebooks $(NOTEBOOKS)
 
 STYLE = body{max-width:60em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif} td,th{padding:.2em .7em;text-align:left} \
         pre,code{background:\#f3f6f9} pre{padding:.7em;overflow-x:auto} table{border-collapse:collapse} tr{border-bottom:1px solid \#ccd4dc}
-docs: lesson-packages
+docs: lesson-packages ## renders README and the notebooks as they are committed, below build/docs
 	@mkdir -p build/docs/notebooks
 	python3 notebooks/block.py >build/docs/notebooks/block.svg
 	{ echo '<!doctype html><meta charset="utf-8"><title>infer</title><style>$(STYLE)</style>'; \
@@ -137,34 +131,22 @@ docs: lesson-packages
 
 COUNTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh)
 MAX_LINES = 17000
-count:
+count: ## lines of each file
 	@wc -l $(COUNTED) | sort -n
-# the rules of size: lines in all, columns of a line, lines of a function
-budget:
+budget: ## do the sources keep the rules of size: lines in all, columns of a line, lines of a function?
 	@lines=$$(cat $(COUNTED) | wc -l); [ $$lines -le $(MAX_LINES) ] || { \
 	    echo "$$lines lines are more than $(MAX_LINES): something has to go"; exit 1; }
 	@! LC_ALL=C.UTF-8 grep -nE '.{121}' $(COUNTED)
 	@awk '/[{]$$/ && !begin && !/^(namespace|extern)/ { begin = FNR } /^}$$/ && begin && FNR - begin >= 100 { long = 1; \
 	    print FILENAME ":" begin ": " FNR - begin + 1 " lines; 100 at most" } /^}/ { begin = 0 } END { exit long }' $(COUNTED)
 
-check: check-format budget test notebooks
+check: check-format budget test notebooks ## format, size, tests, notebooks
 
-clean:
+clean: ## removes what was built
 	rm -rf build infer infer-reference
 
-help:
-	@echo "make              builds ./infer, which needs the CUDA toolkit and an NVIDIA GPU"
-	@echo "make reference    builds ./infer-reference, the plain C twin, which needs no CUDA"
-	@echo "make test         runs the tests (TESTS='...' are arguments of tests/run.py)"
-	@echo "make test-gpu     runs those that need a GPU; where there is one, make test does it too"
-	@echo "make verify MODEL=DIR   does this engine continue seven prompts as OpenAI's own code does?"
-	@echo "make asan         builds the program and the unit tests with sanitizers, below build/asan"
-	@echo "make fuzz         runs each fuzzer for a minute (needs clang)"
-	@echo "make install      PREFIX=/usr/local DESTDIR="
-	@echo "make format       clang-format, make check-format tells whether it is needed"
-	@echo "make check        format, size, tests, notebooks"
-	@echo "make notebooks    executes the notebooks, below build/notebooks; make docs renders them and README, below build/docs"
-	@echo "make count        lines; make budget tells whether they keep the rules    make clean    removes what was built"
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: all reference asan test test-gpu fuzz verify install format check-format lesson-packages notebooks docs count \
         budget check clean help

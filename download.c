@@ -1,18 +1,18 @@
 /* download.c: fetches a repository from a model hub into the hub's own cache, whose layout other tools share:
  *
  *   models--ORG--NAME/blobs/ID               a file's content; ID is its sha256, or its git hash if it is small
- *   models--ORG--NAME/blobs/ID.incomplete    its beginning: a download appends to it, the next download resumes there
+ *   models--ORG--NAME/blobs/ID.incomplete    its beginning: a download appends to it, the next one resumes there
  *   models--ORG--NAME/snapshots/COMMIT/FILE  a relative link to its blob
- *   models--ORG--NAME/refs/REVISION          the commit that a branch or tag was when it was fetched
+ *   models--ORG--NAME/refs/REVISION          the commit that a branch or tag named when it was fetched
  *   .locks/models--ORG--NAME/ID.lock         flock while the blob is fetched
  *
- * Several files come at once, each in a thread and over a connection of its own. Bytes are hashed as they are written;
- * a blob gets its name only when the hash is right. Whatever happens to a process, the next one resumes from what is on
- * disk. So the first error of any thread ends the process at once. Commits and hashes must be hexadecimal digits, file
- * names relative paths: nothing else from a server becomes part of a path.
+ * Several threads fetch files, each over a connection of its own. They hash bytes as they write them; a blob gets its
+ * name only when the hash is right. The next process resumes from what is on disk, whatever happened to this one. So
+ * the first error in any thread ends the process at once. Of what a server sends only commits and hashes (hexadecimal
+ * digits) and file names (relative paths) become part of a path, after a check.
  *
- * libcurl follows redirects, and sends the token only to the scheme, host and port of the first address. A libcurl
- * before 7.83 without the patch for CVE-2022-27776 looks at the host alone. */
+ * libcurl follows redirects. It sends the token only to the scheme, host and port of the first address; before 7.83,
+ * without the patch for CVE-2022-27776, it compares the host alone. */
 #define CURL_DISABLE_DEPRECATION /* of CURLOPT_REDIR_PROTOCOLS: its successor needs 7.85 */
 #include "download.h"
 #include "host.h"
@@ -32,7 +32,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
-#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -41,15 +40,15 @@ enum { MAX_WAIT = 300 /* seconds */, HASH_PART = 4 << 20, SHOWN_FILES = 10 };
 #define HEX_40 "^[0-9a-f]{40}$"
 #define HEX_64 "^[0-9a-f]{64}$"
 
-typedef struct { /* a file; or, with `body`, a small answer of at most `size` bytes */
+typedef struct { /* a file, or, with `body`, a small answer of at most `size` bytes */
     char *name, id[65];
     uint64_t size;
-    _Atomic uint64_t done; /* bytes that have arrived */
+    _Atomic uint64_t done; /* bytes that are here */
     int fd;
-    EVP_MD_CTX *hash; /* of them */
+    EVP_MD_CTX *hash; /* of the bytes that are here */
     Bytes *body;
-    char refusal[64], problem[CURL_ERROR_SIZE]; /* X-Error-Code; libcurl's words */
-    Error *e;                                   /* what is wrong with an answer */
+    char refusal[64], problem[CURL_ERROR_SIZE]; /* X-Error-Code of the hub; libcurl's message */
+    Error *e;                                   /* what is wrong with the bytes of an answer */
 } File;
 
 static struct { /* a process works with one repository */
@@ -58,21 +57,24 @@ static struct { /* a process works with one repository */
     Bytes token_file;
     const char *token_from;
     char name[100], revision[MAX_NAME], commit[41];
-    char cache[MAX_PATH / 2], folder[MAX_PATH * 3 / 4]; /* folder: models--ORG--NAME in the cache */
-    char outline[MAX_PATH];                             /* a temporary folder, or "" */
-    char foreign[MAX_NAME];                             /* weights that infer does not read */
-    int max_tries, stall; /* stall: seconds without bytes until a connection is given up */
-    File *file;           /* config.json first */
+    const char *cache;
+    char folder[MAX_PATH * 3 / 4]; /* models--ORG--NAME in the cache */
+    char outline[MAX_PATH];        /* a temporary folder, or "" */
+    char foreign[MAX_NAME];        /* a file of weights that infer does not read, or "" */
+    int max_tries, stall;          /* tries without progress; seconds without bytes until a connection counts as lost */
+    File *file;                    /* config.json first */
     int files;
-    uint64_t total; /* bytes */
+    uint64_t total; /* bytes of all files */
 
-    int end;                  /* file[next .. end - 1] wait for a thread */
-    _Atomic int next, here;   /* here: files */
-    _Atomic uint64_t arrived; /* bytes, in this run */
-    pthread_mutex_t mutex;    /* for the terminal: */
-    char said[4000];          /* what was said once */
+    _Atomic int next, here;   /* file[next] and the later ones wait for a thread; `here` files are complete */
+    _Atomic uint64_t arrived; /* bytes that this process fetched */
+    pthread_mutex_t mutex;    /* of the terminal: */
+    Bytes said;               /* lines above the progress */
     int lines;                /* of progress */
     double begun, drawn;
+
+    pthread_t watch;
+    sigset_t interrupt; /* SIGINT, which only it takes */
 } hub = {.max_tries = MAX_TRIES, .stall = 10, .mutex = PTHREAD_MUTEX_INITIALIZER};
 
 /* ---- names ---- */
@@ -91,14 +93,14 @@ static bool matches(const char *const *glob, int n, const char *name) {
     return hit;
 }
 
-/* ORG/NAME? */
+/* Is it ORG/NAME? */
 static bool repository_valid(const char *name) {
     return strlen(name) <= 96 && !strstr(name, "--") && !strstr(name, "..") &&
            is_like(name, "^[a-zA-Z0-9_]([a-zA-Z0-9_.-]*[a-zA-Z0-9_])?(/[a-zA-Z0-9_]([a-zA-Z0-9_.-]*[a-zA-Z0-9_])?)?$");
 }
 
-/* A relative path that stays inside its folder and can be shown: no empty part, "." or "..", no control character, no
- * backslash. */
+/* Is it a relative path that stays inside its folder and can be shown? It has no empty part, "." or "..", no control
+ * character and no backslash. */
 static bool name_valid(const char *name) {
     Bytes shown = {0};
     bytes_shown(&shown, name, strlen(name), false);
@@ -108,7 +110,7 @@ static bool name_valid(const char *name) {
     return ok;
 }
 
-/* What is often found in place of a model's file, by its first bytes; or NULL. */
+/* Names what often comes in place of a model's file, by its first bytes; NULL: nothing known. */
 static const char *file_kind(const char *data, size_t n) {
     static const char *const kinds[][2] = {{"version https://git-lfs", "a Git-LFS pointer"},
                                            {"GGUF", "a GGUF file"},
@@ -127,12 +129,14 @@ static void clear(void) {
     hub.lines = 0;
 }
 
-/* Prints a line above the progress; a line that several connections report is printed once. */
-static void say(const char *line, bool once) {
+/* Prints a line above the progress, but only once, even if several connections report it. */
+static void say(const char *line) {
     pthread_mutex_lock(&hub.mutex);
     clear();
-    if (!once || !strstr(hub.said, line)) fprintf(stderr, "%s\n", line);
-    if (once) strncat(hub.said, line, sizeof hub.said - strlen(hub.said) - 1);
+    if (!hub.said.n || !strstr(hub.said.data, line)) {
+        fprintf(stderr, "%s\n", line);
+        bytes_print(&hub.said, "%s\n", line);
+    }
     pthread_mutex_unlock(&hub.mutex);
 }
 
@@ -142,7 +146,7 @@ static uint64_t bytes_here(void) {
     return sum;
 }
 
-/* Removes a file or an empty folder, but stops at a lock that a process holds. */
+/* Removes a file or an empty folder. Stops at a lock that a process holds. */
 static int remove_one(const char *path, const struct stat *st, int type, struct FTW *ftw) {
     (void)st, (void)ftw;
     int fd = type == FTW_F && !fnmatch("*.lock", path, 0) ? open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW) : -1;
@@ -151,14 +155,14 @@ static int remove_one(const char *path, const struct stat *st, int type, struct 
     return held ? EWOULDBLOCK : remove(path);
 }
 
-/* 0: it is removed with all its content; links are not followed. */
+/* Removes a folder with all its content; returns 0 if that is done. It does not follow links. */
 static int folder_remove(const char *path) { return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
 
 static void remove_outline(void) {
     if (*hub.outline) folder_remove(hub.outline);
 }
 
-/* Ends the process, whatever other threads do: the line of the first error is the only one. */
+/* Ends the process, whatever other threads do, so that only the first error prints its line. */
 __attribute__((noreturn, format(printf, 2, 3))) static void give_up(int code, const char *format, ...) {
     uint64_t here = bytes_here();
     char text[sizeof(Error)], a[24], b[24];
@@ -178,17 +182,16 @@ __attribute__((noreturn, format(printf, 2, 3))) static void give_up(int code, co
     _exit(code);
 }
 
-static volatile sig_atomic_t interrupted;
-
-static void on_interrupt(int number) { interrupted = number; }
-
-static void check_interrupt(void) {
-    if (interrupted) give_up(INTERRUPTED, "interrupted: the same command goes on");
+/* A thread that ends the process at Ctrl+C, whatever the others wait for. */
+static void *watch(void *interrupt) {
+    int number;
+    sigwait(interrupt, &number);
+    give_up(INTERRUPTED, "interrupted: the same command goes on");
 }
 
-/* One line. It shows the end of the name, without the extension: there shards differ. */
-static void draw_file(const File *f, int columns) {
-    int room = columns < 40 ? 14 : columns < 66 ? columns - 26 : 40;
+/* Draws a line for a file. Of a long name it shows the end without the extension, where the names of shards differ. */
+static void draw_file(const File *f) {
+    int width = columns(stderr), room = width < 40 ? 14 : width < 66 ? width - 26 : 40;
     const char *name = f->name, *dot = strrchr(name, '.');
     int n = (int)(dot > name ? dot - name : (ptrdiff_t)strlen(name));
     char have[24], size[24];
@@ -197,27 +200,25 @@ static void draw_file(const File *f, int columns) {
             size_text(f->done, have), size_text(f->size, size));
 }
 
-/* One line for each file that is being fetched and one for all, drawn over the previous ones. Without a terminal only
- * the last line, every ten seconds. */
+/* Draws a line for each file that is being fetched and one for all, over the lines of before. Without a terminal it
+ * prints only the last one, every ten seconds. */
 static void draw(void) {
     bool terminal = isatty(STDERR_FILENO);
-    struct winsize window;
-    int columns = !ioctl(STDERR_FILENO, TIOCGWINSZ, &window) && window.ws_col ? window.ws_col : 80;
     uint64_t done = bytes_here();
     double now = seconds(), rate = (double)hub.arrived / (now - hub.begun);
     long left = rate >= 1 ? (long)((double)(hub.total - done) / rate) : 0;
-    long part[] = {left < 3600 ? left / 60 : left / 3600, left < 3600 ? left % 60 : left / 60 % 60};
+    const long unit = left < 120 ? 1 : left < 7200 ? 60 : 3600;
+    const char *name = unit == 1 ? "s" : unit == 60 ? "min" : "h";
     char a[24], b[24];
     if (now - hub.drawn < (terminal ? 0.1 : 10)) return;
     hub.drawn = now;
     pthread_mutex_lock(&hub.mutex);
     clear();
-    if (terminal) fputs("\033[?7l", stderr); /* long lines are cut, so that each takes one row */
+    if (terminal) fputs("\033[?7l", stderr); /* the terminal cuts long lines, so that each takes one row */
     for (const File *f = hub.file; terminal && f < hub.file + hub.files && hub.lines < SHOWN_FILES; f++)
-        if (f->done && f->done < f->size) draw_file(f, columns), hub.lines++;
+        if (f->done && f->done < f->size) draw_file(f), hub.lines++;
     fprintf(stderr, "  %d%% of %s", (int)(hub.total ? 100 * done / hub.total : 100), size_text(hub.total, a));
-    if (left) fprintf(stderr, ", %s/s, ", size_text((uint64_t)rate, b));
-    if (left) fprintf(stderr, left < 3600 ? "%ld min %ld s left" : "%ld h %ld min left", *part, part[1]);
+    if (left) fprintf(stderr, ", %s/s, %ld %s left", size_text((uint64_t)rate, b), left / unit, name);
     fputs(terminal ? "\033[?7h\n" : "\n", stderr);
     hub.lines += terminal;
     pthread_mutex_unlock(&hub.mutex);
@@ -225,19 +226,16 @@ static void draw(void) {
 
 /* ---- the disk ---- */
 
-/* Ends because of errno, with the cure. */
+/* Ends the process because of errno. */
 __attribute__((noreturn)) static void disk_fails(const char *path) {
     bool full = errno == ENOSPC || errno == EDQUOT, denied = errno == EACCES || errno == EROFS || errno == EPERM;
-    give_up(full     ? NO_ROOM
-            : denied ? NO_NETWORK
-                     : FAILED,
-            "%s: %s; %s", path, strerror(errno),
+    int code = full ? NO_ROOM : denied ? NO_NETWORK : FAILED;
+    give_up(code, "%s: %s; %s", path, strerror(errno),
             full ? "free some space: the same command goes on"
-                 : "HF_HOME and HF_HUB_CACHE choose another place, of temporary files TMPDIR");
+                 : "HF_HOME or HF_HUB_CACHE chooses another place, TMPDIR one for temporary files");
 }
 
-/* Makes the folders of `path` up to its last slash. In the cache none may be a link, because it could lead elsewhere.
- */
+/* Makes the folders of `path` up to its last slash. Inside the cache none may be a link, which could lead out of it. */
 static void make_folders(const char *path) {
     char part[MAX_PATH];
     struct stat st;
@@ -267,7 +265,7 @@ static bool is_here(const File *f) {
     return !lstat(blob_path(f, "", path), &st) && S_ISREG(st.st_mode) && (uint64_t)st.st_size == f->size;
 }
 
-/* The file is complete: links it into the snapshot. A link is there or not, even if the process is killed. */
+/* Links a complete file into the snapshot. Even if the process is killed, a link is there or not. */
 static void file_link(File *f) {
     char path[MAX_PATH], text[MAX_PATH] = "../../", found[MAX_PATH] = "";
     snprintf(path, sizeof path, "%s/snapshots/%s/%s", hub.folder, hub.commit, f->name);
@@ -282,13 +280,13 @@ static void file_link(File *f) {
     hub.here++;
 }
 
-/* Starts its hash with the bytes that are on disk. */
+/* Begins a file's hash with the bytes that are on disk. */
 static void file_begin(File *f) {
     char head[32], *part = allocate(HASH_PART);
     bool git = strlen(f->id) == 40;
     f->done = 0;
     EVP_DigestInit_ex(f->hash, git ? EVP_sha1() : EVP_sha256(), NULL);
-    /* git puts a header with the size before it */
+    /* git hashes a header with the size first */
     if (git) EVP_DigestUpdate(f->hash, head, 1 + (size_t)sprintf(head, "blob %llu", (unsigned long long)f->size));
     for (ssize_t got = 1; f->done < f->size && got; f->done += (uint64_t)got) {
         uint64_t left = f->size - f->done;
@@ -303,12 +301,6 @@ static void file_begin(File *f) {
 
 static bool offline(void) { return is_like(getenv("HF_HUB_OFFLINE"), "^(1|[tT][rR][uU][eE]|[yY][eE][sS]|[oO][nN])$"); }
 
-static int on_progress(void *f, curl_off_t a, curl_off_t b, curl_off_t c, curl_off_t d) {
-    (void)f, (void)a, (void)b, (void)c, (void)d;
-    check_interrupt();
-    return 0;
-}
-
 static size_t on_header(char *line, size_t size, size_t n, void *owner) {
     File *f = owner;
     if (n > 13 && !strncasecmp(line, "X-Error-Code:", 13))
@@ -322,7 +314,7 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     n *= size;
     const char *kind = f->body || f->done || hub.o->all ? NULL : file_kind(data, n);
     if (n > f->size - f->done)
-        return fail(f->e, NO_NETWORK, "a server sends more than the %llu bytes that were to come: try again later",
+        return fail(f->e, NO_NETWORK, "a server sends more than the %llu bytes that it should: try again later",
                     (unsigned long long)f->size);
     if (kind && (!fnmatch("*.safetensors", f->name, 0) || !fnmatch("*.json", f->name, 0)))
         return fail(f->e, BAD_MODEL, "%s: the hub sends %s in its place: see %s/%s", f->name, kind, hub.endpoint,
@@ -340,7 +332,8 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     return n;
 }
 
-/* Says in *e why a transfer has failed. Returns the cure; NULL: another try would fail as well. */
+/* Writes to *e why a transfer failed. Returns the cure, or NULL if another try would fail as well. again: it is not the
+ * first try. */
 static const char *find_cause(const File *f, const char *url, CURLcode code, long status, bool again, Error *e) {
     static const struct {
         const char *code;
@@ -348,24 +341,25 @@ static const char *find_cause(const File *f, const char *url, CURLcode code, lon
         int exit;
         const char *text;
     } refusals[] = {
-        {"GatedRepo", 0, NO_NETWORK, "asks for its licence to be accepted: open its page and accept it"},
+        {"GatedRepo", 0, NO_NETWORK, "asks for its licence to be accepted on its page"},
         {"RevisionNotFound", 0, BAD_MODEL, "has no such revision (a commit needs its 40 digits); its page lists them"},
         {"EntryNotFound", 0, BAD_MODEL, "lacks a file of its own list"},
         {"DisabledRepo", 0, NO_NETWORK, "was disabled by the hub"},
-        {"RepoNotFound", 404, BAD_MODEL, "is not there, or private: check the name"},
-        {"-", 401, NO_NETWORK, "asks for a token: /settings/tokens makes one"},
+        {"RepoNotFound", 404, BAD_MODEL, "is not there, or it is private; check its name"},
+        {"-", 401, NO_NETWORK, "asks for a token, which /settings/tokens makes"},
         {"-", 403, NO_NETWORK, "denies access"},
-        {"", 0, NO_NETWORK, "cannot be had now: try again later"}};
-    int n = (int)strlen(hub.endpoint), host = (int)(8 + strcspn(url + 8, "/")), i = 0;
+        {"", 0, NO_NETWORK, "cannot be had now"}}; /* also from another host */
+    int n = (int)strlen(hub.endpoint), host = (int)(8 + strcspn(url + 8, "/"));
     bool at_hub = !strncmp(url, hub.endpoint, (size_t)n) && url[n] == '/', limited = status == 429;
     if (code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_TOO_MANY_REDIRECTS || code == CURLE_URL_MALFORMAT) {
-        fail(e, NO_NETWORK, "%s: an answer is refused (%s): redirects lead to https only, and not for ever", hub.name,
+        fail(e, NO_NETWORK, "%s: an answer is refused (%s): redirects lead to https only, at most ten times", hub.name,
              f->problem);
         return NULL;
     }
-    /* a refusal of the content host may be a signature that has expired: the hub makes a new one */
+    /* a content host refuses a signature that has expired; the next try gets a new one from the hub */
     if ((!code && status / 100 == 3) || (status / 100 == 4 && status != 408 && !limited && (at_hub || again))) {
-        while (!at_hub ? *refusals[i].code : !strstr(f->refusal, refusals[i].code) && status != refusals[i].status) i++;
+        size_t i = at_hub ? 0 : sizeof refusals / sizeof *refusals - 1;
+        while (!strstr(f->refusal, refusals[i].code) && status != refusals[i].status) i++;
         fail(e, refusals[i].exit, "%s (%s) %s: %s/%s (status %ld); %s", hub.name, hub.revision, refusals[i].text,
              hub.endpoint, hub.name, status,
              *hub.token ? "the token that was given may have no access" : "HF_TOKEN or --token-file gives a token");
@@ -392,10 +386,8 @@ static CURL *connection(File *f, const char *url, const char *range) {
     curl_easy_setopt(easy, CURLOPT_FOLLOWLOCATION, 1L);
     curl_easy_setopt(easy, CURLOPT_MAXREDIRS, 10L);
     curl_easy_setopt(easy, CURLOPT_REDIR_PROTOCOLS, safe);
-    curl_easy_setopt(easy, CURLOPT_FAILONERROR, 1L); /* nobody reads the pages of errors */
+    curl_easy_setopt(easy, CURLOPT_FAILONERROR, 1L); /* nobody reads the pages that errors come with */
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L);
-    curl_easy_setopt(easy, CURLOPT_NOPROGRESS, 0L);
-    curl_easy_setopt(easy, CURLOPT_XFERINFOFUNCTION, on_progress);
     curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, on_header);
     curl_easy_setopt(easy, CURLOPT_HEADERDATA, f);
     curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_body);
@@ -409,7 +401,7 @@ static CURL *connection(File *f, const char *url, const char *range) {
     return easy;
 }
 
-/* Fetches the missing part of a file, or a small answer: all of it, or its bytes `range`. */
+/* Fetches the missing part of a file, or a small answer; of an answer only the bytes `range`, unless it is NULL. */
 static bool get(File *f, const char *url, const char *range, Error *e) {
     CURL *easy = connection(f, url, range);
     uint64_t best = f->done; /* the most bytes so far */
@@ -417,7 +409,7 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
     e->code = 0;
     if (offline())
         fail(e, NO_NETWORK, "%s is not here whole, and HF_HUB_OFFLINE forbids to fetch it: unset it", hub.name);
-    for (int tries = 0; !e->code; tries++) { /* tries: in a row without progress */
+    for (int tries = 0; !e->code; tries++) { /* tries without progress so far */
         Error cause;
         char *asked = NULL;
         long status = 0;
@@ -432,7 +424,7 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
         if (e->code || (!code && status / 100 == 2 && (f->body || f->done == f->size))) break;
         if (f->done > best) best = f->done, tries = 0;
         const char *cure = find_cause(f, asked, code, status, tries, &cause);
-        double wait = fmax(told, tries ? 0.25 * (1 << tries) : 0); /* at once after progress, then 0.5, 1, 2, 4 s */
+        double wait = fmax(told, tries ? 0.25 * (1 << tries) : 0); /* 0 after progress, then 0.5, 1, 2, 4 s */
         if (!cure) {
             *e = cause;
         } else if (tries >= hub.max_tries || told > MAX_WAIT) {
@@ -440,18 +432,18 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
                  status < 400 && *f->problem ? f->problem : cause.text, cure);
         } else {
             fail(&cause, NO_NETWORK, "%s: trying again", cause.text);
-            if (wait > 0) say(cause.text, true);
+            if (wait > 0) say(cause.text);
             usleep((useconds_t)(wait * 1e6));
         }
         if (code != CURLE_RANGE_ERROR) continue;
-        if (ftruncate(f->fd, 0)) disk_fails(f->name); /* the server sends all or nothing */
+        if (ftruncate(f->fd, 0)) disk_fails(f->name); /* this server sends no parts of files */
         file_begin(f);
     }
     curl_easy_cleanup(easy);
     return !e->code;
 }
 
-/* An answer of the hub's API. */
+/* Fetches an answer of the hub's API. */
 static cJSON *get_json(const char *url, Error *e) {
     Bytes body = {0};
     bytes_text(&body, "");
@@ -463,7 +455,7 @@ static cJSON *get_json(const char *url, Error *e) {
     return json;
 }
 
-/* Its address at the hub, with the name %-escaped except for slashes. */
+/* A file's address at the hub, with its name %-escaped except for slashes. */
 static char *file_url(const File *f) {
     Bytes url = {0};
     bytes_print(&url, "%s/%s/resolve/%s/", hub.endpoint, hub.name, hub.commit);
@@ -474,7 +466,7 @@ static char *file_url(const File *f) {
 
 /* ---- fetching ---- */
 
-/* Fetches a file or the rest of it, and once more from its beginning if its hash is wrong. */
+/* Fetches the rest of a file. If the hash is wrong then, it fetches all of the file once more. */
 static void fetch_blob(File *f) {
     char path[MAX_PATH], blob[MAX_PATH], found[2 * EVP_MAX_MD_SIZE + 1] = "", *url = file_url(f);
     unsigned char digest[EVP_MAX_MD_SIZE];
@@ -491,51 +483,46 @@ static void fetch_blob(File *f) {
         if (ftruncate(f->fd, 0)) disk_fails(path);
         if (tries)
             give_up(NO_NETWORK,
-                    "%s arrives with the hash %.12s... instead of %.12s..., twice: something between here and the "
-                    "hub changes it; try another network, or later",
+                    "%s arrives twice with the hash %.12s... instead of %.12s...: something between here and the hub "
+                    "changes it; try another network, or later",
                     f->name, found, f->id);
     }
-    /* the name must not outlive the content */
+    /* a crash must not leave the name without the content */
     if (ftruncate(f->fd, (off_t)f->size) || fdatasync(f->fd) || rename(path, blob_path(f, "", blob))) disk_fails(path);
     EVP_MD_CTX_free(f->hash);
     close(f->fd);
     free(url);
 }
 
-/* Fetches a file under the lock that other tools take too; a dead process holds none. */
+/* Fetches a file under the lock that other tools take, too. A dead process holds no lock. */
 static void fetch(File *f) {
     char path[MAX_PATH], line[MAX_NAME + 64], size[24];
     if (!is_here(f)) {
         snprintf(path, sizeof path, "%s/.locks/%s/%s.lock", hub.cache, strrchr(hub.folder, '/') + 1, f->id);
-        snprintf(line, sizeof line, "%s is being fetched already: waiting for that", f->name);
+        snprintf(line, sizeof line, "%s is being fetched already: waiting", f->name);
         int lock = open_file(path);
-        if (flock(lock, LOCK_EX | LOCK_NB)) say(line, true), flock(lock, LOCK_EX);
-        if (!is_here(f)) fetch_blob(f); /* else the process that had the lock did it */
+        if (flock(lock, LOCK_EX | LOCK_NB)) say(line), flock(lock, LOCK_EX);
+        if (!is_here(f)) fetch_blob(f); /* another process may have done it meanwhile */
         close(lock);
         snprintf(line, sizeof line, "✓ %s  %s", f->name, size_text(f->size, size));
-        say(line, false);
+        say(line);
     }
     file_link(f);
 }
 
-/* A thread: fetches files until there are no more. */
+/* A thread that fetches files until none is left. */
 static void *work(void *nothing) {
-    for (int i; (i = hub.next++) < hub.end;) fetch(hub.file + i);
+    for (int i; (i = hub.next++) < hub.files;) fetch(hub.file + i);
     return nothing;
 }
 
-/* Fetches the files from .. end - 1; those before them are here. */
-static void fetch_files(int from, int end) {
+/* Fetches the files that no thread has taken. */
+static void fetch_rest(void) {
     pthread_t thread[MAX_JOBS];
-    int n = 0;
-    hub.next = from;
-    hub.end = end;
-    for (; n < hub.o->jobs && n < end - from; n++)
+    int n = 0, rest = hub.files - hub.next;
+    for (; n < hub.o->jobs && n < rest; n++)
         if (pthread_create(thread + n, NULL, work, NULL)) give_up(FAILED, "too many threads: --jobs 1 needs one");
-    for (; hub.here < end; usleep(20000)) {
-        check_interrupt();
-        draw();
-    }
+    for (; hub.here < hub.files; usleep(20000)) draw();
     for (int i = 0; i < n; i++) pthread_join(thread[i], NULL);
     clear();
 }
@@ -544,7 +531,7 @@ static void fetch_files(int from, int end) {
 
 static bool wants_default(const Options *o) { return !o->all && !o->include.n && !o->exclude.n; }
 
-/* By default what the engine reads, and only at the root. */
+/* Is a file to be fetched? By default those at the root that infer reads. */
 static bool wanted(const Options *o, const char *name) {
     static const char *const read[] = {
         "*.safetensors", "*.safetensors.index.json", "config.json",       "generation_config.json",
@@ -555,7 +542,7 @@ static bool wanted(const Options *o, const char *name) {
     return o->all || (!strchr(name, '/') && matches(read, sizeof read / sizeof *read, name));
 }
 
-/* An entry of the hub's list of files. */
+/* Adds an entry of the hub's list of files if it is wanted. */
 static void add_file(const cJSON *entry) {
     static const char *const foreign[] = {"*.gguf", "*.bin", "*.pt", "*.pth"};
     const char *name = json_string(entry, "rfilename");
@@ -577,7 +564,7 @@ static void add_file(const cJSON *entry) {
     hub.total += f->size;
 }
 
-/* Fetches the commit of the revision, and the list of its files. */
+/* Asks the hub for the commit of the revision and the list of its files. */
 static bool list_files(Error *e) {
     char url[1500], *revision = curl_easy_escape(NULL, hub.revision, 0);
     snprintf(url, sizeof url, "%s/api/models/%s/revision/%s?blobs=true", hub.endpoint, hub.name, revision);
@@ -599,7 +586,7 @@ static bool list_files(Error *e) {
                 strstr(hub.foreign, ".gguf") ? "--include '*Q4_K_M*' fetches GGUF files with that in their names, "
                                              : "");
     if (!hub.files)
-        give_up(BAD_MODEL, "%s: none of its %d files was chosen: see --include and --all", hub.name,
+        give_up(BAD_MODEL, "%s: none of its %d files is wanted: see --include and --all", hub.name,
                 cJSON_GetArraySize(files));
     cJSON_Delete(json);
     return true;
@@ -607,8 +594,8 @@ static bool list_files(Error *e) {
 
 /* ---- a repository ---- */
 
-/* As other tools find it: HF_TOKEN, the file HF_TOKEN_PATH, the file `token` in the hub's home. These files may be
- * missing; one given by --token-file may not. */
+/* Finds the token as other tools do: HF_TOKEN, the file HF_TOKEN_PATH, the file `token` in the hub's home. These files
+ * may be missing, but not the one of --token-file. */
 static void find_token(void) {
     const char *asked = hub.o->token_file, *text = environment("HF_TOKEN"), *named = environment("HF_TOKEN_PATH");
     Bytes content = {0};
@@ -627,26 +614,28 @@ static void find_token(void) {
     bytes_free(&content);
 }
 
-/* Where the cache is, and in it the folder of a repository. */
+/* Finds the cache and, in it, the folder of a repository. */
 static void find_folder(const char *repository) {
     Bytes cache = {0};
     const char *slash = strchrnul(repository, '/');
     hub_cache(&cache);
-    if (cache.n >= sizeof hub.cache) give_up(USAGE, "the path of the cache is too long: %.200s", cache.data);
-    snprintf(hub.cache, sizeof hub.cache, "%s", cache.data);
+    if (cache.n > MAX_PATH / 2) give_up(USAGE, "the path of the cache is too long: %.200s", cache.data);
+    hub.cache = cache.data;
     snprintf(hub.folder, sizeof hub.folder, "%s/models--%.*s%s%s", hub.cache, (int)(slash - repository), repository,
              *slash ? "--" : "", slash + (*slash == '/'));
-    bytes_free(&cache);
 }
 
-/* The hub and the repository ORG/NAME or ORG/NAME@REVISION. From here on Ctrl+C ends every wait for the hub. */
+/* Finds the hub, the token and the repository ORG/NAME or ORG/NAME@REVISION. From now on Ctrl+C ends each wait. */
 static void hub_open(const Options *o) {
     const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
     const char *at = strchrnul(o->model, '@'), *revision = o->revision ? o->revision : *at ? at + 1 : "main";
     hub.o = o;
     hub.begun = hub.drawn = seconds();
     curl_global_init(CURL_GLOBAL_DEFAULT);
-    signal(SIGINT, on_interrupt);
+    sigemptyset(&hub.interrupt);
+    sigaddset(&hub.interrupt, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &hub.interrupt, NULL);
+    if (pthread_create(&hub.watch, NULL, watch, &hub.interrupt)) give_up(FAILED, "too many threads");
     if (stall) text_whole(stall, 1, INT32_MAX, &hub.stall);
     snprintf(hub.endpoint, sizeof hub.endpoint, "%s", endpoint ? endpoint : "https://huggingface.co");
     for (char *end = strchr(hub.endpoint, 0); end > hub.endpoint && end[-1] == '/';) *--end = 0;
@@ -661,22 +650,22 @@ static void hub_open(const Options *o) {
     find_folder(hub.name);
 }
 
-/* Fetches the listed files; if infer cannot run the model, only config.json. */
+/* Fetches the listed files, but of a model that infer cannot run only config.json. */
 static void fetch_listed(const char *snapshot) {
     bool check = wants_default(hub.o) && !strcmp(hub.file->name, "config.json");
     char size[24];
     Error e;
     fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, size_text(hub.total, size));
-    if (check) fetch_files(0, 1);
+    if (check) fetch(hub.file + hub.next++);
     if (check && !checkpoint_known(snapshot, &e))
         give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, e.text);
-    fetch_files(check, hub.files);
+    fetch_rest();
 }
 
-/* Fetches a repository unless all of it is here; returns the snapshot's path. */
+/* Fetches what is missing of a repository; returns the snapshot's path. */
 static char *fetch_repository(const Options *o) {
     char path[MAX_PATH], ref[MAX_PATH];
-    Bytes known = {0}; /* the commit that the revision was */
+    Bytes known = {0}; /* the commit that the revision named last */
     Error e;
     hub_open(o);
     snprintf(ref, sizeof ref, "%s/refs/%s", hub.folder, hub.revision);
@@ -725,7 +714,9 @@ char *model_get(const char *argument, Error *e) {
     if (!fgets(answer, sizeof answer, stdin) || (*answer != 'y' && *answer != 'Y')) return path;
     free(path);
     path = fetch_repository(&(Options){.model = argument, .jobs = 8});
-    signal(SIGINT, SIG_DFL);
+    pthread_cancel(hub.watch);
+    pthread_join(hub.watch, NULL);
+    pthread_sigmask(SIG_UNBLOCK, &hub.interrupt, NULL);
     return path;
 }
 
@@ -734,7 +725,7 @@ int rm(const Options *o) {
     Error e;
     bool repository = repository_valid(o->model);
     find_folder(o->model);
-    if (!repository || access(hub.folder, F_OK)) { /* finds a model, as for every command */
+    if (!repository || access(hub.folder, F_OK)) { /* MODEL as for every command */
         size_t n = strlen(hub.cache);
         char *dir = *o->model ? model_find(o->model, &e) : NULL;
         if (!dir && repository) die(&e);
@@ -751,8 +742,8 @@ int rm(const Options *o) {
     return DONE;
 }
 
-/* Writes a small file, or the header of safetensors after its length in eight bytes and before a hole, to a folder with
- * the repository's name. */
+/* Writes a small file, or of a safetensors file its first eight bytes, which say how long the header is, the header and
+ * a hole in place of the data. */
 static void save_head(File *f) {
     char range[64], path[MAX_PATH + MAX_NAME], *url = file_url(f);
     bool weights = !fnmatch("*.safetensors", f->name, 0);

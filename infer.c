@@ -1,8 +1,8 @@
 /* infer.c: the host program: options, the terminal, opening a model, answers, the loop, the small commands, and `main`
  * last. It uses model.c (loading, engine), tokenizer.c, chat.c and, behind infer.h, infer.cu or tests/reference.c.
  *
- * Data goes to stdout, everything else to stderr; a conversation in the terminal goes to stdout whole. Commands that
- * need no GPU never touch one. */
+ * Data goes to stdout, everything else to stderr. A conversation in the terminal goes to stdout as a whole. Commands
+ * that need no GPU never touch one. */
 #include "host.h"
 #include "download.h"
 #include "gguf.h"
@@ -41,15 +41,15 @@ const Backend *const backend = &BACKEND;
 typedef enum { SWITCH, TEXT, TEXTS, WHOLE, WHOLES, SEED, REAL, REAL_OR_0 } Kind;
 
 typedef struct {
-    const char *takers; /* the commands that have it; "set": /set in the loop, too */
+    const char *takers; /* the commands that take it; "set" is /set in the loop */
     char letter;        /* -p, or 0 */
     const char *name;   /* --prompt */
-    const char *value;  /* what the help calls its value; NULL: a switch */
+    const char *value;  /* its value as the help names it; NULL: a switch */
     Kind kind;
     size_t field;        /* of Options */
-    double least, most;  /* of numbers; for TEXTS `most` is how many there may be */
-    const char *initial; /* the value where none is given, or NULL: 0, none */
-    const char *help;    /* what it does; for a REAL it begins with the range, up to a colon */
+    double least, most;  /* range of a number; TEXTS: at most so many texts */
+    const char *initial; /* default value; NULL: 0 or none */
+    const char *help;    /* what it does; a REAL's begins with its range and a colon */
 } Option;
 
 #define FIELD(name) offsetof(Options, name)
@@ -168,7 +168,7 @@ static bool check_text(const char *what, const char *text, size_t n, Error *e) {
     return valid == n || fail(e, USAGE, "%s is not UTF-8: byte %zu is 0x%02X", what, valid, (unsigned char)text[valid]);
 }
 
-/* Reads the number at *text and moves *text past it; `given` is the whole value, for the message. */
+/* Reads the number at *text and moves *text behind it. `given` is the whole value, for the message. */
 static bool read_number(const Option *option, const char **text, const char *given, double *x, Error *e) {
     bool real = option->kind == REAL || option->kind == REAL_OR_0, list = option->kind == WHOLES;
     char *end, range[80];
@@ -184,7 +184,7 @@ static bool read_number(const Option *option, const char **text, const char *giv
     return fail(e, USAGE, "--%s must be %s, not '%.40s'", option->name, range, given);
 }
 
-/* text: NULL for a switch; a text is kept. */
+/* Stores an option's value, a pointer to the text itself if it is one. text: NULL for a switch. */
 static bool option_set(Options *o, const Option *option, const char *text, Error *e) {
     void *field = (char *)o + option->field;
     const char *at = text;
@@ -212,7 +212,7 @@ static bool option_set(Options *o, const Option *option, const char *text, Error
     return true;
 }
 
-/* The option of a command by its name or, if n is 1, letter; or NULL. */
+/* The option of a command that has this name or, if n is 1, this letter; or NULL. */
 static const Option *option_find(const char *command, const char *name, size_t n) {
     for (const Option *o = options; o < options + OPTIONS; o++)
         if (strstr(o->takers, command) &&
@@ -221,8 +221,8 @@ static const Option *option_find(const char *command, const char *name, size_t n
     return NULL;
 }
 
-/* One option at argv[*i]: -x VALUE, -xVALUE, --name VALUE, --name=VALUE or a switch. Messages never show the value of
- * an unknown one: it may be a secret. */
+/* Reads the option at argv[*i]: -x VALUE, -xVALUE, --name VALUE, --name=VALUE or a switch. Messages never show the
+ * value of an unknown option, which may be a secret. */
 static bool parse_option(const Command *c, int argc, char **argv, int *i, Options *o, Error *e) {
     bool is_long = argv[*i][1] == '-';
     const char *name = argv[*i] + 1 + is_long, *value = name + (is_long ? strcspn(name, "=") : 1);
@@ -237,7 +237,7 @@ static bool parse_option(const Command *c, int argc, char **argv, int *i, Option
     return option_set(o, option, argv[*i], e);
 }
 
-/* All arguments behind the command's name. */
+/* Reads all arguments behind the command's name. */
 static bool parse_arguments(const Command *c, int argc, char **argv, Options *o, Error *e) {
     bool options_end = false, optional = *c->argument == '[';
     const char *word = c->argument + optional; /* without brackets */
@@ -250,7 +250,7 @@ static bool parse_arguments(const Command *c, int argc, char **argv, Options *o,
         } else if (o->model || !*word) {
             const char *shown = strncmp(argv[i], "hf_", 3) ? argv[i] : "hf_..."; /* a token is never shown */
             if (!*word) return fail(e, USAGE, "infer %s takes no argument, not '%.60s'", c->name, shown);
-            return fail(e, USAGE, "one %.*s at most, not '%.60s', too; see infer %s --help", (int)strcspn(word, "]"),
+            return fail(e, USAGE, "one %.*s at most: '%.60s' is another; see infer %s --help", (int)strcspn(word, "]"),
                         word, shown, c->name);
         } else {
             o->model = argv[i];
@@ -270,7 +270,7 @@ int columns(FILE *f) {
 #define RED          "\033[31m"
 #define NORMAL       "\033[0m"
 #define ERASE_LINE   "\r\033[K"
-#define BRACKETS_ON  "\033[?2004h" /* what is pasted comes between \033[200~ and \033[201~ */
+#define BRACKETS_ON  "\033[?2004h" /* pasted text arrives between \033[200~ and \033[201~ */
 #define BRACKETS_OFF "\033[?2004l"
 
 bool put_escape(FILE *f, const char *escape) {
@@ -281,14 +281,19 @@ bool put_escape(FILE *f, const char *escape) {
     return wanted;
 }
 
-/* Wraps text that arrives in pieces between words: a word waits until it is complete. */
+/* Writes text that arrives in pieces and breaks its lines between words: a word waits until it is complete. */
 typedef struct {
-    FILE *f;
-    int width, indent; /* width 0: as it is; indent: of lines behind a break */
-    int column, cells; /* where the line ends; width of the waiting word */
+    FILE *f;           /* NULL: nothing was written */
+    const char *style; /* DIM, RED or NULL */
+    int width, indent; /* columns of a line, 0: no breaks; spaces that begin a line behind a break */
+    int column, cells; /* columns of the line so far, and of the waiting word */
     Bytes word;
-    char last; /* byte that was put */
+    char last; /* byte of the text so far */
 } Wrap;
+
+static Wrap wrap_on(FILE *f, const char *style) {
+    return (Wrap){.f = f, .style = style, .width = isatty(fileno(f)) ? columns(f) : 0};
+}
 
 static void wrap_word(Wrap *w) {
     if (w->column + w->cells > w->width && w->column > w->indent) {
@@ -300,10 +305,11 @@ static void wrap_word(Wrap *w) {
     w->word.n = 0, w->cells = 0;
 }
 
-/* On a terminal, drops what could be an escape sequence: the text may come from a model or a file. */
+/* On a terminal no escape sequence of the text takes effect: it may come from a model or a file. */
 static void wrap_text(Wrap *w, const char *text, size_t n) {
     Bytes shown = {0};
     if (n) w->last = text[n - 1];
+    if (w->style) put_escape(w->f, w->style);
     isatty(fileno(w->f)) ? bytes_shown(&shown, text, n, true) : bytes_add(&shown, text, n);
     if (!w->width) fwrite(shown.data ? shown.data : "", 1, shown.n, w->f);
     for (size_t i = 0; w->width && i < shown.n;) {
@@ -318,16 +324,20 @@ static void wrap_text(Wrap *w, const char *text, size_t n) {
         } else {
             bytes_add(&w->word, shown.data + i, (size_t)length);
             w->cells += cells > 0 ? cells : 0;
-            if (cells == 2 || w->cells >= w->width) wrap_word(w); /* scripts without spaces, and what is too long */
+            if (cells == 2 || w->cells >= w->width) wrap_word(w); /* scripts without spaces, long words */
         }
         i += (size_t)length;
     }
+    if (w->style) put_escape(w->f, NORMAL);
     bytes_free(&shown);
 }
 
-/* Ends a text: prints its last word, and a line break if there is none. */
+/* Writes the last word, and a line break unless the text ends in one. */
 static void wrap_end(Wrap *w) {
+    if (!w->f) return;
+    if (w->style) put_escape(w->f, w->style);
     if (w->word.n) wrap_word(w);
+    if (w->style) put_escape(w->f, NORMAL);
     if (w->last && w->last != '\n') fputc('\n', w->f);
     fflush(w->f);
     bytes_free(&w->word);
@@ -369,7 +379,7 @@ static void show_progress(uint64_t done, uint64_t total) {
 
 /* ---- opening a model ---- */
 
-/* Takes the only model that is here; of several it lists all and asks. */
+/* Takes the only model that is here. If there are several it lists them and asks. */
 static bool choose_model(Session *s, Error *e) {
     ModelEntry *list;
     char line[64], size[24];
@@ -377,12 +387,11 @@ static bool choose_model(Session *s, Error *e) {
     bool can_ask = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
     for (int i = 0; i < n; i++) width = (int)strlen(list[i].name) > width ? (int)strlen(list[i].name) : width;
     if (n > 1) fputs("Available models:\n", stderr);
-    for (int i = 0; i < n && n > 1; i++)
-        fprintf(stderr, "%3d. %-*s  %8s  %s%s\n", i + 1, width, list[i].name, size_text(list[i].bytes, size),
-                list[i].encoding,
-                !list[i].known     ? "  not supported"
-                : list[i].complete ? ""
-                                   : "  incomplete");
+    for (const ModelEntry *m = list; m < list + n && n > 1; m++) {
+        const char *state = !m->known ? "  not supported" : m->complete ? "" : "  incomplete";
+        fprintf(stderr, "%3d. %-*s  %8s  %s%s\n", (int)(m - list) + 1, width, m->name, size_text(m->bytes, size),
+                m->encoding, state);
+    }
     while (!choice && n && can_ask) {
         fprintf(stderr, "Select model (1-%d): ", n);
         if (!fgets(line, sizeof line, stdin)) break;
@@ -495,14 +504,14 @@ void session_close(Session *s) {
 enum { MOST_PROMPT = 64 << 20 };
 
 typedef struct {
-    Options o; /* /set changes them */
+    Options o; /* a copy, which /set changes */
     Session m;
-    bool chat, loop;   /* in a chat format; in a terminal, not one prompt */
-    Conversation talk; /* without a chat format the model continues its texts, one behind the other */
+    bool chat, loop;   /* there is a chat format; this is a conversation, not one answer */
+    Conversation talk; /* without a chat format the model continues its texts as one */
     Sequence sequence;
-    uint64_t answers; /* each draws with the seed plus its ordinal */
+    uint64_t answers; /* so far; each draws with the seed plus its ordinal */
     double bandwidth; /* bytes a second of a flat read of the memory that holds the model; 0: unknown */
-    char *file;       /* that the conversation was saved to or loaded from */
+    char *file;       /* where the conversation was saved or loaded last */
 } Play;
 
 typedef struct {
@@ -510,19 +519,19 @@ typedef struct {
     Reader reader;   /* with a chat format */
     Decoder decoder; /* without */
     Bytes text, thinking;
-    size_t passed; /* of the text: shown, and free of stop texts */
-    Wrap out;      /* what is shown now, if any */
-    Part part;     /* of the model's message it is */
+    size_t passed; /* bytes of the text that are shown: they belong to no stop text */
+    Wrap out;      /* writes the part that is shown now */
+    Part part;
     size_t prompt, reused, tokens, thought;
     double first, total; /* seconds until the first token, until the last */
     const char *reason;  /* why it ended */
 } Answer;
 
-static volatile sig_atomic_t interrupted; /* Ctrl+C since the request */
-static volatile sig_atomic_t waiting;     /* the terminal says that the prompt is being read */
+static volatile sig_atomic_t interrupted; /* Ctrl+C since the question */
+static volatile sig_atomic_t waiting;     /* the terminal shows that the prompt is being read */
 
 static void on_interrupt(int number) {
-    if (waiting && !interrupted && write(STDOUT_FILENO, "^C", 2) < 0) {} /* at once: the prompt's chunk may take long */
+    if (waiting && !interrupted && write(STDOUT_FILENO, "^C", 2) < 0) {} /* now: a chunk of the prompt may take long */
     interrupted = number;
 }
 
@@ -541,16 +550,6 @@ static void show_waiting(const Play *p, size_t tokens) {
     }
 }
 
-static Wrap wrap_on(FILE *f) { return (Wrap){.f = f, .width = isatty(fileno(f)) ? columns(f) : 0}; }
-
-static void end_part(Answer *a) {
-    if (!a->out.f) return;
-    if (a->part == REASONING || a->part == CALL) put_escape(a->out.f, DIM);
-    FILE *f = a->out.f;
-    wrap_end(&a->out);
-    put_escape(f, NORMAL);
-}
-
 static void show(Answer *a, Part part, const char *text, size_t n) {
     static const char *const label[] = {"thinking: ", "Assistant: ", "Assistant: ", "tool call: "};
     const Play *p = a->p;
@@ -558,20 +557,17 @@ static void show(Answer *a, Part part, const char *text, size_t n) {
     FILE *f = p->loop || part == ANSWER ? stdout : stderr;
     if (!n || p->o.json || (part == REASONING && (p->o.hide_thinking || !isatty(fileno(f))))) return;
     show_waiting(p, 0);
-    bool begins = !a->out.f || part != a->part;
-    if (begins) end_part(a);
-    if (part == REASONING || part == CALL) put_escape(f, DIM);
-    if (begins) {
-        a->part = part, a->out = wrap_on(f);
+    if (!a->out.f || part != a->part) {
+        wrap_end(&a->out);
+        a->part = part, a->out = wrap_on(f, part == REASONING || part == CALL ? DIM : NULL);
         if (p->loop || f == stderr) wrap_text(&a->out, label[part], strlen(label[part]));
         if (to) wrap_text(&a->out, to, strlen(to)), wrap_text(&a->out, " ", 1);
     }
     wrap_text(&a->out, text, n);
-    put_escape(f, NORMAL);
     fflush(f);
 }
 
-/* Takes text of the answer and shows what contains no stop text; an end that may begin one waits. */
+/* Adds text to the answer and shows what cannot belong to a stop text. An end that may begin one waits. */
 static void add_text(Answer *a, Part part, const Bytes *text, bool last) {
     const Texts *stop = &a->p->o.stop;
     size_t wait = 0;
@@ -602,7 +598,7 @@ static bool is_stop(const Ids *stop, int token) {
     return false;
 }
 
-/* Handles one sampled token: shows what it completes and notes why the answer ends here, if it does. */
+/* Handles one sampled token: shows the text that it completes. If the answer ends here, sets the reason. */
 static void take_token(Answer *a, int token) {
     const Play *p = a->p;
     Bytes text = {0};
@@ -654,7 +650,7 @@ static bool keep_answer(Answer *a, Error *e) {
     if (part == REASONING || (part == CALL && strcmp(a->reason, "tool call")))
         return fail(e, interrupted ? INTERRUPTED : FAILED, "no answer: ended while %s (%s)%s", at, a->reason,
                     p->loop ? "; /retry tries again" : "");
-    if (part == ANSWER && !strcmp(a->reason, "stop text")) { /* the conversation holds what was shown */
+    if (part == ANSWER && !strcmp(a->reason, "stop text")) { /* the conversation keeps what was shown */
         for (int i = 0; i < p->o.stop.n; i++) {
             char *hit = memmem(last->content.data, last->content.n, p->o.stop.text[i], strlen(p->o.stop.text[i]));
             if (hit) last->content.n = (size_t)(hit - last->content.data), *hit = 0;
@@ -666,7 +662,7 @@ static bool keep_answer(Answer *a, Error *e) {
     return true;
 }
 
-/* Answers the end of the conversation, and shows the answer. True if there is one, even a part. */
+/* Writes the next answer of the conversation and shows it. True if there is one, even if it ended early. */
 static bool answer(Answer *a, Error *e) {
     Play *p = a->p;
     Ids ids = {0};
@@ -696,7 +692,7 @@ static bool answer(Answer *a, Error *e) {
         ok = keep_answer(a, e);
     }
     show_waiting(p, 0);
-    end_part(a);
+    wrap_end(&a->out);
     if (p->chat) reader_free(&a->reader);
     ids_free(&ids);
     bytes_free(&rest);
@@ -720,15 +716,15 @@ static void print_statistics(const Answer *a, FILE *f) {
     if (p->bandwidth > 0) bytes_print(&line, " · %.0f%% of memory bandwidth", 100 * read / p->bandwidth);
     bytes_print(&line, " · context %zu%% · seed %llu · %s]", p->sequence.tokens.n * 100 / (size_t)g->context,
                 (unsigned long long)(p->o.sampling.seed + p->answers - 1), a->reason);
-    Wrap w = wrap_on(f);
-    put_escape(f, DIM);
+    Wrap w = wrap_on(f, DIM);
     wrap_text(&w, line.data, line.n);
     wrap_end(&w);
-    put_escape(f, NORMAL);
     bytes_free(&line);
 }
 
 /* ---- the loop: lines from the terminal, by libedit ---- */
+
+enum { HISTORY = 1000 }; /* texts */
 
 static struct {
     EditLine *line;
@@ -738,28 +734,19 @@ static struct {
     bool cancelled; /* Ctrl+C */
 } editor;
 
-/* While an answer is written, typed text is not shown and waits for the next line. A Ctrl+D in it is ignored. */
-static void set_typing(bool on) {
-    static struct termios before;
+/* While an answer is written, typed text stays hidden. The terminal keeps it for the next line, where a Ctrl+D in it is
+ * a NUL, which libedit does not add. */
+static void set_echo(bool on) {
     struct termios mode;
-    Bytes typed = {0};
-    if (!on) {
-        tcgetattr(STDIN_FILENO, &before);
-        mode = before;
-        mode.c_lflag &= ~(tcflag_t)(ECHO | ICANON);
-        mode.c_cc[VMIN] = mode.c_cc[VTIME] = 0;
-        tcsetattr(STDIN_FILENO, TCSANOW, &mode);
-        return;
-    }
-    for (char c; read(STDIN_FILENO, &c, 1) == 1;)
-        if (c != 4) bytes_add(&typed, &c, 1);
-    if (typed.n) el_push(editor.line, typed.data);
-    tcsetattr(STDIN_FILENO, TCSANOW, &before);
-    bytes_free(&typed);
+    tcgetattr(STDIN_FILENO, &mode);
+    mode.c_lflag = on ? mode.c_lflag | ECHO : mode.c_lflag & ~(tcflag_t)ECHO;
+    tcsetattr(STDIN_FILENO, TCSANOW, &mode);
 }
 
+/* libedit calls it when it draws the line, also when the program goes on after Ctrl+Z. */
 static char *edit_prompt(EditLine *line) {
     (void)line;
+    put_escape(stdout, BRACKETS_ON);
     return (char *)(uintptr_t)editor.prompt;
 }
 
@@ -780,20 +767,17 @@ static unsigned char edit_suspend(EditLine *line, int key) {
     kill(0, SIGTSTP);
     sigaction(SIGTSTP, &before, NULL);
     el_set(line, EL_PREP_TERM, 1);
-    put_escape(stdout, BRACKETS_ON);
     return CC_REDISPLAY;
 }
 
-/* Pasted text, which the terminal puts in brackets, is one text, line breaks included. */
+/* The terminal puts pasted text in brackets: it is one text, line breaks included. */
 static unsigned char edit_paste(EditLine *line, int key) {
     static const char end[] = "\033[201~";
     Bytes pasted = {0}, shown = {0};
-    char bytes[MB_LEN_MAX];
     bool ended = false;
     (void)key;
     for (wchar_t c; !ended && el_wgetc(line, &c) == 1;) {
-        int n = wctomb(bytes, c == '\r' ? '\n' : c);
-        bytes_add(&pasted, bytes, n > 0 ? (size_t)n : 0);
+        bytes_print(&pasted, "%lc", (wint_t)(c == '\r' ? '\n' : c));
         ended = pasted.n >= strlen(end) && !strcmp(pasted.data + pasted.n - strlen(end), end);
     }
     if (ended) pasted.n -= strlen(end);
@@ -816,12 +800,11 @@ static void editor_open(void) {
         {"\033[200~", "paste", edit_paste},  {"^R", "em-inc-search-prev", NULL}, {"\033[1;5C", "em-next-word", NULL},
         {"\033[1;5D", "ed-prev-word", NULL}, {"\033[5~", "ed-ignore", NULL},     {"\033[6~", "ed-ignore", NULL}};
     HistEvent event;
-    struct stat st;
     Bytes path = {0};
     const char *home = getenv("HOME");
     EditLine *line = editor.line = el_init("infer", stdin, stdout, stderr);
     editor.history = history_init();
-    history(editor.history, &event, H_SETSIZE, 1000);
+    history(editor.history, &event, H_SETSIZE, HISTORY);
     history(editor.history, &event, H_SETUNIQUE, 1);
     el_set(line, EL_PROMPT, edit_prompt);
     el_set(line, EL_EDITOR, "emacs");
@@ -839,8 +822,8 @@ static void editor_open(void) {
     mkdir(path.data, 0700);
     bytes_text(&path, "/history");
     editor.path = path.data;
-    history(editor.history, &event, H_LOAD, editor.path);
-    if (!stat(editor.path, &st) && st.st_size > 1 << 20) history(editor.history, &event, H_SAVE, editor.path);
+    const int texts = history(editor.history, &event, H_LOAD, editor.path); /* it keeps the last HISTORY */
+    if (texts < 0 || texts > 10 * HISTORY) history(editor.history, &event, H_SAVE, editor.path);
 }
 
 static void editor_close(void) {
@@ -849,44 +832,33 @@ static void editor_close(void) {
     free(editor.path);
 }
 
-/* Adds a text to the history and at once to its file, which other loops share: one line in libedit's format, with \ooo
- * for what could break a line. */
+/* Adds a text to the history and at once to its file, which other loops share: a line in libedit's format, where \ooo
+ * stands for bytes that could break it. */
 static void editor_remember(const char *text) {
     HistEvent event;
-    Bytes line = {0};
-    int fd = editor.path ? open(editor.path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600) : -1;
     history(editor.history, &event, H_ENTER, text);
-    if (fd < 0) return;
-    if (!lseek(fd, 0, SEEK_END)) bytes_text(&line, "_HiStOrY_V2_\n");
+    FILE *f = editor.path ? fopen(editor.path, "a") : NULL;
+    if (!f) return;
     for (const unsigned char *c = (const unsigned char *)text; *c; c++)
-        bytes_print(&line, *c <= ' ' || *c == '\\' || *c == 127 ? "\\%03o" : "%c", *c);
-    bytes_text(&line, "\n");
-    if (write(fd, line.data, line.n) < 0) {} /* not an error */
-    close(fd);
-    bytes_free(&line);
+        fprintf(f, *c <= ' ' || *c == '\\' || *c == 127 ? "\\%03o" : "%c", *c);
+    fputs("\n", f);
+    fclose(f);
 }
 
-/* Appends one line, nothing if Ctrl+C cleared it. False at the end of input. */
+/* Appends one line, or nothing if Ctrl+C cleared it. False at the end of input. */
 static bool editor_line(const char *prompt, Bytes *out) {
     int n;
-    sigset_t interrupt;
     editor.prompt = prompt;
     editor.cancelled = false;
-    sigemptyset(&interrupt);
-    sigaddset(&interrupt, SIGINT);
-    put_escape(stdout, BRACKETS_ON);
-    fflush(stdout);
-    /* Until the terminal is raw Ctrl+C is a signal, which libedit would pass on. */
-    sigprocmask(SIG_BLOCK, &interrupt, NULL);
+    el_set(editor.line, EL_PREP_TERM, 1); /* here, so that el_gets never gets Ctrl+C as a signal */
     const char *line = el_gets(editor.line, &n);
-    sigprocmask(SIG_UNBLOCK, &interrupt, NULL);
     put_escape(stdout, BRACKETS_OFF);
     if (!editor.cancelled && n > 0) bytes_add(out, line, (size_t)n - (line[n - 1] == '\n'));
     if (!editor.cancelled && n <= 0) puts("");
     return editor.cancelled ? bytes_text(out, ""), true : n > 0;
 }
 
-/* Reads what the user says: a line, or several between triple quotes, which are one entry of the history. */
+/* Reads a question: a line, or several between triple quotes, which are one text of the history. */
 static bool editor_text(Bytes *out) {
     static const char quotes[] = "\"\"\"";
     if (!editor_line("You: ", out)) return false;
@@ -912,15 +884,15 @@ static bool editor_text(Bytes *out) {
 static const struct {
     const char *name, *argument, *help;
 } slashes[] = {{"/retry", "", "answer the last question again"},
-               {"/undo", "", "take it back, and its answer"},
+               {"/undo", "", "take the last question back, and its answer"},
                {"/clear", "", "forget the conversation"},
-               {"/system", " [TEXT]", "show or change the instructions (none: take them away)"},
+               {"/system", " [TEXT]", "show or change the instructions; none removes them"},
                {"/effort", " [LEVEL]", "show or change how long it thinks: low, medium or high"},
-               {"/set", " [NAME VALUE]", "show or change a setting, temperature for one"},
+               {"/set", " [NAME VALUE]", "show the settings, or change one"},
                {"/context", "", "how full the context is"},
                {"/prompt", "", "what the model reads, exactly"},
-               {"/save", " [FILE]", "keep the conversation, as JSON of chat completions"},
-               {"/load", " [FILE]", "go on with a kept one"},
+               {"/save", " [FILE]", "save the conversation as JSON of chat completions"},
+               {"/load", " [FILE]", "go on with a saved conversation"},
                {"/help", "", "this list"},
                {"/exit", "", "leave, as Ctrl+D does"}};
 enum { SLASHES = sizeof slashes / sizeof *slashes };
@@ -944,10 +916,9 @@ static unsigned char edit_complete(EditLine *line, int key) {
 }
 
 static void show_error(const Error *e) {
-    put_escape(stderr, RED);
-    fputs(e->text, stderr);
-    put_escape(stderr, NORMAL);
-    fputs("\n", stderr);
+    Wrap w = wrap_on(stderr, RED);
+    wrap_text(&w, e->text, strlen(e->text));
+    wrap_end(&w);
 }
 
 /* Prints a label and, unwrapped, a text from a model or a file. */
@@ -963,9 +934,9 @@ static void converse(Play *p) {
     Answer a = {.p = p};
     char count[32];
     interrupted = 0;
-    set_typing(false);
+    set_echo(false);
     bool ok = answer(&a, &e);
-    set_typing(true);
+    set_echo(true);
     if (a.reason) print_statistics(&a, stdout);
     if (e.code == NO_ROOM || (a.reason && !strcmp(a.reason, "context full")))
         ok = fail(&e, NO_ROOM,
@@ -1008,7 +979,7 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
     return ok;
 }
 
-/* Replaces an existing file only if it is this conversation's, and only by a complete one. */
+/* Replaces an existing file only if it is this conversation's, and only when the new one is complete. */
 static bool slash_save(Play *p, const char *path, Error *e) {
     Bytes text = {0}, fresh = {0};
     conversation_json(&p->talk, &text);
@@ -1047,7 +1018,7 @@ static bool slash_load(Play *p, const char *path, Error *e) {
     return ok;
 }
 
-/* /save and /load: without a name the previous file; "~/x" as in a shell. */
+/* /save and /load. Without a name they use the last file; ~/ is the home folder, as in a shell. */
 static bool slash_file(Play *p, const char *name, bool save, Error *e) {
     const char *home = getenv("HOME");
     Bytes path = {0};
@@ -1080,8 +1051,8 @@ static void slash_help(void) {
         snprintf(name, sizeof name, "%s%s", slashes[i].name, slashes[i].argument);
         print_row(stdout, name, 20, slashes[i].help);
     }
-    print_row(stdout, "\"\"\"", 20, "begins and ends a text of several lines; what is pasted is one text");
-    print_row(stdout, "Ctrl+C", 20, "stops an answer and keeps what is there; at the prompt it clears the line");
+    print_row(stdout, "\"\"\"", 20, "begins and ends a text of several lines; pasted lines are one text anyway");
+    print_row(stdout, "Ctrl+C", 20, "stops an answer and keeps its beginning; at the prompt it clears the line");
 }
 
 static bool slash_effort(Play *p, const char *level, Error *e) {
@@ -1096,7 +1067,7 @@ static void slash_system(Play *p, const char *text) {
     put_line("Instructions: ", text, strlen(text));
 }
 
-/* Runs a line that begins with '/'. *leave: it was /exit. */
+/* Runs a line that begins with '/'. /exit sets *leave. */
 static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
     size_t n = strcspn(line, " \t\n"), end = strlen(line);
     char *name = line, *argument = line + n + strspn(line + n, " \t\n");
@@ -1104,13 +1075,14 @@ static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
     while (end > n && strchr(" \t\n", line[end - 1])) line[--end] = 0;
     if (*argument) line[n] = 0;
     if (!strcmp(name, "/?")) name = "/help";
-    if (!strcmp(name, "/bye") || !strcmp(name, "/quit")) name = "/exit";
+    if (text_listed("/bye /quit", name)) name = "/exit";
     while (i < SLASHES && strcmp(slashes[i].name, name)) i++;
     if (i == SLASHES)
-        return fail(e, USAGE, "there is no command %s; /help lists them, and a space before it sends it as text", name);
-    if (*argument && !*slashes[i].argument) return fail(e, USAGE, "%s stands alone", name);
-    if ((!strcmp(name, "/system") || !strcmp(name, "/effort")) && !p->chat)
-        return fail(e, USAGE, "%s needs a chat format, and this text is continued raw", name);
+        return fail(e, USAGE, "there is no command %s; /help lists them; a line that begins with a space is text",
+                    name);
+    if (*argument && !*slashes[i].argument) return fail(e, USAGE, "%s takes no argument", name);
+    if (text_listed("/system /effort", name) && !p->chat)
+        return fail(e, USAGE, "%s needs a chat format, but this text is continued raw", name);
     if (!strcmp(name, "/retry")) return slash_last(p, true, e);
     if (!strcmp(name, "/undo")) return slash_last(p, false, e);
     if (!strcmp(name, "/effort")) return slash_effort(p, argument, e);
@@ -1126,7 +1098,6 @@ static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
 }
 
 static void play_loop(Play *p) {
-    static const char *const words[] = {"exit", "quit", "bye", "help"};
     bool leave = false;
     editor_open();
     print_row(stdout, "", 0, "✓ Ready for inference. /help lists the commands.");
@@ -1134,14 +1105,12 @@ static void play_loop(Play *p) {
         Bytes line = {0};
         Error e;
         bool ok = true;
-        int word = 0;
         leave = !editor_text(&line);
         size_t space = leave ? 0 : strspn(line.data, " \t\n"), skip = p->chat ? space : 0;
-        while (!leave && word < 4 && strcmp(line.data, words[word])) word++;
         if (!leave && *line.data == '/') {
             ok = run_slash(p, line.data, &leave, &e);
-        } else if (!leave && word < 4) {
-            ok = fail(&e, USAGE, "/%s is the command; a space before the word sends it as text", words[word]);
+        } else if (!leave && text_listed("exit quit bye help", line.data)) {
+            ok = fail(&e, USAGE, "the command is /%s; a line that begins with a space is text", line.data);
         } else if (space < line.n && (ok = check_text("the text", line.data, line.n, &e))) {
             conversation_add(&p->talk, "user", NULL, line.data + skip, line.n - skip);
             converse(p);
@@ -1196,20 +1165,21 @@ static int play_once(Play *p, const Bytes *prompt) {
     return !ok ? e.code : !strcmp(a.reason, "interrupted") ? INTERRUPTED : DONE;
 }
 
-/* Reads all of stdin. If it is a pipe and nothing comes, it says that it waits. */
+/* Reads all of stdin. If nothing arrives for a second it says what it waits for. */
 static void read_stdin(Bytes *out) {
     if (!poll(&(struct pollfd){.fd = STDIN_FILENO, .events = POLLIN}, 1, 1000))
-        fputs("infer: the prompt is read from stdin until it ends (Ctrl+D on a terminal); </dev/null gives none\n",
-              stderr);
+        fputs(
+            "infer: reading the prompt from stdin until its end (Ctrl+D in a terminal); </dev/null if there is none\n",
+            stderr);
     stdin_read(out);
 }
 
-/* A text from -p, -f and stdin; *once: there is one. */
+/* The prompt from -p, -f and stdin. *once: there is one. */
 static bool read_prompt(const Options *o, Bytes *text, bool *once, Error *e) {
     bool from_stdin = o->file ? !strcmp(o->file, "-") : !isatty(STDIN_FILENO);
     Bytes piped = {0};
     *once = o->prompt || o->file || from_stdin;
-    if (o->prompt && o->file) return fail(e, USAGE, "-p and -f exclude each other");
+    if (o->prompt && o->file) return fail(e, USAGE, "give the prompt with -p or with -f, not with both");
     if (o->prompt) bytes_text(text, o->prompt);
     if (o->file && !from_stdin && !file_read(o->file, MOST_PROMPT, text, e)) return e->code = USAGE, false;
     if (from_stdin) read_stdin(&piped);
@@ -1227,7 +1197,7 @@ static bool open_play(Play *p, Error *e) {
     if (!session_open(&p->m, o, NEED_TOKENIZER | NEED_CHECKPOINT, e)) return false;
     p->chat = p->m.has_chat && !o->raw;
     if (!p->chat && (o->system || o->effort))
-        return fail(e, USAGE, "%s is continued raw: it takes no --system and no --effort", p->m.name);
+        return fail(e, USAGE, "--system and --effort need a chat format, but %s is continued raw", p->m.name);
     if (o->effort && !chat_effort(&p->m.chat, o->effort, e)) return false;
     conversation_init(&p->talk);
     if (o->system) conversation_set(&p->talk.instructions, o->system);
@@ -1340,14 +1310,14 @@ static int tokenize(const Options *o) {
     return code;
 }
 
-/* The number of ids: config.json may have ids without a text. */
+/* The number of ids. config.json may have more of them than the tokenizer: no text belongs to those. */
 static int vocabulary(const Session *s) {
     Error e;
     Bytes path = {0};
     int64_t n = 0;
     bytes_print(&path, "%s/config.json", s->dir);
     cJSON *config = json_read(path.data, 1 << 20, &e);
-    const cJSON *text = json_get(config, "text_config"); /* also for a model with vision */
+    const cJSON *text = json_get(config, "text_config"); /* of a model with vision */
     json_whole(json_get(text ? text : config, "vocab_size"), 0, INT32_MAX, &n);
     cJSON_Delete(config);
     bytes_free(&path);
@@ -1405,7 +1375,7 @@ static int parse(const Options *o) {
 
 /* ---- logits ---- */
 
-enum { NPY_HEADER = 128, LOGITS_AT_ONCE = 512 }; /* bytes; tokens whose logits are in memory at once */
+enum { NPY_HEADER = 128, LOGITS_AT_ONCE = 512 }; /* bytes; tokens whose logits are in memory at a time */
 
 bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e) {
     const Model *m = &s->checkpoint.model;
@@ -1419,12 +1389,24 @@ bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e) {
            fail(e, USAGE, "the prompt has %zu tokens, the model's context is %d", ids->n, m->context);
 }
 
-/* The header of NumPy's format 1.0; the array follows. */
-static void write_npy_header(FILE *f, size_t rows, int cols) {
-    char text[128];
-    int n = snprintf(text, sizeof text, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d), }", rows, cols);
-    fwrite("\x93NUMPY\x01\x00\x76\x00", 1, 10, f); /* 118 bytes of header follow */
-    fprintf(f, "%s%*s\n", text, 117 - n, "");
+/* Appends rows to an array in NumPy's format 1.0: a header that says how many there are, then the rows. fresh: the file
+ * begins with them. */
+static bool npy_append(const char *path, bool fresh, const float *values, int rows, int cols, Error *e) {
+    char shape[NPY_HEADER];
+    const size_t row = sizeof *values * (size_t)cols;
+    FILE *f = fopen(path, fresh ? "wb" : "r+b");
+    bool ok = f && !fseek(f, 0, SEEK_END);
+    const size_t before = ok && !fresh ? ((size_t)ftell(f) - NPY_HEADER) / row : 0;
+    if (ok) {
+        rewind(f);
+        fwrite("\x93NUMPY\x01\x00\x76\x00", 1, 10, f); /* 118 bytes of header follow */
+        snprintf(shape, sizeof shape, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d), }",
+                 before + (size_t)rows, cols);
+        fprintf(f, "%-117s\n", shape);
+        ok = !fseek(f, 0, SEEK_END) && fwrite(values, row, (size_t)rows, f) == (size_t)rows;
+    }
+    if (f && fclose(f)) ok = false;
+    return ok || fail(e, FAILED, "%s: %s", path, strerror(errno));
 }
 
 int likeliest(const float *logits, int vocab, int n, int *ids) {
@@ -1443,25 +1425,20 @@ static void print_top(const float *logits, int vocab, int top, const Tokenizer *
     int *best = allocate((size_t)vocab * sizeof *best), n = likeliest(logits, vocab, top, best);
     for (int k = 0; k < n; k++) {
         Decoder d = {.begun = true};
-        Bytes text = {0};
+        Bytes text = {0}, quoted = {0};
         if (t) tokenizer_decode(t, &d, best[k], &text);
         tokenizer_flush(&d, &text);
-        cJSON *json = json_from_text(text.data ? text.data : "", text.n);
-        char *quoted = json_text(json);
+        bytes_json(&quoted, text.data ? text.data : "", text.n);
         double logit = (double)logits[best[k]];
-        printf("%7d %10.4f %8.5f  %s\n", best[k], logit, exp(logit - all), quoted);
-        cJSON_Delete(json);
-        free(quoted);
+        printf("%7d %10.4f %8.5f  %s\n", best[k], logit, exp(logit - all), quoted.data);
         bytes_free(&text);
+        bytes_free(&quoted);
     }
     free(best);
 }
 
-/* Runs the prompt in chunks and writes the requested logits. */
+/* Reads the prompt in chunks and writes the logits that are wanted. */
 static bool write_logits(Engine *g, const Ids *ids, const Options *o, const Tokenizer *t, Error *e) {
-    FILE *f = o->output ? fopen(o->output, "wb") : NULL;
-    if (o->output && !f) return fail(e, FAILED, "%s: %s", o->output, strerror(errno));
-    if (f) write_npy_header(f, o->all ? ids->n : 1, g->model->vocab);
     Sequence s = {0};
     Sampling greedy = {.top_p = 1, .penalty = 1};
     bool ok = true;
@@ -1473,14 +1450,12 @@ static bool write_logits(Engine *g, const Ids *ids, const Options *o, const Toke
         Result r;
         ok = sequence_run(g, &s, ids->data + from, n, want, &greedy, &r, e);
         if (!ok || want == WANT_NOTHING) continue;
-        if (f && fwrite(r.logits, sizeof *r.logits * (size_t)g->model->vocab, (size_t)r.rows, f) != (size_t)r.rows)
-            ok = fail(e, FAILED, "%s: %s", o->output, strerror(errno));
-        for (int i = 0; ok && !f && i < r.rows; i++) {
+        if (o->output) ok = npy_append(o->output, !o->all || !from, r.logits, r.rows, g->model->vocab, e);
+        for (int i = 0; !o->output && i < r.rows; i++) {
             if (o->all) printf("after token %zu (%d):\n", from + (size_t)i, ids->data[from + (size_t)i]);
             print_top(r.logits + (size_t)i * (size_t)g->model->vocab, g->model->vocab, o->top, t);
         }
     }
-    if (f && fclose(f) && ok) ok = fail(e, FAILED, "%s: %s", o->output, strerror(errno));
     sequence_free(g, &s);
     return ok;
 }
@@ -1490,22 +1465,12 @@ typedef struct {
     Error e; /* code 0: none so far */
 } TapFolder;
 
-/* A Tap: appends rows to the stage's file; a prompt of several steps calls it several times. */
+/* A Tap: appends rows to the stage's file. A prompt of several steps calls it several times. */
 static void tap_to_file(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
     TapFolder *t = data;
     Bytes path = {0};
     bytes_print(&path, "%s/%s.%d.npy", t->folder, stage, layer);
-    FILE *f = fopen(path.data, "r+b");
-    if (!f) f = fopen(path.data, "wb");
-    bool ok = f && !fseek(f, 0, SEEK_END);
-    long end = ok ? ftell(f) : 0, there = end > NPY_HEADER ? (end - NPY_HEADER) / ((long)sizeof *values * cols) : 0;
-    if (ok) {
-        rewind(f);
-        write_npy_header(f, (size_t)(there + rows), cols);
-        ok = !fseek(f, 0, SEEK_END) && fwrite(values, sizeof *values * (size_t)cols, (size_t)rows, f) == (size_t)rows;
-    }
-    if (f && fclose(f)) ok = false;
-    if (!ok && !t->e.code) fail(&t->e, FAILED, "%s: %s", path.data, strerror(errno));
+    if (!t->e.code) npy_append(path.data, !file_exists(path.data), values, rows, cols, &t->e);
     bytes_free(&path);
 }
 
@@ -1531,16 +1496,14 @@ static const Command commands[] = {
     {"play", "[MODEL]", play, "talk to a model, once or in a loop",
      "A conversation in the terminal. With -p, -f or a text on stdin: one answer, alone on stdout."},
     {"serve", "[MODEL]", serve, "an API like OpenAI's, for many clients at once",
-     "Serves a model to clients of OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, "
-     "/tokenize, /detokenize, /health, /metrics, and / is a page to chat with. SIGTERM lets answers finish and then "
-     "ends; "
-     "a second one ends at once."},
+     "Serves a model to clients of OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, "
+     "/detokenize, /health, /metrics, and / is a page to chat with. SIGTERM lets answers finish and then ends; a "
+     "second one ends at once."},
     {"download", "REPO", download, "fetch a model from the hub",
-     "Fetches a model from the hub, REPO[@REVISION], into the hub's own cache ($HF_HUB_CACHE, "
-     "$HF_HOME/hub, ~/.cache/huggingface/hub), which other tools share, and prints its folder. Files that are "
-     "there are not fetched again; an interrupted download resumes. By default it fetches what infer reads: "
-     "safetensors "
-     "files with their index, config, tokenizer and chat template.\n"
+     "Fetches a model from the hub, REPO[@REVISION], into the hub's own cache ($HF_HUB_CACHE, $HF_HOME/hub, "
+     "~/.cache/huggingface/hub), which other tools share, and prints its folder. Files that are there are not fetched "
+     "again; an interrupted download resumes. By default it fetches what infer reads: safetensors files with their "
+     "index, config, tokenizer and chat template.\n"
      "HF_ENDPOINT names another hub, HF_HUB_OFFLINE=1 forbids the network, HTTPS_PROXY names a proxy, CURL_CA_BUNDLE "
      "the certificates to trust, HF_HUB_DOWNLOAD_TIMEOUT the seconds until a stalled connection counts as lost (10)."},
     {"list", "", list, "the models that are here",
@@ -1555,14 +1518,12 @@ static const Command commands[] = {
      "is that of the first fault."},
     {"bench", "[MODEL]", bench, "how fast prompts and generation are here",
      "Measures prompts of p tokens, then the generation of n tokens in each of b streams after d tokens of context: "
-     "the "
-     "median of r repeats. A directory that has only config.json gets random weights.\n"
+     "the median of r repeats. A directory that has only config.json gets random weights.\n"
      "% of flat: speed relative to simply reading the same bytes. With several streams the experts that were read are "
      "counted.\n"
      "With --serve it measures a server: completions of n tokens after random prompts, streamed to c clients. A "
-     "token's "
-     "time is that from one piece of text to the next. MODEL is the model's name there, for servers with several; "
-     "OPENAI_API_KEY in the environment is the key, if the server needs one."},
+     "token's time is that from one piece of text to the next. MODEL is the model's name there, for servers with "
+     "several; OPENAI_API_KEY in the environment is the key, if the server needs one."},
     {"logits", "MODEL", logits, "what a model expects next, or all logits as a NumPy file",
      "Writes the most likely next tokens: id, logit, probability, text."},
     {"explain", "MODEL", explain, "how a model reads a text, token by token",
@@ -1596,19 +1557,19 @@ static void print_summary(FILE *to) {
 }
 
 int main(int argc, char **argv) {
-    const char *name = argc > 1 ? argv[1] : "";
-    bool help = !strcmp(name, "--help") || !strcmp(name, "-h") || !strcmp(name, "help");
+    bool help = argc > 1 && text_listed("help -h --help", argv[1]);
+    const int at = help ? 2 : 1; /* of the command's name */
+    const char *name = argc > at ? argv[at] : "";
     const Command *c = NULL;
     Error e;
     Options o = {.sampling = {.temperature = 1, .top_p = 1, .penalty = 1}};
-    if (getentropy(&o.sampling.seed, 4)) o.sampling.seed = (uint32_t)(seconds() * 1e6); /* short enough to type again */
+    if (getentropy(&o.sampling.seed, 4)) o.sampling.seed = (uint32_t)(seconds() * 1e6); /* short enough to be typed */
     signal(SIGPIPE, SIG_IGN); /* a closed pipe is an error like a full disk */
     setlocale(LC_CTYPE, "");
-    if (strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8"); /* or typed text is lost */
-    if (help) name = argc > 2 ? argv[2] : "";
+    if (strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8"); /* or libedit drops letters */
     for (int i = 0; i < COMMANDS; i++)
         if (!strcmp(name, commands[i].name)) c = commands + i;
-    for (int i = 2; i < argc; i++) help |= !strcmp(argv[i], "--help") || !strcmp(argv[i], "-h");
+    for (int i = 2; i < argc; i++) help |= text_listed("-h --help", argv[i]);
     int code = c || (help && !*name) ? DONE : USAGE;
     if (!strcmp(name, "--version"))
         code = DONE, printf("infer %s (%s)\n", VERSION, backend->name);

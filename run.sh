@@ -8,8 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-packages=(gcc make pkg-config libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev
-    libmicrohttpd-dev)
+read -ra packages <<<"gcc make pkg-config $(sed -n 's/^PACKAGES *= //p' Makefile)"
 
 install_missing() {
     local missing=() package

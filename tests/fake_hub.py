@@ -59,7 +59,7 @@ class Request(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_CONNECT(self):
-        """As a proxy: hands on what it cannot read."""
+        """As a proxy: passes on bytes that it cannot read."""
         self.name = None
         self.hub.requests.append(copy.copy(self))
         host, port = self.path.split(":")
@@ -146,7 +146,7 @@ class Request(BaseHTTPRequestHandler):
         return self.reset()
 
     def refused(self):
-        """Answers a request that lacks the token that is needed."""
+        """Refuses a request without the token, if the hub has one; False: it may go on."""
         if not self.hub.token or self.sent_token() == self.hub.token:
             return False
         return self.error(401, "RepoNotFound")
@@ -168,7 +168,7 @@ class Request(BaseHTTPRequestHandler):
         if revision not in (*hub.revisions, hub.commit):
             return self.error(404, "RevisionNotFound")
         def listed(name, file, path, git_hash, sha256):
-            """A file as the two lists have it, which name its fields differently."""
+            """An entry of a list of files. There are two lists, which name its fields differently."""
             entry = {path: name, "size": file.size,
                      git_hash: hashlib.sha1(name.encode()).hexdigest() if file.large else file.id}
             if file.large:
@@ -262,7 +262,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 256
 
     def handle_error(self, request, client_address):
-        """A client that resets its connection is no error."""
+        """Prints nothing when a client resets its connection."""
 
 
 class FakeHub:

@@ -26,7 +26,7 @@ ASK = ("play", "org/model", "-p", "hello", "--temperature", "0", "--max-tokens",
 
 
 def big_file():
-    """The path of a file of 70 MB, nowhere like itself."""
+    """The path of a file of 70 MB without equal blocks."""
     path = HOME / "big.safetensors"
     if not path.exists():
         made = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}")
@@ -62,7 +62,7 @@ def cache_of(hub, folder):
 
 
 def check_whole(hub, folder, names=None, leftovers=False):
-    """Every file is there, under its name and right; nothing else is."""
+    """Every file is there under its name with the right bytes, and nothing else is there."""
     cache = cache_of(hub, folder)
     names = sorted(hub.files if names is None else names)
     snapshot = cache / "snapshots" / hub.commit
@@ -77,7 +77,7 @@ def check_whole(hub, folder, names=None, leftovers=False):
 
 
 def check_sent(hub, size):
-    """The large file's bytes were sent, and hardly any twice: a connection may have been given up on a busy machine."""
+    """The large file's bytes were sent once, but for a few: a busy machine may have lost a connection."""
     sent = hub.sent["big.safetensors"]
     expect(size <= sent < size + (8 << 20), f"{sent} bytes were sent for {size}")
 
@@ -205,7 +205,7 @@ def api(answer):
 
 
 def change(**values):
-    """Goes on with the request, but for these fields of it."""
+    """Goes on with the request after a change of these fields."""
     return lambda q: q.__dict__.update(values)
 
 
@@ -454,13 +454,14 @@ def test_two_processes(folder):
         (cache_of(hub, folder) / "blobs" / hub.files[WEIGHTS].id).unlink()
         with lock.open("r+") as held:  # another tool fetches it
             fcntl.flock(held, fcntl.LOCK_EX)
-            with start("download", "org/model", env=env_of(hub, folder), stderr=subprocess.PIPE,
-                       stdout=subprocess.DEVNULL) as p:
-                while b"is being fetched already" not in p.stderr.readline():
-                    expect(p.poll() is None, "it did not wait")
-                fcntl.flock(held, fcntl.LOCK_UN)
-                p.stderr.read()
-                same(p.wait(60), 0, "exit code after a wait")
+            for interrupt, code in (True, 130), (False, 0):
+                with start("download", "org/model", env=env_of(hub, folder), stderr=subprocess.PIPE,
+                           stdout=subprocess.DEVNULL) as p:
+                    while b"is being fetched already" not in p.stderr.readline():
+                        expect(p.poll() is None, "it did not wait")
+                    p.send_signal(signal.SIGINT) if interrupt else fcntl.flock(held, fcntl.LOCK_UN)
+                    p.stderr.read()
+                    same(p.wait(60), code, f"exit code of a wait, interrupted: {interrupt}")
         check_whole(hub, folder)
 
 
@@ -677,7 +678,7 @@ def test_list_and_rm(folder):
 
 
 def test_inspect(folder):
-    """Of a folder and of a repository, of which only headers are fetched, and both say the same."""
+    """A folder and a repository give the same facts; of the repository only headers are fetched."""
     (folder / "tmp").mkdir()
     with FakeHub(SMALL, repository="org/parrot") as hub:
         env = env_of(hub, folder, TMPDIR=folder / "tmp")
@@ -734,7 +735,7 @@ def test_inspect(folder):
 
 
 def test_same_names(folder):
-    """A model that is here has the same names for every command, and none of them asks the hub."""
+    """Every command takes the same names for a model that is here, and none asks the hub."""
     with FakeHub(SMALL) as hub:
         env = env_of(hub, folder)
         fetch(hub, folder)
@@ -895,7 +896,7 @@ print(snapshot_download("org/model", local_files_only=sys.argv[1] == "local"))
 
 
 def test_python_client(folder):
-    """huggingface_hub finds what we fetched without a request, and we what it fetched."""
+    """huggingface_hub finds what infer fetched without a request, and infer what huggingface_hub fetched."""
     python = os.environ.get("HUB_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import huggingface_hub"], capture_output=True).returncode:
         raise Skip("needs huggingface_hub (HUB_PYTHON names a Python that has it)")
@@ -911,13 +912,13 @@ def test_python_client(folder):
         same(client(folder / "ours", "local"), ours, "path")
         same(hub.asked(), 0, "requests")
         client(folder / "ours", "online")
-        same(hub.sent, {}, "contents that it fetched again")
+        same(hub.sent, {}, "contents that huggingface_hub fetched again")
         check_whole(hub, folder / "ours")
         hub.clear()
         theirs = client(folder / "theirs", "online")
         hub.clear()
         same(fetch(hub, folder / "theirs", "--all").text, theirs, "path")
-        same(hub.sent, {}, "contents that we fetched again")
+        same(hub.sent, {}, "contents that infer fetched again")
         check_whole(hub, folder / "theirs")
         hub.clear()
         same(fetch(hub, folder / "theirs", env={"HF_HUB_OFFLINE": 1}).text, theirs, "path")
