@@ -16,8 +16,7 @@ bool fail(Error *e, int code, const char *format, ...) {
     char text[sizeof e->text]; /* an argument may be e->text itself */
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    Bytes shown = {
-        0}; /* names from files may hold anything; a message is one line, without terminal escapes or half characters */
+    Bytes shown = {0}; /* a name from a file may hold anything, such as line breaks and terminal escapes */
     bytes_shown(&shown, text, strlen(text), false);
     e->code = code;
     snprintf(e->text, sizeof e->text, "%s", shown.data ? shown.data : "");
@@ -162,11 +161,11 @@ bool file_exists(const char *path) {
     return !stat(path, &st) && S_ISREG(st.st_mode);
 }
 
-enum { MOST_COMMAS = 4000000 }; /* three times those of the largest tokenizer.json; cJSON takes 80 bytes for each */
+enum { MOST_COMMAS = 4000000 }; /* the largest tokenizer.json has a third; cJSON takes 80 bytes for each value */
 
 static bool digit(char c) { return c >= '0' && c <= '9'; }
 
-/* Is the dot or zero at s part of a number that cJSON takes and RFC 8259 does not: 1., -.5, 01, -01? */
+/* Does the dot or zero at s make a number that cJSON accepts and RFC 8259 forbids: 1., -.5, 01, -01? */
 static bool json_lax_number(const char *text, const char *s, const char *end) {
     bool more = s + 1 < end && digit(s[1]);
     char before = s > text ? s[-1] : ' ';
@@ -175,8 +174,7 @@ static bool json_lax_number(const char *text, const char *s, const char *end) {
     return more && !strchr("0123456789.eE+", before);
 }
 
-/* What cJSON accepts or cuts silently although it is wrong, and where; NULL: nothing. cJSON checks the rest of the
- * grammar. */
+/* The first error that cJSON would accept, or cut silently, and its offset; NULL: none. cJSON finds the others. */
 static const char *json_laxity(const char *text, size_t n, size_t *offset) {
     const char *s = text, *end = text + n;
     size_t values = 0;
@@ -200,17 +198,17 @@ static const char *json_laxity(const char *text, size_t n, size_t *offset) {
 
 static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
-/* A key that occurs twice in one object anywhere below `value`, or NULL. cJSON limits the depth of nesting. */
+/* A key that occurs twice in one object, at any depth, or NULL. cJSON limits the depth. */
 static const char *json_twice(const cJSON *value) {
-    const char *twice = NULL;
     size_t n = 0;
-    for (const cJSON *m = value->child; m && !twice; m = m->next, n++) twice = m->child ? json_twice(m) : NULL;
-    if (twice || n < 2 || !cJSON_IsObject(value)) return twice;
-    const char **name = allocate(n * sizeof *name);
-    n = 0;
-    for (const cJSON *m = value->child; m; m = m->next) name[n++] = m->string;
-    qsort(name, n, sizeof *name, by_name);
-    for (size_t i = 1; i < n && !twice; i++)
+    const cJSON *m;
+    const char *twice = NULL, **name = allocate((size_t)cJSON_GetArraySize(value) * sizeof *name);
+    cJSON_ArrayForEach(m, value) {
+        name[n++] = m->string;
+        if (m->child && !twice) twice = json_twice(m);
+    }
+    if (cJSON_IsObject(value)) qsort(name, n, sizeof *name, by_name);
+    for (size_t i = 1; i < n && !twice && cJSON_IsObject(value); i++)
         if (!strcmp(name[i - 1], name[i])) twice = name[i];
     free(name);
     return twice;

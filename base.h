@@ -1,5 +1,5 @@
-/* base.h: what every C file of infer stands on: exit codes, one-line errors, growing arrays, UTF-8, small files and
- * strict JSON. It hides cJSON's laxities: whatever json_parse returns is JSON by RFC 8259 with no key twice. */
+/* base.h: what all other C files use: exit codes, one-line errors, growing arrays, UTF-8, small files, strict JSON.
+ * cJSON accepts more than RFC 8259 allows; json_parse() does not, and refuses an object with the same key twice. */
 #ifndef BASE_H
 #define BASE_H
 
@@ -58,16 +58,16 @@ void ids_add(Ids *ids, int id);
 void ids_append(Ids *ids, const int *more, size_t n);
 void ids_free(Ids *ids);
 
-/* Length of the code point at s (1-4), or, below 0, that of the longest part that is not UTF-8 (RFC 3629: no
- * surrogates, nothing above U+10FFFF, no overlong form) or not complete. n > 0. */
+/* The length of the code point at s, 1 to 4. If it is invalid or incomplete, the length of that part, negative (RFC
+ * 3629: no surrogates, nothing above U+10FFFF, no overlong form). n > 0. */
 int utf8_decode(const char *s, size_t n, uint32_t *cp);
 /* Offset of the first byte that is not UTF-8, or n. */
 size_t utf8_check(const char *s, size_t n);
-/* Appends text as a terminal may show it: control characters, which could begin escape sequences, and bytes that are
- * not UTF-8 become '?'; line breaks and tabs stay if `lines`. */
+/* Appends text that is safe for a terminal: control characters, which begin escape sequences, and invalid UTF-8 become
+ * '?'. Line breaks and tabs stay if `lines`. */
 void bytes_shown(Bytes *out, const char *text, size_t n, bool lines);
-/* Output that arrives in pieces: what of the bytes in b is complete goes to `out`, each maximal invalid part as one
- * U+FFFD (Unicode 3.9, best practice); an incomplete end stays in b until `flush`. */
+/* For output that arrives in parts: moves complete characters from b to `out`. Each maximal invalid part becomes one
+ * U+FFFD (Unicode 3.9, best practice). An incomplete character at the end stays in b unless `flush`. */
 void utf8_stream(Bytes *b, Bytes *out, bool flush);
 
 /* The whole of a regular file of at most `most` bytes. */
@@ -75,17 +75,17 @@ bool file_read(const char *path, size_t most, Bytes *out, Error *e);
 bool file_exists(const char *path);
 void stdin_read(Bytes *out); /* all of it; "" if there is none */
 
-/* JSON, refused with `name` and the offset where cJSON would be lax: trailing text, keys twice, bad numbers, control
- * bytes, \u0000, invalid UTF-8, a byte-order mark. Free with cJSON_Delete. */
+/* Parses JSON; free it with cJSON_Delete. NULL: BAD_MODEL with `name` and the offset. Refused, although cJSON accepts
+ * them: trailing text, a key twice, bad numbers, control bytes, \u0000, invalid UTF-8, a byte-order mark. */
 cJSON *json_parse(const char *text, size_t n, const char *name, Error *e);
 cJSON *json_read(const char *path, size_t most, Error *e);
 /* Members of objects; case matters. json_get returns NULL for a missing key and for null. */
 const cJSON *json_get(const cJSON *object, const char *key);
 const char *json_string(const cJSON *object, const char *key); /* or NULL */
 bool json_true(const cJSON *object, const char *key);
-/* A whole number in [least, most]; doubles hold every integer below 2^53 exactly, and nothing above is taken. */
+/* A whole number in [least, most], below 2^53 in size, which a double holds exactly. */
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);
-/* n bytes of UTF-8 as a JSON string. A NUL becomes U+FFFD: json_parse takes none, so none is written. */
+/* n bytes of UTF-8 as a JSON string. A NUL becomes U+FFFD, because json_parse() refuses it. */
 cJSON *json_from_text(const char *text, size_t n);
 /* Appends it as JSON text, between quotes. */
 void bytes_json(Bytes *out, const char *text, size_t n);

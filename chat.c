@@ -1,8 +1,7 @@
-/* chat.c: conversations, harmony, and a table of simpler formats. Harmony follows docs/format.md of
- * github.com/openai/harmony, tools its JSON-schema-to-TypeScript rules; the other formats write what the models'
- * published chat templates write. The readers accept what models really write, not only what they should. See chat.h.
- */
-#include "gguf.h"
+/* chat.c: conversations, harmony, and a table of simpler formats. Harmony follows github.com/openai/harmony: messages
+ * its docs/format.md, tools its translation of JSON schemas to TypeScript. The other formats write what the published
+ * chat templates write. The readers accept what models write, right or wrong. See chat.h. */
+#include "chat.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,16 +9,15 @@
 #include <time.h>
 #include <utf8proc.h>
 
-enum { MOST_TEMPLATE = 32 << 20 };
 enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 1000 /* from a result to its call */ };
-enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT }; /* in Chat.control, */
-enum { OPEN_THINK, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, MARKS };  /* or, in other formats, these */
+enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT }; /* in Chat.control for harmony */
+enum { OPEN_THINK, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, MARKS };  /* in Chat.control for other formats */
 
 static const char constrained[] = "<|constrain|>", functions[] = "functions.", heading[] = "# Instructions\n\n",
                   open_think[] = "<think>", close_think[] = "</think>", open_call[] = "<tool_call>",
                   close_call[] = "</tool_call>";
 
-enum { STREAM_END = -2 }; /* no token, and no mark that the tokenizer lacks */
+enum { STREAM_END = -2 }; /* is no token; -1 stands in Chat.control for a token that the tokenizer lacks */
 
 /* The JSON keys of a message's texts; from HEADER on they are harmony's own. */
 enum { WORDS = 6, HEADER = 3 };
@@ -27,6 +25,12 @@ static const char *const words[WORDS] = {"role", "tool_call_id", "name", "channe
 
 static bool same(const char *a, const char *b) { return a && b && !strcmp(a, b); }
 static bool begins(const char *text, const char *with) { return text && !strncmp(text, with, strlen(with)); }
+/* The length of `with` if the text begins with it, else 0. */
+static size_t length_of(const char *text, const char *with) { return begins(text, with) ? strlen(with) : 0; }
+
+static const Bytes nothing = {0};
+static Bytes view(const char *text) { return (Bytes){.data = (char *)(uintptr_t)text, .n = text ? strlen(text) : 0}; }
+static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n; }
 
 /* ---- formats ---- */
 
@@ -36,14 +40,14 @@ enum {
     ALONE = 4  /* a call is a turn of its own, and tools stand before the user's first text */
 };
 
-/* Pieces of text. Only here names of control tokens become control tokens. %s stands for a text from outside, %t for
- * one without white space around it, %p for what precedes it. */
+/* Pieces of text. Names of control tokens become control tokens here and nowhere else. %s stands for a text from
+ * outside, %t for the same without white space at both ends, %p for what precedes the text. */
 struct Format {
-    const char *name, *has[3]; /* strings that its template contains or, after a '!', does not contain */
+    const char *name, *has[3]; /* strings that the template contains or, after a '!', lacks */
     const char *begin, *system, *user, *assistant;
-    const char *about; /* precedes the system text: Python's name if there are tools, the date */
-    const char *thoughts, *think,
-        *quiet; /* in the history, NULL: none; at the end of the prompt; the same for effort none */
+    const char *about;                           /* precedes the system text; %p: the line about tools, %s: the date */
+    const char *thoughts;                        /* in the history; NULL: none */
+    const char *think, *quiet;                   /* at the end of a prompt; the same for effort none */
     const char *tools, *call, *results, *result; /* the list of tools, a call, the turn of all results, one of them */
     int flags;
 };
@@ -72,7 +76,7 @@ struct Format {
 #define DEEPSEEK(past) .begin = "<｜begin▁of▁sentence｜>", .system = "%s", .user = "<｜User｜>%s", \
     .assistant = "<｜Assistant｜>%s<｜end▁of▁sentence｜>", .thoughts = past
 
-/* The first that fits counts. In `has` all quotes are single, and a line break is \n as in a literal. */
+/* The first row that fits counts. `has` is compared with the template after each " became ' and each line break \n. */
 static const Format formats[] = {
     {"Qwen3, always thinking", {"last_query_index", "assistant\\n<think>\\n'"}, QWEN3, .think = "<think>\n"},
     {"Qwen3", {"last_query_index", "enable_thinking", "<args-json-object>"}, QWEN3, .quiet = "<think>\n\n</think>\n\n"},
@@ -108,35 +112,7 @@ enum { FORMATS = sizeof formats / sizeof *formats };
 static const Format harmony = {"harmony",
                                .call = "<|channel|>commentary to=functions.%p <|constrain|>json<|message|>%s"};
 
-bool chat_template(const char *dir, Bytes *out, Error *e) {
-    static const char *const files[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
-    bool gguf = gguf_named(dir);
-    cJSON *metadata = gguf ? gguf_metadata(dir, e) : NULL;
-    bool ok = metadata || !gguf;
-    const char *text = json_string(metadata, "tokenizer.chat_template");
-    bytes_text(out, text ? text : "");
-    cJSON_Delete(metadata);
-    for (int i = 0; i < 3 && ok && !out->n && !gguf; i++) {
-        Bytes path = {0};
-        bytes_print(&path, "%s/%s", dir, files[i]);
-        if (file_exists(path.data)) {
-            cJSON *config = i ? json_read(path.data, MOST_TEMPLATE, e) : NULL;
-            const cJSON *template = json_get(config, "chat_template"), *named;
-            ok = i ? config != NULL : file_read(path.data, MOST_TEMPLATE, out, e);
-            if (cJSON_IsString(template)) bytes_text(out, template->valuestring);
-            cJSON_ArrayForEach(named, template) { /* [{"name": "default", "template": ...}, ...] */
-                const char *text = json_string(named, "template");
-                if (text && same(json_string(named, "name"), "default")) bytes_text(out, text);
-            }
-            cJSON_Delete(config);
-        }
-        bytes_free(&path);
-    }
-    bytes_text(out, "");
-    return ok;
-}
-
-/* The control token whose name, <...> or [...], begins the text; -1: it is text. */
+/* The control token whose name, <...> or [...], begins the text, or -1; *n is the length of its name. */
 static int control_at(const Tokenizer *t, const char *s, size_t *n) {
     char name[MOST_NAME + 1] = "";
     *n = *s == '<' || *s == '[' ? strcspn(s, *s == '<' ? ">" : "]") + 1 : 0;
@@ -158,7 +134,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
     static const char *const names[CONTROLS] = {"<|start|>", "<|channel|>", constrained,  "<|message|>",
                                                 "<|end|>",   "<|call|>",    "<|return|>", "<|endoftext|>"};
     static const char *const marks[] = {open_think, close_think, open_call, close_call, "<|python_tag|>"};
-    static const char preset[] = "<|im_start|>system\\n"; /* what ChatML says where nobody gave a system text */
+    static const char preset[] = "<|im_start|>system\\n"; /* behind it stands ChatML's own system text */
     Bytes text = {0};
     *chat = (Chat){.tokenizer = t, .format = &harmony};
     for (int i = 0; i < CONTROLS; i++)
@@ -265,11 +241,11 @@ Part message_part(const Message *m) {
     return same(m->channel, "analysis") ? REASONING : same(m->channel, "commentary") ? PREAMBLE : ANSWER;
 }
 
-/* How many bytes of a word may stand in a header: it must not contain what could be read as another part. */
+/* How many bytes of a word may stand in a header, where no byte may look like another part of it. */
 static size_t legal_length(const char *word, size_t n) {
     size_t i = 0;
     while (i < n && i < MOST_NAME && (unsigned char)word[i] > ' ' && !strchr("<>[=%\177", word[i])) i++;
-    while (i < n && (word[i] & 0xC0) == 0x80) i--; /* whole characters */
+    while (i < n && (word[i] & 0xC0) == 0x80) i--; /* does not cut a character */
     return i;
 }
 
@@ -317,17 +293,16 @@ static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
     return true;
 }
 
-/* The author of a tool's message, unless it has harmony's own name: the function that was called with this id, or else
- * the last one called. */
+/* Finds the author of a result that does not name it as harmony does: the function that was called with the result's
+ * id, or else the last one called. */
 static bool find_author(const Conversation *c, Message *result) {
     const char *called = NULL;
-    bool same_id = false;
     if (result->name && strchr(result->name, '.')) return true;
-    for (int i = c->messages - 1; i >= 0 && i >= c->messages - MOST_BACK && !same_id; i--) {
+    for (int i = c->messages - 1; i >= 0 && i >= c->messages - MOST_BACK; i--) {
         const Message *m = c->message + i;
-        if (!same(m->role, "assistant") || !m->recipient) continue;
-        same_id = same(result->id, m->id);
-        if (same_id || !called) called = m->recipient;
+        bool call = same(m->role, "assistant") && m->recipient, asked = call && same(result->id, m->id);
+        if (asked || (call && !called)) called = m->recipient;
+        if (asked) break;
     }
     conversation_set(&result->name, called);
     if (!result->channel) conversation_set(&result->channel, "commentary");
@@ -340,7 +315,7 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
     const cJSON *calls = json_get(json, "tool_calls");
     const char *role = json_string(json, "role"), *channel = NULL, *reason = NULL;
     bool system = same(role, "system") || same(role, "developer"), assistant = same(role, "assistant"), ok = true,
-         tool = same(role, "tool"), header = false; /* in harmony's words */
+         tool = same(role, "tool"), header = false; /* harmony's keys are there */
     Bytes text = {0};
     if (!system && !assistant && !tool && !same(role, "user"))
         return fail(e, USAGE, "messages[%d] has the unknown role '%.40s'", i, role ? role : "");
@@ -350,11 +325,12 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
     for (int k = 0; k < 3 && assistant && !reason; k++) reason = json_string(json, reasons[k]);
     if (reason && *reason) conversation_add(c, role, "analysis", reason, strlen(reason));
     if (assistant && !header) channel = cJSON_GetArraySize(calls) ? "commentary" : "final";
-    if (system && !c->messages) { /* a system prompt of the user's is an instruction of the developer's */
+    if (system && !c->messages) { /* harmony writes it into the developer's message */
         Bytes all = {0};
-        bytes_print(&all, "%s%s%s", c->instructions ? c->instructions : "", c->instructions ? "\n\n" : "", text.data);
-        conversation_set(&c->instructions, all.data);
-        bytes_free(&all);
+        if (c->instructions) bytes_print(&all, "%s\n\n", c->instructions);
+        bytes_text(&all, text.data);
+        free(c->instructions);
+        c->instructions = all.data;
     } else if (text.n || !channel || !(reason || cJSON_GetArraySize(calls))) {
         Message *m = conversation_add(c, system ? "developer" : role, channel, text.data, text.n);
         for (int w = tool ? 1 : HEADER; w < WORDS; w++)
@@ -404,13 +380,13 @@ static void append_json(Bytes *out, cJSON *json) {
     cJSON_Delete(json);
 }
 
-/* In harmony's words, or as message `number` of a conversation in the shape of chat completions, as far as that shape
- * allows. */
+/* As harmony's words if `number` is negative, else as that message of a chat-completions request; it keeps harmony's
+ * words where that shape has none. */
 static cJSON *message_object(const Message *m, int number) {
     cJSON *json = cJSON_CreateObject(), *to = json;
     bool own = same(m->role, "assistant") && number >= 0, thought = own && message_part(m) == REASONING;
     bool call = own && begins(m->recipient, functions) && m->recipient[strlen(functions)];
-    int n = number >= 0 && m->id ? HEADER - 1 : WORDS; /* a result's id says it all */
+    int n = number >= 0 && m->id ? HEADER - 1 : WORDS; /* a result with an id needs no more */
     if (call || thought) n = 1;
     if (own && same(m->channel, "final") && !m->recipient) n = HEADER;
     for (int w = 0; w < n; w++) cJSON_AddStringToObject(json, words[w], m->word[w]); /* NULL adds nothing */
@@ -431,22 +407,19 @@ static cJSON *message_object(const Message *m, int number) {
 void message_json(const Message *m, Bytes *out) { append_json(out, message_object(m, -1)); }
 
 void conversation_json(const Conversation *c, Bytes *out) {
-    cJSON *json = c->request ? cJSON_Duplicate(c->request, true) : cJSON_CreateObject(), *system = cJSON_CreateObject();
+    const Message system = {.role = (char[]){"system"}, .content = view(c->instructions)};
+    cJSON *json = c->request ? cJSON_Duplicate(c->request, true) : cJSON_CreateObject();
     cJSON_AddStringToObject(json, "reasoning_effort", c->effort);
     cJSON_AddStringToObject(json, "date", c->date ? c->date : "none");
     cJSON *messages = cJSON_AddArrayToObject(json, "messages");
-    cJSON_AddStringToObject(system, "role", "system");
-    if (cJSON_AddStringToObject(system, "content", c->instructions)) /* unless it is NULL */
-        cJSON_AddItemToArray(messages, system);
-    else
-        cJSON_Delete(system);
+    if (c->instructions) cJSON_AddItemToArray(messages, message_object(&system, 0));
     for (int i = 0; i < c->messages; i++) cJSON_AddItemToArray(messages, message_object(c->message + i, i));
     append_json(out, json);
 }
 
 /* ---- tools as TypeScript ---- */
 
-/* Each line of the text as a comment; nothing for NULL. A line break at the end is ignored. */
+/* Writes each line of the text as a comment; nothing for NULL. */
 static void comment(Bytes *out, int indent, const char *text) {
     while (text && *text) {
         size_t n = strcspn(text, "\n");
@@ -455,17 +428,19 @@ static void comment(Bytes *out, int indent, const char *text) {
     }
 }
 
-/* `before` and "default: x" if there is a default, even null; a text is quoted unless it is one of an enum. */
-static void add_default(Bytes *out, const char *before, const cJSON *schema) {
+/* Writes "default: x" between two texts if there is a default, even null. Only texts of enums lack quotes. */
+static void add_default(Bytes *out, int indent, const char *before, const cJSON *schema, const char *after) {
     cJSON *value = cJSON_Duplicate(cJSON_GetObjectItemCaseSensitive(schema, "default"), true);
-    if (value) bytes_print(out, "%sdefault: ", before);
+    if (!value) return;
     if (json_get(schema, "enum") && cJSON_IsString(value)) value->type = cJSON_Raw;
-    if (value) append_json(out, value);
+    bytes_print(out, "%*s%sdefault: ", indent, "", before);
+    append_json(out, value);
+    bytes_text(out, after);
 }
 
 static void add_type(Bytes *out, const cJSON *schema, int indent);
 
-/* The alternatives of a oneOf, one line each, with its comment unless all share it. */
+/* The alternatives of a oneOf, one a line, each with its own comment. */
 static void add_variants(Bytes *out, const cJSON *schema, int indent) {
     const cJSON *variant;
     cJSON_ArrayForEach(variant, json_get(schema, "oneOf")) {
@@ -474,39 +449,34 @@ static void add_variants(Bytes *out, const cJSON *schema, int indent) {
         bytes_print(out, "\n%*s | ", indent, "");
         add_type(out, variant, indent + 3);
         if (description) bytes_print(out, " // %s", description);
-        add_default(out, description ? " " : " // ", variant);
+        add_default(out, 0, description ? " " : " // ", variant, "");
     }
 }
 
 static void add_properties(Bytes *out, const cJSON *schema, int indent) {
     const cJSON *property, *item;
     cJSON_ArrayForEach(property, json_get(schema, "properties")) {
-        const char *title = json_string(property, "title"), *name = property->string;
-        bool required = false, lines = json_get(property, "oneOf");
-        int most = MOST_REQUIRED;
-        cJSON_ArrayForEach(item,
-                           json_get(schema, "required")) if ((required = same(cJSON_GetStringValue(item), name)) ||
-                                                             !--most) break;
+        const cJSON *required = json_get(schema, "required"), *name = required ? required->child : NULL;
+        const char *title = json_string(property, "title");
+        bool lines = json_get(property, "oneOf");
+        for (int i = 1; name && !same(cJSON_GetStringValue(name), property->string); i++)
+            name = i < MOST_REQUIRED ? name->next : NULL;
         comment(out, indent, title);
         if (title) bytes_print(out, "%*s//\n", indent, "");
         comment(out, indent, json_string(property, "description"));
         if (cJSON_GetArraySize(json_get(property, "examples"))) comment(out, indent, "Examples:");
         cJSON_ArrayForEach(item, json_get(property, "examples")) if (cJSON_IsString(item))
             bytes_print(out, "%*s// - \"%s\"\n", indent, "", item->valuestring);
-        Bytes above = {0};
-        if (lines) add_default(&above, "", property);
-        comment(out, indent, above.data);
-        bytes_free(&above);
-        bytes_print(out, "%*s%s%s:%s", indent, "", name, required ? "" : "?", lines ? "" : " ");
+        if (lines) add_default(out, indent, "// ", property, "\n");
+        bytes_print(out, "%*s%s%s:%s", indent, "", property->string, name ? "" : "?", lines ? "" : " ");
         add_type(out, property, indent + (lines ? 0 : 4));
-        if (lines) bytes_print(out, "\n%*s", indent, "");
-        bytes_text(out, ",");
-        if (!lines) add_default(out, " // ", property);
+        bytes_print(out, lines ? "\n%*s," : "%*s,", lines ? indent : 0, "");
+        if (!lines) add_default(out, 0, " // ", property, "");
         bytes_text(out, "\n");
     }
 }
 
-/* The texts of a list as alternatives between quotes, or else `otherwise`. */
+/* Writes a list of texts as quoted alternatives, or `otherwise` if it has none. */
 static void add_union(Bytes *out, const cJSON *list, const char *quote, const char *otherwise) {
     const cJSON *item;
     size_t before = out->n;
@@ -517,8 +487,7 @@ static void add_union(Bytes *out, const cJSON *list, const char *quote, const ch
     if (out->n == before) bytes_text(out, otherwise);
 }
 
-/* A JSON schema as a TypeScript type. What is nested very deep becomes `any`, because indentation would grow without
- * limit. */
+/* Writes a JSON schema as a TypeScript type. Deep nesting becomes `any`, which limits the indentation. */
 static void add_type(Bytes *out, const cJSON *schema, int indent) {
     const cJSON *types = json_get(schema, "type"), *items = json_get(schema, "items");
     const char *type = cJSON_GetStringValue(types);
@@ -561,8 +530,8 @@ static void add_tools(Bytes *out, const cJSON *tools) {
 
 /* ---- prompts ---- */
 
-/* A prompt is written as one text, in which the byte TOKEN, an id and ';' stand for a token: no UTF-8 has that byte,
- * and chat_render() refuses texts that are not UTF-8. */
+/* A prompt is written as one text. In it the byte TOKEN, an id and ';' stand for a token. No text can contain that
+ * byte, because chat_render() refuses invalid UTF-8. */
 enum { TOKEN = 0xFF };
 
 typedef struct {
@@ -587,14 +556,14 @@ static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) 
     return true;
 }
 
-/* White space as Python's strip sees it. */
+/* White space as Python's str.strip() defines it. */
 static bool is_space(uint32_t c) {
     const utf8proc_property_t *p = utf8proc_get_property((utf8proc_int32_t)c);
     return p->category == UTF8PROC_CATEGORY_ZS || p->bidi_class == UTF8PROC_BIDI_CLASS_WS ||
            p->bidi_class == UTF8PROC_BIDI_CLASS_B || p->bidi_class == UTF8PROC_BIDI_CLASS_S;
 }
 
-/* A text without the white space around it; it is not copied. */
+/* The text without white space at both ends; not a copy. */
 static Bytes trim(Bytes text) {
     size_t begin = text.n, end = text.n, length;
     for (size_t i = 0; i < text.n; i += length) {
@@ -607,7 +576,7 @@ static Bytes trim(Bytes text) {
     return (Bytes){.data = text.data + begin, .n = end - begin};
 }
 
-/* JSON as Python writes it: a space after each comma and colon or, with an indent, one item a line. */
+/* Writes JSON as Python does: a space after each comma and colon, or with an indent one item a line. */
 static void put_json(Bytes *out, const cJSON *value, int indent, int depth) {
     bool object = cJSON_IsObject(value);
     int width = indent * depth < MOST_INDENT ? indent * depth : MOST_INDENT;
@@ -626,11 +595,7 @@ static void put_json(Bytes *out, const cJSON *value, int indent, int depth) {
     bytes_text(out, object ? "}" : "]");
 }
 
-static const Bytes nothing = {0};
-static Bytes view(const char *text) { return (Bytes){.data = (char *)(uintptr_t)text, .n = text ? strlen(text) : 0}; }
-static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n; }
-
-/* Appends a piece of a format, or another text with names of control tokens, and fills in its texts. */
+/* Appends a piece of a format: names of control tokens become tokens, and texts replace %s, %t and %p. */
 static void fill(const Prompt *p, Bytes *out, const char *piece, Bytes before, Bytes text) {
     size_t n;
     for (const char *s = piece ? piece : ""; *s; s += n) {
@@ -648,7 +613,7 @@ static void fill(const Prompt *p, Bytes *out, const char *piece, Bytes before, B
 
 /* ---- prompts of harmony ---- */
 
-/* A text of the system message that rarely differs from `initial`. */
+/* A text of the system message, which a request may replace. */
 static const char *setting(const Conversation *c, const char *key, const char *initial) {
     return json_string(c->request, key) ? json_string(c->request, key) : initial;
 }
@@ -684,19 +649,19 @@ static void put_developer(Prompt *p) {
     bytes_free(&text);
 }
 
-/* Its header is written as a piece, because no word that check_word() accepts names a control token or a place. */
+/* The header may be written as a piece, because check_word() accepts no '<', '[' and '%'. */
 static bool put_message(Prompt *p, const Message *m, Error *e) {
     bool model = same(m->role, "assistant"), call = model && m->recipient;
     const char *author = m->name ? m->name : m->role, *type = m->content_type, *end = call ? "<|call|>" : "<|end|>";
     Bytes piece = {0};
-    if (m->sampled.n) { /* replayed, except the token that ended it: <|return|> is never an input */
+    if (m->sampled.n) { /* its last token may be <|return|>, which is never an input */
         for (size_t i = 0; i + 1 < m->sampled.n; i++) put_token(&p->text, m->sampled.data[i]);
         fill(p, &p->text, end, nothing, nothing);
         return true;
     }
     if (!check_word("role", author, e) || (m->recipient && !check_word("recipient", m->recipient, e)) ||
         (m->channel && !check_word("channel", m->channel, e)) ||
-        (type && !check_word("content_type", type + (begins(type, constrained) ? strlen(constrained) : 0), e)))
+        (type && !check_word("content_type", type + length_of(type, constrained), e)))
         return false;
     bytes_print(&piece, "<|start|>%s", author);
     if (m->recipient && !model) bytes_print(&piece, " to=%s", m->recipient);
@@ -712,7 +677,7 @@ static bool put_message(Prompt *p, const Message *m, Error *e) {
 
 static bool put_harmony(Prompt *p, bool prompt, Error *e) {
     const Conversation *c = p->c;
-    int ended = -1; /* the last final answer that is not the end: reasoning before it is dropped */
+    int ended = -1; /* the last answer of a turn that has ended; reasoning before it is dropped */
     for (int i = 0; i < c->messages - !prompt; i++)
         if (same(c->message[i].role, "assistant") && message_part(c->message + i) == ANSWER) ended = i;
     if (!json_true(c->request, "bare")) put_system(p);
@@ -729,7 +694,7 @@ static bool put_harmony(Prompt *p, bool prompt, Error *e) {
 
 /* ---- prompts of other formats ---- */
 
-/* Does message i belong to the turn of the one before it? */
+/* Does message i belong to the same turn as message i - 1? */
 static bool continues(const Format *f, const Conversation *c, int i) {
     const Message *m = c->message + i;
     if (i >= c->messages || !same(m->role, m[-1].role)) return false;
@@ -737,7 +702,7 @@ static bool continues(const Format *f, const Conversation *c, int i) {
     return message_part(m - 1) == REASONING || (message_part(m - 1) != ANSWER && !(f->flags & ALONE));
 }
 
-/* The text of a message. Thoughts, also those that a client left in front of the answer, go to `thoughts`. */
+/* The text of a message without thoughts, which go to `thoughts`. A client may have left them in the answer. */
 static Bytes text_of(const Format *f, const Message *m, Bytes *thoughts) {
     bool model = same(m->role, "assistant");
     Bytes text = m->content;
@@ -762,23 +727,19 @@ static Bytes trim_lines(Bytes text) {
     return text;
 }
 
-static void put_call(const Prompt *p, Bytes *out, const Message *m) {
-    Error e;
-    Bytes name = {0}, arguments = {0};
-    cJSON *json = json_parse(m->content.data, m->content.n, "arguments", &e);
-    append_json(&name, cJSON_CreateString(m->recipient + (begins(m->recipient, functions) ? strlen(functions) : 0)));
-    if (json) put_json(&arguments, json, 0, 0);
-    fill(p, out, p->chat->format->call, name, json ? arguments : m->content);
-    bytes_free(&name), bytes_free(&arguments);
-    cJSON_Delete(json);
-}
-
-static void put_result(const Prompt *p, Bytes *out, const Message *m) {
+/* A text, a result or a call, with its arguments as Python writes JSON. */
+static void put_part(const Prompt *p, Bytes *out, const Message *m, Bytes text) {
     const Format *f = p->chat->format;
-    Bytes quoted = {0};
-    if (f->flags & ALONE) append_json(&quoted, json_from_text(m->content.data, m->content.n));
-    fill(p, out, f->result, nothing, f->flags & ALONE ? quoted : m->content);
-    bytes_free(&quoted);
+    bool result = same(m->role, "tool"), call = same(m->role, "assistant") && m->recipient;
+    Error e;
+    Bytes name = {0}, json = {0};
+    cJSON *arguments = call ? json_parse(m->content.data, m->content.n, "arguments", &e) : NULL;
+    if (call) append_json(&name, cJSON_CreateString(m->recipient + length_of(m->recipient, functions)));
+    if (arguments) put_json(&json, arguments, 0, 0);
+    if (result && f->flags & ALONE) bytes_json(&json, m->content.data, m->content.n);
+    fill(p, out, result ? f->result : call ? f->call : "%s", name, json.n ? json : call ? m->content : text);
+    bytes_free(&name), bytes_free(&json);
+    cJSON_Delete(arguments);
 }
 
 static void put_tools(const Prompt *p, Bytes *out) {
@@ -795,8 +756,8 @@ static void put_tools(const Prompt *p, Bytes *out) {
     bytes_free(&list);
 }
 
-/* Writes a turn from message i on: a text and what precedes it, all results, or thoughts, texts and calls. Returns the
- * message after it. Some formats have no place for a later system text. */
+/* Writes the turn that begins with message i, `before` in front of its text, and returns the first message behind it. A
+ * system text in the middle is the user's where the format has no other place. */
 static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     const Format *f = p->chat->format;
     const Message *m = p->c->message + i;
@@ -812,7 +773,7 @@ static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     Bytes thought = trim_lines(thoughts);
     while (thought.n && thought.data[thought.n - 1] == '\n') thought.n--;
     if (model && (kept || !keeps)) fill(p, &turn, f->thoughts, nothing, thought);
-    if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* then white space goes from both together */
+    if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* else they are trimmed as one text */
     for (; i < end; i++) {
         m = p->c->message + i;
         Bytes text = text_of(f, m, &thoughts);
@@ -820,24 +781,19 @@ static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
         if (model && !text.n && !m->recipient) continue;
         if (wrote) bytes_text(&turn, "\n");
         wrote = true;
-        if (tool)
-            put_result(p, &turn, m);
-        else if (model && m->recipient)
-            put_call(p, &turn, m);
-        else
-            bytes_add(&turn, text.data, text.n);
+        put_part(p, &turn, m, text);
     }
     fill(p, &p->text, piece, before, turn);
     bytes_free(&thoughts), bytes_free(&turn);
     return end;
 }
 
-/* Writes what precedes the first message or, to `before`, a text of the user's. */
+/* Writes what precedes the first message. What precedes a text of the user's goes to `before`. */
 static void put_begin(Prompt *p, Bytes *before) {
     const Format *f = p->chat->format;
     const char *system = p->c->instructions ? p->c->instructions : p->chat->preset;
     bool alone = f->flags & ALONE;
-    struct tm given = {0}, day = {.tm_year = 124, .tm_mon = 6, .tm_mday = 26}; /* as the template has it */
+    struct tm given = {0}, day = {.tm_year = 124, .tm_mon = 6, .tm_mday = 26}; /* the template's */
     char date[32];
     Bytes text = {0}, about = {0};
     bytes_text(&text, system ? system : "");
@@ -865,7 +821,7 @@ static void put_row(Prompt *p, bool prompt) {
     put_begin(p, &before);
     for (int i = 0; i < c->messages;)
         i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : nothing);
-    if (prompt) { /* what precedes an answer, except a space, which the model writes itself */
+    if (prompt) { /* what precedes an answer, without the space that the model writes itself */
         size_t n = strcspn(f->assistant, "%");
         char *head = copy_text(f->assistant, n && f->assistant[n - 1] == ' ' ? n - 1 : n);
         fill(p, &p->text, head, nothing, nothing);
@@ -950,27 +906,27 @@ void reader_take(Reader *r, Conversation *c) {
 /* In Reader.header the bytes 1 and 2 stand for <|channel|> and <|constrain|>. */
 static const char space[] = " \t\r\n", space_or_mark[] = " \t\r\n\1\2", marks[] = "\1\2";
 
-/* The length of the known word that begins the text, or 0. */
-static size_t known_word(const char *text, const char *const *known) {
-    while (*known && !begins(text, *known)) known++;
-    return *known ? strlen(*known) : 0;
+/* The length of the word of a list, "a b c", that begins the text, or 0. */
+static size_t known_word(const char *text, const char *list) {
+    size_t n = strcspn(list, " ");
+    while (n && strncmp(text, list, n)) list += n + (list[n] == ' '), n = strcspn(list, " ");
+    return n;
 }
 
-/* Reads a word of a header. *field is what the word gives, according to its place or a mark or "to=" before it. Returns
- * how many bytes were read; 0: it is text. If <|message|> is missing, only known words count as a header. */
+/* Reads the word of n bytes. What stood before it may have said which *field it is; NULL: nothing did. Returns how many
+ * bytes belong to the header; 0: the word is text. Unless <|message|> made the header `complete`, text may touch a word
+ * and only known words belong to it. */
 static size_t read_word(Reader *r, const char *word, size_t n, bool complete, char ***field) {
-    static const char *const roles[] = {"assistant", "system", "developer", "user", NULL},
-                             *const channels[] = {"analysis", "commentary", "final", NULL},
-                             *const types[] = {"json", "code", NULL};
     Message *m = &r->now;
-    size_t role = known_word(word, roles), channel = known_word(word, channels), type = known_word(word, types);
+    size_t role = known_word(word, "assistant system developer user"), type = known_word(word, "json code"),
+           channel = known_word(word, "analysis commentary final");
     const char *before = *field == &m->content_type ? constrained : "";
     if (begins(word, "to=")) return r->repairs += *field || m->recipient, *field = &m->recipient, 3;
     if (*field == &m->role) { /* the author */
         bool tool = role < n && memchr(word, '.', legal_length(word, n));
         *field = NULL;
-        if (begins(word, *roles)) return r->repairs += role < n, role; /* what touches it is a word of its own */
-        if (!tool && (complete || role == n)) return r->repairs++, n;  /* it can only be the model */
+        if (begins(word, "assistant")) return r->repairs += role < n, role; /* the rest is another word */
+        if (!tool && (complete || role == n)) return r->repairs++, n;       /* only the model writes here */
         if (tool) conversation_set(&m->role, "tool"), *field = &m->name;
     }
     if (!*field && role == n && (complete || strspn(word + n, marks))) return r->repairs++, n; /* no <|start|> */
@@ -981,15 +937,15 @@ static size_t read_word(Reader *r, const char *word, size_t n, bool complete, ch
     if (*field == &m->content_type && !complete) n = type;
     n = *field ? legal_length(word, n) : 0;
     if (!n) return 0;
-    r->repairs += **field != NULL; /* a second one, which counts */
+    r->repairs += **field != NULL; /* the second one counts */
     free(**field);
     **field = join(before, word, n);
     *field = NULL;
     return n;
 }
 
-/* Takes the header apart: author, to=RECIPIENT anywhere, <|channel|> CHANNEL, <|constrain|> TYPE or a bare json or
- * code. What is left after the channel, or if <|message|> is missing, was meant as content. */
+/* Splits the header into author, <|channel|> CHANNEL, to=RECIPIENT anywhere, and <|constrain|> TYPE or a bare json or
+ * code. Other text is content if it stands behind the channel or if <|message|> is missing. */
 static void read_header(Reader *r, bool complete, Bytes *shown) {
     Message *m = &r->now;
     Bytes header = {0}, text = {0};
@@ -998,7 +954,7 @@ static void read_header(Reader *r, bool complete, Bytes *shown) {
     utf8_stream(&r->header, &header, true);
     for (const char *s = header.data + strspn(header.data, space); *s; s += strspn(s, space)) {
         size_t n = strcspn(s, space_or_mark), taken = n ? read_word(r, s, n, complete, &field) : 1;
-        if (!n) { /* a mark; what stood before the channel is no content */
+        if (!n) { /* a mark; text before the channel is no content */
             r->repairs += field || text.n;
             field = *s == CHANNEL ? &m->channel : &m->content_type;
             if (*s == CHANNEL) text.n = 0;
@@ -1011,13 +967,13 @@ static void read_header(Reader *r, bool complete, Bytes *shown) {
     r->repairs += field || text.n || (complete ? !r->started : any);
     for (size_t i = 0; i < text.n; i++)
         if (strspn(text.data + i, marks)) text.data[i] = ' ';
-    if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* it would spoil a call's arguments */
+    if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
     bytes_add(shown, m->content.data, m->content.n);
     bytes_free(&header);
     bytes_free(&text);
 }
 
-/* Ends the message being read and begins the next; without `kept` the message is dropped. */
+/* Keeps or drops the message being read and begins the next. */
 static void next_message(Reader *r, bool kept) {
     if (kept) *message_new(&r->message, &r->messages) = r->now;
     if (!kept) message_free(&r->now);
@@ -1026,8 +982,8 @@ static void next_message(Reader *r, bool kept) {
     r->sound = r->repairs;
 }
 
-/* An empty one is dropped, unless a token `ended` it and it has a whole header or a recipient. A repaired message is
- * not replayed token by token. */
+/* Ends the message being read. An empty one is dropped, unless a token `ended` it and its header is whole or has a
+ * recipient. A repaired message is not replayed token by token. */
 static void close_message(Reader *r, bool ended, Bytes *text) {
     Message *m = &r->now;
     if (!r->in_content) read_header(r, false, text);
@@ -1048,7 +1004,7 @@ static bool push_harmony(Reader *r, int token, Bytes *text) {
     ids_add(&r->now.sampled, token);
     if (token == STREAM_END) {
         close_message(r, false, text);
-    } else if (which == START || channel) { /* a new header; only <|start|> may begin one */
+    } else if (which == START || channel) { /* begins a header; a channel may not */
         r->repairs += r->in_content || (r->started && !header);
         close_message(r, false, text);
         ids_add(&r->now.sampled, token);
@@ -1067,7 +1023,7 @@ static bool push_harmony(Reader *r, int token, Bytes *text) {
     } else if (r->in_content) {
         tokenizer_decode(t, &r->decoder, token, text);
         bytes_add(&r->now.content, text->data + shown, text->n - shown);
-    } else { /* only we write marks */
+    } else { /* the model's own bytes 1 and 2 are no marks */
         tokenizer_bytes(t, &r->decoder, token, &r->header);
         for (size_t i = header; i < r->header.n; i++)
             if ((unsigned char)r->header.data[i] <= 2) r->header.data[i] = ' ';
@@ -1077,8 +1033,8 @@ static bool push_harmony(Reader *r, int token, Bytes *text) {
 
 /* ---- reading in other formats ---- */
 
-/* Moves pending text to the message being read, except white space at its beginning and, until more follows, at its
- * end. */
+/* Moves pending text to the message being read. White space at the beginning of a message is dropped; at the end of the
+ * text it stays pending until more follows. */
 static void say(Reader *r, Bytes *shown) {
     Message *m = &r->now;
     Bytes text = trim(r->header);
@@ -1099,7 +1055,7 @@ static void end_text(Reader *r, const char *channel, Bytes *shown) {
     next_message(r, r->now.content.n);
 }
 
-/* Can the pending text still become a call without marks around it? */
+/* Is the pending text the beginning of a call without marks? */
 static bool may_be_call(const Reader *r) {
     static const char begin[] = "{\"name\":";
     size_t skip = strspn(r->header.data, space), n = r->header.n - skip;
@@ -1107,8 +1063,8 @@ static bool may_be_call(const Reader *r) {
            !memcmp(r->header.data + skip, begin, n < strlen(begin) ? n : strlen(begin));
 }
 
-/* Pending text becomes a call, with its arguments as Python writes them, or stays text if it is none. A call without
- * marks differs from other JSON by its arguments. */
+/* Makes a call of pending text, with its arguments as Python writes them, if it is one; `closed`: its mark ends it. A
+ * call without marks must have arguments, or any JSON with a name would be one. */
 static void end_call(Reader *r, bool closed, Bytes *shown) {
     Error e;
     bool alone = r->chat->format->flags & ALONE;
@@ -1134,7 +1090,7 @@ static void end_call(Reader *r, bool closed, Bytes *shown) {
     cJSON_Delete(json);
 }
 
-/* Marks are tokens: one that a model spells out, or that does not belong here, is text. */
+/* Reads a token, or STREAM_END. A mark counts only as one token and at its place; otherwise it is text. */
 static bool push_other(Reader *r, int token, Bytes *shown) {
     const Tokenizer *t = r->chat->tokenizer;
     const Format *f = r->chat->format;
@@ -1151,7 +1107,7 @@ static bool push_other(Reader *r, int token, Bytes *shown) {
         r->started = false;
     } else if (f->thoughts && token == mark[CLOSE_THINK] && !r->in_content) {
         r->repairs += !thinking;
-        if (thinking || !r->messages) end_text(r, "analysis", shown); /* only what comes first can be a thought */
+        if (thinking || !r->messages) end_text(r, "analysis", shown); /* a thought comes first */
     } else if (f->flags & ALONE ? token != mark[PYTHON_TAG] : true) {
         if (f->call && token == mark[OPEN_CALL] && !thinking && !r->in_content) {
             tokenizer_flush(&r->decoder, &r->header);

@@ -1,6 +1,6 @@
-/* chat.h: conversations to prompts, sampled tokens to messages. Formats are harmony, that of gpt-oss
- * (github.com/openai/harmony, docs/format.md), and those of a table in chat.c; control tokens and the text of the chat
- * template choose one. A model without a known format is continued raw. */
+/* chat.h: conversations to prompts, sampled tokens to messages. The formats are harmony, which gpt-oss uses
+ * (github.com/openai/harmony, docs/format.md), and a table in chat.c. Control tokens and the text of the chat template
+ * select one. A model without a known format is continued raw. */
 #ifndef CHAT_H
 #define CHAT_H
 
@@ -13,16 +13,14 @@ typedef struct {
     const Format *format;
     int control[CONTROLS]; /* ids of harmony's tokens, or of another format's marks */
     Ids answer;            /* harmony's <|start|>assistant, which ends a prompt */
-    int end;               /* another format's token behind an answer */
-    char *preset;          /* the template's own system text, where nobody gives one; or NULL */
+    int end;               /* the token that ends an answer in another format */
+    char *preset;          /* the system text that the template itself has, or NULL */
 } Chat;
 
-/* The chat template of the model in a folder, or "". BAD_MODEL: the file is broken. */
-bool chat_template(const char *dir, Bytes *out, Error *e);
-/* False: it has no format that is known; the error's text says why. */
+/* The format of a chat template. BAD_MODEL: there is none, or it is of no known format. */
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e);
-const char *chat_name(const Chat *chat); /* of its format: harmony, Qwen3, Llama 3.1, ... */
-/* Can the model think so long: none, low, medium or high? USAGE. */
+const char *chat_name(const Chat *chat); /* the format's: harmony, Qwen3, Llama 3.1, ... */
+/* Checks an effort: low, medium, high and, where the model can skip thinking, none. USAGE. */
 bool chat_effort(const Chat *chat, const char *effort, Error *e);
 void chat_close(Chat *chat);
 
@@ -30,80 +28,80 @@ typedef struct {
     union {
         struct {
             char *role;         /* system, developer, user, assistant or tool */
-            char *id;           /* of a call and its result, where somebody gave one; else NULL */
+            char *id;           /* of a call and its result, if a client gave one; else NULL */
             char *name;         /* author of a tool's message, "functions.f"; else NULL */
             char *channel;      /* analysis (reasoning), commentary, final; or NULL */
-            char *recipient;    /* of a call "functions.f", of its result "assistant"; else NULL */
+            char *recipient;    /* "functions.f" in a call, "assistant" in its result; else NULL */
             char *content_type; /* json, <|constrain|>json; or NULL */
         };
         char *word[6]; /* the same */
     };
     Bytes content;
-    Ids sampled; /* the tokens of a message that the model wrote without a fault, to be replayed exactly; else none */
+    Ids sampled; /* if the model wrote it without a fault, its tokens, which prompts replay; else none */
 } Message;
 
 typedef struct {
     char *effort, *date; /* NULL or "none": no date */
     char *instructions;  /* the user's system prompt, or NULL */
-    cJSON *request;      /* what else its JSON had, such as tools and response_format; or NULL */
+    cJSON *request;      /* other keys of the JSON it came from, such as tools and response_format; or NULL */
     Message *message;
     int messages;
 } Conversation;
 
-/* Effort medium, today's date. */
+/* Empty, with effort medium and today's date. */
 void conversation_init(Conversation *c);
 void conversation_free(Conversation *c);
-/* Replaces one of its texts; NULL takes it away. */
+/* Replaces a text of a conversation or message by a copy of `to`, or by NULL. */
 void conversation_set(char **text, const char *to);
 /* Appends a message and returns it; valid until the next is added. channel may be NULL. */
 Message *conversation_add(Conversation *c, const char *role, const char *channel, const char *content, size_t n);
-void conversation_remove(Conversation *c, int from, int n); /* forgets n messages */
-/* Takes messages, tools, response_format, reasoning_effort and date from JSON in the shape of chat completions. A
- * message may also have harmony's channel, recipient and content_type, and the object model_identity, knowledge_cutoff,
- * channels, bare (no system message) and keep_analysis (of turns that have ended). USAGE with the field that is wrong.
- */
+void conversation_remove(Conversation *c, int from, int n); /* removes n messages */
+/* Reads a chat-completions request: messages, tools, response_format, reasoning_effort, and also a date. A message may
+ * have harmony's channel, recipient and content_type; the request may have model_identity, knowledge_cutoff, channels,
+ * bare (no system message) and keep_analysis (of turns that have ended). USAGE with the field that is wrong. */
 bool conversation_parse(Conversation *c, const cJSON *json, Error *e);
 
-/* Append as JSON: a message in harmony's words, a whole conversation in those of chat completions. */
+/* Append JSON: a message with harmony's keys, a conversation as a chat-completions request. */
 void message_json(const Message *m, Bytes *out);
 void conversation_json(const Conversation *c, Bytes *out);
-/* Appends the conversation as tokens; with `prompt` it ends where the model goes on, in harmony <|start|>assistant.
- * Reasoning of turns that ended in a final answer is left out, elsewhere as the template does. Only the renderer writes
- * control tokens: names that could pass for a header are refused (USAGE), and tools where the format has none. */
+/* Appends the conversation as tokens. With `prompt` it ends with the beginning of an answer, which in harmony is
+ * <|start|>assistant. Harmony leaves out the reasoning of turns that ended in an answer; other formats do as their
+ * templates do. Only the renderer writes control tokens. USAGE: a name could be read as part of a header, or the format
+ * has no tools. */
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e);
 
-/* Appends to a prompt with tools the beginning of a call: of this function, or, if NULL, of one that the model chooses.
- * It belongs to the answer: push it to the reader first. */
+/* Appends the beginning of a call to a prompt with tools: of function `name`, or of one that the model chooses if NULL.
+ * It belongs to the answer, so push it to the reader first. */
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e);
 
 typedef enum { REASONING, PREAMBLE, ANSWER, CALL } Part;
 Part message_part(const Message *m);
 
-/* Reads what the model writes, token by token, and never gives up: a malformed header is read as the nearest legal one
- * and counted, text in it is content, and what the model writes in the name of others is its own. Begin with
- * reader_init, push every sampled token, end with reader_end. */
+/* Reads what the model writes, token by token, and never fails. A malformed header is read as the nearest legal one and
+ * counted as a repair; text in it is content. Messages that the model writes in the name of others count as its own.
+ * Call reader_init, then reader_push for every sampled token, then reader_end. */
 typedef struct {
     const Chat *chat;
     Message now;              /* being read */
     bool started, in_content; /* its header began with <|start|>; behind <|message|> */
-    Bytes header;             /* text before that; in other formats white space or a call that waits */
+    Bytes header;             /* text before <|message|>; in other formats pending text: white space or a call */
     Decoder decoder;
-    Message *message; /* those that are complete; take them with reader_take */
+    Message *message; /* complete messages; take them with reader_take */
     int messages;
-    int repairs, sound; /* all; and those before `now` */
+    int repairs, sound; /* the number of all repairs, and of those before `now` */
 } Reader;
 
 typedef struct {
     bool stop;   /* sampling should end */
-    bool closed; /* the last of reader.message was completed by this token or, if it is a stop, before it */
+    bool closed; /* this token completed the last of reader.message; at a stop an earlier token may have */
     Part part;   /* of the message that `text` belongs to */
 } Read;
 
-/* `effort` is that of the prompt: does it end inside a thought? NULL: the usual one. */
+/* `effort` is the prompt's, which may end inside a thought. NULL: not none. */
 void reader_init(Reader *r, const Chat *chat, const char *effort);
-/* Appends to `text` what can be shown of the message's content. */
+/* Appends content that can be shown to `text`. */
 Read reader_push(Reader *r, int token, Bytes *text);
-/* The stream has ended, perhaps inside a message, which is then completed without its end. Returns as reader_push. */
+/* Ends the stream and completes a message that was cut off. Returns as reader_push. */
 Read reader_end(Reader *r, Bytes *text);
 /* Moves the messages read so far to the conversation. */
 void reader_take(Reader *r, Conversation *c);

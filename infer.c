@@ -446,11 +446,9 @@ static void add_stops(Session *s) {
 }
 
 static void open_chat(Session *s) {
-    Bytes template = {0};
     Error e;
-    s->has_chat = chat_template(s->dir, &template, &e) && chat_open(&s->chat, s->tokenizer, template.data, &e);
+    s->has_chat = chat_open(&s->chat, s->tokenizer, tokenizer_template(s->tokenizer), &e);
     if (!s->has_chat) fail(&s->no_chat, BAD_MODEL, "%s has no chat format: %s", s->name, e.text);
-    bytes_free(&template);
 }
 
 bool session_open(Session *s, const Options *o, int need, Error *e) {

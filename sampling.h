@@ -3,12 +3,13 @@
  *
  * One draw is argmax over all tokens i of  logit[i] / temperature + gumbel[i]  (the Gumbel-max trick: the result is
  * distributed like softmax(logits / temperature)). The noise comes from Philox4x32-10 (Salmon et al., "Parallel random
- * numbers: as easy as 1, 2, 3", SC 2011), a function of seed, position and token alone: nothing else that is in the
- * batch, and no order of evaluation, can change a draw. Filters come before it, in the order of transformers:
- * repetition penalty, temperature, top-k, top-p, min-p. Each is a threshold below which a token is out of the draw.
+ * numbers: as easy as 1, 2, 3", SC 2011). It depends on seed, position and token alone, so neither the rest of the
+ * batch nor the order of evaluation changes a draw. Filters come first, in the order of transformers: repetition
+ * penalty, temperature, top-k, top-p, min-p. The last three are thresholds: tokens below them cannot be drawn.
  *
- * The rules that keep both compilers honest: every product that meets a sum is an explicit fmaf, so there is nothing to
- * contract; sums over tokens are made of integers, so order does not matter; no library function but fmaf is called. */
+ * Three rules keep the compilers' results equal. A product that is added to something is an explicit fmaf, which no
+ * compiler contracts. Sums over tokens are sums of integers, so their order does not matter. Of the library only fmaf
+ * and floorf are called, whose results IEEE 754 fixes. */
 #ifndef SAMPLING_H
 #define SAMPLING_H
 
@@ -44,7 +45,7 @@ BOTH float bits_float(uint32_t u) {
 }
 
 /* Natural logarithm of a normal positive float, relative error below 2.5e-7. x = m 2^k with m in
- * [sqrt(1/2), sqrt(2)); log m = 2 atanh(s), s = (m - 1) / (m + 1), by its series. */
+ * [sqrt(1/2), sqrt(2)); log m = 2 atanh(s), s = (m - 1) / (m + 1), by the series of atanh. */
 BOTH float ln(float x) {
     uint32_t u = float_bits(x) - 0x3F3504F3u; /* sqrt(1/2) */
     int k = (int)u >> 23;
@@ -77,8 +78,8 @@ BOTH void philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t out[4]) {
     for (int i = 0; i < 4; i++) out[i] = c[i];
 }
 
-/* Gumbel noise -ln(-ln u) of a random word r, u = 1 - (r + 1/2) / 2^32 in the open interval (0, 1). Large noise comes
- * from u near 1, where -ln u = -ln(1 - v) is taken from v itself (Kahan's correction of log1p). */
+/* Gumbel noise -ln(-ln u) of a random word r, with u = 1 - v and v = (r + 1/2) / 2^32 in the open interval (0, 1).
+ * Noise is large where u is near 1; there -ln(1 - v) is computed from v by Kahan's correction of log1p. */
 BOTH float gumbel(uint32_t r) {
     float v = r < 1u << 23 ? ((float)r + 0.5f) * 0x1p-32f : ((float)(r >> 9) + 0.5f) * 0x1p-23f; /* both exact */
     float w = 1 - v, e = w == 1 ? v : ln(w) * (v / (w - 1));
@@ -92,11 +93,11 @@ BOTH float token_noise(uint64_t seed, int position, int id) {
     return gumbel(word[id & 3]);
 }
 
-/* transformers' RepetitionPenaltyLogitsProcessor (Keskar et al., "CTRL", 2019, section 4.1): for tokens that stand in
- * the sequence, its prompt included. */
+/* transformers' RepetitionPenaltyLogitsProcessor (Keskar et al., "CTRL", 2019, section 4.1). It applies to tokens that
+ * occur in the sequence, which includes the prompt. */
 BOTH float penalize(float logit, float penalty) { return logit > 0 ? logit / penalty : logit * penalty; }
 
-/* Floats as unsigned integers of the same order. Sorting, thresholds and maxima use these; -0 is below +0. */
+/* Maps floats to unsigned integers in the same order, with -0 below +0, for sorting, thresholds and maxima. */
 BOTH uint32_t order_key(float x) {
     uint32_t u = float_bits(x);
     return u & 0x80000000u ? ~u : u | 0x80000000u;
@@ -104,21 +105,20 @@ BOTH uint32_t order_key(float x) {
 
 BOTH float key_value(uint32_t key) { return bits_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key); }
 
-/* A value and its token as one integer: the maximum is the largest value, the lowest id among equals. */
+/* A value and its token as one integer. The largest has the largest value and, among equals, the lowest id. */
 BOTH uint64_t draw_key(float value, int id) { return (uint64_t)order_key(value) << 32 | (uint32_t)~id; }
 BOTH int draw_id(uint64_t key) { return (int)~(uint32_t)key; }
 
-/* e^(x - max) in steps of 2^-40: masses of tokens, whose sums do not depend on order. 200,000 of them fit in 64 bits.
- */
+/* A token's mass, e^(x - max), as a whole number of steps of 2^-40. The sum of 200,000 masses fits in 64 bits. */
 BOTH uint64_t mass(float x, float max) { return (uint64_t)(exp_negative(x - max) * 0x1p40f); }
 
-/* The mass that top-p keeps of `total`, at least 1 step: the most likely tokens are kept until they reach it. */
+/* The part of the mass `total` that top-p keeps, at least one step: it keeps the most likely tokens up to this sum. */
 BOTH uint64_t top_p_mass(uint64_t total, float top_p) {
     double keep = (double)total * (double)top_p;
     return keep < 1 ? 1 : (uint64_t)keep;
 }
 
-/* The least x = logit / temperature that min-p keeps: p >= min_p * p_max. */
+/* The least x = logit / temperature that min-p keeps, from p >= min_p * p_max. */
 BOTH float min_p_floor(float max, float min_p) { return max + ln(min_p); }
 
 #endif

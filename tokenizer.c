@@ -1,9 +1,9 @@
 /* tokenizer.c: byte pair encoding as tokenizer.json describes it. See tokenizer.h.
  *
- * Text passes four stations, each described by the file: added tokens are cut out; the rest is normalized (NFC, spaces
- * become U+2581), split into words (PCRE2 runs the file's own pattern), and each word is merged pair by pair. A
- * byte-level file writes every byte as one printable character (GPT-2's alphabet); here tokens are kept as the bytes
- * they stand for, so encoding and decoding need no alphabet. Components that are not implemented are refused by name: a
+ * The file describes four steps. Added tokens are cut out of the text. The rest is normalized (NFC, spaces become
+ * U+2581) and split into words (PCRE2 runs the file's own pattern). Pairs of tokens merge inside each word. A
+ * byte-level file writes every byte as one printable character (GPT-2's alphabet); here a token is the bytes it stands
+ * for, so encoding and decoding need no alphabet. Components that are not implemented are refused by name, because a
  * tokenizer that is almost right is wrong. */
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include "gguf.h"
@@ -14,7 +14,7 @@
 #include <string.h>
 #include <utf8proc.h>
 
-/* Limits far above any real file, which keep memory and work near the size of the file and of the text. */
+/* Limits far above any real file. They keep memory and work in proportion to the file and the text. */
 enum {
     MOST_BYTES = 256 << 20,    /* of the file */
     MOST_TEXT = INT32_MAX / 4, /* bytes of a text */
@@ -22,14 +22,19 @@ enum {
     MOST_SPLITS = 8,
     MOST_ADDED = 256, /* bytes of an added token */
     MOST_MARKS = 256, /* combining marks in a row that NFC sorts, in time that grows with their square */
-    STEPS = 100       /* steps of the matcher for a byte of text; real patterns take up to 5 */
+    STEPS = 100       /* steps of the matcher for a byte of text; real patterns need 5 at most */
 };
 
 #define MARK      "▁" /* U+2581, which stands for a space in SentencePiece's vocabularies */
 #define JSON(...) #__VA_ARGS__
 
-/* Components of tokenizer.json without parameters, and what they do. */
-enum { NOTHING = 0, PREPEND_MARK = 1, FIRST_MARK = 2, MARK_SPACES = 4, UNMARK_SPACES = 8, STRIP_SPACE = 16, NFC = 32 };
+/* What a file asks for. NFC: text is composed. Every text begins with a mark, or the first one does; spaces become
+ * marks. Decoding turns marks into spaces and drops the first one. */
+enum { PREPEND_MARK = 1, FIRST_MARK = 2, MARK_SPACES = 4, UNMARK_SPACES = 8, STRIP_SPACE = 16, NFC = 32 };
+/* Words are made of bytes, not of characters; one that is a token needs no merges; GGUF: text begins with a token. */
+enum { BYTE_LEVEL = 64, IGNORE_MERGES = 128, BEGINS = 256 };
+
+/* Components of tokenizer.json without parameters. */
 static const struct {
     const char *station, *json;
     int feature;
@@ -40,15 +45,15 @@ static const struct {
     {"pre_tokenizer", JSON({"type" : "Metaspace", "replacement" : "▁", "prepend_scheme" : "first", "split" : false}),
      FIRST_MARK | MARK_SPACES},
     {"decoder", JSON({"type" : "Replace", "pattern" : {"String" : "▁"}, "content" : " "}), UNMARK_SPACES},
-    {"decoder", JSON({"type" : "ByteFallback"}), NOTHING}, /* the vocabulary's model says it too */
-    {"decoder", JSON({"type" : "Fuse"}), NOTHING},
+    {"decoder", JSON({"type" : "ByteFallback"}), 0}, /* the vocabulary's model says it too */
+    {"decoder", JSON({"type" : "Fuse"}), 0},
     {"decoder", JSON({"type" : "Strip", "content" : " ", "start" : 1, "stop" : 0}), STRIP_SPACE},
 };
 
 /* GPT-2's pattern, which a ByteLevel pre-tokenizer with use_regex stands for (openai/gpt-2, encoder.py). */
 static const char gpt2_pattern[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
-typedef struct { /* a hash table of numbers from 0 up */
+typedef struct { /* a hash table; values are not negative */
     struct {
         uint64_t key;
         int value; /* -1: empty */
@@ -62,23 +67,21 @@ typedef struct {       /* a token */
 } Piece;
 
 struct Tokenizer {
-    int size;     /* ids are below */
-    Bytes text;   /* all tokens' bytes, one after the other */
-    Bytes pieces; /* the same as (size) Piece */
-    Piece *piece; /* (size) */
-    Map by_text;  /* a hash of the bytes -> id */
-    Map rank;     /* (left, right) -> rank of the merge */
-    Ids merged;   /* by rank */
-    bool byte_level, ignore_merges;
+    int size;                       /* ids are below */
+    Bytes text;                     /* all tokens' bytes, one after the other */
+    Piece *piece;                   /* (MOST_IDS) */
+    Map by_text;                    /* a hash of the bytes -> id */
+    Map rank;                       /* (left, right) -> rank of the merge */
+    Ids merged;                     /* by rank */
+    int features;                   /* PREPEND_MARK, ... */
     int unknown;                    /* -1: none */
     int byte_token[256];            /* byte fallback: those written <0xXX>; -1: there is none */
-    int features;                   /* PREPEND_MARK, ... */
-    pcre2_code *split[MOST_SPLITS]; /* text is split at the matches of the first pattern, the pieces at those of the
-                                       second, ... */
+    pcre2_code *split[MOST_SPLITS]; /* each splits what the one before it leaves */
     int splits;
-    Map edges; /* added tokens as two tries: (node, byte) -> node, from node 0 before and node 1 after normalizing */
+    Map edges; /* added tokens as two tries: (node, byte) -> node, from node 0 before normalizing, 1 after it */
     Ids ends;  /* by node: the token that ends there, or -1 */
     int bos;   /* the template's token before the text, or -1 */
+    Bytes chat_template; /* see tokenizer_template() */
 };
 
 /* ---- look-up ---- */
@@ -116,13 +119,13 @@ static uint64_t hash(const char *s, size_t n) { /* FNV-1a */
     return h;
 }
 
-/* The token with these bytes, or -1. No two tokens have the same hash. */
+/* The token with these bytes, or -1. define() refuses two tokens with the same hash. */
 static int find(const Tokenizer *t, const char *s, size_t n) {
     int id = map_get(&t->by_text, hash(s, n));
     return id >= 0 && t->piece[id].n == n && !memcmp(t->text.data + t->piece[id].begin, s, n) ? id : -1;
 }
 
-/* The same for text, which never becomes a control token. */
+/* The same, but never a control token. */
 static int find_plain(const Tokenizer *t, const char *s, size_t n) {
     int id = find(t, s, n);
     return id >= 0 && t->piece[id].control ? -1 : id;
@@ -140,7 +143,7 @@ static void trie_add(Tokenizer *t, int node, const char *s, size_t n, int id) {
     if (t->ends.data[node] < 0) t->ends.data[node] = id;
 }
 
-/* The longest added token at s, and its length; -1 and 1: none. */
+/* The longest added token at s and its length; -1 and 1 if there is none. */
 static int trie_match(const Tokenizer *t, int node, const char *s, size_t n, int flags, size_t *length) {
     int best = -1;
     *length = 1;
@@ -165,9 +168,9 @@ typedef struct { /* the work space of one encoding */
     int flags;
     pcre2_match_data *match;
     pcre2_match_context *limits;
-    size_t steps, at; /* steps of the matcher still allowed; where it was at the last one */
+    size_t steps, at; /* steps that the matcher may still take; its position at the last one */
     Symbol *symbol;   /* (room) of one word */
-    uint64_t *heap;   /* (3 * room) candidates for a merge, rank above position; the least first */
+    uint64_t *heap;   /* (3 * room) candidates for a merge, rank << 32 | position; the least first */
     size_t symbols, candidates, room;
     Ids *out;
     Error *e;
@@ -197,7 +200,7 @@ static void symbol_add(Encoder *w, int id) {
     w->symbol[i] = (Symbol){id, i - 1, i + 1};
 }
 
-/* The symbols that merging starts with: for a character its token, or else the tokens of its bytes. */
+/* Adds what merging starts with: the token of a character or, if it has none, those of its bytes. */
 static bool character_add(Encoder *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     int id = find_plain(t, s, n);
@@ -212,7 +215,7 @@ static bool character_add(Encoder *w, const char *s, size_t n) {
     return true;
 }
 
-static int rank_at(const Encoder *w, int at) { /* of the merge of a symbol with its right neighbour, or -1 */
+static int rank_at(const Encoder *w, int at) { /* the rank of merging a symbol with its right neighbour, or -1 */
     int next = at < 0 ? -1 : w->symbol[at].next;
     int rank = next < 0 ? -1 : map_get(&w->t->rank, pair(w->symbol[at].id, w->symbol[next].id));
     return rank >= 0 && w->t->piece[w->t->merged.data[rank]].control ? -1 : rank;
@@ -223,11 +226,11 @@ static void candidate_push(Encoder *w, int at) {
     if (rank >= 0) heap_push(w, pair(rank, at));
 }
 
-/* Byte pair encoding of one word, O(n log n): of all neighbours that can merge, the pair of least rank does, ties to
- * the left, until none can. */
+/* Byte pair encoding of one word in O(n log n): of all neighbours that can merge, those with the least rank do, the
+ * leftmost among equals, until none can. */
 static bool merge_word(Encoder *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
-    int whole = t->ignore_merges ? find_plain(t, s, n) : -1;
+    int whole = t->features & IGNORE_MERGES ? find_plain(t, s, n) : -1;
     if (whole >= 0) {
         ids_add(w->out, whole);
         return true;
@@ -235,12 +238,12 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
     if (n > w->room) {
         w->room = 2 * n;
         w->symbol = reallocate(w->symbol, w->room * sizeof *w->symbol);
-        w->heap = reallocate(w->heap, w->room * 3 * sizeof *w->heap); /* at most one a symbol and two a merge */
+        w->heap = reallocate(w->heap, w->room * 3 * sizeof *w->heap); /* one a symbol and two a merge at most */
     }
     w->symbols = w->candidates = 0;
     uint32_t cp;
     for (size_t i = 0, length; i < n; i += length) {
-        length = t->byte_level ? 1 : (size_t)utf8_decode(s + i, n - i, &cp);
+        length = t->features & BYTE_LEVEL ? 1 : (size_t)utf8_decode(s + i, n - i, &cp);
         if (!character_add(w, s + i, length)) return false;
     }
     w->symbol[w->symbols - 1].next = -1;
@@ -248,7 +251,7 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
     while (w->candidates) {
         uint64_t key = heap_pop(w);
         int at = (int)(uint32_t)key, rank = (int)(key >> 32);
-        if (rank_at(w, at) != rank) continue; /* stale: it or its neighbour has merged since */
+        if (rank_at(w, at) != rank) continue; /* it or its neighbour has merged since */
         Symbol *left = w->symbol + at, *right = w->symbol + left->next;
         left->id = t->merged.data[rank];
         left->next = right->next;
@@ -263,8 +266,8 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
 
 /* ---- encoding ---- */
 
-/* PCRE2 calls this before each item of a pattern. It limits backtracking and scanning over all matches of a text
- * together. PCRE2's own limit is for one match and does not count what an item scans. */
+/* PCRE2 calls this before each item of a pattern. It limits the steps of all matches of a text together, bytes scanned
+ * included. PCRE2's own limit is for one match and does not count the bytes. */
 static int matcher_step(pcre2_callout_block *block, void *data) {
     Encoder *w = data;
     size_t now = block->current_position, cost = 1 + (now > w->at ? now - w->at : w->at - now);
@@ -416,10 +419,10 @@ static int alphabet_byte(uint32_t c) {
     return c == 0x143 ? 0xAD : -1;
 }
 
-/* Appends the bytes that a piece stands for. A piece with a character outside the alphabet stands for itself. */
+/* Appends the bytes that a token of the file stands for. With a character outside the alphabet it stands for itself. */
 static void piece_bytes(const Tokenizer *t, const char *s, size_t n, Bytes *out) {
     size_t before = out->n;
-    bool plain = !t->byte_level;
+    bool plain = !(t->features & BYTE_LEVEL);
     uint32_t c;
     for (size_t i = 0; i < n && !plain;) {
         i += (size_t)utf8_decode(s + i, n - i, &c);
@@ -432,25 +435,30 @@ static void piece_bytes(const Tokenizer *t, const char *s, size_t n, Bytes *out)
     bytes_add(out, s, n);
 }
 
-/* Gives an id its bytes, those of t->text from `begin` on. Returns the id, or -1. */
-static int define(Tokenizer *t, const cJSON *value, const char *name, size_t begin, Error *e) {
+/* Gives an id its bytes, those of t->text from `begin` on. */
+static bool define(Tokenizer *t, const cJSON *value, const char *name, size_t begin, Error *e) {
     size_t n = t->text.n - begin;
     uint64_t key = hash(t->text.data + begin, n);
     int64_t id;
     if (!json_whole(value, 0, MOST_IDS - 1, &id))
-        return fail(e, BAD_MODEL, "the id of '%.100s' is not a whole number below %d", name, MOST_IDS), -1;
-    for (; t->size <= id; t->size++) bytes_add(&t->pieces, &(Piece){0}, sizeof(Piece));
-    t->piece = (Piece *)(void *)t->pieces.data;
+        return fail(e, BAD_MODEL, "the id of '%.100s' is not a whole number below %d", name, MOST_IDS);
+    if (t->size <= id) t->size = (int)id + 1;
     if (!n || t->piece[id].n || map_get(&t->by_text, key) >= 0)
-        return fail(e, BAD_MODEL, "the token '%.100s', id %d, is empty, or its text or id stands twice", name, (int)id),
-               -1;
+        return fail(e, BAD_MODEL, "the token '%.100s', id %d, is empty, or its text or id stands twice", name, (int)id);
     t->piece[id] = (Piece){.begin = (uint32_t)begin, .n = (uint32_t)n};
     map_put(&t->by_text, key, (int)id);
-    return (int)id;
+    return true;
 }
 
-/* Tokens for bytes without a character that has a token: byte fallback's <0x00> to <0xFF>, or one unknown token, of
- * which neighbours are fused. */
+/* A token of the vocabulary. */
+static bool read_token(Tokenizer *t, const cJSON *id, const char *text, Error *e) {
+    size_t begin = t->text.n;
+    piece_bytes(t, text, strlen(text), &t->text);
+    return define(t, id, text, begin, e);
+}
+
+/* Finds the tokens for characters that have none: byte fallback's <0x00> to <0xFF>, or the unknown token, of which
+ * neighbours become one. */
 static void find_byte_tokens(Tokenizer *t, bool fallback) {
     int known = 0;
     for (int b = 0; b < 256; b++) {
@@ -465,25 +473,21 @@ static void find_byte_tokens(Tokenizer *t, bool fallback) {
     for (int b = 0; b < 256 && !known; b++) t->byte_token[b] = t->unknown;
 }
 
-static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
-    const char *text = json_string(added, "content");
-    const cJSON *value = json_get(added, "id");
-    if (!text || strlen(text) > MOST_ADDED)
-        return fail(e, BAD_MODEL, "an added token has no content of at most %d bytes", MOST_ADDED);
-    if (json_true(added, "single_word") || json_true(added, "lstrip") || json_true(added, "rstrip"))
-        return fail(e, BAD_MODEL, "single_word, lstrip and rstrip of '%.100s' are not implemented", text);
-    /* An added token. The vocabulary may list it too, under the same id. Its text is literal, not in the alphabet. */
+/* Adds a token that is cut out of the text first. Its text is literal, not in GPT-2's alphabet. The vocabulary may list
+ * it too, with the same id. */
+static bool add_token(Tokenizer *t, const cJSON *value, const char *text, bool control, bool normalized, Error *e) {
     size_t n = strlen(text), begin = t->text.n;
+    if (n > MOST_ADDED) return fail(e, BAD_MODEL, "the added token '%.100s' has more than %d bytes", text, MOST_ADDED);
     int id = find(t, text, n);
     if (id < 0 || !cJSON_IsNumber(value) || value->valuedouble != id) {
         bytes_add(&t->text, text, n);
-        if ((id = define(t, value, text, begin, e)) < 0) return false;
+        if (!define(t, value, text, begin, e)) return false;
+        id = (int)value->valuedouble;
     }
     if (t->piece[id].added) return fail(e, BAD_MODEL, "two added tokens have the id %d", id);
     t->piece[id].added = true;
-    t->piece[id].control = json_true(added, "special");
+    t->piece[id].control = control;
     Bytes found = {0};
-    bool normalized = json_true(added, "normalized");
     if (normalized && n) normalize(t, text, n, false, &found);
     trie_add(t, normalized, normalized ? found.data : text, normalized ? found.n : n, id);
     bytes_free(&found);
@@ -503,7 +507,7 @@ static bool read_merge(Tokenizer *t, const cJSON *merge, Bytes *text, Error *e) 
     piece_bytes(t, left, space ? (size_t)(space - left) : strlen(left), text);
     size_t cut = text->n;
     piece_bytes(t, right, strlen(right), text);
-    /* Compares hashes only: reading the bytes would cost cache misses, and a file made to collide harms only itself. */
+    /* Compares hashes alone: reading the bytes costs cache misses, and a file with collisions harms only itself. */
     int first = map_get(&t->by_text, hash(text->data, cut));
     int second = map_get(&t->by_text, hash(text->data + cut, text->n - cut));
     int whole = map_get(&t->by_text, hash(text->data, text->n));
@@ -515,8 +519,18 @@ static bool read_merge(Tokenizer *t, const cJSON *merge, Bytes *text, Error *e) 
     return true;
 }
 
+static bool read_merges(Tokenizer *t, const cJSON *merges, Error *e) {
+    const cJSON *merge;
+    Bytes work = {0};
+    bool ok = true;
+    bytes_text(&work, "");
+    cJSON_ArrayForEach(merge, merges) ok = ok && read_merge(t, merge, &work, e);
+    bytes_free(&work);
+    return ok;
+}
+
 static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
-    const cJSON *vocab = json_get(model, "vocab"), *merges = json_get(model, "merges");
+    const cJSON *vocab = json_get(model, "vocab"), *merges = json_get(model, "merges"), *token;
     const char *type = json_string(model, "type"), *unknown = json_string(model, "unk_token");
     const char *prefix = json_string(model, "continuing_subword_prefix");
     const char *suffix = json_string(model, "end_of_word_suffix");
@@ -525,24 +539,24 @@ static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
                     type ? type : "no type");
     if ((prefix && *prefix) || (suffix && *suffix))
         return fail(e, BAD_MODEL, "continuing_subword_prefix and end_of_word_suffix are not implemented");
-    t->ignore_merges = json_true(model, "ignore_merges");
-    for (const cJSON *v = vocab->child; v; v = v->next) {
-        size_t begin = t->text.n;
-        piece_bytes(t, v->string, strlen(v->string), &t->text);
-        if (define(t, v, v->string, begin, e) < 0) return false;
-    }
-    Bytes work = {0};
-    bytes_text(&work, "");
-    bool ok = true;
-    for (const cJSON *merge = merges->child; merge && ok; merge = merge->next) ok = read_merge(t, merge, &work, e);
-    bytes_free(&work);
+    if (json_true(model, "ignore_merges")) t->features |= IGNORE_MERGES;
+    cJSON_ArrayForEach(token, vocab) if (!read_token(t, token, token->string, e)) return false;
+    if (!read_merges(t, merges, e)) return false;
     t->unknown = unknown && json_true(model, "fuse_unk") ? find(t, unknown, strlen(unknown)) : -1;
     find_byte_tokens(t, json_true(model, "byte_fallback"));
-    return ok;
+    return true;
 }
 
-/* `\s` in PCRE2 is Unicode's white space plus U+180E, which Unicode 6.3 removed; the engine that tokenizer.json was
- * written for follows Unicode. So \s and \S are spelled out before PCRE2 sees them. */
+static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
+    const char *text = json_string(added, "content");
+    if (!text) return fail(e, BAD_MODEL, "an added token has no content");
+    if (json_true(added, "single_word") || json_true(added, "lstrip") || json_true(added, "rstrip"))
+        return fail(e, BAD_MODEL, "single_word, lstrip and rstrip of '%.100s' are not implemented", text);
+    return add_token(t, json_get(added, "id"), text, json_true(added, "special"), json_true(added, "normalized"), e);
+}
+
+/* In PCRE2 `\s` includes U+180E, which is no white space since Unicode 6.3. tokenizer.json is written for an engine
+ * that follows Unicode, so \s and \S are spelled out for PCRE2. */
 static void spell_out_space(const char *pattern, Bytes *out) {
     static const char space[] = "\\p{Z}\\t-\\r\\x{85}";
     bool in_class = false;
@@ -558,7 +572,7 @@ static void spell_out_space(const char *pattern, Bytes *out) {
     }
 }
 
-/* ---- its components: each function accepts one, or returns false if it is not implemented ---- */
+/* ---- its components; false: it is not implemented ---- */
 
 static bool add_split(Tokenizer *t, const char *pattern) {
     int problem;
@@ -574,7 +588,7 @@ static bool add_split(Tokenizer *t, const char *pattern) {
     if (!code) return false;
     t->split[t->splits++] = code;
     pcre2_pattern_info(code, PCRE2_INFO_BACKREFMAX, &references);
-    return !references; /* matcher_step does not count what they compare */
+    return !references; /* matcher_step() cannot count the bytes that they compare */
 }
 
 static bool is(const cJSON *object, const char *key, const char *text) {
@@ -584,12 +598,12 @@ static bool is(const cJSON *object, const char *key, const char *text) {
 
 static bool read_byte_level(Tokenizer *t, const cJSON *c) {
     const cJSON *use_regex = json_get(c, "use_regex"); /* absent in old files: true */
-    t->byte_level = true;
+    t->features |= BYTE_LEVEL;
     if (json_true(c, "add_prefix_space")) return false;
     return (use_regex && !cJSON_IsTrue(use_regex)) || add_split(t, gpt2_pattern);
 }
 
-/* A template puts one token before the text, or none. */
+/* The template may put one token before the text. */
 static bool read_template(Tokenizer *t, const cJSON *c) {
     const cJSON *list = json_get(c, "single"), *part = cJSON_IsArray(list) ? list->child : NULL;
     const char *name = json_string(json_get(part, "SpecialToken"), "id");
@@ -615,13 +629,13 @@ static bool read_part(Tokenizer *t, const char *station, const cJSON *c) {
     if (splits && is(c, "type", "Digits"))
         return add_split(t, json_true(c, "individual_digits") ? "\\p{N}" : "\\p{N}+");
     if (splits && is(c, "type", "Split") && is(c, "behavior", "MergedWithPrevious") && t->features & MARK_SPACES)
-        return is(json_get(c, "pattern"), "String", " "); /* Gemma's: spaces are marks by now, so it matches nothing */
+        return is(json_get(c, "pattern"), "String", " "); /* Gemma's; it finds no space, because all are marks */
     if (splits && is(c, "type", "Split") && is(c, "behavior", "Isolated") && !json_true(c, "invert"))
         return add_split(t, json_string(json_get(c, "pattern"), "Regex"));
     return ends && is(c, "type", "TemplateProcessing") && read_template(t, c);
 }
 
-/* Reads a station: one component, or a Sequence of them (under `list`) in order. It may be absent. */
+/* Reads a station, which is one component, a Sequence of them under the key `list`, or absent. */
 static bool read_station(Tokenizer *t, const cJSON *file, const char *name, const char *list, Error *e) {
     const cJSON *station = json_get(file, name), *sequence = json_get(station, list);
     bool many = is(station, "type", "Sequence") && cJSON_IsArray(sequence);
@@ -637,9 +651,6 @@ static bool read_station(Tokenizer *t, const cJSON *file, const char *name, cons
 
 static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
     const cJSON *added = json_get(file, "added_tokens"), *one;
-    t->bos = -1;
-    bytes_text(&t->text, "");
-    ids_append(&t->ends, (int[]){-1, -1}, 2);
     if (!read_station(t, file, "normalizer", "normalizers", e)) return false;
     if (!read_station(t, file, "pre_tokenizer", "pretokenizers", e)) return false;
     if (!read_station(t, file, "decoder", "decoders", e)) return false;
@@ -665,21 +676,18 @@ static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
 static const struct {
     const char *names, *split[3];
     int features;
-    bool ignore_merges, bos;
 } pres[] = {
-    {"llama-bpe llama3 llama-v3", {LETTERS("\\p{N}{1,3}")}, NOTHING, true, true},
-    {"qwen2 deepseek-r1-qwen megrez", {LETTERS("\\p{N}")}, NFC, false, false},
-    {"gpt-4o llama4", {CASES(CONTRACTIONS "?", "\\p{N}{1,3}")}, NOTHING, true, false},
-    {"tekken", {CASES("", "\\p{N}")}, NOTHING, true, true},
-    {"smollm", {"\\p{N}", gpt2_pattern}, NOTHING, false, false},
-    {"gpt-2", {gpt2_pattern}, NOTHING, false, false},
+    {"llama-bpe llama3 llama-v3", {LETTERS("\\p{N}{1,3}")}, IGNORE_MERGES | BEGINS},
+    {"qwen2 deepseek-r1-qwen megrez", {LETTERS("\\p{N}")}, NFC},
+    {"gpt-4o llama4", {CASES(CONTRACTIONS "?", "\\p{N}{1,3}")}, IGNORE_MERGES},
+    {"tekken", {CASES("", "\\p{N}")}, IGNORE_MERGES | BEGINS},
+    {"smollm", {"\\p{N}", gpt2_pattern}, 0},
+    {"gpt-2", {gpt2_pattern}, 0},
     {"deepseek-v3",
      {"\\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
       "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
       " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
-     NOTHING,
-     false,
-     false},
+     0},
 };
 
 typedef struct {
@@ -692,7 +700,7 @@ static int by_score(const void *a, const void *b) {
     return x->score != y->score ? (x->score < y->score) - (x->score > y->score) : x->id - y->id;
 }
 
-/* SentencePiece's merges: any two tokens whose joined text is a token, the best score first. */
+/* SentencePiece's merges: any two tokens whose texts together are a token, the token with the highest score first. */
 static void merge_by_score(Tokenizer *t, const cJSON *scores) {
     Scored *all = allocate_zero((size_t)t->size + 1, sizeof *all);
     const cJSON *score = cJSON_IsArray(scores) ? scores->child : NULL;
@@ -711,10 +719,10 @@ static void merge_by_score(Tokenizer *t, const cJSON *scores) {
     free(all);
 }
 
-/* What a token is, tokenizer.ggml.token_type. */
+/* tokenizer.ggml.token_type. */
 enum { NORMAL = 1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED };
 
-/* The vocabulary; then, if `added`, the tokens that are cut out of text. */
+/* Reads the vocabulary or, if `added`, the tokens that are cut out of text. */
 static bool read_tokens(Tokenizer *t, const cJSON *metadata, bool added, Error *e) {
     const cJSON *tokens = json_get(metadata, "tokenizer.ggml.tokens"), *token = tokens ? tokens->child : NULL;
     const cJSON *types = json_get(metadata, "tokenizer.ggml.token_type"), *type = types ? types->child : NULL;
@@ -724,115 +732,107 @@ static bool read_tokens(Tokenizer *t, const cJSON *metadata, bool added, Error *
         const cJSON number = {.type = cJSON_Number, .valuedouble = id};
         int kind = cJSON_IsNumber(type) ? (int)type->valuedouble : NORMAL;
         bool cut = kind == UNKNOWN || kind == CONTROL || kind == USER_DEFINED;
-        size_t begin = t->text.n;
         if (!text || !*text || kind == UNUSED || cut != added) continue;
-        if (added) {
-            cJSON *one = cJSON_CreateObject();
-            cJSON_AddNumberToObject(one, "id", id);
-            cJSON_AddStringToObject(one, "content", text);
-            cJSON_AddBoolToObject(one, "special", kind != USER_DEFINED);
-            ok = read_added(t, one, e);
-            cJSON_Delete(one);
-        } else {
-            piece_bytes(t, text, strlen(text), &t->text);
-            ok = define(t, &number, text, begin, e) >= 0;
-        }
+        ok = added ? add_token(t, &number, text, kind != USER_DEFINED, false, e) : read_token(t, &number, text, e);
         if (kind == UNKNOWN) t->unknown = id;
     }
     return ok;
 }
 
-/* Which token stands before a text, if any. */
-static int find_bos(const Tokenizer *t, const cJSON *metadata, bool usual) {
-    const cJSON *add = json_get(metadata, "tokenizer.ggml.add_bos_token");
-    int64_t bos = 1;
-    const cJSON *id = json_get(metadata, "tokenizer.ggml.bos_token_id");
-    bool valid = !id || json_whole(id, 0, INT32_MAX, &bos);
-    return valid && bos < t->size && (add ? cJSON_IsTrue(add) : usual) ? (int)bos : -1;
+/* How text is split, by the name in tokenizer.ggml.pre. */
+static bool find_pre(Tokenizer *t, const char *pre, Error *e) {
+    Bytes known = {0};
+    bool ok = true;
+    for (size_t i = 0; i < sizeof pres / sizeof *pres; i++) {
+        bytes_print(&known, " %s", pres[i].names);
+        if (!pre || !text_listed(pres[i].names, pre)) continue;
+        for (int j = 0; j < 3 && pres[i].split[j]; j++) ok = ok && add_split(t, pres[i].split[j]);
+        t->features = pres[i].features | BYTE_LEVEL;
+    }
+    if (!t->splits)
+        ok = fail(e, BAD_MODEL, "tokenizer.ggml.pre is '%.40s', known are%s", pre ? pre : "(missing)", known.data);
+    bytes_free(&known);
+    return ok;
 }
 
+/* A vocabulary is GPT-2's, with merges, or SentencePiece's, with scores. */
 static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
-    const char *kind = json_string(metadata, "tokenizer.ggml.model"),
-               *pre = json_string(metadata, "tokenizer.ggml.pre");
-    const cJSON *merges = json_get(metadata, "tokenizer.ggml.merges"), *merge, *prefix;
-    bool pieces = kind && !strcmp(kind, "llama"), ok = true, bos = pieces;
-    Bytes known = {0}, work = {0};
-    t->bos = t->unknown = -1;
-    bytes_text(&t->text, "");
-    ids_append(&t->ends, (int[]){-1, -1}, 2);
-    if (!pieces && !(kind && !strcmp(kind, "gpt2")))
+    const char *kind = json_string(metadata, "tokenizer.ggml.model");
+    const cJSON *prefix = json_get(metadata, "tokenizer.ggml.add_space_prefix"),
+                *add = json_get(metadata, "tokenizer.ggml.add_bos_token"),
+                *id = json_get(metadata, "tokenizer.ggml.bos_token_id");
+    bool scored = kind && !strcmp(kind, "llama");
+    int64_t bos = 1;
+    if (!scored && !(kind && !strcmp(kind, "gpt2")))
         return fail(e, BAD_MODEL, "tokenizer.ggml.model is '%.40s', known are gpt2 and llama",
                     kind ? kind : "(missing)");
     if (json_true(metadata, "tokenizer.ggml.add_eos_token"))
         return fail(e, BAD_MODEL, "tokenizer.ggml.add_eos_token is not implemented");
-    t->byte_level = !pieces;
-    for (size_t i = 0; i < sizeof pres / sizeof *pres && !pieces; i++) {
-        bytes_print(&known, " %s", pres[i].names);
-        if (!pre || !text_listed(pres[i].names, pre)) continue;
-        for (int j = 0; j < 3 && pres[i].split[j]; j++) ok = ok && add_split(t, pres[i].split[j]);
-        t->features = pres[i].features;
-        t->ignore_merges = pres[i].ignore_merges;
-        bos = pres[i].bos;
-    }
-    if (!pieces && !t->splits)
-        ok = fail(e, BAD_MODEL, "tokenizer.ggml.pre is '%.40s', known are%s", pre ? pre : "(missing)", known.data);
-    bytes_free(&known);
-    bytes_text(&work, "");
-    ok = ok && read_tokens(t, metadata, false, e);
-    if (ok && pieces) merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"));
-    for (merge = pieces || !merges ? NULL : merges->child; merge && ok; merge = merge->next)
-        ok = read_merge(t, merge, &work, e);
-    bytes_free(&work);
-    ok = ok && read_tokens(t, metadata, true, e);
-    if (!ok) return false;
-    find_byte_tokens(t, pieces);
-    t->bos = find_bos(t, metadata, bos);
-    prefix = json_get(metadata, "tokenizer.ggml.add_space_prefix");
-    if (pieces) t->features = MARK_SPACES | UNMARK_SPACES;
-    if (pieces &&
-        !cJSON_IsFalse(
-            prefix)) /* the file does not say it: where [INST] is a token, only the first text begins with one */
+    t->features = MARK_SPACES | UNMARK_SPACES | BEGINS;
+    if (!scored && !find_pre(t, json_string(metadata, "tokenizer.ggml.pre"), e)) return false;
+    if (!read_tokens(t, metadata, false, e)) return false;
+    if (scored) merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"));
+    if (!scored && !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e)) return false;
+    if (!read_tokens(t, metadata, true, e)) return false;
+    find_byte_tokens(t, scored);
+    if (scored && !cJSON_IsFalse(prefix)) /* no key tells: where [INST] is a token, only the first text has a mark */
         t->features |= STRIP_SPACE | (tokenizer_added(t, "[INST]") < 0 ? PREPEND_MARK : FIRST_MARK);
+    bool begins = add ? cJSON_IsTrue(add) : t->features & BEGINS;
+    if (begins && (!id || json_whole(id, 0, INT32_MAX, &bos)) && bos < t->size) t->bos = (int)bos;
     return true;
 }
 
-/* Tokens that a chat template names are control tokens whatever the file says, so that ordinary text never becomes one.
- * false: too long. */
-static bool mark_control(Tokenizer *t, const char *jinja, size_t n) {
-    if (n > UINT32_MAX / t->ends.n) return false; /* each is searched for in all of it */
+/* ---- chat templates, which also tell which tokens are control tokens ---- */
+
+/* Appends all texts of `template` to `all`. Several are listed as {"name": "default", "template": ...}; the default one
+ * is the model's, if `counts`. */
+static void add_template(Tokenizer *t, const cJSON *template, bool counts, Bytes *all) {
+    const char *text = cJSON_GetStringValue(template);
+    const cJSON *part;
+    if (text) bytes_text(all, text);
+    if (text && counts) bytes_text(&t->chat_template, text);
+    cJSON_ArrayForEach(part, template) {
+        bool wanted = part->string ? !strcmp(part->string, "template") : is(part, "name", "default");
+        add_template(t, part, counts && wanted, all);
+    }
+}
+
+/* The files beside tokenizer.json: the first with a template counts, and tokenizer_config.json says whether a text
+ * begins with a token. */
+static bool read_config(Tokenizer *t, const char *path, Bytes *all, Error *e) {
+    static const char *const names[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
+    const char *slash = strrchr(path, '/');
+    bool ok = true;
+    for (int i = 0; i < 3 && ok; i++) {
+        Bytes file = {0}, text = {0};
+        bytes_print(&file, "%.*s%s", slash ? (int)(slash - path) + 1 : 0, path, names[i]);
+        if (file_exists(file.data)) {
+            cJSON *config = i ? json_read(file.data, MOST_BYTES, e) : NULL;
+            if (!i && file_read(file.data, MOST_BYTES, &text, e)) config = json_from_text(text.data, text.n);
+            const cJSON *add = json_get(config, "add_bos_token"), *bos = json_get(config, "bos_token");
+            const char *first = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
+            if (cJSON_IsBool(add)) t->bos = cJSON_IsTrue(add) && first ? tokenizer_added(t, first) : -1;
+            add_template(t, i ? json_get(config, "chat_template") : config, !t->chat_template.n, all);
+            ok = config;
+            cJSON_Delete(config);
+        }
+        bytes_free(&file), bytes_free(&text);
+    }
+    return ok;
+}
+
+/* Every added token that a chat template names is a control token, whatever the file says, so that ordinary text never
+ * becomes one. Each is searched for in all of the templates, hence the limit. */
+static bool mark_control(Tokenizer *t, const Bytes *template, Error *e) {
+    if (template->n > UINT32_MAX / t->ends.n)
+        return fail(e, BAD_MODEL, "the chat template is too long for so many added tokens");
     for (int id = 0; id < t->size; id++) {
         Piece *p = t->piece + id;
         const char *name = t->text.data + p->begin;
-        if (p->added && (unsigned char)*name > ' ' && memmem(jinja, n, name, p->n)) p->control = true;
+        if (p->added && (unsigned char)*name > ' ' && memmem(template->data, template->n, name, p->n))
+            p->control = true;
     }
     return true;
-}
-
-/* tokenizer_config.json beside tokenizer.json: whether text begins with a token, and the chat template. */
-static bool read_config(Tokenizer *t, const char *path, Error *e) {
-    Bytes file = {0}, jinja = {0};
-    const char *slash = strrchr(path, '/');
-    bytes_add(&file, path, slash ? (size_t)(slash - path) + 1 : 0);
-    size_t folder = file.n;
-    bytes_text(&file, "chat_template.jinja");
-    bool ok = !file_exists(file.data) || file_read(file.data, MOST_BYTES, &jinja, e);
-    file.n = folder;
-    bytes_text(&file, "tokenizer_config.json");
-    cJSON *config = ok && file_exists(file.data) ? json_read(file.data, MOST_BYTES, e) : NULL;
-    ok = ok && (config || !file_exists(file.data));
-    const cJSON *add = json_get(config, "add_bos_token"), *bos = json_get(config, "bos_token");
-    const char *first = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
-    if (cJSON_IsBool(add)) t->bos = cJSON_IsTrue(add) && first ? tokenizer_added(t, first) : -1;
-    const cJSON *template = json_get(config, "chat_template");
-    char *text = template ? json_text(template) : NULL;
-    bytes_text(&jinja, text ? text : "");
-    free(text);
-    ok = ok && (mark_control(t, jinja.data, jinja.n) ||
-                fail(e, BAD_MODEL, "%s: the chat template is too long for so many added tokens", file.data));
-    cJSON_Delete(config);
-    bytes_free(&jinja);
-    bytes_free(&file);
-    return ok;
 }
 
 Tokenizer *tokenizer_open(const char *path, Error *e) {
@@ -840,12 +840,17 @@ Tokenizer *tokenizer_open(const char *path, Error *e) {
     cJSON *file = gguf ? gguf_metadata(path, e) : json_read(path, MOST_BYTES, e);
     if (!file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
-    const char *template = json_string(file, "tokenizer.chat_template");
+    Bytes templates = {0};
+    t->bos = t->unknown = -1;
+    t->piece = allocate_zero(MOST_IDS, sizeof *t->piece);
+    bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
+    ids_append(&t->ends, (int[]){-1, -1}, 2);
     bool ok = (gguf ? read_gguf : read_file)(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
-    if (gguf && template && ok && !mark_control(t, template, strlen(template)))
-        ok = fail(e, BAD_MODEL, "%s: the chat template is too long for so many added tokens", path);
+    if (gguf) add_template(t, json_get(file, "tokenizer.chat_template"), true, &templates);
+    ok = ok && (gguf || read_config(t, path, &templates, e)) && mark_control(t, &templates, e);
     cJSON_Delete(file);
-    if (ok && (gguf || read_config(t, path, e))) return t;
+    bytes_free(&templates);
+    if (ok) return t;
     tokenizer_close(t);
     return NULL;
 }
@@ -854,7 +859,7 @@ void tokenizer_close(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < t->splits; i++) pcre2_code_free(t->split[i]);
     void *owned[] = {t->text.data,   t->piece,      t->by_text.slot, t->rank.slot,
-                     t->merged.data, t->edges.slot, t->ends.data};
+                     t->merged.data, t->edges.slot, t->ends.data,    t->chat_template.data};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
     free(t);
 }
@@ -868,6 +873,7 @@ bool tokenizer_fit(Tokenizer *t, int vocab) {
     return true;
 }
 
+const char *tokenizer_template(const Tokenizer *t) { return t->chat_template.data; }
 int tokenizer_size(const Tokenizer *t) { return t->size; }
 
 int tokenizer_added(const Tokenizer *t, const char *text) {

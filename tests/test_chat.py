@@ -199,3 +199,6 @@ def test_models_without_a_known_format(folder):
         {"name": "tool_use", "template": "x"}, {"name": "default", "template": MODELS["SmolLM2"]["has"]}]}))
     case = MODELS["SmolLM2"]["cases"][0]
     same(infer("render", made, stdin=json.dumps(case["conversation"])).text, case["text"], "prompt")
+    (made / "tokenizer_config.json").write_text("{}")
+    (made / "chat_template.json").write_text(json.dumps({"chat_template": MODELS["SmolLM2"]["has"]}))
+    same(infer("render", made, stdin=json.dumps(case["conversation"])).text, case["text"], "prompt by chat_template.json")
