@@ -1,5 +1,5 @@
-/* bench.c: the commands that measure a model, look at one, or look at this machine: bench, perplexity, inspect, list,
- * doctor. What they find goes to stdout, as text or as JSON. */
+/* bench.c: the commands that measure or describe a model, and the one that checks this machine: bench, perplexity,
+ * inspect, list, doctor. Results go to stdout, as text or as JSON. */
 #include "download.h"
 #include "host.h"
 
@@ -12,9 +12,9 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-enum { SCORED_AT_ONCE = 128, MOST_TEXT = 1 << 28 };
+enum { MOST_TEXT = 1 << 28 };
 
-/* Adds numbers under the words of `names`. */
+/* Adds numbers to an object. `names` has their names, separated by spaces. */
 static void add_numbers(cJSON *to, const char *names, const double *values) {
     char name[40];
     for (size_t n; *names; names += n + (names[n] == ' ')) {
@@ -30,7 +30,7 @@ static cJSON *add_object(cJSON *array) {
     return object;
 }
 
-/* Prints it, if it is wanted, and frees it. */
+/* Prints the JSON if `wanted`, and frees it. */
 static void end_json(cJSON *json, bool wanted) {
     char *text = json_text(json);
     if (wanted) puts(text);
@@ -39,21 +39,22 @@ static void end_json(cJSON *json, bool wanted) {
 }
 
 /* ---- bench: how fast are prompts and generation? ----
- * A step that generates is limited by the memory it reads: its bytes are counted from the model's own tensors, and its
- * time is compared with a flat read of as many bytes, in the same run on the same card. */
+ * The memory that a step reads limits generation. So bench counts the bytes of each step from the model's own tensors
+ * and compares the step's time with a flat read of as many bytes, in the same run on the same card. */
 
 typedef struct {
     const Options *o;
     Session model;
-    cJSON *rows; /* or NULL: a table is printed */
+    unsigned prompts; /* tokens of all prompts so far */
+    cJSON *rows;      /* or NULL: a table is printed */
 } Bench;
 
-typedef struct { /* a row: so many tokens in each stream took these seconds */
+typedef struct { /* a row of the table */
     bool prompt; /* or generation */
     int tokens, depth, streams;
-    double experts; /* that a step reads of a layer, on average */
+    double experts; /* that a step reads of each layer, on average */
     uint64_t bytes; /* that a step reads */
-    double flat;    /* seconds of a flat read of as many, or 0: unknown */
+    double flat;    /* seconds of a flat read of `bytes`, or 0: unknown */
     double seconds[MOST_REPEATS];
 } Figure;
 
@@ -92,45 +93,48 @@ static void report_figure(Bench *b, Figure *f) {
     fflush(stdout);
 }
 
-/* Tokens without an order. */
-static int any_token(const Model *m, int i) { return (int)(((unsigned)i * 2654435761u >> 8) % (unsigned)m->vocab); }
+/* Tokens in no order. */
+static int any_token(const Model *m, unsigned i) { return (int)((i * 2654435761u >> 8) % (unsigned)m->vocab); }
 
-/* A prompt of f->tokens random tokens, to its first token. */
-static void measure_prompt(Bench *b, Figure *f) {
-    const Sampling how = {.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature};
-    Engine *g = &b->model.engine;
-    int token;
-    Ids ids = {0};
-    Sequence s = {0};
-    Error e;
-    for (int i = 0; i < f->tokens; i++) ids_add(&ids, any_token(g->model, i));
-    for (int r = -1; r < b->o->repeats; r++) { /* one to warm up */
-        Generation w;
-        sequence_rewind(g, &s, 0);
-        double begin = seconds();
-        if (!generation_begin(&w, g, &s, ids.data, ids.n, &how, NULL, &e) || !generation_next(&w, &token, &e)) die(&e);
-        if (r >= 0) f->seconds[r] = seconds() - begin;
-        generation_end(&w);
-    }
-    sequence_free(g, &s);
-    ids_free(&ids);
+static void note_time(Stream *t, size_t position, int token, const float *logits, bool last) {
+    (void)position, (void)token, (void)logits, (void)last;
+    *(double *)t->owner = seconds();
 }
 
-/* Seconds for f->tokens steps of f->streams streams behind f->depth tokens; the next step is submitted before the last
- * is read. */
+/* Measures prompts of f->tokens random tokens up to their first drawn token. All prompts differ, so the cache never
+ * helps. */
+static void measure_prompt(Bench *b, Figure *f) {
+    Error e;
+    for (int r = -1; r < b->o->repeats; r++) { /* one to warm up */
+        double end, begin;
+        Stream t = {.prompt = (size_t)f->tokens, .most = (size_t)f->tokens + 1, .take = note_time, .owner = &end};
+        t.sampling = (Sampling){.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature};
+        t.want = WANT_TOKEN;
+        for (int i = 0; i < f->tokens; i++) ids_add(&t.tokens, any_token(b->model.engine.model, b->prompts++));
+        begin = seconds();
+        if (!scheduler_run(b->model.scheduler, &t, NULL, &e)) die(&e);
+        if (r >= 0) f->seconds[r] = end - begin;
+        ids_free(&t.tokens);
+    }
+}
+
+/* Seconds that f->streams streams need for f->tokens steps after a context of f->depth tokens. Each step is submitted
+ * before the previous one is collected. */
 static double generate_once(Bench *b, const Figure *f) {
     void *state = b->model.engine.state;
-    const int *page = b->model.engine.free_pages.data;
     int n = f->streams, slot[MOST_STREAMS], first[MOST_STREAMS + 1], token[MOST_STREAMS], start[MOST_STREAMS];
+    int pages = (f->depth + f->tokens + PAGE - 1) / PAGE;
+    Ids page = {0};
     Sampling how[MOST_STREAMS];
     Want want[MOST_STREAMS];
     for (int i = 0; i < n; i++) {
         slot[i] = first[i] = i, start[i] = f->depth, want[i] = WANT_TOKEN;
-        token[i] = any_token(b->model.engine.model, i);
+        token[i] = any_token(b->model.engine.model, (unsigned)i);
         how[i] = (Sampling){.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature, .seed = (uint64_t)i};
     }
     first[n] = n;
-    Batch batch = {n, (f->depth + f->tokens + PAGE - 1) / PAGE, slot, first, token, start, page, how, want};
+    for (int i = 0; i < n * pages; i++) ids_add(&page, i); /* overwrites the prompts */
+    Batch batch = {n, pages, slot, first, token, start, page.data, how, want};
     Result result;
     Error e;
     double begin = seconds();
@@ -139,6 +143,7 @@ static double generate_once(Bench *b, const Figure *f) {
         for (int i = 0; i < n; i++) token[i] = -1, start[i]++;
     }
     if (!backend->collect(state, &result, &e)) die(&e);
+    ids_free(&page);
     return seconds() - begin;
 }
 
@@ -146,14 +151,14 @@ static void measure_generation(Bench *b, Figure *f) {
     const Model *m = b->model.engine.model;
     void *state = b->model.engine.state;
     uint64_t read = backend->experts_read(state);
-    generate_once(b, f); /* its steps are those of every repeat */
+    generate_once(b, f); /* counts experts; every repeat has the same steps */
     f->experts = (double)(backend->experts_read(state) - read) / f->tokens / m->n_layers;
     f->bytes = step_bytes(m, f->experts, f->streams, f->depth + f->tokens / 2);
-    f->flat = backend->flat_read(state, f->bytes); /* before the card is hot */
+    f->flat = backend->flat_read(state, f->bytes); /* before the card heats up */
     for (int r = 0; r < b->o->repeats; r++) f->seconds[r] = generate_once(b, f);
 }
 
-/* Prompts first, then every number of streams at every depth, of what the cache has room for. */
+/* Measures all prompts, then every number of streams at every depth, if the cache has room. */
 static void measure_all(Bench *b) {
     const Options *o = b->o;
     const Engine *g = &b->model.engine;
@@ -162,10 +167,9 @@ static void measure_all(Bench *b) {
         f.tokens = f.prompt ? o->prompts.value[i + o->prompts.n] : o->tokens;
         if (!f.prompt) f.streams = o->streams.value[i / o->depths.n], f.depth = o->depths.value[i % o->depths.n];
         int length = f.depth + f.tokens + f.prompt; /* a prompt is followed by a token */
-        if (length > g->context || (size_t)(length + PAGE - 1) / PAGE * (size_t)f.streams > g->free_pages.n) {
-            fprintf(stderr,
-                    "infer: %d tokens behind %d in %d streams are left out: the cache holds %zu, a context %d\n",
-                    f.tokens, f.depth, f.streams, g->free_pages.n * PAGE, g->context);
+        if (length > g->context || (length + PAGE - 1) / PAGE * f.streams > g->pages) {
+            fprintf(stderr, "infer: %d tokens behind %d in %d streams are left out: the cache holds %d, a context %d\n",
+                    f.tokens, f.depth, f.streams, g->pages * PAGE, g->context);
             continue;
         }
         f.prompt ? measure_prompt(b, &f) : measure_generation(b, &f);
@@ -174,30 +178,30 @@ static void measure_all(Bench *b) {
 }
 
 /* ---- bench --serve: how fast is a server that speaks OpenAI's API? ----
- * Each client streams one completion after another over a connection of its own. Prompts are random token ids: their
- * length is exact, and a server's cache of prefixes saves nothing. */
+ * Each client streams one completion after another over its own connection. Prompts are random token ids, so their
+ * length is exact and a server's prefix cache does not help. */
 
-enum { FIRST_ID = 256, PROMPT_IDS = 768 }; /* of prompts: ids below 1,024 are in most vocabularies, as ordinary text */
+enum { FIRST_ID = 256, PROMPT_IDS = 768 }; /* in prompts: in most vocabularies the ids below 1,024 are ordinary text */
 
-typedef struct { /* a row: so many clients at work */
+typedef struct { /* a row of the table */
     const Options *o;
     struct curl_slist *headers;
     char url[1000]; /* of completions */
     int prompt, clients, left, failed;
     double tokens, seconds;
-    Bytes first, gaps; /* doubles: seconds to an answer's first text, and from each text to the next */
+    Bytes first, gaps; /* arrays of double: seconds to an answer's first text; between two texts */
     Error e;           /* of a request that failed */
 } Load;
 
 typedef struct {
     Load *load;
     CURL *easy;
-    Bytes line;        /* of a stream; or a whole answer that is none */
+    Bytes line;        /* of a stream; or the whole of an answer that is not a stream */
     double sent, last; /* last: 0 until the first text */
     int64_t tokens;
 } Client;
 
-/* An event of a stream is a line like  data: {"choices":[{"text":" the"}]}  and the last one has the usage. */
+/* Reads a line of a stream: an event is  data: {"choices":[{"text":" the"}]}  and the last one has the usage. */
 static void take_line(Client *c, double now) {
     Error ignored;
     bool data = c->line.n > 5 && !strncmp(c->line.data, "data:", 5);
@@ -207,7 +211,7 @@ static void take_line(Client *c, double now) {
         double time = now - (c->last ? c->last : c->sent);
         bytes_add(c->last ? &c->load->gaps : &c->load->first, &time, sizeof time);
         c->last = now;
-        c->tokens++; /* unless the usage says better */
+        c->tokens++; /* until the usage gives the exact number */
     }
     json_whole(json_get(json_get(event, "usage"), "completion_tokens"), 0, INT32_MAX, &c->tokens);
     cJSON_Delete(event);
@@ -233,7 +237,7 @@ static void send_request(Client *c, CURLM *all) {
         cJSON_AddItemToArray(prompt, cJSON_CreateNumber((double)(FIRST_ID + random() % PROMPT_IDS)));
     if (o->model) cJSON_AddStringToObject(request, "model", o->model);
     add_numbers(request, "max_tokens temperature", (double[]){o->tokens, (double)o->sampling.temperature});
-    cJSON_AddTrueToObject(request, "ignore_eos"); /* all answers are equally long where servers know it */
+    cJSON_AddTrueToObject(request, "ignore_eos"); /* servers that know it give answers of equal length */
     cJSON_AddTrueToObject(request, "stream");
     cJSON_AddTrueToObject(cJSON_AddObjectToObject(request, "stream_options"), "include_usage");
     char *body = json_text(request);
@@ -252,7 +256,7 @@ static void take_answer(Client *c, CURLcode code) {
     curl_easy_getinfo(c->easy, CURLINFO_RESPONSE_CODE, &status);
     l->tokens += (double)c->tokens;
     if (!code && status == 200 && c->last) return;
-    bytes_shown(&shown, c->line.data ? c->line.data : "", c->line.n, false); /* the server's own words */
+    bytes_shown(&shown, c->line.data ? c->line.data : "", c->line.n, false); /* the server's message */
     if (code)
         fail(&l->e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code));
     else
@@ -262,7 +266,7 @@ static void take_answer(Client *c, CURLcode code) {
     l->failed++;
 }
 
-/* Sends so many requests from each client, one when the last is answered. */
+/* Sends this many requests from each client, the next one when the last is answered. */
 static void run_load(Load *l, int requests) {
     Client *client = allocate_zero((size_t)l->clients, sizeof *client), *c;
     CURLM *all = curl_multi_init();
@@ -275,7 +279,7 @@ static void run_load(Load *l, int requests) {
         *c = (Client){.load = l, .easy = curl_easy_init()};
         curl_easy_setopt(c->easy, CURLOPT_URL, l->url);
         curl_easy_setopt(c->easy, CURLOPT_HTTPHEADER, l->headers);
-        curl_easy_setopt(c->easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1); /* 2 would share connections */
+        curl_easy_setopt(c->easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1); /* HTTP/2 would share one */
         if (key) curl_easy_setopt(c->easy, CURLOPT_XOAUTH2_BEARER, key);
         curl_easy_setopt(c->easy, CURLOPT_HTTPAUTH, CURLAUTH_BEARER);
         curl_easy_setopt(c->easy, CURLOPT_WRITEFUNCTION, on_answer);
@@ -303,7 +307,7 @@ static void run_load(Load *l, int requests) {
     free(client);
 }
 
-/* In ms, the least time that a part p of the times does not exceed. */
+/* The p-quantile of times, in ms. */
 static double percentile(const Bytes *times, double p) {
     double *at = (double *)(void *)times->data;
     size_t n = times->n / sizeof *at;
@@ -373,25 +377,16 @@ int bench(const Options *o) {
 
 /* ---- perplexity: how surprised is a model by a text? exp of the mean of -log p(token | what stands before it) ---- */
 
-/* What tokens from .. n - 1 of a window cost, given those before them; `from` is above 0. */
-static double score_window(Engine *g, Sequence *s, const int *ids, size_t n, size_t from) {
-    const Sampling greedy = {.top_p = 1, .penalty = 1};
-    double sum = 0;
-    Error e;
-    sequence_rewind(g, s, 0);
-    while (s->tokens.n < n - 1) { /* the last token is only predicted */
-        size_t at = s->tokens.n;
-        bool scored = at >= from - 1;
-        size_t end = scored ? n - 1 : from - 1, most = scored ? SCORED_AT_ONCE : (size_t)g->max_tokens;
-        size_t now = end - at < most ? end - at : most;
-        Result r;
-        if (!sequence_run(g, s, ids + at, now, scored ? WANT_ALL_LOGITS : WANT_NOTHING, &greedy, &r, &e)) die(&e);
-        for (int i = 0; i < r.rows; i++) {
-            const float *logits = r.logits + (size_t)i * (size_t)g->model->vocab;
-            sum += log_sum_exp(logits, g->model->vocab) - (double)logits[ids[at + (size_t)i + 1]];
-        }
-    }
-    return sum;
+typedef struct {
+    const int *ids; /* tokens of the window */
+    int vocab;
+    double cost; /* sum of -log p */
+} Score;
+
+static void add_cost(Stream *t, size_t position, int token, const float *logits, bool last) {
+    Score *s = t->owner;
+    (void)token, (void)last;
+    s->cost += log_sum_exp(logits, s->vocab) - (double)logits[s->ids[position]];
 }
 
 int perplexity(const Options *o) {
@@ -399,7 +394,6 @@ int perplexity(const Options *o) {
     Session s;
     Ids ids = {0};
     Bytes text = {0};
-    Sequence sequence = {0};
     if (!o->file) fail(&e, USAGE, "-f FILE is missing: the text; see infer perplexity --help"), die(&e);
     if (!file_read(o->file, MOST_TEXT, &text, &e)) e.code = USAGE, die(&e);
     if (!session_open(&s, o, NEED_TOKENIZER | NEED_CHECKPOINT, &e) ||
@@ -411,16 +405,17 @@ int perplexity(const Options *o) {
     if (stride >= window)
         fail(&e, USAGE, "a stride of %d leaves tokens between windows of %d out", stride, window), die(&e);
     if (!session_load(&s, o, window, &e)) die(&e);
-    double sum = 0, mean;
-    size_t scored = 1; /* the first token has nothing before it; others count in the first window that has them */
+    Score score = {.vocab = s.checkpoint.model.vocab};
+    size_t scored = 1; /* nothing stands before the first token; each other counts in the first window that has it */
     for (size_t begin = 0; scored < ids.n; begin += (size_t)stride) {
         size_t n = ids.n - begin < (size_t)window ? ids.n - begin : (size_t)window;
-        sum += score_window(&s.engine, &sequence, ids.data + begin, n, scored - begin);
+        score.ids = ids.data + begin;
+        /* the last token is only predicted */
+        if (!scheduler_score(s.scheduler, score.ids, n - 1, scored - begin, add_cost, &score, &e)) die(&e);
         scored = begin + n;
     }
-    mean = sum / (double)(ids.n - 1);
+    double mean = score.cost / (double)(ids.n - 1);
     printf("perplexity %.6g  nll %.8g  tokens %zu\n", exp(mean), mean, ids.n - 1);
-    sequence_free(&s.engine, &sequence);
     session_close(&s);
     ids_free(&ids);
     bytes_free(&text);
@@ -429,9 +424,9 @@ int perplexity(const Options *o) {
 
 /* ---- inspect: what is a model made of, and does it fit on the GPU? ---- */
 
-/* How many weights there are, and the bytes of each encoding; m: of a model that infer runs, or NULL. */
+/* Adds the number of weights and the bytes of each encoding. m: the model if infer runs it, or NULL. */
 static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
-    double bytes = 0, values = 0, active = 0; /* active: what one token needs */
+    double bytes = 0, values = 0, active = 0; /* active: used by one token */
     bool tied = m && m->embed.data.data == m->head.data.data;
     char name[40];
     for (int i = 0; i < t->n; i++) {
@@ -451,8 +446,9 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
     if (m) add_numbers(out, "parameters active_parameters", (double[]){values, active});
 }
 
-/* What the GPU has to hold, and how much of it fits. Weights and cache are counted as the backend does; what a step
- * works in is known when it opens the model: 1 to 3 GB for 1 to 70 billion parameters. 2 GB stand in for it. */
+/* Adds what the GPU must hold and how much of it fits. The backend counts weights and cache in the same way. Its
+ * working memory is not known before it opens the model: 1 to 3 GB for 1 to 70 billion parameters. 2 GB stand for it
+ * here. */
 static void add_memory(cJSON *out, const Model *m, int context) {
     const int row = m->kv_rank ? m->kv_rank + m->rope_dim : 2 * m->n_kv_heads * m->head_dim;
     double token = 2.0 * m->n_layers * row + 4, fixed = (double)model_bytes(m) + 2e9;
@@ -476,36 +472,28 @@ static void add_memory(cJSON *out, const Model *m, int context) {
     free(d);
 }
 
-/* In which chat format the model talks; nothing without a tokenizer, as of a repository that is not here. */
-static void add_chat(cJSON *out, const char *dir) {
-    Session s;
-    Error e;
-    if (session_open(&s, &(Options){.model = dir}, NEED_TOKENIZER, &e))
-        cJSON_AddStringToObject(out, "chat_format",
-                                s.has_chat ? chat_name(&s.chat) : "none: its text is continued raw");
-    session_close(&s);
-}
-
+/* Adds what there is to say about the model in a folder. False: infer does not run it. */
 static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
-    Checkpoint c;
-    const Model *m = &c.model;
+    Session s;
+    const Model *m = &s.checkpoint.model;
     Tensors t;
     Error ignored;
-    bool ok = checkpoint_open(&c, dir, e);
+    bool ok = session_open(&s, &(Options){.model = dir}, NEED_CHECKPOINT | USE_TOKENIZER, e);
     cJSON_AddBoolToObject(out, "supported", ok);
     if (ok) {
-        cJSON_AddStringToObject(out, "family", c.family);
+        cJSON_AddStringToObject(out, "family", s.checkpoint.family);
         add_numbers(out, "layers width heads kv_heads head_size experts experts_per_token vocabulary context",
                     (double[]){m->n_layers, m->dim, m->n_heads, m->n_kv_heads, m->head_dim, m->n_experts, m->top_k,
                                m->vocab, m->context});
-        add_chat(out, dir);
-        add_weights(out, &c.tensors, m);
+        const char *chat = s.has_chat ? chat_name(&s.chat) : "none: its text is continued raw";
+        if (s.tokenizer) cJSON_AddStringToObject(out, "chat_format", chat); /* a repository's outline has none */
+        add_weights(out, &s.checkpoint.tensors, m);
         add_memory(out, m, context && context < m->context ? context : m->context);
-        checkpoint_close(&c);
-    } else if (tensors_open(&t, dir, &ignored)) { /* the files say what they hold all the same */
+    } else if (tensors_open(&t, dir, &ignored)) { /* the files still tell what they hold */
         add_weights(out, &t, NULL);
         tensors_close(&t);
     }
+    session_close(&s);
     return ok;
 }
 
@@ -526,7 +514,7 @@ int inspect(const Options *o) {
     Error e;
     uint64_t to_fetch;
     char *dir = model_find(o->model, &e);
-    /* the hub is asked about an ORG/NAME that is not here whole, and about nothing else */
+    /* the hub is contacted only for an ORG/NAME that is not completely here */
     bool far = strchr(o->model, '/') && (!dir || (strcmp(dir, o->model) && !model_complete(dir)));
     if (!far && !dir) die(&e);
     const char *outline = far ? outline_open(o->model, &to_fetch) : dir;
@@ -577,7 +565,7 @@ typedef struct {
     cJSON *all;
 } Doctor;
 
-/* A line for each finding; cure NULL: nothing is wrong. */
+/* Prints a finding. cure NULL: nothing is wrong. */
 static void finding(Doctor *d, const char *what, int code, const char *cure, const char *format, ...) {
     char text[500];
     va_list args;
@@ -598,7 +586,7 @@ int doctor(const Options *o) {
     char text[200], a[24], b[24], *slash;
 
     Devices *v = allocate_zero(1, sizeof *v);
-    backend->describe(v); /* runtime 0: this program is built without CUDA and needs no GPU */
+    backend->describe(v); /* runtime 0: a build without CUDA, which needs no GPU */
     if (!v->gpus)
         finding(&d, "GPU", NO_GPU, v->runtime ? "install or update NVIDIA's driver: nvidia-smi has to show one" : NULL,
                 "none (%s)", v->problem);
@@ -617,7 +605,7 @@ int doctor(const Options *o) {
     Bytes cache = {0};
     struct statvfs disk = {0};
     hub_cache(&cache);
-    char *there = copy_text(cache.data, cache.n); /* or what of it exists */
+    char *there = copy_text(cache.data, cache.n); /* or the nearest folder above that exists */
     while (statvfs(there, &disk) && (slash = strrchr(there, '/')) && slash > there) *slash = 0;
     finding(&d, "cache", NO_NETWORK,
             access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL, "%s, %s free",

@@ -1,6 +1,6 @@
-/* explain.c: `infer explain` shows how a model reads a text, token by token: the probability that the model gave each
- * token, what else it expected there and, in a mixture of experts, which experts of each layer the token took. It
- * writes to the terminal, or one HTML page that needs no other file. */
+/* explain.c: `infer explain` shows how a model reads a text, token by token: the probability that it gave each token,
+ * what else it expected there and, in a mixture of experts, which experts of each layer the token used. The output goes
+ * to the terminal or becomes one HTML page without other files. */
 #include "host.h"
 
 #include <errno.h>
@@ -13,9 +13,9 @@ enum { CHOICES = 4, MOST_TOKENS = 512, MOST_CELLS = 64 };
 typedef struct {
     Session s;
     Ids ids;
-    Result result;     /* logits after each token */
+    size_t read;       /* tokens of all steps so far */
     float *expert;     /* (ids.n, n_layers, top_k), of layers with a router */
-    int cells, shared; /* characters in a line of the grid, 0: no grid; experts that share a column of dots */
+    int cells, shared; /* characters in a line of the grid, 0: no grid; experts that share a dot */
     bool html;
 } Reading;
 
@@ -28,13 +28,14 @@ static const char page[] =
 
 /* A Tap. */
 static void keep_experts(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
-    const Reading *x = data;
-    float *to = x->expert + layer * cols;
-    for (int r = 0; r < rows && !strcmp(stage, "experts"); r++, to += x->s.checkpoint.model.n_layers * cols)
-        memcpy(to, values + r * cols, (size_t)cols * sizeof *to);
+    Reading *x = data;
+    const size_t n = (size_t)cols, layers = (size_t)x->s.checkpoint.model.n_layers;
+    for (size_t r = 0; r < (size_t)rows && !strcmp(stage, "experts"); r++)
+        memcpy(x->expert + ((x->read + r) * layers + (size_t)layer) * n, values + r * n, n * sizeof *values);
+    if (!strcmp(stage, "logits")) x->read += (size_t)rows; /* the last stage of a step */
 }
 
-/* A token in visible characters; `whole`: with its id and its bytes. */
+/* Writes a token in visible characters, and if `whole` its id and bytes. */
 static void put_token(const Reading *x, int id, bool whole) {
     Bytes raw = {0};
     if (x->s.tokenizer) tokenizer_bytes(x->s.tokenizer, &(Decoder){.begun = true}, id, &raw);
@@ -56,7 +57,7 @@ static void put_token(const Reading *x, int id, bool whole) {
     bytes_free(&raw);
 }
 
-/* Four layers of the grid in Braille: a dot for each expert that token t took. */
+/* Writes four layers of the grid in Braille: a dot for each expert that token t used. */
 static void put_grid(const Reading *x, size_t t, int layer) {
     static const unsigned char dot[4][2] = {{1, 8}, {2, 16}, {4, 32}, {64, 128}};
     const Model *m = &x->s.checkpoint.model;
@@ -69,11 +70,10 @@ static void put_grid(const Reading *x, size_t t, int layer) {
     for (int i = 0; i < x->cells; i++) printf("\xE2%c%c", 0xA0 | cell[i] >> 6, 0x80 | (cell[i] & 63));
 }
 
-/* Shows token t of the text, and what the model expected in its place. */
-static void put_place(const Reading *x, size_t t) {
+/* Shows token t of the text and, but for the first token, what the model expected in its place. */
+static void put_place(const Reading *x, size_t t, const float *logits) {
     static const char *const colour[] = {"\033[39m", "\033[32m", "\033[33m", "\033[35m", "\033[31m"};
     const Model *m = &x->s.checkpoint.model;
-    const float *logits = x->result.logits + (t ? t - 1 : 0) * (size_t)m->vocab;
     int best[CHOICES], n = t ? likeliest(logits, m->vocab, CHOICES, best) : 0;
     double all = log_sum_exp(logits, m->vocab), bits = t ? (all - (double)logits[x->ids.data[t]]) / M_LN2 : 0;
     int level = (bits >= 1) + (bits >= 3) + (bits >= 6) + (bits >= 10);
@@ -92,9 +92,15 @@ static void put_place(const Reading *x, size_t t) {
     fputs(x->html ? "</pre>\n" : "\n", stdout);
 }
 
+static void take_token(Stream *s, size_t position, int token, const float *logits, bool last) {
+    const Reading *x = s->owner;
+    (void)token, (void)last;
+    if (position == 1) put_place(x, 0, logits);
+    if (position < x->ids.n) put_place(x, position, logits);
+}
+
 int explain(const Options *o) {
     Error e;
-    Sequence sequence = {0};
     Reading x = {.html = o->output};
     const Model *m = &x.s.checkpoint.model;
     if (!session_prompt(&x.s, o, &x.ids, &e)) die(&e);
@@ -106,13 +112,10 @@ int explain(const Options *o) {
         x.cells = (m->n_experts - 1) / (2 * x.shared) + 1;
         x.s.tap = keep_experts, x.s.tap_data = &x;
     }
-    if (!session_load(&x.s, o, 0, &e) ||
-        !sequence_run(&x.s.engine, &sequence, x.ids.data, x.ids.n, WANT_ALL_LOGITS, &o->sampling, &x.result, &e))
-        die(&e);
+    if (!session_load(&x.s, o, 0, &e)) die(&e);
     if (x.html && !freopen(o->output, "w", stdout)) fail(&e, FAILED, "%s: %s", o->output, strerror(errno)), die(&e);
     if (x.html) fputs(page, stdout);
-    for (size_t t = 0; t < x.ids.n; t++) put_place(&x, t);
-    sequence_free(&x.s.engine, &sequence);
+    if (!scheduler_score(x.s.scheduler, x.ids.data, x.ids.n, 1, take_token, &x, &e)) die(&e);
     session_close(&x.s);
     ids_free(&x.ids);
     free(x.expert);

@@ -1,7 +1,7 @@
-/* gguf.c: GGUF as the JSON of the hub's files. See gguf.h. Chapters: values, tensors, config.json.
+/* gguf.c: reads GGUF files as the JSON of the hub's files. See gguf.h. Chapters: values, tensors, config.json.
  *
  * Any file is hostile: counts and lengths are compared with the bytes that are left, and MOST_ITEMS bounds the memory
- * that JSON takes. Versions, types, architectures and keys that are not known here are refused by name. */
+ * for JSON. Unknown versions, types, architectures and keys are refused by name. */
 #include "gguf.h"
 
 #include <endian.h>
@@ -18,7 +18,7 @@ typedef struct {
     const char *path;
     const unsigned char *begin, *at, *end;
     int values; /* of JSON that may still be made */
-    bool bad;   /* set by the first error; everything read after it is 0 */
+    bool bad;   /* after the first error, everything reads as 0 */
     Error *e;
 } Cursor;
 
@@ -78,11 +78,11 @@ static double get_number(const cJSON *object, const char *key, double absent) {
     return cJSON_IsNumber(x) ? x->valuedouble : absent;
 }
 
-typedef struct { /* pairs of names, GGUF's and the hub's; "arch:name" holds for that architecture only */
+typedef struct { /* GGUF's name and the hub's; "arch:name" is for that architecture only */
     const char *gguf, *hub;
 } Pair;
 
-/* The first row for a name, or for a prefix of it, where *rest is what follows, like ".weight"; or NULL. */
+/* The first row for a name or for the beginning of a name like NAME.weight, with the end in *rest; or NULL. */
 static const Pair *find(const Pair *row, const char *arch, const char *name, const char **rest) {
     for (; row->gguf; row++) {
         const char *colon = strchr(row->gguf, ':'), *own = colon ? colon + 1 : row->gguf;
@@ -97,13 +97,13 @@ static const Pair *find(const Pair *row, const char *arch, const char *name, con
 /* ---- tensors ---- */
 
 /* clang-format off */
-static const char *const ggml_types[] = { /* by number; infer reads those of types[] */
+static const char *const ggml_types[] = { /* by their numbers; infer reads those that are in types[] */
     "F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
     "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32",
     "I64", "F64", "IQ1_M", "BF16", "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4", "IQ4_NL_4_8",
     "IQ4_NL_8_8", "GGUF_MXFP4", "GGUF_NVFP4"};
 
-static const Pair names[] = { /* '*': a tensor for each expert */
+static const Pair names[] = { /* '*' is replaced by the number of each expert */
     {"token_embd", "model.embed_tokens"}, {"output_norm", "model.norm"}, {"output", "lm_head"},
     {"attn_norm", "input_layernorm"}, {"attn_q", "self_attn.q_proj"}, {"attn_k", "self_attn.k_proj"},
     {"attn_v", "self_attn.v_proj"}, {"attn_output", "self_attn.o_proj"}, {"attn_q_norm", "self_attn.q_norm"},
@@ -123,7 +123,7 @@ static const Pair names[] = { /* '*': a tensor for each expert */
     {"ffn_down_shexp", "mlp.shared_experts.down_proj"}, {"exp_probs_b.bias", "mlp.gate.e_score_correction_bias"}, {0}};
 /* clang-format on */
 
-/* Adds the tensor; a tensor of experts becomes one for each expert. */
+/* Adds a tensor. One that holds all experts becomes a tensor for each expert. */
 static void add_tensor(Cursor *r, cJSON *out, const char *arch, const char *name, const char *dtype, int dims,
                        const double *shape, double begin, double bytes) {
     int layer = -1, skip = 0;
@@ -154,7 +154,7 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
     double shape[4], values = 1;
     uint64_t dims = number(r, 4);
     if (dims < 1 || dims > 4) refuse(r, "a tensor has not one to four dimensions");
-    /* The fastest dimension is the first in the file and the last at the hub. */
+    /* GGUF begins with the dimension that varies fastest, the hub ends with it. */
     for (uint64_t i = dims; i-- && !r->bad;) values *= shape[i] = (double)number(r, 8);
     uint64_t type = number(r, 4);
     double offset = (double)number(r, 8);
@@ -201,7 +201,7 @@ cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, siz
     *alignment = r.bad ? 1 : (size_t)align;
     for (; tensors && !r.bad; tensors--) read_tensor(&r, arch, align, out);
     *data = ((size_t)(r.at - r.begin) + *alignment - 1) / *alignment * *alignment;
-    if (*data > f->size) *data = f->size; /* keys only */
+    if (*data > f->size) *data = f->size; /* it has keys only */
     if (!r.bad) return out;
     cJSON_Delete(out);
     return NULL;
@@ -210,11 +210,11 @@ cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, siz
 /* ---- config.json ---- */
 
 /* clang-format off */
-static const Pair archs[] = { /* and model_type */
+static const Pair archs[] = { /* architectures and their model_type */
     {"llama", "llama"}, {"qwen2", "qwen2"}, {"qwen3", "qwen3"}, {"qwen3moe", "qwen3_moe"}, {"gemma2", "gemma2"},
     {"gemma3", "gemma3_text"}, {"gpt-oss", "gpt_oss"}, {"deepseek2", "deepseek_v2"}, {0}};
 
-static const Pair keys[] = { /* all known keys; "": see gguf_config */
+static const Pair keys[] = { /* all known keys; "": known and ignored */
     {"embedding_length", "hidden_size"}, {"context_length", "max_position_embeddings"},
     {"feed_forward_length", "intermediate_size"}, {"block_count", "num_hidden_layers"},
     {"attention.head_count", "num_attention_heads"}, {"attention.head_count_kv", "num_key_value_heads"},
@@ -246,7 +246,7 @@ static void put(cJSON *config, const char *key, double x) {
     cJSON_AddNumberToObject(config, key, x);
 }
 
-/* The keys that both sides have. A list with one number a layer becomes that number if all are the same. */
+/* Copies the keys that config.json has, too. A list of one number a layer becomes one number if all are equal. */
 static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, const char *path, Error *e) {
     const cJSON *one;
     size_t n = strlen(arch);
@@ -265,18 +265,18 @@ static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, co
     return true;
 }
 
-/* YaRN: converts numbers that GGUF defines differently, and fills rope_scaling from the keys of config that belong in
- * it. */
+/* Fills rope_scaling from the keys of config that belong there, and converts the numbers of YaRN that GGUF defines
+ * differently. */
 static void add_rope(cJSON *config, const char *arch) {
     const char *type = json_string(config, "rope_type");
     double factor = get_number(config, "factor", 1), mscale = get_number(config, "mscale", 0) * 10;
-    if (!type || !strcmp(type, "none")) { /* old files have scale_linear alone */
+    if (!type || !strcmp(type, "none")) { /* old files have only scale_linear */
         type = !type && factor > 1 ? "linear" : "default";
         cJSON_DeleteItemFromObjectCaseSensitive(config, "rope_type");
         cJSON_AddStringToObject(config, "rope_type", type);
     }
     if (mscale > 0) put(config, "mscale", mscale), put(config, "mscale_all_dim", mscale);
-    if (json_get(config, "attention_factor") && factor > 1) /* GGUF's factor multiplies the usual one */
+    if (json_get(config, "attention_factor") && factor > 1) /* GGUF's value multiplies the usual one */
         put(config, "attention_factor", get_number(config, "attention_factor", 1) * (0.1 * log(factor) + 1));
     cJSON_AddBoolToObject(config, "truncate", strcmp(arch, "gpt-oss"));
     cJSON_AddItemToObject(config, "rope_scaling", cJSON_Duplicate(config, true));
@@ -288,14 +288,14 @@ cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
     const cJSON *metadata = t->metadata;
     const char *arch = json_string(metadata, "general.architecture"), *rest = "";
     const Pair *row = find(archs, arch, arch, &rest);
+    if (!row || *rest)
+        return fail(e, BAD_MODEL,
+                    "%s: the architecture '%.60s' is not supported (supported: llama, qwen2, qwen3, qwen3moe, gemma2, "
+                    "gemma3, gpt-oss, deepseek2)",
+                    path, arch),
+               NULL;
     cJSON *c = cJSON_CreateObject();
-    bool known = row && !*rest;
-    if (!known)
-        fail(e, BAD_MODEL,
-             "%s: the architecture '%.60s' is not supported (supported: llama, qwen2, qwen3, qwen3moe, "
-             "gemma2, gemma3, gpt-oss, deepseek2)",
-             path, arch);
-    if (!known || !copy_keys(c, metadata, arch, path, e)) return cJSON_Delete(c), NULL;
+    if (!copy_keys(c, metadata, arch, path, e)) return cJSON_Delete(c), NULL;
     const Tensor *embed = tensors_find(t, "model.embed_tokens.weight");
     bool llama = !strcmp(arch, "llama"), latent = !strcmp(arch, "deepseek2");
     double gating = get_number(c, "expert_gating_func", 1); /* 1: softmax, 2: sigmoid */
@@ -322,17 +322,14 @@ cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
     if (!json_get(c, "q_lora_rank")) cJSON_AddNullToObject(c, "q_lora_rank");
     cJSON_AddStringToObject(c, "scoring_func", sigmoid ? "sigmoid" : gating == 1 ? "softmax" : "unknown");
     cJSON_AddStringToObject(c, "topk_method", sigmoid ? "noaux_tc" : groups > 1 ? "group_limited_greedy" : "greedy");
-    if (!json_get(c, "n_group") &&
-        get_number(c, "num_local_experts", 0) != 256) /* DeepSeek-V3's old files leave them out */
-        put(c, "n_group", 1), put(c, "topk_group", 1);
+    bool v3 = get_number(c, "num_local_experts", 0) == 256; /* its old files leave n_group out */
+    if (!json_get(c, "n_group") && !v3) put(c, "n_group", 1), put(c, "topk_group", 1);
     cJSON_AddBoolToObject(c, "rope_interleave", llama || latent); /* the order of q's and k's rows */
     cJSON_AddBoolToObject(c, "tie_word_embeddings", !tensors_find(t, "lm_head.weight"));
     cJSON_AddBoolToObject(c, "attention_bias", tensors_find(t, "model.layers.0.self_attn.o_proj.bias") != NULL);
     cJSON_AddBoolToObject(c, "mlp_bias", tensors_find(t, "model.layers.0.mlp.gate_proj.bias") != NULL);
     add_rope(c, arch);
     cJSON *stop = cJSON_AddArrayToObject(c, "eos_token_id");
-    for (int i = 0; i < 3; i++)
-        if (json_get(metadata, stops[i]))
-            cJSON_AddItemToArray(stop, cJSON_Duplicate(json_get(metadata, stops[i]), true));
+    for (int i = 0; i < 3; i++) cJSON_AddItemToArray(stop, cJSON_Duplicate(json_get(metadata, stops[i]), true));
     return c;
 }

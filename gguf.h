@@ -1,19 +1,17 @@
-/* gguf.h: GGUF files (github.com/ggml-org/ggml, docs/gguf.md) as the JSON that the hub's files would hold, so that
- * everything behind knows one kind of model. */
+/* gguf.h: turns GGUF files (github.com/ggml-org/ggml, docs/gguf.md) into the JSON that the hub's files would hold, so
+ * that the rest of the program knows one kind of model. */
 #ifndef GGUF_H
 #define GGUF_H
 
 #include "host.h"
 
-/* Is the path a file whose name ends in .gguf? */
+/* Is there a file at this path, and does its name end in .gguf? */
 bool gguf_named(const char *path);
-/* What stands before the data of part i of n, as in safetensors: an entry for each tensor, of experts one for each,
- * under the hub's name. All other keys are in __metadata__; later parts get that of the first. *data is where the data
- * begins; every tensor of the file begins at a multiple of *alignment. NULL: BAD_MODEL. */
+/* Reads the header of part i of n as if it were one of safetensors: an entry for each tensor, and for each expert,
+ * under the hub's name. All other keys are in __metadata__; parts after the first need the first one's as `metadata`.
+ * *data: where the data begins; *alignment: every tensor begins at a multiple of it. NULL: BAD_MODEL. */
 cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, size_t *data, size_t *alignment, Error *e);
-/* What config.json would say. NULL: BAD_MODEL with a key or an architecture that infer does not know. */
+/* The config.json of the model. NULL: BAD_MODEL, with the key or architecture that infer does not know. */
 cJSON *gguf_config(const Tensors *t, const char *path, Error *e);
-/* The metadata alone. */
-cJSON *gguf_metadata(const char *path, Error *e);
 
 #endif

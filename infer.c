@@ -125,10 +125,10 @@ static const Option options[] = {
      .help = "web pages of this origin may send requests; *: all pages"},
     {"serve", 0, "name", "NAME", TEXT, FIELD(alias), .help = "what clients call the model (its folder's name)"},
     {"serve", 0, "streams", "N", WHOLE, FIELD(slots), 1, MOST_STREAMS, "256", "answers at once"},
-    {"serve", 0, "queue", "N", WHOLE, FIELD(queue), 0, 1 << 16, "64", "requests that may wait beyond those"},
+    {"serve", 0, "queue", "N", WHOLE, FIELD(queue), 0, 1 << 16, "64", "answers that may wait beyond those"},
     {"serve", 0, "cache", "N", WHOLE, FIELD(cache), 0, 1e9, "0",
      "tokens in the cache, for all answers and kept prefixes together; 0: what fits"},
-    {"serve", 0, "chunk", "N", WHOLE, FIELD(chunk), 1, 1 << 16, "2048",
+    {"serve", 0, "chunk", "N", WHOLE, FIELD(chunk), 1, 1 << 16, "896",
      "tokens of a step: longer steps read prompts sooner, but other answers wait longer for each token"},
 
     {"download", 0, "revision", "R", TEXT, FIELD(revision), .help = "a branch, a tag or a commit (main)"},
@@ -407,8 +407,12 @@ static bool choose_model(Session *s, Error *e) {
                                "download ORG/NAME fetches one"));
 }
 
-static bool open_checkpoint(Session *s, const Options *o, bool shapes, Error *e) {
+/* Opens config and weights if they are needed, and always the metadata of a GGUF file: the tokenizer is there. */
+static bool open_checkpoint(Session *s, const Options *o, int need, Error *e) {
+    const bool shapes = need & NEED_SHAPES;
     Bytes path = {0};
+    if (!shapes && !(need & NEED_CHECKPOINT))
+        return !gguf_named(s->dir) || tensors_open(&s->checkpoint.tensors, s->dir, e);
     bytes_print(&path, "%s/model.safetensors", s->dir);
     bool weights = file_exists(path.data) || gguf_named(s->dir);
     bytes_text(&path, ".index.json");
@@ -422,8 +426,9 @@ static bool open_checkpoint(Session *s, const Options *o, bool shapes, Error *e)
 
 static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
     Bytes path = {0};
-    bytes_print(&path, gguf_named(s->dir) ? "%s" : "%s/tokenizer.json", s->dir);
-    bool ok = (may_lack && !file_exists(path.data)) || (s->tokenizer = tokenizer_open(path.data, e));
+    const cJSON *gguf = s->checkpoint.tensors.metadata;
+    bytes_print(&path, gguf ? "%s" : "%s/tokenizer.json", s->dir);
+    bool ok = (may_lack && !file_exists(path.data)) || (s->tokenizer = tokenizer_open(path.data, gguf, e));
     bytes_free(&path);
     const int vocab = s->checkpoint.model.vocab;
     if (s->tokenizer && vocab && !tokenizer_fit(s->tokenizer, vocab))
@@ -434,7 +439,7 @@ static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
     return ok;
 }
 
-/* A GGUF file names up to three ids that end a text. These tokens do so in every family that has them. */
+/* Adds the tokens that end a text in every family that has them: a GGUF file names at most three such tokens. */
 static void add_stops(Session *s) {
     static const char *const ends[] = {"<|eot_id|>",      "<|eom_id|>",    "<|im_end|>",
                                        "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>",
@@ -457,10 +462,10 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
     if (o->model && !(s->dir = model_get(o->model, e))) return false;
     if (o->model) s->name = copy_text(o->model, strlen(o->model));
     if (!o->model && !choose_model(s, e)) return false;
-    if (need & (NEED_CHECKPOINT | NEED_SHAPES) && !open_checkpoint(s, o, need & NEED_SHAPES, e)) return false;
+    if (!open_checkpoint(s, o, need, e)) return false;
     if ((tokenizer || need & USE_TOKENIZER) && !open_tokenizer(s, !tokenizer, e)) return false;
     if (s->tokenizer) open_chat(s);
-    if (s->tokenizer && gguf_named(s->dir)) add_stops(s);
+    if (s->tokenizer && s->checkpoint.tensors.metadata) add_stops(s);
     if (need & NEED_CHAT && !s->has_chat) return *e = s->no_chat, false;
     return !(need & NEED_ENGINE) || session_load(s, o, o->context, e);
 }
@@ -481,6 +486,7 @@ bool session_load(Session *s, const Options *o, int context, Error *e) {
         if (o->streams.value[i] > limits.max_seqs) limits.max_seqs = o->streams.value[i];
     loading_since = seconds();
     if (!engine_open(&s->engine, backend, &s->checkpoint.model, limits, context, e)) return false;
+    s->scheduler = scheduler_open(&s->engine);
     s->seconds = seconds() - loading_since;
     if (verbose)
         fprintf(stderr, "✓ Model loaded%s%s, context %s\n", *s->where ? " to " : "", s->where,
@@ -489,6 +495,7 @@ bool session_load(Session *s, const Options *o, int context, Error *e) {
 }
 
 void session_close(Session *s) {
+    scheduler_close(s->scheduler);
     engine_close(&s->engine);
     chat_close(&s->chat);
     tokenizer_close(s->tokenizer);
@@ -504,12 +511,11 @@ enum { MOST_PROMPT = 64 << 20 };
 typedef struct {
     Options o; /* a copy, which /set changes */
     Session m;
-    bool chat, loop;   /* there is a chat format; this is a conversation, not one answer */
-    Conversation talk; /* without a chat format the model continues its texts as one */
-    Sequence sequence;
-    uint64_t answers; /* so far; each draws with the seed plus its ordinal */
-    double bandwidth; /* bytes a second of a flat read of the memory that holds the model; 0: unknown */
-    char *file;       /* where the conversation was saved or loaded last */
+    bool chat, loop;   /* chat: in a chat format; loop: in a terminal, for more than one prompt */
+    Conversation talk; /* without a chat format: texts that follow each other */
+    uint64_t answers;  /* so far; each answer draws with the seed plus its ordinal */
+    double bandwidth;  /* bytes a second that the model's memory can be read at; 0: unknown */
+    char *file;        /* the conversation was last saved to it or loaded from it */
 } Play;
 
 typedef struct {
@@ -517,23 +523,23 @@ typedef struct {
     Reader reader;   /* with a chat format */
     Decoder decoder; /* without */
     Bytes text, thinking;
-    size_t passed; /* bytes of the text that are shown: they belong to no stop text */
-    Wrap out;      /* writes the part that is shown now */
-    Part part;
+    size_t passed; /* bytes of the text that were shown; they contain no stop text */
+    Wrap out;      /* the message that is shown now, if any */
+    Part part;     /* which part of the model's message that is */
     size_t prompt, reused, tokens, thought;
-    double first, total; /* seconds until the first token, until the last */
-    const char *reason;  /* why it ended */
+    double since, first, total; /* when it began; seconds until the first token, until the last */
+    const char *reason;         /* why it ended */
 } Answer;
 
-static volatile sig_atomic_t interrupted; /* Ctrl+C since the question */
+static volatile sig_atomic_t interrupted; /* Ctrl+C was pressed since the last request */
 static volatile sig_atomic_t waiting;     /* the terminal shows that the prompt is being read */
 
 static void on_interrupt(int number) {
-    if (waiting && !interrupted && write(STDOUT_FILENO, "^C", 2) < 0) {} /* now: a chunk of the prompt may take long */
+    if (waiting && !interrupted && write(STDOUT_FILENO, "^C", 2) < 0) {} /* now: a chunk of a prompt may take long */
     interrupted = number;
 }
 
-/* Until the first token the loop shows that it is working. */
+/* Shows that the loop is working, until the first token; tokens 0: ends that. */
 static void show_waiting(const Play *p, size_t tokens) {
     char count[32];
     if (tokens && p->loop && put_escape(stdout, ERASE_LINE)) {
@@ -565,7 +571,7 @@ static void show(Answer *a, Part part, const char *text, size_t n) {
     fflush(f);
 }
 
-/* Adds text to the answer and shows what cannot belong to a stop text. An end that may begin one waits. */
+/* Takes text of the answer and shows what is certain to contain no stop text. An end that may begin one has to wait. */
 static void add_text(Answer *a, Part part, const Bytes *text, bool last) {
     const Texts *stop = &a->p->o.stop;
     size_t wait = 0;
@@ -596,32 +602,38 @@ static bool is_stop(const Ids *stop, int token) {
     return false;
 }
 
-/* Handles one sampled token: shows the text that it completes. If the answer ends here, sets the reason. */
-static void take_token(Answer *a, int token) {
+/* Why an answer ends with this token, or NULL. `full`: the context has no room for another. */
+static const char *end_reason(const Answer *a, Read read, bool full) {
+    const Options *o = &a->p->o;
+    if (read.stop) return read.closed && read.part == CALL ? "tool call" : "end";
+    if (interrupted) return "interrupted";
+    if (o->max_tokens && a->tokens >= (size_t)o->max_tokens) return "token limit";
+    if (ferror(stdout)) return "stdout failed";
+    return full ? "context full" : NULL;
+}
+
+/* Shows what a token completes. If the answer ends here, sets the reason. */
+static void take_token(Stream *t, size_t position, int token, const float *logits, bool last) {
+    Answer *a = t->owner;
     const Play *p = a->p;
     Bytes text = {0};
     Read read = {.part = ANSWER};
-    bool full = token == DREW_NOTHING, stop = !p->chat && is_stop(&p->m.checkpoint.stop, token);
-    if (p->chat && !full) read = reader_push(&a->reader, token, &text);
-    if (!p->chat && !full && !stop) tokenizer_decode(p->m.tokenizer, &a->decoder, token, &text);
-    a->tokens += !full;
+    (void)position, (void)logits;
+    if (token == DREW_NAN) return; /* scheduler_run reports it */
+    a->total = seconds() - a->since;
+    if (!a->tokens++) a->first = a->total;
+    if (p->chat)
+        read = reader_push(&a->reader, token, &text);
+    else if (!(read.stop = is_stop(&p->m.checkpoint.stop, token)))
+        tokenizer_decode(p->m.tokenizer, &a->decoder, token, &text);
     a->thought += read.part == REASONING;
     add_text(a, read.part, &text, read.closed);
     bytes_free(&text);
-    if (a->reason) return;
-    if (full)
-        a->reason = "context full";
-    else if (read.stop || stop)
-        a->reason = read.closed && read.part == CALL ? "tool call" : "end";
-    else if (interrupted)
-        a->reason = "interrupted";
-    else if (p->o.max_tokens && a->tokens >= (size_t)p->o.max_tokens)
-        a->reason = "token limit";
-    else if (ferror(stdout))
-        a->reason = "stdout failed";
+    if (!a->reason) a->reason = end_reason(a, read, last);
+    if (a->reason) scheduler_remove(p->m.scheduler, t);
 }
 
-/* Everything that the model reads before its next answer. */
+/* Makes the tokens that the model reads before its next answer. */
 static bool make_prompt(const Play *p, Ids *ids, Error *e) {
     Bytes text = {0};
     if (p->chat) return chat_render(&p->m.chat, &p->talk, true, ids, e);
@@ -632,8 +644,8 @@ static bool make_prompt(const Play *p, Ids *ids, Error *e) {
     return ok;
 }
 
-/* Adds the answer to the conversation, even if it ended early. False if there is none: it ended in the reasoning or
- * inside a call. A preamble that nothing follows counts as the answer. */
+/* Adds the answer to the conversation, even if it ended early. False: there is none, because it ended inside the
+ * reasoning or a call. If nothing follows a preamble, that is the answer. */
 static bool keep_answer(Answer *a, Error *e) {
     Play *p = a->p;
     Message *last = a->reader.messages ? a->reader.message + a->reader.messages - 1 : NULL;
@@ -660,29 +672,21 @@ static bool keep_answer(Answer *a, Error *e) {
     return true;
 }
 
-/* Writes the next answer of the conversation and shows it. True if there is one, even if it ended early. */
+/* Generates and shows the next message of the conversation. True if there is one, even if it is only a beginning. */
 static bool answer(Answer *a, Error *e) {
     Play *p = a->p;
-    Ids ids = {0};
     Bytes rest = {0};
-    Generation w = {0};
-    Sampling how = p->o.sampling;
-    int token;
-    bool ok = make_prompt(p, &ids, e);
+    Stream t = {.most = (size_t)p->m.engine.context, .sampling = p->o.sampling, .want = WANT_TOKEN};
+    t.take = take_token, t.owner = a;
+    bool ok = make_prompt(p, &t.tokens, e);
+    a->prompt = t.prompt = t.tokens.n;
     if (p->chat) reader_init(&a->reader, &p->m.chat, p->talk.effort);
-    a->decoder.begun = ids.n > 1; /* not only a beginning-of-text token */
-    a->prompt = ids.n;
-    if (ok) show_waiting(p, ids.n);
-    double since = seconds();
-    how.seed += p->answers++;
-    ok = ok && generation_begin(&w, &p->m.engine, &p->sequence, ids.data, ids.n, &how, &interrupted, e);
-    a->reused = w.reused;
-    while (ok && !a->reason && (ok = generation_next(&w, &token, e))) {
-        a->total = seconds() - since;
-        if (!a->tokens) a->first = a->total;
-        take_token(a, token);
-    }
-    generation_end(&w);
+    a->decoder.begun = t.prompt > 1; /* more than a beginning-of-text token */
+    if (ok) show_waiting(p, t.prompt);
+    a->since = seconds();
+    t.sampling.seed += p->answers++;
+    ok = ok && scheduler_run(p->m.scheduler, &t, &interrupted, e);
+    a->reused = t.reused;
     if (ok) {
         Part part = p->chat ? reader_end(&a->reader, &rest).part : ANSWER;
         if (!p->chat) tokenizer_flush(&a->decoder, &rest);
@@ -692,7 +696,7 @@ static bool answer(Answer *a, Error *e) {
     show_waiting(p, 0);
     wrap_end(&a->out);
     if (p->chat) reader_free(&a->reader);
-    ids_free(&ids);
+    ids_free(&t.tokens);
     bytes_free(&rest);
     return ok;
 }
@@ -712,7 +716,7 @@ static void print_statistics(const Answer *a, FILE *f) {
     const double wait = a->first * 1e3;
     bytes_print(&line, " · prompt %zu (%zu from the cache), first token %.0f ms", a->prompt, a->reused, wait);
     if (p->bandwidth > 0) bytes_print(&line, " · %.0f%% of memory bandwidth", 100 * read / p->bandwidth);
-    bytes_print(&line, " · context %zu%% · seed %llu · %s]", p->sequence.tokens.n * 100 / (size_t)g->context,
+    bytes_print(&line, " · context %zu%% · seed %llu · %s]", (a->prompt + a->tokens) * 100 / (size_t)g->context,
                 (unsigned long long)(p->o.sampling.seed + p->answers - 1), a->reason);
     Wrap w = wrap_on(f, DIM);
     wrap_text(&w, line.data, line.n);
@@ -1221,7 +1225,6 @@ int play(const Options *o) {
     p.loop = !once;
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
     int code = p.loop ? (play_loop(&p), DONE) : play_once(&p, &prompt);
-    sequence_free(&p.m.engine, &p.sequence);
     session_close(&p.m);
     conversation_free(&p.talk);
     free(p.file);
@@ -1373,7 +1376,7 @@ static int parse(const Options *o) {
 
 /* ---- logits ---- */
 
-enum { NPY_HEADER = 128, LOGITS_AT_ONCE = 512 }; /* bytes; tokens whose logits are in memory at a time */
+enum { NPY_HEADER = 128 }; /* bytes */
 
 bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e) {
     const Model *m = &s->checkpoint.model;
@@ -1435,27 +1438,31 @@ static void print_top(const float *logits, int vocab, int top, const Tokenizer *
     free(best);
 }
 
-/* Reads the prompt in chunks and writes the logits that are wanted. */
-static bool write_logits(Engine *g, const Ids *ids, const Options *o, const Tokenizer *t, Error *e) {
-    Sequence s = {0};
-    Sampling greedy = {.top_p = 1, .penalty = 1};
-    bool ok = true;
-    while (ok && s.tokens.n < ids->n && !ferror(stdout)) {
-        size_t from = s.tokens.n, n = ids->n - from, most = (size_t)g->max_tokens;
-        if (o->all && most > LOGITS_AT_ONCE) most = LOGITS_AT_ONCE;
-        if (n > most) n = most;
-        Want want = o->all ? WANT_ALL_LOGITS : from + n == ids->n ? WANT_LOGITS : WANT_NOTHING;
-        Result r;
-        ok = sequence_run(g, &s, ids->data + from, n, want, &greedy, &r, e);
-        if (!ok || want == WANT_NOTHING) continue;
-        if (o->output) ok = npy_append(o->output, !o->all || !from, r.logits, r.rows, g->model->vocab, e);
-        for (int i = 0; !o->output && i < r.rows; i++) {
-            if (o->all) printf("after token %zu (%d):\n", from + (size_t)i, ids->data[from + (size_t)i]);
-            print_top(r.logits + (size_t)i * (size_t)g->model->vocab, g->model->vocab, o->top, t);
-        }
-    }
-    sequence_free(g, &s);
-    return ok;
+typedef struct {
+    const Options *o;
+    const Session *s;
+    const Ids *ids;
+    Error e; /* code 0: none so far */
+} Rows;
+
+/* Writes the logits from which the token at `position` was drawn or would be. */
+static void write_row(Stream *t, size_t position, int token, const float *logits, bool last) {
+    Rows *r = t->owner;
+    const Options *o = r->o;
+    const int vocab = r->s->engine.model->vocab;
+    (void)token, (void)last;
+    if (o->output && !r->e.code) npy_append(o->output, !o->all || position == 1, logits, 1, vocab, &r->e);
+    if (o->output || ferror(stdout)) return;
+    if (o->all) printf("after token %zu (%d):\n", position - 1, r->ids->data[position - 1]);
+    print_top(logits, vocab, o->top, r->s->tokenizer);
+}
+
+/* Runs the prompt and writes the requested logits. */
+static bool write_logits(const Session *s, const Ids *ids, const Options *o, Error *e) {
+    Rows r = {o, s, ids, {0}};
+    if (!scheduler_score(s->scheduler, ids->data, ids->n, o->all ? 1 : ids->n, write_row, &r, e)) return false;
+    if (r.e.code) *e = r.e;
+    return !r.e.code;
 }
 
 typedef struct {
@@ -1463,7 +1470,7 @@ typedef struct {
     Error e; /* code 0: none so far */
 } TapFolder;
 
-/* A Tap: appends rows to the stage's file. A prompt of several steps calls it several times. */
+/* A Tap: appends rows to the file of the stage. A prompt of several steps calls it several times. */
 static void tap_to_file(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
     TapFolder *t = data;
     Bytes path = {0};
@@ -1481,7 +1488,7 @@ static int logits(const Options *o) {
     if (o->tap && mkdir(o->tap, 0777))
         fail(&e, FAILED, "%s: %s; choose another name", o->tap, strerror(errno)), die(&e);
     if (o->tap) s.tap = tap_to_file, s.tap_data = &tap;
-    if (!session_load(&s, o, 0, &e) || !write_logits(&s.engine, &ids, o, s.tokenizer, &e)) die(&e);
+    if (!session_load(&s, o, 0, &e) || !write_logits(&s, &ids, o, &e)) die(&e);
     if (tap.e.code) die(&tap.e);
     ids_free(&ids);
     session_close(&s);

@@ -1,10 +1,10 @@
-/* model.c: from a model directory to answers. Chapters: config and families, safetensors, binding, sizes, models on
- * disk, engine, the draw on the host, scheduler. Declared in host.h.
+/* model.c: from a model directory to generated text. Chapters: config and families, safetensors, binding, sizes, models
+ * on disk, engine, the draw on the host, scheduler. host.h declares what others use.
  *
- * Everything odd about a family is folded in here, so that nothing behind infer.h asks which one it is: fused and
- * interleaved matrices become views, every RoPE scaling becomes a table of angles, small tensors become float arrays.
- * Nothing that a file says is believed: lengths are compared with the file's size before use, products are checked for
- * overflow, and every tensor is bound once by name, dtype and shape, so that everything after may trust it. */
+ * Whatever is special about a family ends in this file: fused and interleaved matrices become views, every RoPE scaling
+ * becomes a table of angles, small tensors become float arrays. So no code behind infer.h asks which family a model is.
+ * All files are hostile: lengths are compared with the file's size before use, products are checked for overflow, and
+ * every tensor is bound once by name, dtype and shape. The code after that trusts them. */
 #include "decode.h"
 #include "gguf.h"
 
@@ -35,25 +35,25 @@ enum {
 
 /* ---- config and families ---- */
 
-/* Which layers have a window where layer_types does not say it: those from max_window_layers on, all but every
- * sliding_window_pattern-th, ... None has one if use_sliding_window is false. */
+/* Which layers have a window when config.json has no layer_types: the layers from max_window_layers on, all but every
+ * sliding_window_pattern-th, and so on. If use_sliding_window is false, no layer has one. */
 typedef enum { NO_LAYER, EVERY_LAYER, EVEN_LAYERS, FROM_LAYER, BUT_EVERY } Windows;
 
 typedef struct {
     const char *model_type; /* of config.json */
-    const char *defaults;   /* what its config.json means by leaving keys out, where families differ */
+    const char *defaults;   /* values of keys that its config.json leaves out, where families differ */
     Act act;
-    bool gemma;      /* norms are stored as w - 1 and stand behind attention and MLP too; embeddings are scaled */
+    bool gemma;      /* files hold norms as w - 1; norms also follow attention and MLP; embeddings are scaled */
     bool head_norms; /* RMSNorm of each head of q and k before RoPE */
-    bool qkv_bias;   /* always on q, k and v, never on o; else attention_bias says it */
+    bool qkv_bias;   /* q, k and v always have a bias, o never; otherwise attention_bias decides */
     bool sinks;      /* self_attn.sinks */
-    bool latent;     /* DeepSeek's attention */
+    bool latent;     /* DeepSeek's latent attention */
     Windows windows;
-    struct { /* names in a layer, names in an expert, keys of config.json; NULL: dense */
+    struct { /* names of tensors in a layer and in an expert, and keys of config.json; NULL: dense */
         const char *router, *experts, *gate, *up, *down, *count, *width;
-        bool biases; /* and, but in GGUF, all experts in one tensor in MXFP4, gate and up row by row */
+        bool biases; /* experts have biases; safetensors has one MXFP4 tensor of all, rows of gate and up in turn */
     } moe;
-    const char *nested; /* its text_config describes a model of that family */
+    const char *nested; /* the family of the model in its text_config */
 } Family;
 
 #define JSON(...) #__VA_ARGS__
@@ -104,24 +104,24 @@ static const Family families[] = {
 };
 /* clang-format on */
 
-typedef struct { /* one model being read. The first error fills *e; later ones are dropped, nothing more is bound. */
+typedef struct { /* a model being read. After the first error, which fills *e, nothing more is bound */
     Checkpoint *c;
     const Family *family;
-    char *path;                /* of config.json */
-    cJSON *file, *defaults;    /* file: config.json as it is */
-    const cJSON *config;       /* the same, or what it says about text */
-    char prefix[60];           /* of the names of tensors: of the layer that is bound, of what is outside of them, "" */
-    Type made_up_as;           /* the encoding of made up matrices */
+    char *path;             /* of config.json */
+    cJSON *file, *defaults; /* file: config.json as it is */
+    const cJSON *config;    /* the same, or its text_config */
+    char prefix[60]; /* of tensor names: that of the layer being bound, or of everything outside layers, or none */
+    Type made_up_as; /* encoding of made up matrices */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
-    bool gguf;                 /* norms are what multiplies, experts have gate and up apart */
+    bool gguf;                 /* norms are stored as they are multiplied; gate and up of experts are apart */
     size_t made_up;            /* bytes of tensors that were made up so far */
     Error *e;
 } Loader;
 
 static bool failed(const Loader *load) { return load->e->code; }
 
-/* Records what is wrong with a file. Only the first error counts: later ones may follow from it. */
+/* Records what is wrong with a file. Only the first error counts, because later ones may follow from it. */
 __attribute__((format(printf, 3, 4))) static void refuse(Loader *load, const char *file, const char *format, ...) {
     char what[500];
     va_list args;
@@ -138,14 +138,14 @@ static void config_bad(Loader *load, const cJSON *object, const char *key, const
     free(found);
 }
 
-/* The value of a key; where it is missing, the family's. NULL: there is none, or null. */
+/* The value of a key, or the family's default if the key is missing. NULL: there is neither, or the value is null. */
 static const cJSON *config_get(const Loader *load, const cJSON *object, const char *key) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, key);
     if (!value && object == load->config) value = cJSON_GetObjectItemCaseSensitive(load->defaults, key);
     return cJSON_IsNull(value) ? NULL : value;
 }
 
-/* The same, which must be of this cJSON type. */
+/* The same. A value of another cJSON type is an error. */
 static const cJSON *config_typed(Loader *load, const cJSON *object, const char *key, int type, const char *expected) {
     const cJSON *value = config_get(load, object, key);
     if (!value || value->type & type) return value;
@@ -161,7 +161,7 @@ static bool config_true(Loader *load, const char *key) {
     return cJSON_IsTrue(config_typed(load, load->config, key, cJSON_True | cJSON_False, "true or false"));
 }
 
-/* A number in [least, most]; `absent` stands for a missing one, and outside of these it is an error. */
+/* A number in [least, most]. A missing key has the value `absent`; if that is out of range, the key is required. */
 static double config_number(Loader *load, const cJSON *object, const char *key, double least, double most,
                             double absent) {
     const cJSON *value = config_get(load, object, key);
@@ -179,7 +179,7 @@ static int config_whole(Loader *load, const char *key, int least, int most, int 
     return (int)x;
 }
 
-/* A number that may stand in config.json, but with one value. */
+/* Refuses every value of a key but this one. The key may be missing. */
 static void only(Loader *load, const cJSON *object, const char *key, double value) {
     char expected[32];
     snprintf(expected, sizeof expected, "%.10g", value);
@@ -187,6 +187,7 @@ static void only(Loader *load, const cJSON *object, const char *key, double valu
         config_bad(load, object, key, expected);
 }
 
+/* Zeroed memory that is freed with the checkpoint. */
 static void *keep(Checkpoint *c, size_t count, size_t bytes) {
     c->owned = reallocate(c->owned, (size_t)(c->owned_n + 1) * sizeof *c->owned);
     return c->owned[c->owned_n++] = allocate_zero(count, bytes);
@@ -203,21 +204,21 @@ static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1
 /* Do layers with a window have a RoPE of their own? */
 static bool two_ropes(const Loader *load) { return json_get(load->defaults, "rope_local_base_freq"); }
 
-/* What config.json says about RoPE in the layers that see all, or in those with a window; or NULL. */
+/* config.json's RoPE parameters for layers with a window, or for those without; NULL: it has none. */
 static const cJSON *find_rope(Loader *load, bool window) {
     const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
     const cJSON *full = json_get(rope, "full_attention");
     if (full && !two_ropes(load)) config_bad(load, load->config, "rope_parameters", "one for all layers");
     if (full) return window ? json_get(rope, "sliding_attention") : full;
-    if (window) return NULL; /* nothing but rope_local_base_freq */
+    if (window) return NULL; /* their only parameter is rope_local_base_freq */
     if (!rope) rope = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object"); /* its older name */
-    return rope ? rope : json_get(load->defaults, "rope_scaling");                                 /* for null too */
+    return rope ? rope : json_get(load->defaults, "rope_scaling"); /* also if it is null */
 }
 
 static const float *bind_floats(Loader *load, const char *name, const char *suffix, int n);
 
-/* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. In
- * GGUF a tensor may divide them. */
+/* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. A
+ * GGUF file may have a tensor of divisors. */
 static void read_rope(Loader *load, bool window, Rope *out) {
     Model *m = &load->c->model;
     const cJSON *rope = find_rope(load, window);
@@ -234,12 +235,12 @@ static void read_rope(Loader *load, bool window, Rope *out) {
     if (yarn || llama3) original = config_number(load, rope, "original_max_position_embeddings", 1, 1e9, m->context);
     bool implied = yarn && cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(rope, "factor"));
     if (scaled) factor = config_number(load, rope, "factor", 1e-6, 1e6, implied ? m->context / original : REQUIRED);
-    if (llama3) { /* Llama 3.1's release: low frequencies are slowed by the factor, high ones stay, a ramp between */
+    if (llama3) { /* Llama 3.1: divides low frequencies by the factor, keeps high ones, and blends in between */
         low = config_number(load, rope, "low_freq_factor", 1e-6, 1e6, REQUIRED);
         high = config_number(load, rope, "high_freq_factor", low + 1e-6, 1e7, REQUIRED);
     }
-    if (yarn) { /* Peng et al., 2023, section 3.2: the same, the ramp being over dimensions */
-        double fast = config_number(load, rope, "beta_fast", 1e-6, 1e6, 32); /* turns over the original context */
+    if (yarn) { /* Peng et al., 2023, section 3.2: the same, with the blend over dimensions */
+        double fast = config_number(load, rope, "beta_fast", 1e-6, 1e6, 32); /* rotations in the original context */
         double slow = config_number(load, rope, "beta_slow", 1e-6, 1e6, 1);
         double mscale = config_number(load, rope, "mscale", 0, 1e6, 0);
         double all = config_number(load, rope, "mscale_all_dim", 0, 1e6, 0);
@@ -260,7 +261,7 @@ static void read_rope(Loader *load, bool window, Rope *out) {
     float *inv_freq = keep(load->c, (size_t)m->rope_dim / 2, sizeof *inv_freq);
     *out = (Rope){.inv_freq = inv_freq, .scale = (float)scale};
     for (int i = 0; i < m->rope_dim / 2; i++) {
-        double f = pow(theta, -2.0 * i / d), share = scaled ? 0 : 1; /* of f that is kept */
+        double f = pow(theta, -2.0 * i / d), share = scaled ? 0 : 1; /* the part of f that is not scaled */
         if (yarn) share = 1 - fmin(fmax((i - low) / (high - low), 0), 1);
         if (llama3) share = fmin(fmax((original * f / (2 * M_PI) - low) / (high - low), 0), 1);
         inv_freq[i] = (float)((f * share + f / factor * (1 - share)) / (divisor ? (double)divisor[i] : 1));
@@ -283,7 +284,7 @@ static void read_windows(Loader *load) {
     const Family *f = load->family;
     const cJSON *list = config_typed(load, load->config, "layer_types", cJSON_Array, "an array");
     bool used = config_true(load, "use_sliding_window") || !config_get(load, load->config, "use_sliding_window");
-    bool free = f->windows > EVERY_LAYER; /* layer_types may differ from the rule */
+    bool free = f->windows > EVERY_LAYER; /* layer_types may contradict the family's rule */
     int window = 0;
     if (list && cJSON_GetArraySize(list) != m->n_layers)
         refuse(load, load->path, "layer_types should be an array of %d, one a layer", m->n_layers);
@@ -315,7 +316,7 @@ static void read_stop(Loader *load, const cJSON *config, const char *path) {
     }
 }
 
-/* How many experts there are, and how the router chooses among them. */
+/* The number of experts, and how the router chooses among them. */
 static void read_experts(Loader *load) {
     Model *m = &load->c->model;
     const Family *f = load->family;
@@ -358,7 +359,7 @@ static void read_heads(Loader *load) {
         m->v_dim = config_whole(load, "v_head_dim", 1, 1024, REQUIRED);
         m->rope_dim = config_whole(load, "qk_rope_head_dim", 2, 1024, REQUIRED);
         m->head_dim = m->rope_dim + config_whole(load, "qk_nope_head_dim", 1, 1024, REQUIRED);
-        only(load, config, "rms_norm_eps", 1e-6); /* its small norms have that one, whatever config.json says */
+        only(load, config, "rms_norm_eps", 1e-6); /* of its latent norms, whatever config.json says */
     } else {
         m->n_kv_heads = config_whole(load, "num_key_value_heads", 1, 4096, m->n_heads);
         m->head_dim = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
@@ -393,7 +394,7 @@ static void read_sizes(Loader *load) {
     if (act && strcmp(act, known))
         config_bad(load, config, key, m->act == GEGLU ? "\"gelu_pytorch_tanh\"" : "\"silu\"");
     m->layer = keep(load->c, (size_t)m->n_layers, sizeof *m->layer);
-    /* formulas that no family here has are refused, lest the logits be wrong without a word */
+    /* formulas that no family here has would silently give wrong logits */
     only(load, config, "partial_rotary_factor", 1);
     only(load, config, "swiglu_alpha", 1.702);
     only(load, config, "moe_layer_freq", 1);
@@ -401,8 +402,8 @@ static void read_sizes(Loader *load) {
         config_bad(load, config, "use_bidirectional_attention", "false");
 }
 
-/* What quantization_config and all in it may say, word by word. The tensors of a matrix say how it is encoded and which
- * of its weights share a scale; but where config.json speaks of what is not implemented, they would mislead. */
+/* Refuses any value in quantization_config that stands for something not implemented. How a matrix is encoded, and
+ * which of its weights share a scale, is read from its tensors, not from here. */
 static void check_quantization(Loader *load, const char *key, const cJSON *x) {
     static const struct {
         const char *key, *values;
@@ -432,7 +433,7 @@ static void check_quantization(Loader *load, const char *key, const cJSON *x) {
     cJSON_ArrayForEach(one, x) check_quantization(load, one->string ? one->string : key, one);
 }
 
-/* Does quantization_config say this under a key? */
+/* Has quantization_config this text under this key? */
 static bool quantization_says(const Loader *load, const char *key, const char *value) {
     const char *text = json_string(load->quantization, key);
     return text && !strcmp(text, value);
@@ -448,7 +449,7 @@ static void read_quantization(Loader *load) {
         config_bad(load, q, "version", "\"gemm\"");
 }
 
-/* The row for a model_type, or an error that names all of them. */
+/* The row of a model_type. The error for an unknown one lists all rows. */
 static const Family *find_family(Loader *load, const char *model_type) {
     Bytes names = {0};
     const Family *found = NULL;
@@ -499,11 +500,11 @@ static const struct {
               {"I16", 2},  {"U16", 2}, {"F16", 2}, {"BF16", 2},    {"I32", 4},     {"U32", 4},
               {"F32", 4},  {"I64", 8}, {"U64", 8}, {"F64", 8}};
 
-/* One entry of a header whose data begins at `data`. */
+/* Reads one entry of a header. The file's data begins at byte `data`. */
 static bool read_entry(const TensorFile *f, size_t data, const cJSON *entry, Tensor *t, Error *e) {
     const cJSON *shape = json_get(entry, "shape"), *offsets = json_get(entry, "data_offsets"), *dim = NULL;
     const char *dtype = json_string(entry, "dtype"), *name = entry->string;
-    size_t bytes = 0, width = 1, values = 1, room = f->size - data; /* values of a block */
+    size_t bytes = 0, width = 1, values = 1, room = f->size - data; /* values: in a block */
     int64_t begin = 0, end = 0;
     for (size_t i = 0; dtype && i < sizeof dtypes / sizeof *dtypes; i++)
         if (!strcmp(dtype, dtypes[i].name)) bytes = width = dtypes[i].size, t->dtype = dtypes[i].name;
@@ -543,16 +544,16 @@ static bool read_entry(const TensorFile *f, size_t data, const cJSON *entry, Ten
 static int by_offset(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
     if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
-    return (x->size > y->size) - (x->size < y->size); /* an empty one before its neighbour */
+    return (x->size > y->size) - (x->size < y->size); /* an empty tensor first */
 }
 
 static int by_name(const void *a, const void *b) {
     return strcmp(((const Tensor *)a)->name, ((const Tensor *)b)->name);
 }
 
-/* The numbers of a valid header must be plain digits: cJSON, and so json_whole, takes 1e2 and 120.0 for whole ones. */
+/* Refuses numbers that are not plain digits: cJSON, and so json_whole, also accepts 1e2 and 120.0. */
 static bool plain_numbers(const TensorFile *f, const char *s, const char *end, Error *e) {
-    const char *text = s, *tensor = s; /* the last string, and the last one before a brace */
+    const char *text = s, *tensor = s; /* the latest string, and the latest one before a brace */
     for (; s < end; s++) {
         if (*s == '"')
             for (text = ++s; *s != '"'; s++) s += *s == '\\';
@@ -581,7 +582,7 @@ static bool map_file(TensorFile *f, Error *e) {
     return true;
 }
 
-/* The header of safetensors: eight bytes with its length, then JSON. *data: where the data begins. */
+/* Reads a safetensors header: eight bytes with its length, then JSON. *data: where the data begins. */
 static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
     const char *path = f->name, *text = (const char *)f->map + 8;
     uint64_t header = 0;
@@ -600,7 +601,7 @@ static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
     return NULL;
 }
 
-/* Reads file i of a model of safetensors, or of GGUF. */
+/* Reads file i of a model, in safetensors or GGUF. */
 static bool read_file(Tensors *t, int i, Error *e) {
     TensorFile *f = t->file + i;
     size_t data = 0, align = 1;
@@ -621,7 +622,7 @@ static bool read_file(Tensors *t, int i, Error *e) {
     cJSON_Delete(json);
     if (t->n > first) qsort(t->tensor + first, (size_t)(t->n - first), sizeof *t->tensor, by_offset);
     for (Tensor *one = t->tensor + first; one < t->tensor + t->n && ok; end = one->offset + one->size, one++)
-        if (one->offset != end && one->offset != (end + align - 1) / align * align) /* without holes */
+        if (one->offset != end && one->offset != (end + align - 1) / align * align) /* no holes but for alignment */
             ok = fail(e, BAD_MODEL, "%s: tensor '%.200s' %s", f->name, one->name,
                       one->offset < end ? "overlaps another" : "leaves a hole before it");
     return ok && (end == f->size || (end + align - 1) / align * align == f->size ||
@@ -629,7 +630,7 @@ static bool read_file(Tensors *t, int i, Error *e) {
                        f->name, f->size, end));
 }
 
-/* Adds a file that is still to be read, once; its name becomes theirs. */
+/* Adds a file to the list of those to read, unless it is listed. Takes `name` over. */
 static void add_file(Tensors *t, char *name) {
     for (int i = t->files; i--;)
         if (!strcmp(t->file[i].name, name)) return free(name);
@@ -643,22 +644,12 @@ bool gguf_named(const char *path) {
     return dot && !strcmp(dot, ".gguf") && !stat(path, &st) && S_ISREG(st.st_mode);
 }
 
-/* How many files the model has of which this is the first: 3 for NAME-00001-of-00003.gguf. 0: it is a later one. */
+/* The number of files of a GGUF model, from the name of the first: 3 for NAME-00001-of-00003.gguf. 0: a later one. */
 static int gguf_parts(const char *path) {
     size_t n = strlen(path);
     int no = 1, count = 1;
     if (n > 20 && sscanf(path + n - 20, "-%5d-of-%5d.gguf", &no, &count) != 2) no = count = 1;
     return no == 1 && count >= 1 && count <= MOST_FILES ? count : 0;
-}
-
-cJSON *gguf_metadata(const char *path, Error *e) {
-    Tensors t;
-    if (!tensors_open(&t, path, e)) return NULL;
-    cJSON *metadata = t.metadata;
-    t.metadata = NULL;
-    tensors_close(&t);
-    if (!metadata) fail(e, BAD_MODEL, "%s: no GGUF file, or damaged: download it again", path);
-    return metadata;
 }
 
 /* Adds the other parts of the GGUF file at path. */
@@ -673,7 +664,7 @@ static bool add_parts(Tensors *t, const char *path, Error *e) {
     return true;
 }
 
-/* Adds the files in `dir`: those that model.safetensors.index.json names, or model.safetensors alone. */
+/* Adds the files of a directory: all that model.safetensors.index.json names, or else model.safetensors. */
 static bool add_files(Tensors *t, const char *dir, Error *e) {
     char *index = join(dir, "model.safetensors.index.json");
     bool ok = true, single = access(index, F_OK);
@@ -696,7 +687,7 @@ static bool add_files(Tensors *t, const char *dir, Error *e) {
     return ok;
 }
 
-/* Adds the files of a directory, or one file, of GGUF with all its parts. */
+/* Adds the files of a directory, or a single file. A GGUF file is added with all its parts. */
 static bool name_files(Tensors *t, const char *path, Error *e) {
     struct stat st;
     if (stat(path, &st) || !S_ISREG(st.st_mode)) return add_files(t, path, e);
@@ -704,9 +695,9 @@ static bool name_files(Tensors *t, const char *path, Error *e) {
     return !gguf_named(path) || add_parts(t, path, e);
 }
 
-static char shrunk[600]; /* what on_bus_error says of the files opened last */
+static char shrunk[600]; /* on_bus_error's message about the files opened last */
 
-/* Files are mapped: where one has shrunk underneath, reading it raises SIGBUS. */
+/* A SIGBUS means that a mapped file has shrunk. */
 static void on_bus_error(int number) {
     if (number && write(STDERR_FILENO, shrunk, strlen(shrunk))) {}
     _exit(BAD_MODEL);
@@ -762,7 +753,7 @@ static bool is_fp4(Type type) { return type == MXFP4 || type == NVFP4; }
 static bool in_words(Type type) { return type >= PACKED4 && type <= AWQ4; }
 static bool in_gptq(Type type) { return type == GPTQ4 || type == GPTQ8; }
 
-/* What a block counts in the shape of its tensor: its bytes, its word, or its values. */
+/* How much a block adds to the last dimension of its tensor: its bytes, one word, or its values. */
 static int block_entries(Type type) {
     return is_fp4(type) ? types[type].bytes : in_words(type) ? 1 : types[type].values;
 }
@@ -787,12 +778,12 @@ static size_t matrix_bytes(Type type, int rows, int cols) {
     return stored_bytes(type, 2, shape);
 }
 
-/* Has the tensor the dtype of this type? Newer files spell E8M0 so, older ones U8. */
+/* Has the tensor the dtype of this type? Old files hold E8M0 as U8. A tensor that is made up has any dtype. */
 static bool has_dtype(const Tensor *t, Type type) {
     return !t->data || !strcmp(t->dtype, types[type].dtype) || (type == E8M0 && !strcmp(t->dtype, "U8"));
 }
 
-/* The type that a dtype alone stands for, or TYPES. */
+/* The type of a dtype that stands for just one, or TYPES. */
 static Type type_of(const Tensor *t) {
     Type type = BF16;
     while (type < TYPES && (is_fp4(type) || in_words(type) || !has_dtype(t, type))) type++;
@@ -801,7 +792,7 @@ static Type type_of(const Tensor *t) {
 
 static const char *file_of(const Loader *load, const Tensor *t) { return load->c->tensors.file[t ? t->file : 0].name; }
 
-/* Is something about a tensor as expected? */
+/* Refuses a tensor unless `ok`. */
 static bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expected) {
     char shape[160];
     if (!ok)
@@ -819,8 +810,8 @@ static Tensor *find(const Loader *load, const char *name, const char *suffix) {
     return t ? all->tensor + (t - all->tensor) : NULL;
 }
 
-/* That tensor, which must have this shape and the dtype of this type; TYPES: of any. Where there are no files, or
- * something is wrong, it is made up: without data, at an offset of its own. */
+/* Finds that tensor and checks its shape and the dtype of `type` (TYPES: any). Returns a made up one, without data and
+ * at an offset of its own, if there are no files or if the check fails. */
 static Tensor *bind(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape) {
     char expected[160], found[160];
     Tensor *t = find(load, name, suffix);
@@ -837,8 +828,8 @@ static Tensor *bind(Loader *load, const char *name, const char *suffix, Type typ
     return t;
 }
 
-/* n elements of a tensor as floats. Gemma's norms get back the 1 that their files leave out. Made up, norms do nothing
- * and biases are 0. */
+/* The n elements of a tensor as floats. Adds the 1 that Gemma's files subtract from norms. Made up norms are 1 and made
+ * up biases 0. */
 static const float *floats(Loader *load, const Tensor *t, size_t n) {
     const Type type = type_of(t);
     const bool norm = strstr(t->name, "norm");
@@ -855,21 +846,21 @@ static const float *bind_floats(Loader *load, const char *name, const char *suff
     return floats(load, bind(load, name, suffix, TYPES, 1, (int64_t[]){n}), (size_t)n);
 }
 
-/* Marks a tensor as part of a matrix of this type, of which it holds so many values. */
+/* Marks a tensor as part of a matrix of this type that holds `values` of its weights. */
 static void belongs(Tensor *t, Type type, int64_t values) {
     t->bound = true;
     t->encoding = types[type].name;
     t->values = values;
 }
 
-/* The matrices of `rows` lines that lie in t one behind the other, all of them `lines`. */
+/* A view of tensor t, which has `lines` lines, as matrices of `rows` lines each, one after another. */
 static View view_of(const Loader *load, const Tensor *t, int64_t lines, int rows) {
     const size_t stride = t->size / (size_t)lines;
     const int fd = t->data ? load->c->tensors.file[t->file].fd : -1;
     return (View){t->data, fd, t->offset, t->size, stride, stride * (size_t)rows};
 }
 
-/* Binds the tensor that holds a matrix, or a grid, of `type` as part of a matrix of type `whose`. */
+/* Binds the tensor of a matrix or grid of `type`, which belongs to a matrix of type `whose`. */
 static View bind_matrix(Loader *load, const char *name, const char *suffix, Type type, int rows, int cols, Type whose,
                         int64_t values) {
     int64_t shape[2];
@@ -879,13 +870,13 @@ static View bind_matrix(Loader *load, const char *name, const char *suffix, Type
     return view_of(load, t, shape[0], rows);
 }
 
-/* The tensors of an encoded matrix, by their suffixes. Its encoding is the first whose codes and mark are there, with
- * the shape that the codes should have. */
+/* The suffixes of the tensors of an encoded matrix. The first row fits whose codes and mark exist and whose codes have
+ * the right shape. */
 typedef struct {
     Type type;
-    const char *codes, *mark, *scale, *zero, *group; /* NULL: it needs no mark, has no such tensor */
-    Type scales, zeros;                              /* their types; scales may have others */
-    int cols;                                        /* that share a scale where no tensor says it */
+    const char *codes, *mark, *scale, *zero, *group; /* mark: a tensor that must exist. NULL: none */
+    Type scales, zeros;                              /* their types; the tensor of scales may have another */
+    int cols;                                        /* that share a scale, if the tensor's shape does not say it */
 } Encoding;
 
 /* clang-format off */
@@ -905,8 +896,8 @@ static const Encoding encodings[] = {
     {INT8, ".weight", NULL, ".weight_scale", ".weight_zero_point", NULL, BF16, INT8, INT32_MAX}};
 /* clang-format on */
 
-/* The encoding of a module's matrix, or of one that is made up; NULL: it has no grids. Where no shape is right, bind
- * refuses that of the first whose codes are there. */
+/* Finds the encoding of a module's matrix, or the row of `made_up`. NULL: a matrix without grids. If no shape fits,
+ * returns the first row whose codes exist; bind then reports the shape. */
 static const Encoding *find_encoding(const Loader *load, const char *name, int rows, int cols, Type made_up) {
     const bool awq = quantization_says(load, "quant_method", "awq");
     const Encoding *near = NULL, *end = encodings + sizeof encodings / sizeof *encodings;
@@ -924,14 +915,14 @@ static const Encoding *find_encoding(const Loader *load, const char *name, int r
     return near;
 }
 
-/* How many of n share one of `count` entries: one, all, or a power of two from 16 on; 0: it cannot be. */
+/* How many of n rows or columns share each of `count` entries: one, all, or a power of two from 16 on; else 0. */
 static int shared_by(int n, int64_t count) {
     int by = 16;
     while (divided(n, by) > count && by < n) by *= 2;
     return count == 1 ? n : count == n ? 1 : divided(n, by) == count ? by : 0;
 }
 
-/* A grid of w whose shape is known. */
+/* Binds a grid of w whose shape is known. */
 static Grid bind_grid(Loader *load, const char *name, const char *suffix, const Linear *w, Grid g) {
     int rows = divided(w->rows, g.rows), cols = divided(w->cols, g.cols);
     g.data =
@@ -939,7 +930,7 @@ static Grid bind_grid(Loader *load, const char *name, const char *suffix, const 
     return g;
 }
 
-/* The scales of w. FP4's are as usual; of others the tensor's shape says which weights share one. */
+/* Binds the scales of w. FP4's have the usual shape; for other types the shape tells which weights share a scale. */
 static Grid bind_scale(Loader *load, const char *name, const char *suffix, const Linear *w, Grid usual) {
     Tensor *t = find(load, name, suffix);
     if (!t || is_fp4(w->type)) return bind_grid(load, name, suffix, w, usual);
@@ -957,11 +948,11 @@ static Grid bind_scale(Loader *load, const char *name, const char *suffix, const
     return g;
 }
 
-/* Whose scales each column takes, where it is not c / cols of the grid: GPTQ's g_idx. */
+/* GPTQ's g_idx: for each column of w the column of the grids. NULL: the usual c / cols. */
 static const int *bind_group(Loader *load, const char *name, const char *suffix, const Linear *w) {
     bool wanted = in_gptq(w->type) && json_true(load->quantization, "desc_act"), in_order = true;
     if (!wanted && !find(load, name, suffix)) return NULL;
-    Tensor *t = bind(load, name, suffix, w->type, 1, (int64_t[]){w->cols}); /* words as its codes are */
+    Tensor *t = bind(load, name, suffix, w->type, 1, (int64_t[]){w->cols}); /* stored in words, as the codes are */
     if (!t->data) return NULL;
     belongs(t, w->type, 0);
     int *group = keep(load->c, (size_t)w->cols, sizeof *group), groups = divided(w->cols, w->scale.cols);
@@ -975,7 +966,7 @@ static const int *bind_group(Loader *load, const char *name, const char *suffix,
     return in_order ? NULL : group;
 }
 
-/* NVFP4: what multiplies all scales; compressed-tensors divides by it. */
+/* NVFP4's factor of all scales. compressed-tensors stores its inverse. */
 static const float *bind_factor(Loader *load, const char *name, const char *suffix) {
     const bool divides = !strcmp(suffix, ".weight_global_scale");
     const Tensor *here = find(load, name, suffix);
@@ -988,7 +979,7 @@ static const float *bind_factor(Loader *load, const char *name, const char *suff
     return factor;
 }
 
-/* Scales and zeros of w, and what else its encoding has. */
+/* Binds the scales and zeros of w and whatever else its encoding has. */
 static void bind_grids(Loader *load, const char *name, const Encoding *how, Linear *w) {
     const bool transposed = in_gptq(w->type) || w->type == AWQ4;
     const cJSON *block = w->type == FP8 ? json_get(load->quantization, "weight_block_size") : NULL;
@@ -1012,17 +1003,17 @@ static void check_blocks(Loader *load, const char *name, const Linear *w) {
                types[w->type].values, types[w->type].name);
 }
 
-/* The type of a matrix that has no grids. */
+/* The type of a matrix without grids. */
 static Type plain_type(Loader *load, const char *name) {
     const Tensor *t = find(load, name, ".weight");
-    Type type = t ? type_of(t) : BF16; /* bind says that it is missing */
+    Type type = t ? type_of(t) : BF16; /* bind reports it as missing */
     return !t || tensor_is(load, t, type < E8M0, "BF16, F16, F32, F8_E4M3 or I8") ? type : BF16;
 }
 
-/* The matrix (rows, cols) of a module and its bias, where config.json wants one, or where GPTQ wrote one. */
+/* Binds the matrix (rows, cols) of a module, and its bias if `bias` says so or if GPTQ stores one. */
 static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bool bias) {
     const char *router = load->family->moe.router;
-    /* made up routers stay plain, embedding and head but in GGUF */
+    /* a made up router is never encoded, embedding and head only in GGUF's types */
     bool plain = (router && !strcmp(name, router)) || (!strstr(load->prefix, "layers.") && load->made_up_as < Q8_0);
     Type made_up = plain ? BF16 : load->made_up_as;
     const Encoding *how = find_encoding(load, name, rows, cols, made_up);
@@ -1041,7 +1032,7 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bo
     return w;
 }
 
-/* Copies expert i's n numbers to an array of all, made for the first. */
+/* Copies the n numbers of expert i into the array of all experts, which expert 0 creates. */
 static void *gather(Loader *load, const void *all, const void *one, int i, size_t n) {
     char *out = (char *)(uintptr_t)all;
     if (one && !i) out = keep(load->c, (size_t)load->c->model.n_experts * n, 4);
@@ -1049,7 +1040,7 @@ static void *gather(Loader *load, const void *all, const void *one, int i, size_
     return out;
 }
 
-/* One matrix of every expert, each a module of its own. */
+/* Binds one matrix of each expert. Each is a module of its own. */
 static Linear bind_each(Loader *load, const char *matrix, int rows, int cols, bool bias) {
     int n = load->c->model.n_experts;
     View *each = keep(load->c, (size_t)n * 3, sizeof *each);
@@ -1075,7 +1066,7 @@ static Linear bind_each(Loader *load, const char *matrix, int rows, int cols, bo
     return all;
 }
 
-/* The experts' MXFP4 matrices NAME_blocks, _scales and _bias, (n, rows, cols). */
+/* Binds the experts' MXFP4 matrices NAME_blocks, _scales and _bias, (n, rows, cols). */
 static Linear bind_mxfp4(Loader *load, const char *name, int rows, int cols) {
     const int64_t n = load->c->model.n_experts, blocks = divided(cols, 32);
     Linear w = {.type = MXFP4, .rows = rows, .cols = cols, .n = (int)n};
@@ -1090,7 +1081,7 @@ static Linear bind_mxfp4(Loader *load, const char *name, int rows, int cols) {
     return w;
 }
 
-/* NAME.weight (n, rows, cols), of GGUF. */
+/* Binds GGUF's NAME.weight (n, rows, cols). */
 static Linear bind_stack(Loader *load, const char *name, int n, int rows, int cols) {
     Linear w = {.type = plain_type(load, name), .rows = rows, .cols = cols, .n = n};
     Tensor *t = bind(load, name, ".weight", w.type, 3, (int64_t[]){n, rows, cols});
@@ -1108,7 +1099,7 @@ static void cut_view(View *v, int first, int step, int pitch) {
     v->stride *= (size_t)step;
 }
 
-/* Of every `pitch` rows of w `rows`: first, first + step, ... */
+/* A part of w: of every `pitch` rows it has the `rows` rows first, first + step, ... */
 static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, int pitch) {
     Linear part = *w;
     Grid *grids[] = {&part.scale, &part.zero};
@@ -1144,7 +1135,7 @@ static void bind_attention(Loader *load, Layer *l) {
     if (f->sinks) l->sinks = bind_floats(load, "self_attn.sinks", "", m->n_heads);
 }
 
-/* kv_b_proj holds of each head first the rows of k_up, then those of v_up. */
+/* For each head kv_b_proj holds the rows of k_up, then those of v_up. */
 static void bind_latent(Loader *load, Layer *l) {
     const Model *m = &load->c->model;
     int q = m->n_heads * m->head_dim, keys = m->head_dim - m->rope_dim, rank = m->kv_rank;
@@ -1208,14 +1199,14 @@ static void bind_layer(Loader *load, int i) {
     Model *m = &load->c->model;
     Layer *l = m->layer + i;
     bool bias = config_true(load, "mlp_bias");
-    const char *behind = "post_attention_layernorm"; /* attention; for Gemma before its sum, else after */
+    const char *after = "post_attention_layernorm"; /* before attention's result is added in Gemma, else after */
     l->attn_norm = bind_floats(load, "input_layernorm", ".weight", m->dim);
     if (load->family->gemma) {
-        l->attn_post_norm = bind_floats(load, behind, ".weight", m->dim);
+        l->attn_post_norm = bind_floats(load, after, ".weight", m->dim);
         l->ffn_norm = bind_floats(load, "pre_feedforward_layernorm", ".weight", m->dim);
         l->ffn_post_norm = bind_floats(load, "post_feedforward_layernorm", ".weight", m->dim);
     } else {
-        l->ffn_norm = bind_floats(load, behind, ".weight", m->dim);
+        l->ffn_norm = bind_floats(load, after, ".weight", m->dim);
     }
     if (load->family->latent)
         bind_latent(load, l);
@@ -1233,7 +1224,7 @@ static void bind_layer(Loader *load, int i) {
     if (l->shared_gate.rows > m->ffn_dim) m->ffn_dim = l->shared_gate.rows;
 }
 
-/* A scale of activations or of the cache: both are bf16 here. */
+/* Is it a scale of activations or of the cache? Both stay bf16 here, so it is unused. */
 static bool of_activations(const char *name) {
     const char *dot = strrchr(name, '.');
     return strstr(name, "activation_scale") ||
@@ -1242,10 +1233,10 @@ static bool of_activations(const char *name) {
                                dot + 1));
 }
 
-/* A tensor that the formulas of the text do not need. */
+/* Is it a tensor that text generation does not need? */
 static bool left_out(const Loader *load, const char *name) {
     bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
-    const char *layer = strstr(name, "layers."); /* DeepSeek's last predicts a second token */
+    const char *layer = strstr(name, "layers."); /* DeepSeek's extra layer predicts a second token */
     return strstr(name, ".rotary_emb.inv_freq") || of_activations(name) ||
            (load->tied && strstr(name, "lm_head.weight")) || (load->config != load->file && picture) ||
            (load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers);
@@ -1254,10 +1245,10 @@ static bool left_out(const Loader *load, const char *name) {
 static void bind_all(Loader *load) {
     const Tensors *all = &load->c->tensors;
     Model *m = &load->c->model;
-    const char *text = "model."; /* where the tensors of the text are */
+    const char *text = "model."; /* prefix of the text model's tensors */
     if (tensors_find(all, "language_model.model.norm.weight")) text = "language_model.model.";
     if (tensors_find(all, "model.language_model.norm.weight")) text = "model.language_model.";
-    load->tied = config_true(load, "tie_word_embeddings"); /* one matrix, stored under either name or both */
+    load->tied = config_true(load, "tie_word_embeddings"); /* one matrix, under either name or both */
     strcpy(load->prefix, text);
     bool embed = !load->tied || find(load, "embed_tokens", ".weight") || m->made_up;
     if (embed) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, false);
@@ -1271,7 +1262,7 @@ static void bind_all(Loader *load) {
         snprintf(load->prefix, sizeof load->prefix, "%slayers.%d.", text, i);
         bind_layer(load, i);
     }
-    for (const Tensor *t = all->tensor; t < all->tensor + all->n; t++) /* one without a place is a formula left out */
+    for (const Tensor *t = all->tensor; t < all->tensor + all->n; t++) /* unbound: it belongs to an unknown formula */
         if (!t->bound && !left_out(load, t->name))
             refuse(load, file_of(load, t), "tensor '%s' has no place in a model of %d layers of the family %s", t->name,
                    m->n_layers, load->family->model_type);
@@ -1288,7 +1279,7 @@ static Type named_type(const char *name, Error *e) {
     return type;
 }
 
-/* Reads config.json, or what GGUF has in its place. */
+/* Reads config.json, or its counterpart in a GGUF file. */
 static bool open_config(Loader *load, const char *dir) {
     Tensors *t = &load->c->tensors;
     load->gguf = gguf_named(dir);
@@ -1316,7 +1307,6 @@ static bool read_checkpoint(Checkpoint *c, const char *dir, bool made_up, const 
     bool ok = open_config(&load, dir);
     if (ok && encoding) load.made_up_as = named_type(encoding, e);
     if (ok && !made_up && !load.gguf) tensors_open(&c->tensors, dir, e);
-    for (int i = 0; i < c->tensors.files; i++) c->bytes += c->tensors.file[i].size;
     if (!failed(&load)) bind_all(&load);
     close_config(&load);
     if (e->code) checkpoint_close(c);
@@ -1348,15 +1338,15 @@ void checkpoint_close(Checkpoint *c) {
 
 /* ---- sizes ---- */
 
+static size_t grid_bytes(const Linear *w, const Grid *g) {
+    if (!g->rows) return 0;
+    int rows = divided(w->rows, g->rows), cols = divided(w->cols, g->cols);
+    return g->transposed ? matrix_bytes(g->type, cols, rows) : matrix_bytes(g->type, rows, cols);
+}
+
 uint64_t linear_bytes(const Linear *w) {
-    const Grid *grids[] = {&w->scale, &w->zero};
-    uint64_t sum = matrix_bytes(w->type, w->rows, w->cols);
-    for (int i = 0; i < 2 && grids[i]->rows; i++) {
-        int rows = divided(w->rows, grids[i]->rows), cols = divided(w->cols, grids[i]->cols);
-        sum +=
-            grids[i]->transposed ? matrix_bytes(grids[i]->type, cols, rows) : matrix_bytes(grids[i]->type, rows, cols);
-    }
-    return (uint64_t)w->n * sum;
+    size_t each = matrix_bytes(w->type, w->rows, w->cols) + grid_bytes(w, &w->scale) + grid_bytes(w, &w->zero);
+    return (uint64_t)w->n * each;
 }
 
 uint64_t model_bytes(const Model *m) {
@@ -1370,7 +1360,7 @@ uint64_t model_bytes(const Model *m) {
 
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
     double sum = (double)linear_bytes(&m->head);
-    double row = m->kv_rank ? m->kv_rank + m->rope_dim : 2.0 * m->n_kv_heads * m->head_dim; /* of the cache */
+    double row = m->kv_rank ? m->kv_rank + m->rope_dim : 2.0 * m->n_kv_heads * m->head_dim; /* values in the cache */
     for (int i = 0; i < m->n_layers; i++) {
         const Layer *l = m->layer + i;
         const Linear *all[] = LINEARS(l);
@@ -1390,20 +1380,20 @@ uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
 
 static void set_text(char *out, size_t room, const char *text) {
     Bytes shown = {0};
-    bytes_shown(&shown, text ? text : "", text ? strlen(text) : 0, false); /* it is not for the terminal to obey */
+    bytes_shown(&shown, text ? text : "", text ? strlen(text) : 0, false); /* no control characters */
     snprintf(out, room, "%s", shown.n ? shown.data : "");
     bytes_free(&shown);
 }
 
-/* Family and encoding as config.json names them, or the type that most bytes of GGUF have; whether all files are here,
- * and the bytes of those that are. GGUF that lacks parts may be known. False: there is no config.json. */
+/* Fills in all but path and name. The encoding is config.json's, or in GGUF the type with the
+ * most bytes. If parts of a GGUF model are missing, it counts as known. False: there is no model. */
 static bool describe(ModelEntry *m) {
     Error e = {0};
     Checkpoint c = {0};
     Loader load = {.c = &c, .e = &e};
     Tensors *t = &c.tensors;
     struct stat st;
-    size_t bytes[TYPES + 1] = {0}, most = 0; /* by type; the last: of none */
+    size_t bytes[TYPES + 1] = {0}, most = 0; /* by type; the last: all others */
     const bool config = open_config(&load, m->path), model = load.gguf || load.file;
     char *tokenizer = join(m->path, "tokenizer.json");
     m->complete = load.gguf ? t->n : load.file && !access(tokenizer, F_OK);
@@ -1443,7 +1433,8 @@ typedef struct {
     int n;
 } List;
 
-/* Adds a folder that holds a model, unless its name is listed or nothing of its weights is there. */
+/* Adds the model at a path, unless its name is listed already or none of its weights are here and no download has
+ * `begun`. */
 static void list_add(List *list, const char *path, const char *name, bool begun) {
     ModelEntry m = {.path = copy_text(path, strlen(path)), .name = copy_text(name, strlen(name))};
     bool listed = false;
@@ -1457,7 +1448,7 @@ static void list_add(List *list, const char *path, const char *name, bool begun)
     }
 }
 
-/* Adds the GGUF files in a folder and in its folders, as SHOWN/FILE. */
+/* Adds the GGUF files of a folder, and if `deeper` of its folders, as SHOWN/FILE. */
 static void add_gguf(List *list, const char *folder, const char *shown, bool deeper) {
     DIR *dir = opendir(folder);
     for (struct dirent *d; dir && (d = readdir(dir));) {
@@ -1471,7 +1462,7 @@ static void add_gguf(List *list, const char *folder, const char *shown, bool dee
     if (dir) closedir(dir);
 }
 
-/* The snapshot of a repository in the hub's cache: the one that refs/main names, else any. */
+/* The snapshot of a repository in the hub's cache that refs/main names, or else any. */
 static char *find_snapshot(const char *repository) {
     Bytes commit = {0};
     Error e;
@@ -1490,8 +1481,7 @@ static char *find_snapshot(const char *repository) {
     return found;
 }
 
-/* Adds each folder in `parent` that holds a model, in the hub's cache each repository. ORG--NAME is shown as ORG/NAME.
- */
+/* Adds each model folder in `parent`; `hub`: each repository, where models--ORG--NAME is shown as ORG/NAME. */
 static void add_all(List *list, const char *parent, bool hub) {
     DIR *dir = opendir(parent);
     for (struct dirent *d; dir && (d = readdir(dir));) {
@@ -1555,7 +1545,7 @@ void models_free(ModelEntry *list, int n) {
     free(list);
 }
 
-/* The model that a folder is, or the only GGUF file that it holds. */
+/* The path of the model in a folder: the only GGUF file in it, or the folder itself. */
 static char *find_inside(const char *folder) {
     List list = {0};
     char *config = join(folder, "config.json");
@@ -1609,7 +1599,7 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
     int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
     if (limits.cache && pages > pages_for((size_t)limits.cache)) pages = pages_for((size_t)limits.cache);
     if (limits.max_tokens > wanted * PAGE * limits.max_seqs) limits.max_tokens = wanted * PAGE * limits.max_seqs;
-    g->max_tokens = limits.max_tokens; /* no step is longer than all contexts */
+    g->max_tokens = limits.max_tokens; /* no step needs more tokens than all texts can have */
     g->state = backend->open(m, &limits, &pages, e);
     if (!g->state) return false;
     if (pages < wanted && context) {
@@ -1618,106 +1608,13 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
                     context, pages * PAGE, pages * PAGE);
     }
     g->context = pages < wanted ? pages * PAGE : limits.context;
-    for (int i = pages; i--;) ids_add(&g->free_pages, i);
+    g->pages = pages;
     return true;
 }
 
 void engine_close(Engine *g) {
     if (g->state) g->backend->close(g->state);
-    ids_free(&g->free_pages);
     *g = (Engine){0};
-}
-
-void sequence_rewind(Engine *g, Sequence *s, size_t n) {
-    if (n < s->tokens.n) s->tokens.n = n;
-    while ((int)s->pages.n > pages_for(s->tokens.n)) ids_add(&g->free_pages, s->pages.data[--s->pages.n]);
-}
-
-void sequence_free(Engine *g, Sequence *s) {
-    sequence_rewind(g, s, 0);
-    ids_free(&s->tokens);
-    ids_free(&s->pages);
-}
-
-bool sequence_submit(Engine *g, Sequence *s, const int *ids, size_t n, Want want, const Sampling *how, Error *e) {
-    if (s->tokens.n + n > (size_t)g->context) return fail(e, NO_ROOM, "the context of %d tokens is full", g->context);
-    while ((int)s->pages.n < pages_for(s->tokens.n + n)) {
-        if (!g->free_pages.n) return fail(e, NO_ROOM, "all pages of the cache are in use");
-        ids_add(&s->pages, g->free_pages.data[--g->free_pages.n]);
-    }
-    int first[2] = {0, (int)n}, start = (int)s->tokens.n;
-    Batch b = {.seqs = 1,
-               .max_pages = (int)s->pages.n,
-               .slot = &s->slot,
-               .first = first,
-               .token = ids,
-               .start = &start,
-               .page = s->pages.data,
-               .sampling = how,
-               .want = &want};
-    if (!g->backend->submit(g->state, &b, e)) return false;
-    ids_append(&s->tokens, ids, n);
-    return true;
-}
-
-static bool no_nan(int token, Error *e) {
-    return token != DREW_NAN ||
-           fail(e, FAILED, "the logits hold a NaN: the weights or config.json are damaged; download the model again");
-}
-
-bool sequence_run(Engine *g, Sequence *s, const int *ids, size_t n, Want want, const Sampling *how, Result *r,
-                  Error *e) {
-    return sequence_submit(g, s, ids, n, want, how, e) && g->backend->collect(g->state, r, e) && no_nan(r->token[0], e);
-}
-
-bool generation_begin(Generation *w, Engine *g, Sequence *s, const int *ids, size_t n, const Sampling *how,
-                      const volatile sig_atomic_t *stop, Error *e) {
-    size_t same = 0;
-    while (same < n && same < s->tokens.n && s->tokens.data[same] == ids[same]) same++;
-    if (same == n && n) same--; /* the last token's logits are needed */
-    *w = (Generation){.engine = g, .sequence = s, .sampling = *how, .prompt = n, .reused = same};
-    if (!n) return fail(e, USAGE, "the prompt is empty");
-    if (n >= (size_t)g->context)
-        return fail(e, NO_ROOM,
-                    "the prompt has %zu tokens, the context %d: shorten it, or enlarge the context with --ctx", n,
-                    g->context);
-    sequence_rewind(g, s, same);
-    while (s->tokens.n < n) {
-        if (stop && *stop) return fail(e, INTERRUPTED, "interrupted");
-        size_t chunk = n - s->tokens.n;
-        if (chunk > (size_t)g->max_tokens) chunk = (size_t)g->max_tokens;
-        bool last = s->tokens.n + chunk == n;
-        const int *from = ids + s->tokens.n;
-        Result none;
-        if (!(last ? sequence_submit(g, s, from, chunk, WANT_TOKEN, how, e)
-                   : sequence_run(g, s, from, chunk, WANT_NOTHING, how, &none, e)))
-            return false;
-    }
-    return w->waiting = true;
-}
-
-bool generation_next(Generation *w, int *token, Error *e) {
-    const int drawn = -1;
-    Engine *g = w->engine;
-    Sequence *s = w->sequence;
-    Result result;
-    *token = DREW_NOTHING;
-    if (!w->waiting) return true;
-    bool more = s->tokens.n < (size_t)g->context;
-    if (more && !sequence_submit(g, s, &drawn, 1, WANT_TOKEN, &w->sampling, e)) return false;
-    w->waiting = more;
-    if (!g->backend->collect(g->state, &result, e)) return false;
-    *token = result.token[0];
-    if (!no_nan(*token, e)) return false;
-    if (more) s->tokens.data[s->tokens.n - 1] = *token; /* the one that was submitted before it was known */
-    return true;
-}
-
-void generation_end(Generation *w) {
-    Result ignored;
-    Error e;
-    if (w->waiting) w->engine->backend->collect(w->engine->state, &ignored, &e);
-    w->waiting = false;
 }
 
 /* ---- the draw on the host ---- */
@@ -1727,7 +1624,7 @@ static int descending(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* The least scaled logit that top-k, top-p and min-p leave in the draw. x is (n) and is not changed. */
+/* The smallest scaled logit that top-k, top-p and min-p keep. x is (n) and stays unchanged. */
 static float filter_floor(const float *x, int n, const Sampling *s) {
     float *sorted = allocate((size_t)n * sizeof *sorted), floor = -INFINITY;
     memcpy(sorted, x, (size_t)n * sizeof *sorted);
@@ -1764,7 +1661,7 @@ int draw_logits(float *logit, int vocab, const Sampling *s, int position, const 
     return draw_id(best);
 }
 
-/* The draw of a stream that changes some logits itself. */
+/* Draws for a stream with biases. */
 static int draw_biased(const Stream *t, const float *logits, int vocab) {
     float *own = allocate((size_t)vocab * sizeof *own);
     bool *seen = allocate_zero((size_t)vocab, sizeof *seen);
@@ -1779,16 +1676,16 @@ static int draw_biased(const Stream *t, const float *logits, int vocab) {
 
 /* ---- scheduler ---- */
 
-enum { SCORED_TOKENS = 32 }; /* of a prompt in a step, where `take` gets the logits of each */
+enum { SCORED_TOKENS = 32 }; /* of a prompt in one step, if `take` gets their logits */
 
-typedef struct CachePage { /* what a page of the cache holds */
+typedef struct CachePage { /* a page of the cache */
     TAILQ_ENTRY(CachePage) idle;
-    int owners;            /* streams that have it */
-    uint64_t name, before; /* name 0: nobody can find it; else no page ever had it. The page before it, 0: none */
+    int owners;            /* streams that use it */
+    uint64_t name, before; /* name: never used twice; 0: nobody finds it. before: the page before it, or 0 */
     int token[PAGE];
 } CachePage;
 
-typedef struct { /* what a step has of a stream, or, if that is gone, of NULL */
+typedef struct { /* the tokens that a step computes for a stream; NULL: the stream was removed */
     Stream *stream;
     size_t from, n;
     Want want;
@@ -1797,19 +1694,19 @@ typedef struct { /* what a step has of a stream, or, if that is gone, of NULL */
 typedef struct {
     Share share[MOST_STREAMS];
     int n;
-    size_t pages; /* that the longest of them has */
+    size_t pages; /* of the stream with the most */
 } Step;
 
 struct Scheduler {
     Engine *engine;
     SchedulerState now;
-    Stream **stream; /* (now.running + now.waiting) by arrival: the first have slots and pages, the others wait */
+    Stream **stream; /* (running + waiting) in order of arrival: the first ones have slots and pages, the others wait */
     CachePage *page;
-    TAILQ_HEAD(, CachePage) idle; /* that no stream has, by last use */
-    void *known;                  /* tsearch's tree of pages with names */
+    TAILQ_HEAD(, CachePage) idle; /* pages that no stream uses, the longest unused first */
+    void *known;                  /* tsearch's tree of the pages that have names */
     uint64_t names;
     Ids slots, token, table;
-    Step step[2]; /* one in flight, and the one that is planned behind it */
+    Step step[2]; /* the one in flight and the next */
 };
 
 static int by_text(const void *a, const void *b) {
@@ -1829,7 +1726,7 @@ static void hold_page(Scheduler *s, Stream *t, CachePage *p) {
     ids_add(&t->pages, (int)(p - s->page));
 }
 
-/* Gives the stream pages for so many tokens, those used least recently; false: there are too few. */
+/* Gives a stream pages for this many tokens, the longest unused first. False: too few are left. */
 static bool take_pages(Scheduler *s, Stream *t, size_t tokens) {
     const size_t need = (size_t)pages_for(tokens);
     if (need > t->pages.n + s->now.idle) return false;
@@ -1840,7 +1737,7 @@ static bool take_pages(Scheduler *s, Stream *t, size_t tokens) {
     return true;
 }
 
-/* Takes the pages of a stream, the last of them to be the first that is used for something else. */
+/* Takes all pages from a stream, last page first: the beginning of a text stays in the cache the longest. */
 static void drop_pages(Scheduler *s, Stream *t) {
     while (t->pages.n) {
         CachePage *p = s->page + t->pages.data[--t->pages.n];
@@ -1852,10 +1749,12 @@ static void drop_pages(Scheduler *s, Stream *t) {
     t->sent = t->filed = t->chain = 0;
 }
 
-/* Gives the first that waits a slot and pages for all its tokens, those that are in the cache among them. */
+/* Gives the first waiting stream a slot and pages for all its tokens. Pages of its text that are in the cache are
+ * shared. */
 static bool admit(Scheduler *s) {
     Stream *t = s->stream[s->now.running];
     CachePage key, **known;
+    const bool more = t->tokens.n + 1 < t->most; /* the last token of a text is never stored */
     while (s->slots.n && t->want != WANT_ALL_LOGITS && t->sent + PAGE < t->tokens.n) {
         key.before = t->chain;
         memcpy(key.token, t->tokens.data + t->sent, sizeof key.token);
@@ -1864,13 +1763,13 @@ static bool admit(Scheduler *s) {
         t->chain = (*known)->name;
         t->filed++, t->sent += PAGE;
     }
-    if (!s->slots.n || !take_pages(s, t, t->tokens.n + 1)) return drop_pages(s, t), false;
+    if (!s->slots.n || !take_pages(s, t, t->tokens.n + more)) return drop_pages(s, t), false;
     if (!t->published) t->reused = t->sent;
     t->slot = s->slots.data[--s->slots.n];
     return s->now.waiting--, ++s->now.running;
 }
 
-/* The youngest stream that runs waits again. */
+/* Lets the youngest running stream wait again. */
 static void preempt(Scheduler *s) {
     Stream *t = s->stream[--s->now.running];
     drop_pages(s, t);
@@ -1878,7 +1777,7 @@ static void preempt(Scheduler *s) {
     s->now.waiting++, s->now.preempted++;
 }
 
-/* Lets others find the pages that are full. */
+/* Names the full pages of a stream, so that others find them. */
 static void file_pages(Scheduler *s, Stream *t) {
     for (; (t->filed + 1) * PAGE <= t->sent && (t->filed + 1) * PAGE <= t->tokens.n; t->filed++) {
         CachePage *p = s->page + t->pages.data[t->filed], *known;
@@ -1893,7 +1792,7 @@ static void file_pages(Scheduler *s, Stream *t) {
 Scheduler *scheduler_open(Engine *g) {
     Scheduler *s = allocate_zero(1, sizeof *s);
     s->engine = g;
-    s->now.pages = s->now.idle = g->free_pages.n;
+    s->now.pages = s->now.idle = (size_t)g->pages;
     s->page = allocate_zero(s->now.pages, sizeof *s->page);
     TAILQ_INIT(&s->idle);
     for (size_t i = 0; i < s->now.pages; i++) TAILQ_INSERT_TAIL(&s->idle, s->page + i, idle);
@@ -1902,6 +1801,7 @@ Scheduler *scheduler_open(Engine *g) {
 }
 
 void scheduler_close(Scheduler *s) {
+    if (!s) return;
     for (size_t i = 0; i < s->now.pages; i++) forget_page(s, s->page + i);
     ids_free(&s->slots), ids_free(&s->token), ids_free(&s->table);
     free(s->stream), free(s->page), free(s);
@@ -1928,19 +1828,20 @@ void scheduler_remove(Scheduler *s, Stream *t) {
     }
 }
 
-/* Its next n tokens; the one behind those that are known is what its slot drew last. */
+/* Adds the next n tokens of a stream to the step. A token that is not known yet is the one that its slot drew last. */
 static void add_share(Scheduler *s, Stream *t, size_t n) {
     Step *step = s->step + s->now.steps % 2;
     const size_t end = t->sent + n;
     Want want = t->bias && t->want == WANT_TOKEN ? WANT_LOGITS : t->want;
-    if (end < t->tokens.n && want != WANT_ALL_LOGITS) want = WANT_NOTHING;
+    if (end < t->tokens.n && (want != WANT_ALL_LOGITS || end < t->published)) want = WANT_NOTHING;
     step->share[step->n++] = (Share){t, t->sent, n, want};
     if (t->pages.n > step->pages) step->pages = t->pages.n;
     t->drawing += end >= t->tokens.n;
     for (; t->sent < end; t->sent++) ids_add(&s->token, t->sent < t->tokens.n ? t->tokens.data[t->sent] : -1);
 }
 
-/* Can more of it be computed? Not what is drawn by the host, or for a stream that waits again, before it is here. */
+/* Can more of a stream be computed now? A draw on the host, or one for a stream that was preempted, must be collected
+ * first. */
 static bool is_ready(const Stream *t) {
     return t->tokens.n + (size_t)t->drawing < t->most && (!t->drawing || (!t->bias && t->sent == t->tokens.n));
 }
@@ -1956,13 +1857,14 @@ static void plan_step(Scheduler *s) {
         while (i < s->now.running && !take_pages(s, t, t->sent + 1)) preempt(s);
         if (i < s->now.running) add_share(s, t, 1), room--;
     }
-    readers += s->now.waiting; /* some are read at once, so that no prompt waits long for a long one */
+    readers += s->now.waiting; /* several prompts share the room, so that none waits for a long one */
     for (size_t i = 0; i < s->now.running + s->now.waiting && room; i++) {
         Stream *t = s->stream[i];
         if (i == s->now.running && (!is_ready(t) || !admit(s))) break;
         if (t->sent >= t->tokens.n || !is_ready(t)) continue;
         size_t n = t->tokens.n - t->sent, fair = room / readers > most / 4 ? room / readers : most / 4 + 1;
-        if (t->want == WANT_ALL_LOGITS && fair > SCORED_TOKENS) fair = SCORED_TOKENS;
+        if (t->want == WANT_ALL_LOGITS && n > SCORED_TOKENS) n = SCORED_TOKENS;
+        if (t->want == WANT_ALL_LOGITS && t->sent + 1 < t->published) n = t->published - 1 - t->sent;
         if (fair > room) fair = room;
         if (n > fair) n = fair;
         add_share(s, t, n);
@@ -1992,7 +1894,7 @@ static bool submit_step(Scheduler *s, Error *e) {
     return s->now.outstanding++, s->now.steps++, s->engine->backend->submit(s->engine->state, &b, e);
 }
 
-/* Gives `take` a token. The last one removes the stream first. */
+/* Passes a token to `take`. The last one removes the stream first. */
 static void publish(Scheduler *s, Stream *t, size_t position, int token, const float *logits) {
     if (position < t->published) return;
     t->published = position + 1;
@@ -2002,7 +1904,7 @@ static void publish(Scheduler *s, Stream *t, size_t position, int token, const f
     t->take(t, position, token, logits, last);
 }
 
-/* Hands out what a step that was collected brings a stream: the logits of `rows` of its tokens, and what was drawn. */
+/* Handles what a step brought a stream: a drawn token, and the logits of `rows` of its tokens. */
 static void take_share(Scheduler *s, const Share *p, int token, const float *logits, size_t rows) {
     const size_t vocab = (size_t)s->engine->model->vocab;
     Stream *t = p->stream;
@@ -2012,6 +1914,7 @@ static void take_share(Scheduler *s, const Share *p, int token, const float *log
     if (rows) logits += (rows - 1) * vocab;
     if (t->bias) token = draw_biased(t, logits, (int)vocab);
     t->drawing--;
+    t->nan = token == DREW_NAN;
     if (token >= 0) ids_add(&t->tokens, token);
     for (size_t i = 0; token < 0 && i < t->pages.n; i++) forget_page(s, s->page + t->pages.data[i]);
     publish(s, t, t->tokens.n - (token >= 0), token, t->want == WANT_TOKEN ? NULL : logits);
@@ -2037,6 +1940,37 @@ bool scheduler_step(Scheduler *s, Error *e) {
     const size_t planned = s->step[s->now.steps % 2].n > 0;
     if (planned && !submit_step(s, e)) return false;
     return s->now.outstanding <= planned || collect_step(s, e);
+}
+
+bool scheduler_run(Scheduler *s, Stream *t, const volatile sig_atomic_t *stop, Error *e) {
+    const size_t context = (size_t)s->engine->context;
+    bool ok = true, interrupted = false;
+    if (!t->prompt) return fail(e, USAGE, "the prompt is empty");
+    if (t->prompt >= t->most || t->most > context + 1)
+        return fail(e, NO_ROOM,
+                    "the prompt has %zu tokens, the context %zu: shorten it, or enlarge the context with --ctx",
+                    t->prompt, context);
+    scheduler_add(s, t);
+    while (ok && (s->now.running || s->now.waiting || s->now.outstanding)) {
+        ok = scheduler_step(s, e);
+        interrupted = stop && *stop && t->published <= t->prompt;
+        if (interrupted) scheduler_remove(s, t);
+    }
+    scheduler_remove(s, t);
+    if (ok && interrupted) return fail(e, INTERRUPTED, "interrupted");
+    if (ok && t->nan)
+        return fail(e, FAILED,
+                    "the logits hold a NaN: the weights or config.json are damaged; download the model again");
+    return ok;
+}
+
+bool scheduler_score(Scheduler *s, const int *ids, size_t n, size_t from, Take *take, void *owner, Error *e) {
+    Stream t = {.prompt = n, .most = n + 1, .sampling = {.top_p = 1, .penalty = 1}, .want = WANT_ALL_LOGITS};
+    t.published = from, t.take = take, t.owner = owner;
+    ids_append(&t.tokens, ids, n);
+    bool ok = scheduler_run(s, &t, NULL, e);
+    ids_free(&t.tokens);
+    return ok;
 }
 
 SchedulerState scheduler_state(const Scheduler *s) { return s->now; }

@@ -125,9 +125,8 @@ static struct {
     Session s;
     const char *name, *key; /* as clients call the model; what they must send, or NULL */
     bool loopback;
-    atomic_bool ready;    /* the model is loaded */
-    atomic_int signals;   /* SIGTERM and SIGINT so far */
-    Scheduler *scheduler; /* the model's thread's */
+    atomic_bool ready;  /* the model is loaded */
+    atomic_int signals; /* SIGTERM and SIGINT so far */
     pthread_mutex_t lock;
     pthread_cond_t work; /* for the model's thread */
     /* under the lock */
@@ -215,10 +214,10 @@ static int update_choices(void) {
         if (c->gone) continue;
         if (c->cancelled || server.error.code) {
             if (!c->cancelled) fail(&q->error, 500, "%s", server.error.text);
-            if (c->added) scheduler_remove(server.scheduler, &c->stream);
+            if (c->added) scheduler_remove(server.s.scheduler, &c->stream);
             let_go(c);
         } else if (!c->added && (reads == c || reads->gone || reads->stream.published > reads->stream.prompt)) {
-            scheduler_add(server.scheduler, &c->stream);
+            scheduler_add(server.s.scheduler, &c->stream);
             c->added = true;
         }
         n += c->added && !c->gone;
@@ -249,9 +248,9 @@ static bool run_model(Error *e) {
             wait_on(&server.work);
         } else {
             unlock();
-            ok = scheduler_step(server.scheduler, e);
+            ok = scheduler_step(server.s.scheduler, e);
             lock();
-            server.state = scheduler_state(server.scheduler);
+            server.state = scheduler_state(server.s.scheduler);
             if (!ok) server.error = *e;
         }
     }
@@ -1215,17 +1214,12 @@ int serve(const Options *o) {
     signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
     struct MHD_Daemon *daemon = start_daemon(o, &e);
     if (!daemon) die(&e);
-    bool ok = session_load(&server.s, o, o->context, &e);
-    if (ok) {
-        server.scheduler = scheduler_open(&server.s.engine);
-        ok = run_model(&e);
-    }
+    bool ok = session_load(&server.s, o, o->context, &e) && run_model(&e);
     if (!ok) { /* other threads may still write the error */
         fprintf(stderr, "infer: %s\n", e.text);
         _exit(e.code);
     }
     MHD_stop_daemon(daemon);
-    scheduler_close(server.scheduler);
     session_close(&server.s);
     return DONE;
 }

@@ -6,7 +6,7 @@
  * for, so encoding and decoding need no alphabet. Components that are not implemented are refused by name, because a
  * tokenizer that is almost right is wrong. */
 #define PCRE2_CODE_UNIT_WIDTH 8
-#include "gguf.h"
+#include "tokenizer.h"
 
 #include <pcre2.h>
 #include <stdio.h>
@@ -835,18 +835,17 @@ static bool mark_control(Tokenizer *t, const Bytes *template, Error *e) {
     return true;
 }
 
-Tokenizer *tokenizer_open(const char *path, Error *e) {
-    bool gguf = gguf_named(path);
-    cJSON *file = gguf ? gguf_metadata(path, e) : json_read(path, MOST_BYTES, e);
-    if (!file) return NULL;
+Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
+    cJSON *file = gguf ? NULL : json_read(path, MOST_BYTES, e);
+    if (!gguf && !file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
     Bytes templates = {0};
     t->bos = t->unknown = -1;
     t->piece = allocate_zero(MOST_IDS, sizeof *t->piece);
     bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
     ids_append(&t->ends, (int[]){-1, -1}, 2);
-    bool ok = (gguf ? read_gguf : read_file)(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
-    if (gguf) add_template(t, json_get(file, "tokenizer.chat_template"), true, &templates);
+    bool ok = (gguf ? read_gguf(t, gguf, e) : read_file(t, file, e)) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
+    if (gguf) add_template(t, json_get(gguf, "tokenizer.chat_template"), true, &templates);
     ok = ok && (gguf || read_config(t, path, &templates, e)) && mark_control(t, &templates, e);
     cJSON_Delete(file);
     bytes_free(&templates);

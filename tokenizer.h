@@ -7,9 +7,9 @@
 
 typedef struct Tokenizer Tokenizer;
 
-/* Reads tokenizer.json and the chat template beside it, or a GGUF file. NULL: BAD_MODEL, with what is wrong or which
- * component is not implemented. */
-Tokenizer *tokenizer_open(const char *path, Error *e);
+/* Reads tokenizer.json and the chat template beside it, or the metadata of the GGUF file at path, if not NULL. NULL:
+ * BAD_MODEL, with what is wrong or which component is not implemented. */
+Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e);
 void tokenizer_close(Tokenizer *t);
 
 /* Removes added tokens that the model has no embedding for (Gemma 3 1B has one). False: other tokens lack one too, so

@@ -137,26 +137,44 @@ static inline uint64_t trace_experts(const Trace *t, size_t rows) {
 
 static bool plain; /* Limits.plain of every engine that a test opens */
 
+/* Runs tokens at .. end - 1 of a text behind those before them, which the cache holds. Nothing else may use the engine:
+ * the text has the pages 0, 1, ... */
+static inline Result run_text(Engine *g, const int *ids, size_t at, size_t end, Want want, const Sampling *how) {
+    int slot = 0, first[2] = {0, (int)(end - at)}, start = (int)at, pages = (int)((end + PAGE - 1) / PAGE);
+    int *page = allocate((size_t)pages * sizeof *page);
+    Batch b = {1, pages, &slot, first, ids + at, &start, page, how, &want};
+    Result r;
+    Error e;
+    for (int i = 0; i < pages; i++) page[i] = i;
+    must(g->backend->submit(g->state, &b, &e) && g->backend->collect(g->state, &r, &e), &e);
+    free(page);
+    return r;
+}
+
+/* What the model writes behind the first `prompt` of n ids, one token a step. */
+static inline void write_text(Engine *g, int *ids, size_t prompt, size_t n, const Sampling *how) {
+    for (size_t at = 0; at + 1 < n; at++) {
+        Result r = run_text(g, ids, at, at + 1, at + 1 < prompt ? WANT_NOTHING : WANT_TOKEN, how);
+        if (at + 1 >= prompt) ids[at + 1] = r.token[0];
+    }
+}
+
 /* Runs a prompt in chunks (0: in one) and records every stage and the logits of every token. */
 static inline void trace_run(Trace *t, const Backend *backend, const Model *m, const int *ids, size_t n, size_t chunk) {
     Error e;
     Engine g;
-    Result r;
-    Sequence s = {0};
     if (!chunk) chunk = n;
     Limits limits = {.max_seqs = 1, .max_tokens = (int)chunk, .plain = plain, .tap = trace_tap, .tap_data = t};
     must(engine_open(&g, backend, m, limits, 0, &e), &e);
     for (size_t at = 0; at < n; at += chunk) {
         size_t now = n - at < chunk ? n - at : chunk;
         uint64_t read = backend->experts_read(g.state);
-        must(sequence_submit(&g, &s, ids + at, now, WANT_ALL_LOGITS, &greedy, &e) && backend->collect(g.state, &r, &e),
-             &e);
+        Result r = run_text(&g, ids, at, at + now, WANT_ALL_LOGITS, &greedy);
         check(r.rows == (int)now, "%d rows of logits for %zu tokens", r.rows, now);
         read = backend->experts_read(g.state) - read;
         check(read == trace_experts(t, now), "%llu experts were read, %llu chosen", (unsigned long long)read,
               (unsigned long long)trace_experts(t, now));
     }
-    sequence_free(&g, &s);
     engine_close(&g);
 }
 

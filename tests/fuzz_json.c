@@ -49,7 +49,7 @@ static void write_file(const char *path, const uint8_t *data, size_t n) {
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     Error e;
     (void)argc, (void)argv;
-    tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
+    tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", NULL, &e);
     assert(tokenizer && chat_open(&chat, tokenizer, "", &e) && mkdtemp(shards) && !atexit(clean));
     for (int i = 0; i < MODELS; i++) {
         char from[128];

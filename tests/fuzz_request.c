@@ -25,7 +25,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     Error e;
     (void)argc, (void)argv;
     server.o = &o;
-    server.s.tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
+    server.s.tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", NULL, &e);
     assert(server.s.tokenizer && checkpoint_open(&server.s.checkpoint, "tests/fixtures/parrot", &e));
     server.s.has_chat = chat_open(&server.s.chat, server.s.tokenizer, "", &e);
     server.s.engine.context = 512;

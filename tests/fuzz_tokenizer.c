@@ -14,7 +14,7 @@ static int fd;
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     Error e;
     (void)argc, (void)argv;
-    parrot = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
+    parrot = tokenizer_open("tests/fixtures/parrot/tokenizer.json", NULL, &e);
     fd = memfd_create("tokenizer.json", MFD_CLOEXEC);
     assert(parrot && fd == 3);
     return 0;
@@ -51,7 +51,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     Error e = {0};
     assert(!ftruncate(fd, 0) && pwrite(fd, data, json, 0) == (ssize_t)json);
     there_and_back(parrot, text, cut ? n - json - 1 : 0, true);
-    Tokenizer *t = tokenizer_open("/proc/self/fd/3", &e);
+    Tokenizer *t = tokenizer_open("/proc/self/fd/3", NULL, &e);
     assert(t || (e.code == BAD_MODEL && *e.text));
     if (!t) return 0;
     there_and_back(t, sample, sizeof sample - 1, false);

@@ -195,14 +195,10 @@ static void open_made_up(Engine *g, Checkpoint *c, const char *config, int layer
 }
 
 /* The logits (n - cached, vocab) of ids[cached .. n), in chunks, after the tokens that the cache holds already. */
-static void run_chunks(Engine *g, Sequence *s, const int *ids, size_t cached, size_t n, size_t chunk, size_t vocab,
-                       float *logits) {
-    Error e;
-    Result r;
-    sequence_rewind(g, s, cached);
+static void run_chunks(Engine *g, const int *ids, size_t cached, size_t n, size_t chunk, size_t vocab, float *logits) {
     for (size_t at = cached; at < n; at += chunk) {
         size_t now = n - at < chunk ? n - at : chunk;
-        must(sequence_run(g, s, ids + at, now, WANT_ALL_LOGITS, &greedy, &r, &e), &e);
+        Result r = run_text(g, ids, at, at + now, WANT_ALL_LOGITS, &greedy);
         memcpy(logits + (at - cached) * vocab, r.logits, now * vocab * sizeof(float));
     }
 }
@@ -234,17 +230,16 @@ static void shapes_pass(const char *config, int layers, double share) {
                 {0, 5000, 5000}, {0, 5000, 5000}, {0, 5000, 700}, {1000, 5000, 5000}};
     Checkpoint c;
     Engine g;
-    Sequence s = {0};
     int ids[LONG];
     uint64_t random = 7;
     size_t row = VOCAB * sizeof(float);
     open_made_up(&g, &c, config, layers, VOCAB, LONG);
     fill_random(ids, LONG, VOCAB, &random);
     float *few = allocate(LONG * row), *many = allocate(LONG * row), *last = allocate_zero(LONG, row);
-    run_chunks(&g, &s, ids, 0, LONG, 16, VOCAB, few);
+    run_chunks(&g, ids, 0, LONG, 16, VOCAB, few);
     for (size_t k = 0; k < sizeof runs / sizeof *runs; k++) {
         size_t cached = runs[k].cached, n = runs[k].n;
-        run_chunks(&g, &s, ids, cached, n, runs[k].chunk, VOCAB, many);
+        run_chunks(&g, ids, cached, n, runs[k].chunk, VOCAB, many);
         double found = differ(many, few + cached * VOCAB, n - cached, VOCAB, share);
         check(found <= tolerance_of(layers),
               "tokens %zu to %zu in chunks of %zu: %g of them differ by up to %g, more than %g", cached, n,
@@ -254,7 +249,6 @@ static void shapes_pass(const char *config, int layers, double share) {
         memcpy(last, many, (n - cached) * row);
     }
     free(few), free(many), free(last);
-    sequence_free(&g, &s);
     engine_close(&g);
     checkpoint_close(&c);
 }
@@ -282,20 +276,17 @@ static void instances_agree(const char *config, int layers, int begin, const siz
     const int end = begin + N;
     const size_t row = VOCAB * sizeof(float);
     uint64_t random = 7;
-    Error e;
     Checkpoint c;
     Engine g;
-    Sequence s = {0};
-    Result r;
     int *ids = allocate(end * sizeof *ids);
     float *one = allocate(N * row), *other = allocate(N * row);
     open_made_up(&g, &c, config, layers, VOCAB, end);
     fill_random(ids, end, VOCAB, &random);
     for (int i = end - 15; i < end; i++) ids[i] = ids[end - 16]; /* to choose the same experts: more than MAX_CHOICES */
-    if (begin) must(sequence_run(&g, &s, ids, begin, WANT_NOTHING, &greedy, &r, &e), &e);
-    run_chunks(&g, &s, ids, begin, end, 1, VOCAB, one);
+    if (begin) run_text(&g, ids, 0, begin, WANT_NOTHING, &greedy);
+    run_chunks(&g, ids, begin, end, 1, VOCAB, one);
     for (size_t i = 0; i < n_chunks; i++) {
-        run_chunks(&g, &s, ids, begin, end, chunks[i], VOCAB, other);
+        run_chunks(&g, ids, begin, end, chunks[i], VOCAB, other);
         if (chunks[i] <= 16) {
             check(!memcmp(one, other, N * row), "chunks of %zu give other bits", chunks[i]);
         } else {
@@ -304,14 +295,12 @@ static void instances_agree(const char *config, int layers, int begin, const siz
                   tolerance_of(layers));
         }
         size_t rest = (N - 1) % chunks[i] + 1; /* the tokens of the last chunk */
-        sequence_rewind(&g, &s, end - rest);
-        must(sequence_run(&g, &s, ids + end - rest, rest, WANT_LOGITS, &greedy, &r, &e), &e);
+        Result r = run_text(&g, ids, end - rest, end, WANT_LOGITS, &greedy);
         const float *last = other + (size_t)(N - 1) * VOCAB;
         bool same = rest <= 16 ? !memcmp(last, r.logits, row) : error_of(last, r.logits, VOCAB) <= tolerance_of(layers);
         check(same, "the last of %zu alone has other logits", rest);
     }
     free(one), free(other), free(ids);
-    sequence_free(&g, &s);
     engine_close(&g);
     checkpoint_close(&c);
 }
@@ -461,21 +450,16 @@ static void nans_of_20b_end(void) {
     const int ids[40] = {1, 20000, 300, 300, 4, 200000, 7, 8};
     const size_t counts[] = {1, 3, 8, 16, 40};
     Limits limits = {.max_seqs = 1, .max_tokens = 64, .plain = plain};
-    Sequence s = {0};
     Checkpoint c;
     Engine g;
-    Result r;
     Error e;
     make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL), 2, 201088);
     c.model.eps = NAN;
     must(engine_open(&g, &cuda, &c.model, limits, 0, &e), &e);
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
-        sequence_rewind(&g, &s, 0);
-        check(!sequence_run(&g, &s, ids, counts[i], WANT_TOKEN, &greedy, &r, &e) && e.code == FAILED &&
-                  strstr(e.text, "NaN"),
-              "%zu tokens went unnoticed", counts[i]);
+        Result r = run_text(&g, ids, 0, counts[i], WANT_TOKEN, &greedy);
+        check(r.token[0] == DREW_NAN, "%zu tokens went unnoticed", counts[i]);
     }
-    sequence_free(&g, &s);
     engine_close(&g);
     checkpoint_close(&c);
 }
@@ -717,32 +701,34 @@ static void samplers_agree(void) {
     free(seen);
 }
 
+static void take_nothing(Stream *t, size_t position, int token, const float *logits, bool last) {
+    (void)t, (void)position, (void)token, (void)logits, (void)last;
+}
+
 /* A hundred conversations with an engine: the memory of the card does not shrink. */
 static void memory_is_flat(void) {
     Error e;
     Engine g;
-    Sequence s = {0};
-    Generation w;
     size_t before = 0, after, total;
     Limits limits = {.max_seqs = 1, .max_tokens = 64};
     must(engine_open(&g, &cuda, &streams.c.model, limits, 128, &e), &e);
+    Scheduler *s = scheduler_open(&g);
     for (int turn = 0; turn < 100; turn++) {
         Sampling how = {.temperature = 1,
                         .top_k = turn % 3 ? 0 : 20,
                         .top_p = 1,
                         .penalty = turn % 4 ? 1 : 1.1f,
                         .seed = (uint64_t)turn};
-        int token;
-        must(generation_begin(&w, &g, &s, streams.id[turn % STREAMS], (size_t)(1 + turn % LONGEST), &how, NULL, &e),
-             &e);
-        for (int i = 0; i < 20; i++) must(generation_next(&w, &token, &e), &e);
-        generation_end(&w);
-        sequence_rewind(&g, &s, 0);
+        Stream t = {.prompt = (size_t)(1 + turn % LONGEST), .sampling = how, .want = WANT_TOKEN, .take = take_nothing};
+        t.most = t.prompt + 20;
+        ids_append(&t.tokens, streams.id[turn % STREAMS], t.prompt);
+        must(scheduler_run(s, &t, NULL, &e), &e);
+        ids_free(&t.tokens);
         if (turn == 20) cudaMemGetInfo(&before, &total);
     }
     cudaMemGetInfo(&after, &total);
     check(after >= before, "%zu bytes fewer are free", before - after);
-    sequence_free(&g, &s);
+    scheduler_close(s);
     engine_close(&g);
 }
 

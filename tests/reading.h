@@ -31,7 +31,7 @@ static void find_tokens(Talker *m) {
 
 static bool talker_open(Talker *m) {
     Error e;
-    m->tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
+    m->tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", NULL, &e);
     if (!m->tokenizer || !chat_open(&m->chat, m->tokenizer, "", &e)) return false;
     find_tokens(m);
     memcpy(m->token_of + 1, m->chat.control, sizeof m->chat.control);
@@ -64,7 +64,7 @@ static bool talker_open_other(Talker *m, int which) {
     }
     char *text = json_text(json);
     bool ok = f && fputs(text, f) >= 0 && !fclose(f);
-    m->tokenizer = ok ? tokenizer_open(path, &e) : NULL;
+    m->tokenizer = ok ? tokenizer_open(path, NULL, &e) : NULL;
     ok = m->tokenizer && chat_open(&m->chat, m->tokenizer, others[which].template, &e);
     unlink(path);
     cJSON_Delete(json);

@@ -75,16 +75,13 @@ static inline void remember_tap(void *data, const char *stage, int layer, const 
 static inline void run_tokens(const Backend *backend, const Model *m, const int *ids, size_t n, size_t chunk) {
     Error e;
     Engine g;
-    Sequence s = {0};
-    Result r;
     if (!chunk) chunk = n;
     Limits limits = {.max_seqs = 1, .max_tokens = (int)chunk, .tap = remember_tap};
     must(engine_open(&g, backend, m, limits, 0, &e), &e);
     for (size_t at = 0; at < n; at += chunk) {
         size_t now = n - at < chunk ? n - at : chunk;
-        must(sequence_submit(&g, &s, ids + at, now, WANT_TOKEN, &greedy, &e) && backend->collect(g.state, &r, &e), &e);
+        run_text(&g, ids, at, at + now, WANT_TOKEN, &greedy);
     }
-    sequence_free(&g, &s);
     engine_close(&g);
 }
 
@@ -239,37 +236,39 @@ static inline void real_sinks(const Backend *backend, Type type, size_t chunk) {
     cJSON_Delete(golden);
 }
 
+typedef struct {
+    int vocab;
+    float *logits; /* (vocab) */
+} LastRow;
+
+static inline void keep_logits(Stream *t, size_t position, int token, const float *logits, bool last) {
+    const LastRow *to = t->owner;
+    (void)position, (void)token, (void)last;
+    memcpy(to->logits, logits, (size_t)to->vocab * sizeof *logits);
+}
+
 /* Greedy generation from a prompt, whose ids must be the expected ones; the logits before the last of them (vocab). */
 static inline float *generate_greedily(const Backend *backend, const Model *m, const cJSON *prompt,
                                        const cJSON *expected) {
     Error e;
     Engine g;
-    Ids ids = {0};
-    Sequence s = {0};
-    Generation w;
-    Result r;
-    int token, i = 0;
+    LastRow row = {m->vocab, allocate((size_t)m->vocab * sizeof(float))};
+    Stream t = {.sampling = greedy, .want = WANT_LOGITS, .take = keep_logits, .owner = &row};
     const cJSON *id;
     Limits limits = {.max_seqs = 1, .max_tokens = 4};
     must(engine_open(&g, backend, m, limits, 0, &e), &e);
-    cJSON_ArrayForEach(id, prompt) ids_add(&ids, id->valueint);
-    must(generation_begin(&w, &g, &s, ids.data, ids.n, &greedy, NULL, &e), &e);
-    cJSON_ArrayForEach(id, expected) {
-        must(generation_next(&w, &token, &e), &e);
-        check(token == id->valueint, "token %d is %d, not %d", i, token, id->valueint);
-        if (++i < cJSON_GetArraySize(expected)) ids_add(&ids, id->valueint);
+    Scheduler *s = scheduler_open(&g);
+    cJSON_ArrayForEach(id, prompt) ids_add(&t.tokens, id->valueint);
+    t.prompt = t.tokens.n, t.most = t.prompt + (size_t)cJSON_GetArraySize(expected);
+    must(scheduler_run(s, &t, NULL, &e), &e);
+    for (size_t i = t.prompt; i < t.most; i++) {
+        int golden = cJSON_GetArrayItem(expected, (int)(i - t.prompt))->valueint;
+        check(t.tokens.data[i] == golden, "token %zu is %d, not %d", i - t.prompt, t.tokens.data[i], golden);
     }
-    generation_end(&w);
-    sequence_rewind(&g, &s, ids.n - 1);
-    must(sequence_submit(&g, &s, ids.data + ids.n - 1, 1, WANT_LOGITS, &greedy, &e) &&
-             backend->collect(g.state, &r, &e),
-         &e);
-    float *logits = allocate((size_t)m->vocab * sizeof *logits);
-    memcpy(logits, r.logits, (size_t)m->vocab * sizeof *logits);
-    ids_free(&ids);
-    sequence_free(&g, &s);
+    ids_free(&t.tokens);
+    scheduler_close(s);
     engine_close(&g);
-    return logits;
+    return row.logits;
 }
 
 /* The ids and logits are those that double precision NumPy gave; the logits on the GPU, whose cache is bf16, up to

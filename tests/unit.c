@@ -414,42 +414,6 @@ static void families_batch_chunk_and_rewind(void) {
     }
 }
 
-/* An answer continued after rewinding, with the engine's own pages, is the answer that was given before. */
-static void generation_rewinds(void) {
-    Error e;
-    Engine g;
-    Sequence s = {0};
-    Generation w;
-    Sampling how = {.temperature = 1, .top_p = 1, .penalty = 1.2f, .seed = 7};
-    int answer[3][80], token;
-    Limits limits = {.max_seqs = 1, .max_tokens = 16};
-    must(engine_open(&g, &reference, &streams.c.model, limits, 128, &e), &e);
-    size_t pages = g.free_pages.n;
-    for (int round = 0; round < 3; round++) { /* the second answers other text in between */
-        const int *prompt = streams.id[round == 1 ? 2 : 1];
-        must(generation_begin(&w, &g, &s, prompt, 40, &how, NULL, &e), &e);
-        check(!w.reused, "%zu tokens of another prompt were reused", w.reused);
-        for (int i = 0; i < 80; i++) must(generation_next(&w, &answer[round][i], &e), &e);
-        generation_end(&w);
-    }
-    check(!memcmp(answer[0], answer[2], sizeof answer[0]), "the same prompt gave another answer");
-    check(memcmp(answer[0], answer[1], sizeof answer[0]), "another prompt gave the same answer");
-    must(generation_begin(&w, &g, &s, streams.id[1], 40, &how, NULL, &e), &e);
-    check(w.reused == 39, "%zu tokens of the same prompt were reused, not all but the last", w.reused);
-    for (int i = 0; i < 88; i++) must(generation_next(&w, &token, &e), &e);
-    check(token >= 0, "the context of 128 ended after fewer than 40 + 88 tokens");
-    must(generation_next(&w, &token, &e), &e);
-    check(token >= 0, "no token for the position behind the last");
-    must(generation_next(&w, &token, &e), &e);
-    check(token == DREW_NOTHING, "the context of 128 holds more than 128");
-    generation_end(&w);
-    check(!generation_begin(&w, &g, &s, streams.id[1], 128, &how, NULL, &e) && e.code == NO_ROOM,
-          "a prompt of the whole context was taken");
-    sequence_free(&g, &s);
-    check(g.free_pages.n == pages, "%zu of %zu pages came back", g.free_pages.n, pages);
-    engine_close(&g);
-}
-
 /* ---- the sampler ---- */
 
 /* ln and e^x are as near to the truth as their comments say. */
@@ -517,7 +481,7 @@ enum { TEXTS = 60, FEW_PAGES = 14 };
 
 static struct {
     Stream stream;
-    Ids expected; /* the prompt, and what a generation of its own draws */
+    Ids expected; /* the prompt, and what is drawn behind it one token a step, with nothing else in the cache */
     Ids drawn;
     int arrives, leaves; /* at which step */
     bool over;
@@ -531,15 +495,12 @@ static void take_of_text(Stream *t, size_t position, int token, const float *log
     texts[i].over = last;
 }
 
-/* Prompts with beginnings in common, and what generations of their own write behind them. */
+/* Prompts with beginnings in common, and what the model writes behind each of them. */
 static void make_texts(Engine *g) {
     uint64_t random = 7;
-    Error e;
     for (int i = 0; i < TEXTS; i++) {
-        int common[3], token;
+        int common[3];
         Stream *t = &texts[i].stream;
-        Generation w;
-        Sequence s = {0};
         memset(&texts[i], 0, sizeof texts[i]);
         fill_random(common, 3, streams.vocab, &random);
         for (int k = 0; k < 60 + common[0] % 100; k++) ids_add(&t->tokens, (k * 13 + common[1] % 3) % 50);
@@ -553,15 +514,13 @@ static void make_texts(Engine *g) {
         texts[i].arrives = i < 5 ? 0 : i * 2;
         texts[i].leaves = i % 9 == 4 ? texts[i].arrives + i % 40 : 1 << 30;
         ids_append(&texts[i].expected, t->tokens.data, t->tokens.n);
-        must(generation_begin(&w, g, &s, t->tokens.data, t->tokens.n, &t->sampling, NULL, &e), &e);
-        while (texts[i].expected.n < t->most && generation_next(&w, &token, &e)) ids_add(&texts[i].expected, token);
-        generation_end(&w);
-        sequence_free(g, &s);
+        while (texts[i].expected.n < t->most) ids_add(&texts[i].expected, 0);
+        write_text(g, texts[i].expected.data, t->prompt, t->most, &t->sampling);
     }
 }
 
-/* Whatever comes together with it, leaves, or takes its pages, each text is that of a generation of its own, and in
- * the end nobody has a page. */
+/* Whatever comes together with it, leaves, or takes its pages, each text is the one that is written alone, and in the
+ * end nobody has a page. */
 static void scheduled_equals_alone(void) {
     Error e;
     Engine g;
@@ -600,6 +559,58 @@ static void scheduled_equals_alone(void) {
         }
         scheduler_close(s);
     }
+    engine_close(&g);
+}
+
+enum { TURN_PROMPT = 130, TURN_TEXT = 200 };
+
+static void take_of_turn(Stream *t, size_t position, int token, const float *logits, bool last) {
+    check(t->tokens.data[position] == token && !logits && last == (position + 1 == TURN_TEXT), "position %zu",
+          position);
+}
+
+/* Continues a prompt and compares: `reused` tokens were in the cache, and the text is the expected one. */
+static void run_turn(Scheduler *s, const Sampling *how, const int *expected, size_t reused) {
+    Error e;
+    Stream t = {.prompt = TURN_PROMPT, .most = TURN_TEXT, .sampling = *how, .want = WANT_TOKEN, .take = take_of_turn};
+    ids_append(&t.tokens, expected, TURN_PROMPT);
+    must(scheduler_run(s, &t, NULL, &e), &e);
+    check(t.reused == reused, "%zu tokens were in the cache, not %zu", t.reused, reused);
+    check(t.tokens.n == TURN_TEXT && !memcmp(t.tokens.data, expected, TURN_TEXT * sizeof(int)), "another text");
+    ids_free(&t.tokens);
+}
+
+/* One text behind the other, as in a conversation: the full pages of a prompt are found again as long as nobody else
+ * needed them, and a text may fill the context. */
+static void turns_reuse_the_cache(void) {
+    static const volatile sig_atomic_t stop = true;
+    const Sampling how = {.temperature = 1, .top_p = 1, .penalty = 1.2f, .seed = 7};
+    const Limits limits = {.max_seqs = 1, .max_tokens = 16};
+    int id[2][TURN_TEXT + 1];
+    uint64_t random = 3;
+    Error e;
+    Engine g;
+    must(engine_open(&g, &reference, &streams.c.model, limits, TURN_TEXT, &e), &e);
+    for (int i = 0; i < 2; i++) {
+        fill_random(id[i], TURN_PROMPT, streams.vocab, &random);
+        write_text(&g, id[i], TURN_PROMPT, TURN_TEXT, &how);
+    }
+    Scheduler *s = scheduler_open(&g);
+    run_turn(s, &how, id[0], 0);
+    run_turn(s, &how, id[0], 2 * PAGE);
+    run_turn(s, &how, id[1], 0);
+    run_turn(s, &how, id[1], 2 * PAGE);
+    run_turn(s, &how, id[0], 0); /* the other text took all four pages */
+    Stream t = {.prompt = TURN_PROMPT, .most = TURN_TEXT, .sampling = how, .want = WANT_TOKEN, .take = take_of_turn};
+    ids_append(&t.tokens, id[1], TURN_PROMPT);
+    check(!scheduler_run(s, &t, &stop, &e) && e.code == INTERRUPTED, "it did not stop");
+    t.prompt = TURN_TEXT;
+    check(!scheduler_run(s, &t, NULL, &e) && e.code == NO_ROOM, "a prompt of the whole context was taken");
+    SchedulerState state = scheduler_state(s);
+    check(state.idle == 4 && state.pages == 4 && !state.outstanding, "%zu of %zu pages are idle", state.idle,
+          state.pages);
+    ids_free(&t.tokens);
+    scheduler_close(s);
     engine_close(&g);
 }
 
@@ -647,7 +658,7 @@ static void invalid_utf8(void) {
 static void tokens_without_a_row(void) {
     Error e;
     Ids ids = {0};
-    Tokenizer *t = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e);
+    Tokenizer *t = tokenizer_open("tests/fixtures/parrot/tokenizer.json", NULL, &e);
     must(t, &e);
     int end = tokenizer_added(t, "<|end|>");
     check(!tokenizer_fit(t, 300), "words without a row were left out");
@@ -671,7 +682,7 @@ typedef struct {
 
 static void talk_open(Talk *t) {
     Error e;
-    *t = (Talk){.tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", &e)};
+    *t = (Talk){.tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", NULL, &e)};
     must(t->tokenizer, &e);
     check(chat_open(&t->chat, t->tokenizer, "", &e), "the parrot has no harmony");
     conversation_init(&t->conversation);
@@ -944,7 +955,7 @@ int main(void) {
     run("unit: alone = in a batch of 3 and 17", alone_equals_batched);
     run("unit: one chunk = many", one_chunk_equals_many);
     run("unit: rewound = never there", rewound_equals_never_there);
-    run("unit: generation rewinds, fills the context, gives pages back", generation_rewinds);
+    run("unit: turns reuse the cache, fill the context, give pages back", turns_reuse_the_cache);
     run("unit: scheduled among others, with few pages = alone", scheduled_equals_alone);
     close_alone();
     run("unit: ln, exp, Philox", logarithm_and_exponential);
