@@ -1374,7 +1374,7 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
         q[i] = query_type(l) == F32 ? ((const float *)w.q)[at] : (float)((const bf16 *)w.q)[at];
         sum[i] = 0;
     }
-    float total = l.sinks ? 1 : 0;
+    float total = l.sinks ? 1 : 0; /* the sink, at first the max, has the share 1 and no value */
     for (int base = first_seen(p, l.window); base <= p; base += blockDim.x) {
         const int keys = min((int)blockDim.x, p + 1 - base);
         __syncthreads();
