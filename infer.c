@@ -550,6 +550,7 @@ static void show_waiting(const Play *p, size_t tokens) {
         waiting = true;
     } else if (waiting) {
         put_escape(stdout, ERASE_LINE);
+        fflush(stdout); /* an error may follow on stderr */
         waiting = false;
     }
 }

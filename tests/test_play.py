@@ -729,7 +729,7 @@ def test_question_that_does_not_fit():
         long += " Hello!"
     with play("--ctx", len(prompt) + 3) as t:  # too few for any answer
         t.say("Hello!", "end]")
-        t.say(long, "full", *CURES)
+        expect("reading" not in t.say(long, "full", *CURES), "the line that shows waiting stays")
         same(questions(t), ["Hello!", long], "questions")
         t.say("/undo", "Taken back")
         expect(shown_turn(HELLO) in t.say("/retry", "[Generated"), "/retry does not answer")
