@@ -1391,24 +1391,12 @@ bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e) {
            fail(e, USAGE, "the prompt has %zu tokens, the model's context is %d", ids->n, m->context);
 }
 
-/* Appends rows to an array in NumPy's format 1.0: a header that says how many there are, then the rows. fresh: the file
- * begins with them. */
-static bool npy_append(const char *path, bool fresh, const float *values, int rows, int cols, Error *e) {
+/* Writes the header of NumPy's format 1.0. Rows of floats follow. */
+static void put_npy_header(FILE *f, size_t rows, int cols) {
     char shape[NPY_HEADER];
-    const size_t row = sizeof *values * (size_t)cols;
-    FILE *f = fopen(path, fresh ? "wb" : "r+b");
-    bool ok = f && !fseek(f, 0, SEEK_END);
-    const size_t before = ok && !fresh ? ((size_t)ftell(f) - NPY_HEADER) / row : 0;
-    if (ok) {
-        rewind(f);
-        fwrite("\x93NUMPY\x01\x00\x76\x00", 1, 10, f); /* 118 bytes of header follow */
-        snprintf(shape, sizeof shape, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d), }",
-                 before + (size_t)rows, cols);
-        fprintf(f, "%-117s\n", shape);
-        ok = !fseek(f, 0, SEEK_END) && fwrite(values, row, (size_t)rows, f) == (size_t)rows;
-    }
-    if (f && fclose(f)) ok = false;
-    return ok || fail(e, FAILED, "%s: %s", path, strerror(errno));
+    fwrite("\x93NUMPY\x01\x00\x76\x00", 1, 10, f); /* 118 bytes of header follow */
+    snprintf(shape, sizeof shape, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d), }", rows, cols);
+    fprintf(f, "%-117s\n", shape);
 }
 
 int likeliest(const float *logits, int vocab, int n, int *ids) {
@@ -1443,7 +1431,8 @@ typedef struct {
     const Options *o;
     const Session *s;
     const Ids *ids;
-    Error e; /* code 0: none so far */
+    FILE *file; /* NULL: a list is printed */
+    int error;  /* errno of the file, or 0 */
 } Rows;
 
 /* Writes the logits from which the token at `position` was drawn or would be. */
@@ -1452,18 +1441,20 @@ static void write_row(Stream *t, size_t position, int token, const float *logits
     const Options *o = r->o;
     const int vocab = r->s->engine.model->vocab;
     (void)token, (void)last;
-    if (o->output && !r->e.code) npy_append(o->output, !o->all || position == 1, logits, 1, vocab, &r->e);
-    if (o->output || ferror(stdout)) return;
+    if (r->file && !r->error && fwrite(logits, sizeof *logits, (size_t)vocab, r->file) < (size_t)vocab) r->error = errno;
+    if (r->file || ferror(stdout)) return;
     if (o->all) printf("after token %zu (%d):\n", position - 1, r->ids->data[position - 1]);
     print_top(logits, vocab, o->top, r->s->tokenizer);
 }
 
 /* Runs the prompt and writes the requested logits. */
 static bool write_logits(const Session *s, const Ids *ids, const Options *o, Error *e) {
-    Rows r = {o, s, ids, {0}};
-    if (!scheduler_score(s->scheduler, ids->data, ids->n, o->all ? 1 : ids->n, write_row, &r, e)) return false;
-    if (r.e.code) *e = r.e;
-    return !r.e.code;
+    Rows r = {o, s, ids, o->output ? fopen(o->output, "wb") : NULL, 0};
+    if (o->output && !r.file) return fail(e, FAILED, "%s: %s", o->output, strerror(errno));
+    if (r.file) put_npy_header(r.file, o->all ? ids->n : 1, s->engine.model->vocab);
+    bool ok = scheduler_score(s->scheduler, ids->data, ids->n, o->all ? 1 : ids->n, write_row, &r, e);
+    if (r.file && fclose(r.file) && !r.error) r.error = errno;
+    return ok && (!r.error || fail(e, FAILED, "%s: %s", o->output, strerror(r.error)));
 }
 
 typedef struct {
@@ -1474,9 +1465,20 @@ typedef struct {
 /* A Tap: appends rows to the file of the stage. A prompt of several steps calls it several times. */
 static void tap_to_file(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
     TapFolder *t = data;
+    const size_t row = sizeof *values * (size_t)cols;
     Bytes path = {0};
     bytes_print(&path, "%s/%s.%d.npy", t->folder, stage, layer);
-    if (!t->e.code) npy_append(path.data, !file_exists(path.data), values, rows, cols, &t->e);
+    const bool fresh = !file_exists(path.data);
+    FILE *f = t->e.code ? NULL : fopen(path.data, fresh ? "wb" : "r+b");
+    bool ok = f && !fseek(f, 0, SEEK_END);
+    if (ok) {
+        const size_t before = fresh ? 0 : ((size_t)ftell(f) - NPY_HEADER) / row;
+        rewind(f);
+        put_npy_header(f, before + (size_t)rows, cols);
+        ok = !fseek(f, 0, SEEK_END) && fwrite(values, row, (size_t)rows, f) == (size_t)rows;
+    }
+    if (f && fclose(f)) ok = false;
+    if (!ok && !t->e.code) fail(&t->e, FAILED, "%s: %s", path.data, strerror(errno));
     bytes_free(&path);
 }
 

@@ -41,10 +41,13 @@ def test_file_has_transformers_logits(folder):
         ids, shape, expected = golden(fixture)
         chosen = ["--ids", ",".join(map(str, ids))]
         found_shape, found = save(FIXTURES / fixture, folder, *chosen, "--all")
+        (folder / "logits.npy").rename(folder / "all.npy")
         same(found_shape, shape, "shape")
         error = math.dist(found, expected) / math.hypot(*expected)
         expect(error < 1e-4, f"relative error {error:.1e}")
         same(save(FIXTURES / fixture, folder, *chosen), ([1, shape[1]], found[-shape[1]:]), "without --all")
+        piped = infer("logits", FIXTURES / fixture, *chosen, "--all", "-o", "/dev/stdout").out
+        same(piped, (folder / "all.npy").read_bytes(), "through a pipe")
     each([(fixture,) for fixture in WITH_GOLDENS], check)
 
 
