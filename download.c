@@ -556,7 +556,6 @@ static void add_file(const cJSON *entry) {
     if (!wanted(hub.o, name)) return;
     if (!is_like(id, lfs ? HEX_64 : HEX_40) || !json_whole(size, 0, INT64_MAX / 2, &bytes))
         give_up(BAD_MODEL, "the hub lists %s with an invalid hash or size: refused", name);
-    hub.file = reallocate(hub.file, (size_t)(hub.files + 1) * sizeof *hub.file);
     File *f = hub.file + hub.files++;
     if (!strcmp(name, "config.json")) *f = *hub.file, f = hub.file;
     *f = (File){.name = copy_text(name, strlen(name)), .size = (uint64_t)bytes};
@@ -578,6 +577,7 @@ static bool list_files(Error *e) {
         give_up(BAD_MODEL, "the hub names the commit '%.80s' for %s, or no list of files: refused",
                 commit ? commit : "(missing)", hub.name);
     memcpy(hub.commit, commit, 41);
+    hub.file = allocate_zero((size_t)cJSON_GetArraySize(files), sizeof *hub.file); /* watch() may read it: never moves */
     cJSON_ArrayForEach(entry, files) add_file(entry);
     for (int i = 0; i < hub.files; i++) weights |= !fnmatch("*.safetensors", hub.file[i].name, 0);
     if (!weights)
