@@ -577,7 +577,7 @@ static bool list_files(Error *e) {
         give_up(BAD_MODEL, "the hub names the commit '%.80s' for %s, or no list of files: refused",
                 commit ? commit : "(missing)", hub.name);
     memcpy(hub.commit, commit, 41);
-    hub.file = allocate_zero((size_t)cJSON_GetArraySize(files), sizeof *hub.file); /* watch() may read it: never moves */
+    hub.file = allocate_zero((size_t)cJSON_GetArraySize(files), sizeof *hub.file); /* in place: watch() reads it */
     cJSON_ArrayForEach(entry, files) add_file(entry);
     for (int i = 0; i < hub.files; i++) weights |= !fnmatch("*.safetensors", hub.file[i].name, 0);
     if (!weights)

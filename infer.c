@@ -1441,7 +1441,8 @@ static void write_row(Stream *t, size_t position, int token, const float *logits
     const Options *o = r->o;
     const int vocab = r->s->engine.model->vocab;
     (void)token, (void)last;
-    if (r->file && !r->error && fwrite(logits, sizeof *logits, (size_t)vocab, r->file) < (size_t)vocab) r->error = errno;
+    if (r->file && !r->error && fwrite(logits, sizeof *logits, (size_t)vocab, r->file) < (size_t)vocab)
+        r->error = errno;
     if (r->file || ferror(stdout)) return;
     if (o->all) printf("after token %zu (%d):\n", position - 1, r->ids->data[position - 1]);
     print_top(logits, vocab, o->top, r->s->tokenizer);

@@ -1598,7 +1598,8 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
     limits.context = context ? context : m->context;
     int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
     if (limits.cache && pages > pages_for((size_t)limits.cache)) pages = pages_for((size_t)limits.cache);
-    if (limits.max_tokens > wanted * PAGE * limits.max_seqs) limits.max_tokens = wanted * PAGE * limits.max_seqs;
+    const int64_t most = (int64_t)wanted * PAGE * limits.max_seqs;
+    if (limits.max_tokens > most) limits.max_tokens = (int)most;
     g->max_tokens = limits.max_tokens; /* no step needs more tokens than all texts can have */
     g->state = backend->open(m, &limits, &pages, e);
     if (!g->state) return false;

@@ -13,8 +13,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from helpers import (CHECKED, PARROT, PLAIN, TESTS, Skip, check_sanitizers, each, expect, infer, read_safetensors,
-                     refused, safetensors, same, start)
+from helpers import (CHECKED, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, infer,
+                     read_safetensors, refused, safetensors, same, start)
 
 TINY = TESTS.parent / "models" / "tiny"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -187,6 +187,14 @@ def test_second_turns_compute_what_is_new():
         exact = s.post(TEXT, {"prompt": ids[:192], "max_tokens": 1})
     cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, again, other, exact)]
     same(cached, [0, 192, 0, 128], "cached tokens")
+
+
+def test_largest_context(folder):
+    """All streams together have room for more tokens than an int counts."""
+    model = copy_model(PARROT, folder, {"max_position_embeddings": 1 << 24})
+    with Server(model, "--cache", 1024) as s:
+        answer = s.post(TEXT, {"prompt": [5], "max_tokens": 3, "ignore_eos": True})
+        same(answer["usage"]["completion_tokens"], 3, "tokens")
 
 
 def test_logprobs_of_the_end():
