@@ -166,7 +166,7 @@ struct Stream {
     uint64_t chain; /* name of the last of them */
     Ids pages;
     int slot, drawing; /* drawing: draws that are not collected yet */
-    bool nan;          /* a NaN ended it */
+    bool nan;          /* a NaN ended it, or the logits of its prompt hold one */
 };
 
 typedef struct Scheduler Scheduler;

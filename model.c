@@ -1909,13 +1909,15 @@ static void publish(Scheduler *s, Stream *t, size_t position, int token, const f
 static void take_share(Scheduler *s, const Share *p, int token, const float *logits, size_t rows) {
     const size_t vocab = (size_t)s->engine->model->vocab;
     Stream *t = p->stream;
-    for (size_t i = 1; p->want == WANT_ALL_LOGITS && i <= rows && p->from + i < t->prompt; i++)
+    for (size_t i = 1; p->want == WANT_ALL_LOGITS && i <= rows && p->from + i < t->prompt; i++) {
+        t->nan |= isnan(logits[(i - 1) * vocab]);
         publish(s, t, p->from + i, t->tokens.data[p->from + i], logits + (i - 1) * vocab);
+    }
     if (p->from + p->n < t->tokens.n) return;
     if (rows) logits += (rows - 1) * vocab;
     if (t->bias) token = draw_biased(t, logits, (int)vocab);
     t->drawing--;
-    t->nan = token == DREW_NAN;
+    t->nan |= token == DREW_NAN;
     if (token >= 0) ids_add(&t->tokens, token);
     for (size_t i = 0; token < 0 && i < t->pages.n; i++) forget_page(s, s->page + t->pages.data[i]);
     publish(s, t, t->tokens.n - (token >= 0), token, t->want == WANT_TOKEN ? NULL : logits);

@@ -4,7 +4,8 @@ import json
 import math
 import struct
 
-from helpers import FIXTURES, PARROT, each, expect, ids_of, infer, read_safetensors, refused, same
+from helpers import (FIXTURES, PARROT, copy_model, each, expect, ids_of, infer, read_safetensors, refused, safetensors,
+                     same)
 
 WITH_GOLDENS = sorted(path.parent.name for path in FIXTURES.glob("*/golden.safetensors"))
 
@@ -49,6 +50,24 @@ def test_file_has_transformers_logits(folder):
         piped = infer("logits", FIXTURES / fixture, *chosen, "--all", "-o", "/dev/stdout").out
         same(piped, (folder / "all.npy").read_bytes(), "through a pipe")
     each([(fixture,) for fixture in WITH_GOLDENS], check)
+
+
+def test_nan_of_an_expert(folder):
+    """No NaN goes unnoticed, even if only tokens in the middle of a text use the damaged expert."""
+    header, content = read_safetensors(PARROT / "model.safetensors")
+    name = max(name for name in header if name.endswith("experts.down_proj_bias"))  # the last layer's
+    begin, (experts, cols) = header[name]["data_offsets"][0], header[name]["shape"]
+    model = copy_model(PARROT, folder, keep_weights=False)
+    ids, codes = ",".join(map(str, range(5, 105))), []
+    for at in range(begin, begin + 2 * experts * cols, 2 * cols):
+        damaged = content[:at] + b"\xc0\x7f" + content[at + 2:]
+        (model / "model.safetensors").write_bytes(safetensors(header, damaged))
+        out = folder / "logits.npy"
+        r = infer("logits", model, "--ids", ids, "--all", "-o", out, code=None)
+        _, values = read_npy(out)
+        same(r.code, int(any(map(math.isnan, values))), "exit code")
+        codes.append((r.code, math.isnan(values[-1])))
+    expect((1, False) in codes, f"no expert of the middle alone: {codes}")
 
 
 def rows(text):
