@@ -63,7 +63,7 @@ static struct { /* a process works with one repository */
     char foreign[MAX_NAME];        /* a file of weights that infer does not read, or "" */
     int max_tries, stall;          /* tries without progress; seconds without bytes until a connection counts as lost */
     File *file;                    /* config.json first */
-    int files;
+    _Atomic int files;
     uint64_t total; /* bytes of all files */
 
     _Atomic int next, here;   /* file[next] and the later ones wait for a thread; `here` files are complete */
