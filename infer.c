@@ -853,8 +853,10 @@ static bool editor_line(const char *prompt, Bytes *out) {
     int n;
     editor.prompt = prompt;
     editor.cancelled = false;
-    el_set(editor.line, EL_PREP_TERM, 1); /* here, so that el_gets never gets Ctrl+C as a signal */
+    interrupted = 0;
+    el_set(editor.line, EL_PREP_TERM, 1); /* now, so that el_gets rarely gets Ctrl+C as a signal */
     const char *line = el_gets(editor.line, &n);
+    if (n <= 0 && interrupted) editor.cancelled = true, puts("^C"); /* a signal, not the end of input */
     put_escape(stdout, BRACKETS_OFF);
     if (!editor.cancelled && n > 0) bytes_add(out, line, (size_t)n - (line[n - 1] == '\n'));
     if (!editor.cancelled && n <= 0) puts("");
