@@ -1,9 +1,7 @@
-/* explain.c: `infer explain` shows how a model reads a text, token by token: the probability that it gave each token,
- * what else it expected there and, in a mixture of experts, which experts of each layer the token used. The output goes
- * to the terminal or becomes one HTML page without other files. */
+/* explain.c: `infer explain` shows how a model reads a text: the probability that it gave each token, what else it
+ * expected there and which experts the token used. It writes to the terminal or one HTML page without other files. */
 #include "host.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -77,8 +75,7 @@ static void put_place(const Reading *x, size_t t, const float *logits) {
     int best[CHOICES], n = t ? likeliest(logits, m->vocab, CHOICES, best) : 0;
     double all = log_sum_exp(logits, m->vocab), bits = t ? (all - (double)logits[x->ids.data[t]]) / M_LN2 : 0;
     int level = (bits >= 1) + (bits >= 3) + (bits >= 6) + (bits >= 10);
-    put_escape(stdout, colour[level]);
-    if (x->html) printf("<pre class=s%d>", level);
+    x->html ? printf("<pre class=s%d>", level) : put_escape(stdout, colour[level]);
     t ? printf("%6.2f %% %5.1f bits  ", 100 * exp2(-bits), bits) : printf("%-22s", "the first token:");
     if (x->html) fputs("<b>", stdout);
     put_token(x, x->ids.data[t], true);
@@ -113,7 +110,7 @@ int explain(const Options *o) {
         x.s.tap = keep_experts, x.s.tap_data = &x;
     }
     if (!session_load(&x.s, o, 0, &e)) die(&e);
-    if (x.html && !freopen(o->output, "w", stdout)) fail(&e, FAILED, "%s: %s", o->output, strerror(errno)), die(&e);
+    if (x.html && !freopen(o->output, "w", stdout)) fail(&e, FAILED, "%s: %m", o->output), die(&e);
     if (x.html) fputs(page, stdout);
     if (!scheduler_score(x.s.scheduler, x.ids.data, x.ids.n, 1, take_token, &x, &e)) die(&e);
     session_close(&x.s);
