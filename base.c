@@ -287,6 +287,23 @@ bool text_whole(const char *text, int least, int most, int *out) {
     return true;
 }
 
+bool text_stops(Bytes *text, size_t *shown, const char *const *stop, int n, bool last) {
+    size_t wait = 0;
+    bool found = false;
+    for (int i = 0; i < n; i++) {
+        char *hit = memmem(text->data + *shown, text->n - *shown, stop[i], strlen(stop[i]));
+        if (!hit) continue;
+        text->n = (size_t)(hit - text->data);
+        *hit = 0;
+        found = true;
+    }
+    for (int i = 0; i < n && !found && !last; i++)
+        for (size_t k = strlen(stop[i]) - 1; k > wait; k--)
+            if (k <= text->n - *shown && !memcmp(text->data + text->n - k, stop[i], k)) wait = k;
+    *shown = text->n - wait;
+    return found;
+}
+
 double log_sum_exp(const float *x, int n) {
     double most = -INFINITY, total = 0;
     for (int i = 0; i < n; i++) most = fmax(most, (double)x[i]);

@@ -94,6 +94,10 @@ char *json_text(const cJSON *value);
 
 const char *environment(const char *name); /* a variable, or NULL if it is absent or empty */
 
+/* For text that arrives in parts and ends before the first of n stop texts: moves *shown over what is free of them. An
+ * end that may begin one waits, unless it is the `last`. True: there is one, and the text is cut there. */
+bool text_stops(Bytes *text, size_t *shown, const char *const *stop, int n, bool last);
+
 /* A decimal number in [least, most] that is all of the text. */
 bool text_whole(const char *text, int least, int most, int *out);
 

@@ -167,6 +167,7 @@ struct Stream {
     Ids pages;
     int slot, drawing; /* drawing: draws that are not collected yet */
     bool nan;          /* a NaN ended it, or the logits of its prompt hold one */
+    bool stopped;      /* a token of `stop` ended it */
 };
 
 typedef struct Scheduler Scheduler;

@@ -575,32 +575,15 @@ static void show(Answer *a, Part part, const char *text, size_t n) {
 /* Takes text of the answer and shows what is certain to contain no stop text. An end that may begin one has to wait. */
 static void add_text(Answer *a, Part part, const Bytes *text, bool last) {
     const Texts *stop = &a->p->o.stop;
-    size_t wait = 0;
+    const size_t from = a->passed;
     if (part != ANSWER) {
         if (part == REASONING) bytes_add(&a->thinking, text->data, text->n);
         show(a, part, text->data, text->n);
         return;
     }
     bytes_add(&a->text, text->data, text->n);
-    for (int i = 0; i < stop->n; i++) {
-        size_t length = strlen(stop->text[i]);
-        char *hit = memmem(a->text.data + a->passed, a->text.n - a->passed, stop->text[i], length);
-        if (hit) a->text.n = (size_t)(hit - a->text.data), a->reason = "stop text";
-        if (length - 1 > wait) wait = length - 1;
-    }
-    size_t pass = a->text.n;
-    if (!last && !a->reason) {
-        pass = pass > a->passed + wait ? pass - wait : a->passed;
-        while (pass > a->passed && (a->text.data[pass] & 0xC0) == 0x80) pass--; /* whole characters */
-    }
-    show(a, ANSWER, a->text.data + a->passed, pass - a->passed);
-    a->passed = pass;
-}
-
-static bool is_stop(const Ids *stop, int token) {
-    for (size_t i = 0; i < stop->n; i++)
-        if (stop->data[i] == token) return true;
-    return false;
+    if (text_stops(&a->text, &a->passed, stop->text, stop->n, last)) a->reason = "stop text";
+    show(a, ANSWER, a->text.data + from, a->passed - from);
 }
 
 /* Why an answer ends with this token, or NULL. `full`: the context has no room for another. */
@@ -625,7 +608,7 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     if (!a->tokens++) a->first = a->total;
     if (p->chat)
         read = reader_push(&a->reader, token, &text);
-    else if (!(read.stop = is_stop(&p->m.checkpoint.stop, token)))
+    else if (!(read.stop = t->stopped))
         tokenizer_decode(p->m.tokenizer, &a->decoder, token, &text);
     a->thought += read.part == REASONING;
     add_text(a, read.part, &text, read.closed);
@@ -662,10 +645,7 @@ static bool keep_answer(Answer *a, Error *e) {
         return fail(e, interrupted ? INTERRUPTED : FAILED, "no answer: ended while %s (%s)%s", at, a->reason,
                     p->loop ? "; /retry tries again" : "");
     if (part == ANSWER && !strcmp(a->reason, "stop text")) { /* the conversation keeps what was shown */
-        for (int i = 0; i < p->o.stop.n; i++) {
-            char *hit = memmem(last->content.data, last->content.n, p->o.stop.text[i], strlen(p->o.stop.text[i]));
-            if (hit) last->content.n = (size_t)(hit - last->content.data), *hit = 0;
-        }
+        text_stops(&last->content, &(size_t){0}, p->o.stop.text, p->o.stop.n, true);
         ids_free(&last->sampled);
     }
     if (part == PREAMBLE && !p->loop) add_text(a, ANSWER, &last->content, true);
@@ -679,6 +659,7 @@ static bool answer(Answer *a, Error *e) {
     Bytes rest = {0};
     Stream t = {.most = (size_t)p->m.engine.context, .sampling = p->o.sampling, .want = WANT_TOKEN};
     t.take = take_token, t.owner = a;
+    if (!p->chat) t.stop = &p->m.checkpoint.stop; /* in a chat the reader knows the end */
     bool ok = make_prompt(p, &t.tokens, e);
     a->prompt = t.prompt = t.tokens.n;
     if (p->chat) reader_init(&a->reader, &p->m.chat, p->talk.effort);

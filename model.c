@@ -1899,8 +1899,8 @@ static bool submit_step(Scheduler *s, Error *e) {
 static void publish(Scheduler *s, Stream *t, size_t position, int token, const float *logits) {
     if (position < t->published) return;
     t->published = position + 1;
-    bool last = token < 0 || t->published == t->most;
-    for (size_t i = 0; t->stop && position >= t->prompt && i < t->stop->n; i++) last |= token == t->stop->data[i];
+    for (size_t i = 0; t->stop && position >= t->prompt && i < t->stop->n; i++) t->stopped |= token == t->stop->data[i];
+    const bool last = t->stopped || token < 0 || t->published == t->most;
     if (last) scheduler_remove(s, t);
     t->take(t, position, token, logits, last);
 }

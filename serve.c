@@ -44,7 +44,7 @@ typedef struct {
 
 typedef struct { /* a token on its way to its connection */
     size_t position;
-    bool last, scored; /* scored: it has logprobs */
+    bool last, stopped, scored; /* stopped: it ends a text by itself; scored: it has logprobs */
     int top;
     Chance own, best[MOST_TOP]; /* the token; (top) the likeliest */
 } Drawn;
@@ -180,7 +180,7 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     Choice *c = t->owner;
     Request *q = c->request;
     const double now = seconds();
-    Drawn d = {.own.id = token, .position = position, .last = last};
+    Drawn d = {.own.id = token, .position = position, .last = last, .stopped = t->stopped};
     if (logits && q->top >= 0) score(&d, logits, server.s.checkpoint.model.vocab, q->top);
     lock();
     c->drawn = reallocate(c->drawn, (size_t)(c->drawn_n + 1) * sizeof d);
@@ -678,20 +678,9 @@ static void end_reply(Request *q) {
 
 /* ---- from tokens to answers ---- */
 
-/* Finds how much of the text is free of stop texts. An end that may begin a stop text waits. */
 static void show_text(Choice *c, bool last) {
     const Request *q = c->request;
-    const char *text = c->text.data;
-    size_t end = c->text.n;
-    for (int i = 0; i < q->stops; i++) {
-        const char *hit = memmem(text + c->shown, end - c->shown, q->stop[i], strlen(q->stop[i]));
-        if (hit) c->text.n = end = (size_t)(hit - text), c->finish = stopped;
-    }
-    for (int i = 0; i < q->stops && !last && !c->finish; i++)
-        for (size_t k = strlen(q->stop[i]) - 1; k; k--)
-            if (k <= c->text.n - c->shown && !memcmp(text + c->text.n - k, q->stop[i], k) && c->text.n - k < end)
-                end = c->text.n - k;
-    c->shown = end;
+    if (text_stops(&c->text, &c->shown, q->stop, q->stops, last)) c->finish = stopped;
 }
 
 /* Adds the new part of a call to what is to be written. The name comes once, at the beginning. */
@@ -762,18 +751,16 @@ static bool read_chat(Choice *c, const Drawn *d) {
     bytes_free(&ignored);
     c->thought += read.part == REASONING;
     if (d->scored && content && !tokenizer_is_control(server.s.tokenizer, d->own.id)) add_score(c, d, 0);
-    if (read.stop && !c->request->forever) return true;
+    if (d->stopped || (read.stop && !c->request->forever)) return true;
     take_messages(c);
     return false;
 }
 
 /* Reads a token of a text, or, with echo, of its prompt; true: the text ends there. */
 static bool read_text(Choice *c, const Drawn *d) {
-    const Ids *stops = c->stream.stop;
-    bool prompt = d->position < c->stream.prompt, stop = false;
-    for (size_t i = 0; stops && !prompt && i < stops->n; i++) stop |= d->own.id == stops->data[i];
+    bool prompt = d->position < c->stream.prompt;
     if (d->scored || (prompt && c->request->top >= 0)) add_score(c, d, c->text.n); /* usage counts an end too */
-    if (stop) return true;
+    if (d->stopped) return true;
     tokenizer_decode(server.s.tokenizer, &c->decoder, d->own.id, &c->text);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     if (!prompt) show_text(c, false);

@@ -50,6 +50,8 @@ static void answer_with(Request *q, const uint8_t *data, size_t n) {
     for (Choice *c = q->choice; c < q->choice + q->choices; c++)
         for (size_t i = 0; !c->finish; i++) {
             Drawn d = {.own.id = (data[i % n] * 7 + (int)i) % vocab, .position = c->stream.prompt + i};
+            for (size_t k = 0; c->stream.stop && k < c->stream.stop->n; k++)
+                d.stopped |= d.own.id == c->stream.stop->data[k];
             d.last = i == 20 || d.position + 1 == c->stream.most;
             if (q->top >= 0) score(&d, logits, vocab, q->top);
             read_token(c, &d);
