@@ -265,17 +265,23 @@ cJSON *json_from_text(const char *text, size_t n) {
 
 char *json_text(const cJSON *value) { return checked(cJSON_PrintUnformatted(value)); }
 
+void json_append(Bytes *out, cJSON *json) {
+    char *text = json_text(json);
+    bytes_text(out, text);
+    free(text);
+    cJSON_Delete(json);
+}
+
+void json_print(cJSON *json, bool wanted) {
+    Bytes text = {0};
+    json_append(&text, json);
+    if (wanted) puts(text.data);
+    bytes_free(&text);
+}
+
 const char *environment(const char *name) {
     const char *value = getenv(name);
     return value && *value ? value : NULL;
-}
-
-void bytes_json(Bytes *out, const char *text, size_t n) {
-    cJSON *json = json_from_text(text, n);
-    char *quoted = json_text(json);
-    bytes_text(out, quoted);
-    free(quoted);
-    cJSON_Delete(json);
 }
 
 bool text_whole(const char *text, int least, int most, int *out) {

@@ -87,10 +87,10 @@ bool json_true(const cJSON *object, const char *key);
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);
 /* n bytes of UTF-8 as a JSON string. A NUL becomes U+FFFD, because json_parse() refuses it. */
 cJSON *json_from_text(const char *text, size_t n);
-/* Appends it as JSON text, between quotes. */
-void bytes_json(Bytes *out, const char *text, size_t n);
 /* The value as compact JSON text; free it. */
 char *json_text(const cJSON *value);
+void json_append(Bytes *out, cJSON *json); /* the same text, appended; frees the value */
+void json_print(cJSON *json, bool wanted); /* on stdout if `wanted`, as a line; frees the value */
 
 const char *environment(const char *name); /* a variable, or NULL if it is absent or empty */
 

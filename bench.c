@@ -30,14 +30,6 @@ static cJSON *add_object(cJSON *array) {
     return object;
 }
 
-/* Prints the JSON if `wanted`, and frees it. */
-static void end_json(cJSON *json, bool wanted) {
-    char *text = json_text(json);
-    if (wanted) puts(text);
-    free(text);
-    cJSON_Delete(json);
-}
-
 /* ---- bench: how fast are prompts and generation? ----
  * The memory that a step reads limits generation. So bench counts the bytes of each step from the model's own tensors
  * and compares the step's time with a flat read of as many bytes, in the same run on the same card. */
@@ -344,7 +336,7 @@ static int bench_server(const Options *o, bool json) {
         fflush(stdout);
         failed |= l.failed;
     }
-    end_json(rows, json);
+    json_print(rows, json);
     curl_slist_free_all(l.headers);
     bytes_free(&l.first);
     bytes_free(&l.gaps);
@@ -370,7 +362,7 @@ int bench(const Options *o) {
         puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|");
     measure_all(&b);
-    end_json(out, json);
+    json_print(out, json);
     session_close(s);
     return DONE;
 }
@@ -524,7 +516,7 @@ int inspect(const Options *o) {
     if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)to_fetch);
     if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
     if (!o->json) print_facts(out);
-    end_json(out, o->json);
+    json_print(out, o->json);
     free(dir);
     if (!ok) die(&e);
     return DONE;
@@ -552,7 +544,7 @@ int list(const Options *o) {
                    state, m->path);
     }
     if (!n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
-    end_json(all, o->json);
+    json_print(all, o->json);
     models_free(model, n);
     return DONE;
 }
@@ -619,6 +611,6 @@ int doctor(const Options *o) {
     finding(&d, "token", 0, NULL, "%s", token);
     finding(&d, "network", e.code, answers ? NULL : e.text, "%s", answer);
 
-    end_json(d.all, d.json);
+    json_print(d.all, d.json);
     return d.code;
 }

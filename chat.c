@@ -373,13 +373,6 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
 
 /* ---- to JSON ---- */
 
-static void append_json(Bytes *out, cJSON *json) {
-    char *text = json_text(json);
-    bytes_text(out, text);
-    free(text);
-    cJSON_Delete(json);
-}
-
 /* As harmony's words if `number` is negative, else as that message of a chat-completions request; it keeps harmony's
  * words where that shape has none. */
 static cJSON *message_object(const Message *m, int number) {
@@ -404,7 +397,7 @@ static cJSON *message_object(const Message *m, int number) {
     return json;
 }
 
-void message_json(const Message *m, Bytes *out) { append_json(out, message_object(m, -1)); }
+void message_json(const Message *m, Bytes *out) { json_append(out, message_object(m, -1)); }
 
 void conversation_json(const Conversation *c, Bytes *out) {
     const Message system = {.role = (char[]){"system"}, .content = view(c->instructions)};
@@ -414,7 +407,7 @@ void conversation_json(const Conversation *c, Bytes *out) {
     cJSON *messages = cJSON_AddArrayToObject(json, "messages");
     if (c->instructions) cJSON_AddItemToArray(messages, message_object(&system, 0));
     for (int i = 0; i < c->messages; i++) cJSON_AddItemToArray(messages, message_object(c->message + i, i));
-    append_json(out, json);
+    json_append(out, json);
 }
 
 /* ---- tools as TypeScript ---- */
@@ -434,7 +427,7 @@ static void add_default(Bytes *out, int indent, const char *before, const cJSON 
     if (!value) return;
     if (json_get(schema, "enum") && cJSON_IsString(value)) value->type = cJSON_Raw;
     bytes_print(out, "%*s%sdefault: ", indent, "", before);
-    append_json(out, value);
+    json_append(out, value);
     bytes_text(out, after);
 }
 
@@ -581,14 +574,14 @@ static void put_json(Bytes *out, const cJSON *value, int indent, int depth) {
     bool object = cJSON_IsObject(value);
     int width = indent * depth < MOST_INDENT ? indent * depth : MOST_INDENT;
     if (!value->child) {
-        append_json(out, cJSON_Duplicate(value, true));
+        json_append(out, cJSON_Duplicate(value, true));
         return;
     }
     bytes_text(out, object ? "{" : "[");
     for (const cJSON *each = value->child; each; each = each->next) {
         if (each != value->child) bytes_text(out, indent ? "," : ", ");
         if (indent) bytes_print(out, "\n%*s", width + indent, "");
-        if (object) append_json(out, cJSON_CreateString(each->string)), bytes_text(out, ": ");
+        if (object) json_append(out, cJSON_CreateString(each->string)), bytes_text(out, ": ");
         put_json(out, each, indent, depth + 1);
     }
     if (indent) bytes_print(out, "\n%*s", width, "");
@@ -641,7 +634,7 @@ static void put_developer(Prompt *p) {
     if (format) {
         bytes_print(&text, "# Response Formats\n\n## %s\n\n", json_string(format, "name"));
         comment(&text, 0, json_string(format, "description"));
-        append_json(&text, cJSON_Duplicate(json_get(format, "schema"), true));
+        json_append(&text, cJSON_Duplicate(json_get(format, "schema"), true));
         bytes_text(&text, gap);
     }
     text.n -= text.n ? strlen(gap) : 0;
@@ -734,9 +727,9 @@ static void put_part(const Prompt *p, Bytes *out, const Message *m, Bytes text) 
     Error e;
     Bytes name = {0}, json = {0};
     cJSON *arguments = call ? json_parse(m->content.data, m->content.n, "arguments", &e) : NULL;
-    if (call) append_json(&name, cJSON_CreateString(m->recipient + length_of(m->recipient, functions)));
+    if (call) json_append(&name, cJSON_CreateString(m->recipient + length_of(m->recipient, functions)));
     if (arguments) put_json(&json, arguments, 0, 0);
-    if (result && f->flags & ALONE) bytes_json(&json, m->content.data, m->content.n);
+    if (result && f->flags & ALONE) json_append(&json, json_from_text(m->content.data, m->content.n));
     fill(p, out, result ? f->result : call ? f->call : "%s", name, json.n ? json : call ? m->content : text);
     bytes_free(&name), bytes_free(&json);
     cJSON_Delete(arguments);
@@ -863,7 +856,7 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
     char *begin = copy_text(f->call, (size_t)(strstr(f->call, name ? "%s" : "%p") - f->call));
     Prompt p = {.chat = chat};
     Bytes quoted = {0};
-    if (name && other) append_json(&quoted, cJSON_CreateString(name));
+    if (name && other) json_append(&quoted, cJSON_CreateString(name));
     if (thinks) fill(&p, &p.text, "\n</think>\n\n", nothing, nothing);
     fill(&p, &p.text, begin, other ? quoted : view(name), nothing);
     if (other && !name) bytes_text(&p.text, "\"");

@@ -986,9 +986,8 @@ static bool slash_save(Play *p, const char *path, Error *e) {
 }
 
 static bool slash_load(Play *p, const char *path, Error *e) {
-    Bytes text = {0};
     Conversation loaded;
-    cJSON *json = file_read(path, MOST_PROMPT, &text, e) ? json_parse(text.data, text.n, path, e) : NULL;
+    cJSON *json = json_read(path, MOST_PROMPT, e);
     conversation_init(&loaded);
     conversation_set(&loaded.date, p->talk.date); /* unless the file has another */
     bool ok = json && conversation_parse(&loaded, json, e);
@@ -1000,7 +999,6 @@ static bool slash_load(Play *p, const char *path, Error *e) {
     }
     cJSON_Delete(json);
     conversation_free(&loaded);
-    bytes_free(&text);
     return ok;
 }
 
@@ -1132,10 +1130,7 @@ static void print_answer_json(const Answer *a) {
     cJSON_AddNumberToObject(json, "first_token_ms", a->first * 1000);
     cJSON_AddNumberToObject(json, "tokens_per_second", speed(a));
     cJSON_AddNumberToObject(json, "seed", (double)p->o.sampling.seed);
-    char *text = json_text(json);
-    puts(text);
-    free(text);
-    cJSON_Delete(json);
+    json_print(json, true);
 }
 
 static int play_once(Play *p, const Bytes *prompt) {
@@ -1401,7 +1396,7 @@ static void print_top(const float *logits, int vocab, int top, const Tokenizer *
         Bytes text = {0}, quoted = {0};
         if (t) tokenizer_decode(t, &d, best[k], &text);
         tokenizer_flush(&d, &text);
-        bytes_json(&quoted, text.data ? text.data : "", text.n);
+        json_append(&quoted, json_from_text(text.data, text.n));
         double logit = (double)logits[best[k]];
         printf("%7d %10.4f %8.5f  %s\n", best[k], logit, exp(logit - all), quoted.data);
         bytes_free(&text);

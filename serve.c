@@ -289,21 +289,17 @@ static void append(cJSON *json, const char *key, cJSON *value) {
 
 /* Writes JSON and frees it: an event of a stream, or the whole reply. */
 static void put_json(Request *q, cJSON *json) {
-    char *text = json_text(json);
-    bytes_print(&q->out, q->stream ? "data: %s\n\n" : "%s", text);
-    free(text);
-    cJSON_Delete(json);
+    if (q->stream) bytes_text(&q->out, "data: ");
+    json_append(&q->out, json);
+    if (q->stream) bytes_text(&q->out, "\n\n");
 }
 
 static void put_error(Request *q) {
     const unsigned status = status_of(q);
     const char *type = status == 429 ? "rate_limit_error" : status < 500 ? "invalid_request_error" : "server_error";
-    Bytes text = {0};
-    bytes_shown(&text, q->error.text, strlen(q->error.text), false); /* what it quotes may end inside a letter */
-    cJSON *error = object("message", word(text.data), "type", word(type), "param", word(NULL), "code",
+    cJSON *error = object("message", word(q->error.text), "type", word(type), "param", word(NULL), "code",
                           word(status == 401 ? "invalid_api_key" : q->code), NULL);
     put_json(q, object("error", error, NULL));
-    bytes_free(&text);
 }
 
 /* ---- parameters of a request ---- */
