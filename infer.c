@@ -1407,48 +1407,33 @@ static void print_top(const float *logits, int vocab, int top, const Tokenizer *
 
 typedef struct {
     const Options *o;
-    const Session *s;
-    const Ids *ids;
+    Session s;
+    Ids ids;
     FILE *file; /* NULL: a list is printed */
-    int error;  /* errno of the file, or 0 */
-} Rows;
+    Error e;    /* of a file; code 0: none so far */
+} Logits;
 
 /* Writes the logits from which the token at `position` was drawn or would be. */
 static void write_row(Stream *t, size_t position, int token, const float *logits, bool last) {
-    Rows *r = t->owner;
-    const Options *o = r->o;
-    const int vocab = r->s->engine.model->vocab;
+    Logits *l = t->owner;
+    const Options *o = l->o;
+    const int vocab = l->s.engine.model->vocab;
     (void)token, (void)last;
-    if (r->file && !r->error && fwrite(logits, sizeof *logits, (size_t)vocab, r->file) < (size_t)vocab)
-        r->error = errno;
-    if (r->file || ferror(stdout)) return;
-    if (o->all) printf("after token %zu (%d):\n", position - 1, r->ids->data[position - 1]);
-    print_top(logits, vocab, o->top, r->s->tokenizer);
+    if (l->file && !l->e.code && fwrite(logits, sizeof *logits, (size_t)vocab, l->file) < (size_t)vocab)
+        fail(&l->e, FAILED, "%s: %s", o->output, strerror(errno));
+    if (l->file || ferror(stdout)) return;
+    if (o->all) printf("after token %zu (%d):\n", position - 1, l->ids.data[position - 1]);
+    print_top(logits, vocab, o->top, l->s.tokenizer);
 }
-
-/* Runs the prompt and writes the requested logits. */
-static bool write_logits(const Session *s, const Ids *ids, const Options *o, Error *e) {
-    Rows r = {o, s, ids, o->output ? fopen(o->output, "wb") : NULL, 0};
-    if (o->output && !r.file) return fail(e, FAILED, "%s: %s", o->output, strerror(errno));
-    if (r.file) put_npy_header(r.file, o->all ? ids->n : 1, s->engine.model->vocab);
-    bool ok = scheduler_score(s->scheduler, ids->data, ids->n, o->all ? 1 : ids->n, write_row, &r, e);
-    if (r.file && fclose(r.file) && !r.error) r.error = errno;
-    return ok && (!r.error || fail(e, FAILED, "%s: %s", o->output, strerror(r.error)));
-}
-
-typedef struct {
-    const char *folder;
-    Error e; /* code 0: none so far */
-} TapFolder;
 
 /* A Tap: appends rows to the file of the stage. A prompt of several steps calls it several times. */
 static void tap_to_file(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
-    TapFolder *t = data;
+    Logits *l = data;
     const size_t row = sizeof *values * (size_t)cols;
     Bytes path = {0};
-    bytes_print(&path, "%s/%s.%d.npy", t->folder, stage, layer);
+    bytes_print(&path, "%s/%s.%d.npy", l->o->tap, stage, layer);
     const bool fresh = !file_exists(path.data);
-    FILE *f = t->e.code ? NULL : fopen(path.data, fresh ? "wb" : "r+b");
+    FILE *f = l->e.code ? NULL : fopen(path.data, fresh ? "wb" : "r+b");
     bool ok = f && !fseek(f, 0, SEEK_END);
     if (ok) {
         const size_t before = fresh ? 0 : ((size_t)ftell(f) - NPY_HEADER) / row;
@@ -1457,23 +1442,26 @@ static void tap_to_file(void *data, const char *stage, int layer, const float *v
         ok = !fseek(f, 0, SEEK_END) && fwrite(values, row, (size_t)rows, f) == (size_t)rows;
     }
     if (f && fclose(f)) ok = false;
-    if (!ok && !t->e.code) fail(&t->e, FAILED, "%s: %s", path.data, strerror(errno));
+    if (!ok && !l->e.code) fail(&l->e, FAILED, "%s: %s", path.data, strerror(errno));
     bytes_free(&path);
 }
 
 static int logits(const Options *o) {
-    Session s = {0};
     Error e;
-    Ids ids = {0};
-    TapFolder tap = {.folder = o->tap};
-    if (!session_prompt(&s, o, &ids, &e)) die(&e);
+    Logits l = {.o = o};
+    if (!session_prompt(&l.s, o, &l.ids, &e)) die(&e);
     if (o->tap && mkdir(o->tap, 0777))
         fail(&e, FAILED, "%s: %s; choose another name", o->tap, strerror(errno)), die(&e);
-    if (o->tap) s.tap = tap_to_file, s.tap_data = &tap;
-    if (!session_load(&s, o, 0, &e) || !write_logits(&s, &ids, o, &e)) die(&e);
-    if (tap.e.code) die(&tap.e);
-    ids_free(&ids);
-    session_close(&s);
+    if (o->tap) l.s.tap = tap_to_file, l.s.tap_data = &l;
+    if (!session_load(&l.s, o, 0, &e)) die(&e);
+    if (o->output && !(l.file = fopen(o->output, "wb"))) fail(&e, FAILED, "%s: %s", o->output, strerror(errno)), die(&e);
+    const size_t from = o->all ? 1 : l.ids.n;
+    if (l.file) put_npy_header(l.file, l.ids.n + 1 - from, l.s.engine.model->vocab);
+    if (!scheduler_score(l.s.scheduler, l.ids.data, l.ids.n, from, write_row, &l, &e)) die(&e);
+    if (l.file && fclose(l.file) && !l.e.code) fail(&l.e, FAILED, "%s: %s", o->output, strerror(errno));
+    if (l.e.code) die(&l.e);
+    ids_free(&l.ids);
+    session_close(&l.s);
     return DONE;
 }
 
