@@ -397,9 +397,9 @@ static cJSON *message_object(const Message *m, int number) {
     return json;
 }
 
-void message_json(const Message *m, Bytes *out) { json_append(out, message_object(m, -1)); }
+cJSON *message_json(const Message *m) { return message_object(m, -1); }
 
-void conversation_json(const Conversation *c, Bytes *out) {
+cJSON *conversation_json(const Conversation *c) {
     const Message system = {.role = (char[]){"system"}, .content = view(c->instructions)};
     cJSON *json = c->request ? cJSON_Duplicate(c->request, true) : cJSON_CreateObject();
     cJSON_AddStringToObject(json, "reasoning_effort", c->effort);
@@ -407,7 +407,7 @@ void conversation_json(const Conversation *c, Bytes *out) {
     cJSON *messages = cJSON_AddArrayToObject(json, "messages");
     if (c->instructions) cJSON_AddItemToArray(messages, message_object(&system, 0));
     for (int i = 0; i < c->messages; i++) cJSON_AddItemToArray(messages, message_object(c->message + i, i));
-    json_append(out, json);
+    return json;
 }
 
 /* ---- tools as TypeScript ---- */

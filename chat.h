@@ -61,9 +61,9 @@ void conversation_remove(Conversation *c, int from, int n); /* removes n message
  * bare (no system message) and keep_analysis (of turns that have ended). USAGE with the field that is wrong. */
 bool conversation_parse(Conversation *c, const cJSON *json, Error *e);
 
-/* Append JSON: a message with harmony's keys, a conversation as a chat-completions request. */
-void message_json(const Message *m, Bytes *out);
-void conversation_json(const Conversation *c, Bytes *out);
+/* As JSON: a message with harmony's keys, a conversation as a chat-completions request. */
+cJSON *message_json(const Message *m);
+cJSON *conversation_json(const Conversation *c);
 /* Appends the conversation as tokens. With `prompt` it ends with the beginning of an answer, which in harmony is
  * <|start|>assistant. Harmony leaves out the reasoning of turns that ended in an answer; other formats do as their
  * templates do. Only the renderer writes control tokens. USAGE: a name could be read as part of a header, or the format

@@ -968,7 +968,7 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
 /* Replaces an existing file only if it is this conversation's, and only when the new one is complete. */
 static bool slash_save(Play *p, const char *path, Error *e) {
     Bytes text = {0}, fresh = {0};
-    conversation_json(&p->talk, &text);
+    json_append(&text, conversation_json(&p->talk));
     bytes_print(&fresh, "%s.new", path);
     FILE *f = NULL;
     if ((p->file && !strcmp(p->file, path)) || access(path, F_OK))
@@ -1112,17 +1112,13 @@ static void print_answer_json(const Answer *a) {
     const Play *p = a->p;
     cJSON *json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "model", p->m.name);
-    cJSON_AddItemToObject(json, "text", json_from_text(a->text.data ? a->text.data : "", a->text.n));
-    cJSON_AddItemToObject(json, "thinking", json_from_text(a->thinking.data ? a->thinking.data : "", a->thinking.n));
+    cJSON_AddItemToObject(json, "text", json_from_text(a->text.data, a->text.n));
+    cJSON_AddItemToObject(json, "thinking", json_from_text(a->thinking.data, a->thinking.n));
     cJSON_AddStringToObject(json, "reason", a->reason);
     cJSON *calls = cJSON_AddArrayToObject(json, "tool_calls");
     for (int i = 0; i < p->talk.messages; i++) {
         const Message *m = p->talk.message + i;
-        Bytes call = {0};
-        if (strcmp(m->role, "assistant") || message_part(m) != CALL) continue;
-        message_json(m, &call);
-        cJSON_AddItemToArray(calls, cJSON_CreateRaw(call.data));
-        bytes_free(&call);
+        if (!strcmp(m->role, "assistant") && message_part(m) == CALL) cJSON_AddItemToArray(calls, message_json(m));
     }
     cJSON_AddNumberToObject(json, "prompt_tokens", (double)a->prompt);
     cJSON_AddNumberToObject(json, "tokens", (double)a->tokens);
@@ -1344,7 +1340,7 @@ static int parse(const Options *o) {
     for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], &shown);
     reader_end(&reader, &shown);
     for (int i = 0; i < reader.messages; i++) {
-        message_json(reader.message + i, &f.out);
+        json_append(&f.out, message_json(reader.message + i));
         bytes_text(&f.out, "\n");
     }
     if (reader.repairs) fprintf(stderr, "infer: %d repair%s\n", reader.repairs, reader.repairs == 1 ? "" : "s");

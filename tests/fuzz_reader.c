@@ -37,8 +37,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     read_tokens(&model, &all, tokens, n, &shown);
     read_tokens(&model, &part, tokens + fresh, n - fresh, &shown);
     for (int i = 0; i < part.messages; i++) {
-        message_json(part.message + i, &first);
-        message_json(all.message + all.messages - part.messages + i, &second);
+        json_append(&first, message_json(part.message + i));
+        json_append(&second, message_json(all.message + all.messages - part.messages + i));
     }
     assert(first.n == second.n && (!first.n || !memcmp(first.data, second.data, first.n)));
     reader_free(&all);

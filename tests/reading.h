@@ -136,8 +136,8 @@ static void letters_of_answers(const char *data, size_t n, Bytes *out) {
 
 static bool same_messages(const Conversation *a, const Conversation *b) {
     Bytes first = {0}, second = {0};
-    for (int i = 0; i < a->messages; i++) message_json(a->message + i, &first);
-    for (int i = 0; i < b->messages; i++) message_json(b->message + i, &second);
+    for (int i = 0; i < a->messages; i++) json_append(&first, message_json(a->message + i));
+    for (int i = 0; i < b->messages; i++) json_append(&second, message_json(b->message + i));
     bool same = first.n == second.n && (!first.n || !memcmp(first.data, second.data, first.n));
     bytes_free(&first);
     bytes_free(&second);
@@ -183,7 +183,7 @@ static const char *save_problem(const Talker *m, const Conversation *c) {
     Conversation again;
     const char *problem = NULL;
     int empty = 0; /* reasoning that says nothing is not saved */
-    conversation_json(c, &text);
+    json_append(&text, conversation_json(c));
     cJSON *json = json_parse(text.data, text.n, "messages", &e);
     conversation_init(&again);
     for (int i = 0; i < c->messages; i++)

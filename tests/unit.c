@@ -889,7 +889,7 @@ static void conversations_are_chat_completions(void) {
     cJSON *json = json_parse(text, strlen(text), "test", &e);
     conversation_init(&c);
     check(json && conversation_parse(&c, json, &e), "not loaded: %s", e.text);
-    conversation_json(&c, &saved);
+    json_append(&saved, conversation_json(&c));
     cJSON *again = json_parse(saved.data, saved.n, "saved", &e);
     check(again && cJSON_Compare(json, again, true), "saved as %s", saved.data);
     cJSON_Delete(json);
