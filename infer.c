@@ -1450,7 +1450,8 @@ static int logits(const Options *o) {
         fail(&e, FAILED, "%s: %s; choose another name", o->tap, strerror(errno)), die(&e);
     if (o->tap) l.s.tap = tap_to_file, l.s.tap_data = &l;
     if (!session_load(&l.s, o, 0, &e)) die(&e);
-    if (o->output && !(l.file = fopen(o->output, "wb"))) fail(&e, FAILED, "%s: %s", o->output, strerror(errno)), die(&e);
+    if (o->output && !(l.file = fopen(o->output, "wb")))
+        fail(&e, FAILED, "%s: %s", o->output, strerror(errno)), die(&e);
     const size_t from = o->all ? 1 : l.ids.n;
     if (l.file) put_npy_header(l.file, l.ids.n + 1 - from, l.s.engine.model->vocab);
     if (!scheduler_score(l.s.scheduler, l.ids.data, l.ids.n, from, write_row, &l, &e)) die(&e);
