@@ -128,7 +128,7 @@ void utf8_stream(Bytes *b, Bytes *out, bool flush) {
         int length = utf8_decode(b->data + done, b->n - done, &c);
         size_t part = (size_t)abs(length);
         bool begun = (unsigned char)b->data[done] >= 0xC2 && (unsigned char)b->data[done] <= 0xF4;
-        if (length < 0 && begun && done + part == b->n && !flush) break; /* may yet complete */
+        if (length < 0 && begun && done + part == b->n && !flush) break; /* the next part may complete it */
         bytes_add(out, length > 0 ? b->data + done : "\xEF\xBF\xBD", length > 0 ? part : 3);
         done += part;
     }

@@ -94,8 +94,8 @@ void json_print(cJSON *json, bool wanted); /* on stdout if `wanted`, as a line; 
 
 const char *environment(const char *name); /* a variable, or NULL if it is absent or empty */
 
-/* For text that arrives in parts and ends before the first of n stop texts: moves *shown over what is free of them. An
- * end that may begin one waits, unless it is the `last`. True: there is one, and the text is cut there. */
+/* Looks for the first of n stop texts in text that arrives in parts. Moves *shown to the end of what is surely free of
+ * them; an end that may begin one waits, unless this part is the `last`. True: found it, and cut the text there. */
 bool text_stops(Bytes *text, size_t *shown, const char *const *stop, int n, bool last);
 
 /* A decimal number in [least, most] that is all of the text. */

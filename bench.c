@@ -85,7 +85,7 @@ static void report_figure(Bench *b, Figure *f) {
     fflush(stdout);
 }
 
-/* Tokens in no order. */
+/* Token i of a fixed sequence that looks random. */
 static int any_token(const Model *m, unsigned i) { return (int)((i * 2654435761u >> 8) % (unsigned)m->vocab); }
 
 static void note_time(Stream *t, size_t position, int token, const float *logits, bool last) {

@@ -1,6 +1,6 @@
-/* chat.c: conversations, harmony, and a table of simpler formats. Harmony follows github.com/openai/harmony: messages
- * its docs/format.md, tools its translation of JSON schemas to TypeScript. The other formats write what the published
- * chat templates write. The readers accept what models write, right or wrong. See chat.h. */
+/* chat.c: conversations, harmony, and a table of simpler formats. Harmony follows github.com/openai/harmony: for
+ * messages its docs/format.md, for tools its translation of JSON schemas to TypeScript. The other formats write what
+ * the published chat templates write. The readers accept what models write, right or wrong. See chat.h. */
 #include "chat.h"
 
 #include <stdio.h>
@@ -17,7 +17,7 @@ static const char constrained[] = "<|constrain|>", functions[] = "functions.", h
                   open_think[] = "<think>", close_think[] = "</think>", open_call[] = "<tool_call>",
                   close_call[] = "</tool_call>";
 
-enum { STREAM_END = -2 }; /* is no token; -1 stands in Chat.control for a token that the tokenizer lacks */
+enum { STREAM_END = -2 }; /* is no token; not -1, which in Chat.control is a token that the tokenizer lacks */
 
 /* The JSON keys of a message's texts; from HEADER on they are harmony's own. */
 enum { WORDS = 6, HEADER = 3 };
@@ -41,7 +41,7 @@ enum {
 };
 
 /* Pieces of text. Names of control tokens become control tokens here and nowhere else. %s stands for a text from
- * outside, %t for the same without white space at both ends, %p for what precedes the text. */
+ * outside, %t for the same without white space at both ends, %p for what precedes it, or for a call's name. */
 struct Format {
     const char *name, *has[3]; /* strings that the template contains or, after a '!', lacks */
     const char *begin, *system, *user, *assistant;
@@ -373,8 +373,8 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
 
 /* ---- to JSON ---- */
 
-/* As harmony's words if `number` is negative, else as that message of a chat-completions request; it keeps harmony's
- * words where that shape has none. */
+/* With harmony's keys if `number` is negative, else as message `number` of a chat-completions request, which keeps
+ * harmony's keys where it has none of its own. */
 static cJSON *message_object(const Message *m, int number) {
     cJSON *json = cJSON_CreateObject(), *to = json;
     bool own = same(m->role, "assistant") && number >= 0, thought = own && message_part(m) == REASONING;
@@ -749,8 +749,8 @@ static void put_tools(const Prompt *p, Bytes *out) {
     bytes_free(&list);
 }
 
-/* Writes the turn that begins with message i, `before` in front of its text, and returns the first message behind it. A
- * system text in the middle is the user's where the format has no other place. */
+/* Writes the turn that begins with message i, `before` in front of its text. Returns the next turn's first message. A
+ * later system text becomes the user's if the format has no place for it. */
 static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     const Format *f = p->chat->format;
     const Message *m = p->c->message + i;
@@ -766,7 +766,7 @@ static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     Bytes thought = trim_lines(thoughts);
     while (thought.n && thought.data[thought.n - 1] == '\n') thought.n--;
     if (model && (kept || !keeps)) fill(p, &turn, f->thoughts, nothing, thought);
-    if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* else they are trimmed as one text */
+    if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* %p keeps %t from trimming it, too */
     for (; i < end; i++) {
         m = p->c->message + i;
         Bytes text = text_of(f, m, &thoughts);
@@ -906,9 +906,9 @@ static size_t known_word(const char *text, const char *list) {
     return n;
 }
 
-/* Reads the word of n bytes. What stood before it may have said which *field it is; NULL: nothing did. Returns how many
- * bytes belong to the header; 0: the word is text. Unless <|message|> made the header `complete`, text may touch a word
- * and only known words belong to it. */
+/* Reads the word of n bytes. *field: where it belongs, if what stands before it tells; else NULL. Returns how many
+ * bytes belong to the header; 0: the word is text. Unless <|message|> made the header `complete`, only known words
+ * belong to it, and text may follow a word without a space. */
 static size_t read_word(Reader *r, const char *word, size_t n, bool complete, char ***field) {
     Message *m = &r->now;
     size_t role = known_word(word, "assistant system developer user"), type = known_word(word, "json code"),
@@ -919,18 +919,18 @@ static size_t read_word(Reader *r, const char *word, size_t n, bool complete, ch
         bool tool = role < n && memchr(word, '.', legal_length(word, n));
         *field = NULL;
         if (begins(word, "assistant")) return r->repairs += role < n, role; /* the rest is another word */
-        if (!tool && (complete || role == n)) return r->repairs++, n;       /* only the model writes here */
+        if (!tool && (complete || role == n)) return r->repairs++, n;       /* the author is the model */
         if (tool) conversation_set(&m->role, "tool"), *field = &m->name;
     }
     if (!*field && role == n && (complete || strspn(word + n, marks))) return r->repairs++, n; /* no <|start|> */
     bool unmarked = complete && channel == n && !m->channel && !strchr(word, CHANNEL);         /* no <|channel|> */
     if (!*field && unmarked) *field = &m->channel, r->repairs++;
     if (!*field && (complete || m->recipient) && type == n) *field = &m->content_type;
-    if (*field == &m->channel && (channel || !complete)) n = channel; /* text may touch it */
+    if (*field == &m->channel && (channel || !complete)) n = channel; /* text may follow without a space */
     if (*field == &m->content_type && !complete) n = type;
     n = *field ? legal_length(word, n) : 0;
     if (!n) return 0;
-    r->repairs += **field != NULL; /* the second one counts */
+    r->repairs += **field != NULL; /* the later one counts */
     free(**field);
     **field = join(before, word, n);
     *field = NULL;
@@ -997,7 +997,7 @@ static bool push_harmony(Reader *r, int token, Bytes *text) {
     ids_add(&r->now.sampled, token);
     if (token == STREAM_END) {
         close_message(r, false, text);
-    } else if (which == START || channel) { /* begins a header; a channel may not */
+    } else if (which == START || channel) { /* a new message, even without <|start|> */
         r->repairs += r->in_content || (r->started && !header);
         close_message(r, false, text);
         ids_add(&r->now.sampled, token);
@@ -1056,8 +1056,8 @@ static bool may_be_call(const Reader *r) {
            !memcmp(r->header.data + skip, begin, n < strlen(begin) ? n : strlen(begin));
 }
 
-/* Makes a call of pending text, with its arguments as Python writes them, if it is one; `closed`: its mark ends it. A
- * call without marks must have arguments, or any JSON with a name would be one. */
+/* Turns pending text into a call if it is one, with arguments as Python writes them. `closed`: the text ends with the
+ * closing mark. A call without marks must have arguments, or any JSON with a name would be one. */
 static void end_call(Reader *r, bool closed, Bytes *shown) {
     Error e;
     bool alone = r->chat->format->flags & ALONE;

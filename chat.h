@@ -41,7 +41,7 @@ typedef struct {
 } Message;
 
 typedef struct {
-    char *effort, *date; /* NULL or "none": no date */
+    char *effort, *date; /* date: NULL or "none" if there is none */
     char *instructions;  /* the user's system prompt, or NULL */
     cJSON *request;      /* other keys of the JSON it came from, such as tools and response_format; or NULL */
     Message *message;
@@ -97,11 +97,11 @@ typedef struct {
     Part part;   /* of the message that `text` belongs to */
 } Read;
 
-/* `effort` is the prompt's, which may end inside a thought. NULL: not none. */
+/* `effort`: the prompt's, which tells if the prompt ends inside a thought. NULL: any but none. */
 void reader_init(Reader *r, const Chat *chat, const char *effort);
 /* Appends content that can be shown to `text`. */
 Read reader_push(Reader *r, int token, Bytes *text);
-/* Ends the stream and completes a message that was cut off. Returns as reader_push. */
+/* Ends the stream and completes a message that was cut off. Returns what reader_push does. */
 Read reader_end(Reader *r, Bytes *text);
 /* Moves the messages read so far to the conversation. */
 void reader_take(Reader *r, Conversation *c);

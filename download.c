@@ -68,13 +68,13 @@ static struct { /* a process works with one repository */
 
     _Atomic int next, here;   /* file[next] and the later ones wait for a thread; `here` files are complete */
     _Atomic uint64_t arrived; /* bytes that this process fetched */
-    pthread_mutex_t mutex;    /* of the terminal: */
+    pthread_mutex_t mutex;    /* guards the terminal and these two: */
     Bytes said;               /* lines above the progress */
     int lines;                /* of progress */
     double begun, drawn;
 
     pthread_t watch;
-    sigset_t interrupt; /* SIGINT, which only it takes */
+    sigset_t interrupt; /* SIGINT, which only this thread takes */
 } hub = {.max_tries = MAX_TRIES, .stall = 10, .mutex = PTHREAD_MUTEX_INITIALIZER};
 
 /* ---- names ---- */
@@ -332,8 +332,8 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     return n;
 }
 
-/* Writes to *e why a transfer failed. Returns the cure, or NULL if another try would fail as well. again: it is not the
- * first try. */
+/* Writes to *e why a transfer failed. Returns the cure, or NULL if another try would fail as well. again: a retry that
+ * made no progress. */
 static const char *find_cause(const File *f, const char *url, CURLcode code, long status, bool again, Error *e) {
     static const struct {
         const char *code;
@@ -650,7 +650,7 @@ static void hub_open(const Options *o) {
     find_folder(hub.name);
 }
 
-/* Fetches the listed files, but of a model that infer cannot run only config.json. */
+/* Fetches the listed files. For a model that infer cannot run, it ends the process after config.json. */
 static void fetch_listed(const char *snapshot) {
     bool check = wants_default(hub.o) && !strcmp(hub.file->name, "config.json");
     char size[24];

@@ -17,7 +17,7 @@ enum { MOST_HEADER = 1 << 28, MOST_ITEMS = 4000000, MOST_KEYS = 1000, MOST_ALIGN
 typedef struct {
     const char *path;
     const unsigned char *begin, *at, *end;
-    int values; /* of JSON that may still be made */
+    int values; /* JSON values that may still be made */
     bool bad;   /* after the first error, everything reads as 0 */
     Error *e;
 } Cursor;
@@ -82,7 +82,7 @@ typedef struct { /* GGUF's name and the hub's; "arch:name" is for that architect
     const char *gguf, *hub;
 } Pair;
 
-/* The first row for a name or for the beginning of a name like NAME.weight, with the end in *rest; or NULL. */
+/* The first row that has all of `name`, or all but an end like .weight, which goes to *rest. NULL: none has. */
 static const Pair *find(const Pair *row, const char *arch, const char *name, const char **rest) {
     for (; row->gguf; row++) {
         const char *colon = strchr(row->gguf, ':'), *own = colon ? colon + 1 : row->gguf;

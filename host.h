@@ -28,12 +28,12 @@ enum { MOST_DIMS = 8 };
 typedef struct { /* a checked range of a file */
     char *name;
     const char *dtype;    /* safetensors' name, "BF16", "U8", ..., or GGUF's, "Q4_K", ... */
-    const char *encoding; /* the same, or the name of its matrix's type */
-    int64_t values;       /* weights in it; 0: it only helps to decode others */
+    const char *encoding; /* the same, or the type of the matrix that it is part of */
+    int64_t values;       /* weights in it; 0: it holds scales, zeros or the like */
     int dims;
     int64_t shape[MOST_DIMS];
     int file;                  /* index into Tensors.file */
-    size_t offset, size;       /* in the file, in bytes; checked */
+    size_t offset, size;       /* bytes in the file, checked against its size */
     const unsigned char *data; /* the same bytes, mapped */
     bool bound;                /* the model uses it */
 } Tensor;
@@ -52,9 +52,9 @@ typedef struct {
 } Tensors;
 
 /* Opens the safetensors files of a directory (github.com/huggingface/safetensors), or one file: 8 bytes of header
- * length, a JSON header that gives every tensor's dtype, shape and data_offsets, then the data without gaps. A file
- * NAME.gguf is opened with all its parts; its tensors get the hub's names. BAD_MODEL with file, tensor, expected and
- * found. If a mapped file of the last Tensors opened shrinks, a read there ends the process with BAD_MODEL and a line
+ * length, a JSON header that gives every tensor's dtype, shape and data_offsets, then the data without gaps. Of a file
+ * NAME.gguf it opens all parts, and gives the tensors the hub's names. BAD_MODEL with file, tensor, expected and found.
+ * If a file of the Tensors opened last shrinks later, a read of what is gone ends the process with BAD_MODEL and a line
  * that names the directory. */
 bool tensors_open(Tensors *t, const char *path, Error *e);
 void tensors_close(Tensors *t);
@@ -62,7 +62,7 @@ const Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
 
 typedef struct {
     Model model;
-    const char *family; /* its row of families[] */
+    const char *family; /* model_type of its row of families[] */
     Ids stop;           /* ids that end a text; from generation_config.json and config.json */
     Tensors tensors;
     void **owned; /* arrays that the model points to, freed with the checkpoint */
@@ -82,8 +82,8 @@ void checkpoint_close(Checkpoint *c);
 
 uint64_t linear_bytes(const Linear *w); /* of its weights as encoded and their grids; 0 if it is absent */
 uint64_t model_bytes(const Model *m);   /* of all its Linears */
-/* Bytes that a decode step reads for `streams` texts of `depth` tokens each: all matrices once, but of each layer only
- * this many experts, and the keys and values that each text sees. */
+/* Bytes that a decode step reads for `streams` texts of `depth` tokens each: the head and the layers' matrices, but
+ * only `experts` experts of a layer, and the keys and values that each text attends to. */
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth);
 
 typedef struct {       /* a model as a list shows it; its weights are not opened */
@@ -98,12 +98,12 @@ typedef struct {       /* a model as a list shows it; its weights are not opened
 int models_list(ModelEntry **list);
 void models_free(ModelEntry *list, int n);
 /* The path of the model that a MODEL argument means: a path, ORG/NAME or a unique part of a name. Free it. NULL:
- * BAD_MODEL with the names that there are. */
+ * BAD_MODEL, and its text lists the models here. */
 char *model_find(const char *argument, Error *e);
 /* Are config.json, tokenizer.json and all weights here? */
 bool model_complete(const char *dir);
-/* Append a folder's path: that of all the hub's tools, $HF_HOME or ~/.cache/huggingface; that of downloaded models,
- * $HF_HUB_CACHE or `hub` in the former. */
+/* Append the path of a folder. hub_home: $HF_HOME or ~/.cache/huggingface, which all tools of the hub share. hub_cache:
+ * $HF_HUB_CACHE or `hub` in the home; it holds downloaded models. */
 void hub_home(Bytes *path);
 void hub_cache(Bytes *path);
 
@@ -118,21 +118,21 @@ typedef struct {
     int pages;                /* of the cache */
 } Engine;
 
-/* context 0: as much as the model was made for and memory holds; else exactly that, or NO_ROOM. The cache has room for
- * limits.max_seqs such texts or for limits.cache tokens, or for less if less fits. limits.context is ignored. */
+/* context 0: what the model was made for, or less if less fits. Else exactly that, or NO_ROOM. The cache has room for
+ * limits.max_seqs such texts or for limits.cache tokens, or for less if less fits. Ignores limits.context. */
 bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e);
 void engine_close(Engine *g);
 
-/* Draws the token at `position` on the host from logits (vocab), which it changes. seen[i]: the text contains token i;
- * or NULL. DREW_NAN if a logit is NaN. */
+/* Draws the token at `position` on the host from logits (vocab), which it changes. seen[i]: the text contains token i.
+ * seen may be NULL. DREW_NAN if a logit is NaN. */
 int draw_logits(float *logits, int vocab, const Sampling *how, int position, const bool *seen);
 
 /* ---- the scheduler: it continues many texts at once, step by step, and every command runs its texts through it ----
  * A step begins with one token for each text that is being generated, in order of arrival. Chunks of prompts fill the
- * rest. Texts that begin alike share the pages of that beginning, which are counted by reference. When a text ends, its
- * full pages stay in the cache; those that were used least recently make room for others. When no page is left, the
- * youngest text loses its pages and is computed again later. Nobody sees that, because a draw depends on nothing but
- * the text, the seed and the position. */
+ * rest. Texts that begin alike share the pages of that beginning; each page counts the texts that use it. When a text
+ * ends, its full pages stay in the cache; the least recently used ones make room for others. When no page is left, the
+ * youngest text loses its pages, and the scheduler computes them again later. That changes no result, because a draw
+ * depends only on the text, the seed and the position. */
 
 typedef struct {
     int id;
@@ -142,11 +142,11 @@ typedef struct {
 typedef struct Stream Stream;
 /* Gets each drawn token once, with its position and, if wanted, the logits (vocab) that it was drawn from. With
  * WANT_ALL_LOGITS it first gets the prompt's tokens from the second on. When the logits hold a NaN, the last token is
- * DREW_NAN. When `last` is true, the scheduler has already removed the stream; else it may be removed here, but not at
+ * DREW_NAN. When `last` is true, the scheduler has already removed the stream; else `take` may remove it, but not at
  * a token of the prompt. */
 typedef void Take(Stream *s, size_t position, int token, const float *logits, bool last);
 
-/* A text that the scheduler continues. Zero it, fill in the first part, leave the second alone. */
+/* A text that the scheduler continues. Zero it and fill in the members above the empty line; leave the others alone. */
 struct Stream {
     Ids tokens;    /* the prompt, followed by the tokens drawn so far */
     size_t prompt; /* length of the prompt, at least 1 */
@@ -162,8 +162,8 @@ struct Stream {
 
     size_t reused;  /* tokens of the prompt that were in the cache */
     size_t sent;    /* tokens submitted: when the next step begins, the cache holds them */
-    size_t filed;   /* its pages that others can find */
-    uint64_t chain; /* name of the last of them */
+    size_t filed;   /* number of its pages that others can find */
+    uint64_t chain; /* CachePage.name of the last of them */
     Ids pages;
     int slot, drawing; /* drawing: draws that are not collected yet */
     bool nan;          /* a NaN ended it, or the logits of its prompt hold one */
@@ -187,9 +187,9 @@ void scheduler_remove(Scheduler *s, Stream *t); /* wherever it stands; does noth
 bool scheduler_step(Scheduler *s, Error *e);
 /* Adds a stream to a scheduler that has no other and runs it until it ends. USAGE: its prompt is empty. NO_ROOM: it
  * leaves no room in the context. FAILED: the logits hold a NaN. INTERRUPTED: *stop became true before the first token
- * was drawn; later it is the business of `take`. stop may be NULL. */
+ * was drawn; after that, `take` must look at it. stop may be NULL. */
 bool scheduler_run(Scheduler *s, Stream *t, const volatile sig_atomic_t *stop, Error *e);
-/* The same for n tokens whose logits matter: `take` gets their positions from `from` on, and a token drawn greedily. */
+/* Runs n tokens for their logits: `take` gets the tokens from position `from` on, then one more, drawn greedily. */
 bool scheduler_score(Scheduler *s, const int *ids, size_t n, size_t from, Take *take, void *owner, Error *e);
 SchedulerState scheduler_state(const Scheduler *s);
 

@@ -1,5 +1,5 @@
-/* infer.c: the host program: options, the terminal, opening a model, answers, the loop, the small commands, and `main`
- * last. It uses model.c (loading, engine), tokenizer.c, chat.c and, behind infer.h, infer.cu or tests/reference.c.
+/* infer.c: the host program: options, the terminal, opening a model, answers, the loop (which asks for one question
+ * after another), the small commands, and `main` last. It uses model.c, tokenizer.c, chat.c and the backend (infer.h).
  *
  * Data goes to stdout, everything else to stderr. A conversation in the terminal goes to stdout as a whole. Commands
  * that need no GPU never touch one. */
@@ -184,7 +184,7 @@ static bool read_number(const Option *option, const char **text, const char *giv
     return fail(e, USAGE, "--%s must be %s, not '%.40s'", option->name, range, given);
 }
 
-/* Stores an option's value, a pointer to the text itself if it is one. text: NULL for a switch. */
+/* Stores an option's value. TEXT and TEXTS keep the pointer `text`, not a copy. text: NULL for a switch. */
 static bool option_set(Options *o, const Option *option, const char *text, Error *e) {
     void *field = (char *)o + option->field;
     const char *at = text;
@@ -407,7 +407,7 @@ static bool choose_model(Session *s, Error *e) {
                                "download ORG/NAME fetches one"));
 }
 
-/* Opens config and weights if they are needed, and always the metadata of a GGUF file: the tokenizer is there. */
+/* Opens config and weights if they are needed, and always a GGUF file's metadata, which has the tokenizer. */
 static bool open_checkpoint(Session *s, const Options *o, int need, Error *e) {
     const bool shapes = need & NEED_SHAPES;
     Bytes path = {0};
@@ -513,7 +513,7 @@ typedef struct {
     Session m;
     bool chat, loop;   /* chat: in a chat format; loop: in a terminal, for more than one prompt */
     Conversation talk; /* without a chat format: texts that follow each other */
-    uint64_t answers;  /* so far; each answer draws with the seed plus its ordinal */
+    uint64_t answers;  /* so far; answer i, counted from 0, draws with the seed plus i */
     double bandwidth;  /* bytes a second that the model's memory can be read at; 0: unknown */
     char *file;        /* the conversation was last saved to it or loaded from it */
 } Play;
@@ -535,11 +535,11 @@ static volatile sig_atomic_t interrupted; /* Ctrl+C was pressed since the last r
 static volatile sig_atomic_t waiting;     /* the terminal shows that the prompt is being read */
 
 static void on_interrupt(int number) {
-    if (waiting && !interrupted && write(STDOUT_FILENO, "^C", 2) < 0) {} /* now: a chunk of a prompt may take long */
+    if (waiting && !interrupted && write(STDOUT_FILENO, "^C", 2) < 0) {} /* at once: a step may take long */
     interrupted = number;
 }
 
-/* Shows that the loop is working, until the first token; tokens 0: ends that. */
+/* Shows until the first token that the model reads the prompt; tokens 0: ends that. */
 static void show_waiting(const Play *p, size_t tokens) {
     char count[32];
     if (tokens && p->loop && put_escape(stdout, ERASE_LINE)) {
@@ -572,7 +572,7 @@ static void show(Answer *a, Part part, const char *text, size_t n) {
     fflush(f);
 }
 
-/* Takes text of the answer and shows what is certain to contain no stop text. An end that may begin one has to wait. */
+/* Adds text to the answer and shows what surely contains no stop text. An end that may begin one has to wait. */
 static void add_text(Answer *a, Part part, const Bytes *text, bool last) {
     const Texts *stop = &a->p->o.stop;
     const size_t from = a->passed;
@@ -718,8 +718,8 @@ static struct {
     bool cancelled; /* Ctrl+C */
 } editor;
 
-/* While an answer is written, typed text stays hidden. The terminal keeps it for the next line, where a Ctrl+D in it is
- * a NUL, which libedit does not add. */
+/* While an answer is written, the terminal hides typed text and keeps it for the next line. A Ctrl+D in it arrives as a
+ * NUL, which libedit does not add. */
 static void set_echo(bool on) {
     struct termios mode;
     tcgetattr(STDIN_FILENO, &mode);
@@ -1286,7 +1286,7 @@ static int tokenize(const Options *o) {
     return code;
 }
 
-/* The number of ids. config.json may have more of them than the tokenizer: no text belongs to those. */
+/* The number of token ids. config.json may count more than the tokenizer has; the extra ids have no text. */
 static int vocabulary(const Session *s) {
     Error e;
     Bytes path = {0};

@@ -1,10 +1,10 @@
 /* model.c: from a model directory to generated text. Chapters: config and families, safetensors, binding, sizes, models
  * on disk, engine, the draw on the host, scheduler. host.h declares what others use.
  *
- * Whatever is special about a family ends in this file: fused and interleaved matrices become views, every RoPE scaling
+ * Everything special about a family stays in this file: fused and interleaved matrices become views, every RoPE scaling
  * becomes a table of angles, small tensors become float arrays. So no code behind infer.h asks which family a model is.
- * All files are hostile: lengths are compared with the file's size before use, products are checked for overflow, and
- * every tensor is bound once by name, dtype and shape. The code after that trusts them. */
+ * Any file may be hostile: this code compares lengths with the file's size before use, checks products for overflow and
+ * binds every tensor once by name, dtype and shape. The code after that trusts them. */
 #include "decode.h"
 #include "gguf.h"
 
@@ -35,8 +35,8 @@ enum {
 
 /* ---- config and families ---- */
 
-/* Which layers have a window when config.json has no layer_types: the layers from max_window_layers on, all but every
- * sliding_window_pattern-th, and so on. If use_sliding_window is false, no layer has one. */
+/* Which layers have a window if config.json has no layer_types. FROM_LAYER: those from max_window_layers on. BUT_EVERY:
+ * all but every sliding_window_pattern-th. If use_sliding_window is false, no layer has one. */
 typedef enum { NO_LAYER, EVERY_LAYER, EVEN_LAYERS, FROM_LAYER, BUT_EVERY } Windows;
 
 typedef struct {
@@ -51,9 +51,9 @@ typedef struct {
     Windows windows;
     struct { /* names of tensors in a layer and in an expert, and keys of config.json; NULL: dense */
         const char *router, *experts, *gate, *up, *down, *count, *width;
-        bool biases; /* experts have biases; safetensors has one MXFP4 tensor of all, rows of gate and up in turn */
+        bool biases; /* experts have biases; in safetensors one MXFP4 tensor holds all, rows of gate and up in turn */
     } moe;
-    const char *nested; /* the family of the model in its text_config */
+    const char *nested; /* family of the text model in its text_config */
 } Family;
 
 #define JSON(...) #__VA_ARGS__
@@ -107,14 +107,14 @@ static const Family families[] = {
 typedef struct { /* a model being read. After the first error, which fills *e, nothing more is bound */
     Checkpoint *c;
     const Family *family;
-    char *path;             /* of config.json */
-    cJSON *file, *defaults; /* file: config.json as it is */
-    const cJSON *config;    /* the same, or its text_config */
-    char prefix[60]; /* of tensor names: that of the layer being bound, or of everything outside layers, or none */
-    Type made_up_as; /* encoding of made up matrices */
+    char *path;                /* of config.json */
+    cJSON *file, *defaults;    /* file: config.json as it is */
+    const cJSON *config;       /* the same, or its text_config */
+    char prefix[60];           /* of tensor names: "model.layers.3." in a layer, "model." or nothing outside */
+    Type made_up_as;           /* encoding of made up matrices */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
-    bool gguf;                 /* norms are stored as they are multiplied; gate and up of experts are apart */
+    bool gguf;                 /* norms hold w, not w - 1; experts' gate and up are two tensors */
     size_t made_up;            /* bytes of tensors that were made up so far */
     Error *e;
 } Loader;
@@ -212,7 +212,7 @@ static const cJSON *find_rope(Loader *load, bool window) {
     if (full) return window ? json_get(rope, "sliding_attention") : full;
     if (window) return NULL; /* their only parameter is rope_local_base_freq */
     if (!rope) rope = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object"); /* its older name */
-    return rope ? rope : json_get(load->defaults, "rope_scaling"); /* also if it is null */
+    return rope ? rope : json_get(load->defaults, "rope_scaling"); /* also in place of a null */
 }
 
 static const float *bind_floats(Loader *load, const char *name, const char *suffix, int n);
@@ -359,7 +359,7 @@ static void read_heads(Loader *load) {
         m->v_dim = config_whole(load, "v_head_dim", 1, 1024, REQUIRED);
         m->rope_dim = config_whole(load, "qk_rope_head_dim", 2, 1024, REQUIRED);
         m->head_dim = m->rope_dim + config_whole(load, "qk_nope_head_dim", 1, 1024, REQUIRED);
-        only(load, config, "rms_norm_eps", 1e-6); /* of its latent norms, whatever config.json says */
+        only(load, config, "rms_norm_eps", 1e-6); /* latent norms always have it, and eps is one for all */
     } else {
         m->n_kv_heads = config_whole(load, "num_key_value_heads", 1, 4096, m->n_heads);
         m->head_dim = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
@@ -622,7 +622,7 @@ static bool read_file(Tensors *t, int i, Error *e) {
     cJSON_Delete(json);
     if (t->n > first) qsort(t->tensor + first, (size_t)(t->n - first), sizeof *t->tensor, by_offset);
     for (Tensor *one = t->tensor + first; one < t->tensor + t->n && ok; end = one->offset + one->size, one++)
-        if (one->offset != end && one->offset != (end + align - 1) / align * align) /* no holes but for alignment */
+        if (one->offset != end && one->offset != (end + align - 1) / align * align) /* holes only to align */
             ok = fail(e, BAD_MODEL, "%s: tensor '%.200s' %s", f->name, one->name,
                       one->offset < end ? "overlaps another" : "leaves a hole before it");
     return ok && (end == f->size || (end + align - 1) / align * align == f->size ||
@@ -644,7 +644,7 @@ bool gguf_named(const char *path) {
     return dot && !strcmp(dot, ".gguf") && !stat(path, &st) && S_ISREG(st.st_mode);
 }
 
-/* The number of files of a GGUF model, from the name of the first: 3 for NAME-00001-of-00003.gguf. 0: a later one. */
+/* The number of files of a GGUF model, from the name of the first: 3 for NAME-00001-of-00003.gguf. 0: not the first. */
 static int gguf_parts(const char *path) {
     size_t n = strlen(path);
     int no = 1, count = 1;
@@ -753,7 +753,7 @@ static bool is_fp4(Type type) { return type == MXFP4 || type == NVFP4; }
 static bool in_words(Type type) { return type >= PACKED4 && type <= AWQ4; }
 static bool in_gptq(Type type) { return type == GPTQ4 || type == GPTQ8; }
 
-/* How much a block adds to the last dimension of its tensor: its bytes, one word, or its values. */
+/* Entries of its tensor's last dimension that a block takes: one per byte in FP4, one per word, else one per value. */
 static int block_entries(Type type) {
     return is_fp4(type) ? types[type].bytes : in_words(type) ? 1 : types[type].values;
 }
@@ -783,7 +783,7 @@ static bool has_dtype(const Tensor *t, Type type) {
     return !t->data || !strcmp(t->dtype, types[type].dtype) || (type == E8M0 && !strcmp(t->dtype, "U8"));
 }
 
-/* The type of a dtype that stands for just one, or TYPES. */
+/* The type that the tensor's dtype alone determines, or TYPES. */
 static Type type_of(const Tensor *t) {
     Type type = BF16;
     while (type < TYPES && (is_fp4(type) || in_words(type) || !has_dtype(t, type))) type++;
@@ -801,7 +801,7 @@ static bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expect
     return ok;
 }
 
-/* The tensor PREFIX NAME SUFFIX, or NULL if it is absent or made up. */
+/* The tensor PREFIX NAME SUFFIX. NULL: the files do not have it. */
 static Tensor *find(const Loader *load, const char *name, const char *suffix) {
     char full[200];
     const Tensors *all = &load->c->tensors;
@@ -846,7 +846,7 @@ static const float *bind_floats(Loader *load, const char *name, const char *suff
     return floats(load, bind(load, name, suffix, TYPES, 1, (int64_t[]){n}), (size_t)n);
 }
 
-/* Marks a tensor as part of a matrix of this type that holds `values` of its weights. */
+/* Marks a tensor as part of a matrix of this type. The tensor holds `values` of the matrix's weights. */
 static void belongs(Tensor *t, Type type, int64_t values) {
     t->bound = true;
     t->encoding = types[type].name;
@@ -870,13 +870,13 @@ static View bind_matrix(Loader *load, const char *name, const char *suffix, Type
     return view_of(load, t, shape[0], rows);
 }
 
-/* The suffixes of the tensors of an encoded matrix. The first row fits whose codes and mark exist and whose codes have
- * the right shape. */
+/* The suffixes of the tensors of an encoded matrix. The first row counts whose mark exists and whose codes have the
+ * right dtype and shape. */
 typedef struct {
     Type type;
     const char *codes, *mark, *scale, *zero, *group; /* mark: a tensor that must exist. NULL: none */
     Type scales, zeros;                              /* their types; the tensor of scales may have another */
-    int cols;                                        /* that share a scale, if the tensor's shape does not say it */
+    int cols;                                        /* columns that share a scale, unless the scales' shape tells */
 } Encoding;
 
 /* clang-format off */
@@ -1099,7 +1099,7 @@ static void cut_view(View *v, int first, int step, int pitch) {
     v->stride *= (size_t)step;
 }
 
-/* A part of w: of every `pitch` rows it has the `rows` rows first, first + step, ... */
+/* A part of w. From each group of `pitch` rows it takes `rows` rows: first, first + step, ... */
 static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, int pitch) {
     Linear part = *w;
     Grid *grids[] = {&part.scale, &part.zero};
@@ -1107,7 +1107,7 @@ static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, 
     cut_view(&part.data, first, step, pitch);
     for (int i = 0; i < 2; i++) {
         Grid *g = grids[i];
-        if (!g->rows || g->rows == w->rows) continue; /* one for all rows */
+        if (!g->rows || g->rows == w->rows) continue; /* absent, or the same for all rows */
         if (first % g->rows || pitch % g->rows || g->transposed)
             refuse(load, load->path, "kv_b_proj in %s is not implemented: heads are no whole blocks of rows",
                    types[w->type].name);
@@ -1199,7 +1199,7 @@ static void bind_layer(Loader *load, int i) {
     Model *m = &load->c->model;
     Layer *l = m->layer + i;
     bool bias = config_true(load, "mlp_bias");
-    const char *after = "post_attention_layernorm"; /* before attention's result is added in Gemma, else after */
+    const char *after = "post_attention_layernorm"; /* of attention's result in Gemma, else of the MLP's input */
     l->attn_norm = bind_floats(load, "input_layernorm", ".weight", m->dim);
     if (load->family->gemma) {
         l->attn_post_norm = bind_floats(load, after, ".weight", m->dim);
@@ -1262,7 +1262,7 @@ static void bind_all(Loader *load) {
         snprintf(load->prefix, sizeof load->prefix, "%slayers.%d.", text, i);
         bind_layer(load, i);
     }
-    for (const Tensor *t = all->tensor; t < all->tensor + all->n; t++) /* unbound: it belongs to an unknown formula */
+    for (const Tensor *t = all->tensor; t < all->tensor + all->n; t++) /* an unbound one is of an unknown formula */
         if (!t->bound && !left_out(load, t->name))
             refuse(load, file_of(load, t), "tensor '%s' has no place in a model of %d layers of the family %s", t->name,
                    m->n_layers, load->family->model_type);
@@ -1448,7 +1448,7 @@ static void list_add(List *list, const char *path, const char *name, bool begun)
     }
 }
 
-/* Adds the GGUF files of a folder, and if `deeper` of its folders, as SHOWN/FILE. */
+/* Adds the GGUF files of a folder as SHOWN/FILE; with `deeper` also those of the folders in it. */
 static void add_gguf(List *list, const char *folder, const char *shown, bool deeper) {
     DIR *dir = opendir(folder);
     for (struct dirent *d; dir && (d = readdir(dir));) {
@@ -1462,7 +1462,7 @@ static void add_gguf(List *list, const char *folder, const char *shown, bool dee
     if (dir) closedir(dir);
 }
 
-/* The snapshot of a repository in the hub's cache that refs/main names, or else any. */
+/* A repository's snapshot in the hub's cache: the one that refs/main names, or else any. */
 static char *find_snapshot(const char *repository) {
     Bytes commit = {0};
     Error e;
@@ -1677,17 +1677,17 @@ static int draw_biased(const Stream *t, const float *logits, int vocab) {
 
 /* ---- scheduler ---- */
 
-enum { SCORED_TOKENS = 32 }; /* of a prompt in one step, if `take` gets their logits */
+enum { SCORED_TOKENS = 32 }; /* the most of a prompt in one step, if `take` gets their logits */
 
 typedef struct CachePage { /* a page of the cache */
     TAILQ_ENTRY(CachePage) idle;
     int owners;            /* streams that use it */
-    uint64_t name, before; /* name: never used twice; 0: nobody finds it. before: the page before it, or 0 */
+    uint64_t name, before; /* name: never used twice; 0: no stream finds it. before: name of the page before, or 0 */
     int token[PAGE];
 } CachePage;
 
-typedef struct { /* the tokens that a step computes for a stream; NULL: the stream was removed */
-    Stream *stream;
+typedef struct {    /* the tokens that a step computes for a stream */
+    Stream *stream; /* NULL: it was removed */
     size_t from, n;
     Want want;
 } Share;
@@ -1905,7 +1905,7 @@ static void publish(Scheduler *s, Stream *t, size_t position, int token, const f
     t->take(t, position, token, logits, last);
 }
 
-/* Handles what a step brought a stream: a drawn token, and the logits of `rows` of its tokens. */
+/* Handles the results of a step for one stream: a drawn token, and the logits of `rows` of its tokens. */
 static void take_share(Scheduler *s, const Share *p, int token, const float *logits, size_t rows) {
     const size_t vocab = (size_t)s->engine->model->vocab;
     Stream *t = p->stream;

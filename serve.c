@@ -76,12 +76,12 @@ typedef struct { /* one of the answers to a request */
 typedef struct Client { /* a connection */
     LIST_ENTRY(Client) next;
     int fd;
-    double since; /* when it began to send a request; 0: that has arrived */
+    double since; /* when the client began to send a request; 0: it has arrived */
 } Client;
 
 typedef struct {
     const char *method, *path, *type;
-    bool open;               /* without a key, and while the model loads */
+    bool open;               /* served without a key, and while the model loads */
     void (*run)(Request *q); /* writes q->out, or notes an error */
 } Endpoint;
 
@@ -134,7 +134,7 @@ static struct {
     LIST_HEAD(, Client) clients;
     int live;     /* choices that are not gone */
     Error error;  /* why no more answers come */
-    double moved; /* when the last step ended */
+    double moved; /* when the model's thread was last between steps */
     SchedulerState state;
     Histogram first, next;
     size_t prompt, reused, generated, repairs, nans, waiting, used, status[STATUSES];
@@ -143,7 +143,7 @@ static struct {
 static void lock(void) { pthread_mutex_lock(&server.lock); }
 static void unlock(void) { pthread_mutex_unlock(&server.lock); }
 
-/* Waits until the condition is signalled, CHECK_MS at most. With the lock. */
+/* Waits for a signal, CHECK_MS at most. The caller holds the lock. */
 static void wait_on(pthread_cond_t *cond) {
     const double until = seconds() + CHECK_MS / 1e3;
     const struct timespec at = {(time_t)until, (long)(fmod(until, 1) * 1e9)};
@@ -159,7 +159,7 @@ static void observe(Histogram *h, double value) {
 
 /* ---- the model's thread ---- */
 
-/* The model's thread is done with a choice. With the lock. */
+/* The model's thread is done with a choice. The caller holds the lock. */
 static void let_go(Choice *c) {
     c->gone = true;
     server.live--;
@@ -203,8 +203,8 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
 }
 
 /* Adds new choices to the scheduler and removes cancelled ones; after an error it removes all. The first answer to a
- * prompt reads it, and the others join when the first has a token. With the lock; returns how many the scheduler has.
- */
+ * prompt reads it, and the others join when the first has a token. The caller holds the lock. Returns how many the
+ * scheduler has. */
 static int update_choices(void) {
     Request *q;
     int n = 0;
@@ -262,7 +262,7 @@ static bool run_model(Error *e) {
 
 /* ---- replies ---- */
 
-/* The status of a reply is its error's code. Errors of other files have an exit code, which is below 200: 400. */
+/* The HTTP status of a reply: its error's code. A code below 200 is an exit code of another file and becomes 400. */
 static unsigned status_of(const Request *q) {
     const int code = q->error.code;
     return !code ? 200 : code < 200 ? 400 : (unsigned)code;
@@ -602,7 +602,7 @@ static void add_score(Choice *c, const Drawn *d, size_t offset) {
             cJSON_AddItemToArray(top, each);
             continue;
         }
-        if (!cJSON_HasObjectItem(top, text)) /* parts of letters may look alike */
+        if (!cJSON_HasObjectItem(top, text)) /* tokens with parts of a letter may look alike */
             cJSON_AddItemToObject(top, text, cJSON_DetachItemFromObject(each, "logprob"));
         cJSON_Delete(each);
     }
@@ -618,7 +618,7 @@ static void add_score(Choice *c, const Drawn *d, size_t offset) {
     cJSON_Delete(own);
 }
 
-/* What there is to write of a choice: in a stream what the last token brought, else all of it. */
+/* A choice as JSON: in a stream only what is new, else all of it. */
 static cJSON *choice_json(Choice *c) {
     const Request *q = c->request;
     const char *key = !q->chat ? "text" : q->stream ? "delta" : "message";
@@ -655,7 +655,7 @@ static void put_reply(Request *q, Choice *from, const Choice *to, bool usage) {
                        word(server.name), "choices", choices, "usage", usage ? usage_json(q) : NULL, NULL));
 }
 
-/* Streams what there is to write. */
+/* In a stream: writes an event if the choice has something new. */
 static void emit(Choice *c) {
     Request *q = c->request;
     if (q->stream && (c->shown > c->sent || c->thoughts.n || c->calls || c->scores || c->finish))
@@ -755,7 +755,7 @@ static bool read_chat(Choice *c, const Drawn *d) {
 /* Reads a token of a text, or, with echo, of its prompt; true: the text ends there. */
 static bool read_text(Choice *c, const Drawn *d) {
     bool prompt = d->position < c->stream.prompt;
-    if (d->scored || (prompt && c->request->top >= 0)) add_score(c, d, c->text.n); /* usage counts an end too */
+    if (d->scored || (prompt && c->request->top >= 0)) add_score(c, d, c->text.n); /* an end has one, too */
     if (d->stopped) return true;
     tokenizer_decode(server.s.tokenizer, &c->decoder, d->own.id, &c->text);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
@@ -791,8 +791,8 @@ static bool read_choices(Request *q) {
     return done;
 }
 
-/* Waits for tokens and writes what they bring. A stream that waits long gets a comment. A client that has closed its
- * side has departed. While we wait, libmicrohttpd's time limit is off: it is for clients that do not read. */
+/* Waits for tokens and writes what they bring. A stream that waits long gets a comment. `departed`: the client has
+ * closed its side. While we wait, libmicrohttpd's time limit is off: it is for clients that do not read. */
 static void advance(Request *q) {
     bool there = false, beat = false;
     MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0);
@@ -827,8 +827,8 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
     return (ssize_t)n;
 }
 
-/* With echo the prompt is read like an answer. With logprobs too, the scheduler hands it out from its second token on,
- * and only the first is read here. */
+/* With echo, read_text reads the prompt like an answer: all of it here, or only the first token if the client wants
+ * logprobs, because the scheduler then passes the others. */
 static void begin_answers(Request *q) {
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
         size_t ready = !q->echo ? 0 : q->top < 0 ? c->stream.prompt : 1;
@@ -858,7 +858,7 @@ static void models(Request *q) {
     put_json(q, json);
 }
 
-/* A server is healthy if tokens move. */
+/* A server is healthy if it has a model, is not ending and its model's thread moves. */
 static void health(Request *q) {
     lock();
     bool stalled = server.ready && seconds() - server.moved > STALL_SECONDS;
@@ -975,7 +975,7 @@ static bool has_key(const Request *q) {
     const char *given = header(q, "Authorization");
     const size_t n = server.key ? strlen(server.key) : 0;
     return !n || (given && !strncasecmp(given, "Bearer ", 7) && strlen(given + 7) == n &&
-                  !CRYPTO_memcmp(given + 7, server.key, n)); /* it takes as long for each key of this length */
+                  !CRYPTO_memcmp(given + 7, server.key, n)); /* the time does not tell which bytes are right */
 }
 
 /* May a page send requests under this Host? On loopback, another site must not reach us by a name of its own (DNS
@@ -1066,7 +1066,7 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
         check_request(q, url, method, version);
         return MHD_YES;
     }
-    if (*size) { /* the rest of a request that is refused is read too, so that the client gets to the reply */
+    if (*size) { /* also reads the rest of a refused request, so that the client gets to the reply */
         if (q->body.n + *size > MOST_BODY && !q->error.code)
             fail(&q->error, 413, "the body has more than %d bytes", MOST_BODY);
         if (q->error.code) bytes_free(&q->body);

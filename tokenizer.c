@@ -28,10 +28,10 @@ enum {
 #define MARK      "▁" /* U+2581, which stands for a space in SentencePiece's vocabularies */
 #define JSON(...) #__VA_ARGS__
 
-/* What a file asks for. NFC: text is composed. Every text begins with a mark, or the first one does; spaces become
- * marks. Decoding turns marks into spaces and drops the first one. */
+/* What a file asks for. A mark begins every text (PREPEND_MARK) or the first one (FIRST_MARK); marks replace spaces.
+ * Decoding turns marks into spaces (UNMARK_SPACES) and drops the first space (STRIP_SPACE). NFC composes text. */
 enum { PREPEND_MARK = 1, FIRST_MARK = 2, MARK_SPACES = 4, UNMARK_SPACES = 8, STRIP_SPACE = 16, NFC = 32 };
-/* Words are made of bytes, not of characters; one that is a token needs no merges; GGUF: text begins with a token. */
+/* Words are bytes, not characters; a word that is a token needs no merges; in GGUF, by default `bos` begins a text. */
 enum { BYTE_LEVEL = 64, IGNORE_MERGES = 128, BEGINS = 256 };
 
 /* Components of tokenizer.json without parameters. */
@@ -67,7 +67,7 @@ typedef struct {       /* a token */
 } Piece;
 
 struct Tokenizer {
-    int size;                       /* ids are below */
+    int size;                       /* all ids are below it */
     Bytes text;                     /* all tokens' bytes, one after the other */
     Piece *piece;                   /* (MOST_IDS) */
     Map by_text;                    /* a hash of the bytes -> id */
@@ -238,7 +238,7 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
     if (n > w->room) {
         w->room = 2 * n;
         w->symbol = reallocate(w->symbol, w->room * sizeof *w->symbol);
-        w->heap = reallocate(w->heap, w->room * 3 * sizeof *w->heap); /* one a symbol and two a merge at most */
+        w->heap = reallocate(w->heap, w->room * 3 * sizeof *w->heap); /* at most one per symbol and two per merge */
     }
     w->symbols = w->candidates = 0;
     uint32_t cp;
@@ -457,8 +457,8 @@ static bool read_token(Tokenizer *t, const cJSON *id, const char *text, Error *e
     return define(t, id, text, begin, e);
 }
 
-/* Finds the tokens for characters that have none: byte fallback's <0x00> to <0xFF>, or the unknown token, of which
- * neighbours become one. */
+/* Finds the tokens for characters that have none: byte fallback's <0x00> to <0xFF>, or the unknown token. A row of
+ * unknown tokens becomes one. */
 static void find_byte_tokens(Tokenizer *t, bool fallback) {
     int known = 0;
     for (int b = 0; b < 256; b++) {
@@ -635,7 +635,7 @@ static bool read_part(Tokenizer *t, const char *station, const cJSON *c) {
     return ends && is(c, "type", "TemplateProcessing") && read_template(t, c);
 }
 
-/* Reads a station, which is one component, a Sequence of them under the key `list`, or absent. */
+/* Reads a station (normalizer, decoder, ...): one component, a Sequence of them under the key `list`, or absent. */
 static bool read_station(Tokenizer *t, const cJSON *file, const char *name, const char *list, Error *e) {
     const cJSON *station = json_get(file, name), *sequence = json_get(station, list);
     bool many = is(station, "type", "Sequence") && cJSON_IsArray(sequence);
@@ -775,7 +775,7 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
     if (!scored && !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e)) return false;
     if (!read_tokens(t, metadata, true, e)) return false;
     find_byte_tokens(t, scored);
-    if (scored && !cJSON_IsFalse(prefix)) /* no key tells: where [INST] is a token, only the first text has a mark */
+    if (scored && !cJSON_IsFalse(prefix)) /* no key says which texts: with a token [INST] only the first */
         t->features |= STRIP_SPACE | (tokenizer_added(t, "[INST]") < 0 ? PREPEND_MARK : FIRST_MARK);
     bool begins = add ? cJSON_IsTrue(add) : t->features & BEGINS;
     if (begins && (!id || json_whole(id, 0, INT32_MAX, &bos)) && bos < t->size) t->bos = (int)bos;
