@@ -224,7 +224,7 @@ cJSON *json_parse(const char *text, size_t n, const char *name, Error *e) {
     if (problem)
         fail(e, BAD_MODEL, "%s: not valid JSON: %s at byte %zu of %zu", name, problem, at, n);
     else if ((twice = json_twice(json)))
-        fail(e, BAD_MODEL, "%s: the key '%.100s' stands twice in one object", name, twice);
+        fail(e, BAD_MODEL, "%s: the key '%.100s' appears twice in one object", name, twice);
     else
         return json;
     cJSON_Delete(json);

@@ -348,11 +348,11 @@ static const char *find_cause(const File *f, const char *url, CURLcode code, lon
         {"RepoNotFound", 404, BAD_MODEL, "is not there, or it is private; check its name"},
         {"-", 401, NO_NETWORK, "asks for a token, which /settings/tokens makes"},
         {"-", 403, NO_NETWORK, "denies access"},
-        {"", 0, NO_NETWORK, "cannot be had now"}}; /* also from another host */
+        {"", 0, NO_NETWORK, "cannot be downloaded now"}}; /* also from another host */
     int n = (int)strlen(hub.endpoint), host = (int)(8 + strcspn(url + 8, "/"));
     bool at_hub = !strncmp(url, hub.endpoint, (size_t)n) && url[n] == '/', limited = status == 429;
     if (code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_TOO_MANY_REDIRECTS || code == CURLE_URL_MALFORMAT) {
-        fail(e, NO_NETWORK, "%s: an answer is refused (%s): redirects lead to https only, at most ten times", hub.name,
+        fail(e, NO_NETWORK, "%s: %s: refused, because redirects lead to https only, at most ten times", hub.name,
              f->problem);
         return NULL;
     }
@@ -408,7 +408,7 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
     f->e = e;
     e->code = 0;
     if (offline())
-        fail(e, NO_NETWORK, "%s is not here whole, and HF_HUB_OFFLINE forbids to fetch it: unset it", hub.name);
+        fail(e, NO_NETWORK, "%s is incomplete here, and HF_HUB_OFFLINE forbids downloads: unset it", hub.name);
     for (int tries = 0; !e->code; tries++) { /* tries without progress so far */
         Error cause;
         char *asked = NULL;
@@ -687,7 +687,7 @@ static char *fetch_repository(const Options *o) {
     } else if (!whole) {
         give_up(e.code, "%s", e.text);
     } else if (ask) {
-        fprintf(stderr, "%s\nWhat is here is complete and is used.\n", e.text);
+        fprintf(stderr, "%s\nThe files that are here are complete: infer uses them.\n", e.text);
     }
     bytes_free(&known);
     return copy_text(path, strlen(path));

@@ -153,7 +153,7 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
     cJSON *name = text(r);
     double shape[4], values = 1;
     uint64_t dims = number(r, 4);
-    if (dims < 1 || dims > 4) refuse(r, "a tensor has not one to four dimensions");
+    if (dims < 1 || dims > 4) refuse(r, "a tensor must have one to four dimensions");
     /* GGUF begins with the dimension that varies fastest, the hub ends with it. */
     for (uint64_t i = dims; i-- && !r->bad;) values *= shape[i] = (double)number(r, 8);
     uint64_t type = number(r, 4);
@@ -185,7 +185,7 @@ cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, siz
     if (keys > MOST_KEYS) refuse(&r, "more keys than any model has");
     for (; keys && !r.bad; keys--) {
         cJSON *key = text(&r);
-        if (cJSON_GetObjectItemCaseSensitive(own, key->valuestring)) refuse(&r, "a key stands twice");
+        if (cJSON_GetObjectItemCaseSensitive(own, key->valuestring)) refuse(&r, "a key appears twice");
         cJSON_AddItemToObject(own, key->valuestring, value(&r, number(&r, 4), false));
         cJSON_Delete(key);
     }

@@ -444,7 +444,8 @@ static bool define(Tokenizer *t, const cJSON *value, const char *name, size_t be
         return fail(e, BAD_MODEL, "the id of '%.100s' is not a whole number below %d", name, MOST_IDS);
     if (t->size <= id) t->size = (int)id + 1;
     if (!n || t->piece[id].n || map_get(&t->by_text, key) >= 0)
-        return fail(e, BAD_MODEL, "the token '%.100s', id %d, is empty, or its text or id stands twice", name, (int)id);
+        return fail(e, BAD_MODEL, "the token '%.100s', id %d, is empty, or its text or id appears twice", name,
+                    (int)id);
     t->piece[id] = (Piece){.begin = (uint32_t)begin, .n = (uint32_t)n};
     map_put(&t->by_text, key, (int)id);
     return true;
