@@ -105,7 +105,7 @@ def test_download(folder):
         hub.fault = lambda q: q.reply(429, {"Retry-After": 60})
         limited = fetch(hub, folder)
         same(limited.text, r.text, "while the rate is limited")
-        expect("is used" in limited.err, limited.err)
+        expect("infer uses them" in limited.err, limited.err)
         infer("tokenize", "org/model", stdin="hello", env=env_of(hub, folder))
     same(fetch(hub, folder).text, r.text, "with no hub at all")
     refuses(hub, folder, "--revision", "other", words=["network"])
