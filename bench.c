@@ -37,8 +37,8 @@ static cJSON *add_object(cJSON *array) {
 typedef struct {
     const Options *o;
     Session model;
-    unsigned prompts; /* tokens of all prompts so far */
-    cJSON *rows;      /* or NULL: a table is printed */
+    unsigned prompt_tokens; /* of all prompts so far */
+    cJSON *rows;            /* or NULL: a table is printed */
 } Bench;
 
 typedef struct { /* a row of the table */
@@ -102,7 +102,7 @@ static void measure_prompt(Bench *b, Figure *f) {
         Stream t = {.prompt = (size_t)f->tokens, .most = (size_t)f->tokens + 1, .take = note_time, .owner = &end};
         t.sampling = (Sampling){.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature};
         t.want = WANT_TOKEN;
-        for (int i = 0; i < f->tokens; i++) ids_add(&t.tokens, any_token(b->model.engine.model, b->prompts++));
+        for (int i = 0; i < f->tokens; i++) ids_add(&t.tokens, any_token(b->model.engine.model, b->prompt_tokens++));
         begin = seconds();
         if (!scheduler_run(b->model.scheduler, &t, NULL, &e)) die(&e);
         if (r >= 0) f->seconds[r] = end - begin;
@@ -160,7 +160,7 @@ static void measure_all(Bench *b) {
         if (!f.prompt) f.streams = o->streams.value[i / o->depths.n], f.depth = o->depths.value[i % o->depths.n];
         int length = f.depth + f.tokens + f.prompt; /* a prompt is followed by a token */
         if (length > g->context || (length + PAGE - 1) / PAGE * f.streams > g->pages) {
-            fprintf(stderr, "infer: %d tokens behind %d in %d streams are left out: the cache holds %d, a context %d\n",
+            fprintf(stderr, "infer: %d tokens after %d in %d streams are left out: the cache holds %d, a context %d\n",
                     f.tokens, f.depth, f.streams, g->pages * PAGE, g->context);
             continue;
         }

@@ -44,7 +44,7 @@ typedef struct {
 
 typedef struct { /* a token on its way to its connection */
     size_t position;
-    bool last, stopped, scored; /* stopped: it ends a text by itself; scored: it has logprobs */
+    bool last, stopped, scored; /* stopped: it is a stop token; scored: it has logprobs */
     int top;
     Chance own, best[MOST_TOP]; /* the token; (top) the likeliest */
 } Drawn;

@@ -36,7 +36,7 @@ enum { BYTE_LEVEL = 64, IGNORE_MERGES = 128, BEGINS = 256 };
 
 /* Components of tokenizer.json without parameters. */
 static const struct {
-    const char *station, *json;
+    const char *stage, *json;
     int feature;
 } parts[] = {
     {"normalizer", JSON({"type" : "Prepend", "prepend" : "▁"}), PREPEND_MARK},
@@ -618,15 +618,15 @@ static bool read_template(Tokenizer *t, const cJSON *c) {
     return json_get(part, "Sequence") && !part->next;
 }
 
-static bool read_part(Tokenizer *t, const char *station, const cJSON *c) {
+static bool read_part(Tokenizer *t, const char *stage, const cJSON *c) {
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         cJSON *known = cJSON_Parse(parts[i].json);
-        bool same = !strcmp(parts[i].station, station) && cJSON_Compare(known, c, true);
+        bool same = !strcmp(parts[i].stage, stage) && cJSON_Compare(known, c, true);
         cJSON_Delete(known);
         if (same) return t->features |= parts[i].feature, true;
     }
-    bool splits = !strcmp(station, "pre_tokenizer"), ends = !strcmp(station, "post_processor");
-    if (is(c, "type", "ByteLevel")) return splits ? read_byte_level(t, c) : strcmp(station, "normalizer");
+    bool splits = !strcmp(stage, "pre_tokenizer"), ends = !strcmp(stage, "post_processor");
+    if (is(c, "type", "ByteLevel")) return splits ? read_byte_level(t, c) : strcmp(stage, "normalizer");
     if (splits && is(c, "type", "Digits"))
         return add_split(t, json_true(c, "individual_digits") ? "\\p{N}" : "\\p{N}+");
     if (splits && is(c, "type", "Split") && is(c, "behavior", "MergedWithPrevious") && t->features & MARK_SPACES)
@@ -636,11 +636,11 @@ static bool read_part(Tokenizer *t, const char *station, const cJSON *c) {
     return ends && is(c, "type", "TemplateProcessing") && read_template(t, c);
 }
 
-/* Reads a station (normalizer, decoder, ...): one component, a Sequence of them under the key `list`, or absent. */
-static bool read_station(Tokenizer *t, const cJSON *file, const char *name, const char *list, Error *e) {
-    const cJSON *station = json_get(file, name), *sequence = json_get(station, list);
-    bool many = is(station, "type", "Sequence") && cJSON_IsArray(sequence);
-    for (const cJSON *c = many ? sequence->child : station; c; c = many ? c->next : NULL) {
+/* Reads a stage (normalizer, decoder, ...): one component, a Sequence of them under the key `list`, or absent. */
+static bool read_stage(Tokenizer *t, const cJSON *file, const char *name, const char *list, Error *e) {
+    const cJSON *stage = json_get(file, name), *sequence = json_get(stage, list);
+    bool many = is(stage, "type", "Sequence") && cJSON_IsArray(sequence);
+    for (const cJSON *c = many ? sequence->child : stage; c; c = many ? c->next : NULL) {
         if (read_part(t, name, c)) continue;
         char *text = json_text(c);
         fail(e, BAD_MODEL, "this %s is not implemented: %.400s", name, text);
@@ -652,13 +652,13 @@ static bool read_station(Tokenizer *t, const cJSON *file, const char *name, cons
 
 static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
     const cJSON *added = json_get(file, "added_tokens"), *one;
-    if (!read_station(t, file, "normalizer", "normalizers", e)) return false;
-    if (!read_station(t, file, "pre_tokenizer", "pretokenizers", e)) return false;
-    if (!read_station(t, file, "decoder", "decoders", e)) return false;
+    if (!read_stage(t, file, "normalizer", "normalizers", e)) return false;
+    if (!read_stage(t, file, "pre_tokenizer", "pretokenizers", e)) return false;
+    if (!read_stage(t, file, "decoder", "decoders", e)) return false;
     if (!read_model(t, json_get(file, "model"), e)) return false;
     if (added && !cJSON_IsArray(added)) return fail(e, BAD_MODEL, "added_tokens is not an array");
     cJSON_ArrayForEach(one, added) if (!read_added(t, one, e)) return false;
-    return read_station(t, file, "post_processor", "processors", e);
+    return read_stage(t, file, "post_processor", "processors", e);
 }
 
 /* ---- GGUF: the same from its metadata ---- */

@@ -1,6 +1,7 @@
 /* fast.cuh: the annex: hand-tuned kernels for gpt-oss's shapes on Hopper, beside the plain engine in infer.cu. They
- * replace two of its paths: decode(), a step of at most MAX_DECODE tokens, and attend() and experts() in the steps of a
- * prompt. infer.cu computes everything else, and every other model and card. `make FAST=no` builds without the annex;
+ * replace two of its paths: decode(), a step of at most MAX_DECODE tokens, and attend() and experts() in steps of at
+ * least MIN_PREFILL tokens. infer.cu computes everything else, and every other model and card. `make FAST=no` builds
+ * without the annex;
  * --plain switches it off at run time.
  *
  * What is different from infer.cu, and why
@@ -15,8 +16,8 @@
  * instructions, since the card reaches its power limit. So warps keep activations in registers for all tiles of a
  * matrix, nothing is spilled, and each instance knows all its shapes.
  *
- * Prefill. Attention and the experts' products use wgmma on a ring in shared memory; MXFP4 is unpacked in registers, as
- * wgmma's rows.
+ * Prefill. Attention of a prompt and the experts' products use wgmma on a ring in shared memory; MXFP4 is unpacked in
+ * registers, as wgmma's rows. A decode step of very many streams takes the same products.
  *
  * What each difference gave: tokens/s of gpt-oss-20b on one H200 before and after it. The column in the middle is the
  * number of streams, or of tokens in the prompt. Rows come from different versions, cards and runs. notebooks/speed.md
@@ -45,6 +46,7 @@
  *   experts and attention with wgmma, a persistent grid                                2,048   29,200  55,700
  *   weights by cp.async, not bulk copies of 544 bytes; biases inside cublasLt          2,048   55,800  64,900
  *   one wgmma of 192 columns; two attention blocks on a multiprocessor                 2,048   64,900  71,900
+ *   the experts of a decode step, 256 streams at depth 1,024                             256   20,212  23,551
  *
  * Files, in the order in which to read them
  *   publish.cuh   copies and barriers, published values, buffers, top-k
@@ -52,7 +54,7 @@
  *   ring.cuh      a block of the decode kernel: its shared memory, the ring, the product of a tile
  *   slab.cuh      what decode adds to infer.cu's attention in registers
  *   decode.cuh    the decode kernel, phase by phase
- *   prefill.cuh   attention and experts of a prompt
+ *   prefill.cuh   attention of a prompt, experts of many tokens
  *   fast.cuh      the host's side: buffers, launches, taps */
 #pragma once
 
