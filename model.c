@@ -1910,7 +1910,7 @@ static void take_share(Scheduler *s, const Share *p, int token, const float *log
     const size_t vocab = (size_t)s->engine->model->vocab;
     Stream *t = p->stream;
     for (size_t i = 1; p->want == WANT_ALL_LOGITS && i <= rows && p->from + i < t->prompt; i++) {
-        t->nan |= isnan(logits[(i - 1) * vocab]);
+        t->nan |= isnan(logits[(i - 1) * vocab]); /* a NaN before the head makes all logits NaN */
         publish(s, t, p->from + i, t->tokens.data[p->from + i], logits + (i - 1) * vocab);
     }
     if (p->from + p->n < t->tokens.n) return;

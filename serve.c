@@ -713,7 +713,7 @@ static void take_messages(Choice *c) {
         } else if (part == REASONING) {
             bytes_add(&c->thoughts, m->content.data + c->passed, n);
         } else if (n) {
-            if (c->text.n && !c->passed) bytes_text(&c->text, "\n\n"); /* behind a preamble */
+            if (c->text.n && !c->passed) bytes_text(&c->text, "\n\n"); /* after a preamble */
             bytes_add(&c->text, m->content.data + c->passed, n);
             show_text(c, false);
         }
@@ -755,7 +755,7 @@ static bool read_chat(Choice *c, const Drawn *d) {
 /* Reads a token of a text, or, with echo, of its prompt; true: the text ends there. */
 static bool read_text(Choice *c, const Drawn *d) {
     bool prompt = d->position < c->stream.prompt;
-    if (d->scored || (prompt && c->request->top >= 0)) add_score(c, d, c->text.n); /* an end has one, too */
+    if (d->scored || (prompt && c->request->top >= 0)) add_score(c, d, c->text.n); /* so has a stop token */
     if (d->stopped) return true;
     tokenizer_decode(server.s.tokenizer, &c->decoder, d->own.id, &c->text);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
