@@ -1,7 +1,8 @@
 """What other people's clients see of a server, unmodified: litellm, and lm-eval's local-completions model, whose
 loglikelihoods are compared with those of its own model on transformers. By hand: the packages are large, and change.
+With the file TEXT, lm-eval alone asks which of two pieces continues a passage of it; MODEL then needs no chat format.
 
-    python tests/clients.py [PROGRAM [MODEL]]     (./infer-reference models/tiny)
+    python tests/clients.py [PROGRAM [MODEL [TEXT]]]     (./infer-reference models/tiny)
     needs: pip install litellm mcp "lm_eval[api]" transformers; for the comparison also torch accelerate peft
 """
 import json
@@ -61,14 +62,24 @@ def check_litellm(url, name):
     print(f"litellm: {whole.choices[0].message.content!r}, ok")
 
 
-def evaluate(model, args, folder):
-    """Loglikelihoods of a small task: which of two answers belongs to a question?"""
-    rows = [json.loads(line) for line in (TESTS.parent / "models" / "questions.jsonl").read_text().splitlines()[:24]]
+def questions(text):
+    """24 questions and their answers, or 64 passages of a text and the words that continue them."""
+    if not text:
+        lines = (TESTS.parent / "models" / "questions.jsonl").read_text().splitlines()[:24]
+        return [(row["messages"][0]["content"] + "\n", row["answer"]) for row in map(json.loads, lines)]
+    words = Path(text).read_text().split()
+    expect(len(words) >= 64 * 60, "the text has fewer than 3,840 words")
+    return [(" ".join(words[i:i + 40]), " ".join(words[i + 40:i + 60]))
+            for i in range(0, len(words) - 59, len(words) // 64)][:64]
+
+
+def evaluate(model, args, rows, folder):
+    """Accuracy and loglikelihoods of a small task: which of two answers belongs to a question?"""
     data = folder / "questions.jsonl"
-    data.write_text("".join(json.dumps({"question": row["messages"][0]["content"], "answers": [
-        row["answer"], rows[i - 1]["answer"]]}) + "\n" for i, row in enumerate(rows)))
+    data.write_text("".join(json.dumps({"question": question, "answers": [answer, rows[i - 1][1]]}) + "\n"
+                            for i, (question, answer) in enumerate(rows)))
     task = {"task": "questions", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}},
-            "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}\n",
+            "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
             "doc_to_choice": "{{answers}}", "doc_to_target": 0, "metric_list": [{"metric": "acc"}]}
     found = lm_eval.simple_evaluate(model=model, model_args=args, tasks=[task], log_samples=True, bootstrap_iters=0)
     return found["results"]["questions"]["acc,none"], [
@@ -76,10 +87,11 @@ def evaluate(model, args, folder):
         for r in s["resps"]]
 
 
-def check_lm_eval(url, name, model, folder):
+def check_lm_eval(url, name, model, rows, folder):
+    # add_bos_token: lm-eval's own model lets the tokenizer add its BOS, local-completions does not unless told
     accuracy, ours = evaluate("local-completions", {
         "model": name, "base_url": url + "/v1/completions", "tokenizer_backend": "huggingface", "tokenizer": str(model),
-        "num_concurrent": 4, "max_length": 1024}, folder)
+        "num_concurrent": 4, "max_length": 1024, "add_bos_token": True}, rows, folder)
     print(f"lm-eval: accuracy {accuracy:.3f}, {len(ours)} loglikelihoods")
     try:
         from lm_eval.models.huggingface import HFLM
@@ -90,7 +102,7 @@ def check_lm_eval(url, name, model, folder):
     import transformers
     theirs = HFLM(pretrained=load(str(model), "cpu", torch.float32),
                   tokenizer=transformers.AutoTokenizer.from_pretrained(model))
-    expected, likely = evaluate(theirs, None, folder)
+    expected, likely = evaluate(theirs, None, rows, folder)
     most = max(abs(a - b) for (a, _), (b, _) in zip(ours, likely))
     print(f"lm-eval on transformers: accuracy {expected:.3f}, largest difference of a loglikelihood {most:.2e}")
     same([greedy for _, greedy in ours], [greedy for _, greedy in likely], "greedy")
@@ -100,13 +112,15 @@ def check_lm_eval(url, name, model, folder):
 def main():
     program = Path(sys.argv[1]) if len(sys.argv) > 1 else PLAIN
     model = Path(sys.argv[2]) if len(sys.argv) > 2 else TESTS.parent / "models" / "tiny"
-    limits = "--ctx", 2048, "--streams", 8
+    text = sys.argv[3] if len(sys.argv) > 3 else None
+    limits = "--streams", 8
     with tempfile.TemporaryDirectory() as folder, Server(model, *limits, program=program.absolute(),
                                                          INFER_API_KEY="secret") as server:
         url, headers = f"http://127.0.0.1:{server.port}", {"Authorization": "Bearer secret"}
         name = server.ask("GET", "/v1/models", headers=headers)["data"][0]["id"]
-        check_litellm(url, name)
-        check_lm_eval(url, name, model, Path(folder))
+        if not text:
+            check_litellm(url, name)
+        check_lm_eval(url, name, model, questions(text), Path(folder))
 
 
 if __name__ == "__main__":
