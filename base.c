@@ -294,18 +294,18 @@ bool text_whole(const char *text, int least, int most, int *out) {
 }
 
 bool text_stops(Bytes *text, size_t *shown, const char *const *stop, int n, bool last) {
-    size_t wait = 0;
+    size_t wait = 0, new = text->n - *shown; /* no more of a stop text is looked at */
     bool found = false;
     for (int i = 0; i < n; i++) {
-        char *hit = memmem(text->data + *shown, text->n - *shown, stop[i], strlen(stop[i]));
+        char *hit = memmem(text->data + *shown, text->n - *shown, stop[i], strnlen(stop[i], new + 1));
         if (!hit) continue;
         text->n = (size_t)(hit - text->data);
         *hit = 0;
         found = true;
     }
     for (int i = 0; i < n && !found && !last; i++)
-        for (size_t k = strlen(stop[i]) - 1; k > wait; k--)
-            if (k <= text->n - *shown && !memcmp(text->data + text->n - k, stop[i], k)) wait = k;
+        for (size_t k = strnlen(stop[i], new + 1) - 1; k > wait; k--)
+            if (!memcmp(text->data + text->n - k, stop[i], k)) wait = k;
     *shown = text->n - wait;
     return found;
 }
