@@ -1,9 +1,10 @@
 /* serve.c: an HTTP server that speaks OpenAI's API (github.com/openai/openai-openapi), on libmicrohttpd. One thread
- * owns the model: it runs the scheduler of model.c and hands out tokens. Each connection has its own thread, which
- * reads a request, queues it, waits for tokens, makes text of them and writes the answer.
+ * owns the model: it runs the scheduler of model.c, makes text of the tokens and writes the answers. Each connection
+ * has its own thread, which reads a request, queues it, waits for its answers and sends them.
  *
- * One lock guards what threads share. A Request belongs to its connection. The model's thread uses a Choice until it
- * sets `gone`; only then is the choice freed. */
+ * One lock guards what threads share. A queued request, its choices and `out` belong to the model's thread until
+ * `complete`: it writes events without the lock and then moves them to `ready`. Only after that the connection writes
+ * a reply that is no stream, or frees the request. */
 #include "host.h"
 
 #include <math.h>
@@ -37,28 +38,12 @@ __asm__(".pushsection .rodata\n.globl page_begin, page_end\npage_begin: .incbin 
 
 typedef struct Request Request;
 
-typedef struct {
-    int id;
-    double logprob;
-} Chance;
-
-typedef struct { /* a token on its way to its connection */
-    size_t position;
-    bool last, stopped, scored; /* stopped: it is a stop token; scored: it has logprobs */
-    int top;
-    Chance own, best[MOST_TOP]; /* the token; (top) the likeliest */
-} Drawn;
-
 typedef struct { /* one of the answers to a request */
     Stream stream;
     Request *request;
     int index;
-    /* under the lock */
-    Drawn *drawn; /* (drawn_n) that the connection has not read yet */
-    int drawn_n;
-    bool added, cancelled, gone; /* added: the scheduler has it */
-    double last;                 /* when the last token came */
-    /* of the connection */
+    bool added, gone; /* added: the scheduler has or had it; gone: it has ended */
+    double last;      /* when the last token came */
     Reader reader;
     Decoder decoder;
     int message, calls_n; /* index of the reader's message that is being written; calls so far */
@@ -105,13 +90,17 @@ struct Request {
     /* answers */
     Choice *choice;
     int choices;
-    bool queued, complete, departed; /* complete: `out` has its end; departed: the client has left */
-    pthread_cond_t wake;
-    Bytes out; /* the reply; a stream has sent `written` bytes of it */
-    size_t written;
+    bool queued;
+    Bytes out; /* the reply; of a stream, the events that are not in `ready` yet */
     char id[40];
     long long created;
-    Error error; /* see status_of(); under the lock once it is queued */
+    /* under the lock, once it is queued */
+    Error error;             /* see status_of() */
+    int left;                /* choices that are not gone */
+    bool complete, departed; /* complete: none is left; departed: the client has left */
+    pthread_cond_t wake;
+    Bytes ready; /* events of a stream; `written` bytes are sent */
+    size_t written;
 };
 
 typedef struct {
@@ -155,109 +144,6 @@ static void observe(Histogram *h, double value) {
     while (i < BOUNDS && value > bounds[i]) i++;
     h->count[i]++;
     h->sum += value;
-}
-
-/* ---- the model's thread ---- */
-
-/* The model's thread is done with a choice. The caller holds the lock. */
-static void let_go(Choice *c) {
-    c->gone = true;
-    server.live--;
-    pthread_cond_signal(&c->request->wake);
-}
-
-static void score(Drawn *d, const float *logits, int vocab, int top) {
-    const double all = log_sum_exp(logits, vocab);
-    int best[MOST_TOP];
-    d->scored = true;
-    d->top = likeliest(logits, vocab, top, best);
-    if (d->own.id >= 0) d->own.logprob = (double)logits[d->own.id] - all;
-    for (int i = 0; i < d->top; i++) d->best[i] = (Chance){best[i], (double)logits[best[i]] - all};
-}
-
-/* Takes a token from the scheduler. */
-static void take_token(Stream *t, size_t position, int token, const float *logits, bool last) {
-    Choice *c = t->owner;
-    Request *q = c->request;
-    const double now = seconds();
-    Drawn d = {.own.id = token, .position = position, .last = last, .stopped = t->stopped};
-    if (logits && q->top >= 0) score(&d, logits, server.s.checkpoint.model.vocab, q->top);
-    lock();
-    c->drawn = reallocate(c->drawn, (size_t)(c->drawn_n + 1) * sizeof d);
-    c->drawn[c->drawn_n++] = d;
-    if (position > t->prompt) observe(&server.next, now - c->last);
-    if (position == t->prompt) {
-        observe(&server.first, now - q->since);
-        server.prompt += t->prompt;
-        server.reused += t->reused;
-    }
-    server.generated += position >= t->prompt && token >= 0;
-    if (token == DREW_NAN && !c->cancelled) {
-        fail(&q->error, 500, "the logits hold a NaN: the weights or config.json are damaged");
-        server.nans++;
-    }
-    c->last = now;
-    pthread_cond_signal(&q->wake);
-    if (last) let_go(c);
-    unlock();
-}
-
-/* Adds new choices to the scheduler and removes cancelled ones; after an error it removes all. The first answer to a
- * prompt reads it, and the others join when the first has a token. The caller holds the lock. Returns how many the
- * scheduler has. */
-static int update_choices(void) {
-    Request *q;
-    int n = 0;
-    TAILQ_FOREACH(q, &server.requests, next)
-    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        const Choice *reads = c - c->index % q->n;
-        if (c->gone) continue;
-        if (c->cancelled || server.error.code) {
-            if (!c->cancelled) fail(&q->error, 500, "%s", server.error.text);
-            if (c->added) scheduler_remove(server.s.scheduler, &c->stream);
-            let_go(c);
-        } else if (!c->added && (reads == c || reads->gone || reads->stream.published > reads->stream.prompt)) {
-            scheduler_add(server.s.scheduler, &c->stream);
-            c->added = true;
-        }
-        n += c->added && !c->gone;
-    }
-    return n;
-}
-
-/* Runs steps until the server ends; false: the model failed. Whatever ends it, every request gets its reply. */
-static bool run_model(Error *e) {
-    const Client *c;
-    double ends = 0; /* after a signal: when to give up the answers that are not finished */
-    bool ok = true;
-    lock();
-    server.ready = true;
-    fputs("infer: ready\n", stderr);
-    while (!server.error.code && !(server.signals && TAILQ_EMPTY(&server.requests))) {
-        int n = update_choices();
-        server.moved = seconds();
-        LIST_FOREACH(c, &server.clients, next)
-        if (c->since > 0 && server.moved - c->since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
-        if (server.signals && !(ends > 0)) {
-            fputs("infer: answers are being finished; a second signal ends at once\n", stderr);
-            ends = server.moved + DRAIN_SECONDS;
-        }
-        if (ends > 0 && server.moved > ends) {
-            fail(&server.error, FAILED, "the server ends");
-        } else if (!n && !server.state.outstanding) {
-            wait_on(&server.work);
-        } else {
-            unlock();
-            ok = scheduler_step(server.s.scheduler, e);
-            lock();
-            server.state = scheduler_state(server.s.scheduler);
-            if (!ok) server.error = *e;
-        }
-    }
-    update_choices();
-    for (double since = seconds(); !TAILQ_EMPTY(&server.requests) && seconds() - since < 2;) wait_on(&server.work);
-    unlock();
-    return ok;
 }
 
 /* ---- replies ---- */
@@ -470,6 +356,8 @@ static bool take_tools(Request *q, bool *force, const char **name) {
 
 /* ---- making choices ---- */
 
+static Take take_token;
+
 /* Adds the request's n answers to a prompt. */
 static bool add_choices(Request *q, const Ids *prompt) {
     const size_t context = (size_t)server.s.engine.context;
@@ -553,50 +441,34 @@ static bool make_completion(Request *q) {
     return ok;
 }
 
-/* Gives the choices to the model's thread. */
-static bool enqueue(Request *q) {
-    lock();
-    if (server.error.code)
-        fail(&q->error, 503, "the model failed: %s", server.error.text);
-    else if (server.signals)
-        fail(&q->error, 503, "the server ends");
-    else if (server.live >= server.o->slots + server.o->queue)
-        fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
-    q->queued = !q->error.code;
-    if (q->queued) {
-        TAILQ_INSERT_TAIL(&server.requests, q, next);
-        server.live += q->choices;
-        pthread_cond_signal(&server.work);
-    }
-    unlock();
-    return q->queued;
-}
-
 /* ---- answers as JSON ---- */
 
-static cJSON *chance_json(const Chance *c) {
+/* all: log_sum_exp of the logits. Without logits the logprob is null. */
+static cJSON *chance_json(int id, const float *logits, double all) {
     Decoder d = {.begun = true};
     Bytes raw = {0}, text = {0};
     cJSON *bytes = cJSON_CreateArray();
-    tokenizer_bytes(server.s.tokenizer, &d, c->id, &raw);
+    tokenizer_bytes(server.s.tokenizer, &d, id, &raw);
     for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, number((unsigned char)raw.data[i]));
     utf8_stream(&raw, &text, true);
-    cJSON *json = object("token", json_from_text(text.data, text.n), "logprob",
-                         number(fmax(c->logprob, -9999)), /* JSON has no infinity */
-                         "bytes", bytes, NULL);
+    cJSON *json = object("token", json_from_text(text.data, text.n), "logprob", /* JSON has no infinity */
+                         logits ? number(fmax((double)logits[id] - all, -9999)) : word(NULL), "bytes", bytes, NULL);
     bytes_free(&raw), bytes_free(&text), bytes_free(&d.held);
     return json;
 }
 
 /* Adds a token's logprobs to those to write; its text begins at byte `offset` of the answer. */
-static void add_score(Choice *c, const Drawn *d, size_t offset) {
+static void add_score(Choice *c, int token, const float *logits, size_t offset) {
     const bool chat = c->request->chat;
-    cJSON *own = chance_json(&d->own), *top = chat        ? cJSON_CreateArray()
-                                              : d->scored ? cJSON_CreateObject()
-                                                          : word(NULL);
+    const int vocab = server.s.checkpoint.model.vocab;
+    const double all = logits ? log_sum_exp(logits, vocab) : 0;
+    int best[MOST_TOP], n = logits ? likeliest(logits, vocab, c->request->top, best) : 0;
+    cJSON *own = chance_json(token, logits, all), *top = chat     ? cJSON_CreateArray()
+                                                         : logits ? cJSON_CreateObject()
+                                                                  : word(NULL);
     if (!c->scores) c->scores = cJSON_CreateObject();
-    for (int i = 0; i < d->top; i++) {
-        cJSON *each = chance_json(d->best + i);
+    for (int i = 0; i < n; i++) {
+        cJSON *each = chance_json(best[i], logits, all);
         const char *text = json_string(each, "token");
         if (chat) {
             cJSON_AddItemToArray(top, each);
@@ -612,7 +484,7 @@ static void add_score(Choice *c, const Drawn *d, size_t offset) {
         return;
     }
     append(c->scores, "tokens", cJSON_DetachItemFromObject(own, "token"));
-    append(c->scores, "token_logprobs", d->scored ? cJSON_DetachItemFromObject(own, "logprob") : word(NULL));
+    append(c->scores, "token_logprobs", cJSON_DetachItemFromObject(own, "logprob"));
     append(c->scores, "top_logprobs", top);
     append(c->scores, "text_offset", number(offset));
     cJSON_Delete(own);
@@ -662,14 +534,14 @@ static void emit(Choice *c) {
         put_reply(q, c, c + 1, false);
 }
 
-/* Ends a reply: all of it, or the last events of a stream. */
-static void end_reply(Request *q) {
-    q->complete = true;
-    if (q->error.code && q->stream) put_error(q);
-    if (q->error.code) return;
-    if (!q->stream) put_reply(q, q->choice, q->choice + q->choices, true);
-    if (q->stream && q->usage) put_reply(q, NULL, NULL, true);
-    if (q->stream) bytes_text(&q->out, "data: [DONE]\n\n");
+/* Writes the last events of a stream. */
+static void end_stream(Request *q) {
+    if (q->error.code) {
+        put_error(q);
+        return;
+    }
+    if (q->usage) put_reply(q, NULL, NULL, true);
+    bytes_text(&q->out, "data: [DONE]\n\n");
 }
 
 /* ---- from tokens to answers ---- */
@@ -731,100 +603,199 @@ static void finish_choice(Choice *c, const char *why) {
         bytes_free(&ignored);
     }
     if (!c->finish) c->finish = why == stopped && c->calls_n ? "tool_calls" : why;
-    lock();
-    server.repairs += (size_t)c->reader.repairs;
-    c->cancelled = true;
-    pthread_cond_signal(&server.work);
-    unlock();
 }
 
 /* Reads a token of an answer to a chat; true: the answer ends there. */
-static bool read_chat(Choice *c, const Drawn *d) {
+static bool read_chat(Choice *c, int token, const float *logits) {
     Bytes ignored = {0};
-    Read read = reader_push(&c->reader, d->own.id, &ignored);
+    Read read = reader_push(&c->reader, token, &ignored);
     bool header = server.s.chat.answer.n && !c->reader.in_content; /* harmony's */
     bool content = !header && read.part != REASONING && read.part != CALL;
     bytes_free(&ignored);
     c->thought += read.part == REASONING;
-    if (d->scored && content && !tokenizer_is_control(server.s.tokenizer, d->own.id)) add_score(c, d, 0);
-    if (d->stopped || (read.stop && !c->request->forever)) return true;
+    if (logits && content && !tokenizer_is_control(server.s.tokenizer, token)) add_score(c, token, logits, 0);
+    if (c->stream.stopped || (read.stop && !c->request->forever)) return true;
     take_messages(c);
     return false;
 }
 
 /* Reads a token of a text, or, with echo, of its prompt; true: the text ends there. */
-static bool read_text(Choice *c, const Drawn *d) {
-    bool prompt = d->position < c->stream.prompt;
-    if (d->scored || (prompt && c->request->top >= 0)) add_score(c, d, c->text.n); /* so has a stop token */
-    if (d->stopped) return true;
-    tokenizer_decode(server.s.tokenizer, &c->decoder, d->own.id, &c->text);
+static bool read_text(Choice *c, size_t position, int token, const float *logits) {
+    bool prompt = position < c->stream.prompt;
+    if (logits || (prompt && c->request->top >= 0)) add_score(c, token, logits, c->text.n); /* so has a stop token */
+    if (c->stream.stopped) return true;
+    tokenizer_decode(server.s.tokenizer, &c->decoder, token, &c->text);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     if (!prompt) show_text(c, false);
     return false;
 }
 
-static void read_token(Choice *c, const Drawn *d) {
+/* Reads a token, and writes an event of a stream. logits: NULL, or those it was drawn from. */
+static void read_token(Choice *c, size_t position, int token, const float *logits, bool last) {
     Request *q = c->request;
-    bool prompt = d->position < c->stream.prompt, silent = !prompt && !q->tokens, stop = false;
-    if (c->finish || d->own.id < 0) return;
+    bool prompt = position < c->stream.prompt, silent = !prompt && !q->tokens, stop = false;
     c->tokens += !prompt && !silent;
-    if (!silent) stop = q->chat ? read_chat(c, d) : read_text(c, d);
-    if (c->finish || stop || d->last || silent) finish_choice(c, stop ? stopped : full);
+    if (!silent) stop = q->chat ? read_chat(c, token, logits) : read_text(c, position, token, logits);
+    if (c->finish || stop || last || silent) finish_choice(c, stop ? stopped : full);
     emit(c);
 }
 
-/* Reads the tokens that are there; true: every answer is complete. */
-static bool read_choices(Request *q) {
-    bool done = true;
-    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        lock();
-        Drawn *drawn = c->drawn;
-        int n = c->drawn_n;
-        bool gone = c->gone;
-        c->drawn = NULL, c->drawn_n = 0;
-        unlock();
-        for (int i = 0; i < n; i++) read_token(c, drawn + i);
-        free(drawn);
-        if (gone && !c->finish) c->finish = failed;
-        done = done && c->finish;
-    }
-    return done;
+/* ---- the model's thread ---- */
+
+/* Lets the connection send what is written. The caller holds the lock. */
+static void hand_over(Request *q) {
+    if (q->stream) bytes_add(&q->ready, q->out.data, q->out.n), q->out.n = 0;
+    if (q->ready.n || q->complete) pthread_cond_signal(&q->wake);
 }
 
-/* Waits for tokens and writes what they bring. A stream that waits long gets a comment. `departed`: the client has
- * closed its side. While we wait, libmicrohttpd's time limit is off: it is for clients that do not read. */
-static void advance(Request *q) {
-    bool there = false, beat = false;
-    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0);
-    while (!there && !beat && !q->departed) {
-        struct pollfd p = {.fd = q->client->fd, .events = POLLRDHUP};
-        lock();
-        for (const Choice *c = q->choice; c < q->choice + q->choices; c++)
-            there |= !c->finish && (c->drawn_n || c->gone);
-        if (!there) wait_on(&q->wake);
-        unlock();
-        q->departed = poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR);
-        beat = !there && q->stream && seconds() - q->wrote > BEAT_SECONDS;
+/* Ends a choice, and with the last one a stream. The caller holds the lock. */
+static void let_go(Choice *c) {
+    Request *q = c->request;
+    scheduler_remove(server.s.scheduler, &c->stream);
+    if (!c->finish) c->finish = failed;
+    c->gone = true;
+    server.live--;
+    server.repairs += (size_t)c->reader.repairs;
+    q->complete = !--q->left;
+    if (q->complete && q->stream) end_stream(q);
+    hand_over(q);
+}
+
+/* Takes a token from the scheduler and writes what it brings. */
+static void take_token(Stream *t, size_t position, int token, const float *logits, bool last) {
+    Choice *c = t->owner;
+    Request *q = c->request;
+    const double now = seconds();
+    if (token >= 0) read_token(c, position, token, logits, last);
+    lock();
+    if (position > t->prompt) observe(&server.next, now - c->last);
+    if (position == t->prompt) {
+        observe(&server.first, now - q->since);
+        server.prompt += t->prompt;
+        server.reused += t->reused;
     }
+    server.generated += position >= t->prompt && token >= 0;
+    if (token == DREW_NAN && !q->departed) {
+        fail(&q->error, 500, "the logits hold a NaN: the weights or config.json are damaged");
+        server.nans++;
+    }
+    c->last = now;
+    last || c->finish ? let_go(c) : hand_over(q);
+    unlock();
+}
+
+/* Adds new choices to the scheduler and ends those of departed clients; after an error it ends all. The first answer to
+ * a prompt reads it, and the others join when the first has a token. The caller holds the lock. Returns how many the
+ * scheduler has. */
+static int update_choices(void) {
+    Request *q;
+    int n = 0;
+    TAILQ_FOREACH(q, &server.requests, next)
+    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
+        const Choice *reads = c - c->index % q->n;
+        if (c->gone) continue;
+        if (q->departed || server.error.code) {
+            if (!q->departed) fail(&q->error, 500, "%s", server.error.text);
+            let_go(c);
+        } else if (!c->added && (reads == c || reads->gone || reads->stream.published > reads->stream.prompt)) {
+            scheduler_add(server.s.scheduler, &c->stream);
+            c->added = true;
+        }
+        n += c->added && !c->gone;
+    }
+    return n;
+}
+
+/* Runs steps until the server ends; false: the model failed. Whatever ends it, every request gets its reply. */
+static bool run_model(Error *e) {
+    const Client *c;
+    double ends = 0; /* after a signal: when to give up the answers that are not finished */
+    bool ok = true;
+    lock();
+    server.ready = true;
+    fputs("infer: ready\n", stderr);
+    while (!server.error.code && !(server.signals && TAILQ_EMPTY(&server.requests))) {
+        int n = update_choices();
+        server.moved = seconds();
+        LIST_FOREACH(c, &server.clients, next)
+        if (c->since > 0 && server.moved - c->since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
+        if (server.signals && !(ends > 0)) {
+            fputs("infer: answers are being finished; a second signal ends at once\n", stderr);
+            ends = server.moved + DRAIN_SECONDS;
+        }
+        if (ends > 0 && server.moved > ends) {
+            fail(&server.error, FAILED, "the server ends");
+        } else if (!n && !server.state.outstanding) {
+            wait_on(&server.work);
+        } else {
+            unlock();
+            ok = scheduler_step(server.s.scheduler, e);
+            lock();
+            server.state = scheduler_state(server.s.scheduler);
+            if (!ok) server.error = *e;
+        }
+    }
+    update_choices();
+    for (double since = seconds(); !TAILQ_EMPTY(&server.requests) && seconds() - since < 2;) wait_on(&server.work);
+    unlock();
+    return ok;
+}
+
+/* ---- waiting for answers ---- */
+
+/* Gives the choices to the model's thread. */
+static bool enqueue(Request *q) {
+    lock();
+    if (server.error.code)
+        fail(&q->error, 503, "the model failed: %s", server.error.text);
+    else if (server.signals)
+        fail(&q->error, 503, "the server ends");
+    else if (server.live >= server.o->slots + server.o->queue)
+        fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
+    q->queued = !q->error.code;
+    if (q->queued) {
+        TAILQ_INSERT_TAIL(&server.requests, q, next);
+        server.live += q->left = q->choices;
+        hand_over(q);
+        pthread_cond_signal(&server.work);
+    }
+    unlock();
+    return q->queued;
+}
+
+/* Waits for events, or the end of a reply. A stream that waits long gets a comment. `departed`: the client has closed
+ * its side. While we wait, libmicrohttpd's time limit is off: it is for clients that do not read. */
+static void wait_for_answers(Request *q) {
+    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0);
+    lock();
+    while (q->written == q->ready.n && !q->complete && !q->departed) {
+        struct pollfd p = {.fd = q->client->fd, .events = POLLRDHUP};
+        wait_on(&q->wake);
+        q->departed = poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR);
+        if (q->stream && seconds() - q->wrote > BEAT_SECONDS)
+            bytes_text(&q->ready, ": the answer is being computed\n\n");
+    }
+    unlock();
     MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, WRITE_SECONDS);
-    if (beat) bytes_text(&q->out, ": the answer is being computed\n\n");
-    if (!q->departed && read_choices(q)) end_reply(q);
 }
 
 static ssize_t write_events(void *data, uint64_t position, char *to, size_t room) {
     Request *q = data;
     (void)position;
-    while (q->written == q->out.n) {
-        q->written = q->out.n = 0;
-        if (q->complete) return MHD_CONTENT_READER_END_OF_STREAM;
-        advance(q);
-        if (q->departed) return MHD_CONTENT_READER_END_WITH_ERROR;
-    }
-    size_t n = q->out.n - q->written < room ? q->out.n - q->written : room;
-    memcpy(to, q->out.data + q->written, n);
+    wait_for_answers(q);
+    if (q->departed) return MHD_CONTENT_READER_END_WITH_ERROR;
+    lock();
+    size_t n = q->ready.n - q->written < room ? q->ready.n - q->written : room;
+    if (n) memcpy(to, q->ready.data + q->written, n);
     q->written += n;
+    if (q->written >= q->ready.n - q->written) { /* a slow client's events do not pile up; few bytes move */
+        q->ready.n -= q->written;
+        if (q->ready.n) memmove(q->ready.data, q->ready.data + q->written, q->ready.n);
+        q->written = 0;
+    }
+    unlock();
     q->wrote = seconds();
-    return (ssize_t)n;
+    return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
 }
 
 /* With echo, read_text reads the prompt like an answer: all of it here, or only the first token if the client wants
@@ -832,18 +803,21 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
 static void begin_answers(Request *q) {
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
         size_t ready = !q->echo ? 0 : q->top < 0 ? c->stream.prompt : 1;
-        for (size_t i = 0; i < ready; i++) read_text(c, &(Drawn){.own.id = c->stream.tokens.data[i]});
+        for (size_t i = 0; i < ready; i++) read_text(c, 0, c->stream.tokens.data[i], NULL);
         emit(c);
     }
 }
 
 static void complete(Request *q) {
-    if (!take_request(q) || !(q->chat ? make_chat(q) : make_completion(q)) || !enqueue(q)) {
-        q->stream = false; /* the error is an ordinary reply */
+    bool ok = take_request(q) && (q->chat ? make_chat(q) : make_completion(q));
+    if (ok) begin_answers(q);
+    if (!ok || !enqueue(q)) {
+        q->stream = false, q->out.n = 0; /* the error is an ordinary reply */
         return;
     }
-    begin_answers(q);
-    while (!q->stream && !q->complete && !q->departed) advance(q);
+    if (q->stream) return;
+    wait_for_answers(q);
+    if (!q->departed && !q->error.code) put_reply(q, q->choice, q->choice + q->choices, true);
 }
 
 static void complete_chat(Request *q) { q->chat = true, complete(q); }
@@ -1089,11 +1063,9 @@ static void request_free(void *data, struct MHD_Connection *connection, void **s
     (void)data, (void)connection, (void)why;
     if (!q) return;
     lock();
-    for (Choice *c = q->choice; q->queued && c < q->choice + q->choices; c++) {
-        c->cancelled = true;
-        pthread_cond_signal(&server.work);
-        while (!c->gone) pthread_cond_wait(&q->wake, &server.lock);
-    }
+    q->departed = true;
+    pthread_cond_signal(&server.work);
+    while (q->queued && !q->complete) pthread_cond_wait(&q->wake, &server.lock);
     if (q->queued) TAILQ_REMOVE(&server.requests, q, next);
     pthread_cond_signal(&server.work);
     q->client->since = seconds();
@@ -1101,11 +1073,10 @@ static void request_free(void *data, struct MHD_Connection *connection, void **s
     for (Choice *c = q->choice; c && c < q->choice + q->choices; c++) {
         bytes_free(&c->text), bytes_free(&c->thoughts), bytes_free(&c->decoder.held);
         cJSON_Delete(c->calls), cJSON_Delete(c->scores);
-        free(c->drawn);
         ids_free(&c->stream.tokens);
         reader_free(&c->reader);
     }
-    bytes_free(&q->body), bytes_free(&q->out);
+    bytes_free(&q->body), bytes_free(&q->out), bytes_free(&q->ready);
     cJSON_Delete(q->json), cJSON_Delete(q->names);
     pthread_cond_destroy(&q->wake);
     free(q->choice), free(q->bias), free(q);

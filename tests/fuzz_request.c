@@ -49,16 +49,16 @@ static void answer_with(Request *q, const uint8_t *data, size_t n) {
     begin_answers(q);
     for (Choice *c = q->choice; c < q->choice + q->choices; c++)
         for (size_t i = 0; !c->finish; i++) {
-            Drawn d = {.own.id = (data[i % n] * 7 + (int)i) % vocab, .position = c->stream.prompt + i};
+            const int token = (data[i % n] * 7 + (int)i) % vocab;
+            const size_t position = c->stream.prompt + i;
             for (size_t k = 0; c->stream.stop && k < c->stream.stop->n; k++)
-                d.stopped |= d.own.id == c->stream.stop->data[k];
-            d.last = i == 20 || d.position + 1 == c->stream.most;
-            if (q->top >= 0) score(&d, logits, vocab, q->top);
-            read_token(c, &d);
+                c->stream.stopped |= token == c->stream.stop->data[k];
+            const bool last = c->stream.stopped || i == 20 || position + 1 == c->stream.most;
+            read_token(c, position, token, q->top >= 0 ? logits : NULL, last);
         }
     for (const Choice *c = q->choice; c < q->choice + q->choices; c++)
         assert(c->finish != failed && c->shown == c->text.n && !utf8_check(c->text.data ? c->text.data : "", 0));
-    end_reply(q);
+    q->stream ? end_stream(q) : put_reply(q, q->choice, q->choice + q->choices, true);
     if (!q->stream) check_json(q->out.data, q->out.n);
     for (char *event = q->out.data, *end; q->stream && *event; event = end + 2) {
         end = strstr(event, "\n\n");
