@@ -139,8 +139,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
     *chat = (Chat){.tokenizer = t, .format = &harmony};
     for (int i = 0; i < CONTROLS; i++)
         if ((chat->control[i] = tokenizer_added(t, names[i])) < 0) chat->format = NULL;
-    if (chat->format)
-        return ids_add(&chat->answer, chat->control[START]), tokenizer_encode(t, "assistant", 9, 0, &chat->answer, e);
+    if (chat->format) return true;
     bytes_text(&text, "");
     for (const char *s = template; *s; s++)
         *s == '\n' ? bytes_text(&text, "\\n") : bytes_add(&text, *s == '"' ? "'" : s, 1);
@@ -160,10 +159,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
 
 const char *chat_name(const Chat *chat) { return chat->format->name; }
 
-void chat_close(Chat *chat) {
-    ids_free(&chat->answer);
-    free(chat->preset);
-}
+void chat_close(Chat *chat) { free(chat->preset); }
 
 static bool effort_known(const char *effort) {
     return same(effort, "none") || same(effort, "low") || same(effort, "medium") || same(effort, "high");
@@ -204,7 +200,6 @@ void conversation_init(Conversation *c) {
 static void message_free(Message *m) {
     for (int i = 0; i < WORDS; i++) free(m->word[i]);
     bytes_free(&m->content);
-    ids_free(&m->sampled);
     *m = (Message){0};
 }
 
@@ -647,11 +642,6 @@ static bool put_message(Prompt *p, const Message *m, Error *e) {
     bool model = same(m->role, "assistant"), call = model && m->recipient;
     const char *author = m->name ? m->name : m->role, *type = m->content_type, *end = call ? "<|call|>" : "<|end|>";
     Bytes piece = {0};
-    if (m->sampled.n) { /* its last token may be <|return|>, which is never an input */
-        for (size_t i = 0; i + 1 < m->sampled.n; i++) put_token(&p->text, m->sampled.data[i]);
-        fill(p, &p->text, end, nothing, nothing);
-        return true;
-    }
     if (!check_word("role", author, e) || (m->recipient && !check_word("recipient", m->recipient, e)) ||
         (m->channel && !check_word("channel", m->channel, e)) ||
         (type && !check_word("content_type", type + length_of(type, constrained), e)))
@@ -879,7 +869,6 @@ void reader_init(Reader *r, const Chat *chat, const char *effort) {
         return;
     }
     bytes_text(&r->header, "assistant");
-    ids_append(&r->now.sampled, chat->answer.data, chat->answer.n);
 }
 
 void reader_free(Reader *r) {
@@ -972,18 +961,16 @@ static void next_message(Reader *r, bool kept) {
     if (!kept) message_free(&r->now);
     r->now = (Message){.role = join("assistant", "", 0)};
     r->in_content = r->started = false;
-    r->sound = r->repairs;
 }
 
 /* Ends the message being read. An empty one is dropped, unless a token `ended` it and its header is whole or has a
- * recipient. A repaired message is not replayed token by token. */
+ * recipient. */
 static void close_message(Reader *r, bool ended, Bytes *text) {
     Message *m = &r->now;
     if (!r->in_content) read_header(r, false, text);
     size_t before = text->n;
     tokenizer_flush(&r->decoder, text);
     bytes_add(&m->content, text->data + before, text->n - before);
-    if (!ended || r->repairs > r->sound) ids_free(&m->sampled);
     next_message(r, m->content.n || (ended && (r->in_content || m->recipient)));
 }
 
@@ -994,13 +981,11 @@ static bool push_harmony(Reader *r, int token, Bytes *text) {
     int which = 0;
     while (which < CONTROLS && r->chat->control[which] != token) which++;
     bool channel = which == CHANNEL && (r->in_content || (header && memchr(r->header.data, *marks, header)));
-    ids_add(&r->now.sampled, token);
     if (token == STREAM_END) {
         close_message(r, false, text);
     } else if (which == START || channel) { /* a new message, even without <|start|> */
         r->repairs += r->in_content || (r->started && !header);
         close_message(r, false, text);
-        ids_add(&r->now.sampled, token);
         r->started = which == START;
         if (channel) bytes_add(&r->header, marks, 1);
     } else if (which >= END && which < CONTROLS) {
@@ -1120,6 +1105,7 @@ Read reader_push(Reader *r, int token, Bytes *text) {
     int before = r->messages;
     bytes_text(text, "");
     Read read = {.stop = (other ? push_other : push_harmony)(r, token, text)};
+    read.header = !other && !r->in_content;
     if (other && read.stop) before = 0;
     read.closed = r->messages > before;
     read.part = message_part(read.closed ? r->message + r->messages - 1 : &r->now);

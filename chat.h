@@ -12,7 +12,6 @@ typedef struct {
     const Tokenizer *tokenizer;
     const Format *format;
     int control[CONTROLS]; /* ids of harmony's tokens, or of another format's marks */
-    Ids answer;            /* harmony's <|start|>assistant, which ends a prompt */
     int end;               /* the token that ends an answer in another format */
     char *preset;          /* the system text that the template itself has, or NULL */
 } Chat;
@@ -37,7 +36,6 @@ typedef struct {
         char *word[6]; /* the same */
     };
     Bytes content;
-    Ids sampled; /* if the model wrote it without a fault, its tokens, which prompts replay; else none */
 } Message;
 
 typedef struct {
@@ -88,12 +86,13 @@ typedef struct {
     Decoder decoder;
     Message *message; /* complete messages; take them with reader_take */
     int messages;
-    int repairs, sound; /* the number of all repairs, and of those before `now` */
+    int repairs;
 } Reader;
 
 typedef struct {
     bool stop;   /* sampling should end */
     bool closed; /* this token completed the last of reader.message; at a stop an earlier token may have */
+    bool header; /* what follows stands in a header of harmony's */
     Part part;   /* of the message that `text` belongs to */
 } Read;
 

@@ -644,10 +644,8 @@ static bool keep_answer(Answer *a, Error *e) {
     if (part == REASONING || (part == CALL && strcmp(a->reason, "tool call")))
         return fail(e, interrupted ? INTERRUPTED : FAILED, "no answer: ended while %s (%s)%s", at, a->reason,
                     p->loop ? "; /retry tries again" : "");
-    if (part == ANSWER && !strcmp(a->reason, "stop text")) { /* the conversation keeps what was shown */
+    if (part == ANSWER && !strcmp(a->reason, "stop text")) /* the conversation keeps what was shown */
         text_stops(&last->content, &(size_t){0}, p->o.stop.text, p->o.stop.n, true);
-        ids_free(&last->sampled);
-    }
     if (part == PREAMBLE && !p->loop) add_text(a, ANSWER, &last->content, true);
     reader_take(&a->reader, &p->talk);
     return true;

@@ -609,8 +609,7 @@ static void finish_choice(Choice *c, const char *why) {
 static bool read_chat(Choice *c, int token, const float *logits) {
     Bytes ignored = {0};
     Read read = reader_push(&c->reader, token, &ignored);
-    bool header = server.s.chat.answer.n && !c->reader.in_content; /* harmony's */
-    bool content = !header && read.part != REASONING && read.part != CALL;
+    bool content = !read.header && read.part != REASONING && read.part != CALL;
     bytes_free(&ignored);
     c->thought += read.part == REASONING;
     if (logits && content && !tokenizer_is_control(server.s.tokenizer, token)) add_score(c, token, logits, 0);

@@ -1,5 +1,5 @@
 /* unit.c: tests that need to look inside: every layer against the goldens of transformers, the real activations of
- * gpt-oss-20b, batching and rewinding bit by bit, the sampler, harmony's replay, UTF-8. One line a test, `ok NAME`,
+ * gpt-oss-20b, batching and rewinding bit by bit, the sampler, reading answers, UTF-8. One line a test, `ok NAME`,
  * `FAIL NAME: why` or `skip NAME: why`. Run from the top of the project; TEST_DATA names data that cannot be shipped.
  */
 #include "reading.h"
@@ -709,34 +709,6 @@ static void talk_close(Talk *t) {
     bytes_free(&t->shown);
 }
 
-/* A call is replayed in the model's own spelling, here one letter a token, and so are the messages before it. */
-static void calls_are_replayed(void) {
-    static const char *const pieces[] = {
-        "<|channel|>",   "analysis", "<|message|>", "L",         "e",           "t",
-        " me",           "<|end|>",  "<|start|>",   "assistant", "<|channel|>", "commentary to=functions.f ",
-        "<|constrain|>", "json",     "<|message|>", "{\"a\": 1", "}",           "<|call|>"};
-    Talk t;
-    Read read = {0};
-    talk_open(&t);
-    conversation_free(&t.conversation);
-    open_conversation(&t.conversation);
-    for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) talk_sample(&t, pieces[i]);
-    for (size_t i = 0; i < t.sampled.n; i++) {
-        check(!read.stop, "stopped before the call");
-        read = reader_push(&t.reader, t.sampled.data[i], &t.shown);
-    }
-    check(read.stop && read.closed && read.part == CALL && !t.reader.repairs, "the call was not read as one");
-    reader_take(&t.reader, &t.conversation);
-    const Conversation *c = &t.conversation;
-    check(c->messages == 2 && !strcmp(c->message[1].recipient, "functions.f"), "%d messages", c->messages);
-    talk_render(&t);
-    size_t skip = t.chat.answer.n; /* <|start|>assistant was the prompt's */
-    check(t.rendered.n == t.sampled.n + skip &&
-              !memcmp(t.rendered.data + skip, t.sampled.data, t.sampled.n * sizeof(int)),
-          "the tokens differ");
-    talk_close(&t);
-}
-
 /* A model that goes on in the name of others says nothing for them: no message of its own becomes a question or an
  * instruction. */
 static void roles_are_not_taken(void) {
@@ -754,8 +726,10 @@ static void roles_are_not_taken(void) {
         check(!strcmp(c->message[i].role, "assistant"), "role %s", c->message[i].role);
     talk_render(&t);
     int assistants = 0;
+    t.sampled.n = 0;
+    talk_sample(&t, "<|start|>assistant");
     for (size_t i = 0; i + 1 < t.rendered.n; i++)
-        assistants += t.rendered.data[i] == t.chat.answer.data[0] && t.rendered.data[i + 1] == t.chat.answer.data[1];
+        assistants += !memcmp(t.rendered.data + i, t.sampled.data, t.sampled.n * sizeof(int));
     check(assistants == 4, "%d messages of 4 are rendered as the assistant's", assistants);
     talk_close(&t);
 }
@@ -963,7 +937,6 @@ int main(void) {
     run("unit: equals and NaN", equals_and_nan);
     run("unit: invalid UTF-8", invalid_utf8);
     run("unit: tokens without a row", tokens_without_a_row);
-    run("unit: calls are replayed token by token", calls_are_replayed);
     run("unit: what the model writes in others' names is its own", roles_are_not_taken);
     run("unit: answers at random are rendered and read again", readings_are_rendered_and_read_again);
     run("unit: answers in other formats are rendered and read again", other_formats_are_rendered_and_read_again);
