@@ -263,6 +263,18 @@ cJSON *json_from_text(const char *text, size_t n) {
     return json;
 }
 
+cJSON *json_add(cJSON *object, const char *key, ...) {
+    va_list args;
+    va_start(args, key);
+    if (!object) object = checked(cJSON_CreateObject());
+    for (; key; key = va_arg(args, const char *)) cJSON_AddItemToObject(object, key, va_arg(args, cJSON *));
+    va_end(args);
+    return object;
+}
+
+cJSON *number(double x) { return checked(cJSON_CreateNumber(x)); }
+cJSON *word(const char *text) { return checked(text ? cJSON_CreateString(text) : cJSON_CreateNull()); }
+
 char *json_text(const cJSON *value) { return checked(cJSON_PrintUnformatted(value)); }
 
 void json_append(Bytes *out, cJSON *json) {

@@ -87,6 +87,12 @@ bool json_true(const cJSON *object, const char *key);
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);
 /* n bytes of UTF-8 as a JSON string. A NUL becomes U+FFFD, because json_parse() refuses it. */
 cJSON *json_from_text(const char *text, size_t n);
+/* Adds keys and values to an object, or to a new one if it is NULL, and returns it; NULL ends them. A value that is
+ * NULL is left out. */
+cJSON *json_add(cJSON *object, const char *key, ...) __attribute__((sentinel));
+#define json_object(...) json_add(NULL, __VA_ARGS__)
+cJSON *number(double x);
+cJSON *word(const char *text); /* null for NULL */
 /* The value as compact JSON text; free it. */
 char *json_text(const cJSON *value);
 void json_append(Bytes *out, cJSON *json); /* the same text, appended; frees the value */

@@ -14,22 +14,6 @@
 
 enum { MOST_TEXT = 1 << 28 };
 
-/* Adds numbers to an object. `names` has their names, separated by spaces. */
-static void add_numbers(cJSON *to, const char *names, const double *values) {
-    char name[40];
-    for (size_t n; *names; names += n + (names[n] == ' ')) {
-        n = strcspn(names, " ");
-        snprintf(name, sizeof name, "%.*s", (int)n, names);
-        cJSON_AddNumberToObject(to, name, *values++);
-    }
-}
-
-static cJSON *add_object(cJSON *array) {
-    cJSON *object = cJSON_CreateObject();
-    cJSON_AddItemToArray(array, object);
-    return object;
-}
-
 /* ---- bench: how fast are prompts and generation? ----
  * The memory that a step reads limits generation. So bench counts the bytes of each step from the model's own tensors
  * and compares the step's time with a flat read of as many bytes, in the same run on the same card. */
@@ -63,17 +47,18 @@ static void report_figure(Bench *b, Figure *f) {
     double all = (double)f->tokens * f->streams, least = all / f->seconds[n - 1], most = all / f->seconds[0];
     double bytes = (double)f->bytes, percent = f->flat / step * 100;
     if (b->rows) {
-        cJSON *row = add_object(b->rows);
-        cJSON_AddStringToObject(row, "kind", kind);
-        add_numbers(row, "tokens depth streams tokens_per_second least most seconds",
-                    (double[]){f->tokens, f->depth, f->streams, all / median, least, most, median});
+        cJSON *row = json_object("kind", word(kind), "tokens", number(f->tokens), "depth", number(f->depth), "streams",
+                                 number(f->streams), "tokens_per_second", number(all / median), "least", number(least),
+                                 "most", number(most), "seconds", number(median), NULL);
+        cJSON_AddItemToArray(b->rows, row);
         if (f->prompt) return;
-        add_numbers(row, "experts step_bytes bytes_per_second flat_seconds percent_of_flat",
-                    (double[]){f->experts, bytes, bytes / step, f->flat, percent});
         Phase phase[MOST_PHASES]; /* of the last step */
-        cJSON *phases = cJSON_AddObjectToObject(row, "phases");
+        cJSON *phases = cJSON_CreateObject();
         for (int i = 0, k = backend->phases(b->model.engine.state, phase); i < k; i++)
-            cJSON_AddNumberToObject(phases, phase[i].name, phase[i].seconds);
+            json_add(phases, phase[i].name, number(phase[i].seconds), NULL);
+        json_add(row, "experts", number(f->experts), "step_bytes", number(bytes), "bytes_per_second",
+                 number(bytes / step), "flat_seconds", number(f->flat), "percent_of_flat", number(percent), "phases",
+                 phases, NULL);
         return;
     }
     printf("| %s %d | %d | %d | %.1f | %.1f-%.1f | %.3f |", kind, f->tokens, f->depth, f->streams, all / median, least,
@@ -224,19 +209,18 @@ static size_t on_answer(char *data, size_t size, size_t n, void *client) {
 
 static void send_request(Client *c, CURLM *all) {
     const Options *o = c->load->o;
-    cJSON *request = cJSON_CreateObject(), *prompt = cJSON_AddArrayToObject(request, "prompt");
+    cJSON *prompt = cJSON_CreateArray(), *model = o->model ? word(o->model) : NULL;
+    Bytes body = {0};
     for (int i = 0; i < c->load->prompt; i++)
-        cJSON_AddItemToArray(prompt, cJSON_CreateNumber((double)(FIRST_ID + random() % PROMPT_IDS)));
-    if (o->model) cJSON_AddStringToObject(request, "model", o->model);
-    add_numbers(request, "max_tokens temperature", (double[]){o->tokens, (double)o->sampling.temperature});
-    cJSON_AddTrueToObject(request, "ignore_eos"); /* servers that know it give answers of equal length */
-    cJSON_AddTrueToObject(request, "stream");
-    cJSON_AddTrueToObject(cJSON_AddObjectToObject(request, "stream_options"), "include_usage");
-    char *body = json_text(request);
-    curl_easy_setopt(c->easy, CURLOPT_COPYPOSTFIELDS, body);
+        cJSON_AddItemToArray(prompt, number((double)(FIRST_ID + random() % PROMPT_IDS)));
+    /* servers that know ignore_eos give answers of equal length */
+    json_append(&body, json_object("prompt", prompt, "model", model, "max_tokens", number(o->tokens), "temperature",
+                                   number((double)o->sampling.temperature), "ignore_eos", cJSON_CreateTrue(), "stream",
+                                   cJSON_CreateTrue(), "stream_options",
+                                   json_object("include_usage", cJSON_CreateTrue(), NULL), NULL));
+    curl_easy_setopt(c->easy, CURLOPT_COPYPOSTFIELDS, body.data);
     curl_multi_add_handle(all, c->easy);
-    cJSON_Delete(request);
-    free(body);
+    bytes_free(&body);
     c->line.n = 0, c->tokens = 0, c->last = 0, c->sent = seconds();
     c->load->left--;
 }
@@ -326,11 +310,12 @@ static int bench_server(const Options *o, bool json) {
     for (int i = 0; i < o->prompts.n * o->clients.n; i++) {
         l.prompt = o->prompts.value[i / o->clients.n], l.clients = o->clients.value[i % o->clients.n];
         run_load(&l, o->repeats);
-        cJSON *row = add_object(rows);
-        add_numbers(row, "clients prompt tokens_per_second first_p50 first_p99 token_p50 token_p99 token_most failed",
-                    (double[]){l.clients, l.prompt, l.tokens / l.seconds, percentile(&l.first, 0.5),
-                               percentile(&l.first, 0.99), percentile(&l.gaps, 0.5), percentile(&l.gaps, 0.99),
-                               percentile(&l.gaps, 1), l.failed});
+        cJSON *row = json_object("clients", number(l.clients), "prompt", number(l.prompt), "tokens_per_second",
+                                 number(l.tokens / l.seconds), "first_p50", number(percentile(&l.first, 0.5)),
+                                 "first_p99", number(percentile(&l.first, 0.99)), "token_p50",
+                                 number(percentile(&l.gaps, 0.5)), "token_p99", number(percentile(&l.gaps, 0.99)),
+                                 "token_most", number(percentile(&l.gaps, 1)), "failed", number(l.failed), NULL);
+        cJSON_AddItemToArray(rows, row);
         cJSON_ArrayForEach(x, row) if (!json) printf("| %.5g ", x->valuedouble);
         if (!json) puts("|");
         fflush(stdout);
@@ -352,12 +337,11 @@ int bench(const Options *o) {
     if (!json && !md) fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->output), die(&e);
     if (o->server) return bench_server(o, json);
     if (!session_open(s, o, NEED_SHAPES | NEED_ENGINE, &e)) die(&e);
-    cJSON *out = cJSON_CreateObject();
-    cJSON_AddStringToObject(out, "family", s->checkpoint.family);
-    cJSON_AddBoolToObject(out, "random", s->checkpoint.model.made_up);
-    cJSON_AddStringToObject(out, "where", s->where);
-    add_numbers(out, "weight_bytes load_seconds", (double[]){(double)model_bytes(s->engine.model), s->seconds});
-    if (json) b.rows = cJSON_AddArrayToObject(out, "rows");
+    if (json) b.rows = cJSON_CreateArray();
+    cJSON *out =
+        json_object("family", word(s->checkpoint.family), "random", cJSON_CreateBool(s->checkpoint.model.made_up),
+                    "where", word(s->where), "weight_bytes", number((double)model_bytes(s->engine.model)),
+                    "load_seconds", number(s->seconds), "rows", b.rows, NULL);
     if (md)
         puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|");
@@ -434,8 +418,8 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
         bool chosen = strstr(x->name, "experts") && !strstr(x->name, "shared_experts");
         if (m) active += looked_up ? 0 : chosen ? n / m->n_experts * m->top_k : n;
     }
-    cJSON_AddNumberToObject(out, "weight_bytes", bytes);
-    if (m) add_numbers(out, "parameters active_parameters", (double[]){values, active});
+    json_add(out, "weight_bytes", number(bytes), NULL);
+    if (m) json_add(out, "parameters", number(values), "active_parameters", number(active), NULL);
 }
 
 /* Adds what the GPU must hold and how much of it fits. The backend counts weights and cache in the same way. Its
@@ -449,13 +433,13 @@ static void add_memory(cJSON *out, const Model *m, int context) {
     backend->describe(d);
     snprintf(text, sizeof text, "the weights, %s of cache for a context of %s, about 2 GB to work in",
              size_text((uint64_t)(token * context), size), count_text((uint64_t)context, count));
-    add_numbers(out, "cache_bytes_per_token gpu_bytes", (double[]){token, fixed + token * context});
-    cJSON_AddStringToObject(out, "estimate", text);
+    json_add(out, "cache_bytes_per_token", number(token), "gpu_bytes", number(fixed + token * context), "estimate",
+             word(text), NULL);
     double room = d->gpus ? (double)d->gpu[0].free : 0, fits = 0;
     if (d->gpu[0].usable) fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
-    cJSON_AddStringToObject(out, "gpu", d->gpus ? d->gpu[0].name : d->problem);
-    if (d->gpus) add_numbers(out, "gpu_bytes_free context_that_fits", (double[]){room, fits});
-    cJSON_AddItemToObject(out, "fits", d->gpus ? cJSON_CreateBool(fits >= context) : cJSON_CreateNull());
+    json_add(out, "gpu", word(d->gpus ? d->gpu[0].name : d->problem), NULL);
+    if (d->gpus) json_add(out, "gpu_bytes_free", number(room), "context_that_fits", number(fits), NULL);
+    json_add(out, "fits", d->gpus ? cJSON_CreateBool(fits >= context) : cJSON_CreateNull(), NULL);
     if (d->gpus && fits < context) {
         snprintf(text, sizeof text, "--ctx %.0f fits here", fits);
         if (!fits) snprintf(text, sizeof text, "a GPU with %s free", size_text((uint64_t)(fixed + token * PAGE), size));
@@ -473,10 +457,10 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
     bool ok = session_open(&s, &(Options){.model = dir}, NEED_CHECKPOINT | USE_TOKENIZER, e);
     cJSON_AddBoolToObject(out, "supported", ok);
     if (ok) {
-        cJSON_AddStringToObject(out, "family", s.checkpoint.family);
-        add_numbers(out, "layers width heads kv_heads head_size experts experts_per_token vocabulary context",
-                    (double[]){m->n_layers, m->dim, m->n_heads, m->n_kv_heads, m->head_dim, m->n_experts, m->top_k,
-                               m->vocab, m->context});
+        json_add(out, "family", word(s.checkpoint.family), "layers", number(m->n_layers), "width", number(m->dim),
+                 "heads", number(m->n_heads), "kv_heads", number(m->n_kv_heads), "head_size", number(m->head_dim),
+                 "experts", number(m->n_experts), "experts_per_token", number(m->top_k), "vocabulary", number(m->vocab),
+                 "context", number(m->context), NULL);
         const char *chat = s.has_chat ? chat_name(&s.chat) : "none: its text is continued raw";
         if (s.tokenizer) cJSON_AddStringToObject(out, "chat_format", chat); /* a repository's outline has none */
         add_weights(out, &s.checkpoint.tensors, m);
@@ -510,8 +494,7 @@ int inspect(const Options *o) {
     bool far = strchr(o->model, '/') && (!dir || (strcmp(dir, o->model) && !model_complete(dir)));
     if (!far && !dir) die(&e);
     const char *outline = far ? outline_open(o->model, &to_fetch) : dir;
-    cJSON *out = cJSON_CreateObject();
-    cJSON_AddStringToObject(out, "name", o->model);
+    cJSON *out = json_object("name", word(o->model), NULL);
     bool ok = add_model(out, outline, o->context, &e);
     if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)to_fetch);
     if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
@@ -530,14 +513,10 @@ int list(const Options *o) {
     char size[24];
     cJSON *all = cJSON_CreateArray();
     for (const ModelEntry *m = model; m < model + n; m++) {
-        cJSON *one = add_object(all);
-        cJSON_AddStringToObject(one, "name", m->name);
-        cJSON_AddStringToObject(one, "family", m->family);
-        cJSON_AddNumberToObject(one, "bytes", (double)m->bytes);
-        cJSON_AddStringToObject(one, "encoding", m->encoding);
-        cJSON_AddBoolToObject(one, "supported", m->known);
-        cJSON_AddBoolToObject(one, "complete", m->complete);
-        cJSON_AddStringToObject(one, "path", m->path);
+        cJSON *one = json_object("name", word(m->name), "family", word(m->family), "bytes", number((double)m->bytes),
+                                 "encoding", word(m->encoding), "supported", cJSON_CreateBool(m->known), "complete",
+                                 cJSON_CreateBool(m->complete), "path", word(m->path), NULL);
+        cJSON_AddItemToArray(all, one);
         const char *state = !m->known ? "not supported" : m->complete ? "complete" : "incomplete";
         if (!o->json)
             printf("%-36s %-10s %8s  %-5s  %-13s  %s\n", m->name, m->family, size_text(m->bytes, size), m->encoding,
@@ -564,11 +543,9 @@ static void finding(Doctor *d, const char *what, int code, const char *cure, con
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    cJSON *one = add_object(d->all);
-    cJSON_AddStringToObject(one, "what", what);
-    cJSON_AddBoolToObject(one, "ok", !cure);
-    cJSON_AddStringToObject(one, "found", text);
-    if (cure) cJSON_AddStringToObject(one, "cure", cure);
+    cJSON *one = json_object("what", word(what), "ok", cJSON_CreateBool(!cure), "found", word(text), "cure",
+                             cure ? word(cure) : NULL, NULL);
+    cJSON_AddItemToArray(d->all, one);
     if (!d->json) printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
     if (cure && !d->code) d->code = code;
 }

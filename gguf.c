@@ -32,7 +32,7 @@ static void refuse(Cursor *r, const char *format, ...) {
     r->bad = true;
 }
 
-static uint64_t number(Cursor *r, size_t bytes) { /* little-endian */
+static uint64_t read_number(Cursor *r, size_t bytes) { /* little-endian */
     uint64_t x = 0;
     if ((size_t)(r->end - r->at) < bytes) refuse(r, "the file is incomplete or damaged: download it again");
     if (r->bad) return 0;
@@ -42,7 +42,7 @@ static uint64_t number(Cursor *r, size_t bytes) { /* little-endian */
 }
 
 static cJSON *text(Cursor *r) {
-    uint64_t n = number(r, 8);
+    uint64_t n = read_number(r, 8);
     if (n > (size_t)(r->end - r->at)) refuse(r, "a text is longer than the file: download it again");
     if (!r->bad && utf8_check((const char *)r->at, n) < n) refuse(r, "a text is not UTF-8");
     if (r->bad) n = 0;
@@ -58,12 +58,12 @@ static cJSON *value(Cursor *r, uint64_t type, bool element) {
     if (r->bad) return cJSON_CreateNull();
     if (type == TEXT) return text(r);
     if (type == ARRAY) {
-        uint64_t of = number(r, 4), n = number(r, 8);
+        uint64_t of = read_number(r, 4), n = read_number(r, 8);
         cJSON *list = cJSON_CreateArray();
         for (; n && !r->bad; n--) cJSON_AddItemToArray(list, value(r, of, true));
         return list;
     }
-    uint64_t x = number(r, size[type]);
+    uint64_t x = read_number(r, size[type]);
     int unused = 64 - 8 * (int)size[type];
     double d = (double)x;
     if (type == BOOL) return cJSON_CreateBool(x != 0);
@@ -152,12 +152,12 @@ static void add_tensor(Cursor *r, cJSON *out, const char *arch, const char *name
 static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *out) {
     cJSON *name = text(r);
     double shape[4], values = 1;
-    uint64_t dims = number(r, 4);
+    uint64_t dims = read_number(r, 4);
     if (dims < 1 || dims > 4) refuse(r, "a tensor must have one to four dimensions");
     /* GGUF begins with the dimension that varies fastest, the hub ends with it. */
-    for (uint64_t i = dims; i-- && !r->bad;) values *= shape[i] = (double)number(r, 8);
-    uint64_t type = number(r, 4);
-    double offset = (double)number(r, 8);
+    for (uint64_t i = dims; i-- && !r->bad;) values *= shape[i] = (double)read_number(r, 8);
+    uint64_t type = read_number(r, 4);
+    double offset = (double)read_number(r, 8);
     const char *called = type < sizeof ggml_types / sizeof *ggml_types ? ggml_types[type] : "unknown";
     const TypeInfo *info = NULL;
     for (const TypeInfo *one = types; one < types + TYPES; one++)
@@ -179,14 +179,14 @@ cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, siz
     Cursor r = {f->name,    f->map, f->map + 4, f->map + (f->size < MOST_HEADER ? f->size : MOST_HEADER),
                 MOST_ITEMS, false,  e};
     cJSON *out = cJSON_CreateObject(), *own = cJSON_AddObjectToObject(out, "__metadata__");
-    uint64_t version = number(&r, 4), tensors = number(&r, 8), keys = number(&r, 8);
+    uint64_t version = read_number(&r, 4), tensors = read_number(&r, 8), keys = read_number(&r, 8);
     if (memcmp(f->map, "GGUF", 4) || version < 2 || version > 3)
         refuse(&r, "no GGUF of version 2 or 3 (%llu): download it again", (unsigned long long)version);
     if (keys > MOST_KEYS) refuse(&r, "more keys than any model has");
     for (; keys && !r.bad; keys--) {
         cJSON *key = text(&r);
         if (cJSON_GetObjectItemCaseSensitive(own, key->valuestring)) refuse(&r, "a key appears twice");
-        cJSON_AddItemToObject(own, key->valuestring, value(&r, number(&r, 4), false));
+        cJSON_AddItemToObject(own, key->valuestring, value(&r, read_number(&r, 4), false));
         cJSON_Delete(key);
     }
     double align = get_number(own, "general.alignment", 32), no = get_number(own, "split.no", 0);

@@ -1108,23 +1108,18 @@ static void play_loop(Play *p) {
 
 static void print_answer_json(const Answer *a) {
     const Play *p = a->p;
-    cJSON *json = cJSON_CreateObject();
-    cJSON_AddStringToObject(json, "model", p->m.name);
-    cJSON_AddItemToObject(json, "text", json_from_text(a->text.data, a->text.n));
-    cJSON_AddItemToObject(json, "thinking", json_from_text(a->thinking.data, a->thinking.n));
-    cJSON_AddStringToObject(json, "reason", a->reason);
-    cJSON *calls = cJSON_AddArrayToObject(json, "tool_calls");
+    cJSON *calls = cJSON_CreateArray();
     for (int i = 0; i < p->talk.messages; i++) {
         const Message *m = p->talk.message + i;
         if (!strcmp(m->role, "assistant") && message_part(m) == CALL) cJSON_AddItemToArray(calls, message_json(m));
     }
-    cJSON_AddNumberToObject(json, "prompt_tokens", (double)a->prompt);
-    cJSON_AddNumberToObject(json, "tokens", (double)a->tokens);
-    cJSON_AddNumberToObject(json, "thinking_tokens", (double)a->thought);
-    cJSON_AddNumberToObject(json, "first_token_ms", a->first * 1000);
-    cJSON_AddNumberToObject(json, "tokens_per_second", speed(a));
-    cJSON_AddNumberToObject(json, "seed", (double)p->o.sampling.seed);
-    json_print(json, true);
+    cJSON *text = json_from_text(a->text.data, a->text.n);
+    cJSON *thinking = json_from_text(a->thinking.data, a->thinking.n);
+    json_print(json_object("model", word(p->m.name), "text", text, "thinking", thinking, "reason", word(a->reason),
+                           "tool_calls", calls, "prompt_tokens", number(a->prompt), "tokens", number(a->tokens),
+                           "thinking_tokens", number(a->thought), "first_token_ms", number(a->first * 1000),
+                           "tokens_per_second", number(speed(a)), "seed", number(p->o.sampling.seed), NULL),
+               true);
 }
 
 static int play_once(Play *p, const Bytes *prompt) {

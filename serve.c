@@ -15,7 +15,6 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -154,19 +153,6 @@ static unsigned status_of(const Request *q) {
     return !code ? 200 : code < 200 ? 400 : (unsigned)code;
 }
 
-/* Makes a JSON object of keys and values; NULL ends them. A value that is NULL is left out. */
-static cJSON *__attribute__((sentinel)) object(const char *key, ...) {
-    cJSON *json = cJSON_CreateObject();
-    va_list args;
-    va_start(args, key);
-    for (; key; key = va_arg(args, const char *)) cJSON_AddItemToObject(json, key, va_arg(args, cJSON *));
-    va_end(args);
-    return json;
-}
-
-static cJSON *number(double x) { return cJSON_CreateNumber(x); }
-static cJSON *word(const char *text) { return text ? cJSON_CreateString(text) : cJSON_CreateNull(); }
-
 /* Appends a value to an array of the object, and makes the array if it is missing. */
 static void append(cJSON *json, const char *key, cJSON *value) {
     cJSON *array = cJSON_GetObjectItemCaseSensitive(json, key);
@@ -183,9 +169,9 @@ static void put_json(Request *q, cJSON *json) {
 static void put_error(Request *q) {
     const unsigned status = status_of(q);
     const char *type = status == 429 ? "rate_limit_error" : status < 500 ? "invalid_request_error" : "server_error";
-    cJSON *error = object("message", word(q->error.text), "type", word(type), "param", word(NULL), "code",
-                          word(status == 401 ? "invalid_api_key" : q->code), NULL);
-    put_json(q, object("error", error, NULL));
+    cJSON *error = json_object("message", word(q->error.text), "type", word(type), "param", word(NULL), "code",
+                               word(status == 401 ? "invalid_api_key" : q->code), NULL);
+    put_json(q, json_object("error", error, NULL));
 }
 
 /* ---- parameters of a request ---- */
@@ -451,8 +437,9 @@ static cJSON *chance_json(int id, const float *logits, double all) {
     tokenizer_bytes(server.s.tokenizer, &d, id, &raw);
     for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, number((unsigned char)raw.data[i]));
     utf8_stream(&raw, &text, true);
-    cJSON *json = object("token", json_from_text(text.data, text.n), "logprob", /* JSON has no infinity */
-                         logits ? number(fmax((double)logits[id] - all, -9999)) : word(NULL), "bytes", bytes, NULL);
+    cJSON *json =
+        json_object("token", json_from_text(text.data, text.n), "logprob", /* JSON has no infinity */
+                    logits ? number(fmax((double)logits[id] - all, -9999)) : word(NULL), "bytes", bytes, NULL);
     bytes_free(&raw), bytes_free(&text), bytes_free(&d.held);
     return json;
 }
@@ -498,10 +485,10 @@ static cJSON *choice_json(Choice *c) {
     cJSON *thoughts = c->thoughts.n ? json_from_text(c->thoughts.data, c->thoughts.n) : NULL;
     cJSON *said = some ? json_from_text(c->text.data + c->sent, c->shown - c->sent) : !q->stream ? word(NULL) : NULL;
     if (q->chat)
-        said = object("role", c->spoke ? NULL : word("assistant"), "content", said, "reasoning_content", thoughts,
-                      "tool_calls", c->calls, NULL);
-    cJSON *choice = object("index", number(c->index), key, said, "logprobs", c->scores ? c->scores : word(NULL),
-                           "finish_reason", word(c->finish), NULL);
+        said = json_object("role", c->spoke ? NULL : word("assistant"), "content", said, "reasoning_content", thoughts,
+                           "tool_calls", c->calls, NULL);
+    cJSON *choice = json_object("index", number(c->index), key, said, "logprobs", c->scores ? c->scores : word(NULL),
+                                "finish_reason", word(c->finish), NULL);
     c->calls = c->scores = NULL;
     c->sent = c->shown, c->thoughts.n = 0, c->spoke = true;
     return choice;
@@ -513,9 +500,10 @@ static cJSON *usage_json(const Request *q) {
         if (c->index % q->n == 0) prompt += c->stream.prompt, reused += c->stream.reused;
         tokens += c->tokens, thought += c->thought;
     }
-    return object("prompt_tokens", number(prompt), "completion_tokens", number(tokens), "total_tokens",
-                  number(prompt + tokens), "prompt_tokens_details", object("cached_tokens", number(reused), NULL),
-                  "completion_tokens_details", object("reasoning_tokens", number(thought), NULL), NULL);
+    return json_object("prompt_tokens", number(prompt), "completion_tokens", number(tokens), "total_tokens",
+                       number(prompt + tokens), "prompt_tokens_details",
+                       json_object("cached_tokens", number(reused), NULL), "completion_tokens_details",
+                       json_object("reasoning_tokens", number(thought), NULL), NULL);
 }
 
 /* Writes a reply, or an event of a stream, with the choices [from, to). */
@@ -523,8 +511,8 @@ static void put_reply(Request *q, Choice *from, const Choice *to, bool usage) {
     const char *what = !q->chat ? "text_completion" : q->stream ? "chat.completion.chunk" : "chat.completion";
     cJSON *choices = cJSON_CreateArray();
     for (Choice *c = from; c < to; c++) cJSON_AddItemToArray(choices, choice_json(c));
-    put_json(q, object("id", word(q->id), "object", word(what), "created", number(q->created), "model",
-                       word(server.name), "choices", choices, "usage", usage ? usage_json(q) : NULL, NULL));
+    put_json(q, json_object("id", word(q->id), "object", word(what), "created", number(q->created), "model",
+                            word(server.name), "choices", choices, "usage", usage ? usage_json(q) : NULL, NULL));
 }
 
 /* In a stream: writes an event if the choice has something new. */
@@ -563,10 +551,10 @@ static void add_call(Choice *c, const Message *m) {
     c->calls_n += begins;
     snprintf(id, sizeof id, "call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, c->index, c->calls_n - 1);
     if (!c->calls) c->calls = cJSON_CreateArray();
-    cJSON *function = object("name", begins ? json_from_text(name, strlen(name)) : NULL, "arguments", text, NULL);
+    cJSON *function = json_object("name", begins ? json_from_text(name, strlen(name)) : NULL, "arguments", text, NULL);
     cJSON_AddItemToArray(c->calls,
-                         object("index", q->stream ? number(c->calls_n - 1) : NULL, "id", begins ? word(id) : NULL,
-                                "type", begins ? word("function") : NULL, "function", function, NULL));
+                         json_object("index", q->stream ? number(c->calls_n - 1) : NULL, "id", begins ? word(id) : NULL,
+                                     "type", begins ? word("function") : NULL, "function", function, NULL));
     c->opened = true;
 }
 
@@ -824,10 +812,10 @@ static void complete_chat(Request *q) { q->chat = true, complete(q); }
 /* ---- other endpoints ---- */
 
 static void models(Request *q) {
-    cJSON *json = object("object", word("list"), NULL);
+    cJSON *json = json_object("object", word("list"), NULL);
     append(json, "data",
-           object("id", word(server.name), "object", word("model"), "created", number(0), "owned_by", word("infer"),
-                  "max_model_len", number(server.s.engine.context), NULL));
+           json_object("id", word(server.name), "object", word("model"), "created", number(0), "owned_by",
+                       word("infer"), "max_model_len", number(server.s.engine.context), NULL));
     put_json(q, json);
 }
 
@@ -842,7 +830,7 @@ static void health(Request *q) {
                                         : NULL;
     unlock();
     q->error.code = ill ? 503 : 200;
-    put_json(q, object("status", word(ill ? ill : "ok"), NULL));
+    put_json(q, json_object("status", word(ill ? ill : "ok"), NULL));
 }
 
 static void page(Request *q) { bytes_add(&q->out, page_begin, (size_t)(page_end - page_begin)); }
@@ -864,7 +852,7 @@ static void detokenize(Request *q) {
     if (take_prompt(q, json_get(q->json, "tokens"), 0, &ids)) {
         for (size_t i = 0; i < ids.n; i++) tokenizer_decode(server.s.tokenizer, &d, ids.data[i], &text);
         tokenizer_flush(&d, &text);
-        put_json(q, object("prompt", json_from_text(text.data, text.n), NULL));
+        put_json(q, json_object("prompt", json_from_text(text.data, text.n), NULL));
     }
     ids_free(&ids), bytes_free(&text);
 }
