@@ -783,6 +783,7 @@ static void editor_open(void) {
         {"\033[1;5D", "ed-prev-word", NULL}, {"\033[5~", "ed-ignore", NULL},     {"\033[6~", "ed-ignore", NULL}};
     HistEvent event;
     Bytes path = {0};
+    struct stat file;
     const char *home = getenv("HOME");
     EditLine *line = editor.line = el_init("infer", stdin, stdout, stderr);
     editor.history = history_init();
@@ -805,7 +806,13 @@ static void editor_open(void) {
     bytes_text(&path, "/history");
     editor.path = path.data;
     const int texts = history(editor.history, &event, H_LOAD, editor.path); /* it keeps the last HISTORY */
-    if (texts < 0 || texts > 10 * HISTORY) history(editor.history, &event, H_SAVE, editor.path);
+    if (texts < 0 && !stat(editor.path, &file) && file.st_size) {
+        fprintf(stderr, "infer: %s is no history that can be read: it stays as it is, and gets no new lines\n",
+                editor.path);
+        free(editor.path), editor.path = NULL;
+    } else if (texts < 0 || texts > 10 * HISTORY) {
+        history(editor.history, &event, H_SAVE, editor.path);
+    }
 }
 
 static void editor_close(void) {

@@ -851,6 +851,20 @@ def test_history_survives_a_kill_and_other_loops(folder):
         same(questions(t), ["back \\ slash\nand more"], "the text between quotes")
 
 
+def test_a_file_that_is_no_history_stays(folder):
+    """It may be somebody's work: it is named, not replaced, and the loop goes on without it."""
+    file = folder / ".cache" / "infer" / "history"
+    file.parent.mkdir(parents=True)
+    file.write_text("my notes\n")
+    with play(*SHORT, HOME=folder) as t:
+        expect(f"{file} is no history" in t.text(), "the file is not named")
+        t.say("/effort high")
+        t.send("\x1b[A\n")
+        t.wait("Effort: high")
+        t.prompt()
+    same(file.read_text(), "my notes\n", "the file")
+
+
 def test_keys():
     """Ctrl+arrows move by words, Tab completes commands, other keys print nothing."""
     with play(*SHORT) as t:
