@@ -928,7 +928,7 @@ static size_t read_word(Reader *r, const char *word, size_t n, bool complete, ch
 
 /* Splits the header into author, <|channel|> CHANNEL, to=RECIPIENT anywhere, and <|constrain|> TYPE or a bare json or
  * code. Other text is content if it stands behind the channel or if <|message|> is missing. */
-static void read_header(Reader *r, bool complete, Bytes *shown) {
+static void read_header(Reader *r, bool complete) {
     Message *m = &r->now;
     Bytes header = {0}, text = {0};
     char **field = r->started ? &m->role : NULL;
@@ -950,7 +950,6 @@ static void read_header(Reader *r, bool complete, Bytes *shown) {
     for (size_t i = 0; i < text.n; i++)
         if (strspn(text.data + i, marks)) text.data[i] = ' ';
     if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
-    bytes_add(shown, m->content.data, m->content.n);
     bytes_free(&header);
     bytes_free(&text);
 }
@@ -965,42 +964,39 @@ static void next_message(Reader *r, bool kept) {
 
 /* Ends the message being read. An empty one is dropped, unless a token `ended` it and its header is whole or has a
  * recipient. */
-static void close_message(Reader *r, bool ended, Bytes *text) {
+static void close_message(Reader *r, bool ended) {
     Message *m = &r->now;
-    if (!r->in_content) read_header(r, false, text);
-    size_t before = text->n;
-    tokenizer_flush(&r->decoder, text);
-    bytes_add(&m->content, text->data + before, text->n - before);
+    if (!r->in_content) read_header(r, false);
+    tokenizer_flush(&r->decoder, &m->content);
     next_message(r, m->content.n || (ended && (r->in_content || m->recipient)));
 }
 
 /* Reads a token, or STREAM_END. True: sampling should end. */
-static bool push_harmony(Reader *r, int token, Bytes *text) {
+static bool push_harmony(Reader *r, int token) {
     const Tokenizer *t = r->chat->tokenizer;
-    size_t shown = text->n, header = r->header.n;
+    size_t header = r->header.n;
     int which = 0;
     while (which < CONTROLS && r->chat->control[which] != token) which++;
     bool channel = which == CHANNEL && (r->in_content || (header && memchr(r->header.data, *marks, header)));
     if (token == STREAM_END) {
-        close_message(r, false, text);
+        close_message(r, false);
     } else if (which == START || channel) { /* a new message, even without <|start|> */
         r->repairs += r->in_content || (r->started && !header);
-        close_message(r, false, text);
+        close_message(r, false);
         r->started = which == START;
         if (channel) bytes_add(&r->header, marks, 1);
     } else if (which >= END && which < CONTROLS) {
         r->repairs += !r->in_content;
-        close_message(r, true, text);
+        close_message(r, true);
     } else if (which == MESSAGE && !r->in_content) {
-        read_header(r, true, text);
+        read_header(r, true);
         r->in_content = true;
     } else if ((which == CHANNEL || which == CONSTRAIN) && !r->in_content) {
         bytes_add(&r->header, marks + (which == CONSTRAIN), 1);
     } else if (tokenizer_is_control(t, token)) {
         r->repairs++; /* it does not belong here */
     } else if (r->in_content) {
-        tokenizer_decode(t, &r->decoder, token, text);
-        bytes_add(&r->now.content, text->data + shown, text->n - shown);
+        tokenizer_decode(t, &r->decoder, token, &r->now.content);
     } else { /* the model's own bytes 1 and 2 are no marks */
         tokenizer_bytes(t, &r->decoder, token, &r->header);
         for (size_t i = header; i < r->header.n; i++)
@@ -1013,21 +1009,20 @@ static bool push_harmony(Reader *r, int token, Bytes *text) {
 
 /* Moves pending text to the message being read. White space at the beginning of a message is dropped; at the end of the
  * text it stays pending until more follows. */
-static void say(Reader *r, Bytes *shown) {
+static void say(Reader *r) {
     Message *m = &r->now;
     Bytes text = trim(r->header);
     size_t behind = text.n ? (size_t)(text.data - r->header.data) + text.n : m->content.n ? 0 : r->header.n;
     if (m->content.n) text = (Bytes){.data = r->header.data, .n = behind};
     r->started = r->started && !text.n;
     bytes_add(&m->content, text.data, text.n);
-    bytes_add(shown, text.data, text.n);
     r->header.n -= behind;
     memmove(r->header.data, r->header.data + behind, r->header.n + 1);
 }
 
-static void end_text(Reader *r, const char *channel, Bytes *shown) {
+static void end_text(Reader *r, const char *channel) {
     tokenizer_flush(&r->decoder, &r->header);
-    say(r, shown);
+    say(r);
     r->header.n = *r->header.data = 0;
     conversation_set(&r->now.channel, channel);
     next_message(r, r->now.content.n);
@@ -1043,7 +1038,7 @@ static bool may_be_call(const Reader *r) {
 
 /* Turns pending text into a call if it is one, with arguments as Python writes them. `closed`: the text ends with the
  * closing mark. A call without marks must have arguments, or any JSON with a name would be one. */
-static void end_call(Reader *r, bool closed, Bytes *shown) {
+static void end_call(Reader *r, bool closed) {
     Error e;
     bool alone = r->chat->format->flags & ALONE;
     Bytes text = trim(r->header);
@@ -1061,15 +1056,14 @@ static void end_call(Reader *r, bool closed, Bytes *shown) {
         if (arguments) put_json(&call.content, arguments, 0, 0);
         if (!arguments) bytes_text(&call.content, "{}");
         r->header.n = *r->header.data = 0;
-        end_text(r, "commentary", shown);
-        bytes_add(shown, call.content.data, call.content.n);
+        end_text(r, "commentary");
         *message_new(&r->message, &r->messages) = call;
     }
     cJSON_Delete(json);
 }
 
 /* Reads a token, or STREAM_END. A mark counts only as one token and at its place; otherwise it is text. */
-static bool push_other(Reader *r, int token, Bytes *shown) {
+static bool push_other(Reader *r, int token) {
     const Tokenizer *t = r->chat->tokenizer;
     const Format *f = r->chat->format;
     const int *mark = r->chat->control;
@@ -1078,24 +1072,24 @@ static bool push_other(Reader *r, int token, Bytes *shown) {
     stop = stop || token == r->chat->end;
     if (stop) {
         tokenizer_flush(&r->decoder, &r->header);
-        if (r->in_content || may_be_call(r)) end_call(r, false, shown);
-        end_text(r, thinking ? "analysis" : "final", shown);
+        if (r->in_content || may_be_call(r)) end_call(r, false);
+        end_text(r, thinking ? "analysis" : "final");
     } else if (f->thoughts && token == mark[OPEN_THINK] && r->started) {
         conversation_set(&r->now.channel, "analysis");
         r->started = false;
     } else if (f->thoughts && token == mark[CLOSE_THINK] && !r->in_content) {
         r->repairs += !thinking;
-        if (thinking || !r->messages) end_text(r, "analysis", shown); /* a thought comes first */
+        if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
     } else if (f->flags & ALONE ? token != mark[PYTHON_TAG] : true) {
         if (f->call && token == mark[OPEN_CALL] && !thinking && !r->in_content) {
             tokenizer_flush(&r->decoder, &r->header);
-            say(r, shown);
+            say(r);
             r->started = false;
             r->in_content = true;
         }
         tokenizer_decode(t, &r->decoder, token, &r->header);
-        if (r->in_content && token == mark[CLOSE_CALL]) end_call(r, true, shown);
-        if (!r->in_content && !may_be_call(r)) say(r, shown);
+        if (r->in_content && token == mark[CLOSE_CALL]) end_call(r, true);
+        if (!r->in_content && !may_be_call(r)) say(r);
     }
     return stop;
 }
@@ -1103,8 +1097,12 @@ static bool push_other(Reader *r, int token, Bytes *shown) {
 Read reader_push(Reader *r, int token, Bytes *text) {
     bool other = r->chat->format != &harmony;
     int before = r->messages;
-    bytes_text(text, "");
-    Read read = {.stop = (other ? push_other : push_harmony)(r, token, text)};
+    size_t known = r->now.content.n;
+    Read read = {.stop = (other ? push_other : push_harmony)(r, token)};
+    for (int i = before; text && i <= r->messages; i++, known = 0) {
+        const Bytes *content = i < r->messages ? &r->message[i].content : &r->now.content;
+        if (content->n > known) bytes_add(text, content->data + known, content->n - known);
+    }
     read.header = !other && !r->in_content;
     if (other && read.stop) before = 0;
     read.closed = r->messages > before;

@@ -98,7 +98,7 @@ typedef struct {
 
 /* `effort`: the prompt's, which tells if the prompt ends inside a thought. NULL: any but none. */
 void reader_init(Reader *r, const Chat *chat, const char *effort);
-/* Appends content that can be shown to `text`. */
+/* Appends what the messages gain to `text`, unless that is NULL. */
 Read reader_push(Reader *r, int token, Bytes *text);
 /* Ends the stream and completes a message that was cut off. Returns what reader_push does. */
 Read reader_end(Reader *r, Bytes *text);

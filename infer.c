@@ -1333,19 +1333,17 @@ static int parse(const Options *o) {
     Filter f;
     Error e;
     Reader reader;
-    Bytes shown = {0};
     filter_open(&f, o, NEED_CHAT);
     if (!parse_ids(f.in.data, INT32_MAX, &f.ids, &e)) die(&e);
     reader_init(&reader, &f.s.chat, NULL);
-    for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], &shown);
-    reader_end(&reader, &shown);
+    for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], NULL);
+    reader_end(&reader, NULL);
     for (int i = 0; i < reader.messages; i++) {
         json_append(&f.out, message_json(reader.message + i));
         bytes_text(&f.out, "\n");
     }
     if (reader.repairs) fprintf(stderr, "infer: %d repair%s\n", reader.repairs, reader.repairs == 1 ? "" : "s");
     reader_free(&reader);
-    bytes_free(&shown);
     return filter_close(&f);
 }
 

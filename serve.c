@@ -377,7 +377,6 @@ static bool make_chat(Request *q) {
     const char *name;
     Conversation talk;
     Ids ids = {0};
-    Bytes ignored = {0};
     Error *e = &q->error;
     if (!server.s.has_chat) return fail(e, 400, "%s", server.s.no_chat.text);
     if (!take_tools(q, &force, &name)) return false;
@@ -389,11 +388,10 @@ static bool make_chat(Request *q) {
     ok = ok && add_choices(q, &ids);
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
         reader_init(&c->reader, &server.s.chat, talk.effort);
-        for (size_t i = prompt; i < ids.n; i++) reader_push(&c->reader, ids.data[i], &ignored);
+        for (size_t i = prompt; i < ids.n; i++) reader_push(&c->reader, ids.data[i], NULL);
     }
     conversation_free(&talk);
     ids_free(&ids);
-    bytes_free(&ignored);
     return ok;
 }
 
@@ -583,22 +581,18 @@ static void take_messages(Choice *c) {
 }
 
 static void finish_choice(Choice *c, const char *why) {
-    Bytes ignored = {0};
     if (!c->finish) {
-        if (c->request->chat) reader_end(&c->reader, &ignored), take_messages(c);
+        if (c->request->chat) reader_end(&c->reader, NULL), take_messages(c);
         if (!c->request->chat) tokenizer_flush(&c->decoder, &c->text);
         show_text(c, true);
-        bytes_free(&ignored);
     }
     if (!c->finish) c->finish = why == stopped && c->calls_n ? "tool_calls" : why;
 }
 
 /* Reads a token of an answer to a chat; true: the answer ends there. */
 static bool read_chat(Choice *c, int token, const float *logits) {
-    Bytes ignored = {0};
-    Read read = reader_push(&c->reader, token, &ignored);
+    Read read = reader_push(&c->reader, token, NULL);
     bool content = !read.header && read.part != REASONING && read.part != CALL;
-    bytes_free(&ignored);
     c->thought += read.part == REASONING;
     if (logits && content && !tokenizer_is_control(server.s.tokenizer, token)) add_score(c, token, logits, 0);
     if (c->stream.stopped || (read.stop && !c->request->forever)) return true;
