@@ -1011,19 +1011,19 @@ static bool push_harmony(Reader *r, int token) {
  * text it stays pending until more follows. */
 static void say(Reader *r) {
     Message *m = &r->now;
-    Bytes text = trim(r->header);
+    Bytes text = trim((Bytes){.data = r->header.data + r->white, .n = r->header.n - r->white});
     size_t behind = text.n ? (size_t)(text.data - r->header.data) + text.n : m->content.n ? 0 : r->header.n;
     if (m->content.n) text = (Bytes){.data = r->header.data, .n = behind};
     r->started = r->started && !text.n;
     bytes_add(&m->content, text.data, text.n);
-    r->header.n -= behind;
-    memmove(r->header.data, r->header.data + behind, r->header.n + 1);
+    r->white = r->header.n -= behind;
+    if (behind) memmove(r->header.data, r->header.data + behind, r->header.n + 1);
 }
 
 static void end_text(Reader *r, const char *channel) {
     tokenizer_flush(&r->decoder, &r->header);
     say(r);
-    r->header.n = *r->header.data = 0;
+    r->header.n = r->white = *r->header.data = 0;
     conversation_set(&r->now.channel, channel);
     next_message(r, r->now.content.n);
 }
@@ -1055,7 +1055,7 @@ static void end_call(Reader *r, bool closed) {
         Message call = call_of(name);
         if (arguments) put_json(&call.content, arguments, 0, 0);
         if (!arguments) bytes_text(&call.content, "{}");
-        r->header.n = *r->header.data = 0;
+        r->header.n = r->white = *r->header.data = 0;
         end_text(r, "commentary");
         *message_new(&r->message, &r->messages) = call;
     }
