@@ -119,11 +119,13 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
     return ms[times / 2] / 1e3 * ((double)bytes / once);
 }
 
-/* ---- where weights lie ---- */
+/* ---- encodings on the card ---- */
 
-/* The encoding on the card for an encoding of a file: the same, or one that holds the same codes, or bf16. */
-static Type card_type(const Linear &w) {
-    auto words_of = [&](int columns) { return !w.group && (w.scale.cols >= w.cols || w.scale.cols % columns == 0); };
+/* The encoding on the card for an encoding of a file: the same, or one that holds the same codes, or bf16. If rows
+ * become columns (as in Rows), there are no codes. */
+static Type card_type(const Linear &w, bool columns) {
+    if (columns) return w.type == F16 ? F16 : BF16;
+    auto words_of = [&](int n) { return !w.group && (w.scale.cols >= w.cols || w.scale.cols % n == 0); };
     const bool of_16 = words_of(16), of_32 = words_of(32), of_64 = words_of(CHUNK);
     switch (w.type) {
     case BF16:
@@ -148,83 +150,10 @@ static Type card_type(const Linear &w) {
     default: return Q6_K; /* what has offsets, or scales of 16 columns */
     }
 }
-/* One encoding for two Linears that share a Matrix. */
+/* One encoding for Linears that share a Matrix. */
 static Type common_type(Type a, Type b) {
     auto holds = [](Type t) { return t == Q4_1 || t == Q8_0 || t == Q6_K; }; /* what Q6_K can hold */
     return a == b ? a : holds(a) && holds(b) ? Q6_K : a == F32 || b == F32 ? F32 : BF16;
-}
-
-/* A Matrix of `rows` rows for Linears such as this one. */
-static Matrix plan_matrix(Plan *p, const Linear *like, Type type, int rows, bool bias) {
-    Matrix m = {NULL, NULL, type, rows, like->cols, like->n, (like->cols + CHUNK - 1) / CHUNK * CHUNK, 0};
-    const size_t chunks = m.stride / CHUNK;
-    size_t tile = type == MXFP4 ? chunks * FP4_CHUNK : (size_t)TILE * m.stride * (type == F32 ? 4 : 2);
-    if (is_coded(type)) tile = chunks * coded_chunk(type);
-    m.bytes = m.tiles() * tile;
-    m.data = p->take<uint8_t>(m.bytes * m.n);
-    if (bias) m.bias = p->take<float>((size_t)m.n * rows);
-    return m;
-}
-
-/* Lays out all weights from `base` on and counts their bytes. Fails with BAD_MODEL if an encoding is not implemented
- * for its place. */
-static bool plan_weights(DeviceModel *device, const Model *m, uint8_t *base, size_t *bytes, Error *e) {
-    Plan p = {base, 0};
-    device->layer.resize(m->n_layers);
-    for (int i = 0; i < m->n_layers; i++) {
-        const Layer *l = m->layer + i;
-        DeviceLayer *d = &device->layer[i];
-        const bool latent = l->kv_a.rows > 0;
-        const Linear &q = l->q_a.rows ? l->q_a : l->q, &k = latent ? l->kv_a : l->k, &v = latent ? l->kv_a : l->v;
-        const Type qkv = common_type(card_type(q), common_type(card_type(k), card_type(v)));
-        const Type up = common_type(card_type(l->gate), card_type(l->up));
-        auto plan = [&](const Linear &w, bool bias) { return plan_matrix(&p, &w, card_type(w), w.rows, bias); };
-        if (latent && (l->k_up.type == F32 || l->v_up.type == F32))
-            return fail(e, BAD_MODEL, "layer %d: latent attention in F32 is not implemented", i);
-        if (l->router.rows && (l->gate.type == F32 || l->down.type == F32))
-            return fail(e, BAD_MODEL, "layer %d: experts in F32 are not implemented", i);
-        d->window = l->window;
-        d->attn_norm = p.take<float>(m->dim);
-        d->attn_post_norm = l->attn_post_norm ? p.take<float>(m->dim) : NULL;
-        d->ffn_norm = p.take<float>(m->dim);
-        d->ffn_post_norm = l->ffn_post_norm ? p.take<float>(m->dim) : NULL;
-        d->q_norm = l->q_norm ? p.take<float>(m->head_dim) : NULL;
-        d->k_norm = l->k_norm ? p.take<float>(m->head_dim) : NULL;
-        d->sinks = l->sinks ? p.take<float>(m->n_heads) : NULL;
-        d->qkv = plan_matrix(&p, &q, qkv, q.rows + k.rows + (latent ? 0 : v.rows), q.bias || k.bias || v.bias);
-        d->q = d->k_up = d->v_up = {};
-        if (latent) {
-            Linear k_up = l->k_up;
-            if (!m->k_up_transposed) std::swap(k_up.rows, k_up.cols);
-            d->q_a_norm = l->q_a_norm ? p.take<float>(l->q_a.rows) : NULL;
-            d->kv_a_norm = p.take<float>(m->kv_rank);
-            if (l->q_a.rows) d->q = plan(l->q, l->q.bias);
-            d->k_up = plan_matrix(&p, &k_up,
-                                  m->k_up_transposed ? card_type(k_up)
-                                  : k_up.type == F16 ? F16
-                                                     : BF16,
-                                  k_up.rows, false);
-            d->v_up = plan(l->v_up, false);
-        }
-        d->o = plan(l->o, l->o.bias);
-        d->router = l->router.rows ? plan(l->router, l->router.bias) : Matrix{};
-        d->choice_bias = l->choice_bias ? p.take<float>(m->n_experts) : NULL;
-        d->up = plan_matrix(&p, &l->gate, up, 2 * l->gate.rows, l->gate.bias || l->up.bias);
-        d->down = plan(l->down, l->down.bias);
-        d->shared_up = d->shared_down = {};
-        if (l->shared_gate.rows) {
-            const Type shared = common_type(card_type(l->shared_gate), card_type(l->shared_up));
-            d->shared_up = plan_matrix(&p, &l->shared_gate, shared, 2 * l->shared_gate.rows, false);
-            d->shared_down = plan(l->shared_down, false);
-        }
-    }
-    bool tied = m->head.data.fd == m->embed.data.fd && m->head.data.offset == m->embed.data.offset;
-    device->norm = p.take<float>(m->dim);
-    const Type embed = card_type(m->embed);
-    device->embed = plan_matrix(&p, &m->embed, embed == MXFP4 ? BF16 : embed, m->vocab, false); /* rows are read */
-    device->head = tied ? device->embed : plan_matrix(&p, &m->head, card_type(m->head), m->vocab, false);
-    *bytes = p.used;
-    return true;
 }
 
 /* ---- loading them ---- */
@@ -347,11 +276,6 @@ static __global__ void make_up(Matrix m, uint32_t seed) {
     }
 }
 
-static bool upload_floats(float *to, const float *from, size_t n, Error *e) {
-    if (to) CUDA(cudaMemcpy(to, from, n * sizeof *from, cudaMemcpyHostToDevice));
-    return true;
-}
-
 /* How a matrix lies in a file: n lines of so many bytes. A line is a row or, if `columns` is not 0, so many columns. */
 struct Lines {
     size_t n, bytes;
@@ -400,8 +324,6 @@ struct Upload {
         return (int)std::min(j.lines.n, n);
     }
     void add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name);
-    bool add_layer(const DeviceLayer &d, const Model *m, int i, Error *e);
-    bool list(const DeviceModel *device, const Model *m, Error *e);
     bool read_view(const View &view, size_t first, const Lines &lines, uint8_t *to, const char *name, Error *e) const;
     size_t stage(const Job &j, int matrix, int line, int n, uint8_t *host, uint8_t *card, Source *s, Error *e) const;
     cudaError_t place_piece(int number, const Source &s, cudaStream_t stream) const;
@@ -418,80 +340,6 @@ void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const
     for (size_t i = 0; i < w.n * j.lines.n; i += std::min<size_t>(lines_of_piece(j), j.lines.n - i % j.lines.n))
         piece.push_back({(int)job.size(), i});
     job.push_back(j);
-}
-
-bool Upload::add_layer(const DeviceLayer &d, const Model *m, int i, Error *e) {
-    const Layer *l = m->layer + i;
-    const int half = m->neighbours ? 0 : m->head_dim / 2;
-    const Rows all = {0, 1, 0}, q = {0, 1, half}, k = {l->q.rows, 1, half}, v = {l->q.rows + l->k.rows, 1, 0},
-               even = {0, 2, 0}, odd = {1, 2, 0}, kv_a = {l->q_a.rows ? l->q_a.rows : l->q.rows, 1, 0},
-               k_up = {0, 1, 0, !m->k_up_transposed};
-    /* Gate and up may lie in one tensor as the card wants them, row by row in turn: then they are read at once. */
-    Linear both = l->gate;
-    both.rows *= 2;
-    for (View *view : {&both.data, &both.scale.data}) view->stride /= 2, view->size += view->stride;
-    bool fused = !l->gate.each && l->gate.data.fd == l->up.data.fd && (both.type == MXFP4 || !both.scale.rows) &&
-                 l->up.data.offset == l->gate.data.offset + both.data.stride &&
-                 both.data.stride == lines_of(both.type, 1, both.cols).bytes;
-    const struct {
-        const Linear *from;
-        const Matrix *to;
-        Rows place;
-        const char *name;
-    } parts[] = {{&l->q_a, &d.qkv, all, "query, low rank"},
-                 {&l->q, l->q_a.rows ? &d.q : &d.qkv, q, "query"},
-                 {&l->kv_a, &d.qkv, kv_a, "latent"},
-                 {&l->k_up, &d.k_up, k_up, "key of latent"},
-                 {&l->v_up, &d.v_up, all, "value of latent"},
-                 {&l->k, &d.qkv, k, "key"},
-                 {&l->v, &d.qkv, v, "value"},
-                 {&l->o, &d.o, all, "attention output"},
-                 {&l->router, &d.router, all, "router"},
-                 {&l->gate, &d.up, even, "gate"},
-                 {&l->up, &d.up, odd, "up"},
-                 {&l->down, &d.down, all, "down"},
-                 {&l->shared_gate, &d.shared_up, even, "shared gate"},
-                 {&l->shared_up, &d.shared_up, odd, "shared up"},
-                 {&l->shared_down, &d.shared_down, all, "shared down"}};
-    std::vector<float> bias;
-    for (const auto &part : parts) {
-        const Linear &w = *part.from;
-        const bool pair = part.to == &d.up;
-        if (w.rows && !(pair && fused)) add(w, *part.to, part.place, i, part.name);
-        if (pair && fused && part.place.first) add(both, d.up, all, i, "gate and up");
-        if (part.to->bias && part.place.first == 0)
-            bias.assign((size_t)part.to->n * part.to->rows, 0); /* for a Linear without a bias */
-        for (int r = 0; r < w.n * w.rows && w.bias; r++)
-            bias[(size_t)(r / w.rows) * part.to->rows + part.place.of(r % w.rows)] = w.bias[r];
-        if (part.to->bias && !upload_floats(part.to->bias, bias.data(), bias.size(), e)) return false;
-    }
-    return true;
-}
-
-bool Upload::list(const DeviceModel *device, const Model *m, Error *e) {
-    const Rows all = {0, 1, 0}, head = {0, 1, m->neighbours ? 0 : m->head_dim / 2};
-    auto head_norm = [&](float *to, const float *from) {
-        std::vector<float> dealt(m->head_dim);
-        for (int i = 0; i < m->head_dim && from; i++) dealt[head.of(i)] = from[i];
-        return upload_floats(to, dealt.data(), dealt.size(), e);
-    };
-    add(m->embed, device->embed, all, -1, "embedding");
-    if (device->head.data != device->embed.data) add(m->head, device->head, all, -1, "head");
-    for (int i = 0; i < m->n_layers; i++) {
-        const Layer *l = m->layer + i;
-        const DeviceLayer &d = device->layer[i];
-        if (!upload_floats(d.attn_norm, l->attn_norm, m->dim, e) ||
-            !upload_floats(d.ffn_norm, l->ffn_norm, m->dim, e) ||
-            !upload_floats(d.attn_post_norm, l->attn_post_norm, m->dim, e) ||
-            !upload_floats(d.ffn_post_norm, l->ffn_post_norm, m->dim, e) ||
-            !upload_floats(d.choice_bias, l->choice_bias, m->n_experts, e) ||
-            !upload_floats(d.sinks, l->sinks, m->n_heads, e) || !head_norm(d.q_norm, l->q_norm) ||
-            !head_norm(d.k_norm, l->k_norm) ||
-            (l->kv_a.rows && !upload_floats(d.q_a_norm, l->q_a_norm, l->q_a.rows, e)) ||
-            (l->kv_a.rows && !upload_floats(d.kv_a_norm, l->kv_a_norm, m->kv_rank, e)) || !add_layer(d, m, i, e))
-            return false;
-    }
-    return upload_floats(device->norm, m->norm, m->dim, e);
 }
 
 bool Upload::read_view(const View &view, size_t first, const Lines &lines, uint8_t *to, const char *name,
@@ -629,13 +477,148 @@ bool Upload::run(int device, void (*progress)(uint64_t, uint64_t), Error *e) {
     return true;
 }
 
+/* ---- the walk over all weights ---- */
+
+/* Gate and up may lie in one tensor as the card wants them, row by row in turn: then they are read at once. Else the
+ * result has no rows. */
+static Linear fused(const Linear &gate, const Linear &up) {
+    Linear both = gate;
+    both.rows *= 2;
+    for (View *view : {&both.data, &both.scale.data}) view->stride /= 2, view->size += view->stride;
+    bool in_turn = !gate.each && gate.data.fd == up.data.fd && (both.type == MXFP4 || !both.scale.rows) &&
+                   up.data.offset == gate.data.offset + both.data.stride &&
+                   both.data.stride == lines_of(both.type, 1, both.cols).bytes;
+    return in_turn ? both : Linear{};
+}
+
+static bool upload_floats(float *to, const float *from, size_t n, Error *e) {
+    if (to) CUDA(cudaMemcpy(to, from, n * sizeof *from, cudaMemcpyHostToDevice));
+    return true;
+}
+
+/* Gives every weight its place on the card. Without `upload` it only counts bytes; with it, it also copies arrays of
+ * floats and lists the Linears to read. */
+struct Walk {
+    struct Part { /* a Linear in a Matrix; half and columns as in Rows */
+        const Linear &from;
+        const char *name;
+        int half = 0;
+        bool columns = false;
+        Type type = card_type(from, columns);
+    };
+    Gpu *gpu;
+    Upload *upload = NULL;
+    Error *e = NULL;
+    Plan plan = {gpu->weights, 0};
+    int layer = -1; /* its number, or -1 for embedding and head */
+    bool ok = true;
+
+    float *floats(const float *from, size_t n, int half = 0);
+    Matrix matrix(std::initializer_list<Part> parts, int step = 1);
+    bool all();
+};
+
+/* An array of n floats, if the model has it. */
+float *Walk::floats(const float *from, size_t n, int half) {
+    if (!from) return NULL;
+    const Rows place = {0, 1, half};
+    std::vector<float> dealt(n);
+    for (size_t i = 0; i < n; i++) dealt[place.of(i)] = from[i];
+    float *to = plan.take<float>(n);
+    ok = ok && upload_floats(to, dealt.data(), n, e);
+    return to;
+}
+
+/* A Matrix of the parts that the model has: one below the other or, with step 2, the rows of two in turn. */
+Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
+    Matrix to = {};
+    bool biased = false;
+    for (const Part &p : parts) {
+        if (!p.from.rows) continue;
+        to.type = to.rows ? common_type(to.type, p.type) : p.type;
+        to.rows += p.columns ? p.from.cols : p.from.rows;
+        to.cols = p.columns ? p.from.rows : p.from.cols;
+        to.n = p.from.n;
+        biased |= p.from.bias && !p.columns;
+    }
+    if (!to.rows) return to;
+    const size_t chunk = to.type == MXFP4    ? FP4_CHUNK
+                         : is_coded(to.type) ? coded_chunk(to.type)
+                                             : TILE * CHUNK * (to.type == F32 ? 4 : 2);
+    to.stride = (to.cols + CHUNK - 1) / CHUNK * CHUNK;
+    to.bytes = chunk * to.tiles() * (to.stride / CHUNK);
+    to.data = plan.take<uint8_t>(to.bytes * to.n);
+    if (biased) to.bias = plan.take<float>((size_t)to.n * to.rows);
+    if (layer >= 0) gpu->lean &= to.type != F32;
+    if (layer >= 0 && is_coded(to.type) && to.n == 1)
+        gpu->decoded_size = std::max(gpu->decoded_size, (size_t)to.rows * to.stride);
+    if (!upload) return to;
+    const Linear both = step == 2 ? fused(parts.begin()[0].from, parts.begin()[1].from) : Linear{};
+    std::vector<float> bias(biased ? (size_t)to.n * to.rows : 0); /* zeros for a part without one */
+    int first = 0;
+    for (const Part &p : parts) {
+        const Linear &w = p.from;
+        const Rows place = {first, step, p.half, p.columns};
+        if (w.rows && !both.rows) upload->add(w, to, place, layer, p.name);
+        for (int r = 0; r < w.n * w.rows && w.bias && biased; r++)
+            bias[(size_t)(r / w.rows) * to.rows + place.of(r % w.rows)] = w.bias[r];
+        first += step == 2 ? 1 : w.rows;
+    }
+    if (both.rows) upload->add(both, to, {0, 1}, layer, "gate and up");
+    ok = ok && upload_floats(to.bias, bias.data(), bias.size(), e);
+    return to;
+}
+
+bool Walk::all() {
+    const Model &m = gpu->model;
+    DeviceModel *device = &gpu->device;
+    const int half = m.neighbours ? 0 : m.head_dim / 2;
+    gpu->lean = true, gpu->decoded_size = 0;
+    device->layer.resize(m.n_layers);
+    for (layer = 0; layer < m.n_layers; layer++) {
+        const Layer &l = m.layer[layer];
+        DeviceLayer *d = &device->layer[layer];
+        const Part q = {l.q, "query", half}, low = {l.q_a, "query, low rank"};
+        d->window = l.window;
+        d->attn_norm = floats(l.attn_norm, m.dim);
+        d->attn_post_norm = floats(l.attn_post_norm, m.dim);
+        d->ffn_norm = floats(l.ffn_norm, m.dim);
+        d->ffn_post_norm = floats(l.ffn_post_norm, m.dim);
+        d->q_norm = floats(l.q_norm, m.head_dim, half);
+        d->k_norm = floats(l.k_norm, m.head_dim, half);
+        d->sinks = floats(l.sinks, m.n_heads);
+        d->qkv = matrix({l.q_a.rows ? low : q, {l.kv_a, "latent"}, {l.k, "key", half}, {l.v, "value"}});
+        d->q_a_norm = floats(l.q_a_norm, l.q_a.rows);
+        d->kv_a_norm = floats(l.kv_a_norm, m.kv_rank);
+        if (l.q_a.rows) d->q = matrix({q});
+        d->k_up = matrix({{l.k_up, "key of latent", 0, !m.k_up_transposed}});
+        d->v_up = matrix({{l.v_up, "value of latent"}});
+        d->o = matrix({{l.o, "attention output"}});
+        d->router = matrix({{l.router, "router"}});
+        d->choice_bias = floats(l.choice_bias, m.n_experts);
+        d->up = matrix({{l.gate, "gate"}, {l.up, "up"}}, 2);
+        d->down = matrix({{l.down, "down"}});
+        d->shared_up = matrix({{l.shared_gate, "shared gate"}, {l.shared_up, "shared up"}}, 2);
+        d->shared_down = matrix({{l.shared_down, "shared down"}});
+    }
+    layer = -1;
+    device->norm = floats(m.norm, m.dim);
+    Part embed = {m.embed, "embedding"};
+    if (embed.type == MXFP4) embed.type = BF16; /* rows are read */
+    device->embed = matrix({embed});
+    const bool tied = m.head.data.fd == m.embed.data.fd && m.head.data.offset == m.embed.data.offset;
+    device->head = tied ? device->embed : matrix({{m.head, "head"}});
+    gpu->lean &= device->head.type != F32;
+    gpu->weight_bytes = plan.used;
+    return ok;
+}
+
 /* Loads all weights. BAD_MODEL, with the name, if a file shrank or a weight is NaN. */
-static bool load_weights(const DeviceModel *device, const Model *m, int gpu, void (*progress)(uint64_t, uint64_t),
-                         Error *e) {
+static bool load_weights(Gpu *gpu, Error *e) {
     Upload upload;
     uint32_t seed = 1;
-    if (!upload.list(device, m, e)) return false;
-    if (!m->made_up) return upload.run(gpu, progress, e);
+    if (!Walk{gpu, &upload, e}.all()) return false;
+    if (!gpu->model.made_up) return upload.run(gpu->limits.gpu, gpu->limits.progress, e);
     for (const Upload::Job &j : upload.job)
         if (!j.place.first) make_up<<<1024, 256>>>(j.to, seed++ * 0x9E3779B9u); /* once a Matrix */
     CUDA(cudaGetLastError());
@@ -668,16 +651,16 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     size_t queries = std::max(MAX_DECODE, gpu->limits.max_seqs), rows = gpu->logit_rows, heads = m.n_kv_heads * parts;
     bool router = false;
     const bool post = m.layer[0].attn_post_norm != NULL;
-    for (const DeviceLayer &l : gpu->device.layer) {
-        router |= l.router.rows > 0;
-        widest =
-            std::max<size_t>(widest, std::max({l.qkv.rows, l.q.rows, l.router.rows ? 0 : l.up.rows, l.shared_up.rows}));
-    }
     auto round = [](int n) { return (n + CHUNK - 1) / CHUNK * CHUNK; };
     w.normed_pitch = round(m.dim), w.act_pitch = round(m.ffn_dim);
     /* Latent attention writes w.attn head by head: rows have no padding. What a product reads past a row is finite. */
     w.attn_pitch = m.kv_rank ? m.n_heads * m.v_dim : round(m.n_heads * m.v_dim);
-    for (const DeviceLayer &l : gpu->device.layer) w.act_pitch = std::max(w.act_pitch, l.shared_down.stride);
+    for (const DeviceLayer &l : gpu->device.layer) {
+        router |= l.router.rows > 0;
+        for (int rows : {l.qkv.rows, l.q.rows, l.router.rows ? 0 : l.up.rows, l.shared_up.rows})
+            widest = std::max<size_t>(widest, rows);
+        w.act_pitch = std::max(w.act_pitch, l.shared_down.stride);
+    }
     const size_t element = gpu->lean ? 2 : 4;
     for (int i = 0; i < 2; i++)
         w.turn[i] = p.take<float2>(m.rope[i].inv_freq ? (size_t)gpu->limits.context * (m.rope_dim / 2) : 0);
@@ -726,22 +709,12 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
 
 /* Allocates all memory: weights, work space, and as many of *pages as fit. */
 static bool take_memory(Gpu *gpu, int *pages, Error *e) {
-    const Model &m = gpu->model;
-    size_t weights, work, free, total, page = page_size(gpu->work) * sizeof(bf16) + PAGE * sizeof(int);
+    size_t work, free, total, page = page_size(gpu->work) * sizeof(bf16) + PAGE * sizeof(int);
     const size_t reserve = 256 << 20; /* CUDA's and cuBLAS's own */
     gpu->max_pages = (gpu->limits.context + PAGE - 1) / PAGE;
     gpu->logit_rows = std::max(64, std::min(256, gpu->limits.max_seqs));
-    gpu->lean = true;
-    if (!plan_weights(&gpu->device, &m, NULL, &weights, e)) return false;
-    gpu->decoded_size = 0;
-    for (const DeviceLayer &l : gpu->device.layer)
-        for (const Matrix *x : {&l.qkv, &l.q, &l.o, &l.router, &l.up, &l.down, &l.shared_up, &l.shared_down,
-                                (const Matrix *)&gpu->device.head}) {
-            gpu->lean &= !x->rows || x->type != F32;
-            if (is_coded(x->type) && x->n == 1 && x != &gpu->device.head)
-                gpu->decoded_size = std::max(gpu->decoded_size, (size_t)x->rows * x->stride);
-        }
-    gpu->weight_bytes = weights;
+    Walk{gpu}.all(); /* counts */
+    const size_t weights = gpu->weight_bytes;
     work = plan_work(gpu, NULL);
     CUDA(cudaMemGetInfo(&free, &total));
     if (free < weights + work + reserve + page) {
@@ -758,7 +731,6 @@ static bool take_memory(Gpu *gpu, int *pages, Error *e) {
     CUDA(cudaMemset(gpu->weights, 0, weights));
     CUDA(cudaMemset(gpu->room, 0, work));
     CUDA(cudaMemset(gpu->cache, 0, *pages * page));
-    if (!plan_weights(&gpu->device, &m, gpu->weights, &weights, e)) return false;
     plan_work(gpu, gpu->room);
     gpu->work.cache = (bf16 *)gpu->cache;
     gpu->work.page_token = (int *)(gpu->cache + *pages * (page - PAGE * sizeof(int)));
@@ -782,6 +754,13 @@ static bool check_model(const Model &m, Error *e) {
         return fail(e, BAD_MODEL, "heads of %d and %d with latents of %d are not implemented", m.head_dim, m.v_dim,
                     m.kv_rank);
     if (m.dim % 4) return fail(e, BAD_MODEL, "a hidden size of %d is not a multiple of 4", m.dim);
+    for (int i = 0; i < m.n_layers; i++) {
+        const Layer &l = m.layer[i];
+        if (l.kv_a.rows && (l.k_up.type == F32 || l.v_up.type == F32))
+            return fail(e, BAD_MODEL, "layer %d: latent attention in F32 is not implemented", i);
+        if (l.router.rows && (l.gate.type == F32 || l.down.type == F32))
+            return fail(e, BAD_MODEL, "layer %d: experts in F32 are not implemented", i);
+    }
     return true;
 }
 
@@ -817,7 +796,7 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     for (int i = 0; i < m.n_layers; i++) gpu->device.layer[i].turn = w.turn[m.layer[i].rope - m.rope];
     CUDA(cudaFree(inv_freq));
     if (cublasLtCreate(&gpu->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
-    if (!load_weights(&gpu->device, &m, gpu->limits.gpu, gpu->limits.progress, e)) return false;
+    if (!load_weights(gpu, e)) return false;
     return !gpu->fast || fast::prepare(gpu, e);
 }
 
