@@ -52,13 +52,8 @@ static void report_figure(Bench *b, Figure *f) {
                                  "most", number(most), "seconds", number(median), NULL);
         cJSON_AddItemToArray(b->rows, row);
         if (f->prompt) return;
-        Phase phase[MOST_PHASES]; /* of the last step */
-        cJSON *phases = cJSON_CreateObject();
-        for (int i = 0, k = backend->phases(b->model.engine.state, phase); i < k; i++)
-            json_add(phases, phase[i].name, number(phase[i].seconds), NULL);
         json_add(row, "experts", number(f->experts), "step_bytes", number(bytes), "bytes_per_second",
-                 number(bytes / step), "flat_seconds", number(f->flat), "percent_of_flat", number(percent), "phases",
-                 phases, NULL);
+                 number(bytes / step), "flat_seconds", number(f->flat), "percent_of_flat", number(percent), NULL);
         return;
     }
     printf("| %s %d | %d | %d | %.1f | %.1f-%.1f | %.3f |", kind, f->tokens, f->depth, f->streams, all / median, least,

@@ -995,11 +995,6 @@ static bool cuda_collect(void *state, Result *result, Error *e) {
     return true;
 }
 
-static int cuda_phases(void *state, Phase *phase) {
-    Gpu *gpu = (Gpu *)state;
-    return gpu->fast ? fast::phases(gpu, phase) : 0;
-}
-
 static uint64_t cuda_experts_read(void *state) {
     Gpu *gpu = (Gpu *)state;
     unsigned long long read = 0;
@@ -1007,5 +1002,5 @@ static uint64_t cuda_experts_read(void *state) {
     return failed ? 0 : gpu->experts_read + read;
 }
 
-const Backend cuda = {"cuda",     8192,           cuda_open,   cuda_submit,       cuda_collect,
-                      cuda_close, cuda_flat_read, cuda_phases, cuda_experts_read, cuda_describe};
+const Backend cuda = {"cuda",     8192,           cuda_open,         cuda_submit,  cuda_collect,
+                      cuda_close, cuda_flat_read, cuda_experts_read, cuda_describe};

@@ -264,7 +264,6 @@ void open(Gpu *gpu);
 void plan(Gpu *gpu, Plan *p);
 bool prepare(Gpu *gpu, Error *e);
 void close(Gpu *gpu);
-int phases(const Gpu *gpu, Phase *phase);
 /* Up to MAX_DECODE tokens, from the Step as it lies in the host's memory to the logits of its rows. */
 bool decode(Pass *a, uint8_t *staged, Error *e);
 /* Whether the annex computes attention and experts of a step. */

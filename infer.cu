@@ -1757,7 +1757,6 @@ void open(Gpu *) {}
 void plan(Gpu *, Plan *) {}
 bool prepare(Gpu *, Error *) { return true; }
 void close(Gpu *) {}
-int phases(const Gpu *, Phase *) { return 0; }
 bool decode(Pass *, uint8_t *, Error *) { return false; }
 bool prefills(const Pass *) { return false; }
 bool attend(Pass *, const DeviceLayer &, Error *) { return false; }

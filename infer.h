@@ -229,12 +229,6 @@ typedef struct { /* the GPUs that a backend could use */
     char problem[200];   /* why there is no GPU, or empty */
 } Devices;
 
-enum { MOST_PHASES = 8 };
-typedef struct { /* a part of a decode step */
-    const char *name;
-    double seconds; /* all layers together */
-} Phase;
-
 /* Errors carry the exit code: NO_ROOM, NO_GPU, BAD_MODEL (a file shrank), GPU_FAULT. After GPU_FAULT only close may be
  * called. One submit may be outstanding before another: submit, submit, collect, submit, collect, ... */
 typedef struct {
@@ -248,9 +242,6 @@ typedef struct {
     /* Seconds that the card takes to simply read `bytes` bytes of its memory, the limit of every step that reads as
      * many; 0: unknown. Call it only while no step is outstanding. */
     double (*flat_read)(void *, uint64_t bytes);
-    /* Where the time of the last decode step went; returns the number of phases, 0: unknown. Call it only while no step
-     * is outstanding. */
-    int (*phases)(void *, Phase *);
     /* How many experts all steps have read so far, in all layers. An expert counts once a step and layer, however many
      * tokens chose it. Call it only while no step is outstanding. */
     uint64_t (*experts_read)(void *);

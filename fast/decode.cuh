@@ -215,7 +215,6 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         int half = w.head_dim / 2;
         if (producing) return;
         wait_previous();
-        stamp_time(first);
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens; t += CONSUMER_WARPS) {
             int p = s.position[t];
@@ -228,9 +227,6 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         sync_consumers();
     }
     template <typename U> __device__ U *at(int offset) const { return (U *)(memory + origin + offset); }
-    __device__ void stamp_time(int i) {
-        if (blockIdx.x == 0 && ring.thread == 0) asm volatile("mov.u64 %0,%globaltimer;" : "=l"(w.ended[i])::"memory");
-    }
     __device__ LayerBuffers buffers(int layer) const {
         asm volatile("" : "+r"(layer)); /* so that addresses are computed where they are used */
         return layer_buffers(w, single, layer);
@@ -318,7 +314,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     __device__ Barrier &gate(int i) const { return at<Barrier>(k.gates)[i]; }
     __device__ void wait_at(int i) const { gate(i).wait((w.layer - first / PHASES) % 2); }
     __device__ void end_phase() {
-        stamp_time(++phase);
+        phase++;
         if (producing) return;
         if (phase == last) return ring.resume(); /* the producer may not have started its last copy yet */
         const Sync next = sync_before(phase);

@@ -85,7 +85,6 @@ struct State {
     float *columns;                /* (n_layers, dim, n_experts): see DecodeLayer */
     Layout layout[MAX_DECODE + 1]; /* by tokens */
     bf16 *normed;                  /* (tokens, normed_pitch) Work::normed in the order of fp4_column */
-    bool timed = false;            /* the last step of decode had a head: w.ended has all times */
 };
 
 void open(Gpu *gpu) {
@@ -110,7 +109,6 @@ void plan(Gpu *gpu, Plan *p) {
     w.output_square = p->take<unsigned long long>(layers * MAX_DECODE * gpu->sms);
     w.input_square = p->take<unsigned long long>(MAX_DECODE * (layers + 1) * MAX_WARPS);
     w.barrier = p->take<unsigned long long>(1);
-    w.ended = p->take<unsigned long long>(layers * PHASES + 2);
     f->layers = p->take<DecodeLayer>(layers);
     f->columns = p->take<float>(layers * dim * experts);
     f->normed = p->take<bf16>((size_t)gpu->limits.max_tokens * w.normed_pitch);
@@ -213,7 +211,6 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
     }
     a->s = f->step;
     a->headed = true;
-    f->timed = a->rows > 0;
     if (single) gpu->experts_read += (uint64_t)f->work.n_layers * f->work.top_k;
     const DeviceLayer &l = gpu->device.layer[0];
     Next next = single ? Next{} : next_of(f->work.normed_for[FOR_QKV], l.qkv, l.attn_norm, is_paired(a->tokens));
@@ -225,20 +222,6 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
         if (!tap_phase(a, phase / PHASES, phase == layers ? PHASES : phase % PHASES, e)) return false;
     }
     return true;
-}
-
-/* Where the time went: see Backend::phases. */
-int phases(const Gpu *gpu, Phase *phase) {
-    static const char *name[PHASES + 1] = {"qkv", "attention", "output", "up", "down", "head"};
-    const State *f = gpu->fast;
-    const int layers = gpu->model.n_layers * PHASES;
-    std::vector<unsigned long long> ended(layers + 2);
-    static_assert(PHASES + 1 <= MOST_PHASES, "infer.h");
-    if (!f->timed || cudaMemcpy(ended.data(), f->work.ended, ended.size() * 8, cudaMemcpyDeviceToHost)) return 0;
-    for (int i = 0; i <= PHASES; i++) phase[i] = {name[i], 0};
-    for (int i = 0; i <= layers; i++)
-        phase[i == layers ? PHASES : i % PHASES].seconds += (double)(ended[i + 1] - ended[i]) / 1e9;
-    return PHASES + 1;
 }
 
 /* ---- prefill ---- */

@@ -194,7 +194,6 @@ struct DecodeWork : Work {          /* Work, and what only the decode kernel nee
     float *split_states;               /* (MAX_DECODE, n_kv_heads, DECODE_SPLITS, 8, head_dim + 2) UNPUBLISHED until a
                                           split is done and again once merged; of a single token by layer, in turn */
     unsigned long long *barrier;       /* arrivals of all blocks at all barriers so far */
-    unsigned long long *ended;         /* (n_layers * PHASES + 2) when block 0 began, and ended each phase, in ns */
 };
 
 /* RoPE of a pair of dimensions. */

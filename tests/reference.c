@@ -672,20 +672,10 @@ static double reference_flat_read(void *state, uint64_t bytes) {
     return 0; /* it is not made for speed */
 }
 
-static int reference_phases(void *state, Phase *phase) {
-    (void)state, (void)phase;
-    return 0;
-}
-
 static uint64_t reference_experts_read(void *state) { return ((Reference *)state)->experts_read; }
 
-const Backend reference = {"reference",
-                           2048,
-                           reference_open,
-                           reference_submit,
-                           reference_collect,
-                           reference_close,
-                           reference_flat_read,
-                           reference_phases,
-                           reference_experts_read,
+const Backend reference = {"reference",         2048,
+                           reference_open,      reference_submit,
+                           reference_collect,   reference_close,
+                           reference_flat_read, reference_experts_read,
                            reference_describe};
