@@ -83,26 +83,30 @@ __device__ inline void store_pair_as(Type type, void *row, size_t i, float a, fl
         *(uint32_t *)((bf16 *)row + i) = pack(a, b);
 }
 
-/* 16 bytes of weights, or zeros. Weights are read once, so they need not stay in L1. Not ld.global.nc: the compiler may
- * move such loads behind wait_previous(). */
+/* 16, 8 or 4 bytes of the card's memory, or zeros unless `real`. The condition is part of the asm: with an `if` around
+ * it the compiler copies the result to other registers, and so waits for it at once. The 16 bytes are of weights, which
+ * are read once and need not stay in L1. Not ld.global.nc: the compiler may move such loads behind wait_previous(). */
 __device__ inline uint4 load_weights(const void *from, bool real) {
-    uint4 x = {};
-    if (real)
-        asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];"
-                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                     : "l"(from));
+    uint4 x;
+    asm volatile("{.reg .pred p; setp.ne.u32 p,%5,0; mov.b32 %0,0; mov.b32 %1,0; mov.b32 %2,0; mov.b32 %3,0;"
+                 "@p ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];}"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from), "r"((int)real));
     return x;
 }
-/* The same for four bytes, which several lanes read: they may stay in L1. */
-__device__ inline uint32_t load_scales(const void *from, bool real) {
-    uint32_t x = 0;
-    if (real) asm volatile("ld.global.L2::256B.u32 %0,[%1];" : "=r"(x) : "l"(from));
-    return x;
-}
-
 __device__ inline uint2 load_pair(const void *from, bool real) {
-    uint2 x = {};
-    if (real) asm volatile("ld.global.L2::256B.v2.u32 {%0,%1},[%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+    uint2 x;
+    asm volatile("{.reg .pred p; setp.ne.u32 p,%3,0; mov.b32 %0,0; mov.b32 %1,0;"
+                 "@p ld.global.L2::256B.v2.u32 {%0,%1},[%2];}"
+                 : "=r"(x.x), "=r"(x.y)
+                 : "l"(from), "r"((int)real));
+    return x;
+}
+__device__ inline uint32_t load_word(const void *from, bool real) {
+    uint32_t x;
+    asm volatile("{.reg .pred p; setp.ne.u32 p,%2,0; mov.b32 %0,0; @p ld.global.L2::256B.u32 %0,[%1];}"
+                 : "=r"(x)
+                 : "l"(from), "r"((int)real));
     return x;
 }
 
@@ -268,10 +272,10 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
     }
     __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
         int lane = threadIdx.x % 32;
-        r = {load_weights(from, real), load_scales(from + 512 - lane * 16 + lane / 4 * 4, real) >> lane % 4 / 2 * 8};
+        r = {load_weights(from, real), load_word(from + 512 - lane * 16 + lane / 4 * 4, real)};
     }
     __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
-        r = {((const uint4 *)chunk)[lane], ((const uint32_t *)(chunk + 512))[lane / 4] >> lane % 4 / 2 * 8};
+        r = {((const uint4 *)chunk)[lane], ((const uint32_t *)(chunk + 512))[lane / 4]};
     }
     __device__ static uint4 times(uint4 eight, uint32_t scale) {
         uint32_t factor = (scale + 126 - 26 - FP4_SCALE) * 0x00800080; /* exponents of a pair of bf16 */
@@ -283,8 +287,9 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
     }
     __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
         Sixteen row = fp4_to_bf16(r.words.x, r.words.y), row8 = fp4_to_bf16(r.words.z, r.words.w);
-        low = times(half ? row.high : row.low, r.scales & 255);
-        high = times(half ? row8.high : row8.low, r.scales >> 16 & 255);
+        const uint32_t scales = r.scales >> threadIdx.x % 4 / 2 * 8; /* of this lane's block in row g, and in g + 8 */
+        low = times(half ? row.high : row.low, scales & 255);
+        high = times(half ? row8.high : row8.low, scales >> 16 & 255);
     }
 };
 
@@ -477,21 +482,21 @@ __device__ inline float activation(Act act, float limit, float gate, float up, b
 }
 /* What else rows r and r + 1 of a result need. It is requested before the product, because the loads take long. */
 struct Target {
-    float2 add;  /* the bias, and for ADD the old value */
-    float2 norm; /* weights of the norm that follows ADD */
+    float2 bias, old; /* for ADD: the old values */
+    float2 norm;      /* for ADD: weights of the norm that follows */
 };
-__device__ inline Target target_of(const Product &p, int expert, size_t out, int r) {
-    Target target = {};
-    bool pair = r + 1 < p.w.rows;
-    const float *bias = p.w.bias + (size_t)expert * p.w.rows + r, *y = (const float *)p.y + out * p.y_pitch + r;
-    if (p.w.bias) target.add = {bias[0], pair ? bias[1] : 0};
-    if (p.finish == ADD) target.add = {target.add.x + y[0], target.add.y + y[1]}; /* a model's dimensions are even */
-    if (p.finish == ADD && p.norm) target.norm = {p.norm[r], p.norm[r + 1]};
-    return target;
+__device__ inline Target target_of(const Product &p, int expert, size_t out, int r, bool real = true) {
+    auto pair = [&](const float *from, bool real) {
+        const float first = __uint_as_float(load_word(from, real));
+        return make_float2(first, __uint_as_float(load_word(from + 1, real && r + 1 < p.w.rows)));
+    };
+    return {pair(p.w.bias + (size_t)expert * p.w.rows + r, real && p.w.bias),
+            pair((const float *)p.y + out * p.y_pitch + r, real && p.finish == ADD),
+            pair(p.norm + r, real && p.finish == ADD && p.norm)};
 }
 /* Stores both rows; for ADD it returns the sum of squares of what it stored. */
 __device__ inline float finish(const Product &p, const Target &target, size_t out, int r, float a, float b) {
-    a += target.add.x, b += target.add.y;
+    a += target.bias.x + target.old.x, b += target.bias.y + target.old.y;
     if (p.finish == ACTIVATE) {
         store_as(p.y_type, p.y, out * p.y_pitch + r / 2, activation(p.act, p.act_limit, a, b, p.y_type != F32));
         return 0;
@@ -589,8 +594,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         float c[TILES][4] = {};
         const int row = tile * TILE + pair, now = tile;
         const bool store = mine && row < p.w.rows;
-        Target target = {};
-        if (store) target = target_of(p, job.expert, out, row);
+        const Target target = target_of(p, job.expert, out, row, store);
         stream.multiply(c, p.w, weights, x, warp, W, chunks);
         Job next = job;
         item++, tile++, weights += tile_bytes;
