@@ -295,15 +295,16 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
 
 /* Codes of 4 or 8 bits: see is_coded() in card.cuh. A few mma in a row compute a sum over 64, 32 or 16 columns, and the
  * word of these columns scales it; an offset multiplies the sum of x over the same columns. Codes become bf16 exactly
- * and in few operations, but shifted. 4 bits become 128 + q, which the offset corrects. 8 bits become two terms: 128 +
- * the low seven bits, and -128, or -256 with the sign bit. e4m3 comes out 2^120 too small (LIFT). */
+ * and in few operations, but shifted. 4 bits become 128 + q: PACKED4 subtracts 128 + its zero point, in Q4_1 the offset
+ * corrects it. 8 bits become two terms: 128 + the low seven bits, and -128, or -256 with the sign bit. e4m3 comes out
+ * 2^120 too small (LIFT). */
 template <Type T> struct EncodingCoded {
     typedef bf16 Activation;
     static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), TERMS = BITS == 8 && T != FP8 ? 2 : 1;
-    static constexpr bool OFFSET = has_offset(T) || BITS == 4;
+    static constexpr bool OFFSET = has_offset(T);
     static constexpr float FACTOR = 1, LIFT = T == FP8 ? 0x1p120f : 1;
     static constexpr int STEP = coded_chunk(T), BLOCKS = 2;
-    template <int TILES> static constexpr int AHEAD = TILES == 1 ? 4 : 2;
+    template <int TILES> static constexpr int AHEAD = TILES == 1 || (TILES == 2 && T == PACKED4) ? 4 : 2;
     struct Raw {
         uint32_t code[2][BITS / 2], word[2][WORDS]; /* of rows g and g + 8 */
     };
@@ -323,11 +324,18 @@ template <Type T> struct EncodingCoded {
         asm("lop3.b32 %0,%0,%1,%2,0xEA;" : "+r"(x) : "n"(MASK), "n"(VALUE));
         return x;
     }
+    __device__ static uint32_t minus(uint32_t a, uint32_t b) { /* two bf16 each */
+        const __nv_bfloat162 x = __hsub2(*(__nv_bfloat162 *)&a, *(__nv_bfloat162 *)&b);
+        return *(const uint32_t *)&x;
+    }
     /* Number k of four codes, two in a register, of row g (high: g + 8). */
     __device__ static uint2 codes(const Raw &r, int high, int k, int term) {
         if constexpr (BITS == 4) {
             const uint32_t w = r.code[high][k / 2] >> k % 2 * 8;
-            return {masked<0x000F000F, 0x43004300>(w), masked<0x000F000F, 0x43004300>(w >> 4)};
+            const uint2 code = {masked<0x000F000F, 0x43004300>(w), masked<0x000F000F, 0x43004300>(w >> 4)};
+            if (T != PACKED4) return code;
+            const uint32_t zero = (r.word[high][k * WORDS / 4] & 15) * 0x00010001 + 0x43004300;
+            return {minus(code.x, zero), minus(code.y, zero)};
         }
         const uint32_t w = r.code[high][k];
         if (T == FP8) return {w & 0x87F087F0, w << 4 & 0x80F080F0 | w >> 4 & 0x07000700}; /* see fp8_pair in card.cu */
@@ -338,7 +346,7 @@ template <Type T> struct EncodingCoded {
     __device__ static float2 scale(const Raw &r, int high, int i) {
         const uint32_t word = r.word[high][i];
         const float2 both = __half22float2(*(const __half2 *)&word);
-        if (T == PACKED4) return {__uint_as_float(word & ~15u), __uint_as_float(word & ~15u) * -(128.f + (word & 15))};
+        if (T == PACKED4) return {__uint_as_float(word & ~15u), 0};
         if (T == Q4_1) return {both.x, both.y - 128 * both.x};
         return has_offset(T) ? both : make_float2(__uint_as_float(word), 0);
     }
