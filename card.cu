@@ -829,7 +829,7 @@ static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *
 /* ---- cuBLAS ---- */
 
 bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int tokens, bool add, void *y, int y_pitch,
-                   Error *e) {
+                   Type y_type, Error *e) {
     cudaDataType type = m.type == F32 ? CUDA_R_32F : m.type == F16 ? CUDA_R_16F : CUDA_R_16BF;
     cublasOperation_t transposed = CUBLAS_OP_T;
     cublasLtEpilogue_t bias = CUBLASLT_EPILOGUE_BIAS;
@@ -842,8 +842,9 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
     if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &m.bias, sizeof m.bias);
     cublasLtMatrixLayoutInit(&w_layout, type, m.cols, m.rows, m.stride);
     cublasLtMatrixLayoutInit(&x_layout, type, m.cols, tokens, x_pitch);
-    cublasLtMatrixLayoutInit(&y_layout, CUDA_R_32F, m.rows, tokens, y_pitch);
-    std::array<int, 4> kind = {m.rows, m.cols, tokens, (int)(add + 2 * (m.bias != NULL) + 4 * m.type)};
+    cublasLtMatrixLayoutInit(&y_layout, y_type == F32 ? CUDA_R_32F : CUDA_R_16BF, m.rows, tokens, y_pitch);
+    std::array<int, 4> kind = {m.rows, m.cols, tokens,
+                               (int)(add + 2 * (m.bias != NULL) + 4 * (y_type == F32) + 8 * m.type)};
     auto known = gpu->algorithm.find(kind);
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
     if (known == gpu->algorithm.end()) { /* the query takes longer than the launch */

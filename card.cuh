@@ -253,9 +253,9 @@ int tile_tokens(const Work &w);
 
 /* ---- card.cu ---- */
 
-/* y (tokens, rows) = x (tokens, cols; x_pitch) W^T + bias, or added to y, on cuBLAS. */
+/* y (tokens, rows; F32 or BF16) = x (tokens, cols; x_pitch) W^T + bias, or added to y, on cuBLAS. */
 bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int tokens, bool add, void *y, int y_pitch,
-                   Error *e);
+                   Type y_type, Error *e);
 
 /* The annex, fast/. open: makes Gpu::fast if the annex knows the model and the card. plan: lays out its buffers.
  * prepare: fills them once the weights are loaded. */

@@ -793,20 +793,24 @@ __global__ void __launch_bounds__(1024) embed(Work w, Step s, Matrix table, cons
     rms_norm(w, x, by, type, blockIdx.x);
 }
 
-/* The activation of gate and up, which cuBLAS has computed, for a token (blockIdx.y). */
+/* The activation of gate and up, which cuBLAS has computed as T, for a token (blockIdx.y). */
 constexpr int ACTIVATE_EACH = 8, ACTIVATE_THREADS = 256; /* results of a thread, two of them neighbours */
+template <class T>
 __global__ void __launch_bounds__(ACTIVATE_THREADS) activate(const __grid_constant__ Work w, int width, Type type) {
+    struct alignas(4 * sizeof(T)) Four {
+        T gate, up, next_gate, next_up;
+    };
     launch_next();
     wait_previous();
-    const float4 *found = (const float4 *)w.found + (size_t)blockIdx.y * (width / 2); /* gate, up, gate, up */
+    const Four *found = (const Four *)w.found + (size_t)blockIdx.y * (width / 2);
 #pragma unroll
     for (int k = 0; k < ACTIVATE_EACH / 2; k++) {
         const int i = (blockIdx.x * ACTIVATE_EACH / 2 + k) * ACTIVATE_THREADS + threadIdx.x;
         if (2 * i >= width) break;
-        const float4 x = found[i];
+        const Four x = found[i];
         store_pair_as(type, w.act_out, (size_t)blockIdx.y * w.act_pitch + 2 * i,
-                      activation(w.act, w.act_limit, x.x, x.y, type != F32),
-                      activation(w.act, w.act_limit, x.z, x.w, type != F32));
+                      activation(w.act, w.act_limit, x.gate, x.up, type != F32),
+                      activation(w.act, w.act_limit, x.next_gate, x.next_up, type != F32));
     }
 }
 
@@ -1599,7 +1603,8 @@ bool multiply(Pass *a, Product p, Error *e) {
             CUDA(decode_matrix(a->gpu, p.w));
             p.w.type = BF16, p.w.data = (uint8_t *)a->gpu->decoded;
         }
-        if (!multiply_blas(a->gpu, p.w, p.x, p.x_pitch, p.tokens, p.finish == ADD, p.y, p.y_pitch, e)) return false;
+        if (!multiply_blas(a->gpu, p.w, p.x, p.x_pitch, p.tokens, p.finish == ADD, p.y, p.y_pitch, p.y_type, e))
+            return false;
     }
     if (p.finish != ADD) return true;
     a->normed = p.norm;
@@ -1716,14 +1721,15 @@ bool add_to_x(Pass *a, const Matrix &m, const void *y, int pitch, const float *p
 bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
     const Work &w = a->w;
     const bool blas = !streams(a, up, a->tokens) && up.type != MXFP4;
+    const bool half = type_for(up) == BF16; /* half the bytes of F32; f16 could overflow */
     const int each = ACTIVATE_EACH * ACTIVATE_THREADS;
     Product p = product_of(a, up, NULL, 0);
     p.y = blas ? (void *)w.found : w.act_out, p.y_pitch = blas ? up.rows : w.act_pitch;
-    p.finish = blas ? STORE : ACTIVATE, p.y_type = type_for(down);
+    p.finish = blas ? STORE : ACTIVATE, p.y_type = !blas ? type_for(down) : half ? BF16 : F32;
     if (!multiply(a, p, e)) return false;
     if (blas)
-        CUDA(launch(a->gpu, activate, dim3((down.cols + each - 1) / each, a->tokens), ACTIVATE_THREADS, 0, w, down.cols,
-                    type_for(down)));
+        CUDA(launch(a->gpu, half ? activate<bf16> : activate<float>, dim3((down.cols + each - 1) / each, a->tokens),
+                    ACTIVATE_THREADS, 0, w, down.cols, type_for(down)));
     return true;
 }
 /* x += the shared expert, if there is one; w.normed stays. */
