@@ -963,14 +963,20 @@ __device__ inline int first_seen(int position, int window) {
     return window && position >= window ? position - window + 1 : 0;
 }
 
-/* Norm and RoPE (Su et al., "RoFormer", 2021) of one head of a token, by a warp; `norm` is NULL unless the model norms
- * queries and keys (q_norm, k_norm). The two values that turn together are adjacent here: where a file has them half a
- * head apart, the loader reorders the rows. store(i, pair) receives the i-th pair. */
+/* Where qkv's result for head h of a token begins: first come the heads of queries, then keys, then values. */
+__device__ inline const float *head_of(const Work &w, const DeviceLayer &l, int t, int h) {
+    return w.found + (size_t)t * l.qkv.rows + h * w.head_dim;
+}
+/* The cosines and sines of a position. */
+__device__ inline const float2 *turn_of(const Work &w, const DeviceLayer &l, int position) {
+    return l.turn + (size_t)position * (w.rope_dim / 2);
+}
+/* Norm and RoPE (Su et al., "RoFormer", 2021) of one head, by a warp; `norm` is NULL unless the model norms queries and
+ * keys (q_norm, k_norm). The two values that turn together are adjacent here: where a file has them half a head apart,
+ * the loader reorders the rows. store(i, pair) receives the i-th pair. */
 template <class Store>
-__device__ inline void turn_head(const Work &w, const float2 *table, const float *head, const float *norm, int position,
-                                 Store store) {
-    const float2 *pair = (const float2 *)head, *weight = (const float2 *)norm,
-                 *turn = table + (size_t)position * (w.rope_dim / 2);
+__device__ inline void turn_head(const Work &w, const float2 *turn, const float *head, const float *norm, Store store) {
+    const float2 *pair = (const float2 *)head, *weight = (const float2 *)norm;
     int lane = threadIdx.x % 32;
     float square = 0, factor = 1;
     for (int i = lane; i < w.rope_dim / 2 && norm; i += 32) square += pair[i].x * pair[i].x + pair[i].y * pair[i].y;
@@ -986,30 +992,29 @@ __device__ inline void turn_head(const Work &w, const float2 *table, const float
 }
 /* Queries are bf16 unless weights are F32. */
 __host__ __device__ inline Type query_type(const DeviceLayer &l) { return l.qkv.type == F32 ? F32 : BF16; }
-/* Norm and RoPE of a query head, stored to w.q, and of a key, stored to the cache; one warp each. A bf16 copy goes to
- * `copy` unless that is NULL. */
-__device__ inline void turn_query(const Work &w, const Step &s, const DeviceLayer &l, int t, int h, bf16 *copy) {
-    const float *row = w.found + (size_t)t * l.qkv.rows + h * w.head_dim;
+/* Norm and RoPE of query head h of a token, stored to w.q, and of a key, stored to the cache; one warp each. A bf16
+ * copy goes to `copy` unless that is NULL. */
+__device__ inline void turn_query(const Work &w, const DeviceLayer &l, const float2 *turn, const float *row,
+                                  const float *norm, int t, int h, bf16 *copy) {
     const size_t to = ((size_t)t * w.n_heads + h) * w.head_dim;
-    turn_head(w, l.turn, row, l.q_norm, s.position[t], [&](int i, float2 x) {
+    turn_head(w, turn, row, norm, [&](int i, float2 x) {
         store_pair_as(query_type(l), w.q, to + 2 * i, x.x, x.y);
         if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
     });
 }
-__device__ inline void store_key(const Work &w, const Step &s, const DeviceLayer &l, int t, int head, bf16 *copy) {
-    const float *row = w.found + (size_t)t * l.qkv.rows + (w.n_heads + head) * w.head_dim;
+__device__ inline void store_key(const Work &w, const Step &s, const float2 *turn, const float *row, const float *norm,
+                                 int t, int head, bf16 *copy) {
     const int p = s.position[t];
     bf16 *keys = cache_of(w, page_of(s, s.seq[t], p), 0, head);
-    turn_head(w, l.turn, row, l.k_norm, p, [&](int i, float2 x) {
+    turn_head(w, turn, row, norm, [&](int i, float2 x) {
         *(uint32_t *)(keys + key_place(w.head_dim, p, 2 * i)) = pack(x.x, x.y);
         if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
     });
 }
 /* Stores dimension i of a value to the cache, and returns it. */
-__device__ inline bf16 store_value(const Work &w, const Step &s, const DeviceLayer &l, int t, int head, int i) {
+__device__ inline bf16 store_value(const Work &w, const Step &s, const float *row, int t, int head, int i) {
     const int p = s.position[t];
-    bf16 x = w.found[(size_t)t * l.qkv.rows + (w.n_heads + w.n_kv_heads + head) * w.head_dim + i];
-    return cache_of(w, page_of(s, s.seq[t], p), 1, head)[value_place(w.head_dim, p, i)] = x;
+    return cache_of(w, page_of(s, s.seq[t], p), 1, head)[value_place(w.head_dim, p, i)] = row[i];
 }
 /* One head (blockIdx.y: queries, keys, values) of ROPE_TOKENS tokens. Neighbouring threads store values of neighbouring
  * tokens, which lie together. */
@@ -1021,11 +1026,16 @@ __global__ void __launch_bounds__(ROPE_WARPS * 32)
     wait_previous();
     const int first = blockIdx.x * ROPE_TOKENS, n = min(ROPE_TOKENS, tokens - first), head = blockIdx.y;
     const int key = head - w.n_heads, value = key - w.n_kv_heads;
-    for (int i = threadIdx.x / 32; i < n && value < 0; i += ROPE_WARPS)
-        key < 0 ? turn_query(w, s, l, first + i, head, NULL) : store_key(w, s, l, first + i, key, NULL);
+    for (int i = threadIdx.x / 32; i < n && value < 0; i += ROPE_WARPS) {
+        const int token = first + i;
+        const float *row = head_of(w, l, token, head);
+        const float2 *turn = turn_of(w, l, s.position[token]);
+        key < 0 ? turn_query(w, l, turn, row, l.q_norm, token, head, NULL)
+                : store_key(w, s, turn, row, l.k_norm, token, key, NULL);
+    }
     const int t = threadIdx.x % ROPE_TOKENS;
     for (int i = threadIdx.x / ROPE_TOKENS; i < w.head_dim && value >= 0 && t < n; i += ROPE_WARPS * 32 / ROPE_TOKENS)
-        store_value(w, s, l, first + t, value, i);
+        store_value(w, s, head_of(w, l, first + t, head), first + t, value, i);
 }
 
 /* 16 keys and values of a page, as mma wants them: column n of tile j is key 4 (n / 2) + 2 j + n % 2. So a lane's
@@ -1135,8 +1145,9 @@ struct Merged {
 /* Attention of tokens one by one: those of a decode step, and the last few of a prompt. A block has one token
  * (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split of the context (blockIdx.z),
  * some of its pages; its warps take 16 keys in turn. The last split of a token to finish merges the states of all. If
- * no token sees another of the same step (`alone`), this kernel also does the work of rope_and_store for its token. All
- * older keys are in the cache already, so a block loads its first ones before wait_previous(). */
+ * no token sees another of the same step (`alone`), this kernel also does the work of rope_and_store for its token: the
+ * token's rows pass through shared memory, so that all of them arrive at once. All older keys are in the cache already,
+ * so a block loads its first ones before wait_previous(). Heads of 256 leave no registers for the next ones. */
 template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* so that two blocks fit on a multiprocessor */
 __host__ __device__ inline int splits_of(int pages, int most) { return max(1, min(most, pages / SPLIT_PAGES)); }
 template <int D>
@@ -1160,30 +1171,52 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
     auto load = [&](Slab<D> &to, int i) {
         to.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), i % SLABS, lane);
     };
-    if (alone && i < slabs) load(slab, i);
+    float *turn = states, *q_norm = turn + D, *k_norm = q_norm + D, *key = k_norm + D, *value = key + D,
+          *queries = value + D;
+    auto fetch = [&](float *to, const float *from, int n) {
+        for (int k = threadIdx.x * 4; k < n; k += blockDim.x * 4) copy_16(to + k, from + k);
+    };
+    if (alone) {
+        fetch(turn, (const float *)turn_of(w, l, p), D);
+        if (l.q_norm) fetch(q_norm, l.q_norm, D), fetch(k_norm, l.k_norm, D);
+        if (i < slabs) load(slab, i);
+    }
     wait_previous();
-    if (!alone && i < slabs) load(slab, i);
-    for (int h = warp; h < heads; h += W)
-        if (alone)
-            turn_query(w, s, l, t, first_head + h, query[h]);
-        else
+    if (alone) {
+        fetch(queries, head_of(w, l, t, first_head), heads * D);
+        fetch(key, head_of(w, l, t, w.n_heads + head), D);
+        fetch(value, head_of(w, l, t, w.n_heads + w.n_kv_heads + head), D);
+        copies_end();
+        copies_done<0>();
+        __syncthreads();
+    } else if (i < slabs)
+        load(slab, i);
+    const bool own = alone && split == splits - 1; /* this block stores the token's key and value */
+    for (int h = warp; h < heads + 2 * own; h += W)
+        if (!alone)
             for (int k = lane * 2; k < D; k += 64)
                 *(uint32_t *)(query[h] + k) =
                     ((const uint32_t *)w.q)[(((size_t)t * w.n_heads + first_head + h) * D + k) / 2];
-    if (alone && split == splits - 1 && warp == W - 1) {
-        store_key(w, s, l, t, head, own_key);
-        for (int k = lane; k < D; k += 32) own_value[k] = store_value(w, s, l, t, head, k);
-    }
+        else if (h < heads)
+            turn_query(w, l, (const float2 *)turn, queries + h * D, l.q_norm ? q_norm : NULL, t, first_head + h,
+                       query[h]);
+        else if (h == heads)
+            store_key(w, s, (const float2 *)turn, key, l.k_norm ? k_norm : NULL, t, head, own_key);
+        else
+            for (int k = lane; k < D; k += 32) own_value[k] = store_value(w, s, value, t, head, k);
     __syncthreads();
     uint4 q[D / 32];
     for (int c = 0; c < D / 32; c++) q[c] = *(const uint4 *)(query[lane / 4] + c * 32 + lane % 4 * 8);
     SlabState<D> state;
     for (; i < slabs; i += W) {
         Slab<D> next;
-        if (i + W < slabs) page = page_of(s, seq, (i + W) * SLAB_KEYS), load(next, i + W);
+        if (D < 256 && i + W < slabs) page = page_of(s, seq, (i + W) * SLAB_KEYS), load(next, i + W);
         if (alone && i == p / SLAB_KEYS) slab.replace(p % SLAB_KEYS, own_key, own_value, lane);
         state.add(slab, q, i * SLAB_KEYS, first, p, LOG2E * w.attn_scale, lane, LOG2E * w.attn_cap);
-        slab = next;
+        if (D < 256)
+            slab = next;
+        else if (i + W < slabs)
+            page = page_of(s, seq, (i + W) * SLAB_KEYS), load(slab, i + W);
     }
     state.store(states + (warp * 8 + lane / 4) * ROW, lane);
     __syncthreads();
@@ -1460,7 +1493,7 @@ __global__ void __launch_bounds__(256) latent_store(Work w, Step s, DeviceLayer 
              [&](int i, float x) { store_as(type_for(l.q), w.q_low, (size_t)t * w.q_low_pitch + i, x); });
     norm(latent, l.kv_a_norm, w.kv_rank, [&](int i, float x) { keys[key_place(d, p, i)] = (bf16)x; });
     if (threadIdx.x < 32)
-        turn_head(w, l.turn, latent + w.kv_rank, NULL, p,
+        turn_head(w, turn_of(w, l, p), latent + w.kv_rank, NULL,
                   [&](int i, float2 x) { *(uint32_t *)(keys + key_place(d, p, w.kv_rank + 2 * i)) = pack(x.x, x.y); });
 }
 
@@ -1475,7 +1508,7 @@ __global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer 
     const size_t which = (size_t)t * w.n_heads + h;
     for (int i = threadIdx.x % 32; i < still; i += 32)
         store_as(type_for(l.k_up), w.q_still, which * w.still_pitch + i, row[i]);
-    turn_head(w, l.turn, row + still, NULL, s.position[t],
+    turn_head(w, turn_of(w, l, s.position[t]), row + still, NULL,
               [&](int i, float2 x) { store_pair_as(BF16, w.q, which * cache_row(w) + w.kv_rank + 2 * i, x.x, x.y); });
 }
 
