@@ -669,6 +669,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     w.x = p.take<float>(T * m.dim);
     w.normed = p.take<uint8_t>(T * w.normed_pitch * element);
     w.square = p.take<float>(MAX_DECODE * square_parts(m.dim));
+    w.square_sum = p.take<float>(MAX_DECODE);
     w.found = p.take<float>(T * widest);
     const size_t heads_of = T * m.n_heads; /* pairs of token and head */
     w.q = p.take<uint8_t>(heads_of * (m.kv_rank ? cache_row(w) : m.head_dim) * element);

@@ -143,11 +143,12 @@ struct Work {
     int *page_token; /* (pages, PAGE) */
     const float2 *turn[2]; /* (context, head_dim / 2) cos and sin, of Model's ropes */
     float *x;              /* (tokens, dim) residual stream */
-    void *normed;  /* (tokens, normed_pitch) after a norm; normed, attn and act have the next matrix's type and zero
-                      padding */
-    float *square; /* (MAX_DECODE, dim / TILE) sums of squares of x, tile by tile */
-    float *found;  /* (tokens, rows) results of qkv, or of gate and up */
-    void *q;       /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
+    void *normed;      /* (tokens, normed_pitch) after a norm; normed, attn and act have the next matrix's type and zero
+                          padding */
+    float *square;     /* (MAX_DECODE, dim / TILE) sums of squares of x, tile by tile */
+    float *square_sum; /* (MAX_DECODE) of all tiles */
+    float *found;      /* (tokens, rows) results of qkv, or of gate and up */
+    void *q;           /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
     void *attn, *act_out;            /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
     void *q_low, *q_still, *latents; /* latent attention: (tokens, q_low_pitch), (tokens * n_heads, ...) twice */
     int q_low_pitch, still_pitch, latent_pitch;
@@ -238,7 +239,8 @@ struct Pass {
     bool headed;              /* w.logits are there already */
     bool prefill;             /* the annex does attention and experts */
     bool normed;              /* w.normed is ready: x after the norm that comes next */
-    int squares;              /* if not 0, without its factor, whose sum of squares w.square has in so many parts */
+    int squares;              /* if not 0, without its factor, whose sum of squares is in so many parts in `square` */
+    const float *square;      /* (tokens, squares) */
 };
 
 /* ---- infer.cu: what a step computes ---- */

@@ -6,11 +6,12 @@
  *
  *   1  small device functions      mma, copies, sums
  *   2  encodings                   how a lane reads weights and makes bf16 of them
- *   3  products                    product (streams weights), product_tiled (many tokens)
- *   4  embedding, norm, experts    embed, norm, route, activate, combine
- *   5  attention                   RoPE, the cache, attention of few queries and of prompts
- *   6  latent attention            of DeepSeek: head_jobs, latent_store, latent_query
- *   7  one step                    launches, block, forward
+ *   3  the router's choice         choose (top-k), weigh
+ *   4  products                    product (streams weights), product_tiled (many tokens)
+ *   5  embedding, norm, experts    embed, norm, route, activate, combine
+ *   6  attention                   RoPE, the cache, attention of few queries and of prompts
+ *   7  latent attention            of DeepSeek: head_jobs, latent_store, latent_query
+ *   8  one step                    launches, block, forward
  *
  * The residual stream is fp32. Products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32).
  * The cache is bf16. A decode step is a chain of dependent kernels, so each kernel lets the next begin early
@@ -441,7 +442,85 @@ template <Type T> __global__ void __launch_bounds__(256) decode(Matrix m, bf16 *
     }
 }
 
-/* ---- 3 products ---- */
+/* ---- 3 the router's choice ---- */
+
+struct Router {
+    const float *logit, *bias; /* (tokens, experts); (experts) or NULL */
+    int experts, top_k;
+    Route how;
+    int *expert;   /* (tokens, top_k) receives the choice */
+    float *weight; /* (tokens, top_k) */
+    unsigned long long *experts_read;
+};
+/* A router's logit for expert e, or its sigmoid. */
+__device__ inline float router_score(const Router &r, int t, int e) {
+    const float x = __ldcg(r.logit + (size_t)t * r.experts + e);
+    return r.how.sigmoid ? 1 / (1 + expf(-x)) : x;
+}
+/* The experts of token t, chosen by a warp: lane k gets the k-th. The top_k largest scores win, ties go to the lower
+ * number; a bias, if there is one, is added first. In some models only the best groups of experts take part. A lane
+ * compares experts lane, lane + 32, ..., EACH of them at most. */
+template <int EACH> __device__ inline int choose(const Router &r, int t) {
+    const int lane = threadIdx.x % 32, group_size = r.experts / r.how.groups;
+    unsigned key[EACH]; /* of what is left to choose from; 0: not among them */
+    auto key_of = [&](int e) {
+        const float x = router_score(r, t, e) + (r.bias ? r.bias[e] : 0);
+        return order_key(isnan(x) ? -INFINITY : x);
+    };
+    /* The largest key of all lanes, and the lowest number that has it. */
+    auto largest = [&](unsigned key, unsigned number) {
+        return __reduce_min_sync(~0u, key == __reduce_max_sync(~0u, key) ? number : ~0u);
+    };
+#pragma unroll
+    for (int i = 0, e = lane; i < EACH; i++, e += 32) key[i] = e < r.experts ? key_of(e) : 0;
+    const int each = (r.experts + 31) / 32;
+    if (r.how.groups > 1) { /* a group scores its best, or two best */
+        float best = -INFINITY, second = -INFINITY;
+        for (int e = lane * group_size; e < (lane + 1) * group_size && lane < r.how.groups; e++) {
+            const float x = key_value(key_of(e));
+            second = fmaxf(second, fminf(best, x)), best = fmaxf(best, x);
+        }
+        const unsigned mine = order_key(r.how.group_best > 1 ? best + second : best);
+        unsigned groups = 0; /* a bit each: experts may be chosen from it */
+        for (int k = 0; k < r.how.top_groups; k++)
+            groups |= 1u << largest(lane < r.how.groups && !(groups >> lane & 1) ? mine : 0, lane);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (!(groups >> (lane + i * 32) / group_size & 1)) key[i] = 0;
+    }
+    int mine = 0;
+#pragma unroll 1
+    for (int k = 0; k < r.top_k; k++) {
+        unsigned best = 0, which = ~0u;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (i >= each) break;
+            if (key[i] > best) best = key[i], which = lane + i * 32;
+        }
+        const int e = largest(best, which);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (i >= each) break;
+            if (lane + i * 32 == e) key[i] = 0;
+        }
+        if (k == lane) mine = e;
+    }
+    return mine;
+}
+/* The weight of lane k's expert, from the scores without the bias: softmax over all or over the chosen, or the share of
+ * their sum. */
+__device__ inline float weigh(const Router &r, int t, int expert) {
+    const int lane = threadIdx.x % 32;
+    const float mine = router_score(r, t, expert), top = __shfl_sync(~0u, mine, 0);
+    const float share = lane >= r.top_k ? 0 : r.how.sigmoid ? mine : expf(mine - top);
+    float total = r.how.normalise ? share : 0;
+    for (int e = lane; e < r.experts && !r.how.sigmoid && !r.how.normalise; e += 32)
+        total += expf(router_score(r, t, e) - top);
+    total = r.how.sigmoid && !r.how.normalise ? 1 : warp_sum(total);
+    return share / total * r.how.scale;
+}
+
+/* ---- 4 products ---- */
 
 enum Finish {
     STORE,   /* y = W x + bias */
@@ -458,14 +537,15 @@ struct Product {
     Matrix w;
     const void *x;
     int x_pitch, tokens;
-    const float *square; /* (tokens, square_parts) of which the first `squares` (0: none) add up to the sum of squares
-                            of x before its norm */
-    int squares;
+    const float *square; /* (tokens, squares), which add up to the sum of squares of x before its norm */
+    int squares;         /* 0: x is normed already */
+    float *total;        /* (tokens) receives the sums, or NULL */
     float eps;
     const Job *job;
     const int *jobs, *order;
     int divide;
-    bool early; /* the jobs are ready: the previous kernel has waited for them */
+    Router router; /* top_k 0: none. Else there is one token, and its experts are the jobs */
+    bool early;    /* jobs, or the router's logits, are ready: the previous kernel has waited for them */
     Finish finish;
     void *y;
     int y_pitch;
@@ -552,7 +632,9 @@ template <Type T, int TILES> struct Stream {
  *
  * Without jobs a block requests its first weights before it waits. With jobs it must know the jobs first, so it waits,
  * and only then lets the next kernel begin. The next kernel, the product with `early`, finds the jobs ready and need
- * not wait for them. */
+ * not wait for them. For a single token no kernel makes jobs: each block chooses the experts itself, which takes less
+ * time than a kernel of its own. */
+constexpr int PRODUCT_EXPERTS = 128; /* that a block can choose from */
 template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
@@ -560,25 +642,41 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
     __shared__ float sum[2][W][TILES * 128], factor[MAX_DECODE];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
     const unsigned tiles = p.w.tiles(), tile_bytes = E::offset(p.w, 1, 0);
-    if (p.job && !p.early) wait_previous();
+    const bool chooses = TILES == 1 && W == 8 && p.router.top_k, wait_first = (p.job || chooses) && !p.early;
+    if (wait_first) wait_previous();
     launch_next();
-    const unsigned total = (p.job ? __ldcg(p.jobs) : 1) * tiles, end = (blockIdx.x + 1) * total / gridDim.x;
+    __shared__ int chosen[32];
+    if (chooses) {
+        if constexpr (TILES == 1 && W == 8)
+            if (warp == 0) chosen[lane] = choose<PRODUCT_EXPERTS / 32>(p.router, 0);
+        __syncthreads();
+    }
+    const unsigned jobs = p.job     ? __ldcg(p.jobs)
+                          : chooses ? p.router.top_k
+                                    : 1,
+                   total = jobs * tiles, end = (blockIdx.x + 1) * total / gridDim.x;
     unsigned item = blockIdx.x * total / gridDim.x; /* a tile of a job: `tile` of number `which` */
-    unsigned which = p.job ? item / tiles : 0, tile = item - which * tiles;
+    unsigned which = item / tiles, tile = item - which * tiles;
     Job job = {0, 0, p.tokens};
     const uint8_t *weights = NULL;
     /* Sets the current job, and where this lane's weights of its tile begin. */
     auto find_job = [&](Job &job) {
         const int *from = &p.job[which].expert;
         if (p.job) job = {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2)};
+        if (chooses) job = {chosen[which], (int)which, 1};
         weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, tile, lane);
     };
     if (item < end) find_job(job);
     Stream<T, TILES> stream;
     stream.begin(p.w, weights, warp, W, item < end ? chunks : 0);
-    if (!p.job || p.early) wait_previous();
+    if (!wait_first) wait_previous();
+    if (chooses && !p.early && blockIdx.x == 0 && warp == W - 1) { /* for combine */
+        const float weight = weigh(p.router, 0, chosen[lane]);
+        if (lane < p.router.top_k) p.router.expert[lane] = chosen[lane], p.router.weight[lane] = weight;
+        if (lane == 0) *p.router.experts_read += p.router.top_k;
+    }
     WarpSum<T == MXFP4 ? 1 : 8> squares[MAX_DECODE / W]; /* of tokens `warp`, W + warp, ... */
-    auto parts = [&](int n) { return p.square + (n * W + warp) * square_parts(p.w.cols); };
+    auto parts = [&](int n) { return p.square + (n * W + warp) * p.squares; };
     for (int n = 0; n < MAX_DECODE / W; n++)
         if (n * W + warp < p.tokens) squares[n].load(parts(n), p.squares);
     /* At the end thread i has two rows of a tile, 2 (i % 8) and the next, for token i / 8. */
@@ -586,16 +684,18 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
     const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
     const A *x[TILES];
     bool mine;
-    size_t out;
+    int out;
     auto begin_job = [&] {
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
-            int row = min(n * 8 + lane / 4, job.n - 1); /* missing tokens alias the last one */
-            if (p.order) row = __ldcg(p.order + job.first + row) / p.divide;
+            int row = job.first + min(n * 8 + lane / 4, job.n - 1); /* missing tokens alias the last one */
+            if (p.order) row = __ldcg(p.order + row);
+            if (p.divide > 1) row /= p.divide;
             x[n] = (const A *)p.x + (size_t)row * p.x_pitch + E::column(lane % 4, 0);
         }
         mine = token < min(TILES * 8, job.n);
-        out = mine && p.order ? __ldcg(p.order + job.first + token) : token;
+        out = job.first + token;
+        if (mine && p.order) out = __ldcg(p.order + out);
     };
     if (item < end) begin_job();
     for (int turn = 0; item < end; turn++) {
@@ -614,12 +714,13 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
             if (n * W + warp >= p.tokens) break;
             float square = squares[n].sum(parts(n), p.squares);
             if (lane == 0) factor[n * W + warp] = norm_factor(square, p.w.cols, p.eps);
+            if (lane == 0 && p.total && blockIdx.x == 0) p.total[n * W + warp] = square;
         }
         __syncthreads();
         if (token < TILES * 8) {
             const int at = token / 8 * 128 + (pair / 8 * 2 + token % 2) * 32 + pair % 8 * 4 + token % 8 / 2;
             float a = 0, b = 0, square = 0, scale = E::FACTOR;
-            if (mine && p.squares) scale *= factor[p.order ? out / p.divide : token];
+            if (mine && p.squares) scale *= factor[p.divide > 1 ? out / p.divide : out];
             for (int k = 0; k < W; k++) a += sum[turn % 2][k][at], b += sum[turn % 2][k][at + 4];
             if (store) square = finish(p, target, out, row, a * scale, b * scale);
             if (p.finish == ADD && p.norm) {
@@ -735,7 +836,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
         }
 }
 
-/* ---- 4 embedding, norm, experts ---- */
+/* ---- 5 embedding, norm, experts ---- */
 
 /* A block of row_threads(dim) threads holds a token's row of x, as pairs of neighbours: each thread has up to MAX_PAIRS
  * pairs, its k-th is pair i of the row. */
@@ -839,64 +940,18 @@ __device__ inline void sort_choices(const Work &w, int choices, int most, int *c
     for (int i = threadIdx.x; i < choices; i += blockDim.x) w.order[atomicAdd(next + w.expert[i], 1)] = i;
 }
 
-/* Chooses each token's experts, one warp a token: the top_k largest scores, ties to the lower number. A score is the
- * router's logit or its sigmoid, plus a bias if there is one. In some models only the best groups of experts take part.
- * The weights of the chosen come from the scores without the bias: softmax over all or over the chosen, or the share of
- * their sum. The kernel also adds up the token's squares for the products that follow. The last block makes jobs of at
- * most `most` choices for the experts' products. */
+/* Chooses each token's experts, one warp a token. The last block makes jobs of at most `most` choices for the experts'
+ * products. */
 constexpr int ROUTE_WARPS = 8;
-__global__ void __launch_bounds__(ROUTE_WARPS * 32)
-    route(Work w, const float *bias, int tokens, int squares, int most) {
+__global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, Router r, int tokens, int most) {
     extern __shared__ int counts[]; /* (2, n_experts) */
     launch_next();
     wait_previous();
     const int t = blockIdx.x * ROUTE_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Route &how = w.route;
     if (t < tokens) {
-        const float *logit = w.router + (size_t)t * w.n_experts;
-        const int group_size = w.n_experts / how.groups;
-        float *square = w.square + (size_t)t * square_parts(w.dim);
-        WarpSum<8> sum;
-        if (squares) sum.load(square, squares);
-        auto score = [&](int e) { return how.sigmoid ? 1 / (1 + expf(-logit[e])) : logit[e]; };
-        auto key = [&](int e) {
-            const float x = score(e) + (bias ? bias[e] : 0);
-            return order_key(isnan(x) ? -INFINITY : x);
-        };
-        /* The largest key of all lanes, and the lowest number that has it. */
-        auto largest = [&](unsigned key, unsigned number) {
-            return __reduce_min_sync(~0u, key == __reduce_max_sync(~0u, key) ? number : ~0u);
-        };
-        unsigned groups = how.groups > 1 ? 0 : ~0u; /* a bit each: experts may be chosen from it */
-        if (how.groups > 1) {                       /* a group scores its best, or two best */
-            float best = -INFINITY, second = -INFINITY;
-            for (int e = lane * group_size; e < (lane + 1) * group_size && lane < how.groups; e++) {
-                const float x = key_value(key(e));
-                second = fmaxf(second, fminf(best, x)), best = fmaxf(best, x);
-            }
-            const unsigned mine = order_key(how.group_best > 1 ? best + second : best);
-            for (int k = 0; k < how.top_groups; k++)
-                groups |= 1u << largest(lane < how.groups && !(groups >> lane & 1) ? mine : 0, lane);
-        }
-        unsigned taken = 0;              /* of this lane's experts: lane, lane + 32, ... */
-        float mine = -INFINITY, top = 0; /* the score of choice `lane`, and of the first one */
-        for (int k = 0; k < w.top_k; k++) {
-            unsigned best = 0, which = ~0u;
-            for (unsigned i = 0, e = lane; e < w.n_experts; e += 32, i++) {
-                if (taken >> i & 1 || !(groups >> (how.groups > 1 ? e / group_size : 0) & 1)) continue;
-                if (key(e) > best || which == ~0u) best = key(e), which = e;
-            }
-            const int e = largest(best, which);
-            if (e % 32 == lane) taken |= 1u << e / 32;
-            if (k == 0) top = score(e);
-            if (k == lane) mine = score(e), w.expert[t * w.top_k + k] = e;
-        }
-        float share = lane >= w.top_k ? 0 : how.sigmoid ? mine : expf(mine - top), total = warp_sum(share), all = 0;
-        for (int e = lane; e < w.n_experts && !how.sigmoid && !how.normalise; e += 32) all += expf(logit[e] - top);
-        if (!how.normalise) total = how.sigmoid ? 1 : warp_sum(all);
-        if (lane < w.top_k) w.weight[t * w.top_k + lane] = share / total * how.scale;
-        if (squares) share = sum.sum(square, squares);
-        if (squares && lane == 0) square[0] = share;
+        const int expert = choose<MAX_EXPERTS / 32>(r, t);
+        const float weight = weigh(r, t, expert);
+        if (lane < w.top_k) w.expert[t * w.top_k + lane] = expert, w.weight[t * w.top_k + lane] = weight;
     }
     if (gridDim.x == 1) __syncthreads();
     if (gridDim.x == 1 || last_block(w.routed, gridDim.x))
@@ -934,7 +989,7 @@ __global__ void __launch_bounds__(1024)
     rms_norm(w, x, by, type, t);
 }
 
-/* ---- 5 attention ---- */
+/* ---- 6 attention ---- */
 
 /* Where keys or values of a head begin in a page. */
 __host__ __device__ inline bf16 *cache_of(const Work &w, int page, int values, int head) {
@@ -1456,7 +1511,7 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
             store_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + h * d + i, sum[i] / total);
 }
 
-/* ---- 6 latent attention ---- */
+/* ---- 7 latent attention ---- */
 
 /* Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024), absorbed: k_up^T multiplies the part of a query head without
  * RoPE, so that it can be compared with the cached latents; v_up turns their weighted sum into the head's result. Both
@@ -1514,7 +1569,7 @@ __global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer 
 
 #include "draw.cuh"
 
-/* ---- 7 one step ---- */
+/* ---- 8 one step ---- */
 
 /* Launches a kernel that may begin before the previous one has ended (from Hopper on). */
 template <typename... Params, typename... Args>
@@ -1600,8 +1655,8 @@ bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
 Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     Product p = {};
     p.w = m, p.x = x ? x : a->w.normed, p.x_pitch = x ? pitch : a->w.normed_pitch, p.tokens = a->tokens;
-    p.eps = a->w.eps, p.act = a->w.act, p.act_limit = a->w.act_limit, p.y_type = F32;
-    if (!x && a->squares) p.square = a->w.square, p.squares = a->squares;
+    p.divide = 1, p.eps = a->w.eps, p.act = a->w.act, p.act_limit = a->w.act_limit, p.y_type = F32;
+    if (!x && a->squares) p.square = a->square, p.squares = a->squares;
     return p;
 }
 constexpr int MAX_STREAMED = 24; /* tokens of a `product` without jobs */
@@ -1641,7 +1696,7 @@ bool multiply(Pass *a, Product p, Error *e) {
     }
     if (p.finish != ADD) return true;
     a->normed = p.norm;
-    a->squares = a->normed ? square_parts(p.w.rows) : 0;
+    a->squares = a->normed ? square_parts(p.w.rows) : 0, a->square = a->w.square;
     return true;
 }
 /* y = W x, or the residual stream += W x. Then comes a norm: `weight` is the norm's, and `next` is the matrix that
@@ -1726,12 +1781,20 @@ bool attend_latent(Pass *a, const DeviceLayer &l, Error *e) {
     return tap_latent(a, l, e);
 }
 
-/* Chooses each token's experts, makes jobs of at most `most` choices of an expert, and norms x for them. */
+Router router_of(const Pass *a, const DeviceLayer &l) {
+    const Work &w = a->w;
+    return {w.router, l.choice_bias, w.n_experts, w.top_k, w.route, w.expert, w.weight, w.experts_read};
+}
+/* The router's logits, and x normed for the experts. Chooses each token's experts and makes jobs of at most `most`
+ * choices of an expert, unless `most` is 0: then the experts' products choose. */
 bool route_tokens(Pass *a, const DeviceLayer &l, int most, Error *e) {
-    if (!multiply_to(a, l.router, NULL, 0, a->w.router, e)) return false;
-    CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
-                2 * a->w.n_experts * sizeof(int), a->w, (const float *)l.choice_bias, a->tokens, a->squares, most));
-    a->squares = std::min(a->squares, 1);
+    Product logits = product_of(a, l.router, NULL, 0);
+    logits.y = a->w.router, logits.y_pitch = a->w.n_experts, logits.total = a->w.square_sum;
+    if (!multiply(a, logits, e)) return false;
+    if (most)
+        CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
+                    2 * a->w.n_experts * sizeof(int), a->w, router_of(a, l), a->tokens, most));
+    if (a->squares) a->squares = 1, a->square = a->w.square_sum;
     if (type_for(l.router) != type_for(l.up)) a->normed = false;
     return norm_for(a, l.ffn_norm, l.up, e);
 }
@@ -1782,10 +1845,14 @@ bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix
         : choices <= 32 * w.n_experts                                                                         ? 32
                                       : 64; /* choices of a job */
     const int jobs = std::min(w.n_experts, choices) + choices / most;
-    if (!route_tokens(a, l, most, e) || !shared_expert(a, l, e)) return false;
+    const bool single = a->tokens == 1 && w.n_experts <= PRODUCT_EXPERTS;
+    if (!route_tokens(a, l, single ? 0 : most, e) || !shared_expert(a, l, e)) return false;
     Product up = product_of(a, l.up, NULL, 0), down = product_of(a, l.down, w.act_out, w.act_pitch);
-    up.job = down.job = w.job, up.jobs = down.jobs = w.jobs, up.order = down.order = w.order;
-    up.divide = w.top_k, down.divide = 1;
+    if (single)
+        up.router = down.router = router_of(a, l);
+    else
+        up.job = down.job = w.job, up.jobs = down.jobs = w.jobs, up.order = down.order = w.order;
+    up.divide = w.top_k;
     up.finish = ACTIVATE, up.y = w.act_out, up.y_pitch = w.act_pitch, up.y_type = type_for(l.down);
     down.early = true, down.y = w.down, down.y_pitch = w.dim;
     CUDA(launch_for_type(a->gpu, up, most, jobs));
