@@ -272,8 +272,8 @@ cJSON *json_add(cJSON *object, const char *key, ...) {
     return object;
 }
 
-cJSON *number(double x) { return checked(cJSON_CreateNumber(x)); }
-cJSON *word(const char *text) { return checked(text ? cJSON_CreateString(text) : cJSON_CreateNull()); }
+cJSON *json_number(double x) { return checked(cJSON_CreateNumber(x)); }
+cJSON *json_word(const char *text) { return checked(text ? cJSON_CreateString(text) : cJSON_CreateNull()); }
 
 char *json_text(const cJSON *value) { return checked(cJSON_PrintUnformatted(value)); }
 
@@ -306,17 +306,17 @@ bool text_whole(const char *text, int least, int most, int *out) {
 }
 
 bool text_stops(Bytes *text, size_t *shown, const char *const *stop, int n, bool last) {
-    size_t wait = 0, new = text->n - *shown; /* no more of a stop text is looked at */
+    size_t wait = 0, unseen = text->n - *shown; /* a longer stop text cannot be there */
     bool found = false;
     for (int i = 0; i < n; i++) {
-        char *hit = memmem(text->data + *shown, text->n - *shown, stop[i], strnlen(stop[i], new + 1));
+        char *hit = memmem(text->data + *shown, text->n - *shown, stop[i], strnlen(stop[i], unseen + 1));
         if (!hit) continue;
         text->n = (size_t)(hit - text->data);
         *hit = 0;
         found = true;
     }
     for (int i = 0; i < n && !found && !last; i++)
-        for (size_t k = strnlen(stop[i], new + 1) - 1; k > wait; k--)
+        for (size_t k = strnlen(stop[i], unseen + 1) - 1; k > wait; k--)
             if (!memcmp(text->data + text->n - k, stop[i], k)) wait = k;
     *shown = text->n - wait;
     return found;

@@ -91,8 +91,8 @@ cJSON *json_from_text(const char *text, size_t n);
  * NULL is left out. */
 cJSON *json_add(cJSON *object, const char *key, ...) __attribute__((sentinel));
 #define json_object(...) json_add(NULL, __VA_ARGS__)
-cJSON *number(double x);
-cJSON *word(const char *text); /* null for NULL */
+cJSON *json_number(double x);
+cJSON *json_word(const char *text); /* null for NULL */
 /* The value as compact JSON text; free it. */
 char *json_text(const cJSON *value);
 void json_append(Bytes *out, cJSON *json); /* the same text, appended; frees the value */

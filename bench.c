@@ -47,13 +47,15 @@ static void report_figure(Bench *b, Figure *f) {
     double all = (double)f->tokens * f->streams, least = all / f->seconds[n - 1], most = all / f->seconds[0];
     double bytes = (double)f->bytes, percent = f->flat / step * 100;
     if (b->rows) {
-        cJSON *row = json_object("kind", word(kind), "tokens", number(f->tokens), "depth", number(f->depth), "streams",
-                                 number(f->streams), "tokens_per_second", number(all / median), "least", number(least),
-                                 "most", number(most), "seconds", number(median), NULL);
+        cJSON *row =
+            json_object("kind", json_word(kind), "tokens", json_number(f->tokens), "depth", json_number(f->depth),
+                        "streams", json_number(f->streams), "tokens_per_second", json_number(all / median), "least",
+                        json_number(least), "most", json_number(most), "seconds", json_number(median), NULL);
         cJSON_AddItemToArray(b->rows, row);
         if (f->prompt) return;
-        json_add(row, "experts", number(f->experts), "step_bytes", number(bytes), "bytes_per_second",
-                 number(bytes / step), "flat_seconds", number(f->flat), "percent_of_flat", number(percent), NULL);
+        json_add(row, "experts", json_number(f->experts), "step_bytes", json_number(bytes), "bytes_per_second",
+                 json_number(bytes / step), "flat_seconds", json_number(f->flat), "percent_of_flat",
+                 json_number(percent), NULL);
         return;
     }
     printf("| %s %d | %d | %d | %.1f | %.1f-%.1f | %.3f |", kind, f->tokens, f->depth, f->streams, all / median, least,
@@ -204,14 +206,14 @@ static size_t on_answer(char *data, size_t size, size_t n, void *client) {
 
 static void send_request(Client *c, CURLM *all) {
     const Options *o = c->load->o;
-    cJSON *prompt = cJSON_CreateArray(), *model = o->model ? word(o->model) : NULL;
+    cJSON *prompt = cJSON_CreateArray(), *model = o->model ? json_word(o->model) : NULL;
     Bytes body = {0};
     for (int i = 0; i < c->load->prompt; i++)
-        cJSON_AddItemToArray(prompt, number((double)(FIRST_ID + random() % PROMPT_IDS)));
+        cJSON_AddItemToArray(prompt, json_number((double)(FIRST_ID + random() % PROMPT_IDS)));
     /* servers that know ignore_eos give answers of equal length */
-    json_append(&body, json_object("prompt", prompt, "model", model, "max_tokens", number(o->tokens), "temperature",
-                                   number((double)o->sampling.temperature), "ignore_eos", cJSON_CreateTrue(), "stream",
-                                   cJSON_CreateTrue(), "stream_options",
+    json_append(&body, json_object("prompt", prompt, "model", model, "max_tokens", json_number(o->tokens),
+                                   "temperature", json_number((double)o->sampling.temperature), "ignore_eos",
+                                   cJSON_CreateTrue(), "stream", cJSON_CreateTrue(), "stream_options",
                                    json_object("include_usage", cJSON_CreateTrue(), NULL), NULL));
     curl_easy_setopt(c->easy, CURLOPT_COPYPOSTFIELDS, body.data);
     curl_multi_add_handle(all, c->easy);
@@ -305,11 +307,12 @@ static int bench_server(const Options *o, bool json) {
     for (int i = 0; i < o->prompts.n * o->clients.n; i++) {
         l.prompt = o->prompts.value[i / o->clients.n], l.clients = o->clients.value[i % o->clients.n];
         run_load(&l, o->repeats);
-        cJSON *row = json_object("clients", number(l.clients), "prompt", number(l.prompt), "tokens_per_second",
-                                 number(l.tokens / l.seconds), "first_p50", number(percentile(&l.first, 0.5)),
-                                 "first_p99", number(percentile(&l.first, 0.99)), "token_p50",
-                                 number(percentile(&l.gaps, 0.5)), "token_p99", number(percentile(&l.gaps, 0.99)),
-                                 "token_most", number(percentile(&l.gaps, 1)), "failed", number(l.failed), NULL);
+        cJSON *row =
+            json_object("clients", json_number(l.clients), "prompt", json_number(l.prompt), "tokens_per_second",
+                        json_number(l.tokens / l.seconds), "first_p50", json_number(percentile(&l.first, 0.5)),
+                        "first_p99", json_number(percentile(&l.first, 0.99)), "token_p50",
+                        json_number(percentile(&l.gaps, 0.5)), "token_p99", json_number(percentile(&l.gaps, 0.99)),
+                        "token_most", json_number(percentile(&l.gaps, 1)), "failed", json_number(l.failed), NULL);
         cJSON_AddItemToArray(rows, row);
         cJSON_ArrayForEach(x, row) if (!json) printf("| %.5g ", x->valuedouble);
         if (!json) puts("|");
@@ -334,9 +337,9 @@ int bench(const Options *o) {
     if (!session_open(s, o, NEED_SHAPES | NEED_ENGINE, &e)) die(&e);
     if (json) b.rows = cJSON_CreateArray();
     cJSON *out =
-        json_object("family", word(s->checkpoint.family), "random", cJSON_CreateBool(s->checkpoint.model.made_up),
-                    "where", word(s->where), "weight_bytes", number((double)model_bytes(s->engine.model)),
-                    "load_seconds", number(s->seconds), "rows", b.rows, NULL);
+        json_object("family", json_word(s->checkpoint.family), "random", cJSON_CreateBool(s->checkpoint.model.made_up),
+                    "where", json_word(s->where), "weight_bytes", json_number((double)model_bytes(s->engine.model)),
+                    "load_seconds", json_number(s->seconds), "rows", b.rows, NULL);
     if (md)
         puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|");
@@ -413,8 +416,8 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
         bool chosen = strstr(x->name, "experts") && !strstr(x->name, "shared_experts");
         if (m) active += looked_up ? 0 : chosen ? n / m->n_experts * m->top_k : n;
     }
-    json_add(out, "weight_bytes", number(bytes), NULL);
-    if (m) json_add(out, "parameters", number(values), "active_parameters", number(active), NULL);
+    json_add(out, "weight_bytes", json_number(bytes), NULL);
+    if (m) json_add(out, "parameters", json_number(values), "active_parameters", json_number(active), NULL);
 }
 
 /* Adds what the GPU must hold and how much of it fits. The backend counts weights and cache in the same way. Its
@@ -428,12 +431,12 @@ static void add_memory(cJSON *out, const Model *m, int context) {
     backend->describe(d);
     snprintf(text, sizeof text, "the weights, %s of cache for a context of %s, about 2 GB to work in",
              size_text((uint64_t)(token * context), size), count_text((uint64_t)context, count));
-    json_add(out, "cache_bytes_per_token", number(token), "gpu_bytes", number(fixed + token * context), "estimate",
-             word(text), NULL);
+    json_add(out, "cache_bytes_per_token", json_number(token), "gpu_bytes", json_number(fixed + token * context),
+             "estimate", json_word(text), NULL);
     double room = d->gpus ? (double)d->gpu[0].free : 0, fits = 0;
     if (d->gpu[0].usable) fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
-    json_add(out, "gpu", word(d->gpus ? d->gpu[0].name : d->problem), NULL);
-    if (d->gpus) json_add(out, "gpu_bytes_free", number(room), "context_that_fits", number(fits), NULL);
+    json_add(out, "gpu", json_word(d->gpus ? d->gpu[0].name : d->problem), NULL);
+    if (d->gpus) json_add(out, "gpu_bytes_free", json_number(room), "context_that_fits", json_number(fits), NULL);
     json_add(out, "fits", d->gpus ? cJSON_CreateBool(fits >= context) : cJSON_CreateNull(), NULL);
     if (d->gpus && fits < context) {
         snprintf(text, sizeof text, "--ctx %.0f fits here", fits);
@@ -452,10 +455,10 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
     bool ok = session_open(&s, &(Options){.model = dir}, NEED_CHECKPOINT | USE_TOKENIZER, e);
     cJSON_AddBoolToObject(out, "supported", ok);
     if (ok) {
-        json_add(out, "family", word(s.checkpoint.family), "layers", number(m->n_layers), "width", number(m->dim),
-                 "heads", number(m->n_heads), "kv_heads", number(m->n_kv_heads), "head_size", number(m->head_dim),
-                 "experts", number(m->n_experts), "experts_per_token", number(m->top_k), "vocabulary", number(m->vocab),
-                 "context", number(m->context), NULL);
+        json_add(out, "family", json_word(s.checkpoint.family), "layers", json_number(m->n_layers), "width",
+                 json_number(m->dim), "heads", json_number(m->n_heads), "kv_heads", json_number(m->n_kv_heads),
+                 "head_size", json_number(m->head_dim), "experts", json_number(m->n_experts), "experts_per_token",
+                 json_number(m->top_k), "vocabulary", json_number(m->vocab), "context", json_number(m->context), NULL);
         const char *chat = s.has_chat ? chat_name(&s.chat) : "none: its text is continued raw";
         if (s.tokenizer) cJSON_AddStringToObject(out, "chat_format", chat); /* a repository's outline has none */
         add_weights(out, &s.checkpoint.tensors, m);
@@ -489,7 +492,7 @@ int inspect(const Options *o) {
     bool far = strchr(o->model, '/') && (!dir || (strcmp(dir, o->model) && !model_complete(dir)));
     if (!far && !dir) die(&e);
     const char *outline = far ? outline_open(o->model, &to_fetch) : dir;
-    cJSON *out = json_object("name", word(o->model), NULL);
+    cJSON *out = json_object("name", json_word(o->model), NULL);
     bool ok = add_model(out, outline, o->context, &e);
     if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)to_fetch);
     if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
@@ -508,9 +511,10 @@ int list(const Options *o) {
     char size[24];
     cJSON *all = cJSON_CreateArray();
     for (const ModelEntry *m = model; m < model + n; m++) {
-        cJSON *one = json_object("name", word(m->name), "family", word(m->family), "bytes", number((double)m->bytes),
-                                 "encoding", word(m->encoding), "supported", cJSON_CreateBool(m->known), "complete",
-                                 cJSON_CreateBool(m->complete), "path", word(m->path), NULL);
+        cJSON *one = json_object("name", json_word(m->name), "family", json_word(m->family), "bytes",
+                                 json_number((double)m->bytes), "encoding", json_word(m->encoding), "supported",
+                                 cJSON_CreateBool(m->known), "complete", cJSON_CreateBool(m->complete), "path",
+                                 json_word(m->path), NULL);
         cJSON_AddItemToArray(all, one);
         const char *state = !m->known ? "not supported" : m->complete ? "complete" : "incomplete";
         if (!o->json)
@@ -538,8 +542,8 @@ static void finding(Doctor *d, const char *what, int code, const char *cure, con
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    cJSON *one = json_object("what", word(what), "ok", cJSON_CreateBool(!cure), "found", word(text), "cure",
-                             cure ? word(cure) : NULL, NULL);
+    cJSON *one = json_object("what", json_word(what), "ok", cJSON_CreateBool(!cure), "found", json_word(text), "cure",
+                             cure ? json_word(cure) : NULL, NULL);
     cJSON_AddItemToArray(d->all, one);
     if (!d->json) printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
     if (cure && !d->code) d->code = code;

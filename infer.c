@@ -1122,10 +1122,11 @@ static void print_answer_json(const Answer *a) {
     }
     cJSON *text = json_from_text(a->text.data, a->text.n);
     cJSON *thinking = json_from_text(a->thinking.data, a->thinking.n);
-    json_print(json_object("model", word(p->m.name), "text", text, "thinking", thinking, "reason", word(a->reason),
-                           "tool_calls", calls, "prompt_tokens", number(a->prompt), "tokens", number(a->tokens),
-                           "thinking_tokens", number(a->thought), "first_token_ms", number(a->first * 1000),
-                           "tokens_per_second", number(speed(a)), "seed", number(p->o.sampling.seed), NULL),
+    json_print(json_object("model", json_word(p->m.name), "text", text, "thinking", thinking, "reason",
+                           json_word(a->reason), "tool_calls", calls, "prompt_tokens", json_number(a->prompt), "tokens",
+                           json_number(a->tokens), "thinking_tokens", json_number(a->thought), "first_token_ms",
+                           json_number(a->first * 1000), "tokens_per_second", json_number(speed(a)), "seed",
+                           json_number(p->o.sampling.seed), NULL),
                true);
 }
 

@@ -169,8 +169,8 @@ static void put_json(Request *q, cJSON *json) {
 static void put_error(Request *q) {
     const unsigned status = status_of(q);
     const char *type = status == 429 ? "rate_limit_error" : status < 500 ? "invalid_request_error" : "server_error";
-    cJSON *error = json_object("message", word(q->error.text), "type", word(type), "param", word(NULL), "code",
-                               word(status == 401 ? "invalid_api_key" : q->code), NULL);
+    cJSON *error = json_object("message", json_word(q->error.text), "type", json_word(type), "param", json_word(NULL),
+                               "code", json_word(status == 401 ? "invalid_api_key" : q->code), NULL);
     put_json(q, json_object("error", error, NULL));
 }
 
@@ -433,11 +433,11 @@ static cJSON *chance_json(int id, const float *logits, double all) {
     Bytes raw = {0}, text = {0};
     cJSON *bytes = cJSON_CreateArray();
     tokenizer_bytes(server.s.tokenizer, &d, id, &raw);
-    for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, number((unsigned char)raw.data[i]));
+    for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, json_number((unsigned char)raw.data[i]));
     utf8_stream(&raw, &text, true);
-    cJSON *json =
-        json_object("token", json_from_text(text.data, text.n), "logprob", /* JSON has no infinity */
-                    logits ? number(fmax((double)logits[id] - all, -9999)) : word(NULL), "bytes", bytes, NULL);
+    cJSON *json = json_object("token", json_from_text(text.data, text.n), "logprob", /* JSON has no infinity */
+                              logits ? json_number(fmax((double)logits[id] - all, -9999)) : json_word(NULL), "bytes",
+                              bytes, NULL);
     bytes_free(&raw), bytes_free(&text), bytes_free(&d.held);
     return json;
 }
@@ -450,7 +450,7 @@ static void add_score(Choice *c, int token, const float *logits, size_t offset) 
     int best[MOST_TOP], n = logits ? likeliest(logits, vocab, c->request->top, best) : 0;
     cJSON *own = chance_json(token, logits, all), *top = chat     ? cJSON_CreateArray()
                                                          : logits ? cJSON_CreateObject()
-                                                                  : word(NULL);
+                                                                  : json_word(NULL);
     if (!c->scores) c->scores = cJSON_CreateObject();
     for (int i = 0; i < n; i++) {
         cJSON *each = chance_json(best[i], logits, all);
@@ -471,7 +471,7 @@ static void add_score(Choice *c, int token, const float *logits, size_t offset) 
     append(c->scores, "tokens", cJSON_DetachItemFromObject(own, "token"));
     append(c->scores, "token_logprobs", cJSON_DetachItemFromObject(own, "logprob"));
     append(c->scores, "top_logprobs", top);
-    append(c->scores, "text_offset", number(offset));
+    append(c->scores, "text_offset", json_number(offset));
     cJSON_Delete(own);
 }
 
@@ -481,12 +481,14 @@ static cJSON *choice_json(Choice *c) {
     const char *key = !q->chat ? "text" : q->stream ? "delta" : "message";
     const bool some = c->shown > c->sent || !q->chat || (!q->stream && !c->calls);
     cJSON *thoughts = c->thoughts.n ? json_from_text(c->thoughts.data, c->thoughts.n) : NULL;
-    cJSON *said = some ? json_from_text(c->text.data + c->sent, c->shown - c->sent) : !q->stream ? word(NULL) : NULL;
+    cJSON *said = some         ? json_from_text(c->text.data + c->sent, c->shown - c->sent)
+                  : !q->stream ? json_word(NULL)
+                               : NULL;
     if (q->chat)
-        said = json_object("role", c->spoke ? NULL : word("assistant"), "content", said, "reasoning_content", thoughts,
-                           "tool_calls", c->calls, NULL);
-    cJSON *choice = json_object("index", number(c->index), key, said, "logprobs", c->scores ? c->scores : word(NULL),
-                                "finish_reason", word(c->finish), NULL);
+        said = json_object("role", c->spoke ? NULL : json_word("assistant"), "content", said, "reasoning_content",
+                           thoughts, "tool_calls", c->calls, NULL);
+    cJSON *choice = json_object("index", json_number(c->index), key, said, "logprobs",
+                                c->scores ? c->scores : json_word(NULL), "finish_reason", json_word(c->finish), NULL);
     c->calls = c->scores = NULL;
     c->sent = c->shown, c->thoughts.n = 0, c->spoke = true;
     return choice;
@@ -498,10 +500,10 @@ static cJSON *usage_json(const Request *q) {
         if (c->index % q->n == 0) prompt += c->stream.prompt, reused += c->stream.reused;
         tokens += c->tokens, thought += c->thought;
     }
-    return json_object("prompt_tokens", number(prompt), "completion_tokens", number(tokens), "total_tokens",
-                       number(prompt + tokens), "prompt_tokens_details",
-                       json_object("cached_tokens", number(reused), NULL), "completion_tokens_details",
-                       json_object("reasoning_tokens", number(thought), NULL), NULL);
+    return json_object("prompt_tokens", json_number(prompt), "completion_tokens", json_number(tokens), "total_tokens",
+                       json_number(prompt + tokens), "prompt_tokens_details",
+                       json_object("cached_tokens", json_number(reused), NULL), "completion_tokens_details",
+                       json_object("reasoning_tokens", json_number(thought), NULL), NULL);
 }
 
 /* Writes a reply, or an event of a stream, with the choices [from, to). */
@@ -509,8 +511,9 @@ static void put_reply(Request *q, Choice *from, const Choice *to, bool usage) {
     const char *what = !q->chat ? "text_completion" : q->stream ? "chat.completion.chunk" : "chat.completion";
     cJSON *choices = cJSON_CreateArray();
     for (Choice *c = from; c < to; c++) cJSON_AddItemToArray(choices, choice_json(c));
-    put_json(q, json_object("id", word(q->id), "object", word(what), "created", number(q->created), "model",
-                            word(server.name), "choices", choices, "usage", usage ? usage_json(q) : NULL, NULL));
+    put_json(q,
+             json_object("id", json_word(q->id), "object", json_word(what), "created", json_number(q->created), "model",
+                         json_word(server.name), "choices", choices, "usage", usage ? usage_json(q) : NULL, NULL));
 }
 
 /* In a stream: writes an event if the choice has something new. */
@@ -550,9 +553,9 @@ static void add_call(Choice *c, const Message *m) {
     snprintf(id, sizeof id, "call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, c->index, c->calls_n - 1);
     if (!c->calls) c->calls = cJSON_CreateArray();
     cJSON *function = json_object("name", begins ? json_from_text(name, strlen(name)) : NULL, "arguments", text, NULL);
-    cJSON_AddItemToArray(c->calls,
-                         json_object("index", q->stream ? number(c->calls_n - 1) : NULL, "id", begins ? word(id) : NULL,
-                                     "type", begins ? word("function") : NULL, "function", function, NULL));
+    cJSON_AddItemToArray(c->calls, json_object("index", q->stream ? json_number(c->calls_n - 1) : NULL, "id",
+                                               begins ? json_word(id) : NULL, "type",
+                                               begins ? json_word("function") : NULL, "function", function, NULL));
     c->opened = true;
 }
 
@@ -806,10 +809,10 @@ static void complete_chat(Request *q) { q->chat = true, complete(q); }
 /* ---- other endpoints ---- */
 
 static void models(Request *q) {
-    cJSON *json = json_object("object", word("list"), NULL);
+    cJSON *json = json_object("object", json_word("list"), NULL);
     append(json, "data",
-           json_object("id", word(server.name), "object", word("model"), "created", number(0), "owned_by",
-                       word("infer"), "max_model_len", number(server.s.engine.context), NULL));
+           json_object("id", json_word(server.name), "object", json_word("model"), "created", json_number(0),
+                       "owned_by", json_word("infer"), "max_model_len", json_number(server.s.engine.context), NULL));
     put_json(q, json);
 }
 
@@ -824,7 +827,7 @@ static void health(Request *q) {
                                         : NULL;
     unlock();
     q->error.code = ill ? 503 : 200;
-    put_json(q, json_object("status", word(ill ? ill : "ok"), NULL));
+    put_json(q, json_object("status", json_word(ill ? ill : "ok"), NULL));
 }
 
 static void page(Request *q) { bytes_add(&q->out, page_begin, (size_t)(page_end - page_begin)); }
