@@ -1,10 +1,10 @@
 /* serve.c: an HTTP server that speaks OpenAI's API (github.com/openai/openai-openapi), on libmicrohttpd. One thread
- * owns the model: it runs the scheduler of model.c, makes text of the tokens and writes the answers. Each connection
- * has its own thread, which reads a request, queues it, waits for its answers and sends them.
+ * owns the model: it runs the scheduler of model.c, and makes text and events of the tokens. Each connection has its
+ * own thread, which reads a request, queues it, waits for its answers and sends them.
  *
  * One lock guards what threads share. A queued request, its choices and `out` belong to the model's thread until
- * `complete`: it writes events without the lock and then moves them to `ready`. Only after that the connection writes
- * a reply that is no stream, or frees the request. */
+ * `complete`. That thread makes events without the lock; under the lock it ends a stream, and moves events to `ready`.
+ * After `complete` the connection writes a reply that is no stream, and frees the request. */
 #include "host.h"
 
 #include <math.h>
@@ -756,7 +756,7 @@ static void wait_for_answers(Request *q) {
         struct pollfd p = {.fd = q->client->fd, .events = POLLRDHUP};
         wait_on(&q->wake);
         q->departed = poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR);
-        if (q->stream && seconds() - q->wrote > BEAT_SECONDS)
+        if (q->stream && q->written == q->ready.n && !q->complete && seconds() - q->wrote > BEAT_SECONDS)
             bytes_text(&q->ready, ": the answer is being computed\n\n");
     }
     unlock();
