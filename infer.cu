@@ -85,8 +85,8 @@ __device__ inline void store_pair_as(Type type, void *row, size_t i, float a, fl
 }
 
 /* 16, 8 or 4 bytes of the card's memory, or zeros unless `real`. The condition is part of the asm: with an `if` around
- * it the compiler copies the result to other registers, and so waits for it at once. The 16 bytes are of weights, which
- * are read once and need not stay in L1. Not ld.global.nc: the compiler may move such loads behind wait_previous(). */
+ * it the compiler copies the result to other registers, and so waits for it at once. load_weights() keeps nothing in
+ * L1, because weights are read once. Not ld.global.nc: the compiler may move such loads behind wait_previous(). */
 __device__ inline uint4 load_weights(const void *from, bool real) {
     uint4 x;
     asm volatile("{.reg .pred p; setp.ne.u32 p,%5,0; mov.b32 %0,0; mov.b32 %1,0; mov.b32 %2,0; mov.b32 %3,0;"
@@ -632,9 +632,9 @@ template <Type T, int TILES> struct Stream {
  *
  * Without jobs a block requests its first weights before it waits. With jobs it must know the jobs first, so it waits,
  * and only then lets the next kernel begin. The next kernel, the product with `early`, finds the jobs ready and need
- * not wait for them. For a single token no kernel makes jobs: each block chooses the experts itself, which takes less
- * time than a kernel of its own. */
-constexpr int PRODUCT_EXPERTS = 128; /* that a block can choose from */
+ * not wait for them. For a single token, and up to PRODUCT_EXPERTS experts, no kernel makes jobs: each block chooses
+ * the experts itself, which takes less time than a kernel of its own. */
+constexpr int PRODUCT_EXPERTS = 128;
 template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
@@ -1202,7 +1202,8 @@ struct Merged {
  * some of its pages; its warps take 16 keys in turn. The last split of a token to finish merges the states of all. If
  * no token sees another of the same step (`alone`), this kernel also does the work of rope_and_store for its token: the
  * token's rows pass through shared memory, so that all of them arrive at once. All older keys are in the cache already,
- * so a block loads its first ones before wait_previous(). Heads of 256 leave no registers for the next ones. */
+ * so a block loads its first ones before wait_previous(). With heads of 256 no registers are left to load the next keys
+ * ahead. */
 template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* so that two blocks fit on a multiprocessor */
 __host__ __device__ inline int splits_of(int pages, int most) { return max(1, min(most, pages / SPLIT_PAGES)); }
 template <int D>
@@ -1785,8 +1786,8 @@ Router router_of(const Pass *a, const DeviceLayer &l) {
     const Work &w = a->w;
     return {w.router, l.choice_bias, w.n_experts, w.top_k, w.route, w.expert, w.weight, w.experts_read};
 }
-/* The router's logits, and x normed for the experts. Chooses each token's experts and makes jobs of at most `most`
- * choices of an expert, unless `most` is 0: then the experts' products choose. */
+/* Computes the router's logits, and norms x for the experts. Then it chooses each token's experts and makes jobs of at
+ * most `most` choices of an expert; if `most` is 0, the experts' products choose themselves. */
 bool route_tokens(Pass *a, const DeviceLayer &l, int most, Error *e) {
     Product logits = product_of(a, l.router, NULL, 0);
     logits.y = a->w.router, logits.y_pitch = a->w.n_experts, logits.total = a->w.square_sum;
@@ -1817,14 +1818,14 @@ bool add_to_x(Pass *a, const Matrix &m, const void *y, int pitch, const float *p
 bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
     const Work &w = a->w;
     const bool blas = !streams(a, up, a->tokens) && up.type != MXFP4;
-    const bool half = type_for(up) == BF16; /* half the bytes of F32; f16 could overflow */
+    const bool narrow = type_for(up) == BF16 && !up.bias; /* half the bytes of F32; f16 could overflow */
     const int each = ACTIVATE_EACH * ACTIVATE_THREADS;
     Product p = product_of(a, up, NULL, 0);
     p.y = blas ? (void *)w.found : w.act_out, p.y_pitch = blas ? up.rows : w.act_pitch;
-    p.finish = blas ? STORE : ACTIVATE, p.y_type = !blas ? type_for(down) : half ? BF16 : F32;
+    p.finish = blas ? STORE : ACTIVATE, p.y_type = !blas ? type_for(down) : narrow ? BF16 : F32;
     if (!multiply(a, p, e)) return false;
     if (blas)
-        CUDA(launch(a->gpu, half ? activate<bf16> : activate<float>, dim3((down.cols + each - 1) / each, a->tokens),
+        CUDA(launch(a->gpu, narrow ? activate<bf16> : activate<float>, dim3((down.cols + each - 1) / each, a->tokens),
                     ACTIVATE_THREADS, 0, w, down.cols, type_for(down)));
     return true;
 }
@@ -1835,7 +1836,8 @@ bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
                                  multiply_add(&pass, l.shared_down, a->w.act_out, a->w.act_pitch, NULL, l.up, e));
 }
 
-/* A mixture of experts: choices sorted by expert, gate and up, activation, down, and the weighted sum. */
+/* A mixture of experts: choices sorted by expert (those of a single token stay in order), gate and up, activation,
+ * down, and the weighted sum. */
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
