@@ -520,11 +520,11 @@ struct Walk {
 
 /* An array of n floats, if the model has it. */
 float *Walk::floats(const float *from, size_t n, int half) {
-    if (!from) return NULL;
+    float *to = from ? plan.take<float>(n) : NULL;
+    if (!from || !upload) return to;
     const Rows place = {0, 1, half};
     std::vector<float> dealt(n);
     for (size_t i = 0; i < n; i++) dealt[place.of(i)] = from[i];
-    float *to = plan.take<float>(n);
     ok = ok && upload_floats(to, dealt.data(), n, e);
     return to;
 }
