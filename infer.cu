@@ -444,6 +444,7 @@ template <Type T> __global__ void __launch_bounds__(256) decode(Matrix m, bf16 *
 
 /* ---- 3 the router's choice ---- */
 
+/* A router's logits, how they choose, and where the choice goes. */
 struct Router {
     const float *logit, *bias; /* (tokens, experts); (experts) or NULL */
     int experts, top_k;
@@ -570,9 +571,10 @@ __device__ inline float activation(Act act, float limit, float gate, float up, b
 }
 /* What else rows r and r + 1 of a result need. It is requested before the product, because the loads take long. */
 struct Target {
-    float2 bias, old; /* for ADD: the old values */
-    float2 norm;      /* for ADD: weights of the norm that follows */
+    float2 bias;
+    float2 old, norm; /* for ADD: the old values, and weights of the norm that follows */
 };
+/* What is absent is 0, and everything is unless `real`. */
 __device__ inline Target target_of(const Product &p, int expert, size_t out, int r, bool real = true) {
     auto pair = [&](const float *from, bool real) {
         const float first = __uint_as_float(load_word(from, real));

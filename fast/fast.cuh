@@ -1,8 +1,7 @@
 /* fast.cuh: the annex: hand-tuned kernels for gpt-oss's shapes on Hopper, beside the plain engine in infer.cu. They
  * replace two of its paths: decode(), a step of at most MAX_DECODE tokens, and attend() and experts() in steps of at
  * least MIN_PREFILL tokens. infer.cu computes everything else, and every other model and card. `make FAST=no` builds
- * without the annex;
- * --plain switches it off at run time.
+ * without the annex; --plain switches it off at run time.
  *
  * What is different from infer.cu, and why
  *
