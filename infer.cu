@@ -53,6 +53,9 @@ __device__ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+template <typename A> __device__ inline void mma(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
+    mma<A>(c, a.x, a.y, a.z, a.w, b0, b1);
+}
 /* The same for eight neighbouring inner indices of a lane. */
 template <typename A = bf16> __device__ inline void mma_eight(float (&c)[4], uint4 row, uint4 row8, uint4 column) {
     mma<A>(c, row.x, row8.x, row.y, row8.y, column.x, column.y);
@@ -704,7 +707,8 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         float c[TILES][4] = {};
         const int row = tile * TILE + pair, now = tile;
         const bool store = mine && row < p.w.rows;
-        const Target target = target_of(p, job.expert, out, row, store);
+        Target target = {};
+        if (token < TILES * 8) target = target_of(p, job.expert, out, row, store);
         stream.multiply(c, p.w, weights, x, warp, W, chunks);
         Job next = job;
         item++, tile++, weights += tile_bytes;
@@ -735,7 +739,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
 }
 
 /* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
- * by all tokens of the block, which are mma's rows. Chunks of weights and of x come through a ring of shared memory. */
+ * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory. */
 constexpr int TILED_WARPS = 4;
 template <Type T, int TILES, int ROWS> struct TiledShape {
     static constexpr int STAGES = TILES <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
@@ -792,7 +796,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
         }
         copies_end();
     };
-    float c[TILES][2 * ROWS][4] = {};
+    float c[ROWS][2 * TILES][4] = {};
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) copy();
     for (int chunk = 0; chunk < chunks; chunk++) {
@@ -806,36 +810,43 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
         for (int r = 0; r < ROWS; r++) E::read(raw[r], stage + Shape::X + (warp * ROWS + r) * PIECES * 16, lane);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            uint4 low[ROWS], high[ROWS];
-            for (int r = 0; r < ROWS; r++) E::decode(raw[r], half, low[r], high[r]);
+            uint4 a[ROWS][2];
+            for (int r = 0; r < ROWS; r++) {
+                uint4 low, high;
+                E::decode(raw[r], half, low, high);
+                a[r][0] = {low.x, high.x, low.y, high.y}, a[r][1] = {low.z, high.z, low.w, high.w};
+            }
             const uint8_t *rows = stage + eighth_of(g, E::column(t, half) / 8);
 #pragma unroll
-            for (int m = 0; m < TILES; m++) {
-                if (m * 16 >= job.n) break;
-                uint4 row = *(const uint4 *)(rows + m * 16 * CHUNK * 2),
-                      row8 = *(const uint4 *)(rows + (m * 16 + 8) * CHUNK * 2);
+            for (int n = 0; n < 2 * TILES; n += 2) { /* two together, as an mma waits for the last on the same sum */
+                const uint4 x[2] = {*(const uint4 *)(rows + n * 8 * CHUNK * 2),
+                                    *(const uint4 *)(rows + (n + 1) * 8 * CHUNK * 2)};
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) {
-                    mma_eight<A>(c[m][2 * r], row, row8, low[r]);
-                    mma_eight<A>(c[m][2 * r + 1], row, row8, high[r]);
+                for (int i = 0; i < 4 * ROWS; i++) {
+                    const int second = i / (2 * ROWS), k = i / ROWS % 2, r = i % ROWS;
+                    mma<A>(c[r][n + k], a[r][second], second ? x[k].z : x[k].x, second ? x[k].w : x[k].y);
                 }
             }
         }
     }
+    /* A lane has row g (or g + 8) for tokens 2t and 2t + 1. It trades with the lane of the next row, so that each has
+     * both rows for one token. */
+    const int odd = g % 2;
 #pragma unroll
-    for (int m = 0; m < TILES; m++)
-        for (int k = 0; k < 2; k++) {
-            int token = m * 16 + g + k * 8;
-            if (token >= job.n) continue;
-            size_t out = p.order ? p.order[job.first + token] : job.first + token;
+    for (int n = 0; n < 2 * TILES; n++) {
+        const int token = n * 8 + 2 * t + odd;
+        const bool mine = token < job.n;
+        const size_t out = !mine ? 0 : p.order ? p.order[job.first + token] : job.first + token;
 #pragma unroll
-            for (int n = 0; n < 2 * ROWS; n++) {
-                int r = (first + warp * ROWS) * TILE + n * 8 + 2 * t;
-                if (r >= p.w.rows) continue;
-                Target target = target_of(p, job.expert, out, r);
-                finish(p, target, out, r, c[m][n][2 * k] * E::FACTOR, c[m][n][2 * k + 1] * E::FACTOR);
-            }
+        for (int i = 0; i < 2 * ROWS; i++) {
+            const float x = c[i / 2][n][i % 2 * 2], next = c[i / 2][n][i % 2 * 2 + 1]; /* of tokens 2t, 2t + 1 */
+            const float traded = __shfl_xor_sync(~0u, odd ? x : next, 4);
+            const int r = (first + warp * ROWS) * TILE + i * 8 + g - odd;
+            if (!mine || r >= p.w.rows) continue;
+            const Target target = target_of(p, job.expert, out, r);
+            finish(p, target, out, r, (odd ? traded : x) * E::FACTOR, (odd ? next : traded) * E::FACTOR);
         }
+    }
 }
 
 /* ---- 5 embedding, norm, experts ---- */
@@ -1075,7 +1086,7 @@ __device__ inline bf16 store_value(const Work &w, const Step &s, const float *ro
 }
 /* One head (blockIdx.y: queries, keys, values) of ROPE_TOKENS tokens. Neighbouring threads store values of neighbouring
  * tokens, which lie together. */
-constexpr int ROPE_TOKENS = 16, ROPE_WARPS = 8;
+constexpr int ROPE_TOKENS = 16, ROPE_WARPS = 4;
 __global__ void __launch_bounds__(ROPE_WARPS * 32)
     rope_and_store(const __grid_constant__ Work w, const __grid_constant__ Step s,
                    const __grid_constant__ DeviceLayer l, int tokens) {
@@ -1311,8 +1322,9 @@ template <int D, int KEYS> struct TileState {
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) score[i / 4][i % 4] = capped(score[i / 4][i % 4] * scale, cap);
     }
-    /* Masks the keys that rows do not see: those before first[r] or after last[r]. */
-    __device__ static void mask(float (&score)[KEYS / 8][4], int base, const int (&first)[2], const int (&last)[2]) {
+    /* Masks the keys that rows g and g + 8, which belong to tokens at these positions, do not see. */
+    __device__ static void mask(float (&score)[KEYS / 8][4], int base, const int (&last)[2], int window) {
+        const int first[2] = {first_seen(last[0], window), first_seen(last[1], window)};
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++)
             for (int i = 0; i < 4; i++) {
@@ -1339,10 +1351,8 @@ template <int D, int KEYS> struct TileState {
                 x = exp2_quick(x * scale - now), total[r] += x;
             }
         }
-        if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
 #pragma unroll
-            for (int i = 0; i < D / 2; i++) sum[i / 4][i % 4] *= factor[i % 4 / 2];
-        }
+        for (int i = 0; i < D / 2; i++) sum[i / 4][i % 4] *= factor[i % 4 / 2];
     }
     /* Tiles 2 slab and 2 slab + 1 of shares, as rows of mma. */
     __device__ static uint4 shares_of(const float (&share)[KEYS / 8][4], int slab) {
@@ -1356,22 +1366,27 @@ template <int D, int KEYS> struct TileState {
  * and values pass through it (Dao, "FlashAttention-2", 2023). */
 template <int D> struct AttentionShape {
     static constexpr int M = D <= 128 ? 2 : 1, WARPS = 4, ROWS = WARPS * M * 16, THREADS = WARPS * 32;
-    static constexpr int KEYS = D < 128 ? PAGE : PAGE / 2, STAGE = KEYS * D * 2; /* elements of keys and values */
+    static constexpr int KEYS = D <= 128 ? PAGE : PAGE / 2, STAGE = KEYS * D * 2; /* elements of keys and values */
     static constexpr int SHARED = (ROWS * D + 2 * STAGE) * sizeof(bf16);
-    /* The eighths of odd rows are swapped where rows begin in the same bank. */
-    __device__ static int query_place(int row, int i) { return row * D + (i ^ (D % 64 ? 0 : row % 2 * 32)); }
-    /* Requests keys and values of positions `base` to `base` + KEYS - 1. Values after position `end` become zeros,
+    static_assert(SHARED <= 99 << 10, "sm_86 and sm_89 have no more");
+    /* Requests the KEYS keys and values of a page from position `base` on. Behind the n-th, values become zeros,
      * because the cache may hold NaN there. */
-    __device__ static void copy(const Work &w, const Step &s, bf16 *to, int seq, int head, int base, int end) {
-        if (base > end) return;
-        const int page = page_of(s, seq, base);
-        const bf16 *keys = cache_of(w, page, 0, head) + key_place(D, base, 0);
-        const bf16 *values = cache_of(w, page, 1, head) + value_place(D, base, 0);
+    __device__ static void copy(const Work &w, bf16 *to, int page, int head, int base, int n) {
+        constexpr int EACH = KEYS * D / 8 / THREADS;
+        const bf16 *keys = cache_of(w, page, 0, head) + key_place(D, base, 0) + threadIdx.x * 8;
+        const bf16 *values = cache_of(w, page, 1, head) + value_place(D, base, 0) + threadIdx.x * 8;
+        to += threadIdx.x * 8;
 #pragma unroll
-        for (int i = 0; i < KEYS * D / 8 / THREADS; i++) {
-            int k = i * THREADS + threadIdx.x, position = base + k / (2 * D) * SLAB_KEYS + k % 2 * 8;
-            copy_16(to + k * 8, keys + k * 8);
-            copy_16(to + KEYS * D + k * 8, values + k * 8, max(0, min(16, 2 * (end + 1 - position))));
+        for (int i = 0; i < EACH; i++) copy_16(to + i * THREADS * 8, keys + i * THREADS * 8);
+        to += KEYS * D;
+        if (n >= KEYS) {
+#pragma unroll
+            for (int i = 0; i < EACH; i++) copy_16(to + i * THREADS * 8, values + i * THREADS * 8);
+            return;
+        }
+        for (int i = 0; i < EACH; i++) {
+            const int k = i * THREADS + threadIdx.x, position = k / (2 * D) * SLAB_KEYS + k % 2 * 8;
+            copy_16(to + i * THREADS * 8, values + i * THREADS * 8, max(0, min(16, 2 * (n - position))));
         }
     }
 };
@@ -1379,7 +1394,7 @@ template <int D>
 __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Work w, Step s, DeviceLayer l) {
     typedef AttentionShape<D> Shape;
     constexpr int M = Shape::M, KEYS = Shape::KEYS;
-    extern __shared__ __align__(128) bf16 arena[]; /* queries (ROWS, D); two stages of keys and values (2, KEYS * D) */
+    extern __shared__ __align__(128) bf16 arena[]; /* two stages of keys and values (2, KEYS * D); queries */
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int head = blockIdx.x, tile = gridDim.y - 1 - blockIdx.y, group = w.n_heads / w.n_kv_heads;
     launch_next();
@@ -1389,48 +1404,58 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
     auto position_of = [&](int row) {
         return position + min(row / group, n - 1);
     }; /* missing rows alias the last token */
-    for (int i = threadIdx.x; i < Shape::ROWS * D / 8; i += Shape::THREADS) {
-        int row = i / (D / 8), c = i % (D / 8) * 8, of = token + position_of(row) - position;
-        copy_16(arena + Shape::query_place(row, c),
-                (const bf16 *)w.q + ((size_t)of * w.n_heads + head * group + row % group) * D + c);
-    }
-    bf16 *stages = arena + Shape::ROWS * D;
-    Shape::copy(w, s, stages, seq, head, begin, end);
+    Shape::copy(w, arena, page_of(s, seq, begin), head, begin, end + 1 - begin);
     copies_end();
-    TileState<D, KEYS> state[M];
-    int first[M][2], last[M][2]; /* what rows g and g + 8 of each tile see */
-    const int row0 = warp * M * 16, lowest = position_of(row0), highest = position_of(row0 + M * 16 - 1);
-#pragma unroll
-    for (int i = 0; i < 2 * M; i++) {
-        last[i / 2][i % 2] = position_of(row0 + i * 8 + g);
-        first[i / 2][i % 2] = first_seen(last[i / 2][i % 2], l.window);
+    int page = begin + KEYS <= end ? page_of(s, seq, begin + KEYS) : 0; /* of the next keys */
+    /* Queries lie as mma wants them: for 16 rows and 32 dimensions, 16 bytes of each lane for one mma, then for
+     * another. */
+    uint4 *queries = (uint4 *)(arena + 2 * Shape::STAGE);
+#pragma unroll 4
+    for (int i = warp * 32; i < Shape::ROWS * D / 16; i += Shape::THREADS) {
+        auto load = [&](int row) {
+            const size_t of = (size_t)(token + position_of(row) - position) * w.n_heads + head * group + row % group;
+            return *(const uint4 *)((const bf16 *)w.q + of * D + i % D + t * 8);
+        };
+        const uint4 row = load(i / D * 16 + g), row8 = load(i / D * 16 + g + 8);
+        queries[2 * i + lane] = {row.x, row8.x, row.y, row8.y};
+        queries[2 * i + 32 + lane] = {row.z, row8.z, row.w, row8.w};
     }
+    TileState<D, KEYS> state[M];
+    const int row0 = warp * M * 16, lowest = position_of(row0), highest = position_of(row0 + M * 16 - 1);
     const float scale = LOG2E * w.attn_scale, cap = LOG2E * w.attn_cap;
     for (int base = begin, turn = 0; base <= end; base += KEYS, turn ^= 1) {
-        Shape::copy(w, s, stages + (turn ^ 1) * Shape::STAGE, seq, head, base + KEYS, end);
-        copies_end();
-        copies_done<1>();
+        copies_done<0>();
         __syncthreads();
-        const bf16 *keys = stages + turn * Shape::STAGE, *values = keys + KEYS * D;
+        const int next = base + KEYS;
+        if (next <= end) Shape::copy(w, arena + (turn ^ 1) * Shape::STAGE, page, head, next, end + 1 - next);
+        copies_end();
+        if (next + KEYS <= end) page = page_of(s, seq, next + KEYS);
+        const bf16 *keys = arena + turn * Shape::STAGE, *values = keys + KEYS * D;
         float score[M][KEYS / 8][4] = {};
 #pragma unroll
         for (int c = 0; c < D; c += 32) {
-            uint4 query[M][2];
+            uint4 key[KEYS / 8];
 #pragma unroll
-            for (int i = 0; i < 2 * M; i++)
-                query[i / 2][i % 2] = *(const uint4 *)(arena + Shape::query_place(row0 + i * 8 + g, c + t * 8));
+            for (int j = 0; j < KEYS / 8; j++)
+                key[j] = *(const uint4 *)(keys + key_place(D, state[0].key_of(j, g), c + t * 8));
 #pragma unroll
-            for (int j = 0; j < KEYS / 8; j++) {
-                uint4 key = *(const uint4 *)(keys + key_place(D, state[0].key_of(j, g), c + t * 8));
+            for (int second = 0; second < 2; second++) {
+                uint4 query[M];
 #pragma unroll
-                for (int m = 0; m < M; m++) mma_eight(score[m][j], query[m][0], query[m][1], key);
+                for (int m = 0; m < M; m++) query[m] = queries[(row0 / 16 + m) * D * 2 + c * 2 + second * 32 + lane];
+#pragma unroll
+                for (int i = 0; i < KEYS / 8 * M; i++) {
+                    const uint4 &by = key[i / M];
+                    mma<bf16>(score[i % M][i / M], query[i % M], second ? by.z : by.x, second ? by.w : by.y);
+                }
             }
         }
         const bool masked = base + KEYS - 1 > lowest || (l.window && base <= highest - l.window);
 #pragma unroll
         for (int m = 0; m < M; m++) {
             if (cap) state[m].limit(score[m], scale, cap);
-            if (masked) state[m].mask(score[m], base, first[m], last[m]);
+            const int row = row0 + m * 16 + g;
+            if (masked) state[m].mask(score[m], base, {position_of(row), position_of(row + 8)}, l.window);
             state[m].soften(score[m], cap ? 1 : scale);
         }
 #pragma unroll
@@ -1442,11 +1467,9 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
             for (int d = 0; d < D / 8; d++) {
                 uint2 value = *(const uint2 *)(values + value_place(D, slab * SLAB_KEYS + t * 4, d * 8 + g));
 #pragma unroll
-                for (int m = 0; m < M; m++)
-                    mma<bf16>(state[m].sum[d], share[m].x, share[m].y, share[m].z, share[m].w, value.x, value.y);
+                for (int m = 0; m < M; m++) mma<bf16>(state[m].sum[d], share[m], value.x, value.y);
             }
         }
-        __syncthreads();
     }
 #pragma unroll
     for (int i = 0; i < 2 * M; i++) {
@@ -1843,11 +1866,11 @@ bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
-    const int most =
-        a->tokens <= MAX_DECODE || choices <= 5 * w.n_experts || is_coded(l.up.type) || is_coded(l.down.type) ? 8
-        : choices <= 16 * w.n_experts                                                                         ? 16
-        : choices <= 32 * w.n_experts                                                                         ? 32
-                                      : 64; /* choices of a job */
+    const bool few = a->tokens <= MAX_DECODE || (l.up.type != MXFP4 && choices <= 5 * w.n_experts);
+    const int most = few || is_coded(l.up.type) || is_coded(l.down.type) ? 8 /* choices of a job */
+                     : choices <= 16 * w.n_experts                       ? 16
+                     : choices <= 32 * w.n_experts                       ? 32
+                                                                         : 64;
     const int jobs = std::min(w.n_experts, choices) + choices / most;
     const bool single = a->tokens == 1 && w.n_experts <= PRODUCT_EXPERTS;
     if (!route_tokens(a, l, single ? 0 : most, e) || !shared_expert(a, l, e)) return false;
