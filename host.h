@@ -72,8 +72,8 @@ typedef struct {
 /* Opens a model directory or GGUF file; weights are mapped, not read. BAD_MODEL with file, field or tensor, expected
  * and found. */
 bool checkpoint_open(Checkpoint *c, const char *dir, Error *e);
-/* Opens a model without weights (Model.made_up) from its config.json alone. `encoding` names a type of types[]; USAGE
- * if there is no such type. NULL: BF16. Routers are always BF16. Embedding and head are BF16, too, unless
+/* Opens a model without weights (Model.made_up) from its config.json alone. `encoding` names a type of types[], or is
+ * Q4_K_M, a mixture; else USAGE. NULL: BF16. Routers are always BF16. Embedding and head are BF16, too, unless
  * `encoding` is one of GGUF's types. */
 bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Error *e);
 /* Does infer run the model that config.json describes? Its weights need not be here. */

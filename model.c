@@ -111,7 +111,8 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
     cJSON *file, *defaults;    /* file: config.json as it is */
     const cJSON *config;       /* the same, or its text_config */
     char prefix[60];           /* of tensor names: "model.layers.3." in a layer, "model." or nothing outside */
-    Type made_up_as;           /* encoding of made up matrices */
+    Type made_up_as;           /* encoding of made up matrices ... */
+    bool mixed;                /* ... or of most of them: see made_up_type() */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
     bool gguf;                 /* norms hold w, not w - 1; experts' gate and up are two tensors */
@@ -1010,12 +1011,22 @@ static Type plain_type(Loader *load, const char *name) {
     return !t || tensor_is(load, t, type < E8M0, "BF16, F16, F32, F8_E4M3 or I8") ? type : BF16;
 }
 
+/* The type of a made up matrix. A router is never encoded, embedding and head only in GGUF's types. The mixture is
+ * llama.cpp's Q4_K_M: Q6_K for the head, and for v and down in the first and last eighth of the layers and in every
+ * third between. It has other rules for models of eight experts and for Llama's 70B. */
+static Type made_up_type(const Loader *load, const char *name) {
+    const char *router = load->family->moe.router, *layer = strstr(load->prefix, "layers."), *dot = strrchr(name, '.');
+    if ((router && !strcmp(name, router)) || (!layer && load->made_up_as < Q8_0)) return BF16;
+    if (!load->mixed) return load->made_up_as;
+    if (!layer) return load->tied || !strcmp(name, "lm_head") ? Q6_K : Q4_K;
+    int i = (int)strtol(layer + 7, NULL, 10), n = load->c->model.n_layers;
+    bool more = i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
+    return more && text_listed("v_proj kv_b_proj down_proj w2", dot + 1) ? Q6_K : Q4_K;
+}
+
 /* Binds the matrix (rows, cols) of a module, and its bias if `bias` says so or if GPTQ stores one. */
 static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bool bias) {
-    const char *router = load->family->moe.router;
-    /* a made up router is never encoded, embedding and head only in GGUF's types */
-    bool plain = (router && !strcmp(name, router)) || (!strstr(load->prefix, "layers.") && load->made_up_as < Q8_0);
-    Type made_up = plain ? BF16 : load->made_up_as;
+    const Type made_up = made_up_type(load, name);
     const Encoding *how = find_encoding(load, name, rows, cols, made_up);
     Linear w = {.rows = rows, .cols = cols, .n = 1};
     w.type = how ? how->type : load->c->model.made_up ? made_up : plain_type(load, name);
@@ -1274,7 +1285,8 @@ static Type named_type(const char *name, Error *e) {
     Type type = BF16;
     for (; type < E8M0 && strcasecmp(name, types[type].name); type++)
         bytes_print(&names, "%s%s", type ? ", " : "", types[type].name);
-    if (type == E8M0) fail(e, USAGE, "--encoding must be one of %s, not '%.40s'", names.data, name), type = BF16;
+    if (type == E8M0)
+        fail(e, USAGE, "--encoding must be Q4_K_M or one of %s, not '%.40s'", names.data, name), type = BF16;
     bytes_free(&names);
     return type;
 }
@@ -1305,7 +1317,8 @@ static bool read_checkpoint(Checkpoint *c, const char *dir, bool made_up, const 
     *c = (Checkpoint){.model.made_up = made_up};
     *e = (Error){0};
     bool ok = open_config(&load, dir);
-    if (ok && encoding) load.made_up_as = named_type(encoding, e);
+    load.mixed = encoding && !strcasecmp(encoding, "Q4_K_M");
+    if (ok && encoding) load.made_up_as = named_type(load.mixed ? "Q4_K" : encoding, e);
     if (ok && !made_up && !load.gguf) tensors_open(&c->tensors, dir, e);
     if (!failed(&load)) bind_all(&load);
     close_config(&load);

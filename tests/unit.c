@@ -206,11 +206,16 @@ static void open_shapes(Checkpoint *c, const char *config, const char *encoding)
     rmdir(dir);
 }
 
+/* Bytes of all matrices. One that is embedding and head counts once. */
+static double all_bytes(const Model *m) {
+    bool tied = m->embed.data.offset == m->head.data.offset;
+    return (double)(model_bytes(m) - (tied ? linear_bytes(&m->head) : 0));
+}
+
 /* Parameters in all matrices, those that a token reads, in thousand millions, and a token's bytes in the cache. */
 static void has_sizes(const char *name, const Model *m, double parameters, double read, int cache) {
-    double all = (double)model_bytes(m) / 2e9, once = (double)step_bytes(m, m->top_k, 1, 0) / 2e9;
+    double all = all_bytes(m) / 2e9, once = (double)step_bytes(m, m->top_k, 1, 0) / 2e9;
     uint64_t more = step_bytes(m, m->top_k, 1, 1) - step_bytes(m, m->top_k, 1, 0);
-    if (m->embed.data.offset == m->head.data.offset) all -= (double)linear_bytes(&m->head) / 2e9;
     check(fabs(all / parameters - 1) < 0.006, "%s: %g thousand million parameters, not %g", name, all, parameters);
     check(fabs(once / read - 1) < 0.006, "%s: %g thousand million parameters are read, not %g", name, once, read);
     check(more == (uint64_t)cache, "%s: %llu bytes in the cache, not %d", name, (unsigned long long)more, cache);
@@ -222,35 +227,36 @@ static void sizes_are_those_of_the_makers(void) {
         const char *name, *config;
         double parameters, read;
         int cache;
+        double mixed; /* bits a weight that llama.cpp prints for its Q4_K_M; 0: not known */
     } models[] = {
         {"DeepSeek-V3",
          "{\"model_type\":\"deepseek_v3\",\"vocab_size\":129280,\"hidden_size\":7168,\"intermediate_size\":18432,"
          "\"num_hidden_layers\":61,\"num_attention_heads\":128,\"num_key_value_heads\":128,\"head_dim\":64,"
          "\"n_routed_experts\":256,\"num_experts_per_tok\":8,\"moe_intermediate_size\":2048,"
          "\"rms_norm_eps\":1e-6,\"max_position_embeddings\":163840}",
-         671.0, 36.6, 70272},
+         671.0, 36.6, 70272, 0},
         {"DeepSeek-V2-Lite",
          "{\"model_type\":\"deepseek_v2\",\"vocab_size\":102400,\"hidden_size\":2048,\"intermediate_size\":10944,"
          "\"num_hidden_layers\":27,\"num_attention_heads\":16,\"q_lora_rank\":null,\"first_k_dense_replace\":1,"
          "\"n_routed_experts\":64,\"num_experts_per_tok\":6,\"moe_intermediate_size\":1408,\"rms_norm_eps\":1e-6,"
          "\"max_position_embeddings\":163840}",
-         15.71, 2.45, 31104},
+         15.71, 2.45, 31104, 0},
         {"Gemma-3-4B",
          "{\"model_type\":\"gemma3\",\"text_config\":{\"hidden_size\":2560,\"intermediate_size\":10240,"
          "\"num_hidden_layers\":34,\"sliding_window\":1024,\"rope_scaling\":{\"rope_type\":\"linear\","
          "\"factor\":8}}}",
-         3.88, 3.88, 139264},
-        {"Llama-2-7b", NULL, 6.74, 6.61, 524288},
-        {"Llama-3.1-8B", NULL, 8.03, 7.50, 131072},
-        {"Llama-3.2-1B", NULL, 1.24, 1.24, 32768},
-        {"Mistral-7B-v0.3", NULL, 7.25, 7.11, 131072},
-        {"Mixtral-8x7B-v0.1", NULL, 46.70, 12.75, 131072},
-        {"Qwen2.5-3B", NULL, 3.09, 3.09, 36864},
-        {"Qwen3-30B-A3B", NULL, 30.53, 3.04, 98304},
-        {"SmolLM2-135M", NULL, 0.1345, 0.1345, 23040},
-        {"TinyLlama-1.1B-Chat-v1.0", NULL, 1.10, 1.03, 22528},
-        {"gemma-2-2b", NULL, 2.61, 2.61, 106496},
-        {"gemma-3-1b-it", NULL, 1.00, 1.00, 26624}};
+         3.88, 3.88, 139264, 0},
+        {"Llama-2-7b", NULL, 6.74, 6.61, 524288, 4.84},
+        {"Llama-3.1-8B", NULL, 8.03, 7.50, 131072, 4.89},
+        {"Llama-3.2-1B", NULL, 1.24, 1.24, 32768, 5.18},
+        {"Mistral-7B-v0.3", NULL, 7.25, 7.11, 131072, 0},
+        {"Mixtral-8x7B-v0.1", NULL, 46.70, 12.75, 131072, 0},
+        {"Qwen2.5-3B", NULL, 3.09, 3.09, 36864, 0},
+        {"Qwen3-30B-A3B", NULL, 30.53, 3.04, 98304, 4.86},
+        {"SmolLM2-135M", NULL, 0.1345, 0.1345, 23040, 0},
+        {"TinyLlama-1.1B-Chat-v1.0", NULL, 1.10, 1.03, 22528, 0},
+        {"gemma-2-2b", NULL, 2.61, 2.61, 106496, 5.21},
+        {"gemma-3-1b-it", NULL, 1.00, 1.00, 26624, 0}};
     const char *data = getenv("TEST_DATA");
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
         Checkpoint c;
@@ -265,6 +271,12 @@ static void sizes_are_those_of_the_makers(void) {
         else
             continue;
         has_sizes(models[i].name, &c.model, models[i].parameters, models[i].read, models[i].cache);
+        double weights = all_bytes(&c.model) / 2;
+        checkpoint_close(&c);
+        if (models[i].mixed <= 0) continue;
+        must(checkpoint_make_up(&c, dir, "q4_k_m", &e), &e);
+        double bits = all_bytes(&c.model) * 8 / weights;
+        check(fabs(bits - models[i].mixed) < 0.01, "%s: %g bits a weight as Q4_K_M", models[i].name, bits);
         checkpoint_close(&c);
     }
 }
