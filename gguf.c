@@ -78,7 +78,7 @@ static double get_number(const cJSON *object, const char *key, double absent) {
     return cJSON_IsNumber(x) ? x->valuedouble : absent;
 }
 
-typedef struct { /* GGUF's name and the hub's; "arch:name" is for that architecture only */
+typedef struct { /* GGUF's name and the hub's; "arch:name" is only for architectures that begin with arch */
     const char *gguf, *hub;
 } Pair;
 
@@ -86,9 +86,9 @@ typedef struct { /* GGUF's name and the hub's; "arch:name" is for that architect
 static const Pair *find(const Pair *row, const char *arch, const char *name, const char **rest) {
     for (; row->gguf; row++) {
         const char *colon = strchr(row->gguf, ':'), *own = colon ? colon + 1 : row->gguf;
-        size_t n = strlen(own), before = colon ? (size_t)(colon - row->gguf) : 0;
+        size_t n = strlen(own);
         *rest = name + n;
-        if (colon && (strlen(arch) != before || strncmp(arch, row->gguf, before))) continue;
+        if (colon && strncmp(arch, row->gguf, (size_t)(colon - row->gguf))) continue;
         if (!strncmp(name, own, n) && (!**rest || (**rest == '.' && !strchr(*rest + 1, '.')))) return row;
     }
     return NULL;
@@ -111,67 +111,59 @@ static const Pair names[] = { /* '*' is replaced by the number of each expert */
     {"attn_q_a_norm", "self_attn.q_a_layernorm"}, {"attn_q_b", "self_attn.q_b_proj"},
     {"attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"}, {"attn_kv_a_norm", "self_attn.kv_a_layernorm"},
     {"attn_kv_b", "self_attn.kv_b_proj"}, {"attn_k_b", "self_attn.k_b_proj"}, {"attn_v_b", "self_attn.v_b_proj"},
-    {"gemma2:ffn_norm", "pre_feedforward_layernorm"}, {"gemma3:ffn_norm", "pre_feedforward_layernorm"},
-    {"ffn_norm", "post_attention_layernorm"}, {"post_attention_norm", "post_attention_layernorm"},
-    {"post_ffw_norm", "post_feedforward_layernorm"}, {"ffn_gate", "mlp.gate_proj"}, {"ffn_up", "mlp.up_proj"},
-    {"ffn_down", "mlp.down_proj"}, {"llama:ffn_gate_inp", "block_sparse_moe.gate"},
-    {"llama:ffn_gate_exps", "block_sparse_moe.experts.*.w1"}, {"llama:ffn_up_exps", "block_sparse_moe.experts.*.w3"},
-    {"llama:ffn_down_exps", "block_sparse_moe.experts.*.w2"}, {"gpt-oss:ffn_gate_inp", "mlp.router"},
-    {"ffn_gate_inp", "mlp.gate"}, {"ffn_gate_exps", "mlp.experts.*.gate_proj"},
+    {"gemma:ffn_norm", "pre_feedforward_layernorm"}, {"ffn_norm", "post_attention_layernorm"},
+    {"post_attention_norm", "post_attention_layernorm"}, {"post_ffw_norm", "post_feedforward_layernorm"},
+    {"ffn_gate", "mlp.gate_proj"}, {"ffn_up", "mlp.up_proj"}, {"ffn_down", "mlp.down_proj"},
+    {"llama:ffn_gate_inp", "block_sparse_moe.gate"}, {"llama:ffn_gate_exps", "block_sparse_moe.experts.*.w1"},
+    {"llama:ffn_up_exps", "block_sparse_moe.experts.*.w3"}, {"llama:ffn_down_exps", "block_sparse_moe.experts.*.w2"},
+    {"gpt-oss:ffn_gate_inp", "mlp.router"}, {"ffn_gate_inp", "mlp.gate"}, {"ffn_gate_exps", "mlp.experts.*.gate_proj"},
     {"ffn_up_exps", "mlp.experts.*.up_proj"}, {"ffn_down_exps", "mlp.experts.*.down_proj"},
     {"ffn_gate_shexp", "mlp.shared_experts.gate_proj"}, {"ffn_up_shexp", "mlp.shared_experts.up_proj"},
     {"ffn_down_shexp", "mlp.shared_experts.down_proj"}, {"exp_probs_b.bias", "mlp.gate.e_score_correction_bias"}, {0}};
 /* clang-format on */
 
-/* Adds a tensor. One that holds all experts becomes a tensor for each expert. */
-static void add_tensor(Cursor *r, cJSON *out, const char *arch, const char *name, const char *dtype, int dims,
-                       const double *shape, double begin, double bytes) {
-    int layer = -1, skip = 0;
-    const char *rest = "", *local = sscanf(name, "blk.%9d.%n", &layer, &skip) == 1 ? name + skip : name;
-    const Pair *row = find(names, arch, local, &rest);
-    const char *hub = row ? row->hub : local, *each = row ? strchr(hub, '*') : NULL;
-    bool sliced = each && dims > 1;
-    double n = sliced ? shape[0] : 1;
-    if (n * 10 > r->values) refuse(r, "more tensors than any model has");
-    if (r->bad) return;
-    r->values -= 10 * (int)n;
-    for (int i = 0; i < n; i++, begin += bytes / n) {
-        Bytes full = {0};
-        if (local != name) bytes_print(&full, "model.layers.%d.", layer);
-        bytes_add(&full, hub, each ? (size_t)(each - hub) : strlen(hub));
-        if (each) bytes_print(&full, "%d%s", i, each + 1);
-        bytes_text(&full, row ? rest : "");
-        cJSON *one = cJSON_AddObjectToObject(out, full.data);
-        cJSON_AddStringToObject(one, "dtype", dtype);
-        cJSON_AddItemToObject(one, "shape", cJSON_CreateDoubleArray(shape + sliced, dims - sliced));
-        cJSON_AddItemToObject(one, "data_offsets", cJSON_CreateDoubleArray((double[]){begin, begin + bytes / n}, 2));
-        bytes_free(&full);
-    }
-}
-
+/* Reads what the header says of a tensor. One that holds all experts becomes a tensor for each expert. */
 static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *out) {
-    cJSON *name = text(r);
+    cJSON *said = text(r);
+    const char *name = said->valuestring, *rest = "", *local = name;
     double shape[4], values = 1;
     uint64_t dims = read_number(r, 4);
     if (dims < 1 || dims > 4) refuse(r, "a tensor must have one to four dimensions");
     /* GGUF begins with the dimension that varies fastest, the hub ends with it. */
     for (uint64_t i = dims; i-- && !r->bad;) values *= shape[i] = (double)read_number(r, 8);
     uint64_t type = read_number(r, 4);
-    double offset = (double)read_number(r, 8);
+    double begin = (double)read_number(r, 8);
     const char *called = type < sizeof ggml_types / sizeof *ggml_types ? ggml_types[type] : "unknown";
-    const TypeInfo *info = NULL;
-    for (const TypeInfo *one = types; one < types + TYPES; one++)
-        if (!strcmp(one->name, called)) info = one;
-    if (!info)
+    const TypeInfo *info = types;
+    while (info < types + TYPES && strcmp(info->name, called)) info++;
+    if (info == types + TYPES)
         refuse(r, "tensor '%.64s' is %s (%llu); read are F32, F16, BF16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL/XS, MXFP4",
-               name->valuestring, called, (unsigned long long)type);
-    if (!(values >= 1 && values < 0x1p50 && offset < 0x1p50)) refuse(r, "a tensor is empty or too large");
-    if (fmod(offset, alignment) != 0) refuse(r, "a tensor does not begin at a multiple of the alignment");
-    if (!r->bad && fmod(shape[dims - 1], info->values) != 0) refuse(r, "rows of a tensor are not whole blocks");
-    if (!r->bad)
-        add_tensor(r, out, arch, name->valuestring, info->name, (int)dims, shape, offset,
-                   values / info->values * info->bytes);
-    cJSON_Delete(name);
+               name, called, (unsigned long long)type);
+    if (!(values >= 1 && values < 0x1p50 && begin < 0x1p50)) refuse(r, "a tensor is empty or too large");
+    if (fmod(begin, alignment) != 0) refuse(r, "a tensor does not begin at a multiple of the alignment");
+    if (r->bad) return cJSON_Delete(said);
+    if (fmod(shape[dims - 1], info->values) != 0) refuse(r, "rows of a tensor are not whole blocks");
+    int layer = -1, skip = 0;
+    if (sscanf(name, "blk.%9d.%n", &layer, &skip) == 1) local += skip;
+    const Pair *row = find(names, arch, local, &rest);
+    const char *hub = row ? row->hub : local, *each = row ? strchr(hub, '*') : NULL;
+    int sliced = each && dims > 1;
+    double n = sliced ? shape[0] : 1, bytes = values / n / info->values * info->bytes;
+    if (n * 10 > r->values) refuse(r, "more tensors than any model has"), n = 0;
+    r->values -= 10 * (int)n;
+    for (int i = 0; i < n; i++, begin += bytes) {
+        Bytes full = {0};
+        if (local != name) bytes_print(&full, "model.layers.%d.", layer);
+        bytes_add(&full, hub, each ? (size_t)(each - hub) : strlen(hub));
+        if (each) bytes_print(&full, "%d%s", i, each + 1);
+        bytes_text(&full, row ? rest : "");
+        cJSON *one = cJSON_AddObjectToObject(out, full.data);
+        cJSON_AddStringToObject(one, "dtype", info->name);
+        cJSON_AddItemToObject(one, "shape", cJSON_CreateDoubleArray(shape + sliced, (int)dims - sliced));
+        cJSON_AddItemToObject(one, "data_offsets", cJSON_CreateDoubleArray((double[]){begin, begin + bytes}, 2));
+        bytes_free(&full);
+    }
+    cJSON_Delete(said);
 }
 
 cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, size_t *data, size_t *alignment,
@@ -202,17 +194,16 @@ cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, siz
     for (; tensors && !r.bad; tensors--) read_tensor(&r, arch, align, out);
     *data = ((size_t)(r.at - r.begin) + *alignment - 1) / *alignment * *alignment;
     if (*data > f->size) *data = f->size; /* it has keys only */
-    if (!r.bad) return out;
-    cJSON_Delete(out);
-    return NULL;
+    if (r.bad) return cJSON_Delete(out), NULL;
+    return out;
 }
 
 /* ---- config.json ---- */
 
 /* clang-format off */
-static const Pair archs[] = { /* architectures and their model_type */
-    {"llama", "llama"}, {"qwen2", "qwen2"}, {"qwen3", "qwen3"}, {"qwen3moe", "qwen3_moe"}, {"gemma2", "gemma2"},
-    {"gemma3", "gemma3_text"}, {"gpt-oss", "gpt_oss"}, {"deepseek2", "deepseek_v2"}, {0}};
+static const char archs[] = "llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, gpt-oss, deepseek2";
+static const Pair renamed[] = { /* those whose model_type is another word */
+    {"qwen3moe", "qwen3_moe"}, {"gemma3", "gemma3_text"}, {"gpt-oss", "gpt_oss"}, {"deepseek2", "deepseek_v2"}, {0}};
 
 static const Pair keys[] = { /* all known keys; "": known and ignored */
     {"embedding_length", "hidden_size"}, {"context_length", "max_position_embeddings"},
@@ -226,8 +217,7 @@ static const Pair keys[] = { /* all known keys; "": known and ignored */
     {"rope.scaling.yarn_beta_fast", "beta_fast"}, {"rope.scaling.yarn_beta_slow", "beta_slow"},
     {"rope.scaling.attn_factor", "attention_factor"}, {"deepseek2:rope.scaling.yarn_log_multiplier", "mscale"},
     {"gemma3:rope.freq_base_swa", "rope_local_base_freq"}, {"llama:attention.sliding_window", "sliding_window"},
-    {"gemma2:attention.sliding_window", "sliding_window"}, {"gemma3:attention.sliding_window", "sliding_window"},
-    {"gpt-oss:attention.sliding_window", "sliding_window"},
+    {"gemma:attention.sliding_window", "sliding_window"}, {"gpt-oss:attention.sliding_window", "sliding_window"},
     {"gemma3:attention.sliding_window_pattern", "sliding_window_pattern"},
     {"attn_logit_softcapping", "attn_logit_softcapping"}, {"final_logit_softcapping", "final_logit_softcapping"},
     {"expert_count", "num_local_experts"}, {"expert_used_count", "num_experts_per_tok"},
@@ -287,27 +277,22 @@ cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
                                         "tokenizer.ggml.eom_token_id"};
     const cJSON *metadata = t->metadata;
     const char *arch = json_string(metadata, "general.architecture"), *rest = "";
-    const Pair *row = find(archs, arch, arch, &rest);
-    if (!row || *rest)
-        return fail(e, BAD_MODEL,
-                    "%s: the architecture '%.60s' is not supported (supported: llama, qwen2, qwen3, qwen3moe, gemma2, "
-                    "gemma3, gpt-oss, deepseek2)",
-                    path, arch),
-               NULL;
+    const Pair *row = find(renamed, arch, arch, &rest);
     cJSON *c = cJSON_CreateObject();
-    if (!copy_keys(c, metadata, arch, path, e)) return cJSON_Delete(c), NULL;
+    bool known = text_listed(archs, arch) ||
+                 fail(e, BAD_MODEL, "%s: the architecture '%.60s' is not supported (supported: %s)", path, arch, archs);
+    if (!known || !copy_keys(c, metadata, arch, path, e)) return cJSON_Delete(c), NULL;
     const Tensor *embed = tensors_find(t, "model.embed_tokens.weight");
     bool llama = !strcmp(arch, "llama"), latent = !strcmp(arch, "deepseek2");
     double gating = get_number(c, "expert_gating_func", 1); /* 1: softmax, 2: sigmoid */
     bool sigmoid = gating == 2;
     double layers = get_number(c, "num_hidden_layers", 0), heads = get_number(c, "num_attention_heads", 1);
     double dim = get_number(c, "hidden_size", 0), vocab = embed ? (double)embed->shape[0] : 0;
-    double size = get_number(c, "head_dim", floor(dim / heads)), v = get_number(c, "v_head_dim", size);
+    double size = get_number(c, "key_length_mla", get_number(c, "head_dim", floor(dim / heads)));
+    double v = get_number(c, "value_length_mla", get_number(c, "v_head_dim", size));
     double rope = get_number(c, "qk_rope_head_dim", size), groups = get_number(c, "n_group", 1);
-    if (latent) size = get_number(c, "key_length_mla", size);
-    if (latent) v = get_number(c, "value_length_mla", v);
     bool big = !strcmp(arch, layers == 46 ? "gemma2" : layers == 62 ? "gemma3" : ""); /* 27B */
-    const char *type = latent && sigmoid ? "deepseek_v3" : row->hub;
+    const char *type = latent && sigmoid ? "deepseek_v3" : row ? row->hub : arch;
     if (llama && json_get(c, "sliding_window")) type = "mistral";
     if (llama && json_get(c, "num_local_experts")) type = "mixtral";
     cJSON_AddStringToObject(c, "model_type", type);
@@ -322,8 +307,8 @@ cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
     if (!json_get(c, "q_lora_rank")) cJSON_AddNullToObject(c, "q_lora_rank");
     cJSON_AddStringToObject(c, "scoring_func", sigmoid ? "sigmoid" : gating == 1 ? "softmax" : "unknown");
     cJSON_AddStringToObject(c, "topk_method", sigmoid ? "noaux_tc" : groups > 1 ? "group_limited_greedy" : "greedy");
-    bool v3 = get_number(c, "num_local_experts", 0) == 256; /* its old files leave n_group out */
-    if (!json_get(c, "n_group") && !v3) put(c, "n_group", 1), put(c, "topk_group", 1);
+    if (!json_get(c, "n_group") && get_number(c, "num_local_experts", 0) != 256) /* old files of V3 leave it out */
+        put(c, "n_group", 1), put(c, "topk_group", 1);
     cJSON_AddBoolToObject(c, "rope_interleave", llama || latent); /* the order of q's and k's rows */
     cJSON_AddBoolToObject(c, "tie_word_embeddings", !tensors_find(t, "lm_head.weight"));
     cJSON_AddBoolToObject(c, "attention_bias", tensors_find(t, "model.layers.0.self_attn.o_proj.bias") != NULL);
