@@ -86,9 +86,8 @@ static const Option options[] = {
     {"bench", 'b', "streams", "N,...", WHOLES, FIELD(streams), 1, MOST_STREAMS, "1,4,16", "streams at once"},
     {"bench", 'r', "repeats", "N", WHOLE, FIELD(repeats), 1, MOST_REPEATS, "5", "repeats"},
     {"bench", 0, "encoding", "NAME", TEXT, FIELD(encoding),
-     .help =
-         "of random weights: fp8, int8, packed4, gptq4, awq4, nvfp4, q8_0, q4_k_m, ... (bf16; gpt-oss's experts are "
-         "mxfp4)"},
+     .help = "of random weights: fp8, int8, packed4, gptq4, awq4, nvfp4, q8_0, q4_k_m, ... (bf16; gpt-oss's experts "
+             "are mxfp4)"},
     {"bench", 0, "serve", "URL", TEXT, FIELD(server),
      .help = "measure a server with OpenAI's API at http://HOST:PORT instead of this GPU"},
     {"bench", 'c', "clients", "N,...", WHOLES, FIELD(clients), 1, MOST_CLIENTS, "1,8,64,256",
