@@ -533,10 +533,10 @@ static bool wants_default(const Options *o) { return !o->all && !o->include.n &&
 
 /* Is a file to be fetched? By default those at the root that infer reads. */
 static bool wanted(const Options *o, const char *name) {
-    static const char *const read[] = {
-        "*.safetensors", "*.safetensors.index.json", "config.json",       "generation_config.json",
-        "tokenizer*",    "special_tokens_map.json",  "added_tokens.json", "vocab.json",
-        "merges.txt",    "chat_template.*"};
+    static const char *const read[] = {"config.json",   "generation_config.json",   "quantize_config.json",
+                                       "*.safetensors", "*.safetensors.index.json", "tokenizer*",
+                                       "vocab.json",    "special_tokens_map.json",  "added_tokens.json",
+                                       "merges.txt",    "chat_template.*"};
     if (matches(o->exclude.text, o->exclude.n, name)) return false;
     if (o->include.n) return matches(o->include.text, o->include.n, name);
     return o->all || (!strchr(name, '/') && matches(read, sizeof read / sizeof *read, name));

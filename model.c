@@ -405,7 +405,7 @@ static void read_sizes(Loader *load) {
 
 /* Refuses any value in quantization_config that stands for something not implemented. How a matrix is encoded, and
  * which of its weights share a scale, is read from its tensors, not from here. */
-static void check_quantization(Loader *load, const char *key, const cJSON *x) {
+static void check_quantization(Loader *load, const char *path, const char *key, const cJSON *x) {
     static const struct {
         const char *key, *values;
     } known[] = {
@@ -429,9 +429,9 @@ static void check_quantization(Loader *load, const char *key, const cJSON *x) {
     char *text = cJSON_IsString(x) ? copy_text(x->valuestring, strlen(x->valuestring)) : json_text(x);
     for (size_t i = 0; i < sizeof known / sizeof *known && !cJSON_IsArray(x); i++)
         if (!strcmp(key, known[i].key) && !text_listed(known[i].values, text))
-            refuse(load, load->path, "%s should be one of %s, and is %.80s", key, known[i].values, text);
+            refuse(load, path, "%s should be one of %s, and is %.80s", key, known[i].values, text);
     free(text);
-    cJSON_ArrayForEach(one, x) check_quantization(load, one->string ? one->string : key, one);
+    cJSON_ArrayForEach(one, x) check_quantization(load, path, one->string ? one->string : key, one);
 }
 
 /* Has quantization_config this text under this key? */
@@ -440,12 +440,17 @@ static bool quantization_says(const Loader *load, const char *key, const char *v
     return text && !strcmp(text, value);
 }
 
-static void read_quantization(Loader *load) {
+static void read_quantization(Loader *load, const char *dir) {
+    char *own = join(dir, "quantize_config.json"); /* older GPTQ models have a file for it */
     const cJSON *q = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
     if (!q) q = config_typed(load, load->file, "compression_config", cJSON_Object, "an object"); /* its older name */
+    bool apart = !q && !failed(load) && !access(own, F_OK);
+    if (apart) cJSON_AddItemToObject(load->file, "quantize_config.json", json_read(own, MOST_CONFIG, load->e));
+    if (apart) q = config_typed(load, load->file, "quantize_config.json", cJSON_Object, "an object");
     const char *version = json_string(q, "version");
     load->quantization = q;
-    if (q) check_quantization(load, "", q);
+    if (q) check_quantization(load, apart ? own : load->path, "", q);
+    free(own);
     if (quantization_says(load, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
         config_bad(load, q, "version", "\"gemm\"");
 }
@@ -479,7 +484,7 @@ static void read_config(Loader *load, const char *dir) {
     load->c->family = f->model_type;
     load->defaults = cJSON_Parse(load->family->defaults ? load->family->defaults : "{}");
     read_sizes(load);
-    read_quantization(load);
+    read_quantization(load, dir);
     read_rope(load, false, rope);
     rope[1] = rope[0];
     if (two_ropes(load)) read_rope(load, true, rope + 1);
@@ -1031,6 +1036,9 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bo
     Linear w = {.rows = rows, .cols = cols, .n = 1};
     w.type = how ? how->type : load->c->model.made_up ? made_up : plain_type(load, name);
     check_blocks(load, name, &w);
+    if ((in_gptq(w.type) || w.type == AWQ4) && !load->quantization && !load->c->model.made_up)
+        refuse(load, load->path,
+               "%s is GPTQ or AWQ: quantization_config or a file quantize_config.json is missing; download it", name);
     w.data = bind_matrix(load, name, how ? how->codes : ".weight", w.type, rows, cols, w.type, (int64_t)rows * cols);
     if (how) bind_grids(load, name, how, &w);
     Tensor *said = find(load, name, ".weight_shape");
@@ -1286,7 +1294,7 @@ static Type named_type(const char *name, Error *e) {
     for (; type < E8M0 && strcasecmp(name, types[type].name); type++)
         bytes_print(&names, "%s%s", type ? ", " : "", types[type].name);
     if (type == E8M0)
-        fail(e, USAGE, "--encoding must be Q4_K_M or one of %s, not '%.40s'", names.data, name), type = BF16;
+        fail(e, USAGE, "--encoding must be one of Q4_K_M, %s, not '%.40s'", names.data, name), type = BF16;
     bytes_free(&names);
     return type;
 }

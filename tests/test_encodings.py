@@ -4,7 +4,8 @@ import json
 import math
 import struct
 
-from helpers import FIXTURES, copy_model, each, expect, infer, read_json, read_safetensors, refused, safetensors, same
+from helpers import (FIXTURES, copy_model, each, expect, infer, read_json, read_safetensors, refused, safetensors, same,
+                     write_json)
 from test_logits import golden, read_npy
 
 FOLDER = FIXTURES / "encodings"
@@ -111,6 +112,22 @@ def test_config(folder):
         else:
             infer("logits", model, "--ids", 1)
     each([(f"{case[0]} {json.dumps(case[1])}", *case) for case in CONFIGS], check)
+
+
+def test_older_place_of_the_config(folder):
+    """GPTQ's quantize_config.json does what quantization_config does. Without both, its zeros have two meanings."""
+    name = "gptq8_v2"
+    said = read_json(FOLDER / name / "config.json")["quantization_config"]
+    del said["quant_method"]
+    model = copy_model(FOLDER / name, folder, {"quantization_config": None})
+    refused("logits", model, "--ids", 1, words=["config.json", "quantization_config", "quantize_config.json", "download"])
+    for text, words in ((json.dumps(said | {"bits": 3}), ["bits", "3", "4, 8"]), ("[]", ["an object"]), ("{", ["JSON"])):
+        (model / "quantize_config.json").write_text(text)
+        refused("logits", model, "--ids", 1, words=["quantize_config.json", *words])
+    for kind, right in (("gptq_v2", True), ("gptq", False)):
+        write_json(model / "quantize_config.json", said | {"checkpoint_format": kind})
+        e = error(model, folder, name)
+        expect((e < 1e-5) == right, f"{kind}: relative error {e:.1e}")
 
 
 def entry(key, **new):
