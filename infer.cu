@@ -777,11 +777,12 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
         int k = i * THREADS + threadIdx.x, tile = min(k / PIECES, min(Shape::ROW_TILES, tiles - first) - 1);
         piece[i] = (uint32_t)E::offset(p.w, tile, k % PIECES);
     }
-    /* The eighths of odd rows are swapped, so that reading two rows at one column touches all banks. */
+    /* Eight lanes read at once: four eighths each of two rows, 4 half to 4 half + 3, or half, half + 2, ... (MXFP4).
+     * Odd rows have eighth e at e ^ 5, so that together they touch all banks. */
     auto eighth_of = [](int row, int eighth) { return row * CHUNK * 2 + (eighth ^ row % 2 * 5) * 16; };
     uint8_t *to = shared + eighth_of(threadIdx.x / 8, threadIdx.x % 8);
     const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, first, 0);
-    int coming = 0, slot = 0, at = 0;
+    int coming = 0, slot = 0, at = 0; /* the next chunk to copy; where its stage begins; where the stage to read does */
     auto copy = [&] {
         if (coming++ < chunks) {
 #pragma unroll
@@ -1210,13 +1211,13 @@ struct Merged {
     }
 };
 
-/* Attention of tokens one by one: those of a decode step, and the last few of a prompt. A block has one token
- * (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split of the context (blockIdx.z),
- * some of its pages; its warps take 16 keys in turn. The last split of a token to finish merges the states of all. If
- * no token sees another of the same step (`alone`), this kernel also does the work of rope_and_store for its token: the
- * token's rows pass through shared memory, so that all of them arrive at once. All older keys are in the cache already,
- * so a block loads its first ones before wait_previous(). With heads of 256 no registers are left to load the next keys
- * ahead. */
+/* Attention of tokens one by one: those of small steps, and of sequences with one token in the step. A block has one
+ * token (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split of the context
+ * (blockIdx.z), some of its pages; its warps take 16 keys in turn. The last split of a token to finish merges the
+ * states of all. If no token sees another of the same step (`alone`), this kernel also does the work of rope_and_store
+ * for its token: the token's rows pass through shared memory, so that all of them arrive at once. All older keys are in
+ * the cache already, so a block loads its first ones before wait_previous(). With heads of 256 no registers are left to
+ * load the next keys ahead. */
 template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* so that two blocks fit on a multiprocessor */
 __host__ __device__ inline int splits_of(int pages, int most) { return max(1, min(most, pages / SPLIT_PAGES)); }
 template <int D>
@@ -1407,8 +1408,8 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
     Shape::copy(w, arena, page_of(s, seq, begin), head, begin, end + 1 - begin);
     copies_end();
     int page = begin + KEYS <= end ? page_of(s, seq, begin + KEYS) : 0; /* of the next keys */
-    /* Queries lie as mma wants them: for 16 rows and 32 dimensions, 16 bytes of each lane for one mma, then for
-     * another. */
+    /* Queries lie as mma wants them. For each 16 rows and 32 dimensions of them there are 16 bytes of each lane for one
+     * mma, then for a second one: dimensions 8t to 8t + 3 of rows g and g + 8, then the next four, as keys are read. */
     uint4 *queries = (uint4 *)(arena + 2 * Shape::STAGE);
 #pragma unroll 4
     for (int i = warp * 32; i < Shape::ROWS * D / 16; i += Shape::THREADS) {
@@ -1423,14 +1424,14 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
     TileState<D, KEYS> state[M];
     const int row0 = warp * M * 16, lowest = position_of(row0), highest = position_of(row0 + M * 16 - 1);
     const float scale = LOG2E * w.attn_scale, cap = LOG2E * w.attn_cap;
-    for (int base = begin, turn = 0; base <= end; base += KEYS, turn ^= 1) {
+    for (int base = begin, stage = 0; base <= end; base += KEYS, stage ^= 1) {
         copies_done<0>();
         __syncthreads();
         const int next = base + KEYS;
-        if (next <= end) Shape::copy(w, arena + (turn ^ 1) * Shape::STAGE, page, head, next, end + 1 - next);
+        if (next <= end) Shape::copy(w, arena + (stage ^ 1) * Shape::STAGE, page, head, next, end + 1 - next);
         copies_end();
         if (next + KEYS <= end) page = page_of(s, seq, next + KEYS);
-        const bf16 *keys = arena + turn * Shape::STAGE, *values = keys + KEYS * D;
+        const bf16 *keys = arena + stage * Shape::STAGE, *values = keys + KEYS * D;
         float score[M][KEYS / 8][4] = {};
 #pragma unroll
         for (int c = 0; c < D; c += 32) {
@@ -1456,7 +1457,7 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
             if (cap) state[m].limit(score[m], scale, cap);
             const int row = row0 + m * 16 + g;
             if (masked) state[m].mask(score[m], base, {position_of(row), position_of(row + 8)}, l.window);
-            state[m].soften(score[m], cap ? 1 : scale);
+            state[m].soften(score[m], cap ? 1 : scale); /* limit() has scaled them */
         }
 #pragma unroll
         for (int slab = 0; slab < KEYS / SLAB_KEYS; slab++) {
@@ -1910,7 +1911,8 @@ bool experts(Pass *, const DeviceLayer &, const float *, const Matrix &, Error *
 #endif
 
 /* A transformer block: x += attention(norm(x)), x += experts(norm(x)). A kernel that adds to x also writes w.normed for
- * the matrix that reads it next, where it can; else norm_for() launches `norm`. */
+ * the matrix that reads it next, where it can; else norm_for() launches `norm`. Small steps of gpt-oss on Hopper do not
+ * come here: see fast::decode(). */
 bool block(Pass *a, int layer, Error *e) {
     const DeviceModel &device = a->gpu->device;
     const DeviceLayer &l = device.layer[layer];
