@@ -53,6 +53,7 @@ __device__ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+/* The same; `a` has rows g and g + 8 at a lane's first inner indices, then at the others. */
 template <typename A> __device__ inline void mma(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
     mma<A>(c, a.x, a.y, a.z, a.w, b0, b1);
 }
@@ -572,7 +573,7 @@ __device__ inline float activation(Act act, float limit, float gate, float up, b
                                     : -gate;
     return (quick ? __fdividef(gate, 1 + __expf(x)) : gate / (1 + expf(x))) * up;
 }
-/* What else rows r and r + 1 of a result need. It is requested before the product, because the loads take long. */
+/* What else rows r and r + 1 of a result need. `product` requests it first, because the loads take long. */
 struct Target {
     float2 bias;
     float2 old, norm; /* for ADD: the old values, and weights of the norm that follows */
@@ -777,12 +778,13 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
         int k = i * THREADS + threadIdx.x, tile = min(k / PIECES, min(Shape::ROW_TILES, tiles - first) - 1);
         piece[i] = (uint32_t)E::offset(p.w, tile, k % PIECES);
     }
-    /* Eight lanes read at once: four eighths each of two rows, 4 half to 4 half + 3, or half, half + 2, ... (MXFP4).
-     * Odd rows have eighth e at e ^ 5, so that together they touch all banks. */
+    /* Eight lanes read together: t = 0 to 3 of two rows. In odd rows eighth e lies at e ^ 5, in the other half and of
+     * the other parity. So in either order of columns the eight lanes touch all banks. */
     auto eighth_of = [](int row, int eighth) { return row * CHUNK * 2 + (eighth ^ row % 2 * 5) * 16; };
     uint8_t *to = shared + eighth_of(threadIdx.x / 8, threadIdx.x % 8);
     const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, first, 0);
-    int coming = 0, slot = 0, at = 0; /* the next chunk to copy; where its stage begins; where the stage to read does */
+    int coming = 0;       /* the next chunk to copy */
+    int slot = 0, at = 0; /* where the stages to fill and to read begin */
     auto copy = [&] {
         if (coming++ < chunks) {
 #pragma unroll
@@ -819,19 +821,22 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
             }
             const uint8_t *rows = stage + eighth_of(g, E::column(t, half) / 8);
 #pragma unroll
-            for (int n = 0; n < 2 * TILES; n += 2) { /* two together, as an mma waits for the last on the same sum */
-                const uint4 x[2] = {*(const uint4 *)(rows + n * 8 * CHUNK * 2),
-                                    *(const uint4 *)(rows + (n + 1) * 8 * CHUNK * 2)};
+            for (int n = 0; n < 2 * TILES; n += 2) { /* two together: an mma waits for the one before on the same sum */
+                const uint4 column[2] = {*(const uint4 *)(rows + n * 8 * CHUNK * 2),
+                                         *(const uint4 *)(rows + (n + 1) * 8 * CHUNK * 2)};
 #pragma unroll
-                for (int i = 0; i < 4 * ROWS; i++) {
-                    const int second = i / (2 * ROWS), k = i / ROWS % 2, r = i % ROWS;
-                    mma<A>(c[r][n + k], a[r][second], second ? x[k].z : x[k].x, second ? x[k].w : x[k].y);
-                }
+                for (int second = 0; second < 2; second++)
+#pragma unroll
+                    for (int k = 0; k < 2; k++)
+#pragma unroll
+                        for (int r = 0; r < ROWS; r++)
+                            mma<A>(c[r][n + k], a[r][second], second ? column[k].z : column[k].x,
+                                   second ? column[k].w : column[k].y);
             }
         }
     }
-    /* A lane has row g (or g + 8) for tokens 2t and 2t + 1. It trades with the lane of the next row, so that each has
-     * both rows for one token. */
+    /* mma leaves a lane two tokens of a row, 2t and 2t + 1, but finish() takes two rows of a token. So lanes of rows g
+     * and g + 1 swap: the even one keeps token 2t, the odd one 2t + 1. */
     const int odd = g % 2;
 #pragma unroll
     for (int n = 0; n < 2 * TILES; n++) {
@@ -840,12 +845,13 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
         const size_t out = !mine ? 0 : p.order ? p.order[job.first + token] : job.first + token;
 #pragma unroll
         for (int i = 0; i < 2 * ROWS; i++) {
-            const float x = c[i / 2][n][i % 2 * 2], next = c[i / 2][n][i % 2 * 2 + 1]; /* of tokens 2t, 2t + 1 */
-            const float traded = __shfl_xor_sync(~0u, odd ? x : next, 4);
+            const float first_token = c[i / 2][n][i % 2 * 2], next_token = c[i / 2][n][i % 2 * 2 + 1];
+            const float swapped = __shfl_xor_sync(~0u, odd ? first_token : next_token, 4);
             const int r = (first + warp * ROWS) * TILE + i * 8 + g - odd;
             if (!mine || r >= p.w.rows) continue;
             const Target target = target_of(p, job.expert, out, r);
-            finish(p, target, out, r, (odd ? traded : x) * E::FACTOR, (odd ? next : traded) * E::FACTOR);
+            finish(p, target, out, r, (odd ? swapped : first_token) * E::FACTOR,
+                   (odd ? next_token : swapped) * E::FACTOR);
         }
     }
 }
@@ -1323,17 +1329,17 @@ template <int D, int KEYS> struct TileState {
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) score[i / 4][i % 4] = capped(score[i / 4][i % 4] * scale, cap);
     }
-    /* Masks the keys that rows g and g + 8, which belong to tokens at these positions, do not see. */
-    __device__ static void mask(float (&score)[KEYS / 8][4], int base, const int (&last)[2], int window) {
-        const int first[2] = {first_seen(last[0], window), first_seen(last[1], window)};
+    /* Masks the keys that row g, of a token at position[0], and row g + 8, at position[1], do not see. */
+    __device__ static void mask(float (&score)[KEYS / 8][4], int base, const int (&position)[2], int window) {
+        const int first[2] = {first_seen(position[0], window), first_seen(position[1], window)};
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++)
             for (int i = 0; i < 4; i++) {
                 int p = base + key_of(j, threadIdx.x % 4 * 2 + i % 2);
-                if (p < first[i / 2] || p > last[i / 2]) score[j][i] = -INFINITY;
+                if (p < first[i / 2] || p > position[i / 2]) score[j][i] = -INFINITY;
             }
     }
-    /* Turns scores into softmax shares. If a row's maximum has grown, its earlier sums are scaled down to match. */
+    /* Turns scores into softmax shares. Earlier sums are scaled to the new maximum. */
     __device__ void soften(float (&score)[KEYS / 8][4], float scale) {
         float factor[2];
 #pragma unroll
@@ -1370,8 +1376,8 @@ template <int D> struct AttentionShape {
     static constexpr int KEYS = D <= 128 ? PAGE : PAGE / 2, STAGE = KEYS * D * 2; /* elements of keys and values */
     static constexpr int SHARED = (ROWS * D + 2 * STAGE) * sizeof(bf16);
     static_assert(SHARED <= 99 << 10, "sm_86 and sm_89 have no more");
-    /* Requests the KEYS keys and values of a page from position `base` on. Behind the n-th, values become zeros,
-     * because the cache may hold NaN there. */
+    /* Requests the KEYS keys and values of a page from position `base` on. Values from the n-th on become
+     * zeros, because the cache may hold NaN there. Keys need not: mask() discards their scores. */
     __device__ static void copy(const Work &w, bf16 *to, int page, int head, int base, int n) {
         constexpr int EACH = KEYS * D / 8 / THREADS;
         const bf16 *keys = cache_of(w, page, 0, head) + key_place(D, base, 0) + threadIdx.x * 8;
@@ -1402,14 +1408,13 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
     wait_previous();
     const int token = s.tile[2 * tile], n = s.tile[2 * tile + 1], seq = s.seq[token], position = s.position[token];
     const int end = position + n - 1, begin = first_seen(position, l.window) / KEYS * KEYS;
-    auto position_of = [&](int row) {
-        return position + min(row / group, n - 1);
-    }; /* missing rows alias the last token */
+    /* Missing rows alias the last token. */
+    auto position_of = [&](int row) { return position + min(row / group, n - 1); };
     Shape::copy(w, arena, page_of(s, seq, begin), head, begin, end + 1 - begin);
     copies_end();
     int page = begin + KEYS <= end ? page_of(s, seq, begin + KEYS) : 0; /* of the next keys */
-    /* Queries lie as mma wants them. For each 16 rows and 32 dimensions of them there are 16 bytes of each lane for one
-     * mma, then for a second one: dimensions 8t to 8t + 3 of rows g and g + 8, then the next four, as keys are read. */
+    /* Queries lie as mma wants them: for 16 rows and 32 dimensions first 16 bytes of each lane for one mma (dimensions
+     * 8t to 8t + 3 of rows g and g + 8), then those for a second one (8t + 4 to 8t + 7). */
     uint4 *queries = (uint4 *)(arena + 2 * Shape::STAGE);
 #pragma unroll 4
     for (int i = warp * 32; i < Shape::ROWS * D / 16; i += Shape::THREADS) {
@@ -1445,10 +1450,10 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
 #pragma unroll
                 for (int m = 0; m < M; m++) query[m] = queries[(row0 / 16 + m) * D * 2 + c * 2 + second * 32 + lane];
 #pragma unroll
-                for (int i = 0; i < KEYS / 8 * M; i++) {
-                    const uint4 &by = key[i / M];
-                    mma<bf16>(score[i % M][i / M], query[i % M], second ? by.z : by.x, second ? by.w : by.y);
-                }
+                for (int j = 0; j < KEYS / 8; j++)
+#pragma unroll
+                    for (int m = 0; m < M; m++)
+                        mma<bf16>(score[m][j], query[m], second ? key[j].z : key[j].x, second ? key[j].w : key[j].y);
             }
         }
         const bool masked = base + KEYS - 1 > lowest || (l.window && base <= highest - l.window);
@@ -1867,11 +1872,11 @@ bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
-    const bool few = a->tokens <= MAX_DECODE || (l.up.type != MXFP4 && choices <= 5 * w.n_experts);
-    const int most = few || is_coded(l.up.type) || is_coded(l.down.type) ? 8 /* choices of a job */
-                     : choices <= 16 * w.n_experts                       ? 16
-                     : choices <= 32 * w.n_experts                       ? 32
-                                                                         : 64;
+    /* `product` is faster up to about so many choices of an expert; it is the only one for codes. */
+    const int streamed = l.up.type == MXFP4 ? 2 : 5;
+    int most = 8; /* choices of a job */
+    if (a->tokens > MAX_DECODE && choices > streamed * w.n_experts && !is_coded(l.up.type) && !is_coded(l.down.type))
+        most = choices <= 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
     const int jobs = std::min(w.n_experts, choices) + choices / most;
     const bool single = a->tokens == 1 && w.n_experts <= PRODUCT_EXPERTS;
     if (!route_tokens(a, l, single ? 0 : most, e) || !shared_expert(a, l, e)) return false;
