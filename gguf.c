@@ -122,10 +122,10 @@ static const Pair names[] = { /* '*' is replaced by the number of each expert */
     {"ffn_down_shexp", "mlp.shared_experts.down_proj"}, {"exp_probs_b.bias", "mlp.gate.e_score_correction_bias"}, {0}};
 /* clang-format on */
 
-/* Reads what the header says of a tensor. One that holds all experts becomes a tensor for each expert. */
+/* Reads a tensor's entry of the header and adds it to `out`: one for each expert, if the tensor holds all of them. */
 static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *out) {
-    cJSON *said = text(r);
-    const char *name = said->valuestring, *rest = "", *local = name;
+    cJSON *label = text(r);
+    const char *name = label->valuestring, *rest = "", *local = name;
     double shape[4], values = 1;
     uint64_t dims = read_number(r, 4);
     if (dims < 1 || dims > 4) refuse(r, "a tensor must have one to four dimensions");
@@ -141,7 +141,7 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
                name, called, (unsigned long long)type);
     if (!(values >= 1 && values < 0x1p50 && begin < 0x1p50)) refuse(r, "a tensor is empty or too large");
     if (fmod(begin, alignment) != 0) refuse(r, "a tensor does not begin at a multiple of the alignment");
-    if (r->bad) return cJSON_Delete(said);
+    if (r->bad) return cJSON_Delete(label);
     if (fmod(shape[dims - 1], info->values) != 0) refuse(r, "rows of a tensor are not whole blocks");
     int layer = -1, skip = 0;
     if (sscanf(name, "blk.%9d.%n", &layer, &skip) == 1) local += skip;
@@ -163,7 +163,7 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
         cJSON_AddItemToObject(one, "data_offsets", cJSON_CreateDoubleArray((double[]){begin, begin + bytes}, 2));
         bytes_free(&full);
     }
-    cJSON_Delete(said);
+    cJSON_Delete(label);
 }
 
 cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, size_t *data, size_t *alignment,

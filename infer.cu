@@ -740,7 +740,9 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
 }
 
 /* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
- * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory. */
+ * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory. At the
+ * end mma leaves a lane two tokens of a row, but finish() takes two rows of a token. So lanes of neighbouring rows
+ * swap: the even one keeps the first token, the odd one the next. */
 constexpr int TILED_WARPS = 4;
 template <Type T, int TILES, int ROWS> struct TiledShape {
     static constexpr int STAGES = TILES <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
@@ -783,8 +785,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
     auto eighth_of = [](int row, int eighth) { return row * CHUNK * 2 + (eighth ^ row % 2 * 5) * 16; };
     uint8_t *to = shared + eighth_of(threadIdx.x / 8, threadIdx.x % 8);
     const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, first, 0);
-    int coming = 0;       /* the next chunk to copy */
-    int slot = 0, at = 0; /* where the stages to fill and to read begin */
+    int coming = 0, slot = 0, at = 0; /* the next chunk to copy; where the stages to fill and to read begin */
     auto copy = [&] {
         if (coming++ < chunks) {
 #pragma unroll
@@ -827,16 +828,13 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
 #pragma unroll
                 for (int second = 0; second < 2; second++)
 #pragma unroll
-                    for (int k = 0; k < 2; k++)
-#pragma unroll
-                        for (int r = 0; r < ROWS; r++)
-                            mma<A>(c[r][n + k], a[r][second], second ? column[k].z : column[k].x,
-                                   second ? column[k].w : column[k].y);
+                    for (int i = 0; i < 2 * ROWS; i++) {
+                        const uint4 x = column[i / ROWS];
+                        mma<A>(c[i % ROWS][n + i / ROWS], a[i % ROWS][second], second ? x.z : x.x, second ? x.w : x.y);
+                    }
             }
         }
     }
-    /* mma leaves a lane two tokens of a row, 2t and 2t + 1, but finish() takes two rows of a token. So lanes of rows g
-     * and g + 1 swap: the even one keeps token 2t, the odd one 2t + 1. */
     const int odd = g % 2;
 #pragma unroll
     for (int n = 0; n < 2 * TILES; n++) {

@@ -111,8 +111,8 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
     cJSON *file, *defaults;    /* file: config.json as it is */
     const cJSON *config;       /* the same, or its text_config */
     char prefix[60];           /* of tensor names: "model.layers.3." in a layer, "model." or nothing outside */
-    Type made_up_as;           /* encoding of made up matrices ... */
-    bool mixed;                /* ... or of most of them: see made_up_type() */
+    Type made_up_as;           /* encoding of made up matrices */
+    bool mixed;                /* Q4_K_M: some of them are Q6_K, see made_up_type() */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
     bool gguf;                 /* norms hold w, not w - 1; experts' gate and up are two tensors */
@@ -441,16 +441,19 @@ static bool quantization_says(const Loader *load, const char *key, const char *v
 }
 
 static void read_quantization(Loader *load, const char *dir) {
-    char *own = join(dir, "quantize_config.json"); /* older GPTQ models have a file for it */
+    char *apart = join(dir, "quantize_config.json"); /* where older GPTQ models declare it */
+    const char *path = load->path;
     const cJSON *q = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
     if (!q) q = config_typed(load, load->file, "compression_config", cJSON_Object, "an object"); /* its older name */
-    bool apart = !q && !failed(load) && !access(own, F_OK);
-    if (apart) cJSON_AddItemToObject(load->file, "quantize_config.json", json_read(own, MOST_CONFIG, load->e));
-    if (apart) q = config_typed(load, load->file, "quantize_config.json", cJSON_Object, "an object");
+    if (!q && !failed(load) && !access(apart, F_OK)) {
+        path = apart;
+        cJSON_AddItemToObject(load->file, "quantize_config.json", json_read(path, MOST_CONFIG, load->e));
+        q = config_typed(load, load->file, "quantize_config.json", cJSON_Object, "an object");
+    }
     const char *version = json_string(q, "version");
     load->quantization = q;
-    if (q) check_quantization(load, apart ? own : load->path, "", q);
-    free(own);
+    if (q) check_quantization(load, path, "", q);
+    free(apart);
     if (quantization_says(load, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
         config_bad(load, q, "version", "\"gemm\"");
 }
@@ -1038,7 +1041,9 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bo
     check_blocks(load, name, &w);
     if ((in_gptq(w.type) || w.type == AWQ4) && !load->quantization && !load->c->model.made_up)
         refuse(load, load->path,
-               "%s is GPTQ or AWQ: quantization_config or a file quantize_config.json is missing; download it", name);
+               "%s is GPTQ or AWQ, and quantization_config is missing (older GPTQ models have it as a file "
+               "quantize_config.json: download that too)",
+               name);
     w.data = bind_matrix(load, name, how ? how->codes : ".weight", w.type, rows, cols, w.type, (int64_t)rows * cols);
     if (how) bind_grids(load, name, how, &w);
     Tensor *said = find(load, name, ".weight_shape");

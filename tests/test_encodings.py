@@ -120,7 +120,8 @@ def test_older_place_of_the_config(folder):
     said = read_json(FOLDER / name / "config.json")["quantization_config"]
     del said["quant_method"]
     model = copy_model(FOLDER / name, folder, {"quantization_config": None})
-    refused("logits", model, "--ids", 1, words=["config.json", "quantization_config", "quantize_config.json", "download"])
+    words = ["config.json", "quantization_config", "quantize_config.json", "download"]
+    refused("logits", model, "--ids", 1, words=words)
     for text, words in ((json.dumps(said | {"bits": 3}), ["bits", "3", "4, 8"]), ("[]", ["an object"]), ("{", ["JSON"])):
         (model / "quantize_config.json").write_text(text)
         refused("logits", model, "--ids", 1, words=["quantize_config.json", *words])
