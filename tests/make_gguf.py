@@ -3,9 +3,9 @@
     python tests/make_gguf.py
     needs: pip install gguf torch transformers safetensors
 
-fixtures/gguf/TYPE.gguf: a small random Llama whose matrices are of that type, and logits.json: what transformers
-computes in float32 from the same weights, which gguf-py dequantised. Where gguf-py quantises, weights are rounded
-that way; blocks of other types are random bits with scales that give sane weights.
+fixtures/gguf/TYPE.gguf: a small random Llama whose matrices are of that type (Q4_K_M: of two), and logits.json: what
+transformers computes in float32 from the same weights, which gguf-py dequantised. Where gguf-py quantises, weights are
+rounded that way; blocks of other types are random bits with scales that give sane weights.
 goldens/gguf.json: SHA-256 of the files that gguf-py writes from the other fixtures, under the names that gguf-py has
 for the hub's tensors, with rows permuted as llama.cpp's converter does. Tests make the same files without gguf-py.
 """
@@ -65,8 +65,10 @@ def write(path, metadata, tensors):
 
 
 def make_type(name, seed):
-    """A Llama of one layer; o_proj and down_proj, whose rows are shorter than a block of 256, are F16."""
-    rng, values = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[Kind[name]][0]
+    """A Llama of one layer; o_proj and down_proj, whose rows are shorter than a block of 256, are F16. In Q4_K_M v_proj and
+    the embedding, which is the head too, are Q6_K, so that q, k and v differ as in most layers of such files."""
+    most, some = name.removesuffix("_M"), "Q6_K" if name.endswith("_M") else name
+    rng, values = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[Kind[most]][0]
     dim, heads, d, ffn, vocab = max(values, 64), 2, 8, 16, 24
     config = LlamaConfig(vocab_size=vocab, hidden_size=dim, intermediate_size=ffn, num_hidden_layers=1, head_dim=d,
                          num_attention_heads=heads, num_key_value_heads=1, max_position_embeddings=64, rms_norm_eps=1e-5,
@@ -90,8 +92,9 @@ def make_type(name, seed):
                 data, kind = w.astype(np.float16), Kind.F16
                 w = data.astype(np.float32)
             else:
-                kind = Kind[name]
-                data, w = encoded(w, name, rng)
+                own = some if "v_proj" in hub or "embed" in hub else most
+                kind = Kind[own]
+                data, w = encoded(w, own, rng)
             tensors.append((to, data, kind))
             if hub.endswith(("q_proj.weight", "k_proj.weight")):  # the file's rows are neighbours that turn
                 w = w.reshape(-1, d // 2, 2, dim).swapaxes(1, 2).reshape(w.shape)
@@ -103,7 +106,7 @@ def make_type(name, seed):
 
 
 def make_types():
-    names = [name for name in gguf_files.TYPES if name not in ("F32", "F16")]
+    names = [name for name in gguf_files.TYPES if name not in ("F32", "F16")] + ["Q4_K_M"]
     out = {"ids": IDS} | {name: make_type(name, seed) for seed, name in enumerate(names)}
     (FIXTURES / "gguf" / "logits.json").write_text(json.dumps(out) + "\n")
 
