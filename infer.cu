@@ -709,7 +709,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         const int row = tile * TILE + pair, now = tile;
         const bool store = mine && row < p.w.rows;
         Target target = {};
-        if (token < TILES * 8) target = target_of(p, job.expert, out, row, store);
+        if (token < TILES * 8) target = target_of(p, job.expert, out, row, store); /* whole warps skip it */
         stream.multiply(c, p.w, weights, x, warp, W, chunks);
         Job next = job;
         item++, tile++, weights += tile_bytes;
@@ -1215,13 +1215,13 @@ struct Merged {
     }
 };
 
-/* Attention of tokens one by one: those of small steps, and of sequences with one token in the step. A block has one
- * token (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split of the context
- * (blockIdx.z), some of its pages; its warps take 16 keys in turn. The last split of a token to finish merges the
- * states of all. If no token sees another of the same step (`alone`), this kernel also does the work of rope_and_store
- * for its token: the token's rows pass through shared memory, so that all of them arrive at once. All older keys are in
- * the cache already, so a block loads its first ones before wait_previous(). With heads of 256 no registers are left to
- * load the next keys ahead. */
+/* Attention of tokens one by one: those of steps of up to MAX_DECODE tokens, and of sequences with one token in the
+ * step. A block has one token (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split
+ * of the context (blockIdx.z), some of its pages; its warps take 16 keys in turn. The last split of a token to finish
+ * merges the states of all. If no token sees another of the same step (`alone`), this kernel also does the work of
+ * rope_and_store for its token: the token's rows pass through shared memory, so that all of them arrive at once. All
+ * older keys are in the cache already, so a block loads its first ones before wait_previous(). With heads of 256 no
+ * registers are left to load the next keys ahead. */
 template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* so that two blocks fit on a multiprocessor */
 __host__ __device__ inline int splits_of(int pages, int most) { return max(1, min(most, pages / SPLIT_PAGES)); }
 template <int D>
@@ -1870,7 +1870,7 @@ bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
-    /* `product` is faster up to about so many choices of an expert; it is the only one for codes. */
+    /* Up to about so many choices an expert `product` is faster; for codes there is no other. */
     const int streamed = l.up.type == MXFP4 ? 2 : 5;
     int most = 8; /* choices of a job */
     if (a->tokens > MAX_DECODE && choices > streamed * w.n_experts && !is_coded(l.up.type) && !is_coded(l.down.type))
@@ -1914,8 +1914,8 @@ bool experts(Pass *, const DeviceLayer &, const float *, const Matrix &, Error *
 #endif
 
 /* A transformer block: x += attention(norm(x)), x += experts(norm(x)). A kernel that adds to x also writes w.normed for
- * the matrix that reads it next, where it can; else norm_for() launches `norm`. Small steps of gpt-oss on Hopper do not
- * come here: see fast::decode(). */
+ * the matrix that reads it next, where it can; else norm_for() launches `norm`. gpt-oss on Hopper comes here only
+ * with more than MAX_DECODE tokens: see fast::decode(). */
 bool block(Pass *a, int layer, Error *e) {
     const DeviceModel &device = a->gpu->device;
     const DeviceLayer &l = device.layer[layer];

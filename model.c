@@ -403,8 +403,8 @@ static void read_sizes(Loader *load) {
         config_bad(load, config, "use_bidirectional_attention", "false");
 }
 
-/* Refuses any value in quantization_config that stands for something not implemented. How a matrix is encoded, and
- * which of its weights share a scale, is read from its tensors, not from here. */
+/* Refuses any value in quantization_config, read from `path`, that stands for something not implemented. How a matrix
+ * is encoded, and which of its weights share a scale, is read from its tensors, not from here. */
 static void check_quantization(Loader *load, const char *path, const char *key, const cJSON *x) {
     static const struct {
         const char *key, *values;
