@@ -459,7 +459,7 @@ static void add_score(Choice *c, int token, const float *logits, size_t offset) 
             cJSON_AddItemToArray(top, each);
             continue;
         }
-        if (!cJSON_HasObjectItem(top, text)) /* tokens with parts of a letter may look alike */
+        if (!json_get(top, text)) /* tokens with parts of a letter may look alike */
             cJSON_AddItemToObject(top, text, cJSON_DetachItemFromObject(each, "logprob"));
         cJSON_Delete(each);
     }

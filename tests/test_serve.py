@@ -209,6 +209,15 @@ def test_logprobs_of_the_end():
     raise AssertionError("no text ended")
 
 
+def test_logprobs_of_texts_that_differ_in_case():
+    """Each has its own: "a" does not stand for "A"."""
+    with Server(PARROT) as s:
+        a = s.post(TEXT, {"prompt": [5], "max_tokens": 200, "temperature": 9, "seed": 1, "logprobs": 20,
+                          "ignore_eos": True})
+    tops = a["choices"][0]["logprobs"]["top_logprobs"]
+    expect(any(len({text.lower() for text in top}) < len(top) for top in tops), f"never both cases: {tops[:3]}")
+
+
 def test_echo_equals_logits(folder):
     """The prompt's logprobs are those of `infer logits`."""
     ids = [5, 60, 7, 80, 9]
