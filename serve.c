@@ -727,14 +727,17 @@ static bool run_model(Error *e) {
 
 /* ---- waiting for answers ---- */
 
+/* May an answer begin, or else why not? The caller holds the lock. */
+static bool can_answer(Request *q) {
+    if (!server.ready) return fail(&q->error, 503, "the model is being loaded");
+    if (server.error.code) return fail(&q->error, 503, "the model failed: %s", server.error.text);
+    return !server.signals || fail(&q->error, 503, "the server ends");
+}
+
 /* Gives the choices to the model's thread. */
 static bool enqueue(Request *q) {
     lock();
-    if (server.error.code)
-        fail(&q->error, 503, "the model failed: %s", server.error.text);
-    else if (server.signals)
-        fail(&q->error, 503, "the server ends");
-    else if (server.live >= server.o->slots + server.o->queue)
+    if (can_answer(q) && server.live >= server.o->slots + server.o->queue)
         fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
     q->queued = !q->error.code;
     if (q->queued) {
@@ -816,18 +819,13 @@ static void models(Request *q) {
     put_json(q, json);
 }
 
-/* A server is healthy if it has a model, is not ending and its model's thread moves. */
+/* Healthy: answers can begin, and the model's thread moves. */
 static void health(Request *q) {
     lock();
-    bool stalled = server.ready && seconds() - server.moved > STALL_SECONDS;
-    const char *ill = server.error.code ? "failed"
-                      : server.signals  ? "ending"
-                      : !server.ready   ? "loading"
-                      : stalled         ? "stalled"
-                                        : NULL;
+    if (can_answer(q) && seconds() - server.moved > STALL_SECONDS)
+        fail(&q->error, 503, "no step has ended for %d seconds", STALL_SECONDS);
     unlock();
-    q->error.code = ill ? 503 : 200;
-    put_json(q, json_object("status", json_word(ill ? ill : "ok"), NULL));
+    if (!q->error.code) put_json(q, json_object("status", json_word("ok"), NULL));
 }
 
 static void page(Request *q) { bytes_add(&q->out, page_begin, (size_t)(page_end - page_begin)); }
