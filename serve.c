@@ -2,9 +2,9 @@
  * owns the model: it runs the scheduler of model.c, and makes text and events of the tokens. Each connection has its
  * own thread, which reads a request, queues it, waits for its answers and sends them.
  *
- * One lock guards what threads share. A queued request, its choices and `out` belong to the model's thread until
- * `complete`. That thread makes events without the lock; under the lock it ends a stream, and moves events to `ready`.
- * After `complete` the connection writes a reply that is no stream, and frees the request. */
+ * One lock guards what threads share. The model's thread holds it except while the model computes. A queued request and
+ * its choices belong to that thread until none is `left`; of a stream the connection meanwhile sends what is in `out`.
+ * After that the connection writes a reply that is no stream, and frees the request. */
 #include "host.h"
 
 #include <math.h>
@@ -41,8 +41,8 @@ typedef struct { /* one of the answers to a request */
     Stream stream;
     Request *request;
     int index;
-    bool added, gone; /* added: the scheduler has or had it; gone: it has ended */
-    double last;      /* when the last token came */
+    bool added;  /* the scheduler has or had it */
+    double last; /* when the last token came */
     Reader reader;
     Decoder decoder;
     int message, calls_n; /* index of the reader's message that is being written; calls so far */
@@ -54,7 +54,7 @@ typedef struct { /* one of the answers to a request */
     cJSON *calls, *scores; /* tool_calls and logprobs to write, or NULL */
     bool spoke;            /* something is written */
     size_t tokens, thought;
-    const char *finish; /* finish_reason, or NULL */
+    const char *finish; /* finish_reason; NULL until it has ended */
 } Choice;
 
 typedef struct Client { /* a connection */
@@ -77,7 +77,7 @@ struct Request {
     Bytes body;
     cJSON *json, *names; /* names: from a function's name as the model reads it to the client's */
     const char *code;    /* of the error, or NULL */
-    double since, wrote; /* when it had arrived; when we last wrote */
+    double since;        /* when it had arrived */
     /* parameters */
     bool chat, stream, echo, usage, scored, forever;
     int n, tokens, top; /* answers to each prompt; tokens of an answer; logprobs for each token, or -1 */
@@ -90,15 +90,14 @@ struct Request {
     Choice *choice;
     int choices;
     bool queued;
-    Bytes out; /* the reply; of a stream, the events that are not in `ready` yet */
     char id[40];
     long long created;
     /* under the lock, once it is queued */
-    Error error;             /* see status_of() */
-    int left;                /* choices that are not gone */
-    bool complete, departed; /* complete: none is left; departed: the client has left */
+    Error error;   /* see status_of() */
+    int left;      /* choices that have not ended */
+    bool departed; /* the client has left */
     pthread_cond_t wake;
-    Bytes ready; /* events of a stream; `written` bytes are sent */
+    Bytes out; /* the reply, or events of a stream, of which `written` bytes are sent */
     size_t written;
 };
 
@@ -120,7 +119,7 @@ static struct {
     /* under the lock */
     TAILQ_HEAD(, Request) requests; /* that are queued, by arrival */
     LIST_HEAD(, Client) clients;
-    int live;     /* choices that are not gone */
+    int live;     /* choices that have not ended */
     Error error;  /* why no more answers come */
     double moved; /* when the model's thread was last between steps */
     SchedulerState state;
@@ -626,23 +625,15 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
 
 /* ---- the model's thread ---- */
 
-/* Lets the connection send what is written. The caller holds the lock. */
-static void hand_over(Request *q) {
-    if (q->stream) bytes_add(&q->ready, q->out.data, q->out.n), q->out.n = 0;
-    if (q->ready.n || q->complete) pthread_cond_signal(&q->wake);
-}
-
 /* Ends a choice, and with the last one a stream. The caller holds the lock. */
 static void let_go(Choice *c) {
     Request *q = c->request;
     scheduler_remove(server.s.scheduler, &c->stream);
     if (!c->finish) c->finish = failed;
-    c->gone = true;
     server.live--;
     server.repairs += (size_t)c->reader.repairs;
-    q->complete = !--q->left;
-    if (q->complete && q->stream) end_stream(q);
-    hand_over(q);
+    if (!--q->left && q->stream) end_stream(q);
+    if (!q->left) pthread_cond_signal(&q->wake);
 }
 
 /* Takes a token from the scheduler and writes what it brings. */
@@ -650,7 +641,6 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     Choice *c = t->owner;
     Request *q = c->request;
     const double now = seconds();
-    if (token >= 0) read_token(c, position, token, logits, last);
     lock();
     if (position > t->prompt) observe(&server.next, now - c->last);
     if (position == t->prompt) {
@@ -658,36 +648,36 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
         server.prompt += t->prompt;
         server.reused += t->reused;
     }
+    c->last = now;
     server.generated += position >= t->prompt && token >= 0;
-    if (token == DREW_NAN && !q->departed) {
+    if (token >= 0) {
+        read_token(c, position, token, logits, last);
+    } else if (!q->departed) {
         fail(&q->error, 500, "the logits hold a NaN: the weights or config.json are damaged");
         server.nans++;
     }
-    c->last = now;
-    last || c->finish ? let_go(c) : hand_over(q);
+    if (last || c->finish) let_go(c);
+    if (q->out.n > q->written) pthread_cond_signal(&q->wake);
     unlock();
 }
 
 /* Adds new choices to the scheduler and ends those of departed clients; after an error it ends all. The first answer to
- * a prompt reads it, and the others join when the first has a token. The caller holds the lock. Returns how many the
- * scheduler has. */
-static int update_choices(void) {
+ * a prompt reads it, and the others join when the first has a token. The caller holds the lock. */
+static void update_choices(void) {
     Request *q;
-    int n = 0;
     TAILQ_FOREACH(q, &server.requests, next)
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
         const Choice *reads = c - c->index % q->n;
-        if (c->gone) continue;
+        if (c->finish) continue;
         if (q->departed || server.error.code) {
             if (!q->departed) fail(&q->error, 500, "%s", server.error.text);
             let_go(c);
-        } else if (!c->added && (reads == c || reads->gone || reads->stream.published > reads->stream.prompt)) {
+        } else if (!c->added && (reads == c || reads->finish || reads->stream.published > reads->stream.prompt)) {
             scheduler_add(server.s.scheduler, &c->stream);
             c->added = true;
         }
-        n += c->added && !c->gone;
     }
-    return n;
+    server.state = scheduler_state(server.s.scheduler);
 }
 
 /* Runs steps until the server ends; false: the model failed. Whatever ends it, every request gets its reply. */
@@ -699,7 +689,7 @@ static bool run_model(Error *e) {
     server.ready = true;
     fputs("infer: ready\n", stderr);
     while (!server.error.code && !(server.signals && TAILQ_EMPTY(&server.requests))) {
-        int n = update_choices();
+        update_choices();
         server.moved = seconds();
         LIST_FOREACH(c, &server.clients, next)
         if (c->since > 0 && server.moved - c->since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
@@ -709,13 +699,12 @@ static bool run_model(Error *e) {
         }
         if (ends > 0 && server.moved > ends) {
             fail(&server.error, FAILED, "the server ends");
-        } else if (!n && !server.state.outstanding) {
+        } else if (!server.state.running && !server.state.waiting && !server.state.outstanding) {
             wait_on(&server.work);
         } else {
             unlock();
             ok = scheduler_step(server.s.scheduler, e);
             lock();
-            server.state = scheduler_state(server.s.scheduler);
             if (!ok) server.error = *e;
         }
     }
@@ -743,7 +732,6 @@ static bool enqueue(Request *q) {
     if (q->queued) {
         TAILQ_INSERT_TAIL(&server.requests, q, next);
         server.live += q->left = q->choices;
-        hand_over(q);
         pthread_cond_signal(&server.work);
     }
     unlock();
@@ -755,12 +743,12 @@ static bool enqueue(Request *q) {
 static void wait_for_answers(Request *q) {
     MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0);
     lock();
-    while (q->written == q->ready.n && !q->complete && !q->departed) {
+    for (double since = seconds(); q->written == q->out.n && q->left && !q->departed;) {
         struct pollfd p = {.fd = q->client->fd, .events = POLLRDHUP};
         wait_on(&q->wake);
         q->departed = poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR);
-        if (q->stream && q->written == q->ready.n && !q->complete && seconds() - q->wrote > BEAT_SECONDS)
-            bytes_text(&q->ready, ": the answer is being computed\n\n");
+        if (q->stream && q->written == q->out.n && q->left && seconds() - since > BEAT_SECONDS)
+            bytes_text(&q->out, ": the answer is being computed\n\n");
     }
     unlock();
     MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, WRITE_SECONDS);
@@ -772,16 +760,15 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
     wait_for_answers(q);
     if (q->departed) return MHD_CONTENT_READER_END_WITH_ERROR;
     lock();
-    size_t n = q->ready.n - q->written < room ? q->ready.n - q->written : room;
-    if (n) memcpy(to, q->ready.data + q->written, n);
+    size_t n = q->out.n - q->written < room ? q->out.n - q->written : room;
+    if (n) memcpy(to, q->out.data + q->written, n);
     q->written += n;
-    if (q->written >= q->ready.n - q->written) { /* a slow client's events do not pile up; few bytes move */
-        q->ready.n -= q->written;
-        if (q->ready.n) memmove(q->ready.data, q->ready.data + q->written, q->ready.n);
+    if (q->written >= q->out.n - q->written) { /* a slow client's events do not pile up; few bytes move */
+        q->out.n -= q->written;
+        if (q->out.n) memmove(q->out.data, q->out.data + q->written, q->out.n);
         q->written = 0;
     }
     unlock();
-    q->wrote = seconds();
     return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
 }
 
@@ -1033,7 +1020,7 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
     lock();
     q->client->since = 0;
     unlock();
-    q->since = q->wrote = seconds();
+    q->since = seconds();
     if (!q->error.code) run(q);
     return q->departed ? MHD_NO : respond(q);
 }
@@ -1047,7 +1034,7 @@ static void request_free(void *data, struct MHD_Connection *connection, void **s
     lock();
     q->departed = true;
     pthread_cond_signal(&server.work);
-    while (q->queued && !q->complete) pthread_cond_wait(&q->wake, &server.lock);
+    while (q->left) pthread_cond_wait(&q->wake, &server.lock);
     if (q->queued) TAILQ_REMOVE(&server.requests, q, next);
     pthread_cond_signal(&server.work);
     q->client->since = seconds();
@@ -1058,7 +1045,7 @@ static void request_free(void *data, struct MHD_Connection *connection, void **s
         ids_free(&c->stream.tokens);
         reader_free(&c->reader);
     }
-    bytes_free(&q->body), bytes_free(&q->out), bytes_free(&q->ready);
+    bytes_free(&q->body), bytes_free(&q->out);
     cJSON_Delete(q->json), cJSON_Delete(q->names);
     pthread_cond_destroy(&q->wake);
     free(q->choice), free(q->bias), free(q);
