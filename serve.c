@@ -47,14 +47,13 @@ typedef struct { /* one of the answers to a request */
     Decoder decoder;
     int message, calls_n; /* index of the reader's message that is being written; calls so far */
     size_t passed;        /* bytes of that message that are taken */
-    bool opened;          /* that message is a call, and its name is written */
     Bytes text;           /* the content; `shown` bytes are free of stop texts, `sent` bytes are written */
     size_t shown, sent;
     Bytes thoughts;        /* reasoning_content to write */
     cJSON *calls, *scores; /* tool_calls and logprobs to write, or NULL */
     bool spoke;            /* something is written */
-    size_t tokens, thought;
-    const char *finish; /* finish_reason; NULL until it has ended */
+    size_t thought;        /* tokens of reasoning */
+    const char *finish;    /* finish_reason; NULL until it has ended */
 } Choice;
 
 typedef struct Client { /* a connection */
@@ -75,7 +74,7 @@ struct Request {
     Client *client;
     const Endpoint *endpoint;
     Bytes body;
-    cJSON *json, *names; /* names: from a function's name as the model reads it to the client's */
+    cJSON *json, *names; /* names: from a function's name as the model reads it to the client's; NULL: it has none */
     const char *code;    /* of the error, or NULL */
     double since;        /* when it had arrived */
     /* parameters */
@@ -85,7 +84,6 @@ struct Request {
     const char *stop[MOST_STOPS];
     Bias *bias;
     int stops, biases;
-    bool tools; /* the model may call functions */
     /* answers */
     Choice *choice;
     int choices;
@@ -319,7 +317,7 @@ static bool take_tools(Request *q, bool *force, const char **name) {
     const bool none = !strcmp(word, "none");
     const int n = cJSON_GetArraySize(tools);
     bool found = false;
-    q->names = cJSON_CreateObject();
+    q->names = n && !none ? cJSON_CreateObject() : NULL;
     cJSON_ArrayForEach(each, tools) rename_function(q, each);
     cJSON_ArrayForEach(each, json_get(q->json, "messages")) cJSON_ArrayForEach(call, json_get(each, "tool_calls"))
         rename_function(q, call);
@@ -335,109 +333,22 @@ static bool take_tools(Request *q, bool *force, const char **name) {
     }
     if (*force && !found) return fail(&q->error, 400, "tool_choice asks for a function that tools do not have");
     if (none) cJSON_DeleteItemFromObjectCaseSensitive(q->json, "tools");
-    q->tools = n && !none;
     return true;
-}
-
-/* ---- making choices ---- */
-
-static Take take_token;
-
-/* Adds the request's n answers to a prompt. */
-static bool add_choices(Request *q, const Ids *prompt) {
-    const size_t context = (size_t)server.s.engine.context;
-    if (!prompt->n) return fail(&q->error, 400, "the prompt is empty");
-    if (prompt->n >= context)
-        return q->code = "context_length_exceeded",
-               fail(&q->error, 400, "the prompt has %zu tokens, the context %zu: shorten it", prompt->n, context);
-    for (int i = 0; i < q->n; i++) {
-        Choice *c = q->choice + q->choices;
-        Stream *t = &c->stream;
-        *c = (Choice){.request = q, .index = q->choices++, .decoder.begun = !q->echo};
-        bytes_text(&c->text, "");
-        ids_append(&t->tokens, prompt->data, prompt->n);
-        t->prompt = prompt->n;
-        t->most = prompt->n + (q->tokens ? (size_t)q->tokens : 1);
-        if (t->most > context) t->most = context;
-        t->sampling = q->sampling;
-        t->sampling.seed += (uint64_t)c->index;
-        t->bias = q->biases ? q->bias : NULL, t->biases = q->biases;
-        t->want = q->top < 0 ? WANT_TOKEN : q->echo ? WANT_ALL_LOGITS : WANT_LOGITS;
-        t->stop = q->forever ? NULL : &server.s.checkpoint.stop;
-        t->take = take_token;
-        t->owner = c;
-    }
-    return true;
-}
-
-/* Renders a conversation. The beginning of a forced call belongs to the answer, so that the reader gets it too. */
-static bool make_chat(Request *q) {
-    bool force;
-    const char *name;
-    Conversation talk;
-    Ids ids = {0};
-    Error *e = &q->error;
-    if (!server.s.has_chat) return fail(e, 400, "%s", server.s.no_chat.text);
-    if (!take_tools(q, &force, &name)) return false;
-    conversation_init(&talk);
-    bool ok = conversation_parse(&talk, q->json, e) && chat_render(&server.s.chat, &talk, true, &ids, e);
-    size_t prompt = ids.n;
-    ok = ok && (!force || chat_force(&server.s.chat, talk.effort, name, &ids, e));
-    q->choice = allocate_zero((size_t)q->n, sizeof *q->choice);
-    ok = ok && add_choices(q, &ids);
-    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        reader_init(&c->reader, &server.s.chat, talk.effort);
-        for (size_t i = prompt; i < ids.n; i++) reader_push(&c->reader, ids.data[i], NULL);
-    }
-    conversation_free(&talk);
-    ids_free(&ids);
-    return ok;
-}
-
-/* Takes a prompt: a text, or an array of token ids. */
-static bool take_prompt(Request *q, const cJSON *prompt, int flags, Ids *ids) {
-    const cJSON *each;
-    const char *text = cJSON_GetStringValue(prompt);
-    const int vocab = server.s.checkpoint.model.vocab;
-    int64_t id;
-    if (text) return tokenizer_encode(server.s.tokenizer, text, strlen(text), flags, ids, &q->error);
-    if (!cJSON_IsArray(prompt)) return fail(&q->error, 400, "a text or an array of token ids is needed");
-    cJSON_ArrayForEach(each, prompt) {
-        if (!json_whole(each, 0, vocab - 1, &id))
-            return fail(&q->error, 400, "token ids are whole numbers from 0 to %d", vocab - 1);
-        ids_add(ids, (int)id);
-    }
-    return true;
-}
-
-static bool make_completion(Request *q) {
-    const cJSON *prompt = json_get(q->json, "prompt"), *first = cJSON_IsArray(prompt) ? prompt->child : NULL;
-    bool many = cJSON_IsString(first) || cJSON_IsArray(first), ok = true;
-    int n = many ? cJSON_GetArraySize(prompt) : 1;
-    if (n > MOST_CHOICES / q->n) return fail(&q->error, 400, "a request has at most %d answers", MOST_CHOICES);
-    q->choice = allocate_zero((size_t)(n * q->n), sizeof *q->choice);
-    for (const cJSON *each = many ? first : prompt; n-- && ok; each = many ? each->next : NULL) {
-        Ids ids = {0};
-        ok = take_prompt(q, each, WITH_TEMPLATE, &ids) && add_choices(q, &ids);
-        ids_free(&ids);
-    }
-    return ok;
 }
 
 /* ---- answers as JSON ---- */
 
 /* all: log_sum_exp of the logits. Without logits the logprob is null. */
 static cJSON *chance_json(int id, const float *logits, double all) {
-    Decoder d = {.begun = true};
     Bytes raw = {0}, text = {0};
     cJSON *bytes = cJSON_CreateArray();
-    tokenizer_bytes(server.s.tokenizer, &d, id, &raw);
+    tokenizer_bytes(server.s.tokenizer, &(Decoder){.begun = true}, id, &raw);
     for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, json_number((unsigned char)raw.data[i]));
     utf8_stream(&raw, &text, true);
     cJSON *json = json_object("token", json_from_text(text.data, text.n), "logprob", /* JSON has no infinity */
                               logits ? json_number(fmax((double)logits[id] - all, -9999)) : json_word(NULL), "bytes",
                               bytes, NULL);
-    bytes_free(&raw), bytes_free(&text), bytes_free(&d.held);
+    bytes_free(&raw), bytes_free(&text);
     return json;
 }
 
@@ -497,7 +408,8 @@ static cJSON *usage_json(const Request *q) {
     size_t prompt = 0, reused = 0, tokens = 0, thought = 0;
     for (const Choice *c = q->choice; c < q->choice + q->choices; c++) {
         if (c->index % q->n == 0) prompt += c->stream.prompt, reused += c->stream.reused;
-        tokens += c->tokens, thought += c->thought;
+        tokens += q->tokens ? c->stream.tokens.n - c->stream.prompt : 0;
+        thought += c->thought;
     }
     return json_object("prompt_tokens", json_number(prompt), "completion_tokens", json_number(tokens), "total_tokens",
                        json_number(prompt + tokens), "prompt_tokens_details",
@@ -542,7 +454,7 @@ static void show_text(Choice *c, bool last) {
 /* Adds the new part of a call to what is to be written. The name comes once, at the beginning. */
 static void add_call(Choice *c, const Message *m) {
     const Request *q = c->request;
-    const bool begins = !c->opened;
+    const bool begins = !c->passed;
     const char *name = m->recipient + (strncmp(m->recipient, "functions.", 10) ? 0 : 10);
     const char *given = json_string(q->names, name);
     cJSON *text = json_from_text(m->content.data + c->passed, m->content.n - c->passed);
@@ -555,7 +467,6 @@ static void add_call(Choice *c, const Message *m) {
     cJSON_AddItemToArray(c->calls, json_object("index", q->stream ? json_number(c->calls_n - 1) : NULL, "id",
                                                begins ? json_word(id) : NULL, "type",
                                                begins ? json_word("function") : NULL, "function", function, NULL));
-    c->opened = true;
 }
 
 /* Takes what is new in the reader's messages. Without a stream, a call waits until it is complete. */
@@ -567,9 +478,9 @@ static void take_messages(Choice *c) {
         const Message *m = complete ? r->message + c->message : &r->now;
         const size_t n = m->content.n - c->passed;
         const Part part = message_part(m);
-        if (part == CALL && q->tools) {
+        if (part == CALL && q->names) {
             if (!complete && !(q->stream && r->in_content)) return;
-            if (n || !c->opened) add_call(c, m);
+            if (n || (complete && !c->passed)) add_call(c, m);
         } else if (part == REASONING) {
             bytes_add(&c->thoughts, m->content.data + c->passed, n);
         } else if (n) {
@@ -578,49 +489,32 @@ static void take_messages(Choice *c) {
             show_text(c, false);
         }
         c->passed = m->content.n;
-        if (complete) c->message++, c->passed = 0, c->opened = false;
+        if (complete) c->message++, c->passed = 0;
     }
 }
 
-static void finish_choice(Choice *c, const char *why) {
-    if (!c->finish) {
-        if (c->request->chat) reader_end(&c->reader, NULL), take_messages(c);
-        if (!c->request->chat) tokenizer_flush(&c->decoder, &c->text);
-        show_text(c, true);
-    }
-    if (!c->finish) c->finish = why == stopped && c->calls_n ? "tool_calls" : why;
-}
-
-/* Reads a token of an answer to a chat; true: the answer ends there. */
-static bool read_chat(Choice *c, int token, const float *logits) {
-    Read read = reader_push(&c->reader, token, NULL);
-    bool content = !read.header && read.part != REASONING && read.part != CALL;
-    c->thought += read.part == REASONING;
-    if (logits && content && !tokenizer_is_control(server.s.tokenizer, token)) add_score(c, token, logits, 0);
-    if (c->stream.stopped || (read.stop && !c->request->forever)) return true;
-    take_messages(c);
-    return false;
-}
-
-/* Reads a token of a text, or, with echo, of its prompt; true: the text ends there. */
-static bool read_text(Choice *c, size_t position, int token, const float *logits) {
-    bool prompt = position < c->stream.prompt;
-    if (logits || (prompt && c->request->top >= 0)) add_score(c, token, logits, c->text.n); /* so has a stop token */
-    if (c->stream.stopped) return true;
-    tokenizer_decode(server.s.tokenizer, &c->decoder, token, &c->text);
-    if (prompt) c->shown = c->text.n; /* it may contain stop texts */
-    if (!prompt) show_text(c, false);
-    return false;
-}
-
-/* Reads a token, and writes an event of a stream. logits: NULL, or those it was drawn from. */
+/* Reads a token of an answer, or, with echo, of its prompt. logits: NULL, or those it was drawn from. */
 static void read_token(Choice *c, size_t position, int token, const float *logits, bool last) {
-    Request *q = c->request;
-    bool prompt = position < c->stream.prompt, silent = !prompt && !q->tokens, stop = false;
-    c->tokens += !prompt && !silent;
-    if (!silent) stop = q->chat ? read_chat(c, token, logits) : read_text(c, position, token, logits);
-    if (c->finish || stop || last || silent) finish_choice(c, stop ? stopped : full);
-    emit(c);
+    const Request *q = c->request;
+    const bool prompt = position < c->stream.prompt, silent = !prompt && !q->tokens;
+    bool stop = c->stream.stopped && !silent, scored = !silent && (logits || (prompt && q->top >= 0));
+    if (q->chat) {
+        const Read read = reader_push(&c->reader, token, NULL);
+        const bool content = !read.header && read.part != REASONING && read.part != CALL;
+        c->thought += read.part == REASONING;
+        scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
+        stop = stop || (read.stop && !q->forever);
+    }
+    if (scored) add_score(c, token, logits, c->text.n); /* in a text a stop token has one, too */
+    if (q->chat && !stop) take_messages(c);
+    if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->decoder, token, &c->text);
+    if (prompt) c->shown = c->text.n; /* it may contain stop texts */
+    show_text(c, false);
+    if (c->finish || !(stop || last)) return;
+    if (q->chat) reader_end(&c->reader, NULL), take_messages(c);
+    if (!q->chat) tokenizer_flush(&c->decoder, &c->text);
+    show_text(c, true);
+    if (!c->finish) c->finish = !stop ? full : c->calls_n ? "tool_calls" : stopped;
 }
 
 /* ---- the model's thread ---- */
@@ -656,6 +550,7 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
         fail(&q->error, 500, "the logits hold a NaN: the weights or config.json are damaged");
         server.nans++;
     }
+    emit(c);
     if (last || c->finish) let_go(c);
     if (q->out.n > q->written) pthread_cond_signal(&q->wake);
     unlock();
@@ -711,6 +606,92 @@ static bool run_model(Error *e) {
     update_choices();
     for (double since = seconds(); !TAILQ_EMPTY(&server.requests) && seconds() - since < 2;) wait_on(&server.work);
     unlock();
+    return ok;
+}
+
+/* ---- making choices ---- */
+
+/* Adds the request's n answers to a prompt. With echo it reads the prompt as part of each: all of it here, or only the
+ * first token if the client wants logprobs, because the scheduler then passes the others. */
+static bool add_choices(Request *q, const Ids *prompt) {
+    const size_t context = (size_t)server.s.engine.context;
+    if (!prompt->n) return fail(&q->error, 400, "the prompt is empty");
+    if (prompt->n >= context)
+        return q->code = "context_length_exceeded",
+               fail(&q->error, 400, "the prompt has %zu tokens, the context %zu: shorten it", prompt->n, context);
+    for (int i = 0; i < q->n; i++) {
+        Choice *c = q->choice + q->choices;
+        Stream *t = &c->stream;
+        *c = (Choice){.request = q, .index = q->choices++, .decoder.begun = !q->echo};
+        bytes_text(&c->text, "");
+        ids_append(&t->tokens, prompt->data, prompt->n);
+        t->prompt = prompt->n;
+        t->most = prompt->n + (q->tokens ? (size_t)q->tokens : 1);
+        if (t->most > context) t->most = context;
+        t->sampling = q->sampling;
+        t->sampling.seed += (uint64_t)c->index;
+        t->bias = q->biases ? q->bias : NULL, t->biases = q->biases;
+        t->want = q->top < 0 ? WANT_TOKEN : q->echo ? WANT_ALL_LOGITS : WANT_LOGITS;
+        t->stop = q->forever ? NULL : &server.s.checkpoint.stop;
+        t->take = take_token;
+        t->owner = c;
+        for (size_t k = 0; q->echo && k < (q->top < 0 ? prompt->n : 1); k++)
+            read_token(c, 0, prompt->data[k], NULL, false);
+    }
+    return true;
+}
+
+/* Renders a conversation. The beginning of a forced call belongs to the answer, so that the reader gets it too. */
+static bool make_chat(Request *q) {
+    bool force;
+    const char *name;
+    Conversation talk;
+    Ids ids = {0};
+    Error *e = &q->error;
+    if (!server.s.has_chat) return fail(e, 400, "%s", server.s.no_chat.text);
+    if (!take_tools(q, &force, &name)) return false;
+    conversation_init(&talk);
+    bool ok = conversation_parse(&talk, q->json, e) && chat_render(&server.s.chat, &talk, true, &ids, e);
+    size_t prompt = ids.n;
+    ok = ok && (!force || chat_force(&server.s.chat, talk.effort, name, &ids, e));
+    q->choice = allocate_zero((size_t)q->n, sizeof *q->choice);
+    ok = ok && add_choices(q, &ids);
+    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
+        reader_init(&c->reader, &server.s.chat, talk.effort);
+        for (size_t i = prompt; i < ids.n; i++) reader_push(&c->reader, ids.data[i], NULL);
+    }
+    conversation_free(&talk);
+    ids_free(&ids);
+    return ok;
+}
+
+/* Takes a prompt: a text, or an array of token ids. */
+static bool take_prompt(Request *q, const cJSON *prompt, int flags, Ids *ids) {
+    const cJSON *each;
+    const char *text = cJSON_GetStringValue(prompt);
+    const int vocab = server.s.checkpoint.model.vocab;
+    int64_t id;
+    if (text) return tokenizer_encode(server.s.tokenizer, text, strlen(text), flags, ids, &q->error);
+    if (!cJSON_IsArray(prompt)) return fail(&q->error, 400, "a text or an array of token ids is needed");
+    cJSON_ArrayForEach(each, prompt) {
+        if (!json_whole(each, 0, vocab - 1, &id))
+            return fail(&q->error, 400, "token ids are whole numbers from 0 to %d", vocab - 1);
+        ids_add(ids, (int)id);
+    }
+    return true;
+}
+
+static bool make_completion(Request *q) {
+    const cJSON *prompt = json_get(q->json, "prompt"), *first = cJSON_IsArray(prompt) ? prompt->child : NULL;
+    bool many = cJSON_IsString(first) || cJSON_IsArray(first), ok = true;
+    int n = many ? cJSON_GetArraySize(prompt) : 1;
+    if (n > MOST_CHOICES / q->n) return fail(&q->error, 400, "a request has at most %d answers", MOST_CHOICES);
+    q->choice = allocate_zero((size_t)(n * q->n), sizeof *q->choice);
+    for (const cJSON *each = many ? first : prompt; n-- && ok; each = many ? each->next : NULL) {
+        Ids ids = {0};
+        ok = take_prompt(q, each, WITH_TEMPLATE, &ids) && add_choices(q, &ids);
+        ids_free(&ids);
+    }
     return ok;
 }
 
@@ -772,19 +753,8 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
     return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
 }
 
-/* With echo, read_text reads the prompt like an answer: all of it here, or only the first token if the client wants
- * logprobs, because the scheduler then passes the others. */
-static void begin_answers(Request *q) {
-    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        size_t ready = !q->echo ? 0 : q->top < 0 ? c->stream.prompt : 1;
-        for (size_t i = 0; i < ready; i++) read_text(c, 0, c->stream.tokens.data[i], NULL);
-        emit(c);
-    }
-}
-
 static void complete(Request *q) {
     bool ok = take_request(q) && (q->chat ? make_chat(q) : make_completion(q));
-    if (ok) begin_answers(q);
     if (!ok || !enqueue(q)) {
         q->stream = false, q->out.n = 0; /* the error is an ordinary reply */
         return;
