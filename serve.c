@@ -7,6 +7,7 @@
  * After that the connection writes a reply that is no stream, and frees the request. */
 #include "host.h"
 
+#include <libgen.h>
 #include <math.h>
 #include <microhttpd.h>
 #include <netdb.h>
@@ -30,10 +31,9 @@ enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS 
 enum { CHECK_MS = 100, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12, STATUSES = 600 };
 static const char stopped[] = "stop", full[] = "length", failed[] = "error"; /* finish_reason */
 
-/* The bytes of page.html. */
-extern const char page_begin[], page_end[];
-__asm__(".pushsection .rodata\n.globl page_begin, page_end\npage_begin: .incbin \"page.html\"\npage_end: .byte 0\n"
-        ".popsection\n");
+/* The text of page.html. */
+extern const char page_text[];
+__asm__(".pushsection .rodata\n.globl page_text\npage_text: .incbin \"page.html\"\n.byte 0\n.popsection\n");
 
 typedef struct Request Request;
 
@@ -122,7 +122,7 @@ static struct {
     double moved; /* when the model's thread was last between steps */
     SchedulerState state;
     Histogram first, next;
-    size_t prompt, reused, generated, repairs, nans, waiting, used, status[STATUSES];
+    size_t prompt, reused, generated, repairs, nans, status[STATUSES];
 } server = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
 
 static void lock(void) { pthread_mutex_lock(&server.lock); }
@@ -318,7 +318,6 @@ static bool take_tools(Request *q, bool *force, const char **name) {
     const int n = cJSON_GetArraySize(tools);
     bool found = false;
     q->names = n && !none ? cJSON_CreateObject() : NULL;
-    cJSON_ArrayForEach(each, tools) rename_function(q, each);
     cJSON_ArrayForEach(each, json_get(q->json, "messages")) cJSON_ArrayForEach(call, json_get(each, "tool_calls"))
         rename_function(q, call);
     rename_function(q, choice);
@@ -327,6 +326,7 @@ static bool take_tools(Request *q, bool *force, const char **name) {
     if (!*force && !none && strcmp(word, "auto"))
         return fail(&q->error, 400, "tool_choice must be auto, none, required or a function");
     cJSON_ArrayForEach(each, tools) {
+        rename_function(q, each);
         const char *has = json_string(json_get(each, "function"), "name");
         if (*force && !*name && n == 1) *name = has;
         found |= has && (!*name || !strcmp(has, *name));
@@ -704,19 +704,18 @@ static bool can_answer(Request *q) {
     return !server.signals || fail(&q->error, 503, "the server ends");
 }
 
-/* Gives the choices to the model's thread. */
-static bool enqueue(Request *q) {
+/* Gives the choices to the model's thread, if the queue has room. */
+static void enqueue(Request *q) {
     lock();
     if (can_answer(q) && server.live >= server.o->slots + server.o->queue)
         fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
-    q->queued = !q->error.code;
-    if (q->queued) {
+    if (!q->error.code) {
+        q->queued = true;
         TAILQ_INSERT_TAIL(&server.requests, q, next);
         server.live += q->left = q->choices;
         pthread_cond_signal(&server.work);
     }
     unlock();
-    return q->queued;
 }
 
 /* Waits for events, or the end of a reply. A stream that waits long gets a comment. `departed`: the client has closed
@@ -754,12 +753,9 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
 }
 
 static void complete(Request *q) {
-    bool ok = take_request(q) && (q->chat ? make_chat(q) : make_completion(q));
-    if (!ok || !enqueue(q)) {
-        q->stream = false, q->out.n = 0; /* the error is an ordinary reply */
-        return;
-    }
-    if (q->stream) return;
+    if (take_request(q) && (q->chat ? make_chat(q) : make_completion(q))) enqueue(q);
+    if (!q->queued) q->stream = false; /* the error is an ordinary reply */
+    if (!q->queued || q->stream) return;
     wait_for_answers(q);
     if (!q->departed && !q->error.code) put_reply(q, q->choice, q->choice + q->choices, true);
 }
@@ -785,7 +781,7 @@ static void health(Request *q) {
     if (!q->error.code) put_json(q, json_object("status", json_word("ok"), NULL));
 }
 
-static void page(Request *q) { bytes_add(&q->out, page_begin, (size_t)(page_end - page_begin)); }
+static void page(Request *q) { bytes_text(&q->out, page_text); }
 
 static void tokenize(Request *q) {
     Ids ids = {0};
@@ -809,22 +805,6 @@ static void detokenize(Request *q) {
     ids_free(&ids), bytes_free(&text);
 }
 
-static const struct {
-    const char *name, *help, *kind;
-    const size_t *value;
-} numbers[] = {{"prompt_tokens_total", "Tokens of prompts", "counter", &server.prompt},
-               {"cached_tokens_total", "Tokens of prompts that were in the cache", "counter", &server.reused},
-               {"generated_tokens_total", "Tokens of answers", "counter", &server.generated},
-               {"repairs_total", "Malformed headers in answers", "counter", &server.repairs},
-               {"nan_total", "Answers that a NaN ended", "counter", &server.nans},
-               {"preemptions_total", "Answers that gave up their pages", "counter", &server.state.preempted},
-               {"steps_total", "Steps of the model", "counter", &server.state.steps},
-               {"answers_running", "Answers being written", "gauge", &server.state.running},
-               {"answers_waiting", "Answers in the queue", "gauge", &server.waiting},
-               {"cache_pages_used", "Pages of answers that run", "gauge", &server.used},
-               {"cache_pages_kept", "Pages whose text is known", "gauge", &server.state.kept},
-               {"cache_pages", "All pages of the cache", "gauge", &server.state.pages}};
-
 static void put_family(Bytes *out, const char *name, const char *help, const char *kind) {
     bytes_print(out, "# HELP infer_%s %s\n# TYPE infer_%s %s\n", name, help, name, kind);
 }
@@ -842,15 +822,29 @@ static void put_histogram(Bytes *out, const char *name, const char *help, const 
 static void metrics(Request *q) {
     Bytes *out = &q->out;
     lock();
-    const size_t live = (size_t)server.live, running = server.state.running;
-    server.waiting = live > running ? live - running : 0;
-    server.used = server.state.pages - server.state.idle;
+    const SchedulerState *now = &server.state;
+    const size_t live = (size_t)server.live;
+    const struct {
+        const char *name, *help;
+        size_t value;
+    } numbers[] = {{"prompt_tokens_total", "Tokens of prompts", server.prompt},
+                   {"cached_tokens_total", "Tokens of prompts that were in the cache", server.reused},
+                   {"generated_tokens_total", "Tokens of answers", server.generated},
+                   {"repairs_total", "Malformed headers in answers", server.repairs},
+                   {"nan_total", "Answers that a NaN ended", server.nans},
+                   {"preemptions_total", "Answers that gave up their pages", now->preempted},
+                   {"steps_total", "Steps of the model", now->steps},
+                   {"answers_running", "Answers being written", now->running},
+                   {"answers_waiting", "Answers in the queue", live > now->running ? live - now->running : 0},
+                   {"cache_pages_used", "Pages of answers that run", now->pages - now->idle},
+                   {"cache_pages_kept", "Pages whose text is known", now->kept},
+                   {"cache_pages", "All pages of the cache", now->pages}};
     put_family(out, "requests_total", "Requests answered", "counter");
     for (int i = 0; i < STATUSES; i++)
         if (server.status[i]) bytes_print(out, "infer_requests_total{status=\"%d\"} %zu\n", i, server.status[i]);
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        put_family(out, numbers[i].name, numbers[i].help, numbers[i].kind);
-        bytes_print(out, "infer_%s %zu\n", numbers[i].name, *numbers[i].value);
+        put_family(out, numbers[i].name, numbers[i].help, strstr(numbers[i].name, "_total") ? "counter" : "gauge");
+        bytes_print(out, "infer_%s %zu\n", numbers[i].name, numbers[i].value);
     }
     put_histogram(out, "time_to_first_token_seconds", "From a request to its first token", &server.first);
     put_histogram(out, "time_per_token_seconds", "From a token to the next", &server.next);
@@ -905,17 +899,14 @@ static bool may_ask(const char *host, const char *origin) {
                      (page && host && !strcasecmp(page + 3, host)));
 }
 
-/* Refuses what libmicrohttpd lets through: requests that can be read in two ways, and those that are not allowed. */
+/* Finds the endpoint. Refuses what libmicrohttpd lets through: requests that can be read in two ways, and those that
+ * are not allowed. */
 static void check_request(Request *q, const char *url, const char *method, const char *version) {
+    const char *as = strcmp(method, "HEAD") ? method : "GET";
     int count[2] = {0}; /* Host, lengths */
-    bool path = false;
     MHD_get_connection_values(q->connection, MHD_HEADER_KIND, count_header, count);
-    for (int i = 0; i < ENDPOINTS; i++) {
-        const char *has = endpoints[i].method;
-        if (strcmp(endpoints[i].path, url)) continue;
-        path = true;
-        if (!strcmp(has, method) || (*has == 'G' && !strcmp(method, "HEAD"))) q->endpoint = endpoints + i;
-    }
+    for (int i = 0; i < ENDPOINTS; i++)
+        if (!strcmp(endpoints[i].path, url)) q->endpoint = endpoints + i;
     if (count[1] > 1)
         fail(&q->error, 400, "one Content-Length or one Transfer-Encoding at most");
     else if (count[0] > 1 || (count[0] < 1 && !strcmp(version, "HTTP/1.1")))
@@ -923,10 +914,10 @@ static void check_request(Request *q, const char *url, const char *method, const
     else if (!may_ask(header(q, "Host"), header(q, "Origin")))
         fail(&q->error, 403, "this page or host may not send requests; see infer serve --help, --cors");
     else if (server.o->cors && !strcmp(method, "OPTIONS"))
-        q->error.code = 200; /* a browser asks whether a page may send a request */
-    else if (!path)
-        fail(&q->error, 404, "there is no %.100s here", url);
+        q->endpoint = NULL; /* a browser asks whether a page may send a request */
     else if (!q->endpoint)
+        fail(&q->error, 404, "there is no %.100s here", url);
+    else if (strcmp(q->endpoint->method, as))
         fail(&q->error, 405, "%.100s does not take %.20s", url, method);
     else if (!q->endpoint->open && !has_key(q))
         fail(&q->error, 401, "Incorrect API key provided, or none: send it as Authorization: Bearer KEY");
@@ -935,8 +926,8 @@ static void check_request(Request *q, const char *url, const char *method, const
 }
 
 static void run(Request *q) {
-    const bool post = *q->endpoint->method == 'P';
-    if (post) q->json = json_parse(q->body.n ? q->body.data : "", q->body.n, "the body", &q->error);
+    if (*q->endpoint->method == 'P')
+        q->json = json_parse(q->body.n ? q->body.data : "", q->body.n, "the body", &q->error);
     if (q->json && !cJSON_IsObject(q->json)) fail(&q->error, 400, "the body is not a JSON object");
     bytes_free(&q->body);
     if (!q->error.code) q->endpoint->run(q);
@@ -944,7 +935,7 @@ static void run(Request *q) {
 
 /* Sends what the endpoint wrote, or the error. A stream has no error yet. */
 static enum MHD_Result respond(Request *q) {
-    const bool wrong = !q->stream && *q->error.text;
+    const bool wrong = !q->stream && q->error.code;
     const unsigned status = q->stream ? 200 : status_of(q);
     const char *type = q->stream ? "text/event-stream" : q->endpoint && !wrong ? q->endpoint->type : json_type;
     if (wrong) put_error(q);
@@ -991,7 +982,7 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
     q->client->since = 0;
     unlock();
     q->since = seconds();
-    if (!q->error.code) run(q);
+    if (q->endpoint && !q->error.code) run(q);
     return q->departed ? MHD_NO : respond(q);
 }
 
@@ -1090,20 +1081,12 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
     return d;
 }
 
-/* What clients call the model: --name, or the last part of a path, or the name that the user gave. */
-static const char *choose_name(const Options *o) {
-    char *name = server.s.name, *end = name + strlen(name);
-    if (o->alias) return o->alias;
-    while (end > name + 1 && end[-1] == '/') *--end = 0;
-    return !access(name, F_OK) && strrchr(name, '/') && end > name + 1 ? strrchr(name, '/') + 1 : name;
-}
-
 int serve(const Options *o) {
     Error e;
     server.o = o;
     TAILQ_INIT(&server.requests);
     if (!read_key(o, &e) || !session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
-    server.name = choose_name(o);
+    server.name = o->alias ? o->alias : access(server.s.name, F_OK) ? server.s.name : basename(server.s.name);
     signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
     struct MHD_Daemon *daemon = start_daemon(o, &e);
     if (!daemon) die(&e);
