@@ -100,7 +100,7 @@ struct Request {
 };
 
 typedef struct {
-    size_t count[BOUNDS + 1];
+    size_t count[BOUNDS], n; /* values up to each bound; all */
     double sum;
 } Histogram;
 static const double bounds[BOUNDS] = {.0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10};
@@ -136,9 +136,8 @@ static void wait_on(pthread_cond_t *cond) {
 }
 
 static void observe(Histogram *h, double value) {
-    int i = 0;
-    while (i < BOUNDS && value > bounds[i]) i++;
-    h->count[i]++;
+    for (int i = 0; i < BOUNDS; i++) h->count[i] += value <= bounds[i];
+    h->n++;
     h->sum += value;
 }
 
@@ -280,7 +279,6 @@ static bool take_request(Request *q) {
     if (q->chat && q->top >= 0 && !q->scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
     if (q->scored && q->top < 0) q->top = 0;
     if (s->temperature < 0.01f) s->temperature = 0;
-    if (s->top_k < 0) s->top_k = 0;
     if (s->top_p < 1e-30f) s->top_p = 1e-30f;
     if (s->min_p < 1e-30f) s->min_p = 0;
     return true;
@@ -436,12 +434,9 @@ static void emit(Choice *c) {
 
 /* Writes the last events of a stream. */
 static void end_stream(Request *q) {
-    if (q->error.code) {
-        put_error(q);
-        return;
-    }
-    if (q->usage) put_reply(q, NULL, NULL, true);
-    bytes_text(&q->out, "data: [DONE]\n\n");
+    if (q->error.code) put_error(q);
+    if (!q->error.code && q->usage) put_reply(q, NULL, NULL, true);
+    if (!q->error.code) bytes_text(&q->out, "data: [DONE]\n\n");
 }
 
 /* ---- from tokens to answers ---- */
@@ -456,10 +451,9 @@ static void add_call(Choice *c, const Message *m) {
     const Request *q = c->request;
     const bool begins = !c->passed;
     const char *name = m->recipient + (strncmp(m->recipient, "functions.", 10) ? 0 : 10);
-    const char *given = json_string(q->names, name);
     cJSON *text = json_from_text(m->content.data + c->passed, m->content.n - c->passed);
     char id[80];
-    if (given) name = given;
+    if (json_string(q->names, name)) name = json_string(q->names, name);
     c->calls_n += begins;
     snprintf(id, sizeof id, "call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, c->index, c->calls_n - 1);
     if (!c->calls) c->calls = cJSON_CreateArray();
@@ -810,13 +804,10 @@ static void put_family(Bytes *out, const char *name, const char *help, const cha
 }
 
 static void put_histogram(Bytes *out, const char *name, const char *help, const Histogram *h) {
-    size_t sum = 0;
     put_family(out, name, help, "histogram");
-    for (int i = 0; i < BOUNDS; i++)
-        bytes_print(out, "infer_%s_bucket{le=\"%g\"} %zu\n", name, bounds[i], sum += h->count[i]);
-    sum += h->count[BOUNDS];
-    bytes_print(out, "infer_%s_bucket{le=\"+Inf\"} %zu\n", name, sum);
-    bytes_print(out, "infer_%s_sum %.6f\ninfer_%s_count %zu\n", name, h->sum, name, sum);
+    for (int i = 0; i < BOUNDS; i++) bytes_print(out, "infer_%s_bucket{le=\"%g\"} %zu\n", name, bounds[i], h->count[i]);
+    bytes_print(out, "infer_%s_bucket{le=\"+Inf\"} %zu\n", name, h->n);
+    bytes_print(out, "infer_%s_sum %.6f\ninfer_%s_count %zu\n", name, h->sum, name, h->n);
 }
 
 static void metrics(Request *q) {
@@ -994,10 +985,8 @@ static void request_free(void *data, struct MHD_Connection *connection, void **s
     if (!q) return;
     lock();
     q->departed = true;
-    pthread_cond_signal(&server.work);
     while (q->left) pthread_cond_wait(&q->wake, &server.lock);
     if (q->queued) TAILQ_REMOVE(&server.requests, q, next);
-    pthread_cond_signal(&server.work);
     q->client->since = seconds();
     unlock();
     for (Choice *c = q->choice; c && c < q->choice + q->choices; c++) {
