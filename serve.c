@@ -48,12 +48,12 @@ typedef struct { /* one of the answers to a request */
     int message, calls_n; /* index of the reader's message that is being written; calls so far */
     size_t passed;        /* bytes of that message that are taken */
     Bytes text;           /* the content; `shown` bytes are free of stop texts, `sent` bytes are written */
-    size_t shown, sent;
-    Bytes thoughts;        /* reasoning_content to write */
-    cJSON *calls, *scores; /* tool_calls and logprobs to write, or NULL */
-    bool spoke;            /* something is written */
-    size_t thought;        /* tokens of reasoning */
-    const char *finish;    /* finish_reason; NULL until it has ended */
+    size_t shown, sent, counted, letters; /* its first `counted` bytes are so many letters */
+    Bytes thoughts;                       /* reasoning_content to write */
+    cJSON *calls, *scores;                /* tool_calls and logprobs to write, or NULL */
+    bool spoke;                           /* something is written */
+    size_t thought;                       /* tokens of reasoning */
+    const char *finish;                   /* finish_reason; NULL until it has ended */
 } Choice;
 
 typedef struct Client { /* a connection */
@@ -350,8 +350,8 @@ static cJSON *chance_json(int id, const float *logits, double all) {
     return json;
 }
 
-/* Adds a token's logprobs to those to write; its text begins at byte `offset` of the answer. */
-static void add_score(Choice *c, int token, const float *logits, size_t offset) {
+/* Adds a token's logprobs to those to write. */
+static void add_score(Choice *c, int token, const float *logits) {
     const bool chat = c->request->chat;
     const int vocab = server.s.checkpoint.model.vocab;
     const double all = logits ? log_sum_exp(logits, vocab) : 0;
@@ -376,10 +376,11 @@ static void add_score(Choice *c, int token, const float *logits, size_t offset) 
         append(c->scores, "content", own);
         return;
     }
+    for (; c->counted < c->text.n; c->counted++) c->letters += (c->text.data[c->counted] & 0xC0) != 0x80;
     append(c->scores, "tokens", cJSON_DetachItemFromObject(own, "token"));
     append(c->scores, "token_logprobs", cJSON_DetachItemFromObject(own, "logprob"));
     append(c->scores, "top_logprobs", top);
-    append(c->scores, "text_offset", json_number(offset));
+    append(c->scores, "text_offset", json_number(c->letters));
     cJSON_Delete(own);
 }
 
@@ -499,7 +500,7 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
         scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
         stop = stop || (read.stop && !q->forever);
     }
-    if (scored) add_score(c, token, logits, c->text.n); /* in a text a stop token has one, too */
+    if (scored) add_score(c, token, logits); /* in a text a stop token has one, too */
     if (q->chat && !stop) take_messages(c);
     if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->decoder, token, &c->text);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
