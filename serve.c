@@ -29,7 +29,6 @@
 enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 16, MOST_TOP = 20 };
 enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60, BEAT_SECONDS = 5 };
 enum { CHECK_MS = 100, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12, STATUSES = 600 };
-static const char stopped[] = "stop", full[] = "length", failed[] = "error"; /* finish_reason */
 
 /* The text of page.html. */
 extern const char page_text[];
@@ -42,7 +41,7 @@ typedef struct { /* one of the answers to a request */
     Request *request;
     int index;
     bool added;  /* the scheduler has or had it */
-    double last; /* when the last token came */
+    double last; /* when the last token came, or else the request */
     Reader reader;
     Decoder decoder;
     int message, calls_n; /* index of the reader's message that is being written; calls so far */
@@ -260,8 +259,7 @@ static bool take_biases(Request *q) {
         Bias *bias = q->bias + q->biases++;
         bias->add = cJSON_IsNumber(each) ? (float)each->valuedouble : NAN;
         if (!text_whole(each->string, 0, vocab - 1, &bias->id) || !(bias->add >= -100 && bias->add <= 100))
-            return fail(&q->error, 400, "logit_bias maps token ids from 0 to %d to numbers from -100 to 100",
-                        vocab - 1);
+            return fail(&q->error, 400, "logit_bias maps token ids below %d to numbers from -100 to 100", vocab);
     }
     return true;
 }
@@ -444,7 +442,7 @@ static void end_stream(Request *q) {
 
 static void show_text(Choice *c, bool last) {
     const Request *q = c->request;
-    if (text_stops(&c->text, &c->shown, q->stop, q->stops, last)) c->finish = stopped;
+    if (text_stops(&c->text, &c->shown, q->stop, q->stops, last)) c->finish = "stop";
 }
 
 /* Adds the new part of a call to what is to be written. The name comes once, at the beginning. */
@@ -509,7 +507,7 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
     if (q->chat) reader_end(&c->reader, NULL), take_messages(c);
     if (!q->chat) tokenizer_flush(&c->decoder, &c->text);
     show_text(c, true);
-    if (!c->finish) c->finish = !stop ? full : c->calls_n ? "tool_calls" : stopped;
+    if (!c->finish) c->finish = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
 }
 
 /* ---- the model's thread ---- */
@@ -518,7 +516,7 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
 static void let_go(Choice *c) {
     Request *q = c->request;
     scheduler_remove(server.s.scheduler, &c->stream);
-    if (!c->finish) c->finish = failed;
+    if (!c->finish) c->finish = "error";
     server.live--;
     server.repairs += (size_t)c->reader.repairs;
     if (!--q->left && q->stream) end_stream(q);
@@ -531,14 +529,14 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     Request *q = c->request;
     const double now = seconds();
     lock();
-    if (position > t->prompt) observe(&server.next, now - c->last);
-    if (position == t->prompt) {
-        observe(&server.first, now - q->since);
-        server.prompt += t->prompt;
-        server.reused += t->reused;
+    if (position >= t->prompt) {
+        const bool first = position == t->prompt;
+        observe(first ? &server.first : &server.next, now - c->last);
+        server.prompt += first ? t->prompt : 0;
+        server.reused += first ? t->reused : 0;
+        server.generated += token >= 0;
+        c->last = now;
     }
-    c->last = now;
-    server.generated += position >= t->prompt && token >= 0;
     if (token >= 0) {
         read_token(c, position, token, logits, last);
     } else if (!q->departed) {
@@ -617,7 +615,7 @@ static bool add_choices(Request *q, const Ids *prompt) {
     for (int i = 0; i < q->n; i++) {
         Choice *c = q->choice + q->choices;
         Stream *t = &c->stream;
-        *c = (Choice){.request = q, .index = q->choices++, .decoder.begun = !q->echo};
+        *c = (Choice){.request = q, .index = q->choices++, .last = q->since, .decoder.begun = !q->echo};
         bytes_text(&c->text, "");
         ids_append(&t->tokens, prompt->data, prompt->n);
         t->prompt = prompt->n;
@@ -738,11 +736,7 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
     size_t n = q->out.n - q->written < room ? q->out.n - q->written : room;
     if (n) memcpy(to, q->out.data + q->written, n);
     q->written += n;
-    if (q->written >= q->out.n - q->written) { /* a slow client's events do not pile up; few bytes move */
-        q->out.n -= q->written;
-        if (q->out.n) memmove(q->out.data, q->out.data + q->written, q->out.n);
-        q->written = 0;
-    }
+    if (q->written == q->out.n) q->written = q->out.n = 0;
     unlock();
     return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
 }
