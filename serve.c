@@ -58,7 +58,7 @@ typedef struct { /* one of the answers to a request */
 typedef struct Client { /* a connection */
     LIST_ENTRY(Client) next;
     int fd;
-    double since; /* when the client began to send a request; 0: it has arrived */
+    _Atomic double since; /* when the client began to send a request; 0: it has arrived */
 } Client;
 
 typedef struct {
@@ -109,8 +109,9 @@ static struct {
     Session s;
     const char *name, *key; /* as clients call the model; what they must send, or NULL */
     bool loopback;
-    atomic_bool ready;  /* the model is loaded */
-    atomic_int signals; /* SIGTERM and SIGINT so far */
+    atomic_bool ready;              /* the model is loaded */
+    atomic_int signals;             /* SIGTERM and SIGINT so far */
+    atomic_size_t status[STATUSES]; /* replies of each */
     pthread_mutex_t lock;
     pthread_cond_t work; /* for the model's thread */
     /* under the lock */
@@ -121,7 +122,7 @@ static struct {
     double moved; /* when the model's thread was last between steps */
     SchedulerState state;
     Histogram first, next;
-    size_t prompt, reused, generated, repairs, nans, status[STATUSES];
+    size_t prompt, reused, generated, repairs, nans;
 } server = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
 
 static void lock(void) { pthread_mutex_lock(&server.lock); }
@@ -928,9 +929,7 @@ static enum MHD_Result respond(Request *q) {
     struct MHD_Response *r = q->stream
                                  ? MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 4096, write_events, q, NULL)
                                  : MHD_create_response_from_buffer(q->out.n, q->out.data, MHD_RESPMEM_PERSISTENT);
-    lock();
     server.status[status]++;
-    unlock();
     MHD_add_response_header(r, "Content-Type", type);
     MHD_add_response_header(r, "Cache-Control", "no-store");
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
@@ -964,9 +963,7 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
         *size = 0;
         return MHD_YES;
     }
-    lock();
     q->client->since = 0;
-    unlock();
     q->since = seconds();
     if (q->endpoint && !q->error.code) run(q);
     return q->departed ? MHD_NO : respond(q);
@@ -1046,9 +1043,7 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
     getnameinfo(to->ai_addr, to->ai_addrlen, address, sizeof address, NULL, 0, NI_NUMERICHOST);
     server.loopback = !strncmp(address, "127.", 4) || !strcmp(address, "::1");
     if (!server.loopback && !server.key && !o->insecure)
-        fail(e, USAGE,
-             "everybody who reaches %.100s could use it: give a key (--key-file, INFER_API_KEY) or --insecure",
-             o->host);
+        fail(e, USAGE, "%.100s is open to everybody: give a key (--key-file, INFER_API_KEY) or --insecure", o->host);
     else if (!(d = MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL |
                                         (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG),
                                     (uint16_t)o->port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr,
