@@ -355,9 +355,8 @@ static void add_score(Choice *c, int token, const float *logits) {
     const int vocab = server.s.checkpoint.model.vocab;
     const double all = logits ? log_sum_exp(logits, vocab) : 0;
     int best[MOST_TOP], n = logits ? likeliest(logits, vocab, c->request->top, best) : 0;
-    cJSON *own = chance_json(token, logits, all), *top = chat     ? cJSON_CreateArray()
-                                                         : logits ? cJSON_CreateObject()
-                                                                  : json_word(NULL);
+    cJSON *own = chance_json(token, logits, all);
+    cJSON *top = chat ? cJSON_CreateArray() : logits ? cJSON_CreateObject() : json_word(NULL);
     if (!c->scores) c->scores = cJSON_CreateObject();
     for (int i = 0; i < n; i++) {
         cJSON *each = chance_json(best[i], logits, all);
@@ -371,8 +370,7 @@ static void add_score(Choice *c, int token, const float *logits) {
         cJSON_Delete(each);
     }
     if (chat) {
-        cJSON_AddItemToObject(own, "top_logprobs", top);
-        append(c->scores, "content", own);
+        append(c->scores, "content", json_add(own, "top_logprobs", top, NULL));
         return;
     }
     for (; c->counted < c->text.n; c->counted++) c->letters += (c->text.data[c->counted] & 0xC0) != 0x80;
