@@ -25,7 +25,7 @@
 
 typedef struct {
     float temperature; /* 0: the most likely token; the lowest id among equals */
-    int top_k;         /* 0: off */
+    int top_k;         /* 0 or less: off */
     float top_p;       /* 1: off */
     float min_p;       /* 0: off */
     float penalty;     /* repetition penalty, 1: off */

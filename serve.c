@@ -2,11 +2,12 @@
  * owns the model: it runs the scheduler of model.c, and makes text and events of the tokens. Each connection has its
  * own thread, which reads a request, queues it, waits for its answers and sends them.
  *
- * One lock guards what threads share. A queued request, its choices and `out` belong to the model's thread until
- * `complete`. That thread makes events without the lock; under the lock it ends a stream, and moves events to `ready`.
- * After `complete` the connection writes a reply that is no stream, and frees the request. */
+ * One lock guards what threads share. The model's thread holds it except while the model computes. A queued request and
+ * its choices belong to that thread until none is `left`; of a stream the connection meanwhile sends what is in `out`.
+ * After that the connection writes a reply that is no stream, and frees the request. */
 #include "host.h"
 
+#include <libgen.h>
 #include <math.h>
 #include <microhttpd.h>
 #include <netdb.h>
@@ -28,12 +29,10 @@
 enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 16, MOST_TOP = 20 };
 enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60, BEAT_SECONDS = 5 };
 enum { CHECK_MS = 100, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12, STATUSES = 600 };
-static const char stopped[] = "stop", full[] = "length", failed[] = "error"; /* finish_reason */
 
-/* The bytes of page.html. */
-extern const char page_begin[], page_end[];
-__asm__(".pushsection .rodata\n.globl page_begin, page_end\npage_begin: .incbin \"page.html\"\npage_end: .byte 0\n"
-        ".popsection\n");
+/* The text of page.html. */
+extern const char page_text[];
+__asm__(".pushsection .rodata\n.globl page_text\npage_text: .incbin \"page.html\"\n.byte 0\n.popsection\n");
 
 typedef struct Request Request;
 
@@ -41,26 +40,25 @@ typedef struct { /* one of the answers to a request */
     Stream stream;
     Request *request;
     int index;
-    bool added, gone; /* added: the scheduler has or had it; gone: it has ended */
-    double last;      /* when the last token came */
+    bool added;  /* the scheduler has or had it */
+    double last; /* when the last token came, or else the request */
     Reader reader;
     Decoder decoder;
     int message, calls_n; /* index of the reader's message that is being written; calls so far */
     size_t passed;        /* bytes of that message that are taken */
-    bool opened;          /* that message is a call, and its name is written */
     Bytes text;           /* the content; `shown` bytes are free of stop texts, `sent` bytes are written */
-    size_t shown, sent;
-    Bytes thoughts;        /* reasoning_content to write */
-    cJSON *calls, *scores; /* tool_calls and logprobs to write, or NULL */
-    bool spoke;            /* something is written */
-    size_t tokens, thought;
-    const char *finish; /* finish_reason, or NULL */
+    size_t shown, sent, counted, letters; /* its first `counted` bytes are so many letters */
+    Bytes thoughts;                       /* reasoning_content to write */
+    cJSON *calls, *scores;                /* tool_calls and logprobs to write, or NULL */
+    bool spoke;                           /* something is written */
+    size_t thought;                       /* tokens of reasoning */
+    const char *finish;                   /* finish_reason; NULL until it has ended */
 } Choice;
 
 typedef struct Client { /* a connection */
     LIST_ENTRY(Client) next;
     int fd;
-    double since; /* when the client began to send a request; 0: it has arrived */
+    _Atomic double since; /* when the client began to send a request; 0: it has arrived */
 } Client;
 
 typedef struct {
@@ -75,9 +73,9 @@ struct Request {
     Client *client;
     const Endpoint *endpoint;
     Bytes body;
-    cJSON *json, *names; /* names: from a function's name as the model reads it to the client's */
+    cJSON *json, *names; /* names: from a function's name as the model reads it to the client's; NULL: it has none */
     const char *code;    /* of the error, or NULL */
-    double since, wrote; /* when it had arrived; when we last wrote */
+    double since;        /* when it had arrived */
     /* parameters */
     bool chat, stream, echo, usage, scored, forever;
     int n, tokens, top; /* answers to each prompt; tokens of an answer; logprobs for each token, or -1 */
@@ -85,25 +83,23 @@ struct Request {
     const char *stop[MOST_STOPS];
     Bias *bias;
     int stops, biases;
-    bool tools; /* the model may call functions */
     /* answers */
     Choice *choice;
     int choices;
     bool queued;
-    Bytes out; /* the reply; of a stream, the events that are not in `ready` yet */
     char id[40];
     long long created;
     /* under the lock, once it is queued */
-    Error error;             /* see status_of() */
-    int left;                /* choices that are not gone */
-    bool complete, departed; /* complete: none is left; departed: the client has left */
+    Error error;   /* see status_of() */
+    int left;      /* choices that have not ended */
+    bool departed; /* the client has left */
     pthread_cond_t wake;
-    Bytes ready; /* events of a stream; `written` bytes are sent */
+    Bytes out; /* the reply, or events of a stream, of which `written` bytes are sent */
     size_t written;
 };
 
 typedef struct {
-    size_t count[BOUNDS + 1];
+    size_t count[BOUNDS], n; /* values up to each bound; all */
     double sum;
 } Histogram;
 static const double bounds[BOUNDS] = {.0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10};
@@ -113,19 +109,20 @@ static struct {
     Session s;
     const char *name, *key; /* as clients call the model; what they must send, or NULL */
     bool loopback;
-    atomic_bool ready;  /* the model is loaded */
-    atomic_int signals; /* SIGTERM and SIGINT so far */
+    atomic_bool ready;              /* the model is loaded */
+    atomic_int signals;             /* SIGTERM and SIGINT so far */
+    atomic_size_t status[STATUSES]; /* replies of each */
     pthread_mutex_t lock;
     pthread_cond_t work; /* for the model's thread */
     /* under the lock */
     TAILQ_HEAD(, Request) requests; /* that are queued, by arrival */
     LIST_HEAD(, Client) clients;
-    int live;     /* choices that are not gone */
+    int live;     /* choices that have not ended */
     Error error;  /* why no more answers come */
     double moved; /* when the model's thread was last between steps */
     SchedulerState state;
     Histogram first, next;
-    size_t prompt, reused, generated, repairs, nans, waiting, used, status[STATUSES];
+    size_t prompt, reused, generated, repairs, nans;
 } server = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
 
 static void lock(void) { pthread_mutex_lock(&server.lock); }
@@ -139,9 +136,8 @@ static void wait_on(pthread_cond_t *cond) {
 }
 
 static void observe(Histogram *h, double value) {
-    int i = 0;
-    while (i < BOUNDS && value > bounds[i]) i++;
-    h->count[i]++;
+    for (int i = 0; i < BOUNDS; i++) h->count[i] += value <= bounds[i];
+    h->n++;
     h->sum += value;
 }
 
@@ -264,8 +260,7 @@ static bool take_biases(Request *q) {
         Bias *bias = q->bias + q->biases++;
         bias->add = cJSON_IsNumber(each) ? (float)each->valuedouble : NAN;
         if (!text_whole(each->string, 0, vocab - 1, &bias->id) || !(bias->add >= -100 && bias->add <= 100))
-            return fail(&q->error, 400, "logit_bias maps token ids from 0 to %d to numbers from -100 to 100",
-                        vocab - 1);
+            return fail(&q->error, 400, "logit_bias maps token ids below %d to numbers from -100 to 100", vocab);
     }
     return true;
 }
@@ -283,7 +278,6 @@ static bool take_request(Request *q) {
     if (q->chat && q->top >= 0 && !q->scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
     if (q->scored && q->top < 0) q->top = 0;
     if (s->temperature < 0.01f) s->temperature = 0;
-    if (s->top_k < 0) s->top_k = 0;
     if (s->top_p < 1e-30f) s->top_p = 1e-30f;
     if (s->min_p < 1e-30f) s->min_p = 0;
     return true;
@@ -320,8 +314,7 @@ static bool take_tools(Request *q, bool *force, const char **name) {
     const bool none = !strcmp(word, "none");
     const int n = cJSON_GetArraySize(tools);
     bool found = false;
-    q->names = cJSON_CreateObject();
-    cJSON_ArrayForEach(each, tools) rename_function(q, each);
+    q->names = n && !none ? cJSON_CreateObject() : NULL;
     cJSON_ArrayForEach(each, json_get(q->json, "messages")) cJSON_ArrayForEach(call, json_get(each, "tool_calls"))
         rename_function(q, call);
     rename_function(q, choice);
@@ -330,21 +323,288 @@ static bool take_tools(Request *q, bool *force, const char **name) {
     if (!*force && !none && strcmp(word, "auto"))
         return fail(&q->error, 400, "tool_choice must be auto, none, required or a function");
     cJSON_ArrayForEach(each, tools) {
+        rename_function(q, each);
         const char *has = json_string(json_get(each, "function"), "name");
         if (*force && !*name && n == 1) *name = has;
         found |= has && (!*name || !strcmp(has, *name));
     }
     if (*force && !found) return fail(&q->error, 400, "tool_choice asks for a function that tools do not have");
     if (none) cJSON_DeleteItemFromObjectCaseSensitive(q->json, "tools");
-    q->tools = n && !none;
     return true;
+}
+
+/* ---- answers as JSON ---- */
+
+/* all: log_sum_exp of the logits. Without logits the logprob is null. */
+static cJSON *chance_json(int id, const float *logits, double all) {
+    Bytes raw = {0}, text = {0};
+    cJSON *bytes = cJSON_CreateArray();
+    tokenizer_bytes(server.s.tokenizer, &(Decoder){.begun = true}, id, &raw);
+    for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, json_number((unsigned char)raw.data[i]));
+    utf8_stream(&raw, &text, true);
+    cJSON *json = json_object("token", json_from_text(text.data, text.n), "logprob", /* JSON has no infinity */
+                              logits ? json_number(fmax((double)logits[id] - all, -9999)) : json_word(NULL), "bytes",
+                              bytes, NULL);
+    bytes_free(&raw), bytes_free(&text);
+    return json;
+}
+
+/* Adds a token's logprobs to those to write. */
+static void add_score(Choice *c, int token, const float *logits) {
+    const bool chat = c->request->chat;
+    const int vocab = server.s.checkpoint.model.vocab;
+    const double all = logits ? log_sum_exp(logits, vocab) : 0;
+    int best[MOST_TOP], n = logits ? likeliest(logits, vocab, c->request->top, best) : 0;
+    cJSON *own = chance_json(token, logits, all);
+    cJSON *top = chat ? cJSON_CreateArray() : logits ? cJSON_CreateObject() : json_word(NULL);
+    if (!c->scores) c->scores = cJSON_CreateObject();
+    for (int i = 0; i < n; i++) {
+        cJSON *each = chance_json(best[i], logits, all);
+        const char *text = json_string(each, "token");
+        if (chat) {
+            cJSON_AddItemToArray(top, each);
+            continue;
+        }
+        if (!json_get(top, text)) /* tokens with parts of a letter may look alike */
+            cJSON_AddItemToObject(top, text, cJSON_DetachItemFromObject(each, "logprob"));
+        cJSON_Delete(each);
+    }
+    if (chat) {
+        append(c->scores, "content", json_add(own, "top_logprobs", top, NULL));
+        return;
+    }
+    for (; c->counted < c->text.n; c->counted++) c->letters += (c->text.data[c->counted] & 0xC0) != 0x80;
+    append(c->scores, "tokens", cJSON_DetachItemFromObject(own, "token"));
+    append(c->scores, "token_logprobs", cJSON_DetachItemFromObject(own, "logprob"));
+    append(c->scores, "top_logprobs", top);
+    append(c->scores, "text_offset", json_number(c->letters));
+    cJSON_Delete(own);
+}
+
+/* A choice as JSON: in a stream only what is new, else all of it. */
+static cJSON *choice_json(Choice *c) {
+    const Request *q = c->request;
+    const char *key = !q->chat ? "text" : q->stream ? "delta" : "message";
+    const bool some = c->shown > c->sent || !q->chat || (!q->stream && !c->calls);
+    cJSON *thoughts = c->thoughts.n ? json_from_text(c->thoughts.data, c->thoughts.n) : NULL;
+    cJSON *said = some         ? json_from_text(c->text.data + c->sent, c->shown - c->sent)
+                  : !q->stream ? json_word(NULL)
+                               : NULL;
+    if (q->chat)
+        said = json_object("role", c->spoke ? NULL : json_word("assistant"), "content", said, "reasoning_content",
+                           thoughts, "tool_calls", c->calls, NULL);
+    cJSON *choice = json_object("index", json_number(c->index), key, said, "logprobs",
+                                c->scores ? c->scores : json_word(NULL), "finish_reason", json_word(c->finish), NULL);
+    c->calls = c->scores = NULL;
+    c->sent = c->shown, c->thoughts.n = 0, c->spoke = true;
+    return choice;
+}
+
+static cJSON *usage_json(const Request *q) {
+    size_t prompt = 0, reused = 0, tokens = 0, thought = 0;
+    for (const Choice *c = q->choice; c < q->choice + q->choices; c++) {
+        if (c->index % q->n == 0) prompt += c->stream.prompt, reused += c->stream.reused;
+        tokens += q->tokens ? c->stream.tokens.n - c->stream.prompt : 0;
+        thought += c->thought;
+    }
+    return json_object("prompt_tokens", json_number(prompt), "completion_tokens", json_number(tokens), "total_tokens",
+                       json_number(prompt + tokens), "prompt_tokens_details",
+                       json_object("cached_tokens", json_number(reused), NULL), "completion_tokens_details",
+                       json_object("reasoning_tokens", json_number(thought), NULL), NULL);
+}
+
+/* Writes a reply, or an event of a stream, with the choices [from, to). */
+static void put_reply(Request *q, Choice *from, const Choice *to, bool usage) {
+    const char *what = !q->chat ? "text_completion" : q->stream ? "chat.completion.chunk" : "chat.completion";
+    cJSON *choices = cJSON_CreateArray();
+    for (Choice *c = from; c < to; c++) cJSON_AddItemToArray(choices, choice_json(c));
+    put_json(q,
+             json_object("id", json_word(q->id), "object", json_word(what), "created", json_number(q->created), "model",
+                         json_word(server.name), "choices", choices, "usage", usage ? usage_json(q) : NULL, NULL));
+}
+
+/* In a stream: writes an event if the choice has something new. */
+static void emit(Choice *c) {
+    Request *q = c->request;
+    if (q->stream && (c->shown > c->sent || c->thoughts.n || c->calls || c->scores || c->finish))
+        put_reply(q, c, c + 1, false);
+}
+
+/* Writes the last events of a stream. */
+static void end_stream(Request *q) {
+    if (q->error.code) put_error(q);
+    if (!q->error.code && q->usage) put_reply(q, NULL, NULL, true);
+    if (!q->error.code) bytes_text(&q->out, "data: [DONE]\n\n");
+}
+
+/* ---- from tokens to answers ---- */
+
+static void show_text(Choice *c, bool last) {
+    const Request *q = c->request;
+    if (text_stops(&c->text, &c->shown, q->stop, q->stops, last)) c->finish = "stop";
+}
+
+/* Adds the new part of a call to what is to be written. The name comes once, at the beginning. */
+static void add_call(Choice *c, const Message *m) {
+    const Request *q = c->request;
+    const bool begins = !c->passed;
+    const char *name = m->recipient + (strncmp(m->recipient, "functions.", 10) ? 0 : 10);
+    cJSON *text = json_from_text(m->content.data + c->passed, m->content.n - c->passed);
+    char id[80];
+    if (json_string(q->names, name)) name = json_string(q->names, name);
+    c->calls_n += begins;
+    snprintf(id, sizeof id, "call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, c->index, c->calls_n - 1);
+    if (!c->calls) c->calls = cJSON_CreateArray();
+    cJSON *function = json_object("name", begins ? json_from_text(name, strlen(name)) : NULL, "arguments", text, NULL);
+    cJSON_AddItemToArray(c->calls, json_object("index", q->stream ? json_number(c->calls_n - 1) : NULL, "id",
+                                               begins ? json_word(id) : NULL, "type",
+                                               begins ? json_word("function") : NULL, "function", function, NULL));
+}
+
+/* Takes what is new in the reader's messages. Without a stream, a call waits until it is complete. */
+static void take_messages(Choice *c) {
+    const Request *q = c->request;
+    const Reader *r = &c->reader;
+    for (bool complete = true; complete && !c->finish;) {
+        complete = c->message < r->messages;
+        const Message *m = complete ? r->message + c->message : &r->now;
+        const size_t n = m->content.n - c->passed;
+        const Part part = message_part(m);
+        if (part == CALL && q->names) {
+            if (!complete && !(q->stream && r->in_content)) return;
+            if (n || (complete && !c->passed)) add_call(c, m);
+        } else if (part == REASONING) {
+            bytes_add(&c->thoughts, m->content.data + c->passed, n);
+        } else if (n) {
+            if (c->text.n && !c->passed) bytes_text(&c->text, "\n\n"); /* after a preamble */
+            bytes_add(&c->text, m->content.data + c->passed, n);
+            show_text(c, false);
+        }
+        c->passed = m->content.n;
+        if (complete) c->message++, c->passed = 0;
+    }
+}
+
+/* Reads a token of an answer, or, with echo, of its prompt. logits: NULL, or those it was drawn from. */
+static void read_token(Choice *c, size_t position, int token, const float *logits, bool last) {
+    const Request *q = c->request;
+    const bool prompt = position < c->stream.prompt, silent = !prompt && !q->tokens;
+    bool stop = c->stream.stopped && !silent, scored = !silent && (logits || (prompt && q->top >= 0));
+    if (q->chat) {
+        const Read read = reader_push(&c->reader, token, NULL);
+        const bool content = !read.header && read.part != REASONING && read.part != CALL;
+        c->thought += read.part == REASONING;
+        scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
+        stop = stop || (read.stop && !q->forever);
+    }
+    if (scored) add_score(c, token, logits); /* in a text a stop token has one, too */
+    if (q->chat && !stop) take_messages(c);
+    if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->decoder, token, &c->text);
+    if (prompt) c->shown = c->text.n; /* it may contain stop texts */
+    show_text(c, false);
+    if (c->finish || !(stop || last)) return;
+    if (q->chat) reader_end(&c->reader, NULL), take_messages(c);
+    if (!q->chat) tokenizer_flush(&c->decoder, &c->text);
+    show_text(c, true);
+    if (!c->finish) c->finish = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
+}
+
+/* ---- the model's thread ---- */
+
+/* Ends a choice, and with the last one a stream. The caller holds the lock. */
+static void let_go(Choice *c) {
+    Request *q = c->request;
+    scheduler_remove(server.s.scheduler, &c->stream);
+    if (!c->finish) c->finish = "error";
+    server.live--;
+    server.repairs += (size_t)c->reader.repairs;
+    if (!--q->left && q->stream) end_stream(q);
+    if (!q->left) pthread_cond_signal(&q->wake);
+}
+
+/* Takes a token from the scheduler and writes what it brings. */
+static void take_token(Stream *t, size_t position, int token, const float *logits, bool last) {
+    Choice *c = t->owner;
+    Request *q = c->request;
+    const double now = seconds();
+    lock();
+    if (position >= t->prompt) {
+        const bool first = position == t->prompt;
+        observe(first ? &server.first : &server.next, now - c->last);
+        server.prompt += first ? t->prompt : 0;
+        server.reused += first ? t->reused : 0;
+        server.generated += token >= 0;
+        c->last = now;
+    }
+    if (token >= 0) {
+        read_token(c, position, token, logits, last);
+    } else if (!q->departed) {
+        fail(&q->error, 500, "the logits hold a NaN: the weights or config.json are damaged");
+        server.nans++;
+    }
+    emit(c);
+    if (last || c->finish) let_go(c);
+    if (q->out.n > q->written) pthread_cond_signal(&q->wake);
+    unlock();
+}
+
+/* Adds new choices to the scheduler and ends those of departed clients; after an error it ends all. The first answer to
+ * a prompt reads it, and the others join when the first has a token. The caller holds the lock. */
+static void update_choices(void) {
+    Request *q;
+    TAILQ_FOREACH(q, &server.requests, next)
+    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
+        const Choice *reads = c - c->index % q->n;
+        if (c->finish) continue;
+        if (q->departed || server.error.code) {
+            if (!q->departed) fail(&q->error, 500, "%s", server.error.text);
+            let_go(c);
+        } else if (!c->added && (reads == c || reads->finish || reads->stream.published > reads->stream.prompt)) {
+            scheduler_add(server.s.scheduler, &c->stream);
+            c->added = true;
+        }
+    }
+    server.state = scheduler_state(server.s.scheduler);
+}
+
+/* Runs steps until the server ends; false: the model failed. Whatever ends it, every request gets its reply. */
+static bool run_model(Error *e) {
+    const Client *c;
+    double ends = 0; /* after a signal: when to give up the answers that are not finished */
+    bool ok = true;
+    lock();
+    server.ready = true;
+    fputs("infer: ready\n", stderr);
+    while (!server.error.code && !(server.signals && TAILQ_EMPTY(&server.requests))) {
+        update_choices();
+        server.moved = seconds();
+        LIST_FOREACH(c, &server.clients, next)
+        if (c->since > 0 && server.moved - c->since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
+        if (server.signals && !(ends > 0)) {
+            fputs("infer: answers are being finished; a second signal ends at once\n", stderr);
+            ends = server.moved + DRAIN_SECONDS;
+        }
+        if (ends > 0 && server.moved > ends) {
+            fail(&server.error, FAILED, "the server ends");
+        } else if (!server.state.running && !server.state.waiting && !server.state.outstanding) {
+            wait_on(&server.work);
+        } else {
+            unlock();
+            ok = scheduler_step(server.s.scheduler, e);
+            lock();
+            if (!ok) server.error = *e;
+        }
+    }
+    update_choices();
+    for (double since = seconds(); !TAILQ_EMPTY(&server.requests) && seconds() - since < 2;) wait_on(&server.work);
+    unlock();
+    return ok;
 }
 
 /* ---- making choices ---- */
 
-static Take take_token;
-
-/* Adds the request's n answers to a prompt. */
+/* Adds the request's n answers to a prompt. With echo it reads the prompt as part of each: all of it here, or only the
+ * first token if the client wants logprobs, because the scheduler then passes the others. */
 static bool add_choices(Request *q, const Ids *prompt) {
     const size_t context = (size_t)server.s.engine.context;
     if (!prompt->n) return fail(&q->error, 400, "the prompt is empty");
@@ -354,7 +614,7 @@ static bool add_choices(Request *q, const Ids *prompt) {
     for (int i = 0; i < q->n; i++) {
         Choice *c = q->choice + q->choices;
         Stream *t = &c->stream;
-        *c = (Choice){.request = q, .index = q->choices++, .decoder.begun = !q->echo};
+        *c = (Choice){.request = q, .index = q->choices++, .last = q->since, .decoder.begun = !q->echo};
         bytes_text(&c->text, "");
         ids_append(&t->tokens, prompt->data, prompt->n);
         t->prompt = prompt->n;
@@ -367,6 +627,8 @@ static bool add_choices(Request *q, const Ids *prompt) {
         t->stop = q->forever ? NULL : &server.s.checkpoint.stop;
         t->take = take_token;
         t->owner = c;
+        for (size_t k = 0; q->echo && k < (q->top < 0 ? prompt->n : 1); k++)
+            read_token(c, 0, prompt->data[k], NULL, false);
     }
     return true;
 }
@@ -425,326 +687,27 @@ static bool make_completion(Request *q) {
     return ok;
 }
 
-/* ---- answers as JSON ---- */
-
-/* all: log_sum_exp of the logits. Without logits the logprob is null. */
-static cJSON *chance_json(int id, const float *logits, double all) {
-    Decoder d = {.begun = true};
-    Bytes raw = {0}, text = {0};
-    cJSON *bytes = cJSON_CreateArray();
-    tokenizer_bytes(server.s.tokenizer, &d, id, &raw);
-    for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, json_number((unsigned char)raw.data[i]));
-    utf8_stream(&raw, &text, true);
-    cJSON *json = json_object("token", json_from_text(text.data, text.n), "logprob", /* JSON has no infinity */
-                              logits ? json_number(fmax((double)logits[id] - all, -9999)) : json_word(NULL), "bytes",
-                              bytes, NULL);
-    bytes_free(&raw), bytes_free(&text), bytes_free(&d.held);
-    return json;
-}
-
-/* Adds a token's logprobs to those to write; its text begins at byte `offset` of the answer. */
-static void add_score(Choice *c, int token, const float *logits, size_t offset) {
-    const bool chat = c->request->chat;
-    const int vocab = server.s.checkpoint.model.vocab;
-    const double all = logits ? log_sum_exp(logits, vocab) : 0;
-    int best[MOST_TOP], n = logits ? likeliest(logits, vocab, c->request->top, best) : 0;
-    cJSON *own = chance_json(token, logits, all), *top = chat     ? cJSON_CreateArray()
-                                                         : logits ? cJSON_CreateObject()
-                                                                  : json_word(NULL);
-    if (!c->scores) c->scores = cJSON_CreateObject();
-    for (int i = 0; i < n; i++) {
-        cJSON *each = chance_json(best[i], logits, all);
-        const char *text = json_string(each, "token");
-        if (chat) {
-            cJSON_AddItemToArray(top, each);
-            continue;
-        }
-        if (!cJSON_HasObjectItem(top, text)) /* tokens with parts of a letter may look alike */
-            cJSON_AddItemToObject(top, text, cJSON_DetachItemFromObject(each, "logprob"));
-        cJSON_Delete(each);
-    }
-    if (chat) {
-        cJSON_AddItemToObject(own, "top_logprobs", top);
-        append(c->scores, "content", own);
-        return;
-    }
-    append(c->scores, "tokens", cJSON_DetachItemFromObject(own, "token"));
-    append(c->scores, "token_logprobs", cJSON_DetachItemFromObject(own, "logprob"));
-    append(c->scores, "top_logprobs", top);
-    append(c->scores, "text_offset", json_number(offset));
-    cJSON_Delete(own);
-}
-
-/* A choice as JSON: in a stream only what is new, else all of it. */
-static cJSON *choice_json(Choice *c) {
-    const Request *q = c->request;
-    const char *key = !q->chat ? "text" : q->stream ? "delta" : "message";
-    const bool some = c->shown > c->sent || !q->chat || (!q->stream && !c->calls);
-    cJSON *thoughts = c->thoughts.n ? json_from_text(c->thoughts.data, c->thoughts.n) : NULL;
-    cJSON *said = some         ? json_from_text(c->text.data + c->sent, c->shown - c->sent)
-                  : !q->stream ? json_word(NULL)
-                               : NULL;
-    if (q->chat)
-        said = json_object("role", c->spoke ? NULL : json_word("assistant"), "content", said, "reasoning_content",
-                           thoughts, "tool_calls", c->calls, NULL);
-    cJSON *choice = json_object("index", json_number(c->index), key, said, "logprobs",
-                                c->scores ? c->scores : json_word(NULL), "finish_reason", json_word(c->finish), NULL);
-    c->calls = c->scores = NULL;
-    c->sent = c->shown, c->thoughts.n = 0, c->spoke = true;
-    return choice;
-}
-
-static cJSON *usage_json(const Request *q) {
-    size_t prompt = 0, reused = 0, tokens = 0, thought = 0;
-    for (const Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        if (c->index % q->n == 0) prompt += c->stream.prompt, reused += c->stream.reused;
-        tokens += c->tokens, thought += c->thought;
-    }
-    return json_object("prompt_tokens", json_number(prompt), "completion_tokens", json_number(tokens), "total_tokens",
-                       json_number(prompt + tokens), "prompt_tokens_details",
-                       json_object("cached_tokens", json_number(reused), NULL), "completion_tokens_details",
-                       json_object("reasoning_tokens", json_number(thought), NULL), NULL);
-}
-
-/* Writes a reply, or an event of a stream, with the choices [from, to). */
-static void put_reply(Request *q, Choice *from, const Choice *to, bool usage) {
-    const char *what = !q->chat ? "text_completion" : q->stream ? "chat.completion.chunk" : "chat.completion";
-    cJSON *choices = cJSON_CreateArray();
-    for (Choice *c = from; c < to; c++) cJSON_AddItemToArray(choices, choice_json(c));
-    put_json(q,
-             json_object("id", json_word(q->id), "object", json_word(what), "created", json_number(q->created), "model",
-                         json_word(server.name), "choices", choices, "usage", usage ? usage_json(q) : NULL, NULL));
-}
-
-/* In a stream: writes an event if the choice has something new. */
-static void emit(Choice *c) {
-    Request *q = c->request;
-    if (q->stream && (c->shown > c->sent || c->thoughts.n || c->calls || c->scores || c->finish))
-        put_reply(q, c, c + 1, false);
-}
-
-/* Writes the last events of a stream. */
-static void end_stream(Request *q) {
-    if (q->error.code) {
-        put_error(q);
-        return;
-    }
-    if (q->usage) put_reply(q, NULL, NULL, true);
-    bytes_text(&q->out, "data: [DONE]\n\n");
-}
-
-/* ---- from tokens to answers ---- */
-
-static void show_text(Choice *c, bool last) {
-    const Request *q = c->request;
-    if (text_stops(&c->text, &c->shown, q->stop, q->stops, last)) c->finish = stopped;
-}
-
-/* Adds the new part of a call to what is to be written. The name comes once, at the beginning. */
-static void add_call(Choice *c, const Message *m) {
-    const Request *q = c->request;
-    const bool begins = !c->opened;
-    const char *name = m->recipient + (strncmp(m->recipient, "functions.", 10) ? 0 : 10);
-    const char *given = json_string(q->names, name);
-    cJSON *text = json_from_text(m->content.data + c->passed, m->content.n - c->passed);
-    char id[80];
-    if (given) name = given;
-    c->calls_n += begins;
-    snprintf(id, sizeof id, "call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, c->index, c->calls_n - 1);
-    if (!c->calls) c->calls = cJSON_CreateArray();
-    cJSON *function = json_object("name", begins ? json_from_text(name, strlen(name)) : NULL, "arguments", text, NULL);
-    cJSON_AddItemToArray(c->calls, json_object("index", q->stream ? json_number(c->calls_n - 1) : NULL, "id",
-                                               begins ? json_word(id) : NULL, "type",
-                                               begins ? json_word("function") : NULL, "function", function, NULL));
-    c->opened = true;
-}
-
-/* Takes what is new in the reader's messages. Without a stream, a call waits until it is complete. */
-static void take_messages(Choice *c) {
-    const Request *q = c->request;
-    const Reader *r = &c->reader;
-    for (bool complete = true; complete && !c->finish;) {
-        complete = c->message < r->messages;
-        const Message *m = complete ? r->message + c->message : &r->now;
-        const size_t n = m->content.n - c->passed;
-        const Part part = message_part(m);
-        if (part == CALL && q->tools) {
-            if (!complete && !(q->stream && r->in_content)) return;
-            if (n || !c->opened) add_call(c, m);
-        } else if (part == REASONING) {
-            bytes_add(&c->thoughts, m->content.data + c->passed, n);
-        } else if (n) {
-            if (c->text.n && !c->passed) bytes_text(&c->text, "\n\n"); /* after a preamble */
-            bytes_add(&c->text, m->content.data + c->passed, n);
-            show_text(c, false);
-        }
-        c->passed = m->content.n;
-        if (complete) c->message++, c->passed = 0, c->opened = false;
-    }
-}
-
-static void finish_choice(Choice *c, const char *why) {
-    if (!c->finish) {
-        if (c->request->chat) reader_end(&c->reader, NULL), take_messages(c);
-        if (!c->request->chat) tokenizer_flush(&c->decoder, &c->text);
-        show_text(c, true);
-    }
-    if (!c->finish) c->finish = why == stopped && c->calls_n ? "tool_calls" : why;
-}
-
-/* Reads a token of an answer to a chat; true: the answer ends there. */
-static bool read_chat(Choice *c, int token, const float *logits) {
-    Read read = reader_push(&c->reader, token, NULL);
-    bool content = !read.header && read.part != REASONING && read.part != CALL;
-    c->thought += read.part == REASONING;
-    if (logits && content && !tokenizer_is_control(server.s.tokenizer, token)) add_score(c, token, logits, 0);
-    if (c->stream.stopped || (read.stop && !c->request->forever)) return true;
-    take_messages(c);
-    return false;
-}
-
-/* Reads a token of a text, or, with echo, of its prompt; true: the text ends there. */
-static bool read_text(Choice *c, size_t position, int token, const float *logits) {
-    bool prompt = position < c->stream.prompt;
-    if (logits || (prompt && c->request->top >= 0)) add_score(c, token, logits, c->text.n); /* so has a stop token */
-    if (c->stream.stopped) return true;
-    tokenizer_decode(server.s.tokenizer, &c->decoder, token, &c->text);
-    if (prompt) c->shown = c->text.n; /* it may contain stop texts */
-    if (!prompt) show_text(c, false);
-    return false;
-}
-
-/* Reads a token, and writes an event of a stream. logits: NULL, or those it was drawn from. */
-static void read_token(Choice *c, size_t position, int token, const float *logits, bool last) {
-    Request *q = c->request;
-    bool prompt = position < c->stream.prompt, silent = !prompt && !q->tokens, stop = false;
-    c->tokens += !prompt && !silent;
-    if (!silent) stop = q->chat ? read_chat(c, token, logits) : read_text(c, position, token, logits);
-    if (c->finish || stop || last || silent) finish_choice(c, stop ? stopped : full);
-    emit(c);
-}
-
-/* ---- the model's thread ---- */
-
-/* Lets the connection send what is written. The caller holds the lock. */
-static void hand_over(Request *q) {
-    if (q->stream) bytes_add(&q->ready, q->out.data, q->out.n), q->out.n = 0;
-    if (q->ready.n || q->complete) pthread_cond_signal(&q->wake);
-}
-
-/* Ends a choice, and with the last one a stream. The caller holds the lock. */
-static void let_go(Choice *c) {
-    Request *q = c->request;
-    scheduler_remove(server.s.scheduler, &c->stream);
-    if (!c->finish) c->finish = failed;
-    c->gone = true;
-    server.live--;
-    server.repairs += (size_t)c->reader.repairs;
-    q->complete = !--q->left;
-    if (q->complete && q->stream) end_stream(q);
-    hand_over(q);
-}
-
-/* Takes a token from the scheduler and writes what it brings. */
-static void take_token(Stream *t, size_t position, int token, const float *logits, bool last) {
-    Choice *c = t->owner;
-    Request *q = c->request;
-    const double now = seconds();
-    if (token >= 0) read_token(c, position, token, logits, last);
-    lock();
-    if (position > t->prompt) observe(&server.next, now - c->last);
-    if (position == t->prompt) {
-        observe(&server.first, now - q->since);
-        server.prompt += t->prompt;
-        server.reused += t->reused;
-    }
-    server.generated += position >= t->prompt && token >= 0;
-    if (token == DREW_NAN && !q->departed) {
-        fail(&q->error, 500, "the logits hold a NaN: the weights or config.json are damaged");
-        server.nans++;
-    }
-    c->last = now;
-    last || c->finish ? let_go(c) : hand_over(q);
-    unlock();
-}
-
-/* Adds new choices to the scheduler and ends those of departed clients; after an error it ends all. The first answer to
- * a prompt reads it, and the others join when the first has a token. The caller holds the lock. Returns how many the
- * scheduler has. */
-static int update_choices(void) {
-    Request *q;
-    int n = 0;
-    TAILQ_FOREACH(q, &server.requests, next)
-    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        const Choice *reads = c - c->index % q->n;
-        if (c->gone) continue;
-        if (q->departed || server.error.code) {
-            if (!q->departed) fail(&q->error, 500, "%s", server.error.text);
-            let_go(c);
-        } else if (!c->added && (reads == c || reads->gone || reads->stream.published > reads->stream.prompt)) {
-            scheduler_add(server.s.scheduler, &c->stream);
-            c->added = true;
-        }
-        n += c->added && !c->gone;
-    }
-    return n;
-}
-
-/* Runs steps until the server ends; false: the model failed. Whatever ends it, every request gets its reply. */
-static bool run_model(Error *e) {
-    const Client *c;
-    double ends = 0; /* after a signal: when to give up the answers that are not finished */
-    bool ok = true;
-    lock();
-    server.ready = true;
-    fputs("infer: ready\n", stderr);
-    while (!server.error.code && !(server.signals && TAILQ_EMPTY(&server.requests))) {
-        int n = update_choices();
-        server.moved = seconds();
-        LIST_FOREACH(c, &server.clients, next)
-        if (c->since > 0 && server.moved - c->since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
-        if (server.signals && !(ends > 0)) {
-            fputs("infer: answers are being finished; a second signal ends at once\n", stderr);
-            ends = server.moved + DRAIN_SECONDS;
-        }
-        if (ends > 0 && server.moved > ends) {
-            fail(&server.error, FAILED, "the server ends");
-        } else if (!n && !server.state.outstanding) {
-            wait_on(&server.work);
-        } else {
-            unlock();
-            ok = scheduler_step(server.s.scheduler, e);
-            lock();
-            server.state = scheduler_state(server.s.scheduler);
-            if (!ok) server.error = *e;
-        }
-    }
-    update_choices();
-    for (double since = seconds(); !TAILQ_EMPTY(&server.requests) && seconds() - since < 2;) wait_on(&server.work);
-    unlock();
-    return ok;
-}
-
 /* ---- waiting for answers ---- */
 
-/* Gives the choices to the model's thread. */
-static bool enqueue(Request *q) {
+/* May an answer begin, or else why not? The caller holds the lock. */
+static bool can_answer(Request *q) {
+    if (!server.ready) return fail(&q->error, 503, "the model is being loaded");
+    if (server.error.code) return fail(&q->error, 503, "the model failed: %s", server.error.text);
+    return !server.signals || fail(&q->error, 503, "the server ends");
+}
+
+/* Gives the choices to the model's thread, if the queue has room. */
+static void enqueue(Request *q) {
     lock();
-    if (server.error.code)
-        fail(&q->error, 503, "the model failed: %s", server.error.text);
-    else if (server.signals)
-        fail(&q->error, 503, "the server ends");
-    else if (server.live >= server.o->slots + server.o->queue)
+    if (can_answer(q) && server.live >= server.o->slots + server.o->queue)
         fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
-    q->queued = !q->error.code;
-    if (q->queued) {
+    if (!q->error.code) {
+        q->queued = true;
         TAILQ_INSERT_TAIL(&server.requests, q, next);
         server.live += q->left = q->choices;
-        hand_over(q);
         pthread_cond_signal(&server.work);
     }
     unlock();
-    return q->queued;
 }
 
 /* Waits for events, or the end of a reply. A stream that waits long gets a comment. `departed`: the client has closed
@@ -752,12 +715,12 @@ static bool enqueue(Request *q) {
 static void wait_for_answers(Request *q) {
     MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0);
     lock();
-    while (q->written == q->ready.n && !q->complete && !q->departed) {
+    for (double since = seconds(); q->written == q->out.n && q->left && !q->departed;) {
         struct pollfd p = {.fd = q->client->fd, .events = POLLRDHUP};
         wait_on(&q->wake);
         q->departed = poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR);
-        if (q->stream && q->written == q->ready.n && !q->complete && seconds() - q->wrote > BEAT_SECONDS)
-            bytes_text(&q->ready, ": the answer is being computed\n\n");
+        if (q->stream && q->written == q->out.n && q->left && seconds() - since > BEAT_SECONDS)
+            bytes_text(&q->out, ": the answer is being computed\n\n");
     }
     unlock();
     MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, WRITE_SECONDS);
@@ -769,37 +732,18 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
     wait_for_answers(q);
     if (q->departed) return MHD_CONTENT_READER_END_WITH_ERROR;
     lock();
-    size_t n = q->ready.n - q->written < room ? q->ready.n - q->written : room;
-    if (n) memcpy(to, q->ready.data + q->written, n);
+    size_t n = q->out.n - q->written < room ? q->out.n - q->written : room;
+    if (n) memcpy(to, q->out.data + q->written, n);
     q->written += n;
-    if (q->written >= q->ready.n - q->written) { /* a slow client's events do not pile up; few bytes move */
-        q->ready.n -= q->written;
-        if (q->ready.n) memmove(q->ready.data, q->ready.data + q->written, q->ready.n);
-        q->written = 0;
-    }
+    if (q->written == q->out.n) q->written = q->out.n = 0;
     unlock();
-    q->wrote = seconds();
     return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
 }
 
-/* With echo, read_text reads the prompt like an answer: all of it here, or only the first token if the client wants
- * logprobs, because the scheduler then passes the others. */
-static void begin_answers(Request *q) {
-    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        size_t ready = !q->echo ? 0 : q->top < 0 ? c->stream.prompt : 1;
-        for (size_t i = 0; i < ready; i++) read_text(c, 0, c->stream.tokens.data[i], NULL);
-        emit(c);
-    }
-}
-
 static void complete(Request *q) {
-    bool ok = take_request(q) && (q->chat ? make_chat(q) : make_completion(q));
-    if (ok) begin_answers(q);
-    if (!ok || !enqueue(q)) {
-        q->stream = false, q->out.n = 0; /* the error is an ordinary reply */
-        return;
-    }
-    if (q->stream) return;
+    if (take_request(q) && (q->chat ? make_chat(q) : make_completion(q))) enqueue(q);
+    if (!q->queued) q->stream = false; /* the error is an ordinary reply */
+    if (!q->queued || q->stream) return;
     wait_for_answers(q);
     if (!q->departed && !q->error.code) put_reply(q, q->choice, q->choice + q->choices, true);
 }
@@ -816,21 +760,16 @@ static void models(Request *q) {
     put_json(q, json);
 }
 
-/* A server is healthy if it has a model, is not ending and its model's thread moves. */
+/* Healthy: answers can begin, and the model's thread moves. */
 static void health(Request *q) {
     lock();
-    bool stalled = server.ready && seconds() - server.moved > STALL_SECONDS;
-    const char *ill = server.error.code ? "failed"
-                      : server.signals  ? "ending"
-                      : !server.ready   ? "loading"
-                      : stalled         ? "stalled"
-                                        : NULL;
+    if (can_answer(q) && seconds() - server.moved > STALL_SECONDS)
+        fail(&q->error, 503, "no step has ended for %d seconds", STALL_SECONDS);
     unlock();
-    q->error.code = ill ? 503 : 200;
-    put_json(q, json_object("status", json_word(ill ? ill : "ok"), NULL));
+    if (!q->error.code) put_json(q, json_object("status", json_word("ok"), NULL));
 }
 
-static void page(Request *q) { bytes_add(&q->out, page_begin, (size_t)(page_end - page_begin)); }
+static void page(Request *q) { bytes_text(&q->out, page_text); }
 
 static void tokenize(Request *q) {
     Ids ids = {0};
@@ -854,48 +793,43 @@ static void detokenize(Request *q) {
     ids_free(&ids), bytes_free(&text);
 }
 
-static const struct {
-    const char *name, *help, *kind;
-    const size_t *value;
-} numbers[] = {{"prompt_tokens_total", "Tokens of prompts", "counter", &server.prompt},
-               {"cached_tokens_total", "Tokens of prompts that were in the cache", "counter", &server.reused},
-               {"generated_tokens_total", "Tokens of answers", "counter", &server.generated},
-               {"repairs_total", "Malformed headers in answers", "counter", &server.repairs},
-               {"nan_total", "Answers that a NaN ended", "counter", &server.nans},
-               {"preemptions_total", "Answers that gave up their pages", "counter", &server.state.preempted},
-               {"steps_total", "Steps of the model", "counter", &server.state.steps},
-               {"answers_running", "Answers being written", "gauge", &server.state.running},
-               {"answers_waiting", "Answers in the queue", "gauge", &server.waiting},
-               {"cache_pages_used", "Pages of answers that run", "gauge", &server.used},
-               {"cache_pages_kept", "Pages whose text is known", "gauge", &server.state.kept},
-               {"cache_pages", "All pages of the cache", "gauge", &server.state.pages}};
-
 static void put_family(Bytes *out, const char *name, const char *help, const char *kind) {
     bytes_print(out, "# HELP infer_%s %s\n# TYPE infer_%s %s\n", name, help, name, kind);
 }
 
 static void put_histogram(Bytes *out, const char *name, const char *help, const Histogram *h) {
-    size_t sum = 0;
     put_family(out, name, help, "histogram");
-    for (int i = 0; i < BOUNDS; i++)
-        bytes_print(out, "infer_%s_bucket{le=\"%g\"} %zu\n", name, bounds[i], sum += h->count[i]);
-    sum += h->count[BOUNDS];
-    bytes_print(out, "infer_%s_bucket{le=\"+Inf\"} %zu\n", name, sum);
-    bytes_print(out, "infer_%s_sum %.6f\ninfer_%s_count %zu\n", name, h->sum, name, sum);
+    for (int i = 0; i < BOUNDS; i++) bytes_print(out, "infer_%s_bucket{le=\"%g\"} %zu\n", name, bounds[i], h->count[i]);
+    bytes_print(out, "infer_%s_bucket{le=\"+Inf\"} %zu\n", name, h->n);
+    bytes_print(out, "infer_%s_sum %.6f\ninfer_%s_count %zu\n", name, h->sum, name, h->n);
 }
 
 static void metrics(Request *q) {
     Bytes *out = &q->out;
     lock();
-    const size_t live = (size_t)server.live, running = server.state.running;
-    server.waiting = live > running ? live - running : 0;
-    server.used = server.state.pages - server.state.idle;
+    const SchedulerState *now = &server.state;
+    const size_t live = (size_t)server.live;
+    const struct {
+        const char *name, *help;
+        size_t value;
+    } numbers[] = {{"prompt_tokens_total", "Tokens of prompts", server.prompt},
+                   {"cached_tokens_total", "Tokens of prompts that were in the cache", server.reused},
+                   {"generated_tokens_total", "Tokens of answers", server.generated},
+                   {"repairs_total", "Malformed headers in answers", server.repairs},
+                   {"nan_total", "Answers that a NaN ended", server.nans},
+                   {"preemptions_total", "Answers that gave up their pages", now->preempted},
+                   {"steps_total", "Steps of the model", now->steps},
+                   {"answers_running", "Answers being written", now->running},
+                   {"answers_waiting", "Answers in the queue", live > now->running ? live - now->running : 0},
+                   {"cache_pages_used", "Pages of answers that run", now->pages - now->idle},
+                   {"cache_pages_kept", "Pages whose text is known", now->kept},
+                   {"cache_pages", "All pages of the cache", now->pages}};
     put_family(out, "requests_total", "Requests answered", "counter");
     for (int i = 0; i < STATUSES; i++)
         if (server.status[i]) bytes_print(out, "infer_requests_total{status=\"%d\"} %zu\n", i, server.status[i]);
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        put_family(out, numbers[i].name, numbers[i].help, numbers[i].kind);
-        bytes_print(out, "infer_%s %zu\n", numbers[i].name, *numbers[i].value);
+        put_family(out, numbers[i].name, numbers[i].help, strstr(numbers[i].name, "_total") ? "counter" : "gauge");
+        bytes_print(out, "infer_%s %zu\n", numbers[i].name, numbers[i].value);
     }
     put_histogram(out, "time_to_first_token_seconds", "From a request to its first token", &server.first);
     put_histogram(out, "time_per_token_seconds", "From a token to the next", &server.next);
@@ -950,17 +884,14 @@ static bool may_ask(const char *host, const char *origin) {
                      (page && host && !strcasecmp(page + 3, host)));
 }
 
-/* Refuses what libmicrohttpd lets through: requests that can be read in two ways, and those that are not allowed. */
+/* Finds the endpoint. Refuses what libmicrohttpd lets through: requests that can be read in two ways, and those that
+ * are not allowed. */
 static void check_request(Request *q, const char *url, const char *method, const char *version) {
+    const char *as = strcmp(method, "HEAD") ? method : "GET";
     int count[2] = {0}; /* Host, lengths */
-    bool path = false;
     MHD_get_connection_values(q->connection, MHD_HEADER_KIND, count_header, count);
-    for (int i = 0; i < ENDPOINTS; i++) {
-        const char *has = endpoints[i].method;
-        if (strcmp(endpoints[i].path, url)) continue;
-        path = true;
-        if (!strcmp(has, method) || (*has == 'G' && !strcmp(method, "HEAD"))) q->endpoint = endpoints + i;
-    }
+    for (int i = 0; i < ENDPOINTS; i++)
+        if (!strcmp(endpoints[i].path, url)) q->endpoint = endpoints + i;
     if (count[1] > 1)
         fail(&q->error, 400, "one Content-Length or one Transfer-Encoding at most");
     else if (count[0] > 1 || (count[0] < 1 && !strcmp(version, "HTTP/1.1")))
@@ -968,10 +899,10 @@ static void check_request(Request *q, const char *url, const char *method, const
     else if (!may_ask(header(q, "Host"), header(q, "Origin")))
         fail(&q->error, 403, "this page or host may not send requests; see infer serve --help, --cors");
     else if (server.o->cors && !strcmp(method, "OPTIONS"))
-        q->error.code = 200; /* a browser asks whether a page may send a request */
-    else if (!path)
-        fail(&q->error, 404, "there is no %.100s here", url);
+        q->endpoint = NULL; /* a browser asks whether a page may send a request */
     else if (!q->endpoint)
+        fail(&q->error, 404, "there is no %.100s here", url);
+    else if (strcmp(q->endpoint->method, as))
         fail(&q->error, 405, "%.100s does not take %.20s", url, method);
     else if (!q->endpoint->open && !has_key(q))
         fail(&q->error, 401, "Incorrect API key provided, or none: send it as Authorization: Bearer KEY");
@@ -980,8 +911,8 @@ static void check_request(Request *q, const char *url, const char *method, const
 }
 
 static void run(Request *q) {
-    const bool post = *q->endpoint->method == 'P';
-    if (post) q->json = json_parse(q->body.n ? q->body.data : "", q->body.n, "the body", &q->error);
+    if (*q->endpoint->method == 'P')
+        q->json = json_parse(q->body.n ? q->body.data : "", q->body.n, "the body", &q->error);
     if (q->json && !cJSON_IsObject(q->json)) fail(&q->error, 400, "the body is not a JSON object");
     bytes_free(&q->body);
     if (!q->error.code) q->endpoint->run(q);
@@ -989,16 +920,14 @@ static void run(Request *q) {
 
 /* Sends what the endpoint wrote, or the error. A stream has no error yet. */
 static enum MHD_Result respond(Request *q) {
-    const bool wrong = !q->stream && *q->error.text;
+    const bool wrong = !q->stream && q->error.code;
     const unsigned status = q->stream ? 200 : status_of(q);
     const char *type = q->stream ? "text/event-stream" : q->endpoint && !wrong ? q->endpoint->type : json_type;
     if (wrong) put_error(q);
     struct MHD_Response *r = q->stream
                                  ? MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 4096, write_events, q, NULL)
                                  : MHD_create_response_from_buffer(q->out.n, q->out.data, MHD_RESPMEM_PERSISTENT);
-    lock();
     server.status[status]++;
-    unlock();
     MHD_add_response_header(r, "Content-Type", type);
     MHD_add_response_header(r, "Cache-Control", "no-store");
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
@@ -1032,11 +961,9 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
         *size = 0;
         return MHD_YES;
     }
-    lock();
     q->client->since = 0;
-    unlock();
-    q->since = q->wrote = seconds();
-    if (!q->error.code) run(q);
+    q->since = seconds();
+    if (q->endpoint && !q->error.code) run(q);
     return q->departed ? MHD_NO : respond(q);
 }
 
@@ -1048,10 +975,8 @@ static void request_free(void *data, struct MHD_Connection *connection, void **s
     if (!q) return;
     lock();
     q->departed = true;
-    pthread_cond_signal(&server.work);
-    while (q->queued && !q->complete) pthread_cond_wait(&q->wake, &server.lock);
+    while (q->left) pthread_cond_wait(&q->wake, &server.lock);
     if (q->queued) TAILQ_REMOVE(&server.requests, q, next);
-    pthread_cond_signal(&server.work);
     q->client->since = seconds();
     unlock();
     for (Choice *c = q->choice; c && c < q->choice + q->choices; c++) {
@@ -1060,7 +985,7 @@ static void request_free(void *data, struct MHD_Connection *connection, void **s
         ids_free(&c->stream.tokens);
         reader_free(&c->reader);
     }
-    bytes_free(&q->body), bytes_free(&q->out), bytes_free(&q->ready);
+    bytes_free(&q->body), bytes_free(&q->out);
     cJSON_Delete(q->json), cJSON_Delete(q->names);
     pthread_cond_destroy(&q->wake);
     free(q->choice), free(q->bias), free(q);
@@ -1116,9 +1041,7 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
     getnameinfo(to->ai_addr, to->ai_addrlen, address, sizeof address, NULL, 0, NI_NUMERICHOST);
     server.loopback = !strncmp(address, "127.", 4) || !strcmp(address, "::1");
     if (!server.loopback && !server.key && !o->insecure)
-        fail(e, USAGE,
-             "everybody who reaches %.100s could use it: give a key (--key-file, INFER_API_KEY) or --insecure",
-             o->host);
+        fail(e, USAGE, "%.100s is open to everybody: give a key (--key-file, INFER_API_KEY) or --insecure", o->host);
     else if (!(d = MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL |
                                         (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG),
                                     (uint16_t)o->port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr,
@@ -1135,20 +1058,12 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
     return d;
 }
 
-/* What clients call the model: --name, or the last part of a path, or the name that the user gave. */
-static const char *choose_name(const Options *o) {
-    char *name = server.s.name, *end = name + strlen(name);
-    if (o->alias) return o->alias;
-    while (end > name + 1 && end[-1] == '/') *--end = 0;
-    return !access(name, F_OK) && strrchr(name, '/') && end > name + 1 ? strrchr(name, '/') + 1 : name;
-}
-
 int serve(const Options *o) {
     Error e;
     server.o = o;
     TAILQ_INIT(&server.requests);
     if (!read_key(o, &e) || !session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
-    server.name = choose_name(o);
+    server.name = o->alias ? o->alias : access(server.s.name, F_OK) ? server.s.name : basename(server.s.name);
     signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
     struct MHD_Daemon *daemon = start_daemon(o, &e);
     if (!daemon) die(&e);

@@ -46,7 +46,6 @@ static void check_json(const char *text, size_t n) {
 /* Answers with tokens that the bytes choose, and reads the answer. */
 static void answer_with(Request *q, const uint8_t *data, size_t n) {
     const int vocab = server.s.checkpoint.model.vocab;
-    begin_answers(q);
     for (Choice *c = q->choice; c < q->choice + q->choices; c++)
         for (size_t i = 0; !c->finish; i++) {
             const int token = (data[i % n] * 7 + (int)i) % vocab;
@@ -55,9 +54,10 @@ static void answer_with(Request *q, const uint8_t *data, size_t n) {
                 c->stream.stopped |= token == c->stream.stop->data[k];
             const bool last = c->stream.stopped || i == 20 || position + 1 == c->stream.most;
             read_token(c, position, token, q->top >= 0 ? logits : NULL, last);
+            emit(c);
         }
     for (const Choice *c = q->choice; c < q->choice + q->choices; c++)
-        assert(c->finish != failed && c->shown == c->text.n && !utf8_check(c->text.data ? c->text.data : "", 0));
+        assert(strcmp(c->finish, "error") && c->shown == c->text.n && !utf8_check(c->text.data ? c->text.data : "", 0));
     q->stream ? end_stream(q) : put_reply(q, q->choice, q->choice + q->choices, true);
     if (!q->stream) check_json(q->out.data, q->out.n);
     for (char *event = q->out.data, *end; q->stream && *event; event = end + 2) {

@@ -209,6 +209,27 @@ def test_logprobs_of_the_end():
     raise AssertionError("no text ended")
 
 
+def test_logprobs_of_texts_that_differ_in_case():
+    """Each has its own: "a" does not stand for "A"."""
+    with Server(PARROT) as s:
+        a = s.post(TEXT, {"prompt": [5], "max_tokens": 200, "temperature": 9, "seed": 1, "logprobs": 20,
+                          "ignore_eos": True})
+    tops = a["choices"][0]["logprobs"]["top_logprobs"]
+    expect(any(len({text.lower() for text in top}) < len(top) for top in tops), f"never both cases: {tops[:3]}")
+
+
+def test_offsets_count_letters():
+    """Where each token of a text begins, as a client counts that indexes its letters."""
+    with Server(PARROT) as s:
+        choice = s.post(TEXT, {"prompt": "é🙂 a", "max_tokens": 0, "echo": True, "logprobs": 0})["choices"][0]
+    scores = choice["logprobs"]
+    begin = [choice["text"][i:] for i in scores["text_offset"]]
+    whole = [i for i, token in enumerate(scores["tokens"]) if token.isascii()]
+    expect(whole, scores)
+    for i in whole:
+        expect(begin[i].startswith(scores["tokens"][i]), f"token {i}: {scores}")
+
+
 def test_echo_equals_logits(folder):
     """The prompt's logprobs are those of `infer logits`."""
     ids = [5, 60, 7, 80, 9]
