@@ -550,6 +550,7 @@ Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
     to.data = plan.take<uint8_t>(to.bytes * to.n);
     if (biased) to.bias = plan.take<float>((size_t)to.n * to.rows);
     if (layer >= 0) gpu->lean &= to.type != F32;
+    if (layer >= 0 && to.n == 1) gpu->largest = std::max(gpu->largest, to.bytes);
     if (layer >= 0 && is_coded(to.type) && to.n == 1)
         gpu->decoded_size = std::max(gpu->decoded_size, (size_t)to.rows * to.stride);
     if (!upload) return to;
@@ -573,7 +574,7 @@ bool Walk::all() {
     const Model &m = gpu->model;
     DeviceModel *device = &gpu->device;
     const int half = m.neighbours ? 0 : m.head_dim / 2;
-    gpu->lean = true, gpu->decoded_size = 0;
+    gpu->lean = true, gpu->decoded_size = gpu->largest = 0;
     device->layer.resize(m.n_layers);
     for (layer = 0; layer < m.n_layers; layer++) {
         const Layer &l = m.layer[layer];
@@ -668,8 +669,8 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     gpu->decoded = p.take<bf16>(gpu->decoded_size);
     w.x = p.take<float>(T * m.dim);
     w.normed = p.take<uint8_t>(T * w.normed_pitch * element);
-    w.square = p.take<float>(MAX_DECODE * square_parts(m.dim));
-    w.square_sum = p.take<float>(MAX_DECODE);
+    w.square = p.take<float>(MAX_STREAMED * square_parts(m.dim));
+    w.square_sum = p.take<float>(MAX_STREAMED);
     w.found = p.take<float>(T * widest);
     const size_t heads_of = T * m.n_heads; /* pairs of token and head */
     w.q = p.take<uint8_t>(heads_of * (m.kv_rank ? cache_row(w) : m.head_dim) * element);

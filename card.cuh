@@ -109,7 +109,8 @@ struct Rows {
 
 /* ---- a step ---- */
 
-constexpr int MAX_DECODE = 16; /* up to this many tokens a step streams the weights; larger steps multiply tiles */
+constexpr int MAX_DECODE = 16;                  /* up to this many tokens a step streams all weights */
+constexpr int MAX_STREAMED = 72;                /* tokens of a larger step that streams a matrix: see way_of() */
 constexpr int MAX_SPLITS = 32, SPLIT_PAGES = 4; /* most blocks that share a context, and fewest pages for each */
 
 /* What a step does, as the kernels read it. */
@@ -145,8 +146,8 @@ struct Work {
     float *x;              /* (tokens, dim) residual stream */
     void *normed;      /* (tokens, normed_pitch) after a norm; normed, attn and act have the next matrix's type and zero
                           padding */
-    float *square;     /* (MAX_DECODE, dim / TILE) sums of squares of x, tile by tile */
-    float *square_sum; /* (MAX_DECODE) of all tiles */
+    float *square;     /* (MAX_STREAMED, dim / TILE) sums of squares of x, tile by tile */
+    float *square_sum; /* (MAX_STREAMED) of all tiles */
     float *found;      /* (tokens, rows) results of qkv, or of gate and up */
     void *q;           /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
     void *attn, *act_out;            /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
@@ -202,7 +203,7 @@ struct Gpu {
     int sms, max_pages, launch_arch;
     int shared;     /* bytes of shared memory that a block can have */
     int logit_rows; /* rows of logits that there is room for */
-    bool lean;      /* no F32 weights: up to MAX_DECODE tokens need no norm kernels and no cuBLAS */
+    bool lean;      /* no F32 weights: activations take two bytes */
     size_t weight_bytes;
     uint8_t *weights = NULL, *room = NULL, *cache = NULL, *step = NULL;
     int *result = NULL; /* (3, max_seqs), pinned */
@@ -211,7 +212,7 @@ struct Gpu {
     std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* by rows, columns, tokens and kind */
     uint8_t *product_room;                                        /* (PRODUCT_ROOM) for cuBLAS */
     bf16 *decoded;                                                /* (decoded_size) room for a matrix made bf16 */
-    size_t decoded_size;
+    size_t decoded_size, largest; /* largest: bytes of the largest matrix of a layer, experts aside */
     std::map<std::array<int, 4>, cudaGraphExec_t> graph; /* by tokens, rows, pages and sampling */
     Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;

@@ -189,9 +189,10 @@ __device__ inline bool last_block(int *arrived, int blocks) {
 /* ---- 2 encodings ---- */
 
 /* How weights of a type lie on the card, and how a lane of a warp reads its part of a chunk: lane 4g + t has sixteen
- * columns of rows g and g + 8 of a tile, eight at column(t, 0) and eight at column(t, 1). Raw is what it loads;
- * decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; multiply() adds the chunk's product
- * with the columns of x from `at` on. A chunk in shared memory is made of pieces of 16 bytes, in read()'s order.
+ * columns of rows g and g + 8 of a tile, eight from column(t, 0) on and eight from column(t, 1) on. Raw is what it
+ * loads; decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; eight() reads the same
+ * columns of x; multiply() adds the chunk's product with the columns of x from `at` on. A chunk in shared memory is
+ * made of pieces of 16 bytes, in read()'s order.
  *
  *   offset()  where number `piece` of a tile's first chunk lies; the same piece of chunk k lies k * STEP further on
  *   PIECES    of a chunk of a tile
@@ -213,6 +214,7 @@ template <class E, typename A> struct Decoded {
                 mma_eight<A>(c[n], low, high, *(const uint4 *)(x[n] + at + E::column(0, half)));
         }
     }
+    __device__ static uint4 eight(const void *x) { return *(const uint4 *)x; }
 };
 
 template <typename A> struct Encoding16 { /* rows as they stand in the file */
@@ -308,7 +310,7 @@ template <Type T> struct EncodingCoded {
     static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), TERMS = BITS == 8 && T != FP8 ? 2 : 1;
     static constexpr bool OFFSET = has_offset(T);
     static constexpr float FACTOR = 1, LIFT = T == FP8 ? 0x1p120f : 1;
-    static constexpr int STEP = coded_chunk(T), BLOCKS = 2;
+    static constexpr int STEP = coded_chunk(T), PIECES = STEP / 16, BLOCKS = 2;
     template <int TILES> static constexpr int AHEAD = TILES == 1 || (TILES == 2 && T == PACKED4) ? 4 : 2;
     struct Raw {
         uint32_t code[2][BITS / 2], word[2][WORDS]; /* of rows g and g + 8 */
@@ -324,12 +326,27 @@ template <Type T> struct EncodingCoded {
         if (WORDS == 1) *(uint2 *)&r.word[0][0] = load_pair(words, real);
         for (int k = 0; k < WORDS / 2; k++) *(uint4 *)(&r.word[0][0] + k * 4) = load_weights(words + k * 16, real);
     }
+    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
+        for (int k = 0; k < BITS / 4; k++)
+            *(uint4 *)(&r.code[0][0] + k * 4) = *(const uint4 *)(chunk + k * 512 + lane * 16);
+        const uint2 *words = (const uint2 *)(chunk + codes_bytes(T)) + lane / 4 * WORDS;
+        for (int k = 0; k < WORDS; k++) *(uint2 *)(&r.word[0][0] + k * 2) = words[k];
+    }
+    __device__ static uint4 eight(const void *x) {
+        if (WORDS < 4) return *(const uint4 *)x;
+        const uint2 first = *(const uint2 *)x, second = *((const uint2 *)x + 4); /* 16 columns further on */
+        return {first.x, first.y, second.x, second.y};
+    }
     /* x & MASK | VALUE in one instruction, where the compiler takes two */
     template <uint32_t MASK, uint32_t VALUE> __device__ static uint32_t masked(uint32_t x) {
         asm("lop3.b32 %0,%0,%1,%2,0xEA;" : "+r"(x) : "n"(MASK), "n"(VALUE));
         return x;
     }
-    __device__ static uint32_t minus(uint32_t a, uint32_t b) { /* two bf16 each */
+    __device__ static uint32_t plus(uint32_t a, uint32_t b) { /* two bf16 each */
+        const __nv_bfloat162 x = __hadd2(*(__nv_bfloat162 *)&a, *(__nv_bfloat162 *)&b);
+        return *(const uint32_t *)&x;
+    }
+    __device__ static uint32_t minus(uint32_t a, uint32_t b) {
         const __nv_bfloat162 x = __hsub2(*(__nv_bfloat162 *)&a, *(__nv_bfloat162 *)&b);
         return *(const uint32_t *)&x;
     }
@@ -355,6 +372,27 @@ template <Type T> struct EncodingCoded {
         if (T == Q4_1) return {both.x, both.y - 128 * both.x};
         return has_offset(T) ? both : make_float2(__uint_as_float(word), 0);
     }
+    /* Weights of four codes as bf16. */
+    __device__ static uint2 weights(const Raw &r, int high, int k) {
+        uint2 code = codes(r, high, k, 0);
+        if (TERMS == 2) {
+            const uint2 sign = codes(r, high, k, 1);
+            code = {plus(code.x, sign.x), plus(code.y, sign.y)}; /* exact */
+        }
+        const float2 by = scale(r, high, k * WORDS / 4);
+        auto scaled = [&](uint32_t pair) {
+            const float2 q = __bfloat1622float2(*(const __nv_bfloat162 *)&pair);
+            return pack(q.x * LIFT * by.x + by.y, q.y * LIFT * by.x + by.y);
+        };
+        return {scaled(code.x), scaled(code.y)};
+    }
+    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
+        auto eight_of = [&](int row8) {
+            const uint2 first = weights(r, row8, 2 * half), second = weights(r, row8, 2 * half + 1);
+            return make_uint4(first.x, first.y, second.x, second.y);
+        };
+        low = eight_of(0), high = eight_of(1);
+    }
     template <int TILES>
     __device__ static void multiply(float (&c)[TILES][4], const Raw &r, const bf16 *const (&x)[TILES], uint32_t at) {
         float part[TILES][4], sum[TILES][4];
@@ -362,12 +400,7 @@ template <Type T> struct EncodingCoded {
         for (int half = 0; half < 2; half++) {
             uint4 by[TILES];
 #pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                const bf16 *from = x[n] + at + half * 32;
-                if (WORDS < 4) by[n] = *(const uint4 *)from;
-                if (WORDS == 4)
-                    *(uint2 *)&by[n].x = *(const uint2 *)from, *(uint2 *)&by[n].z = *(const uint2 *)(from + 16);
-            }
+            for (int n = 0; n < TILES; n++) by[n] = eight(x[n] + at + half * 32);
 #pragma unroll
             for (int k = half * 2; k < half * 2 + 2; k++)
 #pragma unroll
@@ -431,17 +464,8 @@ template <Type T> __global__ void __launch_bounds__(256) decode(Matrix m, bf16 *
         const int row = tile * TILE + lane / 4 + high * 8;
         if (row >= m.rows) break;
         for (int k = 0; k < 4; k++) {
-            float value[4] = {};
-            for (int term = 0; term < E::TERMS; term++) {
-                const uint2 code = E::codes(raw, high, k, term);
-                const float2 low = __bfloat1622float2(*(const __nv_bfloat162 *)&code.x),
-                             next = __bfloat1622float2(*(const __nv_bfloat162 *)&code.y);
-                value[0] += low.x, value[1] += low.y, value[2] += next.x, value[3] += next.y;
-            }
-            const float2 by = E::scale(raw, high, k * E::WORDS / 4);
-            for (float &x : value) x = x * E::LIFT * by.x + by.y;
             const int column = chunk * CHUNK + E::column(lane % 4, k / 2) + k % 2 * (E::WORDS == 4 ? 16 : 4);
-            *(uint2 *)(to + (size_t)row * m.stride + column) = {pack(value[0], value[1]), pack(value[2], value[3])};
+            *(uint2 *)(to + (size_t)row * m.stride + column) = E::weights(raw, high, k);
         }
     }
 }
@@ -631,10 +655,11 @@ template <Type T, int TILES> struct Stream {
     }
 };
 
-/* The product for up to 8 TILES tokens, or choices of an expert; reading the weights takes most of its time. The blocks
- * share the tiles of all jobs evenly; the warps of a block share a tile's columns. After an RMSNorm x holds the values
- * times the norm's weights, as the kernel that wrote x left them, and this kernel divides the result by the root mean
- * square. So no norm kernel is needed in between.
+/* The product for few tokens, or choices of an expert; reading the weights takes most of its time. The blocks share the
+ * tiles of all jobs evenly; the warps of a block share a tile's columns. blockIdx.y is a group of up to 8 TILES tokens;
+ * groups read the same weights at about the same time, so most of them come from L2. After an RMSNorm x holds the
+ * values times the norm's weights, as the kernel that wrote x left them, and this kernel divides the result by the root
+ * mean square. So no norm kernel is needed in between.
  *
  * Without jobs a block requests its first weights before it waits. With jobs it must know the jobs first, so it waits,
  * and only then lets the next kernel begin. The next kernel, the product with `early`, finds the jobs ready and need
@@ -645,8 +670,10 @@ template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
     typedef typename E::Activation A;
-    __shared__ float sum[2][W][TILES * 128], factor[MAX_DECODE];
+    constexpr int TOKENS = TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE; /* choices may be of more than 8 TILES */
+    __shared__ float sum[2][W][TILES * 128], factor[TOKENS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
+    const int group = blockIdx.y * TILES * 8, tokens = min(TOKENS, p.tokens - group);
     const unsigned tiles = p.w.tiles(), tile_bytes = E::offset(p.w, 1, 0);
     const bool chooses = TILES == 1 && W == 8 && p.router.top_k, wait_first = (p.job || chooses) && !p.early;
     if (wait_first) wait_previous();
@@ -663,7 +690,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
                    total = jobs * tiles, end = (blockIdx.x + 1) * total / gridDim.x;
     unsigned item = blockIdx.x * total / gridDim.x; /* a tile of a job: `tile` of number `which` */
     unsigned which = item / tiles, tile = item - which * tiles;
-    Job job = {0, 0, p.tokens};
+    Job job = {0, group, min(TILES * 8, tokens)};
     const uint8_t *weights = NULL;
     /* Sets the current job, and where this lane's weights of its tile begin. */
     auto find_job = [&](Job &job) {
@@ -681,10 +708,10 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         if (lane < p.router.top_k) p.router.expert[lane] = chosen[lane], p.router.weight[lane] = weight;
         if (lane == 0) *p.router.experts_read += p.router.top_k;
     }
-    WarpSum<T == MXFP4 ? 1 : 8> squares[MAX_DECODE / W]; /* of tokens `warp`, W + warp, ... */
-    auto parts = [&](int n) { return p.square + (n * W + warp) * p.squares; };
-    for (int n = 0; n < MAX_DECODE / W; n++)
-        if (n * W + warp < p.tokens) squares[n].load(parts(n), p.squares);
+    WarpSum<T == MXFP4 ? 1 : TILES == 3 ? 4 : 8> squares[TOKENS / W]; /* of the group's tokens `warp`, W + warp, ... */
+    auto parts = [&](int n) { return p.square + (group + n * W + warp) * p.squares; };
+    for (int n = 0; n < TOKENS / W; n++)
+        if (n * W + warp < tokens) squares[n].load(parts(n), p.squares);
     /* At the end thread i has two rows of a tile, 2 (i % 8) and the next, for token i / 8. */
     static_assert(TILES * 64 <= W * 32, "one pair a thread");
     const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
@@ -717,22 +744,22 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         stream.begin(p.w, weights, warp, W, item < end ? chunks : 0);
 #pragma unroll
         for (int i = 0; i < TILES * 4; i++) sum[turn % 2][warp][i * 32 + lane] = c[i / 4][i % 4];
-        for (int n = 0; n < MAX_DECODE / W && p.squares && !turn; n++) {
-            if (n * W + warp >= p.tokens) break;
+        for (int n = 0; n < TOKENS / W && p.squares && !turn; n++) {
+            if (n * W + warp >= tokens) break;
             float square = squares[n].sum(parts(n), p.squares);
             if (lane == 0) factor[n * W + warp] = norm_factor(square, p.w.cols, p.eps);
-            if (lane == 0 && p.total && blockIdx.x == 0) p.total[n * W + warp] = square;
+            if (lane == 0 && p.total && blockIdx.x == 0) p.total[group + n * W + warp] = square;
         }
         __syncthreads();
         if (token < TILES * 8) {
             const int at = token / 8 * 128 + (pair / 8 * 2 + token % 2) * 32 + pair % 8 * 4 + token % 8 / 2;
             float a = 0, b = 0, square = 0, scale = E::FACTOR;
-            if (mine && p.squares) scale *= factor[p.divide > 1 ? out / p.divide : out];
+            if (mine && p.squares) scale *= factor[(p.divide > 1 ? out / p.divide : out) - group];
             for (int k = 0; k < W; k++) a += sum[turn % 2][k][at], b += sum[turn % 2][k][at + 4];
             if (store) square = finish(p, target, out, row, a * scale, b * scale);
             if (p.finish == ADD && p.norm) {
                 for (int o = 4; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o); /* of the tile's 16 rows */
-                if (store && pair == 0) p.next_square[token * tiles + now] = square;
+                if (store && pair == 0) p.next_square[out * tiles + now] = square;
             }
         }
         if (item < end && tile == 0) job = next, begin_job();
@@ -820,11 +847,10 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
                 E::decode(raw[r], half, low, high);
                 a[r][0] = {low.x, high.x, low.y, high.y}, a[r][1] = {low.z, high.z, low.w, high.w};
             }
-            const uint8_t *rows = stage + eighth_of(g, E::column(t, half) / 8);
+            const uint8_t *rows = stage + eighth_of(g, E::column(t, half) / 8) + E::column(t, half) % 8 * 2;
 #pragma unroll
             for (int n = 0; n < 2 * TILES; n += 2) { /* two together: an mma waits for the one before on the same sum */
-                const uint4 column[2] = {*(const uint4 *)(rows + n * 8 * CHUNK * 2),
-                                         *(const uint4 *)(rows + (n + 1) * 8 * CHUNK * 2)};
+                const uint4 column[2] = {E::eight(rows + n * 8 * CHUNK * 2), E::eight(rows + (n + 1) * 8 * CHUNK * 2)};
 #pragma unroll
                 for (int second = 0; second < 2; second++)
 #pragma unroll
@@ -1626,14 +1652,16 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
 template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
     /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
-    const int blocks = std::min(jobs * p.w.tiles(), Encoding<T>::BLOCKS * gpu->sms * 8 / warps);
-    constexpr int MOST = T == MXFP4 ? 2 : 3; /* tiles of tokens */
+    constexpr int MOST = T == MXFP4 ? 2 : 3;                                                    /* tiles of tokens */
+    const int each = p.job || p.tokens <= 8 * MOST ? p.tokens : p.tokens <= 32 ? 16 : 8 * MOST; /* tokens of a group */
+    const int groups = (p.tokens + each - 1) / each;
+    const int blocks = std::min(jobs * p.w.tiles(), std::max(1, Encoding<T>::BLOCKS * gpu->sms * 8 / warps / groups));
     auto kernel = product<T, 1, 8>;
     if (warps == 4)
         kernel = product<T, 1, 4>;
-    else if (!p.job && p.tokens > 8)
-        kernel = p.tokens <= MAX_DECODE ? product<T, 2, 8> : product<T, MOST, 8>;
-    return launch(gpu, kernel, blocks, warps * 32, 0, p);
+    else if (!p.job && each > 8)
+        kernel = each <= 16 ? product<T, 2, 8> : product<T, MOST, 8>;
+    return launch(gpu, kernel, dim3(blocks, groups), warps * 32, 0, p);
 }
 template <Type T, int TILES, int ROWS> cudaError_t launch_tiled(const Gpu *gpu, const Product &p, int jobs) {
     typedef TiledShape<T, TILES, ROWS> Shape;
@@ -1651,12 +1679,12 @@ cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int most, int jobs
     case BF16: return launch_any<BF16>(gpu, p, most, jobs);
     case F16: return launch_any<F16>(gpu, p, most, jobs);
     case MXFP4: return launch_any<MXFP4>(gpu, p, most, jobs);
-    case FP8: return launch_product<FP8>(gpu, p, jobs);
-    case INT8: return launch_product<INT8>(gpu, p, jobs);
-    case PACKED4: return launch_product<PACKED4>(gpu, p, jobs);
-    case Q4_1: return launch_product<Q4_1>(gpu, p, jobs);
-    case Q8_0: return launch_product<Q8_0>(gpu, p, jobs);
-    case Q6_K: return launch_product<Q6_K>(gpu, p, jobs);
+    case FP8: return launch_any<FP8>(gpu, p, most, jobs);
+    case INT8: return launch_any<INT8>(gpu, p, most, jobs);
+    case PACKED4: return launch_any<PACKED4>(gpu, p, most, jobs);
+    case Q4_1: return launch_any<Q4_1>(gpu, p, most, jobs);
+    case Q8_0: return launch_any<Q8_0>(gpu, p, most, jobs);
+    case Q6_K: return launch_any<Q6_K>(gpu, p, most, jobs);
     default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
     }
 }
@@ -1689,33 +1717,30 @@ Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     if (!x && a->squares) p.square = a->square, p.squares = a->squares;
     return p;
 }
-constexpr int MAX_STREAMED = 24; /* tokens of a `product` without jobs */
-/* Whether `product` multiplies a matrix by this many tokens, without jobs. For a small matrix cuBLAS takes longer to
- * start than to read it. Codes are read again for every MAX_STREAMED tokens, as long as that is faster than decoding
- * them to bf16 for cuBLAS. */
-bool streams(const Pass *a, const Matrix &m, int tokens) {
-    if (m.type == F32) return false;
-    if (is_coded(m.type)) return tokens <= 2 * MAX_STREAMED || (size_t)m.rows * m.stride > a->gpu->decoded_size;
-    const bool small = m.type != MXFP4 && m.bytes <= 16 << 20;
-    return tokens <= (small ? MAX_STREAMED : MAX_DECODE);
+/* How a matrix without jobs multiplies this many tokens. */
+enum Way {
+    STREAMED, /* by `product` */
+    TILED,    /* by `product_tiled` */
+    BLAS      /* by cuBLAS, codes after decode() */
+};
+/* A small matrix is read sooner than cuBLAS starts; where a layer has only small ones, norms and activations need no
+ * kernels either. Codes are streamed as long as that is faster than making them bf16, for which only matrices of layers
+ * have room. */
+Way way_of(const Pass *a, const Matrix &m, int tokens) {
+    if (m.type == F32) return BLAS;
+    if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;
+    if (is_coded(m.type) && tokens > MAX_STREAMED)
+        return (size_t)m.rows * m.stride > a->gpu->decoded_size ? TILED : BLAS;
+    constexpr size_t SMALL = 16 << 20;
+    const int most = is_coded(m.type) ? MAX_STREAMED : m.bytes > SMALL ? MAX_DECODE : a->gpu->largest > SMALL ? 32 : 48;
+    return tokens <= most ? STREAMED : BLAS;
 }
-bool multiply_streamed(const Pass *a, Product p, Error *e) {
-    for (int left = p.tokens; left > 0; left -= MAX_STREAMED) {
-        p.tokens = std::min(left, MAX_STREAMED);
-        CUDA(launch_for_type(a->gpu, p, 8, 1));
-        p.x = (const bf16 *)p.x + (size_t)MAX_STREAMED * p.x_pitch; /* or f16 */
-        p.y = (uint8_t *)p.y + (size_t)MAX_STREAMED * p.y_pitch * (p.y_type == F32 ? 4 : 2);
-    }
-    return true;
-}
-/* Up to MAX_DECODE tokens: `product`, which also does the norm that follows. More: cuBLAS, after decode() if weights
- * are codes; `product_tiled` for MXFP4. F32 always goes to cuBLAS. See streams(). */
+/* One product. What is streamed also does the norm that follows. */
 bool multiply(Pass *a, Product p, Error *e) {
-    if (p.tokens > MAX_DECODE || p.w.type == F32) p.norm = NULL;
-    if (streams(a, p.w, p.tokens)) {
-        if (!multiply_streamed(a, p, e)) return false;
-    } else if (p.w.type == MXFP4) {
-        CUDA(launch_for_type(a->gpu, p, 64, 1));
+    const Way way = way_of(a, p.w, p.tokens);
+    if (way != STREAMED) p.norm = NULL;
+    if (way != BLAS) {
+        CUDA(launch_for_type(a->gpu, p, way == STREAMED ? 8 : 64, 1));
     } else {
         if (is_coded(p.w.type)) {
             CUDA(decode_matrix(a->gpu, p.w));
@@ -1740,7 +1765,7 @@ bool multiply_add(Pass *a, const Matrix &m, const void *x, int pitch, const floa
                   Error *e) {
     Product p = product_of(a, m, x, pitch);
     p.finish = ADD, p.y = a->w.x, p.y_pitch = a->w.dim;
-    if (a->gpu->lean) p.norm = weight;
+    if (way_of(a, next, a->tokens) == STREAMED) p.norm = weight;
     p.normed = a->w.normed, p.normed_pitch = a->w.normed_pitch, p.normed_type = type_for(next);
     p.next_square = a->w.square;
     return multiply(a, p, e);
@@ -1825,7 +1850,7 @@ bool route_tokens(Pass *a, const DeviceLayer &l, int most, Error *e) {
         CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
                     2 * a->w.n_experts * sizeof(int), a->w, router_of(a, l), a->tokens, most));
     if (a->squares) a->squares = 1, a->square = a->w.square_sum;
-    if (type_for(l.router) != type_for(l.up)) a->normed = false;
+    if (type_for(l.router) != type_for(l.up) || (a->squares && a->tokens > MAX_DECODE)) a->normed = false;
     return norm_for(a, l.ffn_norm, l.up, e);
 }
 /* x += w.down, and the norm that follows. */
@@ -1846,7 +1871,7 @@ bool add_to_x(Pass *a, const Matrix &m, const void *y, int pitch, const float *p
 /* A gated layer's activations, to w.act_out: as part of the product, or by a kernel after cuBLAS. */
 bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
     const Work &w = a->w;
-    const bool blas = !streams(a, up, a->tokens) && up.type != MXFP4;
+    const bool blas = way_of(a, up, a->tokens) == BLAS;
     const bool narrow = type_for(up) == BF16 && !up.bias; /* half the bytes of F32; f16 could overflow */
     const int each = ACTIVATE_EACH * ACTIVATE_THREADS;
     Product p = product_of(a, up, NULL, 0);
@@ -1870,10 +1895,8 @@ bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
-    /* Up to about so many choices an expert `product` is faster; for codes there is no other. */
-    const int streamed = l.up.type == MXFP4 ? 2 : 5;
-    int most = 8; /* choices of a job */
-    if (a->tokens > MAX_DECODE && choices > streamed * w.n_experts && !is_coded(l.up.type) && !is_coded(l.down.type))
+    int most = 8; /* choices of a job; up to about five an expert `product` is faster */
+    if (a->tokens > MAX_DECODE && choices > 5 * w.n_experts)
         most = choices <= 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
     const int jobs = std::min(w.n_experts, choices) + choices / most;
     const bool single = a->tokens == 1 && w.n_experts <= PRODUCT_EXPERTS;
