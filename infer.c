@@ -733,10 +733,12 @@ static char *edit_prompt(EditLine *line) {
 }
 
 static unsigned char edit_cancel(EditLine *line, int key) {
-    (void)line, (void)key;
+    (void)key;
     editor.cancelled = true;
-    fputs("^C\n", stdout);
-    return CC_NEWLINE;
+    el_cursor(line, 1 << 20); /* to the end, however long the line is */
+    el_insertstr(line, "^C");
+    el_push(line, "\n");
+    return CC_REFRESH;
 }
 
 static unsigned char edit_suspend(EditLine *line, int key) {
@@ -842,11 +844,10 @@ static bool editor_line(const char *prompt, Bytes *out) {
     interrupted = 0;
     el_set(editor.line, EL_PREP_TERM, 1); /* now, so that el_gets rarely gets Ctrl+C as a signal */
     const char *line = el_gets(editor.line, &n);
-    if (n <= 0 && interrupted) editor.cancelled = true, puts("^C"); /* a signal, not the end of input */
     put_escape(stdout, BRACKETS_OFF);
-    if (!editor.cancelled && n > 0) bytes_add(out, line, (size_t)n - (line[n - 1] == '\n'));
-    if (!editor.cancelled && n <= 0) puts("");
-    return editor.cancelled ? bytes_text(out, ""), true : n > 0;
+    if (n <= 0) editor.cancelled = interrupted, puts(interrupted ? "^C" : ""); /* a signal, or the end of input */
+    bytes_add(out, line, n > 0 && !editor.cancelled ? (size_t)n - (line[n - 1] == '\n') : 0);
+    return n > 0 || editor.cancelled;
 }
 
 /* Reads a question: a line, or several between triple quotes, which are one text of the history. */
@@ -888,22 +889,18 @@ static const struct {
                {"/exit", "", "leave, as Ctrl+D does"}};
 enum { SLASHES = sizeof slashes / sizeof *slashes };
 
-/* Completes a command as far as all candidates agree. */
+/* Completes the only command that begins like the line. */
 static unsigned char edit_complete(EditLine *line, int key) {
     const LineInfo *now = el_line(line);
-    size_t n = (size_t)(now->cursor - now->buffer), same = 0;
-    const char *first = NULL;
-    char rest[20];
+    const size_t n = (size_t)(now->cursor - now->buffer);
+    const char *rest = NULL;
     (void)key;
     for (int i = 0; i < SLASHES && n && now->cursor == now->lastchar; i++) {
         if (strncmp(slashes[i].name, now->buffer, n)) continue;
-        if (!first) first = slashes[i].name, same = strlen(first);
-        while (strncmp(first, slashes[i].name, same)) same--;
+        if (rest) return CC_ERROR;
+        rest = slashes[i].name + n;
     }
-    if (!first) return CC_ERROR;
-    snprintf(rest, sizeof rest, "%.*s", (int)(same - n), first + n);
-    el_insertstr(line, rest);
-    return CC_REFRESH;
+    return rest && !el_insertstr(line, rest) ? CC_REFRESH : CC_ERROR;
 }
 
 static void show_error(const Error *e) {

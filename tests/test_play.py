@@ -492,6 +492,19 @@ def test_ctrl_c_at_the_prompt_clears_the_line():
         same(t.say("/prompt"), answered("hello") + "\n", "/prompt")
 
 
+def test_ctrl_c_in_the_middle_of_the_line():
+    """The whole line stays to be read, with ^C behind it."""
+    with play(columns=30) as t:
+        t.send("one two three four five six seven\x01")
+        t.wait("seven")
+        t.read(0.5)
+        t.send("\x03")
+        t.prompt()
+        end = t.raw[:t.raw.rindex(b"^C") + 2].decode().rsplit("You: ", 1)[1]
+        expect(re.search(r"\n(\x1b\[\d+[CG]|.*seven)\^C$", end), f"^C stands in the text: {end!r}")
+        same(t.say("/retry"), "there is no question yet\n", "/retry")
+
+
 def interrupted(t, question, at):
     """Asks and sends Ctrl+C when `at` is shown; again, if the machine was so busy that it came too late."""
     for _ in range(5):
