@@ -344,6 +344,12 @@ static void wrap_end(Wrap *w) {
     *w = (Wrap){0};
 }
 
+static void put_wrapped(FILE *f, const char *style, const char *text) {
+    Wrap w = wrap_on(f, style);
+    wrap_text(&w, text, strlen(text));
+    wrap_end(&w);
+}
+
 void print_row(FILE *f, const char *name, int column, const char *text) {
     int width = isatty(fileno(f)) ? columns(f) : 100;
     if (width < 60 && column) fprintf(f, "%s\n", name), name = "", column = 6;
@@ -617,6 +623,12 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     if (a->reason) scheduler_remove(p->m.scheduler, t);
 }
 
+/* Appends the bytes of all tokens. */
+static void ids_text(const Tokenizer *t, const Ids *ids, Bytes *out) {
+    Decoder d = {0};
+    for (size_t i = 0; i < ids->n; i++) tokenizer_bytes(t, &d, ids->data[i], out);
+}
+
 /* Makes the tokens that the model reads before its next answer. */
 static bool make_prompt(const Play *p, Ids *ids, Error *e) {
     Bytes text = {0};
@@ -698,10 +710,25 @@ static void print_statistics(const Answer *a, FILE *f) {
     if (p->bandwidth > 0) bytes_print(&line, " · %.0f%% of memory bandwidth", 100 * read / p->bandwidth);
     bytes_print(&line, " · context %zu%% · seed %llu · %s]", (a->prompt + a->tokens) * 100 / (size_t)g->context,
                 (unsigned long long)(p->o.sampling.seed + p->answers - 1), a->reason);
-    Wrap w = wrap_on(f, DIM);
-    wrap_text(&w, line.data, line.n);
-    wrap_end(&w);
+    put_wrapped(f, DIM, line.data);
     bytes_free(&line);
+}
+
+static void print_answer_json(const Answer *a) {
+    const Play *p = a->p;
+    cJSON *calls = cJSON_CreateArray();
+    for (int i = 0; i < p->talk.messages; i++) {
+        const Message *m = p->talk.message + i;
+        if (!strcmp(m->role, "assistant") && message_part(m) == CALL) cJSON_AddItemToArray(calls, message_json(m));
+    }
+    cJSON *text = json_from_text(a->text.data, a->text.n);
+    cJSON *thinking = json_from_text(a->thinking.data, a->thinking.n);
+    json_print(json_object("model", json_word(p->m.name), "text", text, "thinking", thinking, "reason",
+                           json_word(a->reason), "tool_calls", calls, "prompt_tokens", json_number(a->prompt), "tokens",
+                           json_number(a->tokens), "thinking_tokens", json_number(a->thought), "first_token_ms",
+                           json_number(a->first * 1000), "tokens_per_second", json_number(speed(a)), "seed",
+                           json_number(p->o.sampling.seed), NULL),
+               true);
 }
 
 /* ---- the loop: lines from the terminal, by libedit ---- */
@@ -903,12 +930,6 @@ static unsigned char edit_complete(EditLine *line, int key) {
     return rest && !el_insertstr(line, rest) ? CC_REFRESH : CC_ERROR;
 }
 
-static void show_error(const Error *e) {
-    Wrap w = wrap_on(stderr, RED);
-    wrap_text(&w, e->text, strlen(e->text));
-    wrap_end(&w);
-}
-
 /* Prints a label and, unwrapped, a text from a model or a file. */
 static void put_line(const char *label, const char *text, size_t n) {
     Wrap w = {.f = stdout};
@@ -917,25 +938,28 @@ static void put_line(const char *label, const char *text, size_t n) {
     puts("");
 }
 
-static void converse(Play *p) {
+/* Answers the conversation. Returns the exit code. */
+static int converse(Play *p) {
     Error e = {0};
     Answer a = {.p = p};
     char count[32];
-    interrupted = 0;
-    set_echo(false);
+    if (p->loop) set_echo(false);
     bool ok = answer(&a, &e);
-    set_echo(true);
-    if (a.reason) print_statistics(&a, stdout);
-    if (e.code == NO_ROOM || (a.reason && !strcmp(a.reason, "context full")))
+    if (p->loop) set_echo(true);
+    if (a.reason && p->o.json) print_answer_json(&a);
+    if (a.reason && !p->o.json) print_statistics(&a, p->loop ? stdout : stderr);
+    if (p->loop && (e.code == NO_ROOM || (a.reason && !strcmp(a.reason, "context full"))))
         ok = fail(&e, NO_ROOM,
                   "the context of %s tokens is full: /undo takes the last question back, /clear begins anew, "
                   "infer play --ctx chooses a larger one",
                   count_text((uint64_t)p->m.engine.context, count));
-    if (!ok) show_error(&e);
-    puts("");
+    if (!ok && !p->loop) die(&e);
+    if (!ok) put_wrapped(stderr, RED, e.text);
+    if (e.code == GPU_FAULT) exit(GPU_FAULT);
+    if (p->loop) puts("");
     bytes_free(&a.text);
     bytes_free(&a.thinking);
-    if (e.code == GPU_FAULT) exit(GPU_FAULT);
+    return ok && !strcmp(a.reason, "interrupted") ? INTERRUPTED : DONE;
 }
 
 static bool slash_set(Play *p, char *name, Error *e) {
@@ -954,10 +978,9 @@ static bool slash_set(Play *p, char *name, Error *e) {
 static bool slash_prompt(Play *p, bool whole, Error *e) {
     Ids ids = {0};
     Bytes text = {0};
-    Decoder d = {0};
     char used[32], all[32];
     bool ok = make_prompt(p, &ids, e);
-    for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(p->m.tokenizer, &d, ids.data[i], &text);
+    ids_text(p->m.tokenizer, &ids, &text);
     if (ok && whole) put_line("", text.data, text.n);
     if (ok && !whole)
         printf("%s of %s tokens (%.1f%%)\n", count_text(ids.n, used), count_text((uint64_t)p->m.engine.context, all),
@@ -972,12 +995,10 @@ static bool slash_save(Play *p, const char *path, Error *e) {
     Bytes text = {0}, fresh = {0};
     json_append(&text, conversation_json(&p->talk));
     bytes_print(&fresh, "%s.new", path);
-    FILE *f = NULL;
-    if ((p->file && !strcmp(p->file, path)) || access(path, F_OK))
-        f = fopen(fresh.data, "w");
-    else
-        errno = EEXIST;
+    const bool taken = !access(path, F_OK) && (!p->file || strcmp(p->file, path));
+    FILE *f = taken ? NULL : fopen(fresh.data, "w");
     bool ok = f && fwrite(text.data, 1, text.n, f) == text.n;
+    if (taken) errno = EEXIST;
     if ((f && fclose(f)) || !ok || rename(fresh.data, path))
         ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
     if (f && !ok) remove(fresh.data);
@@ -1023,9 +1044,7 @@ static bool slash_last(Play *p, bool again, Error *e) {
     while (last >= 0 && strcmp(p->talk.message[last].role, "user")) last--;
     if (last < 0) return fail(e, USAGE, "there is no question yet");
     const Bytes *text = &p->talk.message[last].content;
-    size_t n = text->n < 60 ? text->n : 60;
-    while (n < text->n && (text->data[n] & 0xC0) == 0x80) n--; /* whole characters */
-    if (!again) put_line("Taken back: ", text->data, n);
+    if (!again) put_line("Taken back: ", text->data, utf8_check(text->data, text->n < 60 ? text->n : 60));
     conversation_remove(&p->talk, last + again, p->talk.messages - last - again);
     if (again) converse(p);
     return true;
@@ -1083,7 +1102,7 @@ static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
     return true;
 }
 
-static void play_loop(Play *p) {
+static int play_loop(Play *p) {
     bool leave = false;
     editor_open();
     print_row(stdout, "", 0, "✓ Ready for inference. /help lists the commands.");
@@ -1101,44 +1120,15 @@ static void play_loop(Play *p) {
             conversation_add(&p->talk, "user", NULL, line.data + skip, line.n - skip);
             converse(p);
         }
-        if (!ok) show_error(&e);
+        if (!ok) put_wrapped(stderr, RED, e.text);
         bytes_free(&line);
     }
     puts("Goodbye!");
     editor_close();
+    return DONE;
 }
 
 /* ---- play ---- */
-
-static void print_answer_json(const Answer *a) {
-    const Play *p = a->p;
-    cJSON *calls = cJSON_CreateArray();
-    for (int i = 0; i < p->talk.messages; i++) {
-        const Message *m = p->talk.message + i;
-        if (!strcmp(m->role, "assistant") && message_part(m) == CALL) cJSON_AddItemToArray(calls, message_json(m));
-    }
-    cJSON *text = json_from_text(a->text.data, a->text.n);
-    cJSON *thinking = json_from_text(a->thinking.data, a->thinking.n);
-    json_print(json_object("model", json_word(p->m.name), "text", text, "thinking", thinking, "reason",
-                           json_word(a->reason), "tool_calls", calls, "prompt_tokens", json_number(a->prompt), "tokens",
-                           json_number(a->tokens), "thinking_tokens", json_number(a->thought), "first_token_ms",
-                           json_number(a->first * 1000), "tokens_per_second", json_number(speed(a)), "seed",
-                           json_number(p->o.sampling.seed), NULL),
-               true);
-}
-
-static int play_once(Play *p, const Bytes *prompt) {
-    Error e = {0};
-    Answer a = {.p = p};
-    conversation_add(&p->talk, "user", NULL, prompt->data, prompt->n);
-    bool ok = answer(&a, &e);
-    if (a.reason && p->o.json) print_answer_json(&a);
-    if (a.reason && !p->o.json) print_statistics(&a, stderr);
-    if (!ok) fprintf(stderr, "infer: %s\n", e.text);
-    bytes_free(&a.text);
-    bytes_free(&a.thinking);
-    return !ok ? e.code : !strcmp(a.reason, "interrupted") ? INTERRUPTED : DONE;
-}
 
 /* Reads all of stdin. If nothing arrives for a second it says what it waits for. */
 static void read_stdin(Bytes *out) {
@@ -1197,7 +1187,8 @@ int play(const Options *o) {
     if (blank) fail(&e, USAGE, "the prompt is empty"), die(&e);
     p.loop = !once;
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
-    int code = p.loop ? (play_loop(&p), DONE) : play_once(&p, &prompt);
+    if (once) conversation_add(&p.talk, "user", NULL, prompt.data, prompt.n);
+    int code = once ? converse(&p) : play_loop(&p);
     session_close(&p.m);
     conversation_free(&p.talk);
     free(p.file);
@@ -1211,7 +1202,6 @@ typedef struct {
     Session s;
     Bytes in, out;
     Ids ids;
-    Decoder decoder;
 } Filter;
 
 static void filter_open(Filter *f, const Options *o, int need) {
@@ -1303,7 +1293,7 @@ static int detokenize(const Options *o) {
     Error e;
     filter_open(&f, o, NEED_TOKENIZER);
     if (!parse_ids(f.in.data, vocabulary(&f.s), &f.ids, &e)) die(&e);
-    for (size_t i = 0; i < f.ids.n; i++) tokenizer_bytes(f.s.tokenizer, &f.decoder, f.ids.data[i], &f.out);
+    ids_text(f.s.tokenizer, &f.ids, &f.out);
     return filter_close(&f);
 }
 
@@ -1319,9 +1309,7 @@ static int render(const Options *o) {
     if (!conversation_parse(&conversation, json, &e) ||
         !chat_render(&f.s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &f.ids, &e))
         die(&e);
-    for (size_t i = 0; i < f.ids.n && !o->as_ids; i++)
-        tokenizer_bytes(f.s.tokenizer, &f.decoder, f.ids.data[i], &f.out);
-    if (o->as_ids) print_ids(&f.ids, &f.out);
+    o->as_ids ? print_ids(&f.ids, &f.out) : ids_text(f.s.tokenizer, &f.ids, &f.out);
     cJSON_Delete(json);
     conversation_free(&conversation);
     return filter_close(&f);
