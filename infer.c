@@ -966,11 +966,15 @@ static bool slash_set(Play *p, char *name, Error *e) {
     const Sampling *s = &p->o.sampling;
     size_t n = strcspn(name, " \t");
     const Option *option = n ? option_find("set", name, n) : NULL;
+    char text[200];
     if (n && !option) return fail(e, USAGE, "there is no setting '%.40s'; /set shows all", name);
-    if (n && !option_set(&p->o, option, name + n + strspn(name + n, " \t"), e)) return false;
-    printf("temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, seed %llu, max-tokens %d\n",
-           (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty,
-           (unsigned long long)s->seed, p->o.max_tokens);
+    if (n && !option_set(&p->o, option, name + n + strspn(name + n, " \t"), e))
+        return fail(e, USAGE, "%s", e->text + strspn(e->text, "-")); /* here it is no option */
+    snprintf(text, sizeof text,
+             "temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, seed %llu, max-tokens %d",
+             (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty,
+             (unsigned long long)s->seed, p->o.max_tokens);
+    put_wrapped(stdout, NULL, text);
     return true;
 }
 

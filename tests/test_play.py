@@ -422,6 +422,7 @@ def test_default_settings():
         t.wait("Ready")
         t.prompt()
         shown = t.say("/set")
+        same(t.say("/set temperature hot"), "temperature must be 0 or 0.01 to 100, not 'hot'\n", "a wrong setting")
         for setting in ("temperature 1", "top-k 0", "top-p 1", "min-p 0", "repetition-penalty 1", "max-tokens 0"):
             expect(re.search(rf"\b{setting}\b(?!\.)", shown), f"not {setting}: {shown!r}")
 
@@ -764,7 +765,7 @@ def test_words_are_not_broken():
         return text.split()
     with play(columns=40) as t:
         shown = t.say("Show me Unicode.", "[Generated").replace("Unicode.\n", "")
-        help, prompt = t.say("/help"), t.say("/prompt")
+        help, prompt = t.say("/help") + t.say("/set"), t.say("/prompt")
     for line in (shown + help).splitlines():
         expect(sum(2 if ord(c) > 0x1100 else 1 for c in line) <= 40, f"a line of {len(line)} columns: {line!r}")
     turn = CONVERSATIONS["unicode"]["turns"][0]
