@@ -344,8 +344,10 @@ static void wrap_end(Wrap *w) {
     *w = (Wrap){0};
 }
 
-static void put_wrapped(FILE *f, const char *style, const char *text) {
+/* Writes a label and a text, which may come from a model or a file. */
+static void put_text(FILE *f, const char *style, const char *label, const char *text) {
     Wrap w = wrap_on(f, style);
+    wrap_text(&w, label, strlen(label));
     wrap_text(&w, text, strlen(text));
     wrap_end(&w);
 }
@@ -710,7 +712,7 @@ static void print_statistics(const Answer *a, FILE *f) {
     if (p->bandwidth > 0) bytes_print(&line, " · %.0f%% of memory bandwidth", 100 * read / p->bandwidth);
     bytes_print(&line, " · context %zu%% · seed %llu · %s]", (a->prompt + a->tokens) * 100 / (size_t)g->context,
                 (unsigned long long)(p->o.sampling.seed + p->answers - 1), a->reason);
-    put_wrapped(f, DIM, line.data);
+    put_text(f, DIM, "", line.data);
     bytes_free(&line);
 }
 
@@ -930,14 +932,6 @@ static unsigned char edit_complete(EditLine *line, int key) {
     return rest && !el_insertstr(line, rest) ? CC_REFRESH : CC_ERROR;
 }
 
-/* Prints a label and, unwrapped, a text from a model or a file. */
-static void put_line(const char *label, const char *text, size_t n) {
-    Wrap w = {.f = stdout};
-    fputs(label, stdout);
-    wrap_text(&w, text, n);
-    puts("");
-}
-
 /* Answers the conversation. Returns the exit code. */
 static int converse(Play *p) {
     Error e = {0};
@@ -954,7 +948,7 @@ static int converse(Play *p) {
                   "infer play --ctx chooses a larger one",
                   count_text((uint64_t)p->m.engine.context, count));
     if (!ok && !p->loop) die(&e);
-    if (!ok) put_wrapped(stderr, RED, e.text);
+    if (!ok) put_text(stderr, RED, "", e.text);
     if (e.code == GPU_FAULT) exit(GPU_FAULT);
     if (p->loop) puts("");
     bytes_free(&a.text);
@@ -974,7 +968,7 @@ static bool slash_set(Play *p, char *name, Error *e) {
              "temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, seed %llu, max-tokens %d",
              (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty,
              (unsigned long long)s->seed, p->o.max_tokens);
-    put_wrapped(stdout, NULL, text);
+    put_text(stdout, NULL, "", text);
     return true;
 }
 
@@ -982,10 +976,11 @@ static bool slash_set(Play *p, char *name, Error *e) {
 static bool slash_prompt(Play *p, bool whole, Error *e) {
     Ids ids = {0};
     Bytes text = {0};
+    Wrap exact = {.f = stdout}; /* without line breaks */
     char used[32], all[32];
     bool ok = make_prompt(p, &ids, e);
     ids_text(p->m.tokenizer, &ids, &text);
-    if (ok && whole) put_line("", text.data, text.n);
+    if (ok && whole) wrap_text(&exact, text.data, text.n), puts("");
     if (ok && !whole)
         printf("%s of %s tokens (%.1f%%)\n", count_text(ids.n, used), count_text((uint64_t)p->m.engine.context, all),
                100 * (double)ids.n / p->m.engine.context);
@@ -1006,7 +1001,7 @@ static bool slash_save(Play *p, const char *path, Error *e) {
     if ((f && fclose(f)) || !ok || rename(fresh.data, path))
         ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
     if (f && !ok) remove(fresh.data);
-    if (ok) put_line("Saved to ", path, strlen(path));
+    if (ok) put_text(stdout, NULL, "Saved to ", path);
     bytes_free(&text);
     bytes_free(&fresh);
     return ok;
@@ -1022,20 +1017,21 @@ static bool slash_load(Play *p, const char *path, Error *e) {
         Conversation old = p->talk;
         p->talk = loaded;
         loaded = old;
-        put_line("Loaded ", path, strlen(path));
+        put_text(stdout, NULL, "Loaded ", path);
     }
     cJSON_Delete(json);
     conversation_free(&loaded);
     return ok;
 }
 
-/* /save and /load. Without a name they use the last file; ~/ is the home folder, as in a shell. */
+/* /save and /load. Without a name they use the last file; ~ is the home folder, as in a shell. */
 static bool slash_file(Play *p, const char *name, bool save, Error *e) {
     const char *home = getenv("HOME");
     Bytes path = {0};
     if (!*name && !p->file) return fail(e, USAGE, "a file name is needed");
-    if (*name == '~' && name[1] == '/' && home) bytes_text(&path, home), name++;
-    bytes_text(&path, *name ? name : p->file);
+    if (!*name) name = p->file;
+    if (*name == '~' && strchr("/", name[1]) && home) bytes_text(&path, home), name++;
+    bytes_text(&path, name);
     bool ok = (save ? slash_save : slash_load)(p, path.data, e);
     if (ok) conversation_set(&p->file, path.data);
     bytes_free(&path);
@@ -1047,8 +1043,9 @@ static bool slash_last(Play *p, bool again, Error *e) {
     int last = p->talk.messages - 1;
     while (last >= 0 && strcmp(p->talk.message[last].role, "user")) last--;
     if (last < 0) return fail(e, USAGE, "there is no question yet");
-    const Bytes *text = &p->talk.message[last].content;
-    if (!again) put_line("Taken back: ", text->data, utf8_check(text->data, text->n < 60 ? text->n : 60));
+    Bytes *text = &p->talk.message[last].content;
+    if (!again) text->data[utf8_check(text->data, text->n < 60 ? text->n : 60)] = 0; /* whole characters */
+    if (!again) put_text(stdout, NULL, "Taken back: ", text->data);
     conversation_remove(&p->talk, last + again, p->talk.messages - last - again);
     if (again) converse(p);
     return true;
@@ -1072,8 +1069,7 @@ static bool slash_effort(Play *p, const char *level, Error *e) {
 
 static void slash_system(Play *p, const char *text) {
     if (*text) conversation_set(&p->talk.instructions, strcmp(text, "none") ? text : NULL);
-    text = p->talk.instructions ? p->talk.instructions : "(none)";
-    put_line("Instructions: ", text, strlen(text));
+    put_text(stdout, NULL, "Instructions: ", p->talk.instructions ? p->talk.instructions : "(none)");
 }
 
 /* Runs a line that begins with '/'. /exit sets *leave. */
@@ -1124,7 +1120,7 @@ static int play_loop(Play *p) {
             conversation_add(&p->talk, "user", NULL, line.data + skip, line.n - skip);
             converse(p);
         }
-        if (!ok) put_wrapped(stderr, RED, e.text);
+        if (!ok) put_text(stderr, RED, "", e.text);
         bytes_free(&line);
     }
     puts("Goodbye!");
@@ -1416,11 +1412,10 @@ static void tap_to_file(void *data, const char *stage, int layer, const float *v
     const size_t row = sizeof *values * (size_t)cols;
     Bytes path = {0};
     bytes_print(&path, "%s/%s.%d.npy", l->o->tap, stage, layer);
-    const bool fresh = !file_exists(path.data);
-    FILE *f = l->e.code ? NULL : fopen(path.data, fresh ? "wb" : "r+b");
+    FILE *f = l->e.code ? NULL : fopen(path.data, file_exists(path.data) ? "r+b" : "wb");
     bool ok = f && !fseek(f, 0, SEEK_END);
     if (ok) {
-        const size_t before = fresh ? 0 : ((size_t)ftell(f) - NPY_HEADER) / row;
+        const size_t size = (size_t)ftell(f), before = size ? (size - NPY_HEADER) / row : 0;
         rewind(f);
         put_npy_header(f, before + (size_t)rows, cols);
         ok = !fseek(f, 0, SEEK_END) && fwrite(values, row, (size_t)rows, f) == (size_t)rows;

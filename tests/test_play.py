@@ -612,6 +612,7 @@ def test_save_and_load(folder):
         other.write_text("precious")
         expect("exists" in t.say(f"/save {other}"), "a file of the user's is not refused")
         same(other.read_text(), "precious", "the file")
+        expect("exists" in t.say("/save ~"), "the home folder is not refused")
         expect("x/y" in t.say(f"/save {folder}/x/y"), "a file in no folder is not refused")
         t.say("/save ~/home.json", "Saved")
     same(sorted(f.name for f in folder.iterdir() if f.is_file()), ["first.json", "home.json", "other"], "files")
@@ -765,7 +766,9 @@ def test_words_are_not_broken():
         return text.split()
     with play(columns=40) as t:
         shown = t.say("Show me Unicode.", "[Generated").replace("Unicode.\n", "")
-        help, prompt = t.say("/help") + t.say("/set"), t.say("/prompt")
+        help = t.say("/help") + t.say("/set") + t.say("/system Speak of trees, " + "and trees, " * 9)
+        t.say("/system none")
+        prompt = t.say("/prompt")
     for line in (shown + help).splitlines():
         expect(sum(2 if ord(c) > 0x1100 else 1 for c in line) <= 40, f"a line of {len(line)} columns: {line!r}")
     turn = CONVERSATIONS["unicode"]["turns"][0]
