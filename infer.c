@@ -475,7 +475,7 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
     if (s->tokenizer) open_chat(s);
     if (s->tokenizer && s->checkpoint.tensors.metadata) add_stops(s);
     if (need & NEED_CHAT && !s->has_chat) return *e = s->no_chat, false;
-    return !(need & NEED_ENGINE) || session_load(s, o, o->context, e);
+    return true;
 }
 
 bool session_load(Session *s, const Options *o, int context, Error *e) {
@@ -1139,11 +1139,12 @@ static void read_stdin(Bytes *out) {
     stdin_read(out);
 }
 
-/* The prompt from -p, -f and stdin. *once: there is one. */
-static bool read_prompt(const Options *o, Bytes *text, bool *once, Error *e) {
+/* The prompt from -p, -f and stdin; without any there is a loop. */
+static bool read_prompt(Play *p, Bytes *text, Error *e) {
+    const Options *o = &p->o;
     bool from_stdin = o->file ? !strcmp(o->file, "-") : !isatty(STDIN_FILENO);
     Bytes piped = {0};
-    *once = o->prompt || o->file || from_stdin;
+    p->loop = !o->prompt && !o->file && !from_stdin;
     if (o->prompt && o->file) return fail(e, USAGE, "give the prompt with -p or with -f, not with both");
     if (o->prompt) bytes_text(text, o->prompt);
     if (o->file && !from_stdin && !file_read(o->file, MOST_PROMPT, text, e)) return e->code = USAGE, false;
@@ -1151,9 +1152,9 @@ static bool read_prompt(const Options *o, Bytes *text, bool *once, Error *e) {
     if (text->n && piped.n) bytes_text(text, "\n\n");
     bytes_add(text, piped.data, piped.n);
     bytes_free(&piped);
-    if (!*once && (o->json || !isatty(STDOUT_FILENO)))
+    if (p->loop && (o->json || !isatty(STDOUT_FILENO)))
         return fail(e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
-    if (*once && !text->n && !o->prompt) return fail(e, USAGE, "the prompt is empty");
+    if (!p->loop && !text->n && !o->prompt) return fail(e, USAGE, "the prompt is empty");
     return check_text("the prompt", text->data, text->n, e);
 }
 
@@ -1181,14 +1182,12 @@ int play(const Options *o) {
     Error e;
     Bytes prompt = {0};
     Play p = {.o = *o};
-    bool once = false;
-    if (!read_prompt(o, &prompt, &once, &e) || !open_play(&p, &e)) die(&e);
-    bool blank = once && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
+    if (!read_prompt(&p, &prompt, &e) || !open_play(&p, &e)) die(&e);
+    bool blank = !p.loop && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
     if (blank) fail(&e, USAGE, "the prompt is empty"), die(&e);
-    p.loop = !once;
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
-    if (once) conversation_add(&p.talk, "user", NULL, prompt.data, prompt.n);
-    int code = once ? converse(&p) : play_loop(&p);
+    if (!p.loop) conversation_add(&p.talk, "user", NULL, prompt.data, prompt.n);
+    int code = p.loop ? play_loop(&p) : converse(&p);
     session_close(&p.m);
     conversation_free(&p.talk);
     free(p.file);
