@@ -468,12 +468,12 @@ static void print_facts(const cJSON *facts) {
     const cJSON *x;
     char count[32], size[24];
     cJSON_ArrayForEach(x, facts) {
+        const char *text = cJSON_IsTrue(x) ? "yes" : cJSON_IsFalse(x) ? "no" : x->valuestring;
+        if (cJSON_IsNumber(x)) text = count_text((uint64_t)x->valuedouble, count);
         for (const char *c = x->string; *c; c++) putchar(*c == '_' ? ' ' : *c);
-        printf("%*s", 23 - (int)strlen(x->string), "");
-        if (cJSON_IsNumber(x)) fputs(count_text((uint64_t)x->valuedouble, count), stdout);
+        printf("%*s%s", 23 - (int)strlen(x->string), "", text ? text : "unknown");
         if (strstr(x->string, "bytes")) printf(" (%s)", size_text((uint64_t)x->valuedouble, size));
-        if (cJSON_IsBool(x)) puts(cJSON_IsTrue(x) ? "yes" : "no");
-        if (!cJSON_IsBool(x)) puts(cJSON_IsString(x) ? x->valuestring : cJSON_IsNull(x) ? "unknown" : "");
+        puts("");
     }
 }
 

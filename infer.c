@@ -458,12 +458,6 @@ static void add_stops(Session *s) {
     }
 }
 
-static void open_chat(Session *s) {
-    Error e;
-    s->has_chat = chat_open(&s->chat, s->tokenizer, tokenizer_template(s->tokenizer), &e);
-    if (!s->has_chat) fail(&s->no_chat, BAD_MODEL, "%s has no chat format: %s", s->name, e.text);
-}
-
 bool session_open(Session *s, const Options *o, int need, Error *e) {
     bool tokenizer = need & (NEED_TOKENIZER | NEED_CHAT);
     *s = (Session){0};
@@ -472,7 +466,8 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
     if (!o->model && !choose_model(s, e)) return false;
     if (!open_checkpoint(s, o, need, e)) return false;
     if ((tokenizer || need & USE_TOKENIZER) && !open_tokenizer(s, !tokenizer, e)) return false;
-    if (s->tokenizer) open_chat(s);
+    if (s->tokenizer) s->has_chat = chat_open(&s->chat, s->tokenizer, tokenizer_template(s->tokenizer), &s->no_chat);
+    if (!s->has_chat) fail(&s->no_chat, BAD_MODEL, "%s has no chat format: %s", s->name, s->no_chat.text);
     if (s->tokenizer && s->checkpoint.tensors.metadata) add_stops(s);
     if (need & NEED_CHAT && !s->has_chat) return *e = s->no_chat, false;
     return true;
@@ -830,12 +825,9 @@ static void editor_open(void) {
         el_set(line, EL_BIND, keys[i].key, keys[i].name, NULL);
     }
     if (!home) return;
-    bytes_print(&path, "%s/.cache", home);
-    mkdir(path.data, 0700);
-    bytes_text(&path, "/infer");
-    mkdir(path.data, 0700);
-    bytes_text(&path, "/history");
+    bytes_print(&path, "%s/.cache/infer/history", home);
     editor.path = path.data;
+    for (char *c = path.data + strlen(home); (c = strchr(c + 1, '/')); *c = '/') *c = 0, mkdir(path.data, 0700);
     const int texts = history(editor.history, &event, H_LOAD, editor.path); /* it keeps the last HISTORY */
     if (texts < 0 && !stat(editor.path, &file) && file.st_size) {
         fprintf(stderr, "infer: %s is no history that can be read: it stays as it is, and gets no new lines\n",
@@ -1013,14 +1005,9 @@ static bool slash_load(Play *p, const char *path, Error *e) {
     conversation_init(&loaded);
     conversation_set(&loaded.date, p->talk.date); /* unless the file has another */
     bool ok = json && conversation_parse(&loaded, json, e);
-    if (ok) {
-        Conversation old = p->talk;
-        p->talk = loaded;
-        loaded = old;
-        put_text(stdout, NULL, "Loaded ", path);
-    }
     cJSON_Delete(json);
-    conversation_free(&loaded);
+    conversation_free(ok ? &p->talk : &loaded);
+    if (ok) p->talk = loaded, put_text(stdout, NULL, "Loaded ", path);
     return ok;
 }
 
