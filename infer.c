@@ -1091,25 +1091,24 @@ static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
 
 static int play_loop(Play *p) {
     bool leave = false;
+    Bytes line = {0};
     editor_open();
     print_row(stdout, "", 0, "✓ Ready for inference. /help lists the commands.");
-    while (!leave) {
-        Bytes line = {0};
+    for (; !leave && editor_text(&line); line.n = 0) {
         Error e;
         bool ok = true;
-        leave = !editor_text(&line);
-        size_t space = leave ? 0 : strspn(line.data, " \t\n"), skip = p->chat ? space : 0;
-        if (!leave && *line.data == '/') {
+        size_t space = strspn(line.data, " \t\n"), skip = p->chat ? space : 0;
+        if (*line.data == '/') {
             ok = run_slash(p, line.data, &leave, &e);
-        } else if (!leave && text_listed("exit quit bye help", line.data)) {
+        } else if (text_listed("exit quit bye help", line.data)) {
             ok = fail(&e, USAGE, "the command is /%s; a line that begins with a space is text", line.data);
         } else if (space < line.n && (ok = check_text("the text", line.data, line.n, &e))) {
             conversation_add(&p->talk, "user", NULL, line.data + skip, line.n - skip);
             converse(p);
         }
         if (!ok) put_text(stderr, RED, "", e.text);
-        bytes_free(&line);
     }
+    bytes_free(&line);
     puts("Goodbye!");
     editor_close();
     return DONE;
