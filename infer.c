@@ -839,6 +839,7 @@ static void editor_open(void) {
 }
 
 static void editor_close(void) {
+    put_escape(stdout, BRACKETS_OFF); /* not before: a paste may come while an answer is written */
     history_end(editor.history);
     el_end(editor.line);
     free(editor.path);
@@ -865,7 +866,6 @@ static bool editor_line(const char *prompt, Bytes *out) {
     interrupted = 0;
     el_set(editor.line, EL_PREP_TERM, 1); /* now, so that el_gets rarely gets Ctrl+C as a signal */
     const char *line = el_gets(editor.line, &n);
-    put_escape(stdout, BRACKETS_OFF);
     if (n <= 0) editor.cancelled = interrupted, puts(interrupted ? "^C" : ""); /* a signal, or the end of input */
     bytes_add(out, line, n > 0 && !editor.cancelled ? (size_t)n - (line[n - 1] == '\n') : 0);
     return n > 0 || editor.cancelled;
@@ -941,7 +941,7 @@ static int converse(Play *p) {
                   count_text((uint64_t)p->m.engine.context, count));
     if (!ok && !p->loop) die(&e);
     if (!ok) put_text(stderr, RED, "", e.text);
-    if (e.code == GPU_FAULT) exit(GPU_FAULT);
+    if (e.code == GPU_FAULT) put_escape(stdout, BRACKETS_OFF), exit(GPU_FAULT);
     if (p->loop) puts("");
     bytes_free(&a.text);
     bytes_free(&a.thinking);

@@ -909,6 +909,18 @@ def test_paste_of_several_lines():
         same(questions(t), [asked], "the question from the history")
 
 
+def test_paste_during_an_answer():
+    """The terminal still puts it in brackets, so it is one question, too."""
+    with play(*SHORT) as t:
+        t.send("Count.\n")
+        t.wait("Assistant: 1")
+        expect(t.raw.rindex(b"\x1b[?2004h") > t.raw.rfind(b"\x1b[?2004l"), "no brackets")
+        t.send("\x1b[200~one\r\ttwo\r\x1b[201~\n")
+        t.wait("[Generated", "[Generated")
+        t.prompt()
+        same(questions(t), ["Count.", "one\n\ttwo"], "questions")
+
+
 def test_ctrl_d_during_an_answer_means_nothing():
     with play() as t:
         t.send("Count.\n")
