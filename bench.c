@@ -70,24 +70,17 @@ static void report_figure(Bench *b, Figure *f) {
 /* Token i of a fixed sequence that looks random. */
 static int any_token(const Model *m, unsigned i) { return (int)((i * 2654435761u >> 8) % (unsigned)m->vocab); }
 
-static void note_time(Stream *t, size_t position, int token, const float *logits, bool last) {
-    (void)position, (void)token, (void)logits, (void)last;
-    *(double *)t->owner = seconds();
-}
-
 /* Measures prompts of f->tokens random tokens up to their first drawn token. All prompts differ, so the cache never
  * helps. */
 static void measure_prompt(Bench *b, Figure *f) {
     Error e;
     for (int r = -1; r < b->o->repeats; r++) { /* one to warm up */
-        double end, begin;
-        Stream t = {.prompt = (size_t)f->tokens, .most = (size_t)f->tokens + 1, .take = note_time, .owner = &end};
-        t.sampling = (Sampling){.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature};
-        t.want = WANT_TOKEN;
+        Stream t = {.prompt = (size_t)f->tokens, .most = (size_t)f->tokens + 1, .want = WANT_TOKEN};
+        t.sampling = b->o->sampling;
         for (int i = 0; i < f->tokens; i++) ids_add(&t.tokens, any_token(b->model.engine.model, b->prompt_tokens++));
-        begin = seconds();
+        double begin = seconds();
         if (!scheduler_run(b->model.scheduler, &t, NULL, &e)) die(&e);
-        if (r >= 0) f->seconds[r] = end - begin;
+        if (r >= 0) f->seconds[r] = seconds() - begin;
         ids_free(&t.tokens);
     }
 }
@@ -104,7 +97,7 @@ static double generate_once(Bench *b, const Figure *f) {
     for (int i = 0; i < n; i++) {
         slot[i] = first[i] = i, start[i] = f->depth, want[i] = WANT_TOKEN;
         token[i] = any_token(b->model.engine.model, (unsigned)i);
-        how[i] = (Sampling){.top_p = 1, .penalty = 1, .temperature = b->o->sampling.temperature, .seed = (uint64_t)i};
+        how[i] = b->o->sampling, how[i].seed = (uint64_t)i;
     }
     first[n] = n;
     for (int i = 0; i < n * pages; i++) ids_add(&page, i); /* overwrites the prompts */
@@ -253,7 +246,7 @@ static void run_load(Load *l, int requests) {
         curl_easy_setopt(c->easy, CURLOPT_URL, l->url);
         curl_easy_setopt(c->easy, CURLOPT_HTTPHEADER, l->headers);
         curl_easy_setopt(c->easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1); /* HTTP/2 would share one */
-        if (key) curl_easy_setopt(c->easy, CURLOPT_XOAUTH2_BEARER, key);
+        curl_easy_setopt(c->easy, CURLOPT_XOAUTH2_BEARER, key);
         curl_easy_setopt(c->easy, CURLOPT_HTTPAUTH, CURLAUTH_BEARER);
         curl_easy_setopt(c->easy, CURLOPT_WRITEFUNCTION, on_answer);
         curl_easy_setopt(c->easy, CURLOPT_WRITEDATA, c);
@@ -334,7 +327,7 @@ int bench(const Options *o) {
     bool json = !strcmp(o->output, "json"), md = !strcmp(o->output, "md");
     if (!json && !md) fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->output), die(&e);
     if (o->server) return bench_server(o, json);
-    if (!session_open(s, o, NEED_SHAPES | NEED_ENGINE, &e)) die(&e);
+    if (!session_open(s, o, NEED_SHAPES, &e) || !session_load(s, o, 0, &e)) die(&e);
     if (json) b.rows = cJSON_CreateArray();
     cJSON *out =
         json_object("family", json_word(s->checkpoint.family), "random", cJSON_CreateBool(s->checkpoint.model.made_up),
@@ -475,12 +468,12 @@ static void print_facts(const cJSON *facts) {
     const cJSON *x;
     char count[32], size[24];
     cJSON_ArrayForEach(x, facts) {
+        const char *text = cJSON_IsTrue(x) ? "yes" : cJSON_IsFalse(x) ? "no" : x->valuestring;
+        if (cJSON_IsNumber(x)) text = count_text((uint64_t)x->valuedouble, count);
         for (const char *c = x->string; *c; c++) putchar(*c == '_' ? ' ' : *c);
-        printf("%*s", 23 - (int)strlen(x->string), "");
-        if (cJSON_IsNumber(x)) fputs(count_text((uint64_t)x->valuedouble, count), stdout);
+        printf("%*s%s", 23 - (int)strlen(x->string), "", text ? text : "unknown");
         if (strstr(x->string, "bytes")) printf(" (%s)", size_text((uint64_t)x->valuedouble, size));
-        if (cJSON_IsBool(x)) puts(cJSON_IsTrue(x) ? "yes" : "no");
-        if (!cJSON_IsBool(x)) puts(cJSON_IsString(x) ? x->valuestring : cJSON_IsNull(x) ? "unknown" : "");
+        puts("");
     }
 }
 
@@ -489,7 +482,8 @@ int inspect(const Options *o) {
     uint64_t to_fetch;
     char *dir = model_find(o->model, &e);
     /* the hub is contacted only for an ORG/NAME that is not completely here */
-    bool far = strchr(o->model, '/') && (!dir || (strcmp(dir, o->model) && !model_complete(dir)));
+    bool far = strchr(o->model, '/') && !strchr("/.~", *o->model);
+    if (dir) far &= strcmp(dir, o->model) && !model_complete(dir);
     if (!far && !dir) die(&e);
     const char *outline = far ? outline_open(o->model, &to_fetch) : dir;
     cJSON *out = json_object("name", json_word(o->model), NULL);

@@ -157,7 +157,7 @@ struct Stream {
     Want want; /* WANT_LOGITS: `take` gets the logits of drawn tokens; WANT_ALL_LOGITS: those of the prompt too */
     size_t published; /* position of the next token that `take` gets. To skip a prompt's beginning, set it */
     const Ids *stop;  /* tokens that end it, or NULL */
-    Take *take;
+    Take *take;       /* or NULL */
     void *owner;
 
     size_t reused;  /* tokens of the prompt that were in the cache */
@@ -221,8 +221,7 @@ enum {
     NEED_CHAT = 2,       /* and a chat format; an error if the model has none */
     NEED_CHECKPOINT = 4, /* config and weights */
     NEED_SHAPES = 8,     /* the same; without weights config.json is enough */
-    NEED_ENGINE = 16,    /* loaded, with a context of o->context and room for o->slots or o->streams texts */
-    USE_TOKENIZER = 32   /* if there is one */
+    USE_TOKENIZER = 16   /* if there is one */
 };
 typedef struct {
     char *dir, *name; /* its path, and its name as the user gave it */
@@ -245,7 +244,7 @@ bool session_open(Session *s, const Options *o, int need, Error *e);
 bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e);
 /* Writes the ids of the n largest logits, largest first, and returns their number: n, or vocab if that is less. */
 int likeliest(const float *logits, int vocab, int n, int *ids);
-/* Loads the engine of a session that was opened without one, because the context depends on what was opened. */
+/* Loads the engine, with room for o->slots or o->streams texts of `context` tokens; 0: as many as fit. */
 bool session_load(Session *s, const Options *o, int context, Error *e);
 void session_close(Session *s);
 

@@ -344,6 +344,14 @@ static void wrap_end(Wrap *w) {
     *w = (Wrap){0};
 }
 
+/* Writes a label and a text, which may come from a model or a file. */
+static void put_text(FILE *f, const char *style, const char *label, const char *text) {
+    Wrap w = wrap_on(f, style);
+    wrap_text(&w, label, strlen(label));
+    wrap_text(&w, text, strlen(text));
+    wrap_end(&w);
+}
+
 void print_row(FILE *f, const char *name, int column, const char *text) {
     int width = isatty(fileno(f)) ? columns(f) : 100;
     if (width < 60 && column) fprintf(f, "%s\n", name), name = "", column = 6;
@@ -450,12 +458,6 @@ static void add_stops(Session *s) {
     }
 }
 
-static void open_chat(Session *s) {
-    Error e;
-    s->has_chat = chat_open(&s->chat, s->tokenizer, tokenizer_template(s->tokenizer), &e);
-    if (!s->has_chat) fail(&s->no_chat, BAD_MODEL, "%s has no chat format: %s", s->name, e.text);
-}
-
 bool session_open(Session *s, const Options *o, int need, Error *e) {
     bool tokenizer = need & (NEED_TOKENIZER | NEED_CHAT);
     *s = (Session){0};
@@ -464,10 +466,11 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
     if (!o->model && !choose_model(s, e)) return false;
     if (!open_checkpoint(s, o, need, e)) return false;
     if ((tokenizer || need & USE_TOKENIZER) && !open_tokenizer(s, !tokenizer, e)) return false;
-    if (s->tokenizer) open_chat(s);
+    if (s->tokenizer) s->has_chat = chat_open(&s->chat, s->tokenizer, tokenizer_template(s->tokenizer), &s->no_chat);
+    if (!s->has_chat) fail(&s->no_chat, BAD_MODEL, "%s has no chat format: %s", s->name, s->no_chat.text);
     if (s->tokenizer && s->checkpoint.tensors.metadata) add_stops(s);
     if (need & NEED_CHAT && !s->has_chat) return *e = s->no_chat, false;
-    return !(need & NEED_ENGINE) || session_load(s, o, o->context, e);
+    return true;
 }
 
 bool session_load(Session *s, const Options *o, int context, Error *e) {
@@ -617,6 +620,12 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     if (a->reason) scheduler_remove(p->m.scheduler, t);
 }
 
+/* Appends the bytes of all tokens. */
+static void ids_text(const Tokenizer *t, const Ids *ids, Bytes *out) {
+    Decoder d = {0};
+    for (size_t i = 0; i < ids->n; i++) tokenizer_bytes(t, &d, ids->data[i], out);
+}
+
 /* Makes the tokens that the model reads before its next answer. */
 static bool make_prompt(const Play *p, Ids *ids, Error *e) {
     Bytes text = {0};
@@ -698,10 +707,25 @@ static void print_statistics(const Answer *a, FILE *f) {
     if (p->bandwidth > 0) bytes_print(&line, " · %.0f%% of memory bandwidth", 100 * read / p->bandwidth);
     bytes_print(&line, " · context %zu%% · seed %llu · %s]", (a->prompt + a->tokens) * 100 / (size_t)g->context,
                 (unsigned long long)(p->o.sampling.seed + p->answers - 1), a->reason);
-    Wrap w = wrap_on(f, DIM);
-    wrap_text(&w, line.data, line.n);
-    wrap_end(&w);
+    put_text(f, DIM, "", line.data);
     bytes_free(&line);
+}
+
+static void print_answer_json(const Answer *a) {
+    const Play *p = a->p;
+    cJSON *calls = cJSON_CreateArray();
+    for (int i = 0; i < p->talk.messages; i++) {
+        const Message *m = p->talk.message + i;
+        if (!strcmp(m->role, "assistant") && message_part(m) == CALL) cJSON_AddItemToArray(calls, message_json(m));
+    }
+    cJSON *text = json_from_text(a->text.data, a->text.n);
+    cJSON *thinking = json_from_text(a->thinking.data, a->thinking.n);
+    json_print(json_object("model", json_word(p->m.name), "text", text, "thinking", thinking, "reason",
+                           json_word(a->reason), "tool_calls", calls, "prompt_tokens", json_number(a->prompt), "tokens",
+                           json_number(a->tokens), "thinking_tokens", json_number(a->thought), "first_token_ms",
+                           json_number(a->first * 1000), "tokens_per_second", json_number(speed(a)), "seed",
+                           json_number(p->o.sampling.seed), NULL),
+               true);
 }
 
 /* ---- the loop: lines from the terminal, by libedit ---- */
@@ -733,10 +757,12 @@ static char *edit_prompt(EditLine *line) {
 }
 
 static unsigned char edit_cancel(EditLine *line, int key) {
-    (void)line, (void)key;
+    (void)key;
     editor.cancelled = true;
-    fputs("^C\n", stdout);
-    return CC_NEWLINE;
+    el_cursor(line, 1 << 20); /* to the end, however long the line is */
+    el_insertstr(line, "^C");
+    el_push(line, "\n");
+    return CC_REFRESH;
 }
 
 static unsigned char edit_suspend(EditLine *line, int key) {
@@ -799,12 +825,9 @@ static void editor_open(void) {
         el_set(line, EL_BIND, keys[i].key, keys[i].name, NULL);
     }
     if (!home) return;
-    bytes_print(&path, "%s/.cache", home);
-    mkdir(path.data, 0700);
-    bytes_text(&path, "/infer");
-    mkdir(path.data, 0700);
-    bytes_text(&path, "/history");
+    bytes_print(&path, "%s/.cache/infer/history", home);
     editor.path = path.data;
+    for (char *c = path.data + strlen(home); (c = strchr(c + 1, '/')); *c = '/') *c = 0, mkdir(path.data, 0700);
     const int texts = history(editor.history, &event, H_LOAD, editor.path); /* it keeps the last HISTORY */
     if (texts < 0 && !stat(editor.path, &file) && file.st_size) {
         fprintf(stderr, "infer: %s is no history that can be read: it stays as it is, and gets no new lines\n",
@@ -816,6 +839,7 @@ static void editor_open(void) {
 }
 
 static void editor_close(void) {
+    put_escape(stdout, BRACKETS_OFF); /* not before: a paste may come while an answer is written */
     history_end(editor.history);
     el_end(editor.line);
     free(editor.path);
@@ -842,11 +866,9 @@ static bool editor_line(const char *prompt, Bytes *out) {
     interrupted = 0;
     el_set(editor.line, EL_PREP_TERM, 1); /* now, so that el_gets rarely gets Ctrl+C as a signal */
     const char *line = el_gets(editor.line, &n);
-    if (n <= 0 && interrupted) editor.cancelled = true, puts("^C"); /* a signal, not the end of input */
-    put_escape(stdout, BRACKETS_OFF);
-    if (!editor.cancelled && n > 0) bytes_add(out, line, (size_t)n - (line[n - 1] == '\n'));
-    if (!editor.cancelled && n <= 0) puts("");
-    return editor.cancelled ? bytes_text(out, ""), true : n > 0;
+    if (n <= 0) editor.cancelled = interrupted, puts(interrupted ? "^C" : ""); /* a signal, or the end of input */
+    bytes_add(out, line, n > 0 && !editor.cancelled ? (size_t)n - (line[n - 1] == '\n') : 0);
+    return n > 0 || editor.cancelled;
 }
 
 /* Reads a question: a line, or several between triple quotes, which are one text of the history. */
@@ -888,68 +910,57 @@ static const struct {
                {"/exit", "", "leave, as Ctrl+D does"}};
 enum { SLASHES = sizeof slashes / sizeof *slashes };
 
-/* Completes a command as far as all candidates agree. */
+/* Completes the only command that begins like the line. */
 static unsigned char edit_complete(EditLine *line, int key) {
     const LineInfo *now = el_line(line);
-    size_t n = (size_t)(now->cursor - now->buffer), same = 0;
-    const char *first = NULL;
-    char rest[20];
+    const size_t n = (size_t)(now->cursor - now->buffer);
+    const char *rest = NULL;
     (void)key;
     for (int i = 0; i < SLASHES && n && now->cursor == now->lastchar; i++) {
         if (strncmp(slashes[i].name, now->buffer, n)) continue;
-        if (!first) first = slashes[i].name, same = strlen(first);
-        while (strncmp(first, slashes[i].name, same)) same--;
+        if (rest) return CC_ERROR;
+        rest = slashes[i].name + n;
     }
-    if (!first) return CC_ERROR;
-    snprintf(rest, sizeof rest, "%.*s", (int)(same - n), first + n);
-    el_insertstr(line, rest);
-    return CC_REFRESH;
+    return rest && !el_insertstr(line, rest) ? CC_REFRESH : CC_ERROR;
 }
 
-static void show_error(const Error *e) {
-    Wrap w = wrap_on(stderr, RED);
-    wrap_text(&w, e->text, strlen(e->text));
-    wrap_end(&w);
-}
-
-/* Prints a label and, unwrapped, a text from a model or a file. */
-static void put_line(const char *label, const char *text, size_t n) {
-    Wrap w = {.f = stdout};
-    fputs(label, stdout);
-    wrap_text(&w, text, n);
-    puts("");
-}
-
-static void converse(Play *p) {
+/* Answers the conversation. Returns the exit code. */
+static int converse(Play *p) {
     Error e = {0};
     Answer a = {.p = p};
     char count[32];
-    interrupted = 0;
-    set_echo(false);
+    if (p->loop) set_echo(false);
     bool ok = answer(&a, &e);
-    set_echo(true);
-    if (a.reason) print_statistics(&a, stdout);
-    if (e.code == NO_ROOM || (a.reason && !strcmp(a.reason, "context full")))
+    if (p->loop) set_echo(true);
+    if (a.reason && p->o.json) print_answer_json(&a);
+    if (a.reason && !p->o.json) print_statistics(&a, p->loop ? stdout : stderr);
+    if (p->loop && (e.code == NO_ROOM || (a.reason && !strcmp(a.reason, "context full"))))
         ok = fail(&e, NO_ROOM,
                   "the context of %s tokens is full: /undo takes the last question back, /clear begins anew, "
                   "infer play --ctx chooses a larger one",
                   count_text((uint64_t)p->m.engine.context, count));
-    if (!ok) show_error(&e);
-    puts("");
+    if (!ok && !p->loop) die(&e);
+    if (!ok) put_text(stderr, RED, "", e.text);
+    if (e.code == GPU_FAULT) put_escape(stdout, BRACKETS_OFF), exit(GPU_FAULT);
+    if (p->loop) puts("");
     bytes_free(&a.text);
     bytes_free(&a.thinking);
-    if (e.code == GPU_FAULT) exit(GPU_FAULT);
+    return ok && !strcmp(a.reason, "interrupted") ? INTERRUPTED : DONE;
 }
 
 static bool slash_set(Play *p, char *name, Error *e) {
     const Sampling *s = &p->o.sampling;
     size_t n = strcspn(name, " \t");
     const Option *option = n ? option_find("set", name, n) : NULL;
+    char text[200];
     if (n && !option) return fail(e, USAGE, "there is no setting '%.40s'; /set shows all", name);
-    if (n && !option_set(&p->o, option, name + n + strspn(name + n, " \t"), e)) return false;
-    printf("temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, seed %llu, max-tokens %d\n",
-           (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty,
-           (unsigned long long)s->seed, p->o.max_tokens);
+    if (n && !option_set(&p->o, option, name + n + strspn(name + n, " \t"), e))
+        return fail(e, USAGE, "%s", e->text + strspn(e->text, "-")); /* here it is no option */
+    snprintf(text, sizeof text,
+             "temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, seed %llu, max-tokens %d",
+             (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty,
+             (unsigned long long)s->seed, p->o.max_tokens);
+    put_text(stdout, NULL, "", text);
     return true;
 }
 
@@ -957,11 +968,11 @@ static bool slash_set(Play *p, char *name, Error *e) {
 static bool slash_prompt(Play *p, bool whole, Error *e) {
     Ids ids = {0};
     Bytes text = {0};
-    Decoder d = {0};
+    Wrap exact = {.f = stdout}; /* without line breaks */
     char used[32], all[32];
     bool ok = make_prompt(p, &ids, e);
-    for (size_t i = 0; i < ids.n; i++) tokenizer_bytes(p->m.tokenizer, &d, ids.data[i], &text);
-    if (ok && whole) put_line("", text.data, text.n);
+    ids_text(p->m.tokenizer, &ids, &text);
+    if (ok && whole) wrap_text(&exact, text.data, text.n), puts("");
     if (ok && !whole)
         printf("%s of %s tokens (%.1f%%)\n", count_text(ids.n, used), count_text((uint64_t)p->m.engine.context, all),
                100 * (double)ids.n / p->m.engine.context);
@@ -975,16 +986,14 @@ static bool slash_save(Play *p, const char *path, Error *e) {
     Bytes text = {0}, fresh = {0};
     json_append(&text, conversation_json(&p->talk));
     bytes_print(&fresh, "%s.new", path);
-    FILE *f = NULL;
-    if ((p->file && !strcmp(p->file, path)) || access(path, F_OK))
-        f = fopen(fresh.data, "w");
-    else
-        errno = EEXIST;
+    const bool taken = !access(path, F_OK) && (!p->file || strcmp(p->file, path));
+    FILE *f = taken ? NULL : fopen(fresh.data, "w");
     bool ok = f && fwrite(text.data, 1, text.n, f) == text.n;
+    if (taken) errno = EEXIST;
     if ((f && fclose(f)) || !ok || rename(fresh.data, path))
         ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
     if (f && !ok) remove(fresh.data);
-    if (ok) put_line("Saved to ", path, strlen(path));
+    if (ok) put_text(stdout, NULL, "Saved to ", path);
     bytes_free(&text);
     bytes_free(&fresh);
     return ok;
@@ -996,24 +1005,20 @@ static bool slash_load(Play *p, const char *path, Error *e) {
     conversation_init(&loaded);
     conversation_set(&loaded.date, p->talk.date); /* unless the file has another */
     bool ok = json && conversation_parse(&loaded, json, e);
-    if (ok) {
-        Conversation old = p->talk;
-        p->talk = loaded;
-        loaded = old;
-        put_line("Loaded ", path, strlen(path));
-    }
     cJSON_Delete(json);
-    conversation_free(&loaded);
+    conversation_free(ok ? &p->talk : &loaded);
+    if (ok) p->talk = loaded, put_text(stdout, NULL, "Loaded ", path);
     return ok;
 }
 
-/* /save and /load. Without a name they use the last file; ~/ is the home folder, as in a shell. */
+/* /save and /load. Without a name they use the last file; ~ is the home folder, as in a shell. */
 static bool slash_file(Play *p, const char *name, bool save, Error *e) {
     const char *home = getenv("HOME");
     Bytes path = {0};
     if (!*name && !p->file) return fail(e, USAGE, "a file name is needed");
-    if (*name == '~' && name[1] == '/' && home) bytes_text(&path, home), name++;
-    bytes_text(&path, *name ? name : p->file);
+    if (!*name) name = p->file;
+    if (*name == '~' && strchr("/", name[1]) && home) bytes_text(&path, home), name++;
+    bytes_text(&path, name);
     bool ok = (save ? slash_save : slash_load)(p, path.data, e);
     if (ok) conversation_set(&p->file, path.data);
     bytes_free(&path);
@@ -1025,10 +1030,9 @@ static bool slash_last(Play *p, bool again, Error *e) {
     int last = p->talk.messages - 1;
     while (last >= 0 && strcmp(p->talk.message[last].role, "user")) last--;
     if (last < 0) return fail(e, USAGE, "there is no question yet");
-    const Bytes *text = &p->talk.message[last].content;
-    size_t n = text->n < 60 ? text->n : 60;
-    while (n < text->n && (text->data[n] & 0xC0) == 0x80) n--; /* whole characters */
-    if (!again) put_line("Taken back: ", text->data, n);
+    Bytes *text = &p->talk.message[last].content;
+    if (!again) text->data[utf8_check(text->data, text->n < 60 ? text->n : 60)] = 0; /* whole characters */
+    if (!again) put_text(stdout, NULL, "Taken back: ", text->data);
     conversation_remove(&p->talk, last + again, p->talk.messages - last - again);
     if (again) converse(p);
     return true;
@@ -1052,8 +1056,7 @@ static bool slash_effort(Play *p, const char *level, Error *e) {
 
 static void slash_system(Play *p, const char *text) {
     if (*text) conversation_set(&p->talk.instructions, strcmp(text, "none") ? text : NULL);
-    text = p->talk.instructions ? p->talk.instructions : "(none)";
-    put_line("Instructions: ", text, strlen(text));
+    put_text(stdout, NULL, "Instructions: ", p->talk.instructions ? p->talk.instructions : "(none)");
 }
 
 /* Runs a line that begins with '/'. /exit sets *leave. */
@@ -1086,62 +1089,32 @@ static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
     return true;
 }
 
-static void play_loop(Play *p) {
+static int play_loop(Play *p) {
     bool leave = false;
+    Bytes line = {0};
     editor_open();
     print_row(stdout, "", 0, "✓ Ready for inference. /help lists the commands.");
-    while (!leave) {
-        Bytes line = {0};
+    for (; !leave && editor_text(&line); line.n = 0) {
         Error e;
         bool ok = true;
-        leave = !editor_text(&line);
-        size_t space = leave ? 0 : strspn(line.data, " \t\n"), skip = p->chat ? space : 0;
-        if (!leave && *line.data == '/') {
+        size_t space = strspn(line.data, " \t\n"), skip = p->chat ? space : 0;
+        if (*line.data == '/') {
             ok = run_slash(p, line.data, &leave, &e);
-        } else if (!leave && text_listed("exit quit bye help", line.data)) {
+        } else if (text_listed("exit quit bye help", line.data)) {
             ok = fail(&e, USAGE, "the command is /%s; a line that begins with a space is text", line.data);
         } else if (space < line.n && (ok = check_text("the text", line.data, line.n, &e))) {
             conversation_add(&p->talk, "user", NULL, line.data + skip, line.n - skip);
             converse(p);
         }
-        if (!ok) show_error(&e);
-        bytes_free(&line);
+        if (!ok) put_text(stderr, RED, "", e.text);
     }
+    bytes_free(&line);
     puts("Goodbye!");
     editor_close();
+    return DONE;
 }
 
 /* ---- play ---- */
-
-static void print_answer_json(const Answer *a) {
-    const Play *p = a->p;
-    cJSON *calls = cJSON_CreateArray();
-    for (int i = 0; i < p->talk.messages; i++) {
-        const Message *m = p->talk.message + i;
-        if (!strcmp(m->role, "assistant") && message_part(m) == CALL) cJSON_AddItemToArray(calls, message_json(m));
-    }
-    cJSON *text = json_from_text(a->text.data, a->text.n);
-    cJSON *thinking = json_from_text(a->thinking.data, a->thinking.n);
-    json_print(json_object("model", json_word(p->m.name), "text", text, "thinking", thinking, "reason",
-                           json_word(a->reason), "tool_calls", calls, "prompt_tokens", json_number(a->prompt), "tokens",
-                           json_number(a->tokens), "thinking_tokens", json_number(a->thought), "first_token_ms",
-                           json_number(a->first * 1000), "tokens_per_second", json_number(speed(a)), "seed",
-                           json_number(p->o.sampling.seed), NULL),
-               true);
-}
-
-static int play_once(Play *p, const Bytes *prompt) {
-    Error e = {0};
-    Answer a = {.p = p};
-    conversation_add(&p->talk, "user", NULL, prompt->data, prompt->n);
-    bool ok = answer(&a, &e);
-    if (a.reason && p->o.json) print_answer_json(&a);
-    if (a.reason && !p->o.json) print_statistics(&a, stderr);
-    if (!ok) fprintf(stderr, "infer: %s\n", e.text);
-    bytes_free(&a.text);
-    bytes_free(&a.thinking);
-    return !ok ? e.code : !strcmp(a.reason, "interrupted") ? INTERRUPTED : DONE;
-}
 
 /* Reads all of stdin. If nothing arrives for a second it says what it waits for. */
 static void read_stdin(Bytes *out) {
@@ -1152,11 +1125,12 @@ static void read_stdin(Bytes *out) {
     stdin_read(out);
 }
 
-/* The prompt from -p, -f and stdin. *once: there is one. */
-static bool read_prompt(const Options *o, Bytes *text, bool *once, Error *e) {
+/* The prompt from -p, -f and stdin; without any there is a loop. */
+static bool read_prompt(Play *p, Bytes *text, Error *e) {
+    const Options *o = &p->o;
     bool from_stdin = o->file ? !strcmp(o->file, "-") : !isatty(STDIN_FILENO);
     Bytes piped = {0};
-    *once = o->prompt || o->file || from_stdin;
+    p->loop = !o->prompt && !o->file && !from_stdin;
     if (o->prompt && o->file) return fail(e, USAGE, "give the prompt with -p or with -f, not with both");
     if (o->prompt) bytes_text(text, o->prompt);
     if (o->file && !from_stdin && !file_read(o->file, MOST_PROMPT, text, e)) return e->code = USAGE, false;
@@ -1164,9 +1138,9 @@ static bool read_prompt(const Options *o, Bytes *text, bool *once, Error *e) {
     if (text->n && piped.n) bytes_text(text, "\n\n");
     bytes_add(text, piped.data, piped.n);
     bytes_free(&piped);
-    if (!*once && (o->json || !isatty(STDOUT_FILENO)))
+    if (p->loop && (o->json || !isatty(STDOUT_FILENO)))
         return fail(e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
-    if (*once && !text->n && !o->prompt) return fail(e, USAGE, "the prompt is empty");
+    if (!p->loop && !text->n && !o->prompt) return fail(e, USAGE, "the prompt is empty");
     return check_text("the prompt", text->data, text->n, e);
 }
 
@@ -1194,13 +1168,12 @@ int play(const Options *o) {
     Error e;
     Bytes prompt = {0};
     Play p = {.o = *o};
-    bool once = false;
-    if (!read_prompt(o, &prompt, &once, &e) || !open_play(&p, &e)) die(&e);
-    bool blank = once && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
+    if (!read_prompt(&p, &prompt, &e) || !open_play(&p, &e)) die(&e);
+    bool blank = !p.loop && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
     if (blank) fail(&e, USAGE, "the prompt is empty"), die(&e);
-    p.loop = !once;
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
-    int code = p.loop ? (play_loop(&p), DONE) : play_once(&p, &prompt);
+    if (!p.loop) conversation_add(&p.talk, "user", NULL, prompt.data, prompt.n);
+    int code = p.loop ? play_loop(&p) : converse(&p);
     session_close(&p.m);
     conversation_free(&p.talk);
     free(p.file);
@@ -1214,7 +1187,6 @@ typedef struct {
     Session s;
     Bytes in, out;
     Ids ids;
-    Decoder decoder;
 } Filter;
 
 static void filter_open(Filter *f, const Options *o, int need) {
@@ -1306,7 +1278,7 @@ static int detokenize(const Options *o) {
     Error e;
     filter_open(&f, o, NEED_TOKENIZER);
     if (!parse_ids(f.in.data, vocabulary(&f.s), &f.ids, &e)) die(&e);
-    for (size_t i = 0; i < f.ids.n; i++) tokenizer_bytes(f.s.tokenizer, &f.decoder, f.ids.data[i], &f.out);
+    ids_text(f.s.tokenizer, &f.ids, &f.out);
     return filter_close(&f);
 }
 
@@ -1322,9 +1294,7 @@ static int render(const Options *o) {
     if (!conversation_parse(&conversation, json, &e) ||
         !chat_render(&f.s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &f.ids, &e))
         die(&e);
-    for (size_t i = 0; i < f.ids.n && !o->as_ids; i++)
-        tokenizer_bytes(f.s.tokenizer, &f.decoder, f.ids.data[i], &f.out);
-    if (o->as_ids) print_ids(&f.ids, &f.out);
+    o->as_ids ? print_ids(&f.ids, &f.out) : ids_text(f.s.tokenizer, &f.ids, &f.out);
     cJSON_Delete(json);
     conversation_free(&conversation);
     return filter_close(&f);
@@ -1427,11 +1397,10 @@ static void tap_to_file(void *data, const char *stage, int layer, const float *v
     const size_t row = sizeof *values * (size_t)cols;
     Bytes path = {0};
     bytes_print(&path, "%s/%s.%d.npy", l->o->tap, stage, layer);
-    const bool fresh = !file_exists(path.data);
-    FILE *f = l->e.code ? NULL : fopen(path.data, fresh ? "wb" : "r+b");
+    FILE *f = l->e.code ? NULL : fopen(path.data, file_exists(path.data) ? "r+b" : "wb");
     bool ok = f && !fseek(f, 0, SEEK_END);
     if (ok) {
-        const size_t before = fresh ? 0 : ((size_t)ftell(f) - NPY_HEADER) / row;
+        const size_t size = (size_t)ftell(f), before = size ? (size - NPY_HEADER) / row : 0;
         rewind(f);
         put_npy_header(f, before + (size_t)rows, cols);
         ok = !fseek(f, 0, SEEK_END) && fwrite(values, row, (size_t)rows, f) == (size_t)rows;

@@ -1928,7 +1928,7 @@ static void publish(Scheduler *s, Stream *t, size_t position, int token, const f
     for (size_t i = 0; t->stop && position >= t->prompt && i < t->stop->n; i++) t->stopped |= token == t->stop->data[i];
     const bool last = t->stopped || token < 0 || t->published == t->most;
     if (last) scheduler_remove(s, t);
-    t->take(t, position, token, logits, last);
+    if (t->take) t->take(t, position, token, logits, last);
 }
 
 /* Handles the results of a step for one stream: a drawn token, and the logits of `rows` of its tokens. */

@@ -699,6 +699,8 @@ def test_inspect(folder):
             expect(word in text, f"lacks {word}: {text}")
         same([*(folder / "tmp").iterdir()], [], "what was left")
         refused("inspect", "org/nothing", env=env, words=["/org/nothing"])
+        for path in ("/no/such", "./no", folder / "no"):  # paths, never repositories
+            refused("inspect", path, env=env, cwd=folder, words=[str(path), "is no folder"])
         hub.fault = lambda q: q.stall() if q.name == WEIGHTS else None
         with in_terminal(hub, folder, "inspect", "org/parrot", TMPDIR=folder / "tmp") as t:
             while not any(q.name == WEIGHTS for q in hub.requests[-1:]):

@@ -422,6 +422,7 @@ def test_default_settings():
         t.wait("Ready")
         t.prompt()
         shown = t.say("/set")
+        same(t.say("/set temperature hot"), "temperature must be 0 or 0.01 to 100, not 'hot'\n", "a wrong setting")
         for setting in ("temperature 1", "top-k 0", "top-p 1", "min-p 0", "repetition-penalty 1", "max-tokens 0"):
             expect(re.search(rf"\b{setting}\b(?!\.)", shown), f"not {setting}: {shown!r}")
 
@@ -490,6 +491,19 @@ def test_ctrl_c_at_the_prompt_clears_the_line():
         t.prompt()
         same(t.say("Hello!", "[Generated").split("[Generated")[0], shown_turn(HELLO), "the answer")
         same(t.say("/prompt"), answered("hello") + "\n", "/prompt")
+
+
+def test_ctrl_c_in_the_middle_of_the_line():
+    """The whole line stays to be read, with ^C behind it."""
+    with play(columns=30) as t:
+        t.send("one two three four five six seven\x01")
+        t.wait("seven")
+        t.read(0.5)
+        t.send("\x03")
+        t.prompt()
+        end = t.raw[:t.raw.rindex(b"^C") + 2].decode().rsplit("You: ", 1)[1]
+        expect(re.search(r"\n(\x1b\[\d+[CG]|.*seven)\^C$", end), f"^C stands in the text: {end!r}")
+        same(t.say("/retry"), "there is no question yet\n", "/retry")
 
 
 def interrupted(t, question, at):
@@ -598,6 +612,7 @@ def test_save_and_load(folder):
         other.write_text("precious")
         expect("exists" in t.say(f"/save {other}"), "a file of the user's is not refused")
         same(other.read_text(), "precious", "the file")
+        expect("exists" in t.say("/save ~"), "the home folder is not refused")
         expect("x/y" in t.say(f"/save {folder}/x/y"), "a file in no folder is not refused")
         t.say("/save ~/home.json", "Saved")
     same(sorted(f.name for f in folder.iterdir() if f.is_file()), ["first.json", "home.json", "other"], "files")
@@ -751,7 +766,9 @@ def test_words_are_not_broken():
         return text.split()
     with play(columns=40) as t:
         shown = t.say("Show me Unicode.", "[Generated").replace("Unicode.\n", "")
-        help, prompt = t.say("/help"), t.say("/prompt")
+        help = t.say("/help") + t.say("/set") + t.say("/system Speak of trees, " + "and trees, " * 9)
+        t.say("/system none")
+        prompt = t.say("/prompt")
     for line in (shown + help).splitlines():
         expect(sum(2 if ord(c) > 0x1100 else 1 for c in line) <= 40, f"a line of {len(line)} columns: {line!r}")
     turn = CONVERSATIONS["unicode"]["turns"][0]
@@ -890,6 +907,18 @@ def test_paste_of_several_lines():
         t.wait("[Generated")
         t.prompt()
         same(questions(t), [asked], "the question from the history")
+
+
+def test_paste_during_an_answer():
+    """The terminal still puts it in brackets, so it is one question, too."""
+    with play(*SHORT) as t:
+        t.send("Count.\n")
+        t.wait("Assistant: 1")
+        expect(t.raw.rindex(b"\x1b[?2004h") > t.raw.rfind(b"\x1b[?2004l"), "no brackets")
+        t.send("\x1b[200~one\r\ttwo\r\x1b[201~\n")
+        t.wait("[Generated", "[Generated")
+        t.prompt()
+        same(questions(t), ["Count.", "one\n\ttwo"], "questions")
 
 
 def test_ctrl_d_during_an_answer_means_nothing():
