@@ -489,7 +489,7 @@ int inspect(const Options *o) {
     uint64_t to_fetch;
     char *dir = model_find(o->model, &e);
     /* the hub is contacted only for an ORG/NAME that is not completely here */
-    bool far = strchr(o->model, '/') && (!dir || (strcmp(dir, o->model) && !model_complete(dir)));
+    bool far = strchr(o->model, '/') && (!dir || (strcmp(dir, o->model) && !model_entry(dir).complete));
     if (!far && !dir) die(&e);
     const char *outline = far ? outline_open(o->model, &to_fetch) : dir;
     cJSON *out = json_object("name", json_word(o->model), NULL);

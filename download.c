@@ -654,11 +654,11 @@ static void hub_open(const Options *o) {
 static void fetch_listed(const char *snapshot) {
     bool check = wants_default(hub.o) && !strcmp(hub.file->name, "config.json");
     char size[24];
-    Error e;
+    ModelEntry m;
     fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, size_text(hub.total, size));
     if (check) fetch(hub.file + hub.next++);
-    if (check && !checkpoint_known(snapshot, &e))
-        give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, e.text);
+    if (check && !(m = model_entry(snapshot)).known)
+        give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, m.problem.text);
     fetch_rest();
 }
 
@@ -672,7 +672,7 @@ static char *fetch_repository(const Options *o) {
     if (!file_read(ref, 64, &known, &e)) bytes_text(&known, hub.revision);
     snprintf(path, sizeof path, "%s/snapshots/%s", hub.folder, known.data);
     bool fixed = is_like(hub.revision, HEX_40);
-    bool whole = wants_default(o) && is_like(known.data, HEX_40) && model_complete(path);
+    bool whole = wants_default(o) && is_like(known.data, HEX_40) && model_entry(path).complete;
     bool ask = !whole || (!fixed && !offline());
     if (whole) hub.max_tries = 0;
     if (ask && list_files(&e)) {
@@ -698,7 +698,7 @@ static char *fetch_repository(const Options *o) {
 int download(const Options *o) {
     char *path = fetch_repository(o);
     puts(path);
-    if (wants_default(o) && model_complete(path))
+    if (wants_default(o) && model_entry(path).complete)
         fprintf(stderr, "infer play %.*s  talks to it\n", (int)strcspn(o->model, "@"), o->model);
     free(path);
     return DONE;
@@ -706,7 +706,7 @@ int download(const Options *o) {
 
 char *model_get(const char *argument, Error *e) {
     char *path = model_find(argument, e), answer[16] = "";
-    bool here = path && (!strcmp(path, argument) || model_complete(path));
+    bool here = path && (!strcmp(path, argument) || model_entry(path).complete);
     if (here || !strchr(argument, '/') || !repository_valid(argument) || !isatty(STDIN_FILENO) ||
         !isatty(STDERR_FILENO))
         return path;

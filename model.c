@@ -1344,16 +1344,6 @@ bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Er
     return read_checkpoint(c, dir, true, encoding, e);
 }
 
-bool checkpoint_known(const char *dir, Error *e) {
-    Checkpoint c = {0};
-    Loader load = {.c = &c, .e = e};
-    *e = (Error){0};
-    bool known = open_config(&load, dir);
-    close_config(&load);
-    checkpoint_close(&c);
-    return known;
-}
-
 void checkpoint_close(Checkpoint *c) {
     for (int i = 0; i < c->owned_n; i++) free(c->owned[i]);
     free(c->owned);
@@ -1411,19 +1401,19 @@ static void set_text(char *out, size_t room, const char *text) {
     bytes_free(&shown);
 }
 
-/* Fills in all but path and name. The encoding is config.json's, or in GGUF the type with the
- * most bytes. If parts of a GGUF model are missing, it counts as known. False: there is no model. */
-static bool describe(ModelEntry *m) {
-    Error e = {0};
+ModelEntry model_entry(const char *path) {
+    ModelEntry m = {0};
+    Error missing;
     Checkpoint c = {0};
-    Loader load = {.c = &c, .e = &e};
+    Loader load = {.c = &c, .e = &m.problem};
     Tensors *t = &c.tensors;
     struct stat st;
     size_t bytes[TYPES + 1] = {0}, most = 0; /* by type; the last: all others */
-    const bool config = open_config(&load, m->path), model = load.gguf || load.file;
-    char *tokenizer = join(m->path, "tokenizer.json");
-    m->complete = load.gguf ? t->n : load.file && !access(tokenizer, F_OK);
-    m->known = config || (load.gguf && !m->complete);
+    char *tokenizer = join(path, "tokenizer.json");
+    m.known = open_config(&load, path);
+    m.there = load.gguf || load.file;
+    m.complete = load.gguf ? t->n : load.file && !access(tokenizer, F_OK);
+    if (load.gguf && !m.complete) m.known = true;
     const char *encoding = json_string(json_get(load.file, "quantization_config"), "quant_method");
     if (!encoding) encoding = json_string(load.file, "dtype");
     if (!encoding) encoding = json_string(load.file, "torch_dtype"); /* its older name */
@@ -1431,27 +1421,21 @@ static bool describe(ModelEntry *m) {
         size_t *sum = bytes + type_of(one);
         if ((*sum += one->size) > most) most = *sum, encoding = one->dtype;
     }
-    set_text(m->encoding, sizeof m->encoding, encoding);
-    for (char *s = m->encoding; *s; s++) *s = (char)toupper((unsigned char)*s);
-    set_text(m->family, sizeof m->family,
+    set_text(m.encoding, sizeof m.encoding, encoding);
+    for (char *s = m.encoding; *s; s++) *s = (char)toupper((unsigned char)*s);
+    set_text(m.family, sizeof m.family,
              load.gguf ? json_string(t->metadata, "general.architecture") : json_string(load.file, "model_type"));
-    if (!t->files) m->complete &= name_files(t, m->path, &e);
+    if (!t->files) m.complete &= name_files(t, path, &missing);
     for (int i = 0; i < t->files; i++) {
         if (stat(t->file[i].name, &st))
-            m->complete = false;
+            m.complete = false;
         else
-            m->bytes += (uint64_t)st.st_size;
+            m.bytes += (uint64_t)st.st_size;
     }
     close_config(&load);
     checkpoint_close(&c);
     free(tokenizer);
-    return model;
-}
-
-bool model_complete(const char *dir) {
-    ModelEntry m = {.path = (char *)(uintptr_t)dir};
-    describe(&m);
-    return m.complete;
+    return m;
 }
 
 typedef struct {
@@ -1462,27 +1446,27 @@ typedef struct {
 /* Adds the model at a path, unless its name is listed already or none of its weights are here and no download has
  * `begun`. */
 static void list_add(List *list, const char *path, const char *name, bool begun) {
-    ModelEntry m = {.path = copy_text(path, strlen(path)), .name = copy_text(name, strlen(name))};
-    bool listed = false;
-    for (int i = 0; i < list->n && !listed; i++) listed = !strcmp(list->entry[i].name, name);
-    if (!listed && describe(&m) && (m.bytes || begun)) {
-        list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
-        list->entry[list->n++] = m;
-    } else {
-        free(m.path);
-        free(m.name);
-    }
+    for (int i = 0; i < list->n; i++)
+        if (!strcmp(list->entry[i].name, name)) return;
+    ModelEntry m = model_entry(path);
+    if (!m.there || !(m.bytes || begun)) return;
+    m.path = copy_text(path, strlen(path));
+    m.name = copy_text(name, strlen(name));
+    list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
+    list->entry[list->n++] = m;
 }
 
-/* Adds the GGUF files of a folder as SHOWN/FILE; with `deeper` also those of the folders in it. */
-static void add_gguf(List *list, const char *folder, const char *shown, bool deeper) {
-    DIR *dir = opendir(folder);
+/* Adds what is at a path: the first file of a GGUF model, or a folder, with the GGUF files in it and one folder deeper.
+ * They are shown as SHOWN/FILE. depth: 2 at the path itself. */
+static void add_path(List *list, const char *path, const char *shown, bool begun, int depth) {
+    const bool gguf = gguf_named(path);
+    if (gguf ? gguf_parts(path) : depth == 2) list_add(list, path, shown, begun);
+    DIR *dir = gguf || !depth ? NULL : opendir(path);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         if (*d->d_name == '.') continue;
-        char *path = join(folder, d->d_name), *name = join(shown, d->d_name);
-        if (gguf_named(path) && gguf_parts(path)) list_add(list, path, name, false);
-        if (deeper) add_gguf(list, path, name, false);
-        free(path);
+        char *inner = join(path, d->d_name), *name = join(shown, d->d_name);
+        add_path(list, inner, name, false, depth - 1);
+        free(inner);
         free(name);
     }
     if (dir) closedir(dir);
@@ -1507,27 +1491,25 @@ static char *find_snapshot(const char *repository) {
     return found;
 }
 
-/* Adds each model folder in `parent`; `hub`: each repository, where models--ORG--NAME is shown as ORG/NAME. */
+/* Adds what is in `parent`; `hub`: each repository, models--ORG--NAME. ORG--NAME is shown as ORG/NAME. */
 static void add_all(List *list, const char *parent, bool hub) {
     DIR *dir = opendir(parent);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         bool repository = !strncmp(d->d_name, "models--", 8);
         if (*d->d_name == '.' || repository != hub) continue;
         char *path = join(parent, d->d_name), *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
+        char *model = hub ? find_snapshot(path) : copy_text(path, strlen(path));
         Bytes shown = {0};
         if (dashes)
             bytes_print(&shown, "%.*s/%s", (int)(dashes - name), name, dashes + 2);
         else
             bytes_text(&shown, hub ? name : path);
-        char *snapshot = hub ? find_snapshot(path) : NULL;
-        if (!hub || snapshot) list_add(list, hub ? snapshot : path, shown.data, hub);
-        if (snapshot) add_gguf(list, snapshot, shown.data, true);
+        if (model) add_path(list, model, shown.data, hub, 2);
         free(path);
-        free(snapshot);
+        free(model);
         bytes_free(&shown);
     }
     if (dir) closedir(dir);
-    if (!hub) add_gguf(list, parent, parent, true);
 }
 
 static int by_entry_name(const void *a, const void *b) {
@@ -1575,7 +1557,7 @@ void models_free(ModelEntry *list, int n) {
 static char *find_inside(const char *folder) {
     List list = {0};
     char *config = join(folder, "config.json");
-    if (access(config, F_OK)) add_gguf(&list, folder, folder, true);
+    if (access(config, F_OK)) add_path(&list, folder, folder, false, 2);
     char *found = list.n == 1 ? list.entry->path : (char *)(uintptr_t)folder;
     found = copy_text(found, strlen(found));
     models_free(list.entry, list.n);
