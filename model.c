@@ -65,12 +65,12 @@ static const Family families[] = {
                       "rope_scaling": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
                                        "truncate": false}}),
      .act = SWIGLU_CLAMPED, .sinks = true, .windows = EVEN_LAYERS,
-     .moe = {"mlp.router", "mlp.experts", "gate_proj", "up_proj", "down_proj", "num_local_experts",
+     .moe = {"mlp.router", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "num_local_experts",
              "intermediate_size", .biases = true}},
     {.model_type = "llama"},
     {"mistral", JSON({"num_key_value_heads": 8, "sliding_window": 4096}), .windows = EVERY_LAYER},
     {"mixtral", JSON({"num_key_value_heads": 8, "norm_topk_prob": true, "rope_theta": 1e6}), .windows = EVERY_LAYER,
-     .moe = {"block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2", "num_local_experts",
+     .moe = {"block_sparse_moe.gate", "block_sparse_moe.experts", ".w1", ".w3", ".w2", "num_local_experts",
              "intermediate_size"}},
     {"qwen2", JSON({"use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
      .qkv_bias = true, .windows = FROM_LAYER},
@@ -79,7 +79,8 @@ static const Family families[] = {
     {"qwen3_moe", JSON({"num_key_value_heads": 4, "use_sliding_window": false, "sliding_window": 4096,
                         "moe_intermediate_size": 768}),
      .head_norms = true, .windows = EVERY_LAYER,
-     .moe = {"mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "num_experts", "moe_intermediate_size"}},
+     .moe = {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "num_experts",
+             "moe_intermediate_size"}},
     {"gemma2", JSON({"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": true,
                      "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50, "final_logit_softcapping": 30}),
      .act = GEGLU, .gemma = true, .windows = EVEN_LAYERS},
@@ -93,13 +94,13 @@ static const Family families[] = {
     {"deepseek_v2", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                           "v_head_dim": 128, "n_shared_experts": 2, "scoring_func": "softmax",
                           "topk_method": "greedy", "rope_interleave": true}),
-     .latent = true, .moe = {"mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "n_routed_experts",
+     .latent = true, .moe = {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "n_routed_experts",
                              "moe_intermediate_size"}},
     {"deepseek_v3", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                           "v_head_dim": 128, "n_shared_experts": 1, "scoring_func": "sigmoid",
                           "topk_method": "noaux_tc", "norm_topk_prob": true, "routed_scaling_factor": 2.5,
                           "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "rope_interleave": true}),
-     .latent = true, .moe = {"mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "n_routed_experts",
+     .latent = true, .moe = {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "n_routed_experts",
                              "moe_intermediate_size"}},
 };
 /* clang-format on */
@@ -1056,22 +1057,21 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bo
     return w;
 }
 
-/* Copies the n numbers of expert i into the array of all experts, which expert 0 creates. */
-static void *gather(Loader *load, const void *all, const void *one, int i, size_t n) {
+/* Copies the n numbers of matrix i into the array of all `count` matrices, which matrix 0 creates. */
+static void *gather(Loader *load, int count, const void *all, const void *one, int i, size_t n) {
     char *out = (char *)(uintptr_t)all;
-    if (one && !i) out = keep(load->c, (size_t)load->c->model.n_experts * n, 4);
+    if (one && !i) out = keep(load->c, (size_t)count * n, 4);
     if (one && out) memcpy(out + (size_t)i * n * 4, one, n * 4);
     return out;
 }
 
-/* Binds one matrix of each expert. Each is a module of its own. */
-static Linear bind_each(Loader *load, const char *matrix, int rows, int cols, bool bias) {
-    int n = load->c->model.n_experts;
+/* Binds n matrices, one per expert or head. Each is a module of its own, MODULE.0 MATRIX and so on. */
+static Linear bind_each(Loader *load, const char *module, const char *matrix, int n, int rows, int cols, bool bias) {
     View *each = keep(load->c, (size_t)n * 3, sizeof *each);
     Linear all = {0};
     for (int i = 0; i < n && !failed(load); i++) {
         char name[100];
-        snprintf(name, sizeof name, "%s.%d.%s", load->family->moe.experts, i, matrix);
+        snprintf(name, sizeof name, "%s.%d%s", module, i, matrix);
         Linear one = bind_linear(load, name, rows, cols, bias);
         if (!i) {
             all = one;
@@ -1083,9 +1083,9 @@ static Linear bind_each(Loader *load, const char *matrix, int rows, int cols, bo
             refuse(load, load->path, "%s%s is %s, that of expert 0 %s, or its scales differ", load->prefix, name,
                    types[one.type].name, types[all.type].name);
         each[i] = one.data, each[n + i] = one.scale.data, each[2 * n + i] = one.zero.data;
-        all.factor = gather(load, all.factor, one.factor, i, 1);
-        all.bias = gather(load, all.bias, one.bias, i, (size_t)rows);
-        all.group = gather(load, all.group, one.group, i, (size_t)cols);
+        all.factor = gather(load, n, all.factor, one.factor, i, 1);
+        all.bias = gather(load, n, all.bias, one.bias, i, (size_t)rows);
+        all.group = gather(load, n, all.group, one.group, i, (size_t)cols);
     }
     return all;
 }
@@ -1102,15 +1102,6 @@ static Linear bind_mxfp4(Loader *load, const char *name, int rows, int cols) {
     w.data = view_of(load, codes, n * rows, rows);
     w.scale = (Grid){.type = E8M0, .rows = 1, .cols = 32, .data = view_of(load, scales, n * rows, rows)};
     w.bias = floats(load, bind(load, name, "_bias", TYPES, 2, (int64_t[]){n, rows}), (size_t)(n * rows));
-    return w;
-}
-
-/* Binds GGUF's NAME.weight (n, rows, cols). */
-static Linear bind_stack(Loader *load, const char *name, int n, int rows, int cols) {
-    Linear w = {.type = plain_type(load, name), .rows = rows, .cols = cols, .n = n};
-    Tensor *t = bind(load, name, ".weight", w.type, 3, (int64_t[]){n, rows, cols});
-    belongs(t, w.type, (int64_t)n * rows * cols);
-    w.data = view_of(load, t, (int64_t)n * rows, rows);
     return w;
 }
 
@@ -1175,8 +1166,8 @@ static void bind_latent(Loader *load, Layer *l) {
     l->kv_a = bind_linear(load, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
     l->kv_a_norm = bind_floats(load, "self_attn.kv_a_layernorm", ".weight", rank);
     if (m->k_up_transposed) {
-        l->k_up = bind_stack(load, "self_attn.k_b_proj", m->n_heads, rank, keys);
-        l->v_up = bind_stack(load, "self_attn.v_b_proj", m->n_heads, m->v_dim, rank);
+        l->k_up = bind_each(load, "self_attn.k_b_proj", "", m->n_heads, rank, keys, false);
+        l->v_up = bind_each(load, "self_attn.v_b_proj", "", m->n_heads, m->v_dim, rank, false);
     } else {
         Linear both = bind_linear(load, "self_attn.kv_b_proj", m->n_heads * (keys + m->v_dim), rank, false);
         l->k_up = cut(load, &both, 0, 1, keys, keys + m->v_dim);
@@ -1198,9 +1189,9 @@ static void bind_experts(Loader *load, Layer *l) {
         l->down = bind_mxfp4(load, "mlp.experts.down_proj", m->dim, width);
         return;
     }
-    l->gate = bind_each(load, f->moe.gate, width, m->dim, bias);
-    l->up = bind_each(load, f->moe.up, width, m->dim, bias);
-    l->down = bind_each(load, f->moe.down, m->dim, width, bias);
+    l->gate = bind_each(load, f->moe.experts, f->moe.gate, m->n_experts, width, m->dim, bias);
+    l->up = bind_each(load, f->moe.experts, f->moe.up, m->n_experts, width, m->dim, bias);
+    l->down = bind_each(load, f->moe.experts, f->moe.down, m->n_experts, m->dim, width, bias);
     if (!f->latent) return;
     if (m->route.group_best == 2) /* topk_method noaux_tc */
         l->choice_bias = bind_floats(load, f->moe.router, ".e_score_correction_bias", m->n_experts);
@@ -1281,7 +1272,7 @@ static void bind_all(Loader *load) {
     if (!embed) m->embed = m->head;
     strcpy(load->prefix, text);
     m->norm = bind_floats(load, "norm", ".weight", m->dim);
-    m->k_up_transposed = tensors_find(all, "model.layers.0.self_attn.k_b_proj.weight");
+    m->k_up_transposed = tensors_find(all, "model.layers.0.self_attn.k_b_proj.0.weight");
     for (int i = 0; i < m->n_layers && !failed(load); i++) {
         snprintf(load->prefix, sizeof load->prefix, "%slayers.%d.", text, i);
         bind_layer(load, i);
