@@ -35,10 +35,6 @@ enum {
 
 /* ---- config and families ---- */
 
-/* Which layers have a window if config.json has no layer_types. FROM_LAYER: those from max_window_layers on. BUT_EVERY:
- * all but every sliding_window_pattern-th. If use_sliding_window is false, no layer has one. */
-typedef enum { NO_LAYER, EVERY_LAYER, EVEN_LAYERS, FROM_LAYER, BUT_EVERY } Windows;
-
 typedef struct {
     const char *model_type; /* of config.json */
     const char *defaults;   /* values of keys that its config.json leaves out, where families differ */
@@ -48,8 +44,7 @@ typedef struct {
     bool qkv_bias;   /* q, k and v always have a bias, o never; otherwise attention_bias decides */
     bool sinks;      /* self_attn.sinks */
     bool latent;     /* DeepSeek's latent attention */
-    Windows windows;
-    struct { /* names of tensors in a layer and in an expert, and keys of config.json; NULL: dense */
+    struct {         /* names of tensors in a layer and in an expert, and keys of config.json; NULL: dense */
         const char *router, *experts, *gate, *up, *down, *count, *width;
         bool biases; /* experts have biases; in safetensors one MXFP4 tensor holds all, rows of gate and up in turn */
     } moe;
@@ -61,35 +56,36 @@ typedef struct {
 /* clang-format off */
 static const Family families[] = {
     {"gpt_oss", JSON({"attention_bias": true, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
-                      "norm_topk_prob": true, "rope_theta": 150000,
+                      "sliding_window_pattern": 2, "norm_topk_prob": true, "rope_theta": 150000,
                       "rope_scaling": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
                                        "truncate": false}}),
-     .act = SWIGLU_CLAMPED, .sinks = true, .windows = EVEN_LAYERS,
+     .act = SWIGLU_CLAMPED, .sinks = true,
      .moe = {"mlp.router", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "num_local_experts",
              "intermediate_size", .biases = true}},
     {.model_type = "llama"},
-    {"mistral", JSON({"num_key_value_heads": 8, "sliding_window": 4096}), .windows = EVERY_LAYER},
-    {"mixtral", JSON({"num_key_value_heads": 8, "norm_topk_prob": true, "rope_theta": 1e6}), .windows = EVERY_LAYER,
+    {.model_type = "mistral", .defaults = JSON({"num_key_value_heads": 8, "sliding_window": 4096})},
+    {"mixtral", JSON({"num_key_value_heads": 8, "sliding_window": null, "norm_topk_prob": true, "rope_theta": 1e6}),
      .moe = {"block_sparse_moe.gate", "block_sparse_moe.experts", ".w1", ".w3", ".w2", "num_local_experts",
              "intermediate_size"}},
     {"qwen2", JSON({"use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
-     .qkv_bias = true, .windows = FROM_LAYER},
+     .qkv_bias = true},
     {"qwen3", JSON({"head_dim": 128, "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
-     .head_norms = true, .windows = FROM_LAYER},
+     .head_norms = true},
     {"qwen3_moe", JSON({"num_key_value_heads": 4, "use_sliding_window": false, "sliding_window": 4096,
                         "moe_intermediate_size": 768}),
-     .head_norms = true, .windows = EVERY_LAYER,
+     .head_norms = true,
      .moe = {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "num_experts",
              "moe_intermediate_size"}},
-    {"gemma2", JSON({"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": true,
-                     "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50, "final_logit_softcapping": 30}),
-     .act = GEGLU, .gemma = true, .windows = EVEN_LAYERS},
+    {"gemma2", JSON({"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2,
+                     "tie_word_embeddings": true, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50,
+                     "final_logit_softcapping": 30}),
+     .act = GEGLU, .gemma = true},
     {"gemma3_text", JSON({"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216,
                           "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
                           "max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 6,
                           "rms_norm_eps": 1e-6, "tie_word_embeddings": true, "query_pre_attn_scalar": 256,
                           "rope_theta": 1e6, "rope_local_base_freq": 10000}),
-     .act = GEGLU, .gemma = true, .head_norms = true, .windows = BUT_EVERY},
+     .act = GEGLU, .gemma = true, .head_norms = true},
     {.model_type = "gemma3", .nested = "gemma3_text"},
     {"deepseek_v2", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                           "v_head_dim": 128, "n_shared_experts": 2, "scoring_func": "softmax",
@@ -271,37 +267,33 @@ static void read_rope(Loader *load, bool window, Rope *out) {
     }
 }
 
-static bool rule_gives_window(Loader *load, int layer) {
-    switch (load->family->windows) {
-    case EVERY_LAYER: return true;
-    case EVEN_LAYERS: return layer % 2 == 0;
-    case FROM_LAYER: return layer >= config_whole(load, "max_window_layers", 0, INT32_MAX, REQUIRED);
-    case BUT_EVERY: return (layer + 1) % config_whole(load, "sliding_window_pattern", 1, INT32_MAX, REQUIRED) != 0;
-    default: return false;
-    }
-}
-
+/* Which layers have a window: those that layer_types names, or else those from max_window_layers on but for every
+ * sliding_window_pattern-th. A family has a rule for each of these keys that is in its defaults, and without the latter
+ * two layer_types may only repeat it. If use_sliding_window is false, no layer has a window. */
 static void read_windows(Loader *load) {
     Model *m = &load->c->model;
-    const Family *f = load->family;
+    const cJSON *defaults = load->defaults;
     const cJSON *list = config_typed(load, load->config, "layer_types", cJSON_Array, "an array");
+    const char *family = load->family->model_type;
+    bool any = cJSON_GetObjectItemCaseSensitive(defaults, "sliding_window"); /* its default may be null */
+    bool first = json_get(defaults, "max_window_layers"), pattern = json_get(defaults, "sliding_window_pattern");
     bool used = config_true(load, "use_sliding_window") || !config_get(load, load->config, "use_sliding_window");
-    bool free = f->windows > EVERY_LAYER; /* layer_types may contradict the family's rule */
-    int window = 0;
+    int from = first ? config_whole(load, "max_window_layers", 0, INT32_MAX, REQUIRED) : 0, window = 0;
+    int every = pattern ? config_whole(load, "sliding_window_pattern", 1, INT32_MAX, REQUIRED) : INT32_MAX;
     if (list && cJSON_GetArraySize(list) != m->n_layers)
         refuse(load, load->path, "layer_types should be an array of %d, one a layer", m->n_layers);
-    if (f->windows && used && config_get(load, load->config, "sliding_window"))
+    if (any && used && config_get(load, load->config, "sliding_window"))
         window = config_whole(load, "sliding_window", 1, INT32_MAX, REQUIRED);
-    if (!f->windows && config_true(load, "use_sliding_window"))
-        refuse(load, load->path, "use_sliding_window is not implemented for %s", f->model_type);
+    if (!any && config_true(load, "use_sliding_window"))
+        refuse(load, load->path, "use_sliding_window is not implemented for %s", family);
     const cJSON *entry = list ? list->child : NULL;
     for (int i = 0; i < m->n_layers && !failed(load); i++, entry = entry ? entry->next : NULL) {
         const char *type = cJSON_GetStringValue(entry);
-        bool sliding = rule_gives_window(load, i), said = type && !strcmp(type, "sliding_attention");
-        if (list && !(said && (free || window)) && !(type && !strcmp(type, "full_attention") && (free || !window)))
+        bool sliding = any && i >= from && (i + 1) % every != 0, full = type && !strcmp(type, "full_attention");
+        if (list) sliding = type && !strcmp(type, "sliding_attention");
+        if (list && ((!sliding && !full) || (!first && !pattern && sliding != (window > 0))))
             refuse(load, load->path, "layer_types[%d] is '%.40s', which is not implemented for %s", i,
-                   type ? type : "(no text)", f->model_type);
-        if (list) sliding = said;
+                   type ? type : "(no text)", family);
         m->layer[i].window = sliding ? window : 0;
         m->layer[i].rope = m->rope + sliding;
     }
@@ -906,25 +898,6 @@ static const Encoding encodings[] = {
     {INT8, ".weight", NULL, ".weight_scale", ".weight_zero_point", NULL, BF16, INT8, INT32_MAX}};
 /* clang-format on */
 
-/* Finds the encoding of a module's matrix, or the row of `made_up`. NULL: a matrix without grids. If no shape fits,
- * returns the first row whose codes exist; bind then reports the shape. */
-static const Encoding *find_encoding(const Loader *load, const char *name, int rows, int cols, Type made_up) {
-    const bool awq = quantization_says(load, "quant_method", "awq");
-    const Encoding *near = NULL, *end = encodings + sizeof encodings / sizeof *encodings;
-    for (const Encoding *one = encodings; one < end; one++) {
-        const Tensor *t = find(load, name, one->codes);
-        int64_t shape[2];
-        stored_shape(one->type, rows, cols, shape);
-        if (load->c->model.made_up && one->type == made_up) return one;
-        if (!t || (one->mark && !find(load, name, one->mark))) continue;
-        if (one->type == GPTQ4 || one->type == GPTQ8 ? awq : one->type == AWQ4 && !awq) continue;
-        bool dtype = has_dtype(t, one->type);
-        if (dtype && t->dims == 2 && !memcmp(t->shape, shape, sizeof shape)) return one;
-        if (!near && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
-    }
-    return near;
-}
-
 /* How many of n rows or columns share each of `count` entries: one, all, or a power of two from 16 on; else 0. */
 static int shared_by(int n, int64_t count) {
     int by = 16;
@@ -1013,13 +986,6 @@ static void check_blocks(Loader *load, const char *name, const Linear *w) {
                types[w->type].values, types[w->type].name);
 }
 
-/* The type of a matrix without grids. */
-static Type plain_type(Loader *load, const char *name) {
-    const Tensor *t = find(load, name, ".weight");
-    Type type = t ? type_of(t) : BF16; /* bind reports it as missing */
-    return !t || tensor_is(load, t, type < E8M0, "BF16, F16, F32, F8_E4M3 or I8") ? type : BF16;
-}
-
 /* The type of a made up matrix. A router is never encoded, embedding and head only in GGUF's types. The mixture is
  * llama.cpp's Q4_K_M: Q6_K for the head, and for v and down in the first and last eighth of the layers and in every
  * third between. It has other rules for models of eight experts and for Llama's 70B. */
@@ -1033,20 +999,40 @@ static Type made_up_type(const Loader *load, const char *name) {
     return more && text_listed("v_proj kv_b_proj down_proj w2", dot + 1) ? Q6_K : Q4_K;
 }
 
+/* Finds how a module's matrix is encoded or made up. If no shape fits, returns the first row whose codes exist; bind
+ * then reports the shape. */
+static Encoding find_encoding(Loader *load, const char *name, int rows, int cols) {
+    const bool made_up = load->c->model.made_up, awq = quantization_says(load, "quant_method", "awq");
+    const Encoding *near = NULL, *end = encodings + sizeof encodings / sizeof *encodings;
+    Type plain = made_up ? made_up_type(load, name) : BF16;
+    for (const Encoding *one = encodings; one < end; one++) {
+        const Tensor *t = find(load, name, one->codes);
+        int64_t shape[2];
+        stored_shape(one->type, rows, cols, shape);
+        if (made_up && one->type == plain) return *one;
+        if (!t || (one->mark && !find(load, name, one->mark))) continue;
+        if (one->type == AWQ4 ? !awq : in_gptq(one->type) && awq) continue;
+        bool dtype = has_dtype(t, one->type);
+        if (dtype && t->dims == 2 && !memcmp(t->shape, shape, sizeof shape)) return *one;
+        if (!near && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
+    }
+    const Tensor *t = near ? NULL : find(load, name, ".weight"); /* without grids. bind reports a missing one */
+    if (t && tensor_is(load, t, type_of(t) < E8M0, "BF16, F16, F32, F8_E4M3 or I8")) plain = type_of(t);
+    return near ? *near : (Encoding){.type = plain, .codes = ".weight"};
+}
+
 /* Binds the matrix (rows, cols) of a module, and its bias if `bias` says so or if GPTQ stores one. */
 static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bool bias) {
-    const Type made_up = made_up_type(load, name);
-    const Encoding *how = find_encoding(load, name, rows, cols, made_up);
-    Linear w = {.rows = rows, .cols = cols, .n = 1};
-    w.type = how ? how->type : load->c->model.made_up ? made_up : plain_type(load, name);
+    const Encoding how = find_encoding(load, name, rows, cols);
+    Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1};
     check_blocks(load, name, &w);
     if ((in_gptq(w.type) || w.type == AWQ4) && !load->quantization && !load->c->model.made_up)
         refuse(load, load->path,
                "%s is GPTQ or AWQ, and quantization_config is missing (older GPTQ models have it as a file "
                "quantize_config.json: download that too)",
                name);
-    w.data = bind_matrix(load, name, how ? how->codes : ".weight", w.type, rows, cols, w.type, (int64_t)rows * cols);
-    if (how) bind_grids(load, name, how, &w);
+    w.data = bind_matrix(load, name, how.codes, w.type, rows, cols, w.type, (int64_t)rows * cols);
+    if (how.scale) bind_grids(load, name, &how, &w);
     Tensor *said = find(load, name, ".weight_shape");
     if (said) {
         belongs(said, w.type, 0);
