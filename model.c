@@ -966,9 +966,12 @@ static const float *bind_factor(Loader *load, const char *name, const char *suff
 static void bind_grids(Loader *load, const char *name, const Encoding *how, Linear *w) {
     const bool transposed = in_gptq(w->type) || w->type == AWQ4;
     const cJSON *block = w->type == FP8 ? json_get(load->quantization, "weight_block_size") : NULL;
-    Grid usual = {.type = how->scales, .rows = 1, .cols = how->cols, .transposed = transposed};
-    if (cJSON_GetArraySize(block) == 2) usual.rows = block->child->valueint, usual.cols = block->child->next->valueint;
-    if (usual.cols > w->cols) usual.cols = w->cols;
+    int64_t rows = 1, cols = how->cols;
+    if (block && !(cJSON_GetArraySize(block) == 2 && json_whole(block->child, 1, INT32_MAX, &rows) &&
+                   json_whole(block->child->next, 1, INT32_MAX, &cols)))
+        config_bad(load, load->quantization, "weight_block_size", "two whole numbers");
+    if (cols > w->cols) cols = w->cols;
+    Grid usual = {.type = how->scales, .rows = (int)rows, .cols = (int)cols, .transposed = transposed};
     w->scale = bind_scale(load, name, how->scale, w, usual);
     if (how->zero && (transposed || find(load, name, how->zero))) {
         Grid z = {.type = how->zeros, .rows = w->scale.rows, .cols = w->scale.cols};

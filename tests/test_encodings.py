@@ -78,6 +78,9 @@ def test_one_scale_larger_by_a_hundredth(folder):
 CONFIGS = [  # a fixture, its quantization_config with one thing changed, words of the message
     ("fp8_block", {"quant_method": "bitsandbytes"}, ["quant_method", "bitsandbytes", "gptq", "awq"]),
     ("fp8_block", {"weight_block_size": [128, 100]}, ["weight_block_size", "100"]),
+    ("fp8_block", {"weight_block_size": ["128", "128"]}, ["weight_block_size", "two whole numbers", '["128","128"]']),
+    ("fp8_block", {"weight_block_size": [[128], [128]]}, ["weight_block_size", "two whole numbers"]),
+    ("fp8_block", {"weight_block_size": [128]}, ["weight_block_size", "two whole numbers"]),
     ("fp8_block", {"fmt": "e5m2"}, ["fmt", "e5m2", "e4m3"]),
     ("fp8_modelopt", {"quant_algo": "INT9"}, ["quant_algo", "INT9", "NVFP4"]),
     ("gptq4", {"bits": 3}, ["bits", "3", "4, 8"]),
