@@ -58,7 +58,7 @@ typedef struct {
  * that names the directory. */
 bool tensors_open(Tensors *t, const char *path, Error *e);
 void tensors_close(Tensors *t);
-const Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
+Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
 
 typedef struct {
     Model model;

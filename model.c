@@ -106,7 +106,7 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
     const Family *family;
     char *path;                /* of config.json */
     cJSON *file, *defaults;    /* file: config.json as it is */
-    const cJSON *config;       /* the same, or its text_config */
+    cJSON *config;             /* the same, or its text_config, and the defaults of keys that it lacks */
     char prefix[60];           /* of tensor names: "model.layers.3." in a layer, "model." or nothing outside */
     Type made_up_as;           /* encoding of made up matrices */
     bool mixed;                /* Q4_K_M: some of them are Q6_K, see made_up_type() */
@@ -136,16 +136,9 @@ static void config_bad(Loader *load, const cJSON *object, const char *key, const
     free(found);
 }
 
-/* The value of a key, or the family's default if the key is missing. NULL: there is neither, or the value is null. */
-static const cJSON *config_get(const Loader *load, const cJSON *object, const char *key) {
-    const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, key);
-    if (!value && object == load->config) value = cJSON_GetObjectItemCaseSensitive(load->defaults, key);
-    return cJSON_IsNull(value) ? NULL : value;
-}
-
-/* The same. A value of another cJSON type is an error. */
+/* The value of a key; NULL: it is missing or null. A value of another cJSON type is an error. */
 static const cJSON *config_typed(Loader *load, const cJSON *object, const char *key, int type, const char *expected) {
-    const cJSON *value = config_get(load, object, key);
+    const cJSON *value = json_get(object, key);
     if (!value || value->type & type) return value;
     config_bad(load, object, key, expected);
     return NULL;
@@ -162,7 +155,7 @@ static bool config_true(Loader *load, const char *key) {
 /* A number in [least, most]. A missing key has the value `absent`; if that is out of range, the key is required. */
 static double config_number(Loader *load, const cJSON *object, const char *key, double least, double most,
                             double absent) {
-    const cJSON *value = config_get(load, object, key);
+    const cJSON *value = json_get(object, key);
     double x = !value ? absent : cJSON_IsNumber(value) ? value->valuedouble : NAN;
     char expected[80];
     if (x >= least && x <= most) return x;
@@ -277,12 +270,12 @@ static void read_windows(Loader *load) {
     const char *family = load->family->model_type;
     bool any = cJSON_GetObjectItemCaseSensitive(defaults, "sliding_window"); /* its default may be null */
     bool first = json_get(defaults, "max_window_layers"), pattern = json_get(defaults, "sliding_window_pattern");
-    bool used = config_true(load, "use_sliding_window") || !config_get(load, load->config, "use_sliding_window");
+    bool used = config_true(load, "use_sliding_window") || !json_get(load->config, "use_sliding_window");
     int from = first ? config_whole(load, "max_window_layers", 0, INT32_MAX, REQUIRED) : 0, window = 0;
     int every = pattern ? config_whole(load, "sliding_window_pattern", 1, INT32_MAX, REQUIRED) : INT32_MAX;
     if (list && cJSON_GetArraySize(list) != m->n_layers)
         refuse(load, load->path, "layer_types should be an array of %d, one a layer", m->n_layers);
-    if (any && used && config_get(load, load->config, "sliding_window"))
+    if (any && used && json_get(load->config, "sliding_window"))
         window = config_whole(load, "sliding_window", 1, INT32_MAX, REQUIRED);
     if (!any && config_true(load, "use_sliding_window"))
         refuse(load, load->path, "use_sliding_window is not implemented for %s", family);
@@ -469,16 +462,19 @@ static const Family *find_family(Loader *load, const char *model_type) {
 static void read_config(Loader *load, const char *dir) {
     Rope *rope = keep(load->c, 2, sizeof *rope);
     const Family *f = load->family = find_family(load, config_text(load, load->file, "model_type"));
+    const cJSON *one;
     load->c->model.rope = rope;
     load->config = load->file;
     if (f && f->nested) {
-        load->config = config_typed(load, load->file, "text_config", cJSON_Object, "an object");
-        if (!load->config) config_bad(load, load->file, "text_config", "an object");
+        load->config = cJSON_GetObjectItemCaseSensitive(load->file, "text_config");
+        if (!cJSON_IsObject(load->config)) config_bad(load, load->file, "text_config", "an object");
         load->family = find_family(load, f->nested);
     }
     if (failed(load)) return;
     load->c->family = f->model_type;
     load->defaults = cJSON_Parse(load->family->defaults ? load->family->defaults : "{}");
+    cJSON_ArrayForEach(one, load->defaults) if (!cJSON_GetObjectItemCaseSensitive(load->config, one->string))
+        cJSON_AddItemToObject(load->config, one->string, cJSON_Duplicate(one, true));
     read_sizes(load);
     read_quantization(load, dir);
     read_rope(load, false, rope);
@@ -733,7 +729,7 @@ void tensors_close(Tensors *t) {
     *t = (Tensors){0};
 }
 
-const Tensor *tensors_find(const Tensors *t, const char *name) {
+Tensor *tensors_find(const Tensors *t, const char *name) {
     Tensor key = {.name = (char *)(uintptr_t)name};
     return t->n ? bsearch(&key, t->tensor, (size_t)t->n, sizeof key, by_name) : NULL;
 }
@@ -806,10 +802,8 @@ static bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expect
 /* The tensor PREFIX NAME SUFFIX. NULL: the files do not have it. */
 static Tensor *find(const Loader *load, const char *name, const char *suffix) {
     char full[200];
-    const Tensors *all = &load->c->tensors;
     snprintf(full, sizeof full, "%s%s%s", load->prefix, name, suffix);
-    const Tensor *t = tensors_find(all, full);
-    return t ? all->tensor + (t - all->tensor) : NULL;
+    return tensors_find(&load->c->tensors, full);
 }
 
 /* Finds that tensor and checks its shape and the dtype of `type` (TYPES: any). Returns a made up one, without data and
@@ -1144,7 +1138,7 @@ static void bind_latent(Loader *load, Layer *l) {
     const Model *m = &load->c->model;
     int q = m->n_heads * m->head_dim, keys = m->head_dim - m->rope_dim, rank = m->kv_rank;
     bool bias = config_true(load, "attention_bias");
-    if (config_get(load, load->config, "q_lora_rank")) {
+    if (json_get(load->config, "q_lora_rank")) {
         int q_rank = config_whole(load, "q_lora_rank", 1, 1 << 16, REQUIRED);
         l->q_a = bind_linear(load, "self_attn.q_a_proj", q_rank, m->dim, bias);
         l->q_a_norm = bind_floats(load, "self_attn.q_a_layernorm", ".weight", q_rank);
