@@ -60,6 +60,9 @@ bool tensors_open(Tensors *t, const char *path, Error *e);
 void tensors_close(Tensors *t);
 Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
 
+/* Names what often comes in place of a model's file, by its first bytes; NULL: nothing known. */
+const char *file_kind(const char *data, size_t n);
+
 typedef struct {
     Model model;
     const char *family; /* model_type of its row of families[] */

@@ -580,17 +580,25 @@ static bool map_file(TensorFile *f, Error *e) {
     return true;
 }
 
+const char *file_kind(const char *data, size_t n) {
+    static const char *const kinds[][2] = {{"version https://git-lfs", "a Git-LFS pointer"},
+                                           {"GGUF", "a GGUF file"},
+                                           {"PK\3\4", "a file of PyTorch's own format"},
+                                           {"<!doctype", "a web page (HTML)"},
+                                           {"<html", "a web page (HTML)"}};
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
+        if (n >= strlen(kinds[i][0]) && !strncasecmp(data, kinds[i][0], strlen(kinds[i][0]))) return kinds[i][1];
+    return NULL;
+}
+
 /* Reads a safetensors header: eight bytes with its length, then JSON. *data: where the data begins. */
 static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
-    const char *path = f->name, *text = (const char *)f->map + 8;
+    const char *path = f->name, *text = (const char *)f->map + 8, *kind = file_kind(text - 8, f->size);
     uint64_t header = 0;
     for (int byte = 7; byte >= 0; byte--) header = header << 8 | f->map[byte];
     if (!header || header > MOST_HEADER || header > f->size - 8 || *text != '{')
-        return fail(e, BAD_MODEL, "%s: %s (a header of %llu bytes in %zu): download it again", path,
-                    !memcmp(text - 8, "version ", 8) ? "a pointer of Git LFS, not the file that it stands for"
-                    : text[-8] == '<'                ? "a web page, not a safetensors file"
-                                                     : "no safetensors file, or damaged",
-                    (unsigned long long)header, f->size),
+        return fail(e, BAD_MODEL, "%s: no safetensors file%s%s (a header of %llu bytes in %zu): download it again",
+                    path, kind ? " but " : ", or damaged", kind ? kind : "", (unsigned long long)header, f->size),
                NULL;
     cJSON *json = json_parse(text, header, path, e);
     *data = 8 + header;

@@ -707,10 +707,12 @@ def test_weights_that_are_something_else(folder):
     """What is found in the place of weights is named."""
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 13\n"
     model = copy_model(LLAMA, folder, keep_weights=False)
-    for content, words in ((pointer, ["Git LFS"]), (b"<!DOCTYPE html><html></html>", ["web page"]),
-                           (b"GGUF" + bytes(100), ["no safetensors file"]), (bytes(100), ["no safetensors file"])):
+    for content, words in ((pointer, ["Git-LFS pointer"]), (b"<!DOCTYPE html><html></html>", ["web page"]),
+                           (b"GGUF" + bytes(100), ["GGUF file"]), (b"PK\3\4" + bytes(100), ["PyTorch"]),
+                           (bytes(100), ["or damaged"])):
         (model / "model.safetensors").write_bytes(content)
-        refused("logits", model, "--ids", 1, words=["model.safetensors", "download it again", *words])
+        refused("logits", model, "--ids", 1,
+                words=["model.safetensors: no safetensors file", "download it again", *words])
     (model / "model.safetensors").unlink()
     refused("logits", model, "--ids", 1, words=["model.safetensors", "missing", "infer download"])
 
