@@ -66,7 +66,7 @@ static struct { /* a process works with one repository */
     _Atomic int files;
     uint64_t total; /* bytes of all files */
 
-    _Atomic int next, here;   /* file[next] and the later ones wait for a thread; `here` files are complete */
+    _Atomic int next;         /* this file and the later ones wait for a thread */
     _Atomic uint64_t arrived; /* bytes that this process fetched */
     pthread_mutex_t mutex;    /* guards the terminal and these two: */
     Bytes said;               /* lines above the progress */
@@ -265,7 +265,6 @@ static void file_link(File *f) {
         if (symlink(text, path) && errno != EEXIST) disk_fails(path); /* another process may have made it */
     }
     f->done = f->size;
-    hub.here++;
 }
 
 /* Begins a file's hash with the bytes that are on disk. */
@@ -398,7 +397,6 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
     if (offline())
         fail(e, NO_NETWORK, "%s is incomplete here, and HF_HUB_OFFLINE forbids downloads: unset it", hub.name);
     for (int tries = 0; !e->code; tries++) { /* tries without progress so far */
-        Error cause;
         char *asked = NULL;
         long status = 0;
         curl_off_t told = 0;
@@ -411,18 +409,18 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
         curl_easy_getinfo(easy, CURLINFO_RETRY_AFTER, &told);
         if (e->code || (!code && status / 100 == 2 && (f->body || f->done == f->size))) break;
         if (f->done > best) best = f->done, tries = 0;
-        const char *cure = find_cause(f, asked, code, status, tries, &cause);
+        const char *cure = find_cause(f, asked, code, status, tries, e);
         double wait = fmax(told, tries ? 0.25 * (1 << tries) : 0); /* 0 after progress, then 0.5, 1, 2, 4 s */
-        if (!cure) {
-            *e = cause;
-        } else if (tries >= hub.max_tries || told > MAX_WAIT) {
-            fail(e, NO_NETWORK, "%s: %s; the same command goes on",
-                 status < 400 && *f->problem ? f->problem : cause.text, cure);
-        } else {
-            fail(&cause, NO_NETWORK, "%s: trying again", cause.text);
-            if (wait > 0) say(cause.text);
-            usleep((useconds_t)(wait * 1e6));
+        if (!cure) break;
+        if (tries >= hub.max_tries || told > MAX_WAIT) {
+            fail(e, NO_NETWORK, "%s: %s; the same command goes on", status < 400 && *f->problem ? f->problem : e->text,
+                 cure);
+            break;
         }
+        fail(e, NO_NETWORK, "%s: trying again", e->text);
+        if (wait > 0) say(e->text);
+        usleep((useconds_t)(wait * 1e6));
+        e->code = 0;
         if (code != CURLE_RANGE_ERROR) continue;
         if (ftruncate(f->fd, 0)) disk_fails(f->name); /* this server sends no parts of files */
         file_begin(f);
@@ -510,8 +508,8 @@ static void fetch_rest(void) {
     int n = 0, rest = hub.files - hub.next;
     for (; n < hub.o->jobs && n < rest; n++)
         if (pthread_create(thread + n, NULL, work, NULL)) give_up(FAILED, "too many threads: --jobs 1 needs one");
-    for (; hub.here < hub.files; usleep(20000)) draw();
-    for (int i = 0; i < n; i++) pthread_join(thread[i], NULL);
+    for (int i = 0; i < n; i++)
+        for (; pthread_tryjoin_np(thread[i], NULL); usleep(20000)) draw();
     clear();
 }
 

@@ -29,8 +29,7 @@ enum {
     MOST_INDEX = 64 << 20,
     MOST_HEADER = 100000000,
     MOST_FILES = 1000,
-    REQUIRED = -1,
-    ANY = -1
+    REQUIRED = -1 /* no value for a missing key */
 };
 
 /* ---- config and families ---- */
