@@ -570,16 +570,14 @@ int doctor(const Options *o) {
                 v->driver % 1000 / 10, v->runtime / 1000, v->runtime % 1000 / 10, v->built);
     free(v);
 
-    Bytes cache = {0};
     struct statvfs disk = {0};
-    hub_cache(&cache);
-    char *there = copy_text(cache.data, cache.n); /* or the nearest folder above that exists */
+    char *cache = hub_cache(), *there = copy_text(cache, strlen(cache)); /* or the nearest folder above that exists */
     while (statvfs(there, &disk) && (slash = strrchr(there, '/')) && slash > there) *slash = 0;
     finding(&d, "cache", NO_NETWORK,
             access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL, "%s, %s free",
-            cache.data, size_text((uint64_t)disk.f_bavail * disk.f_frsize, a));
+            cache, size_text((uint64_t)disk.f_bavail * disk.f_frsize, a));
     free(there);
-    bytes_free(&cache);
+    free(cache);
 
     char token[300], answer[400];
     Error e = {0};

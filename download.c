@@ -54,7 +54,6 @@ typedef struct { /* a file, or, with `body`, a small answer of at most `size` by
 static struct { /* a process works with one repository */
     const Options *o;
     char endpoint[300], token[MAX_PATH]; /* "" if there is none */
-    Bytes token_file;
     const char *token_from;
     char name[100], revision[MAX_NAME], commit[41];
     const char *cache;
@@ -587,9 +586,7 @@ static void find_token(void) {
     Bytes content = {0};
     char rest[2];
     Error e;
-    hub_home(&hub.token_file);
-    bytes_text(&hub.token_file, "/token");
-    hub.token_from = asked ? asked : text ? "HF_TOKEN" : named ? named : hub.token_file.data;
+    hub.token_from = asked ? asked : text ? "HF_TOKEN" : named ? named : hub_file("token");
     if (text && !asked)
         bytes_text(&content, text);
     else if (!file_read(hub.token_from, MAX_PATH, &content, &e) && asked)
@@ -602,11 +599,9 @@ static void find_token(void) {
 
 /* Finds the cache and, in it, the folder of a repository. */
 static void find_folder(const char *repository) {
-    Bytes cache = {0};
     const char *slash = strchrnul(repository, '/');
-    hub_cache(&cache);
-    if (cache.n > MAX_PATH / 2) give_up(USAGE, "the path of the cache is too long: %.200s", cache.data);
-    hub.cache = cache.data;
+    hub.cache = hub_cache();
+    if (strlen(hub.cache) > MAX_PATH / 2) give_up(USAGE, "the path of the cache is too long: %.200s", hub.cache);
     snprintf(hub.folder, sizeof hub.folder, "%s/models--%.*s%s%s", hub.cache, (int)(slash - repository), repository,
              *slash ? "--" : "", slash + (*slash == '/'));
 }

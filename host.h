@@ -106,10 +106,10 @@ void models_free(ModelEntry *list, int n);
 /* The path of the model that a MODEL argument means: a path, ORG/NAME or a unique part of a name. Free it. NULL:
  * BAD_MODEL, and its text lists the models here. */
 char *model_find(const char *argument, Error *e);
-/* Append the path of a folder. hub_home: $HF_HOME or ~/.cache/huggingface, which all tools of the hub share. hub_cache:
- * $HF_HUB_CACHE or `hub` in the home; it holds downloaded models. */
-void hub_home(Bytes *path);
-void hub_cache(Bytes *path);
+/* Paths; free them. hub_file: in $HF_HOME or ~/.cache/huggingface, which all tools of the hub share. hub_cache:
+ * $HF_HUB_CACHE or `hub` there; it holds downloaded models. */
+char *hub_file(const char *name);
+char *hub_cache(void);
 
 /* ---- the engine: one model on one backend ---- */
 

@@ -1497,30 +1497,28 @@ static int by_entry_name(const void *a, const void *b) {
     return strcmp(((const ModelEntry *)a)->name, ((const ModelEntry *)b)->name);
 }
 
-void hub_home(Bytes *path) {
+char *hub_file(const char *name) {
     const char *hub = environment("HF_HOME"), *all = environment("XDG_CACHE_HOME"), *home = environment("HOME");
-    if (hub)
-        bytes_text(path, hub);
-    else
-        bytes_print(path, "%s%s/huggingface", all ? all : home ? home : "", all ? "" : "/.cache");
+    if (hub) return join(hub, name);
+    char *cache = all ? join(all, "huggingface") : join(home ? home : "", ".cache/huggingface"),
+         *path = join(cache, name);
+    free(cache);
+    return path;
 }
 
-void hub_cache(Bytes *path) {
+char *hub_cache(void) {
     const char *cache = environment("HF_HUB_CACHE");
-    if (!cache) hub_home(path);
-    bytes_text(path, cache ? cache : "/hub");
+    return cache ? copy_text(cache, strlen(cache)) : hub_file("hub");
 }
 
 int models_list(ModelEntry **out) {
     List list = {0};
-    Bytes cache = {0};
-    char *own = join(environment("HOME") ? environment("HOME") : "", ".cache/infer/models");
-    hub_cache(&cache);
+    char *own = join(environment("HOME") ? environment("HOME") : "", ".cache/infer/models"), *cache = hub_cache();
     add_all(&list, "models", false);
     add_all(&list, own, false);
-    add_all(&list, cache.data, true);
-    bytes_free(&cache);
+    add_all(&list, cache, true);
     free(own);
+    free(cache);
     if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_entry_name);
     *out = list.entry;
     return list.n;
