@@ -269,14 +269,15 @@ static void read_windows(Loader *load) {
     const char *family = load->family->model_type;
     bool any = cJSON_GetObjectItemCaseSensitive(defaults, "sliding_window"); /* its default may be null */
     bool first = json_get(defaults, "max_window_layers"), pattern = json_get(defaults, "sliding_window_pattern");
-    bool used = config_true(load, "use_sliding_window") || !json_get(load->config, "use_sliding_window");
+    const char *use = "use_sliding_window"; /* null is false where there is a default */
+    bool used = config_true(load, use) || !(json_get(load->config, use) || json_get(defaults, use));
     int from = first ? config_whole(load, "max_window_layers", 0, INT32_MAX, REQUIRED) : 0, window = 0;
     int every = pattern ? config_whole(load, "sliding_window_pattern", 1, INT32_MAX, REQUIRED) : INT32_MAX;
     if (list && cJSON_GetArraySize(list) != m->n_layers)
         refuse(load, load->path, "layer_types should be an array of %d, one a layer", m->n_layers);
     if (any && used && json_get(load->config, "sliding_window"))
         window = config_whole(load, "sliding_window", 1, INT32_MAX, REQUIRED);
-    if (!any && config_true(load, "use_sliding_window"))
+    if (!any && config_true(load, use))
         refuse(load, load->path, "use_sliding_window is not implemented for %s", family);
     const cJSON *entry = list ? list->child : NULL;
     for (int i = 0; i < m->n_layers && !failed(load); i++, entry = entry ? entry->next : NULL) {
