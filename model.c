@@ -411,12 +411,14 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
         {"weight_block_size", "16, 32, 64, 128, 256"},
         {"block_structure", "16, 32, 64, 128, 256"}};
     const cJSON *one;
-    if (strstr(key, "activations") || !strcmp(key, "kv_cache_scheme") || cJSON_IsNull(x)) return;
-    char *text = cJSON_IsString(x) ? copy_text(x->valuestring, strlen(x->valuestring)) : json_text(x);
-    for (size_t i = 0; i < sizeof known / sizeof *known && !cJSON_IsArray(x); i++)
-        if (!strcmp(key, known[i].key) && !text_listed(known[i].values, text))
+    if (failed(load) || strstr(key, "activations") || !strcmp(key, "kv_cache_scheme") || cJSON_IsNull(x)) return;
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        if (strcmp(key, known[i].key) || cJSON_IsArray(x)) continue;
+        char *text = cJSON_IsString(x) ? copy_text(x->valuestring, strlen(x->valuestring)) : json_text(x);
+        if (!text_listed(known[i].values, text))
             refuse(load, path, "%s should be one of %s, and is %.80s", key, known[i].values, text);
-    free(text);
+        free(text);
+    }
     cJSON_ArrayForEach(one, x) check_quantization(load, path, one->string ? one->string : key, one);
 }
 

@@ -117,6 +117,16 @@ def test_config(folder):
     each([(f"{case[0]} {json.dumps(case[1])}", *case) for case in CONFIGS], check)
 
 
+def test_deep_config_in_time(folder):
+    """A large text as deep as JSON may be is not copied at each level. The limit is for a build with sanitizers."""
+    deep = "x" * 10 ** 6
+    for _ in range(900):
+        deep = [deep]
+    model = copy_model(FOLDER / "fp8_block", folder, {"quantization_config": {"a": deep, "quant_method": "awq9"}})
+    r = refused("logits", model, "--ids", 1, words=["config.json", "awq9"])
+    expect(r.seconds < 2, f"{r.seconds:.1f} s")
+
+
 def test_older_place_of_the_config(folder):
     """GPTQ's quantize_config.json does what quantization_config does. Without both, its zeros have two meanings."""
     name = "gptq8_v2"
