@@ -24,13 +24,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum {
-    MOST_CONFIG = 1 << 20,
-    MOST_INDEX = 64 << 20,
-    MOST_HEADER = 100000000,
-    MOST_FILES = 1000,
-    REQUIRED = -1 /* no value for a missing key */
-};
+enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000, MOST_FILES = 1000 };
+enum { REQUIRED = -1 }; /* instead of a missing key's value */
 
 /* ---- config and families ---- */
 
@@ -246,8 +241,9 @@ static void read_rope(Loader *load, bool window, Rope *out) {
         high = fmin(high, d - 1);
         if (low == high) high += 0.001;
     }
-    bool divided = tensors_find(&load->c->tensors, "rope_freqs.weight");
-    const float *divisor = divided ? bind_floats(load, "rope_freqs", ".weight", m->rope_dim / 2) : NULL;
+    const float *divisor = NULL;
+    if (tensors_find(&load->c->tensors, "rope_freqs.weight"))
+        divisor = bind_floats(load, "rope_freqs", ".weight", m->rope_dim / 2);
     float *inv_freq = keep(load->c, (size_t)m->rope_dim / 2, sizeof *inv_freq);
     *out = (Rope){.inv_freq = inv_freq, .scale = (float)scale};
     for (int i = 0; i < m->rope_dim / 2; i++) {
@@ -1148,14 +1144,12 @@ static void bind_latent(Loader *load, Layer *l) {
     const Model *m = &load->c->model;
     int q = m->n_heads * m->head_dim, keys = m->head_dim - m->rope_dim, rank = m->kv_rank;
     bool bias = config_true(load, "attention_bias");
-    if (json_get(load->config, "q_lora_rank")) {
-        int q_rank = config_whole(load, "q_lora_rank", 1, 1 << 16, REQUIRED);
+    int q_rank = config_whole(load, "q_lora_rank", 0, 1 << 16, 0);
+    if (q_rank) {
         l->q_a = bind_linear(load, "self_attn.q_a_proj", q_rank, m->dim, bias);
         l->q_a_norm = bind_floats(load, "self_attn.q_a_layernorm", ".weight", q_rank);
-        l->q = bind_linear(load, "self_attn.q_b_proj", q, q_rank, false);
-    } else {
-        l->q = bind_linear(load, "self_attn.q_proj", q, m->dim, false);
     }
+    l->q = bind_linear(load, q_rank ? "self_attn.q_b_proj" : "self_attn.q_proj", q, q_rank ? q_rank : m->dim, false);
     l->kv_a = bind_linear(load, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
     l->kv_a_norm = bind_floats(load, "self_attn.kv_a_layernorm", ".weight", rank);
     if (m->k_up_transposed) {
@@ -1206,15 +1200,13 @@ static bool has_experts(Loader *load, int layer) {
 static void bind_layer(Loader *load, int i) {
     Model *m = &load->c->model;
     Layer *l = m->layer + i;
-    bool bias = config_true(load, "mlp_bias");
+    const bool bias = config_true(load, "mlp_bias"), gemma = load->family->gemma;
     const char *after = "post_attention_layernorm"; /* of attention's result in Gemma, else of the MLP's input */
     l->attn_norm = bind_floats(load, "input_layernorm", ".weight", m->dim);
-    if (load->family->gemma) {
+    l->ffn_norm = bind_floats(load, gemma ? "pre_feedforward_layernorm" : after, ".weight", m->dim);
+    if (gemma) {
         l->attn_post_norm = bind_floats(load, after, ".weight", m->dim);
-        l->ffn_norm = bind_floats(load, "pre_feedforward_layernorm", ".weight", m->dim);
         l->ffn_post_norm = bind_floats(load, "post_feedforward_layernorm", ".weight", m->dim);
-    } else {
-        l->ffn_norm = bind_floats(load, after, ".weight", m->dim);
     }
     if (load->family->latent)
         bind_latent(load, l);
