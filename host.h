@@ -88,13 +88,13 @@ uint64_t model_bytes(const Model *m);   /* of all its Linears */
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth);
 
 typedef struct {       /* a model as a list shows it */
-    char *path, *name; /* in a list. name: ORG/NAME or ORG/NAME/FILE.gguf in the hub's cache; elsewhere its path */
+    char *path, *name; /* in a list. name: ORG/NAME or ORG/NAME/FILE.gguf if its folder says so; else its path */
     char encoding[16]; /* config.json's, or in GGUF the type with the most bytes */
     char family[40];
     uint64_t bytes;
     bool there;    /* there is a config.json or a GGUF file */
     bool complete; /* config.json, tokenizer.json and all weights are here */
-    bool known;    /* infer runs what config.json describes. So it is assumed of a GGUF model without all its parts */
+    bool known;    /* infer runs what config.json describes; assumed of a GGUF model that lacks parts */
     Error problem; /* why it is not known */
 } ModelEntry;
 /* Describes the model at a path. Its weights are not opened, and need not be here. */
