@@ -483,7 +483,7 @@ int inspect(const Options *o) {
     char *dir = model_find(o->model, &e);
     /* the hub is contacted only for an ORG/NAME that is not completely here */
     bool far = strchr(o->model, '/') && !strchr("/.~", *o->model);
-    if (dir) far &= strcmp(dir, o->model) && !model_complete(dir);
+    if (dir) far &= strcmp(dir, o->model) && !model_entry(dir).complete;
     if (!far && !dir) die(&e);
     const char *outline = far ? outline_open(o->model, &to_fetch) : dir;
     cJSON *out = json_object("name", json_word(o->model), NULL);
@@ -564,16 +564,14 @@ int doctor(const Options *o) {
                 v->driver % 1000 / 10, v->runtime / 1000, v->runtime % 1000 / 10, v->built);
     free(v);
 
-    Bytes cache = {0};
     struct statvfs disk = {0};
-    hub_cache(&cache);
-    char *there = copy_text(cache.data, cache.n); /* or the nearest folder above that exists */
+    char *cache = hub_cache(), *there = copy_text(cache, strlen(cache)); /* or the nearest folder above that exists */
     while (statvfs(there, &disk) && (slash = strrchr(there, '/')) && slash > there) *slash = 0;
     finding(&d, "cache", NO_NETWORK,
             access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL, "%s, %s free",
-            cache.data, size_text((uint64_t)disk.f_bavail * disk.f_frsize, a));
+            cache, size_text((uint64_t)disk.f_bavail * disk.f_frsize, a));
     free(there);
-    bytes_free(&cache);
+    free(cache);
 
     char token[300], answer[400];
     Error e = {0};

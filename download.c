@@ -54,7 +54,6 @@ typedef struct { /* a file, or, with `body`, a small answer of at most `size` by
 static struct { /* a process works with one repository */
     const Options *o;
     char endpoint[300], token[MAX_PATH]; /* "" if there is none */
-    Bytes token_file;
     const char *token_from;
     char name[100], revision[MAX_NAME], commit[41];
     const char *cache;
@@ -66,7 +65,7 @@ static struct { /* a process works with one repository */
     _Atomic int files;
     uint64_t total; /* bytes of all files */
 
-    _Atomic int next, here;   /* file[next] and the later ones wait for a thread; `here` files are complete */
+    _Atomic int next;         /* this file and the later ones wait for a thread */
     _Atomic uint64_t arrived; /* bytes that this process fetched */
     pthread_mutex_t mutex;    /* guards the terminal and these two: */
     Bytes said;               /* lines above the progress */
@@ -108,18 +107,6 @@ static bool name_valid(const char *name) {
               !is_like(name, "(^|/)[.][.]?(/|$)");
     bytes_free(&shown);
     return ok;
-}
-
-/* Names what often comes in place of a model's file, by its first bytes; NULL: nothing known. */
-static const char *file_kind(const char *data, size_t n) {
-    static const char *const kinds[][2] = {{"version https://git-lfs", "a Git-LFS pointer"},
-                                           {"GGUF", "a GGUF file"},
-                                           {"PK\3\4", "a file of PyTorch's own format"},
-                                           {"<!doctype", "a web page (HTML)"},
-                                           {"<html", "a web page (HTML)"}};
-    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
-        if (n >= strlen(kinds[i][0]) && !strncasecmp(data, kinds[i][0], strlen(kinds[i][0]))) return kinds[i][1];
-    return NULL;
 }
 
 /* ---- messages, and the end ---- */
@@ -277,7 +264,6 @@ static void file_link(File *f) {
         if (symlink(text, path) && errno != EEXIST) disk_fails(path); /* another process may have made it */
     }
     f->done = f->size;
-    hub.here++;
 }
 
 /* Begins a file's hash with the bytes that are on disk. */
@@ -410,7 +396,6 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
     if (offline())
         fail(e, NO_NETWORK, "%s is incomplete here, and HF_HUB_OFFLINE forbids downloads: unset it", hub.name);
     for (int tries = 0; !e->code; tries++) { /* tries without progress so far */
-        Error cause;
         char *asked = NULL;
         long status = 0;
         curl_off_t told = 0;
@@ -423,18 +408,18 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
         curl_easy_getinfo(easy, CURLINFO_RETRY_AFTER, &told);
         if (e->code || (!code && status / 100 == 2 && (f->body || f->done == f->size))) break;
         if (f->done > best) best = f->done, tries = 0;
-        const char *cure = find_cause(f, asked, code, status, tries, &cause);
+        const char *cure = find_cause(f, asked, code, status, tries, e);
         double wait = fmax(told, tries ? 0.25 * (1 << tries) : 0); /* 0 after progress, then 0.5, 1, 2, 4 s */
-        if (!cure) {
-            *e = cause;
-        } else if (tries >= hub.max_tries || told > MAX_WAIT) {
-            fail(e, NO_NETWORK, "%s: %s; the same command goes on",
-                 status < 400 && *f->problem ? f->problem : cause.text, cure);
-        } else {
-            fail(&cause, NO_NETWORK, "%s: trying again", cause.text);
-            if (wait > 0) say(cause.text);
-            usleep((useconds_t)(wait * 1e6));
+        if (!cure) break;
+        if (tries >= hub.max_tries || told > MAX_WAIT) {
+            fail(e, NO_NETWORK, "%s: %s; the same command goes on", status < 400 && *f->problem ? f->problem : e->text,
+                 cure);
+            break;
         }
+        fail(e, NO_NETWORK, "%s: trying again", e->text);
+        if (wait > 0) say(e->text);
+        usleep((useconds_t)(wait * 1e6));
+        e->code = 0;
         if (code != CURLE_RANGE_ERROR) continue;
         if (ftruncate(f->fd, 0)) disk_fails(f->name); /* this server sends no parts of files */
         file_begin(f);
@@ -522,8 +507,8 @@ static void fetch_rest(void) {
     int n = 0, rest = hub.files - hub.next;
     for (; n < hub.o->jobs && n < rest; n++)
         if (pthread_create(thread + n, NULL, work, NULL)) give_up(FAILED, "too many threads: --jobs 1 needs one");
-    for (; hub.here < hub.files; usleep(20000)) draw();
-    for (int i = 0; i < n; i++) pthread_join(thread[i], NULL);
+    for (int i = 0; i < n; i++)
+        for (; pthread_tryjoin_np(thread[i], NULL); usleep(20000)) draw();
     clear();
 }
 
@@ -601,9 +586,7 @@ static void find_token(void) {
     Bytes content = {0};
     char rest[2];
     Error e;
-    hub_home(&hub.token_file);
-    bytes_text(&hub.token_file, "/token");
-    hub.token_from = asked ? asked : text ? "HF_TOKEN" : named ? named : hub.token_file.data;
+    hub.token_from = asked ? asked : text ? "HF_TOKEN" : named ? named : hub_file("token");
     if (text && !asked)
         bytes_text(&content, text);
     else if (!file_read(hub.token_from, MAX_PATH, &content, &e) && asked)
@@ -616,11 +599,9 @@ static void find_token(void) {
 
 /* Finds the cache and, in it, the folder of a repository. */
 static void find_folder(const char *repository) {
-    Bytes cache = {0};
     const char *slash = strchrnul(repository, '/');
-    hub_cache(&cache);
-    if (cache.n > MAX_PATH / 2) give_up(USAGE, "the path of the cache is too long: %.200s", cache.data);
-    hub.cache = cache.data;
+    hub.cache = hub_cache();
+    if (strlen(hub.cache) > MAX_PATH / 2) give_up(USAGE, "the path of the cache is too long: %.200s", hub.cache);
     snprintf(hub.folder, sizeof hub.folder, "%s/models--%.*s%s%s", hub.cache, (int)(slash - repository), repository,
              *slash ? "--" : "", slash + (*slash == '/'));
 }
@@ -654,11 +635,11 @@ static void hub_open(const Options *o) {
 static void fetch_listed(const char *snapshot) {
     bool check = wants_default(hub.o) && !strcmp(hub.file->name, "config.json");
     char size[24];
-    Error e;
+    ModelEntry m;
     fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, size_text(hub.total, size));
     if (check) fetch(hub.file + hub.next++);
-    if (check && !checkpoint_known(snapshot, &e))
-        give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, e.text);
+    if (check && !(m = model_entry(snapshot)).known)
+        give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, m.problem.text);
     fetch_rest();
 }
 
@@ -672,7 +653,7 @@ static char *fetch_repository(const Options *o) {
     if (!file_read(ref, 64, &known, &e)) bytes_text(&known, hub.revision);
     snprintf(path, sizeof path, "%s/snapshots/%s", hub.folder, known.data);
     bool fixed = is_like(hub.revision, HEX_40);
-    bool whole = wants_default(o) && is_like(known.data, HEX_40) && model_complete(path);
+    bool whole = wants_default(o) && is_like(known.data, HEX_40) && model_entry(path).complete;
     bool ask = !whole || (!fixed && !offline());
     if (whole) hub.max_tries = 0;
     if (ask && list_files(&e)) {
@@ -698,7 +679,7 @@ static char *fetch_repository(const Options *o) {
 int download(const Options *o) {
     char *path = fetch_repository(o);
     puts(path);
-    if (wants_default(o) && model_complete(path))
+    if (wants_default(o) && model_entry(path).complete)
         fprintf(stderr, "infer play %.*s  talks to it\n", (int)strcspn(o->model, "@"), o->model);
     free(path);
     return DONE;
@@ -706,7 +687,7 @@ int download(const Options *o) {
 
 char *model_get(const char *argument, Error *e) {
     char *path = model_find(argument, e), answer[16] = "";
-    bool here = path && (!strcmp(path, argument) || model_complete(path));
+    bool here = path && (!strcmp(path, argument) || model_entry(path).complete);
     if (here || !strchr(argument, '/') || !repository_valid(argument) || !isatty(STDIN_FILENO) ||
         !isatty(STDERR_FILENO))
         return path;
@@ -788,21 +769,17 @@ const char *outline_open(const char *repository, uint64_t *to_fetch) {
 }
 
 bool hub_check(char token[300], char answer[400], Error *e) {
-    bool silent = offline();
     char url[400];
     double begin = seconds();
     hub_open(&(Options){.model = "openai/gpt-oss-20b"});
     snprintf(token, 300, *hub.token ? "found in %s" : "none: only private and gated repositories need one",
              hub.token_from);
+    snprintf(answer, 400, "%s is not tried: HF_HUB_OFFLINE is set", hub.endpoint);
+    if (offline()) return true;
     snprintf(url, sizeof url, "%s/api/%s", hub.endpoint, *hub.token ? "whoami-v2" : "models/openai/gpt-oss-20b");
     hub.max_tries = 0;
-    e->code = 0;
-    if (!silent) cJSON_Delete(get_json(url, e));
+    cJSON_Delete(get_json(url, e));
     bool ok = !e->code || e->code == BAD_MODEL;
-    snprintf(answer, 400,
-             silent ? "%s is not tried: HF_HUB_OFFLINE is set"
-             : ok   ? "%s answers in %.0f ms"
-                    : "%s does not answer",
-             hub.endpoint, (seconds() - begin) * 1e3);
+    snprintf(answer, 400, ok ? "%s answers in %.0f ms" : "%s does not answer", hub.endpoint, (seconds() - begin) * 1e3);
     return ok;
 }

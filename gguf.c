@@ -103,14 +103,14 @@ static const char *const ggml_types[] = { /* by their numbers; infer reads those
     "I64", "F64", "IQ1_M", "BF16", "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4", "IQ4_NL_4_8",
     "IQ4_NL_8_8", "GGUF_MXFP4", "GGUF_NVFP4"};
 
-static const Pair names[] = { /* '*' is replaced by the number of each expert */
+static const Pair names[] = { /* '*' is replaced by the number of each expert or head */
     {"token_embd", "model.embed_tokens"}, {"output_norm", "model.norm"}, {"output", "lm_head"},
     {"attn_norm", "input_layernorm"}, {"attn_q", "self_attn.q_proj"}, {"attn_k", "self_attn.k_proj"},
     {"attn_v", "self_attn.v_proj"}, {"attn_output", "self_attn.o_proj"}, {"attn_q_norm", "self_attn.q_norm"},
     {"attn_k_norm", "self_attn.k_norm"}, {"attn_sinks.weight", "self_attn.sinks"}, {"attn_q_a", "self_attn.q_a_proj"},
     {"attn_q_a_norm", "self_attn.q_a_layernorm"}, {"attn_q_b", "self_attn.q_b_proj"},
     {"attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"}, {"attn_kv_a_norm", "self_attn.kv_a_layernorm"},
-    {"attn_kv_b", "self_attn.kv_b_proj"}, {"attn_k_b", "self_attn.k_b_proj"}, {"attn_v_b", "self_attn.v_b_proj"},
+    {"attn_kv_b", "self_attn.kv_b_proj"}, {"attn_k_b", "self_attn.k_b_proj.*"}, {"attn_v_b", "self_attn.v_b_proj.*"},
     {"gemma:ffn_norm", "pre_feedforward_layernorm"}, {"ffn_norm", "post_attention_layernorm"},
     {"post_attention_norm", "post_attention_layernorm"}, {"post_ffw_norm", "post_feedforward_layernorm"},
     {"ffn_gate", "mlp.gate_proj"}, {"ffn_up", "mlp.up_proj"}, {"ffn_down", "mlp.down_proj"},
@@ -122,7 +122,7 @@ static const Pair names[] = { /* '*' is replaced by the number of each expert */
     {"ffn_down_shexp", "mlp.shared_experts.down_proj"}, {"exp_probs_b.bias", "mlp.gate.e_score_correction_bias"}, {0}};
 /* clang-format on */
 
-/* Reads a tensor's entry of the header and adds it to `out`: one for each expert, if the tensor holds all of them. */
+/* Reads a tensor's entry of the header and adds it to `out`: one for each expert or head, if it holds all. */
 static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *out) {
     cJSON *label = text(r);
     const char *name = label->valuestring, *rest = "", *local = name;

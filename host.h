@@ -58,7 +58,10 @@ typedef struct {
  * that names the directory. */
 bool tensors_open(Tensors *t, const char *path, Error *e);
 void tensors_close(Tensors *t);
-const Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
+Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
+
+/* Names what often comes in place of a model's file, by its first bytes; NULL: nothing known. */
+const char *file_kind(const char *data, size_t n);
 
 typedef struct {
     Model model;
@@ -76,8 +79,6 @@ bool checkpoint_open(Checkpoint *c, const char *dir, Error *e);
  * Q4_K_M, a mixture; else USAGE. NULL: BF16. Routers are always BF16. Embedding and head are BF16, too, unless
  * `encoding` is one of GGUF's types. */
 bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Error *e);
-/* Does infer run the model that config.json describes? Its weights need not be here. */
-bool checkpoint_known(const char *dir, Error *e);
 void checkpoint_close(Checkpoint *c);
 
 uint64_t linear_bytes(const Linear *w); /* of its weights as encoded and their grids; 0 if it is absent */
@@ -86,13 +87,18 @@ uint64_t model_bytes(const Model *m);   /* of all its Linears */
  * only `experts` experts of a layer, and the keys and values that each text attends to. */
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth);
 
-typedef struct {       /* a model as a list shows it; its weights are not opened */
-    char *path, *name; /* name: ORG/NAME or ORG/NAME/FILE.gguf in the hub's cache; elsewhere its path */
-    char encoding[16], family[40];
+typedef struct {       /* a model as a list shows it */
+    char *path, *name; /* in a list. name: ORG/NAME or ORG/NAME/FILE.gguf if its folder says so; else its path */
+    char encoding[16]; /* config.json's, or in GGUF the type with the most bytes */
+    char family[40];
     uint64_t bytes;
-    bool complete; /* all its files are here */
-    bool known;    /* infer runs it, as checkpoint_known says */
+    bool there;    /* there is a config.json or a GGUF file */
+    bool complete; /* config.json, tokenizer.json and all weights are here */
+    bool known;    /* infer runs what config.json describes; assumed of a GGUF model that lacks parts */
+    Error problem; /* why it is not known */
 } ModelEntry;
+/* Describes the model at a path. Its weights are not opened, and need not be here. */
+ModelEntry model_entry(const char *path);
 /* Lists all models in ./models, ~/.cache/infer/models and the hub's cache, sorted by name, each name once. Returns
  * their number. */
 int models_list(ModelEntry **list);
@@ -100,12 +106,10 @@ void models_free(ModelEntry *list, int n);
 /* The path of the model that a MODEL argument means: a path, ORG/NAME or a unique part of a name. Free it. NULL:
  * BAD_MODEL, and its text lists the models here. */
 char *model_find(const char *argument, Error *e);
-/* Are config.json, tokenizer.json and all weights here? */
-bool model_complete(const char *dir);
-/* Append the path of a folder. hub_home: $HF_HOME or ~/.cache/huggingface, which all tools of the hub share. hub_cache:
- * $HF_HUB_CACHE or `hub` in the home; it holds downloaded models. */
-void hub_home(Bytes *path);
-void hub_cache(Bytes *path);
+/* Paths; free them. hub_file: in $HF_HOME or ~/.cache/huggingface, which all tools of the hub share. hub_cache:
+ * $HF_HUB_CACHE or `hub` there; it holds downloaded models. */
+char *hub_file(const char *name);
+char *hub_cache(void);
 
 /* ---- the engine: one model on one backend ---- */
 

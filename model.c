@@ -24,20 +24,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum {
-    MOST_CONFIG = 1 << 20,
-    MOST_INDEX = 64 << 20,
-    MOST_HEADER = 100000000,
-    MOST_FILES = 1000,
-    REQUIRED = -1,
-    ANY = -1
-};
+enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000, MOST_FILES = 1000 };
+enum { REQUIRED = -1 }; /* instead of a missing key's value */
 
 /* ---- config and families ---- */
-
-/* Which layers have a window if config.json has no layer_types. FROM_LAYER: those from max_window_layers on. BUT_EVERY:
- * all but every sliding_window_pattern-th. If use_sliding_window is false, no layer has one. */
-typedef enum { NO_LAYER, EVERY_LAYER, EVEN_LAYERS, FROM_LAYER, BUT_EVERY } Windows;
 
 typedef struct {
     const char *model_type; /* of config.json */
@@ -48,8 +38,7 @@ typedef struct {
     bool qkv_bias;   /* q, k and v always have a bias, o never; otherwise attention_bias decides */
     bool sinks;      /* self_attn.sinks */
     bool latent;     /* DeepSeek's latent attention */
-    Windows windows;
-    struct { /* names of tensors in a layer and in an expert, and keys of config.json; NULL: dense */
+    struct {         /* names of tensors in a layer and in an expert, and keys of config.json; NULL: dense */
         const char *router, *experts, *gate, *up, *down, *count, *width;
         bool biases; /* experts have biases; in safetensors one MXFP4 tensor holds all, rows of gate and up in turn */
     } moe;
@@ -61,45 +50,47 @@ typedef struct {
 /* clang-format off */
 static const Family families[] = {
     {"gpt_oss", JSON({"attention_bias": true, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
-                      "norm_topk_prob": true, "rope_theta": 150000,
+                      "sliding_window_pattern": 2, "norm_topk_prob": true, "rope_theta": 150000,
                       "rope_scaling": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
                                        "truncate": false}}),
-     .act = SWIGLU_CLAMPED, .sinks = true, .windows = EVEN_LAYERS,
-     .moe = {"mlp.router", "mlp.experts", "gate_proj", "up_proj", "down_proj", "num_local_experts",
+     .act = SWIGLU_CLAMPED, .sinks = true,
+     .moe = {"mlp.router", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "num_local_experts",
              "intermediate_size", .biases = true}},
     {.model_type = "llama"},
-    {"mistral", JSON({"num_key_value_heads": 8, "sliding_window": 4096}), .windows = EVERY_LAYER},
-    {"mixtral", JSON({"num_key_value_heads": 8, "norm_topk_prob": true, "rope_theta": 1e6}), .windows = EVERY_LAYER,
-     .moe = {"block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2", "num_local_experts",
+    {.model_type = "mistral", .defaults = JSON({"num_key_value_heads": 8, "sliding_window": 4096})},
+    {"mixtral", JSON({"num_key_value_heads": 8, "sliding_window": null, "norm_topk_prob": true, "rope_theta": 1e6}),
+     .moe = {"block_sparse_moe.gate", "block_sparse_moe.experts", ".w1", ".w3", ".w2", "num_local_experts",
              "intermediate_size"}},
     {"qwen2", JSON({"use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
-     .qkv_bias = true, .windows = FROM_LAYER},
+     .qkv_bias = true},
     {"qwen3", JSON({"head_dim": 128, "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
-     .head_norms = true, .windows = FROM_LAYER},
+     .head_norms = true},
     {"qwen3_moe", JSON({"num_key_value_heads": 4, "use_sliding_window": false, "sliding_window": 4096,
                         "moe_intermediate_size": 768}),
-     .head_norms = true, .windows = EVERY_LAYER,
-     .moe = {"mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "num_experts", "moe_intermediate_size"}},
-    {"gemma2", JSON({"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": true,
-                     "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50, "final_logit_softcapping": 30}),
-     .act = GEGLU, .gemma = true, .windows = EVEN_LAYERS},
+     .head_norms = true,
+     .moe = {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "num_experts",
+             "moe_intermediate_size"}},
+    {"gemma2", JSON({"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2,
+                     "tie_word_embeddings": true, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50,
+                     "final_logit_softcapping": 30}),
+     .act = GEGLU, .gemma = true},
     {"gemma3_text", JSON({"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216,
                           "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
                           "max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 6,
                           "rms_norm_eps": 1e-6, "tie_word_embeddings": true, "query_pre_attn_scalar": 256,
                           "rope_theta": 1e6, "rope_local_base_freq": 10000}),
-     .act = GEGLU, .gemma = true, .head_norms = true, .windows = BUT_EVERY},
+     .act = GEGLU, .gemma = true, .head_norms = true},
     {.model_type = "gemma3", .nested = "gemma3_text"},
     {"deepseek_v2", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                           "v_head_dim": 128, "n_shared_experts": 2, "scoring_func": "softmax",
                           "topk_method": "greedy", "rope_interleave": true}),
-     .latent = true, .moe = {"mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "n_routed_experts",
+     .latent = true, .moe = {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "n_routed_experts",
                              "moe_intermediate_size"}},
     {"deepseek_v3", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                           "v_head_dim": 128, "n_shared_experts": 1, "scoring_func": "sigmoid",
                           "topk_method": "noaux_tc", "norm_topk_prob": true, "routed_scaling_factor": 2.5,
                           "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "rope_interleave": true}),
-     .latent = true, .moe = {"mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "n_routed_experts",
+     .latent = true, .moe = {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "n_routed_experts",
                              "moe_intermediate_size"}},
 };
 /* clang-format on */
@@ -109,7 +100,7 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
     const Family *family;
     char *path;                /* of config.json */
     cJSON *file, *defaults;    /* file: config.json as it is */
-    const cJSON *config;       /* the same, or its text_config */
+    cJSON *config;             /* the same, or its text_config, and the defaults of keys that it lacks */
     char prefix[60];           /* of tensor names: "model.layers.3." in a layer, "model." or nothing outside */
     Type made_up_as;           /* encoding of made up matrices */
     bool mixed;                /* Q4_K_M: some of them are Q6_K, see made_up_type() */
@@ -139,16 +130,9 @@ static void config_bad(Loader *load, const cJSON *object, const char *key, const
     free(found);
 }
 
-/* The value of a key, or the family's default if the key is missing. NULL: there is neither, or the value is null. */
-static const cJSON *config_get(const Loader *load, const cJSON *object, const char *key) {
-    const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, key);
-    if (!value && object == load->config) value = cJSON_GetObjectItemCaseSensitive(load->defaults, key);
-    return cJSON_IsNull(value) ? NULL : value;
-}
-
-/* The same. A value of another cJSON type is an error. */
+/* The value of a key; NULL: it is missing or null. A value of another cJSON type is an error. */
 static const cJSON *config_typed(Loader *load, const cJSON *object, const char *key, int type, const char *expected) {
-    const cJSON *value = config_get(load, object, key);
+    const cJSON *value = json_get(object, key);
     if (!value || value->type & type) return value;
     config_bad(load, object, key, expected);
     return NULL;
@@ -165,7 +149,7 @@ static bool config_true(Loader *load, const char *key) {
 /* A number in [least, most]. A missing key has the value `absent`; if that is out of range, the key is required. */
 static double config_number(Loader *load, const cJSON *object, const char *key, double least, double most,
                             double absent) {
-    const cJSON *value = config_get(load, object, key);
+    const cJSON *value = json_get(object, key);
     double x = !value ? absent : cJSON_IsNumber(value) ? value->valuedouble : NAN;
     char expected[80];
     if (x >= least && x <= most) return x;
@@ -257,8 +241,9 @@ static void read_rope(Loader *load, bool window, Rope *out) {
         high = fmin(high, d - 1);
         if (low == high) high += 0.001;
     }
-    bool divided = tensors_find(&load->c->tensors, "rope_freqs.weight");
-    const float *divisor = divided ? bind_floats(load, "rope_freqs", ".weight", m->rope_dim / 2) : NULL;
+    const float *divisor = NULL;
+    if (tensors_find(&load->c->tensors, "rope_freqs.weight"))
+        divisor = bind_floats(load, "rope_freqs", ".weight", m->rope_dim / 2);
     float *inv_freq = keep(load->c, (size_t)m->rope_dim / 2, sizeof *inv_freq);
     *out = (Rope){.inv_freq = inv_freq, .scale = (float)scale};
     for (int i = 0; i < m->rope_dim / 2; i++) {
@@ -270,37 +255,34 @@ static void read_rope(Loader *load, bool window, Rope *out) {
     }
 }
 
-static bool rule_gives_window(Loader *load, int layer) {
-    switch (load->family->windows) {
-    case EVERY_LAYER: return true;
-    case EVEN_LAYERS: return layer % 2 == 0;
-    case FROM_LAYER: return layer >= config_whole(load, "max_window_layers", 0, INT32_MAX, REQUIRED);
-    case BUT_EVERY: return (layer + 1) % config_whole(load, "sliding_window_pattern", 1, INT32_MAX, REQUIRED) != 0;
-    default: return false;
-    }
-}
-
+/* Which layers have a window: those that layer_types names, or else those from max_window_layers on but for every
+ * sliding_window_pattern-th. A family has a rule for each of these keys that is in its defaults, and without the latter
+ * two layer_types may only repeat it. If use_sliding_window is false, no layer has a window. */
 static void read_windows(Loader *load) {
     Model *m = &load->c->model;
-    const Family *f = load->family;
+    const cJSON *defaults = load->defaults;
     const cJSON *list = config_typed(load, load->config, "layer_types", cJSON_Array, "an array");
-    bool used = config_true(load, "use_sliding_window") || !config_get(load, load->config, "use_sliding_window");
-    bool free = f->windows > EVERY_LAYER; /* layer_types may contradict the family's rule */
-    int window = 0;
+    const char *family = load->family->model_type;
+    bool any = cJSON_GetObjectItemCaseSensitive(defaults, "sliding_window"); /* its default may be null */
+    bool first = json_get(defaults, "max_window_layers"), pattern = json_get(defaults, "sliding_window_pattern");
+    const char *use = "use_sliding_window"; /* null is false where there is a default */
+    bool used = config_true(load, use) || !(json_get(load->config, use) || json_get(defaults, use));
+    int from = first ? config_whole(load, "max_window_layers", 0, INT32_MAX, REQUIRED) : 0, window = 0;
+    int every = pattern ? config_whole(load, "sliding_window_pattern", 1, INT32_MAX, REQUIRED) : INT32_MAX;
     if (list && cJSON_GetArraySize(list) != m->n_layers)
         refuse(load, load->path, "layer_types should be an array of %d, one a layer", m->n_layers);
-    if (f->windows && used && config_get(load, load->config, "sliding_window"))
+    if (any && used && json_get(load->config, "sliding_window"))
         window = config_whole(load, "sliding_window", 1, INT32_MAX, REQUIRED);
-    if (!f->windows && config_true(load, "use_sliding_window"))
-        refuse(load, load->path, "use_sliding_window is not implemented for %s", f->model_type);
+    if (!any && config_true(load, use))
+        refuse(load, load->path, "use_sliding_window is not implemented for %s", family);
     const cJSON *entry = list ? list->child : NULL;
     for (int i = 0; i < m->n_layers && !failed(load); i++, entry = entry ? entry->next : NULL) {
         const char *type = cJSON_GetStringValue(entry);
-        bool sliding = rule_gives_window(load, i), said = type && !strcmp(type, "sliding_attention");
-        if (list && !(said && (free || window)) && !(type && !strcmp(type, "full_attention") && (free || !window)))
+        bool sliding = any && i >= from && (i + 1) % every != 0, full = type && !strcmp(type, "full_attention");
+        if (list) sliding = type && !strcmp(type, "sliding_attention");
+        if (list && ((!sliding && !full) || (!first && !pattern && sliding != (window > 0))))
             refuse(load, load->path, "layer_types[%d] is '%.40s', which is not implemented for %s", i,
-                   type ? type : "(no text)", f->model_type);
-        if (list) sliding = said;
+                   type ? type : "(no text)", family);
         m->layer[i].window = sliding ? window : 0;
         m->layer[i].rope = m->rope + sliding;
     }
@@ -425,12 +407,14 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
         {"weight_block_size", "16, 32, 64, 128, 256"},
         {"block_structure", "16, 32, 64, 128, 256"}};
     const cJSON *one;
-    if (strstr(key, "activations") || !strcmp(key, "kv_cache_scheme") || cJSON_IsNull(x)) return;
-    char *text = cJSON_IsString(x) ? copy_text(x->valuestring, strlen(x->valuestring)) : json_text(x);
-    for (size_t i = 0; i < sizeof known / sizeof *known && !cJSON_IsArray(x); i++)
-        if (!strcmp(key, known[i].key) && !text_listed(known[i].values, text))
+    if (failed(load) || strstr(key, "activations") || !strcmp(key, "kv_cache_scheme") || cJSON_IsNull(x)) return;
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        if (strcmp(key, known[i].key) || cJSON_IsArray(x)) continue;
+        char *text = cJSON_IsString(x) ? copy_text(x->valuestring, strlen(x->valuestring)) : json_text(x);
+        if (!text_listed(known[i].values, text))
             refuse(load, path, "%s should be one of %s, and is %.80s", key, known[i].values, text);
-    free(text);
+        free(text);
+    }
     cJSON_ArrayForEach(one, x) check_quantization(load, path, one->string ? one->string : key, one);
 }
 
@@ -476,16 +460,19 @@ static const Family *find_family(Loader *load, const char *model_type) {
 static void read_config(Loader *load, const char *dir) {
     Rope *rope = keep(load->c, 2, sizeof *rope);
     const Family *f = load->family = find_family(load, config_text(load, load->file, "model_type"));
+    const cJSON *one;
     load->c->model.rope = rope;
     load->config = load->file;
     if (f && f->nested) {
-        load->config = config_typed(load, load->file, "text_config", cJSON_Object, "an object");
-        if (!load->config) config_bad(load, load->file, "text_config", "an object");
+        load->config = cJSON_GetObjectItemCaseSensitive(load->file, "text_config");
+        if (!cJSON_IsObject(load->config)) config_bad(load, load->file, "text_config", "an object");
         load->family = find_family(load, f->nested);
     }
     if (failed(load)) return;
     load->c->family = f->model_type;
     load->defaults = cJSON_Parse(load->family->defaults ? load->family->defaults : "{}");
+    cJSON_ArrayForEach(one, load->defaults) if (!cJSON_GetObjectItemCaseSensitive(load->config, one->string))
+        cJSON_AddItemToObject(load->config, one->string, cJSON_Duplicate(one, true));
     read_sizes(load);
     read_quantization(load, dir);
     read_rope(load, false, rope);
@@ -591,17 +578,25 @@ static bool map_file(TensorFile *f, Error *e) {
     return true;
 }
 
+const char *file_kind(const char *data, size_t n) {
+    static const char *const kinds[][2] = {{"version https://git-lfs", "a Git-LFS pointer"},
+                                           {"GGUF", "a GGUF file"},
+                                           {"PK\3\4", "a file of PyTorch's own format"},
+                                           {"<!doctype", "a web page (HTML)"},
+                                           {"<html", "a web page (HTML)"}};
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
+        if (n >= strlen(kinds[i][0]) && !strncasecmp(data, kinds[i][0], strlen(kinds[i][0]))) return kinds[i][1];
+    return NULL;
+}
+
 /* Reads a safetensors header: eight bytes with its length, then JSON. *data: where the data begins. */
 static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
-    const char *path = f->name, *text = (const char *)f->map + 8;
+    const char *path = f->name, *text = (const char *)f->map + 8, *kind = file_kind(text - 8, f->size);
     uint64_t header = 0;
     for (int byte = 7; byte >= 0; byte--) header = header << 8 | f->map[byte];
     if (!header || header > MOST_HEADER || header > f->size - 8 || *text != '{')
-        return fail(e, BAD_MODEL, "%s: %s (a header of %llu bytes in %zu): download it again", path,
-                    !memcmp(text - 8, "version ", 8) ? "a pointer of Git LFS, not the file that it stands for"
-                    : text[-8] == '<'                ? "a web page, not a safetensors file"
-                                                     : "no safetensors file, or damaged",
-                    (unsigned long long)header, f->size),
+        return fail(e, BAD_MODEL, "%s: no safetensors file%s%s (a header of %llu bytes in %zu): download it again",
+                    path, kind ? " but " : ", or damaged", kind ? kind : "", (unsigned long long)header, f->size),
                NULL;
     cJSON *json = json_parse(text, header, path, e);
     *data = 8 + header;
@@ -740,7 +735,7 @@ void tensors_close(Tensors *t) {
     *t = (Tensors){0};
 }
 
-const Tensor *tensors_find(const Tensors *t, const char *name) {
+Tensor *tensors_find(const Tensors *t, const char *name) {
     Tensor key = {.name = (char *)(uintptr_t)name};
     return t->n ? bsearch(&key, t->tensor, (size_t)t->n, sizeof key, by_name) : NULL;
 }
@@ -813,10 +808,8 @@ static bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expect
 /* The tensor PREFIX NAME SUFFIX. NULL: the files do not have it. */
 static Tensor *find(const Loader *load, const char *name, const char *suffix) {
     char full[200];
-    const Tensors *all = &load->c->tensors;
     snprintf(full, sizeof full, "%s%s%s", load->prefix, name, suffix);
-    const Tensor *t = tensors_find(all, full);
-    return t ? all->tensor + (t - all->tensor) : NULL;
+    return tensors_find(&load->c->tensors, full);
 }
 
 /* Finds that tensor and checks its shape and the dtype of `type` (TYPES: any). Returns a made up one, without data and
@@ -905,25 +898,6 @@ static const Encoding encodings[] = {
     {INT8, ".weight", NULL, ".weight_scale", ".weight_zero_point", NULL, BF16, INT8, INT32_MAX}};
 /* clang-format on */
 
-/* Finds the encoding of a module's matrix, or the row of `made_up`. NULL: a matrix without grids. If no shape fits,
- * returns the first row whose codes exist; bind then reports the shape. */
-static const Encoding *find_encoding(const Loader *load, const char *name, int rows, int cols, Type made_up) {
-    const bool awq = quantization_says(load, "quant_method", "awq");
-    const Encoding *near = NULL, *end = encodings + sizeof encodings / sizeof *encodings;
-    for (const Encoding *one = encodings; one < end; one++) {
-        const Tensor *t = find(load, name, one->codes);
-        int64_t shape[2];
-        stored_shape(one->type, rows, cols, shape);
-        if (load->c->model.made_up && one->type == made_up) return one;
-        if (!t || (one->mark && !find(load, name, one->mark))) continue;
-        if (one->type == GPTQ4 || one->type == GPTQ8 ? awq : one->type == AWQ4 && !awq) continue;
-        bool dtype = has_dtype(t, one->type);
-        if (dtype && t->dims == 2 && !memcmp(t->shape, shape, sizeof shape)) return one;
-        if (!near && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
-    }
-    return near;
-}
-
 /* How many of n rows or columns share each of `count` entries: one, all, or a power of two from 16 on; else 0. */
 static int shared_by(int n, int64_t count) {
     int by = 16;
@@ -992,9 +966,12 @@ static const float *bind_factor(Loader *load, const char *name, const char *suff
 static void bind_grids(Loader *load, const char *name, const Encoding *how, Linear *w) {
     const bool transposed = in_gptq(w->type) || w->type == AWQ4;
     const cJSON *block = w->type == FP8 ? json_get(load->quantization, "weight_block_size") : NULL;
-    Grid usual = {.type = how->scales, .rows = 1, .cols = how->cols, .transposed = transposed};
-    if (cJSON_GetArraySize(block) == 2) usual.rows = block->child->valueint, usual.cols = block->child->next->valueint;
-    if (usual.cols > w->cols) usual.cols = w->cols;
+    int64_t rows = 1, cols = how->cols;
+    if (block && !(cJSON_GetArraySize(block) == 2 && json_whole(block->child, 1, INT32_MAX, &rows) &&
+                   json_whole(block->child->next, 1, INT32_MAX, &cols)))
+        config_bad(load, load->quantization, "weight_block_size", "two whole numbers");
+    if (cols > w->cols) cols = w->cols;
+    Grid usual = {.type = how->scales, .rows = (int)rows, .cols = (int)cols, .transposed = transposed};
     w->scale = bind_scale(load, name, how->scale, w, usual);
     if (how->zero && (transposed || find(load, name, how->zero))) {
         Grid z = {.type = how->zeros, .rows = w->scale.rows, .cols = w->scale.cols};
@@ -1012,13 +989,6 @@ static void check_blocks(Loader *load, const char *name, const Linear *w) {
                types[w->type].values, types[w->type].name);
 }
 
-/* The type of a matrix without grids. */
-static Type plain_type(Loader *load, const char *name) {
-    const Tensor *t = find(load, name, ".weight");
-    Type type = t ? type_of(t) : BF16; /* bind reports it as missing */
-    return !t || tensor_is(load, t, type < E8M0, "BF16, F16, F32, F8_E4M3 or I8") ? type : BF16;
-}
-
 /* The type of a made up matrix. A router is never encoded, embedding and head only in GGUF's types. The mixture is
  * llama.cpp's Q4_K_M: Q6_K for the head, and for v and down in the first and last eighth of the layers and in every
  * third between. It has other rules for models of eight experts and for Llama's 70B. */
@@ -1032,20 +1002,40 @@ static Type made_up_type(const Loader *load, const char *name) {
     return more && text_listed("v_proj kv_b_proj down_proj w2", dot + 1) ? Q6_K : Q4_K;
 }
 
+/* Finds how a module's matrix is encoded or made up. If no shape fits, returns the first row whose codes exist; bind
+ * then reports the shape. */
+static Encoding find_encoding(Loader *load, const char *name, int rows, int cols) {
+    const bool made_up = load->c->model.made_up, awq = quantization_says(load, "quant_method", "awq");
+    const Encoding *near = NULL, *end = encodings + sizeof encodings / sizeof *encodings;
+    Type plain = made_up ? made_up_type(load, name) : BF16;
+    for (const Encoding *one = encodings; one < end; one++) {
+        const Tensor *t = find(load, name, one->codes);
+        int64_t shape[2];
+        stored_shape(one->type, rows, cols, shape);
+        if (made_up && one->type == plain) return *one;
+        if (!t || (one->mark && !find(load, name, one->mark))) continue;
+        if (one->type == AWQ4 ? !awq : in_gptq(one->type) && awq) continue;
+        bool dtype = has_dtype(t, one->type);
+        if (dtype && t->dims == 2 && !memcmp(t->shape, shape, sizeof shape)) return *one;
+        if (!near && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
+    }
+    const Tensor *t = near ? NULL : find(load, name, ".weight"); /* without grids. bind reports a missing one */
+    if (t && tensor_is(load, t, type_of(t) < E8M0, "BF16, F16, F32, F8_E4M3 or I8")) plain = type_of(t);
+    return near ? *near : (Encoding){.type = plain, .codes = ".weight"};
+}
+
 /* Binds the matrix (rows, cols) of a module, and its bias if `bias` says so or if GPTQ stores one. */
 static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bool bias) {
-    const Type made_up = made_up_type(load, name);
-    const Encoding *how = find_encoding(load, name, rows, cols, made_up);
-    Linear w = {.rows = rows, .cols = cols, .n = 1};
-    w.type = how ? how->type : load->c->model.made_up ? made_up : plain_type(load, name);
+    const Encoding how = find_encoding(load, name, rows, cols);
+    Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1};
     check_blocks(load, name, &w);
     if ((in_gptq(w.type) || w.type == AWQ4) && !load->quantization && !load->c->model.made_up)
         refuse(load, load->path,
                "%s is GPTQ or AWQ, and quantization_config is missing (older GPTQ models have it as a file "
                "quantize_config.json: download that too)",
                name);
-    w.data = bind_matrix(load, name, how ? how->codes : ".weight", w.type, rows, cols, w.type, (int64_t)rows * cols);
-    if (how) bind_grids(load, name, how, &w);
+    w.data = bind_matrix(load, name, how.codes, w.type, rows, cols, w.type, (int64_t)rows * cols);
+    if (how.scale) bind_grids(load, name, &how, &w);
     Tensor *said = find(load, name, ".weight_shape");
     if (said) {
         belongs(said, w.type, 0);
@@ -1056,22 +1046,21 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bo
     return w;
 }
 
-/* Copies the n numbers of expert i into the array of all experts, which expert 0 creates. */
-static void *gather(Loader *load, const void *all, const void *one, int i, size_t n) {
+/* Copies the n numbers of matrix i into the array of all `count` matrices, which matrix 0 creates. */
+static void *gather(Loader *load, int count, const void *all, const void *one, int i, size_t n) {
     char *out = (char *)(uintptr_t)all;
-    if (one && !i) out = keep(load->c, (size_t)load->c->model.n_experts * n, 4);
+    if (one && !i) out = keep(load->c, (size_t)count * n, 4);
     if (one && out) memcpy(out + (size_t)i * n * 4, one, n * 4);
     return out;
 }
 
-/* Binds one matrix of each expert. Each is a module of its own. */
-static Linear bind_each(Loader *load, const char *matrix, int rows, int cols, bool bias) {
-    int n = load->c->model.n_experts;
+/* Binds n matrices, one per expert or head. Each is a module of its own, MODULE.0 MATRIX and so on. */
+static Linear bind_each(Loader *load, const char *module, const char *matrix, int n, int rows, int cols, bool bias) {
     View *each = keep(load->c, (size_t)n * 3, sizeof *each);
     Linear all = {0};
     for (int i = 0; i < n && !failed(load); i++) {
         char name[100];
-        snprintf(name, sizeof name, "%s.%d.%s", load->family->moe.experts, i, matrix);
+        snprintf(name, sizeof name, "%s.%d%s", module, i, matrix);
         Linear one = bind_linear(load, name, rows, cols, bias);
         if (!i) {
             all = one;
@@ -1083,9 +1072,9 @@ static Linear bind_each(Loader *load, const char *matrix, int rows, int cols, bo
             refuse(load, load->path, "%s%s is %s, that of expert 0 %s, or its scales differ", load->prefix, name,
                    types[one.type].name, types[all.type].name);
         each[i] = one.data, each[n + i] = one.scale.data, each[2 * n + i] = one.zero.data;
-        all.factor = gather(load, all.factor, one.factor, i, 1);
-        all.bias = gather(load, all.bias, one.bias, i, (size_t)rows);
-        all.group = gather(load, all.group, one.group, i, (size_t)cols);
+        all.factor = gather(load, n, all.factor, one.factor, i, 1);
+        all.bias = gather(load, n, all.bias, one.bias, i, (size_t)rows);
+        all.group = gather(load, n, all.group, one.group, i, (size_t)cols);
     }
     return all;
 }
@@ -1102,15 +1091,6 @@ static Linear bind_mxfp4(Loader *load, const char *name, int rows, int cols) {
     w.data = view_of(load, codes, n * rows, rows);
     w.scale = (Grid){.type = E8M0, .rows = 1, .cols = 32, .data = view_of(load, scales, n * rows, rows)};
     w.bias = floats(load, bind(load, name, "_bias", TYPES, 2, (int64_t[]){n, rows}), (size_t)(n * rows));
-    return w;
-}
-
-/* Binds GGUF's NAME.weight (n, rows, cols). */
-static Linear bind_stack(Loader *load, const char *name, int n, int rows, int cols) {
-    Linear w = {.type = plain_type(load, name), .rows = rows, .cols = cols, .n = n};
-    Tensor *t = bind(load, name, ".weight", w.type, 3, (int64_t[]){n, rows, cols});
-    belongs(t, w.type, (int64_t)n * rows * cols);
-    w.data = view_of(load, t, (int64_t)n * rows, rows);
     return w;
 }
 
@@ -1164,19 +1144,17 @@ static void bind_latent(Loader *load, Layer *l) {
     const Model *m = &load->c->model;
     int q = m->n_heads * m->head_dim, keys = m->head_dim - m->rope_dim, rank = m->kv_rank;
     bool bias = config_true(load, "attention_bias");
-    if (config_get(load, load->config, "q_lora_rank")) {
-        int q_rank = config_whole(load, "q_lora_rank", 1, 1 << 16, REQUIRED);
+    int q_rank = config_whole(load, "q_lora_rank", 0, 1 << 16, 0);
+    if (q_rank) {
         l->q_a = bind_linear(load, "self_attn.q_a_proj", q_rank, m->dim, bias);
         l->q_a_norm = bind_floats(load, "self_attn.q_a_layernorm", ".weight", q_rank);
-        l->q = bind_linear(load, "self_attn.q_b_proj", q, q_rank, false);
-    } else {
-        l->q = bind_linear(load, "self_attn.q_proj", q, m->dim, false);
     }
+    l->q = bind_linear(load, q_rank ? "self_attn.q_b_proj" : "self_attn.q_proj", q, q_rank ? q_rank : m->dim, false);
     l->kv_a = bind_linear(load, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
     l->kv_a_norm = bind_floats(load, "self_attn.kv_a_layernorm", ".weight", rank);
     if (m->k_up_transposed) {
-        l->k_up = bind_stack(load, "self_attn.k_b_proj", m->n_heads, rank, keys);
-        l->v_up = bind_stack(load, "self_attn.v_b_proj", m->n_heads, m->v_dim, rank);
+        l->k_up = bind_each(load, "self_attn.k_b_proj", "", m->n_heads, rank, keys, false);
+        l->v_up = bind_each(load, "self_attn.v_b_proj", "", m->n_heads, m->v_dim, rank, false);
     } else {
         Linear both = bind_linear(load, "self_attn.kv_b_proj", m->n_heads * (keys + m->v_dim), rank, false);
         l->k_up = cut(load, &both, 0, 1, keys, keys + m->v_dim);
@@ -1198,9 +1176,9 @@ static void bind_experts(Loader *load, Layer *l) {
         l->down = bind_mxfp4(load, "mlp.experts.down_proj", m->dim, width);
         return;
     }
-    l->gate = bind_each(load, f->moe.gate, width, m->dim, bias);
-    l->up = bind_each(load, f->moe.up, width, m->dim, bias);
-    l->down = bind_each(load, f->moe.down, m->dim, width, bias);
+    l->gate = bind_each(load, f->moe.experts, f->moe.gate, m->n_experts, width, m->dim, bias);
+    l->up = bind_each(load, f->moe.experts, f->moe.up, m->n_experts, width, m->dim, bias);
+    l->down = bind_each(load, f->moe.experts, f->moe.down, m->n_experts, m->dim, width, bias);
     if (!f->latent) return;
     if (m->route.group_best == 2) /* topk_method noaux_tc */
         l->choice_bias = bind_floats(load, f->moe.router, ".e_score_correction_bias", m->n_experts);
@@ -1222,15 +1200,13 @@ static bool has_experts(Loader *load, int layer) {
 static void bind_layer(Loader *load, int i) {
     Model *m = &load->c->model;
     Layer *l = m->layer + i;
-    bool bias = config_true(load, "mlp_bias");
+    const bool bias = config_true(load, "mlp_bias"), gemma = load->family->gemma;
     const char *after = "post_attention_layernorm"; /* of attention's result in Gemma, else of the MLP's input */
     l->attn_norm = bind_floats(load, "input_layernorm", ".weight", m->dim);
-    if (load->family->gemma) {
+    l->ffn_norm = bind_floats(load, gemma ? "pre_feedforward_layernorm" : after, ".weight", m->dim);
+    if (gemma) {
         l->attn_post_norm = bind_floats(load, after, ".weight", m->dim);
-        l->ffn_norm = bind_floats(load, "pre_feedforward_layernorm", ".weight", m->dim);
         l->ffn_post_norm = bind_floats(load, "post_feedforward_layernorm", ".weight", m->dim);
-    } else {
-        l->ffn_norm = bind_floats(load, after, ".weight", m->dim);
     }
     if (load->family->latent)
         bind_latent(load, l);
@@ -1281,7 +1257,7 @@ static void bind_all(Loader *load) {
     if (!embed) m->embed = m->head;
     strcpy(load->prefix, text);
     m->norm = bind_floats(load, "norm", ".weight", m->dim);
-    m->k_up_transposed = tensors_find(all, "model.layers.0.self_attn.k_b_proj.weight");
+    m->k_up_transposed = tensors_find(all, "model.layers.0.self_attn.k_b_proj.0.weight");
     for (int i = 0; i < m->n_layers && !failed(load); i++) {
         snprintf(load->prefix, sizeof load->prefix, "%slayers.%d.", text, i);
         bind_layer(load, i);
@@ -1344,16 +1320,6 @@ bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Er
     return read_checkpoint(c, dir, true, encoding, e);
 }
 
-bool checkpoint_known(const char *dir, Error *e) {
-    Checkpoint c = {0};
-    Loader load = {.c = &c, .e = e};
-    *e = (Error){0};
-    bool known = open_config(&load, dir);
-    close_config(&load);
-    checkpoint_close(&c);
-    return known;
-}
-
 void checkpoint_close(Checkpoint *c) {
     for (int i = 0; i < c->owned_n; i++) free(c->owned[i]);
     free(c->owned);
@@ -1411,19 +1377,19 @@ static void set_text(char *out, size_t room, const char *text) {
     bytes_free(&shown);
 }
 
-/* Fills in all but path and name. The encoding is config.json's, or in GGUF the type with the
- * most bytes. If parts of a GGUF model are missing, it counts as known. False: there is no model. */
-static bool describe(ModelEntry *m) {
-    Error e = {0};
+ModelEntry model_entry(const char *path) {
+    ModelEntry m = {0};
+    Error missing;
     Checkpoint c = {0};
-    Loader load = {.c = &c, .e = &e};
+    Loader load = {.c = &c, .e = &m.problem};
     Tensors *t = &c.tensors;
     struct stat st;
     size_t bytes[TYPES + 1] = {0}, most = 0; /* by type; the last: all others */
-    const bool config = open_config(&load, m->path), model = load.gguf || load.file;
-    char *tokenizer = join(m->path, "tokenizer.json");
-    m->complete = load.gguf ? t->n : load.file && !access(tokenizer, F_OK);
-    m->known = config || (load.gguf && !m->complete);
+    char *tokenizer = join(path, "tokenizer.json");
+    m.known = open_config(&load, path);
+    m.there = load.gguf || load.file;
+    m.complete = load.gguf ? t->n : load.file && !access(tokenizer, F_OK);
+    if (load.gguf && !m.complete) m.known = true;
     const char *encoding = json_string(json_get(load.file, "quantization_config"), "quant_method");
     if (!encoding) encoding = json_string(load.file, "dtype");
     if (!encoding) encoding = json_string(load.file, "torch_dtype"); /* its older name */
@@ -1431,27 +1397,21 @@ static bool describe(ModelEntry *m) {
         size_t *sum = bytes + type_of(one);
         if ((*sum += one->size) > most) most = *sum, encoding = one->dtype;
     }
-    set_text(m->encoding, sizeof m->encoding, encoding);
-    for (char *s = m->encoding; *s; s++) *s = (char)toupper((unsigned char)*s);
-    set_text(m->family, sizeof m->family,
+    set_text(m.encoding, sizeof m.encoding, encoding);
+    for (char *s = m.encoding; *s; s++) *s = (char)toupper((unsigned char)*s);
+    set_text(m.family, sizeof m.family,
              load.gguf ? json_string(t->metadata, "general.architecture") : json_string(load.file, "model_type"));
-    if (!t->files) m->complete &= name_files(t, m->path, &e);
+    if (!t->files) m.complete &= name_files(t, path, &missing);
     for (int i = 0; i < t->files; i++) {
         if (stat(t->file[i].name, &st))
-            m->complete = false;
+            m.complete = false;
         else
-            m->bytes += (uint64_t)st.st_size;
+            m.bytes += (uint64_t)st.st_size;
     }
     close_config(&load);
     checkpoint_close(&c);
     free(tokenizer);
-    return model;
-}
-
-bool model_complete(const char *dir) {
-    ModelEntry m = {.path = (char *)(uintptr_t)dir};
-    describe(&m);
-    return m.complete;
+    return m;
 }
 
 typedef struct {
@@ -1462,27 +1422,27 @@ typedef struct {
 /* Adds the model at a path, unless its name is listed already or none of its weights are here and no download has
  * `begun`. */
 static void list_add(List *list, const char *path, const char *name, bool begun) {
-    ModelEntry m = {.path = copy_text(path, strlen(path)), .name = copy_text(name, strlen(name))};
-    bool listed = false;
-    for (int i = 0; i < list->n && !listed; i++) listed = !strcmp(list->entry[i].name, name);
-    if (!listed && describe(&m) && (m.bytes || begun)) {
-        list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
-        list->entry[list->n++] = m;
-    } else {
-        free(m.path);
-        free(m.name);
-    }
+    for (int i = 0; i < list->n; i++)
+        if (!strcmp(list->entry[i].name, name)) return;
+    ModelEntry m = model_entry(path);
+    if (!m.there || !(m.bytes || begun)) return;
+    m.path = copy_text(path, strlen(path));
+    m.name = copy_text(name, strlen(name));
+    list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
+    list->entry[list->n++] = m;
 }
 
-/* Adds the GGUF files of a folder as SHOWN/FILE; with `deeper` also those of the folders in it. */
-static void add_gguf(List *list, const char *folder, const char *shown, bool deeper) {
-    DIR *dir = opendir(folder);
+/* Adds what is at a path: the first file of a GGUF model, or a folder, with the GGUF files in it and one folder deeper.
+ * They are shown as SHOWN/FILE. depth: 2 at the path itself. */
+static void add_path(List *list, const char *path, const char *shown, bool begun, int depth) {
+    const bool gguf = gguf_named(path);
+    if (gguf ? gguf_parts(path) : depth == 2) list_add(list, path, shown, begun);
+    DIR *dir = gguf || !depth ? NULL : opendir(path);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         if (*d->d_name == '.') continue;
-        char *path = join(folder, d->d_name), *name = join(shown, d->d_name);
-        if (gguf_named(path) && gguf_parts(path)) list_add(list, path, name, false);
-        if (deeper) add_gguf(list, path, name, false);
-        free(path);
+        char *inner = join(path, d->d_name), *name = join(shown, d->d_name);
+        add_path(list, inner, name, false, depth - 1);
+        free(inner);
         free(name);
     }
     if (dir) closedir(dir);
@@ -1507,57 +1467,53 @@ static char *find_snapshot(const char *repository) {
     return found;
 }
 
-/* Adds each model folder in `parent`; `hub`: each repository, where models--ORG--NAME is shown as ORG/NAME. */
+/* Adds what is in `parent`; `hub`: each repository, models--ORG--NAME. ORG--NAME is shown as ORG/NAME. */
 static void add_all(List *list, const char *parent, bool hub) {
     DIR *dir = opendir(parent);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         bool repository = !strncmp(d->d_name, "models--", 8);
         if (*d->d_name == '.' || repository != hub) continue;
         char *path = join(parent, d->d_name), *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
+        char *model = hub ? find_snapshot(path) : copy_text(path, strlen(path));
         Bytes shown = {0};
         if (dashes)
             bytes_print(&shown, "%.*s/%s", (int)(dashes - name), name, dashes + 2);
         else
             bytes_text(&shown, hub ? name : path);
-        char *snapshot = hub ? find_snapshot(path) : NULL;
-        if (!hub || snapshot) list_add(list, hub ? snapshot : path, shown.data, hub);
-        if (snapshot) add_gguf(list, snapshot, shown.data, true);
+        if (model) add_path(list, model, shown.data, hub, 2);
         free(path);
-        free(snapshot);
+        free(model);
         bytes_free(&shown);
     }
     if (dir) closedir(dir);
-    if (!hub) add_gguf(list, parent, parent, true);
 }
 
 static int by_entry_name(const void *a, const void *b) {
     return strcmp(((const ModelEntry *)a)->name, ((const ModelEntry *)b)->name);
 }
 
-void hub_home(Bytes *path) {
+char *hub_file(const char *name) {
     const char *hub = environment("HF_HOME"), *all = environment("XDG_CACHE_HOME"), *home = environment("HOME");
-    if (hub)
-        bytes_text(path, hub);
-    else
-        bytes_print(path, "%s%s/huggingface", all ? all : home ? home : "", all ? "" : "/.cache");
+    if (hub) return join(hub, name);
+    char *cache = all ? join(all, "huggingface") : join(home ? home : "", ".cache/huggingface"),
+         *path = join(cache, name);
+    free(cache);
+    return path;
 }
 
-void hub_cache(Bytes *path) {
+char *hub_cache(void) {
     const char *cache = environment("HF_HUB_CACHE");
-    if (!cache) hub_home(path);
-    bytes_text(path, cache ? cache : "/hub");
+    return cache ? copy_text(cache, strlen(cache)) : hub_file("hub");
 }
 
 int models_list(ModelEntry **out) {
     List list = {0};
-    Bytes cache = {0};
-    char *own = join(environment("HOME") ? environment("HOME") : "", ".cache/infer/models");
-    hub_cache(&cache);
+    char *own = join(environment("HOME") ? environment("HOME") : "", ".cache/infer/models"), *cache = hub_cache();
     add_all(&list, "models", false);
     add_all(&list, own, false);
-    add_all(&list, cache.data, true);
-    bytes_free(&cache);
+    add_all(&list, cache, true);
     free(own);
+    free(cache);
     if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_entry_name);
     *out = list.entry;
     return list.n;
@@ -1575,7 +1531,7 @@ void models_free(ModelEntry *list, int n) {
 static char *find_inside(const char *folder) {
     List list = {0};
     char *config = join(folder, "config.json");
-    if (access(config, F_OK)) add_gguf(&list, folder, folder, true);
+    if (access(config, F_OK)) add_path(&list, folder, folder, false, 2);
     char *found = list.n == 1 ? list.entry->path : (char *)(uintptr_t)folder;
     found = copy_text(found, strlen(found));
     models_free(list.entry, list.n);

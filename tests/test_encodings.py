@@ -78,6 +78,9 @@ def test_one_scale_larger_by_a_hundredth(folder):
 CONFIGS = [  # a fixture, its quantization_config with one thing changed, words of the message
     ("fp8_block", {"quant_method": "bitsandbytes"}, ["quant_method", "bitsandbytes", "gptq", "awq"]),
     ("fp8_block", {"weight_block_size": [128, 100]}, ["weight_block_size", "100"]),
+    ("fp8_block", {"weight_block_size": ["128", "128"]}, ["weight_block_size", "two whole numbers", '["128","128"]']),
+    ("fp8_block", {"weight_block_size": [[128], [128]]}, ["weight_block_size", "two whole numbers"]),
+    ("fp8_block", {"weight_block_size": [128]}, ["weight_block_size", "two whole numbers"]),
     ("fp8_block", {"fmt": "e5m2"}, ["fmt", "e5m2", "e4m3"]),
     ("fp8_modelopt", {"quant_algo": "INT9"}, ["quant_algo", "INT9", "NVFP4"]),
     ("gptq4", {"bits": 3}, ["bits", "3", "4, 8"]),
@@ -112,6 +115,16 @@ def test_config(folder):
         else:
             infer("logits", model, "--ids", 1)
     each([(f"{case[0]} {json.dumps(case[1])}", *case) for case in CONFIGS], check)
+
+
+def test_deep_config_in_time(folder):
+    """A large text as deep as JSON may be is not copied at each level. The limit is for a build with sanitizers."""
+    deep = "x" * 10 ** 6
+    for _ in range(900):
+        deep = [deep]
+    model = copy_model(FOLDER / "fp8_block", folder, {"quantization_config": {"a": deep, "quant_method": "awq9"}})
+    r = refused("logits", model, "--ids", 1, words=["config.json", "awq9"])
+    expect(r.seconds < 2, f"{r.seconds:.1f} s")
 
 
 def test_older_place_of_the_config(folder):

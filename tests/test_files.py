@@ -458,6 +458,18 @@ def test_config_of_every_family(folder):
            ("another router", {"topk_method": "noaux_tc"}, ["e_score_correction_bias", "missing"]))
 
 
+def test_null_switches_no_window_on(folder):
+    """Null stands for what a missing use_sliding_window means, which hides nothing. The window of this model is 6."""
+    source = FIXTURES / "qwen2"
+    def long_logits(model):
+        return infer("logits", model, "--ids", ",".join(map(str, range(1, 13))), "--top", 3).out
+    missing = copy_model(source, folder, {"use_sliding_window": None})
+    null = copy_model(source, folder)
+    write_json(null / "config.json", read_json(source / "config.json") | {"use_sliding_window": None})
+    same(long_logits(null), long_logits(missing), "logits")
+    expect(long_logits(null) != long_logits(source), "the test is wrong: the window hides nothing")
+
+
 def test_text_of_a_model_of_pictures(folder):
     """Gemma 3 with eyes: the text's config.json in text_config, its tensors under either prefix, eyes left out."""
     source = FIXTURES / "gemma3"
@@ -707,10 +719,12 @@ def test_weights_that_are_something_else(folder):
     """What is found in the place of weights is named."""
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 13\n"
     model = copy_model(LLAMA, folder, keep_weights=False)
-    for content, words in ((pointer, ["Git LFS"]), (b"<!DOCTYPE html><html></html>", ["web page"]),
-                           (b"GGUF" + bytes(100), ["no safetensors file"]), (bytes(100), ["no safetensors file"])):
+    for content, words in ((pointer, ["Git-LFS pointer"]), (b"<!DOCTYPE html><html></html>", ["web page"]),
+                           (b"GGUF" + bytes(100), ["GGUF file"]), (b"PK\3\4" + bytes(100), ["PyTorch"]),
+                           (bytes(100), ["or damaged"])):
         (model / "model.safetensors").write_bytes(content)
-        refused("logits", model, "--ids", 1, words=["model.safetensors", "download it again", *words])
+        refused("logits", model, "--ids", 1,
+                words=["model.safetensors: no safetensors file", "download it again", *words])
     (model / "model.safetensors").unlink()
     refused("logits", model, "--ids", 1, words=["model.safetensors", "missing", "infer download"])
 
