@@ -895,58 +895,58 @@ static size_t known_word(const char *text, const char *list) {
     return n;
 }
 
-/* Reads the word of n bytes. *field: where it belongs, if what stands before it tells; else NULL. Returns how many
- * bytes belong to the header; 0: the word is text. Unless <|message|> made the header `complete`, only known words
- * belong to it, and text may follow a word without a space. */
-static size_t read_word(Reader *r, const char *word, size_t n, bool complete, char ***field) {
-    Message *m = &r->now;
-    size_t role = known_word(word, "assistant system developer user"), type = known_word(word, "json code"),
-           channel = known_word(word, "analysis commentary final");
-    const char *before = *field == &m->content_type ? constrained : "";
-    if (begins(word, "to=")) return r->repairs += *field || m->recipient, *field = &m->recipient, 3;
-    if (*field == &m->role) { /* the author */
-        bool tool = role < n && memchr(word, '.', legal_length(word, n));
-        *field = NULL;
-        if (begins(word, "assistant")) return r->repairs += role < n, role; /* the rest is another word */
-        if (!tool && (complete || role == n)) return r->repairs++, n;       /* the author is the model */
-        if (tool) conversation_set(&m->role, "tool"), *field = &m->name;
-    }
-    if (!*field && role == n && (complete || strspn(word + n, marks))) return r->repairs++, n; /* no <|start|> */
-    bool unmarked = complete && channel == n && !m->channel && !strchr(word, CHANNEL);         /* no <|channel|> */
-    if (!*field && unmarked) *field = &m->channel, r->repairs++;
-    if (!*field && (complete || m->recipient) && type == n) *field = &m->content_type;
-    if (*field == &m->channel && (channel || !complete)) n = channel; /* text may follow without a space */
-    if (*field == &m->content_type && !complete) n = type;
-    n = *field ? legal_length(word, n) : 0;
-    if (!n) return 0;
-    r->repairs += **field != NULL; /* the later one counts */
-    free(**field);
-    **field = join(before, word, n);
-    *field = NULL;
-    return n;
-}
-
 /* Splits the header into author, <|channel|> CHANNEL, to=RECIPIENT anywhere, and <|constrain|> TYPE or a bare json or
- * code. Other text is content if it stands behind the channel or if <|message|> is missing. */
+ * code. Unless <|message|> made the header `complete`, only known words belong to it, and text may follow a
+ * word without a space. Other text is content if it stands behind the channel or if <|message|> is missing. */
 static void read_header(Reader *r, bool complete) {
     Message *m = &r->now;
     Bytes header = {0}, text = {0};
-    char **field = r->started ? &m->role : NULL;
+    bool author = r->started; /* the next word is */
     bytes_text(&header, "");
     utf8_stream(&r->header, &header, true);
-    for (const char *s = header.data + strspn(header.data, space); *s; s += strspn(s, space)) {
-        size_t n = strcspn(s, space_or_mark), taken = n ? read_word(r, s, n, complete, &field) : 1;
-        if (!n) { /* a mark; text before the channel is no content */
-            r->repairs += field || text.n;
-            field = *s == CHANNEL ? &m->channel : &m->content_type;
-            if (*s == CHANNEL) text.n = 0;
-        } else if (!taken) {
-            bytes_add(&text, s, taken = m->channel || !complete ? strlen(s) : strcspn(s, marks));
+    for (const char *s = header.data; *(s += strspn(s, space)); author = false) {
+        char mark = strspn(s, marks) ? *s++ : 0, **field = NULL;
+        s += strspn(s, space);
+        bool to = begins(s, "to=");
+        while (begins(s, "to=")) s += 3, s += strspn(s, space);
+        size_t n = strcspn(s, space_or_mark), role = known_word(s, "assistant system developer user"),
+               type = known_word(s, "json code"), channel = known_word(s, "analysis commentary final");
+        r->repairs += (mark == CHANNEL && text.n) || (author && (mark || to)) || !n;
+        if (mark == CHANNEL) text.n = 0; /* what precedes the channel is no content */
+        if (to) {
+            field = &m->recipient;
+        } else if (mark) {
+            size_t known = mark == CHANNEL ? channel : type;
+            field = mark == CHANNEL ? &m->channel : &m->content_type;
+            if (!complete || (mark == CHANNEL && channel)) n = known;
+        } else if (author && begins(s, "assistant")) {
+            r->repairs += role < n;
+            s += role;
+            continue;
+        } else if (author && memchr(s, '.', legal_length(s, n))) {
+            conversation_set(&m->role, "tool");
+            field = &m->name;
+        } else if (author ? complete || role == n : role == n && (complete || strspn(s + n, marks))) {
+            r->repairs++; /* the author is the model */
+            s += n;
+            continue;
+        } else if (complete && channel == n && !m->channel && !strchr(s, CHANNEL)) {
+            field = &m->channel, r->repairs++; /* no <|channel|> */
+        } else if ((complete || m->recipient) && type == n) {
+            field = &m->content_type;
         }
-        s += taken;
+        n = field ? legal_length(s, n) : 0;
+        if (n) {
+            r->repairs += *field != NULL; /* the later one counts */
+            free(*field);
+            *field = join(mark == CONSTRAIN && !to ? constrained : "", s, n);
+        } else if (!strspn(s, marks)) {
+            bytes_add(&text, s, n = m->channel || !complete ? strlen(s) : strcspn(s, marks));
+        }
+        s += n;
     }
     bool any = m->channel || m->recipient || m->content_type;
-    r->repairs += field || text.n || (complete ? !r->started : any);
+    r->repairs += author || text.n || (complete ? !r->started : any);
     for (size_t i = 0; i < text.n; i++)
         if (strspn(text.data + i, marks)) text.data[i] = ' ';
     if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
@@ -1008,32 +1008,31 @@ static bool push_harmony(Reader *r, int token) {
 /* ---- reading in other formats ---- */
 
 /* Moves pending text to the message being read. White space at the beginning of a message is dropped; at the end of the
- * text it stays pending until more follows. */
-static void say(Reader *r) {
+ * text it stays pending until more follows. The first `white` bytes are known to be white space. */
+static void say(Reader *r, size_t white) {
     Message *m = &r->now;
-    Bytes text = trim((Bytes){.data = r->header.data + r->white, .n = r->header.n - r->white});
+    Bytes text = trim((Bytes){.data = r->header.data + white, .n = r->header.n - white});
     size_t behind = text.n ? (size_t)(text.data - r->header.data) + text.n : m->content.n ? 0 : r->header.n;
     if (m->content.n) text = (Bytes){.data = r->header.data, .n = behind};
-    r->started = r->started && !text.n;
     bytes_add(&m->content, text.data, text.n);
-    r->white = r->header.n -= behind;
+    r->header.n -= behind;
     if (behind) memmove(r->header.data, r->header.data + behind, r->header.n + 1);
 }
 
 static void end_text(Reader *r, const char *channel) {
     tokenizer_flush(&r->decoder, &r->header);
-    say(r);
-    r->header.n = r->white = *r->header.data = 0;
+    say(r, 0);
+    r->header.n = *r->header.data = 0;
     conversation_set(&r->now.channel, channel);
     next_message(r, r->now.content.n);
 }
 
-/* Is the pending text the beginning of a call without marks? */
+/* Is the pending text a call, or may it become one, without marks? */
 static bool may_be_call(const Reader *r) {
     static const char begin[] = "{\"name\":";
     size_t skip = strspn(r->header.data, space), n = r->header.n - skip;
-    return r->chat->format->flags & ALONE && !r->now.content.n && n &&
-           !memcmp(r->header.data + skip, begin, n < strlen(begin) ? n : strlen(begin));
+    bool alone = r->chat->format->flags & ALONE && !r->now.content.n && n;
+    return r->in_content || (alone && !strncmp(r->header.data + skip, begin, n < strlen(begin) ? n : strlen(begin)));
 }
 
 /* Turns pending text into a call if it is one, with arguments as Python writes them. `closed`: the text ends with the
@@ -1055,7 +1054,7 @@ static void end_call(Reader *r, bool closed) {
         Message call = call_of(name);
         if (arguments) put_json(&call.content, arguments, 0, 0);
         if (!arguments) bytes_text(&call.content, "{}");
-        r->header.n = r->white = *r->header.data = 0;
+        r->header.n = *r->header.data = 0;
         end_text(r, "commentary");
         *message_new(&r->message, &r->messages) = call;
     }
@@ -1072,24 +1071,25 @@ static bool push_other(Reader *r, int token) {
     stop = stop || token == r->chat->end;
     if (stop) {
         tokenizer_flush(&r->decoder, &r->header);
-        if (r->in_content || may_be_call(r)) end_call(r, false);
+        if (may_be_call(r)) end_call(r, false);
         end_text(r, thinking ? "analysis" : "final");
-    } else if (f->thoughts && token == mark[OPEN_THINK] && r->started) {
+    } else if (f->thoughts && token == mark[OPEN_THINK] && r->started && !r->now.content.n && !r->in_content) {
         conversation_set(&r->now.channel, "analysis");
         r->started = false;
     } else if (f->thoughts && token == mark[CLOSE_THINK] && !r->in_content) {
         r->repairs += !thinking;
         if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
-    } else if (f->flags & ALONE ? token != mark[PYTHON_TAG] : true) {
-        if (f->call && token == mark[OPEN_CALL] && !thinking && !r->in_content) {
+    } else if (!(f->flags & ALONE) || token != mark[PYTHON_TAG]) {
+        bool opens = f->call && token == mark[OPEN_CALL] && !thinking && !r->in_content;
+        size_t white = may_be_call(r) ? 0 : r->header.n;
+        if (opens) {
             tokenizer_flush(&r->decoder, &r->header);
-            say(r);
-            r->started = false;
+            say(r, white);
             r->in_content = true;
         }
         tokenizer_decode(t, &r->decoder, token, &r->header);
-        if (r->in_content && token == mark[CLOSE_CALL]) end_call(r, true);
-        if (!r->in_content && !may_be_call(r)) say(r);
+        if (r->in_content && token == mark[CLOSE_CALL]) end_call(r, true), white = 0;
+        if (!may_be_call(r)) say(r, white);
     }
     return stop;
 }
