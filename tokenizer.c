@@ -20,7 +20,7 @@ enum {
     MOST_TEXT = INT32_MAX / 4, /* bytes of a text */
     MOST_IDS = 1 << 20,
     MOST_SPLITS = 8,
-    MOST_ADDED = 256, /* bytes of an added token */
+    MOST_ADDED = 256, /* bytes of an added token, or of one with a score, which is cut everywhere */
     MOST_MARKS = 256, /* combining marks in a row that NFC sorts, in time that grows with their square */
     STEPS = 100       /* steps of the matcher for a byte of text; real patterns need 5 at most */
 };
@@ -696,23 +696,27 @@ static int by_score(const void *a, const void *b, void *scores) {
 }
 
 /* SentencePiece's merges: any two tokens whose texts together are a token, the token with the highest score first. */
-static void merge_by_score(Tokenizer *t, const cJSON *scores) {
+static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
     double *score = allocate_zero((size_t)t->size, sizeof *score);
     const cJSON *each = cJSON_IsArray(scores) ? scores->child : NULL;
     for (int id = 0; id < t->size; id++, each = each ? each->next : NULL) {
         score[id] = cJSON_IsNumber(each) ? each->valuedouble : 0;
         ids_add(&t->merged, id);
     }
-    qsort_r(t->merged.data, t->merged.n, sizeof(int), by_score, score);
-    for (int rank = 0; rank < t->size; rank++) {
+    if (t->size) qsort_r(t->merged.data, t->merged.n, sizeof(int), by_score, score);
+    bool ok = true;
+    for (int rank = 0; rank < t->size && ok; rank++) {
         const Piece *whole = t->piece + t->merged.data[rank];
         const char *text = t->text.data + whole->begin;
-        for (uint32_t cut = 1; cut < whole->n; cut++) {
+        if (whole->n > MOST_ADDED)
+            ok = fail(e, BAD_MODEL, "the token %d has more than %d bytes", t->merged.data[rank], MOST_ADDED);
+        for (uint32_t cut = 1; cut < whole->n && ok; cut++) {
             int left = find(t, text, cut), right = left < 0 ? -1 : find(t, text + cut, whole->n - cut);
             if (right >= 0) map_put(&t->rank, pair(left, right), rank);
         }
     }
     free(score);
+    return ok;
 }
 
 /* tokenizer.ggml.token_type. */
@@ -767,8 +771,9 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
     t->features = MARK_SPACES | UNMARK_SPACES | BEGINS;
     if (!scored && !find_pre(t, json_string(metadata, "tokenizer.ggml.pre"), e)) return false;
     if (!read_tokens(t, metadata, false, e)) return false;
-    if (scored) merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"));
-    if (!scored && !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e)) return false;
+    if (scored ? !merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"), e)
+               : !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e))
+        return false;
     if (!read_tokens(t, metadata, true, e)) return false;
     find_byte_tokens(t, scored);
     if (scored && !cJSON_IsFalse(prefix)) /* no key says which texts: with a token [INST] only the first */
