@@ -685,28 +685,36 @@ static bool continues(const Format *f, const Conversation *c, int i) {
     return message_part(m - 1) == REASONING || (message_part(m - 1) != ANSWER && !(f->flags & ALONE));
 }
 
-/* The text of a message without thoughts, which go to `thoughts`. A client may have left them in the answer. */
-static Bytes text_of(const Format *f, const Message *m, Bytes *thoughts) {
-    bool model = same(m->role, "assistant");
-    Bytes text = m->content;
-    if (model && message_part(m) == REASONING) {
-        bytes_add(thoughts, text.data, text.n);
-        text.n = 0;
-    }
-    while (model && f->thoughts && text.n) {
-        char *end = memmem(text.data, text.n, close_think, strlen(close_think));
-        if (!end) break;
-        size_t n = (size_t)(end - text.data);
-        char *begin = memmem(text.data, n, open_think, strlen(open_think));
-        size_t skip = begin ? (size_t)(begin - text.data) + strlen(open_think) : 0;
-        bytes_add(thoughts, text.data + skip, n - skip);
-        text.data = end + strlen(close_think), text.n -= n + strlen(close_think);
-    }
-    return text;
+/* Cuts the text at the first `mark`: what precedes that is returned, what follows stays. False: there is none. */
+static bool cut_at(Bytes *text, const char *mark, Bytes *before) {
+    char *at = text->n ? memmem(text->data, text->n, mark, strlen(mark)) : NULL;
+    if (!at) return false;
+    *before = (Bytes){.data = text->data, .n = (size_t)(at - text->data)};
+    *text = (Bytes){.data = at + strlen(mark), .n = text->n - before->n - strlen(mark)};
+    return true;
 }
 
 static Bytes trim_lines(Bytes text) {
     for (; text.n && *text.data == '\n'; text.n--) text.data++;
+    return text;
+}
+
+/* Are thoughts part of the history? */
+static bool keeps_thoughts(const Format *f) { return f->thoughts && strstr(f->thoughts, "%s"); }
+
+/* The text of a message without thoughts, which go to `thoughts`. A client may have left them in the answer. */
+static Bytes text_of(const Format *f, const Message *m, Bytes *thoughts) {
+    bool model = same(m->role, "assistant");
+    Bytes text = m->content, thought, opening;
+    if (model && message_part(m) == REASONING) {
+        bytes_add(thoughts, text.data, text.n);
+        text.n = 0;
+    }
+    while (model && f->thoughts && cut_at(&text, close_think, &thought)) {
+        cut_at(&thought, open_think, &opening);
+        bytes_add(thoughts, thought.data, thought.n);
+        if (keeps_thoughts(f)) text = trim_lines(text);
+    }
     return text;
 }
 
@@ -744,53 +752,43 @@ static void put_tools(const Prompt *p, Bytes *out) {
 static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     const Format *f = p->chat->format;
     const Message *m = p->c->message + i;
-    bool model = same(m->role, "assistant"), tool = same(m->role, "tool"), wrote = false;
+    bool model = same(m->role, "assistant"), tool = same(m->role, "tool"), keeps = model && keeps_thoughts(f);
     bool system = same(m->role, "developer") && !(f->flags & (FIRST | LAST));
     const char *piece = model ? f->assistant : tool ? f->results : system ? f->system : f->user;
-    Bytes thoughts = {0}, turn = {0};
-    int end = i;
-    do text_of(f, p->c->message + end, &thoughts);
-    while (continues(f, p->c, ++end));
-    bool keeps = model && f->thoughts && strstr(f->thoughts, "%s");
-    bool kept = keeps && recent && (thoughts.n || end == p->c->messages);
-    Bytes thought = trim_lines(thoughts);
+    Bytes thoughts = {0}, parts = {0}, turn = {0};
+    do {
+        m = p->c->message + i;
+        Bytes text = text_of(f, m, &thoughts);
+        if (model && !text.n && !m->recipient) continue;
+        if (parts.n) bytes_text(&parts, "\n");
+        put_part(p, &parts, m, text);
+    } while (continues(f, p->c, ++i));
+    bool kept = keeps && recent && (thoughts.n || i == p->c->messages);
+    Bytes said = kept ? trim_lines(parts) : parts, thought = trim_lines(thoughts);
     while (thought.n && thought.data[thought.n - 1] == '\n') thought.n--;
     if (model && (kept || !keeps)) fill(p, &turn, f->thoughts, nothing, thought);
     if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* %p keeps %t from trimming it, too */
-    for (; i < end; i++) {
-        m = p->c->message + i;
-        Bytes text = text_of(f, m, &thoughts);
-        if (kept || (keeps && text.n < m->content.n)) text = trim_lines(text);
-        if (model && !text.n && !m->recipient) continue;
-        if (wrote) bytes_text(&turn, "\n");
-        wrote = true;
-        put_part(p, &turn, m, text);
-    }
+    bytes_add(&turn, said.data, said.n);
     fill(p, &p->text, piece, before, turn);
-    bytes_free(&thoughts), bytes_free(&turn);
-    return end;
+    bytes_free(&thoughts), bytes_free(&parts), bytes_free(&turn);
+    return i;
 }
 
 /* Writes what precedes the first message. What precedes a text of the user's goes to `before`. */
 static void put_begin(Prompt *p, Bytes *before) {
     const Format *f = p->chat->format;
     const char *system = p->c->instructions ? p->c->instructions : p->chat->preset;
-    bool alone = f->flags & ALONE;
+    bool alone = f->flags & ALONE, inside = f->flags & (FIRST | LAST);
     struct tm given = {0}, day = {.tm_year = 124, .tm_mon = 6, .tm_mday = 26}; /* the template's */
     char date[32];
     Bytes text = {0}, about = {0};
-    bytes_text(&text, system ? system : "");
+    bytes_print(&text, "%s%s", system ? system : "", system && p->tools && !alone ? "\n\n" : "");
+    if (p->tools) put_tools(p, alone ? before : &text);
+    if (p->c->date && strptime(p->c->date, "%Y-%m-%d", &given)) day = given;
+    strftime(date, sizeof date, "%d %b %Y", &day);
+    fill(p, &about, f->about, view(p->tools ? "Environment: ipython\n" : ""), view(date));
     fill(p, &p->text, f->begin, nothing, nothing);
-    if (f->flags & (FIRST | LAST)) {
-        if (system) fill(p, before, f->system, nothing, text);
-    } else if (system || f->about || p->tools) {
-        if (p->tools && !alone) bytes_text(&text, system ? "\n\n" : "");
-        if (p->tools) put_tools(p, alone ? before : &text);
-        if (p->c->date && strptime(p->c->date, "%Y-%m-%d", &given)) day = given;
-        strftime(date, sizeof date, "%d %b %Y", &day);
-        fill(p, &about, f->about, view(p->tools ? "Environment: ipython\n" : ""), view(date));
-        fill(p, &p->text, f->system, about, text);
-    }
+    if (system || f->about || p->tools) fill(p, inside ? before : &p->text, f->system, about, text);
     bytes_free(&text), bytes_free(&about);
 }
 
