@@ -318,6 +318,7 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
         ok = fail(e, USAGE, "messages[%d].content is neither a text nor an array of text parts", i);
     for (int w = HEADER; w < WORDS; w++) header = header || json_get(json, words[w]);
     for (int k = 0; k < 3 && assistant && !reason; k++) reason = json_string(json, reasons[k]);
+    bool more = cJSON_GetArraySize(calls) || (reason && (*reason || !json_get(json, "content"))); /* than the text */
     if (reason && *reason) conversation_add(c, role, "analysis", reason, strlen(reason));
     if (assistant && !header) channel = cJSON_GetArraySize(calls) ? "commentary" : "final";
     if (system && !c->messages) { /* harmony writes it into the developer's message */
@@ -326,7 +327,7 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
         bytes_text(&all, text.data);
         free(c->instructions);
         c->instructions = all.data;
-    } else if (text.n || !channel || !(reason || cJSON_GetArraySize(calls))) {
+    } else if (text.n || !channel || !more) {
         Message *m = conversation_add(c, system ? "developer" : role, channel, text.data, text.n);
         for (int w = tool ? 1 : HEADER; w < WORDS; w++)
             if (json_string(json, words[w])) conversation_set(m->word + w, json_string(json, words[w]));
