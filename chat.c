@@ -372,24 +372,20 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
 /* With harmony's keys if `number` is negative, else as message `number` of a chat-completions request, which keeps
  * harmony's keys where it has none of its own. */
 static cJSON *message_object(const Message *m, int number) {
-    cJSON *json = cJSON_CreateObject(), *to = json;
+    cJSON *json = cJSON_CreateObject(), *content = json_from_text(m->content.data, m->content.n);
     bool own = same(m->role, "assistant") && number >= 0, thought = own && message_part(m) == REASONING;
     bool call = own && begins(m->recipient, functions) && m->recipient[strlen(functions)];
     int n = number >= 0 && m->id ? HEADER - 1 : WORDS; /* a result with an id needs no more */
+    char id[32];
     if (call || thought) n = 1;
     if (own && same(m->channel, "final") && !m->recipient) n = HEADER;
     for (int w = 0; w < n; w++) cJSON_AddStringToObject(json, words[w], m->word[w]); /* NULL adds nothing */
-    if (call) {
-        char id[32];
-        snprintf(id, sizeof id, "call_%d", number);
-        cJSON_AddItemToArray(cJSON_AddArrayToObject(json, "tool_calls"), to = cJSON_CreateObject());
-        cJSON_AddStringToObject(to, "id", m->id ? m->id : id);
-        cJSON_AddStringToObject(to, "type", "function");
-        to = cJSON_AddObjectToObject(to, "function");
-        cJSON_AddStringToObject(to, "name", m->recipient + strlen(functions));
-    }
-    const char *key = call ? "arguments" : thought ? "reasoning_content" : "content";
-    cJSON_AddItemToObject(to, key, json_from_text(m->content.data, m->content.n));
+    if (!call) return json_add(json, thought ? "reasoning_content" : "content", content, NULL);
+    snprintf(id, sizeof id, "call_%d", number);
+    cJSON *function = json_object("name", json_word(m->recipient + strlen(functions)), "arguments", content, NULL);
+    cJSON_AddItemToArray(
+        cJSON_AddArrayToObject(json, "tool_calls"),
+        json_object("id", json_word(m->id ? m->id : id), "type", json_word("function"), "function", function, NULL));
     return json;
 }
 
@@ -530,8 +526,6 @@ typedef struct {
     Bytes text;
 } Prompt;
 
-static void put_token(Bytes *out, int id) { bytes_print(out, "%c%d;", TOKEN, id); }
-
 static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
     if (!prompt->n) return true;
     char *s = prompt->data, *end = s + prompt->n;
@@ -591,7 +585,7 @@ static void fill(const Prompt *p, Bytes *out, const char *piece, Bytes before, B
         int id = control_at(p->chat->tokenizer, s, &n);
         Bytes put = {.data = (char *)(uintptr_t)s, .n = 1};
         if (id >= 0) {
-            put_token(out, id);
+            bytes_print(out, "%c%d;", TOKEN, id);
             continue;
         }
         n = *s == '%' ? 2 : 1;
@@ -813,6 +807,9 @@ static void put_row(Prompt *p, bool prompt) {
     bytes_free(&before);
 }
 
+/* Does a prompt end inside a thought? */
+static bool thinks(const Format *f, const char *effort) { return f->think && !(f->quiet && same(effort, "none")); }
+
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
     const Format *f = chat->format;
     const cJSON *tools = json_get(c->request, "tools");
@@ -839,14 +836,14 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
 
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
     const Format *f = chat->format;
-    bool other = f != &harmony, thinks = f->think && !(f->quiet && same(effort, "none"));
+    bool other = f != &harmony;
     if (other && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
         return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
     char *begin = copy_text(f->call, (size_t)(strstr(f->call, name ? "%s" : "%p") - f->call));
     Prompt p = {.chat = chat};
     Bytes quoted = {0};
     if (name && other) json_append(&quoted, cJSON_CreateString(name));
-    if (thinks) fill(&p, &p.text, "\n</think>\n\n", nothing, nothing);
+    if (thinks(f, effort)) fill(&p, &p.text, "\n</think>\n\n", nothing, nothing);
     fill(&p, &p.text, begin, other ? quoted : view(name), nothing);
     if (other && !name) bytes_text(&p.text, "\"");
     bool ok = encode(chat->tokenizer, &p.text, out, e);
@@ -858,16 +855,11 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
 /* ---- reading ---- */
 
 void reader_init(Reader *r, const Chat *chat, const char *effort) {
-    const Format *f = chat->format;
-    *r = (Reader){.chat = chat, .started = true};
+    bool thinking = thinks(chat->format, effort);
+    *r = (Reader){.chat = chat, .started = !thinking};
     conversation_set(&r->now.role, "assistant");
-    if (f != &harmony) { /* the prompt may end inside a thought */
-        r->started = !f->think || (f->quiet && same(effort, "none"));
-        if (!r->started) conversation_set(&r->now.channel, "analysis");
-        bytes_text(&r->header, "");
-        return;
-    }
-    bytes_text(&r->header, "assistant");
+    conversation_set(&r->now.channel, thinking ? "analysis" : NULL);
+    bytes_text(&r->header, chat->format == &harmony ? "assistant" : "");
 }
 
 void reader_free(Reader *r) {
@@ -1039,8 +1031,8 @@ static bool may_be_call(const Reader *r) {
 static void end_call(Reader *r, bool closed) {
     Error e;
     bool alone = r->chat->format->flags & ALONE;
-    Bytes text = trim(r->header);
-    if (!alone) text.data += strlen(open_call), text.n -= strlen(open_call);
+    Bytes text = trim(r->header), before;
+    if (!alone) cut_at(&text, open_call, &before);
     if (closed) text.n -= strlen(close_call);
     cJSON *json = json_parse(text.data, text.n, "call", &e);
     const char *name = json_string(json, "name"), *key = json_get(json, "arguments") ? "arguments" : "parameters";
