@@ -578,19 +578,23 @@ static void put_json(Bytes *out, const cJSON *value, int indent, int depth) {
     bytes_text(out, object ? "}" : "]");
 }
 
-/* Appends a piece of a format: names of control tokens become tokens, and texts replace %s, %t and %p. */
-static void fill(const Prompt *p, Bytes *out, const char *piece, Bytes before, Bytes text) {
+/* Appends a piece of a format: names of control tokens become tokens, and texts replace %s, %t and %p. Ends at a text
+ * that is NULL. */
+static void fill(const Prompt *p, Bytes *out, const char *piece, const Bytes *before, const Bytes *text) {
     size_t n;
     for (const char *s = piece ? piece : ""; *s; s += n) {
         int id = control_at(p->chat->tokenizer, s, &n);
-        Bytes put = {.data = (char *)(uintptr_t)s, .n = 1};
         if (id >= 0) {
             bytes_print(out, "%c%d;", TOKEN, id);
-            continue;
+        } else if (*s == '%') {
+            const Bytes *given = s[1] == 'p' ? before : text;
+            if (!given) return;
+            Bytes put = s[1] == 't' ? trim(*given) : *given;
+            bytes_add(out, put.data, put.n);
+            n = 2;
+        } else {
+            bytes_add(out, s, n = 1);
         }
-        n = *s == '%' ? 2 : 1;
-        if (n == 2) put = s[1] == 'p' ? before : s[1] == 't' ? trim(text) : text;
-        bytes_add(out, put.data, put.n);
     }
 }
 
@@ -611,7 +615,7 @@ static void put_system(Prompt *p) {
     bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.%s",
                 c->effort, setting(c, "channels", "analysis, commentary, final"),
                 p->tools ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
-    fill(p, &p->text, "<|start|>system<|message|>%s<|end|>", nothing, text);
+    fill(p, &p->text, "<|start|>system<|message|>%s<|end|>", NULL, &text);
     bytes_free(&text);
 }
 
@@ -628,7 +632,7 @@ static void put_developer(Prompt *p) {
         bytes_text(&text, gap);
     }
     text.n -= text.n ? strlen(gap) : 0;
-    if (text.n) fill(p, &p->text, "<|start|>developer<|message|>%s<|end|>", nothing, text);
+    if (text.n) fill(p, &p->text, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
     bytes_free(&text);
 }
 
@@ -636,7 +640,7 @@ static void put_developer(Prompt *p) {
 static bool put_message(Prompt *p, const Message *m, Error *e) {
     bool model = same(m->role, "assistant"), call = model && m->recipient;
     const char *author = m->name ? m->name : m->role, *type = m->content_type, *end = call ? "<|call|>" : "<|end|>";
-    Bytes piece = {0};
+    Bytes piece = {0}, before = {0};
     if (!check_word("role", author, e) || (m->recipient && !check_word("recipient", m->recipient, e)) ||
         (m->channel && !check_word("channel", m->channel, e)) ||
         (type && !check_word("content_type", type + length_of(type, constrained), e)))
@@ -646,9 +650,9 @@ static bool put_message(Prompt *p, const Message *m, Error *e) {
     if (m->channel) bytes_print(&piece, "<|channel|>%s", m->channel);
     if (call) bytes_print(&piece, " to=%s", m->recipient);
     if (type) bytes_print(&piece, " %s", type);
-    bool headed = !same(m->role, "developer") || begins(m->content.data, heading);
+    if (same(m->role, "developer") && !begins(m->content.data, heading)) before = view(heading);
     bytes_print(&piece, "<|message|>%%p%%s%s", end);
-    fill(p, &p->text, piece.data, view(headed ? "" : heading), m->content);
+    fill(p, &p->text, piece.data, &before, &m->content);
     bytes_free(&piece);
     return true;
 }
@@ -666,7 +670,7 @@ static bool put_harmony(Prompt *p, bool prompt, Error *e) {
         if (reasoning && i <= ended && !json_true(c->request, "keep_analysis")) continue;
         if (!put_message(p, m, e)) return false;
     }
-    if (prompt) fill(p, &p->text, "<|start|>assistant", nothing, nothing);
+    if (prompt) fill(p, &p->text, "<|start|>assistant", NULL, NULL);
     return true;
 }
 
@@ -723,7 +727,7 @@ static void put_part(const Prompt *p, Bytes *out, const Message *m, Bytes text) 
     if (call) json_append(&name, cJSON_CreateString(m->recipient + length_of(m->recipient, functions)));
     if (arguments) put_json(&json, arguments, 0, 0);
     if (result && f->flags & ALONE) json_append(&json, json_from_text(m->content.data, m->content.n));
-    fill(p, out, result ? f->result : call ? f->call : "%s", name, json.n ? json : call ? m->content : text);
+    fill(p, out, result ? f->result : call ? f->call : "%s", &name, json.n ? &json : call ? &m->content : &text);
     bytes_free(&name), bytes_free(&json);
     cJSON_Delete(arguments);
 }
@@ -738,7 +742,7 @@ static void put_tools(const Prompt *p, Bytes *out) {
         put_json(&list, tool, alone ? 4 : 0, 0);
         bytes_text(&list, alone ? "\n\n" : "");
     }
-    fill(p, out, f->tools, nothing, list);
+    fill(p, out, f->tools, NULL, &list);
     bytes_free(&list);
 }
 
@@ -761,10 +765,10 @@ static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     bool kept = keeps && recent && (thoughts.n || i == p->c->messages);
     Bytes said = kept ? trim_lines(parts) : parts, thought = trim_lines(thoughts);
     while (thought.n && thought.data[thought.n - 1] == '\n') thought.n--;
-    if (model && (kept || !keeps)) fill(p, &turn, f->thoughts, nothing, thought);
+    if (model && (kept || !keeps)) fill(p, &turn, f->thoughts, NULL, &thought);
     if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* %p keeps %t from trimming it, too */
     bytes_add(&turn, said.data, said.n);
-    fill(p, &p->text, piece, before, turn);
+    fill(p, &p->text, piece, &before, &turn);
     bytes_free(&thoughts), bytes_free(&parts), bytes_free(&turn);
     return i;
 }
@@ -781,9 +785,10 @@ static void put_begin(Prompt *p, Bytes *before) {
     if (p->tools) put_tools(p, alone ? before : &text);
     if (p->c->date && strptime(p->c->date, "%Y-%m-%d", &given)) day = given;
     strftime(date, sizeof date, "%d %b %Y", &day);
-    fill(p, &about, f->about, view(p->tools ? "Environment: ipython\n" : ""), view(date));
-    fill(p, &p->text, f->begin, nothing, nothing);
-    if (system || f->about || p->tools) fill(p, inside ? before : &p->text, f->system, about, text);
+    Bytes environment = view(p->tools ? "Environment: ipython\n" : ""), today = view(date);
+    fill(p, &about, f->about, &environment, &today);
+    fill(p, &p->text, f->begin, NULL, NULL);
+    if (system || f->about || p->tools) fill(p, inside ? before : &p->text, f->system, &about, &text);
     bytes_free(&text), bytes_free(&about);
 }
 
@@ -798,11 +803,10 @@ static void put_row(Prompt *p, bool prompt) {
     for (int i = 0; i < c->messages;)
         i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : nothing);
     if (prompt) { /* what precedes an answer, without the space that the model writes itself */
-        size_t n = strcspn(f->assistant, "%");
-        char *head = copy_text(f->assistant, n && f->assistant[n - 1] == ' ' ? n - 1 : n);
-        fill(p, &p->text, head, nothing, nothing);
-        fill(p, &p->text, f->quiet && same(c->effort, "none") ? f->quiet : f->think, nothing, nothing);
-        free(head);
+        size_t n = p->text.n;
+        fill(p, &p->text, f->assistant, NULL, NULL);
+        if (p->text.n > n && p->text.data[p->text.n - 1] == ' ') p->text.n--;
+        fill(p, &p->text, f->quiet && same(c->effort, "none") ? f->quiet : f->think, NULL, NULL);
     }
     bytes_free(&before);
 }
@@ -839,16 +843,15 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
     bool other = f != &harmony;
     if (other && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
         return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
-    char *begin = copy_text(f->call, (size_t)(strstr(f->call, name ? "%s" : "%p") - f->call));
     Prompt p = {.chat = chat};
-    Bytes quoted = {0};
-    if (name && other) json_append(&quoted, cJSON_CreateString(name));
-    if (thinks(f, effort)) fill(&p, &p.text, "\n</think>\n\n", nothing, nothing);
-    fill(&p, &p.text, begin, other ? quoted : view(name), nothing);
+    Bytes function = {0};
+    if (name && other) json_append(&function, cJSON_CreateString(name));
+    if (name && !other) bytes_text(&function, name);
+    if (thinks(f, effort)) fill(&p, &p.text, "\n</think>\n\n", NULL, NULL);
+    fill(&p, &p.text, f->call, name ? &function : NULL, NULL);
     if (other && !name) bytes_text(&p.text, "\"");
     bool ok = encode(chat->tokenizer, &p.text, out, e);
-    bytes_free(&p.text), bytes_free(&quoted);
-    free(begin);
+    bytes_free(&p.text), bytes_free(&function);
     return ok;
 }
 
