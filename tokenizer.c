@@ -78,9 +78,10 @@ struct Tokenizer {
     int byte_token[256];            /* byte fallback: those written <0xXX>; -1: there is none */
     pcre2_code *split[MOST_SPLITS]; /* each splits what the one before it leaves */
     int splits;
-    Map prefixes[2]; /* to find before normalizing, and after it: a hash of each beginning -> 1 + id, or 0: it goes on
-                      */
-    int bos;         /* the template's token before the text, or -1 */
+    /* Added tokens to find before normalizing, and after it: a hash of each beginning -> 1 + id, or 0 if it goes on. As
+     * for merges, hashes are compared alone: a file with collisions harms only itself. */
+    Map prefixes[2];
+    int bos;             /* the template's token before the text, or -1 */
     Bytes chat_template; /* see tokenizer_template() */
 };
 
@@ -144,10 +145,13 @@ static void prefixes_add(Map *prefixes, const char *s, size_t n, int id) {
 
 /* The longest added token at s and its length; -1 and 1 if there is none. */
 static int longest_added(const Tokenizer *t, const Map *prefixes, const char *s, size_t n, int flags, size_t *length) {
-    int best = -1, id;
+    int best = -1;
     uint64_t h = FNV;
     *length = 1;
-    for (size_t i = 0; i < n && (id = map_get(prefixes, h = hash(h, s + i, 1)) - 1) >= -1; i++) {
+    for (size_t i = 0; i < n; i++) {
+        h = hash(h, s + i, 1);
+        int value = map_get(prefixes, h), id = value - 1;
+        if (value < 0) break;
         if (id < 0 || id >= t->size || (t->piece[id].control && !(flags & CONTROL_TOKENS))) continue;
         best = id;
         *length = i + 1;
