@@ -318,6 +318,7 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
         ok = fail(e, USAGE, "messages[%d].content is neither a text nor an array of text parts", i);
     for (int w = HEADER; w < WORDS; w++) header = header || json_get(json, words[w]);
     for (int k = 0; k < 3 && assistant && !reason; k++) reason = json_string(json, reasons[k]);
+    bool more = cJSON_GetArraySize(calls) || (reason && (*reason || !json_get(json, "content"))); /* than the text */
     if (reason && *reason) conversation_add(c, role, "analysis", reason, strlen(reason));
     if (assistant && !header) channel = cJSON_GetArraySize(calls) ? "commentary" : "final";
     if (system && !c->messages) { /* harmony writes it into the developer's message */
@@ -326,7 +327,7 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
         bytes_text(&all, text.data);
         free(c->instructions);
         c->instructions = all.data;
-    } else if (text.n || !channel || !(reason || cJSON_GetArraySize(calls))) {
+    } else if (text.n || !channel || !more) {
         Message *m = conversation_add(c, system ? "developer" : role, channel, text.data, text.n);
         for (int w = tool ? 1 : HEADER; w < WORDS; w++)
             if (json_string(json, words[w])) conversation_set(m->word + w, json_string(json, words[w]));
@@ -371,24 +372,20 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
 /* With harmony's keys if `number` is negative, else as message `number` of a chat-completions request, which keeps
  * harmony's keys where it has none of its own. */
 static cJSON *message_object(const Message *m, int number) {
-    cJSON *json = cJSON_CreateObject(), *to = json;
+    cJSON *json = cJSON_CreateObject(), *content = json_from_text(m->content.data, m->content.n);
     bool own = same(m->role, "assistant") && number >= 0, thought = own && message_part(m) == REASONING;
     bool call = own && begins(m->recipient, functions) && m->recipient[strlen(functions)];
     int n = number >= 0 && m->id ? HEADER - 1 : WORDS; /* a result with an id needs no more */
+    char id[32];
     if (call || thought) n = 1;
     if (own && same(m->channel, "final") && !m->recipient) n = HEADER;
     for (int w = 0; w < n; w++) cJSON_AddStringToObject(json, words[w], m->word[w]); /* NULL adds nothing */
-    if (call) {
-        char id[32];
-        snprintf(id, sizeof id, "call_%d", number);
-        cJSON_AddItemToArray(cJSON_AddArrayToObject(json, "tool_calls"), to = cJSON_CreateObject());
-        cJSON_AddStringToObject(to, "id", m->id ? m->id : id);
-        cJSON_AddStringToObject(to, "type", "function");
-        to = cJSON_AddObjectToObject(to, "function");
-        cJSON_AddStringToObject(to, "name", m->recipient + strlen(functions));
-    }
-    const char *key = call ? "arguments" : thought ? "reasoning_content" : "content";
-    cJSON_AddItemToObject(to, key, json_from_text(m->content.data, m->content.n));
+    if (!call) return json_add(json, thought ? "reasoning_content" : "content", content, NULL);
+    snprintf(id, sizeof id, "call_%d", number);
+    cJSON *function = json_object("name", json_word(m->recipient + strlen(functions)), "arguments", content, NULL);
+    cJSON_AddItemToArray(
+        cJSON_AddArrayToObject(json, "tool_calls"),
+        json_object("id", json_word(m->id ? m->id : id), "type", json_word("function"), "function", function, NULL));
     return json;
 }
 
@@ -529,8 +526,6 @@ typedef struct {
     Bytes text;
 } Prompt;
 
-static void put_token(Bytes *out, int id) { bytes_print(out, "%c%d;", TOKEN, id); }
-
 static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
     if (!prompt->n) return true;
     char *s = prompt->data, *end = s + prompt->n;
@@ -583,19 +578,23 @@ static void put_json(Bytes *out, const cJSON *value, int indent, int depth) {
     bytes_text(out, object ? "}" : "]");
 }
 
-/* Appends a piece of a format: names of control tokens become tokens, and texts replace %s, %t and %p. */
-static void fill(const Prompt *p, Bytes *out, const char *piece, Bytes before, Bytes text) {
+/* Appends a piece of a format: names of control tokens become tokens, and texts replace %s, %t and %p. Ends at a text
+ * that is NULL. */
+static void fill(const Prompt *p, Bytes *out, const char *piece, const Bytes *before, const Bytes *text) {
     size_t n;
     for (const char *s = piece ? piece : ""; *s; s += n) {
         int id = control_at(p->chat->tokenizer, s, &n);
-        Bytes put = {.data = (char *)(uintptr_t)s, .n = 1};
         if (id >= 0) {
-            put_token(out, id);
-            continue;
+            bytes_print(out, "%c%d;", TOKEN, id);
+        } else if (*s == '%') {
+            const Bytes *given = s[1] == 'p' ? before : text;
+            if (!given) return;
+            Bytes put = s[1] == 't' ? trim(*given) : *given;
+            bytes_add(out, put.data, put.n);
+            n = 2;
+        } else {
+            bytes_add(out, s, n = 1);
         }
-        n = *s == '%' ? 2 : 1;
-        if (n == 2) put = s[1] == 'p' ? before : s[1] == 't' ? trim(text) : text;
-        bytes_add(out, put.data, put.n);
     }
 }
 
@@ -616,7 +615,7 @@ static void put_system(Prompt *p) {
     bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.%s",
                 c->effort, setting(c, "channels", "analysis, commentary, final"),
                 p->tools ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
-    fill(p, &p->text, "<|start|>system<|message|>%s<|end|>", nothing, text);
+    fill(p, &p->text, "<|start|>system<|message|>%s<|end|>", NULL, &text);
     bytes_free(&text);
 }
 
@@ -633,7 +632,7 @@ static void put_developer(Prompt *p) {
         bytes_text(&text, gap);
     }
     text.n -= text.n ? strlen(gap) : 0;
-    if (text.n) fill(p, &p->text, "<|start|>developer<|message|>%s<|end|>", nothing, text);
+    if (text.n) fill(p, &p->text, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
     bytes_free(&text);
 }
 
@@ -641,7 +640,7 @@ static void put_developer(Prompt *p) {
 static bool put_message(Prompt *p, const Message *m, Error *e) {
     bool model = same(m->role, "assistant"), call = model && m->recipient;
     const char *author = m->name ? m->name : m->role, *type = m->content_type, *end = call ? "<|call|>" : "<|end|>";
-    Bytes piece = {0};
+    Bytes piece = {0}, before = {0};
     if (!check_word("role", author, e) || (m->recipient && !check_word("recipient", m->recipient, e)) ||
         (m->channel && !check_word("channel", m->channel, e)) ||
         (type && !check_word("content_type", type + length_of(type, constrained), e)))
@@ -651,9 +650,9 @@ static bool put_message(Prompt *p, const Message *m, Error *e) {
     if (m->channel) bytes_print(&piece, "<|channel|>%s", m->channel);
     if (call) bytes_print(&piece, " to=%s", m->recipient);
     if (type) bytes_print(&piece, " %s", type);
-    bool headed = !same(m->role, "developer") || begins(m->content.data, heading);
+    if (same(m->role, "developer") && !begins(m->content.data, heading)) before = view(heading);
     bytes_print(&piece, "<|message|>%%p%%s%s", end);
-    fill(p, &p->text, piece.data, view(headed ? "" : heading), m->content);
+    fill(p, &p->text, piece.data, &before, &m->content);
     bytes_free(&piece);
     return true;
 }
@@ -671,7 +670,7 @@ static bool put_harmony(Prompt *p, bool prompt, Error *e) {
         if (reasoning && i <= ended && !json_true(c->request, "keep_analysis")) continue;
         if (!put_message(p, m, e)) return false;
     }
-    if (prompt) fill(p, &p->text, "<|start|>assistant", nothing, nothing);
+    if (prompt) fill(p, &p->text, "<|start|>assistant", NULL, NULL);
     return true;
 }
 
@@ -685,28 +684,36 @@ static bool continues(const Format *f, const Conversation *c, int i) {
     return message_part(m - 1) == REASONING || (message_part(m - 1) != ANSWER && !(f->flags & ALONE));
 }
 
-/* The text of a message without thoughts, which go to `thoughts`. A client may have left them in the answer. */
-static Bytes text_of(const Format *f, const Message *m, Bytes *thoughts) {
-    bool model = same(m->role, "assistant");
-    Bytes text = m->content;
-    if (model && message_part(m) == REASONING) {
-        bytes_add(thoughts, text.data, text.n);
-        text.n = 0;
-    }
-    while (model && f->thoughts && text.n) {
-        char *end = memmem(text.data, text.n, close_think, strlen(close_think));
-        if (!end) break;
-        size_t n = (size_t)(end - text.data);
-        char *begin = memmem(text.data, n, open_think, strlen(open_think));
-        size_t skip = begin ? (size_t)(begin - text.data) + strlen(open_think) : 0;
-        bytes_add(thoughts, text.data + skip, n - skip);
-        text.data = end + strlen(close_think), text.n -= n + strlen(close_think);
-    }
-    return text;
+/* Cuts the text at the first `mark`: what precedes that is returned, what follows stays. False: there is none. */
+static bool cut_at(Bytes *text, const char *mark, Bytes *before) {
+    char *at = text->n ? memmem(text->data, text->n, mark, strlen(mark)) : NULL;
+    if (!at) return false;
+    *before = (Bytes){.data = text->data, .n = (size_t)(at - text->data)};
+    *text = (Bytes){.data = at + strlen(mark), .n = text->n - before->n - strlen(mark)};
+    return true;
 }
 
 static Bytes trim_lines(Bytes text) {
     for (; text.n && *text.data == '\n'; text.n--) text.data++;
+    return text;
+}
+
+/* Are thoughts part of the history? */
+static bool keeps_thoughts(const Format *f) { return f->thoughts && strstr(f->thoughts, "%s"); }
+
+/* The text of a message without thoughts, which go to `thoughts`. A client may have left them in the answer. */
+static Bytes text_of(const Format *f, const Message *m, Bytes *thoughts) {
+    bool model = same(m->role, "assistant");
+    Bytes text = m->content, thought, opening;
+    if (model && message_part(m) == REASONING) {
+        bytes_add(thoughts, text.data, text.n);
+        text.n = 0;
+    }
+    while (model && f->thoughts && cut_at(&text, close_think, &thought)) {
+        cut_at(&thought, open_think, &opening);
+        bytes_add(thoughts, thought.data, thought.n);
+        if (keeps_thoughts(f)) text = trim_lines(text);
+    }
     return text;
 }
 
@@ -720,7 +727,7 @@ static void put_part(const Prompt *p, Bytes *out, const Message *m, Bytes text) 
     if (call) json_append(&name, cJSON_CreateString(m->recipient + length_of(m->recipient, functions)));
     if (arguments) put_json(&json, arguments, 0, 0);
     if (result && f->flags & ALONE) json_append(&json, json_from_text(m->content.data, m->content.n));
-    fill(p, out, result ? f->result : call ? f->call : "%s", name, json.n ? json : call ? m->content : text);
+    fill(p, out, result ? f->result : call ? f->call : "%s", &name, json.n ? &json : call ? &m->content : &text);
     bytes_free(&name), bytes_free(&json);
     cJSON_Delete(arguments);
 }
@@ -735,7 +742,7 @@ static void put_tools(const Prompt *p, Bytes *out) {
         put_json(&list, tool, alone ? 4 : 0, 0);
         bytes_text(&list, alone ? "\n\n" : "");
     }
-    fill(p, out, f->tools, nothing, list);
+    fill(p, out, f->tools, NULL, &list);
     bytes_free(&list);
 }
 
@@ -744,53 +751,44 @@ static void put_tools(const Prompt *p, Bytes *out) {
 static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     const Format *f = p->chat->format;
     const Message *m = p->c->message + i;
-    bool model = same(m->role, "assistant"), tool = same(m->role, "tool"), wrote = false;
+    bool model = same(m->role, "assistant"), tool = same(m->role, "tool"), keeps = model && keeps_thoughts(f);
     bool system = same(m->role, "developer") && !(f->flags & (FIRST | LAST));
     const char *piece = model ? f->assistant : tool ? f->results : system ? f->system : f->user;
-    Bytes thoughts = {0}, turn = {0};
-    int end = i;
-    do text_of(f, p->c->message + end, &thoughts);
-    while (continues(f, p->c, ++end));
-    bool keeps = model && f->thoughts && strstr(f->thoughts, "%s");
-    bool kept = keeps && recent && (thoughts.n || end == p->c->messages);
-    Bytes thought = trim_lines(thoughts);
-    while (thought.n && thought.data[thought.n - 1] == '\n') thought.n--;
-    if (model && (kept || !keeps)) fill(p, &turn, f->thoughts, nothing, thought);
-    if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* %p keeps %t from trimming it, too */
-    for (; i < end; i++) {
+    Bytes thoughts = {0}, parts = {0}, turn = {0};
+    do {
         m = p->c->message + i;
         Bytes text = text_of(f, m, &thoughts);
-        if (kept || (keeps && text.n < m->content.n)) text = trim_lines(text);
         if (model && !text.n && !m->recipient) continue;
-        if (wrote) bytes_text(&turn, "\n");
-        wrote = true;
-        put_part(p, &turn, m, text);
-    }
-    fill(p, &p->text, piece, before, turn);
-    bytes_free(&thoughts), bytes_free(&turn);
-    return end;
+        if (parts.n) bytes_text(&parts, "\n");
+        put_part(p, &parts, m, text);
+    } while (continues(f, p->c, ++i));
+    bool kept = keeps && recent && (thoughts.n || i == p->c->messages);
+    Bytes said = kept ? trim_lines(parts) : parts, thought = trim_lines(thoughts);
+    while (thought.n && thought.data[thought.n - 1] == '\n') thought.n--;
+    if (model && (kept || !keeps)) fill(p, &turn, f->thoughts, NULL, &thought);
+    if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* %p keeps %t from trimming it, too */
+    bytes_add(&turn, said.data, said.n);
+    fill(p, &p->text, piece, &before, &turn);
+    bytes_free(&thoughts), bytes_free(&parts), bytes_free(&turn);
+    return i;
 }
 
 /* Writes what precedes the first message. What precedes a text of the user's goes to `before`. */
 static void put_begin(Prompt *p, Bytes *before) {
     const Format *f = p->chat->format;
     const char *system = p->c->instructions ? p->c->instructions : p->chat->preset;
-    bool alone = f->flags & ALONE;
+    bool alone = f->flags & ALONE, inside = f->flags & (FIRST | LAST);
     struct tm given = {0}, day = {.tm_year = 124, .tm_mon = 6, .tm_mday = 26}; /* the template's */
     char date[32];
     Bytes text = {0}, about = {0};
-    bytes_text(&text, system ? system : "");
-    fill(p, &p->text, f->begin, nothing, nothing);
-    if (f->flags & (FIRST | LAST)) {
-        if (system) fill(p, before, f->system, nothing, text);
-    } else if (system || f->about || p->tools) {
-        if (p->tools && !alone) bytes_text(&text, system ? "\n\n" : "");
-        if (p->tools) put_tools(p, alone ? before : &text);
-        if (p->c->date && strptime(p->c->date, "%Y-%m-%d", &given)) day = given;
-        strftime(date, sizeof date, "%d %b %Y", &day);
-        fill(p, &about, f->about, view(p->tools ? "Environment: ipython\n" : ""), view(date));
-        fill(p, &p->text, f->system, about, text);
-    }
+    bytes_print(&text, "%s%s", system ? system : "", system && p->tools && !alone ? "\n\n" : "");
+    if (p->tools) put_tools(p, alone ? before : &text);
+    if (p->c->date && strptime(p->c->date, "%Y-%m-%d", &given)) day = given;
+    strftime(date, sizeof date, "%d %b %Y", &day);
+    Bytes environment = view(p->tools ? "Environment: ipython\n" : ""), today = view(date);
+    fill(p, &about, f->about, &environment, &today);
+    fill(p, &p->text, f->begin, NULL, NULL);
+    if (system || f->about || p->tools) fill(p, inside ? before : &p->text, f->system, &about, &text);
     bytes_free(&text), bytes_free(&about);
 }
 
@@ -805,14 +803,16 @@ static void put_row(Prompt *p, bool prompt) {
     for (int i = 0; i < c->messages;)
         i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : nothing);
     if (prompt) { /* what precedes an answer, without the space that the model writes itself */
-        size_t n = strcspn(f->assistant, "%");
-        char *head = copy_text(f->assistant, n && f->assistant[n - 1] == ' ' ? n - 1 : n);
-        fill(p, &p->text, head, nothing, nothing);
-        fill(p, &p->text, f->quiet && same(c->effort, "none") ? f->quiet : f->think, nothing, nothing);
-        free(head);
+        size_t n = p->text.n;
+        fill(p, &p->text, f->assistant, NULL, NULL);
+        if (p->text.n > n && p->text.data[p->text.n - 1] == ' ') p->text.n--;
+        fill(p, &p->text, f->quiet && same(c->effort, "none") ? f->quiet : f->think, NULL, NULL);
     }
     bytes_free(&before);
 }
+
+/* Does a prompt end inside a thought? */
+static bool thinks(const Format *f, const char *effort) { return f->think && !(f->quiet && same(effort, "none")); }
 
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
     const Format *f = chat->format;
@@ -840,35 +840,29 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
 
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
     const Format *f = chat->format;
-    bool other = f != &harmony, thinks = f->think && !(f->quiet && same(effort, "none"));
+    bool other = f != &harmony;
     if (other && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
         return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
-    char *begin = copy_text(f->call, (size_t)(strstr(f->call, name ? "%s" : "%p") - f->call));
     Prompt p = {.chat = chat};
-    Bytes quoted = {0};
-    if (name && other) json_append(&quoted, cJSON_CreateString(name));
-    if (thinks) fill(&p, &p.text, "\n</think>\n\n", nothing, nothing);
-    fill(&p, &p.text, begin, other ? quoted : view(name), nothing);
+    Bytes function = {0};
+    if (name && other) json_append(&function, cJSON_CreateString(name));
+    if (name && !other) bytes_text(&function, name);
+    if (thinks(f, effort)) fill(&p, &p.text, "\n</think>\n\n", NULL, NULL);
+    fill(&p, &p.text, f->call, name ? &function : NULL, NULL);
     if (other && !name) bytes_text(&p.text, "\"");
     bool ok = encode(chat->tokenizer, &p.text, out, e);
-    bytes_free(&p.text), bytes_free(&quoted);
-    free(begin);
+    bytes_free(&p.text), bytes_free(&function);
     return ok;
 }
 
 /* ---- reading ---- */
 
 void reader_init(Reader *r, const Chat *chat, const char *effort) {
-    const Format *f = chat->format;
-    *r = (Reader){.chat = chat, .started = true};
+    bool thinking = thinks(chat->format, effort);
+    *r = (Reader){.chat = chat, .started = !thinking};
     conversation_set(&r->now.role, "assistant");
-    if (f != &harmony) { /* the prompt may end inside a thought */
-        r->started = !f->think || (f->quiet && same(effort, "none"));
-        if (!r->started) conversation_set(&r->now.channel, "analysis");
-        bytes_text(&r->header, "");
-        return;
-    }
-    bytes_text(&r->header, "assistant");
+    conversation_set(&r->now.channel, thinking ? "analysis" : NULL);
+    bytes_text(&r->header, chat->format == &harmony ? "assistant" : "");
 }
 
 void reader_free(Reader *r) {
@@ -895,58 +889,58 @@ static size_t known_word(const char *text, const char *list) {
     return n;
 }
 
-/* Reads the word of n bytes. *field: where it belongs, if what stands before it tells; else NULL. Returns how many
- * bytes belong to the header; 0: the word is text. Unless <|message|> made the header `complete`, only known words
- * belong to it, and text may follow a word without a space. */
-static size_t read_word(Reader *r, const char *word, size_t n, bool complete, char ***field) {
-    Message *m = &r->now;
-    size_t role = known_word(word, "assistant system developer user"), type = known_word(word, "json code"),
-           channel = known_word(word, "analysis commentary final");
-    const char *before = *field == &m->content_type ? constrained : "";
-    if (begins(word, "to=")) return r->repairs += *field || m->recipient, *field = &m->recipient, 3;
-    if (*field == &m->role) { /* the author */
-        bool tool = role < n && memchr(word, '.', legal_length(word, n));
-        *field = NULL;
-        if (begins(word, "assistant")) return r->repairs += role < n, role; /* the rest is another word */
-        if (!tool && (complete || role == n)) return r->repairs++, n;       /* the author is the model */
-        if (tool) conversation_set(&m->role, "tool"), *field = &m->name;
-    }
-    if (!*field && role == n && (complete || strspn(word + n, marks))) return r->repairs++, n; /* no <|start|> */
-    bool unmarked = complete && channel == n && !m->channel && !strchr(word, CHANNEL);         /* no <|channel|> */
-    if (!*field && unmarked) *field = &m->channel, r->repairs++;
-    if (!*field && (complete || m->recipient) && type == n) *field = &m->content_type;
-    if (*field == &m->channel && (channel || !complete)) n = channel; /* text may follow without a space */
-    if (*field == &m->content_type && !complete) n = type;
-    n = *field ? legal_length(word, n) : 0;
-    if (!n) return 0;
-    r->repairs += **field != NULL; /* the later one counts */
-    free(**field);
-    **field = join(before, word, n);
-    *field = NULL;
-    return n;
-}
-
 /* Splits the header into author, <|channel|> CHANNEL, to=RECIPIENT anywhere, and <|constrain|> TYPE or a bare json or
- * code. Other text is content if it stands behind the channel or if <|message|> is missing. */
+ * code. Unless <|message|> made the header `complete`, only known words belong to it, and text may follow a
+ * word without a space. Other text is content if it stands behind the channel or if <|message|> is missing. */
 static void read_header(Reader *r, bool complete) {
     Message *m = &r->now;
     Bytes header = {0}, text = {0};
-    char **field = r->started ? &m->role : NULL;
+    bool author = r->started; /* the next word is */
     bytes_text(&header, "");
     utf8_stream(&r->header, &header, true);
-    for (const char *s = header.data + strspn(header.data, space); *s; s += strspn(s, space)) {
-        size_t n = strcspn(s, space_or_mark), taken = n ? read_word(r, s, n, complete, &field) : 1;
-        if (!n) { /* a mark; text before the channel is no content */
-            r->repairs += field || text.n;
-            field = *s == CHANNEL ? &m->channel : &m->content_type;
-            if (*s == CHANNEL) text.n = 0;
-        } else if (!taken) {
-            bytes_add(&text, s, taken = m->channel || !complete ? strlen(s) : strcspn(s, marks));
+    for (const char *s = header.data; *(s += strspn(s, space)); author = false) {
+        char mark = strspn(s, marks) ? *s++ : 0, **field = NULL;
+        s += strspn(s, space);
+        bool to = begins(s, "to=");
+        while (begins(s, "to=")) s += 3, s += strspn(s, space);
+        size_t n = strcspn(s, space_or_mark), role = known_word(s, "assistant system developer user"),
+               type = known_word(s, "json code"), channel = known_word(s, "analysis commentary final");
+        r->repairs += (mark == CHANNEL && text.n) || (author && (mark || to)) || !n;
+        if (mark == CHANNEL) text.n = 0; /* what precedes the channel is no content */
+        if (to) {
+            field = &m->recipient;
+        } else if (mark) {
+            size_t known = mark == CHANNEL ? channel : type;
+            field = mark == CHANNEL ? &m->channel : &m->content_type;
+            if (!complete || (mark == CHANNEL && channel)) n = known;
+        } else if (author && begins(s, "assistant")) {
+            r->repairs += role < n;
+            s += role;
+            continue;
+        } else if (author && memchr(s, '.', legal_length(s, n))) {
+            conversation_set(&m->role, "tool");
+            field = &m->name;
+        } else if (author ? complete || role == n : role == n && (complete || strspn(s + n, marks))) {
+            r->repairs++; /* the author is the model */
+            s += n;
+            continue;
+        } else if (complete && channel == n && !m->channel && !strchr(s, CHANNEL)) {
+            field = &m->channel, r->repairs++; /* no <|channel|> */
+        } else if ((complete || m->recipient) && type == n) {
+            field = &m->content_type;
         }
-        s += taken;
+        n = field ? legal_length(s, n) : 0;
+        if (n) {
+            r->repairs += *field != NULL; /* the later one counts */
+            free(*field);
+            *field = join(mark == CONSTRAIN && !to ? constrained : "", s, n);
+        } else if (!strspn(s, marks)) {
+            bytes_add(&text, s, n = m->channel || !complete ? strlen(s) : strcspn(s, marks));
+        }
+        s += n;
     }
     bool any = m->channel || m->recipient || m->content_type;
-    r->repairs += field || text.n || (complete ? !r->started : any);
+    r->repairs += author || text.n || (complete ? !r->started : any);
     for (size_t i = 0; i < text.n; i++)
         if (strspn(text.data + i, marks)) text.data[i] = ' ';
     if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
@@ -1008,32 +1002,31 @@ static bool push_harmony(Reader *r, int token) {
 /* ---- reading in other formats ---- */
 
 /* Moves pending text to the message being read. White space at the beginning of a message is dropped; at the end of the
- * text it stays pending until more follows. */
-static void say(Reader *r) {
+ * text it stays pending until more follows. The first `white` bytes are known to be white space. */
+static void say(Reader *r, size_t white) {
     Message *m = &r->now;
-    Bytes text = trim((Bytes){.data = r->header.data + r->white, .n = r->header.n - r->white});
+    Bytes text = trim((Bytes){.data = r->header.data + white, .n = r->header.n - white});
     size_t behind = text.n ? (size_t)(text.data - r->header.data) + text.n : m->content.n ? 0 : r->header.n;
     if (m->content.n) text = (Bytes){.data = r->header.data, .n = behind};
-    r->started = r->started && !text.n;
     bytes_add(&m->content, text.data, text.n);
-    r->white = r->header.n -= behind;
+    r->header.n -= behind;
     if (behind) memmove(r->header.data, r->header.data + behind, r->header.n + 1);
 }
 
 static void end_text(Reader *r, const char *channel) {
     tokenizer_flush(&r->decoder, &r->header);
-    say(r);
-    r->header.n = r->white = *r->header.data = 0;
+    say(r, 0);
+    r->header.n = *r->header.data = 0;
     conversation_set(&r->now.channel, channel);
     next_message(r, r->now.content.n);
 }
 
-/* Is the pending text the beginning of a call without marks? */
+/* Is the pending text a call, or may it become one, without marks? */
 static bool may_be_call(const Reader *r) {
     static const char begin[] = "{\"name\":";
     size_t skip = strspn(r->header.data, space), n = r->header.n - skip;
-    return r->chat->format->flags & ALONE && !r->now.content.n && n &&
-           !memcmp(r->header.data + skip, begin, n < strlen(begin) ? n : strlen(begin));
+    bool alone = r->chat->format->flags & ALONE && !r->now.content.n && n;
+    return r->in_content || (alone && !strncmp(r->header.data + skip, begin, n < strlen(begin) ? n : strlen(begin)));
 }
 
 /* Turns pending text into a call if it is one, with arguments as Python writes them. `closed`: the text ends with the
@@ -1041,8 +1034,8 @@ static bool may_be_call(const Reader *r) {
 static void end_call(Reader *r, bool closed) {
     Error e;
     bool alone = r->chat->format->flags & ALONE;
-    Bytes text = trim(r->header);
-    if (!alone) text.data += strlen(open_call), text.n -= strlen(open_call);
+    Bytes text = trim(r->header), before;
+    if (!alone) cut_at(&text, open_call, &before);
     if (closed) text.n -= strlen(close_call);
     cJSON *json = json_parse(text.data, text.n, "call", &e);
     const char *name = json_string(json, "name"), *key = json_get(json, "arguments") ? "arguments" : "parameters";
@@ -1055,7 +1048,7 @@ static void end_call(Reader *r, bool closed) {
         Message call = call_of(name);
         if (arguments) put_json(&call.content, arguments, 0, 0);
         if (!arguments) bytes_text(&call.content, "{}");
-        r->header.n = r->white = *r->header.data = 0;
+        r->header.n = *r->header.data = 0;
         end_text(r, "commentary");
         *message_new(&r->message, &r->messages) = call;
     }
@@ -1072,24 +1065,25 @@ static bool push_other(Reader *r, int token) {
     stop = stop || token == r->chat->end;
     if (stop) {
         tokenizer_flush(&r->decoder, &r->header);
-        if (r->in_content || may_be_call(r)) end_call(r, false);
+        if (may_be_call(r)) end_call(r, false);
         end_text(r, thinking ? "analysis" : "final");
-    } else if (f->thoughts && token == mark[OPEN_THINK] && r->started) {
+    } else if (f->thoughts && token == mark[OPEN_THINK] && r->started && !r->now.content.n && !r->in_content) {
         conversation_set(&r->now.channel, "analysis");
         r->started = false;
     } else if (f->thoughts && token == mark[CLOSE_THINK] && !r->in_content) {
         r->repairs += !thinking;
         if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
-    } else if (f->flags & ALONE ? token != mark[PYTHON_TAG] : true) {
-        if (f->call && token == mark[OPEN_CALL] && !thinking && !r->in_content) {
+    } else if (!(f->flags & ALONE) || token != mark[PYTHON_TAG]) {
+        bool opens = f->call && token == mark[OPEN_CALL] && !thinking && !r->in_content;
+        size_t white = may_be_call(r) ? 0 : r->header.n;
+        if (opens) {
             tokenizer_flush(&r->decoder, &r->header);
-            say(r);
-            r->started = false;
+            say(r, white);
             r->in_content = true;
         }
         tokenizer_decode(t, &r->decoder, token, &r->header);
-        if (r->in_content && token == mark[CLOSE_CALL]) end_call(r, true);
-        if (!r->in_content && !may_be_call(r)) say(r);
+        if (r->in_content && token == mark[CLOSE_CALL]) end_call(r, true), white = 0;
+        if (!may_be_call(r)) say(r, white);
     }
     return stop;
 }

@@ -83,7 +83,6 @@ typedef struct {
     Message now;              /* being read */
     bool started, in_content; /* its header began with <|start|>; behind <|message|> */
     Bytes header;             /* text before <|message|>; in other formats pending text: white space or a call */
-    size_t white;             /* bytes of pending text that are known to be white space */
     Decoder decoder;
     Message *message; /* complete messages; take them with reader_take */
     int messages;

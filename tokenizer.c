@@ -20,7 +20,7 @@ enum {
     MOST_TEXT = INT32_MAX / 4, /* bytes of a text */
     MOST_IDS = 1 << 20,
     MOST_SPLITS = 8,
-    MOST_ADDED = 256, /* bytes of an added token */
+    MOST_ADDED = 256, /* bytes of an added token, or of one with a score, which is cut everywhere */
     MOST_MARKS = 256, /* combining marks in a row that NFC sorts, in time that grows with their square */
     STEPS = 100       /* steps of the matcher for a byte of text; real patterns need 5 at most */
 };
@@ -78,9 +78,10 @@ struct Tokenizer {
     int byte_token[256];            /* byte fallback: those written <0xXX>; -1: there is none */
     pcre2_code *split[MOST_SPLITS]; /* each splits what the one before it leaves */
     int splits;
-    Map edges; /* added tokens as two tries: (node, byte) -> node, from node 0 before normalizing, 1 after it */
-    Ids ends;  /* by node: the token that ends there, or -1 */
-    int bos;   /* the template's token before the text, or -1 */
+    /* Added tokens to find before normalizing, and after it: a hash of each beginning -> 1 + id, or 0 if it goes on. As
+     * for merges, hashes are compared alone: a file with collisions harms only itself. */
+    Map prefixes[2];
+    int bos;             /* the template's token before the text, or -1 */
     Bytes chat_template; /* see tokenizer_template() */
 };
 
@@ -113,16 +114,18 @@ static void map_put(Map *m, uint64_t key, int value) {
 
 static uint64_t pair(int left, int right) { return (uint64_t)(uint32_t)left << 32 | (uint32_t)right; }
 
-static uint64_t hash(const char *s, size_t n) { /* FNV-1a */
-    uint64_t h = 0xcbf29ce484222325u;
+/* FNV-1a, begun with FNV. */
+static const uint64_t FNV = 0xcbf29ce484222325u;
+static uint64_t hash(uint64_t h, const char *s, size_t n) {
     for (size_t i = 0; i < n; i++) h = (h ^ (unsigned char)s[i]) * 0x100000001b3u;
     return h;
 }
 
 /* The token with these bytes, or -1. define() refuses two tokens with the same hash. */
 static int find(const Tokenizer *t, const char *s, size_t n) {
-    int id = map_get(&t->by_text, hash(s, n));
-    return id >= 0 && t->piece[id].n == n && !memcmp(t->text.data + t->piece[id].begin, s, n) ? id : -1;
+    int id = map_get(&t->by_text, hash(FNV, s, n));
+    bool same = id >= 0 && id < t->size && t->piece[id].n == n && !memcmp(t->text.data + t->piece[id].begin, s, n);
+    return same ? id : -1;
 }
 
 /* The same, but never a control token. */
@@ -131,25 +134,25 @@ static int find_plain(const Tokenizer *t, const char *s, size_t n) {
     return id >= 0 && t->piece[id].control ? -1 : id;
 }
 
-static void trie_add(Tokenizer *t, int node, const char *s, size_t n, int id) {
+static void prefixes_add(Map *prefixes, const char *s, size_t n, int id) {
+    uint64_t h = FNV;
     for (size_t i = 0; i < n; i++) {
-        uint64_t edge = pair(node, (unsigned char)s[i]);
-        node = map_get(&t->edges, edge);
-        if (node >= 0) continue;
-        node = (int)t->ends.n;
-        map_put(&t->edges, edge, node);
-        ids_add(&t->ends, -1);
+        h = hash(h, s + i, 1);
+        int known = map_get(prefixes, h), value = i + 1 == n ? id + 1 : 0;
+        if (known < 0 || (value && !known)) map_put(prefixes, h, value);
     }
-    if (t->ends.data[node] < 0) t->ends.data[node] = id;
 }
 
 /* The longest added token at s and its length; -1 and 1 if there is none. */
-static int trie_match(const Tokenizer *t, int node, const char *s, size_t n, int flags, size_t *length) {
+static int longest_added(const Tokenizer *t, const Map *prefixes, const char *s, size_t n, int flags, size_t *length) {
     int best = -1;
+    uint64_t h = FNV;
     *length = 1;
-    for (size_t i = 0; i < n && (node = map_get(&t->edges, pair(node, (unsigned char)s[i]))) >= 0; i++) {
-        int id = t->ends.data[node];
-        if (id < 0 || (t->piece[id].control && !(flags & CONTROL_TOKENS))) continue;
+    for (size_t i = 0; i < n; i++) {
+        h = hash(h, s + i, 1);
+        int value = map_get(prefixes, h), id = value - 1;
+        if (value < 0) break;
+        if (id < 0 || id >= t->size || (t->piece[id].control && !(flags & CONTROL_TOKENS))) continue;
         best = id;
         *length = i + 1;
     }
@@ -337,12 +340,12 @@ static void normalize(const Tokenizer *t, const char *s, size_t n, bool first, B
     bytes_free(&composed);
 }
 
-static bool cut_added(Encoder *w, int trie, const char *s, size_t n);
+static bool cut_added(Encoder *w, int stage, const char *s, size_t n);
 
-/* Encodes the text between added tokens, before normalizing (trie 0) and after it. */
-static bool encode_between(Encoder *w, int trie, const char *s, size_t n) {
+/* Encodes the text between added tokens, before normalizing (stage 0) and after it. */
+static bool encode_between(Encoder *w, int stage, const char *s, size_t n) {
     if (!n) return true;
-    if (trie == 1) return split_words(w, 0, s, n);
+    if (stage == 1) return split_words(w, 0, s, n);
     Bytes text = {0};
     normalize(w->t, s, n, s == w->text, &text);
     bool ok = cut_added(w, 1, text.data, text.n);
@@ -350,16 +353,16 @@ static bool encode_between(Encoder *w, int trie, const char *s, size_t n) {
     return ok;
 }
 
-static bool cut_added(Encoder *w, int trie, const char *s, size_t n) {
+static bool cut_added(Encoder *w, int stage, const char *s, size_t n) {
     size_t done = 0, length;
     for (size_t i = 0; i < n; i += length) {
-        int id = trie_match(w->t, trie, s + i, n - i, w->flags, &length);
+        int id = longest_added(w->t, w->t->prefixes + stage, s + i, n - i, w->flags, &length);
         if (id < 0) continue;
-        if (!encode_between(w, trie, s + done, i - done)) return false;
+        if (!encode_between(w, stage, s + done, i - done)) return false;
         ids_add(w->out, id);
         done = i + length;
     }
-    return encode_between(w, trie, s + done, n - done);
+    return encode_between(w, stage, s + done, n - done);
 }
 
 bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags, Ids *out, Error *e) {
@@ -419,26 +422,27 @@ static int alphabet_byte(uint32_t c) {
     return c == 0x143 ? 0xAD : -1;
 }
 
-/* Appends the bytes that a token of the file stands for. With a character outside the alphabet it stands for itself. */
-static void piece_bytes(const Tokenizer *t, const char *s, size_t n, Bytes *out) {
-    size_t before = out->n;
+/* Appends the bytes that a token of the file stands for to t->text. With a character outside the alphabet it stands for
+ * itself. */
+static void piece_add(Tokenizer *t, const char *s, size_t n) {
+    size_t before = t->text.n;
     bool plain = !(t->features & BYTE_LEVEL);
     uint32_t c;
     for (size_t i = 0; i < n && !plain;) {
         i += (size_t)utf8_decode(s + i, n - i, &c);
         int byte = alphabet_byte(c);
         plain = byte < 0;
-        bytes_add(out, &(char){(char)byte}, 1);
+        bytes_add(&t->text, &(char){(char)byte}, 1);
     }
     if (!plain) return;
-    out->n = before;
-    bytes_add(out, s, n);
+    t->text.n = before;
+    bytes_add(&t->text, s, n);
 }
 
 /* Gives an id its bytes, those of t->text from `begin` on. */
 static bool define(Tokenizer *t, const cJSON *value, const char *name, size_t begin, Error *e) {
     size_t n = t->text.n - begin;
-    uint64_t key = hash(t->text.data + begin, n);
+    uint64_t key = hash(FNV, t->text.data + begin, n);
     int64_t id;
     if (!json_whole(value, 0, MOST_IDS - 1, &id))
         return fail(e, BAD_MODEL, "the id of '%.100s' is not a whole number below %d", name, MOST_IDS);
@@ -454,7 +458,7 @@ static bool define(Tokenizer *t, const cJSON *value, const char *name, size_t be
 /* A token of the vocabulary. */
 static bool read_token(Tokenizer *t, const cJSON *id, const char *text, Error *e) {
     size_t begin = t->text.n;
-    piece_bytes(t, text, strlen(text), &t->text);
+    piece_add(t, text, strlen(text));
     return define(t, id, text, begin, e);
 }
 
@@ -490,13 +494,13 @@ static bool add_token(Tokenizer *t, const cJSON *value, const char *text, bool c
     t->piece[id].control = control;
     Bytes found = {0};
     if (normalized && n) normalize(t, text, n, false, &found);
-    trie_add(t, normalized, normalized ? found.data : text, normalized ? found.n : n, id);
+    prefixes_add(t->prefixes + normalized, normalized ? found.data : text, normalized ? found.n : n, id);
     bytes_free(&found);
     return true;
 }
 
-/* A merge is "left right" or ["left", "right"]. `text` is work space. */
-static bool read_merge(Tokenizer *t, const cJSON *merge, Bytes *text, Error *e) {
+/* A merge is "left right" or ["left", "right"]. */
+static bool read_merge(Tokenizer *t, const cJSON *merge, Error *e) {
     const cJSON *a = cJSON_IsArray(merge) ? merge->child : NULL, *b = a ? a->next : NULL;
     const char *left = cJSON_GetStringValue(a ? a : merge), *right = cJSON_GetStringValue(b);
     const char *space = left && !a ? strchr(left, ' ') : NULL;
@@ -504,15 +508,17 @@ static bool read_merge(Tokenizer *t, const cJSON *merge, Bytes *text, Error *e) 
     if (space) right = space + 1;
     if (!left || !right || (b && b->next))
         return fail(e, BAD_MODEL, "merge %d is neither \"left right\" nor [left, right]", rank);
-    text->n = 0;
-    piece_bytes(t, left, space ? (size_t)(space - left) : strlen(left), text);
-    size_t cut = text->n;
-    piece_bytes(t, right, strlen(right), text);
+    size_t begin = t->text.n; /* the end of the text is work space */
+    piece_add(t, left, space ? (size_t)(space - left) : strlen(left));
+    size_t cut = t->text.n;
+    piece_add(t, right, strlen(right));
     /* Compares hashes alone: reading the bytes costs cache misses, and a file with collisions harms only itself. */
-    int first = map_get(&t->by_text, hash(text->data, cut));
-    int second = map_get(&t->by_text, hash(text->data + cut, text->n - cut));
-    int whole = map_get(&t->by_text, hash(text->data, text->n));
+    uint64_t hash_left = hash(FNV, t->text.data + begin, cut - begin);
+    int first = map_get(&t->by_text, hash_left);
+    int second = map_get(&t->by_text, hash(FNV, t->text.data + cut, t->text.n - cut));
+    int whole = map_get(&t->by_text, hash(hash_left, t->text.data + cut, t->text.n - cut));
     const char *missing = first < 0 ? "left half" : second < 0 ? "right half" : whole < 0 ? "result" : NULL;
+    t->text.n = begin;
     if (missing)
         return fail(e, BAD_MODEL, "the %s of merge %d, '%.80s' '%.80s', is no token", missing, rank, left, right);
     map_put(&t->rank, pair(first, second), rank); /* if a pair is listed twice, the later rank counts */
@@ -522,12 +528,8 @@ static bool read_merge(Tokenizer *t, const cJSON *merge, Bytes *text, Error *e) 
 
 static bool read_merges(Tokenizer *t, const cJSON *merges, Error *e) {
     const cJSON *merge;
-    Bytes work = {0};
-    bool ok = true;
-    bytes_text(&work, "");
-    cJSON_ArrayForEach(merge, merges) ok = ok && read_merge(t, merge, &work, e);
-    bytes_free(&work);
-    return ok;
+    cJSON_ArrayForEach(merge, merges) if (!read_merge(t, merge, e)) return false;
+    return true;
 }
 
 static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
@@ -691,33 +693,34 @@ static const struct {
      0},
 };
 
-typedef struct {
-    double score;
-    int id;
-} Scored;
-
-static int by_score(const void *a, const void *b) {
-    const Scored *x = a, *y = b;
-    return x->score != y->score ? (x->score < y->score) - (x->score > y->score) : x->id - y->id;
+static int by_score(const void *a, const void *b, void *scores) {
+    int x = *(const int *)a, y = *(const int *)b;
+    const double *score = scores;
+    return score[x] != score[y] ? (score[x] < score[y]) - (score[x] > score[y]) : x - y;
 }
 
 /* SentencePiece's merges: any two tokens whose texts together are a token, the token with the highest score first. */
-static void merge_by_score(Tokenizer *t, const cJSON *scores) {
-    Scored *all = allocate_zero((size_t)t->size + 1, sizeof *all);
-    const cJSON *score = cJSON_IsArray(scores) ? scores->child : NULL;
-    for (int id = 0; id < t->size; id++, score = score ? score->next : NULL)
-        all[id] = (Scored){cJSON_IsNumber(score) ? score->valuedouble : 0, id};
-    qsort(all, (size_t)t->size, sizeof *all, by_score);
-    for (int rank = 0; rank < t->size; rank++) {
-        const Piece *whole = t->piece + all[rank].id;
+static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
+    double *score = allocate_zero((size_t)t->size, sizeof *score);
+    const cJSON *each = cJSON_IsArray(scores) ? scores->child : NULL;
+    for (int id = 0; id < t->size; id++, each = each ? each->next : NULL) {
+        score[id] = cJSON_IsNumber(each) ? each->valuedouble : 0;
+        ids_add(&t->merged, id);
+    }
+    if (t->size) qsort_r(t->merged.data, t->merged.n, sizeof(int), by_score, score);
+    bool ok = true;
+    for (int rank = 0; rank < t->size && ok; rank++) {
+        const Piece *whole = t->piece + t->merged.data[rank];
         const char *text = t->text.data + whole->begin;
-        ids_add(&t->merged, all[rank].id);
-        for (uint32_t cut = 1; cut < whole->n; cut++) {
+        if (whole->n > MOST_ADDED)
+            ok = fail(e, BAD_MODEL, "the token %d has more than %d bytes", t->merged.data[rank], MOST_ADDED);
+        for (uint32_t cut = 1; cut < whole->n && ok; cut++) {
             int left = find(t, text, cut), right = left < 0 ? -1 : find(t, text + cut, whole->n - cut);
             if (right >= 0) map_put(&t->rank, pair(left, right), rank);
         }
     }
-    free(all);
+    free(score);
+    return ok;
 }
 
 /* tokenizer.ggml.token_type. */
@@ -772,8 +775,9 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
     t->features = MARK_SPACES | UNMARK_SPACES | BEGINS;
     if (!scored && !find_pre(t, json_string(metadata, "tokenizer.ggml.pre"), e)) return false;
     if (!read_tokens(t, metadata, false, e)) return false;
-    if (scored) merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"));
-    if (!scored && !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e)) return false;
+    if (scored ? !merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"), e)
+               : !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e))
+        return false;
     if (!read_tokens(t, metadata, true, e)) return false;
     find_byte_tokens(t, scored);
     if (scored && !cJSON_IsFalse(prefix)) /* no key says which texts: with a token [INST] only the first */
@@ -825,7 +829,7 @@ static bool read_config(Tokenizer *t, const char *path, Bytes *all, Error *e) {
 /* Every added token that a chat template names is a control token, whatever the file says, so that ordinary text never
  * becomes one. Each is searched for in all of the templates, hence the limit. */
 static bool mark_control(Tokenizer *t, const Bytes *template, Error *e) {
-    if (template->n > UINT32_MAX / t->ends.n)
+    if (template->n > UINT32_MAX / (1 + t->prefixes[0].n + t->prefixes[1].n))
         return fail(e, BAD_MODEL, "the chat template is too long for so many added tokens");
     for (int id = 0; id < t->size; id++) {
         Piece *p = t->piece + id;
@@ -844,7 +848,6 @@ Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
     t->bos = t->unknown = -1;
     t->piece = allocate_zero(MOST_IDS, sizeof *t->piece);
     bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
-    ids_append(&t->ends, (int[]){-1, -1}, 2);
     bool ok = (gguf ? read_gguf(t, gguf, e) : read_file(t, file, e)) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
     if (gguf) add_template(t, json_get(gguf, "tokenizer.chat_template"), true, &templates);
     ok = ok && (gguf || read_config(t, path, &templates, e)) && mark_control(t, &templates, e);
@@ -858,8 +861,10 @@ Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
 void tokenizer_close(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < t->splits; i++) pcre2_code_free(t->split[i]);
-    void *owned[] = {t->text.data,   t->piece,      t->by_text.slot, t->rank.slot,
-                     t->merged.data, t->edges.slot, t->ends.data,    t->chat_template.data};
+    void *owned[] = {t->text.data,        t->piece,
+                     t->by_text.slot,     t->rank.slot,
+                     t->merged.data,      t->prefixes[0].slot,
+                     t->prefixes[1].slot, t->chat_template.data};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
     free(t);
 }
@@ -867,8 +872,6 @@ void tokenizer_close(Tokenizer *t) {
 bool tokenizer_fit(Tokenizer *t, int vocab) {
     for (int id = vocab; id < t->size; id++)
         if (t->piece[id].n && !t->piece[id].added) return false;
-    for (size_t i = 0; i < t->ends.n; i++)
-        if (t->ends.data[i] >= vocab) t->ends.data[i] = -1;
     if (t->size > vocab) t->size = vocab;
     return true;
 }
@@ -878,7 +881,7 @@ int tokenizer_size(const Tokenizer *t) { return t->size; }
 
 int tokenizer_added(const Tokenizer *t, const char *text) {
     int id = find(t, text, strlen(text));
-    return id >= 0 && id < t->size && t->piece[id].added ? id : -1;
+    return id >= 0 && t->piece[id].added ? id : -1;
 }
 
 bool tokenizer_is_control(const Tokenizer *t, int id) { return id >= 0 && id < t->size && t->piece[id].control; }

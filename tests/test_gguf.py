@@ -223,6 +223,16 @@ def test_vocabularies_of_families(folder):
     each([(family,) for family in files], check)
 
 
+def test_a_long_token_in_time(folder):
+    """A token with a score is cut at every byte, which takes time that grows with the square of its length."""
+    def made_of(n):
+        tokens, scores = ["\u2581", "a", "aa", "a" * n], [0.0, -1.0, -2.0, -3.0]
+        return save(folder / "model.gguf", {"general.architecture": "llama", "tokenizer.ggml.model": "llama",
+                                            "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores})
+    same(ids_of(infer("tokenize", made_of(256), stdin="aaa")), [0, 2, 1], "ids")
+    refused("tokenize", made_of(200000), words=["token 3", "256 bytes"])
+
+
 def test_vocabulary_of_gpt_oss(folder):
     """The real tokenizer of gpt-oss: the strings of its tests."""
     path = save(folder / "model.gguf", {"general.architecture": "gpt-oss"}

@@ -348,6 +348,8 @@ RULES = [  # what, fields besides "messages" and the messages, the text of the p
      PLAIN_SYSTEM + USER + said("commentary", "I look.") + call_text("f") + END),
     ("results by id, not by order", {}, [HI, called("f", "g"), result("g", "2"), result("f", "1")],
      PLAIN_SYSTEM + USER + call_text("f") + call_text("g") + result_text("g", "2") + result_text("f", "1") + END),
+    ("an empty answer without thoughts", {}, [HI, {"role": "assistant", "content": "", "reasoning_content": ""}, HI],
+     PLAIN_SYSTEM + USER + said("final", "") + USER + END),
     ("<|return|> as text of an answer", {}, [HI, {"role": "assistant", "content": "Yo<|return|>"}, HI],
      PLAIN_SYSTEM + USER + said("final", "Yo<|return|>") + USER + END),
 ]
