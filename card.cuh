@@ -109,8 +109,8 @@ struct Rows {
 
 /* ---- a step ---- */
 
-constexpr int MAX_DECODE = 16;                  /* up to this many tokens a step streams all weights */
-constexpr int MAX_STREAMED = 72;                /* tokens of a larger step that streams a matrix: see way_of() */
+constexpr int MAX_DECODE = 16;                  /* up to this many tokens a step streams all weights but F32 */
+constexpr int MAX_STREAMED = 72;                /* up to this many, a step may stream a matrix: see way_of() */
 constexpr int MAX_SPLITS = 32, SPLIT_PAGES = 4; /* most blocks that share a context, and fewest pages for each */
 
 /* What a step does, as the kernels read it. */
@@ -212,7 +212,7 @@ struct Gpu {
     std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* by rows, columns, tokens and kind */
     uint8_t *product_room;                                        /* (PRODUCT_ROOM) for cuBLAS */
     bf16 *decoded;                                                /* (decoded_size) room for a matrix made bf16 */
-    size_t decoded_size, largest; /* largest: bytes of the largest matrix of a layer, experts aside */
+    size_t decoded_size, largest; /* largest: bytes of the largest matrix of all layers, without experts */
     std::map<std::array<int, 4>, cudaGraphExec_t> graph; /* by tokens, rows, pages and sampling */
     Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;

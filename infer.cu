@@ -189,10 +189,10 @@ __device__ inline bool last_block(int *arrived, int blocks) {
 /* ---- 2 encodings ---- */
 
 /* How weights of a type lie on the card, and how a lane of a warp reads its part of a chunk: lane 4g + t has sixteen
- * columns of rows g and g + 8 of a tile, eight from column(t, 0) on and eight from column(t, 1) on. Raw is what it
- * loads; decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; eight() reads the same
- * columns of x; multiply() adds the chunk's product with the columns of x from `at` on. A chunk in shared memory is
- * made of pieces of 16 bytes, in read()'s order.
+ * columns of rows g and g + 8 of a tile, eight that begin at column(t, 0) and eight that begin at column(t, 1). Raw is
+ * what it loads; decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; eight() reads the
+ * same columns of x; multiply() adds the chunk's product with the columns of x from `at` on. A chunk in shared memory
+ * is made of pieces of 16 bytes, in read()'s order.
  *
  *   offset()  where number `piece` of a tile's first chunk lies; the same piece of chunk k lies k * STEP further on
  *   PIECES    of a chunk of a tile
@@ -200,7 +200,7 @@ __device__ inline bool last_block(int *arrived, int blocks) {
  *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
 template <Type T> struct Encoding;
 
-/* For encodings whose decode() does everything. */
+/* multiply() for encodings that decode weights completely before they multiply. */
 template <class E, typename A> struct Decoded {
     typedef A Activation;
     template <int TILES, class Raw>
@@ -372,7 +372,7 @@ template <Type T> struct EncodingCoded {
         if (T == Q4_1) return {both.x, both.y - 128 * both.x};
         return has_offset(T) ? both : make_float2(__uint_as_float(word), 0);
     }
-    /* Weights of four codes as bf16. */
+    /* Number k of four weights, rounded to bf16, for product_tiled and cuBLAS. */
     __device__ static uint2 weights(const Raw &r, int high, int k) {
         uint2 code = codes(r, high, k, 0);
         if (TERMS == 2) {
@@ -657,9 +657,9 @@ template <Type T, int TILES> struct Stream {
 
 /* The product for few tokens, or choices of an expert; reading the weights takes most of its time. The blocks share the
  * tiles of all jobs evenly; the warps of a block share a tile's columns. blockIdx.y is a group of up to 8 TILES tokens;
- * groups read the same weights at about the same time, so most of them come from L2. After an RMSNorm x holds the
- * values times the norm's weights, as the kernel that wrote x left them, and this kernel divides the result by the root
- * mean square. So no norm kernel is needed in between.
+ * groups read the same weights at about the same time, so all but the first find most of them in L2. After an RMSNorm x
+ * holds the values times the norm's weights, as the kernel that wrote x left them, and this kernel divides the result
+ * by the root mean square. So no norm kernel is needed in between.
  *
  * Without jobs a block requests its first weights before it waits. With jobs it must know the jobs first, so it waits,
  * and only then lets the next kernel begin. The next kernel, the product with `early`, finds the jobs ready and need
@@ -670,7 +670,7 @@ template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
     typedef typename E::Activation A;
-    constexpr int TOKENS = TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE; /* choices may be of more than 8 TILES */
+    constexpr int TOKENS = TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE; /* choices may be of any MAX_DECODE */
     __shared__ float sum[2][W][TILES * 128], factor[TOKENS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
     const int group = blockIdx.y * TILES * 8, tokens = min(TOKENS, p.tokens - group);
@@ -1652,15 +1652,16 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
 template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
     /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
-    constexpr int MOST = T == MXFP4 ? 2 : 3;                                                    /* tiles of tokens */
-    const int each = p.job || p.tokens <= 8 * MOST ? p.tokens : p.tokens <= 32 ? 16 : 8 * MOST; /* tokens of a group */
+    /* Tokens of a group: all, two groups of 16, or more groups of the largest instance. */
+    constexpr int MOST = T == MXFP4 ? 16 : 24;
+    const int each = p.job || p.tokens <= MOST ? p.tokens : p.tokens <= 32 ? 16 : MOST;
     const int groups = (p.tokens + each - 1) / each;
     const int blocks = std::min(jobs * p.w.tiles(), std::max(1, Encoding<T>::BLOCKS * gpu->sms * 8 / warps / groups));
     auto kernel = product<T, 1, 8>;
     if (warps == 4)
         kernel = product<T, 1, 4>;
     else if (!p.job && each > 8)
-        kernel = each <= 16 ? product<T, 2, 8> : product<T, MOST, 8>;
+        kernel = each <= 16 ? product<T, 2, 8> : product<T, MOST / 8, 8>;
     return launch(gpu, kernel, dim3(blocks, groups), warps * 32, 0, p);
 }
 template <Type T, int TILES, int ROWS> cudaError_t launch_tiled(const Gpu *gpu, const Product &p, int jobs) {
@@ -1717,25 +1718,28 @@ Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     if (!x && a->squares) p.square = a->square, p.squares = a->squares;
     return p;
 }
-/* How a matrix without jobs multiplies this many tokens. */
+/* How a product without jobs is computed. */
 enum Way {
     STREAMED, /* by `product` */
     TILED,    /* by `product_tiled` */
-    BLAS      /* by cuBLAS, codes after decode() */
+    BLAS      /* by cuBLAS, codes after decode_matrix() */
 };
-/* A small matrix is read sooner than cuBLAS starts; where a layer has only small ones, norms and activations need no
- * kernels either. Codes are streamed as long as that is faster than making them bf16, for which only matrices of layers
- * have room. */
+/* Reading a small matrix takes less time than starting cuBLAS. If all matrices of the layers are small, streaming also
+ * saves the kernels for norms and activations, so it pays for more tokens. Codes are streamed while that is faster than
+ * making them bf16. The room for that, `decoded`, holds any matrix of a layer, but perhaps not the head. */
 Way way_of(const Pass *a, const Matrix &m, int tokens) {
     if (m.type == F32) return BLAS;
     if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;
     if (is_coded(m.type) && tokens > MAX_STREAMED)
         return (size_t)m.rows * m.stride > a->gpu->decoded_size ? TILED : BLAS;
     constexpr size_t SMALL = 16 << 20;
-    const int most = is_coded(m.type) ? MAX_STREAMED : m.bytes > SMALL ? MAX_DECODE : a->gpu->largest > SMALL ? 32 : 48;
-    return tokens <= most ? STREAMED : BLAS;
+    const int limit = is_coded(m.type)          ? MAX_STREAMED
+                      : m.bytes > SMALL         ? MAX_DECODE
+                      : a->gpu->largest > SMALL ? 32
+                                                : 48;
+    return tokens <= limit ? STREAMED : BLAS;
 }
-/* One product. What is streamed also does the norm that follows. */
+/* A product without jobs. If it is streamed, it also prepares the norm that follows. */
 bool multiply(Pass *a, Product p, Error *e) {
     const Way way = way_of(a, p.w, p.tokens);
     if (way != STREAMED) p.norm = NULL;
@@ -1850,6 +1854,7 @@ bool route_tokens(Pass *a, const DeviceLayer &l, int most, Error *e) {
         CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
                     2 * a->w.n_experts * sizeof(int), a->w, router_of(a, l), a->tokens, most));
     if (a->squares) a->squares = 1, a->square = a->w.square_sum;
+    /* Experts' products divide by the norm only up to MAX_DECODE tokens. */
     if (type_for(l.router) != type_for(l.up) || (a->squares && a->tokens > MAX_DECODE)) a->normed = false;
     return norm_for(a, l.ffn_norm, l.up, e);
 }
@@ -1895,7 +1900,7 @@ bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
-    int most = 8; /* choices of a job; up to about five an expert `product` is faster */
+    int most = 8; /* most choices of a job; with up to about five an expert `product` is faster */
     if (a->tokens > MAX_DECODE && choices > 5 * w.n_experts)
         most = choices <= 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
     const int jobs = std::min(w.n_experts, choices) + choices / most;

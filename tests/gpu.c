@@ -117,9 +117,9 @@ static void lengths_pass(void) {
     lengths_of("qwen3", dense, 10);
 }
 
-/* A model whose weights are encoded, against the reference: in chunks of one token, of a few, of two groups, and of so
- * many that matrices are made bf16 for cuBLAS. Models with experts read the golden's ids, which keep routers away from
- * ties. */
+/* A model whose weights are encoded, against the reference: in chunks of one token, of a few, of two and three groups,
+ * and of so many that matrices are made bf16 for cuBLAS. Models with experts read the golden's few ids, which keep
+ * routers away from ties. */
 static void encoding_passes(const char *path) {
     enum { N = 100 };
     const size_t chunks[] = {1, 7, 16, 17, 30, 50, 0};
