@@ -135,8 +135,8 @@ static void measure_all(Bench *b) {
         if (!f.prompt) f.streams = o->streams.value[i / o->depths.n], f.depth = o->depths.value[i % o->depths.n];
         int length = f.depth + f.tokens + f.prompt; /* a prompt is followed by a token */
         if (length > g->context || (length + PAGE - 1) / PAGE * f.streams > g->pages) {
-            fprintf(stderr, "infer: %d tokens after %d in %d streams are left out: the cache holds %d, a context %d\n",
-                    f.tokens, f.depth, f.streams, g->pages * PAGE, g->context);
+            fprintf(stderr, "infer: %d tokens after %d in %d stream%s are left out: the cache holds %d, a context %d\n",
+                    f.tokens, f.depth, f.streams, f.streams == 1 ? "" : "s", g->pages * PAGE, g->context);
             continue;
         }
         f.prompt ? measure_prompt(b, &f) : measure_generation(b, &f);
@@ -362,7 +362,10 @@ int perplexity(const Options *o) {
     Ids ids = {0};
     Bytes text = {0};
     if (!o->file) fail(&e, USAGE, "-f FILE is missing: the text; see infer perplexity --help"), die(&e);
-    if (!file_read(o->file, MOST_TEXT, &text, &e)) e.code = USAGE, die(&e);
+    if (!strcmp(o->file, "-"))
+        stdin_read(&text);
+    else if (!file_read(o->file, MOST_TEXT, &text, &e))
+        e.code = USAGE, die(&e);
     if (!session_open(&s, o, NEED_TOKENIZER | NEED_CHECKPOINT, &e) ||
         !tokenizer_encode(s.tokenizer, text.data, text.n, WITH_TEMPLATE, &ids, &e))
         die(&e);

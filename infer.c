@@ -108,7 +108,7 @@ static const Option options[] = {
     {"explain", 'o', "output", "FILE.html", TEXT, FIELD(output), .help = "write a page that needs no other file"},
 
     {"perplexity", 'f', "file", "FILE", TEXT, FIELD(file),
-     .help = "the text; a beginning-of-text token is added if the tokenizer wants one"},
+     .help = "the text; -: stdin; a beginning-of-text token is added if the tokenizer wants one"},
     {"perplexity", 0, "ctx", "N", WHOLE, FIELD(context), 2, 1 << 24,
      .help = "tokens of a window (1024, or the model's context if that is less)"},
     {"perplexity", 0, "stride", "N", WHOLE, FIELD(stride), 1, 1 << 24,

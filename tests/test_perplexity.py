@@ -7,11 +7,11 @@ GOLDEN = json.loads((TESTS / "goldens" / "perplexity.json").read_text())
 
 
 def test_equals_transformers(folder):
-    """Within 1e-4; with windows that overlap, and one that holds all."""
+    """Within 1e-4; with windows that overlap, and one that holds all; from a file and from stdin."""
     (folder / "text").write_text(GOLDEN["text"])
-    for c in GOLDEN["cases"]:
-        out = infer("perplexity", TESTS.parent / c["model"], "-f", folder / "text", "--ctx", c["ctx"], "--stride",
-                    c["stride"], seconds=300).text.split()
+    for i, c in enumerate(GOLDEN["cases"]):
+        out = infer("perplexity", TESTS.parent / c["model"], "-f", "-" if i % 2 else folder / "text", "--ctx", c["ctx"],
+                    "--stride", c["stride"], stdin=GOLDEN["text"], seconds=300).text.split()
         found, tokens = float(out[1]), int(out[5])
         same(tokens, c["tokens"], f"tokens, {c['model']}")
         expect(abs(found / c["perplexity"] - 1) < 1e-4, f"{c}: {found}")
