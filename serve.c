@@ -578,8 +578,10 @@ static bool run_model(Error *e) {
     while (!server.error.code && !(server.signals && TAILQ_EMPTY(&server.requests))) {
         update_choices();
         server.moved = seconds();
-        LIST_FOREACH(c, &server.clients, next)
-        if (c->since > 0 && server.moved - c->since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
+        LIST_FOREACH(c, &server.clients, next) {
+            const double since = c->since; /* read once: the connection may set it to 0 at any time */
+            if (since > 0 && server.moved - since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
+        }
         if (server.signals && !(ends > 0)) {
             fputs("infer: answers are being finished; a second signal ends at once\n", stderr);
             ends = server.moved + DRAIN_SECONDS;
