@@ -708,7 +708,7 @@ int rm(const Options *o) {
     find_folder(o->model);
     if (!repository || access(hub.folder, F_OK)) { /* MODEL as for every command */
         size_t n = strlen(hub.cache);
-        char *dir = *o->model ? model_find(o->model, &e) : NULL;
+        char *dir = model_find(o->model, &e);
         if (!dir && repository) die(&e);
         if (!dir || strncmp(dir, hub.cache, n) || strncmp(dir + n, "/models--", 9))
             give_up(USAGE, "'%.200s' is not in the hub's cache, %s", dir ? dir : o->model, hub.cache);
