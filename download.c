@@ -254,14 +254,18 @@ static bool is_here(const File *f) {
 
 /* Links a complete file into the snapshot. Even if the process is killed, a link is there or not. */
 static void file_link(File *f) {
-    char path[MAX_PATH], text[MAX_PATH] = "../../", found[MAX_PATH] = "";
+    char path[MAX_PATH], text[MAX_PATH] = "../../";
     snprintf(path, sizeof path, "%s/snapshots/%s/%s", hub.folder, hub.commit, f->name);
     for (const char *s = f->name; (s = strchr(s, '/')); s++) strcat(text, "../");
     strcat(strcat(text, "blobs/"), f->id);
-    if (readlink(path, found, sizeof found - 1) < 0 || strcmp(found, text)) {
-        make_folders(path);
+    make_folders(path);
+    while (symlink(text, path)) {
+        char found[MAX_PATH] = "";
+        const int why = errno;
+        /* never remove a right link: another process may have made it, and need it */
+        if (readlink(path, found, sizeof found - 1) > 0 && !strcmp(found, text)) break;
+        if (why != EEXIST) errno = why, disk_fails(path);
         if (remove(path) && errno != ENOENT) disk_fails(path);
-        if (symlink(text, path) && errno != EEXIST) disk_fails(path); /* another process may have made it */
     }
     f->done = f->size;
 }
