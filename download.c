@@ -254,14 +254,18 @@ static bool is_here(const File *f) {
 
 /* Links a complete file into the snapshot. Even if the process is killed, a link is there or not. */
 static void file_link(File *f) {
-    char path[MAX_PATH], text[MAX_PATH] = "../../", found[MAX_PATH] = "";
+    char path[MAX_PATH], text[MAX_PATH] = "../../";
     snprintf(path, sizeof path, "%s/snapshots/%s/%s", hub.folder, hub.commit, f->name);
     for (const char *s = f->name; (s = strchr(s, '/')); s++) strcat(text, "../");
     strcat(strcat(text, "blobs/"), f->id);
-    if (readlink(path, found, sizeof found - 1) < 0 || strcmp(found, text)) {
-        make_folders(path);
+    make_folders(path);
+    while (symlink(text, path)) {
+        char found[MAX_PATH] = "";
+        const int why = errno;
+        /* never remove a right link: another process may have made it, and need it */
+        if (readlink(path, found, sizeof found - 1) > 0 && !strcmp(found, text)) break;
+        if (why != EEXIST) errno = why, disk_fails(path);
         if (remove(path) && errno != ENOENT) disk_fails(path);
-        if (symlink(text, path) && errno != EEXIST) disk_fails(path); /* another process may have made it */
     }
     f->done = f->size;
 }
@@ -708,7 +712,7 @@ int rm(const Options *o) {
     find_folder(o->model);
     if (!repository || access(hub.folder, F_OK)) { /* MODEL as for every command */
         size_t n = strlen(hub.cache);
-        char *dir = *o->model ? model_find(o->model, &e) : NULL;
+        char *dir = model_find(o->model, &e);
         if (!dir && repository) die(&e);
         if (!dir || strncmp(dir, hub.cache, n) || strncmp(dir + n, "/models--", 9))
             give_up(USAGE, "'%.200s' is not in the hub's cache, %s", dir ? dir : o->model, hub.cache);

@@ -953,7 +953,7 @@ static bool slash_set(Play *p, char *name, Error *e) {
     size_t n = strcspn(name, " \t");
     const Option *option = n ? option_find("set", name, n) : NULL;
     char text[200];
-    if (n && !option) return fail(e, USAGE, "there is no setting '%.40s'; /set shows all", name);
+    if (n && !option) return fail(e, USAGE, "there is no setting '%.*s'; /set shows all", n < 40 ? (int)n : 40, name);
     if (n && !option_set(&p->o, option, name + n + strspn(name + n, " \t"), e))
         return fail(e, USAGE, "%s", e->text + strspn(e->text, "-")); /* here it is no option */
     snprintf(text, sizeof text,

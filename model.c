@@ -1069,7 +1069,7 @@ static Linear bind_each(Loader *load, const char *module, const char *matrix, in
         if (one.type != all.type || one.scale.type != all.scale.type || one.scale.rows != all.scale.rows ||
             one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows || !one.group != !all.group ||
             !one.bias != !all.bias)
-            refuse(load, load->path, "%s%s is %s, that of expert 0 %s, or its scales differ", load->prefix, name,
+            refuse(load, load->path, "%s%s is %s, that of number 0 %s, or its scales differ", load->prefix, name,
                    types[one.type].name, types[all.type].name);
         each[i] = one.data, each[n + i] = one.scale.data, each[2 * n + i] = one.zero.data;
         all.factor = gather(load, n, all.factor, one.factor, i, 1);
@@ -1467,7 +1467,7 @@ static char *find_snapshot(const char *repository) {
     return found;
 }
 
-/* Adds what is in `parent`; `hub`: each repository, models--ORG--NAME. ORG--NAME is shown as ORG/NAME. */
+/* Adds what is in `parent`; `hub`: each repository, models--ORG--NAME. A folder ORG--NAME is shown as ORG/NAME. */
 static void add_all(List *list, const char *parent, bool hub) {
     DIR *dir = opendir(parent);
     for (struct dirent *d; dir && (d = readdir(dir));) {
@@ -1476,7 +1476,7 @@ static void add_all(List *list, const char *parent, bool hub) {
         char *path = join(parent, d->d_name), *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
         char *model = hub ? find_snapshot(path) : copy_text(path, strlen(path));
         Bytes shown = {0};
-        if (dashes)
+        if (dashes && !gguf_named(path))
             bytes_print(&shown, "%.*s/%s", (int)(dashes - name), name, dashes + 2);
         else
             bytes_text(&shown, hub ? name : path);
@@ -1549,7 +1549,7 @@ char *model_find(const char *argument, Error *e) {
     bool exact = false;
     for (int i = 0; i < n && !exact; i++) {
         exact = !strcmp(list[i].name, argument);
-        if (exact || strcasestr(list[i].name, argument)) hits = exact ? 1 : hits + 1, hit = i;
+        if (exact || (*argument && strcasestr(list[i].name, argument))) hits = exact ? 1 : hits + 1, hit = i;
     }
     char *found = hits == 1 ? copy_text(list[hit].path, strlen(list[hit].path)) : NULL;
     for (int i = 0; i < n; i++)

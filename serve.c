@@ -200,6 +200,7 @@ static const struct {
 
 static bool take_parameters(Request *q) {
     const cJSON *options = json_get(q->json, "stream_options");
+    if (options && !cJSON_IsObject(options)) return fail(&q->error, 400, "stream_options must be an object");
     for (size_t i = 0; i < sizeof parameters / sizeof *parameters; i++) {
         const char *key = parameters[i].key;
         const double least = parameters[i].least, most = parameters[i].most;
@@ -223,9 +224,10 @@ static bool take_parameters(Request *q) {
 /* Refuses what would change the answer and is not supported. */
 static bool refuse_others(Request *q) {
     const cJSON *model = json_get(q->json, "model"), *each;
-    if (model && (!cJSON_IsString(model) || strcmp(model->valuestring, server.name)))
-        return q->code = "model_not_found", fail(&q->error, 404, "there is no model %.100s here, only %s",
-                                                 cJSON_IsString(model) ? model->valuestring : "", server.name);
+    if (model && !cJSON_IsString(model)) return fail(&q->error, 400, "model must be a text");
+    if (model && strcmp(model->valuestring, server.name))
+        return q->code = "model_not_found",
+               fail(&q->error, 404, "there is no model %.100s here, only %s", model->valuestring, server.name);
     cJSON_ArrayForEach(each, q->json) {
         bool none = cJSON_IsNull(each) || (cJSON_IsNumber(each) && each->valuedouble == 0);
         if (!none && text_listed("functions function_call audio suffix web_search_options guided_choice guided_regex "
@@ -578,8 +580,10 @@ static bool run_model(Error *e) {
     while (!server.error.code && !(server.signals && TAILQ_EMPTY(&server.requests))) {
         update_choices();
         server.moved = seconds();
-        LIST_FOREACH(c, &server.clients, next)
-        if (c->since > 0 && server.moved - c->since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
+        LIST_FOREACH(c, &server.clients, next) {
+            const double since = c->since; /* read once: the connection may set it to 0 at any time */
+            if (since > 0 && server.moved - since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
+        }
         if (server.signals && !(ends > 0)) {
             fputs("infer: answers are being finished; a second signal ends at once\n", stderr);
             ends = server.moved + DRAIN_SECONDS;
@@ -657,14 +661,14 @@ static bool make_chat(Request *q) {
     return ok;
 }
 
-/* Takes a prompt: a text, or an array of token ids. */
-static bool take_prompt(Request *q, const cJSON *prompt, int flags, Ids *ids) {
+/* Takes a prompt, a value of the request's `key`: a text, or an array of token ids. */
+static bool take_prompt(Request *q, const char *key, const cJSON *prompt, int flags, Ids *ids) {
     const cJSON *each;
     const char *text = cJSON_GetStringValue(prompt);
     const int vocab = server.s.checkpoint.model.vocab;
     int64_t id;
     if (text) return tokenizer_encode(server.s.tokenizer, text, strlen(text), flags, ids, &q->error);
-    if (!cJSON_IsArray(prompt)) return fail(&q->error, 400, "a text or an array of token ids is needed");
+    if (!cJSON_IsArray(prompt)) return fail(&q->error, 400, "%s must be a text or an array of token ids", key);
     cJSON_ArrayForEach(each, prompt) {
         if (!json_whole(each, 0, vocab - 1, &id))
             return fail(&q->error, 400, "token ids are whole numbers from 0 to %d", vocab - 1);
@@ -681,7 +685,7 @@ static bool make_completion(Request *q) {
     q->choice = allocate_zero((size_t)(n * q->n), sizeof *q->choice);
     for (const cJSON *each = many ? first : prompt; n-- && ok; each = many ? each->next : NULL) {
         Ids ids = {0};
-        ok = take_prompt(q, each, WITH_TEMPLATE, &ids) && add_choices(q, &ids);
+        ok = take_prompt(q, "prompt", each, WITH_TEMPLATE, &ids) && add_choices(q, &ids);
         ids_free(&ids);
     }
     return ok;
@@ -773,7 +777,7 @@ static void page(Request *q) { bytes_text(&q->out, page_text); }
 
 static void tokenize(Request *q) {
     Ids ids = {0};
-    if (take_prompt(q, json_get(q->json, "prompt"), 0, &ids)) {
+    if (take_prompt(q, "prompt", json_get(q->json, "prompt"), 0, &ids)) {
         bytes_print(&q->out, "{\"count\":%zu,\"tokens\":[", ids.n);
         for (size_t i = 0; i < ids.n; i++) bytes_print(&q->out, i ? ",%d" : "%d", ids.data[i]);
         bytes_text(&q->out, "]}");
@@ -785,7 +789,7 @@ static void detokenize(Request *q) {
     Ids ids = {0};
     Bytes text = {0};
     Decoder d = {0};
-    if (take_prompt(q, json_get(q->json, "tokens"), 0, &ids)) {
+    if (take_prompt(q, "tokens", json_get(q->json, "tokens"), 0, &ids)) {
         for (size_t i = 0; i < ids.n; i++) tokenizer_decode(server.s.tokenizer, &d, ids.data[i], &text);
         tokenizer_flush(&d, &text);
         put_json(q, json_object("prompt", json_from_text(text.data, text.n), NULL));

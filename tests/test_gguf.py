@@ -137,6 +137,7 @@ def test_inspect_list_and_names(folder):
     parrot(folder, "models/a.gguf")
     parrot(folder, "models/b/c.gguf", parts=2)
     parrot(folder, "models/d", parts=2)  # whose second part is no model
+    parrot(folder, "models/e--f.gguf")  # a file, where a folder e--f would be e/f
     hub = folder / "hf" / "hub" / "models--org--x" / "snapshots" / ("1" * 40)
     parrot(hub, "x-Q4_K_M.gguf")
     env = {"HF_HOME": folder / "hf"}
@@ -144,7 +145,7 @@ def test_inspect_list_and_names(folder):
     same([(m["name"], m["family"], m["encoding"], m["supported"], m["complete"]) for m in listed],
          [(name, "gpt-oss", "BF16", True, True)
           for name in ("models/a.gguf", "models/b/c.gguf-00001-of-00002.gguf", "models/d-00001-of-00002.gguf",
-                       "org/x/x-Q4_K_M.gguf")], "the list")
+                       "models/e--f.gguf", "org/x/x-Q4_K_M.gguf")], "the list")
     facts = json.loads(infer("inspect", folder / "models" / "a.gguf", "--json").text)
     hub_facts = json.loads(infer("inspect", PARROT, "--json").text)
     for key in ("family", "layers", "width", "heads", "experts", "parameters", "active_parameters", "context", "vocabulary"):
@@ -154,7 +155,7 @@ def test_inspect_list_and_names(folder):
              f"tokens of {name}")
     refused("tokenize", "gguf", cwd=folder, env=env, words=["more than one", "models/a.gguf"])
     (folder / "models" / "b" / "c.gguf-00002-of-00002.gguf").unlink()
-    same([m["complete"] for m in json.loads(infer("list", "--json", cwd=folder, env=env).text)], [True, False, True, True],
+    same([m["complete"] for m in json.loads(infer("list", "--json", cwd=folder, env=env).text)], [True, False, True, True, True],
          "complete")
 
 

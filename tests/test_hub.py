@@ -653,6 +653,7 @@ def test_list_and_rm(folder):
         expect("org/model" in text and "complete" in text and "gpt_oss" in text, text)
         refused("tokenize", "org/modle", env=env, words=["none of the models", "org/model"])
         refused("tokenize", "something/else", env=env, words=["org/model", "infer download"])
+        refused("tokenize", "", env=env, words=["none of the models", "org/model"])  # as from an unset variable
         offline = {**env, "HF_HUB_OFFLINE": 1}
         hub.clear()
         infer(*ASK, env=offline, cwd=folder)

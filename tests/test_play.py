@@ -423,6 +423,7 @@ def test_default_settings():
         t.prompt()
         shown = t.say("/set")
         same(t.say("/set temperature hot"), "temperature must be 0 or 0.01 to 100, not 'hot'\n", "a wrong setting")
+        same(t.say("/set zebra 1"), "there is no setting 'zebra'; /set shows all\n", "no setting")
         for setting in ("temperature 1", "top-k 0", "top-p 1", "min-p 0", "repetition-penalty 1", "max-tokens 0"):
             expect(re.search(rf"\b{setting}\b(?!\.)", shown), f"not {setting}: {shown!r}")
 

@@ -376,9 +376,12 @@ def test_bad_bodies():
                             "response_format": [{"type": "json_object"}, {"type": "json_schema"}], "audio": [{}],
                             "modalities": [["audio"]], "top_logprobs": [2], "max_completion_tokens": [0],
                             "functions": [[]],
-                            "reasoning_effort": ["much", 5], "stream_options": [{"include_usage": 5}]}.items():
+                            "reasoning_effort": ["much", 5], "model": [5],
+                            "stream_options": [{"include_usage": 5}, 5]}.items():
             for value in values:
                 s.refuses(CHAT, {**fine, key: value})
+        for path, key in ((TEXT, "prompt"), ("/tokenize", "prompt"), ("/detokenize", "tokens")):
+            s.refuses(path, {}, f"{key} must be")
         s.refuses(TEXT, {"prompt": [1] * 512}, "512", "context")
         same(s.post(TEXT, {"prompt": [1] * 511, "max_tokens": 5})["choices"][0]["finish_reason"], "length")
         s.refuses("/v1/nothing", {}, code=404)
