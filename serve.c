@@ -739,7 +739,11 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
     size_t n = q->out.n - q->written < room ? q->out.n - q->written : room;
     if (n) memcpy(to, q->out.data + q->written, n);
     q->written += n;
-    if (q->written == q->out.n) q->written = q->out.n = 0;
+    if (q->written > q->out.n / 2) { /* what a client that is always late has read does not pile up */
+        q->out.n -= q->written;
+        memmove(q->out.data, q->out.data + q->written, q->out.n);
+        q->written = 0;
+    }
     unlock();
     return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
 }
