@@ -898,13 +898,14 @@ static void read_header(Reader *r, bool complete) {
     bool author = r->started; /* the next word is */
     bytes_text(&header, "");
     utf8_stream(&r->header, &header, true);
-    for (const char *s = header.data; *(s += strspn(s, space)); author = false) {
+    for (const char *s = header.data + strspn(header.data, space); *s; s += strspn(s, space), author = false) {
         char mark = strspn(s, marks) ? *s++ : 0, **field = NULL;
         s += strspn(s, space);
         bool to = begins(s, "to=");
         while (begins(s, "to=")) s += 3, s += strspn(s, space);
         size_t n = strcspn(s, space_or_mark), role = known_word(s, "assistant system developer user"),
                type = known_word(s, "json code"), channel = known_word(s, "analysis commentary final");
+        bool named = role == n && (author || complete || strspn(s + n, marks)); /* a whole role */
         r->repairs += (mark == CHANNEL && text.n) || (author && (mark || to)) || !n;
         if (mark == CHANNEL) text.n = 0; /* what precedes the channel is no content */
         if (to) {
@@ -920,8 +921,8 @@ static void read_header(Reader *r, bool complete) {
         } else if (author && memchr(s, '.', legal_length(s, n))) {
             conversation_set(&m->role, "tool");
             field = &m->name;
-        } else if (author ? complete || role == n : role == n && (complete || strspn(s + n, marks))) {
-            r->repairs++; /* the author is the model */
+        } else if (named || (author && complete)) {
+            r->repairs++; /* whoever is named, the model writes */
             s += n;
             continue;
         } else if (complete && channel == n && !m->channel && !strchr(s, CHANNEL)) {
