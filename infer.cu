@@ -210,8 +210,7 @@ template <class E, typename A> struct Decoded {
             uint4 low, high;
             E::decode(raw, half, low, high);
 #pragma unroll
-            for (int n = 0; n < TILES; n++)
-                mma_eight<A>(c[n], low, high, *(const uint4 *)(x[n] + at + E::column(0, half)));
+            for (int n = 0; n < TILES; n++) mma_eight<A>(c[n], low, high, eight(x[n] + at + E::column(0, half)));
         }
     }
     __device__ static uint4 eight(const void *x) { return *(const uint4 *)x; }
@@ -1648,7 +1647,7 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
     return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
-/* The one table from types of weights to instances. */
+/* The one table from types of weights to instances. `most`, choices of a job, selects `product` up to 8, else tiles. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
     /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;

@@ -255,9 +255,9 @@ static void read_rope(Loader *load, bool window, Rope *out) {
     }
 }
 
-/* Which layers have a window: those that layer_types names, or else those from max_window_layers on but for every
- * sliding_window_pattern-th. A family has a rule for each of these keys that is in its defaults, and without the latter
- * two layer_types may only repeat it. If use_sliding_window is false, no layer has a window. */
+/* Which layers have a window: those that layer_types names. Without it: all from max_window_layers on, except every
+ * sliding_window_pattern-th. These two keys count only in families whose defaults have them; in the other families
+ * layer_types may not contradict sliding_window. If use_sliding_window is false, no layer has a window. */
 static void read_windows(Loader *load) {
     Model *m = &load->c->model;
     const cJSON *defaults = load->defaults;

@@ -3,8 +3,8 @@
  * own thread, which reads a request, queues it, waits for its answers and sends them.
  *
  * One lock guards what threads share. The model's thread holds it except while the model computes. A queued request and
- * its choices belong to that thread until none is `left`; of a stream the connection meanwhile sends what is in `out`.
- * After that the connection writes a reply that is no stream, and frees the request. */
+ * its choices belong to that thread until no choice is `left`; meanwhile the connection of a stream sends what is in
+ * `out`. Then the connection writes a reply that is no stream, and frees the request. */
 #include "host.h"
 
 #include <libgen.h>
@@ -47,7 +47,7 @@ typedef struct { /* one of the answers to a request */
     int message, calls_n; /* index of the reader's message that is being written; calls so far */
     size_t passed;        /* bytes of that message that are taken */
     Bytes text;           /* the content; `shown` bytes are free of stop texts, `sent` bytes are written */
-    size_t shown, sent, counted, letters; /* its first `counted` bytes are so many letters */
+    size_t shown, sent, counted, letters; /* its first `counted` bytes hold so many letters */
     Bytes thoughts;                       /* reasoning_content to write */
     cJSON *calls, *scores;                /* tool_calls and logprobs to write, or NULL */
     bool spoke;                           /* something is written */
@@ -693,7 +693,7 @@ static bool make_completion(Request *q) {
 
 /* ---- waiting for answers ---- */
 
-/* May an answer begin, or else why not? The caller holds the lock. */
+/* Whether an answer may begin; if not, q->error says why. The caller holds the lock. */
 static bool can_answer(Request *q) {
     if (!server.ready) return fail(&q->error, 503, "the model is being loaded");
     if (server.error.code) return fail(&q->error, 503, "the model failed: %s", server.error.text);

@@ -79,7 +79,7 @@ struct Tokenizer {
     pcre2_code *split[MOST_SPLITS]; /* each splits what the one before it leaves */
     int splits;
     /* Added tokens to find before normalizing, and after it: a hash of each beginning -> 1 + id, or 0 if it goes on. As
-     * for merges, hashes are compared alone: a file with collisions harms only itself. */
+     * for merges, hashes are compared alone: a text made to collide gets a wrong token, but no control token. */
     Map prefixes[2];
     int bos;             /* the template's token before the text, or -1 */
     Bytes chat_template; /* see tokenizer_template() */

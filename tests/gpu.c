@@ -521,8 +521,9 @@ static void shapes_dense_128(void) {
     shapes_pass(DENSE "\"num_attention_heads\":16,\"num_key_value_heads\":2,\"head_dim\":128}", 3, 1, NULL);
 }
 
-/* Experts of every type of codes on the card. From 21 tokens on weights are rounded to bf16 before the product, and
- * random routers are often close to a tie: half of the tokens must agree. */
+/* Experts of every type of codes on the card. From 21 tokens on weights are rounded to bf16 before the product, so a
+ * router close to a tie may choose other experts. Half of the tokens must agree. Of 127 tokens as FP8 one in five
+ * differs by 0.043 or more, where 0.037 is allowed. */
 #define EXPERTS                                                                                                        \
     "{\"architectures\":[\"Qwen3MoeForCausalLM\"],\"model_type\":\"qwen3_moe\",\"num_hidden_layers\":%d,"              \
     "\"vocab_size\":%d,\"hidden_size\":512,\"intermediate_size\":512,\"moe_intermediate_size\":256,"                   \
