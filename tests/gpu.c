@@ -522,17 +522,33 @@ static void shapes_dense_128(void) {
 }
 
 /* Experts of every type of codes on the card. From 21 tokens on weights are rounded to bf16 before the product, so a
- * router close to a tie may choose other experts. Half of the tokens must agree. Of 127 tokens as FP8 one in five
- * differs by 0.043 or more, where 0.037 is allowed. */
-#define EXPERTS                                                                                                        \
+ * router close to a tie may choose other experts: half of the tokens must agree. Where all experts are chosen, all
+ * must. */
+#define EXPERTS(CHOSEN)                                                                                                \
     "{\"architectures\":[\"Qwen3MoeForCausalLM\"],\"model_type\":\"qwen3_moe\",\"num_hidden_layers\":%d,"              \
     "\"vocab_size\":%d,\"hidden_size\":512,\"intermediate_size\":512,\"moe_intermediate_size\":256,"                   \
-    "\"num_experts\":8,\"num_experts_per_tok\":2,\"norm_topk_prob\":true,\"num_attention_heads\":8,"                   \
+    "\"num_experts\":8,\"num_experts_per_tok\":" CHOSEN ",\"norm_topk_prob\":true,\"num_attention_heads\":8,"          \
     "\"num_key_value_heads\":2,\"head_dim\":64,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"              \
     "\"rms_norm_eps\":1e-06,\"rope_theta\":10000,\"tie_word_embeddings\":false}"
 static void shapes_encoded_experts(void) {
     const char *encodings[] = {"fp8", "int8", "gptq4", "q4_1", "q8_0", "q6_k"};
-    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) shapes_pass(EXPERTS, 2, 0.5, encodings[i]);
+    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) {
+        shapes_pass(EXPERTS("2"), 2, 0.5, encodings[i]);
+        shapes_pass(EXPERTS("8"), 2, 1, encodings[i]);
+    }
+}
+
+/* Latent attention, whose products go head by head. */
+#define LATENT                                                                                                         \
+    "{\"architectures\":[\"DeepseekV3ForCausalLM\"],\"model_type\":\"deepseek_v3\",\"num_hidden_layers\":%d,"          \
+    "\"vocab_size\":%d,\"hidden_size\":512,\"intermediate_size\":768,\"num_attention_heads\":8,\"hidden_act\":"        \
+    "\"silu\",\"q_lora_rank\":256,\"kv_lora_rank\":256,\"qk_nope_head_dim\":64,\"qk_rope_head_dim\":32,"               \
+    "\"v_head_dim\":64,\"n_routed_experts\":8,\"num_experts_per_tok\":8,\"n_group\":1,\"topk_group\":1,"               \
+    "\"moe_intermediate_size\":256,\"first_k_dense_replace\":2,\"max_position_embeddings\":8192,"                      \
+    "\"rms_norm_eps\":1e-06,\"rope_theta\":10000,\"tie_word_embeddings\":false}"
+static void shapes_latent(void) {
+    const char *encodings[] = {NULL, "fp8", "int8", "q4_1", "q8_0", "q6_k"};
+    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) shapes_pass(LATENT, 2, 1, encodings[i]);
 }
 
 static void scale(const float *norm, int n) {
@@ -847,6 +863,7 @@ int main(void) {
     run("gpu: prompts of 1 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
     run("gpu: prompts of 1 to 5,000 tokens, 8 heads of 128 share keys", shapes_dense_128);
     run("gpu: prompts of 1 to 5,000 tokens, encoded experts", shapes_encoded_experts);
+    run("gpu: prompts of 1 to 5,000 tokens, latent attention", shapes_latent);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
     run("gpu: the real router and experts, one token", router_and_experts_few);
     run("gpu: the real router and experts, 40 tokens", router_and_experts_many);
