@@ -134,12 +134,12 @@ static Type card_type(const Linear &w, bool columns) {
     case MXFP4: return w.type;
     case GGUF_MXFP4: return MXFP4;
     case FP8: return of_64 ? FP8 : BF16;
-    case INT8: return w.zero.rows ? (of_16 ? Q6_K : BF16) : of_64 ? INT8 : of_32 ? Q8_0 : BF16;
+    case INT8: return w.zero.rows ? (of_16 ? Q5_K : BF16) : of_64 ? INT8 : of_32 ? Q8_0 : BF16;
     case PACKED4:
     case GPTQ4:
     case AWQ4: return of_64 ? PACKED4 : of_32 ? Q4_1 : BF16;
     case PACKED8:
-    case GPTQ8: return of_16 ? Q6_K : BF16;
+    case GPTQ8: return of_16 ? Q5_K : BF16;
     case Q4_0:
     case Q4_1:
     case Q4_K: return Q4_1;
@@ -147,13 +147,16 @@ static Type card_type(const Linear &w, bool columns) {
     case Q5_0:
     case IQ4_NL:
     case IQ4_XS: return Q8_0;
-    default: return Q6_K; /* what has offsets, or scales of 16 columns */
+    case NVFP4:
+    case Q3_K:
+    case Q6_K: return Q6_K;
+    default: return Q5_K; /* what has offsets */
     }
 }
 /* One encoding for Linears that share a Matrix. */
 static Type common_type(Type a, Type b) {
-    auto holds = [](Type t) { return t == Q4_1 || t == Q8_0 || t == Q6_K; }; /* what Q6_K can hold */
-    return a == b ? a : holds(a) && holds(b) ? Q6_K : a == F32 || b == F32 ? F32 : BF16;
+    auto holds = [](Type t) { return t == Q4_1 || t == Q8_0 || t == Q5_K || t == Q6_K; }; /* what Q5_K can hold */
+    return a == b ? a : holds(a) && holds(b) ? Q5_K : a == F32 || b == F32 ? F32 : BF16;
 }
 
 /* ---- loading them ---- */
@@ -185,14 +188,18 @@ static __device__ void place_codes(const Source &s, const Matrix &m, int row, in
     if (m.type == FP8)
         ((uint16_t *)at)[0] = fp8_pair(code[0], code[2]), ((uint16_t *)at)[1] = fp8_pair(code[1], code[3]);
     else if (code_bits(m.type) == 8)
-        at[0] = code[0], at[1] = code[2], at[2] = code[1], at[3] = code[3];
+        for (int i = 0; i < 4; i++) at[i % 2 * 2 + i / 2] = code[i] + 128;
     else
         at[0] = code[0] & 15 | code[2] << 4, at[2] = code[1] & 15 | code[3] << 4;
     if (c % (CHUNK / chunk_words(m.type))) return;
     const __half2 both = __floats2half2_rn(a, w[0].b + a * (shift - w[0].zero));
+    void *scale = chunk + word_place(m.type, to % TILE, c % CHUNK);
     uint32_t word = has_offset(m.type) ? *(const uint32_t *)&both : float_bits(a);
     if (m.type == PACKED4) word = word & ~15u | (uint32_t)w[0].zero;
-    *(uint32_t *)(chunk + word_place(m.type, to % TILE, c % CHUNK)) = word;
+    if (m.type == Q6_K)
+        *(f16 *)scale = both.x;
+    else
+        *(uint32_t *)scale = word;
 }
 /* One thread packs four columns of a row. A NaN sets *bad. */
 static __global__ void place_weights(Source s, Matrix m, Rows rows, int *bad) {
@@ -266,8 +273,8 @@ static __global__ void make_up(Matrix m, uint32_t seed) {
             ((uint32_t *)m.data)[i] = i * 4 % FP4_CHUNK < 512 ? bits : scale * 0x01010101;
         } else { /* all codes are equally likely, except e4m3's NaN */
             const float a = 1 / (sqrtf(m.cols) * (m.type == FP8 ? 68.5f : code_bits(m.type) == 8 ? 73.9f : 4.6f));
-            const __half2 both = __floats2half2_rn(a, m.type == Q4_1 ? -7.5f * a : 0);
-            const uint32_t word = has_offset(m.type) ? *(const uint32_t *)&both : float_bits(a);
+            const __half2 both = __floats2half2_rn(a, m.type == Q6_K ? a : m.type == Q4_1 ? -7.5f * a : 0);
+            const uint32_t word = has_offset(m.type) || m.type == Q6_K ? *(const uint32_t *)&both : float_bits(a);
             const bool code = i * 4 % coded_chunk(m.type) < codes_bytes(m.type);
             ((uint32_t *)m.data)[i] = code                ? bits & (m.type == FP8 ? ~0x00880088u : ~0u)
                                       : m.type == PACKED4 ? word & ~15u | 8

@@ -29,15 +29,21 @@ constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154;
  *   Q8_0        of 32          the same
  *   PACKED4     of 64          a float a whose lowest four bits are a zero z  weight a (q - z), q unsigned
  *   Q4_1        of 32          two halves a, b                                weight a q + b, q unsigned
- *   Q6_K        of 16          two halves a, b                                weight a q + b, q signed */
+ *   Q5_K        of 16          two halves a, b                                weight a q + b, q signed
+ *   Q6_K        of 16          a half a                                       weight a q, q signed
+ *
+ * Signed codes lie there plus 128. */
 __host__ __device__ constexpr bool is_coded(Type t) {
-    return t == FP8 || t == INT8 || t == PACKED4 || t == Q4_1 || t == Q8_0 || t == Q6_K;
+    return t == FP8 || t == INT8 || t == PACKED4 || t == Q4_1 || t == Q8_0 || t == Q5_K || t == Q6_K;
 }
 __host__ __device__ constexpr int code_bits(Type t) { return t == PACKED4 || t == Q4_1 ? 4 : 8; }
-__host__ __device__ constexpr int chunk_words(Type t) { return t == Q6_K ? 4 : t == Q8_0 || t == Q4_1 ? 2 : 1; }
-__host__ __device__ constexpr bool has_offset(Type t) { return t == Q4_1 || t == Q6_K; }
+__host__ __device__ constexpr int chunk_words(Type t) {
+    return t == Q5_K || t == Q6_K ? 4 : t == Q8_0 || t == Q4_1 ? 2 : 1;
+}
+__host__ __device__ constexpr int word_bytes(Type t) { return t == Q6_K ? 2 : 4; }
+__host__ __device__ constexpr bool has_offset(Type t) { return t == Q4_1 || t == Q5_K; }
 __host__ __device__ constexpr int codes_bytes(Type t) { return TILE * CHUNK * code_bits(t) / 8; }
-__host__ __device__ constexpr int coded_chunk(Type t) { return codes_bytes(t) + TILE * chunk_words(t) * 4; }
+__host__ __device__ constexpr int coded_chunk(Type t) { return codes_bytes(t) + TILE * chunk_words(t) * word_bytes(t); }
 /* Where the code of a row and column lies in a chunk of a tile (in bits), and where its word lies (in bytes). Lane 4g +
  * t of a warp has rows g and g + 8; of every 32 columns it has 8t to 8t + 7 or, if a word is for 16 columns, 4t to 4t +
  * 3 and 16 + 4t to 16 + 4t + 3. One mma takes four of them, number k. Two values for one register lie 16 bits apart. */
@@ -49,7 +55,8 @@ __host__ __device__ constexpr int code_place(Type t, int row, int column) {
                              : lane * 128 + row / 8 * 64 + k / 2 * 32 + (k % 2 * 2 + pair) * 4 + second * 16;
 }
 __host__ __device__ constexpr int word_place(Type t, int row, int column) {
-    return codes_bytes(t) + ((row % 8 * 2 + row / 8) * chunk_words(t) + column * chunk_words(t) / CHUNK) * 4;
+    const int words = chunk_words(t), word = (row % 8 * 2 + row / 8) * words + column * words / CHUNK;
+    return codes_bytes(t) + word * word_bytes(t);
 }
 
 /* A Linear on the card: n matrices, with rows padded to whole tiles and columns to whole chunks with zeros. BF16, F16

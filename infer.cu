@@ -301,18 +301,17 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
 
 /* Codes of 4 or 8 bits: see is_coded() in card.cuh. A few mma in a row compute a sum over 64, 32 or 16 columns, and the
  * word of these columns scales it; an offset multiplies the sum of x over the same columns. Codes become bf16 exactly
- * and in few operations, but shifted. 4 bits become 128 + q: PACKED4 subtracts 128 + its zero point, in Q4_1 the offset
- * corrects it. 8 bits become two terms: 128 + the low seven bits, and -128, or -256 with the sign bit. e4m3 comes out
- * 2^120 too small (LIFT). */
+ * and in few operations. In Q4_1 they become 128 + q, and the offset corrects it. e4m3 comes out 2^120 (LIFT) too
+ * small. Other codes' bits, alone, are bf16 of q 2^-133; a multiply-add makes (q - zero point) / 64 of them. */
 template <Type T> struct EncodingCoded {
     typedef bf16 Activation;
-    static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), TERMS = BITS == 8 && T != FP8 ? 2 : 1;
+    static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), SIZE = word_bytes(T);
     static constexpr bool OFFSET = has_offset(T);
     static constexpr float FACTOR = 1, LIFT = T == FP8 ? 0x1p120f : 1;
     static constexpr int STEP = coded_chunk(T), PIECES = STEP / 16, BLOCKS = 2;
     template <int TILES> static constexpr int AHEAD = TILES == 1 || (TILES == 2 && T == PACKED4) ? 4 : 2;
     struct Raw {
-        uint32_t code[2][BITS / 2], word[2][WORDS]; /* of rows g and g + 8 */
+        uint32_t code[2][BITS / 2], word[2][WORDS * SIZE / 4]; /* of rows g and g + 8 */
     };
     __device__ static int column(int t, int half) { return half * 32 + t * (WORDS == 4 ? 4 : 8); }
     __device__ static size_t offset(const Matrix &m, int tile, int piece) {
@@ -321,15 +320,16 @@ template <Type T> struct EncodingCoded {
     __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
         const int lane = threadIdx.x % 32;
         for (int k = 0; k < BITS / 4; k++) *(uint4 *)(&r.code[0][0] + k * 4) = load_weights(from + k * 512, real);
-        const uint8_t *words = from - lane * 16 + codes_bytes(T) + lane / 4 * WORDS * 8;
+        const uint8_t *words = from - lane * 16 + codes_bytes(T) + lane / 4 * WORDS * SIZE * 2;
         if (WORDS == 1) *(uint2 *)&r.word[0][0] = load_pair(words, real);
-        for (int k = 0; k < WORDS / 2; k++) *(uint4 *)(&r.word[0][0] + k * 4) = load_weights(words + k * 16, real);
+        for (int k = 0; k < WORDS * SIZE / 8; k++)
+            *(uint4 *)(&r.word[0][0] + k * 4) = load_weights(words + k * 16, real);
     }
     __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
         for (int k = 0; k < BITS / 4; k++)
             *(uint4 *)(&r.code[0][0] + k * 4) = *(const uint4 *)(chunk + k * 512 + lane * 16);
-        const uint2 *words = (const uint2 *)(chunk + codes_bytes(T)) + lane / 4 * WORDS;
-        for (int k = 0; k < WORDS; k++) *(uint2 *)(&r.word[0][0] + k * 2) = words[k];
+        const uint2 *words = (const uint2 *)(chunk + codes_bytes(T)) + lane / 4 * WORDS * SIZE / 4;
+        for (int k = 0; k < WORDS * SIZE / 4; k++) *(uint2 *)(&r.word[0][0] + k * 2) = words[k];
     }
     __device__ static uint4 eight(const void *x) {
         if (WORDS < 4) return *(const uint4 *)x;
@@ -341,43 +341,35 @@ template <Type T> struct EncodingCoded {
         asm("lop3.b32 %0,%0,%1,%2,0xEA;" : "+r"(x) : "n"(MASK), "n"(VALUE));
         return x;
     }
-    __device__ static uint32_t plus(uint32_t a, uint32_t b) { /* two bf16 each */
-        const __nv_bfloat162 x = __hadd2(*(__nv_bfloat162 *)&a, *(__nv_bfloat162 *)&b);
-        return *(const uint32_t *)&x;
-    }
-    __device__ static uint32_t minus(uint32_t a, uint32_t b) {
-        const __nv_bfloat162 x = __hsub2(*(__nv_bfloat162 *)&a, *(__nv_bfloat162 *)&b);
+    /* a b + c of two bf16 each */
+    __device__ static uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+        const __nv_bfloat162 x = __hfma2(*(__nv_bfloat162 *)&a, *(__nv_bfloat162 *)&b, *(__nv_bfloat162 *)&c);
         return *(const uint32_t *)&x;
     }
     /* Number k of four codes, two in a register, of row g (high: g + 8). */
-    __device__ static uint2 codes(const Raw &r, int high, int k, int term) {
-        if constexpr (BITS == 4) {
-            const uint32_t w = r.code[high][k / 2] >> k % 2 * 8;
-            const uint2 code = {masked<0x000F000F, 0x43004300>(w), masked<0x000F000F, 0x43004300>(w >> 4)};
-            if (T != PACKED4) return code;
-            const uint32_t zero = (r.word[high][k * WORDS / 4] & 15) * 0x00010001 + 0x43004300;
-            return {minus(code.x, zero), minus(code.y, zero)};
+    __device__ static uint2 codes(const Raw &r, int high, int k) {
+        constexpr uint32_t LIFTS = 0x7F007F00, LIFTS_16 = 0x7D007D00, TWOS = 0xC000C000; /* 2^127, 2^123, -2 */
+        const uint32_t w = BITS == 4 ? r.code[high][k / 2] >> k % 2 * 8 : r.code[high][k];
+        if (T == Q4_1) return {masked<0x000F000F, 0x43004300>(w), masked<0x000F000F, 0x43004300>(w >> 4)};
+        if (T == PACKED4) {
+            const uint32_t zero = fma((r.word[high][0] & 15) * 0x00010001, LIFTS ^ 0x80008000, 0x80008000);
+            return {fma(w & 0x000F000F, LIFTS, zero), fma(w & 0x00F000F0, LIFTS_16, zero)};
         }
-        const uint32_t w = r.code[high][k];
         if (T == FP8) return {w & 0x87F087F0, w << 4 & 0x80F080F0 | w >> 4 & 0x07000700}; /* see fp8_pair in card.cu */
-        if (term == 0) return {masked<0x007F007F, 0x43004300>(w), masked<0x007F007F, 0x43004300>(w >> 8)};
-        return {masked<0x00800080, 0xC300C300>(w), masked<0x00800080, 0xC300C300>(w >> 8)};
+        return {fma(w & 0x00FF00FF, LIFTS, TWOS), fma(__byte_perm(w, 0, 0x4341), LIFTS, TWOS)}; /* minus 128 */
     }
     /* The factors that turn the sum of codes times x, and the sum of x, into a part of the result. */
     __device__ static float2 scale(const Raw &r, int high, int i) {
-        const uint32_t word = r.word[high][i];
+        const uint32_t word = r.word[high][i * SIZE / 4];
         const float2 both = __half22float2(*(const __half2 *)&word);
-        if (T == PACKED4) return {__uint_as_float(word & ~15u), 0};
         if (T == Q4_1) return {both.x, both.y - 128 * both.x};
-        return has_offset(T) ? both : make_float2(__uint_as_float(word), 0);
+        if (T == Q5_K) return {both.x * 64, both.y};
+        if (T == Q6_K) return {(i % 2 ? both.y : both.x) * 64, 0};
+        return {__uint_as_float(T == PACKED4 ? word & ~15u : word) * (T == FP8 ? 1 : 64), 0};
     }
     /* Number k of four weights, rounded to bf16, for product_tiled and cuBLAS. */
     __device__ static uint2 weights(const Raw &r, int high, int k) {
-        uint2 code = codes(r, high, k, 0);
-        if (TERMS == 2) {
-            const uint2 sign = codes(r, high, k, 1);
-            code = {plus(code.x, sign.x), plus(code.y, sign.y)}; /* exact */
-        }
+        const uint2 code = codes(r, high, k);
         const float2 by = scale(r, high, k * WORDS / 4);
         auto scaled = [&](uint32_t pair) {
             const float2 q = __bfloat1622float2(*(const __nv_bfloat162 *)&pair);
@@ -407,11 +399,8 @@ template <Type T> struct EncodingCoded {
                     const uint32_t b0 = k % 2 ? by[n].z : by[n].x, b1 = k % 2 ? by[n].w : by[n].y, one = 0x3F803F80;
                     if (k * WORDS % 4 == 0)
                         for (int j = 0; j < 4; j++) part[n][j] = sum[n][j] = 0;
-#pragma unroll
-                    for (int term = 0; term < TERMS; term++) {
-                        const uint2 low = codes(r, 0, k, term), high = codes(r, 1, k, term);
-                        mma<bf16>(part[n], low.x, high.x, low.y, high.y, b0, b1);
-                    }
+                    const uint2 code = codes(r, 0, k), code8 = codes(r, 1, k);
+                    mma<bf16>(part[n], code.x, code8.x, code.y, code8.y, b0, b1);
                     if (OFFSET) mma<bf16>(sum[n], one, one, one, one, b0, b1);
                     if ((k + 1) * WORDS % 4) continue;
                     const float2 low = scale(r, 0, k * WORDS / 4), high = scale(r, 1, k * WORDS / 4);
@@ -428,6 +417,7 @@ template <> struct Encoding<INT8> : EncodingCoded<INT8> {};
 template <> struct Encoding<PACKED4> : EncodingCoded<PACKED4> {};
 template <> struct Encoding<Q4_1> : EncodingCoded<Q4_1> {};
 template <> struct Encoding<Q8_0> : EncodingCoded<Q8_0> {};
+template <> struct Encoding<Q5_K> : EncodingCoded<Q5_K> {};
 template <> struct Encoding<Q6_K> : EncodingCoded<Q6_K> {};
 
 /* One weight of a Matrix of any of these types, or of BF16, F16 and F32. */
@@ -439,16 +429,18 @@ __device__ inline float weight_of(const Matrix &m, size_t row, int column) {
     const uint8_t *chunk = m.chunk(0, row, column, coded_chunk(m.type));
     const int bit = code_place(m.type, row % TILE, column % CHUNK);
     const uint32_t byte = chunk[bit / 8], nibble = byte >> bit % 8 & 15;
-    const uint32_t word = *(const uint32_t *)(chunk + word_place(m.type, row % TILE, column % CHUNK));
+    const void *scale = chunk + word_place(m.type, row % TILE, column % CHUNK);
+    if (m.type == Q6_K) return (float)*(const f16 *)scale * (byte - 128.f);
+    const uint32_t word = *(const uint32_t *)scale;
     if (m.type == FP8) {
         const uint32_t pair = *(const uint16_t *)(chunk + bit / 16 * 2);
         const int first = pair >> 8 & 0x80 | pair >> 4 & 0x7F, second = pair >> 4 & 0x80 | pair >> 8 & 0x70 | pair & 15;
         return __uint_as_float(word) * e4m3_value(column % 4 < 2 ? first : second);
     }
-    if (m.type == INT8 || m.type == Q8_0) return __uint_as_float(word) * (int8_t)byte;
+    if (m.type == INT8 || m.type == Q8_0) return __uint_as_float(word) * (byte - 128.f);
     if (m.type == PACKED4) return __uint_as_float(word & ~15u) * ((int)nibble - (int)(word & 15));
     const float2 both = __half22float2(*(const __half2 *)&word);
-    return both.x * (m.type == Q4_1 ? (int)nibble : (int8_t)byte) + both.y;
+    return both.x * (m.type == Q4_1 ? nibble : byte - 128.f) + both.y;
 }
 /* A Matrix as bf16, of the same stride, for cuBLAS. A warp takes a chunk of a tile. */
 template <Type T> __global__ void __launch_bounds__(256) decode(Matrix m, bf16 *to) {
@@ -1684,6 +1676,7 @@ cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int most, int jobs
     case PACKED4: return launch_any<PACKED4>(gpu, p, most, jobs);
     case Q4_1: return launch_any<Q4_1>(gpu, p, most, jobs);
     case Q8_0: return launch_any<Q8_0>(gpu, p, most, jobs);
+    case Q5_K: return launch_any<Q5_K>(gpu, p, most, jobs);
     case Q6_K: return launch_any<Q6_K>(gpu, p, most, jobs);
     default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
     }
@@ -1696,6 +1689,7 @@ cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m) {
                   : m.type == PACKED4 ? decode<PACKED4>
                   : m.type == Q4_1    ? decode<Q4_1>
                   : m.type == Q8_0    ? decode<Q8_0>
+                  : m.type == Q5_K    ? decode<Q5_K>
                                       : decode<Q6_K>;
     return launch(gpu, kernel, (m.tiles() * (m.stride / CHUNK) + 7) / 8, 256, 0, m, gpu->decoded);
 }
