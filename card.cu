@@ -134,7 +134,7 @@ static Type card_type(const Linear &w, bool columns) {
     case MXFP4: return w.type;
     case GGUF_MXFP4: return MXFP4;
     case FP8: return of_64 ? FP8 : BF16;
-    case INT8: return w.zero.rows ? (of_16 ? Q5_K : BF16) : of_64 ? INT8 : of_32 ? Q8_0 : BF16;
+    case INT8: return w.zero.rows ? (of_16 ? Q5_K : BF16) : of_32 ? Q8_0 : BF16;
     case PACKED4:
     case GPTQ4:
     case AWQ4: return of_64 ? PACKED4 : of_32 ? Q4_1 : BF16;
@@ -271,11 +271,12 @@ static __global__ void make_up(Matrix m, uint32_t seed) {
         } else if (m.type == MXFP4) { /* all e2m1 values are equally likely: root mean square 2.93; one scale */
             uint32_t scale = 127 + FP4_SCALE - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
             ((uint32_t *)m.data)[i] = i * 4 % FP4_CHUNK < 512 ? bits : scale * 0x01010101;
-        } else { /* all codes are equally likely, except e4m3's NaN */
+        } else { /* all codes are equally likely, but without e4m3's NaN and, for a mean of 0, PACKED4's first */
             const float a = 1 / (sqrtf(m.cols) * (m.type == FP8 ? 68.5f : code_bits(m.type) == 8 ? 73.9f : 4.6f));
             const __half2 both = __floats2half2_rn(a, m.type == Q6_K ? a : m.type == Q4_1 ? -7.5f * a : 0);
             const uint32_t word = has_offset(m.type) || m.type == Q6_K ? *(const uint32_t *)&both : float_bits(a);
             const bool code = i * 4 % coded_chunk(m.type) < codes_bytes(m.type);
+            if (m.type == PACKED4) bits |= (~(bits | bits >> 1 | bits >> 2 | bits >> 3) & 0x11111111) * 8;
             ((uint32_t *)m.data)[i] = code                ? bits & (m.type == FP8 ? ~0x00880088u : ~0u)
                                       : m.type == PACKED4 ? word & ~15u | 8
                                                           : word;

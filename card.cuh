@@ -25,8 +25,8 @@ constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154;
  * columns of a row a word that scales them. The loader converts a file's other encodings to one of these, without loss
  * except that two floats may become two halves:
  *
- *   FP8, INT8   of 64 columns  a float a                                      weight a q, q signed
- *   Q8_0        of 32          the same
+ *   FP8         of 64 columns  a float a                                      weight a q
+ *   Q8_0        of 32          a float a                                      weight a q, q signed
  *   PACKED4     of 64          a float a whose lowest four bits are a zero z  weight a (q - z), q unsigned
  *   Q4_1        of 32          two halves a, b                                weight a q + b, q unsigned
  *   Q5_K        of 16          two halves a, b                                weight a q + b, q signed
@@ -34,7 +34,7 @@ constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154;
  *
  * Signed codes lie there plus 128. */
 __host__ __device__ constexpr bool is_coded(Type t) {
-    return t == FP8 || t == INT8 || t == PACKED4 || t == Q4_1 || t == Q8_0 || t == Q5_K || t == Q6_K;
+    return t == FP8 || t == PACKED4 || t == Q4_1 || t == Q8_0 || t == Q5_K || t == Q6_K;
 }
 __host__ __device__ constexpr int code_bits(Type t) { return t == PACKED4 || t == Q4_1 ? 4 : 8; }
 __host__ __device__ constexpr int chunk_words(Type t) {
@@ -117,7 +117,7 @@ struct Rows {
 /* ---- a step ---- */
 
 constexpr int MAX_DECODE = 16;                  /* up to this many tokens a step streams all weights but F32 */
-constexpr int MAX_STREAMED = 72;                /* up to this many, a step may stream a matrix: see way_of() */
+constexpr int MAX_STREAMED = 96;                /* up to this many, a step may stream a matrix: see way_of() */
 constexpr int MAX_SPLITS = 32, SPLIT_PAGES = 4; /* most blocks that share a context, and fewest pages for each */
 
 /* What a step does, as the kernels read it. */

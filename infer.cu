@@ -5,9 +5,9 @@
  * Hopper.
  *
  *   1  small device functions      mma, copies, sums
- *   2  encodings                   how a lane reads weights and makes bf16 of them
+ *   2  encodings.cuh               how a lane reads weights and makes bf16 of them
  *   3  the router's choice         choose (top-k), weigh
- *   4  products                    product (streams weights), product_tiled (many tokens)
+ *   4  products                    product (streams weights), product_tiled (many tokens), decode (for cuBLAS)
  *   5  embedding, norm, experts    embed, norm, route, activate, combine
  *   6  attention                   RoPE, the cache, attention of few queries and of prompts
  *   7  latent attention            of DeepSeek: head_jobs, latent_store, latent_query
@@ -188,278 +188,7 @@ __device__ inline bool last_block(int *arrived, int blocks) {
 
 /* ---- 2 encodings ---- */
 
-/* How weights of a type lie on the card, and how a lane of a warp reads its part of a chunk: lane 4g + t has sixteen
- * columns of rows g and g + 8 of a tile, eight that begin at column(t, 0) and eight that begin at column(t, 1). Raw is
- * what it loads; decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; eight() reads the
- * same columns of x; multiply() adds the chunk's product with the columns of x from `at` on. A chunk in shared memory
- * is made of pieces of 16 bytes, in read()'s order.
- *
- *   offset()  where number `piece` of a tile's first chunk lies; the same piece of chunk k lies k * STEP further on
- *   PIECES    of a chunk of a tile
- *   AHEAD     chunks that a lane requests ahead
- *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
-template <Type T> struct Encoding;
-
-/* multiply() for encodings that decode weights completely before they multiply. */
-template <class E, typename A> struct Decoded {
-    typedef A Activation;
-    template <int TILES, class Raw>
-    __device__ static void multiply(float (&c)[TILES][4], const Raw &raw, const A *const (&x)[TILES], uint32_t at) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint4 low, high;
-            E::decode(raw, half, low, high);
-#pragma unroll
-            for (int n = 0; n < TILES; n++) mma_eight<A>(c[n], low, high, eight(x[n] + at + E::column(0, half)));
-        }
-    }
-    __device__ static uint4 eight(const void *x) { return *(const uint4 *)x; }
-};
-
-template <typename A> struct Encoding16 { /* rows as they stand in the file */
-    static constexpr float FACTOR = 1;
-    static constexpr int STEP = CHUNK * 2, PIECES = 128, BLOCKS = 2;
-    template <int TILES> static constexpr int AHEAD = TILES == 1 ? 4 : 2;
-    struct Raw {
-        uint4 low[2], high[2];
-    };
-    __device__ static int column(int t, int half) { return half * 32 + t * 8; }
-    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
-        int lane = piece % 32, part = piece / 32;
-        return ((size_t)(tile * TILE + part / 2 * 8 + lane / 4) * m.stride + column(lane % 4, part % 2)) * 2;
-    }
-    __device__ static void load(Raw &r, const Matrix &m, const uint8_t *from, bool real) {
-        const uint8_t *high = from + (size_t)8 * m.stride * 2;
-        for (int half = 0; half < 2; half++) {
-            r.low[half] = load_weights(from + half * 64, real);
-            r.high[half] = load_weights(high + half * 64, real);
-        }
-    }
-    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
-        const uint4 *piece = (const uint4 *)chunk + lane;
-        r = {{piece[0], piece[32]}, {piece[64], piece[96]}};
-    }
-    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
-        low = r.low[half], high = r.high[half];
-    }
-};
-template <> struct Encoding<BF16> : Encoding16<bf16>, Decoded<Encoding16<bf16>, bf16> {};
-template <> struct Encoding<F16> : Encoding16<f16>, Decoded<Encoding16<f16>, f16> {};
-
-/* The sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 times 2^-126, in the order of their columns.
- * `rest`, a multiply-add of both words, holds the fourth pair of each: the loader set their free bits so that it comes
- * out right, carries included. */
-struct Sixteen {
-    uint4 low, high;
-};
-__device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
-    const uint32_t m = FP4_MASK;
-    uint32_t rest;
-    asm("mad.lo.u32 %0,%1,4,%2;" : "=r"(rest) : "r"(b), "r"(a));
-    return {make_uint4(a & m, __funnelshift_r(a, a, 6) & m, a << 4 & m, __funnelshift_r(rest, rest, 4) & m),
-            make_uint4(b & m, __funnelshift_r(b, b, 6) & m, b << 4 & m, rest << 6 & m)};
-}
-
-/* A chunk of a tile is 544 bytes in one piece. First come 16 bytes of each lane: columns 16t to 16t + 15 of row g, then
- * of row g + 8. Behind these 512 bytes lie, for each g, the scales of two blocks of 32 of row g and of two of row g +
- * 8, each with FP4_SCALE added. bf16 cannot hold every value times its e8m0 scale, so decode() returns values 2^26 too
- * small, and the finished sum is multiplied by FACTOR. */
-template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
-    static constexpr float FACTOR = 0x1p26f;
-    static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 4;
-    template <int TILES> static constexpr int AHEAD = 2;
-    struct Raw {
-        uint4 words;
-        uint32_t scales;
-    };
-    __device__ static int column(int t, int half) { return t * 16 + half * 8; }
-    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
-        return (size_t)tile * (m.stride / CHUNK) * STEP + piece * 16;
-    }
-    __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
-        int lane = threadIdx.x % 32;
-        r = {load_weights(from, real), load_word(from + 512 - lane * 16 + lane / 4 * 4, real)};
-    }
-    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
-        r = {((const uint4 *)chunk)[lane], ((const uint32_t *)(chunk + 512))[lane / 4]};
-    }
-    __device__ static uint4 times(uint4 eight, uint32_t scale) {
-        uint32_t factor = (scale + 126 - 26 - FP4_SCALE) * 0x00800080; /* exponents of a pair of bf16 */
-        for (uint32_t *pair : {&eight.x, &eight.y, &eight.z, &eight.w}) {
-            __nv_bfloat162 x = __hmul2(*(__nv_bfloat162 *)pair, *(__nv_bfloat162 *)&factor);
-            *pair = *(uint32_t *)&x;
-        }
-        return eight;
-    }
-    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
-        Sixteen row = fp4_to_bf16(r.words.x, r.words.y), row8 = fp4_to_bf16(r.words.z, r.words.w);
-        const uint32_t scales = r.scales >> threadIdx.x % 4 / 2 * 8; /* of this lane's block in row g, and in g + 8 */
-        low = times(half ? row.high : row.low, scales & 255);
-        high = times(half ? row8.high : row8.low, scales >> 16 & 255);
-    }
-};
-
-/* Codes of 4 or 8 bits: see is_coded() in card.cuh. A few mma in a row compute a sum over 64, 32 or 16 columns, and the
- * word of these columns scales it; an offset multiplies the sum of x over the same columns. Codes become bf16 exactly
- * and in few operations. In Q4_1 they become 128 + q, and the offset corrects it. e4m3 comes out 2^120 (LIFT) too
- * small. Other codes' bits, alone, are bf16 of q 2^-133; a multiply-add makes (q - zero point) / 64 of them. */
-template <Type T> struct EncodingCoded {
-    typedef bf16 Activation;
-    static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), SIZE = word_bytes(T);
-    static constexpr bool OFFSET = has_offset(T);
-    static constexpr float FACTOR = 1, LIFT = T == FP8 ? 0x1p120f : 1;
-    static constexpr int STEP = coded_chunk(T), PIECES = STEP / 16, BLOCKS = 2;
-    template <int TILES> static constexpr int AHEAD = TILES == 1 || (TILES == 2 && T == PACKED4) ? 4 : 2;
-    struct Raw {
-        uint32_t code[2][BITS / 2], word[2][WORDS * SIZE / 4]; /* of rows g and g + 8 */
-    };
-    __device__ static int column(int t, int half) { return half * 32 + t * (WORDS == 4 ? 4 : 8); }
-    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
-        return (size_t)tile * (m.stride / CHUNK) * STEP + piece * 16;
-    }
-    __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
-        const int lane = threadIdx.x % 32;
-        for (int k = 0; k < BITS / 4; k++) *(uint4 *)(&r.code[0][0] + k * 4) = load_weights(from + k * 512, real);
-        const uint8_t *words = from - lane * 16 + codes_bytes(T) + lane / 4 * WORDS * SIZE * 2;
-        if (WORDS == 1) *(uint2 *)&r.word[0][0] = load_pair(words, real);
-        for (int k = 0; k < WORDS * SIZE / 8; k++)
-            *(uint4 *)(&r.word[0][0] + k * 4) = load_weights(words + k * 16, real);
-    }
-    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
-        for (int k = 0; k < BITS / 4; k++)
-            *(uint4 *)(&r.code[0][0] + k * 4) = *(const uint4 *)(chunk + k * 512 + lane * 16);
-        const uint2 *words = (const uint2 *)(chunk + codes_bytes(T)) + lane / 4 * WORDS * SIZE / 4;
-        for (int k = 0; k < WORDS * SIZE / 4; k++) *(uint2 *)(&r.word[0][0] + k * 2) = words[k];
-    }
-    __device__ static uint4 eight(const void *x) {
-        if (WORDS < 4) return *(const uint4 *)x;
-        const uint2 first = *(const uint2 *)x, second = *((const uint2 *)x + 4); /* 16 columns further on */
-        return {first.x, first.y, second.x, second.y};
-    }
-    /* x & MASK | VALUE in one instruction, where the compiler takes two */
-    template <uint32_t MASK, uint32_t VALUE> __device__ static uint32_t masked(uint32_t x) {
-        asm("lop3.b32 %0,%0,%1,%2,0xEA;" : "+r"(x) : "n"(MASK), "n"(VALUE));
-        return x;
-    }
-    /* a b + c of two bf16 each */
-    __device__ static uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
-        const __nv_bfloat162 x = __hfma2(*(__nv_bfloat162 *)&a, *(__nv_bfloat162 *)&b, *(__nv_bfloat162 *)&c);
-        return *(const uint32_t *)&x;
-    }
-    /* Number k of four codes, two in a register, of row g (high: g + 8). */
-    __device__ static uint2 codes(const Raw &r, int high, int k) {
-        constexpr uint32_t LIFTS = 0x7F007F00, LIFTS_16 = 0x7D007D00, TWOS = 0xC000C000; /* 2^127, 2^123, -2 */
-        const uint32_t w = BITS == 4 ? r.code[high][k / 2] >> k % 2 * 8 : r.code[high][k];
-        if (T == Q4_1) return {masked<0x000F000F, 0x43004300>(w), masked<0x000F000F, 0x43004300>(w >> 4)};
-        if (T == PACKED4) {
-            const uint32_t zero = fma((r.word[high][0] & 15) * 0x00010001, LIFTS ^ 0x80008000, 0x80008000);
-            return {fma(w & 0x000F000F, LIFTS, zero), fma(w & 0x00F000F0, LIFTS_16, zero)};
-        }
-        if (T == FP8) return {w & 0x87F087F0, w << 4 & 0x80F080F0 | w >> 4 & 0x07000700}; /* see fp8_pair in card.cu */
-        return {fma(w & 0x00FF00FF, LIFTS, TWOS), fma(__byte_perm(w, 0, 0x4341), LIFTS, TWOS)}; /* minus 128 */
-    }
-    /* The factors that turn the sum of codes times x, and the sum of x, into a part of the result. */
-    __device__ static float2 scale(const Raw &r, int high, int i) {
-        const uint32_t word = r.word[high][i * SIZE / 4];
-        const float2 both = __half22float2(*(const __half2 *)&word);
-        if (T == Q4_1) return {both.x, both.y - 128 * both.x};
-        if (T == Q5_K) return {both.x * 64, both.y};
-        if (T == Q6_K) return {(i % 2 ? both.y : both.x) * 64, 0};
-        return {__uint_as_float(T == PACKED4 ? word & ~15u : word) * (T == FP8 ? 1 : 64), 0};
-    }
-    /* Number k of four weights, rounded to bf16, for product_tiled and cuBLAS. */
-    __device__ static uint2 weights(const Raw &r, int high, int k) {
-        const uint2 code = codes(r, high, k);
-        const float2 by = scale(r, high, k * WORDS / 4);
-        auto scaled = [&](uint32_t pair) {
-            const float2 q = __bfloat1622float2(*(const __nv_bfloat162 *)&pair);
-            return pack(q.x * LIFT * by.x + by.y, q.y * LIFT * by.x + by.y);
-        };
-        return {scaled(code.x), scaled(code.y)};
-    }
-    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
-        auto eight_of = [&](int row8) {
-            const uint2 first = weights(r, row8, 2 * half), second = weights(r, row8, 2 * half + 1);
-            return make_uint4(first.x, first.y, second.x, second.y);
-        };
-        low = eight_of(0), high = eight_of(1);
-    }
-    template <int TILES>
-    __device__ static void multiply(float (&c)[TILES][4], const Raw &r, const bf16 *const (&x)[TILES], uint32_t at) {
-        float part[TILES][4], sum[TILES][4];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint4 by[TILES];
-#pragma unroll
-            for (int n = 0; n < TILES; n++) by[n] = eight(x[n] + at + half * 32);
-#pragma unroll
-            for (int k = half * 2; k < half * 2 + 2; k++)
-#pragma unroll
-                for (int n = 0; n < TILES; n++) {
-                    const uint32_t b0 = k % 2 ? by[n].z : by[n].x, b1 = k % 2 ? by[n].w : by[n].y, one = 0x3F803F80;
-                    if (k * WORDS % 4 == 0)
-                        for (int j = 0; j < 4; j++) part[n][j] = sum[n][j] = 0;
-                    const uint2 code = codes(r, 0, k), code8 = codes(r, 1, k);
-                    mma<bf16>(part[n], code.x, code8.x, code.y, code8.y, b0, b1);
-                    if (OFFSET) mma<bf16>(sum[n], one, one, one, one, b0, b1);
-                    if ((k + 1) * WORDS % 4) continue;
-                    const float2 low = scale(r, 0, k * WORDS / 4), high = scale(r, 1, k * WORDS / 4);
-                    for (int j = 0; j < 4; j++) {
-                        c[n][j] += (j < 2 ? low.x : high.x) * (part[n][j] * LIFT);
-                        if (OFFSET) c[n][j] += (j < 2 ? low.y : high.y) * sum[n][j];
-                    }
-                }
-        }
-    }
-};
-template <> struct Encoding<FP8> : EncodingCoded<FP8> {};
-template <> struct Encoding<INT8> : EncodingCoded<INT8> {};
-template <> struct Encoding<PACKED4> : EncodingCoded<PACKED4> {};
-template <> struct Encoding<Q4_1> : EncodingCoded<Q4_1> {};
-template <> struct Encoding<Q8_0> : EncodingCoded<Q8_0> {};
-template <> struct Encoding<Q5_K> : EncodingCoded<Q5_K> {};
-template <> struct Encoding<Q6_K> : EncodingCoded<Q6_K> {};
-
-/* One weight of a Matrix of any of these types, or of BF16, F16 and F32. */
-__device__ inline float weight_of(const Matrix &m, size_t row, int column) {
-    const size_t at = row * m.stride + column;
-    if (m.type == F32) return ((const float *)m.data)[at];
-    if (m.type == F16) return (float)((const f16 *)m.data)[at];
-    if (m.type == BF16) return (float)((const bf16 *)m.data)[at];
-    const uint8_t *chunk = m.chunk(0, row, column, coded_chunk(m.type));
-    const int bit = code_place(m.type, row % TILE, column % CHUNK);
-    const uint32_t byte = chunk[bit / 8], nibble = byte >> bit % 8 & 15;
-    const void *scale = chunk + word_place(m.type, row % TILE, column % CHUNK);
-    if (m.type == Q6_K) return (float)*(const f16 *)scale * (byte - 128.f);
-    const uint32_t word = *(const uint32_t *)scale;
-    if (m.type == FP8) {
-        const uint32_t pair = *(const uint16_t *)(chunk + bit / 16 * 2);
-        const int first = pair >> 8 & 0x80 | pair >> 4 & 0x7F, second = pair >> 4 & 0x80 | pair >> 8 & 0x70 | pair & 15;
-        return __uint_as_float(word) * e4m3_value(column % 4 < 2 ? first : second);
-    }
-    if (m.type == INT8 || m.type == Q8_0) return __uint_as_float(word) * (byte - 128.f);
-    if (m.type == PACKED4) return __uint_as_float(word & ~15u) * ((int)nibble - (int)(word & 15));
-    const float2 both = __half22float2(*(const __half2 *)&word);
-    return both.x * (m.type == Q4_1 ? nibble : byte - 128.f) + both.y;
-}
-/* A Matrix as bf16, of the same stride, for cuBLAS. A warp takes a chunk of a tile. */
-template <Type T> __global__ void __launch_bounds__(256) decode(Matrix m, bf16 *to) {
-    typedef EncodingCoded<T> E;
-    const int lane = threadIdx.x % 32, chunks = m.stride / CHUNK, i = blockIdx.x * 8 + threadIdx.x / 32;
-    const int tile = i / chunks, chunk = i % chunks;
-    launch_next();
-    typename E::Raw raw;
-    E::load(raw, m, m.data + E::offset(m, tile, lane) + (size_t)chunk * E::STEP, tile < m.tiles());
-    wait_previous();
-    for (int high = 0; high < 2; high++) {
-        const int row = tile * TILE + lane / 4 + high * 8;
-        if (row >= m.rows) break;
-        for (int k = 0; k < 4; k++) {
-            const int column = chunk * CHUNK + E::column(lane % 4, k / 2) + k % 2 * (E::WORDS == 4 ? 16 : 4);
-            *(uint2 *)(to + (size_t)row * m.stride + column) = E::weights(raw, high, k);
-        }
-    }
-}
+#include "encodings.cuh"
 
 /* ---- 3 the router's choice ---- */
 
@@ -556,10 +285,10 @@ __device__ inline float norm_factor(float squares, int dim, float eps) { return 
 struct Product {
     Matrix w;
     const void *x;
-    int x_pitch, tokens;
-    const float *square; /* (tokens, squares), which add up to the sum of squares of x before its norm */
-    int squares;         /* 0: x is normed already */
-    float *total;        /* (tokens) receives the sums, or NULL */
+    int x_pitch, tokens, group; /* blockIdx.y is a group of so many tokens */
+    const float *square;        /* (tokens, squares), which add up to the sum of squares of x before its norm */
+    int squares;                /* 0: x is normed already */
+    float *total;               /* (tokens) receives the sums, or NULL */
     float eps;
     const Job *job;
     const int *jobs, *order;
@@ -617,11 +346,67 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
     return a * a + b * b;
 }
 
+/* Where an eighth of a chunk of x, 16 bytes, lies in shared memory. Eight lanes read together: t = 0 to 3 of two rows.
+ * In odd rows eighth e lies at e ^ 5, in the other half and of the other parity. So in either order of columns the
+ * eight lanes touch all banks. */
+__device__ inline int eighth_of(int row, int eighth) { return row * CHUNK * 2 + (eighth ^ row % 2 * 5) * 16; }
+
+/* What a warp reads of x: chunks of 8 TILES rows. Eight rows are in L1 soon, and are read where they are. More have no
+ * room there, so the warp copies its chunks to shared memory, SLOTS ahead. Other rows stand in for missing ones: many
+ * copies of one row take longer. */
+template <Type T, int TILES> struct Activations {
+    static constexpr int SLOT = TILES * 8 * CHUNK * 2, SLOTS = 2, RING = SLOTS * SLOT; /* bytes */
+    const uint8_t *from[TILES * 2];
+    uint8_t *ring, *slot;
+    uint32_t to, at[2];
+    __device__ void begin(const Product &p, const Job &job, uint8_t *shared) {
+        const int lane = threadIdx.x % 32;
+        for (int i = 0; i < TILES * 2; i++)
+            from[i] = (const uint8_t *)p.x + ((job.first + (i * 4 + lane / 8) % job.n) * p.x_pitch + lane % 8 * 8) * 2;
+        ring = shared + threadIdx.x / 32 * RING, to = eighth_of(lane / 8, lane % 8);
+        for (int half = 0; half < 2; half++) {
+            const int column = Encoding<T>::column(lane % 4, half);
+            at[half] = eighth_of(lane / 4, column / 8) + column % 8 * 2;
+        }
+    }
+    /* Requests chunk `chunk`, the i-th of this warp, or zeros past the end. */
+    __device__ void request(int i, int chunk, int chunks) {
+#pragma unroll
+        for (int k = 0; k < TILES * 2; k++)
+            copy_16(ring + i % SLOTS * SLOT + to + k * 512, from[k] + chunk * CHUNK * 2, chunk < chunks ? 16 : 0);
+        copies_end();
+    }
+    /* Requests the first chunks of a tile; zeros from the end of the last tile are on their way to the same slots. */
+    __device__ void start(int first, int step, int chunks) {
+        static_assert(Encoding<T>::template AHEAD<TILES> % SLOTS == 0, "each tile begins with the first slot");
+        copies_done<0>();
+        for (int i = 0; i < SLOTS; i++) request(i, first + i * step, chunks);
+    }
+    /* Around the product with a chunk, the i-th. */
+    __device__ void arrive(int i, int, int) { copies_done<SLOTS - 1>(), __syncwarp(), slot = ring + i % SLOTS * SLOT; }
+    __device__ void leave(int i, int chunk, int step, int chunks) {
+        __syncwarp(), request(i, chunk + SLOTS * step, chunks);
+    }
+    __device__ const void *operator()(int n, int half) const { return slot + n * 8 * CHUNK * 2 + at[half]; }
+};
+template <Type T> struct Activations<T, 1> {
+    const uint8_t *row, *at;
+    __device__ void begin(const Product &p, const Job &job, uint8_t *) {
+        int i = job.first + min((int)threadIdx.x % 32 / 4, job.n - 1);
+        if (p.order) i = __ldcg(p.order + i);
+        if (p.divide > 1) i /= p.divide;
+        row = (const uint8_t *)p.x + ((size_t)i * p.x_pitch + Encoding<T>::column(threadIdx.x % 4, 0)) * 2;
+    }
+    __device__ void start(int, int, int) {}
+    __device__ void arrive(int, int chunk, int chunks) { at = row + (uint32_t)min(chunk, chunks - 1) * CHUNK * 2; }
+    __device__ void leave(int, int, int, int) {}
+    __device__ const void *operator()(int, int half) const { return at + Encoding<T>::column(0, half) * 2; }
+};
+
 /* A warp's share of a tile of 16 rows: chunks `first`, first + step, ... of its columns, with AHEAD of them in flight.
- * Up to 8 TILES rows of x are the columns of mma. */
+ * Up to 8 TILES rows of x are the columns of mma. Past the end weights are zeros. */
 template <Type T, int TILES> struct Stream {
     typedef Encoding<T> E;
-    typedef typename E::Activation A;
     static constexpr int AHEAD = E::template AHEAD<TILES>;
     typename E::Raw raw[AHEAD];
     __device__ void load(const Matrix &m, const uint8_t *tile, int i, int chunk, int chunks) {
@@ -632,25 +417,27 @@ template <Type T, int TILES> struct Stream {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) load(m, tile, i, first + i * step, chunks);
     }
-    /* c += the tile times x; a lane's x begins at its row and column. */
-    __device__ void multiply(float (&c)[TILES][4], const Matrix &m, const uint8_t *tile, const A *const (&x)[TILES],
+    /* c += the tile times x. */
+    __device__ void multiply(float (&c)[TILES][4], const Matrix &m, const uint8_t *tile, Activations<T, TILES> &x,
                              int first, int step, int chunks) {
         for (; first < chunks; first += step * AHEAD) {
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                const uint32_t at = min(first + i * step, chunks - 1) * CHUNK; /* past the end weights are zeros */
-                E::multiply(c, raw[i], x, at);
-                load(m, tile, i, first + (i + AHEAD) * step, chunks);
+                const int chunk = first + i * step;
+                x.arrive(i, chunk, chunks);
+                E::multiply(c, raw[i], x);
+                load(m, tile, i, chunk + AHEAD * step, chunks);
+                x.leave(i, chunk, step, chunks);
             }
         }
     }
 };
 
 /* The product for few tokens, or choices of an expert; reading the weights takes most of its time. The blocks share the
- * tiles of all jobs evenly; the warps of a block share a tile's columns. blockIdx.y is a group of up to 8 TILES tokens;
- * groups read the same weights at about the same time, so all but the first find most of them in L2. After an RMSNorm x
- * holds the values times the norm's weights, as the kernel that wrote x left them, and this kernel divides the result
- * by the root mean square. So no norm kernel is needed in between.
+ * tiles of all jobs evenly; the warps of a block share a tile's columns. Groups of up to 8 TILES tokens read the same
+ * weights at about the same time, so all but the first find most of them in L2. After an RMSNorm x holds the values
+ * times the norm's weights, as the kernel that wrote x left them, and this kernel divides the result by the root mean
+ * square. So no norm kernel is needed in between.
  *
  * Without jobs a block requests its first weights before it waits. With jobs it must know the jobs first, so it waits,
  * and only then lets the next kernel begin. The next kernel, the product with `early`, finds the jobs ready and need
@@ -660,11 +447,10 @@ constexpr int PRODUCT_EXPERTS = 128;
 template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
-    typedef typename E::Activation A;
     constexpr int TOKENS = TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE; /* choices may be of any MAX_DECODE */
     __shared__ float sum[2][W][TILES * 128], factor[TOKENS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
-    const int group = blockIdx.y * TILES * 8, tokens = min(TOKENS, p.tokens - group);
+    const int group = blockIdx.y * p.group, tokens = min(p.group, p.tokens - group);
     const unsigned tiles = p.w.tiles(), tile_bytes = E::offset(p.w, 1, 0);
     const bool chooses = TILES == 1 && W == 8 && p.router.top_k, wait_first = (p.job || chooses) && !p.early;
     if (wait_first) wait_previous();
@@ -681,7 +467,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
                    total = jobs * tiles, end = (blockIdx.x + 1) * total / gridDim.x;
     unsigned item = blockIdx.x * total / gridDim.x; /* a tile of a job: `tile` of number `which` */
     unsigned which = item / tiles, tile = item - which * tiles;
-    Job job = {0, group, min(TILES * 8, tokens)};
+    Job job = {0, group, tokens};
     const uint8_t *weights = NULL;
     /* Sets the current job, and where this lane's weights of its tile begin. */
     auto find_job = [&](Job &job) {
@@ -699,29 +485,24 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         if (lane < p.router.top_k) p.router.expert[lane] = chosen[lane], p.router.weight[lane] = weight;
         if (lane == 0) *p.router.experts_read += p.router.top_k;
     }
-    WarpSum<T == MXFP4 ? 1 : TILES == 3 ? 4 : 8> squares[TOKENS / W]; /* of the group's tokens `warp`, W + warp, ... */
+    WarpSum<T == MXFP4 ? 1 : TILES >= 3 ? 4 : 8> squares[TOKENS / W]; /* of the group's tokens `warp`, W + warp, ... */
     auto parts = [&](int n) { return p.square + (group + n * W + warp) * p.squares; };
     for (int n = 0; n < TOKENS / W; n++)
         if (n * W + warp < tokens) squares[n].load(parts(n), p.squares);
     /* At the end thread i has two rows of a tile, 2 (i % 8) and the next, for token i / 8. */
     static_assert(TILES * 64 <= W * 32, "one pair a thread");
     const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
-    const A *x[TILES];
+    extern __shared__ __align__(128) uint8_t shared[];
+    Activations<T, TILES> x;
     bool mine;
     int out;
     auto begin_job = [&] {
-#pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            int row = job.first + min(n * 8 + lane / 4, job.n - 1); /* missing tokens alias the last one */
-            if (p.order) row = __ldcg(p.order + row);
-            if (p.divide > 1) row /= p.divide;
-            x[n] = (const A *)p.x + (size_t)row * p.x_pitch + E::column(lane % 4, 0);
-        }
+        x.begin(p, job, shared);
         mine = token < min(TILES * 8, job.n);
         out = job.first + token;
         if (mine && p.order) out = __ldcg(p.order + out);
     };
-    if (item < end) begin_job();
+    if (item < end) begin_job(), x.start(warp, W, chunks);
     for (int turn = 0; item < end; turn++) {
         float c[TILES][4] = {};
         const int row = tile * TILE + pair, now = tile;
@@ -733,6 +514,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         item++, tile++, weights += tile_bytes;
         if (tile == tiles && item < end) tile = 0, which++, find_job(next);
         stream.begin(p.w, weights, warp, W, item < end ? chunks : 0);
+        if (item < end) x.start(warp, W, chunks);
 #pragma unroll
         for (int i = 0; i < TILES * 4; i++) sum[turn % 2][warp][i * 32 + lane] = c[i / 4][i % 4];
         for (int n = 0; n < TOKENS / W && p.squares && !turn; n++) {
@@ -798,9 +580,6 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
         int k = i * THREADS + threadIdx.x, tile = min(k / PIECES, min(Shape::ROW_TILES, tiles - first) - 1);
         piece[i] = (uint32_t)E::offset(p.w, tile, k % PIECES);
     }
-    /* Eight lanes read together: t = 0 to 3 of two rows. In odd rows eighth e lies at e ^ 5, in the other half and of
-     * the other parity. So in either order of columns the eight lanes touch all banks. */
-    auto eighth_of = [](int row, int eighth) { return row * CHUNK * 2 + (eighth ^ row % 2 * 5) * 16; };
     uint8_t *to = shared + eighth_of(threadIdx.x / 8, threadIdx.x % 8);
     const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, first, 0);
     int coming = 0, slot = 0, at = 0; /* the next chunk to copy; where the stages to fill and to read begin */
@@ -867,6 +646,25 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
             const Target target = target_of(p, job.expert, out, r);
             finish(p, target, out, r, (odd ? swapped : first_token) * E::FACTOR,
                    (odd ? next_token : swapped) * E::FACTOR);
+        }
+    }
+}
+
+/* A Matrix as bf16, of the same stride, for cuBLAS. A warp takes a chunk of a tile. */
+template <Type T> __global__ void __launch_bounds__(256) decode(Matrix m, bf16 *to) {
+    typedef EncodingCoded<T> E;
+    const int lane = threadIdx.x % 32, chunks = m.stride / CHUNK, i = blockIdx.x * 8 + threadIdx.x / 32;
+    const int tile = i / chunks, chunk = i % chunks;
+    launch_next();
+    typename E::Raw raw;
+    E::load(raw, m, m.data + E::offset(m, tile, lane) + (size_t)chunk * E::STEP, tile < m.tiles());
+    wait_previous();
+    for (int high = 0; high < 2; high++) {
+        const int row = tile * TILE + lane / 4 + high * 8;
+        if (row >= m.rows) break;
+        for (int k = 0; k < 4; k++) {
+            const int column = chunk * CHUNK + E::column(lane % 4, k / 2) + k % 2 * (E::WORDS == 4 ? 16 : 4);
+            *(uint2 *)(to + (size_t)row * m.stride + column) = E::weights(raw, high, k);
         }
     }
 }
@@ -1640,20 +1438,23 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
 }
 
 /* The one table from types of weights to instances. `most`, choices of a job, selects `product` up to 8, else tiles. */
-template <Type T> cudaError_t launch_product(const Gpu *gpu, const Product &p, int jobs) {
+template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs) {
     /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
-    /* Tokens of a group: all, two groups of 16, or more groups of the largest instance. */
-    constexpr int MOST = T == MXFP4 ? 16 : 24;
-    const int each = p.job || p.tokens <= MOST ? p.tokens : p.tokens <= 32 ? 16 : MOST;
-    const int groups = (p.tokens + each - 1) / each;
+    constexpr int MOST = is_coded(T) ? 32 : 24; /* tokens of a group; groups are of equal size */
+    const int groups = p.job ? 1 : (p.tokens + MOST - 1) / MOST;
+    p.group = (p.tokens + groups - 1) / groups;
     const int blocks = std::min(jobs * p.w.tiles(), std::max(1, Encoding<T>::BLOCKS * gpu->sms * 8 / warps / groups));
-    auto kernel = product<T, 1, 8>;
-    if (warps == 4)
-        kernel = product<T, 1, 4>;
-    else if (!p.job && each > 8)
-        kernel = each <= 16 ? product<T, 2, 8> : product<T, MOST / 8, 8>;
-    return launch(gpu, kernel, dim3(blocks, groups), warps * 32, 0, p);
+    auto with = [&](auto kernel, size_t ring) {
+        return launch(gpu, kernel, dim3(blocks, groups), warps * 32, warps * ring, p);
+    };
+    if (warps == 4) return with(product<T, 1, 4>, 0);
+    if constexpr (T != MXFP4) { /* of which a step streams up to eight tokens, or experts */
+        if (!p.job && p.group > 24) return with(product<T, MOST / 8, 8>, Activations<T, MOST / 8>::RING);
+        if (!p.job && p.group > 16) return with(product<T, 3, 8>, Activations<T, 3>::RING);
+        if (!p.job && p.group > 8) return with(product<T, 2, 8>, Activations<T, 2>::RING);
+    }
+    return with(product<T, 1, 8>, 0);
 }
 template <Type T, int TILES, int ROWS> cudaError_t launch_tiled(const Gpu *gpu, const Product &p, int jobs) {
     typedef TiledShape<T, TILES, ROWS> Shape;
@@ -1672,7 +1473,6 @@ cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int most, int jobs
     case F16: return launch_any<F16>(gpu, p, most, jobs);
     case MXFP4: return launch_any<MXFP4>(gpu, p, most, jobs);
     case FP8: return launch_any<FP8>(gpu, p, most, jobs);
-    case INT8: return launch_any<INT8>(gpu, p, most, jobs);
     case PACKED4: return launch_any<PACKED4>(gpu, p, most, jobs);
     case Q4_1: return launch_any<Q4_1>(gpu, p, most, jobs);
     case Q8_0: return launch_any<Q8_0>(gpu, p, most, jobs);
@@ -1685,7 +1485,6 @@ cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int most, int jobs
 /* A matrix as bf16, in gpu->decoded. */
 cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m) {
     auto kernel = m.type == FP8       ? decode<FP8>
-                  : m.type == INT8    ? decode<INT8>
                   : m.type == PACKED4 ? decode<PACKED4>
                   : m.type == Q4_1    ? decode<Q4_1>
                   : m.type == Q8_0    ? decode<Q8_0>
@@ -1722,12 +1521,13 @@ enum Way {
  * making them bf16. The room for that, `decoded`, holds any matrix of a layer, but perhaps not the head. */
 Way way_of(const Pass *a, const Matrix &m, int tokens) {
     if (m.type == F32) return BLAS;
-    if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;
+    if (m.type == MXFP4) return tokens <= 8 ? STREAMED : TILED;
     if (is_coded(m.type) && tokens > MAX_STREAMED)
         return (size_t)m.rows * m.stride > a->gpu->decoded_size ? TILED : BLAS;
-    constexpr size_t SMALL = 16 << 20;
+    constexpr size_t SMALL = 16 << 20, LARGE = 128 << 20;
     const int limit = is_coded(m.type)          ? MAX_STREAMED
-                      : m.bytes > SMALL         ? MAX_DECODE
+                      : m.bytes > LARGE         ? MAX_DECODE
+                      : m.bytes > SMALL         ? 24
                       : a->gpu->largest > SMALL ? 32
                                                 : 48;
     return tokens <= limit ? STREAMED : BLAS;

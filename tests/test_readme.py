@@ -47,7 +47,8 @@ def test_messages():
 
 def test_functions():
     """What the table of places names is defined there."""
-    gpu, plain = (ROOT / "infer.cu").read_text(), (ROOT / "tests" / "reference.c").read_text()
+    gpu = "".join((ROOT / name).read_text() for name in ("infer.cu", "encodings.cuh"))
+    plain = (ROOT / "tests" / "reference.c").read_text()
     for row in re.findall(r"^\| [^`]*? \| (`.*) \|$", section("How a token is made"), re.M)[1:]:
         for cell, text in zip(row.split(" | "), (gpu, plain)):
             for name in re.findall(r"`(?:\w+::)?(\w+)(?:<\w+>)?`", cell):

@@ -1,0 +1,255 @@
+/* encodings.cuh: how a lane of a warp reads weights of each type and makes bf16 of them; a part of infer.cu. card.cuh
+ * says how codes lie on the card, card.cu brings them there.
+ *
+ * Lane 4g + t has sixteen columns of rows g and g + 8 of a chunk of a tile, eight that begin at column(t, 0) and eight
+ * that begin at column(t, 1). Raw is what it loads; decode() turns eight columns of both rows into bf16 (or f16),
+ * divided by FACTOR; eight() reads the same columns of x; multiply() adds the chunk's product with x, and x(n, half)
+ * says where a lane finds its columns of the n-th eight tokens. A chunk in shared memory is made of pieces of 16 bytes,
+ * in read()'s order.
+ *
+ *   offset()  where number `piece` of a tile's first chunk lies; the same piece of chunk k lies k * STEP further on
+ *   PIECES    of a chunk of a tile
+ *   AHEAD     chunks that a lane requests ahead
+ *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
+template <Type T> struct Encoding;
+
+/* multiply() for encodings that decode weights completely before they multiply. */
+template <class E, typename A> struct Decoded {
+    typedef A Activation;
+    template <int TILES, class Raw, class X>
+    __device__ static void multiply(float (&c)[TILES][4], const Raw &raw, const X &x) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 low, high;
+            E::decode(raw, half, low, high);
+#pragma unroll
+            for (int n = 0; n < TILES; n++) mma_eight<A>(c[n], low, high, eight(x(n, half)));
+        }
+    }
+    __device__ static uint4 eight(const void *x) { return *(const uint4 *)x; }
+};
+
+template <typename A> struct Encoding16 { /* rows as they stand in the file */
+    static constexpr float FACTOR = 1;
+    static constexpr int STEP = CHUNK * 2, PIECES = 128, BLOCKS = 2;
+    template <int TILES> static constexpr int AHEAD = TILES == 1 ? 4 : 2;
+    struct Raw {
+        uint4 low[2], high[2];
+    };
+    __device__ static int column(int t, int half) { return half * 32 + t * 8; }
+    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
+        int lane = piece % 32, part = piece / 32;
+        return ((size_t)(tile * TILE + part / 2 * 8 + lane / 4) * m.stride + column(lane % 4, part % 2)) * 2;
+    }
+    __device__ static void load(Raw &r, const Matrix &m, const uint8_t *from, bool real) {
+        const uint8_t *high = from + (size_t)8 * m.stride * 2;
+        for (int half = 0; half < 2; half++) {
+            r.low[half] = load_weights(from + half * 64, real);
+            r.high[half] = load_weights(high + half * 64, real);
+        }
+    }
+    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
+        const uint4 *piece = (const uint4 *)chunk + lane;
+        r = {{piece[0], piece[32]}, {piece[64], piece[96]}};
+    }
+    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
+        low = r.low[half], high = r.high[half];
+    }
+};
+template <> struct Encoding<BF16> : Encoding16<bf16>, Decoded<Encoding16<bf16>, bf16> {};
+template <> struct Encoding<F16> : Encoding16<f16>, Decoded<Encoding16<f16>, f16> {};
+
+/* The sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 times 2^-126, in the order of their columns.
+ * `rest`, a multiply-add of both words, holds the fourth pair of each: the loader set their free bits so that it comes
+ * out right, carries included. */
+struct Sixteen {
+    uint4 low, high;
+};
+__device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
+    const uint32_t m = FP4_MASK;
+    uint32_t rest;
+    asm("mad.lo.u32 %0,%1,4,%2;" : "=r"(rest) : "r"(b), "r"(a));
+    return {make_uint4(a & m, __funnelshift_r(a, a, 6) & m, a << 4 & m, __funnelshift_r(rest, rest, 4) & m),
+            make_uint4(b & m, __funnelshift_r(b, b, 6) & m, b << 4 & m, rest << 6 & m)};
+}
+
+/* A chunk of a tile is 544 bytes in one piece. First come 16 bytes of each lane: columns 16t to 16t + 15 of row g, then
+ * of row g + 8. Behind these 512 bytes lie, for each g, the scales of two blocks of 32 of row g and of two of row g +
+ * 8, each with FP4_SCALE added. bf16 cannot hold every value times its e8m0 scale, so decode() returns values 2^26 too
+ * small, and the finished sum is multiplied by FACTOR. */
+template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
+    static constexpr float FACTOR = 0x1p26f;
+    static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 4;
+    template <int TILES> static constexpr int AHEAD = 2;
+    struct Raw {
+        uint4 words;
+        uint32_t scales;
+    };
+    __device__ static int column(int t, int half) { return t * 16 + half * 8; }
+    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
+        return (size_t)tile * (m.stride / CHUNK) * STEP + piece * 16;
+    }
+    __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
+        int lane = threadIdx.x % 32;
+        r = {load_weights(from, real), load_word(from + 512 - lane * 16 + lane / 4 * 4, real)};
+    }
+    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
+        r = {((const uint4 *)chunk)[lane], ((const uint32_t *)(chunk + 512))[lane / 4]};
+    }
+    __device__ static uint4 times(uint4 eight, uint32_t scale) {
+        uint32_t factor = (scale + 126 - 26 - FP4_SCALE) * 0x00800080; /* exponents of a pair of bf16 */
+        for (uint32_t *pair : {&eight.x, &eight.y, &eight.z, &eight.w}) {
+            __nv_bfloat162 x = __hmul2(*(__nv_bfloat162 *)pair, *(__nv_bfloat162 *)&factor);
+            *pair = *(uint32_t *)&x;
+        }
+        return eight;
+    }
+    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
+        Sixteen row = fp4_to_bf16(r.words.x, r.words.y), row8 = fp4_to_bf16(r.words.z, r.words.w);
+        const uint32_t scales = r.scales >> threadIdx.x % 4 / 2 * 8; /* of this lane's block in row g, and in g + 8 */
+        low = times(half ? row.high : row.low, scales & 255);
+        high = times(half ? row8.high : row8.low, scales >> 16 & 255);
+    }
+};
+
+/* Codes of 4 or 8 bits: see is_coded() in card.cuh. A few mma in a row compute a sum over 64, 32 or 16 columns, and the
+ * word of these columns scales it; an offset multiplies the sum of x over the same columns. Codes become bf16 exactly
+ * and in few operations. In Q4_1 they become 128 + q, and the offset corrects it. e4m3 comes out 2^120 (LIFT) too
+ * small. Other codes' bits, alone, are bf16 of q 2^-133; a multiply-add makes (q - zero point) / 64 of them. */
+template <Type T> struct EncodingCoded {
+    typedef bf16 Activation;
+    static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), SIZE = word_bytes(T);
+    static constexpr bool OFFSET = has_offset(T);
+    static constexpr float FACTOR = 1, LIFT = T == FP8 ? 0x1p120f : 1;
+    static constexpr int STEP = coded_chunk(T), PIECES = STEP / 16, BLOCKS = 2;
+    template <int TILES> static constexpr int AHEAD = TILES == 1 || (TILES == 2 && T == PACKED4) ? 4 : 2;
+    struct Raw {
+        uint32_t code[2][BITS / 2], word[2][WORDS * SIZE / 4]; /* of rows g and g + 8 */
+    };
+    __device__ static int column(int t, int half) { return half * 32 + t * (WORDS == 4 ? 4 : 8); }
+    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
+        return (size_t)tile * (m.stride / CHUNK) * STEP + piece * 16;
+    }
+    __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
+        const int lane = threadIdx.x % 32;
+        for (int k = 0; k < BITS / 4; k++) *(uint4 *)(&r.code[0][0] + k * 4) = load_weights(from + k * 512, real);
+        const uint8_t *words = from - lane * 16 + codes_bytes(T) + lane / 4 * WORDS * SIZE * 2;
+        if (WORDS == 1) *(uint2 *)&r.word[0][0] = load_pair(words, real);
+        for (int k = 0; k < WORDS * SIZE / 8; k++)
+            *(uint4 *)(&r.word[0][0] + k * 4) = load_weights(words + k * 16, real);
+    }
+    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
+        for (int k = 0; k < BITS / 4; k++)
+            *(uint4 *)(&r.code[0][0] + k * 4) = *(const uint4 *)(chunk + k * 512 + lane * 16);
+        const uint2 *words = (const uint2 *)(chunk + codes_bytes(T)) + lane / 4 * WORDS * SIZE / 4;
+        for (int k = 0; k < WORDS * SIZE / 4; k++) *(uint2 *)(&r.word[0][0] + k * 2) = words[k];
+    }
+    __device__ static uint4 eight(const void *x) {
+        if (WORDS < 4) return *(const uint4 *)x;
+        const uint2 first = *(const uint2 *)x, second = *((const uint2 *)x + 4); /* 16 columns further on */
+        return {first.x, first.y, second.x, second.y};
+    }
+    /* x & MASK | VALUE in one instruction, where the compiler takes two */
+    template <uint32_t MASK, uint32_t VALUE> __device__ static uint32_t masked(uint32_t x) {
+        asm("lop3.b32 %0,%0,%1,%2,0xEA;" : "+r"(x) : "n"(MASK), "n"(VALUE));
+        return x;
+    }
+    /* a b + c of two bf16 each */
+    __device__ static uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+        const __nv_bfloat162 x = __hfma2(*(__nv_bfloat162 *)&a, *(__nv_bfloat162 *)&b, *(__nv_bfloat162 *)&c);
+        return *(const uint32_t *)&x;
+    }
+    /* Number k of four codes, two in a register, of row g (high: g + 8). */
+    __device__ static uint2 codes(const Raw &r, int high, int k) {
+        constexpr uint32_t LIFTS = 0x7F007F00, LIFTS_16 = 0x7D007D00, TWOS = 0xC000C000; /* 2^127, 2^123, -2 */
+        const uint32_t w = BITS == 4 ? r.code[high][k / 2] >> k % 2 * 8 : r.code[high][k];
+        if (T == Q4_1) return {masked<0x000F000F, 0x43004300>(w), masked<0x000F000F, 0x43004300>(w >> 4)};
+        if (T == PACKED4) {
+            const uint32_t zero = fma((r.word[high][0] & 15) * 0x00010001, LIFTS ^ 0x80008000, 0x80008000);
+            return {fma(w & 0x000F000F, LIFTS, zero), fma(w & 0x00F000F0, LIFTS_16, zero)};
+        }
+        if (T == FP8) return {w & 0x87F087F0, w << 4 & 0x80F080F0 | w >> 4 & 0x07000700}; /* see fp8_pair in card.cu */
+        return {fma(w & 0x00FF00FF, LIFTS, TWOS), fma(__byte_perm(w, 0, 0x4341), LIFTS, TWOS)}; /* minus 128 */
+    }
+    /* The factors that turn the sum of codes times x, and the sum of x, into a part of the result. */
+    __device__ static float2 scale(const Raw &r, int high, int i) {
+        const uint32_t word = r.word[high][i * SIZE / 4];
+        const float2 both = __half22float2(*(const __half2 *)&word);
+        if (T == Q4_1) return {both.x, both.y - 128 * both.x};
+        if (T == Q5_K) return {both.x * 64, both.y};
+        if (T == Q6_K) return {(i % 2 ? both.y : both.x) * 64, 0};
+        return {__uint_as_float(T == PACKED4 ? word & ~15u : word) * (T == FP8 ? 1 : 64), 0};
+    }
+    /* Number k of four weights, rounded to bf16, for product_tiled and cuBLAS. */
+    __device__ static uint2 weights(const Raw &r, int high, int k) {
+        const uint2 code = codes(r, high, k);
+        const float2 by = scale(r, high, k * WORDS / 4);
+        auto scaled = [&](uint32_t pair) {
+            const float2 q = __bfloat1622float2(*(const __nv_bfloat162 *)&pair);
+            return pack(q.x * LIFT * by.x + by.y, q.y * LIFT * by.x + by.y);
+        };
+        return {scaled(code.x), scaled(code.y)};
+    }
+    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
+        auto eight_of = [&](int row8) {
+            const uint2 first = weights(r, row8, 2 * half), second = weights(r, row8, 2 * half + 1);
+            return make_uint4(first.x, first.y, second.x, second.y);
+        };
+        low = eight_of(0), high = eight_of(1);
+    }
+    template <int TILES, class X> __device__ static void multiply(float (&c)[TILES][4], const Raw &r, const X &x) {
+        float part[TILES][4], sum[TILES][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 by[TILES];
+#pragma unroll
+            for (int n = 0; n < TILES; n++) by[n] = eight(x(n, half));
+#pragma unroll
+            for (int k = half * 2; k < half * 2 + 2; k++)
+#pragma unroll
+                for (int n = 0; n < TILES; n++) {
+                    const uint32_t b0 = k % 2 ? by[n].z : by[n].x, b1 = k % 2 ? by[n].w : by[n].y, one = 0x3F803F80;
+                    if (k * WORDS % 4 == 0)
+                        for (int j = 0; j < 4; j++) part[n][j] = sum[n][j] = 0;
+                    const uint2 code = codes(r, 0, k), code8 = codes(r, 1, k);
+                    mma<bf16>(part[n], code.x, code8.x, code.y, code8.y, b0, b1);
+                    if (OFFSET) mma<bf16>(sum[n], one, one, one, one, b0, b1);
+                    if ((k + 1) * WORDS % 4) continue;
+                    const float2 low = scale(r, 0, k * WORDS / 4), high = scale(r, 1, k * WORDS / 4);
+                    for (int j = 0; j < 4; j++) {
+                        c[n][j] += (j < 2 ? low.x : high.x) * (part[n][j] * LIFT);
+                        if (OFFSET) c[n][j] += (j < 2 ? low.y : high.y) * sum[n][j];
+                    }
+                }
+        }
+    }
+};
+template <> struct Encoding<FP8> : EncodingCoded<FP8> {};
+template <> struct Encoding<PACKED4> : EncodingCoded<PACKED4> {};
+template <> struct Encoding<Q4_1> : EncodingCoded<Q4_1> {};
+template <> struct Encoding<Q8_0> : EncodingCoded<Q8_0> {};
+template <> struct Encoding<Q5_K> : EncodingCoded<Q5_K> {};
+template <> struct Encoding<Q6_K> : EncodingCoded<Q6_K> {};
+
+/* One weight of a Matrix of any of these types, or of BF16, F16 and F32. */
+__device__ inline float weight_of(const Matrix &m, size_t row, int column) {
+    const size_t at = row * m.stride + column;
+    if (m.type == F32) return ((const float *)m.data)[at];
+    if (m.type == F16) return (float)((const f16 *)m.data)[at];
+    if (m.type == BF16) return (float)((const bf16 *)m.data)[at];
+    const uint8_t *chunk = m.chunk(0, row, column, coded_chunk(m.type));
+    const int bit = code_place(m.type, row % TILE, column % CHUNK);
+    const uint32_t byte = chunk[bit / 8], nibble = byte >> bit % 8 & 15;
+    const void *scale = chunk + word_place(m.type, row % TILE, column % CHUNK);
+    if (m.type == Q6_K) return (float)*(const f16 *)scale * (byte - 128.f);
+    const uint32_t word = *(const uint32_t *)scale;
+    if (m.type == FP8) {
+        const uint32_t pair = *(const uint16_t *)(chunk + bit / 16 * 2);
+        const int first = pair >> 8 & 0x80 | pair >> 4 & 0x7F, second = pair >> 4 & 0x80 | pair >> 8 & 0x70 | pair & 15;
+        return __uint_as_float(word) * e4m3_value(column % 4 < 2 ? first : second);
+    }
+    if (m.type == Q8_0) return __uint_as_float(word) * (byte - 128.f);
+    if (m.type == PACKED4) return __uint_as_float(word & ~15u) * ((int)nibble - (int)(word & 15));
+    const float2 both = __half22float2(*(const __half2 *)&word);
+    return both.x * (m.type == Q4_1 ? nibble : byte - 128.f) + both.y;
+}
