@@ -411,9 +411,12 @@ static void streams_agree_with_plain(void) {
     checkpoint_close(&c);
 }
 
-/* Two layers of gpt-oss-20b's size with weights in files (tests/make_model.py), against the reference. */
+/* Two layers of gpt-oss-20b's size with weights in files (tests/make_model.py), against the reference. With these
+ * tokens no router is close to a tie: each of the reference's five largest logits differs from the next by 0.02 or
+ * more. With a gap of 0.002 rounding chose the order. */
 static void stages_of_20b_pass(void) {
-    const int ids[] = {1, 20000, 300, 300, 4, 200000, 7, 8, 9, 1000, 301, 12, 5000, 77, 100000, 42, 31, 150000};
+    const int ids[] = {1,   523, 193959, 135, 1497, 200000, 52137,  33, 173,
+                       139, 301, 5,      198, 403,  540,    158101, 31, 177716};
     const size_t n = sizeof ids / sizeof *ids, chunks[] = {1, 7, 16, 0};
     char directory[] = "/tmp/infer-20b-XXXXXX", command[200];
     Trace golden = {0};
