@@ -332,13 +332,10 @@ static void wrap_text(Wrap *w, const char *text, size_t n) {
     bytes_free(&shown);
 }
 
-/* Writes the last word, and a line break unless the text ends in one. */
+/* Ends the text with a line break, unless it ends in one. A break writes the waiting word. */
 static void wrap_end(Wrap *w) {
     if (!w->f) return;
-    if (w->style) put_escape(w->f, w->style);
-    if (w->word.n) wrap_word(w);
-    if (w->style) put_escape(w->f, NORMAL);
-    if (w->last && w->last != '\n') fputc('\n', w->f);
+    if (w->last && w->last != '\n') wrap_text(w, "\n", 1);
     fflush(w->f);
     bytes_free(&w->word);
     *w = (Wrap){0};
@@ -545,17 +542,14 @@ static void on_interrupt(int number) {
 /* Shows until the first token that the model reads the prompt; tokens 0: ends that. */
 static void show_waiting(const Play *p, size_t tokens) {
     char count[32];
-    if (tokens && p->loop && put_escape(stdout, ERASE_LINE)) {
+    if (!p->loop || (!tokens && !waiting) || !put_escape(stdout, ERASE_LINE)) return;
+    if (tokens) {
         put_escape(stdout, DIM);
         printf("reading %s tokens...", count_text(tokens, count));
         put_escape(stdout, NORMAL);
-        fflush(stdout);
-        waiting = true;
-    } else if (waiting) {
-        put_escape(stdout, ERASE_LINE);
-        fflush(stdout); /* an error may follow on stderr */
-        waiting = false;
     }
+    fflush(stdout); /* an error may follow on stderr */
+    waiting = tokens;
 }
 
 static void show(Answer *a, Part part, const char *text, size_t n) {
