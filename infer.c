@@ -520,8 +520,7 @@ typedef struct {
 
 typedef struct {
     Play *p;
-    Reader reader;   /* with a chat format */
-    Decoder decoder; /* without */
+    Reader reader; /* without a chat format only its decoder is used */
     Bytes text, thinking;
     size_t passed; /* bytes of the text that were shown; they contain no stop text */
     Wrap out;      /* the message that is shown now, if any */
@@ -593,7 +592,7 @@ static const char *end_reason(const Answer *a, Read read, bool full) {
     return full ? "context full" : NULL;
 }
 
-/* Shows what a token completes. If the answer ends here, sets the reason. */
+/* Shows what a token completes, and if the answer ends here, what was held back. */
 static void take_token(Stream *t, size_t position, int token, const float *logits, bool last) {
     Answer *a = t->owner;
     const Play *p = a->p;
@@ -606,12 +605,19 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     if (p->chat)
         read = reader_push(&a->reader, token, &text);
     else if (!(read.stop = t->stopped))
-        tokenizer_decode(p->m.tokenizer, &a->decoder, token, &text);
+        tokenizer_decode(p->m.tokenizer, &a->reader.decoder, token, &text);
     a->thought += read.part == REASONING;
     add_text(a, read.part, &text, read.closed);
+    bool stopped = a->reason; /* by a stop text: what follows is not shown */
+    if (!stopped) a->reason = end_reason(a, read, last);
+    if (a->reason) {
+        scheduler_remove(p->m.scheduler, t);
+        text.n = 0;
+        if (p->chat) read = reader_end(&a->reader, &text);
+        if (!p->chat) tokenizer_flush(&a->reader.decoder, &text);
+        if (!stopped) add_text(a, read.part, &text, true);
+    }
     bytes_free(&text);
-    if (!a->reason) a->reason = end_reason(a, read, last);
-    if (a->reason) scheduler_remove(p->m.scheduler, t);
 }
 
 /* Appends the bytes of all tokens. */
@@ -657,30 +663,22 @@ static bool keep_answer(Answer *a, Error *e) {
 /* Generates and shows the next message of the conversation. True if there is one, even if it is only a beginning. */
 static bool answer(Answer *a, Error *e) {
     Play *p = a->p;
-    Bytes rest = {0};
     Stream t = {.most = (size_t)p->m.engine.context, .sampling = p->o.sampling, .want = WANT_TOKEN};
     t.take = take_token, t.owner = a;
     if (!p->chat) t.stop = &p->m.checkpoint.stop; /* in a chat the reader knows the end */
     bool ok = make_prompt(p, &t.tokens, e);
     a->prompt = t.prompt = t.tokens.n;
+    a->reader.decoder.begun = t.prompt > 1; /* more than a beginning-of-text token */
     if (p->chat) reader_init(&a->reader, &p->m.chat, p->talk.effort);
-    a->decoder.begun = t.prompt > 1; /* more than a beginning-of-text token */
     if (ok) show_waiting(p, t.prompt);
     a->since = seconds();
     t.sampling.seed += p->answers++;
-    ok = ok && scheduler_run(p->m.scheduler, &t, &interrupted, e);
+    ok = ok && scheduler_run(p->m.scheduler, &t, &interrupted, e) && keep_answer(a, e);
     a->reused = t.reused;
-    if (ok) {
-        Part part = p->chat ? reader_end(&a->reader, &rest).part : ANSWER;
-        if (!p->chat) tokenizer_flush(&a->decoder, &rest);
-        if (strcmp(a->reason, "stop text")) add_text(a, part, &rest, true);
-        ok = keep_answer(a, e);
-    }
     show_waiting(p, 0);
     wrap_end(&a->out);
-    if (p->chat) reader_free(&a->reader);
+    reader_free(&a->reader);
     ids_free(&t.tokens);
-    bytes_free(&rest);
     return ok;
 }
 
