@@ -1301,10 +1301,7 @@ static int parse(const Options *o) {
     reader_init(&reader, &f.s.chat, NULL);
     for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], NULL);
     reader_end(&reader, NULL);
-    for (int i = 0; i < reader.messages; i++) {
-        json_append(&f.out, message_json(reader.message + i));
-        bytes_text(&f.out, "\n");
-    }
+    for (int i = 0; i < reader.messages; i++) json_print(message_json(reader.message + i), true);
     if (reader.repairs) fprintf(stderr, "infer: %d repair%s\n", reader.repairs, reader.repairs == 1 ? "" : "s");
     reader_free(&reader);
     return filter_close(&f);
@@ -1350,14 +1347,13 @@ static void print_top(const float *logits, int vocab, int top, const Tokenizer *
     int *best = allocate((size_t)vocab * sizeof *best), n = likeliest(logits, vocab, top, best);
     for (int k = 0; k < n; k++) {
         Decoder d = {.begun = true};
-        Bytes text = {0}, quoted = {0};
+        Bytes text = {0};
         if (t) tokenizer_decode(t, &d, best[k], &text);
         tokenizer_flush(&d, &text);
-        json_append(&quoted, json_from_text(text.data, text.n));
         double logit = (double)logits[best[k]];
-        printf("%7d %10.4f %8.5f  %s\n", best[k], logit, exp(logit - all), quoted.data);
+        printf("%7d %10.4f %8.5f  ", best[k], logit, exp(logit - all));
+        json_print(json_from_text(text.data, text.n), true);
         bytes_free(&text);
-        bytes_free(&quoted);
     }
     free(best);
 }
