@@ -1362,8 +1362,7 @@ typedef struct {
     const Options *o;
     Session s;
     Ids ids;
-    FILE *file; /* NULL: a list is printed */
-    Error e;    /* of a file; code 0: none so far */
+    Error e; /* of a tap's file; code 0: none so far */
 } Logits;
 
 /* Writes the logits from which the token at `position` was drawn or would be. */
@@ -1372,9 +1371,8 @@ static void write_row(Stream *t, size_t position, int token, const float *logits
     const Options *o = l->o;
     const int vocab = l->s.engine.model->vocab;
     (void)token, (void)last;
-    if (l->file && !l->e.code && fwrite(logits, sizeof *logits, (size_t)vocab, l->file) < (size_t)vocab)
-        fail(&l->e, FAILED, "%s: %s", o->output, strerror(errno));
-    if (l->file || ferror(stdout)) return;
+    if (o->output) fwrite(logits, sizeof *logits, (size_t)vocab, stdout);
+    if (o->output || ferror(stdout)) return;
     if (o->all) printf("after token %zu (%d):\n", position - 1, l->ids.data[position - 1]);
     print_top(logits, vocab, o->top, l->s.tokenizer);
 }
@@ -1402,16 +1400,13 @@ static int logits(const Options *o) {
     Error e;
     Logits l = {.o = o};
     if (!session_prompt(&l.s, o, &l.ids, &e)) die(&e);
-    if (o->tap && mkdir(o->tap, 0777))
-        fail(&e, FAILED, "%s: %s; choose another name", o->tap, strerror(errno)), die(&e);
+    if (o->tap && mkdir(o->tap, 0777)) fail(&e, FAILED, "%s: %m; choose another name", o->tap), die(&e);
     if (o->tap) l.s.tap = tap_to_file, l.s.tap_data = &l;
     if (!session_load(&l.s, o, 0, &e)) die(&e);
-    if (o->output && !(l.file = fopen(o->output, "wb")))
-        fail(&e, FAILED, "%s: %s", o->output, strerror(errno)), die(&e);
+    if (o->output && !freopen(o->output, "wb", stdout)) fail(&e, FAILED, "%s: %m", o->output), die(&e);
     const size_t from = o->all ? 1 : l.ids.n;
-    if (l.file) put_npy_header(l.file, l.ids.n + 1 - from, l.s.engine.model->vocab);
+    if (o->output) put_npy_header(stdout, l.ids.n + 1 - from, l.s.engine.model->vocab);
     if (!scheduler_score(l.s.scheduler, l.ids.data, l.ids.n, from, write_row, &l, &e)) die(&e);
-    if (l.file && fclose(l.file) && !l.e.code) fail(&l.e, FAILED, "%s: %s", o->output, strerror(errno));
     if (l.e.code) die(&l.e);
     ids_free(&l.ids);
     session_close(&l.s);
@@ -1512,7 +1507,7 @@ int main(int argc, char **argv) {
     else
         code = c->run(&o);
     if ((fflush(stdout) || ferror(stdout)) && code == DONE) {
-        fputs("infer: stdout could not be written: its disk is full, or its reader has ended\n", stderr);
+        fputs("infer: the output could not be written: its disk is full, or its reader has ended\n", stderr);
         return FAILED;
     }
     return code;
