@@ -286,7 +286,6 @@ static int bench_server(const Options *o, bool json) {
     const size_t n = strlen(o->server), slash = n && o->server[n - 1] == '/';
     Load l = {.o = o, .clients = 1, .prompt = o->prompts.value[0]};
     cJSON *rows = cJSON_CreateArray(), *x;
-    bool failed = false;
     snprintf(l.url, sizeof l.url, "%.*s%s/completions", (int)(n - slash), o->server,
              strstr(o->server, "/v1") ? "" : "/v1");
     curl_global_init(CURL_GLOBAL_DEFAULT);
@@ -310,13 +309,12 @@ static int bench_server(const Options *o, bool json) {
         cJSON_ArrayForEach(x, row) if (!json) printf("| %.5g ", x->valuedouble);
         if (!json) puts("|");
         fflush(stdout);
-        failed |= l.failed;
     }
     json_print(rows, json);
     curl_slist_free_all(l.headers);
     bytes_free(&l.first);
     bytes_free(&l.gaps);
-    if (failed) die(&l.e);
+    if (l.e.code) die(&l.e);
     return DONE;
 }
 

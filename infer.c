@@ -332,13 +332,10 @@ static void wrap_text(Wrap *w, const char *text, size_t n) {
     bytes_free(&shown);
 }
 
-/* Writes the last word, and a line break unless the text ends in one. */
+/* Ends the text with a line break, unless it ends in one. A break writes the waiting word. */
 static void wrap_end(Wrap *w) {
     if (!w->f) return;
-    if (w->style) put_escape(w->f, w->style);
-    if (w->word.n) wrap_word(w);
-    if (w->style) put_escape(w->f, NORMAL);
-    if (w->last && w->last != '\n') fputc('\n', w->f);
+    if (w->last && w->last != '\n') wrap_text(w, "\n", 1);
     fflush(w->f);
     bytes_free(&w->word);
     *w = (Wrap){0};
@@ -523,8 +520,7 @@ typedef struct {
 
 typedef struct {
     Play *p;
-    Reader reader;   /* with a chat format */
-    Decoder decoder; /* without */
+    Reader reader; /* without a chat format only its decoder is used */
     Bytes text, thinking;
     size_t passed; /* bytes of the text that were shown; they contain no stop text */
     Wrap out;      /* the message that is shown now, if any */
@@ -545,17 +541,14 @@ static void on_interrupt(int number) {
 /* Shows until the first token that the model reads the prompt; tokens 0: ends that. */
 static void show_waiting(const Play *p, size_t tokens) {
     char count[32];
-    if (tokens && p->loop && put_escape(stdout, ERASE_LINE)) {
+    if (!p->loop || (!tokens && !waiting) || !put_escape(stdout, ERASE_LINE)) return;
+    if (tokens) {
         put_escape(stdout, DIM);
         printf("reading %s tokens...", count_text(tokens, count));
         put_escape(stdout, NORMAL);
-        fflush(stdout);
-        waiting = true;
-    } else if (waiting) {
-        put_escape(stdout, ERASE_LINE);
-        fflush(stdout); /* an error may follow on stderr */
-        waiting = false;
     }
+    fflush(stdout); /* an error may follow on stderr */
+    waiting = tokens;
 }
 
 static void show(Answer *a, Part part, const char *text, size_t n) {
@@ -599,7 +592,7 @@ static const char *end_reason(const Answer *a, Read read, bool full) {
     return full ? "context full" : NULL;
 }
 
-/* Shows what a token completes. If the answer ends here, sets the reason. */
+/* Shows what a token completes, and if the answer ends here, what was held back. */
 static void take_token(Stream *t, size_t position, int token, const float *logits, bool last) {
     Answer *a = t->owner;
     const Play *p = a->p;
@@ -612,12 +605,19 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     if (p->chat)
         read = reader_push(&a->reader, token, &text);
     else if (!(read.stop = t->stopped))
-        tokenizer_decode(p->m.tokenizer, &a->decoder, token, &text);
+        tokenizer_decode(p->m.tokenizer, &a->reader.decoder, token, &text);
     a->thought += read.part == REASONING;
     add_text(a, read.part, &text, read.closed);
+    bool stopped = a->reason; /* by a stop text: what follows is not shown */
+    if (!stopped) a->reason = end_reason(a, read, last);
+    if (a->reason) {
+        scheduler_remove(p->m.scheduler, t);
+        text.n = 0;
+        if (p->chat) read = reader_end(&a->reader, &text);
+        if (!p->chat) tokenizer_flush(&a->reader.decoder, &text);
+        if (!stopped) add_text(a, read.part, &text, true);
+    }
     bytes_free(&text);
-    if (!a->reason) a->reason = end_reason(a, read, last);
-    if (a->reason) scheduler_remove(p->m.scheduler, t);
 }
 
 /* Appends the bytes of all tokens. */
@@ -663,30 +663,22 @@ static bool keep_answer(Answer *a, Error *e) {
 /* Generates and shows the next message of the conversation. True if there is one, even if it is only a beginning. */
 static bool answer(Answer *a, Error *e) {
     Play *p = a->p;
-    Bytes rest = {0};
     Stream t = {.most = (size_t)p->m.engine.context, .sampling = p->o.sampling, .want = WANT_TOKEN};
     t.take = take_token, t.owner = a;
     if (!p->chat) t.stop = &p->m.checkpoint.stop; /* in a chat the reader knows the end */
     bool ok = make_prompt(p, &t.tokens, e);
     a->prompt = t.prompt = t.tokens.n;
+    a->reader.decoder.begun = t.prompt > 1; /* more than a beginning-of-text token */
     if (p->chat) reader_init(&a->reader, &p->m.chat, p->talk.effort);
-    a->decoder.begun = t.prompt > 1; /* more than a beginning-of-text token */
     if (ok) show_waiting(p, t.prompt);
     a->since = seconds();
     t.sampling.seed += p->answers++;
-    ok = ok && scheduler_run(p->m.scheduler, &t, &interrupted, e);
+    ok = ok && scheduler_run(p->m.scheduler, &t, &interrupted, e) && keep_answer(a, e);
     a->reused = t.reused;
-    if (ok) {
-        Part part = p->chat ? reader_end(&a->reader, &rest).part : ANSWER;
-        if (!p->chat) tokenizer_flush(&a->decoder, &rest);
-        if (strcmp(a->reason, "stop text")) add_text(a, part, &rest, true);
-        ok = keep_answer(a, e);
-    }
     show_waiting(p, 0);
     wrap_end(&a->out);
-    if (p->chat) reader_free(&a->reader);
+    reader_free(&a->reader);
     ids_free(&t.tokens);
-    bytes_free(&rest);
     return ok;
 }
 
@@ -1309,10 +1301,7 @@ static int parse(const Options *o) {
     reader_init(&reader, &f.s.chat, NULL);
     for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], NULL);
     reader_end(&reader, NULL);
-    for (int i = 0; i < reader.messages; i++) {
-        json_append(&f.out, message_json(reader.message + i));
-        bytes_text(&f.out, "\n");
-    }
+    for (int i = 0; i < reader.messages; i++) json_print(message_json(reader.message + i), true);
     if (reader.repairs) fprintf(stderr, "infer: %d repair%s\n", reader.repairs, reader.repairs == 1 ? "" : "s");
     reader_free(&reader);
     return filter_close(&f);
@@ -1358,14 +1347,13 @@ static void print_top(const float *logits, int vocab, int top, const Tokenizer *
     int *best = allocate((size_t)vocab * sizeof *best), n = likeliest(logits, vocab, top, best);
     for (int k = 0; k < n; k++) {
         Decoder d = {.begun = true};
-        Bytes text = {0}, quoted = {0};
+        Bytes text = {0};
         if (t) tokenizer_decode(t, &d, best[k], &text);
         tokenizer_flush(&d, &text);
-        json_append(&quoted, json_from_text(text.data, text.n));
         double logit = (double)logits[best[k]];
-        printf("%7d %10.4f %8.5f  %s\n", best[k], logit, exp(logit - all), quoted.data);
+        printf("%7d %10.4f %8.5f  ", best[k], logit, exp(logit - all));
+        json_print(json_from_text(text.data, text.n), true);
         bytes_free(&text);
-        bytes_free(&quoted);
     }
     free(best);
 }
@@ -1374,8 +1362,7 @@ typedef struct {
     const Options *o;
     Session s;
     Ids ids;
-    FILE *file; /* NULL: a list is printed */
-    Error e;    /* of a file; code 0: none so far */
+    Error e; /* of a tap's file; code 0: none so far */
 } Logits;
 
 /* Writes the logits from which the token at `position` was drawn or would be. */
@@ -1384,9 +1371,8 @@ static void write_row(Stream *t, size_t position, int token, const float *logits
     const Options *o = l->o;
     const int vocab = l->s.engine.model->vocab;
     (void)token, (void)last;
-    if (l->file && !l->e.code && fwrite(logits, sizeof *logits, (size_t)vocab, l->file) < (size_t)vocab)
-        fail(&l->e, FAILED, "%s: %s", o->output, strerror(errno));
-    if (l->file || ferror(stdout)) return;
+    if (o->output) fwrite(logits, sizeof *logits, (size_t)vocab, stdout);
+    if (o->output || ferror(stdout)) return;
     if (o->all) printf("after token %zu (%d):\n", position - 1, l->ids.data[position - 1]);
     print_top(logits, vocab, o->top, l->s.tokenizer);
 }
@@ -1414,16 +1400,13 @@ static int logits(const Options *o) {
     Error e;
     Logits l = {.o = o};
     if (!session_prompt(&l.s, o, &l.ids, &e)) die(&e);
-    if (o->tap && mkdir(o->tap, 0777))
-        fail(&e, FAILED, "%s: %s; choose another name", o->tap, strerror(errno)), die(&e);
+    if (o->tap && mkdir(o->tap, 0777)) fail(&e, FAILED, "%s: %m; choose another name", o->tap), die(&e);
     if (o->tap) l.s.tap = tap_to_file, l.s.tap_data = &l;
     if (!session_load(&l.s, o, 0, &e)) die(&e);
-    if (o->output && !(l.file = fopen(o->output, "wb")))
-        fail(&e, FAILED, "%s: %s", o->output, strerror(errno)), die(&e);
+    if (o->output && !freopen(o->output, "wb", stdout)) fail(&e, FAILED, "%s: %m", o->output), die(&e);
     const size_t from = o->all ? 1 : l.ids.n;
-    if (l.file) put_npy_header(l.file, l.ids.n + 1 - from, l.s.engine.model->vocab);
+    if (o->output) put_npy_header(stdout, l.ids.n + 1 - from, l.s.engine.model->vocab);
     if (!scheduler_score(l.s.scheduler, l.ids.data, l.ids.n, from, write_row, &l, &e)) die(&e);
-    if (l.file && fclose(l.file) && !l.e.code) fail(&l.e, FAILED, "%s: %s", o->output, strerror(errno));
     if (l.e.code) die(&l.e);
     ids_free(&l.ids);
     session_close(&l.s);
@@ -1524,7 +1507,7 @@ int main(int argc, char **argv) {
     else
         code = c->run(&o);
     if ((fflush(stdout) || ferror(stdout)) && code == DONE) {
-        fputs("infer: stdout could not be written: its disk is full, or its reader has ended\n", stderr);
+        fputs("infer: the output could not be written: its disk is full, or its reader has ended\n", stderr);
         return FAILED;
     }
     return code;

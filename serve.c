@@ -40,10 +40,9 @@ typedef struct { /* one of the answers to a request */
     Stream stream;
     Request *request;
     int index;
-    bool added;  /* the scheduler has or had it */
-    double last; /* when the last token came, or else the request */
-    Reader reader;
-    Decoder decoder;
+    bool added;           /* the scheduler has or had it */
+    double last;          /* when the last token came, or else the request */
+    Reader reader;        /* of a text only its decoder is used */
     int message, calls_n; /* index of the reader's message that is being written; calls so far */
     size_t passed;        /* bytes of that message that are taken */
     Bytes text;           /* the content; `shown` bytes are free of stop texts, `sent` bytes are written */
@@ -501,12 +500,12 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
     }
     if (scored) add_score(c, token, logits); /* in a text a stop token has one, too */
     if (q->chat && !stop) take_messages(c);
-    if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->decoder, token, &c->text);
+    if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     show_text(c, false);
     if (c->finish || !(stop || last)) return;
     if (q->chat) reader_end(&c->reader, NULL), take_messages(c);
-    if (!q->chat) tokenizer_flush(&c->decoder, &c->text);
+    if (!q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
     show_text(c, true);
     if (!c->finish) c->finish = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
 }
@@ -618,7 +617,7 @@ static bool add_choices(Request *q, const Ids *prompt) {
     for (int i = 0; i < q->n; i++) {
         Choice *c = q->choice + q->choices;
         Stream *t = &c->stream;
-        *c = (Choice){.request = q, .index = q->choices++, .last = q->since, .decoder.begun = !q->echo};
+        *c = (Choice){.request = q, .index = q->choices++, .last = q->since, .reader.decoder.begun = !q->echo};
         bytes_text(&c->text, "");
         ids_append(&t->tokens, prompt->data, prompt->n);
         t->prompt = prompt->n;
@@ -988,7 +987,7 @@ static void request_free(void *data, struct MHD_Connection *connection, void **s
     q->client->since = seconds();
     unlock();
     for (Choice *c = q->choice; c && c < q->choice + q->choices; c++) {
-        bytes_free(&c->text), bytes_free(&c->thoughts), bytes_free(&c->decoder.held);
+        bytes_free(&c->text), bytes_free(&c->thoughts);
         cJSON_Delete(c->calls), cJSON_Delete(c->scores);
         ids_free(&c->stream.tokens);
         reader_free(&c->reader);

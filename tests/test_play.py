@@ -198,13 +198,13 @@ def test_stdout_that_cannot_be_written():
     def check(name, *args):
         with open("/dev/full", "wb") as full, start(*args, stdin=subprocess.DEVNULL, stdout=full, stderr=-1) as p:
             err = p.communicate(timeout=60)[1].decode()
-        expect(p.returncode == 1 and "infer: stdout" in err, f"/dev/full: exit code {p.returncode}, {err!r}")
+        expect(p.returncode == 1 and "infer: the output" in err, f"/dev/full: exit code {p.returncode}, {err!r}")
         reader, writer = os.pipe()
         os.close(reader)
         with start(*args, stdin=subprocess.DEVNULL, stdout=writer, stderr=-1) as p:
             os.close(writer)
             err = p.communicate(timeout=60)[1].decode()
-        expect(p.returncode == 1 and "infer: stdout" in err, f"closed pipe: exit code {p.returncode}, {err!r}")
+        expect(p.returncode == 1 and "infer: the output" in err, f"closed pipe: exit code {p.returncode}, {err!r}")
     each([("play", "play", PARROT, "-p", "Count.", *GREEDY), ("--json", "play", PARROT, "-p", "Hello!", "--json", *GREEDY),
           ("tokenize", "tokenize", PARROT), ("list", "list"), ("logits", "logits", PARROT, "-p", "x"),
           ("--help", "play", "--help"), ("--version", "--version")], check)
