@@ -10,8 +10,8 @@
 #include <utf8proc.h>
 
 enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 1000 /* from a result to its call */ };
-enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT }; /* in Chat.control for harmony */
-enum { OPEN_THINK, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, MARKS };  /* in Chat.control for other formats */
+enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT };         /* in Chat.control: harmony's */
+enum { OPEN_THINK = ENDOFTEXT + 1, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG }; /* the marks of other formats */
 
 static const char constrained[] = "<|constrain|>", functions[] = "functions.", heading[] = "# Instructions\n\n",
                   open_think[] = "<think>", close_think[] = "</think>", open_call[] = "<tool_call>",
@@ -131,14 +131,14 @@ static bool fits(const Format *f, const char *template, const Tokenizer *t, int 
 }
 
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
-    static const char *const names[CONTROLS] = {"<|start|>", "<|channel|>", constrained,  "<|message|>",
-                                                "<|end|>",   "<|call|>",    "<|return|>", "<|endoftext|>"};
-    static const char *const marks[] = {open_think, close_think, open_call, close_call, "<|python_tag|>"};
+    static const char *const names[CONTROLS] = {"<|start|>", "<|channel|>", constrained,     "<|message|>", "<|end|>",
+                                                "<|call|>",  "<|return|>",  "<|endoftext|>", open_think,    close_think,
+                                                open_call,   close_call,    "<|python_tag|>"};
     static const char preset[] = "<|im_start|>system\\n"; /* behind it stands ChatML's own system text */
     Bytes text = {0};
     *chat = (Chat){.tokenizer = t, .format = &harmony};
     for (int i = 0; i < CONTROLS; i++)
-        if ((chat->control[i] = tokenizer_added(t, names[i])) < 0) chat->format = NULL;
+        if ((chat->control[i] = tokenizer_added(t, names[i])) < 0 && i <= ENDOFTEXT) chat->format = NULL;
     if (chat->format) return true;
     bytes_text(&text, "");
     for (const char *s = template; *s; s++)
@@ -150,7 +150,6 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
         if (n && begins(s + n, "<|im_end|>")) chat->preset = copy_text(s, n);
     }
     bytes_free(&text);
-    for (int i = 0; i < CONTROLS; i++) chat->control[i] = i < MARKS ? tokenizer_added(t, marks[i]) : -1;
     return chat->format ||
            fail(e, BAD_MODEL,
                 "%s; known are harmony and those of Qwen, SmolLM2, Llama, Mistral, Gemma, DeepSeek and TinyLlama",
@@ -971,7 +970,7 @@ static bool push_harmony(Reader *r, int token) {
     const Tokenizer *t = r->chat->tokenizer;
     size_t header = r->header.n;
     int which = 0;
-    while (which < CONTROLS && r->chat->control[which] != token) which++;
+    while (which <= ENDOFTEXT && r->chat->control[which] != token) which++;
     bool channel = which == CHANNEL && (r->in_content || (header && memchr(r->header.data, *marks, header)));
     if (token == STREAM_END) {
         close_message(r, false);
@@ -980,7 +979,7 @@ static bool push_harmony(Reader *r, int token) {
         close_message(r, false);
         r->started = which == START;
         if (channel) bytes_add(&r->header, marks, 1);
-    } else if (which >= END && which < CONTROLS) {
+    } else if (which >= END && which <= ENDOFTEXT) {
         r->repairs += !r->in_content;
         close_message(r, true);
     } else if (which == MESSAGE && !r->in_content) {
@@ -997,7 +996,7 @@ static bool push_harmony(Reader *r, int token) {
         for (size_t i = header; i < r->header.n; i++)
             if ((unsigned char)r->header.data[i] <= 2) r->header.data[i] = ' ';
     }
-    return token == STREAM_END || (which > END && which < CONTROLS);
+    return token == STREAM_END || (which > END && which <= ENDOFTEXT);
 }
 
 /* ---- reading in other formats ---- */
@@ -1062,7 +1061,7 @@ static bool push_other(Reader *r, int token) {
     const Format *f = r->chat->format;
     const int *mark = r->chat->control;
     bool thinking = same(r->now.channel, "analysis"), stop = token == STREAM_END || tokenizer_is_control(t, token);
-    for (int i = 0; i < MARKS; i++) stop = stop && token != mark[i];
+    for (int i = OPEN_THINK; i < CONTROLS; i++) stop = stop && token != mark[i];
     stop = stop || token == r->chat->end;
     if (stop) {
         tokenizer_flush(&r->decoder, &r->header);
