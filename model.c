@@ -102,8 +102,7 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
     cJSON *file, *defaults;    /* file: config.json as it is */
     cJSON *config;             /* the same, or its text_config, and the defaults of keys that it lacks */
     char prefix[60];           /* of tensor names: "model.layers.3." in a layer, "model." or nothing outside */
-    Type made_up_as;           /* encoding of made up matrices */
-    bool mixed;                /* Q4_K_M: some of them are Q6_K, see made_up_type() */
+    Type made_up_as;           /* encoding of made up matrices; TYPES: a mixture, see made_up_type() */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
     bool gguf;                 /* norms hold w, not w - 1; experts' gate and up are two tensors */
@@ -995,7 +994,7 @@ static void check_blocks(Loader *load, const char *name, const Linear *w) {
 static Type made_up_type(const Loader *load, const char *name) {
     const char *router = load->family->moe.router, *layer = strstr(load->prefix, "layers."), *dot = strrchr(name, '.');
     if ((router && !strcmp(name, router)) || (!layer && load->made_up_as < Q8_0)) return BF16;
-    if (!load->mixed) return load->made_up_as;
+    if (load->made_up_as < TYPES) return load->made_up_as;
     if (!layer) return load->tied || !strcmp(name, "lm_head") ? Q6_K : Q4_K;
     int i = (int)strtol(layer + 7, NULL, 10), n = load->c->model.n_layers;
     bool more = i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
@@ -1268,10 +1267,11 @@ static void bind_all(Loader *load) {
                    m->n_layers, load->family->model_type);
 }
 
-/* The type with this name. */
+/* The type with this name; TYPES: the mixture. */
 static Type named_type(const char *name, Error *e) {
     Bytes names = {0};
     Type type = BF16;
+    if (!strcasecmp(name, "Q4_K_M")) return TYPES;
     for (; type < E8M0 && strcasecmp(name, types[type].name); type++)
         bytes_print(&names, "%s%s", type ? ", " : "", types[type].name);
     if (type == E8M0)
@@ -1306,8 +1306,7 @@ static bool read_checkpoint(Checkpoint *c, const char *dir, bool made_up, const 
     *c = (Checkpoint){.model.made_up = made_up};
     *e = (Error){0};
     bool ok = open_config(&load, dir);
-    load.mixed = encoding && !strcasecmp(encoding, "Q4_K_M");
-    if (ok && encoding) load.made_up_as = named_type(load.mixed ? "Q4_K" : encoding, e);
+    if (ok && encoding) load.made_up_as = named_type(encoding, e);
     if (ok && !made_up && !load.gguf) tensors_open(&c->tensors, dir, e);
     if (!failed(&load)) bind_all(&load);
     close_config(&load);

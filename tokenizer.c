@@ -861,12 +861,9 @@ Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
 void tokenizer_close(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < t->splits; i++) pcre2_code_free(t->split[i]);
-    void *owned[] = {t->text.data,        t->piece,
-                     t->by_text.slot,     t->rank.slot,
-                     t->merged.data,      t->prefixes[0].slot,
-                     t->prefixes[1].slot, t->chat_template.data};
-    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
-    free(t);
+    free(t->by_text.slot), free(t->rank.slot), free(t->prefixes[0].slot), free(t->prefixes[1].slot);
+    bytes_free(&t->text), bytes_free(&t->chat_template), ids_free(&t->merged);
+    free(t->piece), free(t);
 }
 
 bool tokenizer_fit(Tokenizer *t, int vocab) {
