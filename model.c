@@ -15,7 +15,6 @@
 #include <math.h>
 #include <search.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -113,14 +112,8 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
 static bool failed(const Loader *load) { return load->e->code; }
 
 /* Records what is wrong with a file. Only the first error counts, because later ones may follow from it. */
-__attribute__((format(printf, 3, 4))) static void refuse(Loader *load, const char *file, const char *format, ...) {
-    char what[500];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
-    va_end(args);
-    if (!failed(load)) fail(load->e, BAD_MODEL, "%s: %s", file, what);
-}
+#define refuse(load, file, format, ...)                                                                                \
+    ((void)(failed(load) || fail((load)->e, BAD_MODEL, "%s: " format, file, __VA_ARGS__)))
 
 static void config_bad(Loader *load, const cJSON *object, const char *key, const char *expected) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, key);
