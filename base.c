@@ -247,6 +247,12 @@ const cJSON *json_get(const cJSON *object, const char *key) {
 const char *json_string(const cJSON *object, const char *key) { return cJSON_GetStringValue(json_get(object, key)); }
 bool json_true(const cJSON *object, const char *key) { return cJSON_IsTrue(json_get(object, key)); }
 
+bool json_is(const cJSON *object, const char *key, const char *text) {
+    const char *value = json_string(object, key);
+    return value && !strcmp(value, text);
+}
+
+
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out) {
     if (!cJSON_IsNumber(value)) return false;
     double x = value->valuedouble;

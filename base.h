@@ -84,6 +84,7 @@ const cJSON *json_get(const cJSON *object, const char *key);
 const char *json_string(const cJSON *object, const char *key); /* or NULL */
 bool json_true(const cJSON *object, const char *key);
 /* A whole number in [least, most], below 2^53 in size, which a double holds exactly. */
+bool json_is(const cJSON *object, const char *key, const char *text);
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);
 /* n bytes of UTF-8 as a JSON string. A NUL becomes U+FFFD, because json_parse() refuses it. */
 cJSON *json_from_text(const char *text, size_t n);

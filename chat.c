@@ -258,7 +258,7 @@ static bool parse_text(const cJSON *value, Bytes *out) {
     if (!cJSON_IsArray(value)) return !value || cJSON_IsString(value);
     cJSON_ArrayForEach(part, value) {
         const char *text = json_string(part, "text");
-        if (!text || !same(json_string(part, "type"), "text")) return false;
+        if (!text || !json_is(part, "type", "text")) return false;
         bytes_text(out, text);
     }
     return true;
@@ -341,7 +341,6 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
     static const char *const texts[] = {"reasoning_effort", "date", "model_identity", "knowledge_cutoff", "channels"};
     const cJSON *messages = json_get(json, "messages"), *tools = json_get(json, "tools"), *each,
                 *format = json_get(json, "response_format"), *schema = json_get(format, "json_schema");
-    const char *type = json_string(format, "type");
     int i = 0;
     for (int t = 0; t < 5; t++)
         if (json_get(json, texts[t]) && !json_string(json, texts[t]))
@@ -355,8 +354,8 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
         const char *name = json_string(json_get(each, "function"), "name");
         if (!check_word("tool's function.name", name, e)) return false;
     }
-    if (format && (schema || !same(type, "text")) &&
-        (!same(type, "json_schema") || !json_string(schema, "name") || !json_get(schema, "schema")))
+    if (format && (schema || !json_is(format, "type", "text")) &&
+        (!json_is(format, "type", "json_schema") || !json_string(schema, "name") || !json_get(schema, "schema")))
         return fail(e, USAGE, "response_format needs the type json_schema, json_schema.name and json_schema.schema");
     if (!cJSON_IsArray(messages)) return fail(e, USAGE, "messages is not an array");
     cJSON_ArrayForEach(each, messages) if (!parse_message(c, each, i++, e)) return false;

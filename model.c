@@ -300,18 +300,17 @@ static void read_experts(Loader *load) {
     m->route = (Route){.scale = 1, .groups = 1, .top_groups = 1, .group_best = 1};
     if (!f->moe.router) return;
     const char *count = json_get(config, f->moe.count) ? f->moe.count : "num_local_experts"; /* its newer name */
-    const char *method = config_text(load, config, "topk_method"), *score = config_text(load, config, "scoring_func");
     Route *r = &m->route;
     m->n_experts = config_whole(load, count, 1, 4096, REQUIRED);
     m->top_k = config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED);
     r->normalise = config_true(load, "norm_topk_prob");
     if (!f->latent) return;
-    bool bias = method && !strcmp(method, "noaux_tc"), greedy = method && !strcmp(method, "greedy");
-    r->sigmoid = score && !strcmp(score, "sigmoid");
+    bool bias = json_is(config, "topk_method", "noaux_tc"), greedy = json_is(config, "topk_method", "greedy");
+    r->sigmoid = json_is(config, "scoring_func", "sigmoid");
     r->scale = (float)config_number(load, config, "routed_scaling_factor", 1e-6, 1e6, 1);
-    if (score && strcmp(score, r->sigmoid ? "sigmoid" : "softmax"))
+    if (!r->sigmoid && !json_is(config, "scoring_func", "softmax"))
         config_bad(load, config, "scoring_func", "\"softmax\" or \"sigmoid\"");
-    if (!bias && !greedy && !(method && !strcmp(method, "group_limited_greedy")))
+    if (!bias && !greedy && !json_is(config, "topk_method", "group_limited_greedy"))
         config_bad(load, config, "topk_method", "\"greedy\", \"group_limited_greedy\" or \"noaux_tc\"");
     if (r->normalise && !bias) config_bad(load, config, "norm_topk_prob", "false with such a topk_method");
     if (greedy) return;
@@ -364,9 +363,8 @@ static void read_sizes(Loader *load) {
     m->embed_scale = f->gemma ? sqrtf((float)m->dim) : 1;
     m->attn_cap = (float)config_number(load, config, "attn_logit_softcapping", 0, 1e6, 0);
     m->logit_cap = (float)config_number(load, config, "final_logit_softcapping", 0, 1e6, 0);
-    const char *key = m->act == GEGLU ? "hidden_activation" : "hidden_act", *act = config_text(load, config, key);
-    const char *known = m->act == GEGLU ? "gelu_pytorch_tanh" : "silu";
-    if (act && strcmp(act, known))
+    const char *key = m->act == GEGLU ? "hidden_activation" : "hidden_act";
+    if (config_text(load, config, key) && !json_is(config, key, m->act == GEGLU ? "gelu_pytorch_tanh" : "silu"))
         config_bad(load, config, key, m->act == GEGLU ? "\"gelu_pytorch_tanh\"" : "\"silu\"");
     m->layer = keep(load->c, (size_t)m->n_layers, sizeof *m->layer);
     /* formulas that no family here has would silently give wrong logits */
@@ -410,12 +408,6 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
     cJSON_ArrayForEach(one, x) check_quantization(load, path, one->string ? one->string : key, one);
 }
 
-/* Has quantization_config this text under this key? */
-static bool quantization_says(const Loader *load, const char *key, const char *value) {
-    const char *text = json_string(load->quantization, key);
-    return text && !strcmp(text, value);
-}
-
 static void read_quantization(Loader *load, const char *dir) {
     char *apart = join(dir, "quantize_config.json"); /* where older GPTQ models declare it */
     const char *path = load->path;
@@ -430,7 +422,7 @@ static void read_quantization(Loader *load, const char *dir) {
     load->quantization = q;
     if (q) check_quantization(load, path, "", q);
     free(apart);
-    if (quantization_says(load, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
+    if (json_is(load->quantization, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
         config_bad(load, q, "version", "\"gemm\"");
 }
 
@@ -969,7 +961,7 @@ static void bind_grids(Loader *load, const char *name, const Encoding *how, Line
         Grid z = {.type = how->zeros, .rows = w->scale.rows, .cols = w->scale.cols};
         z.transposed = in_words(w->type) && w->type != AWQ4;
         w->zero = bind_grid(load, name, how->zero, w, z);
-        w->zero_plus_one = in_gptq(w->type) && !quantization_says(load, "checkpoint_format", "gptq_v2");
+        w->zero_plus_one = in_gptq(w->type) && !json_is(load->quantization, "checkpoint_format", "gptq_v2");
     }
     if (how->group) w->group = bind_group(load, name, how->group, w);
     if (w->type == NVFP4) w->factor = bind_factor(load, name, how->mark);
@@ -997,7 +989,7 @@ static Type made_up_type(const Loader *load, const char *name) {
 /* Finds how a module's matrix is encoded or made up. If no shape fits, returns the first row whose codes exist; bind
  * then reports the shape. */
 static Encoding find_encoding(Loader *load, const char *name, int rows, int cols) {
-    const bool made_up = load->c->model.made_up, awq = quantization_says(load, "quant_method", "awq");
+    const bool made_up = load->c->model.made_up, awq = json_is(load->quantization, "quant_method", "awq");
     const Encoding *near = NULL, *end = encodings + sizeof encodings / sizeof *encodings;
     Type plain = made_up ? made_up_type(load, name) : BF16;
     for (const Encoding *one = encodings; one < end; one++) {

@@ -594,11 +594,6 @@ static bool add_split(Tokenizer *t, const char *pattern) {
     return !references; /* matcher_step() cannot count the bytes that they compare */
 }
 
-static bool is(const cJSON *object, const char *key, const char *text) {
-    const char *value = json_string(object, key);
-    return value && !strcmp(value, text);
-}
-
 static bool read_byte_level(Tokenizer *t, const cJSON *c) {
     const cJSON *use_regex = json_get(c, "use_regex"); /* absent in old files: true */
     t->features |= BYTE_LEVEL;
@@ -628,20 +623,21 @@ static bool read_part(Tokenizer *t, const char *stage, const cJSON *c) {
         if (same) return t->features |= parts[i].feature, true;
     }
     bool splits = !strcmp(stage, "pre_tokenizer"), ends = !strcmp(stage, "post_processor");
-    if (is(c, "type", "ByteLevel")) return splits ? read_byte_level(t, c) : strcmp(stage, "normalizer");
-    if (splits && is(c, "type", "Digits"))
+    if (json_is(c, "type", "ByteLevel")) return splits ? read_byte_level(t, c) : strcmp(stage, "normalizer");
+    if (splits && json_is(c, "type", "Digits"))
         return add_split(t, json_true(c, "individual_digits") ? "\\p{N}" : "\\p{N}+");
-    if (splits && is(c, "type", "Split") && is(c, "behavior", "MergedWithPrevious") && t->features & MARK_SPACES)
-        return is(json_get(c, "pattern"), "String", " "); /* Gemma's; it finds no space, because all are marks */
-    if (splits && is(c, "type", "Split") && is(c, "behavior", "Isolated") && !json_true(c, "invert"))
+    if (splits && json_is(c, "type", "Split") && json_is(c, "behavior", "MergedWithPrevious") &&
+        t->features & MARK_SPACES)
+        return json_is(json_get(c, "pattern"), "String", " "); /* Gemma's; it finds no space, because all are marks */
+    if (splits && json_is(c, "type", "Split") && json_is(c, "behavior", "Isolated") && !json_true(c, "invert"))
         return add_split(t, json_string(json_get(c, "pattern"), "Regex"));
-    return ends && is(c, "type", "TemplateProcessing") && read_template(t, c);
+    return ends && json_is(c, "type", "TemplateProcessing") && read_template(t, c);
 }
 
 /* Reads a stage (normalizer, decoder, ...): one component, a Sequence of them under the key `list`, or absent. */
 static bool read_stage(Tokenizer *t, const cJSON *file, const char *name, const char *list, Error *e) {
     const cJSON *stage = json_get(file, name), *sequence = json_get(stage, list);
-    bool many = is(stage, "type", "Sequence") && cJSON_IsArray(sequence);
+    bool many = json_is(stage, "type", "Sequence") && cJSON_IsArray(sequence);
     for (const cJSON *c = many ? sequence->child : stage; c; c = many ? c->next : NULL) {
         if (read_part(t, name, c)) continue;
         char *text = json_text(c);
@@ -797,7 +793,7 @@ static void add_template(Tokenizer *t, const cJSON *template, bool counts, Bytes
     if (text) bytes_text(all, text);
     if (text && counts) bytes_text(&t->chat_template, text);
     cJSON_ArrayForEach(part, template) {
-        bool wanted = part->string ? !strcmp(part->string, "template") : is(part, "name", "default");
+        bool wanted = part->string ? !strcmp(part->string, "template") : json_is(part, "name", "default");
         add_template(t, part, counts && wanted, all);
     }
 }
