@@ -28,7 +28,6 @@ static bool begins(const char *text, const char *with) { return text && !strncmp
 /* The length of `with` if the text begins with it, else 0. */
 static size_t length_of(const char *text, const char *with) { return begins(text, with) ? strlen(with) : 0; }
 
-static const Bytes nothing = {0};
 static Bytes view(const char *text) { return (Bytes){.data = (char *)(uintptr_t)text, .n = text ? strlen(text) : 0}; }
 static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n; }
 
@@ -173,13 +172,6 @@ bool chat_effort(const Chat *chat, const char *effort, Error *e) {
 
 /* ---- conversations ---- */
 
-static char *join(const char *before, const char *text, size_t n) {
-    Bytes all = {0};
-    bytes_text(&all, before);
-    bytes_add(&all, text, n);
-    return all.data;
-}
-
 void conversation_set(char **text, const char *to) {
     char *copy = to ? copy_text(to, strlen(to)) : NULL;
     free(*text);
@@ -265,10 +257,10 @@ static bool parse_text(const cJSON *value, Bytes *out) {
 }
 
 static Message call_of(const char *function) {
-    return (Message){.role = join("assistant", "", 0),
-                     .channel = join("commentary", "", 0),
-                     .recipient = join(functions, function, strlen(function)),
-                     .content_type = join(constrained, "json", 4)};
+    return (Message){.role = text_print("assistant"),
+                     .channel = text_print("commentary"),
+                     .recipient = text_print("%s%s", functions, function),
+                     .content_type = text_print("%sjson", constrained)};
 }
 
 static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
@@ -321,11 +313,9 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
     if (reason && *reason) conversation_add(c, role, "analysis", reason, strlen(reason));
     if (assistant && !header) channel = cJSON_GetArraySize(calls) ? "commentary" : "final";
     if (system && !c->messages) { /* harmony writes it into the developer's message */
-        Bytes all = {0};
-        if (c->instructions) bytes_print(&all, "%s\n\n", c->instructions);
-        bytes_text(&all, text.data);
-        free(c->instructions);
-        c->instructions = all.data;
+        char *before = c->instructions;
+        c->instructions = before ? text_print("%s\n\n%s", before, text.data) : text_print("%s", text.data);
+        free(before);
     } else if (text.n || !channel || !more) {
         Message *m = conversation_add(c, system ? "developer" : role, channel, text.data, text.n);
         for (int w = tool ? 1 : HEADER; w < WORDS; w++)
@@ -799,7 +789,7 @@ static void put_row(Prompt *p, bool prompt) {
         if (same(c->message[i].role, "user")) first = i, last = last < 0 ? i : last;
     put_begin(p, &before);
     for (int i = 0; i < c->messages;)
-        i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : nothing);
+        i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : (Bytes){0});
     if (prompt) { /* what precedes an answer, without the space that the model writes itself */
         size_t n = p->text.n;
         fill(p, &p->text, f->assistant, NULL, NULL);
@@ -932,7 +922,7 @@ static void read_header(Reader *r, bool complete) {
         if (n) {
             r->repairs += *field != NULL; /* the later one counts */
             free(*field);
-            *field = join(mark == CONSTRAIN && !to ? constrained : "", s, n);
+            *field = text_print("%s%.*s", mark == CONSTRAIN && !to ? constrained : "", (int)n, s);
         } else if (!strspn(s, marks)) {
             bytes_add(&text, s, n = m->channel || !complete ? strlen(s) : strcspn(s, marks));
         }
@@ -951,7 +941,7 @@ static void read_header(Reader *r, bool complete) {
 static void next_message(Reader *r, bool kept) {
     if (kept) *message_new(&r->message, &r->messages) = r->now;
     if (!kept) message_free(&r->now);
-    r->now = (Message){.role = join("assistant", "", 0)};
+    r->now = (Message){.role = text_print("assistant")};
     r->in_content = r->started = false;
 }
 

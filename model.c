@@ -170,11 +170,7 @@ static void *keep(Checkpoint *c, size_t count, size_t bytes) {
     return c->owned[c->owned_n++] = allocate_zero(count, bytes);
 }
 
-static char *join(const char *dir, const char *name) {
-    Bytes path = {0};
-    bytes_print(&path, "%s/%s", dir, name);
-    return path.data;
-}
+static char *join(const char *dir, const char *name) { return text_print("%s/%s", dir, name); }
 
 static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * log(factor) + 1 : 1; }
 
@@ -1459,15 +1455,10 @@ static void add_all(List *list, const char *parent, bool hub) {
         if (*d->d_name == '.' || repository != hub) continue;
         char *path = join(parent, d->d_name), *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
         char *model = hub ? find_snapshot(path) : copy_text(path, strlen(path));
-        Bytes shown = {0};
-        if (dashes && !gguf_named(path))
-            bytes_print(&shown, "%.*s/%s", (int)(dashes - name), name, dashes + 2);
-        else
-            bytes_text(&shown, hub ? name : path);
-        if (model) add_path(list, model, shown.data, hub, 2);
-        free(path);
-        free(model);
-        bytes_free(&shown);
+        char *shown = dashes && !gguf_named(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
+                                                  : text_print("%s", hub ? name : path);
+        if (model) add_path(list, model, shown, hub, 2);
+        free(path), free(model), free(shown);
     }
     if (dir) closedir(dir);
 }
@@ -1479,10 +1470,8 @@ static int by_entry_name(const void *a, const void *b) {
 char *hub_file(const char *name) {
     const char *hub = environment("HF_HOME"), *all = environment("XDG_CACHE_HOME"), *home = environment("HOME");
     if (hub) return join(hub, name);
-    char *cache = all ? join(all, "huggingface") : join(home ? home : "", ".cache/huggingface"),
-         *path = join(cache, name);
-    free(cache);
-    return path;
+    return all ? text_print("%s/huggingface/%s", all, name)
+               : text_print("%s/.cache/huggingface/%s", home ? home : "", name);
 }
 
 char *hub_cache(void) {

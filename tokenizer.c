@@ -805,11 +805,11 @@ static bool read_config(Tokenizer *t, const char *path, Bytes *all, Error *e) {
     const char *slash = strrchr(path, '/');
     bool ok = true;
     for (int i = 0; i < 3 && ok; i++) {
-        Bytes file = {0}, text = {0};
-        bytes_print(&file, "%.*s%s", slash ? (int)(slash - path) + 1 : 0, path, names[i]);
-        if (file_exists(file.data)) {
-            cJSON *config = i ? json_read(file.data, MOST_BYTES, e) : NULL;
-            if (!i && file_read(file.data, MOST_BYTES, &text, e)) config = json_from_text(text.data, text.n);
+        Bytes text = {0};
+        char *file = text_print("%.*s%s", slash ? (int)(slash - path) + 1 : 0, path, names[i]);
+        if (file_exists(file)) {
+            cJSON *config = i ? json_read(file, MOST_BYTES, e) : NULL;
+            if (!i && file_read(file, MOST_BYTES, &text, e)) config = json_from_text(text.data, text.n);
             const cJSON *add = json_get(config, "add_bos_token"), *bos = json_get(config, "bos_token");
             const char *first = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
             if (cJSON_IsBool(add)) t->bos = cJSON_IsTrue(add) && first ? tokenizer_added(t, first) : -1;
@@ -817,7 +817,7 @@ static bool read_config(Tokenizer *t, const char *path, Bytes *all, Error *e) {
             ok = config;
             cJSON_Delete(config);
         }
-        bytes_free(&file), bytes_free(&text);
+        free(file), bytes_free(&text);
     }
     return ok;
 }
