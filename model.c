@@ -624,8 +624,7 @@ static void add_file(Tensors *t, char *name) {
 
 bool gguf_named(const char *path) {
     const char *dot = strrchr(path, '.');
-    struct stat st;
-    return dot && !strcmp(dot, ".gguf") && !stat(path, &st) && S_ISREG(st.st_mode);
+    return dot && !strcmp(dot, ".gguf") && file_exists(path);
 }
 
 /* The number of files of a GGUF model, from the name of the first: 3 for NAME-00001-of-00003.gguf. 0: not the first. */
@@ -634,18 +633,6 @@ static int gguf_parts(const char *path) {
     int no = 1, count = 1;
     if (n > 20 && sscanf(path + n - 20, "-%5d-of-%5d.gguf", &no, &count) != 2) no = count = 1;
     return no == 1 && count >= 1 && count <= MOST_FILES ? count : 0;
-}
-
-/* Adds the other parts of the GGUF file at path. */
-static bool add_parts(Tensors *t, const char *path, Error *e) {
-    int n = gguf_parts(path), stem = (int)strlen(path) - 19; /* before 00001-of-00003.gguf */
-    if (!n) return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
-    for (int i = 1; i < n; i++) {
-        Bytes part = {0};
-        bytes_print(&part, "%.*s%05d-of-%05d.gguf", stem, path, i + 1, n);
-        add_file(t, part.data);
-    }
-    return true;
 }
 
 /* Adds the files of a directory: all that model.safetensors.index.json names, or else model.safetensors. */
@@ -673,10 +660,12 @@ static bool add_files(Tensors *t, const char *dir, Error *e) {
 
 /* Adds the files of a directory, or a single file. A GGUF file is added with all its parts. */
 static bool name_files(Tensors *t, const char *path, Error *e) {
-    struct stat st;
-    if (stat(path, &st) || !S_ISREG(st.st_mode)) return add_files(t, path, e);
-    add_file(t, copy_text(path, strlen(path)));
-    return !gguf_named(path) || add_parts(t, path, e);
+    if (!file_exists(path)) return add_files(t, path, e);
+    int n = gguf_named(path) ? gguf_parts(path) : 1, stem = (int)strlen(path) - 19; /* before 00001-of-00003.gguf */
+    if (!n) return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
+    add_file(t, text_print("%s", path));
+    for (int i = 1; i < n; i++) add_file(t, text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n));
+    return true;
 }
 
 static char shrunk[600]; /* on_bus_error's message about the files opened last */
