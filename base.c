@@ -56,7 +56,7 @@ void bytes_add(Bytes *b, const void *data, size_t n) {
 
 void bytes_text(Bytes *b, const char *text) { bytes_add(b, text, strlen(text)); }
 
-void bytes_print(Bytes *b, const char *format, ...) {
+char *bytes_print(Bytes *b, const char *format, ...) {
     va_list args;
     va_start(args, format);
     char *text = NULL;
@@ -64,6 +64,7 @@ void bytes_print(Bytes *b, const char *format, ...) {
     va_end(args);
     bytes_add(b, checked(n < 0 ? NULL : text), (size_t)n);
     free(text);
+    return b->data;
 }
 
 void bytes_free(Bytes *b) {
@@ -245,6 +246,12 @@ const cJSON *json_get(const cJSON *object, const char *key) {
 }
 
 const char *json_string(const cJSON *object, const char *key) { return cJSON_GetStringValue(json_get(object, key)); }
+
+bool json_is(const cJSON *object, const char *key, const char *text) {
+    const char *value = json_string(object, key);
+    return value && !strcmp(value, text);
+}
+
 bool json_true(const cJSON *object, const char *key) { return cJSON_IsTrue(json_get(object, key)); }
 
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out) {

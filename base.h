@@ -47,7 +47,9 @@ typedef struct { /* bytes that grow; data is NUL-terminated after every call, so
 } Bytes;
 void bytes_add(Bytes *b, const void *data, size_t n);
 void bytes_text(Bytes *b, const char *text);
-void bytes_print(Bytes *b, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* Appends what printf prints, and returns all of the text. text_print: a new one; free it. */
+char *bytes_print(Bytes *b, const char *format, ...) __attribute__((format(printf, 2, 3)));
+#define text_print(...) bytes_print(&(Bytes){0}, __VA_ARGS__)
 void bytes_free(Bytes *b);
 
 typedef struct { /* token ids that grow */
@@ -82,6 +84,7 @@ cJSON *json_read(const char *path, size_t most, Error *e);
 /* Members of objects; case matters. json_get returns NULL for a missing key and for null. */
 const cJSON *json_get(const cJSON *object, const char *key);
 const char *json_string(const cJSON *object, const char *key); /* or NULL */
+bool json_is(const cJSON *object, const char *key, const char *text);
 bool json_true(const cJSON *object, const char *key);
 /* A whole number in [least, most], below 2^53 in size, which a double holds exactly. */
 bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out);

@@ -10,8 +10,8 @@
 #include <utf8proc.h>
 
 enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 1000 /* from a result to its call */ };
-enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT }; /* in Chat.control for harmony */
-enum { OPEN_THINK, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, MARKS };  /* in Chat.control for other formats */
+enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT };         /* in Chat.control: harmony's */
+enum { OPEN_THINK = ENDOFTEXT + 1, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG }; /* the marks of other formats */
 
 static const char constrained[] = "<|constrain|>", functions[] = "functions.", heading[] = "# Instructions\n\n",
                   open_think[] = "<think>", close_think[] = "</think>", open_call[] = "<tool_call>",
@@ -28,7 +28,6 @@ static bool begins(const char *text, const char *with) { return text && !strncmp
 /* The length of `with` if the text begins with it, else 0. */
 static size_t length_of(const char *text, const char *with) { return begins(text, with) ? strlen(with) : 0; }
 
-static const Bytes nothing = {0};
 static Bytes view(const char *text) { return (Bytes){.data = (char *)(uintptr_t)text, .n = text ? strlen(text) : 0}; }
 static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n; }
 
@@ -131,14 +130,14 @@ static bool fits(const Format *f, const char *template, const Tokenizer *t, int 
 }
 
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
-    static const char *const names[CONTROLS] = {"<|start|>", "<|channel|>", constrained,  "<|message|>",
-                                                "<|end|>",   "<|call|>",    "<|return|>", "<|endoftext|>"};
-    static const char *const marks[] = {open_think, close_think, open_call, close_call, "<|python_tag|>"};
+    static const char *const names[CONTROLS] = {"<|start|>", "<|channel|>", constrained,     "<|message|>", "<|end|>",
+                                                "<|call|>",  "<|return|>",  "<|endoftext|>", open_think,    close_think,
+                                                open_call,   close_call,    "<|python_tag|>"};
     static const char preset[] = "<|im_start|>system\\n"; /* behind it stands ChatML's own system text */
     Bytes text = {0};
     *chat = (Chat){.tokenizer = t, .format = &harmony};
     for (int i = 0; i < CONTROLS; i++)
-        if ((chat->control[i] = tokenizer_added(t, names[i])) < 0) chat->format = NULL;
+        if ((chat->control[i] = tokenizer_added(t, names[i])) < 0 && i <= ENDOFTEXT) chat->format = NULL;
     if (chat->format) return true;
     bytes_text(&text, "");
     for (const char *s = template; *s; s++)
@@ -150,7 +149,6 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
         if (n && begins(s + n, "<|im_end|>")) chat->preset = copy_text(s, n);
     }
     bytes_free(&text);
-    for (int i = 0; i < CONTROLS; i++) chat->control[i] = i < MARKS ? tokenizer_added(t, marks[i]) : -1;
     return chat->format ||
            fail(e, BAD_MODEL,
                 "%s; known are harmony and those of Qwen, SmolLM2, Llama, Mistral, Gemma, DeepSeek and TinyLlama",
@@ -173,13 +171,6 @@ bool chat_effort(const Chat *chat, const char *effort, Error *e) {
 }
 
 /* ---- conversations ---- */
-
-static char *join(const char *before, const char *text, size_t n) {
-    Bytes all = {0};
-    bytes_text(&all, before);
-    bytes_add(&all, text, n);
-    return all.data;
-}
 
 void conversation_set(char **text, const char *to) {
     char *copy = to ? copy_text(to, strlen(to)) : NULL;
@@ -259,17 +250,17 @@ static bool parse_text(const cJSON *value, Bytes *out) {
     if (!cJSON_IsArray(value)) return !value || cJSON_IsString(value);
     cJSON_ArrayForEach(part, value) {
         const char *text = json_string(part, "text");
-        if (!text || !same(json_string(part, "type"), "text")) return false;
+        if (!text || !json_is(part, "type", "text")) return false;
         bytes_text(out, text);
     }
     return true;
 }
 
 static Message call_of(const char *function) {
-    return (Message){.role = join("assistant", "", 0),
-                     .channel = join("commentary", "", 0),
-                     .recipient = join(functions, function, strlen(function)),
-                     .content_type = join(constrained, "json", 4)};
+    return (Message){.role = text_print("assistant"),
+                     .channel = text_print("commentary"),
+                     .recipient = text_print("%s%s", functions, function),
+                     .content_type = text_print("%sjson", constrained)};
 }
 
 static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
@@ -322,11 +313,9 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
     if (reason && *reason) conversation_add(c, role, "analysis", reason, strlen(reason));
     if (assistant && !header) channel = cJSON_GetArraySize(calls) ? "commentary" : "final";
     if (system && !c->messages) { /* harmony writes it into the developer's message */
-        Bytes all = {0};
-        if (c->instructions) bytes_print(&all, "%s\n\n", c->instructions);
-        bytes_text(&all, text.data);
-        free(c->instructions);
-        c->instructions = all.data;
+        char *before = c->instructions;
+        c->instructions = before ? text_print("%s\n\n%s", before, text.data) : text_print("%s", text.data);
+        free(before);
     } else if (text.n || !channel || !more) {
         Message *m = conversation_add(c, system ? "developer" : role, channel, text.data, text.n);
         for (int w = tool ? 1 : HEADER; w < WORDS; w++)
@@ -342,7 +331,6 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
     static const char *const texts[] = {"reasoning_effort", "date", "model_identity", "knowledge_cutoff", "channels"};
     const cJSON *messages = json_get(json, "messages"), *tools = json_get(json, "tools"), *each,
                 *format = json_get(json, "response_format"), *schema = json_get(format, "json_schema");
-    const char *type = json_string(format, "type");
     int i = 0;
     for (int t = 0; t < 5; t++)
         if (json_get(json, texts[t]) && !json_string(json, texts[t]))
@@ -356,8 +344,8 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
         const char *name = json_string(json_get(each, "function"), "name");
         if (!check_word("tool's function.name", name, e)) return false;
     }
-    if (format && (schema || !same(type, "text")) &&
-        (!same(type, "json_schema") || !json_string(schema, "name") || !json_get(schema, "schema")))
+    if (format && (schema || !json_is(format, "type", "text")) &&
+        (!json_is(format, "type", "json_schema") || !json_string(schema, "name") || !json_get(schema, "schema")))
         return fail(e, USAGE, "response_format needs the type json_schema, json_schema.name and json_schema.schema");
     if (!cJSON_IsArray(messages)) return fail(e, USAGE, "messages is not an array");
     cJSON_ArrayForEach(each, messages) if (!parse_message(c, each, i++, e)) return false;
@@ -801,7 +789,7 @@ static void put_row(Prompt *p, bool prompt) {
         if (same(c->message[i].role, "user")) first = i, last = last < 0 ? i : last;
     put_begin(p, &before);
     for (int i = 0; i < c->messages;)
-        i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : nothing);
+        i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : (Bytes){0});
     if (prompt) { /* what precedes an answer, without the space that the model writes itself */
         size_t n = p->text.n;
         fill(p, &p->text, f->assistant, NULL, NULL);
@@ -934,7 +922,7 @@ static void read_header(Reader *r, bool complete) {
         if (n) {
             r->repairs += *field != NULL; /* the later one counts */
             free(*field);
-            *field = join(mark == CONSTRAIN && !to ? constrained : "", s, n);
+            *field = text_print("%s%.*s", mark == CONSTRAIN && !to ? constrained : "", (int)n, s);
         } else if (!strspn(s, marks)) {
             bytes_add(&text, s, n = m->channel || !complete ? strlen(s) : strcspn(s, marks));
         }
@@ -953,7 +941,7 @@ static void read_header(Reader *r, bool complete) {
 static void next_message(Reader *r, bool kept) {
     if (kept) *message_new(&r->message, &r->messages) = r->now;
     if (!kept) message_free(&r->now);
-    r->now = (Message){.role = join("assistant", "", 0)};
+    r->now = (Message){.role = text_print("assistant")};
     r->in_content = r->started = false;
 }
 
@@ -971,7 +959,7 @@ static bool push_harmony(Reader *r, int token) {
     const Tokenizer *t = r->chat->tokenizer;
     size_t header = r->header.n;
     int which = 0;
-    while (which < CONTROLS && r->chat->control[which] != token) which++;
+    while (which <= ENDOFTEXT && r->chat->control[which] != token) which++;
     bool channel = which == CHANNEL && (r->in_content || (header && memchr(r->header.data, *marks, header)));
     if (token == STREAM_END) {
         close_message(r, false);
@@ -980,7 +968,7 @@ static bool push_harmony(Reader *r, int token) {
         close_message(r, false);
         r->started = which == START;
         if (channel) bytes_add(&r->header, marks, 1);
-    } else if (which >= END && which < CONTROLS) {
+    } else if (which >= END && which <= ENDOFTEXT) {
         r->repairs += !r->in_content;
         close_message(r, true);
     } else if (which == MESSAGE && !r->in_content) {
@@ -997,7 +985,7 @@ static bool push_harmony(Reader *r, int token) {
         for (size_t i = header; i < r->header.n; i++)
             if ((unsigned char)r->header.data[i] <= 2) r->header.data[i] = ' ';
     }
-    return token == STREAM_END || (which > END && which < CONTROLS);
+    return token == STREAM_END || (which > END && which <= ENDOFTEXT);
 }
 
 /* ---- reading in other formats ---- */
@@ -1062,7 +1050,7 @@ static bool push_other(Reader *r, int token) {
     const Format *f = r->chat->format;
     const int *mark = r->chat->control;
     bool thinking = same(r->now.channel, "analysis"), stop = token == STREAM_END || tokenizer_is_control(t, token);
-    for (int i = 0; i < MARKS; i++) stop = stop && token != mark[i];
+    for (int i = OPEN_THINK; i < CONTROLS; i++) stop = stop && token != mark[i];
     stop = stop || token == r->chat->end;
     if (stop) {
         tokenizer_flush(&r->decoder, &r->header);

@@ -6,12 +6,12 @@
 
 #include "tokenizer.h"
 
-enum { CONTROLS = 8 }; /* <|start|> <|channel|> <|constrain|> <|message|> <|end|> <|call|> <|return|> <|endoftext|> */
+enum { CONTROLS = 13 };       /* the tokens of harmony and the marks of other formats, see chat.c */
 typedef struct Format Format; /* a row of the table */
 typedef struct {
     const Tokenizer *tokenizer;
     const Format *format;
-    int control[CONTROLS]; /* ids of harmony's tokens, or of another format's marks */
+    int control[CONTROLS]; /* their ids, or -1 */
     int end;               /* the token that ends an answer in another format */
     char *preset;          /* the system text that the template itself has, or NULL */
 } Chat;

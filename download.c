@@ -27,7 +27,6 @@
 #include <openssl/evp.h>
 #include <pthread.h>
 #include <regex.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -150,24 +149,22 @@ static void remove_outline(void) {
 }
 
 /* Ends the process, whatever other threads do, so that only the first error prints its line. */
-__attribute__((noreturn, format(printf, 2, 3))) static void give_up(int code, const char *format, ...) {
+__attribute__((noreturn)) static void end(const Error *e) {
     uint64_t here = bytes_here();
-    char text[sizeof(Error)], a[24], b[24];
-    Error e;
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    fail(&e, code, "%s", text);
+    char a[24], b[24];
     pthread_mutex_lock(&hub.mutex);
     clear();
     fflush(stdout);
-    fprintf(stderr, "infer: %s", e.text);
+    fprintf(stderr, "infer: %s", e->text);
     if (here) fprintf(stderr, " (%s of %s are here)", size_text(here, a), size_text(hub.total, b));
     fputc('\n', stderr);
     remove_outline();
-    _exit(code);
+    _exit(e->code);
 }
+
+/* The same with an error of this code and text. */
+static _Thread_local Error fatal;
+#define give_up(...) (fail(&fatal, __VA_ARGS__), end(&fatal))
 
 /* A thread that ends the process at Ctrl+C, whatever the others wait for. */
 static void *watch(void *interrupt) {
@@ -465,7 +462,7 @@ static void fetch_blob(File *f) {
     f->hash = EVP_MD_CTX_new();
     for (int tries = 0;; tries++) {
         file_begin(f);
-        if (f->done < f->size && !get(f, url, NULL, &e)) give_up(e.code, "%s", e.text);
+        if (f->done < f->size && !get(f, url, NULL, &e)) end(&e);
         EVP_DigestFinal_ex(f->hash, digest, &n);
         for (unsigned i = 0; i < n; i++) sprintf(found + 2 * i, "%02x", digest[i]);
         if (!strcmp(found, f->id)) break;
@@ -670,7 +667,7 @@ static char *fetch_repository(const Options *o) {
             close(fd);
         }
     } else if (!whole) {
-        give_up(e.code, "%s", e.text);
+        end(&e);
     } else if (ask) {
         fprintf(stderr, "%s\nThe files that are here are complete: infer uses them.\n", e.text);
     }
@@ -735,14 +732,14 @@ static void save_head(File *f) {
     File head = {.name = f->name, .size = weights ? 8 : MAX_ANSWER, .body = &(Bytes){0}}, rest = head;
     uint64_t n = 0;
     Error e;
-    if (!get(&head, url, weights ? "0-7" : NULL, &e)) give_up(e.code, "%s", e.text);
+    if (!get(&head, url, weights ? "0-7" : NULL, &e)) end(&e);
     if (weights) {
         memcpy(&n, head.body->data, head.body->n);
         rest.size = n = le64toh(n);
         snprintf(range, sizeof range, "8-%llu", (unsigned long long)n + 7);
         if (!n || n > MAX_ANSWER || n > f->size - head.body->n)
             give_up(BAD_MODEL, "%s: a header of %llu bytes does not fit", f->name, (unsigned long long)n);
-        if (!get(&rest, url, range, &e)) give_up(e.code, "%s", e.text);
+        if (!get(&rest, url, range, &e)) end(&e);
     }
     snprintf(path, sizeof path, "%s/%s", hub.name, f->name);
     make_folders(path);
@@ -760,7 +757,7 @@ const char *outline_open(const char *repository, uint64_t *to_fetch) {
     const char *tmp = environment("TMPDIR");
     Error e;
     hub_open(&(Options){.model = repository});
-    if (!list_files(&e)) give_up(e.code, "%s", e.text);
+    if (!list_files(&e)) end(&e);
     *to_fetch = 0;
     for (int i = 0; i < hub.files; i++) *to_fetch += is_here(hub.file + i) ? 0 : hub.file[i].size;
     snprintf(hub.outline, sizeof hub.outline, "%s/infer-XXXXXX", tmp ? tmp : "/tmp");

@@ -6,7 +6,6 @@
 
 #include <endian.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -22,15 +21,9 @@ typedef struct {
     Error *e;
 } Cursor;
 
-static void refuse(Cursor *r, const char *format, ...) {
-    char what[300];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
-    va_end(args);
-    if (!r->bad) fail(r->e, BAD_MODEL, "%s: %s (before byte %td)", r->path, what, r->at - r->begin);
-    r->bad = true;
-}
+#define refuse(r, format, ...)                                                                                         \
+    ((r)->bad = (r)->bad || !fail((r)->e, BAD_MODEL, "%s: " format " (before byte %td)", (r)->path, ##__VA_ARGS__,     \
+                                  (r)->at - (r)->begin))
 
 static uint64_t read_number(Cursor *r, size_t bytes) { /* little-endian */
     uint64_t x = 0;

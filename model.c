@@ -15,7 +15,6 @@
 #include <math.h>
 #include <search.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -102,8 +101,7 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
     cJSON *file, *defaults;    /* file: config.json as it is */
     cJSON *config;             /* the same, or its text_config, and the defaults of keys that it lacks */
     char prefix[60];           /* of tensor names: "model.layers.3." in a layer, "model." or nothing outside */
-    Type made_up_as;           /* encoding of made up matrices */
-    bool mixed;                /* Q4_K_M: some of them are Q6_K, see made_up_type() */
+    Type made_up_as;           /* encoding of made up matrices; TYPES: a mixture, see made_up_type() */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
     bool gguf;                 /* norms hold w, not w - 1; experts' gate and up are two tensors */
@@ -114,14 +112,8 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
 static bool failed(const Loader *load) { return load->e->code; }
 
 /* Records what is wrong with a file. Only the first error counts, because later ones may follow from it. */
-__attribute__((format(printf, 3, 4))) static void refuse(Loader *load, const char *file, const char *format, ...) {
-    char what[500];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
-    va_end(args);
-    if (!failed(load)) fail(load->e, BAD_MODEL, "%s: %s", file, what);
-}
+#define refuse(load, file, format, ...)                                                                                \
+    ((void)(failed(load) || fail((load)->e, BAD_MODEL, "%s: " format, file, __VA_ARGS__)))
 
 static void config_bad(Loader *load, const cJSON *object, const char *key, const char *expected) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, key);
@@ -178,11 +170,7 @@ static void *keep(Checkpoint *c, size_t count, size_t bytes) {
     return c->owned[c->owned_n++] = allocate_zero(count, bytes);
 }
 
-static char *join(const char *dir, const char *name) {
-    Bytes path = {0};
-    bytes_print(&path, "%s/%s", dir, name);
-    return path.data;
-}
+static char *join(const char *dir, const char *name) { return text_print("%s/%s", dir, name); }
 
 static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * log(factor) + 1 : 1; }
 
@@ -308,18 +296,17 @@ static void read_experts(Loader *load) {
     m->route = (Route){.scale = 1, .groups = 1, .top_groups = 1, .group_best = 1};
     if (!f->moe.router) return;
     const char *count = json_get(config, f->moe.count) ? f->moe.count : "num_local_experts"; /* its newer name */
-    const char *method = config_text(load, config, "topk_method"), *score = config_text(load, config, "scoring_func");
     Route *r = &m->route;
     m->n_experts = config_whole(load, count, 1, 4096, REQUIRED);
     m->top_k = config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED);
     r->normalise = config_true(load, "norm_topk_prob");
     if (!f->latent) return;
-    bool bias = method && !strcmp(method, "noaux_tc"), greedy = method && !strcmp(method, "greedy");
-    r->sigmoid = score && !strcmp(score, "sigmoid");
+    bool bias = json_is(config, "topk_method", "noaux_tc"), greedy = json_is(config, "topk_method", "greedy");
+    r->sigmoid = json_is(config, "scoring_func", "sigmoid");
     r->scale = (float)config_number(load, config, "routed_scaling_factor", 1e-6, 1e6, 1);
-    if (score && strcmp(score, r->sigmoid ? "sigmoid" : "softmax"))
+    if (!r->sigmoid && !json_is(config, "scoring_func", "softmax"))
         config_bad(load, config, "scoring_func", "\"softmax\" or \"sigmoid\"");
-    if (!bias && !greedy && !(method && !strcmp(method, "group_limited_greedy")))
+    if (!bias && !greedy && !json_is(config, "topk_method", "group_limited_greedy"))
         config_bad(load, config, "topk_method", "\"greedy\", \"group_limited_greedy\" or \"noaux_tc\"");
     if (r->normalise && !bias) config_bad(load, config, "norm_topk_prob", "false with such a topk_method");
     if (greedy) return;
@@ -372,9 +359,8 @@ static void read_sizes(Loader *load) {
     m->embed_scale = f->gemma ? sqrtf((float)m->dim) : 1;
     m->attn_cap = (float)config_number(load, config, "attn_logit_softcapping", 0, 1e6, 0);
     m->logit_cap = (float)config_number(load, config, "final_logit_softcapping", 0, 1e6, 0);
-    const char *key = m->act == GEGLU ? "hidden_activation" : "hidden_act", *act = config_text(load, config, key);
-    const char *known = m->act == GEGLU ? "gelu_pytorch_tanh" : "silu";
-    if (act && strcmp(act, known))
+    const char *key = m->act == GEGLU ? "hidden_activation" : "hidden_act";
+    if (config_text(load, config, key) && !json_is(config, key, m->act == GEGLU ? "gelu_pytorch_tanh" : "silu"))
         config_bad(load, config, key, m->act == GEGLU ? "\"gelu_pytorch_tanh\"" : "\"silu\"");
     m->layer = keep(load->c, (size_t)m->n_layers, sizeof *m->layer);
     /* formulas that no family here has would silently give wrong logits */
@@ -418,12 +404,6 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
     cJSON_ArrayForEach(one, x) check_quantization(load, path, one->string ? one->string : key, one);
 }
 
-/* Has quantization_config this text under this key? */
-static bool quantization_says(const Loader *load, const char *key, const char *value) {
-    const char *text = json_string(load->quantization, key);
-    return text && !strcmp(text, value);
-}
-
 static void read_quantization(Loader *load, const char *dir) {
     char *apart = join(dir, "quantize_config.json"); /* where older GPTQ models declare it */
     const char *path = load->path;
@@ -438,7 +418,7 @@ static void read_quantization(Loader *load, const char *dir) {
     load->quantization = q;
     if (q) check_quantization(load, path, "", q);
     free(apart);
-    if (quantization_says(load, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
+    if (json_is(load->quantization, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
         config_bad(load, q, "version", "\"gemm\"");
 }
 
@@ -644,8 +624,7 @@ static void add_file(Tensors *t, char *name) {
 
 bool gguf_named(const char *path) {
     const char *dot = strrchr(path, '.');
-    struct stat st;
-    return dot && !strcmp(dot, ".gguf") && !stat(path, &st) && S_ISREG(st.st_mode);
+    return dot && !strcmp(dot, ".gguf") && file_exists(path);
 }
 
 /* The number of files of a GGUF model, from the name of the first: 3 for NAME-00001-of-00003.gguf. 0: not the first. */
@@ -654,18 +633,6 @@ static int gguf_parts(const char *path) {
     int no = 1, count = 1;
     if (n > 20 && sscanf(path + n - 20, "-%5d-of-%5d.gguf", &no, &count) != 2) no = count = 1;
     return no == 1 && count >= 1 && count <= MOST_FILES ? count : 0;
-}
-
-/* Adds the other parts of the GGUF file at path. */
-static bool add_parts(Tensors *t, const char *path, Error *e) {
-    int n = gguf_parts(path), stem = (int)strlen(path) - 19; /* before 00001-of-00003.gguf */
-    if (!n) return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
-    for (int i = 1; i < n; i++) {
-        Bytes part = {0};
-        bytes_print(&part, "%.*s%05d-of-%05d.gguf", stem, path, i + 1, n);
-        add_file(t, part.data);
-    }
-    return true;
 }
 
 /* Adds the files of a directory: all that model.safetensors.index.json names, or else model.safetensors. */
@@ -693,10 +660,12 @@ static bool add_files(Tensors *t, const char *dir, Error *e) {
 
 /* Adds the files of a directory, or a single file. A GGUF file is added with all its parts. */
 static bool name_files(Tensors *t, const char *path, Error *e) {
-    struct stat st;
-    if (stat(path, &st) || !S_ISREG(st.st_mode)) return add_files(t, path, e);
-    add_file(t, copy_text(path, strlen(path)));
-    return !gguf_named(path) || add_parts(t, path, e);
+    if (!file_exists(path)) return add_files(t, path, e);
+    int n = gguf_named(path) ? gguf_parts(path) : 1, stem = (int)strlen(path) - 19; /* before 00001-of-00003.gguf */
+    if (!n) return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
+    add_file(t, text_print("%s", path));
+    for (int i = 1; i < n; i++) add_file(t, text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n));
+    return true;
 }
 
 static char shrunk[600]; /* on_bus_error's message about the files opened last */
@@ -977,7 +946,7 @@ static void bind_grids(Loader *load, const char *name, const Encoding *how, Line
         Grid z = {.type = how->zeros, .rows = w->scale.rows, .cols = w->scale.cols};
         z.transposed = in_words(w->type) && w->type != AWQ4;
         w->zero = bind_grid(load, name, how->zero, w, z);
-        w->zero_plus_one = in_gptq(w->type) && !quantization_says(load, "checkpoint_format", "gptq_v2");
+        w->zero_plus_one = in_gptq(w->type) && !json_is(load->quantization, "checkpoint_format", "gptq_v2");
     }
     if (how->group) w->group = bind_group(load, name, how->group, w);
     if (w->type == NVFP4) w->factor = bind_factor(load, name, how->mark);
@@ -995,7 +964,7 @@ static void check_blocks(Loader *load, const char *name, const Linear *w) {
 static Type made_up_type(const Loader *load, const char *name) {
     const char *router = load->family->moe.router, *layer = strstr(load->prefix, "layers."), *dot = strrchr(name, '.');
     if ((router && !strcmp(name, router)) || (!layer && load->made_up_as < Q8_0)) return BF16;
-    if (!load->mixed) return load->made_up_as;
+    if (load->made_up_as < TYPES) return load->made_up_as;
     if (!layer) return load->tied || !strcmp(name, "lm_head") ? Q6_K : Q4_K;
     int i = (int)strtol(layer + 7, NULL, 10), n = load->c->model.n_layers;
     bool more = i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
@@ -1005,7 +974,7 @@ static Type made_up_type(const Loader *load, const char *name) {
 /* Finds how a module's matrix is encoded or made up. If no shape fits, returns the first row whose codes exist; bind
  * then reports the shape. */
 static Encoding find_encoding(Loader *load, const char *name, int rows, int cols) {
-    const bool made_up = load->c->model.made_up, awq = quantization_says(load, "quant_method", "awq");
+    const bool made_up = load->c->model.made_up, awq = json_is(load->quantization, "quant_method", "awq");
     const Encoding *near = NULL, *end = encodings + sizeof encodings / sizeof *encodings;
     Type plain = made_up ? made_up_type(load, name) : BF16;
     for (const Encoding *one = encodings; one < end; one++) {
@@ -1268,10 +1237,11 @@ static void bind_all(Loader *load) {
                    m->n_layers, load->family->model_type);
 }
 
-/* The type with this name. */
+/* The type with this name; TYPES: the mixture. */
 static Type named_type(const char *name, Error *e) {
     Bytes names = {0};
     Type type = BF16;
+    if (!strcasecmp(name, "Q4_K_M")) return TYPES;
     for (; type < E8M0 && strcasecmp(name, types[type].name); type++)
         bytes_print(&names, "%s%s", type ? ", " : "", types[type].name);
     if (type == E8M0)
@@ -1306,8 +1276,7 @@ static bool read_checkpoint(Checkpoint *c, const char *dir, bool made_up, const 
     *c = (Checkpoint){.model.made_up = made_up};
     *e = (Error){0};
     bool ok = open_config(&load, dir);
-    load.mixed = encoding && !strcasecmp(encoding, "Q4_K_M");
-    if (ok && encoding) load.made_up_as = named_type(load.mixed ? "Q4_K" : encoding, e);
+    if (ok && encoding) load.made_up_as = named_type(encoding, e);
     if (ok && !made_up && !load.gguf) tensors_open(&c->tensors, dir, e);
     if (!failed(&load)) bind_all(&load);
     close_config(&load);
@@ -1475,15 +1444,10 @@ static void add_all(List *list, const char *parent, bool hub) {
         if (*d->d_name == '.' || repository != hub) continue;
         char *path = join(parent, d->d_name), *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
         char *model = hub ? find_snapshot(path) : copy_text(path, strlen(path));
-        Bytes shown = {0};
-        if (dashes && !gguf_named(path))
-            bytes_print(&shown, "%.*s/%s", (int)(dashes - name), name, dashes + 2);
-        else
-            bytes_text(&shown, hub ? name : path);
-        if (model) add_path(list, model, shown.data, hub, 2);
-        free(path);
-        free(model);
-        bytes_free(&shown);
+        char *shown = dashes && !gguf_named(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
+                                                  : text_print("%s", hub ? name : path);
+        if (model) add_path(list, model, shown, hub, 2);
+        free(path), free(model), free(shown);
     }
     if (dir) closedir(dir);
 }
@@ -1495,10 +1459,8 @@ static int by_entry_name(const void *a, const void *b) {
 char *hub_file(const char *name) {
     const char *hub = environment("HF_HOME"), *all = environment("XDG_CACHE_HOME"), *home = environment("HOME");
     if (hub) return join(hub, name);
-    char *cache = all ? join(all, "huggingface") : join(home ? home : "", ".cache/huggingface"),
-         *path = join(cache, name);
-    free(cache);
-    return path;
+    return all ? text_print("%s/huggingface/%s", all, name)
+               : text_print("%s/.cache/huggingface/%s", home ? home : "", name);
 }
 
 char *hub_cache(void) {
@@ -1527,15 +1489,12 @@ void models_free(ModelEntry *list, int n) {
     free(list);
 }
 
-/* The path of the model in a folder: the only GGUF file in it, or the folder itself. */
+/* The path of the model in a folder: the only one that a list would show, or the folder itself. */
 static char *find_inside(const char *folder) {
     List list = {0};
-    char *config = join(folder, "config.json");
-    if (access(config, F_OK)) add_path(&list, folder, folder, false, 2);
-    char *found = list.n == 1 ? list.entry->path : (char *)(uintptr_t)folder;
-    found = copy_text(found, strlen(found));
+    add_path(&list, folder, folder, false, 2);
+    char *found = text_print("%s", list.n == 1 ? list.entry->path : folder);
     models_free(list.entry, list.n);
-    free(config);
     return found;
 }
 

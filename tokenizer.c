@@ -594,11 +594,6 @@ static bool add_split(Tokenizer *t, const char *pattern) {
     return !references; /* matcher_step() cannot count the bytes that they compare */
 }
 
-static bool is(const cJSON *object, const char *key, const char *text) {
-    const char *value = json_string(object, key);
-    return value && !strcmp(value, text);
-}
-
 static bool read_byte_level(Tokenizer *t, const cJSON *c) {
     const cJSON *use_regex = json_get(c, "use_regex"); /* absent in old files: true */
     t->features |= BYTE_LEVEL;
@@ -628,20 +623,21 @@ static bool read_part(Tokenizer *t, const char *stage, const cJSON *c) {
         if (same) return t->features |= parts[i].feature, true;
     }
     bool splits = !strcmp(stage, "pre_tokenizer"), ends = !strcmp(stage, "post_processor");
-    if (is(c, "type", "ByteLevel")) return splits ? read_byte_level(t, c) : strcmp(stage, "normalizer");
-    if (splits && is(c, "type", "Digits"))
+    if (json_is(c, "type", "ByteLevel")) return splits ? read_byte_level(t, c) : strcmp(stage, "normalizer");
+    if (splits && json_is(c, "type", "Digits"))
         return add_split(t, json_true(c, "individual_digits") ? "\\p{N}" : "\\p{N}+");
-    if (splits && is(c, "type", "Split") && is(c, "behavior", "MergedWithPrevious") && t->features & MARK_SPACES)
-        return is(json_get(c, "pattern"), "String", " "); /* Gemma's; it finds no space, because all are marks */
-    if (splits && is(c, "type", "Split") && is(c, "behavior", "Isolated") && !json_true(c, "invert"))
+    if (splits && json_is(c, "type", "Split") && json_is(c, "behavior", "MergedWithPrevious") &&
+        t->features & MARK_SPACES)
+        return json_is(json_get(c, "pattern"), "String", " "); /* Gemma's; it finds no space, because all are marks */
+    if (splits && json_is(c, "type", "Split") && json_is(c, "behavior", "Isolated") && !json_true(c, "invert"))
         return add_split(t, json_string(json_get(c, "pattern"), "Regex"));
-    return ends && is(c, "type", "TemplateProcessing") && read_template(t, c);
+    return ends && json_is(c, "type", "TemplateProcessing") && read_template(t, c);
 }
 
 /* Reads a stage (normalizer, decoder, ...): one component, a Sequence of them under the key `list`, or absent. */
 static bool read_stage(Tokenizer *t, const cJSON *file, const char *name, const char *list, Error *e) {
     const cJSON *stage = json_get(file, name), *sequence = json_get(stage, list);
-    bool many = is(stage, "type", "Sequence") && cJSON_IsArray(sequence);
+    bool many = json_is(stage, "type", "Sequence") && cJSON_IsArray(sequence);
     for (const cJSON *c = many ? sequence->child : stage; c; c = many ? c->next : NULL) {
         if (read_part(t, name, c)) continue;
         char *text = json_text(c);
@@ -797,7 +793,7 @@ static void add_template(Tokenizer *t, const cJSON *template, bool counts, Bytes
     if (text) bytes_text(all, text);
     if (text && counts) bytes_text(&t->chat_template, text);
     cJSON_ArrayForEach(part, template) {
-        bool wanted = part->string ? !strcmp(part->string, "template") : is(part, "name", "default");
+        bool wanted = part->string ? !strcmp(part->string, "template") : json_is(part, "name", "default");
         add_template(t, part, counts && wanted, all);
     }
 }
@@ -809,11 +805,11 @@ static bool read_config(Tokenizer *t, const char *path, Bytes *all, Error *e) {
     const char *slash = strrchr(path, '/');
     bool ok = true;
     for (int i = 0; i < 3 && ok; i++) {
-        Bytes file = {0}, text = {0};
-        bytes_print(&file, "%.*s%s", slash ? (int)(slash - path) + 1 : 0, path, names[i]);
-        if (file_exists(file.data)) {
-            cJSON *config = i ? json_read(file.data, MOST_BYTES, e) : NULL;
-            if (!i && file_read(file.data, MOST_BYTES, &text, e)) config = json_from_text(text.data, text.n);
+        Bytes text = {0};
+        char *file = text_print("%.*s%s", slash ? (int)(slash - path) + 1 : 0, path, names[i]);
+        if (file_exists(file)) {
+            cJSON *config = i ? json_read(file, MOST_BYTES, e) : NULL;
+            if (!i && file_read(file, MOST_BYTES, &text, e)) config = json_from_text(text.data, text.n);
             const cJSON *add = json_get(config, "add_bos_token"), *bos = json_get(config, "bos_token");
             const char *first = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
             if (cJSON_IsBool(add)) t->bos = cJSON_IsTrue(add) && first ? tokenizer_added(t, first) : -1;
@@ -821,7 +817,7 @@ static bool read_config(Tokenizer *t, const char *path, Bytes *all, Error *e) {
             ok = config;
             cJSON_Delete(config);
         }
-        bytes_free(&file), bytes_free(&text);
+        free(file), bytes_free(&text);
     }
     return ok;
 }
@@ -861,12 +857,9 @@ Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
 void tokenizer_close(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < t->splits; i++) pcre2_code_free(t->split[i]);
-    void *owned[] = {t->text.data,        t->piece,
-                     t->by_text.slot,     t->rank.slot,
-                     t->merged.data,      t->prefixes[0].slot,
-                     t->prefixes[1].slot, t->chat_template.data};
-    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
-    free(t);
+    free(t->by_text.slot), free(t->rank.slot), free(t->prefixes[0].slot), free(t->prefixes[1].slot);
+    bytes_free(&t->text), bytes_free(&t->chat_template), ids_free(&t->merged);
+    free(t->piece), free(t);
 }
 
 bool tokenizer_fit(Tokenizer *t, int vocab) {

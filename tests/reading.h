@@ -224,7 +224,7 @@ static const char *other_problem(const Talker *m, const char *data, size_t n) {
     if (contents.n != shown.n || (shown.n && memcmp(contents.data, shown.data, shown.n)))
         problem = "shows something else than the contents";
     int messages = r.messages;
-    bool cut = m->chat.control[1] >= 0 && contents.n && memmem(contents.data, contents.n, "</think>", 8);
+    bool cut = m->chat.control[9] >= 0 && contents.n && memmem(contents.data, contents.n, "</think>", 8);
     reader_take(&r, &c);
     reader_free(&r);
     if (!problem && !chat_render(&m->chat, &c, false, &all, &e)) problem = "is not rendered";
