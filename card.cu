@@ -271,7 +271,7 @@ static __global__ void make_up(Matrix m, uint32_t seed) {
         } else if (m.type == MXFP4) { /* all e2m1 values are equally likely: root mean square 2.93; one scale */
             uint32_t scale = 127 + FP4_SCALE - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
             ((uint32_t *)m.data)[i] = i * 4 % FP4_CHUNK < 512 ? bits : scale * 0x01010101;
-        } else { /* all codes are equally likely, but without e4m3's NaN and, for a mean of 0, PACKED4's first */
+        } else { /* all codes are equally likely, but e4m3 has no NaN, and 0 of PACKED4 becomes 8, for a mean of 0 */
             const float a = 1 / (sqrtf(m.cols) * (m.type == FP8 ? 68.5f : code_bits(m.type) == 8 ? 73.9f : 4.6f));
             const __half2 both = __floats2half2_rn(a, m.type == Q6_K ? a : m.type == Q4_1 ? -7.5f * a : 0);
             const uint32_t word = has_offset(m.type) || m.type == Q6_K ? *(const uint32_t *)&both : float_bits(a);

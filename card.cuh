@@ -18,12 +18,12 @@ typedef __half f16;
 
 constexpr int TILE = 16;  /* rows of a matrix that a warp multiplies at once: m of mma.m16n8k16 ... */
 constexpr int CHUNK = 64; /* ... and columns of them that it reads at once */
-/* Of Encoding<MXFP4> in infer.cu: bytes of a chunk, what is added to a scale, the max scale. */
+/* Of Encoding<MXFP4> in encodings.cuh: bytes of a chunk, what is added to a scale, the max scale. */
 constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154;
 
 /* The encodings that kernels know besides BF16, F16, F32 and MXFP4: codes of 8 or 4 bits, and for every 64, 32 or 16
  * columns of a row a word that scales them. The loader converts a file's other encodings to one of these, without loss
- * except that two floats may become two halves:
+ * except that floats may become halves:
  *
  *   FP8         of 64 columns  a float a                                      weight a q
  *   Q8_0        of 32          a float a                                      weight a q, q signed
@@ -32,7 +32,7 @@ constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154;
  *   Q5_K        of 16          two halves a, b                                weight a q + b, q signed
  *   Q6_K        of 16          a half a                                       weight a q, q signed
  *
- * Signed codes lie there plus 128. */
+ * Signed codes lie there plus 128, as numbers from 0 to 255. */
 __host__ __device__ constexpr bool is_coded(Type t) {
     return t == FP8 || t == PACKED4 || t == Q4_1 || t == Q8_0 || t == Q5_K || t == Q6_K;
 }
@@ -290,9 +290,9 @@ bool cuda_failed(Error *e, cudaError_t error, const char *what);
     } while (0)
 
 /* Sixteen e2m1 values are packed in two words so that few operations turn them into bf16 times 2^-126 (fp4_to_bf16 in
- * infer.cu; fp4_pack in card.cu is its inverse). A mask selects a pair of values, one in each half of the word: the
- * sign at bit 15, the magnitude at bits 8 to 6, the even column in the lower half. A word gives three pairs: masked as
- * it is, rotated right by 6, and shifted left by 4. That leaves 8 bits of each word free (FP4_REST). They are set so
+ * encodings.cuh; fp4_pack in card.cu is its inverse). A mask selects a pair of values, one in each half of the word:
+ * the sign at bit 15, the magnitude at bits 8 to 6, the even column in the lower half. A word gives three pairs: masked
+ * as it is, rotated right by 6, and shifted left by 4. That leaves 8 bits of each word free (FP4_REST). They are set so
  * that the first word plus four times the second, one multiply-add, gives the two pairs that are missing. */
 constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603;
 

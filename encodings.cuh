@@ -115,7 +115,8 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
 /* Codes of 4 or 8 bits: see is_coded() in card.cuh. A few mma in a row compute a sum over 64, 32 or 16 columns, and the
  * word of these columns scales it; an offset multiplies the sum of x over the same columns. Codes become bf16 exactly
  * and in few operations. In Q4_1 they become 128 + q, and the offset corrects it. e4m3 comes out 2^120 (LIFT) too
- * small. Other codes' bits, alone, are bf16 of q 2^-133; a multiply-add makes (q - zero point) / 64 of them. */
+ * small. The bits of any other code q, read as bf16, are q 2^-133. One multiply-add makes (q - zero point) / 64 of
+ * them, and scale() multiplies by 64. */
 template <Type T> struct EncodingCoded {
     typedef bf16 Activation;
     static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), SIZE = word_bytes(T);

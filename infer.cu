@@ -285,7 +285,7 @@ __device__ inline float norm_factor(float squares, int dim, float eps) { return 
 struct Product {
     Matrix w;
     const void *x;
-    int x_pitch, tokens, group; /* blockIdx.y is a group of so many tokens */
+    int x_pitch, tokens, group; /* blockIdx.y of `product` is a group of so many tokens */
     const float *square;        /* (tokens, squares), which add up to the sum of squares of x before its norm */
     int squares;                /* 0: x is normed already */
     float *total;               /* (tokens) receives the sums, or NULL */
@@ -351,8 +351,8 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
  * eight lanes touch all banks. */
 __device__ inline int eighth_of(int row, int eighth) { return row * CHUNK * 2 + (eighth ^ row % 2 * 5) * 16; }
 
-/* What a warp reads of x: chunks of 8 TILES rows. Eight rows are in L1 soon, and are read where they are. More have no
- * room there, so the warp copies its chunks to shared memory, SLOTS ahead. Other rows stand in for missing ones: many
+/* What a warp reads of x: chunks of 8 TILES rows. Eight rows fit in L1, and are read where they lie. More do not, so
+ * the warp copies its chunks to shared memory, SLOTS ahead. Missing rows are copies of different ones, because many
  * copies of one row take longer. */
 template <Type T, int TILES> struct Activations {
     static constexpr int SLOT = TILES * 8 * CHUNK * 2, SLOTS = 2, RING = SLOTS * SLOT; /* bytes */
@@ -376,13 +376,13 @@ template <Type T, int TILES> struct Activations {
             copy_16(ring + i % SLOTS * SLOT + to + k * 512, from[k] + chunk * CHUNK * 2, chunk < chunks ? 16 : 0);
         copies_end();
     }
-    /* Requests the first chunks of a tile; zeros from the end of the last tile are on their way to the same slots. */
+    /* Requests a tile's first chunks. The zeros behind the last tile go to the same slots, so they must be there. */
     __device__ void start(int first, int step, int chunks) {
         static_assert(Encoding<T>::template AHEAD<TILES> % SLOTS == 0, "each tile begins with the first slot");
         copies_done<0>();
         for (int i = 0; i < SLOTS; i++) request(i, first + i * step, chunks);
     }
-    /* Around the product with a chunk, the i-th. */
+    /* Before and after the product with chunk `chunk`, the i-th of this warp. */
     __device__ void arrive(int i, int, int) { copies_done<SLOTS - 1>(), __syncwarp(), slot = ring + i % SLOTS * SLOT; }
     __device__ void leave(int i, int chunk, int step, int chunks) {
         __syncwarp(), request(i, chunk + SLOTS * step, chunks);
@@ -447,7 +447,8 @@ constexpr int PRODUCT_EXPERTS = 128;
 template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
-    constexpr int TOKENS = TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE; /* choices may be of any MAX_DECODE */
+    constexpr int TOKENS =
+        TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE; /* choices may be of any of MAX_DECODE tokens */
     __shared__ float sum[2][W][TILES * 128], factor[TOKENS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
     const int group = blockIdx.y * p.group, tokens = min(p.group, p.tokens - group);
@@ -1441,7 +1442,7 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
 template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs) {
     /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
-    constexpr int MOST = is_coded(T) ? 32 : 24; /* tokens of a group; groups are of equal size */
+    constexpr int MOST = T == MXFP4 ? 8 : is_coded(T) ? 32 : 24; /* tokens of a group; groups are of equal size */
     const int groups = p.job ? 1 : (p.tokens + MOST - 1) / MOST;
     p.group = (p.tokens + groups - 1) / groups;
     const int blocks = std::min(jobs * p.w.tiles(), std::max(1, Encoding<T>::BLOCKS * gpu->sms * 8 / warps / groups));
@@ -1449,7 +1450,7 @@ template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs
         return launch(gpu, kernel, dim3(blocks, groups), warps * 32, warps * ring, p);
     };
     if (warps == 4) return with(product<T, 1, 4>, 0);
-    if constexpr (T != MXFP4) { /* of which a step streams up to eight tokens, or experts */
+    if constexpr (MOST > 8) {
         if (!p.job && p.group > 24) return with(product<T, MOST / 8, 8>, Activations<T, MOST / 8>::RING);
         if (!p.job && p.group > 16) return with(product<T, 3, 8>, Activations<T, 3>::RING);
         if (!p.job && p.group > 8) return with(product<T, 2, 8>, Activations<T, 2>::RING);
@@ -1516,12 +1517,13 @@ enum Way {
     TILED,    /* by `product_tiled` */
     BLAS      /* by cuBLAS, codes after decode_matrix() */
 };
-/* Reading a small matrix takes less time than starting cuBLAS. If all matrices of the layers are small, streaming also
- * saves the kernels for norms and activations, so it pays for more tokens. Codes are streamed while that is faster than
- * making them bf16. The room for that, `decoded`, holds any matrix of a layer, but perhaps not the head. */
+/* Reading a small matrix takes less time than starting cuBLAS; up to LARGE that holds for three tiles of tokens. If all
+ * matrices of the layers are small, streaming also saves the kernels for norms and activations, so it pays for more
+ * tokens. Codes are streamed while that is faster than making them bf16. The room for that, `decoded`, holds any matrix
+ * of a layer, but perhaps not the head. */
 Way way_of(const Pass *a, const Matrix &m, int tokens) {
     if (m.type == F32) return BLAS;
-    if (m.type == MXFP4) return tokens <= 8 ? STREAMED : TILED;
+    if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;
     if (is_coded(m.type) && tokens > MAX_STREAMED)
         return (size_t)m.rows * m.stride > a->gpu->decoded_size ? TILED : BLAS;
     constexpr size_t SMALL = 16 << 20, LARGE = 128 << 20;

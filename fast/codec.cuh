@@ -140,7 +140,7 @@ __device__ inline void mma_eight_first(float (&c)[4], uint4 row, uint4 row8, uin
     mma<bf16>(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
 }
 
-/* MXFP4: weights are mma's rows, activations its columns. A chunk is infer.cu's (see Encoding<MXFP4>): lane 4g + t
+/* MXFP4: weights are mma's rows, activations its columns. A chunk is that of Encoding<MXFP4>: lane 4g + t
  * reads columns 16t .. 16t + 15 of rows g and g + 8, and the scales lie behind them. Shifts and masks make bf16
  * times 2^-126 of two words (fp4_to_bf16). The activations are lifted by 2^100, exactly; the block's scale, stored as
  * the exponent of a float with 26 added, does the rest.

@@ -524,9 +524,9 @@ static void shapes_dense_128(void) {
     shapes_pass(DENSE "\"num_attention_heads\":16,\"num_key_value_heads\":2,\"head_dim\":128}", 3, 1, NULL);
 }
 
-/* Experts of every type of codes on the card. From 21 tokens on weights are rounded to bf16 before the product, so a
- * router close to a tie may choose other experts: half of the tokens must agree. Where all experts are chosen, all
- * must. */
+/* Experts of every type of codes on the card. From 21 tokens on (17, where all eight are chosen) weights are
+ * rounded to bf16 before the product, so a router close to a tie may choose other experts: half of the tokens must
+ * agree. Where all experts are chosen, all must. */
 #define EXPERTS(CHOSEN)                                                                                                \
     "{\"architectures\":[\"Qwen3MoeForCausalLM\"],\"model_type\":\"qwen3_moe\",\"num_hidden_layers\":%d,"              \
     "\"vocab_size\":%d,\"hidden_size\":512,\"intermediate_size\":512,\"moe_intermediate_size\":256,"                   \
