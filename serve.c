@@ -450,7 +450,7 @@ static void add_call(Choice *c, const Message *m) {
     const Request *q = c->request;
     const bool begins = !c->passed;
     const char *name = m->recipient + (strncmp(m->recipient, "functions.", 10) ? 0 : 10);
-    cJSON *text = json_from_text(m->content.data + c->passed, m->content.n - c->passed);
+    cJSON *text = json_from_text(m->content.n ? m->content.data + c->passed : "", m->content.n - c->passed);
     char id[80];
     if (json_string(q->names, name)) name = json_string(q->names, name);
     c->calls_n += begins;
