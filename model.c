@@ -1489,12 +1489,15 @@ void models_free(ModelEntry *list, int n) {
     free(list);
 }
 
-/* The path of the model in a folder: the only one that a list would show, or the folder itself. */
+/* The path of the model in a folder: the only GGUF file in it, or the folder itself. */
 static char *find_inside(const char *folder) {
     List list = {0};
-    add_path(&list, folder, folder, false, 2);
-    char *found = text_print("%s", list.n == 1 ? list.entry->path : folder);
+    char *config = join(folder, "config.json");
+    if (access(config, F_OK)) add_path(&list, folder, folder, false, 2);
+    char *found = list.n == 1 ? list.entry->path : (char *)(uintptr_t)folder;
+    found = copy_text(found, strlen(found));
     models_free(list.entry, list.n);
+    free(config);
     return found;
 }
 
