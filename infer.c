@@ -1407,6 +1407,8 @@ static int logits(const Options *o) {
     const size_t from = o->all ? 1 : l.ids.n;
     if (o->output) put_npy_header(stdout, l.ids.n + 1 - from, l.s.engine.model->vocab);
     if (!scheduler_score(l.s.scheduler, l.ids.data, l.ids.n, from, write_row, &l, &e)) die(&e);
+    if (o->output && (fflush(stdout) || ferror(stdout)))
+        fail(&l.e, FAILED, "%s: could not be written: is its disk full?", o->output);
     if (l.e.code) die(&l.e);
     ids_free(&l.ids);
     session_close(&l.s);
