@@ -376,7 +376,7 @@ template <Type T, int TILES> struct Activations {
             copy_16(ring + i % SLOTS * SLOT + to + k * 512, from[k] + chunk * CHUNK * 2, chunk < chunks ? 16 : 0);
         copies_end();
     }
-    /* Requests a tile's first chunks. The zeros behind the last tile go to the same slots, so they must be there. */
+    /* Requests a tile's first chunks, after the zeros that the tile before requested for the same slots have come. */
     __device__ void start(int first, int step, int chunks) {
         static_assert(Encoding<T>::template AHEAD<TILES> % SLOTS == 0, "each tile begins with the first slot");
         copies_done<0>();
@@ -448,7 +448,7 @@ template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
     constexpr int TOKENS =
-        TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE; /* choices may be of any of MAX_DECODE tokens */
+        TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE; /* experts' choices are of up to MAX_DECODE */
     __shared__ float sum[2][W][TILES * 128], factor[TOKENS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
     const int group = blockIdx.y * p.group, tokens = min(p.group, p.tokens - group);
