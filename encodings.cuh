@@ -4,14 +4,37 @@
  * Lane 4g + t has sixteen columns of rows g and g + 8 of a chunk of a tile, eight that begin at column(t, 0) and eight
  * that begin at column(t, 1). Raw is what it loads; decode() turns eight columns of both rows into bf16 (or f16),
  * divided by FACTOR; eight() reads the same columns of x; multiply() adds the chunk's product with x, and x(n, half)
- * says where a lane finds its columns of the n-th eight tokens. A chunk in shared memory is made of pieces of 16 bytes,
- * in read()'s order.
+ * says where a lane finds its columns of the n-th eight tokens. product_tiled copies chunks to shared memory, in pieces
+ * of 16 bytes; read() fills Raw from there.
  *
- *   offset()  where number `piece` of a tile's first chunk lies; the same piece of chunk k lies k * STEP further on
+ *   offset()  where a lane's weights of a tile's first chunk lie; those of chunk k lie k * STEP further on
+ *   piece()   the same for a piece, in the order of shared memory
  *   PIECES    of a chunk of a tile
  *   AHEAD     chunks that a lane requests ahead
+ *   MATRICES  weights are 16 bits: product_tiled lets ldmatrix read them, and x
  *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
 template <Type T> struct Encoding;
+
+/* Where an eighth of a chunk of a row, 16 bytes, lies in shared memory. Eight lanes read together, and touch all banks:
+ * four eighths of two rows, or, as ldmatrix does, the same eighth of eight rows. */
+template <bool MATRICES = false> __device__ inline int eighth_of(int row, int eighth) {
+    return row * CHUNK * 2 + (eighth ^ (MATRICES ? row % 8 : row % 2 * 5)) * 16;
+}
+/* Where this lane's columns of row g begin there. */
+template <class E> __device__ inline int place_of(int lane, int half) {
+    const int column = E::column(lane % 4, half);
+    return eighth_of(lane / 4, column / 8) + column % 8 * 2;
+}
+/* Four 8 by 8 matrices of 16 bits from shared memory. Lanes 8i to 8i + 7 say where the rows of the i-th are; lane 4g +
+ * t gets columns 2t and 2t + 1 of row g of each. */
+__device__ inline uint4 load_matrices(const void *row) {
+    uint4 x;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"((unsigned)__cvta_generic_to_shared(row))
+                 : "memory");
+    return x;
+}
 
 /* multiply() for encodings that decode weights completely before they multiply. */
 template <class E, typename A> struct Decoded {
@@ -32,14 +55,18 @@ template <class E, typename A> struct Decoded {
 template <typename A> struct Encoding16 { /* rows as they stand in the file */
     static constexpr float FACTOR = 1;
     static constexpr int STEP = CHUNK * 2, PIECES = 128, BLOCKS = 2;
+    static constexpr bool MATRICES = true;
     template <int TILES> static constexpr int AHEAD = TILES == 1 ? 4 : 2;
     struct Raw {
         uint4 low[2], high[2];
     };
     __device__ static int column(int t, int half) { return half * 32 + t * 8; }
-    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
-        int lane = piece % 32, part = piece / 32;
-        return ((size_t)(tile * TILE + part / 2 * 8 + lane / 4) * m.stride + column(lane % 4, part % 2)) * 2;
+    __device__ static size_t offset(const Matrix &m, int tile, int lane) {
+        return ((size_t)(tile * TILE + lane / 4) * m.stride + column(lane % 4, 0)) * 2;
+    }
+    __device__ static size_t piece(const Matrix &m, int tile, int i) {
+        const int row = i / 8, eighth = i % 8 ^ row % 8;
+        return ((size_t)(tile * TILE + row) * m.stride + eighth * 8) * 2;
     }
     __device__ static void load(Raw &r, const Matrix &m, const uint8_t *from, bool real) {
         const uint8_t *high = from + (size_t)8 * m.stride * 2;
@@ -48,9 +75,13 @@ template <typename A> struct Encoding16 { /* rows as they stand in the file */
             r.high[half] = load_weights(high + half * 64, real);
         }
     }
+    /* In mma's order of columns, which spares the registers' moves that load()'s order takes: 253 for 64 mma. */
     __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
-        const uint4 *piece = (const uint4 *)chunk + lane;
-        r = {{piece[0], piece[32]}, {piece[64], piece[96]}};
+        for (int half = 0; half < 2; half++) {
+            const uint4 a = load_matrices(chunk + eighth_of<true>(lane % 16, half * 4 + lane / 16));
+            const uint4 b = load_matrices(chunk + eighth_of<true>(lane % 16, half * 4 + 2 + lane / 16));
+            r.low[half] = {a.x, a.z, b.x, b.z}, r.high[half] = {a.y, a.w, b.y, b.w};
+        }
     }
     __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
         low = r.low[half], high = r.high[half];
@@ -80,15 +111,17 @@ __device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
 template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
     static constexpr float FACTOR = 0x1p26f;
     static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 4;
+    static constexpr bool MATRICES = false;
     template <int TILES> static constexpr int AHEAD = 2;
     struct Raw {
         uint4 words;
         uint32_t scales;
     };
     __device__ static int column(int t, int half) { return t * 16 + half * 8; }
-    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
-        return (size_t)tile * (m.stride / CHUNK) * STEP + piece * 16;
+    __device__ static size_t offset(const Matrix &m, int tile, int lane) {
+        return (size_t)tile * (m.stride / CHUNK) * STEP + lane * 16;
     }
+    __device__ static size_t piece(const Matrix &m, int tile, int i) { return offset(m, tile, i); }
     __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
         int lane = threadIdx.x % 32;
         r = {load_weights(from, real), load_word(from + 512 - lane * 16 + lane / 4 * 4, real)};
@@ -120,7 +153,7 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
 template <Type T> struct EncodingCoded {
     typedef bf16 Activation;
     static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), SIZE = word_bytes(T);
-    static constexpr bool OFFSET = has_offset(T);
+    static constexpr bool OFFSET = has_offset(T), MATRICES = false;
     static constexpr float FACTOR = 1, LIFT = T == FP8 ? 0x1p120f : 1;
     static constexpr int STEP = coded_chunk(T), PIECES = STEP / 16, BLOCKS = 2;
     template <int TILES> static constexpr int AHEAD = TILES == 1 || (TILES == 2 && T == PACKED4) ? 4 : 2;
@@ -128,9 +161,10 @@ template <Type T> struct EncodingCoded {
         uint32_t code[2][BITS / 2], word[2][WORDS * SIZE / 4]; /* of rows g and g + 8 */
     };
     __device__ static int column(int t, int half) { return half * 32 + t * (WORDS == 4 ? 4 : 8); }
-    __device__ static size_t offset(const Matrix &m, int tile, int piece) {
-        return (size_t)tile * (m.stride / CHUNK) * STEP + piece * 16;
+    __device__ static size_t offset(const Matrix &m, int tile, int lane) {
+        return (size_t)tile * (m.stride / CHUNK) * STEP + lane * 16;
     }
+    __device__ static size_t piece(const Matrix &m, int tile, int i) { return offset(m, tile, i); }
     __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
         const int lane = threadIdx.x % 32;
         for (int k = 0; k < BITS / 4; k++) *(uint4 *)(&r.code[0][0] + k * 4) = load_weights(from + k * 512, real);

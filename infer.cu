@@ -339,17 +339,16 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
         store_as(p.y_type, p.y, out * p.y_pitch + r / 2, activation(p.act, p.act_limit, a, b, p.y_type != F32));
         return 0;
     }
-    store_as(p.y_type, p.y, out * p.y_pitch + r, a);
-    if (r + 1 < p.w.rows) store_as(p.y_type, p.y, out * p.y_pitch + r + 1, b);
+    if (r + 1 < p.w.rows && p.y_pitch % 2 == 0) {
+        store_pair_as(p.y_type, p.y, out * p.y_pitch + r, a, b);
+    } else {
+        store_as(p.y_type, p.y, out * p.y_pitch + r, a);
+        if (r + 1 < p.w.rows) store_as(p.y_type, p.y, out * p.y_pitch + r + 1, b);
+    }
     if (p.finish == STORE || !p.norm) return 0;
     store_pair_as(p.normed_type, p.normed, out * p.normed_pitch + r, a * target.norm.x, b * target.norm.y);
     return a * a + b * b;
 }
-
-/* Where an eighth of a chunk of x, 16 bytes, lies in shared memory. Eight lanes read together: t = 0 to 3 of two rows.
- * In odd rows eighth e lies at e ^ 5, in the other half and of the other parity. So in either order of columns the
- * eight lanes touch all banks. */
-__device__ inline int eighth_of(int row, int eighth) { return row * CHUNK * 2 + (eighth ^ row % 2 * 5) * 16; }
 
 /* What a warp reads of x: chunks of 8 TILES rows. Eight rows fit in L1, and are read where they lie. More do not, so
  * the warp copies its chunks to shared memory, SLOTS ahead. Missing rows are copies of different ones, because many
@@ -364,28 +363,26 @@ template <Type T, int TILES> struct Activations {
         for (int i = 0; i < TILES * 2; i++)
             from[i] = (const uint8_t *)p.x + ((job.first + (i * 4 + lane / 8) % job.n) * p.x_pitch + lane % 8 * 8) * 2;
         ring = shared + threadIdx.x / 32 * RING, to = eighth_of(lane / 8, lane % 8);
-        for (int half = 0; half < 2; half++) {
-            const int column = Encoding<T>::column(lane % 4, half);
-            at[half] = eighth_of(lane / 4, column / 8) + column % 8 * 2;
-        }
+        for (int half = 0; half < 2; half++) at[half] = place_of<Encoding<T>>(lane, half);
     }
-    /* Requests chunk `chunk`, the i-th of this warp, or zeros past the end. */
-    __device__ void request(int i, int chunk, int chunks) {
+    /* Requests chunk `chunk`, the i-th of this warp; zeros unless `real`. */
+    __device__ void request(int i, int chunk, bool real) {
 #pragma unroll
         for (int k = 0; k < TILES * 2; k++)
-            copy_16(ring + i % SLOTS * SLOT + to + k * 512, from[k] + chunk * CHUNK * 2, chunk < chunks ? 16 : 0);
-        copies_end();
+            copy_16(ring + i % SLOTS * SLOT + to + k * 512, from[k] + chunk * CHUNK * 2, real ? 16 : 0);
     }
-    /* Requests a tile's first chunks, after the zeros that the tile before requested for the same slots have come. */
+    /* Requests a tile's first chunks. Zeros take the place of those that it lacks: weights past the end are zeros too,
+     * but zero times what lay there before may be a NaN. Later, finite values lie in all slots. */
     __device__ void start(int first, int step, int chunks) {
         static_assert(Encoding<T>::template AHEAD<TILES> % SLOTS == 0, "each tile begins with the first slot");
-        copies_done<0>();
-        for (int i = 0; i < SLOTS; i++) request(i, first + i * step, chunks);
+        for (int i = 0; i < SLOTS; i++) request(i, first + i * step, first + i * step < chunks), copies_end();
     }
     /* Before and after the product with chunk `chunk`, the i-th of this warp. */
     __device__ void arrive(int i, int, int) { copies_done<SLOTS - 1>(), __syncwarp(), slot = ring + i % SLOTS * SLOT; }
     __device__ void leave(int i, int chunk, int step, int chunks) {
-        __syncwarp(), request(i, chunk + SLOTS * step, chunks);
+        __syncwarp();
+        if (chunk + SLOTS * step < chunks) request(i, chunk + SLOTS * step, true);
+        copies_end();
     }
     __device__ const void *operator()(int n, int half) const { return slot + n * 8 * CHUNK * 2 + at[half]; }
 };
@@ -542,23 +539,26 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
 
 /* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
  * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory. At the
- * end mma leaves a lane two tokens of a row, but finish() takes two rows of a token. So lanes of neighbouring rows
- * swap: the even one keeps the first token, the odd one the next. */
+ * end mma leaves a lane two tokens of a row, but finish() takes two rows of a token. So the sums, too, go through
+ * shared memory, and then a thread has the same two rows of every few tokens. */
 constexpr int TILED_WARPS = 4;
 template <Type T, int TILES, int ROWS> struct TiledShape {
     static constexpr int STAGES = TILES <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
+    static constexpr int BLOCKS = T == MXFP4 ? 4 : is_coded(T) ? 2 : 3; /* that share a multiprocessor */
     static constexpr int ROW_TILES = TILED_WARPS * ROWS, X = TOKENS * CHUNK * 2,
                          STAGE = X + ROW_TILES * Encoding<T>::PIECES * 16;
-    static constexpr int SHARED = STAGES * STAGE;
+    static constexpr int PAIRS = ROW_TILES * TILE / 2, PITCH = PAIRS * 2 + 4; /* the pitch spares bank conflicts */
+    static constexpr int SUMS = TOKENS * 4 * PITCH, SHARED = std::max(STAGES * STAGE, SUMS);
     static_assert(SHARED <= 99 << 10, "sm_86 and sm_89 have no more");
 };
 template <Type T, int TILES, int ROWS>
-__global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
+__global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::BLOCKS)
     product_tiled(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
     typedef typename E::Activation A;
     typedef TiledShape<T, TILES, ROWS> Shape;
-    constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, THREADS = Shape::THREADS, PIECES = E::PIECES;
+    constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, THREADS = Shape::THREADS, PIECES = E::PIECES,
+                  PAIRS = Shape::PAIRS, PITCH = Shape::PITCH;
     extern __shared__ __align__(128) uint8_t shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int chunks = p.w.stride / CHUNK, tiles = p.w.tiles(), first = blockIdx.x * Shape::ROW_TILES;
@@ -579,9 +579,9 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
 #pragma unroll
     for (int i = 0; i < W_EACH; i++) {
         int k = i * THREADS + threadIdx.x, tile = min(k / PIECES, min(Shape::ROW_TILES, tiles - first) - 1);
-        piece[i] = (uint32_t)E::offset(p.w, tile, k % PIECES);
+        piece[i] = (uint32_t)E::piece(p.w, tile, k % PIECES);
     }
-    uint8_t *to = shared + eighth_of(threadIdx.x / 8, threadIdx.x % 8);
+    uint8_t *to = shared + eighth_of<E::MATRICES>(threadIdx.x / 8, threadIdx.x % 8);
     const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, first, 0);
     int coming = 0, slot = 0, at = 0; /* the next chunk to copy; where the stages to fill and to read begin */
     auto copy = [&] {
@@ -606,6 +606,11 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
         __syncthreads();
         copy();
         const uint8_t *stage = shared + at;
+        auto eight_of = [&](int n, int half) {
+            const uint8_t *rows = stage + n * 8 * CHUNK * 2; /* the n-th eight rows of x */
+            if constexpr (E::MATRICES) return load_matrices(rows + eighth_of<true>(lane % 8, half * 4 + lane / 8));
+            return E::eight(rows + place_of<E>(lane, half));
+        };
         at = at == (STAGES - 1) * STAGE ? 0 : at + STAGE;
         typename E::Raw raw[ROWS];
 #pragma unroll
@@ -618,10 +623,9 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
                 E::decode(raw[r], half, low, high);
                 a[r][0] = {low.x, high.x, low.y, high.y}, a[r][1] = {low.z, high.z, low.w, high.w};
             }
-            const uint8_t *rows = stage + eighth_of(g, E::column(t, half) / 8) + E::column(t, half) % 8 * 2;
 #pragma unroll
             for (int n = 0; n < 2 * TILES; n += 2) { /* two together: an mma waits for the one before on the same sum */
-                const uint4 column[2] = {E::eight(rows + n * 8 * CHUNK * 2), E::eight(rows + (n + 1) * 8 * CHUNK * 2)};
+                const uint4 column[2] = {eight_of(n, half), eight_of(n + 1, half)};
 #pragma unroll
                 for (int second = 0; second < 2; second++)
 #pragma unroll
@@ -632,22 +636,24 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, T == MXFP4 ? 4 : 2)
             }
         }
     }
-    const int odd = g % 2;
+    float *sum = (float *)shared; /* (TOKENS, PITCH) */
+    __syncthreads();
 #pragma unroll
-    for (int n = 0; n < 2 * TILES; n++) {
-        const int token = n * 8 + 2 * t + odd;
-        const bool mine = token < job.n;
-        const size_t out = !mine ? 0 : p.order ? p.order[job.first + token] : job.first + token;
+    for (int n = 0; n < 2 * TILES; n++)
 #pragma unroll
-        for (int i = 0; i < 2 * ROWS; i++) {
-            const float first_token = c[i / 2][n][i % 2 * 2], next_token = c[i / 2][n][i % 2 * 2 + 1];
-            const float swapped = __shfl_xor_sync(~0u, odd ? first_token : next_token, 4);
-            const int r = (first + warp * ROWS) * TILE + i * 8 + g - odd;
-            if (!mine || r >= p.w.rows) continue;
-            const Target target = target_of(p, job.expert, out, r);
-            finish(p, target, out, r, (odd ? swapped : first_token) * E::FACTOR,
-                   (odd ? next_token : swapped) * E::FACTOR);
-        }
+        for (int i = 0; i < 4 * ROWS; i++)
+            sum[(n * 8 + 2 * t + i % 2) * PITCH + (warp * ROWS + i / 4) * TILE + i / 2 % 2 * 8 + g] =
+                c[i / 4][n][i % 4];
+    __syncthreads();
+    const int pair = threadIdx.x % PAIRS * 2, r = first * TILE + pair;
+    if (r >= p.w.rows || threadIdx.x >= THREADS / PAIRS * PAIRS) return;
+    Target target = target_of(p, job.expert, 0, r, p.finish != ADD);
+#pragma unroll 4
+    for (int token = threadIdx.x / PAIRS; token < job.n; token += THREADS / PAIRS) {
+        const size_t out = p.order ? p.order[job.first + token] : job.first + token;
+        const float2 both = *(const float2 *)(sum + token * PITCH + pair);
+        if (p.finish == ADD) target = target_of(p, job.expert, out, r);
+        finish(p, target, out, r, both.x * E::FACTOR, both.y * E::FACTOR);
     }
 }
 

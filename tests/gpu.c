@@ -534,23 +534,23 @@ static void shapes_dense_128(void) {
     "\"num_key_value_heads\":2,\"head_dim\":64,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"              \
     "\"rms_norm_eps\":1e-06,\"rope_theta\":10000,\"tie_word_embeddings\":false}"
 static void shapes_encoded_experts(void) {
-    const char *encodings[] = {"fp8", "int8", "gptq4", "q4_1", "q8_0", "q6_k"};
+    const char *encodings[] = {"fp8", "int8", "gptq4", "q4_1", "q8_0", "q5_k", "q6_k"};
     for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) {
         shapes_pass(EXPERTS("2"), 2, 0.5, encodings[i]);
         shapes_pass(EXPERTS("8"), 2, 1, encodings[i]);
     }
 }
 
-/* Latent attention, whose products go head by head. */
+/* Latent attention, whose products go head by head, and a layer with a shared expert. */
 #define LATENT                                                                                                         \
     "{\"architectures\":[\"DeepseekV3ForCausalLM\"],\"model_type\":\"deepseek_v3\",\"num_hidden_layers\":%d,"          \
     "\"vocab_size\":%d,\"hidden_size\":512,\"intermediate_size\":768,\"num_attention_heads\":8,\"hidden_act\":"        \
     "\"silu\",\"q_lora_rank\":256,\"kv_lora_rank\":256,\"qk_nope_head_dim\":64,\"qk_rope_head_dim\":32,"               \
     "\"v_head_dim\":64,\"n_routed_experts\":8,\"num_experts_per_tok\":8,\"n_group\":1,\"topk_group\":1,"               \
-    "\"moe_intermediate_size\":256,\"first_k_dense_replace\":2,\"max_position_embeddings\":8192,"                      \
-    "\"rms_norm_eps\":1e-06,\"rope_theta\":10000,\"tie_word_embeddings\":false}"
+    "\"n_shared_experts\":1,\"moe_intermediate_size\":256,\"first_k_dense_replace\":1,"                                \
+    "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-06,\"rope_theta\":10000,\"tie_word_embeddings\":false}"
 static void shapes_latent(void) {
-    const char *encodings[] = {NULL, "fp8", "int8", "q4_1", "q8_0", "q6_k"};
+    const char *encodings[] = {NULL, "mxfp4", "fp8", "int8", "q4_1", "q8_0", "q5_k", "q6_k"};
     for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) shapes_pass(LATENT, 2, 1, encodings[i]);
 }
 
