@@ -538,10 +538,16 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
 }
 
 /* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
- * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory. At the
+ * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory: a
+ * thread copies an eighth of every 16th row of x, and pieces of weights. At the
  * end mma leaves a lane two tokens of a row, but finish() takes two rows of a token. So the sums, too, go through
  * shared memory, and then a thread has the same two rows of every few tokens. */
 constexpr int TILED_WARPS = 4;
+template <class E>
+__device__ inline uint4 columns_of(const uint8_t *rows, int lane, int half) { /* of eight rows of x */
+    if constexpr (E::MATRICES) return load_matrices(rows + eighth_of<true>(lane % 8, half * 4 + lane / 8));
+    return E::eight(rows + place_of<E>(lane, half));
+}
 template <Type T, int TILES, int ROWS> struct TiledShape {
     static constexpr int STAGES = TILES <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
     static constexpr int BLOCKS = T == MXFP4 ? 4 : is_coded(T) ? 2 : 3; /* that share a multiprocessor */
@@ -562,12 +568,10 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
     extern __shared__ __align__(128) uint8_t shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int chunks = p.w.stride / CHUNK, tiles = p.w.tiles(), first = blockIdx.x * Shape::ROW_TILES;
-    launch_next();
-    wait_previous();
+    launch_next(), wait_previous();
     if (p.job && (int)blockIdx.y >= *p.jobs) return;
     const int begin = blockIdx.y * Shape::TOKENS;
     const Job job = p.job ? p.job[blockIdx.y] : Job{0, begin, min(Shape::TOKENS, p.tokens - begin)};
-    /* A thread copies an eighth of every 16th row of x, and pieces of weights. */
     constexpr int X_EACH = Shape::TOKENS * 8 / THREADS, W_EACH = (Shape::ROW_TILES * PIECES + THREADS - 1) / THREADS;
     const A *x[X_EACH];
     uint32_t piece[W_EACH];
@@ -606,11 +610,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
         __syncthreads();
         copy();
         const uint8_t *stage = shared + at;
-        auto eight_of = [&](int n, int half) {
-            const uint8_t *rows = stage + n * 8 * CHUNK * 2; /* the n-th eight rows of x */
-            if constexpr (E::MATRICES) return load_matrices(rows + eighth_of<true>(lane % 8, half * 4 + lane / 8));
-            return E::eight(rows + place_of<E>(lane, half));
-        };
+        auto eight_of = [&](int n, int half) { return columns_of<E>(stage + n * 8 * CHUNK * 2, lane, half); };
         at = at == (STAGES - 1) * STAGE ? 0 : at + STAGE;
         typename E::Raw raw[ROWS];
 #pragma unroll
