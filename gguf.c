@@ -175,7 +175,7 @@ cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, siz
         cJSON_Delete(key);
     }
     double align = get_number(own, "general.alignment", 32), no = get_number(own, "split.no", 0);
-    double count = get_number(own, "split.count", 1);
+    double count = fmax(get_number(own, "split.count", 1), 1); /* 0 in a file that was merged from parts */
     if (!(align >= 1 && align <= MOST_ALIGNMENT) || exp2(floor(log2(align))) != align)
         refuse(&r, "general.alignment is no power of two");
     const char *arch = json_string(metadata ? metadata : own, "general.architecture");
