@@ -102,6 +102,16 @@ def test_rope(folder):
           ("none", None, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.0})], check)
 
 
+def test_experts_without_a_key(folder):
+    """Most files of Qwen3 with experts do not say that the weights of the chosen add up to 1. They do."""
+    hub = copy_model(FIXTURES / "qwen3_moe", folder, config={"norm_topk_prob": True})
+    metadata, tensors = convert(FIXTURES / "qwen3_moe")
+    del metadata["qwen3moe.expert_weights_norm"]
+    ids = golden("qwen3_moe")[0]
+    found = error(logits(save(folder / "model.gguf", metadata, tensors), ids, folder), logits(hub, ids, folder))
+    expect(found < 1e-6, f"relative error {found:.1e}")
+
+
 # ---- a whole model
 
 def parrot(folder, name="parrot.gguf", parts=1, drop=()):
