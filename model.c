@@ -635,14 +635,15 @@ static int gguf_parts(const char *path) {
     return no == 1 && count >= 1 && count <= MOST_FILES ? count : 0;
 }
 
-/* Adds the files of a directory: all that model.safetensors.index.json names, or else model.safetensors. */
+/* Adds the files of a directory: all that model.safetensors.index.json names, or else model.safetensors. If both are
+ * there, the index is left over from shards that became one file. */
 static bool add_files(Tensors *t, const char *dir, Error *e) {
-    char *index = join(dir, "model.safetensors.index.json");
-    bool ok = true, single = access(index, F_OK);
+    char *index = join(dir, "model.safetensors.index.json"), *whole = join(dir, "model.safetensors");
+    bool ok = true, single = access(index, F_OK) || !access(whole, F_OK);
     cJSON *json = single ? NULL : json_read(index, MOST_INDEX, e);
     const cJSON *map = json_get(json, "weight_map"), *entry = cJSON_IsObject(map) ? map->child : NULL;
     if (single)
-        add_file(t, join(dir, "model.safetensors"));
+        add_file(t, copy_text(whole, strlen(whole)));
     else if (!entry)
         ok = json && fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index);
     for (; entry && ok; entry = entry->next) {
@@ -655,6 +656,7 @@ static bool add_files(Tensors *t, const char *dir, Error *e) {
     }
     cJSON_Delete(json);
     free(index);
+    free(whole);
     return ok;
 }
 

@@ -255,6 +255,13 @@ def one_shard(model):
     write_map(model, {k: SHARDS[1] for k in MAP})
 
 
+def one_file(model):
+    """One file with all tensors, and the index of the shards that it replaced."""
+    one_shard(model)
+    (model / SHARDS[1]).rename(model / "model.safetensors")
+    write_map(model, {})
+
+
 INDEXES = [  # what is wrong, how it is made, words of the message
     ("../../x", lambda m: write_map(m, {EMBED: "../../x"}), ["index.json", EMBED, "../../x"]),
     ("/x", lambda m: write_map(m, {EMBED: "/x"}), ["index.json", EMBED, "/x"]),
@@ -281,6 +288,7 @@ INDEXES = [  # what is wrong, how it is made, words of the message
      ["index.json", EMBED, "twice"]),
     ("nested 100,000 deep", write_index('{"weight_map": ' + DEEP + "}"), ["index.json", "JSON"]),
     ("one shard", one_shard, FINE),
+    ("one file beside an old index", one_file, FINE),
     ("the other shard", lambda m: write_map(m, {EMBED: SHARDS[1]}), FINE),
 ]
 
