@@ -88,7 +88,7 @@ uint64_t model_bytes(const Model *m);   /* of all its Linears */
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth);
 
 typedef struct {       /* a model as a list shows it */
-    char *path, *name; /* in a list. name: ORG/NAME or ORG/NAME/FILE.gguf if its folder says so; else its path */
+    char *name, *path; /* in a list. name: ORG/NAME or ORG/NAME/FILE.gguf if its folder says so; else its path */
     char encoding[16]; /* config.json's, or in GGUF the type with the most bytes */
     char family[40];
     uint64_t bytes;

@@ -523,9 +523,8 @@ static int by_offset(const void *a, const void *b) {
     return (x->size > y->size) - (x->size < y->size); /* an empty tensor first */
 }
 
-static int by_name(const void *a, const void *b) {
-    return strcmp(((const Tensor *)a)->name, ((const Tensor *)b)->name);
-}
+/* Of Tensors and ModelEntries: both begin with their name. */
+static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
 /* Refuses numbers that are not plain digits: cJSON, and so json_whole, also accepts 1e2 and 120.0. */
 static bool plain_numbers(const TensorFile *f, const char *s, const char *end, Error *e) {
@@ -1454,10 +1453,6 @@ static void add_all(List *list, const char *parent, bool hub) {
     if (dir) closedir(dir);
 }
 
-static int by_entry_name(const void *a, const void *b) {
-    return strcmp(((const ModelEntry *)a)->name, ((const ModelEntry *)b)->name);
-}
-
 char *hub_file(const char *name) {
     const char *hub = environment("HF_HOME"), *all = environment("XDG_CACHE_HOME"), *home = environment("HOME");
     if (hub) return join(hub, name);
@@ -1478,7 +1473,7 @@ int models_list(ModelEntry **out) {
     add_all(&list, cache, true);
     free(own);
     free(cache);
-    if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_entry_name);
+    if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
     *out = list.entry;
     return list.n;
 }
