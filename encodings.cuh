@@ -11,16 +11,17 @@
  *   piece()   the same for a piece, in the order of shared memory
  *   PIECES    of a chunk of a tile
  *   AHEAD     chunks that a lane requests ahead
- *   MATRICES  weights are 16 bits: product_tiled lets ldmatrix read them, and x
+ *   MATRICES  product_tiled reads 16-bit weights and x with ldmatrix
  *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
 template <Type T> struct Encoding;
 
-/* Where an eighth of a chunk of a row, 16 bytes, lies in shared memory. Eight lanes read together, and touch all banks:
- * four eighths of two rows, or, as ldmatrix does, the same eighth of eight rows. */
+/* Where an eighth of a chunk of a row, 16 bytes, lies in shared memory. Eight lanes read together and touch all banks:
+ * ldmatrix reads the same eighth of eight rows, other loads four eighths of two. For those, eighth e of an odd row lies
+ * at e ^ 5, in the other half and of the other parity. */
 template <bool MATRICES = false> __device__ inline int eighth_of(int row, int eighth) {
     return row * CHUNK * 2 + (eighth ^ (MATRICES ? row % 8 : row % 2 * 5)) * 16;
 }
-/* Where this lane's columns of row g begin there. */
+/* Where columns (t, half) of row g begin in shared memory. */
 template <class E> __device__ inline int place_of(int lane, int half) {
     const int column = E::column(lane % 4, half);
     return eighth_of(lane / 4, column / 8) + column % 8 * 2;
@@ -65,7 +66,7 @@ template <typename A> struct Encoding16 { /* rows as they stand in the file */
         return ((size_t)(tile * TILE + lane / 4) * m.stride + column(lane % 4, 0)) * 2;
     }
     __device__ static size_t piece(const Matrix &m, int tile, int i) {
-        const int row = i / 8, eighth = i % 8 ^ row % 8;
+        const int row = i / 8, eighth = i % 8 ^ row % 8; /* see eighth_of() */
         return ((size_t)(tile * TILE + row) * m.stride + eighth * 8) * 2;
     }
     __device__ static void load(Raw &r, const Matrix &m, const uint8_t *from, bool real) {

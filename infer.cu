@@ -339,7 +339,7 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
         store_as(p.y_type, p.y, out * p.y_pitch + r / 2, activation(p.act, p.act_limit, a, b, p.y_type != F32));
         return 0;
     }
-    if (r + 1 < p.w.rows && p.y_pitch % 2 == 0) {
+    if (r + 1 < p.w.rows && p.y_pitch % 2 == 0) { /* pairs are aligned */
         store_pair_as(p.y_type, p.y, out * p.y_pitch + r, a, b);
     } else {
         store_as(p.y_type, p.y, out * p.y_pitch + r, a);
@@ -538,21 +538,21 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
 }
 
 /* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
- * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory: a
- * thread copies an eighth of every 16th row of x, and pieces of weights. At the
- * end mma leaves a lane two tokens of a row, but finish() takes two rows of a token. So the sums, too, go through
- * shared memory, and then a thread has the same two rows of every few tokens. */
+ * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory: a thread
+ * copies an eighth of every 16th row of x, and pieces of weights. At the end mma leaves a lane two tokens of a row, but
+ * finish() takes two rows of a token. So the sums, too, go through shared memory; then a thread has the same two rows
+ * of every few tokens. */
 constexpr int TILED_WARPS = 4;
-template <class E>
-__device__ inline uint4 columns_of(const uint8_t *rows, int lane, int half) { /* of eight rows of x */
+/* This lane's columns of eight rows of x in shared memory. */
+template <class E> __device__ inline uint4 columns_of(const uint8_t *rows, int lane, int half) {
     if constexpr (E::MATRICES) return load_matrices(rows + eighth_of<true>(lane % 8, half * 4 + lane / 8));
     return E::eight(rows + place_of<E>(lane, half));
 }
 template <Type T, int TILES, int ROWS> struct TiledShape {
     static constexpr int STAGES = TILES <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
     static constexpr int BLOCKS = T == MXFP4 ? 4 : is_coded(T) ? 2 : 3; /* that share a multiprocessor */
-    static constexpr int ROW_TILES = TILED_WARPS * ROWS, X = TOKENS * CHUNK * 2,
-                         STAGE = X + ROW_TILES * Encoding<T>::PIECES * 16;
+    static constexpr int ROW_TILES = TILED_WARPS * ROWS, PIECES = ROW_TILES * Encoding<T>::PIECES;
+    static constexpr int X = TOKENS * CHUNK * 2, STAGE = X + PIECES * 16;     /* bytes */
     static constexpr int PAIRS = ROW_TILES * TILE / 2, PITCH = PAIRS * 2 + 4; /* the pitch spares bank conflicts */
     static constexpr int SUMS = TOKENS * 4 * PITCH, SHARED = std::max(STAGES * STAGE, SUMS);
     static_assert(SHARED <= 99 << 10, "sm_86 and sm_89 have no more");
@@ -563,16 +563,16 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
     typedef Encoding<T> E;
     typedef typename E::Activation A;
     typedef TiledShape<T, TILES, ROWS> Shape;
-    constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, THREADS = Shape::THREADS, PIECES = E::PIECES,
-                  PAIRS = Shape::PAIRS, PITCH = Shape::PITCH;
+    constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, THREADS = Shape::THREADS, PAIRS = Shape::PAIRS;
     extern __shared__ __align__(128) uint8_t shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int chunks = p.w.stride / CHUNK, tiles = p.w.tiles(), first = blockIdx.x * Shape::ROW_TILES;
-    launch_next(), wait_previous();
+    launch_next();
+    wait_previous();
     if (p.job && (int)blockIdx.y >= *p.jobs) return;
     const int begin = blockIdx.y * Shape::TOKENS;
     const Job job = p.job ? p.job[blockIdx.y] : Job{0, begin, min(Shape::TOKENS, p.tokens - begin)};
-    constexpr int X_EACH = Shape::TOKENS * 8 / THREADS, W_EACH = (Shape::ROW_TILES * PIECES + THREADS - 1) / THREADS;
+    constexpr int X_EACH = Shape::TOKENS * 8 / THREADS, W_EACH = (Shape::PIECES + THREADS - 1) / THREADS;
     const A *x[X_EACH];
     uint32_t piece[W_EACH];
 #pragma unroll
@@ -582,8 +582,8 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
     }
 #pragma unroll
     for (int i = 0; i < W_EACH; i++) {
-        int k = i * THREADS + threadIdx.x, tile = min(k / PIECES, min(Shape::ROW_TILES, tiles - first) - 1);
-        piece[i] = (uint32_t)E::piece(p.w, tile, k % PIECES);
+        int k = i * THREADS + threadIdx.x, tile = min(k / E::PIECES, min(Shape::ROW_TILES, tiles - first) - 1);
+        piece[i] = (uint32_t)E::piece(p.w, tile, k % E::PIECES);
     }
     uint8_t *to = shared + eighth_of<E::MATRICES>(threadIdx.x / 8, threadIdx.x % 8);
     const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, first, 0);
@@ -594,8 +594,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
             for (int i = 0; i < X_EACH; i++) copy_16(to + slot + i * THREADS * 16, x[i]), x[i] += CHUNK;
 #pragma unroll
             for (int i = 0; i < W_EACH; i++)
-                if (Shape::ROW_TILES * PIECES % THREADS == 0 ||
-                    i * THREADS + (int)threadIdx.x < Shape::ROW_TILES * PIECES)
+                if (Shape::PIECES % THREADS == 0 || i * THREADS + (int)threadIdx.x < Shape::PIECES)
                     copy_16(shared + slot + Shape::X + (i * THREADS + threadIdx.x) * 16, weights + piece[i]);
             weights += E::STEP;
             slot = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
@@ -610,11 +609,11 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
         __syncthreads();
         copy();
         const uint8_t *stage = shared + at;
-        auto eight_of = [&](int n, int half) { return columns_of<E>(stage + n * 8 * CHUNK * 2, lane, half); };
+        auto x_of = [&](int n, int half) { return columns_of<E>(stage + n * 8 * CHUNK * 2, lane, half); };
         at = at == (STAGES - 1) * STAGE ? 0 : at + STAGE;
         typename E::Raw raw[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) E::read(raw[r], stage + Shape::X + (warp * ROWS + r) * PIECES * 16, lane);
+        for (int r = 0; r < ROWS; r++) E::read(raw[r], stage + Shape::X + (warp * ROWS + r) * E::PIECES * 16, lane);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint4 a[ROWS][2];
@@ -625,7 +624,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
             }
 #pragma unroll
             for (int n = 0; n < 2 * TILES; n += 2) { /* two together: an mma waits for the one before on the same sum */
-                const uint4 column[2] = {eight_of(n, half), eight_of(n + 1, half)};
+                const uint4 column[2] = {x_of(n, half), x_of(n + 1, half)};
 #pragma unroll
                 for (int second = 0; second < 2; second++)
 #pragma unroll
@@ -636,13 +635,13 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
             }
         }
     }
-    float *sum = (float *)shared; /* (TOKENS, PITCH) */
+    float *sum = (float *)shared; /* (Shape::TOKENS, Shape::PITCH) */
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < 2 * TILES; n++)
 #pragma unroll
         for (int i = 0; i < 4 * ROWS; i++)
-            sum[(n * 8 + 2 * t + i % 2) * PITCH + (warp * ROWS + i / 4) * TILE + i / 2 % 2 * 8 + g] =
+            sum[(n * 8 + 2 * t + i % 2) * Shape::PITCH + (warp * ROWS + i / 4) * TILE + i / 2 % 2 * 8 + g] =
                 c[i / 4][n][i % 4];
     __syncthreads();
     const int pair = threadIdx.x % PAIRS * 2, r = first * TILE + pair;
@@ -651,7 +650,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
 #pragma unroll 4
     for (int token = threadIdx.x / PAIRS; token < job.n; token += THREADS / PAIRS) {
         const size_t out = p.order ? p.order[job.first + token] : job.first + token;
-        const float2 both = *(const float2 *)(sum + token * PITCH + pair);
+        const float2 both = *(const float2 *)(sum + token * Shape::PITCH + pair);
         if (p.finish == ADD) target = target_of(p, job.expert, out, r);
         finish(p, target, out, r, both.x * E::FACTOR, both.y * E::FACTOR);
     }

@@ -523,7 +523,7 @@ static int by_offset(const void *a, const void *b) {
     return (x->size > y->size) - (x->size < y->size); /* an empty tensor first */
 }
 
-/* Of Tensors and ModelEntries: both begin with their name. */
+_Static_assert(!offsetof(Tensor, name) && !offsetof(ModelEntry, name), "by_name() sorts both");
 static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
 /* Refuses numbers that are not plain digits: cJSON, and so json_whole, also accepts 1e2 and 120.0. */
@@ -642,7 +642,7 @@ static bool add_files(Tensors *t, const char *dir, Error *e) {
     cJSON *json = single ? NULL : json_read(index, MOST_INDEX, e);
     const cJSON *map = json_get(json, "weight_map"), *entry = cJSON_IsObject(map) ? map->child : NULL;
     if (single)
-        add_file(t, copy_text(whole, strlen(whole)));
+        add_file(t, whole);
     else if (!entry)
         ok = json && fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index);
     for (; entry && ok; entry = entry->next) {
@@ -655,7 +655,7 @@ static bool add_files(Tensors *t, const char *dir, Error *e) {
     }
     cJSON_Delete(json);
     free(index);
-    free(whole);
+    if (!single) free(whole);
     return ok;
 }
 
