@@ -733,11 +733,12 @@ static struct {
 } editor;
 
 /* While an answer is written, the terminal hides typed text and keeps it for the next line. A Ctrl+D in it arrives as a
- * NUL, which libedit does not add. */
+ * NUL, which libedit does not add. Without NOFLSH, Ctrl+C would discard what a slow terminal has yet to show. */
 static void set_echo(bool on) {
     struct termios mode;
     tcgetattr(STDIN_FILENO, &mode);
-    mode.c_lflag = on ? mode.c_lflag | ECHO : mode.c_lflag & ~(tcflag_t)ECHO;
+    mode.c_lflag &= ~(tcflag_t)(ECHO | NOFLSH);
+    mode.c_lflag |= on ? ECHO : NOFLSH;
     tcsetattr(STDIN_FILENO, TCSANOW, &mode);
 }
 

@@ -534,6 +534,21 @@ def test_ctrl_c_while_answering_keeps_what_is_there():
         expect("Assistant: " in t.say("Thank you.", "[Generated"), "the conversation does not go on")
 
 
+def test_ctrl_c_discards_nothing_that_is_still_to_be_shown():
+    """A terminal keeps 4,096 bytes for a reader that is slow; of more, Ctrl+C discards what waits, unless told not to."""
+    with play() as t:
+        for begun in (0.2, 0.4, 0.6, 1, 2):  # seconds, for machines of any speed
+            t.send("/clear\n" + "/help\n" * 7 + "Count.\n")
+            time.sleep(begun)
+            t.send("\x03")
+            shown = t.wait("[Generated") + t.prompt()
+            if "interrupted]" in shown:
+                break
+        expect("interrupted]" in shown and shown.count("/help  ") == 7, f"shown {shown!r}")
+        partial = shown[shown.rindex("\nAssistant: ") + 12:].split("\n[Generated")[0]
+        expect(COUNT["answer"].startswith(partial.rstrip()), f"shown {partial!r}")
+
+
 def test_ctrl_c_while_thinking_drops_the_turn():
     with play() as t:
         shown = interrupted(t, "Think.", "One sheep")
