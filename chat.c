@@ -196,14 +196,14 @@ static void message_free(Message *m) {
 
 void conversation_remove(Conversation *c, int from, int n) {
     for (int i = from; i < from + n; i++) message_free(c->message + i);
-    memmove(c->message + from, c->message + from + n, (size_t)(c->messages - from - n) * sizeof *c->message);
+    if (n) memmove(c->message + from, c->message + from + n, (size_t)(c->messages - from - n) * sizeof *c->message);
     c->messages -= n;
 }
 
 void conversation_free(Conversation *c) {
     free(c->effort), free(c->date), free(c->instructions);
     cJSON_Delete(c->request);
-    if (c->messages) conversation_remove(c, 0, c->messages);
+    conversation_remove(c, 0, c->messages);
     free(c->message);
     *c = (Conversation){0};
 }

@@ -537,16 +537,15 @@ def test_ctrl_c_while_answering_keeps_what_is_there():
 def test_ctrl_c_discards_nothing_that_is_still_to_be_shown():
     """A terminal keeps 4,096 bytes for a reader that is slow; of more, Ctrl+C discards what waits, unless told not to."""
     with play() as t:
-        for begun in (0.2, 0.4, 0.6, 1, 2):  # seconds, for machines of any speed
+        for begun in (0.2, 0.4, 0.6, 1, 2):  # seconds: in one of them, machines of any speed are at the answer
             t.send("/clear\n" + "/help\n" * 7 + "Count.\n")
             time.sleep(begun)
             t.send("\x03")
             shown = t.wait("[Generated") + t.prompt()
-            if "interrupted]" in shown:
+            if partial := re.search(r"\nAssistant: (.*?)\n?\[Generated.*interrupted]", shown, re.S):
                 break
-        expect("interrupted]" in shown and shown.count("/help  ") == 7, f"shown {shown!r}")
-        partial = shown[shown.rindex("\nAssistant: ") + 12:].split("\n[Generated")[0]
-        expect(COUNT["answer"].startswith(partial.rstrip()), f"shown {partial!r}")
+        expect(partial and shown.count("this list\n") == 7, f"shown {shown!r}")
+        expect(COUNT["answer"].startswith(partial[1].rstrip()), f"shown {partial[1]!r}")
 
 
 def test_ctrl_c_while_thinking_drops_the_turn():
