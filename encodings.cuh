@@ -13,7 +13,8 @@
  *   AHEAD     chunks that a lane requests ahead
  *   MATRICES  product_tiled reads 16-bit weights and x with ldmatrix
  *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
-template <Type T> struct Encoding;
+template <Type T> struct EncodingCoded;
+template <Type T> struct Encoding : EncodingCoded<T> {}; /* but for BF16, F16 and MXFP4: see below */
 
 /* Where an eighth of a chunk of a row, 16 bytes, lies in shared memory. Eight lanes read together and touch all banks:
  * ldmatrix reads the same eighth of eight rows, other loads four eighths of two. For those, eighth e of an odd row lies
@@ -260,12 +261,6 @@ template <Type T> struct EncodingCoded {
         }
     }
 };
-template <> struct Encoding<FP8> : EncodingCoded<FP8> {};
-template <> struct Encoding<PACKED4> : EncodingCoded<PACKED4> {};
-template <> struct Encoding<Q4_1> : EncodingCoded<Q4_1> {};
-template <> struct Encoding<Q8_0> : EncodingCoded<Q8_0> {};
-template <> struct Encoding<Q5_K> : EncodingCoded<Q5_K> {};
-template <> struct Encoding<Q6_K> : EncodingCoded<Q6_K> {};
 
 /* One weight of a Matrix of any of these types, or of BF16, F16 and F32. */
 __device__ inline float weight_of(const Matrix &m, size_t row, int column) {
