@@ -607,7 +607,11 @@ bool Walk::all() {
         d->choice_bias = floats(l.choice_bias, m.n_experts);
         d->up = matrix({{l.gate, "gate"}, {l.up, "up"}}, 2);
         d->down = matrix({{l.down, "down"}});
-        d->shared_up = matrix({{l.shared_gate, "shared gate"}, {l.shared_up, "shared up"}}, 2);
+        Part gate = {l.shared_gate, "shared gate"}, up = {l.shared_up, "shared up"};
+        const Type plain = d->up.type == F16 ? F16 : BF16; /* the type of x, which all experts read */
+        for (Part *p : {&gate, &up})
+            if (p->type == F32 || (p->type == F16) != (plain == F16)) p->type = plain;
+        d->shared_up = matrix({gate, up}, 2);
         d->shared_down = matrix({{l.shared_down, "shared down"}});
     }
     layer = -1;

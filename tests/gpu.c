@@ -554,6 +554,46 @@ static void shapes_latent(void) {
     for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) shapes_pass(LATENT, 2, 1, encodings[i]);
 }
 
+/* A BF16 matrix as F16; what is below 2^-14 becomes 0. */
+static Linear as_f16(const Linear *w) {
+    const size_t row = (size_t)w->cols * sizeof(uint16_t), size = row * (size_t)w->rows;
+    uint16_t *half = allocate(size);
+    for (int r = 0; r < w->rows; r++)
+        for (int c = 0; c < w->cols; c++) {
+            uint16_t x;
+            memcpy(&x, w->data.data + (size_t)r * w->data.stride + (size_t)c * sizeof x, sizeof x);
+            const int exponent = (x >> 7 & 255) - 127 + 15;
+            half[r * w->cols + c] = (uint16_t)(exponent < 1 ? 0 : (x & 0x8000) | exponent << 10 | (x & 127) << 3);
+        }
+    Linear to = *w;
+    to.type = F16, to.data = view_of(half, size, row, size);
+    free(half);
+    return to;
+}
+
+/* A file may have quantised experts beside a shared expert in F16. Both read the same x, and F16 is not the type that
+ * the others want it in. */
+static void shared_expert_may_be_f16(void) {
+    const size_t chunks[] = {0, 1, 7};
+    Trace golden = {0};
+    Ids ids = {0};
+    Checkpoint c;
+    trace_golden("deepseek_v3", &golden, &ids, &c);
+    Costs costs = rounding_costs(&c.model, &golden, ids.data, ids.n);
+    Layer *l = c.model.layer + c.model.n_layers - 1;
+    check(l->shared_gate.type == BF16 && l->gate.type == BF16, "the last layer has no shared expert in BF16");
+    l->shared_gate = as_f16(&l->shared_gate), l->shared_up = as_f16(&l->shared_up);
+    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+        double ratio;
+        const char *wrong = first_wrong(&c.model, &costs, &golden, ids.data, ids.n, chunks[i], &ratio);
+        check(!*wrong, "chunks of %zu: first wrong at %s (%.1f times what rounding costs)", chunks[i], wrong, ratio);
+    }
+    linear_free(&l->shared_gate), linear_free(&l->shared_up);
+    trace_free(&golden);
+    ids_free(&ids);
+    checkpoint_close(&c);
+}
+
 static void scale(const float *norm, int n) {
     for (int i = 0; i < n; i++) ((float *)(uintptr_t)norm)[i] *= 1.01f;
 }
@@ -867,6 +907,7 @@ int main(void) {
     run("gpu: prompts of 1 to 5,000 tokens, 8 heads of 128 share keys", shapes_dense_128);
     run("gpu: prompts of 1 to 5,000 tokens, encoded experts", shapes_encoded_experts);
     run("gpu: prompts of 1 to 5,000 tokens, latent attention", shapes_latent);
+    run("gpu: a shared expert in F16 beside experts in BF16", shared_expert_may_be_f16);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
     run("gpu: the real router and experts, one token", router_and_experts_few);
     run("gpu: the real router and experts, 40 tokens", router_and_experts_many);
