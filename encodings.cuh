@@ -11,14 +11,15 @@
  *   piece()   the same for a piece, in the order of shared memory
  *   PIECES    of a chunk of a tile
  *   AHEAD     chunks that a lane requests ahead
- *   MATRICES  product_tiled reads 16-bit weights and x with ldmatrix
+ *   MATRICES  product_tiled reads 16-bit weights and x with ldmatrix, which gives a lane other columns than column()
  *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
 template <Type T> struct EncodingCoded;
 template <Type T> struct Encoding : EncodingCoded<T> {}; /* but for BF16, F16 and MXFP4: see below */
 
 /* Where an eighth of a chunk of a row, 16 bytes, lies in shared memory. Eight lanes read together and touch all banks:
  * ldmatrix reads the same eighth of eight rows, other loads four eighths of two. For those, eighth e of an odd row lies
- * at e ^ 5, in the other half and of the other parity. */
+ * at e ^ 5, in the other half and of the other parity. A half's eighths 0 and 2, 1 and 3 stay 32 bytes apart, which
+ * eight() relies on. */
 template <bool MATRICES = false> __device__ inline int eighth_of(int row, int eighth) {
     return row * CHUNK * 2 + (eighth ^ (MATRICES ? row % 8 : row % 2 * 5)) * 16;
 }
@@ -77,7 +78,8 @@ template <typename A> struct Encoding16 { /* rows as they stand in the file */
             r.high[half] = load_weights(high + half * 64, real);
         }
     }
-    /* In mma's order of columns, which spares the registers' moves that load()'s order takes: 253 for 64 mma. */
+    /* A lane gets columns 2t and 2t + 1 of each eighth, the operands of mma. Rows read as load() reads them would have
+     * to be moved between registers: 253 moves for 64 mma. */
     __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
         for (int half = 0; half < 2; half++) {
             const uint4 a = load_matrices(chunk + eighth_of<true>(lane % 16, half * 4 + lane / 16));

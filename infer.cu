@@ -444,8 +444,8 @@ constexpr int PRODUCT_EXPERTS = 128;
 template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
-    constexpr int TOKENS =
-        TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE; /* experts' choices are of up to MAX_DECODE */
+    /* Of a group, or, with jobs, of the step: an expert's choices may be any tokens. */
+    constexpr int TOKENS = TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE;
     __shared__ float sum[2][W][TILES * 128], factor[TOKENS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
     const int group = blockIdx.y * p.group, tokens = min(p.group, p.tokens - group);
@@ -540,8 +540,8 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
 /* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
  * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory: a thread
  * copies an eighth of every 16th row of x, and pieces of weights. At the end mma leaves a lane two tokens of a row, but
- * finish() takes two rows of a token. So the sums, too, go through shared memory; then a thread has the same two rows
- * of every few tokens. */
+ * finish() takes two rows of a token. So the sums, too, go through shared memory; then a thread finishes two rows, for
+ * all tokens or for every second one. */
 constexpr int TILED_WARPS = 4;
 /* This lane's columns of eight rows of x in shared memory. */
 template <class E> __device__ inline uint4 columns_of(const uint8_t *rows, int lane, int half) {
@@ -550,12 +550,12 @@ template <class E> __device__ inline uint4 columns_of(const uint8_t *rows, int l
 }
 template <Type T, int TILES, int ROWS> struct TiledShape {
     static constexpr int STAGES = TILES <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
-    static constexpr int BLOCKS = T == MXFP4 ? 4 : is_coded(T) ? 2 : 3; /* that share a multiprocessor */
+    static constexpr int BLOCKS = T == MXFP4 ? 4 : is_coded(T) ? 2 : 3; /* for which there are registers */
     static constexpr int ROW_TILES = TILED_WARPS * ROWS, PIECES = ROW_TILES * Encoding<T>::PIECES;
     static constexpr int X = TOKENS * CHUNK * 2, STAGE = X + PIECES * 16;     /* bytes */
     static constexpr int PAIRS = ROW_TILES * TILE / 2, PITCH = PAIRS * 2 + 4; /* the pitch spares bank conflicts */
-    static constexpr int SUMS = TOKENS * 4 * PITCH, SHARED = std::max(STAGES * STAGE, SUMS);
-    static_assert(SHARED <= 99 << 10, "sm_86 and sm_89 have no more");
+    static constexpr int SHARED = STAGES * STAGE;                             /* in the end the sums lie there */
+    static_assert(TOKENS * PITCH * 4 <= SHARED && SHARED <= 99 << 10, "sm_86 and sm_89 have no more");
 };
 template <Type T, int TILES, int ROWS>
 __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::BLOCKS)
@@ -636,7 +636,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
         }
     }
     float *sum = (float *)shared; /* (Shape::TOKENS, Shape::PITCH) */
-    __syncthreads();
+    __syncthreads();              /* no warp reads the last stage any more */
 #pragma unroll
     for (int n = 0; n < 2 * TILES; n++)
 #pragma unroll
@@ -645,8 +645,8 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
                 c[i / 4][n][i % 4];
     __syncthreads();
     const int pair = threadIdx.x % PAIRS * 2, r = first * TILE + pair;
-    if (r >= p.w.rows || threadIdx.x >= THREADS / PAIRS * PAIRS) return;
-    Target target = target_of(p, job.expert, 0, r, p.finish != ADD);
+    if (r >= p.w.rows || threadIdx.x >= THREADS / PAIRS * PAIRS) return; /* 96 pairs leave a warp without any */
+    Target target = target_of(p, job.expert, 0, r, p.finish != ADD);     /* a bias is the same for all tokens */
 #pragma unroll 4
     for (int token = threadIdx.x / PAIRS; token < job.n; token += THREADS / PAIRS) {
         const size_t out = p.order ? p.order[job.first + token] : job.first + token;
@@ -1529,15 +1529,14 @@ enum Way {
 Way way_of(const Pass *a, const Matrix &m, int tokens) {
     if (m.type == F32) return BLAS;
     if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;
-    if (is_coded(m.type) && tokens > MAX_STREAMED)
-        return (size_t)m.rows * m.stride > a->gpu->decoded_size ? TILED : BLAS;
+    const bool room = !is_coded(m.type) || (size_t)m.rows * m.stride <= a->gpu->decoded_size;
     constexpr size_t SMALL = 16 << 20, LARGE = 128 << 20;
     const int limit = is_coded(m.type)          ? MAX_STREAMED
                       : m.bytes > LARGE         ? MAX_DECODE
                       : m.bytes > SMALL         ? 24
                       : a->gpu->largest > SMALL ? 32
                                                 : 48;
-    return tokens <= limit ? STREAMED : BLAS;
+    return tokens <= limit ? STREAMED : room ? BLAS : TILED;
 }
 /* A product without jobs. If it is streamed, it also prepares the norm that follows. */
 bool multiply(Pass *a, Product p, Error *e) {
