@@ -776,7 +776,7 @@ static bool check_model(const Model &m, Error *e) {
         const Layer &l = m.layer[i];
         if (l.kv_a.rows && (l.k_up.type == F32 || l.v_up.type == F32))
             return fail(e, BAD_MODEL, "layer %d: latent attention in F32 is not implemented", i);
-        if (l.router.rows && (l.gate.type == F32 || l.down.type == F32))
+        if (l.router.rows && (l.gate.type == F32 || l.up.type == F32 || l.down.type == F32))
             return fail(e, BAD_MODEL, "layer %d: experts in F32 are not implemented", i);
     }
     return true;
