@@ -11,14 +11,10 @@
 #include <unistd.h>
 
 bool cuda_failed(Error *e, cudaError_t error, const char *what) {
-    static const int sticky[] = {214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911};
     cudaGetLastError();
     if (error == cudaErrorMemoryAllocation)
         return fail(e, NO_ROOM, "the GPU is out of memory; use a smaller --ctx, or free memory of other programs");
-    for (int code : sticky)
-        if (code == (int)error)
-            return fail(e, GPU_FAULT, "the GPU failed: %s (error %d)", cudaGetErrorString(error), code);
-    return fail(e, GPU_FAULT, "the GPU failed: %s (error %d in %.60s)", cudaGetErrorString(error), (int)error, what);
+    return fail(e, GPU_FAULT, "the GPU failed: %s (error %d at %.60s)", cudaGetErrorString(error), (int)error, what);
 }
 
 /* cos and sin of every position and pair, in double precision: a float's product would be off by 0.01 at 131,072. */
@@ -265,9 +261,13 @@ static __global__ void make_up(Matrix m, uint32_t seed) {
         uint32_t bits = ((uint32_t)i ^ seed) * 2654435761u;
         bits = (bits ^ bits >> 15) * 2246822519u;
         bits ^= bits >> 13;
-        if (m.type == BF16) { /* uniform */
-            float most = sqrtf(3.f / m.cols) / 32768;
-            ((__nv_bfloat162 *)m.data)[i] = __floats2bfloat162_rn((int16_t)bits * most, (int16_t)(bits >> 16) * most);
+        const float most = sqrtf(3.f / m.cols) / 32768, low = (int16_t)bits * most, high = (int16_t)(bits >> 16) * most;
+        if (m.type == F32) { /* uniform, as F16 and BF16 */
+            ((float *)m.data)[i] = low;
+        } else if (m.type == F16) {
+            ((__half2 *)m.data)[i] = __floats2half2_rn(low, high);
+        } else if (m.type == BF16) {
+            ((__nv_bfloat162 *)m.data)[i] = __floats2bfloat162_rn(low, high);
         } else if (m.type == MXFP4) { /* all e2m1 values are equally likely: root mean square 2.93; one scale */
             uint32_t scale = 127 + FP4_SCALE - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
             ((uint32_t *)m.data)[i] = i * 4 % FP4_CHUNK < 512 ? bits : scale * 0x01010101;

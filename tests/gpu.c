@@ -524,8 +524,8 @@ static void shapes_dense_128(void) {
     shapes_pass(DENSE "\"num_attention_heads\":16,\"num_key_value_heads\":2,\"head_dim\":128}", 3, 1, NULL);
 }
 
-/* Experts in bf16 and in every type of codes on the card. From 21 tokens on (17, where all eight are chosen) codes are
- * rounded to bf16 before the product, so a router close to a tie may choose other experts: half of the tokens must
+/* Experts in 16 bits and in every type of codes on the card. From 21 tokens on (17, where all eight are chosen) codes
+ * are rounded to bf16 before the product, so a router close to a tie may choose other experts: half of the tokens must
  * agree. Where all experts are chosen, all must. */
 #define EXPERTS(CHOSEN)                                                                                                \
     "{\"architectures\":[\"Qwen3MoeForCausalLM\"],\"model_type\":\"qwen3_moe\",\"num_hidden_layers\":%d,"              \
@@ -534,7 +534,7 @@ static void shapes_dense_128(void) {
     "\"num_key_value_heads\":2,\"head_dim\":64,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"              \
     "\"rms_norm_eps\":1e-06,\"rope_theta\":10000,\"tie_word_embeddings\":false}"
 static void shapes_experts(void) {
-    const char *encodings[] = {NULL, "fp8", "int8", "gptq4", "q4_1", "q8_0", "q5_k", "q6_k"};
+    const char *encodings[] = {NULL, "f16", "fp8", "int8", "gptq4", "q4_1", "q8_0", "q5_k", "q6_k"};
     for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) {
         shapes_pass(EXPERTS("2"), 2, 0.5, encodings[i]);
         shapes_pass(EXPERTS("8"), 2, 1, encodings[i]);
@@ -905,7 +905,7 @@ int main(void) {
     run("gpu: the reference, fast and plain agree at every stage, gpt-oss-20b's shapes", stages_of_20b_pass);
     run("gpu: prompts of 1 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
     run("gpu: prompts of 1 to 5,000 tokens, 8 heads of 128 share keys", shapes_dense_128);
-    run("gpu: prompts of 1 to 5,000 tokens, experts in bf16 and in codes", shapes_experts);
+    run("gpu: prompts of 1 to 5,000 tokens, experts in 16 bits and in codes", shapes_experts);
     run("gpu: prompts of 1 to 5,000 tokens, latent attention", shapes_latent);
     run("gpu: a shared expert in F16 beside experts in BF16", shared_expert_may_be_f16);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
