@@ -47,6 +47,7 @@ typedef struct {
 #define JSON(...) #__VA_ARGS__
 
 /* clang-format off */
+#define EXPERTS(n) {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", n, "moe_intermediate_size"}
 static const Family families[] = {
     {"gpt_oss", JSON({"attention_bias": true, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
                       "sliding_window_pattern": 2, "norm_topk_prob": true, "rope_theta": 150000,
@@ -66,9 +67,7 @@ static const Family families[] = {
      .head_norms = true},
     {"qwen3_moe", JSON({"num_key_value_heads": 4, "use_sliding_window": false, "sliding_window": 4096,
                         "moe_intermediate_size": 768}),
-     .head_norms = true,
-     .moe = {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "num_experts",
-             "moe_intermediate_size"}},
+     .head_norms = true, .moe = EXPERTS("num_experts")},
     {"gemma2", JSON({"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2,
                      "tie_word_embeddings": true, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50,
                      "final_logit_softcapping": 30}),
@@ -83,14 +82,12 @@ static const Family families[] = {
     {"deepseek_v2", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                           "v_head_dim": 128, "n_shared_experts": 2, "scoring_func": "softmax",
                           "topk_method": "greedy", "rope_interleave": true}),
-     .latent = true, .moe = {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "n_routed_experts",
-                             "moe_intermediate_size"}},
+     .latent = true, .moe = EXPERTS("n_routed_experts")},
     {"deepseek_v3", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                           "v_head_dim": 128, "n_shared_experts": 1, "scoring_func": "sigmoid",
                           "topk_method": "noaux_tc", "norm_topk_prob": true, "routed_scaling_factor": 2.5,
                           "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "rope_interleave": true}),
-     .latent = true, .moe = {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "n_routed_experts",
-                             "moe_intermediate_size"}},
+     .latent = true, .moe = EXPERTS("n_routed_experts")},
 };
 /* clang-format on */
 
@@ -1518,11 +1515,10 @@ char *model_find(const char *argument, Error *e) {
     else if (!hits && access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
         fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
     else if (!hits)
-        fail(
-            e, BAD_MODEL,
-            "'%.100s' is no folder, and none of the models in ./models, ~/.cache/infer/models and the hub's cache: %s; "
-            "infer download ORG/NAME fetches one",
-            argument, n ? names.data : "none is there");
+        fail(e, BAD_MODEL,
+             "'%.100s' is no folder, and none of the models in ./models, ~/.cache/infer/models and the hub's cache: "
+             "%s; infer download ORG/NAME fetches one",
+             argument, n ? names.data : "none is there");
     bytes_free(&names);
     models_free(list, n);
     return found;
