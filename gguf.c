@@ -306,8 +306,6 @@ cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
         put(c, "n_group", 1), put(c, "topk_group", 1);
     cJSON_AddBoolToObject(c, "rope_interleave", llama || latent); /* the order of q's and k's rows */
     cJSON_AddBoolToObject(c, "tie_word_embeddings", !tensors_find(t, "lm_head.weight"));
-    cJSON_AddBoolToObject(c, "attention_bias", tensors_find(t, "model.layers.0.self_attn.o_proj.bias") != NULL);
-    cJSON_AddBoolToObject(c, "mlp_bias", tensors_find(t, "model.layers.0.mlp.gate_proj.bias") != NULL);
     add_rope(c, arch);
     cJSON *stop = cJSON_AddArrayToObject(c, "eos_token_id");
     for (int i = 0; i < 3; i++) cJSON_AddItemToArray(stop, cJSON_Duplicate(json_get(metadata, stops[i]), true));

@@ -991,7 +991,7 @@ static Encoding find_encoding(Loader *load, const char *name, int rows, int cols
     return near ? *near : (Encoding){.type = plain, .codes = ".weight"};
 }
 
-/* Binds the matrix (rows, cols) of a module, and its bias if `bias` says so or if GPTQ stores one. */
+/* Binds the matrix (rows, cols) of a module, and its bias if `bias` says so or if GPTQ or GGUF stores one. */
 static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bool bias) {
     const Encoding how = find_encoding(load, name, rows, cols);
     Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1};
@@ -1009,7 +1009,8 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bo
         tensor_is(load, said, said->size == 16 && !memcmp(said->data, (int64_t[]){rows, cols}, 16),
                   "the shape of its matrix");
     }
-    if (bias || (in_gptq(w.type) && find(load, name, ".bias"))) w.bias = bind_floats(load, name, ".bias", rows);
+    bias |= (in_gptq(w.type) || load->gguf) && find(load, name, ".bias");
+    if (bias) w.bias = bind_floats(load, name, ".bias", rows);
     return w;
 }
 
