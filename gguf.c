@@ -298,8 +298,9 @@ cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
     if (!json_get(c, "rope_theta")) put(c, "rope_theta", 10000);
     put(c, "query_pre_attn_scalar", big ? dim / heads : size);
     if (!json_get(c, "q_lora_rank")) cJSON_AddNullToObject(c, "q_lora_rank");
-    if (!json_get(c, "norm_topk_prob") && !strcmp(arch, "qwen3moe")) /* most files leave it out */
-        cJSON_AddTrueToObject(c, "norm_topk_prob");
+    if (!json_get(c, "norm_topk_prob")) cJSON_AddBoolToObject(c, "norm_topk_prob", !latent); /* as llama.cpp does */
+    if (!json_get(c, "routed_scaling_factor")) put(c, "routed_scaling_factor", 1);
+    if (!strcmp(arch, "gemma3") && !json_get(c, "sliding_window")) put(c, "sliding_window_pattern", 1); /* no windows */
     cJSON_AddStringToObject(c, "scoring_func", sigmoid ? "sigmoid" : gating == 1 ? "softmax" : "unknown");
     cJSON_AddStringToObject(c, "topk_method", sigmoid ? "noaux_tc" : groups > 1 ? "group_limited_greedy" : "greedy");
     if (!json_get(c, "n_group") && get_number(c, "num_local_experts", 0) != 256) /* old files of V3 leave it out */

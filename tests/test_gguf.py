@@ -102,14 +102,22 @@ def test_rope(folder):
           ("none", None, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.0})], check)
 
 
-def test_experts_without_a_key(folder):
-    """Most files of Qwen3 with experts do not say that the weights of the chosen add up to 1. They do."""
-    hub = copy_model(FIXTURES / "qwen3_moe", folder, config={"norm_topk_prob": True})
-    metadata, tensors = convert(FIXTURES / "qwen3_moe")
-    del metadata["qwen3moe.expert_weights_norm"]
-    ids = golden("qwen3_moe")[0]
-    found = error(logits(save(folder / "model.gguf", metadata, tensors), ids, folder), logits(hub, ids, folder))
-    expect(found < 1e-6, f"relative error {found:.1e}")
+def test_missing_keys(folder):
+    """What llama.cpp computes where a key is missing. Most files of Qwen3 with experts do not say that the weights of the
+    chosen add up to 1: they do. Those of DeepSeek say it only where they do. Gemma 3 without a window sees all."""
+    def check(fixture, config, *keys):
+        hub = copy_model(FIXTURES / fixture, folder, config)
+        metadata, tensors = convert(FIXTURES / fixture)
+        for key in keys:
+            del metadata[f"{metadata['general.architecture']}.{key}"]
+        ids = golden(fixture)[0]
+        found = error(logits(save(folder / "model.gguf", metadata, tensors), ids, folder), logits(hub, ids, folder))
+        expect(found < 1e-6, f"relative error {found:.1e}")
+    each([("qwen3_moe", {"norm_topk_prob": True}, "expert_weights_norm"),
+          ("deepseek_v3", {"norm_topk_prob": False}, "expert_weights_norm"),
+          ("deepseek_v3", {"routed_scaling_factor": 1}, "expert_weights_scale"),
+          ("gemma3", {"layer_types": ["full_attention"] * 3}, "attention.sliding_window",
+           "attention.sliding_window_pattern", "rope.freq_base_swa")], check)
 
 
 # ---- a whole model
