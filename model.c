@@ -1216,9 +1216,12 @@ static void bind_all(Loader *load) {
     const char *text = "model."; /* prefix of the text model's tensors */
     if (tensors_find(all, "language_model.model.norm.weight")) text = "language_model.model.";
     if (tensors_find(all, "model.language_model.norm.weight")) text = "model.language_model.";
-    load->tied = config_true(load, "tie_word_embeddings"); /* one matrix, under either name or both */
     strcpy(load->prefix, text);
-    bool embed = !load->tied || find(load, "embed_tokens", ".weight") || m->made_up;
+    const Tensor *head = tensors_find(all, "lm_head.weight"), *table = find(load, "embed_tokens", ".weight");
+    /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
+    load->tied = config_true(load, "tie_word_embeddings") &&
+                 !(head && table && (head->size != table->size || memcmp(head->data, table->data, head->size)));
+    bool embed = !load->tied || table || m->made_up;
     if (embed) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, false);
     *load->prefix = 0;
     if (!embed || !load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);

@@ -401,7 +401,7 @@ def test_config_of_a_dense_model(folder):
         ("kv heads that do not fit", {"num_key_value_heads": 2}, ["k_proj", "(64, 64)", "(32, 64)"]),
         ("more heads than width", {"num_attention_heads": 128}, ["config.json", "head_dim"]),
         ("another vocabulary", {"vocab_size": 130}, ["(131, 64)", "(130, 64)"]),
-        ("a window", {"use_sliding_window": True}, ["config.json", "use_sliding_window", "llama"]),
+        ("a head of its own", {"tie_word_embeddings": True}, FINE),
         ("a window in its layer", {"layer_types": ["sliding_attention"]},
          ["config.json", "layer_types[0]", "sliding_attention", "llama"]),
         ("bias wanted, and absent", {"mlp_bias": True}, ["gate_proj.bias"])])
