@@ -241,33 +241,28 @@ static void read_rope(Loader *load, bool window, Rope *out) {
 }
 
 /* Which layers have a window: those that layer_types names. Without it: all from max_window_layers on, except every
- * sliding_window_pattern-th. These two keys count only in families whose defaults have them; in the other families
- * layer_types may not contradict sliding_window. If use_sliding_window is false, no layer has a window. */
+ * sliding_window_pattern-th. If use_sliding_window is false, no layer has a window. Keys count only in families whose
+ * defaults have them. Where none has the first two, layer_types may not contradict sliding_window. */
 static void read_windows(Loader *load) {
     Model *m = &load->c->model;
     const cJSON *defaults = load->defaults;
     const cJSON *list = config_typed(load, load->config, "layer_types", cJSON_Array, "an array");
-    const char *family = load->family->model_type;
     bool any = cJSON_GetObjectItemCaseSensitive(defaults, "sliding_window"); /* its default may be null */
     bool first = json_get(defaults, "max_window_layers"), pattern = json_get(defaults, "sliding_window_pattern");
-    const char *use = "use_sliding_window"; /* null is false where there is a default */
-    bool used = config_true(load, use) || !(json_get(load->config, use) || json_get(defaults, use));
+    bool used = config_true(load, "use_sliding_window") || !json_get(defaults, "use_sliding_window");
     int from = first ? config_whole(load, "max_window_layers", 0, INT32_MAX, REQUIRED) : 0, window = 0;
     int every = pattern ? config_whole(load, "sliding_window_pattern", 1, INT32_MAX, REQUIRED) : INT32_MAX;
     if (list && cJSON_GetArraySize(list) != m->n_layers)
         refuse(load, load->path, "layer_types should be an array of %d, one a layer", m->n_layers);
     if (any && used && json_get(load->config, "sliding_window"))
         window = config_whole(load, "sliding_window", 1, INT32_MAX, REQUIRED);
-    if (!any && config_true(load, use))
-        refuse(load, load->path, "use_sliding_window is not implemented for %s", family);
-    const cJSON *entry = list ? list->child : NULL;
-    for (int i = 0; i < m->n_layers && !failed(load); i++, entry = entry ? entry->next : NULL) {
-        const char *type = cJSON_GetStringValue(entry);
+    for (int i = 0; i < m->n_layers && !failed(load); i++) {
+        const char *type = cJSON_GetStringValue(cJSON_GetArrayItem(list, i));
         bool sliding = any && i >= from && (i + 1) % every != 0, full = type && !strcmp(type, "full_attention");
         if (list) sliding = type && !strcmp(type, "sliding_attention");
         if (list && ((!sliding && !full) || (!first && !pattern && sliding != (window > 0))))
             refuse(load, load->path, "layer_types[%d] is '%.40s', which is not implemented for %s", i,
-                   type ? type : "(no text)", family);
+                   type ? type : "(no text)", load->family->model_type);
         m->layer[i].window = sliding ? window : 0;
         m->layer[i].rope = m->rope + sliding;
     }
@@ -332,7 +327,7 @@ static void read_heads(Loader *load) {
         m->head_dim = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
         m->v_dim = m->rope_dim = m->head_dim;
     }
-    m->neighbours = config_true(load, "rope_interleave");
+    m->neighbours = config_true(load, "rope_interleave") && (f->latent || load->gguf);
     if (m->n_heads % m->n_kv_heads) config_bad(load, config, "num_key_value_heads", "a divisor of num_attention_heads");
     if (m->rope_dim % 2)
         config_bad(load, config, f->latent ? "qk_rope_head_dim" : "head_dim", "even (RoPE turns pairs)");
@@ -354,8 +349,8 @@ static void read_sizes(Loader *load) {
     m->act = f->act;
     if (m->act == SWIGLU_CLAMPED) m->act_limit = (float)config_number(load, config, "swiglu_limit", 1e-6, 1e6, 7);
     m->embed_scale = f->gemma ? sqrtf((float)m->dim) : 1;
-    m->attn_cap = (float)config_number(load, config, "attn_logit_softcapping", 0, 1e6, 0);
-    m->logit_cap = (float)config_number(load, config, "final_logit_softcapping", 0, 1e6, 0);
+    m->attn_cap = f->gemma ? (float)config_number(load, config, "attn_logit_softcapping", 0, 1e6, 0) : 0;
+    m->logit_cap = f->gemma ? (float)config_number(load, config, "final_logit_softcapping", 0, 1e6, 0) : 0;
     const char *key = m->act == GEGLU ? "hidden_activation" : "hidden_act";
     if (config_text(load, config, key) && !json_is(config, key, m->act == GEGLU ? "gelu_pytorch_tanh" : "silu"))
         config_bad(load, config, key, m->act == GEGLU ? "\"gelu_pytorch_tanh\"" : "\"silu\"");
@@ -364,8 +359,8 @@ static void read_sizes(Loader *load) {
     only(load, config, "partial_rotary_factor", 1);
     only(load, config, "swiglu_alpha", 1.702);
     only(load, config, "moe_layer_freq", 1);
-    if (config_true(load, "use_bidirectional_attention"))
-        config_bad(load, config, "use_bidirectional_attention", "false");
+    if (config_true(load, "use_bidirectional_attention") || cJSON_IsFalse(json_get(config, "is_causal")))
+        refuse(load, load->path, "%s", "use_bidirectional_attention should be false, and is_causal true");
 }
 
 /* Refuses any value in quantization_config, read from `path`, that stands for something not implemented. How a matrix

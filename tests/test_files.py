@@ -404,7 +404,8 @@ def test_config_of_a_dense_model(folder):
         ("a head of its own", {"tie_word_embeddings": True}, FINE),
         ("a window in its layer", {"layer_types": ["sliding_attention"]},
          ["config.json", "layer_types[0]", "sliding_attention", "llama"]),
-        ("bias wanted, and absent", {"mlp_bias": True}, ["gate_proj.bias"])])
+        ("bias wanted, and absent", {"mlp_bias": True}, ["gate_proj.bias"]),
+        ("sees what follows", {"is_causal": False}, ["config.json", "is_causal"])])
 
 
 def test_config_of_a_model_that_norms_heads(folder):
@@ -466,11 +467,22 @@ def test_config_of_every_family(folder):
            ("another router", {"topk_method": "noaux_tc"}, ["e_score_correction_bias", "missing"]))
 
 
+def long_logits(model):
+    return infer("logits", model, "--ids", ",".join(map(str, range(1, 13))), "--top", 3).out
+
+
+def test_keys_of_other_families(folder):
+    """What transformers does not read in a family changes nothing."""
+    def check(fixture, changes):
+        same(long_logits(copy_model(FIXTURES / fixture, folder, changes)), long_logits(FIXTURES / fixture), "logits")
+    each([("mistral", {"use_sliding_window": False}),
+          ("llama_bias", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0, "rope_interleave": True,
+                          "use_sliding_window": True, "sliding_window": 2})], check)
+
+
 def test_null_switches_no_window_on(folder):
     """Null stands for what a missing use_sliding_window means, which hides nothing. The window of this model is 6."""
     source = FIXTURES / "qwen2"
-    def long_logits(model):
-        return infer("logits", model, "--ids", ",".join(map(str, range(1, 13))), "--top", 3).out
     missing = copy_model(source, folder, {"use_sliding_window": None})
     null = copy_model(source, folder)
     write_json(null / "config.json", read_json(source / "config.json") | {"use_sliding_window": None})
