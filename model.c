@@ -51,7 +51,7 @@ typedef struct {
 static const Family families[] = {
     {"gpt_oss", JSON({"attention_bias": true, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
                       "sliding_window_pattern": 2, "norm_topk_prob": true, "rope_theta": 150000,
-                      "rope_scaling": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
+                      "default_rope": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
                                        "truncate": false}}),
      .act = SWIGLU_CLAMPED, .sinks = true,
      .moe = {"mlp.router", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "num_local_experts",
@@ -174,15 +174,19 @@ static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1
 /* Do layers with a window have a RoPE of their own? */
 static bool two_ropes(const Loader *load) { return json_get(load->defaults, "rope_local_base_freq"); }
 
-/* config.json's RoPE parameters for layers with a window, or for those without; NULL: it has none. */
+/* config.json's RoPE parameters for layers with a window, or for those without; NULL: it has none. rope_scaling is
+ * their older name, which people add to enlarge the context: a file that has both must say the same in both. */
 static const cJSON *find_rope(Loader *load, bool window) {
-    const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
+    const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object"), *one;
+    const cJSON *older = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object");
     const cJSON *full = json_get(rope, "full_attention");
+    for (one = rope && older ? older->child : NULL; one; one = one->next)
+        if (!cJSON_Compare(one, json_get(full ? full : rope, one->string), true))
+            config_bad(load, older, one->string, "as in rope_parameters, or left out of rope_scaling,");
     if (full && !two_ropes(load)) config_bad(load, load->config, "rope_parameters", "one for all layers");
     if (full) return window ? json_get(rope, "sliding_attention") : full;
     if (window) return NULL; /* their only parameter is rope_local_base_freq */
-    if (!rope) rope = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object"); /* its older name */
-    return rope ? rope : json_get(load->defaults, "rope_scaling"); /* also in place of a null */
+    return rope ? rope : older ? older : json_get(load->defaults, "default_rope");
 }
 
 static const float *bind_floats(Loader *load, const char *name, const char *suffix, int n);
@@ -202,21 +206,22 @@ static void read_rope(Loader *load, bool window, Rope *out) {
     double original = 0, factor = 1, low = 0, high = 1, scale = 1, d = m->rope_dim;
     double theta = config_number(load, load->config, window ? "rope_local_base_freq" : "rope_theta", 1e-6, 1e12, 10000);
     theta = config_number(load, rope, "rope_theta", 1e-6, 1e12, theta);
-    if (yarn || llama3) original = config_number(load, rope, "original_max_position_embeddings", 1, 1e9, m->context);
+    const char *old = "original_max_position_embeddings"; /* one beside the object wins over one in it */
+    const cJSON *holds = json_get(load->config, old) && !two_ropes(load) ? load->config : rope;
+    if (yarn || llama3) original = config_number(load, holds, old, 1, 1e9, m->context);
     bool implied = yarn && cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(rope, "factor"));
     if (scaled) factor = config_number(load, rope, "factor", 1e-6, 1e6, implied ? m->context / original : REQUIRED);
     if (llama3) { /* Llama 3.1: divides low frequencies by the factor, keeps high ones, and blends in between */
         low = config_number(load, rope, "low_freq_factor", 1e-6, 1e6, REQUIRED);
         high = config_number(load, rope, "high_freq_factor", low + 1e-6, 1e7, REQUIRED);
     }
+    double all = config_number(load, rope, "mscale_all_dim", 0, 1e6, 0), both = yarn_scale(factor, all);
+    if (load->family->latent) m->attn_scale = (float)((double)m->attn_scale * both * both); /* q . k, not q and k */
     if (yarn) { /* Peng et al., 2023, section 3.2: the same, with the blend over dimensions */
         double fast = config_number(load, rope, "beta_fast", 1e-6, 1e6, 32); /* rotations in the original context */
         double slow = config_number(load, rope, "beta_slow", 1e-6, 1e6, 1);
         double mscale = config_number(load, rope, "mscale", 0, 1e6, 0);
-        double all = config_number(load, rope, "mscale_all_dim", 0, 1e6, 0);
-        double share = load->family->latent && all > 0 ? yarn_scale(factor, all) : 1;
-        m->attn_scale = (float)((double)m->attn_scale * share * share); /* DeepSeek scales q . k, not q and k */
-        scale = mscale > 0 && all > 0 ? yarn_scale(factor, mscale) / yarn_scale(factor, all) : yarn_scale(factor, 1);
+        scale = mscale > 0 && all > 0 ? yarn_scale(factor, mscale) / both : yarn_scale(factor, 1);
         scale = config_number(load, rope, "attention_factor", 1e-6, 1e6, scale);
         low = fmax(d * log(original / (fast * 2 * M_PI)) / (2 * log(theta)), 0);
         high = d * log(original / (slow * 2 * M_PI)) / (2 * log(theta));

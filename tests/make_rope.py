@@ -25,6 +25,7 @@ CASES = {
     "linear": scaled(rope_type="linear", factor=4.0),
     "llama3": scaled(**LLAMA3, original_max_position_embeddings=256),
     "llama3 without a length": scaled(**LLAMA3),
+    "llama3, a length outside": {**scaled(**LLAMA3), "original_max_position_embeddings": 256},
     "yarn": scaled(**YARN),
     "yarn, old name of the type": scaled(type="yarn", factor=8.0, original_max_position_embeddings=512),
     "yarn, new name of the object": {**LLAMA, "rope_theta": 7.0, "rope_parameters": {**YARN, "rope_theta": 500.0}},
@@ -40,6 +41,7 @@ CASES = {
     "yarn, factor null with mscale": scaled(**{**YARN, "factor": None}, mscale=1.0, mscale_all_dim=0.4),
     "yarn, factor 1": scaled(**{**YARN, "factor": 1.0}),
     "yarn without a length": scaled(rope_type="yarn", factor=8.0),
+    "yarn, two lengths": {**scaled(**YARN), "original_max_position_embeddings": 256},
     "yarn, betas": scaled(**YARN, beta_fast=16.0, beta_slow=2.0),
     "yarn, betas null": scaled(**YARN, beta_fast=None, beta_slow=None),
     "yarn, not truncated": scaled(**YARN, truncate=False),
@@ -49,6 +51,7 @@ CASES = {
     "gpt_oss, scaling null": {**GPT_OSS, "rope_scaling": None},
     "gpt_oss, only theta": {**GPT_OSS, "rope_theta": 10000.0},
     "gpt_oss with scaling": {**GPT_OSS, "rope_scaling": YARN},
+    "gpt_oss, new name of the object": {**GPT_OSS, "rope_parameters": {**YARN, "rope_theta": 500.0}},
 }
 
 

@@ -348,8 +348,8 @@ CONFIGS = [  # what is wrong, changed fields, words of the message
     ("a part of each head turns", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ("all of each head turns", {"partial_rotary_factor": 1.0}, FINE),
     ("another alpha", {"swiglu_alpha": 1.5}, ["swiglu_alpha", "1.5"]),
-    ("a rope for each kind of layer", {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-     ["rope_parameters", "full_attention"]),
+    ("a rope for each kind of layer", {"rope_scaling": None, "rope_parameters": {
+        "full_attention": {"rope_type": "default"}}}, ["rope_parameters", "full_attention"]),
     ("unknown rope", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, ["spiral"]),
     ("rms_norm_eps too small for a float", {"rms_norm_eps": 1e-60}, ["rms_norm_eps", "1e-60"]),
     ("rms_norm_eps a text", {"rms_norm_eps": "1e-5"}, ["rms_norm_eps"]),
@@ -405,7 +405,10 @@ def test_config_of_a_dense_model(folder):
         ("a window in its layer", {"layer_types": ["sliding_attention"]},
          ["config.json", "layer_types[0]", "sliding_attention", "llama"]),
         ("bias wanted, and absent", {"mlp_bias": True}, ["gate_proj.bias"]),
-        ("sees what follows", {"is_causal": False}, ["config.json", "is_causal"])])
+        ("sees what follows", {"is_causal": False}, ["config.json", "is_causal"]),
+        ("a scaling beside the newer object", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1000.0}}, ["rope_type", "rope_parameters", "rope_scaling", "yarn"]),
+        ("what both objects say", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}}, FINE)])
 
 
 def test_config_of_a_model_that_norms_heads(folder):
@@ -447,7 +450,7 @@ def test_config_of_every_family(folder):
         "rope_scaling": None, "rope_local_base_freq": None, "rope_theta": None, "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}, FINE),
-           ("unknown rope of windows", {"rope_parameters": {
+           ("unknown rope of windows", {"rope_scaling": None, "rope_parameters": {
                "full_attention": {}, "sliding_attention": {"rope_type": "spiral"}}}, ["spiral", "yarn"]),
            ("a part of each head turns", {"rope_scaling": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
            ("pattern 0", {"sliding_window_pattern": 0}, ["sliding_window_pattern"]))
