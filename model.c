@@ -944,7 +944,8 @@ static void bind_grids(Loader *load, const char *name, const Encoding *how, Line
         Grid z = {.type = how->zeros, .rows = w->scale.rows, .cols = w->scale.cols};
         z.transposed = in_words(w->type) && w->type != AWQ4;
         w->zero = bind_grid(load, name, how->zero, w, z);
-        w->zero_plus_one = in_gptq(w->type) && !json_is(load->quantization, "checkpoint_format", "gptq_v2");
+        w->zero_plus_one = in_gptq(w->type) && !json_is(load->quantization, "checkpoint_format", "gptq_v2") &&
+                           !json_is(load->quantization, "format", "gptq_v2"); /* its newer name */
     }
     if (how->group) w->group = bind_group(load, name, how->group, w);
     if (w->type == NVFP4) w->factor = bind_factor(load, name, how->mark);

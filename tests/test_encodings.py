@@ -138,10 +138,11 @@ def test_older_place_of_the_config(folder):
     for text, words in ((json.dumps(said | {"bits": 3}), ["bits", "3", "4, 8"]), ("[]", ["an object"]), ("{", ["JSON"])):
         (model / "quantize_config.json").write_text(text)
         refused("logits", model, "--ids", 1, words=["quantize_config.json", *words])
-    for kind, right in (("gptq_v2", True), ("gptq", False)):
-        write_json(model / "quantize_config.json", said | {"checkpoint_format": kind})
+    del said["checkpoint_format"]
+    for key, kind, right in (("checkpoint_format", "gptq_v2", True), ("format", "gptq_v2", True), ("format", "gptq", False)):
+        write_json(model / "quantize_config.json", said | {key: kind})
         e = error(model, folder, name)
-        expect((e < 1e-5) == right, f"{kind}: relative error {e:.1e}")
+        expect((e < 1e-5) == right, f"{key} {kind}: relative error {e:.1e}")
 
 
 def entry(key, **new):
