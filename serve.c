@@ -878,12 +878,13 @@ static bool has_key(const Request *q) {
 }
 
 /* May a page send requests under this Host? On loopback, another site must not reach us by a name of its own (DNS
- * rebinding). A browser's Origin says which page sends the request: it must be ours, or one that --cors allows. */
+ * rebinding). Without a Host, as HTTP/1.0 allows, the client is no browser. A browser's Origin says which page sends the
+ * request: it must be ours, or one that --cors allows. */
 static bool may_ask(const char *host, const char *origin) {
     const char *const local[] = {"localhost", "127.0.0.1", "[::1]", server.o->host};
     const char *cors = server.o->cors, *page = origin ? strstr(origin, "://") : NULL;
-    bool known = !server.loopback;
-    for (int i = 0; i < 4 && host && !known; i++) {
+    bool known = !server.loopback || !host;
+    for (int i = 0; i < 4 && !known; i++) {
         const size_t n = strlen(local[i]);
         known = !strncasecmp(host, local[i], n) && (!host[n] || host[n] == ':');
     }

@@ -320,6 +320,9 @@ def test_requests_that_can_be_read_in_two_ways():
               ("another site", b"POST /v1/completions HTTP/1.1\r\nHost: evil.example\r\n" + length, b"403"),
               ("a site that looks like us",
                b"POST /v1/completions HTTP/1.1\r\nHost: localhost.evil.example\r\n" + length, b"403"),
+              ("no host, which HTTP/1.0 allows", b"POST /v1/completions HTTP/1.0\r\n" + length, b"200"),
+              ("a page without a host",
+               b"POST /v1/completions HTTP/1.0\r\nOrigin: http://localhost\r\n" + length, b"403"),
               ("another page", REQUEST + b"Origin: http://evil.example\r\n" + length, b"403"),
               ("chunked", REQUEST + chunked, b"200", b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))], status)
         for head in (REQUEST + b"X: " + b"y" * (64 << 10) + b"\r\n",
