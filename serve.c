@@ -931,6 +931,7 @@ static enum MHD_Result respond(Request *q) {
     const bool wrong = !q->stream && q->error.code;
     const unsigned status = q->stream ? 200 : status_of(q);
     const char *type = q->stream ? "text/event-stream" : q->endpoint && !wrong ? q->endpoint->type : json_type;
+    const char *wanted = header(q, "Access-Control-Request-Headers"); /* of a page that --cors allows */
     if (wrong) put_error(q);
     struct MHD_Response *r = q->stream
                                  ? MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 4096, write_events, q, NULL)
@@ -939,7 +940,7 @@ static enum MHD_Result respond(Request *q) {
     MHD_add_response_header(r, "Content-Type", type);
     MHD_add_response_header(r, "Cache-Control", "no-store");
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
-    if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Headers", "Authorization, Content-Type");
+    if (server.o->cors && wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
     if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
     if (status >= 400) MHD_add_response_header(r, "Connection", "close");

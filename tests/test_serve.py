@@ -440,13 +440,19 @@ def test_keys(folder):
 
 
 def test_cors():
+    wanted = "authorization,content-type,x-stainless-lang"  # as of openai's package for JavaScript
     for options, allowed in (([], None), (["--cors", "http://a.example"], "http://a.example"), (["--cors", "*"], "*")):
         with Server(PARROT, *options) as s:
-            c = http.client.HTTPConnection("127.0.0.1", s.port, timeout=60)
-            c.request("OPTIONS", CHAT, headers={"Origin": "http://a.example", "Access-Control-Request-Method": "POST"})
-            r = c.getresponse()
-            same((r.status, r.headers["Access-Control-Allow-Origin"]), (200, allowed) if allowed else (403, None))
-            c.close()
+            def ask(method, **more):
+                c = http.client.HTTPConnection("127.0.0.1", s.port, timeout=60)
+                c.request(method, CHAT, headers={"Origin": "http://a.example", **more})
+                r = c.getresponse()
+                c.close()
+                return r.status, *(r.headers["Access-Control-Allow-" + name] for name in ("Origin", "Headers"))
+            asked = ask("OPTIONS", **{"Access-Control-Request-Method": "POST",
+                                      "Access-Control-Request-Headers": wanted})
+            same(asked, (200, allowed, wanted) if allowed else (403, None, None))
+            same(ask("GET"), (405 if allowed else 403, allowed, None))
 
 
 def test_a_full_queue_says_so():
