@@ -71,6 +71,7 @@ struct Request {
     struct MHD_Connection *connection;
     Client *client;
     const Endpoint *endpoint;
+    const char *url;
     Bytes body;
     cJSON *json, *names; /* names: from a function's name as the model reads it to the client's; NULL: it has none */
     const char *code;    /* of the error, or NULL */
@@ -220,13 +221,17 @@ static bool take_parameters(Request *q) {
     return true;
 }
 
+static bool check_model(Request *q, const char *name) {
+    if (!strcmp(name, server.name)) return true;
+    q->code = "model_not_found";
+    return fail(&q->error, 404, "there is no model %.100s here, only %s", name, server.name);
+}
+
 /* Refuses what would change the answer and is not supported. */
 static bool refuse_others(Request *q) {
     const cJSON *model = json_get(q->json, "model"), *each;
     if (model && !cJSON_IsString(model)) return fail(&q->error, 400, "model must be a text");
-    if (model && strcmp(model->valuestring, server.name))
-        return q->code = "model_not_found",
-               fail(&q->error, 404, "there is no model %.100s here, only %s", model->valuestring, server.name);
+    if (model && !check_model(q, model->valuestring)) return false;
     cJSON_ArrayForEach(each, q->json) {
         bool none = cJSON_IsNull(each) || (cJSON_IsNumber(each) && each->valuedouble == 0);
         if (!none && text_listed("functions function_call audio suffix web_search_options guided_choice guided_regex "
@@ -759,12 +764,16 @@ static void complete_chat(Request *q) { q->chat = true, complete(q); }
 
 /* ---- other endpoints ---- */
 
+/* The list of models, or the one that the path names. */
 static void models(Request *q) {
-    cJSON *json = json_object("object", json_word("list"), NULL);
-    append(json, "data",
-           json_object("id", json_word(server.name), "object", json_word("model"), "created", json_number(0),
-                       "owned_by", json_word("infer"), "max_model_len", json_number(server.s.engine.context), NULL));
-    put_json(q, json);
+    const char *name = q->url + strlen(q->endpoint->path);
+    if (*name && !check_model(q, name + 1)) return;
+    cJSON *model = json_object("id", json_word(server.name), "object", json_word("model"), "created", json_number(0),
+                               "owned_by", json_word("infer"), "max_model_len",
+                               json_number(server.s.engine.context), NULL);
+    cJSON *list = *name ? NULL : json_object("object", json_word("list"), NULL);
+    if (list) append(list, "data", model);
+    put_json(q, list ? list : model);
 }
 
 /* Healthy: answers can begin, and the model's thread moves. */
@@ -894,12 +903,14 @@ static bool may_ask(const char *host, const char *origin) {
 
 /* Finds the endpoint. Refuses what libmicrohttpd lets through: requests that can be read in two ways, and those that
  * are not allowed. */
-static void check_request(Request *q, const char *url, const char *method, const char *version) {
+static void check_request(Request *q, const char *method, const char *version) {
+    static const char one_model[] = "/v1/models/";
+    const char *url = q->url, *path = strncmp(url, one_model, strlen(one_model)) ? url : "/v1/models";
     const char *as = strcmp(method, "HEAD") ? method : "GET";
     int count[2] = {0}; /* Host, lengths */
     MHD_get_connection_values(q->connection, MHD_HEADER_KIND, count_header, count);
     for (int i = 0; i < ENDPOINTS; i++)
-        if (!strcmp(endpoints[i].path, url)) q->endpoint = endpoints + i;
+        if (!strcmp(endpoints[i].path, path)) q->endpoint = endpoints + i;
     if (count[1] > 1)
         fail(&q->error, 400, "one Content-Length or one Transfer-Encoding at most");
     else if (count[0] > 1 || (count[0] < 1 && !strcmp(version, "HTTP/1.1")))
@@ -959,7 +970,8 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
         q->connection = connection;
         q->client = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context;
         pthread_cond_init(&q->wake, NULL);
-        check_request(q, url, method, version);
+        q->url = url; /* libmicrohttpd keeps it as long as the request */
+        check_request(q, method, version);
         return MHD_YES;
     }
     if (*size) { /* also reads the rest of a refused request, so that the client gets to the reply */

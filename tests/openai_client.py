@@ -150,6 +150,8 @@ def tiny(client):
     # errors as the package's classes
     create = client.chat.completions.create
     raises(openai.NotFoundError, lambda: create(messages=ask, model="other"), "other")
+    assert client.models.retrieve(model).id == model
+    raises(openai.NotFoundError, lambda: client.models.retrieve("other"), "no model other")
     raises(openai.BadRequestError, lambda: create(messages=ask, **{**how, "temperature": -1}), "temperature")
     raises(openai.BadRequestError, lambda: create(messages=[{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "data:,"}}]}], **how), "messages[0].content")

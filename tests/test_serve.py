@@ -394,6 +394,18 @@ def test_bad_bodies():
         same(s.ask("GET", "/health"), {"status": "ok"})
 
 
+def test_models():
+    with Server(PARROT, "--name", "org/name é") as s:
+        listed = s.ask("GET", "/v1/models")
+        same([m["id"] for m in listed["data"]], ["org/name é"])
+        for path in ("org/name%20%C3%A9", "org%2Fname%20%C3%A9"):
+            same(s.ask("GET", "/v1/models/" + path), listed["data"][0], path)
+        for path in ("other", "org/", "", "%00", "org/name%20%C3%A9/"):
+            error = s.ask("GET", "/v1/models/" + path, code=404)["error"]
+            same((error["code"], error["type"]), ("model_not_found", "invalid_request_error"), path)
+        s.refuses("/v1/modelsother", {}, "there is no /v1/modelsother", code=404)
+
+
 def test_control_tokens_in_texts_are_text():
     """Whatever field they stand in, the prompt has no more control tokens than without them."""
     with Server(PARROT) as s:
