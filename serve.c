@@ -953,6 +953,7 @@ static enum MHD_Result respond(Request *q) {
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
     if (server.o->cors && wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
+    if (status == 405) MHD_add_response_header(r, "Allow", *q->endpoint->method == 'P' ? "POST" : "GET, HEAD");
     if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
     if (status >= 400) MHD_add_response_header(r, "Connection", "close");
     enum MHD_Result result = MHD_queue_response(q->connection, status, r);

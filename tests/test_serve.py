@@ -406,6 +406,15 @@ def test_models():
         s.refuses("/v1/modelsother", {}, "there is no /v1/modelsother", code=404)
 
 
+def test_wrong_methods():
+    """The answer names the right one."""
+    with Server(PARROT) as s:
+        for method, path, allowed in (("GET", CHAT, "POST"), ("PUT", "/v1/models/parrot", "GET, HEAD"),
+                                      ("DELETE", "/", "GET, HEAD")):
+            back = s.raw(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()).decode()
+            expect(" 405 " in back and f"\r\nAllow: {allowed}\r\n" in back, back)
+
+
 def test_control_tokens_in_texts_are_text():
     """Whatever field they stand in, the prompt has no more control tokens than without them."""
     with Server(PARROT) as s:
