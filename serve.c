@@ -198,6 +198,8 @@ static const struct {
                   {"echo", 't', FLAG, FIELD(echo), 0, 1},
                   {"ignore_eos", 0, FLAG, FIELD(forever), 0, 1}};
 
+static bool applies(const Request *q, char of) { return !of || (of == 'c') == q->chat; }
+
 static bool take_parameters(Request *q) {
     const cJSON *options = json_get(q->json, "stream_options");
     if (options && !cJSON_IsObject(options)) return fail(&q->error, 400, "stream_options must be an object");
@@ -207,7 +209,7 @@ static bool take_parameters(Request *q) {
         const Kind kind = parameters[i].kind;
         const cJSON *value = json_get(strcmp(key, "include_usage") ? q->json : options, key);
         void *to = (char *)q + parameters[i].field;
-        if (!value || (parameters[i].of && (parameters[i].of == 'c') != q->chat)) continue;
+        if (!value || !applies(q, parameters[i].of)) continue;
         if (kind == FLAG && !cJSON_IsBool(value)) return fail(&q->error, 400, "%s must be true or false", key);
         const double x = cJSON_IsNumber(value) ? value->valuedouble : kind == FLAG ? cJSON_IsTrue(value) : NAN;
         if (!(x >= least && x <= most) || (kind != REAL && x != floor(x)))
@@ -222,26 +224,49 @@ static bool take_parameters(Request *q) {
 }
 
 static bool check_model(Request *q, const char *name) {
-    if (!strcmp(name, server.name)) return true;
+    if (!name || !strcmp(name, server.name)) return true;
     q->code = "model_not_found";
     return fail(&q->error, 404, "there is no model %.100s here, only %s", name, server.name);
 }
 
-/* Refuses what would change the answer and is not supported. */
+/* Fields of OpenAI's API and of other servers that change an answer and are not supported, with the value that changes
+ * nothing; "": only null. A key may have several. */
+static const struct {
+    char of; /* see parameters */
+    const char *neutral, *keys;
+} others[] = {{0, "", "audio functions web_search_options"},
+              {0, "", "guided_choice guided_grammar guided_json guided_regex structured_outputs grammar json_schema"},
+              {0, "", "allowed_token_ids chat_template documents logits_processors prompt_logprobs"},
+              {0, "0", "frequency_penalty presence_penalty min_tokens"},
+              {0, "1", "best_of"},
+              {0, "[]", "bad_words stop_token_ids"},
+              {0, "[\"text\"]", "modalities"},
+              {0, "\"\"", "suffix"},
+              {0, "\"medium\"", "verbosity"},
+              {0, "\"none\"", "function_call"},
+              {0, "false", "continue_final_message include_stop_str_in_output use_beam_search"},
+              {0, "true", "add_generation_prompt skip_special_tokens"},
+              {0, "{}", "chat_template_kwargs"},
+              {'c', "{\"enable_thinking\":true}", "chat_template_kwargs"},
+              {'c', "{\"enable_thinking\":false}", "chat_template_kwargs"}, /* make_chat() takes it */
+              {'c', "false", "echo"},
+              {'t', "", "max_completion_tokens top_logprobs"},
+              {'t', "[]", "tools"},
+              {'t', "{\"type\":\"text\"}", "response_format"}};
+
 static bool refuse_others(Request *q) {
-    const cJSON *model = json_get(q->json, "model"), *each;
-    if (model && !cJSON_IsString(model)) return fail(&q->error, 400, "model must be a text");
-    if (model && !check_model(q, model->valuestring)) return false;
+    const cJSON *each;
     cJSON_ArrayForEach(each, q->json) {
-        bool none = cJSON_IsNull(each) || (cJSON_IsNumber(each) && each->valuedouble == 0);
-        if (!none && text_listed("functions function_call audio suffix web_search_options guided_choice guided_regex "
-                                 "guided_grammar guided_json best_of frequency_penalty presence_penalty",
-                                 each->string))
-            return fail(&q->error, 400, "%s is not supported", each->string);
-    }
-    cJSON_ArrayForEach(each, json_get(q->json, "modalities")) {
-        if (!cJSON_IsString(each) || strcmp(each->valuestring, "text"))
-            return fail(&q->error, 400, "modalities other than text are not supported");
+        bool listed = false, neutral = cJSON_IsNull(each);
+        for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+            if (!applies(q, others[i].of) || !text_listed(others[i].keys, each->string)) continue;
+            char *text = json_text(each);
+            neutral = neutral || !strcmp(text, others[i].neutral);
+            listed = true;
+            free(text);
+        }
+        if (listed && !neutral)
+            return fail(&q->error, 400, "%s is not supported with this value: leave it out", each->string);
     }
     return true;
 }
@@ -280,7 +305,10 @@ static bool take_request(Request *q) {
     q->created = time(NULL);
     q->n = 1, q->top = -1, q->tokens = q->chat ? INT32_MAX : 16;
     *s = (Sampling){.temperature = 1, .top_p = 1, .penalty = 1, .seed = random};
-    if (!refuse_others(q) || !take_parameters(q) || !take_stops(q) || !take_biases(q)) return false;
+    const cJSON *model = json_get(q->json, "model");
+    if (model && !cJSON_IsString(model)) return fail(&q->error, 400, "model must be a text");
+    if (!check_model(q, cJSON_GetStringValue(model)) || !refuse_others(q)) return false;
+    if (!take_parameters(q) || !take_stops(q) || !take_biases(q)) return false;
     if (q->chat && q->top >= 0 && !q->scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
     if (q->scored && q->top < 0) q->top = 0;
     if (s->temperature < 0.01f) s->temperature = 0;
@@ -650,6 +678,10 @@ static bool make_chat(Request *q) {
     Error *e = &q->error;
     if (!server.s.has_chat) return fail(e, 400, "%s", server.s.no_chat.text);
     if (!take_tools(q, &force, &name)) return false;
+    if (cJSON_IsFalse(json_get(json_get(q->json, "chat_template_kwargs"), "enable_thinking"))) {
+        cJSON_DeleteItemFromObjectCaseSensitive(q->json, "reasoning_effort");
+        cJSON_AddStringToObject(q->json, "reasoning_effort", "none");
+    }
     conversation_init(&talk);
     bool ok = conversation_parse(&talk, q->json, e) && chat_render(&server.s.chat, &talk, true, &ids, e);
     size_t prompt = ids.n;
@@ -768,9 +800,9 @@ static void complete_chat(Request *q) { q->chat = true, complete(q); }
 static void models(Request *q) {
     const char *name = q->url + strlen(q->endpoint->path);
     if (*name && !check_model(q, name + 1)) return;
-    cJSON *model = json_object("id", json_word(server.name), "object", json_word("model"), "created", json_number(0),
-                               "owned_by", json_word("infer"), "max_model_len",
-                               json_number(server.s.engine.context), NULL);
+    cJSON *model =
+        json_object("id", json_word(server.name), "object", json_word("model"), "created", json_number(0), "owned_by",
+                    json_word("infer"), "max_model_len", json_number(server.s.engine.context), NULL);
     cJSON *list = *name ? NULL : json_object("object", json_word("list"), NULL);
     if (list) append(list, "data", model);
     put_json(q, list ? list : model);
@@ -887,8 +919,8 @@ static bool has_key(const Request *q) {
 }
 
 /* May a page send requests under this Host? On loopback, another site must not reach us by a name of its own (DNS
- * rebinding). Without a Host, as HTTP/1.0 allows, the client is no browser. A browser's Origin says which page sends the
- * request: it must be ours, or one that --cors allows. */
+ * rebinding). Without a Host, as HTTP/1.0 allows, the client is no browser. A browser's Origin says which page sends
+ * the request: it must be ours, or one that --cors allows. */
 static bool may_ask(const char *host, const char *origin) {
     const char *const local[] = {"localhost", "127.0.0.1", "[::1]", server.o->host};
     const char *cors = server.o->cors, *page = origin ? strstr(origin, "://") : NULL;

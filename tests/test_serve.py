@@ -13,6 +13,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from test_chat import folder_of
+
 from helpers import (CHECKED, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, infer,
                      read_safetensors, refused, safetensors, same, start)
 
@@ -392,6 +394,45 @@ def test_bad_bodies():
         s.refuses(CHAT, {"messages": HELLO, "model": "other"}, "other", code=404)
         s.refuses(CHAT, {"messages": HELLO, "model": "x" + "\u00e9" * 99}, "no model", code=404)  # cut in a letter
         same(s.ask("GET", "/health"), {"status": "ok"})
+
+
+def test_fields_that_are_not_supported():
+    """Refused by name, unless the value changes nothing. Fields that nobody knows are ignored."""
+    schema, text = {"type": "json_object"}, {"type": "text"}
+    both = {"best_of": ([1], [2]), "suffix": ([""], ["x"]), "frequency_penalty": ([0, 0.0], [0.5]), "min_tokens": ([0], [5]),
+            "stop_token_ids": ([[]], [[5]]), "bad_words": ([[]], [["x"]]), "modalities": ([["text"]], [["audio"], "text"]),
+            "function_call": (["none"], ["auto", {"name": "f"}]), "guided_json": ([], [{}]), "grammar": ([], ["x"]),
+            "skip_special_tokens": ([True], [False]), "use_beam_search": ([False], [True]), "n": ([1], []),
+            "stream_options": ([], []), "logit_bias": ([{}], []), "stop": ([[], ""], []), "unheard_of": ([5], []),
+            "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5])}
+    text_only = {**both, "response_format": ([text], [schema, {**text, "x": 1}]), "tools": ([[]], [[{}]]), "echo": ([False], []),
+                 "top_logprobs": ([], [2])}
+    chat_only = {**both, "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
+                 "logprobs": ([False], [])}
+    with Server(PARROT) as s:
+        for path, fine, fields in ((TEXT, {"prompt": [1]}, text_only), (CHAT, {"messages": HELLO}, chat_only)):
+            for key, (neutral, others) in fields.items():
+                for value in (None, *neutral):
+                    s.post(path, {**fine, "max_tokens": 1, key: value})
+                for value in others:
+                    s.refuses(path, {**fine, "max_tokens": 1, key: value}, key)
+
+
+def test_thinking_switched_off(folder):
+    """As clients of Qwen3 do it; a model that always thinks refuses it."""
+    model = folder_of("Qwen3", folder)
+    for name in ("config.json", "model.safetensors"):
+        (model / name).symlink_to(PARROT / name)
+    on, off = ({"chat_template_kwargs": {"enable_thinking": x}} for x in (True, False))
+    with Server(model) as s:
+        def tokens(more):
+            return s.post(CHAT, {"messages": HELLO, "max_tokens": 1, **more})["usage"]["prompt_tokens"]
+        same(tokens(on), tokens({}))
+        same(tokens(off), tokens({"reasoning_effort": "none"}))
+        same(tokens({**off, "reasoning_effort": "high"}), tokens(off))
+        expect(tokens(off) > tokens(on), "no empty thought")
+    with Server(PARROT) as s:
+        s.refuses(CHAT, {"messages": HELLO, **off}, "effort", "none")
 
 
 def test_models():
