@@ -90,7 +90,7 @@ struct Request {
     char id[40];
     long long created;
     /* under the lock, once it is queued */
-    Error error;   /* see status_of() */
+    Error error;   /* its code is the HTTP status, or 0; below 400 an exit code of another file */
     int left;      /* choices that have not ended */
     bool departed; /* the client has left */
     pthread_cond_t wake;
@@ -143,12 +143,6 @@ static void observe(Histogram *h, double value) {
 
 /* ---- replies ---- */
 
-/* The HTTP status of a reply: its error's code. A code below 200 is an exit code of another file and becomes 400. */
-static unsigned status_of(const Request *q) {
-    const int code = q->error.code;
-    return !code ? 200 : code < 200 ? 400 : (unsigned)code;
-}
-
 /* Appends a value to an array of the object, and makes the array if it is missing. */
 static void append(cJSON *json, const char *key, cJSON *value) {
     cJSON *array = cJSON_GetObjectItemCaseSensitive(json, key);
@@ -163,7 +157,7 @@ static void put_json(Request *q, cJSON *json) {
 }
 
 static void put_error(Request *q) {
-    const unsigned status = status_of(q);
+    const int status = q->error.code;
     const char *type = status == 429 ? "rate_limit_error" : status < 500 ? "invalid_request_error" : "server_error";
     cJSON *error = json_object("message", json_word(q->error.text), "type", json_word(type), "param", json_word(NULL),
                                "code", json_word(status == 401 ? "invalid_api_key" : q->code), NULL);
@@ -385,32 +379,23 @@ static cJSON *chance_json(int id, const float *logits, double all) {
 
 /* Adds a token's logprobs to those to write. */
 static void add_score(Choice *c, int token, const float *logits) {
-    const bool chat = c->request->chat;
     const int vocab = server.s.checkpoint.model.vocab;
     const double all = logits ? log_sum_exp(logits, vocab) : 0;
     int best[MOST_TOP], n = logits ? likeliest(logits, vocab, c->request->top, best) : 0;
-    cJSON *own = chance_json(token, logits, all);
-    cJSON *top = chat ? cJSON_CreateArray() : logits ? cJSON_CreateObject() : json_word(NULL);
+    cJSON *own = chance_json(token, logits, all), *top = cJSON_AddArrayToObject(own, "top_logprobs"), *each;
+    for (int i = 0; i < n; i++) cJSON_AddItemToArray(top, chance_json(best[i], logits, all));
     if (!c->scores) c->scores = cJSON_CreateObject();
-    for (int i = 0; i < n; i++) {
-        cJSON *each = chance_json(best[i], logits, all);
-        const char *text = json_string(each, "token");
-        if (chat) {
-            cJSON_AddItemToArray(top, each);
-            continue;
-        }
-        if (!json_get(top, text)) /* tokens with parts of a letter may look alike */
-            cJSON_AddItemToObject(top, text, cJSON_DetachItemFromObject(each, "logprob"));
-        cJSON_Delete(each);
-    }
-    if (chat) {
-        append(c->scores, "content", json_add(own, "top_logprobs", top, NULL));
+    if (c->request->chat) {
+        append(c->scores, "content", own);
         return;
     }
+    cJSON *chances = logits ? cJSON_CreateObject() : json_word(NULL); /* by text; parts of letters may look alike */
+    cJSON_ArrayForEach(each, top) if (!json_get(chances, json_string(each, "token")))
+        json_add(chances, json_string(each, "token"), cJSON_DetachItemFromObject(each, "logprob"), NULL);
     for (; c->counted < c->text.n; c->counted++) c->letters += (c->text.data[c->counted] & 0xC0) != 0x80;
     append(c->scores, "tokens", cJSON_DetachItemFromObject(own, "token"));
     append(c->scores, "token_logprobs", cJSON_DetachItemFromObject(own, "logprob"));
-    append(c->scores, "top_logprobs", top);
+    append(c->scores, "top_logprobs", chances);
     append(c->scores, "text_offset", json_number(c->letters));
     cJSON_Delete(own);
 }
@@ -775,11 +760,7 @@ static ssize_t write_events(void *data, uint64_t position, char *to, size_t room
     size_t n = q->out.n - q->written < room ? q->out.n - q->written : room;
     if (n) memcpy(to, q->out.data + q->written, n);
     q->written += n;
-    if (q->written > q->out.n / 2) { /* what a client that is always late has read does not pile up */
-        q->out.n -= q->written;
-        memmove(q->out.data, q->out.data + q->written, q->out.n);
-        q->written = 0;
-    }
+    if (q->written == q->out.n) q->written = q->out.n = 0;
     unlock();
     return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
 }
@@ -972,7 +953,8 @@ static void run(Request *q) {
 /* Sends what the endpoint wrote, or the error. A stream has no error yet. */
 static enum MHD_Result respond(Request *q) {
     const bool wrong = !q->stream && q->error.code;
-    const unsigned status = q->stream ? 200 : status_of(q);
+    if (wrong && q->error.code < 400) q->error.code = 400;
+    const unsigned status = wrong ? (unsigned)q->error.code : 200;
     const char *type = q->stream ? "text/event-stream" : q->endpoint && !wrong ? q->endpoint->type : json_type;
     const char *wanted = header(q, "Access-Control-Request-Headers"); /* of a page that --cors allows */
     if (wrong) put_error(q);

@@ -537,7 +537,7 @@ def test_sigterm_drains():
         expected = s.post(TEXT, body)["choices"][0]["text"]
         clients = [s.open_stream(TEXT, body) for _ in range(2)]
         clients[0].recv(400)
-        s.wait(lambda: s.metric("answers_waiting") == 1, "waiting")
+        s.wait(lambda: s.metric("answers_running") == 1 == s.metric("answers_waiting"), "waiting")
         kept = http.client.HTTPConnection("127.0.0.1", s.port, timeout=60)
         kept.request("GET", "/health")
         kept.getresponse().read()
