@@ -40,7 +40,6 @@ typedef struct { /* one of the answers to a request */
     Stream stream;
     Request *request;
     int index;
-    bool added;           /* the scheduler has or had it */
     double last;          /* when the last token came, or else the request */
     Reader reader;        /* of a text only its decoder is used */
     int message, calls_n; /* index of the reader's message that is being written; calls so far */
@@ -61,9 +60,9 @@ typedef struct Client { /* a connection */
 } Client;
 
 typedef struct {
-    const char *method, *path, *type;
-    bool open;               /* served without a key, and while the model loads */
-    void (*run)(Request *q); /* writes q->out, or notes an error */
+    const char *method, *path, *type; /* type NULL: JSON */
+    bool open;                        /* served without a key, and while the model loads */
+    void (*run)(Request *q);          /* writes q->out, or notes an error */
 } Endpoint;
 
 struct Request {
@@ -168,7 +167,7 @@ static void put_error(Request *q) {
 
 typedef enum { REAL, WHOLE, SEED, FLAG } Kind; /* float, int, uint64_t, bool */
 #define FIELD(name) offsetof(Request, name)
-static const struct {
+static const struct Parameter {
     const char *key;
     char of; /* c: only of chats, t: only of texts */
     Kind kind;
@@ -192,27 +191,22 @@ static const struct {
                   {"echo", 't', FLAG, FIELD(echo), 0, 1},
                   {"ignore_eos", 0, FLAG, FIELD(forever), 0, 1}};
 
-static bool applies(const Request *q, char of) { return !of || (of == 'c') == q->chat; }
-
 static bool take_parameters(Request *q) {
     const cJSON *options = json_get(q->json, "stream_options");
     if (options && !cJSON_IsObject(options)) return fail(&q->error, 400, "stream_options must be an object");
-    for (size_t i = 0; i < sizeof parameters / sizeof *parameters; i++) {
-        const char *key = parameters[i].key;
-        const double least = parameters[i].least, most = parameters[i].most;
-        const Kind kind = parameters[i].kind;
-        const cJSON *value = json_get(strcmp(key, "include_usage") ? q->json : options, key);
-        void *to = (char *)q + parameters[i].field;
-        if (!value || !applies(q, parameters[i].of)) continue;
-        if (kind == FLAG && !cJSON_IsBool(value)) return fail(&q->error, 400, "%s must be true or false", key);
-        const double x = cJSON_IsNumber(value) ? value->valuedouble : kind == FLAG ? cJSON_IsTrue(value) : NAN;
-        if (!(x >= least && x <= most) || (kind != REAL && x != floor(x)))
-            return fail(&q->error, 400, "%s must be a %snumber from %.16g to %.16g", key, kind == REAL ? "" : "whole ",
-                        least, most);
-        if (kind == REAL) *(float *)to = (float)x;
-        if (kind == WHOLE) *(int *)to = (int)x;
-        if (kind == SEED) *(uint64_t *)to = (uint64_t)(int64_t)x;
-        if (kind == FLAG) *(bool *)to = x > 0;
+    for (const struct Parameter *p = parameters; p < parameters + sizeof parameters / sizeof *p; p++) {
+        const cJSON *value = json_get(strcmp(p->key, "include_usage") ? q->json : options, p->key);
+        void *to = (char *)q + p->field;
+        if (!value || (p->of && (p->of == 'c') != q->chat)) continue;
+        if (p->kind == FLAG && !cJSON_IsBool(value)) return fail(&q->error, 400, "%s must be true or false", p->key);
+        const double x = cJSON_IsNumber(value) ? value->valuedouble : p->kind == FLAG ? cJSON_IsTrue(value) : NAN;
+        if (!(x >= p->least && x <= p->most) || (p->kind != REAL && x != floor(x)))
+            return fail(&q->error, 400, "%s must be a %snumber from %.16g to %.16g", p->key,
+                        p->kind == REAL ? "" : "whole ", p->least, p->most);
+        if (p->kind == REAL) *(float *)to = (float)x;
+        if (p->kind == WHOLE) *(int *)to = (int)x;
+        if (p->kind == SEED) *(uint64_t *)to = (uint64_t)(int64_t)x;
+        if (p->kind == FLAG) *(bool *)to = x > 0;
     }
     return true;
 }
@@ -223,44 +217,31 @@ static bool check_model(Request *q, const char *name) {
     return fail(&q->error, 404, "there is no model %.100s here, only %s", name, server.name);
 }
 
-/* Fields of OpenAI's API and of other servers that change an answer and are not supported, with the value that changes
- * nothing; "": only null. A key may have several. */
-static const struct {
-    char of; /* see parameters */
-    const char *neutral, *keys;
-} others[] = {{0, "", "audio functions web_search_options"},
-              {0, "", "guided_choice guided_grammar guided_json guided_regex structured_outputs grammar json_schema"},
-              {0, "", "allowed_token_ids chat_template documents logits_processors prompt_logprobs"},
-              {0, "0", "frequency_penalty presence_penalty min_tokens"},
-              {0, "1", "best_of"},
-              {0, "[]", "bad_words stop_token_ids"},
-              {0, "[\"text\"]", "modalities"},
-              {0, "\"\"", "suffix"},
-              {0, "\"medium\"", "verbosity"},
-              {0, "\"none\"", "function_call"},
-              {0, "false", "continue_final_message include_stop_str_in_output use_beam_search"},
-              {0, "true", "add_generation_prompt skip_special_tokens"},
-              {0, "{}", "chat_template_kwargs"},
-              {'c', "{\"enable_thinking\":true}", "chat_template_kwargs"},
-              {'c', "{\"enable_thinking\":false}", "chat_template_kwargs"}, /* make_chat() takes it */
-              {'c', "false", "echo"},
-              {'t', "", "max_completion_tokens top_logprobs"},
-              {'t', "[]", "tools"},
-              {'t', "{\"type\":\"text\"}", "response_format"}};
+/* Fields that are not supported, of any request, of chats, of texts, and their values that change nothing. make_chat()
+ * obeys enable_thinking. */
+static const char unsupported[] =
+    "allowed_token_ids audio bad_words best_of chat_template chat_template_kwargs continue_final_message documents "
+    "frequency_penalty function_call functions grammar guided_choice guided_grammar guided_json guided_regex "
+    "include_stop_str_in_output json_schema logits_processors min_tokens modalities presence_penalty prompt_logprobs "
+    "skip_special_tokens stop_token_ids structured_outputs suffix use_beam_search verbosity web_search_options";
+static const char of_chats[] = "echo", of_texts[] = "max_completion_tokens response_format tools top_logprobs";
+static const char neutral[] =
+    "bad_words=[] best_of=1 chat_template_kwargs={} chat_template_kwargs={\"enable_thinking\":false} "
+    "chat_template_kwargs={\"enable_thinking\":true} continue_final_message=false echo=false frequency_penalty=0 "
+    "function_call=\"none\" include_stop_str_in_output=false min_tokens=0 modalities=[\"text\"] presence_penalty=0 "
+    "response_format={\"type\":\"text\"} skip_special_tokens=true stop_token_ids=[] suffix=\"\" tools=[] "
+    "use_beam_search=false verbosity=\"medium\"";
 
 static bool refuse_others(Request *q) {
     const cJSON *each;
     cJSON_ArrayForEach(each, q->json) {
-        bool listed = false, neutral = cJSON_IsNull(each);
-        for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
-            if (!applies(q, others[i].of) || !text_listed(others[i].keys, each->string)) continue;
-            char *text = json_text(each);
-            neutral = neutral || !strcmp(text, others[i].neutral);
-            listed = true;
-            free(text);
-        }
-        if (listed && !neutral)
-            return fail(&q->error, 400, "%s is not supported with this value: leave it out", each->string);
+        const char *key = each->string;
+        bool fine = !text_listed(unsupported, key) && !text_listed(q->chat ? of_chats : of_texts, key);
+        if (fine || cJSON_IsNull(each)) continue;
+        char *value = json_text(each), *both = text_print("%s=%s", key, value);
+        fine = text_listed(neutral, both);
+        free(value), free(both);
+        if (!fine) return fail(&q->error, 400, "%s is not supported with this value: leave it out", key);
     }
     return true;
 }
@@ -318,21 +299,19 @@ static bool take_request(Request *q) {
 static void rename_function(Request *q, const cJSON *holder) {
     cJSON *item = (cJSON *)(uintptr_t)json_get(json_get(holder, "function"), "name");
     const char *given = cJSON_GetStringValue(item);
-    Bytes used = {0};
+    char used[64] = "";
     uint32_t hash = 0;
     bool legal = !given || strlen(given) <= 64;
-    for (const char *s = given; s && *s; s++) {
-        const bool fine = (unsigned char)*s > ' ' && !strchr("<>[=%\177", *s);
-        if (used.n < 50) bytes_add(&used, fine && (unsigned char)*s < 127 ? s : "_", 1);
+    for (size_t i = 0; given && given[i]; i++) {
+        const bool fine = (unsigned char)given[i] > ' ' && !strchr("<>[=%\177", given[i]);
+        if (i < 50) used[i] = fine && (unsigned char)given[i] < 127 ? given[i] : '_';
         legal = legal && fine;
-        hash = (hash ^ (unsigned char)*s) * 16777619u;
+        hash = (hash ^ (unsigned char)given[i]) * 16777619u;
     }
-    if (!legal) {
-        bytes_print(&used, "_%08x", hash);
-        if (!json_get(q->names, used.data)) cJSON_AddStringToObject(q->names, used.data, given);
-        cJSON_SetValuestring(item, used.data);
-    }
-    bytes_free(&used);
+    if (legal) return;
+    sprintf(used + strlen(used), "_%08x", hash);
+    if (!json_get(q->names, used)) cJSON_AddStringToObject(q->names, used, given);
+    cJSON_SetValuestring(item, used);
 }
 
 /* Takes tools and tool_choice. *force: the answer must be a call of the function *name, or of any if that is NULL. */
@@ -578,19 +557,21 @@ static void update_choices(void) {
         if (q->departed || server.error.code) {
             if (!q->departed) fail(&q->error, 500, "%s", server.error.text);
             let_go(c);
-        } else if (!c->added && (reads == c || reads->finish || reads->stream.published > reads->stream.prompt)) {
+        } else if (!c->stream.owner &&
+                   (reads == c || reads->finish || reads->stream.published > reads->stream.prompt)) {
+            c->stream.owner = c; /* from now on the scheduler has or had it */
             scheduler_add(server.s.scheduler, &c->stream);
-            c->added = true;
         }
     }
     server.state = scheduler_state(server.s.scheduler);
 }
 
-/* Runs steps until the server ends; false: the model failed. Whatever ends it, every request gets its reply. */
-static bool run_model(Error *e) {
+/* Runs steps until the server ends, or the model fails with an error. Whatever ends it, every request gets its reply.
+ */
+static void run_model(Error *e) {
     const Client *c;
     double ends = 0; /* after a signal: when to give up the answers that are not finished */
-    bool ok = true;
+    e->code = 0;
     lock();
     server.ready = true;
     fputs("infer: ready\n", stderr);
@@ -611,15 +592,14 @@ static bool run_model(Error *e) {
             wait_on(&server.work);
         } else {
             unlock();
-            ok = scheduler_step(server.s.scheduler, e);
+            scheduler_step(server.s.scheduler, e);
             lock();
-            if (!ok) server.error = *e;
+            if (e->code) server.error = *e;
         }
     }
     update_choices();
     for (double since = seconds(); !TAILQ_EMPTY(&server.requests) && seconds() - since < 2;) wait_on(&server.work);
     unlock();
-    return ok;
 }
 
 /* ---- making choices ---- */
@@ -647,7 +627,6 @@ static bool add_choices(Request *q, const Ids *prompt) {
         t->want = q->top < 0 ? WANT_TOKEN : q->echo ? WANT_ALL_LOGITS : WANT_LOGITS;
         t->stop = q->forever ? NULL : &server.s.checkpoint.stop;
         t->take = take_token;
-        t->owner = c;
         for (size_t k = 0; q->echo && k < (q->top < 0 ? prompt->n : 1); k++)
             read_token(c, 0, prompt->data[k], NULL, false);
     }
@@ -663,12 +642,11 @@ static bool make_chat(Request *q) {
     Error *e = &q->error;
     if (!server.s.has_chat) return fail(e, 400, "%s", server.s.no_chat.text);
     if (!take_tools(q, &force, &name)) return false;
-    if (cJSON_IsFalse(json_get(json_get(q->json, "chat_template_kwargs"), "enable_thinking"))) {
-        cJSON_DeleteItemFromObjectCaseSensitive(q->json, "reasoning_effort");
-        cJSON_AddStringToObject(q->json, "reasoning_effort", "none");
-    }
     conversation_init(&talk);
-    bool ok = conversation_parse(&talk, q->json, e) && chat_render(&server.s.chat, &talk, true, &ids, e);
+    bool ok = conversation_parse(&talk, q->json, e);
+    if (cJSON_IsFalse(json_get(json_get(q->json, "chat_template_kwargs"), "enable_thinking")))
+        conversation_set(&talk.effort, "none");
+    ok = ok && chat_render(&server.s.chat, &talk, true, &ids, e);
     size_t prompt = ids.n;
     ok = ok && (!force || chat_force(&server.s.chat, talk.effort, name, &ids, e));
     q->choice = allocate_zero((size_t)q->n, sizeof *q->choice);
@@ -833,33 +811,31 @@ static void put_histogram(Bytes *out, const char *name, const char *help, const 
     bytes_print(out, "infer_%s_sum %.6f\ninfer_%s_count %zu\n", name, h->sum, name, h->n);
 }
 
+static void put_number(Bytes *out, const char *name, const char *help, size_t value) {
+    put_family(out, name, help, strstr(name, "_total") ? "counter" : "gauge");
+    bytes_print(out, "infer_%s %zu\n", name, value);
+}
+
 static void metrics(Request *q) {
     Bytes *out = &q->out;
     lock();
     const SchedulerState *now = &server.state;
     const size_t live = (size_t)server.live;
-    const struct {
-        const char *name, *help;
-        size_t value;
-    } numbers[] = {{"prompt_tokens_total", "Tokens of prompts", server.prompt},
-                   {"cached_tokens_total", "Tokens of prompts that were in the cache", server.reused},
-                   {"generated_tokens_total", "Tokens of answers", server.generated},
-                   {"repairs_total", "Malformed headers in answers", server.repairs},
-                   {"nan_total", "Answers that a NaN ended", server.nans},
-                   {"preemptions_total", "Answers that gave up their pages", now->preempted},
-                   {"steps_total", "Steps of the model", now->steps},
-                   {"answers_running", "Answers being written", now->running},
-                   {"answers_waiting", "Answers in the queue", live > now->running ? live - now->running : 0},
-                   {"cache_pages_used", "Pages of answers that run", now->pages - now->idle},
-                   {"cache_pages_kept", "Pages whose text is known", now->kept},
-                   {"cache_pages", "All pages of the cache", now->pages}};
     put_family(out, "requests_total", "Requests answered", "counter");
     for (int i = 0; i < STATUSES; i++)
         if (server.status[i]) bytes_print(out, "infer_requests_total{status=\"%d\"} %zu\n", i, server.status[i]);
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        put_family(out, numbers[i].name, numbers[i].help, strstr(numbers[i].name, "_total") ? "counter" : "gauge");
-        bytes_print(out, "infer_%s %zu\n", numbers[i].name, numbers[i].value);
-    }
+    put_number(out, "prompt_tokens_total", "Tokens of prompts", server.prompt);
+    put_number(out, "cached_tokens_total", "Tokens of prompts that were in the cache", server.reused);
+    put_number(out, "generated_tokens_total", "Tokens of answers", server.generated);
+    put_number(out, "repairs_total", "Malformed headers in answers", server.repairs);
+    put_number(out, "nan_total", "Answers that a NaN ended", server.nans);
+    put_number(out, "preemptions_total", "Answers that gave up their pages", now->preempted);
+    put_number(out, "steps_total", "Steps of the model", now->steps);
+    put_number(out, "answers_running", "Answers being written", now->running);
+    put_number(out, "answers_waiting", "Answers in the queue", live > now->running ? live - now->running : 0);
+    put_number(out, "cache_pages_used", "Pages of answers that run", now->pages - now->idle);
+    put_number(out, "cache_pages_kept", "Pages whose text is known", now->kept);
+    put_number(out, "cache_pages", "All pages of the cache", now->pages);
     put_histogram(out, "time_to_first_token_seconds", "From a request to its first token", &server.first);
     put_histogram(out, "time_per_token_seconds", "From a token to the next", &server.next);
     unlock();
@@ -867,18 +843,16 @@ static void metrics(Request *q) {
 
 /* ---- HTTP ---- */
 
-static const char json_type[] = "application/json";
 static const Endpoint endpoints[] = {
-    {"POST", "/v1/chat/completions", json_type, false, complete_chat},
-    {"POST", "/v1/completions", json_type, false, complete},
-    {"GET", "/v1/models", json_type, false, models},
+    {"POST", "/v1/chat/completions", NULL, false, complete_chat},
+    {"POST", "/v1/completions", NULL, false, complete},
+    {"GET", "/v1/models", NULL, false, models},
     {"GET", "/metrics", "text/plain; version=0.0.4", false, metrics},
-    {"POST", "/tokenize", json_type, false, tokenize},
-    {"POST", "/detokenize", json_type, false, detokenize},
-    {"GET", "/health", json_type, true, health},
+    {"POST", "/tokenize", NULL, false, tokenize},
+    {"POST", "/detokenize", NULL, false, detokenize},
+    {"GET", "/health", NULL, true, health},
     {"GET", "/", "text/html; charset=utf-8", true, page},
 };
-enum { ENDPOINTS = sizeof endpoints / sizeof *endpoints };
 
 static enum MHD_Result count_header(void *data, enum MHD_ValueKind kind, const char *key, const char *value) {
     int *hosts = data, *lengths = hosts + 1;
@@ -922,7 +896,7 @@ static void check_request(Request *q, const char *method, const char *version) {
     const char *as = strcmp(method, "HEAD") ? method : "GET";
     int count[2] = {0}; /* Host, lengths */
     MHD_get_connection_values(q->connection, MHD_HEADER_KIND, count_header, count);
-    for (int i = 0; i < ENDPOINTS; i++)
+    for (int i = 0; i < (int)(sizeof endpoints / sizeof *endpoints); i++)
         if (!strcmp(endpoints[i].path, path)) q->endpoint = endpoints + i;
     if (count[1] > 1)
         fail(&q->error, 400, "one Content-Length or one Transfer-Encoding at most");
@@ -955,14 +929,14 @@ static enum MHD_Result respond(Request *q) {
     const bool wrong = !q->stream && q->error.code;
     if (wrong && q->error.code < 400) q->error.code = 400;
     const unsigned status = wrong ? (unsigned)q->error.code : 200;
-    const char *type = q->stream ? "text/event-stream" : q->endpoint && !wrong ? q->endpoint->type : json_type;
+    const char *type = q->stream ? "text/event-stream" : q->endpoint && !wrong ? q->endpoint->type : NULL;
     const char *wanted = header(q, "Access-Control-Request-Headers"); /* of a page that --cors allows */
     if (wrong) put_error(q);
     struct MHD_Response *r = q->stream
                                  ? MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 4096, write_events, q, NULL)
                                  : MHD_create_response_from_buffer(q->out.n, q->out.data, MHD_RESPMEM_PERSISTENT);
     server.status[status]++;
-    MHD_add_response_header(r, "Content-Type", type);
+    MHD_add_response_header(r, "Content-Type", type ? type : "application/json");
     MHD_add_response_header(r, "Cache-Control", "no-store");
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
     if (server.o->cors && wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
@@ -990,9 +964,7 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
         return MHD_YES;
     }
     if (*size) { /* also reads the rest of a refused request, so that the client gets to the reply */
-        if (q->body.n + *size > MOST_BODY && !q->error.code)
-            fail(&q->error, 413, "the body has more than %d bytes", MOST_BODY);
-        if (q->error.code) bytes_free(&q->body);
+        if (q->body.n + *size > MOST_BODY) fail(&q->error, 413, "the body has more than %d bytes", MOST_BODY);
         if (!q->error.code) bytes_add(&q->body, upload, *size);
         *size = 0;
         return MHD_YES;
@@ -1103,8 +1075,8 @@ int serve(const Options *o) {
     signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
     struct MHD_Daemon *daemon = start_daemon(o, &e);
     if (!daemon) die(&e);
-    bool ok = session_load(&server.s, o, o->context, &e) && run_model(&e);
-    if (!ok) { /* other threads may still write the error */
+    if (session_load(&server.s, o, o->context, &e)) run_model(&e);
+    if (e.code) { /* other threads may still write the error */
         fprintf(stderr, "infer: %s\n", e.text);
         _exit(e.code);
     }
