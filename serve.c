@@ -39,7 +39,6 @@ typedef struct Request Request;
 typedef struct { /* one of the answers to a request */
     Stream stream;
     Request *request;
-    int index;
     double last;          /* when the last token came, or else the request */
     Reader reader;        /* of a text only its decoder is used */
     int message, calls_n; /* index of the reader's message that is being written; calls so far */
@@ -391,7 +390,7 @@ static cJSON *choice_json(Choice *c) {
     if (q->chat)
         said = json_object("role", c->spoke ? NULL : json_word("assistant"), "content", said, "reasoning_content",
                            thoughts, "tool_calls", c->calls, NULL);
-    cJSON *choice = json_object("index", json_number(c->index), key, said, "logprobs",
+    cJSON *choice = json_object("index", json_number((int)(c - q->choice)), key, said, "logprobs",
                                 c->scores ? c->scores : json_word(NULL), "finish_reason", json_word(c->finish), NULL);
     c->calls = c->scores = NULL;
     c->sent = c->shown, c->thoughts.n = 0, c->spoke = true;
@@ -401,7 +400,7 @@ static cJSON *choice_json(Choice *c) {
 static cJSON *usage_json(const Request *q) {
     size_t prompt = 0, reused = 0, tokens = 0, thought = 0;
     for (const Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        if (c->index % q->n == 0) prompt += c->stream.prompt, reused += c->stream.reused;
+        if ((c - q->choice) % q->n == 0) prompt += c->stream.prompt, reused += c->stream.reused;
         tokens += q->tokens ? c->stream.tokens.n - c->stream.prompt : 0;
         thought += c->thought;
     }
@@ -451,7 +450,7 @@ static void add_call(Choice *c, const Message *m) {
     char id[80];
     if (json_string(q->names, name)) name = json_string(q->names, name);
     c->calls_n += begins;
-    snprintf(id, sizeof id, "call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, c->index, c->calls_n - 1);
+    snprintf(id, sizeof id, "call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, (int)(c - q->choice), c->calls_n - 1);
     if (!c->calls) c->calls = cJSON_CreateArray();
     cJSON *function = json_object("name", begins ? json_from_text(name, strlen(name)) : NULL, "arguments", text, NULL);
     cJSON_AddItemToArray(c->calls, json_object("index", q->stream ? json_number(c->calls_n - 1) : NULL, "id",
@@ -552,7 +551,7 @@ static void update_choices(void) {
     Request *q;
     TAILQ_FOREACH(q, &server.requests, next)
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        const Choice *reads = c - c->index % q->n;
+        const Choice *reads = c - (c - q->choice) % q->n;
         if (c->finish) continue;
         if (q->departed || server.error.code) {
             if (!q->departed) fail(&q->error, 500, "%s", server.error.text);
@@ -613,16 +612,16 @@ static bool add_choices(Request *q, const Ids *prompt) {
         return q->code = "context_length_exceeded",
                fail(&q->error, 400, "the prompt has %zu tokens, the context %zu: shorten it", prompt->n, context);
     for (int i = 0; i < q->n; i++) {
-        Choice *c = q->choice + q->choices;
+        Choice *c = q->choice + q->choices++;
         Stream *t = &c->stream;
-        *c = (Choice){.request = q, .index = q->choices++, .last = q->since, .reader.decoder.begun = !q->echo};
+        *c = (Choice){.request = q, .last = q->since, .reader.decoder.begun = !q->echo};
         bytes_text(&c->text, "");
         ids_append(&t->tokens, prompt->data, prompt->n);
         t->prompt = prompt->n;
         t->most = prompt->n + (q->tokens ? (size_t)q->tokens : 1);
         if (t->most > context) t->most = context;
         t->sampling = q->sampling;
-        t->sampling.seed += (uint64_t)c->index;
+        t->sampling.seed += (uint64_t)(c - q->choice);
         t->bias = q->biases ? q->bias : NULL, t->biases = q->biases;
         t->want = q->top < 0 ? WANT_TOKEN : q->echo ? WANT_ALL_LOGITS : WANT_LOGITS;
         t->stop = q->forever ? NULL : &server.s.checkpoint.stop;
@@ -721,7 +720,7 @@ static void wait_for_answers(Request *q) {
     for (double since = seconds(); q->written == q->out.n && q->left && !q->departed;) {
         struct pollfd p = {.fd = q->client->fd, .events = POLLRDHUP};
         wait_on(&q->wake);
-        q->departed = poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR);
+        q->departed = poll(&p, 1, 0) > 0;
         if (q->stream && q->written == q->out.n && q->left && seconds() - since > BEAT_SECONDS)
             bytes_text(&q->out, ": the answer is being computed\n\n");
     }
