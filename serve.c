@@ -223,13 +223,15 @@ static const char unsupported[] =
     "frequency_penalty function_call functions grammar guided_choice guided_grammar guided_json guided_regex "
     "include_stop_str_in_output json_schema logits_processors min_tokens modalities presence_penalty prompt_logprobs "
     "skip_special_tokens stop_token_ids structured_outputs suffix use_beam_search verbosity web_search_options";
-static const char of_chats[] = "echo", of_texts[] = "max_completion_tokens response_format tools top_logprobs";
+static const char of_chats[] = "echo";
+static const char of_texts[] = "add_special_tokens max_completion_tokens response_format tools top_logprobs";
 static const char neutral[] =
-    "bad_words=[] best_of=1 chat_template_kwargs={} chat_template_kwargs={\"enable_thinking\":false} "
-    "chat_template_kwargs={\"enable_thinking\":true} continue_final_message=false echo=false frequency_penalty=0 "
-    "function_call=\"none\" include_stop_str_in_output=false min_tokens=0 modalities=[\"text\"] presence_penalty=0 "
+    "add_special_tokens=true bad_words=[] best_of=1 chat_template_kwargs={} "
+    "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "
+    "continue_final_message=false echo=false frequency_penalty=0 function_call=\"auto\" function_call=\"none\" "
+    "include_stop_str_in_output=false min_tokens=0 modalities=[\"text\"] presence_penalty=0 "
     "response_format={\"type\":\"text\"} skip_special_tokens=true stop_token_ids=[] suffix=\"\" tools=[] "
-    "use_beam_search=false verbosity=\"medium\"";
+    "top_logprobs=0 use_beam_search=false verbosity=\"medium\"";
 
 static bool refuse_others(Request *q) {
     const cJSON *each;
@@ -283,8 +285,8 @@ static bool take_request(Request *q) {
     if (model && !cJSON_IsString(model)) return fail(&q->error, 400, "model must be a text");
     if (!check_model(q, cJSON_GetStringValue(model)) || !refuse_others(q)) return false;
     if (!take_parameters(q) || !take_stops(q) || !take_biases(q)) return false;
-    if (q->chat && q->top >= 0 && !q->scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
-    if (q->scored && q->top < 0) q->top = 0;
+    if (q->chat && q->top > 0 && !q->scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
+    if (q->chat) q->top = !q->scored ? -1 : q->top < 0 ? 0 : q->top;
     if (s->temperature < 0.01f) s->temperature = 0;
     if (s->top_p < 1e-30f) s->top_p = 1e-30f;
     if (s->min_p < 1e-30f) s->min_p = 0;
@@ -897,10 +899,8 @@ static void check_request(Request *q, const char *method, const char *version) {
     MHD_get_connection_values(q->connection, MHD_HEADER_KIND, count_header, count);
     for (int i = 0; i < (int)(sizeof endpoints / sizeof *endpoints); i++)
         if (!strcmp(endpoints[i].path, path)) q->endpoint = endpoints + i;
-    if (count[1] > 1)
-        fail(&q->error, 400, "one Content-Length or one Transfer-Encoding at most");
-    else if (count[0] > 1 || (count[0] < 1 && !strcmp(version, "HTTP/1.1")))
-        fail(&q->error, 400, "one Host is needed");
+    if (count[1] > 1 || count[0] > 1 || (count[0] < 1 && !strcmp(version, "HTTP/1.1")))
+        fail(&q->error, 400, "a request has one Host, and one Content-Length or Transfer-Encoding at most");
     else if (!may_ask(header(q, "Host"), header(q, "Origin")))
         fail(&q->error, 403, "this page or host may not send requests; see infer serve --help, --cors");
     else if (server.o->cors && !strcmp(method, "OPTIONS"))
@@ -936,7 +936,6 @@ static enum MHD_Result respond(Request *q) {
                                  : MHD_create_response_from_buffer(q->out.n, q->out.data, MHD_RESPMEM_PERSISTENT);
     server.status[status]++;
     MHD_add_response_header(r, "Content-Type", type ? type : "application/json");
-    MHD_add_response_header(r, "Cache-Control", "no-store");
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
     if (server.o->cors && wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
