@@ -105,8 +105,7 @@ static const double bounds[BOUNDS] = {.0025, .005, .01, .025, .05, .1, .25, .5, 
 static struct {
     const Options *o;
     Session s;
-    const char *name, *key; /* as clients call the model; what they must send, or NULL */
-    bool loopback;
+    const char *name, *key;         /* as clients call the model; what they must send, or NULL */
     atomic_bool ready;              /* the model is loaded */
     atomic_int signals;             /* SIGTERM and SIGINT so far */
     atomic_size_t status[STATUSES]; /* replies of each */
@@ -874,13 +873,13 @@ static bool has_key(const Request *q) {
                   !CRYPTO_memcmp(given + 7, server.key, n)); /* the time does not tell which bytes are right */
 }
 
-/* May a page send requests under this Host? On loopback, another site must not reach us by a name of its own (DNS
- * rebinding). Without a Host, as HTTP/1.0 allows, the client is no browser. A browser's Origin says which page sends
- * the request: it must be ours, or one that --cors allows. */
+/* May a page send requests under this Host? Where neither a key nor --insecure says that others may, another site must
+ * not reach us by a name of its own (DNS rebinding). A client that sends no Host, as HTTP/1.0 allows, is no browser. A
+ * browser's Origin says which page sends the request: it must be ours, or one that --cors allows. */
 static bool may_ask(const char *host, const char *origin) {
     const char *const local[] = {"localhost", "127.0.0.1", "[::1]", server.o->host};
     const char *cors = server.o->cors, *page = origin ? strstr(origin, "://") : NULL;
-    bool known = !server.loopback || !host;
+    bool known = server.key || server.o->insecure || !host;
     for (int i = 0; i < 4 && !known; i++) {
         const size_t n = strlen(local[i]);
         known = !strncasecmp(host, local[i], n) && (!host[n] || host[n] == ':');
@@ -1045,8 +1044,8 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
     if (error) return fail(e, USAGE, "--host %.100s: %s", o->host, gai_strerror(error)), NULL;
     const bool v6 = to->ai_family == AF_INET6;
     getnameinfo(to->ai_addr, to->ai_addrlen, address, sizeof address, NULL, 0, NI_NUMERICHOST);
-    server.loopback = !strncmp(address, "127.", 4) || !strcmp(address, "::1");
-    if (!server.loopback && !server.key && !o->insecure)
+    const bool loopback = !strncmp(address, "127.", 4) || !strcmp(address, "::1");
+    if (!loopback && !server.key && !o->insecure)
         fail(e, USAGE, "%.100s is open to everybody: give a key (--key-file, INFER_API_KEY) or --insecure", o->host);
     else if (!(d = MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL |
                                         (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG),

@@ -498,8 +498,9 @@ def test_keys(folder):
             same(s.ask("GET", "/health"), {"status": "ok"})
             expect("<" in s.ask("GET", "/"), "no page")
         expect("right-key" not in "".join(s.lines), "the key was logged")
-    with Server(PARROT, "--host", "0.0.0.0", "--insecure") as s:
-        s.ask("GET", "/v1/models", headers={"Host": "any.example"})
+    for options, env in ((["--host", "0.0.0.0", "--insecure"], {}), ([], {"INFER_API_KEY": "right-key"})):
+        with Server(PARROT, *options, **env) as s:  # behind a proxy, too, which may keep the Host that it is called by
+            s.ask("GET", "/v1/models", headers={"Host": "any.example", "Authorization": "Bearer right-key"})
 
 
 def test_cors():
