@@ -566,8 +566,7 @@ static void update_choices(void) {
     server.state = scheduler_state(server.s.scheduler);
 }
 
-/* Runs steps until the server ends, or the model fails with an error. Whatever ends it, every request gets its reply.
- */
+/* Runs steps until the server ends or the model fails with an error. Either way every request gets its reply. */
 static void run_model(Error *e) {
     const Client *c;
     double ends = 0; /* after a signal: when to give up the answers that are not finished */
