@@ -75,7 +75,7 @@ struct Request {
     const char *code;    /* of the error, or NULL */
     double since;        /* when it had arrived */
     /* parameters */
-    bool chat, stream, echo, usage, scored, forever;
+    bool chat, stream, echo, usage, scored, forever, parallel; /* parallel: several calls in an answer */
     int n, tokens, top; /* answers to each prompt; tokens of an answer; logprobs for each token, or -1 */
     Sampling sampling;
     const char *stop[MOST_STOPS];
@@ -185,6 +185,7 @@ static const struct Parameter {
                   {"top_logprobs", 'c', WHOLE, FIELD(top), 0, MOST_TOP},
                   {"logprobs", 'c', FLAG, FIELD(scored), 0, 1},
                   {"stream", 0, FLAG, FIELD(stream), 0, 1},
+                  {"parallel_tool_calls", 'c', FLAG, FIELD(parallel), 0, 1},
                   {"include_usage", 0, FLAG, FIELD(usage), 0, 1}, /* in stream_options */
                   {"echo", 't', FLAG, FIELD(echo), 0, 1},
                   {"ignore_eos", 0, FLAG, FIELD(forever), 0, 1}};
@@ -278,7 +279,7 @@ static bool take_request(Request *q) {
     if (getentropy(&random, sizeof random)) random = (uint64_t)(seconds() * 1e9);
     snprintf(q->id, sizeof q->id, "%s-%016llx", q->chat ? "chatcmpl" : "cmpl", (unsigned long long)random);
     q->created = time(NULL);
-    q->n = 1, q->top = -1, q->tokens = q->chat ? INT32_MAX : 16;
+    q->n = 1, q->top = -1, q->parallel = true, q->tokens = q->chat ? INT32_MAX : 16;
     *s = (Sampling){.temperature = 1, .top_p = 1, .penalty = 1, .seed = random};
     const cJSON *model = json_get(q->json, "model");
     if (model && !cJSON_IsString(model)) return fail(&q->error, 400, "model must be a text");
@@ -493,7 +494,7 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
         const bool content = !read.header && read.part != REASONING && read.part != CALL;
         c->thought += read.part == REASONING;
         scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
-        stop = stop || (read.stop && !q->forever);
+        stop = stop || (read.stop && !q->forever) || (read.closed && read.part == CALL && !q->parallel);
     }
     if (scored) add_score(c, token, logits); /* in a text a stop token has one, too */
     if (q->chat && !stop) take_messages(c);

@@ -436,6 +436,24 @@ def test_thinking_switched_off(folder):
         s.refuses(CHAT, {"messages": HELLO, **off}, "effort", "none")
 
 
+def test_one_call_at_most():
+    """Without parallel_tool_calls an answer ends with its first call, even where the model would go on."""
+    c = next(c for c in json.loads((PARROT / "conversations.json").read_text()) if c["name"] == "weather")
+    body = {"messages": [{"role": "user", "content": c["turns"][0]["user"]}], "tools": c["tools"], "temperature": 0,
+            "date": c["date"] or "none", "ignore_eos": True, "max_tokens": 200}
+    with Server(PARROT) as s:
+        found = []
+        for parallel in (True, False):
+            answer = s.post(CHAT, {**body, "parallel_tool_calls": parallel})
+            choice = answer["choices"][0]
+            found.append((choice["finish_reason"], answer["usage"]["completion_tokens"] < 200))
+            same(choice["message"]["tool_calls"][0]["function"]["name"], c["turns"][0]["call"]["name"], "its name")
+        same(found, [("length", False), ("tool_calls", True)])
+        text = s.ask("POST", CHAT, {**body, "parallel_tool_calls": False, "stream": True})
+        same(events(text)[-1]["choices"][0]["finish_reason"], "tool_calls", "streamed")
+        s.refuses(CHAT, {**body, "parallel_tool_calls": "no"}, "parallel_tool_calls")
+
+
 def test_models():
     with Server(PARROT, "--name", "org/name é") as s:
         listed = s.ask("GET", "/v1/models")
