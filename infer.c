@@ -192,7 +192,7 @@ static bool option_set(Options *o, const Option *option, const char *text, Error
     Texts *texts = field;
     double x = 0;
     if (option->kind == SWITCH) return *(bool *)field = true;
-    if (!check_text("an option", text, strlen(text), e)) return false;
+    if (!check_text("the value", text, strlen(text), e)) return fail(e, USAGE, "--%s: %s", option->name, e->text);
     if (option->kind == TEXT) return *(const char **)field = text, true;
     if (option->kind == TEXTS) {
         if (!*text || texts->n == (int)option->most)

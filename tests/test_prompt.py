@@ -66,11 +66,11 @@ def test_invalid_utf8_is_refused_with_its_offset(folder):
     def check(name, text, offset):
         (folder / "prompt").write_bytes(text)
         words = [f"byte {offset}"]
-        refused("play", PARROT, "-p", text, code=2, words=words)
+        refused("play", PARROT, "-p", text, code=2, words=["--prompt", *words])
         refused("play", PARROT, "-f", folder / "prompt", code=2, words=words)
         refused("play", PARROT, stdin=text, code=2, words=words)
         refused("play", PARROT, "-p", "x", "-s", text, code=2, words=words)
-        refused("play", PARROT, "-p", "x", "--stop", text, code=2, words=words)
+        refused("play", PARROT, "-p", "x", "--stop", text, code=2, words=["--stop", *words])
         refused("tokenize", PARROT, stdin=text, code=2, words=words)
         refused("tokenize", PARROT, "--jsonl", stdin=b'"' + text + b'"', code=2, words=[f"byte {offset + 1}"])
         before = b'{"messages": [{"role": "user", "content": "'
