@@ -287,6 +287,7 @@ typedef struct {
     const char *style; /* DIM, RED or NULL */
     int width, indent; /* columns of a line, 0: no breaks; spaces that begin a line behind a break */
     int column, cells; /* columns of the line so far, and of the waiting word */
+    int spaces;        /* they wait in front of the word; a break takes their place */
     Bytes word;
     char last; /* byte of the text so far */
 } Wrap;
@@ -296,13 +297,15 @@ static Wrap wrap_on(FILE *f, const char *style) {
 }
 
 static void wrap_word(Wrap *w) {
-    if (w->column + w->cells > w->width && w->column > w->indent) {
-        fprintf(w->f, "\n%*s", w->indent, "");
-        w->column = w->indent;
+    if (w->column + w->spaces + w->cells > w->width) {
+        const bool line = w->word.n && w->column > w->indent;
+        if (line) fputs("\n", w->f), w->column = 0;
+        w->spaces = line ? w->indent : 0;
     }
+    fprintf(w->f, "%*s", w->spaces, "");
     if (w->word.n) fwrite(w->word.data, 1, w->word.n, w->f);
-    w->column += w->cells;
-    w->word.n = 0, w->cells = 0;
+    w->column += w->spaces + w->cells;
+    w->word.n = 0, w->cells = w->spaces = 0;
 }
 
 /* On a terminal no escape sequence of the text takes effect: it may come from a model or a file. */
@@ -318,9 +321,9 @@ static void wrap_text(Wrap *w, const char *text, size_t n) {
         int length = utf8_decode(shown.data + i, shown.n - i, &cp), cells = wcwidth((wchar_t)cp);
         if (length < 1) length = 1;
         if (strchr(" \n\t", c)) {
-            wrap_word(w);
-            if (c != ' ' || w->column < w->width) fputc(c, w->f);
-            w->column = c == '\n' ? 0 : c == '\t' ? (w->column | 7) + 1 : w->column + 1;
+            if (w->word.n || c != ' ') wrap_word(w);
+            if (c == ' ') w->spaces++;
+            if (c != ' ') fputc(c, w->f), w->column = c == '\n' ? 0 : (w->column | 7) + 1;
         } else {
             bytes_add(&w->word, shown.data + i, (size_t)length);
             w->cells += cells > 0 ? cells : 0;

@@ -248,6 +248,9 @@ def test_commands_and_help():
               "play", "logits", "perplexity", "tokenize", "detokenize", "render", "parse"))],
          lambda name, args, code, out: expect(infer(*args, code=code).text.startswith(out) if out else
                                               not infer(*args, code=code).text, "stdout"))
+    for command in ("", "play", "bench", "download"):
+        help = infer(*command.split(), "--help").text
+        expect(" \n" not in help and max(map(len, help.splitlines())) <= 100, f"lines of {command} --help: {help!r}")
 
 
 def test_a_conversation_needs_a_terminal():
