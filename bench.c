@@ -322,8 +322,8 @@ int bench(const Options *o) {
     Error e;
     Bench b = {.o = o};
     Session *s = &b.model;
-    bool json = !strcmp(o->output, "json"), md = !strcmp(o->output, "md");
-    if (!json && !md) fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->output), die(&e);
+    bool json = !strcmp(o->format, "json"), md = !strcmp(o->format, "md");
+    if (!json && !md) fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->format), die(&e);
     if (o->server) return bench_server(o, json);
     if (!session_open(s, o, NEED_SHAPES, &e) || !session_load(s, o, 0, &e)) die(&e);
     if (json) b.rows = cJSON_CreateArray();

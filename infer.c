@@ -92,7 +92,7 @@ static const Option options[] = {
      .help = "measure a server with OpenAI's API at http://HOST:PORT instead of this GPU"},
     {"bench", 'c', "clients", "N,...", WHOLES, FIELD(clients), 1, MOST_CLIENTS, "1,8,64,256",
      "with --serve: clients at once; each sends r requests, one after another"},
-    {"bench", 'o', "output", "FORMAT", TEXT, FIELD(output), .initial = "md", .help = "md, a table, or json"},
+    {"bench", 'o', "output", "FORMAT", TEXT, FIELD(format), .initial = "md", .help = "md, a table, or json"},
     {"bench", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "0",
      "0 or 0.01 to 100: randomness of the draw"},
 
@@ -1411,8 +1411,6 @@ static int logits(const Options *o) {
     const size_t from = o->all ? 1 : l.ids.n;
     if (o->output) put_npy_header(stdout, l.ids.n + 1 - from, l.s.engine.model->vocab);
     if (!scheduler_score(l.s.scheduler, l.ids.data, l.ids.n, from, write_row, &l, &e)) die(&e);
-    if (o->output && (fflush(stdout) || ferror(stdout)))
-        fail(&l.e, FAILED, "%s: could not be written: is its disk full?", o->output);
     if (l.e.code) die(&l.e);
     ids_free(&l.ids);
     session_close(&l.s);
@@ -1513,7 +1511,8 @@ int main(int argc, char **argv) {
     else
         code = c->run(&o);
     if ((fflush(stdout) || ferror(stdout)) && code == DONE) {
-        fputs("infer: the output could not be written: its disk is full, or its reader has ended\n", stderr);
+        fprintf(stderr, "infer: %s could not be written: its disk is full, or its reader has ended\n",
+                o.output ? o.output : "the output");
         return FAILED;
     }
     return code;
