@@ -52,6 +52,7 @@ typedef struct { /* a file, or, with `body`, a small answer of at most `size` by
 
 static struct { /* a process works with one repository */
     const Options *o;
+    const char *goes_on;                 /* a cure of trouble with the network, if this command downloads files */
     char endpoint[300], token[MAX_PATH]; /* "" if there is none */
     const char *token_from;
     char name[100], revision[MAX_NAME], commit[41];
@@ -170,7 +171,7 @@ static _Thread_local Error fatal;
 static void *watch(void *interrupt) {
     int number;
     sigwait(interrupt, &number);
-    give_up(INTERRUPTED, "interrupted: the same command goes on");
+    give_up(INTERRUPTED, "interrupted%s", hub.goes_on);
 }
 
 /* Draws a line for a file. Of a long name it shows the end without the extension, where the names of shards differ. */
@@ -413,8 +414,8 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
         double wait = fmax(told, tries ? 0.25 * (1 << tries) : 0); /* 0 after progress, then 0.5, 1, 2, 4 s */
         if (!cure) break;
         if (tries >= hub.max_tries || told > MAX_WAIT) {
-            fail(e, NO_NETWORK, "%s: %s; the same command goes on", status < 400 && *f->problem ? f->problem : e->text,
-                 cure);
+            fail(e, NO_NETWORK, "%s: %s%s", status < 400 && *f->problem ? f->problem : e->text, cure,
+                 hub.max_tries ? hub.goes_on : "");
             break;
         }
         fail(e, NO_NETWORK, "%s: trying again", e->text);
@@ -612,6 +613,7 @@ static void hub_open(const Options *o) {
     const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
     const char *at = strchrnul(o->model, '@'), *revision = o->revision ? o->revision : *at ? at + 1 : "main";
     hub.o = o;
+    hub.goes_on = o->jobs ? "; the same command goes on" : "";
     hub.begun = hub.drawn = seconds();
     curl_global_init(CURL_GLOBAL_DEFAULT);
     sigemptyset(&hub.interrupt);

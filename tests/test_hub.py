@@ -107,7 +107,9 @@ def test_download(folder):
         same(limited.text, r.text, "while the rate is limited")
         expect("infer uses them" in limited.err, limited.err)
         infer("tokenize", "org/model", stdin="hello", env=env_of(hub, folder))
-    same(fetch(hub, folder).text, r.text, "with no hub at all")
+    alone = fetch(hub, folder)
+    same(alone.text, r.text, "with no hub at all")
+    expect("goes on" not in alone.err, f"there is nothing to go on with: {alone.err}")
     refuses(hub, folder, "--revision", "other", words=["network"])
     refuses(hub, folder, "--revision", "other", env={"HF_HUB_OFFLINE": 1}, words=["HF_HUB_OFFLINE"])
 
@@ -782,7 +784,8 @@ def test_doctor(folder):
     r = infer("doctor", env={**env, "HF_ENDPOINT": "nothing"}, code=2)
     expect("cache" in r.text and "HF_ENDPOINT" in r.err, r.text + r.err)
     r = infer("doctor", env={**env, "HF_ENDPOINT": "http://127.0.0.1:1"}, code=None)
-    expect(r.code in (5, 4) and "✗ network" in r.text, r.text)
+    expect(r.code in (5, 4) and "✗ network" in r.text and "is the network up?" in r.text, r.text)
+    expect("goes on" not in r.text, f"doctor downloads nothing: {r.text}")
 
 
 # ---- in a terminal
@@ -798,7 +801,7 @@ def test_terminal(folder):
             t.wait("✓ config.json", "  big ", "%", " of 70.3 MB", "% of 71.1 MB, ", "/s, ", " s left")
             time.sleep(0.5)
             os.kill(t.process.pid, signal.SIGINT)
-            t.wait("interrupted: the same command goes on (", " of 71.1 MB are here)")
+            t.wait("interrupted; the same command goes on (", " of 71.1 MB are here)")
             same(t.ended(), 130, "exit code")
         hub.rate = None
         hub.clear()
