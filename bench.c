@@ -324,6 +324,8 @@ int bench(const Options *o) {
     Session *s = &b.model;
     bool json = !strcmp(o->format, "json"), md = !strcmp(o->format, "md");
     if (!json && !md) fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->format), die(&e);
+    if (o->server && strncmp(o->server, "http://", 7) && strncmp(o->server, "https://", 8))
+        fail(&e, USAGE, "--serve must be a URL like http://HOST:PORT, not '%.80s'", o->server), die(&e);
     if (o->server) return bench_server(o, json);
     if (!session_open(s, o, NEED_SHAPES, &e) || !session_load(s, o, 0, &e)) die(&e);
     if (json) b.rows = cJSON_CreateArray();

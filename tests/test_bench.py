@@ -145,6 +145,8 @@ def test_serve_refused():
     each(cases, check)
     refused("bench", "--serve", "http://127.0.0.1:1", code=5, words=["127.0.0.1:1"])
     refused("bench", "--serve", "http://127.0.0.1:1", "-c", "0", code=2, words=["clients"])
+    for url in ("nonsense", "127.0.0.1:8080", "ftp://x", ""):
+        refused("bench", "--serve", url, code=2, words=["--serve", "http://HOST:PORT", f"'{url}'"])
 
     served = []
     def second_fails(handler, request):
