@@ -22,7 +22,8 @@ typedef struct {
     const Options *o;
     Session model;
     unsigned prompt_tokens; /* of all prompts so far */
-    cJSON *rows;            /* or NULL: a table is printed */
+    cJSON *rows;
+    bool json; /* else a table is printed */
 } Bench;
 
 typedef struct { /* a row of the table */
@@ -46,24 +47,19 @@ static void report_figure(Bench *b, Figure *f) {
     double median = (f->seconds[(n - 1) / 2] + f->seconds[n / 2]) / 2, step = median / f->tokens;
     double all = (double)f->tokens * f->streams, least = all / f->seconds[n - 1], most = all / f->seconds[0];
     double bytes = (double)f->bytes, percent = f->flat / step * 100;
-    if (b->rows) {
-        cJSON *row =
-            json_object("kind", json_word(kind), "tokens", json_number(f->tokens), "depth", json_number(f->depth),
-                        "streams", json_number(f->streams), "tokens_per_second", json_number(all / median), "least",
-                        json_number(least), "most", json_number(most), "seconds", json_number(median), NULL);
-        cJSON_AddItemToArray(b->rows, row);
-        if (f->prompt) return;
+    cJSON *row =
+        json_object("kind", json_word(kind), "tokens", json_number(f->tokens), "depth", json_number(f->depth),
+                    "streams", json_number(f->streams), "tokens_per_second", json_number(all / median), "least",
+                    json_number(least), "most", json_number(most), "seconds", json_number(median), NULL);
+    if (!f->prompt)
         json_add(row, "experts", json_number(f->experts), "step_bytes", json_number(bytes), "bytes_per_second",
                  json_number(bytes / step), "flat_seconds", json_number(f->flat), "percent_of_flat",
                  json_number(percent), NULL);
-        return;
-    }
+    cJSON_AddItemToArray(b->rows, row);
+    if (b->json) return;
     printf("| %s %d | %d | %d | %.1f | %.1f-%.1f | %.3f |", kind, f->tokens, f->depth, f->streams, all / median, least,
            most, (f->prompt ? median : step) * 1e3);
-    if (f->prompt)
-        puts(" | | |");
-    else
-        printf(" %.3f | %.0f | %.1f |\n", bytes / 1e9, bytes / step / 1e9, percent);
+    printf(f->prompt ? " | | |\n" : " %.3f | %.0f | %.1f |\n", bytes / 1e9, bytes / step / 1e9, percent);
     fflush(stdout);
 }
 
@@ -320,24 +316,23 @@ static int bench_server(const Options *o, bool json) {
 
 int bench(const Options *o) {
     Error e;
-    Bench b = {.o = o};
+    Bench b = {.o = o, .json = !strcmp(o->format, "json")};
     Session *s = &b.model;
-    bool json = !strcmp(o->format, "json"), md = !strcmp(o->format, "md");
-    if (!json && !md) fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->format), die(&e);
+    if (!b.json && strcmp(o->format, "md"))
+        fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->format), die(&e);
     if (o->server && strncmp(o->server, "http://", 7) && strncmp(o->server, "https://", 8))
         fail(&e, USAGE, "--serve must be a URL like http://HOST:PORT, not '%.80s'", o->server), die(&e);
-    if (o->server) return bench_server(o, json);
+    if (o->server) return bench_server(o, b.json);
     if (!session_open(s, o, NEED_SHAPES, &e) || !session_load(s, o, 0, &e)) die(&e);
-    if (json) b.rows = cJSON_CreateArray();
     cJSON *out =
         json_object("family", json_word(s->checkpoint.family), "random", cJSON_CreateBool(s->checkpoint.model.made_up),
                     "where", json_word(s->where), "weight_bytes", json_number((double)model_bytes(s->engine.model)),
-                    "load_seconds", json_number(s->seconds), "rows", b.rows, NULL);
-    if (md)
+                    "load_seconds", json_number(s->seconds), "rows", b.rows = cJSON_CreateArray(), NULL);
+    if (!b.json)
         puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|");
     measure_all(&b);
-    json_print(out, json);
+    json_print(out, b.json);
     session_close(s);
     return DONE;
 }
