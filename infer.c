@@ -735,14 +735,16 @@ static struct {
     bool cancelled; /* Ctrl+C */
 } editor;
 
-/* While an answer is written, the terminal hides typed text and keeps it for the next line. A Ctrl+D in it arrives as a
- * NUL, which libedit does not add. Without NOFLSH, Ctrl+C would discard what a slow terminal has yet to show. */
-static void set_echo(bool on) {
+/* While an answer is written, Ctrl+C must not discard what a slow terminal has yet to show. In a loop the terminal also
+ * hides typed text and keeps it for the next line. A Ctrl+D in it arrives as a NUL, which libedit does not add. */
+static void set_answering(bool on, bool loop) {
     struct termios mode;
-    tcgetattr(STDIN_FILENO, &mode);
-    mode.c_lflag &= ~(tcflag_t)(ECHO | NOFLSH);
-    mode.c_lflag |= on ? ECHO : NOFLSH;
-    tcsetattr(STDIN_FILENO, TCSANOW, &mode);
+    const tcflag_t echo = loop ? ECHO : 0;
+    const pid_t front = tcgetpgrp(STDOUT_FILENO);
+    if ((front >= 0 && front != getpgrp()) || tcgetattr(STDOUT_FILENO, &mode))
+        return; /* it would stop a background job */
+    mode.c_lflag = on ? (mode.c_lflag & ~echo) | NOFLSH : (mode.c_lflag | echo) & ~(tcflag_t)NOFLSH;
+    tcsetattr(STDOUT_FILENO, TCSANOW, &mode);
 }
 
 /* libedit calls it when it draws the line, also when the program goes on after Ctrl+Z. */
@@ -925,9 +927,9 @@ static int converse(Play *p) {
     Error e = {0};
     Answer a = {.p = p};
     char count[32];
-    if (p->loop) set_echo(false);
+    set_answering(true, p->loop);
     bool ok = answer(&a, &e);
-    if (p->loop) set_echo(true);
+    set_answering(false, p->loop);
     if (a.reason && p->o.json) print_answer_json(&a);
     if (a.reason && !p->o.json) print_statistics(&a, p->loop ? stdout : stderr);
     if (p->loop && (e.code == NO_ROOM || (a.reason && !strcmp(a.reason, "context full"))))

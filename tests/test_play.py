@@ -7,6 +7,7 @@ import stat
 import struct
 import subprocess
 import sys
+import termios
 import time
 
 from helpers import (CHECKED, CONVERSATIONS, DATE, FIXTURES, GOLDENS, PARROT, Terminal, answered, conversation, copy_model, data, each,
@@ -549,6 +550,22 @@ def test_ctrl_c_discards_nothing_that_is_still_to_be_shown():
                 break
         expect(partial and shown.count("this list\n") == 7, f"shown {shown!r}")
         expect(COUNT["answer"].startswith(partial[1].rstrip()), f"shown {partial[1]!r}")
+
+
+def test_ctrl_c_discards_nothing_of_a_single_answer():
+    """Behind 4,096 bytes that wait. The terminal gets its modes back."""
+    filled = "import os, sys; print('.' * 4096, flush=True); os.execv(sys.argv[1], sys.argv[1:])"
+    for begun in (0.5, 1, 2, 4):  # seconds, for machines of any speed
+        with Terminal("-c", filled, CHECKED, "play", PARROT, "-p", "Count.", *GREEDY, program=sys.executable) as t:
+            before = termios.tcgetattr(t.main)[3]
+            time.sleep(begun)
+            t.send("\x03")
+            code = t.ended()
+            same(termios.tcgetattr(t.main)[3], before, "modes of the terminal")
+        if "[Generated" in t.text() and "no answer" not in t.text():  # it was interrupted in the answer
+            break
+    same(code, 130, "exit code")
+    expect("Model loaded" in t.text() and "\n1 2 3" in t.text(), f"shown {t.text()[4000:]!r}")
 
 
 def test_ctrl_c_while_thinking_drops_the_turn():
