@@ -545,7 +545,7 @@ def test_ctrl_c_discards_nothing_that_is_still_to_be_shown():
             t.send("/clear\n" + "/help\n" * 7 + "Count.\n")
             time.sleep(begun)
             t.send("\x03")
-            shown = t.wait("[Generated") + t.prompt()
+            shown = t.wait("You: Count.") + t.prompt()
             if partial := re.search(r"\nAssistant: (.*?)\n?\[Generated.*interrupted]", shown, re.S):
                 break
         expect(partial and shown.count("this list\n") == 7, f"shown {shown!r}")
