@@ -1488,6 +1488,9 @@ static void print_summary(FILE *to) {
 int main(int argc, char **argv) {
     bool help = argc > 1 && text_listed("help -h --help", argv[1]);
     const int at = help ? 2 : 1; /* of the command's name */
+    int fd; /* no file may get the number of a closed stdout or stderr: what is printed would go into it */
+    while ((fd = open("/dev/null", O_RDONLY)) >= 0 && fd <= STDERR_FILENO) {}
+    close(fd);
     const char *name = argc > at ? argv[at] : "";
     const Command *c = NULL;
     Error e;

@@ -14,7 +14,7 @@ import sys
 import time
 
 from fake_hub import FakeHub, File
-from helpers import (HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, copy_model, each, environment, expect,
+from helpers import (CHECKED, HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, copy_model, each, environment, expect,
                      infer, read_json, read_safetensors, refused, safetensors, same, start)
 
 TOKEN = "hf_TheSecretOfTheTests"
@@ -143,6 +143,15 @@ def test_selection(folder):
         refuses(hub, folder, code=3, words=["safetensors", "--all"])
     with FakeHub({}) as hub:
         refuses(hub, folder, "--all", code=3, words=["none of its 0 files"])
+
+
+def test_closed_output(folder):
+    """No file gets the number of a closed stdout or stderr, and with it what was meant for the user."""
+    with FakeHub({"big.safetensors": big_file(), **SMALL}) as hub:
+        for closed, code in (("2>&-", 0), (">&-", 1), (">&- 2>&-", 1)):
+            infer("-c", f'exec "$0" "$@" {closed}', CHECKED, "download", "org/model", program="/bin/sh", code=code,
+                  env=env_of(hub, folder / closed))
+            check_whole(hub, folder / closed)
 
 
 def test_names(folder):
