@@ -790,6 +790,8 @@ def test_doctor(folder):
         text = infer("doctor", "--json", env={**env, "HF_TOKEN": "x"}, code=None).text
         bad = {f["what"]: f for f in json.loads(text)}
         expect(not bad["network"]["ok"] and "/settings/tokens" in bad["network"]["cure"], str(bad))
+    r = infer("doctor", env={"HF_HOME": "/none/of/these/is/here", "HF_HUB_OFFLINE": 1}, code=None)
+    expect("0 bytes free" not in r.text, f"the root is the nearest folder that exists: {r.text}")
     r = infer("doctor", env={**env, "HF_ENDPOINT": "nothing"}, code=2)
     expect("cache" in r.text and "HF_ENDPOINT" in r.err, r.text + r.err)
     r = infer("doctor", env={**env, "HF_ENDPOINT": "http://127.0.0.1:1"}, code=None)
