@@ -402,7 +402,7 @@ static bool choose_model(Session *s, Error *e) {
     }
     while (!choice && n && can_ask) {
         fprintf(stderr, "Select model (1-%d): ", n);
-        if (!fgets(line, sizeof line, stdin)) break;
+        if (!fgets(line, sizeof line, stdin) && fputs("\n", stderr)) break;
         line[strcspn(line, "\n")] = 0;
         if (!text_whole(line, 1, n, &choice)) fprintf(stderr, "A number from 1 to %d is needed; Ctrl+C leaves.\n", n);
     }
@@ -437,6 +437,8 @@ static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
     const cJSON *gguf = s->checkpoint.tensors.metadata;
     bytes_print(&path, gguf ? "%s" : "%s/tokenizer.json", s->dir);
     bool ok = (may_lack && !file_exists(path.data)) || (s->tokenizer = tokenizer_open(path.data, gguf, e));
+    if (!ok && access(path.data, F_OK))
+        fail(e, BAD_MODEL, "%s: missing: is the model's download incomplete? infer download goes on", path.data);
     bytes_free(&path);
     const int vocab = s->checkpoint.model.vocab;
     if (s->tokenizer && vocab && !tokenizer_fit(s->tokenizer, vocab))

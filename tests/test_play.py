@@ -237,7 +237,8 @@ def test_wrong_models(folder):
     empty, file = folder / "empty", folder / "file"
     empty.mkdir()
     file.write_text("x")
-    each([("none there", ["zebra"], ["zebra"]), ("an empty folder", [empty], ["config.json"]),
+    (half := copy_model(PARROT, folder)).joinpath("tokenizer.json").unlink()
+    each([("without tokenizer.json", [half], ["tokenizer.json", "infer download"]), ("none there", ["zebra"], ["zebra"]), ("an empty folder", [empty], ["config.json"]),
           ("a file", [file], ["folder"]), ("no folder of that name", [folder / "x" / "y"], ["/x/y"]),
           ("no name at all", [""], []), ("none given", [], ["models"])],
          lambda name, model, words: refused("play", *model, "-p", "x", cwd=empty, words=words))
@@ -1086,6 +1087,7 @@ def test_model_list_and_selector(folder):
         t.wait("Select model (1-2): ")
         t.send("\x04")
         same(t.ended(), 2, "exit code without a selection")
+        expect("): \ninfer: which" in t.text(), "the message does not begin a line")
     with Terminal("play", cwd=work, HOME=home) as t:
         t.wait("Select model (1-2): ")
         t.send("\x03")
