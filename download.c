@@ -199,12 +199,12 @@ static void draw(void) {
     hub.drawn = now;
     pthread_mutex_lock(&hub.mutex);
     clear();
-    if (terminal) fputs("\033[?7l", stderr); /* the terminal cuts long lines, so that each takes one row */
+    if (terminal) fputs(WRAP_OFF, stderr);
     for (const File *f = hub.file; terminal && f < hub.file + hub.files && hub.lines < SHOWN_FILES; f++)
         if (f->done && f->done < f->size) draw_file(f), hub.lines++;
     fprintf(stderr, "  %d%% of %s", (int)(hub.total ? 100 * done / hub.total : 100), size_text(hub.total, a));
     if (left) fprintf(stderr, ", %s/s, %ld %s left", size_text((uint64_t)rate, b), left / unit, name);
-    fputs(terminal ? "\033[?7h\n" : "\n", stderr);
+    fputs(terminal ? WRAP_ON "\n" : "\n", stderr);
     hub.lines += terminal;
     pthread_mutex_unlock(&hub.mutex);
 }

@@ -254,6 +254,8 @@ void session_close(Session *s);
 
 /* ---- the terminal ---- */
 
+#define WRAP_OFF "\033[?7l" /* the terminal cuts long lines: each takes one row, which can be drawn again in place */
+#define WRAP_ON  "\033[?7h"
 int columns(FILE *f); /* of the terminal's window */
 /* Writes an escape sequence if f is a terminal that understands it, and a colour only without NO_COLOR. Returns whether
  * it did. */

@@ -381,8 +381,9 @@ static void show_progress(uint64_t done, uint64_t total) {
     double now = seconds(), spent = now - loading_since;
     if (done < total && now - drawn < 0.05) return;
     drawn = now;
-    fprintf(stderr, "\rLoading %.0f%% at %.1f GB/s%s", total ? 100 * (double)done / (double)total : 100,
-            spent > 0 ? (double)done / 1e9 / spent : 0, done < total ? "" : "\n");
+    fprintf(stderr, "\r" WRAP_OFF "Loading %.0f%% at %.1f GB/s" WRAP_ON "%s",
+            total ? 100 * (double)done / (double)total : 100, spent > 0 ? (double)done / 1e9 / spent : 0,
+            done < total ? "" : "\n");
 }
 
 /* ---- opening a model ---- */
@@ -549,7 +550,7 @@ static void show_waiting(const Play *p, size_t tokens) {
     if (!p->loop || (!tokens && !waiting) || !put_escape(stdout, ERASE_LINE)) return;
     if (tokens) {
         put_escape(stdout, DIM);
-        printf("reading %s tokens...", count_text(tokens, count));
+        printf(WRAP_OFF "reading %s tokens..." WRAP_ON, count_text(tokens, count));
         put_escape(stdout, NORMAL);
     }
     fflush(stdout); /* an error may follow on stderr */
