@@ -297,14 +297,10 @@ static Wrap wrap_on(FILE *f, const char *style) {
 }
 
 static void wrap_word(Wrap *w) {
-    if (w->column + w->spaces + w->cells > w->width) {
-        const bool line = w->word.n && w->column > w->indent;
-        if (line) fputs("\n", w->f), w->column = 0;
-        w->spaces = line ? w->indent : 0;
-    }
-    fprintf(w->f, "%*s", w->spaces, "");
-    if (w->word.n) fwrite(w->word.data, 1, w->word.n, w->f);
-    w->column += w->spaces + w->cells;
+    const int begin = w->column + w->spaces;
+    const bool fits = begin + w->cells <= w->width || begin <= w->indent;
+    fprintf(w->f, "%s%*s%s", fits ? "" : "\n", fits ? w->spaces : w->indent, "", w->word.data);
+    w->column = (fits ? begin : w->indent) + w->cells;
     w->word.n = 0, w->cells = w->spaces = 0;
 }
 
@@ -321,8 +317,8 @@ static void wrap_text(Wrap *w, const char *text, size_t n) {
         int length = utf8_decode(shown.data + i, shown.n - i, &cp), cells = wcwidth((wchar_t)cp);
         if (length < 1) length = 1;
         if (strchr(" \n\t", c)) {
-            if (w->word.n || c != ' ') wrap_word(w);
-            if (c == ' ') w->spaces++;
+            if (w->word.n) wrap_word(w);
+            w->spaces = c == ' ' ? w->spaces + 1 : 0;
             if (c != ' ') fputc(c, w->f), w->column = c == '\n' ? 0 : (w->column | 7) + 1;
         } else {
             bytes_add(&w->word, shown.data + i, (size_t)length);
