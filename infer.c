@@ -645,16 +645,11 @@ static bool keep_answer(Answer *a, Error *e) {
     Play *p = a->p;
     Message *last = a->reader.messages ? a->reader.message + a->reader.messages - 1 : NULL;
     Part part = last ? message_part(last) : REASONING;
-    const char *at = part == CALL ? "calling a tool" : "thinking";
+    const char *at = part == CALL ? "calling a tool" : "thinking", *cure = p->loop ? "; /retry tries again" : "";
     if (!p->chat) return conversation_add(&p->talk, "assistant", NULL, a->text.data, a->text.n);
-    if ((part == REASONING || part == CALL) && !strcmp(a->reason, "token limit"))
-        return fail(e, FAILED,
-                    "no answer: the limit of %d tokens was reached while %s; raise it with %s or lower the "
-                    "effort",
-                    p->o.max_tokens, at, p->loop ? "/set max-tokens" : "--max-tokens");
+    if (!strcmp(a->reason, "token limit")) cure = p->loop ? ": /set max-tokens raises it" : ": --max-tokens raises it";
     if (part == REASONING || (part == CALL && strcmp(a->reason, "tool call")))
-        return fail(e, interrupted ? INTERRUPTED : FAILED, "no answer: ended while %s (%s)%s", at, a->reason,
-                    p->loop ? "; /retry tries again" : "");
+        return fail(e, interrupted ? INTERRUPTED : FAILED, "no answer: ended while %s (%s)%s", at, a->reason, cure);
     if (part == ANSWER && !strcmp(a->reason, "stop text")) /* the conversation keeps what was shown */
         text_stops(&last->content, &(size_t){0}, p->o.stop.text, p->o.stop.n, true);
     if (part == PREAMBLE && !p->loop) add_text(a, ANSWER, &last->content, true);
