@@ -14,7 +14,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <langinfo.h>
-#include <limits.h>
 #include <locale.h>
 #include <math.h>
 #include <poll.h>
@@ -23,7 +22,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <termios.h>
 #include <unistd.h>
