@@ -332,9 +332,10 @@ int bench(const Options *o) {
         puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|");
     measure_all(&b);
+    const int code = cJSON_GetArraySize(b.rows) ? DONE : NO_ROOM;
     json_print(out, b.json);
     session_close(s);
-    return DONE;
+    return code;
 }
 
 /* ---- perplexity: how surprised is a model by a text? exp of the mean of -log p(token | what stands before it) ---- */
