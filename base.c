@@ -138,20 +138,25 @@ void utf8_stream(Bytes *b, Bytes *out, bool flush) {
     b->n -= done;
 }
 
-static void read_all(FILE *f, Bytes *out) {
+/* Reads a file to its end, or until there are more than `most` bytes. */
+static void read_all(FILE *f, size_t most, Bytes *out) {
     char part[1 << 16];
     bytes_text(out, "");
-    for (size_t n; (n = fread(part, 1, sizeof part, f));) bytes_add(out, part, n);
+    for (size_t n; out->n <= most && (n = fread(part, 1, sizeof part, f));) bytes_add(out, part, n);
 }
 
-void stdin_read(Bytes *out) { read_all(stdin, out); }
+void stdin_read(Bytes *out) {
+    const size_t most = 1 << 28;
+    read_all(stdin, most, out);
+    if (out->n > most) die(&(Error){USAGE, "stdin has more than the 268 MB that are allowed"});
+}
 
 bool file_read(const char *path, size_t most, Bytes *out, Error *e) {
     struct stat st;
     bool there = !stat(path, &st), regular = there && S_ISREG(st.st_mode); /* opening a FIFO would hang */
     FILE *f = regular ? fopen(path, "re") : NULL;
     if (!f) return fail(e, BAD_MODEL, "%s: %s", path, there && !regular ? "not a regular file" : strerror(errno));
-    if (st.st_size <= (off_t)most) read_all(f, out);
+    if (st.st_size <= (off_t)most) read_all(f, most, out);
     fclose(f);
     return st.st_size <= (off_t)most ||
            fail(e, BAD_MODEL, "%s: %lld bytes, at most %zu are allowed", path, (long long)st.st_size, most);

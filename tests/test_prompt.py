@@ -2,12 +2,13 @@
 tokens that harmony writes; and sampled tokens become messages, whatever the model wrote."""
 import json
 import random
+import subprocess
 import tarfile
 import time
 import zlib
 
 from helpers import (CHECKED, CONVERSATIONS, GOLDENS, PARROT, PLAIN, conversation, data, each, expect, ids_of, infer,
-                     read_json, refused, render, same)
+                     read_json, refused, render, same, start)
 
 CASES = read_json(GOLDENS / "harmony_cases.json")
 ADDED = {t["content"]: t["id"] for t in read_json(PARROT / "tokenizer.json")["added_tokens"]}
@@ -110,6 +111,15 @@ def test_a_wrong_line_is_refused_alone():
     same(r.text.splitlines(), ["null", json.dumps(tokenize("fine"), separators=(",", ":"))] * len(bad), "stdout")
     same([line.split(":")[1].strip() for line in r.err.splitlines()], [f"stdin, line {2 * i + 1}" for i in range(len(bad))],
          "the lines that are named")
+
+
+def test_endless_stdin():
+    """It is refused before it fills the memory."""
+    with open("/dev/zero", "rb") as zeros:
+        for command in (["tokenize", PARROT], ["play", PARROT, "-p", "x"]):
+            p = start(*command, stdin=zeros, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, program=PLAIN)
+            same((p.communicate(timeout=60)[1], p.returncode),
+                 (b"infer: stdin has more than the 268 MB that are allowed\n", 2), command[0])
 
 
 def test_ids_outside_the_vocabulary(folder):
