@@ -428,13 +428,12 @@ static bool open_checkpoint(Session *s, const Options *o, int need, Error *e) {
 }
 
 static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
-    Bytes path = {0};
     const cJSON *gguf = s->checkpoint.tensors.metadata;
-    bytes_print(&path, gguf ? "%s" : "%s/tokenizer.json", s->dir);
-    bool ok = (may_lack && !file_exists(path.data)) || (s->tokenizer = tokenizer_open(path.data, gguf, e));
-    if (!ok && access(path.data, F_OK))
-        fail(e, BAD_MODEL, "%s: missing: is the model's download incomplete? infer download goes on", path.data);
-    bytes_free(&path);
+    char *path = text_print(gguf ? "%s" : "%s/tokenizer.json", s->dir);
+    bool ok = (may_lack && !file_exists(path)) || (s->tokenizer = tokenizer_open(path, gguf, e));
+    if (!ok && access(path, F_OK))
+        fail(e, BAD_MODEL, "%s: missing: is the model's download incomplete? infer download goes on", path);
+    free(path);
     const int vocab = s->checkpoint.model.vocab;
     if (s->tokenizer && vocab && !tokenizer_fit(s->tokenizer, vocab))
         return fail(
@@ -798,7 +797,6 @@ static void editor_open(void) {
         {"\033[200~", "paste", edit_paste},  {"^R", "em-inc-search-prev", NULL}, {"\033[1;5C", "em-next-word", NULL},
         {"\033[1;5D", "ed-prev-word", NULL}, {"\033[5~", "ed-ignore", NULL},     {"\033[6~", "ed-ignore", NULL}};
     HistEvent event;
-    Bytes path = {0};
     struct stat file;
     const char *home = getenv("HOME");
     EditLine *line = editor.line = el_init("infer", stdin, stdout, stderr);
@@ -815,16 +813,14 @@ static void editor_open(void) {
         el_set(line, EL_BIND, keys[i].key, keys[i].name, NULL);
     }
     if (!home) return;
-    bytes_print(&path, "%s/.cache/infer/history", home);
-    editor.path = path.data;
-    for (char *c = path.data + strlen(home); (c = strchr(c + 1, '/')); *c = '/') *c = 0, mkdir(path.data, 0700);
-    const int texts = history(editor.history, &event, H_LOAD, editor.path); /* it keeps the last HISTORY */
-    if (texts < 0 && !stat(editor.path, &file) && file.st_size) {
-        fprintf(stderr, "infer: %s is no history that can be read: it stays as it is, and gets no new lines\n",
-                editor.path);
-        free(editor.path), editor.path = NULL;
+    char *path = editor.path = text_print("%s/.cache/infer/history", home);
+    for (char *c = path + strlen(home); (c = strchr(c + 1, '/')); *c = '/') *c = 0, mkdir(path, 0700);
+    const int texts = history(editor.history, &event, H_LOAD, path); /* it keeps the last HISTORY */
+    if (texts < 0 && !stat(path, &file) && file.st_size) {
+        fprintf(stderr, "infer: %s is no history that can be read: it stays as it is, and gets no new lines\n", path);
+        free(path), editor.path = NULL;
     } else if (texts < 0 || texts > 10 * HISTORY) {
-        history(editor.history, &event, H_SAVE, editor.path);
+        history(editor.history, &event, H_SAVE, path);
     }
 }
 
@@ -973,19 +969,19 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
 
 /* Replaces an existing file only if it is this conversation's, and only when the new one is complete. */
 static bool slash_save(Play *p, const char *path, Error *e) {
-    Bytes text = {0}, fresh = {0};
+    Bytes text = {0};
+    char *fresh = text_print("%s.new", path);
     json_append(&text, conversation_json(&p->talk));
-    bytes_print(&fresh, "%s.new", path);
     const bool taken = !access(path, F_OK) && (!p->file || strcmp(p->file, path));
-    FILE *f = taken ? NULL : fopen(fresh.data, "w");
+    FILE *f = taken ? NULL : fopen(fresh, "w");
     bool ok = f && fwrite(text.data, 1, text.n, f) == text.n;
     if (taken) errno = EEXIST;
-    if ((f && fclose(f)) || !ok || rename(fresh.data, path))
+    if ((f && fclose(f)) || !ok || rename(fresh, path))
         ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
-    if (f && !ok) remove(fresh.data);
+    if (f && !ok) remove(fresh);
     if (ok) put_text(stdout, NULL, "Saved to ", path);
     bytes_free(&text);
-    bytes_free(&fresh);
+    free(fresh);
     return ok;
 }
 
@@ -1109,9 +1105,7 @@ static int play_loop(Play *p) {
 /* Reads all of stdin. If nothing arrives for a second it says what it waits for. */
 static void read_stdin(Bytes *out) {
     if (!poll(&(struct pollfd){.fd = STDIN_FILENO, .events = POLLIN}, 1, 1000))
-        fputs(
-            "infer: reading the prompt from stdin until its end (Ctrl+D in a terminal); </dev/null if there is none\n",
-            stderr);
+        fputs("infer: reading the prompt from stdin until its end (Ctrl+D); </dev/null if there is none\n", stderr);
     stdin_read(out);
 }
 
@@ -1252,14 +1246,13 @@ static int tokenize(const Options *o) {
 /* The number of token ids. config.json may count more than the tokenizer has; the extra ids have no text. */
 static int vocabulary(const Session *s) {
     Error e;
-    Bytes path = {0};
+    char *path = text_print("%s/config.json", s->dir);
     int64_t n = 0;
-    bytes_print(&path, "%s/config.json", s->dir);
-    cJSON *config = json_read(path.data, 1 << 20, &e);
+    cJSON *config = json_read(path, 1 << 20, &e);
     const cJSON *text = json_get(config, "text_config"); /* of a model with vision */
     json_whole(json_get(text ? text : config, "vocab_size"), 0, INT32_MAX, &n);
     cJSON_Delete(config);
-    bytes_free(&path);
+    free(path);
     return n > tokenizer_size(s->tokenizer) ? (int)n : tokenizer_size(s->tokenizer);
 }
 
@@ -1379,9 +1372,8 @@ static void write_row(Stream *t, size_t position, int token, const float *logits
 static void tap_to_file(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
     Logits *l = data;
     const size_t row = sizeof *values * (size_t)cols;
-    Bytes path = {0};
-    bytes_print(&path, "%s/%s.%d.npy", l->o->tap, stage, layer);
-    FILE *f = l->e.code ? NULL : fopen(path.data, file_exists(path.data) ? "r+b" : "wb");
+    char *path = text_print("%s/%s.%d.npy", l->o->tap, stage, layer);
+    FILE *f = l->e.code ? NULL : fopen(path, file_exists(path) ? "r+b" : "wb");
     bool ok = f && !fseek(f, 0, SEEK_END);
     if (ok) {
         const size_t size = (size_t)ftell(f), before = size ? (size - NPY_HEADER) / row : 0;
@@ -1390,8 +1382,8 @@ static void tap_to_file(void *data, const char *stage, int layer, const float *v
         ok = !fseek(f, 0, SEEK_END) && fwrite(values, row, (size_t)rows, f) == (size_t)rows;
     }
     if (f && fclose(f)) ok = false;
-    if (!ok && !l->e.code) fail(&l->e, FAILED, "%s: %s", path.data, strerror(errno));
-    bytes_free(&path);
+    if (!ok && !l->e.code) fail(&l->e, FAILED, "%s: %s", path, strerror(errno));
+    free(path);
 }
 
 static int logits(const Options *o) {
@@ -1479,11 +1471,10 @@ static void print_summary(FILE *to) {
 
 int main(int argc, char **argv) {
     bool help = argc > 1 && text_listed("help -h --help", argv[1]);
-    const int at = help ? 2 : 1; /* of the command's name */
     int fd; /* no file may get the number of a closed stdout or stderr: what is printed would go into it */
     while ((fd = open("/dev/null", O_RDONLY)) >= 0 && fd <= STDERR_FILENO) {}
     close(fd);
-    const char *name = argc > at ? argv[at] : "";
+    const char *name = argc > 1 + help ? argv[1 + help] : "";
     const Command *c = NULL;
     Error e;
     Options o = {.sampling = {.temperature = 1, .top_p = 1, .penalty = 1}};
