@@ -34,9 +34,11 @@ static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n
 /* ---- formats ---- */
 
 enum {
-    FIRST = 1, /* the system text stands before the user's first text, */
-    LAST = 2,  /* or before the last one */
-    ALONE = 4  /* a call is a turn of its own, and tools stand before the user's first text */
+    FIRST = 1,  /* the system text stands before the user's first text, and user and assistant alternate; */
+    LAST = 2,   /* the same before the user's last text */
+    ALONE = 4,  /* a call is a turn without text, and tools stand before the user's first text */
+    HOIST = 8,  /* all system texts stand at the beginning; */
+    LATEST = 16 /* only the latest does */
 };
 
 /* Pieces of text. Names of control tokens become control tokens here and nowhere else. %s stands for a text from
@@ -72,7 +74,7 @@ struct Format {
              "\"parameters\": dictionary of argument name and its value}.Do not use variables.\n\n%s"
 #define MISTRAL(open, close, answer, where) .begin = "<s>", .system = "%s\n\n", .user = open "%s" close, \
     .assistant = answer "</s>", .flags = where
-#define DEEPSEEK(past) .begin = "<｜begin▁of▁sentence｜>", .system = "%s", .user = "<｜User｜>%s", \
+#define DEEPSEEK(past, where) .flags = where, .begin = "<｜begin▁of▁sentence｜>", .system = "%s", .user = "<｜User｜>%s", \
     .assistant = "<｜Assistant｜>%s<｜end▁of▁sentence｜>", .thoughts = past
 
 /* The first row that fits counts. `has` is compared with the template after each " became ' and each line break \n. */
@@ -95,11 +97,11 @@ static const Format formats[] = {
     {"Gemma", {"<start_of_turn>", "model"}, .begin = "<bos>", .system = "%s\n\n", .flags = FIRST,
      .user = "<start_of_turn>user\n%p%t<end_of_turn>\n", .assistant = "<start_of_turn>model\n%t<end_of_turn>\n"},
     {"DeepSeek V3.1, copied", {"'<｜User｜>' + message['content']", "not thinking", "'<think></think>'"},
-     DEEPSEEK("<think></think>"), .think = "<think>", .quiet = "<think></think>"},
+     DEEPSEEK("<think></think>", HOIST), .think = "<think>", .quiet = "<think></think>"},
     {"DeepSeek V3.1", {"'<｜User｜>' + message['content']", "not thinking"},
-     DEEPSEEK("</think>"), .think = "<think>", .quiet = "</think>"},
-    {"DeepSeek R1", {"<｜Assistant｜><think>\\n"}, DEEPSEEK(""), .think = "<think>\n"},
-    {"DeepSeek V3", {"'<｜User｜>' + message['content']", "!<think>"}, DEEPSEEK("")},
+     DEEPSEEK("</think>", HOIST), .think = "<think>", .quiet = "</think>"},
+    {"DeepSeek R1", {"<｜Assistant｜><think>\\n"}, DEEPSEEK("", LATEST), .think = "<think>\n"},
+    {"DeepSeek V3", {"'<｜User｜>' + message['content']", "!<think>"}, DEEPSEEK("", LATEST)},
     {"DeepSeek V2", {"'User: ' + message['content'] + '\\n\\n'", "'Assistant: ' + message['content'] + eos_token"},
      .begin = "<｜begin▁of▁sentence｜>", .system = "%s\n\n", .user = "User: %s\n\n",
      .assistant = "Assistant: %s<｜end▁of▁sentence｜>"},
@@ -107,7 +109,6 @@ static const Format formats[] = {
      .user = "<|user|>\n%s</s>\n", .assistant = "<|assistant|>\n%s</s>\n"},
 };
 /* clang-format on */
-enum { FORMATS = sizeof formats / sizeof *formats };
 static const Format harmony = {"harmony",
                                .call = "<|channel|>commentary to=functions.%p <|constrain|>json<|message|>%s"};
 
@@ -142,7 +143,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
     bytes_text(&text, "");
     for (const char *s = template; *s; s++)
         *s == '\n' ? bytes_text(&text, "\\n") : bytes_add(&text, *s == '"' ? "'" : s, 1);
-    for (int i = 0; i < FORMATS && !chat->format; i++)
+    for (size_t i = 0; i < sizeof formats / sizeof *formats && !chat->format; i++)
         if (fits(formats + i, text.data, t, &chat->end)) chat->format = formats + i;
     for (const char *s = text.data; (s = strstr(s, preset)) && !chat->preset;) {
         size_t n = strcspn(s += strlen(preset), "'\\<");
@@ -286,9 +287,9 @@ static bool find_author(const Conversation *c, Message *result) {
     if (result->name && strchr(result->name, '.')) return true;
     for (int i = c->messages - 1; i >= 0 && i >= c->messages - MOST_BACK; i--) {
         const Message *m = c->message + i;
-        bool call = same(m->role, "assistant") && m->recipient, asked = call && same(result->id, m->id);
-        if (asked || (call && !called)) called = m->recipient;
-        if (asked) break;
+        if (!same(m->role, "assistant") || !m->recipient) continue;
+        if (!called || same(result->id, m->id)) called = m->recipient;
+        if (same(result->id, m->id)) break;
     }
     conversation_set(&result->name, called);
     if (!result->channel) conversation_set(&result->channel, "commentary");
@@ -312,10 +313,8 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
     bool more = cJSON_GetArraySize(calls) || (reason && (*reason || !json_get(json, "content"))); /* than the text */
     if (reason && *reason) conversation_add(c, role, "analysis", reason, strlen(reason));
     if (assistant && !header) channel = cJSON_GetArraySize(calls) ? "commentary" : "final";
-    if (system && !c->messages) { /* harmony writes it into the developer's message */
-        char *before = c->instructions;
-        c->instructions = before ? text_print("%s\n\n%s", before, text.data) : text_print("%s", text.data);
-        free(before);
+    if (system && !c->messages && !c->instructions) {
+        conversation_set(&c->instructions, text.data);
     } else if (text.n || !channel || !more) {
         Message *m = conversation_add(c, system ? "developer" : role, channel, text.data, text.n);
         for (int w = tool ? 1 : HEADER; w < WORDS; w++)
@@ -607,11 +606,17 @@ static void put_system(Prompt *p) {
     bytes_free(&text);
 }
 
-static void put_developer(Prompt *p) {
-    const cJSON *format = json_get(json_get(p->c->request, "response_format"), "json_schema");
-    const char *system = p->c->instructions, *gap = "\n\n";
+/* Harmony writes all system texts at the beginning into one message. Returns the number of the first other message. */
+static int put_developer(Prompt *p) {
+    const Conversation *c = p->c;
+    const cJSON *format = json_get(json_get(c->request, "response_format"), "json_schema");
+    const char *gap = "\n\n";
     Bytes text = {0};
-    if (system && *system) bytes_print(&text, "%s%s%s", heading, system, gap);
+    int i = -1;
+    for (const char *system = c->instructions;; system = c->message[i].content.data) {
+        if (system && *system) bytes_print(&text, "%s%s%s", text.n ? "" : heading, system, gap);
+        if (++i == c->messages || !same(c->message[i].role, "developer")) break;
+    }
     if (p->tools) add_tools(&text, p->tools), bytes_text(&text, gap);
     if (format) {
         bytes_print(&text, "# Response Formats\n\n## %s\n\n", json_string(format, "name"));
@@ -622,6 +627,7 @@ static void put_developer(Prompt *p) {
     text.n -= text.n ? strlen(gap) : 0;
     if (text.n) fill(p, &p->text, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
     bytes_free(&text);
+    return i;
 }
 
 /* The header may be written as a piece, because check_word() accepts no '<', '[' and '%'. */
@@ -651,8 +657,7 @@ static bool put_harmony(Prompt *p, bool prompt, Error *e) {
     for (int i = 0; i < c->messages - !prompt; i++)
         if (same(c->message[i].role, "assistant") && message_part(c->message + i) == ANSWER) ended = i;
     if (!json_true(c->request, "bare")) put_system(p);
-    put_developer(p);
-    for (int i = 0; i < c->messages; i++) {
+    for (int i = put_developer(p); i < c->messages; i++) {
         const Message *m = c->message + i;
         bool reasoning = same(m->role, "assistant") && message_part(m) == REASONING;
         if (reasoning && i <= ended && !json_true(c->request, "keep_analysis")) continue;
@@ -668,8 +673,10 @@ static bool put_harmony(Prompt *p, bool prompt, Error *e) {
 static bool continues(const Format *f, const Conversation *c, int i) {
     const Message *m = c->message + i;
     if (i >= c->messages || !same(m->role, m[-1].role)) return false;
-    if (!same(m->role, "assistant")) return same(m->role, "tool") && !(f->flags & ALONE);
-    return message_part(m - 1) == REASONING || (message_part(m - 1) != ANSWER && !(f->flags & ALONE));
+    if (same(m->role, "user")) return f->flags & (FIRST | LAST); /* as after an answer that was interrupted */
+    if (same(m->role, "tool")) return !(f->flags & ALONE);
+    return same(m->role, "assistant") && message_part(m - 1) != ANSWER &&
+           !(f->flags & ALONE && message_part(m - 1) == CALL);
 }
 
 /* Cuts the text at the first `mark`: what precedes that is returned, what follows stays. False: there is none. */
@@ -691,13 +698,13 @@ static bool keeps_thoughts(const Format *f) { return f->thoughts && strstr(f->th
 
 /* The text of a message without thoughts, which go to `thoughts`. A client may have left them in the answer. */
 static Bytes text_of(const Format *f, const Message *m, Bytes *thoughts) {
-    bool model = same(m->role, "assistant");
+    bool model = same(m->role, "assistant"), known = thoughts->n && keeps_thoughts(f);
     Bytes text = m->content, thought, opening;
     if (model && message_part(m) == REASONING) {
         bytes_add(thoughts, text.data, text.n);
         text.n = 0;
     }
-    while (model && f->thoughts && cut_at(&text, close_think, &thought)) {
+    while (model && f->thoughts && !known && cut_at(&text, close_think, &thought)) {
         cut_at(&thought, open_think, &opening);
         bytes_add(thoughts, thought.data, thought.n);
         if (keeps_thoughts(f)) text = trim_lines(text);
@@ -734,19 +741,19 @@ static void put_tools(const Prompt *p, Bytes *out) {
     bytes_free(&list);
 }
 
-/* Writes the turn that begins with message i, `before` in front of its text. Returns the next turn's first message. A
- * later system text becomes the user's if the format has no place for it. */
+/* Writes the turn that begins with message i, `before` in front of its text. Returns the next turn's first message. */
 static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     const Format *f = p->chat->format;
     const Message *m = p->c->message + i;
     bool model = same(m->role, "assistant"), tool = same(m->role, "tool"), keeps = model && keeps_thoughts(f);
-    bool system = same(m->role, "developer") && !(f->flags & (FIRST | LAST));
-    const char *piece = model ? f->assistant : tool ? f->results : system ? f->system : f->user;
+    const char *system = f->flags & (HOIST | LATEST) ? "" : f->system; /* put_begin() wrote it */
+    const char *piece = model ? f->assistant : tool ? f->results : same(m->role, "user") ? f->user : system;
     Bytes thoughts = {0}, parts = {0}, turn = {0};
     do {
         m = p->c->message + i;
         Bytes text = text_of(f, m, &thoughts);
-        if (model && !text.n && !m->recipient) continue;
+        bool beside = f->flags & ALONE && continues(f, p->c, i + 1) && message_part(m + 1) == CALL;
+        if (model && !m->recipient && (!text.n || beside)) continue;
         if (parts.n) bytes_text(&parts, "\n");
         put_part(p, &parts, m, text);
     } while (continues(f, p->c, ++i));
@@ -770,26 +777,35 @@ static void put_begin(Prompt *p, Bytes *before) {
     char date[32];
     Bytes text = {0}, about = {0};
     bytes_print(&text, "%s%s", system ? system : "", system && p->tools && !alone ? "\n\n" : "");
+    for (int i = 0; f->flags & (HOIST | LATEST) && i < p->c->messages; i++) {
+        if (!same(p->c->message[i].role, "developer")) continue;
+        if (f->flags & LATEST) text.n = 0;
+        bytes_print(&text, "%s%s", text.n ? "\n\n" : "", p->c->message[i].content.data);
+    }
     if (p->tools) put_tools(p, alone ? before : &text);
     if (p->c->date && strptime(p->c->date, "%Y-%m-%d", &given)) day = given;
     strftime(date, sizeof date, "%d %b %Y", &day);
     Bytes environment = view(p->tools ? "Environment: ipython\n" : ""), today = view(date);
     fill(p, &about, f->about, &environment, &today);
     fill(p, &p->text, f->begin, NULL, NULL);
-    if (system || f->about || p->tools) fill(p, inside ? before : &p->text, f->system, &about, &text);
+    if (system || f->about || text.n) fill(p, inside ? before : &p->text, f->system, &about, &text);
     bytes_free(&text), bytes_free(&about);
 }
 
-static void put_row(Prompt *p, bool prompt) {
+static bool put_row(Prompt *p, bool prompt, Error *e) {
     const Format *f = p->chat->format;
     const Conversation *c = p->c;
+    bool alternate = f->flags & (FIRST | LAST), ok = true;
     Bytes before = {0};
-    int first = c->messages, last = -1;
+    int first = c->messages, last = -1, turn = 0;
     for (int i = c->messages - 1; i >= 0; i--)
-        if (same(c->message[i].role, "user")) first = i, last = last < 0 ? i : last;
+        if (same(c->message[i].role, "user")) first = i, last = last < 0 || continues(f, c, last) ? i : last;
     put_begin(p, &before);
-    for (int i = 0; i < c->messages;)
-        i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : (Bytes){0});
+    for (int i = 0; i < c->messages && ok; turn++) {
+        ok = !alternate || same(c->message[i].role, turn % 2 ? "assistant" : "user");
+        if (ok) i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : (Bytes){0});
+    }
+    if (!ok) fail(e, USAGE, "%s chats alternate user and assistant, the user first: turn %d does not", f->name, turn);
     if (prompt) { /* what precedes an answer, without the space that the model writes itself */
         size_t n = p->text.n;
         fill(p, &p->text, f->assistant, NULL, NULL);
@@ -797,6 +813,7 @@ static void put_row(Prompt *p, bool prompt) {
         fill(p, &p->text, f->quiet && same(c->effort, "none") ? f->quiet : f->think, NULL, NULL);
     }
     bytes_free(&before);
+    return ok;
 }
 
 /* Does a prompt end inside a thought? */
@@ -806,7 +823,6 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
     const Format *f = chat->format;
     const cJSON *tools = json_get(c->request, "tools");
     Prompt p = {.chat = chat, .c = c, .tools = cJSON_GetArraySize(tools) ? tools : NULL};
-    size_t before = out->n;
     bool calls = p.tools, schema = json_get(json_get(c->request, "response_format"), "json_schema");
     bool valid = is_utf8(view(c->instructions)) && is_utf8(view(c->date));
     for (int i = 0; i < c->messages; i++) {
@@ -818,10 +834,7 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
     if ((calls && !f->call) || (schema && f != &harmony))
         return fail(e, USAGE, "%s, the chat format of this model, has no %s", f->name,
                     calls && !f->call ? "tools" : "response_format");
-    bool ok = f != &harmony || put_harmony(&p, prompt, e);
-    if (f != &harmony) put_row(&p, prompt);
-    ok = ok && encode(chat->tokenizer, &p.text, out, e);
-    if (!ok) out->n = before;
+    bool ok = (f == &harmony ? put_harmony : put_row)(&p, prompt, e) && encode(chat->tokenizer, &p.text, out, e);
     bytes_free(&p.text);
     return ok;
 }
@@ -893,7 +906,6 @@ static void read_header(Reader *r, bool complete) {
         while (begins(s, "to=")) s += 3, s += strspn(s, space);
         size_t n = strcspn(s, space_or_mark), role = known_word(s, "assistant system developer user"),
                type = known_word(s, "json code"), channel = known_word(s, "analysis commentary final");
-        bool named = role == n && (author || complete || strspn(s + n, marks)); /* a whole role */
         r->repairs += (mark == CHANNEL && text.n) || (author && (mark || to)) || !n;
         if (mark == CHANNEL) text.n = 0; /* what precedes the channel is no content */
         if (to) {
@@ -902,16 +914,12 @@ static void read_header(Reader *r, bool complete) {
             size_t known = mark == CHANNEL ? channel : type;
             field = mark == CHANNEL ? &m->channel : &m->content_type;
             if (!complete || (mark == CHANNEL && channel)) n = known;
-        } else if (author && begins(s, "assistant")) {
-            r->repairs += role < n;
-            s += role;
-            continue;
-        } else if (author && memchr(s, '.', legal_length(s, n))) {
+        } else if (author && !role && memchr(s, '.', legal_length(s, n))) {
             conversation_set(&m->role, "tool");
             field = &m->name;
-        } else if (named || (author && complete)) {
-            r->repairs++; /* whoever is named, the model writes */
-            s += n;
+        } else if (author ? role || complete : role == n && (complete || strspn(s + n, marks))) {
+            r->repairs += !author || role < n || *s != 'a'; /* whoever is named, the model writes */
+            s += role ? role : n;
             continue;
         } else if (complete && channel == n && !m->channel && !strchr(s, CHANNEL)) {
             field = &m->channel, r->repairs++; /* no <|channel|> */
@@ -928,8 +936,7 @@ static void read_header(Reader *r, bool complete) {
         }
         s += n;
     }
-    bool any = m->channel || m->recipient || m->content_type;
-    r->repairs += author || text.n || (complete ? !r->started : any);
+    r->repairs += author || text.n || (complete ? !r->started : m->channel || m->recipient || m->content_type);
     for (size_t i = 0; i < text.n; i++)
         if (strspn(text.data + i, marks)) text.data[i] = ' ';
     if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
@@ -993,13 +1000,13 @@ static bool push_harmony(Reader *r, int token) {
 /* Moves pending text to the message being read. White space at the beginning of a message is dropped; at the end of the
  * text it stays pending until more follows. The first `white` bytes are known to be white space. */
 static void say(Reader *r, size_t white) {
-    Message *m = &r->now;
+    Bytes *content = &r->now.content;
     Bytes text = trim((Bytes){.data = r->header.data + white, .n = r->header.n - white});
-    size_t behind = text.n ? (size_t)(text.data - r->header.data) + text.n : m->content.n ? 0 : r->header.n;
-    if (m->content.n) text = (Bytes){.data = r->header.data, .n = behind};
-    bytes_add(&m->content, text.data, text.n);
-    r->header.n -= behind;
-    if (behind) memmove(r->header.data, r->header.data + behind, r->header.n + 1);
+    char *begin = content->n ? r->header.data : text.data, *end = text.data + text.n;
+    if (content->n && !text.n) return;
+    bytes_add(content, begin, (size_t)(end - begin));
+    r->header.n -= (size_t)(end - r->header.data);
+    memmove(r->header.data, end, r->header.n + 1);
 }
 
 static void end_text(Reader *r, const char *channel) {

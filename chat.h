@@ -40,7 +40,7 @@ typedef struct {
 
 typedef struct {
     char *effort, *date; /* date: NULL or "none" if there is none */
-    char *instructions;  /* the user's system prompt, or NULL */
+    char *instructions;  /* the first system text, or NULL; later ones are messages of the role developer */
     cJSON *request;      /* other keys of the JSON it came from, such as tools and response_format; or NULL */
     Message *message;
     int messages;
@@ -64,8 +64,8 @@ cJSON *message_json(const Message *m);
 cJSON *conversation_json(const Conversation *c);
 /* Appends the conversation as tokens. With `prompt` it ends with the beginning of an answer, which in harmony is
  * <|start|>assistant. Harmony leaves out the reasoning of turns that ended in an answer; other formats do as their
- * templates do. Only the renderer writes control tokens. USAGE: a name could be read as part of a header, or the format
- * has no tools. */
+ * templates do. Only the renderer writes control tokens. USAGE, and an unfinished prompt: a name could be read as part
+ * of a header, or the format has no tools or does not take such turns. */
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e);
 
 /* Appends the beginning of a call to a prompt with tools: of function `name`, or of one that the model chooses if NULL.

@@ -605,13 +605,8 @@ static bool read_byte_level(Tokenizer *t, const cJSON *c) {
 static bool read_template(Tokenizer *t, const cJSON *c) {
     const cJSON *list = json_get(c, "single"), *part = cJSON_IsArray(list) ? list->child : NULL;
     const char *name = json_string(json_get(part, "SpecialToken"), "id");
-    if (name) {
-        const cJSON *ids = json_get(json_get(json_get(c, "special_tokens"), name), "ids");
-        int64_t id;
-        if (cJSON_GetArraySize(ids) != 1 || !json_whole(ids->child, 0, t->size - 1, &id)) return false;
-        t->bos = (int)id;
-        part = part->next;
-    }
+    if (name && (t->bos = tokenizer_added(t, name)) < 0) return false;
+    if (name) part = part->next;
     return json_get(part, "Sequence") && !part->next;
 }
 
@@ -722,8 +717,7 @@ static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
 /* tokenizer.ggml.token_type. */
 enum { NORMAL = 1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED };
 
-/* Reads the vocabulary or, if `added`, the tokens that are cut out of text. */
-static bool read_tokens(Tokenizer *t, const cJSON *metadata, bool added, Error *e) {
+static bool read_tokens(Tokenizer *t, const cJSON *metadata, Error *e) {
     const cJSON *tokens = json_get(metadata, "tokenizer.ggml.tokens"), *token = tokens ? tokens->child : NULL;
     const cJSON *types = json_get(metadata, "tokenizer.ggml.token_type"), *type = types ? types->child : NULL;
     bool ok = true;
@@ -732,8 +726,8 @@ static bool read_tokens(Tokenizer *t, const cJSON *metadata, bool added, Error *
         const cJSON number = {.type = cJSON_Number, .valuedouble = id};
         int kind = cJSON_IsNumber(type) ? (int)type->valuedouble : NORMAL;
         bool cut = kind == UNKNOWN || kind == CONTROL || kind == USER_DEFINED;
-        if (!text || !*text || kind == UNUSED || cut != added) continue;
-        ok = added ? add_token(t, &number, text, kind != USER_DEFINED, false, e) : read_token(t, &number, text, e);
+        if (!text || !*text || kind == UNUSED) continue;
+        ok = cut ? add_token(t, &number, text, kind != USER_DEFINED, false, e) : read_token(t, &number, text, e);
         if (kind == UNKNOWN) t->unknown = id;
     }
     return ok;
@@ -770,11 +764,10 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
         return fail(e, BAD_MODEL, "tokenizer.ggml.add_eos_token is not implemented");
     t->features = MARK_SPACES | UNMARK_SPACES | BEGINS;
     if (!scored && !find_pre(t, json_string(metadata, "tokenizer.ggml.pre"), e)) return false;
-    if (!read_tokens(t, metadata, false, e)) return false;
+    if (!read_tokens(t, metadata, e)) return false;
     if (scored ? !merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"), e)
                : !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e))
         return false;
-    if (!read_tokens(t, metadata, true, e)) return false;
     find_byte_tokens(t, scored);
     if (scored && !cJSON_IsFalse(prefix)) /* no key says which texts: with a token [INST] only the first */
         t->features |= STRIP_SPACE | (tokenizer_added(t, "[INST]") < 0 ? PREPEND_MARK : FIRST_MARK);

@@ -159,6 +159,8 @@ CASES = {
     "unicode": [system(ODD), user(ODD), assistant(ODD), user(ODD)],
     "control tokens": [system("%"), user("a%b"), assistant("%"), user("%\n%")],
     "jinja": [system("{{ x }}"), user("{% if %}%s %t %d %e"), assistant("{# #}"), user("{{ bos_token }}")],
+    "two systems": [system("A."), system("B."), HI],
+    "system later": [system("A."), HI, HELLO, system("B."), SUM],
     "no prompt": [HI, HELLO],
 }
 THINKING = {
@@ -172,6 +174,7 @@ CALLING = {
     "tools, system": [system("Be brief."), HI],
     "tools, empty system": [system(""), HI],
     "call": [HI, call("", BERN), result("7 °C, \"dry\"")],
+    "call with text": [system("A."), HI, call("I look.", BERN), result("7")],
     "call answered": [system("Be brief."), HI, call("", BERN), result("{\"t\": 7}"), assistant("7 degrees."), SUM],
 }
 SEVERAL = {

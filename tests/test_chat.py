@@ -183,6 +183,29 @@ def test_what_a_format_has_no_words_for(folder):
         refused("render", made, stdin=json.dumps({**question, "reasoning_effort": "none"}), code=2, words=["effort"])
 
 
+def test_turns_alternate(folder):
+    """Where the template refuses other turns, they are refused in its name; nowhere else. Two texts of the user in a
+    row, as after an interrupted answer, are one turn."""
+    user, assistant = {"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}
+    later = {"role": "system", "content": "C"}
+
+    def check(name, messages, turn):
+        chat = json.dumps({"messages": messages})
+        for model in ("Gemma 2", "Gemma 3", "Llama 2", "Mistral v0.1", "Mistral v0.2, old", "Mistral v0.3", "Mistral Nemo"):
+            refused("render", folder_of(model, folder), stdin=chat, code=2,
+                    words=[MODELS[model]["format"], f"turn {turn}"])
+        for model in ("SmolLM2", "Qwen3", "Llama 3.1", "DeepSeek R1", "TinyLlama"):
+            infer("render", folder_of(model, folder), stdin=chat)
+    each([("an answer first", [assistant, user], 1),
+          ("two answers", [user, assistant, assistant, user], 3), ("a system text later", [user, assistant, later, user], 3),
+          ("two system texts", [later, later, user], 1)], check)
+    both = {"role": "user", "content": "D\nE"}
+    for model in ("Gemma 2", "Llama 2", "Mistral v0.3"):
+        for before in ([], [later], [later, user, assistant]):
+            one, two = ({"messages": before + m} for m in ([both], [both | {"content": x} for x in "DE"]))
+            same(*(infer("render", folder_of(model, folder), stdin=json.dumps(c)).text for c in (two, one)), model)
+
+
 def test_models_without_a_known_format(folder):
     """Which reason is given."""
     def check(name, template, word):
