@@ -565,7 +565,7 @@ int doctor(const Options *o) {
 
     struct statvfs disk = {0};
     char *cache = hub_cache(), *there = copy_text(cache, strlen(cache)); /* or the nearest folder above that exists */
-    while (statvfs(there, &disk) && (slash = strrchr(there, '/'))) slash[slash == there] = 0;
+    while (statvfs(there, &disk) && strcmp(there, "/") && (slash = strrchr(there, '/'))) slash[slash == there] = 0;
     finding(&d, "cache", NO_NETWORK,
             access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL, "%s, %s free",
             cache, size_text((uint64_t)disk.f_bavail * disk.f_frsize, a));
