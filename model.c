@@ -174,14 +174,20 @@ static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1
 /* Do layers with a window have a RoPE of their own? */
 static bool two_ropes(const Loader *load) { return json_get(load->defaults, "rope_local_base_freq"); }
 
+static const char *rope_type(Loader *load, const cJSON *rope) {
+    const char *type = config_text(load, rope, "rope_type"), *older = config_text(load, rope, "type");
+    return type ? type : older ? older : "default";
+}
+
 /* config.json's RoPE parameters for layers with a window, or for those without; NULL: it has none. rope_scaling is
  * their older name, which people add to enlarge the context: a file that has both must say the same in both. */
 static const cJSON *find_rope(Loader *load, bool window) {
-    const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object"), *one;
+    const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
     const cJSON *older = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object");
-    const cJSON *full = json_get(rope, "full_attention");
+    const cJSON *full = json_get(rope, "full_attention"), *newer = full ? full : rope, *one;
     for (one = rope && older ? older->child : NULL; one; one = one->next)
-        if (!cJSON_Compare(one, json_get(full ? full : rope, one->string), true))
+        if (text_listed("rope_type type", one->string) ? strcmp(rope_type(load, older), rope_type(load, newer))
+                                                       : !cJSON_Compare(one, json_get(newer, one->string), true))
             config_bad(load, older, one->string, "as in rope_parameters, or left out of rope_scaling,");
     if (full && !two_ropes(load)) config_bad(load, load->config, "rope_parameters", "one for all layers");
     if (full) return window ? json_get(rope, "sliding_attention") : full;
@@ -197,9 +203,7 @@ static void read_rope(Loader *load, bool window, Rope *out) {
     Model *m = &load->c->model;
     const cJSON *rope = find_rope(load, window);
     only(load, rope, "partial_rotary_factor", 1);
-    const char *type = config_text(load, rope, "rope_type");
-    if (!type) type = config_text(load, rope, "type"); /* older still */
-    if (!type) type = "default";
+    const char *type = rope_type(load, rope);
     bool yarn = !strcmp(type, "yarn"), llama3 = !strcmp(type, "llama3"), scaled = strcmp(type, "default");
     if (scaled && !yarn && !llama3 && strcmp(type, "linear"))
         refuse(load, load->path, "rope type '%.40s' is none of default, linear, llama3 and yarn", type);

@@ -408,7 +408,12 @@ def test_config_of_a_dense_model(folder):
         ("sees what follows", {"is_causal": False}, ["config.json", "is_causal"]),
         ("a scaling beside the newer object", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": {
             "rope_type": "default", "rope_theta": 1000.0}}, ["rope_type", "rope_parameters", "rope_scaling", "yarn"]),
-        ("what both objects say", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}}, FINE)])
+        ("what both objects say", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}}, FINE),
+        ("the type under its older key", {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": {
+            "rope_type": "linear", "factor": 1}}, FINE),
+        ("the usual type, left out", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {}}, FINE),
+        ("another under the older key", {"rope_scaling": {"type": "linear"}, "rope_parameters": {
+            "rope_type": "default"}}, ["type", "rope_parameters", "linear"])])
 
 
 def test_config_of_a_model_that_norms_heads(folder):
