@@ -316,8 +316,9 @@ static void wrap_text(Wrap *w, const char *text, size_t n) {
         if (length < 1) length = 1;
         if (strchr(" \n\t", c)) {
             if (w->word.n) wrap_word(w);
+            if (c == '\t') fprintf(w->f, "%*s\t", w->spaces, ""), w->column = ((w->column + w->spaces) | 7) + 1;
+            if (c == '\n') fputc(c, w->f), w->column = 0;
             w->spaces = c == ' ' ? w->spaces + 1 : 0;
-            if (c != ' ') fputc(c, w->f), w->column = c == '\n' ? 0 : (w->column | 7) + 1;
         } else {
             bytes_add(&w->word, shown.data + i, (size_t)length);
             w->cells += cells > 0 ? cells : 0;

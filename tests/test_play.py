@@ -805,6 +805,10 @@ def test_words_are_not_broken():
         help = t.say("/help") + t.say("/set") + t.say("/system Speak of trees, " + "and trees, " * 9)
         t.say("/system none")
         prompt = t.say("/prompt")
+        t.send("\x1b[200~1234567 \tx\x1b[201~\n")
+        t.wait("[Generated")
+        t.prompt()
+        expect("Taken back: 1234567 \tx\n" in t.say("/undo"), "a space before a tab is lost")
     for line in (shown + help).splitlines():
         expect(sum(2 if ord(c) > 0x1100 else 1 for c in line) <= 40, f"a line of {len(line)} columns: {line!r}")
     turn = CONVERSATIONS["unicode"]["turns"][0]
