@@ -398,7 +398,7 @@ static bool choose_model(Session *s, Error *e) {
     }
     while (!choice && n && can_ask) {
         fprintf(stderr, "Select model (1-%d): ", n);
-        if (!fgets(line, sizeof line, stdin) && fputs("\n", stderr)) break;
+        if (!fgets(line, sizeof line, stdin) && fputc('\n', stderr)) break;
         line[strcspn(line, "\n")] = 0;
         if (!text_whole(line, 1, n, &choice)) fprintf(stderr, "A number from 1 to %d is needed; Ctrl+C leaves.\n", n);
     }
