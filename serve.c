@@ -228,10 +228,10 @@ static const char of_texts[] = "add_special_tokens max_completion_tokens respons
 static const char neutral[] =
     "add_special_tokens=true bad_words=[] best_of=1 chat_template_kwargs={} "
     "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "
-    "continue_final_message=false echo=false frequency_penalty=0 function_call=\"auto\" function_call=\"none\" "
-    "include_stop_str_in_output=false min_tokens=0 modalities=[\"text\"] presence_penalty=0 "
-    "response_format={\"type\":\"text\"} skip_special_tokens=true stop_token_ids=[] suffix=\"\" tools=[] "
-    "top_logprobs=0 use_beam_search=false verbosity=\"medium\"";
+    "continue_final_message=false documents=[] echo=false frequency_penalty=-0 frequency_penalty=0 "
+    "function_call=\"auto\" function_call=\"none\" include_stop_str_in_output=false min_tokens=0 modalities=[\"text\"] "
+    "presence_penalty=-0 presence_penalty=0 response_format={\"type\":\"text\"} skip_special_tokens=true "
+    "stop_token_ids=[] suffix=\"\" tools=[] top_logprobs=0 use_beam_search=false verbosity=\"medium\"";
 
 static bool refuse_others(Request *q) {
     const cJSON *each;

@@ -399,9 +399,10 @@ def test_bad_bodies():
 def test_fields_that_are_not_supported():
     """Refused by name, unless the value changes nothing. Fields that nobody knows are ignored."""
     schema, text, name = {"type": "json_object"}, {"type": "text"}, {"name": "f"}
-    both = {"best_of": ([1], [2]), "suffix": ([""], ["x"]), "frequency_penalty": ([0, 0.0], [0.5]),
+    both = {"best_of": ([1], [2]), "suffix": ([""], ["x"]), "frequency_penalty": ([0, 0.0, -0.0], [0.5]),
             "min_tokens": ([0], [5]), "stop_token_ids": ([[]], [[5]]), "bad_words": ([[]], [["x"]]),
             "modalities": ([["text"]], [["audio"], "text"]), "function_call": (["auto", "none"], [name]),
+            "documents": ([[]], [["x"]]),
             "guided_json": ([], [{}]), "grammar": ([], ["x"]), "skip_special_tokens": ([True], [False]),
             "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}], []),
             "stop": ([[], ""], []), "unheard_of": ([5], []),
