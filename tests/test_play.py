@@ -832,6 +832,9 @@ def test_loading_line_fits_the_window():
         wrapped = [line for line in re.findall(rb"[^\r\n]*" + begin + rb"[^\r\n]*", t.raw)
                    if not re.search(rb"\x1b\[\?7l" + begin + rb"[^\r\n]*\x1b\[\?7h", line)]
         expect(begin in t.raw and not wrapped, f"wrapped: {wrapped}")
+    with Terminal("play", PARROT, "-p", "Count.", *SHORT, TERM="dumb") as t:
+        same(t.ended(), 0, "exit code")
+    expect(b"Loading" in t.raw and b"\x1b" not in t.raw, f"a dumb terminal shows {t.raw!r}")
 
 
 def test_colour():
