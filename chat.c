@@ -74,8 +74,8 @@ struct Format {
              "\"parameters\": dictionary of argument name and its value}.Do not use variables.\n\n%s"
 #define MISTRAL(open, close, answer, where) .begin = "<s>", .system = "%s\n\n", .user = open "%s" close, \
     .assistant = answer "</s>", .flags = where
-#define DEEPSEEK(past, where) .flags = where, .begin = "<｜begin▁of▁sentence｜>", .system = "%s", .user = "<｜User｜>%s", \
-    .assistant = "<｜Assistant｜>%s<｜end▁of▁sentence｜>", .thoughts = past
+#define DEEPSEEK(past, where) .flags = where, .begin = "<｜begin▁of▁sentence｜>", .system = "%s", \
+    .user = "<｜User｜>%s", .assistant = "<｜Assistant｜>%s<｜end▁of▁sentence｜>", .thoughts = past
 
 /* The first row that fits counts. `has` is compared with the template after each " became ' and each line break \n. */
 static const Format formats[] = {

@@ -216,8 +216,8 @@ static bool check_model(Request *q, const char *name) {
     return fail(&q->error, 404, "there is no model %.100s here, only %s", name, server.name);
 }
 
-/* Fields that are not supported, of any request, of chats, of texts, and their values that change nothing. make_chat()
- * obeys enable_thinking. */
+/* Fields that are refused in any request, in chats and in texts. Neutral values change nothing and are accepted. Only
+ * enable_thinking is obeyed, by make_chat(). */
 static const char unsupported[] =
     "allowed_token_ids audio bad_words best_of chat_template chat_template_kwargs continue_final_message documents "
     "frequency_penalty function_call functions grammar guided_choice guided_grammar guided_json guided_regex "

@@ -57,7 +57,7 @@ static void answer_with(Request *q, const uint8_t *data, size_t n) {
             emit(c);
         }
     for (const Choice *c = q->choice; c < q->choice + q->choices; c++)
-        assert(strcmp(c->finish, "error") && c->shown == c->text.n && !utf8_check(c->text.data ? c->text.data : "", 0));
+        assert(strcmp(c->finish, "error") && c->shown == c->text.n && utf8_check(c->text.data, c->text.n) == c->text.n);
     q->stream ? end_stream(q) : put_reply(q, q->choice, q->choice + q->choices, true);
     if (!q->stream) check_json(q->out.data, q->out.n);
     for (char *event = q->out.data, *end; q->stream && *event; event = end + 2) {

@@ -238,7 +238,8 @@ def test_wrong_models(folder):
     empty.mkdir()
     file.write_text("x")
     (half := copy_model(PARROT, folder)).joinpath("tokenizer.json").unlink()
-    each([("without tokenizer.json", [half], ["tokenizer.json", "infer download"]), ("none there", ["zebra"], ["zebra"]), ("an empty folder", [empty], ["config.json"]),
+    each([("without tokenizer.json", [half], ["tokenizer.json", "infer download"]),
+          ("none there", ["zebra"], ["zebra"]), ("an empty folder", [empty], ["config.json"]),
           ("a file", [file], ["folder"]), ("no folder of that name", [folder / "x" / "y"], ["/x/y"]),
           ("no name at all", [""], []), ("none given", [], ["models"])],
          lambda name, model, words: refused("play", *model, "-p", "x", cwd=empty, words=words))
