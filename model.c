@@ -31,6 +31,7 @@ enum { REQUIRED = -1 }; /* instead of a missing key's value */
 typedef struct {
     const char *model_type; /* of config.json */
     const char *defaults;   /* values of keys that its config.json leaves out, where families differ */
+    const char *fixed;      /* keys of these whose value counts even if config.json has another; or NULL */
     Act act;
     bool gemma;      /* files hold norms as w - 1; norms also follow attention and MLP; embeddings are scaled */
     bool head_norms; /* RMSNorm of each head of q and k before RoPE */
@@ -47,18 +48,18 @@ typedef struct {
 #define JSON(...) #__VA_ARGS__
 
 /* clang-format off */
-#define EXPERTS(n) {"mlp.gate", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", n, "moe_intermediate_size"}
+#define EXPERTS(router, ...) {router, "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", __VA_ARGS__}
 static const Family families[] = {
     {"gpt_oss", JSON({"attention_bias": true, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
                       "sliding_window_pattern": 2, "norm_topk_prob": true, "rope_theta": 150000,
                       "default_rope": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
                                        "truncate": false}}),
-     .act = SWIGLU_CLAMPED, .sinks = true,
-     .moe = {"mlp.router", "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", "num_local_experts",
-             "intermediate_size", .biases = true}},
+     "norm_topk_prob, sliding_window_pattern", SWIGLU_CLAMPED, .sinks = true,
+     .moe = EXPERTS("mlp.router", "num_local_experts", "intermediate_size", .biases = true)},
     {.model_type = "llama"},
     {.model_type = "mistral", .defaults = JSON({"num_key_value_heads": 8, "sliding_window": 4096})},
     {"mixtral", JSON({"num_key_value_heads": 8, "sliding_window": null, "norm_topk_prob": true, "rope_theta": 1e6}),
+     "norm_topk_prob",
      .moe = {"block_sparse_moe.gate", "block_sparse_moe.experts", ".w1", ".w3", ".w2", "num_local_experts",
              "intermediate_size"}},
     {"qwen2", JSON({"use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
@@ -67,27 +68,27 @@ static const Family families[] = {
      .head_norms = true},
     {"qwen3_moe", JSON({"num_key_value_heads": 4, "use_sliding_window": false, "sliding_window": 4096,
                         "moe_intermediate_size": 768}),
-     .head_norms = true, .moe = EXPERTS("num_experts")},
+     .head_norms = true, .moe = EXPERTS("mlp.gate", "num_experts", "moe_intermediate_size")},
     {"gemma2", JSON({"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2,
                      "tie_word_embeddings": true, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50,
                      "final_logit_softcapping": 30}),
-     .act = GEGLU, .gemma = true},
+     "sliding_window_pattern", GEGLU, .gemma = true},
     {"gemma3_text", JSON({"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216,
                           "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
                           "max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 6,
                           "rms_norm_eps": 1e-6, "tie_word_embeddings": true, "query_pre_attn_scalar": 256,
-                          "rope_theta": 1e6, "rope_local_base_freq": 10000}),
-     .act = GEGLU, .gemma = true, .head_norms = true},
+                          "rope_theta": 1e6, "rope_local_base_freq": 10000, "attn_logit_softcapping": null}),
+     "attn_logit_softcapping", GEGLU, .gemma = true, .head_norms = true},
     {.model_type = "gemma3", .nested = "gemma3_text"},
     {"deepseek_v2", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                           "v_head_dim": 128, "n_shared_experts": 2, "scoring_func": "softmax",
                           "topk_method": "greedy", "rope_interleave": true}),
-     .latent = true, .moe = EXPERTS("n_routed_experts")},
+     "rope_interleave", .latent = true, .moe = EXPERTS("mlp.gate", "n_routed_experts", "moe_intermediate_size")},
     {"deepseek_v3", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                           "v_head_dim": 128, "n_shared_experts": 1, "scoring_func": "sigmoid",
                           "topk_method": "noaux_tc", "norm_topk_prob": true, "routed_scaling_factor": 2.5,
                           "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "rope_interleave": true}),
-     .latent = true, .moe = EXPERTS("n_routed_experts")},
+     .latent = true, .moe = EXPERTS("mlp.gate", "n_routed_experts", "moe_intermediate_size")},
 };
 /* clang-format on */
 
@@ -303,10 +304,10 @@ static void read_experts(Loader *load) {
     r->normalise = config_true(load, "norm_topk_prob");
     if (!f->latent) return;
     bool bias = json_is(config, "topk_method", "noaux_tc"), greedy = json_is(config, "topk_method", "greedy");
-    r->sigmoid = json_is(config, "scoring_func", "sigmoid");
+    r->sigmoid = json_is(load->defaults, "scoring_func", "sigmoid");
     r->scale = (float)config_number(load, config, "routed_scaling_factor", 1e-6, 1e6, 1);
-    if (!r->sigmoid && !json_is(config, "scoring_func", "softmax"))
-        config_bad(load, config, "scoring_func", "\"softmax\" or \"sigmoid\"");
+    if (!json_is(config, "scoring_func", r->sigmoid ? "sigmoid" : "softmax"))
+        config_bad(load, config, "scoring_func", "\"softmax\" in deepseek_v2 and \"sigmoid\" in deepseek_v3,");
     if (!bias && !greedy && !json_is(config, "topk_method", "group_limited_greedy"))
         config_bad(load, config, "topk_method", "\"greedy\", \"group_limited_greedy\" or \"noaux_tc\"");
     if (r->normalise && !bias) config_bad(load, config, "norm_topk_prob", "false with such a topk_method");
@@ -452,8 +453,12 @@ static void read_config(Loader *load, const char *dir) {
     if (failed(load)) return;
     load->c->family = f->model_type;
     load->defaults = cJSON_Parse(load->family->defaults ? load->family->defaults : "{}");
-    cJSON_ArrayForEach(one, load->defaults) if (!cJSON_GetObjectItemCaseSensitive(load->config, one->string))
-        cJSON_AddItemToObject(load->config, one->string, cJSON_Duplicate(one, true));
+    cJSON_ArrayForEach(one, load->defaults) {
+        bool fixed = load->family->fixed && text_listed(load->family->fixed, one->string);
+        if (fixed) cJSON_DeleteItemFromObjectCaseSensitive(load->config, one->string);
+        if (!cJSON_GetObjectItemCaseSensitive(load->config, one->string))
+            cJSON_AddItemToObject(load->config, one->string, cJSON_Duplicate(one, true));
+    }
     read_sizes(load);
     read_quantization(load, dir);
     read_rope(load, false, rope);
@@ -1197,22 +1202,16 @@ static void bind_layer(Loader *load, int i) {
     if (l->shared_gate.rows > m->ffn_dim) m->ffn_dim = l->shared_gate.rows;
 }
 
-/* Is it a scale of activations or of the cache? Both stay bf16 here, so it is unused. */
-static bool of_activations(const char *name) {
-    const char *dot = strrchr(name, '.');
-    return strstr(name, "activation_scale") ||
-           (dot && text_listed("input_scale qscale_act input_global_scale input_zero_point input_scale_ub k_scale "
-                               "v_scale q_scale kv_scale prob_scale output_scale",
-                               dot + 1));
-}
-
-/* Is it a tensor that text generation does not need? */
+/* Is it a tensor that text generation does not need? Scales of activations and of the cache are not: both stay bf16. */
 static bool left_out(const Loader *load, const char *name) {
+    static const char scales[] = "input_scale qscale_act input_global_scale input_zero_point input_scale_ub k_scale "
+                                 "v_scale q_scale kv_scale prob_scale output_scale";
+    const char *dot = strrchr(name, '.'), *layer = strstr(name, "layers.");
     bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
-    const char *layer = strstr(name, "layers."); /* DeepSeek's extra layer predicts a second token */
-    return strstr(name, ".rotary_emb.inv_freq") || of_activations(name) ||
-           (load->tied && strstr(name, "lm_head.weight")) || (load->config != load->file && picture) ||
-           (load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers);
+    bool extra = load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers;
+    return strstr(name, ".rotary_emb.inv_freq") || strstr(name, "activation_scale") ||
+           (dot && text_listed(scales, dot + 1)) || (load->tied && strstr(name, "lm_head.weight")) ||
+           (load->config != load->file && picture) || extra; /* DeepSeek's extra layer predicts a second token */
 }
 
 static void bind_all(Loader *load) {
@@ -1395,13 +1394,12 @@ typedef struct {
     int n;
 } List;
 
-/* Adds the model at a path, unless its name is listed already or none of its weights are here and no download has
- * `begun`. */
-static void list_add(List *list, const char *path, const char *name, bool begun) {
+/* Adds the model at a path, unless its name is listed already. */
+static void list_add(List *list, const char *path, const char *name) {
     for (int i = 0; i < list->n; i++)
         if (!strcmp(list->entry[i].name, name)) return;
     ModelEntry m = model_entry(path);
-    if (!m.there || !(m.bytes || begun)) return;
+    if (!m.there) return;
     m.path = copy_text(path, strlen(path));
     m.name = copy_text(name, strlen(name));
     list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
@@ -1410,14 +1408,14 @@ static void list_add(List *list, const char *path, const char *name, bool begun)
 
 /* Adds what is at a path: the first file of a GGUF model, or a folder, with the GGUF files in it and one folder deeper.
  * They are shown as SHOWN/FILE. depth: 2 at the path itself. */
-static void add_path(List *list, const char *path, const char *shown, bool begun, int depth) {
+static void add_path(List *list, const char *path, const char *shown, int depth) {
     const bool gguf = gguf_named(path);
-    if (gguf ? gguf_parts(path) : depth == 2) list_add(list, path, shown, begun);
+    if (gguf ? gguf_parts(path) : depth == 2) list_add(list, path, shown);
     DIR *dir = gguf || !depth ? NULL : opendir(path);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         if (*d->d_name == '.') continue;
         char *inner = join(path, d->d_name), *name = join(shown, d->d_name);
-        add_path(list, inner, name, false, depth - 1);
+        add_path(list, inner, name, depth - 1);
         free(inner);
         free(name);
     }
@@ -1453,7 +1451,7 @@ static void add_all(List *list, const char *parent, bool hub) {
         char *model = hub ? find_snapshot(path) : copy_text(path, strlen(path));
         char *shown = dashes && !gguf_named(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
                                                   : text_print("%s", hub ? name : path);
-        if (model) add_path(list, model, shown, hub, 2);
+        if (model) add_path(list, model, shown, 2);
         free(path), free(model), free(shown);
     }
     if (dir) closedir(dir);
@@ -1496,9 +1494,8 @@ void models_free(ModelEntry *list, int n) {
 static char *find_inside(const char *folder) {
     List list = {0};
     char *config = join(folder, "config.json");
-    if (access(config, F_OK)) add_path(&list, folder, folder, false, 2);
-    char *found = list.n == 1 ? list.entry->path : (char *)(uintptr_t)folder;
-    found = copy_text(found, strlen(found));
+    if (access(config, F_OK)) add_path(&list, folder, folder, 2);
+    char *found = text_print("%s", list.n == 1 ? list.entry->path : folder);
     models_free(list.entry, list.n);
     free(config);
     return found;

@@ -461,6 +461,7 @@ def test_config_of_every_family(folder):
            ("pattern 0", {"sliding_window_pattern": 0}, ["sliding_window_pattern"]))
     family("deepseek_v3", ("head_dim", {"head_dim": 64}, FINE),
            ("unknown scores", {"scoring_func": "tanh"}, ["scoring_func", "softmax", "sigmoid", "tanh"]),
+           ("scores of the other version", {"scoring_func": "softmax"}, ["scoring_func", "deepseek_v3", '"softmax"']),
            ("unknown router", {"topk_method": "best"}, ["topk_method", "noaux_tc", "best"]),
            ("groups that do not fit", {"n_group": 5}, ["n_group"]),
            ("more groups than there are", {"topk_group": 5}, ["topk_group"]),
@@ -471,7 +472,8 @@ def test_config_of_every_family(folder):
            ("another layer with experts", {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
            ("another eps", {"rms_norm_eps": 1e-5}, ["rms_norm_eps"]),
            ("tensors say how they are encoded", {"quantization_config": {"quant_method": "fp8"}}, FINE))
-    family("deepseek_v2", ("weights that add up to 1", {"norm_topk_prob": True}, ["norm_topk_prob"]),
+    family("deepseek_v2", ("scores of the other version", {"scoring_func": "sigmoid"}, ["scoring_func", '"sigmoid"']),
+           ("weights that add up to 1", {"norm_topk_prob": True}, ["norm_topk_prob"]),
            ("another router", {"topk_method": "noaux_tc"}, ["e_score_correction_bias", "missing"]))
 
 
@@ -485,7 +487,10 @@ def test_keys_of_other_families(folder):
         same(long_logits(copy_model(FIXTURES / fixture, folder, changes)), long_logits(FIXTURES / fixture), "logits")
     each([("mistral", {"use_sliding_window": False}),
           ("llama_bias", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0, "rope_interleave": True,
-                          "use_sliding_window": True, "sliding_window": 2})], check)
+                          "use_sliding_window": True, "sliding_window": 2}),
+          ("mixtral", {"norm_topk_prob": False}), ("parrot", {"norm_topk_prob": False}),
+          ("gemma2", {"sliding_window_pattern": 1, "layer_types": None}), ("gemma3", {"attn_logit_softcapping": 1.0}),
+          ("deepseek_v2", {"rope_interleave": False})], check)
 
 
 def test_null_switches_no_window_on(folder):
@@ -755,6 +760,16 @@ def test_weights_that_are_something_else(folder):
                 words=["model.safetensors: no safetensors file", "download it again", *words])
     (model / "model.safetensors").unlink()
     refused("logits", model, "--ids", 1, words=["model.safetensors", "missing", "infer download"])
+
+
+def test_folder_without_weights(folder):
+    """A folder in ./models with config.json is a model, listed and found by its name, even if that is all it has."""
+    model = copy_model(LLAMA, folder, name="models/b", keep_weights=False)
+    listed = json.loads(infer("list", "--json", cwd=folder, env={"HF_HOME": folder}).text)
+    same([(m["name"], m["complete"], m["bytes"]) for m in listed], [("models/b", False, 0)], "the list")
+    refused("logits", "b", "--ids", 1, cwd=folder, env={"HF_HOME": folder}, words=["models/b/model.safetensors", "missing"])
+    (model / "config.json").unlink()
+    same(infer("list", "--json", cwd=folder, env={"HF_HOME": folder}).text.split(), ["[]"], "the list without config.json")
 
 
 def test_tokenizer_of_another_model(folder):
