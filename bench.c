@@ -5,7 +5,6 @@
 
 #include <curl/curl.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -418,24 +417,23 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
 static void add_memory(cJSON *out, const Model *m, int context) {
     const int row = m->kv_rank ? m->kv_rank + m->rope_dim : 2 * m->n_kv_heads * m->head_dim;
     double token = 2.0 * m->n_layers * row + 4, fixed = (double)model_bytes(m) + 2e9;
-    Devices *d = allocate_zero(1, sizeof *d);
+    Devices d = {0};
     char text[200], size[24], count[32];
-    backend->describe(d);
+    backend->describe(&d);
     snprintf(text, sizeof text, "the weights, %s of cache for a context of %s, about 2 GB to work in",
              size_text((uint64_t)(token * context), size), count_text((uint64_t)context, count));
     json_add(out, "cache_bytes_per_token", json_number(token), "gpu_bytes", json_number(fixed + token * context),
              "estimate", json_word(text), NULL);
-    double room = d->gpus ? (double)d->gpu[0].free : 0, fits = 0;
-    if (d->gpu[0].usable) fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
-    json_add(out, "gpu", json_word(d->gpus ? d->gpu[0].name : d->problem), NULL);
-    if (d->gpus) json_add(out, "gpu_bytes_free", json_number(room), "context_that_fits", json_number(fits), NULL);
-    json_add(out, "fits", d->gpus ? cJSON_CreateBool(fits >= context) : cJSON_CreateNull(), NULL);
-    if (d->gpus && fits < context) {
+    double room = d.gpus ? (double)d.gpu[0].free : 0, fits = 0;
+    if (d.gpu[0].usable) fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
+    json_add(out, "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
+    if (d.gpus) json_add(out, "gpu_bytes_free", json_number(room), "context_that_fits", json_number(fits), NULL);
+    json_add(out, "fits", d.gpus ? cJSON_CreateBool(fits >= context) : cJSON_CreateNull(), NULL);
+    if (d.gpus && fits < context) {
         snprintf(text, sizeof text, "--ctx %.0f fits here", fits);
         if (!fits) snprintf(text, sizeof text, "a GPU with %s free", size_text((uint64_t)(fixed + token * PAGE), size));
         cJSON_AddStringToObject(out, "suggestion", text);
     }
-    free(d);
 }
 
 /* Adds what there is to say about the model in a folder. False: infer does not run it. */
@@ -528,55 +526,51 @@ typedef struct {
     cJSON *all;
 } Doctor;
 
-/* Prints a finding. cure NULL: nothing is wrong. */
-static void finding(Doctor *d, const char *what, int code, const char *cure, const char *format, ...) {
-    char text[500];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
+/* Prints a finding and frees its text. cure NULL: nothing is wrong. */
+static void finding(Doctor *d, const char *what, int code, const char *cure, char *text) {
     cJSON *one = json_object("what", json_word(what), "ok", cJSON_CreateBool(!cure), "found", json_word(text), "cure",
                              cure ? json_word(cure) : NULL, NULL);
     cJSON_AddItemToArray(d->all, one);
     if (!d->json) printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
     if (cure && !d->code) d->code = code;
+    free(text);
 }
 
 int doctor(const Options *o) {
     Doctor d = {.json = o->json, .all = cJSON_CreateArray()};
     char text[200], a[24], b[24], *slash;
 
-    Devices *v = allocate_zero(1, sizeof *v);
-    backend->describe(v); /* runtime 0: a build without CUDA, which needs no GPU */
-    if (!v->gpus)
-        finding(&d, "GPU", NO_GPU, v->runtime ? "install or update NVIDIA's driver: nvidia-smi has to show one" : NULL,
-                "none (%s)", v->problem);
-    for (int i = 0; i < v->gpus; i++) {
+    Devices v = {0};
+    backend->describe(&v); /* runtime 0: a build without CUDA, which needs no GPU */
+    if (!v.gpus)
+        finding(&d, "GPU", NO_GPU, v.runtime ? "install or update NVIDIA's driver: nvidia-smi has to show one" : NULL,
+                text_print("none (%s)", v.problem));
+    for (int i = 0; i < v.gpus; i++) {
         snprintf(text, sizeof text, "this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d%s",
-                 v->gpu[i].major, v->gpu[i].minor, v->gpu[i].major == 9 ? "a" : "");
-        finding(&d, "GPU", NO_GPU, v->gpu[i].usable ? NULL : text, "%d: %s, compute capability %d.%d, %s of %s free", i,
-                v->gpu[i].name, v->gpu[i].major, v->gpu[i].minor, size_text(v->gpu[i].free, a),
-                size_text(v->gpu[i].total, b));
+                 v.gpu[i].major, v.gpu[i].minor, v.gpu[i].major == 9 ? "a" : "");
+        finding(&d, "GPU", NO_GPU, v.gpu[i].usable ? NULL : text,
+                text_print("%d: %s, compute capability %d.%d, %s of %s free", i, v.gpu[i].name, v.gpu[i].major,
+                           v.gpu[i].minor, size_text(v.gpu[i].free, a), size_text(v.gpu[i].total, b)));
     }
-    if (v->runtime)
-        finding(&d, "CUDA", 0, NULL, "driver for %d.%d, built with toolkit %d.%d for %s", v->driver / 1000,
-                v->driver % 1000 / 10, v->runtime / 1000, v->runtime % 1000 / 10, v->built);
-    free(v);
+    if (v.runtime)
+        finding(&d, "CUDA", 0, NULL,
+                text_print("driver for %d.%d, built with toolkit %d.%d for %s", v.driver / 1000, v.driver % 1000 / 10,
+                           v.runtime / 1000, v.runtime % 1000 / 10, v.built));
 
     struct statvfs disk = {0};
     char *cache = hub_cache(), *there = copy_text(cache, strlen(cache)); /* or the nearest folder above that exists */
     while (statvfs(there, &disk) && strcmp(there, "/") && (slash = strrchr(there, '/'))) slash[slash == there] = 0;
     finding(&d, "cache", NO_NETWORK,
-            access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL, "%s, %s free",
-            cache, size_text((uint64_t)disk.f_bavail * disk.f_frsize, a));
+            access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL,
+            text_print("%s, %s free", cache, size_text((uint64_t)disk.f_bavail * disk.f_frsize, a)));
     free(there);
     free(cache);
 
     char token[300], answer[400];
     Error e = {0};
     bool answers = hub_check(token, answer, &e);
-    finding(&d, "token", 0, NULL, "%s", token);
-    finding(&d, "network", e.code, answers ? NULL : e.text, "%s", answer);
+    finding(&d, "token", 0, NULL, text_print("%s", token));
+    finding(&d, "network", e.code, answers ? NULL : e.text, text_print("%s", answer));
 
     json_print(d.all, d.json);
     return d.code;
