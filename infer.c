@@ -1172,12 +1172,12 @@ typedef struct {
     Session s;
     Bytes in, out;
     Ids ids;
+    Error e;
 } Filter;
 
 static void filter_open(Filter *f, const Options *o, int need) {
-    Error e;
     *f = (Filter){0};
-    if (!session_open(&f->s, o, need, &e)) die(&e);
+    if (!session_open(&f->s, o, need, &f->e)) die(&f->e);
     stdin_read(&f->in);
 }
 
@@ -1211,29 +1211,28 @@ static void print_ids(const Ids *ids, Bytes *out) {
     bytes_text(out, "]\n");
 }
 
-static bool tokenize_text(Filter *f, const Options *o, const char *text, size_t n, Error *e) {
+static bool tokenize_text(Filter *f, const Options *o, const char *text, size_t n) {
     f->ids.n = 0;
-    if (!tokenizer_encode(f->s.tokenizer, text, n, o->special ? CONTROL_TOKENS | WITH_TEMPLATE : 0, &f->ids, e))
+    if (!tokenizer_encode(f->s.tokenizer, text, n, o->special ? CONTROL_TOKENS | WITH_TEMPLATE : 0, &f->ids, &f->e))
         return false;
     return print_ids(&f->ids, &f->out), true;
 }
 
 static int tokenize(const Options *o) {
     Filter f;
-    Error e;
     char name[40];
     int code = DONE, number = 1;
     filter_open(&f, o, NEED_TOKENIZER);
-    if (!o->jsonl && !tokenize_text(&f, o, f.in.data, f.in.n, &e)) die(&e);
+    if (!o->jsonl && !tokenize_text(&f, o, f.in.data, f.in.n)) die(&f.e);
     for (char *line = f.in.data, *end = line + f.in.n; o->jsonl && line < end; number++) {
         char *stop = memchr(line, '\n', (size_t)(end - line));
         size_t n = (size_t)((stop ? stop : end) - line);
         snprintf(name, sizeof name, "stdin, line %d", number);
-        cJSON *json = json_parse(line, n, name, &e);
+        cJSON *json = json_parse(line, n, name, &f.e);
         const char *text = cJSON_GetStringValue(json);
-        if (json && !text) fail(&e, USAGE, "%s: a JSON string is needed", name);
-        if (!text || !tokenize_text(&f, o, text, strlen(text), &e)) {
-            fprintf(stderr, "infer: %s\n", e.text);
+        if (json && !text) fail(&f.e, USAGE, "%s: a JSON string is needed", name);
+        if (!text || !tokenize_text(&f, o, text, strlen(text))) {
+            fprintf(stderr, "infer: %s\n", f.e.text);
             bytes_text(&f.out, "null\n"); /* so that lines keep their numbers */
             code = USAGE;
         }
@@ -1259,25 +1258,23 @@ static int vocabulary(const Session *s) {
 
 static int detokenize(const Options *o) {
     Filter f;
-    Error e;
     filter_open(&f, o, NEED_TOKENIZER);
-    if (!parse_ids(f.in.data, vocabulary(&f.s), &f.ids, &e)) die(&e);
+    if (!parse_ids(f.in.data, vocabulary(&f.s), &f.ids, &f.e)) die(&f.e);
     ids_text(f.s.tokenizer, &f.ids, &f.out);
     return filter_close(&f);
 }
 
 static int render(const Options *o) {
     Filter f;
-    Error e;
     Conversation conversation;
     filter_open(&f, o, NEED_CHAT);
-    cJSON *json = json_parse(f.in.data, f.in.n, "stdin", &e);
-    if (!json) e.code = USAGE, die(&e);
+    cJSON *json = json_parse(f.in.data, f.in.n, "stdin", &f.e);
+    if (!json) f.e.code = USAGE, die(&f.e);
     const cJSON *prompt = json_get(json, "add_generation_prompt");
     conversation_init(&conversation);
-    if (!conversation_parse(&conversation, json, &e) ||
-        !chat_render(&f.s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &f.ids, &e))
-        die(&e);
+    if (!conversation_parse(&conversation, json, &f.e) ||
+        !chat_render(&f.s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &f.ids, &f.e))
+        die(&f.e);
     o->as_ids ? print_ids(&f.ids, &f.out) : ids_text(f.s.tokenizer, &f.ids, &f.out);
     cJSON_Delete(json);
     conversation_free(&conversation);
@@ -1286,10 +1283,9 @@ static int render(const Options *o) {
 
 static int parse(const Options *o) {
     Filter f;
-    Error e;
     Reader reader;
     filter_open(&f, o, NEED_CHAT);
-    if (!parse_ids(f.in.data, INT32_MAX, &f.ids, &e)) die(&e);
+    if (!parse_ids(f.in.data, INT32_MAX, &f.ids, &f.e)) die(&f.e);
     reader_init(&reader, &f.s.chat, NULL);
     for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], NULL);
     reader_end(&reader, NULL);
