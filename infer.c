@@ -1370,14 +1370,11 @@ static void tap_to_file(void *data, const char *stage, int layer, const float *v
     Logits *l = data;
     const size_t row = sizeof *values * (size_t)cols;
     char *path = text_print("%s/%s.%d.npy", l->o->tap, stage, layer);
-    FILE *f = l->e.code ? NULL : fopen(path, file_exists(path) ? "r+b" : "wb");
-    bool ok = f && !fseek(f, 0, SEEK_END);
-    if (ok) {
-        const size_t size = (size_t)ftell(f), before = size ? (size - NPY_HEADER) / row : 0;
-        rewind(f);
-        put_npy_header(f, before + (size_t)rows, cols);
-        ok = !fseek(f, 0, SEEK_END) && fwrite(values, row, (size_t)rows, f) == (size_t)rows;
-    }
+    struct stat old = {0};
+    FILE *f = l->e.code ? NULL : fopen(path, stat(path, &old) ? "wb" : "r+b");
+    const size_t before = old.st_size ? ((size_t)old.st_size - NPY_HEADER) / row : 0;
+    if (f) put_npy_header(f, before + (size_t)rows, cols);
+    bool ok = f && !fseek(f, 0, SEEK_END) && fwrite(values, row, (size_t)rows, f) == (size_t)rows;
     if (f && fclose(f)) ok = false;
     if (!ok && !l->e.code) fail(&l->e, FAILED, "%s: %s", path, strerror(errno));
     free(path);
