@@ -147,7 +147,10 @@ static void read_all(FILE *f, size_t most, Bytes *out) {
 
 void stdin_read(Bytes *out) {
     const size_t most = 1 << 28;
+    Error e;
     read_all(stdin, most, out);
+    if (ferror(stdin) && errno != EBADF) /* nohup's stdin is open for writing only: there is none */
+        fail(&e, USAGE, "stdin cannot be read: %m; give it a file or a pipe"), die(&e);
     if (out->n > most) die(&(Error){USAGE, "stdin has more than the 268 MB that are allowed"});
 }
 

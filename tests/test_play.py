@@ -194,6 +194,23 @@ def test_prompt_and_stdin(folder):
         expect(p.communicate(timeout=60)[0], "no answer behind it")
 
 
+def test_stdin_that_cannot_be_read(folder):
+    """A folder and a failing device are errors; what nohup and a shell's <&- leave is no stdin."""
+    def check(name, how, *args):
+        fd = os.open(*how)
+        with start(*args, stdin=fd, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+            os.close(fd)
+            out, err = p.communicate(timeout=60)
+        if how[1] == os.O_WRONLY:
+            return same((p.returncode, out), (0, ask("Hello!").out), "exit code and answer")
+        expect(p.returncode == 2 and not out and err.startswith(b"infer: stdin cannot be read: ") and err.count(b"\n") == 1,
+               f"exit code {p.returncode}, {err!r}")
+    directory, broken, nohup = (folder, os.O_RDONLY), ("/proc/self/mem", os.O_RDONLY), ("/dev/null", os.O_WRONLY)
+    prompt = ("play", PARROT, "-p", "Hello!", *GREEDY)
+    each([("play", directory, *prompt), ("EIO", broken, *prompt), ("nohup", nohup, *prompt),
+          ("tokenize", directory, "tokenize", PARROT), ("perplexity", directory, "perplexity", PARROT, "-f", "-")], check)
+
+
 def test_stdout_that_cannot_be_written():
     """A full disk and a pipe that nobody reads: exit code 1 and one line."""
     def check(name, *args):
