@@ -4,6 +4,7 @@
 #include "host.h"
 
 #include <curl/curl.h>
+#include <libgen.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -538,7 +539,7 @@ static void finding(Doctor *d, const char *what, int code, const char *cure, cha
 
 int doctor(const Options *o) {
     Doctor d = {.json = o->json, .all = cJSON_CreateArray()};
-    char text[200], a[24], b[24], *slash;
+    char text[200], a[24], b[24];
 
     Devices v = {0};
     backend->describe(&v); /* runtime 0: a build without CUDA, which needs no GPU */
@@ -558,12 +559,12 @@ int doctor(const Options *o) {
                            v.runtime / 1000, v.runtime % 1000 / 10, v.built));
 
     struct statvfs disk = {0};
-    char *cache = hub_cache(), *there = copy_text(cache, strlen(cache)); /* or the nearest folder above that exists */
-    while (statvfs(there, &disk) && strcmp(there, "/") && (slash = strrchr(there, '/'))) slash[slash == there] = 0;
+    char *cache = hub_cache(), *copy = copy_text(cache, strlen(cache)), *there = copy; /* or what exists above it */
+    while (statvfs(there, &disk) && strcmp(there, "/") && strcmp(there, ".")) there = dirname(there);
     finding(&d, "cache", NO_NETWORK,
             access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL,
             text_print("%s, %s free", cache, size_text((uint64_t)disk.f_bavail * disk.f_frsize, a)));
-    free(there);
+    free(copy);
     free(cache);
 
     char token[300], answer[400];

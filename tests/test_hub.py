@@ -792,6 +792,9 @@ def test_doctor(folder):
         expect(not bad["network"]["ok"] and "/settings/tokens" in bad["network"]["cure"], str(bad))
     r = infer("doctor", env={"HF_HOME": "/none/of/these/is/here", "HF_HUB_OFFLINE": 1}, code=None)
     expect("0 bytes free" not in r.text, f"the root is the nearest folder that exists: {r.text}")
+    for home in ("new", "new/and/newer"):
+        r = infer("doctor", env={"HF_HOME": home, "HF_HUB_OFFLINE": 1}, cwd=folder, code=None)
+        expect("✓ cache" in r.text and "0 bytes free" not in r.text, f"a relative path begins here: {r.text}")
     r = infer("doctor", env={**env, "HF_ENDPOINT": "nothing"}, code=2)
     expect("cache" in r.text and "HF_ENDPOINT" in r.err, r.text + r.err)
     r = infer("doctor", env={**env, "HF_ENDPOINT": "http://127.0.0.1:1"}, code=None)
