@@ -713,7 +713,7 @@ int rm(const Options *o) {
         size_t n = strlen(hub.cache);
         char *dir = model_find(o->model, &e);
         if (!dir && repository) die(&e);
-        if (!dir || strncmp(dir, hub.cache, n) || strncmp(dir + n, "/models--", 9))
+        if (!dir || strncmp(dir, hub.cache, n) || strncmp(dir + n, "/models--", 9) || strstr(dir + n, "/.."))
             give_up(USAGE, "'%.200s' is not in the hub's cache, %s", dir ? dir : o->model, hub.cache);
         snprintf(hub.folder, sizeof hub.folder, "%.*s", (int)(n + 1 + strcspn(dir + n + 1, "/")), dir);
         free(dir);
@@ -721,8 +721,8 @@ int rm(const Options *o) {
     snprintf(locks, sizeof locks, "%s/.locks/%s", hub.cache, strrchr(hub.folder, '/') + 1);
     if (folder_remove(locks) == EWOULDBLOCK)
         give_up(FAILED, "%s is being downloaded by another process: end that first", o->model);
+    fprintf(stderr, "removing %s\n", hub.folder); /* MODEL may be a part of its name */
     if (folder_remove(hub.folder)) disk_fails(hub.folder);
-    fprintf(stderr, "removed %s\n", hub.folder);
     return DONE;
 }
 

@@ -772,7 +772,9 @@ def test_same_names(folder):
         expect("models/model" in r.err and "org/model" in r.err, r.err)
         refused("rm", "models/model", env=env, cwd=folder, code=2, words=["models/model", "not in the hub's cache"])
         expect((folder / "models/model/config.json").exists(), "a model outside of the cache was removed")
-        infer("rm", path, env=env, cwd=folder)
+        refused("rm", path / "../../..", env=env, cwd=folder, code=2, words=["not in the hub's cache"])
+        r = infer("rm", path, env=env, cwd=folder)
+        expect(r.err == f"removing {cache_of(hub, folder)}\n", f"rm says what goes: {r.err}")
         expect(not cache_of(hub, folder).exists(), "rm of a path")
         same(hub.asked(), 0, "requests")
 
