@@ -3,12 +3,14 @@
 
 #include <errno.h>
 #include <math.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 bool fail(Error *e, int code, const char *format, ...) {
     va_list args;
@@ -148,6 +150,8 @@ static void read_all(FILE *f, size_t most, Bytes *out) {
 void stdin_read(Bytes *out) {
     const size_t most = 1 << 28;
     Error e;
+    if (!poll(&(struct pollfd){.fd = STDIN_FILENO, .events = POLLIN}, 1, 1000))
+        fputs("infer: reading stdin until its end (Ctrl+D); </dev/null if there is none\n", stderr);
     read_all(stdin, most, out);
     if (ferror(stdin) && errno != EBADF) /* nohup's stdin is open for writing only: there is none */
         fail(&e, USAGE, "stdin cannot be read: %m; give it a file or a pipe"), die(&e);

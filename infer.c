@@ -16,7 +16,6 @@
 #include <langinfo.h>
 #include <locale.h>
 #include <math.h>
-#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -1103,13 +1102,6 @@ static int play_loop(Play *p) {
 
 /* ---- play ---- */
 
-/* Reads all of stdin. If nothing arrives for a second it says what it waits for. */
-static void read_stdin(Bytes *out) {
-    if (!poll(&(struct pollfd){.fd = STDIN_FILENO, .events = POLLIN}, 1, 1000))
-        fputs("infer: reading the prompt from stdin until its end (Ctrl+D); </dev/null if there is none\n", stderr);
-    stdin_read(out);
-}
-
 /* The prompt from -p, -f and stdin; without any there is a loop. */
 static bool read_prompt(Play *p, Bytes *text, Error *e) {
     const Options *o = &p->o;
@@ -1119,7 +1111,7 @@ static bool read_prompt(Play *p, Bytes *text, Error *e) {
     if (o->prompt && o->file) return fail(e, USAGE, "give the prompt with -p or with -f, not with both");
     if (o->prompt) bytes_text(text, o->prompt);
     if (o->file && !from_stdin && !file_read(o->file, MOST_PROMPT, text, e)) return e->code = USAGE, false;
-    if (from_stdin) read_stdin(&piped);
+    if (from_stdin) stdin_read(&piped);
     if (text->n && piped.n) bytes_text(text, "\n\n");
     bytes_add(text, piped.data, piped.n);
     bytes_free(&piped);
