@@ -214,17 +214,15 @@ static void send_request(Client *c, CURLM *all) {
 static void take_answer(Client *c, CURLcode code) {
     Load *l = c->load;
     long status = 0;
-    Bytes shown = {0};
     curl_easy_getinfo(c->easy, CURLINFO_RESPONSE_CODE, &status);
     l->tokens += (double)c->tokens;
     if (!code && status == 200 && c->last) return;
-    bytes_shown(&shown, c->line.data ? c->line.data : "", c->line.n, false); /* the server's message */
+    bytes_text(&c->line, ""); /* a text, even if no byte came */
     if (code)
         fail(&l->e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code));
     else
         fail(&l->e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", l->url, status,
-             status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", shown.n ? shown.data : "");
-    bytes_free(&shown);
+             status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", c->line.data);
     l->failed++;
 }
 
