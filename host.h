@@ -216,8 +216,7 @@ typedef struct {
 /* The commands, which return the exit code. */
 int play(const Options *o), download(const Options *o), list(const Options *o), rm(const Options *o);
 int inspect(const Options *o), doctor(const Options *o), bench(const Options *o), perplexity(const Options *o);
-int serve(const Options *o);
-int explain(const Options *o);
+int serve(const Options *o), explain(const Options *o);
 
 /* The parts of a session that a command needs. */
 enum {
