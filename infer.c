@@ -1305,10 +1305,9 @@ bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e) {
 
 /* Writes the header of NumPy's format 1.0. Rows of floats follow. */
 static void put_npy_header(FILE *f, size_t rows, int cols) {
-    char shape[NPY_HEADER];
     fwrite("\x93NUMPY\x01\x00\x76\x00", 1, 10, f); /* 118 bytes of header follow */
-    snprintf(shape, sizeof shape, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d), }", rows, cols);
-    fprintf(f, "%-117s\n", shape);
+    const int n = fprintf(f, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d), }", rows, cols);
+    fprintf(f, "%*s\n", 117 - n, "");
 }
 
 int likeliest(const float *logits, int vocab, int n, int *ids) {
