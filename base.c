@@ -144,7 +144,7 @@ void utf8_stream(Bytes *b, Bytes *out, bool flush) {
 static void read_all(FILE *f, size_t most, Bytes *out) {
     char part[1 << 16];
     bytes_text(out, "");
-    for (size_t n; out->n <= most && (n = fread(part, 1, sizeof part, f));) bytes_add(out, part, n);
+    for (size_t n; out->n <= most && !feof(f) && (n = fread(part, 1, sizeof part, f));) bytes_add(out, part, n);
 }
 
 void stdin_read(Bytes *out) {

@@ -211,6 +211,15 @@ def test_stdin_that_cannot_be_read(folder):
           ("tokenize", directory, "tokenize", PARROT), ("perplexity", directory, "perplexity", PARROT, "-f", "-")], check)
 
 
+def test_stdin_is_a_terminal():
+    """One Ctrl+D behind a line ends it."""
+    with Terminal("tokenize", PARROT) as t:
+        t.wait("reading stdin until its end (Ctrl+D)")
+        t.send("Hello\n\x04")
+        t.wait("[", "]")
+        same(t.ended(), 0, "exit code")
+
+
 def test_stdout_that_cannot_be_written():
     """A full disk and a pipe that nobody reads: exit code 1 and one line."""
     def check(name, *args):
