@@ -1,6 +1,7 @@
 /* base.c: errors, growing arrays, UTF-8, small files, strict JSON. See base.h. */
 #include "base.h"
 
+#include <ctype.h>
 #include <errno.h>
 #include <math.h>
 #include <poll.h>
@@ -176,13 +177,11 @@ bool file_exists(const char *path) {
 
 enum { MOST_COMMAS = 4000000 }; /* the largest tokenizer.json has a third; cJSON takes 80 bytes for each value */
 
-static bool digit(char c) { return c >= '0' && c <= '9'; }
-
 /* Does the dot or zero at s make a number that cJSON accepts and RFC 8259 forbids: 1., -.5, 01, -01? */
 static bool json_lax_number(const char *text, const char *s, const char *end) {
-    bool more = s + 1 < end && digit(s[1]);
+    bool more = s + 1 < end && isdigit((unsigned char)s[1]);
     char before = s > text ? s[-1] : ' ';
-    if (*s == '.') return !more || !digit(before);
+    if (*s == '.') return !more || !isdigit((unsigned char)before);
     if (before == '-' && s - text > 1) before = s[-2]; /* 1e-07 is fine */
     return more && !strchr("0123456789.eE+", before);
 }
