@@ -164,10 +164,12 @@ bool file_read(const char *path, size_t most, Bytes *out, Error *e) {
     bool there = !stat(path, &st), regular = there && S_ISREG(st.st_mode); /* opening a FIFO would hang */
     FILE *f = regular ? fopen(path, "re") : NULL;
     if (!f) return fail(e, BAD_MODEL, "%s: %s", path, there && !regular ? "not a regular file" : strerror(errno));
-    if (st.st_size <= (off_t)most) read_all(f, most, out);
+    bool ok = st.st_size <= (off_t)most ||
+              fail(e, BAD_MODEL, "%s: %lld bytes, at most %zu are allowed", path, (long long)st.st_size, most);
+    if (ok) read_all(f, most, out);
+    if (ferror(f)) ok = fail(e, BAD_MODEL, "%s: %m", path);
     fclose(f);
-    return st.st_size <= (off_t)most ||
-           fail(e, BAD_MODEL, "%s: %lld bytes, at most %zu are allowed", path, (long long)st.st_size, most);
+    return ok;
 }
 
 bool file_exists(const char *path) {
@@ -245,8 +247,7 @@ cJSON *json_parse(const char *text, size_t n, const char *name, Error *e) {
 
 cJSON *json_read(const char *path, size_t most, Error *e) {
     Bytes text = {0};
-    if (!file_read(path, most, &text, e)) return NULL;
-    cJSON *json = json_parse(text.data, text.n, path, e);
+    cJSON *json = file_read(path, most, &text, e) ? json_parse(text.data, text.n, path, e) : NULL;
     bytes_free(&text);
     return json;
 }

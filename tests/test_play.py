@@ -209,6 +209,7 @@ def test_stdin_that_cannot_be_read(folder):
     prompt = ("play", PARROT, "-p", "Hello!", *GREEDY)
     each([("play", directory, *prompt), ("EIO", broken, *prompt), ("nohup", nohup, *prompt),
           ("tokenize", directory, "tokenize", PARROT), ("perplexity", directory, "perplexity", PARROT, "-f", "-")], check)
+    refused("play", PARROT, "-f", "/proc/self/mem", code=2, words=["/proc/self/mem: Input/output error"])
 
 
 def test_stdin_is_a_terminal():
