@@ -117,9 +117,10 @@ typedef struct {
     const Backend *backend;
     const Model *model;
     void *state;
-    int context;              /* tokens that a text may have: as many as were requested, or as fit */
-    int max_seqs, max_tokens; /* of a batch */
-    int pages;                /* of the cache */
+    int context;     /* tokens that a text may have: as many as were requested, or as fit */
+    int max_seqs;    /* of a batch */
+    int step_tokens; /* of a step, or TOKENS_PER_ANSWER for each answer if that is more */
+    int pages;       /* of the cache */
 } Engine;
 
 /* context 0: what the model was made for, or less if less fits. Else exactly that, or NO_ROOM. The cache has room for
@@ -133,10 +134,14 @@ int draw_logits(float *logits, int vocab, const Sampling *how, int position, con
 
 /* ---- the scheduler: it continues many texts at once, step by step, and every command runs its texts through it ----
  * A step begins with one token for each text that is being generated, in order of arrival. Chunks of prompts fill the
- * rest. Texts that begin alike share the pages of that beginning; each page counts the texts that use it. When a text
- * ends, its full pages stay in the cache; the least recently used ones make room for others. When no page is left, the
- * youngest text loses its pages, and the scheduler computes them again later. That changes no result, because a draw
- * depends only on the text, the seed and the position. */
+ * rest, which grows with the number of answers, so that new ones begin as fast as old ones end. Texts that begin alike
+ * share the pages of that beginning; each page counts the texts that use it. When a text ends, its full pages stay in
+ * the cache; the least recently used ones make room for others. When no page is left, the youngest text loses its
+ * pages, and the scheduler computes them again later. That changes no result, because a draw depends only on the text,
+ * the seed and the position. */
+
+/* Tokens of a step for each answer: its own, and five of prompts. */
+enum { TOKENS_PER_ANSWER = 6 };
 
 typedef struct {
     int id;

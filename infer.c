@@ -125,8 +125,9 @@ static const Option options[] = {
     {"serve", 0, "queue", "N", WHOLE, FIELD(queue), 0, 1 << 16, "64", "answers that may wait beyond those"},
     {"serve", 0, "cache", "N", WHOLE, FIELD(cache), 0, 1e9, "0",
      "tokens in the cache, for all answers and kept prefixes together; 0: what fits"},
-    {"serve", 0, "chunk", "N", WHOLE, FIELD(chunk), 1, 65535, "768",
-     "tokens of a step: longer steps read prompts sooner, but other answers wait longer for each token"},
+    {"serve", 0, "chunk", "N", WHOLE, FIELD(chunk), 1, 65535, "640",
+     "tokens of a step, or 6 for each answer if that is more: longer steps read prompts sooner, but other answers wait "
+     "longer for each token"},
 
     {"download", 0, "revision", "R", TEXT, FIELD(revision), .help = "a branch, a tag or a commit (main)"},
     {"download", 0, "include", "G", TEXTS, FIELD(include), .most = MOST_VALUES,

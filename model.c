@@ -1542,8 +1542,9 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
     int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
     if (limits.cache && pages > pages_for((size_t)limits.cache)) pages = pages_for((size_t)limits.cache);
     const int64_t most = (int64_t)wanted * PAGE * limits.max_seqs;
-    if (limits.max_tokens > most) limits.max_tokens = (int)most;
-    g->max_tokens = limits.max_tokens; /* no step needs more tokens than all texts can have */
+    if (limits.max_tokens > most) limits.max_tokens = (int)most; /* no step needs more than all texts can have */
+    g->step_tokens = limits.max_tokens;
+    if (limits.max_tokens < TOKENS_PER_ANSWER * g->max_seqs) limits.max_tokens = TOKENS_PER_ANSWER * g->max_seqs;
     g->state = backend->open(m, &limits, &pages, e);
     if (!g->state) return false;
     if (pages < wanted && context) {
@@ -1791,16 +1792,17 @@ static bool is_ready(const Stream *t) {
 }
 
 static void plan_step(Scheduler *s) {
-    const size_t most = (size_t)s->engine->max_tokens;
-    size_t room = most, readers = 0;
+    size_t answers = 0, readers = 0, most = (size_t)s->engine->step_tokens, room;
     s->token.n = 0;
-    for (size_t i = 0; i < s->now.running && room; i++) {
+    for (size_t i = 0; i < s->now.running; i++) {
         Stream *t = s->stream[i];
         readers += t->sent + 1 < t->tokens.n;
         if (t->sent + 1 < t->tokens.n || !is_ready(t)) continue;
         while (i < s->now.running && !take_pages(s, t, t->sent + 1)) preempt(s);
-        if (i < s->now.running) add_share(s, t, 1), room--;
+        if (i < s->now.running) add_share(s, t, 1), answers++;
     }
+    if (most < TOKENS_PER_ANSWER * answers) most = TOKENS_PER_ANSWER * answers;
+    room = most - answers;
     readers += s->now.waiting; /* several prompts share the room, so that none waits for a long one */
     for (size_t i = 0; i < s->now.running + s->now.waiting && room; i++) {
         Stream *t = s->stream[i];
