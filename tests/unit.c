@@ -626,6 +626,35 @@ static void turns_reuse_the_cache(void) {
     engine_close(&g);
 }
 
+/* Ten texts are written, and the eleventh, of 50 tokens, is read in one step: see TOKENS_PER_ANSWER. Its first token is
+ * collected in the next. */
+static void many_answers_lengthen_steps(void) {
+    enum { WRITTEN = 10, PROMPT = 50 };
+    Error e;
+    Engine g;
+    Stream t[WRITTEN + 1];
+    const Limits limits = {.max_seqs = WRITTEN + 1, .max_tokens = 4};
+    uint64_t random = 5;
+    int id[PROMPT];
+    must(engine_open(&g, &reference, &streams.c.model, limits, 256, &e), &e);
+    Scheduler *s = scheduler_open(&g);
+    fill_random(id, PROMPT, streams.vocab, &random);
+    for (int i = 0; i <= WRITTEN; i++) {
+        const size_t prompt = i < WRITTEN ? 2 : PROMPT;
+        t[i] = (Stream){.prompt = prompt, .most = 200, .sampling = greedy, .want = WANT_TOKEN};
+        ids_append(&t[i].tokens, id, prompt);
+    }
+    for (int i = 0; i < WRITTEN; i++) scheduler_add(s, t + i);
+    while (t[WRITTEN - 1].published < 5) must(scheduler_step(s, &e), &e);
+    scheduler_add(s, t + WRITTEN);
+    for (int i = 0; i < 2; i++) must(scheduler_step(s, &e), &e);
+    check(t[WRITTEN].published == PROMPT + 1, "after two steps %zu tokens are there", t[WRITTEN].published);
+    for (int i = 0; i <= WRITTEN; i++) scheduler_remove(s, t + i), ids_free(&t[i].tokens);
+    while (scheduler_state(s).outstanding) must(scheduler_step(s, &e), &e);
+    scheduler_close(s);
+    engine_close(&g);
+}
+
 static void equals_and_nan(void) {
     float equal[4] = {1, 3, 3, 2}, nan[4] = {1, NAN, 3, 2}, infinite[4] = {-INFINITY, -INFINITY, 0, -INFINITY};
     Sampling warm = {.temperature = 1, .top_p = 1, .penalty = 1};
@@ -955,6 +984,7 @@ int main(void) {
     run("unit: rewound = never there", rewound_equals_never_there);
     run("unit: turns reuse the cache, fill the context, give pages back", turns_reuse_the_cache);
     run("unit: scheduled among others, with few pages = alone", scheduled_equals_alone);
+    run("unit: a step of many answers has room for a prompt", many_answers_lengthen_steps);
     close_alone();
     run("unit: ln, exp, Philox", logarithm_and_exponential);
     run("unit: draws follow transformers' processors", draws_follow_transformers);
