@@ -169,6 +169,8 @@ typedef struct { /* the work space of one encoding */
     const Tokenizer *t;
     const char *text; /* all of it */
     int flags;
+    const char *part; /* the normalized text between two added tokens */
+    Bytes seen;       /* the same as the matcher sees it */
     pcre2_match_data *match;
     pcre2_match_context *limits;
     size_t steps, at; /* steps that the matcher may still take; its position at the last one */
@@ -280,10 +282,11 @@ static int matcher_step(pcre2_callout_block *block, void *data) {
     return 0;
 }
 
+/* Splits s, some of w->seen, by the patterns from number `step` on, and encodes the words. */
 static bool split_words(Encoder *w, int step, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     if (!n) return true;
-    if (step == t->splits) return merge_word(w, s, n);
+    if (step == t->splits) return merge_word(w, w->part + (s - w->seen.data), n);
     size_t done = 0;
     for (size_t from = 0; from < n;) {
         w->at = from;
@@ -303,6 +306,17 @@ static bool split_words(Encoder *w, int step, const char *s, size_t n) {
         done = from = end;
     }
     return split_words(w, step + 1, s + done, n - done);
+}
+
+/* Encodes normalized text without added tokens. PCRE2's \s includes U+180E, which is no white space since Unicode 6.3,
+ * so the matcher sees U+2060 in its place, another format character of three bytes. */
+static bool encode_part(Encoder *w, const char *s, size_t n) {
+    w->part = s;
+    w->seen.n = 0;
+    bytes_add(&w->seen, s, n);
+    for (char *at = w->seen.data; (at = memmem(at, n - (size_t)(at - w->seen.data), "\u180E", 3));)
+        memcpy(at, "\u2060", 3);
+    return split_words(w, 0, w->seen.data, n);
 }
 
 /* Appends the text in Unicode's normal form C. */
@@ -345,7 +359,7 @@ static bool cut_added(Encoder *w, int stage, const char *s, size_t n);
 /* Encodes the text between added tokens, before normalizing (stage 0) and after it. */
 static bool encode_between(Encoder *w, int stage, const char *s, size_t n) {
     if (!n) return true;
-    if (stage == 1) return split_words(w, 0, s, n);
+    if (stage == 1) return encode_part(w, s, n);
     Bytes text = {0};
     normalize(w->t, s, n, s == w->text, &text);
     bool ok = cut_added(w, 1, text.data, text.n);
@@ -381,6 +395,7 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     if (!ok) out->n = before;
     pcre2_match_data_free(w.match);
     pcre2_match_context_free(w.limits);
+    bytes_free(&w.seen);
     free(w.symbol);
     free(w.heap);
     return ok;
@@ -558,36 +573,15 @@ static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
     return add_token(t, json_get(added, "id"), text, json_true(added, "special"), json_true(added, "normalized"), e);
 }
 
-/* In PCRE2 `\s` includes U+180E, which is no white space since Unicode 6.3. tokenizer.json is written for an engine
- * that follows Unicode, so \s and \S are spelled out for PCRE2. */
-static void spell_out_space(const char *pattern, Bytes *out) {
-    static const char space[] = "\\p{Z}\\t-\\r\\x{85}";
-    bool in_class = false;
-    for (const char *s = pattern; *s; s++) {
-        if (*s == '\\' && (s[1] == 's' || (s[1] == 'S' && !in_class))) {
-            bytes_print(out, in_class ? "%s%s" : "[%s%s]", *++s == 'S' ? "^" : "", space);
-        } else if (*s == '\\' && s[1]) {
-            bytes_add(out, s++, 2);
-        } else {
-            if (*s == '[' || *s == ']') in_class = *s == '[';
-            bytes_add(out, s, 1);
-        }
-    }
-}
-
 /* ---- its components; false: it is not implemented ---- */
 
 static bool add_split(Tokenizer *t, const char *pattern) {
     int problem;
     PCRE2_SIZE offset;
     uint32_t references, options = PCRE2_UTF | PCRE2_NO_UTF_CHECK | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C;
+    options |= PCRE2_AUTO_CALLOUT;
     if (!pattern || t->splits == MOST_SPLITS) return false;
-    Bytes text = {0};
-    bytes_text(&text, "");
-    spell_out_space(pattern, &text);
-    pcre2_code *code =
-        pcre2_compile((PCRE2_SPTR)text.data, text.n, options | PCRE2_AUTO_CALLOUT, &problem, &offset, NULL);
-    bytes_free(&text);
+    pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, options, &problem, &offset, NULL);
     if (!code) return false;
     t->split[t->splits++] = code;
     pcre2_pattern_info(code, PCRE2_INFO_BACKREFMAX, &references);
