@@ -208,7 +208,9 @@ static const Pair keys[] = { /* all known keys; "": known and ignored */
     {"rope.scale_linear", "factor"}, {"rope.scaling.type", "rope_type"}, {"rope.scaling.factor", "factor"},
     {"rope.scaling.original_context_length", "original_max_position_embeddings"}, {"rope.scaling.finetuned", ""},
     {"rope.scaling.yarn_beta_fast", "beta_fast"}, {"rope.scaling.yarn_beta_slow", "beta_slow"},
-    {"rope.scaling.attn_factor", "attention_factor"}, {"deepseek2:rope.scaling.yarn_log_multiplier", "mscale"},
+    {"rope.scaling.attn_factor", "rope.scaling.attn_factor"}, {"deepseek2:rope.scaling.yarn_log_multiplier", "mscale"},
+    {"rope.scaling.yarn_ext_factor", "rope.scaling.yarn_ext_factor"},
+    {"rope.scaling.yarn_attn_factor", "rope.scaling.yarn_attn_factor"},
     {"gemma3:rope.freq_base_swa", "rope_local_base_freq"}, {"llama:attention.sliding_window", "sliding_window"},
     {"gemma:attention.sliding_window", "sliding_window"}, {"gpt-oss:attention.sliding_window", "sliding_window"},
     {"gemma3:attention.sliding_window_pattern", "sliding_window_pattern"},
@@ -248,8 +250,7 @@ static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, co
     return true;
 }
 
-/* Fills rope_scaling from the keys of config that belong there, and converts the numbers of YaRN that GGUF defines
- * differently. */
+/* Fills rope_scaling from the keys of config that belong there. */
 static void add_rope(cJSON *config, const char *arch) {
     const char *type = json_string(config, "rope_type");
     double factor = get_number(config, "factor", 1), mscale = get_number(config, "mscale", 0) * 10;
@@ -259,8 +260,6 @@ static void add_rope(cJSON *config, const char *arch) {
         cJSON_AddStringToObject(config, "rope_type", type);
     }
     if (mscale > 0) put(config, "mscale", mscale), put(config, "mscale_all_dim", mscale);
-    if (json_get(config, "attention_factor") && factor > 1) /* GGUF's value multiplies the usual one */
-        put(config, "attention_factor", get_number(config, "attention_factor", 1) * (0.1 * log(factor) + 1));
     cJSON_AddBoolToObject(config, "truncate", strcmp(arch, "gpt-oss"));
     cJSON_AddItemToObject(config, "rope_scaling", cJSON_Duplicate(config, true));
 }

@@ -236,6 +236,10 @@ static void read_rope(Loader *load, bool window, Rope *out) {
         high = fmin(high, d - 1);
         if (low == high) high += 0.001;
     }
+    /* GGUF's own factors: the first multiplies the scale of any type, the others must change nothing */
+    scale *= config_number(load, load->config, "rope.scaling.attn_factor", 1e-6, 1e6, 1);
+    only(load, load->config, "rope.scaling.yarn_attn_factor", 1);
+    only(load, rope, "rope.scaling.yarn_ext_factor", yarn);
     const float *divisor = NULL;
     if (tensors_find(&load->c->tensors, "rope_freqs.weight"))
         divisor = bind_floats(load, "rope_freqs", ".weight", m->rope_dim / 2);
