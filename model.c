@@ -1218,6 +1218,11 @@ static bool left_out(const Loader *load, const char *name) {
            (load->config != load->file && picture) || extra; /* DeepSeek's extra layer predicts a second token */
 }
 
+static bool same_tensor(const Tensor *a, const Tensor *b) {
+    return !strcmp(a->dtype, b->dtype) && a->dims == b->dims && !memcmp(a->shape, b->shape, sizeof a->shape) &&
+           !memcmp(a->data, b->data, a->size); /* the same dtype and shape, so the same size */
+}
+
 static void bind_all(Loader *load) {
     const Tensors *all = &load->c->tensors;
     Model *m = &load->c->model;
@@ -1227,8 +1232,7 @@ static void bind_all(Loader *load) {
     strcpy(load->prefix, text);
     const Tensor *head = tensors_find(all, "lm_head.weight"), *table = find(load, "embed_tokens", ".weight");
     /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
-    load->tied = config_true(load, "tie_word_embeddings") &&
-                 !(head && table && (head->size != table->size || memcmp(head->data, table->data, head->size)));
+    load->tied = config_true(load, "tie_word_embeddings") && (!head || !table || same_tensor(head, table));
     bool embed = !load->tied || table || m->made_up;
     if (embed) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, false);
     *load->prefix = 0;

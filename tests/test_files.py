@@ -690,6 +690,17 @@ def test_one_matrix_under_two_names(folder):
     for key, more in (("weight_bytes", end - begin), ("bytes_in_BF16", end - begin), ("parameters", 0)):
         same(twice[key], once[key] + more, key)
 
+    def check(name, change, size, words):
+        header["lm_head.weight"] = {**header[EMBED], "data_offsets": [len(content), len(content) + size]} | change
+        (model / "model.safetensors").write_bytes(safetensors(header, content + content[begin:begin + size]))
+        refused("logits", model, "--ids", 1, words=["lm_head.weight", *words])
+    vocab, dim = header[EMBED]["shape"]
+    each([("another shape", {"shape": [dim, vocab]}, end - begin, [f"({vocab}, {dim})", f"({dim}, {vocab})"]),
+          ("other dimensions", {"shape": [vocab * dim]}, end - begin, [f"({vocab * dim})"]),
+          ("another type", {"dtype": "I16"}, end - begin, ["I16", "BF16, F16"]),
+          ("fewer rows", {"shape": [vocab - 1, dim]}, end - begin - 2 * dim, [f"({vocab - 1}, {dim})"]),
+          ("nothing", {"shape": [0, dim]}, 0, [f"(0, {dim})"])], check)
+
 
 def test_small_files_of_a_model(folder):
     """config.json, generation_config.json and tokenizer.json that are missing or no files; numbers past doubles."""
