@@ -25,6 +25,7 @@
 
 enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000, MOST_FILES = 1000 };
 enum { REQUIRED = -1 }; /* instead of a missing key's value */
+enum { NO_BIAS = -1 };  /* of a matrix: nothing would add one to its product */
 
 /* ---- config and families ---- */
 
@@ -1005,8 +1006,8 @@ static Encoding find_encoding(Loader *load, const char *name, int rows, int cols
     return near ? *near : (Encoding){.type = plain, .codes = ".weight"};
 }
 
-/* Binds the matrix (rows, cols) of a module, and its bias if `bias` says so or if GPTQ or GGUF stores one. */
-static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bool bias) {
+/* Binds the matrix (rows, cols) of a module and its bias. Even if `bias` is false, GPTQ and GGUF may store one. */
+static Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias) {
     const Encoding how = find_encoding(load, name, rows, cols);
     Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1};
     check_blocks(load, name, &w);
@@ -1023,8 +1024,8 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, bo
         tensor_is(load, said, said->size == 16 && !memcmp(said->data, (int64_t[]){rows, cols}, 16),
                   "the shape of its matrix");
     }
-    bias |= (in_gptq(w.type) || load->gguf) && find(load, name, ".bias");
-    if (bias) w.bias = bind_floats(load, name, ".bias", rows);
+    if (!bias) bias = (in_gptq(w.type) || load->gguf) && find(load, name, ".bias");
+    if (bias > 0) w.bias = bind_floats(load, name, ".bias", rows);
     return w;
 }
 
@@ -1037,7 +1038,7 @@ static void *gather(Loader *load, int count, const void *all, const void *one, i
 }
 
 /* Binds n matrices, one per expert or head. Each is a module of its own, MODULE.0 MATRIX and so on. */
-static Linear bind_each(Loader *load, const char *module, const char *matrix, int n, int rows, int cols, bool bias) {
+static Linear bind_each(Loader *load, const char *module, const char *matrix, int n, int rows, int cols, int bias) {
     View *each = keep(load->c, (size_t)n * 3, sizeof *each);
     Linear all = {0};
     for (int i = 0; i < n && !failed(load); i++) {
@@ -1135,10 +1136,10 @@ static void bind_latent(Loader *load, Layer *l) {
     l->kv_a = bind_linear(load, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
     l->kv_a_norm = bind_floats(load, "self_attn.kv_a_layernorm", ".weight", rank);
     if (m->k_up_transposed) {
-        l->k_up = bind_each(load, "self_attn.k_b_proj", "", m->n_heads, rank, keys, false);
-        l->v_up = bind_each(load, "self_attn.v_b_proj", "", m->n_heads, m->v_dim, rank, false);
+        l->k_up = bind_each(load, "self_attn.k_b_proj", "", m->n_heads, rank, keys, NO_BIAS);
+        l->v_up = bind_each(load, "self_attn.v_b_proj", "", m->n_heads, m->v_dim, rank, NO_BIAS);
     } else {
-        Linear both = bind_linear(load, "self_attn.kv_b_proj", m->n_heads * (keys + m->v_dim), rank, false);
+        Linear both = bind_linear(load, "self_attn.kv_b_proj", m->n_heads * (keys + m->v_dim), rank, NO_BIAS);
         l->k_up = cut(load, &both, 0, 1, keys, keys + m->v_dim);
         l->v_up = cut(load, &both, keys, 1, m->v_dim, keys + m->v_dim);
     }
@@ -1234,7 +1235,7 @@ static void bind_all(Loader *load) {
     /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
     load->tied = config_true(load, "tie_word_embeddings") && (!head || !table || same_tensor(head, table));
     bool embed = !load->tied || table || m->made_up;
-    if (embed) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, false);
+    if (embed) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, NO_BIAS);
     *load->prefix = 0;
     if (!embed || !load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
     if (!embed) m->embed = m->head;

@@ -326,6 +326,11 @@ def test_wrong_models(folder):
     def check(name, change, words):
         refused("logits", save(folder / "model.gguf", *change(*base)), "--ids", 1, words=words)
     each(cases, check)
+    for name, whole, shape in (("blk.1.attn_kv_b", True, [64]), ("blk.1.attn_k_b", False, [2, 512]),
+                               ("blk.1.attn_v_b", False, [2, 32]), ("token_embd", False, [131])):
+        metadata, tensors = convert(FIXTURES / "deepseek_v3", whole_kv_b=whole)  # no formula adds such a bias
+        path = save(folder / "model.gguf", metadata, tensors + [(name + ".bias", shape, "F32", bytes(4 * math.prod(shape)))])
+        refused("logits", path, "--ids", 1, words=[".bias' has no place"])
     for kind, name in ((16, "IQ2_XXS"), (29, "IQ1_M"), (40, "NVFP4"), (77, "unknown (77)")):
         raw = bytearray(gguf(*base))
         at = raw.index(text("blk.0.attn_q.weight")) + 8 + len("blk.0.attn_q.weight") + 20
