@@ -11,6 +11,11 @@
 
 enum { MOST_HEADER = 1 << 28, MOST_ITEMS = 4000000, MOST_KEYS = 1000, MOST_ALIGNMENT = 1 << 20 };
 
+bool gguf_named(const char *path) {
+    const char *dot = strrchr(path, '.');
+    return dot && !strcmp(dot, ".gguf") && file_exists(path);
+}
+
 /* ---- values ---- */
 
 typedef struct {

@@ -632,11 +632,6 @@ static void add_file(Tensors *t, char *name) {
     t->file[t->files++] = (TensorFile){.name = name, .fd = -1};
 }
 
-bool gguf_named(const char *path) {
-    const char *dot = strrchr(path, '.');
-    return dot && !strcmp(dot, ".gguf") && file_exists(path);
-}
-
 /* The number of files of a GGUF model, from the name of the first: 3 for NAME-00001-of-00003.gguf. 0: not the first. */
 static int gguf_parts(const char *path) {
     size_t n = strlen(path);
@@ -763,9 +758,9 @@ static size_t matrix_bytes(Type type, int rows, int cols) {
     return stored_bytes(type, 2, shape);
 }
 
-/* Has the tensor the dtype of this type? Old files hold E8M0 as U8. A tensor that is made up has any dtype. */
+/* Has the tensor the dtype of this type? Old files hold E8M0 as U8. */
 static bool has_dtype(const Tensor *t, Type type) {
-    return !t->data || !strcmp(t->dtype, types[type].dtype) || (type == E8M0 && !strcmp(t->dtype, "U8"));
+    return !strcmp(t->dtype, types[type].dtype) || (type == E8M0 && !strcmp(t->dtype, "U8"));
 }
 
 /* The type that the tensor's dtype alone determines, or TYPES. */
@@ -805,7 +800,8 @@ static Tensor *bind(Loader *load, const char *name, const char *suffix, Type typ
         refuse(load, file_of(load, t), "tensor '%s%s%s' should be %s and is %s", load->prefix, name, suffix,
                shape_text(dims, shape, expected), t ? shape_text(t->dims, t->shape, found) : "missing");
     t = keep(load->c, 1, sizeof *t);
-    *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = "BF16", .offset = load->made_up};
+    const char *dtype = types[type < TYPES ? type : BF16].dtype;
+    *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = dtype, .offset = load->made_up};
     if (type < TYPES) t->size = stored_bytes(type, dims, shape);
     load->made_up += t->size;
     return t;
