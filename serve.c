@@ -39,11 +39,10 @@ typedef struct Request Request;
 typedef struct { /* one of the answers to a request */
     Stream stream;
     Request *request;
-    double last;          /* when the last token came, or else the request */
-    Reader reader;        /* of a text only its decoder is used */
-    int message, calls_n; /* index of the reader's message that is being written; calls so far */
-    size_t passed;        /* bytes of that message that are taken */
-    Bytes text;           /* the content; `shown` bytes are free of stop texts, `sent` bytes are written */
+    double last;   /* when the last token came, or else the request */
+    Reader reader; /* of a text only its decoder is used */
+    int calls_n;   /* calls so far */
+    Bytes text;    /* the content; `shown` bytes are free of stop texts, `sent` bytes are written */
     size_t shown, sent, counted, letters; /* its first `counted` bytes hold so many letters */
     Bytes thoughts;                       /* reasoning_content to write */
     cJSON *calls, *scores;                /* tool_calls and logprobs to write, or NULL */
@@ -443,12 +442,12 @@ static void show_text(Choice *c, bool last) {
     if (text_stops(&c->text, &c->shown, q->stop, q->stops, last)) c->finish = "stop";
 }
 
-/* Adds the new part of a call to what is to be written. The name comes once, at the beginning. */
-static void add_call(Choice *c, const Message *m) {
+/* Adds arguments of a call to what is to be written. The name comes once, at the beginning. */
+static void add_call(Choice *c, const Message *m, Bytes arguments) {
     const Request *q = c->request;
-    const bool begins = !c->passed;
+    const bool begins = arguments.n == m->content.n;
     const char *name = m->recipient + (strncmp(m->recipient, "functions.", 10) ? 0 : 10);
-    cJSON *text = json_from_text(m->content.n ? m->content.data + c->passed : "", m->content.n - c->passed);
+    cJSON *text = json_from_text(arguments.data, arguments.n);
     char id[80];
     if (json_string(q->names, name)) name = json_string(q->names, name);
     c->calls_n += begins;
@@ -460,28 +459,27 @@ static void add_call(Choice *c, const Message *m) {
                                                begins ? json_word("function") : NULL, "function", function, NULL));
 }
 
-/* Takes what is new in the reader's messages. Without a stream, a call waits until it is complete. */
-static void take_messages(Choice *c) {
+/* Reads a token of a chat, or its end if it is negative, and takes the text that this adds to a message. Without a
+ * stream, a call waits until it is complete. */
+static Read read_message(Choice *c, int token) {
     const Request *q = c->request;
-    const Reader *r = &c->reader;
-    for (bool complete = true; complete && !c->finish;) {
-        complete = c->message < r->messages;
-        const Message *m = complete ? r->message + c->message : &r->now;
-        const size_t n = m->content.n - c->passed;
-        const Part part = message_part(m);
-        if (part == CALL && q->names) {
-            if (!complete && !(q->stream && r->in_content)) return;
-            if (n || (complete && !c->passed)) add_call(c, m);
-        } else if (part == REASONING) {
-            bytes_add(&c->thoughts, m->content.data + c->passed, n);
-        } else if (n) {
-            if (c->text.n && !c->passed) bytes_text(&c->text, "\n\n"); /* after a preamble */
-            bytes_add(&c->text, m->content.data + c->passed, n);
-            show_text(c, false);
-        }
-        c->passed = m->content.n;
-        if (complete) c->message++, c->passed = 0;
+    Reader *r = &c->reader;
+    Bytes text = {0};
+    const int before = r->messages;
+    const Read read = token < 0 ? reader_end(r, &text) : reader_push(r, token, &text);
+    const bool complete = r->messages > before;
+    const Message *m = complete ? r->message + r->messages - 1 : &r->now;
+    if (read.part == CALL && q->names) {
+        const Bytes arguments = q->stream ? text : complete ? m->content : (Bytes){0};
+        if (arguments.n || (complete && !m->content.n)) add_call(c, m, arguments);
+    } else if (read.part == REASONING) {
+        bytes_add(&c->thoughts, text.data, text.n);
+    } else if (text.n) {
+        if (c->text.n && text.n == m->content.n) bytes_text(&c->text, "\n\n"); /* after a preamble */
+        bytes_add(&c->text, text.data, text.n);
     }
+    bytes_free(&text);
+    return read;
 }
 
 /* Reads a token of an answer, or, with echo, of its prompt. logits: NULL, or those it was drawn from. */
@@ -490,19 +488,18 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
     const bool prompt = position < c->stream.prompt, silent = !prompt && !q->tokens;
     bool stop = c->stream.stopped && !silent, scored = !silent && (logits || (prompt && q->top >= 0));
     if (q->chat) {
-        const Read read = reader_push(&c->reader, token, NULL);
+        const Read read = read_message(c, token);
         const bool content = !read.header && read.part != REASONING && read.part != CALL;
         c->thought += read.part == REASONING;
         scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
         stop = stop || (read.stop && !q->forever) || (read.closed && read.part == CALL && !q->parallel);
     }
     if (scored) add_score(c, token, logits); /* in a text a stop token has one, too */
-    if (q->chat && !stop) take_messages(c);
     if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     show_text(c, false);
     if (c->finish || !(stop || last)) return;
-    if (q->chat) reader_end(&c->reader, NULL), take_messages(c);
+    if (q->chat) read_message(c, -1);
     if (!q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
     show_text(c, true);
     if (!c->finish) c->finish = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
