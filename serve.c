@@ -215,33 +215,31 @@ static bool check_model(Request *q, const char *name) {
     return fail(&q->error, 404, "there is no model %.100s here, only %s", name, server.name);
 }
 
-/* Fields that are refused in any request, in chats and in texts. Neutral values change nothing and are accepted. Only
- * enable_thinking is obeyed, by make_chat(). */
+/* Fields that change an answer and are not supported: in any request, in chats, in texts. FIELD=VALUE is accepted, as
+ * this value changes nothing; make_chat() obeys enable_thinking. */
 static const char unsupported[] =
-    "allowed_token_ids audio bad_words best_of chat_template chat_template_kwargs continue_final_message documents "
-    "frequency_penalty function_call functions grammar guided_choice guided_grammar guided_json guided_regex "
-    "include_stop_str_in_output json_schema logits_processors min_tokens modalities presence_penalty prompt_logprobs "
-    "skip_special_tokens stop_token_ids structured_outputs suffix use_beam_search verbosity web_search_options";
-static const char of_chats[] = "echo";
-static const char of_texts[] = "add_special_tokens max_completion_tokens response_format tools top_logprobs";
-static const char neutral[] =
-    "add_special_tokens=true bad_words=[] best_of=1 chat_template_kwargs={} "
+    " allowed_token_ids= audio= bad_words=[] best_of=1 chat_template= chat_template_kwargs={} "
     "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "
-    "continue_final_message=false documents=[] echo=false frequency_penalty=-0 frequency_penalty=0 "
-    "function_call=\"auto\" function_call=\"none\" include_stop_str_in_output=false min_tokens=0 modalities=[\"text\"] "
-    "presence_penalty=-0 presence_penalty=0 response_format={\"type\":\"text\"} skip_special_tokens=true "
-    "stop_token_ids=[] suffix=\"\" tools=[] top_logprobs=0 use_beam_search=false verbosity=\"medium\"";
+    "continue_final_message=false documents=[] frequency_penalty=0 frequency_penalty=-0 function_call=\"auto\" "
+    "function_call=\"none\" functions= grammar= guided_choice= guided_grammar= guided_json= guided_regex= "
+    "include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 modalities=[\"text\"] "
+    "presence_penalty=0 presence_penalty=-0 prompt_logprobs= skip_special_tokens=true stop_token_ids=[] "
+    "structured_outputs= suffix=\"\" use_beam_search=false verbosity=\"medium\" web_search_options=";
+static const char of_chats[] = " echo=false";
+static const char of_texts[] = " add_special_tokens=true max_completion_tokens= response_format={\"type\":\"text\"} "
+                               "tools=[] top_logprobs=0";
 
 static bool refuse_others(Request *q) {
+    const char *own = q->chat ? of_chats : of_texts;
     const cJSON *each;
     cJSON_ArrayForEach(each, q->json) {
-        const char *key = each->string;
-        bool fine = !text_listed(unsupported, key) && !text_listed(q->chat ? of_chats : of_texts, key);
-        if (fine || cJSON_IsNull(each)) continue;
-        char *value = json_text(each), *both = text_print("%s=%s", key, value);
-        fine = text_listed(neutral, both);
-        free(value), free(both);
-        if (!fine) return fail(&q->error, 400, "%s is not supported with this value: leave it out", key);
+        Bytes field = {0};
+        bytes_print(&field, " %s=", each->string);
+        bool fine = cJSON_IsNull(each) || !(strstr(unsupported, field.data) || strstr(own, field.data));
+        if (!fine) json_append(&field, cJSON_Duplicate(each, true));
+        fine = fine || text_listed(unsupported, field.data + 1) || text_listed(own, field.data + 1);
+        bytes_free(&field);
+        if (!fine) return fail(&q->error, 400, "%s is not supported with this value: leave it out", each->string);
     }
     return true;
 }
