@@ -236,8 +236,10 @@ static size_t legal_length(const char *word, size_t n) {
     return i;
 }
 
+bool chat_word(const char *word) { return word && *word && legal_length(word, strlen(word)) == strlen(word); }
+
 static bool check_word(const char *what, const char *word, Error *e) {
-    if (word && *word && legal_length(word, strlen(word)) == strlen(word)) return true;
+    if (chat_word(word)) return true;
     return fail(e, USAGE, "a %s has 1 to %d bytes and no space, '<', '>', '[', '=' or '%%', unlike '%.100s'", what,
                 MOST_NAME, word ? word : "");
 }
@@ -1036,8 +1038,7 @@ static void end_call(Reader *r, bool closed) {
     cJSON *json = json_parse(text.data, text.n, "call", &e);
     const char *name = json_string(json, "name"), *key = json_get(json, "arguments") ? "arguments" : "parameters";
     const cJSON *arguments = json_get(json, key);
-    bool ok = name && *name && legal_length(name, strlen(name)) == strlen(name) &&
-              (arguments ? cJSON_IsObject(arguments) : !alone);
+    bool ok = chat_word(name) && (arguments ? cJSON_IsObject(arguments) : !alone);
     r->repairs += !ok || !(alone || closed);
     r->in_content = false;
     if (ok) {

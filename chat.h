@@ -21,6 +21,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e);
 const char *chat_name(const Chat *chat); /* the format's: harmony, Qwen3, Llama 3.1, ... */
 /* Checks an effort: low, medium, high and, where the model can skip thinking, none. USAGE. */
 bool chat_effort(const Chat *chat, const char *effort, Error *e);
+bool chat_word(const char *word); /* may it stand in a header, as the name of a function? */
 void chat_close(Chat *chat);
 
 typedef struct {

@@ -7,6 +7,7 @@
  * `out`. Then the connection writes a reply that is no stream, and frees the request. */
 #include "host.h"
 
+#include <ctype.h>
 #include <libgen.h>
 #include <math.h>
 #include <microhttpd.h>
@@ -299,14 +300,11 @@ static void rename_function(Request *q, const cJSON *holder) {
     const char *given = cJSON_GetStringValue(item);
     char used[64] = "";
     uint32_t hash = 0;
-    bool legal = !given || strlen(given) <= 64;
-    for (size_t i = 0; given && given[i]; i++) {
-        const bool fine = (unsigned char)given[i] > ' ' && !strchr("<>[=%\177", given[i]);
-        if (i < 50) used[i] = fine && (unsigned char)given[i] < 127 ? given[i] : '_';
-        legal = legal && fine;
+    if (!given || !*given || (chat_word(given) && strlen(given) <= 64)) return;
+    for (size_t i = 0; given[i]; i++) {
+        if (i < 50) used[i] = isalnum((unsigned char)given[i]) ? given[i] : '_';
         hash = (hash ^ (unsigned char)given[i]) * 16777619u;
     }
-    if (legal) return;
     sprintf(used + strlen(used), "_%08x", hash);
     if (!json_get(q->names, used)) cJSON_AddStringToObject(q->names, used, given);
     cJSON_SetValuestring(item, used);
