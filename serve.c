@@ -219,14 +219,16 @@ static bool check_model(Request *q, const char *name) {
 /* Fields that change an answer and are not supported: in any request, in chats, in texts. FIELD=VALUE is accepted, as
  * this value changes nothing; make_chat() obeys enable_thinking. */
 static const char unsupported[] =
-    " allowed_token_ids= audio= bad_words=[] best_of=1 chat_template= chat_template_kwargs={} "
+    " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "
     "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "
     "continue_final_message=false documents=[] frequency_penalty=0 frequency_penalty=-0 function_call=\"auto\" "
     "function_call=\"none\" functions= grammar= guided_choice= guided_grammar= guided_json= guided_regex= "
-    "include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 modalities=[\"text\"] "
-    "presence_penalty=0 presence_penalty=-0 prompt_logprobs= skip_special_tokens=true stop_token_ids=[] "
-    "structured_outputs= suffix=\"\" use_beam_search=false verbosity=\"medium\" web_search_options=";
-static const char of_chats[] = " echo=false";
+    "include_reasoning=true include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 "
+    "modalities=[\"text\"] presence_penalty=0 presence_penalty=-0 prompt_logprobs= repeat_penalty=1 "
+    "return_token_ids=false return_tokens_as_token_ids=false skip_special_tokens=true stop_token_ids=[] "
+    "structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false verbosity=\"medium\" "
+    "web_search_options=";
+static const char of_chats[] = " add_special_tokens=false echo=false";
 static const char of_texts[] = " add_special_tokens=true max_completion_tokens= response_format={\"type\":\"text\"} "
                                "tools=[] top_logprobs=0";
 
@@ -279,10 +281,11 @@ static bool take_request(Request *q) {
     q->created = time(NULL);
     q->n = 1, q->top = -1, q->parallel = true, q->tokens = q->chat ? INT32_MAX : 16;
     *s = (Sampling){.temperature = 1, .top_p = 1, .penalty = 1, .seed = random};
-    const cJSON *model = json_get(q->json, "model");
+    const cJSON *model = json_get(q->json, "model"), *best = json_get(q->json, "best_of");
     if (model && !cJSON_IsString(model)) return fail(&q->error, 400, "model must be a text");
     if (!check_model(q, cJSON_GetStringValue(model)) || !refuse_others(q)) return false;
     if (!take_parameters(q) || !take_stops(q) || !take_biases(q)) return false;
+    if (best && cJSON_GetNumberValue(best) != q->n) return fail(&q->error, 400, "best_of must equal n: leave it out");
     if (q->chat && q->top > 0 && !q->scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
     if (q->chat) q->top = !q->scored ? -1 : q->top < 0 ? 0 : q->top;
     if (s->temperature < 0.01f) s->temperature = 0;

@@ -399,18 +399,20 @@ def test_bad_bodies():
 def test_fields_that_are_not_supported():
     """Refused by name, unless the value changes nothing. Fields that nobody knows are ignored."""
     schema, text, name = {"type": "json_object"}, {"type": "text"}, {"name": "f"}
-    both = {"best_of": ([1], [2]), "suffix": ([""], ["x"]), "frequency_penalty": ([0, 0.0, -0.0], [0.5]),
+    both = {"best_of": ([1], [2, "x"]), "truncate_prompt_tokens": ([], [5]), "include_reasoning": ([True], [False]),
+            "suffix": ([""], ["x"]), "frequency_penalty": ([0, 0.0, -0.0], [0.5]),
             "min_tokens": ([0], [5]), "stop_token_ids": ([[]], [[5]]), "bad_words": ([[]], [["x"]]),
             "modalities": ([["text"]], [["audio"], "text"]), "function_call": (["auto", "none"], [name]),
             "documents": ([[]], [["x"]]),
             "guided_json": ([], [{}]), "grammar": ([], ["x"]), "skip_special_tokens": ([True], [False]),
+            "add_generation_prompt": ([True], [False]), "continue_final_message": ([False], [True]),
             "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}], []),
             "stop": ([[], ""], []), "unheard_of": ([5], []),
             "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5])}
     text_only = {**both, "response_format": ([text], [schema, {**text, "x": 1}]), "tools": ([[]], [[{}]]),
                  "echo": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([True], [False])}
     chat_only = {**both, "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
-                 "logprobs": ([False], []), "top_logprobs": ([0], [2])}
+                 "logprobs": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([False], [True])}
     with Server(PARROT) as s:
         for path, fine, fields in ((TEXT, {"prompt": [1]}, text_only), (CHAT, {"messages": HELLO}, chat_only)):
             for key, (neutral, others) in fields.items():
@@ -418,6 +420,7 @@ def test_fields_that_are_not_supported():
                     s.post(path, {**fine, "max_tokens": 1, key: value})
                 for value in others:
                     s.refuses(path, {**fine, "max_tokens": 1, key: value}, key)
+            same(len(s.post(path, {**fine, "max_tokens": 1, "n": 2, "best_of": 2})["choices"]), 2, "answers")
 
 
 def test_thinking_switched_off(folder):
