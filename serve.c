@@ -1019,9 +1019,13 @@ static void take_signal(int number) {
     if (!server.ready) _exit(DONE);
 }
 
-/* The key comes from --key-file or INFER_API_KEY. */
-static bool read_key(const Options *o, Error *e) {
+/* Checks --cors, and takes the key from --key-file or INFER_API_KEY. */
+static bool take_options(const Options *o, Error *e) {
     static Bytes file;
+    int n = 0; /* the length of the origin that --cors begins with */
+    if (o->cors) sscanf(o->cors, "%*[a-zA-Z0-9+.-]://%*[^/?#@, ]%n", &n);
+    if (o->cors && strcmp(o->cors, "*") && (!n || o->cors[n]))
+        return fail(e, USAGE, "--cors must be * or an origin such as http://localhost:3000, not '%.100s'", o->cors);
     server.key = environment("INFER_API_KEY");
     if (!o->key_file) return true;
     if (!file_read(o->key_file, 4096, &file, e)) return e->code = USAGE, false;
@@ -1063,7 +1067,7 @@ int serve(const Options *o) {
     Error e;
     server.o = o;
     TAILQ_INIT(&server.requests);
-    if (!read_key(o, &e) || !session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
+    if (!take_options(o, &e) || !session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
     server.name = o->alias ? o->alias : access(server.s.name, F_OK) ? server.s.name : basename(server.s.name);
     signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
     struct MHD_Daemon *daemon = start_daemon(o, &e);

@@ -526,12 +526,17 @@ def test_keys(folder):
 
 
 def test_cors():
+    for origin in ("nonsense", "", "a.example", "http://", "http:///", "http://a.example/", "http://a.example/x",
+                   "://a.example", "http://a.example, http://b.example", "**", "null"):
+        refused("serve", PARROT, "--cors", origin, code=2, words=["--cors must be * or an origin such as http://"])
     wanted = "authorization,content-type,x-stainless-lang"  # as of openai's package for JavaScript
-    for options, allowed in (([], None), (["--cors", "http://a.example"], "http://a.example"), (["--cors", "*"], "*")):
+    for options, allowed in (([], None), (["--cors", "http://a.example"], "http://a.example"), (["--cors", "*"], "*"),
+                             (["--cors", "http://[::1]:3000"], "http://[::1]:3000")):
+        page = "http://a.example" if allowed in (None, "*") else allowed
         with Server(PARROT, *options) as s:
             def ask(method, **more):
                 c = http.client.HTTPConnection("127.0.0.1", s.port, timeout=60)
-                c.request(method, CHAT, headers={"Origin": "http://a.example", **more})
+                c.request(method, CHAT, headers={"Origin": page, **more})
                 r = c.getresponse()
                 c.close()
                 return r.status, *(r.headers["Access-Control-Allow-" + name] for name in ("Origin", "Headers"))
