@@ -384,9 +384,8 @@ static cJSON *choice_json(Choice *c) {
     const char *key = !q->chat ? "text" : q->stream ? "delta" : "message";
     const bool some = c->shown > c->sent || !q->chat || (!q->stream && !c->calls);
     cJSON *thoughts = c->thoughts.n ? json_from_text(c->thoughts.data, c->thoughts.n) : NULL;
-    cJSON *said = some         ? json_from_text(c->text.data + c->sent, c->shown - c->sent)
-                  : !q->stream ? json_word(NULL)
-                               : NULL;
+    cJSON *said = some || q->stream ? NULL : json_word(NULL);
+    if (some) said = json_from_text(c->text.data + c->sent, c->shown - c->sent);
     if (q->chat)
         said = json_object("role", c->spoke ? NULL : json_word("assistant"), "content", said, "reasoning_content",
                            thoughts, "tool_calls", c->calls, NULL);
@@ -435,11 +434,6 @@ static void end_stream(Request *q) {
 }
 
 /* ---- from tokens to answers ---- */
-
-static void show_text(Choice *c, bool last) {
-    const Request *q = c->request;
-    if (text_stops(&c->text, &c->shown, q->stop, q->stops, last)) c->finish = "stop";
-}
 
 /* Adds arguments of a call to what is to be written. The name comes once, at the beginning. */
 static void add_call(Choice *c, const Message *m, Bytes arguments) {
@@ -495,13 +489,14 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
     }
     if (scored) add_score(c, token, logits); /* in a text a stop token has one, too */
     if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
+    last = last || stop;
+    if (last && q->chat) read_message(c, -1);
+    if (last && !q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
-    show_text(c, false);
-    if (c->finish || !(stop || last)) return;
-    if (q->chat) read_message(c, -1);
-    if (!q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
-    show_text(c, true);
-    if (!c->finish) c->finish = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
+    if (text_stops(&c->text, &c->shown, q->stop, q->stops, last))
+        c->finish = "stop";
+    else if (last)
+        c->finish = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
 }
 
 /* ---- the model's thread ---- */
