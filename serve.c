@@ -635,8 +635,11 @@ static bool make_chat(Request *q) {
     if (!take_tools(q, &force, &name)) return false;
     conversation_init(&talk);
     bool ok = conversation_parse(&talk, q->json, e);
-    if (cJSON_IsFalse(json_get(json_get(q->json, "chat_template_kwargs"), "enable_thinking")))
+    if (cJSON_IsFalse(json_get(json_get(q->json, "chat_template_kwargs"), "enable_thinking"))) {
         conversation_set(&talk.effort, "none");
+        if (ok && !chat_effort(&server.s.chat, "none", e))
+            ok = fail(e, 400, "enable_thinking cannot be false, because this model always thinks: leave it out");
+    }
     ok = ok && chat_render(&server.s.chat, &talk, true, &ids, e);
     size_t prompt = ids.n;
     ok = ok && (!force || chat_force(&server.s.chat, talk.effort, name, &ids, e));

@@ -437,7 +437,8 @@ def test_thinking_switched_off(folder):
         same(tokens({**off, "reasoning_effort": "high"}), tokens(off))
         expect(tokens(off) > tokens(on), "no empty thought")
     with Server(PARROT) as s:
-        s.refuses(CHAT, {"messages": HELLO, **off}, "effort", "none")
+        s.refuses(CHAT, {"messages": HELLO, **off}, "enable_thinking", "always thinks")
+        s.refuses(CHAT, {"messages": HELLO, "reasoning_effort": "none"}, "effort", "none")
 
 
 def test_one_call_at_most():
