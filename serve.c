@@ -216,8 +216,8 @@ static bool check_model(Request *q, const char *name) {
     return fail(&q->error, 404, "there is no model %.100s here, only %s", name, server.name);
 }
 
-/* Fields that change an answer and are not supported: in any request, in chats, in texts. FIELD=VALUE is accepted, as
- * this value changes nothing; make_chat() obeys enable_thinking. */
+/* Fields that change an answer and are not supported: in any request, in chats, in texts. FIELD=VALUE is accepted,
+ * because this value changes nothing; FIELD= has no such value. Only enable_thinking is obeyed, by make_chat(). */
 static const char unsupported[] =
     " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "
     "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "
@@ -299,7 +299,7 @@ static bool take_request(Request *q) {
 /* Gives the function of {"function": {"name": ...}} a name that every chat format allows. The hash keeps different
  * names apart, and does not change from one request to the next. */
 static void rename_function(Request *q, const cJSON *holder) {
-    cJSON *item = (cJSON *)(uintptr_t)json_get(json_get(holder, "function"), "name");
+    cJSON *item = cJSON_GetObjectItemCaseSensitive(json_get(holder, "function"), "name");
     const char *given = cJSON_GetStringValue(item);
     char used[64] = "";
     uint32_t hash = 0;
@@ -315,18 +315,19 @@ static void rename_function(Request *q, const cJSON *holder) {
 
 /* Takes tools and tool_choice. *force: the answer must be a call of the function *name, or of any if that is NULL. */
 static bool take_tools(Request *q, bool *force, const char **name) {
-    const cJSON *tools = json_get(q->json, "tools"), *choice = json_get(q->json, "tool_choice"), *each, *call;
+    const cJSON *choice = json_get(q->json, "tool_choice"), *each, *call;
     const char *word = cJSON_IsString(choice) ? choice->valuestring : choice ? "" : "auto";
-    const bool none = !strcmp(word, "none");
+    if (!strcmp(word, "none")) cJSON_DeleteItemFromObjectCaseSensitive(q->json, "tools"), word = "auto";
+    const cJSON *tools = json_get(q->json, "tools");
     const int n = cJSON_GetArraySize(tools);
     bool found = false;
-    q->names = n && !none ? cJSON_CreateObject() : NULL;
+    q->names = n ? cJSON_CreateObject() : NULL;
     cJSON_ArrayForEach(each, json_get(q->json, "messages")) cJSON_ArrayForEach(call, json_get(each, "tool_calls"))
         rename_function(q, call);
     rename_function(q, choice);
     *name = json_string(json_get(choice, "function"), "name");
     *force = *name || !strcmp(word, "required");
-    if (!*force && !none && strcmp(word, "auto"))
+    if (!*force && strcmp(word, "auto"))
         return fail(&q->error, 400, "tool_choice must be auto, none, required or a function");
     cJSON_ArrayForEach(each, tools) {
         rename_function(q, each);
@@ -335,7 +336,6 @@ static bool take_tools(Request *q, bool *force, const char **name) {
         found |= has && (!*name || !strcmp(has, *name));
     }
     if (*force && !found) return fail(&q->error, 400, "tool_choice asks for a function that tools do not have");
-    if (none) cJSON_DeleteItemFromObjectCaseSensitive(q->json, "tools");
     return true;
 }
 
