@@ -155,7 +155,7 @@ void stdin_read(Bytes *out) {
         fputs("infer: reading stdin until its end (Ctrl+D); </dev/null if there is none\n", stderr);
     read_all(stdin, most, out);
     if (ferror(stdin) && errno != EBADF) /* nohup's stdin is open for writing only: there is none */
-        fail(&e, USAGE, "stdin cannot be read: %m; give it a file or a pipe"), die(&e);
+        fail(&e, USAGE, "stdin cannot be read: %m; give it a file, as in <FILE"), die(&e);
     if (out->n > most) die(&(Error){USAGE, "stdin has more than the 268 MB that are allowed"});
 }
 
@@ -167,7 +167,7 @@ bool file_read(const char *path, size_t most, Bytes *out, Error *e) {
     bool ok = st.st_size <= (off_t)most ||
               fail(e, BAD_MODEL, "%s: %lld bytes, at most %zu are allowed", path, (long long)st.st_size, most);
     if (ok) read_all(f, most, out);
-    if (ferror(f)) ok = fail(e, BAD_MODEL, "%s: %m", path);
+    if (ferror(f)) ok = fail(e, BAD_MODEL, "%s: %m", path), out->n = 0;
     fclose(f);
     return ok;
 }

@@ -557,7 +557,7 @@ int doctor(const Options *o) {
                            v.runtime / 1000, v.runtime % 1000 / 10, v.built));
 
     struct statvfs disk = {0};
-    char *cache = hub_cache(), *copy = copy_text(cache, strlen(cache)), *there = copy; /* or what exists above it */
+    char *cache = hub_cache(), *copy = copy_text(cache, strlen(cache)), *there = copy; /* or the nearest that exists */
     while (statvfs(there, &disk) && strcmp(there, "/") && strcmp(there, ".")) there = dirname(there);
     finding(&d, "cache", NO_NETWORK,
             access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL,

@@ -99,7 +99,7 @@ typedef struct {
 
 /* `effort`: the prompt's, which tells if the prompt ends inside a thought. NULL: any but none. */
 void reader_init(Reader *r, const Chat *chat, const char *effort);
-/* Appends what the messages gain to `text`, unless that is NULL. */
+/* Appends what the messages gain to `text`, unless that is NULL. A token adds text to one message at most. */
 Read reader_push(Reader *r, int token, Bytes *text);
 /* Ends the stream and completes a message that was cut off. Returns what reader_push does. */
 Read reader_end(Reader *r, Bytes *text);

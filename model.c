@@ -25,7 +25,7 @@
 
 enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000, MOST_FILES = 1000 };
 enum { REQUIRED = -1 }; /* instead of a missing key's value */
-enum { NO_BIAS = -1 };  /* of a matrix: nothing would add one to its product */
+enum { NO_BIAS = -1 };  /* of a matrix that is not multiplied alone */
 
 /* ---- config and families ---- */
 
@@ -239,6 +239,7 @@ static void read_rope(Loader *load, bool window, Rope *out) {
     }
     /* GGUF's own factors: the first multiplies the scale of any type, the others must change nothing */
     scale *= config_number(load, load->config, "rope.scaling.attn_factor", 1e-6, 1e6, 1);
+    if (load->family->latent) only(load, load->config, "rope.scaling.attn_factor", 1); /* it scales all of q . k */
     only(load, load->config, "rope.scaling.yarn_attn_factor", 1);
     only(load, rope, "rope.scaling.yarn_ext_factor", yarn);
     const float *divisor = NULL;
@@ -1002,7 +1003,7 @@ static Encoding find_encoding(Loader *load, const char *name, int rows, int cols
     return near ? *near : (Encoding){.type = plain, .codes = ".weight"};
 }
 
-/* Binds the matrix (rows, cols) of a module and its bias. Even if `bias` is false, GPTQ and GGUF may store one. */
+/* Binds the matrix (rows, cols) of a module. bias: true, false (GPTQ and GGUF may still store one) or NO_BIAS. */
 static Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias) {
     const Encoding how = find_encoding(load, name, rows, cols);
     Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1};
@@ -1203,7 +1204,7 @@ static void bind_layer(Loader *load, int i) {
     if (l->shared_gate.rows > m->ffn_dim) m->ffn_dim = l->shared_gate.rows;
 }
 
-/* Is it a tensor that text generation does not need? Scales of activations and of the cache are not: both stay bf16. */
+/* Is it a tensor that text generation does not need? Scales of activations and of the cache are, as both stay bf16. */
 static bool left_out(const Loader *load, const char *name) {
     static const char scales[] = "input_scale qscale_act input_global_scale input_zero_point input_scale_ub k_scale "
                                  "v_scale q_scale kv_scale prob_scale output_scale";
@@ -1399,12 +1400,13 @@ typedef struct {
     int n;
 } List;
 
-/* Adds the model at a path, unless its name is listed already. */
-static void list_add(List *list, const char *path, const char *name) {
+/* Adds the model at a path, unless its name is listed already or none of its weights are here and no download has
+ * `begun`. */
+static void list_add(List *list, const char *path, const char *name, bool begun) {
     for (int i = 0; i < list->n; i++)
         if (!strcmp(list->entry[i].name, name)) return;
     ModelEntry m = model_entry(path);
-    if (!m.there) return;
+    if (!m.there || !(m.bytes || begun)) return;
     m.path = copy_text(path, strlen(path));
     m.name = copy_text(name, strlen(name));
     list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
@@ -1413,14 +1415,14 @@ static void list_add(List *list, const char *path, const char *name) {
 
 /* Adds what is at a path: the first file of a GGUF model, or a folder, with the GGUF files in it and one folder deeper.
  * They are shown as SHOWN/FILE. depth: 2 at the path itself. */
-static void add_path(List *list, const char *path, const char *shown, int depth) {
+static void add_path(List *list, const char *path, const char *shown, bool begun, int depth) {
     const bool gguf = gguf_named(path);
-    if (gguf ? gguf_parts(path) : depth == 2) list_add(list, path, shown);
+    if (gguf ? gguf_parts(path) : depth == 2) list_add(list, path, shown, begun);
     DIR *dir = gguf || !depth ? NULL : opendir(path);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         if (*d->d_name == '.') continue;
         char *inner = join(path, d->d_name), *name = join(shown, d->d_name);
-        add_path(list, inner, name, depth - 1);
+        add_path(list, inner, name, false, depth - 1);
         free(inner);
         free(name);
     }
@@ -1456,7 +1458,7 @@ static void add_all(List *list, const char *parent, bool hub) {
         char *model = hub ? find_snapshot(path) : copy_text(path, strlen(path));
         char *shown = dashes && !gguf_named(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
                                                   : text_print("%s", hub ? name : path);
-        if (model) add_path(list, model, shown, 2);
+        if (model) add_path(list, model, shown, hub, 2);
         free(path), free(model), free(shown);
     }
     if (dir) closedir(dir);
@@ -1499,7 +1501,7 @@ void models_free(ModelEntry *list, int n) {
 static char *find_inside(const char *folder) {
     List list = {0};
     char *config = join(folder, "config.json");
-    if (access(config, F_OK)) add_path(&list, folder, folder, 2);
+    if (access(config, F_OK)) add_path(&list, folder, folder, false, 2);
     char *found = text_print("%s", list.n == 1 ? list.entry->path : folder);
     models_free(list.entry, list.n);
     free(config);

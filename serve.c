@@ -217,7 +217,8 @@ static bool check_model(Request *q, const char *name) {
 }
 
 /* Fields that change an answer and are not supported: in any request, in chats, in texts. FIELD=VALUE is accepted,
- * because this value changes nothing; FIELD= has no such value. Only enable_thinking is obeyed, by make_chat(). */
+ * because this value changes nothing; FIELD= has no such value. Only enable_thinking changes something: make_chat()
+ * obeys it. */
 static const char unsupported[] =
     " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "
     "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "
@@ -452,7 +453,7 @@ static void add_call(Choice *c, const Message *m, Bytes arguments) {
                                                begins ? json_word("function") : NULL, "function", function, NULL));
 }
 
-/* Reads a token of a chat, or its end if it is negative, and takes the text that this adds to a message. Without a
+/* Reads a token of a chat; a negative one ends it. Takes the text that this adds to a message. Without a
  * stream, a call waits until it is complete. */
 static Read read_message(Choice *c, int token) {
     const Request *q = c->request;
@@ -1021,8 +1022,8 @@ static void take_signal(int number) {
 static bool take_options(const Options *o, Error *e) {
     static Bytes file;
     int n = 0; /* the length of the origin that --cors begins with */
-    if (o->cors) sscanf(o->cors, "%*[a-zA-Z0-9+.-]://%*[^/?#@, ]%n", &n);
-    if (o->cors && strcmp(o->cors, "*") && (!n || o->cors[n]))
+    if (o->cors) sscanf(o->cors, "%*[a-zA-Z0-9+.-]://%*[^/?#@,* \t]%n", &n);
+    if (o->cors && !text_listed("* null", o->cors) && (!n || o->cors[n])) /* null: of pages in files */
         return fail(e, USAGE, "--cors must be * or an origin such as http://localhost:3000, not '%.100s'", o->cors);
     server.key = environment("INFER_API_KEY");
     if (!o->key_file) return true;

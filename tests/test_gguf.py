@@ -117,6 +117,8 @@ def test_rope(folder):
         ids = golden(fixture)[0]
         same(*(logits(save(folder / "model.gguf", metadata | more, tensors), ids, folder)
                for more in ({}, {"deepseek2.rope.scaling.attn_factor": 1.0})), fixture)
+        refused("logits", save(folder / "model.gguf", metadata | {"deepseek2.rope.scaling.attn_factor": 1.5}, tensors),
+                "--ids", 1, words=["rope.scaling.attn_factor", "1.5"])
 
 
 def test_missing_keys(folder):
