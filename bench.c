@@ -538,7 +538,6 @@ static void finding(Doctor *d, const char *what, int code, const char *cure, cha
 int doctor(const Options *o) {
     Doctor d = {.json = o->json, .all = cJSON_CreateArray()};
     char text[200], a[24], b[24];
-
     Devices v = {0};
     backend->describe(&v); /* runtime 0: a build without CUDA, which needs no GPU */
     if (!v.gpus)
@@ -557,7 +556,8 @@ int doctor(const Options *o) {
                            v.runtime / 1000, v.runtime % 1000 / 10, v.built));
 
     struct statvfs disk = {0};
-    char *cache = hub_cache(), *copy = copy_text(cache, strlen(cache)), *there = copy; /* or the nearest that exists */
+    /* the cache's folder, or the nearest one above it that exists */
+    char *cache = hub_cache(), *copy = copy_text(cache, strlen(cache)), *there = copy;
     while (statvfs(there, &disk) && strcmp(there, "/") && strcmp(there, ".")) there = dirname(there);
     finding(&d, "cache", NO_NETWORK,
             access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL,

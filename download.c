@@ -714,8 +714,7 @@ int rm(const Options *o) {
         char *dir = model_find(o->model, &e);
         if (!dir && repository) die(&e);
         if (!dir || strncmp(dir, hub.cache, n) || strncmp(dir + n, "/models--", 9) || strstr(dir + n, "/.."))
-            give_up(USAGE, "'%.200s' is no model in the hub's cache, %s: infer list shows them", dir ? dir : o->model,
-                    hub.cache);
+            give_up(USAGE, "'%.99s' is no model in the hub's cache, %s: infer list", dir ? dir : o->model, hub.cache);
         snprintf(hub.folder, sizeof hub.folder, "%.*s", (int)(n + 1 + strcspn(dir + n + 1, "/")), dir);
         free(dir);
     }

@@ -140,7 +140,7 @@ int draw_logits(float *logits, int vocab, const Sampling *how, int position, con
  * pages, and the scheduler computes them again later. That changes no result, because a draw depends only on the text,
  * the seed and the position. */
 
-/* Tokens of a step for each answer: its own, and five of prompts. */
+/* Tokens of a step for each answer: its own and five of prompts, so prompts up to five times as long keep up. */
 enum { TOKENS_PER_ANSWER = 6 };
 
 typedef struct {

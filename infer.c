@@ -369,16 +369,18 @@ static void print_help(const Command *c) {
     }
 }
 
-static double loading_since, progress_drawn;
+static double loading_since;
 
 static void show_progress(uint64_t done, uint64_t total) {
+    static double drawn;
     double now = seconds(), spent = now - loading_since;
-    if (done < total && now - progress_drawn < 0.05) return;
-    progress_drawn = now;
-    const bool cut = put_escape(stderr, "\r"); /* a dumb terminal would show the escapes */
-    fprintf(stderr, "\r%sLoading %.0f%% at %.1f GB/s%s%s", cut ? WRAP_OFF : "",
-            total ? 100 * (double)done / (double)total : 100, spent > 0 ? (double)done / 1e9 / spent : 0,
-            cut ? WRAP_ON : "", done < total ? "" : "\n");
+    if (done < total && now - drawn < 0.05) return;
+    drawn = now;
+    fputc('\r', stderr), put_escape(stderr, WRAP_OFF);
+    fprintf(stderr, "Loading %.0f%% at %.1f GB/s", total ? 100 * (double)done / (double)total : 100,
+            spent > 0 ? (double)done / 1e9 / spent : 0);
+    put_escape(stderr, WRAP_ON);
+    if (done >= total) fputc('\n', stderr);
 }
 
 /* ---- opening a model ---- */

@@ -25,14 +25,14 @@
 
 enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000, MOST_FILES = 1000 };
 enum { REQUIRED = -1 }; /* instead of a missing key's value */
-enum { NO_BIAS = -1 };  /* of a matrix that is not multiplied alone */
+enum { NO_BIAS = -1 };  /* instead of false: nothing would add a bias that a file stores */
 
 /* ---- config and families ---- */
 
 typedef struct {
     const char *model_type; /* of config.json */
     const char *defaults;   /* values of keys that its config.json leaves out, where families differ */
-    const char *fixed;      /* keys of these whose value counts even if config.json has another; or NULL */
+    const char *fixed;      /* those whose value counts even if config.json has another; or NULL */
     Act act;
     bool gemma;      /* files hold norms as w - 1; norms also follow attention and MLP; embeddings are scaled */
     bool head_norms; /* RMSNorm of each head of q and k before RoPE */
@@ -237,9 +237,9 @@ static void read_rope(Loader *load, bool window, Rope *out) {
         high = fmin(high, d - 1);
         if (low == high) high += 0.001;
     }
-    /* GGUF's own factors: the first multiplies the scale of any type, the others must change nothing */
+    /* GGUF's own factors: the first multiplies the scale, with latents all of q . k, too; the others must be neutral */
+    if (load->family->latent) only(load, load->config, "rope.scaling.attn_factor", 1);
     scale *= config_number(load, load->config, "rope.scaling.attn_factor", 1e-6, 1e6, 1);
-    if (load->family->latent) only(load, load->config, "rope.scaling.attn_factor", 1); /* it scales all of q . k */
     only(load, load->config, "rope.scaling.yarn_attn_factor", 1);
     only(load, rope, "rope.scaling.yarn_ext_factor", yarn);
     const float *divisor = NULL;
@@ -1204,7 +1204,7 @@ static void bind_layer(Loader *load, int i) {
     if (l->shared_gate.rows > m->ffn_dim) m->ffn_dim = l->shared_gate.rows;
 }
 
-/* Is it a tensor that text generation does not need? Scales of activations and of the cache are, as both stay bf16. */
+/* Is it a tensor that text generation does not need, as scales of activations and of the cache, which stay bf16? */
 static bool left_out(const Loader *load, const char *name) {
     static const char scales[] = "input_scale qscale_act input_global_scale input_zero_point input_scale_ub k_scale "
                                  "v_scale q_scale kv_scale prob_scale output_scale";

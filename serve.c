@@ -216,9 +216,8 @@ static bool check_model(Request *q, const char *name) {
     return fail(&q->error, 404, "there is no model %.100s here, only %s", name, server.name);
 }
 
-/* Fields that change an answer and are not supported: in any request, in chats, in texts. FIELD=VALUE is accepted,
- * because this value changes nothing; FIELD= has no such value. Only enable_thinking changes something: make_chat()
- * obeys it. */
+/* Fields that are not supported: in any request, in chats, in texts. The value behind the = changes nothing and is
+ * accepted, and so is enable_thinking, which make_chat() obeys. The space in front marks where a field begins. */
 static const char unsupported[] =
     " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "
     "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "
@@ -453,8 +452,8 @@ static void add_call(Choice *c, const Message *m, Bytes arguments) {
                                                begins ? json_word("function") : NULL, "function", function, NULL));
 }
 
-/* Reads a token of a chat; a negative one ends it. Takes the text that this adds to a message. Without a
- * stream, a call waits until it is complete. */
+/* Reads a token of a chat; a negative one ends it. Takes the text that this adds to a message. Without a stream, a call
+ * waits until it is complete. */
 static Read read_message(Choice *c, int token) {
     const Request *q = c->request;
     Reader *r = &c->reader;

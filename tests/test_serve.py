@@ -400,6 +400,8 @@ def test_fields_that_are_not_supported():
     """Refused by name, unless the value changes nothing. Fields that nobody knows are ignored."""
     schema, text, name = {"type": "json_object"}, {"type": "text"}, {"name": "f"}
     both = {"best_of": ([1], [2, "x"]), "truncate_prompt_tokens": ([], [5]), "include_reasoning": ([True], [False]),
+            "repeat_penalty": ([1], [1.1]), "typical_p": ([1], [0.5]), "return_token_ids": ([False], [True]),
+            "return_tokens_as_token_ids": ([False], [True]),
             "suffix": ([""], ["x"]), "frequency_penalty": ([0, 0.0, -0.0], [0.5]),
             "min_tokens": ([0], [5]), "stop_token_ids": ([[]], [[5]]), "bad_words": ([[]], [["x"]]),
             "modalities": ([["text"]], [["audio"], "text"]), "function_call": (["auto", "none"], [name]),
