@@ -70,7 +70,7 @@ __device__ inline uint32_t pack(float low, float high) {
 /* The type of the activations that a matrix multiplies. */
 __host__ __device__ inline Type type_for(const Matrix &m) { return m.type == F32 || m.type == F16 ? m.type : BF16; }
 /* Stores element i of a row for a matrix of this type, or elements i and i + 1, i even. f16 ends at 65504. */
-__device__ inline f16 to_f16(float x) { return (f16)fminf(fmaxf(x, -65504), 65504); }
+__device__ inline f16 to_f16(float x) { return (f16)(fabsf(x) > 65504 ? copysignf(65504, x) : x); } /* keeps a NaN */
 __device__ inline void store_as(Type type, void *row, size_t i, float x) {
     if (type == F32)
         ((float *)row)[i] = x;
@@ -1443,12 +1443,14 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
     return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
+constexpr size_t SMALL = 16 << 20, LARGE = 256 << 20; /* bytes of a matrix */
 /* The one table from types of weights to instances. `most`, choices of a job, selects `product` up to 8, else tiles. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs) {
     /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
-    constexpr int MOST = T == MXFP4 ? 8 : is_coded(T) ? 32 : 24; /* tokens of a group; groups are of equal size */
-    const int groups = p.job ? 1 : (p.tokens + MOST - 1) / MOST;
+    constexpr int MOST = T == MXFP4 ? 8 : 32; /* tokens of a group; groups are of equal size */
+    const int most = !is_coded(T) && p.tokens <= 48 && gpu->largest <= SMALL ? std::min(MOST, 24) : MOST;
+    const int groups = p.job ? 1 : (p.tokens + most - 1) / most;
     p.group = (p.tokens + groups - 1) / groups;
     const int blocks = std::min(jobs * p.w.tiles(), std::max(1, Encoding<T>::BLOCKS * gpu->sms * 8 / warps / groups));
     auto with = [&](auto kernel, size_t ring) {
@@ -1522,21 +1524,20 @@ enum Way {
     TILED,    /* by `product_tiled` */
     BLAS      /* by cuBLAS, codes after decode_matrix() */
 };
-/* Reading a small matrix takes less time than starting cuBLAS; up to LARGE that holds for three tiles of tokens. If all
- * matrices of the layers are small, streaming also saves the kernels for norms and activations, so it pays for more
- * tokens. Codes are streamed while that is faster than making them bf16. The room for that, `decoded`, holds any matrix
- * of a layer, but perhaps not the head. */
+/* Up to 24 or 32 tokens, streaming takes less time than starting cuBLAS, but not for a large head. If all matrices of
+ * the layers are small, it also saves the kernels for norms and activations, so it pays for more tokens. Codes are
+ * streamed while that is faster than making them bf16, or in tiles where tiles fill the card and the last is no mere
+ * rest. The room to make them bf16, `decoded`, holds any matrix of a layer, but perhaps not the head. */
 Way way_of(const Pass *a, const Matrix &m, int tokens) {
     if (m.type == F32) return BLAS;
     if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;
-    const bool room = !is_coded(m.type) || (size_t)m.rows * m.stride <= a->gpu->decoded_size;
-    constexpr size_t SMALL = 16 << 20, LARGE = 128 << 20;
-    const int limit = is_coded(m.type)          ? MAX_STREAMED
-                      : m.bytes > LARGE         ? MAX_DECODE
-                      : m.bytes > SMALL         ? 24
-                      : a->gpu->largest > SMALL ? 32
-                                                : 48;
-    return tokens <= limit ? STREAMED : room ? BLAS : TILED;
+    const size_t largest = a->gpu->largest;
+    const int limit = m.bytes > LARGE ? MAX_DECODE : largest > 2 * SMALL ? 32 : largest > SMALL ? 24 : 64;
+    if (!is_coded(m.type)) return tokens <= limit ? STREAMED : BLAS;
+    const bool full = m.tiles() / 8 * ((tokens + 63) / 64) >= a->gpu->sms && (tokens - 1) % 64 >= 16;
+    if (tokens > 48 && tokens <= 256 && full) return TILED;
+    if (tokens <= MAX_STREAMED) return STREAMED;
+    return (size_t)m.rows * m.stride <= a->gpu->decoded_size ? BLAS : TILED;
 }
 /* A product without jobs. If it is streamed, it also prepares the norm that follows. */
 bool multiply(Pass *a, Product p, Error *e) {

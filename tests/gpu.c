@@ -225,10 +225,11 @@ static void shapes_pass(const char *config, int layers, double share, const char
     enum { LONG = 5000, VOCAB = 512 };
     static const struct {
         size_t cached, n, chunk;
-    } runs[] = {{0, 1, 1},       {0, 2, 2},       {0, 7, 7},      {0, 16, 16},       {8, 16, 8},
-                {3, 7, 4},       {1, 2, 1},       {0, 17, 17},    {0, 63, 63},       {0, 64, 64},
-                {47, 64, 17},    {0, 65, 65},     {1, 65, 64},    {0, 127, 127},     {64, 127, 63},
-                {0, 128, 128},   {63, 128, 65},   {0, 129, 129},  {0, 1000, 1000},   {127, 1000, 1000},
+    } runs[] = {{0, 1, 1},       {0, 2, 2},       {0, 7, 7},      {0, 16, 16},       {8, 16, 8},      {3, 7, 4},
+                {1, 2, 1},       {0, 17, 17},     {0, 24, 24},    {0, 25, 25},       {0, 32, 32},     {0, 33, 33},
+                {0, 48, 48},     {0, 49, 49},     {0, 63, 63},    {0, 64, 64},       {47, 64, 17},    {0, 65, 65},
+                {1, 65, 64},     {0, 81, 81},     {0, 96, 96},    {0, 97, 97},       {0, 127, 127},   {64, 127, 63},
+                {0, 128, 128},   {63, 128, 65},   {0, 129, 129},  {0, 256, 256},     {0, 1000, 1000}, {127, 1000, 1000},
                 {0, 5000, 5000}, {0, 5000, 5000}, {0, 5000, 700}, {1000, 5000, 5000}};
     Checkpoint c;
     Engine g;
@@ -522,6 +523,17 @@ static void shapes_dense_64(void) {
 }
 static void shapes_dense_128(void) {
     shapes_pass(DENSE "\"num_attention_heads\":16,\"num_key_value_heads\":2,\"head_dim\":128}", 3, 1, NULL);
+}
+
+/* Matrices of more than 16 MB, and of so many rows that tiles of 64 tokens fill the card: way_of() has limits there. */
+#define WIDE                                                                                                           \
+    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"num_hidden_layers\":%d,\"vocab_size\":%d,"   \
+    "\"hidden_size\":512,\"intermediate_size\":8448,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"         \
+    "\"rms_norm_eps\":1e-05,\"rope_theta\":10000,\"attention_bias\":false,\"mlp_bias\":false,"                         \
+    "\"tie_word_embeddings\":false,\"num_attention_heads\":8,\"num_key_value_heads\":2,\"head_dim\":64}"
+static void shapes_wide(void) {
+    const char *encodings[] = {NULL, "f16", "fp8", "gptq4", "q4_1", "q8_0", "q5_k", "q6_k"};
+    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) shapes_pass(WIDE, 2, 1, encodings[i]);
 }
 
 /* Experts in 16 bits and in every type of codes on the card. From 21 tokens on (17, where all eight are chosen) codes
@@ -905,6 +917,7 @@ int main(void) {
     run("gpu: the reference, fast and plain agree at every stage, gpt-oss-20b's shapes", stages_of_20b_pass);
     run("gpu: prompts of 1 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
     run("gpu: prompts of 1 to 5,000 tokens, 8 heads of 128 share keys", shapes_dense_128);
+    run("gpu: prompts of 1 to 5,000 tokens, wide matrices in 16 bits and in codes", shapes_wide);
     run("gpu: prompts of 1 to 5,000 tokens, experts in 16 bits and in codes", shapes_experts);
     run("gpu: prompts of 1 to 5,000 tokens, latent attention", shapes_latent);
     run("gpu: a shared expert in F16 beside experts in BF16", shared_expert_may_be_f16);
