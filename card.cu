@@ -858,18 +858,22 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
     cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
     if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_EPILOGUE, &bias, sizeof bias);
     if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &m.bias, sizeof m.bias);
+    auto shape_for = [&](int n) {
+        cublasLtMatrixLayoutInit(&x_layout, type, m.cols, n, x_pitch);
+        cublasLtMatrixLayoutInit(&y_layout, y_type == F32 ? CUDA_R_32F : CUDA_R_16BF, m.rows, n, y_pitch);
+    };
     cublasLtMatrixLayoutInit(&w_layout, type, m.cols, m.rows, m.stride);
-    cublasLtMatrixLayoutInit(&x_layout, type, m.cols, tokens, x_pitch);
-    cublasLtMatrixLayoutInit(&y_layout, y_type == F32 ? CUDA_R_32F : CUDA_R_16BF, m.rows, tokens, y_pitch);
-    std::array<int, 4> kind = {m.rows, m.cols, tokens,
+    const int like = (tokens + 31) / 32 * 32; /* similar numbers share a query, which stops all answers for a while */
+    std::array<int, 4> kind = {m.rows, m.cols, like,
                                (int)(add + 2 * (m.bias != NULL) + 4 * (y_type == F32) + 8 * m.type)};
     auto known = gpu->algorithm.find(kind);
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    if (known == gpu->algorithm.end()) { /* the query takes longer than the launch */
+    if (known == gpu->algorithm.end()) {
         cublasLtMatmulPreferenceOpaque_t preference;
         cublasLtMatmulHeuristicResult_t found;
         size_t room = PRODUCT_ROOM;
         int n = 0;
+        shape_for(like);
         cublasLtMatmulPreferenceInit(&preference);
         cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
         status = cublasLtMatmulAlgoGetHeuristic(gpu->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout,
@@ -877,6 +881,7 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
         if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
         if (!status) known = gpu->algorithm.insert({kind, found.algo}).first;
     }
+    shape_for(tokens);
     if (!status)
         status = cublasLtMatmul(gpu->blas, &product, &one, m.data, &w_layout, x, &x_layout, &beta, y, &y_layout, y,
                                 &y_layout, &known->second, gpu->product_room, PRODUCT_ROOM, gpu->stream);
