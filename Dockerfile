@@ -8,7 +8,7 @@ ARG SYSTEM=ubuntu22.04
 
 FROM nvidia/cuda:${CUDA}-devel-${SYSTEM} AS build
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        gcc make pkg-config libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev \
+        gcc g++ make pkg-config libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev \
         libmicrohttpd-dev
 WORKDIR /src
 COPY Makefile page.html infer.1 *.c *.h *.cu *.cuh ./
