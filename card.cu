@@ -863,7 +863,8 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
         cublasLtMatrixLayoutInit(&y_layout, y_type == F32 ? CUDA_R_32F : CUDA_R_16BF, m.rows, n, y_pitch);
     };
     cublasLtMatrixLayoutInit(&w_layout, type, m.cols, m.rows, m.stride);
-    const int like = (tokens + 31) / 32 * 32; /* similar numbers share a query, which stops all answers for a while */
+    /* Similar numbers of many tokens share a query, because one stops all answers for a while. */
+    const int like = tokens <= MAX_DECODE ? tokens : (tokens + 31) / 32 * 32;
     std::array<int, 4> kind = {m.rows, m.cols, like,
                                (int)(add + 2 * (m.bias != NULL) + 4 * (y_type == F32) + 8 * m.type)};
     auto known = gpu->algorithm.find(kind);
