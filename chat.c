@@ -134,7 +134,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
     static const char *const names[CONTROLS] = {"<|start|>", "<|channel|>", constrained,     "<|message|>", "<|end|>",
                                                 "<|call|>",  "<|return|>",  "<|endoftext|>", open_think,    close_think,
                                                 open_call,   close_call,    "<|python_tag|>"};
-    static const char preset[] = "<|im_start|>system\\n"; /* behind it stands ChatML's own system text */
+    static const char preset[] = "<|im_start|>system\\n"; /* behind it stands ChatML's own system text, in UTF-8 */
     Bytes text = {0};
     *chat = (Chat){.tokenizer = t, .format = &harmony};
     for (int i = 0; i < CONTROLS; i++)
@@ -147,7 +147,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
         if (fits(formats + i, text.data, t, &chat->end)) chat->format = formats + i;
     for (const char *s = text.data; (s = strstr(s, preset)) && !chat->preset;) {
         size_t n = strcspn(s += strlen(preset), "'\\<");
-        if (n && begins(s + n, "<|im_end|>")) chat->preset = copy_text(s, n);
+        if (n && utf8_check(s, n) == n && begins(s + n, "<|im_end|>")) chat->preset = copy_text(s, n);
     }
     bytes_free(&text);
     return chat->format ||

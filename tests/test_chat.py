@@ -100,6 +100,15 @@ def test_text_never_becomes_control_tokens(folder):
     each([c for c in all_cases() if "thoughts" not in c[0] or "call" in c[0]], check)
 
 
+def test_bytes_of_a_template_never_become_tokens(folder):
+    """ChatML's own system text stands in the prompt, unless it is not UTF-8."""
+    made = folder_of("SmolLM2", folder)
+    template = MODELS["SmolLM2"]["has"].encode().replace(b"You are", b"\xff403;\xff99999999;You are")
+    (made / "chat_template.jinja").write_bytes(template)
+    text = infer("render", made, stdin=json.dumps({"messages": [{"role": "user", "content": "Hi"}]})).text
+    same(text, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "prompt")
+
+
 THOUGHT, HI = message("A", "analysis"), message("Hi", "final")
 
 
