@@ -195,16 +195,14 @@ static void message_free(Message *m) {
     *m = (Message){0};
 }
 
-void conversation_remove(Conversation *c, int from, int n) {
-    for (int i = from; i < from + n; i++) message_free(c->message + i);
-    if (n) memmove(c->message + from, c->message + from + n, (size_t)(c->messages - from - n) * sizeof *c->message);
-    c->messages -= n;
+void conversation_cut(Conversation *c, int keep) {
+    while (c->messages > keep) message_free(c->message + --c->messages);
 }
 
 void conversation_free(Conversation *c) {
     free(c->effort), free(c->date), free(c->instructions);
     cJSON_Delete(c->request);
-    conversation_remove(c, 0, c->messages);
+    conversation_cut(c, 0);
     free(c->message);
     *c = (Conversation){0};
 }

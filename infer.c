@@ -1022,7 +1022,7 @@ static bool slash_last(Play *p, bool again, Error *e) {
     Bytes *text = &p->talk.message[last].content;
     if (!again) text->data[utf8_check(text->data, text->n < 60 ? text->n : 60)] = 0; /* whole characters */
     if (!again) put_text(stdout, NULL, "Taken back: ", text->data);
-    conversation_remove(&p->talk, last + again, p->talk.messages - last - again);
+    conversation_cut(&p->talk, last + again);
     if (again) converse(p);
     return true;
 }
@@ -1072,7 +1072,7 @@ static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
     if (!strcmp(name, "/prompt")) return slash_prompt(p, true, e);
     if (!strcmp(name, "/save") || !strcmp(name, "/load")) return slash_file(p, argument, name[1] == 's', e);
     if (!strcmp(name, "/system")) slash_system(p, argument);
-    if (!strcmp(name, "/clear")) conversation_remove(&p->talk, 0, p->talk.messages);
+    if (!strcmp(name, "/clear")) conversation_cut(&p->talk, 0);
     if (!strcmp(name, "/help")) slash_help();
     *leave = !strcmp(name, "/exit");
     return true;
