@@ -160,15 +160,13 @@ const char *chat_name(const Chat *chat) { return chat->format->name; }
 
 void chat_close(Chat *chat) { free(chat->preset); }
 
-static bool effort_known(const char *effort) {
-    return same(effort, "none") || same(effort, "low") || same(effort, "medium") || same(effort, "high");
-}
-
 bool chat_effort(const Chat *chat, const char *effort, Error *e) {
     const Format *f = chat->format;
     bool always = f == &harmony || (f->think && !f->quiet);
-    if (effort_known(effort) && !(always && same(effort, "none"))) return true;
-    return fail(e, USAGE, "the effort must be low, medium or high%s, not '%.40s'", always ? "" : ", or none", effort);
+    if (same(effort, "low") || same(effort, "medium") || same(effort, "high")) return true;
+    if (same(effort, "none") && !always) return true;
+    return fail(e, USAGE, "the effort (in JSON reasoning_effort) must be low, medium or high%s, not '%.40s'",
+                always ? "" : ", or none", effort);
 }
 
 /* ---- conversations ---- */
@@ -336,8 +334,6 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
             return fail(e, USAGE, "%s is not a text", texts[t]);
     if (json_string(json, "date")) conversation_set(&c->date, json_string(json, "date"));
     if (json_string(json, "reasoning_effort")) conversation_set(&c->effort, json_string(json, "reasoning_effort"));
-    if (!effort_known(c->effort))
-        return fail(e, USAGE, "reasoning_effort must be none, low, medium or high, not '%.40s'", c->effort);
     if (tools && !cJSON_IsArray(tools)) return fail(e, USAGE, "tools is not an array");
     cJSON_ArrayForEach(each, tools) {
         const char *name = json_string(json_get(each, "function"), "name");

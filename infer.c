@@ -994,6 +994,7 @@ static bool slash_load(Play *p, const char *path, Error *e) {
     conversation_init(&loaded);
     conversation_set(&loaded.date, p->talk.date); /* unless the file has another */
     bool ok = json && conversation_parse(&loaded, json, e);
+    if (p->chat) ok = ok && chat_effort(&p->m.chat, loaded.effort, e);
     cJSON_Delete(json);
     conversation_free(ok ? &p->talk : &loaded);
     if (ok) p->talk = loaded, put_text(stdout, NULL, "Loaded ", path);
