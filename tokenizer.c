@@ -455,23 +455,22 @@ static void piece_add(Tokenizer *t, const char *s, size_t n) {
 }
 
 /* Gives an id its bytes, those of t->text from `begin` on. */
-static bool define(Tokenizer *t, const cJSON *value, const char *name, size_t begin, Error *e) {
+static bool define(Tokenizer *t, double number, const char *name, size_t begin, Error *e) {
     size_t n = t->text.n - begin;
     uint64_t key = hash(FNV, t->text.data + begin, n);
-    int64_t id;
-    if (!json_whole(value, 0, MOST_IDS - 1, &id))
+    if (!(number >= 0 && number < MOST_IDS && number == (int)number))
         return fail(e, BAD_MODEL, "the id of '%.100s' is not a whole number below %d", name, MOST_IDS);
-    if (t->size <= id) t->size = (int)id + 1;
+    int id = (int)number;
+    if (t->size <= id) t->size = id + 1;
     if (!n || t->piece[id].n || map_get(&t->by_text, key) >= 0)
-        return fail(e, BAD_MODEL, "the token '%.100s', id %d, is empty, or its text or id appears twice", name,
-                    (int)id);
+        return fail(e, BAD_MODEL, "the token '%.100s', id %d, is empty, or its text or id appears twice", name, id);
     t->piece[id] = (Piece){.begin = (uint32_t)begin, .n = (uint32_t)n};
-    map_put(&t->by_text, key, (int)id);
+    map_put(&t->by_text, key, id);
     return true;
 }
 
 /* A token of the vocabulary. */
-static bool read_token(Tokenizer *t, const cJSON *id, const char *text, Error *e) {
+static bool read_token(Tokenizer *t, double id, const char *text, Error *e) {
     size_t begin = t->text.n;
     piece_add(t, text, strlen(text));
     return define(t, id, text, begin, e);
@@ -495,14 +494,14 @@ static void find_byte_tokens(Tokenizer *t, bool fallback) {
 
 /* Adds a token that is cut out of the text first. Its text is literal, not in GPT-2's alphabet. The vocabulary may list
  * it too, with the same id. */
-static bool add_token(Tokenizer *t, const cJSON *value, const char *text, bool control, bool normalized, Error *e) {
+static bool add_token(Tokenizer *t, double number, const char *text, bool control, bool normalized, Error *e) {
     size_t n = strlen(text), begin = t->text.n;
     if (n > MOST_ADDED) return fail(e, BAD_MODEL, "the added token '%.100s' has more than %d bytes", text, MOST_ADDED);
     int id = find(t, text, n);
-    if (id < 0 || !cJSON_IsNumber(value) || value->valuedouble != id) {
+    if (id < 0 || id != number) {
         bytes_add(&t->text, text, n);
-        if (!define(t, value, text, begin, e)) return false;
-        id = (int)value->valuedouble;
+        if (!define(t, number, text, begin, e)) return false;
+        id = (int)number;
     }
     if (t->piece[id].added) return fail(e, BAD_MODEL, "two added tokens have the id %d", id);
     t->piece[id].added = true;
@@ -558,7 +557,7 @@ static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
     if ((prefix && *prefix) || (suffix && *suffix))
         return fail(e, BAD_MODEL, "continuing_subword_prefix and end_of_word_suffix are not implemented");
     if (json_true(model, "ignore_merges")) t->features |= IGNORE_MERGES;
-    cJSON_ArrayForEach(token, vocab) if (!read_token(t, token, token->string, e)) return false;
+    cJSON_ArrayForEach(token, vocab) if (!read_token(t, cJSON_GetNumberValue(token), token->string, e)) return false;
     if (!read_merges(t, merges, e)) return false;
     t->unknown = unknown && json_true(model, "fuse_unk") ? find(t, unknown, strlen(unknown)) : -1;
     find_byte_tokens(t, json_true(model, "byte_fallback"));
@@ -570,7 +569,8 @@ static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
     if (!text) return fail(e, BAD_MODEL, "an added token has no content");
     if (json_true(added, "single_word") || json_true(added, "lstrip") || json_true(added, "rstrip"))
         return fail(e, BAD_MODEL, "single_word, lstrip and rstrip of '%.100s' are not implemented", text);
-    return add_token(t, json_get(added, "id"), text, json_true(added, "special"), json_true(added, "normalized"), e);
+    const double id = cJSON_GetNumberValue(json_get(added, "id")); /* NaN if it is none */
+    return add_token(t, id, text, json_true(added, "special"), json_true(added, "normalized"), e);
 }
 
 /* ---- its components; false: it is not implemented ---- */
@@ -717,11 +717,10 @@ static bool read_tokens(Tokenizer *t, const cJSON *metadata, Error *e) {
     bool ok = true;
     for (int id = 0; token && ok; id++, token = token->next, type = type ? type->next : NULL) {
         const char *text = cJSON_GetStringValue(token);
-        const cJSON number = {.type = cJSON_Number, .valuedouble = id};
         int kind = cJSON_IsNumber(type) ? (int)type->valuedouble : NORMAL;
         bool cut = kind == UNKNOWN || kind == CONTROL || kind == USER_DEFINED;
         if (!text || !*text || kind == UNUSED) continue;
-        ok = cut ? add_token(t, &number, text, kind != USER_DEFINED, false, e) : read_token(t, &number, text, e);
+        ok = cut ? add_token(t, id, text, kind != USER_DEFINED, false, e) : read_token(t, id, text, e);
         if (kind == UNKNOWN) t->unknown = id;
     }
     return ok;
