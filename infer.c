@@ -729,9 +729,12 @@ static struct {
     bool cancelled; /* Ctrl+C */
 } editor;
 
+static void suspend(int number);
+
 /* While an answer is written, Ctrl+C must not discard what a slow terminal has yet to show. In a loop the terminal also
- * hides typed text and keeps it for the next line. A Ctrl+D in it arrives as a NUL, which libedit does not add. */
+ * hides typed text and keeps it for the next line. A Ctrl+D in it arrives as a NUL, which is bound to nothing. */
 static void set_answering(bool on, bool loop) {
+    const struct sigaction stop = {.sa_handler = on ? suspend : SIG_DFL, .sa_flags = SA_RESTART | SA_NODEFER};
     struct termios mode;
     const tcflag_t echo = loop ? ECHO : 0;
     const pid_t front = tcgetpgrp(STDOUT_FILENO);
@@ -739,6 +742,16 @@ static void set_answering(bool on, bool loop) {
         return; /* it would stop a background job */
     mode.c_lflag = on ? (mode.c_lflag & ~echo) | NOFLSH : (mode.c_lflag | echo) & ~(tcflag_t)NOFLSH;
     tcsetattr(STDOUT_FILENO, TCSANOW, &mode);
+    if (loop) sigaction(SIGTSTP, &stop, NULL);
+}
+
+/* Ctrl+Z while a loop writes an answer: the shell gets the terminal as it was. */
+static void suspend(int number) {
+    const int error = errno;
+    set_answering(false, true);
+    raise(number);
+    set_answering(true, true);
+    errno = error;
 }
 
 /* libedit calls it when it draws the line, also when the program goes on after Ctrl+Z. */
@@ -798,7 +811,8 @@ static void editor_open(void) {
     } keys[] = {
         {"^C", "cancel", edit_cancel},       {"^Z", "suspend", edit_suspend},    {"^I", "complete", edit_complete},
         {"\033[200~", "paste", edit_paste},  {"^R", "em-inc-search-prev", NULL}, {"\033[1;5C", "em-next-word", NULL},
-        {"\033[1;5D", "ed-prev-word", NULL}, {"\033[5~", "ed-ignore", NULL},     {"\033[6~", "ed-ignore", NULL}};
+        {"\033[1;5D", "ed-prev-word", NULL}, {"\033[5~", "ed-ignore", NULL},     {"\033[6~", "ed-ignore", NULL},
+        {"^@", "ed-ignore", NULL}};
     HistEvent event;
     struct stat file;
     const char *home = getenv("HOME");

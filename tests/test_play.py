@@ -1005,6 +1005,15 @@ def test_ctrl_d_during_an_answer_means_nothing():
         same(questions(t), ["Count.", "Hello!"], "questions")
 
 
+def test_ctrl_d_leaves_after_one_during_an_answer():
+    with play() as t:  # its end sends the second
+        t.send("Count.\n")
+        t.wait("Assistant: 1 2 3")
+        t.send("\x04")
+        t.wait("[Generated")
+        t.prompt()
+
+
 def test_ctrl_c_while_the_prompt_is_read():
     """It shows at once, and the loop goes on."""
     with play() as t:
@@ -1049,6 +1058,23 @@ def test_ctrl_z_suspends():
         t.wait("Assistant: Hello!", "[Generated")
         t.prompt()
         same(questions(t), ["Hello!"], "the line")
+
+
+def test_ctrl_z_during_an_answer():
+    """Typed text stays hidden behind it, and is the next line."""
+    with Terminal("-c", SHELL, CHECKED, "play", PARROT, *GREEDY, program=sys.executable) as t:
+        t.wait("Ready")
+        t.prompt()
+        t.send("Count.\n")
+        t.wait("Assistant: 1 2 3")
+        t.send("\x1a")
+        t.wait("stopped")
+        t.send("Hello!")
+        expect("Hello" not in t.wait("[Generated"), "it is hidden")
+        t.send("\n")
+        t.wait("Assistant: Hello!", "[Generated")
+        t.prompt()
+        same(questions(t), ["Count.", "Hello!"], "questions")
 
 
 def test_ways_out():
