@@ -1030,8 +1030,9 @@ def test_ctrl_c_while_the_prompt_is_read():
 
 # Runs the program in a job of its own, as a shell does, and continues it once when it stops.
 SHELL = """
-import os, signal, sys
+import os, signal, sys, termios
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+mode = termios.tcgetattr(0)
 child = os.fork()
 if not child:
     os.setpgid(0, 0)
@@ -1039,6 +1040,7 @@ if not child:
     signal.signal(signal.SIGTTOU, signal.SIG_DFL)
     os.execv(sys.argv[1], sys.argv[1:])
 if os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1]):
+    termios.tcsetattr(0, termios.TCSANOW, mode)
     print("stopped", flush=True)
     os.tcsetpgrp(0, child)
     os.killpg(child, signal.SIGCONT)
