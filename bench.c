@@ -1,6 +1,5 @@
 /* bench.c: the commands that measure or describe a model, and the one that checks this machine: bench, perplexity,
  * inspect, list, doctor. Results go to stdout, as text or as JSON. */
-#include "download.h"
 #include "host.h"
 
 #include <curl/curl.h>

@@ -14,7 +14,6 @@
  * libcurl follows redirects. It sends the token only to the scheme, host and port of the first address; before 7.83,
  * without the patch for CVE-2022-27776, it compares the host alone. */
 #define CURL_DISABLE_DEPRECATION /* of CURLOPT_REDIR_PROTOCOLS: its successor needs 7.85 */
-#include "download.h"
 #include "host.h"
 
 #include <ctype.h>

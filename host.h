@@ -106,10 +106,18 @@ void models_free(ModelEntry *list, int n);
 /* The path of the model that a MODEL argument means: a path, ORG/NAME or a unique part of a name. Free it. NULL:
  * BAD_MODEL, and its text lists the models here. */
 char *model_find(const char *argument, Error *e);
+/* The same; on a terminal a missing ORG/NAME is offered for download. */
+char *model_get(const char *argument, Error *e);
 /* Paths; free them. hub_file: in $HF_HOME or ~/.cache/huggingface, which all tools of the hub share. hub_cache:
  * $HF_HUB_CACHE or `hub` there; it holds downloaded models. */
 char *hub_file(const char *name);
 char *hub_cache(void);
+/* A repository without its weights: a folder of its name with config.json, the index, and each safetensors file with a
+ * hole for its data. It lies in a temporary folder, removed at exit, which becomes the working directory. to_fetch:
+ * bytes that `infer download` would fetch. Ends the process if that fails. */
+const char *outline_open(const char *repository, uint64_t *to_fetch);
+/* For doctor: does the hub answer? Says what was found of the token, and how the hub answers. */
+bool hub_check(char token[300], char answer[400], Error *e);
 
 /* ---- the engine: one model on one backend ---- */
 
