@@ -19,11 +19,10 @@ bool fail(Error *e, int code, const char *format, ...) {
     char text[sizeof e->text]; /* an argument may be e->text itself */
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    Bytes shown = {0}; /* a name from a file may hold anything, such as line breaks and terminal escapes */
+    LocalBytes shown = {0}; /* a name from a file may hold anything, such as line breaks and terminal escapes */
     bytes_shown(&shown, text, strlen(text), false);
     e->code = code;
     snprintf(e->text, sizeof e->text, "%s", shown.data ? shown.data : "");
-    bytes_free(&shown);
     return false;
 }
 
@@ -62,11 +61,10 @@ void bytes_text(Bytes *b, const char *text) { bytes_add(b, text, strlen(text)); 
 char *bytes_print(Bytes *b, const char *format, ...) {
     va_list args;
     va_start(args, format);
-    char *text = NULL;
+    LocalText text = NULL;
     int n = vasprintf(&text, format, args);
     va_end(args);
     bytes_add(b, checked(n < 0 ? NULL : text), (size_t)n);
-    free(text);
     return b->data;
 }
 
@@ -88,6 +86,9 @@ void ids_free(Ids *ids) {
     free(ids->data);
     *ids = (Ids){0};
 }
+
+void text_free(char **text) { free(*text); }
+void json_free(cJSON **json) { cJSON_Delete(*json); }
 
 int utf8_decode(const char *text, size_t n, uint32_t *cp) {
     const unsigned char *s = (const unsigned char *)text;
@@ -246,10 +247,8 @@ cJSON *json_parse(const char *text, size_t n, const char *name, Error *e) {
 }
 
 cJSON *json_read(const char *path, size_t most, Error *e) {
-    Bytes text = {0};
-    cJSON *json = file_read(path, most, &text, e) ? json_parse(text.data, text.n, path, e) : NULL;
-    bytes_free(&text);
-    return json;
+    LocalBytes text = {0};
+    return file_read(path, most, &text, e) ? json_parse(text.data, text.n, path, e) : NULL;
 }
 
 const cJSON *json_get(const cJSON *object, const char *key) {
@@ -275,11 +274,9 @@ bool json_whole(const cJSON *value, int64_t least, int64_t most, int64_t *out) {
 }
 
 cJSON *json_from_text(const char *text, size_t n) {
-    Bytes copy = {0};
+    LocalBytes copy = {0};
     for (size_t i = 0; i < n; i++) bytes_add(&copy, text[i] ? text + i : "\xEF\xBF\xBD", text[i] ? 1 : 3);
-    cJSON *json = checked(cJSON_CreateString(n ? copy.data : ""));
-    bytes_free(&copy);
-    return json;
+    return checked(cJSON_CreateString(n ? copy.data : ""));
 }
 
 cJSON *json_add(cJSON *object, const char *key, ...) {
@@ -297,17 +294,15 @@ cJSON *json_word(const char *text) { return checked(text ? cJSON_CreateString(te
 char *json_text(const cJSON *value) { return checked(cJSON_PrintUnformatted(value)); }
 
 void json_append(Bytes *out, cJSON *json) {
-    char *text = json_text(json);
+    LocalText text = json_text(json);
     bytes_text(out, text);
-    free(text);
     cJSON_Delete(json);
 }
 
 void json_print(cJSON *json, bool wanted) {
-    Bytes text = {0};
+    LocalBytes text = {0};
     json_append(&text, json);
     if (wanted) puts(text.data);
-    bytes_free(&text);
 }
 
 const char *environment(const char *name) {

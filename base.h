@@ -60,6 +60,16 @@ void ids_add(Ids *ids, int id);
 void ids_append(Ids *ids, const int *more, size_t n);
 void ids_free(Ids *ids);
 
+/* A local variable of one of these types is freed where its block ends, however the block is left. LOCAL: of a type
+ * with another function that frees it. */
+#define LOCAL(release) __attribute__((cleanup(release)))
+#define LocalBytes     LOCAL(bytes_free) Bytes
+#define LocalIds       LOCAL(ids_free) Ids
+#define LocalText      LOCAL(text_free) char *
+#define LocalJson      LOCAL(json_free) cJSON *
+void text_free(char **text);
+void json_free(cJSON **json);
+
 /* The length of the code point at s, 1 to 4. If it is invalid or incomplete, the length of that part, negative (RFC
  * 3629: no surrogates, nothing above U+10FFFF, no overlong form). n > 0. */
 int utf8_decode(const char *s, size_t n, uint32_t *cp);
