@@ -168,16 +168,14 @@ static bool check_text(const char *what, const char *text, size_t n, Error *e) {
 /* Reads the number at *text and moves *text behind it. `given` is the whole value, for the message. */
 static bool read_number(const Option *option, const char **text, const char *given, double *x, Error *e) {
     bool real = option->kind == REAL || option->kind == REAL_OR_0, list = option->kind == WHOLES;
-    char *end, range[80];
+    char *end;
     *x = strtod(*text, &end);
     bool zero = *x == 0 && option->kind == REAL_OR_0, inside = *x >= option->least && *x <= option->most;
     if (end > *text && (!*end || (list && *end == ',')) && (zero || inside) && (real || *x == floor(*x)))
         return *text = end, true;
-    if (real)
-        snprintf(range, sizeof range, "%.*s", (int)strcspn(option->help, ":"), option->help);
-    else
-        snprintf(range, sizeof range, "%s from %.0f to %.0f", list ? "whole numbers like 1,4,16," : "a whole number",
-                 option->least, option->most);
+    LocalText range = real ? copy_text(option->help, strcspn(option->help, ":"))
+                           : text_print("%s from %.0f to %.0f", list ? "whole numbers like 1,4,16," : "a whole number",
+                                        option->least, option->most);
     return fail(e, USAGE, "--%s must be %s, not '%.40s'", option->name, range, given);
 }
 
@@ -303,7 +301,7 @@ static void wrap_word(Wrap *w) {
 
 /* On a terminal no escape sequence of the text takes effect: it may come from a model or a file. */
 static void wrap_text(Wrap *w, const char *text, size_t n) {
-    Bytes shown = {0};
+    LocalBytes shown = {0};
     if (n) w->last = text[n - 1];
     if (w->style) put_escape(w->f, w->style);
     isatty(fileno(w->f)) ? bytes_shown(&shown, text, n, true) : bytes_add(&shown, text, n);
@@ -326,7 +324,6 @@ static void wrap_text(Wrap *w, const char *text, size_t n) {
         i += (size_t)length;
     }
     if (w->style) put_escape(w->f, NORMAL);
-    bytes_free(&shown);
 }
 
 /* Ends the text with a line break, unless it ends in one. A break writes the waiting word. */
@@ -356,14 +353,13 @@ void print_row(FILE *f, const char *name, int column, const char *text) {
 }
 
 static void print_help(const Command *c) {
-    char name[60], text[400];
     printf("infer %s%s%s [options]\n", c->name, *c->argument ? " " : "", c->argument);
     print_row(stdout, "", 0, c->help);
     for (const Option *o = options; o < options + OPTIONS; o++) {
         const char letter[] = {'-', o->letter, ',', 0}, *value = o->value ? o->value : "";
         if (!strstr(o->takers, c->name)) continue;
-        snprintf(name, sizeof name, "  %3s --%s %s", o->letter ? letter : "", o->name, value);
-        snprintf(text, sizeof text, o->initial ? "%s (%s)" : "%s", o->help, o->initial);
+        LocalText name = text_print("  %3s --%s %s", o->letter ? letter : "", o->name, value);
+        LocalText text = text_print(o->initial ? "%s (%s)" : "%s", o->help, o->initial);
         print_row(stdout, name, 29, text);
     }
 }
@@ -415,14 +411,11 @@ static bool choose_model(Session *s, Error *e) {
 /* Opens config and weights if they are needed, and always a GGUF file's metadata, which has the tokenizer. */
 static bool open_checkpoint(Session *s, const Options *o, int need, Error *e) {
     const bool shapes = need & NEED_SHAPES;
-    Bytes path = {0};
     if (!shapes && !(need & NEED_CHECKPOINT))
         return !gguf_named(s->dir) || tensors_open(&s->checkpoint.tensors, s->dir, e);
-    bytes_print(&path, "%s/model.safetensors", s->dir);
-    bool weights = file_exists(path.data) || gguf_named(s->dir);
-    bytes_text(&path, ".index.json");
-    weights |= file_exists(path.data);
-    bytes_free(&path);
+    LocalText whole = text_print("%s/model.safetensors", s->dir);
+    LocalText index = text_print("%s.index.json", whole);
+    const bool weights = file_exists(whole) || file_exists(index) || gguf_named(s->dir);
     if (weights && o->encoding)
         return fail(e, USAGE, "%s has weights; --encoding is for a directory that has only config.json", s->dir);
     if (weights || !shapes) return checkpoint_open(&s->checkpoint, s->dir, e);
@@ -431,11 +424,10 @@ static bool open_checkpoint(Session *s, const Options *o, int need, Error *e) {
 
 static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
     const cJSON *gguf = s->checkpoint.tensors.metadata;
-    char *path = text_print(gguf ? "%s" : "%s/tokenizer.json", s->dir);
+    LocalText path = text_print(gguf ? "%s" : "%s/tokenizer.json", s->dir);
     bool ok = (may_lack && !file_exists(path)) || (s->tokenizer = tokenizer_open(path, gguf, e));
     if (!ok && access(path, F_OK))
         fail(e, BAD_MODEL, "%s: missing: is the model's download incomplete? infer download goes on", path);
-    free(path);
     const int vocab = s->checkpoint.model.vocab;
     if (s->tokenizer && vocab && !tokenizer_fit(s->tokenizer, vocab))
         return fail(
@@ -597,7 +589,7 @@ static const char *end_reason(const Answer *a, Read read, bool full) {
 static void take_token(Stream *t, size_t position, int token, const float *logits, bool last) {
     Answer *a = t->owner;
     const Play *p = a->p;
-    Bytes text = {0};
+    LocalBytes text = {0};
     Read read = {.part = ANSWER};
     (void)position, (void)logits;
     if (token == DREW_NAN) return; /* scheduler_run reports it */
@@ -618,7 +610,6 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
         if (!p->chat) tokenizer_flush(&a->reader.decoder, &text);
         if (!stopped) add_text(a, read.part, &text, true);
     }
-    bytes_free(&text);
 }
 
 /* Appends the bytes of all tokens. */
@@ -629,13 +620,11 @@ static void ids_text(const Tokenizer *t, const Ids *ids, Bytes *out) {
 
 /* Makes the tokens that the model reads before its next answer. */
 static bool make_prompt(const Play *p, Ids *ids, Error *e) {
-    Bytes text = {0};
+    LocalBytes text = {0};
     if (p->chat) return chat_render(&p->m.chat, &p->talk, true, ids, e);
     for (int i = 0; i < p->talk.messages; i++)
         bytes_add(&text, p->talk.message[i].content.data, p->talk.message[i].content.n);
-    bool ok = tokenizer_encode(p->m.tokenizer, text.data ? text.data : "", text.n, WITH_TEMPLATE, ids, e);
-    bytes_free(&text);
-    return ok;
+    return tokenizer_encode(p->m.tokenizer, text.data ? text.data : "", text.n, WITH_TEMPLATE, ids, e);
 }
 
 /* Adds the answer to the conversation, even if it ended early. False: there is none, because it ended inside the
@@ -686,7 +675,7 @@ static double speed(const Answer *a) {
 static void print_statistics(const Answer *a, FILE *f) {
     const Play *p = a->p;
     const Engine *g = &p->m.engine;
-    Bytes line = {0};
+    LocalBytes line = {0};
     double read = (double)step_bytes(g->model, g->model->top_k, 1, (int)(a->prompt + a->tokens / 2)) * speed(a);
     bytes_print(&line, "[Generated at %.1f tokens/sec · %zu token%s", speed(a), a->tokens, a->tokens == 1 ? "" : "s");
     if (a->thought) bytes_print(&line, " (%zu thinking)", a->thought);
@@ -696,7 +685,6 @@ static void print_statistics(const Answer *a, FILE *f) {
     bytes_print(&line, " · context %zu%% · seed %llu · %s]", (a->prompt + a->tokens) * 100 / (size_t)g->context,
                 (unsigned long long)(p->o.sampling.seed + p->answers - 1), a->reason);
     put_text(f, DIM, "", line.data);
-    bytes_free(&line);
 }
 
 static void print_answer_json(const Answer *a) {
@@ -785,7 +773,7 @@ static unsigned char edit_suspend(EditLine *line, int key) {
 /* The terminal puts pasted text in brackets: it is one text, line breaks included. */
 static unsigned char edit_paste(EditLine *line, int key) {
     static const char end[] = "\033[201~";
-    Bytes pasted = {0}, shown = {0};
+    LocalBytes pasted = {0}, shown = {0};
     bool ended = false;
     (void)key;
     for (wchar_t c; !ended && el_wgetc(line, &c) == 1;) {
@@ -796,8 +784,6 @@ static unsigned char edit_paste(EditLine *line, int key) {
     while (pasted.n && pasted.data[pasted.n - 1] == '\n') pasted.n--;
     bytes_shown(&shown, pasted.data, pasted.n, true);
     if (shown.n) el_insertstr(line, shown.data);
-    bytes_free(&pasted);
-    bytes_free(&shown);
     return CC_REFRESH;
 }
 
@@ -954,39 +940,36 @@ static bool slash_set(Play *p, char *name, Error *e) {
     const Sampling *s = &p->o.sampling;
     size_t n = strcspn(name, " \t");
     const Option *option = n ? option_find("set", name, n) : NULL;
-    char text[200];
     if (n && !option) return fail(e, USAGE, "there is no setting '%.*s'; /set shows all", n < 40 ? (int)n : 40, name);
     if (n && !option_set(&p->o, option, name + n + strspn(name + n, " \t"), e))
         return fail(e, USAGE, "%s", e->text + strspn(e->text, "-")); /* here it is no option */
-    snprintf(text, sizeof text,
-             "temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, seed %llu, max-tokens %d",
-             (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty,
-             (unsigned long long)s->seed, p->o.max_tokens);
+    LocalText text =
+        text_print("temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, seed %llu, max-tokens %d",
+                   (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty,
+                   (unsigned long long)s->seed, p->o.max_tokens);
     put_text(stdout, NULL, "", text);
     return true;
 }
 
 /* /context and, with `whole`, /prompt. */
 static bool slash_prompt(Play *p, bool whole, Error *e) {
-    Ids ids = {0};
-    Bytes text = {0};
+    LocalIds ids = {0};
+    LocalBytes text = {0};
     Wrap exact = {.f = stdout}; /* without line breaks */
     char used[32], all[32];
-    bool ok = make_prompt(p, &ids, e);
+    if (!make_prompt(p, &ids, e)) return false;
     ids_text(p->m.tokenizer, &ids, &text);
-    if (ok && whole) wrap_text(&exact, text.data, text.n), puts("");
-    if (ok && !whole)
+    if (whole) wrap_text(&exact, text.data, text.n), puts("");
+    if (!whole)
         printf("%s of %s tokens (%.1f%%)\n", count_text(ids.n, used), count_text((uint64_t)p->m.engine.context, all),
                100 * (double)ids.n / p->m.engine.context);
-    ids_free(&ids);
-    bytes_free(&text);
-    return ok;
+    return true;
 }
 
 /* Replaces an existing file only if it is this conversation's, and only when the new one is complete. */
 static bool slash_save(Play *p, const char *path, Error *e) {
-    Bytes text = {0};
-    char *fresh = text_print("%s.new", path);
+    LocalBytes text = {0};
+    LocalText fresh = text_print("%s.new", path);
     json_append(&text, conversation_json(&p->talk));
     const bool taken = !access(path, F_OK) && (!p->file || strcmp(p->file, path));
     FILE *f = taken ? NULL : fopen(fresh, "w");
@@ -996,19 +979,16 @@ static bool slash_save(Play *p, const char *path, Error *e) {
         ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
     if (f && !ok) remove(fresh);
     if (ok) put_text(stdout, NULL, "Saved to ", path);
-    bytes_free(&text);
-    free(fresh);
     return ok;
 }
 
 static bool slash_load(Play *p, const char *path, Error *e) {
     Conversation loaded;
-    cJSON *json = json_read(path, MOST_PROMPT, e);
+    LocalJson json = json_read(path, MOST_PROMPT, e);
     conversation_init(&loaded);
     conversation_set(&loaded.date, p->talk.date); /* unless the file has another */
     bool ok = json && conversation_parse(&loaded, json, e);
     if (p->chat) ok = ok && chat_effort(&p->m.chat, loaded.effort, e);
-    cJSON_Delete(json);
     conversation_free(ok ? &p->talk : &loaded);
     if (ok) p->talk = loaded, put_text(stdout, NULL, "Loaded ", path);
     return ok;
@@ -1017,14 +997,12 @@ static bool slash_load(Play *p, const char *path, Error *e) {
 /* /save and /load. Without a name they use the last file; ~ is the home folder, as in a shell. */
 static bool slash_file(Play *p, const char *name, bool save, Error *e) {
     const char *home = getenv("HOME");
-    Bytes path = {0};
     if (!*name && !p->file) return fail(e, USAGE, "a file name is needed");
     if (!*name) name = p->file;
-    if (*name == '~' && strchr("/", name[1]) && home) bytes_text(&path, home), name++;
-    bytes_text(&path, name);
-    bool ok = (save ? slash_save : slash_load)(p, path.data, e);
-    if (ok) conversation_set(&p->file, path.data);
-    bytes_free(&path);
+    const bool tilde = *name == '~' && strchr("/", name[1]) && home;
+    LocalText path = text_print("%s%s", tilde ? home : "", name + tilde);
+    bool ok = (save ? slash_save : slash_load)(p, path, e);
+    if (ok) conversation_set(&p->file, path);
     return ok;
 }
 
@@ -1042,9 +1020,8 @@ static bool slash_last(Play *p, bool again, Error *e) {
 }
 
 static void slash_help(void) {
-    char name[40];
     for (int i = 0; i < SLASHES; i++) {
-        snprintf(name, sizeof name, "%s%s", slashes[i].name, slashes[i].argument);
+        LocalText name = text_print("%s%s", slashes[i].name, slashes[i].argument);
         print_row(stdout, name, 20, slashes[i].help);
     }
     print_row(stdout, "\"\"\"", 20, "begins and ends a text of several lines; pasted lines are one text anyway");
@@ -1094,7 +1071,7 @@ static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
 
 static int play_loop(Play *p) {
     bool leave = false;
-    Bytes line = {0};
+    LocalBytes line = {0};
     editor_open();
     print_row(stdout, "", 0, "✓ Ready for inference. /help lists the commands.");
     for (; !leave && editor_text(&line); line.n = 0) {
@@ -1111,7 +1088,6 @@ static int play_loop(Play *p) {
         }
         if (!ok) put_text(stderr, RED, "", e.text);
     }
-    bytes_free(&line);
     puts("Goodbye!");
     editor_close();
     return DONE;
@@ -1123,7 +1099,7 @@ static int play_loop(Play *p) {
 static bool read_prompt(Play *p, Bytes *text, Error *e) {
     const Options *o = &p->o;
     bool from_stdin = o->file ? !strcmp(o->file, "-") : !isatty(STDIN_FILENO);
-    Bytes piped = {0};
+    LocalBytes piped = {0};
     p->loop = !o->prompt && !o->file && !from_stdin;
     if (o->prompt && o->file) return fail(e, USAGE, "give the prompt with -p or with -f, not with both");
     if (o->prompt) bytes_text(text, o->prompt);
@@ -1131,7 +1107,6 @@ static bool read_prompt(Play *p, Bytes *text, Error *e) {
     if (from_stdin) stdin_read(&piped);
     if (text->n && piped.n) bytes_text(text, "\n\n");
     bytes_add(text, piped.data, piped.n);
-    bytes_free(&piped);
     if (p->loop && (o->json || !isatty(STDOUT_FILENO)))
         return fail(e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
     if (!p->loop && !text->n && !o->prompt) return fail(e, USAGE, "the prompt is empty");
@@ -1160,7 +1135,7 @@ static bool open_play(Play *p, Error *e) {
 
 int play(const Options *o) {
     Error e;
-    Bytes prompt = {0};
+    LocalBytes prompt = {0};
     Play p = {.o = *o};
     if (!read_prompt(&p, &prompt, &e) || !open_play(&p, &e)) die(&e);
     bool blank = !p.loop && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
@@ -1171,7 +1146,6 @@ int play(const Options *o) {
     session_close(&p.m);
     conversation_free(&p.talk);
     free(p.file);
-    bytes_free(&prompt);
     return code;
 }
 
@@ -1229,15 +1203,14 @@ static bool tokenize_text(Filter *f, const Options *o, const char *text, size_t 
 
 static int tokenize(const Options *o) {
     Filter f;
-    char name[40];
     int code = DONE, number = 1;
     filter_open(&f, o, NEED_TOKENIZER);
     if (!o->jsonl && !tokenize_text(&f, o, f.in.data, f.in.n)) die(&f.e);
     for (char *line = f.in.data, *end = line + f.in.n; o->jsonl && line < end; number++) {
         char *stop = memchr(line, '\n', (size_t)(end - line));
         size_t n = (size_t)((stop ? stop : end) - line);
-        snprintf(name, sizeof name, "stdin, line %d", number);
-        cJSON *json = json_parse(line, n, name, &f.e);
+        LocalText name = text_print("stdin, line %d", number);
+        LocalJson json = json_parse(line, n, name, &f.e);
         const char *text = cJSON_GetStringValue(json);
         if (json && !text) fail(&f.e, USAGE, "%s: a JSON string is needed", name);
         if (!text || !tokenize_text(&f, o, text, strlen(text))) {
@@ -1245,7 +1218,6 @@ static int tokenize(const Options *o) {
             bytes_text(&f.out, "null\n"); /* so that lines keep their numbers */
             code = USAGE;
         }
-        cJSON_Delete(json);
         line += n + 1;
     }
     filter_close(&f);
@@ -1255,13 +1227,11 @@ static int tokenize(const Options *o) {
 /* The number of token ids. config.json may count more than the tokenizer has; the extra ids have no text. */
 static int vocabulary(const Session *s) {
     Error e;
-    char *path = text_print("%s/config.json", s->dir);
+    LocalText path = text_print("%s/config.json", s->dir);
+    LocalJson config = json_read(path, 1 << 20, &e);
     int64_t n = 0;
-    cJSON *config = json_read(path, 1 << 20, &e);
     const cJSON *text = json_get(config, "text_config"); /* of a model with vision */
     json_whole(json_get(text ? text : config, "vocab_size"), 0, INT32_MAX, &n);
-    cJSON_Delete(config);
-    free(path);
     return n > tokenizer_size(s->tokenizer) ? (int)n : tokenizer_size(s->tokenizer);
 }
 
@@ -1275,9 +1245,9 @@ static int detokenize(const Options *o) {
 
 static int render(const Options *o) {
     Filter f;
-    Conversation conversation;
+    LOCAL(conversation_free) Conversation conversation;
     filter_open(&f, o, NEED_CHAT);
-    cJSON *json = json_parse(f.in.data, f.in.n, "stdin", &f.e);
+    LocalJson json = json_parse(f.in.data, f.in.n, "stdin", &f.e);
     if (!json) f.e.code = USAGE, die(&f.e);
     const cJSON *prompt = json_get(json, "add_generation_prompt");
     conversation_init(&conversation);
@@ -1285,14 +1255,12 @@ static int render(const Options *o) {
         !chat_render(&f.s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &f.ids, &f.e))
         die(&f.e);
     o->as_ids ? print_ids(&f.ids, &f.out) : ids_text(f.s.tokenizer, &f.ids, &f.out);
-    cJSON_Delete(json);
-    conversation_free(&conversation);
     return filter_close(&f);
 }
 
 static int parse(const Options *o) {
     Filter f;
-    Reader reader;
+    LOCAL(reader_free) Reader reader;
     filter_open(&f, o, NEED_CHAT);
     if (!parse_ids(f.in.data, INT32_MAX, &f.ids, &f.e)) die(&f.e);
     reader_init(&reader, &f.s.chat, NULL);
@@ -1300,7 +1268,6 @@ static int parse(const Options *o) {
     reader_end(&reader, NULL);
     for (int i = 0; i < reader.messages; i++) json_print(message_json(reader.message + i), true);
     if (reader.repairs) fprintf(stderr, "infer: %d repair%s\n", reader.repairs, reader.repairs == 1 ? "" : "s");
-    reader_free(&reader);
     return filter_close(&f);
 }
 
@@ -1343,13 +1310,12 @@ static void print_top(const float *logits, int vocab, int top, const Tokenizer *
     int *best = allocate((size_t)vocab * sizeof *best), n = likeliest(logits, vocab, top, best);
     for (int k = 0; k < n; k++) {
         Decoder d = {.begun = true};
-        Bytes text = {0};
+        LocalBytes text = {0};
         if (t) tokenizer_decode(t, &d, best[k], &text);
         tokenizer_flush(&d, &text);
         double logit = (double)logits[best[k]];
         printf("%7d %10.4f %8.5f  ", best[k], logit, exp(logit - all));
         json_print(json_from_text(text.data, text.n), true);
-        bytes_free(&text);
     }
     free(best);
 }
@@ -1377,7 +1343,7 @@ static void write_row(Stream *t, size_t position, int token, const float *logits
 static void tap_to_file(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
     Logits *l = data;
     const size_t row = sizeof *values * (size_t)cols;
-    char *path = text_print("%s/%s.%d.npy", l->o->tap, stage, layer);
+    LocalText path = text_print("%s/%s.%d.npy", l->o->tap, stage, layer);
     struct stat old = {0};
     FILE *f = l->e.code ? NULL : fopen(path, stat(path, &old) ? "wb" : "r+b");
     const size_t before = old.st_size ? ((size_t)old.st_size - NPY_HEADER) / row : 0;
@@ -1385,7 +1351,6 @@ static void tap_to_file(void *data, const char *stage, int layer, const float *v
     bool ok = f && !fseek(f, 0, SEEK_END) && fwrite(values, row, (size_t)rows, f) == (size_t)rows;
     if (f && fclose(f)) ok = false;
     if (!ok && !l->e.code) fail(&l->e, FAILED, "%s: %s", path, strerror(errno));
-    free(path);
 }
 
 static int logits(const Options *o) {
@@ -1460,10 +1425,9 @@ static const Command commands[] = {
 enum { COMMANDS = sizeof commands / sizeof *commands };
 
 static void print_summary(FILE *to) {
-    char name[40];
     print_row(to, "", 0, "infer runs open language models on NVIDIA GPUs.\n\n");
     for (int i = 0; i < COMMANDS; i++) {
-        snprintf(name, sizeof name, "  infer %s", commands[i].name);
+        LocalText name = text_print("  infer %s", commands[i].name);
         print_row(to, name, 20, commands[i].summary);
     }
     print_row(to, "", 0,
