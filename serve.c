@@ -236,12 +236,11 @@ static bool refuse_others(Request *q) {
     const char *own = q->chat ? of_chats : of_texts;
     const cJSON *each;
     cJSON_ArrayForEach(each, q->json) {
-        Bytes field = {0};
+        LocalBytes field = {0};
         bytes_print(&field, " %s=", each->string);
         bool fine = cJSON_IsNull(each) || !(strstr(unsupported, field.data) || strstr(own, field.data));
         if (!fine) json_append(&field, cJSON_Duplicate(each, true));
         fine = fine || text_listed(unsupported, field.data + 1) || text_listed(own, field.data + 1);
-        bytes_free(&field);
         if (!fine) return fail(&q->error, 400, "%s is not supported with this value: leave it out", each->string);
     }
     return true;
@@ -343,16 +342,14 @@ static bool take_tools(Request *q, bool *force, const char **name) {
 
 /* all: log_sum_exp of the logits. Without logits the logprob is null. */
 static cJSON *chance_json(int id, const float *logits, double all) {
-    Bytes raw = {0}, text = {0};
+    LocalBytes raw = {0}, text = {0};
     cJSON *bytes = cJSON_CreateArray();
     tokenizer_bytes(server.s.tokenizer, &(Decoder){.begun = true}, id, &raw);
     for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, json_number((unsigned char)raw.data[i]));
     utf8_stream(&raw, &text, true);
-    cJSON *json = json_object("token", json_from_text(text.data, text.n), "logprob", /* JSON has no infinity */
-                              logits ? json_number(fmax((double)logits[id] - all, -9999)) : json_word(NULL), "bytes",
-                              bytes, NULL);
-    bytes_free(&raw), bytes_free(&text);
-    return json;
+    return json_object("token", json_from_text(text.data, text.n), "logprob", /* JSON has no infinity */
+                       logits ? json_number(fmax((double)logits[id] - all, -9999)) : json_word(NULL), "bytes", bytes,
+                       NULL);
 }
 
 /* Adds a token's logprobs to those to write. */
@@ -441,10 +438,9 @@ static void add_call(Choice *c, const Message *m, Bytes arguments) {
     const bool begins = arguments.n == m->content.n;
     const char *name = m->recipient + (strncmp(m->recipient, "functions.", 10) ? 0 : 10);
     cJSON *text = json_from_text(arguments.data, arguments.n);
-    char id[80];
     if (json_string(q->names, name)) name = json_string(q->names, name);
     c->calls_n += begins;
-    snprintf(id, sizeof id, "call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, (int)(c - q->choice), c->calls_n - 1);
+    LocalText id = text_print("call_%s_%d_%d", q->id + strcspn(q->id, "-") + 1, (int)(c - q->choice), c->calls_n - 1);
     if (!c->calls) c->calls = cJSON_CreateArray();
     cJSON *function = json_object("name", begins ? json_from_text(name, strlen(name)) : NULL, "arguments", text, NULL);
     cJSON_AddItemToArray(c->calls, json_object("index", q->stream ? json_number(c->calls_n - 1) : NULL, "id",
@@ -457,7 +453,7 @@ static void add_call(Choice *c, const Message *m, Bytes arguments) {
 static Read read_message(Choice *c, int token) {
     const Request *q = c->request;
     Reader *r = &c->reader;
-    Bytes text = {0};
+    LocalBytes text = {0};
     const int before = r->messages;
     const Read read = token < 0 ? reader_end(r, &text) : reader_push(r, token, &text);
     const bool complete = r->messages > before;
@@ -471,7 +467,6 @@ static Read read_message(Choice *c, int token) {
         if (c->text.n && text.n == m->content.n) bytes_text(&c->text, "\n\n"); /* after a preamble */
         bytes_add(&c->text, text.data, text.n);
     }
-    bytes_free(&text);
     return read;
 }
 
@@ -628,30 +623,29 @@ static bool add_choices(Request *q, const Ids *prompt) {
 static bool make_chat(Request *q) {
     bool force;
     const char *name;
-    Conversation talk;
-    Ids ids = {0};
+    LOCAL(conversation_free) Conversation talk = {0};
+    LocalIds ids = {0};
+    const Chat *chat = &server.s.chat;
     Error *e = &q->error;
     if (!server.s.has_chat) return fail(e, 400, "%s", server.s.no_chat.text);
     if (!take_tools(q, &force, &name)) return false;
     conversation_init(&talk);
-    bool ok = conversation_parse(&talk, q->json, e);
+    if (!conversation_parse(&talk, q->json, e)) return false;
     if (cJSON_IsFalse(json_get(json_get(q->json, "chat_template_kwargs"), "enable_thinking"))) {
         conversation_set(&talk.effort, "none");
-        if (ok && !chat_effort(&server.s.chat, "none", e))
-            ok = fail(e, 400, "enable_thinking cannot be false, because this model always thinks: leave it out");
+        if (!chat_effort(chat, "none", e))
+            return fail(e, 400, "enable_thinking cannot be false, because this model always thinks: leave it out");
     }
-    ok = ok && chat_render(&server.s.chat, &talk, true, &ids, e);
-    size_t prompt = ids.n;
-    ok = ok && (!force || chat_force(&server.s.chat, talk.effort, name, &ids, e));
+    if (!chat_render(chat, &talk, true, &ids, e)) return false;
+    const size_t prompt = ids.n;
+    if (force && !chat_force(chat, talk.effort, name, &ids, e)) return false;
     q->choice = allocate_zero((size_t)q->n, sizeof *q->choice);
-    ok = ok && add_choices(q, &ids);
+    if (!add_choices(q, &ids)) return false;
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        reader_init(&c->reader, &server.s.chat, talk.effort);
+        reader_init(&c->reader, chat, talk.effort);
         for (size_t i = prompt; i < ids.n; i++) reader_push(&c->reader, ids.data[i], NULL);
     }
-    conversation_free(&talk);
-    ids_free(&ids);
-    return ok;
+    return true;
 }
 
 /* Takes a prompt, a value of the request's `key`: a text, or an array of token ids. */
@@ -672,16 +666,15 @@ static bool take_prompt(Request *q, const char *key, const cJSON *prompt, int fl
 
 static bool make_completion(Request *q) {
     const cJSON *prompt = json_get(q->json, "prompt"), *first = cJSON_IsArray(prompt) ? prompt->child : NULL;
-    bool many = cJSON_IsString(first) || cJSON_IsArray(first), ok = true;
+    const bool many = cJSON_IsString(first) || cJSON_IsArray(first);
     int n = many ? cJSON_GetArraySize(prompt) : 1;
     if (n > MOST_CHOICES / q->n) return fail(&q->error, 400, "a request has at most %d answers", MOST_CHOICES);
     q->choice = allocate_zero((size_t)(n * q->n), sizeof *q->choice);
-    for (const cJSON *each = many ? first : prompt; n-- && ok; each = many ? each->next : NULL) {
-        Ids ids = {0};
-        ok = take_prompt(q, "prompt", each, WITH_TEMPLATE, &ids) && add_choices(q, &ids);
-        ids_free(&ids);
+    for (const cJSON *each = many ? first : prompt; n--; each = many ? each->next : NULL) {
+        LocalIds ids = {0};
+        if (!take_prompt(q, "prompt", each, WITH_TEMPLATE, &ids) || !add_choices(q, &ids)) return false;
     }
-    return ok;
+    return true;
 }
 
 /* ---- waiting for answers ---- */
@@ -773,25 +766,21 @@ static void health(Request *q) {
 static void page(Request *q) { bytes_text(&q->out, page_text); }
 
 static void tokenize(Request *q) {
-    Ids ids = {0};
-    if (take_prompt(q, "prompt", json_get(q->json, "prompt"), 0, &ids)) {
-        bytes_print(&q->out, "{\"count\":%zu,\"tokens\":[", ids.n);
-        for (size_t i = 0; i < ids.n; i++) bytes_print(&q->out, i ? ",%d" : "%d", ids.data[i]);
-        bytes_text(&q->out, "]}");
-    }
-    ids_free(&ids);
+    LocalIds ids = {0};
+    if (!take_prompt(q, "prompt", json_get(q->json, "prompt"), 0, &ids)) return;
+    bytes_print(&q->out, "{\"count\":%zu,\"tokens\":[", ids.n);
+    for (size_t i = 0; i < ids.n; i++) bytes_print(&q->out, i ? ",%d" : "%d", ids.data[i]);
+    bytes_text(&q->out, "]}");
 }
 
 static void detokenize(Request *q) {
-    Ids ids = {0};
-    Bytes text = {0};
+    LocalIds ids = {0};
+    LocalBytes text = {0};
     Decoder d = {0};
-    if (take_prompt(q, "tokens", json_get(q->json, "tokens"), 0, &ids)) {
-        for (size_t i = 0; i < ids.n; i++) tokenizer_decode(server.s.tokenizer, &d, ids.data[i], &text);
-        tokenizer_flush(&d, &text);
-        put_json(q, json_object("prompt", json_from_text(text.data, text.n), NULL));
-    }
-    ids_free(&ids), bytes_free(&text);
+    if (!take_prompt(q, "tokens", json_get(q->json, "tokens"), 0, &ids)) return;
+    for (size_t i = 0; i < ids.n; i++) tokenizer_decode(server.s.tokenizer, &d, ids.data[i], &text);
+    tokenizer_flush(&d, &text);
+    put_json(q, json_object("prompt", json_from_text(text.data, text.n), NULL));
 }
 
 static void put_family(Bytes *out, const char *name, const char *help, const char *kind) {
