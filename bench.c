@@ -86,7 +86,7 @@ static double generate_once(Bench *b, const Figure *f) {
     void *state = b->model.engine.state;
     int n = f->streams, slot[MOST_STREAMS], first[MOST_STREAMS + 1], token[MOST_STREAMS], start[MOST_STREAMS];
     int pages = (f->depth + f->tokens + PAGE - 1) / PAGE;
-    Ids page = {0};
+    LocalIds page = {0};
     Sampling how[MOST_STREAMS];
     Want want[MOST_STREAMS];
     for (int i = 0; i < n; i++) {
@@ -105,7 +105,6 @@ static double generate_once(Bench *b, const Figure *f) {
         for (int i = 0; i < n; i++) token[i] = -1, start[i]++;
     }
     if (!backend->collect(state, &result, &e)) die(&e);
-    ids_free(&page);
     return seconds() - begin;
 }
 
@@ -167,7 +166,7 @@ typedef struct {
 static void take_line(Client *c, double now) {
     Error ignored;
     bool data = c->line.n > 5 && !strncmp(c->line.data, "data:", 5);
-    cJSON *event = data ? json_parse(c->line.data + 5, c->line.n - 5, "an event", &ignored) : NULL;
+    LocalJson event = data ? json_parse(c->line.data + 5, c->line.n - 5, "an event", &ignored) : NULL;
     const char *text = json_string(cJSON_GetArrayItem(json_get(event, "choices"), 0), "text");
     if (text && *text) {
         double time = now - (c->last ? c->last : c->sent);
@@ -176,7 +175,6 @@ static void take_line(Client *c, double now) {
         c->tokens++; /* until the usage gives the exact number */
     }
     json_whole(json_get(json_get(event, "usage"), "completion_tokens"), 0, INT32_MAX, &c->tokens);
-    cJSON_Delete(event);
 }
 
 static size_t on_answer(char *data, size_t size, size_t n, void *client) {
@@ -195,7 +193,7 @@ static size_t on_answer(char *data, size_t size, size_t n, void *client) {
 static void send_request(Client *c, CURLM *all) {
     const Options *o = c->load->o;
     cJSON *prompt = cJSON_CreateArray(), *model = o->model ? json_word(o->model) : NULL;
-    Bytes body = {0};
+    LocalBytes body = {0};
     for (int i = 0; i < c->load->prompt; i++)
         cJSON_AddItemToArray(prompt, json_number((double)(FIRST_ID + random() % PROMPT_IDS)));
     /* servers that know ignore_eos give answers of equal length */
@@ -205,7 +203,6 @@ static void send_request(Client *c, CURLM *all) {
                                    json_object("include_usage", cJSON_CreateTrue(), NULL), NULL));
     curl_easy_setopt(c->easy, CURLOPT_COPYPOSTFIELDS, body.data);
     curl_multi_add_handle(all, c->easy);
-    bytes_free(&body);
     c->line.n = 0, c->tokens = 0, c->last = 0, c->sent = seconds();
     c->load->left--;
 }
@@ -351,9 +348,9 @@ static void add_cost(Stream *t, size_t position, int token, const float *logits,
 
 int perplexity(const Options *o) {
     Error e;
-    Session s;
-    Ids ids = {0};
-    Bytes text = {0};
+    LOCAL(session_close) Session s;
+    LocalIds ids = {0};
+    LocalBytes text = {0};
     if (!o->file) fail(&e, USAGE, "-f FILE is missing: the text; see infer perplexity --help"), die(&e);
     if (!strcmp(o->file, "-"))
         stdin_read(&text);
@@ -379,9 +376,6 @@ int perplexity(const Options *o) {
     }
     double mean = score.cost / (double)(ids.n - 1);
     printf("perplexity %.6g  nll %.8g  tokens %zu\n", exp(mean), mean, ids.n - 1);
-    session_close(&s);
-    ids_free(&ids);
-    bytes_free(&text);
     return DONE;
 }
 
@@ -391,13 +385,12 @@ int perplexity(const Options *o) {
 static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
     double bytes = 0, values = 0, active = 0; /* active: used by one token */
     bool tied = m && m->embed.data.data == m->head.data.data;
-    char name[40];
     for (int i = 0; i < t->n; i++) {
         const Tensor *x = t->tensor + i;
         bool copy = tied && !strcmp(x->name, "lm_head.weight") && tensors_find(t, "model.embed_tokens.weight");
         bool looked_up = !tied && strstr(x->name, "embed_tokens");
         double n = copy ? 0 : (double)x->values;
-        snprintf(name, sizeof name, "bytes_in_%s", x->encoding);
+        LocalText name = text_print("bytes_in_%s", x->encoding);
         cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
         if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
         cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);
@@ -436,7 +429,7 @@ static void add_memory(cJSON *out, const Model *m, int context) {
 
 /* Adds what there is to say about the model in a folder. False: infer does not run it. */
 static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
-    Session s;
+    LOCAL(session_close) Session s;
     const Model *m = &s.checkpoint.model;
     Tensors t;
     Error ignored;
@@ -455,7 +448,6 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
         add_weights(out, &t, NULL);
         tensors_close(&t);
     }
-    session_close(&s);
     return ok;
 }
 
@@ -475,7 +467,7 @@ static void print_facts(const cJSON *facts) {
 int inspect(const Options *o) {
     Error e;
     uint64_t to_fetch;
-    char *dir = model_find(o->model, &e);
+    LocalText dir = model_find(o->model, &e);
     /* the hub is contacted only for an ORG/NAME that is not completely here */
     bool far = strchr(o->model, '/') && !strchr("/.~", *o->model);
     if (dir) far &= strcmp(dir, o->model) && !model_entry(dir).complete;
@@ -487,7 +479,6 @@ int inspect(const Options *o) {
     if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
     if (!o->json) print_facts(out);
     json_print(out, o->json);
-    free(dir);
     if (!ok) die(&e);
     return DONE;
 }

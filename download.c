@@ -78,11 +78,9 @@ static struct { /* a process works with one repository */
 /* ---- names ---- */
 
 static bool is_like(const char *text, const char *pattern) {
-    regex_t regex;
+    LOCAL(regfree) regex_t regex;
     regcomp(&regex, pattern, REG_EXTENDED | REG_NOSUB);
-    bool like = text && !regexec(&regex, text, 0, NULL, 0);
-    regfree(&regex);
-    return like;
+    return text && !regexec(&regex, text, 0, NULL, 0);
 }
 
 static bool matches(const char *const *glob, int n, const char *name) {
@@ -100,12 +98,10 @@ static bool repository_valid(const char *name) {
 /* Is it a relative path that stays inside its folder and can be shown? It has no empty part, "." or "..", no control
  * character and no backslash. */
 static bool name_valid(const char *name) {
-    Bytes shown = {0};
+    LocalBytes shown = {0};
     bytes_shown(&shown, name, strlen(name), false);
-    bool ok = shown.n && shown.n < MAX_NAME && !strcmp(shown.data, name) && is_like(name, "^[^/\\]+(/[^/\\]+)*$") &&
-              !is_like(name, "(^|/)[.][.]?(/|$)");
-    bytes_free(&shown);
-    return ok;
+    return shown.n && shown.n < MAX_NAME && !strcmp(shown.data, name) && is_like(name, "^[^/\\]+(/[^/\\]+)*$") &&
+           !is_like(name, "(^|/)[.][.]?(/|$)");
 }
 
 /* ---- messages, and the end ---- */
@@ -221,10 +217,9 @@ __attribute__((noreturn)) static void disk_fails(const char *path) {
 
 /* Makes the folders of `path` up to its last slash. Inside the cache none may be a link, which could lead out of it. */
 static void make_folders(const char *path) {
-    char part[MAX_PATH];
     struct stat st;
     for (const char *slash = strchr(path + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
-        snprintf(part, sizeof part, "%.*s", (int)(slash - path), path);
+        LocalText part = copy_text(path, (size_t)(slash - path));
         if (mkdir(part, 0777) && errno != EEXIST) disk_fails(part);
         if (strlen(part) > strlen(hub.cache) && !lstat(part, &st) && !S_ISDIR(st.st_mode))
             give_up(FAILED, "%s is a link or a file where a folder should be: refused; remove it", part);
@@ -431,14 +426,12 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
 
 /* Fetches an answer of the hub's API. */
 static cJSON *get_json(const char *url, Error *e) {
-    Bytes body = {0};
+    LocalBytes body = {0};
     bytes_text(&body, "");
-    bool ok = get(&(File){.body = &body, .size = MAX_ANSWER}, url, NULL, e);
-    const char *kind = ok ? file_kind(body.data, body.n) : NULL;
-    if (kind) ok = fail(e, NO_NETWORK, "%s answers with %s: does this network ask to log in?", hub.endpoint, kind);
-    cJSON *json = ok ? json_parse(body.data, body.n, "the hub's answer", e) : NULL;
-    bytes_free(&body);
-    return json;
+    if (!get(&(File){.body = &body, .size = MAX_ANSWER}, url, NULL, e)) return NULL;
+    const char *kind = file_kind(body.data, body.n);
+    if (kind) fail(e, NO_NETWORK, "%s answers with %s: does this network ask to log in?", hub.endpoint, kind);
+    return kind ? NULL : json_parse(body.data, body.n, "the hub's answer", e);
 }
 
 /* A file's address at the hub, with its name %-escaped except for slashes. */
@@ -554,7 +547,7 @@ static bool list_files(Error *e) {
     char url[1500], *revision = curl_easy_escape(NULL, hub.revision, 0);
     snprintf(url, sizeof url, "%s/api/models/%s/revision/%s?blobs=true", hub.endpoint, hub.name, revision);
     curl_free(revision);
-    cJSON *json = get_json(url, e);
+    LocalJson json = get_json(url, e);
     if (!json) return false;
     const cJSON *entry, *files = json_get(json, "siblings");
     const char *commit = json_string(json, "sha");
@@ -574,7 +567,6 @@ static bool list_files(Error *e) {
     if (!hub.files)
         give_up(BAD_MODEL, "%s: none of its %d files is wanted: see --include and --all", hub.name,
                 cJSON_GetArraySize(files));
-    cJSON_Delete(json);
     return true;
 }
 
@@ -584,7 +576,7 @@ static bool list_files(Error *e) {
  * may be missing, but not the one of --token-file. */
 static void find_token(void) {
     const char *asked = hub.o->token_file, *text = environment("HF_TOKEN"), *named = environment("HF_TOKEN_PATH");
-    Bytes content = {0};
+    LocalBytes content = {0};
     char rest[2];
     Error e;
     hub.token_from = asked ? asked : text ? "HF_TOKEN" : named ? named : hub_file("token");
@@ -595,7 +587,6 @@ static void find_token(void) {
     if ((content.n || asked) &&
         (sscanf(content.data, "%4095s%1s", hub.token, rest) != 1 || !is_like(hub.token, "^[!-~]+$")))
         give_up(USAGE, "%s holds no token, or characters that no token has", hub.token_from);
-    bytes_free(&content);
 }
 
 /* Finds the cache and, in it, the folder of a repository. */
@@ -648,7 +639,7 @@ static void fetch_listed(const char *snapshot) {
 /* Fetches what is missing of a repository; returns the snapshot's path. */
 static char *fetch_repository(const Options *o) {
     char path[MAX_PATH], ref[MAX_PATH];
-    Bytes known = {0}; /* the commit that the revision named last */
+    LocalBytes known = {0}; /* the commit that the revision named last */
     Error e;
     hub_open(o);
     snprintf(ref, sizeof ref, "%s/refs/%s", hub.folder, hub.revision);
@@ -672,18 +663,16 @@ static char *fetch_repository(const Options *o) {
     } else if (ask) {
         fprintf(stderr, "%s\nThe files that are here are complete: infer uses them.\n", e.text);
     }
-    bytes_free(&known);
     return copy_text(path, strlen(path));
 }
 
 /* ---- commands ---- */
 
 int download(const Options *o) {
-    char *path = fetch_repository(o);
+    LocalText path = fetch_repository(o);
     puts(path);
     if (wants_default(o) && model_entry(path).complete)
         fprintf(stderr, "infer play %.*s  talks to it\n", (int)strcspn(o->model, "@"), o->model);
-    free(path);
     return DONE;
 }
 
@@ -704,20 +693,18 @@ char *model_get(const char *argument, Error *e) {
 }
 
 int rm(const Options *o) {
-    char locks[MAX_PATH];
     Error e;
     bool repository = repository_valid(o->model);
     find_folder(o->model);
     if (!repository || access(hub.folder, F_OK)) { /* MODEL as for every command */
         size_t n = strlen(hub.cache);
-        char *dir = model_find(o->model, &e);
+        LocalText dir = model_find(o->model, &e);
         if (!dir && repository) die(&e);
         if (!dir || strncmp(dir, hub.cache, n) || strncmp(dir + n, "/models--", 9) || strstr(dir + n, "/.."))
             give_up(USAGE, "'%.99s' is no model in the hub's cache, %s: infer list", dir ? dir : o->model, hub.cache);
         snprintf(hub.folder, sizeof hub.folder, "%.*s", (int)(n + 1 + strcspn(dir + n + 1, "/")), dir);
-        free(dir);
     }
-    snprintf(locks, sizeof locks, "%s/.locks/%s", hub.cache, strrchr(hub.folder, '/') + 1);
+    LocalText locks = text_print("%s/.locks/%s", hub.cache, strrchr(hub.folder, '/') + 1);
     if (folder_remove(locks) == EWOULDBLOCK)
         give_up(FAILED, "%s is being downloaded by another process: end that first", o->model);
     fprintf(stderr, "removing %s\n", hub.folder); /* MODEL may be a part of its name */
@@ -771,14 +758,13 @@ const char *outline_open(const char *repository, uint64_t *to_fetch) {
 }
 
 bool hub_check(char token[300], char answer[400], Error *e) {
-    char url[400];
     double begin = seconds();
     hub_open(&(Options){.model = "openai/gpt-oss-20b"});
     snprintf(token, 300, *hub.token ? "found in %s" : "none: only private and gated repositories need one",
              hub.token_from);
     snprintf(answer, 400, "%s is not tried: HF_HUB_OFFLINE is set", hub.endpoint);
     if (offline()) return true;
-    snprintf(url, sizeof url, "%s/api/%s", hub.endpoint, *hub.token ? "whoami-v2" : "models/openai/gpt-oss-20b");
+    LocalText url = text_print("%s/api/%s", hub.endpoint, *hub.token ? "whoami-v2" : "models/openai/gpt-oss-20b");
     hub.max_tries = 0;
     cJSON_Delete(get_json(url, e));
     bool ok = !e->code || e->code == BAD_MODEL;

@@ -35,7 +35,7 @@ static void keep_experts(void *data, const char *stage, int layer, const float *
 
 /* Writes a token in visible characters, and if `whole` its id and bytes. */
 static void put_token(const Reading *x, int id, bool whole) {
-    Bytes raw = {0};
+    LocalBytes raw = {0};
     if (x->s.tokenizer) tokenizer_bytes(x->s.tokenizer, &(Decoder){.begun = true}, id, &raw);
     for (size_t i = 0, n; i < raw.n; i += n) {
         uint32_t code = 0, byte = (unsigned char)raw.data[i];
@@ -52,7 +52,6 @@ static void put_token(const Reading *x, int id, bool whole) {
     if (!raw.n) printf("(%d)", id);
     if (whole) printf(x->html ? "</b>%d:" : "  %d:", id);
     for (size_t i = 0; whole && i < raw.n; i++) printf(" %02X", (unsigned char)raw.data[i]);
-    bytes_free(&raw);
 }
 
 /* Writes four layers of the grid in Braille: a dot for each expert that token t used. */
