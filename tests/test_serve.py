@@ -375,7 +375,7 @@ def test_bad_bodies():
                 s.refuses(TEXT, {**fine, key: value}, "" if key in ("prompt",) else key.split("_")[0])
         fine = {"messages": HELLO, "max_tokens": 1}
         picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-        for key, values in {"messages": [None, {}, [{}], [{"role": "x", "content": ""}], picture,
+        for key, values in {"messages": [None, {}, [], [{}], [{"role": "x", "content": ""}], picture,
                                          [{"role": "tool", "content": "x"}]],
                             "tools": [{}, [{}], [{"function": {"name": ""}}]], "tool_choice": ["x", 5, {}, "required"],
                             "response_format": [{"type": "json_object"}, {"type": "json_schema"}], "audio": [{}],
@@ -510,6 +510,7 @@ def test_tokenize():
 def test_keys(folder):
     (folder / "key").write_text("right-key\n")
     refused("serve", PARROT, "--host", "0.0.0.0", code=2, words=["--key-file", "--insecure"])
+    refused("serve", PARROT, "--name", "", code=2, words=["--name"])
     refused("serve", PARROT, "--key-file", folder / "none", code=2, words=["none"])
     (folder / "empty").write_text("\n")
     refused("serve", PARROT, "--key-file", folder / "empty", code=2, words=["empty"])
