@@ -1637,16 +1637,12 @@ typedef struct CachePage { /* a page of the cache */
     int token[PAGE];
 } CachePage;
 
-typedef struct {    /* the tokens that a step computes for a stream */
-    Stream *stream; /* NULL: it was removed */
-    size_t from, n;
-    Want want;
-} Share;
-
-typedef struct {
-    Share share[MOST_STREAMS];
+typedef struct { /* what a Batch has of its sequences, and the streams that they are */
     int n;
-    size_t pages; /* of the stream with the most */
+    Stream *stream[MOST_STREAMS]; /* NULL: it was removed */
+    int slot[MOST_STREAMS], first[MOST_STREAMS + 1], start[MOST_STREAMS];
+    Sampling sampling[MOST_STREAMS];
+    Want want[MOST_STREAMS];
 } Step;
 
 struct Scheduler {
@@ -1774,10 +1770,8 @@ void scheduler_remove(Scheduler *s, Stream *t) {
     if (i < s->now.running) ids_add(&s->slots, t->slot);
     *(i < s->now.running ? &s->now.running : &s->now.waiting) -= 1;
     memmove(s->stream + i, s->stream + i + 1, (n - i - 1) * sizeof *s->stream);
-    for (i = 0; i < 2 * MOST_STREAMS; i++) {
-        Share *p = s->step[i % 2].share + i / 2;
-        if (p->stream == t) p->stream = NULL;
-    }
+    for (i = 0; i < 2 * MOST_STREAMS; i++)
+        if (s->step[i % 2].stream[i / 2] == t) s->step[i % 2].stream[i / 2] = NULL;
 }
 
 /* Adds the next n tokens of a stream to the step. A token that is not known yet is the one that its slot drew last. */
@@ -1786,8 +1780,9 @@ static void add_share(Scheduler *s, Stream *t, size_t n) {
     const size_t end = t->sent + n;
     Want want = t->bias && t->want == WANT_TOKEN ? WANT_LOGITS : t->want;
     if (end < t->tokens.n && (want != WANT_ALL_LOGITS || end < t->published)) want = WANT_NOTHING;
-    step->share[step->n++] = (Share){t, t->sent, n, want};
-    if (t->pages.n > step->pages) step->pages = t->pages.n;
+    const int i = step->n++;
+    step->stream[i] = t, step->slot[i] = t->slot, step->sampling[i] = t->sampling, step->want[i] = want;
+    step->start[i] = (int)t->sent, step->first[i + 1] = step->first[i] + (int)n;
     t->drawing += end >= t->tokens.n;
     for (; t->sent < end; t->sent++) ids_add(&s->token, t->sent < t->tokens.n ? t->tokens.data[t->sent] : -1);
 }
@@ -1826,24 +1821,17 @@ static void plan_step(Scheduler *s) {
 }
 
 static bool submit_step(Scheduler *s, Error *e) {
-    const Step *step = s->step + s->now.steps % 2;
-    int first[MOST_STREAMS + 1] = {0}, slot[MOST_STREAMS], start[MOST_STREAMS];
-    Sampling sampling[MOST_STREAMS];
-    Want want[MOST_STREAMS];
-    Batch b = {step->n, (int)step->pages, slot, first, s->token.data, start, NULL, sampling, want};
+    const Step *p = s->step + s->now.steps % 2;
+    size_t pages = 0;
     s->table.n = 0;
-    for (int i = 0; i < step->n; i++) {
-        const Share *p = step->share + i;
-        slot[i] = p->stream->slot;
-        first[i + 1] = first[i] + (int)p->n;
-        start[i] = (int)p->from;
-        sampling[i] = p->stream->sampling;
-        want[i] = p->want;
-        ids_append(&s->table, p->stream->pages.data, p->stream->pages.n);
-        while (s->table.n < (size_t)(i + 1) * step->pages) ids_add(&s->table, 0);
-        file_pages(s, p->stream);
+    for (int i = 0; i < p->n; i++)
+        if (p->stream[i]->pages.n > pages) pages = p->stream[i]->pages.n;
+    for (int i = 0; i < p->n; i++) {
+        ids_append(&s->table, p->stream[i]->pages.data, p->stream[i]->pages.n);
+        while (s->table.n < (size_t)(i + 1) * pages) ids_add(&s->table, 0);
+        file_pages(s, p->stream[i]);
     }
-    b.page = s->table.data;
+    Batch b = {p->n, (int)pages, p->slot, p->first, s->token.data, p->start, s->table.data, p->sampling, p->want};
     return s->now.outstanding++, s->now.steps++, s->engine->backend->submit(s->engine->state, &b, e);
 }
 
@@ -1857,15 +1845,15 @@ static void publish(Scheduler *s, Stream *t, size_t position, int token, const f
     if (t->take) t->take(t, position, token, logits, last);
 }
 
-/* Handles the results of a step for one stream: a drawn token, and the logits of `rows` of its tokens. */
-static void take_share(Scheduler *s, const Share *p, int token, const float *logits, size_t rows) {
+/* Handles what a step computed for the n tokens of one stream from position `from` on: a drawn token, and the logits of
+ * the last `rows` tokens. */
+static void take_results(Scheduler *s, Stream *t, size_t from, size_t n, int token, const float *logits, size_t rows) {
     const size_t vocab = (size_t)s->engine->model->vocab;
-    Stream *t = p->stream;
-    for (size_t i = 1; p->want == WANT_ALL_LOGITS && i <= rows && p->from + i < t->prompt; i++) {
+    for (size_t i = 1; t->want == WANT_ALL_LOGITS && i <= rows && from + i < t->prompt; i++) {
         t->nan |= isnan(logits[(i - 1) * vocab]); /* a NaN before the head makes all logits NaN */
-        publish(s, t, p->from + i, t->tokens.data[p->from + i], logits + (i - 1) * vocab);
+        publish(s, t, from + i, t->tokens.data[from + i], logits + (i - 1) * vocab);
     }
-    if (p->from + p->n < t->tokens.n) return;
+    if (from + n < t->tokens.n) return;
     if (rows) logits += (rows - 1) * vocab;
     if (t->bias) token = draw_biased(t, logits, (int)vocab);
     t->drawing--;
@@ -1881,12 +1869,12 @@ static bool collect_step(Scheduler *s, Error *e) {
     if (!s->engine->backend->collect(s->engine->state, &r, e)) return false;
     s->now.outstanding--;
     for (int i = 0; i < step->n; i++) {
-        const Share *p = step->share + i;
-        size_t rows = p->want == WANT_ALL_LOGITS ? p->n : p->want == WANT_LOGITS;
-        if (p->stream) take_share(s, p, r.token[i], r.logits, rows);
+        size_t n = (size_t)(step->first[i + 1] - step->first[i]), from = (size_t)step->start[i];
+        size_t rows = step->want[i] == WANT_ALL_LOGITS ? n : step->want[i] == WANT_LOGITS;
+        if (step->stream[i]) take_results(s, step->stream[i], from, n, r.token[i], r.logits, rows);
         if (rows) r.logits += rows * (size_t)s->engine->model->vocab;
     }
-    step->n = 0, step->pages = 0;
+    step->n = 0;
     return true;
 }
 
