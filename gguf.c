@@ -1,8 +1,9 @@
-/* gguf.c: reads GGUF files as the JSON of the hub's files. See gguf.h. Chapters: values, tensors, config.json.
+/* gguf.c: reads GGUF files (github.com/ggml-org/ggml, docs/gguf.md) as the JSON that the hub's files would hold, so
+ * that the rest of the program knows one kind of model. Chapters: values, tensors, config.json.
  *
  * Any file is hostile: counts and lengths are compared with the bytes that are left, and MOST_ITEMS bounds the memory
  * for JSON. Unknown versions, types, architectures and keys are refused by name. */
-#include "gguf.h"
+#include "host.h"
 
 #include <endian.h>
 #include <math.h>

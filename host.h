@@ -60,6 +60,15 @@ bool tensors_open(Tensors *t, const char *path, Error *e);
 void tensors_close(Tensors *t);
 Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
 
+/* Is there a file at this path, and does its name end in .gguf? */
+bool gguf_named(const char *path);
+/* Turns the header of part i of n of a GGUF model into one of safetensors: an entry under the hub's name for each
+ * tensor, or for each expert or head in it. All other keys are in __metadata__; parts after the first need the first
+ * one's as `metadata`. *data: where the data begins; *alignment: every tensor begins at a multiple of it. */
+cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, size_t *data, size_t *alignment, Error *e);
+/* The config.json of a GGUF model. NULL: BAD_MODEL, with the key or architecture that infer does not know. */
+cJSON *gguf_config(const Tensors *t, const char *path, Error *e);
+
 /* Names what often comes in place of a model's file, by its first bytes; NULL: nothing known. */
 const char *file_kind(const char *data, size_t n);
 

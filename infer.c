@@ -4,7 +4,6 @@
  * Data goes to stdout, everything else to stderr. A conversation in the terminal goes to stdout as a whole. Commands
  * that need no GPU never touch one. */
 #include "host.h"
-#include "gguf.h"
 
 #define Tokenizer EditTokenizer /* libedit has a type of this name, too */
 #include <histedit.h>

@@ -6,7 +6,7 @@
  * Any file may be hostile: this code compares lengths with the file's size before use, checks products for overflow and
  * binds every tensor once by name, dtype and shape. The code after that trusts them. */
 #include "decode.h"
-#include "gguf.h"
+#include "host.h"
 
 #include <ctype.h>
 #include <dirent.h>

@@ -1,7 +1,7 @@
 /* Any bytes as a GGUF file. Promises: it is refused with a message, or every tensor lies inside the file; as a model it
  * is refused or bound, and then every view lies inside the file; as a tokenizer it is refused, or encodes and decodes
  * some text. */
-#include "gguf.h"
+#include "host.h"
 
 #include <assert.h>
 #include <stdio.h>
