@@ -540,7 +540,7 @@ int doctor(const Options *o) {
                 text_print("%d: %s, compute capability %d.%d, %s of %s free", i, v.gpu[i].name, v.gpu[i].major,
                            v.gpu[i].minor, size_text(v.gpu[i].free, a), size_text(v.gpu[i].total, b)));
     }
-    if (v.runtime)
+    if (v.driver)
         finding(&d, "CUDA", 0, NULL,
                 text_print("driver for %d.%d, built with toolkit %d.%d for %s", v.driver / 1000, v.driver % 1000 / 10,
                            v.runtime / 1000, v.runtime % 1000 / 10, v.built));
