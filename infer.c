@@ -792,11 +792,11 @@ static void editor_open(void) {
     static const struct {
         const char *key, *name;
         unsigned char (*function)(EditLine *line, int key); /* NULL: libedit's own */
-    } keys[] = {
-        {"^C", "cancel", edit_cancel},       {"^Z", "suspend", edit_suspend},    {"^I", "complete", edit_complete},
-        {"\033[200~", "paste", edit_paste},  {"^R", "em-inc-search-prev", NULL}, {"\033[1;5C", "em-next-word", NULL},
-        {"\033[1;5D", "ed-prev-word", NULL}, {"\033[5~", "ed-ignore", NULL},     {"\033[6~", "ed-ignore", NULL},
-        {"^@", "ed-ignore", NULL}};
+    } keys[] = {{"^C", "cancel", edit_cancel},       {"^Z", "suspend", edit_suspend},
+                {"^I", "complete", edit_complete},   {"\033[200~", "paste", edit_paste},
+                {"^R", "em-inc-search-prev", NULL},  {"\033[1;5C", "em-next-word", NULL},
+                {"\033[1;5D", "ed-prev-word", NULL}, {"\033[5~", "ed-ignore", NULL},
+                {"\033[6~", "ed-ignore", NULL},      {"^@", "ed-ignore", NULL}};
     HistEvent event;
     struct stat file;
     const char *home = getenv("HOME");
