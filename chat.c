@@ -135,7 +135,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
                                                 "<|call|>",  "<|return|>",  "<|endoftext|>", open_think,    close_think,
                                                 open_call,   close_call,    "<|python_tag|>"};
     static const char preset[] = "<|im_start|>system\\n"; /* behind it stands ChatML's own system text, in UTF-8 */
-    Bytes text = {0};
+    LocalBytes text = {0};
     *chat = (Chat){.tokenizer = t, .format = &harmony};
     for (int i = 0; i < CONTROLS; i++)
         if ((chat->control[i] = tokenizer_added(t, names[i])) < 0 && i <= ENDOFTEXT) chat->format = NULL;
@@ -149,7 +149,6 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
         size_t n = strcspn(s += strlen(preset), "'\\<");
         if (n && utf8_check(s, n) == n && begins(s + n, "<|im_end|>")) chat->preset = copy_text(s, n);
     }
-    bytes_free(&text);
     return chat->format ||
            fail(e, BAD_MODEL,
                 "%s; known are harmony and those of Qwen, SmolLM2, Llama, Mistral, Gemma, DeepSeek and TinyLlama",
@@ -299,13 +298,13 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
     static const char *const reasons[] = {"reasoning_content", "reasoning", "thinking"};
     const cJSON *calls = json_get(json, "tool_calls");
     const char *role = json_string(json, "role"), *channel = NULL, *reason = NULL;
-    bool system = same(role, "system") || same(role, "developer"), assistant = same(role, "assistant"), ok = true,
+    bool system = same(role, "system") || same(role, "developer"), assistant = same(role, "assistant"),
          tool = same(role, "tool"), header = false; /* harmony's keys are there */
-    Bytes text = {0};
+    LocalBytes text = {0};
     if (!system && !assistant && !tool && !same(role, "user"))
         return fail(e, USAGE, "messages[%d] has the unknown role '%.40s'", i, role ? role : "");
     if (!parse_text(json_get(json, "content"), &text))
-        ok = fail(e, USAGE, "messages[%d].content is neither a text nor an array of text parts", i);
+        return fail(e, USAGE, "messages[%d].content is neither a text nor an array of text parts", i);
     for (int w = HEADER; w < WORDS; w++) header = header || json_get(json, words[w]);
     for (int k = 0; k < 3 && assistant && !reason; k++) reason = json_string(json, reasons[k]);
     bool more = cJSON_GetArraySize(calls) || (reason && (*reason || !json_get(json, "content"))); /* than the text */
@@ -318,10 +317,9 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
         for (int w = tool ? 1 : HEADER; w < WORDS; w++)
             if (json_string(json, words[w])) conversation_set(m->word + w, json_string(json, words[w]));
         if (tool && !find_author(c, m))
-            ok = fail(e, USAGE, "messages[%d] answers a tool call, and none came before", i);
+            return fail(e, USAGE, "messages[%d] answers a tool call, and none came before", i);
     }
-    bytes_free(&text);
-    return ok && (!assistant || parse_calls(c, calls, i, e));
+    return !assistant || parse_calls(c, calls, i, e);
 }
 
 bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
@@ -359,12 +357,11 @@ static cJSON *message_object(const Message *m, int number) {
     bool own = same(m->role, "assistant") && number >= 0, thought = own && message_part(m) == REASONING;
     bool call = own && begins(m->recipient, functions) && m->recipient[strlen(functions)];
     int n = number >= 0 && m->id ? HEADER - 1 : WORDS; /* a result with an id needs no more */
-    char id[32];
     if (call || thought) n = 1;
     if (own && same(m->channel, "final") && !m->recipient) n = HEADER;
     for (int w = 0; w < n; w++) cJSON_AddStringToObject(json, words[w], m->word[w]); /* NULL adds nothing */
     if (!call) return json_add(json, thought ? "reasoning_content" : "content", content, NULL);
-    snprintf(id, sizeof id, "call_%d", number);
+    LocalText id = text_print("call_%d", number);
     cJSON *function = json_object("name", json_word(m->recipient + strlen(functions)), "arguments", content, NULL);
     cJSON_AddItemToArray(
         cJSON_AddArrayToObject(json, "tool_calls"),
@@ -509,6 +506,8 @@ typedef struct {
     Bytes text;
 } Prompt;
 
+static void prompt_free(Prompt *p) { bytes_free(&p->text); }
+
 static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
     if (!prompt->n) return true;
     char *s = prompt->data, *end = s + prompt->n;
@@ -590,7 +589,7 @@ static const char *setting(const Conversation *c, const char *key, const char *i
 
 static void put_system(Prompt *p) {
     const Conversation *c = p->c;
-    Bytes text = {0};
+    LocalBytes text = {0};
     bytes_print(&text, "%s\nKnowledge cutoff: %s\n",
                 setting(c, "model_identity", "You are ChatGPT, a large language model trained by OpenAI."),
                 setting(c, "knowledge_cutoff", "2024-06"));
@@ -599,7 +598,6 @@ static void put_system(Prompt *p) {
                 c->effort, setting(c, "channels", "analysis, commentary, final"),
                 p->tools ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
     fill(p, &p->text, "<|start|>system<|message|>%s<|end|>", NULL, &text);
-    bytes_free(&text);
 }
 
 /* Harmony writes all system texts at the beginning into one message. Returns the number of the first other message. */
@@ -607,7 +605,7 @@ static int put_developer(Prompt *p) {
     const Conversation *c = p->c;
     const cJSON *format = json_get(json_get(c->request, "response_format"), "json_schema");
     const char *gap = "\n\n";
-    Bytes text = {0};
+    LocalBytes text = {0};
     int i = -1;
     for (const char *system = c->instructions;; system = c->message[i].content.data) {
         if (system && *system) bytes_print(&text, "%s%s%s", text.n ? "" : heading, system, gap);
@@ -622,7 +620,6 @@ static int put_developer(Prompt *p) {
     }
     text.n -= text.n ? strlen(gap) : 0;
     if (text.n) fill(p, &p->text, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
-    bytes_free(&text);
     return i;
 }
 
@@ -630,7 +627,8 @@ static int put_developer(Prompt *p) {
 static bool put_message(Prompt *p, const Message *m, Error *e) {
     bool model = same(m->role, "assistant"), call = model && m->recipient;
     const char *author = m->name ? m->name : m->role, *type = m->content_type, *end = call ? "<|call|>" : "<|end|>";
-    Bytes piece = {0}, before = {0};
+    LocalBytes piece = {0};
+    Bytes before = {0};
     if (!check_word("role", author, e) || (m->recipient && !check_word("recipient", m->recipient, e)) ||
         (m->channel && !check_word("channel", m->channel, e)) ||
         (type && !check_word("content_type", type + length_of(type, constrained), e)))
@@ -643,7 +641,6 @@ static bool put_message(Prompt *p, const Message *m, Error *e) {
     if (same(m->role, "developer") && !begins(m->content.data, heading)) before = view(heading);
     bytes_print(&piece, "<|message|>%%p%%s%s", end);
     fill(p, &p->text, piece.data, &before, &m->content);
-    bytes_free(&piece);
     return true;
 }
 
@@ -713,28 +710,25 @@ static void put_part(const Prompt *p, Bytes *out, const Message *m, Bytes text) 
     const Format *f = p->chat->format;
     bool result = same(m->role, "tool"), call = same(m->role, "assistant") && m->recipient;
     Error e;
-    Bytes name = {0}, json = {0};
-    cJSON *arguments = call ? json_parse(m->content.data, m->content.n, "arguments", &e) : NULL;
+    LocalBytes name = {0}, json = {0};
+    LocalJson arguments = call ? json_parse(m->content.data, m->content.n, "arguments", &e) : NULL;
     if (call) json_append(&name, cJSON_CreateString(m->recipient + length_of(m->recipient, functions)));
     if (arguments) put_json(&json, arguments, 0, 0);
     if (result && f->flags & ALONE) json_append(&json, json_from_text(m->content.data, m->content.n));
     fill(p, out, result ? f->result : call ? f->call : "%s", &name, json.n ? &json : call ? &m->content : &text);
-    bytes_free(&name), bytes_free(&json);
-    cJSON_Delete(arguments);
 }
 
 static void put_tools(const Prompt *p, Bytes *out) {
     const Format *f = p->chat->format;
     bool alone = f->flags & ALONE;
     const cJSON *tool;
-    Bytes list = {0};
+    LocalBytes list = {0};
     cJSON_ArrayForEach(tool, p->tools) {
         bytes_text(&list, alone ? "" : "\n");
         put_json(&list, tool, alone ? 4 : 0, 0);
         bytes_text(&list, alone ? "\n\n" : "");
     }
     fill(p, out, f->tools, NULL, &list);
-    bytes_free(&list);
 }
 
 /* Writes the turn that begins with message i, `before` in front of its text. Returns the next turn's first message. */
@@ -744,7 +738,7 @@ static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     bool model = same(m->role, "assistant"), tool = same(m->role, "tool"), keeps = model && keeps_thoughts(f);
     const char *system = f->flags & (HOIST | LATEST) ? "" : f->system; /* put_begin() wrote it */
     const char *piece = model ? f->assistant : tool ? f->results : same(m->role, "user") ? f->user : system;
-    Bytes thoughts = {0}, parts = {0}, turn = {0};
+    LocalBytes thoughts = {0}, parts = {0}, turn = {0};
     do {
         m = p->c->message + i;
         Bytes text = text_of(f, m, &thoughts);
@@ -760,7 +754,6 @@ static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* %p keeps %t from trimming it, too */
     bytes_add(&turn, said.data, said.n);
     fill(p, &p->text, piece, &before, &turn);
-    bytes_free(&thoughts), bytes_free(&parts), bytes_free(&turn);
     return i;
 }
 
@@ -771,7 +764,7 @@ static void put_begin(Prompt *p, Bytes *before) {
     bool alone = f->flags & ALONE, inside = f->flags & (FIRST | LAST);
     struct tm given = {0}, day = {.tm_year = 124, .tm_mon = 6, .tm_mday = 26}; /* the template's */
     char date[32];
-    Bytes text = {0}, about = {0};
+    LocalBytes text = {0}, about = {0};
     bytes_print(&text, "%s%s", system ? system : "", system && p->tools && !alone ? "\n\n" : "");
     for (int i = 0; f->flags & (HOIST | LATEST) && i < p->c->messages; i++) {
         if (!same(p->c->message[i].role, "developer")) continue;
@@ -785,31 +778,30 @@ static void put_begin(Prompt *p, Bytes *before) {
     fill(p, &about, f->about, &environment, &today);
     fill(p, &p->text, f->begin, NULL, NULL);
     if (system || f->about || text.n) fill(p, inside ? before : &p->text, f->system, &about, &text);
-    bytes_free(&text), bytes_free(&about);
 }
 
 static bool put_row(Prompt *p, bool prompt, Error *e) {
     const Format *f = p->chat->format;
     const Conversation *c = p->c;
-    bool alternate = f->flags & (FIRST | LAST), ok = true;
-    Bytes before = {0};
-    int first = c->messages, last = -1, turn = 0;
+    bool alternate = f->flags & (FIRST | LAST);
+    LocalBytes before = {0};
+    int first = c->messages, last = -1;
     for (int i = c->messages - 1; i >= 0; i--)
         if (same(c->message[i].role, "user")) first = i, last = last < 0 || continues(f, c, last) ? i : last;
     put_begin(p, &before);
-    for (int i = 0; i < c->messages && ok; turn++) {
-        ok = !alternate || same(c->message[i].role, turn % 2 ? "assistant" : "user");
-        if (ok) i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : (Bytes){0});
+    for (int i = 0, turn = 1; i < c->messages; turn++) {
+        if (alternate && !same(c->message[i].role, turn % 2 ? "user" : "assistant"))
+            return fail(e, USAGE, "%s chats alternate user and assistant, the user first: turn %d does not", f->name,
+                        turn);
+        i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : (Bytes){0});
     }
-    if (!ok) fail(e, USAGE, "%s chats alternate user and assistant, the user first: turn %d does not", f->name, turn);
     if (prompt) { /* what precedes an answer, without the space that the model writes itself */
         size_t n = p->text.n;
         fill(p, &p->text, f->assistant, NULL, NULL);
         if (p->text.n > n && p->text.data[p->text.n - 1] == ' ') p->text.n--;
         fill(p, &p->text, f->quiet && same(c->effort, "none") ? f->quiet : f->think, NULL, NULL);
     }
-    bytes_free(&before);
-    return ok;
+    return true;
 }
 
 /* Does a prompt end inside a thought? */
@@ -818,7 +810,7 @@ static bool thinks(const Format *f, const char *effort) { return f->think && !(f
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
     const Format *f = chat->format;
     const cJSON *tools = json_get(c->request, "tools");
-    Prompt p = {.chat = chat, .c = c, .tools = cJSON_GetArraySize(tools) ? tools : NULL};
+    LOCAL(prompt_free) Prompt p = {.chat = chat, .c = c, .tools = cJSON_GetArraySize(tools) ? tools : NULL};
     bool calls = p.tools, schema = json_get(json_get(c->request, "response_format"), "json_schema");
     bool valid = is_utf8(view(c->instructions)) && is_utf8(view(c->date));
     for (int i = 0; i < c->messages; i++) {
@@ -830,9 +822,7 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
     if ((calls && !f->call) || (schema && f != &harmony))
         return fail(e, USAGE, "%s, the chat format of this model, has no %s", f->name,
                     calls && !f->call ? "tools" : "response_format");
-    bool ok = (f == &harmony ? put_harmony : put_row)(&p, prompt, e) && encode(chat->tokenizer, &p.text, out, e);
-    bytes_free(&p.text);
-    return ok;
+    return (f == &harmony ? put_harmony : put_row)(&p, prompt, e) && encode(chat->tokenizer, &p.text, out, e);
 }
 
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
@@ -840,16 +830,14 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
     bool other = f != &harmony;
     if (other && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
         return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
-    Prompt p = {.chat = chat};
-    Bytes function = {0};
+    LOCAL(prompt_free) Prompt p = {.chat = chat};
+    LocalBytes function = {0};
     if (name && other) json_append(&function, cJSON_CreateString(name));
     if (name && !other) bytes_text(&function, name);
     if (thinks(f, effort)) fill(&p, &p.text, "\n</think>\n\n", NULL, NULL);
     fill(&p, &p.text, f->call, name ? &function : NULL, NULL);
     if (other && !name) bytes_text(&p.text, "\"");
-    bool ok = encode(chat->tokenizer, &p.text, out, e);
-    bytes_free(&p.text), bytes_free(&function);
-    return ok;
+    return encode(chat->tokenizer, &p.text, out, e);
 }
 
 /* ---- reading ---- */
@@ -891,7 +879,7 @@ static size_t known_word(const char *text, const char *list) {
  * word without a space. Other text is content if it stands behind the channel or if <|message|> is missing. */
 static void read_header(Reader *r, bool complete) {
     Message *m = &r->now;
-    Bytes header = {0}, text = {0};
+    LocalBytes header = {0}, text = {0};
     bool author = r->started; /* the next word is */
     bytes_text(&header, "");
     utf8_stream(&r->header, &header, true);
@@ -936,8 +924,6 @@ static void read_header(Reader *r, bool complete) {
     for (size_t i = 0; i < text.n; i++)
         if (strspn(text.data + i, marks)) text.data[i] = ' ';
     if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
-    bytes_free(&header);
-    bytes_free(&text);
 }
 
 /* Keeps or drops the message being read and begins the next. */
@@ -1029,21 +1015,19 @@ static void end_call(Reader *r, bool closed) {
     Bytes text = trim(r->header), before;
     if (!alone) cut_at(&text, open_call, &before);
     if (closed) text.n -= strlen(close_call);
-    cJSON *json = json_parse(text.data, text.n, "call", &e);
+    LocalJson json = json_parse(text.data, text.n, "call", &e);
     const char *name = json_string(json, "name"), *key = json_get(json, "arguments") ? "arguments" : "parameters";
     const cJSON *arguments = json_get(json, key);
     bool ok = chat_word(name) && (arguments ? cJSON_IsObject(arguments) : !alone);
     r->repairs += !ok || !(alone || closed);
     r->in_content = false;
-    if (ok) {
-        Message call = call_of(name);
-        if (arguments) put_json(&call.content, arguments, 0, 0);
-        if (!arguments) bytes_text(&call.content, "{}");
-        r->header.n = *r->header.data = 0;
-        end_text(r, "commentary");
-        *message_new(&r->message, &r->messages) = call;
-    }
-    cJSON_Delete(json);
+    if (!ok) return;
+    Message call = call_of(name);
+    if (arguments) put_json(&call.content, arguments, 0, 0);
+    if (!arguments) bytes_text(&call.content, "{}");
+    r->header.n = *r->header.data = 0;
+    end_text(r, "commentary");
+    *message_new(&r->message, &r->messages) = call;
 }
 
 /* Reads a token, or STREAM_END. A mark counts only as one token and at its place; otherwise it is text. */

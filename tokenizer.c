@@ -339,7 +339,7 @@ static void compose(const char *s, size_t n, Bytes *out) {
 
 /* `first`: the text begins here. */
 static void normalize(const Tokenizer *t, const char *s, size_t n, bool first, Bytes *out) {
-    Bytes composed = {0};
+    LocalBytes composed = {0};
     if (t->features & NFC) {
         compose(s, n, &composed);
         s = composed.data;
@@ -351,7 +351,6 @@ static void normalize(const Tokenizer *t, const char *s, size_t n, bool first, B
         bool space = t->features & MARK_SPACES && s[i] == ' ';
         bytes_add(out, space ? MARK : s + i, space ? 3 : 1);
     }
-    bytes_free(&composed);
 }
 
 static bool cut_added(Encoder *w, int stage, const char *s, size_t n);
@@ -360,11 +359,9 @@ static bool cut_added(Encoder *w, int stage, const char *s, size_t n);
 static bool encode_between(Encoder *w, int stage, const char *s, size_t n) {
     if (!n) return true;
     if (stage == 1) return encode_part(w, s, n);
-    Bytes text = {0};
+    LocalBytes text = {0};
     normalize(w->t, s, n, s == w->text, &text);
-    bool ok = cut_added(w, 1, text.data, text.n);
-    bytes_free(&text);
-    return ok;
+    return cut_added(w, 1, text.data, text.n);
 }
 
 static bool cut_added(Encoder *w, int stage, const char *s, size_t n) {
@@ -481,8 +478,7 @@ static bool read_token(Tokenizer *t, double id, const char *text, Error *e) {
 static void find_byte_tokens(Tokenizer *t, bool fallback) {
     int known = 0;
     for (int b = 0; b < 256; b++) {
-        char name[8];
-        snprintf(name, sizeof name, "<0x%02X>", b);
+        LocalText name = text_print("<0x%02X>", b);
         int id = t->byte_token[b] = fallback ? find(t, name, 6) : -1;
         if (id < 0) continue;
         t->text.data[t->piece[id].begin] = (char)b; /* what it decodes to */
@@ -506,10 +502,9 @@ static bool add_token(Tokenizer *t, double number, const char *text, bool contro
     if (t->piece[id].added) return fail(e, BAD_MODEL, "two added tokens have the id %d", id);
     t->piece[id].added = true;
     t->piece[id].control = control;
-    Bytes found = {0};
+    LocalBytes found = {0};
     if (normalized && n) normalize(t, text, n, false, &found);
     prefixes_add(t->prefixes + normalized, normalized ? found.data : text, normalized ? found.n : n, id);
-    bytes_free(&found);
     return true;
 }
 
@@ -606,10 +601,9 @@ static bool read_template(Tokenizer *t, const cJSON *c) {
 
 static bool read_part(Tokenizer *t, const char *stage, const cJSON *c) {
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
-        cJSON *known = cJSON_Parse(parts[i].json);
-        bool same = !strcmp(parts[i].stage, stage) && cJSON_Compare(known, c, true);
-        cJSON_Delete(known);
-        if (same) return t->features |= parts[i].feature, true;
+        LocalJson known = cJSON_Parse(parts[i].json);
+        if (!strcmp(parts[i].stage, stage) && cJSON_Compare(known, c, true))
+            return t->features |= parts[i].feature, true;
     }
     bool splits = !strcmp(stage, "pre_tokenizer"), ends = !strcmp(stage, "post_processor");
     if (json_is(c, "type", "ByteLevel")) return splits ? read_byte_level(t, c) : strcmp(stage, "normalizer");
@@ -629,10 +623,8 @@ static bool read_stage(Tokenizer *t, const cJSON *file, const char *name, const 
     bool many = json_is(stage, "type", "Sequence") && cJSON_IsArray(sequence);
     for (const cJSON *c = many ? sequence->child : stage; c; c = many ? c->next : NULL) {
         if (read_part(t, name, c)) continue;
-        char *text = json_text(c);
-        fail(e, BAD_MODEL, "this %s is not implemented: %.400s", name, text);
-        free(text);
-        return false;
+        LocalText text = json_text(c);
+        return fail(e, BAD_MODEL, "this %s is not implemented: %.400s", name, text);
     }
     return true;
 }
@@ -693,19 +685,18 @@ static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
         ids_add(&t->merged, id);
     }
     if (t->size) qsort_r(t->merged.data, t->merged.n, sizeof(int), by_score, score);
-    bool ok = true;
-    for (int rank = 0; rank < t->size && ok; rank++) {
+    free(score);
+    for (int rank = 0; rank < t->size; rank++) {
         const Piece *whole = t->piece + t->merged.data[rank];
         const char *text = t->text.data + whole->begin;
         if (whole->n > MOST_ADDED)
-            ok = fail(e, BAD_MODEL, "the token %d has more than %d bytes", t->merged.data[rank], MOST_ADDED);
-        for (uint32_t cut = 1; cut < whole->n && ok; cut++) {
+            return fail(e, BAD_MODEL, "the token %d has more than %d bytes", t->merged.data[rank], MOST_ADDED);
+        for (uint32_t cut = 1; cut < whole->n; cut++) {
             int left = find(t, text, cut), right = left < 0 ? -1 : find(t, text + cut, whole->n - cut);
             if (right >= 0) map_put(&t->rank, pair(left, right), rank);
         }
     }
-    free(score);
-    return ok;
+    return true;
 }
 
 /* tokenizer.ggml.token_type. */
@@ -728,7 +719,7 @@ static bool read_tokens(Tokenizer *t, const cJSON *metadata, Error *e) {
 
 /* How text is split, by the name in tokenizer.ggml.pre. */
 static bool find_pre(Tokenizer *t, const char *pre, Error *e) {
-    Bytes known = {0};
+    LocalBytes known = {0};
     bool ok = true;
     for (size_t i = 0; i < sizeof pres / sizeof *pres; i++) {
         bytes_print(&known, " %s", pres[i].names);
@@ -736,10 +727,8 @@ static bool find_pre(Tokenizer *t, const char *pre, Error *e) {
         for (int j = 0; j < 3 && pres[i].split[j]; j++) ok = ok && add_split(t, pres[i].split[j]);
         t->features = pres[i].features | BYTE_LEVEL;
     }
-    if (!t->splits)
-        ok = fail(e, BAD_MODEL, "tokenizer.ggml.pre is '%.40s', known are%s", pre ? pre : "(missing)", known.data);
-    bytes_free(&known);
-    return ok;
+    if (t->splits) return ok;
+    return fail(e, BAD_MODEL, "tokenizer.ggml.pre is '%.40s', known are%s", pre ? pre : "(missing)", known.data);
 }
 
 /* A vocabulary is GPT-2's, with merges, or SentencePiece's, with scores. */
@@ -789,23 +778,19 @@ static void add_template(Tokenizer *t, const cJSON *template, bool counts, Bytes
 static bool read_config(Tokenizer *t, const char *path, Bytes *all, Error *e) {
     static const char *const names[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
     const char *slash = strrchr(path, '/');
-    bool ok = true;
-    for (int i = 0; i < 3 && ok; i++) {
-        Bytes text = {0};
-        char *file = text_print("%.*s%s", slash ? (int)(slash - path) + 1 : 0, path, names[i]);
-        if (file_exists(file)) {
-            cJSON *config = i ? json_read(file, MOST_BYTES, e) : NULL;
-            if (!i && file_read(file, MOST_BYTES, &text, e)) config = json_from_text(text.data, text.n);
-            const cJSON *add = json_get(config, "add_bos_token"), *bos = json_get(config, "bos_token");
-            const char *first = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
-            if (cJSON_IsBool(add)) t->bos = cJSON_IsTrue(add) && first ? tokenizer_added(t, first) : -1;
-            add_template(t, i ? json_get(config, "chat_template") : config, !t->chat_template.n, all);
-            ok = config;
-            cJSON_Delete(config);
-        }
-        free(file), bytes_free(&text);
+    for (int i = 0; i < 3; i++) {
+        LocalBytes text = {0};
+        LocalText file = text_print("%.*s%s", slash ? (int)(slash - path) + 1 : 0, path, names[i]);
+        if (!file_exists(file)) continue;
+        LocalJson config = i ? json_read(file, MOST_BYTES, e) : NULL;
+        if (!i && file_read(file, MOST_BYTES, &text, e)) config = json_from_text(text.data, text.n);
+        if (!config) return false;
+        const cJSON *add = json_get(config, "add_bos_token"), *bos = json_get(config, "bos_token");
+        const char *first = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
+        if (cJSON_IsBool(add)) t->bos = cJSON_IsTrue(add) && first ? tokenizer_added(t, first) : -1;
+        add_template(t, i ? json_get(config, "chat_template") : config, !t->chat_template.n, all);
     }
-    return ok;
+    return true;
 }
 
 /* Every added token that a chat template names is a control token, whatever the file says, so that ordinary text never
@@ -823,18 +808,16 @@ static bool mark_control(Tokenizer *t, const Bytes *template, Error *e) {
 }
 
 Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
-    cJSON *file = gguf ? NULL : json_read(path, MOST_BYTES, e);
+    LocalJson file = gguf ? NULL : json_read(path, MOST_BYTES, e);
     if (!gguf && !file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
-    Bytes templates = {0};
+    LocalBytes templates = {0};
     t->bos = t->unknown = -1;
     t->piece = allocate_zero(MOST_IDS, sizeof *t->piece);
     bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
     bool ok = (gguf ? read_gguf(t, gguf, e) : read_file(t, file, e)) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
     if (gguf) add_template(t, json_get(gguf, "tokenizer.chat_template"), true, &templates);
     ok = ok && (gguf || read_config(t, path, &templates, e)) && mark_control(t, &templates, e);
-    cJSON_Delete(file);
-    bytes_free(&templates);
     if (ok) return t;
     tokenizer_close(t);
     return NULL;
