@@ -123,7 +123,7 @@ static const Pair names[] = { /* '*' is replaced by the number of each expert or
 
 /* Reads a tensor's entry of the header and adds it to `out`: one for each expert or head, if it holds all. */
 static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *out) {
-    cJSON *label = text(r);
+    LocalJson label = text(r);
     const char *name = label->valuestring, *rest = "", *local = name;
     double shape[4], values = 1;
     uint64_t dims = read_number(r, 4);
@@ -140,7 +140,7 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
                name, called, (unsigned long long)type);
     if (!(values >= 1 && values < 0x1p50 && begin < 0x1p50)) refuse(r, "a tensor is empty or too large");
     if (fmod(begin, alignment) != 0) refuse(r, "a tensor does not begin at a multiple of the alignment");
-    if (r->bad) return cJSON_Delete(label);
+    if (r->bad) return;
     if (fmod(shape[dims - 1], info->values) != 0) refuse(r, "rows of a tensor are not whole blocks");
     int layer = -1, skip = 0;
     if (sscanf(name, "blk.%9d.%n", &layer, &skip) == 1) local += skip;
@@ -151,7 +151,7 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
     if (n * 10 > r->values) refuse(r, "more tensors than any model has"), n = 0;
     r->values -= 10 * (int)n;
     for (int i = 0; i < n; i++, begin += bytes) {
-        Bytes full = {0};
+        LocalBytes full = {0};
         if (local != name) bytes_print(&full, "model.layers.%d.", layer);
         bytes_add(&full, hub, each ? (size_t)(each - hub) : strlen(hub));
         if (each) bytes_print(&full, "%d%s", i, each + 1);
@@ -160,9 +160,7 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
         cJSON_AddStringToObject(one, "dtype", info->name);
         cJSON_AddItemToObject(one, "shape", cJSON_CreateDoubleArray(shape + sliced, (int)dims - sliced));
         cJSON_AddItemToObject(one, "data_offsets", cJSON_CreateDoubleArray((double[]){begin, begin + bytes}, 2));
-        bytes_free(&full);
     }
-    cJSON_Delete(label);
 }
 
 cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, size_t *data, size_t *alignment,
@@ -175,10 +173,9 @@ cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, siz
         refuse(&r, "no GGUF of version 2 or 3 (%llu): download it again", (unsigned long long)version);
     if (keys > MOST_KEYS) refuse(&r, "more keys than any model has");
     for (; keys && !r.bad; keys--) {
-        cJSON *key = text(&r);
+        LocalJson key = text(&r);
         if (cJSON_GetObjectItemCaseSensitive(own, key->valuestring)) refuse(&r, "a key appears twice");
         cJSON_AddItemToObject(own, key->valuestring, value(&r, read_number(&r, 4), false));
-        cJSON_Delete(key);
     }
     double align = get_number(own, "general.alignment", 32), no = get_number(own, "split.no", 0);
     double count = fmax(get_number(own, "split.count", 1), 1); /* 0 in a file that was merged from parts */

@@ -116,9 +116,8 @@ static bool failed(const Loader *load) { return load->e->code; }
 
 static void config_bad(Loader *load, const cJSON *object, const char *key, const char *expected) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, key);
-    char *found = value ? json_text(value) : NULL;
+    LocalText found = value ? json_text(value) : NULL;
     refuse(load, load->path, "%s should be %s and is %.80s", key, expected, found ? found : "missing");
-    free(found);
 }
 
 /* The value of a key; NULL: it is missing or null. A value of another cJSON type is an error. */
@@ -142,9 +141,8 @@ static double config_number(Loader *load, const cJSON *object, const char *key, 
                             double absent) {
     const cJSON *value = json_get(object, key);
     double x = !value ? absent : cJSON_IsNumber(value) ? value->valuedouble : NAN;
-    char expected[80];
     if (x >= least && x <= most) return x;
-    snprintf(expected, sizeof expected, "a number from %.10g to %.10g", least, most);
+    LocalText expected = text_print("a number from %.10g to %.10g", least, most);
     config_bad(load, object, key, expected);
     return least;
 }
@@ -157,8 +155,7 @@ static int config_whole(Loader *load, const char *key, int least, int most, int 
 
 /* Refuses every value of a key but this one. The key may be missing. */
 static void only(Loader *load, const cJSON *object, const char *key, double value) {
-    char expected[32];
-    snprintf(expected, sizeof expected, "%.10g", value);
+    LocalText expected = text_print("%.10g", value);
     if ((float)config_number(load, object, key, -1e9, 1e9, value) != (float)value)
         config_bad(load, object, key, expected);
 }
@@ -404,16 +401,15 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
     if (failed(load) || strstr(key, "activations") || !strcmp(key, "kv_cache_scheme") || cJSON_IsNull(x)) return;
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         if (strcmp(key, known[i].key) || cJSON_IsArray(x)) continue;
-        char *text = cJSON_IsString(x) ? copy_text(x->valuestring, strlen(x->valuestring)) : json_text(x);
+        LocalText text = cJSON_IsString(x) ? copy_text(x->valuestring, strlen(x->valuestring)) : json_text(x);
         if (!text_listed(known[i].values, text))
             refuse(load, path, "%s should be one of %s, and is %.80s", key, known[i].values, text);
-        free(text);
     }
     cJSON_ArrayForEach(one, x) check_quantization(load, path, one->string ? one->string : key, one);
 }
 
 static void read_quantization(Loader *load, const char *dir) {
-    char *apart = join(dir, "quantize_config.json"); /* where older GPTQ models declare it */
+    LocalText apart = join(dir, "quantize_config.json"); /* where older GPTQ models declare it */
     const char *path = load->path;
     const cJSON *q = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
     if (!q) q = config_typed(load, load->file, "compression_config", cJSON_Object, "an object"); /* its older name */
@@ -425,14 +421,13 @@ static void read_quantization(Loader *load, const char *dir) {
     const char *version = json_string(q, "version");
     load->quantization = q;
     if (q) check_quantization(load, path, "", q);
-    free(apart);
     if (json_is(load->quantization, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
         config_bad(load, q, "version", "\"gemm\"");
 }
 
 /* The row of a model_type. The error for an unknown one lists all rows. */
 static const Family *find_family(Loader *load, const char *model_type) {
-    Bytes names = {0};
+    LocalBytes names = {0};
     const Family *found = NULL;
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         if (model_type && !strcmp(model_type, families[i].model_type)) found = families + i;
@@ -441,7 +436,6 @@ static const Family *find_family(Loader *load, const char *model_type) {
     if (!found)
         refuse(load, load->path, "model_type '%.60s' is not supported (supported: %s)",
                model_type ? model_type : "(none)", names.data);
-    bytes_free(&names);
     return found;
 }
 
@@ -472,11 +466,9 @@ static void read_config(Loader *load, const char *dir) {
     if (two_ropes(load)) read_rope(load, true, rope + 1);
     read_windows(load);
     read_stop(load, load->file, load->path);
-    char *path = join(dir, "generation_config.json");
-    cJSON *generation = failed(load) || access(path, F_OK) ? NULL : json_read(path, MOST_CONFIG, load->e);
+    LocalText path = join(dir, "generation_config.json");
+    LocalJson generation = failed(load) || access(path, F_OK) ? NULL : json_read(path, MOST_CONFIG, load->e);
     read_stop(load, generation, path);
-    cJSON_Delete(generation);
-    free(path);
 }
 
 /* ---- safetensors ---- */
@@ -507,13 +499,11 @@ static bool read_entry(const TensorFile *f, size_t data, const cJSON *entry, Ten
     if (values > 1) ok = ok && t->dims && t->shape[t->dims - 1] % (int64_t)values == 0;
     bytes /= values;
     if (!ok) {
-        char *found = json_text(entry);
-        fail(e, BAD_MODEL,
-             "%s: tensor '%.200s' should have a known dtype, a shape of up to %d dimensions and two data_offsets, and "
-             "has %.120s",
-             f->name, name, MOST_DIMS, found);
-        free(found);
-        return false;
+        LocalText found = json_text(entry);
+        return fail(e, BAD_MODEL,
+                    "%s: tensor '%.200s' should have a known dtype, a shape of up to %d dimensions and two "
+                    "data_offsets, and has %.120s",
+                    f->name, name, MOST_DIMS, found);
     }
     if ((uint64_t)end > room || (uint64_t)(end - begin) != bytes)
         return fail(e, BAD_MODEL,
@@ -602,27 +592,26 @@ static bool read_file(Tensors *t, int i, Error *e) {
     size_t data = 0, align = 1;
     if (!map_file(f, e)) return false;
     bool gguf = gguf_named(f->name);
-    cJSON *json = gguf ? gguf_header(f, i, t->files, t->metadata, &data, &align, e) : read_header(f, &data, e);
+    LocalJson json = gguf ? gguf_header(f, i, t->files, t->metadata, &data, &align, e) : read_header(f, &data, e);
+    if (!json) return false;
     size_t end = data;
     int first = t->n;
-    bool ok = json;
     t->tensor = reallocate(t->tensor, (size_t)(t->n + cJSON_GetArraySize(json) + 1) * sizeof *t->tensor);
-    for (const cJSON *entry = json ? json->child : NULL; entry && ok; entry = entry->next) {
+    for (const cJSON *entry = json->child; entry; entry = entry->next) {
         if (!strcmp(entry->string, "__metadata__") && cJSON_IsObject(entry)) continue;
         t->tensor[t->n] = (Tensor){.file = i};
-        ok = read_entry(f, data, entry, t->tensor + t->n, e);
-        t->n += ok;
+        if (!read_entry(f, data, entry, t->tensor + t->n, e)) return false;
+        t->n++;
     }
-    if (gguf && ok && !i) t->metadata = cJSON_DetachItemFromObjectCaseSensitive(json, "__metadata__");
-    cJSON_Delete(json);
+    if (gguf && !i) t->metadata = cJSON_DetachItemFromObjectCaseSensitive(json, "__metadata__");
     if (t->n > first) qsort(t->tensor + first, (size_t)(t->n - first), sizeof *t->tensor, by_offset);
-    for (Tensor *one = t->tensor + first; one < t->tensor + t->n && ok; end = one->offset + one->size, one++)
+    for (Tensor *one = t->tensor + first; one < t->tensor + t->n; end = one->offset + one->size, one++)
         if (one->offset != end && one->offset != (end + align - 1) / align * align) /* holes only to align */
-            ok = fail(e, BAD_MODEL, "%s: tensor '%.200s' %s", f->name, one->name,
-                      one->offset < end ? "overlaps another" : "leaves a hole before it");
-    return ok && (end == f->size || (end + align - 1) / align * align == f->size ||
-                  fail(e, BAD_MODEL, "%s: %zu bytes, its header describes %zu: the file is damaged; download it again",
-                       f->name, f->size, end));
+            return fail(e, BAD_MODEL, "%s: tensor '%.200s' %s", f->name, one->name,
+                        one->offset < end ? "overlaps another" : "leaves a hole before it");
+    return end == f->size || (end + align - 1) / align * align == f->size ||
+           fail(e, BAD_MODEL, "%s: %zu bytes, its header describes %zu: the file is damaged; download it again",
+                f->name, f->size, end);
 }
 
 /* Adds a file to the list of those to read, unless it is listed. Takes `name` over. */
@@ -644,26 +633,20 @@ static int gguf_parts(const char *path) {
 /* Adds the files of a directory: all that model.safetensors.index.json names, or else model.safetensors. If both are
  * there, the index is left over from shards that became one file. */
 static bool add_files(Tensors *t, const char *dir, Error *e) {
-    char *index = join(dir, "model.safetensors.index.json"), *whole = join(dir, "model.safetensors");
-    bool ok = true, single = access(index, F_OK) || !access(whole, F_OK);
-    cJSON *json = single ? NULL : json_read(index, MOST_INDEX, e);
+    LocalText index = join(dir, "model.safetensors.index.json");
+    LocalText whole = join(dir, "model.safetensors");
+    if (access(index, F_OK) || !access(whole, F_OK)) return add_file(t, text_print("%s", whole)), true;
+    LocalJson json = json_read(index, MOST_INDEX, e);
     const cJSON *map = json_get(json, "weight_map"), *entry = cJSON_IsObject(map) ? map->child : NULL;
-    if (single)
-        add_file(t, whole);
-    else if (!entry)
-        ok = json && fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index);
-    for (; entry && ok; entry = entry->next) {
+    if (!entry) return json && fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index);
+    for (; entry; entry = entry->next) {
         const char *name = cJSON_GetStringValue(entry);
         if (!name || !*name || *name == '.' || strchr(name, '/') || strchr(name, '\\') || t->files == MOST_FILES)
-            ok = fail(e, BAD_MODEL, "%s: tensor '%.100s' is in '%.100s': no file name, or more files than %d", index,
-                      entry->string, name ? name : "(no text)", MOST_FILES);
-        else
-            add_file(t, join(dir, name));
+            return fail(e, BAD_MODEL, "%s: tensor '%.100s' is in '%.100s': no file name, or more files than %d", index,
+                        entry->string, name ? name : "(no text)", MOST_FILES);
+        add_file(t, join(dir, name));
     }
-    cJSON_Delete(json);
-    free(index);
-    if (!single) free(whole);
-    return ok;
+    return true;
 }
 
 /* Adds the files of a directory, or a single file. A GGUF file is added with all its parts. */
@@ -784,7 +767,7 @@ static bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expect
 
 /* The tensor PREFIX NAME SUFFIX. NULL: the files do not have it. */
 static Tensor *find(const Loader *load, const char *name, const char *suffix) {
-    char full[200];
+    char full[200]; /* no allocation: the experts of a large model are a million names */
     snprintf(full, sizeof full, "%s%s%s", load->prefix, name, suffix);
     return tensors_find(&load->c->tensors, full);
 }
@@ -1039,8 +1022,7 @@ static Linear bind_each(Loader *load, const char *module, const char *matrix, in
     View *each = keep(load->c, (size_t)n * 3, sizeof *each);
     Linear all = {0};
     for (int i = 0; i < n && !failed(load); i++) {
-        char name[100];
-        snprintf(name, sizeof name, "%s.%d%s", module, i, matrix);
+        LocalText name = text_print("%s.%d%s", module, i, matrix);
         Linear one = bind_linear(load, name, rows, cols, bias);
         if (!i) {
             all = one;
@@ -1251,15 +1233,14 @@ static void bind_all(Loader *load) {
 
 /* The type with this name; TYPES: the mixture. */
 static Type named_type(const char *name, Error *e) {
-    Bytes names = {0};
+    LocalBytes names = {0};
     Type type = BF16;
     if (!strcasecmp(name, "Q4_K_M")) return TYPES;
     for (; type < E8M0 && strcasecmp(name, types[type].name); type++)
         bytes_print(&names, "%s%s", type ? ", " : "", types[type].name);
-    if (type == E8M0)
-        fail(e, USAGE, "--encoding must be one of Q4_K_M, %s, not '%.40s'", names.data, name), type = BF16;
-    bytes_free(&names);
-    return type;
+    if (type < E8M0) return type;
+    fail(e, USAGE, "--encoding must be one of Q4_K_M, %s, not '%.40s'", names.data, name);
+    return BF16;
 }
 
 /* Reads config.json, or its counterpart in a GGUF file. */
@@ -1284,14 +1265,13 @@ static void close_config(Loader *load) {
 }
 
 static bool read_checkpoint(Checkpoint *c, const char *dir, bool made_up, const char *encoding, Error *e) {
-    Loader load = {.c = c, .e = e};
+    LOCAL(close_config) Loader load = {.c = c, .e = e};
     *c = (Checkpoint){.model.made_up = made_up};
     *e = (Error){0};
     bool ok = open_config(&load, dir);
     if (ok && encoding) load.made_up_as = named_type(encoding, e);
     if (ok && !made_up && !load.gguf) tensors_open(&c->tensors, dir, e);
     if (!failed(&load)) bind_all(&load);
-    close_config(&load);
     if (e->code) checkpoint_close(c);
     return !e->code;
 }
@@ -1352,21 +1332,20 @@ uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
 /* ---- models on disk ---- */
 
 static void set_text(char *out, size_t room, const char *text) {
-    Bytes shown = {0};
+    LocalBytes shown = {0};
     bytes_shown(&shown, text ? text : "", text ? strlen(text) : 0, false); /* no control characters */
     snprintf(out, room, "%s", shown.n ? shown.data : "");
-    bytes_free(&shown);
 }
 
 ModelEntry model_entry(const char *path) {
     ModelEntry m = {0};
     Error missing;
-    Checkpoint c = {0};
-    Loader load = {.c = &c, .e = &m.problem};
+    LOCAL(checkpoint_close) Checkpoint c = {0};
+    LOCAL(close_config) Loader load = {.c = &c, .e = &m.problem};
     Tensors *t = &c.tensors;
     struct stat st;
     size_t bytes[TYPES + 1] = {0}, most = 0; /* by type; the last: all others */
-    char *tokenizer = join(path, "tokenizer.json");
+    LocalText tokenizer = join(path, "tokenizer.json");
     m.known = open_config(&load, path);
     m.there = load.gguf || load.file;
     m.complete = load.gguf ? t->n : load.file && !access(tokenizer, F_OK);
@@ -1389,9 +1368,6 @@ ModelEntry model_entry(const char *path) {
         else
             m.bytes += (uint64_t)st.st_size;
     }
-    close_config(&load);
-    checkpoint_close(&c);
-    free(tokenizer);
     return m;
 }
 
@@ -1421,19 +1397,20 @@ static void add_path(List *list, const char *path, const char *shown, bool begun
     DIR *dir = gguf || !depth ? NULL : opendir(path);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         if (*d->d_name == '.') continue;
-        char *inner = join(path, d->d_name), *name = join(shown, d->d_name);
+        LocalText inner = join(path, d->d_name);
+        LocalText name = join(shown, d->d_name);
         add_path(list, inner, name, false, depth - 1);
-        free(inner);
-        free(name);
     }
     if (dir) closedir(dir);
 }
 
 /* A repository's snapshot in the hub's cache: the one that refs/main names, or else any. */
 static char *find_snapshot(const char *repository) {
-    Bytes commit = {0};
+    LocalBytes commit = {0};
+    LocalText main = join(repository, "refs/main");
+    LocalText folder = join(repository, "snapshots");
+    char *found = NULL;
     Error e;
-    char *main = join(repository, "refs/main"), *folder = join(repository, "snapshots"), *found = NULL;
     file_read(main, 64, &commit, &e);
     DIR *dir = opendir(folder);
     for (struct dirent *d; dir && (d = readdir(dir));) {
@@ -1442,9 +1419,6 @@ static char *find_snapshot(const char *repository) {
         found = join(folder, d->d_name);
     }
     if (dir) closedir(dir);
-    free(main);
-    free(folder);
-    bytes_free(&commit);
     return found;
 }
 
@@ -1454,12 +1428,12 @@ static void add_all(List *list, const char *parent, bool hub) {
     for (struct dirent *d; dir && (d = readdir(dir));) {
         bool repository = !strncmp(d->d_name, "models--", 8);
         if (*d->d_name == '.' || repository != hub) continue;
-        char *path = join(parent, d->d_name), *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
-        char *model = hub ? find_snapshot(path) : copy_text(path, strlen(path));
-        char *shown = dashes && !gguf_named(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
-                                                  : text_print("%s", hub ? name : path);
+        const char *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
+        LocalText path = join(parent, d->d_name);
+        LocalText model = hub ? find_snapshot(path) : copy_text(path, strlen(path));
+        LocalText shown = dashes && !gguf_named(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
+                                                      : text_print("%s", hub ? name : path);
         if (model) add_path(list, model, shown, hub, 2);
-        free(path), free(model), free(shown);
     }
     if (dir) closedir(dir);
 }
@@ -1478,12 +1452,11 @@ char *hub_cache(void) {
 
 int models_list(ModelEntry **out) {
     List list = {0};
-    char *own = join(environment("HOME") ? environment("HOME") : "", ".cache/infer/models"), *cache = hub_cache();
+    LocalText own = join(environment("HOME") ? environment("HOME") : "", ".cache/infer/models");
+    LocalText cache = hub_cache();
     add_all(&list, "models", false);
     add_all(&list, own, false);
     add_all(&list, cache, true);
-    free(own);
-    free(cache);
     if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
     *out = list.entry;
     return list.n;
@@ -1497,44 +1470,42 @@ void models_free(ModelEntry *list, int n) {
     free(list);
 }
 
+static void list_free(List *list) { models_free(list->entry, list->n); }
+
 /* The path of the model in a folder: the only GGUF file in it, or the folder itself. */
 static char *find_inside(const char *folder) {
-    List list = {0};
-    char *config = join(folder, "config.json");
+    LOCAL(list_free) List list = {0};
+    LocalText config = join(folder, "config.json");
     if (access(config, F_OK)) add_path(&list, folder, folder, false, 2);
-    char *found = text_print("%s", list.n == 1 ? list.entry->path : folder);
-    models_free(list.entry, list.n);
-    free(config);
-    return found;
+    return text_print("%s", list.n == 1 ? list.entry->path : folder);
 }
 
 char *model_find(const char *argument, Error *e) {
     struct stat st;
     if (gguf_named(argument)) return copy_text(argument, strlen(argument));
     if (!stat(argument, &st) && S_ISDIR(st.st_mode)) return find_inside(argument);
-    ModelEntry *list;
-    Bytes names = {0};
-    int n = models_list(&list), hits = 0, hit = 0;
+    LOCAL(list_free) List list = {0};
+    LocalBytes names = {0};
+    int hits = 0, hit = 0;
     bool exact = false;
-    for (int i = 0; i < n && !exact; i++) {
-        exact = !strcmp(list[i].name, argument);
-        if (exact || (*argument && strcasestr(list[i].name, argument))) hits = exact ? 1 : hits + 1, hit = i;
+    list.n = models_list(&list.entry);
+    for (int i = 0; i < list.n && !exact; i++) {
+        exact = !strcmp(list.entry[i].name, argument);
+        if (exact || (*argument && strcasestr(list.entry[i].name, argument))) hits = exact ? 1 : hits + 1, hit = i;
     }
-    char *found = hits == 1 ? copy_text(list[hit].path, strlen(list[hit].path)) : NULL;
-    for (int i = 0; i < n; i++)
-        if (!hits || strcasestr(list[i].name, argument)) bytes_print(&names, "%s%s", names.n ? ", " : "", list[i].name);
-    if (hits > 1)
+    if (hits == 1) return text_print("%s", list.entry[hit].path);
+    for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++)
+        if (!hits || strcasestr(m->name, argument)) bytes_print(&names, "%s%s", names.n ? ", " : "", m->name);
+    if (hits)
         fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, names.data);
-    else if (!hits && access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
+    else if (access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
         fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
-    else if (!hits)
+    else
         fail(e, BAD_MODEL,
              "'%.100s' is no folder, and none of the models in ./models, ~/.cache/infer/models and the hub's cache: "
              "%s; infer download ORG/NAME fetches one",
-             argument, n ? names.data : "none is there");
-    bytes_free(&names);
-    models_free(list, n);
-    return found;
+             argument, list.n ? names.data : "none is there");
+    return NULL;
 }
 
 /* ---- engine ---- */
