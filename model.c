@@ -552,7 +552,7 @@ static bool map_file(TensorFile *f, Error *e) {
                                     : strerror(errno));
     if (!S_ISREG(st.st_mode)) return fail(e, BAD_MODEL, "%s: not a regular file", f->name);
     f->size = (size_t)st.st_size;
-    if (f->size < 8) return fail(e, BAD_MODEL, "%s: %zu bytes are too few for a model", f->name, f->size);
+    if (f->size < 8) return fail(e, BAD_MODEL, "%s: %zu bytes are too few: download it again", f->name, f->size);
     void *map = mmap(NULL, f->size, PROT_READ, MAP_SHARED, f->fd, 0);
     if (map == MAP_FAILED) return fail(e, BAD_MODEL, "%s: cannot be mapped: %s", f->name, strerror(errno));
     f->map = map;
