@@ -60,8 +60,8 @@ void ids_add(Ids *ids, int id);
 void ids_append(Ids *ids, const int *more, size_t n);
 void ids_free(Ids *ids);
 
-/* A local variable of one of these types is freed where its block ends, however the block is left. LOCAL: of a type
- * with another function that frees it. */
+/* A local variable of one of these types is freed where its block ends, however the block is left. So it gets a value
+ * where it is declared, one LocalText or LocalJson a line. LOCAL: of a type with another function that frees it. */
 #define LOCAL(release) __attribute__((cleanup(release)))
 #define LocalBytes     LOCAL(bytes_free) Bytes
 #define LocalIds       LOCAL(ids_free) Ids

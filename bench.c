@@ -348,7 +348,7 @@ static void add_cost(Stream *t, size_t position, int token, const float *logits,
 
 int perplexity(const Options *o) {
     Error e;
-    LOCAL(session_close) Session s;
+    LOCAL(session_close) Session s = {0};
     LocalIds ids = {0};
     LocalBytes text = {0};
     if (!o->file) fail(&e, USAGE, "-f FILE is missing: the text; see infer perplexity --help"), die(&e);
@@ -429,7 +429,7 @@ static void add_memory(cJSON *out, const Model *m, int context) {
 
 /* Adds what there is to say about the model in a folder. False: infer does not run it. */
 static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
-    LOCAL(session_close) Session s;
+    LOCAL(session_close) Session s = {0};
     const Model *m = &s.checkpoint.model;
     Tensors t;
     Error ignored;

@@ -164,7 +164,7 @@ bool chat_effort(const Chat *chat, const char *effort, Error *e) {
     bool always = f == &harmony || (f->think && !f->quiet);
     if (same(effort, "low") || same(effort, "medium") || same(effort, "high")) return true;
     if (same(effort, "none") && !always) return true;
-    return fail(e, USAGE, "the effort (in JSON reasoning_effort) must be low, medium or high%s, not '%.40s'",
+    return fail(e, USAGE, "effort (reasoning_effort in JSON) must be low, medium or high%s, not '%.40s'",
                 always ? "" : ", or none", effort);
 }
 

@@ -724,14 +724,14 @@ static void set_answering(bool on, bool loop) {
     struct termios mode;
     const tcflag_t echo = loop ? ECHO : 0;
     const pid_t front = tcgetpgrp(STDOUT_FILENO);
+    if (loop) sigaction(SIGTSTP, &stop, NULL);
     if ((front >= 0 && front != getpgrp()) || tcgetattr(STDOUT_FILENO, &mode))
         return; /* it would stop a background job */
     mode.c_lflag = on ? (mode.c_lflag & ~echo) | NOFLSH : (mode.c_lflag | echo) & ~(tcflag_t)NOFLSH;
     tcsetattr(STDOUT_FILENO, TCSANOW, &mode);
-    if (loop) sigaction(SIGTSTP, &stop, NULL);
 }
 
-/* Ctrl+Z while a loop writes an answer: the shell gets the terminal as it was. */
+/* Ctrl+Z while a loop writes an answer: the shell gets the terminal's mode back. */
 static void suspend(int number) {
     const int error = errno;
     set_answering(false, true);
@@ -1244,7 +1244,7 @@ static int detokenize(const Options *o) {
 
 static int render(const Options *o) {
     Filter f;
-    LOCAL(conversation_free) Conversation conversation;
+    LOCAL(conversation_free) Conversation conversation = {0};
     filter_open(&f, o, NEED_CHAT);
     LocalJson json = json_parse(f.in.data, f.in.n, "stdin", &f.e);
     if (!json) f.e.code = USAGE, die(&f.e);
@@ -1259,7 +1259,7 @@ static int render(const Options *o) {
 
 static int parse(const Options *o) {
     Filter f;
-    LOCAL(reader_free) Reader reader;
+    LOCAL(reader_free) Reader reader = {0};
     filter_open(&f, o, NEED_CHAT);
     if (!parse_ids(f.in.data, INT32_MAX, &f.ids, &f.e)) die(&f.e);
     reader_init(&reader, &f.s.chat, NULL);

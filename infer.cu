@@ -1422,6 +1422,8 @@ __global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer 
 
 /* ---- 8 one step ---- */
 
+constexpr size_t SMALL = 16 << 20, LARGE = 256 << 20; /* bytes of a matrix */
+
 /* Launches a kernel that may begin before the previous one has ended (from Hopper on). */
 template <typename... Params, typename... Args>
 cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
@@ -1443,14 +1445,14 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
     return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
-constexpr size_t SMALL = 16 << 20, LARGE = 256 << 20; /* bytes of a matrix */
 /* The one table from types of weights to instances. `most`, choices of a job, selects `product` up to 8, else tiles. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs) {
     /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
     constexpr int MOST = T == MXFP4 ? 8 : 32; /* tokens of a group; groups are of equal size */
-    const int most = !is_coded(T) && p.tokens <= 48 && gpu->largest <= SMALL ? std::min(MOST, 24) : MOST;
-    const int groups = p.job ? 1 : (p.tokens + most - 1) / most;
+    /* Two groups of 24 are faster than of 32 if all matrices are small: 1B and Qwen3-0.6B with 33 to 48 tokens. */
+    const int full = !is_coded(T) && p.tokens <= 48 && gpu->largest <= SMALL ? std::min(MOST, 24) : MOST;
+    const int groups = p.job ? 1 : (p.tokens + full - 1) / full;
     p.group = (p.tokens + groups - 1) / groups;
     const int blocks = std::min(jobs * p.w.tiles(), std::max(1, Encoding<T>::BLOCKS * gpu->sms * 8 / warps / groups));
     auto with = [&](auto kernel, size_t ring) {
@@ -1524,15 +1526,16 @@ enum Way {
     TILED,    /* by `product_tiled` */
     BLAS      /* by cuBLAS, codes after decode_matrix() */
 };
-/* Up to 24 or 32 tokens, streaming takes less time than starting cuBLAS, but not for a large head. If all matrices of
- * the layers are small, it also saves the kernels for norms and activations, so it pays for more tokens. Codes are
- * streamed while that is faster than making them bf16, or in tiles where tiles fill the card and the last is no mere
- * rest. The room to make them bf16, `decoded`, holds any matrix of a layer, but perhaps not the head. */
+/* For few tokens streaming is faster than cuBLAS, which takes long to start. How few was measured (notebooks/speed.md)
+ * for the sizes of a matrix and of the largest in the layers: if all are small, streaming also saves the kernels for
+ * norms and activations. Codes are streamed while that is faster than making them bf16, or taken in tiles of 64 tokens
+ * and 128 rows where those fill the card and the last is no mere rest. The room to make them bf16, `decoded`, holds any
+ * matrix of a layer, but perhaps not the head. */
 Way way_of(const Pass *a, const Matrix &m, int tokens) {
     if (m.type == F32) return BLAS;
     if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;
-    const size_t largest = a->gpu->largest;
-    const int limit = m.bytes > LARGE ? MAX_DECODE : largest > 2 * SMALL ? 32 : largest > SMALL ? 24 : 64;
+    const size_t size = std::max(m.bytes, a->gpu->largest);
+    const int limit = m.bytes > LARGE ? MAX_DECODE : size > 2 * SMALL ? 32 : size > SMALL ? 24 : 64;
     if (!is_coded(m.type)) return tokens <= limit ? STREAMED : BLAS;
     const bool full = m.tiles() / 8 * ((tokens + 63) / 64) >= a->gpu->sms && (tokens - 1) % 64 >= 16;
     if (tokens > 48 && tokens <= 256 && full) return TILED;

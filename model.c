@@ -1608,7 +1608,7 @@ typedef struct CachePage { /* a page of the cache */
     int token[PAGE];
 } CachePage;
 
-typedef struct { /* what a Batch has of its sequences, and the streams that they are */
+typedef struct { /* what a Batch has of its sequences (first[0] stays 0), and the streams that they are */
     int n;
     Stream *stream[MOST_STREAMS]; /* NULL: it was removed */
     int slot[MOST_STREAMS], first[MOST_STREAMS + 1], start[MOST_STREAMS];
@@ -1746,7 +1746,7 @@ void scheduler_remove(Scheduler *s, Stream *t) {
 }
 
 /* Adds the next n tokens of a stream to the step. A token that is not known yet is the one that its slot drew last. */
-static void add_share(Scheduler *s, Stream *t, size_t n) {
+static void add_tokens(Scheduler *s, Stream *t, size_t n) {
     Step *step = s->step + s->now.steps % 2;
     const size_t end = t->sent + n;
     Want want = t->bias && t->want == WANT_TOKEN ? WANT_LOGITS : t->want;
@@ -1772,7 +1772,7 @@ static void plan_step(Scheduler *s) {
         readers += t->sent + 1 < t->tokens.n;
         if (t->sent + 1 < t->tokens.n || !is_ready(t)) continue;
         while (i < s->now.running && !take_pages(s, t, t->sent + 1)) preempt(s);
-        if (i < s->now.running) add_share(s, t, 1), answers++;
+        if (i < s->now.running) add_tokens(s, t, 1), answers++;
     }
     if (most < TOKENS_PER_ANSWER * answers) most = TOKENS_PER_ANSWER * answers;
     room = most - answers;
@@ -1786,7 +1786,7 @@ static void plan_step(Scheduler *s) {
         if (t->want == WANT_ALL_LOGITS && t->sent + 1 < t->published) n = t->published - 1 - t->sent;
         if (fair > room) fair = room;
         if (n > fair) n = fair;
-        add_share(s, t, n);
+        add_tokens(s, t, n);
         room -= n;
     }
 }

@@ -632,6 +632,7 @@ static bool make_chat(Request *q) {
     conversation_init(&talk);
     if (!conversation_parse(&talk, q->json, e)) return false;
     if (!talk.messages && !talk.instructions) return fail(e, 400, "messages is empty");
+    if (!chat_effort(chat, talk.effort, e)) return false;
     if (cJSON_IsFalse(json_get(json_get(q->json, "chat_template_kwargs"), "enable_thinking"))) {
         conversation_set(&talk.effort, "none");
         if (!chat_effort(chat, "none", e))
@@ -1014,7 +1015,7 @@ static bool take_options(const Options *o, Error *e) {
     if (o->cors) sscanf(o->cors, "%*[a-zA-Z0-9+.-]://%*[^/?#@,* \t]%n", &n);
     if (o->cors && !text_listed("* null", o->cors) && (!n || o->cors[n])) /* null: of pages in files */
         return fail(e, USAGE, "--cors must be * or an origin such as http://localhost:3000, not '%.100s'", o->cors);
-    if (o->alias && !*o->alias) return fail(e, USAGE, "--name is empty");
+    if (o->alias && !*o->alias) return fail(e, USAGE, "--name is empty: give a name, or leave it out");
     server.key = environment("INFER_API_KEY");
     if (!o->key_file) return true;
     if (!file_read(o->key_file, 4096, &file, e)) return e->code = USAGE, false;

@@ -256,8 +256,8 @@ static void shapes_pass(const char *config, int layers, double share, const char
     checkpoint_close(&c);
 }
 
-#define LOCAL  "\"sliding_attention\""
-#define GLOBAL "\"full_attention\""
+#define SLIDING "\"sliding_attention\""
+#define FULL    "\"full_attention\""
 #define GPT_OSS_20B(TYPES)                                                                                             \
     "{\"architectures\":[\"GptOssForCausalLM\"],\"model_type\":\"gpt_oss\",\"num_hidden_layers\":%d,"                  \
     "\"vocab_size\":%d,\"hidden_size\":2880,\"intermediate_size\":2880,\"num_attention_heads\":64,"                    \
@@ -267,7 +267,7 @@ static void shapes_pass(const char *config, int layers, double share, const char
     "\"rope_scaling\":{\"rope_type\":\"default\"},\"tie_word_embeddings\":false,\"quantization_config\":{\"quant_"     \
     "method\":\"mxfp4\"}}"
 
-static void shapes_20b(void) { shapes_pass(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 0.8, NULL); }
+static void shapes_20b(void) { shapes_pass(GPT_OSS_20B(SLIDING "," FULL), 2, 0.8, NULL); }
 
 enum { AGREEING = 49 }; /* tokens: chunks of 2, 12 and 16 leave one for the end */
 
@@ -311,16 +311,17 @@ static void instances_agree(const char *config, int layers, int begin, const siz
 static void instances_of_20b_agree(void) {
     const size_t chunks[] = {2, 7, 12, 3, 4, 13, 16, AGREEING}; /* the first three use one instance each */
     /* attention splits this context; in layers without a window its pages come through the ring */
-    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, chunks, 8);
+    instances_agree(GPT_OSS_20B(SLIDING "," FULL), 2, 700, chunks, 8);
     /* Layers take turns with three buffers: a step uses each again, and the next step meets what the last layers left.
      * After 200 tokens a warp adds up keys in two rounds; after none few warps have any. */
-    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL), 6, 200, chunks, 3);
-    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL "," GLOBAL "," LOCAL), 7, 0, chunks, 3);
+    instances_agree(GPT_OSS_20B(SLIDING "," FULL "," SLIDING "," FULL "," SLIDING "," FULL), 6, 200, chunks, 3);
+    instances_agree(GPT_OSS_20B(SLIDING "," FULL "," SLIDING "," FULL "," SLIDING "," FULL "," SLIDING), 7, 0, chunks,
+                    3);
     /* Again and again: without the fence before copies in ring.cuh, one of eight runs in chunks of 8 read weights of
      * another part. With 16 tokens an expert has more choices than MAX_CHOICES. */
     size_t again[80];
     for (int i = 0; i < 80; i++) again[i] = i % 2 ? 8 : i % 4 ? 4 : 16;
-    instances_agree(GPT_OSS_20B(LOCAL "," GLOBAL), 2, 700, again, 80);
+    instances_agree(GPT_OSS_20B(SLIDING "," FULL), 2, 700, again, 80);
 }
 
 /* With a tap a launch ends after each phase: a token alone has the same bits at every stage as several at once. */
@@ -329,7 +330,7 @@ static void phases_of_20b_agree(void) {
     const size_t n = sizeof ids / sizeof *ids, chunks[] = {2, 7, 12};
     Trace one = {0};
     Checkpoint c;
-    make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL "," LOCAL "," GLOBAL), 4, 201088, NULL);
+    make_up(&c, GPT_OSS_20B(SLIDING "," FULL "," SLIDING "," FULL), 4, 201088, NULL);
     trace_run(&one, &cuda, &c.model, ids, n, 1);
     for (size_t k = 0; k < sizeof chunks / sizeof *chunks; k++) {
         Trace other = {0};
@@ -354,7 +355,7 @@ static void fast_agrees_with_plain(void) {
     uint64_t random = 11;
     Trace fast = {0}, other = {0};
     Checkpoint c;
-    make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL), LAYERS, 201088, NULL);
+    make_up(&c, GPT_OSS_20B(SLIDING "," FULL), LAYERS, 201088, NULL);
     fill_random(ids, N, 201088, &random);
     trace_run(&fast, &cuda, &c.model, ids, N, 0);
     plain = true;
@@ -385,7 +386,7 @@ static void streams_agree_with_plain(void) {
     Checkpoint c;
     Result r;
     Error e;
-    make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL), LAYERS, VOCAB, NULL);
+    make_up(&c, GPT_OSS_20B(SLIDING "," FULL), LAYERS, VOCAB, NULL);
     fill_random(ids, N * PROMPT, VOCAB, &random);
     for (int i = 0; i < N; i++) slot[i] = page[i] = i, how[i] = greedy;
     for (int k = 0; k < 2; k++) {
@@ -459,7 +460,7 @@ static void nans_of_20b_end(void) {
     Checkpoint c;
     Engine g;
     Error e;
-    make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL), 2, 201088, NULL);
+    make_up(&c, GPT_OSS_20B(SLIDING "," FULL), 2, 201088, NULL);
     c.model.eps = NAN;
     must(engine_open(&g, &cuda, &c.model, limits, 0, &e), &e);
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
@@ -486,7 +487,7 @@ static void contexts_of_20b_agree(void) {
     Checkpoint c;
     Result r;
     Error e;
-    make_up(&c, GPT_OSS_20B(LOCAL "," GLOBAL), 2, VOCAB, NULL);
+    make_up(&c, GPT_OSS_20B(SLIDING "," FULL), 2, VOCAB, NULL);
     void *state = cuda.open(&c.model, &limits, &pages, &e);
     must(state, &e);
     fill_random(ids, N, VOCAB, &random);

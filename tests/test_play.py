@@ -1071,6 +1071,10 @@ def test_ctrl_z_during_an_answer():
         t.wait("Assistant: 1 2 3")
         t.send("\x1a")
         t.wait("stopped")
+        limit = time.monotonic() + t.seconds
+        while not termios.tcgetattr(t.main)[3] & termios.NOFLSH:  # the loop sets it when it hides what is typed
+            expect(time.monotonic() < limit, "what is typed is not hidden again")
+            t.read(0.01)
         t.send("Hello!")
         expect("Hello" not in t.wait("[Generated"), "it is hidden")
         t.send("\n")
