@@ -1450,7 +1450,7 @@ template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs
     /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
     constexpr int MOST = T == MXFP4 ? 8 : 32; /* tokens of a group; groups are of equal size */
-    /* Two groups of 24 are faster than of 32 if all matrices are small: 1B and Qwen3-0.6B with 33 to 48 tokens. */
+    /* Small matrices have few tiles: 25 to 32 tokens in two groups give twice the blocks. */
     const int full = !is_coded(T) && p.tokens <= 48 && gpu->largest <= SMALL ? std::min(MOST, 24) : MOST;
     const int groups = p.job ? 1 : (p.tokens + full - 1) / full;
     p.group = (p.tokens + groups - 1) / groups;
