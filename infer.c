@@ -986,8 +986,8 @@ static bool slash_load(Play *p, const char *path, Error *e) {
     LocalJson json = json_read(path, MOST_PROMPT, e);
     conversation_init(&loaded);
     conversation_set(&loaded.date, p->talk.date); /* unless the file has another */
-    bool ok = json && conversation_parse(&loaded, json, e);
-    if (p->chat) ok = ok && chat_effort(&p->m.chat, loaded.effort, e);
+    const bool ok =
+        json && conversation_parse(&loaded, json, e) && (!p->chat || chat_effort(&p->m.chat, loaded.effort, e));
     conversation_free(ok ? &p->talk : &loaded);
     if (ok) p->talk = loaded, put_text(stdout, NULL, "Loaded ", path);
     return ok;

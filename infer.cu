@@ -1451,8 +1451,8 @@ template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
     constexpr int MOST = T == MXFP4 ? 8 : 32; /* tokens of a group; groups are of equal size */
     /* Small matrices have few tiles: 25 to 32 tokens in two groups give twice the blocks. */
-    const int full = !is_coded(T) && p.tokens <= 48 && gpu->largest <= SMALL ? std::min(MOST, 24) : MOST;
-    const int groups = p.job ? 1 : (p.tokens + full - 1) / full;
+    const int limit = !is_coded(T) && p.tokens <= 48 && gpu->largest <= SMALL ? std::min(MOST, 24) : MOST;
+    const int groups = p.job ? 1 : (p.tokens + limit - 1) / limit;
     p.group = (p.tokens + groups - 1) / groups;
     const int blocks = std::min(jobs * p.w.tiles(), std::max(1, Encoding<T>::BLOCKS * gpu->sms * 8 / warps / groups));
     auto with = [&](auto kernel, size_t ring) {
@@ -1529,8 +1529,8 @@ enum Way {
 /* For few tokens streaming is faster than cuBLAS, which takes long to start. How few was measured (notebooks/speed.md)
  * for the sizes of a matrix and of the largest in the layers: if all are small, streaming also saves the kernels for
  * norms and activations. Codes are streamed while that is faster than making them bf16, or taken in tiles of 64 tokens
- * and 128 rows where those fill the card and the last is no mere rest. The room to make them bf16, `decoded`, holds any
- * matrix of a layer, but perhaps not the head. */
+ * and 128 rows where those fill the card and the last has more than 16 tokens. The room to make them bf16, `decoded`,
+ * holds any matrix of a layer, but perhaps not the head. */
 Way way_of(const Pass *a, const Matrix &m, int tokens) {
     if (m.type == F32) return BLAS;
     if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;

@@ -514,27 +514,20 @@ static void contexts_of_20b_agree(void) {
     checkpoint_close(&c);
 }
 
-#define DENSE                                                                                                          \
+#define DENSE(HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM)                                                                \
     "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"num_hidden_layers\":%d,\"vocab_size\":%d,"   \
-    "\"hidden_size\":768,\"intermediate_size\":1152,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"         \
-    "\"rms_norm_eps\":1e-05,\"rope_theta\":10000,\"attention_bias\":false,\"mlp_bias\":false,"                         \
-    "\"tie_word_embeddings\":false,"
-static void shapes_dense_64(void) {
-    shapes_pass(DENSE "\"num_attention_heads\":12,\"num_key_value_heads\":3,\"head_dim\":64}", 3, 1, NULL);
-}
-static void shapes_dense_128(void) {
-    shapes_pass(DENSE "\"num_attention_heads\":16,\"num_key_value_heads\":2,\"head_dim\":128}", 3, 1, NULL);
-}
+    "\"hidden_size\":" HIDDEN ",\"intermediate_size\":" INNER ",\"hidden_act\":\"silu\",\"max_position_embeddings\""   \
+    ":8192,\"rms_norm_eps\":1e-05,\"rope_theta\":10000,\"attention_bias\":false,\"mlp_bias\":false,"                   \
+    "\"tie_word_embeddings\":false,\"num_attention_heads\":" HEADS ",\"num_key_value_heads\":" KV_HEADS                \
+    ",\"head_dim\":" HEAD_DIM "}"
+static void shapes_dense_64(void) { shapes_pass(DENSE("768", "1152", "12", "3", "64"), 3, 1, NULL); }
+static void shapes_dense_128(void) { shapes_pass(DENSE("768", "1152", "16", "2", "128"), 3, 1, NULL); }
 
 /* Matrices of more than 16 MB, and of so many rows that tiles of 64 tokens fill the card: way_of() has limits there. */
-#define WIDE                                                                                                           \
-    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"num_hidden_layers\":%d,\"vocab_size\":%d,"   \
-    "\"hidden_size\":512,\"intermediate_size\":8448,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"         \
-    "\"rms_norm_eps\":1e-05,\"rope_theta\":10000,\"attention_bias\":false,\"mlp_bias\":false,"                         \
-    "\"tie_word_embeddings\":false,\"num_attention_heads\":8,\"num_key_value_heads\":2,\"head_dim\":64}"
 static void shapes_wide(void) {
     const char *encodings[] = {NULL, "f16", "fp8", "gptq4", "q4_1", "q8_0", "q5_k", "q6_k"};
-    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) shapes_pass(WIDE, 2, 1, encodings[i]);
+    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++)
+        shapes_pass(DENSE("512", "8448", "8", "2", "64"), 2, 1, encodings[i]);
 }
 
 /* Experts in 16 bits and in every type of codes on the card. From 21 tokens on (17, where all eight are chosen) codes

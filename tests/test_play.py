@@ -1076,7 +1076,7 @@ def test_ctrl_z_during_an_answer():
             expect(time.monotonic() < limit, "what is typed is not hidden again")
             t.read(0.01)
         t.send("Hello!")
-        expect("Hello" not in t.wait("[Generated"), "it is hidden")
+        expect("Hello" not in t.wait("[Generated"), "typed text shows in the answer")
         t.send("\n")
         t.wait("Assistant: Hello!", "[Generated")
         t.prompt()
