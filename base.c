@@ -248,7 +248,10 @@ cJSON *json_parse(const char *text, size_t n, const char *name, Error *e) {
 
 cJSON *json_read(const char *path, size_t most, Error *e) {
     LocalBytes text = {0};
-    return file_read(path, most, &text, e) ? json_parse(text.data, text.n, path, e) : NULL;
+    if (!file_read(path, most, &text, e)) return NULL;
+    cJSON *json = json_parse(text.data, text.n, path, e);
+    if (!json) fail(e, BAD_MODEL, "%s: mend or replace the file", e->text);
+    return json;
 }
 
 const cJSON *json_get(const cJSON *object, const char *key) {

@@ -472,10 +472,10 @@ int inspect(const Options *o) {
     bool far = strchr(o->model, '/') && !strchr("/.~", *o->model);
     if (dir) far &= strcmp(dir, o->model) && !model_entry(dir).complete;
     if (!far && !dir) die(&e);
-    const char *outline = far ? outline_open(o->model, &to_fetch) : dir;
     cJSON *out = json_object("name", json_word(o->model), NULL);
-    bool ok = add_model(out, outline, o->context, &e);
+    bool ok = add_model(out, far ? outline_open(o->model, &to_fetch) : dir, o->context, &e);
     if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)to_fetch);
+    if (!far) cJSON_AddBoolToObject(out, "complete", model_entry(dir).complete);
     if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
     if (!o->json) print_facts(out);
     json_print(out, o->json);
@@ -555,7 +555,7 @@ int doctor(const Options *o) {
     free(copy);
     free(cache);
 
-    char token[300], answer[400];
+    char token[300] = "not checked", answer[400] = "not tried";
     Error e = {0};
     bool answers = hub_check(token, answer, &e);
     finding(&d, "token", 0, NULL, text_print("%s", token));

@@ -574,19 +574,18 @@ static bool list_files(Error *e) {
 
 /* Finds the token as other tools do: HF_TOKEN, the file HF_TOKEN_PATH, the file `token` in the hub's home. These files
  * may be missing, but not the one of --token-file. */
-static void find_token(void) {
+static bool find_token(Error *e) {
     const char *asked = hub.o->token_file, *text = environment("HF_TOKEN"), *named = environment("HF_TOKEN_PATH");
     LocalBytes content = {0};
     char rest[2];
-    Error e;
     hub.token_from = asked ? asked : text ? "HF_TOKEN" : named ? named : hub_file("token");
     if (text && !asked)
         bytes_text(&content, text);
-    else if (!file_read(hub.token_from, MAX_PATH, &content, &e) && asked)
-        give_up(USAGE, "%s", e.text);
-    if ((content.n || asked) &&
-        (sscanf(content.data, "%4095s%1s", hub.token, rest) != 1 || !is_like(hub.token, "^[!-~]+$")))
-        give_up(USAGE, "%s holds no token, or characters that no token has", hub.token_from);
+    else if (!file_read(hub.token_from, MAX_PATH, &content, e) && asked)
+        return e->code = USAGE, false;
+    if (!content.n && !asked) return true;
+    return (sscanf(content.data, "%4095s%1s", hub.token, rest) == 1 && is_like(hub.token, "^[!-~]+$")) ||
+           fail(e, USAGE, "%s holds no token, or characters that no token has: mend or remove it", hub.token_from);
 }
 
 /* Finds the cache and, in it, the folder of a repository. */
@@ -598,8 +597,8 @@ static void find_folder(const char *repository) {
              *slash ? "--" : "", slash + (*slash == '/'));
 }
 
-/* Finds the hub, the token and the repository ORG/NAME or ORG/NAME@REVISION. From now on Ctrl+C ends each wait. */
-static void hub_open(const Options *o) {
+/* Finds the hub, the token and the repository ORG/NAME[@REVISION]. From now on Ctrl+C ends each wait. USAGE. */
+static bool hub_open(const Options *o, Error *e) {
     const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
     const char *at = strchrnul(o->model, '@'), *revision = o->revision ? o->revision : *at ? at + 1 : "main";
     hub.o = o;
@@ -614,14 +613,14 @@ static void hub_open(const Options *o) {
     snprintf(hub.endpoint, sizeof hub.endpoint, "%s", endpoint ? endpoint : "https://huggingface.co");
     for (char *end = strchr(hub.endpoint, 0); end > hub.endpoint && end[-1] == '/';) *--end = 0;
     if (!is_like(hub.endpoint, "^https?://[^/@]+(/[^@]*)?$"))
-        give_up(USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co, without a password");
-    find_token();
+        return fail(e, USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co, without a password");
+    if (!find_token(e)) return false;
     snprintf(hub.name, sizeof hub.name, "%.*s", (int)(at - o->model), o->model);
     snprintf(hub.revision, sizeof hub.revision, "%s", revision);
     if (!repository_valid(hub.name))
-        give_up(USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", o->model, hub.endpoint);
-    if (!name_valid(revision)) give_up(USAGE, "'%.100s' is no revision", revision);
+        return fail(e, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", o->model, hub.endpoint);
     find_folder(hub.name);
+    return name_valid(revision) || fail(e, USAGE, "'%.100s' is no revision", revision);
 }
 
 /* Fetches the listed files. For a model that infer cannot run, it ends the process after config.json. */
@@ -641,7 +640,7 @@ static char *fetch_repository(const Options *o) {
     char path[MAX_PATH], ref[MAX_PATH];
     LocalBytes known = {0}; /* the commit that the revision named last */
     Error e;
-    hub_open(o);
+    if (!hub_open(o, &e)) end(&e);
     snprintf(ref, sizeof ref, "%s/refs/%s", hub.folder, hub.revision);
     if (!file_read(ref, 64, &known, &e)) bytes_text(&known, hub.revision);
     snprintf(path, sizeof path, "%s/snapshots/%s", hub.folder, known.data);
@@ -701,7 +700,8 @@ int rm(const Options *o) {
         LocalText dir = model_find(o->model, &e);
         if (!dir && repository) die(&e);
         if (!dir || strncmp(dir, hub.cache, n) || strncmp(dir + n, "/models--", 9) || strstr(dir + n, "/.."))
-            give_up(USAGE, "'%.99s' is no model in the hub's cache, %s: infer list", dir ? dir : o->model, hub.cache);
+            give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", dir ? dir : o->model,
+                    hub.cache);
         snprintf(hub.folder, sizeof hub.folder, "%.*s", (int)(n + 1 + strcspn(dir + n + 1, "/")), dir);
     }
     LocalText locks = text_print("%s/.locks/%s", hub.cache, strrchr(hub.folder, '/') + 1);
@@ -744,8 +744,7 @@ const char *outline_open(const char *repository, uint64_t *to_fetch) {
     static const char *const read[] = {"*.safetensors", "*config.json", "*.index.json"};
     const char *tmp = environment("TMPDIR");
     Error e;
-    hub_open(&(Options){.model = repository});
-    if (!list_files(&e)) end(&e);
+    if (!hub_open(&(Options){.model = repository}, &e) || !list_files(&e)) end(&e);
     *to_fetch = 0;
     for (int i = 0; i < hub.files; i++) *to_fetch += is_here(hub.file + i) ? 0 : hub.file[i].size;
     snprintf(hub.outline, sizeof hub.outline, "%s/infer-XXXXXX", tmp ? tmp : "/tmp");
@@ -759,7 +758,7 @@ const char *outline_open(const char *repository, uint64_t *to_fetch) {
 
 bool hub_check(char token[300], char answer[400], Error *e) {
     double begin = seconds();
-    hub_open(&(Options){.model = "openai/gpt-oss-20b"});
+    if (!hub_open(&(Options){.model = "openai/gpt-oss-20b"}, e)) return false;
     snprintf(token, 300, *hub.token ? "found in %s" : "none: only private and gated repositories need one",
              hub.token_from);
     snprintf(answer, 400, "%s is not tried: HF_HUB_OFFLINE is set", hub.endpoint);

@@ -1363,10 +1363,9 @@ ModelEntry model_entry(const char *path) {
              load.gguf ? json_string(t->metadata, "general.architecture") : json_string(load.file, "model_type"));
     if (!t->files) m.complete &= name_files(t, path, &missing);
     for (int i = 0; i < t->files; i++) {
-        if (stat(t->file[i].name, &st))
-            m.complete = false;
-        else
-            m.bytes += (uint64_t)st.st_size;
+        const bool here = !stat(t->file[i].name, &st);
+        m.complete &= here;
+        m.bytes += here ? (uint64_t)st.st_size : 0;
     }
     return m;
 }

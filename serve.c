@@ -13,7 +13,6 @@
 #include <microhttpd.h>
 #include <netdb.h>
 #include <openssl/crypto.h>
-
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>

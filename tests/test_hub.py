@@ -699,8 +699,10 @@ def test_inspect(folder):
         far = json.loads(infer("inspect", "org/parrot", "--json", env=env).text)
         header, values = read_safetensors(PARROT / WEIGHTS)
         same({k: v for k, v in far.items() if k not in ("name", "bytes_to_download")},
-             {k: v for k, v in local.items() if k not in ("name", "chat_format")}, "facts")
-        same(local["chat_format"], "harmony", "chat format")
+             {k: v for k, v in local.items() if k not in ("name", "chat_format", "complete")}, "facts")
+        same((local["chat_format"], local["complete"]), ("harmony", True), "chat format, complete")
+        odd = json.loads(infer("inspect", PARROT.parent / "odd", "--json", env=env).text)
+        same((odd["supported"], odd["complete"]), (True, False), "of a model without tokenizer.json: supported, complete")
         same(far["weight_bytes"], len(values), "bytes")
         same(sum(far[f"bytes_in_{encoding}"] for encoding in ("BF16", "MXFP4")), len(values), "bytes by encoding")
         same(far["bytes_to_download"], sum(map(len, SMALL.values())), "to download")
@@ -770,9 +772,9 @@ def test_same_names(folder):
             refused(*command, env=env, cwd=folder, words=["models/model", "org/model"])
         r = infer("bench", env=env, cwd=folder, code=2)
         expect("models/model" in r.err and "org/model" in r.err, r.err)
-        refused("rm", "models/model", env=env, cwd=folder, code=2, words=["models/model", "is no model in the hub's cache"])
+        refused("rm", "models/model", env=env, cwd=folder, code=2, words=["models/model", "is not in the hub's cache"])
         expect((folder / "models/model/config.json").exists(), "a model outside of the cache was removed")
-        refused("rm", path / "../../..", env=env, cwd=folder, code=2, words=["is no model in the hub's cache"])
+        refused("rm", path / "../../..", env=env, cwd=folder, code=2, words=["is not in the hub's cache"])
         r = infer("rm", path, env=env, cwd=folder)
         expect(r.err == f"removing {cache_of(hub, folder)}\n", f"rm says what goes: {r.err}")
         expect(not cache_of(hub, folder).exists(), "rm of a path")
@@ -797,8 +799,9 @@ def test_doctor(folder):
     for home in ("new", "new/and/newer"):
         r = infer("doctor", env={"HF_HOME": home, "HF_HUB_OFFLINE": 1}, cwd=folder, code=None)
         expect("✓ cache" in r.text and "0 bytes free" not in r.text, f"a relative path begins here: {r.text}")
-    r = infer("doctor", env={**env, "HF_ENDPOINT": "nothing"}, code=2)
-    expect("cache" in r.text and "HF_ENDPOINT" in r.err, r.text + r.err)
+    for name, value in ("HF_ENDPOINT", "nothing"), ("HF_TOKEN", "two words"):
+        bad = {f["what"]: f for f in json.loads(infer("doctor", "--json", env={**env, name: value}, code=2).text)}
+        expect(not bad["network"]["ok"] and name in bad["network"]["cure"], str(bad))
     r = infer("doctor", env={**env, "HF_ENDPOINT": "http://127.0.0.1:1"}, code=None)
     expect(r.code in (5, 4) and "✗ network" in r.text and "is the network up?" in r.text, r.text)
     expect("goes on" not in r.text, f"doctor downloads nothing: {r.text}")
