@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import resource
 import select
 import shutil
 import signal
@@ -132,10 +133,13 @@ def start(*args, program=CHECKED, cwd=None, env=None, **pipes):
                             env=environment(**(env or {})), **pipes)
 
 
-def infer(*args, stdin=b"", code=0, seconds=60, **how):
-    """Runs a command to its end. code: expected; None for any. Text on stdout is `.text`."""
+def infer(*args, stdin=b"", code=0, seconds=60, cpu=None, **how):
+    """Runs a command to its end. code: expected; None for any. Text on stdout is `.text`. cpu: seconds of processor time
+    that it may take; a busy machine does not change them."""
     pipe, began = subprocess.PIPE, time.monotonic()
     with start(*args, stdin=pipe, stdout=pipe, stderr=pipe, **how) as p:
+        if cpu:
+            resource.prlimit(p.pid, resource.RLIMIT_CPU, (cpu, cpu))
         try:
             out, err = p.communicate(stdin.encode() if isinstance(stdin, str) else stdin, timeout=seconds)
         except subprocess.TimeoutExpired:

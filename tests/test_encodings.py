@@ -123,8 +123,7 @@ def test_deep_config_in_time(folder):
     for _ in range(900):
         deep = [deep]
     model = copy_model(FOLDER / "fp8_block", folder, {"quantization_config": {"a": deep, "quant_method": "awq9"}})
-    r = refused("logits", model, "--ids", 1, words=["config.json", "awq9"])
-    expect(r.seconds < 2, f"{r.seconds:.1f} s")
+    refused("logits", model, "--ids", 1, words=["config.json", "awq9"], cpu=2)
 
 
 def test_older_place_of_the_config(folder):

@@ -190,8 +190,7 @@ def test_large_headers_are_read_in_time(folder):
     model = copy_model(LLAMA, folder, keep_weights=False)
     entries = {f"{i:05}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(25000)}
     (model / "model.safetensors").write_bytes(safetensors({**entries, **HEADER}, DATA))
-    r = refused("logits", model, "--ids", 1, words=["no place"], program=PLAIN)
-    expect(r.seconds < 1, f"{r.seconds:.2f} s")
+    refused("logits", model, "--ids", 1, words=["no place"], program=PLAIN, cpu=1)
 
 
 def test_file_truncated_while_open(folder):
@@ -979,20 +978,17 @@ def test_many_added_tokens_in_time(folder):
     tokens = [{"id": 1000 + i, "content": "a" * (i % 50) + f"<{i}>", "single_word": False, "lstrip": False,
                "rstrip": False, "normalized": False, "special": False} for i in range(10 ** 5)]
     (folder / "tokenizer.json").write_text(of_file(added_tokens=ADDED + tokens))
-    r = infer("tokenize", folder, stdin="a" * (1 << 20) + "<7>", program=PLAIN)
-    expect(r.seconds < 5, f"{r.seconds:.1f} s")
+    r = infer("tokenize", folder, stdin="a" * (1 << 20) + "<7>", program=PLAIN, cpu=5)
     same(ids_of(r)[-1], 1000 + 7, "the last id")
 
 
 def test_marks_in_time(folder):
     """1 MiB of combining marks in the wrong order, which NFC has to sort: limit as for 1 MiB of one character."""
     (folder / "tokenizer.json").write_text(of_file(normalizer={"type": "NFC"}))
-    r = infer("tokenize", folder, stdin="\u0301\u0323" * (1 << 18), program=PLAIN)
-    expect(r.seconds < 5, f"{r.seconds:.1f} s")
+    infer("tokenize", folder, stdin="\u0301\u0323" * (1 << 18), program=PLAIN, cpu=5)
 
 
 def test_large_tokenizer_in_time():
     """The published tokenizer.json, 28 MB, in under 0.5 s; ten times that is the limit here."""
-    r = infer("tokenize", data("gpt-oss-20b"), stdin="hello world", program=PLAIN)
+    r = infer("tokenize", data("gpt-oss-20b"), stdin="hello world", program=PLAIN, cpu=5)
     same(ids_of(r), [24912, 2375], "ids")
-    expect(r.seconds < 5, f"{r.seconds:.1f} s")

@@ -40,8 +40,7 @@ def test_a_megabyte_of_one_character():
 
     def check(name, unit):
         text = unit * ((1 << 20) // len(unit.encode()))
-        r = infer("tokenize", model, stdin=text, program=PLAIN)
-        expect(r.seconds < 5, f"{r.seconds:.1f} s")
+        r = infer("tokenize", model, stdin=text, program=PLAIN, cpu=5)
         if name == "x":
             expect(detokenize(ids_of(r), model, program=PLAIN).decode() == text, "comes back as another text")
     each([("x", "x"), ("space", " "), ("underscore", "_"), ("CJK", "漢"), ("combining marks", "\u0301"),
@@ -50,8 +49,7 @@ def test_a_megabyte_of_one_character():
 
 
 def test_a_megabyte_as_prompt():
-    r = infer("play", PARROT, stdin="x" * (1 << 20), program=PLAIN, code=4)
-    expect(r.seconds < 5, f"{r.seconds:.1f} s")
+    r = infer("play", PARROT, stdin="x" * (1 << 20), program=PLAIN, code=4, cpu=5)
     expect("--ctx" in r.err and "4096" in r.err.replace(",", ""), f"stderr: {r.err!r}")
 
 
