@@ -1,12 +1,11 @@
 # infer in a container. Its cache of models is the volume /cache; a model gets there with
 #   docker build -t infer .
 #   docker run --rm -v infer:/cache infer download openai/gpt-oss-20b
-#   docker run --gpus all -v infer:/cache -p 127.0.0.1:8080:8080 -e INFER_API_KEY=... infer
+#   docker run --gpus all --stop-timeout 120 -v infer:/cache -p 127.0.0.1:8080:8080 -e INFER_API_KEY=... infer
 # The driver must know this version: 13.0 needs 580 or later.
 ARG CUDA=13.0.0
-ARG SYSTEM=ubuntu22.04
 
-FROM nvidia/cuda:${CUDA}-devel-${SYSTEM} AS build
+FROM nvidia/cuda:${CUDA}-devel-ubuntu22.04 AS build
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         gcc g++ make pkg-config libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev \
         libmicrohttpd-dev
@@ -17,7 +16,7 @@ COPY fast fast
 ARG CUDA_ARCH="sm_80 sm_86 sm_89 sm_90a compute_90"
 RUN make -j"$(nproc)" install CUDA_ARCH="$CUDA_ARCH"
 
-FROM nvidia/cuda:${CUDA}-runtime-${SYSTEM}
+FROM nvidia/cuda:${CUDA}-runtime-ubuntu22.04
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         ca-certificates curl libcjson1 libpcre2-8-0 libedit2 libcurl4 libssl3 libutf8proc2 libmicrohttpd12 \
     && rm -rf /var/lib/apt/lists/* \

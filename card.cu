@@ -69,7 +69,7 @@ static void cuda_describe(Devices *d) {
         size_t free = 0, total = 0;
         auto &g = d->gpu[i];
         if (cudaSetDevice(i) || cudaGetDeviceProperties(&card, i)) continue;
-        snprintf(g.name, sizeof g.name, "%s", card.name);
+        snprintf(g.name, sizeof g.name, "%.*s", (int)sizeof g.name - 1, card.name);
         g.major = card.major, g.minor = card.minor;
         g.usable = !cudaFuncGetAttributes(&code, fill_turns) && !cudaMemGetInfo(&free, &total);
         g.free = free, g.total = total;
