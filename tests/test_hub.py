@@ -830,8 +830,10 @@ def test_terminal(folder):
         expect(hub.sent["big.safetensors"] < hub.files["big.safetensors"].size - (1 << 20), "nothing was kept")
         check_whole(hub, folder)
         hub.fault = lambda q: q.stall()
+        before = len(hub.requests)
         with in_terminal(hub, folder / "1", "download", "org/model") as t:
-            time.sleep(0.3)
+            while len(hub.requests) == before:
+                time.sleep(0.01)
             os.kill(t.process.pid, signal.SIGINT)
             same(t.ended(), 130, "exit code before anything has arrived")
 
