@@ -46,7 +46,6 @@ typedef struct { /* a file, or, with `body`, a small answer of at most `size` by
     EVP_MD_CTX *hash; /* of the bytes that are here */
     Bytes *body;
     char refusal[64], problem[CURL_ERROR_SIZE]; /* X-Error-Code of the hub; libcurl's message */
-    Error *e;                                   /* what is wrong with the bytes of an answer */
 } File;
 
 static struct { /* a process works with one repository */
@@ -74,6 +73,8 @@ static struct { /* a process works with one repository */
     pthread_t watch;
     sigset_t interrupt; /* SIGINT, which only this thread takes */
 } hub = {.max_tries = MAX_TRIES, .stall = 10, .mutex = PTHREAD_MUTEX_INITIALIZER};
+
+static _Thread_local Error error; /* why the last function that returned false, or NULL, failed */
 
 /* ---- names ---- */
 
@@ -144,23 +145,21 @@ static void remove_outline(void) {
     if (*hub.outline) folder_remove(hub.outline);
 }
 
-/* Ends the process, whatever other threads do, so that only the first error prints its line. */
-__attribute__((noreturn)) static void end(const Error *e) {
+/* Ends the process with this thread's error, whatever other threads do, so that only the first one prints its line. */
+__attribute__((noreturn)) static void end(void) {
     uint64_t here = bytes_here();
     char a[24], b[24];
     pthread_mutex_lock(&hub.mutex);
     clear();
     fflush(stdout);
-    fprintf(stderr, "infer: %s", e->text);
+    fprintf(stderr, "infer: %s", error.text);
     if (here) fprintf(stderr, " (%s of %s are here)", size_text(here, a), size_text(hub.total, b));
     fputc('\n', stderr);
     remove_outline();
-    _exit(e->code);
+    _exit(error.code);
 }
 
-/* The same with an error of this code and text. */
-static _Thread_local Error fatal;
-#define give_up(...) (fail(&fatal, __VA_ARGS__), end(&fatal))
+#define give_up(...) (fail(&error, __VA_ARGS__), end())
 
 /* A thread that ends the process at Ctrl+C, whatever the others wait for. */
 static void *watch(void *interrupt) {
@@ -296,10 +295,10 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     n *= size;
     const char *kind = f->body || f->done || hub.o->all ? NULL : file_kind(data, n);
     if (n > f->size - f->done)
-        return fail(f->e, NO_NETWORK, "a server sends more than the %llu bytes that it should: try again later",
+        return fail(&error, NO_NETWORK, "a server sends more than the %llu bytes that it should: try again later",
                     (unsigned long long)f->size);
     if (kind && (!fnmatch("*.safetensors", f->name, 0) || !fnmatch("*.json", f->name, 0)))
-        return fail(f->e, BAD_MODEL, "%s: the hub sends %s in its place: see %s/%s", f->name, kind, hub.endpoint,
+        return fail(&error, BAD_MODEL, "%s: the hub sends %s in its place: see %s/%s", f->name, kind, hub.endpoint,
                     hub.name);
     if (f->body) {
         bytes_add(f->body, data, n);
@@ -314,9 +313,9 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     return n;
 }
 
-/* Writes to *e why a transfer failed. Returns the cure, or NULL if another try would fail as well. again: a retry that
- * made no progress. */
-static const char *find_cause(const File *f, const char *url, CURLcode code, long status, bool again, Error *e) {
+/* Writes to `error` why a transfer failed. Returns the cure, or NULL if another try would fail as well. again: a retry
+ * that made no progress. */
+static const char *find_cause(const File *f, const char *url, CURLcode code, long status, bool again) {
     static const struct {
         const char *code;
         long status;
@@ -334,7 +333,7 @@ static const char *find_cause(const File *f, const char *url, CURLcode code, lon
     int n = (int)strlen(hub.endpoint), host = (int)(8 + strcspn(url + 8, "/"));
     bool at_hub = !strncmp(url, hub.endpoint, (size_t)n) && url[n] == '/', limited = status == 429;
     if (code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_TOO_MANY_REDIRECTS || code == CURLE_URL_MALFORMAT) {
-        fail(e, NO_NETWORK, "%s: %s: refused, because redirects lead to https only, at most ten times", hub.name,
+        fail(&error, NO_NETWORK, "%s: %s: refused, because redirects lead to https only, at most ten times", hub.name,
              f->problem);
         return NULL;
     }
@@ -342,16 +341,17 @@ static const char *find_cause(const File *f, const char *url, CURLcode code, lon
     if ((!code && status / 100 == 3) || (status / 100 == 4 && status != 408 && !limited && (at_hub || again))) {
         size_t i = at_hub ? 0 : sizeof refusals / sizeof *refusals - 1;
         while (!strstr(f->refusal, refusals[i].code) && status != refusals[i].status) i++;
-        fail(e, refusals[i].exit, "%s (%s) %s: %s/%s (status %ld); %s", hub.name, hub.revision, refusals[i].text,
+        fail(&error, refusals[i].exit, "%s (%s) %s: %s/%s (status %ld); %s", hub.name, hub.revision, refusals[i].text,
              hub.endpoint, hub.name, status,
              *hub.token ? "the token that was given may have no access" : "HF_TOKEN or --token-file gives a token");
         return NULL;
     }
     if (status < 400) {
-        fail(e, NO_NETWORK, "%.*s: %s", host, url, curl_easy_strerror(code ? code : CURLE_PARTIAL_FILE));
+        fail(&error, NO_NETWORK, "%.*s: %s", host, url, curl_easy_strerror(code ? code : CURLE_PARTIAL_FILE));
         return "is the network up? HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror";
     }
-    fail(e, NO_NETWORK, "%.*s answers with status %ld%s", host, url, status, limited ? ", it limits the rate" : "");
+    fail(&error, NO_NETWORK, "%.*s answers with status %ld%s", host, url, status,
+         limited ? ", it limits the rate" : "");
     return limited ? "try again later, or with a token (HF_TOKEN), which has a higher limit" : "try again later";
 }
 
@@ -383,15 +383,16 @@ static CURL *connection(File *f, const char *url, const char *range) {
     return easy;
 }
 
+static void connection_close(CURL **easy) { curl_easy_cleanup(*easy); }
+
 /* Fetches the missing part of a file, or a small answer; of an answer only the bytes `range`, unless it is NULL. */
-static bool get(File *f, const char *url, const char *range, Error *e) {
-    CURL *easy = connection(f, url, range);
-    uint64_t best = f->done; /* the most bytes so far */
-    f->e = e;
-    e->code = 0;
+static bool get(File *f, const char *url, const char *range) {
     if (offline())
-        fail(e, NO_NETWORK, "%s is incomplete here, and HF_HUB_OFFLINE forbids downloads: unset it", hub.name);
-    for (int tries = 0; !e->code; tries++) { /* tries without progress so far */
+        return fail(&error, NO_NETWORK, "%s is incomplete here, and HF_HUB_OFFLINE forbids downloads: unset it",
+                    hub.name);
+    LOCAL(connection_close) CURL *easy = connection(f, url, range);
+    uint64_t best = f->done;        /* the most bytes so far */
+    for (int tries = 0;; tries++) { /* tries without progress so far */
         char *asked = NULL;
         long status = 0;
         curl_off_t told = 0;
@@ -402,36 +403,32 @@ static bool get(File *f, const char *url, const char *range, Error *e) {
         curl_easy_getinfo(easy, CURLINFO_RESPONSE_CODE, &status);
         curl_easy_getinfo(easy, CURLINFO_EFFECTIVE_URL, &asked);
         curl_easy_getinfo(easy, CURLINFO_RETRY_AFTER, &told);
-        if (e->code || (!code && status / 100 == 2 && (f->body || f->done == f->size))) break;
+        if (code == CURLE_WRITE_ERROR) return false; /* on_body() says why */
+        if (!code && status / 100 == 2 && (f->body || f->done == f->size)) return true;
         if (f->done > best) best = f->done, tries = 0;
-        const char *cure = find_cause(f, asked, code, status, tries, e);
+        const char *cure = find_cause(f, asked, code, status, tries);
         double wait = fmax(told, tries ? 0.25 * (1 << tries) : 0); /* 0 after progress, then 0.5, 1, 2, 4 s */
-        if (!cure) break;
-        if (tries >= hub.max_tries || told > MAX_WAIT) {
-            fail(e, NO_NETWORK, "%s: %s%s", status < 400 && *f->problem ? f->problem : e->text, cure,
-                 hub.max_tries ? hub.goes_on : "");
-            break;
-        }
-        fail(e, NO_NETWORK, "%s: trying again", e->text);
-        if (wait > 0) say(e->text);
+        if (!cure) return false;
+        if (tries >= hub.max_tries || told > MAX_WAIT)
+            return fail(&error, NO_NETWORK, "%s: %s%s", status < 400 && *f->problem ? f->problem : error.text, cure,
+                        hub.max_tries ? hub.goes_on : "");
+        fail(&error, NO_NETWORK, "%s: trying again", error.text);
+        if (wait > 0) say(error.text);
         usleep((useconds_t)(wait * 1e6));
-        e->code = 0;
         if (code != CURLE_RANGE_ERROR) continue;
         if (ftruncate(f->fd, 0)) disk_fails(f->name); /* this server sends no parts of files */
         file_begin(f);
     }
-    curl_easy_cleanup(easy);
-    return !e->code;
 }
 
 /* Fetches an answer of the hub's API. */
-static cJSON *get_json(const char *url, Error *e) {
+static cJSON *get_json(const char *url) {
     LocalBytes body = {0};
     bytes_text(&body, "");
-    if (!get(&(File){.body = &body, .size = MAX_ANSWER}, url, NULL, e)) return NULL;
+    if (!get(&(File){.body = &body, .size = MAX_ANSWER}, url, NULL)) return NULL;
     const char *kind = file_kind(body.data, body.n);
-    if (kind) fail(e, NO_NETWORK, "%s answers with %s: does this network ask to log in?", hub.endpoint, kind);
-    return kind ? NULL : json_parse(body.data, body.n, "the hub's answer", e);
+    if (kind) fail(&error, NO_NETWORK, "%s answers with %s: does this network ask to log in?", hub.endpoint, kind);
+    return kind ? NULL : json_parse(body.data, body.n, "the hub's answer", &error);
 }
 
 /* A file's address at the hub, with its name %-escaped except for slashes. */
@@ -450,12 +447,11 @@ static void fetch_blob(File *f) {
     char path[MAX_PATH], blob[MAX_PATH], found[2 * EVP_MAX_MD_SIZE + 1] = "", *url = file_url(f);
     unsigned char digest[EVP_MAX_MD_SIZE];
     unsigned n = 0;
-    Error e;
     f->fd = open_file(blob_path(f, ".incomplete", path));
     f->hash = EVP_MD_CTX_new();
     for (int tries = 0;; tries++) {
         file_begin(f);
-        if (f->done < f->size && !get(f, url, NULL, &e)) end(&e);
+        if (f->done < f->size && !get(f, url, NULL)) end();
         EVP_DigestFinal_ex(f->hash, digest, &n);
         for (unsigned i = 0; i < n; i++) sprintf(found + 2 * i, "%02x", digest[i]);
         if (!strcmp(found, f->id)) break;
@@ -543,11 +539,11 @@ static void add_file(const cJSON *entry) {
 }
 
 /* Asks the hub for the commit of the revision and the list of its files. */
-static bool list_files(Error *e) {
+static bool list_files(void) {
     char url[1500], *revision = curl_easy_escape(NULL, hub.revision, 0);
     snprintf(url, sizeof url, "%s/api/models/%s/revision/%s?blobs=true", hub.endpoint, hub.name, revision);
     curl_free(revision);
-    LocalJson json = get_json(url, e);
+    LocalJson json = get_json(url);
     if (!json) return false;
     const cJSON *entry, *files = json_get(json, "siblings");
     const char *commit = json_string(json, "sha");
@@ -574,18 +570,18 @@ static bool list_files(Error *e) {
 
 /* Finds the token as other tools do: HF_TOKEN, the file HF_TOKEN_PATH, the file `token` in the hub's home. These files
  * may be missing, but not the one of --token-file. */
-static bool find_token(Error *e) {
+static bool find_token(void) {
     const char *asked = hub.o->token_file, *text = environment("HF_TOKEN"), *named = environment("HF_TOKEN_PATH");
     LocalBytes content = {0};
     char rest[2];
     hub.token_from = asked ? asked : text ? "HF_TOKEN" : named ? named : hub_file("token");
     if (text && !asked)
         bytes_text(&content, text);
-    else if (!file_read(hub.token_from, MAX_PATH, &content, e) && asked)
-        return e->code = USAGE, false;
+    else if (!file_read(hub.token_from, MAX_PATH, &content, &error) && asked)
+        return error.code = USAGE, false;
     if (!content.n && !asked) return true;
     return (sscanf(content.data, "%4095s%1s", hub.token, rest) == 1 && is_like(hub.token, "^[!-~]+$")) ||
-           fail(e, USAGE, "%s holds no token, or characters that no token has: mend or remove it", hub.token_from);
+           fail(&error, USAGE, "%s holds no token, or characters that no token has: mend or remove it", hub.token_from);
 }
 
 /* Finds the cache and, in it, the folder of a repository. */
@@ -598,7 +594,7 @@ static void find_folder(const char *repository) {
 }
 
 /* Finds the hub, the token and the repository ORG/NAME[@REVISION]. From now on Ctrl+C ends each wait. USAGE. */
-static bool hub_open(const Options *o, Error *e) {
+static bool hub_open(const Options *o) {
     const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
     const char *at = strchrnul(o->model, '@'), *revision = o->revision ? o->revision : *at ? at + 1 : "main";
     hub.o = o;
@@ -613,14 +609,14 @@ static bool hub_open(const Options *o, Error *e) {
     snprintf(hub.endpoint, sizeof hub.endpoint, "%s", endpoint ? endpoint : "https://huggingface.co");
     for (char *end = strchr(hub.endpoint, 0); end > hub.endpoint && end[-1] == '/';) *--end = 0;
     if (!is_like(hub.endpoint, "^https?://[^/@]+(/[^@]*)?$"))
-        return fail(e, USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co, without a password");
-    if (!find_token(e)) return false;
+        return fail(&error, USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co, without a password");
+    if (!find_token()) return false;
     snprintf(hub.name, sizeof hub.name, "%.*s", (int)(at - o->model), o->model);
     snprintf(hub.revision, sizeof hub.revision, "%s", revision);
     if (!repository_valid(hub.name))
-        return fail(e, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", o->model, hub.endpoint);
+        return fail(&error, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", o->model, hub.endpoint);
     find_folder(hub.name);
-    return name_valid(revision) || fail(e, USAGE, "'%.100s' is no revision", revision);
+    return name_valid(revision) || fail(&error, USAGE, "'%.100s' is no revision", revision);
 }
 
 /* Fetches the listed files. For a model that infer cannot run, it ends the process after config.json. */
@@ -639,16 +635,15 @@ static void fetch_listed(const char *snapshot) {
 static char *fetch_repository(const Options *o) {
     char path[MAX_PATH], ref[MAX_PATH];
     LocalBytes known = {0}; /* the commit that the revision named last */
-    Error e;
-    if (!hub_open(o, &e)) end(&e);
+    if (!hub_open(o)) end();
     snprintf(ref, sizeof ref, "%s/refs/%s", hub.folder, hub.revision);
-    if (!file_read(ref, 64, &known, &e)) bytes_text(&known, hub.revision);
+    if (!file_read(ref, 64, &known, &error)) bytes_text(&known, hub.revision);
     snprintf(path, sizeof path, "%s/snapshots/%s", hub.folder, known.data);
     bool fixed = is_like(hub.revision, HEX_40);
     bool whole = wants_default(o) && is_like(known.data, HEX_40) && model_entry(path).complete;
     bool ask = !whole || (!fixed && !offline());
     if (whole) hub.max_tries = 0;
-    if (ask && list_files(&e)) {
+    if (ask && list_files()) {
         hub.max_tries = MAX_TRIES;
         snprintf(path, sizeof path, "%s/snapshots/%s", hub.folder, hub.commit);
         fetch_listed(path);
@@ -658,9 +653,9 @@ static char *fetch_repository(const Options *o) {
             close(fd);
         }
     } else if (!whole) {
-        end(&e);
+        end();
     } else if (ask) {
-        fprintf(stderr, "%s\nThe files that are here are complete: infer uses them.\n", e.text);
+        fprintf(stderr, "%s\nThe files that are here are complete: infer uses them.\n", error.text);
     }
     return copy_text(path, strlen(path));
 }
@@ -692,13 +687,12 @@ char *model_get(const char *argument, Error *e) {
 }
 
 int rm(const Options *o) {
-    Error e;
     bool repository = repository_valid(o->model);
     find_folder(o->model);
     if (!repository || access(hub.folder, F_OK)) { /* MODEL as for every command */
         size_t n = strlen(hub.cache);
-        LocalText dir = model_find(o->model, &e);
-        if (!dir && repository) die(&e);
+        LocalText dir = model_find(o->model, &error);
+        if (!dir && repository) end();
         if (!dir || strncmp(dir, hub.cache, n) || strncmp(dir + n, "/models--", 9) || strstr(dir + n, "/.."))
             give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", dir ? dir : o->model,
                     hub.cache);
@@ -719,15 +713,14 @@ static void save_head(File *f) {
     bool weights = !fnmatch("*.safetensors", f->name, 0);
     File head = {.name = f->name, .size = weights ? 8 : MAX_ANSWER, .body = &(Bytes){0}}, rest = head;
     uint64_t n = 0;
-    Error e;
-    if (!get(&head, url, weights ? "0-7" : NULL, &e)) end(&e);
+    if (!get(&head, url, weights ? "0-7" : NULL)) end();
     if (weights) {
         memcpy(&n, head.body->data, head.body->n);
         rest.size = n = le64toh(n);
         snprintf(range, sizeof range, "8-%llu", (unsigned long long)n + 7);
         if (!n || n > MAX_ANSWER || n > f->size - head.body->n)
             give_up(BAD_MODEL, "%s: a header of %llu bytes does not fit", f->name, (unsigned long long)n);
-        if (!get(&rest, url, range, &e)) end(&e);
+        if (!get(&rest, url, range)) end();
     }
     snprintf(path, sizeof path, "%s/%s", hub.name, f->name);
     make_folders(path);
@@ -743,8 +736,7 @@ static void save_head(File *f) {
 const char *outline_open(const char *repository, uint64_t *to_fetch) {
     static const char *const read[] = {"*.safetensors", "*config.json", "*.index.json"};
     const char *tmp = environment("TMPDIR");
-    Error e;
-    if (!hub_open(&(Options){.model = repository}, &e) || !list_files(&e)) end(&e);
+    if (!hub_open(&(Options){.model = repository}) || !list_files()) end();
     *to_fetch = 0;
     for (int i = 0; i < hub.files; i++) *to_fetch += is_here(hub.file + i) ? 0 : hub.file[i].size;
     snprintf(hub.outline, sizeof hub.outline, "%s/infer-XXXXXX", tmp ? tmp : "/tmp");
@@ -758,15 +750,16 @@ const char *outline_open(const char *repository, uint64_t *to_fetch) {
 
 bool hub_check(char token[300], char answer[400], Error *e) {
     double begin = seconds();
-    if (!hub_open(&(Options){.model = "openai/gpt-oss-20b"}, e)) return false;
+    if (!hub_open(&(Options){.model = "openai/gpt-oss-20b"})) return *e = error, false;
     snprintf(token, 300, *hub.token ? "found in %s" : "none: only private and gated repositories need one",
              hub.token_from);
     snprintf(answer, 400, "%s is not tried: HF_HUB_OFFLINE is set", hub.endpoint);
     if (offline()) return true;
     LocalText url = text_print("%s/api/%s", hub.endpoint, *hub.token ? "whoami-v2" : "models/openai/gpt-oss-20b");
     hub.max_tries = 0;
-    cJSON_Delete(get_json(url, e));
-    bool ok = !e->code || e->code == BAD_MODEL;
+    LocalJson json = get_json(url);
+    bool ok = json || error.code == BAD_MODEL;
+    *e = error;
     snprintf(answer, 400, ok ? "%s answers in %.0f ms" : "%s does not answer", hub.endpoint, (seconds() - begin) * 1e3);
     return ok;
 }
