@@ -35,12 +35,14 @@
 
 enum { MAX_JOBS = 64, MAX_PATH = 4096, MAX_NAME = 256, MAX_ANSWER = 64 << 20, MAX_TRIES = 5 };
 enum { MAX_WAIT = 300 /* seconds */, HASH_PART = 4 << 20, SHOWN_FILES = 10 };
-#define HEX_40 "^[0-9a-f]{40}$"
-#define HEX_64 "^[0-9a-f]{64}$"
+#define HEX_40  "^[0-9a-f]{40}$"
+#define HEX_64  "^[0-9a-f]{64}$"
+#define WEIGHTS "[.]safetensors$"
 
-typedef struct { /* a file, or, with `body`, a small answer of at most `size` bytes */
-    char *name, id[65];
-    uint64_t size;
+typedef struct { /* a file, or, with `body`, a small answer of at most `end` bytes */
+    char *name, *id, *url;
+    char *blob;            /* path of its content */
+    uint64_t size, end;    /* end: of the bytes that are wanted */
     _Atomic uint64_t done; /* bytes that are here */
     int fd;
     EVP_MD_CTX *hash; /* of the bytes that are here */
@@ -49,17 +51,14 @@ typedef struct { /* a file, or, with `body`, a small answer of at most `size` by
 } File;
 
 static struct { /* a process works with one repository */
-    const Options *o;
-    const char *goes_on;                 /* a cure of trouble with the network, if this command downloads files */
-    char endpoint[300], token[MAX_PATH]; /* "" if there is none */
+    Options o;
+    char *endpoint, *token; /* token: NULL if there is none */
     const char *token_from;
-    char name[100], revision[MAX_NAME], commit[41];
-    const char *cache;
-    char folder[MAX_PATH * 3 / 4]; /* models--ORG--NAME in the cache */
-    char outline[MAX_PATH];        /* a temporary folder, or "" */
-    char foreign[MAX_NAME];        /* a file of weights that infer does not read, or "" */
-    int max_tries, stall;          /* tries without progress; seconds without bytes until a connection counts as lost */
-    File *file;                    /* config.json first */
+    char *name, *revision, *commit;
+    char *cache, *folder, *snapshot; /* the folder models--ORG--NAME in the cache, the commit's in that */
+    char *outline;                   /* a temporary folder, or "" */
+    int max_tries, stall; /* tries without progress; seconds without bytes until a connection counts as lost */
+    File *file;           /* config.json first */
     _Atomic int files;
     uint64_t total; /* bytes of all files */
 
@@ -72,7 +71,7 @@ static struct { /* a process works with one repository */
 
     pthread_t watch;
     sigset_t interrupt; /* SIGINT, which only this thread takes */
-} hub = {.max_tries = MAX_TRIES, .stall = 10, .mutex = PTHREAD_MUTEX_INITIALIZER};
+} hub = {.outline = "", .max_tries = MAX_TRIES, .stall = 10, .mutex = PTHREAD_MUTEX_INITIALIZER};
 
 static _Thread_local Error error; /* why the last function that returned false, or NULL, failed */
 
@@ -82,12 +81,6 @@ static bool is_like(const char *text, const char *pattern) {
     LOCAL(regfree) regex_t regex;
     regcomp(&regex, pattern, REG_EXTENDED | REG_NOSUB);
     return text && !regexec(&regex, text, 0, NULL, 0);
-}
-
-static bool matches(const char *const *glob, int n, const char *name) {
-    bool hit = false;
-    for (int i = 0; i < n; i++) hit |= !fnmatch(glob[i], name, 0);
-    return hit;
 }
 
 /* Is it ORG/NAME? */
@@ -132,7 +125,7 @@ static uint64_t bytes_here(void) {
 /* Removes a file or an empty folder. Stops at a lock that a process holds. */
 static int remove_one(const char *path, const struct stat *st, int type, struct FTW *ftw) {
     (void)st, (void)ftw;
-    int fd = type == FTW_F && !fnmatch("*.lock", path, 0) ? open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW) : -1;
+    int fd = type == FTW_F && is_like(path, "[.]lock$") ? open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW) : -1;
     bool held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB);
     if (fd >= 0) close(fd);
     return held ? EWOULDBLOCK : remove(path);
@@ -141,9 +134,7 @@ static int remove_one(const char *path, const struct stat *st, int type, struct 
 /* Removes a folder with all its content; returns 0 if that is done. It does not follow links. */
 static int folder_remove(const char *path) { return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
 
-static void remove_outline(void) {
-    if (*hub.outline) folder_remove(hub.outline);
-}
+static void remove_outline(void) { folder_remove(hub.outline); }
 
 /* Ends the process with this thread's error, whatever other threads do, so that only the first one prints its line. */
 __attribute__((noreturn)) static void end(void) {
@@ -161,11 +152,14 @@ __attribute__((noreturn)) static void end(void) {
 
 #define give_up(...) (fail(&error, __VA_ARGS__), end())
 
+/* A cure of trouble with the network, if this command needs it for a download. */
+static const char *goes_on(void) { return hub.o.jobs && hub.max_tries ? "; the same command goes on" : ""; }
+
 /* A thread that ends the process at Ctrl+C, whatever the others wait for. */
 static void *watch(void *interrupt) {
     int number;
     sigwait(interrupt, &number);
-    give_up(INTERRUPTED, "interrupted%s", hub.goes_on);
+    give_up(INTERRUPTED, "interrupted%s", goes_on());
 }
 
 /* Draws a line for a file. Of a long name it shows the end without the extension, where the names of shards differ. */
@@ -232,40 +226,36 @@ static int open_file(const char *path) {
     return fd;
 }
 
-static const char *blob_path(const File *f, const char *suffix, char out[MAX_PATH]) {
-    snprintf(out, MAX_PATH, "%s/blobs/%s%s", hub.folder, f->id, suffix);
-    return out;
-}
-
 static bool is_here(const File *f) {
-    char path[MAX_PATH];
     struct stat st;
-    return !lstat(blob_path(f, "", path), &st) && S_ISREG(st.st_mode) && (uint64_t)st.st_size == f->size;
+    return !lstat(f->blob, &st) && S_ISREG(st.st_mode) && (uint64_t)st.st_size == f->size;
 }
 
 /* Links a complete file into the snapshot. Even if the process is killed, a link is there or not. */
 static void file_link(File *f) {
-    char path[MAX_PATH], text[MAX_PATH] = "../../";
-    snprintf(path, sizeof path, "%s/snapshots/%s/%s", hub.folder, hub.commit, f->name);
-    for (const char *s = f->name; (s = strchr(s, '/')); s++) strcat(text, "../");
-    strcat(strcat(text, "blobs/"), f->id);
+    LocalText path = text_print("%s/%s", hub.snapshot, f->name);
+    LocalBytes blob = {0};
+    char found[MAX_PATH] = "";
+    bytes_text(&blob, "../../");
+    for (const char *s = f->name; (s = strchr(s, '/')); s++) bytes_text(&blob, "../");
+    bytes_print(&blob, "blobs/%s", f->id);
     make_folders(path);
-    while (symlink(text, path)) {
-        char found[MAX_PATH] = "";
-        const int why = errno;
+    while (symlink(blob.data, path)) {
+        if (errno != EEXIST) disk_fails(path);
         /* never remove a right link: another process may have made it, and need it */
-        if (readlink(path, found, sizeof found - 1) > 0 && !strcmp(found, text)) break;
-        if (why != EEXIST) errno = why, disk_fails(path);
+        if (readlink(path, found, sizeof found - 1) > 0 && !strcmp(found, blob.data)) break;
         if (remove(path) && errno != ENOENT) disk_fails(path);
     }
     f->done = f->size;
 }
 
-/* Begins a file's hash with the bytes that are on disk. */
-static void file_begin(File *f) {
-    char head[32], *part = allocate(HASH_PART);
+/* Begins a file's hash with the bytes that are on disk. anew: removes them before. */
+static void file_begin(File *f, bool anew) {
+    char head[32];
+    LocalText part = allocate(HASH_PART);
     bool git = strlen(f->id) == 40;
     f->done = 0;
+    if (anew && ftruncate(f->fd, 0)) disk_fails(f->name);
     EVP_DigestInit_ex(f->hash, git ? EVP_sha1() : EVP_sha256(), NULL);
     /* git hashes a header with the size first */
     if (git) EVP_DigestUpdate(f->hash, head, 1 + (size_t)sprintf(head, "blob %llu", (unsigned long long)f->size));
@@ -275,7 +265,6 @@ static void file_begin(File *f) {
         if (got < 0) disk_fails(f->name);
         EVP_DigestUpdate(f->hash, part, (size_t)got);
     }
-    free(part);
 }
 
 /* ---- the wire ---- */
@@ -293,11 +282,11 @@ static size_t on_header(char *line, size_t size, size_t n, void *owner) {
 static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     File *f = owner;
     n *= size;
-    const char *kind = f->body || f->done || hub.o->all ? NULL : file_kind(data, n);
-    if (n > f->size - f->done)
+    const char *kind = f->body || f->done || hub.o.all ? NULL : file_kind(data, n);
+    if (n > f->end - f->done)
         return fail(&error, NO_NETWORK, "a server sends more than the %llu bytes that it should: try again later",
-                    (unsigned long long)f->size);
-    if (kind && (!fnmatch("*.safetensors", f->name, 0) || !fnmatch("*.json", f->name, 0)))
+                    (unsigned long long)f->end);
+    if (kind && is_like(f->name, "[.](safetensors|json)$"))
         return fail(&error, BAD_MODEL, "%s: the hub sends %s in its place: see %s/%s", f->name, kind, hub.endpoint,
                     hub.name);
     if (f->body) {
@@ -343,7 +332,7 @@ static const char *find_cause(const File *f, const char *url, CURLcode code, lon
         while (!strstr(f->refusal, refusals[i].code) && status != refusals[i].status) i++;
         fail(&error, refusals[i].exit, "%s (%s) %s: %s/%s (status %ld); %s", hub.name, hub.revision, refusals[i].text,
              hub.endpoint, hub.name, status,
-             *hub.token ? "the token that was given may have no access" : "HF_TOKEN or --token-file gives a token");
+             hub.token ? "the token that was given may have no access" : "HF_TOKEN or --token-file gives a token");
         return NULL;
     }
     if (status < 400) {
@@ -355,14 +344,13 @@ static const char *find_cause(const File *f, const char *url, CURLcode code, lon
     return limited ? "try again later, or with a token (HF_TOKEN), which has a higher limit" : "try again later";
 }
 
-static CURL *connection(File *f, const char *url, const char *range) {
+static CURL *connection(File *f) {
     CURL *easy = curl_easy_init();
     const char *trusted = environment("CURL_CA_BUNDLE");
     long safe = !strncmp(hub.endpoint, "https:", 6) ? CURLPROTO_HTTPS : CURLPROTO_HTTPS | CURLPROTO_HTTP;
-    if (*hub.token) curl_easy_setopt(easy, CURLOPT_XOAUTH2_BEARER, hub.token);
+    if (hub.token) curl_easy_setopt(easy, CURLOPT_XOAUTH2_BEARER, hub.token);
     curl_easy_setopt(easy, CURLOPT_HTTPAUTH, CURLAUTH_BEARER);
-    curl_easy_setopt(easy, CURLOPT_URL, url);
-    curl_easy_setopt(easy, CURLOPT_RANGE, range);
+    curl_easy_setopt(easy, CURLOPT_URL, f->url);
     curl_easy_setopt(easy, CURLOPT_ACCEPT_ENCODING, "identity");
     curl_easy_setopt(easy, CURLOPT_USERAGENT, "infer");
     curl_easy_setopt(easy, CURLOPT_FOLLOWLOCATION, 1L);
@@ -385,57 +373,58 @@ static CURL *connection(File *f, const char *url, const char *range) {
 
 static void connection_close(CURL **easy) { curl_easy_cleanup(*easy); }
 
-/* Fetches the missing part of a file, or a small answer; of an answer only the bytes `range`, unless it is NULL. */
-static bool get(File *f, const char *url, const char *range) {
+/* Fetches the missing part of a file up to its `end`, or a small answer. */
+static bool get(File *f) {
     if (offline())
         return fail(&error, NO_NETWORK, "%s is incomplete here, and HF_HUB_OFFLINE forbids downloads: unset it",
                     hub.name);
-    LOCAL(connection_close) CURL *easy = connection(f, url, range);
+    LOCAL(connection_close) CURL *easy = connection(f);
     uint64_t best = f->done;        /* the most bytes so far */
     for (int tries = 0;; tries++) { /* tries without progress so far */
         char *asked = NULL;
         long status = 0;
         curl_off_t told = 0;
-        if (f->body) f->body->n -= f->done, f->done = 0;
+        if (f->body) f->body->n = f->done = 0;
         *f->problem = *f->refusal = 0;
-        curl_easy_setopt(easy, CURLOPT_RESUME_FROM_LARGE, (curl_off_t)f->done);
+        LocalText range = f->end < f->size ? text_print("%llu-%llu", (unsigned long long)f->done, f->end - 1ULL) : NULL;
+        curl_easy_setopt(easy, CURLOPT_RANGE, range);
+        curl_easy_setopt(easy, CURLOPT_RESUME_FROM_LARGE, (curl_off_t)(range ? 0 : f->done));
         CURLcode code = curl_easy_perform(easy);
         curl_easy_getinfo(easy, CURLINFO_RESPONSE_CODE, &status);
         curl_easy_getinfo(easy, CURLINFO_EFFECTIVE_URL, &asked);
         curl_easy_getinfo(easy, CURLINFO_RETRY_AFTER, &told);
         if (code == CURLE_WRITE_ERROR) return false; /* on_body() says why */
-        if (!code && status / 100 == 2 && (f->body || f->done == f->size)) return true;
+        if (!code && status / 100 == 2 && (f->body || f->done == f->end)) return true;
         if (f->done > best) best = f->done, tries = 0;
         const char *cure = find_cause(f, asked, code, status, tries);
         double wait = fmax(told, tries ? 0.25 * (1 << tries) : 0); /* 0 after progress, then 0.5, 1, 2, 4 s */
         if (!cure) return false;
         if (tries >= hub.max_tries || told > MAX_WAIT)
             return fail(&error, NO_NETWORK, "%s: %s%s", status < 400 && *f->problem ? f->problem : error.text, cure,
-                        hub.max_tries ? hub.goes_on : "");
+                        goes_on());
         fail(&error, NO_NETWORK, "%s: trying again", error.text);
         if (wait > 0) say(error.text);
         usleep((useconds_t)(wait * 1e6));
         if (code != CURLE_RANGE_ERROR) continue;
-        if (ftruncate(f->fd, 0)) disk_fails(f->name); /* this server sends no parts of files */
-        file_begin(f);
+        file_begin(f, true); /* this server sends no parts of files */
     }
 }
 
 /* Fetches an answer of the hub's API. */
-static cJSON *get_json(const char *url) {
+static cJSON *get_json(char *url) {
     LocalBytes body = {0};
     bytes_text(&body, "");
-    if (!get(&(File){.body = &body, .size = MAX_ANSWER}, url, NULL)) return NULL;
+    if (!get(&(File){.url = url, .body = &body, .end = MAX_ANSWER})) return NULL;
     const char *kind = file_kind(body.data, body.n);
     if (kind) fail(&error, NO_NETWORK, "%s answers with %s: does this network ask to log in?", hub.endpoint, kind);
     return kind ? NULL : json_parse(body.data, body.n, "the hub's answer", &error);
 }
 
-/* A file's address at the hub, with its name %-escaped except for slashes. */
-static char *file_url(const File *f) {
+/* The address of a file at the hub, with its name %-escaped except for slashes. */
+static char *file_url(const char *name) {
     Bytes url = {0};
     bytes_print(&url, "%s/%s/resolve/%s/", hub.endpoint, hub.name, hub.commit);
-    for (const char *s = f->name; *s; s++)
+    for (const char *s = name; *s; s++)
         bytes_print(&url, isalnum(*s & 255) || strchr("-._~/", *s) ? "%c" : "%%%02X", *s & 255);
     return url.data;
 }
@@ -444,18 +433,18 @@ static char *file_url(const File *f) {
 
 /* Fetches the rest of a file. If the hash is wrong then, it fetches all of the file once more. */
 static void fetch_blob(File *f) {
-    char path[MAX_PATH], blob[MAX_PATH], found[2 * EVP_MAX_MD_SIZE + 1] = "", *url = file_url(f);
+    char found[2 * EVP_MAX_MD_SIZE + 1] = "";
     unsigned char digest[EVP_MAX_MD_SIZE];
     unsigned n = 0;
-    f->fd = open_file(blob_path(f, ".incomplete", path));
-    f->hash = EVP_MD_CTX_new();
+    LocalText partial = text_print("%s.incomplete", f->blob);
+    f->fd = open_file(partial);
+    file_begin(f, false);
     for (int tries = 0;; tries++) {
-        file_begin(f);
-        if (f->done < f->size && !get(f, url, NULL)) end();
+        if (f->done < f->size && !get(f)) end();
         EVP_DigestFinal_ex(f->hash, digest, &n);
         for (unsigned i = 0; i < n; i++) sprintf(found + 2 * i, "%02x", digest[i]);
         if (!strcmp(found, f->id)) break;
-        if (ftruncate(f->fd, 0)) disk_fails(path);
+        file_begin(f, true);
         if (tries)
             give_up(NO_NETWORK,
                     "%s arrives twice with the hash %.12s... instead of %.12s...: something between here and the hub "
@@ -463,24 +452,22 @@ static void fetch_blob(File *f) {
                     f->name, found, f->id);
     }
     /* a crash must not leave the name without the content */
-    if (ftruncate(f->fd, (off_t)f->size) || fdatasync(f->fd) || rename(path, blob_path(f, "", blob))) disk_fails(path);
-    EVP_MD_CTX_free(f->hash);
+    if (ftruncate(f->fd, (off_t)f->size) || fdatasync(f->fd) || rename(partial, f->blob)) disk_fails(partial);
     close(f->fd);
-    free(url);
 }
 
 /* Fetches a file under the lock that other tools take, too. A dead process holds no lock. */
 static void fetch(File *f) {
-    char path[MAX_PATH], line[MAX_NAME + 64], size[24];
+    LocalText path = text_print("%s/.locks/%s/%s.lock", hub.cache, strrchr(hub.folder, '/') + 1, f->id);
+    char size[24];
+    LocalText waiting = text_print("%s is being fetched already: waiting", f->name);
+    LocalText done = text_print("✓ %s  %s", f->name, size_text(f->size, size));
     if (!is_here(f)) {
-        snprintf(path, sizeof path, "%s/.locks/%s/%s.lock", hub.cache, strrchr(hub.folder, '/') + 1, f->id);
-        snprintf(line, sizeof line, "%s is being fetched already: waiting", f->name);
         int lock = open_file(path);
-        if (flock(lock, LOCK_EX | LOCK_NB)) say(line), flock(lock, LOCK_EX);
+        if (flock(lock, LOCK_EX | LOCK_NB)) say(waiting), flock(lock, LOCK_EX);
         if (!is_here(f)) fetch_blob(f); /* another process may have done it meanwhile */
         close(lock);
-        snprintf(line, sizeof line, "✓ %s  %s", f->name, size_text(f->size, size));
-        say(line);
+        say(done);
     }
     file_link(f);
 }
@@ -491,35 +478,27 @@ static void *work(void *nothing) {
     return nothing;
 }
 
-/* Fetches the files that no thread has taken. */
-static void fetch_rest(void) {
-    pthread_t thread[MAX_JOBS];
-    int n = 0, rest = hub.files - hub.next;
-    for (; n < hub.o->jobs && n < rest; n++)
-        if (pthread_create(thread + n, NULL, work, NULL)) give_up(FAILED, "too many threads: --jobs 1 needs one");
-    for (int i = 0; i < n; i++)
-        for (; pthread_tryjoin_np(thread[i], NULL); usleep(20000)) draw();
-    clear();
-}
-
 /* ---- what to fetch ---- */
 
-static bool wants_default(const Options *o) { return !o->all && !o->include.n && !o->exclude.n; }
+static bool wants_default(void) { return !hub.o.all && !hub.o.include.n && !hub.o.exclude.n; }
+
+static bool matches(const Texts *globs, const char *name) {
+    bool hit = false;
+    for (int i = 0; i < globs->n; i++) hit |= !fnmatch(globs->text[i], name, 0);
+    return hit;
+}
 
 /* Is a file to be fetched? By default those at the root that infer reads. */
-static bool wanted(const Options *o, const char *name) {
-    static const char *const read[] = {"config.json",   "generation_config.json",   "quantize_config.json",
-                                       "*.safetensors", "*.safetensors.index.json", "tokenizer*",
-                                       "vocab.json",    "special_tokens_map.json",  "added_tokens.json",
-                                       "merges.txt",    "chat_template.*"};
-    if (matches(o->exclude.text, o->exclude.n, name)) return false;
-    if (o->include.n) return matches(o->include.text, o->include.n, name);
-    return o->all || (!strchr(name, '/') && matches(read, sizeof read / sizeof *read, name));
+static bool wanted(const char *name) {
+    if (matches(&hub.o.exclude, name)) return false;
+    if (hub.o.include.n) return matches(&hub.o.include, name);
+    return hub.o.all ||
+           is_like(name, "^([^/]*[.]safetensors([.]index[.]json)?|tokenizer[^/]*|chat_template[.][^/]*|merges[.]txt|"
+                         "(config|generation_config|quantize_config|vocab|special_tokens_map|added_tokens)[.]json)$");
 }
 
 /* Adds an entry of the hub's list of files if it is wanted. */
 static void add_file(const cJSON *entry) {
-    static const char *const foreign[] = {"*.gguf", "*.bin", "*.pt", "*.pth"};
     const char *name = json_string(entry, "rfilename");
     const cJSON *lfs = json_get(entry, "lfs"), *size = json_get(lfs ? lfs : entry, "size");
     const char *id = lfs ? json_string(lfs, "sha256") : json_string(entry, "blobId");
@@ -527,39 +506,45 @@ static void add_file(const cJSON *entry) {
     if (!name || !name_valid(name))
         give_up(BAD_MODEL, "the hub lists '%.200s' in %s, which is no safe file name: refused",
                 name ? name : "(no name)", hub.name);
-    if (matches(foreign, 4, name)) snprintf(hub.foreign, sizeof hub.foreign, "%s", name);
-    if (!wanted(hub.o, name)) return;
+    if (!wanted(name)) return;
     if (!is_like(id, lfs ? HEX_64 : HEX_40) || !json_whole(size, 0, INT64_MAX / 2, &bytes))
         give_up(BAD_MODEL, "the hub lists %s with an invalid hash or size: refused", name);
     File *f = hub.file + hub.files++;
     if (!strcmp(name, "config.json")) *f = *hub.file, f = hub.file;
-    *f = (File){.name = copy_text(name, strlen(name)), .size = (uint64_t)bytes};
-    memcpy(f->id, id, strlen(id) + 1);
+    *f = (File){
+        .name = text_print("%s", name), .id = text_print("%s", id), .url = file_url(name), .hash = EVP_MD_CTX_new()};
+    f->blob = text_print("%s/blobs/%s", hub.folder, id);
+    f->size = f->end = (uint64_t)bytes;
     hub.total += f->size;
 }
 
 /* Asks the hub for the commit of the revision and the list of its files. */
 static bool list_files(void) {
-    char url[1500], *revision = curl_easy_escape(NULL, hub.revision, 0);
-    snprintf(url, sizeof url, "%s/api/models/%s/revision/%s?blobs=true", hub.endpoint, hub.name, revision);
+    char *revision = curl_easy_escape(NULL, hub.revision, 0);
+    LocalText url = text_print("%s/api/models/%s/revision/%s?blobs=true", hub.endpoint, hub.name, revision);
     curl_free(revision);
     LocalJson json = get_json(url);
     if (!json) return false;
     const cJSON *entry, *files = json_get(json, "siblings");
-    const char *commit = json_string(json, "sha");
-    bool weights = !wants_default(hub.o);
+    const char *commit = json_string(json, "sha"), *foreign = "";
+    bool weights = !wants_default();
     if (!is_like(commit, HEX_40) || !cJSON_IsArray(files))
         give_up(BAD_MODEL, "the hub names the commit '%.80s' for %s, or no list of files: refused",
                 commit ? commit : "(missing)", hub.name);
-    memcpy(hub.commit, commit, 41);
+    hub.commit = text_print("%s", commit);
+    free(hub.snapshot);
+    hub.snapshot = text_print("%s/snapshots/%s", hub.folder, commit);
     hub.file = allocate_zero((size_t)cJSON_GetArraySize(files), sizeof *hub.file); /* in place: watch() reads it */
-    cJSON_ArrayForEach(entry, files) add_file(entry);
-    for (int i = 0; i < hub.files; i++) weights |= !fnmatch("*.safetensors", hub.file[i].name, 0);
+    cJSON_ArrayForEach(entry, files) {
+        const char *name = json_string(entry, "rfilename");
+        add_file(entry);
+        weights |= is_like(name, WEIGHTS) && wanted(name);
+        if (is_like(name, "[.](gguf|bin|pt|pth)$")) foreign = name;
+    }
     if (!weights)
         give_up(BAD_MODEL, "%s has no safetensors files at its root, which infer reads%s%s; %s--all fetches it all",
-                hub.name, *hub.foreign ? ", but " : "", hub.foreign,
-                strstr(hub.foreign, ".gguf") ? "--include '*Q4_K_M*' fetches GGUF files with that in their names, "
-                                             : "");
+                hub.name, *foreign ? ", but " : "", foreign,
+                strstr(foreign, ".gguf") ? "--include '*Q4_K_M*' fetches GGUF files with that in their names, " : "");
     if (!hub.files)
         give_up(BAD_MODEL, "%s: none of its %d files is wanted: see --include and --all", hub.name,
                 cJSON_GetArraySize(files));
@@ -571,7 +556,7 @@ static bool list_files(void) {
 /* Finds the token as other tools do: HF_TOKEN, the file HF_TOKEN_PATH, the file `token` in the hub's home. These files
  * may be missing, but not the one of --token-file. */
 static bool find_token(void) {
-    const char *asked = hub.o->token_file, *text = environment("HF_TOKEN"), *named = environment("HF_TOKEN_PATH");
+    const char *asked = hub.o.token_file, *text = environment("HF_TOKEN"), *named = environment("HF_TOKEN_PATH");
     LocalBytes content = {0};
     char rest[2];
     hub.token_from = asked ? asked : text ? "HF_TOKEN" : named ? named : hub_file("token");
@@ -580,25 +565,23 @@ static bool find_token(void) {
     else if (!file_read(hub.token_from, MAX_PATH, &content, &error) && asked)
         return error.code = USAGE, false;
     if (!content.n && !asked) return true;
-    return (sscanf(content.data, "%4095s%1s", hub.token, rest) == 1 && is_like(hub.token, "^[!-~]+$")) ||
+    return (sscanf(content.data, "%ms%1s", &hub.token, rest) == 1 && is_like(hub.token, "^[!-~]+$")) ||
            fail(&error, USAGE, "%s holds no token, or characters that no token has: mend or remove it", hub.token_from);
 }
 
 /* Finds the cache and, in it, the folder of a repository. */
 static void find_folder(const char *repository) {
-    const char *slash = strchrnul(repository, '/');
+    int n = (int)strcspn(repository, "/");
+    const char *rest = repository + n;
     hub.cache = hub_cache();
-    if (strlen(hub.cache) > MAX_PATH / 2) give_up(USAGE, "the path of the cache is too long: %.200s", hub.cache);
-    snprintf(hub.folder, sizeof hub.folder, "%s/models--%.*s%s%s", hub.cache, (int)(slash - repository), repository,
-             *slash ? "--" : "", slash + (*slash == '/'));
+    hub.folder = text_print("%s/models--%.*s%s%s", hub.cache, n, repository, *rest ? "--" : "", *rest ? rest + 1 : "");
 }
 
 /* Finds the hub, the token and the repository ORG/NAME[@REVISION]. From now on Ctrl+C ends each wait. USAGE. */
 static bool hub_open(const Options *o) {
     const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
-    const char *at = strchrnul(o->model, '@'), *revision = o->revision ? o->revision : *at ? at + 1 : "main";
-    hub.o = o;
-    hub.goes_on = o->jobs ? "; the same command goes on" : "";
+    const char *at = strchrnul(o->model, '@'), *revision = *at ? at + 1 : "main";
+    hub.o = *o;
     hub.begun = hub.drawn = seconds();
     curl_global_init(CURL_GLOBAL_DEFAULT);
     sigemptyset(&hub.interrupt);
@@ -606,66 +589,69 @@ static bool hub_open(const Options *o) {
     pthread_sigmask(SIG_BLOCK, &hub.interrupt, NULL);
     if (pthread_create(&hub.watch, NULL, watch, &hub.interrupt)) give_up(FAILED, "too many threads");
     if (stall) text_whole(stall, 1, INT32_MAX, &hub.stall);
-    snprintf(hub.endpoint, sizeof hub.endpoint, "%s", endpoint ? endpoint : "https://huggingface.co");
+    hub.endpoint = text_print("%s", endpoint ? endpoint : "https://huggingface.co");
     for (char *end = strchr(hub.endpoint, 0); end > hub.endpoint && end[-1] == '/';) *--end = 0;
     if (!is_like(hub.endpoint, "^https?://[^/@]+(/[^@]*)?$"))
         return fail(&error, USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co, without a password");
     if (!find_token()) return false;
-    snprintf(hub.name, sizeof hub.name, "%.*s", (int)(at - o->model), o->model);
-    snprintf(hub.revision, sizeof hub.revision, "%s", revision);
+    hub.name = copy_text(o->model, (size_t)(at - o->model));
+    hub.revision = text_print("%s", o->revision ? o->revision : revision);
     if (!repository_valid(hub.name))
         return fail(&error, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", o->model, hub.endpoint);
     find_folder(hub.name);
-    return name_valid(revision) || fail(&error, USAGE, "'%.100s' is no revision", revision);
+    return name_valid(hub.revision) || fail(&error, USAGE, "'%.100s' is no revision", hub.revision);
 }
 
 /* Fetches the listed files. For a model that infer cannot run, it ends the process after config.json. */
-static void fetch_listed(const char *snapshot) {
-    bool check = wants_default(hub.o) && !strcmp(hub.file->name, "config.json");
+static void fetch_listed(void) {
+    pthread_t thread[MAX_JOBS];
+    int n = 0;
     char size[24];
-    ModelEntry m;
     fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, size_text(hub.total, size));
-    if (check) fetch(hub.file + hub.next++);
-    if (check && !(m = model_entry(snapshot)).known)
-        give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, m.problem.text);
-    fetch_rest();
+    if (wants_default() && !strcmp(hub.file->name, "config.json")) {
+        fetch(hub.file + hub.next++);
+        ModelEntry m = model_entry(hub.snapshot);
+        if (!m.known) give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, m.problem.text);
+    }
+    for (int rest = hub.files - hub.next; n < hub.o.jobs && n < rest; n++)
+        if (pthread_create(thread + n, NULL, work, NULL)) give_up(FAILED, "too many threads: --jobs 1 needs one");
+    for (int i = 0; i < n; i++)
+        for (; pthread_tryjoin_np(thread[i], NULL); usleep(20000)) draw();
+    clear();
 }
 
 /* Fetches what is missing of a repository; returns the snapshot's path. */
-static char *fetch_repository(const Options *o) {
-    char path[MAX_PATH], ref[MAX_PATH];
+static const char *fetch_repository(const Options *o) {
     LocalBytes known = {0}; /* the commit that the revision named last */
     if (!hub_open(o)) end();
-    snprintf(ref, sizeof ref, "%s/refs/%s", hub.folder, hub.revision);
+    LocalText ref = text_print("%s/refs/%s", hub.folder, hub.revision);
     if (!file_read(ref, 64, &known, &error)) bytes_text(&known, hub.revision);
-    snprintf(path, sizeof path, "%s/snapshots/%s", hub.folder, known.data);
+    hub.snapshot = text_print("%s/snapshots/%s", hub.folder, known.data);
     bool fixed = is_like(hub.revision, HEX_40);
-    bool whole = wants_default(o) && is_like(known.data, HEX_40) && model_entry(path).complete;
-    bool ask = !whole || (!fixed && !offline());
-    if (whole) hub.max_tries = 0;
-    if (ask && list_files()) {
-        hub.max_tries = MAX_TRIES;
-        snprintf(path, sizeof path, "%s/snapshots/%s", hub.folder, hub.commit);
-        fetch_listed(path);
-        if (!fixed && strcmp(known.data, hub.commit)) {
-            int fd = open_file(ref);
-            if (dprintf(fd, "%s", hub.commit) < 40 || ftruncate(fd, 40)) disk_fails(ref);
-            close(fd);
-        }
-    } else if (!whole) {
-        end();
-    } else if (ask) {
+    bool whole = wants_default() && is_like(known.data, HEX_40) && model_entry(hub.snapshot).complete;
+    if (whole && (fixed || offline())) return hub.snapshot;
+    hub.max_tries = whole ? 0 : MAX_TRIES;
+    if (!list_files()) {
+        if (!whole) end();
         fprintf(stderr, "%s\nThe files that are here are complete: infer uses them.\n", error.text);
+        return hub.snapshot;
     }
-    return copy_text(path, strlen(path));
+    hub.max_tries = MAX_TRIES;
+    fetch_listed();
+    if (!fixed && strcmp(known.data, hub.commit)) {
+        int fd = open_file(ref);
+        if (dprintf(fd, "%s", hub.commit) < 40 || ftruncate(fd, 40)) disk_fails(ref);
+        close(fd);
+    }
+    return hub.snapshot;
 }
 
 /* ---- commands ---- */
 
 int download(const Options *o) {
-    LocalText path = fetch_repository(o);
+    const char *path = fetch_repository(o);
     puts(path);
-    if (wants_default(o) && model_entry(path).complete)
+    if (wants_default() && model_entry(path).complete)
         fprintf(stderr, "infer play %.*s  talks to it\n", (int)strcspn(o->model, "@"), o->model);
     return DONE;
 }
@@ -679,7 +665,7 @@ char *model_get(const char *argument, Error *e) {
     fprintf(stderr, "%s is not here%s. Download it? [y/N] ", argument, path ? " whole" : "");
     if (!fgets(answer, sizeof answer, stdin) || (*answer != 'y' && *answer != 'Y')) return path;
     free(path);
-    path = fetch_repository(&(Options){.model = argument, .jobs = 8});
+    path = text_print("%s", fetch_repository(&(Options){.model = argument, .jobs = 8}));
     pthread_cancel(hub.watch);
     pthread_join(hub.watch, NULL);
     pthread_sigmask(SIG_UNBLOCK, &hub.interrupt, NULL);
@@ -696,7 +682,8 @@ int rm(const Options *o) {
         if (!dir || strncmp(dir, hub.cache, n) || strncmp(dir + n, "/models--", 9) || strstr(dir + n, "/.."))
             give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", dir ? dir : o->model,
                     hub.cache);
-        snprintf(hub.folder, sizeof hub.folder, "%.*s", (int)(n + 1 + strcspn(dir + n + 1, "/")), dir);
+        free(hub.folder);
+        hub.folder = copy_text(dir, n + 1 + strcspn(dir + n + 1, "/"));
     }
     LocalText locks = text_print("%s/.locks/%s", hub.cache, strrchr(hub.folder, '/') + 1);
     if (folder_remove(locks) == EWOULDBLOCK)
@@ -708,54 +695,49 @@ int rm(const Options *o) {
 
 /* Writes a small file, or of a safetensors file its first eight bytes, which say how long the header is, the header and
  * a hole in place of the data. */
-static void save_head(File *f) {
-    char range[64], path[MAX_PATH + MAX_NAME], *url = file_url(f);
-    bool weights = !fnmatch("*.safetensors", f->name, 0);
-    File head = {.name = f->name, .size = weights ? 8 : MAX_ANSWER, .body = &(Bytes){0}}, rest = head;
-    uint64_t n = 0;
-    if (!get(&head, url, weights ? "0-7" : NULL)) end();
+static void save_head(const File *f) {
+    LocalText path = text_print("%s/%s", hub.name, f->name);
+    bool weights = is_like(f->name, WEIGHTS);
+    File head = *f;
+    uint64_t n = 0, most = weights ? sizeof n : MAX_ANSWER;
+    head.fd = open_file(path);
+    head.end = f->size < most ? f->size : most;
+    file_begin(&head, true);
+    if (!get(&head)) end();
     if (weights) {
-        memcpy(&n, head.body->data, head.body->n);
-        rest.size = n = le64toh(n);
-        snprintf(range, sizeof range, "8-%llu", (unsigned long long)n + 7);
-        if (!n || n > MAX_ANSWER || n > f->size - head.body->n)
+        if (pread(head.fd, &n, sizeof n, 0) < 0) disk_fails(path);
+        n = le64toh(n);
+        if (!n || n > MAX_ANSWER || n + sizeof n > f->size)
             give_up(BAD_MODEL, "%s: a header of %llu bytes does not fit", f->name, (unsigned long long)n);
-        if (!get(&rest, url, range)) end();
+        head.end = n + sizeof n;
+        if (!get(&head)) end();
     }
-    snprintf(path, sizeof path, "%s/%s", hub.name, f->name);
-    make_folders(path);
-    FILE *file = fopen(path, "wx");
-    if (!file || fwrite(head.body->data, 1, head.body->n, file) < head.body->n || fflush(file) ||
-        ftruncate(fileno(file), (off_t)f->size))
-        disk_fails(path);
-    fclose(file);
-    bytes_free(head.body);
-    free(url);
+    if (ftruncate(head.fd, (off_t)f->size)) disk_fails(path);
+    close(head.fd);
 }
 
 const char *outline_open(const char *repository, uint64_t *to_fetch) {
-    static const char *const read[] = {"*.safetensors", "*config.json", "*.index.json"};
-    const char *tmp = environment("TMPDIR");
+    const char *tmp = environment("TMPDIR") ? environment("TMPDIR") : "/tmp";
+    LocalText parent = realpath(tmp, NULL);
     if (!hub_open(&(Options){.model = repository}) || !list_files()) end();
     *to_fetch = 0;
     for (int i = 0; i < hub.files; i++) *to_fetch += is_here(hub.file + i) ? 0 : hub.file[i].size;
-    snprintf(hub.outline, sizeof hub.outline, "%s/infer-XXXXXX", tmp ? tmp : "/tmp");
-    if (!mkdtemp(hub.outline)) disk_fails(hub.outline);
+    hub.outline = text_print("%s/infer-XXXXXX", parent ? parent : tmp);
+    if (!mkdtemp(hub.outline) || chdir(hub.outline)) disk_fails(hub.outline);
     atexit(remove_outline);
-    if (chdir(hub.outline) || !getcwd(hub.outline, sizeof hub.outline)) disk_fails(hub.outline);
     for (int i = 0; i < hub.files; i++)
-        if (matches(read, 3, hub.file[i].name)) save_head(hub.file + i);
+        if (is_like(hub.file[i].name, "([.]safetensors|config[.]json|[.]index[.]json)$")) save_head(hub.file + i);
     return hub.name;
 }
 
 bool hub_check(char token[300], char answer[400], Error *e) {
     double begin = seconds();
     if (!hub_open(&(Options){.model = "openai/gpt-oss-20b"})) return *e = error, false;
-    snprintf(token, 300, *hub.token ? "found in %s" : "none: only private and gated repositories need one",
+    snprintf(token, 300, hub.token ? "found in %s" : "none: only private and gated repositories need one",
              hub.token_from);
     snprintf(answer, 400, "%s is not tried: HF_HUB_OFFLINE is set", hub.endpoint);
     if (offline()) return true;
-    LocalText url = text_print("%s/api/%s", hub.endpoint, *hub.token ? "whoami-v2" : "models/openai/gpt-oss-20b");
+    LocalText url = text_print("%s/api/%s", hub.endpoint, hub.token ? "whoami-v2" : "models/openai/gpt-oss-20b");
     hub.max_tries = 0;
     LocalJson json = get_json(url);
     bool ok = json || error.code == BAD_MODEL;
