@@ -34,16 +34,16 @@
 #include <unistd.h>
 
 enum { MAX_JOBS = 64, MAX_PATH = 4096, MAX_NAME = 256, MAX_ANSWER = 64 << 20, MAX_TRIES = 5 };
-enum { MAX_WAIT = 300 /* seconds */, HASH_PART = 4 << 20, SHOWN_FILES = 10 };
-#define HEX_40  "^[0-9a-f]{40}$"
-#define HEX_64  "^[0-9a-f]{64}$"
-#define WEIGHTS "[.]safetensors$"
+enum { MAX_WAIT = 300 /* seconds */, SHOWN_FILES = 10 };
+#define HEX_40      "^[0-9a-f]{40}$"
+#define HEX_64      "^[0-9a-f]{64}$"
+#define WEIGHTS     "[.]safetensors$"
+#define SIZE(bytes) size_text(bytes, (char[24]){0})
 
-typedef struct { /* a file, or, with `body`, a small answer of at most `end` bytes */
-    char *name, *id, *url;
-    char *blob;            /* path of its content */
-    uint64_t size, end;    /* end: of the bytes that are wanted */
-    _Atomic uint64_t done; /* bytes that are here */
+typedef struct {                  /* a file, or, with `body`, a small answer of at most `end` bytes */
+    char *name, *id, *url, *blob; /* blob: path of its content in the cache */
+    uint64_t size, end;           /* end: of the bytes that are wanted */
+    _Atomic uint64_t done;        /* bytes that are here */
     int fd;
     EVP_MD_CTX *hash; /* of the bytes that are here */
     Bytes *body;
@@ -139,12 +139,11 @@ static void remove_outline(void) { folder_remove(hub.outline); }
 /* Ends the process with this thread's error, whatever other threads do, so that only the first one prints its line. */
 __attribute__((noreturn)) static void end(void) {
     uint64_t here = bytes_here();
-    char a[24], b[24];
     pthread_mutex_lock(&hub.mutex);
     clear();
     fflush(stdout);
     fprintf(stderr, "infer: %s", error.text);
-    if (here) fprintf(stderr, " (%s of %s are here)", size_text(here, a), size_text(hub.total, b));
+    if (here) fprintf(stderr, " (%s of %s are here)", SIZE(here), SIZE(hub.total));
     fputc('\n', stderr);
     remove_outline();
     _exit(error.code);
@@ -167,10 +166,9 @@ static void draw_file(const File *f) {
     int width = columns(stderr), room = width < 40 ? 14 : width < 66 ? width - 26 : 40;
     const char *name = f->name, *dot = strrchr(name, '.');
     int n = (int)(dot > name ? dot - name : (ptrdiff_t)strlen(name));
-    char have[24], size[24];
     for (; n > room || (*name & 0xC0) == 0x80; n--) name++; /* not amid a letter of UTF-8 */
-    fprintf(stderr, "  %-*.*s %3d%%  %s of %s\n", room, n, name, (int)(100 * f->done / f->size),
-            size_text(f->done, have), size_text(f->size, size));
+    fprintf(stderr, "  %-*.*s %3d%%  %s of %s\n", room, n, name, (int)(100 * f->done / f->size), SIZE(f->done),
+            SIZE(f->size));
 }
 
 /* Draws a line for each file that is being fetched and one for all, over the lines of before. Without a terminal it
@@ -182,7 +180,6 @@ static void draw(void) {
     long left = rate >= 1 ? (long)((double)(hub.total - done) / rate) : 0;
     const long unit = left < 120 ? 1 : left < 7200 ? 60 : 3600;
     const char *name = unit == 1 ? "s" : unit == 60 ? "min" : "h";
-    char a[24], b[24];
     if (now - hub.drawn < (terminal ? 0.1 : 10)) return;
     hub.drawn = now;
     pthread_mutex_lock(&hub.mutex);
@@ -190,8 +187,8 @@ static void draw(void) {
     if (terminal) fputs(WRAP_OFF, stderr);
     for (const File *f = hub.file; terminal && f < hub.file + hub.files && hub.lines < SHOWN_FILES; f++)
         if (f->done && f->done < f->size) draw_file(f), hub.lines++;
-    fprintf(stderr, "  %d%% of %s", (int)(hub.total ? 100 * done / hub.total : 100), size_text(hub.total, a));
-    if (left) fprintf(stderr, ", %s/s, %ld %s left", size_text((uint64_t)rate, b), left / unit, name);
+    fprintf(stderr, "  %d%% of %s", (int)(hub.total ? 100 * done / hub.total : 100), SIZE(hub.total));
+    if (left) fprintf(stderr, ", %s/s, %ld %s left", SIZE((uint64_t)rate), left / unit, name);
     fputs(terminal ? WRAP_ON "\n" : "\n", stderr);
     hub.lines += terminal;
     pthread_mutex_unlock(&hub.mutex);
@@ -251,8 +248,7 @@ static void file_link(File *f) {
 
 /* Begins a file's hash with the bytes that are on disk. anew: removes them before. */
 static void file_begin(File *f, bool anew) {
-    char head[32];
-    LocalText part = allocate(HASH_PART);
+    char head[32], part[1 << 16];
     bool git = strlen(f->id) == 40;
     f->done = 0;
     if (anew && ftruncate(f->fd, 0)) disk_fails(f->name);
@@ -261,7 +257,7 @@ static void file_begin(File *f, bool anew) {
     if (git) EVP_DigestUpdate(f->hash, head, 1 + (size_t)sprintf(head, "blob %llu", (unsigned long long)f->size));
     for (ssize_t got = 1; f->done < f->size && got; f->done += (uint64_t)got) {
         uint64_t left = f->size - f->done;
-        got = pread(f->fd, part, left < HASH_PART ? left : HASH_PART, (off_t)f->done);
+        got = pread(f->fd, part, left < sizeof part ? left : sizeof part, (off_t)f->done);
         if (got < 0) disk_fails(f->name);
         EVP_DigestUpdate(f->hash, part, (size_t)got);
     }
@@ -282,19 +278,20 @@ static size_t on_header(char *line, size_t size, size_t n, void *owner) {
 static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     File *f = owner;
     n *= size;
-    const char *kind = f->body || f->done || hub.o.all ? NULL : file_kind(data, n);
+    const char *kind = f->done ? NULL : file_kind(data, n);
     if (n > f->end - f->done)
         return fail(&error, NO_NETWORK, "a server sends more than the %llu bytes that it should: try again later",
                     (unsigned long long)f->end);
-    if (kind && is_like(f->name, "[.](safetensors|json)$"))
+    if (kind && f->body)
+        return fail(&error, NO_NETWORK, "%s answers with %s: does this network ask to log in?", hub.endpoint, kind);
+    if (kind && !hub.o.all && is_like(f->name, "[.](safetensors|json)$"))
         return fail(&error, BAD_MODEL, "%s: the hub sends %s in its place: see %s/%s", f->name, kind, hub.endpoint,
                     hub.name);
     if (f->body) {
         bytes_add(f->body, data, n);
     } else {
-        ssize_t wrote = pwrite(f->fd, data, n, (off_t)f->done);
-        if (wrote >= 0 && (size_t)wrote < n) errno = ENOSPC; /* a short write is what a full disk does first */
-        if (wrote != (ssize_t)n) disk_fails(f->name);
+        errno = ENOSPC; /* a full disk begins with a short write, which sets no errno */
+        if (pwrite(f->fd, data, n, (off_t)f->done) < (ssize_t)n) disk_fails(f->name);
         EVP_DigestUpdate(f->hash, data, n);
         hub.arrived += n;
     }
@@ -302,46 +299,42 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     return n;
 }
 
-/* Writes to `error` why a transfer failed. Returns the cure, or NULL if another try would fail as well. again: a retry
- * that made no progress. */
-static const char *find_cause(const File *f, const char *url, CURLcode code, long status, bool again) {
+/* Writes to `error` why a transfer failed, and to *cure what may help; returns false if another try would fail as well.
+ * again: a retry that made no progress. */
+static bool find_cause(const File *f, const char *url, CURLcode code, long status, bool again, const char **cure) {
     static const struct {
-        const char *code;
-        long status;
-        int exit;
-        const char *text;
+        const char *code, *text;
+        int status, exit;
     } refusals[] = {
-        {"GatedRepo", 0, NO_NETWORK, "asks for its licence to be accepted on its page"},
-        {"RevisionNotFound", 0, BAD_MODEL, "has no such revision (a commit needs its 40 digits); its page lists them"},
-        {"EntryNotFound", 0, BAD_MODEL, "lacks a file of its own list"},
-        {"DisabledRepo", 0, NO_NETWORK, "was disabled by the hub"},
-        {"RepoNotFound", 404, BAD_MODEL, "is not there, or it is private; check its name"},
-        {"-", 401, NO_NETWORK, "asks for a token, which /settings/tokens makes"},
-        {"-", 403, NO_NETWORK, "denies access"},
-        {"", 0, NO_NETWORK, "cannot be downloaded now"}}; /* also from another host */
+        {"GatedRepo", "asks for its licence to be accepted on its page", 0, NO_NETWORK},
+        {"RevisionNotFound", "has no such revision (a commit needs its 40 digits); its page lists them", 0, BAD_MODEL},
+        {"EntryNotFound", "lacks a file of its own list", 0, BAD_MODEL},
+        {"DisabledRepo", "was disabled by the hub", 0, NO_NETWORK},
+        {"RepoNotFound", "is not there, or it is private; check its name", 404, BAD_MODEL},
+        {"-", "asks for a token, which /settings/tokens makes", 401, NO_NETWORK},
+        {"-", "denies access", 403, NO_NETWORK},
+        {"", "cannot be downloaded now", 0, NO_NETWORK}}; /* also from another host */
     int n = (int)strlen(hub.endpoint), host = (int)(8 + strcspn(url + 8, "/"));
     bool at_hub = !strncmp(url, hub.endpoint, (size_t)n) && url[n] == '/', limited = status == 429;
-    if (code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_TOO_MANY_REDIRECTS || code == CURLE_URL_MALFORMAT) {
-        fail(&error, NO_NETWORK, "%s: %s: refused, because redirects lead to https only, at most ten times", hub.name,
-             f->problem);
-        return NULL;
-    }
+    if (code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_TOO_MANY_REDIRECTS || code == CURLE_URL_MALFORMAT)
+        return fail(&error, NO_NETWORK, "%s: %s: refused, because redirects lead to https only, at most ten times",
+                    hub.name, f->problem);
     /* a content host refuses a signature that has expired; the next try gets a new one from the hub */
     if ((!code && status / 100 == 3) || (status / 100 == 4 && status != 408 && !limited && (at_hub || again))) {
         size_t i = at_hub ? 0 : sizeof refusals / sizeof *refusals - 1;
         while (!strstr(f->refusal, refusals[i].code) && status != refusals[i].status) i++;
-        fail(&error, refusals[i].exit, "%s (%s) %s: %s/%s (status %ld); %s", hub.name, hub.revision, refusals[i].text,
-             hub.endpoint, hub.name, status,
-             hub.token ? "the token that was given may have no access" : "HF_TOKEN or --token-file gives a token");
-        return NULL;
+        return fail(&error, refusals[i].exit, "%s (%s) %s: %s/%s (status %ld); %s", hub.name, hub.revision,
+                    refusals[i].text, hub.endpoint, hub.name, status,
+                    hub.token ? "the token that was given may have no access"
+                              : "HF_TOKEN or --token-file gives a token");
     }
-    if (status < 400) {
-        fail(&error, NO_NETWORK, "%.*s: %s", host, url, curl_easy_strerror(code ? code : CURLE_PARTIAL_FILE));
-        return "is the network up? HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror";
-    }
+    *cure = "is the network up? HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror";
+    fail(&error, NO_NETWORK, "%.*s: %s", host, url, curl_easy_strerror(code ? code : CURLE_PARTIAL_FILE));
+    if (status < 400) return true;
+    *cure = limited ? "try again later, or with a token (HF_TOKEN), which has a higher limit" : "try again later";
     fail(&error, NO_NETWORK, "%.*s answers with status %ld%s", host, url, status,
          limited ? ", it limits the rate" : "");
-    return limited ? "try again later, or with a token (HF_TOKEN), which has a higher limit" : "try again later";
+    return true;
 }
 
 static CURL *connection(File *f) {
@@ -396,17 +389,16 @@ static bool get(File *f) {
         if (code == CURLE_WRITE_ERROR) return false; /* on_body() says why */
         if (!code && status / 100 == 2 && (f->body || f->done == f->end)) return true;
         if (f->done > best) best = f->done, tries = 0;
-        const char *cure = find_cause(f, asked, code, status, tries);
+        const char *cure;
+        if (!find_cause(f, asked, code, status, tries, &cure)) return false;
         double wait = fmax(told, tries ? 0.25 * (1 << tries) : 0); /* 0 after progress, then 0.5, 1, 2, 4 s */
-        if (!cure) return false;
         if (tries >= hub.max_tries || told > MAX_WAIT)
             return fail(&error, NO_NETWORK, "%s: %s%s", status < 400 && *f->problem ? f->problem : error.text, cure,
                         goes_on());
         fail(&error, NO_NETWORK, "%s: trying again", error.text);
         if (wait > 0) say(error.text);
         usleep((useconds_t)(wait * 1e6));
-        if (code != CURLE_RANGE_ERROR) continue;
-        file_begin(f, true); /* this server sends no parts of files */
+        if (code == CURLE_RANGE_ERROR) file_begin(f, true); /* this server sends no parts of files */
     }
 }
 
@@ -414,10 +406,8 @@ static bool get(File *f) {
 static cJSON *get_json(char *url) {
     LocalBytes body = {0};
     bytes_text(&body, "");
-    if (!get(&(File){.url = url, .body = &body, .end = MAX_ANSWER})) return NULL;
-    const char *kind = file_kind(body.data, body.n);
-    if (kind) fail(&error, NO_NETWORK, "%s answers with %s: does this network ask to log in?", hub.endpoint, kind);
-    return kind ? NULL : json_parse(body.data, body.n, "the hub's answer", &error);
+    bool ok = get(&(File){.url = url, .body = &body, .end = MAX_ANSWER});
+    return ok ? json_parse(body.data, body.n, "the hub's answer", &error) : NULL;
 }
 
 /* The address of a file at the hub, with its name %-escaped except for slashes. */
@@ -459,9 +449,8 @@ static void fetch_blob(File *f) {
 /* Fetches a file under the lock that other tools take, too. A dead process holds no lock. */
 static void fetch(File *f) {
     LocalText path = text_print("%s/.locks/%s/%s.lock", hub.cache, strrchr(hub.folder, '/') + 1, f->id);
-    char size[24];
     LocalText waiting = text_print("%s is being fetched already: waiting", f->name);
-    LocalText done = text_print("✓ %s  %s", f->name, size_text(f->size, size));
+    LocalText done = text_print("✓ %s  %s", f->name, SIZE(f->size));
     if (!is_here(f)) {
         int lock = open_file(path);
         if (flock(lock, LOCK_EX | LOCK_NB)) say(waiting), flock(lock, LOCK_EX);
@@ -511,10 +500,10 @@ static void add_file(const cJSON *entry) {
         give_up(BAD_MODEL, "the hub lists %s with an invalid hash or size: refused", name);
     File *f = hub.file + hub.files++;
     if (!strcmp(name, "config.json")) *f = *hub.file, f = hub.file;
-    *f = (File){
-        .name = text_print("%s", name), .id = text_print("%s", id), .url = file_url(name), .hash = EVP_MD_CTX_new()};
+    *f = (File){.size = (uint64_t)bytes, .end = (uint64_t)bytes, .url = file_url(name), .hash = EVP_MD_CTX_new()};
+    f->name = text_print("%s", name);
+    f->id = text_print("%s", id);
     f->blob = text_print("%s/blobs/%s", hub.folder, id);
-    f->size = f->end = (uint64_t)bytes;
     hub.total += f->size;
 }
 
@@ -556,16 +545,14 @@ static bool list_files(void) {
 /* Finds the token as other tools do: HF_TOKEN, the file HF_TOKEN_PATH, the file `token` in the hub's home. These files
  * may be missing, but not the one of --token-file. */
 static bool find_token(void) {
-    const char *asked = hub.o.token_file, *text = environment("HF_TOKEN"), *named = environment("HF_TOKEN_PATH");
+    const char *asked = hub.o.token_file, *named = environment("HF_TOKEN_PATH");
+    const char *text = asked ? NULL : environment("HF_TOKEN");
     LocalBytes content = {0};
     char rest[2];
     hub.token_from = asked ? asked : text ? "HF_TOKEN" : named ? named : hub_file("token");
-    if (text && !asked)
-        bytes_text(&content, text);
-    else if (!file_read(hub.token_from, MAX_PATH, &content, &error) && asked)
-        return error.code = USAGE, false;
-    if (!content.n && !asked) return true;
-    return (sscanf(content.data, "%ms%1s", &hub.token, rest) == 1 && is_like(hub.token, "^[!-~]+$")) ||
+    if (!text && !file_read(hub.token_from, MAX_PATH, &content, &error) && asked) return error.code = USAGE, false;
+    if (!text && !content.n && !asked) return true;
+    return (sscanf(text ? text : content.data, "%ms%1s", &hub.token, rest) == 1 && is_like(hub.token, "^[!-~]+$")) ||
            fail(&error, USAGE, "%s holds no token, or characters that no token has: mend or remove it", hub.token_from);
 }
 
@@ -606,8 +593,7 @@ static bool hub_open(const Options *o) {
 static void fetch_listed(void) {
     pthread_t thread[MAX_JOBS];
     int n = 0;
-    char size[24];
-    fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, size_text(hub.total, size));
+    fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, SIZE(hub.total));
     if (wants_default() && !strcmp(hub.file->name, "config.json")) {
         fetch(hub.file + hub.next++);
         ModelEntry m = model_entry(hub.snapshot);
@@ -651,8 +637,7 @@ static const char *fetch_repository(const Options *o) {
 int download(const Options *o) {
     const char *path = fetch_repository(o);
     puts(path);
-    if (wants_default() && model_entry(path).complete)
-        fprintf(stderr, "infer play %.*s  talks to it\n", (int)strcspn(o->model, "@"), o->model);
+    if (wants_default() && model_entry(path).complete) fprintf(stderr, "infer play %s  talks to it\n", hub.name);
     return DONE;
 }
 
@@ -673,23 +658,21 @@ char *model_get(const char *argument, Error *e) {
 }
 
 int rm(const Options *o) {
-    bool repository = repository_valid(o->model);
     find_folder(o->model);
-    if (!repository || access(hub.folder, F_OK)) { /* MODEL as for every command */
-        size_t n = strlen(hub.cache);
-        LocalText dir = model_find(o->model, &error);
-        if (!dir && repository) end();
-        if (!dir || strncmp(dir, hub.cache, n) || strncmp(dir + n, "/models--", 9) || strstr(dir + n, "/.."))
-            give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", dir ? dir : o->model,
-                    hub.cache);
-        free(hub.folder);
-        hub.folder = copy_text(dir, n + 1 + strcspn(dir + n + 1, "/"));
-    }
-    LocalText locks = text_print("%s/.locks/%s", hub.cache, strrchr(hub.folder, '/') + 1);
+    const char *cache = hub.cache;
+    size_t n = strlen(cache);
+    bool repository = repository_valid(o->model), here = repository && !access(hub.folder, F_OK);
+    LocalText path = here ? text_print("%s", hub.folder) : model_find(o->model, &error); /* as for every command */
+    if (!path && repository) end();
+    if (!path || strncmp(path, cache, n) || strncmp(path + n, "/models--", 9) || strstr(path + n, "/.."))
+        give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path ? path : o->model,
+                cache);
+    LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
+    LocalText locks = text_print("%s/.locks%s", cache, folder + n);
     if (folder_remove(locks) == EWOULDBLOCK)
         give_up(FAILED, "%s is being downloaded by another process: end that first", o->model);
-    fprintf(stderr, "removing %s\n", hub.folder); /* MODEL may be a part of its name */
-    if (folder_remove(hub.folder)) disk_fails(hub.folder);
+    fprintf(stderr, "removing %s\n", folder); /* MODEL may be a part of its name */
+    if (folder_remove(folder)) disk_fails(folder);
     return DONE;
 }
 
@@ -731,7 +714,6 @@ const char *outline_open(const char *repository, uint64_t *to_fetch) {
 }
 
 bool hub_check(char token[300], char answer[400], Error *e) {
-    double begin = seconds();
     if (!hub_open(&(Options){.model = "openai/gpt-oss-20b"})) return *e = error, false;
     snprintf(token, 300, hub.token ? "found in %s" : "none: only private and gated repositories need one",
              hub.token_from);
@@ -742,6 +724,7 @@ bool hub_check(char token[300], char answer[400], Error *e) {
     LocalJson json = get_json(url);
     bool ok = json || error.code == BAD_MODEL;
     *e = error;
-    snprintf(answer, 400, ok ? "%s answers in %.0f ms" : "%s does not answer", hub.endpoint, (seconds() - begin) * 1e3);
+    snprintf(answer, 400, ok ? "%s answers in %.0f ms" : "%s does not answer", hub.endpoint,
+             (seconds() - hub.begun) * 1e3);
     return ok;
 }
