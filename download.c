@@ -38,7 +38,7 @@ enum { MAX_WAIT = 300 /* seconds */, SHOWN_FILES = 10 };
 #define HEX_40      "^[0-9a-f]{40}$"
 #define HEX_64      "^[0-9a-f]{64}$"
 #define WEIGHTS     "[.]safetensors$"
-#define SIZE(bytes) size_text(bytes, (char[24]){0})
+#define SIZE(bytes) size_text(bytes, (char[24]){0}) /* until its block ends */
 
 typedef struct {                  /* a file, or, with `body`, a small answer of at most `end` bytes */
     char *name, *id, *url, *blob; /* blob: path of its content in the cache */
@@ -64,14 +64,13 @@ static struct { /* a process works with one repository */
 
     _Atomic int next;         /* this file and the later ones wait for a thread */
     _Atomic uint64_t arrived; /* bytes that this process fetched */
-    pthread_mutex_t mutex;    /* guards the terminal and these two: */
-    Bytes said;               /* lines above the progress */
+    Bytes said;               /* lines above the progress; the lock of stderr guards the terminal, this and: */
     int lines;                /* of progress */
     double begun, drawn;
 
     pthread_t watch;
     sigset_t interrupt; /* SIGINT, which only this thread takes */
-} hub = {.outline = "", .max_tries = MAX_TRIES, .stall = 10, .mutex = PTHREAD_MUTEX_INITIALIZER};
+} hub = {.outline = "", .max_tries = MAX_TRIES, .stall = 10};
 
 static _Thread_local Error error; /* why the last function that returned false, or NULL, failed */
 
@@ -107,13 +106,13 @@ static void clear(void) {
 
 /* Prints a line above the progress, but only once, even if several connections report it. */
 static void say(const char *line) {
-    pthread_mutex_lock(&hub.mutex);
+    flockfile(stderr);
     clear();
     if (!hub.said.n || !strstr(hub.said.data, line)) {
         fprintf(stderr, "%s\n", line);
         bytes_print(&hub.said, "%s\n", line);
     }
-    pthread_mutex_unlock(&hub.mutex);
+    funlockfile(stderr);
 }
 
 static uint64_t bytes_here(void) {
@@ -139,7 +138,7 @@ static void remove_outline(void) { folder_remove(hub.outline); }
 /* Ends the process with this thread's error, whatever other threads do, so that only the first one prints its line. */
 __attribute__((noreturn)) static void end(void) {
     uint64_t here = bytes_here();
-    pthread_mutex_lock(&hub.mutex);
+    flockfile(stderr);
     clear();
     fflush(stdout);
     fprintf(stderr, "infer: %s", error.text);
@@ -182,7 +181,7 @@ static void draw(void) {
     const char *name = unit == 1 ? "s" : unit == 60 ? "min" : "h";
     if (now - hub.drawn < (terminal ? 0.1 : 10)) return;
     hub.drawn = now;
-    pthread_mutex_lock(&hub.mutex);
+    flockfile(stderr);
     clear();
     if (terminal) fputs(WRAP_OFF, stderr);
     for (const File *f = hub.file; terminal && f < hub.file + hub.files && hub.lines < SHOWN_FILES; f++)
@@ -191,7 +190,7 @@ static void draw(void) {
     if (left) fprintf(stderr, ", %s/s, %ld %s left", SIZE((uint64_t)rate), left / unit, name);
     fputs(terminal ? WRAP_ON "\n" : "\n", stderr);
     hub.lines += terminal;
-    pthread_mutex_unlock(&hub.mutex);
+    funlockfile(stderr);
 }
 
 /* ---- the disk ---- */
@@ -377,7 +376,7 @@ static bool get(File *f) {
         char *asked = NULL;
         long status = 0;
         curl_off_t told = 0;
-        if (f->body) f->body->n = f->done = 0;
+        if (f->body) f->done = f->body->n = 0;
         *f->problem = *f->refusal = 0;
         LocalText range = f->end < f->size ? text_print("%llu-%llu", (unsigned long long)f->done, f->end - 1ULL) : NULL;
         curl_easy_setopt(easy, CURLOPT_RANGE, range);
@@ -387,9 +386,9 @@ static bool get(File *f) {
         curl_easy_getinfo(easy, CURLINFO_EFFECTIVE_URL, &asked);
         curl_easy_getinfo(easy, CURLINFO_RETRY_AFTER, &told);
         if (code == CURLE_WRITE_ERROR) return false; /* on_body() says why */
-        if (!code && status / 100 == 2 && (f->body || f->done == f->end)) return true;
+        if (status / 100 == 2 && (f->body ? !code : f->done == f->end)) return true;
         if (f->done > best) best = f->done, tries = 0;
-        const char *cure;
+        const char *cure = NULL;
         if (!find_cause(f, asked, code, status, tries, &cure)) return false;
         double wait = fmax(told, tries ? 0.25 * (1 << tries) : 0); /* 0 after progress, then 0.5, 1, 2, 4 s */
         if (tries >= hub.max_tries || told > MAX_WAIT)
@@ -606,8 +605,8 @@ static void fetch_listed(void) {
     clear();
 }
 
-/* Fetches what is missing of a repository; returns the snapshot's path. */
-static const char *fetch_repository(const Options *o) {
+/* Fetches into hub.snapshot what is missing of a repository. */
+static void fetch_repository(const Options *o) {
     LocalBytes known = {0}; /* the commit that the revision named last */
     if (!hub_open(o)) end();
     LocalText ref = text_print("%s/refs/%s", hub.folder, hub.revision);
@@ -615,12 +614,12 @@ static const char *fetch_repository(const Options *o) {
     hub.snapshot = text_print("%s/snapshots/%s", hub.folder, known.data);
     bool fixed = is_like(hub.revision, HEX_40);
     bool whole = wants_default() && is_like(known.data, HEX_40) && model_entry(hub.snapshot).complete;
-    if (whole && (fixed || offline())) return hub.snapshot;
+    if (whole && (fixed || offline())) return;
     hub.max_tries = whole ? 0 : MAX_TRIES;
     if (!list_files()) {
         if (!whole) end();
         fprintf(stderr, "%s\nThe files that are here are complete: infer uses them.\n", error.text);
-        return hub.snapshot;
+        return;
     }
     hub.max_tries = MAX_TRIES;
     fetch_listed();
@@ -629,15 +628,15 @@ static const char *fetch_repository(const Options *o) {
         if (dprintf(fd, "%s", hub.commit) < 40 || ftruncate(fd, 40)) disk_fails(ref);
         close(fd);
     }
-    return hub.snapshot;
 }
 
 /* ---- commands ---- */
 
 int download(const Options *o) {
-    const char *path = fetch_repository(o);
-    puts(path);
-    if (wants_default() && model_entry(path).complete) fprintf(stderr, "infer play %s  talks to it\n", hub.name);
+    fetch_repository(o);
+    puts(hub.snapshot);
+    if (wants_default() && model_entry(hub.snapshot).complete)
+        fprintf(stderr, "infer play %s  talks to it\n", hub.name);
     return DONE;
 }
 
@@ -649,26 +648,25 @@ char *model_get(const char *argument, Error *e) {
         return path;
     fprintf(stderr, "%s is not here%s. Download it? [y/N] ", argument, path ? " whole" : "");
     if (!fgets(answer, sizeof answer, stdin) || (*answer != 'y' && *answer != 'Y')) return path;
-    free(path);
-    path = text_print("%s", fetch_repository(&(Options){.model = argument, .jobs = 8}));
+    fetch_repository(&(Options){.model = argument, .jobs = 8});
     pthread_cancel(hub.watch);
     pthread_join(hub.watch, NULL);
     pthread_sigmask(SIG_UNBLOCK, &hub.interrupt, NULL);
-    return path;
+    free(path);
+    return text_print("%s", hub.snapshot);
 }
 
 int rm(const Options *o) {
     find_folder(o->model);
-    const char *cache = hub.cache;
-    size_t n = strlen(cache);
+    size_t n = strlen(hub.cache);
     bool repository = repository_valid(o->model), here = repository && !access(hub.folder, F_OK);
     LocalText path = here ? text_print("%s", hub.folder) : model_find(o->model, &error); /* as for every command */
     if (!path && repository) end();
-    if (!path || strncmp(path, cache, n) || strncmp(path + n, "/models--", 9) || strstr(path + n, "/.."))
+    if (!path || strncmp(path, hub.cache, n) || strncmp(path + n, "/models--", 9) || strstr(path + n, "/.."))
         give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path ? path : o->model,
-                cache);
+                hub.cache);
     LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
-    LocalText locks = text_print("%s/.locks%s", cache, folder + n);
+    LocalText locks = text_print("%s/.locks%s", hub.cache, folder + n);
     if (folder_remove(locks) == EWOULDBLOCK)
         give_up(FAILED, "%s is being downloaded by another process: end that first", o->model);
     fprintf(stderr, "removing %s\n", folder); /* MODEL may be a part of its name */
