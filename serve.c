@@ -1,10 +1,11 @@
 /* serve.c: an HTTP server that speaks OpenAI's API (github.com/openai/openai-openapi), on libmicrohttpd. One thread
- * owns the model: it runs the scheduler of model.c, and makes text and events of the tokens. Each connection has its
- * own thread, which reads a request, queues it, waits for its answers and sends them.
+ * owns the model: it runs the scheduler of model.c, and makes text and events of the tokens. Between two steps it looks
+ * after the connections: it starts answers, and ends what a client does not wait for or keeps waiting. Each connection
+ * has its own thread, which reads a request, queues it, waits for its answers and sends them.
  *
  * One lock guards what threads share. The model's thread holds it except while the model computes. A queued request and
  * its choices belong to that thread until no choice is `left`; meanwhile the connection of a stream sends what is in
- * `out`. Then the connection writes a reply that is no stream, and frees the request. */
+ * `out`. Then the connection writes a reply that is no stream. */
 #include "host.h"
 
 #include <ctype.h>
@@ -27,8 +28,16 @@
 #include <unistd.h>
 
 enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 16, MOST_TOP = 20 };
-enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60, BEAT_SECONDS = 5 };
-enum { CHECK_MS = 100, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12, STATUSES = 600 };
+enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60 };
+enum {
+    CHECK_MS = 100,
+    BEAT_MS = 5000,
+    PART = 16 << 10,
+    STACK = 1 << 20,
+    SPARE_CONNECTIONS = 256,
+    BOUNDS = 12,
+    STATUSES = 600
+};
 
 /* The text of page.html. */
 extern const char page_text[];
@@ -51,23 +60,19 @@ typedef struct { /* one of the answers to a request */
     const char *finish;                   /* finish_reason; NULL until it has ended */
 } Choice;
 
-typedef struct Client { /* a connection */
-    LIST_ENTRY(Client) next;
-    int fd;
-    _Atomic double since; /* when the client began to send a request; 0: it has arrived */
-} Client;
-
 typedef struct {
     const char *method, *path, *type; /* type NULL: JSON */
     bool open;                        /* served without a key, and while the model loads */
     void (*run)(Request *q);          /* writes q->out, or notes an error */
 } Endpoint;
 
-struct Request {
+struct Request { /* a connection and its request */
     TAILQ_ENTRY(Request) next;
     struct MHD_Connection *connection;
-    Client *client;
-    const Endpoint *endpoint;
+    int fd;
+    pthread_cond_t wake;
+    _Atomic double deadline;  /* when the client must have sent its request, or taken a part of the reply */
+    const Endpoint *endpoint; /* it and all below are 0 between two requests */
     const char *url;
     Bytes body;
     cJSON *json, *names; /* names: from a function's name as the model reads it to the client's; NULL: it has none */
@@ -90,8 +95,7 @@ struct Request {
     Error error;   /* its code is the HTTP status, or 0; below 400 an exit code of another file */
     int left;      /* choices that have not ended */
     bool departed; /* the client has left */
-    pthread_cond_t wake;
-    Bytes out; /* the reply, or events of a stream, of which `written` bytes are sent */
+    Bytes out;     /* the reply, or events of a stream, of which `written` bytes are sent */
     size_t written;
 };
 
@@ -106,16 +110,15 @@ static struct {
     Session s;
     const char *name, *key;         /* as clients call the model; what they must send, or NULL */
     atomic_bool ready;              /* the model is loaded */
-    atomic_int signals;             /* SIGTERM and SIGINT so far */
+    _Atomic double ends;            /* after a signal: when answers that are not finished are given up; else 0 */
     atomic_size_t status[STATUSES]; /* replies of each */
     pthread_mutex_t lock;
     pthread_cond_t work; /* for the model's thread */
     /* under the lock */
-    TAILQ_HEAD(, Request) requests; /* that are queued, by arrival */
-    LIST_HEAD(, Client) clients;
-    int live;     /* choices that have not ended */
-    Error error;  /* why no more answers come */
-    double moved; /* when the model's thread was last between steps */
+    TAILQ_HEAD(, Request) requests; /* of all connections */
+    int live;                       /* choices that have not ended */
+    Error error;                    /* why no more answers come */
+    double moved;                   /* when the model's thread was last between steps */
     SchedulerState state;
     Histogram first, next;
     size_t prompt, reused, generated, repairs, nans;
@@ -124,11 +127,11 @@ static struct {
 static void lock(void) { pthread_mutex_lock(&server.lock); }
 static void unlock(void) { pthread_mutex_unlock(&server.lock); }
 
-/* Waits for a signal, CHECK_MS at most. The caller holds the lock. */
-static void wait_on(pthread_cond_t *cond) {
-    const double until = seconds() + CHECK_MS / 1e3;
+/* Waits for a signal. Returns whether it came in time. The caller holds the lock. */
+static bool wait_on(pthread_cond_t *cond, int ms) {
+    const double until = seconds() + ms / 1e3;
     const struct timespec at = {(time_t)until, (long)(fmod(until, 1) * 1e9)};
-    pthread_cond_clockwait(cond, &server.lock, CLOCK_MONOTONIC, &at);
+    return !pthread_cond_clockwait(cond, &server.lock, CLOCK_MONOTONIC, &at);
 }
 
 static void observe(Histogram *h, double value) {
@@ -532,49 +535,46 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     unlock();
 }
 
-/* Adds new choices to the scheduler and ends those of departed clients; after an error it ends all. The first answer to
- * a prompt reads it, and the others join when the first has a token. The caller holds the lock. */
-static void update_choices(void) {
+/* Cuts off clients that are too slow. Adds new choices to the scheduler and ends those of departed clients; after an
+ * error it ends all. The first answer to a prompt reads it, and the others join when the first has a token. Returns
+ * whether a queued request still waits for its reply. The caller holds the lock. */
+static bool update_requests(void) {
+    bool busy = false;
     Request *q;
-    TAILQ_FOREACH(q, &server.requests, next)
-    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        const Choice *reads = c - (c - q->choice) % q->n;
-        if (c->finish) continue;
-        if (q->departed || server.error.code) {
-            if (!q->departed) fail(&q->error, 500, "%s", server.error.text);
-            let_go(c);
-        } else if (!c->stream.owner &&
-                   (reads == c || reads->finish || reads->stream.published > reads->stream.prompt)) {
-            c->stream.owner = c; /* from now on the scheduler has or had it */
-            scheduler_add(server.s.scheduler, &c->stream);
+    server.moved = seconds();
+    TAILQ_FOREACH(q, &server.requests, next) {
+        struct pollfd p = {.fd = q->fd, .events = POLLRDHUP};
+        if (server.moved > q->deadline) shutdown(q->fd, SHUT_RDWR);
+        busy |= q->queued;
+        if (q->left && poll(&p, 1, 0) > 0) q->departed = true; /* the client has closed its side */
+        for (Choice *c = q->choice; q->left && c < q->choice + q->choices; c++) {
+            const Choice *reads = c - (c - q->choice) % q->n;
+            if (c->finish) continue;
+            if (q->departed || server.error.code) {
+                if (!q->departed) fail(&q->error, 500, "%s", server.error.text);
+                let_go(c);
+            } else if (!c->stream.owner &&
+                       (reads == c || reads->finish || reads->stream.published > reads->stream.prompt)) {
+                c->stream.owner = c; /* from now on the scheduler has or had it */
+                scheduler_add(server.s.scheduler, &c->stream);
+            }
         }
     }
     server.state = scheduler_state(server.s.scheduler);
+    return busy;
 }
 
 /* Runs steps until the server ends or the model fails with an error. Either way every request gets its reply. */
 static void run_model(Error *e) {
-    const Client *c;
-    double ends = 0; /* after a signal: when to give up the answers that are not finished */
     e->code = 0;
     lock();
     server.ready = true;
     fprintf(stderr, "infer: ready, for texts of up to %d tokens\n", server.s.engine.context);
-    while (!server.error.code && !(server.signals && TAILQ_EMPTY(&server.requests))) {
-        update_choices();
-        server.moved = seconds();
-        LIST_FOREACH(c, &server.clients, next) {
-            const double since = c->since; /* read once: the connection may set it to 0 at any time */
-            if (since > 0 && server.moved - since > READ_SECONDS) shutdown(c->fd, SHUT_RDWR);
-        }
-        if (server.signals && !(ends > 0)) {
-            fputs("infer: answers are being finished; a second signal ends at once\n", stderr);
-            ends = server.moved + DRAIN_SECONDS;
-        }
-        if (ends > 0 && server.moved > ends) {
+    while ((update_requests() || !(server.ends > 0)) && !server.error.code) {
+        if (server.ends > 0 && server.moved > server.ends) {
             fail(&server.error, FAILED, "the server ends");
         } else if (!server.state.running && !server.state.waiting && !server.state.outstanding) {
-            wait_on(&server.work);
+            wait_on(&server.work, CHECK_MS);
         } else {
             unlock();
             scheduler_step(server.s.scheduler, e);
@@ -582,8 +582,7 @@ static void run_model(Error *e) {
             if (e->code) server.error = *e;
         }
     }
-    update_choices();
-    for (double since = seconds(); !TAILQ_EMPTY(&server.requests) && seconds() - since < 2;) wait_on(&server.work);
+    for (double since = seconds(); update_requests() && seconds() - since < 2;) wait_on(&server.work, CHECK_MS);
     unlock();
 }
 
@@ -684,7 +683,7 @@ static bool make_completion(Request *q) {
 static bool can_answer(Request *q) {
     if (!server.ready) return fail(&q->error, 503, "the model is being loaded");
     if (server.error.code) return fail(&q->error, 503, "the model failed: %s", server.error.text);
-    return !server.signals || fail(&q->error, 503, "the server ends");
+    return !(server.ends > 0) || fail(&q->error, 503, "the server ends");
 }
 
 /* Gives the choices to the model's thread, if the queue has room. */
@@ -694,48 +693,45 @@ static void enqueue(Request *q) {
         fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
     if (!q->error.code) {
         q->queued = true;
-        TAILQ_INSERT_TAIL(&server.requests, q, next);
         server.live += q->left = q->choices;
         pthread_cond_signal(&server.work);
     }
     unlock();
 }
 
-/* Waits for events, or the end of a reply. A stream that waits long gets a comment. `departed`: the client has closed
- * its side. While we wait, libmicrohttpd's time limit is off: it is for clients that do not read. */
+/* Waits for events, or the end of a reply. A stream that waits long gets a comment. The caller holds the lock. */
 static void wait_for_answers(Request *q) {
-    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0);
-    lock();
-    for (double since = seconds(); q->written == q->out.n && q->left && !q->departed;) {
-        struct pollfd p = {.fd = q->client->fd, .events = POLLRDHUP};
-        wait_on(&q->wake);
-        q->departed = poll(&p, 1, 0) > 0;
-        if (q->stream && q->written == q->out.n && q->left && seconds() - since > BEAT_SECONDS)
+    while (q->written == q->out.n && q->left)
+        if (!wait_on(&q->wake, BEAT_MS) && q->stream && q->left)
             bytes_text(&q->out, ": the answer is being computed\n\n");
-    }
-    unlock();
-    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, WRITE_SECONDS);
 }
 
-static ssize_t write_events(void *data, uint64_t position, char *to, size_t room) {
+/* Gives libmicrohttpd the next part of a reply. The client must take it in time. */
+static ssize_t write_part(void *data, uint64_t position, char *to, size_t room) {
     Request *q = data;
     (void)position;
-    wait_for_answers(q);
-    if (q->departed) return MHD_CONTENT_READER_END_WITH_ERROR;
+    q->deadline = INFINITY;
     lock();
-    size_t n = q->out.n - q->written < room ? q->out.n - q->written : room;
-    if (n) memcpy(to, q->out.data + q->written, n);
-    q->written += n;
+    wait_for_answers(q);
+    ssize_t n = q->departed ? MHD_CONTENT_READER_END_WITH_ERROR : MHD_CONTENT_READER_END_OF_STREAM;
+    if (!q->departed && q->out.n > q->written) {
+        n = (ssize_t)(q->out.n - q->written < room ? q->out.n - q->written : room);
+        memcpy(to, q->out.data + q->written, (size_t)n);
+        q->written += (size_t)n;
+    }
     if (q->written == q->out.n) q->written = q->out.n = 0;
     unlock();
-    return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
+    q->deadline = seconds() + WRITE_SECONDS;
+    return n;
 }
 
 static void complete(Request *q) {
     if (take_request(q) && (q->chat ? make_chat(q) : make_completion(q))) enqueue(q);
     if (!q->queued) q->stream = false; /* the error is an ordinary reply */
     if (!q->queued || q->stream) return;
+    lock();
     wait_for_answers(q);
+    unlock();
     if (!q->departed && !q->error.code) put_reply(q, q->choice, q->choice + q->choices, true);
 }
 
@@ -898,14 +894,6 @@ static void check_request(Request *q, const char *method, const char *version) {
         fail(&q->error, 503, "the model is being loaded");
 }
 
-static void run(Request *q) {
-    if (*q->endpoint->method == 'P')
-        q->json = json_parse(q->body.n ? q->body.data : "", q->body.n, "the body", &q->error);
-    if (q->json && !cJSON_IsObject(q->json)) fail(&q->error, 400, "the body is not a JSON object");
-    bytes_free(&q->body);
-    if (!q->error.code) q->endpoint->run(q);
-}
-
 /* Sends what the endpoint wrote, or the error. A stream has no error yet. */
 static enum MHD_Result respond(Request *q) {
     const bool wrong = !q->stream && q->error.code;
@@ -914,10 +902,10 @@ static enum MHD_Result respond(Request *q) {
     const char *type = q->stream ? "text/event-stream" : q->endpoint && !wrong ? q->endpoint->type : NULL;
     const char *wanted = header(q, "Access-Control-Request-Headers"); /* of a page that --cors allows */
     if (wrong) put_error(q);
-    struct MHD_Response *r = q->stream
-                                 ? MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 4096, write_events, q, NULL)
-                                 : MHD_create_response_from_buffer(q->out.n, q->out.data, MHD_RESPMEM_PERSISTENT);
+    struct MHD_Response *r =
+        MHD_create_response_from_callback(q->stream ? MHD_SIZE_UNKNOWN : q->out.n, PART, write_part, q, NULL);
     server.status[status]++;
+    q->deadline = seconds() + WRITE_SECONDS;
     MHD_add_response_header(r, "Content-Type", type ? type : "application/json");
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
     if (server.o->cors && wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
@@ -936,10 +924,7 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
     Request *q = *state;
     (void)data;
     if (!q) {
-        *state = q = allocate_zero(1, sizeof *q);
-        q->connection = connection;
-        q->client = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context;
-        pthread_cond_init(&q->wake, NULL);
+        *state = q = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context;
         q->url = url; /* libmicrohttpd keeps it as long as the request */
         check_request(q, method, version);
         return MHD_YES;
@@ -950,23 +935,25 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
         *size = 0;
         return MHD_YES;
     }
-    q->client->since = 0;
+    q->deadline = INFINITY;
     q->since = seconds();
-    if (q->endpoint && !q->error.code) run(q);
-    return q->departed ? MHD_NO : respond(q);
+    if (!q->error.code && !strcmp(method, "POST"))
+        q->json = json_parse(q->body.n ? q->body.data : "", q->body.n, "the body", &q->error);
+    if (q->json && !cJSON_IsObject(q->json)) fail(&q->error, 400, "the body is not a JSON object");
+    bytes_free(&q->body);
+    if (!q->error.code && q->endpoint) q->endpoint->run(q);
+    return q->departed && !q->stream ? MHD_NO : respond(q);
 }
 
-/* Frees a request, however it ended. The model's thread lets go of its choices first. */
-static void request_free(void *data, struct MHD_Connection *connection, void **state,
-                         enum MHD_RequestTerminationCode why) {
+/* Ends a request, however that comes. The model's thread lets go of its choices first. */
+static void request_end(void *data, struct MHD_Connection *connection, void **state,
+                        enum MHD_RequestTerminationCode why) {
     Request *q = *state;
     (void)data, (void)connection, (void)why;
     if (!q) return;
     lock();
     q->departed = true;
     while (q->left) pthread_cond_wait(&q->wake, &server.lock);
-    if (q->queued) TAILQ_REMOVE(&server.requests, q, next);
-    q->client->since = seconds();
     unlock();
     for (Choice *c = q->choice; c && c < q->choice + q->choices; c++) {
         bytes_free(&c->text), bytes_free(&c->thoughts);
@@ -976,24 +963,30 @@ static void request_free(void *data, struct MHD_Connection *connection, void **s
     }
     bytes_free(&q->body), bytes_free(&q->out);
     cJSON_Delete(q->json), cJSON_Delete(q->names);
-    pthread_cond_destroy(&q->wake);
-    free(q->choice), free(q->bias), free(q);
+    free(q->choice), free(q->bias);
+    lock();
+    memset(&q->endpoint, 0, sizeof *q - offsetof(Request, endpoint));
+    q->deadline = seconds() + READ_SECONDS;
+    unlock();
     *state = NULL;
 }
 
 static void connection_changed(void *data, struct MHD_Connection *connection, void **context,
                                enum MHD_ConnectionNotificationCode what) {
-    Client *c = *context;
+    Request *q = *context;
     (void)data;
     lock();
     if (what == MHD_CONNECTION_NOTIFY_STARTED) {
-        *context = c = allocate_zero(1, sizeof *c);
-        c->fd = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
-        c->since = seconds();
-        LIST_INSERT_HEAD(&server.clients, c, next);
-    } else if (c) {
-        LIST_REMOVE(c, next);
-        free(c);
+        *context = q = allocate_zero(1, sizeof *q);
+        q->connection = connection;
+        q->fd = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
+        q->deadline = seconds() + READ_SECONDS;
+        pthread_cond_init(&q->wake, NULL);
+        TAILQ_INSERT_TAIL(&server.requests, q, next);
+    } else if (q) {
+        TAILQ_REMOVE(&server.requests, q, next);
+        pthread_cond_destroy(&q->wake);
+        free(q);
     }
     unlock();
 }
@@ -1002,9 +995,12 @@ static void connection_changed(void *data, struct MHD_Connection *connection, vo
 
 /* The first signal lets answers finish, or ends at once if the model still loads. The second one ends at once. */
 static void take_signal(int number) {
+    static const char text[] = "infer: answers are being finished; a second signal ends at once\n";
     (void)number;
-    if (server.signals++) _exit(INTERRUPTED);
+    if (server.ends > 0) _exit(INTERRUPTED);
     if (!server.ready) _exit(DONE);
+    server.ends = seconds() + DRAIN_SECONDS;
+    (void)!write(STDERR_FILENO, text, sizeof text - 1);
 }
 
 /* Checks --cors, and takes the key from --key-file or INFER_API_KEY. */
@@ -1039,9 +1035,8 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
     else if (!(d = MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL |
                                         (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG),
                                     (uint16_t)o->port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr,
-                                    MHD_OPTION_NOTIFY_COMPLETED, request_free, NULL, MHD_OPTION_NOTIFY_CONNECTION,
-                                    connection_changed, NULL, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)WRITE_SECONDS,
-                                    MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MOST_HEADERS,
+                                    MHD_OPTION_NOTIFY_COMPLETED, request_end, NULL, MHD_OPTION_NOTIFY_CONNECTION,
+                                    connection_changed, NULL, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MOST_HEADERS,
                                     MHD_OPTION_THREAD_STACK_SIZE, (size_t)STACK, MHD_OPTION_CONNECTION_LIMIT,
                                     (unsigned)(o->slots + o->queue + SPARE_CONNECTIONS), MHD_OPTION_END)))
         fail(e, FAILED, "%.100s port %d: %m; choose another with --port", o->host, o->port);

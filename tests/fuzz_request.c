@@ -69,11 +69,9 @@ static void answer_with(Request *q, const uint8_t *data, size_t n) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     Error e;
-    Client client = {0};
     if (!n) return 0;
     Request *q = allocate_zero(1, sizeof *q);
     void *state = q;
-    q->client = &client;
     q->chat = *data & 1;
     pthread_cond_init(&q->wake, NULL);
     q->json = json_parse((const char *)data + 1, n - 1, "the body", &e);
@@ -82,6 +80,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
         assert(ok ? !q->error.code : q->error.code && q->error.code <= 404 && *q->error.text);
         if (ok) answer_with(q, data, n);
     }
-    request_free(NULL, NULL, &state, MHD_REQUEST_TERMINATED_COMPLETED_OK);
+    request_end(NULL, NULL, &state, MHD_REQUEST_TERMINATED_COMPLETED_OK);
+    pthread_cond_destroy(&q->wake);
+    free(q);
     return 0;
 }
