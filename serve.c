@@ -29,6 +29,7 @@
 
 enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 16, MOST_TOP = 20 };
 enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60 };
+enum { LEFT = 499 }; /* a status of our own, as in nginx: nobody gets it */
 enum {
     CHECK_MS = 100,
     BEAT_MS = 5000,
@@ -92,10 +93,9 @@ struct Request { /* a connection and its request */
     char id[40];
     long long created;
     /* under the lock, once it is queued */
-    Error error;   /* its code is the HTTP status, or 0; below 400 an exit code of another file */
-    int left;      /* choices that have not ended */
-    bool departed; /* the client has left */
-    Bytes out;     /* the reply, or events of a stream, of which `written` bytes are sent */
+    Error error; /* its code is the HTTP status, or 0; below 400 an exit code of another file */
+    int left;    /* choices that have not ended */
+    Bytes out;   /* the reply, or events of a stream, of which `written` bytes are sent */
     size_t written;
 };
 
@@ -220,30 +220,31 @@ static bool check_model(Request *q, const char *name) {
 
 /* Fields that are not supported: in any request, in chats, in texts. The value behind the = changes nothing and is
  * accepted, and so is enable_thinking, which make_chat() obeys. The space in front marks where a field begins. */
-static const char unsupported[] =
-    " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "
-    "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "
-    "continue_final_message=false documents=[] frequency_penalty=0 frequency_penalty=-0 function_call=\"auto\" "
-    "function_call=\"none\" functions= grammar= guided_choice= guided_grammar= guided_json= guided_regex= "
-    "include_reasoning=true include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 "
-    "modalities=[\"text\"] presence_penalty=0 presence_penalty=-0 prompt_logprobs= repeat_penalty=1 "
-    "return_token_ids=false return_tokens_as_token_ids=false skip_special_tokens=true stop_token_ids=[] "
-    "structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false verbosity=\"medium\" "
-    "web_search_options=";
-static const char of_chats[] = " add_special_tokens=false echo=false";
-static const char of_texts[] = " add_special_tokens=true max_completion_tokens= response_format={\"type\":\"text\"} "
-                               "tools=[] top_logprobs=0";
+#define UNSUPPORTED                                                                                                    \
+    " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "       \
+    "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "                \
+    "continue_final_message=false documents=[] frequency_penalty=0 frequency_penalty=-0 function_call=\"auto\" "       \
+    "function_call=\"none\" functions= grammar= guided_choice= guided_grammar= guided_json= guided_regex= "            \
+    "include_reasoning=true include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 "            \
+    "modalities=[\"text\"] presence_penalty=0 presence_penalty=-0 prompt_logprobs= repeat_penalty=1 "                  \
+    "return_token_ids=false return_tokens_as_token_ids=false skip_special_tokens=true stop_token_ids=[] "              \
+    "structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false verbosity=\"medium\" "  \
+    "web_search_options="
+static const char of_chats[] = UNSUPPORTED " add_special_tokens=false echo=false";
+static const char of_texts[] =
+    UNSUPPORTED " add_special_tokens=true max_completion_tokens= response_format={\"type\":\"text\"} "
+                "tools=[] top_logprobs=0";
 
 static bool refuse_others(Request *q) {
-    const char *own = q->chat ? of_chats : of_texts;
+    const char *unsupported = q->chat ? of_chats : of_texts;
     const cJSON *each;
     cJSON_ArrayForEach(each, q->json) {
         LocalBytes field = {0};
         bytes_print(&field, " %s=", each->string);
-        bool fine = cJSON_IsNull(each) || !(strstr(unsupported, field.data) || strstr(own, field.data));
-        if (!fine) json_append(&field, cJSON_Duplicate(each, true));
-        fine = fine || text_listed(unsupported, field.data + 1) || text_listed(own, field.data + 1);
-        if (!fine) return fail(&q->error, 400, "%s is not supported with this value: leave it out", each->string);
+        if (cJSON_IsNull(each) || !strstr(unsupported, field.data)) continue;
+        json_append(&field, cJSON_Duplicate(each, true));
+        if (!text_listed(unsupported, field.data + 1))
+            return fail(&q->error, 400, "%s is not supported with this value: leave it out", each->string);
     }
     return true;
 }
@@ -525,7 +526,7 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     }
     if (token >= 0) {
         read_token(c, position, token, logits, last);
-    } else if (!q->departed) {
+    } else {
         fail(&q->error, 500, "the logits hold a NaN: the weights or config.json are damaged");
         server.nans++;
     }
@@ -535,9 +536,9 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     unlock();
 }
 
-/* Cuts off clients that are too slow. Adds new choices to the scheduler and ends those of departed clients; after an
- * error it ends all. The first answer to a prompt reads it, and the others join when the first has a token. Returns
- * whether a queued request still waits for its reply. The caller holds the lock. */
+/* Cuts off clients that are too slow. Adds new choices to the scheduler, or ends them if the request has an error, for
+ * example because its client has left. The first answer to a prompt reads it, and the others join when the first has a
+ * token. Returns whether a queued request still waits for its reply. The caller holds the lock. */
 static bool update_requests(void) {
     bool busy = false;
     Request *q;
@@ -546,12 +547,13 @@ static bool update_requests(void) {
         struct pollfd p = {.fd = q->fd, .events = POLLRDHUP};
         if (server.moved > q->deadline) shutdown(q->fd, SHUT_RDWR);
         busy |= q->queued;
-        if (q->left && poll(&p, 1, 0) > 0) q->departed = true; /* the client has closed its side */
-        for (Choice *c = q->choice; q->left && c < q->choice + q->choices; c++) {
+        if (!q->left) continue;
+        if (server.error.code) fail(&q->error, 500, "%s", server.error.text);
+        if (poll(&p, 1, 0) > 0) fail(&q->error, LEFT, "the client has left");
+        for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
             const Choice *reads = c - (c - q->choice) % q->n;
             if (c->finish) continue;
-            if (q->departed || server.error.code) {
-                if (!q->departed) fail(&q->error, 500, "%s", server.error.text);
+            if (q->error.code) {
                 let_go(c);
             } else if (!c->stream.owner &&
                        (reads == c || reads->finish || reads->stream.published > reads->stream.prompt)) {
@@ -596,6 +598,8 @@ static bool add_choices(Request *q, const Ids *prompt) {
     if (prompt->n >= context)
         return q->code = "context_length_exceeded",
                fail(&q->error, 400, "the prompt has %zu tokens, the context %zu: shorten it", prompt->n, context);
+    if (q->choices + q->n > MOST_CHOICES) return fail(&q->error, 400, "a request has at most %d answers", MOST_CHOICES);
+    q->choice = reallocate(q->choice, (size_t)(q->choices + q->n) * sizeof *q->choice);
     for (int i = 0; i < q->n; i++) {
         Choice *c = q->choice + q->choices++;
         Stream *t = &c->stream;
@@ -639,7 +643,6 @@ static bool make_chat(Request *q) {
     if (!chat_render(chat, &talk, true, &ids, e)) return false;
     const size_t prompt = ids.n;
     if (force && !chat_force(chat, talk.effort, name, &ids, e)) return false;
-    q->choice = allocate_zero((size_t)q->n, sizeof *q->choice);
     if (!add_choices(q, &ids)) return false;
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
         reader_init(&c->reader, chat, talk.effort);
@@ -667,13 +670,11 @@ static bool take_prompt(Request *q, const char *key, const cJSON *prompt, int fl
 static bool make_completion(Request *q) {
     const cJSON *prompt = json_get(q->json, "prompt"), *first = cJSON_IsArray(prompt) ? prompt->child : NULL;
     const bool many = cJSON_IsString(first) || cJSON_IsArray(first);
-    int n = many ? cJSON_GetArraySize(prompt) : 1;
-    if (n > MOST_CHOICES / q->n) return fail(&q->error, 400, "a request has at most %d answers", MOST_CHOICES);
-    q->choice = allocate_zero((size_t)(n * q->n), sizeof *q->choice);
-    for (const cJSON *each = many ? first : prompt; n--; each = many ? each->next : NULL) {
+    const cJSON *each = many ? first : prompt;
+    do {
         LocalIds ids = {0};
         if (!take_prompt(q, "prompt", each, WITH_TEMPLATE, &ids) || !add_choices(q, &ids)) return false;
-    }
+    } while (many && (each = each->next));
     return true;
 }
 
@@ -713,16 +714,13 @@ static ssize_t write_part(void *data, uint64_t position, char *to, size_t room) 
     q->deadline = INFINITY;
     lock();
     wait_for_answers(q);
-    ssize_t n = q->departed ? MHD_CONTENT_READER_END_WITH_ERROR : MHD_CONTENT_READER_END_OF_STREAM;
-    if (!q->departed && q->out.n > q->written) {
-        n = (ssize_t)(q->out.n - q->written < room ? q->out.n - q->written : room);
-        memcpy(to, q->out.data + q->written, (size_t)n);
-        q->written += (size_t)n;
-    }
-    if (q->written == q->out.n) q->written = q->out.n = 0;
+    const size_t left = q->out.n - q->written, n = left < room ? left : room;
+    if (n) memcpy(to, q->out.data + q->written, n);
+    q->written += n;
+    if (n == left) q->written = q->out.n = 0;
     unlock();
     q->deadline = seconds() + WRITE_SECONDS;
-    return n;
+    return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
 }
 
 static void complete(Request *q) {
@@ -732,7 +730,7 @@ static void complete(Request *q) {
     lock();
     wait_for_answers(q);
     unlock();
-    if (!q->departed && !q->error.code) put_reply(q, q->choice, q->choice + q->choices, true);
+    if (!q->error.code) put_reply(q, q->choice, q->choice + q->choices, true);
 }
 
 static void complete_chat(Request *q) { q->chat = true, complete(q); }
@@ -942,7 +940,7 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
     if (q->json && !cJSON_IsObject(q->json)) fail(&q->error, 400, "the body is not a JSON object");
     bytes_free(&q->body);
     if (!q->error.code && q->endpoint) q->endpoint->run(q);
-    return q->departed && !q->stream ? MHD_NO : respond(q);
+    return respond(q);
 }
 
 /* Ends a request, however that comes. The model's thread lets go of its choices first. */
@@ -952,7 +950,7 @@ static void request_end(void *data, struct MHD_Connection *connection, void **st
     (void)data, (void)connection, (void)why;
     if (!q) return;
     lock();
-    q->departed = true;
+    fail(&q->error, LEFT, "the client has left");
     while (q->left) pthread_cond_wait(&q->wake, &server.lock);
     unlock();
     for (Choice *c = q->choice; c && c < q->choice + q->choices; c++) {
