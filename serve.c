@@ -22,23 +22,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/queue.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 16, MOST_TOP = 20 };
 enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60 };
-enum { LEFT = 499 }; /* a status of our own, as in nginx: nobody gets it */
-enum {
-    CHECK_MS = 100,
-    BEAT_MS = 5000,
-    PART = 16 << 10,
-    STACK = 1 << 20,
-    SPARE_CONNECTIONS = 256,
-    BOUNDS = 12,
-    STATUSES = 600
-};
+enum { CHECK_MS = 100, BEAT_MS = 5000, PART = 16 << 10, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12 };
+enum { CLIENT_LEFT = 499, STATUSES = 600 }; /* 499: as nginx counts it; nobody gets it */
 
 /* The text of page.html. */
 extern const char page_text[];
@@ -200,7 +191,7 @@ static bool take_parameters(Request *q) {
         void *to = (char *)q + p->field;
         if (!value || (p->of && (p->of == 'c') != q->chat)) continue;
         if (p->kind == FLAG && !cJSON_IsBool(value)) return fail(&q->error, 400, "%s must be true or false", p->key);
-        const double x = cJSON_IsNumber(value) ? value->valuedouble : p->kind == FLAG ? cJSON_IsTrue(value) : NAN;
+        const double x = p->kind == FLAG ? cJSON_IsTrue(value) : cJSON_GetNumberValue(value); /* or NaN */
         if (!(x >= p->least && x <= p->most) || (p->kind != REAL && x != floor(x)))
             return fail(&q->error, 400, "%s must be a %snumber from %.16g to %.16g", p->key,
                         p->kind == REAL ? "" : "whole ", p->least, p->most);
@@ -267,7 +258,7 @@ static bool take_biases(Request *q) {
     q->bias = allocate((size_t)cJSON_GetArraySize(all) * sizeof *q->bias);
     cJSON_ArrayForEach(each, all) {
         Bias *bias = q->bias + q->biases++;
-        bias->add = cJSON_IsNumber(each) ? (float)each->valuedouble : NAN;
+        bias->add = (float)cJSON_GetNumberValue(each); /* or NaN */
         if (!text_whole(each->string, 0, vocab - 1, &bias->id) || !(bias->add >= -100 && bias->add <= 100))
             return fail(&q->error, 400, "logit_bias maps token ids below %d to numbers from -100 to 100", vocab);
     }
@@ -462,8 +453,8 @@ static Read read_message(Choice *c, int token) {
     const bool complete = r->messages > before;
     const Message *m = complete ? r->message + r->messages - 1 : &r->now;
     if (read.part == CALL && q->names) {
-        const Bytes arguments = q->stream ? text : complete ? m->content : (Bytes){0};
-        if (arguments.n || (complete && !m->content.n)) add_call(c, m, arguments);
+        const bool new = q->stream ? text.n || (complete && !m->content.n) : complete;
+        if (new) add_call(c, m, q->stream ? text : m->content);
     } else if (read.part == REASONING) {
         bytes_add(&c->thoughts, text.data, text.n);
     } else if (text.n) {
@@ -549,7 +540,7 @@ static bool update_requests(void) {
         busy |= q->queued;
         if (!q->left) continue;
         if (server.error.code) fail(&q->error, 500, "%s", server.error.text);
-        if (poll(&p, 1, 0) > 0) fail(&q->error, LEFT, "the client has left");
+        if (poll(&p, 1, 0) > 0) fail(&q->error, CLIENT_LEFT, "the client has left");
         for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
             const Choice *reads = c - (c - q->choice) % q->n;
             if (c->finish) continue;
@@ -687,19 +678,6 @@ static bool can_answer(Request *q) {
     return !(server.ends > 0) || fail(&q->error, 503, "the server ends");
 }
 
-/* Gives the choices to the model's thread, if the queue has room. */
-static void enqueue(Request *q) {
-    lock();
-    if (can_answer(q) && server.live >= server.o->slots + server.o->queue)
-        fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
-    if (!q->error.code) {
-        q->queued = true;
-        server.live += q->left = q->choices;
-        pthread_cond_signal(&server.work);
-    }
-    unlock();
-}
-
 /* Waits for events, or the end of a reply. A stream that waits long gets a comment. The caller holds the lock. */
 static void wait_for_answers(Request *q) {
     while (q->written == q->out.n && q->left)
@@ -723,14 +701,20 @@ static ssize_t write_part(void *data, uint64_t position, char *to, size_t room) 
     return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
 }
 
+/* Gives the choices to the model's thread, if the queue has room, and waits for a reply that is no stream. */
 static void complete(Request *q) {
-    if (take_request(q) && (q->chat ? make_chat(q) : make_completion(q))) enqueue(q);
-    if (!q->queued) q->stream = false; /* the error is an ordinary reply */
-    if (!q->queued || q->stream) return;
+    const bool valid = take_request(q) && (q->chat ? make_chat(q) : make_completion(q));
     lock();
-    wait_for_answers(q);
+    if (valid && can_answer(q) && server.live >= server.o->slots + server.o->queue)
+        fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
+    q->queued = !q->error.code;
+    q->left = q->queued ? q->choices : 0;
+    server.live += q->left;
+    pthread_cond_signal(&server.work);
+    q->stream &= q->queued; /* an error is an ordinary reply */
+    if (!q->stream) wait_for_answers(q);
     unlock();
-    if (!q->error.code) put_reply(q, q->choice, q->choice + q->choices, true);
+    if (!q->stream && !q->error.code) put_reply(q, q->choice, q->choice + q->choices, true);
 }
 
 static void complete_chat(Request *q) { q->chat = true, complete(q); }
@@ -950,7 +934,7 @@ static void request_end(void *data, struct MHD_Connection *connection, void **st
     (void)data, (void)connection, (void)why;
     if (!q) return;
     lock();
-    fail(&q->error, LEFT, "the client has left");
+    fail(&q->error, CLIENT_LEFT, "the client has left");
     while (q->left) pthread_cond_wait(&q->wake, &server.lock);
     unlock();
     for (Choice *c = q->choice; c && c < q->choice + q->choices; c++) {
@@ -1030,7 +1014,7 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
     const bool loopback = !strncmp(address, "127.", 4) || !strcmp(address, "::1");
     if (!loopback && !server.key && !o->insecure)
         fail(e, USAGE, "%.100s is open to everybody: give a key (--key-file, INFER_API_KEY) or --insecure", o->host);
-    else if (!(d = MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL |
+    else if (!(d = MHD_start_daemon(MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_THREAD_PER_CONNECTION |
                                         (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG),
                                     (uint16_t)o->port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr,
                                     MHD_OPTION_NOTIFY_COMPLETED, request_end, NULL, MHD_OPTION_NOTIFY_CONNECTION,
