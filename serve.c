@@ -64,6 +64,7 @@ struct Request { /* a connection and its request */
     int fd;
     pthread_cond_t wake;
     _Atomic double deadline;  /* when the client must have sent its request, or taken a part of the reply */
+    bool queued;              /* under the lock: its answers are not sent yet */
     const Endpoint *endpoint; /* it and all below are 0 between two requests */
     const char *url;
     Bytes body;
@@ -80,7 +81,6 @@ struct Request { /* a connection and its request */
     /* answers */
     Choice *choice;
     int choices;
-    bool queued;
     char id[40];
     long long created;
     /* under the lock, once it is queued */
@@ -222,9 +222,8 @@ static bool check_model(Request *q, const char *name) {
     "structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false verbosity=\"medium\" "  \
     "web_search_options="
 static const char of_chats[] = UNSUPPORTED " add_special_tokens=false echo=false";
-static const char of_texts[] =
-    UNSUPPORTED " add_special_tokens=true max_completion_tokens= response_format={\"type\":\"text\"} "
-                "tools=[] top_logprobs=0";
+static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= top_logprobs=0 tools=[] "
+                                           "response_format={\"type\":\"text\"}";
 
 static bool refuse_others(Request *q) {
     const char *unsupported = q->chat ? of_chats : of_texts;
@@ -341,9 +340,8 @@ static cJSON *chance_json(int id, const float *logits, double all) {
     tokenizer_bytes(server.s.tokenizer, &(Decoder){.begun = true}, id, &raw);
     for (size_t i = 0; i < raw.n; i++) cJSON_AddItemToArray(bytes, json_number((unsigned char)raw.data[i]));
     utf8_stream(&raw, &text, true);
-    return json_object("token", json_from_text(text.data, text.n), "logprob", /* JSON has no infinity */
-                       logits ? json_number(fmax((double)logits[id] - all, -9999)) : json_word(NULL), "bytes", bytes,
-                       NULL);
+    cJSON *logprob = logits ? json_number(fmax((double)logits[id] - all, -9999)) : json_word(NULL); /* no infinity */
+    return json_object("token", json_from_text(text.data, text.n), "logprob", logprob, "bytes", bytes, NULL);
 }
 
 /* Adds a token's logprobs to those to write. */
@@ -408,20 +406,6 @@ static void put_reply(Request *q, Choice *from, const Choice *to, bool usage) {
     put_json(q,
              json_object("id", json_word(q->id), "object", json_word(what), "created", json_number(q->created), "model",
                          json_word(server.name), "choices", choices, "usage", usage ? usage_json(q) : NULL, NULL));
-}
-
-/* In a stream: writes an event if the choice has something new. */
-static void emit(Choice *c) {
-    Request *q = c->request;
-    if (q->stream && (c->shown > c->sent || c->thoughts.n || c->calls || c->scores || c->finish))
-        put_reply(q, c, c + 1, false);
-}
-
-/* Writes the last events of a stream. */
-static void end_stream(Request *q) {
-    if (q->error.code) put_error(q);
-    if (!q->error.code && q->usage) put_reply(q, NULL, NULL, true);
-    if (!q->error.code) bytes_text(&q->out, "data: [DONE]\n\n");
 }
 
 /* ---- from tokens to answers ---- */
@@ -497,8 +481,11 @@ static void let_go(Choice *c) {
     if (!c->finish) c->finish = "error";
     server.live--;
     server.repairs += (size_t)c->reader.repairs;
-    if (!--q->left && q->stream) end_stream(q);
-    if (!q->left) pthread_cond_signal(&q->wake);
+    if (--q->left) return;
+    if (q->stream && q->error.code) put_error(q);
+    if (q->stream && !q->error.code && q->usage) put_reply(q, NULL, NULL, true);
+    if (q->stream && !q->error.code) bytes_text(&q->out, "data: [DONE]\n\n");
+    pthread_cond_signal(&q->wake);
 }
 
 /* Takes a token from the scheduler and writes what it brings. */
@@ -521,7 +508,8 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
         fail(&q->error, 500, "the logits hold a NaN: the weights or config.json are damaged");
         server.nans++;
     }
-    emit(c);
+    if (q->stream && (c->shown > c->sent || c->thoughts.n || c->calls || c->scores || c->finish))
+        put_reply(q, c, c + 1, false);
     if (last || c->finish) let_go(c);
     if (q->out.n > q->written) pthread_cond_signal(&q->wake);
     unlock();
@@ -546,8 +534,7 @@ static bool update_requests(void) {
             if (c->finish) continue;
             if (q->error.code) {
                 let_go(c);
-            } else if (!c->stream.owner &&
-                       (reads == c || reads->finish || reads->stream.published > reads->stream.prompt)) {
+            } else if (!c->stream.owner && (reads == c || reads->stream.published > reads->stream.prompt)) {
                 c->stream.owner = c; /* from now on the scheduler has or had it */
                 scheduler_add(server.s.scheduler, &c->stream);
             }
@@ -853,8 +840,7 @@ static bool may_ask(const char *host, const char *origin) {
 /* Finds the endpoint. Refuses what libmicrohttpd lets through: requests that can be read in two ways, and those that
  * are not allowed. */
 static void check_request(Request *q, const char *method, const char *version) {
-    static const char one_model[] = "/v1/models/";
-    const char *url = q->url, *path = strncmp(url, one_model, strlen(one_model)) ? url : "/v1/models";
+    const char *url = q->url, *path = strncmp(url, "/v1/models/", 11) ? url : "/v1/models"; /* the list, or one */
     const char *as = strcmp(method, "HEAD") ? method : "GET";
     int count[2] = {0}; /* Host, lengths */
     MHD_get_connection_values(q->connection, MHD_HEADER_KIND, count_header, count);
@@ -936,6 +922,7 @@ static void request_end(void *data, struct MHD_Connection *connection, void **st
     lock();
     fail(&q->error, CLIENT_LEFT, "the client has left");
     while (q->left) pthread_cond_wait(&q->wake, &server.lock);
+    q->queued = false;
     unlock();
     for (Choice *c = q->choice; c && c < q->choice + q->choices; c++) {
         bytes_free(&c->text), bytes_free(&c->thoughts);
@@ -946,10 +933,8 @@ static void request_end(void *data, struct MHD_Connection *connection, void **st
     bytes_free(&q->body), bytes_free(&q->out);
     cJSON_Delete(q->json), cJSON_Delete(q->names);
     free(q->choice), free(q->bias);
-    lock();
     memset(&q->endpoint, 0, sizeof *q - offsetof(Request, endpoint));
     q->deadline = seconds() + READ_SECONDS;
-    unlock();
     *state = NULL;
 }
 
@@ -1003,10 +988,10 @@ static bool take_options(const Options *o, Error *e) {
 
 /* Listens where --host and --port say. */
 static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
-    char port[8], address[64] = "";
+    char address[64] = "";
     struct addrinfo *to = NULL;
     struct MHD_Daemon *d = NULL;
-    snprintf(port, sizeof port, "%d", o->port);
+    LocalText port = text_print("%d", o->port);
     int error = getaddrinfo(o->host, port, &(struct addrinfo){.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, &to);
     if (error) return fail(e, USAGE, "--host %.100s: %s", o->host, gai_strerror(error)), NULL;
     const bool v6 = to->ai_family == AF_INET6;

@@ -29,6 +29,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     assert(server.s.tokenizer && checkpoint_open(&server.s.checkpoint, "tests/fixtures/parrot", &e));
     server.s.has_chat = chat_open(&server.s.chat, server.s.tokenizer, "", &e);
     server.s.engine.context = 512;
+    server.s.scheduler = scheduler_open(&server.s.engine);
     server.name = "parrot";
     TAILQ_INIT(&server.requests);
     logits = allocate_zero((size_t)server.s.checkpoint.model.vocab, sizeof *logits);
@@ -46,19 +47,22 @@ static void check_json(const char *text, size_t n) {
 /* Answers with tokens that the bytes choose, and reads the answer. */
 static void answer_with(Request *q, const uint8_t *data, size_t n) {
     const int vocab = server.s.checkpoint.model.vocab;
-    for (Choice *c = q->choice; c < q->choice + q->choices; c++)
+    q->left = server.live = q->choices;
+    for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
+        c->stream.owner = c;
         for (size_t i = 0; !c->finish; i++) {
             const int token = (data[i % n] * 7 + (int)i) % vocab;
             const size_t position = c->stream.prompt + i;
             for (size_t k = 0; c->stream.stop && k < c->stream.stop->n; k++)
                 c->stream.stopped |= token == c->stream.stop->data[k];
             const bool last = c->stream.stopped || i == 20 || position + 1 == c->stream.most;
-            read_token(c, position, token, q->top >= 0 ? logits : NULL, last);
-            emit(c);
+            take_token(&c->stream, position, token, q->top >= 0 ? logits : NULL, last);
         }
+    }
     for (const Choice *c = q->choice; c < q->choice + q->choices; c++)
         assert(strcmp(c->finish, "error") && c->shown == c->text.n && utf8_check(c->text.data, c->text.n) == c->text.n);
-    q->stream ? end_stream(q) : put_reply(q, q->choice, q->choice + q->choices, true);
+    assert(!q->left && !server.live);
+    if (!q->stream) put_reply(q, q->choice, q->choice + q->choices, true);
     if (!q->stream) check_json(q->out.data, q->out.n);
     for (char *event = q->out.data, *end; q->stream && *event; event = end + 2) {
         end = strstr(event, "\n\n");
