@@ -1,7 +1,7 @@
 /* serve.c: an HTTP server that speaks OpenAI's API (github.com/openai/openai-openapi), on libmicrohttpd. One thread
- * owns the model: it runs the scheduler of model.c, and makes text and events of the tokens. Between two steps it looks
- * after the connections: it starts answers, and ends what a client does not wait for or keeps waiting. Each connection
- * has its own thread, which reads a request, queues it, waits for its answers and sends them.
+ * owns the model: it runs the scheduler of model.c, and makes text and events of the tokens. Between steps it looks for
+ * clients that have left or are too slow. Each connection has its own thread, which reads a request, queues it, waits
+ * for its answers and sends them.
  *
  * One lock guards what threads share. The model's thread holds it except while the model computes. A queued request and
  * its choices belong to that thread until no choice is `left`; meanwhile the connection of a stream sends what is in
@@ -254,7 +254,7 @@ static bool take_biases(Request *q) {
     const cJSON *all = json_get(q->json, "logit_bias"), *each;
     const int vocab = server.s.checkpoint.model.vocab;
     if (all && !cJSON_IsObject(all)) return fail(&q->error, 400, "logit_bias must be an object");
-    q->bias = allocate((size_t)cJSON_GetArraySize(all) * sizeof *q->bias);
+    if (cJSON_GetArraySize(all)) q->bias = allocate((size_t)cJSON_GetArraySize(all) * sizeof *q->bias);
     cJSON_ArrayForEach(each, all) {
         Bias *bias = q->bias + q->biases++;
         bias->add = (float)cJSON_GetNumberValue(each); /* or NaN */
@@ -293,14 +293,12 @@ static bool take_request(Request *q) {
 static void rename_function(Request *q, const cJSON *holder) {
     cJSON *item = cJSON_GetObjectItemCaseSensitive(json_get(holder, "function"), "name");
     const char *given = cJSON_GetStringValue(item);
-    char used[64] = "";
     uint32_t hash = 0;
     if (!given || !*given || (chat_word(given) && strlen(given) <= 64)) return;
-    for (size_t i = 0; given[i]; i++) {
-        if (i < 50) used[i] = isalnum((unsigned char)given[i]) ? given[i] : '_';
-        hash = (hash ^ (unsigned char)given[i]) * 16777619u;
-    }
-    sprintf(used + strlen(used), "_%08x", hash);
+    for (const char *s = given; *s; s++) hash = (hash ^ (unsigned char)*s) * 16777619u;
+    LocalText used = text_print("%.50s_%08x", given, hash);
+    for (char *s = used; *s; s++)
+        if (!isalnum((unsigned char)*s)) *s = '_';
     if (!json_get(q->names, used)) cJSON_AddStringToObject(q->names, used, given);
     cJSON_SetValuestring(item, used);
 }
@@ -589,7 +587,7 @@ static bool add_choices(Request *q, const Ids *prompt) {
         if (t->most > context) t->most = context;
         t->sampling = q->sampling;
         t->sampling.seed += (uint64_t)(c - q->choice);
-        t->bias = q->biases ? q->bias : NULL, t->biases = q->biases;
+        t->bias = q->bias, t->biases = q->biases;
         t->want = q->top < 0 ? WANT_TOKEN : q->echo ? WANT_ALL_LOGITS : WANT_LOGITS;
         t->stop = q->forever ? NULL : &server.s.checkpoint.stop;
         t->take = take_token;
@@ -997,11 +995,11 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
     const bool v6 = to->ai_family == AF_INET6;
     getnameinfo(to->ai_addr, to->ai_addrlen, address, sizeof address, NULL, 0, NI_NUMERICHOST);
     const bool loopback = !strncmp(address, "127.", 4) || !strcmp(address, "::1");
+    const unsigned how =
+        MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_THREAD_PER_CONNECTION | (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG);
     if (!loopback && !server.key && !o->insecure)
         fail(e, USAGE, "%.100s is open to everybody: give a key (--key-file, INFER_API_KEY) or --insecure", o->host);
-    else if (!(d = MHD_start_daemon(MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_THREAD_PER_CONNECTION |
-                                        (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG),
-                                    (uint16_t)o->port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr,
+    else if (!(d = MHD_start_daemon(how, (uint16_t)o->port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr,
                                     MHD_OPTION_NOTIFY_COMPLETED, request_end, NULL, MHD_OPTION_NOTIFY_CONNECTION,
                                     connection_changed, NULL, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MOST_HEADERS,
                                     MHD_OPTION_THREAD_STACK_SIZE, (size_t)STACK, MHD_OPTION_CONNECTION_LIMIT,
