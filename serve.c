@@ -64,8 +64,9 @@ struct Request { /* a connection and its request */
     int fd;
     pthread_cond_t wake;
     _Atomic double deadline;  /* when the client must have sent its request, or taken a part of the reply */
-    bool queued;              /* under the lock: its answers are not sent yet */
-    const Endpoint *endpoint; /* it and all below are 0 between two requests */
+    bool queued;              /* under the lock: the reply is not sent yet */
+    int left;                 /* under the lock: choices that have not ended */
+    const Endpoint *endpoint; /* this and all below are 0 between two requests */
     const char *url;
     Bytes body;
     cJSON *json, *names; /* names: from a function's name as the model reads it to the client's; NULL: it has none */
@@ -85,7 +86,6 @@ struct Request { /* a connection and its request */
     long long created;
     /* under the lock, once it is queued */
     Error error; /* its code is the HTTP status, or 0; below 400 an exit code of another file */
-    int left;    /* choices that have not ended */
     Bytes out;   /* the reply, or events of a stream, of which `written` bytes are sent */
     size_t written;
 };
