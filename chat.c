@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <utf8proc.h>
+#include <wchar.h>
 
 enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 1000 /* from a result to its call */ };
 enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT };         /* in Chat.control: harmony's */
@@ -24,9 +24,10 @@ enum { WORDS = 6, HEADER = 3 };
 static const char *const words[WORDS] = {"role", "tool_call_id", "name", "channel", "recipient", "content_type"};
 
 static bool same(const char *a, const char *b) { return a && b && !strcmp(a, b); }
-static bool begins(const char *text, const char *with) { return text && !strncmp(text, with, strlen(with)); }
 /* The length of `with` if the text begins with it, else 0. */
-static size_t length_of(const char *text, const char *with) { return begins(text, with) ? strlen(with) : 0; }
+static size_t begins(const char *text, const char *with) {
+    return text && !strncmp(text, with, strlen(with)) ? strlen(with) : 0;
+}
 
 static Bytes view(const char *text) { return (Bytes){.data = (char *)(uintptr_t)text, .n = text ? strlen(text) : 0}; }
 static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n; }
@@ -108,9 +109,9 @@ static const Format formats[] = {
     {"Zephyr", {"'<|user|>\\n' + message['content'] + eos_token }}\\n"}, .system = "<|system|>\n%s</s>\n",
      .user = "<|user|>\n%s</s>\n", .assistant = "<|assistant|>\n%s</s>\n"},
 };
+static const Format harmony = {"harmony", .assistant = "<|start|>assistant%s",
+    .call = "<|channel|>commentary to=functions.%p <|constrain|>json<|message|>%s"};
 /* clang-format on */
-static const Format harmony = {"harmony",
-                               .call = "<|channel|>commentary to=functions.%p <|constrain|>json<|message|>%s"};
 
 /* The control token whose name, <...> or [...], begins the text, or -1; *n is the length of its name. */
 static int control_at(const Tokenizer *t, const char *s, size_t *n) {
@@ -162,9 +163,8 @@ void chat_close(Chat *chat) { free(chat->preset); }
 bool chat_effort(const Chat *chat, const char *effort, Error *e) {
     const Format *f = chat->format;
     bool always = f == &harmony || (f->think && !f->quiet);
-    if (same(effort, "low") || same(effort, "medium") || same(effort, "high")) return true;
-    if (same(effort, "none") && !always) return true;
-    return fail(e, USAGE, "effort (reasoning_effort in JSON) must be low, medium or high%s, not '%.40s'",
+    return text_listed(always ? "low medium high" : "low medium high none", effort) ||
+           fail(e, USAGE, "effort (reasoning_effort in JSON) must be low, medium or high%s, not '%.40s'",
                 always ? "" : ", or none", effort);
 }
 
@@ -221,6 +221,13 @@ Message *conversation_add(Conversation *c, const char *role, const char *channel
 Part message_part(const Message *m) {
     if (m->recipient) return CALL;
     return same(m->channel, "analysis") ? REASONING : same(m->channel, "commentary") ? PREAMBLE : ANSWER;
+}
+
+/* What a message is: a Part of the model's, or one of these. */
+enum { USER = CALL + 1, RESULT, SYSTEM };
+static int kind_of(const Message *m) {
+    if (same(m->role, "assistant")) return (int)message_part(m);
+    return same(m->role, "user") ? USER : same(m->role, "tool") ? RESULT : SYSTEM;
 }
 
 /* How many bytes of a word may stand in a header, where no byte may look like another part of it. */
@@ -284,7 +291,7 @@ static bool find_author(const Conversation *c, Message *result) {
     if (result->name && strchr(result->name, '.')) return true;
     for (int i = c->messages - 1; i >= 0 && i >= c->messages - MOST_BACK; i--) {
         const Message *m = c->message + i;
-        if (!same(m->role, "assistant") || !m->recipient) continue;
+        if (kind_of(m) != CALL) continue;
         if (!called || same(result->id, m->id)) called = m->recipient;
         if (same(result->id, m->id)) break;
     }
@@ -393,30 +400,15 @@ static void comment(Bytes *out, int indent, const char *text) {
     }
 }
 
-/* Writes "default: x" between two texts if there is a default, even null. Only texts of enums lack quotes. */
-static void add_default(Bytes *out, int indent, const char *before, const cJSON *schema, const char *after) {
-    cJSON *value = cJSON_Duplicate(cJSON_GetObjectItemCaseSensitive(schema, "default"), true);
-    if (!value) return;
-    if (json_get(schema, "enum") && cJSON_IsString(value)) value->type = cJSON_Raw;
-    bytes_print(out, "%*s%sdefault: ", indent, "", before);
-    json_append(out, value);
-    bytes_text(out, after);
+/* "default: x" if there is a default, even null; else NULL. Only texts of enums lack quotes. */
+static char *default_text(const cJSON *schema) {
+    const cJSON *value = cJSON_GetObjectItemCaseSensitive(schema, "default");
+    bool word = json_get(schema, "enum") && cJSON_IsString(value);
+    LocalText text = value ? json_text(value) : NULL;
+    return value ? text_print("default: %s", word ? value->valuestring : text) : NULL;
 }
 
 static void add_type(Bytes *out, const cJSON *schema, int indent);
-
-/* The alternatives of a oneOf, one a line, each with its own comment. */
-static void add_variants(Bytes *out, const cJSON *schema, int indent) {
-    const cJSON *variant;
-    cJSON_ArrayForEach(variant, json_get(schema, "oneOf")) {
-        const char *description = json_string(variant, "description");
-        if (same(description, json_string(schema, "description"))) description = NULL;
-        bytes_print(out, "\n%*s | ", indent, "");
-        add_type(out, variant, indent + 3);
-        if (description) bytes_print(out, " // %s", description);
-        add_default(out, 0, description ? " " : " // ", variant, "");
-    }
-}
 
 static void add_properties(Bytes *out, const cJSON *schema, int indent) {
     const cJSON *property, *item;
@@ -424,6 +416,7 @@ static void add_properties(Bytes *out, const cJSON *schema, int indent) {
         const cJSON *required = json_get(schema, "required"), *name = required ? required->child : NULL;
         const char *title = json_string(property, "title");
         bool lines = json_get(property, "oneOf");
+        LocalText value = default_text(property);
         for (int i = 1; name && !same(cJSON_GetStringValue(name), property->string); i++)
             name = i < MOST_REQUIRED ? name->next : NULL;
         comment(out, indent, title);
@@ -432,11 +425,11 @@ static void add_properties(Bytes *out, const cJSON *schema, int indent) {
         if (cJSON_GetArraySize(json_get(property, "examples"))) comment(out, indent, "Examples:");
         cJSON_ArrayForEach(item, json_get(property, "examples")) if (cJSON_IsString(item))
             bytes_print(out, "%*s// - \"%s\"\n", indent, "", item->valuestring);
-        if (lines) add_default(out, indent, "// ", property, "\n");
+        if (lines) comment(out, indent, value);
         bytes_print(out, "%*s%s%s:%s", indent, "", property->string, name ? "" : "?", lines ? "" : " ");
         add_type(out, property, indent + (lines ? 0 : 4));
         bytes_print(out, lines ? "\n%*s," : "%*s,", lines ? indent : 0, "");
-        if (!lines) add_default(out, 0, " // ", property, "");
+        if (value && !lines) bytes_print(out, " // %s", value);
         bytes_text(out, "\n");
     }
 }
@@ -454,13 +447,21 @@ static void add_union(Bytes *out, const cJSON *list, const char *quote, const ch
 
 /* Writes a JSON schema as a TypeScript type. Deep nesting becomes `any`, which limits the indentation. */
 static void add_type(Bytes *out, const cJSON *schema, int indent) {
-    const cJSON *types = json_get(schema, "type"), *items = json_get(schema, "items");
+    const cJSON *types = json_get(schema, "type"), *items = json_get(schema, "items"), *each;
     const char *type = cJSON_GetStringValue(types);
     size_t before = out->n;
     if (indent > MOST_INDENT) {
         bytes_text(out, "any");
-    } else if (json_get(schema, "oneOf")) {
-        add_variants(out, schema, indent);
+    } else if (json_get(schema, "oneOf")) { /* one alternative a line, with its own comment */
+        cJSON_ArrayForEach(each, json_get(schema, "oneOf")) {
+            const char *note = json_string(each, "description");
+            LocalText value = default_text(each);
+            if (same(note, json_string(schema, "description"))) note = NULL;
+            bytes_print(out, "\n%*s | ", indent, "");
+            add_type(out, each, indent + 3);
+            if (note) bytes_print(out, " // %s", note);
+            if (value) bytes_print(out, "%s%s", note ? " " : " // ", value);
+        }
     } else if (same(type, "object")) {
         comment(out, indent, json_string(schema, "description"));
         bytes_text(out, "{\n");
@@ -503,10 +504,8 @@ typedef struct {
     const Chat *chat;
     const Conversation *c;
     const cJSON *tools; /* NULL: none */
-    Bytes text;
+    Bytes *out;
 } Prompt;
-
-static void prompt_free(Prompt *p) { bytes_free(&p->text); }
 
 static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
     if (!prompt->n) return true;
@@ -523,9 +522,8 @@ static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) 
 
 /* White space as Python's str.strip() defines it. */
 static bool is_space(uint32_t c) {
-    const utf8proc_property_t *p = utf8proc_get_property((utf8proc_int32_t)c);
-    return p->category == UTF8PROC_CATEGORY_ZS || p->bidi_class == UTF8PROC_BIDI_CLASS_WS ||
-           p->bidi_class == UTF8PROC_BIDI_CLASS_B || p->bidi_class == UTF8PROC_BIDI_CLASS_S;
+    return (c >= 9 && c <= 13) || (c >= 28 && c <= 32) || (c >= 0x2000 && c <= 0x200A) ||
+           (c > 127 && wcschr(L"\x85\xA0\x1680\x2028\x2029\x202F\x205F\x3000", (wchar_t)c));
 }
 
 /* The text without white space at both ends; not a copy. */
@@ -562,10 +560,10 @@ static void put_json(Bytes *out, const cJSON *value, int indent, int depth) {
 
 /* Appends a piece of a format: names of control tokens become tokens, and texts replace %s, %t and %p. Ends at a text
  * that is NULL. */
-static void fill(const Prompt *p, Bytes *out, const char *piece, const Bytes *before, const Bytes *text) {
+static void fill(const Chat *chat, Bytes *out, const char *piece, const Bytes *before, const Bytes *text) {
     size_t n;
     for (const char *s = piece ? piece : ""; *s; s += n) {
-        int id = control_at(p->chat->tokenizer, s, &n);
+        int id = control_at(chat->tokenizer, s, &n);
         if (id >= 0) {
             bytes_print(out, "%c%d;", TOKEN, id);
         } else if (*s == '%') {
@@ -587,7 +585,7 @@ static const char *setting(const Conversation *c, const char *key, const char *i
     return json_string(c->request, key) ? json_string(c->request, key) : initial;
 }
 
-static void put_system(Prompt *p) {
+static void put_system(const Prompt *p) {
     const Conversation *c = p->c;
     LocalBytes text = {0};
     bytes_print(&text, "%s\nKnowledge cutoff: %s\n",
@@ -597,11 +595,11 @@ static void put_system(Prompt *p) {
     bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.%s",
                 c->effort, setting(c, "channels", "analysis, commentary, final"),
                 p->tools ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
-    fill(p, &p->text, "<|start|>system<|message|>%s<|end|>", NULL, &text);
+    fill(p->chat, p->out, "<|start|>system<|message|>%s<|end|>", NULL, &text);
 }
 
 /* Harmony writes all system texts at the beginning into one message. Returns the number of the first other message. */
-static int put_developer(Prompt *p) {
+static int put_developer(const Prompt *p) {
     const Conversation *c = p->c;
     const cJSON *format = json_get(json_get(c->request, "response_format"), "json_schema");
     const char *gap = "\n\n";
@@ -609,7 +607,7 @@ static int put_developer(Prompt *p) {
     int i = -1;
     for (const char *system = c->instructions;; system = c->message[i].content.data) {
         if (system && *system) bytes_print(&text, "%s%s%s", text.n ? "" : heading, system, gap);
-        if (++i == c->messages || !same(c->message[i].role, "developer")) break;
+        if (++i == c->messages || kind_of(c->message + i) != SYSTEM) break;
     }
     if (p->tools) add_tools(&text, p->tools), bytes_text(&text, gap);
     if (format) {
@@ -619,44 +617,42 @@ static int put_developer(Prompt *p) {
         bytes_text(&text, gap);
     }
     text.n -= text.n ? strlen(gap) : 0;
-    if (text.n) fill(p, &p->text, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
+    if (text.n) fill(p->chat, p->out, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
     return i;
 }
 
 /* The header may be written as a piece, because check_word() accepts no '<', '[' and '%'. */
-static bool put_message(Prompt *p, const Message *m, Error *e) {
-    bool model = same(m->role, "assistant"), call = model && m->recipient;
+static bool put_message(const Prompt *p, const Message *m, Error *e) {
+    bool call = kind_of(m) == CALL;
     const char *author = m->name ? m->name : m->role, *type = m->content_type, *end = call ? "<|call|>" : "<|end|>";
     LocalBytes piece = {0};
     Bytes before = {0};
     if (!check_word("role", author, e) || (m->recipient && !check_word("recipient", m->recipient, e)) ||
         (m->channel && !check_word("channel", m->channel, e)) ||
-        (type && !check_word("content_type", type + length_of(type, constrained), e)))
+        (type && !check_word("content_type", type + begins(type, constrained), e)))
         return false;
     bytes_print(&piece, "<|start|>%s", author);
-    if (m->recipient && !model) bytes_print(&piece, " to=%s", m->recipient);
+    if (m->recipient && !call) bytes_print(&piece, " to=%s", m->recipient);
     if (m->channel) bytes_print(&piece, "<|channel|>%s", m->channel);
     if (call) bytes_print(&piece, " to=%s", m->recipient);
     if (type) bytes_print(&piece, " %s", type);
-    if (same(m->role, "developer") && !begins(m->content.data, heading)) before = view(heading);
+    if (kind_of(m) == SYSTEM && !begins(m->content.data, heading)) before = view(heading);
     bytes_print(&piece, "<|message|>%%p%%s%s", end);
-    fill(p, &p->text, piece.data, &before, &m->content);
+    fill(p->chat, p->out, piece.data, &before, &m->content);
     return true;
 }
 
-static bool put_harmony(Prompt *p, bool prompt, Error *e) {
+static bool put_harmony(const Prompt *p, bool prompt, Error *e) {
     const Conversation *c = p->c;
     int ended = -1; /* the last answer of a turn that has ended; reasoning before it is dropped */
     for (int i = 0; i < c->messages - !prompt; i++)
-        if (same(c->message[i].role, "assistant") && message_part(c->message + i) == ANSWER) ended = i;
+        if (kind_of(c->message + i) == ANSWER) ended = i;
+    if (json_true(c->request, "keep_analysis")) ended = -1;
     if (!json_true(c->request, "bare")) put_system(p);
     for (int i = put_developer(p); i < c->messages; i++) {
-        const Message *m = c->message + i;
-        bool reasoning = same(m->role, "assistant") && message_part(m) == REASONING;
-        if (reasoning && i <= ended && !json_true(c->request, "keep_analysis")) continue;
-        if (!put_message(p, m, e)) return false;
+        bool dropped = i < ended && kind_of(c->message + i) == REASONING;
+        if (!dropped && !put_message(p, c->message + i, e)) return false;
     }
-    if (prompt) fill(p, &p->text, "<|start|>assistant", NULL, NULL);
     return true;
 }
 
@@ -664,12 +660,12 @@ static bool put_harmony(Prompt *p, bool prompt, Error *e) {
 
 /* Does message i belong to the same turn as message i - 1? */
 static bool continues(const Format *f, const Conversation *c, int i) {
-    const Message *m = c->message + i;
-    if (i >= c->messages || !same(m->role, m[-1].role)) return false;
-    if (same(m->role, "user")) return f->flags & (FIRST | LAST); /* as after an answer that was interrupted */
-    if (same(m->role, "tool")) return !(f->flags & ALONE);
-    return same(m->role, "assistant") && message_part(m - 1) != ANSWER &&
-           !(f->flags & ALONE && message_part(m - 1) == CALL);
+    if (i >= c->messages) return false;
+    int kind = kind_of(c->message + i), before = kind_of(c->message + i - 1);
+    bool alone = f->flags & ALONE;
+    if (kind == USER) return before == USER && f->flags & (FIRST | LAST); /* as after an answer that was interrupted */
+    if (kind == RESULT) return before == RESULT && !alone;
+    return kind <= CALL && before <= CALL && before != ANSWER && !(alone && before == CALL);
 }
 
 /* Cuts the text at the first `mark`: what precedes that is returned, what follows stays. False: there is none. */
@@ -691,13 +687,13 @@ static bool keeps_thoughts(const Format *f) { return f->thoughts && strstr(f->th
 
 /* The text of a message without thoughts, which go to `thoughts`. A client may have left them in the answer. */
 static Bytes text_of(const Format *f, const Message *m, Bytes *thoughts) {
-    bool model = same(m->role, "assistant"), known = thoughts->n && keeps_thoughts(f);
+    bool said = kind_of(m) < CALL && f->thoughts, known = thoughts->n && keeps_thoughts(f);
     Bytes text = m->content, thought, opening;
-    if (model && message_part(m) == REASONING) {
+    if (kind_of(m) == REASONING) {
         bytes_add(thoughts, text.data, text.n);
         text.n = 0;
     }
-    while (model && f->thoughts && !known && cut_at(&text, close_think, &thought)) {
+    while (said && !known && cut_at(&text, close_think, &thought)) {
         cut_at(&thought, open_think, &opening);
         bytes_add(thoughts, thought.data, thought.n);
         if (keeps_thoughts(f)) text = trim_lines(text);
@@ -708,14 +704,14 @@ static Bytes text_of(const Format *f, const Message *m, Bytes *thoughts) {
 /* A text, a result or a call, with its arguments as Python writes JSON. */
 static void put_part(const Prompt *p, Bytes *out, const Message *m, Bytes text) {
     const Format *f = p->chat->format;
-    bool result = same(m->role, "tool"), call = same(m->role, "assistant") && m->recipient;
+    bool result = kind_of(m) == RESULT, call = kind_of(m) == CALL;
     Error e;
     LocalBytes name = {0}, json = {0};
-    LocalJson arguments = call ? json_parse(m->content.data, m->content.n, "arguments", &e) : NULL;
-    if (call) json_append(&name, cJSON_CreateString(m->recipient + length_of(m->recipient, functions)));
+    LocalJson arguments = call ? json_parse(text.data, text.n, "arguments", &e) : NULL;
+    if (call) json_append(&name, cJSON_CreateString(m->recipient + begins(m->recipient, functions)));
     if (arguments) put_json(&json, arguments, 0, 0);
-    if (result && f->flags & ALONE) json_append(&json, json_from_text(m->content.data, m->content.n));
-    fill(p, out, result ? f->result : call ? f->call : "%s", &name, json.n ? &json : call ? &m->content : &text);
+    if (result && f->flags & ALONE) json_append(&json, json_from_text(text.data, text.n));
+    fill(p->chat, out, result ? f->result : call ? f->call : "%s", &name, json.n ? &json : &text);
 }
 
 static void put_tools(const Prompt *p, Bytes *out) {
@@ -728,11 +724,11 @@ static void put_tools(const Prompt *p, Bytes *out) {
         put_json(&list, tool, alone ? 4 : 0, 0);
         bytes_text(&list, alone ? "\n\n" : "");
     }
-    fill(p, out, f->tools, NULL, &list);
+    fill(p->chat, out, f->tools, NULL, &list);
 }
 
 /* Writes the turn that begins with message i, `before` in front of its text. Returns the next turn's first message. */
-static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
+static int put_turn(const Prompt *p, int i, bool recent, Bytes before) {
     const Format *f = p->chat->format;
     const Message *m = p->c->message + i;
     bool model = same(m->role, "assistant"), tool = same(m->role, "tool"), keeps = model && keeps_thoughts(f);
@@ -750,37 +746,37 @@ static int put_turn(Prompt *p, int i, bool recent, Bytes before) {
     bool kept = keeps && recent && (thoughts.n || i == p->c->messages);
     Bytes said = kept ? trim_lines(parts) : parts, thought = trim_lines(thoughts);
     while (thought.n && thought.data[thought.n - 1] == '\n') thought.n--;
-    if (model && (kept || !keeps)) fill(p, &turn, f->thoughts, NULL, &thought);
+    if (model && (kept || !keeps)) fill(p->chat, &turn, f->thoughts, NULL, &thought);
     if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* %p keeps %t from trimming it, too */
     bytes_add(&turn, said.data, said.n);
-    fill(p, &p->text, piece, &before, &turn);
+    fill(p->chat, p->out, piece, &before, &turn);
     return i;
 }
 
 /* Writes what precedes the first message. What precedes a text of the user's goes to `before`. */
-static void put_begin(Prompt *p, Bytes *before) {
+static void put_begin(const Prompt *p, Bytes *before) {
     const Format *f = p->chat->format;
     const char *system = p->c->instructions ? p->c->instructions : p->chat->preset;
     bool alone = f->flags & ALONE, inside = f->flags & (FIRST | LAST);
-    struct tm given = {0}, day = {.tm_year = 124, .tm_mon = 6, .tm_mday = 26}; /* the template's */
+    struct tm day = {0};
     char date[32];
     LocalBytes text = {0}, about = {0};
     bytes_print(&text, "%s%s", system ? system : "", system && p->tools && !alone ? "\n\n" : "");
     for (int i = 0; f->flags & (HOIST | LATEST) && i < p->c->messages; i++) {
-        if (!same(p->c->message[i].role, "developer")) continue;
+        if (kind_of(p->c->message + i) != SYSTEM) continue;
         if (f->flags & LATEST) text.n = 0;
         bytes_print(&text, "%s%s", text.n ? "\n\n" : "", p->c->message[i].content.data);
     }
     if (p->tools) put_tools(p, alone ? before : &text);
-    if (p->c->date && strptime(p->c->date, "%Y-%m-%d", &given)) day = given;
+    if (!p->c->date || !strptime(p->c->date, "%Y-%m-%d", &day)) strptime("2024-07-26", "%F", &day); /* the template's */
     strftime(date, sizeof date, "%d %b %Y", &day);
     Bytes environment = view(p->tools ? "Environment: ipython\n" : ""), today = view(date);
-    fill(p, &about, f->about, &environment, &today);
-    fill(p, &p->text, f->begin, NULL, NULL);
-    if (system || f->about || text.n) fill(p, inside ? before : &p->text, f->system, &about, &text);
+    fill(p->chat, &about, f->about, &environment, &today);
+    fill(p->chat, p->out, f->begin, NULL, NULL);
+    if (system || f->about || text.n) fill(p->chat, inside ? before : p->out, f->system, &about, &text);
 }
 
-static bool put_row(Prompt *p, bool prompt, Error *e) {
+static bool put_row(const Prompt *p, Error *e) {
     const Format *f = p->chat->format;
     const Conversation *c = p->c;
     bool alternate = f->flags & (FIRST | LAST);
@@ -795,12 +791,6 @@ static bool put_row(Prompt *p, bool prompt, Error *e) {
                         turn);
         i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : (Bytes){0});
     }
-    if (prompt) { /* what precedes an answer, without the space that the model writes itself */
-        size_t n = p->text.n;
-        fill(p, &p->text, f->assistant, NULL, NULL);
-        if (p->text.n > n && p->text.data[p->text.n - 1] == ' ') p->text.n--;
-        fill(p, &p->text, f->quiet && same(c->effort, "none") ? f->quiet : f->think, NULL, NULL);
-    }
     return true;
 }
 
@@ -810,7 +800,8 @@ static bool thinks(const Format *f, const char *effort) { return f->think && !(f
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
     const Format *f = chat->format;
     const cJSON *tools = json_get(c->request, "tools");
-    LOCAL(prompt_free) Prompt p = {.chat = chat, .c = c, .tools = cJSON_GetArraySize(tools) ? tools : NULL};
+    LocalBytes text = {0};
+    const Prompt p = {.chat = chat, .c = c, .tools = cJSON_GetArraySize(tools) ? tools : NULL, .out = &text};
     bool calls = p.tools, schema = json_get(json_get(c->request, "response_format"), "json_schema");
     bool valid = is_utf8(view(c->instructions)) && is_utf8(view(c->date));
     for (int i = 0; i < c->messages; i++) {
@@ -822,7 +813,13 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
     if ((calls && !f->call) || (schema && f != &harmony))
         return fail(e, USAGE, "%s, the chat format of this model, has no %s", f->name,
                     calls && !f->call ? "tools" : "response_format");
-    return (f == &harmony ? put_harmony : put_row)(&p, prompt, e) && encode(chat->tokenizer, &p.text, out, e);
+    if (!(f == &harmony ? put_harmony(&p, prompt, e) : put_row(&p, e))) return false;
+    if (prompt) { /* what precedes an answer, without the space that the model writes itself */
+        fill(chat, &text, f->assistant, NULL, NULL);
+        if (text.data[text.n - 1] == ' ') text.n--;
+        fill(chat, &text, f->quiet && same(c->effort, "none") ? f->quiet : f->think, NULL, NULL);
+    }
+    return encode(chat->tokenizer, &text, out, e);
 }
 
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
@@ -830,14 +827,13 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
     bool other = f != &harmony;
     if (other && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
         return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
-    LOCAL(prompt_free) Prompt p = {.chat = chat};
-    LocalBytes function = {0};
+    LocalBytes text = {0}, function = {0};
     if (name && other) json_append(&function, cJSON_CreateString(name));
     if (name && !other) bytes_text(&function, name);
-    if (thinks(f, effort)) fill(&p, &p.text, "\n</think>\n\n", NULL, NULL);
-    fill(&p, &p.text, f->call, name ? &function : NULL, NULL);
-    if (other && !name) bytes_text(&p.text, "\"");
-    return encode(chat->tokenizer, &p.text, out, e);
+    if (thinks(f, effort)) fill(chat, &text, "\n</think>\n\n", NULL, NULL);
+    fill(chat, &text, f->call, name ? &function : NULL, NULL);
+    if (other && !name) bytes_text(&text, "\"");
+    return encode(chat->tokenizer, &text, out, e);
 }
 
 /* ---- reading ---- */
