@@ -35,11 +35,12 @@ static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n
 /* ---- formats ---- */
 
 enum {
-    FIRST = 1,  /* the system text stands before the user's first text, and user and assistant alternate; */
-    LAST = 2,   /* the same before the user's last text */
-    ALONE = 4,  /* a call is a turn without text, and tools stand before the user's first text */
-    HOIST = 8,  /* all system texts stand at the beginning; */
-    LATEST = 16 /* only the latest does */
+    FIRST = 1,   /* the system text stands before the user's first text, and user and assistant alternate; */
+    LAST = 2,    /* the same before the user's last text */
+    ALONE = 4,   /* a call is a turn without text, and tools stand before the user's first text */
+    HOIST = 8,   /* all system texts stand at the beginning; */
+    LATEST = 16, /* only the latest does */
+    KEEP = 32    /* thoughts are part of the history */
 };
 
 /* Pieces of text. Names of control tokens become control tokens here and nowhere else. %s stands for a text from
@@ -57,7 +58,7 @@ struct Format {
 /* clang-format off */
 #define CHATML .system = "<|im_start|>system\n%s<|im_end|>\n", .user = "<|im_start|>user\n%s<|im_end|>\n", \
     .assistant = "<|im_start|>assistant\n%s<|im_end|>\n"
-#define QWEN3 CHATML, QWEN_TOOLS, .thoughts = "<think>\n%s\n</think>\n\n"
+#define QWEN3 CHATML, QWEN_TOOLS, .thoughts = "<think>\n%s\n</think>\n\n", .flags = KEEP
 #define QWEN_TOOLS .results = "<|im_start|>user\n%s<|im_end|>\n", .result = "<tool_response>\n%s\n</tool_response>", \
     .call = "<tool_call>\n{\"name\": %p, \"arguments\": %s}\n</tool_call>", \
     .tools = "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with " \
@@ -500,13 +501,6 @@ static void add_tools(Bytes *out, const cJSON *tools) {
  * byte, because chat_render() refuses invalid UTF-8. */
 enum { TOKEN = 0xFF };
 
-typedef struct {
-    const Chat *chat;
-    const Conversation *c;
-    const cJSON *tools; /* NULL: none */
-    Bytes *out;
-} Prompt;
-
 static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
     if (!prompt->n) return true;
     char *s = prompt->data, *end = s + prompt->n;
@@ -580,13 +574,18 @@ static void fill(const Chat *chat, Bytes *out, const char *piece, const Bytes *b
 
 /* ---- prompts of harmony ---- */
 
+/* The tools of a request, or NULL. */
+static const cJSON *tools_of(const Conversation *c) {
+    const cJSON *tools = json_get(c->request, "tools");
+    return cJSON_GetArraySize(tools) ? tools : NULL;
+}
+
 /* A text of the system message, which a request may replace. */
 static const char *setting(const Conversation *c, const char *key, const char *initial) {
     return json_string(c->request, key) ? json_string(c->request, key) : initial;
 }
 
-static void put_system(const Prompt *p) {
-    const Conversation *c = p->c;
+static void put_system(const Chat *chat, const Conversation *c, Bytes *out) {
     LocalBytes text = {0};
     bytes_print(&text, "%s\nKnowledge cutoff: %s\n",
                 setting(c, "model_identity", "You are ChatGPT, a large language model trained by OpenAI."),
@@ -594,13 +593,12 @@ static void put_system(const Prompt *p) {
     if (c->date && !same(c->date, "none")) bytes_print(&text, "Current date: %s\n", c->date);
     bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.%s",
                 c->effort, setting(c, "channels", "analysis, commentary, final"),
-                p->tools ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
-    fill(p->chat, p->out, "<|start|>system<|message|>%s<|end|>", NULL, &text);
+                tools_of(c) ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
+    fill(chat, out, "<|start|>system<|message|>%s<|end|>", NULL, &text);
 }
 
 /* Harmony writes all system texts at the beginning into one message. Returns the number of the first other message. */
-static int put_developer(const Prompt *p) {
-    const Conversation *c = p->c;
+static int put_developer(const Chat *chat, const Conversation *c, Bytes *out) {
     const cJSON *format = json_get(json_get(c->request, "response_format"), "json_schema");
     const char *gap = "\n\n";
     LocalBytes text = {0};
@@ -609,7 +607,7 @@ static int put_developer(const Prompt *p) {
         if (system && *system) bytes_print(&text, "%s%s%s", text.n ? "" : heading, system, gap);
         if (++i == c->messages || kind_of(c->message + i) != SYSTEM) break;
     }
-    if (p->tools) add_tools(&text, p->tools), bytes_text(&text, gap);
+    if (tools_of(c)) add_tools(&text, tools_of(c)), bytes_text(&text, gap);
     if (format) {
         bytes_print(&text, "# Response Formats\n\n## %s\n\n", json_string(format, "name"));
         comment(&text, 0, json_string(format, "description"));
@@ -617,12 +615,12 @@ static int put_developer(const Prompt *p) {
         bytes_text(&text, gap);
     }
     text.n -= text.n ? strlen(gap) : 0;
-    if (text.n) fill(p->chat, p->out, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
+    if (text.n) fill(chat, out, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
     return i;
 }
 
 /* The header may be written as a piece, because check_word() accepts no '<', '[' and '%'. */
-static bool put_message(const Prompt *p, const Message *m, Error *e) {
+static bool put_message(const Chat *chat, const Message *m, Bytes *out, Error *e) {
     bool call = kind_of(m) == CALL;
     const char *author = m->name ? m->name : m->role, *type = m->content_type, *end = call ? "<|call|>" : "<|end|>";
     LocalBytes piece = {0};
@@ -638,20 +636,19 @@ static bool put_message(const Prompt *p, const Message *m, Error *e) {
     if (type) bytes_print(&piece, " %s", type);
     if (kind_of(m) == SYSTEM && !begins(m->content.data, heading)) before = view(heading);
     bytes_print(&piece, "<|message|>%%p%%s%s", end);
-    fill(p->chat, p->out, piece.data, &before, &m->content);
+    fill(chat, out, piece.data, &before, &m->content);
     return true;
 }
 
-static bool put_harmony(const Prompt *p, bool prompt, Error *e) {
-    const Conversation *c = p->c;
+static bool put_harmony(const Chat *chat, const Conversation *c, bool prompt, Bytes *out, Error *e) {
     int ended = -1; /* the last answer of a turn that has ended; reasoning before it is dropped */
     for (int i = 0; i < c->messages - !prompt; i++)
         if (kind_of(c->message + i) == ANSWER) ended = i;
     if (json_true(c->request, "keep_analysis")) ended = -1;
-    if (!json_true(c->request, "bare")) put_system(p);
-    for (int i = put_developer(p); i < c->messages; i++) {
+    if (!json_true(c->request, "bare")) put_system(chat, c, out);
+    for (int i = put_developer(chat, c, out); i < c->messages; i++) {
         bool dropped = i < ended && kind_of(c->message + i) == REASONING;
-        if (!dropped && !put_message(p, c->message + i, e)) return false;
+        if (!dropped && !put_message(chat, c->message + i, out, e)) return false;
     }
     return true;
 }
@@ -682,28 +679,9 @@ static Bytes trim_lines(Bytes text) {
     return text;
 }
 
-/* Are thoughts part of the history? */
-static bool keeps_thoughts(const Format *f) { return f->thoughts && strstr(f->thoughts, "%s"); }
-
-/* The text of a message without thoughts, which go to `thoughts`. A client may have left them in the answer. */
-static Bytes text_of(const Format *f, const Message *m, Bytes *thoughts) {
-    bool said = kind_of(m) < CALL && f->thoughts, known = thoughts->n && keeps_thoughts(f);
-    Bytes text = m->content, thought, opening;
-    if (kind_of(m) == REASONING) {
-        bytes_add(thoughts, text.data, text.n);
-        text.n = 0;
-    }
-    while (said && !known && cut_at(&text, close_think, &thought)) {
-        cut_at(&thought, open_think, &opening);
-        bytes_add(thoughts, thought.data, thought.n);
-        if (keeps_thoughts(f)) text = trim_lines(text);
-    }
-    return text;
-}
-
-/* A text, a result or a call, with its arguments as Python writes JSON. */
-static void put_part(const Prompt *p, Bytes *out, const Message *m, Bytes text) {
-    const Format *f = p->chat->format;
+/* Appends a text, a result or a call, with its arguments as Python writes JSON. */
+static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out) {
+    const Format *f = chat->format;
     bool result = kind_of(m) == RESULT, call = kind_of(m) == CALL;
     Error e;
     LocalBytes name = {0}, json = {0};
@@ -711,85 +689,85 @@ static void put_part(const Prompt *p, Bytes *out, const Message *m, Bytes text) 
     if (call) json_append(&name, cJSON_CreateString(m->recipient + begins(m->recipient, functions)));
     if (arguments) put_json(&json, arguments, 0, 0);
     if (result && f->flags & ALONE) json_append(&json, json_from_text(text.data, text.n));
-    fill(p->chat, out, result ? f->result : call ? f->call : "%s", &name, json.n ? &json : &text);
+    if (out->n) bytes_text(out, "\n");
+    fill(chat, out, result ? f->result : call ? f->call : "%s", &name, json.n ? &json : &text);
 }
 
-static void put_tools(const Prompt *p, Bytes *out) {
-    const Format *f = p->chat->format;
+/* Writes the turn that begins with message i, `front` in front of its text. Returns the next turn's first message.
+ * Thoughts may be messages of their own, or a client may have left them in an answer. */
+static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent, Bytes front, Bytes *out) {
+    const Format *f = chat->format;
+    int kind = kind_of(c->message + i);
+    bool model = kind <= CALL, keeps = f->flags & KEEP;
+    const char *system = f->flags & (HOIST | LATEST) ? "" : f->system; /* put_begin() wrote it */
+    const char *piece = model ? f->assistant : kind == RESULT ? f->results : kind == USER ? f->user : system;
+    LocalBytes thoughts = {0}, parts = {0}, turn = {0};
+    do {
+        const Message *m = c->message + i;
+        Bytes text = m->content, thought, opening;
+        bool last = !continues(f, c, i + 1), cuts = f->thoughts && !(keeps && thoughts.n);
+        kind = kind_of(m);
+        if (kind == REASONING) bytes_add(&thoughts, text.data, text.n);
+        while (cuts && (kind == PREAMBLE || kind == ANSWER) && cut_at(&text, close_think, &thought)) {
+            cut_at(&thought, open_think, &opening);
+            bytes_add(&thoughts, thought.data, thought.n);
+            if (keeps) text = trim_lines(text);
+        }
+        bool beside = f->flags & ALONE && !last && kind_of(m + 1) == CALL;
+        if (kind >= CALL || (kind != REASONING && text.n && !beside)) put_part(chat, m, text, &parts);
+    } while (continues(f, c, ++i));
+    bool kept = keeps && model && recent && (thoughts.n || i == c->messages);
+    Bytes said = kept ? trim_lines(parts) : parts, thought = trim_lines(thoughts);
+    while (thought.n && thought.data[thought.n - 1] == '\n') thought.n--;
+    if (kept || (model && !keeps)) fill(chat, &turn, f->thoughts, NULL, &thought);
+    if (!strstr(piece, "%p")) bytes_add(&turn, front.data, front.n); /* %p keeps %t from trimming it, too */
+    bytes_add(&turn, said.data, said.n);
+    fill(chat, out, piece, &front, &turn);
+    return i;
+}
+
+/* Writes what precedes the first message. What precedes a text of the user's goes to `front`. */
+static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Bytes *out) {
+    const Format *f = chat->format;
+    const char *system = c->instructions ? c->instructions : chat->preset;
+    const cJSON *tools = tools_of(c), *tool;
     bool alone = f->flags & ALONE;
-    const cJSON *tool;
-    LocalBytes list = {0};
-    cJSON_ArrayForEach(tool, p->tools) {
+    struct tm day = {0};
+    char date[32];
+    LocalBytes text = {0}, about = {0}, list = {0};
+    bytes_print(&text, "%s%s", system ? system : "", system && tools && !alone ? "\n\n" : "");
+    for (int i = 0; f->flags & (HOIST | LATEST) && i < c->messages; i++) {
+        if (kind_of(c->message + i) != SYSTEM) continue;
+        if (f->flags & LATEST) text.n = 0;
+        bytes_print(&text, "%s%s", text.n ? "\n\n" : "", c->message[i].content.data);
+    }
+    cJSON_ArrayForEach(tool, tools) {
         bytes_text(&list, alone ? "" : "\n");
         put_json(&list, tool, alone ? 4 : 0, 0);
         bytes_text(&list, alone ? "\n\n" : "");
     }
-    fill(p->chat, out, f->tools, NULL, &list);
-}
-
-/* Writes the turn that begins with message i, `before` in front of its text. Returns the next turn's first message. */
-static int put_turn(const Prompt *p, int i, bool recent, Bytes before) {
-    const Format *f = p->chat->format;
-    const Message *m = p->c->message + i;
-    bool model = same(m->role, "assistant"), tool = same(m->role, "tool"), keeps = model && keeps_thoughts(f);
-    const char *system = f->flags & (HOIST | LATEST) ? "" : f->system; /* put_begin() wrote it */
-    const char *piece = model ? f->assistant : tool ? f->results : same(m->role, "user") ? f->user : system;
-    LocalBytes thoughts = {0}, parts = {0}, turn = {0};
-    do {
-        m = p->c->message + i;
-        Bytes text = text_of(f, m, &thoughts);
-        bool beside = f->flags & ALONE && continues(f, p->c, i + 1) && message_part(m + 1) == CALL;
-        if (model && !m->recipient && (!text.n || beside)) continue;
-        if (parts.n) bytes_text(&parts, "\n");
-        put_part(p, &parts, m, text);
-    } while (continues(f, p->c, ++i));
-    bool kept = keeps && recent && (thoughts.n || i == p->c->messages);
-    Bytes said = kept ? trim_lines(parts) : parts, thought = trim_lines(thoughts);
-    while (thought.n && thought.data[thought.n - 1] == '\n') thought.n--;
-    if (model && (kept || !keeps)) fill(p->chat, &turn, f->thoughts, NULL, &thought);
-    if (!strstr(piece, "%p")) bytes_add(&turn, before.data, before.n); /* %p keeps %t from trimming it, too */
-    bytes_add(&turn, said.data, said.n);
-    fill(p->chat, p->out, piece, &before, &turn);
-    return i;
-}
-
-/* Writes what precedes the first message. What precedes a text of the user's goes to `before`. */
-static void put_begin(const Prompt *p, Bytes *before) {
-    const Format *f = p->chat->format;
-    const char *system = p->c->instructions ? p->c->instructions : p->chat->preset;
-    bool alone = f->flags & ALONE, inside = f->flags & (FIRST | LAST);
-    struct tm day = {0};
-    char date[32];
-    LocalBytes text = {0}, about = {0};
-    bytes_print(&text, "%s%s", system ? system : "", system && p->tools && !alone ? "\n\n" : "");
-    for (int i = 0; f->flags & (HOIST | LATEST) && i < p->c->messages; i++) {
-        if (kind_of(p->c->message + i) != SYSTEM) continue;
-        if (f->flags & LATEST) text.n = 0;
-        bytes_print(&text, "%s%s", text.n ? "\n\n" : "", p->c->message[i].content.data);
-    }
-    if (p->tools) put_tools(p, alone ? before : &text);
-    if (!p->c->date || !strptime(p->c->date, "%Y-%m-%d", &day)) strptime("2024-07-26", "%F", &day); /* the template's */
+    if (tools) fill(chat, alone ? front : &text, f->tools, NULL, &list);
+    if (!c->date || !strptime(c->date, "%Y-%m-%d", &day)) strptime("2024-07-26", "%F", &day); /* the template's */
     strftime(date, sizeof date, "%d %b %Y", &day);
-    Bytes environment = view(p->tools ? "Environment: ipython\n" : ""), today = view(date);
-    fill(p->chat, &about, f->about, &environment, &today);
-    fill(p->chat, p->out, f->begin, NULL, NULL);
-    if (system || f->about || text.n) fill(p->chat, inside ? before : p->out, f->system, &about, &text);
+    Bytes environment = view(tools ? "Environment: ipython\n" : ""), today = view(date);
+    fill(chat, &about, f->about, &environment, &today);
+    fill(chat, out, f->begin, NULL, NULL);
+    if (system || f->about || text.n) fill(chat, f->flags & (FIRST | LAST) ? front : out, f->system, &about, &text);
 }
 
-static bool put_row(const Prompt *p, Error *e) {
-    const Format *f = p->chat->format;
-    const Conversation *c = p->c;
-    bool alternate = f->flags & (FIRST | LAST);
-    LocalBytes before = {0};
+static bool put_row(const Chat *chat, const Conversation *c, Bytes *out, Error *e) {
+    const Format *f = chat->format;
+    LocalBytes front = {0};
     int first = c->messages, last = -1;
     for (int i = c->messages - 1; i >= 0; i--)
-        if (same(c->message[i].role, "user")) first = i, last = last < 0 || continues(f, c, last) ? i : last;
-    put_begin(p, &before);
+        if (kind_of(c->message + i) == USER) first = i, last = last < 0 || continues(f, c, last) ? i : last;
+    put_begin(chat, c, &front, out);
     for (int i = 0, turn = 1; i < c->messages; turn++) {
-        if (alternate && !same(c->message[i].role, turn % 2 ? "user" : "assistant"))
+        int kind = kind_of(c->message + i);
+        if (f->flags & (FIRST | LAST) && (turn % 2 ? kind != USER : kind > CALL))
             return fail(e, USAGE, "%s chats alternate user and assistant, the user first: turn %d does not", f->name,
                         turn);
-        i = put_turn(p, i, i > last, i == (f->flags & LAST ? last : first) ? before : (Bytes){0});
+        i = put_turn(chat, c, i, i > last, i == (f->flags & LAST ? last : first) ? front : (Bytes){0}, out);
     }
     return true;
 }
@@ -799,13 +777,11 @@ static bool thinks(const Format *f, const char *effort) { return f->think && !(f
 
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
     const Format *f = chat->format;
-    const cJSON *tools = json_get(c->request, "tools");
     LocalBytes text = {0};
-    const Prompt p = {.chat = chat, .c = c, .tools = cJSON_GetArraySize(tools) ? tools : NULL, .out = &text};
-    bool calls = p.tools, schema = json_get(json_get(c->request, "response_format"), "json_schema");
+    bool calls = tools_of(c), schema = json_get(json_get(c->request, "response_format"), "json_schema");
     bool valid = is_utf8(view(c->instructions)) && is_utf8(view(c->date));
     for (int i = 0; i < c->messages; i++) {
-        calls = calls || c->message[i].recipient || same(c->message[i].role, "tool");
+        calls = calls || c->message[i].recipient || kind_of(c->message + i) == RESULT;
         valid = valid && is_utf8(c->message[i].content);
     }
     if (!chat_effort(chat, c->effort, e)) return false;
@@ -813,10 +789,10 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
     if ((calls && !f->call) || (schema && f != &harmony))
         return fail(e, USAGE, "%s, the chat format of this model, has no %s", f->name,
                     calls && !f->call ? "tools" : "response_format");
-    if (!(f == &harmony ? put_harmony(&p, prompt, e) : put_row(&p, e))) return false;
+    if (f == &harmony ? !put_harmony(chat, c, prompt, &text, e) : !put_row(chat, c, &text, e)) return false;
     if (prompt) { /* what precedes an answer, without the space that the model writes itself */
         fill(chat, &text, f->assistant, NULL, NULL);
-        if (text.data[text.n - 1] == ' ') text.n--;
+        if (text.n && text.data[text.n - 1] == ' ') text.n--;
         fill(chat, &text, f->quiet && same(c->effort, "none") ? f->quiet : f->think, NULL, NULL);
     }
     return encode(chat->tokenizer, &text, out, e);
@@ -840,17 +816,16 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
 
 void reader_init(Reader *r, const Chat *chat, const char *effort) {
     bool thinking = thinks(chat->format, effort);
-    *r = (Reader){.chat = chat, .started = !thinking};
-    conversation_set(&r->now.role, "assistant");
-    conversation_set(&r->now.channel, thinking ? "analysis" : NULL);
-    bytes_text(&r->header, chat->format == &harmony ? "assistant" : "");
+    *r = (Reader){.chat = chat, .started = !thinking, .now.role = text_print("assistant")};
+    if (thinking) r->now.channel = text_print("analysis");
+    bytes_text(&r->pending, chat->format == &harmony ? "assistant" : "");
 }
 
 void reader_free(Reader *r) {
     for (int i = 0; i < r->messages; i++) message_free(r->message + i);
     free(r->message);
     message_free(&r->now);
-    bytes_free(&r->header);
+    bytes_free(&r->pending);
     bytes_free(&r->decoder.held);
     *r = (Reader){0};
 }
@@ -875,11 +850,10 @@ static size_t known_word(const char *text, const char *list) {
  * word without a space. Other text is content if it stands behind the channel or if <|message|> is missing. */
 static void read_header(Reader *r, bool complete) {
     Message *m = &r->now;
-    LocalBytes header = {0}, text = {0};
+    LocalBytes text = {0};
     bool author = r->started; /* the next word is */
-    bytes_text(&header, "");
-    utf8_stream(&r->header, &header, true);
-    for (const char *s = header.data + strspn(header.data, space); *s; s += strspn(s, space), author = false) {
+    tokenizer_flush(&r->decoder, &r->pending);
+    for (const char *s = r->pending.data + strspn(r->pending.data, space); *s; s += strspn(s, space), author = false) {
         char mark = strspn(s, marks) ? *s++ : 0, **field = NULL;
         s += strspn(s, space);
         bool to = begins(s, "to=");
@@ -922,53 +896,52 @@ static void read_header(Reader *r, bool complete) {
     if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
 }
 
-/* Keeps or drops the message being read and begins the next. */
-static void next_message(Reader *r, bool kept) {
-    if (kept) *message_new(&r->message, &r->messages) = r->now;
-    if (!kept) message_free(&r->now);
+/* Begins the next message. The one being read is dropped if it has no content and does not count. */
+static void next_message(Reader *r, bool counts) {
+    counts = counts || r->now.content.n;
+    if (counts) *message_new(&r->message, &r->messages) = r->now;
+    if (!counts) message_free(&r->now);
     r->now = (Message){.role = text_print("assistant")};
     r->in_content = r->started = false;
+    r->pending.n = *r->pending.data = 0;
 }
 
-/* Ends the message being read. An empty one is dropped, unless a token `ended` it and its header is whole or has a
+/* Ends the message being read. A token that `ended` it makes an empty one count if its header is whole or has a
  * recipient. */
 static void close_message(Reader *r, bool ended) {
-    Message *m = &r->now;
     if (!r->in_content) read_header(r, false);
-    tokenizer_flush(&r->decoder, &m->content);
-    next_message(r, m->content.n || (ended && (r->in_content || m->recipient)));
+    tokenizer_flush(&r->decoder, &r->now.content);
+    next_message(r, ended && (r->in_content || r->now.recipient));
 }
 
-/* Reads a token, or STREAM_END. True: sampling should end. */
-static bool push_harmony(Reader *r, int token) {
-    const Tokenizer *t = r->chat->tokenizer;
-    size_t header = r->header.n;
-    int which = 0;
-    while (which <= ENDOFTEXT && r->chat->control[which] != token) which++;
-    bool channel = which == CHANNEL && (r->in_content || (header && memchr(r->header.data, *marks, header)));
+/* Reads a token, number `which` of Chat.control, or STREAM_END. True: sampling should end. */
+static bool push_harmony(Reader *r, int token, int which) {
+    Bytes *out = r->in_content ? &r->now.content : &r->pending;
+    size_t before = r->pending.n;
+    bool mark = which == CHANNEL || which == CONSTRAIN,
+         channel = which == CHANNEL && (r->in_content || memchr(r->pending.data, *marks, before));
     if (token == STREAM_END) {
         close_message(r, false);
     } else if (which == START || channel) { /* a new message, even without <|start|> */
-        r->repairs += r->in_content || (r->started && !header);
+        r->repairs += r->in_content || (r->started && !before && !r->decoder.held.n);
         close_message(r, false);
         r->started = which == START;
-        if (channel) bytes_add(&r->header, marks, 1);
+        if (channel) bytes_add(&r->pending, marks, 1);
     } else if (which >= END && which <= ENDOFTEXT) {
         r->repairs += !r->in_content;
         close_message(r, true);
     } else if (which == MESSAGE && !r->in_content) {
         read_header(r, true);
         r->in_content = true;
-    } else if ((which == CHANNEL || which == CONSTRAIN) && !r->in_content) {
-        bytes_add(&r->header, marks + (which == CONSTRAIN), 1);
-    } else if (tokenizer_is_control(t, token)) {
+    } else if (mark && !r->in_content) {
+        tokenizer_flush(&r->decoder, &r->pending);
+        bytes_add(&r->pending, marks + (which == CONSTRAIN), 1);
+    } else if (tokenizer_is_control(r->chat->tokenizer, token)) {
         r->repairs++; /* it does not belong here */
-    } else if (r->in_content) {
-        tokenizer_decode(t, &r->decoder, token, &r->now.content);
-    } else { /* the model's own bytes 1 and 2 are no marks */
-        tokenizer_bytes(t, &r->decoder, token, &r->header);
-        for (size_t i = header; i < r->header.n; i++)
-            if ((unsigned char)r->header.data[i] <= 2) r->header.data[i] = ' ';
+    } else {
+        tokenizer_decode(r->chat->tokenizer, &r->decoder, token, out);
+        for (size_t i = before; i < r->pending.n; i++) /* the model's own bytes 1 and 2 are no marks */
+            if ((unsigned char)r->pending.data[i] <= 2) r->pending.data[i] = ' ';
     }
     return token == STREAM_END || (which > END && which <= ENDOFTEXT);
 }
@@ -979,28 +952,27 @@ static bool push_harmony(Reader *r, int token) {
  * text it stays pending until more follows. The first `white` bytes are known to be white space. */
 static void say(Reader *r, size_t white) {
     Bytes *content = &r->now.content;
-    Bytes text = trim((Bytes){.data = r->header.data + white, .n = r->header.n - white});
-    char *begin = content->n ? r->header.data : text.data, *end = text.data + text.n;
+    Bytes text = trim((Bytes){.data = r->pending.data + white, .n = r->pending.n - white});
+    char *begin = content->n ? r->pending.data : text.data, *end = text.data + text.n;
     if (content->n && !text.n) return;
     bytes_add(content, begin, (size_t)(end - begin));
-    r->header.n -= (size_t)(end - r->header.data);
-    memmove(r->header.data, end, r->header.n + 1);
+    r->pending.n -= (size_t)(end - r->pending.data);
+    memmove(r->pending.data, end, r->pending.n + 1);
 }
 
 static void end_text(Reader *r, const char *channel) {
-    tokenizer_flush(&r->decoder, &r->header);
+    tokenizer_flush(&r->decoder, &r->pending);
     say(r, 0);
-    r->header.n = *r->header.data = 0;
     conversation_set(&r->now.channel, channel);
-    next_message(r, r->now.content.n);
+    next_message(r, false);
 }
 
 /* Is the pending text a call, or may it become one, without marks? */
 static bool may_be_call(const Reader *r) {
     static const char begin[] = "{\"name\":";
-    size_t skip = strspn(r->header.data, space), n = r->header.n - skip;
+    size_t skip = strspn(r->pending.data, space), n = r->pending.n - skip;
     bool alone = r->chat->format->flags & ALONE && !r->now.content.n && n;
-    return r->in_content || (alone && !strncmp(r->header.data + skip, begin, n < strlen(begin) ? n : strlen(begin)));
+    return r->in_content || (alone && !strncmp(r->pending.data + skip, begin, n < strlen(begin) ? n : strlen(begin)));
 }
 
 /* Turns pending text into a call if it is one, with arguments as Python writes them. `closed`: the text ends with the
@@ -1008,7 +980,7 @@ static bool may_be_call(const Reader *r) {
 static void end_call(Reader *r, bool closed) {
     Error e;
     bool alone = r->chat->format->flags & ALONE;
-    Bytes text = trim(r->header), before;
+    Bytes text = trim(r->pending), before;
     if (!alone) cut_at(&text, open_call, &before);
     if (closed) text.n -= strlen(close_call);
     LocalJson json = json_parse(text.data, text.n, "call", &e);
@@ -1021,39 +993,36 @@ static void end_call(Reader *r, bool closed) {
     Message call = call_of(name);
     if (arguments) put_json(&call.content, arguments, 0, 0);
     if (!arguments) bytes_text(&call.content, "{}");
-    r->header.n = *r->header.data = 0;
+    r->pending.n = *r->pending.data = 0;
     end_text(r, "commentary");
     *message_new(&r->message, &r->messages) = call;
 }
 
-/* Reads a token, or STREAM_END. A mark counts only as one token and at its place; otherwise it is text. */
-static bool push_other(Reader *r, int token) {
+/* Reads a token like push_harmony(). A mark counts only as one token and at its place; otherwise it is text. */
+static bool push_other(Reader *r, int token, int which) {
     const Tokenizer *t = r->chat->tokenizer;
     const Format *f = r->chat->format;
-    const int *mark = r->chat->control;
-    bool thinking = same(r->now.channel, "analysis"), stop = token == STREAM_END || tokenizer_is_control(t, token);
-    for (int i = OPEN_THINK; i < CONTROLS; i++) stop = stop && token != mark[i];
-    stop = stop || token == r->chat->end;
+    bool thinking = same(r->now.channel, "analysis"), mark = which >= OPEN_THINK && which < CONTROLS,
+         stop = token == STREAM_END || token == r->chat->end || (!mark && tokenizer_is_control(t, token));
     if (stop) {
-        tokenizer_flush(&r->decoder, &r->header);
+        tokenizer_flush(&r->decoder, &r->pending);
         if (may_be_call(r)) end_call(r, false);
         end_text(r, thinking ? "analysis" : "final");
-    } else if (f->thoughts && token == mark[OPEN_THINK] && r->started && !r->now.content.n && !r->in_content) {
+    } else if (f->thoughts && which == OPEN_THINK && r->started && !r->now.content.n && !r->in_content) {
         conversation_set(&r->now.channel, "analysis");
         r->started = false;
-    } else if (f->thoughts && token == mark[CLOSE_THINK] && !r->in_content) {
+    } else if (f->thoughts && which == CLOSE_THINK && !r->in_content) {
         r->repairs += !thinking;
         if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
-    } else if (!(f->flags & ALONE) || token != mark[PYTHON_TAG]) {
-        bool opens = f->call && token == mark[OPEN_CALL] && !thinking && !r->in_content;
-        size_t white = may_be_call(r) ? 0 : r->header.n;
-        if (opens) {
-            tokenizer_flush(&r->decoder, &r->header);
+    } else if (!(f->flags & ALONE) || which != PYTHON_TAG) {
+        size_t white = may_be_call(r) ? 0 : r->pending.n;
+        if (f->call && which == OPEN_CALL && !thinking && !r->in_content) {
+            tokenizer_flush(&r->decoder, &r->pending);
             say(r, white);
             r->in_content = true;
         }
-        tokenizer_decode(t, &r->decoder, token, &r->header);
-        if (r->in_content && token == mark[CLOSE_CALL]) end_call(r, true), white = 0;
+        tokenizer_decode(t, &r->decoder, token, &r->pending);
+        if (which == CLOSE_CALL && r->in_content) end_call(r, true), white = 0;
         if (!may_be_call(r)) say(r, white);
     }
     return stop;
@@ -1061,9 +1030,10 @@ static bool push_other(Reader *r, int token) {
 
 Read reader_push(Reader *r, int token, Bytes *text) {
     bool other = r->chat->format != &harmony;
-    int before = r->messages;
+    int before = r->messages, which = 0;
     size_t known = r->now.content.n;
-    Read read = {.stop = (other ? push_other : push_harmony)(r, token)};
+    while (which < CONTROLS && r->chat->control[which] != token) which++;
+    Read read = {.stop = (other ? push_other : push_harmony)(r, token, which)};
     for (int i = before; text && i <= r->messages; i++, known = 0) {
         const Bytes *content = i < r->messages ? &r->message[i].content : &r->now.content;
         if (content->n > known) bytes_add(text, content->data + known, content->n - known);

@@ -83,7 +83,7 @@ typedef struct {
     const Chat *chat;
     Message now;              /* being read */
     bool started, in_content; /* its header began with <|start|>; behind <|message|> */
-    Bytes header;             /* text before <|message|>; in other formats pending text: white space or a call */
+    Bytes pending;            /* text before <|message|>; in other formats white space or a call */
     Decoder decoder;
     Message *message; /* complete messages; take them with reader_take */
     int messages;
