@@ -13,9 +13,10 @@ enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 100
 enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT };         /* in Chat.control: harmony's */
 enum { OPEN_THINK = ENDOFTEXT + 1, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG }; /* the marks of other formats */
 
-static const char constrained[] = "<|constrain|>", functions[] = "functions.", heading[] = "# Instructions\n\n",
-                  open_think[] = "<think>", close_think[] = "</think>", open_call[] = "<tool_call>",
-                  close_call[] = "</tool_call>";
+static const char *const controls[CONTROLS] = {
+    "<|start|>",     "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>",      "<|call|>",      "<|return|>",
+    "<|endoftext|>", "<think>",     "</think>",      "<tool_call>", "</tool_call>", "<|python_tag|>"};
+static const char functions[] = "functions.", heading[] = "# Instructions\n\n";
 
 enum { STREAM_END = -2 }; /* is no token; not -1, which in Chat.control is a token that the tokenizer lacks */
 
@@ -133,14 +134,11 @@ static bool fits(const Format *f, const char *template, const Tokenizer *t, int 
 }
 
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
-    static const char *const names[CONTROLS] = {"<|start|>", "<|channel|>", constrained,     "<|message|>", "<|end|>",
-                                                "<|call|>",  "<|return|>",  "<|endoftext|>", open_think,    close_think,
-                                                open_call,   close_call,    "<|python_tag|>"};
     static const char preset[] = "<|im_start|>system\\n"; /* behind it stands ChatML's own system text, in UTF-8 */
     LocalBytes text = {0};
     *chat = (Chat){.tokenizer = t, .format = &harmony};
     for (int i = 0; i < CONTROLS; i++)
-        if ((chat->control[i] = tokenizer_added(t, names[i])) < 0 && i <= ENDOFTEXT) chat->format = NULL;
+        if ((chat->control[i] = tokenizer_added(t, controls[i])) < 0 && i <= ENDOFTEXT) chat->format = NULL;
     if (chat->format) return true;
     bytes_text(&text, "");
     for (const char *s = template; *s; s++)
@@ -266,7 +264,7 @@ static Message call_of(const char *function) {
     return (Message){.role = text_print("assistant"),
                      .channel = text_print("commentary"),
                      .recipient = text_print("%s%s", functions, function),
-                     .content_type = text_print("%sjson", constrained)};
+                     .content_type = text_print("%sjson", controls[CONSTRAIN])};
 }
 
 static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
@@ -522,15 +520,15 @@ static bool is_space(uint32_t c) {
 
 /* The text without white space at both ends; not a copy. */
 static Bytes trim(Bytes text) {
-    size_t begin = text.n, end = text.n, length;
-    for (size_t i = 0; i < text.n; i += length) {
+    Bytes kept = {.data = text.data + text.n};
+    for (size_t i = 0, length; i < text.n; i += length) {
         uint32_t c = 0;
         length = (size_t)abs(utf8_decode(text.data + i, text.n - i, &c));
         if (is_space(c)) continue;
-        if (begin == text.n) begin = i;
-        end = i + length;
+        if (!kept.n) kept.data = text.data + i;
+        kept.n = (size_t)(text.data + i + length - kept.data);
     }
-    return (Bytes){.data = text.data + begin, .n = end - begin};
+    return kept;
 }
 
 /* Writes JSON as Python does: a space after each comma and colon, or with an indent one item a line. */
@@ -623,20 +621,19 @@ static int put_developer(const Chat *chat, const Conversation *c, Bytes *out) {
 static bool put_message(const Chat *chat, const Message *m, Bytes *out, Error *e) {
     bool call = kind_of(m) == CALL;
     const char *author = m->name ? m->name : m->role, *type = m->content_type, *end = call ? "<|call|>" : "<|end|>";
+    const char *above = kind_of(m) == SYSTEM && !begins(m->content.data, heading) ? heading : "";
     LocalBytes piece = {0};
-    Bytes before = {0};
     if (!check_word("role", author, e) || (m->recipient && !check_word("recipient", m->recipient, e)) ||
         (m->channel && !check_word("channel", m->channel, e)) ||
-        (type && !check_word("content_type", type + begins(type, constrained), e)))
+        (type && !check_word("content_type", type + begins(type, controls[CONSTRAIN]), e)))
         return false;
     bytes_print(&piece, "<|start|>%s", author);
     if (m->recipient && !call) bytes_print(&piece, " to=%s", m->recipient);
     if (m->channel) bytes_print(&piece, "<|channel|>%s", m->channel);
     if (call) bytes_print(&piece, " to=%s", m->recipient);
     if (type) bytes_print(&piece, " %s", type);
-    if (kind_of(m) == SYSTEM && !begins(m->content.data, heading)) before = view(heading);
-    bytes_print(&piece, "<|message|>%%p%%s%s", end);
-    fill(chat, out, piece.data, &before, &m->content);
+    bytes_print(&piece, "<|message|>%s%%s%s", above, end);
+    fill(chat, out, piece.data, NULL, &m->content);
     return true;
 }
 
@@ -708,8 +705,8 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
         bool last = !continues(f, c, i + 1), cuts = f->thoughts && !(keeps && thoughts.n);
         kind = kind_of(m);
         if (kind == REASONING) bytes_add(&thoughts, text.data, text.n);
-        while (cuts && (kind == PREAMBLE || kind == ANSWER) && cut_at(&text, close_think, &thought)) {
-            cut_at(&thought, open_think, &opening);
+        while (cuts && (kind == PREAMBLE || kind == ANSWER) && cut_at(&text, controls[CLOSE_THINK], &thought)) {
+            cut_at(&thought, controls[OPEN_THINK], &opening);
             bytes_add(&thoughts, thought.data, thought.n);
             if (keeps) text = trim_lines(text);
         }
@@ -884,7 +881,7 @@ static void read_header(Reader *r, bool complete) {
         if (n) {
             r->repairs += *field != NULL; /* the later one counts */
             free(*field);
-            *field = text_print("%s%.*s", mark == CONSTRAIN && !to ? constrained : "", (int)n, s);
+            *field = text_print("%s%.*s", mark == CONSTRAIN && !to ? controls[CONSTRAIN] : "", (int)n, s);
         } else if (!strspn(s, marks)) {
             bytes_add(&text, s, n = m->channel || !complete ? strlen(s) : strcspn(s, marks));
         }
@@ -896,7 +893,8 @@ static void read_header(Reader *r, bool complete) {
     if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
 }
 
-/* Begins the next message. The one being read is dropped if it has no content and does not count. */
+/* Begins the next message. The one being read is dropped if it has no content and does not count. It counts in harmony
+ * if a token ended it and its header is whole or has a recipient. */
 static void next_message(Reader *r, bool counts) {
     counts = counts || r->now.content.n;
     if (counts) *message_new(&r->message, &r->messages) = r->now;
@@ -906,44 +904,34 @@ static void next_message(Reader *r, bool counts) {
     r->pending.n = *r->pending.data = 0;
 }
 
-/* Ends the message being read. A token that `ended` it makes an empty one count if its header is whole or has a
- * recipient. */
-static void close_message(Reader *r, bool ended) {
-    if (!r->in_content) read_header(r, false);
-    tokenizer_flush(&r->decoder, &r->now.content);
-    next_message(r, ended && (r->in_content || r->now.recipient));
-}
-
 /* Reads a token, number `which` of Chat.control, or STREAM_END. True: sampling should end. */
 static bool push_harmony(Reader *r, int token, int which) {
-    Bytes *out = r->in_content ? &r->now.content : &r->pending;
-    size_t before = r->pending.n;
-    bool mark = which == CHANNEL || which == CONSTRAIN,
-         channel = which == CHANNEL && (r->in_content || memchr(r->pending.data, *marks, before));
-    if (token == STREAM_END) {
-        close_message(r, false);
-    } else if (which == START || channel) { /* a new message, even without <|start|> */
-        r->repairs += r->in_content || (r->started && !before && !r->decoder.held.n);
-        close_message(r, false);
+    Bytes *pending = &r->pending;
+    size_t before = pending->n;
+    bool channel = which == CHANNEL && (r->in_content || memchr(pending->data, *marks, before)),
+         opens = which == START || channel, /* a new message, even without <|start|> */
+        ends = which >= END && which <= ENDOFTEXT;
+    if (opens || ends || token == STREAM_END) {
+        r->repairs += ends ? !r->in_content : opens && (r->in_content || (r->started && !before));
+        if (!r->in_content) read_header(r, false);
+        tokenizer_flush(&r->decoder, &r->now.content);
+        next_message(r, ends && (r->in_content || r->now.recipient));
         r->started = which == START;
-        if (channel) bytes_add(&r->pending, marks, 1);
-    } else if (which >= END && which <= ENDOFTEXT) {
-        r->repairs += !r->in_content;
-        close_message(r, true);
+        if (channel) bytes_add(pending, marks, 1);
     } else if (which == MESSAGE && !r->in_content) {
         read_header(r, true);
         r->in_content = true;
-    } else if (mark && !r->in_content) {
-        tokenizer_flush(&r->decoder, &r->pending);
-        bytes_add(&r->pending, marks + (which == CONSTRAIN), 1);
+    } else if ((which == CHANNEL || which == CONSTRAIN) && !r->in_content) {
+        tokenizer_flush(&r->decoder, pending);
+        bytes_add(pending, marks + (which == CONSTRAIN), 1);
     } else if (tokenizer_is_control(r->chat->tokenizer, token)) {
         r->repairs++; /* it does not belong here */
     } else {
-        tokenizer_decode(r->chat->tokenizer, &r->decoder, token, out);
-        for (size_t i = before; i < r->pending.n; i++) /* the model's own bytes 1 and 2 are no marks */
-            if ((unsigned char)r->pending.data[i] <= 2) r->pending.data[i] = ' ';
+        tokenizer_decode(r->chat->tokenizer, &r->decoder, token, r->in_content ? &r->now.content : pending);
+        for (size_t i = before; i < pending->n; i++) /* the model's own bytes 1 and 2 are no marks */
+            if ((unsigned char)pending->data[i] <= 2) pending->data[i] = ' ';
     }
-    return token == STREAM_END || (which > END && which <= ENDOFTEXT);
+    return token == STREAM_END || (ends && which != END);
 }
 
 /* ---- reading in other formats ---- */
@@ -981,8 +969,8 @@ static void end_call(Reader *r, bool closed) {
     Error e;
     bool alone = r->chat->format->flags & ALONE;
     Bytes text = trim(r->pending), before;
-    if (!alone) cut_at(&text, open_call, &before);
-    if (closed) text.n -= strlen(close_call);
+    if (!alone) cut_at(&text, controls[OPEN_CALL], &before);
+    if (closed) text.n -= strlen(controls[CLOSE_CALL]);
     LocalJson json = json_parse(text.data, text.n, "call", &e);
     const char *name = json_string(json, "name"), *key = json_get(json, "arguments") ? "arguments" : "parameters";
     const cJSON *arguments = json_get(json, key);
