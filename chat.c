@@ -180,9 +180,7 @@ void conversation_init(Conversation *c) {
     time_t now = time(NULL);
     struct tm today;
     strftime(date, sizeof date, "%Y-%m-%d", localtime_r(&now, &today));
-    *c = (Conversation){0};
-    conversation_set(&c->effort, "medium");
-    conversation_set(&c->date, date);
+    *c = (Conversation){.effort = text_print("medium"), .date = text_print("%s", date)};
 }
 
 static void message_free(Message *m) {
@@ -832,7 +830,7 @@ void reader_take(Reader *r, Conversation *c) {
     r->messages = 0;
 }
 
-/* In Reader.header the bytes 1 and 2 stand for <|channel|> and <|constrain|>. */
+/* In Reader.pending the bytes 1 and 2 stand for <|channel|> and <|constrain|>. */
 static const char space[] = " \t\r\n", space_or_mark[] = " \t\r\n\1\2", marks[] = "\1\2";
 
 /* The length of the word of a list, "a b c", that begins the text, or 0. */

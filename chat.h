@@ -47,8 +47,7 @@ typedef struct {
     int messages;
 } Conversation;
 
-/* Empty, with effort medium and today's date. */
-void conversation_init(Conversation *c);
+void conversation_init(Conversation *c); /* empty, with effort medium and today's date */
 void conversation_free(Conversation *c);
 /* Replaces a text of a conversation or message by a copy of `to`, or by NULL. */
 void conversation_set(char **text, const char *to);
@@ -101,10 +100,8 @@ typedef struct {
 void reader_init(Reader *r, const Chat *chat, const char *effort);
 /* Appends what the messages gain to `text`, unless that is NULL. A token adds text to one message at most. */
 Read reader_push(Reader *r, int token, Bytes *text);
-/* Ends the stream and completes a message that was cut off. Returns what reader_push does. */
-Read reader_end(Reader *r, Bytes *text);
-/* Moves the messages read so far to the conversation. */
-void reader_take(Reader *r, Conversation *c);
+Read reader_end(Reader *r, Bytes *text);      /* ends the stream and completes a message that was cut off */
+void reader_take(Reader *r, Conversation *c); /* moves the messages read so far to the conversation */
 void reader_free(Reader *r);
 
 #endif
