@@ -224,7 +224,8 @@ Part message_part(const Message *m) {
 enum { USER = CALL + 1, RESULT, SYSTEM };
 static int kind_of(const Message *m) {
     if (same(m->role, "assistant")) return (int)message_part(m);
-    return same(m->role, "user") ? USER : same(m->role, "tool") ? RESULT : SYSTEM;
+    if (same(m->role, "tool")) return RESULT;
+    return same(m->role, "user") ? USER : SYSTEM;
 }
 
 /* How many bytes of a word may stand in a header, where no byte may look like another part of it. */
@@ -700,7 +701,7 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
     do {
         const Message *m = c->message + i;
         Bytes text = m->content, thought, opening;
-        bool last = !continues(f, c, i + 1), cuts = f->thoughts && !(keeps && thoughts.n);
+        bool cuts = f->thoughts && !(keeps && thoughts.n);
         kind = kind_of(m);
         if (kind == REASONING) bytes_add(&thoughts, text.data, text.n);
         while (cuts && (kind == PREAMBLE || kind == ANSWER) && cut_at(&text, controls[CLOSE_THINK], &thought)) {
@@ -708,7 +709,7 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
             bytes_add(&thoughts, thought.data, thought.n);
             if (keeps) text = trim_lines(text);
         }
-        bool beside = f->flags & ALONE && !last && kind_of(m + 1) == CALL;
+        bool beside = f->flags & ALONE && continues(f, c, i + 1) && kind_of(m + 1) == CALL;
         if (kind >= CALL || (kind != REASONING && text.n && !beside)) put_part(chat, m, text, &parts);
     } while (continues(f, c, ++i));
     bool kept = keeps && model && recent && (thoughts.n || i == c->messages);
