@@ -486,11 +486,10 @@ int inspect(const Options *o) {
 /* ---- list: which models are here? ---- */
 
 int list(const Options *o) {
-    ModelEntry *model;
-    int n = models_list(&model);
+    LOCAL(models_free) Models here = models_list();
     char size[24];
     cJSON *all = cJSON_CreateArray();
-    for (const ModelEntry *m = model; m < model + n; m++) {
+    for (const ModelEntry *m = here.entry; m < here.entry + here.n; m++) {
         cJSON *one = json_object("name", json_word(m->name), "family", json_word(m->family), "bytes",
                                  json_number((double)m->bytes), "encoding", json_word(m->encoding), "supported",
                                  cJSON_CreateBool(m->known), "complete", cJSON_CreateBool(m->complete), "path",
@@ -501,9 +500,8 @@ int list(const Options *o) {
             printf("%-36s %-10s %8s  %-5s  %-13s  %s\n", m->name, m->family, size_text(m->bytes, size), m->encoding,
                    state, m->path);
     }
-    if (!n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
+    if (!here.n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     json_print(all, o->json);
-    models_free(model, n);
     return DONE;
 }
 

@@ -108,10 +108,13 @@ typedef struct {       /* a model as a list shows it */
 } ModelEntry;
 /* Describes the model at a path. Its weights are not opened, and need not be here. */
 ModelEntry model_entry(const char *path);
-/* Lists all models in ./models, ~/.cache/infer/models and the hub's cache, sorted by name, each name once. Returns
- * their number. */
-int models_list(ModelEntry **list);
-void models_free(ModelEntry *list, int n);
+typedef struct {
+    ModelEntry *entry;
+    int n;
+} Models;
+/* All models in ./models, ~/.cache/infer/models and the hub's cache, sorted by name, each name once. */
+Models models_list(void);
+void models_free(Models *list);
 /* The path of the model that a MODEL argument means: a path, ORG/NAME or a unique part of a name. Free it. NULL:
  * BAD_MODEL, and its text lists the models here. */
 char *model_find(const char *argument, Error *e);

@@ -381,9 +381,10 @@ static void show_progress(uint64_t done, uint64_t total) {
 
 /* Takes the only model that is here. If there are several it lists them and asks. */
 static bool choose_model(Session *s, Error *e) {
-    ModelEntry *list;
+    LOCAL(models_free) Models here = models_list();
+    const ModelEntry *list = here.entry;
     char line[64], size[24];
-    int n = models_list(&list), width = 0, choice = n == 1;
+    int n = here.n, width = 0, choice = n == 1;
     bool can_ask = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
     for (int i = 0; i < n; i++) width = (int)strlen(list[i].name) > width ? (int)strlen(list[i].name) : width;
     if (n > 1) fputs("Available models:\n", stderr);
@@ -400,7 +401,6 @@ static bool choose_model(Session *s, Error *e) {
     }
     if (choice) s->dir = copy_text(list[choice - 1].path, strlen(list[choice - 1].path));
     if (choice) s->name = copy_text(list[choice - 1].name, strlen(list[choice - 1].name));
-    models_free(list, n);
     return choice || (n ? fail(e, USAGE, "which of the %d models? infer COMMAND MODEL", n)
                         : fail(e, BAD_MODEL,
                                "no model in ./models, ~/.cache/infer/models or the hub's cache: infer "

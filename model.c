@@ -19,6 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/param.h>
 #include <sys/queue.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -379,9 +380,7 @@ static void read_sizes(Loader *load) {
 /* Refuses any value in quantization_config, read from `path`, that stands for something not implemented. How a matrix
  * is encoded, and which of its weights share a scale, is read from its tensors, not from here. */
 static void check_quantization(Loader *load, const char *path, const char *key, const cJSON *x) {
-    static const struct {
-        const char *key, *values;
-    } known[] = {
+    static const char *const known[][2] = {
         {"quant_method", "fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, mxfp4"},
         {"format", "float-quantized, int-quantized, naive-quantized, pack-quantized, nvfp4-pack-quantized, "
                    "mxfp4-pack-quantized, mxfp8-quantized, mixed-precision, dense, gptq, gptq_v2"},
@@ -400,10 +399,10 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
     const cJSON *one;
     if (failed(load) || strstr(key, "activations") || !strcmp(key, "kv_cache_scheme") || cJSON_IsNull(x)) return;
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-        if (strcmp(key, known[i].key) || cJSON_IsArray(x)) continue;
+        if (strcmp(key, known[i][0]) || cJSON_IsArray(x)) continue;
         LocalText text = cJSON_IsString(x) ? copy_text(x->valuestring, strlen(x->valuestring)) : json_text(x);
-        if (!text_listed(known[i].values, text))
-            refuse(load, path, "%s should be one of %s, and is %.80s", key, known[i].values, text);
+        if (!text_listed(known[i][1], text))
+            refuse(load, path, "%s should be one of %s, and is %.80s", key, known[i][1], text);
     }
     cJSON_ArrayForEach(one, x) check_quantization(load, path, one->string ? one->string : key, one);
 }
@@ -630,11 +629,19 @@ static int gguf_parts(const char *path) {
     return no == 1 && count >= 1 && count <= MOST_FILES ? count : 0;
 }
 
-/* Adds the files of a directory: all that model.safetensors.index.json names, or else model.safetensors. If both are
- * there, the index is left over from shards that became one file. */
-static bool add_files(Tensors *t, const char *dir, Error *e) {
-    LocalText index = join(dir, "model.safetensors.index.json");
-    LocalText whole = join(dir, "model.safetensors");
+/* Adds the files of a model: a single file, or all parts of a GGUF file; of a directory all that
+ * model.safetensors.index.json names, or else model.safetensors. If both are there, the index is left over from shards
+ * that became one file. */
+static bool name_files(Tensors *t, const char *path, Error *e) {
+    LocalText index = join(path, "model.safetensors.index.json");
+    LocalText whole = join(path, "model.safetensors");
+    int n = gguf_named(path) ? gguf_parts(path) : file_exists(path),
+        stem = (int)strlen(path) - 19; /* 00001-of-00003.gguf */
+    if (gguf_named(path) && !n)
+        return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
+    if (n) add_file(t, text_print("%s", path));
+    for (int i = 1; i < n; i++) add_file(t, text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n));
+    if (n) return true;
     if (access(index, F_OK) || !access(whole, F_OK)) return add_file(t, text_print("%s", whole)), true;
     LocalJson json = json_read(index, MOST_INDEX, e);
     const cJSON *map = json_get(json, "weight_map"), *entry = cJSON_IsObject(map) ? map->child : NULL;
@@ -644,18 +651,8 @@ static bool add_files(Tensors *t, const char *dir, Error *e) {
         if (!name || !*name || *name == '.' || strchr(name, '/') || strchr(name, '\\') || t->files == MOST_FILES)
             return fail(e, BAD_MODEL, "%s: tensor '%.100s' is in '%.100s': no file name, or more files than %d", index,
                         entry->string, name ? name : "(no text)", MOST_FILES);
-        add_file(t, join(dir, name));
+        add_file(t, join(path, name));
     }
-    return true;
-}
-
-/* Adds the files of a directory, or a single file. A GGUF file is added with all its parts. */
-static bool name_files(Tensors *t, const char *path, Error *e) {
-    if (!file_exists(path)) return add_files(t, path, e);
-    int n = gguf_named(path) ? gguf_parts(path) : 1, stem = (int)strlen(path) - 19; /* before 00001-of-00003.gguf */
-    if (!n) return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
-    add_file(t, text_print("%s", path));
-    for (int i = 1; i < n; i++) add_file(t, text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n));
     return true;
 }
 
@@ -736,10 +733,10 @@ static size_t stored_bytes(Type type, int dims, const int64_t *shape) {
     return bytes / (size_t)block_entries(type);
 }
 
-static size_t matrix_bytes(Type type, int rows, int cols) {
-    int64_t shape[2];
-    stored_shape(type, rows, cols, shape);
-    return stored_bytes(type, 2, shape);
+/* The shape of the tensor that holds a grid of w, or its codes: they are a grid of one entry a weight. */
+static void grid_shape(const Linear *w, const Grid *g, int64_t shape[2]) {
+    const int rows = divided(w->rows, g->rows), cols = divided(w->cols, g->cols);
+    stored_shape(g->type, g->transposed ? cols : rows, g->transposed ? rows : cols, shape);
 }
 
 /* Has the tensor the dtype of this type? Old files hold E8M0 as U8. */
@@ -823,14 +820,14 @@ static View view_of(const Loader *load, const Tensor *t, int64_t lines, int rows
     return (View){t->data, fd, t->offset, t->size, stride, stride * (size_t)rows};
 }
 
-/* Binds the tensor of a matrix or grid of `type`, which belongs to a matrix of type `whose`. */
-static View bind_matrix(Loader *load, const char *name, const char *suffix, Type type, int rows, int cols, Type whose,
-                        int64_t values) {
+/* Binds a grid of w whose shape is known, or its codes, which hold `values` weights. */
+static Grid bind_grid(Loader *load, const char *name, const char *suffix, const Linear *w, Grid g, int64_t values) {
     int64_t shape[2];
-    stored_shape(type, rows, cols, shape);
-    Tensor *t = bind(load, name, suffix, type, 2, shape);
-    belongs(t, whose, values);
-    return view_of(load, t, shape[0], rows);
+    grid_shape(w, &g, shape);
+    Tensor *t = bind(load, name, suffix, g.type, 2, shape);
+    belongs(t, w->type, values);
+    g.data = view_of(load, t, shape[0], (int)shape[0]);
+    return g;
 }
 
 /* The suffixes of the tensors of an encoded matrix. The first row counts whose mark exists and whose codes have the
@@ -866,18 +863,10 @@ static int shared_by(int n, int64_t count) {
     return count == 1 ? n : count == n ? 1 : divided(n, by) == count ? by : 0;
 }
 
-/* Binds a grid of w whose shape is known. */
-static Grid bind_grid(Loader *load, const char *name, const char *suffix, const Linear *w, Grid g) {
-    int rows = divided(w->rows, g.rows), cols = divided(w->cols, g.cols);
-    g.data =
-        bind_matrix(load, name, suffix, g.type, g.transposed ? cols : rows, g.transposed ? rows : cols, w->type, 0);
-    return g;
-}
-
 /* Binds the scales of w. FP4's have the usual shape; for other types the shape tells which weights share a scale. */
 static Grid bind_scale(Loader *load, const char *name, const char *suffix, const Linear *w, Grid usual) {
     Tensor *t = find(load, name, suffix);
-    if (!t || is_fp4(w->type)) return bind_grid(load, name, suffix, w, usual);
+    if (!t || is_fp4(w->type)) return bind_grid(load, name, suffix, w, usual, 0);
     const int64_t *s = t->shape, lines = t->dims ? s[0] : 1, each = t->dims == 4 ? s[2] : t->dims == 2 ? s[1] : 1;
     const bool flat = t->dims < 3 || (t->dims == 4 && s[1] == 1 && s[3] == 1);
     Grid g = usual;
@@ -931,13 +920,12 @@ static void bind_grids(Loader *load, const char *name, const Encoding *how, Line
     if (block && !(cJSON_GetArraySize(block) == 2 && json_whole(block->child, 1, INT32_MAX, &rows) &&
                    json_whole(block->child->next, 1, INT32_MAX, &cols)))
         config_bad(load, load->quantization, "weight_block_size", "two whole numbers");
-    if (cols > w->cols) cols = w->cols;
-    Grid usual = {.type = how->scales, .rows = (int)rows, .cols = (int)cols, .transposed = transposed};
+    Grid usual = {how->scales, (int)rows, (int)MIN(cols, w->cols), .transposed = transposed};
     w->scale = bind_scale(load, name, how->scale, w, usual);
     if (how->zero && (transposed || find(load, name, how->zero))) {
         Grid z = {.type = how->zeros, .rows = w->scale.rows, .cols = w->scale.cols};
         z.transposed = in_words(w->type) && w->type != AWQ4;
-        w->zero = bind_grid(load, name, how->zero, w, z);
+        w->zero = bind_grid(load, name, how->zero, w, z, 0);
         w->zero_plus_one = in_gptq(w->type) && !json_is(load->quantization, "checkpoint_format", "gptq_v2") &&
                            !json_is(load->quantization, "format", "gptq_v2"); /* its newer name */
     }
@@ -996,7 +984,8 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, in
                "%s is GPTQ or AWQ, and quantization_config is missing (older GPTQ models have it as a file "
                "quantize_config.json: download that too)",
                name);
-    w.data = bind_matrix(load, name, how.codes, w.type, rows, cols, w.type, (int64_t)rows * cols);
+    w.data =
+        bind_grid(load, name, how.codes, &w, (Grid){.type = w.type, .rows = 1, .cols = 1}, (int64_t)rows * cols).data;
     if (how.scale) bind_grids(load, name, &how, &w);
     Tensor *said = find(load, name, ".weight_shape");
     if (said) {
@@ -1056,28 +1045,25 @@ static Linear bind_mxfp4(Loader *load, const char *name, int rows, int cols) {
     return w;
 }
 
-static void cut_view(View *v, int first, int step, int pitch) {
-    size_t skip = v->stride * (size_t)first;
-    v->size -= first < step ? v->stride * (size_t)(step - 1) : skip;
-    v->offset += skip;
-    if (v->data) v->data += skip;
-    v->step = v->stride * (size_t)pitch;
-    v->stride *= (size_t)step;
-}
-
 /* A part of w. From each group of `pitch` rows it takes `rows` rows: first, first + step, ... */
 static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, int pitch) {
     Linear part = *w;
-    Grid *grids[] = {&part.scale, &part.zero};
+    View *views[] = {&part.data, &part.scale.data, &part.zero.data};
+    const Grid *grids[] = {&(Grid){.rows = 1}, &w->scale, &w->zero};
     part.n = w->n * (w->rows / pitch), part.rows = rows;
-    cut_view(&part.data, first, step, pitch);
-    for (int i = 0; i < 2; i++) {
-        Grid *g = grids[i];
-        if (!g->rows || g->rows == w->rows) continue; /* absent, or the same for all rows */
-        if (first % g->rows || pitch % g->rows || g->transposed)
+    for (int i = 0; i < 3; i++) {
+        const int each = grids[i]->rows; /* rows that share a line of the view */
+        View *v = views[i];
+        if (!each || each == w->rows) continue; /* absent, or the same for all rows */
+        if (first % each || pitch % each || grids[i]->transposed)
             refuse(load, load->path, "kv_b_proj in %s is not implemented: heads are no whole blocks of rows",
                    types[w->type].name);
-        cut_view(&g->data, first / g->rows, step, pitch / g->rows);
+        const size_t skip = v->stride * (size_t)(first / each);
+        v->size -= first / each < step ? v->stride * (size_t)(step - 1) : skip;
+        v->offset += skip;
+        if (v->data) v->data += skip;
+        v->step = v->stride * (size_t)(pitch / each);
+        v->stride *= (size_t)step;
     }
     float *bias = w->bias ? keep(load->c, (size_t)part.n * (size_t)rows, sizeof *bias) : NULL;
     for (int i = 0; i < part.n * rows && bias; i++) bias[i] = w->bias[i / rows * pitch + first + i % rows * step];
@@ -1182,8 +1168,7 @@ static void bind_layer(Loader *load, int i) {
         l->up = bind_linear(load, "mlp.up_proj", width, m->dim, bias);
         l->down = bind_linear(load, "mlp.down_proj", m->dim, width, bias);
     }
-    if (l->gate.rows > m->ffn_dim) m->ffn_dim = l->gate.rows;
-    if (l->shared_gate.rows > m->ffn_dim) m->ffn_dim = l->shared_gate.rows;
+    m->ffn_dim = MAX(m->ffn_dim, MAX(l->gate.rows, l->shared_gate.rows));
 }
 
 /* Is it a tensor that text generation does not need, as scales of activations and of the cache, which stay bf16? */
@@ -1291,15 +1276,16 @@ void checkpoint_close(Checkpoint *c) {
 
 /* ---- sizes ---- */
 
-static size_t grid_bytes(const Linear *w, const Grid *g) {
+static uint64_t grid_bytes(const Linear *w, const Grid *g) {
+    int64_t shape[2];
     if (!g->rows) return 0;
-    int rows = divided(w->rows, g->rows), cols = divided(w->cols, g->cols);
-    return g->transposed ? matrix_bytes(g->type, cols, rows) : matrix_bytes(g->type, rows, cols);
+    grid_shape(w, g, shape);
+    return (uint64_t)w->n * stored_bytes(g->type, 2, shape);
 }
 
 uint64_t linear_bytes(const Linear *w) {
-    size_t each = matrix_bytes(w->type, w->rows, w->cols) + grid_bytes(w, &w->scale) + grid_bytes(w, &w->zero);
-    return (uint64_t)w->n * each;
+    return grid_bytes(w, &(Grid){.type = w->type, .rows = 1, .cols = 1}) + grid_bytes(w, &w->scale) +
+           grid_bytes(w, &w->zero);
 }
 
 uint64_t model_bytes(const Model *m) {
@@ -1323,7 +1309,7 @@ uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
             if (all[j]->bias) bytes += (double)all[j]->n * all[j]->rows * sizeof(float);
             sum += of_experts ? bytes / all[j]->n * experts : bytes;
         }
-        double seen = l->window && l->window < depth + 1 ? l->window : depth + 1;
+        double seen = l->window ? MIN(l->window, depth + 1) : depth + 1;
         sum += streams * seen * row * 2 + 2.0 * m->dim * sizeof(float); /* bf16; two norms */
     }
     return (uint64_t)sum;
@@ -1370,14 +1356,9 @@ ModelEntry model_entry(const char *path) {
     return m;
 }
 
-typedef struct {
-    ModelEntry *entry;
-    int n;
-} List;
-
 /* Adds the model at a path, unless its name is listed already or none of its weights are here and no download has
  * `begun`. */
-static void list_add(List *list, const char *path, const char *name, bool begun) {
+static void list_add(Models *list, const char *path, const char *name, bool begun) {
     for (int i = 0; i < list->n; i++)
         if (!strcmp(list->entry[i].name, name)) return;
     ModelEntry m = model_entry(path);
@@ -1390,7 +1371,7 @@ static void list_add(List *list, const char *path, const char *name, bool begun)
 
 /* Adds what is at a path: the first file of a GGUF model, or a folder, with the GGUF files in it and one folder deeper.
  * They are shown as SHOWN/FILE. depth: 2 at the path itself. */
-static void add_path(List *list, const char *path, const char *shown, bool begun, int depth) {
+static void add_path(Models *list, const char *path, const char *shown, bool begun, int depth) {
     const bool gguf = gguf_named(path);
     if (gguf ? gguf_parts(path) : depth == 2) list_add(list, path, shown, begun);
     DIR *dir = gguf || !depth ? NULL : opendir(path);
@@ -1422,7 +1403,7 @@ static char *find_snapshot(const char *repository) {
 }
 
 /* Adds what is in `parent`; `hub`: each repository, models--ORG--NAME. A folder ORG--NAME is shown as ORG/NAME. */
-static void add_all(List *list, const char *parent, bool hub) {
+static void add_all(Models *list, const char *parent, bool hub) {
     DIR *dir = opendir(parent);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         bool repository = !strncmp(d->d_name, "models--", 8);
@@ -1449,31 +1430,28 @@ char *hub_cache(void) {
     return cache ? copy_text(cache, strlen(cache)) : hub_file("hub");
 }
 
-int models_list(ModelEntry **out) {
-    List list = {0};
+Models models_list(void) {
+    Models list = {0};
     LocalText own = join(environment("HOME") ? environment("HOME") : "", ".cache/infer/models");
     LocalText cache = hub_cache();
     add_all(&list, "models", false);
     add_all(&list, own, false);
     add_all(&list, cache, true);
     if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
-    *out = list.entry;
-    return list.n;
+    return list;
 }
 
-void models_free(ModelEntry *list, int n) {
-    for (int i = 0; i < n; i++) {
-        free(list[i].path);
-        free(list[i].name);
+void models_free(Models *list) {
+    for (int i = 0; i < list->n; i++) {
+        free(list->entry[i].path);
+        free(list->entry[i].name);
     }
-    free(list);
+    free(list->entry);
 }
-
-static void list_free(List *list) { models_free(list->entry, list->n); }
 
 /* The path of the model in a folder: the only GGUF file in it, or the folder itself. */
 static char *find_inside(const char *folder) {
-    LOCAL(list_free) List list = {0};
+    LOCAL(models_free) Models list = {0};
     LocalText config = join(folder, "config.json");
     if (access(config, F_OK)) add_path(&list, folder, folder, false, 2);
     return text_print("%s", list.n == 1 ? list.entry->path : folder);
@@ -1483,27 +1461,28 @@ char *model_find(const char *argument, Error *e) {
     struct stat st;
     if (gguf_named(argument)) return copy_text(argument, strlen(argument));
     if (!stat(argument, &st) && S_ISDIR(st.st_mode)) return find_inside(argument);
-    LOCAL(list_free) List list = {0};
-    LocalBytes names = {0};
-    int hits = 0, hit = 0;
-    bool exact = false;
-    list.n = models_list(&list.entry);
-    for (int i = 0; i < list.n && !exact; i++) {
-        exact = !strcmp(list.entry[i].name, argument);
-        if (exact || (*argument && strcasestr(list.entry[i].name, argument))) hits = exact ? 1 : hits + 1, hit = i;
+    LOCAL(models_free) Models list = models_list();
+    LocalBytes all = {0};
+    LocalBytes near = {0};
+    const ModelEntry *hit = NULL;
+    int hits = 0;
+    for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
+        if (!strcmp(m->name, argument)) return copy_text(m->path, strlen(m->path));
+        bytes_print(&all, "%s%s", all.n ? ", " : "", m->name);
+        if (!*argument || !strcasestr(m->name, argument)) continue;
+        bytes_print(&near, "%s%s", near.n ? ", " : "", m->name);
+        hits++, hit = m;
     }
-    if (hits == 1) return text_print("%s", list.entry[hit].path);
-    for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++)
-        if (!hits || strcasestr(m->name, argument)) bytes_print(&names, "%s%s", names.n ? ", " : "", m->name);
+    if (hits == 1) return copy_text(hit->path, strlen(hit->path));
     if (hits)
-        fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, names.data);
+        fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, near.data);
     else if (access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
         fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
     else
         fail(e, BAD_MODEL,
              "'%.100s' is no folder, and none of the models in ./models, ~/.cache/infer/models and the hub's cache: "
              "%s; infer download ORG/NAME fetches one",
-             argument, list.n ? names.data : "none is there");
+             argument, list.n ? all.data : "none is there");
     return NULL;
 }
 
@@ -1517,11 +1496,9 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
         return fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context);
     limits.context = context ? context : m->context;
     int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
-    if (limits.cache && pages > pages_for((size_t)limits.cache)) pages = pages_for((size_t)limits.cache);
-    const int64_t most = (int64_t)wanted * PAGE * limits.max_seqs;
-    if (limits.max_tokens > most) limits.max_tokens = (int)most; /* no step needs more than all texts can have */
-    g->step_tokens = limits.max_tokens;
-    if (limits.max_tokens < TOKENS_PER_ANSWER * g->max_seqs) limits.max_tokens = TOKENS_PER_ANSWER * g->max_seqs;
+    g->step_tokens = (int)MIN(limits.max_tokens, (int64_t)pages * PAGE); /* all texts have no more */
+    limits.max_tokens = MAX(g->step_tokens, TOKENS_PER_ANSWER * g->max_seqs);
+    if (limits.cache) pages = MIN(pages, pages_for((size_t)limits.cache));
     g->state = backend->open(m, &limits, &pages, e);
     if (!g->state) return false;
     if (pages < wanted && context) {
@@ -1764,7 +1741,7 @@ static bool is_ready(const Stream *t) {
 }
 
 static void plan_step(Scheduler *s) {
-    size_t answers = 0, readers = 0, most = (size_t)s->engine->step_tokens, room;
+    size_t answers = 0, readers = 0;
     s->token.n = 0;
     for (size_t i = 0; i < s->now.running; i++) {
         Stream *t = s->stream[i];
@@ -1773,18 +1750,17 @@ static void plan_step(Scheduler *s) {
         while (i < s->now.running && !take_pages(s, t, t->sent + 1)) preempt(s);
         if (i < s->now.running) add_tokens(s, t, 1), answers++;
     }
-    if (most < TOKENS_PER_ANSWER * answers) most = TOKENS_PER_ANSWER * answers;
-    room = most - answers;
-    readers += s->now.waiting; /* several prompts share the room, so that none waits for a long one */
+    const size_t most = MAX((size_t)s->engine->step_tokens, TOKENS_PER_ANSWER * answers);
+    size_t room = most - answers; /* several prompts share it, so that none waits for a long one */
+    readers += s->now.waiting;
     for (size_t i = 0; i < s->now.running + s->now.waiting && room; i++) {
         Stream *t = s->stream[i];
         if (i == s->now.running && (!is_ready(t) || !admit(s))) break;
         if (t->sent >= t->tokens.n || !is_ready(t)) continue;
-        size_t n = t->tokens.n - t->sent, fair = room / readers > most / 4 ? room / readers : most / 4 + 1;
-        if (t->want == WANT_ALL_LOGITS && n > SCORED_TOKENS) n = SCORED_TOKENS;
-        if (t->want == WANT_ALL_LOGITS && t->sent + 1 < t->published) n = t->published - 1 - t->sent;
-        if (fair > room) fair = room;
-        if (n > fair) n = fair;
+        size_t n = t->tokens.n - t->sent, fair = MAX(room / readers, most / 4 + 1);
+        if (t->want == WANT_ALL_LOGITS)
+            n = t->sent + 1 < t->published ? t->published - 1 - t->sent : MIN(n, SCORED_TOKENS);
+        n = MIN(n, MIN(fair, room));
         add_tokens(s, t, n);
         room -= n;
     }
