@@ -199,8 +199,7 @@ static const float *bind_floats(Loader *load, const char *name, const char *suff
 
 /* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. A
  * GGUF file may have a tensor of divisors. */
-static void read_rope(Loader *load, bool window, Rope *out) {
-    Model *m = &load->c->model;
+static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
     const cJSON *rope = find_rope(load, window);
     only(load, rope, "partial_rotary_factor", 1);
     const char *type = rope_type(load, rope);
@@ -257,8 +256,7 @@ static void read_rope(Loader *load, bool window, Rope *out) {
 /* Which layers have a window: those that layer_types names. Without it: all from max_window_layers on, except every
  * sliding_window_pattern-th. If use_sliding_window is false, no layer has a window. Keys count only in families whose
  * defaults have them. Where none has the first two, layer_types may not contradict sliding_window. */
-static void read_windows(Loader *load) {
-    Model *m = &load->c->model;
+static void read_windows(Loader *load, Model *m) {
     const cJSON *defaults = load->defaults;
     const cJSON *list = config_typed(load, load->config, "layer_types", cJSON_Array, "an array");
     bool any = cJSON_GetObjectItemCaseSensitive(defaults, "sliding_window"); /* its default may be null */
@@ -294,8 +292,7 @@ static void read_stop(Loader *load, const cJSON *config, const char *path) {
 }
 
 /* The number of experts, and how the router chooses among them. */
-static void read_experts(Loader *load) {
-    Model *m = &load->c->model;
+static void read_experts(Loader *load, Model *m) {
     const Family *f = load->family;
     const cJSON *config = load->config;
     m->n_experts = m->top_k = 1;
@@ -324,8 +321,7 @@ static void read_experts(Loader *load) {
         config_bad(load, config, "n_group", "such that topk_group equal groups hold num_experts_per_tok experts");
 }
 
-static void read_heads(Loader *load) {
-    Model *m = &load->c->model;
+static void read_heads(Loader *load, Model *m) {
     const cJSON *config = load->config;
     const Family *f = load->family;
     m->n_heads = config_whole(load, "num_attention_heads", 1, 4096, REQUIRED);
@@ -349,8 +345,7 @@ static void read_heads(Loader *load) {
     m->attn_scale = (float)(1 / sqrt(scale));
 }
 
-static void read_sizes(Loader *load) {
-    Model *m = &load->c->model;
+static void read_sizes(Loader *load, Model *m) {
     const cJSON *config = load->config;
     const Family *f = load->family;
     m->n_layers = config_whole(load, "num_hidden_layers", 1, 4096, REQUIRED);
@@ -358,8 +353,8 @@ static void read_sizes(Loader *load) {
     m->vocab = config_whole(load, "vocab_size", 1, 1 << 22, REQUIRED);
     m->context = config_whole(load, "max_position_embeddings", 1, 1 << 24, REQUIRED);
     m->eps = (float)config_number(load, config, "rms_norm_eps", 1e-30, 0.5, REQUIRED);
-    read_heads(load);
-    read_experts(load);
+    read_heads(load, m);
+    read_experts(load, m);
     m->act = f->act;
     if (m->act == SWIGLU_CLAMPED) m->act_limit = (float)config_number(load, config, "swiglu_limit", 1e-6, 1e6, 7);
     m->embed_scale = f->gemma ? sqrtf((float)m->dim) : 1;
@@ -409,40 +404,37 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
 
 static void read_quantization(Loader *load, const char *dir) {
     LocalText apart = join(dir, "quantize_config.json"); /* where older GPTQ models declare it */
-    const char *path = load->path;
-    const cJSON *q = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
-    if (!q) q = config_typed(load, load->file, "compression_config", cJSON_Object, "an object"); /* its older name */
-    if (!q && !failed(load) && !access(apart, F_OK)) {
+    const char *path = load->path, *key = "quantization_config";
+    if (!json_get(load->file, key)) key = "compression_config"; /* its older name */
+    if (!json_get(load->file, key) && !failed(load) && !access(apart, F_OK)) {
         path = apart;
-        cJSON_AddItemToObject(load->file, "quantize_config.json", json_read(path, MOST_CONFIG, load->e));
-        q = config_typed(load, load->file, "quantize_config.json", cJSON_Object, "an object");
+        key = "quantize_config.json";
+        cJSON_AddItemToObject(load->file, key, json_read(path, MOST_CONFIG, load->e));
     }
+    const cJSON *q = load->quantization = config_typed(load, load->file, key, cJSON_Object, "an object");
     const char *version = json_string(q, "version");
-    load->quantization = q;
     if (q) check_quantization(load, path, "", q);
-    if (json_is(load->quantization, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
+    if (json_is(q, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
         config_bad(load, q, "version", "\"gemm\"");
 }
 
 /* The row of a model_type. The error for an unknown one lists all rows. */
 static const Family *find_family(Loader *load, const char *model_type) {
     LocalBytes names = {0};
-    const Family *found = NULL;
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
-        if (model_type && !strcmp(model_type, families[i].model_type)) found = families + i;
+        if (model_type && !strcmp(model_type, families[i].model_type)) return families + i;
         bytes_print(&names, "%s%s", i ? ", " : "", families[i].model_type);
     }
-    if (!found)
-        refuse(load, load->path, "model_type '%.60s' is not supported (supported: %s)",
-               model_type ? model_type : "(none)", names.data);
-    return found;
+    refuse(load, load->path, "model_type '%.60s' is not supported (supported: %s)", model_type ? model_type : "(none)",
+           names.data);
+    return NULL;
 }
 
-static void read_config(Loader *load, const char *dir) {
+static void read_config(Loader *load, Model *m, const char *dir) {
     Rope *rope = keep(load->c, 2, sizeof *rope);
     const Family *f = load->family = find_family(load, config_text(load, load->file, "model_type"));
     const cJSON *one;
-    load->c->model.rope = rope;
+    m->rope = rope;
     load->config = load->file;
     if (f && f->nested) {
         load->config = cJSON_GetObjectItemCaseSensitive(load->file, "text_config");
@@ -458,12 +450,12 @@ static void read_config(Loader *load, const char *dir) {
         if (!cJSON_GetObjectItemCaseSensitive(load->config, one->string))
             cJSON_AddItemToObject(load->config, one->string, cJSON_Duplicate(one, true));
     }
-    read_sizes(load);
+    read_sizes(load, m);
     read_quantization(load, dir);
-    read_rope(load, false, rope);
+    read_rope(load, m, false, rope);
     rope[1] = rope[0];
-    if (two_ropes(load)) read_rope(load, true, rope + 1);
-    read_windows(load);
+    if (two_ropes(load)) read_rope(load, m, true, rope + 1);
+    read_windows(load, m);
     read_stop(load, load->file, load->path);
     LocalText path = join(dir, "generation_config.json");
     LocalJson generation = failed(load) || access(path, F_OK) ? NULL : json_read(path, MOST_CONFIG, load->e);
@@ -1071,9 +1063,8 @@ static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, 
     return part;
 }
 
-static void bind_attention(Loader *load, Layer *l) {
+static void bind_attention(Loader *load, const Model *m, Layer *l) {
     const Family *f = load->family;
-    const Model *m = &load->c->model;
     int q = m->n_heads * m->head_dim, kv = m->n_kv_heads * m->head_dim;
     bool o_bias = config_true(load, "attention_bias") && !f->qkv_bias, bias = o_bias || f->qkv_bias;
     l->q = bind_linear(load, "self_attn.q_proj", q, m->dim, bias);
@@ -1088,8 +1079,7 @@ static void bind_attention(Loader *load, Layer *l) {
 }
 
 /* For each head kv_b_proj holds the rows of k_up, then those of v_up. */
-static void bind_latent(Loader *load, Layer *l) {
-    const Model *m = &load->c->model;
+static void bind_latent(Loader *load, const Model *m, Layer *l) {
     int q = m->n_heads * m->head_dim, keys = m->head_dim - m->rope_dim, rank = m->kv_rank;
     bool bias = config_true(load, "attention_bias");
     int q_rank = config_whole(load, "q_lora_rank", 0, 1 << 16, 0);
@@ -1111,9 +1101,8 @@ static void bind_latent(Loader *load, Layer *l) {
     l->o = bind_linear(load, "self_attn.o_proj", m->dim, m->n_heads * m->v_dim, bias);
 }
 
-static void bind_experts(Loader *load, Layer *l) {
+static void bind_experts(Loader *load, const Model *m, Layer *l) {
     const Family *f = load->family;
-    const Model *m = &load->c->model;
     int width = config_whole(load, f->moe.width, 1, 1 << 20, REQUIRED);
     bool bias = f->moe.biases;
     l->router = bind_linear(load, f->moe.router, m->n_experts, m->dim, bias);
@@ -1145,8 +1134,7 @@ static bool has_experts(Loader *load, int layer) {
     return experts && (!load->gguf || find(load, router, ".weight"));
 }
 
-static void bind_layer(Loader *load, int i) {
-    Model *m = &load->c->model;
+static void bind_layer(Loader *load, Model *m, int i) {
     Layer *l = m->layer + i;
     const bool bias = config_true(load, "mlp_bias"), gemma = load->family->gemma;
     const char *after = "post_attention_layernorm"; /* of attention's result in Gemma, else of the MLP's input */
@@ -1157,11 +1145,11 @@ static void bind_layer(Loader *load, int i) {
         l->ffn_post_norm = bind_floats(load, "post_feedforward_layernorm", ".weight", m->dim);
     }
     if (load->family->latent)
-        bind_latent(load, l);
+        bind_latent(load, m, l);
     else
-        bind_attention(load, l);
+        bind_attention(load, m, l);
     if (has_experts(load, i)) {
-        bind_experts(load, l);
+        bind_experts(load, m, l);
     } else {
         int width = config_whole(load, "intermediate_size", 1, 1 << 20, REQUIRED);
         l->gate = bind_linear(load, "mlp.gate_proj", width, m->dim, bias);
@@ -1188,9 +1176,8 @@ static bool same_tensor(const Tensor *a, const Tensor *b) {
            !memcmp(a->data, b->data, a->size); /* the same dtype and shape, so the same size */
 }
 
-static void bind_all(Loader *load) {
+static void bind_all(Loader *load, Model *m) {
     const Tensors *all = &load->c->tensors;
-    Model *m = &load->c->model;
     const char *text = "model."; /* prefix of the text model's tensors */
     if (tensors_find(all, "language_model.model.norm.weight")) text = "language_model.model.";
     if (tensors_find(all, "model.language_model.norm.weight")) text = "model.language_model.";
@@ -1208,7 +1195,7 @@ static void bind_all(Loader *load) {
     m->k_up_transposed = tensors_find(all, "model.layers.0.self_attn.k_b_proj.0.weight");
     for (int i = 0; i < m->n_layers && !failed(load); i++) {
         snprintf(load->prefix, sizeof load->prefix, "%slayers.%d.", text, i);
-        bind_layer(load, i);
+        bind_layer(load, m, i);
     }
     for (const Tensor *t = all->tensor; t < all->tensor + all->n; t++) /* an unbound one is of an unknown formula */
         if (!t->bound && !left_out(load, t->name))
@@ -1219,12 +1206,12 @@ static void bind_all(Loader *load) {
 /* The type with this name; TYPES: the mixture. */
 static Type named_type(const char *name, Error *e) {
     LocalBytes names = {0};
-    Type type = BF16;
     if (!strcasecmp(name, "Q4_K_M")) return TYPES;
-    for (; type < E8M0 && strcasecmp(name, types[type].name); type++)
-        bytes_print(&names, "%s%s", type ? ", " : "", types[type].name);
-    if (type < E8M0) return type;
-    fail(e, USAGE, "--encoding must be one of Q4_K_M, %s, not '%.40s'", names.data, name);
+    for (Type type = BF16; type < E8M0; type++) {
+        if (!strcasecmp(name, types[type].name)) return type;
+        bytes_print(&names, ", %s", types[type].name);
+    }
+    fail(e, USAGE, "--encoding must be one of Q4_K_M%s, not '%.40s'", names.data, name);
     return BF16;
 }
 
@@ -1239,7 +1226,7 @@ static bool open_config(Loader *load, const char *dir) {
         fail(load->e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", dir);
     else
         load->file = json_read(load->path, MOST_CONFIG, load->e);
-    if (load->file) read_config(load, dir);
+    if (load->file) read_config(load, &load->c->model, dir);
     return !failed(load);
 }
 
@@ -1256,7 +1243,7 @@ static bool read_checkpoint(Checkpoint *c, const char *dir, bool made_up, const 
     bool ok = open_config(&load, dir);
     if (ok && encoding) load.made_up_as = named_type(encoding, e);
     if (ok && !made_up && !load.gguf) tensors_open(&c->tensors, dir, e);
-    if (!failed(&load)) bind_all(&load);
+    if (!failed(&load)) bind_all(&load, &c->model);
     if (e->code) checkpoint_close(c);
     return !e->code;
 }
