@@ -1063,42 +1063,41 @@ static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, 
     return part;
 }
 
+/* Latent attention: for each head kv_b_proj holds the rows of k_up, then those of v_up. */
 static void bind_attention(Loader *load, const Model *m, Layer *l) {
     const Family *f = load->family;
-    int q = m->n_heads * m->head_dim, kv = m->n_kv_heads * m->head_dim;
-    bool o_bias = config_true(load, "attention_bias") && !f->qkv_bias, bias = o_bias || f->qkv_bias;
-    l->q = bind_linear(load, "self_attn.q_proj", q, m->dim, bias);
-    l->k = bind_linear(load, "self_attn.k_proj", kv, m->dim, bias);
-    l->v = bind_linear(load, "self_attn.v_proj", kv, m->dim, bias);
-    l->o = bind_linear(load, "self_attn.o_proj", m->dim, q, o_bias);
+    const bool o_bias = config_true(load, "attention_bias") && !f->qkv_bias, bias = o_bias || f->qkv_bias;
+    const int q = m->n_heads * m->head_dim, kv = m->n_kv_heads * m->head_dim;
+    const int keys = m->head_dim - m->rope_dim, both = keys + m->v_dim, rank = m->kv_rank;
+    const int q_rank = f->latent ? config_whole(load, "q_lora_rank", 0, 1 << 16, 0) : 0;
+    if (q_rank) {
+        l->q_a = bind_linear(load, "self_attn.q_a_proj", q_rank, m->dim, bias);
+        l->q_a_norm = bind_floats(load, "self_attn.q_a_layernorm", ".weight", q_rank);
+        l->q = bind_linear(load, "self_attn.q_b_proj", q, q_rank, false);
+    } else {
+        l->q = bind_linear(load, "self_attn.q_proj", q, m->dim, bias && !f->latent);
+    }
+    if (!f->latent) {
+        l->k = bind_linear(load, "self_attn.k_proj", kv, m->dim, bias);
+        l->v = bind_linear(load, "self_attn.v_proj", kv, m->dim, bias);
+    } else {
+        l->kv_a = bind_linear(load, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
+        l->kv_a_norm = bind_floats(load, "self_attn.kv_a_layernorm", ".weight", rank);
+    }
+    if (m->k_up_transposed) {
+        l->k_up = bind_each(load, "self_attn.k_b_proj", "", m->n_heads, rank, keys, NO_BIAS);
+        l->v_up = bind_each(load, "self_attn.v_b_proj", "", m->n_heads, m->v_dim, rank, NO_BIAS);
+    } else if (f->latent) {
+        const Linear kv_b = bind_linear(load, "self_attn.kv_b_proj", m->n_heads * both, rank, NO_BIAS);
+        l->k_up = cut(load, &kv_b, 0, 1, keys, both);
+        l->v_up = cut(load, &kv_b, keys, 1, m->v_dim, both);
+    }
+    l->o = bind_linear(load, "self_attn.o_proj", m->dim, m->n_heads * m->v_dim, o_bias);
     if (f->head_norms) {
         l->q_norm = bind_floats(load, "self_attn.q_norm", ".weight", m->head_dim);
         l->k_norm = bind_floats(load, "self_attn.k_norm", ".weight", m->head_dim);
     }
     if (f->sinks) l->sinks = bind_floats(load, "self_attn.sinks", "", m->n_heads);
-}
-
-/* For each head kv_b_proj holds the rows of k_up, then those of v_up. */
-static void bind_latent(Loader *load, const Model *m, Layer *l) {
-    int q = m->n_heads * m->head_dim, keys = m->head_dim - m->rope_dim, rank = m->kv_rank;
-    bool bias = config_true(load, "attention_bias");
-    int q_rank = config_whole(load, "q_lora_rank", 0, 1 << 16, 0);
-    if (q_rank) {
-        l->q_a = bind_linear(load, "self_attn.q_a_proj", q_rank, m->dim, bias);
-        l->q_a_norm = bind_floats(load, "self_attn.q_a_layernorm", ".weight", q_rank);
-    }
-    l->q = bind_linear(load, q_rank ? "self_attn.q_b_proj" : "self_attn.q_proj", q, q_rank ? q_rank : m->dim, false);
-    l->kv_a = bind_linear(load, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
-    l->kv_a_norm = bind_floats(load, "self_attn.kv_a_layernorm", ".weight", rank);
-    if (m->k_up_transposed) {
-        l->k_up = bind_each(load, "self_attn.k_b_proj", "", m->n_heads, rank, keys, NO_BIAS);
-        l->v_up = bind_each(load, "self_attn.v_b_proj", "", m->n_heads, m->v_dim, rank, NO_BIAS);
-    } else {
-        Linear both = bind_linear(load, "self_attn.kv_b_proj", m->n_heads * (keys + m->v_dim), rank, NO_BIAS);
-        l->k_up = cut(load, &both, 0, 1, keys, keys + m->v_dim);
-        l->v_up = cut(load, &both, keys, 1, m->v_dim, keys + m->v_dim);
-    }
-    l->o = bind_linear(load, "self_attn.o_proj", m->dim, m->n_heads * m->v_dim, bias);
 }
 
 static void bind_experts(Loader *load, const Model *m, Layer *l) {
@@ -1144,10 +1143,7 @@ static void bind_layer(Loader *load, Model *m, int i) {
         l->attn_post_norm = bind_floats(load, after, ".weight", m->dim);
         l->ffn_post_norm = bind_floats(load, "post_feedforward_layernorm", ".weight", m->dim);
     }
-    if (load->family->latent)
-        bind_latent(load, m, l);
-    else
-        bind_attention(load, m, l);
+    bind_attention(load, m, l);
     if (has_experts(load, i)) {
         bind_experts(load, m, l);
     } else {
@@ -1192,7 +1188,7 @@ static void bind_all(Loader *load, Model *m) {
     if (!embed) m->embed = m->head;
     strcpy(load->prefix, text);
     m->norm = bind_floats(load, "norm", ".weight", m->dim);
-    m->k_up_transposed = tensors_find(all, "model.layers.0.self_attn.k_b_proj.0.weight");
+    m->k_up_transposed = load->family->latent && tensors_find(all, "model.layers.0.self_attn.k_b_proj.0.weight");
     for (int i = 0; i < m->n_layers && !failed(load); i++) {
         snprintf(load->prefix, sizeof load->prefix, "%slayers.%d.", text, i);
         bind_layer(load, m, i);
@@ -1436,23 +1432,20 @@ void models_free(Models *list) {
     free(list->entry);
 }
 
-/* The path of the model in a folder: the only GGUF file in it, or the folder itself. */
-static char *find_inside(const char *folder) {
-    LOCAL(models_free) Models list = {0};
-    LocalText config = join(folder, "config.json");
-    if (access(config, F_OK)) add_path(&list, folder, folder, false, 2);
-    return text_print("%s", list.n == 1 ? list.entry->path : folder);
-}
-
 char *model_find(const char *argument, Error *e) {
-    struct stat st;
-    if (gguf_named(argument)) return copy_text(argument, strlen(argument));
-    if (!stat(argument, &st) && S_ISDIR(st.st_mode)) return find_inside(argument);
-    LOCAL(models_free) Models list = models_list();
+    LOCAL(models_free) Models list = {0};
+    LocalText config = join(argument, "config.json");
     LocalBytes all = {0};
     LocalBytes near = {0};
     const ModelEntry *hit = NULL;
     int hits = 0;
+    struct stat st;
+    if (gguf_named(argument)) return copy_text(argument, strlen(argument));
+    if (!stat(argument, &st) && S_ISDIR(st.st_mode)) { /* the only GGUF file in it, or the folder itself */
+        if (access(config, F_OK)) add_path(&list, argument, argument, false, 2);
+        return text_print("%s", list.n == 1 ? list.entry->path : argument);
+    }
+    list = models_list();
     for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
         if (!strcmp(m->name, argument)) return copy_text(m->path, strlen(m->path));
         bytes_print(&all, "%s%s", all.n ? ", " : "", m->name);
