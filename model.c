@@ -597,10 +597,10 @@ static bool read_file(Tensors *t, int i, Error *e) {
     if (gguf && !i) t->metadata = cJSON_DetachItemFromObjectCaseSensitive(json, "__metadata__");
     if (t->n > first) qsort(t->tensor + first, (size_t)(t->n - first), sizeof *t->tensor, by_offset);
     for (Tensor *one = t->tensor + first; one < t->tensor + t->n; end = one->offset + one->size, one++)
-        if (one->offset != end && one->offset != (end + align - 1) / align * align) /* holes only to align */
+        if (one->offset != end && one->offset != roundup(end, align)) /* holes only to align */
             return fail(e, BAD_MODEL, "%s: tensor '%.200s' %s", f->name, one->name,
                         one->offset < end ? "overlaps another" : "leaves a hole before it");
-    return end == f->size || (end + align - 1) / align * align == f->size ||
+    return end == f->size || roundup(end, align) == f->size ||
            fail(e, BAD_MODEL, "%s: %zu bytes, its header describes %zu: the file is damaged; download it again",
                 f->name, f->size, end);
 }
@@ -627,12 +627,13 @@ static int gguf_parts(const char *path) {
 static bool name_files(Tensors *t, const char *path, Error *e) {
     LocalText index = join(path, "model.safetensors.index.json");
     LocalText whole = join(path, "model.safetensors");
-    int n = gguf_named(path) ? gguf_parts(path) : file_exists(path),
-        stem = (int)strlen(path) - 19; /* 00001-of-00003.gguf */
-    if (gguf_named(path) && !n)
+    const bool gguf = gguf_named(path);
+    const int n = gguf ? gguf_parts(path) : file_exists(path), stem = (int)strlen(path) - 19;
+    if (gguf && !n)
         return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
     if (n) add_file(t, text_print("%s", path));
-    for (int i = 1; i < n; i++) add_file(t, text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n));
+    for (int i = 1; i < n; i++) /* the stem is followed by 00001-of-00003.gguf */
+        add_file(t, text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n));
     if (n) return true;
     if (access(index, F_OK) || !access(whole, F_OK)) return add_file(t, text_print("%s", whole)), true;
     LocalJson json = json_read(index, MOST_INDEX, e);
@@ -976,8 +977,8 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, in
                "%s is GPTQ or AWQ, and quantization_config is missing (older GPTQ models have it as a file "
                "quantize_config.json: download that too)",
                name);
-    w.data =
-        bind_grid(load, name, how.codes, &w, (Grid){.type = w.type, .rows = 1, .cols = 1}, (int64_t)rows * cols).data;
+    const Grid codes = {.type = w.type, .rows = 1, .cols = 1};
+    w.data = bind_grid(load, name, how.codes, &w, codes, (int64_t)rows * cols).data;
     if (how.scale) bind_grids(load, name, &how, &w);
     Tensor *said = find(load, name, ".weight_shape");
     if (said) {
@@ -1468,7 +1469,7 @@ char *model_find(const char *argument, Error *e) {
 
 /* ---- engine ---- */
 
-static int pages_for(size_t tokens) { return (int)((tokens + PAGE - 1) / PAGE); }
+static int pages_for(size_t tokens) { return (int)howmany(tokens, PAGE); }
 
 bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e) {
     *g = (Engine){.backend = backend, .model = m, .max_seqs = limits.max_seqs};
@@ -1476,7 +1477,7 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
         return fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context);
     limits.context = context ? context : m->context;
     int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
-    g->step_tokens = (int)MIN(limits.max_tokens, (int64_t)pages * PAGE); /* all texts have no more */
+    g->step_tokens = (int)MIN(limits.max_tokens, (int64_t)pages * PAGE); /* all texts together have no more */
     limits.max_tokens = MAX(g->step_tokens, TOKENS_PER_ANSWER * g->max_seqs);
     if (limits.cache) pages = MIN(pages, pages_for((size_t)limits.cache));
     g->state = backend->open(m, &limits, &pages, e);
