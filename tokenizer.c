@@ -143,27 +143,11 @@ static void prefixes_add(Map *prefixes, const char *s, size_t n, int id) {
     }
 }
 
-/* The longest added token at s and its length; -1 and 1 if there is none. */
-static int longest_added(const Tokenizer *t, const Map *prefixes, const char *s, size_t n, int flags, size_t *length) {
-    int best = -1;
-    uint64_t h = FNV;
-    *length = 1;
-    for (size_t i = 0; i < n; i++) {
-        h = hash(h, s + i, 1);
-        int value = map_get(prefixes, h), id = value - 1;
-        if (value < 0) break;
-        if (id < 0 || id >= t->size || (t->piece[id].control && !(flags & CONTROL_TOKENS))) continue;
-        best = id;
-        *length = i + 1;
-    }
-    return best;
-}
-
 /* ---- merging ---- */
 
-typedef struct {
-    int id, previous, next; /* neighbours by index, -1: none; id -1: merged into its left neighbour */
-} Symbol;
+typedef struct { /* the neighbours of a symbol, by index; -1: none */
+    int previous, next;
+} Link;
 
 typedef struct { /* the work space of one encoding */
     const Tokenizer *t;
@@ -174,102 +158,98 @@ typedef struct { /* the work space of one encoding */
     pcre2_match_data *match;
     pcre2_match_context *limits;
     size_t steps, at; /* steps that the matcher may still take; its position at the last one */
-    Symbol *symbol;   /* (room) of one word */
-    uint64_t *heap;   /* (3 * room) candidates for a merge, rank << 32 | position; the least first */
-    size_t symbols, candidates, room;
+    int *symbol;      /* (symbols) token ids of one word, inside out->data */
+    size_t symbols;
+    Link *link;     /* (bytes of the part) of each symbol */
+    uint64_t *best; /* (2 * bytes of the part) see merge_word() */
     Ids *out;
     Error *e;
 } Encoder;
 
-static void heap_push(Encoder *w, uint64_t key) {
-    uint64_t *heap = w->heap;
-    size_t i = w->candidates++;
-    for (; i && heap[(i - 1) / 2] > key; i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
-    heap[i] = key;
-}
-
-static uint64_t heap_pop(Encoder *w) {
-    uint64_t *heap = w->heap, top = heap[0], key = heap[--w->candidates];
-    size_t i = 0;
-    for (size_t c; (c = 2 * i + 1) < w->candidates; i = c) {
-        if (c + 1 < w->candidates && heap[c + 1] < heap[c]) c++;
-        if (heap[c] >= key) break;
-        heap[i] = heap[c];
-    }
-    heap[i] = key;
-    return top;
-}
-
-static void symbol_add(Encoder *w, int id) {
-    int i = (int)w->symbols++;
-    w->symbol[i] = (Symbol){id, i - 1, i + 1};
-}
-
 /* Adds what merging starts with: the token of a character or, if it has none, those of its bytes. */
-static bool character_add(Encoder *w, const char *s, size_t n) {
+static bool character_add(Encoder *w, const char *s, size_t n, size_t begin) {
     const Tokenizer *t = w->t;
     int id = find_plain(t, s, n);
-    if (id >= 0) return symbol_add(w, id), true;
+    if (id >= 0) return ids_add(w->out, id), true;
     for (size_t i = 0; i < n; i++) {
         unsigned char byte = (unsigned char)s[i];
         id = t->byte_token[byte];
         if (id < 0 || (id != t->unknown && t->piece[id].control))
             return fail(w->e, BAD_MODEL, "tokenizer.json has no token for the byte 0x%02X of the text", byte);
-        if (id != t->unknown || !w->symbols || w->symbol[w->symbols - 1].id != id) symbol_add(w, id);
+        bool again = w->out->n > begin && w->out->data[w->out->n - 1] == id;
+        if (id != t->unknown || !again) ids_add(w->out, id);
     }
     return true;
 }
 
-static int rank_at(const Encoder *w, int at) { /* the rank of merging a symbol with its right neighbour, or -1 */
-    int next = at < 0 ? -1 : w->symbol[at].next;
-    int rank = next < 0 ? -1 : map_get(&w->t->rank, pair(w->symbol[at].id, w->symbol[next].id));
-    return rank >= 0 && w->t->piece[w->t->merged.data[rank]].control ? -1 : rank;
-}
-
-static void candidate_push(Encoder *w, int at) {
-    int rank = rank_at(w, at);
-    if (rank >= 0) heap_push(w, pair(rank, at));
+/* Finds the rank of merging a symbol with its right neighbour, and brings the tree above it up to date. */
+static void rank_merge(Encoder *w, int at) {
+    int next = w->link[at].next;
+    int rank = next < 0 ? -1 : map_get(&w->t->rank, pair(w->symbol[at], w->symbol[next]));
+    bool can = rank >= 0 && !w->t->piece[w->t->merged.data[rank]].control;
+    uint64_t *best = w->best;
+    size_t i = w->symbols + (size_t)at;
+    best[i] = can ? pair(rank, at) : UINT64_MAX;
+    while (i /= 2) best[i] = best[2 * i] < best[2 * i + 1] ? best[2 * i] : best[2 * i + 1];
 }
 
 /* Byte pair encoding of one word in O(n log n): of all neighbours that can merge, those with the least rank do, the
- * leftmost among equals, until none can. */
+ * leftmost among equals, until none can. A tournament finds them: w->best is a binary tree whose leaves, from `symbols`
+ * on, are rank << 32 | position of each merge. A parent is the lesser of its two children, best[1] the least of all. */
 static bool merge_word(Encoder *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
+    size_t begin = w->out->n;
     int whole = t->features & IGNORE_MERGES ? find_plain(t, s, n) : -1;
-    if (whole >= 0) {
-        ids_add(w->out, whole);
-        return true;
-    }
-    if (n > w->room) {
-        w->room = 2 * n;
-        w->symbol = reallocate(w->symbol, w->room * sizeof *w->symbol);
-        w->heap = reallocate(w->heap, w->room * 3 * sizeof *w->heap); /* at most one per symbol and two per merge */
-    }
-    w->symbols = w->candidates = 0;
+    if (whole >= 0) return ids_add(w->out, whole), true;
     uint32_t cp;
     for (size_t i = 0, length; i < n; i += length) {
         length = t->features & BYTE_LEVEL ? 1 : (size_t)utf8_decode(s + i, n - i, &cp);
-        if (!character_add(w, s + i, length)) return false;
+        if (!character_add(w, s + i, length, begin)) return false;
     }
-    w->symbol[w->symbols - 1].next = -1;
-    for (int i = 0; i < (int)w->symbols; i++) candidate_push(w, i);
-    while (w->candidates) {
-        uint64_t key = heap_pop(w);
-        int at = (int)(uint32_t)key, rank = (int)(key >> 32);
-        if (rank_at(w, at) != rank) continue; /* it or its neighbour has merged since */
-        Symbol *left = w->symbol + at, *right = w->symbol + left->next;
-        left->id = t->merged.data[rank];
-        left->next = right->next;
-        right->id = right->next = -1;
-        if (left->next >= 0) w->symbol[left->next].previous = at;
-        candidate_push(w, left->previous);
-        candidate_push(w, at);
+    w->symbol = w->out->data + begin;
+    w->symbols = w->out->n - begin;
+    for (int i = 0; i < (int)w->symbols; i++) {
+        w->link[i] = (Link){i - 1, i + 1 < (int)w->symbols ? i + 1 : -1};
+        rank_merge(w, i);
     }
-    for (int i = 0; i >= 0; i = w->symbol[i].next) ids_add(w->out, w->symbol[i].id);
+    while (w->best[1] != UINT64_MAX) {
+        int left = (int)(uint32_t)w->best[1], right = w->link[left].next, next = w->link[right].next;
+        w->symbol[left] = t->merged.data[w->best[1] >> 32];
+        w->link[left].next = next;
+        w->link[right].next = -1;
+        if (next >= 0) w->link[next].previous = left;
+        rank_merge(w, right);
+        rank_merge(w, left);
+        if (w->link[left].previous >= 0) rank_merge(w, w->link[left].previous);
+    }
+    w->out->n = begin;
+    for (int i = 0; i >= 0; i = w->link[i].next) ids_add(w->out, w->symbol[i]);
     return true;
 }
 
 /* ---- encoding ---- */
+
+typedef struct { /* a part that is cut out of a text */
+    size_t begin, end;
+    int id; /* the added token that it is, or -1 */
+} Cut;
+
+/* Finds the next added token behind a cut, the longest of those that begin there. */
+static int next_added(const Encoder *w, int step, const char *s, size_t n, Cut *cut) {
+    const Tokenizer *t = w->t;
+    cut->id = -1;
+    for (size_t begin = cut->end; begin < n && cut->id < 0; begin++) {
+        uint64_t h = FNV;
+        for (size_t i = begin; i < n; i++) {
+            h = hash(h, s + i, 1);
+            int value = map_get(t->prefixes + step, h), id = value - 1;
+            if (value < 0) break;
+            if (id < 0 || id >= t->size || (t->piece[id].control && !(w->flags & CONTROL_TOKENS))) continue;
+            *cut = (Cut){begin, i + 1, id};
+        }
+    }
+    return cut->id >= 0;
+}
 
 /* PCRE2 calls this before each item of a pattern. It limits the steps of all matches of a text together, bytes scanned
  * included. PCRE2's own limit is for one match and does not count the bytes. */
@@ -282,41 +262,18 @@ static int matcher_step(pcre2_callout_block *block, void *data) {
     return 0;
 }
 
-/* Splits s, some of w->seen, by the patterns from number `step` on, and encodes the words. */
-static bool split_words(Encoder *w, int step, const char *s, size_t n) {
-    const Tokenizer *t = w->t;
-    if (!n) return true;
-    if (step == t->splits) return merge_word(w, w->part + (s - w->seen.data), n);
-    size_t done = 0;
-    for (size_t from = 0; from < n;) {
-        w->at = from;
-        int found = pcre2_match(t->split[step], (PCRE2_SPTR)s, n, from, PCRE2_NO_UTF_CHECK, w->match, w->limits);
-        if (found == PCRE2_ERROR_NOMATCH) break;
-        if (found < 0)
-            return fail(w->e, BAD_MODEL,
-                        "tokenizer.json: its split pattern exceeds the match limit on this text, near byte %zu", from);
-        const PCRE2_SIZE *at = pcre2_get_ovector_pointer(w->match);
-        size_t begin = at[0], end = at[1]; /* the steps below use the same match data */
-        if (end <= begin) {                /* an empty match splits nothing */
-            for (from = begin + 1; from < n && (s[from] & 0xC0) == 0x80;) from++;
-            continue;
-        }
-        if (!split_words(w, step + 1, s + done, begin - done)) return false;
-        if (!split_words(w, step + 1, s + begin, end - begin)) return false;
-        done = from = end;
-    }
-    return split_words(w, step + 1, s + done, n - done);
-}
-
-/* Encodes normalized text without added tokens. PCRE2's \s includes U+180E, which is no white space since Unicode 6.3,
- * so the matcher sees U+2060 in its place, another format character of three bytes. */
-static bool encode_part(Encoder *w, const char *s, size_t n) {
-    w->part = s;
-    w->seen.n = 0;
-    bytes_add(&w->seen, s, n);
-    for (char *at = w->seen.data; (at = memmem(at, n - (size_t)(at - w->seen.data), "\u180E", 3));)
-        memcpy(at, "\u2060", 3);
-    return split_words(w, 0, w->seen.data, n);
+/* Finds the next match of a pattern behind a cut. An empty match would split nothing. */
+static int next_match(Encoder *w, int number, const char *s, size_t n, Cut *cut) {
+    size_t from = w->at = cut->end;
+    const uint32_t options = PCRE2_NO_UTF_CHECK | PCRE2_NOTEMPTY;
+    int found = pcre2_match(w->t->split[number], (PCRE2_SPTR)s, n, from, options, w->match, w->limits);
+    if (found == PCRE2_ERROR_NOMATCH) return 0;
+    const PCRE2_SIZE *at = pcre2_get_ovector_pointer(w->match);
+    *cut = (Cut){at[0], at[1], -1};
+    if (found >= 0) return 1;
+    fail(w->e, BAD_MODEL, "tokenizer.json: its split pattern exceeds the match limit on this text, near byte %zu",
+         from);
+    return -1;
 }
 
 /* Appends the text in Unicode's normal form C. */
@@ -353,27 +310,46 @@ static void normalize(const Tokenizer *t, const char *s, size_t n, bool first, B
     }
 }
 
-static bool cut_added(Encoder *w, int stage, const char *s, size_t n);
-
-/* Encodes the text between added tokens, before normalizing (stage 0) and after it. */
-static bool encode_between(Encoder *w, int stage, const char *s, size_t n) {
-    if (!n) return true;
-    if (stage == 1) return encode_part(w, s, n);
-    LocalBytes text = {0};
-    normalize(w->t, s, n, s == w->text, &text);
-    return cut_added(w, 1, text.data, text.n);
+/* Begins a part, the normalized text between added tokens. Returns it as the matcher sees it: PCRE2's \s includes
+ * U+180E, which is no white space since Unicode 6.3, so U+2060 takes its place, another format character of 3 bytes. */
+static const char *begin_part(Encoder *w, const char *s, size_t n) {
+    w->part = s;
+    w->seen.n = 0;
+    bytes_add(&w->seen, s, n);
+    for (char *at = w->seen.data; (at = memmem(at, n - (size_t)(at - w->seen.data), "\u180E", 3));)
+        memcpy(at, "\u2060", 3);
+    free(w->best);
+    w->best = allocate_zero(2 * n, sizeof *w->best);
+    w->link = reallocate(w->link, n * sizeof *w->link);
+    return w->seen.data;
 }
 
-static bool cut_added(Encoder *w, int stage, const char *s, size_t n) {
-    size_t done = 0, length;
-    for (size_t i = 0; i < n; i += length) {
-        int id = longest_added(w->t, w->t->prefixes + stage, s + i, n - i, w->flags, &length);
-        if (id < 0) continue;
-        if (!encode_between(w, stage, s + done, i - done)) return false;
-        ids_add(w->out, id);
-        done = i + length;
+/* Encodes text by the steps from number `step` on. Each cuts out some parts, and hands the text between them to the
+ * next step. 0: added tokens; 1: those that are found in normalized text; then: what each pattern matches, until words
+ * are left to merge. */
+static bool encode_from(Encoder *w, int step, const char *s, size_t n) {
+    const Tokenizer *t = w->t;
+    LocalBytes text = {0};
+    if (!n) return true;
+    if (step == 1) {
+        normalize(t, s, n, s == w->text, &text);
+        s = text.data;
+        n = text.n;
     }
-    return encode_between(w, stage, s + done, n - done);
+    if (step == 2) s = begin_part(w, s, n);
+    if (step == 2 + t->splits) return merge_word(w, w->part + (s - w->seen.data), n);
+    Cut cut = {0};
+    size_t done = 0;
+    int found;
+    while ((found = step < 2 ? next_added(w, step, s, n, &cut) : next_match(w, step - 2, s, n, &cut)) > 0) {
+        if (!encode_from(w, step + 1, s + done, cut.begin - done)) return false;
+        if (cut.id >= 0)
+            ids_add(w->out, cut.id);
+        else if (!encode_from(w, step + 1, s + cut.begin, cut.end - cut.begin))
+            return false;
+        done = cut.end;
+    }
+    return !found && encode_from(w, step + 1, s + done, n - done);
 }
 
 bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags, Ids *out, Error *e) {
@@ -388,13 +364,13 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     pcre2_set_heap_limit(w.limits, 1 << 20); /* KiB */
     size_t before = out->n;
     if (flags & WITH_TEMPLATE && t->bos >= 0) ids_add(out, t->bos);
-    bool ok = cut_added(&w, 0, text, n);
+    bool ok = encode_from(&w, 0, text, n);
     if (!ok) out->n = before;
     pcre2_match_data_free(w.match);
     pcre2_match_context_free(w.limits);
     bytes_free(&w.seen);
-    free(w.symbol);
-    free(w.heap);
+    free(w.link);
+    free(w.best);
     return ok;
 }
 
