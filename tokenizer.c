@@ -63,6 +63,7 @@ typedef struct { /* a hash table; values are not negative */
 
 typedef struct {       /* a token */
     uint32_t begin, n; /* its bytes in Tokenizer.text; n is 0 where an id has none */
+    float score;       /* of a GGUF vocabulary */
     bool added, control;
 } Piece;
 
@@ -410,43 +411,38 @@ static int alphabet_byte(uint32_t c) {
     return c == 0x143 ? 0xAD : -1;
 }
 
-/* Appends the bytes that a token of the file stands for to t->text. With a character outside the alphabet it stands for
- * itself. */
-static void piece_add(Tokenizer *t, const char *s, size_t n) {
+/* Appends a token's bytes to t->text. The file writes those of a byte-level vocabulary in GPT-2's alphabet, unless the
+ * token is `literal` or has a character outside of the alphabet. */
+static void text_add(Tokenizer *t, const char *s, size_t n, bool literal) {
     size_t before = t->text.n;
-    bool plain = !(t->features & BYTE_LEVEL);
     uint32_t c;
-    for (size_t i = 0; i < n && !plain;) {
+    literal = literal || !(t->features & BYTE_LEVEL);
+    for (size_t i = 0; i < n && !literal;) {
         i += (size_t)utf8_decode(s + i, n - i, &c);
         int byte = alphabet_byte(c);
-        plain = byte < 0;
+        literal = byte < 0;
         bytes_add(&t->text, &(char){(char)byte}, 1);
     }
-    if (!plain) return;
+    if (!literal) return;
     t->text.n = before;
     bytes_add(&t->text, s, n);
 }
 
-/* Gives an id its bytes, those of t->text from `begin` on. */
-static bool define(Tokenizer *t, double number, const char *name, size_t begin, Error *e) {
-    size_t n = t->text.n - begin;
-    uint64_t key = hash(FNV, t->text.data + begin, n);
+/* Adds a token of the vocabulary, or a literal one that it does not list. */
+static bool define(Tokenizer *t, double number, const char *name, bool literal, Error *e) {
     if (!(number >= 0 && number < MOST_IDS && number == (int)number))
         return fail(e, BAD_MODEL, "the id of '%.100s' is not a whole number below %d", name, MOST_IDS);
     int id = (int)number;
-    if (t->size <= id) t->size = id + 1;
+    size_t begin = t->text.n;
+    text_add(t, name, strlen(name), literal);
+    size_t n = t->text.n - begin;
+    uint64_t key = hash(FNV, t->text.data + begin, n);
     if (!n || t->piece[id].n || map_get(&t->by_text, key) >= 0)
         return fail(e, BAD_MODEL, "the token '%.100s', id %d, is empty, or its text or id appears twice", name, id);
+    if (t->size <= id) t->size = id + 1;
     t->piece[id] = (Piece){.begin = (uint32_t)begin, .n = (uint32_t)n};
     map_put(&t->by_text, key, id);
     return true;
-}
-
-/* A token of the vocabulary. */
-static bool read_token(Tokenizer *t, double id, const char *text, Error *e) {
-    size_t begin = t->text.n;
-    piece_add(t, text, strlen(text));
-    return define(t, id, text, begin, e);
 }
 
 /* Finds the tokens for characters that have none: byte fallback's <0x00> to <0xFF>, or the unknown token. A row of
@@ -464,22 +460,20 @@ static void find_byte_tokens(Tokenizer *t, bool fallback) {
     for (int b = 0; b < 256 && !known; b++) t->byte_token[b] = t->unknown;
 }
 
-/* Adds a token that is cut out of the text first. Its text is literal, not in GPT-2's alphabet. The vocabulary may list
- * it too, with the same id. */
+/* Adds a token that is cut out of the text first. Its text is literal. The vocabulary may list it too, with the same
+ * id.
+ */
 static bool add_token(Tokenizer *t, double number, const char *text, bool control, bool normalized, Error *e) {
-    size_t n = strlen(text), begin = t->text.n;
-    if (n > MOST_ADDED) return fail(e, BAD_MODEL, "the added token '%.100s' has more than %d bytes", text, MOST_ADDED);
+    size_t n = strlen(text);
     int id = find(t, text, n);
-    if (id < 0 || id != number) {
-        bytes_add(&t->text, text, n);
-        if (!define(t, number, text, begin, e)) return false;
-        id = (int)number;
-    }
+    if (n > MOST_ADDED) return fail(e, BAD_MODEL, "the added token '%.100s' has more than %d bytes", text, MOST_ADDED);
+    if ((id < 0 || id != number) && !define(t, number, text, true, e)) return false;
+    id = (int)number;
     if (t->piece[id].added) return fail(e, BAD_MODEL, "two added tokens have the id %d", id);
     t->piece[id].added = true;
     t->piece[id].control = control;
     LocalBytes found = {0};
-    if (normalized && n) normalize(t, text, n, false, &found);
+    if (normalized) normalize(t, text, n, false, &found);
     prefixes_add(t->prefixes + normalized, normalized ? found.data : text, normalized ? found.n : n, id);
     return true;
 }
@@ -494,9 +488,9 @@ static bool read_merge(Tokenizer *t, const cJSON *merge, Error *e) {
     if (!left || !right || (b && b->next))
         return fail(e, BAD_MODEL, "merge %d is neither \"left right\" nor [left, right]", rank);
     size_t begin = t->text.n; /* the end of the text is work space */
-    piece_add(t, left, space ? (size_t)(space - left) : strlen(left));
+    text_add(t, left, space ? (size_t)(space - left) : strlen(left), false);
     size_t cut = t->text.n;
-    piece_add(t, right, strlen(right));
+    text_add(t, right, strlen(right), false);
     /* Compares hashes alone: reading the bytes costs cache misses, and a file with collisions harms only itself. */
     uint64_t hash_left = hash(FNV, t->text.data + begin, cut - begin);
     int first = map_get(&t->by_text, hash_left);
@@ -528,7 +522,7 @@ static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
     if ((prefix && *prefix) || (suffix && *suffix))
         return fail(e, BAD_MODEL, "continuing_subword_prefix and end_of_word_suffix are not implemented");
     if (json_true(model, "ignore_merges")) t->features |= IGNORE_MERGES;
-    cJSON_ArrayForEach(token, vocab) if (!read_token(t, cJSON_GetNumberValue(token), token->string, e)) return false;
+    cJSON_ArrayForEach(token, vocab) if (!define(t, cJSON_GetNumberValue(token), token->string, false, e)) return false;
     if (!read_merges(t, merges, e)) return false;
     t->unknown = unknown && json_true(model, "fuse_unk") ? find(t, unknown, strlen(unknown)) : -1;
     find_byte_tokens(t, json_true(model, "byte_fallback"));
@@ -549,8 +543,8 @@ static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
 static bool add_split(Tokenizer *t, const char *pattern) {
     int problem;
     PCRE2_SIZE offset;
-    uint32_t references, options = PCRE2_UTF | PCRE2_NO_UTF_CHECK | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C;
-    options |= PCRE2_AUTO_CALLOUT;
+    uint32_t references;
+    const uint32_t options = PCRE2_UTF | PCRE2_NO_UTF_CHECK | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C | PCRE2_AUTO_CALLOUT;
     if (!pattern || t->splits == MOST_SPLITS) return false;
     pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, options, &problem, &offset, NULL);
     if (!code) return false;
@@ -646,22 +640,20 @@ static const struct {
      0},
 };
 
-static int by_score(const void *a, const void *b, void *scores) {
+static int by_score(const void *a, const void *b, void *pieces) {
     int x = *(const int *)a, y = *(const int *)b;
-    const double *score = scores;
-    return score[x] != score[y] ? (score[x] < score[y]) - (score[x] > score[y]) : x - y;
+    float left = ((const Piece *)pieces)[x].score, right = ((const Piece *)pieces)[y].score;
+    return left != right ? (left < right) - (left > right) : x - y;
 }
 
 /* SentencePiece's merges: any two tokens whose texts together are a token, the token with the highest score first. */
 static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
-    double *score = allocate_zero((size_t)t->size, sizeof *score);
-    const cJSON *each = cJSON_IsArray(scores) ? scores->child : NULL;
-    for (int id = 0; id < t->size; id++, each = each ? each->next : NULL) {
-        score[id] = cJSON_IsNumber(each) ? each->valuedouble : 0;
+    const cJSON *score = scores ? scores->child : NULL;
+    for (int id = 0; id < t->size; id++, score = score ? score->next : NULL) {
+        t->piece[id].score = score ? (float)score->valuedouble : 0;
         ids_add(&t->merged, id);
     }
-    if (t->size) qsort_r(t->merged.data, t->merged.n, sizeof(int), by_score, score);
-    free(score);
+    if (t->size) qsort_r(t->merged.data, t->merged.n, sizeof(int), by_score, t->piece);
     for (int rank = 0; rank < t->size; rank++) {
         const Piece *whole = t->piece + t->merged.data[rank];
         const char *text = t->text.data + whole->begin;
@@ -687,7 +679,7 @@ static bool read_tokens(Tokenizer *t, const cJSON *metadata, Error *e) {
         int kind = cJSON_IsNumber(type) ? (int)type->valuedouble : NORMAL;
         bool cut = kind == UNKNOWN || kind == CONTROL || kind == USER_DEFINED;
         if (!text || !*text || kind == UNUSED) continue;
-        ok = cut ? add_token(t, id, text, kind != USER_DEFINED, false, e) : read_token(t, id, text, e);
+        ok = cut ? add_token(t, id, text, kind != USER_DEFINED, false, e) : define(t, id, text, false, e);
         if (kind == UNKNOWN) t->unknown = id;
     }
     return ok;
@@ -709,10 +701,10 @@ static bool find_pre(Tokenizer *t, const char *pre, Error *e) {
 
 /* A vocabulary is GPT-2's, with merges, or SentencePiece's, with scores. */
 static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
-    const char *kind = json_string(metadata, "tokenizer.ggml.model");
-    const cJSON *prefix = json_get(metadata, "tokenizer.ggml.add_space_prefix"),
-                *add = json_get(metadata, "tokenizer.ggml.add_bos_token"),
-                *id = json_get(metadata, "tokenizer.ggml.bos_token_id");
+    const char *kind = json_string(metadata, "tokenizer.ggml.model"),
+               *pre = json_string(metadata, "tokenizer.ggml.pre");
+    const cJSON *add = json_get(metadata, "tokenizer.ggml.add_bos_token");
+    const cJSON *id = json_get(metadata, "tokenizer.ggml.bos_token_id");
     bool scored = kind && !strcmp(kind, "llama");
     int64_t bos = 1;
     if (!scored && !(kind && !strcmp(kind, "gpt2")))
@@ -721,13 +713,13 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
     if (json_true(metadata, "tokenizer.ggml.add_eos_token"))
         return fail(e, BAD_MODEL, "tokenizer.ggml.add_eos_token is not implemented");
     t->features = MARK_SPACES | UNMARK_SPACES | BEGINS;
-    if (!scored && !find_pre(t, json_string(metadata, "tokenizer.ggml.pre"), e)) return false;
+    if (!scored && !find_pre(t, pre, e)) return false;
     if (!read_tokens(t, metadata, e)) return false;
-    if (scored ? !merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"), e)
-               : !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e))
-        return false;
+    if (scored && !merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"), e)) return false;
+    if (!scored && !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e)) return false;
     find_byte_tokens(t, scored);
-    if (scored && !cJSON_IsFalse(prefix)) /* no key says which texts: with a token [INST] only the first */
+    if (scored && !cJSON_IsFalse(json_get(metadata, "tokenizer.ggml.add_space_prefix")))
+        /* no key says which texts: with a token [INST] only the first */
         t->features |= STRIP_SPACE | (tokenizer_added(t, "[INST]") < 0 ? PREPEND_MARK : FIRST_MARK);
     bool begins = add ? cJSON_IsTrue(add) : t->features & BEGINS;
     if (begins && (!id || json_whole(id, 0, INT32_MAX, &bos)) && bos < t->size) t->bos = (int)bos;
