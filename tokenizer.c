@@ -53,11 +53,13 @@ static const struct {
 /* GPT-2's pattern, which a ByteLevel pre-tokenizer with use_regex stands for (openai/gpt-2, encoder.py). */
 static const char gpt2_pattern[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
+typedef struct {
+    uint64_t key;
+    int value; /* -1: empty */
+} Slot;
+
 typedef struct { /* a hash table; values are not negative */
-    struct {
-        uint64_t key;
-        int value; /* -1: empty */
-    } * slot;
+    Slot *slot;
     size_t n, room; /* room: 0 or a power of two */
 } Map;
 
@@ -109,8 +111,7 @@ static void map_put(Map *m, uint64_t key, int value) {
     }
     size_t i = map_slot(m, key);
     m->n += m->slot[i].value < 0;
-    m->slot[i].key = key;
-    m->slot[i].value = value;
+    m->slot[i] = (Slot){key, value};
 }
 
 static uint64_t pair(int left, int right) { return (uint64_t)(uint32_t)left << 32 | (uint32_t)right; }
@@ -230,26 +231,26 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
 
 /* ---- encoding ---- */
 
-typedef struct { /* a part that is cut out of a text */
+typedef struct { /* a part that is cut out of a text; the end of the text if there is none */
     size_t begin, end;
     int id; /* the added token that it is, or -1 */
 } Cut;
 
-/* Finds the next added token behind a cut, the longest of those that begin there. */
-static int next_added(const Encoder *w, int step, const char *s, size_t n, Cut *cut) {
+/* The next added token from `from` on, the longest of those that begin there. */
+static Cut next_added(const Encoder *w, int step, const char *s, size_t n, size_t from) {
     const Tokenizer *t = w->t;
-    cut->id = -1;
-    for (size_t begin = cut->end; begin < n && cut->id < 0; begin++) {
+    Cut cut = {n, n, -1};
+    for (size_t begin = from; begin < n && cut.id < 0; begin++) {
         uint64_t h = FNV;
         for (size_t i = begin; i < n; i++) {
             h = hash(h, s + i, 1);
             int value = map_get(t->prefixes + step, h), id = value - 1;
             if (value < 0) break;
             if (id < 0 || id >= t->size || (t->piece[id].control && !(w->flags & CONTROL_TOKENS))) continue;
-            *cut = (Cut){begin, i + 1, id};
+            cut = (Cut){begin, i + 1, id};
         }
     }
-    return cut->id >= 0;
+    return cut;
 }
 
 /* PCRE2 calls this before each item of a pattern. It limits the steps of all matches of a text together, bytes scanned
@@ -263,51 +264,42 @@ static int matcher_step(pcre2_callout_block *block, void *data) {
     return 0;
 }
 
-/* Finds the next match of a pattern behind a cut. An empty match would split nothing. */
-static int next_match(Encoder *w, int number, const char *s, size_t n, Cut *cut) {
-    size_t from = w->at = cut->end;
+/* Finds the next match of a pattern from `from` on. An empty match would split nothing. */
+static bool next_match(Encoder *w, int number, const char *s, size_t n, size_t from, Cut *cut) {
     const uint32_t options = PCRE2_NO_UTF_CHECK | PCRE2_NOTEMPTY;
-    int found = pcre2_match(w->t->split[number], (PCRE2_SPTR)s, n, from, options, w->match, w->limits);
-    if (found == PCRE2_ERROR_NOMATCH) return 0;
     const PCRE2_SIZE *at = pcre2_get_ovector_pointer(w->match);
-    *cut = (Cut){at[0], at[1], -1};
-    if (found >= 0) return 1;
-    fail(w->e, BAD_MODEL, "tokenizer.json: its split pattern exceeds the match limit on this text, near byte %zu",
-         from);
-    return -1;
+    w->at = from;
+    int found = pcre2_match(w->t->split[number], (PCRE2_SPTR)s, n, from, options, w->match, w->limits);
+    *cut = found >= 0 ? (Cut){at[0], at[1], -1} : (Cut){n, n, -1};
+    if (found >= 0 || found == PCRE2_ERROR_NOMATCH) return true;
+    return fail(w->e, BAD_MODEL,
+                "tokenizer.json: its split pattern exceeds the match limit on this text, near byte %zu", from);
 }
 
-/* Appends the text in Unicode's normal form C. */
-static void compose(const char *s, size_t n, Bytes *out) {
+/* utf8proc calls this for each character. */
+static utf8proc_int32_t mark_space(utf8proc_int32_t c, void *features) {
+    return c == ' ' && *(const int *)features & MARK_SPACES ? 0x2581 : c;
+}
+
+/* Appends the text as the file's normalizer wants it. `first`: the text begins here. It goes to utf8proc in parts, so
+ * that none has more than MOST_MARKS combining marks in a row. */
+static void normalize(const Tokenizer *t, const char *s, size_t n, bool first, Bytes *out) {
+    bool marked = *s == ' ' || !strncmp(s, MARK, 3);
+    if (t->features & PREPEND_MARK || (t->features & FIRST_MARK && first && !marked)) bytes_text(out, MARK);
     uint32_t c;
+    int features = t->features, options = features & NFC ? UTF8PROC_STABLE | UTF8PROC_COMPOSE : 0;
     for (size_t begin = 0, i = 0, marks = 0; begin < n;) {
         i += (size_t)utf8_decode(s + i, n - i, &c);
         marks = utf8proc_get_property((int32_t)c)->combining_class ? marks + 1 : 0;
         if (i < n && marks < MOST_MARKS) continue;
         utf8proc_uint8_t *part = NULL;
-        utf8proc_ssize_t got = utf8proc_map((const utf8proc_uint8_t *)s + begin, (utf8proc_ssize_t)(i - begin), &part,
-                                            UTF8PROC_STABLE | UTF8PROC_COMPOSE);
+        utf8proc_ssize_t got = utf8proc_map_custom((const utf8proc_uint8_t *)s + begin, (utf8proc_ssize_t)(i - begin),
+                                                   &part, (utf8proc_option_t)options, mark_space, &features);
         if (got < 0) die(&(Error){NO_ROOM, "out of memory: close other programs"});
         bytes_add(out, part, (size_t)got);
         free(part);
         begin = i;
         marks = 0;
-    }
-}
-
-/* `first`: the text begins here. */
-static void normalize(const Tokenizer *t, const char *s, size_t n, bool first, Bytes *out) {
-    LocalBytes composed = {0};
-    if (t->features & NFC) {
-        compose(s, n, &composed);
-        s = composed.data;
-        n = composed.n;
-    }
-    bool marked = *s == ' ' || !strncmp(s, MARK, 3);
-    if (t->features & PREPEND_MARK || (t->features & FIRST_MARK && first && !marked)) bytes_text(out, MARK);
-    for (size_t i = 0; i < n; i++) {
-        bool space = t->features & MARK_SPACES && s[i] == ' ';
-        bytes_add(out, space ? MARK : s + i, space ? 3 : 1);
     }
 }
 
@@ -332,25 +324,26 @@ static bool encode_from(Encoder *w, int step, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     LocalBytes text = {0};
     if (!n) return true;
-    if (step == 1) {
+    if (step == 1 && t->features & (PREPEND_MARK | FIRST_MARK | MARK_SPACES | NFC)) {
         normalize(t, s, n, s == w->text, &text);
         s = text.data;
         n = text.n;
     }
     if (step == 2) s = begin_part(w, s, n);
     if (step == 2 + t->splits) return merge_word(w, w->part + (s - w->seen.data), n);
-    Cut cut = {0};
-    size_t done = 0;
-    int found;
-    while ((found = step < 2 ? next_added(w, step, s, n, &cut) : next_match(w, step - 2, s, n, &cut)) > 0) {
+    Cut cut;
+    for (size_t done = 0; done < n; done = cut.end) {
+        if (step < 2)
+            cut = next_added(w, step, s, n, done);
+        else if (!next_match(w, step - 2, s, n, done, &cut))
+            return false;
         if (!encode_from(w, step + 1, s + done, cut.begin - done)) return false;
         if (cut.id >= 0)
             ids_add(w->out, cut.id);
         else if (!encode_from(w, step + 1, s + cut.begin, cut.end - cut.begin))
             return false;
-        done = cut.end;
     }
-    return !found && encode_from(w, step + 1, s + done, n - done);
+    return true;
 }
 
 bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags, Ids *out, Error *e) {
@@ -460,9 +453,7 @@ static void find_byte_tokens(Tokenizer *t, bool fallback) {
     for (int b = 0; b < 256 && !known; b++) t->byte_token[b] = t->unknown;
 }
 
-/* Adds a token that is cut out of the text first. Its text is literal. The vocabulary may list it too, with the same
- * id.
- */
+/* Adds a token that is cut out of the text first. The vocabulary may list it too, with the same id. */
 static bool add_token(Tokenizer *t, double number, const char *text, bool control, bool normalized, Error *e) {
     size_t n = strlen(text);
     int id = find(t, text, n);
@@ -577,14 +568,14 @@ static bool read_part(Tokenizer *t, const char *stage, const cJSON *c) {
     }
     bool splits = !strcmp(stage, "pre_tokenizer"), ends = !strcmp(stage, "post_processor");
     if (json_is(c, "type", "ByteLevel")) return splits ? read_byte_level(t, c) : strcmp(stage, "normalizer");
+    if (ends) return json_is(c, "type", "TemplateProcessing") && read_template(t, c);
     if (splits && json_is(c, "type", "Digits"))
         return add_split(t, json_true(c, "individual_digits") ? "\\p{N}" : "\\p{N}+");
-    if (splits && json_is(c, "type", "Split") && json_is(c, "behavior", "MergedWithPrevious") &&
-        t->features & MARK_SPACES)
-        return json_is(json_get(c, "pattern"), "String", " "); /* Gemma's; it finds no space, because all are marks */
-    if (splits && json_is(c, "type", "Split") && json_is(c, "behavior", "Isolated") && !json_true(c, "invert"))
-        return add_split(t, json_string(json_get(c, "pattern"), "Regex"));
-    return ends && json_is(c, "type", "TemplateProcessing") && read_template(t, c);
+    if (!splits || !json_is(c, "type", "Split")) return false;
+    const cJSON *pattern = json_get(c, "pattern");
+    if (json_is(c, "behavior", "MergedWithPrevious") && t->features & MARK_SPACES)
+        return json_is(pattern, "String", " "); /* Gemma's; it finds no space, because all are marks */
+    return json_is(c, "behavior", "Isolated") && !json_true(c, "invert") && add_split(t, json_string(pattern, "Regex"));
 }
 
 /* Reads a stage (normalizer, decoder, ...): one component, a Sequence of them under the key `list`, or absent. */
@@ -685,8 +676,9 @@ static bool read_tokens(Tokenizer *t, const cJSON *metadata, Error *e) {
     return ok;
 }
 
-/* How text is split, by the name in tokenizer.ggml.pre. */
-static bool find_pre(Tokenizer *t, const char *pre, Error *e) {
+/* How text is split, by a name. */
+static bool find_pre(Tokenizer *t, const cJSON *metadata, Error *e) {
+    const char *pre = json_string(metadata, "tokenizer.ggml.pre");
     LocalBytes known = {0};
     bool ok = true;
     for (size_t i = 0; i < sizeof pres / sizeof *pres; i++) {
@@ -701,8 +693,7 @@ static bool find_pre(Tokenizer *t, const char *pre, Error *e) {
 
 /* A vocabulary is GPT-2's, with merges, or SentencePiece's, with scores. */
 static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
-    const char *kind = json_string(metadata, "tokenizer.ggml.model"),
-               *pre = json_string(metadata, "tokenizer.ggml.pre");
+    const char *kind = json_string(metadata, "tokenizer.ggml.model");
     const cJSON *add = json_get(metadata, "tokenizer.ggml.add_bos_token");
     const cJSON *id = json_get(metadata, "tokenizer.ggml.bos_token_id");
     bool scored = kind && !strcmp(kind, "llama");
@@ -713,7 +704,7 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
     if (json_true(metadata, "tokenizer.ggml.add_eos_token"))
         return fail(e, BAD_MODEL, "tokenizer.ggml.add_eos_token is not implemented");
     t->features = MARK_SPACES | UNMARK_SPACES | BEGINS;
-    if (!scored && !find_pre(t, pre, e)) return false;
+    if (!scored && !find_pre(t, metadata, e)) return false;
     if (!read_tokens(t, metadata, e)) return false;
     if (scored && !merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"), e)) return false;
     if (!scored && !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e)) return false;
