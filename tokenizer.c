@@ -81,8 +81,8 @@ struct Tokenizer {
     int byte_token[256];            /* byte fallback: those written <0xXX>; -1: there is none */
     pcre2_code *split[MOST_SPLITS]; /* each splits what the one before it leaves */
     int splits;
-    /* Added tokens to find before normalizing, and after it: a hash of each beginning -> 1 + id, or 0 if it goes on. As
-     * for merges, hashes are compared alone: a text made to collide gets a wrong token, but no control token. */
+    /* Added tokens to find before normalizing, and after it: a hash of each beginning -> id, or MOST_IDS if it goes on.
+     * As for merges, hashes are compared alone: a text made to collide gets a wrong token, but no control token. */
     Map prefixes[2];
     int bos;             /* the template's token before the text, or -1 */
     Bytes chat_template; /* see tokenizer_template() */
@@ -140,8 +140,8 @@ static void prefixes_add(Map *prefixes, const char *s, size_t n, int id) {
     uint64_t h = FNV;
     for (size_t i = 0; i < n; i++) {
         h = hash(h, s + i, 1);
-        int known = map_get(prefixes, h), value = i + 1 == n ? id + 1 : 0;
-        if (known < 0 || (value && !known)) map_put(prefixes, h, value);
+        int known = map_get(prefixes, h);
+        if (known < 0 || known == MOST_IDS) map_put(prefixes, h, i + 1 == n ? id : MOST_IDS);
     }
 }
 
@@ -244,9 +244,9 @@ static Cut next_added(const Encoder *w, int step, const char *s, size_t n, size_
         uint64_t h = FNV;
         for (size_t i = begin; i < n; i++) {
             h = hash(h, s + i, 1);
-            int value = map_get(t->prefixes + step, h), id = value - 1;
-            if (value < 0) break;
-            if (id < 0 || id >= t->size || (t->piece[id].control && !(w->flags & CONTROL_TOKENS))) continue;
+            int id = map_get(t->prefixes + step, h);
+            if (id < 0) break;
+            if (id >= t->size || (t->piece[id].control && !(w->flags & CONTROL_TOKENS))) continue;
             cut = (Cut){begin, i + 1, id};
         }
     }
