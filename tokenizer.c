@@ -192,7 +192,11 @@ static void rank_merge(Encoder *w, int at) {
     uint64_t *best = w->best;
     size_t i = w->symbols + (size_t)at;
     best[i] = can ? pair(rank, at) : UINT64_MAX;
-    while (i /= 2) best[i] = best[2 * i] < best[2 * i + 1] ? best[2 * i] : best[2 * i + 1];
+    while (i /= 2) {
+        uint64_t lesser = best[2 * i] < best[2 * i + 1] ? best[2 * i] : best[2 * i + 1];
+        if (best[i] == lesser) break;
+        best[i] = lesser;
+    }
 }
 
 /* Byte pair encoding of one word in O(n log n): of all neighbours that can merge, those with the least rank do, the
@@ -210,6 +214,7 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
     }
     w->symbol = w->out->data + begin;
     w->symbols = w->out->n - begin;
+    memset(w->best, 0xFF, 2 * w->symbols * sizeof *w->best);
     for (int i = 0; i < (int)w->symbols; i++) {
         w->link[i] = (Link){i - 1, i + 1 < (int)w->symbols ? i + 1 : -1};
         rank_merge(w, i);
@@ -311,8 +316,7 @@ static const char *begin_part(Encoder *w, const char *s, size_t n) {
     bytes_add(&w->seen, s, n);
     for (char *at = w->seen.data; (at = memmem(at, n - (size_t)(at - w->seen.data), "\u180E", 3));)
         memcpy(at, "\u2060", 3);
-    free(w->best);
-    w->best = allocate_zero(2 * n, sizeof *w->best);
+    w->best = reallocate(w->best, 2 * n * sizeof *w->best);
     w->link = reallocate(w->link, n * sizeof *w->link);
     return w->seen.data;
 }
