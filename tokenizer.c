@@ -541,6 +541,7 @@ static bool add_split(Tokenizer *t, const char *pattern) {
     uint32_t references;
     const uint32_t options = PCRE2_UTF | PCRE2_NO_UTF_CHECK | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C | PCRE2_AUTO_CALLOUT;
     if (!pattern || t->splits == MOST_SPLITS) return false;
+    if (strstr(pattern, "\\K")) return false; /* it could move a match to before where the matcher began */
     pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, options, &problem, &offset, NULL);
     if (!code) return false;
     t->split[t->splits++] = code;
@@ -684,14 +685,13 @@ static bool read_tokens(Tokenizer *t, const cJSON *metadata, Error *e) {
 static bool find_pre(Tokenizer *t, const cJSON *metadata, Error *e) {
     const char *pre = json_string(metadata, "tokenizer.ggml.pre");
     LocalBytes known = {0};
-    bool ok = true;
     for (size_t i = 0; i < sizeof pres / sizeof *pres; i++) {
         bytes_print(&known, " %s", pres[i].names);
         if (!pre || !text_listed(pres[i].names, pre)) continue;
-        for (int j = 0; j < 3 && pres[i].split[j]; j++) ok = ok && add_split(t, pres[i].split[j]);
+        for (int j = 0; j < 3 && pres[i].split[j]; j++) add_split(t, pres[i].split[j]);
         t->features = pres[i].features | BYTE_LEVEL;
+        return true;
     }
-    if (t->splits) return ok;
     return fail(e, BAD_MODEL, "tokenizer.ggml.pre is '%.40s', known are%s", pre ? pre : "(missing)", known.data);
 }
 

@@ -911,6 +911,7 @@ TOKENIZERS = [  # what is wrong, the file, the text, words of the message; FINE:
     ("a pattern that scans for each match", lambda: split_on("(?:a+a+b)|a"), "a" * 10000, ["match limit"]),
     ("a pattern that looks ahead for each match", lambda: split_on("a(?=.*b)|a"), "a" * 100000, ["match limit"]),
     ("a pattern that refers back", lambda: split_on("(a*)b\\1c|a"), "a", ["pattern"]),
+    ("a pattern that moves a match's beginning", lambda: split_on("(?<=l(?1))o|(\\Kl)"), "Hello", ["pattern"]),
     ("a pattern nested deep", lambda: split_on("(" * 10000 + ")" * 10000), "x", ["pattern"]),
     ("ids with gaps", lambda: of_model(vocab=GAPS), SAMPLE, lambda i: i if i < 300 or i >= 400 else i + 100000),
     ("a byte token missing, its byte not in the text", lambda: without_byte("ÿ"), SAMPLE, FINE),
