@@ -8,6 +8,7 @@
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include "tokenizer.h"
 
+#include <math.h>
 #include <pcre2.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -646,7 +647,7 @@ static int by_score(const void *a, const void *b, void *pieces) {
 static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
     const cJSON *score = scores ? scores->child : NULL;
     for (int id = 0; id < t->size; id++, score = score ? score->next : NULL) {
-        t->piece[id].score = score ? (float)score->valuedouble : 0;
+        t->piece[id].score = score ? fmaxf((float)score->valuedouble, -INFINITY) : 0; /* NaN has no order */
         ids_add(&t->merged, id);
     }
     if (t->size) qsort_r(t->merged.data, t->merged.n, sizeof(int), by_score, t->piece);
@@ -672,7 +673,8 @@ static bool read_tokens(Tokenizer *t, const cJSON *metadata, Error *e) {
     bool ok = true;
     for (int id = 0; token && ok; id++, token = token->next, type = type ? type->next : NULL) {
         const char *text = cJSON_GetStringValue(token);
-        int kind = cJSON_IsNumber(type) ? (int)type->valuedouble : NORMAL;
+        int64_t kind = NORMAL;
+        json_whole(type, NORMAL, UNUSED, &kind);
         bool cut = kind == UNKNOWN || kind == CONTROL || kind == USER_DEFINED;
         if (!text || !*text || kind == UNUSED) continue;
         ok = cut ? add_token(t, id, text, kind != USER_DEFINED, false, e) : define(t, id, text, false, e);
