@@ -334,6 +334,21 @@ def test_requests_that_can_be_read_in_two_ways():
         same(s.post(TEXT, {"prompt": [1], "max_tokens": 1})["object"], "text_completion")
 
 
+def test_a_client_that_does_not_read_is_cut_off():
+    """After 60 s. Its reply is larger than what the kernel holds for it."""
+    body = json.dumps({"prompt": "x " * (1 << 20)}).encode()
+    with Server(PARROT) as s:
+        def files():
+            return len(os.listdir(f"/proc/{s.process.pid}/fd"))
+        before = files()
+        with socket.create_connection(("127.0.0.1", s.port), timeout=60) as client:
+            client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+                           % (len(body), body))
+            time.sleep(40)
+            expect(files() > before, "it is cut off too soon")
+            s.wait(lambda: files() == before, "cut off", 60)
+
+
 def test_slow_requests_end():
     """One byte each quarter of a second is too slow; it costs nobody else anything."""
     with Server(PARROT) as s:
