@@ -55,7 +55,7 @@ static struct { /* a process works with one repository */
     char *endpoint, *token; /* token: NULL if there is none */
     const char *token_from;
     char *name, *revision, *commit;
-    char *cache, *folder, *snapshot; /* the folder models--ORG--NAME in the cache, the commit's in that */
+    char *cache, *folder, *snapshot; /* folder: models--ORG--NAME in the cache; snapshot: the commit's folder in it */
     char *outline;                   /* a temporary folder, or "" */
     int max_tries, stall; /* tries without progress; seconds without bytes until a connection counts as lost */
     File *file;           /* config.json first */
@@ -64,7 +64,7 @@ static struct { /* a process works with one repository */
 
     _Atomic int next;         /* this file and the later ones wait for a thread */
     _Atomic uint64_t arrived; /* bytes that this process fetched */
-    Bytes said;               /* lines above the progress; the lock of stderr guards the terminal, this and: */
+    Bytes said;               /* lines printed so far. The lock of stderr guards this, `lines` and the terminal */
     int lines;                /* of progress */
     double begun, drawn;
 
@@ -72,7 +72,7 @@ static struct { /* a process works with one repository */
     sigset_t interrupt; /* SIGINT, which only this thread takes */
 } hub = {.outline = "", .max_tries = MAX_TRIES, .stall = 10};
 
-static _Thread_local Error error; /* why the last function that returned false, or NULL, failed */
+static _Thread_local Error error; /* of the last function that failed, as errno is */
 
 /* ---- names ---- */
 
@@ -124,7 +124,8 @@ static uint64_t bytes_here(void) {
 /* Removes a file or an empty folder. Stops at a lock that a process holds. */
 static int remove_one(const char *path, const struct stat *st, int type, struct FTW *ftw) {
     (void)st, (void)ftw;
-    int fd = type == FTW_F && is_like(path, "[.]lock$") ? open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW) : -1;
+    const int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+    int fd = type == FTW_F && is_like(path, "[.]lock$") ? open(path, flags) : -1;
     bool held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB);
     if (fd >= 0) close(fd);
     return held ? EWOULDBLOCK : remove(path);
@@ -150,13 +151,14 @@ __attribute__((noreturn)) static void end(void) {
 
 #define give_up(...) (fail(&error, __VA_ARGS__), end())
 
-/* A cure of trouble with the network, if this command needs it for a download. */
+/* What to do after a network error; empty unless this command downloads. */
 static const char *goes_on(void) { return hub.o.jobs && hub.max_tries ? "; the same command goes on" : ""; }
 
 /* A thread that ends the process at Ctrl+C, whatever the others wait for. */
 static void *watch(void *interrupt) {
     int number;
     sigwait(interrupt, &number);
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, NULL); /* not with the lock of stderr */
     give_up(INTERRUPTED, "interrupted%s", goes_on());
 }
 
@@ -231,15 +233,16 @@ static bool is_here(const File *f) {
 static void file_link(File *f) {
     LocalText path = text_print("%s/%s", hub.snapshot, f->name);
     LocalBytes blob = {0};
-    char found[MAX_PATH] = "";
+    char found[MAX_PATH];
     bytes_text(&blob, "../../");
     for (const char *s = f->name; (s = strchr(s, '/')); s++) bytes_text(&blob, "../");
     bytes_print(&blob, "blobs/%s", f->id);
     make_folders(path);
     while (symlink(blob.data, path)) {
         if (errno != EEXIST) disk_fails(path);
-        /* never remove a right link: another process may have made it, and need it */
-        if (readlink(path, found, sizeof found - 1) > 0 && !strcmp(found, blob.data)) break;
+        /* never remove a correct link: another process may have made it, and need it */
+        ssize_t n = readlink(path, found, sizeof found);
+        if (n == (ssize_t)blob.n && !memcmp(found, blob.data, blob.n)) break;
         if (remove(path) && errno != ENOENT) disk_fails(path);
     }
     f->done = f->size;
@@ -277,7 +280,9 @@ static size_t on_header(char *line, size_t size, size_t n, void *owner) {
 static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     File *f = owner;
     n *= size;
-    const char *kind = f->done ? NULL : file_kind(data, n);
+    if (f->body) bytes_add(f->body, data, n);
+    const char *kind = f->body ? file_kind(f->body->data, f->body->n) : NULL;
+    if (!f->body && !f->done) kind = file_kind(data, n);
     if (n > f->end - f->done)
         return fail(&error, NO_NETWORK, "a server sends more than the %llu bytes that it should: try again later",
                     (unsigned long long)f->end);
@@ -286,9 +291,7 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     if (kind && !hub.o.all && is_like(f->name, "[.](safetensors|json)$"))
         return fail(&error, BAD_MODEL, "%s: the hub sends %s in its place: see %s/%s", f->name, kind, hub.endpoint,
                     hub.name);
-    if (f->body) {
-        bytes_add(f->body, data, n);
-    } else {
+    if (!f->body) {
         errno = ENOSPC; /* a full disk begins with a short write, which sets no errno */
         if (pwrite(f->fd, data, n, (off_t)f->done) < (ssize_t)n) disk_fails(f->name);
         EVP_DigestUpdate(f->hash, data, n);
@@ -313,7 +316,8 @@ static bool find_cause(const File *f, const char *url, CURLcode code, long statu
         {"-", "asks for a token, which /settings/tokens makes", 401, NO_NETWORK},
         {"-", "denies access", 403, NO_NETWORK},
         {"", "cannot be downloaded now", 0, NO_NETWORK}}; /* also from another host */
-    int n = (int)strlen(hub.endpoint), host = (int)(8 + strcspn(url + 8, "/"));
+    const char *name = strstr(url, "://") ? strstr(url, "://") + 3 : url;
+    int n = (int)strlen(hub.endpoint), host = (int)(name - url + (ptrdiff_t)strcspn(name, "/"));
     bool at_hub = !strncmp(url, hub.endpoint, (size_t)n) && url[n] == '/', limited = status == 429;
     if (code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_TOO_MANY_REDIRECTS || code == CURLE_URL_MALFORMAT)
         return fail(&error, NO_NETWORK, "%s: %s: refused, because redirects lead to https only, at most ten times",
@@ -381,11 +385,12 @@ static bool get(File *f) {
         LocalText range = f->end < f->size ? text_print("%llu-%llu", (unsigned long long)f->done, f->end - 1ULL) : NULL;
         curl_easy_setopt(easy, CURLOPT_RANGE, range);
         curl_easy_setopt(easy, CURLOPT_RESUME_FROM_LARGE, (curl_off_t)(range ? 0 : f->done));
+        error.code = 0;
         CURLcode code = curl_easy_perform(easy);
         curl_easy_getinfo(easy, CURLINFO_RESPONSE_CODE, &status);
         curl_easy_getinfo(easy, CURLINFO_EFFECTIVE_URL, &asked);
         curl_easy_getinfo(easy, CURLINFO_RETRY_AFTER, &told);
-        if (code == CURLE_WRITE_ERROR) return false; /* on_body() says why */
+        if (error.code) return false; /* of on_body() */
         if (status / 100 == 2 && (f->body ? !code : f->done == f->end)) return true;
         if (f->done > best) best = f->done, tries = 0;
         const char *cure = NULL;
@@ -485,8 +490,8 @@ static bool wanted(const char *name) {
                          "(config|generation_config|quantize_config|vocab|special_tokens_map|added_tokens)[.]json)$");
 }
 
-/* Adds an entry of the hub's list of files if it is wanted. */
-static void add_file(const cJSON *entry) {
+/* Adds an entry of the hub's list of files, and returns true, if it is wanted. */
+static bool add_file(const cJSON *entry) {
     const char *name = json_string(entry, "rfilename");
     const cJSON *lfs = json_get(entry, "lfs"), *size = json_get(lfs ? lfs : entry, "size");
     const char *id = lfs ? json_string(lfs, "sha256") : json_string(entry, "blobId");
@@ -494,7 +499,7 @@ static void add_file(const cJSON *entry) {
     if (!name || !name_valid(name))
         give_up(BAD_MODEL, "the hub lists '%.200s' in %s, which is no safe file name: refused",
                 name ? name : "(no name)", hub.name);
-    if (!wanted(name)) return;
+    if (!wanted(name)) return false;
     if (!is_like(id, lfs ? HEX_64 : HEX_40) || !json_whole(size, 0, INT64_MAX / 2, &bytes))
         give_up(BAD_MODEL, "the hub lists %s with an invalid hash or size: refused", name);
     File *f = hub.file + hub.files++;
@@ -504,6 +509,7 @@ static void add_file(const cJSON *entry) {
     f->id = text_print("%s", id);
     f->blob = text_print("%s/blobs/%s", hub.folder, id);
     hub.total += f->size;
+    return true;
 }
 
 /* Asks the hub for the commit of the revision and the list of its files. */
@@ -523,10 +529,9 @@ static bool list_files(void) {
     free(hub.snapshot);
     hub.snapshot = text_print("%s/snapshots/%s", hub.folder, commit);
     hub.file = allocate_zero((size_t)cJSON_GetArraySize(files), sizeof *hub.file); /* in place: watch() reads it */
-    cJSON_ArrayForEach(entry, files) {
+    cJSON_ArrayForEach(entry, files) weights |= add_file(entry) && is_like(json_string(entry, "rfilename"), WEIGHTS);
+    for (entry = weights ? NULL : files->child; entry; entry = entry->next) {
         const char *name = json_string(entry, "rfilename");
-        add_file(entry);
-        weights |= is_like(name, WEIGHTS) && wanted(name);
         if (is_like(name, "[.](gguf|bin|pt|pth)$")) foreign = name;
     }
     if (!weights)
@@ -625,6 +630,7 @@ static void fetch_repository(const Options *o) {
     fetch_listed();
     if (!fixed && strcmp(known.data, hub.commit)) {
         int fd = open_file(ref);
+        errno = ENOSPC; /* as in on_body() */
         if (dprintf(fd, "%s", hub.commit) < 40 || ftruncate(fd, 40)) disk_fails(ref);
         close(fd);
     }

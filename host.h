@@ -128,7 +128,7 @@ char *hub_cache(void);
  * hole for its data. It lies in a temporary folder, removed at exit, which becomes the working directory. to_fetch:
  * bytes that `infer download` would fetch. Ends the process if that fails. */
 const char *outline_open(const char *repository, uint64_t *to_fetch);
-/* For doctor: does the hub answer? Says what was found of the token, and how the hub answers; not if USAGE. */
+/* For doctor: does the hub answer? Says what was found of the token, and how the hub answers; with USAGE, neither. */
 bool hub_check(char token[300], char answer[400], Error *e);
 
 /* ---- the engine: one model on one backend ---- */

@@ -29,7 +29,7 @@
 enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 16, MOST_TOP = 20 };
 enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60 };
 enum { CHECK_MS = 100, BEAT_MS = 5000, PART = 16 << 10, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12 };
-enum { CLIENT_LEFT = 499, STATUSES = 600 }; /* 499: as nginx counts it; nobody gets it */
+enum { CLIENT_LEFT = 499, STATUSES = 600 }; /* as nginx counts it; only a client that ended its sending side sees it */
 
 /* The text of page.html. */
 extern const char page_text[];
@@ -63,8 +63,8 @@ struct Request { /* a connection and its request */
     struct MHD_Connection *connection;
     int fd;
     pthread_cond_t wake;
-    _Atomic double deadline;  /* when the client must have sent its request, or taken a part of the reply */
-    bool queued;              /* under the lock: the reply is not sent yet */
+    _Atomic double deadline;  /* when the client must have sent its request; INFINITY once it has */
+    bool queued;              /* under the lock: accepted, and the reply is not sent yet */
     int left;                 /* under the lock: choices that have not ended */
     const Endpoint *endpoint; /* this and all below are 0 between two requests */
     const char *url;
@@ -118,7 +118,7 @@ static struct {
 static void lock(void) { pthread_mutex_lock(&server.lock); }
 static void unlock(void) { pthread_mutex_unlock(&server.lock); }
 
-/* Waits for a signal. Returns whether it came in time. The caller holds the lock. */
+/* Waits on a condition. Returns whether it was signalled in time. The caller holds the lock. */
 static bool wait_on(pthread_cond_t *cond, int ms) {
     const double until = seconds() + ms / 1e3;
     const struct timespec at = {(time_t)until, (long)(fmod(until, 1) * 1e9)};
@@ -542,7 +542,8 @@ static bool update_requests(void) {
     return busy;
 }
 
-/* Runs steps until the server ends or the model fails with an error. Either way every request gets its reply. */
+/* Runs steps until the server ends or the model fails with an error. Either way every request gets its reply, if
+ * its client takes it within 2 s. */
 static void run_model(Error *e) {
     e->code = 0;
     lock();
@@ -670,11 +671,10 @@ static void wait_for_answers(Request *q) {
             bytes_text(&q->out, ": the answer is being computed\n\n");
 }
 
-/* Gives libmicrohttpd the next part of a reply. The client must take it in time. */
+/* Gives libmicrohttpd the next part of a reply. */
 static ssize_t write_part(void *data, uint64_t position, char *to, size_t room) {
     Request *q = data;
     (void)position;
-    q->deadline = INFINITY;
     lock();
     wait_for_answers(q);
     const size_t left = q->out.n - q->written, n = left < room ? left : room;
@@ -682,13 +682,13 @@ static ssize_t write_part(void *data, uint64_t position, char *to, size_t room) 
     q->written += n;
     if (n == left) q->written = q->out.n = 0;
     unlock();
-    q->deadline = seconds() + WRITE_SECONDS;
     return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
 }
 
 /* Gives the choices to the model's thread, if the queue has room, and waits for a reply that is no stream. */
 static void complete(Request *q) {
     const bool valid = take_request(q) && (q->chat ? make_chat(q) : make_completion(q));
+    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0); /* now the client waits for us */
     lock();
     if (valid && can_answer(q) && server.live >= server.o->slots + server.o->queue)
         fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
@@ -699,6 +699,7 @@ static void complete(Request *q) {
     q->stream &= q->queued; /* an error is an ordinary reply */
     if (!q->stream) wait_for_answers(q);
     unlock();
+    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)WRITE_SECONDS);
     if (!q->stream && !q->error.code) put_reply(q, q->choice, q->choice + q->choices, true);
 }
 
@@ -871,7 +872,6 @@ static enum MHD_Result respond(Request *q) {
     struct MHD_Response *r =
         MHD_create_response_from_callback(q->stream ? MHD_SIZE_UNKNOWN : q->out.n, PART, write_part, q, NULL);
     server.status[status]++;
-    q->deadline = seconds() + WRITE_SECONDS;
     MHD_add_response_header(r, "Content-Type", type ? type : "application/json");
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
     if (server.o->cors && wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
@@ -892,6 +892,7 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
     if (!q) {
         *state = q = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context;
         q->url = url; /* libmicrohttpd keeps it as long as the request */
+        q->deadline = seconds() + READ_SECONDS;
         check_request(q, method, version);
         return MHD_YES;
     }
@@ -1001,7 +1002,8 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
         fail(e, USAGE, "%.100s is open to everybody: give a key (--key-file, INFER_API_KEY) or --insecure", o->host);
     else if (!(d = MHD_start_daemon(how, (uint16_t)o->port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr,
                                     MHD_OPTION_NOTIFY_COMPLETED, request_end, NULL, MHD_OPTION_NOTIFY_CONNECTION,
-                                    connection_changed, NULL, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MOST_HEADERS,
+                                    connection_changed, NULL, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)WRITE_SECONDS,
+                                    MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MOST_HEADERS,
                                     MHD_OPTION_THREAD_STACK_SIZE, (size_t)STACK, MHD_OPTION_CONNECTION_LIMIT,
                                     (unsigned)(o->slots + o->queue + SPARE_CONNECTIONS), MHD_OPTION_END)))
         fail(e, FAILED, "%.100s port %d: %m; choose another with --port", o->host, o->port);
