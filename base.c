@@ -347,7 +347,7 @@ double log_sum_exp(const float *x, int n) {
 }
 
 bool text_listed(const char *list, const char *word) {
-    size_t n = strlen(word);
+    size_t n = strpbrk(word, ", ") ? 0 : strlen(word);
     for (const char *s = list; n && (s = strstr(s, word)); s += n)
         if ((s == list || s[-1] == ' ') && strchr(", ", s[n])) return true; /* or at the end */
     return false;

@@ -957,9 +957,10 @@ static void end_text(Reader *r, const char *channel) {
 /* Is the pending text a call, or may it become one, without marks? */
 static bool may_be_call(const Reader *r) {
     static const char begin[] = "{\"name\":";
+    if (r->in_content) return true;
+    if (!(r->chat->format->flags & ALONE) || r->now.content.n) return false;
     size_t skip = strspn(r->pending.data, space), n = r->pending.n - skip;
-    bool alone = r->chat->format->flags & ALONE && !r->now.content.n && n;
-    return r->in_content || (alone && !strncmp(r->pending.data + skip, begin, n < strlen(begin) ? n : strlen(begin)));
+    return n && !strncmp(r->pending.data + skip, begin, n < strlen(begin) ? n : strlen(begin));
 }
 
 /* Turns pending text into a call if it is one, with arguments as Python writes them. `closed`: the text ends with the

@@ -1047,7 +1047,8 @@ static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, 
     for (int i = 0; i < 3; i++) {
         const int each = grids[i]->rows; /* rows that share a line of the view */
         View *v = views[i];
-        if (!each || each == w->rows) continue; /* absent, or the same for all rows */
+        if (each == w->rows) v->step = 0; /* the same for all rows */
+        if (!each || each == w->rows) continue;
         if (first % each || pitch % each || grids[i]->transposed)
             refuse(load, load->path, "kv_b_proj in %s is not implemented: heads are no whole blocks of rows",
                    types[w->type].name);
@@ -1058,8 +1059,14 @@ static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, 
         v->step = v->stride * (size_t)(pitch / each);
         v->stride *= (size_t)step;
     }
-    float *bias = w->bias ? keep(load->c, (size_t)part.n * (size_t)rows, sizeof *bias) : NULL;
-    for (int i = 0; i < part.n * rows && bias; i++) bias[i] = w->bias[i / rows * pitch + first + i % rows * step];
+    for (int i = 0; i < part.n; i++) { /* w is one matrix if it has factors or groups */
+        part.factor = gather(load, part.n, part.factor, w->factor, i, 1);
+        part.group = gather(load, part.n, part.group, w->group, i, (size_t)w->cols);
+    }
+    const size_t n = (size_t)part.n * (size_t)rows, r = (size_t)rows;
+    float *bias = w->bias ? keep(load->c, n, sizeof *bias) : NULL;
+    for (size_t i = 0; i < n && bias; i++)
+        bias[i] = w->bias[i / r * (size_t)pitch + (size_t)first + i % r * (size_t)step];
     part.bias = bias;
     return part;
 }

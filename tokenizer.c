@@ -248,19 +248,21 @@ static Cut next_added(const Encoder *w, int step, const char *s, size_t n, size_
     Cut cut = {n, n, -1};
     for (size_t begin = from; begin < n && cut.id < 0; begin++) {
         uint64_t h = FNV;
+        if ((s[begin] & 0xC0) == 0x80) continue;
         for (size_t i = begin; i < n; i++) {
             h = hash(h, s + i, 1);
             int id = map_get(t->prefixes + step, h);
             if (id < 0) break;
             if (id >= t->size || (t->piece[id].control && !(w->flags & CONTROL_TOKENS))) continue;
+            if (i + 1 < n && (s[i + 1] & 0xC0) == 0x80) continue; /* amid a character: another text with this hash */
             cut = (Cut){begin, i + 1, id};
         }
     }
     return cut;
 }
 
-/* PCRE2 calls this before each item of a pattern. It limits the steps of all matches of a text together, bytes scanned
- * included. PCRE2's own limit is for one match and does not count the bytes. */
+/* PCRE2 calls this before each item of a pattern. It limits the steps of all matches of a text together, with the
+ * bytes between them. PCRE2's own limit is for one match and does not count the bytes. */
 static int matcher_step(pcre2_callout_block *block, void *data) {
     Encoder *w = data;
     size_t now = block->current_position, cost = 1 + (now > w->at ? now - w->at : w->at - now);
@@ -270,7 +272,7 @@ static int matcher_step(pcre2_callout_block *block, void *data) {
     return 0;
 }
 
-/* Finds the next match of a pattern from `from` on. An empty match would split nothing. */
+/* Finds the next match of a pattern from `from` on. No published pattern matches an empty text. */
 static bool next_match(Encoder *w, int number, const char *s, size_t n, size_t from, Cut *cut) {
     const uint32_t options = PCRE2_NO_UTF_CHECK | PCRE2_NOTEMPTY;
     const PCRE2_SIZE *at = pcre2_get_ovector_pointer(w->match);
@@ -296,7 +298,9 @@ static void normalize(const Tokenizer *t, const char *s, size_t n, bool first, B
     int features = t->features, options = features & NFC ? UTF8PROC_STABLE | UTF8PROC_COMPOSE : 0;
     for (size_t begin = 0, i = 0, marks = 0; begin < n;) {
         i += (size_t)utf8_decode(s + i, n - i, &c);
-        marks = utf8proc_get_property((int32_t)c)->combining_class ? marks + 1 : 0;
+        const utf8proc_property_t *p = utf8proc_get_property((int32_t)c);
+        bool mark = p->combining_class || p->category == UTF8PROC_CATEGORY_MN; /* U+0F73 has no class, but its parts */
+        marks = mark ? marks + 1 : 0;
         if (i < n && marks < MOST_MARKS) continue;
         utf8proc_uint8_t *part = NULL;
         utf8proc_ssize_t got = utf8proc_map_custom((const utf8proc_uint8_t *)s + begin, (utf8proc_ssize_t)(i - begin),
@@ -542,7 +546,8 @@ static bool add_split(Tokenizer *t, const char *pattern) {
     uint32_t references;
     const uint32_t options = PCRE2_UTF | PCRE2_NO_UTF_CHECK | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C | PCRE2_AUTO_CALLOUT;
     if (!pattern || t->splits == MOST_SPLITS) return false;
-    if (strstr(pattern, "\\K")) return false; /* it could move a match to before where the matcher began */
+    /* \K could move a match to before where the matcher began; the bytes that \X looks back over cannot be counted */
+    if (strstr(pattern, "\\K") || strstr(pattern, "\\X")) return false;
     pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, options, &problem, &offset, NULL);
     if (!code) return false;
     t->split[t->splits++] = code;
@@ -799,6 +804,10 @@ void tokenizer_close(Tokenizer *t) {
 bool tokenizer_fit(Tokenizer *t, int vocab) {
     for (int id = vocab; id < t->size; id++)
         if (t->piece[id].n && !t->piece[id].added) return false;
+    for (int id = vocab; id < t->size; id++) t->piece[id].control = true; /* no merge makes it */
+    for (int b = 0; b < 256; b++)
+        if (t->byte_token[b] >= vocab) t->byte_token[b] = -1;
+    if (t->bos >= vocab) t->bos = -1;
     if (t->size > vocab) t->size = vocab;
     return true;
 }

@@ -222,3 +222,28 @@ def test_tensors(folder):
         else:
             infer("logits", model, "--ids", 1)
     each([(f"{i} {case[0]}", *case) for i, case in enumerate(TENSORS)], check)
+
+
+def test_heads_of_one_matrix(folder):
+    """kv_b_proj is cut into heads. One scale, zero or factor of all of it counts for each head."""
+    def int8(rows, cols, n):
+        codes = bytes((7 * r + 3 * c) % 17 for r in range(rows) for c in range(cols))
+        return {"weight": ["I8", [rows, cols], codes], "weight_scale": ["F32", [n, 1], struct.pack("<f", 0.01) * n],
+                "weight_zero_point": ["I8", [n, 1], bytes([5]) * n]}
+
+    def nvfp4(rows, cols, factor, scale):
+        codes = bytes((5 * i) % 251 for i in range(rows * cols // 2))
+        return {"weight_packed": ["U8", [rows, cols // 2], codes],
+                "weight_scale": ["F8_E4M3", [rows, cols // 16], bytes([scale]) * (rows * cols // 16)],
+                "weight_global_scale": ["F32", [1], struct.pack("<f", factor)]}
+
+    def logits(make, how):
+        changed = tensors("deepseek_fp8")
+        for key in [key for key in changed if key.endswith("kv_b_proj.weight")]:
+            rows, cols = changed[key][1]
+            changed = {k: v for k, v in changed.items() if not k.startswith(key)}
+            changed.update({key[:-6] + name: value for name, value in make(rows, cols, *how(rows)).items()})
+        return infer("logits", write(folder, "deepseek_fp8", changed), "--ids", "1,2,3", "--all").text
+
+    same(logits(int8, lambda rows: [1]), logits(int8, lambda rows: [rows]), "one scale and zero, or one a row")
+    same(logits(nvfp4, lambda rows: [2, 0x38]), logits(nvfp4, lambda rows: [1, 0x30]), "1 / 2, or 0.5 / 1")

@@ -787,6 +787,20 @@ def test_tokenizer_of_another_model(folder):
     refused("play", model, "-p", "x", words=["tokenizer.json", "420", "131"])
 
 
+def test_ids_without_an_embedding(folder):
+    """Added tokens may lie beyond the model's vocabulary; neither a merge nor the template nor a byte gives their ids."""
+    model, vocab = copy_model(LLAMA, folder), {chr(97 + i): i for i in range(26)}
+    (model / "tokenizer.json").write_text(json.dumps({
+        "added_tokens": [{"id": 500, "content": "ab", "special": False, "normalized": False},
+                         {"id": 501, "content": "<unk>", "special": True, "normalized": False}],
+        "model": {"type": "BPE", "vocab": {**vocab, "ab": 500, "<unk>": 501}, "merges": ["a b"], "unk_token": "<unk>",
+                  "fuse_unk": True},
+        "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<unk>", "type_id": 0}},
+                                                                    {"Sequence": {"id": "A", "type_id": 0}}]}}))
+    infer("logits", model, "-p", "xaby")
+    refused("logits", model, "-p", "A", words=["0x41"])
+
+
 # ---- tokenizer.json
 
 TOKENIZER = read_json(PARROT / "tokenizer.json")
@@ -911,6 +925,7 @@ TOKENIZERS = [  # what is wrong, the file, the text, words of the message; FINE:
     ("a pattern that scans for each match", lambda: split_on("(?:a+a+b)|a"), "a" * 10000, ["match limit"]),
     ("a pattern that looks ahead for each match", lambda: split_on("a(?=.*b)|a"), "a" * 100000, ["match limit"]),
     ("a pattern that refers back", lambda: split_on("(a*)b\\1c|a"), "a", ["pattern"]),
+    ("a pattern that looks back", lambda: split_on("\\X"), "Hello", ["pattern"]),
     ("a pattern that moves a match's beginning", lambda: split_on("(?<=l(?1))o|(\\Kl)"), "Hello", ["pattern"]),
     ("a pattern nested deep", lambda: split_on("(" * 10000 + ")" * 10000), "x", ["pattern"]),
     ("ids with gaps", lambda: of_model(vocab=GAPS), SAMPLE, lambda i: i if i < 300 or i >= 400 else i + 100000),
@@ -986,7 +1001,8 @@ def test_many_added_tokens_in_time(folder):
 def test_marks_in_time(folder):
     """1 MiB of combining marks in the wrong order, which NFC has to sort: limit as for 1 MiB of one character."""
     (folder / "tokenizer.json").write_text(of_file(normalizer={"type": "NFC"}))
-    infer("tokenize", folder, stdin="\u0301\u0323" * (1 << 18), program=PLAIN, cpu=5)
+    for marks in "\u0301\u0323" * (1 << 18), "\u0F73" * ((1 << 20) // 3):  # U+0F73 stands for two marks
+        infer("tokenize", folder, stdin=marks, program=PLAIN, cpu=5)
 
 
 def test_large_tokenizer_in_time():

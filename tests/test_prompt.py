@@ -395,6 +395,7 @@ WRONG = [  # what, the conversation, words of the message
     ("arguments that are an object", {"messages": [HI, {"role": "assistant", "tool_calls": [
         {"function": {"name": "f", "arguments": {}}}]}]}, ["messages[1].tool_calls"]),
     ("unknown effort", {"messages": [HI], "reasoning_effort": "huge"}, ["reasoning_effort", "huge"]),
+    ("two efforts", {"messages": [HI], "reasoning_effort": "low medium"}, ["reasoning_effort", "low medium"]),
     ("channels are an array", {"messages": [HI], "channels": ["final"]}, ["channels"]),
     ("date is a number", {"messages": [HI], "date": 2025}, ["date"]),
     ("tools are a text", {"messages": [HI], "tools": "f"}, ["tools"]),
