@@ -189,16 +189,16 @@ static bool json_lax_number(const char *text, const char *s, const char *end) {
     return more && !strchr("0123456789.eE+", before);
 }
 
-/* The first error that cJSON would accept, or cut silently, and its offset; NULL: none. cJSON finds the others. */
-static const char *json_laxity(const char *text, size_t n, size_t *offset) {
-    const char *s = text, *end = text + n;
+/* The first error that cJSON would accept, or cut silently, and its place; NULL: none. cJSON finds the others. */
+static const char *json_laxity(const char *text, size_t n, const char **place) {
+    const char *end = text + n;
     size_t values = 0;
     bool quoted = false;
-    *offset = utf8_check(text, n);
-    if (*offset < n) return "invalid UTF-8";
-    for (; s < end; s++) {
+    *place = text + utf8_check(text, n);
+    if (*place < end) return "invalid UTF-8";
+    for (const char *s = text; s < end; s++) {
         unsigned char c = (unsigned char)*s;
-        *offset = (size_t)(s - text);
+        *place = s;
         if (c < 32 && (quoted || (c != '\t' && c != '\n' && c != '\r'))) return "a control byte";
         if (c == '\\' && end - s >= 6 && !memcmp(s, "\\u0000", 6)) return "\\u0000";
         if (c == '\\') s++; /* what is escaped ends no text */
@@ -219,25 +219,24 @@ static const char *json_twice(const cJSON *value) {
     const cJSON *m;
     const char *twice = NULL, **name = allocate((size_t)cJSON_GetArraySize(value) * sizeof *name);
     cJSON_ArrayForEach(m, value) {
-        name[n++] = m->string;
+        if (m->string) name[n++] = m->string; /* values of an array have none */
         if (m->child && !twice) twice = json_twice(m);
     }
-    if (cJSON_IsObject(value)) qsort(name, n, sizeof *name, by_name);
-    for (size_t i = 1; i < n && !twice && cJSON_IsObject(value); i++)
+    qsort(name, n, sizeof *name, by_name);
+    for (size_t i = 1; i < n && !twice; i++)
         if (!strcmp(name[i - 1], name[i])) twice = name[i];
     free(name);
     return twice;
 }
 
 cJSON *json_parse(const char *text, size_t n, const char *name, Error *e) {
-    size_t at;
-    const char *problem = json_laxity(text, n, &at), *end = text, *twice = NULL;
-    cJSON *json = problem ? NULL : cJSON_ParseWithLengthOpts(text, n, &end, false);
-    while (json && end < text + n && strchr(" \t\r\n", *end)) end++;
-    if (!problem) at = (size_t)(end - text);
-    if (!problem && (!json || at < n)) problem = json ? "text after the end" : "it ends or goes wrong";
+    const char *at, *problem = json_laxity(text, n, &at), *twice = NULL;
+    cJSON *json = problem ? NULL : cJSON_ParseWithLengthOpts(text, n, &at, false);
+    while (json && at < text + n && strchr(" \t\r\n", *at)) at++;
+    if (!json && !problem) problem = "it ends or goes wrong";
+    if (json && at < text + n) problem = "text after the end";
     if (problem)
-        fail(e, BAD_MODEL, "%s: not valid JSON: %s at byte %zu of %zu", name, problem, at, n);
+        fail(e, BAD_MODEL, "%s: not valid JSON: %s at byte %td of %zu", name, problem, at - text, n);
     else if ((twice = json_twice(json)))
         fail(e, BAD_MODEL, "%s: the key '%.100s' appears twice in one object", name, twice);
     else

@@ -129,6 +129,9 @@ double seconds(void); /* a monotonic clock */
 char *size_text(uint64_t bytes, char out[24]);
 /* 131072 as 131,072. Returns `out`. */
 char *count_text(uint64_t count, char out[32]);
+/* The same texts, which last until the block ends. */
+#define SIZE(bytes)  size_text(bytes, (char[24]){0})
+#define COUNT(count) count_text(count, (char[32]){0})
 
 #ifdef __cplusplus
 }

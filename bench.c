@@ -84,19 +84,17 @@ static void measure_prompt(Bench *b, Figure *f) {
  * before the previous one is collected. */
 static double generate_once(Bench *b, const Figure *f) {
     void *state = b->model.engine.state;
-    int n = f->streams, slot[MOST_STREAMS], first[MOST_STREAMS + 1], token[MOST_STREAMS], start[MOST_STREAMS];
-    int pages = (f->depth + f->tokens + PAGE - 1) / PAGE;
-    LocalIds page = {0};
+    int n = f->streams, pages = (f->depth + f->tokens + PAGE - 1) / PAGE, token[MOST_STREAMS], start[MOST_STREAMS];
     Sampling how[MOST_STREAMS];
     Want want[MOST_STREAMS];
+    LocalIds count = {0}; /* 0, 1, 2, ...: the slots, the one token of each and the pages, so they overwrite prompts */
+    for (int i = 0; i <= n * pages; i++) ids_add(&count, i);
     for (int i = 0; i < n; i++) {
-        slot[i] = first[i] = i, start[i] = f->depth, want[i] = WANT_TOKEN;
+        start[i] = f->depth, want[i] = WANT_TOKEN;
         token[i] = any_token(b->model.engine.model, (unsigned)i);
         how[i] = b->o->sampling, how[i].seed = (uint64_t)i;
     }
-    first[n] = n;
-    for (int i = 0; i < n * pages; i++) ids_add(&page, i); /* overwrites the prompts */
-    Batch batch = {n, pages, slot, first, token, start, page.data, how, want};
+    Batch batch = {n, pages, count.data, count.data, token, start, count.data, how, want};
     Result result;
     Error e;
     double begin = seconds();
@@ -264,12 +262,11 @@ static void run_load(Load *l, int requests) {
 }
 
 /* The p-quantile of times, in ms. */
-static double percentile(const Bytes *times, double p) {
+static cJSON *percentile(const Bytes *times, double p) {
     double *at = (double *)(void *)times->data;
     size_t n = times->n / sizeof *at;
-    if (!n) return 0;
-    qsort(at, n, sizeof *at, ascending);
-    return at[(size_t)ceil(p * (double)n) - 1] * 1e3;
+    if (n) qsort(at, n, sizeof *at, ascending);
+    return json_number(n ? at[(size_t)ceil(p * (double)n) - 1] * 1e3 : 0);
 }
 
 static int bench_server(const Options *o, bool json) {
@@ -289,12 +286,11 @@ static int bench_server(const Options *o, bool json) {
     for (int i = 0; i < o->prompts.n * o->clients.n; i++) {
         l.prompt = o->prompts.value[i / o->clients.n], l.clients = o->clients.value[i % o->clients.n];
         run_load(&l, o->repeats);
-        cJSON *row =
-            json_object("clients", json_number(l.clients), "prompt", json_number(l.prompt), "tokens_per_second",
-                        json_number(l.tokens / l.seconds), "first_p50", json_number(percentile(&l.first, 0.5)),
-                        "first_p99", json_number(percentile(&l.first, 0.99)), "token_p50",
-                        json_number(percentile(&l.gaps, 0.5)), "token_p99", json_number(percentile(&l.gaps, 0.99)),
-                        "token_most", json_number(percentile(&l.gaps, 1)), "failed", json_number(l.failed), NULL);
+        cJSON *row = json_object("clients", json_number(l.clients), "prompt", json_number(l.prompt),
+                                 "tokens_per_second", json_number(l.tokens / l.seconds), "first_p50",
+                                 percentile(&l.first, 0.5), "first_p99", percentile(&l.first, 0.99), "token_p50",
+                                 percentile(&l.gaps, 0.5), "token_p99", percentile(&l.gaps, 0.99), "token_most",
+                                 percentile(&l.gaps, 1), "failed", json_number(l.failed), NULL);
         cJSON_AddItemToArray(rows, row);
         cJSON_ArrayForEach(x, row) if (!json) printf("| %.5g ", x->valuedouble);
         if (!json) puts("|");
@@ -409,22 +405,21 @@ static void add_memory(cJSON *out, const Model *m, int context) {
     const int row = m->kv_rank ? m->kv_rank + m->rope_dim : 2 * m->n_kv_heads * m->head_dim;
     double token = 2.0 * m->n_layers * row + 4, fixed = (double)model_bytes(m) + 2e9;
     Devices d = {0};
-    char text[200], size[24], count[32];
     backend->describe(&d);
-    snprintf(text, sizeof text, "the weights, %s of cache for a context of %s, about 2 GB to work in",
-             size_text((uint64_t)(token * context), size), count_text((uint64_t)context, count));
+    LocalText estimate = text_print("the weights, %s of cache for a context of %s, about 2 GB to work in",
+                                    SIZE((uint64_t)(token * context)), COUNT((uint64_t)context));
     json_add(out, "cache_bytes_per_token", json_number(token), "gpu_bytes", json_number(fixed + token * context),
-             "estimate", json_word(text), NULL);
-    double room = d.gpus ? (double)d.gpu[0].free : 0, fits = 0;
-    if (d.gpu[0].usable) fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
-    json_add(out, "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
-    if (d.gpus) json_add(out, "gpu_bytes_free", json_number(room), "context_that_fits", json_number(fits), NULL);
-    json_add(out, "fits", d.gpus ? cJSON_CreateBool(fits >= context) : cJSON_CreateNull(), NULL);
-    if (d.gpus && fits < context) {
-        snprintf(text, sizeof text, "--ctx %.0f fits here", fits);
-        if (!fits) snprintf(text, sizeof text, "a GPU with %s free", size_text((uint64_t)(fixed + token * PAGE), size));
-        cJSON_AddStringToObject(out, "suggestion", text);
+             "estimate", json_word(estimate), "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
+    if (!d.gpus) {
+        json_add(out, "fits", json_word(NULL), NULL);
+        return;
     }
+    double room = (double)d.gpu[0].free, fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
+    if (!d.gpu[0].usable) fits = 0;
+    LocalText cure = fits > 0 ? text_print("--ctx %.0f fits here", fits)
+                              : text_print("a GPU with %s free", SIZE((uint64_t)(fixed + token * PAGE)));
+    json_add(out, "gpu_bytes_free", json_number(room), "context_that_fits", json_number(fits), "fits",
+             cJSON_CreateBool(fits >= context), "suggestion", fits < context ? json_word(cure) : NULL, NULL);
 }
 
 /* Adds what there is to say about the model in a folder. False: infer does not run it. */
@@ -453,13 +448,12 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
 
 static void print_facts(const cJSON *facts) {
     const cJSON *x;
-    char count[32], size[24];
     cJSON_ArrayForEach(x, facts) {
-        const char *text = cJSON_IsTrue(x) ? "yes" : cJSON_IsFalse(x) ? "no" : x->valuestring;
-        if (cJSON_IsNumber(x)) text = count_text((uint64_t)x->valuedouble, count);
+        const char *number = COUNT((uint64_t)x->valuedouble), *text = cJSON_IsNumber(x) ? number : x->valuestring;
+        if (cJSON_IsBool(x)) text = cJSON_IsTrue(x) ? "yes" : "no";
         for (const char *c = x->string; *c; c++) putchar(*c == '_' ? ' ' : *c);
         printf("%*s%s", 23 - (int)strlen(x->string), "", text ? text : "unknown");
-        if (strstr(x->string, "bytes")) printf(" (%s)", size_text((uint64_t)x->valuedouble, size));
+        if (strstr(x->string, "bytes")) printf(" (%s)", SIZE((uint64_t)x->valuedouble));
         puts("");
     }
 }
@@ -487,7 +481,6 @@ int inspect(const Options *o) {
 
 int list(const Options *o) {
     LOCAL(models_free) Models here = models_list();
-    char size[24];
     cJSON *all = cJSON_CreateArray();
     for (const ModelEntry *m = here.entry; m < here.entry + here.n; m++) {
         cJSON *one = json_object("name", json_word(m->name), "family", json_word(m->family), "bytes",
@@ -497,8 +490,8 @@ int list(const Options *o) {
         cJSON_AddItemToArray(all, one);
         const char *state = !m->known ? "not supported" : m->complete ? "complete" : "incomplete";
         if (!o->json)
-            printf("%-36s %-10s %8s  %-5s  %-13s  %s\n", m->name, m->family, size_text(m->bytes, size), m->encoding,
-                   state, m->path);
+            printf("%-36s %-10s %8s  %-5s  %-13s  %s\n", m->name, m->family, SIZE(m->bytes), m->encoding, state,
+                   m->path);
     }
     if (!here.n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     json_print(all, o->json);
@@ -525,18 +518,17 @@ static void finding(Doctor *d, const char *what, int code, const char *cure, cha
 
 int doctor(const Options *o) {
     Doctor d = {.json = o->json, .all = cJSON_CreateArray()};
-    char text[200], a[24], b[24];
     Devices v = {0};
     backend->describe(&v); /* runtime 0: a build without CUDA, which needs no GPU */
     if (!v.gpus)
         finding(&d, "GPU", NO_GPU, v.runtime ? "install or update NVIDIA's driver: nvidia-smi has to show one" : NULL,
                 text_print("none (%s)", v.problem));
     for (int i = 0; i < v.gpus; i++) {
-        snprintf(text, sizeof text, "this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d%s",
-                 v.gpu[i].major, v.gpu[i].minor, v.gpu[i].major == 9 ? "a" : "");
-        finding(&d, "GPU", NO_GPU, v.gpu[i].usable ? NULL : text,
+        LocalText cure = text_print("this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d%s",
+                                    v.gpu[i].major, v.gpu[i].minor, v.gpu[i].major == 9 ? "a" : "");
+        finding(&d, "GPU", NO_GPU, v.gpu[i].usable ? NULL : cure,
                 text_print("%d: %s, compute capability %d.%d, %s of %s free", i, v.gpu[i].name, v.gpu[i].major,
-                           v.gpu[i].minor, size_text(v.gpu[i].free, a), size_text(v.gpu[i].total, b)));
+                           v.gpu[i].minor, SIZE(v.gpu[i].free), SIZE(v.gpu[i].total)));
     }
     if (v.driver)
         finding(&d, "CUDA", 0, NULL,
@@ -545,13 +537,13 @@ int doctor(const Options *o) {
 
     struct statvfs disk = {0};
     /* the cache's folder, or the nearest one above it that exists */
-    char *cache = hub_cache(), *copy = copy_text(cache, strlen(cache)), *there = copy;
+    LocalText cache = hub_cache();
+    LocalText copy = text_print("%s", cache);
+    char *there = copy;
     while (statvfs(there, &disk) && strcmp(there, "/") && strcmp(there, ".")) there = dirname(there);
     finding(&d, "cache", NO_NETWORK,
             access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL,
-            text_print("%s, %s free", cache, size_text((uint64_t)disk.f_bavail * disk.f_frsize, a)));
-    free(copy);
-    free(cache);
+            text_print("%s, %s free", cache, SIZE((uint64_t)disk.f_bavail * disk.f_frsize)));
 
     char token[300] = "not checked", answer[400] = "not tried";
     Error e = {0};

@@ -35,10 +35,9 @@
 
 enum { MAX_JOBS = 64, MAX_PATH = 4096, MAX_NAME = 256, MAX_ANSWER = 64 << 20, MAX_TRIES = 5 };
 enum { MAX_WAIT = 300 /* seconds */, SHOWN_FILES = 10 };
-#define HEX_40      "^[0-9a-f]{40}$"
-#define HEX_64      "^[0-9a-f]{64}$"
-#define WEIGHTS     "[.]safetensors$"
-#define SIZE(bytes) size_text(bytes, (char[24]){0}) /* until its block ends */
+#define HEX_40  "^[0-9a-f]{40}$"
+#define HEX_64  "^[0-9a-f]{64}$"
+#define WEIGHTS "[.]safetensors$"
 
 typedef struct {                  /* a file, or, with `body`, a small answer of at most `end` bytes */
     char *name, *id, *url, *blob; /* blob: path of its content in the cache */
