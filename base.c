@@ -322,19 +322,18 @@ bool text_whole(const char *text, int least, int most, int *out) {
 }
 
 bool text_stops(Bytes *text, size_t *shown, const char *const *stop, int n, bool last) {
-    size_t wait = 0, unseen = text->n - *shown; /* a longer stop text cannot be there */
-    bool found = false;
+    size_t end = text->n, unseen = end - *shown; /* a longer stop text cannot be there */
     for (int i = 0; i < n; i++) {
         char *hit = memmem(text->data + *shown, text->n - *shown, stop[i], strnlen(stop[i], unseen + 1));
         if (!hit) continue;
         text->n = (size_t)(hit - text->data);
         *hit = 0;
-        found = true;
     }
-    for (int i = 0; i < n && !found && !last; i++)
-        for (size_t k = strnlen(stop[i], unseen + 1) - 1; k > wait; k--)
-            if (!memcmp(text->data + text->n - k, stop[i], k)) wait = k;
-    *shown = text->n - wait;
+    bool found = text->n < end;
+    for (; *shown < text->n && !found && !last; ++*shown)
+        for (int i = 0; i < n; i++)
+            if (!strncmp(stop[i], text->data + *shown, text->n - *shown)) return false;
+    *shown = text->n;
     return found;
 }
 

@@ -245,23 +245,20 @@ static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, co
         if (!key || *rest)
             return fail(e, BAD_MODEL, "%s: the key '%.80s' is not known here: it may change what the model computes",
                         path, one->string);
-        const cJSON *same = cJSON_IsArray(one) && one->child ? one->child : one;
-        for (const cJSON *x = same == one ? NULL : one->child; x; x = x->next)
-            if (!cJSON_Compare(x, one->child, true)) same = one;
-        if (*key->hub) cJSON_AddItemToObject(config, key->hub, cJSON_Duplicate(same, true));
+        const cJSON *first = one->child, *x = first; /* only a list has children */
+        while (x && cJSON_Compare(x, first, true)) x = x->next;
+        if (*key->hub) cJSON_AddItemToObject(config, key->hub, cJSON_Duplicate(first && !x ? first : one, true));
     }
     return true;
 }
 
 /* Fills rope_scaling from the keys of config that belong there. */
 static void add_rope(cJSON *config, const char *arch) {
-    const char *type = json_string(config, "rope_type");
-    double factor = get_number(config, "factor", 1), mscale = get_number(config, "mscale", 0) * 10;
-    if (!type || !strcmp(type, "none")) { /* old files have only scale_linear */
-        type = !type && factor > 1 ? "linear" : "default";
-        cJSON_DeleteItemFromObjectCaseSensitive(config, "rope_type");
-        cJSON_AddStringToObject(config, "rope_type", type);
-    }
+    cJSON *type = cJSON_GetObjectItemCaseSensitive(config, "rope_type");
+    double mscale = get_number(config, "mscale", 0) * 10;
+    if (json_is(config, "rope_type", "none")) cJSON_SetValuestring(type, "default");
+    if (!type && get_number(config, "factor", 1) > 1)
+        cJSON_AddStringToObject(config, "rope_type", "linear"); /* old files have only scale_linear */
     if (mscale > 0) put(config, "mscale", mscale), put(config, "mscale_all_dim", mscale);
     cJSON_AddBoolToObject(config, "truncate", strcmp(arch, "gpt-oss"));
     cJSON_AddItemToObject(config, "rope_scaling", cJSON_Duplicate(config, true));
@@ -270,13 +267,12 @@ static void add_rope(cJSON *config, const char *arch) {
 cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
     static const char *const stops[] = {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
                                         "tokenizer.ggml.eom_token_id"};
-    const cJSON *metadata = t->metadata;
-    const char *arch = json_string(metadata, "general.architecture"), *rest = "";
+    const char *arch = json_string(t->metadata, "general.architecture"), *rest = "";
     const Pair *row = find(renamed, arch, arch, &rest);
     cJSON *c = cJSON_CreateObject();
     bool known = text_listed(archs, arch) ||
                  fail(e, BAD_MODEL, "%s: the architecture '%.60s' is not supported (supported: %s)", path, arch, archs);
-    if (!known || !copy_keys(c, metadata, arch, path, e)) return cJSON_Delete(c), NULL;
+    if (!known || !copy_keys(c, t->metadata, arch, path, e)) return cJSON_Delete(c), NULL;
     const Tensor *embed = tensors_find(t, "model.embed_tokens.weight");
     bool llama = !strcmp(arch, "llama"), latent = !strcmp(arch, "deepseek2");
     double gating = get_number(c, "expert_gating_func", 1); /* 1: softmax, 2: sigmoid */
@@ -311,6 +307,6 @@ cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
     cJSON_AddBoolToObject(c, "tie_word_embeddings", !tensors_find(t, "lm_head.weight"));
     add_rope(c, arch);
     cJSON *stop = cJSON_AddArrayToObject(c, "eos_token_id");
-    for (int i = 0; i < 3; i++) cJSON_AddItemToArray(stop, cJSON_Duplicate(json_get(metadata, stops[i]), true));
+    for (int i = 0; i < 3; i++) cJSON_AddItemToArray(stop, cJSON_Duplicate(json_get(t->metadata, stops[i]), true));
     return c;
 }
