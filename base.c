@@ -41,12 +41,7 @@ void *allocate(size_t bytes) { return checked(malloc(bytes ? bytes : 1)); }
 void *allocate_zero(size_t count, size_t bytes) { return checked(calloc(count ? count : 1, bytes)); }
 void *reallocate(void *p, size_t bytes) { return checked(realloc(p, bytes ? bytes : 1)); }
 
-char *copy_text(const char *text, size_t n) {
-    char *copy = allocate(n + 1);
-    memcpy(copy, text, n);
-    copy[n] = 0;
-    return copy;
-}
+char *copy_text(const char *text, size_t n) { return checked(strndup(text, n)); }
 
 static size_t grown(size_t room, size_t need) { return room * 2 > need ? room * 2 : need; }
 

@@ -39,7 +39,7 @@ void die(const Error *e) __attribute__((noreturn));
 void *allocate(size_t bytes);
 void *allocate_zero(size_t count, size_t bytes);
 void *reallocate(void *p, size_t bytes);
-char *copy_text(const char *text, size_t n); /* NUL-terminated copy */
+char *copy_text(const char *text, size_t n); /* of n bytes, or fewer if the text ends before */
 
 typedef struct { /* bytes that grow; data is NUL-terminated after every call, so that text can be used as a C string */
     char *data;
@@ -125,11 +125,10 @@ bool text_listed(const char *list, const char *word);
 
 double log_sum_exp(const float *x, int n);
 double seconds(void); /* a monotonic clock */
-/* 13.8 GB, 5.1 MB, 812 bytes: decimal units, as disks and downloads are sold. Returns `out`. */
+/* 13.8 GB, 5.1 MB, 812 bytes: decimal units, as disks and downloads are sold. 131072 as 131,072. They return `out`.
+ * SIZE and COUNT: the same texts, which last until the block ends. */
 char *size_text(uint64_t bytes, char out[24]);
-/* 131072 as 131,072. Returns `out`. */
 char *count_text(uint64_t count, char out[32]);
-/* The same texts, which last until the block ends. */
 #define SIZE(bytes)  size_text(bytes, (char[24]){0})
 #define COUNT(count) count_text(count, (char[32]){0})
 

@@ -59,7 +59,6 @@ static void report_figure(Bench *b, Figure *f) {
     printf("| %s %d | %d | %d | %.1f | %.1f-%.1f | %.3f |", kind, f->tokens, f->depth, f->streams, all / median, least,
            most, (f->prompt ? median : step) * 1e3);
     printf(f->prompt ? " | | |\n" : " %.3f | %.0f | %.1f |\n", bytes / 1e9, bytes / step / 1e9, percent);
-    fflush(stdout);
 }
 
 /* Token i of a fixed sequence that looks random. */
@@ -294,7 +293,6 @@ static int bench_server(const Options *o, bool json) {
         cJSON_AddItemToArray(rows, row);
         cJSON_ArrayForEach(x, row) if (!json) printf("| %.5g ", x->valuedouble);
         if (!json) puts("|");
-        fflush(stdout);
     }
     json_print(rows, json);
     curl_slist_free_all(l.headers);
@@ -312,6 +310,7 @@ int bench(const Options *o) {
         fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->format), die(&e);
     if (o->server && strncmp(o->server, "http://", 7) && strncmp(o->server, "https://", 8))
         fail(&e, USAGE, "--serve must be a URL like http://HOST:PORT, not '%.80s'", o->server), die(&e);
+    setlinebuf(stdout); /* a row appears when it is measured */
     if (o->server) return bench_server(o, b.json);
     if (!session_open(s, o, NEED_SHAPES, &e) || !session_load(s, o, 0, &e)) die(&e);
     cJSON *out =
@@ -508,9 +507,8 @@ typedef struct {
 
 /* Prints a finding and frees its text. cure NULL: nothing is wrong. */
 static void finding(Doctor *d, const char *what, int code, const char *cure, char *text) {
-    cJSON *one = json_object("what", json_word(what), "ok", cJSON_CreateBool(!cure), "found", json_word(text), "cure",
-                             cure ? json_word(cure) : NULL, NULL);
-    cJSON_AddItemToArray(d->all, one);
+    cJSON_AddItemToArray(d->all, json_object("what", json_word(what), "ok", cJSON_CreateBool(!cure), "found",
+                                             json_word(text), "cure", cure ? json_word(cure) : NULL, NULL));
     if (!d->json) printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
     if (cure && !d->code) d->code = code;
     free(text);
