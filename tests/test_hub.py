@@ -3,6 +3,7 @@ the token goes nowhere else. RUNS=N sets how often the process is killed (20), S
 """
 import email.utils
 import fcntl
+import gzip
 import json
 import os
 import random
@@ -247,6 +248,7 @@ def http_date(seconds):
 
 
 FINE = None
+GZIP, ZIPPED = {"Content-Encoding": "gzip"}, gzip.compress(b"[{}]") + b"some more bytes"
 FAULTS = [  # what goes wrong, how, exit code or FINE if the download must survive it, words of the message
     ("redirect to a file", when(content(lambda q: q.redirect("file:///etc/passwd"))), 5,
      ["redirects lead to https only", '"file"']),
@@ -304,6 +306,8 @@ FAULTS = [  # what goes wrong, how, exit code or FINE if the download must survi
     ("more bytes than asked", when(content(lambda q: q.reply(200, body=b"x" * 10 ** 6))), 5, ["more than"]),
     ("fewer bytes than asked", when(content(lambda q: q.reply(200, body=b"x" * 10 ** 4))), 5, ["network"]),
     ("the signature expires", when(once(lambda q: q.reply(403))), FINE, []),
+    ("gzip with bytes behind it", when(content(lambda q: q.reply(200, GZIP, ZIPPED))), 5, ["the same command goes on"]),
+    ("gzip with bytes behind it, in the list", when(api(lambda q: q.reply(200, GZIP, ZIPPED))), 5, ["127.0.0.1"]),
     ("the list is no JSON", when(api(lambda q: q.reply(200, body=b"[{"))), 3, ["JSON"]),
     ("the list is no list", when(api(lambda q: q.reply(200, body={"sha": "a" * 40, "siblings": {}}))), 3, ["list"]),
     ("a login page instead of the list", when(api(lambda q: q.reply(200, body=b"<!DOCTYPE html><p>Hotel"))), 5,
