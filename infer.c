@@ -19,6 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/param.h>
 #include <sys/stat.h>
 #include <termios.h>
 #include <unistd.h>
@@ -307,9 +308,8 @@ static void wrap_text(Wrap *w, const char *text, size_t n) {
     if (!w->width) fwrite(shown.data ? shown.data : "", 1, shown.n, w->f);
     for (size_t i = 0; w->width && i < shown.n;) {
         char c = shown.data[i];
-        uint32_t cp = 0;
-        int length = utf8_decode(shown.data + i, shown.n - i, &cp), cells = wcwidth((wchar_t)cp);
-        if (length < 1) length = 1;
+        uint32_t cp;
+        int length = abs(utf8_decode(shown.data + i, shown.n - i, &cp)), cells = wcwidth((wchar_t)cp);
         if (strchr(" \n\t", c)) {
             if (w->word.n) wrap_word(w);
             if (c == '\t') fprintf(w->f, "%*s\t", w->spaces, ""), w->column = ((w->column + w->spaces) | 7) + 1;
@@ -317,7 +317,7 @@ static void wrap_text(Wrap *w, const char *text, size_t n) {
             w->spaces = c == ' ' ? w->spaces + 1 : 0;
         } else {
             bytes_add(&w->word, shown.data + i, (size_t)length);
-            w->cells += cells > 0 ? cells : 0;
+            w->cells += MAX(cells, 0);
             if (cells == 2 || w->cells >= w->width) wrap_word(w); /* scripts without spaces, long words */
         }
         i += (size_t)length;
@@ -386,54 +386,54 @@ static bool choose_model(Session *s, Error *e) {
     char line[64], size[24];
     int n = here.n, width = 0, choice = n == 1;
     bool can_ask = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
-    for (int i = 0; i < n; i++) width = (int)strlen(list[i].name) > width ? (int)strlen(list[i].name) : width;
+    if (!n)
+        return fail(e, BAD_MODEL,
+                    "no model in ./models, ~/.cache/infer/models or the hub's cache: infer download ORG/NAME "
+                    "fetches one");
+    for (int i = 0; i < n; i++) width = MAX(width, (int)strlen(list[i].name));
     if (n > 1) fputs("Available models:\n", stderr);
     for (const ModelEntry *m = list; m < list + n && n > 1; m++) {
         const char *state = !m->known ? "  not supported" : m->complete ? "" : "  incomplete";
         fprintf(stderr, "%3d. %-*s  %8s  %s%s\n", (int)(m - list) + 1, width, m->name, size_text(m->bytes, size),
                 m->encoding, state);
     }
-    while (!choice && n && can_ask) {
+    while (!choice && can_ask) {
         fprintf(stderr, "Select model (1-%d): ", n);
         if (!fgets(line, sizeof line, stdin) && fputc('\n', stderr)) break;
         line[strcspn(line, "\n")] = 0;
         if (!text_whole(line, 1, n, &choice)) fprintf(stderr, "A number from 1 to %d is needed; Ctrl+C leaves.\n", n);
     }
-    if (choice) s->dir = copy_text(list[choice - 1].path, strlen(list[choice - 1].path));
-    if (choice) s->name = copy_text(list[choice - 1].name, strlen(list[choice - 1].name));
-    return choice || (n ? fail(e, USAGE, "which of the %d models? infer COMMAND MODEL", n)
-                        : fail(e, BAD_MODEL,
-                               "no model in ./models, ~/.cache/infer/models or the hub's cache: infer "
-                               "download ORG/NAME fetches one"));
+    if (!choice) return fail(e, USAGE, "which of the %d models? infer COMMAND MODEL", n);
+    s->dir = text_print("%s", list[choice - 1].path);
+    s->name = text_print("%s", list[choice - 1].name);
+    return true;
 }
 
 /* Opens config and weights if they are needed, and always a GGUF file's metadata, which has the tokenizer. */
 static bool open_checkpoint(Session *s, const Options *o, int need, Error *e) {
-    const bool shapes = need & NEED_SHAPES;
-    if (!shapes && !(need & NEED_CHECKPOINT))
+    if (!(need & (NEED_CHECKPOINT | NEED_SHAPES)))
         return !gguf_named(s->dir) || tensors_open(&s->checkpoint.tensors, s->dir, e);
     LocalText whole = text_print("%s/model.safetensors", s->dir);
     LocalText index = text_print("%s.index.json", whole);
     const bool weights = file_exists(whole) || file_exists(index) || gguf_named(s->dir);
     if (weights && o->encoding)
         return fail(e, USAGE, "%s has weights; --encoding is for a directory that has only config.json", s->dir);
-    if (weights || !shapes) return checkpoint_open(&s->checkpoint, s->dir, e);
+    if (weights || need & NEED_CHECKPOINT) return checkpoint_open(&s->checkpoint, s->dir, e);
     return checkpoint_make_up(&s->checkpoint, s->dir, o->encoding, e);
 }
 
 static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
     const cJSON *gguf = s->checkpoint.tensors.metadata;
     LocalText path = text_print(gguf ? "%s" : "%s/tokenizer.json", s->dir);
-    bool ok = (may_lack && !file_exists(path)) || (s->tokenizer = tokenizer_open(path, gguf, e));
-    if (!ok && access(path, F_OK))
-        fail(e, BAD_MODEL, "%s: missing: is the model's download incomplete? infer download goes on", path);
     const int vocab = s->checkpoint.model.vocab;
-    if (s->tokenizer && vocab && !tokenizer_fit(s->tokenizer, vocab))
-        return fail(
-            e, BAD_MODEL,
-            "%s: tokenizer.json has ids up to %d, config.json a vocabulary of %d: they belong to different models",
-            s->dir, tokenizer_size(s->tokenizer) - 1, vocab);
-    return ok;
+    if (may_lack && !file_exists(path)) return true;
+    if (access(path, F_OK))
+        return fail(e, BAD_MODEL, "%s: missing: is the model's download incomplete? infer download goes on", path);
+    s->tokenizer = tokenizer_open(path, gguf, e);
+    if (!s->tokenizer || !vocab || tokenizer_fit(s->tokenizer, vocab)) return s->tokenizer;
+    return fail(e, BAD_MODEL,
+                "%s: tokenizer.json has ids up to %d, config.json a vocabulary of %d: they belong to different models",
+                s->dir, tokenizer_size(s->tokenizer) - 1, vocab);
 }
 
 /* Adds the tokens that end a text in every family that has them: a GGUF file names at most three such tokens. */
@@ -465,17 +465,12 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
 bool session_load(Session *s, const Options *o, int context, Error *e) {
     bool verbose = isatty(STDERR_FILENO) && !o->json;
     char count[32];
-    Limits limits = {.gpu = o->gpu,
-                     .plain = o->plain,
-                     .max_seqs = o->slots ? o->slots : 1,
-                     .max_tokens = o->chunk ? o->chunk : backend->prompt_step,
-                     .cache = o->cache,
-                     .where = s->where,
-                     .tap = s->tap,
-                     .tap_data = s->tap_data};
-    if (verbose) limits.progress = show_progress;
-    for (int i = 0; i < o->streams.n; i++)
-        if (o->streams.value[i] > limits.max_seqs) limits.max_seqs = o->streams.value[i];
+    Limits limits = {.gpu = o->gpu, .plain = o->plain, .cache = o->cache, .tap = s->tap, .tap_data = s->tap_data};
+    limits.where = s->where;
+    limits.progress = verbose ? show_progress : NULL;
+    limits.max_tokens = o->chunk ? o->chunk : backend->prompt_step;
+    limits.max_seqs = MAX(o->slots, 1);
+    for (int i = 0; i < o->streams.n; i++) limits.max_seqs = MAX(limits.max_seqs, o->streams.value[i]);
     loading_since = seconds();
     if (!engine_open(&s->engine, backend, &s->checkpoint.model, limits, context, e)) return false;
     s->scheduler = scheduler_open(&s->engine);
