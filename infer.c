@@ -507,17 +507,18 @@ typedef struct {
 
 typedef struct {
     Play *p;
+    Stream stream; /* of the prompt and the tokens behind it */
     Reader reader; /* without a chat format only its decoder is used */
     Bytes text, thinking;
     size_t passed; /* bytes of the text that were shown; they contain no stop text */
     Wrap out;      /* the message that is shown now, if any */
     Part part;     /* which part of the model's message that is */
-    size_t prompt, reused, tokens, thought;
+    size_t tokens, thought;
     double since, first, total; /* when it began; seconds until the first token, until the last */
     const char *reason;         /* why it ended */
 } Answer;
 
-static volatile sig_atomic_t interrupted; /* Ctrl+C was pressed since the last request */
+static volatile sig_atomic_t interrupted; /* Ctrl+C was pressed since the last line was begun */
 static volatile sig_atomic_t waiting;     /* the terminal shows that the prompt is being read */
 
 static void on_interrupt(int number) {
@@ -559,11 +560,9 @@ static void show(Answer *a, Part part, const char *text, size_t n) {
 static void add_text(Answer *a, Part part, const Bytes *text, bool last) {
     const Texts *stop = &a->p->o.stop;
     const size_t from = a->passed;
-    if (part != ANSWER) {
-        if (part == REASONING) bytes_add(&a->thinking, text->data, text->n);
-        show(a, part, text->data, text->n);
-        return;
-    }
+    if (part == REASONING) bytes_add(&a->thinking, text->data, text->n);
+    if (part != ANSWER) show(a, part, text->data, text->n);
+    if (part != ANSWER) return;
     bytes_add(&a->text, text->data, text->n);
     if (text_stops(&a->text, &a->passed, stop->text, stop->n, last)) a->reason = "stop text";
     show(a, ANSWER, a->text.data + from, a->passed - from);
@@ -642,22 +641,20 @@ static bool keep_answer(Answer *a, Error *e) {
 /* Generates and shows the next message of the conversation. True if there is one, even if it is only a beginning. */
 static bool answer(Answer *a, Error *e) {
     Play *p = a->p;
-    Stream t = {.most = (size_t)p->m.engine.context, .sampling = p->o.sampling, .want = WANT_TOKEN};
-    t.take = take_token, t.owner = a;
-    if (!p->chat) t.stop = &p->m.checkpoint.stop; /* in a chat the reader knows the end */
-    bool ok = make_prompt(p, &t.tokens, e);
-    a->prompt = t.prompt = t.tokens.n;
-    a->reader.decoder.begun = t.prompt > 1; /* more than a beginning-of-text token */
+    Stream *t = &a->stream;
+    *t = (Stream){.most = (size_t)p->m.engine.context, .sampling = p->o.sampling, .want = WANT_TOKEN};
+    t->take = take_token, t->owner = a;
+    t->sampling.seed += p->answers++;
+    if (!p->chat) t->stop = &p->m.checkpoint.stop; /* in a chat the reader knows the end */
+    if (!make_prompt(p, &t->tokens, e)) return false;
+    t->prompt = t->tokens.n;
+    a->reader.decoder.begun = t->prompt > 1; /* more than a beginning-of-text token */
     if (p->chat) reader_init(&a->reader, &p->m.chat, p->talk.effort);
-    if (ok) show_waiting(p, t.prompt);
+    show_waiting(p, t->prompt);
     a->since = seconds();
-    t.sampling.seed += p->answers++;
-    ok = ok && scheduler_run(p->m.scheduler, &t, &interrupted, e) && keep_answer(a, e);
-    a->reused = t.reused;
+    bool ok = scheduler_run(p->m.scheduler, t, &interrupted, e) && keep_answer(a, e);
     show_waiting(p, 0);
     wrap_end(&a->out);
-    reader_free(&a->reader);
-    ids_free(&t.tokens);
     return ok;
 }
 
@@ -670,14 +667,15 @@ static void print_statistics(const Answer *a, FILE *f) {
     const Play *p = a->p;
     const Engine *g = &p->m.engine;
     LocalBytes line = {0};
-    double read = (double)step_bytes(g->model, g->model->top_k, 1, (int)(a->prompt + a->tokens / 2)) * speed(a);
+    const size_t prompt = a->stream.prompt;
+    double read = (double)step_bytes(g->model, g->model->top_k, 1, (int)(prompt + a->tokens / 2)) * speed(a);
     bytes_print(&line, "[Generated at %.1f tokens/sec · %zu token%s", speed(a), a->tokens, a->tokens == 1 ? "" : "s");
     if (a->thought) bytes_print(&line, " (%zu thinking)", a->thought);
-    const double wait = a->first * 1e3;
-    bytes_print(&line, " · prompt %zu (%zu from the cache), first token %.0f ms", a->prompt, a->reused, wait);
+    bytes_print(&line, " · prompt %zu (%zu from the cache), first token %.0f ms", prompt, a->stream.reused,
+                a->first * 1e3);
     if (p->bandwidth > 0) bytes_print(&line, " · %.0f%% of memory bandwidth", 100 * read / p->bandwidth);
-    bytes_print(&line, " · context %zu%% · seed %llu · %s]", (a->prompt + a->tokens) * 100 / (size_t)g->context,
-                (unsigned long long)(p->o.sampling.seed + p->answers - 1), a->reason);
+    bytes_print(&line, " · context %zu%% · seed %llu · %s]", (prompt + a->tokens) * 100 / (size_t)g->context,
+                (unsigned long long)a->stream.sampling.seed, a->reason);
     put_text(f, DIM, "", line.data);
 }
 
@@ -688,10 +686,9 @@ static void print_answer_json(const Answer *a) {
         const Message *m = p->talk.message + i;
         if (!strcmp(m->role, "assistant") && message_part(m) == CALL) cJSON_AddItemToArray(calls, message_json(m));
     }
-    cJSON *text = json_from_text(a->text.data, a->text.n);
-    cJSON *thinking = json_from_text(a->thinking.data, a->thinking.n);
-    json_print(json_object("model", json_word(p->m.name), "text", text, "thinking", thinking, "reason",
-                           json_word(a->reason), "tool_calls", calls, "prompt_tokens", json_number(a->prompt), "tokens",
+    json_print(json_object("model", json_word(p->m.name), "text", json_from_text(a->text.data, a->text.n), "thinking",
+                           json_from_text(a->thinking.data, a->thinking.n), "reason", json_word(a->reason),
+                           "tool_calls", calls, "prompt_tokens", json_number(a->stream.prompt), "tokens",
                            json_number(a->tokens), "thinking_tokens", json_number(a->thought), "first_token_ms",
                            json_number(a->first * 1000), "tokens_per_second", json_number(speed(a)), "seed",
                            json_number(p->o.sampling.seed), NULL),
@@ -707,7 +704,6 @@ static struct {
     History *history;
     char *path; /* of the history; NULL: no place for it */
     const char *prompt;
-    bool cancelled; /* Ctrl+C */
 } editor;
 
 static void suspend(int number);
@@ -744,7 +740,7 @@ static char *edit_prompt(EditLine *line) {
 
 static unsigned char edit_cancel(EditLine *line, int key) {
     (void)key;
-    editor.cancelled = true;
+    interrupted = SIGINT;
     el_cursor(line, 1 << 20); /* to the end, however long the line is */
     el_insertstr(line, "^C");
     el_push(line, "\n");
@@ -766,15 +762,13 @@ static unsigned char edit_suspend(EditLine *line, int key) {
 
 /* The terminal puts pasted text in brackets: it is one text, line breaks included. */
 static unsigned char edit_paste(EditLine *line, int key) {
-    static const char end[] = "\033[201~";
+    const char *const end = "\033[201~";
     LocalBytes pasted = {0}, shown = {0};
+    size_t passed = 0;
     bool ended = false;
     (void)key;
-    for (wchar_t c; !ended && el_wgetc(line, &c) == 1;) {
+    for (wchar_t c; !ended && el_wgetc(line, &c) == 1; ended = text_stops(&pasted, &passed, &end, 1, false))
         bytes_print(&pasted, "%lc", (wint_t)(c == '\r' ? '\n' : c));
-        ended = pasted.n >= strlen(end) && !strcmp(pasted.data + pasted.n - strlen(end), end);
-    }
-    if (ended) pasted.n -= strlen(end);
     while (pasted.n && pasted.data[pasted.n - 1] == '\n') pasted.n--;
     bytes_shown(&shown, pasted.data, pasted.n, true);
     if (shown.n) el_insertstr(line, shown.data);
@@ -844,13 +838,12 @@ static void editor_remember(const char *text) {
 static bool editor_line(const char *prompt, Bytes *out) {
     int n;
     editor.prompt = prompt;
-    editor.cancelled = false;
+    el_set(editor.line, EL_PREP_TERM, 1); /* from here on Ctrl+C is a key, not a signal */
     interrupted = 0;
-    el_set(editor.line, EL_PREP_TERM, 1); /* now, so that el_gets rarely gets Ctrl+C as a signal */
     const char *line = el_gets(editor.line, &n);
-    if (n <= 0) editor.cancelled = interrupted, puts(interrupted ? "^C" : ""); /* a signal, or the end of input */
-    bytes_add(out, line, n > 0 && !editor.cancelled ? (size_t)n - (line[n - 1] == '\n') : 0);
-    return n > 0 || editor.cancelled;
+    if (n <= 0) puts(interrupted ? "^C" : ""); /* a signal, or the end of input */
+    bytes_add(out, line, n > 0 && !interrupted ? (size_t)n - (line[n - 1] == '\n') : 0);
+    return n > 0 || interrupted;
 }
 
 /* Reads a question: a line, or several between triple quotes, which are one text of the history. */
@@ -860,7 +853,7 @@ static bool editor_text(Bytes *out) {
     bool quoted = !strncmp(out->data, quotes, 3);
     while (quoted && (out->n < 6 || strcmp(out->data + out->n - 3, quotes))) {
         bytes_text(out, "\n");
-        if (editor_line("...  ", out) && !editor.cancelled) continue;
+        if (editor_line("...  ", out) && !interrupted) continue;
         out->n = *out->data = 0;
         return true;
     }
@@ -868,9 +861,9 @@ static bool editor_text(Bytes *out) {
     if (!quoted) return true;
     size_t begin = 3 + (out->data[3] == '\n'), end = out->n - 3; /* the quotes may stand on lines of their own */
     if (end > begin && out->data[end - 1] == '\n') end--;
-    out->n = end > begin ? end - begin : 0;
-    memmove(out->data, out->data + begin, out->n);
-    out->data[out->n] = 0;
+    LocalText text = copy_text(out->data + begin, end > begin ? end - begin : 0);
+    out->n = 0;
+    bytes_text(out, text);
     return true;
 }
 
@@ -925,12 +918,14 @@ static int converse(Play *p) {
     if (!ok) put_text(stderr, RED, "", e.text);
     if (e.code == GPU_FAULT) put_escape(stdout, BRACKETS_OFF), exit(GPU_FAULT);
     if (p->loop) puts("");
+    ids_free(&a.stream.tokens);
+    reader_free(&a.reader);
     bytes_free(&a.text);
     bytes_free(&a.thinking);
     return ok && !strcmp(a.reason, "interrupted") ? INTERRUPTED : DONE;
 }
 
-static bool slash_set(Play *p, char *name, Error *e) {
+static bool slash_set(Play *p, const char *name, Error *e) {
     const Sampling *s = &p->o.sampling;
     size_t n = strcspn(name, " \t");
     const Option *option = n ? option_find("set", name, n) : NULL;
@@ -1033,13 +1028,11 @@ static void slash_system(Play *p, const char *text) {
     put_text(stdout, NULL, "Instructions: ", p->talk.instructions ? p->talk.instructions : "(none)");
 }
 
-/* Runs a line that begins with '/'. /exit sets *leave. */
-static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
-    size_t n = strcspn(line, " \t\n"), end = strlen(line);
-    char *name = line, *argument = line + n + strspn(line + n, " \t\n");
+/* Runs a line that begins with '/'. */
+static bool run_slash(Play *p, char *line, Error *e) {
     int i = 0;
-    while (end > n && strchr(" \t\n", line[end - 1])) line[--end] = 0;
-    if (*argument) line[n] = 0;
+    for (size_t end = strlen(line); strchr(" \t\n", line[end - 1]); end--) line[end - 1] = 0;
+    const char *name = strsep(&line, " \t\n"), *argument = line ? line + strspn(line, " \t\n") : "";
     if (!strcmp(name, "/?")) name = "/help";
     if (text_listed("/bye /quit", name)) name = "/exit";
     while (i < SLASHES && strcmp(slashes[i].name, name)) i++;
@@ -1059,21 +1052,20 @@ static bool run_slash(Play *p, char *line, bool *leave, Error *e) {
     if (!strcmp(name, "/system")) slash_system(p, argument);
     if (!strcmp(name, "/clear")) conversation_cut(&p->talk, 0);
     if (!strcmp(name, "/help")) slash_help();
-    *leave = !strcmp(name, "/exit");
+    if (!strcmp(name, "/exit")) p->loop = false;
     return true;
 }
 
 static int play_loop(Play *p) {
-    bool leave = false;
     LocalBytes line = {0};
     editor_open();
     print_row(stdout, "", 0, "✓ Ready for inference. /help lists the commands.");
-    for (; !leave && editor_text(&line); line.n = 0) {
+    for (; p->loop && editor_text(&line); line.n = 0) {
         Error e;
         bool ok = true;
         size_t space = strspn(line.data, " \t\n"), skip = p->chat ? space : 0;
         if (*line.data == '/') {
-            ok = run_slash(p, line.data, &leave, &e);
+            ok = run_slash(p, line.data, &e);
         } else if (text_listed("exit quit bye help", line.data)) {
             ok = fail(&e, USAGE, "the command is /%s; a line that begins with a space is text", line.data);
         } else if (space < line.n && (ok = check_text("the text", line.data, line.n, &e))) {
