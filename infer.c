@@ -11,7 +11,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <langinfo.h>
 #include <locale.h>
 #include <math.h>
 #include <signal.h>
@@ -1145,7 +1144,6 @@ typedef struct {
 } Filter;
 
 static void filter_open(Filter *f, const Options *o, int need) {
-    *f = (Filter){0};
     if (!session_open(&f->s, o, need, &f->e)) die(&f->e);
     stdin_read(&f->in);
 }
@@ -1188,7 +1186,7 @@ static bool tokenize_text(Filter *f, const Options *o, const char *text, size_t 
 }
 
 static int tokenize(const Options *o) {
-    Filter f;
+    Filter f = {0};
     int code = DONE, number = 1;
     filter_open(&f, o, NEED_TOKENIZER);
     if (!o->jsonl && !tokenize_text(&f, o, f.in.data, f.in.n)) die(&f.e);
@@ -1222,7 +1220,7 @@ static int vocabulary(const Session *s) {
 }
 
 static int detokenize(const Options *o) {
-    Filter f;
+    Filter f = {0};
     filter_open(&f, o, NEED_TOKENIZER);
     if (!parse_ids(f.in.data, vocabulary(&f.s), &f.ids, &f.e)) die(&f.e);
     ids_text(f.s.tokenizer, &f.ids, &f.out);
@@ -1230,7 +1228,7 @@ static int detokenize(const Options *o) {
 }
 
 static int render(const Options *o) {
-    Filter f;
+    Filter f = {0};
     LOCAL(conversation_free) Conversation conversation = {0};
     filter_open(&f, o, NEED_CHAT);
     LocalJson json = json_parse(f.in.data, f.in.n, "stdin", &f.e);
@@ -1245,7 +1243,7 @@ static int render(const Options *o) {
 }
 
 static int parse(const Options *o) {
-    Filter f;
+    Filter f = {0};
     LOCAL(reader_free) Reader reader = {0};
     filter_open(&f, o, NEED_CHAT);
     if (!parse_ids(f.in.data, INT32_MAX, &f.ids, &f.e)) die(&f.e);
@@ -1310,7 +1308,6 @@ typedef struct {
     const Options *o;
     Session s;
     Ids ids;
-    Error e; /* of a tap's file; code 0: none so far */
 } Logits;
 
 /* Writes the logits from which the token at `position` was drawn or would be. */
@@ -1327,16 +1324,17 @@ static void write_row(Stream *t, size_t position, int token, const float *logits
 
 /* A Tap: appends rows to the file of the stage. A prompt of several steps calls it several times. */
 static void tap_to_file(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
-    Logits *l = data;
+    const Logits *l = data;
     const size_t row = sizeof *values * (size_t)cols;
     LocalText path = text_print("%s/%s.%d.npy", l->o->tap, stage, layer);
     struct stat old = {0};
-    FILE *f = l->e.code ? NULL : fopen(path, stat(path, &old) ? "wb" : "r+b");
+    Error e;
+    FILE *f = fopen(path, stat(path, &old) ? "wb" : "r+b");
     const size_t before = old.st_size ? ((size_t)old.st_size - NPY_HEADER) / row : 0;
     if (f) put_npy_header(f, before + (size_t)rows, cols);
     bool ok = f && !fseek(f, 0, SEEK_END) && fwrite(values, row, (size_t)rows, f) == (size_t)rows;
     if (f && fclose(f)) ok = false;
-    if (!ok && !l->e.code) fail(&l->e, FAILED, "%s: %s", path, strerror(errno));
+    if (!ok) fail(&e, FAILED, "%s: %m", path), die(&e);
 }
 
 static int logits(const Options *o) {
@@ -1350,7 +1348,6 @@ static int logits(const Options *o) {
     const size_t from = o->all ? 1 : l.ids.n;
     if (o->output) put_npy_header(stdout, l.ids.n + 1 - from, l.s.engine.model->vocab);
     if (!scheduler_score(l.s.scheduler, l.ids.data, l.ids.n, from, write_row, &l, &e)) die(&e);
-    if (l.e.code) die(&l.e);
     ids_free(&l.ids);
     session_close(&l.s);
     return DONE;
@@ -1433,7 +1430,7 @@ int main(int argc, char **argv) {
     if (getentropy(&o.sampling.seed, 4)) o.sampling.seed = (uint32_t)(seconds() * 1e6); /* short enough to be typed */
     signal(SIGPIPE, SIG_IGN); /* a closed pipe is an error like a full disk */
     setlocale(LC_CTYPE, "");
-    if (strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8"); /* or libedit drops letters */
+    setlocale(LC_CTYPE, "C.UTF-8"); /* if there is none, the user's own stays; without UTF-8 libedit drops letters */
     for (int i = 0; i < COMMANDS; i++)
         if (!strcmp(name, commands[i].name)) c = commands + i;
     for (int i = 2; i < argc; i++) help |= text_listed("-h --help", argv[i]);
