@@ -892,6 +892,16 @@ static void read_header(Reader *r, bool complete) {
     if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
 }
 
+/* Drops the beginning of a channel's name at the end of the header: an answer that ended there has no text. */
+static void drop_channel(Reader *r) {
+    static const char *const names[] = {"analysis", "commentary", "final"};
+    const char *mark = memrchr(r->pending.data, *marks, r->pending.n), *begun = mark ? mark + 1 : "";
+    for (int i = 0; i < 3; i++) {
+        size_t n = begins(names[i], begun);
+        if (n && names[i][n]) r->pending.data[r->pending.n -= n] = 0;
+    }
+}
+
 /* Begins the next message. The one being read is dropped if it has no content and does not count. It counts in harmony
  * if a token ended it and its header is whole or has a recipient. */
 static void next_message(Reader *r, bool counts) {
@@ -912,6 +922,7 @@ static bool push_harmony(Reader *r, int token, int which) {
         ends = which >= END && which <= ENDOFTEXT;
     if (opens || ends || token == STREAM_END) {
         r->repairs += ends ? !r->in_content : opens && (r->in_content || (r->started && !before));
+        if (!r->in_content && token == STREAM_END) drop_channel(r);
         if (!r->in_content) read_header(r, false);
         tokenizer_flush(&r->decoder, &r->now.content);
         next_message(r, ends && (r->in_content || r->now.recipient));

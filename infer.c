@@ -541,7 +541,9 @@ static void show_waiting(const Play *p, size_t tokens) {
 static void show(Answer *a, Part part, const char *text, size_t n) {
     static const char *const label[] = {"thinking: ", "Assistant: ", "Assistant: ", "tool call: "};
     const Play *p = a->p;
-    const char *to = part == CALL ? a->reader.now.recipient : NULL;
+    const Reader *r = &a->reader;
+    const char *to = part == CALL ? r->now.recipient : NULL;
+    if (part == CALL && !to) to = r->message[r->messages - 1].recipient; /* it came as a whole */
     FILE *f = p->loop || part == ANSWER ? stdout : stderr;
     if (!n || p->o.json || (part == REASONING && (p->o.hide_thinking || !isatty(fileno(f))))) return;
     show_waiting(p, 0);

@@ -570,6 +570,9 @@ CALL = dict(channel="commentary", recipient="functions.f")
 STREAMS = [  # what, the text of the tokens, the messages, whether something had to be repaired
     ("nothing", "", [], False),
     ("no end", "<|channel|>final<|message|>Hi", [FINAL_HI], False),
+    ("ends amid the name of a channel", "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>fin",
+     [message("Hm", "analysis")], True),
+    ("ends amid a name, by return", "<|channel|>fin<|return|>", [message("fin")], True),
     ("ends by call", "<|channel|>final<|message|>Hi<|call|>", [FINAL_HI], False),
     ("ends by endoftext", "<|channel|>final<|message|>Hi<|endoftext|>", [FINAL_HI], False),
     ("no channel", "<|message|>Hi<|return|>", [message("Hi")], False),
