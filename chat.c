@@ -495,7 +495,7 @@ static void add_tools(Bytes *out, const cJSON *tools) {
 /* ---- prompts ---- */
 
 /* A prompt is written as one text. In it the byte TOKEN, an id and ';' stand for a token. No text can contain that
- * byte, because chat_render() refuses invalid UTF-8. */
+ * byte: names come from valid JSON or from the reader, and chat_render() checks the rest. */
 enum { TOKEN = 0xFF };
 
 static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
@@ -831,7 +831,7 @@ void reader_take(Reader *r, Conversation *c) {
     r->messages = 0;
 }
 
-/* In Reader.pending the bytes 1 and 2 stand for <|channel|> and <|constrain|>. */
+/* In Reader.pending the bytes CHANNEL and CONSTRAIN, 1 and 2, stand for those tokens. */
 static const char space[] = " \t\r\n", space_or_mark[] = " \t\r\n\1\2", marks[] = "\1\2";
 
 /* The length of the word of a list, "a b c", that begins the text, or 0. */

@@ -81,7 +81,7 @@ Part message_part(const Message *m);
 typedef struct {
     const Chat *chat;
     Message now;              /* being read */
-    bool started, in_content; /* its header began with <|start|>; behind <|message|> */
+    bool started, in_content; /* its header began with <|start|>; behind <|message|>, or in a call */
     Bytes pending;            /* text before <|message|>; in other formats white space or a call */
     Decoder decoder;
     Message *message; /* complete messages; take them with reader_take */

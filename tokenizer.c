@@ -21,7 +21,7 @@ enum {
     MOST_TEXT = INT32_MAX / 4, /* bytes of a text */
     MOST_IDS = 1 << 20,
     MOST_SPLITS = 8,
-    MOST_ADDED = 256, /* bytes of an added token, or of one with a score, which is cut everywhere */
+    MOST_ADDED = 256, /* bytes of an added token, or of a token with a score: merge_by_score() tries all its cuts */
     MOST_MARKS = 256, /* combining marks in a row that NFC sorts, in time that grows with their square */
     STEPS = 100       /* steps of the matcher for a byte of text; real patterns need 5 at most */
 };
@@ -160,7 +160,7 @@ typedef struct { /* the work space of one encoding */
     Bytes seen;       /* the same as the matcher sees it */
     pcre2_match_data *match;
     pcre2_match_context *limits;
-    size_t steps, at; /* steps that the matcher may still take; its position at the last one */
+    size_t steps, at; /* steps that the matcher may still take; where it was at the last one */
     int *symbol;      /* (symbols) token ids of one word, inside out->data */
     size_t symbols;
     Link *link;     /* (bytes of the part) of each symbol */
