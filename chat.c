@@ -833,6 +833,7 @@ void reader_take(Reader *r, Conversation *c) {
 
 /* In Reader.pending the bytes CHANNEL and CONSTRAIN, 1 and 2, stand for those tokens. */
 static const char space[] = " \t\r\n", space_or_mark[] = " \t\r\n\1\2", marks[] = "\1\2";
+static const char channels[] = "analysis commentary final";
 
 /* The length of the word of a list, "a b c", that begins the text, or 0. */
 static size_t known_word(const char *text, const char *list) {
@@ -855,7 +856,7 @@ static void read_header(Reader *r, bool complete) {
         bool to = begins(s, "to=");
         while (begins(s, "to=")) s += 3, s += strspn(s, space);
         size_t n = strcspn(s, space_or_mark), role = known_word(s, "assistant system developer user"),
-               type = known_word(s, "json code"), channel = known_word(s, "analysis commentary final");
+               type = known_word(s, "json code"), channel = known_word(s, channels);
         r->repairs += (mark == CHANNEL && text.n) || (author && (mark || to)) || !n;
         if (mark == CHANNEL) text.n = 0; /* what precedes the channel is no content */
         if (to) {
@@ -894,11 +895,11 @@ static void read_header(Reader *r, bool complete) {
 
 /* Drops the beginning of a channel's name at the end of the header: an answer that ended there has no text. */
 static void drop_channel(Reader *r) {
-    static const char *const names[] = {"analysis", "commentary", "final"};
     const char *mark = memrchr(r->pending.data, *marks, r->pending.n), *begun = mark ? mark + 1 : "";
-    for (int i = 0; i < 3; i++) {
-        size_t n = begins(names[i], begun);
-        if (n && names[i][n]) r->pending.data[r->pending.n -= n] = 0;
+    for (const char *name = channels; *name; name += strspn(name, " ")) {
+        size_t n = begins(name, begun);
+        if (n && name[n] > ' ') r->pending.data[r->pending.n -= n] = 0;
+        name += strcspn(name, " ");
     }
 }
 

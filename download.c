@@ -315,7 +315,7 @@ static bool find_cause(const File *f, const char *url, CURLcode code, long statu
         {"-", "asks for a token, which /settings/tokens makes", 401, NO_NETWORK},
         {"-", "denies access", 403, NO_NETWORK},
         {"", "cannot be downloaded now", 0, NO_NETWORK}}; /* also from another host */
-    const char *name = strstr(url, "://") ? strstr(url, "://") + 3 : url;
+    const char *scheme = strstr(url, "://"), *name = scheme ? scheme + 3 : url;
     int n = (int)strlen(hub.endpoint), host = (int)(name - url + (ptrdiff_t)strcspn(name, "/"));
     bool at_hub = !strncmp(url, hub.endpoint, (size_t)n) && url[n] == '/', limited = status == 429;
     if (code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_TOO_MANY_REDIRECTS || code == CURLE_URL_MALFORMAT)

@@ -382,7 +382,7 @@ static void show_progress(uint64_t done, uint64_t total) {
 static bool choose_model(Session *s, Error *e) {
     LOCAL(models_free) Models here = models_list();
     const ModelEntry *list = here.entry;
-    char line[64], size[24];
+    char line[64];
     int n = here.n, width = 0, choice = n == 1;
     bool can_ask = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
     if (!n)
@@ -393,8 +393,8 @@ static bool choose_model(Session *s, Error *e) {
     if (n > 1) fputs("Available models:\n", stderr);
     for (const ModelEntry *m = list; m < list + n && n > 1; m++) {
         const char *state = !m->known ? "  not supported" : m->complete ? "" : "  incomplete";
-        fprintf(stderr, "%3d. %-*s  %8s  %s%s\n", (int)(m - list) + 1, width, m->name, size_text(m->bytes, size),
-                m->encoding, state);
+        fprintf(stderr, "%3d. %-*s  %8s  %s%s\n", (int)(m - list) + 1, width, m->name, SIZE(m->bytes), m->encoding,
+                state);
     }
     while (!choice && can_ask) {
         fprintf(stderr, "Select model (1-%d): ", n);
@@ -463,7 +463,6 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
 
 bool session_load(Session *s, const Options *o, int context, Error *e) {
     bool verbose = isatty(STDERR_FILENO) && !o->json;
-    char count[32];
     Limits limits = {.gpu = o->gpu, .plain = o->plain, .cache = o->cache, .tap = s->tap, .tap_data = s->tap_data};
     limits.where = s->where;
     limits.progress = verbose ? show_progress : NULL;
@@ -476,7 +475,7 @@ bool session_load(Session *s, const Options *o, int context, Error *e) {
     s->seconds = seconds() - loading_since;
     if (verbose)
         fprintf(stderr, "✓ Model loaded%s%s, context %s\n", *s->where ? " to " : "", s->where,
-                count_text((uint64_t)s->engine.context, count));
+                COUNT((uint64_t)s->engine.context));
     return true;
 }
 
@@ -527,11 +526,10 @@ static void on_interrupt(int number) {
 
 /* Shows until the first token that the model reads the prompt; tokens 0: ends that. */
 static void show_waiting(const Play *p, size_t tokens) {
-    char count[32];
     if (!p->loop || (!tokens && !waiting) || !put_escape(stdout, ERASE_LINE)) return;
     if (tokens) {
         put_escape(stdout, DIM);
-        printf(WRAP_OFF "reading %s tokens..." WRAP_ON, count_text(tokens, count));
+        printf(WRAP_OFF "reading %s tokens..." WRAP_ON, COUNT(tokens));
         put_escape(stdout, NORMAL);
     }
     fflush(stdout); /* an error may follow on stderr */
@@ -904,7 +902,6 @@ static unsigned char edit_complete(EditLine *line, int key) {
 static int converse(Play *p) {
     Error e = {0};
     Answer a = {.p = p};
-    char count[32];
     set_answering(true, p->loop);
     bool ok = answer(&a, &e);
     set_answering(false, p->loop);
@@ -914,7 +911,7 @@ static int converse(Play *p) {
         ok = fail(&e, NO_ROOM,
                   "the context of %s tokens is full: /undo takes the last question back, /clear begins anew, "
                   "infer play --ctx chooses a larger one",
-                  count_text((uint64_t)p->m.engine.context, count));
+                  COUNT((uint64_t)p->m.engine.context));
     if (!ok && !p->loop) die(&e);
     if (!ok) put_text(stderr, RED, "", e.text);
     if (e.code == GPU_FAULT) put_escape(stdout, BRACKETS_OFF), exit(GPU_FAULT);
@@ -946,12 +943,11 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
     LocalIds ids = {0};
     LocalBytes text = {0};
     Wrap exact = {.f = stdout}; /* without line breaks */
-    char used[32], all[32];
     if (!make_prompt(p, &ids, e)) return false;
     ids_text(p->m.tokenizer, &ids, &text);
     if (whole) wrap_text(&exact, text.data, text.n), puts("");
     if (!whole)
-        printf("%s of %s tokens (%.1f%%)\n", count_text(ids.n, used), count_text((uint64_t)p->m.engine.context, all),
+        printf("%s of %s tokens (%.1f%%)\n", COUNT(ids.n), COUNT((uint64_t)p->m.engine.context),
                100 * (double)ids.n / p->m.engine.context);
     return true;
 }

@@ -631,9 +631,8 @@ static bool name_files(Tensors *t, const char *path, Error *e) {
     const int n = gguf ? gguf_parts(path) : file_exists(path), stem = (int)strlen(path) - 19;
     if (gguf && !n)
         return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
-    if (n) add_file(t, text_print("%s", path));
-    for (int i = 1; i < n; i++) /* the stem is followed by 00001-of-00003.gguf */
-        add_file(t, text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n));
+    for (int i = 0; i < n; i++) /* the stem is followed by 00001-of-00003.gguf */
+        add_file(t, i ? text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n) : text_print("%s", path));
     if (n) return true;
     if (access(index, F_OK) || !access(whole, F_OK)) return add_file(t, text_print("%s", whole)), true;
     LocalJson json = json_read(index, MOST_INDEX, e);
