@@ -230,8 +230,8 @@ typedef struct {
     const char *prompt, *file, *output, *format, *tap, *ids, *system, *effort, *date, *revision, *token_file, *encoding;
     const char *server;
     Texts stop, include, exclude;
-    Numbers prompts, depths, streams, clients;  /* of bench */
-    const char *host, *key_file, *cors, *alias; /* of serve */
+    Numbers prompts, depths, streams, clients; /* of bench */
+    const char *host, *cors, *alias;           /* of serve */
     int port, slots, queue, cache, chunk;
     int context, gpu, max_tokens, top, stride, tokens, repeats, jobs;
     bool plain, all, json, jsonl, special, as_ids, hide_thinking, raw, insecure;

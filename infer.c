@@ -111,10 +111,8 @@ static const Option options[] = {
              "it, so those after the first window see at least ctx - stride tokens before them"},
 
     {"serve", 0, "host", "ADDRESS", TEXT, FIELD(host), .initial = "127.0.0.1",
-     .help = "where to listen; any address but loopback needs a key"},
+     .help = "where to listen; any address but loopback needs a key (INFER_API_KEY)"},
     {"serve", 0, "port", "N", WHOLE, FIELD(port), 0, 65535, "8080", "the port; 0: any free one"},
-    {"serve", 0, "key-file", "F", TEXT, FIELD(key_file),
-     .help = "a file with the key that clients must send; else INFER_API_KEY"},
     {"serve", 0, "insecure", NULL, SWITCH, FIELD(insecure), .help = "listen on any address without a key"},
     {"serve", 0, "cors", "ORIGIN", TEXT, FIELD(cors),
      .help = "web pages of this origin may send requests; *: all pages"},
@@ -703,6 +701,7 @@ static struct {
     History *history;
     char *path; /* of the history; NULL: no place for it */
     const char *prompt;
+    bool pasted; /* something was pasted into the line */
 } editor;
 
 static void suspend(int number);
@@ -766,6 +765,7 @@ static unsigned char edit_paste(EditLine *line, int key) {
     size_t passed = 0;
     bool ended = false;
     (void)key;
+    editor.pasted = true;
     for (wchar_t c; !ended && el_wgetc(line, &c) == 1; ended = text_stops(&pasted, &passed, &end, 1, false))
         bytes_print(&pasted, "%lc", (wint_t)(c == '\r' ? '\n' : c));
     while (pasted.n && pasted.data[pasted.n - 1] == '\n') pasted.n--;
@@ -787,7 +787,7 @@ static void editor_open(void) {
                 {"\033[6~", "ed-ignore", NULL},      {"^@", "ed-ignore", NULL}};
     HistEvent event;
     struct stat file;
-    const char *home = getenv("HOME");
+    const char *home = environment("HOME");
     EditLine *line = editor.line = el_init("infer", stdin, stdout, stderr);
     editor.history = history_init();
     history(editor.history, &event, H_SETSIZE, HISTORY);
@@ -839,6 +839,7 @@ static bool editor_line(const char *prompt, Bytes *out) {
     editor.prompt = prompt;
     el_set(editor.line, EL_PREP_TERM, 1); /* from here on Ctrl+C is a key, not a signal */
     interrupted = 0;
+    editor.pasted = false;
     const char *line = el_gets(editor.line, &n);
     if (n <= 0) puts(interrupted ? "^C" : ""); /* a signal, or the end of input */
     bytes_add(out, line, n > 0 && !interrupted ? (size_t)n - (line[n - 1] == '\n') : 0);
@@ -849,7 +850,7 @@ static bool editor_line(const char *prompt, Bytes *out) {
 static bool editor_text(Bytes *out) {
     static const char quotes[] = "\"\"\"";
     if (!editor_line("You: ", out)) return false;
-    bool quoted = !strncmp(out->data, quotes, 3);
+    bool quoted = !editor.pasted && !strncmp(out->data, quotes, 3);
     while (quoted && (out->n < 6 || strcmp(out->data + out->n - 3, quotes))) {
         bytes_text(out, "\n");
         if (editor_line("...  ", out) && !interrupted) continue;
@@ -930,6 +931,7 @@ static bool slash_set(Play *p, const char *name, Error *e) {
     if (n && !option) return fail(e, USAGE, "there is no setting '%.*s'; /set shows all", n < 40 ? (int)n : 40, name);
     if (n && !option_set(&p->o, option, name + n + strspn(name + n, " \t"), e))
         return fail(e, USAGE, "%s", e->text + strspn(e->text, "-")); /* here it is no option */
+    if (n && option->kind == SEED) p->answers = 0;
     LocalText text =
         text_print("temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, seed %llu, max-tokens %d",
                    (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty,
@@ -955,15 +957,15 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
 /* Replaces an existing file only if it is this conversation's, and only when the new one is complete. */
 static bool slash_save(Play *p, const char *path, Error *e) {
     LocalBytes text = {0};
-    LocalText fresh = text_print("%s.new", path);
+    LocalText fresh = text_print("%s.XXXXXX", path);
     json_append(&text, conversation_json(&p->talk));
     const bool taken = !access(path, F_OK) && (!p->file || strcmp(p->file, path));
-    FILE *f = taken ? NULL : fopen(fresh, "w");
-    bool ok = f && fwrite(text.data, 1, text.n, f) == text.n;
+    const int fd = taken ? -1 : mkstemp(fresh);
+    bool ok = fd >= 0 && dprintf(fd, "%s", text.data) >= 0;
     if (taken) errno = EEXIST;
-    if ((f && fclose(f)) || !ok || rename(fresh, path))
+    if ((fd >= 0 && close(fd)) || !ok || rename(fresh, path))
         ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
-    if (f && !ok) remove(fresh);
+    if (fd >= 0 && !ok) remove(fresh);
     if (ok) put_text(stdout, NULL, "Saved to ", path);
     return ok;
 }
@@ -982,7 +984,7 @@ static bool slash_load(Play *p, const char *path, Error *e) {
 
 /* /save and /load. Without a name they use the last file; ~ is the home folder, as in a shell. */
 static bool slash_file(Play *p, const char *name, bool save, Error *e) {
-    const char *home = getenv("HOME");
+    const char *home = environment("HOME");
     if (!*name && !p->file) return fail(e, USAGE, "a file name is needed");
     if (!*name) name = p->file;
     const bool tilde = *name == '~' && strchr("/", name[1]) && home;
@@ -1081,15 +1083,14 @@ static int play_loop(Play *p) {
 /* The prompt from -p, -f and stdin; without any there is a loop. */
 static bool read_prompt(Play *p, Bytes *text, Error *e) {
     const Options *o = &p->o;
-    bool from_stdin = o->file ? !strcmp(o->file, "-") : !isatty(STDIN_FILENO);
-    LocalBytes piped = {0};
-    p->loop = !o->prompt && !o->file && !from_stdin;
+    const bool reads = o->file || !isatty(STDIN_FILENO);
+    LocalBytes given = {0};
+    p->loop = !o->prompt && !reads;
     if (o->prompt && o->file) return fail(e, USAGE, "give the prompt with -p or with -f, not with both");
     if (o->prompt) bytes_text(text, o->prompt);
-    if (o->file && !from_stdin && !file_read(o->file, MOST_PROMPT, text, e)) return e->code = USAGE, false;
-    if (from_stdin) stdin_read(&piped);
-    if (text->n && piped.n) bytes_text(text, "\n\n");
-    bytes_add(text, piped.data, piped.n);
+    if (reads) text_read(o->file, &given);
+    if (text->n && given.n) bytes_text(text, "\n\n");
+    bytes_add(text, given.data, given.n);
     if (p->loop && (o->json || !isatty(STDOUT_FILENO)))
         return fail(e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
     if (!p->loop && !text->n && !o->prompt) return fail(e, USAGE, "the prompt is empty");
@@ -1143,7 +1144,7 @@ typedef struct {
 
 static void filter_open(Filter *f, const Options *o, int need) {
     if (!session_open(&f->s, o, need, &f->e)) die(&f->e);
-    stdin_read(&f->in);
+    text_read(NULL, &f->in);
 }
 
 static int filter_close(Filter *f) {
@@ -1431,7 +1432,7 @@ int main(int argc, char **argv) {
     setlocale(LC_CTYPE, "C.UTF-8"); /* if there is none, the user's own stays; without UTF-8 libedit drops letters */
     for (int i = 0; i < COMMANDS; i++)
         if (!strcmp(name, commands[i].name)) c = commands + i;
-    for (int i = 2; i < argc; i++) help |= text_listed("-h --help", argv[i]);
+    for (int i = 2; i < argc && strcmp(argv[i], "--"); i++) help |= text_listed("-h --help", argv[i]);
     int code = c || (help && !*name) ? DONE : USAGE;
     if (!strcmp(name, "--version"))
         code = DONE, printf("infer %s (%s)\n", VERSION, backend->name);

@@ -218,12 +218,12 @@ static bool check_model(Request *q, const char *name) {
     "function_call=\"none\" functions= grammar= guided_choice= guided_grammar= guided_json= guided_regex= "            \
     "include_reasoning=true include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 "            \
     "modalities=[\"text\"] presence_penalty=0 presence_penalty=-0 prompt_logprobs= repeat_penalty=1 "                  \
-    "return_token_ids=false return_tokens_as_token_ids=false skip_special_tokens=true stop_token_ids=[] "              \
+    "return_token_ids=false return_tokens_as_token_ids=false stop_token_ids=[] "                                       \
     "structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false verbosity=\"medium\" "  \
     "web_search_options="
-static const char of_chats[] = UNSUPPORTED " add_special_tokens=false echo=false";
-static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= top_logprobs=0 tools=[] "
-                                           "response_format={\"type\":\"text\"}";
+static const char of_chats[] = UNSUPPORTED " add_special_tokens=false echo=false skip_special_tokens=true";
+static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= skip_special_tokens=false "
+                                           "top_logprobs=0 tools=[] response_format={\"type\":\"text\"}";
 
 static bool refuse_others(Request *q) {
     const char *unsupported = q->chat ? of_chats : of_texts;
@@ -969,20 +969,12 @@ static void take_signal(int number) {
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
 }
 
-/* Checks --cors, and takes the key from --key-file or INFER_API_KEY. */
-static bool take_options(const Options *o, Error *e) {
-    static Bytes file;
+static bool check_options(const Options *o, Error *e) {
     int n = 0; /* the length of the origin that --cors begins with */
     if (o->cors) sscanf(o->cors, "%*[a-zA-Z0-9+.-]://%*[^/?#@,* \t]%n", &n);
     if (o->cors && !text_listed("* null", o->cors) && (!n || o->cors[n])) /* null: of pages in files */
         return fail(e, USAGE, "--cors must be * or an origin such as http://localhost:3000, not '%.100s'", o->cors);
-    if (o->alias && !*o->alias) return fail(e, USAGE, "--name is empty: give a name, or leave it out");
-    server.key = environment("INFER_API_KEY");
-    if (!o->key_file) return true;
-    if (!file_read(o->key_file, 4096, &file, e)) return e->code = USAGE, false;
-    file.data[strcspn(file.data, "\r\n")] = 0;
-    server.key = file.data;
-    return *server.key || fail(e, USAGE, "%s: there is no key in it", o->key_file);
+    return !o->alias || *o->alias || fail(e, USAGE, "--name is empty: give a name, or leave it out");
 }
 
 /* Listens where --host and --port say. */
@@ -999,14 +991,14 @@ static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
     const unsigned how =
         MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_THREAD_PER_CONNECTION | (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG);
     if (!loopback && !server.key && !o->insecure)
-        fail(e, USAGE, "%.100s is open to everybody: give a key (--key-file, INFER_API_KEY) or --insecure", o->host);
+        fail(e, USAGE, "%.100s is open to everybody: give a key (INFER_API_KEY) or --insecure", o->host);
     else if (!(d = MHD_start_daemon(how, (uint16_t)o->port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr,
                                     MHD_OPTION_NOTIFY_COMPLETED, request_end, NULL, MHD_OPTION_NOTIFY_CONNECTION,
                                     connection_changed, NULL, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)WRITE_SECONDS,
                                     MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MOST_HEADERS,
                                     MHD_OPTION_THREAD_STACK_SIZE, (size_t)STACK, MHD_OPTION_CONNECTION_LIMIT,
                                     (unsigned)(o->slots + o->queue + SPARE_CONNECTIONS), MHD_OPTION_END)))
-        fail(e, FAILED, "%.100s port %d: %m; choose another with --port", o->host, o->port);
+        fail(e, FAILED, "%.100s port %d: %m; choose another with --host or --port", o->host, o->port);
     else
         fprintf(stderr, v6 ? "infer: %s on http://[%s]:%d\n" : "infer: %s on http://%s:%d\n", server.name, o->host,
                 MHD_get_daemon_info(d, MHD_DAEMON_INFO_BIND_PORT)->port);
@@ -1018,7 +1010,8 @@ int serve(const Options *o) {
     Error e;
     server.o = o;
     TAILQ_INIT(&server.requests);
-    if (!take_options(o, &e) || !session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
+    server.key = environment("INFER_API_KEY");
+    if (!check_options(o, &e) || !session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
     server.name = o->alias ? o->alias : access(server.s.name, F_OK) ? server.s.name : basename(server.s.name);
     signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
     struct MHD_Daemon *daemon = start_daemon(o, &e);

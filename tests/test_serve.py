@@ -421,15 +421,17 @@ def test_fields_that_are_not_supported():
             "min_tokens": ([0], [5]), "stop_token_ids": ([[]], [[5]]), "bad_words": ([[]], [["x"]]),
             "modalities": ([["text"]], [["audio"], "text"]), "function_call": (["auto", "none"], [name]),
             "documents": ([[]], [["x"]]),
-            "guided_json": ([], [{}]), "grammar": ([], ["x"]), "skip_special_tokens": ([True], [False]),
+            "guided_json": ([], [{}]), "grammar": ([], ["x"]),
             "add_generation_prompt": ([True], [False]), "continue_final_message": ([False], [True]),
             "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}], []),
             "stop": ([[], ""], []), "unheard_of": ([5], []),
             "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5])}
     text_only = {**both, "response_format": ([text], [schema, {**text, "x": 1}]), "tools": ([[]], [[{}]]),
-                 "echo": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([True], [False])}
+                 "echo": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([True], [False]),
+                 "skip_special_tokens": ([False], [True])}
     chat_only = {**both, "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
-                 "logprobs": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([False], [True])}
+                 "logprobs": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([False], [True]),
+                 "skip_special_tokens": ([True], [False])}
     with Server(PARROT) as s:
         for path, fine, fields in ((TEXT, {"prompt": [1]}, text_only), (CHAT, {"messages": HELLO}, chat_only)):
             for key, (neutral, others) in fields.items():
@@ -522,23 +524,18 @@ def test_tokenize():
 
 # ---- keys, addresses, the end
 
-def test_keys(folder):
-    (folder / "key").write_text("right-key\n")
-    refused("serve", PARROT, "--host", "0.0.0.0", code=2, words=["--key-file", "--insecure"])
+def test_keys():
+    refused("serve", PARROT, "--host", "0.0.0.0", code=2, words=["INFER_API_KEY", "--insecure"])
     refused("serve", PARROT, "--name", "", code=2, words=["--name"])
-    refused("serve", PARROT, "--key-file", folder / "none", code=2, words=["none"])
-    (folder / "empty").write_text("\n")
-    refused("serve", PARROT, "--key-file", folder / "empty", code=2, words=["empty"])
-    for options, env in ((["--key-file", folder / "key"], {}), ([], {"INFER_API_KEY": "right-key"})):
-        with Server(PARROT, "--host", "0.0.0.0", *options, **env) as s:
-            for key in ("", "right-ke", "right-key2", "wrong", "Right-key"):
-                s.refuses(CHAT, {"messages": HELLO}, "Incorrect API key provided", code=401, headers={"Authorization": f"Bearer {key}"})
-            s.refuses(CHAT, {"messages": HELLO}, code=401)
-            s.ask("GET", "/metrics", code=401)
-            s.ask("GET", "/v1/models", headers={"Authorization": "Bearer right-key"})
-            same(s.ask("GET", "/health"), {"status": "ok"})
-            expect("<" in s.ask("GET", "/"), "no page")
-        expect("right-key" not in "".join(s.lines), "the key was logged")
+    with Server(PARROT, "--host", "0.0.0.0", INFER_API_KEY="right-key") as s:
+        for key in ("", "right-ke", "right-key2", "wrong", "Right-key"):
+            s.refuses(CHAT, {"messages": HELLO}, "Incorrect API key provided", code=401, headers={"Authorization": f"Bearer {key}"})
+        s.refuses(CHAT, {"messages": HELLO}, code=401)
+        s.ask("GET", "/metrics", code=401)
+        s.ask("GET", "/v1/models", headers={"Authorization": "Bearer right-key"})
+        same(s.ask("GET", "/health"), {"status": "ok"})
+        expect("<" in s.ask("GET", "/"), "no page")
+    expect("right-key" not in "".join(s.lines), "the key was logged")
     for options, env in ((["--host", "0.0.0.0", "--insecure"], {}), ([], {"INFER_API_KEY": "right-key"})):
         with Server(PARROT, *options, **env) as s:  # behind a proxy, too, which may keep the Host that it is called by
             s.ask("GET", "/v1/models", headers={"Host": "any.example", "Authorization": "Bearer right-key"})
