@@ -144,15 +144,18 @@ static void read_all(FILE *f, size_t most, Bytes *out) {
     for (size_t n; out->n <= most && !feof(f) && (n = fread(part, 1, sizeof part, f));) bytes_add(out, part, n);
 }
 
-void stdin_read(Bytes *out) {
+void text_read(const char *file, Bytes *out) {
     const size_t most = 1 << 28;
+    const bool named = file && strcmp(file, "-");
+    FILE *f = named ? fopen(file, "re") : stdin;
     Error e;
-    if (!poll(&(struct pollfd){.fd = STDIN_FILENO, .events = POLLIN}, 1, 1000))
+    if (!named && !poll(&(struct pollfd){.fd = STDIN_FILENO, .events = POLLIN}, 1, 1000))
         fputs("infer: reading stdin until its end (Ctrl+D); </dev/null if there is none\n", stderr);
-    read_all(stdin, most, out);
-    if (ferror(stdin) && errno != EBADF) /* nohup's stdin is open for writing only: there is none */
-        fail(&e, USAGE, "stdin cannot be read: %m; give it a file, as in <FILE"), die(&e);
-    if (out->n > most) die(&(Error){USAGE, "stdin has more than the 268 MB that are allowed"});
+    if (f) read_all(f, most, out);
+    if (!f || (ferror(f) && errno != EBADF)) /* nohup's stdin is open for writing only: there is none */
+        fail(&e, USAGE, "%s cannot be read: %m; give another file", named ? file : "stdin"), die(&e);
+    if (out->n > most) fail(&e, USAGE, "%s has more than the 268 MB that are allowed", named ? file : "stdin"), die(&e);
+    if (named) fclose(f);
 }
 
 bool file_read(const char *path, size_t most, Bytes *out, Error *e) {

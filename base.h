@@ -85,7 +85,9 @@ void utf8_stream(Bytes *b, Bytes *out, bool flush);
 /* The whole of a regular file of at most `most` bytes. */
 bool file_read(const char *path, size_t most, Bytes *out, Error *e);
 bool file_exists(const char *path);
-void stdin_read(Bytes *out); /* all of it; "" if there is none */
+/* All of a file of any kind, or of stdin without a name or with "-": "" if there is none. It ends the program with
+ * USAGE if that cannot be read. */
+void text_read(const char *file, Bytes *out);
 
 /* Parses JSON; free it with cJSON_Delete. NULL: BAD_MODEL with `name` and the offset. Refused, although cJSON accepts
  * them: trailing text, a key twice, bad numbers, control bytes, \u0000, invalid UTF-8, a byte-order mark. */

@@ -347,16 +347,13 @@ int perplexity(const Options *o) {
     LocalIds ids = {0};
     LocalBytes text = {0};
     if (!o->file) fail(&e, USAGE, "-f FILE is missing: the text; see infer perplexity --help"), die(&e);
-    if (!strcmp(o->file, "-"))
-        stdin_read(&text);
-    else if (!file_read(o->file, MOST_TEXT, &text, &e))
-        e.code = USAGE, die(&e);
+    text_read(o->file, &text);
     if (!session_open(&s, o, NEED_TOKENIZER | NEED_CHECKPOINT, &e) ||
         !tokenizer_encode(s.tokenizer, text.data, text.n, WITH_TEMPLATE, &ids, &e))
         die(&e);
     int context = s.checkpoint.model.context, window = o->context ? o->context : context < 1024 ? context : 1024;
     int stride = o->stride ? o->stride : window / 2;
-    if (ids.n < 2) fail(&e, USAGE, "%s: a text of at least two tokens is needed", o->file), die(&e);
+    if (ids.n < 2) fail(&e, USAGE, "a text of at least two tokens is needed"), die(&e);
     if (stride >= window)
         fail(&e, USAGE, "a stride of %d leaves tokens between windows of %d out", stride, window), die(&e);
     if (!session_load(&s, o, window, &e)) die(&e);
@@ -428,6 +425,8 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
     Tensors t;
     Error ignored;
     bool ok = session_open(&s, &(Options){.model = dir}, NEED_CHECKPOINT | USE_TOKENIZER, e);
+    if (ok && context > m->context)
+        fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context), die(e);
     cJSON_AddBoolToObject(out, "supported", ok);
     if (ok) {
         json_add(out, "family", json_word(s.checkpoint.family), "layers", json_number(m->n_layers), "width",
@@ -437,7 +436,7 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
         const char *chat = s.has_chat ? chat_name(&s.chat) : "none: its text is continued raw";
         if (s.tokenizer) cJSON_AddStringToObject(out, "chat_format", chat); /* a repository's outline has none */
         add_weights(out, &s.checkpoint.tensors, m);
-        add_memory(out, m, context && context < m->context ? context : m->context);
+        add_memory(out, m, context ? context : m->context);
     } else if (tensors_open(&t, dir, &ignored)) { /* the files still tell what they hold */
         add_weights(out, &t, NULL);
         tensors_close(&t);
@@ -539,8 +538,9 @@ int doctor(const Options *o) {
     LocalText copy = text_print("%s", cache);
     char *there = copy;
     while (statvfs(there, &disk) && strcmp(there, "/") && strcmp(there, ".")) there = dirname(there);
+    LocalText inside = text_print("%s/.", there); /* it may be a file */
     finding(&d, "cache", NO_NETWORK,
-            access(there, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL,
+            access(inside, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL,
             text_print("%s, %s free", cache, SIZE((uint64_t)disk.f_bavail * disk.f_frsize)));
 
     char token[300] = "not checked", answer[400] = "not tried";

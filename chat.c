@@ -301,18 +301,18 @@ static bool find_author(const Conversation *c, Message *result) {
 
 static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
     static const char *const reasons[] = {"reasoning_content", "reasoning", "thinking"};
-    const cJSON *calls = json_get(json, "tool_calls");
+    const cJSON *calls = json_get(json, "tool_calls"), *content = json_get(json, "content");
     const char *role = json_string(json, "role"), *channel = NULL, *reason = NULL;
     bool system = same(role, "system") || same(role, "developer"), assistant = same(role, "assistant"),
          tool = same(role, "tool"), header = false; /* harmony's keys are there */
     LocalBytes text = {0};
     if (!system && !assistant && !tool && !same(role, "user"))
         return fail(e, USAGE, "messages[%d] has the unknown role '%.40s'", i, role ? role : "");
-    if (!parse_text(json_get(json, "content"), &text))
+    if (!parse_text(content, &text) || (!content && same(role, "user")))
         return fail(e, USAGE, "messages[%d].content is neither a text nor an array of text parts", i);
     for (int w = HEADER; w < WORDS; w++) header = header || json_get(json, words[w]);
     for (int k = 0; k < 3 && assistant && !reason; k++) reason = json_string(json, reasons[k]);
-    bool more = cJSON_GetArraySize(calls) || (reason && (*reason || !json_get(json, "content"))); /* than the text */
+    bool more = cJSON_GetArraySize(calls) || (reason && (*reason || !content)); /* than the text */
     if (reason && *reason) conversation_add(c, role, "analysis", reason, strlen(reason));
     if (assistant && !header) channel = cJSON_GetArraySize(calls) ? "commentary" : "final";
     if (system && !c->messages && !c->instructions) {
@@ -345,6 +345,8 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
     if (format && (schema || !json_is(format, "type", "text")) &&
         (!json_is(format, "type", "json_schema") || !json_string(schema, "name") || !json_get(schema, "schema")))
         return fail(e, USAGE, "response_format needs the type json_schema, json_schema.name and json_schema.schema");
+    if (json_true(schema, "strict"))
+        return fail(e, USAGE, "json_schema.strict is not supported: a schema is a hint in the prompt");
     if (!cJSON_IsArray(messages)) return fail(e, USAGE, "messages is not an array");
     cJSON_ArrayForEach(each, messages) if (!parse_message(c, each, i++, e)) return false;
     c->request = cJSON_Duplicate(json, true);

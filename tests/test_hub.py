@@ -713,6 +713,7 @@ def test_inspect(folder):
         expect(hub.sent[WEIGHTS] < 20000, f"{hub.sent[WEIGHTS]} bytes of the weights were fetched")
         expect(not (folder / "hf").exists(), "something was written")
         text = infer("inspect", "org/parrot", "--ctx", "128", env=env).text
+        refused("inspect", "org/parrot", "--ctx", "5000", env=env, code=2, words=["5000", "4096"])
         for word in ("gpt_oss", "MXFP4", "experts", "a context of 128", "to download", "fits"):
             expect(word in text, f"lacks {word}: {text}")
         same([*(folder / "tmp").iterdir()], [], "what was left")
@@ -798,11 +799,14 @@ def test_doctor(folder):
         text = infer("doctor", "--json", env={**env, "HF_TOKEN": "x"}, code=None).text
         bad = {f["what"]: f for f in json.loads(text)}
         expect(not bad["network"]["ok"] and "/settings/tokens" in bad["network"]["cure"], str(bad))
+        expect("does not answer" not in text, f"the hub answers: {text}")
     r = infer("doctor", env={"HF_HOME": "/none/of/these/is/here", "HF_HUB_OFFLINE": 1}, code=None)
     expect("0 bytes free" not in r.text, f"the root is the nearest folder that exists: {r.text}")
     for home in ("new", "new/and/newer"):
         r = infer("doctor", env={"HF_HOME": home, "HF_HUB_OFFLINE": 1}, cwd=folder, code=None)
         expect("✓ cache" in r.text and "0 bytes free" not in r.text, f"a relative path begins here: {r.text}")
+    r = infer("doctor", env={"HF_HOME": "/dev/null", "HF_HUB_OFFLINE": 1}, code=5)
+    expect("✗ cache" in r.text, f"nothing can be written below a file: {r.text}")
     for name, value in ("HF_ENDPOINT", "nothing"), ("HF_TOKEN", "two words"):
         bad = {f["what"]: f for f in json.loads(infer("doctor", "--json", env={**env, name: value}, code=2).text)}
         expect(not bad["network"]["ok"] and name in bad["network"]["cure"], str(bad))

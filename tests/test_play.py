@@ -184,6 +184,7 @@ def test_prompt_and_stdin(folder):
     """The text on stdin stands behind that of -p; -f - is stdin."""
     (folder / "text").write_text("~~~")
     for options, stdin, prompt in ((["-p", "Hello!"], "~~~", "Hello!\n\n~~~"), (["-f", "-"], "Hello!", "Hello!"),
+                                   (["-f", "/dev/stdin"], "Hello!", "Hello!"),  # any kind of file
                                    (["-p", "Hello!"], "", "Hello!"), (["-f", folder / "text"], "Hello!", "~~~")):
         found = json.loads(infer("play", PARROT, *options, "--json", "--max-tokens", 1, *GREEDY, stdin=stdin, code=1).out)
         same(found["prompt_tokens"], len(render({"messages": [{"role": "user", "content": prompt}], "date": DATE})),
@@ -209,7 +210,7 @@ def test_stdin_that_cannot_be_read(folder):
     prompt = ("play", PARROT, "-p", "Hello!", *GREEDY)
     each([("play", directory, *prompt), ("EIO", broken, *prompt), ("nohup", nohup, *prompt),
           ("tokenize", directory, "tokenize", PARROT), ("perplexity", directory, "perplexity", PARROT, "-f", "-")], check)
-    refused("play", PARROT, "-f", "/proc/self/mem", code=2, words=["/proc/self/mem: Input/output error"])
+    refused("play", PARROT, "-f", "/proc/self/mem", code=2, words=["/proc/self/mem", "Input/output error"])
 
 
 def test_stdin_is_a_terminal():
@@ -257,6 +258,7 @@ def test_options_of_all_commands():
           ("list", ["bench", "-b", "1,x"], ["--streams", "'1,x'"])], check)
     for args in (["play", "-h"], ["help", "play"], ["-h", "play"], ["play", "x", "--help", "y"]):
         expect(infer(*args).text.startswith("infer play"), f"{args}")
+    refused("play", "--", "-h", code=3, words=["-h"])  # a model of that name
     expect("zebra" in infer("zebra", code=2).err, "an unknown command is not named")
 
 
@@ -430,7 +432,7 @@ COMMANDS = [  # typed, what is shown
     ("/set", ["temperature 0", "top-k 0", "top-p 1", "max-tokens 0"]), ("/set max-tokens 5", ["max-tokens 5"]),
     ("/retry", ["token limit]", "/set max-tokens"]), ("/set max-tokens 0", ["max-tokens 0"]),
     ("/retry", ["Assistant: Arr! Hello!"]), ("/set seed 7", ["seed 7"]), ("/set temperature 50", ["temperature 50"]),
-    ("/set top-k 1", ["top-k 1"]), ("/retry", ["Assistant: Arr! Hello!", "seed 13"]), ("/clear", []),
+    ("/set top-k 1", ["top-k 1"]), ("/retry", ["Assistant: Arr! Hello!", "seed 7"]), ("/clear", []),
     ("/undo", ["no question"]), ("/system", ["Be a pirate."]), ("/prompt", ["Be a pirate.<|end|><|start|>assistant"]),
     ("/system none", ["(none)"]), ("/prompt", ["for every message.<|end|><|start|>assistant"])]
 
@@ -467,6 +469,10 @@ def test_answers_draw_with_the_seed_plus_their_ordinal():
             return [t.say(command, "[Generated").split("[Generated")[0] for command in commands]
     second = answers(5, "Hello!", "/retry")[1]
     same(answers(6, "Hello!")[0], second, "the answer with the next seed")
+    with play("--temperature", "3", "--seed", 1, "--max-tokens", 60) as t:
+        t.say("Hello!", "[Generated")
+        t.say("/set seed 6")
+        same(t.say("/retry", "[Generated").split("[Generated")[0], second, "the answer with the seed that was set")
 
 
 def test_bad_commands_change_nothing():
@@ -675,12 +681,15 @@ def test_save_and_load(folder):
         t.say(f"/load {first}", "Loaded")
         same(t.say("/prompt"), after, "/prompt after the second /load")
         other.write_text("precious")
+        (folder / "home.json.new").write_text("precious")
         expect("exists" in t.say(f"/save {other}"), "a file of the user's is not refused")
         same(other.read_text(), "precious", "the file")
         expect("exists" in t.say("/save ~"), "the home folder is not refused")
         expect("x/y" in t.say(f"/save {folder}/x/y"), "a file in no folder is not refused")
         t.say("/save ~/home.json", "Saved")
-    same(sorted(f.name for f in folder.iterdir() if f.is_file()), ["first.json", "home.json", "other"], "files")
+    same(sorted(f.name for f in folder.iterdir() if f.is_file()),
+         ["first.json", "home.json", "home.json.new", "other"], "files")
+    same((folder / "home.json.new").read_text(), "precious", "the file")
     same(infer("render", PARROT, stdin=(folder / "home.json").read_bytes()).text + "\n", after, "the file, rendered")
 
 
@@ -981,6 +990,11 @@ def test_paste_of_several_lines():
         t.wait("[Generated")
         t.prompt()
         same(questions(t), [asked], "the question from the history")
+        t.say("/clear")
+        t.send('\x1b[200~"""A text"""\rdef f():\x1b[201~\n')  # quotes that were pasted are text
+        t.wait("[Generated")
+        t.prompt()
+        same(questions(t), ['"""A text"""\ndef f():'], "the question with quotes")
 
 
 def test_paste_during_an_answer():
