@@ -487,9 +487,9 @@ int list(const Options *o) {
                                  json_word(m->path), NULL);
         cJSON_AddItemToArray(all, one);
         const char *state = !m->known ? "not supported" : m->complete ? "complete" : "incomplete";
-        if (!o->json)
-            printf("%-36s %-10s %8s  %-5s  %-13s  %s\n", m->name, m->family, SIZE(m->bytes), m->encoding, state,
-                   m->path);
+        LocalText row = text_print("%-36s %-10s %8s  %-7s  %-13s  %s", m->name, m->family, SIZE(m->bytes), m->encoding,
+                                   state, m->path);
+        if (!o->json) put_text(stdout, NULL, "", row);
     }
     if (!here.n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     json_print(all, o->json);

@@ -727,7 +727,6 @@ bool hub_check(char token[300], char answer[400], Error *e) {
     LocalJson json = get_json(url);
     bool ok = json || error.code == BAD_MODEL;
     *e = error;
-    snprintf(answer, 400, ok ? "%s answers in %.0f ms" : "%s", hub.endpoint,
-             (seconds() - hub.begun) * 1e3);
+    snprintf(answer, 400, ok ? "%s answers in %.0f ms" : "%s", hub.endpoint, (seconds() - hub.begun) * 1e3);
     return ok;
 }

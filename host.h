@@ -286,5 +286,8 @@ int columns(FILE *f); /* of the terminal's window */
 bool put_escape(FILE *f, const char *escape);
 /* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
 void print_row(FILE *f, const char *name, int column, const char *text);
+/* Writes a label and a text, which may come from a model or a file: in a terminal it is wrapped, without its controls.
+ */
+void put_text(FILE *f, const char *style, const char *label, const char *text);
 
 #endif

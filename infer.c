@@ -116,7 +116,8 @@ static const Option options[] = {
     {"serve", 0, "insecure", NULL, SWITCH, FIELD(insecure), .help = "listen on any address without a key"},
     {"serve", 0, "cors", "ORIGIN", TEXT, FIELD(cors),
      .help = "web pages of this origin may send requests; *: all pages"},
-    {"serve", 0, "name", "NAME", TEXT, FIELD(alias), .help = "what clients call the model (its folder's name)"},
+    {"serve", 0, "name", "NAME", TEXT, FIELD(alias),
+     .help = "what clients call the model (MODEL as given; of a path the last part)"},
     {"serve", 0, "streams", "N", WHOLE, FIELD(slots), 1, MOST_STREAMS, "256", "answers at once"},
     {"serve", 0, "queue", "N", WHOLE, FIELD(queue), 0, 1 << 16, "64", "answers that may wait beyond those"},
     {"serve", 0, "cache", "N", WHOLE, FIELD(cache), 0, 1e9, "0",
@@ -241,7 +242,7 @@ static bool parse_arguments(const Command *c, int argc, char **argv, Options *o,
             if (!options_end && !parse_option(c, argc, argv, &i, o, e)) return false;
         } else if (o->model || !*word) {
             const char *shown = strncmp(argv[i], "hf_", 3) ? argv[i] : "hf_..."; /* a token is never shown */
-            if (!*word) return fail(e, USAGE, "infer %s takes no argument, not '%.60s'", c->name, shown);
+            if (!*word) return fail(e, USAGE, "%s takes no argument, not '%.60s'", c->name, shown);
             return fail(e, USAGE, "one %.*s at most: '%.60s' is another; see infer %s --help", (int)strcspn(word, "]"),
                         word, shown, c->name);
         } else {
@@ -331,8 +332,7 @@ static void wrap_end(Wrap *w) {
     *w = (Wrap){0};
 }
 
-/* Writes a label and a text, which may come from a model or a file. */
-static void put_text(FILE *f, const char *style, const char *label, const char *text) {
+void put_text(FILE *f, const char *style, const char *label, const char *text) {
     Wrap w = wrap_on(f, style);
     wrap_text(&w, label, strlen(label));
     wrap_text(&w, text, strlen(text));
@@ -391,8 +391,9 @@ static bool choose_model(Session *s, Error *e) {
     if (n > 1) fputs("Available models:\n", stderr);
     for (const ModelEntry *m = list; m < list + n && n > 1; m++) {
         const char *state = !m->known ? "  not supported" : m->complete ? "" : "  incomplete";
-        fprintf(stderr, "%3d. %-*s  %8s  %s%s\n", (int)(m - list) + 1, width, m->name, SIZE(m->bytes), m->encoding,
-                state);
+        LocalText row =
+            text_print("%3d. %-*s  %8s  %s%s", (int)(m - list) + 1, width, m->name, SIZE(m->bytes), m->encoding, state);
+        put_text(stderr, NULL, "", row);
     }
     while (!choice && can_ask) {
         fprintf(stderr, "Select model (1-%d): ", n);
@@ -975,8 +976,8 @@ static bool slash_load(Play *p, const char *path, Error *e) {
     LocalJson json = json_read(path, MOST_PROMPT, e);
     conversation_init(&loaded);
     conversation_set(&loaded.date, p->talk.date); /* unless the file has another */
-    const bool ok =
-        json && conversation_parse(&loaded, json, e) && (!p->chat || chat_effort(&p->m.chat, loaded.effort, e));
+    bool ok = json && conversation_parse(&loaded, json, e) && (!p->chat || chat_effort(&p->m.chat, loaded.effort, e));
+    if (json && !ok) fail(e, USAGE, "%s: %s", path, e->text);
     conversation_free(ok ? &p->talk : &loaded);
     if (ok) p->talk = loaded, put_text(stdout, NULL, "Loaded ", path);
     return ok;

@@ -682,13 +682,15 @@ def test_save_and_load(folder):
         same(t.say("/prompt"), after, "/prompt after the second /load")
         other.write_text("precious")
         (folder / "home.json.new").write_text("precious")
+        (folder / "wrong.json").write_text("[]")
         expect("exists" in t.say(f"/save {other}"), "a file of the user's is not refused")
         same(other.read_text(), "precious", "the file")
         expect("exists" in t.say("/save ~"), "the home folder is not refused")
         expect("x/y" in t.say(f"/save {folder}/x/y"), "a file in no folder is not refused")
+        expect("wrong.json: messages is" in t.say(f"/load {folder}/wrong.json"), "the file is not named")
         t.say("/save ~/home.json", "Saved")
     same(sorted(f.name for f in folder.iterdir() if f.is_file()),
-         ["first.json", "home.json", "home.json.new", "other"], "files")
+         ["first.json", "home.json", "home.json.new", "other", "wrong.json"], "files")
     same((folder / "home.json.new").read_text(), "precious", "the file")
     same(infer("render", PARROT, stdin=(folder / "home.json").read_bytes()).text + "\n", after, "the file, rendered")
 
@@ -1176,6 +1178,13 @@ def test_model_list_and_selector(folder):
         t.wait("Select model (1-2): ")
         t.send("\x03")
         expect(t.ended() in (130, -2), "Ctrl+C does not end the selection")
+    copy_model(PARROT, work / "models", name="red\x1b[31m")
+    for command, code in (("list", 0), ("play", 2)):  # escape sequences in a folder's name have no effect
+        with Terminal(command, cwd=work, HOME=home) as t:
+            t.wait("models/red?[31m")
+            t.send("\x04")
+            same(t.ended(), code, "exit code")
+            expect(b"\x1b[31m" not in t.raw, f"{command}: {t.raw}")
 
 
 def test_models_are_found(folder):
