@@ -155,7 +155,7 @@ enum { OPTIONS = sizeof options / sizeof *options };
 typedef struct {
     const char *name, *argument; /* argument: "MODEL", "[MODEL]" if it may be left out, or "" */
     int (*run)(const Options *o);
-    const char *summary, *help;
+    const char *summary;
 } Command;
 
 static bool check_text(const char *what, const char *text, size_t n, Error *e) {
@@ -350,7 +350,7 @@ void print_row(FILE *f, const char *name, int column, const char *text) {
 
 static void print_help(const Command *c) {
     printf("infer %s%s%s [options]\n", c->name, *c->argument ? " " : "", c->argument);
-    print_row(stdout, "", 0, c->help);
+    print_row(stdout, "", 0, c->summary);
     for (const Option *o = options; o < options + OPTIONS; o++) {
         const char letter[] = {'-', o->letter, ',', 0}, *value = o->value ? o->value : "";
         if (!strstr(o->takers, c->name)) continue;
@@ -358,6 +358,7 @@ static void print_help(const Command *c) {
         LocalText text = text_print(o->initial ? "%s (%s)" : "%s", o->help, o->initial);
         print_row(stdout, name, 29, text);
     }
+    print_row(stdout, "", 0, "The manual says more: man infer, or man ./infer.1.");
 }
 
 static double loading_since;
@@ -1356,54 +1357,23 @@ static int logits(const Options *o) {
 /* ---- main ---- */
 
 static const Command commands[] = {
-    {"play", "[MODEL]", play, "talk to a model, once or in a loop",
-     "A conversation in the terminal. With -p, -f or a text on stdin: one answer, alone on stdout."},
-    {"serve", "[MODEL]", serve, "an API like OpenAI's, for many clients at once",
-     "Serves a model to clients of OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, "
-     "/detokenize, /health, /metrics, and / is a page to chat with. SIGTERM lets answers finish and then ends; a "
-     "second one ends at once."},
-    {"download", "REPO", download, "fetch a model from the hub",
-     "Fetches a model from the hub, REPO[@REVISION], into the hub's own cache ($HF_HUB_CACHE, $HF_HOME/hub, "
-     "~/.cache/huggingface/hub), which other tools share, and prints its folder. Files that are there are not fetched "
-     "again; an interrupted download resumes. By default it fetches what infer reads: safetensors files with their "
-     "index, config, tokenizer and chat template.\n"
-     "HF_ENDPOINT names another hub, HF_HUB_OFFLINE=1 forbids the network, HTTPS_PROXY names a proxy, CURL_CA_BUNDLE "
-     "the certificates to trust, HF_HUB_DOWNLOAD_TIMEOUT the seconds until a stalled connection counts as lost (10)."},
-    {"list", "", list, "the models that are here",
-     "Lists the models in ./models, ~/.cache/infer/models and the hub's cache."},
-    {"rm", "MODEL", rm, "remove a downloaded model",
-     "Removes a repository from the hub's cache: ORG/NAME, or a unique part of it."},
-    {"inspect", "MODEL", inspect, "what a model is made of, and whether it fits here",
-     "Says what a model is made of, whether infer runs it and whether it fits on this GPU. For a repository that is "
-     "not here it fetches only config.json and the headers of the weight files."},
-    {"doctor", "", doctor, "GPU, driver, cache, token, network: what is wrong, and its cure",
-     "Checks the GPU, its driver, the cache, the token and the network, and names a cure for each fault. The exit code "
-     "is that of the first fault."},
-    {"bench", "[MODEL]", bench, "how fast prompts and generation are here",
-     "Measures prompts of p tokens, then the generation of n tokens in each of b streams after d tokens of context: "
-     "the median of r repeats. A directory that has only config.json gets random weights.\n"
-     "% of flat: speed relative to simply reading the same bytes. With several streams the experts that were read are "
-     "counted.\n"
-     "With --serve it measures a server: completions of n tokens after random prompts, streamed to c clients. A "
-     "token's time is that from one piece of text to the next. MODEL is the model's name there, for servers with "
-     "several; OPENAI_API_KEY in the environment is the key, if the server needs one."},
-    {"logits", "MODEL", logits, "what a model expects next, or all logits as a NumPy file",
-     "Writes the most likely next tokens: id, logit, probability, text."},
-    {"explain", "MODEL", explain, "how a model reads a text, token by token",
-     "Writes for each token of a text: its id and bytes, the probability that the model gave it, the surprise in bits "
-     "(-log2 of that probability), and what the model expected instead. For a mixture of experts it also shows a grid: "
-     "a row for each layer, a column for each expert, a dot for each expert that the token took."},
-    {"perplexity", "MODEL", perplexity, "how surprised a model is by a text",
-     "Writes the perplexity of a text, the mean negative log-likelihood of its tokens and their number."},
-    {"tokenize", "MODEL", tokenize, "text to token ids", "Writes the ids of the text on stdin as a JSON array."},
-    {"detokenize", "MODEL", detokenize, "token ids to text",
-     "Writes the bytes of the token ids on stdin, given as numbers or a JSON array."},
-    {"render", "MODEL", render, "a conversation as the prompt that the model reads",
-     "Writes the prompt of the conversation on stdin, JSON in the shape of chat completions: messages, tools, "
-     "response_format, reasoning_effort, date (\"none\": no such line), and of harmony model_identity, "
-     "knowledge_cutoff, channels, bare (no system message), keep_analysis, add_generation_prompt."},
-    {"parse", "MODEL", parse, "sampled token ids as messages",
-     "Reads sampled token ids on stdin (they follow <|start|>assistant) and writes each message as a line of JSON."},
+    {"play", "[MODEL]", play,
+     "talk to a model in the terminal; with -p, -f or a text on stdin: one answer, alone on stdout"},
+    {"serve", "[MODEL]", serve, "an API like OpenAI's, for many clients at once, and a page to chat with"},
+    {"download", "REPO", download, "fetch a model, REPO[@REVISION], or the rest of it, into the hub's cache"},
+    {"list", "", list, "the models in ./models, ~/.cache/infer/models and the hub's cache"},
+    {"rm", "MODEL", rm, "remove a model from the hub's cache"},
+    {"inspect", "MODEL", inspect, "what a model is made of, and whether it fits here"},
+    {"doctor", "", doctor, "GPU, driver, cache, token, network: what is wrong, and its cure"},
+    {"bench", "[MODEL]", bench, "how fast prompts and generation are here or, with --serve, at a server"},
+    {"logits", "MODEL", logits, "the likeliest next tokens, or all logits as a NumPy file"},
+    {"explain", "MODEL", explain, "how a model reads a text, token by token"},
+    {"perplexity", "MODEL", perplexity, "how surprised a model is by a text"},
+    {"tokenize", "MODEL", tokenize, "the text on stdin to token ids, a JSON array"},
+    {"detokenize", "MODEL", detokenize, "token ids on stdin, numbers or a JSON array, to text"},
+    {"render", "MODEL", render,
+     "the conversation on stdin, JSON of chat completions, as the prompt that the model reads"},
+    {"parse", "MODEL", parse, "sampled token ids on stdin as messages, a line of JSON each"},
 };
 enum { COMMANDS = sizeof commands / sizeof *commands };
 
@@ -1413,9 +1383,10 @@ static void print_summary(FILE *to) {
         LocalText name = text_print("  infer %s", commands[i].name);
         print_row(to, name, 20, commands[i].summary);
     }
-    print_row(to, "", 0,
-              "\ninfer COMMAND --help says more. MODEL is a folder, a GGUF file, or part of a name that infer list "
-              "shows.");
+    print_row(
+        to, "", 0,
+        "\ninfer COMMAND --help shows its options. MODEL is a folder, a GGUF file, or part of a name that infer list "
+        "shows.");
 }
 
 int main(int argc, char **argv) {
