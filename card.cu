@@ -499,11 +499,6 @@ static Linear fused(const Linear &gate, const Linear &up) {
     return in_turn ? both : Linear{};
 }
 
-static bool upload_floats(float *to, const float *from, size_t n, Error *e) {
-    if (to) CUDA(cudaMemcpy(to, from, n * sizeof *from, cudaMemcpyHostToDevice));
-    return true;
-}
-
 /* Gives every weight its place on the card. Without `upload` it only counts bytes; with it, it also copies arrays of
  * floats and lists the Linears to read. */
 struct Walk {
@@ -521,20 +516,26 @@ struct Walk {
     int layer = -1; /* its number, or -1 for embedding and head */
     bool ok = true;
 
+    float *put(const std::vector<float> &values);
     float *floats(const float *from, size_t n, int half = 0);
     Matrix matrix(std::initializer_list<Part> parts, int step = 1);
     bool all();
 };
 
+float *Walk::put(const std::vector<float> &values) {
+    float *to = plan.take<float>(values.size());
+    if (!upload || !ok) return to;
+    cudaError_t error = cudaMemcpy(to, values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice);
+    ok = !error || cuda_failed(e, error, "cudaMemcpy of floats");
+    return to;
+}
+
 /* An array of n floats, if the model has it. */
 float *Walk::floats(const float *from, size_t n, int half) {
-    float *to = from ? plan.take<float>(n) : NULL;
-    if (!from || !upload) return to;
     const Rows place = {0, 1, half};
-    std::vector<float> dealt(n);
-    for (size_t i = 0; i < n; i++) dealt[place.of(i)] = from[i];
-    ok = ok && upload_floats(to, dealt.data(), n, e);
-    return to;
+    std::vector<float> dealt(from ? n : 0);
+    for (size_t i = 0; i < dealt.size(); i++) dealt[place.of(i)] = from[i];
+    return from ? put(dealt) : NULL;
 }
 
 /* A Matrix of the parts that the model has: one below the other or, with step 2, the rows of two in turn. */
@@ -556,25 +557,23 @@ Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
     to.stride = (to.cols + CHUNK - 1) / CHUNK * CHUNK;
     to.bytes = chunk * to.tiles() * (to.stride / CHUNK);
     to.data = plan.take<uint8_t>(to.bytes * to.n);
-    if (biased) to.bias = plan.take<float>((size_t)to.n * to.rows);
     if (layer >= 0) gpu->lean &= to.type != F32;
     if (layer >= 0 && to.n == 1) gpu->largest = std::max(gpu->largest, to.bytes);
     if (layer >= 0 && is_coded(to.type) && to.n == 1)
         gpu->decoded_size = std::max(gpu->decoded_size, (size_t)to.rows * to.stride);
-    if (!upload) return to;
     const Linear both = step == 2 ? fused(parts.begin()[0].from, parts.begin()[1].from) : Linear{};
     std::vector<float> bias(biased ? (size_t)to.n * to.rows : 0); /* zeros for a part without one */
     int first = 0;
     for (const Part &p : parts) {
         const Linear &w = p.from;
         const Rows place = {first, step, p.half, p.columns};
-        if (w.rows && !both.rows) upload->add(w, to, place, layer, p.name);
+        if (upload && w.rows && !both.rows) upload->add(w, to, place, layer, p.name);
         for (int r = 0; r < w.n * w.rows && w.bias && biased; r++)
             bias[(size_t)(r / w.rows) * to.rows + place.of(r % w.rows)] = w.bias[r];
         first += step == 2 ? 1 : w.rows;
     }
-    if (both.rows) upload->add(both, to, {0, 1}, layer, "gate and up");
-    ok = ok && upload_floats(to.bias, bias.data(), bias.size(), e);
+    if (upload && both.rows) upload->add(both, to, {0, 1}, layer, "gate and up");
+    if (biased) to.bias = put(bias);
     return to;
 }
 
