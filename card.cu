@@ -117,37 +117,25 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
 
 /* ---- encodings on the card ---- */
 
-/* The encoding on the card for an encoding of a file: the same, or one that holds the same codes, or bf16. If rows
- * become columns (as in Rows), there are no codes. */
+/* For each Type, in their order, the encoding on the card that holds the same codes. */
+/* clang-format off */
+constexpr Type card_types[] = {
+    BF16, F16, F32, MXFP4, Q6_K,                      /* BF16, F16, F32, MXFP4, NVFP4 */
+    FP8, Q8_0, PACKED4, Q5_K, PACKED4, Q5_K, PACKED4, /* FP8, INT8, PACKED4, PACKED8, GPTQ4, GPTQ8, AWQ4 */
+    Q8_0, Q4_1, Q4_1, Q8_0, Q5_K, Q5_K, Q6_K,         /* Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K */
+    Q4_1, Q5_K, Q6_K, Q8_0, Q8_0, MXFP4};             /* Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, GGUF_MXFP4 */
+/* clang-format on */
+/* The encoding on the card for a Linear. It is bf16 if the columns of a word do not share a scale. If rows become
+ * columns (as in Rows), there are no codes. */
 static Type card_type(const Linear &w, bool columns) {
     if (columns) return w.type == F16 ? F16 : BF16;
-    auto words_of = [&](int n) { return !w.group && (w.scale.cols >= w.cols || w.scale.cols % n == 0); };
-    const bool of_16 = words_of(16), of_32 = words_of(32), of_64 = words_of(CHUNK);
-    switch (w.type) {
-    case BF16:
-    case F16:
-    case F32:
-    case MXFP4: return w.type;
-    case GGUF_MXFP4: return MXFP4;
-    case FP8: return of_64 ? FP8 : BF16;
-    case INT8: return w.zero.rows ? (of_16 ? Q5_K : BF16) : of_32 ? Q8_0 : BF16;
-    case PACKED4:
-    case GPTQ4:
-    case AWQ4: return of_64 ? PACKED4 : of_32 ? Q4_1 : BF16;
-    case PACKED8:
-    case GPTQ8: return of_16 ? Q5_K : BF16;
-    case Q4_0:
-    case Q4_1:
-    case Q4_K: return Q4_1;
-    case Q8_0:
-    case Q5_0:
-    case IQ4_NL:
-    case IQ4_XS: return Q8_0;
-    case NVFP4:
-    case Q3_K:
-    case Q6_K: return Q6_K;
-    default: return Q5_K; /* what has offsets */
-    }
+    auto fits = [&](Type t) {
+        return !w.group && (w.scale.cols >= w.cols || w.scale.cols % (CHUNK / chunk_words(t)) == 0);
+    };
+    Type to = card_types[w.type];
+    if (w.type == INT8 && w.zero.rows) to = Q5_K;
+    if (to == PACKED4 && !fits(to)) to = Q4_1;
+    return is_coded(to) && !fits(to) ? BF16 : to;
 }
 /* One encoding for Linears that share a Matrix. */
 static Type common_type(Type a, Type b) {
