@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <unistd.h>
 
@@ -284,7 +285,6 @@ static Lines lines_of(Type type, size_t rows, size_t cols) {
     return {rows, (cols + info.values - 1) / info.values * info.bytes, 0};
 }
 static Lines lines_of(const Grid &g, const Linear &w) {
-    if (!g.rows) return {};
     const size_t rows = (w.rows + g.rows - 1) / g.rows, cols = (w.cols + g.cols - 1) / g.cols;
     return g.transposed ? lines_of(g.type, cols, rows) : lines_of(g.type, rows, cols);
 }
@@ -301,105 +301,83 @@ struct Upload {
         Linear linear;
         Matrix to;
         Rows place;
-        char name[32];
-        Lines lines;
+        std::string name;
+        Lines lines; /* of a matrix */
+    };
+    struct Piece { /* n lines of a matrix */
+        int job, matrix, line, n;
     };
     static constexpr size_t PIECE = 16 << 20; /* bytes read at once */
     static constexpr int READERS = 6, BUFFERS = 2;
+    const Limits &limits;
     std::vector<Job> job;
-    std::vector<std::pair<int, size_t>> piece; /* job, and which line of all its matrices it begins with */
-    std::atomic<size_t> next{0}, done{0};
+    std::vector<Piece> piece;
+    std::atomic<size_t> next{0};
     std::atomic<bool> failed{false};
-    std::mutex lock;
+    std::mutex lock; /* of done, error and progress() */
+    uint64_t done = 0, total = 0;
     Error error;
     int *bad; /* (jobs) on the card */
 
-    static int lines_of_piece(const Job &j) {
-        size_t n = std::max<size_t>(1, PIECE / std::max<size_t>(1, view_of(j.linear.data, j.linear.each, 0).stride));
-        if (j.lines.columns) n = std::max<size_t>(1, n * j.lines.columns / CHUNK) * CHUNK / j.lines.columns;
-        return (int)std::min(j.lines.n, n);
-    }
     void add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name);
-    bool read_view(const View &view, size_t first, const Lines &lines, uint8_t *to, const char *name, Error *e) const;
-    size_t stage(const Job &j, int matrix, int line, int n, uint8_t *host, uint8_t *card, Source *s, Error *e) const;
-    cudaError_t place_piece(int number, const Source &s, cudaStream_t stream) const;
-    bool read(int device, Error *e);
-    bool run(int device, void (*progress)(uint64_t, uint64_t), Error *e);
+    size_t stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Error *e) const;
+    bool read(Error *e);
+    bool run(Error *e);
 };
 
 void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name) {
-    Job j = {w, to, place, "", lines_of(w.type, w.rows, w.cols)};
-    if (layer < 0)
-        snprintf(j.name, sizeof j.name, "%s", name);
-    else
-        snprintf(j.name, sizeof j.name, "layer %d, %s", layer, name);
-    for (size_t i = 0; i < w.n * j.lines.n; i += std::min<size_t>(lines_of_piece(j), j.lines.n - i % j.lines.n))
-        piece.push_back({(int)job.size(), i});
-    job.push_back(j);
+    const Lines lines = lines_of(w.type, w.rows, w.cols);
+    size_t n = std::max<size_t>(1, PIECE / std::max<size_t>(1, view_of(w.data, w.each, 0).stride));
+    if (lines.columns) n = std::max<size_t>(1, n * lines.columns / CHUNK) * CHUNK / lines.columns; /* whole chunks */
+    for (int i = 0; i < w.n; i++)
+        for (size_t line = 0; line < lines.n; line += n)
+            piece.push_back({(int)job.size(), i, (int)line, (int)std::min(n, lines.n - line)});
+    job.push_back({w, to, place, layer < 0 ? name : "layer " + std::to_string(layer) + ", " + name, lines});
+    total += w.n * lines.n * lines.bytes;
 }
 
-bool Upload::read_view(const View &view, size_t first, const Lines &lines, uint8_t *to, const char *name,
-                       Error *e) const {
-    const size_t bytes = (lines.n - 1) * view.stride + lines.bytes;
-    for (size_t have = 0; have < bytes;) {
-        ssize_t got = pread(view.fd, to + have, bytes - have, (off_t)(view.offset + first * view.stride + have));
-        if (got <= 0) return fail(e, BAD_MODEL, "a model file ended while it was read (%s); download it again", name);
-        have += (size_t)got;
-    }
-    return true;
-}
-
-/* Reads lines of a matrix, and its grids, to `host`. Sets *s to where they lie after the copy to `card`. Returns the
- * number of bytes, or 0 after an error. With host NULL it reads nothing and only counts. */
-size_t Upload::stage(const Job &j, int matrix, int line, int n, uint8_t *host, uint8_t *card, Source *s,
-                     Error *e) const {
+/* Reads a piece of a matrix, and all of its grids, to `host`. Sets *s to where they lie after the copy to `card`.
+ * Returns the number of bytes, or 0 after an error. With host NULL it reads nothing and only counts. */
+size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Error *e) const {
+    const Job &j = job[p.job];
     const Linear &w = j.linear;
-    const View data = view_of(w.data, w.each, matrix);
-    Plan p = {host, 0};
+    const View data = view_of(w.data, w.each, p.matrix);
+    const char *name = j.name.c_str();
+    const int columns = j.lines.columns;
+    Plan plan = {host, 0};
     bool ok = true;
     auto take = [&](const View &view, size_t first, const Lines &lines) {
-        const size_t at = p.used;
-        uint8_t *to = p.take<uint8_t>((lines.n - 1) * view.stride + lines.bytes);
-        ok = ok && (!host || read_view(view, first, lines, to, j.name, e));
+        const size_t at = plan.used, bytes = (lines.n - 1) * view.stride + lines.bytes;
+        uint8_t *to = plan.take<uint8_t>(bytes);
+        for (size_t have = 0; to && ok && have < bytes;) {
+            ssize_t got = pread(view.fd, to + have, bytes - have, (off_t)(view.offset + first * view.stride + have));
+            if (got > 0)
+                have += (size_t)got;
+            else
+                ok = fail(e, BAD_MODEL, "a model file ended while it was read (%s); download it again", name);
+        }
         return card + at;
     };
     auto entries = [&](const Grid &g) {
-        Entries all = {g.type, g.rows, g.cols, g.transposed, NULL, g.data.stride};
-        if (!g.rows) return all;
-        const View view = view_of(g.data, g.each, matrix);
-        all.stride = view.stride, all.data = take(view, 0, lines_of(g, w));
-        return all;
+        const View view = view_of(g.data, g.each, p.matrix);
+        uint8_t *entry = g.rows ? take(view, 0, lines_of(g, w)) : NULL;
+        return Entries{g.type, g.rows, g.cols, g.transposed, entry, view.stride};
     };
-    const int columns = j.lines.columns;
-    *s = {{},
-          columns ? 0 : line,
-          columns ? w.rows : n,
-          columns * line,
-          columns ? std::min(columns * n, w.cols - columns * line) : w.cols,
-          matrix};
-    s->from.type = w.type, s->from.info = types[w.type], s->from.stride = data.stride;
-    s->from.data = take(data, line, {(size_t)n, j.lines.bytes}) - line * data.stride;
-    s->from.scale = entries(w.scale), s->from.zero = entries(w.zero);
-    s->from.zero_plus_one = w.zero_plus_one, s->from.factor = w.factor ? w.factor[matrix] : 1;
+    *s = {{}, p.line, p.n, 0, w.cols, p.matrix};
+    if (columns) *s = {{}, 0, w.rows, columns * p.line, std::min(columns * p.n, w.cols - columns * p.line), p.matrix};
+    s->from = {w.type, types[w.type], take(data, p.line, {(size_t)p.n, j.lines.bytes}) - p.line * data.stride};
+    s->from.stride = data.stride, s->from.scale = entries(w.scale), s->from.zero = entries(w.zero);
+    s->from.zero_plus_one = w.zero_plus_one, s->from.factor = w.factor ? w.factor[p.matrix] : 1;
     if (w.group) {
-        const size_t at = p.used;
-        int *group = p.take<int>(w.cols);
-        if (host) memcpy(group, w.group + (size_t)matrix * w.cols, w.cols * sizeof(int));
-        s->from.group = (const int *)(card + at);
+        s->from.group = (const int *)(card + plan.used);
+        int *group = plan.take<int>(w.cols);
+        if (host) memcpy(group, w.group + (size_t)p.matrix * w.cols, w.cols * sizeof(int));
     }
-    return ok ? p.used : 0;
-}
-
-cudaError_t Upload::place_piece(int number, const Source &s, cudaStream_t stream) const {
-    const Job &j = job[number];
-    const size_t threads = (size_t)s.rows * (j.to.type == MXFP4 ? s.columns / 32 : (s.columns + 3) / 4);
-    auto place = j.to.type == MXFP4 ? place_fp4 : place_weights;
-    place<<<(unsigned)((threads + 255) / 256), 256, 0, stream>>>(s, j.to, j.place, bad + number);
-    return cudaGetLastError();
+    return ok ? plan.used : 0;
 }
 
 /* A reading thread: takes piece after piece, through buffers of its own. */
-bool Upload::read(int device, Error *e) {
+bool Upload::read(Error *e) {
     struct Buffer {
         uint8_t *host = NULL, *card = NULL;
         cudaStream_t stream = NULL;
@@ -410,66 +388,61 @@ bool Upload::read(int device, Error *e) {
         }
     } buffer[BUFFERS];
     size_t room = PIECE;
-    CUDA(cudaSetDevice(device));
     Source s;
-    for (const Job &j : job) room = std::max(room, stage(j, 0, 0, lines_of_piece(j), NULL, NULL, &s, e));
+    for (const Piece &p : piece) room = std::max(room, stage(p, NULL, NULL, &s, e));
+    CUDA(cudaSetDevice(limits.gpu));
     for (Buffer &b : buffer) {
         CUDA(cudaMallocHost(&b.host, room));
         CUDA(cudaMalloc(&b.card, room));
         CUDA(cudaStreamCreateWithFlags(&b.stream, cudaStreamNonBlocking));
     }
     for (int turn = 0; !failed; turn++) {
-        size_t i = next++;
+        const size_t i = next++;
         if (i >= piece.size()) break;
-        const Job &j = job[piece[i].first];
+        const Piece &p = piece[i];
+        const Job &j = job[p.job];
+        const bool fp4 = j.to.type == MXFP4;
         Buffer &b = buffer[turn % BUFFERS];
-        const int matrix = piece[i].second / j.lines.n, line = piece[i].second % j.lines.n;
-        const int lines = std::min<int>(lines_of_piece(j), j.lines.n - line);
         CUDA(cudaStreamSynchronize(b.stream));
-        const size_t bytes = stage(j, matrix, line, lines, b.host, b.card, &s, e);
+        const size_t bytes = stage(p, b.host, b.card, &s, e);
         if (!bytes) return false;
+        const size_t blocks = ((size_t)s.rows * (fp4 ? s.columns / 32 : (s.columns + 3) / 4) + 255) / 256;
         CUDA(cudaMemcpyAsync(b.card, b.host, bytes, cudaMemcpyHostToDevice, b.stream));
-        CUDA(place_piece(piece[i].first, s, b.stream));
-        done += lines * j.lines.bytes;
+        (fp4 ? place_fp4 : place_weights)<<<(unsigned)blocks, 256, 0, b.stream>>>(s, j.to, j.place, bad + p.job);
+        CUDA(cudaGetLastError());
+        std::lock_guard<std::mutex> hold(lock);
+        done += p.n * j.lines.bytes;
+        if (limits.progress && done < total) limits.progress(done, total);
     }
     for (Buffer &b : buffer) CUDA(cudaStreamSynchronize(b.stream));
     return true;
 }
 
-bool Upload::run(int device, void (*progress)(uint64_t, uint64_t), Error *e) {
-    uint64_t total = 0;
-    for (const Job &j : job) total += (uint64_t)j.linear.n * j.lines.n * j.lines.bytes;
-    CUDA(cudaMalloc(&bad, job.size() * sizeof(int)));
-    CUDA(cudaMemset(bad, 0, job.size() * sizeof(int)));
-    CUDA(cudaDeviceSynchronize());
+bool Upload::run(Error *e) {
     std::vector<std::thread> readers;
-    std::atomic<int> running{READERS};
+    std::vector<int> found(job.size());
+    const size_t bytes = found.size() * sizeof(int);
+    CUDA(cudaMalloc(&bad, bytes));
+    CUDA(cudaMemset(bad, 0, bytes));
+    CUDA(cudaDeviceSynchronize());
     for (int i = 0; i < READERS; i++)
         readers.emplace_back([&] {
             Error mine;
-            if (!read(device, &mine)) {
-                std::lock_guard<std::mutex> hold(lock);
-                if (!failed) error = mine;
-                failed = true;
-            }
-            running--;
+            if (read(&mine)) return;
+            std::lock_guard<std::mutex> hold(lock);
+            if (!failed) error = mine;
+            failed = true;
         });
-    while (running) {
-        usleep(20000);
-        if (progress && done < total) progress(done, total);
-    }
     for (std::thread &t : readers) t.join();
-    std::vector<int> found(job.size());
-    cudaError_t copied =
-        failed ? cudaSuccess : cudaMemcpy(found.data(), bad, found.size() * sizeof(int), cudaMemcpyDeviceToHost);
+    cudaError_t copied = failed ? cudaSuccess : cudaMemcpy(found.data(), bad, bytes, cudaMemcpyDeviceToHost);
     cudaFree(bad);
     if (failed) return *e = error, false;
     CUDA(copied);
     for (size_t i = 0; i < found.size(); i++)
         if (found[i])
             return fail(e, BAD_MODEL, "a weight is not a number (%s): the file is damaged; download it again",
-                        job[i].name);
-    if (progress) progress(total, total);
+                        job[i].name.c_str());
+    if (limits.progress) limits.progress(total, total);
     return true;
 }
 
@@ -615,10 +588,10 @@ bool Walk::all() {
 
 /* Loads all weights. BAD_MODEL, with the name, if a file shrank or a weight is NaN. */
 static bool load_weights(Gpu *gpu, Error *e) {
-    Upload upload;
+    Upload upload = {gpu->limits};
     uint32_t seed = 1;
     if (!Walk{gpu, &upload, e}.all()) return false;
-    if (!gpu->model.made_up) return upload.run(gpu->limits.gpu, gpu->limits.progress, e);
+    if (!gpu->model.made_up) return upload.run(e);
     for (const Upload::Job &j : upload.job)
         if (!j.place.first) make_up<<<1024, 256>>>(j.to, seed++ * 0x9E3779B9u); /* once a Matrix */
     CUDA(cudaGetLastError());
