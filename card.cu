@@ -758,11 +758,11 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     fast::open(gpu);
     if (!take_memory(gpu, pages, e)) return false;
     CUDA(cudaStreamCreateWithFlags(&gpu->stream, cudaStreamNonBlocking));
-    CUDA(cudaMallocHost(&gpu->result, 3 * w.slots * sizeof(int)));
-    w.result = gpu->result;
+    CUDA(cudaMallocHost(&w.result, 3 * w.slots * sizeof(int)));
     step_at(NULL, gpu->limits.max_tokens, &bytes);
     for (Pending &p : gpu->pending) {
-        CUDA(cudaMallocHost(&p.step, bytes + (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int)));
+        p.token = w.result + (&p - gpu->pending) * w.slots;
+        CUDA(cudaMallocHost(&p.staged, bytes + (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int)));
         CUDA(cudaEventCreateWithFlags(&p.done, cudaEventDisableTiming));
     }
     CUDA(cudaMalloc(&inv_freq, m.rope_dim / 2 * sizeof(float)));
@@ -783,10 +783,10 @@ static void cuda_close(void *state) {
     if (gpu->stream) cudaStreamSynchronize(gpu->stream);
     for (auto &made : gpu->graph) cudaGraphExecDestroy(made.second);
     for (Pending &p : gpu->pending) {
-        cudaFreeHost(p.step);
+        cudaFreeHost(p.staged);
         if (p.done) cudaEventDestroy(p.done);
     }
-    cudaFreeHost(gpu->result);
+    cudaFreeHost(gpu->work.result);
     if (gpu->blas) cublasLtDestroy(gpu->blas);
     if (gpu->stream) cudaStreamDestroy(gpu->stream);
     for (uint8_t *p : {gpu->weights, gpu->room, gpu->cache}) cudaFree(p);
@@ -889,22 +889,18 @@ void fill_step(const Step &s, Pass *a) {
 
 /* Draws for all rows of a step, logit_rows at a time, and keeps the logits that the caller requested. */
 bool heads(Pass *a, Pending *p, Error *e) {
-    const Batch *b = a->batch;
     const size_t vocab = a->w.vocab;
-    std::vector<float> found(a->keep ? a->rows * vocab : 0);
     for (int i = 0; i < a->rows; i += a->gpu->logit_rows) {
-        int n = std::min(a->gpu->logit_rows, a->rows - i);
+        const int n = std::min(a->gpu->logit_rows, a->rows - i);
         if ((!a->headed && !head(a, i, n, e)) || !draw_tokens(a, i, n, e)) return false;
         if (!a->keep) continue;
-        CUDA(cudaMemcpyAsync(found.data() + i * vocab, a->w.logits, n * vocab * sizeof(float), cudaMemcpyDeviceToHost,
+        std::vector<float> found(n * vocab);
+        CUDA(cudaMemcpyAsync(found.data(), a->w.logits, n * vocab * sizeof(float), cudaMemcpyDeviceToHost,
                              a->gpu->stream));
         CUDA(cudaStreamSynchronize(a->gpu->stream));
-    }
-    for (int i = 0, r = 0; i < b->seqs && a->keep; i++) {
-        int n = b->want[i] == WANT_NOTHING ? 0 : b->want[i] == WANT_ALL_LOGITS ? b->first[i + 1] - b->first[i] : 1;
-        if (b->want[i] >= WANT_LOGITS)
-            p->logits.insert(p->logits.end(), found.begin() + r * vocab, found.begin() + (r + n) * vocab), p->rows += n;
-        r += n;
+        for (int r = 0; r < n; r++)
+            if (a->batch->want[p->step.seq[p->step.row[i + r]]] >= WANT_LOGITS)
+                p->logits.insert(p->logits.end(), found.begin() + r * vocab, found.begin() + (r + 1) * vocab);
     }
     return true;
 }
@@ -934,33 +930,30 @@ bool run_graph(Pass *a, Pending *p, Error *e) {
     return true;
 }
 
-bool submit(Gpu *gpu, const Batch *b, Pending *p, Error *e) {
-    Pass a = {gpu, gpu->work, {}, b, b->first[b->seqs]};
-    gpu->decodes = gpu->fast && a.tokens <= MAX_DECODE;
-    const int room = std::max(a.tokens, MAX_DECODE);
-    size_t bytes, pages = (size_t)b->seqs * b->max_pages * sizeof(int);
-    bool ok;
-    fill_step(step_at(p->step, room, &bytes), &a);
-    p->want.assign(b->want, b->want + b->seqs);
-    p->logits.clear();
-    p->rows = 0;
-    if (gpu->decodes) {
-        ok = fast::decode(&a, p->step, e) && heads(&a, p, e);
-    } else {
-        a.s = step_at(gpu->step, room, &bytes);
-        a.prefill = gpu->fast && fast::prefills(&a);
-        CUDA(cudaMemcpyAsync(a.s.how, p->step, bytes + pages, cudaMemcpyHostToDevice, gpu->stream));
-        bool whole = a.alone && a.rows == a.tokens && worth_a_graph(gpu, a.tokens) && !a.keep && !gpu->limits.tap;
-        ok = whole ? run_graph(&a, p, e) : forward(&a, e) && heads(&a, p, e);
-    }
-    if (ok) CUDA(cudaEventRecord(p->done, gpu->stream));
-    return ok;
-}
-
 static bool cuda_submit(void *state, const Batch *b, Error *e) {
     Gpu *gpu = (Gpu *)state;
     if (gpu->outstanding == 2) return fail(e, FAILED, "submit: two steps are outstanding; collect one");
-    if (!submit(gpu, b, &gpu->pending[gpu->turn % 3], e)) return false;
+    Pass a = {gpu, gpu->work, {}, b, b->first[b->seqs]};
+    Pending &p = gpu->pending[gpu->turn % 3];
+    const int room = std::max(a.tokens, MAX_DECODE);
+    size_t bytes, pages = (size_t)b->seqs * b->max_pages * sizeof(int);
+    bool ok;
+    p.step = step_at(p.staged, room, &bytes);
+    fill_step(p.step, &a);
+    std::fill_n(p.token, b->seqs, DREW_NOTHING); /* the kernel draw() writes those that it draws */
+    p.logits.clear();
+    gpu->decodes = gpu->fast && a.tokens <= MAX_DECODE;
+    if (gpu->decodes) {
+        ok = fast::decode(&a, p.staged, e) && heads(&a, &p, e);
+    } else {
+        a.s = step_at(gpu->step, room, &bytes);
+        a.prefill = gpu->fast && fast::prefills(&a);
+        CUDA(cudaMemcpyAsync(gpu->step, p.staged, bytes + pages, cudaMemcpyHostToDevice, gpu->stream));
+        bool whole = a.alone && a.rows == a.tokens && worth_a_graph(gpu, a.tokens) && !a.keep && !gpu->limits.tap;
+        ok = whole ? run_graph(&a, &p, e) : forward(&a, e) && heads(&a, &p, e);
+    }
+    if (!ok) return false;
+    CUDA(cudaEventRecord(p.done, gpu->stream));
     gpu->turn++;
     gpu->outstanding++;
     return true;
@@ -969,14 +962,10 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
 static bool cuda_collect(void *state, Result *result, Error *e) {
     Gpu *gpu = (Gpu *)state;
     if (!gpu->outstanding) return fail(e, FAILED, "collect: no step is outstanding");
-    unsigned turn = (gpu->turn - gpu->outstanding) % 3;
-    Pending &p = gpu->pending[turn];
-    int *token = gpu->result + turn * gpu->limits.max_seqs;
+    const Pending &p = gpu->pending[(gpu->turn - gpu->outstanding) % 3];
     CUDA(cudaEventSynchronize(p.done));
     gpu->outstanding--;
-    for (size_t i = 0; i < p.want.size(); i++)
-        if (p.want[i] == WANT_NOTHING) token[i] = DREW_NOTHING;
-    *result = {token, p.logits.data(), p.rows};
+    *result = {p.token, p.logits.data(), (int)(p.logits.size() / gpu->work.vocab)};
     return true;
 }
 

@@ -192,9 +192,9 @@ __host__ __device__ inline size_t page_size(const Work &w) { return (size_t)w.n_
 
 struct Pending { /* a step that was submitted; buffers are pinned */
     cudaEvent_t done = NULL;
-    uint8_t *step = NULL; /* what goes to the card */
-    int rows;
-    std::vector<Want> want;
+    uint8_t *staged = NULL; /* what goes to the card ... */
+    Step step;              /* ... and its parts */
+    int *token;             /* (slots) in Work's result */
     std::vector<float> logits;
 };
 
@@ -213,7 +213,6 @@ struct Gpu {
     bool lean;      /* no F32 weights: activations take two bytes */
     size_t weight_bytes;
     uint8_t *weights = NULL, *room = NULL, *cache = NULL, *step = NULL;
-    int *result = NULL; /* (3, max_seqs), pinned */
     cudaStream_t stream = NULL;
     cublasLtHandle_t blas = NULL;
     std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* by rows, columns, tokens and kind */
