@@ -105,7 +105,7 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
     if (cudaEventCreate(&end)) return cudaEventDestroy(begin), 0;
     for (float &t : ms) {
         cudaEventRecord(begin, gpu->stream);
-        read_words<<<gpu->sms * 4, 512, 0, gpu->stream>>>((const uint4 *)gpu->weights, once / 16,
+        read_words<<<gpu->sms * 4, 512, 0, gpu->stream>>>((const uint4 *)gpu->memory, once / 16,
                                                           (uint32_t *)gpu->work.drawn);
         cudaEventRecord(end, gpu->stream);
         t = cudaEventSynchronize(end) || cudaEventElapsedTime(&t, begin, end) ? 0 : t;
@@ -473,7 +473,7 @@ struct Walk {
     Gpu *gpu;
     Upload *upload = NULL;
     Error *e = NULL;
-    Plan plan = {gpu->weights, 0};
+    Plan plan = {gpu->memory, 0};
     int layer = -1; /* its number, or -1 for embedding and head */
     bool ok = true;
 
@@ -683,13 +683,13 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
 
 /* Allocates all memory: weights, work space, and as many of *pages as fit. */
 static bool take_memory(Gpu *gpu, int *pages, Error *e) {
-    size_t work, free, total, page = page_size(gpu->work) * sizeof(bf16) + PAGE * sizeof(int);
+    const size_t page = page_size(gpu->work) * sizeof(bf16) + PAGE * sizeof(int);
     const size_t reserve = 256 << 20; /* CUDA's and cuBLAS's own */
+    size_t free, total;
     gpu->max_pages = (gpu->limits.context + PAGE - 1) / PAGE;
     gpu->logit_rows = std::max(64, std::min(256, gpu->limits.max_seqs));
     Walk{gpu}.all(); /* counts */
-    const size_t weights = gpu->weight_bytes;
-    work = plan_work(gpu, NULL);
+    const size_t weights = gpu->weight_bytes, work = plan_work(gpu, NULL);
     CUDA(cudaMemGetInfo(&free, &total));
     if (free < weights + work + reserve + page) {
         char a[24], b[24], d[24];
@@ -699,15 +699,11 @@ static bool take_memory(Gpu *gpu, int *pages, Error *e) {
                     size_text(weights, a), size_text(work + reserve, b), gpu->limits.gpu, size_text(free, d));
     }
     *pages = (int)std::min<size_t>(*pages, (free - weights - work - reserve) / page);
-    CUDA(cudaMalloc(&gpu->weights, weights));
-    CUDA(cudaMalloc(&gpu->room, work));
-    CUDA(cudaMalloc(&gpu->cache, *pages * page));
-    CUDA(cudaMemset(gpu->weights, 0, weights));
-    CUDA(cudaMemset(gpu->room, 0, work));
-    CUDA(cudaMemset(gpu->cache, 0, *pages * page));
-    plan_work(gpu, gpu->room);
-    gpu->work.cache = (bf16 *)gpu->cache;
-    gpu->work.page_token = (int *)(gpu->cache + *pages * (page - PAGE * sizeof(int)));
+    CUDA(cudaMalloc(&gpu->memory, weights + work + *pages * page));
+    CUDA(cudaMemset(gpu->memory, 0, weights + work + *pages * page));
+    plan_work(gpu, gpu->memory + weights);
+    gpu->work.cache = (bf16 *)(gpu->memory + weights + work);
+    gpu->work.page_token = (int *)(gpu->work.cache + *pages * page_size(gpu->work));
     if (gpu->limits.where) {
         char used[24], all[24];
         CUDA(cudaMemGetInfo(&free, &total));
@@ -789,7 +785,7 @@ static void cuda_close(void *state) {
     cudaFreeHost(gpu->work.result);
     if (gpu->blas) cublasLtDestroy(gpu->blas);
     if (gpu->stream) cudaStreamDestroy(gpu->stream);
-    for (uint8_t *p : {gpu->weights, gpu->room, gpu->cache}) cudaFree(p);
+    cudaFree(gpu->memory);
     fast::close(gpu);
     delete gpu;
 }

@@ -208,11 +208,12 @@ struct Gpu {
     DeviceModel device = {};
     Work work = {};
     int sms, max_pages, launch_arch;
-    int shared;     /* bytes of shared memory that a block can have */
-    int logit_rows; /* rows of logits that there is room for */
-    bool lean;      /* no F32 weights: activations take two bytes */
+    int shared;             /* bytes of shared memory that a block can have */
+    int logit_rows;         /* rows of logits that there is room for */
+    bool lean;              /* no F32 weights: activations take two bytes */
+    uint8_t *memory = NULL; /* weights, then room to work, then the cache */
     size_t weight_bytes;
-    uint8_t *weights = NULL, *room = NULL, *cache = NULL, *step = NULL;
+    uint8_t *step; /* room for a Step */
     cudaStream_t stream = NULL;
     cublasLtHandle_t blas = NULL;
     std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* by rows, columns, tokens and kind */
