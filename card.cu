@@ -309,7 +309,7 @@ struct Upload {
     };
     static constexpr size_t PIECE = 16 << 20; /* bytes read at once */
     static constexpr int READERS = 6, BUFFERS = 2;
-    const Limits &limits;
+    const Gpu *gpu;
     std::vector<Job> job;
     std::vector<Piece> piece;
     std::atomic<size_t> next{0};
@@ -317,7 +317,8 @@ struct Upload {
     std::mutex lock; /* of done, error and progress() */
     uint64_t done = 0, total = 0;
     Error error;
-    int *bad; /* (jobs) on the card */
+    void (*const progress)(uint64_t, uint64_t) = gpu->limits.progress;
+    int *bad = (int *)gpu->product_room; /* (jobs) no step needs the room yet */
 
     void add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name);
     size_t stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Error *e) const;
@@ -390,7 +391,7 @@ bool Upload::read(Error *e) {
     size_t room = PIECE;
     Source s;
     for (const Piece &p : piece) room = std::max(room, stage(p, NULL, NULL, &s, e));
-    CUDA(cudaSetDevice(limits.gpu));
+    CUDA(cudaSetDevice(gpu->limits.gpu));
     for (Buffer &b : buffer) {
         CUDA(cudaMallocHost(&b.host, room));
         CUDA(cudaMalloc(&b.card, room));
@@ -412,7 +413,7 @@ bool Upload::read(Error *e) {
         CUDA(cudaGetLastError());
         std::lock_guard<std::mutex> hold(lock);
         done += p.n * j.lines.bytes;
-        if (limits.progress && done < total) limits.progress(done, total);
+        if (progress && done < total) progress(done, total);
     }
     for (Buffer &b : buffer) CUDA(cudaStreamSynchronize(b.stream));
     return true;
@@ -422,7 +423,6 @@ bool Upload::run(Error *e) {
     std::vector<std::thread> readers;
     std::vector<int> found(job.size());
     const size_t bytes = found.size() * sizeof(int);
-    CUDA(cudaMalloc(&bad, bytes));
     CUDA(cudaMemset(bad, 0, bytes));
     CUDA(cudaDeviceSynchronize());
     for (int i = 0; i < READERS; i++)
@@ -434,15 +434,13 @@ bool Upload::run(Error *e) {
             failed = true;
         });
     for (std::thread &t : readers) t.join();
-    cudaError_t copied = failed ? cudaSuccess : cudaMemcpy(found.data(), bad, bytes, cudaMemcpyDeviceToHost);
-    cudaFree(bad);
     if (failed) return *e = error, false;
-    CUDA(copied);
+    CUDA(cudaMemcpy(found.data(), bad, bytes, cudaMemcpyDeviceToHost));
     for (size_t i = 0; i < found.size(); i++)
         if (found[i])
             return fail(e, BAD_MODEL, "a weight is not a number (%s): the file is damaged; download it again",
                         job[i].name.c_str());
-    if (limits.progress) limits.progress(total, total);
+    if (progress) progress(total, total);
     return true;
 }
 
@@ -588,7 +586,7 @@ bool Walk::all() {
 
 /* Loads all weights. BAD_MODEL, with the name, if a file shrank or a weight is NaN. */
 static bool load_weights(Gpu *gpu, Error *e) {
-    Upload upload = {gpu->limits};
+    Upload upload = {gpu};
     uint32_t seed = 1;
     if (!Walk{gpu, &upload, e}.all()) return false;
     if (!gpu->model.made_up) return upload.run(e);
@@ -741,7 +739,6 @@ static bool check_model(const Model &m, Error *e) {
 static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     const Model &m = gpu->model;
     Work &w = gpu->work;
-    float *inv_freq;
     size_t bytes;
     if (!choose_card(gpu, e) || !check_model(m, e)) return false;
     w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers;
@@ -761,14 +758,13 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
         CUDA(cudaMallocHost(&p.staged, bytes + (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int)));
         CUDA(cudaEventCreateWithFlags(&p.done, cudaEventDisableTiming));
     }
-    CUDA(cudaMalloc(&inv_freq, m.rope_dim / 2 * sizeof(float)));
+    float *inv_freq = (float *)gpu->product_room; /* no step needs it yet */
     for (int i = 0; i < 2 && m.rope[i].inv_freq; i++) {
         CUDA(cudaMemcpy(inv_freq, m.rope[i].inv_freq, m.rope_dim / 2 * sizeof(float), cudaMemcpyHostToDevice));
         fill_turns<<<gpu->limits.context, 32>>>((float2 *)w.turn[i], inv_freq, m.rope_dim / 2, m.rope[i].scale);
         CUDA(cudaDeviceSynchronize());
     }
     for (int i = 0; i < m.n_layers; i++) gpu->device.layer[i].turn = w.turn[m.layer[i].rope - m.rope];
-    CUDA(cudaFree(inv_freq));
     if (cublasLtCreate(&gpu->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
     if (!load_weights(gpu, e)) return false;
     return !gpu->fast || fast::prepare(gpu, e);
