@@ -475,27 +475,22 @@ struct Walk {
     int layer = -1; /* its number, or -1 for embedding and head */
     bool ok = true;
 
-    float *put(const std::vector<float> &values);
-    float *floats(const float *from, size_t n, int half = 0);
+    float *put(const std::vector<float> &values) {
+        float *to = plan.take<float>(values.size());
+        if (!upload || !ok) return to;
+        cudaError_t error = cudaMemcpy(to, values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice);
+        ok = !error || cuda_failed(e, error, "cudaMemcpy of floats");
+        return to;
+    }
+    float *floats(const float *from, size_t n, int half = 0) { /* (n), or NULL */
+        const Rows place = {0, 1, half};
+        std::vector<float> dealt(from ? n : 0);
+        for (size_t i = 0; i < dealt.size(); i++) dealt[place.of(i)] = from[i];
+        return from ? put(dealt) : NULL;
+    }
     Matrix matrix(std::initializer_list<Part> parts, int step = 1);
     bool all();
 };
-
-float *Walk::put(const std::vector<float> &values) {
-    float *to = plan.take<float>(values.size());
-    if (!upload || !ok) return to;
-    cudaError_t error = cudaMemcpy(to, values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice);
-    ok = !error || cuda_failed(e, error, "cudaMemcpy of floats");
-    return to;
-}
-
-/* An array of n floats, if the model has it. */
-float *Walk::floats(const float *from, size_t n, int half) {
-    const Rows place = {0, 1, half};
-    std::vector<float> dealt(from ? n : 0);
-    for (size_t i = 0; i < dealt.size(); i++) dealt[place.of(i)] = from[i];
-    return from ? put(dealt) : NULL;
-}
 
 /* A Matrix of the parts that the model has: one below the other or, with step 2, the rows of two in turn. */
 Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
@@ -546,7 +541,7 @@ bool Walk::all() {
         const Layer &l = m.layer[layer];
         DeviceLayer *d = &device->layer[layer];
         const Part q = {l.q, "query", half}, low = {l.q_a, "query, low rank"};
-        d->window = l.window;
+        d->window = l.window, d->turn = gpu->work.turn[l.rope - m.rope];
         d->attn_norm = floats(l.attn_norm, m.dim);
         d->attn_post_norm = floats(l.attn_post_norm, m.dim);
         d->ffn_norm = floats(l.ffn_norm, m.dim);
@@ -617,8 +612,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     const Model &m = gpu->model;
     Work &w = gpu->work;
     Plan p = {base, 0};
-    size_t T = gpu->limits.max_tokens, choices = T * m.top_k, parts = head_parts(m.n_heads / m.n_kv_heads), widest = 0,
-           bytes;
+    size_t T = gpu->limits.max_tokens, choices = T * m.top_k, parts = head_parts(m.n_heads / m.n_kv_heads), widest = 0;
     size_t queries = std::max(MAX_DECODE, gpu->limits.max_seqs), rows = gpu->logit_rows, heads = m.n_kv_heads * parts;
     bool router = false;
     const bool post = m.layer[0].attn_post_norm != NULL;
@@ -673,8 +667,9 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     w.drawing = p.take<int>(rows);
     w.seen = p.take<uint32_t>(rows * ((m.vocab + 31) / 32));
     w.drawn = p.take<int>(gpu->limits.max_seqs);
-    step_at(NULL, (int)T, &bytes);
-    gpu->step = p.take<uint8_t>(bytes + (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int));
+    step_at(NULL, (int)T, &gpu->step_bytes);
+    gpu->step_bytes += (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int);
+    gpu->step = p.take<uint8_t>(gpu->step_bytes);
     if (gpu->fast) fast::plan(gpu, &p);
     return p.used;
 }
@@ -739,7 +734,6 @@ static bool check_model(const Model &m, Error *e) {
 static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     const Model &m = gpu->model;
     Work &w = gpu->work;
-    size_t bytes;
     if (!choose_card(gpu, e) || !check_model(m, e)) return false;
     w.dim = m.dim, w.ffn_dim = m.ffn_dim, w.vocab = m.vocab, w.n_layers = m.n_layers;
     w.n_heads = m.n_heads, w.n_kv_heads = m.n_kv_heads, w.head_dim = m.head_dim;
@@ -752,10 +746,9 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     if (!take_memory(gpu, pages, e)) return false;
     CUDA(cudaStreamCreateWithFlags(&gpu->stream, cudaStreamNonBlocking));
     CUDA(cudaMallocHost(&w.result, 3 * w.slots * sizeof(int)));
-    step_at(NULL, gpu->limits.max_tokens, &bytes);
     for (Pending &p : gpu->pending) {
         p.token = w.result + (&p - gpu->pending) * w.slots;
-        CUDA(cudaMallocHost(&p.staged, bytes + (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int)));
+        CUDA(cudaMallocHost(&p.staged, gpu->step_bytes));
         CUDA(cudaEventCreateWithFlags(&p.done, cudaEventDisableTiming));
     }
     float *inv_freq = (float *)gpu->product_room; /* no step needs it yet */
@@ -764,7 +757,6 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
         fill_turns<<<gpu->limits.context, 32>>>((float2 *)w.turn[i], inv_freq, m.rope_dim / 2, m.rope[i].scale);
         CUDA(cudaDeviceSynchronize());
     }
-    for (int i = 0; i < m.n_layers; i++) gpu->device.layer[i].turn = w.turn[m.layer[i].rope - m.rope];
     if (cublasLtCreate(&gpu->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
     if (!load_weights(gpu, e)) return false;
     return !gpu->fast || fast::prepare(gpu, e);
@@ -819,12 +811,12 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
     const int like = tokens <= MAX_DECODE ? tokens : (tokens + 31) / 32 * 32;
     std::array<int, 4> kind = {m.rows, m.cols, like,
                                (int)(add + 2 * (m.bias != NULL) + 4 * (y_type == F32) + 8 * m.type)};
-    auto known = gpu->algorithm.find(kind);
+    auto [known, is_new] = gpu->algorithm.insert({kind, {}});
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    if (known == gpu->algorithm.end()) {
+    if (is_new) {
         cublasLtMatmulPreferenceOpaque_t preference;
-        cublasLtMatmulHeuristicResult_t found;
-        size_t room = PRODUCT_ROOM;
+        cublasLtMatmulHeuristicResult_t found = {};
+        const size_t room = PRODUCT_ROOM;
         int n = 0;
         shape_for(like);
         cublasLtMatmulPreferenceInit(&preference);
@@ -832,7 +824,7 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
         status = cublasLtMatmulAlgoGetHeuristic(gpu->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout,
                                                 &preference, 1, &found, &n);
         if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
-        if (!status) known = gpu->algorithm.insert({kind, found.algo}).first;
+        known->second = found.algo;
     }
     shape_for(tokens);
     if (!status)
@@ -897,12 +889,6 @@ bool heads(Pass *a, Pending *p, Error *e) {
     return true;
 }
 
-/* Whether a step runs as a graph. A large model's steps of many tokens last longer than their launches and need none:
- * making a graph stops all answers, and every number of streams has its own. */
-bool worth_a_graph(const Gpu *gpu, int tokens) {
-    const bool brief = gpu->weight_bytes < (size_t)8 << 30;
-    return tokens <= (brief ? gpu->logit_rows : 2 * MAX_DECODE);
-}
 /* A decode step as a CUDA graph: one for each number of tokens, rows and pages and kind of sampling, made on demand. */
 bool run_graph(Pass *a, Pending *p, Error *e) {
     Gpu *gpu = a->gpu;
@@ -941,7 +927,10 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
         a.s = step_at(gpu->step, room, &bytes);
         a.prefill = gpu->fast && fast::prefills(&a);
         CUDA(cudaMemcpyAsync(gpu->step, p.staged, bytes + pages, cudaMemcpyHostToDevice, gpu->stream));
-        bool whole = a.alone && a.rows == a.tokens && worth_a_graph(gpu, a.tokens) && !a.keep && !gpu->limits.tap;
+        /* A large model's steps of many tokens last longer than their launches and need no graph: making one stops all
+         * answers, and every number of streams has its own. */
+        const int most = gpu->weight_bytes < (size_t)8 << 30 ? gpu->logit_rows : 2 * MAX_DECODE;
+        bool whole = a.alone && a.rows == a.tokens && a.tokens <= most && !a.keep && !gpu->limits.tap;
         ok = whole ? run_graph(&a, &p, e) : forward(&a, e) && heads(&a, &p, e);
     }
     if (!ok) return false;

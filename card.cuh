@@ -212,8 +212,8 @@ struct Gpu {
     int logit_rows;         /* rows of logits that there is room for */
     bool lean;              /* no F32 weights: activations take two bytes */
     uint8_t *memory = NULL; /* weights, then room to work, then the cache */
-    size_t weight_bytes;
-    uint8_t *step; /* room for a Step */
+    size_t weight_bytes, step_bytes;
+    uint8_t *step; /* (step_bytes) room for a Step */
     cudaStream_t stream = NULL;
     cublasLtHandle_t blas = NULL;
     std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* by rows, columns, tokens and kind */
