@@ -179,12 +179,9 @@ static __device__ void place_codes(const Source &s, const Matrix &m, int row, in
     if (c % (CHUNK / chunk_words(m.type))) return;
     const __half2 both = __floats2half2_rn(a, w[0].b + a * (shift - w[0].zero));
     void *scale = chunk + word_place(m.type, to % TILE, c % CHUNK);
-    uint32_t word = has_offset(m.type) ? *(const uint32_t *)&both : float_bits(a);
+    uint32_t word = has_offset(m.type) || m.type == Q6_K ? *(const uint32_t *)&both : float_bits(a);
     if (m.type == PACKED4) word = word & ~15u | (uint32_t)w[0].zero;
-    if (m.type == Q6_K)
-        *(f16 *)scale = both.x;
-    else
-        *(uint32_t *)scale = word;
+    memcpy(scale, &word, word_bytes(m.type)); /* of Q6_K only the first half */
 }
 /* One thread packs four columns of a row. A NaN sets *bad. */
 static __global__ void place_weights(Source s, Matrix m, Rows rows, int *bad) {
@@ -263,12 +260,11 @@ static __global__ void make_up(Matrix m, uint32_t seed) {
         } else { /* all codes are equally likely, but e4m3 has no NaN, and 0 of PACKED4 becomes 8, for a mean of 0 */
             const float a = 1 / (sqrtf(m.cols) * (m.type == FP8 ? 68.5f : code_bits(m.type) == 8 ? 73.9f : 4.6f));
             const __half2 both = __floats2half2_rn(a, m.type == Q6_K ? a : m.type == Q4_1 ? -7.5f * a : 0);
-            const uint32_t word = has_offset(m.type) || m.type == Q6_K ? *(const uint32_t *)&both : float_bits(a);
-            const bool code = i * 4 % coded_chunk(m.type) < codes_bytes(m.type);
+            uint32_t word = has_offset(m.type) || m.type == Q6_K ? *(const uint32_t *)&both : float_bits(a);
+            if (m.type == FP8) bits &= ~0x00880088u;
             if (m.type == PACKED4) bits |= (~(bits | bits >> 1 | bits >> 2 | bits >> 3) & 0x11111111) * 8;
-            ((uint32_t *)m.data)[i] = code                ? bits & (m.type == FP8 ? ~0x00880088u : ~0u)
-                                      : m.type == PACKED4 ? word & ~15u | 8
-                                                          : word;
+            if (m.type == PACKED4) word = word & ~15u | 8;
+            ((uint32_t *)m.data)[i] = i * 4 % coded_chunk(m.type) < codes_bytes(m.type) ? bits : word;
         }
     }
 }
@@ -314,9 +310,8 @@ struct Upload {
     std::vector<Piece> piece;
     std::atomic<size_t> next{0};
     std::atomic<bool> failed{false};
-    std::mutex lock; /* of done, error and progress() */
+    std::mutex lock; /* of done and progress() */
     uint64_t done = 0, total = 0;
-    Error error;
     void (*const progress)(uint64_t, uint64_t) = gpu->limits.progress;
     int *bad = (int *)gpu->product_room; /* (jobs) no step needs the room yet */
 
@@ -430,11 +425,11 @@ bool Upload::run(Error *e) {
             Error mine;
             if (read(&mine)) return;
             std::lock_guard<std::mutex> hold(lock);
-            if (!failed) error = mine;
+            if (!failed) *e = mine;
             failed = true;
         });
     for (std::thread &t : readers) t.join();
-    if (failed) return *e = error, false;
+    if (failed) return false;
     CUDA(cudaMemcpy(found.data(), bad, bytes, cudaMemcpyDeviceToHost));
     for (size_t i = 0; i < found.size(); i++)
         if (found[i])
