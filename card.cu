@@ -774,9 +774,7 @@ static void cuda_close(void *state) {
 }
 
 static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *e) {
-    Gpu *gpu = new Gpu;
-    gpu->model = *m;
-    gpu->limits = *limits;
+    Gpu *gpu = new Gpu{*m, *limits};
     gpu->limits.max_tokens = std::max(MAX_DECODE, limits->max_tokens);
     if (open_gpu(gpu, pages, e)) return gpu;
     cuda_close(gpu);
@@ -811,11 +809,11 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
     if (is_new) {
         cublasLtMatmulPreferenceOpaque_t preference;
         cublasLtMatmulHeuristicResult_t found = {};
-        const size_t room = PRODUCT_ROOM;
         int n = 0;
         shape_for(like);
         cublasLtMatmulPreferenceInit(&preference);
-        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
+        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &PRODUCT_ROOM,
+                                             sizeof PRODUCT_ROOM);
         status = cublasLtMatmulAlgoGetHeuristic(gpu->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout,
                                                 &preference, 1, &found, &n);
         if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;

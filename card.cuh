@@ -263,8 +263,7 @@ int tile_tokens(const Work &w);
 
 /* ---- card.cu ---- */
 
-/* y (tokens, rows; F32, or BF16 if there is no bias) = x (tokens, cols; x_pitch) W^T + bias, or added to y, on cuBLAS.
- */
+/* cuBLAS: y (tokens, rows; F32, or BF16 if there is no bias) = x (tokens, cols; x_pitch) W^T + bias, or added to y. */
 bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int tokens, bool add, void *y, int y_pitch,
                    Type y_type, Error *e);
 
