@@ -59,11 +59,8 @@ static void cuda_describe(Devices *d) {
     cudaDriverGetVersion(&d->driver);
     cudaRuntimeGetVersion(&d->runtime);
     cudaError_t error = cudaGetDeviceCount(&d->gpus);
-    if (error || !d->gpus) {
-        snprintf(d->problem, sizeof d->problem, "%s", error ? cudaGetErrorString(error) : "none was found");
-        d->gpus = 0;
-    }
-    d->gpus = std::min<int>(d->gpus, MOST_GPUS);
+    d->gpus = error ? 0 : std::min<int>(d->gpus, MOST_GPUS);
+    if (!d->gpus) snprintf(d->problem, sizeof d->problem, "%s", error ? cudaGetErrorString(error) : "none was found");
     for (int i = 0; i < d->gpus; i++) {
         cudaDeviceProp card;
         cudaFuncAttributes code;
@@ -309,7 +306,6 @@ struct Upload {
     std::vector<Job> job;
     std::vector<Piece> piece;
     std::atomic<size_t> next{0};
-    std::atomic<bool> failed{false};
     std::mutex lock; /* of done and progress() */
     uint64_t done = 0, total = 0;
     void (*const progress)(uint64_t, uint64_t) = gpu->limits.progress;
@@ -392,7 +388,7 @@ bool Upload::read(Error *e) {
         CUDA(cudaMalloc(&b.card, room));
         CUDA(cudaStreamCreateWithFlags(&b.stream, cudaStreamNonBlocking));
     }
-    for (int turn = 0; !failed; turn++) {
+    for (int turn = 0;; turn++) {
         const size_t i = next++;
         if (i >= piece.size()) break;
         const Piece &p = piece[i];
@@ -418,6 +414,7 @@ bool Upload::run(Error *e) {
     std::vector<std::thread> readers;
     std::vector<int> found(job.size());
     const size_t bytes = found.size() * sizeof(int);
+    bool ok = true;
     CUDA(cudaMemset(bad, 0, bytes));
     CUDA(cudaDeviceSynchronize());
     for (int i = 0; i < READERS; i++)
@@ -425,11 +422,11 @@ bool Upload::run(Error *e) {
             Error mine;
             if (read(&mine)) return;
             std::lock_guard<std::mutex> hold(lock);
-            if (!failed) *e = mine;
-            failed = true;
+            if (ok) *e = mine;
+            ok = false, next = piece.size(); /* the others stop */
         });
     for (std::thread &t : readers) t.join();
-    if (failed) return false;
+    if (!ok) return false;
     CUDA(cudaMemcpy(found.data(), bad, bytes, cudaMemcpyDeviceToHost));
     for (size_t i = 0; i < found.size(); i++)
         if (found[i])
@@ -837,14 +834,13 @@ void fill_step(const Step &s, Pass *a) {
     memcpy(s.slot, b->slot, b->seqs * sizeof(int));
     memcpy(s.how, b->sampling, b->seqs * sizeof(Sampling));
     memcpy(s.page, b->page, (size_t)b->seqs * b->max_pages * sizeof(int));
-    a->alone = true;
+    a->alone = b->seqs == a->tokens;
     for (int i = 0; i < b->seqs; i++) {
         const int n = b->first[i + 1] - b->first[i];
         const Sampling &how = b->sampling[i];
         a->keep |= b->want[i] >= WANT_LOGITS;
         a->penalized |= how.penalty != 1;
         a->filtered |= how.temperature > 0 && (how.top_k > 0 || how.top_p < 1 || how.min_p > 0);
-        a->alone &= n == 1;
         s.last[i] = b->want[i] == WANT_NOTHING ? -1 : b->first[i + 1] - 1;
         for (int t = b->first[i]; t < b->first[i + 1]; t++) {
             const int p = b->start[i] + t - b->first[i], page = b->page[(size_t)i * b->max_pages + p / PAGE];
