@@ -462,16 +462,14 @@ struct Walk {
     };
     Gpu *gpu;
     Upload *upload = NULL;
-    Error *e = NULL;
     Plan plan = {gpu->memory, 0};
     int layer = -1; /* its number, or -1 for embedding and head */
-    bool ok = true;
+    cudaError_t error = cudaSuccess;
 
     float *put(const std::vector<float> &values) {
         float *to = plan.take<float>(values.size());
-        if (!upload || !ok) return to;
-        cudaError_t error = cudaMemcpy(to, values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice);
-        ok = !error || cuda_failed(e, error, "cudaMemcpy of floats");
+        const size_t bytes = values.size() * sizeof(float);
+        if (upload && !error) error = cudaMemcpy(to, values.data(), bytes, cudaMemcpyHostToDevice);
         return to;
     }
     float *floats(const float *from, size_t n, int half = 0) { /* (n), or NULL */
@@ -481,7 +479,7 @@ struct Walk {
         return from ? put(dealt) : NULL;
     }
     Matrix matrix(std::initializer_list<Part> parts, int step = 1);
-    bool all();
+    cudaError_t all();
 };
 
 /* A Matrix of the parts that the model has: one below the other or, with step 2, the rows of two in turn. */
@@ -494,7 +492,7 @@ Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
         to.rows += p.columns ? p.from.cols : p.from.rows;
         to.cols = p.columns ? p.from.rows : p.from.cols;
         to.n = p.from.n;
-        biased |= p.from.bias && !p.columns;
+        biased |= p.from.bias != NULL;
     }
     if (!to.rows) return to;
     const size_t chunk = to.type == MXFP4    ? FP4_CHUNK
@@ -514,7 +512,7 @@ Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
         const Linear &w = p.from;
         const Rows place = {first, step, p.half, p.columns};
         if (upload && w.rows && !both.rows) upload->add(w, to, place, layer, p.name);
-        for (int r = 0; r < w.n * w.rows && w.bias && biased; r++)
+        for (int r = 0; w.bias && r < w.n * w.rows; r++)
             bias[(size_t)(r / w.rows) * to.rows + place.of(r % w.rows)] = w.bias[r];
         first += step == 2 ? 1 : w.rows;
     }
@@ -523,7 +521,7 @@ Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
     return to;
 }
 
-bool Walk::all() {
+cudaError_t Walk::all() {
     const Model &m = gpu->model;
     DeviceModel *device = &gpu->device;
     const int half = m.neighbours ? 0 : m.head_dim / 2;
@@ -568,14 +566,14 @@ bool Walk::all() {
     device->head = tied ? device->embed : matrix({{m.head, "head"}});
     gpu->lean &= device->head.type != F32;
     gpu->weight_bytes = plan.used;
-    return ok;
+    return error;
 }
 
 /* Loads all weights. BAD_MODEL, with the name, if a file shrank or a weight is NaN. */
 static bool load_weights(Gpu *gpu, Error *e) {
     Upload upload = {gpu};
     uint32_t seed = 1;
-    if (!Walk{gpu, &upload, e}.all()) return false;
+    CUDA((Walk{gpu, &upload}.all()));
     if (!gpu->model.made_up) return upload.run(e);
     for (const Upload::Job &j : upload.job)
         if (!j.place.first) make_up<<<1024, 256>>>(j.to, seed++ * 0x9E3779B9u); /* once a Matrix */
