@@ -602,10 +602,11 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     const Model &m = gpu->model;
     Work &w = gpu->work;
     Plan p = {base, 0};
-    size_t T = gpu->limits.max_tokens, choices = T * m.top_k, parts = head_parts(m.n_heads / m.n_kv_heads), widest = 0;
-    size_t queries = std::max(MAX_DECODE, gpu->limits.max_seqs), rows = gpu->logit_rows, heads = m.n_kv_heads * parts;
-    bool router = false;
-    const bool post = m.layer[0].attn_post_norm != NULL;
+    const size_t T = gpu->limits.max_tokens, choices = T * m.top_k, rows = gpu->logit_rows;
+    const size_t queries = std::max(MAX_DECODE, gpu->limits.max_seqs), parts = head_parts(m.n_heads / m.n_kv_heads);
+    const size_t shared = m.kv_rank ? 0 : queries * m.n_kv_heads * parts; /* contexts that several blocks may share */
+    size_t widest = 0;
+    bool router = false, post = m.layer[0].attn_post_norm != NULL;
     auto round = [](int n) { return (n + CHUNK - 1) / CHUNK * CHUNK; };
     w.normed_pitch = round(m.dim), w.act_pitch = round(m.ffn_dim);
     /* Latent attention writes w.attn head by head: rows have no padding. What a product reads past a row is finite. */
@@ -649,8 +650,8 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     w.jobs = p.take<int>(1);
     w.routed = p.take<int>(1);
     w.experts_read = p.take<unsigned long long>(1);
-    w.partial = p.take<float>(queries * heads * MAX_SPLITS * 8 * (w.head_dim + 2));
-    w.attended = p.take<int>(queries * heads);
+    w.partial = p.take<float>(shared * MAX_SPLITS * 8 * (w.head_dim + 2));
+    w.attended = p.take<int>(shared);
     w.logits = p.take<float>(rows * m.vocab);
     w.floor = p.take<float>(rows);
     w.best = p.take<unsigned long long>(rows);
