@@ -27,7 +27,6 @@ static __global__ void fill_turns(float2 *turn, const float *inv_freq, int half,
     }
 }
 
-/* Selects a card. */
 static bool choose_card(Gpu *g, Error *e) {
     const int gpu = g->limits.gpu;
     int cards;
@@ -798,27 +797,24 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
     cublasLtMatrixLayoutInit(&w_layout, type, m.cols, m.rows, m.stride);
     /* Similar numbers of many tokens share a query, because one stops all answers for a while. */
     const int like = tokens <= MAX_DECODE ? tokens : (tokens + 31) / 32 * 32;
-    std::array<int, 4> kind = {m.rows, m.cols, like,
-                               (int)(add + 2 * (m.bias != NULL) + 4 * (y_type == F32) + 8 * m.type)};
-    auto [known, is_new] = gpu->algorithm.insert({kind, {}});
+    const int kind = add + 2 * (m.bias != NULL) + 4 * (y_type == F32) + 8 * m.type;
+    auto [known, is_new] = gpu->algorithm.insert({{m.rows, m.cols, like, kind}, {}});
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
     if (is_new) {
         cublasLtMatmulPreferenceOpaque_t preference;
-        cublasLtMatmulHeuristicResult_t found = {};
         int n = 0;
         shape_for(like);
         cublasLtMatmulPreferenceInit(&preference);
         cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &PRODUCT_ROOM,
                                              sizeof PRODUCT_ROOM);
         status = cublasLtMatmulAlgoGetHeuristic(gpu->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout,
-                                                &preference, 1, &found, &n);
+                                                &preference, 1, &known->second, &n);
         if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
-        known->second = found.algo;
     }
     shape_for(tokens);
     if (!status)
         status = cublasLtMatmul(gpu->blas, &product, &one, m.data, &w_layout, x, &x_layout, &beta, y, &y_layout, y,
-                                &y_layout, &known->second, gpu->product_room, PRODUCT_ROOM, gpu->stream);
+                                &y_layout, &known->second.algo, gpu->product_room, PRODUCT_ROOM, gpu->stream);
     return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasLtGetStatusString(status));
 }
 

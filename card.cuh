@@ -216,9 +216,9 @@ struct Gpu {
     uint8_t *step; /* (step_bytes) room for a Step */
     cudaStream_t stream = NULL;
     cublasLtHandle_t blas = NULL;
-    std::map<std::array<int, 4>, cublasLtMatmulAlgo_t> algorithm; /* by rows, columns, tokens and kind */
-    uint8_t *product_room;                                        /* (PRODUCT_ROOM) for cuBLAS */
-    bf16 *decoded;                                                /* (decoded_size) room for a matrix made bf16 */
+    std::map<std::array<int, 4>, cublasLtMatmulHeuristicResult_t> algorithm; /* by rows, columns, tokens and kind */
+    uint8_t *product_room;                                                   /* (PRODUCT_ROOM) for cuBLAS */
+    bf16 *decoded;                /* (decoded_size) room for a matrix made bf16 */
     size_t decoded_size, largest; /* largest: bytes of the largest matrix of all layers, without experts */
     std::map<std::array<int, 4>, cudaGraphExec_t> graph; /* by tokens, rows, pages and sampling */
     Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
