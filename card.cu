@@ -122,6 +122,7 @@ constexpr Type card_types[] = {
     Q8_0, Q4_1, Q4_1, Q8_0, Q5_K, Q5_K, Q6_K,         /* Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K */
     Q4_1, Q5_K, Q6_K, Q8_0, Q8_0, MXFP4};             /* Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, GGUF_MXFP4 */
 /* clang-format on */
+static_assert(sizeof card_types / sizeof *card_types == E8M0, "card_types lacks a Type");
 /* The encoding on the card for a Linear. It is bf16 if the columns of a word do not share a scale. If rows become
  * columns (as in Rows), there are no codes. */
 static Type card_type(const Linear &w, bool columns) {
