@@ -306,7 +306,7 @@ struct Upload {
     std::vector<Job> job;
     std::vector<Piece> piece;
     std::atomic<size_t> next{0};
-    std::mutex lock; /* of done and progress() */
+    std::mutex lock; /* of done, progress() and run()'s error */
     uint64_t done = 0, total = 0;
     void (*const progress)(uint64_t, uint64_t) = gpu->limits.progress;
     int *bad = (int *)gpu->product_room; /* (jobs) no step needs the room yet */
