@@ -328,8 +328,8 @@ void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const
     total += w.n * lines.n * lines.bytes;
 }
 
-/* Reads a piece of a matrix, and all of its grids, to `host`. Sets *s to where they lie after the copy to `card`.
- * Returns the number of bytes, or 0 after an error. With host NULL it reads nothing and only counts. */
+/* Reads a piece of a matrix, and what it needs of the grids, to `host`. Sets *s to where they lie after the copy to
+ * `card`. Returns the number of bytes, or 0 after an error. With host NULL it reads nothing and only counts. */
 size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Error *e) const {
     const Job &j = job[p.job];
     const Linear &w = j.linear;
@@ -352,8 +352,16 @@ size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Er
     };
     auto entries = [&](const Grid &g) {
         const View view = view_of(g.data, g.each, p.matrix);
-        uint8_t *entry = g.rows ? take(view, 0, lines_of(g, w)) : NULL;
-        return Entries{g.type, g.rows, g.cols, g.transposed, entry, view.stride};
+        Entries of = {g.type, g.rows, g.cols, g.transposed, NULL, view.stride};
+        if (!g.rows) return of;
+        Lines lines = lines_of(g, w);
+        size_t first = 0; /* the first line needed: all are, unless both have rows of the matrix for lines */
+        if (!columns && !lines.columns && !g.transposed) {
+            first = p.line / g.rows;
+            lines.n = (p.line + p.n - 1) / g.rows - first + 1;
+        }
+        of.data = take(view, first, lines) - first * view.stride;
+        return of;
     };
     *s = {{}, p.line, p.n, 0, w.cols, p.matrix};
     if (columns) *s = {{}, 0, w.rows, columns * p.line, std::min(columns * p.n, w.cols - columns * p.line), p.matrix};
