@@ -19,11 +19,11 @@ bool cuda_failed(Error *e, cudaError_t error, const char *what) {
 }
 
 /* cos and sin of every position and pair, in double precision: a float's product would be off by 0.01 at 131,072. */
-static __global__ void fill_turns(float2 *turn, const float *inv_freq, int half, float scale) {
+static __global__ void fill_cos_sin(float2 *cos_sin, const float *inv_freq, int half, float scale) {
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
         double s, c;
         sincos((double)blockIdx.x * (double)inv_freq[i], &s, &c);
-        turn[(size_t)blockIdx.x * half + i] = make_float2((float)(c * scale), (float)(s * scale));
+        cos_sin[(size_t)blockIdx.x * half + i] = make_float2((float)(c * scale), (float)(s * scale));
     }
 }
 
@@ -44,7 +44,7 @@ static bool choose_card(Gpu *g, Error *e) {
     cudaFuncAttributes code;
     CUDA(cudaGetDeviceProperties(&card, gpu));
     g->sms = card.multiProcessorCount, g->shared = (int)card.sharedMemPerBlockOptin;
-    if (!cudaFuncGetAttributes(&code, fill_turns)) return g->launch_arch = code.ptxVersion, true;
+    if (!cudaFuncGetAttributes(&code, fill_cos_sin)) return g->launch_arch = code.ptxVersion, true;
     cudaGetLastError();
     return fail(
         e, NO_GPU,
@@ -58,7 +58,7 @@ static void cuda_describe(Devices *d) {
     cudaDriverGetVersion(&d->driver);
     cudaRuntimeGetVersion(&d->runtime);
     cudaError_t error = cudaGetDeviceCount(&d->gpus);
-    d->gpus = error ? 0 : std::min<int>(d->gpus, MOST_GPUS);
+    d->gpus = error ? 0 : std::min<int>(d->gpus, MAX_GPUS);
     if (!d->gpus) snprintf(d->problem, sizeof d->problem, "%s", error ? cudaGetErrorString(error) : "none was found");
     for (int i = 0; i < d->gpus; i++) {
         cudaDeviceProp card;
@@ -68,7 +68,7 @@ static void cuda_describe(Devices *d) {
         if (cudaSetDevice(i) || cudaGetDeviceProperties(&card, i)) continue;
         snprintf(g.name, sizeof g.name, "%.*s", (int)sizeof g.name - 1, card.name);
         g.major = card.major, g.minor = card.minor;
-        g.usable = !cudaFuncGetAttributes(&code, fill_turns) && !cudaMemGetInfo(&free, &total);
+        g.usable = !cudaFuncGetAttributes(&code, fill_cos_sin) && !cudaMemGetInfo(&free, &total);
         g.free = free, g.total = total;
         cudaGetLastError();
     }
@@ -539,7 +539,7 @@ cudaError_t Walk::all() {
         const Layer &l = m.layer[layer];
         DeviceLayer *d = &device->layer[layer];
         const Part q = {l.q, "query", half}, low = {l.q_a, "query, low rank"};
-        d->window = l.window, d->turn = gpu->work.turn[l.rope - m.rope];
+        d->window = l.window, d->cos_sin = gpu->work.cos_sin[l.rope - m.rope];
         d->attn_norm = floats(l.attn_norm, m.dim);
         d->attn_post_norm = floats(l.attn_post_norm, m.dim);
         d->ffn_norm = floats(l.ffn_norm, m.dim);
@@ -627,21 +627,21 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     }
     const size_t element = gpu->lean ? 2 : 4;
     for (int i = 0; i < 2; i++)
-        w.turn[i] = p.take<float2>(m.rope[i].inv_freq ? (size_t)gpu->limits.context * (m.rope_dim / 2) : 0);
+        w.cos_sin[i] = p.take<float2>(m.rope[i].inv_freq ? (size_t)gpu->limits.context * (m.rope_dim / 2) : 0);
     gpu->product_room = p.take<uint8_t>(PRODUCT_ROOM);
     gpu->decoded = p.take<bf16>(gpu->decoded_size);
     w.x = p.take<float>(T * m.dim);
     w.normed = p.take<uint8_t>(T * w.normed_pitch * element);
     w.square = p.take<float>(MAX_STREAMED * square_parts(m.dim));
     w.square_sum = p.take<float>(MAX_STREAMED);
-    w.found = p.take<float>(T * widest);
+    w.projected = p.take<float>(T * widest);
     const size_t heads_of = T * m.n_heads; /* pairs of token and head */
     w.q = p.take<uint8_t>(heads_of * (m.kv_rank ? cache_row(w) : m.head_dim) * element);
     if (m.kv_rank) {
-        w.q_low_pitch = round(m.layer[0].q.cols), w.still_pitch = round(m.head_dim - m.rope_dim);
+        w.q_low_pitch = round(m.layer[0].q.cols), w.nope_pitch = round(m.head_dim - m.rope_dim);
         w.latent_pitch = round(m.kv_rank);
         w.q_low = p.take<uint8_t>(T * w.q_low_pitch * 2);
-        w.q_still = p.take<uint8_t>(heads_of * w.still_pitch * 2);
+        w.q_nope = p.take<uint8_t>(heads_of * w.nope_pitch * 2);
         w.latents = p.take<uint8_t>(heads_of * w.latent_pitch * 2);
         w.head_order = p.take<int>(heads_of);
         w.head_job = p.take<Job>(m.n_heads * (T / 8 + 1));
@@ -753,7 +753,7 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     float *inv_freq = (float *)gpu->product_room; /* no step needs it yet */
     for (int i = 0; i < 2 && m.rope[i].inv_freq; i++) {
         CUDA(cudaMemcpy(inv_freq, m.rope[i].inv_freq, m.rope_dim / 2 * sizeof(float), cudaMemcpyHostToDevice));
-        fill_turns<<<gpu->limits.context, 32>>>((float2 *)w.turn[i], inv_freq, m.rope_dim / 2, m.rope[i].scale);
+        fill_cos_sin<<<gpu->limits.context, 32>>>((float2 *)w.cos_sin[i], inv_freq, m.rope_dim / 2, m.rope[i].scale);
         CUDA(cudaDeviceSynchronize());
     }
     if (cublasLtCreate(&gpu->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");

@@ -82,7 +82,7 @@ struct DeviceLayer { /* a Layer on the card; the halves of each head of q, k and
     Matrix o, router, down, shared_down;
     Matrix up, shared_up; /* gate and up, alternating */
     int window;
-    const float2 *turn; /* (context, rope_dim / 2) cos and sin */
+    const float2 *cos_sin; /* (context, rope_dim / 2) cos and sin */
 };
 
 struct DeviceModel {
@@ -149,17 +149,17 @@ struct Work {
     bf16 *cache;     /* (pages, n_layers, 2, n_kv_heads, head_dim * PAGE), of latents (pages, n_layers, cache_row *
                         PAGE): see key_place(), value_place() */
     int *page_token; /* (pages, PAGE) */
-    const float2 *turn[2]; /* (context, head_dim / 2) cos and sin, of Model's ropes */
-    float *x;              /* (tokens, dim) residual stream */
+    const float2 *cos_sin[2]; /* (context, rope_dim / 2), of Model's ropes */
+    float *x;                 /* (tokens, dim) residual stream */
     void *normed;      /* (tokens, normed_pitch) after a norm; normed, attn and act have the next matrix's type and zero
                           padding */
     float *square;     /* (MAX_STREAMED, dim / TILE) sums of squares of x, tile by tile */
     float *square_sum; /* (MAX_STREAMED) of all tiles */
-    float *found;      /* (tokens, rows) results of qkv, or of gate and up */
+    float *projected;  /* (tokens, rows) results of qkv, or of gate and up */
     void *q;           /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
-    void *attn, *act_out;            /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
-    void *q_low, *q_still, *latents; /* latent attention: (tokens, q_low_pitch), (tokens * n_heads, ...) twice */
-    int q_low_pitch, still_pitch, latent_pitch;
+    void *attn, *act_out;           /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
+    void *q_low, *q_nope, *latents; /* latent attention: (tokens, q_low_pitch), (tokens * n_heads, ...) twice */
+    int q_low_pitch, nope_pitch, latent_pitch;
     int *head_order, *head_jobs; /* like order, job and jobs, for products with a matrix a head */
     Job *head_job;
     float *down; /* (tokens * top_k, dim) */

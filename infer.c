@@ -145,8 +145,7 @@ static const Option options[] = {
     {"list inspect doctor", 0, "json", NULL, SWITCH, FIELD(json), .help = "as JSON"},
     {"play inspect serve", 0, "ctx", "N", WHOLE, FIELD(context), 1, 1 << 24,
      .help = "tokens of context (as many as the model and the memory allow)"},
-    {"play bench logits explain perplexity serve", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MOST_GPUS - 1, "0",
-     "which GPU"},
+    {"play bench logits explain perplexity serve", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MAX_GPUS - 1, "0", "which GPU"},
     {"play bench logits explain perplexity serve", 0, "plain", NULL, SWITCH, FIELD(plain),
      .help = "use the plain kernels only, even if fast ones know the model"},
 };

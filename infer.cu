@@ -139,10 +139,10 @@ __device__ inline unsigned long long warp_max(unsigned long long x) {
     for (int o = 16; o; o >>= 1) x = max(x, __shfl_xor_sync(~0u, x, o));
     return x;
 }
-__device__ inline int warp_sum_to(int x) { /* of this lane and those before it */
+__device__ inline int prefix_sum(int x, int lane) { /* of this lane and those before it */
     for (int o = 1; o < 32; o *= 2) {
         int before = __shfl_up_sync(~0u, x, o);
-        if (threadIdx.x % 32 >= o) x += before;
+        if (lane >= o) x += before;
     }
     return x;
 }
@@ -742,7 +742,7 @@ __global__ void __launch_bounds__(ACTIVATE_THREADS) activate(const __grid_consta
     };
     launch_next();
     wait_previous();
-    const Four *found = (const Four *)w.found + (size_t)blockIdx.y * (width / 2);
+    const Four *found = (const Four *)w.projected + (size_t)blockIdx.y * (width / 2);
 #pragma unroll
     for (int k = 0; k < ACTIVATE_EACH / 2; k++) {
         const int i = (blockIdx.x * ACTIVATE_EACH / 2 + k) * ACTIVATE_THREADS + threadIdx.x;
@@ -754,9 +754,9 @@ __global__ void __launch_bounds__(ACTIVATE_THREADS) activate(const __grid_consta
     }
 }
 
-/* Sorts the choices by expert and cuts them into jobs of at most `most`. The last block of route() calls it; count and
- * next (n_experts) are in shared memory. */
-__device__ inline void sort_choices(const Work &w, int choices, int most, int *count, int *next) {
+/* Sorts the choices by expert and cuts them into jobs of at most `job_size`. The last block of route() calls it; count
+ * and next (n_experts) are in shared memory. */
+__device__ inline void sort_choices(const Work &w, int choices, int job_size, int *count, int *next) {
     const int lane = threadIdx.x % 32;
     for (int e = threadIdx.x; e < w.n_experts; e += blockDim.x) count[e] = 0;
     __syncthreads();
@@ -765,11 +765,12 @@ __device__ inline void sort_choices(const Work &w, int choices, int most, int *c
     if (threadIdx.x < 32) {
         int first = 0, jobs = 0, read = 0;
         for (int base = 0; base < w.n_experts; base += 32) {
-            int e = base + lane, n = e < w.n_experts ? count[e] : 0, mine = (n + most - 1) / most;
-            int upto = warp_sum_to(n), jobs_to = warp_sum_to(mine);
+            int e = base + lane, n = e < w.n_experts ? count[e] : 0, mine = (n + job_size - 1) / job_size;
+            int upto = prefix_sum(n, lane), jobs_to = prefix_sum(mine, lane);
             if (e < w.n_experts) next[e] = first + upto - n;
             for (int k = 0; k < mine; k++)
-                w.job[jobs + jobs_to - mine + k] = {e, first + upto - n + k * most, min(most, n - k * most)};
+                w.job[jobs + jobs_to - mine + k] = {e, first + upto - n + k * job_size,
+                                                    min(job_size, n - k * job_size)};
             first += __shfl_sync(~0u, upto, 31), jobs += __shfl_sync(~0u, jobs_to, 31),
                 read += __popc(__ballot_sync(~0u, n));
         }
@@ -779,10 +780,10 @@ __device__ inline void sort_choices(const Work &w, int choices, int most, int *c
     for (int i = threadIdx.x; i < choices; i += blockDim.x) w.order[atomicAdd(next + w.expert[i], 1)] = i;
 }
 
-/* Chooses each token's experts, one warp a token. The last block makes jobs of at most `most` choices for the experts'
- * products. */
+/* Chooses each token's experts, one warp a token. The last block makes jobs of at most `job_size` choices for the
+ * experts' products. */
 constexpr int ROUTE_WARPS = 8;
-__global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, Router r, int tokens, int most) {
+__global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, Router r, int tokens, int job_size) {
     extern __shared__ int counts[]; /* (2, n_experts) */
     launch_next();
     wait_previous();
@@ -794,7 +795,7 @@ __global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, Router r, int 
     }
     if (gridDim.x == 1) __syncthreads();
     if (gridDim.x == 1 || last_block(w.routed, gridDim.x))
-        sort_choices(w, tokens * w.top_k, most, counts, counts + w.n_experts);
+        sort_choices(w, tokens * w.top_k, job_size, counts, counts + w.n_experts);
 }
 
 /* x[t] += the weighted results of `top_k` experts (w.down), in the order of choice, or, without weights, the result of
@@ -859,17 +860,18 @@ __device__ inline int first_seen(int position, int window) {
 
 /* Where qkv's result for head h of a token begins: first come the heads of queries, then keys, then values. */
 __device__ inline const float *head_of(const Work &w, const DeviceLayer &l, int t, int h) {
-    return w.found + (size_t)t * l.qkv.rows + h * w.head_dim;
+    return w.projected + (size_t)t * l.qkv.rows + h * w.head_dim;
 }
 /* The cosines and sines of a position. */
-__device__ inline const float2 *turn_of(const Work &w, const DeviceLayer &l, int position) {
-    return l.turn + (size_t)position * (w.rope_dim / 2);
+__device__ inline const float2 *cos_sin_of(const Work &w, const DeviceLayer &l, int position) {
+    return l.cos_sin + (size_t)position * (w.rope_dim / 2);
 }
 /* Norm and RoPE (Su et al., "RoFormer", 2021) of one head, by a warp; `norm` is NULL unless the model norms queries and
  * keys (q_norm, k_norm). The two values that turn together are adjacent here: where a file has them half a head apart,
  * the loader reorders the rows. store(i, pair) receives the i-th pair. */
 template <class Store>
-__device__ inline void turn_head(const Work &w, const float2 *turn, const float *head, const float *norm, Store store) {
+__device__ inline void norm_and_rope(const Work &w, const float2 *cos_sin, const float *head, const float *norm,
+                                     Store store) {
     const float2 *pair = (const float2 *)head, *weight = (const float2 *)norm;
     int lane = threadIdx.x % 32;
     float square = 0, factor = 1;
@@ -877,7 +879,7 @@ __device__ inline void turn_head(const Work &w, const float2 *turn, const float 
     if (norm) factor = norm_factor(warp_sum(square), w.rope_dim, w.eps);
     for (int first = lane; first < w.rope_dim / 2; first += 64) {
         float2 x[2], by[2]; /* requested together */
-        for (int k = 0, i = first; k < 2 && i < w.rope_dim / 2; k++, i += 32) x[k] = pair[i], by[k] = turn[i];
+        for (int k = 0, i = first; k < 2 && i < w.rope_dim / 2; k++, i += 32) x[k] = pair[i], by[k] = cos_sin[i];
         for (int k = 0, i = first; k < 2 && i < w.rope_dim / 2; k++, i += 32) {
             if (norm) x[k] = {x[k].x * factor * weight[i].x, x[k].y * factor * weight[i].y};
             store(i, make_float2(x[k].x * by[k].x - x[k].y * by[k].y, x[k].y * by[k].x + x[k].x * by[k].y));
@@ -888,19 +890,19 @@ __device__ inline void turn_head(const Work &w, const float2 *turn, const float 
 __host__ __device__ inline Type query_type(const DeviceLayer &l) { return l.qkv.type == F32 ? F32 : BF16; }
 /* Norm and RoPE of query head h of a token, stored to w.q, and of a key, stored to the cache; one warp each. A bf16
  * copy goes to `copy` unless that is NULL. */
-__device__ inline void turn_query(const Work &w, const DeviceLayer &l, const float2 *turn, const float *row,
-                                  const float *norm, int t, int h, bf16 *copy) {
+__device__ inline void store_query(const Work &w, const DeviceLayer &l, const float2 *cos_sin, const float *row,
+                                   const float *norm, int t, int h, bf16 *copy) {
     const size_t to = ((size_t)t * w.n_heads + h) * w.head_dim;
-    turn_head(w, turn, row, norm, [&](int i, float2 x) {
+    norm_and_rope(w, cos_sin, row, norm, [&](int i, float2 x) {
         store_pair_as(query_type(l), w.q, to + 2 * i, x.x, x.y);
         if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
     });
 }
-__device__ inline void store_key(const Work &w, const Step &s, const float2 *turn, const float *row, const float *norm,
-                                 int t, int head, bf16 *copy) {
+__device__ inline void store_key(const Work &w, const Step &s, const float2 *cos_sin, const float *row,
+                                 const float *norm, int t, int head, bf16 *copy) {
     const int p = s.position[t];
     bf16 *keys = cache_of(w, page_of(s, s.seq[t], p), 0, head);
-    turn_head(w, turn, row, norm, [&](int i, float2 x) {
+    norm_and_rope(w, cos_sin, row, norm, [&](int i, float2 x) {
         *(uint32_t *)(keys + key_place(w.head_dim, p, 2 * i)) = pack(x.x, x.y);
         if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
     });
@@ -923,9 +925,9 @@ __global__ void __launch_bounds__(ROPE_WARPS * 32)
     for (int i = threadIdx.x / 32; i < n && value < 0; i += ROPE_WARPS) {
         const int token = first + i;
         const float *row = head_of(w, l, token, head);
-        const float2 *turn = turn_of(w, l, s.position[token]);
-        key < 0 ? turn_query(w, l, turn, row, l.q_norm, token, head, NULL)
-                : store_key(w, s, turn, row, l.k_norm, token, key, NULL);
+        const float2 *cos_sin = cos_sin_of(w, l, s.position[token]);
+        key < 0 ? store_query(w, l, cos_sin, row, l.q_norm, token, head, NULL)
+                : store_key(w, s, cos_sin, row, l.k_norm, token, key, NULL);
     }
     const int t = threadIdx.x % ROPE_TOKENS;
     for (int i = threadIdx.x / ROPE_TOKENS; i < w.head_dim && value >= 0 && t < n; i += ROPE_WARPS * 32 / ROPE_TOKENS)
@@ -969,12 +971,12 @@ __device__ inline float capped(float score, float cap) { return cap ? cap * tanh
  * keys seen so far (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): lane 4g + t has head
  * g. */
 template <int D> struct SlabState {
-    float most = LEAST, total = 0, sum[D / 8][2] = {}; /* dimensions 8i + 2t, + 1 */
-    static constexpr float LEAST = -1e30f;             /* of nothing seen yet */
+    float max_score = LEAST, total = 0, sum[D / 8][2] = {}; /* dimensions 8i + 2t, + 1 */
+    static constexpr float LEAST = -1e30f;                  /* of nothing seen yet */
 
     __device__ void add(const Slab<D> &slab, const uint4 (&q)[D / 32], int base, int first, int last, float scale,
                         int lane, float cap = 0) {
-        float score[2][4] = {}, now = most;
+        float score[2][4] = {}, now = max_score;
         int t = lane % 4;
         uint32_t share[2];
 #pragma unroll
@@ -989,8 +991,8 @@ template <int D> struct SlabState {
         }
         now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
         now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-        float factor = exp2f(most - now);
-        most = now;
+        float factor = exp2f(max_score - now);
+        max_score = now;
         total *= factor;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -1008,10 +1010,10 @@ template <int D> struct SlabState {
             sum[d][0] = c[0], sum[d][1] = c[1];
         }
     }
-    __device__ void store(float *to, int lane) { /* to (2 + D) of this lane's head: most, total, sum */
+    __device__ void store(float *to, int lane) { /* to (2 + D) of this lane's head: max_score, total, sum */
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
-        to[0] = most;
+        to[0] = max_score;
         to[1] = total;
         for (int d = 0; d < D / 8; d++)
             for (int i = 0; i < 2; i++) to[2 + d * 8 + lane % 4 * 2 + i] = sum[d][i];
@@ -1020,17 +1022,17 @@ template <int D> struct SlabState {
 
 /* Merges `count` states of one head, `pitch` floats apart, for two dimensions from `pair` on. */
 struct Merged {
-    float most = -1e30f, total = 0;
+    float max_score = -1e30f, total = 0;
     float2 sum = {};
     __device__ Merged(const float *state, int count, int pitch, int pair) {
-        for (int i = 0; i < count; i++) most = fmaxf(most, state[i * pitch]);
+        for (int i = 0; i < count; i++) max_score = fmaxf(max_score, state[i * pitch]);
         for (int i = 0; i < count; i++, state += pitch) {
-            float share = exp2f(state[0] - most);
+            float share = exp2f(state[0] - max_score);
             total += share * state[1], sum.x += share * state[2 + pair], sum.y += share * state[3 + pair];
         }
     }
     __device__ float2 result(float sink) const { /* the sink has a share but no value */
-        float top = fmaxf(most, sink * LOG2E), share = exp2f(most - top),
+        float top = fmaxf(max_score, sink * LOG2E), share = exp2f(max_score - top),
               all = total * share + exp2f(sink * LOG2E - top);
         return {sum.x * share / all, sum.y * share / all};
     }
@@ -1044,10 +1046,12 @@ struct Merged {
  * older keys are in the cache already, so a block loads its first ones before wait_previous(). With heads of 256 no
  * registers are left to load the next keys ahead. */
 template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* so that two blocks fit on a multiprocessor */
-__host__ __device__ inline int splits_of(int pages, int most) { return max(1, min(most, pages / SPLIT_PAGES)); }
+__host__ __device__ inline int splits_of(int pages, int max_splits) {
+    return max(1, min(max_splits, pages / SPLIT_PAGES));
+}
 template <int D>
 __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
-    attention(Work w, Step s, DeviceLayer l, bool alone, int most_splits) {
+    attention(Work w, Step s, DeviceLayer l, bool alone, int max_splits) {
     constexpr int ROW = D + 2, W = ATTENTION_WARPS<D>;
     extern __shared__ __align__(16) float states[]; /* (W, 8, ROW) */
     __shared__ __align__(16) bf16 query[8][D], own_key[D], own_value[D];
@@ -1057,7 +1061,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
     launch_next();
     const int t = alone ? blockIdx.y : s.query[blockIdx.y], seq = alone ? t : s.seq[t];
     const int p = s.position[t], first = first_seen(p, l.window);
-    const int page0 = first / PAGE, pages = p / PAGE - page0 + 1, splits = splits_of(pages, most_splits);
+    const int page0 = first / PAGE, pages = p / PAGE - page0 + 1, splits = splits_of(pages, max_splits);
     if (split >= splits) return;
     const int slab0 = max((page0 + pages * split / splits) * SLABS, first / SLAB_KEYS);
     const int slabs = min((page0 + pages * (split + 1) / splits) * SLABS, p / SLAB_KEYS + 1);
@@ -1066,13 +1070,13 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
     auto load = [&](Slab<D> &to, int i) {
         to.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), i % SLABS, lane);
     };
-    float *turn = states, *q_norm = turn + D, *k_norm = q_norm + D, *key = k_norm + D, *value = key + D,
+    float *cos_sin = states, *q_norm = cos_sin + D, *k_norm = q_norm + D, *key = k_norm + D, *value = key + D,
           *queries = value + D;
     auto fetch = [&](float *to, const float *from, int n) {
         for (int k = threadIdx.x * 4; k < n; k += blockDim.x * 4) copy_16(to + k, from + k);
     };
     if (alone) {
-        fetch(turn, (const float *)turn_of(w, l, p), D);
+        fetch(cos_sin, (const float *)cos_sin_of(w, l, p), D);
         if (l.q_norm) fetch(q_norm, l.q_norm, D), fetch(k_norm, l.k_norm, D);
         if (i < slabs) load(slab, i);
     }
@@ -1093,10 +1097,10 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
                 *(uint32_t *)(query[h] + k) =
                     ((const uint32_t *)w.q)[(((size_t)t * w.n_heads + first_head + h) * D + k) / 2];
         else if (h < heads)
-            turn_query(w, l, (const float2 *)turn, queries + h * D, l.q_norm ? q_norm : NULL, t, first_head + h,
-                       query[h]);
+            store_query(w, l, (const float2 *)cos_sin, queries + h * D, l.q_norm ? q_norm : NULL, t, first_head + h,
+                        query[h]);
         else if (h == heads)
-            store_key(w, s, (const float2 *)turn, key, l.k_norm ? k_norm : NULL, t, head, own_key);
+            store_key(w, s, (const float2 *)cos_sin, key, l.k_norm ? k_norm : NULL, t, head, own_key);
         else
             for (int k = lane; k < D; k += 32) own_value[k] = store_value(w, s, value, t, head, k);
     __syncthreads();
@@ -1130,7 +1134,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
         }
         Merged m(states + h * ROW, W, 8 * ROW, pair);
         float *to = partial + (split * 8 + h) * ROW;
-        if (pair == 0) to[0] = m.most, to[1] = m.total;
+        if (pair == 0) to[0] = m.max_score, to[1] = m.total;
         *(float2 *)(to + 2 + pair) = m.sum;
     }
     if (splits == 1 || !last_block(w.attended + which, splits)) return;
@@ -1140,7 +1144,8 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
 
 /* A warp's state for 16 rows of a prompt, each a token and a query head: lane 4g + t has rows g and g + 8. */
 template <int D, int KEYS> struct TileState {
-    float most[2] = {-1e30f, -1e30f}, total[2] = {}, sum[D / 8][4] = {}; /* dimensions 8i + 2t, + 1 of either row */
+    float max_score[2] = {-1e30f, -1e30f}, total[2] = {},
+          sum[D / 8][4] = {}; /* dimensions 8i + 2t, + 1 of either row */
 
     /* Where key n of tile j of 8 lies among KEYS: as in Slab. */
     __device__ static int key_of(int j, int n) { return j / 2 * SLAB_KEYS + n / 2 * 4 + j % 2 * 2 + n % 2; }
@@ -1159,17 +1164,17 @@ template <int D, int KEYS> struct TileState {
             }
     }
     /* Turns scores into softmax shares. Earlier sums are scaled to the new maximum. */
-    __device__ void soften(float (&score)[KEYS / 8][4], float scale) {
+    __device__ void softmax(float (&score)[KEYS / 8][4], float scale) {
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float now = most[r];
+            float now = max_score[r];
 #pragma unroll
             for (int j = 0; j < KEYS / 8; j++) now = fmaxf(now, fmaxf(score[j][2 * r], score[j][2 * r + 1]) * scale);
             now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
             now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-            factor[r] = exp2_quick(most[r] - now);
-            most[r] = now;
+            factor[r] = exp2_quick(max_score[r] - now);
+            max_score[r] = now;
             total[r] *= factor[r];
 #pragma unroll
             for (int i = 0; i < KEYS / 4; i++) {
@@ -1281,7 +1286,7 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
             if (cap) state[m].limit(score[m], scale, cap);
             const int row = row0 + m * 16 + g;
             if (masked) state[m].mask(score[m], base, {position_of(row), position_of(row + 8)}, l.window);
-            state[m].soften(score[m], cap ? 1 : scale); /* limit() has scaled them */
+            state[m].softmax(score[m], cap ? 1 : scale); /* limit() has scaled them */
         }
 #pragma unroll
         for (int slab = 0; slab < KEYS / SLAB_KEYS; slab++) {
@@ -1302,8 +1307,8 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
         const TileState<D, KEYS> &of = state[i / 2];
         float all = of.total[r] + __shfl_xor_sync(~0u, of.total[r], 1);
         all += __shfl_xor_sync(~0u, all, 2);
-        float sink = l.sinks ? l.sinks[h] * LOG2E : -INFINITY, top = fmaxf(of.most[r], sink),
-              factor = exp2f(of.most[r] - top);
+        float sink = l.sinks ? l.sinks[h] * LOG2E : -INFINITY, top = fmaxf(of.max_score[r], sink),
+              factor = exp2f(of.max_score[r] - top);
         factor /= all * factor + exp2f(sink - top); /* a sink joins the softmax, without a value */
         if (row / group >= n) continue;
         const size_t out = (size_t)(token + row / group) * w.attn_pitch + h * w.head_dim + 2 * t;
@@ -1320,7 +1325,7 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
     extern __shared__ __align__(16) float memory[]; /* the query, its result (d), a share for each thread */
     const int t = blockIdx.x, h = blockIdx.y, head = h / (w.n_heads / w.n_kv_heads), me = threadIdx.x;
     const int d = w.kv_rank ? cache_row(w) : w.head_dim, values = w.kv_rank ? w.kv_rank : d;
-    float *q = memory, *sum = memory + d, *share = memory + 2 * d, most = l.sinks ? l.sinks[h] : -INFINITY;
+    float *q = memory, *sum = memory + d, *share = memory + 2 * d, max_score = l.sinks ? l.sinks[h] : -INFINITY;
     launch_next();
     wait_previous();
     const int p = s.position[t], seq = s.seq[t];
@@ -1340,11 +1345,11 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
             share[me] = capped(score * w.attn_scale, w.attn_cap);
         }
         __syncthreads();
-        float now = most;
+        float now = max_score;
         for (int i = 0; i < keys; i++) now = fmaxf(now, share[i]);
-        float factor = expf(most - now), mine = me < keys ? expf(share[me] - now) : 0;
+        float factor = expf(max_score - now), mine = me < keys ? expf(share[me] - now) : 0;
         total = total * factor + block_sum(mine); /* all have read the scores when it returns */
-        most = now;
+        max_score = now;
         share[me] = mine;
         __syncthreads();
         for (int i = me; i < values; i += blockDim.x) {
@@ -1368,16 +1373,16 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
  * RoPE, so that it can be compared with the cached latents; v_up turns their weighted sum into the head's result. Both
  * are products with a matrix for each head: a head takes an expert's place, and a choice is a token and a head. */
 
-/* The jobs of these products, of at most `most` tokens of a head. A thread has a token and a head. */
-__global__ void __launch_bounds__(256) head_jobs(Work w, int tokens, int most) {
+/* The jobs of these products, of at most `job_size` tokens of a head. A thread has a token and a head. */
+__global__ void __launch_bounds__(256) head_jobs(Work w, int tokens, int job_size) {
     launch_next();
     wait_previous();
     const int i = blockIdx.x * blockDim.x + threadIdx.x, head = i / tokens, t = i % tokens;
-    const int jobs = (tokens + most - 1) / most; /* of a head */
+    const int jobs = (tokens + job_size - 1) / job_size; /* of a head */
     if (i == 0) *w.head_jobs = jobs * w.n_heads;
     if (head >= w.n_heads) return;
     w.head_order[i] = t * w.n_heads + head;
-    if (t % most == 0) w.head_job[head * jobs + t / most] = {head, i, min(most, tokens - t)};
+    if (t % job_size == 0) w.head_job[head * jobs + t / job_size] = {head, i, min(job_size, tokens - t)};
 }
 
 /* Norms the results of q_a and kv_a for a token: the query of low rank goes to w.q_low, the latent to the cache, and
@@ -1386,7 +1391,7 @@ __global__ void __launch_bounds__(256) latent_store(Work w, Step s, DeviceLayer 
     launch_next();
     wait_previous();
     const int t = blockIdx.x, p = s.position[t], d = cache_row(w);
-    const float *row = w.found + (size_t)t * l.qkv.rows, *latent = row + l.qkv.rows - d;
+    const float *row = w.projected + (size_t)t * l.qkv.rows, *latent = row + l.qkv.rows - d;
     bf16 *keys = cache_of(w, page_of(s, s.seq[t], p), 0, 0);
     auto norm = [&](const float *x, const float *weight, int n, auto store) {
         float square = 0;
@@ -1399,23 +1404,25 @@ __global__ void __launch_bounds__(256) latent_store(Work w, Step s, DeviceLayer 
              [&](int i, float x) { store_as(type_for(l.q), w.q_low, (size_t)t * w.q_low_pitch + i, x); });
     norm(latent, l.kv_a_norm, w.kv_rank, [&](int i, float x) { keys[key_place(d, p, i)] = (bf16)x; });
     if (threadIdx.x < 32)
-        turn_head(w, turn_of(w, l, p), latent + w.kv_rank, NULL,
-                  [&](int i, float2 x) { *(uint32_t *)(keys + key_place(d, p, w.kv_rank + 2 * i)) = pack(x.x, x.y); });
+        norm_and_rope(w, cos_sin_of(w, l, p), latent + w.kv_rank, NULL, [&](int i, float2 x) {
+            *(uint32_t *)(keys + key_place(d, p, w.kv_rank + 2 * i)) = pack(x.x, x.y);
+        });
 }
 
-/* Splits query heads: the part without RoPE goes to w.q_still, for k_up; the rest, after RoPE, goes to w.q, after the
+/* Splits query heads: the part without RoPE goes to w.q_nope, for k_up; the rest, after RoPE, goes to w.q, after the
  * place for k_up's result. One warp a head. */
 __global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer l, int pitch) {
     launch_next();
     wait_previous();
-    const int t = blockIdx.y, h = blockIdx.x * 8 + threadIdx.x / 32, still = w.head_dim - w.rope_dim;
+    const int t = blockIdx.y, h = blockIdx.x * 8 + threadIdx.x / 32, nope = w.head_dim - w.rope_dim;
     if (h >= w.n_heads) return;
-    const float *row = w.found + (size_t)t * pitch + h * w.head_dim;
+    const float *row = w.projected + (size_t)t * pitch + h * w.head_dim;
     const size_t which = (size_t)t * w.n_heads + h;
-    for (int i = threadIdx.x % 32; i < still; i += 32)
-        store_as(type_for(l.k_up), w.q_still, which * w.still_pitch + i, row[i]);
-    turn_head(w, turn_of(w, l, s.position[t]), row + still, NULL,
-              [&](int i, float2 x) { store_pair_as(BF16, w.q, which * cache_row(w) + w.kv_rank + 2 * i, x.x, x.y); });
+    for (int i = threadIdx.x % 32; i < nope; i += 32)
+        store_as(type_for(l.k_up), w.q_nope, which * w.nope_pitch + i, row[i]);
+    norm_and_rope(w, cos_sin_of(w, l, s.position[t]), row + nope, NULL, [&](int i, float2 x) {
+        store_pair_as(BF16, w.q, which * cache_row(w) + w.kv_rank + 2 * i, x.x, x.y);
+    });
 }
 
 #include "draw.cuh"
@@ -1445,7 +1452,8 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
     return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
-/* The one table from types of weights to instances. `most`, choices of a job, selects `product` up to 8, else tiles. */
+/* The one table from types of weights to instances. `job_size`, choices of a job, selects `product` up to 8, else
+ * tiles. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs) {
     /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
@@ -1472,22 +1480,22 @@ template <Type T, int TILES, int ROWS> cudaError_t launch_tiled(const Gpu *gpu, 
     dim3 grid((p.w.tiles() + Shape::ROW_TILES - 1) / Shape::ROW_TILES, jobs);
     return launch(gpu, product_tiled<T, TILES, ROWS>, grid, Shape::THREADS, Shape::SHARED, p);
 }
-template <Type T> cudaError_t launch_any(const Gpu *gpu, const Product &p, int most, int jobs) {
-    if (most <= 8) return launch_product<T>(gpu, p, jobs);
-    if (most <= 16) return launch_tiled<T, 1, 3>(gpu, p, jobs);
-    return most <= 32 ? launch_tiled<T, 2, 3>(gpu, p, jobs) : launch_tiled<T, 4, 2>(gpu, p, jobs);
+template <Type T> cudaError_t launch_any(const Gpu *gpu, const Product &p, int job_size, int jobs) {
+    if (job_size <= 8) return launch_product<T>(gpu, p, jobs);
+    if (job_size <= 16) return launch_tiled<T, 1, 3>(gpu, p, jobs);
+    return job_size <= 32 ? launch_tiled<T, 2, 3>(gpu, p, jobs) : launch_tiled<T, 4, 2>(gpu, p, jobs);
 }
-cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int most, int jobs) {
+cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int job_size, int jobs) {
     switch (p.w.type) {
-    case BF16: return launch_any<BF16>(gpu, p, most, jobs);
-    case F16: return launch_any<F16>(gpu, p, most, jobs);
-    case MXFP4: return launch_any<MXFP4>(gpu, p, most, jobs);
-    case FP8: return launch_any<FP8>(gpu, p, most, jobs);
-    case PACKED4: return launch_any<PACKED4>(gpu, p, most, jobs);
-    case Q4_1: return launch_any<Q4_1>(gpu, p, most, jobs);
-    case Q8_0: return launch_any<Q8_0>(gpu, p, most, jobs);
-    case Q5_K: return launch_any<Q5_K>(gpu, p, most, jobs);
-    case Q6_K: return launch_any<Q6_K>(gpu, p, most, jobs);
+    case BF16: return launch_any<BF16>(gpu, p, job_size, jobs);
+    case F16: return launch_any<F16>(gpu, p, job_size, jobs);
+    case MXFP4: return launch_any<MXFP4>(gpu, p, job_size, jobs);
+    case FP8: return launch_any<FP8>(gpu, p, job_size, jobs);
+    case PACKED4: return launch_any<PACKED4>(gpu, p, job_size, jobs);
+    case Q4_1: return launch_any<Q4_1>(gpu, p, job_size, jobs);
+    case Q8_0: return launch_any<Q8_0>(gpu, p, job_size, jobs);
+    case Q5_K: return launch_any<Q5_K>(gpu, p, job_size, jobs);
+    case Q6_K: return launch_any<Q6_K>(gpu, p, job_size, jobs);
     default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
     }
 }
@@ -1602,8 +1610,8 @@ cudaError_t launch_rope(const Pass *a, const DeviceLayer &l) {
     dim3 grid((a->tokens + ROPE_TOKENS - 1) / ROPE_TOKENS, a->w.n_heads + 2 * a->w.n_kv_heads);
     return launch(a->gpu, rope_and_store, grid, ROPE_WARPS * 32, 0, a->w, a->s, l, a->tokens);
 }
-/* Attention, from queries, keys and values in w.found to w.attn. rope_and_store, or attention<D> itself, does norms and
- * RoPE of queries and keys, and fills the cache. */
+/* Attention, from queries, keys and values in w.projected to w.attn. rope_and_store, or attention<D> itself, does norms
+ * and RoPE of queries and keys, and fills the cache. */
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
     const int size = query_type(l) == F32 ? 0 : w.head_dim;
@@ -1624,19 +1632,20 @@ bool attend(Pass *a, const DeviceLayer &l, Error *e) {
 /* The same for latent attention; latent_store and latent_query do norms and RoPE. */
 bool attend_latent(Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
-    const int most = a->tokens <= MAX_DECODE ? 8 : 64, jobs = w.n_heads * ((a->tokens + most - 1) / most);
+    const int job_size = a->tokens <= MAX_DECODE ? 8 : 64, jobs = w.n_heads * ((a->tokens + job_size - 1) / job_size);
     auto by_head = [&](const Matrix &m, const void *x, int pitch, void *y, int y_pitch, Type type) {
         Product p = product_of(a, m, x, pitch);
         p.job = w.head_job, p.jobs = w.head_jobs, p.order = w.head_order, p.divide = 1;
         p.y = y, p.y_pitch = y_pitch, p.y_type = type;
-        return launch_for_type(a->gpu, p, most, jobs);
+        return launch_for_type(a->gpu, p, job_size, jobs);
     };
-    if (w.layer == 0) CUDA(launch(a->gpu, head_jobs, (a->tokens * w.n_heads + 255) / 256, 256, 0, w, a->tokens, most));
+    if (w.layer == 0)
+        CUDA(launch(a->gpu, head_jobs, (a->tokens * w.n_heads + 255) / 256, 256, 0, w, a->tokens, job_size));
     CUDA(launch(a->gpu, latent_store, a->tokens, 256, 0, w, a->s, l));
-    if (l.q.rows && !multiply_to(a, l.q, w.q_low, w.q_low_pitch, w.found, e)) return false;
+    if (l.q.rows && !multiply_to(a, l.q, w.q_low, w.q_low_pitch, w.projected, e)) return false;
     CUDA(launch(a->gpu, latent_query, dim3((w.n_heads + 7) / 8, a->tokens), 256, 0, w, a->s, l,
                 l.q.rows ? l.q.rows : l.qkv.rows));
-    CUDA(by_head(l.k_up, w.q_still, w.still_pitch, w.q, cache_row(w), BF16));
+    CUDA(by_head(l.k_up, w.q_nope, w.nope_pitch, w.q, cache_row(w), BF16));
     CUDA(launch(a->gpu, attention_any, dim3(a->tokens, w.n_heads), 128, (2 * cache_row(w) + 128) * sizeof(float), w,
                 a->s, l));
     CUDA(by_head(l.v_up, w.latents, w.latent_pitch, w.attn, w.v_dim, type_for(l.o)));
@@ -1648,14 +1657,14 @@ Router router_of(const Pass *a, const DeviceLayer &l) {
     return {w.router, l.choice_bias, w.n_experts, w.top_k, w.route, w.expert, w.weight, w.experts_read};
 }
 /* Computes the router's logits, and norms x for the experts. Then it chooses each token's experts and makes jobs of at
- * most `most` choices of an expert; if `most` is 0, the experts' products choose themselves. */
-bool route_tokens(Pass *a, const DeviceLayer &l, int most, Error *e) {
+ * most `job_size` choices of an expert; if `job_size` is 0, the experts' products choose themselves. */
+bool route_tokens(Pass *a, const DeviceLayer &l, int job_size, Error *e) {
     Product logits = product_of(a, l.router, NULL, 0);
     logits.y = a->w.router, logits.y_pitch = a->w.n_experts, logits.total = a->w.square_sum;
     if (!multiply(a, logits, e)) return false;
-    if (most)
+    if (job_size)
         CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
-                    2 * a->w.n_experts * sizeof(int), a->w, router_of(a, l), a->tokens, most));
+                    2 * a->w.n_experts * sizeof(int), a->w, router_of(a, l), a->tokens, job_size));
     if (a->squares) a->squares = 1, a->square = a->w.square_sum;
     /* Experts' products divide by the norm only up to MAX_DECODE tokens. */
     if (type_for(l.router) != type_for(l.up) || (a->squares && a->tokens > MAX_DECODE)) a->normed = false;
@@ -1683,7 +1692,7 @@ bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
     const bool narrow = type_for(up) == BF16 && !up.bias; /* half the bytes of F32; f16 could overflow */
     const int each = ACTIVATE_EACH * ACTIVATE_THREADS;
     Product p = product_of(a, up, NULL, 0);
-    p.y = blas ? (void *)w.found : w.act_out, p.y_pitch = blas ? up.rows : w.act_pitch;
+    p.y = blas ? (void *)w.projected : w.act_out, p.y_pitch = blas ? up.rows : w.act_pitch;
     p.finish = blas ? STORE : ACTIVATE, p.y_type = !blas ? type_for(down) : narrow ? BF16 : F32;
     if (!multiply(a, p, e)) return false;
     if (blas)
@@ -1703,12 +1712,12 @@ bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
-    int most = 8; /* most choices of a job; with up to about five an expert `product` is faster */
+    int job_size = 8; /* choices of a job at most; with up to about five an expert `product` is faster */
     if (a->tokens > MAX_DECODE && choices > 5 * w.n_experts)
-        most = choices <= 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
-    const int jobs = std::min(w.n_experts, choices) + choices / most;
+        job_size = choices <= 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
+    const int jobs = std::min(w.n_experts, choices) + choices / job_size;
     const bool single = a->tokens == 1 && w.n_experts <= PRODUCT_EXPERTS;
-    if (!route_tokens(a, l, single ? 0 : most, e) || !shared_expert(a, l, e)) return false;
+    if (!route_tokens(a, l, single ? 0 : job_size, e) || !shared_expert(a, l, e)) return false;
     Product up = product_of(a, l.up, NULL, 0), down = product_of(a, l.down, w.act_out, w.act_pitch);
     if (single)
         up.router = down.router = router_of(a, l);
@@ -1717,9 +1726,9 @@ bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix
     up.divide = w.top_k;
     up.finish = ACTIVATE, up.y = w.act_out, up.y_pitch = w.act_pitch, up.y_type = type_for(l.down);
     down.early = true, down.y = w.down, down.y_pitch = w.dim;
-    CUDA(launch_for_type(a->gpu, up, most, jobs));
+    CUDA(launch_for_type(a->gpu, up, job_size, jobs));
     if (!tap_experts(a, l, e)) return false;
-    CUDA(launch_for_type(a->gpu, down, most, jobs));
+    CUDA(launch_for_type(a->gpu, down, job_size, jobs));
     return combine_down(a, w.top_k, w.weight, l.ffn_post_norm, next_norm, next, e);
 }
 
@@ -1754,7 +1763,7 @@ bool block(Pass *a, int layer, Error *e) {
     const float *next_norm = end ? device.norm : device.layer[layer + 1].attn_norm;
     const Matrix &next = end ? device.head : device.layer[layer + 1].qkv, &inner = l.router.rows ? l.router : l.up;
     a->w.layer = layer;
-    if (!norm_for(a, l.attn_norm, l.qkv, e) || !multiply_to(a, l.qkv, NULL, 0, a->w.found, e)) return false;
+    if (!norm_for(a, l.attn_norm, l.qkv, e) || !multiply_to(a, l.qkv, NULL, 0, a->w.projected, e)) return false;
     if (!(a->prefill ? fast::attend : a->w.kv_rank ? attend_latent : attend)(a, l, e)) return false; /* and RoPE */
     if (!add_to_x(a, l.o, a->w.attn, a->w.attn_pitch, l.attn_post_norm, l.ffn_norm, inner, e)) return false;
     if (!tap_x(a, "attn_residual", e) || !norm_for(a, l.ffn_norm, inner, e)) return false;

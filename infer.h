@@ -214,7 +214,7 @@ typedef struct {
     char *where; /* (64) open writes here where the model is, "GPU 0 (14.1 GB of 139.8 GB)"; or NULL */
 } Limits;
 
-enum { MOST_GPUS = 16 };
+enum { MAX_GPUS = 16 };
 
 typedef struct { /* the GPUs that a backend could use */
     int gpus;
@@ -223,7 +223,7 @@ typedef struct { /* the GPUs that a backend could use */
         int major, minor;     /* compute capability */
         bool usable;          /* this build has code for it */
         uint64_t free, total; /* bytes of memory */
-    } gpu[MOST_GPUS];
+    } gpu[MAX_GPUS];
     int driver, runtime; /* CUDA versions, 1000 * major + 10 * minor: the driver's newest, this build's; or 0 */
     const char *built;   /* the architectures that this build has code for, or NULL */
     char problem[200];   /* why there is no GPU, or empty */

@@ -29,11 +29,11 @@ bool tap(const Pass *a, const char *stage, Type type, const void *from, size_t p
 bool tap_x(const Pass *a, const char *stage, Error *e) {
     return tap(a, stage, F32, a->w.x, a->w.dim, a->tokens, a->w.dim, e);
 }
-/* The keys, or values, that this step has added. */
+/* The keys, or values, that this step has added; of latent attention its rows of the cache, as keys of one head. */
 bool tap_cache(const Pass *a, int values, Error *e) {
     const Work &w = a->w;
     const Batch *b = a->batch;
-    const int d = w.head_dim, kv = w.n_kv_heads * d;
+    const int d = w.kv_rank ? cache_row(w) : w.head_dim, kv = w.n_kv_heads * d;
     const Rows dealt = {0, 1, a->gpu->model.neighbours ? 0 : d / 2};
     std::vector<bf16> page((size_t)kv * PAGE);
     std::vector<float> out;
@@ -61,29 +61,21 @@ bool tap_attention(const Pass *a, const DeviceLayer &l, Error *e) {
 /* The stages of latent attention. q is assembled from its part without RoPE and the part that RoPE has turned. */
 bool tap_latent(const Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
-    const Batch *b = a->batch;
     const Limits &limits = a->gpu->limits;
-    const int d = cache_row(w), still = w.head_dim - w.rope_dim, pairs = a->tokens * w.n_heads;
-    std::vector<bf16> part((size_t)pairs * std::max(d, w.still_pitch)), page((size_t)d * PAGE);
-    std::vector<float> q((size_t)pairs * w.head_dim), k;
+    const int d = cache_row(w), nope = w.head_dim - w.rope_dim, pairs = a->tokens * w.n_heads;
+    std::vector<bf16> part((size_t)pairs * std::max(d, w.nope_pitch));
+    std::vector<float> q((size_t)pairs * w.head_dim);
     if (!limits.tap) return true;
     CUDA(cudaStreamSynchronize(a->gpu->stream));
-    CUDA(cudaMemcpy(part.data(), w.q_still, (size_t)pairs * w.still_pitch * sizeof(bf16), cudaMemcpyDeviceToHost));
-    for (int i = 0; i < pairs * still; i++)
-        q[(size_t)(i / still) * w.head_dim + i % still] = (float)part[(size_t)(i / still) * w.still_pitch + i % still];
+    CUDA(cudaMemcpy(part.data(), w.q_nope, (size_t)pairs * w.nope_pitch * sizeof(bf16), cudaMemcpyDeviceToHost));
+    for (int i = 0; i < pairs * nope; i++)
+        q[(size_t)(i / nope) * w.head_dim + i % nope] = (float)part[(size_t)(i / nope) * w.nope_pitch + i % nope];
     CUDA(cudaMemcpy(part.data(), w.q, (size_t)pairs * d * sizeof(bf16), cudaMemcpyDeviceToHost));
     for (int i = 0; i < pairs * w.rope_dim; i++)
-        q[(size_t)(i / w.rope_dim) * w.head_dim + still + i % w.rope_dim] =
+        q[(size_t)(i / w.rope_dim) * w.head_dim + nope + i % w.rope_dim] =
             (float)part[(size_t)(i / w.rope_dim) * d + w.kv_rank + i % w.rope_dim];
     limits.tap(limits.tap_data, "q", w.layer, q.data(), a->tokens, w.n_heads * w.head_dim);
-    for (int seq = 0; seq < b->seqs; seq++)
-        for (int p = b->start[seq]; p < b->start[seq] + b->first[seq + 1] - b->first[seq]; p++) {
-            const bf16 *from = cache_of(w, b->page[seq * b->max_pages + p / PAGE], 0, 0);
-            CUDA(cudaMemcpy(page.data(), from, page.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
-            for (int i = 0; i < d; i++) k.push_back((float)page[key_place(d, p, i)]);
-        }
-    limits.tap(limits.tap_data, "k", w.layer, k.data(), a->tokens, d);
-    return tap(a, "attn", type_for(l.o), w.attn, w.attn_pitch, a->tokens, w.n_heads * w.v_dim, e);
+    return tap_cache(a, 0, e) && tap(a, "attn", type_for(l.o), w.attn, w.attn_pitch, a->tokens, w.n_heads * w.v_dim, e);
 }
 template <class Column = int(int)>
 bool tap_experts(const Pass *a, const DeviceLayer &l, Error *e, Column column = as_it_is) {

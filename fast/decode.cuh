@@ -220,7 +220,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             int p = s.position[t];
 #pragma unroll 1
             for (int i = ring.thread % 32; i < half; i += 32)
-                at<float2>(k.turn)[t * half + i] = w.turn[0][(size_t)p * half + i];
+                at<float2>(k.cos_sin)[t * half + i] = w.cos_sin[0][(size_t)p * half + i];
             at<int>(k.position)[t] = p, at<int>(k.table)[t] = s.seq[t] * s.header[0];
             at<int>(k.page)[t] = page_of(s, s.seq[t], p);
         }
@@ -465,7 +465,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
                 float scale = at<float>(k.scale)[t];
                 int keys = w.n_heads * w.head_dim, values = keys + w.n_kv_heads * w.head_dim;
                 float2 pair = {a * scale + bias[i], b * scale + bias[i + 1]};
-                if (r < values) pair = rotated(pair, at<float2>(k.turn)[t * half + r / 2 % half]);
+                if (r < values) pair = rotated(pair, at<float2>(k.cos_sin)[t * half + r / 2 % half]);
                 if (r >= keys) store_key_or_value(w, at<int>(k.position)[t], at<int>(k.page)[t], r, pair);
                 bf16 *q = (bf16 *)buffers(w.layer).q + (size_t)t * keys;
                 if constexpr (single)

@@ -196,9 +196,9 @@ struct DecodeWork : Work {          /* Work, and what only the decode kernel nee
     unsigned long long *barrier;       /* arrivals of all blocks at all barriers so far */
 };
 
-/* RoPE of a pair of dimensions. */
-__device__ inline float2 rotated(float2 x, float2 turn) {
-    return {x.x * turn.x - x.y * turn.y, x.y * turn.x + x.x * turn.y};
+/* RoPE of a pair of dimensions, as in norm_and_rope(). */
+__device__ inline float2 rotated(float2 x, float2 cos_sin) {
+    return {x.x * cos_sin.x - x.y * cos_sin.y, x.y * cos_sin.x + x.x * cos_sin.y};
 }
 /* Stores a pair of a key or a value in the cache: rows r and r + 1 of the qkv matrix, for a token at `position`, whose
  * part of the cache is `page`. */
@@ -215,14 +215,6 @@ __device__ inline float rms_factor(const DecodeWork &w, float square) {
 }
 
 /* ---- top-k ---- */
-
-__device__ inline int prefix_sum(int x, int lane) { /* of this lane and those before it */
-    for (int o = 1; o < 32; o *= 2) {
-        int add = __shfl_up_sync(~0u, x, o);
-        if (lane >= o) x += add;
-    }
-    return x;
-}
 
 /* The top_k largest of n >= top_k logits, by a warp, the lower number among equals. `expert` (top_k) receives them in
  * descending order, `chosen` (top_k) their logits; `logit` lies in shared memory and may change. Up to ONE_PER_LANE

@@ -70,7 +70,7 @@ __device__ inline DecodeWork with_gpt_oss_shapes(DecodeWork w) {
 struct Layout { /* where each array begins, in bytes; the ring has what the others leave */
     int stages, stage_bytes;
     int ring, barriers, hold, gates, x, sums, square, scale, factor, bias, own, norm, columns, logit, weights, experts;
-    int turn, position, page, table;
+    int cos_sin, position, page, table;
     int active_expert, active_begin, active_order, active_cost, active_range; /* see Active */
     unsigned sum_room;                                                        /* floats of `sums` */
     int barrier_base; /* the value of DecodeWork::barrier before phase 0; can be below 0 */
@@ -148,7 +148,7 @@ inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tok
     take(k.active_order, tokens * w.top_k * 4);
     take(k.active_cost, (experts + 1) * 4);
     take(k.active_range, 4 * 4);
-    take(k.turn, tokens * w.head_dim / 2 * 8);
+    take(k.cos_sin, tokens * w.head_dim / 2 * 8);
     take(k.position, tokens * 4);
     take(k.page, tokens * 4);
     take(k.table, tokens * 4);
