@@ -7,11 +7,12 @@
  *   1  small device functions      mma, copies, sums
  *   2  encodings.cuh               how a lane reads weights and makes bf16 of them
  *   3  the router's choice         choose (top-k), weigh
- *   4  products                    product (streams weights), product_tiled (many tokens), decode (for cuBLAS)
+ *   4  products                    product (streams weights), product_tiled (many tokens), decode_to_bf16 (for cuBLAS)
  *   5  embedding, norm, experts    embed, norm, route, activate, combine
  *   6  attention                   RoPE, the cache, attention of few queries and of prompts
  *   7  latent attention            of DeepSeek: head_jobs, latent_store, latent_query
- *   8  one step                    launches, block, forward
+ *   8  draw.cuh                    from logits to a token
+ *   9  one step                    launches, way_of, block, forward; tap.cuh
  *
  * The residual stream is fp32. Products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32).
  * The cache is bf16. A decode step is a chain of dependent kernels, so each kernel lets the next begin early
@@ -38,9 +39,9 @@ __device__ inline void wait_previous() {
 #endif
 }
 
-/* c (16, 8) += a (16, 16) b (16, 8). Lane 4g + t holds rows g and g + 8 of a and column g of b, both at the four inner
- * indices of t, and rows g and g + 8, columns 2t and 2t + 1, of c. Which inner index is which does not matter as long
- * as a and b agree. */
+/* c (16, 8) += a (16, 16) b (16, 8). Lane 4g + t holds rows g and g + 8 of a and column g of b, both at t's four of the
+ * 16 inner indices, and rows g and g + 8, columns 2t and 2t + 1, of c. Which inner index is which does not matter as
+ * long as a and b agree. a0 and b0 are two of the four, a2 and b1 the others; a1 and a3 are a0 and a2 in row g + 8. */
 template <typename A>
 __device__ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                            uint32_t b1) {
@@ -53,11 +54,11 @@ __device__ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-/* The same; `a` has rows g and g + 8 at a lane's first inner indices, then at the others. */
+/* The same with a0 to a3 in one. */
 template <typename A> __device__ inline void mma(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
     mma<A>(c, a.x, a.y, a.z, a.w, b0, b1);
 }
-/* The same for eight neighbouring inner indices of a lane. */
+/* The same for eight inner indices of a lane: rows g and g + 8 of a, column g of b. */
 template <typename A = bf16> __device__ inline void mma_eight(float (&c)[4], uint4 row, uint4 row8, uint4 column) {
     mma<A>(c, row.x, row8.x, row.y, row8.y, column.x, column.y);
     mma<A>(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
@@ -69,8 +70,9 @@ __device__ inline uint32_t pack(float low, float high) {
 }
 /* The type of the activations that a matrix multiplies. */
 __host__ __device__ inline Type type_for(const Matrix &m) { return m.type == F32 || m.type == F16 ? m.type : BF16; }
-/* Stores element i of a row for a matrix of this type, or elements i and i + 1, i even. f16 ends at 65504. */
-__device__ inline f16 to_f16(float x) { return (f16)(fabsf(x) > 65504 ? copysignf(65504, x) : x); } /* keeps a NaN */
+/* Clamped to the largest f16; a NaN stays one. */
+__device__ inline f16 to_f16(float x) { return (f16)(fabsf(x) > 65504 ? copysignf(65504, x) : x); }
+/* Stores element i of a row for a matrix of this type, or elements i and i + 1, i even. */
 __device__ inline void store_as(Type type, void *row, size_t i, float x) {
     if (type == F32)
         ((float *)row)[i] = x;
@@ -163,7 +165,7 @@ template <int HELD> struct WarpSum {
         return warp_sum(sum);
     }
 };
-/* The sum over a block, always in the same order. */
+/* The sum over a block, always in the same order. The first barrier: `part` may still be read from the last call. */
 __device__ inline float block_sum(float x) {
     __shared__ float part[32];
     x = warp_sum(x);
@@ -208,7 +210,7 @@ __device__ inline float router_score(const Router &r, int t, int e) {
 }
 /* The experts of token t, chosen by a warp: lane k gets the k-th. The top_k largest scores win, ties go to the lower
  * number; a bias, if there is one, is added first. In some models only the best groups of experts take part. A lane
- * compares experts lane, lane + 32, ..., EACH of them at most. */
+ * compares experts lane, lane + 32, ..., at most EACH of them. */
 template <int EACH> __device__ inline int choose(const Router &r, int t) {
     const int lane = threadIdx.x % 32, group_size = r.experts / r.how.groups;
     unsigned key[EACH]; /* of what is left to choose from; 0: not among them */
@@ -296,20 +298,22 @@ struct Product {
     Router router; /* top_k 0: none. Else there is one token, and its experts are the jobs */
     bool early;    /* jobs, or the router's logits, are ready: the previous kernel has waited for them */
     Finish finish;
-    void *y;
+    void *y; /* (tokens or choices, y_pitch) */
     int y_pitch;
     Type y_type; /* F32, except for ACTIVATE and where a matrix reads the result next */
     Act act;
     float act_limit;
-    const float *norm; /* for ADD: weights of the norm that follows, or NULL */
-    void *normed;
+    const float *norm; /* for ADD: (rows) weights of the norm that follows, or NULL: the next four are unused */
+    void *normed;      /* (tokens, normed_pitch) receives y times these weights */
     int normed_pitch;
     Type normed_type;
-    float *next_square;
+    float *next_square; /* (tokens, tiles of w) receives y's sum of squares, tile by tile */
 };
 
 /* The activation; quick functions are exact enough for what is rounded to 16 bits. GELU's tanh form (Hendrycks and
- * Gimpel, 2016), gate / 2 (1 + tanh(z)), is gate sigmoid(2z). */
+ * Gimpel, 2016), gate / 2 (1 + tanh(z)), is gate sigmoid(2z); 1.5957... is 2 sqrt(2 / pi). x is minus sigmoid's
+ * argument.
+ */
 __device__ inline float activation(Act act, float limit, float gate, float up, bool quick) {
     if (act == SWIGLU_CLAMPED) gate = fminf(gate, limit), up = fmaxf(fminf(up, limit), -limit) + 1;
     float x = act == SWIGLU_CLAMPED ? -1.702f * gate
@@ -317,12 +321,12 @@ __device__ inline float activation(Act act, float limit, float gate, float up, b
                                     : -gate;
     return (quick ? __fdividef(gate, 1 + __expf(x)) : gate / (1 + expf(x))) * up;
 }
-/* What else rows r and r + 1 of a result need. `product` requests it first, because the loads take long. */
+/* What else finish() needs for rows r and r + 1. `product` requests it before it multiplies: the loads take long. */
 struct Target {
     float2 bias;
     float2 old, norm; /* for ADD: the old values, and weights of the norm that follows */
 };
-/* What is absent is 0, and everything is unless `real`. */
+/* Zeros for what is absent; all zeros unless `real`. */
 __device__ inline Target target_of(const Product &p, int expert, size_t out, int r, bool real = true) {
     auto pair = [&](const float *from, bool real) {
         const float first = __uint_as_float(load_word(from, real));
@@ -350,10 +354,10 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
     return a * a + b * b;
 }
 
-/* What a warp reads of x: chunks of 8 TILES rows. Eight rows fit in L1, and are read where they lie. More do not, so
- * the warp copies its chunks to shared memory, SLOTS ahead. Missing rows are copies of different ones, because many
- * copies of one row take longer. */
-template <Type T, int TILES> struct Activations {
+/* How a warp of `product` reads x, chunk by chunk of 8 TILES rows. Eight rows fit in L1 and are read where they lie
+ * (the specialization for TILES = 1). More do not fit, so the warp copies its chunks to shared memory, SLOTS ahead. In
+ * place of missing rows it copies different real ones, because many copies of one row take longer. */
+template <Type T, int TILES> struct StreamedX {
     static constexpr int SLOT = TILES * 8 * CHUNK * 2, SLOTS = 2, RING = SLOTS * SLOT; /* bytes */
     const uint8_t *from[TILES * 2];
     uint8_t *ring, *slot;
@@ -386,7 +390,7 @@ template <Type T, int TILES> struct Activations {
     }
     __device__ const void *operator()(int n, int half) const { return slot + n * 8 * CHUNK * 2 + at[half]; }
 };
-template <Type T> struct Activations<T, 1> {
+template <Type T> struct StreamedX<T, 1> {
     const uint8_t *row, *at;
     __device__ void begin(const Product &p, const Job &job, uint8_t *) {
         int i = job.first + min((int)threadIdx.x % 32 / 4, job.n - 1);
@@ -415,7 +419,7 @@ template <Type T, int TILES> struct Stream {
         for (int i = 0; i < AHEAD; i++) load(m, tile, i, first + i * step, chunks);
     }
     /* c += the tile times x. */
-    __device__ void multiply(float (&c)[TILES][4], const Matrix &m, const uint8_t *tile, Activations<T, TILES> &x,
+    __device__ void multiply(float (&c)[TILES][4], const Matrix &m, const uint8_t *tile, StreamedX<T, TILES> &x,
                              int first, int step, int chunks) {
         for (; first < chunks; first += step * AHEAD) {
 #pragma unroll
@@ -432,14 +436,14 @@ template <Type T, int TILES> struct Stream {
 
 /* The product for few tokens, or choices of an expert; reading the weights takes most of its time. The blocks share the
  * tiles of all jobs evenly; the warps of a block share a tile's columns. Groups of up to 8 TILES tokens read the same
- * weights at about the same time, so all but the first find most of them in L2. After an RMSNorm x holds the values
- * times the norm's weights, as the kernel that wrote x left them, and this kernel divides the result by the root mean
- * square. So no norm kernel is needed in between.
+ * weights at about the same time, so all but the first find most of them in L2. If the kernel before was a product with
+ * ADD, x is not quite normed: it is the residual stream times the norm's weights, and this kernel divides its result by
+ * the root mean square. So no norm kernel is needed in between.
  *
  * Without jobs a block requests its first weights before it waits. With jobs it must know the jobs first, so it waits,
- * and only then lets the next kernel begin. The next kernel, the product with `early`, finds the jobs ready and need
- * not wait for them. For a single token, and up to PRODUCT_EXPERTS experts, no kernel makes jobs: each block chooses
- * the experts itself, which takes less time than a kernel of its own. */
+ * and only then lets the next kernel begin. That is the product with `early`: it finds the jobs ready and does not wait
+ * for them. For a single token, and up to PRODUCT_EXPERTS experts, no kernel makes jobs: each block chooses the experts
+ * itself, which takes less time than another kernel. */
 constexpr int PRODUCT_EXPERTS = 128;
 template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
@@ -491,7 +495,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
     static_assert(TILES * 64 <= W * 32, "one pair a thread");
     const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
     extern __shared__ __align__(128) uint8_t shared[];
-    Activations<T, TILES> x;
+    StreamedX<T, TILES> x;
     bool mine;
     int out;
     auto begin_job = [&] {
@@ -657,7 +661,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
 }
 
 /* A Matrix as bf16, of the same stride, for cuBLAS. A warp takes a chunk of a tile. */
-template <Type T> __global__ void __launch_bounds__(256) decode(Matrix m, bf16 *to) {
+template <Type T> __global__ void __launch_bounds__(256) decode_to_bf16(Matrix m, bf16 *to) {
     typedef EncodingCoded<T> E;
     const int lane = threadIdx.x % 32, chunks = m.stride / CHUNK, i = blockIdx.x * 8 + threadIdx.x / 32;
     const int tile = i / chunks, chunk = i % chunks;
@@ -677,8 +681,8 @@ template <Type T> __global__ void __launch_bounds__(256) decode(Matrix m, bf16 *
 
 /* ---- 5 embedding, norm, experts ---- */
 
-/* A block of row_threads(dim) threads holds a token's row of x, as pairs of neighbours: each thread has up to MAX_PAIRS
- * pairs, its k-th is pair i of the row. */
+/* A block of row_threads(dim) threads holds a token's row of x, as pairs of neighbours, up to MAX_PAIRS in each thread.
+ * for_pairs() calls f(i, k) for each pair of a thread: it is pair i of the row, and the thread's k-th. */
 inline int row_threads(int dim) { return std::max(128, std::min(1024, (dim / 8 + 31) / 32 * 32)); }
 template <class F> __device__ inline void for_pairs(int dim, F f) {
 #pragma unroll
@@ -691,7 +695,7 @@ typedef float2 Pairs[MAX_PAIRS];
 __device__ inline void load_pairs(Pairs &x, const float *from, int dim) {
     for_pairs(dim, [&](int i, int k) { x[k] = ((const float2 *)from)[i]; });
 }
-/* 1 / sqrt(mean(x^2) + eps) of a row. */
+/* A row's norm_factor(). */
 __device__ inline float rms_factor(const Work &w, const Pairs &x) {
     float square = 0;
     for_pairs(w.dim, [&](int, int k) { square += x[k].x * x[k].x + x[k].y * x[k].y; });
@@ -742,20 +746,20 @@ __global__ void __launch_bounds__(ACTIVATE_THREADS) activate(const __grid_consta
     };
     launch_next();
     wait_previous();
-    const Four *found = (const Four *)w.projected + (size_t)blockIdx.y * (width / 2);
+    const Four *from = (const Four *)w.projected + (size_t)blockIdx.y * (width / 2);
 #pragma unroll
     for (int k = 0; k < ACTIVATE_EACH / 2; k++) {
         const int i = (blockIdx.x * ACTIVATE_EACH / 2 + k) * ACTIVATE_THREADS + threadIdx.x;
         if (2 * i >= width) break;
-        const Four x = found[i];
+        const Four x = from[i];
         store_pair_as(type, w.act_out, (size_t)blockIdx.y * w.act_pitch + 2 * i,
                       activation(w.act, w.act_limit, x.gate, x.up, type != F32),
                       activation(w.act, w.act_limit, x.next_gate, x.next_up, type != F32));
     }
 }
 
-/* Sorts the choices by expert and cuts them into jobs of at most `job_size`. The last block of route() calls it; count
- * and next (n_experts) are in shared memory. */
+/* Sorts the choices by expert, by counting, and cuts them into jobs of at most `job_size`. The last block of route()
+ * calls it; count and next (n_experts) are in shared memory. */
 __device__ inline void sort_choices(const Work &w, int choices, int job_size, int *count, int *next) {
     const int lane = threadIdx.x % 32;
     for (int e = threadIdx.x; e < w.n_experts; e += blockDim.x) count[e] = 0;
@@ -1425,9 +1429,11 @@ __global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer 
     });
 }
 
+/* ---- 8 the draw ---- */
+
 #include "draw.cuh"
 
-/* ---- 8 one step ---- */
+/* ---- 9 one step ---- */
 
 constexpr size_t SMALL = 16 << 20, LARGE = 256 << 20; /* bytes of a matrix */
 
@@ -1452,8 +1458,7 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
     return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
-/* The one table from types of weights to instances. `job_size`, choices of a job, selects `product` up to 8, else
- * tiles. */
+/* `product`, with the instance for a group's tokens. `jobs`: the max number of jobs, 1 without jobs. */
 template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs) {
     /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
@@ -1468,9 +1473,9 @@ template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs
     };
     if (warps == 4) return with(product<T, 1, 4>, 0);
     if constexpr (MOST > 8) {
-        if (!p.job && p.group > 24) return with(product<T, MOST / 8, 8>, Activations<T, MOST / 8>::RING);
-        if (!p.job && p.group > 16) return with(product<T, 3, 8>, Activations<T, 3>::RING);
-        if (!p.job && p.group > 8) return with(product<T, 2, 8>, Activations<T, 2>::RING);
+        if (!p.job && p.group > 24) return with(product<T, MOST / 8, 8>, StreamedX<T, MOST / 8>::RING);
+        if (!p.job && p.group > 16) return with(product<T, 3, 8>, StreamedX<T, 3>::RING);
+        if (!p.job && p.group > 8) return with(product<T, 2, 8>, StreamedX<T, 2>::RING);
     }
     return with(product<T, 1, 8>, 0);
 }
@@ -1485,6 +1490,8 @@ template <Type T> cudaError_t launch_any(const Gpu *gpu, const Product &p, int j
     if (job_size <= 16) return launch_tiled<T, 1, 3>(gpu, p, jobs);
     return job_size <= 32 ? launch_tiled<T, 2, 3>(gpu, p, jobs) : launch_tiled<T, 4, 2>(gpu, p, jobs);
 }
+/* The one table from types of weights to instances. job_size is the max number of choices of a job; without jobs 8
+ * stands for `product` and 64 for product_tiled. */
 cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int job_size, int jobs) {
     switch (p.w.type) {
     case BF16: return launch_any<BF16>(gpu, p, job_size, jobs);
@@ -1502,20 +1509,19 @@ cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int job_size, int 
 
 /* A matrix as bf16, in gpu->decoded. */
 cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m) {
-    auto kernel = m.type == FP8       ? decode<FP8>
-                  : m.type == PACKED4 ? decode<PACKED4>
-                  : m.type == Q4_1    ? decode<Q4_1>
-                  : m.type == Q8_0    ? decode<Q8_0>
-                  : m.type == Q5_K    ? decode<Q5_K>
-                                      : decode<Q6_K>;
+    auto kernel = m.type == FP8       ? decode_to_bf16<FP8>
+                  : m.type == PACKED4 ? decode_to_bf16<PACKED4>
+                  : m.type == Q4_1    ? decode_to_bf16<Q4_1>
+                  : m.type == Q8_0    ? decode_to_bf16<Q8_0>
+                  : m.type == Q5_K    ? decode_to_bf16<Q5_K>
+                                      : decode_to_bf16<Q6_K>;
     return launch(gpu, kernel, (m.tiles() * (m.stride / CHUNK) + 7) / 8, 256, 0, m, gpu->decoded);
 }
 
 /* Computes w.normed for matrix `next`, unless a->normed says that it is ready. */
 bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
-    const int *all = NULL;
     if (a->normed) return true;
-    CUDA(launch(a->gpu, norm, a->tokens, row_threads(a->w.dim), 0, a->w, all, weight, type_for(next)));
+    CUDA(launch(a->gpu, norm, a->tokens, row_threads(a->w.dim), 0, a->w, nullptr, weight, type_for(next)));
     a->squares = 0;
     return a->normed = true;
 }
@@ -1534,21 +1540,20 @@ enum Way {
     TILED,    /* by `product_tiled` */
     BLAS      /* by cuBLAS, codes after decode_matrix() */
 };
-/* For few tokens streaming is faster than cuBLAS, which takes long to start. How few was measured (notebooks/speed.md)
- * for the sizes of a matrix and of the largest in the layers: if all are small, streaming also saves the kernels for
- * norms and activations. Codes are streamed while that is faster than making them bf16, or taken in tiles of 64 tokens
- * and 128 rows where those fill the card and the last has more than 16 tokens. The room to make them bf16, `decoded`,
- * holds any matrix of a layer, but perhaps not the head. */
+/* Few tokens are streamed, because cuBLAS takes long to start. All limits were measured (notebooks/speed.md). */
 Way way_of(const Pass *a, const Matrix &m, int tokens) {
     if (m.type == F32) return BLAS;
     if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;
-    const size_t size = std::max(m.bytes, a->gpu->largest);
-    const int limit = m.bytes > LARGE ? MAX_DECODE : size > 2 * SMALL ? 32 : size > SMALL ? 24 : 64;
-    if (!is_coded(m.type)) return tokens <= limit ? STREAMED : BLAS;
+    if (!is_coded(m.type)) { /* if all matrices are small, streaming also saves the kernels for norms and activations */
+        const size_t size = std::max(m.bytes, a->gpu->largest);
+        const int limit = m.bytes > LARGE ? MAX_DECODE : size > 2 * SMALL ? 32 : size > SMALL ? 24 : 64;
+        return tokens <= limit ? STREAMED : BLAS;
+    }
+    /* tiles of 128 rows and 64 tokens fill the card, and the last has more than 16 tokens */
     const bool full = m.tiles() / 8 * ((tokens + 63) / 64) >= a->gpu->sms && (tokens - 1) % 64 >= 16;
     if (tokens > 48 && tokens <= 256 && full) return TILED;
     if (tokens <= MAX_STREAMED) return STREAMED;
-    return (size_t)m.rows * m.stride <= a->gpu->decoded_size ? BLAS : TILED;
+    return (size_t)m.rows * m.stride <= a->gpu->decoded_size ? BLAS : TILED; /* the head may not fit in `decoded` */
 }
 /* A product without jobs. If it is streamed, it also prepares the norm that follows. */
 bool multiply(Pass *a, Product p, Error *e) {
@@ -1569,13 +1574,13 @@ bool multiply(Pass *a, Product p, Error *e) {
     a->squares = a->normed ? square_parts(p.w.rows) : 0, a->square = a->w.square;
     return true;
 }
-/* y = W x, or the residual stream += W x. Then comes a norm: `weight` is the norm's, and `next` is the matrix that
- * reads what it gives. */
+/* y (tokens, rows) = W x. */
 bool multiply_to(Pass *a, const Matrix &m, const void *x, int pitch, float *y, Error *e) {
     Product p = product_of(a, m, x, pitch);
     p.y = y, p.y_pitch = m.rows;
     return multiply(a, p, e);
 }
+/* The residual stream += W x. Then comes a norm: `weight` is the norm's, and the matrix `next` reads its result. */
 bool multiply_add(Pass *a, const Matrix &m, const void *x, int pitch, const float *weight, const Matrix &next,
                   Error *e) {
     Product p = product_of(a, m, x, pitch);
@@ -1591,10 +1596,10 @@ bool multiply_add(Pass *a, const Matrix &m, const void *x, int pitch, const floa
 /* ---- the block ---- */
 
 template <int D> cudaError_t launch_queries(const Pass *a, const DeviceLayer &l) {
+    if (!a->queries) return cudaSuccess;
     const Work &w = a->w;
     const int pages = l.window ? std::min(a->pages, l.window / PAGE + 2) : a->pages;
     dim3 grid(w.n_kv_heads * head_parts(w.n_heads / w.n_kv_heads), a->queries, splits_of(pages, a->splits));
-    if (!a->queries) return cudaSuccess;
     return launch(a->gpu, attention<D>, grid, ATTENTION_WARPS<D> * 32, ATTENTION_WARPS<D> * 8 * (D + 2) * sizeof(float),
                   w, a->s, l, a->alone, a->splits);
 }
@@ -1629,13 +1634,13 @@ bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     return tap_attention(a, l, e);
 }
 
-/* The same for latent attention; latent_store and latent_query do norms and RoPE. */
+/* The same for latent attention, as section 7 says; latent_store and latent_query do norms and RoPE. */
 bool attend_latent(Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
     const int job_size = a->tokens <= MAX_DECODE ? 8 : 64, jobs = w.n_heads * ((a->tokens + job_size - 1) / job_size);
     auto by_head = [&](const Matrix &m, const void *x, int pitch, void *y, int y_pitch, Type type) {
         Product p = product_of(a, m, x, pitch);
-        p.job = w.head_job, p.jobs = w.head_jobs, p.order = w.head_order, p.divide = 1;
+        p.job = w.head_job, p.jobs = w.head_jobs, p.order = w.head_order;
         p.y = y, p.y_pitch = y_pitch, p.y_type = type;
         return launch_for_type(a->gpu, p, job_size, jobs);
     };
@@ -1774,8 +1779,8 @@ bool block(Pass *a, int layer, Error *e) {
 bool forward(Pass *a, Error *e) {
     const DeviceModel &device = a->gpu->device;
     const DeviceLayer &l = device.layer[0];
-    const float *weight = l.attn_norm;
-    CUDA(launch(a->gpu, embed, a->tokens, row_threads(a->w.dim), 0, a->w, a->s, device.embed, weight, type_for(l.qkv)));
+    CUDA(launch(a->gpu, embed, a->tokens, row_threads(a->w.dim), 0, a->w, a->s, device.embed, l.attn_norm,
+                type_for(l.qkv)));
     a->normed = true, a->squares = 0;
     for (int i = 0; i < a->w.n_layers; i++)
         if (!block(a, i, e)) return false;
@@ -1786,8 +1791,8 @@ bool head(Pass *a, int first, int n, Error *e) {
     const DeviceModel &device = a->gpu->device;
     Pass rows = *a;
     if (!a->normed || a->rows != a->tokens || a->tokens > MAX_DECODE) { /* the requested rows, side by side */
-        CUDA(launch(a->gpu, norm, n, row_threads(a->w.dim), 0, a->w, (const int *)a->s.row + first,
-                    (const float *)device.norm, type_for(device.head)));
+        CUDA(launch(a->gpu, norm, n, row_threads(a->w.dim), 0, a->w, a->s.row + first, device.norm,
+                    type_for(device.head)));
         rows.squares = 0;
     }
     rows.tokens = n, rows.w.layer = a->w.n_layers;
