@@ -310,10 +310,9 @@ struct Product {
     float *next_square; /* (tokens, tiles of w) receives y's sum of squares, tile by tile */
 };
 
-/* The activation; quick functions are exact enough for what is rounded to 16 bits. GELU's tanh form (Hendrycks and
- * Gimpel, 2016), gate / 2 (1 + tanh(z)), is gate sigmoid(2z); 1.5957... is 2 sqrt(2 / pi). x is minus sigmoid's
- * argument.
- */
+/* The activation; quick functions are exact enough for what is rounded to 16 bits. x is minus sigmoid's argument.
+ * GELU's tanh form (Hendrycks and Gimpel, 2016), gate / 2 (1 + tanh(z)), is gate sigmoid(2z); 1.595... is
+ * 2 sqrt(2 / pi). */
 __device__ inline float activation(Act act, float limit, float gate, float up, bool quick) {
     if (act == SWIGLU_CLAMPED) gate = fminf(gate, limit), up = fmaxf(fminf(up, limit), -limit) + 1;
     float x = act == SWIGLU_CLAMPED ? -1.702f * gate
@@ -968,6 +967,8 @@ template <int D> struct Slab {
     }
 };
 
+/* The max of no scores. Finite, so that the difference of two is 0 and not a NaN. */
+constexpr float NO_SCORE = -1e30f;
 /* Limits a score smoothly to between -cap and cap; 0: no cap. */
 __device__ inline float capped(float score, float cap) { return cap ? cap * tanhf(score / cap) : score; }
 
@@ -975,8 +976,7 @@ __device__ inline float capped(float score, float cap) { return cap ? cap * tanh
  * keys seen so far (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): lane 4g + t has head
  * g. */
 template <int D> struct SlabState {
-    float max_score = LEAST, total = 0, sum[D / 8][2] = {}; /* dimensions 8i + 2t, + 1 */
-    static constexpr float LEAST = -1e30f;                  /* of nothing seen yet */
+    float max_score = NO_SCORE, total = 0, sum[D / 8][2] = {}; /* dimensions 8i + 2t, + 1 */
 
     __device__ void add(const Slab<D> &slab, const uint4 (&q)[D / 32], int base, int first, int last, float scale,
                         int lane, float cap = 0) {
@@ -1026,7 +1026,7 @@ template <int D> struct SlabState {
 
 /* Merges `count` states of one head, `pitch` floats apart, for two dimensions from `pair` on. */
 struct Merged {
-    float max_score = -1e30f, total = 0;
+    float max_score = NO_SCORE, total = 0;
     float2 sum = {};
     __device__ Merged(const float *state, int count, int pitch, int pair) {
         for (int i = 0; i < count; i++) max_score = fmaxf(max_score, state[i * pitch]);
@@ -1050,9 +1050,7 @@ struct Merged {
  * older keys are in the cache already, so a block loads its first ones before wait_previous(). With heads of 256 no
  * registers are left to load the next keys ahead. */
 template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* so that two blocks fit on a multiprocessor */
-__host__ __device__ inline int splits_of(int pages, int max_splits) {
-    return max(1, min(max_splits, pages / SPLIT_PAGES));
-}
+__host__ __device__ inline int splits_of(int pages, int limit) { return max(1, min(limit, pages / SPLIT_PAGES)); }
 template <int D>
 __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
     attention(Work w, Step s, DeviceLayer l, bool alone, int max_splits) {
@@ -1148,7 +1146,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
 
 /* A warp's state for 16 rows of a prompt, each a token and a query head: lane 4g + t has rows g and g + 8. */
 template <int D, int KEYS> struct TileState {
-    float max_score[2] = {-1e30f, -1e30f}, total[2] = {},
+    float max_score[2] = {NO_SCORE, NO_SCORE}, total[2] = {},
           sum[D / 8][4] = {}; /* dimensions 8i + 2t, + 1 of either row */
 
     /* Where key n of tile j of 8 lies among KEYS: as in Slab. */
@@ -1620,17 +1618,17 @@ cudaError_t launch_rope(const Pass *a, const DeviceLayer &l) {
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
     const int size = query_type(l) == F32 ? 0 : w.head_dim;
-    const bool tensor_cores = size == 64 || size == 96 || size == 128 || size == 256;
-    if (!tensor_cores || !a->alone) CUDA(launch_rope(a, l));
-    switch (size) {
-    case 64: CUDA(launch_attention<64>(a, l)); break;
-    case 96: CUDA(launch_attention<96>(a, l)); break;
-    case 128: CUDA(launch_attention<128>(a, l)); break;
-    case 256: CUDA(launch_attention<256>(a, l)); break;
-    default:
+    auto by_tensor_cores = size == 64    ? launch_attention<64>
+                           : size == 96  ? launch_attention<96>
+                           : size == 128 ? launch_attention<128>
+                           : size == 256 ? launch_attention<256>
+                                         : nullptr;
+    if (!by_tensor_cores || !a->alone) CUDA(launch_rope(a, l));
+    if (by_tensor_cores)
+        CUDA(by_tensor_cores(a, l));
+    else
         CUDA(launch(a->gpu, attention_any, dim3(a->tokens, w.n_heads), 128, (2 * w.head_dim + 128) * sizeof(float), w,
                     a->s, l));
-    }
     return tap_attention(a, l, e);
 }
 

@@ -25,7 +25,7 @@ __device__ void replace_key(Slab<D> &slab, int at, const uint4 (&its_key)[D / 32
 template <int D> struct MergedStates {
     static constexpr int STATE = 8 * (D + 2); /* floats between the states of two warps, or splits */
     int pair;
-    float max_score = SlabState<D>::LEAST, total = 0;
+    float max_score = NO_SCORE, total = 0;
     float2 sum = {};
     __device__ MergedStates(int pair) : pair(pair) {}
     /* Of `count` warps. */
@@ -33,7 +33,7 @@ template <int D> struct MergedStates {
         float score[MAX];
 #pragma unroll
         for (int j = 0; j < MAX; j++) {
-            score[j] = j < count ? state[j * STATE] : SlabState<D>::LEAST;
+            score[j] = j < count ? state[j * STATE] : NO_SCORE;
             max_score = fmaxf(max_score, score[j]);
         }
 #pragma unroll
@@ -56,7 +56,7 @@ template <int D> struct MergedStates {
                 asm volatile("" : "+l"(state)); /* keeps no addresses for another round */
 #pragma unroll
                 for (int j = 0; j < MAX; j++) {
-                    word[j] = {__float_as_uint(SlabState<D>::LEAST), 0};
+                    word[j] = {__float_as_uint(NO_SCORE), 0};
                     if (j < count) word[j] = poll((const uint2 *)(state + j * STATE + offset));
                     max_word = max(max_word, j < count ? max(word[j].x, word[j].y) : 0);
                 }
