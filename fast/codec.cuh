@@ -30,7 +30,7 @@ struct Activations {
  *   Sum<QUADS>     a lane's sums of a tile. reduce() makes final values of them; store() puts those of real tokens to
  *                  sums (tokens, ROWS), where first_sum(lane) is the place of the lane's first one
  *   Lane<QUADS>    a lane's share of a stage. load() brings its activations of chunk i for quad j of N (PAIRED: half j
- *                  of 2), a Fragment that serves many tiles; add() multiplies chunk i by them. Lane 4g + t reads row g
+ *                  of 2), a Fragment for many tiles; add() multiplies chunk i by them. Lane 4g + t reads row g (g + 8)
  *   max_word()     the maximum of a Fragment's halves: see max_halves() */
 template <Type T> struct Codec;
 constexpr int PAIRED = -1;

@@ -192,7 +192,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     __device__ DecodeBlock(const DecodeWork &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first,
                            int last)
         : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), ring(k, memory) {}
-    /* Before the first phase: all threads of the block call it. */
+    /* Before the first phase: all threads of the block call it. It may read w.barrier before wait_previous(), because
+     * decode_step, which changes it, never calls launch_next(). */
     __device__ void init(const DecodeLayer *layers) {
         if (ring.thread == 0) {
             *at<unsigned long long>(k.barrier_base) =

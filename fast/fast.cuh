@@ -10,10 +10,10 @@
  * weights come next does not depend on data, except for the experts. So in each block a producer warp copies the
  * weights through a ring in shared memory, without a stop between phases, and consumer warps multiply. What then limits
  * a single token is the chain of dependent steps: how fast values get from block to block. So blocks publish values and
- * poll them instead of waiting for fences, and a sum counts how many have added to it. A fence waits for all
- * copies on the way, so the fences that remain come where these are few. What limits many tokens is the number of
- * instructions, since the card reaches its power limit. So warps keep activations in registers for all tiles of a
- * matrix, nothing is spilled, and each instance knows all its shapes.
+ * poll them instead of waiting for fences, and a sum counts how many have added to it. A fence waits for all copies in
+ * flight, so the fences that remain come where few copies are. What limits many tokens is the number of instructions,
+ * since the card reaches its power limit. So warps keep activations in registers for all tiles of a matrix, nothing is
+ * spilled, and each instance knows all its shapes.
  *
  * Prefill. Attention of a prompt and the experts' products use wgmma on a ring in shared memory; MXFP4 is unpacked in
  * registers, as wgmma's rows. A decode step of very many streams takes the same products.
@@ -133,7 +133,7 @@ bool prepare(Gpu *gpu, Error *e) {
         fill_columns<<<w.dim, 32, 0, gpu->stream>>>(layers.back().router_columns, l.router, l.ffn_norm);
     }
     for (int n = 1; n <= MAX_DECODE; n++) f->layout[n] = layout_for(w, gpu->device, n, gpu->sms, gpu->shared);
-    /* UNPUBLISHED */
+    /* to UNPUBLISHED; the counted and flagged sums begin as 0, as all of Gpu::room */
     CUDA(cudaMemsetAsync(w.layer_buffers, 0xFF, layer_buffers_size(w) * sizeof(float), gpu->stream));
     CUDA(cudaMemsetAsync(w.split_states, 0xFF, split_states_size(w) * sizeof(float), gpu->stream));
     CUDA(cudaMemcpyAsync(f->layers, layers.data(), layers.size() * sizeof(DecodeLayer), cudaMemcpyHostToDevice,
@@ -255,8 +255,8 @@ bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix
     const size_t shared = Shape::SHARED + Shape::jobs(a->tokens * w.top_k, w.n_experts) * sizeof(int);
     bf16 *normed = gpu->fast->normed;
     if (!route_tokens(a, l, Shape::CHOICES, e)) return false;
-    CUDA(launch(gpu, order_for_wgmma, a->tokens, 256, 0, (const bf16 *)w.normed, normed, w.normed_pitch));
-    CUDA(launch(gpu, up_wgmma, gpu->sms, Shape::THREADS, shared, w, l, (const bf16 *)normed));
+    CUDA(launch(gpu, order_for_wgmma, a->tokens, 256, 0, w.normed, normed, w.normed_pitch));
+    CUDA(launch(gpu, up_wgmma, gpu->sms, Shape::THREADS, shared, w, l, normed));
     if (!tap_experts(a, l, e, fp4_column)) return false;
     CUDA(launch(gpu, down_wgmma, gpu->sms, Shape::THREADS, shared, w, l));
     return combine_down(a, w.top_k, w.weight, NULL, next_norm, next, e);

@@ -42,7 +42,7 @@ __host__ __device__ inline ShapedMatrix with_shape(const Matrix &from, Type type
 }
 inline ShapedMatrix with_shape(const Matrix &m) { return with_shape(m, m.type, m.rows, m.cols); }
 
-/* Whether a model has gpt-oss's types and shapes (20b and 120b). A DecodeWork with these shapes as constants. */
+/* Whether a model has gpt-oss's types and shapes (20b and 120b). */
 inline bool has_gpt_oss_shapes(const Model &m) {
     const Layer &l = m.layer[0];
     for (int i = 0; i < m.n_layers; i++) {
@@ -56,12 +56,12 @@ inline bool has_gpt_oss_shapes(const Model &m) {
            m.n_heads == 64 && m.n_kv_heads == 8 && m.head_dim == 64 && m.top_k == 4 && l.router.rows && l.sinks &&
            !l.q_norm;
 }
+/* A DecodeWork with these shapes as constants. */
 __device__ inline DecodeWork with_gpt_oss_shapes(DecodeWork w) {
     static_assert(2880 % CHUNK == 0, "act_pitch has no padding: a block that polls would wait for it");
     w.dim = w.ffn_dim = w.act_pitch = 2880, w.vocab = 201088;
     w.n_heads = 64, w.n_kv_heads = 8, w.head_dim = w.rope_dim = 64, w.kv_rank = 0, w.attn_pitch = 4096,
-    w.attn_scale = 0.125f;
-    w.top_k = 4;
+    w.attn_scale = 0.125f, w.top_k = 4;
     return w;
 }
 
