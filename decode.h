@@ -10,21 +10,21 @@ BOTH float bf16_value(uint16_t h) { return bits_float((uint32_t)h << 16); }
 
 BOTH float f16_value(uint16_t h) {
     int e = h >> 10 & 31, m = h & 1023;
-    float size = e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf((float)(1024 + m), e - 25) : ldexpf((float)m, -24);
-    return h & 0x8000 ? -size : size;
+    float magnitude = e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf((float)(1024 + m), e - 25) : ldexpf((float)m, -24);
+    return h & 0x8000 ? -magnitude : magnitude;
 }
 
 BOTH float e2m1_value(int nibble) {
-    const float size[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-    return nibble & 8 ? -size[nibble & 7] : size[nibble & 7];
+    const float magnitude[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    return nibble & 8 ? -magnitude[nibble & 7] : magnitude[nibble & 7];
 }
 
 BOTH float e8m0_value(int e) { return e == 255 ? NAN : ldexpf(1, e - 127); }
 
 BOTH float e4m3_value(int b) {
     int e = b >> 3 & 15, m = b & 7;
-    float size = (b & 127) == 127 ? NAN : e ? ldexpf((float)(8 + m), e - 10) : ldexpf((float)m, -9);
-    return b & 128 ? -size : size;
+    float magnitude = (b & 127) == 127 ? NAN : e ? ldexpf((float)(8 + m), e - 10) : ldexpf((float)m, -9);
+    return b & 128 ? -magnitude : magnitude;
 }
 
 BOTH uint16_t half_at(const unsigned char *p) { return (uint16_t)(p[0] | p[1] << 8); }
@@ -87,18 +87,19 @@ BOTH int iq4_value(int nibble) {
     const signed char value[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     return value[nibble];
 }
-/* Scale or minimum number J, from the twelve bytes that hold both in a block of Q4_K or Q5_K. */
-BOTH int six_bits(const unsigned char *s, int J, bool minimum) {
-    const int own = J + (minimum ? 4 : 0); /* has its six bits; from J = 4 on s[own - 4] has the upper two */
-    return J < 4 ? s[own] & 63 : (minimum ? s[J + 4] >> 4 : s[J + 4] & 15) | s[own - 4] >> 6 << 4;
+/* Scale or minimum number n, from the twelve bytes that hold both in a block of Q4_K or Q5_K. */
+BOTH int six_bits(const unsigned char *s, int n, bool minimum) {
+    const int own = n + (minimum ? 4 : 0); /* has its six bits; from n = 4 on s[own - 4] has the upper two */
+    return n < 4 ? s[own] & 63 : (minimum ? s[n + 4] >> 4 : s[n + 4] & 15) | s[own - 4] >> 6 << 4;
 }
 
 /* Weight c of a line in one of GGUF's types. In blocks of 32 the two nibbles of a byte are weights i and i + 16. Blocks
  * of 256 (K) have a scale for every 16 or 32 weights, mostly of 6 bits, and a float16 that multiplies these scales. */
 BOTH Weight gguf_at(Type type, TypeInfo info, const unsigned char *line, size_t c) {
     const unsigned char *x = line + c / (size_t)info.values * (size_t)info.bytes;
-    const int i = (int)(c % (size_t)info.values), n = i / 128, k = i / 32 % 4, l = i % 32, J = i / 32;
-    const int K = i / 16, nibble = i / 16 % 2 * 4; /* where a nibble begins, in blocks of 32 */
+    /* weight i: number l of the J-th 32, which is the k-th 32 of the n-th 128; in the K-th 16 */
+    const int i = (int)(c % (size_t)info.values), n = i / 128, k = i / 32 % 4, l = i % 32, J = i / 32, K = i / 16;
+    const int nibble = i / 16 % 2 * 4; /* where a nibble begins, in blocks of 32 */
     Weight w = {0, 0, f16_value(half_at(x)), 0};
     int q = 0, scale;
     switch (type) {

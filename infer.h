@@ -177,7 +177,7 @@ typedef enum {
  * token[first[s + 1] - 1], for the positions from start[s] on; its earlier positions are in the cache (pages that were
  * never written hold zeros). The pages that a sequence writes belong to it alone. submit copies the arrays. */
 typedef struct {
-    int seqs, max_pages;
+    int seqs, max_pages; /* 1 to max_seqs; columns of `page` */
     const int *slot;  /* (seqs) names a sequence across steps, in [0, max_seqs); its last drawn token is kept there */
     const int *first; /* (seqs + 1) */
     const int *token; /* (first[seqs]); -1: the token that the slot drew last, even if it is not collected yet */
@@ -230,7 +230,7 @@ typedef struct { /* the GPUs that a backend could use */
 } Devices;
 
 /* Errors carry the exit code: NO_ROOM, NO_GPU, BAD_MODEL (a file shrank), GPU_FAULT. After GPU_FAULT only close may be
- * called. One submit may be outstanding before another: submit, submit, collect, submit, collect, ... */
+ * called. At most two steps may be outstanding: submit, submit, collect, submit, collect, ... */
 typedef struct {
     const char *name;
     int prompt_step; /* how many tokens of a prompt a step should have, if nothing else limits it */
@@ -248,7 +248,7 @@ typedef struct {
     void (*describe)(Devices *);
 } Backend;
 
-extern const Backend cuda;      /* infer.cu */
+extern const Backend cuda;      /* card.cu, which calls infer.cu */
 extern const Backend reference; /* tests/reference.c */
 
 #ifdef __cplusplus
