@@ -20,6 +20,12 @@ constexpr int TILE = 16;  /* rows of a matrix that a warp multiplies at once: m 
 constexpr int CHUNK = 64; /* ... and columns of them that it reads at once */
 /* Of Encoding<MXFP4> in encodings.cuh: bytes of a chunk, what is added to a scale, the max scale. */
 constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154;
+/* Sixteen e2m1 values are packed in two words so that few operations turn them into bf16 times 2^-126 (fp4_to_bf16 in
+ * encodings.cuh; fp4_pack in card.cu is its inverse). A mask selects a pair of values, one in each half of the word:
+ * the sign at bit 15, the magnitude at bits 8 to 6, the even column in the lower half. A word gives three pairs: masked
+ * as it is, rotated right by 6, and shifted left by 4. That leaves 8 bits of each word free (FP4_REST). They are set so
+ * that the first word plus four times the second, one multiply-add, gives the two pairs that are missing. */
+constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603;
 
 /* The encodings that kernels know besides BF16, F16, F32 and MXFP4: codes of 8 or 4 bits, and for every 64, 32 or 16
  * columns of a row a word that scales them. The loader converts a file's other encodings to one of these, without loss
@@ -59,8 +65,9 @@ __host__ __device__ constexpr int word_place(Type t, int row, int column) {
     return codes_bytes(t) + word * word_bytes(t);
 }
 
-/* A Linear on the card: n matrices, with rows padded to whole tiles and columns to whole chunks with zeros. BF16, F16
- * and F32 lie row by row as in the file, other types tile by tile and inside a tile chunk by chunk. */
+/* A Linear on the card: n matrices, with rows padded to whole tiles and columns to whole chunks with zero bytes. As
+ * codes these may stand for other weights than 0, so activations are padded with zeros too. BF16, F16 and F32 lie row
+ * by row as in the file, other types tile by tile and inside a tile chunk by chunk. */
 struct Matrix {
     uint8_t *data;
     float *bias; /* (n, rows) or NULL */
@@ -118,7 +125,7 @@ struct Rows {
 
 constexpr int MAX_DECODE = 16;                  /* up to this many tokens a step streams all weights but F32 */
 constexpr int MAX_STREAMED = 96;                /* up to this many, a step may stream a matrix: see way_of() */
-constexpr int MAX_SPLITS = 32, SPLIT_PAGES = 4; /* most blocks that share a context, and fewest pages for each */
+constexpr int MAX_SPLITS = 32, SPLIT_PAGES = 4; /* max blocks that share a context, min pages of each */
 
 /* What a step does, as the kernels read it. */
 struct Step {
@@ -239,16 +246,16 @@ struct Pass {
     Work w;
     Step s;
     const Batch *batch;
-    int tokens, rows, queries, tiles;
-    int pages, splits;        /* of the longest context; most splits of a context */
-    bool alone;               /* no token sees another of the same step */
-    bool keep;                /* somebody wants logits */
-    bool penalized, filtered; /* before the draw */
-    bool headed;              /* w.logits are there already */
-    bool prefill;             /* the annex does attention and experts */
-    bool normed;              /* w.normed is ready: x after the norm that comes next */
-    int squares;              /* if not 0, without its factor, whose sum of squares is in so many parts in `square` */
-    const float *square;      /* (tokens, squares) */
+    int tokens, rows, queries, tiles; /* rows of logits; queries and tiles as in Step */
+    int pages, splits;                /* of the longest context; max splits of a context */
+    bool alone;                       /* no token sees another of the same step */
+    bool keep;                        /* somebody wants logits */
+    bool penalized, filtered;         /* before the draw */
+    bool headed;                      /* w.logits are there already */
+    bool prefill;                     /* the annex does attention and experts */
+    bool normed;                      /* w.normed is ready: x after the norm that comes next ... */
+    int squares;         /* ... but, if not 0, without norm_factor(), for which `square` has so many parts a token */
+    const float *square; /* (tokens, squares) */
 };
 
 /* ---- infer.cu: what a step computes ---- */
@@ -287,12 +294,5 @@ bool cuda_failed(Error *e, cudaError_t error, const char *what);
         cudaError_t error_ = (call);                                                                                   \
         if (error_ != cudaSuccess) return cuda_failed(e, error_, #call);                                               \
     } while (0)
-
-/* Sixteen e2m1 values are packed in two words so that few operations turn them into bf16 times 2^-126 (fp4_to_bf16 in
- * encodings.cuh; fp4_pack in card.cu is its inverse). A mask selects a pair of values, one in each half of the word:
- * the sign at bit 15, the magnitude at bits 8 to 6, the even column in the lower half. A word gives three pairs: masked
- * as it is, rotated right by 6, and shifted left by 4. That leaves 8 bits of each word free (FP4_REST). They are set so
- * that the first word plus four times the second, one multiply-add, gives the two pairs that are missing. */
-constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603;
 
 #endif

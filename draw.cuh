@@ -1,5 +1,7 @@
 /* draw.cuh: from logits to a token, on the card: repetition penalty, temperature, top-k, top-p, min-p and the draw,
- * with the operations of sampling.h, so that the same logits give the same token as in C. Included by infer.cu. */
+ * with the operations of sampling.h, so that the same logits give the same token as in C. Included by infer.cu. A row
+ * is a token whose logits are wanted: number s.row[row] of the step. */
+
 /* Limits logits smoothly to between -cap and cap. */
 __global__ void __launch_bounds__(1024) cap_logits(Work w) {
     launch_next();
@@ -33,11 +35,11 @@ __device__ inline float scaled(const Work &w, const Sampling &how, int row, int 
     return scaled(w, how, row, id, w.logits[(size_t)row * w.vocab + id]);
 }
 
-/* The smallest scaled logit that top-k, top-p and min-p keep in the draw, found byte by byte of its order_key. One
- * block a row. */
+/* The smallest scaled logit that top-k, top-p and min-p keep in the draw, to w.floor. Radix select finds it byte by
+ * byte of its order_key, from the highest: a bin for each value of the byte. One block a row. */
 __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
-    __shared__ unsigned low[256], high[256], prefix, largest; /* low and high words of the bins */
-    __shared__ unsigned long long above;
+    __shared__ unsigned low[256], high[256], prefix, largest; /* low, high: words of each bin, which has 64 bits */
+    __shared__ unsigned long long above;                      /* what keys above the prefix add up to */
     launch_next();
     wait_previous();
     int row = blockIdx.x, seq = s.seq[s.row[row]];

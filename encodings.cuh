@@ -1,5 +1,5 @@
 /* encodings.cuh: how a lane of a warp reads weights of each type and makes bf16 of them; a part of infer.cu. card.cuh
- * says how codes lie on the card, card.cu brings them there.
+ * says how codes lie on the card. card.cu brings them there: its card_type() says which type a file's type becomes.
  *
  * Lane 4g + t has sixteen columns of rows g and g + 8 of a chunk of a tile, eight that begin at column(t, 0) and eight
  * that begin at column(t, 1). Raw is what it loads; decode() turns eight columns of both rows into bf16 (or f16),
@@ -94,12 +94,12 @@ template <typename A> struct Encoding16 { /* rows as they stand in the file */
 template <> struct Encoding<BF16> : Encoding16<bf16>, Decoded<Encoding16<bf16>, bf16> {};
 template <> struct Encoding<F16> : Encoding16<f16>, Decoded<Encoding16<f16>, f16> {};
 
+struct Sixteen {
+    uint4 low, high; /* bf16 */
+};
 /* The sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 times 2^-126, in the order of their columns.
  * `rest`, a multiply-add of both words, holds the fourth pair of each: the loader set their free bits so that it comes
  * out right, carries included. */
-struct Sixteen {
-    uint4 low, high;
-};
 __device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
     const uint32_t m = FP4_MASK;
     uint32_t rest;
@@ -134,7 +134,8 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
         r = {((const uint4 *)chunk)[lane], ((const uint32_t *)(chunk + 512))[lane / 4]};
     }
     __device__ static uint4 times(uint4 eight, uint32_t scale) {
-        uint32_t factor = (scale + 126 - 26 - FP4_SCALE) * 0x00800080; /* exponents of a pair of bf16 */
+        /* the e8m0 scale as the exponents of a pair of bf16; plus 126 of fp4_to_bf16, minus 26 of FACTOR */
+        uint32_t factor = (scale + 126 - 26 - FP4_SCALE) * 0x00800080;
         for (uint32_t *pair : {&eight.x, &eight.y, &eight.z, &eight.w}) {
             __nv_bfloat162 x = __hmul2(*(__nv_bfloat162 *)pair, *(__nv_bfloat162 *)&factor);
             *pair = *(uint32_t *)&x;
@@ -198,7 +199,7 @@ template <Type T> struct EncodingCoded {
         const __nv_bfloat162 x = __hfma2(*(__nv_bfloat162 *)&a, *(__nv_bfloat162 *)&b, *(__nv_bfloat162 *)&c);
         return *(const uint32_t *)&x;
     }
-    /* Number k of four codes, two in a register, of row g (high: g + 8). */
+    /* Group k (0 to 3) of four codes, two in a register, of row g (high: g + 8): the columns of one mma. */
     __device__ static uint2 codes(const Raw &r, int high, int k) {
         constexpr uint32_t LIFTS = 0x7F007F00, LIFTS_16 = 0x7D007D00, TWOS = 0xC000C000; /* 2^127, 2^123, -2 */
         const uint32_t w = BITS == 4 ? r.code[high][k / 2] >> k % 2 * 8 : r.code[high][k];
@@ -210,7 +211,7 @@ template <Type T> struct EncodingCoded {
         if (T == FP8) return {w & 0x87F087F0, w << 4 & 0x80F080F0 | w >> 4 & 0x07000700}; /* see fp8_pair in card.cu */
         return {fma(w & 0x00FF00FF, LIFTS, TWOS), fma(__byte_perm(w, 0, 0x4341), LIFTS, TWOS)}; /* minus 128 */
     }
-    /* The factors that turn the sum of codes times x, and the sum of x, into a part of the result. */
+    /* Of the chunk's i-th word: what multiplies the sum of codes times x, and what multiplies the sum of x. */
     __device__ static float2 scale(const Raw &r, int high, int i) {
         const uint32_t word = r.word[high][i * SIZE / 4];
         const float2 both = __half22float2(*(const __half2 *)&word);
@@ -219,7 +220,7 @@ template <Type T> struct EncodingCoded {
         if (T == Q6_K) return {(i % 2 ? both.y : both.x) * 64, 0};
         return {__uint_as_float(T == PACKED4 ? word & ~15u : word) * (T == FP8 ? 1 : 64), 0};
     }
-    /* Number k of four weights, rounded to bf16, for product_tiled and cuBLAS. */
+    /* The weights of codes(), rounded to bf16, for product_tiled and cuBLAS. */
     __device__ static uint2 weights(const Raw &r, int high, int k) {
         const uint2 code = codes(r, high, k);
         const float2 by = scale(r, high, k * WORDS / 4);
@@ -264,7 +265,7 @@ template <Type T> struct EncodingCoded {
     }
 };
 
-/* One weight of a Matrix of any of these types, or of BF16, F16 and F32. */
+/* One weight of a Matrix of any type but MXFP4, for the embedding. */
 __device__ inline float weight_of(const Matrix &m, size_t row, int column) {
     const size_t at = row * m.stride + column;
     if (m.type == F32) return ((const float *)m.data)[at];
