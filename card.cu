@@ -869,7 +869,7 @@ bool heads(Pass *a, Pending *p, Error *e) {
     const size_t vocab = a->w.vocab;
     for (int i = 0; i < a->rows; i += a->gpu->logit_rows) {
         const int n = std::min(a->gpu->logit_rows, a->rows - i);
-        if ((!a->headed && !head(a, i, n, e)) || !draw_tokens(a, i, n, e)) return false;
+        if ((!a->has_logits && !head(a, i, n, e)) || !draw_tokens(a, i, n, e)) return false;
         if (!a->keep) continue;
         std::vector<float> found(n * vocab);
         CUDA(cudaMemcpyAsync(found.data(), a->w.logits, n * vocab * sizeof(float), cudaMemcpyDeviceToHost,

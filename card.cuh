@@ -251,7 +251,7 @@ struct Pass {
     bool alone;                       /* no token sees another of the same step */
     bool keep;                        /* somebody wants logits */
     bool penalized, filtered;         /* before the draw */
-    bool headed;                      /* w.logits are there already */
+    bool has_logits;                  /* w.logits are there before head() */
     bool prefill;                     /* the annex does attention and experts */
     bool normed;                      /* w.normed is ready: x after the norm that comes next ... */
     int squares;         /* ... but, if not 0, without norm_factor(), for which `square` has so many parts a token */
@@ -260,8 +260,8 @@ struct Pass {
 
 /* ---- infer.cu: what a step computes ---- */
 
-/* forward: x after all layers. head: logits of requested rows `first` to `first` + n - 1. draw_tokens: a token from
- * each. */
+/* forward: w.x after all layers. head: w.logits of the rows `first` to `first` + n - 1 that are wanted. draw_tokens: a
+ * token from each, to w.drawn and w.result. They only launch kernels, and return false after an error. */
 bool forward(Pass *a, Error *e);
 bool head(Pass *a, int first, int n, Error *e);
 bool draw_tokens(const Pass *a, int first, int n, Error *e);

@@ -435,9 +435,9 @@ template <Type T, int TILES> struct Stream {
 
 /* The product for few tokens, or choices of an expert; reading the weights takes most of its time. The blocks share the
  * tiles of all jobs evenly; the warps of a block share a tile's columns. Groups of up to 8 TILES tokens read the same
- * weights at about the same time, so all but the first find most of them in L2. If the kernel before was a product with
- * ADD, x is not quite normed: it is the residual stream times the norm's weights, and this kernel divides its result by
- * the root mean square. So no norm kernel is needed in between.
+ * weights at about the same time, so all but the first find most of them in L2. If a product with ADD wrote x, x is the
+ * residual stream times the norm's weights, and this kernel divides its result by the root mean square. So no norm
+ * kernel is needed in between.
  *
  * Without jobs a block requests its first weights before it waits. With jobs it must know the jobs first, so it waits,
  * and only then lets the next kernel begin. That is the product with `early`: it finds the jobs ready and does not wait
@@ -449,7 +449,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
     typedef Encoding<T> E;
     /* Of a group, or, with jobs, of the step: an expert's choices may be any tokens. */
     constexpr int TOKENS = TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE;
-    __shared__ float sum[2][W][TILES * 128], factor[TOKENS];
+    __shared__ float sum[2][W][TILES * 128], factor[TOKENS]; /* two sums: so one barrier a tile is enough */
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
     const int group = blockIdx.y * p.group, tokens = min(p.group, p.tokens - group);
     const unsigned tiles = p.w.tiles(), tile_bytes = E::offset(p.w, 1, 0);
@@ -525,7 +525,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
             if (lane == 0 && p.total && blockIdx.x == 0) p.total[group + n * W + warp] = square;
         }
         __syncthreads();
-        if (token < TILES * 8) {
+        if (token < TILES * 8) { /* at: where mma left row `pair` for this token; the next row's lane is 4 further on */
             const int at = token / 8 * 128 + (pair / 8 * 2 + token % 2) * 32 + pair % 8 * 4 + token % 8 / 2;
             float a = 0, b = 0, square = 0, scale = E::FACTOR;
             if (mine && p.squares) scale *= factor[(p.divide > 1 ? out / p.divide : out) - group];
@@ -1042,21 +1042,21 @@ struct Merged {
     }
 };
 
-/* Attention of tokens one by one: those of steps of up to MAX_DECODE tokens, and of sequences with one token in the
- * step. A block has one token (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split
- * of the context (blockIdx.z), some of its pages; its warps take 16 keys in turn. The last split of a token to finish
- * merges the states of all. If no token sees another of the same step (`alone`), this kernel also does the work of
- * rope_and_store for its token: the token's rows pass through shared memory, so that all of them arrive at once. All
- * older keys are in the cache already, so a block loads its first ones before wait_previous(). With heads of 256 no
- * registers are left to load the next keys ahead. */
+/* Attention token by token: in steps of up to MAX_DECODE tokens, and for sequences with one token in the step. A block
+ * has one token (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split of the context
+ * (blockIdx.z), some of its pages; its warps take 16 keys in turn. The last split of a token to finish merges the
+ * states of all. If no token sees another of the same step (`alone`), this kernel also does the work of rope_and_store
+ * for its token: the token's rows pass through shared memory, so that all of them arrive at once. All older keys are in
+ * the cache already, so a block loads its first ones before wait_previous(). With heads of 256 no registers are left to
+ * load the next keys ahead. */
 template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* so that two blocks fit on a multiprocessor */
 __host__ __device__ inline int splits_of(int pages, int limit) { return max(1, min(limit, pages / SPLIT_PAGES)); }
 template <int D>
 __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
     attention(Work w, Step s, DeviceLayer l, bool alone, int max_splits) {
     constexpr int ROW = D + 2, W = ATTENTION_WARPS<D>;
-    extern __shared__ __align__(16) float states[]; /* (W, 8, ROW) */
-    __shared__ __align__(16) bf16 query[8][D], own_key[D], own_value[D];
+    extern __shared__ __align__(16) float states[];                      /* (W, 8, ROW) */
+    __shared__ __align__(16) bf16 query[8][D], own_key[D], own_value[D]; /* queries from `heads` on hold anything */
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.z;
     const int group = w.n_heads / w.n_kv_heads, parts = head_parts(group), head = blockIdx.x / parts;
     const int part = blockIdx.x % parts * 8, first_head = head * group + part, heads = min(8, group - part);
@@ -1375,7 +1375,8 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
  * RoPE, so that it can be compared with the cached latents; v_up turns their weighted sum into the head's result. Both
  * are products with a matrix for each head: a head takes an expert's place, and a choice is a token and a head. */
 
-/* The jobs of these products, of at most `job_size` tokens of a head. A thread has a token and a head. */
+/* The jobs of these products in all layers: at most `job_size` tokens of a head each. A thread is a token and a head.
+ */
 __global__ void __launch_bounds__(256) head_jobs(Work w, int tokens, int job_size) {
     launch_next();
     wait_previous();
@@ -1691,16 +1692,17 @@ bool add_to_x(Pass *a, const Matrix &m, const void *y, int pitch, const float *p
 /* A gated layer's activations, to w.act_out: as part of the product, or by a kernel after cuBLAS. */
 bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
     const Work &w = a->w;
-    const bool blas = way_of(a, up, a->tokens) == BLAS;
+    Product p = product_of(a, up, NULL, 0);
+    if (way_of(a, up, a->tokens) != BLAS) {
+        p.finish = ACTIVATE, p.y = w.act_out, p.y_pitch = w.act_pitch, p.y_type = type_for(down);
+        return multiply(a, p, e);
+    }
     const bool narrow = type_for(up) == BF16 && !up.bias; /* half the bytes of F32; f16 could overflow */
     const int each = ACTIVATE_EACH * ACTIVATE_THREADS;
-    Product p = product_of(a, up, NULL, 0);
-    p.y = blas ? (void *)w.projected : w.act_out, p.y_pitch = blas ? up.rows : w.act_pitch;
-    p.finish = blas ? STORE : ACTIVATE, p.y_type = !blas ? type_for(down) : narrow ? BF16 : F32;
+    p.y = w.projected, p.y_pitch = up.rows, p.y_type = narrow ? BF16 : F32;
     if (!multiply(a, p, e)) return false;
-    if (blas)
-        CUDA(launch(a->gpu, narrow ? activate<bf16> : activate<float>, dim3((down.cols + each - 1) / each, a->tokens),
-                    ACTIVATE_THREADS, 0, w, down.cols, type_for(down)));
+    CUDA(launch(a->gpu, narrow ? activate<bf16> : activate<float>, dim3((down.cols + each - 1) / each, a->tokens),
+                ACTIVATE_THREADS, 0, w, down.cols, type_for(down)));
     return true;
 }
 /* x += the shared expert, if there is one; w.normed stays. */

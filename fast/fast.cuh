@@ -209,7 +209,7 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
                              cudaMemcpyHostToDevice, gpu->stream));
     }
     a->s = f->step;
-    a->headed = true;
+    a->has_logits = true;
     if (single) gpu->experts_read += (uint64_t)f->work.n_layers * f->work.top_k;
     const DeviceLayer &l = gpu->device.layer[0];
     Next next = single ? Next{} : next_of(f->work.normed_for[FOR_QKV], l.qkv, l.attn_norm, is_paired(a->tokens));
