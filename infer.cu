@@ -188,9 +188,7 @@ __device__ inline bool last_block(int *arrived, int blocks) {
     return last;
 }
 
-/* ---- 2 encodings ---- */
-
-#include "encodings.cuh"
+#include "encodings.cuh" /* ---- 2 how a lane reads weights ---- */
 
 /* ---- 3 the router's choice ---- */
 
@@ -1428,9 +1426,7 @@ __global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer 
     });
 }
 
-/* ---- 8 the draw ---- */
-
-#include "draw.cuh"
+#include "draw.cuh" /* ---- 8 from logits to a token ---- */
 
 /* ---- 9 one step ---- */
 
