@@ -716,14 +716,16 @@ static bool check_model(const Model &m, Error *e) {
     if (m.n_experts > MAX_EXPERTS) return fail(e, BAD_MODEL, "%d experts are more than %d", m.n_experts, MAX_EXPERTS);
     if (m.dim > MAX_DIM) return fail(e, BAD_MODEL, "a hidden size of %d is more than %d", m.dim, MAX_DIM);
     if (m.ffn_dim % 2) return fail(e, BAD_MODEL, "an intermediate size of %d is not a multiple of 2", m.ffn_dim);
-    if (m.kv_rank ? !m.neighbours || m.n_heads * m.v_dim % 8 : m.v_dim != m.head_dim)
+    const bool even = m.head_dim % 2 == 0 && m.kv_rank % 2 == 0 && m.layer[0].q_a.rows % 2 == 0; /* pairs are aligned */
+    if (m.kv_rank ? !m.neighbours || !even || m.n_heads * m.v_dim % 8 : m.v_dim != m.head_dim)
         return fail(e, BAD_MODEL, "heads of %d and %d with latents of %d are not implemented", m.head_dim, m.v_dim,
                     m.kv_rank);
     if (m.dim % 4) return fail(e, BAD_MODEL, "a hidden size of %d is not a multiple of 4", m.dim);
     for (int i = 0; i < m.n_layers; i++) {
         const Layer &l = m.layer[i];
-        if (l.kv_a.rows && (l.k_up.type == F32 || l.v_up.type == F32))
-            return fail(e, BAD_MODEL, "layer %d: latent attention in F32 is not implemented", i);
+        for (const Linear *w : {&l.q_a, &l.q, &l.kv_a, &l.k_up, &l.v_up})
+            if (l.kv_a.rows && w->type == F32)
+                return fail(e, BAD_MODEL, "layer %d: latent attention in F32 is not implemented", i);
         if (l.router.rows && (l.gate.type == F32 || l.up.type == F32 || l.down.type == F32))
             return fail(e, BAD_MODEL, "layer %d: experts in F32 are not implemented", i);
     }
