@@ -1457,9 +1457,9 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
 template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs) {
     /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
     const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
-    constexpr int MOST = T == MXFP4 ? 8 : 32; /* tokens of a group; groups are of equal size */
+    constexpr int MAX_GROUP = T == MXFP4 ? 8 : 32; /* tokens; groups are of equal size */
     /* Small matrices have few tiles: 25 to 32 tokens in two groups give twice the blocks. */
-    const int limit = !is_coded(T) && p.tokens <= 48 && gpu->largest <= SMALL ? std::min(MOST, 24) : MOST;
+    const int limit = !is_coded(T) && p.tokens <= 48 && gpu->largest <= SMALL ? std::min(MAX_GROUP, 24) : MAX_GROUP;
     const int groups = p.job ? 1 : (p.tokens + limit - 1) / limit;
     p.group = (p.tokens + groups - 1) / groups;
     const int blocks = std::min(jobs * p.w.tiles(), std::max(1, Encoding<T>::BLOCKS * gpu->sms * 8 / warps / groups));
@@ -1467,8 +1467,8 @@ template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs
         return launch(gpu, kernel, dim3(blocks, groups), warps * 32, warps * ring, p);
     };
     if (warps == 4) return with(product<T, 1, 4>, 0);
-    if constexpr (MOST > 8) {
-        if (!p.job && p.group > 24) return with(product<T, MOST / 8, 8>, StreamedX<T, MOST / 8>::RING);
+    if constexpr (MAX_GROUP > 8) {
+        if (!p.job && p.group > 24) return with(product<T, MAX_GROUP / 8, 8>, StreamedX<T, MAX_GROUP / 8>::RING);
         if (!p.job && p.group > 16) return with(product<T, 3, 8>, StreamedX<T, 3>::RING);
         if (!p.job && p.group > 8) return with(product<T, 2, 8>, StreamedX<T, 2>::RING);
     }
