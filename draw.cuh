@@ -104,13 +104,13 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     if (t != s.last[seq]) return;
     float floor = filtered ? w.floor[row] : -INFINITY;
     unsigned long long mine = 0;
-    constexpr int STEP = 8; /* loads in flight */
+    constexpr int AHEAD = 8; /* loads in flight */
     int threads = gridDim.x * blockDim.x;
-    for (int first = blockIdx.x * blockDim.x + threadIdx.x; first < w.vocab; first += STEP * threads) {
-        float logit[STEP];
-        for (int i = 0; i < STEP; i++)
+    for (int first = blockIdx.x * blockDim.x + threadIdx.x; first < w.vocab; first += AHEAD * threads) {
+        float logit[AHEAD];
+        for (int i = 0; i < AHEAD; i++)
             logit[i] = w.logits[(size_t)row * w.vocab + min(first + i * threads, w.vocab - 1)];
-        for (int i = 0; i < STEP; i++) {
+        for (int i = 0; i < AHEAD; i++) {
             int id = first + i * threads;
             if (id >= w.vocab) break;
             float x = scaled(w, how, row, id, logit[i]);

@@ -1,7 +1,7 @@
 /* tap.cuh: hands out the stages of a step to a tap (Limits::tap), for tests and `infer logits --tap`. */
 #pragma once
 
-/* Gives the tap (rows, cols) floats: value i of row r is number place(r, i) of the n values at `from` on the card. */
+/* Gives the tap (rows, cols) floats: value i of row r is factor times number place(r, i) of n at `from` on the card. */
 template <typename From, class Place>
 bool tap_rows(const Pass *a, const char *stage, const From *from, size_t n, int rows, int cols, Place place, Error *e,
               float factor = 1) {

@@ -69,10 +69,11 @@ __device__ inline void sync_warpgroup() {
     asm volatile("bar.sync %0,128;" ::"r"(1 + (int)threadIdx.x / 128) : "memory");
 }
 
-/* wgmma's name for a panel, which lies at a multiple of 1024. Column n has its 64 inner indices at byte 128 n, in
- * eighths whose order differs by column, so that one eighth of eight columns fills all banks. 16 inner indices further
- * on is 2 more, the next panel PANEL / 16 more. */
-__device__ inline uint64_t panel_at(const uint8_t *shared) {
+/* wgmma's descriptor (PTX ISA, "Matrix descriptor") of a panel, which lies at a multiple of 1024: its address / 16, 64
+ * times 16 bytes to the next eight columns, and the swizzle of 128 bytes. Column n has its 64 inner indices at byte
+ * 128 n, in eighths whose order differs by column, so that one eighth of eight columns fills all banks. 16 inner
+ * indices further on is 2 more, the next panel PANEL / 16 more. */
+__device__ inline uint64_t descriptor_of(const uint8_t *shared) {
     return (uint64_t)1 << 62 | (uint64_t)64 << 32 | (uint64_t)1 << 16 |
            (__cvta_generic_to_shared(shared) & 0x3FFFF) >> 4;
 }
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
     copies_done<0>();
     fence_proxies(); /* as in wait_full() */
     sync_warpgroup();
-    uint64_t q = panel_at(queries);
+    uint64_t q = descriptor_of(queries);
     int row = threadIdx.x / 32 * 16 + g, last[2], first[2]; /* what rows g and g + 8 see */
     for (int r = 0; r < 2; r++) {
         last[r] = position + min((row + 8 * r) / group, n - 1);
@@ -234,7 +235,7 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
         float score[32];
         fetch();
         ring.wait_full();
-        uint64_t keys = panel_at(arena + ring.stage * Shape::STAGE), values = keys + D * 128 / 16;
+        uint64_t keys = descriptor_of(arena + ring.stage * Shape::STAGE), values = keys + D * 128 / 16;
         wgmma_begin();
 #pragma unroll
         for (int k = 0; k < D / 16; k++)
@@ -335,7 +336,7 @@ __device__ void multiply_slice(CopyRing &ring, const uint8_t *arena, int chunks,
             to[0][0] = low.x, to[0][1] = high.x, to[0][2] = low.y, to[0][3] = high.y;
             to[1][0] = low.z, to[1][1] = high.z, to[1][2] = low.w, to[1][3] = high.w;
         }
-        uint64_t columns = panel_at(arena + ring.stage * Shape::X);
+        uint64_t columns = descriptor_of(arena + ring.stage * Shape::X);
         wgmma_begin();
 #pragma unroll
         for (int k = 0; k < 4; k++) wgmma<PANELS * 64>(c, a[k], columns + k * 2);
@@ -372,7 +373,7 @@ __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf1
     };
     int e, n, tile;
     if (warp < Shape::WARPGROUPS * 4) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;"); /* registers that the producer hands over */
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;"); /* the producer's: 128 * (3 * 152 + 56) = 65,536 */
         uint8_t *mine = room + warp / 4 * Shape::OUT;
         int i = blockIdx.x;
         /* Takes the slices of this width, a constant so that sums are registers. */

@@ -12,7 +12,7 @@ constexpr int MAX_STAGES = 16; /* of the ring */
 constexpr int MAX_COPIES = 2, MAX_PAGE_COPIES = 3;
 constexpr int MAX_PART = 48;     /* chunks of a part, about 24 KB */
 constexpr int MAX_FRAGMENTS = 9; /* chunks whose activations a warp keeps in registers: the output matrix has as many */
-constexpr int MIN_SUMS = 11 * 16 * CONSUMER_WARPS; /* floats of a round's sums: those of phase up for a single token */
+constexpr int MIN_SUMS = 11 * 16 * CONSUMER_WARPS; /* floats of a round's sums: 11 tiles, phase up of a single token */
 constexpr int MAX_CHOICES = 8; /* of an expert, multiplied at once; for more its weights are read again */
 
 /* The consumers of a block wait for each other. */
