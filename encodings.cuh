@@ -98,8 +98,7 @@ struct Sixteen {
     uint4 low, high; /* bf16 */
 };
 /* The sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 times 2^-126, in the order of their columns.
- * `rest`, a multiply-add of both words, holds the fourth pair of each: the loader set their free bits so that it comes
- * out right, carries included. */
+ * `rest`, a multiply-add of both words, holds the fourth pair of each: the loader set their free bits to that end. */
 __device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
     const uint32_t m = FP4_MASK;
     uint32_t rest;

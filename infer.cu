@@ -148,8 +148,7 @@ __device__ inline int prefix_sum(int x, int lane) { /* of this lane and those be
     }
     return x;
 }
-/* The sum of n values by a warp. load() requests the first HELD of each lane; they arrive while the warp does other
- * things. */
+/* The sum of n values by a warp. load() requests the first HELD of each lane; they arrive meanwhile. */
 template <int HELD> struct WarpSum {
     float x[HELD];
     __device__ void load(const float *value, int n) {
@@ -256,8 +255,7 @@ template <int EACH> __device__ inline int choose(const Router &r, int t) {
     }
     return mine;
 }
-/* The weight of lane k's expert, from the scores without the bias: softmax over all or over the chosen, or the share of
- * their sum. */
+/* The weight of lane k's expert, from scores without the bias: softmax over all or the chosen, or a share of a sum. */
 __device__ inline float weigh(const Router &r, int t, int expert) {
     const int lane = threadIdx.x % 32;
     const float mine = router_score(r, t, expert), top = __shfl_sync(~0u, mine, 0);
@@ -308,9 +306,8 @@ struct Product {
     float *next_square; /* (tokens, tiles of w) receives y's sum of squares, tile by tile */
 };
 
-/* The activation; quick functions are exact enough for what is rounded to 16 bits. x is minus sigmoid's argument.
- * GELU's tanh form (Hendrycks and Gimpel, 2016), gate / 2 (1 + tanh(z)), is gate sigmoid(2z); 1.595... is
- * 2 sqrt(2 / pi). */
+/* The activation; quick functions suffice where it is rounded to 16 bits. x is minus sigmoid's argument. GELU's tanh
+ * form (Hendrycks and Gimpel, 2016), gate / 2 (1 + tanh(z)), is gate sigmoid(2z); 1.595... = 2 sqrt(2 / pi). */
 __device__ inline float activation(Act act, float limit, float gate, float up, bool quick) {
     if (act == SWIGLU_CLAMPED) gate = fminf(gate, limit), up = fmaxf(fminf(up, limit), -limit) + 1;
     float x = act == SWIGLU_CLAMPED ? -1.702f * gate
@@ -716,8 +713,7 @@ __global__ void __launch_bounds__(1024) norm(Work w, const int *row, const float
     rms_norm(w, x, by, type, blockIdx.x);
 }
 
-/* Begins a step: x = the tokens' rows of the embedding, and the first norm. Stores each token in its page. One block a
- * token. */
+/* Begins a step, a block a token: x = the row of the embedding, and the first norm. Stores each token in its page. */
 __global__ void __launch_bounds__(1024) embed(Work w, Step s, Matrix table, const float *weight, Type type) {
     Pairs x, by;
     launch_next();
@@ -781,8 +777,7 @@ __device__ inline void sort_choices(const Work &w, int choices, int job_size, in
     for (int i = threadIdx.x; i < choices; i += blockDim.x) w.order[atomicAdd(next + w.expert[i], 1)] = i;
 }
 
-/* Chooses each token's experts, one warp a token. The last block makes jobs of at most `job_size` choices for the
- * experts' products. */
+/* Chooses each token's experts, one warp a token. The last block makes jobs of at most `job_size` choices. */
 constexpr int ROUTE_WARPS = 8;
 __global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, Router r, int tokens, int job_size) {
     extern __shared__ int counts[]; /* (2, n_experts) */
@@ -913,8 +908,7 @@ __device__ inline bf16 store_value(const Work &w, const Step &s, const float *ro
     const int p = s.position[t];
     return cache_of(w, page_of(s, s.seq[t], p), 1, head)[value_place(w.head_dim, p, i)] = row[i];
 }
-/* One head (blockIdx.y: queries, keys, values) of ROPE_TOKENS tokens. Neighbouring threads store values of neighbouring
- * tokens, which lie together. */
+/* One head (blockIdx.y: queries, keys, values) of ROPE_TOKENS tokens, whose values of a dimension lie together. */
 constexpr int ROPE_TOKENS = 16, ROPE_WARPS = 4;
 __global__ void __launch_bounds__(ROPE_WARPS * 32)
     rope_and_store(const __grid_constant__ Work w, const __grid_constant__ Step s,
@@ -936,8 +930,7 @@ __global__ void __launch_bounds__(ROPE_WARPS * 32)
 }
 
 /* 16 keys and values of a page, as mma wants them: column n of tile j is key 4 (n / 2) + 2 j + n % 2. So a lane's
- * softmax shares belong to four neighbouring keys. Their values of one dimension lie together, and the lane loads just
- * those. */
+ * softmax shares belong to four neighbouring keys, whose values of one dimension lie together. */
 template <int D> struct Slab {
     uint4 key[2][D / 32];
     uint2 value[D / 8];
@@ -971,8 +964,7 @@ constexpr float NO_SCORE = -1e30f;
 __device__ inline float capped(float score, float cap) { return cap ? cap * tanhf(score / cap) : score; }
 
 /* A warp's state of softmax(scale q k) v for up to 8 query heads of one token, which share a key/value head, after the
- * keys seen so far (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): lane 4g + t has head
- * g. */
+ * keys seen so far (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). Lane 4g + t: head g. */
 template <int D> struct SlabState {
     float max_score = NO_SCORE, total = 0, sum[D / 8][2] = {}; /* dimensions 8i + 2t, + 1 */
 

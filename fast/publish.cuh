@@ -19,8 +19,8 @@ __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 /* ---- loads and copies ---- */
 
-/* 16 bytes, or zeros. Predicated, because with a branch lanes with zeros would wait for the others' loads. `polled`: as
- * poll() loads. */
+/* 16 bytes, or zeros. Predicated, because with a branch lanes with zeros would wait for the others' loads. polled: as
+ * poll(). */
 __device__ inline uint4 load_16(const void *from, bool real, bool polled) {
     uint4 x;
     asm volatile("{\n.reg .pred plain,polled;\nsetp.ne.u32 plain,%5,0;\nsetp.ne.u32 polled,%6,0;\n"
@@ -40,8 +40,7 @@ __device__ inline void copy_4(void *to, const void *from, bool real) { /* cp.asy
  * them after ordinary reads and writes. */
 __device__ inline void fence_proxies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/* A barrier in shared memory (mbarrier). It completes a phase when all its arrivals, and all bytes they expect, are
- * there. */
+/* A barrier in shared memory (mbarrier). A phase ends when all arrivals, and all bytes they expect, are there. */
 struct Barrier {
     uint64_t word;
     __device__ unsigned address() { return (unsigned)__cvta_generic_to_shared(&word); }
