@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(256) order_for_wgmma(const bf16 *from, bf16 *t
 
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     typedef WgmmaAttention<64> Shape;
-    CUDA(launch_rope(a, l));
+    if (!a->alone) CUDA(launch_rope(a, l)); /* else attention<64> does it */
     CUDA(launch_queries<64>(a, l));
     if (a->tiles)
         CUDA(launch(a->gpu, attention_wgmma<64>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w,
