@@ -560,26 +560,30 @@ static void shapes_latent(void) {
     for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) shapes_pass(LATENT, 2, 1, encodings[i]);
 }
 
-/* A BF16 matrix as F16; what is below 2^-14 becomes 0. */
-static Linear as_f16(const Linear *w) {
-    const size_t row = (size_t)w->cols * sizeof(uint16_t), size = row * (size_t)w->rows;
+/* A BF16 matrix as F32, or as F16, where what is below 2^-14 becomes 0. */
+static Linear as_type(const Linear *w, Type type) {
+    const size_t row = (size_t)w->cols * (type == F32 ? 4 : 2), size = row * (size_t)w->rows;
     uint16_t *half = allocate(size);
+    uint32_t *word = (uint32_t *)half;
     for (int r = 0; r < w->rows; r++)
         for (int c = 0; c < w->cols; c++) {
             uint16_t x;
             memcpy(&x, w->data.data + (size_t)r * w->data.stride + (size_t)c * sizeof x, sizeof x);
             const int exponent = (x >> 7 & 255) - 127 + 15;
-            half[r * w->cols + c] = (uint16_t)(exponent < 1 ? 0 : (x & 0x8000) | exponent << 10 | (x & 127) << 3);
+            if (type == F32)
+                word[r * w->cols + c] = (uint32_t)x << 16;
+            else
+                half[r * w->cols + c] = (uint16_t)(exponent < 1 ? 0 : (x & 0x8000) | exponent << 10 | (x & 127) << 3);
         }
     Linear to = *w;
-    to.type = F16, to.data = view_of(half, size, row, size);
+    to.type = type, to.data = view_of(half, size, row, size);
     free(half);
     return to;
 }
 
-/* A file may have quantised experts beside a shared expert in F16. Both read the same x, and F16 is not the type that
- * the others want it in. */
-static void shared_expert_may_be_f16(void) {
+/* A file may have quantised experts beside a shared expert in F16 and a router in F32. All read the same x, each in a
+ * type of its own, and its rows have padding. */
+static void types_of_x_may_differ(void) {
     const size_t chunks[] = {0, 1, 7};
     Trace golden = {0};
     Ids ids = {0};
@@ -588,13 +592,15 @@ static void shared_expert_may_be_f16(void) {
     Costs costs = rounding_costs(&c.model, &golden, ids.data, ids.n);
     Layer *l = c.model.layer + c.model.n_layers - 1;
     check(l->shared_gate.type == BF16 && l->gate.type == BF16, "the last layer has no shared expert in BF16");
-    l->shared_gate = as_f16(&l->shared_gate), l->shared_up = as_f16(&l->shared_up);
+    check(l->router.type == BF16 && c.model.dim % 64, "the last layer has no router in BF16, or x no padding");
+    l->shared_gate = as_type(&l->shared_gate, F16), l->shared_up = as_type(&l->shared_up, F16);
+    l->router = as_type(&l->router, F32);
     for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
         double ratio;
         const char *wrong = first_wrong(&c.model, &costs, &golden, ids.data, ids.n, chunks[i], &ratio);
         check(!*wrong, "chunks of %zu: first wrong at %s (%.1f times what rounding costs)", chunks[i], wrong, ratio);
     }
-    linear_free(&l->shared_gate), linear_free(&l->shared_up);
+    linear_free(&l->shared_gate), linear_free(&l->shared_up), linear_free(&l->router);
     trace_free(&golden);
     ids_free(&ids);
     checkpoint_close(&c);
@@ -914,7 +920,7 @@ int main(void) {
     run("gpu: prompts of 1 to 5,000 tokens, wide matrices in 16 bits and in codes", shapes_wide);
     run("gpu: prompts of 1 to 5,000 tokens, experts in 16 bits and in codes", shapes_experts);
     run("gpu: prompts of 1 to 5,000 tokens, latent attention", shapes_latent);
-    run("gpu: a shared expert in F16 beside experts in BF16", shared_expert_may_be_f16);
+    run("gpu: a router in F32, a shared expert in F16, experts in BF16", types_of_x_may_differ);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
     run("gpu: the real router and experts, one token", router_and_experts_few);
     run("gpu: the real router and experts, 40 tokens", router_and_experts_many);
