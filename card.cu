@@ -355,11 +355,11 @@ size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Er
         Entries of = {g.type, g.rows, g.cols, g.transposed, NULL, view.stride};
         if (!g.rows) return of;
         Lines lines = lines_of(g, w);
-        size_t first = 0; /* the first line needed: all are, unless both have rows of the matrix for lines */
-        if (!columns && !lines.columns && !g.transposed) {
-            first = p.line / g.rows;
-            lines.n = (p.line + p.n - 1) / g.rows - first + 1;
-        }
+        size_t first = 0; /* the first line needed: all are, unless they follow the lines of the matrix */
+        const int from = columns ? s->column : s->row, n = columns ? s->columns : s->rows;
+        const int each = columns ? g.cols : g.rows;
+        if (columns ? !w.group : !lines.columns && !g.transposed)
+            first = from / each, lines.n = (from + n - 1) / each - first + 1;
         of.data = take(view, first, lines) - first * view.stride;
         return of;
     };
