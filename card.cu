@@ -117,10 +117,14 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
 /* For each Type, in their order, the encoding on the card that holds the same codes. */
 /* clang-format off */
 constexpr Type card_types[] = {
-    BF16, F16, F32, MXFP4, Q6_K,                      /* BF16, F16, F32, MXFP4, NVFP4 */
-    FP8, Q8_0, PACKED4, Q5_K, PACKED4, Q5_K, PACKED4, /* FP8, INT8, PACKED4, PACKED8, GPTQ4, GPTQ8, AWQ4 */
-    Q8_0, Q4_1, Q4_1, Q8_0, Q5_K, Q5_K, Q6_K,         /* Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K */
-    Q4_1, Q5_K, Q6_K, Q8_0, Q8_0, MXFP4};             /* Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, GGUF_MXFP4 */
+    BF16, F16, F32,
+    MXFP4, Q6_K,                  /* MXFP4, NVFP4 */
+    FP8, Q8_0,                    /* FP8, INT8 */
+    PACKED4, Q5_K,                /* PACKED4, PACKED8 */
+    PACKED4, Q5_K, PACKED4,       /* GPTQ4, GPTQ8, AWQ4 */
+    Q8_0, Q4_1, Q4_1, Q8_0, Q5_K, /* Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 */
+    Q5_K, Q6_K, Q4_1, Q5_K, Q6_K, /* Q2_K to Q6_K */
+    Q8_0, Q8_0, MXFP4};           /* IQ4_NL, IQ4_XS, GGUF_MXFP4 */
 /* clang-format on */
 static_assert(sizeof card_types / sizeof *card_types == E8M0, "card_types lacks a Type");
 /* The encoding on the card for a Linear. It is bf16 if the columns of a word do not share a scale. If rows become
@@ -676,7 +680,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
 /* Allocates all memory: weights, work space, and as many of *pages as fit. */
 static bool take_memory(Gpu *gpu, int *pages, Error *e) {
     const size_t page = page_size(gpu->work) * sizeof(bf16) + PAGE * sizeof(int);
-    const size_t reserve = 256 << 20; /* CUDA's and cuBLAS's own */
+    const size_t reserve = 448 << 20; /* for the buffers of an Upload, 192 MB and their grids, CUDA and cuBLAS */
     size_t free, total;
     gpu->max_pages = (gpu->limits.context + PAGE - 1) / PAGE;
     gpu->logit_rows = std::max(64, std::min(256, gpu->limits.max_seqs));

@@ -857,7 +857,7 @@ static void nan_is_named(void) {
 }
 
 /* The linker sends every cudaMalloc here (--wrap). */
-static int mallocs_until_failure = -1;
+static _Atomic int mallocs_until_failure = -1; /* threads that upload weights count, too */
 cudaError_t __real_cudaMalloc(void **p, size_t n);
 cudaError_t __wrap_cudaMalloc(void **p, size_t n);
 cudaError_t __wrap_cudaMalloc(void **p, size_t n) {
