@@ -286,7 +286,7 @@ static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
  * id, or else the last one called. */
 static bool find_author(const Conversation *c, Message *result) {
     const char *called = NULL;
-    if (result->name && strchr(result->name, '.')) return true;
+    if (result->name && !result->id && strchr(result->name, '.')) return true;
     for (int i = c->messages - 1; i >= 0 && i >= c->messages - MOST_BACK; i--) {
         const Message *m = c->message + i;
         if (kind_of(m) != CALL) continue;
@@ -345,8 +345,6 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
     if (format && (schema || !json_is(format, "type", "text")) &&
         (!json_is(format, "type", "json_schema") || !json_string(schema, "name") || !json_get(schema, "schema")))
         return fail(e, USAGE, "response_format needs the type json_schema, json_schema.name and json_schema.schema");
-    if (json_true(schema, "strict"))
-        return fail(e, USAGE, "json_schema.strict is not supported: a schema is a hint in the prompt");
     if (!cJSON_IsArray(messages)) return fail(e, USAGE, "messages is not an array");
     cJSON_ArrayForEach(each, messages) if (!parse_message(c, each, i++, e)) return false;
     c->request = cJSON_Duplicate(json, true);

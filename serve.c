@@ -73,7 +73,7 @@ struct Request { /* a connection and its request */
     const char *code;    /* of the error, or NULL */
     double since;        /* when it had arrived */
     /* parameters */
-    bool chat, stream, echo, usage, scored, forever, parallel; /* parallel: several calls in an answer */
+    bool chat, stream, echo, usage, scored, forever, skip, parallel; /* skip: control tokens; parallel: several calls */
     int n, tokens, top; /* answers to each prompt; tokens of an answer; logprobs for each token, or -1 */
     Sampling sampling;
     const char *stop[MOST_STOPS];
@@ -181,6 +181,7 @@ static const struct Parameter {
                   {"parallel_tool_calls", 'c', FLAG, FIELD(parallel), 0, 1},
                   {"include_usage", 0, FLAG, FIELD(usage), 0, 1}, /* in stream_options */
                   {"echo", 't', FLAG, FIELD(echo), 0, 1},
+                  {"skip_special_tokens", 't', FLAG, FIELD(skip), 0, 1},
                   {"ignore_eos", 0, FLAG, FIELD(forever), 0, 1}};
 
 static bool take_parameters(Request *q) {
@@ -204,7 +205,7 @@ static bool take_parameters(Request *q) {
 }
 
 static bool check_model(Request *q, const char *name) {
-    if (!name || !strcmp(name, server.name)) return true;
+    if (!name || !*name || !strcmp(name, server.name)) return true;
     q->code = "model_not_found";
     return fail(&q->error, 404, "there is no model %.100s here, only %s", name, server.name);
 }
@@ -215,14 +216,14 @@ static bool check_model(Request *q, const char *name) {
     " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "       \
     "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "                \
     "continue_final_message=false documents=[] frequency_penalty=0 frequency_penalty=-0 function_call=\"auto\" "       \
-    "function_call=\"none\" functions= grammar= guided_choice= guided_grammar= guided_json= guided_regex= "            \
+    "function_call=\"none\" functions=[] grammar= guided_choice= guided_grammar= guided_json= guided_regex= "          \
     "include_reasoning=true include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 "            \
     "modalities=[\"text\"] presence_penalty=0 presence_penalty=-0 prompt_logprobs= repeat_penalty=1 "                  \
     "return_token_ids=false return_tokens_as_token_ids=false stop_token_ids=[] "                                       \
     "structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false verbosity=\"medium\" "  \
     "web_search_options="
 static const char of_chats[] = UNSUPPORTED " add_special_tokens=false echo=false skip_special_tokens=true";
-static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= skip_special_tokens=false "
+static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= "
                                            "top_logprobs=0 tools=[] response_format={\"type\":\"text\"}";
 
 static bool refuse_others(Request *q) {
@@ -459,7 +460,9 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
         stop = stop || (read.stop && !q->forever) || (read.closed && read.part == CALL && !q->parallel);
     }
     if (scored) add_score(c, token, logits); /* in a text a stop token has one, too */
-    if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
+    const bool skipped = q->skip && tokenizer_is_control(server.s.tokenizer, token);
+    if (!q->chat && !stop && !silent && !skipped)
+        tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     last = last || stop;
     if (last && q->chat) read_message(c, -1);
     if (last && !q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
@@ -574,7 +577,8 @@ static bool add_choices(Request *q, const Ids *prompt) {
     if (!prompt->n) return fail(&q->error, 400, "the prompt is empty");
     if (prompt->n >= context)
         return q->code = "context_length_exceeded",
-               fail(&q->error, 400, "the prompt has %zu tokens, the context %zu: shorten it", prompt->n, context);
+               fail(&q->error, 400, "this model's maximum context length is %zu tokens, the prompt has %zu: shorten it",
+                    context, prompt->n); /* clients look for these words */
     if (q->choices + q->n > MOST_CHOICES) return fail(&q->error, 400, "a request has at most %d answers", MOST_CHOICES);
     q->choice = reallocate(q->choice, (size_t)(q->choices + q->n) * sizeof *q->choice);
     for (int i = 0; i < q->n; i++) {
@@ -606,7 +610,8 @@ static bool make_chat(Request *q) {
     LocalIds ids = {0};
     const Chat *chat = &server.s.chat;
     Error *e = &q->error;
-    if (!server.s.has_chat) return fail(e, 400, "%s", server.s.no_chat.text);
+    if (!server.s.has_chat)
+        return fail(e, 400, "%s has no chat format: /v1/completions continues its texts", server.name);
     if (!take_tools(q, &force, &name)) return false;
     conversation_init(&talk);
     if (!conversation_parse(&talk, q->json, e)) return false;

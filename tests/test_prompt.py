@@ -401,8 +401,6 @@ WRONG = [  # what, the conversation, words of the message
     ("tools are a text", {"messages": [HI], "tools": "f"}, ["tools"]),
     ("a tool without a name", {"messages": [HI], "tools": [{"type": "function", "function": {}}]}, ["tool"]),
     ("unknown response format", {"messages": [HI], "response_format": {"type": "xml"}}, ["response_format"]),
-    ("a schema to be enforced", {"messages": [HI], "response_format": {"type": "json_schema", "json_schema": {
-        "name": "n", "schema": {}, "strict": True}}}, ["strict"]),
     ("a user without content", {"messages": [{"role": "user"}]}, ["messages[0].content"]),
     ("a key twice", '{"messages": [], "messages": []}', ["messages", "twice"])]
 
