@@ -227,6 +227,23 @@ static const char *json_twice(const cJSON *value) {
     return twice;
 }
 
+/* Lets the values, which a bracket follows, keep the text of numbers that cJSON would write otherwise: 1.0, 1e5, more
+ * than 15 digits. cJSON_Duplicate() keeps it too. Returns what follows the values in the text s. */
+static const char *keep_numbers(cJSON *value, const char *s) {
+    for (; value; value = value->next) {
+        if (cJSON_IsNumber(value)) {
+            for (; *s != '-' && !isdigit((unsigned char)*s); s++)
+                if (*s == '"')
+                    while (*++s != '"') s += *s == '\\';
+            size_t n = strspn(s, "+-.0123456789eE");
+            if (n > 15 || strspn(s, "-0123456789") < n) value->valuestring = copy_text(s, n);
+            s += n;
+        }
+        s = keep_numbers(value->child, s);
+    }
+    return s;
+}
+
 cJSON *json_parse(const char *text, size_t n, const char *name, Error *e) {
     const char *at, *problem = json_laxity(text, n, &at), *twice = NULL;
     cJSON *json = problem ? NULL : cJSON_ParseWithLengthOpts(text, n, &at, false);
@@ -238,7 +255,7 @@ cJSON *json_parse(const char *text, size_t n, const char *name, Error *e) {
     else if ((twice = json_twice(json)))
         fail(e, BAD_MODEL, "%s: the key '%.100s' appears twice in one object", name, twice);
     else
-        return json;
+        return keep_numbers(json->child, text), json;
     cJSON_Delete(json);
     return NULL;
 }
@@ -297,6 +314,20 @@ void json_append(Bytes *out, cJSON *json) {
     LocalText text = json_text(json);
     bytes_text(out, text);
     cJSON_Delete(json);
+}
+
+/* cJSON writes raw values as they are. */
+static void write_numbers(cJSON *value) {
+    for (; value; value = value->next) {
+        if (cJSON_IsNumber(value) && value->valuestring) value->type = cJSON_Raw;
+        write_numbers(value->child);
+    }
+}
+
+void json_written(Bytes *out, const cJSON *value) {
+    cJSON *copy = cJSON_Duplicate(value, true);
+    write_numbers(copy);
+    json_append(out, copy);
 }
 
 void json_print(cJSON *json, bool wanted) {

@@ -111,6 +111,8 @@ cJSON *json_word(const char *text); /* null for NULL */
 /* The value as compact JSON text; free it. */
 char *json_text(const cJSON *value);
 void json_append(Bytes *out, cJSON *json); /* the same text, appended; frees the value */
+/* Appends the value, with numbers as they were written: 1.0, and all digits of what no double holds. */
+void json_written(Bytes *out, const cJSON *value);
 void json_print(cJSON *json, bool wanted); /* on stdout if `wanted`, as a line; frees the value */
 
 const char *environment(const char *name); /* a variable, or NULL if it is absent or empty */

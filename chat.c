@@ -402,8 +402,9 @@ static void comment(Bytes *out, int indent, const char *text) {
 static char *default_text(const cJSON *schema) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(schema, "default");
     bool word = json_get(schema, "enum") && cJSON_IsString(value);
-    LocalText text = value ? json_text(value) : NULL;
-    return value ? text_print("default: %s", word ? value->valuestring : text) : NULL;
+    LocalBytes text = {0};
+    if (value) json_written(&text, value);
+    return value ? text_print("default: %s", word ? value->valuestring : text.data) : NULL;
 }
 
 static void add_type(Bytes *out, const cJSON *schema, int indent);
@@ -535,7 +536,7 @@ static void put_json(Bytes *out, const cJSON *value, int indent, int depth) {
     bool object = cJSON_IsObject(value);
     int width = indent * depth < MOST_INDENT ? indent * depth : MOST_INDENT;
     if (!value->child) {
-        json_append(out, cJSON_Duplicate(value, true));
+        json_written(out, value);
         return;
     }
     bytes_text(out, object ? "{" : "[");
@@ -608,7 +609,7 @@ static int put_developer(const Chat *chat, const Conversation *c, Bytes *out) {
     if (format) {
         bytes_print(&text, "# Response Formats\n\n## %s\n\n", json_string(format, "name"));
         comment(&text, 0, json_string(format, "description"));
-        json_append(&text, cJSON_Duplicate(json_get(format, "schema"), true));
+        json_written(&text, json_get(format, "schema"));
         bytes_text(&text, gap);
     }
     text.n -= text.n ? strlen(gap) : 0;

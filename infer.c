@@ -959,7 +959,8 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
 static bool slash_save(Play *p, const char *path, Error *e) {
     LocalBytes text = {0};
     LocalText fresh = text_print("%s.XXXXXX", path);
-    json_append(&text, conversation_json(&p->talk));
+    LocalJson talk = conversation_json(&p->talk);
+    json_written(&text, talk);
     const bool taken = !access(path, F_OK) && (!p->file || strcmp(p->file, path));
     const int fd = taken ? -1 : mkstemp(fresh);
     bool ok = fd >= 0 && dprintf(fd, "%s", text.data) >= 0;
