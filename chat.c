@@ -676,6 +676,12 @@ static Bytes trim_lines(Bytes text) {
     return text;
 }
 
+/* A thought without the line breaks around it. */
+static Bytes trim_thought(Bytes text) {
+    while (text.n && text.data[text.n - 1] == '\n') text.n--;
+    return trim_lines(text);
+}
+
 /* Appends a text, a result or a call, with its arguments as Python writes JSON. */
 static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out) {
     const Format *f = chat->format;
@@ -706,7 +712,8 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
         kind = kind_of(m);
         if (kind == REASONING) bytes_add(&thoughts, text.data, text.n);
         while (cuts && (kind == PREAMBLE || kind == ANSWER) && cut_at(&text, controls[CLOSE_THINK], &thought)) {
-            cut_at(&thought, controls[OPEN_THINK], &opening);
+            while (cut_at(&thought, controls[OPEN_THINK], &opening)) continue;
+            thought = trim_thought(thought);
             bytes_add(&thoughts, thought.data, thought.n);
             if (keeps) text = trim_lines(text);
         }
@@ -714,8 +721,7 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
         if (kind >= CALL || (kind != REASONING && text.n && !beside)) put_part(chat, m, text, &parts);
     } while (continues(f, c, ++i));
     bool kept = keeps && model && recent && (thoughts.n || i == c->messages);
-    Bytes said = kept ? trim_lines(parts) : parts, thought = trim_lines(thoughts);
-    while (thought.n && thought.data[thought.n - 1] == '\n') thought.n--;
+    Bytes said = kept ? trim_lines(parts) : parts, thought = trim_thought(thoughts);
     if (kept || (model && !keeps)) fill(chat, &turn, f->thoughts, NULL, &thought);
     if (!strstr(piece, "%p")) bytes_add(&turn, front.data, front.n); /* %p keeps %t from trimming it, too */
     bytes_add(&turn, said.data, said.n);
@@ -752,12 +758,23 @@ static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Byt
     if (system || f->about || text.n) fill(chat, f->flags & (FIRST | LAST) ? front : out, f->system, &about, &text);
 }
 
+/* Is the text wholly a result of a tool, as clients write it who know of no tools? Qwen3 takes it for no question. */
+static bool is_result(const Format *f, Bytes text) {
+    size_t n = strlen("</tool_response>");
+    return f->flags & KEEP && text.n >= n && begins(text.data, "<tool_response>") &&
+           same(text.data + text.n - n, "</tool_response>");
+}
+
 static bool put_row(const Chat *chat, const Conversation *c, Bytes *out, Error *e) {
     const Format *f = chat->format;
     LocalBytes front = {0};
     int first = c->messages, last = -1;
-    for (int i = c->messages - 1; i >= 0; i--)
-        if (kind_of(c->message + i) == USER) first = i, last = last < 0 || continues(f, c, last) ? i : last;
+    for (int i = c->messages - 1; i >= 0; i--) {
+        if (kind_of(c->message + i) != USER) continue;
+        first = i;
+        if (last < 0 ? !is_result(f, c->message[i].content) : continues(f, c, last)) last = i;
+    }
+    if (last < 0) last = c->messages;
     put_begin(chat, c, &front, out);
     for (int i = 0, turn = 1; i < c->messages; turn++) {
         int kind = kind_of(c->message + i);

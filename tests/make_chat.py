@@ -140,6 +140,7 @@ def result(text, i=0):
     return {"role": "tool", "tool_call_id": f"call_{i}", "content": text}
 
 
+RESULT = "<tool_response>\n7\n</tool_response>"
 HI, HELLO, SUM = user("Hi"), assistant("Hello."), user("2+2?")
 WEATHER = {"type": "function", "function": {
     "name": "get_weather", "description": "The weather: \"now\", é and 漢字.", "parameters": {
@@ -147,6 +148,9 @@ WEATHER = {"type": "function", "function": {
                                          "days": {"type": "integer", "minimum": -1.5}, "any": {}}, "required": ["city"]}}}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 BERN = ("get_weather", {"city": "Köln", "days": 2, "more": {"a": [1, 2.5, True, None, "x:y, z"], "b": [], "c": {}}})
+NUMBERS = [1.0, -0.5, 1e-07, 1e+22, 9007199254740991, -9223372036854775808, 12345678901234567890, 0.3333333333333333, 0]
+COUNT = {"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {"n": {
+    "type": "integer", "description": "\"1.0\", \\", "maximum": 9007199254740991, "default": 1.0, "enum": NUMBERS}}}}}
 ODD = "\u3000 Zürich 漢字 😀👩‍🚀 e\u0301 עברית \u00a0 x\r\ny \u2003\n"
 CASES = {
     "one question": [HI],
@@ -175,6 +179,7 @@ CALLING = {
     "tools, empty system": [system(""), HI],
     "call": [HI, call("", BERN), result("7 °C, \"dry\"")],
     "call with text": [system("A."), HI, call("I look.", BERN), result("7")],
+    "numbers": [HI, call("", ("count", {"n": NUMBERS, "-1": {"1e5": 1234567890123456789}})), result("1.0")],
     "call answered": [system("Be brief."), HI, call("", BERN), result("{\"t\": 7}"), assistant("7 degrees."), SUM],
 }
 SEVERAL = {
@@ -184,6 +189,10 @@ SEVERAL = {
 THOUGHT_CALLS = {
     "thoughts before calls": [HI, call("", BERN, reasoning_content="I look."), result("7"),
                               call("Now the time.", ("clock", {}), reasoning_content="Time too."), result("12:00")],
+    "empty thoughts before a result": [HI, call("<think>\n\n</think>\n\n", BERN), result("7"),
+                                       call("", ("clock", {}), reasoning_content="\n\n"), result("12:00")],
+    "thoughts without a question": [HELLO, assistant("4", reasoning_content="Sum.")],
+    "results by the user, control tokens": [HI, assistant("<tool_call>", reasoning_content="I look."), user(RESULT)],
     "thoughts before the last question": [HI, call("", BERN, reasoning_content="I look."), result("7"),
                                           assistant("7.", reasoning_content="So 7."), SUM],
 }
@@ -238,10 +247,11 @@ def cases_of(model, template, controls, tokenizer):
     if calls:
         chosen = {**CALLING, **(SEVERAL if "<tool_call>" in controls else {}),
                   **(THOUGHT_CALLS if thinks else {})}
-        found += [render(model, template, controls, name, m, [WEATHER, CLOCK]) for name, m in chosen.items()]
+        found += [render(model, template, controls, name, m, [WEATHER, CLOCK, *[COUNT] * (name == "numbers")])
+                  for name, m in chosen.items()]
     found = [case for case in found if case]
     for case in found:
-        if tokenizer and case["name"] != "control tokens":
+        if tokenizer and "control tokens" not in case["name"]:
             case["ids"] = tokenizer.encode(case["text"], add_special_tokens=False).ids
     return found
 

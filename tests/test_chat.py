@@ -38,7 +38,7 @@ def test_prompts_are_the_templates(folder):
         model, case = value
         prompt = json.dumps(case["conversation"])
         same(infer("render", folders[model], stdin=prompt).text, case["text"], "prompt")
-        if case["name"] != "control tokens":
+        if "control tokens" not in case["name"]:
             ids = ids_of(infer("tokenize", folders[model], "--special", stdin=case["text"]))
             same(render(case["conversation"], folders[model]), ids, "ids")
     each(cases, check)
@@ -129,6 +129,8 @@ STREAMS = [  # model, what it writes, the messages, whether something had to be 
     ("Qwen3", "Hi<|im_start|>", [HI], False),
     ("Qwen3", "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\":[1,{}]}}\n</tool_call><|im_end|>",
      [called("f", '{"a": [1, {}]}')], False),
+    ("Qwen3", "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"1\":9007199254740993,\"x\": 1.0}}\n</tool_call><|im_end|>",
+     [called("f", '{"1": 9007199254740993, "x": 1.0}')], False),
     ("Qwen3", "<think>A</think>Hi\n<tool_call>{\"name\":\"f\"}</tool_call>\n<tool_call>{\"name\":\"g\"}</tool_call>"
      "<|im_end|>", [THOUGHT, message("Hi", "commentary"), called(), called("g")], False),
     ("Qwen3", "<tool_call>{\"name\":\"f\"}<|im_end|>", [called()], True),

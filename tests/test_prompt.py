@@ -327,6 +327,11 @@ RULES = [  # what, fields besides "messages" and the messages, the text of the p
          "// Does it.\ntype f = (_: {\n// how many\nn?: number,\nlist: number[],\nwhat?: any,\n"
          "flag?: boolean, // default: true\nx?: number | null,\n}) => any;")
      + "<|end|>" + USER + END),
+    ("numbers as they were written", {"tools": [function(type="object", properties={
+        "n": {"default": 9007199254740991}, "x": {"default": 1.0}, "l": {"default": [-1e-7, "2.50\\", 1234567890123456789]}})]},
+     [HI], TOOLS + DEVELOPER + NAMESPACE % (
+         "type f = (_: {\nn?: any, // default: 9007199254740991\nx?: any, // default: 1.0\n"
+         'l?: any, // default: [-1e-07,"2.50\\\\",1234567890123456789]\n}) => any;') + "<|end|>" + USER + END),
     ("a call without result", {}, [HI, called("f", reasoning="I call.")],
      PLAIN_SYSTEM + USER + said("analysis", "I call.") + call_text("f") + END),
     ("reasoning while a result is awaited", {}, [HI, called("f", reasoning="I call."), result("f", "1")],
