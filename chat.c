@@ -398,6 +398,11 @@ static void comment(Bytes *out, int indent, const char *text) {
     }
 }
 
+/* The same for the text of a property or a type, of which only the first line gets slashes. */
+static void remark(Bytes *out, int indent, const char *text) {
+    if (text && *text) bytes_print(out, "%*s// %s\n", indent, "", text);
+}
+
 /* "default: x" if there is a default, even null; else NULL. Only texts of enums lack quotes. */
 static char *default_text(const cJSON *schema) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(schema, "default");
@@ -418,9 +423,9 @@ static void add_properties(Bytes *out, const cJSON *schema, int indent) {
         LocalText value = default_text(property);
         for (int i = 1; name && !same(cJSON_GetStringValue(name), property->string); i++)
             name = i < MOST_REQUIRED ? name->next : NULL;
-        comment(out, indent, title);
+        remark(out, indent, title);
         if (title) bytes_print(out, "%*s//\n", indent, "");
-        comment(out, indent, json_string(property, "description"));
+        remark(out, indent, json_string(property, "description"));
         if (cJSON_GetArraySize(json_get(property, "examples"))) comment(out, indent, "Examples:");
         cJSON_ArrayForEach(item, json_get(property, "examples")) if (cJSON_IsString(item))
             bytes_print(out, "%*s// - \"%s\"\n", indent, "", item->valuestring);
@@ -462,7 +467,7 @@ static void add_type(Bytes *out, const cJSON *schema, int indent) {
             if (value) bytes_print(out, "%s%s", note ? " " : " // ", value);
         }
     } else if (same(type, "object")) {
-        comment(out, indent, json_string(schema, "description"));
+        remark(out, indent, json_string(schema, "description"));
         bytes_text(out, "{\n");
         add_properties(out, schema, indent);
         bytes_print(out, "%*s}", indent, "");

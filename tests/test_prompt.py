@@ -332,6 +332,11 @@ RULES = [  # what, fields besides "messages" and the messages, the text of the p
      [HI], TOOLS + DEVELOPER + NAMESPACE % (
          "type f = (_: {\nn?: any, // default: 9007199254740991\nx?: any, // default: 1.0\n"
          'l?: any, // default: [-1e-07,"2.50\\\\",1234567890123456789]\n}) => any;') + "<|end|>" + USER + END),
+    ("lines of descriptions", {"tools": [function(description="A\nB", type="object", properties={
+        "n": {"description": "C\n D\n", "type": "object", "properties": {"x": {"description": "E\r\nF"}}}})]}, [HI],
+     TOOLS + DEVELOPER + NAMESPACE % (
+         "// A\n// B\ntype f = (_: {\n// C\n D\n\nn?:     // C\n D\n\n{\n    // E\r\nF\n    x?: any,\n    },\n}) => any;")
+     + "<|end|>" + USER + END),
     ("a call without result", {}, [HI, called("f", reasoning="I call.")],
      PLAIN_SYSTEM + USER + said("analysis", "I call.") + call_text("f") + END),
     ("reasoning while a result is awaited", {}, [HI, called("f", reasoning="I call."), result("f", "1")],
