@@ -41,13 +41,14 @@ enum {
     ALONE = 4,   /* a call is a turn without text, and tools stand before the user's first text */
     HOIST = 8,   /* all system texts stand at the beginning; */
     LATEST = 16, /* only the latest does */
-    KEEP = 32    /* thoughts are part of the history */
+    KEEP = 32,   /* thoughts are part of the history */
+    BOS = 64     /* the tokenizer's token before a text, whichever it is, begins the chat */
 };
 
 /* Pieces of text. Names of control tokens become control tokens here and nowhere else. %s stands for a text from
  * outside, %t for the same without white space at both ends, %p for what precedes it, or for a call's name. */
 struct Format {
-    const char *name, *has[3]; /* strings that the template contains or, after a '!', lacks */
+    const char *name, *has[4]; /* strings that the template contains or, after a '!', lacks */
     const char *begin, *system, *user, *assistant;
     const char *about;                           /* precedes the system text; %p: the line about tools, %s: the date */
     const char *thoughts;                        /* in the history; NULL: none */
@@ -85,7 +86,8 @@ static const Format formats[] = {
     {"Qwen3, always thinking", {"last_query_index", "assistant\\n<think>\\n'"}, QWEN3, .think = "<think>\n"},
     {"Qwen3", {"last_query_index", "enable_thinking", "<args-json-object>"}, QWEN3, .quiet = "<think>\n\n</think>\n\n"},
     {"Qwen", {"<args-json-object>", "!</think>"}, CHATML, QWEN_TOOLS},
-    {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML},
+    {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think", "!bos_token"}, CHATML},
+    {"ChatML, begun", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML, .flags = BOS},
     {"Llama 3.2", {"Cutting Knowledge Date: December 2023", "strftime_now"}, LLAMA, LLAMA_TOOLS("%s")},
     {"Llama 3.1", {"Cutting Knowledge Date: December 2023"}, LLAMA, LLAMA_TOOLS("26 Jul 2024")},
     {"Llama 3", {"message['content'] | trim + '<|eot_id|>'", "!tools"}, LLAMA},
@@ -123,13 +125,21 @@ static int control_at(const Tokenizer *t, const char *s, size_t *n) {
     return tokenizer_added(t, memcpy(name, s, *n));
 }
 
+/* The token that the tokenizer puts before a text, or -1. */
+static int first_token(const Tokenizer *t) {
+    Error e;
+    LocalIds ids = {0};
+    return tokenizer_encode(t, "", 0, WITH_TEMPLATE, &ids, &e) && ids.n ? *ids.data : -1;
+}
+
 static bool fits(const Format *f, const char *template, const Tokenizer *t, int *end) {
     size_t n;
-    for (int i = 0; i < 3 && f->has[i]; i++) {
+    for (int i = 0; i < 4 && f->has[i]; i++) {
         bool lacks = *f->has[i] == '!';
         if (lacks == (strstr(template, f->has[i] + lacks) != NULL)) return false;
     }
     *end = control_at(t, strchr(strchr(f->assistant, '%'), '<'), &n);
+    if (f->flags & BOS && first_token(t) < 0) return false;
     return *end >= 0 && (!f->begin || control_at(t, f->begin, &n) >= 0);
 }
 
@@ -760,6 +770,7 @@ static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Byt
     Bytes environment = view(tools ? "Environment: ipython\n" : ""), today = view(date);
     fill(chat, &about, f->about, &environment, &today);
     fill(chat, out, f->begin, NULL, NULL);
+    if (f->flags & BOS) bytes_print(out, "%c%d;", TOKEN, first_token(chat->tokenizer));
     if (system || f->about || text.n) fill(chat, f->flags & (FIRST | LAST) ? front : out, f->system, &about, &text);
 }
 
