@@ -205,7 +205,7 @@ static bool take_parameters(Request *q) {
 }
 
 static bool check_model(Request *q, const char *name) {
-    if (!name || !*name || !strcmp(name, server.name)) return true;
+    if (!strcmp(name, server.name)) return true;
     q->code = "model_not_found";
     return fail(&q->error, 404, "there is no model %.100s here, only %s", name, server.name);
 }
@@ -216,7 +216,7 @@ static bool check_model(Request *q, const char *name) {
     " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "       \
     "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "                \
     "continue_final_message=false documents=[] frequency_penalty=0 frequency_penalty=-0 function_call=\"auto\" "       \
-    "function_call=\"none\" functions=[] grammar= guided_choice= guided_grammar= guided_json= guided_regex= "          \
+    "function_call=\"none\" functions= grammar= guided_choice= guided_grammar= guided_json= guided_regex= "            \
     "include_reasoning=true include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 "            \
     "modalities=[\"text\"] presence_penalty=0 presence_penalty=-0 prompt_logprobs= repeat_penalty=1 "                  \
     "return_token_ids=false return_tokens_as_token_ids=false stop_token_ids=[] "                                       \
@@ -276,7 +276,8 @@ static bool take_request(Request *q) {
     *s = (Sampling){.temperature = 1, .top_p = 1, .penalty = 1, .seed = random};
     const cJSON *model = json_get(q->json, "model"), *best = json_get(q->json, "best_of");
     if (model && !cJSON_IsString(model)) return fail(&q->error, 400, "model must be a text");
-    if (!check_model(q, cJSON_GetStringValue(model)) || !refuse_others(q)) return false;
+    const char *name = cJSON_GetStringValue(model);
+    if ((name && *name && !check_model(q, name)) || !refuse_others(q)) return false;
     if (!take_parameters(q) || !take_stops(q) || !take_biases(q)) return false;
     if (best && cJSON_GetNumberValue(best) != q->n) return fail(&q->error, 400, "best_of must equal n: leave it out");
     if (q->chat && q->top > 0 && !q->scored) return fail(&q->error, 400, "top_logprobs needs logprobs");

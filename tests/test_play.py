@@ -258,7 +258,7 @@ def test_options_of_all_commands():
           ("list", ["bench", "-b", "1,x"], ["--streams", "'1,x'"])], check)
     for args in (["play", "-h"], ["help", "play"], ["-h", "play"], ["play", "x", "--help", "y"]):
         expect(infer(*args).text.startswith("infer play"), f"{args}")
-    refused("play", "--", "-h", code=3, words=["-h"])  # a model of that name
+    refused("inspect", "--", "-h", code=3, words=["-h"])  # a model of that name
     expect("zebra" in infer("zebra", code=2).err, "an unknown command is not named")
 
 
