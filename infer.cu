@@ -1508,8 +1508,8 @@ cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m) {
 /* Computes w.normed for matrix `next`, unless a->normed says that it is ready. */
 bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
     if (a->normed) return true;
-    if (a->w.dim %
-        CHUNK) /* F32 rows, of a router, may have lain here: products read the padding too, so it is no NaN */
+    /* F32 rows, for a router, may have lain here. Products read the padding, too: it must be no NaN. */
+    if (a->w.dim % CHUNK)
         CUDA(cudaMemsetAsync(a->w.normed, 0, (size_t)a->tokens * a->w.normed_pitch * (type_for(next) == F32 ? 4 : 2),
                              a->gpu->stream));
     CUDA(launch(a->gpu, norm, a->tokens, row_threads(a->w.dim), 0, a->w, nullptr, weight, type_for(next)));
