@@ -176,7 +176,9 @@ bool file_exists(const char *path) {
     return !stat(path, &st) && S_ISREG(st.st_mode);
 }
 
-enum { MOST_COMMAS = 4000000 }; /* the largest tokenizer.json has a third; cJSON takes 80 bytes for each value */
+enum {
+    MOST_COMMAS = 4000000
+}; /* the largest tokenizer.json has a third; cJSON takes 80 bytes for each value, and a number that is kept 32 more */
 
 /* Does the dot or zero at s make a number that cJSON accepts and RFC 8259 forbids: 1., -.5, 01, -01? */
 static bool json_lax_number(const char *text, const char *s, const char *end) {
@@ -227,8 +229,9 @@ static const char *json_twice(const cJSON *value) {
     return twice;
 }
 
-/* Lets the values, which a bracket follows, keep the text of numbers that cJSON would write otherwise: 1.0, 1e5, more
- * than 15 digits. cJSON_Duplicate() keeps it too. Returns what follows the values in the text s. */
+/* Keeps in valuestring the text of numbers that cJSON would write differently: 1.0, 1e5, more than 15 digits.
+ * cJSON_Duplicate() copies it, cJSON_Delete() frees it. s: the text that was parsed, from these values on. Returns what
+ * follows the last number. */
 static const char *keep_numbers(cJSON *value, const char *s) {
     for (; value; value = value->next) {
         if (cJSON_IsNumber(value)) {

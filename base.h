@@ -85,8 +85,8 @@ void utf8_stream(Bytes *b, Bytes *out, bool flush);
 /* The whole of a regular file of at most `most` bytes. */
 bool file_read(const char *path, size_t most, Bytes *out, Error *e);
 bool file_exists(const char *path);
-/* All of a file of any kind, or of stdin without a name or with "-": "" if there is none. It ends the program with
- * USAGE if that cannot be read. */
+/* All of a file of any kind, or of stdin if `file` is NULL or "-": "" if there is no stdin. Ends the program with USAGE
+ * if it cannot be read or is too large. */
 void text_read(const char *file, Bytes *out);
 
 /* Parses JSON; free it with cJSON_Delete. NULL: BAD_MODEL with `name` and the offset. Refused, although cJSON accepts

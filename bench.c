@@ -11,7 +11,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-enum { MOST_TEXT = 1 << 28 };
+enum { MOST_LINE = 1 << 28 }; /* bytes of a line from a server */
 
 /* ---- bench: how fast are prompts and generation? ----
  * The memory that a step reads limits generation. So bench counts the bytes of each step from the model's own tensors
@@ -184,7 +184,7 @@ static size_t on_answer(char *data, size_t size, size_t n, void *client) {
         bytes_add(&c->line, data + i, 1);
         if (stream && data[i] == '\n') take_line(c, now), c->line.n = 0;
     }
-    return c->line.n < MOST_TEXT ? n * size : 0;
+    return c->line.n < MOST_LINE ? n * size : 0;
 }
 
 static void send_request(Client *c, CURLM *all) {
@@ -489,7 +489,9 @@ int list(const Options *o) {
         const char *state = !m->known ? "not supported" : m->complete ? "complete" : "incomplete";
         LocalText row = text_print("%-36s %-10s %8s  %-7s  %-13s  %s", m->name, m->family, SIZE(m->bytes), m->encoding,
                                    state, m->path);
-        if (!o->json) put_text(stdout, NULL, "", row);
+        LocalBytes shown = {0};
+        bytes_shown(&shown, row, strlen(row), false);
+        if (!o->json) puts(shown.data);
     }
     if (!here.n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     json_print(all, o->json);

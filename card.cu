@@ -359,7 +359,7 @@ size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Er
         Entries of = {g.type, g.rows, g.cols, g.transposed, NULL, view.stride};
         if (!g.rows) return of;
         Lines lines = lines_of(g, w);
-        size_t first = 0; /* the first line needed: all are, unless they follow the lines of the matrix */
+        size_t first = 0; /* the first line needed; all are, unless the grid's lines run along those of the matrix */
         const int from = columns ? s->column : s->row, n = columns ? s->columns : s->rows;
         const int each = columns ? g.cols : g.rows;
         if (columns ? !w.group : !lines.columns && !g.transposed)
@@ -680,7 +680,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
 /* Allocates all memory: weights, work space, and as many of *pages as fit. */
 static bool take_memory(Gpu *gpu, int *pages, Error *e) {
     const size_t page = page_size(gpu->work) * sizeof(bf16) + PAGE * sizeof(int);
-    const size_t reserve = 448 << 20; /* for the buffers of an Upload, 192 MB and their grids, CUDA and cuBLAS */
+    const size_t reserve = 448 << 20; /* for CUDA, cuBLAS and an Upload's buffers: 192 MB and the grids in them */
     size_t free, total;
     gpu->max_pages = (gpu->limits.context + PAGE - 1) / PAGE;
     gpu->logit_rows = std::max(64, std::min(256, gpu->limits.max_seqs));
@@ -928,8 +928,8 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
         CUDA(cudaMemcpyAsync(gpu->step, p.staged, bytes + pages, cudaMemcpyHostToDevice, gpu->stream));
         /* A large model's steps of many tokens last longer than their launches and need no graph: making one stops all
          * answers, and every number of streams has its own. */
-        const int most = gpu->weight_bytes < (size_t)8 << 30 ? gpu->logit_rows : 2 * MAX_DECODE;
-        bool whole = a.alone && a.rows == a.tokens && a.tokens <= most && !a.keep && !gpu->limits.tap;
+        const int max_tokens = gpu->weight_bytes < (size_t)8 << 30 ? gpu->logit_rows : 2 * MAX_DECODE;
+        bool whole = a.alone && a.rows == a.tokens && a.tokens <= max_tokens && !a.keep && !gpu->limits.tap;
         ok = whole ? run_graph(&a, &p, e) : forward(&a, e) && heads(&a, &p, e);
     }
     if (!ok) return false;

@@ -199,8 +199,8 @@ __host__ __device__ inline size_t page_size(const Work &w) { return (size_t)w.n_
 
 struct Pending { /* a step that was submitted; buffers are pinned */
     cudaEvent_t done = NULL;
-    uint8_t *staged = NULL; /* what goes to the card ... */
-    Step step;              /* ... and its parts there */
+    uint8_t *staged = NULL; /* what goes to the card */
+    Step step;              /* the same, part by part */
     int *token;             /* (slots) in Work's result */
     std::vector<float> logits;
 };

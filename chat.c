@@ -42,7 +42,7 @@ enum {
     HOIST = 8,   /* all system texts stand at the beginning; */
     LATEST = 16, /* only the latest does */
     KEEP = 32,   /* thoughts are part of the history */
-    BOS = 64     /* the tokenizer's token before a text, whichever it is, begins the chat */
+    BOS = 64     /* the chat begins with the token that the tokenizer adds in front of a text */
 };
 
 /* Pieces of text. Names of control tokens become control tokens here and nowhere else. %s stands for a text from
@@ -87,7 +87,7 @@ static const Format formats[] = {
     {"Qwen3", {"last_query_index", "enable_thinking", "<args-json-object>"}, QWEN3, .quiet = "<think>\n\n</think>\n\n"},
     {"Qwen", {"<args-json-object>", "!</think>"}, CHATML, QWEN_TOOLS},
     {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think", "!bos_token"}, CHATML},
-    {"ChatML, begun", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML, .flags = BOS},
+    {"ChatML with BOS", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML, .flags = BOS},
     {"Llama 3.2", {"Cutting Knowledge Date: December 2023", "strftime_now"}, LLAMA, LLAMA_TOOLS("%s")},
     {"Llama 3.1", {"Cutting Knowledge Date: December 2023"}, LLAMA, LLAMA_TOOLS("26 Jul 2024")},
     {"Llama 3", {"message['content'] | trim + '<|eot_id|>'", "!tools"}, LLAMA},
@@ -125,13 +125,6 @@ static int control_at(const Tokenizer *t, const char *s, size_t *n) {
     return tokenizer_added(t, memcpy(name, s, *n));
 }
 
-/* The token that the tokenizer puts before a text, or -1. */
-static int first_token(const Tokenizer *t) {
-    Error e;
-    LocalIds ids = {0};
-    return tokenizer_encode(t, "", 0, WITH_TEMPLATE, &ids, &e) && ids.n ? *ids.data : -1;
-}
-
 static bool fits(const Format *f, const char *template, const Tokenizer *t, int *end) {
     size_t n;
     for (int i = 0; i < 4 && f->has[i]; i++) {
@@ -139,7 +132,7 @@ static bool fits(const Format *f, const char *template, const Tokenizer *t, int 
         if (lacks == (strstr(template, f->has[i] + lacks) != NULL)) return false;
     }
     *end = control_at(t, strchr(strchr(f->assistant, '%'), '<'), &n);
-    if (f->flags & BOS && first_token(t) < 0) return false;
+    if (f->flags & BOS && tokenizer_bos(t) < 0) return false;
     return *end >= 0 && (!f->begin || control_at(t, f->begin, &n) >= 0);
 }
 
@@ -408,7 +401,7 @@ static void comment(Bytes *out, int indent, const char *text) {
     }
 }
 
-/* The same for the text of a property or a type, of which only the first line gets slashes. */
+/* Writes the text of a property or a type: only its first line gets slashes, as in harmony's library. */
 static void remark(Bytes *out, int indent, const char *text) {
     if (text && *text) bytes_print(out, "%*s// %s\n", indent, "", text);
 }
@@ -770,11 +763,11 @@ static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Byt
     Bytes environment = view(tools ? "Environment: ipython\n" : ""), today = view(date);
     fill(chat, &about, f->about, &environment, &today);
     fill(chat, out, f->begin, NULL, NULL);
-    if (f->flags & BOS) bytes_print(out, "%c%d;", TOKEN, first_token(chat->tokenizer));
+    if (f->flags & BOS) bytes_print(out, "%c%d;", TOKEN, tokenizer_bos(chat->tokenizer));
     if (system || f->about || text.n) fill(chat, f->flags & (FIRST | LAST) ? front : out, f->system, &about, &text);
 }
 
-/* Is the text wholly a result of a tool, as clients write it who know of no tools? Qwen3 takes it for no question. */
+/* Is a user's text the result of a tool, as clients without tool messages send it? To Qwen3 that is no question. */
 static bool is_result(const Format *f, Bytes text) {
     size_t n = strlen("</tool_response>");
     return f->flags & KEEP && text.n >= n && begins(text.data, "<tool_response>") &&
@@ -790,7 +783,7 @@ static bool put_row(const Chat *chat, const Conversation *c, Bytes *out, Error *
         first = i;
         if (last < 0 ? !is_result(f, c->message[i].content) : continues(f, c, last)) last = i;
     }
-    if (last < 0) last = c->messages;
+    if (last < 0) last = c->messages; /* no question: no thought is recent */
     put_begin(chat, c, &front, out);
     for (int i = 0, turn = 1; i < c->messages; turn++) {
         int kind = kind_of(c->message + i);

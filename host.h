@@ -10,7 +10,7 @@
 #include <signal.h>
 #include <stdio.h>
 
-/* The backend of this build: infer.cu, or tests/reference.c. */
+/* The backend of this build: card.cu, or tests/reference.c. */
 extern const Backend *const backend;
 
 enum { MOST_VALUES = 64, MOST_STREAMS = 256, MOST_REPEATS = 100, MOST_CLIENTS = 1000 };
@@ -286,8 +286,5 @@ int columns(FILE *f); /* of the terminal's window */
 bool put_escape(FILE *f, const char *escape);
 /* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
 void print_row(FILE *f, const char *name, int column, const char *text);
-/* Writes a label and a text, which may come from a model or a file: in a terminal it is wrapped, without its controls.
- */
-void put_text(FILE *f, const char *style, const char *label, const char *text);
 
 #endif

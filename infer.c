@@ -241,7 +241,7 @@ static bool parse_arguments(const Command *c, int argc, char **argv, Options *o,
             if (!options_end && !parse_option(c, argc, argv, &i, o, e)) return false;
         } else if (o->model || !*word) {
             const char *shown = strncmp(argv[i], "hf_", 3) ? argv[i] : "hf_..."; /* a token is never shown */
-            if (!*word) return fail(e, USAGE, "%s takes no argument, not '%.60s'", c->name, shown);
+            if (!*word) return fail(e, USAGE, "%s takes no argument: remove '%.60s'", c->name, shown);
             return fail(e, USAGE, "one %.*s at most: '%.60s' is another; see infer %s --help", (int)strcspn(word, "]"),
                         word, shown, c->name);
         } else {
@@ -331,7 +331,8 @@ static void wrap_end(Wrap *w) {
     *w = (Wrap){0};
 }
 
-void put_text(FILE *f, const char *style, const char *label, const char *text) {
+/* Writes a label and a text, which may come from a model or a file. */
+static void put_text(FILE *f, const char *style, const char *label, const char *text) {
     Wrap w = wrap_on(f, style);
     wrap_text(&w, label, strlen(label));
     wrap_text(&w, text, strlen(text));
@@ -393,7 +394,9 @@ static bool choose_model(Session *s, Error *e) {
         const char *state = !m->known ? "  not supported" : m->complete ? "" : "  incomplete";
         LocalText row =
             text_print("%3d. %-*s  %8s  %s%s", (int)(m - list) + 1, width, m->name, SIZE(m->bytes), m->encoding, state);
-        put_text(stderr, NULL, "", row);
+        LocalBytes shown = {0};
+        bytes_shown(&shown, row, strlen(row), false);
+        fprintf(stderr, "%s\n", shown.data);
     }
     while (!choice && can_ask) {
         fprintf(stderr, "Select model (1-%d): ", n);
@@ -497,7 +500,7 @@ typedef struct {
     Session m;
     bool chat, loop;   /* chat: in a chat format; loop: in a terminal, for more than one prompt */
     Conversation talk; /* without a chat format: texts that follow each other */
-    uint64_t answers;  /* so far; answer i, counted from 0, draws with the seed plus i */
+    uint64_t answers;  /* since the seed was set; answer i, counted from 0, draws with the seed plus i */
     double bandwidth;  /* bytes a second that the model's memory can be read at; 0: unknown */
     char *file;        /* the conversation was last saved to it or loaded from it */
 } Play;
@@ -702,7 +705,7 @@ static struct {
     History *history;
     char *path; /* of the history; NULL: no place for it */
     const char *prompt;
-    bool pasted; /* something was pasted into the line */
+    bool pasted; /* the line begins with pasted text, whose quotes are text */
 } editor;
 
 static void suspend(int number);
@@ -765,8 +768,9 @@ static unsigned char edit_paste(EditLine *line, int key) {
     LocalBytes pasted = {0}, shown = {0};
     size_t passed = 0;
     bool ended = false;
+    const LineInfo *now = el_line(line);
     (void)key;
-    editor.pasted = true;
+    editor.pasted |= now->cursor == now->buffer;
     for (wchar_t c; !ended && el_wgetc(line, &c) == 1; ended = text_stops(&pasted, &passed, &end, 1, false))
         bytes_print(&pasted, "%lc", (wint_t)(c == '\r' ? '\n' : c));
     while (pasted.n && pasted.data[pasted.n - 1] == '\n') pasted.n--;
@@ -842,6 +846,7 @@ static bool editor_line(const char *prompt, Bytes *out) {
     interrupted = 0;
     editor.pasted = false;
     const char *line = el_gets(editor.line, &n);
+    clearerr(stdout); /* a signal may have interrupted libedit's output; other faults come again */
     if (n <= 0) puts(interrupted ? "^C" : ""); /* a signal, or the end of input */
     bytes_add(out, line, n > 0 && !interrupted ? (size_t)n - (line[n - 1] == '\n') : 0);
     return n > 0 || interrupted;
@@ -958,16 +963,16 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
 /* Replaces an existing file only if it is this conversation's, and only when the new one is complete. */
 static bool slash_save(Play *p, const char *path, Error *e) {
     LocalBytes text = {0};
-    LocalText fresh = text_print("%s.XXXXXX", path);
+    LocalText fresh = text_print("%s.%d", path, (int)getpid());
     LocalJson talk = conversation_json(&p->talk);
     json_written(&text, talk);
     const bool taken = !access(path, F_OK) && (!p->file || strcmp(p->file, path));
-    const int fd = taken ? -1 : mkstemp(fresh);
-    bool ok = fd >= 0 && dprintf(fd, "%s", text.data) >= 0;
+    FILE *f = taken ? NULL : fopen(fresh, "wxe"); /* x: never over a file that is there */
+    bool ok = f && fwrite(text.data, 1, text.n, f) == text.n;
     if (taken) errno = EEXIST;
-    if ((fd >= 0 && close(fd)) || !ok || rename(fresh, path))
+    if ((f && fclose(f)) || !ok || rename(fresh, path))
         ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
-    if (fd >= 0 && !ok) remove(fresh);
+    if (f && !ok) remove(fresh);
     if (ok) put_text(stdout, NULL, "Saved to ", path);
     return ok;
 }
@@ -1383,10 +1388,9 @@ static void print_summary(FILE *to) {
         LocalText name = text_print("  infer %s", commands[i].name);
         print_row(to, name, 20, commands[i].summary);
     }
-    print_row(
-        to, "", 0,
-        "\ninfer COMMAND --help shows its options. MODEL is a folder, a GGUF file, or part of a name that infer list "
-        "shows.");
+    print_row(to, "", 0,
+              "\ninfer COMMAND --help shows its options. "
+              "MODEL is a folder, a GGUF file, or part of a name that infer list shows.");
 }
 
 int main(int argc, char **argv) {

@@ -73,7 +73,7 @@ struct Request { /* a connection and its request */
     const char *code;    /* of the error, or NULL */
     double since;        /* when it had arrived */
     /* parameters */
-    bool chat, stream, echo, usage, scored, forever, skip, parallel; /* skip: control tokens; parallel: several calls */
+    bool chat, stream, echo, usage, scored, forever, parallel; /* parallel: several calls in an answer */
     int n, tokens, top; /* answers to each prompt; tokens of an answer; logprobs for each token, or -1 */
     Sampling sampling;
     const char *stop[MOST_STOPS];
@@ -181,7 +181,6 @@ static const struct Parameter {
                   {"parallel_tool_calls", 'c', FLAG, FIELD(parallel), 0, 1},
                   {"include_usage", 0, FLAG, FIELD(usage), 0, 1}, /* in stream_options */
                   {"echo", 't', FLAG, FIELD(echo), 0, 1},
-                  {"skip_special_tokens", 't', FLAG, FIELD(skip), 0, 1},
                   {"ignore_eos", 0, FLAG, FIELD(forever), 0, 1}};
 
 static bool take_parameters(Request *q) {
@@ -223,7 +222,7 @@ static bool check_model(Request *q, const char *name) {
     "structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false verbosity=\"medium\" "  \
     "web_search_options="
 static const char of_chats[] = UNSUPPORTED " add_special_tokens=false echo=false skip_special_tokens=true";
-static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= "
+static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= skip_special_tokens=false "
                                            "top_logprobs=0 tools=[] response_format={\"type\":\"text\"}";
 
 static bool refuse_others(Request *q) {
@@ -461,9 +460,7 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
         stop = stop || (read.stop && !q->forever) || (read.closed && read.part == CALL && !q->parallel);
     }
     if (scored) add_score(c, token, logits); /* in a text a stop token has one, too */
-    const bool skipped = q->skip && tokenizer_is_control(server.s.tokenizer, token);
-    if (!q->chat && !stop && !silent && !skipped)
-        tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
+    if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     last = last || stop;
     if (last && q->chat) read_message(c, -1);
     if (last && !q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
@@ -611,8 +608,7 @@ static bool make_chat(Request *q) {
     LocalIds ids = {0};
     const Chat *chat = &server.s.chat;
     Error *e = &q->error;
-    if (!server.s.has_chat)
-        return fail(e, 400, "%s has no chat format: /v1/completions continues its texts", server.name);
+    if (!server.s.has_chat) return fail(e, 400, "%s has no chat format: send a text to /v1/completions", server.name);
     if (!take_tools(q, &force, &name)) return false;
     conversation_init(&talk);
     if (!conversation_parse(&talk, q->json, e)) return false;

@@ -820,4 +820,6 @@ int tokenizer_added(const Tokenizer *t, const char *text) {
     return id >= 0 && t->piece[id].added ? id : -1;
 }
 
+int tokenizer_bos(const Tokenizer *t) { return t->bos; }
+
 bool tokenizer_is_control(const Tokenizer *t, int id) { return id >= 0 && id < t->size && t->piece[id].control; }

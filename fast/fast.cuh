@@ -133,7 +133,7 @@ bool prepare(Gpu *gpu, Error *e) {
         fill_columns<<<w.dim, 32, 0, gpu->stream>>>(layers.back().router_columns, l.router, l.ffn_norm);
     }
     for (int n = 1; n <= MAX_DECODE; n++) f->layout[n] = layout_for(w, gpu->device, n, gpu->sms, gpu->shared);
-    /* to UNPUBLISHED; the counted and flagged sums begin as 0, as all of the room to work */
+    /* to UNPUBLISHED; the counted and flagged sums begin at 0, as take_memory() left them */
     CUDA(cudaMemsetAsync(w.layer_buffers, 0xFF, layer_buffers_size(w) * sizeof(float), gpu->stream));
     CUDA(cudaMemsetAsync(w.split_states, 0xFF, split_states_size(w) * sizeof(float), gpu->stream));
     CUDA(cudaMemcpyAsync(f->layers, layers.data(), layers.size() * sizeof(DecodeLayer), cudaMemcpyHostToDevice,

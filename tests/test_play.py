@@ -997,6 +997,12 @@ def test_paste_of_several_lines():
         t.wait("[Generated")
         t.prompt()
         same(questions(t), ['"""A text"""\ndef f():'], "the question with quotes")
+        t.say("/clear")
+        t.send('"""\x1b[200~one\rtwo\x1b[201~\n')  # those that were typed begin a text
+        t.send('three"""\n')
+        t.wait("[Generated")
+        t.prompt()
+        same(questions(t), ["one\ntwo\nthree"], "the question between quotes")
 
 
 def test_paste_during_an_answer():
