@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -108,10 +109,13 @@ def test_download(folder):
         same(limited.text, r.text, "while the rate is limited")
         expect("infer uses them" in limited.err, limited.err)
         infer("tokenize", "org/model", stdin="hello", env=env_of(hub, folder))
-    alone = fetch(hub, folder)
-    same(alone.text, r.text, "with no hub at all")
-    expect("goes on" not in alone.err, f"there is nothing to go on with: {alone.err}")
-    refuses(hub, folder, "--revision", "other", words=["network"])
+    with socket.socket() as held:  # no other test's server gets the hub's port; whoever connects is refused
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", int(hub.url.rsplit(":", 1)[1])))
+        alone = fetch(hub, folder)
+        same(alone.text, r.text, "with no hub at all")
+        expect("goes on" not in alone.err, f"there is nothing to go on with: {alone.err}")
+        refuses(hub, folder, "--revision", "other", words=["network"])
     refuses(hub, folder, "--revision", "other", env={"HF_HUB_OFFLINE": 1}, words=["HF_HUB_OFFLINE"])
 
 
