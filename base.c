@@ -176,9 +176,8 @@ bool file_exists(const char *path) {
     return !stat(path, &st) && S_ISREG(st.st_mode);
 }
 
-enum {
-    MOST_COMMAS = 4000000
-}; /* the largest tokenizer.json has a third; cJSON takes 80 bytes for each value, and a number that is kept 32 more */
+/* The largest tokenizer.json has a third. cJSON takes 80 bytes for each value, keep_numbers() 32 more for some. */
+enum { MOST_COMMAS = 4000000 };
 
 /* Does the dot or zero at s make a number that cJSON accepts and RFC 8259 forbids: 1., -.5, 01, -01? */
 static bool json_lax_number(const char *text, const char *s, const char *end) {

@@ -425,8 +425,7 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
     Tensors t;
     Error ignored;
     bool ok = session_open(&s, &(Options){.model = dir}, NEED_CHECKPOINT | USE_TOKENIZER, e);
-    if (ok && context > m->context)
-        fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context), die(e);
+    if (ok && !model_has_context(m, context, e)) die(e);
     cJSON_AddBoolToObject(out, "supported", ok);
     if (ok) {
         json_add(out, "family", json_word(s.checkpoint.family), "layers", json_number(m->n_layers), "width",

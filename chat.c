@@ -285,8 +285,8 @@ static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
     return true;
 }
 
-/* Finds the author of a result that does not name it as harmony does: the function that was called with the result's
- * id, or else the last one called. */
+/* Finds the author of a result that does not name it as harmony does (a dot, and no id): the function that was called
+ * with the result's id, or else the last one called. */
 static bool find_author(const Conversation *c, Message *result) {
     const char *called = NULL;
     if (result->name && !result->id && strchr(result->name, '.')) return true;

@@ -143,6 +143,8 @@ typedef struct {
     int pages;       /* of the cache */
 } Engine;
 
+/* Is the model made for so many tokens of context? USAGE if not. */
+bool model_has_context(const Model *m, int context, Error *e);
 /* context 0: what the model was made for, or less if less fits. Else exactly that, or NO_ROOM. The cache has room for
  * limits.max_seqs such texts or for limits.cache tokens, or for less if less fits. Ignores limits.context. */
 bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e);

@@ -1477,10 +1477,14 @@ char *model_find(const char *argument, Error *e) {
 
 static int pages_for(size_t tokens) { return (int)howmany(tokens, PAGE); }
 
+bool model_has_context(const Model *m, int context, Error *e) {
+    return context <= m->context ||
+           fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context);
+}
+
 bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e) {
     *g = (Engine){.backend = backend, .model = m, .max_seqs = limits.max_seqs};
-    if (context > m->context)
-        return fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context);
+    if (!model_has_context(m, context, e)) return false;
     limits.context = context ? context : m->context;
     int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
     g->step_tokens = (int)MIN(limits.max_tokens, (int64_t)pages * PAGE); /* all texts together have no more */
