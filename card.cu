@@ -924,7 +924,6 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
         ok = fast::decode(&a, p.staged, e) && heads(&a, &p, e);
     } else {
         a.s = step_at(gpu->step, room, &bytes);
-        a.prefill = gpu->fast && fast::prefills(&a);
         CUDA(cudaMemcpyAsync(gpu->step, p.staged, bytes + pages, cudaMemcpyHostToDevice, gpu->stream));
         /* A large model's steps of many tokens last longer than their launches and need no graph: making one stops all
          * answers, and every number of streams has its own. */

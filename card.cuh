@@ -232,7 +232,8 @@ struct Gpu {
     unsigned turn = 0;
     int outstanding = 0;
     uint64_t experts_read = 0; /* by steps that do not count them on the card */
-    fast::State *fast = NULL;  /* the annex for this model and card, or NULL ... */
+    bool wgmma = false;        /* whether the annex may compute prompts on this card ... */
+    fast::State *fast = NULL;  /* ... and decode steps of this model, or NULL, ... */
     bool decodes = false;      /* ... and whether it computes this step, except embedding and draw */
 };
 constexpr size_t PRODUCT_ROOM = 32 << 20;
@@ -252,7 +253,6 @@ struct Pass {
     bool keep;                        /* somebody wants logits */
     bool penalized, filtered;         /* before the draw */
     bool has_logits;                  /* w.logits are there before head() */
-    bool prefill;                     /* the annex does attention and experts */
     bool normed;                      /* w.normed is ready: x after the norm that comes next ... */
     int squares;         /* ... but, if not 0, without norm_factor(), for which `square` has so many parts a token */
     const float *square; /* (tokens, squares) */
@@ -274,8 +274,8 @@ int tile_tokens(const Work &w);
 bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int tokens, bool add, void *y, int y_pitch,
                    Type y_type, Error *e);
 
-/* The annex, fast/. open: makes Gpu::fast if the annex knows the model and the card. plan: lays out its buffers.
- * prepare: fills them once the weights are loaded. */
+/* The annex, fast/. open: sets Gpu::wgmma if the annex knows the card, and makes Gpu::fast if it knows the model, too.
+ * plan: lays out its buffers. prepare: fills them once the weights are loaded. */
 namespace fast {
 void open(Gpu *gpu);
 void plan(Gpu *gpu, Plan *p);
@@ -283,8 +283,12 @@ bool prepare(Gpu *gpu, Error *e);
 void close(Gpu *gpu);
 /* Up to MAX_DECODE tokens, from the Step as it lies in the host's memory to the logits of its rows. */
 bool decode(Pass *a, uint8_t *staged, Error *e);
-/* Whether the annex computes attention and experts of a step. */
-bool prefills(const Pass *a);
+/* Attention of a step's tiles, where `attends` says so. */
+bool attends(const Pass *a, const DeviceLayer &l);
+cudaError_t attend(const Pass *a, const DeviceLayer &l);
+/* The products of a step's experts, to w.down, where job_size is not 0. It is the max number of choices of a job. */
+int job_size(const Pass *a, const DeviceLayer &l);
+bool experts(const Pass *a, const DeviceLayer &l, Error *e);
 } // namespace fast
 
 /* Describes a CUDA error in *e, with its exit code; always false. */

@@ -1598,6 +1598,7 @@ template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &
     typedef AttentionShape<D> Shape;
     cudaError_t error = launch_queries<D>(a, l);
     if (error || !a->tiles) return error;
+    if (fast::attends(a, l)) return fast::attend(a, l);
     return launch(a->gpu, attention_tiled<D>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w,
                   a->s, l);
 }
@@ -1704,17 +1705,11 @@ bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
                                  multiply_add(&pass, l.shared_down, a->w.act_out, a->w.act_pitch, NULL, l.up, e));
 }
 
-/* A mixture of experts: choices sorted by expert (those of a single token stay in order), gate and up, activation,
- * down, and the weighted sum. */
-bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
+/* Gate and up, activation and down of the chosen experts, to w.down. If `job_size` is 0, the products choose them. */
+bool multiply_experts(const Pass *a, const DeviceLayer &l, int job_size, Error *e) {
     const Work &w = a->w;
-    const int choices = a->tokens * w.top_k;
-    int job_size = 8; /* choices of a job at most; with up to about five an expert `product` is faster */
-    if (a->tokens > MAX_DECODE && choices > 5 * w.n_experts)
-        job_size = choices <= 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
-    const int jobs = std::min(w.n_experts, choices) + choices / job_size;
-    const bool single = a->tokens == 1 && w.n_experts <= PRODUCT_EXPERTS;
-    if (!route_tokens(a, l, single ? 0 : job_size, e) || !shared_expert(a, l, e)) return false;
+    const bool single = !job_size;
+    const int choices = a->tokens * w.top_k, jobs = single ? choices : std::min(w.n_experts, choices) + choices / job_size;
     Product up = product_of(a, l.up, NULL, 0), down = product_of(a, l.down, w.act_out, w.act_pitch);
     if (single)
         up.router = down.router = router_of(a, l);
@@ -1726,6 +1721,22 @@ bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix
     CUDA(launch_for_type(a->gpu, up, job_size, jobs));
     if (!tap_experts(a, l, e)) return false;
     CUDA(launch_for_type(a->gpu, down, job_size, jobs));
+    return true;
+}
+/* A mixture of experts: choices sorted by expert (those of a single token stay in order), the experts' products, and
+ * the weighted sum. */
+bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
+    const Work &w = a->w;
+    const int choices = a->tokens * w.top_k, annex = fast::job_size(a, l);
+    int job_size = 8; /* choices of a job at most; with up to about five an expert `product` is faster */
+    if (annex)
+        job_size = annex;
+    else if (a->tokens == 1 && w.n_experts <= PRODUCT_EXPERTS)
+        job_size = 0;
+    else if (a->tokens > MAX_DECODE && choices > 5 * w.n_experts)
+        job_size = choices <= 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
+    if (!route_tokens(a, l, job_size, e) || !shared_expert(a, l, e)) return false;
+    if (!(annex ? fast::experts(a, l, e) : multiply_experts(a, l, job_size, e))) return false;
     return combine_down(a, w.top_k, w.weight, l.ffn_post_norm, next_norm, next, e);
 }
 
@@ -1744,9 +1755,10 @@ void plan(Gpu *, Plan *) {}
 bool prepare(Gpu *, Error *) { return true; }
 void close(Gpu *) {}
 bool decode(Pass *, uint8_t *, Error *) { return false; }
-bool prefills(const Pass *) { return false; }
-bool attend(Pass *, const DeviceLayer &, Error *) { return false; }
-bool experts(Pass *, const DeviceLayer &, const float *, const Matrix &, Error *) { return false; }
+bool attends(const Pass *, const DeviceLayer &) { return false; }
+cudaError_t attend(const Pass *, const DeviceLayer &) { return cudaErrorNotSupported; }
+int job_size(const Pass *, const DeviceLayer &) { return 0; }
+bool experts(const Pass *, const DeviceLayer &, Error *) { return false; }
 } /* namespace fast */
 #endif
 
@@ -1761,11 +1773,10 @@ bool block(Pass *a, int layer, Error *e) {
     const Matrix &next = end ? device.head : device.layer[layer + 1].qkv, &inner = l.router.rows ? l.router : l.up;
     a->w.layer = layer;
     if (!norm_for(a, l.attn_norm, l.qkv, e) || !multiply_to(a, l.qkv, NULL, 0, a->w.projected, e)) return false;
-    if (!(a->prefill ? fast::attend : a->w.kv_rank ? attend_latent : attend)(a, l, e)) return false; /* and RoPE */
+    if (!(a->w.kv_rank ? attend_latent : attend)(a, l, e)) return false; /* and RoPE */
     if (!add_to_x(a, l.o, a->w.attn, a->w.attn_pitch, l.attn_post_norm, l.ffn_norm, inner, e)) return false;
     if (!tap_x(a, "attn_residual", e) || !norm_for(a, l.ffn_norm, inner, e)) return false;
-    auto feed = a->prefill ? fast::experts : l.router.rows ? experts : feed_forward;
-    return feed(a, l, next_norm, next, e) && tap_x(a, "residual", e);
+    return (l.router.rows ? experts : feed_forward)(a, l, next_norm, next, e) && tap_x(a, "residual", e);
 }
 
 bool forward(Pass *a, Error *e) {

@@ -88,8 +88,9 @@ struct State {
 
 void open(Gpu *gpu) {
     int hopper = 0;
-    if (gpu->limits.plain || !has_gpt_oss_shapes(gpu->model) || gpu->sms > MAX_COUNT) return;
-    if (!cudaMemcpyFromSymbol(&hopper, has_hopper, sizeof hopper) && hopper) gpu->fast = new State;
+    if (gpu->limits.plain || cudaMemcpyFromSymbol(&hopper, has_hopper, sizeof hopper) || !hopper) return;
+    gpu->wgmma = true;
+    if (has_gpt_oss_shapes(gpu->model) && gpu->sms <= MAX_COUNT) gpu->fast = new State;
 }
 void close(Gpu *gpu) { delete gpu->fast; }
 
@@ -225,9 +226,25 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
 
 /* ---- prefill ---- */
 
-/* Whether a step, of prompts or of many streams, has enough tokens for each expert. */
-constexpr int MIN_PREFILL = 256;
-bool prefills(const Pass *a) { return a->tokens >= MIN_PREFILL; }
+bool attends(const Pass *a, const DeviceLayer &l) {
+    return a->gpu->wgmma && a->tokens >= 256 && (a->w.head_dim == 64 || a->w.head_dim == 128) && !a->w.attn_cap &&
+           type_for(l.o) == BF16;
+}
+template <int D> cudaError_t launch_wgmma(const Pass *a, const DeviceLayer &l) {
+    typedef WgmmaAttention<D> Shape;
+    return launch(a->gpu, attention_wgmma<D>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w,
+                  a->s, l);
+}
+cudaError_t attend(const Pass *a, const DeviceLayer &l) {
+    return a->w.head_dim == 64 ? launch_wgmma<64>(a, l) : launch_wgmma<128>(a, l);
+}
+
+/* An expert needs enough tokens, in a step of prompts or of many streams. */
+int job_size(const Pass *a, const DeviceLayer &l) {
+    const bool many = a->tokens * a->w.top_k >= 32 * a->w.n_experts;
+    const bool bf16s = l.up.type == BF16 && l.down.type == BF16 && l.up.cols % CHUNK == 0 && l.down.cols % CHUNK == 0;
+    return a->gpu->wgmma && many && (a->gpu->fast || bf16s) ? CHOICES : 0;
+}
 
 /* to = x in the order of fp4_column. A block a token. */
 __global__ void __launch_bounds__(256) order_for_wgmma(const bf16 *from, bf16 *to, int pitch) {
@@ -238,27 +255,20 @@ __global__ void __launch_bounds__(256) order_for_wgmma(const bf16 *from, bf16 *t
             *(const uint32_t *)(from + (size_t)blockIdx.x * pitch + c);
 }
 
-bool attend(Pass *a, const DeviceLayer &l, Error *e) {
-    typedef WgmmaAttention<64> Shape;
-    if (!a->alone) CUDA(launch_rope(a, l)); /* else attention<64> does it */
-    CUDA(launch_queries<64>(a, l));
-    if (a->tiles)
-        CUDA(launch(a->gpu, attention_wgmma<64>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w,
-                    a->s, l));
-    return tap_attention(a, l, e);
-}
-
-bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
-    typedef ExpertShape Shape;
-    const Gpu *gpu = a->gpu;
+template <Type T> bool launch_experts(const Pass *a, const DeviceLayer &l, const bf16 *normed, Error *e) {
+    typedef ExpertShape<T> Shape;
     const Work &w = a->w;
-    const size_t shared = Shape::SHARED + Shape::jobs(a->tokens * w.top_k, w.n_experts) * sizeof(int);
-    bf16 *normed = gpu->fast->normed;
-    if (!route_tokens(a, l, Shape::CHOICES, e)) return false;
-    CUDA(launch(gpu, order_for_wgmma, a->tokens, 256, 0, w.normed, normed, w.normed_pitch));
-    CUDA(launch(gpu, up_wgmma, gpu->sms, Shape::THREADS, shared, w, l, normed));
-    if (!tap_experts(a, l, e, fp4_column)) return false;
-    CUDA(launch(gpu, down_wgmma, gpu->sms, Shape::THREADS, shared, w, l));
-    return combine_down(a, w.top_k, w.weight, NULL, next_norm, next, e);
+    const size_t jobs = a->tokens * w.top_k / CHOICES + w.n_experts, shared = Shape::SHARED + jobs * sizeof(int);
+    CUDA(launch(a->gpu, up_wgmma<T>, a->gpu->sms, Shape::THREADS, shared, w, l, normed));
+    if (!tap_experts(a, l, e, column_for<T>)) return false;
+    CUDA(launch(a->gpu, down_wgmma<T>, a->gpu->sms, Shape::THREADS, shared, w, l));
+    return true;
+}
+bool experts(const Pass *a, const DeviceLayer &l, Error *e) {
+    const Work &w = a->w;
+    if (l.up.type == BF16) return launch_experts<BF16>(a, l, (const bf16 *)w.normed, e);
+    bf16 *normed = a->gpu->fast->normed;
+    CUDA(launch(a->gpu, order_for_wgmma, a->tokens, 256, 0, (const bf16 *)w.normed, normed, w.normed_pitch));
+    return launch_experts<MXFP4>(a, l, normed, e);
 }
 } // namespace fast

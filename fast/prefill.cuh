@@ -10,6 +10,8 @@ constexpr int PANEL = 64 * 128; /* bytes of 64 columns by 64 inner indices, as w
 /* Where column c of a row of activations lies. In MXFP4 lane t holds columns 16t .. 16t + 15 of 64, but wgmma wants 2t,
  * 2t + 1, 2t + 8, 2t + 9 of every 16: so the 4 by 8 pairs of each 64 columns are transposed. */
 __host__ __device__ inline int fp4_column(int c) { return (c & ~62) | (c & 14) << 2 | (c >> 3 & 6); }
+/* The same for experts of type T. Rows of bf16 need no other order. */
+template <Type T> __host__ __device__ inline int column_for(int c) { return T == MXFP4 ? fp4_column(c) : c; }
 
 #if HOPPER
 /* ---- instructions ---- */
@@ -273,15 +275,16 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
 /* ---- experts ---- */
 
 /* A slice is ROWS rows of an expert's matrix times a job's choices, at most CHOICES; a block multiplies slice after
- * slice, a chunk of 64 columns in each stage. */
-struct ExpertShape {
-    static constexpr int WARPGROUPS = 3, ROWS = WARPGROUPS * 64;
-    static constexpr int PANELS = 3, CHOICES = PANELS * 64;
-    static constexpr int THREADS = WARPGROUPS * 128 + 128;                                  /* with the producer's */
-    static constexpr int STAGES = 6, X = PANELS * PANEL, WEIGHTS = ROWS / TILE * FP4_CHUNK; /* bytes of a chunk */
+ * slice, a chunk of 64 columns in each stage. Weights come in units: a tile's chunk of MXFP4, a row's of BF16. */
+constexpr int CHOICES = 192;
+template <Type T> struct ExpertShape {
+    static constexpr int WARPGROUPS = 3, ROWS = WARPGROUPS * 64, PANELS = CHOICES / 64;
+    static constexpr int THREADS = WARPGROUPS * 128 + 128; /* with the producer's */
+    static constexpr int UNIT_ROWS = T == MXFP4 ? TILE : 1, UNIT = T == MXFP4 ? FP4_CHUNK : CHUNK * 2; /* bytes */
+    static constexpr int X = PANELS * PANEL, WEIGHTS = ROWS / UNIT_ROWS * UNIT;                        /* of a chunk */
+    static constexpr int STAGES = T == MXFP4 ? 6 : 4;
     static constexpr int PITCH = 40, OUT = 64 * PITCH * 2; /* results on their way out, of each warpgroup */
     static constexpr int SHARED = STAGES * (X + WEIGHTS + 16) + WARPGROUPS * OUT; /* without the list of jobs */
-    static constexpr int jobs(int choices, int experts) { return choices / CHOICES + experts; }
 };
 
 #if HOPPER
@@ -314,20 +317,19 @@ __device__ inline Sixteen fp4_to_bf16_scaled(uint32_t a, uint32_t b, uint32_t sc
     return v;
 }
 
-/* A slice: this warpgroup's 64 rows, unpacked to bf16 in registers, times n choices, at most 64 PANELS. While one
- * warpgroup unpacks, the others multiply. */
-template <int PANELS, class Store>
-__device__ void multiply_slice(CopyRing &ring, const uint8_t *arena, int chunks, int expert, int row, const int *list,
-                               int n, uint8_t *room, Store store) {
-    typedef ExpertShape Shape;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float c[PANELS * 32] = {};
-    for (int i = 0; i < chunks; i++, ring.advance()) {
-        ring.wait_full();
-        const uint8_t *chunk = arena + Shape::STAGES * Shape::X + ring.stage * Shape::WEIGHTS + warp * FP4_CHUNK;
+/* This warp's 16 rows of a stage's weights, as bf16, for the four wgmma of a chunk. */
+template <Type T> __device__ inline void rows_of(const uint8_t *weights, int warp, int lane, uint32_t (&a)[4][4]) {
+    if constexpr (T == BF16) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const uint4 x = load_matrices(weights + panel_byte(warp * TILE + lane % 16, 2 * k + lane / 16));
+            a[k][0] = x.x, a[k][1] = x.y, a[k][2] = x.z, a[k][3] = x.w;
+        }
+    } else {
+        const uint8_t *chunk = weights + warp * FP4_CHUNK;
         uint4 words = *(const uint4 *)(chunk + lane * 16);
         uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4) >> lane % 4 / 2 * 8;
-        uint32_t scale = scales & 255, scale8 = scales >> 16 & 255, a[4][4];
+        uint32_t scale = scales & 255, scale8 = scales >> 16 & 255;
         Sixteen row = fp4_to_bf16_scaled(words.x, words.y, scale), row8 = fp4_to_bf16_scaled(words.z, words.w, scale8);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -336,6 +338,21 @@ __device__ void multiply_slice(CopyRing &ring, const uint8_t *arena, int chunks,
             to[0][0] = low.x, to[0][1] = high.x, to[0][2] = low.y, to[0][3] = high.y;
             to[1][0] = low.z, to[1][1] = high.z, to[1][2] = low.w, to[1][3] = high.w;
         }
+    }
+}
+
+/* A slice: this warpgroup's 64 rows, as bf16 in registers, times n choices, at most 64 PANELS. While one warpgroup
+ * unpacks, the others multiply. */
+template <Type T, int PANELS, class Store>
+__device__ void multiply_slice(CopyRing &ring, const uint8_t *arena, int chunks, int expert, int row, const int *list,
+                               int n, uint8_t *room, Store store) {
+    typedef ExpertShape<T> Shape;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float c[PANELS * 32] = {};
+    for (int i = 0; i < chunks; i++, ring.advance()) {
+        uint32_t a[4][4];
+        ring.wait_full();
+        rows_of<T>(arena + Shape::STAGES * Shape::X + ring.stage * Shape::WEIGHTS, warp, lane, a);
         uint64_t columns = descriptor_of(arena + ring.stage * Shape::X);
         wgmma_begin();
 #pragma unroll
@@ -350,12 +367,12 @@ __device__ void multiply_slice(CopyRing &ring, const uint8_t *arena, int chunks,
 }
 
 /* The product of all experts. The producer's warps run ahead, across the borders of slices too. x has a row for every
- * `divide` choices, its columns in the order of fp4_column. store(c, expert, this warp's first row of the matrix,
+ * `divide` choices, its columns in the order of column_for. store(c, expert, this warp's first row of the matrix,
  * choices, how many, room) receives the sums of 64 choices; `room` is OUT bytes of shared memory. */
-template <class Store>
+template <Type T, class Store>
 __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide,
                                        Store store) {
-    typedef ExpertShape Shape;
+    typedef ExpertShape<T> Shape;
     extern __shared__ __align__(1024) uint8_t arena[];
     uint8_t *room = arena + Shape::STAGES * (Shape::X + Shape::WEIGHTS);
     Barrier *barriers = (Barrier *)(room + Shape::WARPGROUPS * Shape::OUT);
@@ -363,15 +380,15 @@ __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf1
     CopyRing ring(barriers, Shape::STAGES, 128, Shape::WARPGROUPS * 4);
     wait_previous();
     launch_next();
-    int chunks = m.stride / CHUNK, tiles = (m.rows + TILE - 1) / TILE, high = (m.rows + Shape::ROWS - 1) / Shape::ROWS,
-        jobs = sort_jobs(w, sorted);
-    /* A slice's expert, number of choices and first tile; returns the choices. */
-    auto slice_at = [&](int i, int &e, int &n, int &tile) {
+    int chunks = m.stride / CHUNK, units = (m.rows + Shape::UNIT_ROWS - 1) / Shape::UNIT_ROWS,
+        high = (m.rows + Shape::ROWS - 1) / Shape::ROWS, jobs = sort_jobs(w, sorted);
+    /* A slice's expert, number of choices and first row; returns the choices. */
+    auto slice_at = [&](int i, int &e, int &n, int &row) {
         Job job = w.job[sorted[i / high]];
-        e = job.expert, n = job.n, tile = i % high * (Shape::ROWS / TILE);
+        e = job.expert, n = job.n, row = i % high * Shape::ROWS;
         return w.order + job.first;
     };
-    int e, n, tile;
+    int e, n, row;
     if (warp < Shape::WARPGROUPS * 4) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 152;"); /* the producer's: 128 * (3 * 152 + 56) = 65,536 */
         uint8_t *mine = room + warp / 4 * Shape::OUT;
@@ -380,10 +397,10 @@ __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf1
         auto take = [&](auto panels) {
             constexpr int PANELS = decltype(panels)::value;
             for (; i < jobs * high; i += gridDim.x) {
-                const int *list = slice_at(i, e, n, tile);
+                const int *list = slice_at(i, e, n, row);
                 n = __shfl_sync(~0u, n, 0);
                 if (n <= (PANELS - 1) * 64) break;
-                multiply_slice<PANELS>(ring, arena, chunks, e, (tile + warp) * TILE, list, n, mine, store);
+                multiply_slice<T, PANELS>(ring, arena, chunks, e, row + warp * TILE, list, n, mine, store);
             }
         };
         take(std::integral_constant<int, 3>());
@@ -391,27 +408,30 @@ __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf1
         take(std::integral_constant<int, 1>());
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        constexpr int WORDS = FP4_CHUNK / 16, ALL = Shape::WEIGHTS / 16; /* of a tile's chunk; of a stage's weights */
+        constexpr int WORDS = Shape::UNIT / 16, ALL = Shape::WEIGHTS / 16; /* of a unit; of a stage's weights */
         int thread = threadIdx.x % 128;
         for (int i = blockIdx.x; i < jobs * high; i += gridDim.x) {
-            const int *list = slice_at(i, e, n, tile);
-            /* Where this thread's words of weights lie, and its eighths of every 16th row of x. Missing tiles and rows
-             * alias the last one. */
-            uint32_t word[(ALL + 127) / 128], from[Shape::CHOICES / 16];
+            const int *list = slice_at(i, e, n, row);
+            /* Where this thread's words of weights lie, and its eighths of every 16th row of x. Missing units and rows
+             * of x alias the last one. */
+            int unit = row / Shape::UNIT_ROWS;
+            uint32_t word[(ALL + 127) / 128], from[CHOICES / 16];
 #pragma unroll
             for (int k = 0; k < (ALL + 127) / 128; k++) {
                 int at = k * 128 + thread;
-                word[k] = min(at / WORDS, tiles - tile - 1) * chunks * WORDS + at % WORDS;
+                word[k] = min(at / WORDS, units - unit - 1) * chunks * WORDS + at % WORDS;
             }
 #pragma unroll
-            for (int k = 0; k < Shape::CHOICES / 16; k++)
+            for (int k = 0; k < CHOICES / 16; k++)
                 from[k] = (uint32_t)(list[min(thread / 8 + 16 * k, n - 1)] / divide) * (x_pitch / 8) + thread % 8;
-            const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)tile * chunks * FP4_CHUNK),
+            const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)unit * chunks * Shape::UNIT),
                         *rows = (const uint4 *)x;
             for (int chunk = 0; chunk < chunks; chunk++, weights += WORDS, rows += CHUNK / 8, ring.advance()) {
                 ring.wait_empty();
-                uint8_t *to = arena + ring.stage * Shape::X + panel_byte(thread / 8, thread % 8),
-                        *to_weights = arena + Shape::STAGES * Shape::X + ring.stage * Shape::WEIGHTS + thread * 16;
+                const int place = panel_byte(thread / 8, thread % 8);
+                uint8_t *to = arena + ring.stage * Shape::X + place,
+                        *to_weights = arena + Shape::STAGES * Shape::X + ring.stage * Shape::WEIGHTS +
+                                      (T == BF16 ? place : thread * 16);
 #pragma unroll
                 for (int k = 0; k < ALL / 128; k++) copy_16(to_weights + k * 2048, weights + word[k]);
                 if (ALL % 128 > thread) copy_16(to_weights + ALL / 128 * 2048, weights + word[ALL / 128]);
@@ -429,9 +449,11 @@ __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf1
 }
 #endif
 
-/* Gate and up, alternating rows, and the activation: act_out in the order of fp4_column. */
-__global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, DeviceLayer l, const bf16 *normed) {
+/* Gate and up, alternating rows, and the activation: act_out in the order of column_for. */
+template <Type T>
+__global__ void __launch_bounds__(ExpertShape<T>::THREADS, 1) up_wgmma(Work w, DeviceLayer l, const bf16 *normed) {
 #if HOPPER
+    typedef ExpertShape<T> Shape;
     auto store = [&](const float *c, int e, int row, const int *list, int n, uint8_t *room) {
         int thread = threadIdx.x % 128, warp = thread / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
         bool odd = g % 2; /* this lane has rows of up, and takes the odd one of two tokens */
@@ -447,25 +469,26 @@ __global__ void __launch_bounds__(ExpertShape::THREADS, 1) up_wgmma(Work w, Devi
         for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
             int i = j % 2;
             float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
-            float value = activation(SWIGLU_CLAMPED, w.act_limit, (odd ? other : own) + bias[i].x,
+            float value = activation(T == MXFP4 ? SWIGLU_CLAMPED : w.act, w.act_limit, (odd ? other : own) + bias[i].x,
                                      (odd ? own : other) + bias[i].y, true);
             int column = warp * 8 + i * 4 + g / 2;
-            out[(j / 2 * 8 + 2 * t + odd) * ExpertShape::PITCH + fp4_column(column) / 8 * 4 + fp4_column(column) % 4] =
-                (bf16)value;
+            if (T == MXFP4) column = fp4_column(column) / 8 * 4 + fp4_column(column) % 4;
+            out[(j / 2 * 8 + 2 * t + odd) * Shape::PITCH + column] = (bf16)value;
         }
         sync_warpgroup();
-        for (int i = 0; i < 4; i++) /* 32 columns are four of every eight in the order of fp4_column */
+        constexpr int APART = T == MXFP4 ? 8 : 4; /* 32 columns are four of every eight in the order of fp4_column */
+        for (int i = 0; i < 4; i++)
             if (choice[i / 2] >= 0)
-                *(uint2 *)((bf16 *)w.act_out + (size_t)choice[i / 2] * w.act_pitch + fp4_column((row - warp * 16) / 2) +
-                           t * 16 + i % 2 * 8) =
-                    *(const uint2 *)(out + (thread / 4 + i / 2 * 32) * ExpertShape::PITCH + t * 8 + i % 2 * 4);
+                *(uint2 *)((bf16 *)w.act_out + (size_t)choice[i / 2] * w.act_pitch +
+                           column_for<T>((row - warp * 16) / 2) + (t * 2 + i % 2) * APART) =
+                    *(const uint2 *)(out + (thread / 4 + i / 2 * 32) * Shape::PITCH + (t * 2 + i % 2) * 4);
         sync_warpgroup();
     };
-    multiply_experts_wgmma(w, l.up, normed, w.normed_pitch, w.top_k, store);
+    multiply_experts_wgmma<T>(w, l.up, normed, w.normed_pitch, w.top_k, store);
 #endif
 }
 
-__global__ void __launch_bounds__(ExpertShape::THREADS, 1) down_wgmma(Work w, DeviceLayer l) {
+template <Type T> __global__ void __launch_bounds__(ExpertShape<T>::THREADS, 1) down_wgmma(Work w, DeviceLayer l) {
 #if HOPPER
     auto store = [&](const float *c, int e, int row, const int *list, int n, uint8_t *) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -480,6 +503,6 @@ __global__ void __launch_bounds__(ExpertShape::THREADS, 1) down_wgmma(Work w, De
             if (mine >= 0) out[0] = c[j / 2 * 4 + j % 2] + low, out[8] = c[j / 2 * 4 + 2 + j % 2] + high;
         }
     };
-    multiply_experts_wgmma(w, l.down, (const bf16 *)w.act_out, w.act_pitch, 1, store);
+    multiply_experts_wgmma<T>(w, l.down, (const bf16 *)w.act_out, w.act_pitch, 1, store);
 #endif
 }
