@@ -838,7 +838,7 @@ bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int to
 /* Fills a Step from a Batch, and in the Pass what the host has to know. */
 void fill_step(const Step &s, Pass *a) {
     const Batch *b = a->batch;
-    const int tile = tile_tokens(a->w);
+    const int tile = tile_tokens(a);
     s.header[0] = b->max_pages;
     s.header[1] = a->gpu->turn % 3;
     memcpy(s.slot, b->slot, b->seqs * sizeof(int));

@@ -266,7 +266,7 @@ bool forward(Pass *a, Error *e);
 bool head(Pass *a, int first, int n, Error *e);
 bool draw_tokens(const Pass *a, int first, int n, Error *e);
 /* Tokens of a prompt that attention takes at once. */
-int tile_tokens(const Work &w);
+int tile_tokens(const Pass *a);
 
 /* ---- card.cu ---- */
 
@@ -283,8 +283,8 @@ bool prepare(Gpu *gpu, Error *e);
 void close(Gpu *gpu);
 /* Up to MAX_DECODE tokens, from the Step as it lies in the host's memory to the logits of its rows. */
 bool decode(Pass *a, uint8_t *staged, Error *e);
-/* Attention of a step's tiles, where `attends` says so. */
-bool attends(const Pass *a, const DeviceLayer &l);
+/* Attention of a step's tiles, where tile_rows is not 0: a tile has so many rows, each a token and a head. */
+int tile_rows(const Pass *a);
 cudaError_t attend(const Pass *a, const DeviceLayer &l);
 /* The products of a step's experts, to w.down, where job_size is not 0. It is the max number of choices of a job. */
 int job_size(const Pass *a, const DeviceLayer &l);

@@ -1135,12 +1135,14 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
 }
 
 /* A warp's state for 16 rows of a prompt, each a token and a query head: lane 4g + t has rows g and g + 8. */
-template <int D, int KEYS> struct TileState {
+template <int D, int KEYS, bool IN_ORDER = false> struct TileState {
     float max_score[2] = {NO_SCORE, NO_SCORE}, total[2] = {},
           sum[D / 8][4] = {}; /* dimensions 8i + 2t, + 1 of either row */
 
-    /* Where key n of tile j of 8 lies among KEYS: as in Slab. */
-    __device__ static int key_of(int j, int n) { return j / 2 * SLAB_KEYS + n / 2 * 4 + j % 2 * 2 + n % 2; }
+    /* Where key n of tile j of 8 lies among KEYS: as in Slab, or in order. */
+    __device__ static int key_of(int j, int n) {
+        return IN_ORDER ? j * 8 + n : j / 2 * SLAB_KEYS + n / 2 * 4 + j % 2 * 2 + n % 2;
+    }
     __device__ static void limit(float (&score)[KEYS / 8][4], float scale, float cap) {
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) score[i / 4][i % 4] = capped(score[i / 4][i % 4] * scale, cap);
@@ -1181,6 +1183,20 @@ template <int D, int KEYS> struct TileState {
     __device__ static uint4 shares_of(const float (&share)[KEYS / 8][4], int slab) {
         const float(&a)[4] = share[2 * slab], (&b)[4] = share[2 * slab + 1];
         return {pack(a[0], a[1]), pack(a[2], a[3]), pack(b[0], b[1]), pack(b[2], b[3])};
+    }
+    /* Stores the result of the lane's row g (r = 0) or g + 8, which is number `row` of a tile of n tokens. */
+    __device__ void store_row(const Work &w, const DeviceLayer &l, int r, int row, int token, int n, int head) const {
+        const int group = w.n_heads / w.n_kv_heads, h = head * group + row % group;
+        float all = total[r] + __shfl_xor_sync(~0u, total[r], 1);
+        all += __shfl_xor_sync(~0u, all, 2);
+        float sink = l.sinks ? l.sinks[h] * LOG2E : -INFINITY, top = fmaxf(max_score[r], sink),
+              factor = exp2f(max_score[r] - top);
+        factor /= all * factor + exp2f(sink - top); /* a sink joins the softmax, without a value */
+        if (row / group >= n) return;
+        const size_t out = (size_t)(token + row / group) * w.attn_pitch + h * D + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int d = 0; d < D / 8; d++)
+            store_pair_as(l.o.type, w.attn, out + d * 8, sum[d][2 * r] * factor, sum[d][2 * r + 1] * factor);
     }
 };
 
@@ -1294,20 +1310,7 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
         }
     }
 #pragma unroll
-    for (int i = 0; i < 2 * M; i++) {
-        const int row = row0 + i * 8 + g, h = head * group + row % group, r = i % 2;
-        const TileState<D, KEYS> &of = state[i / 2];
-        float all = of.total[r] + __shfl_xor_sync(~0u, of.total[r], 1);
-        all += __shfl_xor_sync(~0u, all, 2);
-        float sink = l.sinks ? l.sinks[h] * LOG2E : -INFINITY, top = fmaxf(of.max_score[r], sink),
-              factor = exp2f(of.max_score[r] - top);
-        factor /= all * factor + exp2f(sink - top); /* a sink joins the softmax, without a value */
-        if (row / group >= n) continue;
-        const size_t out = (size_t)(token + row / group) * w.attn_pitch + h * w.head_dim + 2 * t;
-#pragma unroll
-        for (int d = 0; d < D / 8; d++)
-            store_pair_as(l.o.type, w.attn, out + d * 8, of.sum[d][2 * r] * factor, of.sum[d][2 * r + 1] * factor);
-    }
+    for (int i = 0; i < 2 * M; i++) state[i / 2].store_row(w, l, i % 2, row0 + i * 8 + g, token, n, head);
 }
 
 /* Attention for any head size, for F32 and for latents, without tensor cores: a block has a token (blockIdx.x) and a
@@ -1598,7 +1601,7 @@ template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &
     typedef AttentionShape<D> Shape;
     cudaError_t error = launch_queries<D>(a, l);
     if (error || !a->tiles) return error;
-    if (fast::attends(a, l)) return fast::attend(a, l);
+    if (fast::tile_rows(a)) return fast::attend(a, l);
     return launch(a->gpu, attention_tiled<D>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w,
                   a->s, l);
 }
@@ -1709,7 +1712,8 @@ bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
 bool multiply_experts(const Pass *a, const DeviceLayer &l, int job_size, Error *e) {
     const Work &w = a->w;
     const bool single = !job_size;
-    const int choices = a->tokens * w.top_k, jobs = single ? choices : std::min(w.n_experts, choices) + choices / job_size;
+    const int choices = a->tokens * w.top_k,
+              jobs = single ? choices : std::min(w.n_experts, choices) + choices / job_size;
     Product up = product_of(a, l.up, NULL, 0), down = product_of(a, l.down, w.act_out, w.act_pitch);
     if (single)
         up.router = down.router = router_of(a, l);
@@ -1755,7 +1759,7 @@ void plan(Gpu *, Plan *) {}
 bool prepare(Gpu *, Error *) { return true; }
 void close(Gpu *) {}
 bool decode(Pass *, uint8_t *, Error *) { return false; }
-bool attends(const Pass *, const DeviceLayer &) { return false; }
+int tile_rows(const Pass *) { return 0; }
 cudaError_t attend(const Pass *, const DeviceLayer &) { return cudaErrorNotSupported; }
 int job_size(const Pass *, const DeviceLayer &) { return 0; }
 bool experts(const Pass *, const DeviceLayer &, Error *) { return false; }
@@ -1814,7 +1818,8 @@ bool draw_tokens(const Pass *a, int first, int n, Error *e) {
     return true;
 }
 
-int tile_tokens(const Work &w) {
-    return std::max(1, (w.head_dim == 256 ? AttentionShape<256>::ROWS : AttentionShape<128>::ROWS) * w.n_kv_heads /
-                           w.n_heads);
+int tile_tokens(const Pass *a) {
+    const int plain = a->w.head_dim == 256 ? AttentionShape<256>::ROWS : AttentionShape<128>::ROWS;
+    const int annex = fast::tile_rows(a), rows = annex ? annex : plain;
+    return std::max(1, rows * a->w.n_kv_heads / a->w.n_heads);
 }

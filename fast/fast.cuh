@@ -226,9 +226,9 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
 
 /* ---- prefill ---- */
 
-bool attends(const Pass *a, const DeviceLayer &l) {
-    return a->gpu->wgmma && a->tokens >= 256 && (a->w.head_dim == 64 || a->w.head_dim == 128) && !a->w.attn_cap &&
-           type_for(l.o) == BF16;
+int tile_rows(const Pass *a) {
+    if (!a->gpu->wgmma || a->tokens < 256 || a->w.attn_cap) return 0;
+    return a->w.head_dim == 64 ? WgmmaAttention<64>::ROWS : a->w.head_dim == 128 ? WgmmaAttention<128>::ROWS : 0;
 }
 template <int D> cudaError_t launch_wgmma(const Pass *a, const DeviceLayer &l) {
     typedef WgmmaAttention<D> Shape;

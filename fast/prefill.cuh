@@ -33,19 +33,19 @@ template <Type T> __host__ __device__ inline int column_for(int c) { return T ==
 
 /* c (64, N) += a (64, 16) times the 16 inner indices of N columns that `b` names, bf16. Warp w of four holds rows
  * 16w .. 16w + 15 of a and c, dealt to its lanes as mma deals them. It runs asynchronously: see wgmma_done(). */
-template <int N> __device__ inline void wgmma(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b) {
+template <int N> __device__ inline void wgmma(float (&c)[N / 2], uint4 a, uint64_t b) {
     if constexpr (N == 64)
         asm volatile(WGMMA_TO(64) "{" TO_31 "},{%32,%33,%34,%35},%36,1,1,1,0;"
                      : SUMS_32(0)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                     : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
     else if constexpr (N == 128)
         asm volatile(WGMMA_TO(128) "{" TO_63 "},{%64,%65,%66,%67},%68,1,1,1,0;"
                      : SUMS_32(0), SUMS_32(32)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                     : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
     else
         asm volatile(WGMMA_TO(192) "{" TO_95 "},{%96,%97,%98,%99},%100,1,1,1,0;"
                      : SUMS_32(0), SUMS_32(32), SUMS_32(64)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                     : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
 /* The same with the rows of a in shared memory, like columns; without `add` it overwrites c. */
 __device__ inline void wgmma(float (&c)[32], uint64_t a, uint64_t b, int add) {
@@ -111,38 +111,16 @@ struct CopyRing {
 /* ---- attention ---- */
 
 template <int D> struct WgmmaAttention {
-    static constexpr int WARPGROUPS = 2, THREADS = WARPGROUPS * 128;
+    static constexpr int WARPGROUPS = D == 64 ? 2 : 3, ROWS = WARPGROUPS * 64, THREADS = WARPGROUPS * 128;
     static constexpr int BLOCKS = D == 64 ? 2 : 1;             /* on a multiprocessor at once */
     static constexpr int STAGES = 5, STAGE = 2 * D * PAGE * 2; /* bytes of a page's keys and values */
+    static constexpr int COPIERS = 256;                        /* threads that fetch pages */
     static constexpr int AHEAD = 3;         /* pages in flight; the other stages let the warps drift apart */
     static constexpr int QUERIES = D * 128; /* bytes of a warpgroup's 64 rows */
     static constexpr int SHARED = STAGES * (STAGE + 16) + WARPGROUPS * QUERIES;
 };
 
 #if HOPPER
-/* Updates the maximum score of a row (g, or g + 8 with r = 1); returns the factor by which its earlier sums shrink.
- * Sets `shift`, which is subtracted from scores times `scale`. */
-__device__ inline float update_max(const float (&score)[32], int r, float scale, float &max_score, float &shift) {
-    float now = max_score;
-    for (int j = 0; j < 16; j++) now = fmaxf(now, score[j / 2 * 4 + r * 2 + j % 2]);
-    now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
-    now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-    shift = now == -INFINITY ? 0 : now * scale; /* -INFINITY: nothing seen yet */
-    float factor = exp2_quick(max_score * scale - shift);
-    max_score = now;
-    return factor;
-}
-/* Turns scores into softmax shares, in wgmma's order of rows, and adds them to `total`. */
-__device__ inline void shares_of(const float (&score)[32], float scale, const float (&shift)[2],
-                                 uint32_t (&share)[4][4], float (&total)[2]) {
-#pragma unroll
-    for (int j = 0; j < 32; j += 2) {
-        int r = j / 2 % 2;
-        float a = exp2_quick(score[j] * scale - shift[r]), b = exp2_quick(score[j + 1] * scale - shift[r]);
-        total[r] += a + b;
-        share[j / 8][j / 2 % 4] = pack(a, b);
-    }
-}
 /* Copies a warpgroup's queries, rows 64 mine .. 64 mine + 63. Missing rows alias the last token's. */
 template <int D>
 __device__ __forceinline__ void copy_queries(const Work &w, uint8_t *queries, int mine, int group, int head, int token,
@@ -154,46 +132,27 @@ __device__ __forceinline__ void copy_queries(const Work &w, uint8_t *queries, in
         copy_16(queries + c / 8 * PANEL + panel_byte(r, c % 8), (const bf16 *)w.q + from * D + c * 8);
     }
 }
-/* Stores a row's result, the lane's rows g (r = 0) or g + 8, with the sink. */
-template <int D>
-__device__ __forceinline__ void store_row(const Work &w, const DeviceLayer &l, const float (&sum)[D / 64][32],
-                                          float max_score, float total, float scale, int r, int row, int t, int group,
-                                          int head, int token, int n) {
-    float all = total + __shfl_xor_sync(~0u, total, 1);
-    all += __shfl_xor_sync(~0u, all, 2);
-    int h = head * group + row % group, from = row / group;
-    float sink = l.sinks ? l.sinks[h] * LOG2E : -INFINITY, top = fmaxf(max_score * scale, sink);
-    float factor = exp2f(max_score * scale - top);
-    all = all * factor + (l.sinks ? exp2f(sink - top) : 0);
-    if (from >= n) return;
-    bf16 *out = (bf16 *)w.attn + (size_t)(token + from) * w.attn_pitch + h * D + 2 * t;
-    for (int j = 0; j < D / 8; j++) {
-        const float *pair = sum[j / 8] + j % 8 * 4 + 2 * r;
-        *(uint32_t *)(out + j * 8) = pack(pair[0] * factor / all, pair[1] * factor / all);
-    }
-}
 #endif
 
 /* Attention of neighbouring tokens (blockIdx.y: a tile of them, the last first, since it sees most) and all query heads
  * that share a key/value head (blockIdx.x). A row is a token and query head; a warpgroup's 64 rows of queries stay in
- * shared memory while pages of keys and values pass through it. Every thread fetches its share of a page AHEAD pages
- * before it is used. Softmax as in attention_tiled. Pages that all rows of a warpgroup see whole are not masked, and
- * sums are scaled only when a row's maximum has grown. */
+ * shared memory while pages of keys and values pass through it. A copier fetches its share of a page AHEAD pages
+ * before it is used. Pages that all rows of a warpgroup see whole are not masked. */
 template <int D>
 __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>::BLOCKS)
     attention_wgmma(Work w, Step s, DeviceLayer l) {
 #if HOPPER
     typedef WgmmaAttention<D> Shape;
     extern __shared__ __align__(1024) uint8_t arena[];
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = blockIdx.x, tile = gridDim.y - 1 - blockIdx.y;
+    int head = blockIdx.x, tile = gridDim.y - 1 - blockIdx.y;
     CopyRing ring((Barrier *)(arena + Shape::STAGES * Shape::STAGE + Shape::WARPGROUPS * Shape::QUERIES), Shape::STAGES,
-                  Shape::THREADS, Shape::WARPGROUPS * 4),
+                  Shape::COPIERS, Shape::WARPGROUPS * 4),
         next = ring;
     wait_previous();
     launch_next();
     int token = s.tile[2 * tile], n = s.tile[2 * tile + 1], position = s.position[token],
         group = w.n_heads / w.n_kv_heads, end = position + n - 1;
-    int begin = l.window && position >= l.window ? (position - l.window + 1) / PAGE : 0, coming = begin;
+    int begin = first_seen(position, l.window) / PAGE, coming = begin;
     const int *pages = s.page + (size_t)s.seq[token] * s.header[0];
     int page = pages[begin], column = threadIdx.x % 8;
     const bf16 *from_key = cache_of(w, 0, 0, head) + key_place(D, threadIdx.x / (D / 8), threadIdx.x % (D / 8) * 8),
@@ -202,23 +161,23 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
             *value = arena + D * 128 + panel_byte(threadIdx.x / 8, column);
     /* This thread's share of page `coming`. After the last token there may be a NaN, and 0 times a NaN is one. */
     auto fetch = [&] {
-        if (coming > end / PAGE) return;
+        if (coming > end / PAGE || (Shape::THREADS > Shape::COPIERS && threadIdx.x >= Shape::COPIERS)) return;
         size_t skip = page * page_size(w);
         int at = next.stage * Shape::STAGE, seen = 2 * (end + 1 - coming * PAGE) - column * 16;
         if (coming < end / PAGE) page = pages[coming + 1];
         next.wait_empty();
 #pragma unroll
-        for (int k = 0; k < PAGE * D / 8 / Shape::THREADS; k++) {
-            copy_16(key + at + k * (Shape::THREADS / (D / 8)) * 128, from_key + skip + k * Shape::THREADS * 8);
-            copy_16(value + at + k * (Shape::THREADS / 8) * 128,
-                    from_value + skip + k * (Shape::THREADS / 8) * SLAB_KEYS, max(0, min(16, seen)));
+        for (int k = 0; k < PAGE * D / 8 / Shape::COPIERS; k++) {
+            copy_16(key + at + k * (Shape::COPIERS / (D / 8)) * 128, from_key + skip + k * Shape::COPIERS * 8);
+            copy_16(value + at + k * (Shape::COPIERS / 8) * 128,
+                    from_value + skip + k * (Shape::COPIERS / 8) * SLAB_KEYS, max(0, min(16, seen)));
         }
         next.arrive_on_copies();
         next.advance();
         coming++;
     };
-    int mine = threadIdx.x / 128, low = position + min(mine * 64 / group, n - 1),
-        high = position + min((mine * 64 + 63) / group, n - 1);
+    auto position_of = [&](int row) { return position + min(row / group, n - 1); };
+    int mine = threadIdx.x / 128, lowest = position_of(mine * 64), highest = position_of(mine * 64 + 63);
     uint8_t *queries = arena + Shape::STAGES * Shape::STAGE + mine * Shape::QUERIES;
     copy_queries<D>(w, queries, mine, group, head, token, n);
     copies_end();
@@ -227,14 +186,11 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
     fence_proxies(); /* as in wait_full() */
     sync_warpgroup();
     uint64_t q = descriptor_of(queries);
-    int row = threadIdx.x / 32 * 16 + g, last[2], first[2]; /* what rows g and g + 8 see */
-    for (int r = 0; r < 2; r++) {
-        last[r] = position + min((row + 8 * r) / group, n - 1);
-        first[r] = l.window ? last[r] - l.window + 1 : 0;
-    }
-    float sum[D / 64][32] = {}, max_score[2] = {-INFINITY, -INFINITY}, total[2] = {}, scale = LOG2E * w.attn_scale;
+    int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    TileState<D, PAGE, true> state;
+    auto sums = [&](int u) -> float(&)[32] { return *reinterpret_cast<float(*)[32]>(state.sum[8 * u]); };
     for (int i = begin; i <= end / PAGE; i++, ring.advance()) {
-        float score[32];
+        float tiles[PAGE / 8][4], (&score)[32] = *reinterpret_cast<float(*)[32]>(tiles);
         fetch();
         ring.wait_full();
         uint64_t keys = descriptor_of(arena + ring.stage * Shape::STAGE), values = keys + D * 128 / 16;
@@ -245,30 +201,21 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
         wgmma_end();
         wgmma_done<0>();
         wgmma_settle(score);
-        if (i * PAGE + PAGE - 1 > low || (l.window && i * PAGE <= high - l.window))
-            for (int j = 0; j < 32; j++) {
-                int p = i * PAGE + j / 4 * 8 + 2 * t + j % 2, r = j / 2 % 2;
-                if (p > last[r] || p < first[r]) score[j] = -INFINITY;
-            }
-        float shift[2], factor[2];
-        for (int r = 0; r < 2; r++)
-            factor[r] = update_max(score, r, scale, max_score[r], shift[r]), total[r] *= factor[r];
-        if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1))
-            for (int u = 0; u < D / 64; u++)
-                for (int j = 0; j < 32; j++) sum[u][j] *= factor[j / 2 % 2];
-        uint32_t share[4][4];
-        shares_of(score, scale, shift, share, total);
+        if (i * PAGE + PAGE - 1 > lowest || (l.window && i * PAGE <= highest - l.window))
+            state.mask(tiles, i * PAGE, {position_of(row), position_of(row + 8)}, l.window);
+        state.softmax(tiles, LOG2E * w.attn_scale);
+        uint4 share[SLABS];
+        for (int k = 0; k < SLABS; k++) share[k] = state.shares_of(tiles, k);
         wgmma_begin();
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            for (int u = 0; u < D / 64; u++) wgmma<64>(sum[u], share[k], values + u * (PANEL / 16) + k * 2);
+        for (int k = 0; k < SLABS; k++)
+            for (int u = 0; u < D / 64; u++) wgmma<64>(sums(u), share[k], values + u * (PANEL / 16) + k * 2);
         wgmma_end();
         wgmma_done<0>();
-        for (int u = 0; u < D / 64; u++) wgmma_settle(sum[u]);
+        for (int u = 0; u < D / 64; u++) wgmma_settle(sums(u));
         ring.leave();
     }
-    for (int r = 0; r < 2; r++)
-        store_row<D>(w, l, sum, max_score[r], total[r], scale, r, row + 8 * r, t, group, head, token, n);
+    for (int r = 0; r < 2; r++) state.store_row(w, l, r, row + 8 * r, token, n, head);
 #endif
 }
 
@@ -318,25 +265,19 @@ __device__ inline Sixteen fp4_to_bf16_scaled(uint32_t a, uint32_t b, uint32_t sc
 }
 
 /* This warp's 16 rows of a stage's weights, as bf16, for the four wgmma of a chunk. */
-template <Type T> __device__ inline void rows_of(const uint8_t *weights, int warp, int lane, uint32_t (&a)[4][4]) {
+template <Type T> __device__ inline void rows_of(const uint8_t *weights, int warp, int lane, uint4 (&a)[4]) {
     if constexpr (T == BF16) {
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const uint4 x = load_matrices(weights + panel_byte(warp * TILE + lane % 16, 2 * k + lane / 16));
-            a[k][0] = x.x, a[k][1] = x.y, a[k][2] = x.z, a[k][3] = x.w;
-        }
+        for (int k = 0; k < 4; k++)
+            a[k] = load_matrices(weights + panel_byte(warp * TILE + lane % 16, 2 * k + lane / 16));
     } else {
         const uint8_t *chunk = weights + warp * FP4_CHUNK;
         uint4 words = *(const uint4 *)(chunk + lane * 16);
         uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4) >> lane % 4 / 2 * 8;
         uint32_t scale = scales & 255, scale8 = scales >> 16 & 255;
         Sixteen row = fp4_to_bf16_scaled(words.x, words.y, scale), row8 = fp4_to_bf16_scaled(words.z, words.w, scale8);
-#pragma unroll
         for (int i = 0; i < 2; i++) {
             uint4 low = i ? row.high : row.low, high = i ? row8.high : row8.low;
-            uint32_t(*to)[4] = a + 2 * i;
-            to[0][0] = low.x, to[0][1] = high.x, to[0][2] = low.y, to[0][3] = high.y;
-            to[1][0] = low.z, to[1][1] = high.z, to[1][2] = low.w, to[1][3] = high.w;
+            a[2 * i] = {low.x, high.x, low.y, high.y}, a[2 * i + 1] = {low.z, high.z, low.w, high.w};
         }
     }
 }
@@ -350,7 +291,7 @@ __device__ void multiply_slice(CopyRing &ring, const uint8_t *arena, int chunks,
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float c[PANELS * 32] = {};
     for (int i = 0; i < chunks; i++, ring.advance()) {
-        uint32_t a[4][4];
+        uint4 a[4];
         ring.wait_full();
         rows_of<T>(arena + Shape::STAGES * Shape::X + ring.stage * Shape::WEIGHTS, warp, lane, a);
         uint64_t columns = descriptor_of(arena + ring.stage * Shape::X);
@@ -429,9 +370,9 @@ __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf1
             for (int chunk = 0; chunk < chunks; chunk++, weights += WORDS, rows += CHUNK / 8, ring.advance()) {
                 ring.wait_empty();
                 const int place = panel_byte(thread / 8, thread % 8);
-                uint8_t *to = arena + ring.stage * Shape::X + place,
-                        *to_weights = arena + Shape::STAGES * Shape::X + ring.stage * Shape::WEIGHTS +
-                                      (T == BF16 ? place : thread * 16);
+                uint8_t *to = arena + ring.stage * Shape::X + place, *to_weights = arena + Shape::STAGES * Shape::X +
+                                                                                   ring.stage * Shape::WEIGHTS +
+                                                                                   (T == BF16 ? place : thread * 16);
 #pragma unroll
                 for (int k = 0; k < ALL / 128; k++) copy_16(to_weights + k * 2048, weights + word[k]);
                 if (ALL % 128 > thread) copy_16(to_weights + ALL / 128 * 2048, weights + word[ALL / 128]);

@@ -514,20 +514,30 @@ static void contexts_of_20b_agree(void) {
     checkpoint_close(&c);
 }
 
-#define DENSE(HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM)                                                                \
-    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"num_hidden_layers\":%d,\"vocab_size\":%d,"   \
-    "\"hidden_size\":" HIDDEN ",\"intermediate_size\":" INNER ",\"hidden_act\":\"silu\",\"max_position_embeddings\""   \
+#define LLAMA   "\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\""
+#define MISTRAL "\"architectures\":[\"MistralForCausalLM\"],\"model_type\":\"mistral\",\"sliding_window\":300"
+#define DENSE(FAMILY, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM)                                                        \
+    "{" FAMILY ",\"num_hidden_layers\":%d,\"vocab_size\":%d,\"hidden_size\":" HIDDEN ",\"intermediate_size\":" INNER   \
+    ",\"hidden_act\":\"silu\",\"max_position_embeddings\""                                                             \
     ":8192,\"rms_norm_eps\":1e-05,\"rope_theta\":10000,\"attention_bias\":false,\"mlp_bias\":false,"                   \
     "\"tie_word_embeddings\":false,\"num_attention_heads\":" HEADS ",\"num_key_value_heads\":" KV_HEADS                \
     ",\"head_dim\":" HEAD_DIM "}"
-static void shapes_dense_64(void) { shapes_pass(DENSE("768", "1152", "12", "3", "64"), 3, 1, NULL); }
-static void shapes_dense_128(void) { shapes_pass(DENSE("768", "1152", "16", "2", "128"), 3, 1, NULL); }
+/* With the attention of fast/ and with plain's, which take other tiles. */
+static void shapes_both_ways(const char *config, double share) {
+    for (int i = 0; i < 2; i++) plain = i, shapes_pass(config, 3, share, NULL);
+    plain = false;
+}
+static void shapes_dense_64(void) { shapes_both_ways(DENSE(LLAMA, "768", "1152", "12", "3", "64"), 1); }
+static void shapes_dense_128(void) {
+    shapes_both_ways(DENSE(LLAMA, "768", "1152", "16", "2", "128"), 1);
+    shapes_both_ways(DENSE(MISTRAL, "768", "1152", "6", "2", "128"), 1);
+}
 
 /* Matrices of more than 16 MB, and of so many rows that tiles of 64 tokens fill the card: way_of() has limits there. */
 static void shapes_wide(void) {
     const char *encodings[] = {NULL, "f16", "fp8", "gptq4", "q4_1", "q8_0", "q5_k", "q6_k"};
     for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++)
-        shapes_pass(DENSE("512", "8448", "8", "2", "64"), 2, 1, encodings[i]);
+        shapes_pass(DENSE(LLAMA, "512", "8448", "8", "2", "64"), 2, 1, encodings[i]);
 }
 
 /* Experts in 16 bits and in every type of codes on the card. From 21 tokens on (17, where all eight are chosen) codes
@@ -540,7 +550,9 @@ static void shapes_wide(void) {
     "\"num_key_value_heads\":2,\"head_dim\":64,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"              \
     "\"rms_norm_eps\":1e-06,\"rope_theta\":10000,\"tie_word_embeddings\":false}"
 static void shapes_experts(void) {
-    const char *encodings[] = {NULL, "f16", "fp8", "int8", "gptq4", "q4_1", "q8_0", "q5_k", "q6_k"};
+    const char *encodings[] = {"f16", "fp8", "int8", "gptq4", "q4_1", "q8_0", "q5_k", "q6_k"};
+    shapes_both_ways(EXPERTS("2"), 0.5);
+    shapes_both_ways(EXPERTS("8"), 1);
     for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) {
         shapes_pass(EXPERTS("2"), 2, 0.5, encodings[i]);
         shapes_pass(EXPERTS("8"), 2, 1, encodings[i]);
@@ -925,7 +937,7 @@ int main(void) {
     run("gpu: fast and plain agree for 256 streams, gpt-oss-20b's shapes", streams_agree_with_plain);
     run("gpu: the reference, fast and plain agree at every stage, gpt-oss-20b's shapes", stages_of_20b_pass);
     run("gpu: prompts of 1 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
-    run("gpu: prompts of 1 to 5,000 tokens, 8 heads of 128 share keys", shapes_dense_128);
+    run("gpu: prompts of 1 to 5,000 tokens, 8 and 3 heads of 128 share keys", shapes_dense_128);
     run("gpu: prompts of 1 to 5,000 tokens, wide matrices in 16 bits and in codes", shapes_wide);
     run("gpu: prompts of 1 to 5,000 tokens, experts in 16 bits and in codes", shapes_experts);
     run("gpu: prompts of 1 to 5,000 tokens, latent attention", shapes_latent);
