@@ -232,8 +232,9 @@ struct Gpu {
     unsigned turn = 0;
     int outstanding = 0;
     uint64_t experts_read = 0; /* by steps that do not count them on the card */
-    bool wgmma = false;        /* whether the annex may compute prompts on this card ... */
-    fast::State *fast = NULL;  /* ... and decode steps of this model, or NULL, ... */
+    bool wgmma = false;        /* the annex may compute prompts on this card */
+    bf16 *ordered;             /* (tokens, normed_pitch) Work::normed in the order of the annex's experts */
+    fast::State *fast = NULL;  /* the annex for this model's decode steps, or NULL ... */
     bool decodes = false;      /* ... and whether it computes this step, except embedding and draw */
 };
 constexpr size_t PRODUCT_ROOM = 32 << 20;

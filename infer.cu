@@ -1480,32 +1480,33 @@ template <Type T> cudaError_t launch_any(const Gpu *gpu, const Product &p, int j
     if (job_size <= 16) return launch_tiled<T, 1, 3>(gpu, p, jobs);
     return job_size <= 32 ? launch_tiled<T, 2, 3>(gpu, p, jobs) : launch_tiled<T, 4, 2>(gpu, p, jobs);
 }
-/* The one table from types of weights to instances. job_size is the max number of choices of a job; without jobs 8
- * stands for `product` and 64 for product_tiled. */
-cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int job_size, int jobs) {
-    switch (p.w.type) {
-    case BF16: return launch_any<BF16>(gpu, p, job_size, jobs);
-    case F16: return launch_any<F16>(gpu, p, job_size, jobs);
-    case MXFP4: return launch_any<MXFP4>(gpu, p, job_size, jobs);
-    case FP8: return launch_any<FP8>(gpu, p, job_size, jobs);
-    case PACKED4: return launch_any<PACKED4>(gpu, p, job_size, jobs);
-    case Q4_1: return launch_any<Q4_1>(gpu, p, job_size, jobs);
-    case Q8_0: return launch_any<Q8_0>(gpu, p, job_size, jobs);
-    case Q5_K: return launch_any<Q5_K>(gpu, p, job_size, jobs);
-    case Q6_K: return launch_any<Q6_K>(gpu, p, job_size, jobs);
+/* The one table from types of weights to instances: f receives the type as a constant. */
+template <class F> cudaError_t with_type(Type type, F f) {
+    switch (type) {
+    case BF16: return f(std::integral_constant<Type, BF16>());
+    case F16: return f(std::integral_constant<Type, F16>());
+    case MXFP4: return f(std::integral_constant<Type, MXFP4>());
+    case FP8: return f(std::integral_constant<Type, FP8>());
+    case PACKED4: return f(std::integral_constant<Type, PACKED4>());
+    case Q4_1: return f(std::integral_constant<Type, Q4_1>());
+    case Q8_0: return f(std::integral_constant<Type, Q8_0>());
+    case Q5_K: return f(std::integral_constant<Type, Q5_K>());
+    case Q6_K: return f(std::integral_constant<Type, Q6_K>());
     default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
     }
+}
+/* job_size is the max number of choices of a job; without jobs 8 stands for `product` and 64 for product_tiled. */
+cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int job_size, int jobs) {
+    return with_type(p.w.type, [&](auto type) { return launch_any<type>(gpu, p, job_size, jobs); });
 }
 
 /* A matrix as bf16, in gpu->decoded. */
 cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m) {
-    auto kernel = m.type == FP8       ? decode_to_bf16<FP8>
-                  : m.type == PACKED4 ? decode_to_bf16<PACKED4>
-                  : m.type == Q4_1    ? decode_to_bf16<Q4_1>
-                  : m.type == Q8_0    ? decode_to_bf16<Q8_0>
-                  : m.type == Q5_K    ? decode_to_bf16<Q5_K>
-                                      : decode_to_bf16<Q6_K>;
-    return launch(gpu, kernel, (m.tiles() * (m.stride / CHUNK) + 7) / 8, 256, 0, m, gpu->decoded);
+    return with_type(m.type, [&](auto type) {
+        if constexpr (is_coded(type))
+            return launch(gpu, decode_to_bf16<type>, (m.tiles() * (m.stride / CHUNK) + 7) / 8, 256, 0, m, gpu->decoded);
+        return cudaErrorNotSupported;
+    });
 }
 
 /* Computes w.normed for matrix `next`, unless a->normed says that it is ready. */

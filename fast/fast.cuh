@@ -83,7 +83,6 @@ struct State {
     DecodeLayer *layers;           /* (n_layers) on the card */
     float *columns;                /* (n_layers, dim, n_experts): see DecodeLayer */
     Layout layout[MAX_DECODE + 1]; /* by tokens */
-    bf16 *normed;                  /* (tokens, normed_pitch) Work::normed in the order of fp4_column */
 };
 
 void open(Gpu *gpu) {
@@ -96,6 +95,9 @@ void close(Gpu *gpu) { delete gpu->fast; }
 
 /* Lays out the buffers. */
 void plan(Gpu *gpu, Plan *p) {
+    if (gpu->wgmma && gpu->model.n_experts)
+        gpu->ordered = p->take<bf16>((size_t)gpu->limits.max_tokens * gpu->work.normed_pitch);
+    if (!gpu->fast) return;
     State *f = gpu->fast;
     DecodeWork &w = f->work;
     const size_t layers = gpu->model.n_layers, dim = gpu->model.dim, experts = gpu->model.n_experts;
@@ -111,7 +113,6 @@ void plan(Gpu *gpu, Plan *p) {
     w.barrier = p->take<unsigned long long>(1);
     f->layers = p->take<DecodeLayer>(layers);
     f->columns = p->take<float>(layers * dim * experts);
-    f->normed = p->take<bf16>((size_t)gpu->limits.max_tokens * w.normed_pitch);
     f->step =
         step_at(p->take<uint8_t>(StepArgument::BYTES + MAX_DECODE * gpu->max_pages * sizeof(int)), MAX_DECODE, &bytes);
 }
@@ -230,45 +231,49 @@ int tile_rows(const Pass *a) {
     if (!a->gpu->wgmma || a->tokens < 256 || a->w.attn_cap) return 0;
     return a->w.head_dim == 64 ? WgmmaAttention<64>::ROWS : a->w.head_dim == 128 ? WgmmaAttention<128>::ROWS : 0;
 }
-template <int D> cudaError_t launch_wgmma(const Pass *a, const DeviceLayer &l) {
+template <int D> cudaError_t launch_tiles(const Pass *a, const DeviceLayer &l) {
     typedef WgmmaAttention<D> Shape;
     return launch(a->gpu, attention_wgmma<D>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w,
                   a->s, l);
 }
 cudaError_t attend(const Pass *a, const DeviceLayer &l) {
-    return a->w.head_dim == 64 ? launch_wgmma<64>(a, l) : launch_wgmma<128>(a, l);
+    return a->w.head_dim == 64 ? launch_tiles<64>(a, l) : launch_tiles<128>(a, l);
 }
 
 /* An expert needs enough tokens, in a step of prompts or of many streams. */
 int job_size(const Pass *a, const DeviceLayer &l) {
+    auto can = [](const Matrix &m) { return m.type != F32 && m.type != F16 && m.cols % CHUNK == 0; };
     const bool many = a->tokens * a->w.top_k >= 32 * a->w.n_experts;
-    const bool bf16s = l.up.type == BF16 && l.down.type == BF16 && l.up.cols % CHUNK == 0 && l.down.cols % CHUNK == 0;
-    return a->gpu->wgmma && many && (a->gpu->fast || bf16s) ? CHOICES : 0;
+    return a->gpu->wgmma && many && can(l.up) && can(l.down) ? CHOICES : 0;
 }
 
-/* to = x in the order of fp4_column. A block a token. */
-__global__ void __launch_bounds__(256) order_for_wgmma(const bf16 *from, bf16 *to, int pitch) {
+/* to = x in the order of column_for. A block a token. */
+__global__ void __launch_bounds__(256) order_for_wgmma(const bf16 *from, bf16 *to, int pitch, Type type) {
     launch_next();
     wait_previous();
     for (int c = 2 * threadIdx.x; c < pitch; c += 2 * blockDim.x)
-        *(uint32_t *)(to + (size_t)blockIdx.x * pitch + fp4_column(c)) =
+        *(uint32_t *)(to + (size_t)blockIdx.x * pitch + column_for(type, c)) =
             *(const uint32_t *)(from + (size_t)blockIdx.x * pitch + c);
 }
 
-template <Type T> bool launch_experts(const Pass *a, const DeviceLayer &l, const bf16 *normed, Error *e) {
-    typedef ExpertShape<T> Shape;
-    const Work &w = a->w;
-    const size_t jobs = a->tokens * w.top_k / CHOICES + w.n_experts, shared = Shape::SHARED + jobs * sizeof(int);
-    CUDA(launch(a->gpu, up_wgmma<T>, a->gpu->sms, Shape::THREADS, shared, w, l, normed));
-    if (!tap_experts(a, l, e, column_for<T>)) return false;
-    CUDA(launch(a->gpu, down_wgmma<T>, a->gpu->sms, Shape::THREADS, shared, w, l));
-    return true;
+template <Type T, class... Args>
+cudaError_t launch_experts(const Pass *a, void (*kernel)(Work, DeviceLayer, Args...), const DeviceLayer &l,
+                           Args... args) {
+    const int jobs = a->tokens * a->w.top_k / CHOICES + a->w.n_experts;
+    return launch(a->gpu, kernel, a->gpu->sms, ExpertShape<T>::THREADS, ExpertShape<T>::SHARED + jobs * sizeof(int),
+                  a->w, l, args...);
 }
 bool experts(const Pass *a, const DeviceLayer &l, Error *e) {
-    const Work &w = a->w;
-    if (l.up.type == BF16) return launch_experts<BF16>(a, l, (const bf16 *)w.normed, e);
-    bf16 *normed = a->gpu->fast->normed;
-    CUDA(launch(a->gpu, order_for_wgmma, a->tokens, 256, 0, (const bf16 *)w.normed, normed, w.normed_pitch));
-    return launch_experts<MXFP4>(a, l, normed, e);
+    const bf16 *x = (const bf16 *)a->w.normed;
+    if (l.up.type != BF16) {
+        CUDA(launch(a->gpu, order_for_wgmma, a->tokens, 256, 0, x, a->gpu->ordered, a->w.normed_pitch, l.up.type));
+        x = a->gpu->ordered;
+    }
+    auto up = [&](auto type) { return launch_experts<type>(a, up_wgmma<type>, l, x); };
+    auto down = [&](auto type) { return launch_experts<type>(a, down_wgmma<type>, l); };
+    CUDA(with_type(l.up.type, up));
+    if (!tap_experts(a, l, e, [&](int i) { return column_for(l.down.type, i); })) return false;
+    CUDA(with_type(l.down.type, down));
+    return true;
 }
 } // namespace fast

@@ -7,11 +7,15 @@
 
 constexpr int PANEL = 64 * 128; /* bytes of 64 columns by 64 inner indices, as wgmma reads them */
 
-/* Where column c of a row of activations lies. In MXFP4 lane t holds columns 16t .. 16t + 15 of 64, but wgmma wants 2t,
- * 2t + 1, 2t + 8, 2t + 9 of every 16: so the 4 by 8 pairs of each 64 columns are transposed. */
-__host__ __device__ inline int fp4_column(int c) { return (c & ~62) | (c & 14) << 2 | (c >> 3 & 6); }
-/* The same for experts of type T. Rows of bf16 need no other order. */
-template <Type T> __host__ __device__ inline int column_for(int c) { return T == MXFP4 ? fp4_column(c) : c; }
+/* Where column c of a row that experts of this type multiply lies. wgmma wants columns 2t, 2t + 1, 2t + 8 and 2t + 9 of
+ * every 16 in lane t; an encoding's decode() gives it others, so within 64 columns the pairs change places. */
+__host__ __device__ inline int column_for(Type type, int c) {
+    if (type == BF16) return c;
+    const bool split = chunk_words(type) == 4; /* see EncodingCoded::eight() */
+    const int half = type == MXFP4 ? c >> 3 & 1 : c >> 5 & 1, second = split ? c >> 4 & 1 : c >> 2 & 1;
+    const int t = type == MXFP4 ? c >> 4 & 3 : split ? c >> 2 & 3 : c >> 3 & 3;
+    return (c & ~63) | half << 5 | second << 4 | (c & 2) << 2 | t << 1 | (c & 1);
+}
 
 #if HOPPER
 /* ---- instructions ---- */
@@ -222,16 +226,16 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
 /* ---- experts ---- */
 
 /* A slice is ROWS rows of an expert's matrix times a job's choices, at most CHOICES; a block multiplies slice after
- * slice, a chunk of 64 columns in each stage. Weights come in units: a tile's chunk of MXFP4, a row's of BF16. */
+ * slice, a chunk of 64 columns in each stage. */
 constexpr int CHOICES = 192;
 template <Type T> struct ExpertShape {
     static constexpr int WARPGROUPS = 3, ROWS = WARPGROUPS * 64, PANELS = CHOICES / 64;
-    static constexpr int THREADS = WARPGROUPS * 128 + 128; /* with the producer's */
-    static constexpr int UNIT_ROWS = T == MXFP4 ? TILE : 1, UNIT = T == MXFP4 ? FP4_CHUNK : CHUNK * 2; /* bytes */
-    static constexpr int X = PANELS * PANEL, WEIGHTS = ROWS / UNIT_ROWS * UNIT;                        /* of a chunk */
-    static constexpr int STAGES = T == MXFP4 ? 6 : 4;
-    static constexpr int PITCH = 40, OUT = 64 * PITCH * 2; /* results on their way out, of each warpgroup */
-    static constexpr int SHARED = STAGES * (X + WEIGHTS + 16) + WARPGROUPS * OUT; /* without the list of jobs */
+    static constexpr int THREADS = WARPGROUPS * 128 + 128;                 /* with the producer's */
+    static constexpr int PIECES = ROWS / TILE * Encoding<T>::PIECES;       /* of 16 bytes, of a chunk's weights */
+    static constexpr int X = PANELS * PANEL, STAGE = X + PIECES * 16 + 16; /* bytes of a stage and its barriers */
+    static constexpr int STAGES = min_of(6, (206 << 10) / STAGE);
+    static constexpr int PITCH = 40, OUT = 64 * PITCH * 2;           /* results on their way out, of each warpgroup */
+    static constexpr int SHARED = STAGES * STAGE + WARPGROUPS * OUT; /* without the list of jobs */
 };
 
 #if HOPPER
@@ -249,51 +253,26 @@ __device__ inline int sort_jobs(const Work &w, int *sorted) {
     return jobs;
 }
 
-/* Sixteen e2m1 values times their block's scale (a byte of a chunk), exactly, as bf16. */
-__device__ inline Sixteen fp4_to_bf16_scaled(uint32_t a, uint32_t b, uint32_t scale) {
-    Sixteen v = fp4_to_bf16(a, b);
-    uint32_t lift = 0x78007800, rest = (scale - 13) * 0x00800080; /* 2^113, 2^(e - 114) */
-    for (uint4 *eight : {&v.low, &v.high})
-        for (int i = 0; i < 4; i++) {
-            uint32_t &pair = (&eight->x)[i];
-            __nv_bfloat162 x =
-                __hmul2(*reinterpret_cast<__nv_bfloat162 *>(&pair), *reinterpret_cast<__nv_bfloat162 *>(&lift));
-            x = __hmul2(x, *reinterpret_cast<__nv_bfloat162 *>(&rest));
-            pair = *reinterpret_cast<uint32_t *>(&x);
-        }
-    return v;
-}
-
-/* This warp's 16 rows of a stage's weights, as bf16, for the four wgmma of a chunk. */
-template <Type T> __device__ inline void rows_of(const uint8_t *weights, int warp, int lane, uint4 (&a)[4]) {
-    if constexpr (T == BF16) {
-        for (int k = 0; k < 4; k++)
-            a[k] = load_matrices(weights + panel_byte(warp * TILE + lane % 16, 2 * k + lane / 16));
-    } else {
-        const uint8_t *chunk = weights + warp * FP4_CHUNK;
-        uint4 words = *(const uint4 *)(chunk + lane * 16);
-        uint32_t scales = *(const uint32_t *)(chunk + 512 + lane / 4 * 4) >> lane % 4 / 2 * 8;
-        uint32_t scale = scales & 255, scale8 = scales >> 16 & 255;
-        Sixteen row = fp4_to_bf16_scaled(words.x, words.y, scale), row8 = fp4_to_bf16_scaled(words.z, words.w, scale8);
-        for (int i = 0; i < 2; i++) {
-            uint4 low = i ? row.high : row.low, high = i ? row8.high : row8.low;
-            a[2 * i] = {low.x, high.x, low.y, high.y}, a[2 * i + 1] = {low.z, high.z, low.w, high.w};
-        }
-    }
-}
-
 /* A slice: this warpgroup's 64 rows, as bf16 in registers, times n choices, at most 64 PANELS. While one warpgroup
  * unpacks, the others multiply. */
 template <Type T, int PANELS, class Store>
 __device__ void multiply_slice(CopyRing &ring, const uint8_t *arena, int chunks, int expert, int row, const int *list,
                                int n, uint8_t *room, Store store) {
     typedef ExpertShape<T> Shape;
+    typedef Encoding<T> E;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float c[PANELS * 32] = {};
     for (int i = 0; i < chunks; i++, ring.advance()) {
+        typename E::Raw raw;
         uint4 a[4];
         ring.wait_full();
-        rows_of<T>(arena + Shape::STAGES * Shape::X + ring.stage * Shape::WEIGHTS, warp, lane, a);
+        E::read(raw, arena + Shape::STAGES * Shape::X + (ring.stage * Shape::PIECES + warp * E::PIECES) * 16, lane);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 low, high;
+            E::decode(raw, half, low, high);
+            a[2 * half] = {low.x, high.x, low.y, high.y}, a[2 * half + 1] = {low.z, high.z, low.w, high.w};
+        }
         uint64_t columns = descriptor_of(arena + ring.stage * Shape::X);
         wgmma_begin();
 #pragma unroll
@@ -303,6 +282,7 @@ __device__ void multiply_slice(CopyRing &ring, const uint8_t *arena, int chunks,
         ring.leave();
     }
     wgmma_settle(c);
+    for (int i = 0; i < PANELS * 32; i++) c[i] *= E::FACTOR;
 #pragma unroll
     for (int u = 0; u < PANELS; u++) store(c + u * 32, expert, row, list + u * 64, n - u * 64, room);
 }
@@ -314,22 +294,22 @@ template <Type T, class Store>
 __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide,
                                        Store store) {
     typedef ExpertShape<T> Shape;
+    typedef Encoding<T> E;
     extern __shared__ __align__(1024) uint8_t arena[];
-    uint8_t *room = arena + Shape::STAGES * (Shape::X + Shape::WEIGHTS);
+    uint8_t *room = arena + Shape::STAGES * (Shape::X + Shape::PIECES * 16);
     Barrier *barriers = (Barrier *)(room + Shape::WARPGROUPS * Shape::OUT);
     int *sorted = (int *)(barriers + 2 * Shape::STAGES), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     CopyRing ring(barriers, Shape::STAGES, 128, Shape::WARPGROUPS * 4);
     wait_previous();
     launch_next();
-    int chunks = m.stride / CHUNK, units = (m.rows + Shape::UNIT_ROWS - 1) / Shape::UNIT_ROWS,
-        high = (m.rows + Shape::ROWS - 1) / Shape::ROWS, jobs = sort_jobs(w, sorted);
-    /* A slice's expert, number of choices and first row; returns the choices. */
-    auto slice_at = [&](int i, int &e, int &n, int &row) {
+    int chunks = m.stride / CHUNK, high = (m.rows + Shape::ROWS - 1) / Shape::ROWS, jobs = sort_jobs(w, sorted);
+    /* A slice's expert, number of choices and first tile; returns the choices. */
+    auto slice_at = [&](int i, int &e, int &n, int &tile) {
         Job job = w.job[sorted[i / high]];
-        e = job.expert, n = job.n, row = i % high * Shape::ROWS;
+        e = job.expert, n = job.n, tile = i % high * (Shape::ROWS / TILE);
         return w.order + job.first;
     };
-    int e, n, row;
+    int e, n, tile;
     if (warp < Shape::WARPGROUPS * 4) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 152;"); /* the producer's: 128 * (3 * 152 + 56) = 65,536 */
         uint8_t *mine = room + warp / 4 * Shape::OUT;
@@ -338,10 +318,10 @@ __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf1
         auto take = [&](auto panels) {
             constexpr int PANELS = decltype(panels)::value;
             for (; i < jobs * high; i += gridDim.x) {
-                const int *list = slice_at(i, e, n, row);
+                const int *list = slice_at(i, e, n, tile);
                 n = __shfl_sync(~0u, n, 0);
                 if (n <= (PANELS - 1) * 64) break;
-                multiply_slice<T, PANELS>(ring, arena, chunks, e, row + warp * TILE, list, n, mine, store);
+                multiply_slice<T, PANELS>(ring, arena, chunks, e, (tile + warp) * TILE, list, n, mine, store);
             }
         };
         take(std::integral_constant<int, 3>());
@@ -349,33 +329,30 @@ __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf1
         take(std::integral_constant<int, 1>());
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        constexpr int WORDS = Shape::UNIT / 16, ALL = Shape::WEIGHTS / 16; /* of a unit; of a stage's weights */
+        constexpr int PIECES = Shape::PIECES;
         int thread = threadIdx.x % 128;
         for (int i = blockIdx.x; i < jobs * high; i += gridDim.x) {
-            const int *list = slice_at(i, e, n, row);
-            /* Where this thread's words of weights lie, and its eighths of every 16th row of x. Missing units and rows
+            const int *list = slice_at(i, e, n, tile);
+            /* Where this thread's pieces of weights lie, and its eighths of every 16th row of x. Missing tiles and rows
              * of x alias the last one. */
-            int unit = row / Shape::UNIT_ROWS;
-            uint32_t word[(ALL + 127) / 128], from[CHOICES / 16];
+            uint32_t piece[(PIECES + 127) / 128], from[CHOICES / 16];
 #pragma unroll
-            for (int k = 0; k < (ALL + 127) / 128; k++) {
+            for (int k = 0; k < (PIECES + 127) / 128; k++) {
                 int at = k * 128 + thread;
-                word[k] = min(at / WORDS, units - unit - 1) * chunks * WORDS + at % WORDS;
+                piece[k] = (uint32_t)E::piece(m, min(at / E::PIECES, m.tiles() - tile - 1), at % E::PIECES);
             }
 #pragma unroll
             for (int k = 0; k < CHOICES / 16; k++)
                 from[k] = (uint32_t)(list[min(thread / 8 + 16 * k, n - 1)] / divide) * (x_pitch / 8) + thread % 8;
-            const uint4 *weights = (const uint4 *)(m.data + (size_t)e * m.bytes + (size_t)unit * chunks * Shape::UNIT),
-                        *rows = (const uint4 *)x;
-            for (int chunk = 0; chunk < chunks; chunk++, weights += WORDS, rows += CHUNK / 8, ring.advance()) {
+            const uint8_t *weights = m.data + e * m.bytes + E::offset(m, tile, 0);
+            const uint4 *rows = (const uint4 *)x;
+            for (int chunk = 0; chunk < chunks; chunk++, weights += E::STEP, rows += CHUNK / 8, ring.advance()) {
                 ring.wait_empty();
-                const int place = panel_byte(thread / 8, thread % 8);
-                uint8_t *to = arena + ring.stage * Shape::X + place, *to_weights = arena + Shape::STAGES * Shape::X +
-                                                                                   ring.stage * Shape::WEIGHTS +
-                                                                                   (T == BF16 ? place : thread * 16);
+                uint8_t *to = arena + ring.stage * Shape::X + panel_byte(thread / 8, thread % 8),
+                        *to_weights = arena + Shape::STAGES * Shape::X + (ring.stage * PIECES + thread) * 16;
 #pragma unroll
-                for (int k = 0; k < ALL / 128; k++) copy_16(to_weights + k * 2048, weights + word[k]);
-                if (ALL % 128 > thread) copy_16(to_weights + ALL / 128 * 2048, weights + word[ALL / 128]);
+                for (int k = 0; k < PIECES / 128; k++) copy_16(to_weights + k * 2048, weights + piece[k]);
+                if (PIECES % 128 > thread) copy_16(to_weights + PIECES / 128 * 2048, weights + piece[PIECES / 128]);
 #pragma unroll
                 for (int u = 0; u < Shape::PANELS; u++) {
                     if (u * 64 >= n) break;
@@ -399,6 +376,7 @@ __global__ void __launch_bounds__(ExpertShape<T>::THREADS, 1) up_wgmma(Work w, D
         int thread = threadIdx.x % 128, warp = thread / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
         bool odd = g % 2; /* this lane has rows of up, and takes the odd one of two tokens */
         bf16 *out = (bf16 *)room;
+        const bool spread = l.down.type == MXFP4; /* 32 columns are then four of every eight */
         if (row - warp * 16 >= l.up.rows) return;
         int choice[2];
         float2 bias[2] = {};
@@ -410,18 +388,17 @@ __global__ void __launch_bounds__(ExpertShape<T>::THREADS, 1) up_wgmma(Work w, D
         for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
             int i = j % 2;
             float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
-            float value = activation(T == MXFP4 ? SWIGLU_CLAMPED : w.act, w.act_limit, (odd ? other : own) + bias[i].x,
-                                     (odd ? own : other) + bias[i].y, true);
-            int column = warp * 8 + i * 4 + g / 2;
-            if (T == MXFP4) column = fp4_column(column) / 8 * 4 + fp4_column(column) % 4;
+            float value =
+                activation(w.act, w.act_limit, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y, true);
+            int column = column_for(l.down.type, warp * 8 + i * 4 + g / 2);
+            if (spread) column = column / 8 * 4 + column % 4;
             out[(j / 2 * 8 + 2 * t + odd) * Shape::PITCH + column] = (bf16)value;
         }
         sync_warpgroup();
-        constexpr int APART = T == MXFP4 ? 8 : 4; /* 32 columns are four of every eight in the order of fp4_column */
         for (int i = 0; i < 4; i++)
             if (choice[i / 2] >= 0)
                 *(uint2 *)((bf16 *)w.act_out + (size_t)choice[i / 2] * w.act_pitch +
-                           column_for<T>((row - warp * 16) / 2) + (t * 2 + i % 2) * APART) =
+                           column_for(l.down.type, (row - warp * 16) / 2) + (t * 2 + i % 2) * (spread ? 8 : 4)) =
                     *(const uint2 *)(out + (thread / 4 + i / 2 * 32) * Shape::PITCH + (t * 2 + i % 2) * 4);
         sync_warpgroup();
     };
