@@ -378,22 +378,26 @@ __global__ void __launch_bounds__(ExpertShape<T>::THREADS, 1) up_wgmma(Work w, D
         bf16 *out = (bf16 *)room;
         const bool spread = l.down.type == MXFP4; /* 32 columns are then four of every eight */
         if (row - warp * 16 >= l.up.rows) return;
-        int choice[2];
+        int choice[2], column[2]; /* this lane's columns of 32 */
         float2 bias[2] = {};
         for (int i = 0; i < 2; i++) {
             choice[i] = thread / 4 + 32 * i < n ? list[thread / 4 + 32 * i] : -1;
+            column[i] = column_for(l.down.type, warp * 8 + i * 4 + g / 2);
+            if (spread) column[i] = column[i] / 8 * 4 + column[i] % 4;
             if (l.up.bias) bias[i] = *(const float2 *)(l.up.bias + (size_t)e * l.up.rows + row + 8 * i + g - odd);
         }
+        auto activate = [&](Act act) {
 #pragma unroll
-        for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
-            int i = j % 2;
-            float own = odd ? c[2 * j + 1] : c[2 * j], other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
-            float value =
-                activation(w.act, w.act_limit, (odd ? other : own) + bias[i].x, (odd ? own : other) + bias[i].y, true);
-            int column = column_for(l.down.type, warp * 8 + i * 4 + g / 2);
-            if (spread) column = column / 8 * 4 + column % 4;
-            out[(j / 2 * 8 + 2 * t + odd) * Shape::PITCH + column] = (bf16)value;
-        }
+            for (int j = 0; j < 16; j++) { /* rows g and g + 8 of 8 tokens each */
+                int i = j % 2;
+                float own = odd ? c[2 * j + 1] : c[2 * j],
+                      other = __shfl_xor_sync(~0u, odd ? c[2 * j] : c[2 * j + 1], 4);
+                float gate = (odd ? other : own) + bias[i].x, up = (odd ? own : other) + bias[i].y;
+                out[(j / 2 * 8 + 2 * t + odd) * Shape::PITCH + column[i]] =
+                    (bf16)activation(act, w.act_limit, gate, up, true);
+            }
+        };
+        w.act == SWIGLU_CLAMPED ? activate(SWIGLU_CLAMPED) : activate(w.act); /* gpt-oss's has no branches */
         sync_warpgroup();
         for (int i = 0; i < 4; i++)
             if (choice[i / 2] >= 0)
