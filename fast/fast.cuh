@@ -1,7 +1,8 @@
-/* fast.cuh: the annex: hand-tuned kernels for gpt-oss's shapes on Hopper, beside the plain engine in infer.cu. They
- * replace two of its paths: decode(), a step of at most MAX_DECODE tokens, and attend() and experts() in steps of at
- * least MIN_PREFILL tokens. infer.cu computes everything else, and every other model and card. `make FAST=no` builds
- * without the annex; --plain switches it off at run time.
+/* fast.cuh: the annex: hand-tuned kernels for Hopper, beside the plain engine in infer.cu. They replace three of its
+ * parts: decode(), a step of at most MAX_DECODE tokens, for gpt-oss's shapes; attend(), attention of prompts with heads
+ * of 64 or 128, and experts(), the products of experts that have many tokens, for every model. infer.cu computes
+ * everything else, and serves every other card. `make FAST=no` builds without the annex; --plain switches it off at run
+ * time.
  *
  * What is different from infer.cu, and why
  *
@@ -15,8 +16,8 @@
  * since the card reaches its power limit. So warps keep activations in registers for all tiles of a matrix, nothing is
  * spilled, and each instance knows all its shapes.
  *
- * Prefill. Attention of a prompt and the experts' products use wgmma on a ring in shared memory; MXFP4 is unpacked in
- * registers, as wgmma's rows. A decode step of very many streams takes the same products.
+ * Prefill. Attention of a prompt and the experts' products use wgmma on a ring in shared memory. infer.cu's decoders
+ * unpack weights in registers, as wgmma's rows. A decode step of very many streams takes the same products.
  *
  * What each difference gave: tokens/s of gpt-oss-20b on one H200 before and after it. The column in the middle is the
  * number of streams, or of tokens in the prompt. Rows come from different versions, cards and runs. notebooks/speed.md
@@ -46,6 +47,8 @@
  *   weights by cp.async, not bulk copies of 544 bytes; biases inside cublasLt          2,048   55,800  64,900
  *   one wgmma of 192 columns; two attention blocks on a multiprocessor                 2,048   64,900  71,900
  *   the experts of a decode step, 256 streams at depth 1,024                             256   20,212  23,551
+ *   Qwen3-30B-A3B in BF16, in Q4_K_M (on one H100)                                     2,048   41,244  54,579
+ *                                                                                      2,048   39,408  54,227
  *
  * Files, in the order in which to read them
  *   publish.cuh   copies and barriers, published values, buffers, top-k
