@@ -673,7 +673,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     step_at(NULL, (int)T, &gpu->step_bytes);
     gpu->step_bytes += (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int);
     gpu->step = p.take<uint8_t>(gpu->step_bytes);
-    fast::plan(gpu, &p);
+    if (gpu->fast) fast::plan(gpu, &p);
     return p.used;
 }
 

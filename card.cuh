@@ -232,8 +232,7 @@ struct Gpu {
     unsigned turn = 0;
     int outstanding = 0;
     uint64_t experts_read = 0; /* by steps that do not count them on the card */
-    bool wgmma = false;        /* the annex may compute prompts on this card */
-    bf16 *ordered;             /* (tokens, normed_pitch) Work::normed in the order of the annex's experts */
+    bool wgmma = false;        /* the annex may compute steps of many tokens */
     fast::State *fast = NULL;  /* the annex for this model's decode steps, or NULL ... */
     bool decodes = false;      /* ... and whether it computes this step, except embedding and draw */
 };
@@ -284,12 +283,6 @@ bool prepare(Gpu *gpu, Error *e);
 void close(Gpu *gpu);
 /* Up to MAX_DECODE tokens, from the Step as it lies in the host's memory to the logits of its rows. */
 bool decode(Pass *a, uint8_t *staged, Error *e);
-/* Attention of a step's tiles, where tile_rows is not 0: a tile has so many rows, each a token and a head. */
-int tile_rows(const Pass *a);
-cudaError_t attend(const Pass *a, const DeviceLayer &l);
-/* The products of a step's experts, to w.down, where job_size is not 0. It is the max number of choices of a job. */
-int job_size(const Pass *a, const DeviceLayer &l);
-bool experts(const Pass *a, const DeviceLayer &l, Error *e);
 } // namespace fast
 
 /* Describes a CUDA error in *e, with its exit code; always false. */

@@ -147,7 +147,7 @@ static const Option options[] = {
      .help = "tokens of context (as many as the model and the memory allow)"},
     {"play bench logits explain perplexity serve", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MAX_GPUS - 1, "0", "which GPU"},
     {"play bench logits explain perplexity serve", 0, "plain", NULL, SWITCH, FIELD(plain),
-     .help = "use the plain kernels only, even if fast ones know the model"},
+     .help = "use the plain kernels only, even where fast ones exist"},
 };
 enum { OPTIONS = sizeof options / sizeof *options };
 

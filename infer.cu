@@ -1431,8 +1431,8 @@ constexpr size_t SMALL = 16 << 20, LARGE = 256 << 20; /* bytes of a matrix */
 template <typename... Params, typename... Args>
 cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
     cudaError_t error = cudaSuccess;
-    /* In steps of the annex all kernels split a multiprocessor's memory between L1 and shared memory in the same way,
-     * because a multiprocessor must be idle to change the split. */
+    /* In decode steps of the annex all kernels split a multiprocessor's memory between L1 and shared memory in the same
+     * way, because a multiprocessor must be idle to change the split. */
     if (gpu->fast)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                      gpu->decodes ? cudaSharedmemCarveoutMaxShared : cudaSharedmemCarveoutDefault);
@@ -1588,29 +1588,41 @@ bool multiply_add(Pass *a, const Matrix &m, const void *x, int pitch, const floa
 
 #include "tap.cuh"
 
+/* The seam: what the annex computes on Hopper in place of the kernels here, or nothing. */
+#if FAST
+#include "fast/fast.cuh"
+#else
+namespace fast {
+void open(Gpu *) {}
+void plan(Gpu *, Plan *) {}
+bool prepare(Gpu *, Error *) { return true; }
+void close(Gpu *) {}
+bool decode(Pass *, uint8_t *, Error *) { return false; }
+int tile_rows(const Pass *) { return 0; }
+template <int D> cudaError_t attend(const Pass *, const DeviceLayer &) { return cudaErrorNotSupported; }
+int job_size(const Pass *, const DeviceLayer &) { return 0; }
+bool experts(const Pass *, const DeviceLayer &, Error *) { return false; }
+} /* namespace fast */
+#endif
+
 /* ---- the block ---- */
 
-template <int D> cudaError_t launch_queries(const Pass *a, const DeviceLayer &l) {
-    if (!a->queries) return cudaSuccess;
-    const Work &w = a->w;
-    const int pages = l.window ? std::min(a->pages, l.window / PAGE + 2) : a->pages;
-    dim3 grid(w.n_kv_heads * head_parts(w.n_heads / w.n_kv_heads), a->queries, splits_of(pages, a->splits));
-    return launch(a->gpu, attention<D>, grid, ATTENTION_WARPS<D> * 32, ATTENTION_WARPS<D> * 8 * (D + 2) * sizeof(float),
-                  w, a->s, l, a->alone, a->splits);
-}
 template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &l) {
     typedef AttentionShape<D> Shape;
-    cudaError_t error = launch_queries<D>(a, l);
+    const Work &w = a->w;
+    cudaError_t error = cudaSuccess;
+    if (a->queries) {
+        const int pages = l.window ? std::min(a->pages, l.window / PAGE + 2) : a->pages;
+        dim3 grid(w.n_kv_heads * head_parts(w.n_heads / w.n_kv_heads), a->queries, splits_of(pages, a->splits));
+        error = launch(a->gpu, attention<D>, grid, ATTENTION_WARPS<D> * 32,
+                       ATTENTION_WARPS<D> * 8 * (D + 2) * sizeof(float), w, a->s, l, a->alone, a->splits);
+    }
     if (error || !a->tiles) return error;
-    if (fast::tile_rows(a)) return fast::attend(a, l);
-    return launch(a->gpu, attention_tiled<D>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w,
-                  a->s, l);
+    if constexpr (D == 64 || D == 128)
+        if (fast::tile_rows(a)) return fast::attend<D>(a, l);
+    return launch(a->gpu, attention_tiled<D>, dim3(w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, w, a->s, l);
 }
 
-cudaError_t launch_rope(const Pass *a, const DeviceLayer &l) {
-    dim3 grid((a->tokens + ROPE_TOKENS - 1) / ROPE_TOKENS, a->w.n_heads + 2 * a->w.n_kv_heads);
-    return launch(a->gpu, rope_and_store, grid, ROPE_WARPS * 32, 0, a->w, a->s, l, a->tokens);
-}
 /* Attention, from queries, keys and values in w.projected to w.attn. rope_and_store, or attention<D> itself, does norms
  * and RoPE of queries and keys, and fills the cache. */
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
@@ -1621,7 +1633,9 @@ bool attend(Pass *a, const DeviceLayer &l, Error *e) {
                            : size == 128 ? launch_attention<128>
                            : size == 256 ? launch_attention<256>
                                          : nullptr;
-    if (!by_tensor_cores || !a->alone) CUDA(launch_rope(a, l));
+    dim3 rope_grid((a->tokens + ROPE_TOKENS - 1) / ROPE_TOKENS, w.n_heads + 2 * w.n_kv_heads);
+    if (!by_tensor_cores || !a->alone)
+        CUDA(launch(a->gpu, rope_and_store, rope_grid, ROPE_WARPS * 32, 0, w, a->s, l, a->tokens));
     if (by_tensor_cores)
         CUDA(by_tensor_cores(a, l));
     else
@@ -1732,14 +1746,14 @@ bool multiply_experts(const Pass *a, const DeviceLayer &l, int job_size, Error *
  * the weighted sum. */
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
-    const int choices = a->tokens * w.top_k, annex = fast::job_size(a, l);
-    int job_size = 8; /* choices of a job at most; with up to about five an expert `product` is faster */
-    if (annex)
-        job_size = annex;
-    else if (a->tokens == 1 && w.n_experts <= PRODUCT_EXPERTS)
-        job_size = 0;
-    else if (a->tokens > MAX_DECODE && choices > 5 * w.n_experts)
-        job_size = choices <= 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
+    const int choices = a->tokens * w.top_k;
+    int job_size = fast::job_size(a, l);
+    const bool annex = job_size;
+    if (!annex && (a->tokens > 1 || w.n_experts > PRODUCT_EXPERTS)) {
+        job_size = 8; /* choices of a job at most; with up to about five an expert `product` is faster */
+        if (a->tokens > MAX_DECODE && choices > 5 * w.n_experts)
+            job_size = choices <= 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
+    }
     if (!route_tokens(a, l, job_size, e) || !shared_expert(a, l, e)) return false;
     if (!(annex ? fast::experts(a, l, e) : multiply_experts(a, l, job_size, e))) return false;
     return combine_down(a, w.top_k, w.weight, l.ffn_post_norm, next_norm, next, e);
@@ -1749,23 +1763,6 @@ bool feed_forward(Pass *a, const DeviceLayer &l, const float *next_norm, const M
     return gated(a, l.up, l.down, e) && tap_experts(a, l, e) &&
            add_to_x(a, l.down, a->w.act_out, a->w.act_pitch, l.ffn_post_norm, next_norm, next, e);
 }
-
-/* The seam: what the annex computes on Hopper in place of the above, or nothing. */
-#if FAST
-#include "fast/fast.cuh"
-#else
-namespace fast {
-void open(Gpu *) {}
-void plan(Gpu *, Plan *) {}
-bool prepare(Gpu *, Error *) { return true; }
-void close(Gpu *) {}
-bool decode(Pass *, uint8_t *, Error *) { return false; }
-int tile_rows(const Pass *) { return 0; }
-cudaError_t attend(const Pass *, const DeviceLayer &) { return cudaErrorNotSupported; }
-int job_size(const Pass *, const DeviceLayer &) { return 0; }
-bool experts(const Pass *, const DeviceLayer &, Error *) { return false; }
-} /* namespace fast */
-#endif
 
 /* A transformer block: x += attention(norm(x)), x += experts(norm(x)). A kernel that adds to x also writes w.normed for
  * the matrix that reads it next, where it can; else norm_for() launches `norm`. gpt-oss on Hopper comes here only
@@ -1820,7 +1817,7 @@ bool draw_tokens(const Pass *a, int first, int n, Error *e) {
 }
 
 int tile_tokens(const Pass *a) {
-    const int plain = a->w.head_dim == 256 ? AttentionShape<256>::ROWS : AttentionShape<128>::ROWS;
-    const int annex = fast::tile_rows(a), rows = annex ? annex : plain;
+    int rows = fast::tile_rows(a);
+    if (!rows) rows = a->w.head_dim == 256 ? AttentionShape<256>::ROWS : AttentionShape<128>::ROWS;
     return std::max(1, rows * a->w.n_kv_heads / a->w.n_heads);
 }

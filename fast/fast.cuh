@@ -47,8 +47,6 @@
  *   weights by cp.async, not bulk copies of 544 bytes; biases inside cublasLt          2,048   55,800  64,900
  *   one wgmma of 192 columns; two attention blocks on a multiprocessor                 2,048   64,900  71,900
  *   the experts of a decode step, 256 streams at depth 1,024                             256   20,212  23,551
- *   Qwen3-30B-A3B in BF16, in Q4_K_M (on one H100)                                     2,048   41,244  54,579
- *                                                                                      2,048   39,408  54,227
  *
  * Files, in the order in which to read them
  *   publish.cuh   copies and barriers, published values, buffers, top-k
@@ -98,9 +96,6 @@ void close(Gpu *gpu) { delete gpu->fast; }
 
 /* Lays out the buffers. */
 void plan(Gpu *gpu, Plan *p) {
-    if (gpu->wgmma && gpu->model.n_experts)
-        gpu->ordered = p->take<bf16>((size_t)gpu->limits.max_tokens * gpu->work.normed_pitch);
-    if (!gpu->fast) return;
     State *f = gpu->fast;
     DecodeWork &w = f->work;
     const size_t layers = gpu->model.n_layers, dim = gpu->model.dim, experts = gpu->model.n_experts;
@@ -230,22 +225,23 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
 
 /* ---- prefill ---- */
 
+/* Rows of a tile of attention, each a token and a head; 0 where plain computes it: few tokens leave most blocks idle,
+ * and a cap takes registers that are not there. */
 int tile_rows(const Pass *a) {
     if (!a->gpu->wgmma || a->tokens < 256 || a->w.attn_cap) return 0;
     return a->w.head_dim == 64 ? WgmmaAttention<64>::ROWS : a->w.head_dim == 128 ? WgmmaAttention<128>::ROWS : 0;
 }
-template <int D> cudaError_t launch_tiles(const Pass *a, const DeviceLayer &l) {
+/* Attention of a step's tiles. */
+template <int D> cudaError_t attend(const Pass *a, const DeviceLayer &l) {
     typedef WgmmaAttention<D> Shape;
     return launch(a->gpu, attention_wgmma<D>, dim3(a->w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, a->w,
                   a->s, l);
 }
-cudaError_t attend(const Pass *a, const DeviceLayer &l) {
-    return a->w.head_dim == 64 ? launch_tiles<64>(a, l) : launch_tiles<128>(a, l);
-}
 
-/* An expert needs enough tokens, in a step of prompts or of many streams. */
+/* The max number of choices of a job, in a step of prompts or of many streams; 0 where plain computes the experts: they
+ * need enough tokens each, and wgmma bf16 and no padding. */
 int job_size(const Pass *a, const DeviceLayer &l) {
-    auto can = [](const Matrix &m) { return m.type != F32 && m.type != F16 && m.cols % CHUNK == 0; };
+    auto can = [](const Matrix &m) { return type_for(m) == BF16 && m.cols % CHUNK == 0; };
     const bool many = a->tokens * a->w.top_k >= 32 * a->w.n_experts;
     return a->gpu->wgmma && many && can(l.up) && can(l.down) ? CHOICES : 0;
 }
@@ -259,24 +255,29 @@ __global__ void __launch_bounds__(256) order_for_wgmma(const bf16 *from, bf16 *t
             *(const uint32_t *)(from + (size_t)blockIdx.x * pitch + c);
 }
 
-template <Type T, class... Args>
-cudaError_t launch_experts(const Pass *a, void (*kernel)(Work, DeviceLayer, Args...), const DeviceLayer &l,
-                           Args... args) {
-    const int jobs = a->tokens * a->w.top_k / CHOICES + a->w.n_experts;
-    return launch(a->gpu, kernel, a->gpu->sms, ExpertShape<T>::THREADS, ExpertShape<T>::SHARED + jobs * sizeof(int),
-                  a->w, l, args...);
-}
-bool experts(const Pass *a, const DeviceLayer &l, Error *e) {
-    const bf16 *x = (const bf16 *)a->w.normed;
-    if (l.up.type != BF16) {
-        CUDA(launch(a->gpu, order_for_wgmma, a->tokens, 256, 0, x, a->gpu->ordered, a->w.normed_pitch, l.up.type));
-        x = a->gpu->ordered;
+/* Gate and up of the experts and the activation, from x, or, without x, down. */
+template <Type T> cudaError_t launch_experts(const Pass *a, const DeviceLayer &l, const bf16 *x) {
+    if constexpr (T != F16) { /* see job_size */
+        typedef ExpertShape<T> Shape;
+        const size_t jobs = a->tokens * a->w.top_k / CHOICES + a->w.n_experts,
+                     shared = Shape::SHARED + jobs * sizeof(int);
+        return x ? launch(a->gpu, up_wgmma<T>, a->gpu->sms, Shape::THREADS, shared, a->w, l, x)
+                 : launch(a->gpu, down_wgmma<T>, a->gpu->sms, Shape::THREADS, shared, a->w, l);
     }
-    auto up = [&](auto type) { return launch_experts<type>(a, up_wgmma<type>, l, x); };
-    auto down = [&](auto type) { return launch_experts<type>(a, down_wgmma<type>, l); };
-    CUDA(with_type(l.up.type, up));
+    return cudaErrorNotSupported;
+}
+/* The products of the experts, to w.down, after route_tokens() with job_size. */
+bool experts(const Pass *a, const DeviceLayer &l, Error *e) {
+    const Work &w = a->w;
+    const bf16 *x = (const bf16 *)w.normed;
+    if (l.up.type != BF16) {
+        bf16 *ordered = (bf16 *)w.down; /* free until down is computed */
+        CUDA(launch(a->gpu, order_for_wgmma, a->tokens, 256, 0, x, ordered, w.normed_pitch, l.up.type));
+        x = ordered;
+    }
+    CUDA(with_type(l.up.type, [&](auto type) { return launch_experts<type>(a, l, x); }));
     if (!tap_experts(a, l, e, [&](int i) { return column_for(l.down.type, i); })) return false;
-    CUDA(with_type(l.down.type, down));
+    CUDA(with_type(l.down.type, [&](auto type) { return launch_experts<type>(a, l, nullptr); }));
     return true;
 }
 } // namespace fast

@@ -227,14 +227,14 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
 
 /* A slice is ROWS rows of an expert's matrix times a job's choices, at most CHOICES; a block multiplies slice after
  * slice, a chunk of 64 columns in each stage. */
-constexpr int CHOICES = 192;
+constexpr int CHOICES = 192, MAX_JOBS = 8192 * 32 / CHOICES + MAX_EXPERTS; /* of 8,192 tokens with 32 experts each */
 template <Type T> struct ExpertShape {
     static constexpr int WARPGROUPS = 3, ROWS = WARPGROUPS * 64, PANELS = CHOICES / 64;
     static constexpr int THREADS = WARPGROUPS * 128 + 128;                 /* with the producer's */
     static constexpr int PIECES = ROWS / TILE * Encoding<T>::PIECES;       /* of 16 bytes, of a chunk's weights */
     static constexpr int X = PANELS * PANEL, STAGE = X + PIECES * 16 + 16; /* bytes of a stage and its barriers */
-    static constexpr int STAGES = min_of(6, (206 << 10) / STAGE);
-    static constexpr int PITCH = 40, OUT = 64 * PITCH * 2;           /* results on their way out, of each warpgroup */
+    static constexpr int PITCH = 40, OUT = 64 * PITCH * 2; /* results on their way out, of each warpgroup */
+    static constexpr int STAGES = min_of(6, ((227 << 10) - WARPGROUPS * OUT - MAX_JOBS * 4) / STAGE);
     static constexpr int SHARED = STAGES * STAGE + WARPGROUPS * OUT; /* without the list of jobs */
 };
 
@@ -282,6 +282,7 @@ __device__ void multiply_slice(CopyRing &ring, const uint8_t *arena, int chunks,
         ring.leave();
     }
     wgmma_settle(c);
+#pragma unroll
     for (int i = 0; i < PANELS * 32; i++) c[i] *= E::FACTOR;
 #pragma unroll
     for (int u = 0; u < PANELS; u++) store(c + u * 32, expert, row, list + u * 64, n - u * 64, room);
@@ -352,7 +353,8 @@ __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf1
                         *to_weights = arena + Shape::STAGES * Shape::X + (ring.stage * PIECES + thread) * 16;
 #pragma unroll
                 for (int k = 0; k < PIECES / 128; k++) copy_16(to_weights + k * 2048, weights + piece[k]);
-                if (PIECES % 128 > thread) copy_16(to_weights + PIECES / 128 * 2048, weights + piece[PIECES / 128]);
+                if constexpr (PIECES % 128 != 0)
+                    if (thread < PIECES % 128) copy_16(to_weights + PIECES / 128 * 2048, weights + piece[PIECES / 128]);
 #pragma unroll
                 for (int u = 0; u < Shape::PANELS; u++) {
                     if (u * 64 >= n) break;
@@ -369,7 +371,7 @@ __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf1
 
 /* Gate and up, alternating rows, and the activation: act_out in the order of column_for. */
 template <Type T>
-__global__ void __launch_bounds__(ExpertShape<T>::THREADS, 1) up_wgmma(Work w, DeviceLayer l, const bf16 *normed) {
+__global__ void __launch_bounds__(ExpertShape<T>::THREADS, 1) up_wgmma(Work w, DeviceLayer l, const bf16 *x) {
 #if HOPPER
     typedef ExpertShape<T> Shape;
     auto store = [&](const float *c, int e, int row, const int *list, int n, uint8_t *room) {
@@ -378,7 +380,8 @@ __global__ void __launch_bounds__(ExpertShape<T>::THREADS, 1) up_wgmma(Work w, D
         bf16 *out = (bf16 *)room;
         const bool spread = l.down.type == MXFP4; /* 32 columns are then four of every eight */
         if (row - warp * 16 >= l.up.rows) return;
-        int choice[2], column[2]; /* this lane's columns of 32 */
+        int choice[2];
+        int column[2]; /* where this lane's results of a token lie, among 32 */
         float2 bias[2] = {};
         for (int i = 0; i < 2; i++) {
             choice[i] = thread / 4 + 32 * i < n ? list[thread / 4 + 32 * i] : -1;
@@ -406,7 +409,7 @@ __global__ void __launch_bounds__(ExpertShape<T>::THREADS, 1) up_wgmma(Work w, D
                     *(const uint2 *)(out + (thread / 4 + i / 2 * 32) * Shape::PITCH + (t * 2 + i % 2) * 4);
         sync_warpgroup();
     };
-    multiply_experts_wgmma<T>(w, l.up, normed, w.normed_pitch, w.top_k, store);
+    multiply_experts_wgmma<T>(w, l.up, x, w.normed_pitch, w.top_k, store);
 #endif
 }
 

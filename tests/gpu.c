@@ -349,14 +349,14 @@ static void phases_of_20b_agree(void) {
 
 /* A prompt long enough for fast/'s prefill: its stages are nearly those of plain. The two may choose different experts
  * where a router is close to a tie, but not for a fifth of the tokens. */
-static void fast_agrees_with_plain(void) {
+static void stages_agree(const char *config, int vocab, const char *encoding) {
     enum { N = 600, LAYERS = 2 };
     int ids[N];
     uint64_t random = 11;
     Trace fast = {0}, other = {0};
     Checkpoint c;
-    make_up(&c, GPT_OSS_20B(SLIDING "," FULL), LAYERS, 201088, NULL);
-    fill_random(ids, N, 201088, &random);
+    make_up(&c, config, LAYERS, vocab, encoding);
+    fill_random(ids, N, vocab, &random);
     trace_run(&fast, &cuda, &c.model, ids, N, 0);
     plain = true;
     trace_run(&other, &cuda, &c.model, ids, N, 0);
@@ -367,17 +367,17 @@ static void fast_agrees_with_plain(void) {
         check(alike, "%s: %zu and %zu numbers", a->name, stage_size(a), stage_size(b));
         if (!alike) continue;
         double found = differ(stage_values(a), stage_values(b), N, stage_size(a) / N, 0.8);
-        check(found <= tolerance_of(LAYERS), "%s: %g of the tokens differ by up to %g, more than %g", a->name, 0.8,
-              found, tolerance_of(LAYERS));
+        check(found <= tolerance_of(LAYERS), "%s, %s: %g of the tokens differ by up to %g, more than %g",
+              encoding ? encoding : "as usual", a->name, 0.8, found, tolerance_of(LAYERS));
     }
     trace_free(&fast), trace_free(&other);
     checkpoint_close(&c);
 }
 
 /* So many streams that fast/'s prefill takes them: behind prompts of two tokens, one token of each has nearly plain's
- * logits. */
-static void streams_agree_with_plain(void) {
-    enum { N = 256, VOCAB = 512, LAYERS = 2, PROMPT = 2 };
+ * logits. Then come steps without logits, the first makes a graph and the second uses it. */
+static void streams_agree(const char *config) {
+    enum { N = 256, VOCAB = 512, LAYERS = 2, PROMPT = 2, STEPS = 4 };
     int ids[N * PROMPT], slot[N], page[N], begin[N], first[N + 1];
     float *logits[2];
     uint64_t random = 13;
@@ -386,7 +386,7 @@ static void streams_agree_with_plain(void) {
     Checkpoint c;
     Result r;
     Error e;
-    make_up(&c, GPT_OSS_20B(SLIDING "," FULL), LAYERS, VOCAB, NULL);
+    make_up(&c, config, LAYERS, VOCAB, NULL);
     fill_random(ids, N * PROMPT, VOCAB, &random);
     for (int i = 0; i < N; i++) slot[i] = page[i] = i, how[i] = greedy;
     for (int k = 0; k < 2; k++) {
@@ -395,15 +395,19 @@ static void streams_agree_with_plain(void) {
         void *state = cuda.open(&c.model, &limits, &pages, &e);
         must(state, &e);
         logits[k] = allocate(N * VOCAB * sizeof(float));
-        for (int step = 0; step < 2; step++) { /* the prompts, then a token of each stream */
+        for (int step = 0; step < STEPS; step++) { /* the prompts, then a token of each stream */
             const int tokens = step ? 1 : PROMPT;
-            for (int i = 0; i < N; i++)
-                begin[i] = step * PROMPT, first[i + 1] = (i + 1) * tokens, want[i] = step ? WANT_LOGITS : WANT_NOTHING;
+            for (int i = 0; i < N; i++) {
+                begin[i] = step ? PROMPT + step - 1 : 0, first[i + 1] = (i + 1) * tokens;
+                want[i] = !step ? WANT_NOTHING : step == 1 ? WANT_LOGITS : WANT_TOKEN;
+            }
             first[0] = 0;
             Batch b = {N, 1, slot, first, ids, begin, page, how, want};
             must(cuda.submit(state, &b, &e) && cuda.collect(state, &r, &e), &e);
+            if (step == 1) memcpy(logits[k], r.logits, N * VOCAB * sizeof(float));
+            for (int i = 0; i < N && step; i++)
+                check(r.token[i] >= 0 && r.token[i] < VOCAB, "stream %d drew %d", i, r.token[i]);
         }
-        memcpy(logits[k], r.logits, N * VOCAB * sizeof(float));
         cuda.close(state);
     }
     double found = differ(logits[0], logits[1], N, VOCAB, 0.8);
@@ -454,9 +458,9 @@ static void stages_of_20b_pass(void) {
 /* Blocks wait for a value as long as its place holds a special NaN. A step whose values are NaNs must end all the same,
  * and say so. (With several tokens blocks wait only for experts' activations, which the clamp makes numbers.) */
 static void nans_of_20b_end(void) {
-    const int ids[40] = {1, 20000, 300, 300, 4, 200000, 7, 8};
-    const size_t counts[] = {1, 3, 8, 16, 40};
-    Limits limits = {.max_seqs = 1, .max_tokens = 64, .plain = plain};
+    const int ids[300] = {1, 20000, 300, 300, 4, 200000, 7, 8};
+    const size_t counts[] = {1, 3, 8, 16, 40, 300};
+    Limits limits = {.max_seqs = 1, .max_tokens = 300, .plain = plain};
     Checkpoint c;
     Engine g;
     Error e;
@@ -523,14 +527,17 @@ static void contexts_of_20b_agree(void) {
     "\"tie_word_embeddings\":false,\"num_attention_heads\":" HEADS ",\"num_key_value_heads\":" KV_HEADS                \
     ",\"head_dim\":" HEAD_DIM "}"
 /* With the attention of fast/ and with plain's, which take other tiles. */
-static void shapes_both_ways(const char *config, double share) {
-    for (int i = 0; i < 2; i++) plain = i, shapes_pass(config, 3, share, NULL);
+static void shapes_both_ways(const char *config, int layers, double share, const char *encoding) {
+    for (int i = 0; i < 2; i++) plain = i, shapes_pass(config, layers, share, encoding);
     plain = false;
 }
-static void shapes_dense_64(void) { shapes_both_ways(DENSE(LLAMA, "768", "1152", "12", "3", "64"), 1); }
+static void shapes_dense_64(void) {
+    shapes_both_ways(DENSE(LLAMA, "768", "1152", "12", "3", "64"), 3, 1, NULL);
+    shapes_both_ways(DENSE(MISTRAL, "768", "1152", "9", "3", "64"), 3, 1, NULL);
+}
 static void shapes_dense_128(void) {
-    shapes_both_ways(DENSE(LLAMA, "768", "1152", "16", "2", "128"), 1);
-    shapes_both_ways(DENSE(MISTRAL, "768", "1152", "6", "2", "128"), 1);
+    shapes_both_ways(DENSE(LLAMA, "768", "1152", "16", "2", "128"), 3, 1, NULL);
+    shapes_both_ways(DENSE(MISTRAL, "768", "1152", "14", "2", "128"), 3, 1, NULL);
 }
 
 /* Matrices of more than 16 MB, and of so many rows that tiles of 64 tokens fill the card: way_of() has limits there. */
@@ -550,13 +557,21 @@ static void shapes_wide(void) {
     "\"num_key_value_heads\":2,\"head_dim\":64,\"hidden_act\":\"silu\",\"max_position_embeddings\":8192,"              \
     "\"rms_norm_eps\":1e-06,\"rope_theta\":10000,\"tie_word_embeddings\":false}"
 static void shapes_experts(void) {
-    const char *encodings[] = {"f16", "fp8", "int8", "gptq4", "q4_1", "q8_0", "q5_k", "q6_k"};
-    shapes_both_ways(EXPERTS("2"), 0.5);
-    shapes_both_ways(EXPERTS("8"), 1);
+    const char *encodings[] = {NULL, "f16", "fp8", "int8", "gptq4", "q4_1", "q8_0", "q5_k", "q6_k", "q4_k_m"};
     for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) {
         shapes_pass(EXPERTS("2"), 2, 0.5, encodings[i]);
-        shapes_pass(EXPERTS("8"), 2, 1, encodings[i]);
+        shapes_both_ways(EXPERTS("8"), 2, 1, encodings[i]);
     }
+}
+
+static void fast_agrees_with_plain(void) {
+    const char *encodings[] = {NULL, "fp8", "q4_1", "q6_k"};
+    stages_agree(GPT_OSS_20B(SLIDING "," FULL), 201088, NULL);
+    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) stages_agree(EXPERTS("8"), 512, encodings[i]);
+}
+static void streams_agree_with_plain(void) {
+    streams_agree(GPT_OSS_20B(SLIDING "," FULL));
+    streams_agree(DENSE(MISTRAL, "768", "1152", "14", "2", "128"));
 }
 
 /* Latent attention, whose products go head by head, and a layer with a shared expert. */
@@ -568,7 +583,7 @@ static void shapes_experts(void) {
     "\"n_shared_experts\":1,\"moe_intermediate_size\":256,\"first_k_dense_replace\":1,"                                \
     "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-06,\"rope_theta\":10000,\"tie_word_embeddings\":false}"
 static void shapes_latent(void) {
-    const char *encodings[] = {NULL, "mxfp4", "fp8", "int8", "q4_1", "q8_0", "q5_k", "q6_k"};
+    const char *encodings[] = {NULL, "mxfp4", "fp8", "int8", "q4_1", "q8_0", "q5_k", "q6_k", "q4_k_m"};
     for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) shapes_pass(LATENT, 2, 1, encodings[i]);
 }
 
@@ -933,11 +948,11 @@ int main(void) {
         run(i ? "gpu: contexts of unequal length, plain" : "gpu: contexts of unequal length", contexts_of_20b_agree);
     }
     plain = false;
-    run("gpu: fast and plain agree at every stage of a prompt, gpt-oss-20b's shapes", fast_agrees_with_plain);
-    run("gpu: fast and plain agree for 256 streams, gpt-oss-20b's shapes", streams_agree_with_plain);
+    run("gpu: fast and plain agree at every stage of a prompt", fast_agrees_with_plain);
+    run("gpu: fast and plain agree for 256 streams", streams_agree_with_plain);
     run("gpu: the reference, fast and plain agree at every stage, gpt-oss-20b's shapes", stages_of_20b_pass);
-    run("gpu: prompts of 1 to 5,000 tokens, 4 heads of 64 share keys", shapes_dense_64);
-    run("gpu: prompts of 1 to 5,000 tokens, 8 and 3 heads of 128 share keys", shapes_dense_128);
+    run("gpu: prompts of 1 to 5,000 tokens, 4 and 3 heads of 64 share keys", shapes_dense_64);
+    run("gpu: prompts of 1 to 5,000 tokens, 8 and 7 heads of 128 share keys", shapes_dense_128);
     run("gpu: prompts of 1 to 5,000 tokens, wide matrices in 16 bits and in codes", shapes_wide);
     run("gpu: prompts of 1 to 5,000 tokens, experts in 16 bits and in codes", shapes_experts);
     run("gpu: prompts of 1 to 5,000 tokens, latent attention", shapes_latent);
