@@ -616,7 +616,8 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     Plan p = {base, 0};
     const size_t T = gpu->limits.max_tokens, choices = T * m.top_k, rows = gpu->logit_rows;
     const size_t queries = std::max(MAX_DECODE, gpu->limits.max_seqs), parts = head_parts(m.n_heads / m.n_kv_heads);
-    const size_t shared = m.kv_rank ? 0 : queries * m.n_kv_heads * parts; /* contexts that several blocks may share */
+    size_t shared = queries * m.n_kv_heads * parts; /* contexts that several blocks may share */
+    size_t partial = shared * MAX_SPLITS * 8 * (m.head_dim + 2);
     size_t widest = 0;
     bool router = false, post = m.layer[0].attn_post_norm != NULL;
     auto round = [](int n) { return (n + CHUNK - 1) / CHUNK * CHUNK; };
@@ -650,6 +651,8 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
         w.head_order = p.take<int>(heads_of);
         w.head_job = p.take<Job>(m.n_heads * (T / 8 + 1));
         w.head_jobs = p.take<int>(1);
+        shared = std::max(MAX_DECODE * latent_parts(m.n_heads) * MAX_SPLITS, 2 * gpu->sms);
+        partial = shared * LATENT_HEADS * (m.kv_rank + 2);
     }
     w.attn = p.take<uint8_t>((T * w.attn_pitch + CHUNK) * element);
     w.act_out = p.take<uint8_t>(choices * w.act_pitch * element);
@@ -662,7 +665,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     w.jobs = p.take<int>(1);
     w.routed = p.take<int>(1);
     w.experts_read = p.take<unsigned long long>(1);
-    w.partial = p.take<float>(shared * MAX_SPLITS * 8 * (w.head_dim + 2));
+    w.partial = p.take<float>(partial);
     w.attended = p.take<int>(shared);
     w.logits = p.take<float>(rows * m.vocab);
     w.floor = p.take<float>(rows);

@@ -178,18 +178,22 @@ struct Work {
     Job *job;                         /* (jobs[0]) */
     int *jobs, *routed;               /* how many; blocks of route() that have ended */
     unsigned long long *experts_read; /* see Backend::experts_read */
-    float *partial;                   /* (queries, n_kv_heads * head_parts(), MAX_SPLITS, 8, head_dim + 2) */
-    int *attended;                    /* (queries, n_kv_heads * head_parts()) splits that have ended */
-    float *logits;                    /* (logit_rows, vocab) */
-    float *floor;                     /* (logit_rows) the smallest scaled logit that top-k, top-p and min-p keep */
-    unsigned long long *best;         /* (logit_rows) */
-    int *drawing;                     /* (logit_rows) blocks that have drawn */
-    uint32_t *seen;                   /* (logit_rows, vocab / 32) for the repetition penalty */
-    int slots, *drawn, *result;       /* (slots); (3, slots) in the host's memory */
+    float *partial; /* (queries, n_kv_heads * head_parts(), MAX_SPLITS, 8, head_dim + 2); with latents (tokens,
+                       latent_parts(), splits, LATENT_HEADS, kv_rank + 2) */
+    int *attended;  /* (queries, n_kv_heads * head_parts()) or (tokens, latent_parts()) splits that have ended */
+    float *logits;  /* (logit_rows, vocab) */
+    float *floor;   /* (logit_rows) the smallest scaled logit that top-k, top-p and min-p keep */
+    unsigned long long *best;   /* (logit_rows) */
+    int *drawing;               /* (logit_rows) blocks that have drawn */
+    uint32_t *seen;             /* (logit_rows, vocab / 32) for the repetition penalty */
+    int slots, *drawn, *result; /* (slots); (3, slots) in the host's memory */
 };
 __host__ __device__ inline int square_parts(int dim) { return (dim + TILE - 1) / TILE; }
 /* How many blocks of attention share a key/value head that `group` query heads use. */
 __host__ __device__ inline int head_parts(int group) { return (group + 7) / 8; }
+/* How many blocks of latent attention share a token. */
+constexpr int LATENT_HEADS = 16;
+inline int latent_parts(int n_heads) { return (n_heads + LATENT_HEADS - 1) / LATENT_HEADS; }
 /* Elements of a position and layer in the cache. */
 __host__ __device__ inline int cache_row(const Work &w) {
     return w.kv_rank ? w.kv_rank + w.rope_dim : 2 * w.n_kv_heads * w.head_dim;

@@ -40,6 +40,16 @@ __device__ inline uint4 load_matrices(const void *row) {
     return x;
 }
 
+/* The same, transposed: columns 2t and 2t + 1 of the result are those of the rows that the lanes name. */
+__device__ inline uint4 load_transposed(const void *row) {
+    uint4 x;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"((unsigned)__cvta_generic_to_shared(row))
+                 : "memory");
+    return x;
+}
+
 /* multiply() for encodings that decode weights completely before they multiply. */
 template <class E, typename A> struct Decoded {
     typedef A Activation;

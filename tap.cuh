@@ -63,9 +63,9 @@ bool tap_latent(const Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
     const Limits &limits = a->gpu->limits;
     const int d = cache_row(w), nope = w.head_dim - w.rope_dim, pairs = a->tokens * w.n_heads;
+    if (!limits.tap) return true;
     std::vector<bf16> part((size_t)pairs * std::max(d, w.nope_pitch));
     std::vector<float> q((size_t)pairs * w.head_dim);
-    if (!limits.tap) return true;
     CUDA(cudaStreamSynchronize(a->gpu->stream));
     CUDA(cudaMemcpy(part.data(), w.q_nope, (size_t)pairs * w.nope_pitch * sizeof(bf16), cudaMemcpyDeviceToHost));
     for (int i = 0; i < pairs * nope; i++)

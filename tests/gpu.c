@@ -575,18 +575,20 @@ static void streams_agree_with_plain(void) {
 }
 
 /* Latent attention, whose products go head by head, and a layer with a shared expert. */
-#define LATENT                                                                                                         \
+#define LATENT(HEADS, RANK, ROPE)                                                                                      \
     "{\"architectures\":[\"DeepseekV3ForCausalLM\"],\"model_type\":\"deepseek_v3\",\"num_hidden_layers\":%d,"          \
-    "\"vocab_size\":%d,\"hidden_size\":512,\"intermediate_size\":768,\"num_attention_heads\":8,\"hidden_act\":"        \
-    "\"silu\",\"q_lora_rank\":256,\"kv_lora_rank\":256,\"qk_nope_head_dim\":64,\"qk_rope_head_dim\":32,"               \
+    "\"vocab_size\":%d,\"hidden_size\":512,\"intermediate_size\":768,\"num_attention_heads\":" HEADS                   \
+    ",\"hidden_act\":"                                                                                                 \
+    "\"silu\",\"q_lora_rank\":256,\"kv_lora_rank\":" RANK ",\"qk_nope_head_dim\":64,\"qk_rope_head_dim\":" ROPE ","    \
     "\"v_head_dim\":64,\"n_routed_experts\":8,\"num_experts_per_tok\":8,\"n_group\":1,\"topk_group\":1,"               \
     "\"n_shared_experts\":1,\"moe_intermediate_size\":256,\"first_k_dense_replace\":1,"                                \
     "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-06,\"rope_theta\":10000,\"tie_word_embeddings\":false}"
 static void shapes_latent(void) {
     const char *encodings[] = {NULL, "mxfp4", "fp8", "int8", "q4_1", "q8_0", "q5_k", "q6_k", "q4_k_m"};
-    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) shapes_pass(LATENT, 2, 1, encodings[i]);
+    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++)
+        shapes_pass(LATENT("8", "256", "32"), 2, 1, encodings[i]);
+    shapes_pass(LATENT("20", "512", "64"), 2, 1, NULL);
 }
-
 /* A BF16 matrix as F32, or as F16, where what is below 2^-14 becomes 0. */
 static Linear as_type(const Linear *w, Type type) {
     const size_t row = (size_t)w->cols * (type == F32 ? 4 : 2), size = row * (size_t)w->rows;
@@ -606,6 +608,50 @@ static Linear as_type(const Linear *w, Type type) {
     to.type = type, to.data = view_of(half, size, row, size);
     free(half);
     return to;
+}
+
+/* n random BF16 matrices (rows, cols), whose products have about the size of x. */
+static Linear random_linear(int rows, int cols, int n, uint64_t *random) {
+    const int size = rows * cols * n;
+    int *whole = allocate((size_t)size * sizeof *whole);
+    float *values = allocate((size_t)size * sizeof *values);
+    fill_random(whole, size, 2001, random);
+    for (int i = 0; i < size; i++) values[i] = (float)(whole[i] - 1000) / 600 / sqrtf((float)cols);
+    Linear w = full(BF16, values, rows * n, cols);
+    w.rows = rows, w.n = n, w.data.step = w.data.stride * (size_t)rows;
+    free(whole), free(values);
+    return w;
+}
+
+/* A fixture's latents with as many heads as two blocks take, behind as many tokens as two blocks share. */
+static void latent_heads_pass(void) {
+    enum { N = 500, HEADS = 18 };
+    const size_t chunks[] = {1, 16, 0};
+    int ids[N];
+    uint64_t random = 5;
+    Trace golden = {0};
+    Checkpoint c;
+    Error e;
+    must(checkpoint_open(&c, "tests/fixtures/deepseek_v2_lite", &e), &e);
+    Model *m = &c.model;
+    Layer *l = m->layer;
+    const int keys = m->head_dim - m->rope_dim;
+    m->n_heads = HEADS;
+    l->q = random_linear(HEADS * m->head_dim, m->dim, 1, &random);
+    l->k_up = random_linear(keys, m->kv_rank, HEADS, &random),
+    l->v_up = random_linear(m->v_dim, m->kv_rank, HEADS, &random);
+    l->o = random_linear(m->dim, HEADS * m->v_dim, 1, &random);
+    fill_random(ids, N, (size_t)m->vocab, &random);
+    trace_run(&golden, &reference, m, ids, N, 0);
+    Costs costs = rounding_costs(m, &golden, ids, N);
+    for (size_t k = 0; k < sizeof chunks / sizeof *chunks; k++) {
+        double ratio;
+        const char *wrong = first_wrong(m, &costs, &golden, ids, N, chunks[k], &ratio);
+        check(!*wrong, "chunks of %zu: first wrong at %s (%.1f times what rounding costs)", chunks[k], wrong, ratio);
+    }
+    trace_free(&golden);
+    linear_free(&l->q), linear_free(&l->k_up), linear_free(&l->v_up), linear_free(&l->o);
+    checkpoint_close(&c);
 }
 
 /* A file may have quantised experts beside a shared expert in F16 and a router in F32. All read the same x, each in a
@@ -956,6 +1002,7 @@ int main(void) {
     run("gpu: prompts of 1 to 5,000 tokens, wide matrices in 16 bits and in codes", shapes_wide);
     run("gpu: prompts of 1 to 5,000 tokens, experts in 16 bits and in codes", shapes_experts);
     run("gpu: prompts of 1 to 5,000 tokens, latent attention", shapes_latent);
+    run("gpu: latent attention of 18 heads and 500 tokens", latent_heads_pass);
     run("gpu: a router in F32, a shared expert in F16, experts in BF16", types_of_x_may_differ);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
     run("gpu: the real router and experts, one token", router_and_experts_few);
