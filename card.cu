@@ -616,8 +616,8 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     Plan p = {base, 0};
     const size_t T = gpu->limits.max_tokens, choices = T * m.top_k, rows = gpu->logit_rows;
     const size_t queries = std::max(MAX_DECODE, gpu->limits.max_seqs), parts = head_parts(m.n_heads / m.n_kv_heads);
-    size_t shared = queries * m.n_kv_heads * parts; /* contexts that several blocks may share */
-    size_t partial = shared * MAX_SPLITS * 8 * (m.head_dim + 2);
+    size_t contexts = queries * m.n_kv_heads * parts; /* that several blocks may share */
+    size_t partial = contexts * MAX_SPLITS * 8 * (m.head_dim + 2);
     size_t widest = 0;
     bool router = false, post = m.layer[0].attn_post_norm != NULL;
     auto round = [](int n) { return (n + CHUNK - 1) / CHUNK * CHUNK; };
@@ -651,8 +651,10 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
         w.head_order = p.take<int>(heads_of);
         w.head_job = p.take<Job>(m.n_heads * (T / 8 + 1));
         w.head_jobs = p.take<int>(1);
-        shared = std::max(MAX_DECODE * latent_parts(m.n_heads) * MAX_SPLITS, 2 * gpu->sms);
-        partial = shared * LATENT_HEADS * (m.kv_rank + 2);
+        /* tokens * parts of a step whose contexts are split, and the same times splits: see fill_step() */
+        const int tokens = MAX_DECODE * latent_parts(m.n_heads), split = 4 * gpu->sms;
+        contexts = std::max(tokens, split);
+        partial = (size_t)std::max(tokens * MAX_SPLITS, split) * LATENT_HEADS * (m.kv_rank + 2);
     }
     w.attn = p.take<uint8_t>((T * w.attn_pitch + CHUNK) * element);
     w.act_out = p.take<uint8_t>(choices * w.act_pitch * element);
@@ -666,7 +668,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     w.routed = p.take<int>(1);
     w.experts_read = p.take<unsigned long long>(1);
     w.partial = p.take<float>(partial);
-    w.attended = p.take<int>(shared);
+    w.attended = p.take<int>(contexts);
     w.logits = p.take<float>(rows * m.vocab);
     w.floor = p.take<float>(rows);
     w.best = p.take<unsigned long long>(rows);
@@ -861,15 +863,18 @@ void fill_step(const Step &s, Pass *a) {
             s.seq[t] = i;
             s.position[t] = p;
             if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[a->rows++] = t;
+            a->pages = std::max(a->pages, p / PAGE + 1);
             if (n == 1 || a->tokens <= MAX_DECODE)
-                s.query[a->queries++] = t, a->pages = std::max(a->pages, p / PAGE + 1);
+                s.query[a->queries++] = t;
             else if ((t - b->first[i]) % tile == 0)
                 s.tile[2 * a->tiles] = t, s.tile[2 * a->tiles++ + 1] = std::min(tile, b->first[i + 1] - t);
         }
     }
     while (a->pages & (a->pages - 1)) a->pages++; /* to powers of two, so that there are few graphs */
     /* Up to MAX_DECODE the number of tokens does not change the splits, so a token's bits are the same alone or not. */
-    const int blocks = std::max(1, a->queries) * a->w.n_kv_heads * head_parts(a->w.n_heads / a->w.n_kv_heads);
+    const Work &w = a->w;
+    const int blocks = w.kv_rank ? a->tokens * latent_parts(w.n_heads)
+                                 : std::max(1, a->queries) * w.n_kv_heads * head_parts(w.n_heads / w.n_kv_heads);
     a->splits = a->tokens <= MAX_DECODE ? MAX_SPLITS : std::max(1, std::min(MAX_SPLITS, 4 * a->gpu->sms / blocks));
 }
 

@@ -1313,9 +1313,9 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
     for (int i = 0; i < 2 * M; i++) state[i / 2].store_row(w, l, i % 2, row0 + i * 8 + g, token, n, head);
 }
 
-/* Attention for any head size, for F32 and for latents, without tensor cores: a block has a token (blockIdx.x) and a
- * query head. Each thread scores one key at a time; then the threads divide the dimensions of the result. With latents
- * a row of the cache is the key and, without its RoPE part, the value; the result goes to w.latents. */
+/* Attention for any head size, for F32 and for any latents, without tensor cores: a block has a token (blockIdx.x) and
+ * a query head. Each thread scores one key at a time; then the threads divide the dimensions of the result. With
+ * latents a row of the cache is the key and, without its RoPE part, the value; the result goes to w.latents. */
 __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer l) {
     extern __shared__ __align__(16) float memory[]; /* the query, its result (d), a share for each thread */
     const int t = blockIdx.x, h = blockIdx.y, head = h / (w.n_heads / w.n_kv_heads), me = threadIdx.x;
@@ -1468,12 +1468,12 @@ __global__ void __launch_bounds__(LatentShape<RANK, ROPE>::THREADS) attention_la
     };
     for (int k = 0; k < Shape::STEPS; k++)
         query[k] = {query_of(g, 2 * k), query_of(g + 8, 2 * k), query_of(g, 2 * k + 1), query_of(g + 8, 2 * k + 1)};
-    /* Keys lie as in the cache, but each four 16 bytes of a row change places, so that ldmatrix meets all banks. */
-    auto swapped = [](int key, int eighth) { return eighth ^ (key >> 1 & 3); };
+    /* Keys lie as in the cache, but piece i of the four of 16 bytes that 32 dimensions have lies at i ^ (key / 2 % 4),
+     * so that ldmatrix meets all banks. */
     auto copy = [&](int base) {
-        const int key = threadIdx.x / 4 % SLAB_KEYS, eighth = threadIdx.x % 4;
+        const int key = threadIdx.x / 4 % SLAB_KEYS;
         const bf16 *from = cache_of(w, page_of(s, seq, base), 0, 0) + key_place(D, base, 0) + threadIdx.x * 8;
-        uint8_t *to = shared + base / KEYS % 2 * Shape::STAGE + (threadIdx.x - eighth + swapped(key, eighth)) * 16;
+        uint8_t *to = shared + base / KEYS % 2 * Shape::STAGE + (threadIdx.x ^ key / 2 % 4) * 16;
 #pragma unroll
         for (int i = 0; i < Shape::STAGE / 16; i += Shape::THREADS) /* zeros past the end: there may be a NaN */
             copy_16(to + i * 16, from + i * 8, base + i / (SLAB_KEYS * D / 8) * SLAB_KEYS + key < end ? 16 : 0);
@@ -1490,7 +1490,7 @@ __global__ void __launch_bounds__(LatentShape<RANK, ROPE>::THREADS) attention_la
         /* Dimension i of a key, a multiple of 8. */
         auto at = [&](int key, int i) {
             return stage + key / SLAB_KEYS * SLAB_KEYS * D * 2 + i / 32 * SLAB_KEYS * 64 + key % SLAB_KEYS * 64 +
-                   swapped(key, i / 8 % 4) * 16;
+                   (i / 8 % 4 ^ key / 2 % 4) * 16;
         };
         float score[KEYS / 8][4] = {};
 #pragma unroll
@@ -1805,10 +1805,8 @@ bool attend_latent(Pass *a, const DeviceLayer &l, Error *e) {
     CUDA(by_head(l.k_up, w.q_nope, w.nope_pitch, w.q, cache_row(w), BF16));
     if (w.kv_rank == 512 && w.rope_dim == 64) { /* as in all of DeepSeek's models */
         typedef LatentShape<512, 64> Shape;
-        const int parts = latent_parts(w.n_heads), blocks = a->tokens * parts;
-        const int limit = a->tokens <= MAX_DECODE ? MAX_SPLITS : std::min(MAX_SPLITS, 2 * a->gpu->sms / blocks);
-        CUDA(launch(a->gpu, attention_latent<512, 64>, dim3(parts, a->tokens, splits_of(a->pages, limit)),
-                    Shape::THREADS, Shape::SHARED, w, a->s, l));
+        dim3 grid(latent_parts(w.n_heads), a->tokens, splits_of(a->pages, a->splits));
+        CUDA(launch(a->gpu, attention_latent<512, 64>, grid, Shape::THREADS, Shape::SHARED, w, a->s, l));
     } else {
         CUDA(launch(a->gpu, attention_any, dim3(a->tokens, w.n_heads), 128, (2 * cache_row(w) + 128) * sizeof(float), w,
                     a->s, l));
