@@ -191,7 +191,7 @@ struct Work {
 __host__ __device__ inline int square_parts(int dim) { return (dim + TILE - 1) / TILE; }
 /* How many blocks of attention share a key/value head that `group` query heads use. */
 __host__ __device__ inline int head_parts(int group) { return (group + 7) / 8; }
-/* How many blocks of latent attention share a token. */
+/* Latent attention: query heads of a block, and how many blocks share a token. */
 constexpr int LATENT_HEADS = 16;
 inline int latent_parts(int n_heads) { return (n_heads + LATENT_HEADS - 1) / LATENT_HEADS; }
 /* Elements of a position and layer in the cache. */

@@ -226,7 +226,7 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
 /* ---- prefill ---- */
 
 /* Rows of a tile of attention, each a token and a head; 0 where plain computes it: few tokens leave most blocks idle,
- * and a cap takes registers that are not there. */
+ * and no model with heads of 64 or 128 has a cap. */
 int tile_rows(const Pass *a) {
     if (!a->gpu->wgmma || a->tokens < 256 || a->w.attn_cap) return 0;
     return a->w.head_dim == 64 ? WgmmaAttention<64>::ROWS : a->w.head_dim == 128 ? WgmmaAttention<128>::ROWS : 0;
