@@ -30,23 +30,20 @@ template <class E> __device__ inline int place_of(int lane, int half) {
     return eighth_of(lane / 4, column / 8) + column % 8 * 2;
 }
 /* Four 8 by 8 matrices of 16 bits from shared memory. Lanes 8i to 8i + 7 say where the rows of the i-th are; lane 4g +
- * t gets columns 2t and 2t + 1 of row g of each. */
-__device__ inline uint4 load_matrices(const void *row) {
+ * t gets columns 2t and 2t + 1 of row g of each or, transposed, rows 2t and 2t + 1 of column g. */
+template <bool TRANSPOSED = false> __device__ inline uint4 load_matrices(const void *row) {
     uint4 x;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"((unsigned)__cvta_generic_to_shared(row))
-                 : "memory");
-    return x;
-}
-
-/* The same, transposed: columns 2t and 2t + 1 of the result are those of the rows that the lanes name. */
-__device__ inline uint4 load_transposed(const void *row) {
-    uint4 x;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"((unsigned)__cvta_generic_to_shared(row))
-                 : "memory");
+    const unsigned at = (unsigned)__cvta_generic_to_shared(row);
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "r"(at)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "r"(at)
+                     : "memory");
     return x;
 }
 

@@ -1,8 +1,8 @@
 /* infer.cu: the plain engine: every kernel, one for each step of a transformer block. It runs every family, every
  * encoding, any number of tokens, any card from sm_80 on. Begin at block(), which calls the kernels. Beside this file:
  * tests/reference.c computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings
- * it there and submits steps; draw.cuh draws tokens from logits; fast/ is the annex, which
- * takes over in part on Hopper.
+ * it there and submits steps; draw.cuh draws tokens from logits; fast/ is the annex, which takes
+ * over in part on Hopper.
  *
  *   1  small device functions      mma, copies, sums
  *   2  encodings.cuh               how a lane reads weights and makes bf16 of them
@@ -1468,8 +1468,8 @@ __global__ void __launch_bounds__(LatentShape<RANK, ROPE>::THREADS) attention_la
     };
     for (int k = 0; k < Shape::STEPS; k++)
         query[k] = {query_of(g, 2 * k), query_of(g + 8, 2 * k), query_of(g, 2 * k + 1), query_of(g + 8, 2 * k + 1)};
-    /* Keys lie as in the cache, but piece i of the four of 16 bytes that 32 dimensions have lies at i ^ (key / 2 % 4),
-     * so that ldmatrix meets all banks. */
+    /* Keys lie as in the cache, but of the four 16 bytes for 32 dimensions those of number i lie at i ^ key / 2 % 4, so
+     * that ldmatrix meets all banks. */
     auto copy = [&](int base) {
         const int key = threadIdx.x / 4 % SLAB_KEYS;
         const bf16 *from = cache_of(w, page_of(s, seq, base), 0, 0) + key_place(D, base, 0) + threadIdx.x * 8;
@@ -1521,7 +1521,7 @@ __global__ void __launch_bounds__(LatentShape<RANK, ROPE>::THREADS) attention_la
 #pragma unroll
             for (int j = 0; j < Shape::VALUES / 8; j += 2) {
                 const int i = warp * Shape::VALUES + j * 8 + matrix / 2 * 8;
-                const uint4 values = load_transposed(at(k * 16 + matrix % 2 * 8 + lane % 8, i));
+                const uint4 values = load_matrices<true>(at(k * 16 + matrix % 2 * 8 + lane % 8, i));
                 mma<bf16>(state.sum[j], share, values.x, values.y);
                 mma<bf16>(state.sum[j + 1], share, values.z, values.w);
             }
@@ -1637,7 +1637,7 @@ template <class F> cudaError_t with_type(Type type, F f) {
     default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
     }
 }
-/* job_size is the max number of choices of a job; without jobs 8 stands for `product` and 64 for product_tiled. */
+/* job_size: the max number of choices of a job. Without jobs up to 8 mean `product`, and 64 means product_tiled. */
 cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int job_size, int jobs) {
     return with_type(p.w.type, [&](auto type) { return launch_any<type>(gpu, p, job_size, jobs); });
 }

@@ -238,8 +238,8 @@ template <int D> cudaError_t attend(const Pass *a, const DeviceLayer &l) {
                   a->s, l);
 }
 
-/* The max number of choices of a job, in a step of prompts or of many streams; 0 where plain computes the experts: they
- * need enough tokens each, and wgmma bf16 and no padding. */
+/* The max number of choices of a job, in a step of prompts or of many streams; 0 where plain computes the experts: with
+ * few tokens each, activations other than bf16, or padded columns. */
 int job_size(const Pass *a, const DeviceLayer &l) {
     auto can = [](const Matrix &m) { return type_for(m) == BF16 && m.cols % CHUNK == 0; };
     const bool many = a->tokens * a->w.top_k >= 32 * a->w.n_experts;

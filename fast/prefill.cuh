@@ -118,7 +118,7 @@ template <int D> struct WgmmaAttention {
     static constexpr int WARPGROUPS = D == 64 ? 2 : 3, ROWS = WARPGROUPS * 64, THREADS = WARPGROUPS * 128;
     static constexpr int BLOCKS = D == 64 ? 2 : 1;             /* on a multiprocessor at once */
     static constexpr int STAGES = 5, STAGE = 2 * D * PAGE * 2; /* bytes of a page's keys and values */
-    static constexpr int COPIERS = 256;                        /* threads that fetch pages */
+    static constexpr int COPIERS = 256;                        /* threads that fetch pages; all, with heads of 64 */
     static constexpr int AHEAD = 3;         /* pages in flight; the other stages let the warps drift apart */
     static constexpr int QUERIES = D * 128; /* bytes of a warpgroup's 64 rows */
     static constexpr int SHARED = STAGES * (STAGE + 16) + WARPGROUPS * QUERIES;
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(ExpertShape<T>::THREADS, 1) up_wgmma(Work w, D
                     (bf16)activation(act, w.act_limit, gate, up, true);
             }
         };
-        w.act == SWIGLU_CLAMPED ? activate(SWIGLU_CLAMPED) : activate(w.act); /* gpt-oss's has no branches */
+        w.act == SWIGLU_CLAMPED ? activate(SWIGLU_CLAMPED) : activate(w.act); /* no branches for gpt-oss's */
         sync_warpgroup();
         for (int i = 0; i < 4; i++)
             if (choice[i / 2] >= 0)
