@@ -376,7 +376,7 @@ int perplexity(const Options *o) {
 /* Adds the number of weights and the bytes of each encoding. m: the model if infer runs it, or NULL. */
 static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
     double bytes = 0, values = 0, active = 0; /* active: used by one token */
-    bool tied = m && m->embed.data.data == m->head.data.data;
+    bool tied = m && m->embed.each == m->head.each;
     for (int i = 0; i < t->n; i++) {
         const Tensor *x = t->tensor + i;
         bool copy = tied && !strcmp(x->name, "lm_head.weight") && tensors_find(t, "model.embed_tokens.weight");

@@ -132,7 +132,7 @@ static_assert(sizeof card_types / sizeof *card_types == E8M0, "card_types lacks 
 static Type card_type(const Linear &w, bool columns) {
     if (columns) return w.type == F16 ? F16 : BF16;
     auto fits = [&](Type t) {
-        return !w.group && (w.scale.cols >= w.cols || w.scale.cols % (CHUNK / chunk_words(t)) == 0);
+        return !w.each->group && (w.scale.cols >= w.cols || w.scale.cols % (CHUNK / chunk_words(t)) == 0);
     };
     Type to = card_types[w.type];
     if (w.type == INT8 && w.zero.rows) to = Q5_K;
@@ -270,25 +270,9 @@ static __global__ void make_up(Matrix m, uint32_t seed) {
     }
 }
 
-/* How a matrix lies in a file: n lines of so many bytes. A line is a row or, if `columns` is not 0, so many columns. */
-struct Lines {
-    size_t n, bytes;
-    int columns;
-};
-static Lines lines_of(Type type, size_t rows, size_t cols) {
-    const TypeInfo &info = types[type];
-    const int columns = type == GPTQ4 ? 8 : type == GPTQ8 ? 4 : type == AWQ4 ? 1 : 0;
-    if (columns) return {(cols + columns - 1) / columns, type == AWQ4 ? rows / 8 * 4 : rows * 4, columns};
-    return {rows, (cols + info.values - 1) / info.values * info.bytes, 0};
-}
-static Lines lines_of(const Grid &g, const Linear &w) {
-    const size_t rows = (w.rows + g.rows - 1) / g.rows, cols = (w.cols + g.cols - 1) / g.cols;
-    return g.transposed ? lines_of(g.type, cols, rows) : lines_of(g.type, rows, cols);
-}
-/* Where matrix i lies. */
-static View view_of(View all, const View *each, int i) {
-    all.offset += i * all.step;
-    return each ? each[i] : all;
+/* Columns of a line in a file; 0: a line is a row. */
+static int line_columns(Type type) {
+    return type == AWQ4 ? 1 : type == GPTQ4 || type == GPTQ8 ? types[type].values : 0;
 }
 
 /* A model being loaded: several threads read pieces into pinned buffers (a mapped file would fault page by page), while
@@ -296,10 +280,10 @@ static View view_of(View all, const View *each, int i) {
 struct Upload {
     struct Job {
         Linear linear;
+        std::vector<Stored> each; /* its own copy of linear's */
         Matrix to;
         Rows place;
         std::string name;
-        Lines lines; /* of a matrix */
     };
     struct Piece { /* n lines of a matrix */
         int job, matrix, line, n;
@@ -322,14 +306,16 @@ struct Upload {
 };
 
 void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name) {
-    const Lines lines = lines_of(w.type, w.rows, w.cols);
-    size_t n = std::max<size_t>(1, PIECE / std::max<size_t>(1, view_of(w.data, w.each, 0).stride));
-    if (lines.columns) n = std::max<size_t>(1, n * lines.columns / CHUNK) * CHUNK / lines.columns; /* whole chunks */
+    const View &data = w.each->data;
+    const int columns = line_columns(w.type);
+    int n = std::max<size_t>(1, PIECE / std::max<size_t>(1, data.stride));
+    if (columns) n = std::max(1, n * columns / CHUNK) * CHUNK / columns; /* whole chunks */
     for (int i = 0; i < w.n; i++)
-        for (size_t line = 0; line < lines.n; line += n)
-            piece.push_back({(int)job.size(), i, (int)line, (int)std::min(n, lines.n - line)});
-    job.push_back({w, to, place, layer < 0 ? name : "layer " + std::to_string(layer) + ", " + name, lines});
-    total += w.n * lines.n * lines.bytes;
+        for (int line = 0; line < data.lines; line += n)
+            piece.push_back({(int)job.size(), i, line, std::min(n, data.lines - line)});
+    job.push_back(
+        {w, {w.each, w.each + w.n}, to, place, layer < 0 ? name : "layer " + std::to_string(layer) + ", " + name});
+    total += (uint64_t)w.n * data.lines * data.bytes;
 }
 
 /* Reads a piece of a matrix, and what it needs of the grids, to `host`. Sets *s to where they lie after the copy to
@@ -337,13 +323,13 @@ void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const
 size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Error *e) const {
     const Job &j = job[p.job];
     const Linear &w = j.linear;
-    const View data = view_of(w.data, w.each, p.matrix);
+    const Stored &one = j.each[p.matrix];
     const char *name = j.name.c_str();
-    const int columns = j.lines.columns;
+    const int columns = line_columns(w.type);
     Plan plan = {host, 0};
     bool ok = true;
-    auto take = [&](const View &view, size_t first, const Lines &lines) {
-        const size_t at = plan.used, bytes = (lines.n - 1) * view.stride + lines.bytes;
+    auto take = [&](const View &view, size_t first, size_t lines) {
+        const size_t at = plan.used, bytes = (lines - 1) * view.stride + view.bytes;
         uint8_t *to = plan.take<uint8_t>(bytes);
         for (size_t have = 0; to && ok && have < bytes;) {
             ssize_t got = pread(view.fd, to + have, bytes - have, (off_t)(view.offset + first * view.stride + have));
@@ -354,28 +340,26 @@ size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Er
         }
         return card + at;
     };
-    auto entries = [&](const Grid &g) {
-        const View view = view_of(g.data, g.each, p.matrix);
+    auto entries = [&](const Grid &g, const View &view) {
         Entries of = {g.type, g.rows, g.cols, g.transposed, NULL, view.stride};
         if (!g.rows) return of;
-        Lines lines = lines_of(g, w);
-        size_t first = 0; /* the first line needed; all are, unless the grid's lines run along those of the matrix */
+        size_t first = 0, lines = view.lines; /* all are needed, unless they run along the lines of the matrix */
         const int from = columns ? s->column : s->row, n = columns ? s->columns : s->rows;
         const int each = columns ? g.cols : g.rows;
-        if (columns ? !w.group : !lines.columns && !g.transposed)
-            first = from / each, lines.n = (from + n - 1) / each - first + 1;
+        if (columns ? !one.group : !line_columns(g.type) && !g.transposed)
+            first = from / each, lines = (from + n - 1) / each - first + 1;
         of.data = take(view, first, lines) - first * view.stride;
         return of;
     };
     *s = {{}, p.line, p.n, 0, w.cols, p.matrix};
     if (columns) *s = {{}, 0, w.rows, columns * p.line, std::min(columns * p.n, w.cols - columns * p.line), p.matrix};
-    s->from = {w.type, types[w.type], take(data, p.line, {(size_t)p.n, j.lines.bytes}) - p.line * data.stride};
-    s->from.stride = data.stride, s->from.scale = entries(w.scale), s->from.zero = entries(w.zero);
-    s->from.zero_plus_one = w.zero_plus_one, s->from.factor = w.factor ? w.factor[p.matrix] : 1;
-    if (w.group) {
+    s->from = {w.type, types[w.type], take(one.data, p.line, p.n) - p.line * one.data.stride, one.data.stride};
+    s->from.scale = entries(w.scale, one.scale), s->from.zero = entries(w.zero, one.zero);
+    s->from.zero_plus_one = w.zero_plus_one, s->from.factor = one.factor;
+    if (one.group) {
         s->from.group = (const int *)(card + plan.used);
         int *group = plan.take<int>(w.cols);
-        if (host) memcpy(group, w.group + (size_t)p.matrix * w.cols, w.cols * sizeof(int));
+        if (host) memcpy(group, one.group, w.cols * sizeof(int));
     }
     return ok ? plan.used : 0;
 }
@@ -415,7 +399,7 @@ bool Upload::read(Error *e) {
         (fp4 ? place_fp4 : place_weights)<<<(unsigned)blocks, 256, 0, b.stream>>>(s, j.to, j.place, bad + p.job);
         CUDA(cudaGetLastError());
         std::lock_guard<std::mutex> hold(lock);
-        done += p.n * j.lines.bytes;
+        done += p.n * j.each[p.matrix].data.bytes;
         if (progress && done < total) progress(done, total);
     }
     for (Buffer &b : buffer) CUDA(cudaStreamSynchronize(b.stream));
@@ -451,15 +435,18 @@ bool Upload::run(Error *e) {
 /* ---- the walk over all weights ---- */
 
 /* Gate and up may lie in one tensor as the card wants them, row by row in turn: then they are read at once. Else the
- * result has no rows. */
-static Linear fused(const Linear &gate, const Linear &up) {
-    Linear both = gate;
-    both.rows *= 2;
-    for (View *view : {&both.data, &both.scale.data}) view->stride /= 2, view->size += view->stride;
-    bool in_turn = !gate.each && gate.data.fd == up.data.fd && (both.type == MXFP4 || !both.scale.rows) &&
-                   up.data.offset == gate.data.offset + both.data.stride &&
-                   both.data.stride == lines_of(both.type, 1, both.cols).bytes;
-    return in_turn ? both : Linear{};
+ * result is empty. */
+static std::vector<Stored> in_turn(const Linear &gate, const Linear &up) {
+    std::vector<Stored> both;
+    for (int i = 0; gate.rows && i < gate.n; i++) {
+        const View &first = gate.each[i].data, &second = up.each[i].data;
+        if (first.fd != second.fd || second.offset != first.offset + first.bytes || first.stride != 2 * first.bytes ||
+            (gate.scale.rows && gate.type != MXFP4))
+            return {};
+        both.push_back(gate.each[i]);
+        for (View *view : {&both[i].data, &both[i].scale}) view->stride /= 2, view->lines *= 2;
+    }
+    return both;
 }
 
 /* Gives every weight its place on the card. Without `upload` it only counts bytes; with it, it also copies arrays of
@@ -504,7 +491,7 @@ Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
         to.rows += p.columns ? p.from.cols : p.from.rows;
         to.cols = p.columns ? p.from.rows : p.from.cols;
         to.n = p.from.n;
-        biased |= p.from.bias != NULL;
+        biased |= p.from.each->bias != NULL;
     }
     if (!to.rows) return to;
     const size_t chunk = to.type == MXFP4    ? FP4_CHUNK
@@ -517,18 +504,23 @@ Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
     if (layer >= 0 && to.n == 1) gpu->largest = std::max(gpu->largest, to.bytes);
     if (layer >= 0 && is_coded(to.type) && to.n == 1)
         gpu->decoded_size = std::max(gpu->decoded_size, (size_t)to.rows * to.stride);
-    const Linear both = step == 2 ? fused(parts.begin()[0].from, parts.begin()[1].from) : Linear{};
+    std::vector<Stored> both;
+    if (step == 2) both = in_turn(parts.begin()[0].from, parts.begin()[1].from);
     std::vector<float> bias(biased ? (size_t)to.n * to.rows : 0); /* zeros for a part without one */
     int first = 0;
     for (const Part &p : parts) {
         const Linear &w = p.from;
         const Rows place = {first, step, p.half, p.columns};
-        if (upload && w.rows && !both.rows) upload->add(w, to, place, layer, p.name);
-        for (int r = 0; w.bias && r < w.n * w.rows; r++)
-            bias[(size_t)(r / w.rows) * to.rows + place.of(r % w.rows)] = w.bias[r];
+        if (upload && w.rows && both.empty()) upload->add(w, to, place, layer, p.name);
+        for (int i = 0; w.rows && w.each->bias && i < w.n; i++)
+            for (int r = 0; r < w.rows; r++) bias[(size_t)i * to.rows + place.of(r)] = w.each[i].bias[r];
         first += step == 2 ? 1 : w.rows;
     }
-    if (upload && both.rows) upload->add(both, to, {0, 1}, layer, "gate and up");
+    if (upload && !both.empty()) {
+        Linear whole = parts.begin()[0].from;
+        whole.rows *= 2, whole.each = both.data();
+        upload->add(whole, to, {0, 1}, layer, "gate and up");
+    }
     if (biased) to.bias = put(bias);
     return to;
 }
@@ -574,8 +566,7 @@ cudaError_t Walk::all() {
     Part embed = {m.embed, "embedding"};
     if (embed.type == MXFP4) embed.type = BF16; /* rows are read */
     device->embed = matrix({embed});
-    const bool tied = m.head.data.fd == m.embed.data.fd && m.head.data.offset == m.embed.data.offset;
-    device->head = tied ? device->embed : matrix({{m.head, "head"}});
+    device->head = m.head.each == m.embed.each ? device->embed : matrix({{m.head, "head"}});
     gpu->lean &= device->head.type != F32;
     gpu->weight_bytes = plan.used;
     return error;

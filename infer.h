@@ -57,13 +57,13 @@ TypeInfo types[TYPES] = { /* in the order of Type */
     {"E8M0", "F8_E8M0", 1, 1, 8, 0}};
 /* clang-format on */
 
-/* n matrices of rows inside one checked range of a file: row r of matrix i is at data + i * step + r * stride, and
- * every byte of it lies in [data, data + size). A slice of a fused tensor is a view with a larger stride. Data may lie
- * at any alignment. */
+/* Lines inside a checked range of a file: line i is at data + i * stride. A line is a row; in GPTQ a row of words, in
+ * AWQ a column. A slice of a fused tensor is a view with a larger stride. Data may lie at any alignment. */
 typedef struct {
     const unsigned char *data; /* as mapped */
-    int fd;                    /* the same bytes for pread: [offset, offset + size) */
-    size_t offset, size, stride, step;
+    int fd;                    /* the same bytes for pread, from `offset` on */
+    int lines;
+    size_t offset, bytes, stride; /* bytes: of a line */
 } View;
 
 /* Scales or zeros of a matrix, encoded and addressed like a matrix of this type: weight [r, c] uses entry [r / rows, c
@@ -72,21 +72,22 @@ typedef struct {
     Type type;
     int rows, cols; /* rows and columns of the matrix that share an entry; 0: no grid */
     bool transposed;
-    View data;
-    const View *each; /* as in Linear */
 } Grid;
 
-typedef struct { /* y = W x + bias, W exactly as the file encodes it */
+typedef struct { /* one matrix of a Linear, exactly as its file encodes it */
+    View data, scale, zero;
+    float factor;      /* multiplies the entries of scale */
+    const int *group;  /* (cols) or NULL: the grids' column for each column, instead of c / cols */
+    const float *bias; /* (rows) or NULL */
+} Stored;
+
+typedef struct { /* y = W x + bias */
     Type type;
-    int rows, cols, n;   /* n matrices (rows, cols); n > 1: one per expert or head. rows 0: this step does not exist */
-    View data;           /* in GPTQ its stride is between rows of words, in AWQ between columns */
-    const View *each;    /* (n) or NULL: matrix i is each[i] instead, a tensor of its own in any file */
-    Grid scale;          /* MXFP4: e8m0, 1 by 32; NVFP4: e4m3, 1 by 16; other types: as in the file */
-    Grid zero;           /* PACKED, GPTQ, AWQ and some INT8; an entry has as many columns as one of scale */
-    bool zero_plus_one;  /* a zero is (entry + 1) mod 2^bits: GPTQ's first convention */
-    const float *factor; /* (n) or NULL: multiplies the entries of scale */
-    const int *group;    /* (n, cols) or NULL: the grids' column for each column, instead of c / cols */
-    const float *bias;   /* (n, rows) or NULL */
+    int rows, cols, n;  /* n matrices (rows, cols); n > 1: one per expert or head. rows 0: this step does not exist */
+    Grid scale;         /* MXFP4: e8m0, 1 by 32; NVFP4: e4m3, 1 by 16; other types: as in the file */
+    Grid zero;          /* PACKED, GPTQ, AWQ and some INT8; an entry has as many columns as one of scale */
+    bool zero_plus_one; /* a zero is (entry + 1) mod 2^bits: GPTQ's first convention */
+    const Stored *each; /* (n) all have groups and biases, or none has */
 } Linear;
 
 typedef struct {           /* angles of one kind of layer */

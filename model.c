@@ -805,21 +805,28 @@ static void belongs(Tensor *t, Type type, int64_t values) {
     t->values = values;
 }
 
-/* A view of tensor t, which has `lines` lines, as matrices of `rows` lines each, one after another. */
-static View view_of(const Loader *load, const Tensor *t, int64_t lines, int rows) {
-    const size_t stride = t->size / (size_t)lines;
+/* A view of tensor t as `lines` lines. */
+static View view_of(const Loader *load, const Tensor *t, int64_t lines) {
+    const size_t bytes = t->size / (size_t)lines;
     const int fd = t->data ? load->c->tensors.file[t->file].fd : -1;
-    return (View){t->data, fd, t->offset, t->size, stride, stride * (size_t)rows};
+    return (View){t->data, fd, (int)lines, t->offset, bytes, bytes};
+}
+
+/* n lines of a view: first, first + step, ... */
+static View lines_of(View v, size_t first, size_t step, int n) {
+    v.offset += first * v.stride;
+    if (v.data) v.data += first * v.stride;
+    v.stride *= step, v.lines = n;
+    return v;
 }
 
 /* Binds a grid of w whose shape is known, or its codes, which hold `values` weights. */
-static Grid bind_grid(Loader *load, const char *name, const char *suffix, const Linear *w, Grid g, int64_t values) {
+static View bind_grid(Loader *load, const char *name, const char *suffix, const Linear *w, Grid g, int64_t values) {
     int64_t shape[2];
     grid_shape(w, &g, shape);
     Tensor *t = bind(load, name, suffix, g.type, 2, shape);
     belongs(t, w->type, values);
-    g.data = view_of(load, t, shape[0], (int)shape[0]);
-    return g;
+    return view_of(load, t, shape[0]);
 }
 
 /* The suffixes of the tensors of an encoded matrix. The first row counts whose mark exists and whose codes have the
@@ -855,8 +862,10 @@ static int shared_by(int n, int64_t count) {
     return count == 1 ? n : count == n ? 1 : divided(n, by) == count ? by : 0;
 }
 
-/* Binds the scales of w. FP4's have the usual shape; for other types the shape tells which weights share a scale. */
-static Grid bind_scale(Loader *load, const char *name, const char *suffix, const Linear *w, Grid usual) {
+/* Binds the scales of w, whose usual grid is in w->scale. FP4 has no other; for other types the shape tells which
+ * weights share a scale. */
+static View bind_scale(Loader *load, const char *name, const char *suffix, Linear *w) {
+    const Grid usual = w->scale;
     Tensor *t = find(load, name, suffix);
     if (!t || is_fp4(w->type)) return bind_grid(load, name, suffix, w, usual, 0);
     const int64_t *s = t->shape, lines = t->dims ? s[0] : 1, each = t->dims == 4 ? s[2] : t->dims == 2 ? s[1] : 1;
@@ -868,9 +877,9 @@ static Grid bind_scale(Loader *load, const char *name, const char *suffix, const
     bool rows = g.rows && (usual.rows == 1 || g.rows == 1 || g.rows == w->rows || g.rows == usual.rows);
     bool cols = whole || (usual.rows == 1 ? g.cols >= 16 : g.cols == usual.cols);
     belongs(t, w->type, 0);
-    if (!tensor_is(load, t, flat && type && rows && cols, "scales of its matrix")) return usual;
-    g.data = view_of(load, t, lines, 0);
-    return g;
+    if (!tensor_is(load, t, flat && type && rows && cols, "scales of its matrix")) return (View){0};
+    w->scale = g;
+    return view_of(load, t, lines);
 }
 
 /* GPTQ's g_idx: for each column of w the column of the grids. NULL: the usual c / cols. */
@@ -892,37 +901,34 @@ static const int *bind_group(Loader *load, const char *name, const char *suffix,
 }
 
 /* NVFP4's factor of all scales. compressed-tensors stores its inverse. */
-static const float *bind_factor(Loader *load, const char *name, const char *suffix) {
+static float bind_factor(Loader *load, const char *name, const char *suffix) {
     const bool divides = !strcmp(suffix, ".weight_global_scale");
     const Tensor *here = find(load, name, suffix);
     Tensor *t = bind(load, name, suffix, F32, divides || (here && here->dims), (int64_t[]){1});
-    float *factor = keep(load->c, 1, sizeof *factor);
-    *factor = t->data ? code_at(F32, t->data, 0, 0, 0) : 1;
-    tensor_is(load, t, *factor > 0 && isfinite(*factor), "a positive number");
-    if (divides) *factor = 1 / *factor;
+    const float factor = t->data ? code_at(F32, t->data, 0, 0, 0) : 1;
+    tensor_is(load, t, factor > 0 && isfinite(factor), "a positive number");
     belongs(t, NVFP4, 0);
-    return factor;
+    return divides ? 1 / factor : factor;
 }
 
 /* Binds the scales and zeros of w and whatever else its encoding has. */
-static void bind_grids(Loader *load, const char *name, const Encoding *how, Linear *w) {
+static void bind_grids(Loader *load, const char *name, const Encoding *how, Linear *w, Stored *one) {
     const bool transposed = in_gptq(w->type) || w->type == AWQ4;
     const cJSON *block = w->type == FP8 ? json_get(load->quantization, "weight_block_size") : NULL;
     int64_t rows = 1, cols = how->cols;
     if (block && !(cJSON_GetArraySize(block) == 2 && json_whole(block->child, 1, INT32_MAX, &rows) &&
                    json_whole(block->child->next, 1, INT32_MAX, &cols)))
         config_bad(load, load->quantization, "weight_block_size", "two whole numbers");
-    Grid usual = {how->scales, (int)rows, (int)MIN(cols, w->cols), .transposed = transposed};
-    w->scale = bind_scale(load, name, how->scale, w, usual);
+    w->scale = (Grid){how->scales, (int)rows, (int)MIN(cols, w->cols), transposed};
+    one->scale = bind_scale(load, name, how->scale, w);
     if (how->zero && (transposed || find(load, name, how->zero))) {
-        Grid z = {.type = how->zeros, .rows = w->scale.rows, .cols = w->scale.cols};
-        z.transposed = in_words(w->type) && w->type != AWQ4;
-        w->zero = bind_grid(load, name, how->zero, w, z, 0);
+        w->zero = (Grid){how->zeros, w->scale.rows, w->scale.cols, in_words(w->type) && w->type != AWQ4};
+        one->zero = bind_grid(load, name, how->zero, w, w->zero, 0);
         w->zero_plus_one = in_gptq(w->type) && !json_is(load->quantization, "checkpoint_format", "gptq_v2") &&
                            !json_is(load->quantization, "format", "gptq_v2"); /* its newer name */
     }
-    if (how->group) w->group = bind_group(load, name, how->group, w);
-    if (w->type == NVFP4) w->factor = bind_factor(load, name, how->mark);
+    if (how->group) one->group = bind_group(load, name, how->group, w);
+    if (w->type == NVFP4) one->factor = bind_factor(load, name, how->mark);
 }
 
 static void check_blocks(Loader *load, const char *name, const Linear *w) {
@@ -969,7 +975,8 @@ static Encoding find_encoding(Loader *load, const char *name, int rows, int cols
 /* Binds the matrix (rows, cols) of a module. bias: true, false (GPTQ and GGUF may still store one) or NO_BIAS. */
 static Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias) {
     const Encoding how = find_encoding(load, name, rows, cols);
-    Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1};
+    Stored *one = keep(load->c, 1, sizeof *one);
+    Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1, .each = one};
     check_blocks(load, name, &w);
     if ((in_gptq(w.type) || w.type == AWQ4) && !load->quantization && !load->c->model.made_up)
         refuse(load, load->path,
@@ -977,8 +984,9 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, in
                "quantize_config.json: download that too)",
                name);
     const Grid codes = {.type = w.type, .rows = 1, .cols = 1};
-    w.data = bind_grid(load, name, how.codes, &w, codes, (int64_t)rows * cols).data;
-    if (how.scale) bind_grids(load, name, &how, &w);
+    one->data = bind_grid(load, name, how.codes, &w, codes, (int64_t)rows * cols);
+    one->factor = 1;
+    if (how.scale) bind_grids(load, name, &how, &w, one);
     Tensor *said = find(load, name, ".weight_shape");
     if (said) {
         belongs(said, w.type, 0);
@@ -986,87 +994,72 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, in
                   "the shape of its matrix");
     }
     if (!bias) bias = (in_gptq(w.type) || load->gguf) && find(load, name, ".bias");
-    if (bias > 0) w.bias = bind_floats(load, name, ".bias", rows);
+    if (bias > 0) one->bias = bind_floats(load, name, ".bias", rows);
     return w;
-}
-
-/* Copies the n numbers of matrix i into the array of all `count` matrices, which matrix 0 creates. */
-static void *gather(Loader *load, int count, const void *all, const void *one, int i, size_t n) {
-    char *out = (char *)(uintptr_t)all;
-    if (one && !i) out = keep(load->c, (size_t)count * n, 4);
-    if (one && out) memcpy(out + (size_t)i * n * 4, one, n * 4);
-    return out;
 }
 
 /* Binds n matrices, one per expert or head. Each is a module of its own, MODULE.0 MATRIX and so on. */
 static Linear bind_each(Loader *load, const char *module, const char *matrix, int n, int rows, int cols, int bias) {
-    View *each = keep(load->c, (size_t)n * 3, sizeof *each);
+    Stored *each = keep(load->c, (size_t)n, sizeof *each);
     Linear all = {0};
     for (int i = 0; i < n && !failed(load); i++) {
         LocalText name = text_print("%s.%d%s", module, i, matrix);
         Linear one = bind_linear(load, name, rows, cols, bias);
-        if (!i) {
-            all = one;
-            all.n = n, all.each = each, all.scale.each = each + n, all.zero.each = each + 2 * n;
-        }
+        if (!i) all = one;
         if (one.type != all.type || one.scale.type != all.scale.type || one.scale.rows != all.scale.rows ||
-            one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows || !one.group != !all.group ||
-            !one.bias != !all.bias)
+            one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows ||
+            !one.each->group != !all.each->group || !one.each->bias != !all.each->bias)
             refuse(load, load->path, "%s%s is %s, that of number 0 %s, or its scales differ", load->prefix, name,
                    types[one.type].name, types[all.type].name);
-        each[i] = one.data, each[n + i] = one.scale.data, each[2 * n + i] = one.zero.data;
-        all.factor = gather(load, n, all.factor, one.factor, i, 1);
-        all.bias = gather(load, n, all.bias, one.bias, i, (size_t)rows);
-        all.group = gather(load, n, all.group, one.group, i, (size_t)cols);
+        each[i] = *one.each;
     }
+    all.n = n, all.each = each;
     return all;
 }
 
-/* Binds the experts' MXFP4 matrices NAME_blocks, _scales and _bias, (n, rows, cols). */
-static Linear bind_mxfp4(Loader *load, const char *name, int rows, int cols) {
-    const int64_t n = load->c->model.n_experts, blocks = divided(cols, 32);
-    Linear w = {.type = MXFP4, .rows = rows, .cols = cols, .n = (int)n};
+/* Binds a part of the experts' MXFP4 matrices NAME_blocks, _scales and _bias, (n, step * rows, cols): rows first, first
+ * + step, ... of each expert. */
+static Linear bind_mxfp4(Loader *load, const char *name, int first, int step, int rows, int cols) {
+    const int64_t n = load->c->model.n_experts, all = (int64_t)rows * step, blocks = divided(cols, 32);
+    Stored *each = keep(load->c, (size_t)n, sizeof *each);
+    Linear w = {MXFP4, rows, cols, (int)n, .scale = {E8M0, 1, 32, false}, .each = each};
     check_blocks(load, name, &w);
-    Tensor *codes = bind(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, rows, blocks, 16});
-    Tensor *scales = bind(load, name, "_scales", E8M0, 3, (int64_t[]){n, rows, blocks});
-    belongs(codes, MXFP4, n * rows * cols);
+    Tensor *codes = bind(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, all, blocks, 16});
+    Tensor *scales = bind(load, name, "_scales", E8M0, 3, (int64_t[]){n, all, blocks});
+    const Tensor *biases = bind(load, name, "_bias", TYPES, 2, (int64_t[]){n, all});
+    const float *bias = floats(load, biases, (size_t)(n * all));
+    belongs(codes, MXFP4, n * all * cols);
     belongs(scales, MXFP4, 0);
-    w.data = view_of(load, codes, n * rows, rows);
-    w.scale = (Grid){.type = E8M0, .rows = 1, .cols = 32, .data = view_of(load, scales, n * rows, rows)};
-    w.bias = floats(load, bind(load, name, "_bias", TYPES, 2, (int64_t[]){n, rows}), (size_t)(n * rows));
+    for (int64_t i = 0; i < n && bias; i++) {
+        const size_t row = (size_t)(i * all + first);
+        float *own = keep(load->c, (size_t)rows, sizeof *own);
+        for (int r = 0; r < rows; r++) own[r] = bias[row + (size_t)(r * step)];
+        each[i].data = lines_of(view_of(load, codes, n * all), row, (size_t)step, rows);
+        each[i].scale = lines_of(view_of(load, scales, n * all), row, (size_t)step, rows);
+        each[i].factor = 1, each[i].bias = own;
+    }
     return w;
 }
 
-/* A part of w. From each group of `pitch` rows it takes `rows` rows: first, first + step, ... */
-static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, int pitch) {
+/* A part of w for each head. Heads have `pitch` rows each; the part has `rows` of them, from `first` on. */
+static Linear cut(Loader *load, const Linear *w, int first, int rows, int pitch) {
+    const int heads = w->rows / pitch, share[] = {1, w->scale.rows, w->zero.rows}; /* rows that share a line */
+    const bool transposed[] = {false, w->scale.transposed, w->zero.transposed};
+    Stored *each = keep(load->c, (size_t)heads, sizeof *each);
     Linear part = *w;
-    View *views[] = {&part.data, &part.scale.data, &part.zero.data};
-    const Grid *grids[] = {&(Grid){.rows = 1}, &w->scale, &w->zero};
-    part.n = w->n * (w->rows / pitch), part.rows = rows;
-    for (int i = 0; i < 3; i++) {
-        const int each = grids[i]->rows; /* rows that share a line of the view */
-        View *v = views[i];
-        if (each == w->rows) v->step = 0; /* the same for all rows */
-        if (!each || each == w->rows) continue;
-        if (first % each || pitch % each || grids[i]->transposed)
-            refuse(load, load->path, "kv_b_proj in %s is not implemented: heads are no whole blocks of rows",
-                   types[w->type].name);
-        const size_t skip = v->stride * (size_t)(first / each);
-        v->size -= first / each < step ? v->stride * (size_t)(step - 1) : skip;
-        v->offset += skip;
-        if (v->data) v->data += skip;
-        v->step = v->stride * (size_t)(pitch / each);
-        v->stride *= (size_t)step;
+    part.n = heads, part.rows = rows, part.each = each;
+    for (int i = 0; i < heads; i++) {
+        View *views[] = {&each[i].data, &each[i].scale, &each[i].zero};
+        each[i] = *w->each;
+        for (int k = 0; k < 3; k++) {
+            if (!share[k] || share[k] == w->rows) continue; /* the same for all rows */
+            if (first % share[k] || pitch % share[k] || transposed[k])
+                refuse(load, load->path, "kv_b_proj in %s is not implemented: heads are no whole blocks of rows",
+                       types[w->type].name);
+            const int line = (i * pitch + first) / share[k];
+            *views[k] = lines_of(*views[k], (size_t)line, 1, divided(rows, share[k]));
+        }
     }
-    for (int i = 0; i < part.n; i++) { /* w is one matrix if it has factors or groups */
-        part.factor = gather(load, part.n, part.factor, w->factor, i, 1);
-        part.group = gather(load, part.n, part.group, w->group, i, (size_t)w->cols);
-    }
-    const size_t n = (size_t)part.n * (size_t)rows, r = (size_t)rows;
-    float *bias = w->bias ? keep(load->c, n, sizeof *bias) : NULL;
-    for (size_t i = 0; i < n && bias; i++)
-        bias[i] = w->bias[i / r * (size_t)pitch + (size_t)first + i % r * (size_t)step];
-    part.bias = bias;
     return part;
 }
 
@@ -1096,8 +1089,8 @@ static void bind_attention(Loader *load, const Model *m, Layer *l) {
         l->v_up = bind_each(load, "self_attn.v_b_proj", "", m->n_heads, m->v_dim, rank, NO_BIAS);
     } else if (f->latent) {
         const Linear kv_b = bind_linear(load, "self_attn.kv_b_proj", m->n_heads * both, rank, NO_BIAS);
-        l->k_up = cut(load, &kv_b, 0, 1, keys, both);
-        l->v_up = cut(load, &kv_b, keys, 1, m->v_dim, both);
+        l->k_up = cut(load, &kv_b, 0, keys, both);
+        l->v_up = cut(load, &kv_b, keys, m->v_dim, both);
     }
     l->o = bind_linear(load, "self_attn.o_proj", m->dim, m->n_heads * m->v_dim, o_bias);
     if (f->head_norms) {
@@ -1113,10 +1106,9 @@ static void bind_experts(Loader *load, const Model *m, Layer *l) {
     bool bias = f->moe.biases;
     l->router = bind_linear(load, f->moe.router, m->n_experts, m->dim, bias);
     if (bias && !load->gguf) { /* fused: even rows gate, odd rows up */
-        Linear both = bind_mxfp4(load, "mlp.experts.gate_up_proj", 2 * width, m->dim);
-        l->gate = cut(load, &both, 0, 2, width, 2 * width);
-        l->up = cut(load, &both, 1, 2, width, 2 * width);
-        l->down = bind_mxfp4(load, "mlp.experts.down_proj", m->dim, width);
+        l->gate = bind_mxfp4(load, "mlp.experts.gate_up_proj", 0, 2, width, m->dim);
+        l->up = bind_mxfp4(load, "mlp.experts.gate_up_proj", 1, 2, width, m->dim);
+        l->down = bind_mxfp4(load, "mlp.experts.down_proj", 0, 1, m->dim, width);
         return;
     }
     l->gate = bind_each(load, f->moe.experts, f->moe.gate, m->n_experts, width, m->dim, bias);
@@ -1266,16 +1258,13 @@ void checkpoint_close(Checkpoint *c) {
 
 /* ---- sizes ---- */
 
-static uint64_t grid_bytes(const Linear *w, const Grid *g) {
-    int64_t shape[2];
-    if (!g->rows) return 0;
-    grid_shape(w, g, shape);
-    return (uint64_t)w->n * stored_bytes(g->type, 2, shape);
-}
-
 uint64_t linear_bytes(const Linear *w) {
-    return grid_bytes(w, &(Grid){.type = w->type, .rows = 1, .cols = 1}) + grid_bytes(w, &w->scale) +
-           grid_bytes(w, &w->zero);
+    uint64_t sum = 0;
+    for (int i = 0; w->rows && i < w->n; i++) {
+        const View *views[] = {&w->each[i].data, &w->each[i].scale, &w->each[i].zero};
+        for (int k = 0; k < 3; k++) sum += (uint64_t)views[k]->lines * views[k]->bytes;
+    }
+    return sum;
 }
 
 uint64_t model_bytes(const Model *m) {
@@ -1296,7 +1285,7 @@ uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
         for (size_t j = 0; j < sizeof all / sizeof *all; j++) {
             double bytes = (double)linear_bytes(all[j]);
             bool of_experts = l->router.rows && (all[j] == &l->gate || all[j] == &l->up || all[j] == &l->down);
-            if (all[j]->bias) bytes += (double)all[j]->n * all[j]->rows * sizeof(float);
+            if (all[j]->rows && all[j]->each->bias) bytes += (double)all[j]->n * all[j]->rows * sizeof(float);
             sum += of_experts ? bytes / all[j]->n * experts : bytes;
         }
         double seen = l->window ? MIN(l->window, depth + 1) : depth + 1;

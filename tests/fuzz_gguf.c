@@ -37,9 +37,9 @@ static void touch(const unsigned char *data, size_t n) {
 }
 
 static void check_view(const Linear *w, const View *v, size_t n) {
-    assert(v->offset <= n && v->size <= n - v->offset);
-    assert((size_t)(w->rows - 1) * v->stride < v->size);
-    touch(v->data, v->size);
+    const size_t size = (size_t)(v->lines - 1) * v->stride + v->bytes;
+    assert(v->offset <= n && size <= n - v->offset && v->lines == w->rows);
+    touch(v->data, size);
 }
 
 static void try_model(size_t n) {
@@ -51,10 +51,9 @@ static void try_model(size_t n) {
     for (int i = 0; i < c.model.n_layers; i++) {
         const Linear *all[] = LINEARS(c.model.layer + i);
         for (size_t j = 0; j < sizeof all / sizeof *all; j++)
-            for (int k = 0; all[j]->rows && k < (all[j]->each ? all[j]->n : 1); k++)
-                check_view(all[j], all[j]->each ? all[j]->each + k : &all[j]->data, n);
+            for (int k = 0; all[j]->rows && k < all[j]->n; k++) check_view(all[j], &all[j]->each[k].data, n);
     }
-    check_view(&c.model.embed, &c.model.embed.data, n);
+    check_view(&c.model.embed, &c.model.embed.each->data, n);
     checkpoint_close(&c);
 }
 

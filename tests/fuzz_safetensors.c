@@ -62,10 +62,12 @@ static void check_views(const Model *m, size_t n) {
     const Layer *l = m->layer;
     const Linear *all[] = {&m->embed, &m->head, &l->q, &l->k, &l->v, &l->o, &l->router, &l->gate, &l->up, &l->down};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        const View *views[] = {&all[i]->data, &all[i]->scale.data, &all[i]->zero.data};
-        for (int j = 0; j < 3; j++) {
-            assert(views[j]->offset <= n && views[j]->size <= n - views[j]->offset);
-            touch(views[j]->data, views[j]->size);
+        for (int j = 0; j < 3 && all[i]->rows; j++) {
+            const Stored *one = all[i]->each;
+            const View v = j == 0 ? one->data : j == 1 ? one->scale : one->zero;
+            const size_t size = v.lines ? (size_t)(v.lines - 1) * v.stride + v.bytes : 0;
+            assert(v.offset <= n && size <= n - v.offset);
+            touch(v.data, size);
         }
     }
     decode_all(m);

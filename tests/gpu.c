@@ -597,21 +597,19 @@ static void instances_of_latents_agree(void) {
 
 /* A BF16 matrix as F32, or as F16, where what is below 2^-14 becomes 0. */
 static Linear as_type(const Linear *w, Type type) {
-    const size_t row = (size_t)w->cols * (type == F32 ? 4 : 2), size = row * (size_t)w->rows;
-    uint16_t *half = allocate(size);
+    uint16_t *half = allocate((size_t)w->rows * (size_t)w->cols * sizeof(float));
     uint32_t *word = (uint32_t *)half;
     for (int r = 0; r < w->rows; r++)
         for (int c = 0; c < w->cols; c++) {
             uint16_t x;
-            memcpy(&x, w->data.data + (size_t)r * w->data.stride + (size_t)c * sizeof x, sizeof x);
+            memcpy(&x, w->each->data.data + (size_t)r * w->each->data.stride + (size_t)c * sizeof x, sizeof x);
             const int exponent = (x >> 7 & 255) - 127 + 15;
             if (type == F32)
                 word[r * w->cols + c] = (uint32_t)x << 16;
             else
                 half[r * w->cols + c] = (uint16_t)(exponent < 1 ? 0 : (x & 0x8000) | exponent << 10 | (x & 127) << 3);
         }
-    Linear to = *w;
-    to.type = type, to.data = view_of(half, size, row, size);
+    Linear to = stored(type, 1, w->rows, w->cols, half, w->each->bias);
     free(half);
     return to;
 }
@@ -623,8 +621,7 @@ static Linear random_linear(int rows, int cols, int n, uint64_t *random) {
     float *values = allocate((size_t)size * sizeof *values);
     fill_random(whole, size, 2001, random);
     for (int i = 0; i < size; i++) values[i] = (float)(whole[i] - 1000) / 600 / sqrtf((float)cols);
-    Linear w = full(BF16, values, rows * n, cols);
-    w.rows = rows, w.n = n, w.data.step = w.data.stride * (size_t)rows;
+    Linear w = full(BF16, values, n, rows, cols);
     free(whole), free(values);
     return w;
 }

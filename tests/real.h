@@ -8,47 +8,55 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* Bytes as a file, which any backend may read. */
-static inline View view_of(const void *data, size_t n, size_t stride, size_t step) {
+/* Lines of bytes as a file, which any backend may read. */
+static inline View view_of(const void *data, int lines, size_t bytes) {
     int fd = memfd_create("weights", 0);
+    size_t n = bytes * (size_t)lines;
     if (fd < 0 || ftruncate(fd, (off_t)n) || (data && write(fd, data, n) != (ssize_t)n)) abort();
-    void *map = mmap(NULL, n, PROT_READ, MAP_SHARED, fd, 0);
-    return (View){.data = map, .fd = fd, .size = n, .stride = stride, .step = step};
+    return (View){mmap(NULL, n, PROT_READ, MAP_SHARED, fd, 0), fd, lines, 0, bytes, bytes};
 }
 
-static inline void view_free(View *v) {
-    munmap((void *)(uintptr_t)v->data, v->size);
+static inline void view_free(const View *v, int n) {
+    munmap((void *)(uintptr_t)v->data, v->bytes * (size_t)v->lines * (size_t)n);
     close(v->fd);
 }
 
-static inline Linear zeros(Type type, int n, int rows, int cols, const float *bias) { /* nothing but its bias */
-    size_t row = type == MXFP4 ? (size_t)cols / 2 : (size_t)cols * (type == F32 ? 4 : 2), matrix = row * (size_t)rows;
-    Linear w = {.type = type,
-                .rows = rows,
-                .cols = cols,
-                .n = n,
-                .bias = bias,
-                .data = view_of(NULL, matrix * (size_t)n, row, matrix)};
-    if (type == MXFP4)
-        w.scale = (Grid){E8M0, 1, 32, false, view_of(NULL, matrix / 16 * (size_t)n, row / 16, matrix / 16), NULL};
+static inline View part_of(View v, int i, int n) { /* part i of n equal ones */
+    v.lines /= n, v.offset = (size_t)i * (size_t)v.lines * v.bytes, v.data += v.offset;
+    return v;
+}
+
+/* n matrices whose codes are at `data`, or 0 if that is NULL. */
+static inline Linear stored(Type type, int n, int rows, int cols, const void *data, const float *bias) {
+    size_t row = type == MXFP4 ? (size_t)cols / 2 : (size_t)cols * (type == F32 ? 4 : 2);
+    View codes = view_of(data, n * rows, row), scales = {0};
+    Stored *each = allocate_zero((size_t)n, sizeof *each);
+    Linear w = {.type = type, .rows = rows, .cols = cols, .n = n, .each = each};
+    if (type == MXFP4) w.scale = (Grid){E8M0, 1, 32, false}, scales = view_of(NULL, n * rows, row / 16);
+    for (int i = 0; i < n; i++)
+        each[i] = (Stored){part_of(codes, i, n), .factor = 1, .bias = bias ? bias + i * rows : NULL};
+    for (int i = 0; i < n && w.scale.rows; i++) each[i].scale = part_of(scales, i, n);
     return w;
 }
 
-/* Numbers as F32, or as the nearest BF16. */
-static inline Linear full(Type type, const float *data, int rows, int cols) {
-    size_t row = (size_t)cols * (type == F32 ? 4 : 2), size = row * (size_t)rows;
-    uint16_t *half = allocate((size_t)rows * (size_t)cols * sizeof *half);
-    for (int i = 0; i < rows * cols; i++) {
-        half[i] = (uint16_t)((float_bits(data[i]) + 0x8000) >> 16);
-    }
-    View view = view_of(type == F32 ? (const void *)data : half, size, row, size);
+static inline Linear zeros(Type type, int n, int rows, int cols, const float *bias) { /* nothing but its bias */
+    return stored(type, n, rows, cols, NULL, bias);
+}
+
+/* n matrices of numbers as F32, or as the nearest BF16. */
+static inline Linear full(Type type, const float *data, int n, int rows, int cols) {
+    uint16_t *half = allocate((size_t)n * (size_t)rows * (size_t)cols * sizeof *half);
+    for (int i = 0; i < n * rows * cols; i++) half[i] = (uint16_t)((float_bits(data[i]) + 0x8000) >> 16);
+    Linear w = stored(type, n, rows, cols, type == F32 ? (const void *)data : half, NULL);
     free(half);
-    return (Linear){.type = type, .rows = rows, .cols = cols, .n = 1, .data = view};
+    return w;
 }
 
 static inline void linear_free(Linear *w) {
-    if (w->rows) view_free(&w->data);
-    if (w->type == MXFP4) view_free(&w->scale.data);
+    if (!w->rows) return;
+    view_free(&w->each->data, w->n);
+    if (w->type == MXFP4) view_free(&w->each->scale, w->n);
+    free((void *)(uintptr_t)w->each);
 }
 
 static inline void model_free(Model *m) {
@@ -146,7 +154,7 @@ static inline void real_router_and_experts(const Backend *backend, size_t tokens
                .act = SWIGLU_CLAMPED,
                .act_limit = 7,
                .embed_scale = 1,
-               .embed = full(F32, residual, 1, DIM),
+               .embed = full(F32, residual, 1, 1, DIM),
                .head = zeros(F32, 1, 1, DIM, NULL),
                .norm = ones,
                .layer = &layer};
@@ -193,9 +201,9 @@ static inline void real_sinks(const Backend *backend, Type type, size_t chunk) {
         Layer layer = {.attn_norm = ones,
                        .ffn_norm = ones,
                        .sinks = &sink,
-                       .q = full(type, q, HEAD, DIM),
-                       .k = full(type, k, HEAD, DIM),
-                       .v = full(type, v, HEAD, DIM),
+                       .q = full(type, q, 1, HEAD, DIM),
+                       .k = full(type, k, 1, HEAD, DIM),
+                       .v = full(type, v, 1, HEAD, DIM),
                        .o = zeros(type, 1, DIM, HEAD, NULL),
                        .gate = zeros(type, 1, 32, DIM, NULL),
                        .up = zeros(type, 1, 32, DIM, NULL),
@@ -218,7 +226,7 @@ static inline void real_sinks(const Backend *backend, Type type, size_t chunk) {
                    .top_k = 1,
                    .eps = 1e-12f,
                    .embed_scale = 1,
-                   .embed = full(type, embed, N, DIM),
+                   .embed = full(type, embed, 1, N, DIM),
                    .head = zeros(type, 1, N, DIM, NULL),
                    .norm = ones,
                    .layer = &layer};

@@ -77,28 +77,21 @@ static void round_row(float *x, int n) {
     for (int i = 0; i < n; i++) x[i] = rounded(x[i]);
 }
 
-/* Where matrix i of a View begins. */
-static const unsigned char *matrix(const View *all, const View *each, int i) {
-    return each ? each[i].data : all->data + (size_t)i * all->step;
-}
-
-static Entries entries(const Grid *g, int i) {
-    if (!g->rows) return (Entries){0};
-    return (Entries){g->type, g->rows, g->cols, g->transposed, matrix(&g->data, g->each, i), g->data.stride};
-}
+static Entries entries(Grid g, View v) { return (Entries){g.type, g.rows, g.cols, g.transposed, v.data, v.stride}; }
 
 /* Row `row` of matrix i as floats. */
 static void decode_row(const Linear *w, int i, int row, float *out) {
+    const Stored *one = w->each + i;
     const Encoded from = {.type = w->type,
                           .info = types[w->type],
-                          .data = matrix(&w->data, w->each, i),
-                          .stride = w->data.stride,
-                          .scale = entries(&w->scale, i),
-                          .zero = entries(&w->zero, i),
+                          .data = one->data.data,
+                          .stride = one->data.stride,
+                          .scale = entries(w->scale, one->scale),
+                          .zero = entries(w->zero, one->zero),
                           .zero_plus_one = w->zero_plus_one,
-                          .factor = w->factor ? w->factor[i] : 1,
-                          .group = w->group ? w->group + (size_t)i * (size_t)w->cols : NULL};
-    const bool gguf = w->type >= Q8_0, alike = !gguf && !w->group; /* runs of columns share a scale and a zero */
+                          .factor = one->factor,
+                          .group = one->group};
+    const bool gguf = w->type >= Q8_0, alike = !gguf && !one->group; /* runs of columns share a scale and a zero */
     const int run = !alike ? 1 : w->scale.rows ? w->scale.cols : w->cols;
     for (int c = 0; c < w->cols; c += run) {
         const Weight first = weight_at(&from, (size_t)row, (size_t)c);
@@ -141,7 +134,7 @@ static void linear(const Linear *w, int i, const float *x, const int *row, int n
         }
     for (int r = 0; r < w->rows; r++) {
         decode_row(w, i, r, matrix_row);
-        double bias = w->bias ? (double)w->bias[(size_t)i * (size_t)w->rows + (size_t)r] : 0;
+        double bias = w->each[i].bias ? (double)w->each[i].bias[r] : 0;
         for (int t = 0; t < n; t++)
             y[(size_t)(row ? row[t] : t) * (size_t)w->rows + (size_t)r] =
                 (float)(dot(matrix_row, in + (size_t)t * (size_t)w->cols, w->cols) + bias);

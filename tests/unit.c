@@ -149,8 +149,8 @@ static const char *scale_of_weights(Model *m) {
 }
 static const char *bias_of_router(Model *m) {
     int i = first_router(m);
-    if (i == m->n_layers || !m->layer[i].router.bias) return NULL;
-    scale(m->layer[i].router.bias, m->n_experts);
+    if (i == m->n_layers || !m->layer[i].router.each->bias) return NULL;
+    scale(m->layer[i].router.each->bias, m->n_experts);
     return stage_of(i, "weights");
 }
 static const char *bias_of_choice(Model *m) {
@@ -208,7 +208,7 @@ static void open_shapes(Checkpoint *c, const char *config, const char *encoding)
 
 /* Bytes of all matrices. One that is embedding and head counts once. */
 static double all_bytes(const Model *m) {
-    bool tied = m->embed.data.offset == m->head.data.offset;
+    bool tied = m->embed.each == m->head.each;
     return (double)(model_bytes(m) - (tied ? linear_bytes(&m->head) : 0));
 }
 
