@@ -644,8 +644,8 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
         w.head_jobs = p.take<int>(1);
         /* tokens * parts of a step whose contexts are split, and the same times splits: see fill_step() */
         const int tokens = MAX_DECODE * latent_parts(m.n_heads), split = 4 * gpu->sms;
-        contexts = std::max(tokens, split);
-        partial = (size_t)std::max(tokens * MAX_SPLITS, split) * LATENT_HEADS * (m.kv_rank + 2);
+        contexts = has_latent_kernel(w) ? std::max(tokens, split) : 0;
+        partial = contexts ? (size_t)std::max(tokens * MAX_SPLITS, split) * LATENT_HEADS * (m.kv_rank + 2) : 0;
     }
     w.attn = p.take<uint8_t>((T * w.attn_pitch + CHUNK) * element);
     w.act_out = p.take<uint8_t>(choices * w.act_pitch * element);

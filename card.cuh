@@ -194,6 +194,9 @@ __host__ __device__ inline int head_parts(int group) { return (group + 7) / 8; }
 /* Latent attention: query heads of a block, and how many blocks share a token. */
 constexpr int LATENT_HEADS = 16;
 inline int latent_parts(int n_heads) { return (n_heads + LATENT_HEADS - 1) / LATENT_HEADS; }
+/* Are there kernels for latents of this size, as in all of DeepSeek's models? Others take attention_any(), in which
+ * blocks share no context. */
+inline bool has_latent_kernel(const Work &w) { return w.kv_rank == 512 && w.rope_dim == 64; }
 /* Elements of a position and layer in the cache. */
 __host__ __device__ inline int cache_row(const Work &w) {
     return w.kv_rank ? w.kv_rank + w.rope_dim : 2 * w.n_kv_heads * w.head_dim;

@@ -1803,7 +1803,7 @@ bool attend_latent(Pass *a, const DeviceLayer &l, Error *e) {
     CUDA(launch(a->gpu, latent_query, dim3((w.n_heads + 7) / 8, a->tokens), 256, 0, w, a->s, l,
                 l.q.rows ? l.q.rows : l.qkv.rows));
     CUDA(by_head(l.k_up, w.q_nope, w.nope_pitch, w.q, cache_row(w), BF16));
-    if (w.kv_rank == 512 && w.rope_dim == 64) { /* as in all of DeepSeek's models */
+    if (has_latent_kernel(w)) {
         typedef LatentShape<512, 64> Shape;
         dim3 grid(latent_parts(w.n_heads), a->tokens, splits_of(a->pages, a->splits));
         CUDA(launch(a->gpu, attention_latent<512, 64>, grid, Shape::THREADS, Shape::SHARED, w, a->s, l));
