@@ -667,6 +667,8 @@ int rm(const Options *o) {
     bool repository = repository_valid(o->model), here = repository && !access(hub.folder, F_OK);
     LocalText path = here ? text_print("%s", hub.folder) : model_find(o->model, &error); /* as for every command */
     if (!path && repository) end();
+    if (path && strcmp(path, o->model) && strchr(o->model, '@'))
+        give_up(USAGE, "infer rm removes all revisions of a model: name it without @");
     if (!path || strncmp(path, hub.cache, n) || strncmp(path + n, "/models--", 9) || strstr(path + n, "/.."))
         give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path ? path : o->model,
                 hub.cache);

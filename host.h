@@ -115,8 +115,8 @@ typedef struct {
 /* All models in ./models, ~/.cache/infer/models and the hub's cache, sorted by name, each name once. */
 Models models_list(void);
 void models_free(Models *list);
-/* The path of the model that a MODEL argument means: a path, ORG/NAME or a unique part of a name. Free it. NULL:
- * BAD_MODEL, and its text lists the models here. */
+/* The path of the model that a MODEL argument means: a path, ORG/NAME, ORG/NAME@REVISION or a unique part of a name.
+ * Free it. NULL: BAD_MODEL, and its text lists the models here. */
 char *model_find(const char *argument, Error *e);
 /* The same; on a terminal a missing ORG/NAME is offered for download. */
 char *model_get(const char *argument, Error *e);

@@ -1363,17 +1363,20 @@ static void add_path(Models *list, const char *path, const char *shown, bool beg
     if (dir) closedir(dir);
 }
 
-/* A repository's snapshot in the hub's cache: the one that refs/main names, or else any. */
-static char *find_snapshot(const char *repository) {
+/* The snapshot of a revision in a repository's folder of the hub's cache: a branch, a tag or a commit. NULL for the
+ * revision: main or, without it, any. */
+static char *find_snapshot(const char *repository, const char *revision) {
+    const char *name = revision ? revision : "main";
     LocalBytes commit = {0};
-    LocalText main = join(repository, "refs/main");
+    LocalText ref = text_print("%s/refs/%s", repository, name);
     LocalText folder = join(repository, "snapshots");
     char *found = NULL;
     Error e;
-    file_read(main, 64, &commit, &e);
+    if (!file_read(ref, 64, &commit, &e)) bytes_text(&commit, name);
     DIR *dir = opendir(folder);
     for (struct dirent *d; dir && (d = readdir(dir));) {
-        if (*d->d_name == '.' || (found && !(commit.n && !strcmp(d->d_name, commit.data)))) continue;
+        const bool named = !strcmp(d->d_name, commit.data);
+        if (*d->d_name == '.' || (!named && (found || revision))) continue;
         free(found);
         found = join(folder, d->d_name);
     }
@@ -1389,7 +1392,7 @@ static void add_all(Models *list, const char *parent, bool hub) {
         if (*d->d_name == '.' || repository != hub) continue;
         const char *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
         LocalText path = join(parent, d->d_name);
-        LocalText model = hub ? find_snapshot(path) : copy_text(path, strlen(path));
+        LocalText model = hub ? find_snapshot(path, NULL) : copy_text(path, strlen(path));
         LocalText shown = dashes && !gguf_named(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
                                                       : text_print("%s", hub ? name : path);
         if (model) add_path(list, model, shown, hub, 2);
@@ -1428,6 +1431,16 @@ void models_free(Models *list) {
     free(list->entry);
 }
 
+/* The snapshot that ORG/NAME@REVISION means, or NULL. */
+static char *find_revision(const char *argument) {
+    const char *slash = strchr(argument, '/'), *at = slash ? strchr(slash, '@') : NULL;
+    if (!at) return NULL;
+    LocalText cache = hub_cache();
+    LocalText folder =
+        text_print("%s/models--%.*s--%.*s", cache, (int)(slash - argument), argument, (int)(at - slash) - 1, slash + 1);
+    return find_snapshot(folder, at + 1);
+}
+
 char *model_find(const char *argument, Error *e) {
     LOCAL(models_free) Models list = {0};
     LocalText config = join(argument, "config.json");
@@ -1441,6 +1454,8 @@ char *model_find(const char *argument, Error *e) {
         if (access(config, F_OK)) add_path(&list, argument, argument, false, 2);
         return text_print("%s", list.n == 1 ? list.entry->path : argument);
     }
+    char *snapshot = find_revision(argument);
+    if (snapshot) return snapshot;
     list = models_list();
     for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
         if (!strcmp(m->name, argument)) return copy_text(m->path, strlen(m->path));

@@ -768,13 +768,15 @@ def test_same_names(folder):
         hub.clear()
         path = cache_of(hub, folder) / "snapshots" / hub.commit
         (folder / "models").mkdir()
-        for name in ("org/model", "rg/mod", "mode", path):
+        for name in ("org/model", "rg/mod", "mode", path, "org/model@main", f"org/model@{hub.commit}"):
             for command in (["inspect", name], ["bench", name, "-p", 4, "-n", 2, "-d", 0, "-b", 1, "-r", 1],
                             ["tokenize", name], ["play", name, "-p", "hello", "--raw", "--max-tokens", 1]):
                 infer(*command, env=env, cwd=folder)
         for command in (["bench", "-p", 4, "-n", 2, "-d", 0, "-b", 1, "-r", 1],
                         ["play", "-p", "hi", "--raw", "--max-tokens", 1]):
             infer(*command, env=env, cwd=folder)  # the only one
+        refused("play", "org/model@other", "-p", "hello", env=env, cwd=folder, words=["none of the models", "org/model"])
+        refused("rm", "org/model@main", env=env, cwd=folder, code=2, words=["all revisions"])
         same(hub.asked(), 0, "requests")
         copy_model(PARROT, folder, name="models/model")
         for command in (["inspect", "mode"], ["bench", "mode"], ["rm", "mode"]):
