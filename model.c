@@ -105,7 +105,6 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
     bool gguf;                 /* norms hold w, not w - 1; experts' gate and up are two tensors */
-    size_t made_up;            /* bytes of tensors that were made up so far */
     Error *e;
 } Loader;
 
@@ -719,12 +718,6 @@ static void stored_shape(Type type, int rows, int cols, int64_t shape[2]) {
     if (in_gptq(type)) shape[0] = divided(cols, values), shape[1] = rows;
 }
 
-static size_t stored_bytes(Type type, int dims, const int64_t *shape) {
-    size_t bytes = (size_t)types[type].bytes;
-    for (int i = 0; i < dims; i++) bytes *= (size_t)shape[i];
-    return bytes / (size_t)block_entries(type);
-}
-
 /* The shape of the tensor that holds a grid of w, or its codes: they are a grid of one entry a weight. */
 static void grid_shape(const Linear *w, const Grid *g, int64_t shape[2]) {
     const int rows = divided(w->rows, g->rows), cols = divided(w->cols, g->cols);
@@ -761,8 +754,8 @@ static Tensor *find(const Loader *load, const char *name, const char *suffix) {
     return tensors_find(&load->c->tensors, full);
 }
 
-/* Finds that tensor and checks its shape and the dtype of `type` (TYPES: any). Returns a made up one, without data and
- * at an offset of its own, if there are no files or if the check fails. */
+/* Finds that tensor and checks its shape and the dtype of `type` (TYPES: any). Returns a made up one, without data, if
+ * there are no files or if the check fails. */
 static Tensor *bind(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape) {
     char expected[160], found[160];
     Tensor *t = find(load, name, suffix);
@@ -772,11 +765,11 @@ static Tensor *bind(Loader *load, const char *name, const char *suffix, Type typ
     if (!fits && !load->c->model.made_up)
         refuse(load, file_of(load, t), "tensor '%s%s%s' should be %s and is %s", load->prefix, name, suffix,
                shape_text(dims, shape, expected), t ? shape_text(t->dims, t->shape, found) : "missing");
+    if (type == TYPES) type = BF16;
     t = keep(load->c, 1, sizeof *t);
-    const char *dtype = types[type < TYPES ? type : BF16].dtype;
-    *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = dtype, .offset = load->made_up};
-    if (type < TYPES) t->size = stored_bytes(type, dims, shape);
-    load->made_up += t->size;
+    *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = types[type].dtype, .size = (size_t)types[type].bytes};
+    for (int i = 0; i < dims; i++) t->size *= (size_t)shape[i];
+    t->size /= (size_t)block_entries(type);
     return t;
 }
 
