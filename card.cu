@@ -147,9 +147,11 @@ static Type common_type(Type a, Type b) {
 
 /* ---- loading them ---- */
 
-/* A part of one matrix of a Linear, and its grids; `from` counts rows and columns of the whole matrix. */
+/* A part of one matrix of a Linear. `from` lies on the card and counts rows and columns of the whole matrix. */
 struct Source {
-    Encoded from;
+    Linear linear;
+    TypeInfo info;
+    Stored from;
     int row, rows, column, columns; /* what is here */
     int matrix;                     /* which of the Matrix's */
 };
@@ -163,13 +165,13 @@ static __device__ uint16_t fp8_pair(uint32_t first, uint32_t second) {
 static __device__ void place_codes(const Source &s, const Matrix &m, int row, int to, int c, const Weight (&w)[4]) {
     uint8_t *chunk = m.chunk(s.matrix, to, c, coded_chunk(m.type)),
             *at = chunk + code_place(m.type, to % TILE, c % CHUNK) / 8;
-    const bool whole = s.from.type != NVFP4; /* else multiples of 1/2, which are doubled */
+    const bool whole = s.linear.type != NVFP4; /* else multiples of 1/2, which are doubled */
     float a = whole ? w[0].a : w[0].a / 2, shift = 0;
-    if (m.type == Q4_1 && s.from.type == Q4_0) shift = -8; /* signed codes become unsigned ... */
-    if (has_offset(m.type) && code_bits(m.type) == 8 && s.from.type < Q8_0) shift = s.from.info.zero; /* or signed */
+    if (m.type == Q4_1 && s.linear.type == Q4_0) shift = -8; /* signed codes become unsigned ... */
+    if (has_offset(m.type) && code_bits(m.type) == 8 && s.linear.type < Q8_0) shift = s.info.zero; /* or signed */
     uint8_t code[4];
     for (int i = 0; i < 4; i++)
-        code[i] = m.type == FP8 ? s.from.data[row * s.from.stride + c + i]
+        code[i] = m.type == FP8 ? s.from.data.data[row * s.from.data.stride + c + i]
                                 : (uint8_t)(int)((whole ? w[i].q : 2 * w[i].q) - shift);
     if (m.type == FP8)
         ((uint16_t *)at)[0] = fp8_pair(code[0], code[2]), ((uint16_t *)at)[1] = fp8_pair(code[1], code[3]);
@@ -193,7 +195,7 @@ static __global__ void place_weights(Source s, Matrix m, Rows rows, int *bad) {
     uint8_t *matrix = m.data + s.matrix * m.bytes;
     Weight w[4] = {};
     for (int k = 0; k < 4 && c + k < s.column + s.columns; k++) {
-        w[k] = weight_at(&s.from, row, c + k);
+        w[k] = weight_at(&s.linear, s.info, &s.from, row, c + k);
         const float value = w[k].a * (w[k].q - w[k].zero) + w[k].b;
         const size_t place = rows.columns ? (size_t)(c + k) * m.stride + to : (size_t)to * m.stride + c + k;
         if (isnan(value)) *bad = 1;
@@ -227,8 +229,8 @@ static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
     const int each = s.columns / 32, i = blockIdx.x * blockDim.x + threadIdx.x;
     const int row = s.row + i / each, b = i % each, to = rows.of(row), g = to % 8, high = to / 8 % 2;
     if (row >= s.row + s.rows) return;
-    const bool gguf = s.from.type == GGUF_MXFP4; /* its scale comes first, and weights i and i + 16 share a byte */
-    const uint8_t *block = s.from.data + row * s.from.stride + b * (gguf ? 17 : 16);
+    const bool gguf = s.linear.type == GGUF_MXFP4; /* its scale comes first, and weights i and i + 16 share a byte */
+    const uint8_t *block = s.from.data.data + row * s.from.data.stride + b * (gguf ? 17 : 16);
     const uint8_t scale = gguf ? *block++ : s.from.scale.data[row * s.from.scale.stride + b];
     uint8_t *chunk = m.chunk(s.matrix, to, b * 32, FP4_CHUNK);
     if (scale > MAX_FP4_SCALE) *bad = 1; /* 255 is NaN */
@@ -323,43 +325,44 @@ void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const
 size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Error *e) const {
     const Job &j = job[p.job];
     const Linear &w = j.linear;
-    const Stored &one = j.each[p.matrix];
     const char *name = j.name.c_str();
     const int columns = line_columns(w.type);
     Plan plan = {host, 0};
     bool ok = true;
-    auto take = [&](const View &view, size_t first, size_t lines) {
-        const size_t at = plan.used, bytes = (lines - 1) * view.stride + view.bytes;
-        uint8_t *to = plan.take<uint8_t>(bytes);
-        for (size_t have = 0; to && ok && have < bytes;) {
-            ssize_t got = pread(view.fd, to + have, bytes - have, (off_t)(view.offset + first * view.stride + have));
-            if (got > 0)
-                have += (size_t)got;
-            else
-                ok = fail(e, BAD_MODEL, "a model file ended while it was read (%s); download it again", name);
-        }
-        return card + at;
+    auto take = [&](View *view, size_t first,
+                    size_t lines) { /* from now on the view lies on the card */
+                                    const size_t bytes = (lines - 1) * view->stride + view->bytes;
+                                    view->data = card + plan.used - first * view->stride;
+                                    uint8_t *to = plan.take<uint8_t>(bytes);
+                                    for (size_t have = 0; to && ok && have < bytes;) {
+                                        ssize_t got = pread(view->fd, to + have, bytes - have,
+                                                            (off_t)(view->offset + first * view->stride + have));
+                                        if (got > 0)
+                                            have += (size_t)got;
+                                        else
+                                            ok = fail(e, BAD_MODEL,
+                                                      "a model file ended while it was read (%s); download it again",
+                                                      name);
+                                    }
     };
-    auto entries = [&](const Grid &g, const View &view) {
-        Entries of = {g.type, g.rows, g.cols, g.transposed, NULL, view.stride};
-        if (!g.rows) return of;
-        size_t first = 0, lines = view.lines; /* all are needed, unless they run along the lines of the matrix */
+    auto take_grid = [&](const Grid &g, View *view) {
+        size_t first = 0, lines = view->lines; /* all are needed, unless they run along the lines of the matrix */
         const int from = columns ? s->column : s->row, n = columns ? s->columns : s->rows;
         const int each = columns ? g.cols : g.rows;
-        if (columns ? !one.group : !line_columns(g.type) && !g.transposed)
+        if (each && (columns ? !s->from.group : !line_columns(g.type) && !g.transposed))
             first = from / each, lines = (from + n - 1) / each - first + 1;
-        of.data = take(view, first, lines) - first * view.stride;
-        return of;
+        if (each) take(view, first, lines);
     };
-    *s = {{}, p.line, p.n, 0, w.cols, p.matrix};
-    if (columns) *s = {{}, 0, w.rows, columns * p.line, std::min(columns * p.n, w.cols - columns * p.line), p.matrix};
-    s->from = {w.type, types[w.type], take(one.data, p.line, p.n) - p.line * one.data.stride, one.data.stride};
-    s->from.scale = entries(w.scale, one.scale), s->from.zero = entries(w.zero, one.zero);
-    s->from.zero_plus_one = w.zero_plus_one, s->from.factor = one.factor;
-    if (one.group) {
+    *s = {w, types[w.type], j.each[p.matrix], p.line, p.n, 0, w.cols, p.matrix};
+    if (columns) s->row = 0, s->rows = w.rows, s->column = columns * p.line;
+    if (columns) s->columns = std::min(columns * p.n, w.cols - s->column);
+    take(&s->from.data, p.line, p.n);
+    take_grid(w.scale, &s->from.scale);
+    take_grid(w.zero, &s->from.zero);
+    if (const int *group = s->from.group) {
         s->from.group = (const int *)(card + plan.used);
-        int *group = plan.take<int>(w.cols);
-        if (host) memcpy(group, one.group, w.cols * sizeof(int));
+        int *to = plan.take<int>(w.cols);
+        if (host) memcpy(to, group, w.cols * sizeof(int));
     }
     return ok ? plan.used : 0;
 }

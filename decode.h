@@ -53,34 +53,13 @@ BOTH float code_at(Type type, const unsigned char *data, size_t stride, size_t r
     }
 }
 
-/* Scales or zeros, as Grid in infer.h says. */
-typedef struct {
-    Type type;
-    int rows, cols;
-    bool transposed;
-    const unsigned char *data;
-    size_t stride;
-} Entries;
-
-/* One matrix of a Linear. */
-typedef struct {
-    Type type;
-    TypeInfo info;
-    const unsigned char *data;
-    size_t stride;
-    Entries scale, zero;
-    bool zero_plus_one;
-    float factor;
-    const int *group; /* (cols) or NULL */
-} Encoded;
-
 typedef struct {
     float q, zero, a, b; /* the weight is a (q - zero) + b */
 } Weight;
 
-BOTH float entry_at(const Entries *e, size_t row, size_t group) {
-    row /= (size_t)e->rows;
-    return code_at(e->type, e->data, e->stride, e->transposed ? group : row, e->transposed ? row : group);
+BOTH float entry_at(const Grid *g, const View *v, size_t row, size_t group) {
+    row /= (size_t)g->rows;
+    return code_at(g->type, v->data, v->stride, g->transposed ? group : row, g->transposed ? row : group);
 }
 
 BOTH int iq4_value(int nibble) {
@@ -142,15 +121,16 @@ BOTH Weight gguf_at(Type type, TypeInfo info, const unsigned char *line, size_t 
     return w;
 }
 
-BOTH Weight weight_at(const Encoded *e, size_t row, size_t column) {
-    if (e->type >= Q8_0) return gguf_at(e->type, e->info, e->data + row * e->stride, column);
-    Weight w = {code_at(e->type, e->data, e->stride, row, column), 0, 1, 0};
-    if (!e->scale.rows) return w;
-    const size_t group = e->group ? (size_t)e->group[column] : column / (size_t)e->scale.cols;
-    w.a = entry_at(&e->scale, row, group) * e->factor;
-    w.zero = e->zero.rows ? entry_at(&e->zero, row, group) : (float)e->info.zero;
-    if (e->zero_plus_one) w.zero = fmodf(w.zero + 1, (float)(1 << e->info.bits));
-    return w;
+/* Weight [row, column] of one matrix of w; info: types[w->type], which a GPU cannot look up. */
+BOTH Weight weight_at(const Linear *w, TypeInfo info, const Stored *one, size_t row, size_t column) {
+    if (w->type >= Q8_0) return gguf_at(w->type, info, one->data.data + row * one->data.stride, column);
+    Weight x = {code_at(w->type, one->data.data, one->data.stride, row, column), 0, 1, 0};
+    if (!w->scale.rows) return x;
+    const size_t group = one->group ? (size_t)one->group[column] : column / (size_t)w->scale.cols;
+    x.a = entry_at(&w->scale, &one->scale, row, group) * one->factor;
+    x.zero = w->zero.rows ? entry_at(&w->zero, &one->zero, row, group) : (float)info.zero;
+    if (w->zero_plus_one) x.zero = fmodf(x.zero + 1, (float)(1 << info.bits));
+    return x;
 }
 
 #endif

@@ -77,26 +77,15 @@ static void round_row(float *x, int n) {
     for (int i = 0; i < n; i++) x[i] = rounded(x[i]);
 }
 
-static Entries entries(Grid g, View v) { return (Entries){g.type, g.rows, g.cols, g.transposed, v.data, v.stride}; }
-
 /* Row `row` of matrix i as floats. */
 static void decode_row(const Linear *w, int i, int row, float *out) {
     const Stored *one = w->each + i;
-    const Encoded from = {.type = w->type,
-                          .info = types[w->type],
-                          .data = one->data.data,
-                          .stride = one->data.stride,
-                          .scale = entries(w->scale, one->scale),
-                          .zero = entries(w->zero, one->zero),
-                          .zero_plus_one = w->zero_plus_one,
-                          .factor = one->factor,
-                          .group = one->group};
     const bool gguf = w->type >= Q8_0, alike = !gguf && !one->group; /* runs of columns share a scale and a zero */
     const int run = !alike ? 1 : w->scale.rows ? w->scale.cols : w->cols;
     for (int c = 0; c < w->cols; c += run) {
-        const Weight first = weight_at(&from, (size_t)row, (size_t)c);
+        const Weight first = weight_at(w, types[w->type], one, (size_t)row, (size_t)c);
         for (int k = c; k < w->cols && k < c + run; k++) {
-            float q = alike ? code_at(w->type, from.data, from.stride, (size_t)row, (size_t)k) : first.q;
+            float q = alike ? code_at(w->type, one->data.data, one->data.stride, (size_t)row, (size_t)k) : first.q;
             out[k] = first.a * (q - first.zero);
             out[k] += first.b;
         }
