@@ -718,12 +718,6 @@ static void stored_shape(Type type, int rows, int cols, int64_t shape[2]) {
     if (in_gptq(type)) shape[0] = divided(cols, values), shape[1] = rows;
 }
 
-/* The shape of the tensor that holds a grid of w, or its codes: they are a grid of one entry a weight. */
-static void grid_shape(const Linear *w, const Grid *g, int64_t shape[2]) {
-    const int rows = divided(w->rows, g->rows), cols = divided(w->cols, g->cols);
-    stored_shape(g->type, g->transposed ? cols : rows, g->transposed ? rows : cols, shape);
-}
-
 /* Has the tensor the dtype of this type? Old files hold E8M0 as U8. */
 static bool has_dtype(const Tensor *t, Type type) {
     return !strcmp(t->dtype, types[type].dtype) || (type == E8M0 && !strcmp(t->dtype, "U8"));
@@ -813,10 +807,11 @@ static View lines_of(View v, size_t first, size_t step, int n) {
     return v;
 }
 
-/* Binds a grid of w whose shape is known, or its codes, which hold `values` weights. */
+/* Binds a grid of w, or its codes, which are a grid of one entry a weight and hold `values` weights. */
 static View bind_grid(Loader *load, const char *name, const char *suffix, const Linear *w, Grid g, int64_t values) {
+    const int rows = divided(w->rows, g.rows), cols = divided(w->cols, g.cols);
     int64_t shape[2];
-    grid_shape(w, &g, shape);
+    stored_shape(g.type, g.transposed ? cols : rows, g.transposed ? rows : cols, shape);
     Tensor *t = bind(load, name, suffix, g.type, 2, shape);
     belongs(t, w->type, values);
     return view_of(load, t, shape[0]);
@@ -1020,7 +1015,7 @@ static Linear bind_mxfp4(Loader *load, const char *name, int first, int step, in
     Tensor *codes = bind(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, all, blocks, 16});
     Tensor *scales = bind(load, name, "_scales", E8M0, 3, (int64_t[]){n, all, blocks});
     const Tensor *biases = bind(load, name, "_bias", TYPES, 2, (int64_t[]){n, all});
-    const float *bias = floats(load, biases, (size_t)(n * all));
+    const float *bias = failed(load) ? NULL : floats(load, biases, (size_t)(n * all));
     belongs(codes, MXFP4, n * all * cols);
     belongs(scales, MXFP4, 0);
     for (int64_t i = 0; i < n && bias; i++) {
