@@ -470,6 +470,11 @@ static const struct {
               {"I16", 2},  {"U16", 2}, {"F16", 2}, {"BF16", 2},    {"I32", 4},     {"U32", 4},
               {"F32", 4},  {"I64", 8}, {"U64", 8}, {"F64", 8}};
 
+/* A whole number of at least `least` in plain digits. json_parse() keeps the text of others, 1e2 and 120.0. */
+static bool plain_whole(const cJSON *x, int64_t least, int64_t *out) {
+    return json_whole(x, least, INT64_MAX, out) && !x->valuestring;
+}
+
 /* Reads one entry of a header. The file's data begins at byte `data`. */
 static bool read_entry(const TensorFile *f, size_t data, const cJSON *entry, Tensor *t, Error *e) {
     const cJSON *shape = json_get(entry, "shape"), *offsets = json_get(entry, "data_offsets"), *dim = NULL;
@@ -481,19 +486,20 @@ static bool read_entry(const TensorFile *f, size_t data, const cJSON *entry, Ten
     for (const TypeInfo *q = types + Q8_0; dtype && q <= types + GGUF_MXFP4; q++)
         if (!strcmp(dtype, q->name)) bytes = width = (size_t)q->bytes, values = (size_t)q->values, t->dtype = q->name;
     bool ok = bytes && cJSON_IsArray(shape) && cJSON_GetArraySize(shape) <= MOST_DIMS && cJSON_IsArray(offsets) &&
-              cJSON_GetArraySize(offsets) == 2 && json_whole(offsets->child, 0, INT64_MAX, &begin) &&
-              json_whole(offsets->child->next, begin, INT64_MAX, &end);
+              cJSON_GetArraySize(offsets) == 2 && plain_whole(offsets->child, 0, &begin) &&
+              plain_whole(offsets->child->next, begin, &end);
     for (dim = ok ? shape->child : NULL; dim && ok; dim = dim->next)
-        ok = json_whole(dim, 0, INT64_MAX, &t->shape[t->dims]) &&
+        ok = plain_whole(dim, 0, &t->shape[t->dims]) &&
              !__builtin_mul_overflow(bytes, (size_t)t->shape[t->dims++], &bytes);
     if (values > 1) ok = ok && t->dims && t->shape[t->dims - 1] % (int64_t)values == 0;
     bytes /= values;
     if (!ok) {
-        LocalText found = json_text(entry);
+        LocalBytes found = {0};
+        json_written(&found, entry);
         return fail(e, BAD_MODEL,
                     "%s: tensor '%.200s' should have a known dtype, a shape of up to %d dimensions and two "
                     "data_offsets, and has %.120s",
-                    f->name, name, MOST_DIMS, found);
+                    f->name, name, MOST_DIMS, found.data);
     }
     if ((uint64_t)end > room || (uint64_t)(end - begin) != bytes)
         return fail(e, BAD_MODEL,
@@ -517,21 +523,6 @@ static int by_offset(const void *a, const void *b) {
 
 _Static_assert(!offsetof(Tensor, name) && !offsetof(ModelEntry, name), "by_name() sorts both");
 static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
-
-/* Refuses numbers that are not plain digits: cJSON, and so json_whole, also accepts 1e2 and 120.0. */
-static bool plain_numbers(const TensorFile *f, const char *s, const char *end, Error *e) {
-    const char *text = s, *tensor = s; /* the latest string, and the latest one before a brace */
-    for (; s < end; s++) {
-        if (*s == '"')
-            for (text = ++s; *s != '"'; s++) s += *s == '\\';
-        else if (*s == '{')
-            tensor = text;
-        else if (*s == '.' || *s == 'e' || *s == 'E')
-            return fail(e, BAD_MODEL, "%s: tensor '%.*s' has something else than plain digits in its %.*s", f->name,
-                        (int)strcspn(tensor, "\""), tensor, (int)strcspn(text, "\""), text);
-    }
-    return true;
-}
 
 static bool map_file(TensorFile *f, Error *e) {
     struct stat st;
@@ -569,11 +560,8 @@ static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
         return fail(e, BAD_MODEL, "%s: no safetensors file%s%s (a header of %llu bytes in %zu): download it again",
                     path, kind ? " but " : ", or damaged", kind ? kind : "", (unsigned long long)header, f->size),
                NULL;
-    cJSON *json = json_parse(text, header, path, e);
     *data = 8 + header;
-    if (json && plain_numbers(f, text, text + header, e)) return json;
-    cJSON_Delete(json);
-    return NULL;
+    return json_parse(text, header, path, e);
 }
 
 /* Reads file i of a model, in safetensors or GGUF. */
