@@ -561,10 +561,8 @@ static bool find_token(void) {
 
 /* Finds the cache and, in it, the folder of a repository. */
 static void find_folder(const char *repository) {
-    int n = (int)strcspn(repository, "/");
-    const char *rest = repository + n;
     hub.cache = hub_cache();
-    hub.folder = text_print("%s/models--%.*s%s%s", hub.cache, n, repository, *rest ? "--" : "", *rest ? rest + 1 : "");
+    hub.folder = hub_folder(repository);
 }
 
 /* Finds the hub, the token and the repository ORG/NAME[@REVISION]. From now on Ctrl+C ends each wait. USAGE. */

@@ -121,9 +121,11 @@ char *model_find(const char *argument, Error *e);
 /* The same; on a terminal a missing ORG/NAME is offered for download. */
 char *model_get(const char *argument, Error *e);
 /* Paths; free them. hub_file: in $HF_HOME or ~/.cache/huggingface, which all tools of the hub share. hub_cache:
- * $HF_HUB_CACHE or `hub` there; it holds downloaded models. */
+ * $HF_HUB_CACHE or `hub` there; it holds downloaded models. hub_folder: models--ORG--NAME in it, for ORG/NAME or
+ * ORG/NAME@REVISION. */
 char *hub_file(const char *name);
 char *hub_cache(void);
+char *hub_folder(const char *repository);
 /* A repository without its weights: a folder of its name with config.json, the index, and each safetensors file with a
  * hole for its data. It lies in a temporary folder, removed at exit, which becomes the working directory. to_fetch:
  * bytes that `infer download` would fetch. Ends the process if that fails. */

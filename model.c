@@ -1388,6 +1388,13 @@ char *hub_cache(void) {
     return cache ? copy_text(cache, strlen(cache)) : hub_file("hub");
 }
 
+char *hub_folder(const char *repository) {
+    const int n = (int)strcspn(repository, "@"), org = (int)strcspn(repository, "/@");
+    LocalText cache = hub_cache();
+    if (org == n) return text_print("%s/models--%.*s", cache, n, repository);
+    return text_print("%s/models--%.*s--%.*s", cache, org, repository, n - org - 1, repository + org + 1);
+}
+
 Models models_list(void) {
     Models list = {0};
     LocalText own = join(environment("HOME") ? environment("HOME") : "", ".cache/infer/models");
@@ -1407,16 +1414,6 @@ void models_free(Models *list) {
     free(list->entry);
 }
 
-/* The snapshot that ORG/NAME@REVISION means, or NULL. */
-static char *find_revision(const char *argument) {
-    const char *slash = strchr(argument, '/'), *at = slash ? strchr(slash, '@') : NULL;
-    if (!at) return NULL;
-    LocalText cache = hub_cache();
-    LocalText folder =
-        text_print("%s/models--%.*s--%.*s", cache, (int)(slash - argument), argument, (int)(at - slash) - 1, slash + 1);
-    return find_snapshot(folder, at + 1);
-}
-
 char *model_find(const char *argument, Error *e) {
     LOCAL(models_free) Models list = {0};
     LocalText config = join(argument, "config.json");
@@ -1430,7 +1427,9 @@ char *model_find(const char *argument, Error *e) {
         if (access(config, F_OK)) add_path(&list, argument, argument, false, 2);
         return text_print("%s", list.n == 1 ? list.entry->path : argument);
     }
-    char *snapshot = find_revision(argument);
+    const char *revision = strchr(argument, '@');
+    LocalText folder = hub_folder(argument);
+    char *snapshot = revision ? find_snapshot(folder, revision + 1) : NULL;
     if (snapshot) return snapshot;
     list = models_list();
     for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
