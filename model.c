@@ -959,8 +959,7 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, in
                "%s is GPTQ or AWQ, and quantization_config is missing (older GPTQ models have it as a file "
                "quantize_config.json: download that too)",
                name);
-    const Grid codes = {.type = w.type, .rows = 1, .cols = 1};
-    one->data = bind_grid(load, name, how.codes, &w, codes, (int64_t)rows * cols);
+    one->data = bind_grid(load, name, how.codes, &w, (Grid){w.type, 1, 1, false}, (int64_t)rows * cols);
     one->factor = 1;
     if (how.scale) bind_grids(load, name, &how, &w, one);
     Tensor *said = find(load, name, ".weight_shape");
@@ -1244,7 +1243,7 @@ uint64_t linear_bytes(const Linear *w) {
 }
 
 uint64_t model_bytes(const Model *m) {
-    uint64_t sum = linear_bytes(&m->embed) + linear_bytes(&m->head);
+    uint64_t sum = linear_bytes(&m->embed) + (m->head.each == m->embed.each ? 0 : linear_bytes(&m->head));
     for (int i = 0; i < m->n_layers; i++) {
         const Linear *all[] = LINEARS(m->layer + i);
         for (size_t j = 0; j < sizeof all / sizeof *all; j++) sum += linear_bytes(all[j]);

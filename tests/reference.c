@@ -555,10 +555,11 @@ static void forward(Reference *r, const Batch *b, Step *step) {
 /* Reads every weight once, so that loading happens here, with progress. */
 static void read_weights(const Model *m, void (*progress)(uint64_t, uint64_t)) {
     uint64_t done = 0, total = model_bytes(m);
+    const int n_ends = m->head.each == m->embed.each ? 1 : 2;
     for (int i = 0; i <= m->n_layers; i++) {
         const Layer *l = m->layer + i;
         const Linear *of_layer[] = LINEARS(l), *ends[] = {&m->embed, &m->head};
-        for (int j = 0; j < (i < m->n_layers ? (int)(sizeof of_layer / sizeof *of_layer) : 2); j++) {
+        for (int j = 0; j < (i < m->n_layers ? (int)(sizeof of_layer / sizeof *of_layer) : n_ends); j++) {
             const Linear *w = i < m->n_layers ? of_layer[j] : ends[j];
             float *row = allocate((size_t)w->cols * sizeof *row);
             for (int n = 0; n < w->n; n++)

@@ -206,15 +206,9 @@ static void open_shapes(Checkpoint *c, const char *config, const char *encoding)
     rmdir(dir);
 }
 
-/* Bytes of all matrices. One that is embedding and head counts once. */
-static double all_bytes(const Model *m) {
-    bool tied = m->embed.each == m->head.each;
-    return (double)(model_bytes(m) - (tied ? linear_bytes(&m->head) : 0));
-}
-
 /* Parameters in all matrices, those that a token reads, in thousand millions, and a token's bytes in the cache. */
 static void has_sizes(const char *name, const Model *m, double parameters, double read, int cache) {
-    double all = all_bytes(m) / 2e9, once = (double)step_bytes(m, m->top_k, 1, 0) / 2e9;
+    double all = (double)model_bytes(m) / 2e9, once = (double)step_bytes(m, m->top_k, 1, 0) / 2e9;
     uint64_t more = step_bytes(m, m->top_k, 1, 1) - step_bytes(m, m->top_k, 1, 0);
     check(fabs(all / parameters - 1) < 0.006, "%s: %g thousand million parameters, not %g", name, all, parameters);
     check(fabs(once / read - 1) < 0.006, "%s: %g thousand million parameters are read, not %g", name, once, read);
@@ -271,11 +265,11 @@ static void sizes_are_those_of_the_makers(void) {
         else
             continue;
         has_sizes(models[i].name, &c.model, models[i].parameters, models[i].read, models[i].cache);
-        double weights = all_bytes(&c.model) / 2;
+        double weights = (double)model_bytes(&c.model) / 2;
         checkpoint_close(&c);
         if (models[i].mixed <= 0) continue;
         must(checkpoint_make_up(&c, dir, "q4_k_m", &e), &e);
-        double bits = all_bytes(&c.model) * 8 / weights;
+        double bits = (double)model_bytes(&c.model) * 8 / weights;
         check(fabs(bits - models[i].mixed) < 0.01, "%s: %g bits a weight as Q4_K_M", models[i].name, bits);
         checkpoint_close(&c);
     }
