@@ -80,12 +80,13 @@ static void round_row(float *x, int n) {
 /* Row `row` of matrix i as floats. */
 static void decode_row(const Linear *w, int i, int row, float *out) {
     const Stored *one = w->each + i;
+    const View codes = one->data;
     const bool gguf = w->type >= Q8_0, alike = !gguf && !one->group; /* runs of columns share a scale and a zero */
     const int run = !alike ? 1 : w->scale.rows ? w->scale.cols : w->cols;
     for (int c = 0; c < w->cols; c += run) {
         const Weight first = weight_at(w, types[w->type], one, (size_t)row, (size_t)c);
         for (int k = c; k < w->cols && k < c + run; k++) {
-            float q = alike ? code_at(w->type, one->data.data, one->data.stride, (size_t)row, (size_t)k) : first.q;
+            float q = alike ? code_at(w->type, codes.data, codes.stride, (size_t)row, (size_t)k) : first.q;
             out[k] = first.a * (q - first.zero);
             out[k] += first.b;
         }
