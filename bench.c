@@ -488,9 +488,7 @@ int list(const Options *o) {
         const char *state = !m->known ? "not supported" : m->complete ? "complete" : "incomplete";
         LocalText row = text_print("%-36s %-10s %8s  %-7s  %-13s  %s", m->name, m->family, SIZE(m->bytes), m->encoding,
                                    state, m->path);
-        LocalBytes shown = {0};
-        bytes_shown(&shown, row, strlen(row), false);
-        if (!o->json) puts(shown.data);
+        if (!o->json) put_text(stdout, NULL, "", row);
     }
     if (!here.n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     json_print(all, o->json);

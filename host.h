@@ -288,7 +288,8 @@ int columns(FILE *f); /* of the terminal's window */
 /* Writes an escape sequence if f is a terminal that understands it, and a colour only without NO_COLOR. Returns whether
  * it did. */
 bool put_escape(FILE *f, const char *escape);
-/* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
-void print_row(FILE *f, const char *name, int column, const char *text);
+/* Writes a label and a text, which may come from a model or a file, as a line or more. On a terminal no escape sequence
+ * in it takes effect, and lines end between words. style: an escape sequence, or NULL. */
+void put_text(FILE *f, const char *style, const char *label, const char *text);
 
 #endif

@@ -331,15 +331,15 @@ static void wrap_end(Wrap *w) {
     *w = (Wrap){0};
 }
 
-/* Writes a label and a text, which may come from a model or a file. */
-static void put_text(FILE *f, const char *style, const char *label, const char *text) {
+void put_text(FILE *f, const char *style, const char *label, const char *text) {
     Wrap w = wrap_on(f, style);
     wrap_text(&w, label, strlen(label));
     wrap_text(&w, text, strlen(text));
     wrap_end(&w);
 }
 
-void print_row(FILE *f, const char *name, int column, const char *text) {
+/* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
+static void print_row(FILE *f, const char *name, int column, const char *text) {
     int width = isatty(fileno(f)) ? columns(f) : 100;
     if (width < 60 && column) fprintf(f, "%s\n", name), name = "", column = 6;
     Wrap w = {.f = f, .width = width, .indent = column, .column = column};
@@ -382,21 +382,18 @@ static bool choose_model(Session *s, Error *e) {
     LOCAL(models_free) Models here = models_list();
     const ModelEntry *list = here.entry;
     char line[64];
-    int n = here.n, width = 0, choice = n == 1;
+    int n = here.n, choice = n == 1;
     bool can_ask = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
     if (!n)
         return fail(e, BAD_MODEL,
                     "no model in ./models, ~/.cache/infer/models or the hub's cache: infer download ORG/NAME "
                     "fetches one");
-    for (int i = 0; i < n; i++) width = MAX(width, (int)strlen(list[i].name));
     if (n > 1) fputs("Available models:\n", stderr);
     for (const ModelEntry *m = list; m < list + n && n > 1; m++) {
         const char *state = !m->known ? "  not supported" : m->complete ? "" : "  incomplete";
         LocalText row =
-            text_print("%3d. %-*s  %8s  %s%s", (int)(m - list) + 1, width, m->name, SIZE(m->bytes), m->encoding, state);
-        LocalBytes shown = {0};
-        bytes_shown(&shown, row, strlen(row), false);
-        fprintf(stderr, "%s\n", shown.data);
+            text_print("%3d. %-36s %8s  %s%s", (int)(m - list) + 1, m->name, SIZE(m->bytes), m->encoding, state);
+        put_text(stderr, NULL, "", row);
     }
     while (!choice && can_ask) {
         fprintf(stderr, "Select model (1-%d): ", n);
