@@ -702,7 +702,8 @@ static struct {
     History *history;
     char *path; /* of the history; NULL: no place for it */
     const char *prompt;
-    bool pasted; /* the line begins with pasted text, whose quotes are text */
+    bool brackets; /* the terminal puts them around pasted text */
+    bool pasted;   /* the line begins with pasted text, whose quotes are text */
 } editor;
 
 static void suspend(int number);
@@ -721,11 +722,13 @@ static void set_answering(bool on, bool loop) {
     tcsetattr(STDOUT_FILENO, TCSANOW, &mode);
 }
 
-/* Ctrl+Z while a loop writes an answer: the shell gets the terminal's mode back. */
+/* Ctrl+Z while a loop writes an answer: the shell gets the terminal as it was. A handler cannot use stdio. */
 static void suspend(int number) {
     const int error = errno;
     set_answering(false, true);
+    if (editor.brackets && write(STDOUT_FILENO, BRACKETS_OFF, strlen(BRACKETS_OFF)) < 0) {}
     raise(number);
+    if (editor.brackets && write(STDOUT_FILENO, BRACKETS_ON, strlen(BRACKETS_ON)) < 0) {}
     set_answering(true, true);
     errno = error;
 }
@@ -733,7 +736,7 @@ static void suspend(int number) {
 /* libedit calls it when it draws the line, also when the program goes on after Ctrl+Z. */
 static char *edit_prompt(EditLine *line) {
     (void)line;
-    put_escape(stdout, BRACKETS_ON);
+    editor.brackets = put_escape(stdout, BRACKETS_ON);
     return (char *)(uintptr_t)editor.prompt;
 }
 
@@ -746,16 +749,12 @@ static unsigned char edit_cancel(EditLine *line, int key) {
     return CC_REFRESH;
 }
 
+/* libedit's own handler gives the shell the terminal's modes. */
 static unsigned char edit_suspend(EditLine *line, int key) {
-    struct sigaction before;
-    (void)key;
+    (void)line, (void)key;
     put_escape(stdout, BRACKETS_OFF);
     fflush(stdout);
-    el_set(line, EL_PREP_TERM, 0);
-    sigaction(SIGTSTP, &(struct sigaction){.sa_handler = SIG_DFL}, &before);
     kill(0, SIGTSTP);
-    sigaction(SIGTSTP, &before, NULL);
-    el_set(line, EL_PREP_TERM, 1);
     return CC_REDISPLAY;
 }
 

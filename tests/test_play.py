@@ -1010,7 +1010,7 @@ def test_paste_during_an_answer():
     with play(*SHORT) as t:
         t.send("Count.\n")
         t.wait("Assistant: 1")
-        expect(t.raw.rindex(b"\x1b[?2004h") > t.raw.rfind(b"\x1b[?2004l"), "no brackets")
+        expect(brackets(t.raw), "no brackets")
         t.send("\x1b[200~one\r\ttwo\r\x1b[201~\n")
         t.wait("[Generated", "[Generated")
         t.prompt()
@@ -1070,6 +1070,11 @@ if os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1]):
 """
 
 
+def brackets(raw):
+    """Does the terminal put pasted text in brackets?"""
+    return raw.rfind(b"\x1b[?2004h") > raw.rfind(b"\x1b[?2004l")
+
+
 def test_ctrl_z_suspends():
     with Terminal("-c", SHELL, CHECKED, "play", PARROT, *GREEDY, program=sys.executable) as t:
         t.wait("Ready")
@@ -1078,6 +1083,7 @@ def test_ctrl_z_suspends():
         t.wait("Hel")
         t.send("\x1a")
         t.wait("stopped", "Hel")
+        same([brackets(part) for part in t.raw.split(b"stopped")], [False, True], "brackets before and behind it")
         t.send("lo!\n")
         t.wait("Assistant: Hello!", "[Generated")
         t.prompt()
@@ -1101,6 +1107,7 @@ def test_ctrl_z_during_an_answer():
         expect("Hello" not in t.wait("[Generated"), "typed text shows in the answer")
         t.send("\n")
         t.wait("Assistant: Hello!", "[Generated")
+        same([brackets(part) for part in t.raw.split(b"stopped")], [False, True], "brackets before and behind it")
         t.prompt()
         same(questions(t), ["Count.", "Hello!"], "questions")
 
