@@ -956,17 +956,19 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
     return true;
 }
 
-/* Replaces an existing file only if it is this conversation's, and only when the new one is complete. */
+/* Replaces an existing file only if it is this conversation's, and only when the new one is complete. A link stays. */
 static bool slash_save(Play *p, const char *path, Error *e) {
     LocalBytes text = {0};
-    LocalText fresh = text_print("%s.%d", path, (int)getpid());
+    LocalText there = realpath(path, NULL); /* NULL: nothing is */
+    const char *file = there ? there : path;
+    LocalText fresh = text_print("%s.%d", file, (int)getpid());
     LocalJson talk = conversation_json(&p->talk);
     json_written(&text, talk);
-    const bool taken = !access(path, F_OK) && (!p->file || strcmp(p->file, path));
+    const bool taken = there && (!p->file || strcmp(p->file, path));
     FILE *f = taken ? NULL : fopen(fresh, "wxe"); /* x: never over a file that is there */
     bool ok = f && fwrite(text.data, 1, text.n, f) == text.n;
     if (taken) errno = EEXIST;
-    if ((f && fclose(f)) || !ok || rename(fresh, path))
+    if ((f && fclose(f)) || !ok || rename(fresh, file))
         ok = fail(e, FAILED, "%s: %s; choose another name", path, strerror(errno));
     if (f && !ok) remove(fresh);
     if (ok) put_text(stdout, NULL, "Saved to ", path);

@@ -689,8 +689,14 @@ def test_save_and_load(folder):
         expect("x/y" in t.say(f"/save {folder}/x/y"), "a file in no folder is not refused")
         expect("wrong.json: messages is" in t.say(f"/load {folder}/wrong.json"), "the file is not named")
         t.say("/save ~/home.json", "Saved")
+        (folder / "link").symlink_to(first)
+        t.say(f"/load {folder}/link", "Loaded")
+        t.say("/clear")
+        t.say("/save", "Saved")
+        expect((folder / "link").is_symlink(), "a link becomes a file")
+        same(read_json(first)["messages"][1:], [], "the file that a link names")
     same(sorted(f.name for f in folder.iterdir() if f.is_file()),
-         ["first.json", "home.json", "home.json.new", "other", "wrong.json"], "files")
+         ["first.json", "home.json", "home.json.new", "link", "other", "wrong.json"], "files")
     same((folder / "home.json.new").read_text(), "precious", "the file")
     same(infer("render", PARROT, stdin=(folder / "home.json").read_bytes()).text + "\n", after, "the file, rendered")
 
