@@ -143,8 +143,9 @@ enum { FIRST_ID = 256, PROMPT_IDS = 768 }; /* in prompts: in most vocabularies t
 
 typedef struct { /* a row of the table */
     const Options *o;
+    const char *url; /* of completions */
     struct curl_slist *headers;
-    char url[1000]; /* of completions */
+    CURLM *all; /* requests that are being answered */
     int prompt, clients, left, failed;
     double tokens, seconds;
     Bytes first, gaps; /* arrays of double: seconds to an answer's first text; between two texts */
@@ -157,107 +158,103 @@ typedef struct {
     Bytes line;        /* of a stream; or the whole of an answer that is not a stream */
     double sent, last; /* last: 0 until the first text */
     int64_t tokens;
-} Client;
+} Request;
 
 /* Reads a line of a stream: an event is  data: {"choices":[{"text":" the"}]}  and the last one has the usage. */
-static void take_line(Client *c, double now) {
+static void take_line(Request *r, double now) {
     Error ignored;
-    bool data = c->line.n > 5 && !strncmp(c->line.data, "data:", 5);
-    LocalJson event = data ? json_parse(c->line.data + 5, c->line.n - 5, "an event", &ignored) : NULL;
+    bool data = r->line.n > 5 && !strncmp(r->line.data, "data:", 5);
+    LocalJson event = data ? json_parse(r->line.data + 5, r->line.n - 5, "an event", &ignored) : NULL;
     const char *text = json_string(cJSON_GetArrayItem(json_get(event, "choices"), 0), "text");
     if (text && *text) {
-        double time = now - (c->last ? c->last : c->sent);
-        bytes_add(c->last ? &c->load->gaps : &c->load->first, &time, sizeof time);
-        c->last = now;
-        c->tokens++; /* until the usage gives the exact number */
+        double time = now - (r->last ? r->last : r->sent);
+        bytes_add(r->last ? &r->load->gaps : &r->load->first, &time, sizeof time);
+        r->last = now;
+        r->tokens++; /* until the usage gives the exact number */
     }
-    json_whole(json_get(json_get(event, "usage"), "completion_tokens"), 0, INT32_MAX, &c->tokens);
+    json_whole(json_get(json_get(event, "usage"), "completion_tokens"), 0, INT32_MAX, &r->tokens);
 }
 
-static size_t on_answer(char *data, size_t size, size_t n, void *client) {
-    Client *c = client;
+static size_t on_answer(char *data, size_t size, size_t n, void *request) {
+    Request *r = request;
     char *type = NULL;
     double now = seconds();
-    curl_easy_getinfo(c->easy, CURLINFO_CONTENT_TYPE, &type);
+    curl_easy_getinfo(r->easy, CURLINFO_CONTENT_TYPE, &type);
     bool stream = type && !strncmp(type, "text/event-stream", 17);
     for (size_t i = 0; i < n * size; i++) {
-        bytes_add(&c->line, data + i, 1);
-        if (stream && data[i] == '\n') take_line(c, now), c->line.n = 0;
+        bytes_add(&r->line, data + i, 1);
+        if (stream && data[i] == '\n') take_line(r, now), r->line.n = 0;
     }
-    return c->line.n < MOST_LINE ? n * size : 0;
+    return r->line.n < MOST_LINE ? n * size : 0;
 }
 
-static void send_request(Client *c, CURLM *all) {
-    const Options *o = c->load->o;
+static void send_request(Load *l) {
+    const Options *o = l->o;
+    const char *key = environment("OPENAI_API_KEY");
     cJSON *prompt = cJSON_CreateArray(), *model = o->model ? json_word(o->model) : NULL;
     LocalBytes body = {0};
-    for (int i = 0; i < c->load->prompt; i++)
+    for (int i = 0; i < l->prompt; i++)
         cJSON_AddItemToArray(prompt, json_number((double)(FIRST_ID + random() % PROMPT_IDS)));
     /* servers that know ignore_eos give answers of equal length */
     json_append(&body, json_object("prompt", prompt, "model", model, "max_tokens", json_number(o->tokens),
                                    "temperature", json_number((double)o->sampling.temperature), "ignore_eos",
                                    cJSON_CreateTrue(), "stream", cJSON_CreateTrue(), "stream_options",
                                    json_object("include_usage", cJSON_CreateTrue(), NULL), NULL));
-    curl_easy_setopt(c->easy, CURLOPT_COPYPOSTFIELDS, body.data);
-    curl_multi_add_handle(all, c->easy);
-    c->line.n = 0, c->tokens = 0, c->last = 0, c->sent = seconds();
-    c->load->left--;
+    Request *r = allocate(sizeof *r);
+    *r = (Request){.load = l, .easy = curl_easy_init(), .sent = seconds()};
+    curl_easy_setopt(r->easy, CURLOPT_URL, l->url);
+    curl_easy_setopt(r->easy, CURLOPT_HTTPHEADER, l->headers);
+    curl_easy_setopt(r->easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1); /* HTTP/2 would share a connection */
+    curl_easy_setopt(r->easy, CURLOPT_XOAUTH2_BEARER, key);
+    curl_easy_setopt(r->easy, CURLOPT_HTTPAUTH, CURLAUTH_BEARER);
+    curl_easy_setopt(r->easy, CURLOPT_COPYPOSTFIELDS, body.data);
+    curl_easy_setopt(r->easy, CURLOPT_WRITEFUNCTION, on_answer);
+    curl_easy_setopt(r->easy, CURLOPT_WRITEDATA, r);
+    curl_easy_setopt(r->easy, CURLOPT_PRIVATE, r);
+    curl_multi_add_handle(l->all, r->easy);
+    l->left--;
 }
 
-static void take_answer(Client *c, CURLcode code) {
-    Load *l = c->load;
+static void take_answer(Request *r, CURLcode code) {
+    Load *l = r->load;
     long status = 0;
-    curl_easy_getinfo(c->easy, CURLINFO_RESPONSE_CODE, &status);
-    l->tokens += (double)c->tokens;
-    if (!code && status == 200 && c->last) return;
-    bytes_text(&c->line, ""); /* a text, even if no byte came */
+    curl_easy_getinfo(r->easy, CURLINFO_RESPONSE_CODE, &status);
+    bytes_text(&r->line, ""); /* a text, even if no byte came */
+    const bool ok = !code && status == 200 && r->last;
+    l->tokens += (double)r->tokens;
+    l->failed += !ok;
     if (code)
         fail(&l->e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code));
-    else
+    else if (!ok)
         fail(&l->e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", l->url, status,
-             status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", c->line.data);
-    l->failed++;
+             status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", r->line.data);
+    curl_multi_remove_handle(l->all, r->easy);
+    curl_easy_cleanup(r->easy);
+    bytes_free(&r->line);
+    free(r);
 }
 
 /* Sends this many requests from each client, the next one when the last is answered. */
 static void run_load(Load *l, int requests) {
-    Client *client = allocate_zero((size_t)l->clients, sizeof *client), *c;
-    CURLM *all = curl_multi_init();
+    Request *r;
     CURLMsg *m;
-    const char *key = environment("OPENAI_API_KEY");
     int running = 1, queued;
     double begin = seconds();
+    l->all = curl_multi_init();
     l->left = requests * l->clients, l->failed = 0, l->tokens = 0, l->first.n = l->gaps.n = 0;
-    for (c = client; c < client + l->clients; c++) {
-        *c = (Client){.load = l, .easy = curl_easy_init()};
-        curl_easy_setopt(c->easy, CURLOPT_URL, l->url);
-        curl_easy_setopt(c->easy, CURLOPT_HTTPHEADER, l->headers);
-        curl_easy_setopt(c->easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1); /* HTTP/2 would share one */
-        curl_easy_setopt(c->easy, CURLOPT_XOAUTH2_BEARER, key);
-        curl_easy_setopt(c->easy, CURLOPT_HTTPAUTH, CURLAUTH_BEARER);
-        curl_easy_setopt(c->easy, CURLOPT_WRITEFUNCTION, on_answer);
-        curl_easy_setopt(c->easy, CURLOPT_WRITEDATA, c);
-        curl_easy_setopt(c->easy, CURLOPT_PRIVATE, c);
-        send_request(c, all);
-    }
+    for (int i = 0; i < l->clients; i++) send_request(l);
     while (running) {
-        curl_multi_perform(all, &running);
-        while ((m = curl_multi_info_read(all, &queued))) {
+        curl_multi_perform(l->all, &running);
+        while ((m = curl_multi_info_read(l->all, &queued))) {
             CURLcode code = m->data.result;
-            curl_easy_getinfo(m->easy_handle, CURLINFO_PRIVATE, &c);
-            curl_multi_remove_handle(all, c->easy);
-            take_answer(c, code);
-            if (l->left) send_request(c, all), running++;
+            curl_easy_getinfo(m->easy_handle, CURLINFO_PRIVATE, &r);
+            take_answer(r, code);
+            if (l->left) send_request(l), running++;
         }
-        if (running) curl_multi_poll(all, NULL, 0, 1000, NULL);
+        if (running) curl_multi_poll(l->all, NULL, 0, 1000, NULL);
     }
     l->seconds = seconds() - begin;
-    for (c = client; c < client + l->clients; c++) {
-        curl_easy_cleanup(c->easy);
-        bytes_free(&c->line);
-    }
-    curl_multi_cleanup(all);
-    free(client);
+    curl_multi_cleanup(l->all);
 }
 
 /* The p-quantile of times, in ms. */
@@ -269,11 +266,11 @@ static cJSON *percentile(const Bytes *times, double p) {
 }
 
 static int bench_server(const Options *o, bool json) {
-    const size_t n = strlen(o->server), slash = n && o->server[n - 1] == '/';
-    Load l = {.o = o, .clients = 1, .prompt = o->prompts.value[0]};
+    const size_t n = strlen(o->server), slash = o->server[n - 1] == '/';
+    LocalText url =
+        text_print("%.*s%s/completions", (int)(n - slash), o->server, strstr(o->server, "/v1") ? "" : "/v1");
+    Load l = {.o = o, .url = url, .clients = 1, .prompt = o->prompts.value[0]};
     cJSON *rows = cJSON_CreateArray(), *x;
-    snprintf(l.url, sizeof l.url, "%.*s%s/completions", (int)(n - slash), o->server,
-             strstr(o->server, "/v1") ? "" : "/v1");
     curl_global_init(CURL_GLOBAL_DEFAULT);
     l.headers = curl_slist_append(NULL, "Content-Type: application/json");
     srandom((unsigned)o->sampling.seed);

@@ -159,6 +159,13 @@ def test_serve_refused():
         same(json.loads(r.text)[0]["failed"], 1, "failed requests")
 
 
+def test_serve_at_a_long_url():
+    path = "/" + "x" * 2000
+    with FakeServer(reply(event(" a"))) as server:
+        infer("bench", "--serve", server.url + path, *"-c 1 -r 1 -p 8".split())
+        same({q["path"] for q in server.requests}, {path + "/v1/completions"}, "path of the requests")
+
+
 def test_serve_itself():
     """The two commands understand each other."""
     with Server(TINY, "--ctx", 256, "--streams", 2) as server:
