@@ -603,10 +603,13 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     }
 }
 
-/* Appends the bytes of all tokens. */
-static void ids_text(const Tokenizer *t, const Ids *ids, Bytes *out) {
+/* Prints the text of tokens exactly, but on a terminal without escape sequences. */
+static void print_text(const Tokenizer *t, const Ids *ids) {
+    LocalBytes text = {0};
     Decoder d = {0};
-    for (size_t i = 0; i < ids->n; i++) tokenizer_bytes(t, &d, ids->data[i], out);
+    Wrap exact = {.f = stdout};
+    for (size_t i = 0; i < ids->n; i++) tokenizer_bytes(t, &d, ids->data[i], &text);
+    wrap_text(&exact, text.data, text.n);
 }
 
 /* Makes the tokens that the model reads before its next answer. */
@@ -945,11 +948,8 @@ static bool slash_set(Play *p, const char *name, Error *e) {
 /* /context and, with `whole`, /prompt. */
 static bool slash_prompt(Play *p, bool whole, Error *e) {
     LocalIds ids = {0};
-    LocalBytes text = {0};
-    Wrap exact = {.f = stdout}; /* without line breaks */
     if (!make_prompt(p, &ids, e)) return false;
-    ids_text(p->m.tokenizer, &ids, &text);
-    if (whole) wrap_text(&exact, text.data, text.n), puts("");
+    if (whole) print_text(p->m.tokenizer, &ids), puts("");
     if (!whole)
         printf("%s of %s tokens (%.1f%%)\n", COUNT(ids.n), COUNT((uint64_t)p->m.engine.context),
                100 * (double)ids.n / p->m.engine.context);
@@ -1142,7 +1142,7 @@ int play(const Options *o) {
 
 typedef struct {
     Session s;
-    Bytes in, out;
+    Bytes in;
     Ids ids;
     Error e;
 } Filter;
@@ -1153,10 +1153,8 @@ static void filter_open(Filter *f, const Options *o, int need) {
 }
 
 static int filter_close(Filter *f) {
-    if (f->out.n) fwrite(f->out.data, 1, f->out.n, stdout);
     session_close(&f->s);
     bytes_free(&f->in);
-    bytes_free(&f->out);
     ids_free(&f->ids);
     return DONE;
 }
@@ -1176,17 +1174,16 @@ static bool parse_ids(const char *text, int vocab, Ids *out, Error *e) {
     return true;
 }
 
-static void print_ids(const Ids *ids, Bytes *out) {
-    bytes_text(out, "[");
-    for (size_t i = 0; i < ids->n; i++) bytes_print(out, "%s%d", i ? "," : "", ids->data[i]);
-    bytes_text(out, "]\n");
+static void print_ids(const Ids *ids) {
+    for (size_t i = 0; i < ids->n; i++) printf("%c%d", i ? ',' : '[', ids->data[i]);
+    puts(ids->n ? "]" : "[]");
 }
 
 static bool tokenize_text(Filter *f, const Options *o, const char *text, size_t n) {
     f->ids.n = 0;
     if (!tokenizer_encode(f->s.tokenizer, text, n, o->special ? CONTROL_TOKENS | WITH_TEMPLATE : 0, &f->ids, &f->e))
         return false;
-    return print_ids(&f->ids, &f->out), true;
+    return print_ids(&f->ids), true;
 }
 
 static int tokenize(const Options *o) {
@@ -1203,7 +1200,7 @@ static int tokenize(const Options *o) {
         if (json && !text) fail(&f.e, USAGE, "%s: a JSON string is needed", name);
         if (!text || !tokenize_text(&f, o, text, strlen(text))) {
             fprintf(stderr, "infer: %s\n", f.e.text);
-            bytes_text(&f.out, "null\n"); /* so that lines keep their numbers */
+            puts("null"); /* so that lines keep their numbers */
             code = USAGE;
         }
         line += n + 1;
@@ -1227,7 +1224,7 @@ static int detokenize(const Options *o) {
     Filter f = {0};
     filter_open(&f, o, NEED_TOKENIZER);
     if (!parse_ids(f.in.data, vocabulary(&f.s), &f.ids, &f.e)) die(&f.e);
-    ids_text(f.s.tokenizer, &f.ids, &f.out);
+    print_text(f.s.tokenizer, &f.ids);
     return filter_close(&f);
 }
 
@@ -1242,7 +1239,7 @@ static int render(const Options *o) {
     if (!conversation_parse(&conversation, json, &f.e) ||
         !chat_render(&f.s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &f.ids, &f.e))
         die(&f.e);
-    o->as_ids ? print_ids(&f.ids, &f.out) : ids_text(f.s.tokenizer, &f.ids, &f.out);
+    o->as_ids ? print_ids(&f.ids) : print_text(f.s.tokenizer, &f.ids);
     return filter_close(&f);
 }
 
