@@ -327,15 +327,14 @@ int bench(const Options *o) {
 /* ---- perplexity: how surprised is a model by a text? exp of the mean of -log p(token | what stands before it) ---- */
 
 typedef struct {
-    const int *ids; /* tokens of the window */
     int vocab;
     double cost; /* sum of -log p */
 } Score;
 
 static void add_cost(Stream *t, size_t position, int token, const float *logits, bool last) {
     Score *s = t->owner;
-    (void)token, (void)last;
-    s->cost += log_sum_exp(logits, s->vocab) - (double)logits[s->ids[position]];
+    (void)position;
+    if (!last) s->cost += log_sum_exp(logits, s->vocab) - (double)logits[token]; /* the last is not the text's */
 }
 
 int perplexity(const Options *o) {
@@ -358,9 +357,7 @@ int perplexity(const Options *o) {
     size_t scored = 1; /* nothing stands before the first token; each other counts in the first window that has it */
     for (size_t begin = 0; scored < ids.n; begin += (size_t)stride) {
         size_t n = ids.n - begin < (size_t)window ? ids.n - begin : (size_t)window;
-        score.ids = ids.data + begin;
-        /* the last token is only predicted */
-        if (!scheduler_score(s.scheduler, score.ids, n - 1, scored - begin, add_cost, &score, &e)) die(&e);
+        if (!scheduler_score(s.scheduler, ids.data + begin, n, scored - begin, add_cost, &score, &e)) die(&e);
         scored = begin + n;
     }
     double mean = score.cost / (double)(ids.n - 1);

@@ -1308,7 +1308,6 @@ static void print_top(const float *logits, int vocab, int top, const Tokenizer *
 typedef struct {
     const Options *o;
     Session s;
-    Ids ids;
 } Logits;
 
 /* Writes the logits from which the token at `position` was drawn or would be. */
@@ -1319,7 +1318,7 @@ static void write_row(Stream *t, size_t position, int token, const float *logits
     (void)token, (void)last;
     if (o->output) fwrite(logits, sizeof *logits, (size_t)vocab, stdout);
     if (o->output || ferror(stdout)) return;
-    if (o->all) printf("after token %zu (%d):\n", position - 1, l->ids.data[position - 1]);
+    if (o->all) printf("after token %zu (%d):\n", position - 1, t->tokens.data[position - 1]);
     print_top(logits, vocab, o->top, l->s.tokenizer);
 }
 
@@ -1341,15 +1340,15 @@ static void tap_to_file(void *data, const char *stage, int layer, const float *v
 static int logits(const Options *o) {
     Error e;
     Logits l = {.o = o};
-    if (!session_prompt(&l.s, o, &l.ids, &e)) die(&e);
+    LocalIds ids = {0};
+    if (!session_prompt(&l.s, o, &ids, &e)) die(&e);
     if (o->tap && mkdir(o->tap, 0777)) fail(&e, FAILED, "%s: %m; choose another name", o->tap), die(&e);
     if (o->tap) l.s.tap = tap_to_file, l.s.tap_data = &l;
     if (!session_load(&l.s, o, 0, &e)) die(&e);
     if (o->output && !freopen(o->output, "wb", stdout)) fail(&e, FAILED, "%s: %m", o->output), die(&e);
-    const size_t from = o->all ? 1 : l.ids.n;
-    if (o->output) put_npy_header(stdout, l.ids.n + 1 - from, l.s.engine.model->vocab);
-    if (!scheduler_score(l.s.scheduler, l.ids.data, l.ids.n, from, write_row, &l, &e)) die(&e);
-    ids_free(&l.ids);
+    const size_t from = o->all ? 1 : ids.n;
+    if (o->output) put_npy_header(stdout, ids.n + 1 - from, l.s.engine.model->vocab);
+    if (!scheduler_score(l.s.scheduler, ids.data, ids.n, from, write_row, &l, &e)) die(&e);
     session_close(&l.s);
     return DONE;
 }
