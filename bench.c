@@ -333,7 +333,6 @@ typedef struct {
 
 static void add_cost(Stream *t, size_t position, int token, const float *logits, bool last) {
     Score *s = t->owner;
-    (void)position;
     if (!last) s->cost += log_sum_exp(logits, s->vocab) - (double)logits[token]; /* the last is not the text's */
 }
 

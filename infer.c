@@ -582,7 +582,6 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     const Play *p = a->p;
     LocalBytes text = {0};
     Read read = {.part = ANSWER};
-    (void)position, (void)logits;
     if (token == DREW_NAN) return; /* scheduler_run reports it */
     a->total = seconds() - a->since;
     if (!a->tokens++) a->first = a->total;
@@ -700,6 +699,22 @@ static void print_answer_json(const Answer *a) {
 
 enum { HISTORY = 1000 }; /* texts */
 
+static const struct {
+    const char *name, *argument, *help;
+} slashes[] = {{"/retry", "", "answer the last question again"},
+               {"/undo", "", "take the last question back, and its answer"},
+               {"/clear", "", "forget the conversation"},
+               {"/system", " [TEXT]", "show or change the instructions; none removes them"},
+               {"/effort", " [LEVEL]", "show or change how long it thinks: low, medium or high"},
+               {"/set", " [NAME VALUE]", "show the settings, or change one"},
+               {"/context", "", "how full the context is"},
+               {"/prompt", "", "what the model reads, exactly"},
+               {"/save", " [FILE]", "save the conversation as JSON of chat completions"},
+               {"/load", " [FILE]", "go on with a saved conversation"},
+               {"/help", "", "this list"},
+               {"/exit", "", "leave, as Ctrl+D does"}};
+enum { SLASHES = sizeof slashes / sizeof *slashes };
+
 static struct {
     EditLine *line;
     History *history;
@@ -738,13 +753,11 @@ static void suspend(int number) {
 
 /* libedit calls it when it draws the line, also when the program goes on after Ctrl+Z. */
 static char *edit_prompt(EditLine *line) {
-    (void)line;
     editor.brackets = put_escape(stdout, BRACKETS_ON);
     return (char *)(uintptr_t)editor.prompt;
 }
 
 static unsigned char edit_cancel(EditLine *line, int key) {
-    (void)key;
     interrupted = SIGINT;
     el_cursor(line, 1 << 20); /* to the end, however long the line is */
     el_insertstr(line, "^C");
@@ -754,7 +767,6 @@ static unsigned char edit_cancel(EditLine *line, int key) {
 
 /* libedit's own handler gives the shell the terminal's modes. */
 static unsigned char edit_suspend(EditLine *line, int key) {
-    (void)line, (void)key;
     put_escape(stdout, BRACKETS_OFF);
     fflush(stdout);
     kill(0, SIGTSTP);
@@ -768,7 +780,6 @@ static unsigned char edit_paste(EditLine *line, int key) {
     size_t passed = 0;
     bool ended = false;
     const LineInfo *now = el_line(line);
-    (void)key;
     editor.pasted |= now->cursor == now->buffer;
     for (wchar_t c; !ended && el_wgetc(line, &c) == 1; ended = text_stops(&pasted, &passed, &end, 1, false))
         bytes_print(&pasted, "%lc", (wint_t)(c == '\r' ? '\n' : c));
@@ -778,7 +789,18 @@ static unsigned char edit_paste(EditLine *line, int key) {
     return CC_REFRESH;
 }
 
-static unsigned char edit_complete(EditLine *line, int key);
+/* Completes the only command that begins like the line. */
+static unsigned char edit_complete(EditLine *line, int key) {
+    const LineInfo *now = el_line(line);
+    const size_t n = (size_t)(now->cursor - now->buffer);
+    const char *rest = NULL;
+    for (int i = 0; i < SLASHES && n && now->cursor == now->lastchar; i++) {
+        if (strncmp(slashes[i].name, now->buffer, n)) continue;
+        if (rest) return CC_ERROR;
+        rest = slashes[i].name + n;
+    }
+    return rest && !el_insertstr(line, rest) ? CC_REFRESH : CC_ERROR;
+}
 
 static void editor_open(void) {
     static const struct {
@@ -873,36 +895,6 @@ static bool editor_text(Bytes *out) {
 }
 
 /* ---- the loop: commands ---- */
-
-static const struct {
-    const char *name, *argument, *help;
-} slashes[] = {{"/retry", "", "answer the last question again"},
-               {"/undo", "", "take the last question back, and its answer"},
-               {"/clear", "", "forget the conversation"},
-               {"/system", " [TEXT]", "show or change the instructions; none removes them"},
-               {"/effort", " [LEVEL]", "show or change how long it thinks: low, medium or high"},
-               {"/set", " [NAME VALUE]", "show the settings, or change one"},
-               {"/context", "", "how full the context is"},
-               {"/prompt", "", "what the model reads, exactly"},
-               {"/save", " [FILE]", "save the conversation as JSON of chat completions"},
-               {"/load", " [FILE]", "go on with a saved conversation"},
-               {"/help", "", "this list"},
-               {"/exit", "", "leave, as Ctrl+D does"}};
-enum { SLASHES = sizeof slashes / sizeof *slashes };
-
-/* Completes the only command that begins like the line. */
-static unsigned char edit_complete(EditLine *line, int key) {
-    const LineInfo *now = el_line(line);
-    const size_t n = (size_t)(now->cursor - now->buffer);
-    const char *rest = NULL;
-    (void)key;
-    for (int i = 0; i < SLASHES && n && now->cursor == now->lastchar; i++) {
-        if (strncmp(slashes[i].name, now->buffer, n)) continue;
-        if (rest) return CC_ERROR;
-        rest = slashes[i].name + n;
-    }
-    return rest && !el_insertstr(line, rest) ? CC_REFRESH : CC_ERROR;
-}
 
 /* Answers the conversation. Returns the exit code. */
 static int converse(Play *p) {
@@ -1315,7 +1307,6 @@ static void write_row(Stream *t, size_t position, int token, const float *logits
     Logits *l = t->owner;
     const Options *o = l->o;
     const int vocab = l->s.engine.model->vocab;
-    (void)token, (void)last;
     if (o->output) fwrite(logits, sizeof *logits, (size_t)vocab, stdout);
     if (o->output || ferror(stdout)) return;
     if (o->all) printf("after token %zu (%d):\n", position - 1, t->tokens.data[position - 1]);
