@@ -10,9 +10,8 @@ enum { CHOICES = 4, MOST_TOKENS = 512, MOST_CELLS = 64 };
 
 typedef struct {
     Session s;
-    Ids ids;
     size_t read;       /* tokens of all steps so far */
-    float *expert;     /* (ids.n, n_layers, top_k), of layers with a router */
+    float *expert;     /* (tokens, n_layers, top_k), of layers with a router */
     int cells, shared; /* characters in a line of the grid, 0: no grid; experts that share a dot */
     bool html;
 } Reading;
@@ -68,16 +67,16 @@ static void put_grid(const Reading *x, size_t t, int layer) {
 }
 
 /* Shows token t of the text and, but for the first token, what the model expected in its place. */
-static void put_place(const Reading *x, size_t t, const float *logits) {
+static void put_place(const Reading *x, size_t t, int id, const float *logits) {
     static const char *const colour[] = {"\033[39m", "\033[32m", "\033[33m", "\033[35m", "\033[31m"};
     const Model *m = &x->s.checkpoint.model;
     int best[CHOICES], n = t ? likeliest(logits, m->vocab, CHOICES, best) : 0;
-    double all = log_sum_exp(logits, m->vocab), bits = t ? (all - (double)logits[x->ids.data[t]]) / M_LN2 : 0;
+    double all = log_sum_exp(logits, m->vocab), bits = t ? (all - (double)logits[id]) / M_LN2 : 0;
     int level = (bits >= 1) + (bits >= 3) + (bits >= 6) + (bits >= 10);
     x->html ? printf("<pre class=s%d>", level) : put_escape(stdout, colour[level]);
     t ? printf("%6.2f %% %5.1f bits  ", 100 * exp2(-bits), bits) : printf("%-22s", "the first token:");
     if (x->html) fputs("<b>", stdout);
-    put_token(x, x->ids.data[t], true);
+    put_token(x, id, true);
     put_escape(stdout, "\033[0m");
     for (int i = 0; i < n || (x->cells && 4 * i < m->n_layers); i++) {
         fputs("\n", stdout);
@@ -90,18 +89,18 @@ static void put_place(const Reading *x, size_t t, const float *logits) {
 
 static void take_token(Stream *s, size_t position, int token, const float *logits, bool last) {
     const Reading *x = s->owner;
-    (void)token, (void)last;
-    if (position == 1) put_place(x, 0, logits);
-    if (position < x->ids.n) put_place(x, position, logits);
+    if (position == 1) put_place(x, 0, s->tokens.data[0], logits);
+    if (!last) put_place(x, position, token, logits);
 }
 
 int explain(const Options *o) {
     Error e;
     Reading x = {.html = o->output};
+    LocalIds ids = {0};
     const Model *m = &x.s.checkpoint.model;
-    if (!session_prompt(&x.s, o, &x.ids, &e)) die(&e);
-    if (x.ids.n > MOST_TOKENS) fail(&e, USAGE, "the text has %zu tokens; %d at most", x.ids.n, MOST_TOKENS), die(&e);
-    x.expert = allocate_zero(x.ids.n * (size_t)(m->n_layers * m->top_k), sizeof *x.expert);
+    if (!session_prompt(&x.s, o, &ids, &e)) die(&e);
+    if (ids.n > MOST_TOKENS) fail(&e, USAGE, "the text has %zu tokens; %d at most", ids.n, MOST_TOKENS), die(&e);
+    x.expert = allocate_zero(ids.n * (size_t)(m->n_layers * m->top_k), sizeof *x.expert);
     if (m->n_experts > 1) {
         int dots = o->output || columns(stdout) > 2 * MOST_CELLS ? 2 * MOST_CELLS : columns(stdout);
         x.shared = (m->n_experts + dots - 1) / dots;
@@ -111,9 +110,8 @@ int explain(const Options *o) {
     if (!session_load(&x.s, o, 0, &e)) die(&e);
     if (x.html && !freopen(o->output, "w", stdout)) fail(&e, FAILED, "%s: %m", o->output), die(&e);
     if (x.html) fputs(page, stdout);
-    if (!scheduler_score(x.s.scheduler, x.ids.data, x.ids.n, 1, take_token, &x, &e)) die(&e);
+    if (!scheduler_score(x.s.scheduler, ids.data, ids.n, 1, take_token, &x, &e)) die(&e);
     session_close(&x.s);
-    ids_free(&x.ids);
     free(x.expert);
     return DONE;
 }
