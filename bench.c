@@ -20,7 +20,6 @@ enum { MOST_LINE = 1 << 28 }; /* bytes of a line from a server */
 typedef struct {
     const Options *o;
     Session model;
-    unsigned prompt_tokens; /* of all prompts so far */
     cJSON *rows;
     bool json; /* else a table is printed */
 } Bench;
@@ -61,9 +60,6 @@ static void report_figure(Bench *b, Figure *f) {
     printf(f->prompt ? " | | |\n" : " %.3f | %.0f | %.1f |\n", bytes / 1e9, bytes / step / 1e9, percent);
 }
 
-/* Token i of a fixed sequence that looks random. */
-static int any_token(const Model *m, unsigned i) { return (int)((i * 2654435761u >> 8) % (unsigned)m->vocab); }
-
 /* Measures prompts of f->tokens random tokens up to their first drawn token. All prompts differ, so the cache never
  * helps. */
 static void measure_prompt(Bench *b, Figure *f) {
@@ -71,7 +67,7 @@ static void measure_prompt(Bench *b, Figure *f) {
     for (int r = -1; r < b->o->repeats; r++) { /* one to warm up */
         Stream t = {.prompt = (size_t)f->tokens, .most = (size_t)f->tokens + 1, .want = WANT_TOKEN};
         t.sampling = b->o->sampling;
-        for (int i = 0; i < f->tokens; i++) ids_add(&t.tokens, any_token(b->model.engine.model, b->prompt_tokens++));
+        for (int i = 0; i < f->tokens; i++) ids_add(&t.tokens, (int)(random() % b->model.engine.model->vocab));
         double begin = seconds();
         if (!scheduler_run(b->model.scheduler, &t, NULL, &e)) die(&e);
         if (r >= 0) f->seconds[r] = seconds() - begin;
@@ -88,9 +84,10 @@ static double generate_once(Bench *b, const Figure *f) {
     Want want[MOST_STREAMS];
     LocalIds count = {0}; /* 0, 1, 2, ...: the slots, the one token of each and the pages, so they overwrite prompts */
     for (int i = 0; i <= n * pages; i++) ids_add(&count, i);
+    srandom(1); /* every repeat has the same steps */
     for (int i = 0; i < n; i++) {
         start[i] = f->depth, want[i] = WANT_TOKEN;
-        token[i] = any_token(b->model.engine.model, (unsigned)i);
+        token[i] = (int)(random() % b->model.engine.model->vocab);
         how[i] = b->o->sampling, how[i].seed = (uint64_t)i;
     }
     Batch batch = {n, pages, count.data, count.data, token, start, count.data, how, want};
@@ -109,7 +106,7 @@ static void measure_generation(Bench *b, Figure *f) {
     const Model *m = b->model.engine.model;
     void *state = b->model.engine.state;
     uint64_t read = backend->experts_read(state);
-    generate_once(b, f); /* counts experts; every repeat has the same steps */
+    generate_once(b, f); /* counts experts */
     f->experts = (double)(backend->experts_read(state) - read) / f->tokens / m->n_layers;
     f->bytes = step_bytes(m, f->experts, f->streams, f->depth + f->tokens / 2);
     f->flat = backend->flat_read(state, f->bytes); /* before the card heats up */
@@ -473,11 +470,10 @@ int list(const Options *o) {
     LOCAL(models_free) Models here = models_list();
     cJSON *all = cJSON_CreateArray();
     for (const ModelEntry *m = here.entry; m < here.entry + here.n; m++) {
-        cJSON *one = json_object("name", json_word(m->name), "family", json_word(m->family), "bytes",
-                                 json_number((double)m->bytes), "encoding", json_word(m->encoding), "supported",
-                                 cJSON_CreateBool(m->known), "complete", cJSON_CreateBool(m->complete), "path",
-                                 json_word(m->path), NULL);
-        cJSON_AddItemToArray(all, one);
+        cJSON_AddItemToArray(all, json_object("name", json_word(m->name), "family", json_word(m->family), "bytes",
+                                              json_number((double)m->bytes), "encoding", json_word(m->encoding),
+                                              "supported", cJSON_CreateBool(m->known), "complete",
+                                              cJSON_CreateBool(m->complete), "path", json_word(m->path), NULL));
         const char *state = !m->known ? "not supported" : m->complete ? "complete" : "incomplete";
         LocalText row = text_print("%-36s %-10s %8s  %-7s  %-13s  %s", m->name, m->family, SIZE(m->bytes), m->encoding,
                                    state, m->path);
