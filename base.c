@@ -41,8 +41,6 @@ void *allocate(size_t bytes) { return checked(malloc(bytes ? bytes : 1)); }
 void *allocate_zero(size_t count, size_t bytes) { return checked(calloc(count ? count : 1, bytes)); }
 void *reallocate(void *p, size_t bytes) { return checked(realloc(p, bytes ? bytes : 1)); }
 
-char *copy_text(const char *text, size_t n) { return checked(strndup(text, n)); }
-
 static size_t grown(size_t room, size_t need) { return room * 2 > need ? room * 2 : need; }
 
 void bytes_add(Bytes *b, const void *data, size_t n) {
@@ -312,12 +310,6 @@ cJSON *json_word(const char *text) { return checked(text ? cJSON_CreateString(te
 
 char *json_text(const cJSON *value) { return checked(cJSON_PrintUnformatted(value)); }
 
-void json_append(Bytes *out, cJSON *json) {
-    LocalText text = json_text(json);
-    bytes_text(out, text);
-    cJSON_Delete(json);
-}
-
 /* cJSON writes raw values as they are. */
 static void write_numbers(cJSON *value) {
     for (; value; value = value->next) {
@@ -326,11 +318,14 @@ static void write_numbers(cJSON *value) {
     }
 }
 
-void json_written(Bytes *out, const cJSON *value) {
-    cJSON *copy = cJSON_Duplicate(value, true);
-    write_numbers(copy);
-    json_append(out, copy);
+void json_append(Bytes *out, cJSON *json) {
+    write_numbers(json);
+    LocalText text = json_text(json);
+    bytes_text(out, text);
+    cJSON_Delete(json);
 }
+
+void json_written(Bytes *out, const cJSON *value) { json_append(out, cJSON_Duplicate(value, true)); }
 
 void json_print(cJSON *json, bool wanted) {
     LocalBytes text = {0};

@@ -39,7 +39,6 @@ void die(const Error *e) __attribute__((noreturn));
 void *allocate(size_t bytes);
 void *allocate_zero(size_t count, size_t bytes);
 void *reallocate(void *p, size_t bytes);
-char *copy_text(const char *text, size_t n); /* of n bytes, or fewer if the text ends before */
 
 typedef struct { /* bytes that grow; data is NUL-terminated after every call, so that text can be used as a C string */
     char *data;
@@ -47,9 +46,11 @@ typedef struct { /* bytes that grow; data is NUL-terminated after every call, so
 } Bytes;
 void bytes_add(Bytes *b, const void *data, size_t n);
 void bytes_text(Bytes *b, const char *text);
-/* Appends what printf prints, and returns all of the text. text_print: a new one; free it. */
+/* Appends what printf prints, and returns all of the text. text_print: a new one; free it. copy_text: n bytes of a
+ * text, or fewer if it ends before. */
 char *bytes_print(Bytes *b, const char *format, ...) __attribute__((format(printf, 2, 3)));
-#define text_print(...) bytes_print(&(Bytes){0}, __VA_ARGS__)
+#define text_print(...)    bytes_print(&(Bytes){0}, __VA_ARGS__)
+#define copy_text(text, n) text_print("%.*s", (int)(n), text)
 void bytes_free(Bytes *b);
 
 typedef struct { /* token ids that grow */
@@ -110,9 +111,9 @@ cJSON *json_number(double x);
 cJSON *json_word(const char *text); /* null for NULL */
 /* The value as compact JSON text; free it. */
 char *json_text(const cJSON *value);
-void json_append(Bytes *out, cJSON *json); /* the same text, appended; frees the value */
-/* Appends the value, with numbers as they were written: 1.0, and all digits of what no double holds. */
+/* Append the value, with numbers as they were written: 1.0, and all digits of what no double holds. */
 void json_written(Bytes *out, const cJSON *value);
+void json_append(Bytes *out, cJSON *json); /* and frees the value */
 void json_print(cJSON *json, bool wanted); /* on stdout if `wanted`, as a line; frees the value */
 
 const char *environment(const char *name); /* a variable, or NULL if it is absent or empty */

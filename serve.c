@@ -232,7 +232,8 @@ static bool refuse_others(Request *q) {
         LocalBytes field = {0};
         bytes_print(&field, " %s=", each->string);
         if (cJSON_IsNull(each) || !strstr(unsupported, field.data)) continue;
-        json_append(&field, cJSON_Duplicate(each, true));
+        LocalText value = json_text(each);
+        bytes_text(&field, value);
         if (!text_listed(unsupported, field.data + 1))
             return fail(&q->error, 400, "%s is not supported with this value: leave it out", each->string);
     }
