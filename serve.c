@@ -156,51 +156,21 @@ static void put_error(Request *q) {
 
 /* ---- parameters of a request ---- */
 
-typedef enum { REAL, WHOLE, SEED, FLAG } Kind; /* float, int, uint64_t, bool */
-#define FIELD(name) offsetof(Request, name)
-static const struct Parameter {
-    const char *key;
-    char of; /* c: only of chats, t: only of texts */
-    Kind kind;
-    size_t field;
-    double least, most;
-} parameters[] = {{"n", 0, WHOLE, FIELD(n), 1, 16},
-                  {"max_tokens", 't', WHOLE, FIELD(tokens), 0, INT32_MAX},
-                  {"max_tokens", 'c', WHOLE, FIELD(tokens), 1, INT32_MAX},
-                  {"max_completion_tokens", 'c', WHOLE, FIELD(tokens), 1, INT32_MAX},
-                  {"seed", 0, SEED, FIELD(sampling.seed), -9007199254740991, 9007199254740991},
-                  {"top_k", 0, WHOLE, FIELD(sampling.top_k), -1, INT32_MAX},
-                  {"temperature", 0, REAL, FIELD(sampling.temperature), 0, 100},
-                  {"top_p", 0, REAL, FIELD(sampling.top_p), 0, 1},
-                  {"min_p", 0, REAL, FIELD(sampling.min_p), 0, 1},
-                  {"repetition_penalty", 0, REAL, FIELD(sampling.penalty), 1e-3, 100},
-                  {"logprobs", 't', WHOLE, FIELD(top), 0, MOST_TOP},
-                  {"top_logprobs", 'c', WHOLE, FIELD(top), 0, MOST_TOP},
-                  {"logprobs", 'c', FLAG, FIELD(scored), 0, 1},
-                  {"stream", 0, FLAG, FIELD(stream), 0, 1},
-                  {"parallel_tool_calls", 'c', FLAG, FIELD(parallel), 0, 1},
-                  {"include_usage", 0, FLAG, FIELD(usage), 0, 1}, /* in stream_options */
-                  {"echo", 't', FLAG, FIELD(echo), 0, 1},
-                  {"ignore_eos", 0, FLAG, FIELD(forever), 0, 1}};
+/* A number of the request, or `normal` if it has none. Notes an error if it is out of range. */
+static double number(Request *q, const char *key, bool whole, double least, double most, double normal) {
+    const cJSON *value = json_get(q->json, key);
+    const double x = cJSON_GetNumberValue(value); /* or NaN */
+    if (x >= least && x <= most && (!whole || x == floor(x))) return x;
+    if (value)
+        fail(&q->error, 400, "%s must be a %snumber from %.16g to %.16g", key, whole ? "whole " : "", least, most);
+    return normal;
+}
 
-static bool take_parameters(Request *q) {
-    const cJSON *options = json_get(q->json, "stream_options");
-    if (options && !cJSON_IsObject(options)) return fail(&q->error, 400, "stream_options must be an object");
-    for (const struct Parameter *p = parameters; p < parameters + sizeof parameters / sizeof *p; p++) {
-        const cJSON *value = json_get(strcmp(p->key, "include_usage") ? q->json : options, p->key);
-        void *to = (char *)q + p->field;
-        if (!value || (p->of && (p->of == 'c') != q->chat)) continue;
-        if (p->kind == FLAG && !cJSON_IsBool(value)) return fail(&q->error, 400, "%s must be true or false", p->key);
-        const double x = p->kind == FLAG ? cJSON_IsTrue(value) : cJSON_GetNumberValue(value); /* or NaN */
-        if (!(x >= p->least && x <= p->most) || (p->kind != REAL && x != floor(x)))
-            return fail(&q->error, 400, "%s must be a %snumber from %.16g to %.16g", p->key,
-                        p->kind == REAL ? "" : "whole ", p->least, p->most);
-        if (p->kind == REAL) *(float *)to = (float)x;
-        if (p->kind == WHOLE) *(int *)to = (int)x;
-        if (p->kind == SEED) *(uint64_t *)to = (uint64_t)(int64_t)x;
-        if (p->kind == FLAG) *(bool *)to = x > 0;
-    }
-    return true;
+/* The same for true or false. */
+static bool flag(Request *q, const cJSON *object, const char *key, bool normal) {
+    const cJSON *value = json_get(object, key);
+    if (value && !cJSON_IsBool(value)) fail(&q->error, 400, "%s must be true or false", key);
+    return value ? cJSON_IsTrue(value) : normal;
 }
 
 static bool check_model(Request *q, const char *name) {
@@ -267,25 +237,41 @@ static bool take_biases(Request *q) {
 
 /* Takes everything but the prompt. */
 static bool take_request(Request *q) {
+    const double most = INT32_MAX, seeds = 9007199254740991;
+    const bool chat = q->chat;
     Sampling *s = &q->sampling;
-    uint64_t random;
-    if (getentropy(&random, sizeof random)) random = (uint64_t)(seconds() * 1e9);
-    snprintf(q->id, sizeof q->id, "%s-%016llx", q->chat ? "chatcmpl" : "cmpl", (unsigned long long)random);
+    if (getentropy(&s->seed, sizeof s->seed)) s->seed = (uint64_t)(seconds() * 1e9);
+    snprintf(q->id, sizeof q->id, "%s-%016llx", chat ? "chatcmpl" : "cmpl", (unsigned long long)s->seed);
     q->created = time(NULL);
-    q->n = 1, q->top = -1, q->parallel = true, q->tokens = q->chat ? INT32_MAX : 16;
-    *s = (Sampling){.temperature = 1, .top_p = 1, .penalty = 1, .seed = random};
     const cJSON *model = json_get(q->json, "model"), *best = json_get(q->json, "best_of");
+    const cJSON *options = json_get(q->json, "stream_options");
     if (model && !cJSON_IsString(model)) return fail(&q->error, 400, "model must be a text");
     const char *name = cJSON_GetStringValue(model);
     if ((name && *name && !check_model(q, name)) || !refuse_others(q)) return false;
-    if (!take_parameters(q) || !take_stops(q) || !take_biases(q)) return false;
-    if (best && cJSON_GetNumberValue(best) != q->n) return fail(&q->error, 400, "best_of must equal n: leave it out");
-    if (q->chat && q->top > 0 && !q->scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
-    if (q->chat) q->top = !q->scored ? -1 : q->top < 0 ? 0 : q->top;
+    if (options && !cJSON_IsObject(options)) return fail(&q->error, 400, "stream_options must be an object");
+    q->stream = flag(q, q->json, "stream", false);
+    q->usage = flag(q, options, "include_usage", false);
+    q->forever = flag(q, q->json, "ignore_eos", false);
+    q->echo = !chat && flag(q, q->json, "echo", false);
+    q->parallel = !chat || flag(q, q->json, "parallel_tool_calls", true);
+    q->n = (int)number(q, "n", true, 1, 16, 1);
+    q->tokens = (int)number(q, "max_tokens", true, chat ? 1 : 0, most, chat ? most : 16);
+    if (chat) q->tokens = (int)number(q, "max_completion_tokens", true, 1, most, q->tokens);
+    const bool scored = chat && flag(q, q->json, "logprobs", false);
+    q->top = (int)number(q, chat ? "top_logprobs" : "logprobs", true, 0, MOST_TOP, scored ? 0 : -1);
+    if (chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
+    if (chat && !scored) q->top = -1;
+    if (json_get(q->json, "seed")) s->seed = (uint64_t)(int64_t)number(q, "seed", true, -seeds, seeds, 0);
+    s->top_k = (int)number(q, "top_k", true, -1, most, 0);
+    s->temperature = (float)number(q, "temperature", false, 0, 100, 1);
+    s->top_p = (float)number(q, "top_p", false, 0, 1, 1);
+    s->min_p = (float)number(q, "min_p", false, 0, 1, 0);
+    s->penalty = (float)number(q, "repetition_penalty", false, 1e-3, 100, 1);
     if (s->temperature < 0.01f) s->temperature = 0;
     if (s->top_p < 1e-30f) s->top_p = 1e-30f;
     if (s->min_p < 1e-30f) s->min_p = 0;
-    return true;
+    if (best && cJSON_GetNumberValue(best) != q->n) return fail(&q->error, 400, "best_of must equal n: leave it out");
+    return take_stops(q) && take_biases(q) && !q->error.code;
 }
 
 /* ---- functions ---- */
