@@ -46,8 +46,9 @@ typedef struct { /* one of the answers to a request */
     Bytes text;    /* the content; `shown` bytes are free of stop texts, `sent` bytes are written */
     size_t shown, sent, counted, letters; /* its first `counted` bytes hold so many letters */
     Bytes thoughts;                       /* reasoning_content to write */
-    cJSON *calls, *scores;                /* tool_calls and logprobs to write, or NULL */
-    bool spoke;                           /* something is written */
+    cJSON *calls, *scores;                /* tool_calls to write, or NULL; logprobs to write, each with the byte of
+                                             `text` where its token begins */
+    bool spoke, cut;                      /* something is written; a stop text ended it */
     size_t thought;                       /* tokens of reasoning */
     const char *finish;                   /* finish_reason; NULL until it has ended */
 } Choice;
@@ -330,27 +331,41 @@ static cJSON *chance_json(int id, const float *logits, double all) {
     return json_object("token", json_from_text(text.data, text.n), "logprob", logprob, "bytes", bytes, NULL);
 }
 
-/* Adds a token's logprobs to those to write. */
-static void add_score(Choice *c, int token, const float *logits) {
+/* Adds a token's logprobs to those to write, by the keys under which the API lists them. */
+static void add_score(Choice *c, size_t begin, int token, const float *logits) {
     const int vocab = server.s.checkpoint.model.vocab;
     const double all = logits ? log_sum_exp(logits, vocab) : 0;
     int best[MOST_TOP], n = logits ? likeliest(logits, vocab, c->request->top, best) : 0;
     cJSON *own = chance_json(token, logits, all), *top = cJSON_AddArrayToObject(own, "top_logprobs"), *each;
+    cJSON *score = json_object("begin", json_number(begin), NULL);
+    cJSON_AddItemToArray(c->scores, score);
     for (int i = 0; i < n; i++) cJSON_AddItemToArray(top, chance_json(best[i], logits, all));
-    if (!c->scores) c->scores = cJSON_CreateObject();
     if (c->request->chat) {
-        append(c->scores, "content", own);
+        json_add(score, "content", own, NULL);
         return;
     }
     cJSON *chances = logits ? cJSON_CreateObject() : json_word(NULL); /* by text; parts of letters may look alike */
     cJSON_ArrayForEach(each, top) if (!json_get(chances, json_string(each, "token")))
         json_add(chances, json_string(each, "token"), cJSON_DetachItemFromObject(each, "logprob"), NULL);
-    for (; c->counted < c->text.n; c->counted++) c->letters += (c->text.data[c->counted] & 0xC0) != 0x80;
-    append(c->scores, "tokens", cJSON_DetachItemFromObject(own, "token"));
-    append(c->scores, "token_logprobs", cJSON_DetachItemFromObject(own, "logprob"));
-    append(c->scores, "top_logprobs", chances);
-    append(c->scores, "text_offset", json_number(c->letters));
+    for (; c->counted < begin; c->counted++) c->letters += (c->text.data[c->counted] & 0xC0) != 0x80;
+    json_add(score, "tokens", cJSON_DetachItemFromObject(own, "token"), "token_logprobs",
+             cJSON_DetachItemFromObject(own, "logprob"), "top_logprobs", chances, "text_offset",
+             json_number(c->letters), NULL);
     cJSON_Delete(own);
+}
+
+/* Takes the logprobs of the tokens whose text begins in what is shown: a stop text may cut off the others. At an end
+ * without one, the last tokens may have no text. */
+static cJSON *take_scores(Choice *c) {
+    cJSON *taken = NULL, *score, *value;
+    while ((score = c->scores->child)) {
+        if (json_get(score, "begin")->valuedouble >= (double)c->shown && (c->cut || !c->finish)) break;
+        cJSON_DeleteItemFromObject(score, "begin");
+        if (!taken) taken = cJSON_CreateObject();
+        while ((value = score->child)) append(taken, value->string, cJSON_DetachItemViaPointer(score, value));
+        cJSON_Delete(cJSON_DetachItemViaPointer(c->scores, score));
+    }
+    return taken ? taken : json_word(NULL);
 }
 
 /* A choice as JSON: in a stream only what is new, else all of it. */
@@ -364,10 +379,9 @@ static cJSON *choice_json(Choice *c) {
     if (q->chat)
         said = json_object("role", c->spoke ? NULL : json_word("assistant"), "content", said, "reasoning_content",
                            thoughts, "tool_calls", c->calls, NULL);
-    cJSON *choice = json_object("index", json_number((int)(c - q->choice)), key, said, "logprobs",
-                                c->scores ? c->scores : json_word(NULL), "finish_reason", json_word(c->finish), NULL);
-    c->calls = c->scores = NULL;
-    c->sent = c->shown, c->thoughts.n = 0, c->spoke = true;
+    cJSON *choice = json_object("index", json_number((int)(c - q->choice)), key, said, "logprobs", take_scores(c),
+                                "finish_reason", json_word(c->finish), NULL);
+    c->calls = NULL, c->sent = c->shown, c->thoughts.n = 0, c->spoke = true;
     return choice;
 }
 
@@ -438,6 +452,7 @@ static Read read_message(Choice *c, int token) {
 static void read_token(Choice *c, size_t position, int token, const float *logits, bool last) {
     const Request *q = c->request;
     const bool prompt = position < c->stream.prompt, silent = !prompt && !q->tokens;
+    const size_t begin = c->text.n;
     bool stop = c->stream.stopped && !silent, scored = !silent && (logits || (prompt && q->top >= 0));
     if (q->chat) {
         const Read read = read_message(c, token);
@@ -446,13 +461,14 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
         scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
         stop = stop || (read.stop && !q->forever) || (read.closed && read.part == CALL && !q->parallel);
     }
-    if (scored) add_score(c, token, logits); /* in a text a stop token has one, too */
+    if (scored) add_score(c, begin, token, logits); /* in a text a stop token has one, too */
     if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     last = last || stop;
     if (last && q->chat) read_message(c, -1);
     if (last && !q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
-    if (text_stops(&c->text, &c->shown, q->stop, q->stops, last))
+    c->cut = text_stops(&c->text, &c->shown, q->stop, q->stops, last);
+    if (c->cut)
         c->finish = "stop";
     else if (last)
         c->finish = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
@@ -494,8 +510,7 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
         fail(&q->error, 500, "the logits hold a NaN: the weights or config.json are damaged");
         server.nans++;
     }
-    if (q->stream && (c->shown > c->sent || c->thoughts.n || c->calls || c->scores || c->finish))
-        put_reply(q, c, c + 1, false);
+    if (q->stream && (c->shown > c->sent || c->thoughts.n || c->calls || c->finish)) put_reply(q, c, c + 1, false);
     if (last || c->finish) let_go(c);
     if (q->out.n > q->written) pthread_cond_signal(&q->wake);
     unlock();
@@ -569,7 +584,7 @@ static bool add_choices(Request *q, const Ids *prompt) {
     for (int i = 0; i < q->n; i++) {
         Choice *c = q->choice + q->choices++;
         Stream *t = &c->stream;
-        *c = (Choice){.request = q, .last = q->since, .reader.decoder.begun = !q->echo};
+        *c = (Choice){.request = q, .last = q->since, .scores = cJSON_CreateArray(), .reader.decoder.begun = !q->echo};
         bytes_text(&c->text, "");
         ids_append(&t->tokens, prompt->data, prompt->n);
         t->prompt = prompt->n;

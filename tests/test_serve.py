@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from test_chat import folder_of
 
-from helpers import (CHECKED, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, infer,
+from helpers import (CHECKED, DATE, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, infer,
                      read_safetensors, refused, safetensors, same, start)
 
 TINY = TESTS.parent / "models" / "tiny"
@@ -209,6 +209,23 @@ def test_logprobs_of_the_end():
             if a["choices"][0]["finish_reason"] == "stop":
                 return
     raise AssertionError("no text ended")
+
+
+def test_logprobs_end_where_a_stop_text_begins():
+    """Streamed or not; the text is all that the tokens hold."""
+    chat = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "date": DATE, "logprobs": True}
+    with Server(TINY) as s:
+        def scored(path, body, stop):
+            body = {**body, "temperature": 0, "stop": stop}
+            parts = [e["choices"][0] for e in events(s.ask("POST", path, {**body, "stream": True}))]
+            for choices in s.post(path, body)["choices"], parts:
+                scores = [c["logprobs"] for c in choices if c["logprobs"]]
+                yield "".join(t if path == TEXT else t["token"]
+                              for s in scores for t in s["tokens" if path == TEXT else "content"])
+        for stop, content in ("nothing", "12 + 30 = 42"), (" = 4", "12 + 30"), (["nowhere", "2 + 3"], "1"):
+            same([*scored(CHAT, chat, stop)], [content] * 2, f"tokens before {stop}")
+        text = s.post(TEXT, {"prompt": "1 + 1", "temperature": 0})["choices"][0]["text"]
+        same([*scored(TEXT, {"prompt": "1 + 1", "logprobs": 1}, text[3:6])], [text[:3]] * 2, f"tokens of {text}")
 
 
 def test_logprobs_of_texts_that_differ_in_case():
