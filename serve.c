@@ -150,8 +150,11 @@ static void put_json(Request *q, cJSON *json) {
 static void put_error(Request *q) {
     const int status = q->error.code;
     const char *type = status == 429 ? "rate_limit_error" : status < 500 ? "invalid_request_error" : "server_error";
-    cJSON *error = json_object("message", json_word(q->error.text), "type", json_word(type), "param", json_word(NULL),
-                               "code", json_word(status == 401 ? "invalid_api_key" : q->code), NULL);
+    /* the field at fault: a message about one begins with its name */
+    LocalText word = copy_text(q->error.text, strcspn(q->error.text, " .["));
+    const char *code = status == 401 ? "invalid_api_key" : q->code, *param = json_get(q->json, word) ? word : NULL;
+    cJSON *error = json_object("message", json_word(q->error.text), "type", json_word(type), "param", json_word(param),
+                               "code", json_word(code), NULL);
     put_json(q, json_object("error", error, NULL));
 }
 
@@ -186,7 +189,7 @@ static bool check_model(Request *q, const char *name) {
     " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "       \
     "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "                \
     "continue_final_message=false documents=[] frequency_penalty=0 frequency_penalty=-0 function_call=\"auto\" "       \
-    "function_call=\"none\" functions= grammar= guided_choice= guided_grammar= guided_json= guided_regex= "            \
+    "function_call=\"none\" functions=[] grammar= guided_choice= guided_grammar= guided_json= guided_regex= "          \
     "include_reasoning=true include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 "            \
     "modalities=[\"text\"] presence_penalty=0 presence_penalty=-0 prompt_logprobs= repeat_penalty=1 "                  \
     "return_token_ids=false return_tokens_as_token_ids=false stop_token_ids=[] "                                       \
@@ -895,7 +898,8 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
     (void)data;
     if (!q) {
         *state = q = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context;
-        q->url = url; /* libmicrohttpd keeps it as long as the request */
+        const char *host = *url == '/' ? NULL : strstr(url, "://"); /* as a proxy is asked */
+        q->url = host ? strchrnul(host + 3, '/') : url;             /* libmicrohttpd keeps it as long as the request */
         q->deadline = seconds() + READ_SECONDS;
         check_request(q, method, version);
         return MHD_YES;

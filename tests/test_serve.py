@@ -82,6 +82,7 @@ class Server:
         error = self.ask("POST", path, body, code=code, **how)["error"]
         missing = [word for word in words if word not in error["message"]]
         expect(not missing, f"the message lacks {missing}: {error}")
+        return error
 
     def raw(self, *parts, pause=0.0, seconds=10):
         """Sends bytes as they are; returns what comes back until the server closes."""
@@ -335,6 +336,7 @@ def test_requests_that_can_be_read_in_two_ways():
               ("two different", REQUEST + length + b"Content-Length: 5\r\n"),
               ("two encodings", REQUEST + chunked + chunked),
               ("two hosts", REQUEST + b"Host: localhost\r\n" + length),
+              ("the form for proxies", REQUEST.replace(b"/v1", b"http://localhost/v1") + length, b"200"),
               ("no host", b"POST /v1/completions HTTP/1.1\r\n" + length),
               ("another site", b"POST /v1/completions HTTP/1.1\r\nHost: evil.example\r\n" + length, b"403"),
               ("a site that looks like us",
@@ -412,14 +414,15 @@ def test_bad_bodies():
                             "tools": [{}, [{}], [{"function": {"name": ""}}]], "tool_choice": ["x", 5, {}, "required"],
                             "response_format": [{"type": "json_object"}, {"type": "json_schema"}], "audio": [{}],
                             "modalities": [["audio"]], "top_logprobs": [2], "max_completion_tokens": [0],
-                            "functions": [[]],
+                            "functions": [[{}]],
                             "reasoning_effort": ["much", 5], "model": [5],
                             "stream_options": [{"include_usage": 5}, 5]}.items():
             for value in values:
                 s.refuses(CHAT, {**fine, key: value})
         for path, key in ((TEXT, "prompt"), ("/tokenize", "prompt"), ("/detokenize", "tokens")):
             s.refuses(path, {}, f"{key} must be")
-        s.refuses(TEXT, {"prompt": [1] * 512}, "512", "context")
+        error = s.refuses(TEXT, {"prompt": [1] * 512}, "512", "context")
+        same((error["code"], error["param"]), ("context_length_exceeded", None))
         same(s.post(TEXT, {"prompt": [1] * 511, "max_tokens": 5})["choices"][0]["finish_reason"], "length")
         s.refuses("/v1/nothing", {}, code=404)
         s.ask("GET", CHAT, code=405)
@@ -437,7 +440,7 @@ def test_fields_that_are_not_supported():
             "suffix": ([""], ["x"]), "frequency_penalty": ([0, 0.0, -0.0], [0.5]),
             "min_tokens": ([0], [5]), "stop_token_ids": ([[]], [[5]]), "bad_words": ([[]], [["x"]]),
             "modalities": ([["text"]], [["audio"], "text"]), "function_call": (["auto", "none"], [name]),
-            "documents": ([[]], [["x"]]),
+            "documents": ([[]], [["x"]]), "functions": ([[]], [[{}]]),
             "guided_json": ([], [{}]), "grammar": ([], ["x"]),
             "add_generation_prompt": ([True], [False]), "continue_final_message": ([False], [True]),
             "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}], []),
@@ -455,7 +458,7 @@ def test_fields_that_are_not_supported():
                 for value in (None, *neutral):
                     s.post(path, {**fine, "max_tokens": 1, key: value})
                 for value in others:
-                    s.refuses(path, {**fine, "max_tokens": 1, key: value}, key)
+                    same(s.refuses(path, {**fine, "max_tokens": 1, key: value}, key)["param"], key)
             same(len(s.post(path, {**fine, "max_tokens": 1, "n": 2, "best_of": 2})["choices"]), 2, "answers")
         s.post(CHAT, {"messages": HELLO, "max_tokens": 1, "model": ""})
         schema = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {}}}  # as pydantic's models give it
