@@ -178,8 +178,7 @@ static void draw(void) {
     uint64_t done = bytes_here();
     double now = seconds(), rate = (double)hub.arrived / (now - hub.begun);
     long left = rate >= 1 ? (long)((double)(hub.total - done) / rate) : 0;
-    const long unit = left < 120 ? 1 : left < 7200 ? 60 : 3600;
-    const char *name = unit == 1 ? "s" : unit == 60 ? "min" : "h";
+    const long unit = left < 120 ? 1 : 60;
     if (now - hub.drawn < (terminal ? 0.1 : 10)) return;
     hub.drawn = now;
     flockfile(stderr);
@@ -188,7 +187,7 @@ static void draw(void) {
     for (const File *f = hub.file; terminal && f < hub.file + hub.files && hub.lines < SHOWN_FILES; f++)
         if (f->done && f->done < f->size) draw_file(f), hub.lines++;
     fprintf(stderr, "  %d%% of %s", (int)(hub.total ? 100 * done / hub.total : 100), SIZE(hub.total));
-    if (left) fprintf(stderr, ", %s/s, %ld %s left", SIZE((uint64_t)rate), left / unit, name);
+    if (left) fprintf(stderr, ", %s/s, %ld %s left", SIZE((uint64_t)rate), left / unit, unit == 1 ? "s" : "min");
     fputs(terminal ? WRAP_ON "\n" : "\n", stderr);
     hub.lines += terminal;
     funlockfile(stderr);
