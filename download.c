@@ -122,22 +122,24 @@ static uint64_t bytes_here(void) {
 
 /* Removes a file or an empty folder. Stops at a lock that a process holds. */
 static int remove_one(const char *path, const struct stat *st, int type, struct FTW *ftw) {
-    (void)st, (void)ftw;
+    (void)st;
     const int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
     int fd = type == FTW_F && is_like(path, "[.]lock$") ? open(path, flags) : -1;
     bool held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB);
     if (fd >= 0) close(fd);
-    return held ? EWOULDBLOCK : remove(path);
+    if (held) return !fail(&error, FAILED, "another process is downloading this model: end that first");
+    return remove(path) && !fail(&error, NO_NETWORK, "%.*s: %m; make this folder writable", ftw->base - 1, path);
 }
 
-/* Removes a folder with all its content; returns 0 if that is done. It does not follow links. */
-static int folder_remove(const char *path) { return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
+/* Removes a folder, if it is there, with all its content. It does not follow links. */
+static bool folder_remove(const char *path) { return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS) <= 0; }
 
 static void remove_outline(void) { folder_remove(hub.outline); }
 
 /* Ends the process with this thread's error, whatever other threads do, so that only the first one prints its line. */
 __attribute__((noreturn)) static void end(void) {
-    uint64_t here = bytes_here();
+    const uint64_t here = bytes_here();
+    const int code = error.code;
     flockfile(stderr);
     clear();
     fflush(stdout);
@@ -145,7 +147,7 @@ __attribute__((noreturn)) static void end(void) {
     if (here) fprintf(stderr, " (%s of %s are here)", SIZE(here), SIZE(hub.total));
     fputc('\n', stderr);
     remove_outline();
-    _exit(error.code);
+    _exit(code);
 }
 
 #define give_up(...) (fail(&error, __VA_ARGS__), end())
@@ -666,15 +668,19 @@ int rm(const Options *o) {
     if (!path && repository) end();
     if (path && strcmp(path, o->model) && strchr(o->model, '@'))
         give_up(USAGE, "infer rm removes all revisions of a model: name it without @");
-    if (!path || strncmp(path, hub.cache, n) || strncmp(path + n, "/models--", 9) || strstr(path + n, "/.."))
+    if (!path || strncmp(path, hub.cache, n) || !is_like(path + n, "^/models--[^/]") || strstr(path + n, "/.."))
         give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path ? path : o->model,
                 hub.cache);
     LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
     LocalText locks = text_print("%s/.locks%s", hub.cache, folder + n);
-    if (folder_remove(locks) == EWOULDBLOCK)
-        give_up(FAILED, "%s is being downloaded by another process: end that first", o->model);
+    if (!is_like(path + strlen(folder), "^(/snapshots/[^/]+)?/*$")) {
+        char *name = folder + n + strlen("/models--"), *dashes = strstr(name, "--");
+        if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
+        give_up(USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);
+    }
+    if (!folder_remove(locks)) end();
     fprintf(stderr, "removing %s\n", folder); /* MODEL may be a part of its name */
-    if (folder_remove(folder)) disk_fails(folder);
+    if (!folder_remove(folder)) end();
     return DONE;
 }
 

@@ -603,6 +603,10 @@ int mkdir(const char *path, mode_t mode) {
     if (getenv("SHIM_READ_ONLY") && stat(path, &st)) return errno = EROFS, -1;
     return real(path, mode);
 }
+int remove(const char *path) {
+    int (*real)(const char *) = dlsym(RTLD_NEXT, "remove");
+    return getenv("SHIM_READ_ONLY") ? errno = EROFS, -1 : real(path);
+}
 """
 
 
@@ -626,6 +630,9 @@ def test_disk(folder):
         refuses(hub, folder, code=1, env={"HF_HOME": folder / "file"}, words=["HF_HOME"])
         # what is complete needs no writing
         fetch(hub, folder / "0", env={**shim, "SHIM_READ_ONLY": 1, "SHIM_ROOM": 0}, program=PLAIN)
+        r = refused("rm", "org/model", env=env_of(hub, folder / "0", **shim, SHIM_READ_ONLY=1), code=5, program=PLAIN,
+                    words=[f"{folder}/0/hf/hub/.locks/models--org--model: Read-only"])
+        expect("HF_HOME" not in r.err, f"it is chosen already: {r.err}")
 
 
 def test_planted_links(folder):
@@ -786,6 +793,10 @@ def test_same_names(folder):
         refused("rm", "models/model", env=env, cwd=folder, code=2, words=["models/model", "is not in the hub's cache"])
         expect((folder / "models/model/config.json").exists(), "a model outside of the cache was removed")
         refused("rm", path / "../../..", env=env, cwd=folder, code=2, words=["is not in the hub's cache"])
+        (path / "a.gguf").write_bytes(b"GGUF")
+        for part in (path / "a.gguf", "a.gguf", cache_of(hub, folder) / "refs"):
+            refused("rm", part, env=env, cwd=folder, code=2, words=["is a part of org/model", "infer rm org/model"])
+        expect((path / "config.json").exists(), "a part was named, and the repository removed")
         r = infer("rm", path, env=env, cwd=folder)
         expect(r.err == f"removing {cache_of(hub, folder)}\n", f"rm says what goes: {r.err}")
         expect(not cache_of(hub, folder).exists(), "rm of a path")
