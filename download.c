@@ -301,43 +301,45 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     return n;
 }
 
-/* Writes to `error` why a transfer failed, and to *cure what may help; returns false if another try would fail as well.
- * again: a retry that made no progress. */
-static bool find_cause(const File *f, const char *url, CURLcode code, long status, bool again, const char **cure) {
+/* Writes to `error` why a transfer failed, and returns what may help; NULL if another try would fail as well. again: a
+ * retry that made no progress. */
+static const char *find_cause(const File *f, const char *url, CURLcode code, long status, bool again) {
     static const struct {
-        const char *code, *text;
+        const char *code, *text, *cure; /* cure NULL: a token */
         int status, exit;
     } refusals[] = {
-        {"GatedRepo", "asks for its licence to be accepted on its page", 0, NO_NETWORK},
-        {"RevisionNotFound", "has no such revision (a commit needs its 40 digits); its page lists them", 0, BAD_MODEL},
-        {"EntryNotFound", "lacks a file of its own list", 0, BAD_MODEL},
-        {"DisabledRepo", "was disabled by the hub", 0, NO_NETWORK},
-        {"RepoNotFound", "is not there, or it is private; check its name", 404, BAD_MODEL},
-        {"-", "asks for a token, which /settings/tokens makes", 401, NO_NETWORK},
-        {"-", "denies access", 403, NO_NETWORK},
-        {"", "cannot be downloaded now", 0, NO_NETWORK}}; /* also from another host */
+        {"GatedRepo", "asks for its licence to be accepted on its page", NULL, 0, NO_NETWORK},
+        {"RevisionNotFound", "has no such revision", "its page lists them; a commit needs its 40 digits", 0, BAD_MODEL},
+        {"EntryNotFound", "lacks a file of its own list", "try again later", 0, BAD_MODEL},
+        {"DisabledRepo", "was disabled by the hub", "its page may say why", 0, NO_NETWORK},
+        {"RepoNotFound", "is not there, or it is private; check its name", NULL, 404, BAD_MODEL},
+        {"-", "asks for a token, which /settings/tokens makes", NULL, 401, NO_NETWORK},
+        {"-", "denies access", NULL, 403, NO_NETWORK},
+        {"", "cannot be downloaded now", NULL, 0, NO_NETWORK}}; /* also from another host */
     const char *scheme = strstr(url, "://"), *name = scheme ? scheme + 3 : url;
     int n = (int)strlen(hub.endpoint), host = (int)(name - url + (ptrdiff_t)strcspn(name, "/"));
     bool at_hub = !strncmp(url, hub.endpoint, (size_t)n) && url[n] == '/', limited = status == 429;
-    if (code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_TOO_MANY_REDIRECTS || code == CURLE_URL_MALFORMAT)
-        return fail(&error, NO_NETWORK, "%s: %s: refused, because redirects lead to https only, at most ten times",
-                    hub.name, f->problem);
+    if (code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_TOO_MANY_REDIRECTS || code == CURLE_URL_MALFORMAT) {
+        fail(&error, NO_NETWORK, "%s: %s: refused, because redirects lead to https only, at most ten times", hub.name,
+             f->problem);
+        return NULL;
+    }
     /* a content host refuses a signature that has expired; the next try gets a new one from the hub */
     if ((!code && status / 100 == 3) || (status / 100 == 4 && status != 408 && !limited && (at_hub || again))) {
         size_t i = at_hub ? 0 : sizeof refusals / sizeof *refusals - 1;
         while (!strstr(f->refusal, refusals[i].code) && status != refusals[i].status) i++;
-        return fail(&error, refusals[i].exit, "%s (%s) %s: %s/%s (status %ld); %s", hub.name, hub.revision,
-                    refusals[i].text, hub.endpoint, hub.name, status,
-                    hub.token ? "the token that was given may have no access"
-                              : "HF_TOKEN or --token-file gives a token");
+        const char *cure = refusals[i].cure;
+        if (!cure)
+            cure = hub.token ? "the token that was given may have no access" : "HF_TOKEN or --token-file gives a token";
+        fail(&error, refusals[i].exit, "%s (%s) %s: %s/%s (status %ld); %s", hub.name, hub.revision, refusals[i].text,
+             hub.endpoint, hub.name, status, cure);
+        return NULL;
     }
-    *cure = "is the network up? HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror";
     fail(&error, NO_NETWORK, "%.*s: %s", host, url, curl_easy_strerror(code ? code : CURLE_PARTIAL_FILE));
-    if (status < 400) return true;
-    *cure = limited ? "try again later, or with a token (HF_TOKEN), which has a higher limit" : "try again later";
+    if (status < 400) return "is the network up? HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror";
     fail(&error, NO_NETWORK, "%.*s answers with status %ld%s", host, url, status,
          limited ? ", it limits the rate" : "");
-    return true;
+    return limited ? "try again later, or with a token (HF_TOKEN), which has a higher limit" : "try again later";
 }
 
 static CURL *connection(File *f) {
@@ -393,8 +395,8 @@ static bool get(File *f) {
         if (error.code) return false; /* of on_body() */
         if (status / 100 == 2 && (f->body ? !code : f->done == f->end)) return true;
         if (f->done > best) best = f->done, tries = 0;
-        const char *cure = NULL;
-        if (!find_cause(f, asked, code, status, tries, &cure)) return false;
+        const char *cure = find_cause(f, asked, code, status, tries);
+        if (!cure) return false;
         double wait = fmax(told, tries ? 0.25 * (1 << tries) : 0); /* 0 after progress, then 0.5, 1, 2, 4 s */
         if (tries >= hub.max_tries || told > MAX_WAIT)
             return fail(&error, NO_NETWORK, "%s: %s%s", status < 400 && *f->problem ? f->problem : error.text, cure,

@@ -185,7 +185,8 @@ def test_arguments(folder):
                          "org/model@../../x", "org/model@", "https://huggingface.co/org/model", "org/m\x1b",
                          "o" * 3000):
             refused("download", "--", argument, code=2, env=env_of(hub, folder))
-        refuses(hub, folder, "--revision", commit[:7], code=3, words=["40 digits"])
+        r = refuses(hub, folder, "--revision", commit[:7], code=3, words=["40 digits"])
+        expect("TOKEN" not in r.err, f"a token does not help: {r.err}")
         for args in (["--jobs", "0"], ["--jobs", "x"], ["--jobs", "4x"], ["--revision", "../x"], ["--nothing"],
                      ["--token-file", "/nowhere"]):
             expect(fetch(hub, folder, *args, code=2).err, "no message")
