@@ -412,8 +412,11 @@ static bool get(File *f) {
 static cJSON *get_json(char *url) {
     LocalBytes body = {0};
     bytes_text(&body, "");
-    bool ok = get(&(File){.url = url, .body = &body, .end = MAX_ANSWER});
-    return ok ? json_parse(body.data, body.n, "the hub's answer", &error) : NULL;
+    if (!get(&(File){.url = url, .body = &body, .end = MAX_ANSWER})) return NULL;
+    cJSON *json = json_parse(body.data, body.n, "the hub's answer", &error);
+    if (cJSON_IsObject(json)) return json;
+    cJSON_Delete(json);
+    return fail(&error, NO_NETWORK, "%s answers with no JSON object: try again later", hub.endpoint), NULL;
 }
 
 /* The address of a file at the hub, with its name %-escaped except for slashes. */
