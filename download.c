@@ -374,7 +374,7 @@ static void connection_close(CURL **easy) { curl_easy_cleanup(*easy); }
 /* Fetches the missing part of a file up to its `end`, or a small answer. */
 static bool get(File *f) {
     if (offline())
-        return fail(&error, NO_NETWORK, "%s is incomplete here, and HF_HUB_OFFLINE forbids downloads: unset it",
+        return fail(&error, NO_NETWORK, "%s may be incomplete here, and HF_HUB_OFFLINE forbids downloads: unset it",
                     hub.name);
     LOCAL(connection_close) CURL *easy = connection(f);
     uint64_t best = f->done;        /* the most bytes so far */
@@ -621,7 +621,11 @@ static void fetch_repository(const Options *o) {
     if (!file_read(ref, 64, &known, &error)) bytes_text(&known, hub.revision);
     hub.snapshot = text_print("%s/snapshots/%s", hub.folder, known.data);
     bool fixed = is_like(hub.revision, HEX_40);
-    bool whole = wants_default() && is_like(known.data, HEX_40) && model_entry(hub.snapshot).complete;
+    bool whole = is_like(known.data, HEX_40) && (wants_default() ? model_entry(hub.snapshot).complete : o->include.n);
+    for (int i = 0; i < o->include.n; i++) { /* to know what a pattern means takes the hub's list */
+        LocalText path = text_print("%s/%s", hub.snapshot, o->include.text[i]);
+        whole &= file_exists(path);
+    }
     if (whole && (fixed || offline())) return;
     hub.max_tries = whole ? 0 : MAX_TRIES;
     if (!list_files()) {

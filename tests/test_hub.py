@@ -144,6 +144,9 @@ def test_selection(folder):
     with FakeHub(MANY) as hub:
         each(SELECTIONS, check)
         refuses(hub, folder, "--include", "*.zip", code=3, words=["--include"])
+        for wanted, code in (["README.md"], 0), (["README.md", "vocab.json"], 5), (["*.md"], 5):
+            named = [word for name in wanted for word in ("--include", name)]
+            fetch(hub, folder / "some", *named, env={"HF_HUB_OFFLINE": 1}, code=code)
     with FakeHub({"README.md": b"x"}) as hub:
         refuses(hub, folder, code=3, words=["safetensors", "--all"])
     with FakeHub({}) as hub:
