@@ -163,18 +163,8 @@ static void *watch(void *interrupt) {
     give_up(INTERRUPTED, "interrupted%s", goes_on());
 }
 
-/* Draws a line for a file. Of a long name it shows the end without the extension, where the names of shards differ. */
-static void draw_file(const File *f) {
-    int width = columns(stderr), room = width < 40 ? 14 : width < 66 ? width - 26 : 40;
-    const char *name = f->name, *dot = strrchr(name, '.');
-    int n = (int)(dot > name ? dot - name : (ptrdiff_t)strlen(name));
-    for (; n > room || (*name & 0xC0) == 0x80; n--) name++; /* not amid a letter of UTF-8 */
-    fprintf(stderr, "  %-*.*s %3d%%  %s of %s\n", room, n, name, (int)(100 * f->done / f->size), SIZE(f->done),
-            SIZE(f->size));
-}
-
-/* Draws a line for each file that is being fetched and one for all, over the lines of before. Without a terminal it
- * prints only the last one, every ten seconds. */
+/* Draws a line for each file that is being fetched and one for all, over the lines of before. Names come last, where
+ * the terminal cuts long ones. Without a terminal it prints only the line for all, every ten seconds. */
 static void draw(void) {
     bool terminal = isatty(STDERR_FILENO);
     uint64_t done = bytes_here();
@@ -187,7 +177,8 @@ static void draw(void) {
     clear();
     if (terminal) fputs(WRAP_OFF, stderr);
     for (const File *f = hub.file; terminal && f < hub.file + hub.files && hub.lines < SHOWN_FILES; f++)
-        if (f->done && f->done < f->size) draw_file(f), hub.lines++;
+        if (f->done && f->done < f->size)
+            hub.lines++, fprintf(stderr, "  %3d%% of %s  %s\n", (int)(100 * f->done / f->size), SIZE(f->size), f->name);
     fprintf(stderr, "  %d%% of %s", (int)(hub.total ? 100 * done / hub.total : 100), SIZE(hub.total));
     if (left) fprintf(stderr, ", %s/s, %ld %s left", SIZE((uint64_t)rate), left / unit, unit == 1 ? "s" : "min");
     fputs(terminal ? WRAP_ON "\n" : "\n", stderr);
