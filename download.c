@@ -272,13 +272,10 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     File *f = owner;
     n *= size;
     if (f->body) bytes_add(f->body, data, n);
-    const char *kind = f->body ? file_kind(f->body->data, f->body->n) : NULL;
-    if (!f->body && !f->done) kind = file_kind(data, n);
+    const char *kind = f->body || f->done ? NULL : file_kind(data, n);
     if (n > f->end - f->done)
         return fail(&error, NO_NETWORK, "a server sends more than the %llu bytes that it should: try again later",
                     (unsigned long long)f->end);
-    if (kind && f->body)
-        return fail(&error, NO_NETWORK, "%s answers with %s: does this network ask to log in?", hub.endpoint, kind);
     if (kind && !hub.o.all && is_like(f->name, "[.](safetensors|json)$"))
         return fail(&error, BAD_MODEL, "%s: the hub sends %s in its place: see %s/%s", f->name, kind, hub.endpoint,
                     hub.name);
@@ -407,7 +404,10 @@ static cJSON *get_json(char *url) {
     cJSON *json = json_parse(body.data, body.n, "the hub's answer", &error);
     if (cJSON_IsObject(json)) return json;
     cJSON_Delete(json);
-    return fail(&error, NO_NETWORK, "%s answers with no JSON object: try again later", hub.endpoint), NULL;
+    const char *kind = file_kind(body.data, body.n);
+    fail(&error, NO_NETWORK, "%s answers with %s: does this network ask to log in?", hub.endpoint,
+         kind ? kind : "no JSON object");
+    return NULL;
 }
 
 /* The address of a file at the hub, with its name %-escaped except for slashes. */
@@ -697,11 +697,9 @@ static void save_head(const File *f) {
     if (!get(&head)) end();
     if (weights) {
         if (pread(head.fd, &n, sizeof n, 0) < 0) disk_fails(path);
-        n = le64toh(n);
-        if (!n || n > MAX_ANSWER || n + sizeof n > f->size)
-            give_up(BAD_MODEL, "%s: a header of %llu bytes does not fit", f->name, (unsigned long long)n);
-        head.end = n + sizeof n;
-        if (!get(&head)) end();
+        n = le64toh(n); /* if it is wrong, tensors_open() says so */
+        if (n <= MAX_ANSWER && n + sizeof n <= f->size) head.end += n;
+        if (head.done < head.end && !get(&head)) end();
     }
     if (ftruncate(head.fd, (off_t)f->size)) disk_fails(path);
     close(head.fd);
