@@ -415,7 +415,7 @@ static char *default_text(const cJSON *schema) {
     return value ? text_print("default: %s", word ? value->valuestring : text.data) : NULL;
 }
 
-static void add_type(Bytes *out, const cJSON *schema, int indent);
+static void add_type(Bytes *out, const cJSON *schema, int indent, bool may_be_null);
 
 static void add_properties(Bytes *out, const cJSON *schema, int indent) {
     const cJSON *property, *item;
@@ -434,7 +434,7 @@ static void add_properties(Bytes *out, const cJSON *schema, int indent) {
             bytes_print(out, "%*s// - \"%s\"\n", indent, "", item->valuestring);
         if (lines) comment(out, indent, value);
         bytes_print(out, "%*s%s%s:%s", indent, "", property->string, name ? "" : "?", lines ? "" : " ");
-        add_type(out, property, indent + (lines ? 0 : 4));
+        add_type(out, property, indent + (lines ? 0 : 4), !lines);
         bytes_print(out, lines ? "\n%*s," : "%*s,", lines ? indent : 0, "");
         if (value && !lines) bytes_print(out, " // %s", value);
         bytes_text(out, "\n");
@@ -452,8 +452,9 @@ static void add_union(Bytes *out, const cJSON *list, const char *quote, const ch
     if (out->n == before) bytes_text(out, otherwise);
 }
 
-/* Writes a JSON schema as a TypeScript type. Deep nesting becomes `any`, which limits the indentation. */
-static void add_type(Bytes *out, const cJSON *schema, int indent) {
+/* Writes a JSON schema as a TypeScript type. Deep nesting becomes `any`, which limits the indentation. Harmony ignores
+ * `nullable` but of properties and alternatives, which `may_be_null`. */
+static void add_type(Bytes *out, const cJSON *schema, int indent, bool may_be_null) {
     const cJSON *types = json_get(schema, "type"), *items = json_get(schema, "items"), *each;
     const char *type = cJSON_GetStringValue(types);
     size_t before = out->n;
@@ -465,7 +466,7 @@ static void add_type(Bytes *out, const cJSON *schema, int indent) {
             LocalText value = default_text(each);
             if (same(note, json_string(schema, "description"))) note = NULL;
             bytes_print(out, "\n%*s | ", indent, "");
-            add_type(out, each, indent + 3);
+            add_type(out, each, indent + 3, true);
             if (note) bytes_print(out, " // %s", note);
             if (value) bytes_print(out, "%s%s", note ? " " : " // ", value);
         }
@@ -475,7 +476,7 @@ static void add_type(Bytes *out, const cJSON *schema, int indent) {
         add_properties(out, schema, indent);
         bytes_print(out, "%*s}", indent, "");
     } else if (same(type, "array")) {
-        if (items) add_type(out, items, indent);
+        if (items) add_type(out, items, indent, false);
         bytes_text(out, items ? "[]" : "Array<any>");
     } else if (same(type, "string")) {
         add_union(out, json_get(schema, "enum"), "\"", "string");
@@ -484,7 +485,7 @@ static void add_type(Bytes *out, const cJSON *schema, int indent) {
     } else {
         add_union(out, types, "", "any");
     }
-    if (json_true(schema, "nullable") && !strstr(out->data + before, "null")) bytes_text(out, " | null");
+    if (may_be_null && json_true(schema, "nullable") && !strstr(out->data + before, "null")) bytes_text(out, " | null");
 }
 
 static void add_tools(Bytes *out, const cJSON *tools) {
@@ -495,7 +496,7 @@ static void add_tools(Bytes *out, const cJSON *tools) {
         bool takes = cJSON_GetArraySize(json_get(parameters, "properties")) || json_get(parameters, "oneOf");
         comment(out, 0, json_string(function, "description"));
         bytes_print(out, "type %s = (%s", json_string(function, "name"), takes ? "_: " : "");
-        if (takes) add_type(out, parameters, 0);
+        if (takes) add_type(out, parameters, 0, false);
         bytes_text(out, ") => any;\n\n");
     }
     bytes_text(out, "} // namespace functions");

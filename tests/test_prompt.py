@@ -327,6 +327,13 @@ RULES = [  # what, fields besides "messages" and the messages, the text of the p
          "// Does it.\ntype f = (_: {\n// how many\nn?: number,\nlist: number[],\nwhat?: any,\n"
          "flag?: boolean, // default: true\nx?: number | null,\n}) => any;")
      + "<|end|>" + USER + END),
+    ("what may be null", {"tools": [function(type="object", nullable=True, properties={
+        "a": {"type": "array", "items": {"type": "string", "nullable": True}, "nullable": True},
+        "b": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "nullable": True}},
+        "c": {"oneOf": [{"type": "string", "nullable": True}, {"type": "number"}], "nullable": True}})]}, [HI],
+     TOOLS + DEVELOPER + NAMESPACE % (
+         "type f = (_: {\na?: string[] | null,\nb?: number[][],\nc?:\n | string | null\n | number\n,\n}) => any;")
+     + "<|end|>" + USER + END),
     ("numbers as they were written", {"tools": [function(type="object", properties={
         "n": {"default": 9007199254740991}, "x": {"default": 1.0}, "l": {"default": [-1e-7, "2.50\\", 1234567890123456789]}})]},
      [HI], TOOLS + DEVELOPER + NAMESPACE % (
