@@ -407,6 +407,7 @@ WRONG = [  # what, the conversation, words of the message
     ("an image", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
      ["messages[0].content"]),
     ("a result without a call", {"messages": [HI, {"role": "tool", "content": "1"}]}, ["messages[1]"]),
+    ("a result of another call", {"messages": [HI, called("f"), result("g", "1")]}, ["messages[2]", "tool_call_id G"]),
     ("a call without a name", {"messages": [HI, {"role": "assistant", "tool_calls": [
         {"function": {"arguments": ""}}]}]}, ["messages[1].tool_calls"]),
     ("arguments that are an object", {"messages": [HI, {"role": "assistant", "tool_calls": [
