@@ -42,7 +42,7 @@ enum {
     HOIST = 8,   /* all system texts stand at the beginning; */
     LATEST = 16, /* only the latest does */
     KEEP = 32,   /* thoughts are part of the history */
-    BOS = 64     /* the chat begins with the token that the tokenizer adds in front of a text */
+    BOS = 64     /* the chat begins with bos_token where the template prints that */
 };
 
 /* Pieces of text. Names of control tokens become control tokens here and nowhere else. %s stands for a text from
@@ -86,8 +86,7 @@ static const Format formats[] = {
     {"Qwen3, always thinking", {"last_query_index", "assistant\\n<think>\\n'"}, QWEN3, .think = "<think>\n"},
     {"Qwen3", {"last_query_index", "enable_thinking", "<args-json-object>"}, QWEN3, .quiet = "<think>\n\n</think>\n\n"},
     {"Qwen", {"<args-json-object>", "!</think>"}, CHATML, QWEN_TOOLS},
-    {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think", "!bos_token"}, CHATML},
-    {"ChatML with BOS", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML, .flags = BOS},
+    {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML, .flags = BOS},
     {"Llama 3.2", {"Cutting Knowledge Date: December 2023", "strftime_now"}, LLAMA, LLAMA_TOOLS("%s")},
     {"Llama 3.1", {"Cutting Knowledge Date: December 2023"}, LLAMA, LLAMA_TOOLS("26 Jul 2024")},
     {"Llama 3", {"message['content'] | trim + '<|eot_id|>'", "!tools"}, LLAMA},
@@ -132,7 +131,6 @@ static bool fits(const Format *f, const char *template, const Tokenizer *t, int 
         if (lacks == (strstr(template, f->has[i] + lacks) != NULL)) return false;
     }
     *end = control_at(t, strchr(strchr(f->assistant, '%'), '<'), &n);
-    if (f->flags & BOS && tokenizer_bos(t) < 0) return false;
     return *end >= 0 && (!f->begin || control_at(t, f->begin, &n) >= 0);
 }
 
@@ -140,6 +138,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
     static const char preset[] = "<|im_start|>system\\n"; /* behind it stands ChatML's own system text, in UTF-8 */
     LocalBytes text = {0};
     *chat = (Chat){.tokenizer = t, .format = &harmony};
+    chat->bos = strstr(template, "bos_token") ? tokenizer_bos(t) : -1; /* jinja prints nothing for a missing one */
     for (int i = 0; i < CONTROLS; i++)
         if ((chat->control[i] = tokenizer_added(t, controls[i])) < 0 && i <= ENDOFTEXT) chat->format = NULL;
     if (chat->format) return true;
@@ -763,7 +762,7 @@ static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Byt
     Bytes environment = view(tools ? "Environment: ipython\n" : ""), today = view(date);
     fill(chat, &about, f->about, &environment, &today);
     fill(chat, out, f->begin, NULL, NULL);
-    if (f->flags & BOS) bytes_print(out, "%c%d;", TOKEN, tokenizer_bos(chat->tokenizer));
+    if (f->flags & BOS && chat->bos >= 0) bytes_print(out, "%c%d;", TOKEN, chat->bos);
     if (system || f->about || text.n) fill(chat, f->flags & (FIRST | LAST) ? front : out, f->system, &about, &text);
 }
 

@@ -13,6 +13,7 @@ typedef struct {
     const Format *format;
     int control[CONTROLS]; /* their ids, or -1 */
     int end;               /* the token that ends an answer in another format */
+    int bos;               /* the bos_token that the template prints, or -1 */
     char *preset;          /* the system text that the template itself has, or NULL */
 } Chat;
 

@@ -85,7 +85,8 @@ struct Tokenizer {
     /* Added tokens to find before normalizing, and after it: a hash of each beginning -> id, or MOST_IDS if it goes on.
      * As for merges, hashes are compared alone: a text made to collide gets a wrong token, but no control token. */
     Map prefixes[2];
-    int bos;             /* the template's token before the text, or -1 */
+    int first;           /* the token that WITH_TEMPLATE adds in front of a text, or -1 */
+    int bos;             /* what a chat template knows as bos_token, or -1 */
     Bytes chat_template; /* see tokenizer_template() */
 };
 
@@ -366,7 +367,7 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     pcre2_set_callout(w.limits, matcher_step, &w);
     pcre2_set_heap_limit(w.limits, 1 << 20); /* KiB */
     size_t before = out->n;
-    if (flags & WITH_TEMPLATE && t->bos >= 0) ids_add(out, t->bos);
+    if (flags & WITH_TEMPLATE && t->first >= 0) ids_add(out, t->first);
     bool ok = encode_from(&w, 0, text, n);
     if (!ok) out->n = before;
     pcre2_match_data_free(w.match);
@@ -566,7 +567,7 @@ static bool read_byte_level(Tokenizer *t, const cJSON *c) {
 static bool read_template(Tokenizer *t, const cJSON *c) {
     const cJSON *list = json_get(c, "single"), *part = cJSON_IsArray(list) ? list->child : NULL;
     const char *name = json_string(json_get(part, "SpecialToken"), "id");
-    if (name && (t->bos = tokenizer_added(t, name)) < 0) return false;
+    if (name && (t->first = tokenizer_added(t, name)) < 0) return false;
     if (name) part = part->next;
     return json_get(part, "Sequence") && !part->next;
 }
@@ -723,8 +724,8 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
     if (scored && !cJSON_IsFalse(json_get(metadata, "tokenizer.ggml.add_space_prefix")))
         /* no key says which texts: with a token [INST] only the first */
         t->features |= STRIP_SPACE | (tokenizer_added(t, "[INST]") < 0 ? PREPEND_MARK : FIRST_MARK);
-    bool begins = add ? cJSON_IsTrue(add) : t->features & BEGINS;
-    if (begins && (!id || json_whole(id, 0, INT32_MAX, &bos)) && bos < t->size) t->bos = (int)bos;
+    if ((!id || json_whole(id, 0, INT32_MAX, &bos)) && bos < t->size) t->bos = (int)bos;
+    if (add ? cJSON_IsTrue(add) : t->features & BEGINS) t->first = t->bos;
     return true;
 }
 
@@ -756,8 +757,9 @@ static bool read_config(Tokenizer *t, const char *path, Bytes *all, Error *e) {
         if (!i && file_read(file, MOST_BYTES, &text, e)) config = json_from_text(text.data, text.n);
         if (!config) return false;
         const cJSON *add = json_get(config, "add_bos_token"), *bos = json_get(config, "bos_token");
-        const char *first = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
-        if (cJSON_IsBool(add)) t->bos = cJSON_IsTrue(add) && first ? tokenizer_added(t, first) : -1;
+        const char *name = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
+        if (name) t->bos = tokenizer_added(t, name);
+        if (cJSON_IsBool(add)) t->first = cJSON_IsTrue(add) ? t->bos : -1;
         add_template(t, i ? json_get(config, "chat_template") : config, !t->chat_template.n, all);
     }
     return true;
@@ -782,7 +784,7 @@ Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
     if (!gguf && !file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
     LocalBytes templates = {0};
-    t->bos = t->unknown = -1;
+    t->first = t->bos = t->unknown = -1;
     t->piece = allocate_zero(MOST_IDS, sizeof *t->piece);
     bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
     bool ok = (gguf ? read_gguf(t, gguf, e) : read_file(t, file, e)) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
@@ -807,6 +809,7 @@ bool tokenizer_fit(Tokenizer *t, int vocab) {
     for (int id = vocab; id < t->size; id++) t->piece[id].control = true; /* no merge makes it */
     for (int b = 0; b < 256; b++)
         if (t->byte_token[b] >= vocab) t->byte_token[b] = -1;
+    if (t->first >= vocab) t->first = -1;
     if (t->bos >= vocab) t->bos = -1;
     if (t->size > vocab) t->size = vocab;
     return true;

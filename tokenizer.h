@@ -20,7 +20,7 @@ int tokenizer_size(const Tokenizer *t);             /* one above the highest id 
 /* The id of the added token with this text, or -1. */
 int tokenizer_added(const Tokenizer *t, const char *text);
 bool tokenizer_is_control(const Tokenizer *t, int id);
-int tokenizer_bos(const Tokenizer *t); /* the token that WITH_TEMPLATE adds in front, or -1 */
+int tokenizer_bos(const Tokenizer *t); /* what a chat template knows as bos_token, or -1 */
 
 /* Without flags the name of a control token is ordinary text, so that no text from outside becomes a control token. */
 enum {

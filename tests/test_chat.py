@@ -109,18 +109,21 @@ def test_bytes_of_a_template_never_become_tokens(folder):
     same(text, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "prompt")
 
 
-def test_chatml_behind_the_tokenizers_first_token(folder):
-    """As the templates of Hermes 3 and Bielik have it. Without such a token the format is not known."""
+def test_chatml_behind_bos_token(folder):
+    """As the templates of Hermes 3 and Bielik have it, also where other texts do not begin so. jinja prints nothing for
+    a bos_token that the tokenizer lacks."""
     made = folder_of("SmolLM2", folder)
     template = ("{{bos_token}}{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + "
                 "'<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
-    config = {"chat_template": template, "bos_token": "<|endoftext|>", "add_bos_token": True}
     chat = json.dumps({"messages": [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]})
-    (made / "tokenizer_config.json").write_text(json.dumps(config))
-    same(infer("render", made, stdin=chat).text, "<|endoftext|><|im_start|>system\nA<|im_end|>\n<|im_start|>user\nB<|im_end|>\n"
-         "<|im_start|>assistant\n", "prompt")
-    (made / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": False}))
-    refused("render", made, stdin=chat, code=3, words=["no chat format"])
+    text = "<|im_start|>system\nA<|im_end|>\n<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n"
+
+    def check(name, config, first):
+        (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **config}))
+        same(infer("render", made, stdin=chat).text, first + text, "prompt")
+    each([("of every text", {"bos_token": "<|endoftext|>", "add_bos_token": True}, "<|endoftext|>"),
+          ("of chats", {"bos_token": "<|endoftext|>", "add_bos_token": False}, "<|endoftext|>"),
+          ("none", {"add_bos_token": False}, "")], check)
 
 
 THOUGHT, HI = message("A", "analysis"), message("Hi", "final")
