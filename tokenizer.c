@@ -545,7 +545,8 @@ static bool add_split(Tokenizer *t, const char *pattern) {
     int problem;
     PCRE2_SIZE offset;
     uint32_t references;
-    const uint32_t options = PCRE2_UTF | PCRE2_NO_UTF_CHECK | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C | PCRE2_AUTO_CALLOUT;
+    const uint32_t options = PCRE2_UTF | PCRE2_NO_UTF_CHECK | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C | PCRE2_AUTO_CALLOUT |
+                             PCRE2_MULTILINE; /* `tokenizers` has Ruby's ^ and $: of any line */
     if (!pattern || t->splits == MOST_SPLITS) return false;
     /* \K could move a match to before where the matcher began; the bytes that \X looks back over cannot be counted */
     if (strstr(pattern, "\\K") || strstr(pattern, "\\X")) return false;

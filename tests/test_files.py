@@ -933,6 +933,7 @@ TOKENIZERS = [  # what is wrong, the file, the text, words of the message; FINE:
     ("merges as texts", lambda: of_model(merges=[" ".join(m) for m in MERGES]), SAMPLE, FINE),
     ("merges in both notations", lambda: of_model(merges=[m if i % 2 else " ".join(m) for i, m in enumerate(MERGES)]),
      SAMPLE, FINE),
+    ("a pattern of lines", lambda: split_on("^an$|a|n|\n"), "an\nan", FINE),
     ("a pattern that matches nothing", lambda: split_on("(?:)"), "a", FINE),
     ("unknown keys", lambda: of_file(something=[1]), SAMPLE, FINE),
 ]
