@@ -463,10 +463,12 @@ static void find_byte_tokens(Tokenizer *t, bool fallback) {
     for (int b = 0; b < 256 && !known; b++) t->byte_token[b] = t->unknown;
 }
 
-/* Adds a token that is cut out of the text first. The vocabulary may list it too, with the same id. */
+/* Adds a token that is cut out of the text first. The vocabulary may list it too, with the same id, in its alphabet. */
 static bool add_token(Tokenizer *t, double number, const char *text, bool control, bool normalized, Error *e) {
-    size_t n = strlen(text);
-    int id = find(t, text, n);
+    size_t n = strlen(text), begin = t->text.n; /* the end of the text is work space */
+    text_add(t, text, n, false);
+    int id = find(t, t->text.data + begin, t->text.n - begin);
+    t->text.n = begin;
     if (n > MOST_ADDED) return fail(e, BAD_MODEL, "the added token '%.100s' has more than %d bytes", text, MOST_ADDED);
     if ((id < 0 || id != number) && !define(t, number, text, true, e)) return false;
     id = (int)number;

@@ -968,6 +968,12 @@ def test_text_never_becomes_a_control_token(folder):
         same(ids_of(infer("tokenize", folder, "--special", stdin="an")), [VOCAB["an"]], "control tokens, asked for")
 
 
+def test_an_added_token_that_is_a_byte_too(folder):
+    """Byte 0xE9 is written é: as an added token that is the character, with the id of the byte."""
+    (folder / "tokenizer.json").write_text(with_added(id=VOCAB["é"], content="é", special=False))
+    same(ids_of(infer("tokenize", folder, stdin="é\u9999")), [VOCAB["é"], VOCAB["é"], 99, 247], "ids as of tokenizers")
+
+
 def test_tokenizer_config(folder):
     """What stands beside tokenizer.json: a token before the text; names in the chat template are control tokens."""
     start, end = ({t["content"]: t["id"] for t in ADDED}[name] for name in ("<|start|>", "<|end|>"))
