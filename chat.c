@@ -679,15 +679,11 @@ static bool cut_at(Bytes *text, const char *mark, Bytes *before) {
     return true;
 }
 
-static Bytes trim_lines(Bytes text) {
+/* The text without line breaks at its beginning, and without those at its end, too, if it is a thought. */
+static Bytes trim_lines(Bytes text, bool thought) {
     for (; text.n && *text.data == '\n'; text.n--) text.data++;
+    while (thought && text.n && text.data[text.n - 1] == '\n') text.n--;
     return text;
-}
-
-/* A thought without the line breaks around it. */
-static Bytes trim_thought(Bytes text) {
-    while (text.n && text.data[text.n - 1] == '\n') text.n--;
-    return trim_lines(text);
 }
 
 /* Appends a text, a result or a call, with its arguments as Python writes JSON. */
@@ -721,15 +717,15 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
         if (kind == REASONING) bytes_add(&thoughts, text.data, text.n);
         while (cuts && (kind == PREAMBLE || kind == ANSWER) && cut_at(&text, controls[CLOSE_THINK], &thought)) {
             while (cut_at(&thought, controls[OPEN_THINK], &opening)) continue;
-            thought = trim_thought(thought);
+            thought = trim_lines(thought, true);
             bytes_add(&thoughts, thought.data, thought.n);
-            if (keeps) text = trim_lines(text);
+            if (keeps) text = trim_lines(text, false);
         }
         bool beside = f->flags & ALONE && continues(f, c, i + 1) && kind_of(m + 1) == CALL;
         if (kind >= CALL || (kind != REASONING && text.n && !beside)) put_part(chat, m, text, &parts);
     } while (continues(f, c, ++i));
     bool kept = keeps && model && recent && (thoughts.n || i == c->messages);
-    Bytes said = kept ? trim_lines(parts) : parts, thought = trim_thought(thoughts);
+    Bytes said = kept ? trim_lines(parts, false) : parts, thought = trim_lines(thoughts, true);
     if (kept || (model && !keeps)) fill(chat, &turn, f->thoughts, NULL, &thought);
     if (!strstr(piece, "%p")) bytes_add(&turn, front.data, front.n); /* %p keeps %t from trimming it, too */
     bytes_add(&turn, said.data, said.n);
