@@ -63,7 +63,7 @@ struct Format {
     .assistant = "<|im_start|>assistant\n%s<|im_end|>\n"
 #define QWEN3 CHATML, QWEN_TOOLS, .thoughts = "<think>\n%s\n</think>\n\n", .flags = KEEP
 #define QWEN_TOOLS .results = "<|im_start|>user\n%s<|im_end|>\n", .result = "<tool_response>\n%s\n</tool_response>", \
-    .call = "<tool_call>\n{\"name\": %p, \"arguments\": %s}\n</tool_call>", \
+    .call = "<tool_call>\n{\"name\": \"%p\", \"arguments\": %s}\n</tool_call>", \
     .tools = "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with " \
              "function signatures within <tools></tools> XML tags:\n<tools>%s\n</tools>\n\nFor each function call, " \
              "return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n" \
@@ -73,7 +73,7 @@ struct Format {
     .user = HEADER_OF("user") "%p%t<|eot_id|>", .assistant = HEADER_OF("assistant") "%t<|eot_id|>"
 #define LLAMA_TOOLS(date) .about = "%pCutting Knowledge Date: December 2023\nToday Date: " date "\n\n", \
     .results = HEADER_OF("ipython") "%s<|eot_id|>", .result = "%s", .flags = ALONE, \
-    .call = "{\"name\": %p, \"parameters\": %s}", \
+    .call = "{\"name\": \"%p\", \"parameters\": %s}", \
     .tools = "Given the following functions, please respond with a JSON for a function call with its proper " \
              "arguments that best answers the given prompt.\n\nRespond in the format {\"name\": function name, " \
              "\"parameters\": dictionary of argument name and its value}.Do not use variables.\n\n%s"
@@ -231,10 +231,10 @@ static int kind_of(const Message *m) {
     return same(m->role, "user") ? USER : SYSTEM;
 }
 
-/* How many bytes of a word may stand in a header, where no byte may look like another part of it. */
+/* How many bytes of a word may stand in a header or, as a name, in JSON, where no byte may look like another part. */
 static size_t legal_length(const char *word, size_t n) {
     size_t i = 0;
-    while (i < n && i < MOST_NAME && (unsigned char)word[i] > ' ' && !strchr("<>[=%\177", word[i])) i++;
+    while (i < n && i < MOST_NAME && (unsigned char)word[i] > ' ' && !strchr("<>[=%\"\\\177", word[i])) i++;
     while (i < n && (word[i] & 0xC0) == 0x80) i--; /* does not cut a character */
     return i;
 }
@@ -243,8 +243,8 @@ bool chat_word(const char *word) { return word && *word && legal_length(word, st
 
 static bool check_word(const char *what, const char *word, Error *e) {
     if (chat_word(word)) return true;
-    return fail(e, USAGE, "a %s has 1 to %d bytes and no space, '<', '>', '[', '=' or '%%', unlike '%.100s'", what,
-                MOST_NAME, word ? word : "");
+    return fail(e, USAGE, "a %s has 1 to %d bytes and no space or one of <>[=%%\"\\, unlike '%.100s'", what, MOST_NAME,
+                word ? word : "");
 }
 
 /* ---- from JSON ---- */
@@ -277,6 +277,7 @@ static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
         const char *name = json_string(function, "name"), *arguments = json_string(function, "arguments");
         if (!name || !*name || !arguments)
             return fail(e, USAGE, "messages[%d].tool_calls needs function.name and function.arguments, both texts", i);
+        if (!check_word("called function's name", name, e)) return false;
         Message *m = message_new(&c->message, &c->messages);
         *m = call_of(name);
         bytes_text(&m->content, arguments);
@@ -691,9 +692,9 @@ static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out)
     const Format *f = chat->format;
     bool result = kind_of(m) == RESULT, call = kind_of(m) == CALL;
     Error e;
-    LocalBytes name = {0}, json = {0};
+    LocalBytes json = {0};
     LocalJson arguments = call ? json_parse(text.data, text.n, "arguments", &e) : NULL;
-    if (call) json_append(&name, cJSON_CreateString(m->recipient + begins(m->recipient, functions)));
+    Bytes name = view(call ? m->recipient + begins(m->recipient, functions) : NULL);
     if (arguments) put_json(&json, arguments, 0, 0);
     if (result && f->flags & ALONE) json_append(&json, json_from_text(text.data, text.n));
     if (out->n) bytes_text(out, "\n");
@@ -819,15 +820,12 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
 
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
     const Format *f = chat->format;
-    bool other = f != &harmony;
-    if (other && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
+    LocalBytes text = {0};
+    Bytes function = view(name);
+    if (f != &harmony && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
         return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
-    LocalBytes text = {0}, function = {0};
-    if (name && other) json_append(&function, cJSON_CreateString(name));
-    if (name && !other) bytes_text(&function, name);
     if (thinks(f, effort)) fill(chat, &text, "\n</think>\n\n", NULL, NULL);
     fill(chat, &text, f->call, name ? &function : NULL, NULL);
-    if (other && !name) bytes_text(&text, "\"");
     return encode(chat->tokenizer, &text, out, e);
 }
 
