@@ -149,9 +149,9 @@ static void prefixes_add(Map *prefixes, const char *s, size_t n, int id) {
 
 /* ---- merging ---- */
 
-typedef struct { /* the neighbours of a symbol, by index; -1: none */
-    int previous, next;
-} Link;
+typedef struct {            /* a token of a word that is being merged */
+    int id, previous, next; /* its neighbours, by index; -1: none */
+} Symbol;
 
 typedef struct { /* the work space of one encoding */
     const Tokenizer *t;
@@ -162,10 +162,9 @@ typedef struct { /* the work space of one encoding */
     pcre2_match_data *match;
     pcre2_match_context *limits;
     size_t steps, at; /* steps that the matcher may still take; where it was at the last one */
-    int *symbol;      /* (symbols) token ids of one word, inside out->data */
-    size_t symbols;
-    Link *link;     /* (bytes of the part) of each symbol */
-    uint64_t *best; /* (2 * bytes of the part) see merge_word() */
+    Symbol *symbol;   /* (bytes of the part) */
+    size_t symbols;   /* of a word */
+    uint64_t *best;   /* (2 * bytes of the part) see merge_word() */
     Ids *out;
     Error *e;
 } Encoder;
@@ -188,8 +187,8 @@ static bool character_add(Encoder *w, const char *s, size_t n, size_t begin) {
 
 /* Finds the rank of merging a symbol with its right neighbour, and brings the tree above it up to date. */
 static void rank_merge(Encoder *w, int at) {
-    int next = w->link[at].next;
-    int rank = next < 0 ? -1 : map_get(&w->t->rank, pair(w->symbol[at], w->symbol[next]));
+    int next = w->symbol[at].next;
+    int rank = next < 0 ? -1 : map_get(&w->t->rank, pair(w->symbol[at].id, w->symbol[next].id));
     bool can = rank >= 0 && !w->t->piece[w->t->merged.data[rank]].control;
     uint64_t *best = w->best;
     size_t i = w->symbols + (size_t)at;
@@ -214,25 +213,25 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
         length = t->features & BYTE_LEVEL ? 1 : (size_t)utf8_decode(s + i, n - i, &cp);
         if (!character_add(w, s + i, length, begin)) return false;
     }
-    w->symbol = w->out->data + begin;
+    Symbol *symbol = w->symbol;
+    int symbols = (int)(w->out->n - begin);
     w->symbols = w->out->n - begin;
     memset(w->best, 0xFF, 2 * w->symbols * sizeof *w->best);
-    for (int i = 0; i < (int)w->symbols; i++) {
-        w->link[i] = (Link){i - 1, i + 1 < (int)w->symbols ? i + 1 : -1};
-        rank_merge(w, i);
-    }
+    for (int i = 0; i < symbols; i++) symbol[i] = (Symbol){w->out->data[begin + (size_t)i], i - 1, i + 1};
+    symbol[symbols - 1].next = -1;
+    for (int i = 0; i < symbols; i++) rank_merge(w, i);
     while (w->best[1] != UINT64_MAX) {
-        int left = (int)(uint32_t)w->best[1], right = w->link[left].next, next = w->link[right].next;
-        w->symbol[left] = t->merged.data[w->best[1] >> 32];
-        w->link[left].next = next;
-        w->link[right].next = -1;
-        if (next >= 0) w->link[next].previous = left;
+        int left = (int)(uint32_t)w->best[1], right = symbol[left].next, next = symbol[right].next;
+        symbol[left].id = t->merged.data[w->best[1] >> 32];
+        symbol[left].next = next;
+        symbol[right].next = -1;
+        if (next >= 0) symbol[next].previous = left;
         rank_merge(w, right);
         rank_merge(w, left);
-        if (w->link[left].previous >= 0) rank_merge(w, w->link[left].previous);
+        if (symbol[left].previous >= 0) rank_merge(w, symbol[left].previous);
     }
     w->out->n = begin;
-    for (int i = 0; i >= 0; i = w->link[i].next) ids_add(w->out, w->symbol[i]);
+    for (int i = 0; i >= 0; i = symbol[i].next) ids_add(w->out, symbol[i].id);
     return true;
 }
 
@@ -323,7 +322,7 @@ static const char *begin_part(Encoder *w, const char *s, size_t n) {
     for (char *at = w->seen.data; (at = memmem(at, n - (size_t)(at - w->seen.data), "\u180E", 3));)
         memcpy(at, "\u2060", 3);
     w->best = reallocate(w->best, 2 * n * sizeof *w->best);
-    w->link = reallocate(w->link, n * sizeof *w->link);
+    w->symbol = reallocate(w->symbol, n * sizeof *w->symbol);
     return w->seen.data;
 }
 
@@ -373,8 +372,7 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     pcre2_match_data_free(w.match);
     pcre2_match_context_free(w.limits);
     bytes_free(&w.seen);
-    free(w.link);
-    free(w.best);
+    free(w.symbol), free(w.best);
     return ok;
 }
 
@@ -482,35 +480,32 @@ static bool add_token(Tokenizer *t, double number, const char *text, bool contro
 }
 
 /* A merge is "left right" or ["left", "right"]. */
-static bool read_merge(Tokenizer *t, const cJSON *merge, Error *e) {
-    const cJSON *a = cJSON_IsArray(merge) ? merge->child : NULL, *b = a ? a->next : NULL;
-    const char *left = cJSON_GetStringValue(a ? a : merge), *right = cJSON_GetStringValue(b);
-    const char *space = left && !a ? strchr(left, ' ') : NULL;
-    int rank = (int)t->merged.n;
-    if (space) right = space + 1;
-    if (!left || !right || (b && b->next))
-        return fail(e, BAD_MODEL, "merge %d is neither \"left right\" nor [left, right]", rank);
-    size_t begin = t->text.n; /* the end of the text is work space */
-    text_add(t, left, space ? (size_t)(space - left) : strlen(left), false);
-    size_t cut = t->text.n;
-    text_add(t, right, strlen(right), false);
-    /* Compares hashes alone: reading the bytes costs cache misses, and a file with collisions harms only itself. */
-    uint64_t hash_left = hash(FNV, t->text.data + begin, cut - begin);
-    int first = map_get(&t->by_text, hash_left);
-    int second = map_get(&t->by_text, hash(FNV, t->text.data + cut, t->text.n - cut));
-    int whole = map_get(&t->by_text, hash(hash_left, t->text.data + cut, t->text.n - cut));
-    const char *missing = first < 0 ? "left half" : second < 0 ? "right half" : whole < 0 ? "result" : NULL;
-    t->text.n = begin;
-    if (missing)
-        return fail(e, BAD_MODEL, "the %s of merge %d, '%.80s' '%.80s', is no token", missing, rank, left, right);
-    map_put(&t->rank, pair(first, second), rank); /* if a pair is listed twice, the later rank counts */
-    ids_add(&t->merged, whole);
-    return true;
-}
-
 static bool read_merges(Tokenizer *t, const cJSON *merges, Error *e) {
     const cJSON *merge;
-    cJSON_ArrayForEach(merge, merges) if (!read_merge(t, merge, e)) return false;
+    cJSON_ArrayForEach(merge, merges) {
+        const cJSON *a = cJSON_IsArray(merge) ? merge->child : NULL, *b = a ? a->next : NULL;
+        const char *left = cJSON_GetStringValue(a ? a : merge), *right = cJSON_GetStringValue(b);
+        const char *space = left && !a ? strchr(left, ' ') : NULL;
+        int rank = (int)t->merged.n;
+        if (space) right = space + 1;
+        if (!left || !right || (b && b->next))
+            return fail(e, BAD_MODEL, "merge %d is neither \"left right\" nor [left, right]", rank);
+        size_t begin = t->text.n; /* the end of the text is work space */
+        text_add(t, left, space ? (size_t)(space - left) : strlen(left), false);
+        size_t cut = t->text.n;
+        text_add(t, right, strlen(right), false);
+        /* Compares hashes alone: reading the bytes costs cache misses, and a file with collisions harms only itself. */
+        uint64_t hash_left = hash(FNV, t->text.data + begin, cut - begin);
+        int first = map_get(&t->by_text, hash_left);
+        int second = map_get(&t->by_text, hash(FNV, t->text.data + cut, t->text.n - cut));
+        int whole = map_get(&t->by_text, hash(hash_left, t->text.data + cut, t->text.n - cut));
+        const char *missing = first < 0 ? "left half" : second < 0 ? "right half" : whole < 0 ? "result" : NULL;
+        t->text.n = begin;
+        if (missing)
+            return fail(e, BAD_MODEL, "the %s of merge %d, '%.80s' '%.80s', is no token", missing, rank, left, right);
+        map_put(&t->rank, pair(first, second), rank); /* if a pair is listed twice, the later rank counts */
+        ids_add(&t->merged, whole);
+    }
     return true;
 }
 
