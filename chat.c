@@ -478,10 +478,9 @@ static void add_type(Bytes *out, const cJSON *schema, int indent, bool may_be_nu
     } else if (same(type, "array")) {
         if (items) add_type(out, items, indent, false);
         bytes_text(out, items ? "[]" : "Array<any>");
-    } else if (same(type, "string")) {
-        add_union(out, json_get(schema, "enum"), "\"", "string");
-    } else if (same(type, "number") || same(type, "integer") || same(type, "boolean")) {
-        bytes_text(out, *type == 'b' ? "boolean" : "number");
+    } else if (type && text_listed("string number integer boolean", type)) {
+        bool word = same(type, "string");
+        add_union(out, word ? json_get(schema, "enum") : NULL, "\"", same(type, "integer") ? "number" : type);
     } else {
         add_union(out, types, "", "any");
     }
@@ -490,7 +489,7 @@ static void add_type(Bytes *out, const cJSON *schema, int indent, bool may_be_nu
 
 static void add_tools(Bytes *out, const cJSON *tools) {
     const cJSON *tool;
-    bytes_text(out, "# Tools\n\n## functions\n\nnamespace functions {\n\n");
+    bytes_print(out, "%s# Tools\n\n## functions\n\nnamespace functions {\n\n", out->n ? "\n\n" : "");
     cJSON_ArrayForEach(tool, tools) {
         const cJSON *function = json_get(tool, "function"), *parameters = json_get(function, "parameters");
         bool takes = cJSON_GetArraySize(json_get(parameters, "properties")) || json_get(parameters, "oneOf");
@@ -607,21 +606,18 @@ static void put_system(const Chat *chat, const Conversation *c, Bytes *out) {
 /* Harmony writes all system texts at the beginning into one message. Returns the number of the first other message. */
 static int put_developer(const Chat *chat, const Conversation *c, Bytes *out) {
     const cJSON *format = json_get(json_get(c->request, "response_format"), "json_schema");
-    const char *gap = "\n\n";
     LocalBytes text = {0};
     int i = -1;
     for (const char *system = c->instructions;; system = c->message[i].content.data) {
-        if (system && *system) bytes_print(&text, "%s%s%s", text.n ? "" : heading, system, gap);
+        if (system && *system) bytes_print(&text, "%s%s", text.n ? "\n\n" : heading, system);
         if (++i == c->messages || kind_of(c->message + i) != SYSTEM) break;
     }
-    if (tools_of(c)) add_tools(&text, tools_of(c)), bytes_text(&text, gap);
+    if (tools_of(c)) add_tools(&text, tools_of(c));
     if (format) {
-        bytes_print(&text, "# Response Formats\n\n## %s\n\n", json_string(format, "name"));
+        bytes_print(&text, "%s# Response Formats\n\n## %s\n\n", text.n ? "\n\n" : "", json_string(format, "name"));
         comment(&text, 0, json_string(format, "description"));
         json_written(&text, json_get(format, "schema"));
-        bytes_text(&text, gap);
     }
-    text.n -= text.n ? strlen(gap) : 0;
     if (text.n) fill(chat, out, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
     return i;
 }
