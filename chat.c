@@ -866,6 +866,7 @@ static void read_header(Reader *r, int next) {
     Message *m = &r->now;
     bool goes_on = next == CHANNEL || next == CONSTRAIN || next == MESSAGE;
     tokenizer_flush(&r->decoder, &r->pending);
+    for (char *nul; (nul = memchr(r->pending.data, 0, r->pending.n));) *nul = ' ';
     const char *s = r->pending.data + strspn(r->pending.data, space);
     r->repairs += !*s && r->mark != NO_MARK;
     for (; *s; s += strspn(s, space), r->mark = NO_MARK) {
@@ -926,13 +927,11 @@ static void next_message(Reader *r, bool counts) {
 
 /* Reads a token, number `which` of Chat.control, or STREAM_END. True: sampling should end. */
 static bool push_harmony(Reader *r, int token, int which) {
-    Bytes *pending = &r->pending;
-    size_t before = pending->n;
     bool channel = which == CHANNEL && (r->in_content || r->now.channel || r->mark == CHANNEL),
          opens = which == START || channel, /* a new message, even without <|start|> */
         ends = which >= END && which <= ENDOFTEXT;
     if (opens || ends || token == STREAM_END) {
-        r->repairs += ends ? !r->in_content : opens && (r->in_content || (r->mark == START && !before));
+        r->repairs += ends ? !r->in_content : opens && r->in_content;
         if (!r->in_content) read_header(r, token == STREAM_END ? STREAM_END : END);
         tokenizer_flush(&r->decoder, &r->now.content);
         next_message(r, ends && (r->in_content || r->now.recipient));
@@ -945,9 +944,7 @@ static bool push_harmony(Reader *r, int token, int which) {
     } else if (tokenizer_is_control(r->chat->tokenizer, token)) {
         r->repairs++; /* it does not belong here */
     } else {
-        tokenizer_decode(r->chat->tokenizer, &r->decoder, token, r->in_content ? &r->now.content : pending);
-        for (size_t i = before; i < pending->n; i++) /* a header is read up to its NUL */
-            if (!pending->data[i]) pending->data[i] = ' ';
+        tokenizer_decode(r->chat->tokenizer, &r->decoder, token, r->in_content ? &r->now.content : &r->pending);
     }
     return token == STREAM_END || (ends && which != END);
 }
