@@ -866,7 +866,8 @@ static void read_header(Reader *r, int next) {
     Message *m = &r->now;
     bool goes_on = next == CHANNEL || next == CONSTRAIN || next == MESSAGE;
     tokenizer_flush(&r->decoder, &r->pending);
-    for (char *nul; (nul = memchr(r->pending.data, 0, r->pending.n));) *nul = ' ';
+    for (size_t i = 0; i < r->pending.n; i++)
+        if (!r->pending.data[i]) r->pending.data[i] = ' ';
     const char *s = r->pending.data + strspn(r->pending.data, space);
     r->repairs += !*s && r->mark != NO_MARK;
     for (; *s; s += strspn(s, space), r->mark = NO_MARK) {
