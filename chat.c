@@ -393,15 +393,15 @@ cJSON *conversation_json(const Conversation *c) {
 /* ---- tools as TypeScript ---- */
 
 /* Writes each line of the text as a comment; nothing for NULL. */
-static void comment(Bytes *out, int indent, const char *text) {
+static void comment(Bytes *out, const char *text) {
     while (text && *text) {
         size_t n = strcspn(text, "\n");
-        bytes_print(out, "%*s// %.*s\n", indent, "", (int)(n - (n && text[n - 1] == '\r')), text);
+        bytes_print(out, "// %.*s\n", (int)(n - (n && text[n - 1] == '\r')), text);
         text += n + (text[n] != 0);
     }
 }
 
-/* Writes the text of a property or a type: only its first line gets slashes, as in harmony's library. */
+/* Writes a comment on a property or a type: only its first line gets slashes, as in harmony's library. */
 static void remark(Bytes *out, int indent, const char *text) {
     if (text && *text) bytes_print(out, "%*s// %s\n", indent, "", text);
 }
@@ -429,10 +429,10 @@ static void add_properties(Bytes *out, const cJSON *schema, int indent) {
         remark(out, indent, title);
         if (title) bytes_print(out, "%*s//\n", indent, "");
         remark(out, indent, json_string(property, "description"));
-        if (cJSON_GetArraySize(json_get(property, "examples"))) comment(out, indent, "Examples:");
+        if (cJSON_GetArraySize(json_get(property, "examples"))) remark(out, indent, "Examples:");
         cJSON_ArrayForEach(item, json_get(property, "examples")) if (cJSON_IsString(item))
             bytes_print(out, "%*s// - \"%s\"\n", indent, "", item->valuestring);
-        if (lines) comment(out, indent, value);
+        if (lines) remark(out, indent, value);
         bytes_print(out, "%*s%s%s:%s", indent, "", property->string, name ? "" : "?", lines ? "" : " ");
         add_type(out, property, indent + (lines ? 0 : 4), !lines);
         bytes_print(out, lines ? "\n%*s," : "%*s,", lines ? indent : 0, "");
@@ -452,8 +452,8 @@ static void add_union(Bytes *out, const cJSON *list, const char *quote, const ch
     if (out->n == before) bytes_text(out, otherwise);
 }
 
-/* Writes a JSON schema as a TypeScript type. Deep nesting becomes `any`, which limits the indentation. Harmony ignores
- * `nullable` but of properties and alternatives, which `may_be_null`. */
+/* Writes a JSON schema as a TypeScript type. Deep nesting becomes `any`, which limits the indentation. Harmony
+ * reads `nullable` in properties and alternatives only, which `may_be_null`. */
 static void add_type(Bytes *out, const cJSON *schema, int indent, bool may_be_null) {
     const cJSON *types = json_get(schema, "type"), *items = json_get(schema, "items"), *each;
     const char *type = cJSON_GetStringValue(types);
@@ -493,7 +493,7 @@ static void add_tools(Bytes *out, const cJSON *tools) {
     cJSON_ArrayForEach(tool, tools) {
         const cJSON *function = json_get(tool, "function"), *parameters = json_get(function, "parameters");
         bool takes = cJSON_GetArraySize(json_get(parameters, "properties")) || json_get(parameters, "oneOf");
-        comment(out, 0, json_string(function, "description"));
+        comment(out, json_string(function, "description"));
         bytes_print(out, "type %s = (%s", json_string(function, "name"), takes ? "_: " : "");
         if (takes) add_type(out, parameters, 0, false);
         bytes_text(out, ") => any;\n\n");
@@ -615,7 +615,7 @@ static int put_developer(const Chat *chat, const Conversation *c, Bytes *out) {
     if (tools_of(c)) add_tools(&text, tools_of(c));
     if (format) {
         bytes_print(&text, "%s# Response Formats\n\n## %s\n\n", text.n ? "\n\n" : "", json_string(format, "name"));
-        comment(&text, 0, json_string(format, "description"));
+        comment(&text, json_string(format, "description"));
         json_written(&text, json_get(format, "schema"));
     }
     if (text.n) fill(chat, out, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
