@@ -722,8 +722,9 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
     if (scored && !cJSON_IsFalse(json_get(metadata, "tokenizer.ggml.add_space_prefix")))
         /* no key says which texts: with a token [INST] only the first */
         t->features |= STRIP_SPACE | (tokenizer_added(t, "[INST]") < 0 ? PREPEND_MARK : FIRST_MARK);
-    if ((!id || json_whole(id, 0, INT32_MAX, &bos)) && bos < t->size) t->bos = (int)bos;
-    if (add ? cJSON_IsTrue(add) : t->features & BEGINS) t->first = t->bos;
+    bool begins = add ? cJSON_IsTrue(add) : t->features & BEGINS;
+    if ((id ? json_whole(id, 0, INT32_MAX, &bos) : begins) && bos < t->size) t->bos = (int)bos;
+    if (begins) t->first = t->bos;
     return true;
 }
 
