@@ -173,7 +173,7 @@ bool chat_effort(const Chat *chat, const char *effort, Error *e) {
 /* ---- conversations ---- */
 
 void conversation_set(char **text, const char *to) {
-    char *copy = to ? copy_text(to, strlen(to)) : NULL;
+    char *copy = to ? text_print("%s", to) : NULL;
     free(*text);
     *text = copy;
 }

@@ -122,7 +122,6 @@ static uint64_t bytes_here(void) {
 
 /* Removes a file or an empty folder. Stops at a lock that a process holds. */
 static int remove_one(const char *path, const struct stat *st, int type, struct FTW *ftw) {
-    (void)st;
     const int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
     int fd = type == FTW_F && is_like(path, "[.]lock$") ? open(path, flags) : -1;
     bool held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB);

@@ -449,7 +449,7 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
     bool tokenizer = need & (NEED_TOKENIZER | NEED_CHAT);
     *s = (Session){0};
     if (o->model && !(s->dir = model_get(o->model, e))) return false;
-    if (o->model) s->name = copy_text(o->model, strlen(o->model));
+    if (o->model) s->name = text_print("%s", o->model);
     if (!o->model && !choose_model(s, e)) return false;
     if (!open_checkpoint(s, o, need, e)) return false;
     if ((tokenizer || need & USE_TOKENIZER) && !open_tokenizer(s, !tokenizer, e)) return false;

@@ -394,7 +394,7 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
     if (failed(load) || strstr(key, "activations") || !strcmp(key, "kv_cache_scheme") || cJSON_IsNull(x)) return;
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         if (strcmp(key, known[i][0]) || cJSON_IsArray(x)) continue;
-        LocalText text = cJSON_IsString(x) ? copy_text(x->valuestring, strlen(x->valuestring)) : json_text(x);
+        LocalText text = cJSON_IsString(x) ? text_print("%s", x->valuestring) : json_text(x);
         if (!text_listed(known[i][1], text))
             refuse(load, path, "%s should be one of %s, and is %.80s", key, known[i][1], text);
     }
@@ -506,7 +506,7 @@ static bool read_entry(const TensorFile *f, size_t data, const cJSON *entry, Ten
                     "%s: tensor '%.200s' has %lld bytes up to %lld of %zu, its dtype and shape need %zu: the file is "
                     "incomplete or damaged; download it again",
                     f->name, name, (long long)(end - begin), (long long)end, room, bytes);
-    t->name = copy_text(name, strlen(name));
+    t->name = text_print("%s", name);
     t->offset = data + (size_t)begin;
     t->size = bytes;
     t->encoding = t->dtype;
@@ -1189,7 +1189,7 @@ static Type named_type(const char *name, Error *e) {
 static bool open_config(Loader *load, const char *dir) {
     Tensors *t = &load->c->tensors;
     load->gguf = gguf_named(dir);
-    load->path = load->gguf ? copy_text(dir, strlen(dir)) : join(dir, "config.json");
+    load->path = load->gguf ? text_print("%s", dir) : join(dir, "config.json");
     if (load->gguf)
         load->file = tensors_open(t, dir, load->e) ? gguf_config(t, dir, load->e) : NULL;
     else if (access(load->path, F_OK) && errno == ENOENT)
@@ -1317,8 +1317,8 @@ static void list_add(Models *list, const char *path, const char *name, bool begu
         if (!strcmp(list->entry[i].name, name)) return;
     ModelEntry m = model_entry(path);
     if (!m.there || !(m.bytes || begun)) return;
-    m.path = copy_text(path, strlen(path));
-    m.name = copy_text(name, strlen(name));
+    m.path = text_print("%s", path);
+    m.name = text_print("%s", name);
     list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
     list->entry[list->n++] = m;
 }
@@ -1367,7 +1367,7 @@ static void add_all(Models *list, const char *parent, bool hub) {
         if (*d->d_name == '.' || repository != hub) continue;
         const char *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
         LocalText path = join(parent, d->d_name);
-        LocalText model = hub ? find_snapshot(path, NULL) : copy_text(path, strlen(path));
+        LocalText model = hub ? find_snapshot(path, NULL) : text_print("%s", path);
         LocalText shown = dashes && !gguf_named(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
                                                       : text_print("%s", hub ? name : path);
         if (model) add_path(list, model, shown, hub, 2);
@@ -1384,7 +1384,7 @@ char *hub_file(const char *name) {
 
 char *hub_cache(void) {
     const char *cache = environment("HF_HUB_CACHE");
-    return cache ? copy_text(cache, strlen(cache)) : hub_file("hub");
+    return cache ? text_print("%s", cache) : hub_file("hub");
 }
 
 char *hub_folder(const char *repository) {
@@ -1421,7 +1421,7 @@ char *model_find(const char *argument, Error *e) {
     const ModelEntry *hit = NULL;
     int hits = 0;
     struct stat st;
-    if (gguf_named(argument)) return copy_text(argument, strlen(argument));
+    if (gguf_named(argument)) return text_print("%s", argument);
     if (!stat(argument, &st) && S_ISDIR(st.st_mode)) { /* the only GGUF file in it, or the folder itself */
         if (access(config, F_OK)) add_path(&list, argument, argument, false, 2);
         return text_print("%s", list.n == 1 ? list.entry->path : argument);
@@ -1432,13 +1432,13 @@ char *model_find(const char *argument, Error *e) {
     if (snapshot) return snapshot;
     list = models_list();
     for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
-        if (!strcmp(m->name, argument)) return copy_text(m->path, strlen(m->path));
+        if (!strcmp(m->name, argument)) return text_print("%s", m->path);
         bytes_print(&all, "%s%s", all.n ? ", " : "", m->name);
         if (!*argument || !strcasestr(m->name, argument)) continue;
         bytes_print(&near, "%s%s", near.n ? ", " : "", m->name);
         hits++, hit = m;
     }
-    if (hits == 1) return copy_text(hit->path, strlen(hit->path));
+    if (hits == 1) return text_print("%s", hit->path);
     if (hits)
         fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, near.data);
     else if (access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)

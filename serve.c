@@ -681,7 +681,6 @@ static void wait_for_answers(Request *q) {
 /* Gives libmicrohttpd the next part of a reply. */
 static ssize_t write_part(void *data, uint64_t position, char *to, size_t room) {
     Request *q = data;
-    (void)position;
     lock();
     wait_for_answers(q);
     const size_t left = q->out.n - q->written, n = left < room ? left : room;
@@ -811,7 +810,6 @@ static const Endpoint endpoints[] = {
 
 static enum MHD_Result count_header(void *data, enum MHD_ValueKind kind, const char *key, const char *value) {
     int *hosts = data, *lengths = hosts + 1;
-    (void)kind, (void)value;
     *hosts += !strcasecmp(key, "Host");
     *lengths += !strcasecmp(key, "Content-Length") || !strcasecmp(key, "Transfer-Encoding");
     return MHD_YES;
@@ -895,7 +893,6 @@ static enum MHD_Result respond(Request *q) {
 static enum MHD_Result handle(void *data, struct MHD_Connection *connection, const char *url, const char *method,
                               const char *version, const char *upload, size_t *size, void **state) {
     Request *q = *state;
-    (void)data;
     if (!q) {
         *state = q = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context;
         const char *host = *url == '/' ? NULL : strstr(url, "://"); /* as a proxy is asked */
@@ -924,7 +921,6 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
 static void request_end(void *data, struct MHD_Connection *connection, void **state,
                         enum MHD_RequestTerminationCode why) {
     Request *q = *state;
-    (void)data, (void)connection, (void)why;
     if (!q) return;
     lock();
     fail(&q->error, CLIENT_LEFT, "the client has left");
@@ -948,7 +944,6 @@ static void request_end(void *data, struct MHD_Connection *connection, void **st
 static void connection_changed(void *data, struct MHD_Connection *connection, void **context,
                                enum MHD_ConnectionNotificationCode what) {
     Request *q = *context;
-    (void)data;
     lock();
     if (what == MHD_CONNECTION_NOTIFY_STARTED) {
         *context = q = allocate_zero(1, sizeof *q);
@@ -970,7 +965,6 @@ static void connection_changed(void *data, struct MHD_Connection *connection, vo
 /* The first signal lets answers finish, or ends at once if the model still loads. The second one ends at once. */
 static void take_signal(int number) {
     static const char text[] = "infer: answers are being finished; a second signal ends at once\n";
-    (void)number;
     if (server.ends > 0) _exit(INTERRUPTED);
     if (!server.ready) _exit(DONE);
     server.ends = seconds() + DRAIN_SECONDS;

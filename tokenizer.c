@@ -730,13 +730,27 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
 
 /* ---- chat templates, which also tell which tokens are control tokens ---- */
 
-/* Takes the model's chat template, a text, unless it has one. Several are listed as {"name": "default", "template":
- * ...}; the default one is the model's. */
-static void take_template(Tokenizer *t, const cJSON *template) {
+/* Every added token that a chat template names is a control token, whatever the file says, so that ordinary text never
+ * becomes one. */
+static void mark_control(Tokenizer *t, const char *template) {
+    const Encoder w = {.t = t, .flags = CONTROL_TOKENS};
+    const size_t n = strlen(template);
+    for (int step = 0; step < 2; step++)
+        for (Cut cut = next_added(&w, step, template, n, 0); cut.id >= 0;
+             cut = next_added(&w, step, template, n, cut.end)) {
+            Piece *p = t->piece + cut.id;
+            p->control |= (unsigned char)t->text.data[p->begin] > ' ';
+        }
+}
+
+/* Takes a chat template, the model's if it `counts` and is the first. Several are listed as {"name": "default",
+ * "template": ...}; the default one is the model's. */
+static void take_template(Tokenizer *t, const cJSON *template, bool counts) {
+    const char *text = cJSON_GetStringValue(template);
     const cJSON *part;
-    if (cJSON_IsString(template) && !t->chat_template.n) bytes_text(&t->chat_template, template->valuestring);
-    cJSON_ArrayForEach(part, template) if (json_is(part, "name", "default"))
-        take_template(t, json_get(part, "template"));
+    if (text) mark_control(t, text);
+    if (text && counts && !t->chat_template.n) bytes_text(&t->chat_template, text);
+    cJSON_ArrayForEach(part, template) take_template(t, json_get(part, "template"), json_is(part, "name", "default"));
 }
 
 /* The files beside tokenizer.json: the first with a template counts, and tokenizer_config.json says whether a text
@@ -755,21 +769,9 @@ static bool read_config(Tokenizer *t, const char *path, Error *e) {
         const char *name = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
         if (name) t->bos = tokenizer_added(t, name);
         if (cJSON_IsBool(add)) t->first = cJSON_IsTrue(add) ? t->bos : -1;
-        take_template(t, i ? json_get(config, "chat_template") : config);
+        take_template(t, i ? json_get(config, "chat_template") : config, true);
     }
     return true;
-}
-
-/* Every added token that the chat template names is a control token, whatever the file says, so that ordinary text
- * never becomes one. */
-static void mark_control(Tokenizer *t) {
-    const Encoder w = {.t = t, .flags = CONTROL_TOKENS};
-    for (int step = 0; step < 2; step++)
-        for (Cut cut = {0}; cut.id >= 0;) {
-            cut = next_added(&w, step, t->chat_template.data, t->chat_template.n, cut.end);
-            Piece *p = t->piece + (cut.id < 0 ? 0 : cut.id);
-            if (cut.id >= 0 && (unsigned char)t->text.data[p->begin] > ' ') p->control = true;
-        }
 }
 
 Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
@@ -780,10 +782,10 @@ Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
     t->piece = allocate_zero(MOST_IDS, sizeof *t->piece);
     bytes_text(&t->text, ""), bytes_text(&t->chat_template, "");
     bool ok = (gguf ? read_gguf(t, gguf, e) : read_file(t, file, e)) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
-    if (gguf) take_template(t, json_get(gguf, "tokenizer.chat_template"));
-    if (!ok || !(gguf || read_config(t, path, e))) return tokenizer_close(t), NULL;
-    mark_control(t);
-    return t;
+    if (gguf) take_template(t, json_get(gguf, "tokenizer.chat_template"), true);
+    if (ok && (gguf || read_config(t, path, e))) return t;
+    tokenizer_close(t);
+    return NULL;
 }
 
 void tokenizer_close(Tokenizer *t) {
