@@ -12,7 +12,6 @@
 enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 1000 /* from a result to its call */ };
 enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT };         /* in Chat.control: harmony's */
 enum { OPEN_THINK = ENDOFTEXT + 1, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG }; /* the marks of other formats */
-enum { NO_MARK = -1 };                                                               /* in Reader.mark */
 
 static const char *const controls[CONTROLS] = {
     "<|start|>",     "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>",      "<|call|>",      "<|return|>",
@@ -63,7 +62,7 @@ struct Format {
     .assistant = "<|im_start|>assistant\n%s<|im_end|>\n"
 #define QWEN3 CHATML, QWEN_TOOLS, .thoughts = "<think>\n%s\n</think>\n\n", .flags = KEEP
 #define QWEN_TOOLS .results = "<|im_start|>user\n%s<|im_end|>\n", .result = "<tool_response>\n%s\n</tool_response>", \
-    .call = "<tool_call>\n{\"name\": \"%p\", \"arguments\": %s}\n</tool_call>", \
+    .call = "<tool_call>\n{\"name\": %p, \"arguments\": %s}\n</tool_call>", \
     .tools = "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with " \
              "function signatures within <tools></tools> XML tags:\n<tools>%s\n</tools>\n\nFor each function call, " \
              "return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n" \
@@ -73,7 +72,7 @@ struct Format {
     .user = HEADER_OF("user") "%p%t<|eot_id|>", .assistant = HEADER_OF("assistant") "%t<|eot_id|>"
 #define LLAMA_TOOLS(date) .about = "%pCutting Knowledge Date: December 2023\nToday Date: " date "\n\n", \
     .results = HEADER_OF("ipython") "%s<|eot_id|>", .result = "%s", .flags = ALONE, \
-    .call = "{\"name\": \"%p\", \"parameters\": %s}", \
+    .call = "{\"name\": %p, \"parameters\": %s}", \
     .tools = "Given the following functions, please respond with a JSON for a function call with its proper " \
              "arguments that best answers the given prompt.\n\nRespond in the format {\"name\": function name, " \
              "\"parameters\": dictionary of argument name and its value}.Do not use variables.\n\n%s"
@@ -231,10 +230,10 @@ static int kind_of(const Message *m) {
     return same(m->role, "user") ? USER : SYSTEM;
 }
 
-/* How many bytes of a word may stand in a header or, as a name, in JSON, where no byte may look like another part. */
+/* How many bytes of a word may stand in a header, where no byte may look like another part of it. */
 static size_t legal_length(const char *word, size_t n) {
     size_t i = 0;
-    while (i < n && i < MOST_NAME && (unsigned char)word[i] > ' ' && !strchr("<>[=%\"\\\177", word[i])) i++;
+    while (i < n && i < MOST_NAME && (unsigned char)word[i] > ' ' && !strchr("<>[=%\177", word[i])) i++;
     while (i < n && (word[i] & 0xC0) == 0x80) i--; /* does not cut a character */
     return i;
 }
@@ -243,8 +242,8 @@ bool chat_word(const char *word) { return word && *word && legal_length(word, st
 
 static bool check_word(const char *what, const char *word, Error *e) {
     if (chat_word(word)) return true;
-    return fail(e, USAGE, "a %s has 1 to %d bytes and no space or one of <>[=%%\"\\, unlike '%.100s'", what, MOST_NAME,
-                word ? word : "");
+    return fail(e, USAGE, "a %s has 1 to %d bytes and no space, '<', '>', '[', '=' or '%%', unlike '%.100s'", what,
+                MOST_NAME, word ? word : "");
 }
 
 /* ---- from JSON ---- */
@@ -277,7 +276,6 @@ static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
         const char *name = json_string(function, "name"), *arguments = json_string(function, "arguments");
         if (!name || !*name || !arguments)
             return fail(e, USAGE, "messages[%d].tool_calls needs function.name and function.arguments, both texts", i);
-        if (!check_word("called function's name", name, e)) return false;
         Message *m = message_new(&c->message, &c->messages);
         *m = call_of(name);
         bytes_text(&m->content, arguments);
@@ -688,9 +686,9 @@ static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out)
     const Format *f = chat->format;
     bool result = kind_of(m) == RESULT, call = kind_of(m) == CALL;
     Error e;
-    LocalBytes json = {0};
+    LocalBytes name = {0}, json = {0};
     LocalJson arguments = call ? json_parse(text.data, text.n, "arguments", &e) : NULL;
-    Bytes name = view(call ? m->recipient + begins(m->recipient, functions) : NULL);
+    if (call) json_append(&name, cJSON_CreateString(m->recipient + begins(m->recipient, functions)));
     if (arguments) put_json(&json, arguments, 0, 0);
     if (result && f->flags & ALONE) json_append(&json, json_from_text(text.data, text.n));
     if (out->n) bytes_text(out, "\n");
@@ -816,12 +814,15 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
 
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
     const Format *f = chat->format;
-    LocalBytes text = {0};
-    Bytes function = view(name);
-    if (f != &harmony && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
+    bool other = f != &harmony;
+    if (other && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
         return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
+    LocalBytes text = {0}, function = {0};
+    if (name && other) json_append(&function, cJSON_CreateString(name));
+    if (name && !other) bytes_text(&function, name);
     if (thinks(f, effort)) fill(chat, &text, "\n</think>\n\n", NULL, NULL);
     fill(chat, &text, f->call, name ? &function : NULL, NULL);
+    if (other && !name) bytes_text(&text, "\"");
     return encode(chat->tokenizer, &text, out, e);
 }
 
@@ -829,7 +830,7 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
 
 void reader_init(Reader *r, const Chat *chat, const char *effort) {
     bool thinking = thinks(chat->format, effort);
-    *r = (Reader){.chat = chat, .mark = START, .now.role = text_print("assistant")};
+    *r = (Reader){.chat = chat, .started = !thinking, .now.role = text_print("assistant")};
     if (thinking) r->now.channel = text_print("analysis");
     bytes_text(&r->pending, chat->format == &harmony ? "assistant" : "");
 }
@@ -848,7 +849,9 @@ void reader_take(Reader *r, Conversation *c) {
     r->messages = 0;
 }
 
-static const char space[] = " \t\r\n";
+/* In Reader.pending the bytes CHANNEL and CONSTRAIN, 1 and 2, stand for those tokens. */
+static const char space[] = " \t\r\n", space_or_mark[] = " \t\r\n\1\2", marks[] = "\1\2";
+static const char channels[] = "analysis commentary final";
 
 /* The length of the word of a list, "a b c", that begins the text, or 0. */
 static size_t known_word(const char *text, const char *list) {
@@ -857,61 +860,65 @@ static size_t known_word(const char *text, const char *list) {
     return n;
 }
 
-/* Reads what the header has gained since its last mark, Reader.mark, up to the control token `next`. The first word
- * belongs to the mark: an author to <|start|>, a channel to <|channel|>, a type to <|constrain|>. to=RECIPIENT may
- * stand anywhere, and json or code as a bare type. Where a message ends without <|message|>, only known words belong to
- * its header, and text may follow them without a space. Other text is content, but not before <|channel|> and not in
- * front of a call's arguments. */
-static void read_header(Reader *r, int next) {
+/* Splits the header into author, <|channel|> CHANNEL, to=RECIPIENT anywhere, and <|constrain|> TYPE or a bare json or
+ * code. Unless <|message|> made the header `complete`, only known words belong to it, and text may follow a
+ * word without a space. Other text is content if it stands behind the channel or if <|message|> is missing. */
+static void read_header(Reader *r, bool complete) {
     Message *m = &r->now;
-    bool goes_on = next == CHANNEL || next == CONSTRAIN || next == MESSAGE;
+    LocalBytes text = {0};
+    bool author = r->started; /* the next word is */
     tokenizer_flush(&r->decoder, &r->pending);
-    for (size_t i = 0; i < r->pending.n; i++)
-        if (!r->pending.data[i]) r->pending.data[i] = ' ';
-    const char *s = r->pending.data + strspn(r->pending.data, space);
-    r->repairs += !*s && r->mark != NO_MARK;
-    for (; *s; s += strspn(s, space), r->mark = NO_MARK) {
-        bool to = begins(s, "to="), author = r->mark == START;
-        char **field = NULL;
-        if (to) s += strlen("to="), s += strspn(s, space);
-        size_t n = strcspn(s, space), role = known_word(s, "assistant system developer user"),
-               type = known_word(s, "json code"), channel = known_word(s, "analysis commentary final");
-        r->repairs += to && (author || !n);
+    for (const char *s = r->pending.data + strspn(r->pending.data, space); *s; s += strspn(s, space), author = false) {
+        char mark = strspn(s, marks) ? *s++ : 0, **field = NULL;
+        s += strspn(s, space);
+        bool to = begins(s, "to=");
+        while (begins(s, "to=")) s += 3, s += strspn(s, space);
+        size_t n = strcspn(s, space_or_mark), role = known_word(s, "assistant system developer user"),
+               type = known_word(s, "json code"), channel = known_word(s, channels);
+        r->repairs += (mark == CHANNEL && text.n) || (author && (mark || to)) || !n;
+        if (mark == CHANNEL) text.n = 0; /* what precedes the channel is no content */
         if (to) {
             field = &m->recipient;
-        } else if (r->mark == CHANNEL) {
-            field = &m->channel;
-            if (channel || !goes_on) n = channel;
-        } else if (r->mark == CONSTRAIN) {
-            field = &m->content_type;
-            if (!goes_on) n = type;
+        } else if (mark) {
+            size_t known = mark == CHANNEL ? channel : type;
+            field = mark == CHANNEL ? &m->channel : &m->content_type;
+            if (!complete || (mark == CHANNEL && channel)) n = known;
         } else if (author && !role && memchr(s, '.', legal_length(s, n))) {
             conversation_set(&m->role, "tool");
             field = &m->name;
-        } else if (author ? role || goes_on : role == n && goes_on) {
+        } else if (author ? role || complete : role == n && (complete || strspn(s + n, marks))) {
             r->repairs += !author || role < n || *s != 'a'; /* whoever is named, the model writes */
             s += role ? role : n;
             continue;
-        } else if (goes_on && channel == n && !m->channel) {
+        } else if (complete && channel == n && !m->channel && !strchr(s, CHANNEL)) {
             field = &m->channel, r->repairs++; /* no <|channel|> */
-        } else if ((goes_on || m->recipient) && type == n) {
+        } else if ((complete || m->recipient) && type == n) {
             field = &m->content_type;
         }
         n = field ? legal_length(s, n) : 0;
         if (n) {
             r->repairs += *field != NULL; /* the later one counts */
             free(*field);
-            *field = text_print("%s%.*s", r->mark == CONSTRAIN && !to ? controls[CONSTRAIN] : "", (int)n, s);
-        } else {
-            bool name = next == STREAM_END && r->mark == CHANNEL && !s[strcspn(s, space)]; /* cut off */
-            n = strlen(s);
-            r->repairs++;
-            if (next != CHANNEL && !name && !(goes_on && m->recipient)) bytes_add(&m->content, s, n);
+            *field = text_print("%s%.*s", mark == CONSTRAIN && !to ? controls[CONSTRAIN] : "", (int)n, s);
+        } else if (!strspn(s, marks)) {
+            bytes_add(&text, s, n = m->channel || !complete ? strlen(s) : strcspn(s, marks));
         }
         s += n;
     }
-    r->repairs += !goes_on && (m->channel || m->recipient || m->content_type);
-    r->pending.n = *r->pending.data = 0;
+    r->repairs += author || text.n || (complete ? !r->started : m->channel || m->recipient || m->content_type);
+    for (size_t i = 0; i < text.n; i++)
+        if (strspn(text.data + i, marks)) text.data[i] = ' ';
+    if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
+}
+
+/* Drops the beginning of a channel's name at the end of the header: an answer that ended there has no text. */
+static void drop_channel(Reader *r) {
+    const char *mark = memrchr(r->pending.data, *marks, r->pending.n), *begun = mark ? mark + 1 : "";
+    for (const char *name = channels; *name; name += strspn(name, " ")) {
+        size_t n = begins(name, begun);
+        if (n && name[n] > ' ') r->pending.data[r->pending.n -= n] = 0;
+        name += strcspn(name, " ");
+    }
 }
 
 /* Begins the next message. The one being read is dropped if it has no content and does not count. It counts in harmony
@@ -921,31 +928,37 @@ static void next_message(Reader *r, bool counts) {
     if (counts) *message_new(&r->message, &r->messages) = r->now;
     if (!counts) message_free(&r->now);
     r->now = (Message){.role = text_print("assistant")};
-    r->in_content = false;
-    r->mark = NO_MARK;
+    r->in_content = r->started = false;
     r->pending.n = *r->pending.data = 0;
 }
 
 /* Reads a token, number `which` of Chat.control, or STREAM_END. True: sampling should end. */
 static bool push_harmony(Reader *r, int token, int which) {
-    bool channel = which == CHANNEL && (r->in_content || r->now.channel || r->mark == CHANNEL),
+    Bytes *pending = &r->pending;
+    size_t before = pending->n;
+    bool channel = which == CHANNEL && (r->in_content || memchr(pending->data, *marks, before)),
          opens = which == START || channel, /* a new message, even without <|start|> */
         ends = which >= END && which <= ENDOFTEXT;
     if (opens || ends || token == STREAM_END) {
-        r->repairs += ends ? !r->in_content : opens && r->in_content;
-        if (!r->in_content) read_header(r, token == STREAM_END ? STREAM_END : END);
+        r->repairs += ends ? !r->in_content : opens && (r->in_content || (r->started && !before));
+        if (!r->in_content && token == STREAM_END) drop_channel(r);
+        if (!r->in_content) read_header(r, false);
         tokenizer_flush(&r->decoder, &r->now.content);
         next_message(r, ends && (r->in_content || r->now.recipient));
-        if (opens) r->mark = which;
-    } else if ((which == CHANNEL || which == CONSTRAIN || which == MESSAGE) && !r->in_content) {
-        r->repairs += r->mark == NO_MARK; /* no <|start|> */
-        read_header(r, which);
-        r->mark = which;
-        r->in_content = which == MESSAGE;
+        r->started = which == START;
+        if (channel) bytes_add(pending, marks, 1);
+    } else if (which == MESSAGE && !r->in_content) {
+        read_header(r, true);
+        r->in_content = true;
+    } else if ((which == CHANNEL || which == CONSTRAIN) && !r->in_content) {
+        tokenizer_flush(&r->decoder, pending);
+        bytes_add(pending, marks + (which == CONSTRAIN), 1);
     } else if (tokenizer_is_control(r->chat->tokenizer, token)) {
         r->repairs++; /* it does not belong here */
     } else {
-        tokenizer_decode(r->chat->tokenizer, &r->decoder, token, r->in_content ? &r->now.content : &r->pending);
+        tokenizer_decode(r->chat->tokenizer, &r->decoder, token, r->in_content ? &r->now.content : pending);
+        for (size_t i = before; i < pending->n; i++) /* the model's own bytes 1 and 2 are no marks */
+            if ((unsigned char)pending->data[i] <= 2) pending->data[i] = ' ';
     }
     return token == STREAM_END || (ends && which != END);
 }
@@ -1013,8 +1026,9 @@ static bool push_other(Reader *r, int token, int which) {
         tokenizer_flush(&r->decoder, &r->pending);
         if (may_be_call(r)) end_call(r, false);
         end_text(r, thinking ? "analysis" : "final");
-    } else if (f->thoughts && which == OPEN_THINK && !thinking && !r->messages && !r->now.content.n && !r->in_content) {
+    } else if (f->thoughts && which == OPEN_THINK && r->started && !r->now.content.n && !r->in_content) {
         conversation_set(&r->now.channel, "analysis");
+        r->started = false;
     } else if (f->thoughts && which == CLOSE_THINK && !r->in_content) {
         r->repairs += !thinking;
         if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */

@@ -81,10 +81,9 @@ Part message_part(const Message *m);
  * Call reader_init, then reader_push for every sampled token, then reader_end. */
 typedef struct {
     const Chat *chat;
-    Message now;     /* being read */
-    int mark;        /* harmony's START, CHANNEL or CONSTRAIN, which the header's next word belongs to; or -1 */
-    bool in_content; /* behind <|message|>, or in a call */
-    Bytes pending;   /* of the header; in other formats white space or a call */
+    Message now;              /* being read */
+    bool started, in_content; /* its header began with <|start|>; behind <|message|>, or in a call */
+    Bytes pending;            /* text before <|message|>; in other formats white space or a call */
     Decoder decoder;
     Message *message; /* complete messages; take them with reader_take */
     int messages;

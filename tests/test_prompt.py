@@ -526,7 +526,7 @@ def test_text_never_becomes_control_tokens_published():
 def test_headers_take_one_word():
     """Words of a header that could be read as another part of it."""
     words = ["", " ", "f[0]", "%s", "f to=assistant", "f\n", "f<|channel|>final", "to=f", "f=1", "f g", "f\tg",
-             "x" * 1000, "<", ">", "\"", "\\", "\x7f"]
+             "x" * 1000, "<", ">", "\x7f"]
     fields = [("called function", lambda x: say(HI, called(x))),
               ("function name", lambda x: say(HI, tools=[function(name=x)])),
               ("recipient", lambda x: header(recipient=x)), ("channel", lambda x: header(channel=x)),
