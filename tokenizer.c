@@ -730,32 +730,22 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
 
 /* ---- chat templates, which also tell which tokens are control tokens ---- */
 
-/* Every added token that a chat template names is a control token, whatever the file says, so that ordinary text never
- * becomes one. */
-static void mark_control(Tokenizer *t, const char *template) {
-    const Encoder w = {.t = t, .flags = CONTROL_TOKENS};
-    const size_t n = strlen(template);
-    for (int step = 0; step < 2; step++)
-        for (Cut cut = next_added(&w, step, template, n, 0); cut.id >= 0;
-             cut = next_added(&w, step, template, n, cut.end)) {
-            Piece *p = t->piece + cut.id;
-            p->control |= (unsigned char)t->text.data[p->begin] > ' ';
-        }
-}
-
-/* Takes a chat template, the model's if it `counts` and is the first. Several are listed as {"name": "default",
- * "template": ...}; the default one is the model's. */
-static void take_template(Tokenizer *t, const cJSON *template, bool counts) {
+/* Appends all texts of `template` to `all`. Several are listed as {"name": "default", "template": ...}; the default one
+ * is the model's, if `counts`. */
+static void add_template(Tokenizer *t, const cJSON *template, bool counts, Bytes *all) {
     const char *text = cJSON_GetStringValue(template);
     const cJSON *part;
-    if (text) mark_control(t, text);
-    if (text && counts && !t->chat_template.n) bytes_text(&t->chat_template, text);
-    cJSON_ArrayForEach(part, template) take_template(t, json_get(part, "template"), json_is(part, "name", "default"));
+    if (text) bytes_text(all, text);
+    if (text && counts) bytes_text(&t->chat_template, text);
+    cJSON_ArrayForEach(part, template) {
+        bool wanted = part->string ? !strcmp(part->string, "template") : json_is(part, "name", "default");
+        add_template(t, part, counts && wanted, all);
+    }
 }
 
 /* The files beside tokenizer.json: the first with a template counts, and tokenizer_config.json says whether a text
  * begins with a token. */
-static bool read_config(Tokenizer *t, const char *path, Error *e) {
+static bool read_config(Tokenizer *t, const char *path, Bytes *all, Error *e) {
     static const char *const names[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
     const char *slash = strrchr(path, '/');
     for (int i = 0; i < 3; i++) {
@@ -769,7 +759,21 @@ static bool read_config(Tokenizer *t, const char *path, Error *e) {
         const char *name = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
         if (name) t->bos = tokenizer_added(t, name);
         if (cJSON_IsBool(add)) t->first = cJSON_IsTrue(add) ? t->bos : -1;
-        take_template(t, i ? json_get(config, "chat_template") : config, true);
+        add_template(t, i ? json_get(config, "chat_template") : config, !t->chat_template.n, all);
+    }
+    return true;
+}
+
+/* Every added token that a chat template names is a control token, whatever the file says, so that ordinary text never
+ * becomes one. Each is searched for in all of the templates, hence the limit. */
+static bool mark_control(Tokenizer *t, const Bytes *template, Error *e) {
+    if (template->n > UINT32_MAX / (1 + t->prefixes[0].n + t->prefixes[1].n))
+        return fail(e, BAD_MODEL, "the chat template is too long for so many added tokens");
+    for (int id = 0; id < t->size; id++) {
+        Piece *p = t->piece + id;
+        const char *name = t->text.data + p->begin;
+        if (p->added && (unsigned char)*name > ' ' && memmem(template->data, template->n, name, p->n))
+            p->control = true;
     }
     return true;
 }
@@ -778,12 +782,14 @@ Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
     LocalJson file = gguf ? NULL : json_read(path, MOST_BYTES, e);
     if (!gguf && !file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
+    LocalBytes templates = {0};
     t->first = t->bos = t->unknown = -1;
     t->piece = allocate_zero(MOST_IDS, sizeof *t->piece);
-    bytes_text(&t->text, ""), bytes_text(&t->chat_template, "");
+    bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
     bool ok = (gguf ? read_gguf(t, gguf, e) : read_file(t, file, e)) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
-    if (gguf) take_template(t, json_get(gguf, "tokenizer.chat_template"), true);
-    if (ok && (gguf || read_config(t, path, e))) return t;
+    if (gguf) add_template(t, json_get(gguf, "tokenizer.chat_template"), true, &templates);
+    ok = ok && (gguf || read_config(t, path, &templates, e)) && mark_control(t, &templates, e);
+    if (ok) return t;
     tokenizer_close(t);
     return NULL;
 }

@@ -991,7 +991,17 @@ def test_tokenizer_config(folder):
         ("not asked for", {"add_bos_token": False, "bos_token": "<|start|>"}, [end], True),
         ("not known", {"add_bos_token": True, "bos_token": "<s>"}, [end], True),
         ("a template", {"chat_template": "{{ '<|end|>\\n' }}"}, [end], False),
-        ("templates", {"chat_template": [{"name": "default", "template": "<|end|>"}]}, [end], False)], check)
+        ("templates", {"chat_template": [{"name": "default", "template": "<|end|>"}]}, [end], False),
+        ("another template", {"chat_template": [{"name": "default", "template": "x"},
+                                                {"name": "tool_use", "template": "<|end|>"}]}, [end], False),
+        ("a template in an array", {"chat_template": ["<|end|>"]}, [end], False)], check)
+    combined = "<e\u0301>"  # NFC makes another text of it: the template is searched for the name, not for that
+    (folder / "tokenizer.json").write_text(of_file(
+        added_tokens=[*plain, {"id": 500, "content": combined, "special": False, "normalized": True}],
+        normalizer={"type": "NFC"}))
+    for template, taken in (("x", True), (combined, False)):
+        write_json(folder / "tokenizer_config.json", {"chat_template": template})
+        same(500 in ids_of(infer("tokenize", folder, stdin=combined)), taken, f"taken from text, template {template}")
     (folder / "tokenizer_config.json").write_text("{")
     refused("tokenize", folder, stdin="x", words=["tokenizer_config.json", "JSON"])
 
