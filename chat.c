@@ -287,11 +287,11 @@ static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
 /* Finds the author of a result that does not name it as harmony does (a dot, and no id): the function that was called
  * with the result's id, or the last one called if it has none. */
 static bool find_author(const Conversation *c, Message *result) {
-    const char *called = NULL;
+    const char *called = NULL, *id = result->id && *result->id ? result->id : NULL;
     if (result->name && !result->id && strchr(result->name, '.')) return true;
     for (int i = c->messages - 1; i >= 0 && i >= c->messages - MOST_BACK && !called; i--) {
         const Message *m = c->message + i;
-        if (kind_of(m) == CALL && (!result->id || same(result->id, m->id))) called = m->recipient;
+        if (kind_of(m) == CALL && (!id || same(id, m->id))) called = m->recipient;
     }
     conversation_set(&result->name, called);
     if (!result->channel) conversation_set(&result->channel, "commentary");
@@ -323,7 +323,7 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
             if (json_string(json, words[w])) conversation_set(m->word + w, json_string(json, words[w]));
         if (tool && !find_author(c, m))
             return fail(e, USAGE, "messages[%d] answers a tool call, and none came before%s%.40s", i,
-                        m->id ? " with the tool_call_id " : "", m->id ? m->id : "");
+                        m->id && *m->id ? " with the tool_call_id " : "", m->id ? m->id : "");
     }
     return !assistant || parse_calls(c, calls, i, e);
 }

@@ -151,7 +151,7 @@ static void put_error(Request *q) {
     const int status = q->error.code;
     const char *type = status == 429 ? "rate_limit_error" : status < 500 ? "invalid_request_error" : "server_error";
     /* the field at fault: a message about one begins with its name */
-    LocalText word = copy_text(q->error.text, strcspn(q->error.text, " .["));
+    LocalText word = copy_text(q->error.text, strcspn(q->error.text, " .[:"));
     const char *code = status == 401 ? "invalid_api_key" : q->code, *param = json_get(q->json, word) ? word : NULL;
     cJSON *error = json_object("message", json_word(q->error.text), "type", json_word(type), "param", json_word(param),
                                "code", json_word(code), NULL);
@@ -160,12 +160,12 @@ static void put_error(Request *q) {
 
 /* ---- parameters of a request ---- */
 
-/* A number of the request, or `normal` if it has none. Notes an error if it is out of range. */
+/* A number of the request, or `normal` if it has none. The first one that is out of range is the request's error. */
 static double number(Request *q, const char *key, bool whole, double least, double most, double normal) {
     const cJSON *value = json_get(q->json, key);
     const double x = cJSON_GetNumberValue(value); /* or NaN */
     if (x >= least && x <= most && (!whole || x == floor(x))) return x;
-    if (value)
+    if (value && !q->error.code)
         fail(&q->error, 400, "%s must be a %snumber from %.16g to %.16g", key, whole ? "whole " : "", least, most);
     return normal;
 }
@@ -173,14 +173,14 @@ static double number(Request *q, const char *key, bool whole, double least, doub
 /* The same for true or false. */
 static bool flag(Request *q, const cJSON *object, const char *key, bool normal) {
     const cJSON *value = json_get(object, key);
-    if (value && !cJSON_IsBool(value)) fail(&q->error, 400, "%s must be true or false", key);
+    if (value && !cJSON_IsBool(value) && !q->error.code) fail(&q->error, 400, "%s must be true or false", key);
     return value ? cJSON_IsTrue(value) : normal;
 }
 
 static bool check_model(Request *q, const char *name) {
     if (!strcmp(name, server.name)) return true;
     q->code = "model_not_found";
-    return fail(&q->error, 404, "there is no model %.100s here, only %s", name, server.name);
+    return fail(&q->error, 404, "model: there is no model %.100s here, only %s", name, server.name);
 }
 
 /* Fields that are not supported: in any request, in chats, in texts. The value behind the = changes nothing and is
@@ -263,8 +263,6 @@ static bool take_request(Request *q) {
     if (chat) q->tokens = (int)number(q, "max_completion_tokens", true, 1, most, q->tokens);
     const bool scored = chat && flag(q, q->json, "logprobs", false);
     q->top = (int)number(q, chat ? "top_logprobs" : "logprobs", true, 0, MOST_TOP, scored ? 0 : -1);
-    if (chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
-    if (chat && !scored) q->top = -1;
     if (json_get(q->json, "seed")) s->seed = (uint64_t)(int64_t)number(q, "seed", true, -seeds, seeds, 0);
     s->top_k = (int)number(q, "top_k", true, -1, most, 0);
     s->temperature = (float)number(q, "temperature", false, 0, 100, 1);
@@ -274,8 +272,11 @@ static bool take_request(Request *q) {
     if (s->temperature < 0.01f) s->temperature = 0;
     if (s->top_p < 1e-30f) s->top_p = 1e-30f;
     if (s->min_p < 1e-30f) s->min_p = 0;
+    if (q->error.code) return false;
+    if (chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
+    if (chat && !scored) q->top = -1;
     if (best && cJSON_GetNumberValue(best) != q->n) return fail(&q->error, 400, "best_of must equal n: leave it out");
-    return take_stops(q) && take_biases(q) && !q->error.code;
+    return take_stops(q) && take_biases(q);
 }
 
 /* ---- functions ---- */
@@ -645,7 +646,7 @@ static bool take_prompt(Request *q, const char *key, const cJSON *prompt, int fl
     if (!cJSON_IsArray(prompt)) return fail(&q->error, 400, "%s must be a text or an array of token ids", key);
     cJSON_ArrayForEach(each, prompt) {
         if (!json_whole(each, 0, vocab - 1, &id))
-            return fail(&q->error, 400, "token ids are whole numbers from 0 to %d", vocab - 1);
+            return fail(&q->error, 400, "%s: token ids are whole numbers from 0 to %d", key, vocab - 1);
         ids_add(ids, (int)id);
     }
     return true;

@@ -426,7 +426,11 @@ def test_bad_bodies():
         same(s.post(TEXT, {"prompt": [1] * 511, "max_tokens": 5})["choices"][0]["finish_reason"], "length")
         s.refuses("/v1/nothing", {}, code=404)
         s.ask("GET", CHAT, code=405)
-        s.refuses(CHAT, {"messages": HELLO, "model": "other"}, "other", code=404)
+        error = s.refuses(CHAT, {"messages": HELLO, "model": "other"}, "other", code=404)
+        same((error["code"], error["param"]), ("model_not_found", "model"))
+        for fields, first in (({"n": 20, "best_of": 20}, "n must be"), ({"temperature": "hot", "stop": 5}, "temperature"),
+                              ({"logprobs": 5, "top_logprobs": 5}, "logprobs must be")):
+            s.refuses(CHAT, {**fine, **fields}, first)
         s.refuses(CHAT, {"messages": HELLO, "model": "x" + "\u00e9" * 99}, "no model", code=404)  # cut in a letter
         same(s.ask("GET", "/health"), {"status": "ok"})
 
