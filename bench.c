@@ -477,7 +477,9 @@ int list(const Options *o) {
         const char *state = !m->known ? "not supported" : m->complete ? "complete" : "incomplete";
         LocalText row = text_print("%-36s %-10s %8s  %-7s  %-13s  %s", m->name, m->family, SIZE(m->bytes), m->encoding,
                                    state, m->path);
-        if (!o->json) put_text(stdout, NULL, "", row);
+        LocalBytes shown = {0}; /* a row is a line, whatever the name of a folder holds */
+        bytes_shown(&shown, row, strlen(row), false);
+        if (!o->json) puts(shown.data);
     }
     if (!here.n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     json_print(all, o->json);

@@ -131,7 +131,10 @@ static int remove_one(const char *path, const struct stat *st, int type, struct 
 }
 
 /* Removes a folder, if it is there, with all its content. It does not follow links. */
-static bool folder_remove(const char *path) { return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS) <= 0; }
+static bool folder_remove(const char *path) {
+    const int failed = nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); /* above 0: remove_one() said why */
+    return !failed || (failed < 0 && (errno == ENOENT || fail(&error, NO_NETWORK, "%s: %m", path)));
+}
 
 static void remove_outline(void) { folder_remove(hub.outline); }
 
@@ -672,7 +675,8 @@ int rm(const Options *o) {
                 hub.cache);
     LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
     LocalText locks = text_print("%s/.locks%s", hub.cache, folder + n);
-    if (!is_like(path + strlen(folder), "^(/snapshots/[^/]+)?/*$")) {
+    const char *inside = strncmp(o->model, hub.cache, n) ? "" : o->model + strlen(folder);
+    if (is_like(o->model, "[.]gguf$") || !is_like(inside, "^(/snapshots/[^/]+)?/*$")) {
         char *name = folder + n + strlen("/models--"), *dashes = strstr(name, "--");
         if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
         give_up(USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);

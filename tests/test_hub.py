@@ -683,6 +683,10 @@ def test_list_and_rm(folder):
              [("org/model", True, "gpt_oss", "MXFP4", len(SMALL[WEIGHTS]))], "the list")
         text = infer("list", env=env, cwd=folder).text
         expect("org/model" in text and "complete" in text and "gpt_oss" in text, text)
+        copy_model(PARROT, folder, name="models/a\nb\x1b[31m")
+        text = infer("list", env=env, cwd=folder).text
+        expect(text.count("\n") == 2 and "\x1b" not in text, f"a row is a line: {text!r}")
+        shutil.rmtree(folder / "models")
         refused("tokenize", "org/modle", env=env, words=["none of the models", "org/model"])
         refused("tokenize", "something/else", env=env, words=["org/model", "infer download"])
         refused("tokenize", "", env=env, words=["none of the models", "org/model"])  # as from an unset variable
@@ -803,6 +807,11 @@ def test_same_names(folder):
         for part in (path / "a.gguf", "a.gguf", cache_of(hub, folder) / "refs"):
             refused("rm", part, env=env, cwd=folder, code=2, words=["is a part of org/model", "infer rm org/model"])
         expect((path / "config.json").exists(), "a part was named, and the repository removed")
+        only = cache_of(hub, folder).parent / "models--org--only/snapshots/1"
+        only.mkdir(parents=True)
+        (only / "b.gguf").write_bytes(b"GGUF")
+        infer("rm", "rg/onl", env=env, cwd=folder)
+        expect(not only.exists(), "rm of a part of the name, where a model is one file")
         r = infer("rm", path, env=env, cwd=folder)
         expect(r.err == f"removing {cache_of(hub, folder)}\n", f"rm says what goes: {r.err}")
         expect(not cache_of(hub, folder).exists(), "rm of a path")
