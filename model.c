@@ -1002,13 +1002,15 @@ static Linear bind_mxfp4(Loader *load, const char *name, int first, int step, in
     Tensor *codes = bind(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, all, blocks, 16});
     Tensor *scales = bind(load, name, "_scales", E8M0, 3, (int64_t[]){n, all, blocks});
     const Tensor *biases = bind(load, name, "_bias", TYPES, 2, (int64_t[]){n, all});
-    const float *bias = failed(load) ? NULL : floats(load, biases, (size_t)(n * all));
+    const Type type = type_of(biases);
+    const bool ok = !failed(load) && tensor_is(load, biases, is_float(type), "BF16, F16 or F32");
     belongs(codes, MXFP4, n * all * cols);
     belongs(scales, MXFP4, 0);
-    for (int64_t i = 0; i < n && bias; i++) {
+    for (int64_t i = 0; i < n && ok; i++) {
         const size_t row = (size_t)(i * all + first);
         float *own = keep(load->c, (size_t)rows, sizeof *own);
-        for (int r = 0; r < rows; r++) own[r] = bias[row + (size_t)(r * step)];
+        for (int r = 0; r < rows && biases->data; r++) /* keep() gave zeros, as made up biases are */
+            own[r] = code_at(type, biases->data, 0, 0, row + (size_t)(r * step));
         each[i].data = lines_of(view_of(load, codes, n * all), row, (size_t)step, rows);
         each[i].scale = lines_of(view_of(load, scales, n * all), row, (size_t)step, rows);
         each[i].factor = 1, each[i].bias = own;
@@ -1019,7 +1021,7 @@ static Linear bind_mxfp4(Loader *load, const char *name, int first, int step, in
 /* A part of w for each head. Heads have `pitch` rows each; the part has `rows` of them, from `first` on. */
 static Linear cut(Loader *load, const Linear *w, int first, int rows, int pitch) {
     const int heads = w->rows / pitch, share[] = {1, w->scale.rows, w->zero.rows}; /* rows that share a line */
-    const bool transposed[] = {false, w->scale.transposed, w->zero.transposed};
+    const bool transposed[] = {in_gptq(w->type) || w->type == AWQ4, w->scale.transposed, w->zero.transposed};
     Stored *each = keep(load->c, (size_t)heads, sizeof *each);
     Linear part = *w;
     part.n = heads, part.rows = rows, part.each = each;

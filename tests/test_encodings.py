@@ -169,6 +169,15 @@ def as_plain(module, rows, cols):
     return change
 
 
+def as_gptq(module):
+    """A module in GPTQ's 4 bits, all of whose rows share a scale and a zero in each of four groups of columns."""
+    def change(all_of):
+        (rows, cols), kept = all_of[module + ".weight"][1], {k: v for k, v in all_of.items() if module + "." not in k}
+        return {**kept, module + ".scales": ["F16", [4, 1], bytes(8)], module + ".qzeros": ["I32", [4, 1], bytes(16)],
+                module + ".qweight": ["I32", [cols // 8, rows], bytes(cols // 2 * rows)]}
+    return change
+
+
 EXPERT = "model.layers.0.mlp.experts.3.up_proj"
 TENSORS = [  # a fixture, what is changed, words of the message; None: it is read
     ("fp8_row", without(f"model.layers.0.mlp.up_proj.weight_scale"), ["up_proj.weight_scale_inv", "missing"]),
@@ -210,6 +219,7 @@ TENSORS = [  # a fixture, what is changed, words of the message; None: it is rea
     ("experts_nvfp4", without(EXPERT + ".weight_global_scale"), ["experts.3.up_proj"]),
     ("experts_gptq4", without(EXPERT + ".qweight"), [EXPERT, "missing"]),
     ("deepseek_fp8", entry("model.layers.0.self_attn.kv_b_proj.weight_scale_inv", shape=[1, 16]), ["kv_b_proj"]),
+    ("deepseek_fp8", as_gptq("model.layers.0.self_attn.kv_b_proj"), ["kv_b_proj", "GPTQ4"]),
 ]
 
 
