@@ -56,7 +56,7 @@ test-gpu: build/cuda/gpu infer ## the tests that need a GPU; where there is one,
 	build/cuda/gpu
 
 # __wrap_cudaMalloc makes each allocation fail in turn
-build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/card.cu.o
+build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/tests/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
 reference: infer-reference ## ./infer-reference, the plain C twin, which needs no CUDA
@@ -131,7 +131,7 @@ docs: lesson-packages ## renders README and the notebooks as they are committed,
 	jupyter nbconvert --to html --output-dir build/docs/notebooks $(NOTEBOOKS)
 
 COUNTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh)
-MAX_LINES = 15926
+MAX_LINES = 15958
 count: ## lines of each file
 	@wc -l $(COUNTED) | sort -n
 budget: ## do the sources keep the rules of size: lines in all, columns of a line, lines of a function?

@@ -277,12 +277,16 @@ static int line_columns(Type type) {
     return type == AWQ4 ? 1 : type == GPTQ4 || type == GPTQ8 ? types[type].values : 0;
 }
 
+#ifndef PIECE_BYTES /* tests give fewer, so that small matrices come in pieces too */
+#define PIECE_BYTES (16 << 20)
+#endif
+
 /* A model being loaded: several threads read pieces into pinned buffers (a mapped file would fault page by page), while
  * kernels place earlier pieces. */
 struct Upload {
     struct Job {
         Linear linear;
-        std::vector<Stored> each; /* its own copy of linear's */
+        std::vector<Stored> each; /* linear's */
         Matrix to;
         Rows place;
         std::string name;
@@ -290,7 +294,7 @@ struct Upload {
     struct Piece { /* n lines of a matrix */
         int job, matrix, line, n;
     };
-    static constexpr size_t PIECE = 16 << 20; /* bytes read at once */
+    static constexpr size_t PIECE = PIECE_BYTES;
     static constexpr int READERS = 6, BUFFERS = 2;
     const Gpu *gpu;
     std::vector<Job> job;
@@ -317,6 +321,7 @@ void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const
             piece.push_back({(int)job.size(), i, line, std::min(n, data.lines - line)});
     job.push_back(
         {w, {w.each, w.each + w.n}, to, place, layer < 0 ? name : "layer " + std::to_string(layer) + ", " + name});
+    job.back().linear.each = job.back().each.data(); /* w's may not stay */
     total += (uint64_t)w.n * data.lines * data.bytes;
 }
 
@@ -329,21 +334,18 @@ size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Er
     const int columns = line_columns(w.type);
     Plan plan = {host, 0};
     bool ok = true;
-    auto take = [&](View *view, size_t first,
-                    size_t lines) { /* from now on the view lies on the card */
-                                    const size_t bytes = (lines - 1) * view->stride + view->bytes;
-                                    view->data = card + plan.used - first * view->stride;
-                                    uint8_t *to = plan.take<uint8_t>(bytes);
-                                    for (size_t have = 0; to && ok && have < bytes;) {
-                                        ssize_t got = pread(view->fd, to + have, bytes - have,
-                                                            (off_t)(view->offset + first * view->stride + have));
-                                        if (got > 0)
-                                            have += (size_t)got;
-                                        else
-                                            ok = fail(e, BAD_MODEL,
-                                                      "a model file ended while it was read (%s); download it again",
-                                                      name);
-                                    }
+    /* Takes lines of a view, which from now on lies on the card. */
+    auto take = [&](View *view, size_t first, size_t lines) {
+        const size_t bytes = (lines - 1) * view->stride + view->bytes;
+        view->data = card + plan.used - first * view->stride;
+        uint8_t *to = plan.take<uint8_t>(bytes);
+        for (size_t have = 0; to && ok && have < bytes;) {
+            ssize_t got = pread(view->fd, to + have, bytes - have, (off_t)(view->offset + first * view->stride + have));
+            if (got > 0)
+                have += (size_t)got;
+            else
+                ok = fail(e, BAD_MODEL, "a model file ended while it was read (%s); download it again", name);
+        }
     };
     auto take_grid = [&](const Grid &g, View *view) {
         size_t first = 0, lines = view->lines; /* all are needed, unless they run along the lines of the matrix */
@@ -508,7 +510,7 @@ Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
     if (layer >= 0 && is_coded(to.type) && to.n == 1)
         gpu->decoded_size = std::max(gpu->decoded_size, (size_t)to.rows * to.stride);
     std::vector<Stored> both;
-    if (step == 2) both = in_turn(parts.begin()[0].from, parts.begin()[1].from);
+    if (upload && step == 2) both = in_turn(parts.begin()[0].from, parts.begin()[1].from);
     std::vector<float> bias(biased ? (size_t)to.n * to.rows : 0); /* zeros for a part without one */
     int first = 0;
     for (const Part &p : parts) {

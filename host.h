@@ -91,7 +91,7 @@ bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Er
 void checkpoint_close(Checkpoint *c);
 
 uint64_t linear_bytes(const Linear *w); /* of its weights as encoded and their grids; 0 if it is absent */
-uint64_t model_bytes(const Model *m);   /* of all its Linears; embedding and head may be one */
+uint64_t model_bytes(const Model *m);   /* of all its Linears; a tied embedding and head count once */
 /* Bytes that a decode step reads for `streams` texts of `depth` tokens each: the head and the layers' matrices, but
  * only `experts` experts of a layer, and the keys and values that each text attends to. */
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth);

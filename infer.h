@@ -58,7 +58,8 @@ TypeInfo types[TYPES] = { /* in the order of Type */
 /* clang-format on */
 
 /* Lines inside a checked range of a file: line i is at data + i * stride. A line is a row; in GPTQ a row of words, in
- * AWQ a column. A slice of a fused tensor is a view with a larger stride. Data may lie at any alignment. */
+ * AWQ a column. A slice of a fused tensor is a view with a larger stride. In
+ * a transposed grid a line is a group of columns. Data may lie at any alignment. */
 typedef struct {
     const unsigned char *data; /* as mapped */
     int fd;                    /* the same bytes for pread, from `offset` on */
@@ -87,7 +88,7 @@ typedef struct { /* y = W x + bias */
     Grid scale;         /* MXFP4: e8m0, 1 by 32; NVFP4: e4m3, 1 by 16; other types: as in the file */
     Grid zero;          /* PACKED, GPTQ, AWQ and some INT8; an entry has as many columns as one of scale */
     bool zero_plus_one; /* a zero is (entry + 1) mod 2^bits: GPTQ's first convention */
-    const Stored *each; /* (n) all have groups and biases, or none has */
+    const Stored *each; /* (n) all have a group or none has, and so for biases */
 } Linear;
 
 typedef struct {           /* angles of one kind of layer */
