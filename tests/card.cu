@@ -1,3 +1,3 @@
 /* card.cu as the GPU tests have it: their small matrices, too, are read in several pieces. */
 #define PIECE_BYTES 4096
-#include "card.cu"
+#include "../card.cu"
