@@ -1,6 +1,7 @@
 /* Any bytes as a safetensors file. Promises: it is refused with a message, or every tensor lies inside the file, is
- * found by its name and has the bytes that its shape needs; as weights of a small gpt-oss, or of a small llama whose
- * matrices are encoded, they are refused or bound, and then every row can be decoded. */
+ * found by its name and has the bytes that its shape needs; as weights of a small gpt-oss, of a small llama whose
+ * matrices are encoded, or of a small DeepSeek, whose kv_b_proj is cut into heads, they are refused or bound, and then
+ * every row can be decoded. */
 #include "host.h"
 #include "reference.h"
 
@@ -19,6 +20,12 @@ static const char *const configs[] = {
     "\"rms_norm_eps\":1e-5,\"sliding_window\":4,\"tie_word_embeddings\":true}",
     "{\"model_type\":\"llama\",\"num_hidden_layers\":1,\"hidden_size\":32,\"intermediate_size\":48,\"vocab_size\":4,"
     "\"num_attention_heads\":2,\"num_key_value_heads\":1,\"max_position_embeddings\":64,\"rms_norm_eps\":1e-5,"
+    "\"tie_word_embeddings\":true,\"quantization_config\":{\"quant_method\":\"gptq\",\"weight_block_size\":[16,16]}}",
+    "{\"model_type\":\"deepseek_v2\",\"num_hidden_layers\":1,\"hidden_size\":32,\"intermediate_size\":32,"
+    "\"vocab_size\":4,\"num_attention_heads\":2,\"num_key_value_heads\":2,\"q_lora_rank\":null,"
+    "\"kv_lora_rank\":32,\"qk_nope_head_dim\":16,"
+    "\"qk_rope_head_dim\":2,\"v_head_dim\":16,\"n_routed_experts\":2,\"num_experts_per_tok\":1,"
+    "\"moe_intermediate_size\":32,\"first_k_dense_replace\":1,\"max_position_embeddings\":64,\"rms_norm_eps\":1e-6,"
     "\"tie_word_embeddings\":true,\"quantization_config\":{\"quant_method\":\"gptq\",\"weight_block_size\":[16,16]}}"};
 enum { CONFIGS = sizeof configs / sizeof *configs };
 static char dir[CONFIGS][32], config[CONFIGS][64], weights[CONFIGS][64];
@@ -57,19 +64,20 @@ static void touch(const unsigned char *data, size_t n) {
     (void)byte;
 }
 
+static void check_view(const Linear *w, size_t n) {
+    for (int i = 0; w->rows && i < w->n; i++)
+        for (const View *v = &w->each[i].data; v <= &w->each[i].zero; v++) {
+            const size_t size = v->lines ? (size_t)(v->lines - 1) * v->stride + v->bytes : 0;
+            assert(v->offset <= n && size <= n - v->offset);
+            touch(v->data, size);
+        }
+}
+
 /* Every view lies inside the file, and the twin can decode every row. */
 static void check_views(const Model *m, size_t n) {
-    const Layer *l = m->layer;
-    const Linear *all[] = {&m->embed, &m->head, &l->q, &l->k, &l->v, &l->o, &l->router, &l->gate, &l->up, &l->down};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        for (int j = 0; j < 3 && all[i]->rows; j++) {
-            const Stored *one = all[i]->each;
-            const View v = j == 0 ? one->data : j == 1 ? one->scale : one->zero;
-            const size_t size = v.lines ? (size_t)(v.lines - 1) * v.stride + v.bytes : 0;
-            assert(v.offset <= n && size <= n - v.offset);
-            touch(v.data, size);
-        }
-    }
+    const Linear *all[] = LINEARS(m->layer);
+    check_view(&m->embed, n), check_view(&m->head, n);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) check_view(all[i], n);
     decode_all(m);
 }
 

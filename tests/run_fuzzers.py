@@ -44,8 +44,8 @@ def small_model():
                     for name, shape in shapes.items()})
 
 
-def encoded_model(encodings):
-    """Weights for the second one, whose matrices take turns in the encodings."""
+def encoded_model(encodings, latent=False):
+    """Weights for the second one or, if latent, the third, whose matrices take turns in the encodings."""
     def parts(kind, rows, cols):
         order, zeros = {"g_idx": ("I32", [cols])}, ("I32", [2, rows // 8])
         return {
@@ -64,6 +64,11 @@ def encoded_model(encodings):
     tensors |= {f"model.layers.0.{name}_layernorm.weight": ("BF16", [32]) for name in ("input", "post_attention")}
     matrices = [("self_attn.q", 32, 32), ("self_attn.k", 16, 32), ("self_attn.v", 16, 32), ("self_attn.o", 32, 32),
                 ("mlp.gate", 48, 32), ("mlp.up", 48, 32), ("mlp.down", 32, 48)]
+    if latent:
+        tensors |= {"model.layers.0.self_attn.kv_a_layernorm.weight": ("BF16", [32]),
+                    "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": ("BF16", [34, 32]),
+                    "model.layers.0.self_attn.q_proj.weight": ("BF16", [36, 32])}
+        matrices = [("self_attn.kv_b", 64, 32)] + [(f"mlp.{name}", 32, 32) for name in ("gate", "up", "down")] + matrices[3:4]
     for i, (name, rows, cols) in enumerate(matrices):
         made = parts(encodings[i % len(encodings)], rows, cols)
         tensors |= {f"model.layers.0.{name}_proj.{suffix}": part for suffix, part in made.items()}
@@ -106,6 +111,7 @@ def seeds(name):
         header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[],"data_offsets":[8,9]}}'
         encodings = ["block", "int8", "packed", "gptq", "gptq8", "plain"]
         return [small_model(), encoded_model(encodings), encoded_model(encodings[::-1]), encoded_model(["gptq"]),
+                *(encoded_model(encodings[i:], latent=True) for i in range(len(encodings))),
                 struct.pack("<Q", len(header)) + header + bytes(9)]
     if name == "reader":
         harmony = [b"\2analysis\4We think.\5\1assistant\2final\4Hi \xf0\x9f\x99\x82\7", b"I must refuse\5\1assistant\2final\4No\7",
