@@ -55,6 +55,7 @@ def encoded_model(encodings, latent=False):
             "packed": {"weight_packed": ("I32", [rows, cols // 8]), "weight_scale": ("BF16", [rows, 2]),
                        "weight_zero_point": ("I32", [rows // 8, 2]), "weight_g_idx": ("I32", [cols])},
             "gptq": {"qweight": ("I32", [cols // 8, rows]), "scales": ("F16", [2, rows]), "qzeros": zeros, **order},
+            "one": {"qweight": ("I32", [cols // 8, rows]), "scales": ("F16", [2, 1]), "qzeros": ("I32", [2, 1])},
             "gptq8": {"qweight": ("I32", [cols // 4, rows]), "scales": ("F16", [2, rows]),
                       "qzeros": ("I32", [2, rows // 4]), **order},
             "nvfp4": {"weight_packed": ("U8", [rows, cols // 2]), "weight_scale": ("F8_E4M3", [rows, cols // 16]),
@@ -111,7 +112,7 @@ def seeds(name):
         header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[],"data_offsets":[8,9]}}'
         encodings = ["block", "int8", "packed", "gptq", "gptq8", "plain"]
         return [small_model(), encoded_model(encodings), encoded_model(encodings[::-1]), encoded_model(["gptq"]),
-                *(encoded_model(encodings[i:], latent=True) for i in range(len(encodings))),
+                *(encoded_model([kind, "plain"], latent=True) for kind in [*encodings, "one"]),
                 struct.pack("<Q", len(header)) + header + bytes(9)]
     if name == "reader":
         harmony = [b"\2analysis\4We think.\5\1assistant\2final\4Hi \xf0\x9f\x99\x82\7", b"I must refuse\5\1assistant\2final\4No\7",
