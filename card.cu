@@ -150,7 +150,7 @@ static Type common_type(Type a, Type b) {
 /* A part of one matrix of a Linear. `from` lies on the card and counts rows and columns of the whole matrix. */
 struct Source {
     Linear linear;
-    TypeInfo info;
+    TypeInfo info; /* types[linear.type] */
     Stored from;
     int row, rows, column, columns; /* what is here */
     int matrix;                     /* which of the Matrix's */
@@ -277,7 +277,7 @@ static int line_columns(Type type) {
     return type == AWQ4 ? 1 : type == GPTQ4 || type == GPTQ8 ? types[type].values : 0;
 }
 
-#ifndef PIECE_BYTES /* tests give fewer, so that small matrices come in pieces too */
+#ifndef PIECE_BYTES /* read at once; tests give fewer, so that small matrices come in pieces too */
 #define PIECE_BYTES (16 << 20)
 #endif
 
@@ -286,7 +286,7 @@ static int line_columns(Type type) {
 struct Upload {
     struct Job {
         Linear linear;
-        std::vector<Stored> each; /* linear's */
+        std::vector<Stored> each; /* what linear.each points to */
         Matrix to;
         Rows place;
         std::string name;

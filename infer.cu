@@ -1,8 +1,8 @@
 /* infer.cu: the plain engine: every kernel, one for each step of a transformer block. It runs every family, every
  * encoding, any number of tokens, any card from sm_80 on. Begin at block(), which calls the kernels. Beside this file:
  * tests/reference.c computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings
- * it there and submits steps; draw.cuh draws tokens from logits; fast/ is the annex, which takes
- * over in part on Hopper.
+ * it there and submits steps; draw.cuh draws tokens from logits; fast/ is the annex, which takes over in part on
+ * Hopper.
  *
  *   1  small device functions      mma, copies, sums
  *   2  encodings.cuh               how a lane reads weights and makes bf16 of them
