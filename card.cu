@@ -127,12 +127,15 @@ constexpr Type card_types[] = {
     Q8_0, Q8_0, MXFP4};           /* IQ4_NL, IQ4_XS, GGUF_MXFP4 */
 /* clang-format on */
 static_assert(sizeof card_types / sizeof *card_types == E8M0, "card_types lacks a Type");
-/* The encoding on the card for a Linear. It is bf16 if the columns of a word do not share a scale. If rows become
- * columns (as in Rows), there are no codes. */
+/* The encoding on the card for a Linear. It is bf16 if the columns of a word do not share a scale, or if rows end
+ * inside a word: the rest of its codes, zero bytes, is weights of 0 in FP8 only. If rows become columns (as in Rows),
+ * there are no codes. */
 static Type card_type(const Linear &w, bool columns) {
     if (columns) return w.type == F16 ? F16 : BF16;
     auto fits = [&](Type t) {
-        return !w.each->group && (w.scale.cols >= w.cols || w.scale.cols % (CHUNK / chunk_words(t)) == 0);
+        const int word = CHUNK / chunk_words(t);
+        return !w.each->group && (t == FP8 || w.cols % word == 0) &&
+               (w.scale.cols >= w.cols || w.scale.cols % word == 0);
     };
     Type to = card_types[w.type];
     if (w.type == INT8 && w.zero.rows) to = Q5_K;
@@ -592,7 +595,7 @@ static bool load_weights(Gpu *gpu, Error *e) {
 
 /* ---- opening ---- */
 
-Step step_at(uint8_t *base, int tokens, size_t *bytes) {
+Step step_at(uint8_t *base, int tokens) {
     Step s;
     s.how = (Sampling *)base;
     s.token = (int4 *)(s.how + tokens);
@@ -601,7 +604,6 @@ Step step_at(uint8_t *base, int tokens, size_t *bytes) {
     s.tile = at, at += 2 * tokens;
     s.header = at, at += 4;
     s.page = at;
-    *bytes = (uint8_t *)at - base;
     return s;
 }
 
@@ -632,7 +634,8 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     gpu->product_room = p.take<uint8_t>(PRODUCT_ROOM);
     gpu->decoded = p.take<bf16>(gpu->decoded_size);
     w.x = p.take<float>(T * m.dim);
-    w.normed = p.take<uint8_t>(T * w.normed_pitch * element);
+    w.normed = p.take<uint8_t>(T * w.normed_pitch * 2);
+    w.normed_f32 = p.take<float>(gpu->lean ? 0 : T * w.normed_pitch);
     w.square = p.take<float>(MAX_STREAMED * square_parts(m.dim));
     w.square_sum = p.take<float>(MAX_STREAMED);
     w.projected = p.take<float>(T * widest);
@@ -671,8 +674,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     w.drawing = p.take<int>(rows);
     w.seen = p.take<uint32_t>(rows * ((m.vocab + 31) / 32));
     w.drawn = p.take<int>(gpu->limits.max_seqs);
-    step_at(NULL, (int)T, &gpu->step_bytes);
-    gpu->step_bytes += (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int);
+    gpu->step_bytes = (size_t)step_at(NULL, (int)T).page + (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int);
     gpu->step = p.take<uint8_t>(gpu->step_bytes);
     if (gpu->fast) fast::plan(gpu, &p);
     return p.used;
@@ -720,7 +722,6 @@ static bool check_model(const Model &m, Error *e) {
         return fail(e, BAD_MODEL, "%d query heads for each key/value head are more than 64", m.n_heads / m.n_kv_heads);
     if (m.n_experts > MAX_EXPERTS) return fail(e, BAD_MODEL, "%d experts are more than %d", m.n_experts, MAX_EXPERTS);
     if (m.dim > MAX_DIM) return fail(e, BAD_MODEL, "a hidden size of %d is more than %d", m.dim, MAX_DIM);
-    if (m.ffn_dim % 2) return fail(e, BAD_MODEL, "an intermediate size of %d is not a multiple of 2", m.ffn_dim);
     const bool even = m.head_dim % 2 == 0 && m.kv_rank % 2 == 0 && m.layer[0].q_a.rows % 2 == 0; /* pairs are aligned */
     if (m.kv_rank ? !m.neighbours || !even || m.n_heads * m.v_dim % 8 : m.v_dim != m.head_dim)
         return fail(e, BAD_MODEL, "heads of %d and %d with latents of %d are not implemented", m.head_dim, m.v_dim,
@@ -731,6 +732,8 @@ static bool check_model(const Model &m, Error *e) {
         for (const Linear *w : {&l.q_a, &l.q, &l.kv_a, &l.k_up, &l.v_up})
             if (l.kv_a.rows && w->type == F32)
                 return fail(e, BAD_MODEL, "layer %d: latent attention in F32 is not implemented", i);
+        if (l.gate.rows % 2 || l.shared_gate.rows % 2)
+            return fail(e, BAD_MODEL, "layer %d: an odd intermediate size is not implemented", i);
         if (l.router.rows && (l.gate.type == F32 || l.up.type == F32 || l.down.type == F32))
             return fail(e, BAD_MODEL, "layer %d: experts in F32 are not implemented", i);
     }
@@ -917,9 +920,8 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
     Pass a = {gpu, gpu->work, {}, b, b->first[b->seqs]};
     Pending &p = gpu->pending[gpu->turn % 3];
     const int room = std::max(a.tokens, MAX_DECODE);
-    size_t bytes, pages = (size_t)b->seqs * b->max_pages * sizeof(int);
     bool ok;
-    p.step = step_at(p.staged, room, &bytes);
+    p.step = step_at(p.staged, room);
     fill_step(p.step, &a);
     std::fill_n(p.token, b->seqs, DREW_NOTHING); /* the kernel draw() writes those that it draws */
     p.logits.clear();
@@ -927,8 +929,9 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
     if (gpu->decodes) {
         ok = fast::decode(&a, p.staged, e) && heads(&a, &p, e);
     } else {
-        a.s = step_at(gpu->step, room, &bytes);
-        CUDA(cudaMemcpyAsync(gpu->step, p.staged, bytes + pages, cudaMemcpyHostToDevice, gpu->stream));
+        const size_t bytes = (uint8_t *)(p.step.page + (size_t)b->seqs * b->max_pages) - p.staged;
+        a.s = step_at(gpu->step, room);
+        CUDA(cudaMemcpyAsync(gpu->step, p.staged, bytes, cudaMemcpyHostToDevice, gpu->stream));
         /* A large model's steps of many tokens last longer than their launches and need no graph: making one stops all
          * answers, and every number of streams has its own. */
         const int max_tokens = gpu->weight_bytes < (size_t)8 << 30 ? gpu->logit_rows : 2 * MAX_DECODE;

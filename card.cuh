@@ -65,9 +65,9 @@ __host__ __device__ constexpr int word_place(Type t, int row, int column) {
     return codes_bytes(t) + word * word_bytes(t);
 }
 
-/* A Linear on the card: n matrices, with rows padded to whole tiles and columns to whole chunks with zero bytes. As
- * codes these may stand for other weights than 0, so activations are padded with zeros too. BF16, F16 and F32 lie row
- * by row as in the file, other types tile by tile and inside a tile chunk by chunk. */
+/* A Linear on the card: n matrices, with rows padded to whole tiles and columns to whole chunks with zero bytes, which
+ * are weights of 0 (see card_type() in card.cu). What multiplies them may be any number, but no NaN. BF16, F16 and F32
+ * lie row by row as in the file, other types tile by tile and inside a tile chunk by chunk. */
 struct Matrix {
     uint8_t *data;
     float *bias; /* (n, rows) or NULL */
@@ -139,8 +139,8 @@ struct Step {
     int *header;         /* (4) [0] columns of `page`; [1] which of the three results receives this step's tokens */
     int *page;           /* (seqs, header[0]) */
 };
-/* Lays out a Step of `tokens` tokens from `base` on. The pages come last, at *bytes. */
-Step step_at(uint8_t *base, int tokens, size_t *bytes);
+/* Lays out a Step of `tokens` tokens from `base` on. The pages come last. */
+Step step_at(uint8_t *base, int tokens);
 
 struct Job { /* choices order[first .. first + n) belong to this expert */
     int expert, first, n;
@@ -158,13 +158,14 @@ struct Work {
     int *page_token; /* (pages, PAGE) */
     const float2 *cos_sin[2]; /* (context, rope_dim / 2), of Model's ropes */
     float *x;                 /* (tokens, dim) residual stream */
-    void *normed;      /* (tokens, normed_pitch) after a norm; normed, attn and act have the next matrix's type and zero
-                          padding */
-    float *square;     /* (MAX_STREAMED, dim / TILE) sums of squares of x, tile by tile */
-    float *square_sum; /* (MAX_STREAMED) of all tiles */
-    float *projected;  /* (tokens, rows) results of qkv, or of gate and up */
-    void *q;           /* (tokens, n_heads * head_dim) bf16, or float for F32 weights */
-    void *attn, *act_out;           /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
+    void *normed;         /* (tokens, normed_pitch) after a norm; normed, attn and act have the next matrix's type */
+    float *normed_f32;    /* in place of normed where that type is F32: its bits, read as bf16, may be a NaN */
+    float *square;        /* (MAX_STREAMED, dim / TILE) sums of squares of x, tile by tile */
+    float *square_sum;    /* (MAX_STREAMED) of all tiles */
+    float *projected;     /* (tokens, rows) results of qkv, or of gate and up */
+    void *q;              /* (tokens, n_heads * head_dim), with latents (tokens, n_heads, cache_row()); bf16, or
+                             float for F32 weights */
+    void *attn, *act_out; /* (tokens, attn_pitch), (tokens * top_k, act_pitch) */
     void *q_low, *q_nope, *latents; /* latent attention: (tokens, q_low_pitch), (tokens * n_heads, ...) twice */
     int q_low_pitch, nope_pitch, latent_pitch;
     int *head_order, *head_jobs; /* like order, job and jobs, for products with a matrix a head */
@@ -261,7 +262,7 @@ struct Pass {
     bool penalized, filtered;         /* before the draw */
     bool has_logits;                  /* w.logits are there before head() */
     bool normed;                      /* w.normed is ready: x after the norm that comes next ... */
-    int squares;         /* ... but, if not 0, without norm_factor(), for which `square` has so many parts a token */
+    int squares;         /* ... but, if not 0, without norm_factor(): `square` has this many sums a token */
     const float *square; /* (tokens, squares) */
 };
 

@@ -38,7 +38,7 @@ __device__ inline float scaled(const Work &w, const Sampling &how, int row, int 
 /* The smallest scaled logit that top-k, top-p and min-p keep in the draw, to w.floor. Radix select finds it byte by
  * byte of its order_key, from the highest: a bin for each value of the byte. One block a row. */
 __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
-    __shared__ unsigned low[256], high[256], prefix, largest; /* low, high: words of each bin, which has 64 bits */
+    __shared__ unsigned low[256], high[256], prefix, largest; /* low, high: halves of the 64-bit bins */
     __shared__ unsigned long long above;                      /* what keys above the prefix add up to */
     launch_next();
     wait_previous();
@@ -124,15 +124,10 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     mine = warp_max(mine);
     if (lane == 0) best[warp] = mine;
     __syncthreads();
-    if (warp) return;
-    mine = warp_max(lane < blockDim.x / 32 ? best[lane] : 0);
-    if (lane) return;
-    atomicMax(&w.best[row], mine);
-    __threadfence();
-    if (atomicAdd(&w.drawing[row], 1) != (int)gridDim.x - 1) return;
-    __threadfence();
+    if (warp == 0) mine = warp_max(lane < blockDim.x / 32 ? best[lane] : 0);
+    if (threadIdx.x == 0) atomicMax(&w.best[row], mine);
+    if (!last_block(w.drawing + row, gridDim.x) || threadIdx.x) return;
     mine = atomicExch(&w.best[row], 0);
-    w.drawing[row] = 0;
     int token = mine == ~0ull ? DREW_NAN : draw_id(mine);
     w.drawn[s.slot[seq]] = token;                  /* for the next step */
     w.result[s.header[1] * w.slots + seq] = token; /* for the host */

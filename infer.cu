@@ -349,8 +349,8 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
 }
 
 /* How a warp of `product` reads x, chunk by chunk of 8 TILES rows. Eight rows fit in L1 and are read where they lie
- * (the specialization for TILES = 1). More do not fit, so the warp copies its chunks to shared memory, SLOTS ahead. In
- * place of missing rows it copies different real ones, because many copies of one row take longer. */
+ * (the specialization for TILES = 1). More do not fit, so the warp copies its chunks to shared memory, SLOTS ahead.
+ * Missing rows are replaced by different real ones: many copies of one row take longer. */
 template <Type T, int TILES> struct StreamedX {
     static constexpr int SLOT = TILES * 8 * CHUNK * 2, SLOTS = 2, RING = SLOTS * SLOT; /* bytes */
     const uint8_t *from[TILES * 2];
@@ -434,19 +434,19 @@ template <Type T, int TILES> struct Stream {
  * residual stream times the norm's weights, and this kernel divides its result by the root mean square. So no norm
  * kernel is needed in between.
  *
- * Without jobs a block requests its first weights before it waits. With jobs it must know the jobs first, so it waits,
- * and only then lets the next kernel begin. That is the product with `early`: it finds the jobs ready and does not wait
- * for them. For a single token, and up to PRODUCT_EXPERTS experts, no kernel makes jobs: each block chooses the experts
- * itself, which takes less time than another kernel. */
+ * Without jobs a block requests its first weights before it waits. With jobs it waits for them, and only then lets the
+ * next kernel begin. So that kernel, a product with `early`, finds the jobs ready. For a single token, and up to
+ * PRODUCT_EXPERTS experts, no kernel makes jobs: each block chooses the experts itself, which takes less time than
+ * another kernel. */
 constexpr int PRODUCT_EXPERTS = 128;
 template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
-    /* Of a group, or, with jobs, of the step: an expert's choices may be any tokens. */
+    /* Of a group or, with jobs, of the step: an expert may have any of its tokens. */
     constexpr int TOKENS = TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE;
     __shared__ float sum[2][W][TILES * 128], factor[TOKENS]; /* two sums: so one barrier a tile is enough */
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
-    const int group = blockIdx.y * p.group, tokens = min(p.group, p.tokens - group);
+    const int first_token = blockIdx.y * p.group, tokens = min(p.group, p.tokens - first_token);
     const unsigned tiles = p.w.tiles(), tile_bytes = E::offset(p.w, 1, 0);
     const bool chooses = TILES == 1 && W == 8 && p.router.top_k, wait_first = (p.job || chooses) && !p.early;
     if (wait_first) wait_previous();
@@ -463,7 +463,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
                    total = jobs * tiles, end = (blockIdx.x + 1) * total / gridDim.x;
     unsigned item = blockIdx.x * total / gridDim.x; /* a tile of a job: `tile` of number `which` */
     unsigned which = item / tiles, tile = item - which * tiles;
-    Job job = {0, group, tokens};
+    Job job = {0, first_token, tokens};
     const uint8_t *weights = NULL;
     /* Sets the current job, and where this lane's weights of its tile begin. */
     auto find_job = [&](Job &job) {
@@ -482,7 +482,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         if (lane == 0) *p.router.experts_read += p.router.top_k;
     }
     WarpSum<T == MXFP4 ? 1 : TILES >= 3 ? 4 : 8> squares[TOKENS / W]; /* of the group's tokens `warp`, W + warp, ... */
-    auto parts = [&](int n) { return p.square + (group + n * W + warp) * p.squares; };
+    auto parts = [&](int n) { return p.square + (first_token + n * W + warp) * p.squares; };
     for (int n = 0; n < TOKENS / W; n++)
         if (n * W + warp < tokens) squares[n].load(parts(n), p.squares);
     /* At the end thread i has two rows of a tile, 2 (i % 8) and the next, for token i / 8. */
@@ -517,13 +517,13 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
             if (n * W + warp >= tokens) break;
             float square = squares[n].sum(parts(n), p.squares);
             if (lane == 0) factor[n * W + warp] = norm_factor(square, p.w.cols, p.eps);
-            if (lane == 0 && p.total && blockIdx.x == 0) p.total[group + n * W + warp] = square;
+            if (lane == 0 && p.total && blockIdx.x == 0) p.total[first_token + n * W + warp] = square;
         }
         __syncthreads();
         if (token < TILES * 8) { /* at: where mma left row `pair` for this token; the next row's lane is 4 further on */
             const int at = token / 8 * 128 + (pair / 8 * 2 + token % 2) * 32 + pair % 8 * 4 + token % 8 / 2;
             float a = 0, b = 0, square = 0, scale = E::FACTOR;
-            if (mine && p.squares) scale *= factor[(p.divide > 1 ? out / p.divide : out) - group];
+            if (mine && p.squares) scale *= factor[(p.divide > 1 ? out / p.divide : out) - first_token];
             for (int k = 0; k < W; k++) a += sum[turn % 2][k][at], b += sum[turn % 2][k][at + 4];
             if (store) square = finish(p, target, out, row, a * scale, b * scale);
             if (p.finish == ADD && p.norm) {
@@ -698,8 +698,9 @@ __device__ inline float rms_factor(const Work &w, const Pairs &x) {
 /* normed[t] = x / sqrt(mean(x^2) + eps) * weight, as a matrix of this type wants it. */
 __device__ inline void rms_norm(const Work &w, const Pairs &x, const Pairs &weight, Type type, int t) {
     const float factor = rms_factor(w, x);
+    void *to = type == F32 ? w.normed_f32 : w.normed;
     for_pairs(w.dim, [&](int i, int k) {
-        store_pair_as(type, w.normed, (size_t)t * w.normed_pitch + 2 * i, x[k].x * factor * weight[k].x,
+        store_pair_as(type, to, (size_t)t * w.normed_pitch + 2 * i, x[k].x * factor * weight[k].x,
                       x[k].y * factor * weight[k].y);
     });
 }
@@ -1368,8 +1369,7 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
  * RoPE, so that it can be compared with the cached latents; v_up turns their weighted sum into the head's result. Both
  * are products with a matrix for each head: a head takes an expert's place, and a choice is a token and a head. */
 
-/* The jobs of these products in all layers: at most `job_size` tokens of a head each. A thread is a token and a head.
- */
+/* The jobs of these products, for all layers: up to `job_size` tokens of a head. A thread is a token and a head. */
 __global__ void __launch_bounds__(256) head_jobs(Work w, int tokens, int job_size) {
     launch_next();
     wait_previous();
@@ -1637,7 +1637,7 @@ template <class F> cudaError_t with_type(Type type, F f) {
     default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
     }
 }
-/* job_size: the max number of choices of a job. Without jobs up to 8 mean `product`, and 64 means product_tiled. */
+/* job_size: the max number of choices of a job. Without jobs 8 selects `product`, and 64 product_tiled. */
 cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int job_size, int jobs) {
     return with_type(p.w.type, [&](auto type) { return launch_any<type>(gpu, p, job_size, jobs); });
 }
@@ -1654,10 +1654,6 @@ cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m) {
 /* Computes w.normed for matrix `next`, unless a->normed says that it is ready. */
 bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
     if (a->normed) return true;
-    /* F32 rows, for a router, may have lain here. Products read the padding, too: it must be no NaN. */
-    if (a->w.dim % CHUNK)
-        CUDA(cudaMemsetAsync(a->w.normed, 0, (size_t)a->tokens * a->w.normed_pitch * (type_for(next) == F32 ? 4 : 2),
-                             a->gpu->stream));
     CUDA(launch(a->gpu, norm, a->tokens, row_threads(a->w.dim), 0, a->w, nullptr, weight, type_for(next)));
     a->squares = 0;
     return a->normed = true;
@@ -1666,7 +1662,8 @@ bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
 /* W times w.normed (x NULL) or times x, for all tokens. */
 Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     Product p = {};
-    p.w = m, p.x = x ? x : a->w.normed, p.x_pitch = x ? pitch : a->w.normed_pitch, p.tokens = a->tokens;
+    p.w = m, p.x = x ? x : m.type == F32 ? a->w.normed_f32 : a->w.normed, p.x_pitch = x ? pitch : a->w.normed_pitch;
+    p.tokens = a->tokens;
     p.divide = 1, p.eps = a->w.eps, p.act = a->w.act, p.act_limit = a->w.act_limit, p.y_type = F32;
     if (!x && a->squares) p.square = a->square, p.squares = a->squares;
     return p;
@@ -1829,7 +1826,7 @@ bool route_tokens(Pass *a, const DeviceLayer &l, int job_size, Error *e) {
         CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
                     2 * a->w.n_experts * sizeof(int), a->w, router_of(a, l), a->tokens, job_size));
     if (a->squares) a->squares = 1, a->square = a->w.square_sum;
-    /* Experts' products divide by the norm only up to MAX_DECODE tokens. */
+    /* Experts' products apply norm_factor() only up to MAX_DECODE tokens. */
     if (type_for(l.router) != type_for(l.up) || (a->squares && a->tokens > MAX_DECODE)) a->normed = false;
     return norm_for(a, l.ffn_norm, l.up, e);
 }

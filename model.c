@@ -326,7 +326,7 @@ static void read_heads(Loader *load, Model *m) {
     m->n_heads = config_whole(load, "num_attention_heads", 1, 4096, REQUIRED);
     if (f->latent) {
         m->n_kv_heads = 1;
-        m->kv_rank = config_whole(load, "kv_lora_rank", 1, 1 << 16, REQUIRED);
+        m->kv_rank = config_whole(load, "kv_lora_rank", 1, 8192, REQUIRED);
         m->v_dim = config_whole(load, "v_head_dim", 1, 1024, REQUIRED);
         m->rope_dim = config_whole(load, "qk_rope_head_dim", 2, 1024, REQUIRED);
         m->head_dim = m->rope_dim + config_whole(load, "qk_nope_head_dim", 1, 1024, REQUIRED);

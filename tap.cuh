@@ -65,11 +65,14 @@ bool tap_latent(const Pass *a, const DeviceLayer &l, Error *e) {
     const int d = cache_row(w), nope = w.head_dim - w.rope_dim, pairs = a->tokens * w.n_heads;
     if (!limits.tap) return true;
     std::vector<bf16> part((size_t)pairs * std::max(d, w.nope_pitch));
+    auto value = [&](size_t i) {
+        return type_for(l.k_up) == F16 ? (float)((const f16 *)part.data())[i] : (float)part[i];
+    };
     std::vector<float> q((size_t)pairs * w.head_dim);
     CUDA(cudaStreamSynchronize(a->gpu->stream));
     CUDA(cudaMemcpy(part.data(), w.q_nope, (size_t)pairs * w.nope_pitch * sizeof(bf16), cudaMemcpyDeviceToHost));
     for (int i = 0; i < pairs * nope; i++)
-        q[(size_t)(i / nope) * w.head_dim + i % nope] = (float)part[(size_t)(i / nope) * w.nope_pitch + i % nope];
+        q[(size_t)(i / nope) * w.head_dim + i % nope] = value((size_t)(i / nope) * w.nope_pitch + i % nope);
     CUDA(cudaMemcpy(part.data(), w.q, (size_t)pairs * d * sizeof(bf16), cudaMemcpyDeviceToHost));
     for (int i = 0; i < pairs * w.rope_dim; i++)
         q[(size_t)(i / w.rope_dim) * w.head_dim + nope + i % w.rope_dim] =

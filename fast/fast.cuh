@@ -99,7 +99,6 @@ void plan(Gpu *gpu, Plan *p) {
     State *f = gpu->fast;
     DecodeWork &w = f->work;
     const size_t layers = gpu->model.n_layers, dim = gpu->model.dim, experts = gpu->model.n_experts;
-    size_t bytes;
     (Work &)w = gpu->work;
     for (void *&normed : w.normed_for) normed = p->take<bf16>(MAX_DECODE * dim);
     w.layer_buffers = p->take<float>(layer_buffers_size(w));
@@ -111,8 +110,7 @@ void plan(Gpu *gpu, Plan *p) {
     w.barrier = p->take<unsigned long long>(1);
     f->layers = p->take<DecodeLayer>(layers);
     f->columns = p->take<float>(layers * dim * experts);
-    f->step =
-        step_at(p->take<uint8_t>(StepArgument::BYTES + MAX_DECODE * gpu->max_pages * sizeof(int)), MAX_DECODE, &bytes);
+    f->step = step_at(p->take<uint8_t>(StepArgument::BYTES + MAX_DECODE * gpu->max_pages * sizeof(int)), MAX_DECODE);
 }
 
 /* The router's matrix times the norm before it, transposed. A block a column. */
@@ -199,13 +197,12 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
     const size_t pages = (size_t)b->seqs * b->max_pages;
     const int layers = f->work.n_layers * PHASES, all = layers + (a->rows > 0);
     const bool single = a->tokens == 1;
-    size_t bytes;
     StepArgument step;
     memcpy(step.word, staged, StepArgument::BYTES);
     if (f->pages.size() != pages ||
         memcmp(f->pages.data(), b->page, pages * sizeof(int))) { /* a sequence gets a page every PAGE tokens only */
         f->pages.assign(b->page, b->page + pages);
-        CUDA(cudaMemcpyAsync(f->step.page, step_at(staged, MAX_DECODE, &bytes).page, pages * sizeof(int),
+        CUDA(cudaMemcpyAsync(f->step.page, step_at(staged, MAX_DECODE).page, pages * sizeof(int),
                              cudaMemcpyHostToDevice, gpu->stream));
     }
     a->s = f->step;

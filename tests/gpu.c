@@ -614,6 +614,28 @@ static Linear as_type(const Linear *w, Type type) {
     return to;
 }
 
+/* BF16 matrices as INT8, with a scale a row. */
+static Linear as_int8(const Linear *w) {
+    const size_t rows = (size_t)w->n * (size_t)w->rows, cols = (size_t)w->cols;
+    signed char *code = allocate(rows * cols);
+    float *scale = allocate(rows * sizeof *scale), *x = allocate(cols * sizeof *x);
+    for (size_t r = 0; r < rows; r++) {
+        const View *from = &w->each[r / (size_t)w->rows].data;
+        float max = 0;
+        for (size_t c = 0; c < cols; c++) {
+            uint16_t half;
+            memcpy(&half, from->data + r % (size_t)w->rows * from->stride + c * sizeof half, sizeof half);
+            x[c] = bits_float((uint32_t)half << 16), max = fmaxf(max, fabsf(x[c]));
+        }
+        scale[r] = max / 127;
+        for (size_t c = 0; c < cols; c++) code[r * cols + c] = (signed char)lrintf(x[c] / scale[r]);
+    }
+    Linear to = stored(INT8, w->n, w->rows, w->cols, code, NULL);
+    pwrite(to.each->scale.fd, scale, rows * sizeof *scale, 0);
+    free(code), free(scale), free(x);
+    return to;
+}
+
 /* n random BF16 matrices (rows, cols), whose products have about the size of x. */
 static Linear random_linear(int rows, int cols, int n, uint64_t *random) {
     const int size = rows * cols * n;
@@ -658,8 +680,32 @@ static void latent_heads_pass(void) {
     checkpoint_close(&c);
 }
 
-/* A file may have quantised experts beside a shared expert in F16 and a router in F32. All read the same x, each in a
- * type of its own, and its rows have padding. */
+/* Rows of codes may end inside a word. What multiplies the rest of it is what a wider layer left there. */
+static void rows_may_end_inside_words(void) {
+    const size_t chunks[] = {0, 1, 7};
+    Trace golden = {0}, whole = {0};
+    Ids ids = {0};
+    Checkpoint c;
+    trace_golden("deepseek_v3", &golden, &ids, &c);
+    Layer *l = c.model.layer + c.model.n_layers - 1;
+    check(l->down.type == BF16 && l->down.cols % 32 && l[-1].down.cols > l->down.cols,
+          "the last layer is not narrower");
+    l->down = as_int8(&l->down), l->shared_down = as_int8(&l->shared_down);
+    trace_run(&whole, &reference, &c.model, ids.data, ids.n, 0);
+    Costs costs = rounding_costs(&c.model, &whole, ids.data, ids.n);
+    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+        double ratio;
+        const char *wrong = first_wrong(&c.model, &costs, &whole, ids.data, ids.n, chunks[i], &ratio);
+        check(!*wrong, "chunks of %zu: first wrong at %s (%.1f times what rounding costs)", chunks[i], wrong, ratio);
+    }
+    linear_free(&l->down), linear_free(&l->shared_down);
+    trace_free(&golden), trace_free(&whole);
+    ids_free(&ids);
+    checkpoint_close(&c);
+}
+
+/* A file may have quantised experts beside a shared expert in F16, a router in F32 and a head in F32. All read the same
+ * x, each in a type of its own, and its rows have padding. */
 static void types_of_x_may_differ(void) {
     const size_t chunks[] = {0, 1, 7};
     Trace golden = {0};
@@ -671,7 +717,7 @@ static void types_of_x_may_differ(void) {
     check(l->shared_gate.type == BF16 && l->gate.type == BF16, "the last layer has no shared expert in BF16");
     check(l->router.type == BF16 && c.model.dim % 64, "the last layer has no router in BF16, or x no padding");
     l->shared_gate = as_type(&l->shared_gate, F16), l->shared_up = as_type(&l->shared_up, F16);
-    l->router = as_type(&l->router, F32);
+    l->router = as_type(&l->router, F32), c.model.head = as_type(&c.model.head, F32);
     for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
         double ratio;
         const char *wrong = first_wrong(&c.model, &costs, &golden, ids.data, ids.n, chunks[i], &ratio);
@@ -681,12 +727,12 @@ static void types_of_x_may_differ(void) {
     int random_ids[300], nans = 0;
     uint64_t random = 3;
     fill_random(random_ids, 300, (size_t)c.model.vocab, &random);
-    trace_run(&many, &cuda, &c.model, random_ids, 300, 0);
+    trace_run(&many, &cuda, &c.model, random_ids, 300, 7);
     const Stage *logits = trace_stage(&many, "logits");
     for (size_t i = 0; i < stage_size(logits); i++) nans += !isfinite(stage_values(logits)[i]);
     check(!nans, "%d logits are no numbers", nans);
     trace_free(&many);
-    linear_free(&l->shared_gate), linear_free(&l->shared_up), linear_free(&l->router);
+    linear_free(&l->shared_gate), linear_free(&l->shared_up), linear_free(&l->router), linear_free(&c.model.head);
     trace_free(&golden);
     ids_free(&ids);
     checkpoint_close(&c);
@@ -1008,7 +1054,8 @@ int main(void) {
     run("gpu: prompts of 1 to 5,000 tokens, latent attention", shapes_latent);
     run("gpu: one token and several agree with latents", instances_of_latents_agree);
     run("gpu: latent attention of 18 heads and 500 tokens", latent_heads_pass);
-    run("gpu: a router in F32, a shared expert in F16, experts in BF16", types_of_x_may_differ);
+    run("gpu: a router and a head in F32, a shared expert in F16, experts in BF16", types_of_x_may_differ);
+    run("gpu: rows of codes that end inside a word", rows_may_end_inside_words);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
     run("gpu: the real router and experts, one token", router_and_experts_few);
     run("gpu: the real router and experts, 40 tokens", router_and_experts_many);

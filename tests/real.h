@@ -28,13 +28,14 @@ static inline View part_of(View v, int i, int n) { /* part i of n equal ones */
 
 /* n matrices whose codes are at `data`, or 0 if that is NULL. */
 static inline Linear stored(Type type, int n, int rows, int cols, const void *data, const float *bias) {
-    size_t row = type == MXFP4 ? (size_t)cols / 2 : (size_t)cols * (type == F32 ? 4 : 2);
+    size_t row = (size_t)cols * (size_t)types[type].bits / 8;
     View codes = view_of(data, n * rows, row), scales = {0};
     Stored *each = allocate_zero((size_t)n, sizeof *each);
     Linear w = {.type = type, .rows = rows, .cols = cols, .n = n, .each = each};
     if (type == MXFP4) w.scale = (Grid){E8M0, 1, 32, false}, scales = view_of(NULL, n * rows, row / 16);
     for (int i = 0; i < n; i++)
         each[i] = (Stored){part_of(codes, i, n), .factor = 1, .bias = bias ? bias + i * rows : NULL};
+    if (type == INT8) w.scale = (Grid){F32, 1, cols, false}, scales = view_of(NULL, n * rows, sizeof(float));
     for (int i = 0; i < n && w.scale.rows; i++) each[i].scale = part_of(scales, i, n);
     return w;
 }
@@ -55,7 +56,7 @@ static inline Linear full(Type type, const float *data, int n, int rows, int col
 static inline void linear_free(Linear *w) {
     if (!w->rows) return;
     view_free(&w->each->data, w->n);
-    if (w->type == MXFP4) view_free(&w->each->scale, w->n);
+    if (w->scale.rows) view_free(&w->each->scale, w->n);
     free((void *)(uintptr_t)w->each);
 }
 
