@@ -82,8 +82,8 @@ struct Tokenizer {
     int byte_token[256];            /* byte fallback: those written <0xXX>; -1: there is none */
     pcre2_code *split[MOST_SPLITS]; /* each splits what the one before it leaves */
     int splits;
-    /* Added tokens to find before normalizing, and after it: a hash of each beginning -> id, or MOST_IDS if it goes on.
-     * As for merges, hashes are compared alone: a text made to collide gets a wrong token, but no control token. */
+    /* Added tokens found in raw text, and in normalized text: a hash of each beginning -> id, or MOST_IDS if it goes
+     * on. Hashes are compared alone: a text made to collide gets a wrong token, but no control token. */
     Map prefixes[2];
     int first;           /* the token that WITH_TEMPLATE adds in front of a text, or -1 */
     int bos;             /* what a chat template knows as bos_token, or -1 */
@@ -412,12 +412,12 @@ static int alphabet_byte(uint32_t c) {
     return c == 0x143 ? 0xAD : -1;
 }
 
-/* Appends a token's bytes to t->text. The file writes those of a byte-level vocabulary in GPT-2's alphabet, unless the
- * token is `literal` or has a character outside of the alphabet. */
-static void text_add(Tokenizer *t, const char *s, size_t n, bool literal) {
+/* Appends a token's bytes to t->text. Those of a byte-level vocabulary are in GPT-2's alphabet, unless the token has a
+ * character outside of it. */
+static void text_add(Tokenizer *t, const char *s, size_t n) {
     size_t before = t->text.n;
     uint32_t c;
-    literal = literal || !(t->features & BYTE_LEVEL);
+    bool literal = !(t->features & BYTE_LEVEL);
     for (size_t i = 0; i < n && !literal;) {
         i += (size_t)utf8_decode(s + i, n - i, &c);
         int byte = alphabet_byte(c);
@@ -429,13 +429,13 @@ static void text_add(Tokenizer *t, const char *s, size_t n, bool literal) {
     bytes_add(&t->text, s, n);
 }
 
-/* Adds a token of the vocabulary, or a literal one that it does not list. */
-static bool define(Tokenizer *t, double number, const char *name, bool literal, Error *e) {
+/* Adds a token of the vocabulary, or an added one that it does not list. */
+static bool define(Tokenizer *t, double number, const char *name, Error *e) {
     if (!(number >= 0 && number < MOST_IDS && number == (int)number))
         return fail(e, BAD_MODEL, "the id of '%.100s' is not a whole number below %d", name, MOST_IDS);
     int id = (int)number;
     size_t begin = t->text.n;
-    text_add(t, name, strlen(name), literal);
+    text_add(t, name, strlen(name));
     size_t n = t->text.n - begin;
     uint64_t key = hash(FNV, t->text.data + begin, n);
     if (!n || t->piece[id].n || map_get(&t->by_text, key) >= 0)
@@ -461,15 +461,15 @@ static void find_byte_tokens(Tokenizer *t, bool fallback) {
     for (int b = 0; b < 256 && !known; b++) t->byte_token[b] = t->unknown;
 }
 
-/* Adds a token that is cut out of the text first. The vocabulary may list it too, with the same id, in its alphabet. */
+/* Adds a token that is cut out of the text first. If the vocabulary lists it too, the id there counts. */
 static bool add_token(Tokenizer *t, double number, const char *text, bool control, bool normalized, Error *e) {
     size_t n = strlen(text), begin = t->text.n; /* the end of the text is work space */
-    text_add(t, text, n, false);
+    text_add(t, text, n);
     int id = find(t, t->text.data + begin, t->text.n - begin);
     t->text.n = begin;
     if (n > MOST_ADDED) return fail(e, BAD_MODEL, "the added token '%.100s' has more than %d bytes", text, MOST_ADDED);
-    if ((id < 0 || id != number) && !define(t, number, text, true, e)) return false;
-    id = (int)number;
+    if (id < 0 && !define(t, number, text, e)) return false;
+    if (id < 0) id = (int)number;
     if (t->piece[id].added) return fail(e, BAD_MODEL, "two added tokens have the id %d", id);
     t->piece[id].added = true;
     t->piece[id].control = control;
@@ -491,9 +491,9 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, Error *e) {
         if (!left || !right || (b && b->next))
             return fail(e, BAD_MODEL, "merge %d is neither \"left right\" nor [left, right]", rank);
         size_t begin = t->text.n; /* the end of the text is work space */
-        text_add(t, left, space ? (size_t)(space - left) : strlen(left), false);
+        text_add(t, left, space ? (size_t)(space - left) : strlen(left));
         size_t cut = t->text.n;
-        text_add(t, right, strlen(right), false);
+        text_add(t, right, strlen(right));
         /* Compares hashes alone: reading the bytes costs cache misses, and a file with collisions harms only itself. */
         uint64_t hash_left = hash(FNV, t->text.data + begin, cut - begin);
         int first = map_get(&t->by_text, hash_left);
@@ -520,7 +520,7 @@ static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
     if ((prefix && *prefix) || (suffix && *suffix))
         return fail(e, BAD_MODEL, "continuing_subword_prefix and end_of_word_suffix are not implemented");
     if (json_true(model, "ignore_merges")) t->features |= IGNORE_MERGES;
-    cJSON_ArrayForEach(token, vocab) if (!define(t, cJSON_GetNumberValue(token), token->string, false, e)) return false;
+    cJSON_ArrayForEach(token, vocab) if (!define(t, cJSON_GetNumberValue(token), token->string, e)) return false;
     if (!read_merges(t, merges, e)) return false;
     t->unknown = unknown && json_true(model, "fuse_unk") ? find(t, unknown, strlen(unknown)) : -1;
     find_byte_tokens(t, json_true(model, "byte_fallback"));
@@ -660,8 +660,10 @@ static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
         const char *text = t->text.data + whole->begin;
         if (whole->n > MOST_ADDED)
             return fail(e, BAD_MODEL, "the token %d has more than %d bytes", t->merged.data[rank], MOST_ADDED);
-        for (uint32_t cut = 1; cut < whole->n; cut++) {
-            int left = find(t, text, cut), right = left < 0 ? -1 : find(t, text + cut, whole->n - cut);
+        uint64_t h = FNV;
+        for (uint32_t cut = 1; cut < whole->n; cut++) { /* compares hashes alone, as read_merges() */
+            h = hash(h, text + cut - 1, 1);
+            int left = map_get(&t->by_text, h), right = left < 0 ? -1 : find(t, text + cut, whole->n - cut);
             if (right >= 0) map_put(&t->rank, pair(left, right), rank);
         }
     }
@@ -681,7 +683,7 @@ static bool read_tokens(Tokenizer *t, const cJSON *metadata, Error *e) {
         json_whole(type, NORMAL, UNUSED, &kind);
         bool cut = kind == UNKNOWN || kind == CONTROL || kind == USER_DEFINED;
         if (!text || !*text || kind == UNUSED) continue;
-        ok = cut ? add_token(t, id, text, kind != USER_DEFINED, false, e) : define(t, id, text, false, e);
+        ok = cut ? add_token(t, id, text, kind != USER_DEFINED, false, e) : define(t, id, text, e);
         if (kind == UNKNOWN) t->unknown = id;
     }
     return ok;
@@ -730,8 +732,8 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
 
 /* ---- chat templates, which also tell which tokens are control tokens ---- */
 
-/* Appends all texts of `template` to `all`. Several are listed as {"name": "default", "template": ...}; the default one
- * is the model's, if `counts`. */
+/* Appends every text of `template` to `all`. In a list of {"name", "template"}, "default" is the model's, if `counts`.
+ */
 static void add_template(Tokenizer *t, const cJSON *template, bool counts, Bytes *all) {
     const char *text = cJSON_GetStringValue(template);
     const cJSON *part;

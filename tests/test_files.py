@@ -261,6 +261,10 @@ def one_file(model):
     write_map(model, {})
 
 
+def numbered(n):
+    return {f"t{i}": f"s{i}.safetensors" for i in range(n)}
+
+
 INDEXES = [  # what is wrong, how it is made, words of the message
     ("../../x", lambda m: write_map(m, {EMBED: "../../x"}), ["index.json", EMBED, "../../x"]),
     ("/x", lambda m: write_map(m, {EMBED: "/x"}), ["index.json", EMBED, "/x"]),
@@ -286,6 +290,8 @@ INDEXES = [  # what is wrong, how it is made, words of the message
     ("a tensor twice in the index", write_index(json.dumps(INDEX).replace('{"model', f'{{"{EMBED}": "x", "model', 1)),
      ["index.json", EMBED, "twice"]),
     ("nested 100,000 deep", write_index('{"weight_map": ' + DEEP + "}"), ["index.json", "JSON"]),
+    ("1,000 files, one named twice", lambda m: write_map(m, {**numbered(998), "z": "s0.safetensors"}), ["s0", "missing"]),
+    ("1,001 files", lambda m: write_map(m, numbered(999)), ["more files than 1000"]),
     ("one shard", one_shard, FINE),
     ("one file beside an old index", one_file, FINE),
     ("the other shard", lambda m: write_map(m, {EMBED: SHARDS[1]}), FINE),
@@ -954,6 +960,18 @@ def test_tokenizer(folder):
         else:
             refused("tokenize", model, stdin=text, words=["tokenizer.json", *words], seconds=SECONDS)
     each(TOKENIZERS, check)
+
+
+def test_added_letter(folder):
+    """A letter that stands for a byte in the vocabulary. If that lists it, the id there counts, as in `tokenizers`."""
+    for name, vocab, wanted in (("listed", VOCAB, VOCAB["õ"]), ("not listed", changed(VOCAB, {"õ": None}), 421)):
+        model = folder / name
+        model.mkdir()
+        added = [*ADDED, {"id": 421, "content": "õ", "special": False, "normalized": True}]
+        (model / "tokenizer.json").write_text(json.dumps(
+            {**TOKENIZER, "added_tokens": added, "model": {**TOKENIZER["model"], "vocab": vocab}}))
+        same(ids_of(infer("tokenize", model, stdin="aõb")), [VOCAB["a"], wanted, VOCAB["b"]], name)
+        same(infer("detokenize", model, stdin=str(wanted)).out, b"\xf5", name)
 
 
 def test_text_never_becomes_a_control_token(folder):
