@@ -264,8 +264,8 @@ static cJSON *percentile(const Bytes *times, double p) {
 
 static int bench_server(const Options *o, bool json) {
     const size_t n = strlen(o->server), slash = o->server[n - 1] == '/';
-    LocalText url =
-        text_print("%.*s%s/completions", (int)(n - slash), o->server, strstr(o->server, "/v1") ? "" : "/v1");
+    LocalText url = text_print("%.*s%s/completions", (int)(n - slash), o->server,
+                               strstr(o->server + (n < 8 ? n : 8), "/v1") ? "" : "/v1"); /* behind https:// */
     Load l = {.o = o, .url = url, .clients = 1, .prompt = o->prompts.value[0]};
     cJSON *rows = cJSON_CreateArray(), *x;
     curl_global_init(CURL_GLOBAL_DEFAULT);

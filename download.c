@@ -483,7 +483,8 @@ static bool matches(const Texts *globs, const char *name) {
 static bool wanted(const char *name) {
     if (matches(&hub.o.exclude, name)) return false;
     if (hub.o.include.n) return matches(&hub.o.include, name);
-    return hub.o.all ||
+    if (hub.o.all) return true;
+    return !is_like(name, "^consolidated") && /* Mistral's other copy of the weights */
            is_like(name, "^([^/]*[.]safetensors([.]index[.]json)?|tokenizer[^/]*|chat_template[.][^/]*|merges[.]txt|"
                          "(config|generation_config|quantize_config|vocab|special_tokens_map|added_tokens)[.]json)$");
 }
@@ -558,12 +559,6 @@ static bool find_token(void) {
            fail(&error, USAGE, "%s holds no token, or characters that no token has: mend or remove it", hub.token_from);
 }
 
-/* Finds the cache and, in it, the folder of a repository. */
-static void find_folder(const char *repository) {
-    hub.cache = hub_cache();
-    hub.folder = hub_folder(repository);
-}
-
 /* Finds the hub, the token and the repository ORG/NAME[@REVISION]. From now on Ctrl+C ends each wait. USAGE. */
 static bool hub_open(const Options *o) {
     const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
@@ -585,7 +580,7 @@ static bool hub_open(const Options *o) {
     hub.revision = text_print("%s", o->revision ? o->revision : revision);
     if (!repository_valid(hub.name))
         return fail(&error, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", o->model, hub.endpoint);
-    find_folder(hub.name);
+    hub.cache = hub_cache(), hub.folder = hub_folder(hub.name);
     return name_valid(hub.revision) || fail(&error, USAGE, "'%.100s' is no revision", hub.revision);
 }
 
@@ -663,7 +658,7 @@ char *model_get(const char *argument, Error *e) {
 }
 
 int rm(const Options *o) {
-    find_folder(o->model);
+    hub.cache = hub_cache(), hub.folder = hub_folder(o->model);
     size_t n = strlen(hub.cache);
     bool repository = repository_valid(o->model), here = repository && !access(hub.folder, F_OK);
     LocalText path = here ? text_print("%s", hub.folder) : model_find(o->model, &error); /* as for every command */

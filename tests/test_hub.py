@@ -123,8 +123,9 @@ def test_download(folder):
 MANY = {**SMALL, "model-00001-of-00002.safetensors": b"a" * 9, "model.safetensors.index.json": b"{}",
         "vocab.json": b"{}", "quantize_config.json": b"{}", "merges.txt": b"", "chat_template.jinja": b"x",
         "pytorch_model.bin": b"b" * 5000, "original/model.safetensors": b"c" * 7000, "metal/deep/model.bin": b"d",
-        "README.md": b"e"}
-READ = {*MANY} - {"pytorch_model.bin", "original/model.safetensors", "metal/deep/model.bin", "README.md"}
+        "README.md": b"e", "consolidated.safetensors": b"f"}  # the same weights again
+READ = {*MANY} - {"pytorch_model.bin", "original/model.safetensors", "metal/deep/model.bin", "README.md",
+                  "consolidated.safetensors"}
 SELECTIONS = [
     ("default", [], READ),
     ("all", ["--all"], {*MANY}),
