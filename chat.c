@@ -18,7 +18,7 @@ static const char *const controls[CONTROLS] = {
     "<|endoftext|>", "<think>",     "</think>",      "<tool_call>", "</tool_call>", "<|python_tag|>"};
 static const char functions[] = "functions.", heading[] = "# Instructions\n\n";
 
-enum { STREAM_END = -2 }; /* is no token; not -1, which in Chat.control is a token that the tokenizer lacks */
+enum { STREAM_END = -2 }; /* no token has it; -1 would match a control token that the tokenizer lacks */
 
 /* The JSON keys of a message's texts; from HEADER on they are harmony's own. */
 enum { WORDS = 6, HEADER = 3 };
@@ -39,8 +39,8 @@ enum {
     FIRST = 1,   /* the system text stands before the user's first text, and user and assistant alternate; */
     LAST = 2,    /* the same before the user's last text */
     ALONE = 4,   /* a call is a turn without text, and tools stand before the user's first text */
-    HOIST = 8,   /* all system texts stand at the beginning; */
-    LATEST = 16, /* only the latest does */
+    HOIST = 8,   /* all system texts stand at the beginning */
+    LATEST = 16, /* only the latest system text does */
     KEEP = 32,   /* thoughts are part of the history */
     BOS = 64     /* the chat begins with bos_token where the template prints that */
 };
@@ -165,7 +165,7 @@ bool chat_effort(const Chat *chat, const char *effort, Error *e) {
     const Format *f = chat->format;
     bool always = f == &harmony || (f->think && !f->quiet);
     return text_listed(always ? "low medium high" : "low medium high none", effort) ||
-           fail(e, USAGE, "effort (reasoning_effort in JSON) must be low, medium or high%s, not '%.40s'",
+           fail(e, USAGE, "reasoning_effort (--effort, /effort) must be low, medium or high%s, not '%.40s'",
                 always ? "" : ", or none", effort);
 }
 
@@ -304,7 +304,7 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
     const cJSON *calls = json_get(json, "tool_calls"), *content = json_get(json, "content");
     const char *role = json_string(json, "role"), *channel = NULL, *reason = NULL;
     bool system = same(role, "system") || same(role, "developer"), assistant = same(role, "assistant"),
-         tool = same(role, "tool"), header = false; /* harmony's keys are there */
+         tool = same(role, "tool"), header = false; /* it has harmony's keys */
     LocalBytes text = {0};
     if (!system && !assistant && !tool && !same(role, "user"))
         return fail(e, USAGE, "messages[%d] has the unknown role '%.40s'", i, role ? role : "");
@@ -312,7 +312,7 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
         return fail(e, USAGE, "messages[%d].content is neither a text nor an array of text parts", i);
     for (int w = HEADER; w < WORDS; w++) header = header || json_get(json, words[w]);
     for (int k = 0; k < 3 && assistant && !reason; k++) reason = json_string(json, reasons[k]);
-    bool more = cJSON_GetArraySize(calls) || (reason && (*reason || !content)); /* than the text */
+    bool more = cJSON_GetArraySize(calls) || (reason && !content); /* than the text */
     if (reason && *reason) conversation_add(c, role, "analysis", reason, strlen(reason));
     if (assistant && !header) channel = cJSON_GetArraySize(calls) ? "commentary" : "final";
     if (system && !c->messages && !c->instructions) {
@@ -768,7 +768,7 @@ static bool is_result(const Format *f, Bytes text) {
 static bool put_row(const Chat *chat, const Conversation *c, Bytes *out, Error *e) {
     const Format *f = chat->format;
     LocalBytes front = {0};
-    int first = c->messages, last = -1;
+    int first = c->messages, last = -1; /* the user's first text; the last question */
     for (int i = c->messages - 1; i >= 0; i--) {
         if (kind_of(c->message + i) != USER) continue;
         first = i;
@@ -776,6 +776,8 @@ static bool put_row(const Chat *chat, const Conversation *c, Bytes *out, Error *
     }
     if (last < 0) last = c->messages; /* no question: no thought is recent */
     put_begin(chat, c, &front, out);
+    if (front.n && c->messages && first == c->messages)
+        return fail(e, USAGE, "messages: in %s chats a user's text follows the tools, and there is none", f->name);
     for (int i = 0, turn = 1; i < c->messages; turn++) {
         int kind = kind_of(c->message + i);
         if (f->flags & (FIRST | LAST) && (turn % 2 ? kind != USER : kind > CALL))
@@ -984,7 +986,7 @@ static void end_text(Reader *r, const char *channel) {
     next_message(r, false);
 }
 
-/* Is the pending text a call, or may it become one, without marks? */
+/* Is a marked call being read, or may the pending text become one without marks? */
 static bool may_be_call(const Reader *r) {
     static const char begin[] = "{\"name\":";
     if (r->in_content) return true;

@@ -183,11 +183,12 @@ static bool check_model(Request *q, const char *name) {
     return fail(&q->error, 404, "model: there is no model %.100s here, only %s", name, server.name);
 }
 
-/* Fields that are not supported: in any request, in chats, in texts. The value behind the = changes nothing and is
- * accepted, and so is enable_thinking, which make_chat() obeys. The space in front marks where a field begins. */
+/* Fields that are refused: in any request, in chats, in texts. Values behind a = are accepted: they change nothing, but
+ * for thoughts switched on or off, which make_chat() obeys. A space marks where a field begins. */
 #define UNSUPPORTED                                                                                                    \
     " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "       \
     "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "                \
+    "chat_template_kwargs={\"thinking\":false} chat_template_kwargs={\"thinking\":true} "                              \
     "continue_final_message=false documents=[] frequency_penalty=0 frequency_penalty=-0 function_call=\"auto\" "       \
     "function_call=\"none\" functions=[] grammar= guided_choice= guided_grammar= guided_json= guided_regex= "          \
     "include_reasoning=true include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 "            \
@@ -358,8 +359,8 @@ static void add_score(Choice *c, size_t begin, int token, const float *logits) {
     cJSON_Delete(own);
 }
 
-/* Takes the logprobs of the tokens whose text begins in what is shown: a stop text may cut off the others. At an end
- * without one, the last tokens may have no text. */
+/* Takes the logprobs of tokens whose text begins before c->shown. At the end of an answer that no stop text cut, it
+ * takes all: the last tokens may have no text. */
 static cJSON *take_scores(Choice *c) {
     cJSON *taken = NULL, *score, *value;
     while ((score = c->scores->child)) {
@@ -574,8 +575,8 @@ static void run_model(Error *e) {
 
 /* ---- making choices ---- */
 
-/* Adds the request's n answers to a prompt. With echo it reads the prompt as part of each: all of it here, or only the
- * first token if the client wants logprobs, because the scheduler then passes the others. */
+/* Adds the request's n answers to a prompt. With echo the prompt is part of each: it is read here, or, if the client
+ * wants logprobs, by the scheduler from the second token on. */
 static bool add_choices(Request *q, const Ids *prompt) {
     const size_t context = (size_t)server.s.engine.context;
     if (!prompt->n) return fail(&q->error, 400, "the prompt is empty");
@@ -620,10 +621,12 @@ static bool make_chat(Request *q) {
     if (!conversation_parse(&talk, q->json, e)) return false;
     if (!talk.messages && !talk.instructions) return fail(e, 400, "messages is empty");
     if (!chat_effort(chat, talk.effort, e)) return false;
-    if (cJSON_IsFalse(json_get(json_get(q->json, "chat_template_kwargs"), "enable_thinking"))) {
+    const cJSON *switched = json_get(q->json, "chat_template_kwargs"); /* enable_thinking, in DeepSeek V3.1 thinking */
+    if (switched && cJSON_IsFalse(switched->child)) {
         conversation_set(&talk.effort, "none");
         if (!chat_effort(chat, "none", e))
-            return fail(e, 400, "enable_thinking cannot be false, because this model always thinks: leave it out");
+            return fail(e, 400, "%s cannot be false, because this model always thinks: leave it out",
+                        switched->child->string);
     }
     if (!chat_render(chat, &talk, true, &ids, e)) return false;
     const size_t prompt = ids.n;

@@ -169,6 +169,7 @@ CASES = {
 }
 THINKING = {
     "thoughts": [HI, assistant("Hello.", reasoning_content="Greet back."), SUM],
+    "a thought without an answer": [HI, assistant("", reasoning_content="Greet back."), SUM],
     "thoughts in the answer": [HI, assistant("<think>\nGreet back.\n</think>\n\nHello."), SUM],
     "effort none": [HI, HELLO, SUM],
     "no prompt, thoughts": [HI, assistant("Hello.", reasoning_content="Greet back.")],

@@ -124,6 +124,8 @@ def test_ids_outside_the_vocabulary(folder):
     refused("detokenize", PARROT, stdin="[1, 99999999]", code=2, words=["99999999", "vocabulary"])
     refused("detokenize", PARROT, stdin="[1, -1]", code=2, words=["'-1'"])
     refused("detokenize", PARROT, stdin="[1, x]", code=2, words=["'x'"])
+    for command in ("detokenize", "parse"):
+        refused(command, PARROT, stdin=b"[1, 2\0, 99999999]", code=2, words=["NUL"])
     (folder / "tokenizer.json").write_bytes((PARROT / "tokenizer.json").read_bytes())
     (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 1000}}))
     same(detokenize([999], folder), b"", "an id of the nested vocabulary that no text belongs to")
@@ -374,6 +376,8 @@ RULES = [  # what, fields besides "messages" and the messages, the text of the p
     ("results by id, not by order", {}, [HI, called("f", "g"), result("g", "2"), result("f", "1")],
      PLAIN_SYSTEM + USER + call_text("f") + call_text("g") + result_text("g", "2") + result_text("f", "1") + END),
     ("an empty answer without thoughts", {}, [HI, {"role": "assistant", "content": "", "reasoning_content": ""}, HI],
+     PLAIN_SYSTEM + USER + said("final", "") + USER + END),
+    ("a thought that a limit cut", {}, [HI, {"role": "assistant", "content": "", "reasoning_content": "Why"}, HI],
      PLAIN_SYSTEM + USER + said("final", "") + USER + END),
     ("<|return|> as text of an answer", {}, [HI, {"role": "assistant", "content": "Yo<|return|>"}, HI],
      PLAIN_SYSTEM + USER + said("final", "Yo<|return|>") + USER + END),

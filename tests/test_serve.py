@@ -482,9 +482,12 @@ def test_thinking_switched_off(folder):
         same(tokens(off), tokens({"reasoning_effort": "none"}))
         same(tokens({**off, "reasoning_effort": "high"}), tokens(off))
         expect(tokens(off) > tokens(on), "no empty thought")
+        for x in (True, False):  # as DeepSeek V3.1's template calls it
+            same(tokens({"chat_template_kwargs": {"thinking": x}}), tokens(on if x else off))
     with Server(PARROT) as s:
         s.refuses(CHAT, {"messages": HELLO, **off}, "enable_thinking", "always thinks")
-        s.refuses(CHAT, {"messages": HELLO, "reasoning_effort": "none"}, "effort", "none")
+        refusal = s.refuses(CHAT, {"messages": HELLO, "reasoning_effort": "none"}, "effort", "none")
+        same(refusal["param"], "reasoning_effort")
 
 
 def test_one_call_at_most():
