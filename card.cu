@@ -720,7 +720,6 @@ static bool check_model(const Model &m, Error *e) {
         return fail(e, BAD_MODEL, "%d groups of experts are more than the 32 that a warp can choose", m.route.groups);
     if (!m.kv_rank && m.n_heads / m.n_kv_heads > 64) /* rows of attention_tiled with heads of 256 */
         return fail(e, BAD_MODEL, "%d query heads for each key/value head are more than 64", m.n_heads / m.n_kv_heads);
-    if (m.n_experts > MAX_EXPERTS) return fail(e, BAD_MODEL, "%d experts are more than %d", m.n_experts, MAX_EXPERTS);
     if (m.dim > MAX_DIM) return fail(e, BAD_MODEL, "a hidden size of %d is more than %d", m.dim, MAX_DIM);
     const bool even = m.head_dim % 2 == 0 && m.kv_rank % 2 == 0 && m.layer[0].q_a.rows % 2 == 0; /* pairs are aligned */
     if (m.kv_rank ? !m.neighbours || !even || m.n_heads * m.v_dim % 8 : m.v_dim != m.head_dim)

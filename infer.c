@@ -429,9 +429,8 @@ static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
         return fail(e, BAD_MODEL, "%s: missing: is the model's download incomplete? infer download goes on", path);
     s->tokenizer = tokenizer_open(path, gguf, e);
     if (!s->tokenizer || !vocab || tokenizer_fit(s->tokenizer, vocab)) return s->tokenizer;
-    return fail(e, BAD_MODEL,
-                "%s: tokenizer.json has ids up to %d, config.json a vocabulary of %d: they belong to different models",
-                s->dir, tokenizer_size(s->tokenizer) - 1, vocab);
+    return fail(e, BAD_MODEL, "%s: it has ids up to %d, the config a vocabulary of %d: they belong to different models",
+                path, tokenizer_size(s->tokenizer) - 1, vocab);
 }
 
 /* Adds the tokens that end a text in every family that has them: a GGUF file names at most three such tokens. */
@@ -722,6 +721,7 @@ static struct {
     const char *prompt;
     bool brackets; /* the terminal puts them around pasted text */
     bool pasted;   /* the line begins with pasted text, whose quotes are text */
+    bool quoted;   /* the question stood between triple quotes */
 } editor;
 
 static void suspend(int number);
@@ -877,15 +877,15 @@ static bool editor_line(const char *prompt, Bytes *out) {
 static bool editor_text(Bytes *out) {
     static const char quotes[] = "\"\"\"";
     if (!editor_line("You: ", out)) return false;
-    bool quoted = !editor.pasted && !strncmp(out->data, quotes, 3);
-    while (quoted && (out->n < 6 || strcmp(out->data + out->n - 3, quotes))) {
+    editor.quoted = !editor.pasted && !strncmp(out->data, quotes, 3);
+    while (editor.quoted && (out->n < 6 || strcmp(out->data + out->n - 3, quotes))) {
         bytes_text(out, "\n");
         if (editor_line("...  ", out) && !interrupted) continue;
         out->n = *out->data = 0;
         return true;
     }
     if (strspn(out->data, " \t\n") < out->n) editor_remember(out->data);
-    if (!quoted) return true;
+    if (!editor.quoted) return true;
     size_t begin = 3 + (out->data[3] == '\n'), end = out->n - 3; /* the quotes may stand on lines of their own */
     if (end > begin && out->data[end - 1] == '\n') end--;
     LocalText text = copy_text(out->data + begin, end > begin ? end - begin : 0);
@@ -1061,9 +1061,9 @@ static int play_loop(Play *p) {
         Error e;
         bool ok = true;
         size_t space = strspn(line.data, " \t\n"), skip = p->chat ? space : 0;
-        if (*line.data == '/') {
+        if (*line.data == '/' && !editor.quoted) {
             ok = run_slash(p, line.data, &e);
-        } else if (text_listed("exit quit bye help", line.data)) {
+        } else if (!editor.quoted && text_listed("exit quit bye help", line.data)) {
             ok = fail(&e, USAGE, "the command is /%s; a line that begins with a space is text", line.data);
         } else if (space < line.n && (ok = check_text("the text", line.data, line.n, &e))) {
             conversation_add(&p->talk, "user", NULL, line.data + skip, line.n - skip);
@@ -1167,6 +1167,12 @@ static bool parse_ids(const char *text, int vocab, Ids *out, Error *e) {
     return true;
 }
 
+/* The ids on stdin. */
+static void read_ids(Filter *f, int vocab) {
+    if (strlen(f->in.data) < f->in.n) fail(&f->e, USAGE, "stdin: a NUL stands among the ids"), die(&f->e);
+    if (!parse_ids(f->in.data, vocab, &f->ids, &f->e)) die(&f->e);
+}
+
 static void print_ids(const Ids *ids) {
     for (size_t i = 0; i < ids->n; i++) printf("%c%d", i ? ',' : '[', ids->data[i]);
     puts(ids->n ? "]" : "[]");
@@ -1216,7 +1222,7 @@ static int vocabulary(const Session *s) {
 static int detokenize(const Options *o) {
     Filter f = {0};
     filter_open(&f, o, NEED_TOKENIZER);
-    if (!parse_ids(f.in.data, vocabulary(&f.s), &f.ids, &f.e)) die(&f.e);
+    read_ids(&f, vocabulary(&f.s));
     print_text(f.s.tokenizer, &f.ids);
     return filter_close(&f);
 }
@@ -1240,7 +1246,7 @@ static int parse(const Options *o) {
     Filter f = {0};
     LOCAL(reader_free) Reader reader = {0};
     filter_open(&f, o, NEED_CHAT);
-    if (!parse_ids(f.in.data, INT32_MAX, &f.ids, &f.e)) die(&f.e);
+    read_ids(&f, INT32_MAX);
     reader_init(&reader, &f.s.chat, NULL);
     for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], NULL);
     reader_end(&reader, NULL);

@@ -253,8 +253,8 @@ static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
 }
 
 /* Which layers have a window: those that layer_types names. Without it: all from max_window_layers on, except every
- * sliding_window_pattern-th. If use_sliding_window is false, no layer has a window. Keys count only in families whose
- * defaults have them. Where none has the first two, layer_types may not contradict sliding_window. */
+ * sliding_window_pattern-th. If use_sliding_window is false, no layer has a window. A family's defaults decide
+ * which of these keys count. Without the first two, layer_types must agree with sliding_window. */
 static void read_windows(Loader *load, Model *m) {
     const cJSON *defaults = load->defaults;
     const cJSON *list = config_typed(load, load->config, "layer_types", cJSON_Array, "an array");
@@ -299,7 +299,7 @@ static void read_experts(Loader *load, Model *m) {
     if (!f->moe.router) return;
     const char *count = json_get(config, f->moe.count) ? f->moe.count : "num_local_experts"; /* its newer name */
     Route *r = &m->route;
-    m->n_experts = config_whole(load, count, 1, 4096, REQUIRED);
+    m->n_experts = config_whole(load, count, 1, 1024, REQUIRED);
     m->top_k = config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED);
     r->normalise = config_true(load, "norm_topk_prob");
     if (!f->latent) return;
@@ -347,7 +347,7 @@ static void read_heads(Loader *load, Model *m) {
 static void read_sizes(Loader *load, Model *m) {
     const cJSON *config = load->config;
     const Family *f = load->family;
-    m->n_layers = config_whole(load, "num_hidden_layers", 1, 4096, REQUIRED);
+    m->n_layers = config_whole(load, "num_hidden_layers", 1, 1024, REQUIRED);
     m->dim = config_whole(load, "hidden_size", 1, 1 << 17, REQUIRED);
     m->vocab = config_whole(load, "vocab_size", 1, 1 << 22, REQUIRED);
     m->context = config_whole(load, "max_position_embeddings", 1, 1 << 24, REQUIRED);
@@ -383,7 +383,7 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
         {"pack_dtype", "int32"},
         {"fmt", "e4m3"},
         {"is_marlin_format", "false"},
-        {"quantization_status", "compressed"},
+        {"quantization_status", "compressed, frozen"},
         {"transform_config", "{}"},
         {"bits", "4, 8"},
         {"num_bits", "4, 8"},
@@ -627,10 +627,11 @@ static bool name_files(Tensors *t, const char *path, Error *e) {
     if (!entry) return json && fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index);
     for (; entry; entry = entry->next) {
         const char *name = cJSON_GetStringValue(entry);
-        if (!name || !*name || *name == '.' || strchr(name, '/') || strchr(name, '\\') || t->files == MOST_FILES)
+        const bool is_name = name && *name && *name != '.' && !strchr(name, '/') && !strchr(name, '\\');
+        if (is_name) add_file(t, join(path, name));
+        if (!is_name || t->files > MOST_FILES)
             return fail(e, BAD_MODEL, "%s: tensor '%.100s' is in '%.100s': no file name, or more files than %d", index,
                         entry->string, name ? name : "(no text)", MOST_FILES);
-        add_file(t, join(path, name));
     }
     return true;
 }
@@ -645,7 +646,7 @@ static void on_bus_error(int number) {
 
 bool tensors_open(Tensors *t, const char *path, Error *e) {
     *t = (Tensors){0};
-    snprintf(shrunk, sizeof shrunk, "infer: %.500s: a safetensors file was truncated while it was in use\n", path);
+    snprintf(shrunk, sizeof shrunk, "infer: %.500s: a model file was truncated while it was in use\n", path);
     signal(SIGBUS, on_bus_error);
     bool ok = name_files(t, path, e);
     for (int i = 0; i < t->files && ok; i++) ok = read_file(t, i, e);
@@ -805,8 +806,8 @@ static View bind_grid(Loader *load, const char *name, const char *suffix, const 
     return view_of(load, t, shape[0]);
 }
 
-/* The suffixes of the tensors of an encoded matrix. The first row counts whose mark exists and whose codes have the
- * right dtype and shape. */
+/* The suffixes of the tensors of an encoded matrix. The first row wins whose mark exists and whose codes have the right
+ * dtype and shape. */
 typedef struct {
     Type type;
     const char *codes, *mark, *scale, *zero, *group; /* mark: a tensor that must exist. NULL: none */
@@ -1131,7 +1132,7 @@ static void bind_layer(Loader *load, Model *m, int i) {
     m->ffn_dim = MAX(m->ffn_dim, MAX(l->gate.rows, l->shared_gate.rows));
 }
 
-/* Is it a tensor that text generation does not need, as scales of activations and of the cache, which stay bf16? */
+/* Can text be generated without it? So with scales of activations and of the cache: both stay bf16. */
 static bool left_out(const Loader *load, const char *name) {
     static const char scales[] = "input_scale qscale_act input_global_scale input_zero_point input_scale_ub k_scale "
                                  "v_scale q_scale kv_scale prob_scale output_scale";
@@ -1273,12 +1274,6 @@ uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
 
 /* ---- models on disk ---- */
 
-static void set_text(char *out, size_t room, const char *text) {
-    LocalBytes shown = {0};
-    bytes_shown(&shown, text ? text : "", text ? strlen(text) : 0, false); /* no control characters */
-    snprintf(out, room, "%s", shown.n ? shown.data : "");
-}
-
 ModelEntry model_entry(const char *path) {
     ModelEntry m = {0};
     Error missing;
@@ -1299,10 +1294,11 @@ ModelEntry model_entry(const char *path) {
         size_t *sum = bytes + type_of(one);
         if ((*sum += one->size) > most) most = *sum, encoding = one->dtype;
     }
-    set_text(m.encoding, sizeof m.encoding, encoding);
+    snprintf(m.encoding, sizeof m.encoding, "%s", encoding ? encoding : "");
     for (char *s = m.encoding; *s; s++) *s = (char)toupper((unsigned char)*s);
-    set_text(m.family, sizeof m.family,
-             load.gguf ? json_string(t->metadata, "general.architecture") : json_string(load.file, "model_type"));
+    const char *family =
+        load.gguf ? json_string(t->metadata, "general.architecture") : json_string(load.file, "model_type");
+    snprintf(m.family, sizeof m.family, "%s", family ? family : "");
     if (!t->files) m.complete &= name_files(t, path, &missing);
     for (int i = 0; i < t->files; i++) {
         const bool here = !stat(t->file[i].name, &st);
@@ -1685,8 +1681,8 @@ void scheduler_remove(Scheduler *s, Stream *t) {
     if (i == n) return;
     drop_pages(s, t);
     ids_free(&t->pages);
-    if (i < s->now.running) ids_add(&s->slots, t->slot);
-    *(i < s->now.running ? &s->now.running : &s->now.waiting) -= 1;
+    if (i >= s->now.running) s->now.waiting--;
+    if (i < s->now.running) ids_add(&s->slots, t->slot), s->now.running--;
     memmove(s->stream + i, s->stream + i + 1, (n - i - 1) * sizeof *s->stream);
     for (i = 0; i < 2 * MOST_STREAMS; i++)
         if (s->step[i % 2].stream[i / 2] == t) s->step[i % 2].stream[i / 2] = NULL;

@@ -1004,6 +1004,11 @@ def test_paste_of_several_lines():
         t.prompt()
         same(questions(t), ['"""A text"""\ndef f():'], "the question with quotes")
         t.say("/clear")
+        t.send('"""/clear the table"""\n')  # what stands between quotes is no command
+        t.wait("[Generated")
+        t.prompt()
+        same(questions(t), ["/clear the table"], "the question that begins with a slash")
+        t.say("/clear")
         t.send('"""\x1b[200~one\rtwo\x1b[201~\n')  # those that were typed begin a text
         t.send('three"""\n')
         t.wait("[Generated")
