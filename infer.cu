@@ -1019,6 +1019,7 @@ template <int D> struct SlabState {
 struct Merged {
     float max_score = NO_SCORE, total = 0;
     float2 sum = {};
+    __device__ Merged() {}
     __device__ Merged(const float *state, int count, int pitch, int pair) {
         for (int i = 0; i < count; i++) max_score = fmaxf(max_score, state[i * pitch]);
         for (int i = 0; i < count; i++, state += pitch) {

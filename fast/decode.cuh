@@ -16,8 +16,8 @@
  *     down       onto the residual stream, weighted                                                   14  17  22
  *     head       after the last layer: logits                                                         26  15   9
  *
- * The times are those of block 0, which has no part in attention: with one token its wait for attention counts in
- * output, its wait for the slowest block of up and down in qkv.
+ * Measured in block 0, which has no part in attention. With one token, output includes its wait for attention, and qkv
+ * its wait for the slowest block of up and down.
  *
  * RMSNorm is not a phase. The block that finishes a value of the residual stream also stores it times the norm's
  * weight, for the next matrix (Next); the factor 1 / root mean square is ready before that matrix's products are. With
@@ -73,9 +73,6 @@ struct Next {
     const float *norm;
     bool paired; /* bf16, by paired_place() */
 };
-__host__ __device__ inline Next next_of(void *to, const Matrix &m, const float *norm, bool paired = false) {
-    return {to, m.type, m.stride, norm, paired};
-}
 /* Stores value i of a token's x times the norm's weight. */
 __device__ inline void store_normed(const Next &next, int t, int i, float x) {
     if (next.paired)
@@ -194,7 +191,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         : w(w), s(s), k(k), memory(memory), tokens(tokens), first(first), last(last), phase(first), ring(k, memory) {}
     /* Before the first phase: all threads of the block call it. It may read w.barrier before wait_previous(), because
      * decode_step, which changes it, never calls launch_next(). */
-    __device__ void init(const DecodeLayer *layers) {
+    __device__ void init() {
         if (ring.thread == 0) {
             *at<unsigned long long>(k.barrier_base) =
                 (*(volatile unsigned long long *)w.barrier / gridDim.x - barriers_up_to(first)) * gridDim.x;
@@ -205,8 +202,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         }
         if (ring.thread < k.stages) ring.full[ring.thread].init(1), ring.empty[ring.thread].init(CONSUMERS);
         if (ring.thread < 4 && tokens == 1) { /* all its experts cost the same */
-            const Matrix &m = ring.thread < 2 ? layers->up : layers->down;
-            active().range[ring.thread] = w.top_k * tiles_of(m) * (block + ring.thread % 2) / blocks;
+            int tiles = tiles_of<MXFP4>(ring.thread < 2 ? 2 * w.ffn_dim : w.dim);
+            active().range[ring.thread] = w.top_k * tiles * (block + ring.thread % 2) / blocks;
         }
         Barrier::fence_init();
         __syncthreads();
@@ -486,7 +483,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     __device__ SplitJob split_job(int job, const DecodeLayer &l) const {
         int head = job % w.n_kv_heads, t = job / w.n_kv_heads % tokens, split = job / w.n_kv_heads / tokens,
             p = position_of(t);
-        int from = l.window && p >= l.window ? p - l.window + 1 : 0, page0 = from / PAGE, pages = p / PAGE - page0 + 1;
+        int from = first_seen(p, l.window), page0 = from / PAGE, pages = p / PAGE - page0 + 1;
         return {head, t, split, p, from, page0, pages, splits_of(pages)};
     }
     /* How many parts a context of `pages` pages is split into. */
@@ -1009,7 +1006,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             write<true>(
                 (bf16 *)buffers(w.layer).act + (size_t)choice * w.act_pitch + Codec<MXFP4>::place(r / 2),
                 (bf16)(activation(SWIGLU_CLAMPED, w.act_limit, gate * factor + bias[0], up * factor + bias[1], false) *
-                       w.act_lift));
+                       Codec<MXFP4>::LIFT));
         });
         if (producing || block) return;
         sync_consumers();
@@ -1105,12 +1102,9 @@ __global__ void __launch_bounds__(THREADS, 1)
             case PHASE_OUTPUT: f.output(l); break;
             case PHASE_UP: f.up(l); break;
             case PHASE_DOWN: {
-                const DecodeLayer *after = layers + f.w.layer + 1;
-                Next next = f.w.layer + 1 < w.n_layers
-                                ? next_of(w.normed_for[FOR_QKV], after->qkv, after->attn_norm, f.paired)
-                                : next_of(w.normed_for[FOR_HEAD], head, norm);
-                next.type = BF16, next.stride = w.dim;
-                f.down(l, next);
+                const bool end = f.w.layer + 1 == w.n_layers;
+                f.down(l, end ? Next{w.normed_for[FOR_HEAD], BF16, w.dim, norm}
+                              : Next{w.normed_for[FOR_QKV], BF16, w.dim, layers[f.w.layer + 1].attn_norm, f.paired});
                 break;
             }
             default: f.logits(head, norm, rows);
@@ -1120,7 +1114,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     };
     if (max_tokens == 1) tokens = rows = 1;
     DecodeBlock<false, max_tokens> consumer(w, s, k, memory, tokens, first, last);
-    consumer.init(layers);
+    consumer.init();
     if (threadIdx.x < CONSUMERS)
         run(consumer);
     else

@@ -90,7 +90,7 @@ void open(Gpu *gpu) {
     int hopper = 0;
     if (gpu->limits.plain || cudaMemcpyFromSymbol(&hopper, has_hopper, sizeof hopper) || !hopper) return;
     gpu->wgmma = true;
-    if (has_gpt_oss_shapes(gpu->model) && gpu->sms <= MAX_COUNT) gpu->fast = new State;
+    if (has_gpt_oss_shapes(gpu->model) && gpu->sms >= MIN_SMS && gpu->sms <= MAX_COUNT) gpu->fast = new State;
 }
 void close(Gpu *gpu) { delete gpu->fast; }
 
@@ -124,7 +124,6 @@ bool prepare(Gpu *gpu, Error *e) {
     State *f = gpu->fast;
     DecodeWork &w = f->work;
     (Work &)w = gpu->work;
-    w.act_lift = Codec<MXFP4>::LIFT;
     std::vector<DecodeLayer> layers;
     for (const DeviceLayer &l : gpu->device.layer) {
         layers.push_back({l, f->columns + layers.size() * w.dim * w.n_experts});
@@ -181,7 +180,7 @@ bool tap_phase(const Pass *a, int layer, int kind, Error *e) {
         return tap_rows(a, "experts", w.expert, n_choices, n, w.top_k, choice, e) &&
                tap_rows(a, "weights", w.weight, n_choices, n, w.top_k, choice, e) &&
                tap_rows(a, "act", (const bf16 *)now.act, (size_t)n_choices * w.act_pitch, n_choices, w.ffn_dim, place,
-                        e, 1 / w.act_lift);
+                        e, 1 / Codec<MXFP4>::LIFT);
     }
     case PHASE_DOWN: return floats("residual", now.x);
     default: return true;
@@ -209,7 +208,7 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
     a->has_logits = true;
     if (single) gpu->experts_read += (uint64_t)f->work.n_layers * f->work.top_k;
     const DeviceLayer &l = gpu->device.layer[0];
-    Next next = single ? Next{} : next_of(f->work.normed_for[FOR_QKV], l.qkv, l.attn_norm, is_paired(a->tokens));
+    const Next next = {single ? NULL : f->work.normed_for[FOR_QKV], BF16, a->w.dim, l.attn_norm, is_paired(a->tokens)};
     CUDA(launch(gpu, decode_embed, a->tokens, 1024, 0, f->work, a->s, step, gpu->device.embed, gpu->sms, single, next));
     if (!gpu->limits.tap) CUDA(launch_decode_step(a, 0, all));
     for (int phase = 0; phase < all && gpu->limits.tap; phase++) {
@@ -223,7 +222,7 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
 /* ---- prefill ---- */
 
 /* Rows of a tile of attention, each a token and a head; 0 where plain computes it: few tokens leave most blocks idle,
- * and no model with heads of 64 or 128 has a cap. */
+ * and this kernel has no cap. */
 int tile_rows(const Pass *a) {
     if (!a->gpu->wgmma || a->tokens < 256 || a->w.attn_cap) return 0;
     return a->w.head_dim == 64 ? WgmmaAttention<64>::ROWS : a->w.head_dim == 128 ? WgmmaAttention<128>::ROWS : 0;
@@ -239,7 +238,8 @@ template <int D> cudaError_t attend(const Pass *a, const DeviceLayer &l) {
  * few tokens each, activations other than bf16, or padded columns. */
 int job_size(const Pass *a, const DeviceLayer &l) {
     auto can = [](const Matrix &m) { return type_for(m) == BF16 && m.cols % CHUNK == 0; };
-    const bool many = a->tokens * a->w.top_k >= 32 * a->w.n_experts;
+    const int choices = a->tokens * a->w.top_k;
+    const bool many = choices >= 32 * a->w.n_experts && choices / CHOICES + a->w.n_experts <= MAX_JOBS;
     return a->gpu->wgmma && many && can(l.up) && can(l.down) ? CHOICES : 0;
 }
 

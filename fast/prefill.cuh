@@ -7,8 +7,8 @@
 
 constexpr int PANEL = 64 * 128; /* bytes of 64 columns by 64 inner indices, as wgmma reads them */
 
-/* Where column c of a row that experts of this type multiply lies. wgmma wants columns 2t, 2t + 1, 2t + 8 and 2t + 9 of
- * every 16 in lane t; an encoding's decode() gives it others, so within 64 columns the pairs change places. */
+/* Where column c of an activation row lies, for experts of this type. wgmma wants columns 2t, 2t + 1, 2t + 8 and 2t + 9
+ * of every 16 in lane t; an encoding's decode() gives it others, so within 64 columns the pairs change places. */
 __host__ __device__ inline int column_for(Type type, int c) {
     if (type == BF16) return c;
     const bool split = chunk_words(type) == 4; /* see EncodingCoded::eight() */
@@ -124,20 +124,6 @@ template <int D> struct WgmmaAttention {
     static constexpr int SHARED = STAGES * (STAGE + 16) + WARPGROUPS * QUERIES;
 };
 
-#if HOPPER
-/* Copies a warpgroup's queries, rows 64 mine .. 64 mine + 63. Missing rows alias the last token's. */
-template <int D>
-__device__ __forceinline__ void copy_queries(const Work &w, uint8_t *queries, int mine, int group, int head, int token,
-                                             int n) {
-#pragma unroll
-    for (int k = 0; k < WgmmaAttention<D>::QUERIES / 16 / 128; k++) {
-        int i = k * 128 + threadIdx.x % 128, r = i / (D / 8), c = i % (D / 8), of = mine * 64 + r;
-        size_t from = (size_t)(token + min(of / group, n - 1)) * w.n_heads + head * group + of % group;
-        copy_16(queries + c / 8 * PANEL + panel_byte(r, c % 8), (const bf16 *)w.q + from * D + c * 8);
-    }
-}
-#endif
-
 /* Attention of neighbouring tokens (blockIdx.y: a tile of them, the last first, since it sees most) and all query heads
  * that share a key/value head (blockIdx.x). A row is a token and query head; a warpgroup's 64 rows of queries stay in
  * shared memory while pages of keys and values pass through it. A copier fetches its share of a page AHEAD pages
@@ -163,7 +149,7 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
                *from_value = cache_of(w, 0, 1, head) + value_place(D, column * 8, threadIdx.x / 8);
     uint8_t *key = arena + threadIdx.x % (D / 8) / 8 * PANEL + panel_byte(threadIdx.x / (D / 8), column),
             *value = arena + D * 128 + panel_byte(threadIdx.x / 8, column);
-    /* This thread's share of page `coming`. After the last token there may be a NaN, and 0 times a NaN is one. */
+    /* Fetches this thread's share of page `coming`. Values after the last token become 0: 0 times a NaN is a NaN. */
     auto fetch = [&] {
         if (coming > end / PAGE || (Shape::THREADS > Shape::COPIERS && threadIdx.x >= Shape::COPIERS)) return;
         size_t skip = page * page_size(w);
@@ -183,7 +169,12 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
     auto position_of = [&](int row) { return position + min(row / group, n - 1); };
     int mine = threadIdx.x / 128, lowest = position_of(mine * 64), highest = position_of(mine * 64 + 63);
     uint8_t *queries = arena + Shape::STAGES * Shape::STAGE + mine * Shape::QUERIES;
-    copy_queries<D>(w, queries, mine, group, head, token, n);
+#pragma unroll
+    for (int k = 0; k < Shape::QUERIES / 16 / 128; k++) { /* missing rows alias the last token's */
+        int i = k * 128 + threadIdx.x % 128, r = i / (D / 8), c = i % (D / 8), of = mine * 64 + r;
+        size_t from = (size_t)(token + min(of / group, n - 1)) * w.n_heads + head * group + of % group;
+        copy_16(queries + c / 8 * PANEL + panel_byte(r, c % 8), (const bf16 *)w.q + from * D + c * 8);
+    }
     copies_end();
     for (int i = 0; i < Shape::AHEAD; i++) fetch();
     copies_done<0>();
@@ -227,7 +218,8 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
 
 /* A slice is ROWS rows of an expert's matrix times a job's choices, at most CHOICES; a block multiplies slice after
  * slice, a chunk of 64 columns in each stage. */
-constexpr int CHOICES = 192, MAX_JOBS = 8192 * 32 / CHOICES + MAX_EXPERTS; /* of 8,192 tokens with 32 experts each */
+constexpr int CHOICES = 192,
+              MAX_JOBS = 8192 * 32 / CHOICES + MAX_EXPERTS; /* that the list in shared memory has room for */
 template <Type T> struct ExpertShape {
     static constexpr int WARPGROUPS = 3, ROWS = WARPGROUPS * 64, PANELS = CHOICES / 64;
     static constexpr int THREADS = WARPGROUPS * 128 + 128;                 /* with the producer's */

@@ -181,7 +181,6 @@ enum { FOR_QKV, FOR_UP, FOR_HEAD, NORMED_MATRICES }; /* the matrices that follow
 
 struct DecodeWork : Work {          /* Work, and what only the decode kernel needs */
     unsigned long long *expert_sum; /* (MAX_DECODE, dim) counted sums of what experts add to x; 0 outside phase down */
-    float act_lift;                 /* factor of act_out */
     float *layer_buffers;           /* of a single token: see LayerBuffers */
     void *normed_for[NORMED_MATRICES]; /* (MAX_DECODE, stride) x times the norm's weights, but not yet divided by its
                                          root mean square, in the matrix's order; for qkv see also paired_place() */
@@ -217,8 +216,8 @@ __device__ inline float rms_factor(const DecodeWork &w, float square) {
 
 /* The top_k largest of n >= top_k logits, by a warp, the lower number among equals. `expert` (top_k) receives them in
  * descending order, `chosen` (top_k) their logits; `logit` lies in shared memory and may change. Up to ONE_PER_LANE
- * experts, lane e has expert e, and before it stores anything it calls on_place(place), with the place of the lane's
- * expert among the chosen, or top_k. Beyond that each lane offers the best of its own, and does not call on_place. */
+ * experts, lane e has expert e. Before it stores anything it calls on_place() with its expert's place among the chosen,
+ * or top_k. With more experts each lane offers the best of its own, and on_place() is not called. */
 constexpr int ONE_PER_LANE = 32;
 template <class OnPlace>
 __device__ inline void choose_top_k(float *logit, int n, int top_k, int lane, int *expert, float *chosen,

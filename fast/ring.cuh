@@ -13,12 +13,13 @@ constexpr int MAX_COPIES = 2, MAX_PAGE_COPIES = 3;
 constexpr int MAX_PART = 48;     /* chunks of a part, about 24 KB */
 constexpr int MAX_FRAGMENTS = 9; /* chunks whose activations a warp keeps in registers: the output matrix has as many */
 constexpr int MIN_SUMS = 11 * 16 * CONSUMER_WARPS; /* floats of a round's sums: 11 tiles, phase up of a single token */
+constexpr int MIN_SMS = 78, FAST_EXPERTS = 256;    /* so that each block's lists of tiles fit in shared memory */
 constexpr int MAX_CHOICES = 8; /* of an expert, multiplied at once; for more its weights are read again */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { bar_sync(CONSUMERS); }
-/* Gates (barriers) of a block, which open once a layer. FREE: nobody reads the choice of experts of the layer before
- * any more, and the consumers' writes are done. ROUTED: each token has chosen its experts. CHOSEN: the lists of Active
+/* Gates (barriers) of a block, which open once a layer. FREE: nobody reads the previous layer's choice of experts any
+ * more, and the consumers' writes are done. ROUTED: each token has chosen its experts. CHOSEN: the lists of Active
  * are there. */
 enum { FREE, ROUTED, CHOSEN, GATES };
 
@@ -40,21 +41,19 @@ __host__ __device__ inline ShapedMatrix with_shape(const Matrix &from, Type type
                             : (size_t)(rows + BF16_ROWS - 1) / BF16_ROWS * BF16_ROWS * m.stride * 2;
     return m;
 }
-inline ShapedMatrix with_shape(const Matrix &m) { return with_shape(m, m.type, m.rows, m.cols); }
 
 /* Whether a model has gpt-oss's types and shapes (20b and 120b). */
 inline bool has_gpt_oss_shapes(const Model &m) {
-    const Layer &l = m.layer[0];
     for (int i = 0; i < m.n_layers; i++) {
         const Layer &at = m.layer[i];
+        if (!at.router.rows || !at.sinks || at.q_norm) return false;
         for (const Linear *w : {&at.q, &at.k, &at.v, &at.o, &at.router})
             if (w->type != BF16) return false;
         for (const Linear *w : {&at.gate, &at.up, &at.down})
             if (w->type != MXFP4) return false;
     }
     return m.head.type == BF16 && m.embed.type == BF16 && m.dim == 2880 && m.ffn_dim == 2880 && m.vocab == 201088 &&
-           m.n_heads == 64 && m.n_kv_heads == 8 && m.head_dim == 64 && m.top_k == 4 && l.router.rows && l.sinks &&
-           !l.q_norm;
+           m.n_heads == 64 && m.n_kv_heads == 8 && m.head_dim == 64 && m.top_k == 4 && m.n_experts <= FAST_EXPERTS;
 }
 /* A DecodeWork with these shapes as constants. */
 __device__ inline DecodeWork with_gpt_oss_shapes(DecodeWork w) {
@@ -80,9 +79,6 @@ struct Layout { /* where each array begins, in bytes; the ring has what the othe
 /* Elements between rows of activations in shared memory. */
 __host__ __device__ constexpr int pitch_of(int stride) { return bank_pitch(stride * sizeof(bf16)) / sizeof(bf16); }
 template <Type T> __host__ __device__ int tiles_of(int rows) { return (rows + Codec<T>::ROWS - 1) / Codec<T>::ROWS; }
-__device__ inline int tiles_of(const Matrix &m) {
-    return m.type == MXFP4 ? tiles_of<MXFP4>(m.rows) : tiles_of<BF16>(m.rows);
-}
 
 /* The experts that any token chose, and who chose them. A choice is token * top_k + k. */
 struct Active {
@@ -119,15 +115,13 @@ inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tok
         int rows = tokens == 1 && normed; /* in shared memory */
         x = max_of(x, rows * pitch_of(m.stride) * (int)sizeof(bf16));
         sums = max_of(sums, CONSUMER_WARPS * C::ROWS * (C::TYPE == MXFP4 ? min_of(tokens, MAX_CHOICES) : tokens));
-        k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(with_shape(m).per));
+        k.stage_bytes = max_of(k.stage_bytes, C::stage_bytes(with_shape(m, C::TYPE, m.rows, m.cols).per));
     };
-    for (const Matrix *m : {&b.qkv, &b.o, &b.up, &b.down, &device.head}) {
-        bool normed = m != &b.o && m != &b.down;
-        m->type == MXFP4 ? consider(Codec<MXFP4>(), *m, normed) : consider(Codec<BF16>(), *m, normed);
-    }
-    /* All blocks' ranges of experts' tiles cost the same, so a range has most tiles if each has the lowest cost, 2. A
-     * tile of an expert costs at most 2 + choices / 3. So all experts together cost no more than `matrices` experts of
-     * cost 2, and to begin them costs no more than `begins` tiles. */
+    for (const Matrix *m : {&b.qkv, &b.o, &device.head}) consider(Codec<BF16>(), *m, m != &b.o);
+    for (const Matrix *m : {&b.up, &b.down}) consider(Codec<MXFP4>(), *m, m == &b.up);
+    /* Ranges cost the same in all blocks, so the longest has tiles of the lowest cost, 2. A tile costs at most 2 +
+     * choices / 3. So all experts cost at most as much as `matrices` experts of cost 2, and starting them as much as
+     * `begins` tiles. */
     int matrices = tokens == 1 ? experts : experts + (tokens * w.top_k + 5) / 6;
     int begins = tokens == 1 ? 0 : experts * EXPERT_COST / 2;
     int rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)),

@@ -10,7 +10,7 @@ __device__ void replace_key(Slab<D> &slab, int at, const uint4 (&its_key)[D / 32
     for (int j = 0; j < 2; j++)
         for (int c = 0; c < D / 32; c++)
             if (g / 2 * 4 + g % 2 + 2 * j == at) slab.key[j][c] = its_key[c];
-    /* Which bytes of the old word and the new pair to take: half of the pair replaces half of the word. */
+    /* Bytes to take from the old word (0 to 3) and from the pair (4 to 7). */
     const unsigned all = 0x3210, how = at % 2 ? g % 2 ? 0x7610 : 0x5410 : g % 2 ? 0x3276 : 0x3254;
     const bool mine = at >= 0 && at / 4 == t;
     for (int d = 0; d < D / 8; d++) {
@@ -22,11 +22,9 @@ __device__ void replace_key(Slab<D> &slab, int at, const uint4 (&its_key)[D / 32
 
 /* Merges the softmax states that warps, or splits, have stored of one head: dimensions 2 pair and 2 pair + 1. A state
  * is the maximum score, the total of the shares, and D weighted sums. */
-template <int D> struct MergedStates {
+template <int D> struct MergedStates : Merged {
     static constexpr int STATE = 8 * (D + 2); /* floats between the states of two warps, or splits */
     int pair;
-    float max_score = NO_SCORE, total = 0;
-    float2 sum = {};
     __device__ MergedStates(int pair) : pair(pair) {}
     /* Of `count` warps. */
     template <int MAX> __device__ void add(const float *state, int count) {
@@ -76,11 +74,6 @@ template <int D> struct MergedStates {
         for (int j = 0; j < MAX; j++)
             if (j < count)
                 sum.x += share[j] * __uint_as_float(word[j].x), sum.y += share[j] * __uint_as_float(word[j].y);
-    }
-    __device__ float2 result(float sink) const { /* the sink joins the softmax, without a value */
-        float top = fmaxf(max_score, sink * LOG2E), share = exp2f(max_score - top);
-        float all = total * share + exp2f(sink * LOG2E - top);
-        return {sum.x * share / all, sum.y * share / all};
     }
     __device__ void publish_state(float *to) const {
         if (pair == 0) publish(to, max_score), publish(to + 1, total);
