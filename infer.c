@@ -440,7 +440,7 @@ static void add_stops(Session *s) {
                                        "<|return|>",      "<|call|>",      "</s>"};
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
         int id = tokenizer_added(s->tokenizer, ends[i]);
-        if (id >= 0) ids_add(&s->checkpoint.stop, id);
+        if (tokenizer_is_control(s->tokenizer, id)) ids_add(&s->checkpoint.stop, id);
     }
 }
 

@@ -77,6 +77,7 @@ struct Tokenizer {
     Map by_text;                    /* a hash of the bytes -> id */
     Map rank;                       /* (left, right) -> rank of the merge */
     Ids merged;                     /* by rank */
+    Ids first_tied;                 /* by rank: the first rank with the same score; empty without scores */
     int features;                   /* PREPEND_MARK, ... */
     int unknown;                    /* -1: none */
     int byte_token[256];            /* byte fallback: those written <0xXX>; -1: there is none */
@@ -192,7 +193,7 @@ static void rank_merge(Encoder *w, int at) {
     bool can = rank >= 0 && !w->t->piece[w->t->merged.data[rank]].control;
     uint64_t *best = w->best;
     size_t i = w->symbols + (size_t)at;
-    best[i] = can ? pair(rank, at) : UINT64_MAX;
+    best[i] = can ? pair(w->t->first_tied.n ? w->t->first_tied.data[rank] : rank, at) : UINT64_MAX;
     while (i /= 2) {
         uint64_t lesser = best[2 * i] < best[2 * i + 1] ? best[2 * i] : best[2 * i + 1];
         if (best[i] == lesser) break;
@@ -222,7 +223,7 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
     for (int i = 0; i < symbols; i++) rank_merge(w, i);
     while (w->best[1] != UINT64_MAX) {
         int left = (int)(uint32_t)w->best[1], right = symbol[left].next, next = symbol[right].next;
-        symbol[left].id = t->merged.data[w->best[1] >> 32];
+        symbol[left].id = t->merged.data[map_get(&t->rank, pair(symbol[left].id, symbol[right].id))];
         symbol[left].next = next;
         symbol[right].next = -1;
         if (next >= 0) symbol[next].previous = left;
@@ -470,7 +471,8 @@ static bool add_token(Tokenizer *t, double number, const char *text, bool contro
     if (n > MOST_ADDED) return fail(e, BAD_MODEL, "the added token '%.100s' has more than %d bytes", text, MOST_ADDED);
     if (id < 0 && !define(t, number, text, e)) return false;
     if (id < 0) id = (int)number;
-    if (t->piece[id].added) return fail(e, BAD_MODEL, "two added tokens have the id %d", id);
+    if (t->piece[id].added)
+        return fail(e, BAD_MODEL, "the added token '%.100s', id %.15g, or its id appears twice", text, number);
     t->piece[id].added = true;
     t->piece[id].control = control;
     LocalBytes found = {0};
@@ -623,9 +625,16 @@ static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
     UPPER "*" LOWER "+" behind "|" UPPER "+" LOWER "*" behind "|" digits                                               \
           "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 
+/* clang-format off */
+#define CASED /* deepseek-llm's letters: those with case of an older Unicode, but for some blocks */ \
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ" \
+    "-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰" \
+    "-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+/* clang-format on */
+
 /* The patterns that split text into words, by the names that GGUF files use. */
 static const struct {
-    const char *names, *split[3];
+    const char *names, *split[6];
     int features;
 } pres[] = {
     {"llama-bpe llama3 llama-v3", {LETTERS("\\p{N}{1,3}")}, IGNORE_MERGES | BEGINS},
@@ -634,6 +643,10 @@ static const struct {
     {"tekken", {CASES("", "\\p{N}")}, IGNORE_MERGES | BEGINS},
     {"smollm", {"\\p{N}", gpt2_pattern}, 0},
     {"gpt-2", {gpt2_pattern}, 0},
+    {"deepseek-llm",
+     {"[\r\n]", "\\s?[" CASED "]+", "\\s?[!-/:-~！-／：-～‘-‟　-。]+", "\\s+$", "[一-龥ࠀ-一가-퟿]+", "\\p{N}+"},
+     0},
+    {"deepseek-coder", {"[\r\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[一-龥ࠀ-一가-퟿]+", "\\p{N}"}, 0},
     {"deepseek-v3",
      {"\\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
       "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
@@ -657,6 +670,8 @@ static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
     if (t->size) qsort_r(t->merged.data, t->merged.n, sizeof(int), by_score, t->piece);
     for (int rank = 0; rank < t->size; rank++) {
         const Piece *whole = t->piece + t->merged.data[rank];
+        const bool tied = rank && whole->score == t->piece[t->merged.data[rank - 1]].score;
+        ids_add(&t->first_tied, tied ? t->first_tied.data[rank - 1] : rank);
         const char *text = t->text.data + whole->begin;
         if (whole->n > MOST_ADDED)
             return fail(e, BAD_MODEL, "the token %d has more than %d bytes", t->merged.data[rank], MOST_ADDED);
@@ -696,7 +711,7 @@ static bool find_pre(Tokenizer *t, const cJSON *metadata, Error *e) {
     for (size_t i = 0; i < sizeof pres / sizeof *pres; i++) {
         bytes_print(&known, " %s", pres[i].names);
         if (!pre || !text_listed(pres[i].names, pre)) continue;
-        for (int j = 0; j < 3 && pres[i].split[j]; j++) add_split(t, pres[i].split[j]);
+        for (int j = 0; j < 6 && pres[i].split[j]; j++) add_split(t, pres[i].split[j]);
         t->features = pres[i].features | BYTE_LEVEL;
         return true;
     }
@@ -708,6 +723,8 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
     const char *kind = json_string(metadata, "tokenizer.ggml.model");
     const cJSON *add = json_get(metadata, "tokenizer.ggml.add_bos_token");
     const cJSON *id = json_get(metadata, "tokenizer.ggml.bos_token_id");
+    const cJSON *prefix = json_get(metadata, "tokenizer.ggml.add_space_prefix");
+    const char *arch = json_string(metadata, "general.architecture");
     bool scored = kind && !strcmp(kind, "llama");
     int64_t bos = 1;
     if (!scored && !(kind && !strcmp(kind, "gpt2")))
@@ -721,7 +738,7 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
     if (scored && !merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"), e)) return false;
     if (!scored && !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e)) return false;
     find_byte_tokens(t, scored);
-    if (scored && !cJSON_IsFalse(json_get(metadata, "tokenizer.ggml.add_space_prefix")))
+    if (scored && (prefix ? !cJSON_IsFalse(prefix) : !arch || strncmp(arch, "gemma", 5)))
         /* no key says which texts: with a token [INST] only the first */
         t->features |= STRIP_SPACE | (tokenizer_added(t, "[INST]") < 0 ? PREPEND_MARK : FIRST_MARK);
     bool begins = add ? cJSON_IsTrue(add) : t->features & BEGINS;
@@ -800,7 +817,7 @@ void tokenizer_close(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < t->splits; i++) pcre2_code_free(t->split[i]);
     free(t->by_text.slot), free(t->rank.slot), free(t->prefixes[0].slot), free(t->prefixes[1].slot);
-    bytes_free(&t->text), bytes_free(&t->chat_template), ids_free(&t->merged);
+    bytes_free(&t->text), bytes_free(&t->chat_template), ids_free(&t->merged), ids_free(&t->first_tied);
     free(t->piece), free(t);
 }
 

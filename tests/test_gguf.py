@@ -139,6 +139,15 @@ def test_missing_keys(folder):
            "attention.sliding_window_pattern", "rope.freq_base_swa")], check)
 
 
+def test_keys_that_change_nothing(folder):
+    """As files of Qwen3-Coder and of Gemma 3 with eyes have them."""
+    for fixture, keys in (("qwen3_moe", {"expert_shared_feed_forward_length": 0}),
+                          ("gemma3", {"mm.tokens_per_image": 256, "vision.block_count": 27})):
+        metadata, tensors = convert(FIXTURES / fixture)
+        arch = metadata["general.architecture"]
+        infer("logits", save(folder / "model.gguf", metadata | {f"{arch}.{k}": x for k, x in keys.items()}, tensors), "--ids", 1)
+
+
 # ---- a whole model
 
 def parrot(folder, name="parrot.gguf", parts=1, drop=()):
@@ -236,7 +245,7 @@ def test_published_vocabularies(folder):
         for ids, t in zip(expected, texts):
             back = infer("detokenize", folder / f"{name}.gguf", stdin=json.dumps(ids), program=PLAIN).text if len(ids) > 30 else t
             same(back, t, "text of the ids")
-    each([("llama-spm",), ("gpt-2",), ("phi-3",)], check)
+    each([("llama-spm",), ("gpt-2",), ("phi-3",), ("deepseek-llm",), ("deepseek-coder",)], check)
     (folder / "falcon.gguf").write_bytes(files["ggml-vocab-falcon.gguf"])
     refused("tokenize", folder / "falcon.gguf", words=["tokenizer.ggml.pre", "'falcon'", "llama-bpe", "deepseek-v3"])
 
@@ -269,6 +278,15 @@ def test_a_long_token_in_time(folder):
                                             "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores})
     same(ids_of(infer("tokenize", made_of(256), stdin="aaa")), [0, 2, 1], "ids")
     refused("tokenize", made_of(200000), words=["token 3", "256 bytes"])
+
+
+def test_equal_scores(folder):
+    """The leftmost of two merges comes first, whatever their ids. Gemma's texts begin without a space."""
+    tokens = ["\u2581", "a", "b", "c", "bc", "ab"]
+    for arch, begin in (("llama", [0]), ("gemma3", [])):
+        path = save(folder / f"{arch}.gguf", {"general.architecture": arch, "tokenizer.ggml.model": "llama",
+                                              "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [-1000.0] * 6})
+        same(ids_of(infer("tokenize", path, stdin="abc")), begin + [5, 3], arch)
 
 
 def test_vocabulary_of_gpt_oss(folder):
