@@ -184,10 +184,15 @@ static const cJSON *find_rope(Loader *load, bool window) {
     const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
     const cJSON *older = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object");
     const cJSON *full = json_get(rope, "full_attention"), *newer = full ? full : rope, *one;
+    if (json_get(rope, "sliding_attention") && !full) config_bad(load, rope, "full_attention", "an object");
+    if (older && !older->child) older = NULL;
     for (one = rope && older ? older->child : NULL; one; one = one->next)
         if (text_listed("rope_type type", one->string) ? strcmp(rope_type(load, older), rope_type(load, newer))
                                                        : !cJSON_Compare(one, json_get(newer, one->string), true))
             config_bad(load, older, one->string, "as in rope_parameters, or left out of rope_scaling,");
+    for (one = rope && older ? newer->child : NULL; one; one = one->next)
+        if (!text_listed("rope_type type rope_theta", one->string) && !json_get(older, one->string))
+            config_bad(load, older, one->string, "as in rope_parameters");
     if (full && !two_ropes(load)) config_bad(load, load->config, "rope_parameters", "one for all layers");
     if (full) return window ? json_get(rope, "sliding_attention") : full;
     if (window) return NULL; /* their only parameter is rope_local_base_freq */
@@ -213,6 +218,7 @@ static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
     if (yarn || llama3) original = config_number(load, holds, old, 1, 1e9, m->context);
     bool implied = yarn && cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(rope, "factor"));
     if (scaled) factor = config_number(load, rope, "factor", 1e-6, 1e6, implied ? m->context / original : REQUIRED);
+    if (yarn) m->context = (int)fmin(fmax(m->context, original * factor), 1 << 24); /* as Qwen2.5 enlarges it */
     if (llama3) { /* Llama 3.1: divides low frequencies by the factor, keeps high ones, and blends in between */
         low = config_number(load, rope, "low_freq_factor", 1e-6, 1e6, REQUIRED);
         high = config_number(load, rope, "high_freq_factor", low + 1e-6, 1e7, REQUIRED);
@@ -1155,12 +1161,16 @@ static void bind_all(Loader *load, Model *m) {
     if (tensors_find(all, "language_model.model.norm.weight")) text = "language_model.model.";
     if (tensors_find(all, "model.language_model.norm.weight")) text = "model.language_model.";
     strcpy(load->prefix, text);
-    const Tensor *head = tensors_find(all, "lm_head.weight"), *table = find(load, "embed_tokens", ".weight");
+    const char *outer = tensors_find(all, "language_model.lm_head.weight") ? "language_model." : ""; /* the head's */
+    const Tensor *table = find(load, "embed_tokens", ".weight");
+    strcpy(load->prefix, outer);
+    const Tensor *head = find(load, "lm_head", ".weight");
+    strcpy(load->prefix, text);
     /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
     load->tied = config_true(load, "tie_word_embeddings") && (!head || !table || same_tensor(head, table));
     bool embed = !load->tied || table || m->made_up;
     if (embed) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, NO_BIAS);
-    *load->prefix = 0;
+    strcpy(load->prefix, outer);
     if (!embed || !load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
     if (!embed) m->embed = m->head;
     strcpy(load->prefix, text);

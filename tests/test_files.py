@@ -416,9 +416,22 @@ def test_config_of_a_dense_model(folder):
         ("what both objects say", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}}, FINE),
         ("the type under its older key", {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": {
             "rope_type": "linear", "factor": 1}}, FINE),
+        ("what the older object leaves out", {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": {
+            "rope_type": "linear", "factor": 1.0, "beta_fast": 3}}, ["beta_fast", "rope_parameters"]),
+        ("an empty scaling", {"rope_scaling": {}}, FINE),
         ("the usual type, left out", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {}}, FINE),
         ("another under the older key", {"rope_scaling": {"type": "linear"}, "rope_parameters": {
             "rope_type": "default"}}, ["type", "rope_parameters", "linear"])])
+
+
+def test_yarn_enlarges_the_context(folder):
+    """As Qwen2.5's page says: rope_scaling alone, with max_position_embeddings as it is."""
+    config = read_json(LLAMA / "config.json")
+    size = config["max_position_embeddings"]
+    ids = ",".join(["1"] * (size + 1))
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": size}
+    infer("logits", copy_model(LLAMA, folder, {"rope_scaling": yarn}), "--ids", ids)
+    refused("logits", LLAMA, "--ids", ids, code=2, words=["context"])
 
 
 def test_config_of_a_model_that_norms_heads(folder):
@@ -462,6 +475,7 @@ def test_config_of_every_family(folder):
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}, FINE),
            ("unknown rope of windows", {"rope_scaling": None, "rope_parameters": {
                "full_attention": {}, "sliding_attention": {"rope_type": "spiral"}}}, ["spiral", "yarn"]),
+           ("ropes of windows alone", {"rope_scaling": None, "rope_parameters": {"sliding_attention": {}}}, ["full_attention"]),
            ("a part of each head turns", {"rope_scaling": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
            ("pattern 0", {"sliding_window_pattern": 0}, ["sliding_window_pattern"]))
     family("deepseek_v3", ("head_dim", {"head_dim": 64}, FINE),
@@ -532,6 +546,22 @@ def test_text_of_a_model_of_pictures(folder):
           ("none", lambda k: k, {}, ["text_config", "missing"]),
           ("a text", lambda k: k, {"text_config": "gemma3_text"}, ["text_config"]),
           ("other", lambda k: "x." + k, {"text_config": text}, ["lm_head.weight", "missing"])], check)
+    table = header["model.embed_tokens.weight"]
+    begin, end = table["data_offsets"]
+    head = {**table, "data_offsets": [len(content), len(content) + end - begin]}
+    row = (end - begin) // table["shape"][0]
+    content += content[begin + row:end] + content[begin:begin + row]  # the rows of other tokens
+    plain = copy_model(source, folder, {"tie_word_embeddings": False}, keep_weights=False)
+    (plain / "model.safetensors").write_bytes(safetensors({**header, "lm_head.weight": head}, content))
+    expected = top_logits(plain)
+    header["lm_head.weight"] = head
+    for tied in (True, False):
+        model = folder / f"head {tied}"
+        model.mkdir()
+        write_json(model / "config.json", {"model_type": "gemma3", "text_config": {**text, "tie_word_embeddings": tied}})
+        tensors = {"language_model." + k: v for k, v in header.items() if k != "__metadata__"}
+        (model / "model.safetensors").write_bytes(safetensors(tensors, content))
+        same(top_logits(model), expected, f"logits with a head of its own, tied {tied}")
 
 
 def text_of(path, *pairs):
