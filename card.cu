@@ -128,8 +128,8 @@ constexpr Type card_types[] = {
 /* clang-format on */
 static_assert(sizeof card_types / sizeof *card_types == E8M0, "card_types lacks a Type");
 /* The encoding on the card for a Linear. It is bf16 if the columns of a word do not share a scale, or if rows end
- * inside a word: the rest of its codes, zero bytes, is weights of 0 in FP8 only. If rows become columns (as in Rows),
- * there are no codes. */
+ * inside a word: the missing codes are zero bytes, which are weights of 0 in FP8 only. If rows become columns (as in
+ * Rows), there are no codes. */
 static Type card_type(const Linear &w, bool columns) {
     if (columns) return w.type == F16 ? F16 : BF16;
     auto fits = [&](Type t) {

@@ -159,7 +159,7 @@ struct Work {
     const float2 *cos_sin[2]; /* (context, rope_dim / 2), of Model's ropes */
     float *x;                 /* (tokens, dim) residual stream */
     void *normed;         /* (tokens, normed_pitch) after a norm; normed, attn and act have the next matrix's type */
-    float *normed_f32;    /* in place of normed where that type is F32: its bits, read as bf16, may be a NaN */
+    float *normed_f32;    /* the same for matrices in F32: their halves, read as bf16, could be NaNs */
     float *square;        /* (MAX_STREAMED, dim / TILE) sums of squares of x, tile by tile */
     float *square_sum;    /* (MAX_STREAMED) of all tiles */
     float *projected;     /* (tokens, rows) results of qkv, or of gate and up */

@@ -220,7 +220,7 @@ static const Pair keys[] = { /* all known keys; "": known and ignored */
     {"attn_logit_softcapping", "attn_logit_softcapping"}, {"final_logit_softcapping", "final_logit_softcapping"},
     {"expert_count", "num_local_experts"}, {"expert_used_count", "num_experts_per_tok"},
     {"expert_feed_forward_length", "moe_intermediate_size"}, {"qwen3moe:expert_weights_norm", "norm_topk_prob"},
-    {"qwen3moe:expert_shared_feed_forward_length", ""}, {"gemma3:mm.tokens_per_image", ""}, /* tensors would say more */
+    {"qwen3moe:expert_shared_feed_forward_length", ""}, {"gemma3:mm.tokens_per_image", ""}, /* they come with tensors */
     {"deepseek2:expert_weights_norm", "norm_topk_prob"}, {"deepseek2:expert_weights_scale", "routed_scaling_factor"},
     {"deepseek2:expert_shared_count", "n_shared_experts"}, {"deepseek2:expert_gating_func", "expert_gating_func"},
     {"deepseek2:expert_group_count", "n_group"}, {"deepseek2:expert_group_used_count", "topk_group"},
@@ -240,12 +240,12 @@ static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, co
     const cJSON *one;
     size_t n = strlen(arch);
     cJSON_ArrayForEach(one, metadata) {
-        const char *rest = "";
-        if (strncmp(one->string, arch, n) || one->string[n] != '.' || strstr(one->string, ".vision.")) continue;
-        const Pair *key = find(keys, arch, one->string + n + 1, &rest);
+        const char *rest = "", *name = one->string;
+        if (strncmp(name, arch, n) || name[n] != '.' || !strncmp(name + n, ".vision.", 8)) continue;
+        const Pair *key = find(keys, arch, name + n + 1, &rest);
         if (!key || *rest)
             return fail(e, BAD_MODEL, "%s: the key '%.80s' is not known here: it may change what the model computes",
-                        path, one->string);
+                        path, name);
         const cJSON *first = one->child, *x = first; /* only a list has children */
         while (x && cJSON_Compare(x, first, true)) x = x->next;
         if (*key->hub) cJSON_AddItemToObject(config, key->hub, cJSON_Duplicate(first && !x ? first : one, true));

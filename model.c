@@ -179,11 +179,12 @@ static const char *rope_type(Loader *load, const cJSON *rope) {
 }
 
 /* config.json's RoPE parameters for layers with a window, or for those without; NULL: it has none. rope_scaling is
- * their older name, which people add to enlarge the context: a file that has both must say the same in both. */
+ * their older name, added to enlarge the context: a file with both must say the same in both, but for rope_theta. */
 static const cJSON *find_rope(Loader *load, bool window) {
     const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
     const cJSON *older = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object");
-    const cJSON *full = json_get(rope, "full_attention"), *newer = full ? full : rope, *one;
+    const cJSON *full = config_typed(load, rope, "full_attention", cJSON_Object, "an object");
+    const cJSON *newer = full ? full : rope, *one;
     if (json_get(rope, "sliding_attention") && !full) config_bad(load, rope, "full_attention", "an object");
     if (older && !older->child) older = NULL;
     for (one = rope && older ? older->child : NULL; one; one = one->next)
@@ -191,8 +192,9 @@ static const cJSON *find_rope(Loader *load, bool window) {
                                                        : !cJSON_Compare(one, json_get(newer, one->string), true))
             config_bad(load, older, one->string, "as in rope_parameters, or left out of rope_scaling,");
     for (one = rope && older ? newer->child : NULL; one; one = one->next)
-        if (!text_listed("rope_type type rope_theta", one->string) && !json_get(older, one->string))
-            config_bad(load, older, one->string, "as in rope_parameters");
+        if (!text_listed("rope_type type rope_theta", one->string) && !cJSON_IsNull(one) &&
+            !json_get(older, one->string))
+            config_bad(load, older, one->string, "in rope_scaling as in rope_parameters");
     if (full && !two_ropes(load)) config_bad(load, load->config, "rope_parameters", "one for all layers");
     if (full) return window ? json_get(rope, "sliding_attention") : full;
     if (window) return NULL; /* their only parameter is rope_local_base_freq */
@@ -218,7 +220,7 @@ static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
     if (yarn || llama3) original = config_number(load, holds, old, 1, 1e9, m->context);
     bool implied = yarn && cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(rope, "factor"));
     if (scaled) factor = config_number(load, rope, "factor", 1e-6, 1e6, implied ? m->context / original : REQUIRED);
-    if (yarn) m->context = (int)fmin(fmax(m->context, original * factor), 1 << 24); /* as Qwen2.5 enlarges it */
+    if (yarn && json_get(holds, old)) m->context = (int)fmin(fmax(m->context, original * factor), 1 << 24);
     if (llama3) { /* Llama 3.1: divides low frequencies by the factor, keeps high ones, and blends in between */
         low = config_number(load, rope, "low_freq_factor", 1e-6, 1e6, REQUIRED);
         high = config_number(load, rope, "high_freq_factor", low + 1e-6, 1e7, REQUIRED);
@@ -1138,7 +1140,7 @@ static void bind_layer(Loader *load, Model *m, int i) {
     m->ffn_dim = MAX(m->ffn_dim, MAX(l->gate.rows, l->shared_gate.rows));
 }
 
-/* Can text be generated without it? So with scales of activations and of the cache: both stay bf16. */
+/* True for tensors that generating text does not need, as scales of activations and of the cache: both stay bf16. */
 static bool left_out(const Loader *load, const char *name) {
     static const char scales[] = "input_scale qscale_act input_global_scale input_zero_point input_scale_ub k_scale "
                                  "v_scale q_scale kv_scale prob_scale output_scale";
@@ -1161,7 +1163,7 @@ static void bind_all(Loader *load, Model *m) {
     if (tensors_find(all, "language_model.model.norm.weight")) text = "language_model.model.";
     if (tensors_find(all, "model.language_model.norm.weight")) text = "model.language_model.";
     strcpy(load->prefix, text);
-    const char *outer = tensors_find(all, "language_model.lm_head.weight") ? "language_model." : ""; /* the head's */
+    const char *outer = strncmp(text, "language_model.", 15) ? "" : "language_model."; /* the head's prefix */
     const Tensor *table = find(load, "embed_tokens", ".weight");
     strcpy(load->prefix, outer);
     const Tensor *head = find(load, "lm_head", ".weight");
@@ -1307,7 +1309,7 @@ ModelEntry model_entry(const char *path) {
     snprintf(m.encoding, sizeof m.encoding, "%s", encoding ? encoding : "");
     for (char *s = m.encoding; *s; s++) *s = (char)toupper((unsigned char)*s);
     const char *family =
-        load.gguf ? json_string(t->metadata, "general.architecture") : json_string(load.file, "model_type");
+        json_string(load.gguf ? t->metadata : load.file, load.gguf ? "general.architecture" : "model_type");
     snprintf(m.family, sizeof m.family, "%s", family ? family : "");
     if (!t->files) m.complete &= name_files(t, path, &missing);
     for (int i = 0; i < t->files; i++) {

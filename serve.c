@@ -183,8 +183,8 @@ static bool check_model(Request *q, const char *name) {
     return fail(&q->error, 404, "model: there is no model %.100s here, only %s", name, server.name);
 }
 
-/* Fields that are refused: in any request, in chats, in texts. Values behind a = are accepted: they change nothing, but
- * for thoughts switched on or off, which make_chat() obeys. A space marks where a field begins. */
+/* Fields that are refused, unless their value follows a = here: in any request, in chats, in texts. Accepted values
+ * change nothing, but for chat_template_kwargs, which make_chat() obeys. A space marks where a field begins. */
 #define UNSUPPORTED                                                                                                    \
     " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "       \
     "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "                \
@@ -625,8 +625,7 @@ static bool make_chat(Request *q) {
     if (switched && cJSON_IsFalse(switched->child)) {
         conversation_set(&talk.effort, "none");
         if (!chat_effort(chat, "none", e))
-            return fail(e, 400, "%s cannot be false, because this model always thinks: leave it out",
-                        switched->child->string);
+            return fail(e, 400, "%s cannot be false: this model always thinks", switched->child->string);
     }
     if (!chat_render(chat, &talk, true, &ids, e)) return false;
     const size_t prompt = ids.n;

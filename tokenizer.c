@@ -414,8 +414,8 @@ static int alphabet_byte(uint32_t c) {
 }
 
 /* Appends a token's bytes to t->text. Those of a byte-level vocabulary are in GPT-2's alphabet, unless the token has a
- * character outside of it. */
-static void text_add(Tokenizer *t, const char *s, size_t n) {
+ * character outside of it: false. */
+static bool text_add(Tokenizer *t, const char *s, size_t n) {
     size_t before = t->text.n;
     uint32_t c;
     bool literal = !(t->features & BYTE_LEVEL);
@@ -425,9 +425,10 @@ static void text_add(Tokenizer *t, const char *s, size_t n) {
         literal = byte < 0;
         bytes_add(&t->text, &(char){(char)byte}, 1);
     }
-    if (!literal) return;
+    if (!literal) return true;
     t->text.n = before;
     bytes_add(&t->text, s, n);
+    return !(t->features & BYTE_LEVEL);
 }
 
 /* Adds a token of the vocabulary, or an added one that it does not list. */
@@ -462,14 +463,14 @@ static void find_byte_tokens(Tokenizer *t, bool fallback) {
     for (int b = 0; b < 256 && !known; b++) t->byte_token[b] = t->unknown;
 }
 
-/* Adds a token that is cut out of the text first. If the vocabulary lists it too, the id there counts. */
+/* Adds a token that is cut out of the text first. If the vocabulary lists its name, the id there counts. */
 static bool add_token(Tokenizer *t, double number, const char *text, bool control, bool normalized, Error *e) {
     size_t n = strlen(text), begin = t->text.n; /* the end of the text is work space */
-    text_add(t, text, n);
+    const bool listed = text_add(t, text, n);
     int id = find(t, t->text.data + begin, t->text.n - begin);
     t->text.n = begin;
     if (n > MOST_ADDED) return fail(e, BAD_MODEL, "the added token '%.100s' has more than %d bytes", text, MOST_ADDED);
-    if (id < 0 && !define(t, number, text, e)) return false;
+    if ((id < 0 || (!listed && id != number)) && !define(t, number, text, e)) return false;
     if (id < 0) id = (int)number;
     if (t->piece[id].added)
         return fail(e, BAD_MODEL, "the added token '%.100s', id %.15g, or its id appears twice", text, number);
@@ -655,9 +656,8 @@ static const struct {
 };
 
 static int by_score(const void *a, const void *b, void *pieces) {
-    int x = *(const int *)a, y = *(const int *)b;
-    float left = ((const Piece *)pieces)[x].score, right = ((const Piece *)pieces)[y].score;
-    return left != right ? (left < right) - (left > right) : x - y;
+    float left = ((const Piece *)pieces)[*(const int *)a].score, right = ((const Piece *)pieces)[*(const int *)b].score;
+    return (left < right) - (left > right);
 }
 
 /* SentencePiece's merges: any two tokens whose texts together are a token, the token with the highest score first. */

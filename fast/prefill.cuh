@@ -218,8 +218,7 @@ __global__ void __launch_bounds__(WgmmaAttention<D>::THREADS, WgmmaAttention<D>:
 
 /* A slice is ROWS rows of an expert's matrix times a job's choices, at most CHOICES; a block multiplies slice after
  * slice, a chunk of 64 columns in each stage. */
-constexpr int CHOICES = 192,
-              MAX_JOBS = 8192 * 32 / CHOICES + MAX_EXPERTS; /* that the list in shared memory has room for */
+constexpr int CHOICES = 192, MAX_JOBS = 8192 * 32 / CHOICES + MAX_EXPERTS; /* in the list in shared memory */
 template <Type T> struct ExpertShape {
     static constexpr int WARPGROUPS = 3, ROWS = WARPGROUPS * 64, PANELS = CHOICES / 64;
     static constexpr int THREADS = WARPGROUPS * 128 + 128;                 /* with the producer's */

@@ -207,8 +207,9 @@ def test_what_a_format_has_no_words_for(folder):
         refused("render", folder_of(model, folder), stdin=json.dumps({**question, "tools": tools}), code=2, words=["tools"])
     refused("render", folder_of("Qwen3", folder), stdin=json.dumps({**question, "response_format": schema}), code=2,
             words=["response_format"])
-    nobody = {"messages": [{"role": "assistant", "content": "Hi"}], "tools": tools}
-    refused("render", folder_of("Llama 3.1", folder), stdin=json.dumps(nobody), code=2, words=["user's text", "tools"])
+    for nobody in ([{"role": "assistant", "content": "Hi"}], [{"role": "system", "content": "Be brief."}]):
+        refused("render", folder_of("Llama 3.1", folder), stdin=json.dumps({"messages": nobody, "tools": tools}), code=2,
+                words=["user's text", "tools"])
     for made in (PARROT, folder_of("DeepSeek R1", folder)):
         refused("render", made, stdin=json.dumps({**question, "reasoning_effort": "none"}), code=2, words=["effort"])
 

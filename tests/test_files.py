@@ -211,7 +211,7 @@ def test_file_truncated_while_open(folder):
         p.stdout.read(1)  # it computes; its output fills the pipe long before the end
         os.truncate(path, 4096)
         err = p.communicate(timeout=60)[1].decode(errors="replace")
-    expect(p.returncode == 3 and err.startswith(f"infer: {model}: a safetensors file") and err.count("\n") == 1,
+    expect(p.returncode == 3 and err.startswith(f"infer: {model}: a model file was truncated") and err.count("\n") == 1,
            f"exit code {p.returncode}; stderr: {err[:200]!r}")
 
 
@@ -418,6 +418,8 @@ def test_config_of_a_dense_model(folder):
             "rope_type": "linear", "factor": 1}}, FINE),
         ("what the older object leaves out", {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": {
             "rope_type": "linear", "factor": 1.0, "beta_fast": 3}}, ["beta_fast", "rope_parameters"]),
+        ("and that is null", {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": {
+            "rope_type": "linear", "factor": 1.0, "beta_fast": None}}, FINE),
         ("an empty scaling", {"rope_scaling": {}}, FINE),
         ("the usual type, left out", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {}}, FINE),
         ("another under the older key", {"rope_scaling": {"type": "linear"}, "rope_parameters": {
@@ -431,6 +433,8 @@ def test_yarn_enlarges_the_context(folder):
     ids = ",".join(["1"] * (size + 1))
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": size}
     infer("logits", copy_model(LLAMA, folder, {"rope_scaling": yarn}), "--ids", ids)
+    del yarn["original_max_position_embeddings"]  # it is large already
+    refused("logits", copy_model(LLAMA, folder, {"rope_scaling": yarn}), "--ids", ids, code=2, words=["context"])
     refused("logits", LLAMA, "--ids", ids, code=2, words=["context"])
 
 
@@ -476,6 +480,7 @@ def test_config_of_every_family(folder):
            ("unknown rope of windows", {"rope_scaling": None, "rope_parameters": {
                "full_attention": {}, "sliding_attention": {"rope_type": "spiral"}}}, ["spiral", "yarn"]),
            ("ropes of windows alone", {"rope_scaling": None, "rope_parameters": {"sliding_attention": {}}}, ["full_attention"]),
+           ("a rope that is an array", {"rope_scaling": {"x": 1}, "rope_parameters": {"full_attention": [1]}}, ["full_attention"]),
            ("a part of each head turns", {"rope_scaling": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
            ("pattern 0", {"sliding_window_pattern": 0}, ["sliding_window_pattern"]))
     family("deepseek_v3", ("head_dim", {"head_dim": 64}, FINE),
@@ -1002,6 +1007,9 @@ def test_added_letter(folder):
             {**TOKENIZER, "added_tokens": added, "model": {**TOKENIZER["model"], "vocab": vocab}}))
         same(ids_of(infer("tokenize", model, stdin="aõb")), [VOCAB["a"], wanted, VOCAB["b"]], name)
         same(infer("detokenize", model, stdin=str(wanted)).out, b"\xf5", name)
+    twin = next(k for k in VOCAB if k.startswith("Ġ") and len(k) > 1)  # the same bytes as another token
+    (folder / "tokenizer.json").write_text(with_added(content=" " + twin[1:]))
+    refused("tokenize", folder, stdin="x", words=["421", "twice"])
 
 
 def test_text_never_becomes_a_control_token(folder):
