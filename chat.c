@@ -777,7 +777,7 @@ static bool put_row(const Chat *chat, const Conversation *c, Bytes *out, Error *
     if (last < 0) last = c->messages; /* no question: no thought is recent */
     put_begin(chat, c, &front, out);
     if (tools_of(c) && f->flags & ALONE && first == c->messages)
-        return fail(e, USAGE, "messages: in %s chats a user's text follows the tools, and there is none", f->name);
+        return fail(e, USAGE, "messages: in %s chats tools stand in front of a user's text: add one", f->name);
     for (int i = 0, turn = 1; i < c->messages; turn++) {
         int kind = kind_of(c->message + i);
         if (f->flags & (FIRST | LAST) && (turn % 2 ? kind != USER : kind > CALL))

@@ -220,6 +220,7 @@ static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
     if (yarn || llama3) original = config_number(load, holds, old, 1, 1e9, m->context);
     bool implied = yarn && cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(rope, "factor"));
     if (scaled) factor = config_number(load, rope, "factor", 1e-6, 1e6, implied ? m->context / original : REQUIRED);
+    /* rope_scaling is added to a file whose max_position_embeddings stays as it is */
     if (yarn && json_get(holds, old)) m->context = (int)fmin(fmax(m->context, original * factor), 1 << 24);
     if (llama3) { /* Llama 3.1: divides low frequencies by the factor, keeps high ones, and blends in between */
         low = config_number(load, rope, "low_freq_factor", 1e-6, 1e6, REQUIRED);

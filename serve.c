@@ -625,7 +625,8 @@ static bool make_chat(Request *q) {
     if (switched && cJSON_IsFalse(switched->child)) {
         conversation_set(&talk.effort, "none");
         if (!chat_effort(chat, "none", e))
-            return fail(e, 400, "%s cannot be false: this model always thinks", switched->child->string);
+            return fail(e, 400, "%s cannot be false, because this model always thinks: leave it out",
+                        switched->child->string);
     }
     if (!chat_render(chat, &talk, true, &ids, e)) return false;
     const size_t prompt = ids.n;

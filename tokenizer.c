@@ -626,13 +626,6 @@ static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
     UPPER "*" LOWER "+" behind "|" UPPER "+" LOWER "*" behind "|" digits                                               \
           "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 
-/* clang-format off */
-#define CASED /* deepseek-llm's letters: those with case of an older Unicode, but for some blocks */ \
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ" \
-    "-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰" \
-    "-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
-/* clang-format on */
-
 /* The patterns that split text into words, by the names that GGUF files use. */
 static const struct {
     const char *names, *split[6];
@@ -644,8 +637,14 @@ static const struct {
     {"tekken", {CASES("", "\\p{N}")}, IGNORE_MERGES | BEGINS},
     {"smollm", {"\\p{N}", gpt2_pattern}, 0},
     {"gpt-2", {gpt2_pattern}, 0},
-    {"deepseek-llm",
-     {"[\r\n]", "\\s?[" CASED "]+", "\\s?[!-/:-~！-／：-～‘-‟　-。]+", "\\s+$", "[一-龥ࠀ-一가-퟿]+", "\\p{N}+"},
+    {"deepseek-llm", /* letters with case of an older Unicode, but for some blocks */
+     {"[\r\n]",
+      "\\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-"
+      "Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴ"
+      "ᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-"
+      "ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-"
+      "ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
+      "\\s?[!-/:-~！-／：-～‘-‟　-。]+", "\\s+$", "[一-龥ࠀ-一가-퟿]+", "\\p{N}+"},
      0},
     {"deepseek-coder", {"[\r\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[一-龥ࠀ-一가-퟿]+", "\\p{N}"}, 0},
     {"deepseek-v3",
@@ -749,8 +748,7 @@ static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
 
 /* ---- chat templates, which also tell which tokens are control tokens ---- */
 
-/* Appends every text of `template` to `all`. In a list of {"name", "template"}, "default" is the model's, if `counts`.
- */
+/* Appends all texts of `template` to `all`. In a list of {"name", "template"} "default" is the model's, if `counts`. */
 static void add_template(Tokenizer *t, const cJSON *template, bool counts, Bytes *all) {
     const char *text = cJSON_GetStringValue(template);
     const cJSON *part;
