@@ -373,7 +373,8 @@ template <Type T, int TILES> struct StreamedX {
      * but zero times what lay there before may be a NaN. Later, finite values lie in all slots. */
     __device__ void start(int first, int step, int chunks) {
         static_assert(Encoding<T>::template AHEAD<TILES> % SLOTS == 0, "each tile begins with the first slot");
-        for (int i = 0; i < SLOTS; i++) request(i, first + i * step, first + i * step < chunks), copies_end();
+        for (int i = 0; i < SLOTS && first < chunks; i++)
+            request(i, first + i * step, first + i * step < chunks), copies_end();
     }
     /* Before and after the product with chunk `chunk`, the i-th of this warp. */
     __device__ void arrive(int i, int, int) { copies_done<SLOTS - 1>(), __syncwarp(), slot = ring + i % SLOTS * SLOT; }

@@ -1482,9 +1482,10 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
     g->state = backend->open(m, &limits, &pages, e);
     if (!g->state) return false;
     if (pages < wanted && context) {
+        const bool cache = limits.cache && pages == pages_for((size_t)limits.cache);
         engine_close(g);
-        return fail(e, NO_ROOM, "a context of %d tokens does not fit beside the weights; %d would: use --ctx %d",
-                    context, pages * PAGE, pages * PAGE);
+        return fail(e, NO_ROOM, "a context of %d tokens does not fit %s; %d would: use --ctx %d", context,
+                    cache ? "into --cache" : "beside the weights", pages * PAGE, pages * PAGE);
     }
     g->context = pages < wanted ? pages * PAGE : limits.context;
     g->pages = pages;
