@@ -373,8 +373,7 @@ template <Type T, int TILES> struct StreamedX {
      * but zero times what lay there before may be a NaN. Later, finite values lie in all slots. */
     __device__ void start(int first, int step, int chunks) {
         static_assert(Encoding<T>::template AHEAD<TILES> % SLOTS == 0, "each tile begins with the first slot");
-        for (int i = 0; i < SLOTS && first < chunks; i++)
-            request(i, first + i * step, first + i * step < chunks), copies_end();
+        for (int i = 0; i < SLOTS; i++) request(i, first + i * step, first + i * step < chunks), copies_end();
     }
     /* Before and after the product with chunk `chunk`, the i-th of this warp. */
     __device__ void arrive(int i, int, int) { copies_done<SLOTS - 1>(), __syncwarp(), slot = ring + i % SLOTS * SLOT; }
@@ -511,7 +510,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         item++, tile++, weights += tile_bytes;
         if (tile == tiles && item < end) tile = 0, which++, find_job(next);
         stream.begin(p.w, weights, warp, W, item < end ? chunks : 0);
-        if (item < end) x.start(warp, W, chunks);
+        if (item < end && warp < chunks) x.start(warp, W, chunks);
 #pragma unroll
         for (int i = 0; i < TILES * 4; i++) sum[turn % 2][warp][i * 32 + lane] = c[i / 4][i % 4];
         for (int n = 0; n < TOKENS / W && p.squares && !turn; n++) {
