@@ -96,6 +96,8 @@ static const Format formats[] = {
     {"Mistral v0.3", {"'[INST] ' + system_message", "|trim + eos_token", "!loop.first"},
      MISTRAL("[INST] ", "[/INST]", " %t", LAST)},
     {"Mistral Nemo", {"'[INST]' + system_message", "!loop.first"}, MISTRAL("[INST]", "[/INST]", "%s", LAST)},
+    {"Mistral Small 3", {"'[SYSTEM_PROMPT]' + system_message + '[/SYSTEM_PROMPT]'", "'[INST]' + message['content']"},
+     .begin = "<s>", .system = "[SYSTEM_PROMPT]%s[/SYSTEM_PROMPT]", .user = "[INST]%s[/INST]", .assistant = "%s</s>"},
     {"Mistral, without system", {"'[INST] ' + message['content'] + ' [/INST]'", "!system_message"},
      MISTRAL("[INST] ", " [/INST]", "%s", FIRST)},
     {"Gemma", {"<start_of_turn>", "model"}, .begin = "<bos>", .system = "%s\n\n", .flags = FIRST,
@@ -134,6 +136,22 @@ static bool fits(const Format *f, const char *template, const Tokenizer *t, int 
     return *end >= 0 && (!f->begin || control_at(t, f->begin, &n) >= 0);
 }
 
+/* The system text that Mistral's templates have: a string, in which DATE stands for " + today + ". */
+enum { DATE = 1 };
+static char *default_system(const char *template) {
+    static const char begin[] = "default_system_message = \"", letters[] = "abcdefghijklmnopqrstuvwxyz_";
+    LocalBytes text = {0};
+    const char *s = strstr(template, begin);
+    for (s = s ? s + strlen(begin) : ""; *s && *s != '"'; s++) {
+        const bool escaped = *s == '\\' && s[1];
+        s += escaped;
+        bytes_add(&text, escaped && *s == 'n' ? "\n" : s, 1);
+        const size_t name = begins(s + 1, "\" + ") ? strspn(s + 5, letters) : 0;
+        if (name && begins(s + 5 + name, " + \"")) s += name + 8, bytes_add(&text, (char[]){DATE}, 1);
+    }
+    return text.n && is_utf8(text) ? copy_text(text.data, text.n) : NULL;
+}
+
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
     static const char preset[] = "<|im_start|>system\\n"; /* behind it stands ChatML's own system text, in UTF-8 */
     LocalBytes text = {0};
@@ -151,6 +169,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
         size_t n = strcspn(s += strlen(preset), "'\\<");
         if (n && utf8_check(s, n) == n && begins(s + n, "<|im_end|>")) chat->preset = copy_text(s, n);
     }
+    if (!chat->preset) chat->preset = default_system(template);
     return chat->format ||
            fail(e, BAD_MODEL,
                 "%s; known are harmony and those of Qwen, SmolLM2, Llama, Mistral, Gemma, DeepSeek and TinyLlama",
@@ -737,7 +756,9 @@ static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Byt
     struct tm day = {0};
     char date[32];
     LocalBytes text = {0}, about = {0}, list = {0};
-    bytes_print(&text, "%s%s", system ? system : "", system && tools && !alone ? "\n\n" : "");
+    for (const char *s = system ? system : ""; *s; s++)
+        *s == DATE && !c->instructions ? bytes_text(&text, c->date ? c->date : "") : bytes_add(&text, s, 1);
+    bytes_text(&text, system && tools && !alone ? "\n\n" : "");
     for (int i = 0; f->flags & (HOIST | LATEST) && i < c->messages; i++) {
         if (kind_of(c->message + i) != SYSTEM) continue;
         if (f->flags & LATEST) text.n = 0;

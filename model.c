@@ -60,6 +60,7 @@ static const Family families[] = {
      .moe = EXPERTS("mlp.router", "num_local_experts", "intermediate_size", .biases = true)},
     {.model_type = "llama"},
     {.model_type = "mistral", .defaults = JSON({"num_key_value_heads": 8, "sliding_window": 4096})},
+    {.model_type = "mistral3", .nested = "mistral"},
     {"mixtral", JSON({"num_key_value_heads": 8, "sliding_window": null, "norm_topk_prob": true, "rope_theta": 1e6}),
      "norm_topk_prob",
      .moe = {"block_sparse_moe.gate", "block_sparse_moe.experts", ".w1", ".w3", ".w2", "num_local_experts",

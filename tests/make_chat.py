@@ -58,6 +58,13 @@ def mistral(before, behind, where, answer):
 MISTRAL_OLD = ("{{ bos_token }}{% for message in messages %}" + ALTERNATE + "{% if message['role'] == 'user' %}"
                "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
                "{{ message['content'] + eos_token}}{% else %}{{ raise_exception('') }}{% endif %}{% endfor %}")
+MISTRAL_SMALL = ("{%- set today = strftime_now(\"%Y-%m-%d\") %}\n{%- set default_system_message = \"You are Mistral Small 3.\\n"
+                 "The current date is \" + today + \".\\n\\nYou're asked (e.g. \\\"What is near?\\\" => \\\"Near what?\\\")\" %}\n\n"
+                 "{{- bos_token }}\n\n" + SPLIT.replace("{% endif %}", "{% set system_message = default_system_message %}{% endif %}").replace("{% ", "{%- ") +
+                 "{{- '[SYSTEM_PROMPT]' + system_message + '[/SYSTEM_PROMPT]' }}{%- for message in loop_messages %}"
+                 "{%- if message['role'] == 'user' %}{{- '[INST]' + message['content'] + '[/INST]' }}"
+                 "{%- elif message['role'] == 'system' %}{{- '[SYSTEM_PROMPT]' + message['content'] + '[/SYSTEM_PROMPT]' }}"
+                 "{%- elif message['role'] == 'assistant' %}{{- message['content'] + eos_token }}{%- endif %}{%- endfor %}")
 GEMMA3 = ("{{ bos_token }}\n{%- if messages[0]['role'] == 'system' -%}\n    {%- set first_user_prefix = "
           "messages[0]['content'] + '\n\n' -%}{%- set loop_messages = messages[1:] -%}\n{%- else -%}\n"
           "    {%- set first_user_prefix = \"\" -%}{%- set loop_messages = messages -%}\n{%- endif -%}\n"
@@ -106,6 +113,7 @@ MODELS = {
                      None, MISTRAL, "mistral-7b-v0.3"),
     "Mistral Nemo": ("Mistral Nemo", mistral("[INST]", "[/INST]", "loop.last", 'message["content"] + eos_token'), None,
                      MISTRAL, None),
+    "Mistral Small 3": ("Mistral Small 3", MISTRAL_SMALL, None, MISTRAL + ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"], None),
     "Gemma 2": ("Gemma", "google-gemma-2-2b-it", "<start_of_turn>model", GEMMA, "gemma2"),
     "Gemma 3": ("Gemma", GEMMA3, None, GEMMA, "gemma3"),
     "DeepSeek V2": ("DeepSeek V2", DEEPSEEK2, None, DEEPSEEK[:2], None),

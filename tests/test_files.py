@@ -528,7 +528,7 @@ def test_null_switches_no_window_on(folder):
 
 
 def test_text_of_a_model_of_pictures(folder):
-    """Gemma 3 with eyes: the text's config.json in text_config, its tensors under either prefix, eyes left out."""
+    """Gemma 3 and Mistral Small 3.1 with eyes: the text's config.json in text_config, its tensors under either prefix, eyes left out."""
     source = FIXTURES / "gemma3"
     expected = top_logits(source)
     text = {k: v for k, v in read_json(source / "config.json").items() if k != "eos_token_id"}
@@ -567,6 +567,13 @@ def test_text_of_a_model_of_pictures(folder):
         tensors = {"language_model." + k: v for k, v in header.items() if k != "__metadata__"}
         (model / "model.safetensors").write_bytes(safetensors(tensors, content))
         same(top_logits(model), expected, f"logits with a head of its own, tied {tied}")
+    source, model = FIXTURES / "mistral", folder / "Mistral Small 3.1"
+    header, content = read_safetensors(source / "model.safetensors")
+    model.mkdir()
+    write_json(model / "config.json", {"model_type": "mistral3", "text_config": read_json(source / "config.json")})
+    tensors = {"language_model." + k: v for k, v in header.items() if k != "__metadata__"}
+    (model / "model.safetensors").write_bytes(safetensors(tensors, content))
+    same(top_logits(model), top_logits(source), "logits of mistral3")
 
 
 def text_of(path, *pairs):
