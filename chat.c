@@ -87,6 +87,7 @@ static const Format formats[] = {
     {"Qwen3", {"last_query_index", "enable_thinking", "<args-json-object>"}, QWEN3, .quiet = "<think>\n\n</think>\n\n"},
     {"Qwen", {"<args-json-object>", "!</think>"}, CHATML, QWEN_TOOLS},
     {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML, .flags = BOS},
+    {"Qwen3-Coder", {"message.role + '\\n' + message.content + '<|im_end|>' + '\\n'", "<function=", "!think"}, CHATML},
     {"Llama 3.2", {"Cutting Knowledge Date: December 2023", "strftime_now"}, LLAMA, LLAMA_TOOLS("%s")},
     {"Llama 3.1", {"Cutting Knowledge Date: December 2023"}, LLAMA, LLAMA_TOOLS("26 Jul 2024")},
     {"Llama 3", {"message['content'] | trim + '<|eot_id|>'", "!tools"}, LLAMA},

@@ -30,6 +30,11 @@ SMOLLM2 = ("{% for message in messages %}{% if loop.first and messages[0]['role'
            "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
            "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
            + PROMPT.replace("X", "<|im_start|>assistant\n"))
+QWEN3_CODER = (SPLIT + "{%- if system_message is defined %}{{- \"<|im_start|>system\\n\" + system_message }}{%- elif tools %}"
+               "{{- \"<|im_start|>system\\nYou are Qwen.\" }}{%- endif %}{%- if tools %}{{- '<tools>\\n<function=a>' }}{%- endif %}"
+               "{%- if system_message is defined or tools %}{{- '<|im_end|>\\n' }}{%- endif %}"
+               "{%- for message in loop_messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' "
+               "+ '\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}")
 ZEPHYR = ("{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
           "{{ '<|user|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n"
           "{{ '<|system|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'assistant' %}\n"
@@ -94,6 +99,7 @@ MODELS = {
     "Qwen2.5": ("Qwen", "Qwen-Qwen2.5-7B-Instruct",
                 TOOLS + "<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>",
                 QWEN, "qwen2.5"),
+    "Qwen3-Coder": ("Qwen3-Coder", QWEN3_CODER, None, QWEN, "qwen3"),
     "Qwen3": ("Qwen3", "Qwen-Qwen3-0.6B", "last_query_index enable_thinking </think>" + TOOLS, QWEN3, "qwen3"),
     "Qwen3-2507, thinking": ("Qwen3, always thinking", ("Qwen-Qwen3-0.6B", (
         ("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}"),
@@ -248,7 +254,7 @@ def render(model, template, controls, name, messages, tools):
 
 
 def cases_of(model, template, controls, tokenizer):
-    thinks, calls = "<think>" in controls, "<tool_call>" in controls or model in ("Llama 3.1", "Llama 3.2")
+    thinks, calls = "<think>" in controls, ("<tool_call>" in controls and model != "Qwen3-Coder") or model in ("Llama 3.1", "Llama 3.2")
     found = [render(model, template, controls, name, m, None) for name, m in CASES.items()]
     if thinks:
         chosen = {k: m for k, m in THINKING.items() if k != "effort none" or model in ("Qwen3", "DeepSeek V3.1", "DeepSeek V3.1, copied")}
