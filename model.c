@@ -1030,8 +1030,9 @@ static Linear bind_mxfp4(Loader *load, const char *name, int first, int step, in
 
 /* A part of w for each head. Heads have `pitch` rows each; the part has `rows` of them, from `first` on. */
 static Linear cut(Loader *load, const Linear *w, int first, int rows, int pitch) {
-    const int heads = w->rows / pitch, share[] = {1, w->scale.rows, w->zero.rows}; /* rows that share a line */
-    const bool transposed[] = {in_gptq(w->type) || w->type == AWQ4, w->scale.transposed, w->zero.transposed};
+    const Grid grid[] = {{w->type, 1, 1, false}, w->scale, w->zero};
+    const bool across = in_gptq(w->type) || w->type == AWQ4; /* each line, of the grids too, crosses all rows */
+    const int heads = w->rows / pitch;
     Stored *each = keep(load->c, (size_t)heads, sizeof *each);
     Linear part = *w;
     part.n = heads, part.rows = rows, part.each = each;
@@ -1039,12 +1040,18 @@ static Linear cut(Loader *load, const Linear *w, int first, int rows, int pitch)
         View *views[] = {&each[i].data, &each[i].scale, &each[i].zero};
         each[i] = *w->each;
         for (int k = 0; k < 3; k++) {
-            if (!share[k] || share[k] == w->rows) continue; /* the same for all rows */
-            if (first % share[k] || pitch % share[k] || transposed[k])
-                refuse(load, load->path, "kv_b_proj in %s is not implemented: heads are no whole blocks of rows",
-                       types[w->type].name);
-            const int line = (i * pitch + first) / share[k];
-            *views[k] = lines_of(*views[k], (size_t)line, 1, divided(rows, share[k]));
+            const Grid g = grid[k];
+            if (!g.rows || g.rows == w->rows) continue; /* the same for all rows */
+            const int whole = g.rows * (g.transposed || g.type == AWQ4 ? types[g.type].values : 1);
+            if (first % whole || pitch % whole)
+                refuse(load, load->path, "kv_b_proj in %s is only implemented for heads of whole blocks of %d rows",
+                       types[w->type].name, whole);
+            View *v = views[k];
+            const size_t row = (size_t)(i * pitch + first), all = (size_t)w->rows;
+            const size_t from = across ? v->bytes * row / all : row / (size_t)whole * v->stride;
+            v->offset += from, v->data += v->data ? from : 0;
+            v->bytes = across ? v->bytes * (size_t)rows / all : v->bytes;
+            v->lines = across ? v->lines : rows / whole;
         }
     }
     return part;

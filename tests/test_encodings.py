@@ -221,7 +221,7 @@ TENSORS = [  # a fixture, what is changed, words of the message; None: it is rea
     ("experts_nvfp4", without(EXPERT + ".weight_global_scale"), ["experts.3.up_proj"]),
     ("experts_gptq4", without(EXPERT + ".qweight"), [EXPERT, "missing"]),
     ("deepseek_fp8", entry("model.layers.0.self_attn.kv_b_proj.weight_scale_inv", shape=[1, 16]), ["kv_b_proj"]),
-    ("deepseek_fp8", as_gptq("model.layers.0.self_attn.kv_b_proj"), ["kv_b_proj", "GPTQ4"]),
+    ("deepseek_fp8", as_gptq("model.layers.0.self_attn.kv_b_proj"), None),
 ]
 
 
@@ -259,3 +259,56 @@ def test_heads_of_one_matrix(folder):
 
     same(logits(int8, lambda rows: [1]), logits(int8, lambda rows: [rows]), "one scale and zero, or one a row")
     same(logits(nvfp4, lambda rows: [2, 0x38]), logits(nvfp4, lambda rows: [1, 0x30]), "1 / 2, or 0.5 / 1")
+
+
+def nibbles(codes):
+    return bytes(low | high << 4 for low, high in zip(codes[::2], codes[1::2]))
+
+
+def test_heads_inside_lines(folder):
+    """GPTQ and AWQ hold all rows of some columns in a line, packed zeros several rows in a word. kv_b_proj is cut there
+    too: the logits are those of the same weights in F32."""
+    def parts(encoding, rows, cols):
+        groups, orders = cols // 16, (0, 2, 4, 6, 1, 3, 5, 7)
+        q = [[(7 * r + 3 * c + r * c // 5) % 16 for c in range(cols)] for r in range(rows)]
+        z = [[(5 * r + 11 * g) % 13 + 1 for g in range(groups)] for r in range(rows)]
+        s = [[(8 + (3 * r + 5 * g) % 8) / 1024 for g in range(groups)] for r in range(rows)]
+        words = range(rows // 8)
+        f16 = ["F16", [groups, rows], struct.pack(f"<{groups * rows}e", *(row[g] for g in range(groups) for row in s))]
+        if encoding == "F32":
+            w = [s[r][c // 16] * (q[r][c] - z[r][c // 16]) for r in range(rows) for c in range(cols)]
+            return {"weight": ["F32", [rows, cols], struct.pack(f"<{rows * cols}f", *w)]}
+        if encoding == "AWQ4":
+            codes = [q[8 * k + i][c] for c in range(cols) for k in words for i in orders]
+            zeros = [z[8 * k + i][g] for g in range(groups) for k in words for i in orders]
+            return {"qweight": ["I32", [cols, rows // 8], nibbles(codes)], "scales": f16,
+                    "qzeros": ["I32", [groups, rows // 8], nibbles(zeros)]}
+        if encoding == "PACKED4":
+            zeros = [z[8 * k + i][g] for k in words for g in range(groups) for i in range(8)]
+            f32 = [s[r][g] for r in range(rows) for g in range(groups)]
+            return {"weight_packed": ["I32", [rows, cols // 8], nibbles([code for row in q for code in row])],
+                    "weight_scale": ["F32", [rows, groups], struct.pack(f"<{len(f32)}f", *f32)],
+                    "weight_zero_point": ["I32", [rows // 8, groups], nibbles(zeros)]}
+        n, raw = (8, nibbles) if encoding == "GPTQ4" else (4, bytes)  # codes in a word
+        codes = [row[k + i] for k in range(0, cols, n) for row in q for i in range(n)]
+        zeros = [row[g] - 1 for g in range(groups) for row in z]
+        return {"qweight": ["I32", [cols // n, rows], raw(codes)], "scales": f16,
+                "qzeros": ["I32", [groups, rows // n], raw(zeros)]}
+
+    def model(encoding, v_head_dim):
+        module = "model.layers.0.self_attn.kv_b_proj."
+        kept = {k: v for k, v in tensors("deepseek_fp8").items() if not k.startswith(module)}
+        changed = {module + k: v for k, v in parts(encoding, 2 * (16 + v_head_dim), 512).items()}
+        quantization = read_json(FOLDER / "deepseek_fp8" / "config.json")["quantization_config"]
+        quantization["quant_method"] = "awq" if encoding == "AWQ4" else "gptq"
+        return write(folder, "deepseek_fp8", kept | changed,
+                     {"quantization_config": quantization, "v_head_dim": v_head_dim})
+
+    def logits(encoding):
+        return infer("logits", model(encoding, 16), "--ids", "1,2,3", "--all").text
+
+    expected = logits("F32")
+    for encoding in ("GPTQ4", "GPTQ8", "AWQ4", "PACKED4"):
+        same(logits(encoding), expected, encoding)
+    for encoding in ("GPTQ4", "AWQ4", "PACKED4"):
+        refused("logits", model(encoding, 12), "--ids", 1, words=["kv_b_proj", encoding, "blocks of 8 rows"])
