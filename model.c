@@ -992,8 +992,7 @@ static Linear bind_each(Loader *load, const char *module, const char *matrix, in
         Linear one = bind_linear(load, name, rows, cols, bias);
         if (!i) all = one;
         if (one.type != all.type || one.scale.type != all.scale.type || one.scale.rows != all.scale.rows ||
-            one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows ||
-            !one.each->group != !all.each->group || !one.each->bias != !all.each->bias)
+            one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows || !one.each->bias != !all.each->bias)
             refuse(load, load->path, "%s%s is %s, that of number 0 %s, or its scales differ", load->prefix, name,
                    types[one.type].name, types[all.type].name);
         each[i] = *one.each;

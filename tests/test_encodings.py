@@ -312,3 +312,19 @@ def test_heads_inside_lines(folder):
         same(logits(encoding), expected, encoding)
     for encoding in ("GPTQ4", "AWQ4", "PACKED4"):
         refused("logits", model(encoding, 12), "--ids", 1, words=["kv_b_proj", encoding, "blocks of 8 rows"])
+
+
+def test_one_expert_in_order(folder):
+    """Calibration that never reaches an expert leaves its columns in order. Groups in another order, and columns that
+    name them, are the same weights."""
+    def logits(in_order):
+        changed = tensors("experts_gptq4")
+        group = [c // 16 if in_order else 3 - c // 16 for c in range(64)]
+        changed[EXPERT + ".g_idx"][2] = struct.pack("<64i", *group)
+        for key in (EXPERT + ".scales", EXPERT + ".qzeros"):
+            raw = changed[key][2]
+            lines = [raw[i:i + len(raw) // 4] for i in range(0, len(raw), len(raw) // 4)]
+            changed[key][2] = b"".join(lines if in_order else lines[::-1])
+        return infer("logits", write(folder, "experts_gptq4", changed), "--ids", "1,2,3,4,5", "--all").text
+
+    same(logits(True), logits(False), "one expert in order")
