@@ -386,9 +386,9 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
     static const char *const known[][2] = {
         {"quant_method", "fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, mxfp4"},
         {"format", "float-quantized, int-quantized, naive-quantized, pack-quantized, nvfp4-pack-quantized, "
-                   "mxfp4-pack-quantized, mxfp8-quantized, mixed-precision, dense, gptq, gptq_v2"},
+                   "mxfp4-pack-quantized, mxfp8-quantized, mixed-precision, dense, gptq, gptq_v2, gemm"},
         {"quant_algo", "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, W4A16_NVFP4, MIXED_PRECISION"},
-        {"checkpoint_format", "gptq, gptq_v2"},
+        {"checkpoint_format", "gptq, gptq_v2, gemm"},
         {"pack_dtype", "int32"},
         {"fmt", "e4m3"},
         {"is_marlin_format", "false"},

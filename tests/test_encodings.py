@@ -93,6 +93,8 @@ CONFIGS = [  # a fixture, its quantization_config with one thing changed, words 
     ("gptq4", {"dynamic": {"+:.*": {"bits": 8, "group_size": 64}}}, None),
     ("awq4", {"version": "gemv"}, ["version", "gemv", "gemm"]),
     ("awq4", {"version": "GEMM"}, None),
+    ("awq4", {"checkpoint_format": "gemm", "format": "gemm", "pack_dtype": "int32"}, None),
+    ("awq4", {"checkpoint_format": "gemv", "format": "gemv"}, ["gemv", "gptq_v2, gemm"]),
     ("packed4_zero", {"format": "marlin-24"}, ["format", "marlin-24", "pack-quantized"]),
     ("packed4_zero", {"quantization_status": "frozen"}, None),
     ("packed4_zero", {"quantization_status": "calibration"}, ["quantization_status", "calibration", "frozen"]),
