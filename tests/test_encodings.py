@@ -82,6 +82,7 @@ CONFIGS = [  # a fixture, its quantization_config with one thing changed, words 
     ("fp8_block", {"weight_block_size": [[128], [128]]}, ["weight_block_size", "two whole numbers"]),
     ("fp8_block", {"weight_block_size": [128]}, ["weight_block_size", "two whole numbers"]),
     ("fp8_block", {"fmt": "e5m2"}, ["fmt", "e5m2", "e4m3"]),
+    ("fp8_modelopt", {"quant_algo": "fp8_pb_wo"}, None),
     ("fp8_modelopt", {"quant_algo": "INT9"}, ["quant_algo", "INT9", "NVFP4"]),
     ("gptq4", {"bits": 3}, ["bits", "3", "4, 8"]),
     ("gptq4", {"group_size": 48}, ["group_size", "48", "128"]),
