@@ -394,7 +394,7 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
         {"fmt", "e4m3"},
         {"is_marlin_format", "false"},
         {"quantization_status", "compressed, frozen"},
-        {"transform_config", "{}"},
+        {"location", "weight_input, weight_output"}, /* of a rotation. Others run at inference */
         {"bits", "4, 8"},
         {"num_bits", "4, 8"},
         {"group_size", "-1, 16, 32, 64, 128, 256, 512, 1024"},

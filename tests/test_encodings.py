@@ -75,6 +75,12 @@ def test_one_scale_larger_by_a_hundredth(folder):
     each([(name,) for name in NAMES], check)
 
 
+def rotated(*locations):
+    """SpinQuant, whose rotations of weights are in the weights."""
+    apply = [{"targets": ["Linear"], "location": location, "inverse": False, "ignore": []} for location in locations]
+    return {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": apply, "head_dim": None}}}}
+
+
 CONFIGS = [  # a fixture, its quantization_config with one thing changed, words of the message
     ("fp8_block", {"quant_method": "bitsandbytes"}, ["quant_method", "bitsandbytes", "gptq", "awq"]),
     ("fp8_block", {"weight_block_size": [128, 100]}, ["weight_block_size", "100"]),
@@ -101,7 +107,8 @@ CONFIGS = [  # a fixture, its quantization_config with one thing changed, words 
     ("packed4_zero", {"quantization_status": "calibration"}, ["quantization_status", "calibration", "frozen"]),
     ("packed4_zero", {"sparsity_config": {"format": "sparse-24-bitmask"}}, ["format", "sparse-24-bitmask"]),
     ("packed4_zero", {"sparsity_config": {"format": "dense"}, "version": "0.12.2", "transform_config": {}}, None),
-    ("packed4_zero", {"transform_config": {"a": 1}}, ["transform_config", "{}"]),
+    ("packed4_zero", rotated("weight_input", "weight_output"), None),
+    ("packed4_zero", rotated("weight_input", "input"), ["location", "weight_input, weight_output", "and is input"]),
     ("packed4_zero", {"config_groups": {"group_0": {"weights": {"num_bits": 5}}}}, ["num_bits", "5"]),
     ("mxfp4", {"config_groups": {"group_0": {"weights": {"group_size": 24}}}}, ["group_size", "24"]),
     ("nvfp4_modelopt", {"producer": {"name": "modelopt", "version": "0.29.0"}}, None),
