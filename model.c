@@ -747,12 +747,13 @@ static Tensor *find(const Loader *load, const char *name, const char *suffix) {
     return tensors_find(&load->c->tensors, full);
 }
 
-/* Finds that tensor and checks its shape and the dtype of `type` (TYPES: any). Returns a made up one, without data, if
- * there are no files or if the check fails. */
+/* Finds that tensor and checks its shape, of which a last 1 may be missing, and the dtype of `type` (TYPES: any).
+ * Returns a made up one, without data, if there are no files or if the check fails. */
 static Tensor *bind(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape) {
     char expected[160], found[160];
     Tensor *t = find(load, name, suffix);
-    bool fits = t && t->dims == dims && !memcmp(t->shape, shape, (size_t)dims * sizeof *shape);
+    bool fits = t && (t->dims == dims || (t->dims == dims - 1 && shape[t->dims] == 1)) &&
+                !memcmp(t->shape, shape, (size_t)t->dims * sizeof *shape);
     if (t) t->bound = true;
     if (fits && (type == TYPES || tensor_is(load, t, has_dtype(t, type), types[type].dtype))) return t;
     if (!fits && !load->c->model.made_up)
@@ -890,8 +891,7 @@ static const int *bind_group(Loader *load, const char *name, const char *suffix,
 /* NVFP4's factor of all scales. compressed-tensors stores its inverse. */
 static float bind_factor(Loader *load, const char *name, const char *suffix) {
     const bool divides = !strcmp(suffix, ".weight_global_scale");
-    const Tensor *here = find(load, name, suffix);
-    Tensor *t = bind(load, name, suffix, F32, divides || (here && here->dims), (int64_t[]){1});
+    Tensor *t = bind(load, name, suffix, F32, 1, (int64_t[]){1});
     const float factor = t->data ? code_at(F32, t->data, 0, 0, 0) : 1;
     tensor_is(load, t, factor > 0 && isfinite(factor), "a positive number");
     belongs(t, NVFP4, 0);

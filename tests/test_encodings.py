@@ -206,6 +206,7 @@ TENSORS = [  # a fixture, what is changed, words of the message; None: it is rea
     ("int8", entry(FIRST + ".weight", dtype="BF16", raw=lambda raw: raw * 2), [FIRST + ".weight_scale", "no place"]),
     ("int8", entry(FIRST + ".weight_scale", dtype="F8_E4M3", raw=lambda raw: raw[::2]), ["weight_scale", "F8_E4M3"]),
     ("int8_zero", entry(FIRST + ".weight_zero_point", shape=[32, 2]), ["weight_zero_point", "(64, 1)", "(32, 2)"]),
+    ("int8_zero", entry(FIRST + ".weight_zero_point", shape=[64]), None),
     ("int8_zero", entry(FIRST + ".weight_zero_point", dtype="U8"), ["weight_zero_point", "U8", "I8"]),
     ("packed4_zero", entry(FIRST + ".weight_shape", raw=lambda raw: raw[:8] + raw[:8]), None),
     ("packed4_zero", entry(FIRST + ".weight_shape", raw=lambda raw: raw[:8] + bytes(8)), [FIRST + ".weight_shape"]),
@@ -251,7 +252,7 @@ def test_heads_of_one_matrix(folder):
     def int8(rows, cols, n):
         codes = bytes((7 * r + 3 * c) % 17 for r in range(rows) for c in range(cols))
         return {"weight": ["I8", [rows, cols], codes], "weight_scale": ["F32", [n, 1], struct.pack("<f", 0.01) * n],
-                "weight_zero_point": ["I8", [n, 1], bytes([5]) * n]}
+                "weight_zero_point": ["I8", [n, 1] if n > 1 else [1], bytes([5]) * n]}
 
     def nvfp4(rows, cols, factor, scale):
         codes = bytes((5 * i) % 251 for i in range(rows * cols // 2))
