@@ -948,11 +948,10 @@ static Encoding find_encoding(Loader *load, const char *name, int rows, int cols
         int64_t shape[2];
         stored_shape(one->type, rows, cols, shape);
         if (made_up && one->type == plain) return *one;
-        if (!t || (one->mark && !find(load, name, one->mark))) continue;
-        if (one->type == AWQ4 ? !awq : in_gptq(one->type) && awq) continue;
+        if (!t || (one->mark && !find(load, name, one->mark)) || (awq && in_gptq(one->type))) continue;
         bool dtype = has_dtype(t, one->type);
         if (dtype && t->dims == 2 && !memcmp(t->shape, shape, sizeof shape)) return *one;
-        if (!near && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
+        if (!near && (one->type != AWQ4 || awq) && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
     }
     const Tensor *t = near ? NULL : find(load, name, ".weight"); /* without grids. bind reports a missing one */
     if (t && tensor_is(load, t, type_of(t) < E8M0, "BF16, F16, F32, F8_E4M3 or I8")) plain = type_of(t);
@@ -965,10 +964,10 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, in
     Stored *one = keep(load->c, 1, sizeof *one);
     Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1, .each = one};
     check_blocks(load, name, &w);
-    if ((in_gptq(w.type) || w.type == AWQ4) && !load->quantization && !load->c->model.made_up)
+    if (in_gptq(w.type) && !load->quantization && !load->c->model.made_up)
         refuse(load, load->path,
-               "%s is GPTQ or AWQ, and quantization_config is missing (older GPTQ models have it as a file "
-               "quantize_config.json: download that too)",
+               "%s is GPTQ, and quantization_config is missing (older models have it as a file quantize_config.json: "
+               "download that too)",
                name);
     one->data = bind_grid(load, name, how.codes, &w, (Grid){w.type, 1, 1, false}, (int64_t)rows * cols);
     one->factor = 1;

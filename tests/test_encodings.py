@@ -137,6 +137,15 @@ def test_deep_config_in_time(folder):
     refused("logits", model, "--ids", 1, words=["config.json", "awq9"], cpu=2)
 
 
+def test_awq_without_its_config(folder):
+    """The shapes of AWQ's tensors tell all, so models that declare it only in quant_config.json are read too. What has
+    the shapes of GPTQ is refused if it is declared as AWQ: its zeros have two meanings."""
+    e = error(copy_model(FOLDER / "awq4", folder, {"quantization_config": None}), folder, "awq4")
+    expect(e < 1e-5, f"relative error {e:.1e}")
+    model = copy_model(FOLDER / "gptq4_64", folder, {"quantization_config": {"quant_method": "awq"}})
+    refused("logits", model, "--ids", 1, words=["q_proj.qweight", "(64, 8)", "(8, 64)"])
+
+
 def test_older_place_of_the_config(folder):
     """GPTQ's quantize_config.json does what quantization_config does. Without both, its zeros have two meanings."""
     name = "gptq8_v2"
