@@ -384,7 +384,7 @@ static void read_sizes(Loader *load, Model *m) {
  * is encoded, and which of its weights share a scale, is read from its tensors, not from here. */
 static void check_quantization(Loader *load, const char *path, const char *key, const cJSON *x) {
     static const char *const known[][2] = {
-        {"quant_method", "fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, mxfp4"},
+        {"quant_method", "fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, auto-round, mxfp4"},
         {"format", "float-quantized, int-quantized, naive-quantized, pack-quantized, nvfp4-pack-quantized, "
                    "mxfp4-pack-quantized, mxfp8-quantized, mixed-precision, dense, gptq, gptq_v2, gemm"},
         {"quant_algo",
@@ -395,7 +395,7 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
         {"is_marlin_format", "false"},
         {"quantization_status", "compressed, frozen"},
         {"location", "weight_input, weight_output"}, /* of a rotation. Others run at inference */
-        {"bits", "4, 8"},
+        {"bits", "4, 8, 16"},
         {"num_bits", "4, 8"},
         {"group_size", "-1, 16, 32, 64, 128, 256, 512, 1024"},
         {"weight_block_size", "16, 32, 64, 128, 256"},
@@ -425,6 +425,9 @@ static void read_quantization(Loader *load, const char *dir) {
     if (q) check_quantization(load, path, "", q);
     if (json_is(q, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
         config_bad(load, q, "version", "\"gemm\"");
+    if (json_is(q, "quant_method", "auto-round") && !json_is(q, "packing_format", "auto_round:auto_gptq") &&
+        !json_is(q, "packing_format", "auto_round:auto_awq"))
+        config_bad(load, q, "packing_format", "auto_round:auto_gptq or auto_round:auto_awq");
 }
 
 /* The row of a model_type. The error for an unknown one lists all rows. */

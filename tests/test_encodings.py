@@ -128,6 +128,19 @@ def test_config(folder):
     each([(f"{case[0]} {json.dumps(case[1])}", *case) for case in CONFIGS], check)
 
 
+def test_auto_round(folder):
+    """Its own format holds the tensors of GPTQ or AWQ. packing_format tells which of GPTQ's zeros they are."""
+    said = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int", "sym": False,
+            "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"}}}
+    for name, packing in (("gptq4", "auto_round:auto_gptq"), ("awq4", "auto_round:auto_awq")):
+        quantization = {"quantization_config": said | {"packing_format": packing}}
+        e = error(copy_model(FOLDER / name, folder, quantization), folder, name)
+        expect(e < 1e-5, f"{packing}: relative error {e:.1e}")
+    for packing in ({}, {"packing_format": "auto_round"}, {"packing_format": "auto_round:gptqmodel"}):
+        model = copy_model(FOLDER / "gptq4", folder, {"quantization_config": said | packing})
+        refused("logits", model, "--ids", 1, words=["packing_format", "auto_round:auto_gptq", *packing.values()])
+
+
 def test_deep_config_in_time(folder):
     """A large text as deep as JSON may be is not copied at each level. The limit is for a build with sanitizers."""
     deep = "x" * 10 ** 6
