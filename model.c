@@ -968,19 +968,14 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, in
     Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1, .each = one};
     check_blocks(load, name, &w);
     if (in_gptq(w.type) && !load->quantization && !load->c->model.made_up)
-        refuse(load, load->path,
-               "%s is GPTQ, and quantization_config is missing (older models have it as a file quantize_config.json: "
-               "download that too)",
-               name);
+        refuse(load, load->path, "%s is GPTQ and has no quantization_config: download quantize_config.json too", name);
     one->data = bind_grid(load, name, how.codes, &w, (Grid){w.type, 1, 1, false}, (int64_t)rows * cols);
     one->factor = 1;
     if (how.scale) bind_grids(load, name, &how, &w, one);
     Tensor *said = find(load, name, ".weight_shape");
-    if (said) {
+    if (said && tensor_is(load, said, said->size == 16 && !memcmp(said->data, (int64_t[]){rows, cols}, 16),
+                          "the shape of its matrix"))
         belongs(said, w.type, 0);
-        tensor_is(load, said, said->size == 16 && !memcmp(said->data, (int64_t[]){rows, cols}, 16),
-                  "the shape of its matrix");
-    }
     if (!bias) bias = (in_gptq(w.type) || load->gguf) && find(load, name, ".bias");
     if (bias > 0) one->bias = bind_floats(load, name, ".bias", rows);
     return w;
@@ -1030,31 +1025,33 @@ static Linear bind_mxfp4(Loader *load, const char *name, int first, int step, in
     return w;
 }
 
+/* Rows first, first + 1, ... of w's codes or of one of its grids, whose view is v. In GPTQ and AWQ a line crosses all
+ * rows. A word or an entry that several rows share must not be split. */
+static View rows_of(Loader *load, View v, const Linear *w, Grid g, int first, int rows) {
+    const bool across = in_gptq(w->type) || w->type == AWQ4, words = g.transposed || g.type == AWQ4;
+    const int shared = g.rows * (words ? types[g.type].values : 1);
+    if (!g.rows || g.rows == w->rows) return v; /* the same for all rows */
+    if (first % shared || rows % shared)
+        refuse(load, load->path, "kv_b_proj in %s is only implemented for heads of whole blocks of %d rows",
+               types[w->type].name, shared);
+    if (!across) return lines_of(v, (size_t)(first / shared), 1, rows / shared);
+    const size_t begin = v.bytes * (size_t)first / (size_t)w->rows;
+    v.offset += begin, v.data += v.data ? begin : 0;
+    v.bytes = v.bytes * (size_t)rows / (size_t)w->rows;
+    return v;
+}
+
 /* A part of w for each head. Heads have `pitch` rows each; the part has `rows` of them, from `first` on. */
 static Linear cut(Loader *load, const Linear *w, int first, int rows, int pitch) {
-    const Grid grid[] = {{w->type, 1, 1, false}, w->scale, w->zero};
-    const bool across = in_gptq(w->type) || w->type == AWQ4; /* each line, of the grids too, crosses all rows */
-    const int heads = w->rows / pitch;
-    Stored *each = keep(load->c, (size_t)heads, sizeof *each);
     Linear part = *w;
-    part.n = heads, part.rows = rows, part.each = each;
-    for (int i = 0; i < heads; i++) {
-        View *views[] = {&each[i].data, &each[i].scale, &each[i].zero};
+    part.n = w->rows / pitch, part.rows = rows;
+    Stored *each = keep(load->c, (size_t)part.n, sizeof *each);
+    part.each = each;
+    for (int i = 0; i < part.n; i++, first += pitch) {
         each[i] = *w->each;
-        for (int k = 0; k < 3; k++) {
-            const Grid g = grid[k];
-            if (!g.rows || g.rows == w->rows) continue; /* the same for all rows */
-            const int whole = g.rows * (g.transposed || g.type == AWQ4 ? types[g.type].values : 1);
-            if (first % whole || pitch % whole)
-                refuse(load, load->path, "kv_b_proj in %s is only implemented for heads of whole blocks of %d rows",
-                       types[w->type].name, whole);
-            View *v = views[k];
-            const size_t row = (size_t)(i * pitch + first), all = (size_t)w->rows;
-            const size_t from = across ? v->bytes * row / all : row / (size_t)whole * v->stride;
-            v->offset += from, v->data += v->data ? from : 0;
-            v->bytes = across ? v->bytes * (size_t)rows / all : v->bytes;
-            v->lines = across ? v->lines : rows / whole;
-        }
+        each[i].data = rows_of(load, each[i].data, w, (Grid){w->type, 1, 1, false}, first, rows);
+        each[i].scale = rows_of(load, each[i].scale, w, w->scale, first, rows);
+        each[i].zero = rows_of(load, each[i].zero, w, w->zero, first, rows);
     }
     return part;
 }
@@ -1175,9 +1172,7 @@ static void bind_all(Loader *load, Model *m) {
     strcpy(load->prefix, text);
     const char *outer = strncmp(text, "language_model.", 15) ? "" : "language_model."; /* the head's prefix */
     const Tensor *table = find(load, "embed_tokens", ".weight");
-    strcpy(load->prefix, outer);
-    const Tensor *head = find(load, "lm_head", ".weight");
-    strcpy(load->prefix, text);
+    const Tensor *head = tensors_find(all, *outer ? "language_model.lm_head.weight" : "lm_head.weight");
     /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
     load->tied = config_true(load, "tie_word_embeddings") && (!head || !table || same_tensor(head, table));
     bool embed = !load->tied || table || m->made_up;
@@ -1322,11 +1317,11 @@ ModelEntry model_entry(const char *path) {
         json_string(load.gguf ? t->metadata : load.file, load.gguf ? "general.architecture" : "model_type");
     snprintf(m.family, sizeof m.family, "%s", family ? family : "");
     if (!t->files) m.complete &= name_files(t, path, &missing);
-    for (int i = 0; i < t->files; i++) {
-        const bool here = !stat(t->file[i].name, &st);
-        m.complete &= here;
-        m.bytes += here ? (uint64_t)st.st_size : 0;
-    }
+    for (int i = 0; i < t->files; i++)
+        if (stat(t->file[i].name, &st))
+            m.complete = false;
+        else
+            m.bytes += (uint64_t)st.st_size;
     return m;
 }
 
@@ -1760,8 +1755,7 @@ static bool submit_step(Scheduler *s, Error *e) {
     const Step *p = s->step + s->now.steps % 2;
     size_t pages = 0;
     s->table.n = 0;
-    for (int i = 0; i < p->n; i++)
-        if (p->stream[i]->pages.n > pages) pages = p->stream[i]->pages.n;
+    for (int i = 0; i < p->n; i++) pages = MAX(pages, p->stream[i]->pages.n);
     for (int i = 0; i < p->n; i++) {
         ids_append(&s->table, p->stream[i]->pages.data, p->stream[i]->pages.n);
         while (s->table.n < (size_t)(i + 1) * pages) ids_add(&s->table, 0);
@@ -1838,8 +1832,7 @@ bool scheduler_run(Scheduler *s, Stream *t, const volatile sig_atomic_t *stop, E
     scheduler_remove(s, t);
     if (ok && interrupted) return fail(e, INTERRUPTED, "interrupted");
     if (ok && t->nan)
-        return fail(e, FAILED,
-                    "the logits hold a NaN: the weights or config.json are damaged; download the model again");
+        return fail(e, FAILED, "the logits hold a NaN: weights or config.json are damaged; download them again");
     return ok;
 }
 
