@@ -134,8 +134,8 @@ static Type card_type(const Linear &w, bool columns) {
     if (columns) return w.type == F16 ? F16 : BF16;
     auto fits = [&](Type t) {
         const int word = CHUNK / chunk_words(t);
-        return !w.each->group && (t == FP8 || w.cols % word == 0) &&
-               (w.scale.cols >= w.cols || w.scale.cols % word == 0);
+        return std::all_of(w.each, w.each + w.n, [](const Stored &one) { return !one.group; }) &&
+               (t == FP8 || w.cols % word == 0) && (w.scale.cols >= w.cols || w.scale.cols % word == 0);
     };
     Type to = card_types[w.type];
     if (w.type == INT8 && w.zero.rows) to = Q5_K;

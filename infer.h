@@ -88,7 +88,7 @@ typedef struct { /* y = W x + bias */
     Grid scale;         /* MXFP4: e8m0, 1 by 32; NVFP4: e4m3, 1 by 16; other types: as in the file */
     Grid zero;          /* PACKED, GPTQ, AWQ and some INT8; an entry has as many columns as one of scale */
     bool zero_plus_one; /* a zero is (entry + 1) mod 2^bits: GPTQ's first convention */
-    const Stored *each; /* (n) all have a group or none has, and so for biases */
+    const Stored *each; /* (n) all have a bias or none has */
 } Linear;
 
 typedef struct {           /* angles of one kind of layer */

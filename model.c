@@ -385,17 +385,18 @@ static void read_sizes(Loader *load, Model *m) {
  * is encoded, and which of its weights share a scale, is read from its tensors, not from here. */
 static void check_quantization(Loader *load, const char *path, const char *key, const cJSON *x) {
     static const char *const known[][2] = {
-        {"quant_method", "fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, mxfp4"},
+        {"quant_method", "fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, auto-round, mxfp4"},
         {"format", "float-quantized, int-quantized, naive-quantized, pack-quantized, nvfp4-pack-quantized, "
-                   "mxfp4-pack-quantized, mxfp8-quantized, mixed-precision, dense, gptq, gptq_v2"},
-        {"quant_algo", "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, W4A16_NVFP4, MIXED_PRECISION"},
-        {"checkpoint_format", "gptq, gptq_v2"},
+                   "mxfp4-pack-quantized, mxfp8-quantized, mixed-precision, dense, gptq, gptq_v2, gemm"},
+        {"quant_algo",
+         "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, fp8_pb_wo, MXFP8, NVFP4, W4A16_NVFP4, MIXED_PRECISION"},
+        {"checkpoint_format", "gptq, gptq_v2, gemm"},
         {"pack_dtype", "int32"},
         {"fmt", "e4m3"},
         {"is_marlin_format", "false"},
         {"quantization_status", "compressed, frozen"},
-        {"transform_config", "{}"},
-        {"bits", "4, 8"},
+        {"location", "weight_input, weight_output"}, /* of a rotation. Others run at inference */
+        {"bits", "4, 8, 16"},
         {"num_bits", "4, 8"},
         {"group_size", "-1, 16, 32, 64, 128, 256, 512, 1024"},
         {"weight_block_size", "16, 32, 64, 128, 256"},
@@ -425,6 +426,9 @@ static void read_quantization(Loader *load, const char *dir) {
     if (q) check_quantization(load, path, "", q);
     if (json_is(q, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
         config_bad(load, q, "version", "\"gemm\"");
+    if (json_is(q, "quant_method", "auto-round") && !json_is(q, "packing_format", "auto_round:auto_gptq") &&
+        !json_is(q, "packing_format", "auto_round:auto_awq"))
+        config_bad(load, q, "packing_format", "auto_round:auto_gptq or auto_round:auto_awq");
 }
 
 /* The row of a model_type. The error for an unknown one lists all rows. */
@@ -747,12 +751,13 @@ static Tensor *find(const Loader *load, const char *name, const char *suffix) {
     return tensors_find(&load->c->tensors, full);
 }
 
-/* Finds that tensor and checks its shape and the dtype of `type` (TYPES: any). Returns a made up one, without data, if
- * there are no files or if the check fails. */
+/* Finds that tensor and checks its shape, of which a last 1 may be missing, and the dtype of `type` (TYPES: any).
+ * Returns a made up one, without data, if there are no files or if the check fails. */
 static Tensor *bind(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape) {
     char expected[160], found[160];
     Tensor *t = find(load, name, suffix);
-    bool fits = t && t->dims == dims && !memcmp(t->shape, shape, (size_t)dims * sizeof *shape);
+    bool fits = t && (t->dims == dims || (t->dims == dims - 1 && shape[t->dims] == 1)) &&
+                !memcmp(t->shape, shape, (size_t)t->dims * sizeof *shape);
     if (t) t->bound = true;
     if (fits && (type == TYPES || tensor_is(load, t, has_dtype(t, type), types[type].dtype))) return t;
     if (!fits && !load->c->model.made_up)
@@ -890,8 +895,7 @@ static const int *bind_group(Loader *load, const char *name, const char *suffix,
 /* NVFP4's factor of all scales. compressed-tensors stores its inverse. */
 static float bind_factor(Loader *load, const char *name, const char *suffix) {
     const bool divides = !strcmp(suffix, ".weight_global_scale");
-    const Tensor *here = find(load, name, suffix);
-    Tensor *t = bind(load, name, suffix, F32, divides || (here && here->dims), (int64_t[]){1});
+    Tensor *t = bind(load, name, suffix, F32, 1, (int64_t[]){1});
     const float factor = t->data ? code_at(F32, t->data, 0, 0, 0) : 1;
     tensor_is(load, t, factor > 0 && isfinite(factor), "a positive number");
     belongs(t, NVFP4, 0);
@@ -948,11 +952,10 @@ static Encoding find_encoding(Loader *load, const char *name, int rows, int cols
         int64_t shape[2];
         stored_shape(one->type, rows, cols, shape);
         if (made_up && one->type == plain) return *one;
-        if (!t || (one->mark && !find(load, name, one->mark))) continue;
-        if (one->type == AWQ4 ? !awq : in_gptq(one->type) && awq) continue;
+        if (!t || (one->mark && !find(load, name, one->mark)) || (awq && in_gptq(one->type))) continue;
         bool dtype = has_dtype(t, one->type);
         if (dtype && t->dims == 2 && !memcmp(t->shape, shape, sizeof shape)) return *one;
-        if (!near && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
+        if (!near && (one->type != AWQ4 || awq) && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
     }
     const Tensor *t = near ? NULL : find(load, name, ".weight"); /* without grids. bind reports a missing one */
     if (t && tensor_is(load, t, type_of(t) < E8M0, "BF16, F16, F32, F8_E4M3 or I8")) plain = type_of(t);
@@ -965,20 +968,15 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, in
     Stored *one = keep(load->c, 1, sizeof *one);
     Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1, .each = one};
     check_blocks(load, name, &w);
-    if ((in_gptq(w.type) || w.type == AWQ4) && !load->quantization && !load->c->model.made_up)
-        refuse(load, load->path,
-               "%s is GPTQ or AWQ, and quantization_config is missing (older GPTQ models have it as a file "
-               "quantize_config.json: download that too)",
-               name);
+    if (in_gptq(w.type) && !load->quantization && !load->c->model.made_up)
+        refuse(load, load->path, "%s is GPTQ and has no quantization_config: download quantize_config.json too", name);
     one->data = bind_grid(load, name, how.codes, &w, (Grid){w.type, 1, 1, false}, (int64_t)rows * cols);
     one->factor = 1;
     if (how.scale) bind_grids(load, name, &how, &w, one);
     Tensor *said = find(load, name, ".weight_shape");
-    if (said) {
+    if (said && tensor_is(load, said, said->size == 16 && !memcmp(said->data, (int64_t[]){rows, cols}, 16),
+                          "the shape of its matrix"))
         belongs(said, w.type, 0);
-        tensor_is(load, said, said->size == 16 && !memcmp(said->data, (int64_t[]){rows, cols}, 16),
-                  "the shape of its matrix");
-    }
     if (!bias) bias = (in_gptq(w.type) || load->gguf) && find(load, name, ".bias");
     if (bias > 0) one->bias = bind_floats(load, name, ".bias", rows);
     return w;
@@ -993,8 +991,7 @@ static Linear bind_each(Loader *load, const char *module, const char *matrix, in
         Linear one = bind_linear(load, name, rows, cols, bias);
         if (!i) all = one;
         if (one.type != all.type || one.scale.type != all.scale.type || one.scale.rows != all.scale.rows ||
-            one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows ||
-            !one.each->group != !all.each->group || !one.each->bias != !all.each->bias)
+            one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows || !one.each->bias != !all.each->bias)
             refuse(load, load->path, "%s%s is %s, that of number 0 %s, or its scales differ", load->prefix, name,
                    types[one.type].name, types[all.type].name);
         each[i] = *one.each;
@@ -1029,24 +1026,33 @@ static Linear bind_mxfp4(Loader *load, const char *name, int first, int step, in
     return w;
 }
 
+/* Rows first, first + 1, ... of w's codes or of one of its grids, whose view is v. In GPTQ and AWQ a line crosses all
+ * rows. A word or an entry that several rows share must not be split. */
+static View rows_of(Loader *load, View v, const Linear *w, Grid g, int first, int rows) {
+    const bool across = in_gptq(w->type) || w->type == AWQ4, words = g.transposed || g.type == AWQ4;
+    const int shared = g.rows * (words ? types[g.type].values : 1);
+    if (!g.rows || g.rows == w->rows) return v; /* the same for all rows */
+    if (first % shared || rows % shared)
+        refuse(load, load->path, "kv_b_proj in %s is only implemented for heads of whole blocks of %d rows",
+               types[w->type].name, shared);
+    if (!across) return lines_of(v, (size_t)(first / shared), 1, rows / shared);
+    const size_t begin = v.bytes * (size_t)first / (size_t)w->rows;
+    v.offset += begin, v.data += v.data ? begin : 0;
+    v.bytes = v.bytes * (size_t)rows / (size_t)w->rows;
+    return v;
+}
+
 /* A part of w for each head. Heads have `pitch` rows each; the part has `rows` of them, from `first` on. */
 static Linear cut(Loader *load, const Linear *w, int first, int rows, int pitch) {
-    const int heads = w->rows / pitch, share[] = {1, w->scale.rows, w->zero.rows}; /* rows that share a line */
-    const bool transposed[] = {in_gptq(w->type) || w->type == AWQ4, w->scale.transposed, w->zero.transposed};
-    Stored *each = keep(load->c, (size_t)heads, sizeof *each);
     Linear part = *w;
-    part.n = heads, part.rows = rows, part.each = each;
-    for (int i = 0; i < heads; i++) {
-        View *views[] = {&each[i].data, &each[i].scale, &each[i].zero};
+    part.n = w->rows / pitch, part.rows = rows;
+    Stored *each = keep(load->c, (size_t)part.n, sizeof *each);
+    part.each = each;
+    for (int i = 0; i < part.n; i++, first += pitch) {
         each[i] = *w->each;
-        for (int k = 0; k < 3; k++) {
-            if (!share[k] || share[k] == w->rows) continue; /* the same for all rows */
-            if (first % share[k] || pitch % share[k] || transposed[k])
-                refuse(load, load->path, "kv_b_proj in %s is not implemented: heads are no whole blocks of rows",
-                       types[w->type].name);
-            const int line = (i * pitch + first) / share[k];
-            *views[k] = lines_of(*views[k], (size_t)line, 1, divided(rows, share[k]));
-        }
+        each[i].data = rows_of(load, each[i].data, w, (Grid){w->type, 1, 1, false}, first, rows);
+        each[i].scale = rows_of(load, each[i].scale, w, w->scale, first, rows);
+        each[i].zero = rows_of(load, each[i].zero, w, w->zero, first, rows);
     }
     return part;
 }
@@ -1167,9 +1173,7 @@ static void bind_all(Loader *load, Model *m) {
     strcpy(load->prefix, text);
     const char *outer = strncmp(text, "language_model.", 15) ? "" : "language_model."; /* the head's prefix */
     const Tensor *table = find(load, "embed_tokens", ".weight");
-    strcpy(load->prefix, outer);
-    const Tensor *head = find(load, "lm_head", ".weight");
-    strcpy(load->prefix, text);
+    const Tensor *head = tensors_find(all, *outer ? "language_model.lm_head.weight" : "lm_head.weight");
     /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
     load->tied = config_true(load, "tie_word_embeddings") && (!head || !table || same_tensor(head, table));
     bool embed = !load->tied || table || m->made_up;
@@ -1314,11 +1318,11 @@ ModelEntry model_entry(const char *path) {
         json_string(load.gguf ? t->metadata : load.file, load.gguf ? "general.architecture" : "model_type");
     snprintf(m.family, sizeof m.family, "%s", family ? family : "");
     if (!t->files) m.complete &= name_files(t, path, &missing);
-    for (int i = 0; i < t->files; i++) {
-        const bool here = !stat(t->file[i].name, &st);
-        m.complete &= here;
-        m.bytes += here ? (uint64_t)st.st_size : 0;
-    }
+    for (int i = 0; i < t->files; i++)
+        if (stat(t->file[i].name, &st))
+            m.complete = false;
+        else
+            m.bytes += (uint64_t)st.st_size;
     return m;
 }
 
@@ -1752,8 +1756,7 @@ static bool submit_step(Scheduler *s, Error *e) {
     const Step *p = s->step + s->now.steps % 2;
     size_t pages = 0;
     s->table.n = 0;
-    for (int i = 0; i < p->n; i++)
-        if (p->stream[i]->pages.n > pages) pages = p->stream[i]->pages.n;
+    for (int i = 0; i < p->n; i++) pages = MAX(pages, p->stream[i]->pages.n);
     for (int i = 0; i < p->n; i++) {
         ids_append(&s->table, p->stream[i]->pages.data, p->stream[i]->pages.n);
         while (s->table.n < (size_t)(i + 1) * pages) ids_add(&s->table, 0);
@@ -1830,8 +1833,7 @@ bool scheduler_run(Scheduler *s, Stream *t, const volatile sig_atomic_t *stop, E
     scheduler_remove(s, t);
     if (ok && interrupted) return fail(e, INTERRUPTED, "interrupted");
     if (ok && t->nan)
-        return fail(e, FAILED,
-                    "the logits hold a NaN: the weights or config.json are damaged; download the model again");
+        return fail(e, FAILED, "the logits hold a NaN: weights or config.json are damaged; download them again");
     return ok;
 }
 

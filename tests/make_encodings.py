@@ -252,6 +252,9 @@ ENCODINGS = {  # config.json, its quantization_config, the encoder, modules that
     # groups of 64: scales of whole chunks have codecs of their own on the card
     "gptq4_64": (llama(ffn=128), of_gptq(group_size=64), gptq(4, 64), []),
     "awq4_64": (llama(ffn=128), AWQ | {"group_size": 64}, awq(64), []),
+    # heads are parts of lines
+    "deepseek_awq4": (deepseek_v3(), AWQ | {"group_size": 16}, awq(16), ["q_b_proj"]),
+    "deepseek_gptq4": (deepseek_v3(), of_gptq(group_size=-1), gptq(4, -1), ["down_proj"]),
 }
 
 

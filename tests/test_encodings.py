@@ -75,6 +75,12 @@ def test_one_scale_larger_by_a_hundredth(folder):
     each([(name,) for name in NAMES], check)
 
 
+def rotated(*locations):
+    """SpinQuant, whose rotations of weights are in the weights."""
+    apply = [{"targets": ["Linear"], "location": location, "inverse": False, "ignore": []} for location in locations]
+    return {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": apply, "head_dim": None}}}}
+
+
 CONFIGS = [  # a fixture, its quantization_config with one thing changed, words of the message
     ("fp8_block", {"quant_method": "bitsandbytes"}, ["quant_method", "bitsandbytes", "gptq", "awq"]),
     ("fp8_block", {"weight_block_size": [128, 100]}, ["weight_block_size", "100"]),
@@ -82,6 +88,7 @@ CONFIGS = [  # a fixture, its quantization_config with one thing changed, words 
     ("fp8_block", {"weight_block_size": [[128], [128]]}, ["weight_block_size", "two whole numbers"]),
     ("fp8_block", {"weight_block_size": [128]}, ["weight_block_size", "two whole numbers"]),
     ("fp8_block", {"fmt": "e5m2"}, ["fmt", "e5m2", "e4m3"]),
+    ("fp8_modelopt", {"quant_algo": "fp8_pb_wo"}, None),
     ("fp8_modelopt", {"quant_algo": "INT9"}, ["quant_algo", "INT9", "NVFP4"]),
     ("gptq4", {"bits": 3}, ["bits", "3", "4, 8"]),
     ("gptq4", {"group_size": 48}, ["group_size", "48", "128"]),
@@ -93,12 +100,15 @@ CONFIGS = [  # a fixture, its quantization_config with one thing changed, words 
     ("gptq4", {"dynamic": {"+:.*": {"bits": 8, "group_size": 64}}}, None),
     ("awq4", {"version": "gemv"}, ["version", "gemv", "gemm"]),
     ("awq4", {"version": "GEMM"}, None),
+    ("awq4", {"checkpoint_format": "gemm", "format": "gemm", "pack_dtype": "int32"}, None),
+    ("awq4", {"checkpoint_format": "gemv", "format": "gemv"}, ["gemv", "gptq_v2, gemm"]),
     ("packed4_zero", {"format": "marlin-24"}, ["format", "marlin-24", "pack-quantized"]),
     ("packed4_zero", {"quantization_status": "frozen"}, None),
     ("packed4_zero", {"quantization_status": "calibration"}, ["quantization_status", "calibration", "frozen"]),
     ("packed4_zero", {"sparsity_config": {"format": "sparse-24-bitmask"}}, ["format", "sparse-24-bitmask"]),
     ("packed4_zero", {"sparsity_config": {"format": "dense"}, "version": "0.12.2", "transform_config": {}}, None),
-    ("packed4_zero", {"transform_config": {"a": 1}}, ["transform_config", "{}"]),
+    ("packed4_zero", rotated("weight_input", "weight_output"), None),
+    ("packed4_zero", rotated("weight_input", "input"), ["location", "weight_input, weight_output", "and is input"]),
     ("packed4_zero", {"config_groups": {"group_0": {"weights": {"num_bits": 5}}}}, ["num_bits", "5"]),
     ("mxfp4", {"config_groups": {"group_0": {"weights": {"group_size": 24}}}}, ["group_size", "24"]),
     ("nvfp4_modelopt", {"producer": {"name": "modelopt", "version": "0.29.0"}}, None),
@@ -118,6 +128,19 @@ def test_config(folder):
     each([(f"{case[0]} {json.dumps(case[1])}", *case) for case in CONFIGS], check)
 
 
+def test_auto_round(folder):
+    """Its own format holds the tensors of GPTQ or AWQ. packing_format tells which of GPTQ's zeros they are."""
+    said = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int", "sym": False,
+            "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"}}}
+    for name, packing in (("gptq4", "auto_round:auto_gptq"), ("awq4", "auto_round:auto_awq")):
+        quantization = {"quantization_config": said | {"packing_format": packing}}
+        e = error(copy_model(FOLDER / name, folder, quantization), folder, name)
+        expect(e < 1e-5, f"{packing}: relative error {e:.1e}")
+    for packing in ({}, {"packing_format": "auto_round"}, {"packing_format": "auto_round:gptqmodel"}):
+        model = copy_model(FOLDER / "gptq4", folder, {"quantization_config": said | packing})
+        refused("logits", model, "--ids", 1, words=["packing_format", "auto_round:auto_gptq", *packing.values()])
+
+
 def test_deep_config_in_time(folder):
     """A large text as deep as JSON may be is not copied at each level. The limit is for a build with sanitizers."""
     deep = "x" * 10 ** 6
@@ -125,6 +148,15 @@ def test_deep_config_in_time(folder):
         deep = [deep]
     model = copy_model(FOLDER / "fp8_block", folder, {"quantization_config": {"a": deep, "quant_method": "awq9"}})
     refused("logits", model, "--ids", 1, words=["config.json", "awq9"], cpu=2)
+
+
+def test_awq_without_its_config(folder):
+    """The shapes of AWQ's tensors tell all, so models that declare it only in quant_config.json are read too. What has
+    the shapes of GPTQ is refused if it is declared as AWQ: its zeros have two meanings."""
+    e = error(copy_model(FOLDER / "awq4", folder, {"quantization_config": None}), folder, "awq4")
+    expect(e < 1e-5, f"relative error {e:.1e}")
+    model = copy_model(FOLDER / "gptq4_64", folder, {"quantization_config": {"quant_method": "awq"}})
+    refused("logits", model, "--ids", 1, words=["q_proj.qweight", "(64, 8)", "(8, 64)"])
 
 
 def test_older_place_of_the_config(folder):
@@ -196,6 +228,7 @@ TENSORS = [  # a fixture, what is changed, words of the message; None: it is rea
     ("int8", entry(FIRST + ".weight", dtype="BF16", raw=lambda raw: raw * 2), [FIRST + ".weight_scale", "no place"]),
     ("int8", entry(FIRST + ".weight_scale", dtype="F8_E4M3", raw=lambda raw: raw[::2]), ["weight_scale", "F8_E4M3"]),
     ("int8_zero", entry(FIRST + ".weight_zero_point", shape=[32, 2]), ["weight_zero_point", "(64, 1)", "(32, 2)"]),
+    ("int8_zero", entry(FIRST + ".weight_zero_point", shape=[64]), None),
     ("int8_zero", entry(FIRST + ".weight_zero_point", dtype="U8"), ["weight_zero_point", "U8", "I8"]),
     ("packed4_zero", entry(FIRST + ".weight_shape", raw=lambda raw: raw[:8] + raw[:8]), None),
     ("packed4_zero", entry(FIRST + ".weight_shape", raw=lambda raw: raw[:8] + bytes(8)), [FIRST + ".weight_shape"]),
@@ -221,7 +254,7 @@ TENSORS = [  # a fixture, what is changed, words of the message; None: it is rea
     ("experts_nvfp4", without(EXPERT + ".weight_global_scale"), ["experts.3.up_proj"]),
     ("experts_gptq4", without(EXPERT + ".qweight"), [EXPERT, "missing"]),
     ("deepseek_fp8", entry("model.layers.0.self_attn.kv_b_proj.weight_scale_inv", shape=[1, 16]), ["kv_b_proj"]),
-    ("deepseek_fp8", as_gptq("model.layers.0.self_attn.kv_b_proj"), ["kv_b_proj", "GPTQ4"]),
+    ("deepseek_fp8", as_gptq("model.layers.0.self_attn.kv_b_proj"), None),
 ]
 
 
@@ -241,7 +274,7 @@ def test_heads_of_one_matrix(folder):
     def int8(rows, cols, n):
         codes = bytes((7 * r + 3 * c) % 17 for r in range(rows) for c in range(cols))
         return {"weight": ["I8", [rows, cols], codes], "weight_scale": ["F32", [n, 1], struct.pack("<f", 0.01) * n],
-                "weight_zero_point": ["I8", [n, 1], bytes([5]) * n]}
+                "weight_zero_point": ["I8", [n, 1] if n > 1 else [1], bytes([5]) * n]}
 
     def nvfp4(rows, cols, factor, scale):
         codes = bytes((5 * i) % 251 for i in range(rows * cols // 2))
@@ -259,3 +292,72 @@ def test_heads_of_one_matrix(folder):
 
     same(logits(int8, lambda rows: [1]), logits(int8, lambda rows: [rows]), "one scale and zero, or one a row")
     same(logits(nvfp4, lambda rows: [2, 0x38]), logits(nvfp4, lambda rows: [1, 0x30]), "1 / 2, or 0.5 / 1")
+
+
+def nibbles(codes):
+    return bytes(low | high << 4 for low, high in zip(codes[::2], codes[1::2]))
+
+
+def test_heads_inside_lines(folder):
+    """GPTQ and AWQ hold all rows of some columns in a line, packed zeros several rows in a word. kv_b_proj is cut there
+    too: the logits are those of the same weights in F32."""
+    def parts(encoding, rows, cols):
+        groups, orders = cols // 16, (0, 2, 4, 6, 1, 3, 5, 7)
+        q = [[(7 * r + 3 * c + r * c // 5) % 16 for c in range(cols)] for r in range(rows)]
+        z = [[(5 * r + 11 * g) % 13 + 1 for g in range(groups)] for r in range(rows)]
+        s = [[(8 + (3 * r + 5 * g) % 8) / 1024 for g in range(groups)] for r in range(rows)]
+        words = range(rows // 8)
+        f16 = ["F16", [groups, rows], struct.pack(f"<{groups * rows}e", *(row[g] for g in range(groups) for row in s))]
+        if encoding == "F32":
+            w = [s[r][c // 16] * (q[r][c] - z[r][c // 16]) for r in range(rows) for c in range(cols)]
+            return {"weight": ["F32", [rows, cols], struct.pack(f"<{rows * cols}f", *w)]}
+        if encoding == "AWQ4":
+            codes = [q[8 * k + i][c] for c in range(cols) for k in words for i in orders]
+            zeros = [z[8 * k + i][g] for g in range(groups) for k in words for i in orders]
+            return {"qweight": ["I32", [cols, rows // 8], nibbles(codes)], "scales": f16,
+                    "qzeros": ["I32", [groups, rows // 8], nibbles(zeros)]}
+        if encoding == "PACKED4":
+            zeros = [z[8 * k + i][g] for k in words for g in range(groups) for i in range(8)]
+            f32 = [s[r][g] for r in range(rows) for g in range(groups)]
+            return {"weight_packed": ["I32", [rows, cols // 8], nibbles([code for row in q for code in row])],
+                    "weight_scale": ["F32", [rows, groups], struct.pack(f"<{len(f32)}f", *f32)],
+                    "weight_zero_point": ["I32", [rows // 8, groups], nibbles(zeros)]}
+        n, raw = (8, nibbles) if encoding == "GPTQ4" else (4, bytes)  # codes in a word
+        codes = [row[k + i] for k in range(0, cols, n) for row in q for i in range(n)]
+        zeros = [row[g] - 1 for g in range(groups) for row in z]
+        return {"qweight": ["I32", [cols // n, rows], raw(codes)], "scales": f16,
+                "qzeros": ["I32", [groups, rows // n], raw(zeros)]}
+
+    def model(encoding, v_head_dim):
+        module = "model.layers.0.self_attn.kv_b_proj."
+        kept = {k: v for k, v in tensors("deepseek_fp8").items() if not k.startswith(module)}
+        changed = {module + k: v for k, v in parts(encoding, 2 * (16 + v_head_dim), 512).items()}
+        quantization = read_json(FOLDER / "deepseek_fp8" / "config.json")["quantization_config"]
+        quantization["quant_method"] = "awq" if encoding == "AWQ4" else "gptq"
+        return write(folder, "deepseek_fp8", kept | changed,
+                     {"quantization_config": quantization, "v_head_dim": v_head_dim})
+
+    def logits(encoding):
+        return infer("logits", model(encoding, 16), "--ids", "1,2,3", "--all").text
+
+    expected = logits("F32")
+    for encoding in ("GPTQ4", "GPTQ8", "AWQ4", "PACKED4"):
+        same(logits(encoding), expected, encoding)
+    for encoding in ("GPTQ4", "AWQ4", "PACKED4"):
+        refused("logits", model(encoding, 12), "--ids", 1, words=["kv_b_proj", encoding, "blocks of 8 rows"])
+
+
+def test_one_expert_in_order(folder):
+    """Calibration that never reaches an expert leaves its columns in order. Groups in another order, and columns that
+    name them, are the same weights."""
+    def logits(in_order):
+        changed = tensors("experts_gptq4")
+        group = [c // 16 if in_order else 3 - c // 16 for c in range(64)]
+        changed[EXPERT + ".g_idx"][2] = struct.pack("<64i", *group)
+        for key in (EXPERT + ".scales", EXPERT + ".qzeros"):
+            raw = changed[key][2]
+            lines = [raw[i:i + len(raw) // 4] for i in range(0, len(raw), len(raw) // 4)]
+            changed[key][2] = b"".join(lines if in_order else lines[::-1])
+        return infer("logits", write(folder, "experts_gptq4", changed), "--ids", "1,2,3,4,5", "--all").text
+
+    same(logits(True), logits(False), "one expert in order")
