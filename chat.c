@@ -830,9 +830,10 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
 
 /* ---- reading ---- */
 
-void reader_init(Reader *r, const Chat *chat, const char *effort) {
-    bool thinking = thinks(chat->format, effort);
+void reader_init(Reader *r, const Chat *chat, const Conversation *c) {
+    bool thinking = thinks(chat->format, c ? c->effort : NULL);
     *r = (Reader){.chat = chat, .started = !thinking, .now.role = text_print("assistant")};
+    r->calls = chat->format->call && (!c || tools_of(c));
     if (thinking) r->now.channel = text_print("analysis");
     bytes_text(&r->pending, chat->format == &harmony ? "assistant" : "");
 }
@@ -990,7 +991,7 @@ static void end_text(Reader *r, const char *channel) {
 static bool may_be_call(const Reader *r) {
     static const char begin[] = "{\"name\":";
     if (r->in_content) return true;
-    if (!(r->chat->format->flags & ALONE) || r->now.content.n) return false;
+    if (!r->calls || !(r->chat->format->flags & ALONE) || r->now.content.n) return false;
     size_t skip = strspn(r->pending.data, space), n = r->pending.n - skip;
     return n && !strncmp(r->pending.data + skip, begin, n < strlen(begin) ? n : strlen(begin));
 }
@@ -1036,7 +1037,7 @@ static bool push_other(Reader *r, int token, int which) {
         if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
     } else if (!(f->flags & ALONE) || which != PYTHON_TAG) {
         size_t white = may_be_call(r) ? 0 : r->pending.n;
-        if (f->call && which == OPEN_CALL && !thinking && !r->in_content) {
+        if (r->calls && which == OPEN_CALL && !thinking && !r->in_content) {
             tokenizer_flush(&r->decoder, &r->pending);
             say(r, white);
             r->in_content = true;

@@ -633,7 +633,7 @@ static bool make_chat(Request *q) {
     if (force && !chat_force(chat, talk.effort, name, &ids, e)) return false;
     if (!add_choices(q, &ids)) return false;
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        reader_init(&c->reader, chat, talk.effort);
+        reader_init(&c->reader, chat, &talk);
         for (size_t i = prompt; i < ids.n; i++) reader_push(&c->reader, ids.data[i], NULL);
     }
     return true;

@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from test_chat import folder_of
+from test_chat import LOOKS_LIKE_CALLS, folder_of, speaker
 
 from helpers import (CHECKED, DATE, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, infer,
                      read_safetensors, refused, safetensors, same, start)
@@ -488,6 +488,24 @@ def test_thinking_switched_off(folder):
         s.refuses(CHAT, {"messages": HELLO, **off}, "enable_thinking", "always thinks")
         refusal = s.refuses(CHAT, {"messages": HELLO, "reasoning_effort": "none"}, "effort", "none")
         same(refusal["param"], "reasoning_effort")
+
+
+def test_without_tools_a_call_is_text(folder):
+    """As the model wrote it, streamed or not; with tools it is a call."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    def check(name, tokens, text):
+        with Server(speaker(name, folder, *tokens)) as s:
+            for more in {}, {"tools": []}, {"tools": tools, "tool_choice": "none"}:
+                body = {"messages": HELLO, "temperature": 0, **more}
+                choice = s.post(CHAT, body)["choices"][0]
+                same((choice["message"], choice["finish_reason"]), ({"role": "assistant", "content": text}, "stop"))
+                parts = [e["choices"][0] for e in events(s.ask("POST", CHAT, {**body, "stream": True}))]
+                same("".join(p["delta"].get("content", "") for p in parts), text, "streamed")
+            choice = s.post(CHAT, {"messages": HELLO, "temperature": 0, "tools": tools})["choices"][0]
+            same(choice["message"]["tool_calls"][0]["function"], {"name": "f", "arguments": '{"a": 1}'})
+            same(choice["finish_reason"], "tool_calls")
+    each(LOOKS_LIKE_CALLS, check)
 
 
 def test_one_call_at_most():
