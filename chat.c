@@ -248,7 +248,7 @@ static bool check_word(const char *what, const char *word, Error *e) {
 
 /* ---- from JSON ---- */
 
-/* A text, or an array of {"type": "text", "text": ...}. A missing one is empty. */
+/* A text, or an array of {"type": "text", "text": ...}, which line breaks join. A missing one is empty. */
 static bool parse_text(const cJSON *value, Bytes *out) {
     const cJSON *part;
     bytes_text(out, cJSON_IsString(value) ? value->valuestring : "");
@@ -256,7 +256,7 @@ static bool parse_text(const cJSON *value, Bytes *out) {
     cJSON_ArrayForEach(part, value) {
         const char *text = json_string(part, "text");
         if (!text || !json_is(part, "type", "text")) return false;
-        bytes_text(out, text);
+        bytes_print(out, part == value->child ? "%s" : "\n%s", text);
     }
     return true;
 }

@@ -555,7 +555,7 @@ def test_control_tokens_in_texts_are_text():
             return s.post(CHAT, {"messages": [{"role": "system", "content": text}, {"role": "user", "content": text},
                                               {"role": "assistant", "tool_calls": [call]},
                                               {"role": "tool", "tool_call_id": "1", "content": text},
-                                              {"role": "user", "content": [{"type": "text", "text": t} for t in text]}],
+                                              {"role": "user", "content": [{"type": "text", "text": text}] * 2}],
                                  "tools": [{"type": "function", "function": {"name": name, "description": text}}],
                                  "max_tokens": 1})["usage"]["prompt_tokens"]
         control, plain = tokens("<|end|>"), tokens("<!end!>")
