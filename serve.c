@@ -74,7 +74,7 @@ struct Request { /* a connection and its request */
     const char *code;    /* of the error, or NULL */
     double since;        /* when it had arrived */
     /* parameters */
-    bool chat, stream, echo, usage, scored, forever, parallel; /* parallel: several calls in an answer */
+    bool chat, stream, echo, usage, skip_special, forever, parallel; /* parallel: several calls in an answer */
     int n, tokens, top; /* answers to each prompt; tokens of an answer; logprobs for each token, or -1 */
     Sampling sampling;
     const char *stop[MOST_STOPS];
@@ -197,7 +197,7 @@ static bool check_model(Request *q, const char *name) {
     "structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false verbosity=\"medium\" "  \
     "web_search_options="
 static const char of_chats[] = UNSUPPORTED " add_special_tokens=false echo=false skip_special_tokens=true";
-static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= skip_special_tokens=false "
+static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= "
                                            "top_logprobs=0 tools=[] response_format={\"type\":\"text\"}";
 
 static bool refuse_others(Request *q) {
@@ -258,6 +258,7 @@ static bool take_request(Request *q) {
     q->usage = flag(q, options, "include_usage", false);
     q->forever = flag(q, q->json, "ignore_eos", false);
     q->echo = !chat && flag(q, q->json, "echo", false);
+    q->skip_special = !chat && flag(q, q->json, "skip_special_tokens", false);
     q->parallel = !chat || flag(q, q->json, "parallel_tool_calls", true);
     q->n = (int)number(q, "n", true, 1, 16, 1);
     q->tokens = (int)number(q, "max_tokens", true, chat ? 1 : 0, most, chat ? most : 16);
@@ -457,17 +458,19 @@ static Read read_message(Choice *c, int token) {
 static void read_token(Choice *c, size_t position, int token, const float *logits, bool last) {
     const Request *q = c->request;
     const bool prompt = position < c->stream.prompt, silent = !prompt && !q->tokens;
+    const bool control = tokenizer_is_control(server.s.tokenizer, token);
     const size_t begin = c->text.n;
     bool stop = c->stream.stopped && !silent, scored = !silent && (logits || (prompt && q->top >= 0));
     if (q->chat) {
         const Read read = read_message(c, token);
         const bool content = !read.header && read.part != REASONING && read.part != CALL;
         c->thought += read.part == REASONING;
-        scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
+        scored = scored && content && !control;
         stop = stop || (read.stop && !q->forever) || (read.closed && read.part == CALL && !q->parallel);
+    } else if (!stop && !silent && !(q->skip_special && control)) {
+        tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     }
     if (scored) add_score(c, begin, token, logits); /* in a text a stop token has one, too */
-    if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     last = last || stop;
     if (last && q->chat) read_message(c, -1);
     if (last && !q->chat) tokenizer_flush(&c->reader.decoder, &c->text);

@@ -238,6 +238,23 @@ def test_logprobs_of_texts_that_differ_in_case():
     expect(any(len({text.lower() for text in top}) < len(top) for top in tops), f"never both cases: {tops[:3]}")
 
 
+def test_text_without_control_tokens():
+    """With skip_special_tokens they are left out of the text, of an echoed prompt's, too; logprobs and usage count them."""
+    with Server(PARROT) as s:
+        word = s.post("/tokenize", {"prompt": "x"})["tokens"]
+        body = {"prompt": [408] + word, "max_tokens": 4, "temperature": 9, "seed": 1, "ignore_eos": True, "echo": True,
+                "logprobs": 0, "logit_bias": {"409": 100, str(word[0]): 100}}
+        found = []
+        for skip in False, True:
+            a = s.post(TEXT, {**body, "skip_special_tokens": skip})
+            found.append((a["choices"][0]["text"], a["choices"][0]["logprobs"]["tokens"], a["usage"]["completion_tokens"]))
+    (text, tokens, n), (bare, *same_tokens) = found
+    same(same_tokens, [tokens, n], "logprobs and usage")
+    same("".join(tokens), text, "the whole text")
+    expect(tokens[0] == "<|start|>" and "<|end|>" in tokens[2:] and "x" in tokens[2:], f"a bad seed: {tokens}")
+    same(bare, "x" * tokens.count("x"), "the text without them")
+
+
 def test_offsets_count_letters():
     """Where each token of a text begins, as a client counts that indexes its letters."""
     with Server(PARROT) as s:
@@ -452,7 +469,7 @@ def test_fields_that_are_not_supported():
             "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5])}
     text_only = {**both, "response_format": ([text], [schema, {**text, "x": 1}]), "tools": ([[]], [[{}]]),
                  "echo": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([True], [False]),
-                 "skip_special_tokens": ([False], [True])}
+                 "skip_special_tokens": ([False, True], ["yes"])}
     chat_only = {**both, "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
                  "logprobs": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([False], [True]),
                  "skip_special_tokens": ([True], [False])}
