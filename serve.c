@@ -26,7 +26,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 16, MOST_TOP = 20 };
+enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 64, MOST_TOP = 20 };
 enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60 };
 enum { CHECK_MS = 100, BEAT_MS = 5000, PART = 16 << 10, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12 };
 enum { CLIENT_LEFT = 499, STATUSES = 600 }; /* as nginx counts it; only a client that ended its sending side sees it */

@@ -416,7 +416,7 @@ def test_bad_bodies():
         s.refuses(TEXT, b" " * (16 << 20) + b"x", "16777216", code=413)
         fine = {"prompt": [1], "max_tokens": 1}
         for key, values in {"max_tokens": [-1, 2 ** 63, "5", 1.5], "n": [0, 10 ** 6, "1"],
-                            "temperature": [-1, "hot", 101], "stop": [5, [5], ["x"] * 17],
+                            "temperature": [-1, "hot", 101], "stop": [5, [5], ["x"] * 65],
                             "top_p": [-0.1, 1.1], "logit_bias": [{"999999": 1}, {"x": 1}, {"-1": 1}, {"1": 101}, [1]],
                             "prompt": [None, {}, [401, -1], [1e9], [1.5], [[1], 2], [], ["", "x"], 5],
                             "stream": ["yes"], "seed": ["x", 2 ** 60], "logprobs": [True, 21], "suffix": ["x"],
@@ -440,6 +440,7 @@ def test_bad_bodies():
             s.refuses(path, {}, f"{key} must be")
         error = s.refuses(TEXT, {"prompt": [1] * 512}, "512", "context")
         same((error["code"], error["param"]), ("context_length_exceeded", None))
+        s.post(TEXT, {"prompt": [1], "max_tokens": 1, "stop": ["x"] * 64})
         same(s.post(TEXT, {"prompt": [1] * 511, "max_tokens": 5})["choices"][0]["finish_reason"], "length")
         s.refuses("/v1/nothing", {}, code=404)
         s.ask("GET", CHAT, code=405)
