@@ -242,7 +242,7 @@ static bool take_biases(Request *q) {
 
 /* Takes everything but the prompt. */
 static bool take_request(Request *q) {
-    const double most = INT32_MAX, seeds = 9007199254740991;
+    const double most = INT32_MAX, seed = number(q, "seed", true, -0x1p63, 0x1p63, -1); /* -1: a random one */
     const bool chat = q->chat;
     Sampling *s = &q->sampling;
     if (getentropy(&s->seed, sizeof s->seed)) s->seed = (uint64_t)(seconds() * 1e9);
@@ -265,7 +265,7 @@ static bool take_request(Request *q) {
     if (chat) q->tokens = (int)number(q, "max_completion_tokens", true, 1, most, q->tokens);
     const bool scored = chat && flag(q, q->json, "logprobs", false);
     q->top = (int)number(q, chat ? "top_logprobs" : "logprobs", true, 0, MOST_TOP, scored ? 0 : -1);
-    if (json_get(q->json, "seed")) s->seed = (uint64_t)(int64_t)number(q, "seed", true, -seeds, seeds, 0);
+    if (seed != -1) s->seed = seed < 0 ? (uint64_t)(int64_t)seed : (uint64_t)seed;
     s->top_k = (int)number(q, "top_k", true, -1, most, 0);
     s->temperature = (float)number(q, "temperature", false, 0, 100, 1);
     s->top_p = (float)number(q, "top_p", false, 0, 1, 1);

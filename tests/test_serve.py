@@ -200,6 +200,20 @@ def test_largest_context(folder):
         same(answer["usage"]["completion_tokens"], 3, "tokens")
 
 
+def test_seeds():
+    """All that fit into 64 bits; -1 is a random one, as at vLLM and llama.cpp."""
+    with Server(PARROT) as s:
+        def texts(seed):
+            body = {"prompt": [5], "max_tokens": 20, "temperature": 9, "ignore_eos": True, "seed": seed}
+            return [s.post(TEXT, body)["choices"][0]["text"] for _ in range(2)]
+        found = [texts(seed) for seed in (0, 1, -2, 2 ** 31, 2 ** 53 + 2, 2 ** 63 - 1, -2 ** 62)]
+        expect(all(one == two for one, two in found), f"a seed gives different answers: {found}")
+        same(len({one for one, _ in found}), len(found), "different seeds")
+        for seed in -1, None:
+            one, two = texts(seed)
+            expect(one != two, f"seed {seed} gives the same answer twice")
+
+
 def test_logprobs_of_the_end():
     """As many as completion_tokens counts, also where a token that ends the text is the last."""
     with Server(PARROT) as s:
@@ -419,7 +433,7 @@ def test_bad_bodies():
                             "temperature": [-1, "hot", 101], "stop": [5, [5], ["x"] * 65],
                             "top_p": [-0.1, 1.1], "logit_bias": [{"999999": 1}, {"x": 1}, {"-1": 1}, {"1": 101}, [1]],
                             "prompt": [None, {}, [401, -1], [1e9], [1.5], [[1], 2], [], ["", "x"], 5],
-                            "stream": ["yes"], "seed": ["x", 2 ** 60], "logprobs": [True, 21], "suffix": ["x"],
+                            "stream": ["yes"], "seed": ["x", 2 ** 64, -2 ** 64, 0.5], "logprobs": [True, 21], "suffix": ["x"],
                             "frequency_penalty": [0.5], "presence_penalty": [1], "min_p": [2], "top_k": [-2],
                             "repetition_penalty": [0, -1]}.items():
             for value in values:
