@@ -341,7 +341,7 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
     if (tools && !cJSON_IsArray(tools)) return fail(e, USAGE, "tools is not an array");
     cJSON_ArrayForEach(each, tools) {
         const char *name = json_string(json_get(each, "function"), "name");
-        if (!check_word("tool's function.name", name, e)) return false;
+        if (!check_word("tool's function.name", name, e)) return fail(e, USAGE, "tools: %s", e->text);
     }
     if (format && (schema || !json_is(format, "type", "text")) &&
         (!json_is(format, "type", "json_schema") || !json_string(schema, "name") || !json_get(schema, "schema")))
@@ -803,8 +803,8 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
     if (!chat_effort(chat, c->effort, e)) return false;
     if (!valid) return fail(e, USAGE, "a text of the conversation is not UTF-8");
     if ((calls && !f->call) || (schema && f != &harmony))
-        return fail(e, USAGE, "%s, the chat format of this model, has no %s", f->name,
-                    calls && !f->call ? "tools" : "response_format");
+        return fail(e, USAGE, "%s: %s, the chat format of this model, has none",
+                    calls && !f->call ? "tools" : "response_format", f->name);
     if (f == &harmony ? !put_harmony(chat, c, prompt, &text, e) : !put_row(chat, c, &text, e)) return false;
     if (prompt) { /* what precedes an answer, without the space that the model writes itself */
         fill(chat, &text, f->assistant, NULL, NULL);

@@ -229,7 +229,8 @@ static bool take_stops(Request *q) {
 static bool take_biases(Request *q) {
     const cJSON *all = json_get(q->json, "logit_bias"), *each;
     const int vocab = server.s.checkpoint.model.vocab;
-    if (all && !cJSON_IsObject(all)) return fail(&q->error, 400, "logit_bias must be an object");
+    const bool empty = cJSON_IsArray(all) && !all->child; /* as PHP writes an object without members */
+    if (all && !cJSON_IsObject(all) && !empty) return fail(&q->error, 400, "logit_bias must be an object");
     if (cJSON_GetArraySize(all)) q->bias = allocate((size_t)cJSON_GetArraySize(all) * sizeof *q->bias);
     cJSON_ArrayForEach(each, all) {
         Bias *bias = q->bias + q->biases++;

@@ -431,7 +431,7 @@ def test_bad_bodies():
         fine = {"prompt": [1], "max_tokens": 1}
         for key, values in {"max_tokens": [-1, 2 ** 63, "5", 1.5], "n": [0, 10 ** 6, "1"],
                             "temperature": [-1, "hot", 101], "stop": [5, [5], ["x"] * 65],
-                            "top_p": [-0.1, 1.1], "logit_bias": [{"999999": 1}, {"x": 1}, {"-1": 1}, {"1": 101}, [1]],
+                            "top_p": [-0.1, 1.1], "logit_bias": [{"999999": 1}, {"x": 1}, {"-1": 1}, {"1": 101}, [1], 5],
                             "prompt": [None, {}, [401, -1], [1e9], [1.5], [[1], 2], [], ["", "x"], 5],
                             "stream": ["yes"], "seed": ["x", 2 ** 64, -2 ** 64, 0.5], "logprobs": [True, 21], "suffix": ["x"],
                             "frequency_penalty": [0.5], "presence_penalty": [1], "min_p": [2], "top_k": [-2],
@@ -442,14 +442,15 @@ def test_bad_bodies():
         picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
         for key, values in {"messages": [None, {}, [], [{}], [{"role": "x", "content": ""}], picture,
                                          [{"role": "tool", "content": "x"}]],
-                            "tools": [{}, [{}], [{"function": {"name": ""}}]], "tool_choice": ["x", 5, {}, "required"],
+                            "tools": [{}, [{}], [{"function": {"name": ""}}], [{"type": "web_search"}]], "tool_choice": ["x", 5, {}, "required"],
                             "response_format": [{"type": "json_object"}, {"type": "json_schema"}], "audio": [{}],
                             "modalities": [["audio"]], "top_logprobs": [2], "max_completion_tokens": [0],
                             "functions": [[{}]],
                             "reasoning_effort": ["much", 5], "model": [5],
                             "stream_options": [{"include_usage": 5}, 5]}.items():
             for value in values:
-                s.refuses(CHAT, {**fine, key: value})
+                error = s.refuses(CHAT, {**fine, key: value})
+                expect(key in ("messages", "stream_options") or error["param"] == key, error)
         for path, key in ((TEXT, "prompt"), ("/tokenize", "prompt"), ("/detokenize", "tokens")):
             s.refuses(path, {}, f"{key} must be")
         error = s.refuses(TEXT, {"prompt": [1] * 512}, "512", "context")
@@ -467,6 +468,14 @@ def test_bad_bodies():
         same(s.ask("GET", "/health"), {"status": "ok"})
 
 
+def test_what_a_format_lacks_is_named(folder):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
+    with Server(speaker("SmolLM2", folder, "Hi", "<|im_end|>")) as s:
+        for key, value in ("tools", tools), ("response_format", schema):
+            same(s.refuses(CHAT, {"messages": HELLO, key: value}, key, "ChatML")["param"], key)
+
+
 def test_fields_that_are_not_supported():
     """Refused by name, unless the value changes nothing. Fields that nobody knows are ignored."""
     schema, text, name = {"type": "json_object"}, {"type": "text"}, {"name": "f"}
@@ -479,7 +488,7 @@ def test_fields_that_are_not_supported():
             "documents": ([[]], [["x"]]), "functions": ([[]], [[{}]]),
             "guided_json": ([], [{}]), "grammar": ([], ["x"]),
             "add_generation_prompt": ([True], [False]), "continue_final_message": ([False], [True]),
-            "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}], []),
+            "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}, []], []),
             "stop": ([[], ""], []), "unheard_of": ([5], []),
             "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5])}
     text_only = {**both, "response_format": ([text], [schema, {**text, "x": 1}]), "tools": ([[]], [[{}]]),
