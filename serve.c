@@ -184,18 +184,15 @@ static bool check_model(Request *q, const char *name) {
 }
 
 /* Fields that are refused, unless their value follows a = here: in any request, in chats, in texts. Accepted values
- * change nothing, but for chat_template_kwargs, which make_chat() obeys. A space marks where a field begins. */
+ * change nothing. A space marks where a field begins. */
 #define UNSUPPORTED                                                                                                    \
-    " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "       \
-    "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "                \
-    "chat_template_kwargs={\"thinking\":false} chat_template_kwargs={\"thinking\":true} "                              \
-    "continue_final_message=false documents=[] frequency_penalty=0 frequency_penalty=-0 function_call=\"auto\" "       \
-    "function_call=\"none\" functions=[] grammar= guided_choice= guided_grammar= guided_json= guided_regex= "          \
-    "include_reasoning=true include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 "            \
-    "modalities=[\"text\"] presence_penalty=0 presence_penalty=-0 prompt_logprobs= repeat_penalty=1 "                  \
-    "return_token_ids=false return_tokens_as_token_ids=false stop_token_ids=[] "                                       \
-    "structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false verbosity=\"medium\" "  \
-    "web_search_options="
+    " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= continue_final_message=false "  \
+    "documents=[] enable_thinking=true frequency_penalty=0 function_call=\"auto\" function_call=\"none\" "             \
+    "functions=[] grammar= guided_choice= guided_grammar= guided_json= guided_regex= include_reasoning=true "          \
+    "include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 modalities=[\"text\"] "             \
+    "presence_penalty=0 prompt_logprobs= repeat_penalty=1 return_token_ids=false return_tokens_as_token_ids=false "    \
+    "stop_token_ids=[] structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false "     \
+    "verbosity=\"medium\" web_search_options="
 static const char of_chats[] = UNSUPPORTED " add_special_tokens=false echo=false skip_special_tokens=true";
 static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= "
                                            "top_logprobs=0 tools=[] response_format={\"type\":\"text\"}";
@@ -207,8 +204,8 @@ static bool refuse_others(Request *q) {
         LocalBytes field = {0};
         bytes_print(&field, " %s=", each->string);
         if (cJSON_IsNull(each) || !strstr(unsupported, field.data)) continue;
-        LocalText value = json_text(each);
-        bytes_text(&field, value);
+        LocalText value = cJSON_IsNumber(each) ? text_print("%.17g", each->valuedouble + 0) : json_text(each);
+        bytes_text(&field, value); /* -0 is 0 */
         if (!text_listed(unsupported, field.data + 1))
             return fail(&q->error, 400, "%s is not supported with this value: leave it out", each->string);
     }
@@ -624,14 +621,16 @@ static bool make_chat(Request *q) {
     conversation_init(&talk);
     if (!conversation_parse(&talk, q->json, e)) return false;
     if (!talk.messages && !talk.instructions) return fail(e, 400, "messages is empty");
-    if (!chat_effort(chat, talk.effort, e)) return false;
-    const cJSON *switched = json_get(q->json, "chat_template_kwargs"); /* enable_thinking, in DeepSeek V3.1 thinking */
-    if (switched && cJSON_IsFalse(switched->child)) {
-        conversation_set(&talk.effort, "none");
-        if (!chat_effort(chat, "none", e))
-            return fail(e, 400, "%s cannot be false, because this model always thinks: leave it out",
-                        switched->child->string);
-    }
+    const cJSON *kwargs = json_get(q->json, "chat_template_kwargs"), *deepseek = json_get(kwargs, "thinking");
+    const cJSON *thinks = deepseek ? deepseek : json_get(kwargs, "enable_thinking"); /* as other templates call it */
+    const char *effort = json_string(kwargs, "reasoning_effort");
+    if (kwargs && (!cJSON_IsObject(kwargs) || cJSON_GetArraySize(kwargs) != (effort != NULL) + cJSON_IsBool(thinks)))
+        return fail(e, 400, "chat_template_kwargs may have only enable_thinking or thinking, and reasoning_effort");
+    if (effort) conversation_set(&talk.effort, effort);
+    if (cJSON_IsFalse(thinks)) conversation_set(&talk.effort, "none");
+    if (cJSON_IsFalse(thinks) && !chat_effort(chat, "none", e))
+        return fail(e, 400, "chat_template_kwargs: %s cannot be false, because this model always thinks: leave it out",
+                    thinks->string);
     if (!chat_render(chat, &talk, true, &ids, e)) return false;
     const size_t prompt = ids.n;
     if (force && !chat_force(chat, talk.effort, name, &ids, e)) return false;

@@ -489,12 +489,13 @@ def test_fields_that_are_not_supported():
             "guided_json": ([], [{}]), "grammar": ([], ["x"]),
             "add_generation_prompt": ([True], [False]), "continue_final_message": ([False], [True]),
             "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}, []], []),
-            "stop": ([[], ""], []), "unheard_of": ([5], []),
-            "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5])}
+            "stop": ([[], ""], []), "unheard_of": ([5], []), "enable_thinking": ([True], [False, "no"])}
     text_only = {**both, "response_format": ([text], [schema, {**text, "x": 1}]), "tools": ([[]], [[{}]]),
                  "echo": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([True], [False]),
                  "skip_special_tokens": ([False, True], ["yes"])}
     chat_only = {**both, "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
+                 "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5, [], {"thinking": 5},
+                                                 {"reasoning_effort": 5}]),
                  "logprobs": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([False], [True]),
                  "skip_special_tokens": ([True], [False])}
     with Server(PARROT) as s:
@@ -523,10 +524,17 @@ def test_thinking_switched_off(folder):
         same(tokens(off), tokens({"reasoning_effort": "none"}))
         same(tokens({**off, "reasoning_effort": "high"}), tokens(off))
         expect(tokens(off) > tokens(on), "no empty thought")
+        for more in {}, {"enable_thinking": True}:
+            same(tokens({"chat_template_kwargs": {"reasoning_effort": "none", **more}}), tokens(off))
+            same(tokens({"reasoning_effort": "none", "chat_template_kwargs": {"reasoning_effort": "low", **more}}),
+                 tokens(on))
+        same(tokens({"chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": False}}), tokens(off))
         for x in (True, False):  # as DeepSeek V3.1's template calls it
             same(tokens({"chat_template_kwargs": {"thinking": x}}), tokens(on if x else off))
     with Server(PARROT) as s:
-        s.refuses(CHAT, {"messages": HELLO, **off}, "enable_thinking", "always thinks")
+        refusal = s.refuses(CHAT, {"messages": HELLO, **off}, "enable_thinking", "always thinks")
+        same(refusal["param"], "chat_template_kwargs")
+        s.refuses(CHAT, {"messages": HELLO, "chat_template_kwargs": {"reasoning_effort": "x"}}, "reasoning_effort", "'x'")
         refusal = s.refuses(CHAT, {"messages": HELLO, "reasoning_effort": "none"}, "effort", "none")
         same(refusal["param"], "reasoning_effort")
 
