@@ -802,9 +802,8 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
     }
     if (!chat_effort(chat, c->effort, e)) return false;
     if (!valid) return fail(e, USAGE, "a text of the conversation is not UTF-8");
-    if ((calls && !f->call) || (schema && f != &harmony))
-        return fail(e, USAGE, "%s: %s, the chat format of this model, has none",
-                    calls && !f->call ? "tools" : "response_format", f->name);
+    const char *lacks = calls && !f->call ? "tools" : schema && f != &harmony ? "response_format" : NULL;
+    if (lacks) return fail(e, USAGE, "%s: %s, the chat format of this model, has none", lacks, f->name);
     if (f == &harmony ? !put_harmony(chat, c, prompt, &text, e) : !put_row(chat, c, &text, e)) return false;
     if (prompt) { /* what precedes an answer, without the space that the model writes itself */
         fill(chat, &text, f->assistant, NULL, NULL);
@@ -832,9 +831,8 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
 
 void reader_init(Reader *r, const Chat *chat, const Conversation *c) {
     bool thinking = thinks(chat->format, c ? c->effort : NULL);
-    *r = (Reader){.chat = chat, .started = !thinking, .now.role = text_print("assistant")};
-    r->calls = chat->format->call && (!c || tools_of(c));
-    if (thinking) r->now.channel = text_print("analysis");
+    *r = (Reader){.chat = chat, .started = !thinking, .calls = chat->format->call && (!c || tools_of(c))};
+    r->now = (Message){.role = text_print("assistant"), .channel = thinking ? text_print("analysis") : NULL};
     bytes_text(&r->pending, chat->format == &harmony ? "assistant" : "");
 }
 

@@ -241,10 +241,9 @@ static bool take_biases(Request *q) {
 /* Takes everything but the prompt. */
 static bool take_request(Request *q) {
     const double most = INT32_MAX, seed = number(q, "seed", true, -0x1p63, 0x1p63, -1); /* -1: a random one */
-    const bool chat = q->chat;
     Sampling *s = &q->sampling;
     if (getentropy(&s->seed, sizeof s->seed)) s->seed = (uint64_t)(seconds() * 1e9);
-    snprintf(q->id, sizeof q->id, "%s-%016llx", chat ? "chatcmpl" : "cmpl", (unsigned long long)s->seed);
+    snprintf(q->id, sizeof q->id, "%s-%016llx", q->chat ? "chatcmpl" : "cmpl", (unsigned long long)s->seed);
     q->created = time(NULL);
     const cJSON *model = json_get(q->json, "model"), *best = json_get(q->json, "best_of");
     const cJSON *options = json_get(q->json, "stream_options");
@@ -255,26 +254,25 @@ static bool take_request(Request *q) {
     q->stream = flag(q, q->json, "stream", false);
     q->usage = flag(q, options, "include_usage", false);
     q->forever = flag(q, q->json, "ignore_eos", false);
-    q->echo = !chat && flag(q, q->json, "echo", false);
-    q->skip_special = !chat && flag(q, q->json, "skip_special_tokens", false);
-    q->parallel = !chat || flag(q, q->json, "parallel_tool_calls", true);
+    q->echo = !q->chat && flag(q, q->json, "echo", false);
+    q->skip_special = !q->chat && flag(q, q->json, "skip_special_tokens", false);
+    q->parallel = !q->chat || flag(q, q->json, "parallel_tool_calls", true);
     q->n = (int)number(q, "n", true, 1, 16, 1);
-    q->tokens = (int)number(q, "max_tokens", true, chat ? 1 : 0, most, chat ? most : 16);
-    if (chat) q->tokens = (int)number(q, "max_completion_tokens", true, 1, most, q->tokens);
-    const bool scored = chat && flag(q, q->json, "logprobs", false);
-    q->top = (int)number(q, chat ? "top_logprobs" : "logprobs", true, 0, MOST_TOP, scored ? 0 : -1);
+    q->tokens = (int)number(q, "max_tokens", true, q->chat ? 1 : 0, most, q->chat ? most : 16);
+    if (q->chat) q->tokens = (int)number(q, "max_completion_tokens", true, 1, most, q->tokens);
+    const bool scored = q->chat && flag(q, q->json, "logprobs", false);
+    q->top = (int)number(q, q->chat ? "top_logprobs" : "logprobs", true, 0, MOST_TOP, scored ? 0 : -1);
     if (seed != -1) s->seed = seed < 0 ? (uint64_t)(int64_t)seed : (uint64_t)seed;
     s->top_k = (int)number(q, "top_k", true, -1, most, 0);
     s->temperature = (float)number(q, "temperature", false, 0, 100, 1);
-    s->top_p = (float)number(q, "top_p", false, 0, 1, 1);
+    s->top_p = fmaxf((float)number(q, "top_p", false, 0, 1, 1), 1e-30f);
     s->min_p = (float)number(q, "min_p", false, 0, 1, 0);
     s->penalty = (float)number(q, "repetition_penalty", false, 1e-3, 100, 1);
     if (s->temperature < 0.01f) s->temperature = 0;
-    if (s->top_p < 1e-30f) s->top_p = 1e-30f;
     if (s->min_p < 1e-30f) s->min_p = 0;
     if (q->error.code) return false;
-    if (chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
-    if (chat && !scored) q->top = -1;
+    if (q->chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
+    if (q->chat && !scored) q->top = -1;
     if (best && cJSON_GetNumberValue(best) != q->n) return fail(&q->error, 400, "best_of must equal n: leave it out");
     return take_stops(q) && take_biases(q);
 }
@@ -318,8 +316,7 @@ static bool take_tools(Request *q, bool *force, const char **name) {
         if (*force && !*name && n == 1) *name = has;
         found |= has && (!*name || !strcmp(has, *name));
     }
-    if (*force && !found) return fail(&q->error, 400, "tool_choice asks for a function that tools do not have");
-    return true;
+    return !*force || found || fail(&q->error, 400, "tool_choice asks for a function that tools do not have");
 }
 
 /* ---- answers as JSON ---- */
@@ -456,16 +453,15 @@ static Read read_message(Choice *c, int token) {
 static void read_token(Choice *c, size_t position, int token, const float *logits, bool last) {
     const Request *q = c->request;
     const bool prompt = position < c->stream.prompt, silent = !prompt && !q->tokens;
-    const bool control = tokenizer_is_control(server.s.tokenizer, token);
     const size_t begin = c->text.n;
     bool stop = c->stream.stopped && !silent, scored = !silent && (logits || (prompt && q->top >= 0));
     if (q->chat) {
         const Read read = read_message(c, token);
         const bool content = !read.header && read.part != REASONING && read.part != CALL;
         c->thought += read.part == REASONING;
-        scored = scored && content && !control;
+        scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
         stop = stop || (read.stop && !q->forever) || (read.closed && read.part == CALL && !q->parallel);
-    } else if (!stop && !silent && !(q->skip_special && control)) {
+    } else if (!stop && !silent && !(q->skip_special && tokenizer_is_control(server.s.tokenizer, token))) {
         tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     }
     if (scored) add_score(c, begin, token, logits); /* in a text a stop token has one, too */
@@ -474,10 +470,8 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
     if (last && !q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     c->cut = text_stops(&c->text, &c->shown, q->stop, q->stops, last);
-    if (c->cut)
-        c->finish = "stop";
-    else if (last)
-        c->finish = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
+    const char *end = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
+    if (c->cut || last) c->finish = c->cut ? "stop" : end;
 }
 
 /* ---- the model's thread ---- */
@@ -591,14 +585,12 @@ static bool add_choices(Request *q, const Ids *prompt) {
         Choice *c = q->choice + q->choices++;
         Stream *t = &c->stream;
         *c = (Choice){.request = q, .last = q->since, .scores = cJSON_CreateArray(), .reader.decoder.begun = !q->echo};
+        *t = (Stream){.prompt = prompt->n, .sampling = q->sampling, .bias = q->bias, .biases = q->biases};
         bytes_text(&c->text, "");
         ids_append(&t->tokens, prompt->data, prompt->n);
-        t->prompt = prompt->n;
         t->most = prompt->n + (q->tokens ? (size_t)q->tokens : 1);
         if (t->most > context) t->most = context;
-        t->sampling = q->sampling;
         t->sampling.seed += (uint64_t)(c - q->choice);
-        t->bias = q->bias, t->biases = q->biases;
         t->want = q->top < 0 ? WANT_TOKEN : q->echo ? WANT_ALL_LOGITS : WANT_LOGITS;
         t->stop = q->forever ? NULL : &server.s.checkpoint.stop;
         t->take = take_token;
@@ -629,8 +621,7 @@ static bool make_chat(Request *q) {
     if (effort) conversation_set(&talk.effort, effort);
     if (cJSON_IsFalse(thinks)) conversation_set(&talk.effort, "none");
     if (cJSON_IsFalse(thinks) && !chat_effort(chat, "none", e))
-        return fail(e, 400, "chat_template_kwargs: %s cannot be false, because this model always thinks: leave it out",
-                    thinks->string);
+        return fail(e, 400, "chat_template_kwargs: leave %s out, because this model always thinks", thinks->string);
     if (!chat_render(chat, &talk, true, &ids, e)) return false;
     const size_t prompt = ids.n;
     if (force && !chat_force(chat, talk.effort, name, &ids, e)) return false;
