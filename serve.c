@@ -468,6 +468,11 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
     last = last || stop;
     if (last && q->chat) read_message(c, -1);
     if (last && !q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
+    while (q->chat && !c->reader.pending.n && !c->reader.decoder.held.n && c->scores->child) {
+        cJSON *score = c->scores->child->prev; /* the last one */
+        if (json_get(score, "begin")->valuedouble < (double)c->text.n) break;
+        cJSON_Delete(cJSON_DetachItemViaPointer(c->scores, score)); /* no text waits, so its token's was dropped */
+    }
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     c->cut = text_stops(&c->text, &c->shown, q->stop, q->stops, last);
     const char *end = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";

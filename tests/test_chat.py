@@ -27,14 +27,19 @@ def folder_of(model, folder, template=None):
 
 
 def speaker(model, folder, *texts):
-    """A model that answers with these texts, each a token, the last of which ends the answer. All weights are zero but
-    the embedding, where each token is a dimension, and the head, where a token follows the one before it."""
+    """A model that answers with these texts, each a token, the last of which ends the answer. None may come twice or
+    end a prompt. All weights are zero but the embedding, where each token is a dimension, and the head, where a token
+    follows the one before it."""
     made = folder_of(model, folder)
     tokenizer = read_json(made / "tokenizer.json")
     ids, size = {t["content"]: t["id"] for t in tokenizer["added_tokens"]}, 448
+    next_id = max(ids.values()) + 1
+    for token in tokenizer["added_tokens"]:  # as Qwen publishes them
+        token["special"] = not token["content"].endswith(("tool_call>", "think>"))
+    ids |= {text.replace("Ġ", " ").replace("Ċ", "\n"): token for text, token in tokenizer["model"]["vocab"].items()}
     for text in texts:
         if text not in ids:
-            ids[text] = max(ids.values()) + 1
+            ids[text], next_id = next_id, next_id + 1
             tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": ids[text], "content": text,
                                               "special": False})
     write_json(made / "tokenizer.json", tokenizer)

@@ -243,6 +243,29 @@ def test_logprobs_end_where_a_stop_text_begins():
         same([*scored(TEXT, {"prompt": "1 + 1", "logprobs": 1}, text[3:6])], [text[:3]] * 2, f"tokens of {text}")
 
 
+def test_logprobs_of_what_an_answer_drops(folder):
+    """White space at both ends, marks and calls have none: the bytes join to the text, streamed or not."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    def check(name, model, tokens, content, more):
+        body = {"messages": HELLO, "temperature": 0, "logprobs": True, **more}
+        with Server(speaker(model, folder, *tokens)) as s:
+            parts = [e["choices"][0] for e in events(s.ask("POST", CHAT, {**body, "stream": True}))]
+            for choices in s.post(CHAT, body)["choices"], parts:
+                scores = [c["logprobs"]["content"] for c in choices if c["logprobs"]]
+                same(b"".join(bytes(t["bytes"]) for s in scores for t in s).decode(), content)
+            said = "".join(p["delta"].get("content") or "" for p in parts)
+            same(said, content, "the text")
+    think, end, mark = ["<think>", "\nA\n", "</think>"], "<|im_end|>", ["<tool_call>", '{"name": "f"}', "</tool_call>"]
+    each([("behind a thought", "Qwen3", [*think, "\n\n", "  ", "Hello", " ", "there", " \n", end], "Hello there", {}),
+          ("no thought", "Qwen3", ["<think>", "\n\n", "</think>", " ", "Hello", end], "Hello", {}),
+          ("a call", "Qwen2.5", ["Hello", "  ", *mark, end], "Hello", {"tools": tools}),
+          ("no call", "Qwen2.5", ["Hello", "  ", *mark, end], 'Hello  <tool_call>{"name": "f"}</tool_call>', {}),
+          ("a call alone", "Llama 3.1", [" ", '{"name": "f", ', '"parameters": {}}', "<|eot_id|>"], "", {"tools": tools}),
+          ("an object", "Llama 3.1", [" ", '{"name": "f", ', '"a": 1}', "<|eot_id|>"], '{"name": "f", "a": 1}',
+           {"tools": tools})], check)
+
+
 def test_logprobs_of_texts_that_differ_in_case():
     """Each has its own: "a" does not stand for "A"."""
     with Server(PARROT) as s:
