@@ -268,7 +268,7 @@ static bool check_word(const char *what, const char *word, Error *e) {
 
 /* ---- from JSON ---- */
 
-/* A text, or an array of {"type": "text", "text": ...}. A missing one is empty. */
+/* A text, or an array of {"type": "text", "text": ...}, which line breaks join. A missing one is empty. */
 static bool parse_text(const cJSON *value, Bytes *out) {
     const cJSON *part;
     bytes_text(out, cJSON_IsString(value) ? value->valuestring : "");
@@ -276,7 +276,7 @@ static bool parse_text(const cJSON *value, Bytes *out) {
     cJSON_ArrayForEach(part, value) {
         const char *text = json_string(part, "text");
         if (!text || !json_is(part, "type", "text")) return false;
-        bytes_text(out, text);
+        bytes_print(out, part == value->child ? "%s" : "\n%s", text);
     }
     return true;
 }
@@ -361,7 +361,7 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
     if (tools && !cJSON_IsArray(tools)) return fail(e, USAGE, "tools is not an array");
     cJSON_ArrayForEach(each, tools) {
         const char *name = json_string(json_get(each, "function"), "name");
-        if (!check_word("tool's function.name", name, e)) return false;
+        if (!check_word("tool's function.name", name, e)) return fail(e, USAGE, "tools: %s", e->text);
     }
     if (format && (schema || !json_is(format, "type", "text")) &&
         (!json_is(format, "type", "json_schema") || !json_string(schema, "name") || !json_get(schema, "schema")))
@@ -824,9 +824,8 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
     }
     if (!chat_effort(chat, c->effort, e)) return false;
     if (!valid) return fail(e, USAGE, "a text of the conversation is not UTF-8");
-    if ((calls && !f->call) || (schema && f != &harmony))
-        return fail(e, USAGE, "%s, the chat format of this model, has no %s", f->name,
-                    calls && !f->call ? "tools" : "response_format");
+    const char *lacks = calls && !f->call ? "tools" : schema && f != &harmony ? "response_format" : NULL;
+    if (lacks) return fail(e, USAGE, "%s: %s, the chat format of this model, has none", lacks, f->name);
     if (f == &harmony ? !put_harmony(chat, c, prompt, &text, e) : !put_row(chat, c, &text, e)) return false;
     if (prompt) { /* what precedes an answer, without the space that the model writes itself */
         fill(chat, &text, f->assistant, NULL, NULL);
@@ -852,10 +851,10 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
 
 /* ---- reading ---- */
 
-void reader_init(Reader *r, const Chat *chat, const char *effort) {
-    bool thinking = thinks(chat->format, effort);
-    *r = (Reader){.chat = chat, .started = !thinking, .now.role = text_print("assistant")};
-    if (thinking) r->now.channel = text_print("analysis");
+void reader_init(Reader *r, const Chat *chat, const Conversation *c) {
+    bool thinking = thinks(chat->format, c ? c->effort : NULL);
+    *r = (Reader){.chat = chat, .started = !thinking, .calls = chat->format->call && (!c || tools_of(c))};
+    r->now = (Message){.role = text_print("assistant"), .channel = thinking ? text_print("analysis") : NULL};
     bytes_text(&r->pending, chat->format == &harmony ? "assistant" : "");
 }
 
@@ -1012,7 +1011,7 @@ static void end_text(Reader *r, const char *channel) {
 static bool may_be_call(const Reader *r) {
     static const char begin[] = "{\"name\":";
     if (r->in_content) return true;
-    if (!(r->chat->format->flags & ALONE) || r->now.content.n) return false;
+    if (!r->calls || !(r->chat->format->flags & ALONE) || r->now.content.n) return false;
     size_t skip = strspn(r->pending.data, space), n = r->pending.n - skip;
     return n && !strncmp(r->pending.data + skip, begin, n < strlen(begin) ? n : strlen(begin));
 }
@@ -1058,7 +1057,7 @@ static bool push_other(Reader *r, int token, int which) {
         if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
     } else if (!(f->flags & ALONE) || which != PYTHON_TAG) {
         size_t white = may_be_call(r) ? 0 : r->pending.n;
-        if (f->call && which == OPEN_CALL && !thinking && !r->in_content) {
+        if (r->calls && which == OPEN_CALL && !thinking && !r->in_content) {
             tokenizer_flush(&r->decoder, &r->pending);
             say(r, white);
             r->in_content = true;

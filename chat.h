@@ -83,6 +83,7 @@ typedef struct {
     const Chat *chat;
     Message now;              /* being read */
     bool started, in_content; /* its header began with <|start|>; behind <|message|>, or in a call */
+    bool calls;               /* what looks like a call is one; harmony's always are */
     Bytes pending;            /* text before <|message|>; in other formats white space or a call */
     Decoder decoder;
     Message *message; /* complete messages; take them with reader_take */
@@ -97,8 +98,9 @@ typedef struct {
     Part part;   /* of the message that `text` belongs to */
 } Read;
 
-/* `effort`: the prompt's, which tells if the prompt ends inside a thought. NULL: any but none. */
-void reader_init(Reader *r, const Chat *chat, const char *effort);
+/* Of the conversation that is answered the effort tells if its prompt ends inside a thought. Without tools what looks
+ * like a call is text, but not in harmony. NULL: any effort but none, and tools. */
+void reader_init(Reader *r, const Chat *chat, const Conversation *c);
 /* Appends what the messages gain to `text`, unless that is NULL. A token adds text to one message at most. */
 Read reader_push(Reader *r, int token, Bytes *text);
 Read reader_end(Reader *r, Bytes *text);      /* ends the stream and completes a message that was cut off */

@@ -648,7 +648,7 @@ static bool answer(Answer *a, Error *e) {
     if (!make_prompt(p, &t->tokens, e)) return false;
     t->prompt = t->tokens.n;
     a->reader.decoder.begun = t->prompt > 1; /* more than a beginning-of-text token */
-    if (p->chat) reader_init(&a->reader, &p->m.chat, p->talk.effort);
+    if (p->chat) reader_init(&a->reader, &p->m.chat, &p->talk);
     show_waiting(p, t->prompt);
     a->since = seconds();
     bool ok = scheduler_run(p->m.scheduler, t, &interrupted, e) && keep_answer(a, e);

@@ -26,7 +26,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 16, MOST_TOP = 20 };
+enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 64, MOST_TOP = 20 };
 enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60 };
 enum { CHECK_MS = 100, BEAT_MS = 5000, PART = 16 << 10, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12 };
 enum { CLIENT_LEFT = 499, STATUSES = 600 }; /* as nginx counts it; only a client that ended its sending side sees it */
@@ -74,7 +74,7 @@ struct Request { /* a connection and its request */
     const char *code;    /* of the error, or NULL */
     double since;        /* when it had arrived */
     /* parameters */
-    bool chat, stream, echo, usage, scored, forever, parallel; /* parallel: several calls in an answer */
+    bool chat, stream, echo, usage, skip_special, forever, parallel; /* parallel: several calls in an answer */
     int n, tokens, top; /* answers to each prompt; tokens of an answer; logprobs for each token, or -1 */
     Sampling sampling;
     const char *stop[MOST_STOPS];
@@ -184,20 +184,17 @@ static bool check_model(Request *q, const char *name) {
 }
 
 /* Fields that are refused, unless their value follows a = here: in any request, in chats, in texts. Accepted values
- * change nothing, but for chat_template_kwargs, which make_chat() obeys. A space marks where a field begins. */
+ * change nothing. A space marks where a field begins. */
 #define UNSUPPORTED                                                                                                    \
-    " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= chat_template_kwargs={} "       \
-    "chat_template_kwargs={\"enable_thinking\":false} chat_template_kwargs={\"enable_thinking\":true} "                \
-    "chat_template_kwargs={\"thinking\":false} chat_template_kwargs={\"thinking\":true} "                              \
-    "continue_final_message=false documents=[] frequency_penalty=0 frequency_penalty=-0 function_call=\"auto\" "       \
-    "function_call=\"none\" functions=[] grammar= guided_choice= guided_grammar= guided_json= guided_regex= "          \
-    "include_reasoning=true include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 "            \
-    "modalities=[\"text\"] presence_penalty=0 presence_penalty=-0 prompt_logprobs= repeat_penalty=1 "                  \
-    "return_token_ids=false return_tokens_as_token_ids=false stop_token_ids=[] "                                       \
-    "structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false verbosity=\"medium\" "  \
-    "web_search_options="
+    " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= continue_final_message=false "  \
+    "documents=[] enable_thinking=true frequency_penalty=0 function_call=\"auto\" function_call=\"none\" "             \
+    "functions=[] grammar= guided_choice= guided_grammar= guided_json= guided_regex= include_reasoning=true "          \
+    "include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 modalities=[\"text\"] "             \
+    "presence_penalty=0 prompt_logprobs= repeat_penalty=1 return_token_ids=false return_tokens_as_token_ids=false "    \
+    "stop_token_ids=[] structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false "     \
+    "verbosity=\"medium\" web_search_options="
 static const char of_chats[] = UNSUPPORTED " add_special_tokens=false echo=false skip_special_tokens=true";
-static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= skip_special_tokens=false "
+static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= "
                                            "top_logprobs=0 tools=[] response_format={\"type\":\"text\"}";
 
 static bool refuse_others(Request *q) {
@@ -207,8 +204,8 @@ static bool refuse_others(Request *q) {
         LocalBytes field = {0};
         bytes_print(&field, " %s=", each->string);
         if (cJSON_IsNull(each) || !strstr(unsupported, field.data)) continue;
-        LocalText value = json_text(each);
-        bytes_text(&field, value);
+        LocalText value = cJSON_IsNumber(each) ? text_print("%.17g", each->valuedouble + 0) : json_text(each);
+        bytes_text(&field, value); /* -0 is 0 */
         if (!text_listed(unsupported, field.data + 1))
             return fail(&q->error, 400, "%s is not supported with this value: leave it out", each->string);
     }
@@ -229,7 +226,8 @@ static bool take_stops(Request *q) {
 static bool take_biases(Request *q) {
     const cJSON *all = json_get(q->json, "logit_bias"), *each;
     const int vocab = server.s.checkpoint.model.vocab;
-    if (all && !cJSON_IsObject(all)) return fail(&q->error, 400, "logit_bias must be an object");
+    const bool empty = cJSON_IsArray(all) && !all->child; /* as PHP writes an object without members */
+    if (all && !cJSON_IsObject(all) && !empty) return fail(&q->error, 400, "logit_bias must be an object");
     if (cJSON_GetArraySize(all)) q->bias = allocate((size_t)cJSON_GetArraySize(all) * sizeof *q->bias);
     cJSON_ArrayForEach(each, all) {
         Bias *bias = q->bias + q->biases++;
@@ -242,11 +240,10 @@ static bool take_biases(Request *q) {
 
 /* Takes everything but the prompt. */
 static bool take_request(Request *q) {
-    const double most = INT32_MAX, seeds = 9007199254740991;
-    const bool chat = q->chat;
+    const double most = INT32_MAX, seed = number(q, "seed", true, -0x1p63, 0x1p63, -1); /* -1: a random one */
     Sampling *s = &q->sampling;
     if (getentropy(&s->seed, sizeof s->seed)) s->seed = (uint64_t)(seconds() * 1e9);
-    snprintf(q->id, sizeof q->id, "%s-%016llx", chat ? "chatcmpl" : "cmpl", (unsigned long long)s->seed);
+    snprintf(q->id, sizeof q->id, "%s-%016llx", q->chat ? "chatcmpl" : "cmpl", (unsigned long long)s->seed);
     q->created = time(NULL);
     const cJSON *model = json_get(q->json, "model"), *best = json_get(q->json, "best_of");
     const cJSON *options = json_get(q->json, "stream_options");
@@ -257,25 +254,25 @@ static bool take_request(Request *q) {
     q->stream = flag(q, q->json, "stream", false);
     q->usage = flag(q, options, "include_usage", false);
     q->forever = flag(q, q->json, "ignore_eos", false);
-    q->echo = !chat && flag(q, q->json, "echo", false);
-    q->parallel = !chat || flag(q, q->json, "parallel_tool_calls", true);
+    q->echo = !q->chat && flag(q, q->json, "echo", false);
+    q->skip_special = !q->chat && flag(q, q->json, "skip_special_tokens", false);
+    q->parallel = !q->chat || flag(q, q->json, "parallel_tool_calls", true);
     q->n = (int)number(q, "n", true, 1, 16, 1);
-    q->tokens = (int)number(q, "max_tokens", true, chat ? 1 : 0, most, chat ? most : 16);
-    if (chat) q->tokens = (int)number(q, "max_completion_tokens", true, 1, most, q->tokens);
-    const bool scored = chat && flag(q, q->json, "logprobs", false);
-    q->top = (int)number(q, chat ? "top_logprobs" : "logprobs", true, 0, MOST_TOP, scored ? 0 : -1);
-    if (json_get(q->json, "seed")) s->seed = (uint64_t)(int64_t)number(q, "seed", true, -seeds, seeds, 0);
+    q->tokens = (int)number(q, "max_tokens", true, q->chat ? 1 : 0, most, q->chat ? most : 16);
+    if (q->chat) q->tokens = (int)number(q, "max_completion_tokens", true, 1, most, q->tokens);
+    const bool scored = q->chat && flag(q, q->json, "logprobs", false);
+    q->top = (int)number(q, q->chat ? "top_logprobs" : "logprobs", true, 0, MOST_TOP, scored ? 0 : -1);
+    if (seed != -1) s->seed = seed < 0 ? (uint64_t)(int64_t)seed : (uint64_t)seed;
     s->top_k = (int)number(q, "top_k", true, -1, most, 0);
     s->temperature = (float)number(q, "temperature", false, 0, 100, 1);
-    s->top_p = (float)number(q, "top_p", false, 0, 1, 1);
+    s->top_p = fmaxf((float)number(q, "top_p", false, 0, 1, 1), 1e-30f);
     s->min_p = (float)number(q, "min_p", false, 0, 1, 0);
     s->penalty = (float)number(q, "repetition_penalty", false, 1e-3, 100, 1);
     if (s->temperature < 0.01f) s->temperature = 0;
-    if (s->top_p < 1e-30f) s->top_p = 1e-30f;
     if (s->min_p < 1e-30f) s->min_p = 0;
     if (q->error.code) return false;
-    if (chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
-    if (chat && !scored) q->top = -1;
+    if (q->chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
+    if (q->chat && !scored) q->top = -1;
     if (best && cJSON_GetNumberValue(best) != q->n) return fail(&q->error, 400, "best_of must equal n: leave it out");
     return take_stops(q) && take_biases(q);
 }
@@ -319,8 +316,7 @@ static bool take_tools(Request *q, bool *force, const char **name) {
         if (*force && !*name && n == 1) *name = has;
         found |= has && (!*name || !strcmp(has, *name));
     }
-    if (*force && !found) return fail(&q->error, 400, "tool_choice asks for a function that tools do not have");
-    return true;
+    return !*force || found || fail(&q->error, 400, "tool_choice asks for a function that tools do not have");
 }
 
 /* ---- answers as JSON ---- */
@@ -465,18 +461,22 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
         c->thought += read.part == REASONING;
         scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
         stop = stop || (read.stop && !q->forever) || (read.closed && read.part == CALL && !q->parallel);
+    } else if (!stop && !silent && !(q->skip_special && tokenizer_is_control(server.s.tokenizer, token))) {
+        tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     }
     if (scored) add_score(c, begin, token, logits); /* in a text a stop token has one, too */
-    if (!q->chat && !stop && !silent) tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     last = last || stop;
     if (last && q->chat) read_message(c, -1);
     if (last && !q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
+    while (q->chat && !c->reader.pending.n && !c->reader.decoder.held.n && c->scores->child) {
+        cJSON *score = c->scores->child->prev; /* the last one */
+        if (json_get(score, "begin")->valuedouble < (double)c->text.n) break;
+        cJSON_Delete(cJSON_DetachItemViaPointer(c->scores, score)); /* no text waits, so its token's was dropped */
+    }
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     c->cut = text_stops(&c->text, &c->shown, q->stop, q->stops, last);
-    if (c->cut)
-        c->finish = "stop";
-    else if (last)
-        c->finish = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
+    const char *end = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
+    if (c->cut || last) c->finish = c->cut ? "stop" : end;
 }
 
 /* ---- the model's thread ---- */
@@ -590,14 +590,12 @@ static bool add_choices(Request *q, const Ids *prompt) {
         Choice *c = q->choice + q->choices++;
         Stream *t = &c->stream;
         *c = (Choice){.request = q, .last = q->since, .scores = cJSON_CreateArray(), .reader.decoder.begun = !q->echo};
+        *t = (Stream){.prompt = prompt->n, .sampling = q->sampling, .bias = q->bias, .biases = q->biases};
         bytes_text(&c->text, "");
         ids_append(&t->tokens, prompt->data, prompt->n);
-        t->prompt = prompt->n;
         t->most = prompt->n + (q->tokens ? (size_t)q->tokens : 1);
         if (t->most > context) t->most = context;
-        t->sampling = q->sampling;
         t->sampling.seed += (uint64_t)(c - q->choice);
-        t->bias = q->bias, t->biases = q->biases;
         t->want = q->top < 0 ? WANT_TOKEN : q->echo ? WANT_ALL_LOGITS : WANT_LOGITS;
         t->stop = q->forever ? NULL : &server.s.checkpoint.stop;
         t->take = take_token;
@@ -620,20 +618,21 @@ static bool make_chat(Request *q) {
     conversation_init(&talk);
     if (!conversation_parse(&talk, q->json, e)) return false;
     if (!talk.messages && !talk.instructions) return fail(e, 400, "messages is empty");
-    if (!chat_effort(chat, talk.effort, e)) return false;
-    const cJSON *switched = json_get(q->json, "chat_template_kwargs"); /* enable_thinking, in DeepSeek V3.1 thinking */
-    if (switched && cJSON_IsFalse(switched->child)) {
-        conversation_set(&talk.effort, "none");
-        if (!chat_effort(chat, "none", e))
-            return fail(e, 400, "%s cannot be false, because this model always thinks: leave it out",
-                        switched->child->string);
-    }
+    const cJSON *kwargs = json_get(q->json, "chat_template_kwargs"), *deepseek = json_get(kwargs, "thinking");
+    const cJSON *thinks = deepseek ? deepseek : json_get(kwargs, "enable_thinking"); /* as other templates call it */
+    const char *effort = json_string(kwargs, "reasoning_effort");
+    if (kwargs && (!cJSON_IsObject(kwargs) || cJSON_GetArraySize(kwargs) != (effort != NULL) + cJSON_IsBool(thinks)))
+        return fail(e, 400, "chat_template_kwargs may have only enable_thinking or thinking, and reasoning_effort");
+    if (effort) conversation_set(&talk.effort, effort);
+    if (cJSON_IsFalse(thinks)) conversation_set(&talk.effort, "none");
+    if (cJSON_IsFalse(thinks) && !chat_effort(chat, "none", e))
+        return fail(e, 400, "chat_template_kwargs: leave %s out, because this model always thinks", thinks->string);
     if (!chat_render(chat, &talk, true, &ids, e)) return false;
     const size_t prompt = ids.n;
     if (force && !chat_force(chat, talk.effort, name, &ids, e)) return false;
     if (!add_choices(q, &ids)) return false;
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        reader_init(&c->reader, chat, talk.effort);
+        reader_init(&c->reader, chat, &talk);
         for (size_t i = prompt; i < ids.n; i++) reader_push(&c->reader, ids.data[i], NULL);
     }
     return true;

@@ -2,10 +2,12 @@
 answers become thoughts, text and calls. Each format runs with the parrot's vocabulary and the model's control tokens."""
 import json
 import tarfile
+from array import array
 
 from test_prompt import message, parse
 
-from helpers import GOLDENS, PARROT, PLAIN, Skip, data, each, expect, ids_of, infer, read_json, refused, render, same
+from helpers import (GOLDENS, PARROT, PLAIN, Skip, data, each, expect, ids_of, infer, read_json, refused, render,
+                     safetensors, same, write_json)
 
 MODELS = {m["model"]: m for m in read_json(GOLDENS / "chat.json")}
 
@@ -22,6 +24,60 @@ def folder_of(model, folder, template=None):
     (made / "tokenizer.json").write_text(json.dumps(tokenizer))
     (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": template or m["has"]}))
     return made
+
+
+def speaker(model, folder, *texts):
+    """A model that answers with these texts, each a token, the last of which ends the answer. None may come twice or
+    end a prompt. All weights are zero but the embedding, where each token is a dimension, and the head, where a token
+    follows the one before it."""
+    made = folder_of(model, folder)
+    tokenizer = read_json(made / "tokenizer.json")
+    ids, size = {t["content"]: t["id"] for t in tokenizer["added_tokens"]}, 448
+    next_id = max(ids.values()) + 1
+    for token in tokenizer["added_tokens"]:  # as Qwen publishes them
+        token["special"] = not token["content"].endswith(("tool_call>", "think>"))
+    ids |= {text.replace("Ġ", " ").replace("Ċ", "\n"): token for text, token in tokenizer["model"]["vocab"].items()}
+    for text in texts:
+        if text not in ids:
+            ids[text], next_id = next_id, next_id + 1
+            tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": ids[text], "content": text,
+                                              "special": False})
+    write_json(made / "tokenizer.json", tokenizer)
+
+    def matrix(rows, columns, *places):
+        values = array("f", bytes(4 * rows * columns))
+        for row, column, value in places:
+            values[row * columns + column] = value
+        return [rows, columns], values.tobytes()
+    said = [ids[text] for text in texts]
+    ones = [size], array("f", [1] * size).tobytes()
+    tensors = {"model.embed_tokens.weight": matrix(size, size, *((i, i, 1) for i in range(size))),
+               "lm_head.weight": matrix(size, size, *((said[0], i, 2) for i in range(size)),
+                                        *((token, before, 4) for before, token in zip(said, said[1:]))),
+               "model.norm.weight": ones}
+    layer = "model.layers.0."
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"{layer}{name}.weight"] = ones
+    for name, rows, columns in [("self_attn." + x, 64, size) for x in ("q_proj", "k_proj", "v_proj")] + [
+            ("self_attn.o_proj", size, 64), ("mlp.gate_proj", 64, size), ("mlp.up_proj", 64, size),
+            ("mlp.down_proj", size, 64)]:
+        tensors[f"{layer}{name}.weight"] = matrix(rows, columns)
+    header, content = {}, b""
+    for name, (shape, values) in tensors.items():
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [len(content), len(content) + len(values)]}
+        content += values
+    (made / "model.safetensors").write_bytes(safetensors(header, content))
+    write_json(made / "config.json", {
+        "model_type": "llama", "vocab_size": size, "hidden_size": size, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "rope_theta": 10000, "max_position_embeddings": 2048, "eos_token_id": said[-1], "torch_dtype": "float32"})
+    return made
+
+
+LOOKS_LIKE_CALLS = [  # model, tokens of its answer, the text
+    ("Qwen2.5", ["I look.\n", "<tool_call>", '\n{"name": "f", "arguments": {"a":1}}\n', "</tool_call>", "<|im_end|>"],
+     'I look.\n<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>'),
+    ("Llama 3.1", ['{"name": "f", "parameters": {"a":1}}', "<|eot_id|>"], '{"name": "f", "parameters": {"a":1}}')]
 
 
 def all_cases():

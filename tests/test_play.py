@@ -10,6 +10,8 @@ import sys
 import termios
 import time
 
+from test_chat import LOOKS_LIKE_CALLS, speaker
+
 from helpers import (CHECKED, CONVERSATIONS, DATE, FIXTURES, GOLDENS, PARROT, Terminal, answered, conversation, copy_model, data, each,
                      expect, ids_of, infer, play, read_json, read_safetensors, refused, render, same, start, write_json)
 
@@ -67,6 +69,16 @@ def test_json():
                      "prompt_tokens": len(turn["prompt_ids"]), "tokens": len(turn["completion_ids"]),
                      "seed": 5}, "object")
     each([(n, c) for n, c in WITHOUT_TOOLS if n != "count"], check)
+
+
+def test_without_tools_a_call_is_text(folder):
+    """It is the answer, alone on stdout."""
+    def check(name, tokens, text):
+        model = speaker(name, folder, *tokens)
+        same(infer("play", model, "-p", "Hi", *GREEDY).text, text + "\n", "stdout")
+        found = json.loads(infer("play", model, "-p", "Hi", *GREEDY, "--json").out)
+        same((found["text"], found["tool_calls"], found["reason"]), (text, [], "end"))
+    each(LOOKS_LIKE_CALLS, check)
 
 
 STOPS = [  # question, texts that stop, what is left of the answer, the reason

@@ -311,8 +311,8 @@ RULES = [  # what, fields besides "messages" and the messages, the text of the p
     ("low effort", {"reasoning_effort": "low"}, [HI], PLAIN_SYSTEM.replace("medium", "low") + USER + END),
     ("no generation prompt", {"add_generation_prompt": False}, [HI], PLAIN_SYSTEM + USER),
     ("an empty system prompt says nothing", {}, [{"role": "system", "content": ""}, HI], PLAIN_SYSTEM + USER + END),
-    ("text in parts", {}, [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}],
-     PLAIN_SYSTEM + USER + END),
+    ("text in parts", {}, [{"role": "user", "content": [{"type": "text", "text": c} for c in ("H", "", "i")]}],
+     PLAIN_SYSTEM + USER.replace("Hi", "H\n\ni") + END),
     ("system and developer are instructions", {}, [{"role": "developer", "content": "Be brief."}, HI],
      PLAIN_SYSTEM + DEVELOPER + "# Instructions\n\nBe brief.<|end|>" + USER + END),
     ("a response format", {"response_format": format_of(description="What to buy")}, [HI],
@@ -455,7 +455,7 @@ def header(**fields):
 FIELDS = [  # field, conversation with a text there, control tokens that the renderer writes: 3 a message, 1 a channel,
             # 1 a constraint, 1 for the end of the prompt; REFUSED: exit code 2
     ("user", lambda x: say({"role": "user", "content": x}), 7),
-    ("user in parts", lambda x: say({"role": "user", "content": [{"type": "text", "text": c} for c in x]}), 7),
+    ("user in parts", lambda x: say({"role": "user", "content": [{"type": "text", "text": x}] * 2}), 7),
     ("system prompt", lambda x: say({"role": "system", "content": x}, HI), 10),
     ("two system prompts",
      lambda x: say({"role": "system", "content": x[:-3]}, {"role": "system", "content": x[-3:]}, HI), 10),
@@ -520,7 +520,7 @@ def test_text_never_becomes_control_tokens_published():
     schema = {"type": "string", "description": names, "default": names, "enum": [names]}
     chat = say({"role": "system", "content": names}, {"role": "user", "content": names},
                {"role": "assistant", "content": names},
-               {"role": "user", "content": [{"type": "text", "text": c} for c in names]},
+               {"role": "user", "content": [{"type": "text", "text": names}] * 2},
                called("f", reasoning=names), result("f", names), model_identity=names, knowledge_cutoff=names,
                date=names, response_format=format_of(name=names, description=names, schema={names: names}),
                tools=[function(description=names, type="object", properties={names: schema})])

@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from test_chat import folder_of
+from test_chat import LOOKS_LIKE_CALLS, folder_of, speaker
 
 from helpers import (CHECKED, DATE, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, infer,
                      read_safetensors, refused, safetensors, same, start)
@@ -200,6 +200,20 @@ def test_largest_context(folder):
         same(answer["usage"]["completion_tokens"], 3, "tokens")
 
 
+def test_seeds():
+    """All that fit into 64 bits; -1 is a random one, as at vLLM and llama.cpp."""
+    with Server(PARROT) as s:
+        def texts(seed):
+            body = {"prompt": [5], "max_tokens": 20, "temperature": 9, "ignore_eos": True, "seed": seed}
+            return [s.post(TEXT, body)["choices"][0]["text"] for _ in range(2)]
+        found = [texts(seed) for seed in (0, 1, -2, 2 ** 31, 2 ** 53 + 2, 2 ** 63 - 1, -2 ** 62)]
+        expect(all(one == two for one, two in found), f"a seed gives different answers: {found}")
+        same(len({one for one, _ in found}), len(found), "different seeds")
+        for seed in -1, None:
+            one, two = texts(seed)
+            expect(one != two, f"seed {seed} gives the same answer twice")
+
+
 def test_logprobs_of_the_end():
     """As many as completion_tokens counts, also where a token that ends the text is the last."""
     with Server(PARROT) as s:
@@ -229,6 +243,29 @@ def test_logprobs_end_where_a_stop_text_begins():
         same([*scored(TEXT, {"prompt": "1 + 1", "logprobs": 1}, text[3:6])], [text[:3]] * 2, f"tokens of {text}")
 
 
+def test_logprobs_of_what_an_answer_drops(folder):
+    """White space at both ends, marks and calls have none: the bytes join to the text, streamed or not."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    def check(name, model, tokens, content, more):
+        body = {"messages": HELLO, "temperature": 0, "logprobs": True, **more}
+        with Server(speaker(model, folder, *tokens)) as s:
+            parts = [e["choices"][0] for e in events(s.ask("POST", CHAT, {**body, "stream": True}))]
+            for choices in s.post(CHAT, body)["choices"], parts:
+                scores = [c["logprobs"]["content"] for c in choices if c["logprobs"]]
+                same(b"".join(bytes(t["bytes"]) for s in scores for t in s).decode(), content)
+            said = "".join(p["delta"].get("content") or "" for p in parts)
+            same(said, content, "the text")
+    think, end, mark = ["<think>", "\nA\n", "</think>"], "<|im_end|>", ["<tool_call>", '{"name": "f"}', "</tool_call>"]
+    each([("behind a thought", "Qwen3", [*think, "\n\n", "  ", "Hello", " ", "there", " \n", end], "Hello there", {}),
+          ("no thought", "Qwen3", ["<think>", "\n\n", "</think>", " ", "Hello", end], "Hello", {}),
+          ("a call", "Qwen2.5", ["Hello", "  ", *mark, end], "Hello", {"tools": tools}),
+          ("no call", "Qwen2.5", ["Hello", "  ", *mark, end], 'Hello  <tool_call>{"name": "f"}</tool_call>', {}),
+          ("a call alone", "Llama 3.1", [" ", '{"name": "f", ', '"parameters": {}}', "<|eot_id|>"], "", {"tools": tools}),
+          ("an object", "Llama 3.1", [" ", '{"name": "f", ', '"a": 1}', "<|eot_id|>"], '{"name": "f", "a": 1}',
+           {"tools": tools})], check)
+
+
 def test_logprobs_of_texts_that_differ_in_case():
     """Each has its own: "a" does not stand for "A"."""
     with Server(PARROT) as s:
@@ -236,6 +273,23 @@ def test_logprobs_of_texts_that_differ_in_case():
                           "ignore_eos": True})
     tops = a["choices"][0]["logprobs"]["top_logprobs"]
     expect(any(len({text.lower() for text in top}) < len(top) for top in tops), f"never both cases: {tops[:3]}")
+
+
+def test_text_without_control_tokens():
+    """With skip_special_tokens they are left out of the text, of an echoed prompt's, too; logprobs and usage count them."""
+    with Server(PARROT) as s:
+        word = s.post("/tokenize", {"prompt": "x"})["tokens"]
+        body = {"prompt": [408] + word, "max_tokens": 4, "temperature": 9, "seed": 1, "ignore_eos": True, "echo": True,
+                "logprobs": 0, "logit_bias": {"409": 100, str(word[0]): 100}}
+        found = []
+        for skip in False, True:
+            a = s.post(TEXT, {**body, "skip_special_tokens": skip})
+            found.append((a["choices"][0]["text"], a["choices"][0]["logprobs"]["tokens"], a["usage"]["completion_tokens"]))
+    (text, tokens, n), (bare, *same_tokens) = found
+    same(same_tokens, [tokens, n], "logprobs and usage")
+    same("".join(tokens), text, "the whole text")
+    expect(tokens[0] == "<|start|>" and "<|end|>" in tokens[2:] and "x" in tokens[2:], f"a bad seed: {tokens}")
+    same(bare, "x" * tokens.count("x"), "the text without them")
 
 
 def test_offsets_count_letters():
@@ -399,10 +453,10 @@ def test_bad_bodies():
         s.refuses(TEXT, b" " * (16 << 20) + b"x", "16777216", code=413)
         fine = {"prompt": [1], "max_tokens": 1}
         for key, values in {"max_tokens": [-1, 2 ** 63, "5", 1.5], "n": [0, 10 ** 6, "1"],
-                            "temperature": [-1, "hot", 101], "stop": [5, [5], ["x"] * 17],
-                            "top_p": [-0.1, 1.1], "logit_bias": [{"999999": 1}, {"x": 1}, {"-1": 1}, {"1": 101}, [1]],
+                            "temperature": [-1, "hot", 101], "stop": [5, [5], ["x"] * 65],
+                            "top_p": [-0.1, 1.1], "logit_bias": [{"999999": 1}, {"x": 1}, {"-1": 1}, {"1": 101}, [1], 5],
                             "prompt": [None, {}, [401, -1], [1e9], [1.5], [[1], 2], [], ["", "x"], 5],
-                            "stream": ["yes"], "seed": ["x", 2 ** 60], "logprobs": [True, 21], "suffix": ["x"],
+                            "stream": ["yes"], "seed": ["x", 2 ** 64, -2 ** 64, 0.5], "logprobs": [True, 21], "suffix": ["x"],
                             "frequency_penalty": [0.5], "presence_penalty": [1], "min_p": [2], "top_k": [-2],
                             "repetition_penalty": [0, -1]}.items():
             for value in values:
@@ -411,18 +465,20 @@ def test_bad_bodies():
         picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
         for key, values in {"messages": [None, {}, [], [{}], [{"role": "x", "content": ""}], picture,
                                          [{"role": "tool", "content": "x"}]],
-                            "tools": [{}, [{}], [{"function": {"name": ""}}]], "tool_choice": ["x", 5, {}, "required"],
+                            "tools": [{}, [{}], [{"function": {"name": ""}}], [{"type": "web_search"}]], "tool_choice": ["x", 5, {}, "required"],
                             "response_format": [{"type": "json_object"}, {"type": "json_schema"}], "audio": [{}],
                             "modalities": [["audio"]], "top_logprobs": [2], "max_completion_tokens": [0],
                             "functions": [[{}]],
                             "reasoning_effort": ["much", 5], "model": [5],
                             "stream_options": [{"include_usage": 5}, 5]}.items():
             for value in values:
-                s.refuses(CHAT, {**fine, key: value})
+                error = s.refuses(CHAT, {**fine, key: value})
+                expect(key in ("messages", "stream_options") or error["param"] == key, error)
         for path, key in ((TEXT, "prompt"), ("/tokenize", "prompt"), ("/detokenize", "tokens")):
             s.refuses(path, {}, f"{key} must be")
         error = s.refuses(TEXT, {"prompt": [1] * 512}, "512", "context")
         same((error["code"], error["param"]), ("context_length_exceeded", None))
+        s.post(TEXT, {"prompt": [1], "max_tokens": 1, "stop": ["x"] * 64})
         same(s.post(TEXT, {"prompt": [1] * 511, "max_tokens": 5})["choices"][0]["finish_reason"], "length")
         s.refuses("/v1/nothing", {}, code=404)
         s.ask("GET", CHAT, code=405)
@@ -433,6 +489,14 @@ def test_bad_bodies():
             s.refuses(CHAT, {**fine, **fields}, first)
         s.refuses(CHAT, {"messages": HELLO, "model": "x" + "\u00e9" * 99}, "no model", code=404)  # cut in a letter
         same(s.ask("GET", "/health"), {"status": "ok"})
+
+
+def test_what_a_format_lacks_is_named(folder):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
+    with Server(speaker("SmolLM2", folder, "Hi", "<|im_end|>")) as s:
+        for key, value in ("tools", tools), ("response_format", schema):
+            same(s.refuses(CHAT, {"messages": HELLO, key: value}, key, "ChatML")["param"], key)
 
 
 def test_fields_that_are_not_supported():
@@ -447,13 +511,14 @@ def test_fields_that_are_not_supported():
             "documents": ([[]], [["x"]]), "functions": ([[]], [[{}]]),
             "guided_json": ([], [{}]), "grammar": ([], ["x"]),
             "add_generation_prompt": ([True], [False]), "continue_final_message": ([False], [True]),
-            "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}], []),
-            "stop": ([[], ""], []), "unheard_of": ([5], []),
-            "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5])}
+            "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}, []], []),
+            "stop": ([[], ""], []), "unheard_of": ([5], []), "enable_thinking": ([True], [False, "no"])}
     text_only = {**both, "response_format": ([text], [schema, {**text, "x": 1}]), "tools": ([[]], [[{}]]),
                  "echo": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([True], [False]),
-                 "skip_special_tokens": ([False], [True])}
+                 "skip_special_tokens": ([False, True], ["yes"])}
     chat_only = {**both, "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
+                 "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5, [], {"thinking": 5},
+                                                 {"reasoning_effort": 5}]),
                  "logprobs": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([False], [True]),
                  "skip_special_tokens": ([True], [False])}
     with Server(PARROT) as s:
@@ -482,12 +547,37 @@ def test_thinking_switched_off(folder):
         same(tokens(off), tokens({"reasoning_effort": "none"}))
         same(tokens({**off, "reasoning_effort": "high"}), tokens(off))
         expect(tokens(off) > tokens(on), "no empty thought")
+        for more in {}, {"enable_thinking": True}:
+            same(tokens({"chat_template_kwargs": {"reasoning_effort": "none", **more}}), tokens(off))
+            same(tokens({"reasoning_effort": "none", "chat_template_kwargs": {"reasoning_effort": "low", **more}}),
+                 tokens(on))
+        same(tokens({"chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": False}}), tokens(off))
         for x in (True, False):  # as DeepSeek V3.1's template calls it
             same(tokens({"chat_template_kwargs": {"thinking": x}}), tokens(on if x else off))
     with Server(PARROT) as s:
-        s.refuses(CHAT, {"messages": HELLO, **off}, "enable_thinking", "always thinks")
+        refusal = s.refuses(CHAT, {"messages": HELLO, **off}, "enable_thinking", "always thinks")
+        same(refusal["param"], "chat_template_kwargs")
+        s.refuses(CHAT, {"messages": HELLO, "chat_template_kwargs": {"reasoning_effort": "x"}}, "reasoning_effort", "'x'")
         refusal = s.refuses(CHAT, {"messages": HELLO, "reasoning_effort": "none"}, "effort", "none")
         same(refusal["param"], "reasoning_effort")
+
+
+def test_without_tools_a_call_is_text(folder):
+    """As the model wrote it, streamed or not; with tools it is a call."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    def check(name, tokens, text):
+        with Server(speaker(name, folder, *tokens)) as s:
+            for more in {}, {"tools": []}, {"tools": tools, "tool_choice": "none"}:
+                body = {"messages": HELLO, "temperature": 0, **more}
+                choice = s.post(CHAT, body)["choices"][0]
+                same((choice["message"], choice["finish_reason"]), ({"role": "assistant", "content": text}, "stop"))
+                parts = [e["choices"][0] for e in events(s.ask("POST", CHAT, {**body, "stream": True}))]
+                same("".join(p["delta"].get("content", "") for p in parts), text, "streamed")
+            choice = s.post(CHAT, {"messages": HELLO, "temperature": 0, "tools": tools})["choices"][0]
+            same(choice["message"]["tool_calls"][0]["function"], {"name": "f", "arguments": '{"a": 1}'})
+            same(choice["finish_reason"], "tool_calls")
+    each(LOOKS_LIKE_CALLS, check)
 
 
 def test_one_call_at_most():
@@ -537,7 +627,7 @@ def test_control_tokens_in_texts_are_text():
             return s.post(CHAT, {"messages": [{"role": "system", "content": text}, {"role": "user", "content": text},
                                               {"role": "assistant", "tool_calls": [call]},
                                               {"role": "tool", "tool_call_id": "1", "content": text},
-                                              {"role": "user", "content": [{"type": "text", "text": t} for t in text]}],
+                                              {"role": "user", "content": [{"type": "text", "text": text}] * 2}],
                                  "tools": [{"type": "function", "function": {"name": name, "description": text}}],
                                  "max_tokens": 1})["usage"]["prompt_tokens"]
         control, plain = tokens("<|end|>"), tokens("<!end!>")

@@ -880,7 +880,7 @@ static void calls_are_forced(void) {
             continue;
         }
         must(chat_force(&m.chat, "medium", i % 2 ? NULL : "f", &ids, &e), &e);
-        reader_init(&r, &m.chat, "medium");
+        reader_init(&r, &m.chat, NULL);
         for (size_t k = 0; k < ids.n; k++) reader_push(&r, ids.data[k], &shown);
         const char *s = (i % 2 ? whole : bodies)[format];
         while (*s && *s != '<') reader_push(&r, m.token_of[(unsigned char)*s++], &shown);
