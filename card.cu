@@ -735,10 +735,12 @@ static bool check_model(const Model &m, Error *e) {
             return fail(e, BAD_MODEL, "layer %d: an odd intermediate size is not implemented", i);
         if (l.router.rows && (l.gate.type == F32 || l.up.type == F32 || l.down.type == F32))
             return fail(e, BAD_MODEL, "layer %d: experts in F32 are not implemented", i);
-        for (const Linear *w : {&l.o, &l.down, &l.shared_down}) /* whose x has padding, where floats may lie */
-            if (w->cols % CHUNK && (w->type == F32) != (m.layer[0].o.type == F32))
-                return fail(e, BAD_MODEL, "layer %d: F32 beside other types and rows of %d are not implemented", i,
+        for (const Linear *w : {&l.o, &l.down, &l.shared_down}) { /* padding of x holds what other layers left there */
+            const Linear &first = w == &l.o ? m.layer[0].o : m.layer[0].down;
+            if (w->cols % CHUNK && (w->type == F32) != (first.type == F32))
+                return fail(e, BAD_MODEL, "layer %d: rows of %d in F32 in some layers only are not implemented", i,
                             w->cols);
+        }
     }
     return true;
 }

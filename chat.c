@@ -140,17 +140,17 @@ static bool fits(const Format *f, const char *template, const Tokenizer *t, int 
 /* The system text that Mistral's templates have: a string, in which DATE stands for " + today + ". */
 enum { DATE = 1 };
 static char *default_system(const char *template) {
-    static const char begin[] = "default_system_message = \"", letters[] = "abcdefghijklmnopqrstuvwxyz_";
+    static const char begin[] = "default_system_message = \"";
     LocalBytes text = {0};
     const char *s = strstr(template, begin);
     for (s = s ? s + strlen(begin) : ""; *s && *s != '"'; s++) {
         const bool escaped = *s == '\\' && s[1];
         s += escaped;
         bytes_add(&text, escaped && *s == 'n' ? "\n" : s, 1);
-        const size_t name = begins(s + 1, "\" + ") ? strspn(s + 5, letters) : 0;
-        if (name && begins(s + 5 + name, " + \"")) s += name + 8, bytes_add(&text, (char[]){DATE}, 1);
+        const size_t date = begins(s + 1, "\" + today + \"");
+        if (date) s += date, bytes_add(&text, (char[]){DATE}, 1);
     }
-    return text.n && is_utf8(text) ? copy_text(text.data, text.n) : NULL;
+    return begins(s + strspn(s, "\" -"), "%}") && is_utf8(text) ? copy_text(text.data, text.n) : NULL;
 }
 
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
@@ -756,9 +756,10 @@ static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Byt
     bool alone = f->flags & ALONE;
     struct tm day = {0};
     char date[32];
+    const char *shown = c->date && !same(c->date, "none") ? c->date : "";
     LocalBytes text = {0}, about = {0}, list = {0};
     for (const char *s = system ? system : ""; *s; s++)
-        *s == DATE && !c->instructions ? bytes_text(&text, c->date ? c->date : "") : bytes_add(&text, s, 1);
+        *s == DATE && !c->instructions ? bytes_text(&text, shown) : bytes_add(&text, s, 1);
     bytes_text(&text, system && tools && !alone ? "\n\n" : "");
     for (int i = 0; f->flags & (HOIST | LATEST) && i < c->messages; i++) {
         if (kind_of(c->message + i) != SYSTEM) continue;

@@ -98,8 +98,8 @@ typedef struct {
     Part part;   /* of the message that `text` belongs to */
 } Read;
 
-/* Of the conversation that is answered the effort tells if its prompt ends inside a thought. Without tools what looks
- * like a call is text, but not in harmony. NULL: any effort but none, and tools. */
+/* c: the conversation to answer. Its effort tells whether the prompt ends inside a thought. Without tools, what looks
+ * like a call is text, except in harmony. NULL: an effort other than none, and tools. */
 void reader_init(Reader *r, const Chat *chat, const Conversation *c);
 /* Appends what the messages gain to `text`, unless that is NULL. A token adds text to one message at most. */
 Read reader_push(Reader *r, int token, Bytes *text);

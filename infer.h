@@ -59,7 +59,7 @@ TypeInfo types[TYPES] = { /* in the order of Type */
 
 /* Lines inside a checked range of a file: line i is at data + i * stride. A line is a row; in GPTQ it is a row of
  * words, in AWQ a column, in a transposed grid a group of columns. A slice of a fused tensor is a view with a larger
- * stride. Data may lie at any alignment. */
+ * stride; in GPTQ and AWQ a head's rows are a part of each line. Data may lie at any alignment. */
 typedef struct {
     const unsigned char *data; /* as mapped */
     int fd;                    /* the same bytes for pread, from `offset` on */

@@ -395,7 +395,7 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
         {"fmt", "e4m3"},
         {"is_marlin_format", "false"},
         {"quantization_status", "compressed, frozen"},
-        {"location", "weight_input, weight_output"}, /* of a rotation. Others run at inference */
+        {"location", "weight_input, weight_output"}, /* of a rotation in the weights. Others run at inference */
         {"bits", "4, 8, 16"},
         {"num_bits", "4, 8"},
         {"group_size", "-1, 16, 32, 64, 128, 256, 512, 1024"},
@@ -452,6 +452,8 @@ static void read_config(Loader *load, Model *m, const char *dir) {
     if (f && f->nested) {
         load->config = cJSON_GetObjectItemCaseSensitive(load->file, "text_config");
         if (!cJSON_IsObject(load->config)) config_bad(load, load->file, "text_config", "an object");
+        if (json_get(load->config, "model_type") && !json_is(load->config, "model_type", f->nested))
+            config_bad(load, load->config, "model_type", f->nested); /* Ministral 3 has other formulas */
         load->family = find_family(load, f->nested);
     }
     if (failed(load)) return;

@@ -184,16 +184,17 @@ static bool check_model(Request *q, const char *name) {
 }
 
 /* Fields that are refused, unless their value follows a = here: in any request, in chats, in texts. Accepted values
- * change nothing. A space marks where a field begins. */
+ * change nothing; -0 is 0. A space marks where a field begins. */
 #define UNSUPPORTED                                                                                                    \
     " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= continue_final_message=false "  \
-    "documents=[] enable_thinking=true frequency_penalty=0 function_call=\"auto\" function_call=\"none\" "             \
+    "documents=[] frequency_penalty=0 function_call=\"auto\" function_call=\"none\" "                                  \
     "functions=[] grammar= guided_choice= guided_grammar= guided_json= guided_regex= include_reasoning=true "          \
     "include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 modalities=[\"text\"] "             \
     "presence_penalty=0 prompt_logprobs= repeat_penalty=1 return_token_ids=false return_tokens_as_token_ids=false "    \
     "stop_token_ids=[] structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false "     \
     "verbosity=\"medium\" web_search_options="
-static const char of_chats[] = UNSUPPORTED " add_special_tokens=false echo=false skip_special_tokens=true";
+static const char of_chats[] =
+    UNSUPPORTED " add_special_tokens=false echo=false enable_thinking=true skip_special_tokens=true";
 static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= "
                                            "top_logprobs=0 tools=[] response_format={\"type\":\"text\"}";
 
@@ -205,7 +206,7 @@ static bool refuse_others(Request *q) {
         bytes_print(&field, " %s=", each->string);
         if (cJSON_IsNull(each) || !strstr(unsupported, field.data)) continue;
         LocalText value = cJSON_IsNumber(each) ? text_print("%.17g", each->valuedouble + 0) : json_text(each);
-        bytes_text(&field, value); /* -0 is 0 */
+        bytes_text(&field, value);
         if (!text_listed(unsupported, field.data + 1))
             return fail(&q->error, 400, "%s is not supported with this value: leave it out", each->string);
     }
@@ -240,7 +241,7 @@ static bool take_biases(Request *q) {
 
 /* Takes everything but the prompt. */
 static bool take_request(Request *q) {
-    const double most = INT32_MAX, seed = number(q, "seed", true, -0x1p63, 0x1p63, -1); /* -1: a random one */
+    const double most = INT32_MAX, seed = number(q, "seed", true, -0x1p63, 0x1p63, -1); /* -1: random */
     Sampling *s = &q->sampling;
     if (getentropy(&s->seed, sizeof s->seed)) s->seed = (uint64_t)(seconds() * 1e9);
     snprintf(q->id, sizeof q->id, "%s-%016llx", q->chat ? "chatcmpl" : "cmpl", (unsigned long long)s->seed);
@@ -471,7 +472,7 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
     while (q->chat && !c->reader.pending.n && !c->reader.decoder.held.n && c->scores->child) {
         cJSON *score = c->scores->child->prev; /* the last one */
         if (json_get(score, "begin")->valuedouble < (double)c->text.n) break;
-        cJSON_Delete(cJSON_DetachItemViaPointer(c->scores, score)); /* no text waits, so its token's was dropped */
+        cJSON_Delete(cJSON_DetachItemViaPointer(c->scores, score)); /* no text is pending: this token's was dropped */
     }
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     c->cut = text_stops(&c->text, &c->shown, q->stop, q->stops, last);
@@ -618,8 +619,8 @@ static bool make_chat(Request *q) {
     conversation_init(&talk);
     if (!conversation_parse(&talk, q->json, e)) return false;
     if (!talk.messages && !talk.instructions) return fail(e, 400, "messages is empty");
-    const cJSON *kwargs = json_get(q->json, "chat_template_kwargs"), *deepseek = json_get(kwargs, "thinking");
-    const cJSON *thinks = deepseek ? deepseek : json_get(kwargs, "enable_thinking"); /* as other templates call it */
+    const cJSON *kwargs = json_get(q->json, "chat_template_kwargs"), *thinking = json_get(kwargs, "thinking");
+    const cJSON *thinks = thinking ? thinking : json_get(kwargs, "enable_thinking"); /* the first is DeepSeek's name */
     const char *effort = json_string(kwargs, "reasoning_effort");
     if (kwargs && (!cJSON_IsObject(kwargs) || cJSON_GetArraySize(kwargs) != (effort != NULL) + cJSON_IsBool(thinks)))
         return fail(e, 400, "chat_template_kwargs may have only enable_thinking or thinking, and reasoning_effort");

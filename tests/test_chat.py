@@ -165,6 +165,26 @@ def test_bytes_of_a_template_never_become_tokens(folder):
     same(text, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "prompt")
 
 
+def test_system_text_of_a_template(folder):
+    """Mistral Small's own, with the date; nothing of a template that ends in another way, and no date where there is none."""
+    before = "{%- set default_system_message = "
+    behind = "{{- '[SYSTEM_PROMPT]' + system_message + '[/SYSTEM_PROMPT]' }}{{- '[INST]' + message['content'] + '[/INST]' }}"
+    today = "Today is 2025-06-28."
+
+    def check(name, value):
+        text, date, expected = value
+        made = folder_of("Mistral Small 3", folder, before + text + behind)
+        prompt = infer("render", made, stdin=json.dumps({"messages": [{"role": "user", "content": "Hi"}], "date": date})).text
+        same(prompt, "<s>" + (expected and f"[SYSTEM_PROMPT]{expected}[/SYSTEM_PROMPT]") + "[INST]Hi[/INST]", "prompt")
+    each([("date", ('"Today is " + today + "." %}', "2025-06-28", today)),
+          ("other end of a tag", ('"Today is " + today + "." -%}', "2025-06-28", today)),
+          ("no date", ('"Today is " + today + "." %}', "none", "Today is .")),
+          ("escapes", ('"a\\n\\"b\\"" %}', "2025-06-28", 'a\n"b"')),
+          ("control tokens", ('"[INST]" %}', "2025-06-28", "[INST]")),
+          ("not closed", ('"Today is %}', "2025-06-28", "")),
+          ("another name", ('"Today is " + tools + "." %}', "2025-06-28", ""))], check)
+
+
 def test_chatml_behind_bos_token(folder):
     """As the templates of Hermes 3 and Bielik have it, also where other texts do not begin so. jinja prints nothing for
     a bos_token that the tokenizer lacks."""

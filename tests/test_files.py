@@ -574,6 +574,9 @@ def test_text_of_a_model_of_pictures(folder):
     tensors = {"language_model." + k: v for k, v in header.items() if k != "__metadata__"}
     (model / "model.safetensors").write_bytes(safetensors(tensors, content))
     same(top_logits(model), top_logits(source), "logits of mistral3")
+    write_json(model / "config.json", {"model_type": "mistral3", "text_config": {
+        **read_json(source / "config.json"), "model_type": "ministral3"}})
+    refused("logits", model, "--ids", 1, words=["model_type", "mistral", "ministral3"])
 
 
 def text_of(path, *pairs):

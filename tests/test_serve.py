@@ -512,11 +512,11 @@ def test_fields_that_are_not_supported():
             "guided_json": ([], [{}]), "grammar": ([], ["x"]),
             "add_generation_prompt": ([True], [False]), "continue_final_message": ([False], [True]),
             "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}, []], []),
-            "stop": ([[], ""], []), "unheard_of": ([5], []), "enable_thinking": ([True], [False, "no"])}
+            "stop": ([[], ""], []), "unheard_of": ([5], [])}
     text_only = {**both, "response_format": ([text], [schema, {**text, "x": 1}]), "tools": ([[]], [[{}]]),
                  "echo": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([True], [False]),
                  "skip_special_tokens": ([False, True], ["yes"])}
-    chat_only = {**both, "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
+    chat_only = {**both, "enable_thinking": ([True], [False, "no"]), "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
                  "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5, [], {"thinking": 5},
                                                  {"reasoning_effort": 5}]),
                  "logprobs": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([False], [True]),
