@@ -1039,7 +1039,7 @@ static View rows_of(Loader *load, View v, const Linear *w, Grid g, int first, in
                types[w->type].name, shared);
     if (!across) return lines_of(v, (size_t)(first / shared), 1, rows / shared);
     const size_t begin = v.bytes * (size_t)first / (size_t)w->rows;
-    v.offset += begin, v.data += v.data ? begin : 0;
+    v.offset += begin, v.data = v.data ? v.data + begin : NULL;
     v.bytes = v.bytes * (size_t)rows / (size_t)w->rows;
     return v;
 }
