@@ -738,6 +738,26 @@ static void types_of_x_may_differ(void) {
     checkpoint_close(&c);
 }
 
+/* What one layer leaves in the padding of x as floats, another would read as bf16: NaNs. So the engine refuses it. */
+static void types_that_share_padding_are_refused(void) {
+    Trace golden = {0};
+    Ids ids = {0};
+    Checkpoint c;
+    Engine g;
+    Error e;
+    const Limits limits = {.max_seqs = 1, .max_tokens = 8};
+    trace_golden("deepseek_v3", &golden, &ids, &c);
+    Layer *l = c.model.layer + c.model.n_layers - 1;
+    check(l->shared_down.type == BF16 && l->shared_down.cols % 64, "the last layer has no padding");
+    l->shared_down = as_type(&l->shared_down, F32);
+    check(!engine_open(&g, &cuda, &c.model, limits, 0, &e), "a model whose layers share padding was opened");
+    check(e.code == BAD_MODEL && strstr(e.text, "F32 in some layers only"), "error %d: %s", e.code, e.text);
+    linear_free(&l->shared_down);
+    trace_free(&golden);
+    ids_free(&ids);
+    checkpoint_close(&c);
+}
+
 static void scale(const float *norm, int n) {
     for (int i = 0; i < n; i++) ((float *)(uintptr_t)norm)[i] *= 1.01f;
 }
@@ -1056,6 +1076,7 @@ int main(void) {
     run("gpu: latent attention of 18 heads and 500 tokens", latent_heads_pass);
     run("gpu: a router and a head in F32, a shared expert in F16, experts in BF16", types_of_x_may_differ);
     run("gpu: rows of codes that end inside a word", rows_may_end_inside_words);
+    run("gpu: F32 in some layers only, rows with padding", types_that_share_padding_are_refused);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
     run("gpu: the real router and experts, one token", router_and_experts_few);
     run("gpu: the real router and experts, 40 tokens", router_and_experts_many);
