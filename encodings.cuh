@@ -272,25 +272,17 @@ template <Type T> struct EncodingCoded {
     }
 };
 
-/* One weight of a Matrix of any type but MXFP4, for the embedding. */
+/* One weight of the embedding, whose codes, if it has any, are those of GGUF. */
 __device__ inline float weight_of(const Matrix &m, size_t row, int column) {
     const size_t at = row * m.stride + column;
     if (m.type == F32) return ((const float *)m.data)[at];
     if (m.type == F16) return (float)((const f16 *)m.data)[at];
     if (m.type == BF16) return (float)((const bf16 *)m.data)[at];
     const uint8_t *chunk = m.chunk(0, row, column, coded_chunk(m.type));
-    const int bit = code_place(m.type, row % TILE, column % CHUNK);
-    const uint32_t byte = chunk[bit / 8], nibble = byte >> bit % 8 & 15;
+    const int bit = code_place(m.type, row % TILE, column % CHUNK), byte = chunk[bit / 8];
     const void *scale = chunk + word_place(m.type, row % TILE, column % CHUNK);
     if (m.type == Q6_K) return (float)*(const f16 *)scale * (byte - 128.f);
-    const uint32_t word = *(const uint32_t *)scale;
-    if (m.type == FP8) {
-        const uint32_t pair = *(const uint16_t *)(chunk + bit / 16 * 2);
-        const int first = pair >> 8 & 0x80 | pair >> 4 & 0x7F, second = pair >> 4 & 0x80 | pair >> 8 & 0x70 | pair & 15;
-        return __uint_as_float(word) * e4m3_value(column % 4 < 2 ? first : second);
-    }
-    if (m.type == Q8_0) return __uint_as_float(word) * (byte - 128.f);
-    if (m.type == PACKED4) return __uint_as_float(word & ~15u) * ((int)nibble - (int)(word & 15));
-    const float2 both = __half22float2(*(const __half2 *)&word);
-    return both.x * (m.type == Q4_1 ? nibble : byte - 128.f) + both.y;
+    if (m.type == Q8_0) return *(const float *)scale * (byte - 128.f);
+    const float2 both = __half22float2(*(const __half2 *)scale);
+    return both.x * (m.type == Q4_1 ? byte >> bit % 8 & 15 : byte - 128.f) + both.y;
 }
