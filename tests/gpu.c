@@ -259,16 +259,21 @@ static void shapes_pass(const char *config, int layers, double share, const char
 
 #define SLIDING "\"sliding_attention\""
 #define FULL    "\"full_attention\""
-#define GPT_OSS_20B(TYPES)                                                                                             \
+#define GPT_OSS(TYPES, EXPERTS)                                                                                        \
     "{\"architectures\":[\"GptOssForCausalLM\"],\"model_type\":\"gpt_oss\",\"num_hidden_layers\":%d,"                  \
     "\"vocab_size\":%d,\"hidden_size\":2880,\"intermediate_size\":2880,\"num_attention_heads\":64,"                    \
     "\"num_key_value_heads\":8,\"head_dim\":64,\"layer_types\":[" TYPES "],"                                           \
-    "\"sliding_window\":128,\"num_local_experts\":32,\"num_experts_per_tok\":4,\"swiglu_limit\":7.0,"                  \
+    "\"sliding_window\":128,\"num_local_experts\":" EXPERTS ",\"num_experts_per_tok\":4,\"swiglu_limit\":7.0,"         \
     "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-05,\"rope_theta\":150000,\"attention_bias\":true,"           \
     "\"rope_scaling\":{\"rope_type\":\"default\"},\"tie_word_embeddings\":false,\"quantization_config\":{\"quant_"     \
     "method\":\"mxfp4\"}}"
 
-static void shapes_20b(void) { shapes_pass(GPT_OSS_20B(SLIDING "," FULL), 2, 0.8, NULL); }
+#define GPT_OSS_20B(TYPES) GPT_OSS(TYPES, "32")
+
+static void shapes_of_gpt_oss(void) {
+    shapes_pass(GPT_OSS_20B(SLIDING "," FULL), 2, 0.8, NULL);
+    shapes_pass(GPT_OSS(SLIDING "," FULL, "128"), 2, 0.8, NULL); /* of 120b: a lane compares four experts */
+}
 
 enum { AGREEING = 49 }; /* tokens: chunks of 2, 12 and 16 leave one for the end */
 
@@ -568,6 +573,7 @@ static void shapes_experts(void) {
 static void fast_agrees_with_plain(void) {
     const char *encodings[] = {NULL, "fp8", "q4_1", "q6_k"};
     stages_agree(GPT_OSS_20B(SLIDING "," FULL), 201088, NULL);
+    stages_agree(GPT_OSS(SLIDING "," FULL, "128"), 512, NULL);
     for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) stages_agree(EXPERTS("8"), 512, encodings[i]);
 }
 static void streams_agree_with_plain(void) {
@@ -1052,7 +1058,7 @@ int main(void) {
     run("gpu: prompts of 1 to 300 tokens", lengths_pass);
     run("gpu: every encoding of safetensors", encodings_pass);
     run("gpu: every type of GGUF", gguf_passes);
-    run("gpu: prompts of 1 to 5,000 tokens, gpt-oss-20b's shapes and a small vocabulary", shapes_20b);
+    run("gpu: prompts of 1 to 5,000 tokens, gpt-oss's shapes and a small vocabulary", shapes_of_gpt_oss);
     for (int i = 0; i < 2; i++) { /* with fast/, and plain */
         plain = i;
         run(i ? "gpu: one token and several agree at gpt-oss-20b's shapes, plain"
