@@ -71,14 +71,10 @@ struct Next {
     Type type;
     int stride;
     const float *norm;
-    bool paired; /* bf16, by paired_place() */
 };
 /* Stores value i of a token's x times the norm's weight. */
 __device__ inline void store_normed(const Next &next, int t, int i, float x) {
-    if (next.paired)
-        ((bf16 *)next.to)[paired_place(t, Codec<BF16>::place(i), next.stride)] = (bf16)x;
-    else
-        store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * 2, i, x);
+    store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * 2, i, x);
 }
 
 /* Polls this thread's two fours of the first 8 CONSUMERS of n values of x until they are published, 0 past n; returns
@@ -176,8 +172,7 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
  * what others wrote after wait_phase(), or polls it. max_tokens: see decode_step(). */
 template <bool producing, int max_tokens> struct DecodeBlock {
     static constexpr bool single = max_tokens == 1;
-    static constexpr bool paired = is_paired(max_tokens); /* the activations that qkv and output read */
-    static constexpr int SPARE = CONSUMERS - 1;           /* the consumer that has least other work */
+    static constexpr int SPARE = CONSUMERS - 1; /* the consumer that has least other work */
     DecodeWork w;
     const Step &s;
     const Layout &k;
@@ -326,9 +321,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     /* ---- products ---- */
 
     /* Tiles times rows of activations: tile_data(i) is where tile i begins; store(tile, pair of rows, row of x, a, b)
-     * receives the results. NORMED: x is rows of tokens, and k.scale has each one's RMSNorm factor by then. PAIRED_X: x
-     * lies by paired_place(). */
-    template <Type T, bool NORMED = false, bool PAIRED_X = false, class Data, class Store>
+     * receives the results. NORMED: x is rows of tokens, and k.scale has each one's RMSNorm factor by then. */
+    template <Type T, bool NORMED = false, class Data, class Store>
     __device__ void product(const ShapedMatrix &m, int tiles, const Activations &x, Data tile_data, Store store) {
         if (producing) {
             ring.produce<T>(m, tiles * m.parts, [&](int i, int &part) {
@@ -338,7 +332,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             return;
         }
         if constexpr (single || T == BF16) {
-            multiply<T, PAIRED_X ? PAIRED : max_tokens / 4, NORMED>(m, tiles, x, store);
+            multiply<T, max_tokens / 4, NORMED>(m, tiles, x, store);
         } else {
             static_assert(MAX_CHOICES <= 8, "experts come in two quads");
             if (x.n == 1)
@@ -455,7 +449,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             copies_end();
             hold_after_last(tiles);
         }
-        product<BF16, true, paired>(
+        product<BF16, true>(
             m, tiles, normed_rows<BF16>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens),
             [&](int i) { return tile_at<BF16>(m, tile_of_block(i)); },
             [&](int tile, int p, int t, float a, float b) {
@@ -502,10 +496,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         return w.split_states + (((size_t)t * w.n_kv_heads + head) * DECODE_SPLITS + split) * 8 * (w.head_dim + 2);
     }
     __device__ void store_attention(int t, int i, float2 x) const { /* dimensions i and i + 1 */
-        int place = Codec<BF16>::place(i);
-        bf16 *attn = (bf16 *)buffers(w.layer).attn;
-        write((uint32_t *)(attn + (paired ? paired_place(t, place, w.attn_pitch) : (size_t)t * w.attn_pitch + place)),
-              pack(x.x, x.y));
+        bf16 *attn = (bf16 *)buffers(w.layer).attn + (size_t)t * w.attn_pitch;
+        write((uint32_t *)(attn + Codec<BF16>::place(i)), pack(x.x, x.y));
     }
     /* Polls a single token's queries, and its key and value too: the cache has these only for later steps. */
     template <int D>
@@ -702,7 +694,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             while (single && ring.thread < w.n_kv_heads && __float_as_uint(poll(word)) == UNPUBLISHED) pause();
             if (single) sync_consumers();
         }
-        product<BF16, false, paired>(
+        product<BF16>(
             m, tiles, Activations{attn, m.stride, tokens, NULL, 1, single},
             [&](int i) { return tile_at<BF16>(m, tile_of_block(i)); },
             [&](int tile, int p, int t, float a, float b) {
@@ -1104,7 +1096,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             case PHASE_DOWN: {
                 const bool end = f.w.layer + 1 == w.n_layers;
                 f.down(l, end ? Next{w.normed_for[FOR_HEAD], BF16, w.dim, norm}
-                              : Next{w.normed_for[FOR_QKV], BF16, w.dim, layers[f.w.layer + 1].attn_norm, f.paired});
+                              : Next{w.normed_for[FOR_QKV], BF16, w.dim, layers[f.w.layer + 1].attn_norm});
                 break;
             }
             default: f.logits(head, norm, rows);

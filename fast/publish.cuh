@@ -183,7 +183,7 @@ struct DecodeWork : Work {          /* Work, and what only the decode kernel nee
     unsigned long long *expert_sum; /* (MAX_DECODE, dim) counted sums of what experts add to x; 0 outside phase down */
     float *layer_buffers;           /* of a single token: see LayerBuffers */
     void *normed_for[NORMED_MATRICES]; /* (MAX_DECODE, stride) x times the norm's weights, but not yet divided by its
-                                         root mean square, in the matrix's order; for qkv see also paired_place() */
+                                         root mean square, in the matrix's order */
     unsigned long long *router_sum;    /* (MAX_DECODE, n_layers, n_experts) counted sums: see router_sum_of() */
     unsigned long long *output_square; /* (MAX_DECODE, n_layers, blocks) sum of squares of each block's rows of x after
                                          attention, flagged */

@@ -177,7 +177,7 @@ constexpr int fragments_of(int chunks) {
 static_assert(fragments_of(4096 / BF16_COLUMNS) <= MAX_FRAGMENTS && fragments_of(2880 / CHUNK) <= MAX_FRAGMENTS,
               "gpt-oss's shapes");
 
-/* The activations that a warp keeps in registers for all tiles of a matrix: by chunk and quad (PAIRED: half). */
+/* The activations that a warp keeps in registers for all tiles of a matrix: by chunk and quad. */
 template <Type T, int QUADS>
 using Fragments = typename Codec<T>::template Lane<QUADS>::Fragment[MAX_FRAGMENTS][Codec<T>::template Lane<QUADS>::N];
 
