@@ -178,7 +178,6 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     const Layout &k;
     uint8_t *memory; /* shared */
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
-    int origin = 0; /* always; the compiler does not know: see launder() */
     Ring ring;
 
     __device__ DecodeBlock(const DecodeWork &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first,
@@ -219,7 +218,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         }
         sync_consumers();
     }
-    template <typename U> __device__ U *at(int offset) const { return (U *)(memory + origin + offset); }
+    template <typename U> __device__ U *at(int offset) const { return (U *)(memory + offset); }
     __device__ LayerBuffers buffers(int layer) const {
         asm volatile("" : "+r"(layer)); /* so that addresses are computed where they are used */
         return layer_buffers(w, single, layer);
@@ -248,18 +247,9 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     template <Type T> __device__ int row_of_block(int i) const {
         return tile_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS;
     }
-    /* Called at the start of a phase, or of a part of one. It hides values from the optimizer, which would otherwise
-     * compute expressions of them ahead, for all phases at once, and spill the results. Each instance hides the values
-     * that give the fewest spills. */
-    __device__ void launder() {
-        asm volatile("" : "+r"(ring.thread));
-        if (max_tokens > 4)
-            asm volatile("mov.u32 %0,%%ctaid.x;" : "=r"(block) :);
-        else
-            asm volatile("" : "+r"(block));
-        if (!single) asm volatile("" : "+r"(blocks));
-        if (!single && max_tokens <= 4) asm volatile("" : "+r"(origin));
-    }
+    /* Called at the start of a phase, and of a round. It hides these values from the optimizer, which would otherwise
+     * compute expressions of them ahead, for all phases at once, and spill the results. */
+    __device__ void launder() { asm volatile("" : "+r"(ring.thread), "+r"(block), "+r"(blocks)); }
 
     /* ---- phases and barriers ---- */
 
@@ -355,7 +345,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         int round = (tiles * tile_sums > k.sum_room ? k.sum_room / 2 : k.sum_room) / tile_sums;
 #pragma unroll 1
         for (int done = 0, half = 0; done < tiles; done += round, half ^= 1) {
-            ring.template launder<(max_tokens > 8)>(); /* reread where registers are fewest */
+            launder();
             float *sums = at<float>(k.sums) + half * (k.sum_room / 2), *mine = sums + ring.thread / 32 * stride;
             mine += Codec<T>::template Sum<QUADS>::first_sum(ring.thread % 32);
             int now = min(round, tiles - done);
@@ -714,7 +704,6 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     /* Except for the norm's factor the router's logits are linear in x. So each block adds the contribution of its rows
      * of x to them, and publishes the sum of their squares. */
     __device__ void add_to_router(const DecodeLayer &l) {
-        if (max_tokens > 8) launder(); /* where registers are fewest; it takes time */
         int rows = tiles_of_block(tiles_of<BF16>(w.dim)) * BF16_ROWS, lane = ring.thread % 32, warp = ring.thread / 32;
         int experts = w.n_experts;
         const float *own = at<float>(k.own), *columns = at<float>(k.columns);

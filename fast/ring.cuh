@@ -196,15 +196,6 @@ struct Ring {
     __device__ Ring(const Layout &k, uint8_t *shared)
         : memory(shared + k.ring), full((Barrier *)(shared + k.barriers)), empty(full + MAX_STAGES),
           hold((Barrier *)(shared + k.hold)), stages(k.stages), stage_bytes(k.stage_bytes), thread(threadIdx.x) {}
-    /* Hides the thread's number from the optimizer: what depends on it is computed again from here on, not kept in
-     * registers. REREAD: the number itself is read again too, which takes a while. */
-    template <bool REREAD> __device__ void launder() {
-        if (REREAD)
-            asm volatile("mov.u32 %0,%%tid.x;" : "=r"(thread));
-        else
-            asm volatile("" : "+r"(thread));
-        __builtin_assume(thread >= 0);
-    }
     __device__ uint8_t *stage_at() const { return memory + stage * stage_bytes; }
     __device__ void advance() {
         if (++stage < stages) return;
