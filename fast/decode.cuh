@@ -195,10 +195,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             ring.hold->init(1);
         }
         if (ring.thread < k.stages) ring.full[ring.thread].init(1), ring.empty[ring.thread].init(CONSUMERS);
-        if (ring.thread < 4 && tokens == 1) { /* all its experts cost the same */
-            int tiles = tiles_of<MXFP4>(ring.thread < 2 ? 2 * w.ffn_dim : w.dim);
-            active().range[ring.thread] = w.top_k * tiles * (block + ring.thread % 2) / blocks;
-        }
+        if (ring.thread < 4 && tokens == 1) deal_tiles(w.top_k, ring.thread);
         Barrier::fence_init();
         __syncthreads();
     }
@@ -743,8 +740,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     /* ---- router ---- */
 
     __device__ Active active() const {
-        return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_cost),
-                at<int>(k.active_range)};
+        return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_range)};
     }
     /* A token's logits, once all blocks have added to them, and the top_k of them, by a warp. on_place: see
      * choose_top_k(). */
@@ -793,18 +789,14 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         for (int i = lane; i < choices; i += 32) atomicAdd(next + experts[i], 1);
         __syncwarp();
 #pragma unroll 1
-        for (int e = lane, begin = 0, cost = 0; e - lane < w.n_experts; e += 32) {
-            int count = e < w.n_experts ? next[e] : 0;
-            /* costs and counts of at most MAX_DECODE * top_k choices: 16 bits are enough for both */
-            unsigned both = prefix_sum(tile_cost(count) << 16 | count, lane), chosen = __ballot_sync(~0u, count);
-            int place = n + __popc(chosen & before_me), from = begin + (both & 0xFFFF) - count;
-            if (count) {
-                active.expert[place] = e, active.begin[place] = next[e] = from;
-                active.cost[place + 1] = cost + (both >> 16);
-            }
-            both = __shfl_sync(~0u, both, 31), n += __popc(chosen), begin += both & 0xFFFF, cost += both >> 16;
+        for (int e = lane, begin = 0; e - lane < w.n_experts; e += 32) {
+            int count = e < w.n_experts ? next[e] : 0, end = begin + prefix_sum(count, lane);
+            unsigned chosen = __ballot_sync(~0u, count);
+            int place = n + __popc(chosen & before_me);
+            if (count) active.expert[place] = e, active.begin[place] = next[e] = end - count;
+            begin = __shfl_sync(~0u, end, 31), n += __popc(chosen);
         }
-        if (lane == 0) active.begin[n] = choices, active.cost[0] = 0;
+        if (lane == 0) active.begin[n] = choices;
         if (lane == 0 && block == 0 && phase % PHASES == PHASE_UP) atomicAdd(w.experts_read, n);
         __syncwarp();
 #pragma unroll 1
@@ -819,26 +811,12 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         }
         return n;
     }
-    /* Divides the tiles of n experts among the blocks. The tiles are lined up expert by expert, where starting an
-     * expert has a cost too, and cut into ranges of equal cost, so that a block has few experts. Lanes 0 and 1 find
-     * where this block's range and the next block's begin in phase up, lanes 2 and 3 in phase down. */
-    __device__ __forceinline__ void deal_tiles(const Active &active, int n, int lane) {
-        auto tiles_of_lane = [&](int i) { return tiles_of<MXFP4>(i < 2 ? 2 * w.ffn_dim : w.dim); };
-        auto cost_before = [&](int place, int tiles) { return active.cost[place] * tiles + place * EXPERT_COST; };
-        int tiles = tiles_of_lane(lane), from = cost_before(n, tiles) * (block + lane % 2) / blocks;
-        int place = 0; /* of the last expert that begins before that */
-#pragma unroll 1
-        for (int i = lane + 1; i - lane < n; i += 32)
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int its = __shfl_sync(~0u, from, j);
-                int passed = __popc(__ballot_sync(~0u, i < n && cost_before(i, tiles_of_lane(j)) <= its));
-                place += lane == j ? passed : 0;
-            }
-        if (lane < 4)
-            active.range[lane] = place * tiles + max(from - cost_before(place, tiles) - EXPERT_COST, 0) /
-                                                     (active.cost[place + 1] - active.cost[place]);
-        __syncwarp();
+    /* Divides the tiles of n experts among the blocks: lined up expert by expert and cut into equal ranges, so that a
+     * block has few experts. Lanes 0 and 1 find where this block's range begins and ends in phase up, lanes 2 and 3 in
+     * phase down. */
+    __device__ void deal_tiles(int n, int lane) const {
+        int tiles = n * tiles_of<MXFP4>(lane < 2 ? 2 * w.ffn_dim : w.dim);
+        active().range[lane] = tiles * (block + lane % 2) / blocks;
     }
     /* Finds each token's choices, their logits (k.weights) and `active`; every block does so for itself. All threads
      * call it; `active` is ready for the producer when it returns. The last warps route, because the others have more
@@ -860,7 +838,9 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         }
         if (!producing) return gate(ROUTED).arrive();
         wait_at(ROUTED);
-        deal_tiles(active, list_active(active, experts, (int *)logit, lane), lane);
+        int n = list_active(active, experts, (int *)logit, lane);
+        if (lane < 4) deal_tiles(n, lane);
+        __syncwarp();
     }
 
     /* Once a single token's experts are known, all warps wait for their first weights. So the producer prepares the
