@@ -515,12 +515,15 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         int group = w.n_heads / w.n_kv_heads;
         bar_sync<2>(SLAB_WARPS * 32);
         for (int h = ring.thread / (D / 2); h < group; h += HEADS) {
-            MergedStates<D> m(ring.thread % (D / 2));
-            m.template add<SLAB_WARPS>(states + h * ROW, attending);
-            if (job.used == 1)
-                store_attention(job.t, (job.head * group + h) * D + 2 * m.pair, m.result(sink[h]));
-            else
-                m.publish_state(split_states_of(job.t, job.head, job.split) + h * ROW);
+            const int pair = ring.thread % (D / 2) * 2;
+            const Merged m(states + h * ROW, attending, 8 * ROW, pair);
+            if (job.used == 1) {
+                store_attention(job.t, (job.head * group + h) * D + pair, m.result(sink[h]));
+                continue;
+            }
+            float *to = split_states_of(job.t, job.head, job.split) + h * ROW;
+            if (pair == 0) publish(to, m.max_score), publish(to + 1, m.total);
+            publish(to + 2 + pair, m.sum.x), publish(to + 3 + pair, m.sum.y);
         }
         bar_sync<2>(SLAB_WARPS * 32);
     }
@@ -529,7 +532,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
      * the last keys first. Pages of a split context that earlier steps filled come through the ring. */
     template <int D> __device__ void attention(const DecodeLayer &l) {
         launder();
-        constexpr int ROW = D + 2, STATE = MergedStates<D>::STATE; /* floats of a head's state; of all heads' */
+        constexpr int ROW = D + 2, STATE = 8 * ROW; /* floats of a head's state; of all heads' */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         float *states = at<float>(k.x); /* (SLAB_WARPS, 8, ROW) */
         float *sink = at<float>(k.scale);
@@ -609,7 +612,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
      * they merge, so no two wait for each other. */
     template <int D> __device__ void merge(const DecodeLayer &l, int jobs) {
         launder();
-        constexpr int ROW = D + 2, STATE = MergedStates<D>::STATE;
+        constexpr int ROW = D + 2, STATE = 8 * ROW;
         int lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads;
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < jobs; job += blocks) {
@@ -621,13 +624,12 @@ template <bool producing, int max_tokens> struct DecodeBlock {
                 float *states = split_states_of(part.t, part.head, 0) + h * ROW;
                 float sink = l.sinks[part.head * group + h];
 #pragma unroll 1
-                for (int pair = lane; pair < D / 2; pair += 32) {
-                    MergedStates<D> m(pair);
-                    m.template add_polled<DECODE_SPLITS>(states, part.used);
-                    store_attention(part.t, (part.head * group + h) * D + 2 * pair, m.result(sink));
+                for (int pair = lane * 2; pair < D; pair += 64) {
+                    const Merged m = merge_published<DECODE_SPLITS>(states, part.used, STATE, pair);
+                    store_attention(part.t, (part.head * group + h) * D + pair, m.result(sink));
 #pragma unroll 1
                     for (int j = 0; j < part.used; j++)
-                        *(uint2 *)(states + j * STATE + 2 + 2 * pair) = make_uint2(UNPUBLISHED, UNPUBLISHED);
+                        *(uint2 *)(states + j * STATE + 2 + pair) = make_uint2(UNPUBLISHED, UNPUBLISHED);
                 }
                 __syncwarp();
                 if (lane < part.used) *(uint2 *)(states + lane * STATE) = make_uint2(UNPUBLISHED, UNPUBLISHED);
