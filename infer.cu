@@ -863,9 +863,13 @@ __device__ inline const float *head_of(const Work &w, const DeviceLayer &l, int 
 __device__ inline const float2 *cos_sin_of(const Work &w, const DeviceLayer &l, int position) {
     return l.cos_sin + (size_t)position * (w.rope_dim / 2);
 }
-/* Norm and RoPE (Su et al., "RoFormer", 2021) of one head, by a warp; `norm` is NULL unless the model norms queries and
- * keys (q_norm, k_norm). The two values that turn together are adjacent here: where a file has them half a head apart,
- * the loader reorders the rows. store(i, pair) receives the i-th pair. */
+/* RoPE of a pair of dimensions (Su et al., "RoFormer", 2021). */
+__device__ inline float2 rotated(const float2 &x, const float2 &cos_sin) {
+    return {x.x * cos_sin.x - x.y * cos_sin.y, x.y * cos_sin.x + x.x * cos_sin.y};
+}
+/* Norm and RoPE of one head, by a warp; `norm` is NULL unless the model norms queries and keys (q_norm, k_norm). The
+ * two values that turn together are adjacent here: where a file has them half a head apart, the loader reorders the
+ * rows. store(i, pair) receives the i-th pair. */
 template <class Store>
 __device__ inline void norm_and_rope(const Work &w, const float2 *cos_sin, const float *head, const float *norm,
                                      Store store) {
@@ -879,7 +883,7 @@ __device__ inline void norm_and_rope(const Work &w, const float2 *cos_sin, const
         for (int k = 0, i = first; k < 2 && i < w.rope_dim / 2; k++, i += 32) x[k] = pair[i], by[k] = cos_sin[i];
         for (int k = 0, i = first; k < 2 && i < w.rope_dim / 2; k++, i += 32) {
             if (norm) x[k] = {x[k].x * factor * weight[i].x, x[k].y * factor * weight[i].y};
-            store(i, make_float2(x[k].x * by[k].x - x[k].y * by[k].y, x[k].y * by[k].x + x[k].x * by[k].y));
+            store(i, rotated(x[k], by[k]));
         }
     }
 }

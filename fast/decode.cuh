@@ -799,7 +799,6 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             begin = __shfl_sync(~0u, end, 31), n += __popc(chosen);
         }
         if (lane == 0) active.begin[n] = choices;
-        if (lane == 0 && block == 0 && phase % PHASES == PHASE_UP) atomicAdd(w.experts_read, n);
         __syncwarp();
 #pragma unroll 1
         for (int i = lane; i - lane < choices; i += 32) { /* in order */
@@ -833,15 +832,16 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         for (int t = CONSUMER_WARPS - ring.thread / 32; t < tokens; t += CONSUMER_WARPS + 1)
             choose_for_token(t, bias, logit, weights, experts, lane, on_place);
         __syncwarp();
+        int n = w.top_k;
         if (single) { /* its experts differ, and may come in any order */
-            if (lane < w.top_k) active.expert[lane] = experts[lane], active.begin[lane] = active.order[lane] = lane;
-            __syncwarp();
-            return;
+            if (lane < n) active.expert[lane] = experts[lane], active.begin[lane] = active.order[lane] = lane;
+        } else {
+            if (!producing) return gate(ROUTED).arrive();
+            wait_at(ROUTED);
+            n = list_active(active, experts, (int *)logit, lane);
+            if (lane < 4) deal_tiles(n, lane);
         }
-        if (!producing) return gate(ROUTED).arrive();
-        wait_at(ROUTED);
-        int n = list_active(active, experts, (int *)logit, lane);
-        if (lane < 4) deal_tiles(n, lane);
+        if (lane == 0 && block == 0 && phase % PHASES == PHASE_UP) atomicAdd(w.experts_read, n);
         __syncwarp();
     }
 

@@ -201,7 +201,6 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
     }
     a->s = f->step;
     a->has_logits = true;
-    if (single) gpu->experts_read += (uint64_t)f->work.n_layers * f->work.top_k;
     const DeviceLayer &l = gpu->device.layer[0];
     const Next next = {single ? NULL : f->work.normed_for[FOR_QKV], BF16, a->w.dim, l.attn_norm};
     CUDA(launch(gpu, decode_embed, a->tokens, 1024, 0, f->work, a->s, step, gpu->device.embed, gpu->sms, single, next));

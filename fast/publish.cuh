@@ -194,10 +194,6 @@ struct DecodeWork : Work {          /* Work, and what only the decode kernel nee
     unsigned long long *barrier;       /* arrivals of all blocks at all barriers so far */
 };
 
-/* RoPE of a pair of dimensions, as in norm_and_rope(). */
-__device__ inline float2 rotated(float2 x, float2 cos_sin) {
-    return {x.x * cos_sin.x - x.y * cos_sin.y, x.y * cos_sin.x + x.x * cos_sin.y};
-}
 /* Stores a pair of a key or a value in the cache: rows r and r + 1 of the qkv matrix, for a token at `position`, whose
  * part of the cache is `page`. */
 __device__ inline void store_key_or_value(const DecodeWork &w, int position, int page, int r, float2 x) {
@@ -207,7 +203,7 @@ __device__ inline void store_key_or_value(const DecodeWork &w, int position, int
     to[values ? value_place(d, position, i) : key_place(d, position, i)] = (bf16)x.x;
     to[values ? value_place(d, position, i + 1) : key_place(d, position, i + 1)] = (bf16)x.y;
 }
-/* RMSNorm's factor, from the sum of squares. */
+/* norm_factor() without its division, which would spill. */
 __device__ inline float rms_factor(const DecodeWork &w, float square) {
     return rsqrtf(fmaf(square, 1.f / w.dim, w.eps));
 }
