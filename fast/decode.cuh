@@ -744,11 +744,17 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     __device__ Active active() const {
         return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_range)};
     }
-    /* A token's logits, once all blocks have added to them, and the top_k of them, by a warp. on_place: see
-     * choose_top_k(). */
-    template <class OnPlace>
+    template <int EACH> __device__ int choose_logits(const float *logit, int lane) const { /* see choose_keys() */
+        unsigned key[EACH];
+#pragma unroll
+        for (int i = 0, e = lane; i < EACH; i++, e += 32) key[i] = e < w.n_experts ? score_key(logit[e]) : 0;
+        return choose_keys(key, EACH == 1 ? 1 : (w.n_experts + 31) / 32, w.top_k);
+    }
+    /* A token's logits, once all blocks have added to them, and the top_k of them, by a warp. Before it stores anything
+     * it calls on_chosen(lane k's expert, the k-th). */
+    template <class OnChosen>
     __device__ __forceinline__ void choose_for_token(int t, const float *bias, float *logit, float *weights,
-                                                     int *experts, int lane, OnPlace on_place) {
+                                                     int *experts, int lane, OnChosen on_chosen) {
         constexpr int EACH = 5; /* loads in flight */
         size_t place = (size_t)t * w.n_layers + w.layer;
         const unsigned long long *squares = w.output_square + place * blocks;
@@ -777,7 +783,11 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         if (lane == 0) at<float>(k.factor)[t] = factor;
 #pragma unroll 1
         for (int e = lane; e < w.n_experts; e += 32) mine[e] = mine[e] * factor + mine[w.n_experts + e];
-        choose_top_k(mine, w.n_experts, w.top_k, lane, experts + t * w.top_k, weights + t * w.top_k, on_place);
+        /* with one expert a lane there are no branches, which would take as long as the choice */
+        int expert = w.n_experts <= 32 ? choose_logits<1>(mine, lane) : choose_logits<FAST_EXPERTS / 32>(mine, lane);
+        on_chosen(expert);
+        __syncwarp(); /* for `mine` of other lanes */
+        if (lane < w.top_k) experts[t * w.top_k + lane] = expert, weights[t * w.top_k + lane] = mine[expert];
     }
     /* Sorts the choices by expert, by counting; returns how many experts were chosen. next (n_experts) is free memory:
      * how many chose an expert, then where its next choice goes. */
@@ -822,15 +832,15 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     /* Finds each token's choices, their logits (k.weights) and `active`; every block does so for itself. All threads
      * call it; `active` is ready for the producer when it returns. The last warps route, because the others have more
      * to do; a single token is routed by the producer. */
-    template <class OnPlace>
-    __device__ void choose_experts(const DecodeLayer &l, const Active &active, OnPlace on_place) {
+    template <class OnChosen>
+    __device__ void choose_experts(const DecodeLayer &l, const Active &active, OnChosen on_chosen) {
         if (!producing && single) return;
         const float *bias = l.router.bias;
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
         int *experts = at<int>(k.experts), lane = ring.thread % 32;
 #pragma unroll 1
         for (int t = CONSUMER_WARPS - ring.thread / 32; t < tokens; t += CONSUMER_WARPS + 1)
-            choose_for_token(t, bias, logit, weights, experts, lane, on_place);
+            choose_for_token(t, bias, logit, weights, experts, lane, on_chosen);
         __syncwarp();
         int n = w.top_k;
         if (single) { /* its experts differ, and may come in any order */
@@ -846,10 +856,10 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     }
 
     /* Once a single token's experts are known, all warps wait for their first weights. So the producer prepares the
-     * first stages of phase up in advance. Then the lane whose expert is chosen starts these copies (route_tokens), and
+     * first stages of phase up in advance. As soon as they are chosen it starts these copies (route_tokens), and
      * produce() continues after them. */
     static constexpr bool prepares_stages = producing && single;
-    struct PreparedStage { /* for a tile of the expert at `place`; `from`: where it lies if this lane has that expert */
+    struct PreparedStage { /* for a tile of the expert at `place`; `from`: where expert 0 has it */
         Barrier *full;
         uint8_t *stage;
         const uint8_t *from;
@@ -859,15 +869,15 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     static_assert(2880 / CHUNK <= MAX_PART, "a tile is one part");
     __device__ void prepare_stages(const DecodeLayer &l, PreparedStage (&prepared)[MAX_COPIES]) {
         const ShapedMatrix m = with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim);
-        int tiles = tiles_of<MXFP4>(m.rows), begin = active().range[0], lane = ring.thread % 32;
+        int tiles = tiles_of<MXFP4>(m.rows), begin = active().range[0];
         ring.requested = min(min(MAX_COPIES, ring.stages), active().range[1] - begin);
 #pragma unroll
         for (int i = 0; i < MAX_COPIES; i++) {
             if (i >= ring.requested) break;
             ring.acquire_stage(MAX_COPIES);
-            prepared[i] = {ring.full + ring.stage, ring.stage_at(),
-                           tile_at<MXFP4>(m, (begin + i) % tiles) + lane * m.bytes, (begin + i) / tiles};
-            if (lane == 0) prepared[i].full->expect_bytes(UP_TILE_BYTES);
+            prepared[i] = {ring.full + ring.stage, ring.stage_at(), tile_at<MXFP4>(m, (begin + i) % tiles),
+                           (begin + i) / tiles};
+            if (ring.thread == CONSUMERS) prepared[i].full->expect_bytes(UP_TILE_BYTES);
             ring.advance();
         }
         __syncwarp();
@@ -878,17 +888,21 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         if (producing) gate(FREE).wait((w.layer - first / PHASES) % 2 ^ 1); /* at once in the first layer */
         wait_previous();
         PreparedStage prepared[MAX_COPIES];
-        if (prepares_stages && phase % PHASES == PHASE_UP && w.n_experts <= ONE_PER_LANE) prepare_stages(l, prepared);
+        if (prepares_stages && phase % PHASES == PHASE_UP) prepare_stages(l, prepared);
         if (sync_before(phase) == PRODUCER_FENCE && phase != first && ring.thread == CONSUMERS) {
             /* for all that consumers wrote before they arrived at FREE */
             asm volatile("fence.acq_rel.gpu;" ::: "memory");
             arrive();
         }
-        choose_experts(l, active(), [&](int place) {
+        choose_experts(l, active(), [&](int expert) {
+            const ShapedMatrix m = with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim);
 #pragma unroll
-            for (int i = 0; i < MAX_COPIES; i++)
-                if (prepares_stages && i < ring.requested && prepared[i].place == place)
-                    prepared[i].full->copy_row(prepared[i].stage, prepared[i].from, UP_TILE_BYTES);
+            for (int i = 0; i < MAX_COPIES && prepares_stages; i++) {
+                if (i >= ring.requested) break;
+                size_t its = __shfl_sync(~0u, expert, prepared[i].place) * m.bytes;
+                if (ring.thread == CONSUMERS)
+                    prepared[i].full->copy_row(prepared[i].stage, prepared[i].from + its, UP_TILE_BYTES);
+            }
         });
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
         if (!producing && !single)

@@ -48,7 +48,7 @@
  *   the experts of a decode step, 256 streams at depth 1,024                             256   20,212  23,551
  *
  * Files, in the order in which to read them
- *   publish.cuh   copies and barriers, published values, buffers, top-k
+ *   publish.cuh   copies and barriers, published values, buffers
  *   codec.cuh     how decode reads and multiplies BF16 and MXFP4; defines tile, chunk, part and quad
  *   ring.cuh      a block of the decode kernel: its shared memory, the ring, the product of a tile
  *   slab.cuh      what decode adds to infer.cu's attention in registers
