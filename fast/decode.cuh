@@ -5,8 +5,8 @@
  * tokens the producer pauses while a fence is pending at a phase's end (Ring::hold_after_last). It also pauses while
  * its block has a part in attention, except for the pages of a long context.
  *
- * A layer has five phases; on the right each phase's share of a step's time in percent, for 1, 4 and 16 tokens of
- * gpt-oss-20b without context (bench -o json):
+ * A layer has five phases; on the right each phase's share of a step's time in percent, as an earlier version measured
+ * it in block 0 for 1, 4 and 16 tokens of gpt-oss-20b without context:
  *
  *     qkv        query, key and value, RoPE, to the cache                                             14  15  11
  *     attention  over the cache, split when it is long: then pages come through the ring like          1   2   1
@@ -16,8 +16,7 @@
  *     down       onto the residual stream, weighted                                                   14  17  22
  *     head       after the last layer: logits                                                         26  15   9
  *
- * Measured in block 0, which has no part in attention. With one token, output includes its wait for attention, and qkv
- * its wait for the slowest block of up and down.
+ * With one token, output includes its wait for attention, and qkv its wait for the slowest block of up and down.
  *
  * RMSNorm is not a phase. The block that finishes a value of the residual stream also stores it times the norm's
  * weight, for the next matrix (Next); the factor 1 / root mean square is ready before that matrix's products are. With
