@@ -245,7 +245,10 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     }
     /* Called at the start of a phase, and of a round. It hides these values from the optimizer, which would otherwise
      * compute expressions of them ahead, for all phases at once, and spill the results. */
-    __device__ void launder() { asm volatile("" : "+r"(ring.thread), "+r"(block), "+r"(blocks)); }
+    __device__ void launder() {
+        asm volatile("" : "+r"(ring.thread), "+r"(block), "+r"(blocks));
+        __builtin_assume(ring.thread >= 0); /* so that a division by 32 is a shift */
+    }
 
     /* ---- phases and barriers ---- */
 
