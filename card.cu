@@ -964,7 +964,7 @@ static uint64_t cuda_experts_read(void *state) {
     Gpu *gpu = (Gpu *)state;
     unsigned long long read = 0;
     bool failed = cudaMemcpy(&read, gpu->work.experts_read, sizeof read, cudaMemcpyDeviceToHost);
-    return failed ? 0 : gpu->experts_read + read;
+    return failed ? 0 : read;
 }
 
 const Backend cuda = {"cuda",     8192,           cuda_open,         cuda_submit,  cuda_collect,

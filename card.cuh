@@ -239,10 +239,9 @@ struct Gpu {
     Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;
     int outstanding = 0;
-    uint64_t experts_read = 0; /* by steps that do not count them on the card */
-    bool wgmma = false;        /* the annex may compute steps of many tokens */
-    fast::State *fast = NULL;  /* the annex for this model's decode steps, or NULL ... */
-    bool decodes = false;      /* ... and whether it computes this step, except embedding and draw */
+    bool wgmma = false;       /* the annex may compute steps of many tokens */
+    fast::State *fast = NULL; /* the annex for this model's decode steps, or NULL ... */
+    bool decodes = false;     /* ... and whether it computes this step, except embedding and draw */
 };
 constexpr size_t PRODUCT_ROOM = 32 << 20;
 

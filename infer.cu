@@ -205,40 +205,19 @@ __device__ inline float router_score(const Router &r, int t, int e) {
     const float x = __ldcg(r.logit + (size_t)t * r.experts + e);
     return r.how.sigmoid ? 1 / (1 + expf(-x)) : x;
 }
-/* The experts of token t, chosen by a warp: lane k gets the k-th. The top_k largest scores win, ties go to the lower
- * number; a bias, if there is one, is added first. In some models only the best groups of experts take part. A lane
- * compares experts lane, lane + 32, ..., at most EACH of them. */
-template <int EACH> __device__ inline int choose(const Router &r, int t) {
-    const int lane = threadIdx.x % 32, group_size = r.experts / r.how.groups;
-    unsigned key[EACH]; /* of what is left to choose from; 0: not among them */
-    auto key_of = [&](int e) {
-        const float x = router_score(r, t, e) + (r.bias ? r.bias[e] : 0);
-        return order_key(isnan(x) ? -INFINITY : x);
-    };
-    /* The largest key of all lanes, and the lowest number that has it. */
-    auto largest = [&](unsigned key, unsigned number) {
-        return __reduce_min_sync(~0u, key == __reduce_max_sync(~0u, key) ? number : ~0u);
-    };
-#pragma unroll
-    for (int i = 0, e = lane; i < EACH; i++, e += 32) key[i] = e < r.experts ? key_of(e) : 0;
-    const int each = (r.experts + 31) / 32;
-    if (r.how.groups > 1) { /* a group scores its best, or two best */
-        float best = -INFINITY, second = -INFINITY;
-        for (int e = lane * group_size; e < (lane + 1) * group_size && lane < r.how.groups; e++) {
-            const float x = key_value(key_of(e));
-            second = fmaxf(second, fminf(best, x)), best = fmaxf(best, x);
-        }
-        const unsigned mine = order_key(r.how.group_best > 1 ? best + second : best);
-        unsigned groups = 0; /* a bit each: experts may be chosen from it */
-        for (int k = 0; k < r.how.top_groups; k++)
-            groups |= 1u << largest(lane < r.how.groups && !(groups >> lane & 1) ? mine : 0, lane);
-#pragma unroll
-        for (int i = 0; i < EACH; i++)
-            if (!(groups >> (lane + i * 32) / group_size & 1)) key[i] = 0;
-    }
+/* The key by which a score is compared: above 0. */
+__device__ inline unsigned score_key(float x) { return order_key(isnan(x) ? -INFINITY : x); }
+/* The number of the largest key of all lanes, the lowest among equals. */
+__device__ inline unsigned largest(unsigned key, unsigned number) {
+    return __reduce_min_sync(~0u, key == __reduce_max_sync(~0u, key) ? number : ~0u);
+}
+/* The top_k largest of a warp's keys, whose numbers are lane, lane + 32, ...: lane k gets the k-th one's number. A lane
+ * has `each` keys, at most EACH. Those chosen become 0, which is not chosen. */
+template <int EACH> __device__ inline int choose_keys(unsigned (&key)[EACH], int each, int top_k) {
+    const int lane = threadIdx.x % 32;
     int mine = 0;
 #pragma unroll 1
-    for (int k = 0; k < r.top_k; k++) {
+    for (int k = 0; k < top_k; k++) {
         unsigned best = 0, which = ~0u;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -254,6 +233,30 @@ template <int EACH> __device__ inline int choose(const Router &r, int t) {
         if (k == lane) mine = e;
     }
     return mine;
+}
+/* The experts of token t, chosen by a warp: lane k gets the k-th. The top_k largest scores win, ties go to the lower
+ * number; a bias, if there is one, is added first. In some models only the best groups of experts take part. */
+template <int EACH> __device__ inline int choose(const Router &r, int t) {
+    const int lane = threadIdx.x % 32, group_size = r.experts / r.how.groups;
+    unsigned key[EACH];
+    auto key_of = [&](int e) { return score_key(router_score(r, t, e) + (r.bias ? r.bias[e] : 0)); };
+#pragma unroll
+    for (int i = 0, e = lane; i < EACH; i++, e += 32) key[i] = e < r.experts ? key_of(e) : 0;
+    if (r.how.groups > 1) { /* a group scores its best, or two best */
+        float best = -INFINITY, second = -INFINITY;
+        for (int e = lane * group_size; e < (lane + 1) * group_size && lane < r.how.groups; e++) {
+            const float x = key_value(key_of(e));
+            second = fmaxf(second, fminf(best, x)), best = fmaxf(best, x);
+        }
+        const unsigned mine = order_key(r.how.group_best > 1 ? best + second : best);
+        unsigned groups = 0; /* a bit each: experts may be chosen from it */
+        for (int k = 0; k < r.how.top_groups; k++)
+            groups |= 1u << largest(lane < r.how.groups && !(groups >> lane & 1) ? mine : 0, lane);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (!(groups >> (lane + i * 32) / group_size & 1)) key[i] = 0;
+    }
+    return choose_keys(key, (r.experts + 31) / 32, r.top_k);
 }
 /* The weight of lane k's expert, from scores without the bias: softmax over all or the chosen, or a share of a sum. */
 __device__ inline float weigh(const Router &r, int t, int expert) {
@@ -863,9 +866,13 @@ __device__ inline const float *head_of(const Work &w, const DeviceLayer &l, int 
 __device__ inline const float2 *cos_sin_of(const Work &w, const DeviceLayer &l, int position) {
     return l.cos_sin + (size_t)position * (w.rope_dim / 2);
 }
-/* Norm and RoPE (Su et al., "RoFormer", 2021) of one head, by a warp; `norm` is NULL unless the model norms queries and
- * keys (q_norm, k_norm). The two values that turn together are adjacent here: where a file has them half a head apart,
- * the loader reorders the rows. store(i, pair) receives the i-th pair. */
+/* RoPE of a pair of dimensions (Su et al., "RoFormer", 2021). */
+__device__ inline float2 rotated(const float2 &x, const float2 &cos_sin) {
+    return {x.x * cos_sin.x - x.y * cos_sin.y, x.y * cos_sin.x + x.x * cos_sin.y};
+}
+/* Norm and RoPE of one head, by a warp; `norm` is NULL unless the model norms queries and keys (q_norm, k_norm). The
+ * two values that turn together are adjacent here: where a file has them half a head apart, the loader reorders the
+ * rows. store(i, pair) receives the i-th pair. */
 template <class Store>
 __device__ inline void norm_and_rope(const Work &w, const float2 *cos_sin, const float *head, const float *norm,
                                      Store store) {
@@ -879,7 +886,7 @@ __device__ inline void norm_and_rope(const Work &w, const float2 *cos_sin, const
         for (int k = 0, i = first; k < 2 && i < w.rope_dim / 2; k++, i += 32) x[k] = pair[i], by[k] = cos_sin[i];
         for (int k = 0, i = first; k < 2 && i < w.rope_dim / 2; k++, i += 32) {
             if (norm) x[k] = {x[k].x * factor * weight[i].x, x[k].y * factor * weight[i].y};
-            store(i, make_float2(x[k].x * by[k].x - x[k].y * by[k].y, x[k].y * by[k].x + x[k].x * by[k].y));
+            store(i, rotated(x[k], by[k]));
         }
     }
 }

@@ -5,7 +5,7 @@ constexpr int BF16_ROWS = 8;     /* of a tile of BF16 ... */
 constexpr int BF16_COLUMNS = 32; /* ... and of a chunk; MXFP4 has infer.cu's TILE and CHUNK */
 
 /* n rows of activations, times LIFT, `pitch` elements apart, in any memory; with `index`, row j is row index[j] /
- * divide. Missing rows alias the last one; nobody reads their results. (But see paired_place().) */
+ * divide. Missing rows alias the last one; nobody reads their results. */
 struct Activations {
     const bf16 *x;
     int pitch, n;
@@ -22,21 +22,17 @@ struct Activations {
  *   tile   ROWS rows of a matrix; a block multiplies whole tiles
  *   chunk  ROWS by K values, what a warp multiplies at once
  *   part   `per` chunks of a tile side by side, or fewer, what one stage of the ring holds
- *   quad   four tokens; QUADS is how many, 0 stands for a single token, PAIRED for 9 to 16 tokens (see paired_place())
+ *   quad   four tokens; QUADS is how many, 0 stands for a single token
  *
  * A Codec has
  *   place(i)       where the i-th activation of a token lies
  *   copy_part()    starts the copy of n chunks from `first` on to a stage
  *   Sum<QUADS>     a lane's sums of a tile. reduce() makes final values of them; store() puts those of real tokens to
  *                  sums (tokens, ROWS), where first_sum(lane) is the place of the lane's first one
- *   Lane<QUADS>    a lane's share of a stage. load() brings its activations of chunk i for quad j of N (PAIRED: half j
- *                  of 2), a Fragment for many tiles; add() multiplies chunk i by them. Lane 4g + t reads row g (g + 8)
+ *   Lane<QUADS>    a lane's share of a stage. load() brings its activations of chunk i for quad j of N, a Fragment for
+ *                  many tiles; add() multiplies chunk i by them. Lane 4g + t reads row g (g + 8)
  *   max_word()     the maximum of a Fragment's halves: see max_halves() */
 template <Type T> struct Codec;
-constexpr int PAIRED = -1;
-/* Whether a step of this many tokens, or the kernel for at most this many, pairs tokens. */
-__host__ __device__ constexpr bool is_paired(int tokens) { return tokens > 8; }
-static_assert(MAX_DECODE <= 16, "pairs are tokens g and g + 8");
 
 /* Bytes between rows in a stage: odd and even rows begin half the banks apart. */
 __host__ __device__ constexpr int bank_pitch(int bytes) { return bytes + (bytes % 128 ? 0 : 64); }
@@ -59,7 +55,6 @@ template <> struct Codec<BF16> {
         return stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16;
     }
     __device__ static uint32_t max_word(uint32_t so_far, uint2 x) { return max_halves(so_far, x.x, x.y); }
-    __device__ static uint32_t max_word(uint32_t so_far, uint4) { return so_far; } /* pairs are never polled */
     template <int QUADS> struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
         static constexpr int N = max_of(QUADS, 1);
         float c[N][4] = {};
@@ -95,41 +90,6 @@ template <> struct Codec<BF16> {
             for (int j = 0; j < N; j++) mma<bf16>(sum.c[j], w.x, w.y, w.z, w.w, x[j].x, x[j].y);
         }
     };
-};
-
-/* PAIRED: the activations of 9 to 16 tokens are mma's rows, and the weights, as they are stored, its columns. That
- * halves the number of products. A fragment has tokens g and g + 8, so these two share a row of 2 pitch elements, word
- * by word in turn. The places of missing tokens may hold anything: they fill separate rows, whose results are not
- * stored. Returns where element `place` of token t lies. */
-__host__ __device__ inline size_t paired_place(int t, int place, int pitch) {
-    return ((size_t)(t % 8) * pitch + place / 2 * 2) * 2 + t / 8 * 2 + place % 2;
-}
-template <> struct Codec<BF16>::Sum<PAIRED> { /* of either half: rows 2t and 2t + 1 of token g, and of token g + 8 */
-    float c[2][4] = {};
-    __device__ void reduce() {
-        for (int i = 0; i < 4; i++) c[0][i] += c[1][i];
-    }
-    static __device__ int first_sum(int lane) { return lane / 4 * ROWS + lane % 4 * 2; }
-    __device__ void store(float *to, int tokens, int lane) const {
-        for (int i = 0; i < 2; i++)
-            if (lane / 4 + i * 8 < tokens) *(float2 *)(to + i * 8 * ROWS) = make_float2(c[0][i * 2], c[0][i * 2 + 1]);
-    }
-};
-template <> struct Codec<BF16>::Lane<PAIRED> {
-    typedef uint4 Fragment; /* of a half */
-    static constexpr int N = 2;
-    const uint8_t *weights;
-    const bf16 *column;
-    __device__ Lane(const uint8_t *stage, int per, const Activations &x, int lane)
-        : weights(lane_at(stage, per, lane)), column(x.x + paired_place(lane / 4, lane % 4 * 8, x.pitch)) {}
-    __device__ void load(Fragment &x, int i, int j, bool = false) const {
-        x = *(const uint4 *)(column + i * K * 2 + j * 8);
-    }
-    __device__ void add(Sum<PAIRED> &sum, int i, const Fragment (&x)[N]) const {
-        uint4 w = *(const uint4 *)(weights + i * WIDTH);
-        mma<bf16>(sum.c[0], x[0].x, x[0].y, x[0].z, x[0].w, w.x, w.z);
-        mma<bf16>(sum.c[1], x[1].x, x[1].y, x[1].z, x[1].w, w.y, w.w);
-    }
 };
 
 /* mma_eight, but c = and not +=. */

@@ -5,8 +5,8 @@
  * tokens the producer pauses while a fence is pending at a phase's end (Ring::hold_after_last). It also pauses while
  * its block has a part in attention, except for the pages of a long context.
  *
- * A layer has five phases; on the right each phase's share of a step's time in percent, for 1, 4 and 16 tokens of
- * gpt-oss-20b without context (bench -o json):
+ * A layer has five phases; on the right each phase's share of a step's time in percent, as an earlier version measured
+ * it in block 0 for 1, 4 and 16 tokens of gpt-oss-20b without context:
  *
  *     qkv        query, key and value, RoPE, to the cache                                             14  15  11
  *     attention  over the cache, split when it is long: then pages come through the ring like          1   2   1
@@ -16,8 +16,7 @@
  *     down       onto the residual stream, weighted                                                   14  17  22
  *     head       after the last layer: logits                                                         26  15   9
  *
- * Measured in block 0, which has no part in attention. With one token, output includes its wait for attention, and qkv
- * its wait for the slowest block of up and down.
+ * With one token, output includes its wait for attention, and qkv its wait for the slowest block of up and down.
  *
  * RMSNorm is not a phase. The block that finishes a value of the residual stream also stores it times the norm's
  * weight, for the next matrix (Next); the factor 1 / root mean square is ready before that matrix's products are. With
@@ -71,14 +70,10 @@ struct Next {
     Type type;
     int stride;
     const float *norm;
-    bool paired; /* bf16, by paired_place() */
 };
 /* Stores value i of a token's x times the norm's weight. */
 __device__ inline void store_normed(const Next &next, int t, int i, float x) {
-    if (next.paired)
-        ((bf16 *)next.to)[paired_place(t, Codec<BF16>::place(i), next.stride)] = (bf16)x;
-    else
-        store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * 2, i, x);
+    store_activation(next.type, (uint8_t *)next.to + (size_t)t * next.stride * 2, i, x);
 }
 
 /* Polls this thread's two fours of the first 8 CONSUMERS of n values of x until they are published, 0 past n; returns
@@ -176,14 +171,12 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
  * what others wrote after wait_phase(), or polls it. max_tokens: see decode_step(). */
 template <bool producing, int max_tokens> struct DecodeBlock {
     static constexpr bool single = max_tokens == 1;
-    static constexpr bool paired = is_paired(max_tokens); /* the activations that qkv and output read */
-    static constexpr int SPARE = CONSUMERS - 1;           /* the consumer that has least other work */
+    static constexpr int SPARE = CONSUMERS - 1; /* the consumer that has least other work */
     DecodeWork w;
     const Step &s;
     const Layout &k;
     uint8_t *memory; /* shared */
     int tokens, first, last, phase, block = blockIdx.x, blocks = gridDim.x;
-    int origin = 0; /* always; the compiler does not know: see launder() */
     Ring ring;
 
     __device__ DecodeBlock(const DecodeWork &w, const Step &s, const Layout &k, uint8_t *memory, int tokens, int first,
@@ -201,10 +194,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             ring.hold->init(1);
         }
         if (ring.thread < k.stages) ring.full[ring.thread].init(1), ring.empty[ring.thread].init(CONSUMERS);
-        if (ring.thread < 4 && tokens == 1) { /* all its experts cost the same */
-            int tiles = tiles_of<MXFP4>(ring.thread < 2 ? 2 * w.ffn_dim : w.dim);
-            active().range[ring.thread] = w.top_k * tiles * (block + ring.thread % 2) / blocks;
-        }
+        if (ring.thread < 4 && tokens == 1) deal_tiles(w.top_k, ring.thread);
         Barrier::fence_init();
         __syncthreads();
     }
@@ -224,7 +214,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         }
         sync_consumers();
     }
-    template <typename U> __device__ U *at(int offset) const { return (U *)(memory + origin + offset); }
+    template <typename U> __device__ U *at(int offset) const { return (U *)(memory + offset); }
     __device__ LayerBuffers buffers(int layer) const {
         asm volatile("" : "+r"(layer)); /* so that addresses are computed where they are used */
         return layer_buffers(w, single, layer);
@@ -253,17 +243,11 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     template <Type T> __device__ int row_of_block(int i) const {
         return tile_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS;
     }
-    /* Called at the start of a phase, or of a part of one. It hides values from the optimizer, which would otherwise
-     * compute expressions of them ahead, for all phases at once, and spill the results. Each instance hides the values
-     * that give the fewest spills. */
+    /* Called at the start of a phase, and of a round. It hides these values from the optimizer, which would otherwise
+     * compute expressions of them ahead, for all phases at once, and spill the results. */
     __device__ void launder() {
-        asm volatile("" : "+r"(ring.thread));
-        if (max_tokens > 4)
-            asm volatile("mov.u32 %0,%%ctaid.x;" : "=r"(block) :);
-        else
-            asm volatile("" : "+r"(block));
-        if (!single) asm volatile("" : "+r"(blocks));
-        if (!single && max_tokens <= 4) asm volatile("" : "+r"(origin));
+        asm volatile("" : "+r"(ring.thread), "+r"(block), "+r"(blocks));
+        __builtin_assume(ring.thread >= 0); /* so that a division by 32 is a shift */
     }
 
     /* ---- phases and barriers ---- */
@@ -326,9 +310,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     /* ---- products ---- */
 
     /* Tiles times rows of activations: tile_data(i) is where tile i begins; store(tile, pair of rows, row of x, a, b)
-     * receives the results. NORMED: x is rows of tokens, and k.scale has each one's RMSNorm factor by then. PAIRED_X: x
-     * lies by paired_place(). */
-    template <Type T, bool NORMED = false, bool PAIRED_X = false, class Data, class Store>
+     * receives the results. NORMED: x is rows of tokens, and k.scale has each one's RMSNorm factor by then. */
+    template <Type T, bool NORMED = false, class Data, class Store>
     __device__ void product(const ShapedMatrix &m, int tiles, const Activations &x, Data tile_data, Store store) {
         if (producing) {
             ring.produce<T>(m, tiles * m.parts, [&](int i, int &part) {
@@ -338,7 +321,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             return;
         }
         if constexpr (single || T == BF16) {
-            multiply<T, PAIRED_X ? PAIRED : max_tokens / 4, NORMED>(m, tiles, x, store);
+            multiply<T, max_tokens / 4, NORMED>(m, tiles, x, store);
         } else {
             static_assert(MAX_CHOICES <= 8, "experts come in two quads");
             if (x.n == 1)
@@ -361,7 +344,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         int round = (tiles * tile_sums > k.sum_room ? k.sum_room / 2 : k.sum_room) / tile_sums;
 #pragma unroll 1
         for (int done = 0, half = 0; done < tiles; done += round, half ^= 1) {
-            ring.template launder<(max_tokens > 8)>(); /* reread where registers are fewest */
+            launder();
             float *sums = at<float>(k.sums) + half * (k.sum_room / 2), *mine = sums + ring.thread / 32 * stride;
             mine += Codec<T>::template Sum<QUADS>::first_sum(ring.thread % 32);
             int now = min(round, tiles - done);
@@ -455,7 +438,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             copies_end();
             hold_after_last(tiles);
         }
-        product<BF16, true, paired>(
+        product<BF16, true>(
             m, tiles, normed_rows<BF16>(m, w.normed_for[FOR_QKV], l.attn_norm, tokens),
             [&](int i) { return tile_at<BF16>(m, tile_of_block(i)); },
             [&](int tile, int p, int t, float a, float b) {
@@ -502,10 +485,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         return w.split_states + (((size_t)t * w.n_kv_heads + head) * DECODE_SPLITS + split) * 8 * (w.head_dim + 2);
     }
     __device__ void store_attention(int t, int i, float2 x) const { /* dimensions i and i + 1 */
-        int place = Codec<BF16>::place(i);
-        bf16 *attn = (bf16 *)buffers(w.layer).attn;
-        write((uint32_t *)(attn + (paired ? paired_place(t, place, w.attn_pitch) : (size_t)t * w.attn_pitch + place)),
-              pack(x.x, x.y));
+        bf16 *attn = (bf16 *)buffers(w.layer).attn + (size_t)t * w.attn_pitch;
+        write((uint32_t *)(attn + Codec<BF16>::place(i)), pack(x.x, x.y));
     }
     /* Polls a single token's queries, and its key and value too: the cache has these only for later steps. */
     template <int D>
@@ -536,12 +517,15 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         int group = w.n_heads / w.n_kv_heads;
         bar_sync<2>(SLAB_WARPS * 32);
         for (int h = ring.thread / (D / 2); h < group; h += HEADS) {
-            MergedStates<D> m(ring.thread % (D / 2));
-            m.template add<SLAB_WARPS>(states + h * ROW, attending);
-            if (job.used == 1)
-                store_attention(job.t, (job.head * group + h) * D + 2 * m.pair, m.result(sink[h]));
-            else
-                m.publish_state(split_states_of(job.t, job.head, job.split) + h * ROW);
+            const int pair = ring.thread % (D / 2) * 2;
+            const Merged m(states + h * ROW, attending, 8 * ROW, pair);
+            if (job.used == 1) {
+                store_attention(job.t, (job.head * group + h) * D + pair, m.result(sink[h]));
+                continue;
+            }
+            float *to = split_states_of(job.t, job.head, job.split) + h * ROW;
+            if (pair == 0) publish(to, m.max_score), publish(to + 1, m.total);
+            publish(to + 2 + pair, m.sum.x), publish(to + 3 + pair, m.sum.y);
         }
         bar_sync<2>(SLAB_WARPS * 32);
     }
@@ -550,7 +534,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
      * the last keys first. Pages of a split context that earlier steps filled come through the ring. */
     template <int D> __device__ void attention(const DecodeLayer &l) {
         launder();
-        constexpr int ROW = D + 2, STATE = MergedStates<D>::STATE; /* floats of a head's state; of all heads' */
+        constexpr int ROW = D + 2, STATE = 8 * ROW; /* floats of a head's state; of all heads' */
         int warp = ring.thread / 32, lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads, heads = w.n_kv_heads;
         float *states = at<float>(k.x); /* (SLAB_WARPS, 8, ROW) */
         float *sink = at<float>(k.scale);
@@ -630,7 +614,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
      * they merge, so no two wait for each other. */
     template <int D> __device__ void merge(const DecodeLayer &l, int jobs) {
         launder();
-        constexpr int ROW = D + 2, STATE = MergedStates<D>::STATE;
+        constexpr int ROW = D + 2, STATE = 8 * ROW;
         int lane = ring.thread % 32, group = w.n_heads / w.n_kv_heads;
 #pragma unroll 1
         for (int job = blocks - 1 - block; job < jobs; job += blocks) {
@@ -642,13 +626,12 @@ template <bool producing, int max_tokens> struct DecodeBlock {
                 float *states = split_states_of(part.t, part.head, 0) + h * ROW;
                 float sink = l.sinks[part.head * group + h];
 #pragma unroll 1
-                for (int pair = lane; pair < D / 2; pair += 32) {
-                    MergedStates<D> m(pair);
-                    m.template add_polled<DECODE_SPLITS>(states, part.used);
-                    store_attention(part.t, (part.head * group + h) * D + 2 * pair, m.result(sink));
+                for (int pair = lane * 2; pair < D; pair += 64) {
+                    const Merged m = merge_published<DECODE_SPLITS>(states, part.used, STATE, pair);
+                    store_attention(part.t, (part.head * group + h) * D + pair, m.result(sink));
 #pragma unroll 1
                     for (int j = 0; j < part.used; j++)
-                        *(uint2 *)(states + j * STATE + 2 + 2 * pair) = make_uint2(UNPUBLISHED, UNPUBLISHED);
+                        *(uint2 *)(states + j * STATE + 2 + pair) = make_uint2(UNPUBLISHED, UNPUBLISHED);
                 }
                 __syncwarp();
                 if (lane < part.used) *(uint2 *)(states + lane * STATE) = make_uint2(UNPUBLISHED, UNPUBLISHED);
@@ -702,7 +685,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             while (single && ring.thread < w.n_kv_heads && __float_as_uint(poll(word)) == UNPUBLISHED) pause();
             if (single) sync_consumers();
         }
-        product<BF16, false, paired>(
+        product<BF16>(
             m, tiles, Activations{attn, m.stride, tokens, NULL, 1, single},
             [&](int i) { return tile_at<BF16>(m, tile_of_block(i)); },
             [&](int tile, int p, int t, float a, float b) {
@@ -722,7 +705,6 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     /* Except for the norm's factor the router's logits are linear in x. So each block adds the contribution of its rows
      * of x to them, and publishes the sum of their squares. */
     __device__ void add_to_router(const DecodeLayer &l) {
-        if (max_tokens > 8) launder(); /* where registers are fewest; it takes time */
         int rows = tiles_of_block(tiles_of<BF16>(w.dim)) * BF16_ROWS, lane = ring.thread % 32, warp = ring.thread / 32;
         int experts = w.n_experts;
         const float *own = at<float>(k.own), *columns = at<float>(k.columns);
@@ -762,14 +744,19 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     /* ---- router ---- */
 
     __device__ Active active() const {
-        return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_cost),
-                at<int>(k.active_range)};
+        return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_range)};
     }
-    /* A token's logits, once all blocks have added to them, and the top_k of them, by a warp. on_place: see
-     * choose_top_k(). */
-    template <class OnPlace>
+    template <int EACH> __device__ int choose_logits(const float *logit, int lane) const { /* see choose_keys() */
+        unsigned key[EACH];
+#pragma unroll
+        for (int i = 0, e = lane; i < EACH; i++, e += 32) key[i] = e < w.n_experts ? score_key(logit[e]) : 0;
+        return choose_keys(key, EACH == 1 ? 1 : (w.n_experts + 31) / 32, w.top_k);
+    }
+    /* A token's logits, once all blocks have added to them, and the top_k of them, by a warp. Before it stores anything
+     * it calls on_chosen(lane k's expert, the k-th). */
+    template <class OnChosen>
     __device__ __forceinline__ void choose_for_token(int t, const float *bias, float *logit, float *weights,
-                                                     int *experts, int lane, OnPlace on_place) {
+                                                     int *experts, int lane, OnChosen on_chosen) {
         constexpr int EACH = 5; /* loads in flight */
         size_t place = (size_t)t * w.n_layers + w.layer;
         const unsigned long long *squares = w.output_square + place * blocks;
@@ -798,7 +785,11 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         if (lane == 0) at<float>(k.factor)[t] = factor;
 #pragma unroll 1
         for (int e = lane; e < w.n_experts; e += 32) mine[e] = mine[e] * factor + mine[w.n_experts + e];
-        choose_top_k(mine, w.n_experts, w.top_k, lane, experts + t * w.top_k, weights + t * w.top_k, on_place);
+        /* with one expert a lane there are no branches, which would take as long as the choice */
+        int expert = w.n_experts <= 32 ? choose_logits<1>(mine, lane) : choose_logits<FAST_EXPERTS / 32>(mine, lane);
+        on_chosen(expert);
+        __syncwarp(); /* for `mine` of other lanes */
+        if (lane < w.top_k) experts[t * w.top_k + lane] = expert, weights[t * w.top_k + lane] = mine[expert];
     }
     /* Sorts the choices by expert, by counting; returns how many experts were chosen. next (n_experts) is free memory:
      * how many chose an expert, then where its next choice goes. */
@@ -812,19 +803,14 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         for (int i = lane; i < choices; i += 32) atomicAdd(next + experts[i], 1);
         __syncwarp();
 #pragma unroll 1
-        for (int e = lane, begin = 0, cost = 0; e - lane < w.n_experts; e += 32) {
-            int count = e < w.n_experts ? next[e] : 0;
-            /* costs and counts of at most MAX_DECODE * top_k choices: 16 bits are enough for both */
-            unsigned both = prefix_sum(tile_cost(count) << 16 | count, lane), chosen = __ballot_sync(~0u, count);
-            int place = n + __popc(chosen & before_me), from = begin + (both & 0xFFFF) - count;
-            if (count) {
-                active.expert[place] = e, active.begin[place] = next[e] = from;
-                active.cost[place + 1] = cost + (both >> 16);
-            }
-            both = __shfl_sync(~0u, both, 31), n += __popc(chosen), begin += both & 0xFFFF, cost += both >> 16;
+        for (int e = lane, begin = 0; e - lane < w.n_experts; e += 32) {
+            int count = e < w.n_experts ? next[e] : 0, end = begin + prefix_sum(count, lane);
+            unsigned chosen = __ballot_sync(~0u, count);
+            int place = n + __popc(chosen & before_me);
+            if (count) active.expert[place] = e, active.begin[place] = next[e] = end - count;
+            begin = __shfl_sync(~0u, end, 31), n += __popc(chosen);
         }
-        if (lane == 0) active.begin[n] = choices, active.cost[0] = 0;
-        if (lane == 0 && block == 0 && phase % PHASES == PHASE_UP) atomicAdd(w.experts_read, n);
+        if (lane == 0) active.begin[n] = choices;
         __syncwarp();
 #pragma unroll 1
         for (int i = lane; i - lane < choices; i += 32) { /* in order */
@@ -838,55 +824,44 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         }
         return n;
     }
-    /* Divides the tiles of n experts among the blocks. The tiles are lined up expert by expert, where starting an
-     * expert has a cost too, and cut into ranges of equal cost, so that a block has few experts. Lanes 0 and 1 find
-     * where this block's range and the next block's begin in phase up, lanes 2 and 3 in phase down. */
-    __device__ __forceinline__ void deal_tiles(const Active &active, int n, int lane) {
-        auto tiles_of_lane = [&](int i) { return tiles_of<MXFP4>(i < 2 ? 2 * w.ffn_dim : w.dim); };
-        auto cost_before = [&](int place, int tiles) { return active.cost[place] * tiles + place * EXPERT_COST; };
-        int tiles = tiles_of_lane(lane), from = cost_before(n, tiles) * (block + lane % 2) / blocks;
-        int place = 0; /* of the last expert that begins before that */
-#pragma unroll 1
-        for (int i = lane + 1; i - lane < n; i += 32)
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int its = __shfl_sync(~0u, from, j);
-                int passed = __popc(__ballot_sync(~0u, i < n && cost_before(i, tiles_of_lane(j)) <= its));
-                place += lane == j ? passed : 0;
-            }
-        if (lane < 4)
-            active.range[lane] = place * tiles + max(from - cost_before(place, tiles) - EXPERT_COST, 0) /
-                                                     (active.cost[place + 1] - active.cost[place]);
-        __syncwarp();
+    /* Divides the tiles of n experts among the blocks: lined up expert by expert and cut into equal ranges, so that a
+     * block has few experts. Lanes 0 and 1 find where this block's range begins and ends in phase up, lanes 2 and 3 in
+     * phase down. */
+    __device__ void deal_tiles(int n, int lane) const {
+        int tiles = n * tiles_of<MXFP4>(lane < 2 ? 2 * w.ffn_dim : w.dim);
+        active().range[lane] = tiles * (block + lane % 2) / blocks;
     }
     /* Finds each token's choices, their logits (k.weights) and `active`; every block does so for itself. All threads
      * call it; `active` is ready for the producer when it returns. The last warps route, because the others have more
      * to do; a single token is routed by the producer. */
-    template <class OnPlace>
-    __device__ void choose_experts(const DecodeLayer &l, const Active &active, OnPlace on_place) {
+    template <class OnChosen>
+    __device__ void choose_experts(const DecodeLayer &l, const Active &active, OnChosen on_chosen) {
         if (!producing && single) return;
         const float *bias = l.router.bias;
         float *logit = at<float>(k.logit), *weights = at<float>(k.weights);
         int *experts = at<int>(k.experts), lane = ring.thread % 32;
 #pragma unroll 1
         for (int t = CONSUMER_WARPS - ring.thread / 32; t < tokens; t += CONSUMER_WARPS + 1)
-            choose_for_token(t, bias, logit, weights, experts, lane, on_place);
+            choose_for_token(t, bias, logit, weights, experts, lane, on_chosen);
         __syncwarp();
+        int n = w.top_k;
         if (single) { /* its experts differ, and may come in any order */
-            if (lane < w.top_k) active.expert[lane] = experts[lane], active.begin[lane] = active.order[lane] = lane;
-            __syncwarp();
-            return;
+            if (lane < n) active.expert[lane] = experts[lane], active.begin[lane] = active.order[lane] = lane;
+        } else {
+            if (!producing) return gate(ROUTED).arrive();
+            wait_at(ROUTED);
+            n = list_active(active, experts, (int *)logit, lane);
+            if (lane < 4) deal_tiles(n, lane);
         }
-        if (!producing) return gate(ROUTED).arrive();
-        wait_at(ROUTED);
-        deal_tiles(active, list_active(active, experts, (int *)logit, lane), lane);
+        if (lane == 0 && block == 0 && phase % PHASES == PHASE_UP) atomicAdd(w.experts_read, n);
+        __syncwarp();
     }
 
     /* Once a single token's experts are known, all warps wait for their first weights. So the producer prepares the
-     * first stages of phase up in advance. Then the lane whose expert is chosen starts these copies (route_tokens), and
+     * first stages of phase up in advance. As soon as they are chosen it starts these copies (route_tokens), and
      * produce() continues after them. */
     static constexpr bool prepares_stages = producing && single;
-    struct PreparedStage { /* for a tile of the expert at `place`; `from`: where it lies if this lane has that expert */
+    struct PreparedStage { /* for a tile of the expert at `place`; `from`: where expert 0 has it */
         Barrier *full;
         uint8_t *stage;
         const uint8_t *from;
@@ -896,15 +871,15 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     static_assert(2880 / CHUNK <= MAX_PART, "a tile is one part");
     __device__ void prepare_stages(const DecodeLayer &l, PreparedStage (&prepared)[MAX_COPIES]) {
         const ShapedMatrix m = with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim);
-        int tiles = tiles_of<MXFP4>(m.rows), begin = active().range[0], lane = ring.thread % 32;
+        int tiles = tiles_of<MXFP4>(m.rows), begin = active().range[0];
         ring.requested = min(min(MAX_COPIES, ring.stages), active().range[1] - begin);
 #pragma unroll
         for (int i = 0; i < MAX_COPIES; i++) {
             if (i >= ring.requested) break;
             ring.acquire_stage(MAX_COPIES);
-            prepared[i] = {ring.full + ring.stage, ring.stage_at(),
-                           tile_at<MXFP4>(m, (begin + i) % tiles) + lane * m.bytes, (begin + i) / tiles};
-            if (lane == 0) prepared[i].full->expect_bytes(UP_TILE_BYTES);
+            prepared[i] = {ring.full + ring.stage, ring.stage_at(), tile_at<MXFP4>(m, (begin + i) % tiles),
+                           (begin + i) / tiles};
+            if (ring.thread == CONSUMERS) prepared[i].full->expect_bytes(UP_TILE_BYTES);
             ring.advance();
         }
         __syncwarp();
@@ -915,17 +890,21 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         if (producing) gate(FREE).wait((w.layer - first / PHASES) % 2 ^ 1); /* at once in the first layer */
         wait_previous();
         PreparedStage prepared[MAX_COPIES];
-        if (prepares_stages && phase % PHASES == PHASE_UP && w.n_experts <= ONE_PER_LANE) prepare_stages(l, prepared);
+        if (prepares_stages && phase % PHASES == PHASE_UP) prepare_stages(l, prepared);
         if (sync_before(phase) == PRODUCER_FENCE && phase != first && ring.thread == CONSUMERS) {
             /* for all that consumers wrote before they arrived at FREE */
             asm volatile("fence.acq_rel.gpu;" ::: "memory");
             arrive();
         }
-        choose_experts(l, active(), [&](int place) {
+        choose_experts(l, active(), [&](int expert) {
+            const ShapedMatrix m = with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim);
 #pragma unroll
-            for (int i = 0; i < MAX_COPIES; i++)
-                if (prepares_stages && i < ring.requested && prepared[i].place == place)
-                    prepared[i].full->copy_row(prepared[i].stage, prepared[i].from, UP_TILE_BYTES);
+            for (int i = 0; i < MAX_COPIES && prepares_stages; i++) {
+                if (i >= ring.requested) break;
+                size_t its = __shfl_sync(~0u, expert, prepared[i].place) * m.bytes;
+                if (ring.thread == CONSUMERS)
+                    prepared[i].full->copy_row(prepared[i].stage, prepared[i].from + its, UP_TILE_BYTES);
+            }
         });
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
         if (!producing && !single)
@@ -1104,7 +1083,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             case PHASE_DOWN: {
                 const bool end = f.w.layer + 1 == w.n_layers;
                 f.down(l, end ? Next{w.normed_for[FOR_HEAD], BF16, w.dim, norm}
-                              : Next{w.normed_for[FOR_QKV], BF16, w.dim, layers[f.w.layer + 1].attn_norm, f.paired});
+                              : Next{w.normed_for[FOR_QKV], BF16, w.dim, layers[f.w.layer + 1].attn_norm});
                 break;
             }
             default: f.logits(head, norm, rows);

@@ -39,7 +39,6 @@
  *   output polls one word of each head before it reads all                                 1      998   1,004
  *   producers execute the fence while experts are not known yet                            1    1,004   1,012
  *   fewer instructions to unpack MXFP4, two scales instead of four                         8    3,095   3,193
- *   paired tokens: activations are mma's rows in qkv and output                           16    4,974   5,022
  *   several tokens: the experts' activations are published                                 4    2,175   2,202
  *
  *   prefill                                                                           tokens   before   after
@@ -49,7 +48,7 @@
  *   the experts of a decode step, 256 streams at depth 1,024                             256   20,212  23,551
  *
  * Files, in the order in which to read them
- *   publish.cuh   copies and barriers, published values, buffers, top-k
+ *   publish.cuh   copies and barriers, published values, buffers
  *   codec.cuh     how decode reads and multiplies BF16 and MXFP4; defines tile, chunk, part and quad
  *   ring.cuh      a block of the decode kernel: its shared memory, the ring, the product of a tile
  *   slab.cuh      what decode adds to infer.cu's attention in registers
@@ -165,12 +164,8 @@ bool tap_phase(const Pass *a, int layer, int kind, Error *e) {
         return tap(a, "q", BF16, now.q, width, n, width, e, [&](int i) { return dealt.of(i); }) && tap_cache(a, 0, e) &&
                tap_cache(a, 1, e);
     case PHASE_ATTENTION: {
-        auto place = [&](int r, int i) {
-            const int at = Codec<BF16>::place(i);
-            return is_paired(n) ? paired_place(r, at, w.attn_pitch) : (size_t)r * w.attn_pitch + at;
-        };
-        const size_t rows = is_paired(n) ? MAX_DECODE : n;
-        return tap_rows(a, "attn", (const bf16 *)now.attn, rows * w.attn_pitch, n, width, place, e);
+        auto place = [&](int r, int i) { return (size_t)r * w.attn_pitch + Codec<BF16>::place(i); };
+        return tap_rows(a, "attn", (const bf16 *)now.attn, (size_t)n * w.attn_pitch, n, width, place, e);
     }
     case PHASE_OUTPUT: return floats("attn_residual", now.middle);
     case PHASE_UP: {
@@ -206,9 +201,8 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
     }
     a->s = f->step;
     a->has_logits = true;
-    if (single) gpu->experts_read += (uint64_t)f->work.n_layers * f->work.top_k;
     const DeviceLayer &l = gpu->device.layer[0];
-    const Next next = {single ? NULL : f->work.normed_for[FOR_QKV], BF16, a->w.dim, l.attn_norm, is_paired(a->tokens)};
+    const Next next = {single ? NULL : f->work.normed_for[FOR_QKV], BF16, a->w.dim, l.attn_norm};
     CUDA(launch(gpu, decode_embed, a->tokens, 1024, 0, f->work, a->s, step, gpu->device.embed, gpu->sms, single, next));
     if (!gpu->limits.tap) CUDA(launch_decode_step(a, 0, all));
     for (int phase = 0; phase < all && gpu->limits.tap; phase++) {

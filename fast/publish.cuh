@@ -1,4 +1,4 @@
-/* publish.cuh: what the decode kernel's blocks share: buffers, asynchronous copies and their barriers, top-k, and how
+/* publish.cuh: what the decode kernel's blocks share: buffers, asynchronous copies and their barriers, and how
  * one block publishes values to others. prefill.cuh uses the barriers too. */
 #pragma once
 
@@ -183,7 +183,7 @@ struct DecodeWork : Work {          /* Work, and what only the decode kernel nee
     unsigned long long *expert_sum; /* (MAX_DECODE, dim) counted sums of what experts add to x; 0 outside phase down */
     float *layer_buffers;           /* of a single token: see LayerBuffers */
     void *normed_for[NORMED_MATRICES]; /* (MAX_DECODE, stride) x times the norm's weights, but not yet divided by its
-                                         root mean square, in the matrix's order; for qkv see also paired_place() */
+                                         root mean square, in the matrix's order */
     unsigned long long *router_sum;    /* (MAX_DECODE, n_layers, n_experts) counted sums: see router_sum_of() */
     unsigned long long *output_square; /* (MAX_DECODE, n_layers, blocks) sum of squares of each block's rows of x after
                                          attention, flagged */
@@ -194,10 +194,6 @@ struct DecodeWork : Work {          /* Work, and what only the decode kernel nee
     unsigned long long *barrier;       /* arrivals of all blocks at all barriers so far */
 };
 
-/* RoPE of a pair of dimensions, as in norm_and_rope(). */
-__device__ inline float2 rotated(float2 x, float2 cos_sin) {
-    return {x.x * cos_sin.x - x.y * cos_sin.y, x.y * cos_sin.x + x.x * cos_sin.y};
-}
 /* Stores a pair of a key or a value in the cache: rows r and r + 1 of the qkv matrix, for a token at `position`, whose
  * part of the cache is `page`. */
 __device__ inline void store_key_or_value(const DecodeWork &w, int position, int page, int r, float2 x) {
@@ -207,60 +203,11 @@ __device__ inline void store_key_or_value(const DecodeWork &w, int position, int
     to[values ? value_place(d, position, i) : key_place(d, position, i)] = (bf16)x.x;
     to[values ? value_place(d, position, i + 1) : key_place(d, position, i + 1)] = (bf16)x.y;
 }
-/* RMSNorm's factor, from the sum of squares. */
+/* norm_factor() without its division, which would spill. */
 __device__ inline float rms_factor(const DecodeWork &w, float square) {
     return rsqrtf(fmaf(square, 1.f / w.dim, w.eps));
 }
 
-/* ---- top-k ---- */
-
-/* The top_k largest of n >= top_k logits, by a warp, the lower number among equals. `expert` (top_k) receives them in
- * descending order, `chosen` (top_k) their logits; `logit` lies in shared memory and may change. Up to ONE_PER_LANE
- * experts, lane e has expert e. Before it stores anything it calls on_place() with its expert's place among the chosen,
- * or top_k. With more experts each lane offers the best of its own, and on_place() is not called. */
-constexpr int ONE_PER_LANE = 32;
-template <class OnPlace>
-__device__ inline void choose_top_k(float *logit, int n, int top_k, int lane, int *expert, float *chosen,
-                                    OnPlace on_place) {
-    constexpr unsigned TAKEN = 0, NAN_KEY = 1; /* below the keys of all numbers */
-    auto key_of = [](float x) { return isnan(x) ? NAN_KEY : order_key(x); };
-    unsigned *key = (unsigned *)logit, mine;
-    if (n <= ONE_PER_LANE) { /* without branches: with them a round takes 300 clocks */
-        int place = top_k;
-        float x = lane < n ? logit[lane] : 0;
-        mine = lane < n ? key_of(x) : TAKEN;
-#pragma unroll 4
-        for (int k = 0; k < top_k; k++) {
-            unsigned equal = __ballot_sync(~0u, mine == __reduce_max_sync(~0u, mine));
-            bool first = (equal & -equal) == 1u << lane;
-            place = first ? k : place, mine = first ? TAKEN : mine;
-        }
-        on_place(place);
-        if (place < top_k) expert[place] = lane, chosen[place] = x;
-        __syncwarp();
-        return;
-    }
-    int best;
-    auto offer_best = [&] {
-        mine = TAKEN, best = n;
-#pragma unroll 1
-        for (int e = lane; e < n; e += 32)
-            if (key[e] > mine) mine = key[e], best = e;
-    };
-#pragma unroll 1
-    for (int e = lane; e < n; e += 32) key[e] = key_of(logit[e]);
-    offer_best();
-#pragma unroll 1
-    for (int k = 0; k < top_k; k++) {
-        unsigned top = __reduce_max_sync(~0u, mine);
-        int e = __reduce_min_sync(~0u, mine == top ? best : n);
-        if (best == e) {
-            expert[k] = e, chosen[k] = key_value(top), key[e] = mine = TAKEN;
-            offer_best();
-        }
-        __syncwarp();
-    }
-}
 /* Softmax over the logits of a token's choices, which come in descending order, in place. */
 __device__ inline void softmax_choices(float *chosen, int top_k, int lane) {
     float share = lane < top_k ? expf(chosen[lane] - chosen[0]) : 0, total = warp_sum(share);

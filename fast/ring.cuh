@@ -70,8 +70,8 @@ struct Layout { /* where each array begins, in bytes; the ring has what the othe
     int stages, stage_bytes;
     int ring, barriers, hold, gates, x, sums, square, scale, factor, bias, own, norm, columns, logit, weights, experts;
     int cos_sin, position, page, table;
-    int active_expert, active_begin, active_order, active_cost, active_range; /* see Active */
-    unsigned sum_room;                                                        /* floats of `sums` */
+    int active_expert, active_begin, active_order, active_range; /* see Active */
+    unsigned sum_room;                                           /* floats of `sums` */
     int barrier_base; /* the value of DecodeWork::barrier before phase 0; can be below 0 */
     int bytes;        /* of all */
 };
@@ -85,29 +85,18 @@ struct Active {
     int *expert; /* (n) of several tokens in ascending order */
     int *begin;  /* (n + 1) in `order` */
     int *order;  /* (tokens * top_k) choices, by expert and then by token */
-    int *cost;   /* (n + 1) tile_cost() of all experts before this one */
     int *range;  /* (4) this block's tiles of all experts, begin and end: of phase up, of phase down */
     static int max_experts(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
-
-/* What a tile of an expert with this many choices costs, by its instructions, and what starting an expert costs a
- * block: as much as two of the cheapest tiles. Other costs were no better (notebooks/speed.md). */
-constexpr int EXPERT_COST = 4;
-__host__ __device__ constexpr int tile_cost(int choices) {
-    int rest = choices % MAX_CHOICES;
-    return choices / MAX_CHOICES * 3 + (rest > 4 ? 3 : rest ? 2 : 0);
-}
-static_assert(tile_cost(9) * 3 <= 2 * 3 + 9 && tile_cost(13) * 3 <= 2 * 3 + 13 && tile_cost(5) * 3 <= 2 * 3 + 5,
-              "layout_for() relies on 2 + choices / 3");
 
 /* The layout for so many tokens and blocks. It fits if its bytes are at most `room`, a block's shared memory. */
 inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tokens, int blocks, int room) {
     Layout k = {};
     const DeviceLayer &b = device.layer[0];
     int experts = Active::max_experts(w.n_experts, w.top_k, tokens), x = 0, sums = MIN_SUMS;
-    /* rows of the tiles of one block, of n matrices and `more` tiles */
-    auto rows_of = [&](const Matrix &m, int n, int more = 0) {
-        int rows = m.type == MXFP4 ? TILE : BF16_ROWS, tiles = (m.rows + rows - 1) / rows * n + more;
+    /* rows of the tiles of one block, of n matrices */
+    auto rows_of = [&](const Matrix &m, int n) {
+        int rows = m.type == MXFP4 ? TILE : BF16_ROWS, tiles = (m.rows + rows - 1) / rows * n;
         return (tiles + blocks - 1) / blocks * rows;
     };
     auto consider = [&](auto codec, const Matrix &m, bool normed) {
@@ -119,13 +108,8 @@ inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tok
     };
     for (const Matrix *m : {&b.qkv, &b.o, &device.head}) consider(Codec<BF16>(), *m, m != &b.o);
     for (const Matrix *m : {&b.up, &b.down}) consider(Codec<MXFP4>(), *m, m == &b.up);
-    /* Ranges cost the same in all blocks, so the longest has tiles of the lowest cost, 2. A tile costs at most 2 +
-     * choices / 3. So all experts cost at most as much as `matrices` experts of cost 2, and starting them as much as
-     * `begins` tiles. */
-    int matrices = tokens == 1 ? experts : experts + (tokens * w.top_k + 5) / 6;
-    int begins = tokens == 1 ? 0 : experts * EXPERT_COST / 2;
-    int rows = max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)),
-                      max_of(rows_of(b.up, matrices, begins), rows_of(b.down, matrices, begins)));
+    int rows =
+        max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), max_of(rows_of(b.up, experts), rows_of(b.down, experts)));
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.square, CONSUMER_WARPS * 4);
     take(k.scale, MAX_DECODE * 4);
@@ -140,7 +124,6 @@ inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tok
     take(k.active_expert, experts * 4);
     take(k.active_begin, (experts + 1) * 4);
     take(k.active_order, tokens * w.top_k * 4);
-    take(k.active_cost, (experts + 1) * 4);
     take(k.active_range, 4 * 4);
     take(k.cos_sin, tokens * w.head_dim / 2 * 8);
     take(k.position, tokens * 4);
@@ -177,7 +160,7 @@ constexpr int fragments_of(int chunks) {
 static_assert(fragments_of(4096 / BF16_COLUMNS) <= MAX_FRAGMENTS && fragments_of(2880 / CHUNK) <= MAX_FRAGMENTS,
               "gpt-oss's shapes");
 
-/* The activations that a warp keeps in registers for all tiles of a matrix: by chunk and quad (PAIRED: half). */
+/* The activations that a warp keeps in registers for all tiles of a matrix: by chunk and quad. */
 template <Type T, int QUADS>
 using Fragments = typename Codec<T>::template Lane<QUADS>::Fragment[MAX_FRAGMENTS][Codec<T>::template Lane<QUADS>::N];
 
@@ -196,15 +179,6 @@ struct Ring {
     __device__ Ring(const Layout &k, uint8_t *shared)
         : memory(shared + k.ring), full((Barrier *)(shared + k.barriers)), empty(full + MAX_STAGES),
           hold((Barrier *)(shared + k.hold)), stages(k.stages), stage_bytes(k.stage_bytes), thread(threadIdx.x) {}
-    /* Hides the thread's number from the optimizer: what depends on it is computed again from here on, not kept in
-     * registers. REREAD: the number itself is read again too, which takes a while. */
-    template <bool REREAD> __device__ void launder() {
-        if (REREAD)
-            asm volatile("mov.u32 %0,%%tid.x;" : "=r"(thread));
-        else
-            asm volatile("" : "+r"(thread));
-        __builtin_assume(thread >= 0);
-    }
     __device__ uint8_t *stage_at() const { return memory + stage * stage_bytes; }
     __device__ void advance() {
         if (++stage < stages) return;

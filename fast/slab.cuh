@@ -20,63 +20,37 @@ __device__ void replace_key(Slab<D> &slab, int at, const uint4 (&its_key)[D / 32
     }
 }
 
-/* Merges the softmax states that warps, or splits, have stored of one head: dimensions 2 pair and 2 pair + 1. A state
- * is the maximum score, the total of the shares, and D weighted sums. */
-template <int D> struct MergedStates : Merged {
-    static constexpr int STATE = 8 * (D + 2); /* floats between the states of two warps, or splits */
-    int pair;
-    __device__ MergedStates(int pair) : pair(pair) {}
-    /* Of `count` warps. */
-    template <int MAX> __device__ void add(const float *state, int count) {
-        float score[MAX];
+/* Merged of `count` states as soon as they are published, at most MAX. All lanes of a warp call it. It polls maxima and
+ * totals first and then the sums: both at once would fill the registers. */
+template <int MAX> __device__ Merged merge_published(const float *state, int count, int pitch, int pair) {
+    Merged m;
+    uint2 word[MAX];
+    auto poll_all = [&](int offset) {
+        uint32_t max_word;
+        do {
+            max_word = 0;
+            asm volatile("" : "+l"(state)); /* keeps no addresses for another round */
 #pragma unroll
-        for (int j = 0; j < MAX; j++) {
-            score[j] = j < count ? state[j * STATE] : NO_SCORE;
-            max_score = fmaxf(max_score, score[j]);
-        }
+            for (int j = 0; j < MAX; j++) {
+                word[j] = {__float_as_uint(NO_SCORE), 0};
+                if (j < count) word[j] = poll((const uint2 *)(state + j * pitch + offset));
+                max_word = max(max_word, j < count ? max(word[j].x, word[j].y) : 0);
+            }
+        } while (__any_sync(~0u, max_word == UNPUBLISHED) && pause());
+    };
+    float share[MAX];
+    poll_all(0);
 #pragma unroll
-        for (int j = 0; j < MAX; j++) {
-            if (j >= count) break;
-            float share = exp2f(score[j] - max_score);
-            float2 x = *(const float2 *)(state + j * STATE + 2 + 2 * pair);
-            total += share * state[j * STATE + 1];
-            sum.x += share * x.x, sum.y += share * x.y;
-        }
+    for (int j = 0; j < MAX; j++) m.max_score = fmaxf(m.max_score, __uint_as_float(word[j].x));
+#pragma unroll
+    for (int j = 0; j < MAX; j++) {
+        share[j] = exp2f(__uint_as_float(word[j].x) - m.max_score);
+        m.total += share[j] * __uint_as_float(word[j].y);
     }
-    /* Of `count` splits, as soon as they are published. All lanes of a warp call it. It polls maxima and totals first
-     * and then the sums: both at once would fill the registers. */
-    template <int MAX> __device__ void add_polled(const float *state, int count) {
-        uint2 word[MAX];
-        auto poll_all = [&](int offset) {
-            uint32_t max_word;
-            do {
-                max_word = 0;
-                asm volatile("" : "+l"(state)); /* keeps no addresses for another round */
+    poll_all(2 + pair);
 #pragma unroll
-                for (int j = 0; j < MAX; j++) {
-                    word[j] = {__float_as_uint(NO_SCORE), 0};
-                    if (j < count) word[j] = poll((const uint2 *)(state + j * STATE + offset));
-                    max_word = max(max_word, j < count ? max(word[j].x, word[j].y) : 0);
-                }
-            } while (__any_sync(~0u, max_word == UNPUBLISHED) && pause());
-        };
-        float share[MAX];
-        poll_all(0);
-#pragma unroll
-        for (int j = 0; j < MAX; j++) max_score = fmaxf(max_score, __uint_as_float(word[j].x));
-#pragma unroll
-        for (int j = 0; j < MAX; j++) {
-            share[j] = exp2f(__uint_as_float(word[j].x) - max_score);
-            total += share[j] * __uint_as_float(word[j].y);
-        }
-        poll_all(2 + 2 * pair);
-#pragma unroll
-        for (int j = 0; j < MAX; j++)
-            if (j < count)
-                sum.x += share[j] * __uint_as_float(word[j].x), sum.y += share[j] * __uint_as_float(word[j].y);
-    }
-    __device__ void publish_state(float *to) const {
-        if (pair == 0) publish(to, max_score), publish(to + 1, total);
-        publish(to + 2 + 2 * pair, sum.x), publish(to + 3 + 2 * pair, sum.y);
-    }
-};
+    for (int j = 0; j < MAX; j++)
+        if (j < count)
+            m.sum.x += share[j] * __uint_as_float(word[j].x), m.sum.y += share[j] * __uint_as_float(word[j].y);
+    return m;
+}

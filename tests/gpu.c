@@ -259,7 +259,7 @@ static void shapes_pass(const char *config, int layers, double share, const char
 
 #define SLIDING "\"sliding_attention\""
 #define FULL    "\"full_attention\""
-#define GPT_OSS(TYPES, EXPERTS)                                                                                        \
+#define GPT_OSS(EXPERTS, TYPES)                                                                                        \
     "{\"architectures\":[\"GptOssForCausalLM\"],\"model_type\":\"gpt_oss\",\"num_hidden_layers\":%d,"                  \
     "\"vocab_size\":%d,\"hidden_size\":2880,\"intermediate_size\":2880,\"num_attention_heads\":64,"                    \
     "\"num_key_value_heads\":8,\"head_dim\":64,\"layer_types\":[" TYPES "],"                                           \
@@ -267,12 +267,12 @@ static void shapes_pass(const char *config, int layers, double share, const char
     "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-05,\"rope_theta\":150000,\"attention_bias\":true,"           \
     "\"rope_scaling\":{\"rope_type\":\"default\"},\"tie_word_embeddings\":false,\"quantization_config\":{\"quant_"     \
     "method\":\"mxfp4\"}}"
-
-#define GPT_OSS_20B(TYPES) GPT_OSS(TYPES, "32")
+#define GPT_OSS_20B(TYPES)  GPT_OSS("32", TYPES)
+#define GPT_OSS_120B(TYPES) GPT_OSS("128", TYPES) /* its experts; layers have the same shapes */
 
 static void shapes_of_gpt_oss(void) {
     shapes_pass(GPT_OSS_20B(SLIDING "," FULL), 2, 0.8, NULL);
-    shapes_pass(GPT_OSS(SLIDING "," FULL, "128"), 2, 0.8, NULL); /* of 120b: a lane compares four experts */
+    shapes_pass(GPT_OSS_120B(SLIDING "," FULL), 2, 0.8, NULL);
 }
 
 enum { AGREEING = 49 }; /* tokens: chunks of 2, 12 and 16 leave one for the end */
@@ -331,17 +331,17 @@ static void instances_of_20b_agree(void) {
 }
 
 /* With a tap a launch ends after each phase: a token alone has the same bits at every stage as several at once. */
-static void phases_of_20b_agree(void) {
+static void phases_agree(const char *config, int layers) {
     const int ids[] = {1, 20000, 300, 300, 4, 200000, 7, 8, 9, 1000, 300, 12};
     const size_t n = sizeof ids / sizeof *ids, chunks[] = {2, 7, 12};
     Trace one = {0};
     Checkpoint c;
-    make_up(&c, GPT_OSS_20B(SLIDING "," FULL "," SLIDING "," FULL), 4, 201088, NULL);
+    make_up(&c, config, layers, 201088, NULL);
     trace_run(&one, &cuda, &c.model, ids, n, 1);
     for (size_t k = 0; k < sizeof chunks / sizeof *chunks; k++) {
         Trace other = {0};
         trace_run(&other, &cuda, &c.model, ids, n, chunks[k]);
-        check(one.stages == 4 * 9 + 1 && other.stages == one.stages, "%d and %d stages", one.stages, other.stages);
+        check(one.stages == layers * 9 + 1 && other.stages == one.stages, "%d and %d stages", one.stages, other.stages);
         for (int i = 0; i < one.stages; i++) {
             const Bytes *a = &one.stage[i].values, *b = &trace_stage(&other, one.stage[i].name)->values;
             check(a->n == b->n && !memcmp(a->data, b->data, a->n), "%s has other bits in chunks of %zu",
@@ -352,10 +352,11 @@ static void phases_of_20b_agree(void) {
     trace_free(&one);
     checkpoint_close(&c);
 }
+static void phases_of_20b_agree(void) { phases_agree(GPT_OSS_20B(SLIDING "," FULL "," SLIDING "," FULL), 4); }
 
-/* A prompt long enough for fast/'s prefill: its stages are nearly those of plain. The two may choose different experts
- * where a router is close to a tie, but not for a fifth of the tokens. */
-static void stages_agree(const char *config, int vocab, const char *encoding) {
+/* A prompt long enough for fast/'s prefill, or in chunks: its stages are nearly those of plain. The two may choose
+ * different experts where a router is close to a tie, but not for a fifth of the tokens. */
+static void stages_agree(const char *config, int vocab, const char *encoding, size_t chunk) {
     enum { N = 600, LAYERS = 2 };
     int ids[N];
     uint64_t random = 11;
@@ -363,9 +364,9 @@ static void stages_agree(const char *config, int vocab, const char *encoding) {
     Checkpoint c;
     make_up(&c, config, LAYERS, vocab, encoding);
     fill_random(ids, N, vocab, &random);
-    trace_run(&fast, &cuda, &c.model, ids, N, 0);
+    trace_run(&fast, &cuda, &c.model, ids, N, chunk);
     plain = true;
-    trace_run(&other, &cuda, &c.model, ids, N, 0);
+    trace_run(&other, &cuda, &c.model, ids, N, chunk);
     plain = false;
     for (int i = 0; i < fast.stages; i++) {
         const Stage *a = fast.stage + i, *b = trace_stage(&other, a->name);
@@ -572,9 +573,13 @@ static void shapes_experts(void) {
 
 static void fast_agrees_with_plain(void) {
     const char *encodings[] = {NULL, "fp8", "q4_1", "q6_k"};
-    stages_agree(GPT_OSS_20B(SLIDING "," FULL), 201088, NULL);
-    stages_agree(GPT_OSS(SLIDING "," FULL, "128"), 512, NULL);
-    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) stages_agree(EXPERTS("8"), 512, encodings[i]);
+    stages_agree(GPT_OSS_20B(SLIDING "," FULL), 201088, NULL, 0);
+    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++) stages_agree(EXPERTS("8"), 512, encodings[i], 0);
+}
+/* A warp chooses among 128 experts, four for each lane: the same for one token and several, and nearly as plain. */
+static void experts_of_120b_agree(void) {
+    phases_agree(GPT_OSS_120B(SLIDING "," FULL), 2);
+    stages_agree(GPT_OSS_120B(SLIDING "," FULL), 201088, NULL, 16);
 }
 static void streams_agree_with_plain(void) {
     streams_agree(GPT_OSS_20B(SLIDING "," FULL));
@@ -1071,6 +1076,7 @@ int main(void) {
     }
     plain = false;
     run("gpu: fast and plain agree at every stage of a prompt", fast_agrees_with_plain);
+    run("gpu: gpt-oss-120b's experts, stage by stage, fast and plain", experts_of_120b_agree);
     run("gpu: fast and plain agree for 256 streams", streams_agree_with_plain);
     run("gpu: the reference, fast and plain agree at every stage, gpt-oss-20b's shapes", stages_of_20b_pass);
     run("gpu: prompts of 1 to 5,000 tokens, 4 and 3 heads of 64 share keys", shapes_dense_64);
