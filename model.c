@@ -180,22 +180,14 @@ static const char *rope_type(Loader *load, const cJSON *rope) {
 }
 
 /* config.json's RoPE parameters for layers with a window, or for those without; NULL: it has none. rope_scaling is
- * their older name, added to enlarge the context: a file with both must say the same in both, but for rope_theta. */
+ * their older name, added to enlarge the context: a file with both must say the same in both. */
 static const cJSON *find_rope(Loader *load, bool window) {
     const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
     const cJSON *older = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object");
     const cJSON *full = config_typed(load, rope, "full_attention", cJSON_Object, "an object");
-    const cJSON *newer = full ? full : rope, *one;
     if (json_get(rope, "sliding_attention") && !full) config_bad(load, rope, "full_attention", "an object");
-    if (older && !older->child) older = NULL;
-    for (one = rope && older ? older->child : NULL; one; one = one->next)
-        if (text_listed("rope_type type", one->string) ? strcmp(rope_type(load, older), rope_type(load, newer))
-                                                       : !cJSON_Compare(one, json_get(newer, one->string), true))
-            config_bad(load, older, one->string, "as in rope_parameters, or left out of rope_scaling,");
-    for (one = rope && older ? newer->child : NULL; one; one = one->next)
-        if (!text_listed("rope_type type rope_theta", one->string) && !cJSON_IsNull(one) &&
-            !json_get(older, one->string))
-            config_bad(load, older, one->string, "in rope_scaling as in rope_parameters");
+    if (rope && older && !cJSON_Compare(rope, older, true))
+        config_bad(load, load->config, "rope_scaling", "as rope_parameters, or left out,");
     if (full && !two_ropes(load)) config_bad(load, load->config, "rope_parameters", "one for all layers");
     if (full) return window ? json_get(rope, "sliding_attention") : full;
     if (window) return NULL; /* their only parameter is rope_local_base_freq */

@@ -412,18 +412,9 @@ def test_config_of_a_dense_model(folder):
         ("bias wanted, and absent", {"mlp_bias": True}, ["gate_proj.bias"]),
         ("sees what follows", {"is_causal": False}, ["config.json", "is_causal"]),
         ("a scaling beside the newer object", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": {
-            "rope_type": "default", "rope_theta": 1000.0}}, ["rope_type", "rope_parameters", "rope_scaling", "yarn"]),
+            "rope_type": "default", "rope_theta": 1000.0}}, ["rope_scaling", "rope_parameters", "yarn"]),
         ("what both objects say", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}}, FINE),
-        ("the type under its older key", {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": {
-            "rope_type": "linear", "factor": 1}}, FINE),
-        ("what the older object leaves out", {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": {
-            "rope_type": "linear", "factor": 1.0, "beta_fast": 3}}, ["beta_fast", "rope_parameters"]),
-        ("and that is null", {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": {
-            "rope_type": "linear", "factor": 1.0, "beta_fast": None}}, FINE),
-        ("an empty scaling", {"rope_scaling": {}}, FINE),
-        ("the usual type, left out", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {}}, FINE),
-        ("another under the older key", {"rope_scaling": {"type": "linear"}, "rope_parameters": {
-            "rope_type": "default"}}, ["type", "rope_parameters", "linear"])])
+        ("an empty scaling", {"rope_scaling": {}}, FINE)])
 
 
 def test_yarn_enlarges_the_context(folder):
