@@ -235,11 +235,6 @@ static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
         high = fmin(high, d - 1);
         if (low == high) high += 0.001;
     }
-    /* GGUF's own factors: the first multiplies the scale, with latents all of q . k, too; the others must be neutral */
-    if (load->family->latent) only(load, load->config, "rope.scaling.attn_factor", 1);
-    scale *= config_number(load, load->config, "rope.scaling.attn_factor", 1e-6, 1e6, 1);
-    only(load, load->config, "rope.scaling.yarn_attn_factor", 1);
-    only(load, rope, "rope.scaling.yarn_ext_factor", yarn);
     const float *divisor = NULL;
     if (tensors_find(&load->c->tensors, "rope_freqs.weight"))
         divisor = bind_floats(load, "rope_freqs", ".weight", m->rope_dim / 2);
