@@ -112,7 +112,7 @@ typedef struct {
     ModelEntry *entry;
     int n;
 } Models;
-/* All models in ./models, ~/.cache/infer/models and the hub's cache, sorted by name, each name once. */
+/* All models in ./models and the hub's cache, sorted by name, each name once. */
 Models models_list(void);
 void models_free(Models *list);
 /* The path of the model that a MODEL argument means: a path, ORG/NAME, ORG/NAME@REVISION or a unique part of a name.

@@ -384,10 +384,7 @@ static bool choose_model(Session *s, Error *e) {
     char line[64];
     int n = here.n, choice = n == 1;
     bool can_ask = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
-    if (!n)
-        return fail(e, BAD_MODEL,
-                    "no model in ./models, ~/.cache/infer/models or the hub's cache: infer download ORG/NAME "
-                    "fetches one");
+    if (!n) return fail(e, BAD_MODEL, "no model in ./models or the hub's cache: infer download ORG/NAME fetches one");
     if (n > 1) fputs("Available models:\n", stderr);
     for (const ModelEntry *m = list; m < list + n && n > 1; m++) {
         const char *state = !m->known ? "  not supported" : m->complete ? "" : "  incomplete";
@@ -1358,7 +1355,7 @@ static const Command commands[] = {
      "talk to a model in the terminal; with -p, -f or a text on stdin: one answer, alone on stdout"},
     {"serve", "[MODEL]", serve, "an API like OpenAI's, for many clients at once, and a page to chat with"},
     {"download", "REPO", download, "fetch a model, REPO[@REVISION], or the rest of it, into the hub's cache"},
-    {"list", "", list, "the models in ./models, ~/.cache/infer/models and the hub's cache"},
+    {"list", "", list, "the models in ./models and the hub's cache"},
     {"rm", "MODEL", rm, "remove a model from the hub's cache"},
     {"inspect", "MODEL", inspect, "what a model is made of, and whether it fits here"},
     {"doctor", "", doctor, "GPU, driver, cache, token, network: what is wrong, and its cure"},

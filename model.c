@@ -831,7 +831,6 @@ static const Encoding encodings[] = {
     {MXFP4, ".weight_packed", NULL, ".weight_scale", NULL, NULL, E8M0, 0, 32},
     {FP8, ".weight", ".weight_scale", ".weight_scale", NULL, NULL, BF16, 0, INT32_MAX},
     {FP8, ".weight", ".scale", ".scale", NULL, NULL, BF16, 0, INT32_MAX},
-    {FP8, ".weight", ".qscale_weight", ".qscale_weight", NULL, NULL, BF16, 0, INT32_MAX},
     {FP8, ".weight", NULL, ".weight_scale_inv", NULL, NULL, BF16, 0, INT32_MAX},
     {INT8, ".weight", NULL, ".weight_scale", ".weight_zero_point", NULL, BF16, INT8, INT32_MAX}};
 /* clang-format on */
@@ -962,10 +961,6 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, in
     one->data = bind_grid(load, name, how.codes, &w, (Grid){w.type, 1, 1, false}, (int64_t)rows * cols);
     one->factor = 1;
     if (how.scale) bind_grids(load, name, &how, &w, one);
-    Tensor *said = find(load, name, ".weight_shape");
-    if (said && tensor_is(load, said, said->size == 16 && !memcmp(said->data, (int64_t[]){rows, cols}, 16),
-                          "the shape of its matrix"))
-        belongs(said, w.type, 0);
     if (!bias) bias = (in_gptq(w.type) || load->gguf) && find(load, name, ".bias");
     if (bias > 0) one->bias = bind_floats(load, name, ".bias", rows);
     return w;
@@ -1139,7 +1134,7 @@ static void bind_layer(Loader *load, Model *m, int i) {
 
 /* True for tensors that generating text does not need, as scales of activations and of the cache: both stay bf16. */
 static bool left_out(const Loader *load, const char *name) {
-    static const char scales[] = "input_scale qscale_act input_global_scale input_zero_point input_scale_ub k_scale "
+    static const char scales[] = "input_scale weight_shape input_global_scale input_zero_point input_scale_ub k_scale "
                                  "v_scale q_scale kv_scale prob_scale output_scale";
     const char *dot = strrchr(name, '.'), *layer = strstr(name, "layers.");
     bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
@@ -1395,10 +1390,8 @@ char *hub_folder(const char *repository) {
 
 Models models_list(void) {
     Models list = {0};
-    LocalText own = join(environment("HOME") ? environment("HOME") : "", ".cache/infer/models");
     LocalText cache = hub_cache();
     add_all(&list, "models", false);
-    add_all(&list, own, false);
     add_all(&list, cache, true);
     if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
     return list;
@@ -1444,7 +1437,7 @@ char *model_find(const char *argument, Error *e) {
         fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
     else
         fail(e, BAD_MODEL,
-             "'%.100s' is no folder, and none of the models in ./models, ~/.cache/infer/models and the hub's cache: "
+             "'%.100s' is no folder, and none of the models in ./models and the hub's cache: "
              "%s; infer download ORG/NAME fetches one",
              argument, list.n ? all.data : "none is there");
     return NULL;

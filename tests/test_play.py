@@ -1227,9 +1227,7 @@ def test_models_are_found(folder):
     home, work = home_with_models(folder)
     elsewhere = folder / "elsewhere"
     hub_model(elsewhere / "hub", "other/bird")
-    link = home / ".cache" / "infer" / "models"
-    link.mkdir(parents=True)
-    (link / "org--link").symlink_to(PARROT)
+    (work / "models" / "org--link").symlink_to(PARROT)
     broken = home / ".cache" / "huggingface" / "hub" / "models--org--parrot-broken"
     (broken / "snapshots" / COMMIT).mkdir(parents=True)
     hub, cache = {"HF_HOME": elsewhere}, {"HF_HUB_CACHE": elsewhere / "hub"}
