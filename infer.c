@@ -1205,21 +1205,10 @@ static int tokenize(const Options *o) {
     return code;
 }
 
-/* The number of token ids. config.json may count more than the tokenizer has; the extra ids have no text. */
-static int vocabulary(const Session *s) {
-    Error e;
-    LocalText path = text_print("%s/config.json", s->dir);
-    LocalJson config = json_read(path, 1 << 20, &e);
-    int64_t n = 0;
-    const cJSON *text = json_get(config, "text_config"); /* of a model with vision */
-    json_whole(json_get(text ? text : config, "vocab_size"), 0, INT32_MAX, &n);
-    return n > tokenizer_size(s->tokenizer) ? (int)n : tokenizer_size(s->tokenizer);
-}
-
 static int detokenize(const Options *o) {
     Filter f = {0};
     filter_open(&f, o, NEED_TOKENIZER);
-    read_ids(&f, vocabulary(&f.s));
+    read_ids(&f, tokenizer_size(f.s.tokenizer));
     print_text(f.s.tokenizer, &f.ids);
     return filter_close(&f);
 }
