@@ -625,7 +625,7 @@ static bool keep_answer(Answer *a, Error *e) {
     const char *at = part == CALL ? "calling a tool" : "thinking", *cure = p->loop ? "; /retry tries again" : "";
     if (!p->chat) return conversation_add(&p->talk, "assistant", NULL, a->text.data, a->text.n);
     if (!strcmp(a->reason, "token limit")) cure = p->loop ? ": /set max-tokens raises it" : ": --max-tokens raises it";
-    if (part == REASONING || (part == CALL && strcmp(a->reason, "tool call")))
+    if (part == REASONING || (part == CALL && (!p->loop || strcmp(a->reason, "tool call"))))
         return fail(e, interrupted ? INTERRUPTED : FAILED, "no answer: ended while %s (%s)%s", at, a->reason, cure);
     if (part == ANSWER && !strcmp(a->reason, "stop text")) /* the conversation keeps what was shown */
         text_stops(&last->content, &(size_t){0}, p->o.stop.text, p->o.stop.n, true);
@@ -677,17 +677,11 @@ static void print_statistics(const Answer *a, FILE *f) {
 
 static void print_answer_json(const Answer *a) {
     const Play *p = a->p;
-    cJSON *calls = cJSON_CreateArray();
-    for (int i = 0; i < p->talk.messages; i++) {
-        const Message *m = p->talk.message + i;
-        if (!strcmp(m->role, "assistant") && message_part(m) == CALL) cJSON_AddItemToArray(calls, message_json(m));
-    }
     json_print(json_object("model", json_word(p->m.name), "text", json_from_text(a->text.data, a->text.n), "thinking",
                            json_from_text(a->thinking.data, a->thinking.n), "reason", json_word(a->reason),
-                           "tool_calls", calls, "prompt_tokens", json_number(a->stream.prompt), "tokens",
-                           json_number(a->tokens), "thinking_tokens", json_number(a->thought), "first_token_ms",
-                           json_number(a->first * 1000), "tokens_per_second", json_number(speed(a)), "seed",
-                           json_number(p->o.sampling.seed), NULL),
+                           "prompt_tokens", json_number(a->stream.prompt), "tokens", json_number(a->tokens),
+                           "thinking_tokens", json_number(a->thought), "first_token_ms", json_number(a->first * 1000),
+                           "tokens_per_second", json_number(speed(a)), "seed", json_number(p->o.sampling.seed), NULL),
                true);
 }
 
@@ -907,9 +901,8 @@ static int converse(Play *p) {
                   "the context of %s tokens is full: /undo takes the last question back, /clear begins anew, "
                   "infer play --ctx chooses a larger one",
                   COUNT((uint64_t)p->m.engine.context));
-    if (!ok && !p->loop) die(&e);
+    if (!ok && (!p->loop || e.code == GPU_FAULT)) put_escape(stdout, BRACKETS_OFF), die(&e);
     if (!ok) put_text(stderr, RED, "", e.text);
-    if (e.code == GPU_FAULT) put_escape(stdout, BRACKETS_OFF), exit(GPU_FAULT);
     if (p->loop) puts("");
     ids_free(&a.stream.tokens);
     reader_free(&a.reader);
