@@ -60,13 +60,15 @@ static void report_figure(Bench *b, Figure *f) {
     printf(f->prompt ? " | | |\n" : " %.3f | %.0f | %.1f |\n", bytes / 1e9, bytes / step / 1e9, percent);
 }
 
+static const Sampling greedy = {.top_p = 1, .penalty = 1};
+
 /* Measures prompts of f->tokens random tokens up to their first drawn token. All prompts differ, so the cache never
  * helps. */
 static void measure_prompt(Bench *b, Figure *f) {
     Error e;
     for (int r = -1; r < b->o->repeats; r++) { /* one to warm up */
         Stream t = {.prompt = (size_t)f->tokens, .most = (size_t)f->tokens + 1, .want = WANT_TOKEN};
-        t.sampling = b->o->sampling;
+        t.sampling = greedy;
         for (int i = 0; i < f->tokens; i++) ids_add(&t.tokens, (int)(random() % b->model.engine.model->vocab));
         double begin = seconds();
         if (!scheduler_run(b->model.scheduler, &t, NULL, &e)) die(&e);
@@ -88,7 +90,7 @@ static double generate_once(Bench *b, const Figure *f) {
     for (int i = 0; i < n; i++) {
         start[i] = f->depth, want[i] = WANT_TOKEN;
         token[i] = (int)(random() % b->model.engine.model->vocab);
-        how[i] = b->o->sampling, how[i].seed = (uint64_t)i;
+        how[i] = greedy;
     }
     Batch batch = {n, pages, count.data, count.data, token, start, count.data, how, want};
     Result result;
@@ -193,10 +195,10 @@ static void send_request(Load *l) {
     for (int i = 0; i < l->prompt; i++)
         cJSON_AddItemToArray(prompt, json_number((double)(FIRST_ID + random() % PROMPT_IDS)));
     /* servers that know ignore_eos give answers of equal length */
-    json_append(&body, json_object("prompt", prompt, "model", model, "max_tokens", json_number(o->tokens),
-                                   "temperature", json_number((double)o->sampling.temperature), "ignore_eos",
-                                   cJSON_CreateTrue(), "stream", cJSON_CreateTrue(), "stream_options",
-                                   json_object("include_usage", cJSON_CreateTrue(), NULL), NULL));
+    json_append(&body,
+                json_object("prompt", prompt, "model", model, "max_tokens", json_number(o->tokens), "temperature",
+                            json_number(0), "ignore_eos", cJSON_CreateTrue(), "stream", cJSON_CreateTrue(),
+                            "stream_options", json_object("include_usage", cJSON_CreateTrue(), NULL), NULL));
     Request *r = allocate(sizeof *r);
     *r = (Request){.load = l, .easy = curl_easy_init(), .sent = seconds()};
     curl_easy_setopt(r->easy, CURLOPT_URL, l->url);

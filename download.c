@@ -562,7 +562,7 @@ static bool find_token(void) {
 /* Finds the hub, the token and the repository ORG/NAME[@REVISION]. From now on Ctrl+C ends each wait. USAGE. */
 static bool hub_open(const Options *o) {
     const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
-    const char *at = strchrnul(o->model, '@'), *revision = *at ? at + 1 : "main";
+    const char *at = strchrnul(o->model, '@');
     hub.o = *o;
     hub.begun = hub.drawn = seconds();
     curl_global_init(CURL_GLOBAL_DEFAULT);
@@ -577,7 +577,7 @@ static bool hub_open(const Options *o) {
         return fail(&error, USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co, without a password");
     if (!find_token()) return false;
     hub.name = copy_text(o->model, (size_t)(at - o->model));
-    hub.revision = text_print("%s", o->revision ? o->revision : revision);
+    hub.revision = text_print("%s", *at ? at + 1 : "main");
     if (!repository_valid(hub.name))
         return fail(&error, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", o->model, hub.endpoint);
     hub.cache = hub_cache(), hub.folder = hub_folder(hub.name);

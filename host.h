@@ -231,7 +231,7 @@ SchedulerState scheduler_state(const Scheduler *s);
 /* The arguments of a command. Those that it does not take are NULL, 0 or false. */
 typedef struct {
     const char *model; /* MODEL or REPO; NULL: none was given */
-    const char *prompt, *file, *output, *format, *tap, *ids, *system, *effort, *date, *revision, *token_file, *encoding;
+    const char *prompt, *file, *output, *format, *tap, *ids, *system, *effort, *date, *token_file, *encoding;
     const char *server;
     Texts stop, include, exclude;
     Numbers prompts, depths, streams, clients; /* of bench */

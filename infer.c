@@ -33,7 +33,7 @@ const Backend *const backend = &BACKEND;
 
 /* ---- options: one table for all commands ---- */
 
-typedef enum { SWITCH, TEXT, TEXTS, WHOLE, WHOLES, SEED, REAL, REAL_OR_0 } Kind;
+typedef enum { SWITCH, TEXT, TEXTS, WHOLE, WHOLES, SEED, REAL } Kind;
 
 typedef struct {
     const char *takers; /* the commands that take it; "set" is /set in the loop */
@@ -54,8 +54,8 @@ static const Option options[] = {
     {"play", 's', "system", "TEXT", TEXT, FIELD(system), .help = "instructions for the model"},
     {"play", 'e', "effort", "LEVEL", TEXT, FIELD(effort),
      .help = "how long it thinks: low, medium or high; none, if the model can skip it"},
-    {"play set", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "1",
-     "0 or 0.01 to 100: randomness of the draw; 0 always takes the likeliest token"},
+    {"play set", 0, "temperature", "T", REAL, FIELD(sampling.temperature), 0, 100, "1",
+     "0 to 100: randomness of the draw; below 0.01 it always takes the likeliest token"},
     {"play set", 0, "top-k", "K", WHOLE, FIELD(sampling.top_k), 0, 1e9, "0", "draw among the K likeliest; 0: all"},
     {"play set", 0, "top-p", "P", REAL, FIELD(sampling.top_p), 1e-30, 1, "1",
      "above 0, at most 1: draw among the likeliest whose probabilities add up to P"},
@@ -88,8 +88,6 @@ static const Option options[] = {
     {"bench", 'c', "clients", "N,...", WHOLES, FIELD(clients), 1, MOST_CLIENTS, "1,8,64,256",
      "with --serve: clients at once; each sends r requests, one after another"},
     {"bench", 'o', "output", "FORMAT", TEXT, FIELD(format), .initial = "md", .help = "md, a table, or json"},
-    {"bench", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "0",
-     "0 or 0.01 to 100: randomness of the draw"},
 
     {"logits explain", 'p', "prompt", "TEXT", TEXT, FIELD(prompt),
      .help = "the text; a beginning-of-text token is added if the tokenizer wants one"},
@@ -126,7 +124,6 @@ static const Option options[] = {
      "tokens of a step, or 6 for each answer if that is more: longer steps read prompts sooner, but other answers wait "
      "longer for each token"},
 
-    {"download", 0, "revision", "R", TEXT, FIELD(revision), .help = "a branch, a tag or a commit (main)"},
     {"download", 0, "include", "G", TEXTS, FIELD(include), .most = MOST_VALUES,
      .help = "fetch files that match the pattern, instead of the usual ones; can be repeated"},
     {"download", 0, "exclude", "G", TEXTS, FIELD(exclude), .most = MOST_VALUES,
@@ -164,11 +161,11 @@ static bool check_text(const char *what, const char *text, size_t n, Error *e) {
 
 /* Reads the number at *text and moves *text behind it. `given` is the whole value, for the message. */
 static bool read_number(const Option *option, const char **text, const char *given, double *x, Error *e) {
-    bool real = option->kind == REAL || option->kind == REAL_OR_0, list = option->kind == WHOLES;
+    bool real = option->kind == REAL, list = option->kind == WHOLES;
     char *end;
     *x = strtod(*text, &end);
-    bool zero = *x == 0 && option->kind == REAL_OR_0, inside = *x >= option->least && *x <= option->most;
-    if (end > *text && (!*end || (list && *end == ',')) && (zero || inside) && (real || *x == floor(*x)))
+    bool inside = *x >= option->least && *x <= option->most;
+    if (end > *text && (!*end || (list && *end == ',')) && inside && (real || *x == floor(*x)))
         return *text = end, true;
     LocalText range = real ? copy_text(option->help, strcspn(option->help, ":"))
                            : text_print("%s from %.0f to %.0f", list ? "whole numbers like 1,4,16," : "a whole number",
@@ -200,7 +197,7 @@ static bool option_set(Options *o, const Option *option, const char *text, Error
     } while (*at++);
     if (option->kind == WHOLE) *(int *)field = (int)x;
     if (option->kind == SEED) *(uint64_t *)field = (uint64_t)x;
-    if (option->kind == REAL || option->kind == REAL_OR_0) *(float *)field = x < 1e-30 ? 0 : (float)x;
+    if (option->kind == REAL) *(float *)field = x < 1e-30 ? 0 : (float)x;
     return true;
 }
 

@@ -1668,6 +1668,7 @@ void scheduler_add(Scheduler *s, Stream *t) {
     const size_t n = s->now.running + s->now.waiting++;
     s->stream = reallocate(s->stream, (n + 1) * sizeof *s->stream);
     s->stream[n] = t;
+    if (t->sampling.temperature < 0.01f) t->sampling.temperature = 0; /* logits are divided by it */
 }
 
 void scheduler_remove(Scheduler *s, Stream *t) {

@@ -269,7 +269,6 @@ static bool take_request(Request *q) {
     s->top_p = fmaxf((float)number(q, "top_p", false, 0, 1, 1), 1e-30f);
     s->min_p = (float)number(q, "min_p", false, 0, 1, 0);
     s->penalty = (float)number(q, "repetition_penalty", false, 1e-3, 100, 1);
-    if (s->temperature < 0.01f) s->temperature = 0;
     if (s->min_p < 1e-30f) s->min_p = 0;
     if (q->error.code) return false;
     if (q->chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs");

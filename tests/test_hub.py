@@ -44,9 +44,9 @@ def env_of(hub, folder, **more):
     return {"HF_ENDPOINT": hub.url, "HF_HOME": folder / "hf", "HOME": folder, **more}
 
 
-def fetch(hub, folder, *args, env=None, **how):
+def fetch(hub, folder, *args, at="", env=None, **how):
     how.setdefault("seconds", 120)
-    return infer("download", hub.repository, *args, env=env_of(hub, folder, **(env or {})), **how)
+    return infer("download", hub.repository + at, *args, env=env_of(hub, folder, **(env or {})), **how)
 
 
 def refuses(hub, folder, *args, code=5, words=(), env=None, **how):
@@ -102,7 +102,7 @@ def test_download(folder):
         fetch(hub, folder)
         same(hub.asked(), 1, "requests when all is here")
         hub.clear()
-        same(fetch(hub, folder, "--revision", hub.commit).text, r.text, "by commit")
+        same(fetch(hub, folder, at="@" + hub.commit).text, r.text, "by commit")
         same(fetch(hub, folder, env={"HF_HUB_OFFLINE": 1}).text, r.text, "offline")
         same(hub.asked(), 0, "requests for what cannot change")
         hub.fault = lambda q: q.reply(429, {"Retry-After": 60})
@@ -116,8 +116,8 @@ def test_download(folder):
         alone = fetch(hub, folder)
         same(alone.text, r.text, "with no hub at all")
         expect("goes on" not in alone.err, f"there is nothing to go on with: {alone.err}")
-        refuses(hub, folder, "--revision", "other", words=["network"])
-    refuses(hub, folder, "--revision", "other", env={"HF_HUB_OFFLINE": 1}, words=["HF_HUB_OFFLINE"])
+        refuses(hub, folder, at="@other", words=["network"])
+    refuses(hub, folder, at="@other", env={"HF_HUB_OFFLINE": 1}, words=["HF_HUB_OFFLINE"])
 
 
 MANY = {**SMALL, "model-00001-of-00002.safetensors": b"a" * 9, "model.safetensors.index.json": b"{}",
@@ -190,9 +190,9 @@ def test_arguments(folder):
                          "org/model@../../x", "org/model@", "https://huggingface.co/org/model", "org/m\x1b",
                          "o" * 3000):
             refused("download", "--", argument, code=2, env=env_of(hub, folder))
-        r = refuses(hub, folder, "--revision", commit[:7], code=3, words=["40 digits"])
+        r = refuses(hub, folder, at="@" + commit[:7], code=3, words=["40 digits"])
         expect("TOKEN" not in r.err, f"a token does not help: {r.err}")
-        for args in (["--jobs", "0"], ["--jobs", "x"], ["--jobs", "4x"], ["--revision", "../x"], ["--nothing"],
+        for args in (["--jobs", "0"], ["--jobs", "x"], ["--jobs", "4x"], ["--nothing"],
                      ["--token-file", "/nowhere"]):
             expect(fetch(hub, folder, *args, code=2).err, "no message")
         for endpoint in ("ftp://x", "file:///etc", "nothing", "http://", hub.url.replace("//", "//user:password@")):
@@ -946,7 +946,7 @@ def test_no_network(folder):
         hub.fault = None
         fetch(hub, folder)
         check_whole(hub, folder)
-    r = refuses(hub, folder, "--revision", "other", words=["is the network up?", "the same command goes on"])
+    r = refuses(hub, folder, at="@other", words=["is the network up?", "the same command goes on"])
     expect(len(r.err.splitlines()) <= 2, r.err)
 
 
