@@ -927,16 +927,6 @@ static void read_header(Reader *r, bool complete) {
     if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
 }
 
-/* Drops the beginning of a channel's name at the end of the header: an answer that ended there has no text. */
-static void drop_channel(Reader *r) {
-    const char *mark = memrchr(r->pending.data, *marks, r->pending.n), *begun = mark ? mark + 1 : "";
-    for (const char *name = channels; *name; name += strspn(name, " ")) {
-        size_t n = begins(name, begun);
-        if (n && name[n] > ' ') r->pending.data[r->pending.n -= n] = 0;
-        name += strcspn(name, " ");
-    }
-}
-
 /* Begins the next message. The one being read is dropped if it has no content and does not count. It counts in harmony
  * if a token ended it and its header is whole or has a recipient. */
 static void next_message(Reader *r, bool counts) {
@@ -957,7 +947,9 @@ static bool push_harmony(Reader *r, int token, int which) {
         ends = which >= END && which <= ENDOFTEXT;
     if (opens || ends || token == STREAM_END) {
         r->repairs += ends ? !r->in_content : opens && (r->in_content || (r->started && !before));
-        if (!r->in_content && token == STREAM_END) drop_channel(r);
+        char *mark = r->in_content || token != STREAM_END ? NULL : memrchr(pending->data, *marks, before);
+        if (mark && !known_word(mark + 1, channels) && !mark[1 + strcspn(mark + 1, space)]) /* the answer ended in it */
+            pending->n = (size_t)(mark + 1 - pending->data), mark[1] = 0;
         if (!r->in_content) read_header(r, false);
         tokenizer_flush(&r->decoder, &r->now.content);
         next_message(r, ends && (r->in_content || r->now.recipient));
