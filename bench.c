@@ -365,10 +365,10 @@ int perplexity(const Options *o) {
 
 /* ---- inspect: what is a model made of, and does it fit on the GPU? ---- */
 
-/* Adds the number of weights and the bytes of each encoding. m: the model if infer runs it, or NULL. */
+/* Adds the number of weights and the bytes of each encoding. */
 static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
     double bytes = 0, values = 0, active = 0; /* active: used by one token */
-    bool tied = m && m->embed.each == m->head.each;
+    bool tied = m->embed.each == m->head.each;
     for (int i = 0; i < t->n; i++) {
         const Tensor *x = t->tensor + i;
         bool looked_up = !tied && strstr(x->name, "embed_tokens");
@@ -379,10 +379,10 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
         cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);
         bytes += (double)x->size, values += n;
         bool chosen = strstr(x->name, "experts") && !strstr(x->name, "shared_experts");
-        if (m) active += looked_up ? 0 : chosen ? n / m->n_experts * m->top_k : n;
+        active += looked_up ? 0 : chosen ? n / m->n_experts * m->top_k : n;
     }
-    json_add(out, "weight_bytes", json_number(bytes), NULL);
-    if (m) json_add(out, "parameters", json_number(values), "active_parameters", json_number(active), NULL);
+    json_add(out, "weight_bytes", json_number(bytes), "parameters", json_number(values), "active_parameters",
+             json_number(active), NULL);
 }
 
 /* Adds what the GPU must hold and how much of it fits. The backend counts weights and cache in the same way. Its
@@ -397,10 +397,6 @@ static void add_memory(cJSON *out, const Model *m, int context) {
                                     SIZE((uint64_t)(token * context)), COUNT((uint64_t)context));
     json_add(out, "cache_bytes_per_token", json_number(token), "gpu_bytes", json_number(fixed + token * context),
              "estimate", json_word(estimate), "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
-    if (!d.gpus) {
-        json_add(out, "fits", json_word(NULL), NULL);
-        return;
-    }
     double room = (double)d.gpu[0].free, fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
     if (!d.gpu[0].usable) fits = 0;
     LocalText cure = fits > 0 ? text_print("--ctx %.0f fits here", fits)
@@ -413,8 +409,6 @@ static void add_memory(cJSON *out, const Model *m, int context) {
 static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
     LOCAL(session_close) Session s = {0};
     const Model *m = &s.checkpoint.model;
-    Tensors t;
-    Error ignored;
     bool ok = session_open(&s, &(Options){.model = dir}, NEED_CHECKPOINT | USE_TOKENIZER, e);
     if (ok && !model_has_context(m, context, e)) die(e);
     cJSON_AddBoolToObject(out, "supported", ok);
@@ -427,9 +421,6 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
         if (s.tokenizer) cJSON_AddStringToObject(out, "chat_format", chat); /* a repository's outline has none */
         add_weights(out, &s.checkpoint.tensors, m);
         add_memory(out, m, context ? context : m->context);
-    } else if (tensors_open(&t, dir, &ignored)) { /* the files still tell what they hold */
-        add_weights(out, &t, NULL);
-        tensors_close(&t);
     }
     return ok;
 }
@@ -440,7 +431,7 @@ static void print_facts(const cJSON *facts) {
         const char *number = COUNT((uint64_t)x->valuedouble), *text = cJSON_IsNumber(x) ? number : x->valuestring;
         if (cJSON_IsBool(x)) text = cJSON_IsTrue(x) ? "yes" : "no";
         for (const char *c = x->string; *c; c++) putchar(*c == '_' ? ' ' : *c);
-        printf("%*s%s", 23 - (int)strlen(x->string), "", text ? text : "unknown");
+        printf("%*s%s", 23 - (int)strlen(x->string), "", text);
         if (strstr(x->string, "bytes")) printf(" (%s)", SIZE((uint64_t)x->valuedouble));
         puts("");
     }
@@ -489,37 +480,30 @@ int list(const Options *o) {
 
 /* ---- doctor: what is wrong with this machine? ---- */
 
-typedef struct {
-    bool json;
-    int code; /* of the first fault */
-    cJSON *all;
-} Doctor;
-
-/* Prints a finding and frees its text. cure NULL: nothing is wrong. */
-static void finding(Doctor *d, const char *what, int code, const char *cure, char *text) {
-    cJSON_AddItemToArray(d->all, json_object("what", json_word(what), "ok", cJSON_CreateBool(!cure), "found",
-                                             json_word(text), "cure", cure ? json_word(cure) : NULL, NULL));
-    if (!d->json) printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
-    if (cure && !d->code) d->code = code;
+/* Prints a finding and frees its text. cure NULL: nothing is wrong. status: the code of the first fault. */
+static void finding(int *status, const char *what, int code, const char *cure, char *text) {
+    printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
+    if (cure && !*status) *status = code;
     free(text);
 }
 
 int doctor(const Options *o) {
-    Doctor d = {.json = o->json, .all = cJSON_CreateArray()};
+    int status = DONE;
     Devices v = {0};
     backend->describe(&v); /* runtime 0: a build without CUDA, which needs no GPU */
     if (!v.gpus)
-        finding(&d, "GPU", NO_GPU, v.runtime ? "install or update NVIDIA's driver: nvidia-smi has to show one" : NULL,
+        finding(&status, "GPU", NO_GPU,
+                v.runtime ? "install or update NVIDIA's driver: nvidia-smi has to show one" : NULL,
                 text_print("none (%s)", v.problem));
     for (int i = 0; i < v.gpus; i++) {
         LocalText cure = text_print("this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d%s",
                                     v.gpu[i].major, v.gpu[i].minor, v.gpu[i].major == 9 ? "a" : "");
-        finding(&d, "GPU", NO_GPU, v.gpu[i].usable ? NULL : cure,
+        finding(&status, "GPU", NO_GPU, v.gpu[i].usable ? NULL : cure,
                 text_print("%d: %s, compute capability %d.%d, %s of %s free", i, v.gpu[i].name, v.gpu[i].major,
                            v.gpu[i].minor, SIZE(v.gpu[i].free), SIZE(v.gpu[i].total)));
     }
     if (v.driver)
-        finding(&d, "CUDA", 0, NULL,
+        finding(&status, "CUDA", 0, NULL,
                 text_print("driver for %d.%d, built with toolkit %d.%d for %s", v.driver / 1000, v.driver % 1000 / 10,
                            v.runtime / 1000, v.runtime % 1000 / 10, v.built));
 
@@ -530,16 +514,15 @@ int doctor(const Options *o) {
     char *there = copy;
     while (statvfs(there, &disk) && strcmp(there, "/") && strcmp(there, ".")) there = dirname(there);
     LocalText inside = text_print("%s/.", there); /* it may be a file */
-    finding(&d, "cache", NO_NETWORK,
+    finding(&status, "cache", NO_NETWORK,
             access(inside, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL,
             text_print("%s, %s free", cache, SIZE((uint64_t)disk.f_bavail * disk.f_frsize)));
 
     char token[300] = "not checked", answer[400] = "not tried";
     Error e = {0};
     bool answers = hub_check(token, answer, &e);
-    finding(&d, "token", 0, NULL, text_print("%s", token));
-    finding(&d, "network", e.code, answers ? NULL : e.text, text_print("%s", answer));
+    finding(&status, "token", 0, NULL, text_print("%s", token));
+    finding(&status, "network", e.code, answers ? NULL : e.text, text_print("%s", answer));
 
-    json_print(d.all, d.json);
-    return d.code;
+    return status;
 }

@@ -139,7 +139,7 @@ static const Option options[] = {
     {"tokenize", 0, "special", NULL, SWITCH, FIELD(special),
      .help = "names of control tokens become control tokens, and the tokenizer's template is added"},
     {"render", 0, "ids", NULL, SWITCH, FIELD(as_ids), .help = "as a JSON array of token ids instead of text"},
-    {"list inspect doctor", 0, "json", NULL, SWITCH, FIELD(json), .help = "as JSON"},
+    {"list inspect", 0, "json", NULL, SWITCH, FIELD(json), .help = "as JSON"},
     {"play inspect serve", 0, "ctx", "N", WHOLE, FIELD(context), 1, 1 << 24,
      .help = "tokens of context (as many as the model and the memory allow)"},
     {"play bench logits explain perplexity serve", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MAX_GPUS - 1, "0", "which GPU"},

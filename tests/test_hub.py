@@ -723,11 +723,14 @@ def test_inspect(folder):
         env = env_of(hub, folder, TMPDIR=folder / "tmp")
         local = json.loads(infer("inspect", PARROT, "--json", env=env).text)
         far = json.loads(infer("inspect", "org/parrot", "--json", env=env).text)
-        header, values = read_safetensors(PARROT / WEIGHTS)
+        _, values = read_safetensors(PARROT / WEIGHTS)
         same({k: v for k, v in far.items() if k not in ("name", "bytes_to_download")},
              {k: v for k, v in local.items() if k not in ("name", "chat_format", "complete")}, "facts")
         same((local["chat_format"], local["complete"]), ("harmony", True), "chat format, complete")
         odd = json.loads(infer("inspect", PARROT.parent / "odd", "--json", env=env).text)
+        if not local["gpu_bytes_free"]:
+            same((local["fits"], local["context_that_fits"]), (False, 0), "without a GPU")
+            expect("a GPU with" in local["suggestion"], str(local))
         same((odd["supported"], odd["complete"]), (True, False), "of a model without tokenizer.json: supported, complete")
         same(far["weight_bytes"], len(values), "bytes")
         same(sum(far[f"bytes_in_{encoding}"] for encoding in ("BF16", "MXFP4")), len(values), "bytes by encoding")
@@ -757,16 +760,11 @@ def test_inspect(folder):
         for text in (r.text, r.err):
             expect("org/parrot/config.json" in text and str(folder) not in text, f"where it is: {text}")
         foreign = json.loads(infer("inspect", "org/parrot", "--json", env=env, code=3).text)
-        tensors = [t for name, t in header.items() if name != "__metadata__"]
-        expected = {d: sum(t["data_offsets"][1] - t["data_offsets"][0] for t in tensors if t["dtype"] == d)
-                    for d in {t["dtype"] for t in tensors}}
-        same({d: foreign[f"bytes_in_{d}"] for d in expected}, expected, "encodings")
         same(foreign["supported"], False, "supported")
         copy = copy_model(PARROT, folder, config={"model_type": config["model_type"]}, name="models/strange")
         listed = infer("list", cwd=folder, env=env).text
         expect("zebra?[2J?" in listed and "strange" in listed and copy.exists(), listed)
         expect("not supported" in listed, f"not marked: {listed}")
-        expect(all(f"bytes in {d} " in r.text for d in expected), r.text)
         hub.files["config.json"] = File(SMALL["config.json"])
         wrong = [("a header beyond the file", b"\xff" * 7 + b"\0" + values), ("no header", bytes(8) + values),
                  ("no JSON", safetensors("{", values)), ("7 bytes", b"1234567")]
@@ -825,14 +823,12 @@ def test_doctor(folder):
         r = infer("doctor", env=env, code=None)
         for word in ("GPU", str(folder / "hf" / "hub"), "free", "token", "answers in"):
             expect(word in r.text, f"lacks {word}: {r.text}")
-        found = {f["what"]: f for f in json.loads(infer("doctor", "--json", env=env, code=None).text)}
-        expect(found["network"]["ok"] and found["cache"]["ok"], str(found))
+        expect("✓ network" in r.text and "✓ cache" in r.text, r.text)
         expect("not tried" in infer("doctor", env={**env, "HF_HUB_OFFLINE": 1}, code=None).text, "offline")
         hub.token = TOKEN
-        text = infer("doctor", "--json", env={**env, "HF_TOKEN": "x"}, code=None).text
-        bad = {f["what"]: f for f in json.loads(text)}
-        expect(not bad["network"]["ok"] and "/settings/tokens" in bad["network"]["cure"], str(bad))
-        expect("does not answer" not in text, f"the hub answers: {text}")
+        r = infer("doctor", env={**env, "HF_TOKEN": "x"}, code=None)
+        expect("✗ network" in r.text and "/settings/tokens" in r.text, r.text)
+        expect("does not answer" not in r.text, f"the hub answers: {r.text}")
     r = infer("doctor", env={"HF_HOME": "/none/of/these/is/here", "HF_HUB_OFFLINE": 1}, code=None)
     expect("0 bytes free" not in r.text, f"the root is the nearest folder that exists: {r.text}")
     for home in ("new", "new/and/newer"):
@@ -841,8 +837,8 @@ def test_doctor(folder):
     r = infer("doctor", env={"HF_HOME": "/dev/null", "HF_HUB_OFFLINE": 1}, code=5)
     expect("✗ cache" in r.text, f"nothing can be written below a file: {r.text}")
     for name, value in ("HF_ENDPOINT", "nothing"), ("HF_TOKEN", "two words"):
-        bad = {f["what"]: f for f in json.loads(infer("doctor", "--json", env={**env, name: value}, code=2).text)}
-        expect(not bad["network"]["ok"] and name in bad["network"]["cure"], str(bad))
+        r = infer("doctor", env={**env, name: value}, code=2)
+        expect("✗ network" in r.text and name in r.text, r.text)
     r = infer("doctor", env={**env, "HF_ENDPOINT": "http://127.0.0.1:1"}, code=None)
     expect(r.code in (5, 4) and "✗ network" in r.text and "is the network up?" in r.text, r.text)
     expect("goes on" not in r.text, f"doctor downloads nothing: {r.text}")
