@@ -621,8 +621,10 @@ static bool make_chat(Request *q) {
     if (!talk.messages && !talk.instructions) return fail(e, 400, "messages is empty");
     const cJSON *kwargs = json_get(q->json, "chat_template_kwargs"), *thinking = json_get(kwargs, "thinking");
     const cJSON *thinks = thinking ? thinking : json_get(kwargs, "enable_thinking"); /* the first is DeepSeek's name */
-    if (kwargs && (!cJSON_IsObject(kwargs) || cJSON_GetArraySize(kwargs) != cJSON_IsBool(thinks)))
-        return fail(e, 400, "chat_template_kwargs may have only enable_thinking or thinking: true or false");
+    const char *effort = json_string(kwargs, "reasoning_effort");
+    if (kwargs && (!cJSON_IsObject(kwargs) || cJSON_GetArraySize(kwargs) != (effort != NULL) + cJSON_IsBool(thinks)))
+        return fail(e, 400, "chat_template_kwargs may have only enable_thinking or thinking, and reasoning_effort");
+    if (effort) conversation_set(&talk.effort, effort);
     if (cJSON_IsFalse(thinks)) conversation_set(&talk.effort, "none");
     if (!chat_render(chat, &talk, true, &ids, e)) return false;
     const size_t prompt = ids.n;

@@ -518,7 +518,7 @@ def test_fields_that_are_not_supported():
                  "skip_special_tokens": ([False, True], ["yes"])}
     chat_only = {**both, "enable_thinking": ([True], [False, "no"]), "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
                  "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5, [], {"thinking": 5},
-                                                 {"reasoning_effort": "low"}]),
+                                                 {"reasoning_effort": 5}]),
                  "logprobs": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([False], [True]),
                  "skip_special_tokens": ([True], [False])}
     with Server(PARROT) as s:
@@ -547,10 +547,16 @@ def test_thinking_switched_off(folder):
         same(tokens(off), tokens({"reasoning_effort": "none"}))
         same(tokens({**off, "reasoning_effort": "high"}), tokens(off))
         expect(tokens(off) > tokens(on), "no empty thought")
+        for more in {}, {"enable_thinking": True}:
+            same(tokens({"chat_template_kwargs": {"reasoning_effort": "none", **more}}), tokens(off))
+            same(tokens({"reasoning_effort": "none", "chat_template_kwargs": {"reasoning_effort": "low", **more}}),
+                 tokens(on))
+        same(tokens({"chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": False}}), tokens(off))
         for x in (True, False):  # as DeepSeek V3.1's template calls it
             same(tokens({"chat_template_kwargs": {"thinking": x}}), tokens(on if x else off))
     with Server(PARROT) as s:
         s.refuses(CHAT, {"messages": HELLO, **off}, "effort", "none")
+        s.refuses(CHAT, {"messages": HELLO, "chat_template_kwargs": {"reasoning_effort": "x"}}, "reasoning_effort", "'x'")
         refusal = s.refuses(CHAT, {"messages": HELLO, "reasoning_effort": "none"}, "effort", "none")
         same(refusal["param"], "reasoning_effort")
 
