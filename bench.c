@@ -60,13 +60,15 @@ static void report_figure(Bench *b, Figure *f) {
     printf(f->prompt ? " | | |\n" : " %.3f | %.0f | %.1f |\n", bytes / 1e9, bytes / step / 1e9, percent);
 }
 
+static const Sampling greedy = {.top_p = 1, .penalty = 1};
+
 /* Measures prompts of f->tokens random tokens up to their first drawn token. All prompts differ, so the cache never
  * helps. */
 static void measure_prompt(Bench *b, Figure *f) {
     Error e;
     for (int r = -1; r < b->o->repeats; r++) { /* one to warm up */
         Stream t = {.prompt = (size_t)f->tokens, .most = (size_t)f->tokens + 1, .want = WANT_TOKEN};
-        t.sampling = b->o->sampling;
+        t.sampling = greedy;
         for (int i = 0; i < f->tokens; i++) ids_add(&t.tokens, (int)(random() % b->model.engine.model->vocab));
         double begin = seconds();
         if (!scheduler_run(b->model.scheduler, &t, NULL, &e)) die(&e);
@@ -88,7 +90,7 @@ static double generate_once(Bench *b, const Figure *f) {
     for (int i = 0; i < n; i++) {
         start[i] = f->depth, want[i] = WANT_TOKEN;
         token[i] = (int)(random() % b->model.engine.model->vocab);
-        how[i] = b->o->sampling, how[i].seed = (uint64_t)i;
+        how[i] = greedy;
     }
     Batch batch = {n, pages, count.data, count.data, token, start, count.data, how, want};
     Result result;
@@ -143,10 +145,9 @@ typedef struct { /* a row of the table */
     const char *url; /* of completions */
     struct curl_slist *headers;
     CURLM *all; /* requests that are being answered */
-    int prompt, clients, left, failed;
+    int prompt, clients, left;
     double tokens, seconds;
     Bytes first, gaps; /* arrays of double: seconds to an answer's first text; between two texts */
-    Error e;           /* of a request that failed */
 } Load;
 
 typedef struct {
@@ -193,10 +194,10 @@ static void send_request(Load *l) {
     for (int i = 0; i < l->prompt; i++)
         cJSON_AddItemToArray(prompt, json_number((double)(FIRST_ID + random() % PROMPT_IDS)));
     /* servers that know ignore_eos give answers of equal length */
-    json_append(&body, json_object("prompt", prompt, "model", model, "max_tokens", json_number(o->tokens),
-                                   "temperature", json_number((double)o->sampling.temperature), "ignore_eos",
-                                   cJSON_CreateTrue(), "stream", cJSON_CreateTrue(), "stream_options",
-                                   json_object("include_usage", cJSON_CreateTrue(), NULL), NULL));
+    json_append(&body,
+                json_object("prompt", prompt, "model", model, "max_tokens", json_number(o->tokens), "temperature",
+                            json_number(0), "ignore_eos", cJSON_CreateTrue(), "stream", cJSON_CreateTrue(),
+                            "stream_options", json_object("include_usage", cJSON_CreateTrue(), NULL), NULL));
     Request *r = allocate(sizeof *r);
     *r = (Request){.load = l, .easy = curl_easy_init(), .sent = seconds()};
     curl_easy_setopt(r->easy, CURLOPT_URL, l->url);
@@ -212,19 +213,21 @@ static void send_request(Load *l) {
     l->left--;
 }
 
+/* The first request that fails ends the measurement. */
 static void take_answer(Request *r, CURLcode code) {
+    Error e;
     Load *l = r->load;
     long status = 0;
     curl_easy_getinfo(r->easy, CURLINFO_RESPONSE_CODE, &status);
     bytes_text(&r->line, ""); /* a text, even if no byte came */
     const bool ok = !code && status == 200 && r->last;
-    l->tokens += (double)r->tokens;
-    l->failed += !ok;
     if (code)
-        fail(&l->e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code));
+        fail(&e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code));
     else if (!ok)
-        fail(&l->e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", l->url, status,
+        fail(&e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", l->url, status,
              status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", r->line.data);
+    if (!ok) die(&e);
+    l->tokens += (double)r->tokens;
     curl_multi_remove_handle(l->all, r->easy);
     curl_easy_cleanup(r->easy);
     bytes_free(&r->line);
@@ -238,7 +241,7 @@ static void run_load(Load *l, int requests) {
     int running = 1, queued;
     double begin = seconds();
     l->all = curl_multi_init();
-    l->left = requests * l->clients, l->failed = 0, l->tokens = 0, l->first.n = l->gaps.n = 0;
+    l->left = requests * l->clients, l->tokens = 0, l->first.n = l->gaps.n = 0;
     for (int i = 0; i < l->clients; i++) send_request(l);
     while (running) {
         curl_multi_perform(l->all, &running);
@@ -263,27 +266,24 @@ static cJSON *percentile(const Bytes *times, double p) {
 }
 
 static int bench_server(const Options *o, bool json) {
-    const size_t n = strlen(o->server), slash = o->server[n - 1] == '/';
-    LocalText url = text_print("%.*s%s/completions", (int)(n - slash), o->server,
-                               strstr(o->server + (n < 8 ? n : 8), "/v1") ? "" : "/v1"); /* behind https:// */
+    LocalText url = text_print("%s/v1/completions", o->server);
     Load l = {.o = o, .url = url, .clients = 1, .prompt = o->prompts.value[0]};
     cJSON *rows = cJSON_CreateArray(), *x;
     curl_global_init(CURL_GLOBAL_DEFAULT);
     l.headers = curl_slist_append(NULL, "Content-Type: application/json");
     srandom((unsigned)o->sampling.seed);
     run_load(&l, 1); /* to warm up */
-    if (l.failed) die(&l.e);
     if (!json)
-        puts("| clients | prompt | tok/s | first token, ms: p50 | p99 | a token, ms: p50 | p99 | most | failed |\n"
-             "|---:|---:|---:|---:|---:|---:|---:|---:|---:|");
+        puts("| clients | prompt | tok/s | first token, ms: p50 | p99 | a token, ms: p50 | p99 | most |\n"
+             "|---:|---:|---:|---:|---:|---:|---:|---:|");
     for (int i = 0; i < o->prompts.n * o->clients.n; i++) {
         l.prompt = o->prompts.value[i / o->clients.n], l.clients = o->clients.value[i % o->clients.n];
         run_load(&l, o->repeats);
-        cJSON *row = json_object("clients", json_number(l.clients), "prompt", json_number(l.prompt),
-                                 "tokens_per_second", json_number(l.tokens / l.seconds), "first_p50",
-                                 percentile(&l.first, 0.5), "first_p99", percentile(&l.first, 0.99), "token_p50",
-                                 percentile(&l.gaps, 0.5), "token_p99", percentile(&l.gaps, 0.99), "token_most",
-                                 percentile(&l.gaps, 1), "failed", json_number(l.failed), NULL);
+        cJSON *row =
+            json_object("clients", json_number(l.clients), "prompt", json_number(l.prompt), "tokens_per_second",
+                        json_number(l.tokens / l.seconds), "first_p50", percentile(&l.first, 0.5), "first_p99",
+                        percentile(&l.first, 0.99), "token_p50", percentile(&l.gaps, 0.5), "token_p99",
+                        percentile(&l.gaps, 0.99), "token_most", percentile(&l.gaps, 1), NULL);
         cJSON_AddItemToArray(rows, row);
         cJSON_ArrayForEach(x, row) if (!json) printf("| %.5g ", x->valuedouble);
         if (!json) puts("|");
@@ -292,7 +292,6 @@ static int bench_server(const Options *o, bool json) {
     curl_slist_free_all(l.headers);
     bytes_free(&l.first);
     bytes_free(&l.gaps);
-    if (l.e.code) die(&l.e);
     return DONE;
 }
 
@@ -302,8 +301,6 @@ int bench(const Options *o) {
     Session *s = &b.model;
     if (!b.json && strcmp(o->format, "md"))
         fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->format), die(&e);
-    if (o->server && strncmp(o->server, "http://", 7) && strncmp(o->server, "https://", 8))
-        fail(&e, USAGE, "--serve must be a URL like http://HOST:PORT, not '%.80s'", o->server), die(&e);
     setlinebuf(stdout); /* a row appears when it is measured */
     if (o->server) return bench_server(o, b.json);
     if (!session_open(s, o, NEED_SHAPES, &e) || !session_load(s, o, 0, &e)) die(&e);
@@ -363,25 +360,24 @@ int perplexity(const Options *o) {
 
 /* ---- inspect: what is a model made of, and does it fit on the GPU? ---- */
 
-/* Adds the number of weights and the bytes of each encoding. m: the model if infer runs it, or NULL. */
+/* Adds the number of weights and the bytes of each encoding. */
 static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
     double bytes = 0, values = 0, active = 0; /* active: used by one token */
-    bool tied = m && m->embed.each == m->head.each;
+    bool tied = m->embed.each == m->head.each;
     for (int i = 0; i < t->n; i++) {
         const Tensor *x = t->tensor + i;
-        bool copy = tied && !strcmp(x->name, "lm_head.weight") && tensors_find(t, "model.embed_tokens.weight");
         bool looked_up = !tied && strstr(x->name, "embed_tokens");
-        double n = copy ? 0 : (double)x->values;
+        double n = (double)x->values;
         LocalText name = text_print("bytes_in_%s", x->encoding);
         cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
         if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
         cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);
         bytes += (double)x->size, values += n;
         bool chosen = strstr(x->name, "experts") && !strstr(x->name, "shared_experts");
-        if (m) active += looked_up ? 0 : chosen ? n / m->n_experts * m->top_k : n;
+        active += looked_up ? 0 : chosen ? n / m->n_experts * m->top_k : n;
     }
-    json_add(out, "weight_bytes", json_number(bytes), NULL);
-    if (m) json_add(out, "parameters", json_number(values), "active_parameters", json_number(active), NULL);
+    json_add(out, "weight_bytes", json_number(bytes), "parameters", json_number(values), "active_parameters",
+             json_number(active), NULL);
 }
 
 /* Adds what the GPU must hold and how much of it fits. The backend counts weights and cache in the same way. Its
@@ -396,10 +392,6 @@ static void add_memory(cJSON *out, const Model *m, int context) {
                                     SIZE((uint64_t)(token * context)), COUNT((uint64_t)context));
     json_add(out, "cache_bytes_per_token", json_number(token), "gpu_bytes", json_number(fixed + token * context),
              "estimate", json_word(estimate), "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
-    if (!d.gpus) {
-        json_add(out, "fits", json_word(NULL), NULL);
-        return;
-    }
     double room = (double)d.gpu[0].free, fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
     if (!d.gpu[0].usable) fits = 0;
     LocalText cure = fits > 0 ? text_print("--ctx %.0f fits here", fits)
@@ -412,8 +404,6 @@ static void add_memory(cJSON *out, const Model *m, int context) {
 static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
     LOCAL(session_close) Session s = {0};
     const Model *m = &s.checkpoint.model;
-    Tensors t;
-    Error ignored;
     bool ok = session_open(&s, &(Options){.model = dir}, NEED_CHECKPOINT | USE_TOKENIZER, e);
     if (ok && !model_has_context(m, context, e)) die(e);
     cJSON_AddBoolToObject(out, "supported", ok);
@@ -426,9 +416,6 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
         if (s.tokenizer) cJSON_AddStringToObject(out, "chat_format", chat); /* a repository's outline has none */
         add_weights(out, &s.checkpoint.tensors, m);
         add_memory(out, m, context ? context : m->context);
-    } else if (tensors_open(&t, dir, &ignored)) { /* the files still tell what they hold */
-        add_weights(out, &t, NULL);
-        tensors_close(&t);
     }
     return ok;
 }
@@ -439,7 +426,7 @@ static void print_facts(const cJSON *facts) {
         const char *number = COUNT((uint64_t)x->valuedouble), *text = cJSON_IsNumber(x) ? number : x->valuestring;
         if (cJSON_IsBool(x)) text = cJSON_IsTrue(x) ? "yes" : "no";
         for (const char *c = x->string; *c; c++) putchar(*c == '_' ? ' ' : *c);
-        printf("%*s%s", 23 - (int)strlen(x->string), "", text ? text : "unknown");
+        printf("%*s%s", 23 - (int)strlen(x->string), "", text);
         if (strstr(x->string, "bytes")) printf(" (%s)", SIZE((uint64_t)x->valuedouble));
         puts("");
     }
@@ -488,37 +475,30 @@ int list(const Options *o) {
 
 /* ---- doctor: what is wrong with this machine? ---- */
 
-typedef struct {
-    bool json;
-    int code; /* of the first fault */
-    cJSON *all;
-} Doctor;
-
-/* Prints a finding and frees its text. cure NULL: nothing is wrong. */
-static void finding(Doctor *d, const char *what, int code, const char *cure, char *text) {
-    cJSON_AddItemToArray(d->all, json_object("what", json_word(what), "ok", cJSON_CreateBool(!cure), "found",
-                                             json_word(text), "cure", cure ? json_word(cure) : NULL, NULL));
-    if (!d->json) printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
-    if (cure && !d->code) d->code = code;
+/* Prints a finding and frees its text. cure NULL: nothing is wrong. status: the code of the first fault. */
+static void finding(int *status, const char *what, int code, const char *cure, char *text) {
+    printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
+    if (cure && !*status) *status = code;
     free(text);
 }
 
 int doctor(const Options *o) {
-    Doctor d = {.json = o->json, .all = cJSON_CreateArray()};
+    int status = DONE;
     Devices v = {0};
     backend->describe(&v); /* runtime 0: a build without CUDA, which needs no GPU */
     if (!v.gpus)
-        finding(&d, "GPU", NO_GPU, v.runtime ? "install or update NVIDIA's driver: nvidia-smi has to show one" : NULL,
+        finding(&status, "GPU", NO_GPU,
+                v.runtime ? "install or update NVIDIA's driver: nvidia-smi has to show one" : NULL,
                 text_print("none (%s)", v.problem));
     for (int i = 0; i < v.gpus; i++) {
         LocalText cure = text_print("this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d%s",
                                     v.gpu[i].major, v.gpu[i].minor, v.gpu[i].major == 9 ? "a" : "");
-        finding(&d, "GPU", NO_GPU, v.gpu[i].usable ? NULL : cure,
+        finding(&status, "GPU", NO_GPU, v.gpu[i].usable ? NULL : cure,
                 text_print("%d: %s, compute capability %d.%d, %s of %s free", i, v.gpu[i].name, v.gpu[i].major,
                            v.gpu[i].minor, SIZE(v.gpu[i].free), SIZE(v.gpu[i].total)));
     }
     if (v.driver)
-        finding(&d, "CUDA", 0, NULL,
+        finding(&status, "CUDA", 0, NULL,
                 text_print("driver for %d.%d, built with toolkit %d.%d for %s", v.driver / 1000, v.driver % 1000 / 10,
                            v.runtime / 1000, v.runtime % 1000 / 10, v.built));
 
@@ -529,16 +509,15 @@ int doctor(const Options *o) {
     char *there = copy;
     while (statvfs(there, &disk) && strcmp(there, "/") && strcmp(there, ".")) there = dirname(there);
     LocalText inside = text_print("%s/.", there); /* it may be a file */
-    finding(&d, "cache", NO_NETWORK,
+    finding(&status, "cache", NO_NETWORK,
             access(inside, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL,
             text_print("%s, %s free", cache, SIZE((uint64_t)disk.f_bavail * disk.f_frsize)));
 
     char token[300] = "not checked", answer[400] = "not tried";
     Error e = {0};
     bool answers = hub_check(token, answer, &e);
-    finding(&d, "token", 0, NULL, text_print("%s", token));
-    finding(&d, "network", e.code, answers ? NULL : e.text, text_print("%s", answer));
+    finding(&status, "token", 0, NULL, text_print("%s", token));
+    finding(&status, "network", e.code, answers ? NULL : e.text, text_print("%s", answer));
 
-    json_print(d.all, d.json);
-    return d.code;
+    return status;
 }

@@ -103,9 +103,7 @@ static const Format formats[] = {
      MISTRAL("[INST] ", " [/INST]", "%s", FIRST)},
     {"Gemma", {"<start_of_turn>", "model"}, .begin = "<bos>", .system = "%s\n\n", .flags = FIRST,
      .user = "<start_of_turn>user\n%p%t<end_of_turn>\n", .assistant = "<start_of_turn>model\n%t<end_of_turn>\n"},
-    {"DeepSeek V3.1, copied", {"'<｜User｜>' + message['content']", "not thinking", "'<think></think>'"},
-     DEEPSEEK("<think></think>", HOIST), .think = "<think>", .quiet = "<think></think>"},
-    {"DeepSeek V3.1", {"'<｜User｜>' + message['content']", "not thinking"},
+    {"DeepSeek V3.1", {"'<｜User｜>' + message['content']", "not thinking", "!'<think></think>'"},
      DEEPSEEK("</think>", HOIST), .think = "<think>", .quiet = "</think>"},
     {"DeepSeek R1", {"<｜Assistant｜><think>\\n"}, DEEPSEEK("", LATEST), .think = "<think>\n"},
     {"DeepSeek V3", {"'<｜User｜>' + message['content']", "!<think>"}, DEEPSEEK("", LATEST)},
@@ -349,11 +347,11 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
 }
 
 bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
-    static const char *const texts[] = {"reasoning_effort", "date", "model_identity", "knowledge_cutoff", "channels"};
+    static const char *const texts[] = {"reasoning_effort", "date"};
     const cJSON *messages = json_get(json, "messages"), *tools = json_get(json, "tools"), *each,
                 *format = json_get(json, "response_format"), *schema = json_get(format, "json_schema");
     int i = 0;
-    for (int t = 0; t < 5; t++)
+    for (int t = 0; t < 2; t++)
         if (json_get(json, texts[t]) && !json_string(json, texts[t]))
             return fail(e, USAGE, "%s is not a text", texts[t]);
     if (json_string(json, "date")) conversation_set(&c->date, json_string(json, "date"));
@@ -604,20 +602,14 @@ static const cJSON *tools_of(const Conversation *c) {
     return cJSON_GetArraySize(tools) ? tools : NULL;
 }
 
-/* A text of the system message, which a request may replace. */
-static const char *setting(const Conversation *c, const char *key, const char *initial) {
-    return json_string(c->request, key) ? json_string(c->request, key) : initial;
-}
-
 static void put_system(const Chat *chat, const Conversation *c, Bytes *out) {
     LocalBytes text = {0};
-    bytes_print(&text, "%s\nKnowledge cutoff: %s\n",
-                setting(c, "model_identity", "You are ChatGPT, a large language model trained by OpenAI."),
-                setting(c, "knowledge_cutoff", "2024-06"));
+    bytes_text(&text, "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n");
     if (c->date && !same(c->date, "none")) bytes_print(&text, "Current date: %s\n", c->date);
-    bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.%s",
-                c->effort, setting(c, "channels", "analysis, commentary, final"),
-                tools_of(c) ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
+    bytes_print(&text,
+                "\nReasoning: %s\n\n# Valid channels: analysis, commentary, final. Channel must be included for "
+                "every message.%s",
+                c->effort, tools_of(c) ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
     fill(chat, out, "<|start|>system<|message|>%s<|end|>", NULL, &text);
 }
 
@@ -935,16 +927,6 @@ static void read_header(Reader *r, bool complete) {
     if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
 }
 
-/* Drops the beginning of a channel's name at the end of the header: an answer that ended there has no text. */
-static void drop_channel(Reader *r) {
-    const char *mark = memrchr(r->pending.data, *marks, r->pending.n), *begun = mark ? mark + 1 : "";
-    for (const char *name = channels; *name; name += strspn(name, " ")) {
-        size_t n = begins(name, begun);
-        if (n && name[n] > ' ') r->pending.data[r->pending.n -= n] = 0;
-        name += strcspn(name, " ");
-    }
-}
-
 /* Begins the next message. The one being read is dropped if it has no content and does not count. It counts in harmony
  * if a token ended it and its header is whole or has a recipient. */
 static void next_message(Reader *r, bool counts) {
@@ -965,7 +947,9 @@ static bool push_harmony(Reader *r, int token, int which) {
         ends = which >= END && which <= ENDOFTEXT;
     if (opens || ends || token == STREAM_END) {
         r->repairs += ends ? !r->in_content : opens && (r->in_content || (r->started && !before));
-        if (!r->in_content && token == STREAM_END) drop_channel(r);
+        char *mark = r->in_content || token != STREAM_END ? NULL : memrchr(pending->data, *marks, before);
+        if (mark && !known_word(mark + 1, channels) && !mark[1 + strcspn(mark + 1, space)]) /* the answer ended in it */
+            pending->n = (size_t)(mark + 1 - pending->data), mark[1] = 0;
         if (!r->in_content) read_header(r, false);
         tokenizer_flush(&r->decoder, &r->now.content);
         next_message(r, ends && (r->in_content || r->now.recipient));

@@ -406,9 +406,7 @@ static cJSON *get_json(char *url) {
     cJSON *json = json_parse(body.data, body.n, "the hub's answer", &error);
     if (cJSON_IsObject(json)) return json;
     cJSON_Delete(json);
-    const char *kind = file_kind(body.data, body.n);
-    fail(&error, NO_NETWORK, "%s answers with %s: does this network ask to log in?", hub.endpoint,
-         kind ? kind : "no JSON object");
+    fail(&error, NO_NETWORK, "%s answers with no JSON object: does this network ask to log in?", hub.endpoint);
     return NULL;
 }
 
@@ -562,7 +560,7 @@ static bool find_token(void) {
 /* Finds the hub, the token and the repository ORG/NAME[@REVISION]. From now on Ctrl+C ends each wait. USAGE. */
 static bool hub_open(const Options *o) {
     const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
-    const char *at = strchrnul(o->model, '@'), *revision = *at ? at + 1 : "main";
+    const char *at = strchrnul(o->model, '@');
     hub.o = *o;
     hub.begun = hub.drawn = seconds();
     curl_global_init(CURL_GLOBAL_DEFAULT);
@@ -577,7 +575,7 @@ static bool hub_open(const Options *o) {
         return fail(&error, USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co, without a password");
     if (!find_token()) return false;
     hub.name = copy_text(o->model, (size_t)(at - o->model));
-    hub.revision = text_print("%s", o->revision ? o->revision : revision);
+    hub.revision = text_print("%s", *at ? at + 1 : "main");
     if (!repository_valid(hub.name))
         return fail(&error, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", o->model, hub.endpoint);
     hub.cache = hub_cache(), hub.folder = hub_folder(hub.name);
@@ -659,23 +657,17 @@ char *model_get(const char *argument, Error *e) {
 
 int rm(const Options *o) {
     hub.cache = hub_cache(), hub.folder = hub_folder(o->model);
-    size_t n = strlen(hub.cache);
-    bool repository = repository_valid(o->model), here = repository && !access(hub.folder, F_OK);
-    LocalText path = here ? text_print("%s", hub.folder) : model_find(o->model, &error); /* as for every command */
-    if (!path && repository) end();
-    if (path && strcmp(path, o->model) && strchr(o->model, '@'))
-        give_up(USAGE, "infer rm removes all revisions of a model: name it without @");
-    if (!path || strncmp(path, hub.cache, n) || !is_like(path + n, "^/models--[^/]") || strstr(path + n, "/.."))
-        give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path ? path : o->model,
-                hub.cache);
+    const size_t n = strlen(hub.cache), head = n + strlen("/models--");
+    if (!repository_valid(o->model))
+        give_up(USAGE, "'%.99s' is not ORG/NAME or a part of it: infer rm removes whole repositories", o->model);
+    LocalText path = access(hub.folder, F_OK) ? model_find(o->model, &error) : text_print("%s", hub.folder);
+    if (!path) end();
+    if (strncmp(path, hub.cache, n) || !is_like(path + n, "^/models--[^/]"))
+        give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path, hub.cache);
     LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
     LocalText locks = text_print("%s/.locks%s", hub.cache, folder + n);
-    const char *inside = strncmp(o->model, hub.cache, n) ? "" : o->model + strlen(folder);
-    if (is_like(o->model, "[.]gguf$") || !is_like(inside, "^(/snapshots/[^/]+)?/*$")) {
-        char *name = folder + n + strlen("/models--"), *dashes = strstr(name, "--");
-        if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
-        give_up(USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);
-    }
+    if (!strcasestr(folder + head, hub.folder + head)) /* it names a file there */
+        give_up(USAGE, "'%.99s' is a part of %s: infer rm removes whole repositories", o->model, folder);
     if (!folder_remove(locks)) end();
     fprintf(stderr, "removing %s\n", folder); /* MODEL may be a part of its name */
     if (!folder_remove(folder)) end();

@@ -211,9 +211,7 @@ static const Pair keys[] = { /* all known keys; "": known and ignored */
     {"rope.scale_linear", "factor"}, {"rope.scaling.type", "rope_type"}, {"rope.scaling.factor", "factor"},
     {"rope.scaling.original_context_length", "original_max_position_embeddings"}, {"rope.scaling.finetuned", ""},
     {"rope.scaling.yarn_beta_fast", "beta_fast"}, {"rope.scaling.yarn_beta_slow", "beta_slow"},
-    {"rope.scaling.attn_factor", "rope.scaling.attn_factor"}, {"deepseek2:rope.scaling.yarn_log_multiplier", "mscale"},
-    {"rope.scaling.yarn_ext_factor", "rope.scaling.yarn_ext_factor"},
-    {"rope.scaling.yarn_attn_factor", "rope.scaling.yarn_attn_factor"},
+    {"deepseek2:rope.scaling.yarn_log_multiplier", "mscale"},
     {"gemma3:rope.freq_base_swa", "rope_local_base_freq"}, {"llama:attention.sliding_window", "sliding_window"},
     {"gemma:attention.sliding_window", "sliding_window"}, {"gpt-oss:attention.sliding_window", "sliding_window"},
     {"gemma3:attention.sliding_window_pattern", "sliding_window_pattern"},
@@ -235,7 +233,7 @@ static void put(cJSON *config, const char *key, double x) {
     cJSON_AddNumberToObject(config, key, x);
 }
 
-/* Copies the keys that config.json has, too. A list of one number a layer becomes one number if all are equal. */
+/* Copies the keys that config.json has, too. */
 static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, const char *path, Error *e) {
     const cJSON *one;
     size_t n = strlen(arch);
@@ -246,9 +244,7 @@ static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, co
         if (!key || *rest)
             return fail(e, BAD_MODEL, "%s: the key '%.80s' is not known here: it may change what the model computes",
                         path, name);
-        const cJSON *first = one->child, *x = first; /* only a list has children */
-        while (x && cJSON_Compare(x, first, true)) x = x->next;
-        if (*key->hub) cJSON_AddItemToObject(config, key->hub, cJSON_Duplicate(first && !x ? first : one, true));
+        if (*key->hub) cJSON_AddItemToObject(config, key->hub, cJSON_Duplicate(one, true));
     }
     return true;
 }

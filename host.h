@@ -112,7 +112,7 @@ typedef struct {
     ModelEntry *entry;
     int n;
 } Models;
-/* All models in ./models, ~/.cache/infer/models and the hub's cache, sorted by name, each name once. */
+/* All models in ./models and the hub's cache, sorted by name, each name once. */
 Models models_list(void);
 void models_free(Models *list);
 /* The path of the model that a MODEL argument means: a path, ORG/NAME, ORG/NAME@REVISION or a unique part of a name.
@@ -231,7 +231,7 @@ SchedulerState scheduler_state(const Scheduler *s);
 /* The arguments of a command. Those that it does not take are NULL, 0 or false. */
 typedef struct {
     const char *model; /* MODEL or REPO; NULL: none was given */
-    const char *prompt, *file, *output, *format, *tap, *ids, *system, *effort, *date, *revision, *token_file, *encoding;
+    const char *prompt, *file, *output, *format, *tap, *ids, *system, *effort, *date, *token_file, *encoding;
     const char *server;
     Texts stop, include, exclude;
     Numbers prompts, depths, streams, clients; /* of bench */

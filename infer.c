@@ -33,7 +33,7 @@ const Backend *const backend = &BACKEND;
 
 /* ---- options: one table for all commands ---- */
 
-typedef enum { SWITCH, TEXT, TEXTS, WHOLE, WHOLES, SEED, REAL, REAL_OR_0 } Kind;
+typedef enum { SWITCH, TEXT, TEXTS, WHOLE, WHOLES, SEED, REAL } Kind;
 
 typedef struct {
     const char *takers; /* the commands that take it; "set" is /set in the loop */
@@ -54,8 +54,8 @@ static const Option options[] = {
     {"play", 's', "system", "TEXT", TEXT, FIELD(system), .help = "instructions for the model"},
     {"play", 'e', "effort", "LEVEL", TEXT, FIELD(effort),
      .help = "how long it thinks: low, medium or high; none, if the model can skip it"},
-    {"play set", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "1",
-     "0 or 0.01 to 100: randomness of the draw; 0 always takes the likeliest token"},
+    {"play set", 0, "temperature", "T", REAL, FIELD(sampling.temperature), 0, 100, "1",
+     "0 to 100: randomness of the draw; below 0.01 it always takes the likeliest token"},
     {"play set", 0, "top-k", "K", WHOLE, FIELD(sampling.top_k), 0, 1e9, "0", "draw among the K likeliest; 0: all"},
     {"play set", 0, "top-p", "P", REAL, FIELD(sampling.top_p), 1e-30, 1, "1",
      "above 0, at most 1: draw among the likeliest whose probabilities add up to P"},
@@ -88,8 +88,6 @@ static const Option options[] = {
     {"bench", 'c', "clients", "N,...", WHOLES, FIELD(clients), 1, MOST_CLIENTS, "1,8,64,256",
      "with --serve: clients at once; each sends r requests, one after another"},
     {"bench", 'o', "output", "FORMAT", TEXT, FIELD(format), .initial = "md", .help = "md, a table, or json"},
-    {"bench", 0, "temperature", "T", REAL_OR_0, FIELD(sampling.temperature), 0.01, 100, "0",
-     "0 or 0.01 to 100: randomness of the draw"},
 
     {"logits explain", 'p', "prompt", "TEXT", TEXT, FIELD(prompt),
      .help = "the text; a beginning-of-text token is added if the tokenizer wants one"},
@@ -126,7 +124,6 @@ static const Option options[] = {
      "tokens of a step, or 6 for each answer if that is more: longer steps read prompts sooner, but other answers wait "
      "longer for each token"},
 
-    {"download", 0, "revision", "R", TEXT, FIELD(revision), .help = "a branch, a tag or a commit (main)"},
     {"download", 0, "include", "G", TEXTS, FIELD(include), .most = MOST_VALUES,
      .help = "fetch files that match the pattern, instead of the usual ones; can be repeated"},
     {"download", 0, "exclude", "G", TEXTS, FIELD(exclude), .most = MOST_VALUES,
@@ -142,7 +139,7 @@ static const Option options[] = {
     {"tokenize", 0, "special", NULL, SWITCH, FIELD(special),
      .help = "names of control tokens become control tokens, and the tokenizer's template is added"},
     {"render", 0, "ids", NULL, SWITCH, FIELD(as_ids), .help = "as a JSON array of token ids instead of text"},
-    {"list inspect doctor", 0, "json", NULL, SWITCH, FIELD(json), .help = "as JSON"},
+    {"list inspect", 0, "json", NULL, SWITCH, FIELD(json), .help = "as JSON"},
     {"play inspect serve", 0, "ctx", "N", WHOLE, FIELD(context), 1, 1 << 24,
      .help = "tokens of context (as many as the model and the memory allow)"},
     {"play bench logits explain perplexity serve", 0, "gpu", "N", WHOLE, FIELD(gpu), 0, MAX_GPUS - 1, "0", "which GPU"},
@@ -164,11 +161,11 @@ static bool check_text(const char *what, const char *text, size_t n, Error *e) {
 
 /* Reads the number at *text and moves *text behind it. `given` is the whole value, for the message. */
 static bool read_number(const Option *option, const char **text, const char *given, double *x, Error *e) {
-    bool real = option->kind == REAL || option->kind == REAL_OR_0, list = option->kind == WHOLES;
+    bool real = option->kind == REAL, list = option->kind == WHOLES;
     char *end;
     *x = strtod(*text, &end);
-    bool zero = *x == 0 && option->kind == REAL_OR_0, inside = *x >= option->least && *x <= option->most;
-    if (end > *text && (!*end || (list && *end == ',')) && (zero || inside) && (real || *x == floor(*x)))
+    bool inside = *x >= option->least && *x <= option->most;
+    if (end > *text && (!*end || (list && *end == ',')) && inside && (real || *x == floor(*x)))
         return *text = end, true;
     LocalText range = real ? copy_text(option->help, strcspn(option->help, ":"))
                            : text_print("%s from %.0f to %.0f", list ? "whole numbers like 1,4,16," : "a whole number",
@@ -200,7 +197,7 @@ static bool option_set(Options *o, const Option *option, const char *text, Error
     } while (*at++);
     if (option->kind == WHOLE) *(int *)field = (int)x;
     if (option->kind == SEED) *(uint64_t *)field = (uint64_t)x;
-    if (option->kind == REAL || option->kind == REAL_OR_0) *(float *)field = x < 1e-30 ? 0 : (float)x;
+    if (option->kind == REAL) *(float *)field = x < 1e-30 ? 0 : (float)x;
     return true;
 }
 
@@ -384,10 +381,7 @@ static bool choose_model(Session *s, Error *e) {
     char line[64];
     int n = here.n, choice = n == 1;
     bool can_ask = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
-    if (!n)
-        return fail(e, BAD_MODEL,
-                    "no model in ./models, ~/.cache/infer/models or the hub's cache: infer download ORG/NAME "
-                    "fetches one");
+    if (!n) return fail(e, BAD_MODEL, "no model in ./models or the hub's cache: infer download ORG/NAME fetches one");
     if (n > 1) fputs("Available models:\n", stderr);
     for (const ModelEntry *m = list; m < list + n && n > 1; m++) {
         const char *state = !m->known ? "  not supported" : m->complete ? "" : "  incomplete";
@@ -628,7 +622,7 @@ static bool keep_answer(Answer *a, Error *e) {
     const char *at = part == CALL ? "calling a tool" : "thinking", *cure = p->loop ? "; /retry tries again" : "";
     if (!p->chat) return conversation_add(&p->talk, "assistant", NULL, a->text.data, a->text.n);
     if (!strcmp(a->reason, "token limit")) cure = p->loop ? ": /set max-tokens raises it" : ": --max-tokens raises it";
-    if (part == REASONING || (part == CALL && strcmp(a->reason, "tool call")))
+    if (part == REASONING || (part == CALL && (!p->loop || strcmp(a->reason, "tool call"))))
         return fail(e, interrupted ? INTERRUPTED : FAILED, "no answer: ended while %s (%s)%s", at, a->reason, cure);
     if (part == ANSWER && !strcmp(a->reason, "stop text")) /* the conversation keeps what was shown */
         text_stops(&last->content, &(size_t){0}, p->o.stop.text, p->o.stop.n, true);
@@ -680,17 +674,11 @@ static void print_statistics(const Answer *a, FILE *f) {
 
 static void print_answer_json(const Answer *a) {
     const Play *p = a->p;
-    cJSON *calls = cJSON_CreateArray();
-    for (int i = 0; i < p->talk.messages; i++) {
-        const Message *m = p->talk.message + i;
-        if (!strcmp(m->role, "assistant") && message_part(m) == CALL) cJSON_AddItemToArray(calls, message_json(m));
-    }
     json_print(json_object("model", json_word(p->m.name), "text", json_from_text(a->text.data, a->text.n), "thinking",
                            json_from_text(a->thinking.data, a->thinking.n), "reason", json_word(a->reason),
-                           "tool_calls", calls, "prompt_tokens", json_number(a->stream.prompt), "tokens",
-                           json_number(a->tokens), "thinking_tokens", json_number(a->thought), "first_token_ms",
-                           json_number(a->first * 1000), "tokens_per_second", json_number(speed(a)), "seed",
-                           json_number(p->o.sampling.seed), NULL),
+                           "prompt_tokens", json_number(a->stream.prompt), "tokens", json_number(a->tokens),
+                           "thinking_tokens", json_number(a->thought), "first_token_ms", json_number(a->first * 1000),
+                           "tokens_per_second", json_number(speed(a)), "seed", json_number(p->o.sampling.seed), NULL),
                true);
 }
 
@@ -910,9 +898,8 @@ static int converse(Play *p) {
                   "the context of %s tokens is full: /undo takes the last question back, /clear begins anew, "
                   "infer play --ctx chooses a larger one",
                   COUNT((uint64_t)p->m.engine.context));
-    if (!ok && !p->loop) die(&e);
+    if (!ok && (!p->loop || e.code == GPU_FAULT)) put_escape(stdout, BRACKETS_OFF), die(&e);
     if (!ok) put_text(stderr, RED, "", e.text);
-    if (e.code == GPU_FAULT) put_escape(stdout, BRACKETS_OFF), exit(GPU_FAULT);
     if (p->loop) puts("");
     ids_free(&a.stream.tokens);
     reader_free(&a.reader);
@@ -1208,21 +1195,10 @@ static int tokenize(const Options *o) {
     return code;
 }
 
-/* The number of token ids. config.json may count more than the tokenizer has; the extra ids have no text. */
-static int vocabulary(const Session *s) {
-    Error e;
-    LocalText path = text_print("%s/config.json", s->dir);
-    LocalJson config = json_read(path, 1 << 20, &e);
-    int64_t n = 0;
-    const cJSON *text = json_get(config, "text_config"); /* of a model with vision */
-    json_whole(json_get(text ? text : config, "vocab_size"), 0, INT32_MAX, &n);
-    return n > tokenizer_size(s->tokenizer) ? (int)n : tokenizer_size(s->tokenizer);
-}
-
 static int detokenize(const Options *o) {
     Filter f = {0};
     filter_open(&f, o, NEED_TOKENIZER);
-    read_ids(&f, vocabulary(&f.s));
+    read_ids(&f, tokenizer_size(f.s.tokenizer));
     print_text(f.s.tokenizer, &f.ids);
     return filter_close(&f);
 }
@@ -1358,7 +1334,7 @@ static const Command commands[] = {
      "talk to a model in the terminal; with -p, -f or a text on stdin: one answer, alone on stdout"},
     {"serve", "[MODEL]", serve, "an API like OpenAI's, for many clients at once, and a page to chat with"},
     {"download", "REPO", download, "fetch a model, REPO[@REVISION], or the rest of it, into the hub's cache"},
-    {"list", "", list, "the models in ./models, ~/.cache/infer/models and the hub's cache"},
+    {"list", "", list, "the models in ./models and the hub's cache"},
     {"rm", "MODEL", rm, "remove a model from the hub's cache"},
     {"inspect", "MODEL", inspect, "what a model is made of, and whether it fits here"},
     {"doctor", "", doctor, "GPU, driver, cache, token, network: what is wrong, and its cure"},

@@ -180,22 +180,14 @@ static const char *rope_type(Loader *load, const cJSON *rope) {
 }
 
 /* config.json's RoPE parameters for layers with a window, or for those without; NULL: it has none. rope_scaling is
- * their older name, added to enlarge the context: a file with both must say the same in both, but for rope_theta. */
+ * their older name, added to enlarge the context: a file with both must say the same in both. */
 static const cJSON *find_rope(Loader *load, bool window) {
     const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
     const cJSON *older = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object");
     const cJSON *full = config_typed(load, rope, "full_attention", cJSON_Object, "an object");
-    const cJSON *newer = full ? full : rope, *one;
     if (json_get(rope, "sliding_attention") && !full) config_bad(load, rope, "full_attention", "an object");
-    if (older && !older->child) older = NULL;
-    for (one = rope && older ? older->child : NULL; one; one = one->next)
-        if (text_listed("rope_type type", one->string) ? strcmp(rope_type(load, older), rope_type(load, newer))
-                                                       : !cJSON_Compare(one, json_get(newer, one->string), true))
-            config_bad(load, older, one->string, "as in rope_parameters, or left out of rope_scaling,");
-    for (one = rope && older ? newer->child : NULL; one; one = one->next)
-        if (!text_listed("rope_type type rope_theta", one->string) && !cJSON_IsNull(one) &&
-            !json_get(older, one->string))
-            config_bad(load, older, one->string, "in rope_scaling as in rope_parameters");
+    if (rope && older && !cJSON_Compare(rope, older, true))
+        config_bad(load, load->config, "rope_scaling", "as rope_parameters, or left out,");
     if (full && !two_ropes(load)) config_bad(load, load->config, "rope_parameters", "one for all layers");
     if (full) return window ? json_get(rope, "sliding_attention") : full;
     if (window) return NULL; /* their only parameter is rope_local_base_freq */
@@ -243,11 +235,6 @@ static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
         high = fmin(high, d - 1);
         if (low == high) high += 0.001;
     }
-    /* GGUF's own factors: the first multiplies the scale, with latents all of q . k, too; the others must be neutral */
-    if (load->family->latent) only(load, load->config, "rope.scaling.attn_factor", 1);
-    scale *= config_number(load, load->config, "rope.scaling.attn_factor", 1e-6, 1e6, 1);
-    only(load, load->config, "rope.scaling.yarn_attn_factor", 1);
-    only(load, rope, "rope.scaling.yarn_ext_factor", yarn);
     const float *divisor = NULL;
     if (tensors_find(&load->c->tensors, "rope_freqs.weight"))
         divisor = bind_floats(load, "rope_freqs", ".weight", m->rope_dim / 2);
@@ -844,7 +831,6 @@ static const Encoding encodings[] = {
     {MXFP4, ".weight_packed", NULL, ".weight_scale", NULL, NULL, E8M0, 0, 32},
     {FP8, ".weight", ".weight_scale", ".weight_scale", NULL, NULL, BF16, 0, INT32_MAX},
     {FP8, ".weight", ".scale", ".scale", NULL, NULL, BF16, 0, INT32_MAX},
-    {FP8, ".weight", ".qscale_weight", ".qscale_weight", NULL, NULL, BF16, 0, INT32_MAX},
     {FP8, ".weight", NULL, ".weight_scale_inv", NULL, NULL, BF16, 0, INT32_MAX},
     {INT8, ".weight", NULL, ".weight_scale", ".weight_zero_point", NULL, BF16, INT8, INT32_MAX}};
 /* clang-format on */
@@ -975,10 +961,6 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, in
     one->data = bind_grid(load, name, how.codes, &w, (Grid){w.type, 1, 1, false}, (int64_t)rows * cols);
     one->factor = 1;
     if (how.scale) bind_grids(load, name, &how, &w, one);
-    Tensor *said = find(load, name, ".weight_shape");
-    if (said && tensor_is(load, said, said->size == 16 && !memcmp(said->data, (int64_t[]){rows, cols}, 16),
-                          "the shape of its matrix"))
-        belongs(said, w.type, 0);
     if (!bias) bias = (in_gptq(w.type) || load->gguf) && find(load, name, ".bias");
     if (bias > 0) one->bias = bind_floats(load, name, ".bias", rows);
     return w;
@@ -1152,19 +1134,14 @@ static void bind_layer(Loader *load, Model *m, int i) {
 
 /* True for tensors that generating text does not need, as scales of activations and of the cache: both stay bf16. */
 static bool left_out(const Loader *load, const char *name) {
-    static const char scales[] = "input_scale qscale_act input_global_scale input_zero_point input_scale_ub k_scale "
+    static const char scales[] = "input_scale weight_shape input_global_scale input_zero_point input_scale_ub k_scale "
                                  "v_scale q_scale kv_scale prob_scale output_scale";
     const char *dot = strrchr(name, '.'), *layer = strstr(name, "layers.");
     bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
     bool extra = load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers;
     return strstr(name, ".rotary_emb.inv_freq") || strstr(name, "activation_scale") ||
-           (dot && text_listed(scales, dot + 1)) || (load->tied && strstr(name, "lm_head.weight")) ||
-           (load->config != load->file && picture) || extra; /* DeepSeek's extra layer predicts a second token */
-}
-
-static bool same_tensor(const Tensor *a, const Tensor *b) {
-    return !strcmp(a->dtype, b->dtype) && a->dims == b->dims && !memcmp(a->shape, b->shape, sizeof a->shape) &&
-           !memcmp(a->data, b->data, a->size); /* the same dtype and shape, so the same size */
+           (dot && text_listed(scales, dot + 1)) || (load->config != load->file && picture) ||
+           extra; /* DeepSeek's extra layer predicts a second token */
 }
 
 static void bind_all(Loader *load, Model *m) {
@@ -1174,15 +1151,14 @@ static void bind_all(Loader *load, Model *m) {
     if (tensors_find(all, "model.language_model.norm.weight")) text = "model.language_model.";
     strcpy(load->prefix, text);
     const char *outer = strncmp(text, "language_model.", 15) ? "" : "language_model."; /* the head's prefix */
-    const Tensor *table = find(load, "embed_tokens", ".weight");
     const Tensor *head = tensors_find(all, *outer ? "language_model.lm_head.weight" : "lm_head.weight");
-    /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
-    load->tied = config_true(load, "tie_word_embeddings") && (!head || !table || same_tensor(head, table));
-    bool embed = !load->tied || table || m->made_up;
-    if (embed) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, NO_BIAS);
+    /* A stored head counts: it may be another, or the only one that is stored. */
+    load->tied = config_true(load, "tie_word_embeddings") && !head;
+    const bool only = config_true(load, "tie_word_embeddings") && head && !find(load, "embed_tokens", ".weight");
+    if (!only) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, NO_BIAS);
     strcpy(load->prefix, outer);
-    if (!embed || !load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
-    if (!embed) m->embed = m->head;
+    if (!load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
+    if (only) m->embed = m->head;
     strcpy(load->prefix, text);
     m->norm = bind_floats(load, "norm", ".weight", m->dim);
     m->k_up_transposed = load->family->latent && tensors_find(all, "model.layers.0.self_attn.k_b_proj.0.weight");
@@ -1414,10 +1390,8 @@ char *hub_folder(const char *repository) {
 
 Models models_list(void) {
     Models list = {0};
-    LocalText own = join(environment("HOME") ? environment("HOME") : "", ".cache/infer/models");
     LocalText cache = hub_cache();
     add_all(&list, "models", false);
-    add_all(&list, own, false);
     add_all(&list, cache, true);
     if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
     return list;
@@ -1463,7 +1437,7 @@ char *model_find(const char *argument, Error *e) {
         fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
     else
         fail(e, BAD_MODEL,
-             "'%.100s' is no folder, and none of the models in ./models, ~/.cache/infer/models and the hub's cache: "
+             "'%.100s' is no folder, and none of the models in ./models and the hub's cache: "
              "%s; infer download ORG/NAME fetches one",
              argument, list.n ? all.data : "none is there");
     return NULL;
@@ -1694,6 +1668,7 @@ void scheduler_add(Scheduler *s, Stream *t) {
     const size_t n = s->now.running + s->now.waiting++;
     s->stream = reallocate(s->stream, (n + 1) * sizeof *s->stream);
     s->stream[n] = t;
+    if (t->sampling.temperature < 0.01f) t->sampling.temperature = 0; /* logits are divided by it */
 }
 
 void scheduler_remove(Scheduler *s, Stream *t) {

@@ -194,7 +194,8 @@ static bool check_model(Request *q, const char *name) {
     "stop_token_ids=[] structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false "     \
     "verbosity=\"medium\" web_search_options="
 static const char of_chats[] =
-    UNSUPPORTED " add_special_tokens=false echo=false enable_thinking=true skip_special_tokens=true";
+    UNSUPPORTED " add_special_tokens=false channels= echo=false enable_thinking=true knowledge_cutoff= "
+                "model_identity= skip_special_tokens=true";
 static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= "
                                            "top_logprobs=0 tools=[] response_format={\"type\":\"text\"}";
 
@@ -269,7 +270,6 @@ static bool take_request(Request *q) {
     s->top_p = fmaxf((float)number(q, "top_p", false, 0, 1, 1), 1e-30f);
     s->min_p = (float)number(q, "min_p", false, 0, 1, 0);
     s->penalty = (float)number(q, "repetition_penalty", false, 1e-3, 100, 1);
-    if (s->temperature < 0.01f) s->temperature = 0;
     if (s->min_p < 1e-30f) s->min_p = 0;
     if (q->error.code) return false;
     if (q->chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
@@ -626,8 +626,6 @@ static bool make_chat(Request *q) {
         return fail(e, 400, "chat_template_kwargs may have only enable_thinking or thinking, and reasoning_effort");
     if (effort) conversation_set(&talk.effort, effort);
     if (cJSON_IsFalse(thinks)) conversation_set(&talk.effort, "none");
-    if (cJSON_IsFalse(thinks) && !chat_effort(chat, "none", e))
-        return fail(e, 400, "chat_template_kwargs: leave %s out, because this model always thinks", thinks->string);
     if (!chat_render(chat, &talk, true, &ids, e)) return false;
     const size_t prompt = ids.n;
     if (force && !chat_force(chat, talk.effort, name, &ids, e)) return false;
@@ -758,20 +756,16 @@ static void detokenize(Request *q) {
     put_json(q, json_object("prompt", json_from_text(text.data, text.n), NULL));
 }
 
-static void put_family(Bytes *out, const char *name, const char *help, const char *kind) {
-    bytes_print(out, "# HELP infer_%s %s\n# TYPE infer_%s %s\n", name, help, name, kind);
-}
-
-static void put_histogram(Bytes *out, const char *name, const char *help, const Histogram *h) {
-    put_family(out, name, help, "histogram");
+static void put_histogram(Bytes *out, const char *name, const Histogram *h) {
+    bytes_print(out, "# TYPE infer_%s histogram\n", name);
     for (int i = 0; i < BOUNDS; i++) bytes_print(out, "infer_%s_bucket{le=\"%g\"} %zu\n", name, bounds[i], h->count[i]);
     bytes_print(out, "infer_%s_bucket{le=\"+Inf\"} %zu\n", name, h->n);
     bytes_print(out, "infer_%s_sum %.6f\ninfer_%s_count %zu\n", name, h->sum, name, h->n);
 }
 
-static void put_number(Bytes *out, const char *name, const char *help, size_t value) {
-    put_family(out, name, help, strstr(name, "_total") ? "counter" : "gauge");
-    bytes_print(out, "infer_%s %zu\n", name, value);
+static void put_number(Bytes *out, const char *name, size_t value) {
+    const char *kind = strstr(name, "_total") ? "counter" : "gauge";
+    bytes_print(out, "# TYPE infer_%s %s\ninfer_%s %zu\n", name, kind, name, value);
 }
 
 static void metrics(Request *q) {
@@ -779,23 +773,23 @@ static void metrics(Request *q) {
     lock();
     const SchedulerState *now = &server.state;
     const size_t live = (size_t)server.live;
-    put_family(out, "requests_total", "Requests answered", "counter");
+    bytes_text(out, "# TYPE infer_requests_total counter\n");
     for (int i = 0; i < STATUSES; i++)
         if (server.status[i]) bytes_print(out, "infer_requests_total{status=\"%d\"} %zu\n", i, server.status[i]);
-    put_number(out, "prompt_tokens_total", "Tokens of prompts", server.prompt);
-    put_number(out, "cached_tokens_total", "Tokens of prompts that were in the cache", server.reused);
-    put_number(out, "generated_tokens_total", "Tokens of answers", server.generated);
-    put_number(out, "repairs_total", "Malformed headers in answers", server.repairs);
-    put_number(out, "nan_total", "Answers that a NaN ended", server.nans);
-    put_number(out, "preemptions_total", "Answers that gave up their pages", now->preempted);
-    put_number(out, "steps_total", "Steps of the model", now->steps);
-    put_number(out, "answers_running", "Answers being written", now->running);
-    put_number(out, "answers_waiting", "Answers in the queue", live > now->running ? live - now->running : 0);
-    put_number(out, "cache_pages_used", "Pages of answers that run", now->pages - now->idle);
-    put_number(out, "cache_pages_kept", "Pages whose text is known", now->kept);
-    put_number(out, "cache_pages", "All pages of the cache", now->pages);
-    put_histogram(out, "time_to_first_token_seconds", "From a request to its first token", &server.first);
-    put_histogram(out, "time_per_token_seconds", "From a token to the next", &server.next);
+    put_number(out, "prompt_tokens_total", server.prompt);
+    put_number(out, "cached_tokens_total", server.reused);
+    put_number(out, "generated_tokens_total", server.generated);
+    put_number(out, "repairs_total", server.repairs); /* malformed headers of harmony */
+    put_number(out, "nan_total", server.nans);
+    put_number(out, "preemptions_total", now->preempted);
+    put_number(out, "steps_total", now->steps);
+    put_number(out, "answers_running", now->running);
+    put_number(out, "answers_waiting", live > now->running ? live - now->running : 0);
+    put_number(out, "cache_pages_used", now->pages - now->idle);
+    put_number(out, "cache_pages_kept", now->kept); /* for prompts that begin alike */
+    put_number(out, "cache_pages", now->pages);
+    put_histogram(out, "time_to_first_token_seconds", &server.first);
+    put_histogram(out, "time_per_token_seconds", &server.next);
     unlock();
 }
 
@@ -853,7 +847,7 @@ static void check_request(Request *q, const char *method, const char *version) {
     int count[2] = {0}; /* Host, lengths */
     MHD_get_connection_values(q->connection, MHD_HEADER_KIND, count_header, count);
     for (int i = 0; i < (int)(sizeof endpoints / sizeof *endpoints); i++)
-        if (!strcmp(endpoints[i].path, path)) q->endpoint = endpoints + i;
+        if (!strcmp(endpoints[i].path, path) && !strcmp(endpoints[i].method, as)) q->endpoint = endpoints + i;
     if (count[1] > 1 || count[0] > 1 || (count[0] < 1 && !strcmp(version, "HTTP/1.1")))
         fail(&q->error, 400, "a request has one Host, and one Content-Length or Transfer-Encoding at most");
     else if (!may_ask(header(q, "Host"), header(q, "Origin")))
@@ -861,9 +855,7 @@ static void check_request(Request *q, const char *method, const char *version) {
     else if (server.o->cors && !strcmp(method, "OPTIONS"))
         q->endpoint = NULL; /* a browser asks whether a page may send a request */
     else if (!q->endpoint)
-        fail(&q->error, 404, "there is no %.100s here", url);
-    else if (strcmp(q->endpoint->method, as))
-        fail(&q->error, 405, "%.100s does not take %.20s", url, method);
+        fail(&q->error, 404, "there is no %.20s %.100s here", method, url);
     else if (!q->endpoint->open && !has_key(q))
         fail(&q->error, 401, "Incorrect API key provided, or none: send it as Authorization: Bearer KEY");
     else if (!q->endpoint->open && !server.ready)
@@ -885,7 +877,6 @@ static enum MHD_Result respond(Request *q) {
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
     if (server.o->cors && wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
-    if (status == 405) MHD_add_response_header(r, "Allow", *q->endpoint->method == 'P' ? "POST" : "GET, HEAD");
     if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
     if (status >= 400) MHD_add_response_header(r, "Connection", "close");
     enum MHD_Result result = MHD_queue_response(q->connection, status, r);
@@ -975,14 +966,6 @@ static void take_signal(int number) {
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
 }
 
-static bool check_options(const Options *o, Error *e) {
-    int n = 0; /* the length of the origin that --cors begins with */
-    if (o->cors) sscanf(o->cors, "%*[a-zA-Z0-9+.-]://%*[^/?#@,* \t]%n", &n);
-    if (o->cors && !text_listed("* null", o->cors) && (!n || o->cors[n])) /* null: of pages in files */
-        return fail(e, USAGE, "--cors must be * or an origin such as http://localhost:3000, not '%.100s'", o->cors);
-    return !o->alias || *o->alias || fail(e, USAGE, "--name is empty: give a name, or leave it out");
-}
-
 /* Listens where --host and --port say. */
 static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
     char address[64] = "";
@@ -1017,8 +1000,9 @@ int serve(const Options *o) {
     server.o = o;
     TAILQ_INIT(&server.requests);
     server.key = environment("INFER_API_KEY");
-    if (!check_options(o, &e) || !session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
-    server.name = o->alias ? o->alias : access(server.s.name, F_OK) ? server.s.name : basename(server.s.name);
+    if (!session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
+    server.name = access(server.s.name, F_OK) ? server.s.name : basename(server.s.name);
+    if (o->alias && *o->alias) server.name = o->alias;
     signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
     struct MHD_Daemon *daemon = start_daemon(o, &e);
     if (!daemon) die(&e);

@@ -126,8 +126,6 @@ MODELS = {
     "DeepSeek V3": ("DeepSeek V3", ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", (("<think>\\n", ""),)),
                     "'<｜User｜>' + message['content']", DEEPSEEK, "deepseek-r1"),
     "DeepSeek V3.1": ("DeepSeek V3.1", ("deepseek-ai-DeepSeek-V3.1", (("<think></think>", "</think>"),)), "'<｜User｜>' + message['content'] not thinking", DEEPSEEK, "deepseek-r1"),
-    "DeepSeek V3.1, copied": ("DeepSeek V3.1, copied", "deepseek-ai-DeepSeek-V3.1",
-                              "'<｜User｜>' + message['content'] not thinking '<think></think>'", DEEPSEEK, "deepseek-r1"),
     "DeepSeek R1": ("DeepSeek R1", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
                     "'<｜User｜>' + message['content'] '<｜Assistant｜><think>\\n'", DEEPSEEK, "deepseek-r1"),
 }
@@ -257,7 +255,7 @@ def cases_of(model, template, controls, tokenizer):
     thinks, calls = "<think>" in controls, ("<tool_call>" in controls and model != "Qwen3-Coder") or model in ("Llama 3.1", "Llama 3.2")
     found = [render(model, template, controls, name, m, None) for name, m in CASES.items()]
     if thinks:
-        chosen = {k: m for k, m in THINKING.items() if k != "effort none" or model in ("Qwen3", "DeepSeek V3.1", "DeepSeek V3.1, copied")}
+        chosen = {k: m for k, m in THINKING.items() if k != "effort none" or model in ("Qwen3", "DeepSeek V3.1")}
         found += [render(model, template, controls, name, m, None) for name, m in chosen.items()]
     if calls:
         chosen = {**CALLING, **(SEVERAL if "<tool_call>" in controls else {}),

@@ -319,6 +319,7 @@ def test_models_without_a_known_format(folder):
         made = folder_of("SmolLM2", folder, template)
         refused("render", made, stdin="{}", code=3, words=["no chat format", word])
     each([("none", " ", "no known format"), ("another", "{% for m in messages %}<|im_start|>{{ m }}{% endfor %}", "SmolLM2"),
+          ("another end of thoughts", MODELS["DeepSeek V3.1"]["has"] + " '<think></think>'", "no known format"),
           ("thinks otherwise", MODELS["SmolLM2"]["has"] + "{# enable_thinking #}", "no known format")], check)
     made = folder_of("SmolLM2", folder)
     (made / "tokenizer_config.json").write_text("{}")

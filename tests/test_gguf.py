@@ -83,14 +83,12 @@ def test_same_files_as_gguf_py(folder):
 
 
 def test_rope(folder):
-    """YaRN and linear scaling as the hub's config.json means them; attn_factor multiplies the usual one. YaRN's other two
-    factors may have the value that changes nothing."""
+    """YaRN and linear scaling as the hub's config.json means them."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0, "beta_slow": 2.0}
     keys = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
             "llama.rope.scaling.original_context_length": 64, "llama.rope.scaling.yarn_beta_fast": 16.0,
             "llama.rope.scaling.yarn_beta_slow": 2.0}
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
-    ext, attn = "llama.rope.scaling.yarn_ext_factor", "llama.rope.scaling.yarn_attn_factor"
     metadata, tensors = convert(FIXTURES / "llama_bias")
     ids = golden("llama_bias")[0]
 
@@ -99,26 +97,12 @@ def test_rope(folder):
         found = error(logits(save(folder / "model.gguf", metadata | more, tensors), ids, folder), logits(hub, ids, folder))
         expect(found < 1e-6, f"relative error {found:.1e}")
     each([("yarn", yarn, keys), ("defaults", yarn | {"beta_fast": 32.0, "beta_slow": 1.0}, dict(list(keys.items())[:3])),
-          ("factor", yarn | {"attention_factor": 1.5 * (0.1 * math.log(4) + 1)}, keys | {"llama.rope.scaling.attn_factor": 1.5}),
-          ("neutral", yarn, keys | {ext: 1.0, attn: 1.0, "llama.rope.scaling.attn_factor": 1.0, "llama.rope.scaling.finetuned": True}),
+          ("ignored", yarn, keys | {"llama.rope.scaling.finetuned": True}),
           ("linear", {"rope_type": "linear", "factor": 2.0}, linear),
-          ("neutral linear", {"rope_type": "linear", "factor": 2.0}, linear | {ext: 0.0, attn: 1.0}),
-          ("factor of the unscaled", {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5},
-           {"llama.rope.scaling.attn_factor": 1.5}),
           ("scale_linear", {"rope_type": "linear", "factor": 2.0}, {"llama.rope.scale_linear": 2.0}),
           ("none", None, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.0})], check)
-    each([("extrapolation", keys | {ext: 0.5}, [ext, "1", "0.5"]), ("extrapolation of linear", linear | {ext: 1.0}, [ext, "0"]),
-          ("attention", keys | {attn: 1.25}, [attn, "1", "1.25"])],
-         lambda _, more, words: refused("logits", save(folder / "model.gguf", metadata | more, tensors), "--ids", 1,
-                                        words=[w.removeprefix("llama.") for w in words]))
-    for fixture in ("deepseek_v2_lite", "deepseek_v3"):  # where mscale is one of the usual factors
-        metadata, tensors = convert(FIXTURES / fixture)
-        expect(metadata["deepseek2.rope.scaling.yarn_log_multiplier"] > 0, fixture)
-        ids = golden(fixture)[0]
-        same(*(logits(save(folder / "model.gguf", metadata | more, tensors), ids, folder)
-               for more in ({}, {"deepseek2.rope.scaling.attn_factor": 1.0})), fixture)
-        refused("logits", save(folder / "model.gguf", metadata | {"deepseek2.rope.scaling.attn_factor": 1.5}, tensors),
-                "--ids", 1, words=["rope.scaling.attn_factor", "1.5"])
+    each([("llama.rope.scaling." + name,) for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")],
+         lambda name: refused("logits", save(folder / "model.gguf", metadata | keys | {name: 1.0}, tensors), "--ids", 1, words=[name]))
 
 
 def test_missing_keys(folder):

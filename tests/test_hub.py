@@ -44,9 +44,9 @@ def env_of(hub, folder, **more):
     return {"HF_ENDPOINT": hub.url, "HF_HOME": folder / "hf", "HOME": folder, **more}
 
 
-def fetch(hub, folder, *args, env=None, **how):
+def fetch(hub, folder, *args, at="", env=None, **how):
     how.setdefault("seconds", 120)
-    return infer("download", hub.repository, *args, env=env_of(hub, folder, **(env or {})), **how)
+    return infer("download", hub.repository + at, *args, env=env_of(hub, folder, **(env or {})), **how)
 
 
 def refuses(hub, folder, *args, code=5, words=(), env=None, **how):
@@ -102,7 +102,7 @@ def test_download(folder):
         fetch(hub, folder)
         same(hub.asked(), 1, "requests when all is here")
         hub.clear()
-        same(fetch(hub, folder, "--revision", hub.commit).text, r.text, "by commit")
+        same(fetch(hub, folder, at="@" + hub.commit).text, r.text, "by commit")
         same(fetch(hub, folder, env={"HF_HUB_OFFLINE": 1}).text, r.text, "offline")
         same(hub.asked(), 0, "requests for what cannot change")
         hub.fault = lambda q: q.reply(429, {"Retry-After": 60})
@@ -116,8 +116,8 @@ def test_download(folder):
         alone = fetch(hub, folder)
         same(alone.text, r.text, "with no hub at all")
         expect("goes on" not in alone.err, f"there is nothing to go on with: {alone.err}")
-        refuses(hub, folder, "--revision", "other", words=["network"])
-    refuses(hub, folder, "--revision", "other", env={"HF_HUB_OFFLINE": 1}, words=["HF_HUB_OFFLINE"])
+        refuses(hub, folder, at="@other", words=["network"])
+    refuses(hub, folder, at="@other", env={"HF_HUB_OFFLINE": 1}, words=["HF_HUB_OFFLINE"])
 
 
 MANY = {**SMALL, "model-00001-of-00002.safetensors": b"a" * 9, "model.safetensors.index.json": b"{}",
@@ -190,9 +190,9 @@ def test_arguments(folder):
                          "org/model@../../x", "org/model@", "https://huggingface.co/org/model", "org/m\x1b",
                          "o" * 3000):
             refused("download", "--", argument, code=2, env=env_of(hub, folder))
-        r = refuses(hub, folder, "--revision", commit[:7], code=3, words=["40 digits"])
+        r = refuses(hub, folder, at="@" + commit[:7], code=3, words=["40 digits"])
         expect("TOKEN" not in r.err, f"a token does not help: {r.err}")
-        for args in (["--jobs", "0"], ["--jobs", "x"], ["--jobs", "4x"], ["--revision", "../x"], ["--nothing"],
+        for args in (["--jobs", "0"], ["--jobs", "x"], ["--jobs", "4x"], ["--nothing"],
                      ["--token-file", "/nowhere"]):
             expect(fetch(hub, folder, *args, code=2).err, "no message")
         for endpoint in ("ftp://x", "file:///etc", "nothing", "http://", hub.url.replace("//", "//user:password@")):
@@ -322,7 +322,7 @@ FAULTS = [  # what goes wrong, how, exit code or FINE if the download must survi
     ("the list is null", when(api(lambda q: q.reply(200, body=b"null"))), 5, ["JSON"]),
     ("the list is no list", when(api(lambda q: q.reply(200, body={"sha": "a" * 40, "siblings": {}}))), 3, ["list"]),
     ("a login page instead of the list", when(api(lambda q: q.reply(200, body=b"<!DOCTYPE html><p>Hotel"))), 5,
-     ["web page", "log in"]),
+     ["JSON", "log in"]),
     ("a login page instead of a file", when(content(lambda q: q.reply(200, body=b"<html><p>Hotel"))), 3,
      ["a web page (HTML) in its place", "/org/model"]),
     ("name a/../../x", in_listing(rfilename="a/../../x"), 3, ["a/../../x", "refused"]),
@@ -723,11 +723,14 @@ def test_inspect(folder):
         env = env_of(hub, folder, TMPDIR=folder / "tmp")
         local = json.loads(infer("inspect", PARROT, "--json", env=env).text)
         far = json.loads(infer("inspect", "org/parrot", "--json", env=env).text)
-        header, values = read_safetensors(PARROT / WEIGHTS)
+        _, values = read_safetensors(PARROT / WEIGHTS)
         same({k: v for k, v in far.items() if k not in ("name", "bytes_to_download")},
              {k: v for k, v in local.items() if k not in ("name", "chat_format", "complete")}, "facts")
         same((local["chat_format"], local["complete"]), ("harmony", True), "chat format, complete")
         odd = json.loads(infer("inspect", PARROT.parent / "odd", "--json", env=env).text)
+        if not local["gpu_bytes_free"]:
+            same((local["fits"], local["context_that_fits"]), (False, 0), "without a GPU")
+            expect("a GPU with" in local["suggestion"], str(local))
         same((odd["supported"], odd["complete"]), (True, False), "of a model without tokenizer.json: supported, complete")
         same(far["weight_bytes"], len(values), "bytes")
         same(sum(far[f"bytes_in_{encoding}"] for encoding in ("BF16", "MXFP4")), len(values), "bytes by encoding")
@@ -757,16 +760,11 @@ def test_inspect(folder):
         for text in (r.text, r.err):
             expect("org/parrot/config.json" in text and str(folder) not in text, f"where it is: {text}")
         foreign = json.loads(infer("inspect", "org/parrot", "--json", env=env, code=3).text)
-        tensors = [t for name, t in header.items() if name != "__metadata__"]
-        expected = {d: sum(t["data_offsets"][1] - t["data_offsets"][0] for t in tensors if t["dtype"] == d)
-                    for d in {t["dtype"] for t in tensors}}
-        same({d: foreign[f"bytes_in_{d}"] for d in expected}, expected, "encodings")
         same(foreign["supported"], False, "supported")
         copy = copy_model(PARROT, folder, config={"model_type": config["model_type"]}, name="models/strange")
         listed = infer("list", cwd=folder, env=env).text
         expect("zebra?[2J?" in listed and "strange" in listed and copy.exists(), listed)
         expect("not supported" in listed, f"not marked: {listed}")
-        expect(all(f"bytes in {d} " in r.text for d in expected), r.text)
         hub.files["config.json"] = File(SMALL["config.json"])
         wrong = [("a header beyond the file", b"\xff" * 7 + b"\0" + values), ("no header", bytes(8) + values),
                  ("no JSON", safetensors("{", values)), ("7 bytes", b"1234567")]
@@ -794,7 +792,7 @@ def test_same_names(folder):
                         ["play", "-p", "hi", "--raw", "--max-tokens", 1]):
             infer(*command, env=env, cwd=folder)  # the only one
         refused("play", "org/model@other", "-p", "hello", env=env, cwd=folder, words=["none of the models", "org/model"])
-        refused("rm", "org/model@main", env=env, cwd=folder, code=2, words=["all revisions"])
+        refused("rm", "org/model@main", env=env, cwd=folder, code=2, words=["whole repositories"])
         same(hub.asked(), 0, "requests")
         copy_model(PARROT, folder, name="models/model")
         for command in (["inspect", "mode"], ["bench", "mode"], ["rm", "mode"]):
@@ -803,19 +801,19 @@ def test_same_names(folder):
         expect("models/model" in r.err and "org/model" in r.err, r.err)
         refused("rm", "models/model", env=env, cwd=folder, code=2, words=["models/model", "is not in the hub's cache"])
         expect((folder / "models/model/config.json").exists(), "a model outside of the cache was removed")
-        refused("rm", path / "../../..", env=env, cwd=folder, code=2, words=["is not in the hub's cache"])
         (path / "a.gguf").write_bytes(b"GGUF")
-        for part in (path / "a.gguf", "a.gguf", cache_of(hub, folder) / "refs"):
-            refused("rm", part, env=env, cwd=folder, code=2, words=["is a part of org/model", "infer rm org/model"])
+        for bad in (path / "../../..", path / "a.gguf", "a.gguf", "A.GGUF", "a.ggu", "org/model/a.gguf", path,
+                    cache_of(hub, folder) / "refs"):
+            refused("rm", bad, env=env, cwd=folder, code=2, words=["infer rm removes"])
         expect((path / "config.json").exists(), "a part was named, and the repository removed")
         only = cache_of(hub, folder).parent / "models--org--only/snapshots/1"
         only.mkdir(parents=True)
         (only / "b.gguf").write_bytes(b"GGUF")
         infer("rm", "rg/onl", env=env, cwd=folder)
         expect(not only.exists(), "rm of a part of the name, where a model is one file")
-        r = infer("rm", path, env=env, cwd=folder)
+        r = infer("rm", "org/model", env=env, cwd=folder)
         expect(r.err == f"removing {cache_of(hub, folder)}\n", f"rm says what goes: {r.err}")
-        expect(not cache_of(hub, folder).exists(), "rm of a path")
+        expect(not cache_of(hub, folder).exists(), "rm")
         same(hub.asked(), 0, "requests")
 
 
@@ -825,14 +823,12 @@ def test_doctor(folder):
         r = infer("doctor", env=env, code=None)
         for word in ("GPU", str(folder / "hf" / "hub"), "free", "token", "answers in"):
             expect(word in r.text, f"lacks {word}: {r.text}")
-        found = {f["what"]: f for f in json.loads(infer("doctor", "--json", env=env, code=None).text)}
-        expect(found["network"]["ok"] and found["cache"]["ok"], str(found))
+        expect("✓ network" in r.text and "✓ cache" in r.text, r.text)
         expect("not tried" in infer("doctor", env={**env, "HF_HUB_OFFLINE": 1}, code=None).text, "offline")
         hub.token = TOKEN
-        text = infer("doctor", "--json", env={**env, "HF_TOKEN": "x"}, code=None).text
-        bad = {f["what"]: f for f in json.loads(text)}
-        expect(not bad["network"]["ok"] and "/settings/tokens" in bad["network"]["cure"], str(bad))
-        expect("does not answer" not in text, f"the hub answers: {text}")
+        r = infer("doctor", env={**env, "HF_TOKEN": "x"}, code=None)
+        expect("✗ network" in r.text and "/settings/tokens" in r.text, r.text)
+        expect("does not answer" not in r.text, f"the hub answers: {r.text}")
     r = infer("doctor", env={"HF_HOME": "/none/of/these/is/here", "HF_HUB_OFFLINE": 1}, code=None)
     expect("0 bytes free" not in r.text, f"the root is the nearest folder that exists: {r.text}")
     for home in ("new", "new/and/newer"):
@@ -841,8 +837,8 @@ def test_doctor(folder):
     r = infer("doctor", env={"HF_HOME": "/dev/null", "HF_HUB_OFFLINE": 1}, code=5)
     expect("✗ cache" in r.text, f"nothing can be written below a file: {r.text}")
     for name, value in ("HF_ENDPOINT", "nothing"), ("HF_TOKEN", "two words"):
-        bad = {f["what"]: f for f in json.loads(infer("doctor", "--json", env={**env, name: value}, code=2).text)}
-        expect(not bad["network"]["ok"] and name in bad["network"]["cure"], str(bad))
+        r = infer("doctor", env={**env, name: value}, code=2)
+        expect("✗ network" in r.text and name in r.text, r.text)
     r = infer("doctor", env={**env, "HF_ENDPOINT": "http://127.0.0.1:1"}, code=None)
     expect(r.code in (5, 4) and "✗ network" in r.text and "is the network up?" in r.text, r.text)
     expect("goes on" not in r.text, f"doctor downloads nothing: {r.text}")
@@ -946,7 +942,7 @@ def test_no_network(folder):
         hub.fault = None
         fetch(hub, folder)
         check_whole(hub, folder)
-    r = refuses(hub, folder, "--revision", "other", words=["is the network up?", "the same command goes on"])
+    r = refuses(hub, folder, at="@other", words=["is the network up?", "the same command goes on"])
     expect(len(r.err.splitlines()) <= 2, r.err)
 
 

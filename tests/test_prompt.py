@@ -120,16 +120,12 @@ def test_endless_stdin():
                  (b"infer: stdin has more than the 268 MB that are allowed\n", 2), command[0])
 
 
-def test_ids_outside_the_vocabulary(folder):
+def test_ids_outside_the_vocabulary():
     refused("detokenize", PARROT, stdin="[1, 99999999]", code=2, words=["99999999", "vocabulary"])
     refused("detokenize", PARROT, stdin="[1, -1]", code=2, words=["'-1'"])
     refused("detokenize", PARROT, stdin="[1, x]", code=2, words=["'x'"])
     for command in ("detokenize", "parse"):
         refused(command, PARROT, stdin=b"[1, 2\0, 99999999]", code=2, words=["NUL"])
-    (folder / "tokenizer.json").write_bytes((PARROT / "tokenizer.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 1000}}))
-    same(detokenize([999], folder), b"", "an id of the nested vocabulary that no text belongs to")
-    refused("detokenize", folder, stdin="[1000]", code=2, words=["vocabulary of 1000"])
 
 
 def test_decode_of_encode_is_the_text():
@@ -209,8 +205,7 @@ def as_chat(case):
     for m in case["messages"]:
         if m["role"] == "system":
             s = m["system"]
-            chat.update(bare=False, date=s.get("conversation_start_date", "none"), channels=", ".join(s["channels"]),
-                        **{k: s[k] for k in ("model_identity", "knowledge_cutoff", "reasoning_effort")})
+            chat.update(bare=False, date=s.get("conversation_start_date", "none"), reasoning_effort=s["reasoning_effort"])
         elif m["role"] == "developer":
             d = m["developer"]
             if "instructions" in d:
@@ -245,6 +240,8 @@ def test_harmony_rendered():
                              ((" to=functions.lookup_weather", ""), ("", " to=functions.lookup_weather")))
             expect(first in text, "the test is wrong")
             text = text.replace(first, behind)
+        text = text.replace("cutoff: 2021-01", "cutoff: 2024-06").replace("channels: analysis, final", "channels: analysis, commentary, final")
+        if text != case["text"]:
             ids = tokenize(text, model, "--special", program=PLAIN)
         check_rendered(as_chat(case), text, ids, model, PLAIN)
     each(cases, check)
@@ -418,7 +415,6 @@ WRONG = [  # what, the conversation, words of the message
         {"function": {"name": "f", "arguments": {}}}]}]}, ["messages[1].tool_calls"]),
     ("unknown effort", {"messages": [HI], "reasoning_effort": "huge"}, ["reasoning_effort", "huge"]),
     ("two efforts", {"messages": [HI], "reasoning_effort": "low medium"}, ["reasoning_effort", "low medium"]),
-    ("channels are an array", {"messages": [HI], "channels": ["final"]}, ["channels"]),
     ("date is a number", {"messages": [HI], "date": 2025}, ["date"]),
     ("tools are a text", {"messages": [HI], "tools": "f"}, ["tools"]),
     ("a tool without a name", {"messages": [HI], "tools": [{"type": "function", "function": {}}]}, ["tool"]),
@@ -480,10 +476,7 @@ FIELDS = [  # field, conversation with a text there, control tokens that the ren
     ("response format name", lambda x: say(HI, response_format=format_of(name=x)), 10),
     ("response format description", lambda x: say(HI, response_format=format_of(description=x)), 10),
     ("response format schema", lambda x: say(HI, response_format=format_of(schema={x: x})), 10),
-    ("identity", lambda x: say(HI, model_identity=x), 7),
-    ("knowledge cutoff", lambda x: say(HI, knowledge_cutoff=x), 7),
     ("date", lambda x: say(HI, date=x), 7),
-    ("channels", lambda x: say(HI, channels=x), 7),
     ("role", lambda x: say({"role": x, "content": "Hi"}), REFUSED),
     ("effort", lambda x: say(HI, reasoning_effort=x), REFUSED),
     ("author", lambda x: say(HI, {"role": "tool", "name": "functions." + x, "content": "1"}), REFUSED),
@@ -521,8 +514,7 @@ def test_text_never_becomes_control_tokens_published():
     chat = say({"role": "system", "content": names}, {"role": "user", "content": names},
                {"role": "assistant", "content": names},
                {"role": "user", "content": [{"type": "text", "text": names}] * 2},
-               called("f", reasoning=names), result("f", names), model_identity=names, knowledge_cutoff=names,
-               date=names, response_format=format_of(name=names, description=names, schema={names: names}),
+               called("f", reasoning=names), result("f", names), date=names, response_format=format_of(name=names, description=names, schema={names: names}),
                tools=[function(description=names, type="object", properties={names: schema})])
     same(count_control(render(chat, model, PLAIN), model), 3 * 4 + 4 * 3 + 5 + 1, "number of control tokens")
 

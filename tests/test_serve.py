@@ -481,7 +481,7 @@ def test_bad_bodies():
         s.post(TEXT, {"prompt": [1], "max_tokens": 1, "stop": ["x"] * 64})
         same(s.post(TEXT, {"prompt": [1] * 511, "max_tokens": 5})["choices"][0]["finish_reason"], "length")
         s.refuses("/v1/nothing", {}, code=404)
-        s.ask("GET", CHAT, code=405)
+        expect(f"GET {CHAT}" in s.ask("GET", CHAT, code=404)["error"]["message"], "what is missing")
         error = s.refuses(CHAT, {"messages": HELLO, "model": "other"}, "other", code=404)
         same((error["code"], error["param"]), ("model_not_found", "model"))
         for fields, first in (({"n": 20, "best_of": 20}, "n must be"), ({"temperature": "hot", "stop": 5}, "temperature"),
@@ -555,8 +555,7 @@ def test_thinking_switched_off(folder):
         for x in (True, False):  # as DeepSeek V3.1's template calls it
             same(tokens({"chat_template_kwargs": {"thinking": x}}), tokens(on if x else off))
     with Server(PARROT) as s:
-        refusal = s.refuses(CHAT, {"messages": HELLO, **off}, "enable_thinking", "always thinks")
-        same(refusal["param"], "chat_template_kwargs")
+        s.refuses(CHAT, {"messages": HELLO, **off}, "effort", "none")
         s.refuses(CHAT, {"messages": HELLO, "chat_template_kwargs": {"reasoning_effort": "x"}}, "reasoning_effort", "'x'")
         refusal = s.refuses(CHAT, {"messages": HELLO, "reasoning_effort": "none"}, "effort", "none")
         same(refusal["param"], "reasoning_effort")
@@ -607,16 +606,14 @@ def test_models():
         for path in ("other", "org/", "", "%00", "org/name%20%C3%A9/"):
             error = s.ask("GET", "/v1/models/" + path, code=404)["error"]
             same((error["code"], error["type"]), ("model_not_found", "invalid_request_error"), path)
-        s.refuses("/v1/modelsother", {}, "there is no /v1/modelsother", code=404)
+        s.refuses("/v1/modelsother", {}, "there is no POST /v1/modelsother", code=404)
 
 
 def test_wrong_methods():
-    """The answer names the right one."""
     with Server(PARROT) as s:
-        for method, path, allowed in (("GET", CHAT, "POST"), ("PUT", "/v1/models/parrot", "GET, HEAD"),
-                                      ("DELETE", "/", "GET, HEAD")):
+        for method, path in ("GET", CHAT), ("PUT", "/v1/models/parrot"), ("DELETE", "/"):
             back = s.raw(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()).decode()
-            expect(" 405 " in back and f"\r\nAllow: {allowed}\r\n" in back, back)
+            expect(" 404 " in back and f"there is no {method} {path} here" in back, back)
 
 
 def test_control_tokens_in_texts_are_text():
@@ -646,7 +643,6 @@ def test_tokenize():
 
 def test_keys():
     refused("serve", PARROT, "--host", "0.0.0.0", code=2, words=["INFER_API_KEY", "--insecure"])
-    refused("serve", PARROT, "--name", "", code=2, words=["--name"])
     with Server(PARROT, "--host", "0.0.0.0", INFER_API_KEY="right-key") as s:
         for key in ("", "right-ke", "right-key2", "wrong", "Right-key"):
             s.refuses(CHAT, {"messages": HELLO}, "Incorrect API key provided", code=401, headers={"Authorization": f"Bearer {key}"})
@@ -662,9 +658,6 @@ def test_keys():
 
 
 def test_cors():
-    for origin in ("nonsense", "", "a.example", "http://", "http:///", "http://a.example/", "http://a.example/x",
-                   "://a.example", "http://a.example, http://b.example", "**", "http://*.example"):
-        refused("serve", PARROT, "--cors", origin, code=2, words=["--cors must be * or an origin such as http://"])
     wanted = "authorization,content-type,x-stainless-lang"  # as of openai's package for JavaScript
     for options, allowed in (([], None), (["--cors", "http://a.example"], "http://a.example"), (["--cors", "*"], "*"),
                              (["--cors", "http://[::1]:3000"], "http://[::1]:3000"), (["--cors", "null"], "null")):
@@ -679,7 +672,7 @@ def test_cors():
             asked = ask("OPTIONS", **{"Access-Control-Request-Method": "POST",
                                       "Access-Control-Request-Headers": wanted})
             same(asked, (200, allowed, wanted) if allowed else (403, None, None))
-            same(ask("GET"), (405 if allowed else 403, allowed, None))
+            same(ask("GET"), (404 if allowed else 403, allowed, None))
 
 
 def test_a_full_queue_says_so():
