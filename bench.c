@@ -366,8 +366,9 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
     bool tied = m->embed.each == m->head.each;
     for (int i = 0; i < t->n; i++) {
         const Tensor *x = t->tensor + i;
+        bool copy = tied && !strcmp(x->name, "lm_head.weight") && tensors_find(t, "model.embed_tokens.weight");
         bool looked_up = !tied && strstr(x->name, "embed_tokens");
-        double n = (double)x->values;
+        double n = copy ? 0 : (double)x->values;
         LocalText name = text_print("bytes_in_%s", x->encoding);
         cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
         if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);

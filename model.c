@@ -1140,8 +1140,13 @@ static bool left_out(const Loader *load, const char *name) {
     bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
     bool extra = load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers;
     return strstr(name, ".rotary_emb.inv_freq") || strstr(name, "activation_scale") ||
-           (dot && text_listed(scales, dot + 1)) || (load->config != load->file && picture) ||
-           extra; /* DeepSeek's extra layer predicts a second token */
+           (dot && text_listed(scales, dot + 1)) || (load->tied && strstr(name, "lm_head.weight")) ||
+           (load->config != load->file && picture) || extra; /* DeepSeek's extra layer predicts a second token */
+}
+
+static bool same_tensor(const Tensor *a, const Tensor *b) {
+    return !strcmp(a->dtype, b->dtype) && a->dims == b->dims && !memcmp(a->shape, b->shape, sizeof a->shape) &&
+           !memcmp(a->data, b->data, a->size); /* the same dtype and shape, so the same size */
 }
 
 static void bind_all(Loader *load, Model *m) {
@@ -1151,14 +1156,15 @@ static void bind_all(Loader *load, Model *m) {
     if (tensors_find(all, "model.language_model.norm.weight")) text = "model.language_model.";
     strcpy(load->prefix, text);
     const char *outer = strncmp(text, "language_model.", 15) ? "" : "language_model."; /* the head's prefix */
+    const Tensor *table = find(load, "embed_tokens", ".weight");
     const Tensor *head = tensors_find(all, *outer ? "language_model.lm_head.weight" : "lm_head.weight");
-    /* A stored head counts: it may be another, or the only one that is stored. */
-    load->tied = config_true(load, "tie_word_embeddings") && !head;
-    const bool only = config_true(load, "tie_word_embeddings") && head && !find(load, "embed_tokens", ".weight");
-    if (!only) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, NO_BIAS);
+    /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
+    load->tied = config_true(load, "tie_word_embeddings") && (!head || !table || same_tensor(head, table));
+    bool embed = !load->tied || table || m->made_up;
+    if (embed) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, NO_BIAS);
     strcpy(load->prefix, outer);
-    if (!load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
-    if (only) m->embed = m->head;
+    if (!embed || !load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
+    if (!embed) m->embed = m->head;
     strcpy(load->prefix, text);
     m->norm = bind_floats(load, "norm", ".weight", m->dim);
     m->k_up_transposed = load->family->latent && tensors_find(all, "model.layers.0.self_attn.k_b_proj.0.weight");
