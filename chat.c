@@ -347,11 +347,11 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
 }
 
 bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
-    static const char *const texts[] = {"reasoning_effort", "date"};
+    static const char *const texts[] = {"reasoning_effort", "date", "model_identity", "knowledge_cutoff", "channels"};
     const cJSON *messages = json_get(json, "messages"), *tools = json_get(json, "tools"), *each,
                 *format = json_get(json, "response_format"), *schema = json_get(format, "json_schema");
     int i = 0;
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < 5; t++)
         if (json_get(json, texts[t]) && !json_string(json, texts[t]))
             return fail(e, USAGE, "%s is not a text", texts[t]);
     if (json_string(json, "date")) conversation_set(&c->date, json_string(json, "date"));
@@ -602,14 +602,20 @@ static const cJSON *tools_of(const Conversation *c) {
     return cJSON_GetArraySize(tools) ? tools : NULL;
 }
 
+/* A text of the system message, which a request may replace. */
+static const char *setting(const Conversation *c, const char *key, const char *initial) {
+    return json_string(c->request, key) ? json_string(c->request, key) : initial;
+}
+
 static void put_system(const Chat *chat, const Conversation *c, Bytes *out) {
     LocalBytes text = {0};
-    bytes_text(&text, "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n");
+    bytes_print(&text, "%s\nKnowledge cutoff: %s\n",
+                setting(c, "model_identity", "You are ChatGPT, a large language model trained by OpenAI."),
+                setting(c, "knowledge_cutoff", "2024-06"));
     if (c->date && !same(c->date, "none")) bytes_print(&text, "Current date: %s\n", c->date);
-    bytes_print(&text,
-                "\nReasoning: %s\n\n# Valid channels: analysis, commentary, final. Channel must be included for "
-                "every message.%s",
-                c->effort, tools_of(c) ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
+    bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.%s",
+                c->effort, setting(c, "channels", "analysis, commentary, final"),
+                tools_of(c) ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
     fill(chat, out, "<|start|>system<|message|>%s<|end|>", NULL, &text);
 }
 

@@ -56,8 +56,8 @@ void conversation_set(char **text, const char *to);
 Message *conversation_add(Conversation *c, const char *role, const char *channel, const char *content, size_t n);
 void conversation_cut(Conversation *c, int keep); /* removes all messages but the first `keep` */
 /* Reads a chat-completions request: messages, tools, response_format, any reasoning_effort, date. A message may have
- * harmony's channel, recipient and content_type; the request may have bare (no system message) and keep_analysis (of
- * turns that have ended). USAGE with the field that is wrong. */
+ * harmony's channel, recipient and content_type; the request may have model_identity, knowledge_cutoff, channels, bare
+ * (no system message) and keep_analysis (of turns that have ended). USAGE with the field that is wrong. */
 bool conversation_parse(Conversation *c, const cJSON *json, Error *e);
 
 /* As JSON: a message with harmony's keys, a conversation as a chat-completions request. */

@@ -194,8 +194,7 @@ static bool check_model(Request *q, const char *name) {
     "stop_token_ids=[] structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false "     \
     "verbosity=\"medium\" web_search_options="
 static const char of_chats[] =
-    UNSUPPORTED " add_special_tokens=false channels= echo=false enable_thinking=true knowledge_cutoff= "
-                "model_identity= skip_special_tokens=true";
+    UNSUPPORTED " add_special_tokens=false echo=false enable_thinking=true skip_special_tokens=true";
 static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= "
                                            "top_logprobs=0 tools=[] response_format={\"type\":\"text\"}";
 

@@ -163,7 +163,7 @@ def seeds(name):
                           "tool_calls": [call] * 3}, {"role": "tool", "name": "functions.f", "content": "o"}],
             "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}],
             "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
-            "reasoning_effort": "low", "date": "none"}
+            "reasoning_effort": "low", "date": "none", "channels": ["final"]}
     shards = json.loads((FIXTURES / "odd" / "model.safetensors.index.json").read_text())["weight_map"]
     index = {"weight_map": {name: "a" if "00001" in shard else "b" for name, shard in shards.items()}}
     return [json.dumps(c).encode() for c in (talk, index)] + [

@@ -724,8 +724,8 @@ def test_load_in_another_session(folder):
 
 
 def test_save_and_load_keep_everything(folder):
-    """Tools, a call with its result, reasoning, texts with quotes and control characters."""
-    chat = {**conversation("weather", 1),
+    """Tools, a call with its result, reasoning, identity, texts with quotes and control characters."""
+    chat = {**conversation("weather", 1), "model_identity": "You are a parrot.", "knowledge_cutoff": "1999-01",
             "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}}
     chat["messages"] += [{"role": "assistant", "content": 'quotes " \\ and\n\ttabs é 😀'},
                          {"role": "user", "content": "Hi"}]

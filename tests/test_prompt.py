@@ -205,7 +205,8 @@ def as_chat(case):
     for m in case["messages"]:
         if m["role"] == "system":
             s = m["system"]
-            chat.update(bare=False, date=s.get("conversation_start_date", "none"), reasoning_effort=s["reasoning_effort"])
+            chat.update(bare=False, date=s.get("conversation_start_date", "none"), channels=", ".join(s["channels"]),
+                        **{k: s[k] for k in ("model_identity", "knowledge_cutoff", "reasoning_effort")})
         elif m["role"] == "developer":
             d = m["developer"]
             if "instructions" in d:
@@ -240,8 +241,6 @@ def test_harmony_rendered():
                              ((" to=functions.lookup_weather", ""), ("", " to=functions.lookup_weather")))
             expect(first in text, "the test is wrong")
             text = text.replace(first, behind)
-        text = text.replace("cutoff: 2021-01", "cutoff: 2024-06").replace("channels: analysis, final", "channels: analysis, commentary, final")
-        if text != case["text"]:
             ids = tokenize(text, model, "--special", program=PLAIN)
         check_rendered(as_chat(case), text, ids, model, PLAIN)
     each(cases, check)
@@ -415,6 +414,7 @@ WRONG = [  # what, the conversation, words of the message
         {"function": {"name": "f", "arguments": {}}}]}]}, ["messages[1].tool_calls"]),
     ("unknown effort", {"messages": [HI], "reasoning_effort": "huge"}, ["reasoning_effort", "huge"]),
     ("two efforts", {"messages": [HI], "reasoning_effort": "low medium"}, ["reasoning_effort", "low medium"]),
+    ("channels are an array", {"messages": [HI], "channels": ["final"]}, ["channels"]),
     ("date is a number", {"messages": [HI], "date": 2025}, ["date"]),
     ("tools are a text", {"messages": [HI], "tools": "f"}, ["tools"]),
     ("a tool without a name", {"messages": [HI], "tools": [{"type": "function", "function": {}}]}, ["tool"]),
@@ -476,7 +476,10 @@ FIELDS = [  # field, conversation with a text there, control tokens that the ren
     ("response format name", lambda x: say(HI, response_format=format_of(name=x)), 10),
     ("response format description", lambda x: say(HI, response_format=format_of(description=x)), 10),
     ("response format schema", lambda x: say(HI, response_format=format_of(schema={x: x})), 10),
+    ("identity", lambda x: say(HI, model_identity=x), 7),
+    ("knowledge cutoff", lambda x: say(HI, knowledge_cutoff=x), 7),
     ("date", lambda x: say(HI, date=x), 7),
+    ("channels", lambda x: say(HI, channels=x), 7),
     ("role", lambda x: say({"role": x, "content": "Hi"}), REFUSED),
     ("effort", lambda x: say(HI, reasoning_effort=x), REFUSED),
     ("author", lambda x: say(HI, {"role": "tool", "name": "functions." + x, "content": "1"}), REFUSED),
@@ -514,7 +517,8 @@ def test_text_never_becomes_control_tokens_published():
     chat = say({"role": "system", "content": names}, {"role": "user", "content": names},
                {"role": "assistant", "content": names},
                {"role": "user", "content": [{"type": "text", "text": names}] * 2},
-               called("f", reasoning=names), result("f", names), date=names, response_format=format_of(name=names, description=names, schema={names: names}),
+               called("f", reasoning=names), result("f", names), model_identity=names, knowledge_cutoff=names,
+               date=names, response_format=format_of(name=names, description=names, schema={names: names}),
                tools=[function(description=names, type="object", properties={names: schema})])
     same(count_control(render(chat, model, PLAIN), model), 3 * 4 + 4 * 3 + 5 + 1, "number of control tokens")
 
