@@ -220,13 +220,11 @@ static void take_answer(Request *r, CURLcode code) {
     long status = 0;
     curl_easy_getinfo(r->easy, CURLINFO_RESPONSE_CODE, &status);
     bytes_text(&r->line, ""); /* a text, even if no byte came */
-    const bool ok = !code && status == 200 && r->last;
-    if (code)
-        fail(&e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code));
-    else if (!ok)
+    if (code) fail(&e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code)), die(&e);
+    if (status != 200 || !r->last)
         fail(&e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", l->url, status,
-             status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", r->line.data);
-    if (!ok) die(&e);
+             status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", r->line.data),
+            die(&e);
     l->tokens += (double)r->tokens;
     curl_multi_remove_handle(l->all, r->easy);
     curl_easy_cleanup(r->easy);
@@ -381,9 +379,9 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
              json_number(active), NULL);
 }
 
-/* Adds what the GPU must hold and how much of it fits. The backend counts weights and cache in the same way. Its
- * working memory is not known before it opens the model: 1 to 3 GB for 1 to 70 billion parameters. 2 GB stand for it
- * here. */
+/* Adds what the GPU must hold and how much of it fits: the weights as they are stored (some of GGUF's types take more
+ * on the card) and the cache. The backend's working memory is not known before it opens the model: 1 to 3 GB for 1 to
+ * 70 billion parameters. 2 GB stand for it here. */
 static void add_memory(cJSON *out, const Model *m, int context) {
     const int row = m->kv_rank ? m->kv_rank + m->rope_dim : 2 * m->n_kv_heads * m->head_dim;
     double token = 2.0 * m->n_layers * row + 4, fixed = (double)model_bytes(m) + 2e9;
@@ -393,6 +391,7 @@ static void add_memory(cJSON *out, const Model *m, int context) {
                                     SIZE((uint64_t)(token * context)), COUNT((uint64_t)context));
     json_add(out, "cache_bytes_per_token", json_number(token), "gpu_bytes", json_number(fixed + token * context),
              "estimate", json_word(estimate), "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
+    if (!d.gpus) return;
     double room = (double)d.gpu[0].free, fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
     if (!d.gpu[0].usable) fits = 0;
     LocalText cure = fits > 0 ? text_print("--ctx %.0f fits here", fits)

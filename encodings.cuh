@@ -272,7 +272,8 @@ template <Type T> struct EncodingCoded {
     }
 };
 
-/* One weight of the embedding, whose codes, if it has any, are those of GGUF. */
+/* One weight of the embedding. card.cu makes FP8, PACKED4 and MXFP4 bf16, so only Q8_0, Q4_1, Q5_K and Q6_K have codes
+ * here. */
 __device__ inline float weight_of(const Matrix &m, size_t row, int column) {
     const size_t at = row * m.stride + column;
     if (m.type == F32) return ((const float *)m.data)[at];

@@ -84,7 +84,7 @@ static const Option options[] = {
      .help = "of random weights: fp8, int8, packed4, gptq4, awq4, nvfp4, q8_0, q4_k_m, ... (bf16; gpt-oss's experts "
              "are mxfp4)"},
     {"bench", 0, "serve", "URL", TEXT, FIELD(server),
-     .help = "measure a server with OpenAI's API at http://HOST:PORT instead of this GPU"},
+     .help = "measure a server with OpenAI's API instead of this GPU: http://HOST:PORT, without /v1"},
     {"bench", 'c', "clients", "N,...", WHOLES, FIELD(clients), 1, MOST_CLIENTS, "1,8,64,256",
      "with --serve: clients at once; each sends r requests, one after another"},
     {"bench", 'o', "output", "FORMAT", TEXT, FIELD(format), .initial = "md", .help = "md, a table, or json"},
@@ -113,7 +113,7 @@ static const Option options[] = {
     {"serve", 0, "port", "N", WHOLE, FIELD(port), 0, 65535, "8080", "the port; 0: any free one"},
     {"serve", 0, "insecure", NULL, SWITCH, FIELD(insecure), .help = "listen on any address without a key"},
     {"serve", 0, "cors", "ORIGIN", TEXT, FIELD(cors),
-     .help = "web pages of this origin may send requests; *: all pages"},
+     .help = "web pages of this origin, such as http://localhost:3000, may send requests; *: all pages"},
     {"serve", 0, "name", "NAME", TEXT, FIELD(alias),
      .help = "what clients call the model (MODEL as given; of a path the last part)"},
     {"serve", 0, "streams", "N", WHOLE, FIELD(slots), 1, MOST_STREAMS, "256", "answers at once"},

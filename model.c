@@ -1132,15 +1132,16 @@ static void bind_layer(Loader *load, Model *m, int i) {
     m->ffn_dim = MAX(m->ffn_dim, MAX(l->gate.rows, l->shared_gate.rows));
 }
 
-/* True for tensors that generating text does not need, as scales of activations and of the cache: both stay bf16. */
+/* True for tensors that generating text does not need: scales of activations and of the cache, which both stay bf16,
+ * the shapes of packed codes, which config.json gives too, pictures and more. */
 static bool left_out(const Loader *load, const char *name) {
-    static const char scales[] = "input_scale weight_shape input_global_scale input_zero_point input_scale_ub k_scale "
+    static const char ignored[] = "input_scale weight_shape input_global_scale input_zero_point input_scale_ub k_scale "
                                  "v_scale q_scale kv_scale prob_scale output_scale";
     const char *dot = strrchr(name, '.'), *layer = strstr(name, "layers.");
     bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
     bool extra = load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers;
     return strstr(name, ".rotary_emb.inv_freq") || strstr(name, "activation_scale") ||
-           (dot && text_listed(scales, dot + 1)) || (load->tied && strstr(name, "lm_head.weight")) ||
+           (dot && text_listed(ignored, dot + 1)) || (load->tied && strstr(name, "lm_head.weight")) ||
            (load->config != load->file && picture) || extra; /* DeepSeek's extra layer predicts a second token */
 }
 

@@ -50,10 +50,6 @@ template <> struct Codec<BF16> {
                                      int n, int lane) {
         full->copy_rows(stage, bank_pitch(per * WIDTH), tile + first * WIDTH, row_bytes(stride), ROWS, n * WIDTH, lane);
     }
-    /* A lane's share of a stage: 16 bytes of row g in each chunk. */
-    __device__ static const uint8_t *lane_at(const uint8_t *stage, int per, int lane) {
-        return stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16;
-    }
     __device__ static uint32_t max_word(uint32_t so_far, uint2 x) { return max_halves(so_far, x.x, x.y); }
     template <int QUADS> struct Sum { /* tokens 4j + t; [0] and [3] are the halves */
         static constexpr int N = max_of(QUADS, 1);
@@ -77,7 +73,7 @@ template <> struct Codec<BF16> {
         const uint8_t *weights;
         const bf16 *column[N];
         __device__ Lane(const uint8_t *stage, int per, const Activations &x, int lane)
-            : weights(lane_at(stage, per, lane)) {
+            : weights(stage + lane / 4 * bank_pitch(per * WIDTH) + lane % 4 * 16) { /* 16 bytes of a row's chunk */
             for (int j = 0; j < N; j++) column[j] = x.row(j * 4 + lane / 8) + lane % 4 * 8 + lane / 4 % 2 * 4;
         }
         __device__ void load(Fragment &x, int i, int j, bool polled = false) const {

@@ -752,8 +752,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         for (int i = 0, e = lane; i < EACH; i++, e += 32) key[i] = e < w.n_experts ? score_key(logit[e]) : 0;
         return choose_keys(key, EACH == 1 ? 1 : (w.n_experts + 31) / 32, w.top_k);
     }
-    /* A token's logits, once all blocks have added to them, and the top_k of them, by a warp. Before it stores anything
-     * it calls on_chosen(lane k's expert, the k-th). */
+    /* A token's logits, once all blocks have added to them, and the top_k of them, by a warp: lane k has the k-th.
+     * on_chosen(expert) comes before any store. */
     template <class OnChosen>
     __device__ __forceinline__ void choose_for_token(int t, const float *bias, float *logit, float *weights,
                                                      int *experts, int lane, OnChosen on_chosen) {
@@ -785,7 +785,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         if (lane == 0) at<float>(k.factor)[t] = factor;
 #pragma unroll 1
         for (int e = lane; e < w.n_experts; e += 32) mine[e] = mine[e] * factor + mine[w.n_experts + e];
-        /* with one expert a lane there are no branches, which would take as long as the choice */
+        /* one expert a lane needs no branches, which would take as long as the choice */
         int expert = w.n_experts <= 32 ? choose_logits<1>(mine, lane) : choose_logits<FAST_EXPERTS / 32>(mine, lane);
         on_chosen(expert);
         __syncwarp(); /* for `mine` of other lanes */
@@ -858,8 +858,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     }
 
     /* Once a single token's experts are known, all warps wait for their first weights. So the producer prepares the
-     * first stages of phase up in advance. As soon as they are chosen it starts these copies (route_tokens), and
-     * produce() continues after them. */
+     * first stages of phase up in advance. As soon as the experts are chosen it starts these copies (route_tokens),
+     * and produce() continues after them. */
     static constexpr bool prepares_stages = producing && single;
     struct PreparedStage { /* for a tile of the expert at `place`; `from`: where expert 0 has it */
         Barrier *full;

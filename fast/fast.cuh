@@ -163,10 +163,7 @@ bool tap_phase(const Pass *a, int layer, int kind, Error *e) {
     case PHASE_QKV:
         return tap(a, "q", BF16, now.q, width, n, width, e, [&](int i) { return dealt.of(i); }) && tap_cache(a, 0, e) &&
                tap_cache(a, 1, e);
-    case PHASE_ATTENTION: {
-        auto place = [&](int r, int i) { return (size_t)r * w.attn_pitch + Codec<BF16>::place(i); };
-        return tap_rows(a, "attn", (const bf16 *)now.attn, (size_t)n * w.attn_pitch, n, width, place, e);
-    }
+    case PHASE_ATTENTION: return tap(a, "attn", BF16, now.attn, w.attn_pitch, n, width, e, Codec<BF16>::place);
     case PHASE_OUTPUT: return floats("attn_residual", now.middle);
     case PHASE_UP: {
         auto choice = [&](int r, int i) { return r * w.top_k + i; };

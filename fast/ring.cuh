@@ -108,8 +108,8 @@ inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tok
     };
     for (const Matrix *m : {&b.qkv, &b.o, &device.head}) consider(Codec<BF16>(), *m, m != &b.o);
     for (const Matrix *m : {&b.up, &b.down}) consider(Codec<MXFP4>(), *m, m == &b.up);
-    int rows =
-        max_of(max_of(rows_of(b.qkv, 1), rows_of(b.o, 1)), max_of(rows_of(b.up, experts), rows_of(b.down, experts)));
+    int rows = max_of(rows_of(b.qkv, 1), rows_of(b.o, 1));
+    rows = max_of(rows, max_of(rows_of(b.up, experts), rows_of(b.down, experts)));
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.square, CONSUMER_WARPS * 4);
     take(k.scale, MAX_DECODE * 4);
