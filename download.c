@@ -406,7 +406,9 @@ static cJSON *get_json(char *url) {
     cJSON *json = json_parse(body.data, body.n, "the hub's answer", &error);
     if (cJSON_IsObject(json)) return json;
     cJSON_Delete(json);
-    fail(&error, NO_NETWORK, "%s answers with no JSON object: does this network ask to log in?", hub.endpoint);
+    const char *kind = file_kind(body.data, body.n);
+    fail(&error, NO_NETWORK, "%s answers with %s: does this network ask to log in?", hub.endpoint,
+         kind ? kind : "no JSON object");
     return NULL;
 }
 
@@ -657,17 +659,23 @@ char *model_get(const char *argument, Error *e) {
 
 int rm(const Options *o) {
     hub.cache = hub_cache(), hub.folder = hub_folder(o->model);
-    const size_t n = strlen(hub.cache), head = n + strlen("/models--");
-    if (!repository_valid(o->model))
-        give_up(USAGE, "'%.99s' is not ORG/NAME or a part of it: infer rm removes whole repositories", o->model);
-    LocalText path = access(hub.folder, F_OK) ? model_find(o->model, &error) : text_print("%s", hub.folder);
-    if (!path) end();
-    if (strncmp(path, hub.cache, n) || !is_like(path + n, "^/models--[^/]"))
-        give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path, hub.cache);
+    size_t n = strlen(hub.cache);
+    bool repository = repository_valid(o->model), here = repository && !access(hub.folder, F_OK);
+    LocalText path = here ? text_print("%s", hub.folder) : model_find(o->model, &error); /* as for every command */
+    if (!path && repository) end();
+    if (path && strcmp(path, o->model) && strchr(o->model, '@'))
+        give_up(USAGE, "infer rm removes all revisions of a model: name it without @");
+    if (!path || strncmp(path, hub.cache, n) || !is_like(path + n, "^/models--[^/]") || strstr(path + n, "/.."))
+        give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path ? path : o->model,
+                hub.cache);
     LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
     LocalText locks = text_print("%s/.locks%s", hub.cache, folder + n);
-    if (!strcasestr(folder + head, hub.folder + head)) /* it names a file there */
-        give_up(USAGE, "'%.99s' is a part of %s: infer rm removes whole repositories", o->model, folder);
+    const char *inside = strncmp(o->model, hub.cache, n) ? "" : o->model + strlen(folder);
+    if (is_like(o->model, "[.]gguf$") || !is_like(inside, "^(/snapshots/[^/]+)?/*$")) {
+        char *name = folder + n + strlen("/models--"), *dashes = strstr(name, "--");
+        if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
+        give_up(USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);
+    }
     if (!folder_remove(locks)) end();
     fprintf(stderr, "removing %s\n", folder); /* MODEL may be a part of its name */
     if (!folder_remove(folder)) end();
