@@ -1136,7 +1136,7 @@ static void bind_layer(Loader *load, Model *m, int i) {
  * the shapes of packed codes, which config.json gives too, pictures and more. */
 static bool left_out(const Loader *load, const char *name) {
     static const char ignored[] = "input_scale weight_shape input_global_scale input_zero_point input_scale_ub k_scale "
-                                 "v_scale q_scale kv_scale prob_scale output_scale";
+                                  "v_scale q_scale kv_scale prob_scale output_scale";
     const char *dot = strrchr(name, '.'), *layer = strstr(name, "layers.");
     bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
     bool extra = load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers;
