@@ -379,16 +379,16 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
              json_number(active), NULL);
 }
 
-/* Adds what the GPU must hold and how much of it fits: the weights as they are stored (some of GGUF's types take more
- * on the card) and the cache. The backend's working memory is not known before it opens the model: 1 to 3 GB for 1 to
- * 70 billion parameters. 2 GB stand for it here. */
+/* Adds what the GPU must hold and how much of it fits. The backend's working memory is not known before it opens the
+ * model: 1 to 3 GB for 1 to 70 billion parameters. 2 GB stand for it here. */
 static void add_memory(cJSON *out, const Model *m, int context) {
     const int row = m->kv_rank ? m->kv_rank + m->rope_dim : 2 * m->n_kv_heads * m->head_dim;
-    double token = 2.0 * m->n_layers * row + 4, fixed = (double)model_bytes(m) + 2e9;
+    double token = 2.0 * m->n_layers * row + 4, weights = (double)backend->weight_bytes(m), fixed = weights + 2e9;
     Devices d = {0};
     backend->describe(&d);
-    LocalText estimate = text_print("the weights, %s of cache for a context of %s, about 2 GB to work in",
-                                    SIZE((uint64_t)(token * context)), COUNT((uint64_t)context));
+    LocalText estimate =
+        text_print("%s of weights, %s of cache for a context of %s, about 2 GB to work in", SIZE((uint64_t)weights),
+                   SIZE((uint64_t)(token * context)), COUNT((uint64_t)context));
     json_add(out, "cache_bytes_per_token", json_number(token), "gpu_bytes", json_number(fixed + token * context),
              "estimate", json_word(estimate), "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
     if (!d.gpus) return;

@@ -967,5 +967,11 @@ static uint64_t cuda_experts_read(void *state) {
     return failed ? 0 : read;
 }
 
-const Backend cuda = {"cuda",     8192,           cuda_open,         cuda_submit,  cuda_collect,
-                      cuda_close, cuda_flat_read, cuda_experts_read, cuda_describe};
+static uint64_t cuda_weight_bytes(const Model *m) {
+    Gpu gpu = {*m};
+    Walk{&gpu}.all();
+    return gpu.weight_bytes;
+}
+
+const Backend cuda = {"cuda",     8192,           cuda_open,         cuda_submit,       cuda_collect,
+                      cuda_close, cuda_flat_read, cuda_experts_read, cuda_weight_bytes, cuda_describe};

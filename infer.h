@@ -247,6 +247,8 @@ typedef struct {
     /* How many experts all steps have read so far, in all layers. An expert counts once a step and layer, however many
      * tokens chose it. Call it only while no step is outstanding. */
     uint64_t (*experts_read)(void *);
+    /* Bytes of memory that the weights take there: more than in the file where an encoding becomes another. */
+    uint64_t (*weight_bytes)(const Model *);
     void (*describe)(Devices *);
 } Backend;
 

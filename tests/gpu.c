@@ -1017,6 +1017,26 @@ static void nan_is_named(void) {
     }
 }
 
+/* What `inspect` counts: Q2_K takes more than three times its bytes in a file. */
+static void weights_take_what_is_said(void) {
+    const char *encodings[] = {"q2_k", "q8_0"};
+    size_t before, after, total;
+    double taken[2], said[2];
+    for (int i = 0; i < 2; i++) {
+        Checkpoint c;
+        Engine g;
+        cudaMemGetInfo(&before, &total);
+        open_made_up(&g, &c, DENSE(LLAMA, "4096", "14336", "32", "8", "128"), 4, 512, encodings[i], 16);
+        cudaMemGetInfo(&after, &total);
+        taken[i] = (double)before - (double)after, said[i] = (double)cuda.weight_bytes(&c.model);
+        if (i == 0) check(said[0] > 3 * (double)model_bytes(&c.model), "%g bytes", said[0]);
+        engine_close(&g);
+        checkpoint_close(&c);
+    }
+    check(fabs(taken[0] - taken[1] - said[0] + said[1]) < 8e6, "%g and %g bytes are taken, %g and %g said", taken[0],
+          taken[1], said[0], said[1]);
+}
+
 /* The linker sends every cudaMalloc here (--wrap). */
 static _Atomic int mallocs_until_failure = -1; /* threads that upload weights count, too */
 cudaError_t __real_cudaMalloc(void **p, size_t n);
@@ -1107,6 +1127,7 @@ int main(void) {
         if (i) run("gpu: each cudaMalloc may fail", each_cudamalloc_may_fail);
         close_streams();
     }
+    run("gpu: weights take as much memory as is said", weights_take_what_is_said);
     run("gpu: a NaN in a weight is named", nan_is_named);
     return failures != 0;
 }

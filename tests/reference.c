@@ -662,4 +662,4 @@ const Backend reference = {"reference",         2048,
                            reference_open,      reference_submit,
                            reference_collect,   reference_close,
                            reference_flat_read, reference_experts_read,
-                           reference_describe};
+                           model_bytes,         reference_describe};
