@@ -391,7 +391,10 @@ static void add_memory(cJSON *out, const Model *m, int context) {
                    SIZE((uint64_t)(token * context)), COUNT((uint64_t)context));
     json_add(out, "cache_bytes_per_token", json_number(token), "gpu_bytes", json_number(fixed + token * context),
              "estimate", json_word(estimate), "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
-    if (!d.gpus) return;
+    if (!d.gpus) {
+        json_add(out, "fits", json_word(NULL), NULL);
+        return;
+    }
     double room = (double)d.gpu[0].free, fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
     if (!d.gpu[0].usable) fits = 0;
     LocalText cure = fits > 0 ? text_print("--ctx %.0f fits here", fits)
@@ -426,7 +429,7 @@ static void print_facts(const cJSON *facts) {
         const char *number = COUNT((uint64_t)x->valuedouble), *text = cJSON_IsNumber(x) ? number : x->valuestring;
         if (cJSON_IsBool(x)) text = cJSON_IsTrue(x) ? "yes" : "no";
         for (const char *c = x->string; *c; c++) putchar(*c == '_' ? ' ' : *c);
-        printf("%*s%s", 23 - (int)strlen(x->string), "", text);
+        printf("%*s%s", 23 - (int)strlen(x->string), "", text ? text : "unknown");
         if (strstr(x->string, "bytes")) printf(" (%s)", SIZE((uint64_t)x->valuedouble));
         puts("");
     }

@@ -728,9 +728,6 @@ def test_inspect(folder):
              {k: v for k, v in local.items() if k not in ("name", "chat_format", "complete")}, "facts")
         same((local["chat_format"], local["complete"]), ("harmony", True), "chat format, complete")
         odd = json.loads(infer("inspect", PARROT.parent / "odd", "--json", env=env).text)
-        if not local["gpu_bytes_free"]:
-            same((local["fits"], local["context_that_fits"]), (False, 0), "without a GPU")
-            expect("a GPU with" in local["suggestion"], str(local))
         same((odd["supported"], odd["complete"]), (True, False), "of a model without tokenizer.json: supported, complete")
         same(far["weight_bytes"], len(values), "bytes")
         same(sum(far[f"bytes_in_{encoding}"] for encoding in ("BF16", "MXFP4")), len(values), "bytes by encoding")
