@@ -999,6 +999,10 @@ int serve(const Options *o) {
     server.o = o;
     TAILQ_INIT(&server.requests);
     server.key = environment("INFER_API_KEY");
+    int n = 0; /* the length of the origin that --cors begins with */
+    if (o->cors) sscanf(o->cors, "%*[a-zA-Z0-9+.-]://%*[^/?#@,* \t]%n", &n);
+    if (o->cors && !text_listed("* null", o->cors) && (!n || o->cors[n])) /* null: of pages in files */
+        fail(&e, USAGE, "--cors must be * or an origin such as http://localhost:3000, not '%.100s'", o->cors), die(&e);
     if (!session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
     server.name = access(server.s.name, F_OK) ? server.s.name : basename(server.s.name);
     if (o->alias && *o->alias) server.name = o->alias;

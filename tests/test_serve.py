@@ -657,6 +657,9 @@ def test_keys():
 
 
 def test_cors():
+    for origin in ("nonsense", "", "a.example", "http://", "http:///", "http://a.example/", "http://a.example/x",
+                   "://a.example", "http://a.example, http://b.example", "**", "http://*.example"):
+        refused("serve", PARROT, "--cors", origin, code=2, words=["--cors must be * or an origin such as http://"])
     wanted = "authorization,content-type,x-stainless-lang"  # as of openai's package for JavaScript
     for options, allowed in (([], None), (["--cors", "http://a.example"], "http://a.example"), (["--cors", "*"], "*"),
                              (["--cors", "http://[::1]:3000"], "http://[::1]:3000"), (["--cors", "null"], "null")):
