@@ -572,7 +572,7 @@ cudaError_t Walk::all() {
     layer = -1;
     device->norm = floats(m.norm, m.dim);
     Part embed = {m.embed, "embedding"};
-    if (embed.type == MXFP4 || embed.type == FP8 || embed.type == PACKED4) embed.type = BF16; /* and a tied head, too */
+    if (embed.type == MXFP4 || embed.type == FP8 || embed.type == PACKED4) embed.type = BF16; /* see weight_of() */
     device->embed = matrix({embed});
     device->head = m.head.each == m.embed.each ? device->embed : matrix({{m.head, "head"}});
     gpu->lean &= device->head.type != F32;

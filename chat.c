@@ -954,7 +954,7 @@ static bool push_harmony(Reader *r, int token, int which) {
     if (opens || ends || token == STREAM_END) {
         r->repairs += ends ? !r->in_content : opens && (r->in_content || (r->started && !before));
         char *mark = r->in_content || token != STREAM_END ? NULL : memrchr(pending->data, *marks, before);
-        if (mark && !known_word(mark + 1, channels) && !mark[1 + strcspn(mark + 1, space)]) /* the answer ended in it */
+        if (mark && !known_word(mark + 1, channels) && !mark[1 + strcspn(mark + 1, space)]) /* a name cut off */
             pending->n = (size_t)(mark + 1 - pending->data), mark[1] = 0;
         if (!r->in_content) read_header(r, false);
         tokenizer_flush(&r->decoder, &r->now.content);

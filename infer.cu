@@ -212,7 +212,7 @@ __device__ inline unsigned largest(unsigned key, unsigned number) {
     return __reduce_min_sync(~0u, key == __reduce_max_sync(~0u, key) ? number : ~0u);
 }
 /* The top_k largest of a warp's keys, whose numbers are lane, lane + 32, ...: lane k gets the k-th one's number. A lane
- * has `each` keys, at most EACH. Those chosen become 0, which is not chosen. */
+ * has `each` keys, at most EACH. A key of 0 is never chosen, and chosen ones become 0. */
 template <int EACH> __device__ inline int choose_keys(unsigned (&key)[EACH], int each, int top_k) {
     const int lane = threadIdx.x % 32;
     int mine = 0;

@@ -243,8 +243,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     template <Type T> __device__ int row_of_block(int i) const {
         return tile_of_block(i / Codec<T>::ROWS) * Codec<T>::ROWS + i % Codec<T>::ROWS;
     }
-    /* Called at the start of a phase, and of a round. It hides these values from the optimizer, which would otherwise
-     * compute expressions of them ahead, for all phases at once, and spill the results. */
+    /* Called at the start of a phase, and of a round. It hides the numbers of thread, block and blocks from the
+     * optimizer, which would otherwise compute expressions of them for all phases at once, and spill the results. */
     __device__ void launder() {
         asm volatile("" : "+r"(ring.thread), "+r"(block), "+r"(blocks));
         __builtin_assume(ring.thread >= 0); /* so that a division by 32 is a shift */

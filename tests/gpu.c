@@ -1017,7 +1017,8 @@ static void nan_is_named(void) {
     }
 }
 
-/* What `inspect` counts: Q2_K takes more than three times its bytes in a file. */
+/* What `inspect` counts: Q2_K takes more than three times its bytes in a file. Two encodings differ by as much as is
+ * said in what is taken, up to the pieces of 2 MB that CUDA hands out, two for each model. */
 static void weights_take_what_is_said(void) {
     const char *encodings[] = {"q2_k", "q8_0"};
     size_t before, after, total;
