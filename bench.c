@@ -60,15 +60,13 @@ static void report_figure(Bench *b, Figure *f) {
     printf(f->prompt ? " | | |\n" : " %.3f | %.0f | %.1f |\n", bytes / 1e9, bytes / step / 1e9, percent);
 }
 
-static const Sampling greedy = {.top_p = 1, .penalty = 1};
-
 /* Measures prompts of f->tokens random tokens up to their first drawn token. All prompts differ, so the cache never
  * helps. */
 static void measure_prompt(Bench *b, Figure *f) {
     Error e;
     for (int r = -1; r < b->o->repeats; r++) { /* one to warm up */
         Stream t = {.prompt = (size_t)f->tokens, .most = (size_t)f->tokens + 1, .want = WANT_TOKEN};
-        t.sampling = greedy;
+        t.sampling = (Sampling){.top_p = 1, .penalty = 1};
         for (int i = 0; i < f->tokens; i++) ids_add(&t.tokens, (int)(random() % b->model.engine.model->vocab));
         double begin = seconds();
         if (!scheduler_run(b->model.scheduler, &t, NULL, &e)) die(&e);
@@ -90,7 +88,7 @@ static double generate_once(Bench *b, const Figure *f) {
     for (int i = 0; i < n; i++) {
         start[i] = f->depth, want[i] = WANT_TOKEN;
         token[i] = (int)(random() % b->model.engine.model->vocab);
-        how[i] = greedy;
+        how[i] = (Sampling){.top_p = 1, .penalty = 1};
     }
     Batch batch = {n, pages, count.data, count.data, token, start, count.data, how, want};
     Result result;

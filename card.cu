@@ -615,8 +615,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     const size_t T = gpu->limits.max_tokens, choices = T * m.top_k, rows = gpu->logit_rows;
     const size_t queries = std::max(MAX_DECODE, gpu->limits.max_seqs), parts = head_parts(m.n_heads / m.n_kv_heads);
     size_t contexts = queries * m.n_kv_heads * parts; /* that several blocks may share */
-    size_t partial = contexts * MAX_SPLITS * 8 * (m.head_dim + 2);
-    size_t widest = 0;
+    size_t partial = contexts * MAX_SPLITS * 8 * (m.head_dim + 2), widest = 0;
     bool router = false, post = m.layer[0].attn_post_norm != NULL;
     auto round = [](int n) { return (n + CHUNK - 1) / CHUNK * CHUNK; };
     w.normed_pitch = round(m.dim), w.act_pitch = round(m.ffn_dim);
