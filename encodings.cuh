@@ -29,24 +29,6 @@ template <class E> __device__ inline int place_of(int lane, int half) {
     const int column = E::column(lane % 4, half);
     return eighth_of(lane / 4, column / 8) + column % 8 * 2;
 }
-/* Four 8 by 8 matrices of 16 bits from shared memory. Lanes 8i to 8i + 7 say where the rows of the i-th are; lane 4g +
- * t gets columns 2t and 2t + 1 of row g of each or, transposed, rows 2t and 2t + 1 of column g. */
-template <bool TRANSPOSED = false> __device__ inline uint4 load_matrices(const void *row) {
-    uint4 x;
-    const unsigned at = (unsigned)__cvta_generic_to_shared(row);
-    if constexpr (TRANSPOSED)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                     : "r"(at)
-                     : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
-                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                     : "r"(at)
-                     : "memory");
-    return x;
-}
-
 /* multiply() for encodings that decode weights completely before they multiply. */
 template <class E, typename A> struct Decoded {
     typedef A Activation;
@@ -106,11 +88,9 @@ struct Sixteen {
     uint4 low, high; /* bf16 */
 };
 /* The sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 times 2^-126, in the order of their columns.
- * `rest`, a multiply-add of both words, holds the fourth pair of each: the loader set their free bits to that end. */
+ * `rest` holds the fourth pair of each: the loader set their free bits to that end. */
 __device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
-    const uint32_t m = FP4_MASK;
-    uint32_t rest;
-    asm("mad.lo.u32 %0,%1,4,%2;" : "=r"(rest) : "r"(b), "r"(a));
+    const uint32_t m = FP4_MASK, rest = times_4_plus(b, a);
     return {make_uint4(a & m, __funnelshift_r(a, a, 6) & m, a << 4 & m, __funnelshift_r(rest, rest, 4) & m),
             make_uint4(b & m, __funnelshift_r(b, b, 6) & m, b << 4 & m, rest << 6 & m)};
 }
@@ -195,11 +175,6 @@ template <Type T> struct EncodingCoded {
         if (WORDS < 4) return *(const uint4 *)x;
         const uint2 first = *(const uint2 *)x, second = *((const uint2 *)x + 4); /* 16 columns further on */
         return {first.x, first.y, second.x, second.y};
-    }
-    /* x & MASK | VALUE in one instruction, where the compiler takes two */
-    template <uint32_t MASK, uint32_t VALUE> __device__ static uint32_t masked(uint32_t x) {
-        asm("lop3.b32 %0,%0,%1,%2,0xEA;" : "+r"(x) : "n"(MASK), "n"(VALUE));
-        return x;
     }
     /* a b + c of two bf16 each */
     __device__ static uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
