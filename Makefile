@@ -59,6 +59,29 @@ test-gpu: build/cuda/gpu infer ## the tests that need a GPU; where there is one,
 build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/tests/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
+# The same tests without a GPU: infer.cu and card.cu as C++ (tests/emulated/emulate.h), with C++ in place of PTX
+# (tests/emulated/ptx.cuh). sed replaces what only nvcc can read: shared memory without a size, and <<<>>>.
+EMULATE = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DFAST=0 -DCUDA_ARCHES='"emulated"' \
+          -DPIECE_BYTES=4096 -Itests/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson)
+AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
+          -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
+build/emulated/gpu: $(call objects,emulated,$(CORE) tests/reference.c tests/gpu.c) \
+                    $(patsubst %,build/emulated/%.o,infer.cu card.cu emulate.cpp)
+	$(CXX) -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
+
+build/emulated/%.cu.o: %.cu tests/emulated/emulate.h Makefile
+	@mkdir -p $(@D)
+	sed -E $(AS_CPP) $< >build/emulated/$*.cpp
+	$(CXX) $(EMULATE) -include tests/emulated/emulate.h -c build/emulated/$*.cpp -o $@
+
+build/emulated/emulate.cpp.o: tests/emulated/emulate.cpp Makefile
+	@mkdir -p $(@D)
+	$(CXX) $(EMULATE) -c $< -o $@
+
+build/emulated/%.o: %.c Makefile
+	@mkdir -p $(@D)
+	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=cuda -DEMULATED=1 -I$(CUDA_HOME)/include -c $< -o $@
+
 reference: infer-reference ## ./infer-reference, the plain C twin, which needs no CUDA
 
 infer-reference: $(call objects,reference,$(REFERENCE))
@@ -85,9 +108,12 @@ build/asan/%.o: %.c Makefile
 	$(CC) $(FLAGS) $(SANITIZE) -DBACKEND=reference -c $< -o $@
 
 GPU = $(shell nvidia-smi -L 2>/dev/null)
+# Without a GPU its tests run emulated: that needs CUDA's headers, and fibers know one processor only.
+EMULATED = $(and $(if $(GPU),,yes),$(filter x86_64,$(shell uname -m)),$(wildcard $(CUDA_HOME)/include/cublasLt.h))
 test: asan reference ## the tests; TESTS='...' are arguments of tests/run.py
 	$(if $(GPU),$(MAKE) build/cuda/gpu infer)
-	python3 tests/run.py $(if $(GPU),--gpu) $(TESTS)
+	$(if $(EMULATED),$(MAKE) build/emulated/gpu)
+	python3 tests/run.py $(if $(GPU),--gpu) $(if $(EMULATED),--emulated) $(TESTS)
 
 fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c)) ## each fuzzer for a minute (needs clang)
 	python3 tests/run_fuzzers.py
@@ -107,7 +133,7 @@ install: all ## into DESTDIR and PREFIX, /usr/local
 	install -m 755 infer $(DESTDIR)$(PREFIX)/bin/
 	install -m 644 infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/
 
-FORMATTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh tests/*.c tests/*.h)
+FORMATTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh tests/*.c tests/*.h tests/emulated/*)
 format: ## clang-format
 	clang-format -i $(FORMATTED)
 check-format: ## is it needed?

@@ -1072,16 +1072,12 @@ static void each_cudamalloc_may_fail(void) {
     check(!lost, "%zu bytes were lost", lost);
 }
 
-int main(void) {
-    int cards = 0;
-    if (cudaGetDeviceCount(&cards) || !cards) {
-        printf("skip gpu: there is none here\n");
-        return 0;
-    }
-    run("gpu: fixtures at every stage, in chunks of 1 to all", fixtures_pass);
-    run("gpu: prompts of 1 to 300 tokens", lengths_pass);
-    run("gpu: every encoding of safetensors", encodings_pass);
-    run("gpu: every type of GGUF", gguf_passes);
+#ifndef EMULATED
+#define EMULATED 0 /* 1: on a processor (tests/emulated) */
+#endif
+
+/* What would take a processor minutes or hours. */
+static void run_long(void) {
     run("gpu: prompts of 1 to 5,000 tokens, gpt-oss's shapes and a small vocabulary", shapes_of_gpt_oss);
     for (int i = 0; i < 2; i++) { /* with fast/, and plain */
         plain = i;
@@ -1104,17 +1100,6 @@ int main(void) {
     run("gpu: prompts of 1 to 5,000 tokens, latent attention", shapes_latent);
     run("gpu: one token and several agree with latents", instances_of_latents_agree);
     run("gpu: latent attention of 18 heads and 500 tokens", latent_heads_pass);
-    run("gpu: a router and a head in F32, a shared expert in F16, experts in BF16", types_of_x_may_differ);
-    run("gpu: rows of codes that end inside a word", rows_may_end_inside_words);
-    run("gpu: F32 in some layers only, rows with padding", types_that_share_padding_are_refused);
-    run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
-    run("gpu: the real router and experts, one token", router_and_experts_few);
-    run("gpu: the real router and experts, 40 tokens", router_and_experts_many);
-    run("gpu: the real scores and sinks, token by token", sinks_few);
-    run("gpu: the real scores and sinks, one prompt", sinks_many);
-    run("gpu: the real scores and sinks, F32", sinks_plain);
-    run("gpu: TinyStories-656K writes the reference ids", tinystories_656k);
-    run("gpu: stories260K writes the reference ids", stories_260k);
     for (int i = 0; i < 2; i++) {
         open_streams(&cuda, i ? "true_heads" : "odd");
         run(i ? "gpu: alone = batched, heads of 64" : "gpu: alone = batched", alone_equals_batched);
@@ -1128,6 +1113,30 @@ int main(void) {
         if (i) run("gpu: each cudaMalloc may fail", each_cudamalloc_may_fail);
         close_streams();
     }
+}
+
+int main(void) {
+    int cards = 0;
+    if (cudaGetDeviceCount(&cards) || !cards) {
+        printf("skip gpu: there is none here\n");
+        return 0;
+    }
+    run("gpu: fixtures at every stage, in chunks of 1 to all", fixtures_pass);
+    run("gpu: prompts of 1 to 300 tokens", lengths_pass);
+    run("gpu: every encoding of safetensors", encodings_pass);
+    run("gpu: every type of GGUF", gguf_passes);
+    if (!EMULATED) run_long();
+    run("gpu: a router and a head in F32, a shared expert in F16, experts in BF16", types_of_x_may_differ);
+    run("gpu: rows of codes that end inside a word", rows_may_end_inside_words);
+    run("gpu: F32 in some layers only, rows with padding", types_that_share_padding_are_refused);
+    run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
+    run("gpu: the real router and experts, one token", router_and_experts_few);
+    run("gpu: the real router and experts, 40 tokens", router_and_experts_many);
+    run("gpu: the real scores and sinks, token by token", sinks_few);
+    run("gpu: the real scores and sinks, one prompt", sinks_many);
+    run("gpu: the real scores and sinks, F32", sinks_plain);
+    run("gpu: TinyStories-656K writes the reference ids", tinystories_656k);
+    run("gpu: stories260K writes the reference ids", stories_260k);
     run("gpu: weights take as much memory as is said", weights_take_what_is_said);
     run("gpu: a NaN in a weight is named", nan_is_named);
     return failures != 0;

@@ -1,6 +1,8 @@
 """Runs the tests: build/asan/unit, and every function test_* of the modules test_*.py here.
 
-    python3 tests/run.py [--fetch] [--gpu] [WORD]...     (--gpu: build/cuda/gpu too; WORD: tests with it in their name)
+    python3 tests/run.py [--fetch] [--gpu] [--emulated] [WORD]...     (WORD: tests with it in their name)
+
+--gpu runs build/cuda/gpu too, --emulated build/emulated/gpu, the same tests without a GPU.
 
 Needs the Python of the system, 3.9 or later, and nothing else. Some tests need published files, which are not shipped
 (helpers.PUBLISHED): tests find them below TEST_DATA or in the hub's cache, where --fetch puts them. A test is a
@@ -45,7 +47,7 @@ def run_c(program, word_in):
         state, _, rest = line.partition(" ")
         failed |= state == "FAIL"
         if state in ("ok", "FAIL", "skip") and word_in(rest):
-            yield state, rest
+            yield state, f"emulated {rest}" if program.parent.name == "emulated" else rest
     report = helpers.SANITIZER.search(p.stderr)
     if report or (p.returncode and not failed) or p.returncode < 0:
         yield "FAIL", f"{program.name}: exit code {p.returncode}: {report[0] if report else p.stderr[-500:].strip()}"
@@ -91,10 +93,11 @@ def main():
     options = [word for word in sys.argv[1:] if word.startswith("-")]
     words, count = [word for word in sys.argv[1:] if word not in options], {"ok": 0, "FAIL": 0, "skip": 0}
     c_tests = [helpers.CHECKED.parent / "unit"]
-    if set(options) - {"--fetch", "--gpu"}:
+    if set(options) - {"--fetch", "--gpu", "--emulated"}:
         sys.exit(__doc__.split("\n\n")[1])
-    if "--gpu" in options:
-        c_tests.append(helpers.TESTS.parent / "build" / "cuda" / "gpu")
+    for option, build in (("--gpu", "cuda"), ("--emulated", "emulated")):
+        if option in options:
+            c_tests.append(helpers.TESTS.parent / "build" / build / "gpu")
 
     def word_in(name):
         return not words or any(word in name for word in words)

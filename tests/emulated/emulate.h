@@ -1,0 +1,269 @@
+/* emulate.h: runs the kernels of infer.cu on a processor, so that their results can be tested without a GPU. g++
+ * includes it before infer.cu and card.cu; it stands for nvcc's words and the card, emulate.cpp for CUDA's runtime and
+ * cuBLAS.
+ *
+ * The blocks of a kernel run one after the other. The threads of a block are fibers, each with a stack of its own, that
+ * take turns: one runs until it waits for others of its warp or block. Shared variables are static. Copies to shared
+ * memory are done at once and orders of memory are not modelled, so this finds wrong results, but no races. */
+#pragma once
+#include <crt/host_defines.h>
+#undef __builtin_align__
+#define __builtin_align__(n) /* kernels write uint4 into arrays of words that lie in registers on a card */
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+#undef __shared__
+#undef __launch_bounds__
+#undef __grid_constant__
+#define __shared__ static
+#define __launch_bounds__(...)
+#define __grid_constant__
+#undef __align__
+#define __align__(n) __attribute__((aligned(n)))
+
+inline uint3 threadIdx, blockIdx;
+inline dim3 blockDim, gridDim;
+
+namespace emulated {
+
+/* ---- fibers ---- */
+
+enum { THREADS = 1024, STACK = 128 << 10, SHARED = 228 << 10 };
+struct Fiber {
+    void *stack_pointer;
+    uint3 index;
+    bool done, waits;
+};
+struct Group { /* a warp, or the block */
+    int alive, arrived;
+};
+inline Fiber fiber[THREADS], *now;
+inline Group warp[THREADS / 32], block;
+inline void *scheduler;
+inline const std::function<void()> *body;
+alignas(1024) inline uint8_t shared[SHARED];
+inline std::recursive_mutex running;
+
+extern "C" void emulated_switch(void **from, void *to);
+inline int number() { return (int)(now - fiber); }
+inline void yield() { emulated_switch(&now->stack_pointer, scheduler); }
+
+inline void release(int first, int n) {
+    for (int i = first; i < first + n; i++) fiber[i].waits = false;
+}
+/* Waits until all of a group have come here. True for the last one, which the others wait for. */
+inline bool arrive(Group &g) {
+    if (++g.arrived == g.alive) return g.arrived = 0, true;
+    now->waits = true;
+    yield();
+    return false;
+}
+inline void sync_block() {
+    if (arrive(block)) release(0, THREADS);
+}
+/* What the lanes of a warp do together: each brings a T, the last one calls f with all of them. */
+template <class T, class F> void together(T &mine, F f) {
+    static T *all[THREADS];
+    const int first = number() / 32 * 32;
+    all[number()] = &mine;
+    if (!arrive(warp[first / 32])) return;
+    f(all + first);
+    release(first, 32);
+}
+
+inline void run_fiber() {
+    (*body)();
+    now->done = true;
+    Group &w = warp[number() / 32];
+    w.alive--, block.alive--;
+    if (block.alive && block.arrived == block.alive) block.arrived = 0, release(0, THREADS);
+    yield();
+    abort();
+}
+
+inline void run_block(int threads) {
+    static uint8_t *stacks = (uint8_t *)aligned_alloc(4096, (size_t)THREADS * STACK);
+    memset(shared, 0xFF, sizeof shared);
+    block = {threads, 0};
+    for (Group &w : warp) w = {32, 0};
+    for (int i = 0; i < threads; i++) {
+        void **top = (void **)(stacks + (size_t)(i + 1) * STACK) - 2;
+        *top = (void *)run_fiber;
+        fiber[i] = {top - 6, {(unsigned)i, 0, 0}, false, false};
+    }
+    for (int left = 1; left;) {
+        bool moved = false;
+        left = 0;
+        for (int i = 0; i < threads; i++) {
+            if (fiber[i].done) continue;
+            left++;
+            if (fiber[i].waits) continue;
+            moved = true;
+            now = fiber + i;
+            threadIdx = now->index;
+            emulated_switch(&scheduler, now->stack_pointer);
+        }
+        if (left && !moved) fprintf(stderr, "emulated: %d threads of a block wait for ever\n", left), abort();
+    }
+}
+
+inline void run(dim3 grid, dim3 threads, const std::function<void()> &kernel) {
+    std::lock_guard<std::recursive_mutex> lock(running);
+    body = &kernel;
+    gridDim = grid, blockDim = threads;
+    for (blockIdx.z = 0; blockIdx.z < grid.z; blockIdx.z++)
+        for (blockIdx.y = 0; blockIdx.y < grid.y; blockIdx.y++)
+            for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) run_block((int)threads.x);
+}
+
+/* ---- streams and graphs: work is done at once, or recorded ---- */
+
+typedef std::vector<std::function<void()>> Work;
+inline thread_local Work *recorded;
+inline void submit(std::function<void()> work) { recorded ? recorded->push_back(work) : work(); }
+
+struct Launch {
+    dim3 grid, threads;
+    size_t shared = 0;
+    cudaStream_t stream = 0;
+    template <class... Params, class... Args> void operator()(void (*kernel)(Params...), Args... args) const {
+        const dim3 g = grid, t = threads;
+        std::function<void()> call = [=] { kernel(Params(args)...); };
+        submit([=] { run(g, t, call); });
+    }
+};
+} // namespace emulated
+
+template <class... Params, class... Args>
+cudaError_t emulated_launch(const cudaLaunchConfig_t *c, void (*kernel)(Params...), Args... args) {
+    emulated::Launch{c->gridDim, c->blockDim}(kernel, args...);
+    return cudaSuccess;
+}
+#define cudaLaunchKernelEx        emulated_launch
+#define cudaFuncSetAttribute(...) cudaSuccess
+template <class F> cudaError_t emulated_attributes(cudaFuncAttributes *to, F) {
+    return *to = {}, to->ptxVersion = to->binaryVersion = 80, cudaSuccess;
+}
+#define cudaFuncGetAttributes emulated_attributes
+
+/* ---- what nvcc knows ---- */
+
+inline void __syncthreads() { emulated::sync_block(); }
+inline void __threadfence() {}
+inline void __syncwarp() {
+    int none = 0;
+    emulated::together(none, [](int **) {});
+}
+template <class T> T __shfl_sync(unsigned, T x, int from) {
+    struct {
+        T in, out;
+        int from;
+    } mine = {x, x, from & 31};
+    emulated::together(mine, [](auto **all) {
+        for (int i = 0; i < 32; i++) all[i]->out = all[all[i]->from]->in;
+    });
+    return mine.out;
+}
+template <class T> T __shfl_xor_sync(unsigned, T x, int by) { return __shfl_sync(0, x, (int)(threadIdx.x % 32) ^ by); }
+template <class T> T __shfl_up_sync(unsigned, T x, int by) {
+    const int lane = threadIdx.x % 32;
+    return __shfl_sync(0, x, lane < by ? lane : lane - by);
+}
+template <class F> unsigned emulated_reduce(unsigned x, F f) {
+    struct {
+        unsigned in, out;
+        F f;
+    } mine = {x, 0, f};
+    emulated::together(mine, [](auto **all) {
+        unsigned y = all[0]->in;
+        for (int i = 1; i < 32; i++) y = all[0]->f(y, all[i]->in);
+        for (int i = 0; i < 32; i++) all[i]->out = y;
+    });
+    return mine.out;
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned x) {
+    return emulated_reduce(
+        x, +[](unsigned a, unsigned b) { return std::min(a, b); });
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+    return emulated_reduce(
+        x, +[](unsigned a, unsigned b) { return std::max(a, b); });
+}
+inline bool __any_sync(unsigned, bool x) { return __reduce_max_sync(0, x); }
+inline unsigned __ballot_sync(unsigned, bool x) {
+    return emulated_reduce((unsigned)x << threadIdx.x % 32, +[](unsigned a, unsigned b) { return a | b; });
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
+template <class T> T __ldcg(const T *p) { return *p; }
+template <class T> T __ldcs(const T *p) { return *p; }
+template <class T> T __ldg(const T *p) { return *p; }
+template <class T, class U> T atomicAdd(T *p, U x) {
+    T old = *p;
+    *p = old + (T)x;
+    return old;
+}
+template <class T, class U> T atomicMax(T *p, U x) {
+    T old = *p;
+    *p = std::max(old, (T)x);
+    return old;
+}
+template <class T, class U> T atomicOr(T *p, U x) {
+    T old = *p;
+    *p = old | (T)x;
+    return old;
+}
+template <class T, class U> T atomicExch(T *p, U x) {
+    T old = *p;
+    *p = (T)x;
+    return old;
+}
+
+inline float __uint_as_float(unsigned x) {
+    float y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+inline unsigned __float_as_uint(float x) {
+    unsigned y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((uint64_t)high << 32 | low) << (by & 31) >> 32);
+}
+inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {
+    auto fma = [](__nv_bfloat16 a, __nv_bfloat16 b,
+                  __nv_bfloat16 c) { /* exact in double */
+                                     return __double2bfloat16((double)__bfloat162float(a) *
+                                                                  (double)__bfloat162float(b) +
+                                                              (double)__bfloat162float(c));
+    };
+    return {fma(a.x, b.x, c.x), fma(a.y, b.y, c.y)};
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned how) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    unsigned out = 0;
+    for (int i = 0; i < 4; i++) out |= (unsigned)(both >> (how >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return out;
+}
+inline float __expf(float x) { return expf(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+template <class A, class B> auto min(A a, B b) -> std::common_type_t<A, B> { return b < a ? b : a; }
+template <class A, class B> auto max(A a, B b) -> std::common_type_t<A, B> { return a < b ? b : a; }
