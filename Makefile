@@ -59,9 +59,10 @@ test-gpu: build/cuda/gpu infer ## the tests that need a GPU; where there is one,
 build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/tests/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
-# The same tests without a GPU: infer.cu and card.cu as C++ (tests/emulated/emulate.h), with C++ in place of PTX
-# (tests/emulated/ptx.cuh). sed replaces what only nvcc can read: shared memory without a size, and <<<>>>.
-EMULATE = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DFAST=0 -DCUDA_ARCHES='"emulated"' \
+# The quick ones of these tests without a GPU: infer.cu and card.cu as C++ (tests/emulated/emulate.h), with C++ in place of
+# PTX (tests/emulated/ptx.cuh). sed replaces what only nvcc can read, in these two files: shared memory without a size,
+# and <<<>>>.
+EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DFAST=0 -DCUDA_ARCHES='"emulated"' \
           -DPIECE_BYTES=4096 -Itests/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson)
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
@@ -69,14 +70,14 @@ build/emulated/gpu: $(call objects,emulated,$(CORE) tests/reference.c tests/gpu.
                     $(patsubst %,build/emulated/%.o,infer.cu card.cu emulate.cpp)
 	$(CXX) -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
 
-build/emulated/%.cu.o: %.cu tests/emulated/emulate.h Makefile
+build/emulated/%.cu.o: %.cu Makefile
 	@mkdir -p $(@D)
 	sed -E $(AS_CPP) $< >build/emulated/$*.cpp
-	$(CXX) $(EMULATE) -include tests/emulated/emulate.h -c build/emulated/$*.cpp -o $@
+	$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -c build/emulated/$*.cpp -o $@
 
 build/emulated/emulate.cpp.o: tests/emulated/emulate.cpp Makefile
 	@mkdir -p $(@D)
-	$(CXX) $(EMULATE) -c $< -o $@
+	$(CXX) $(EMULATED_FLAGS) -c $< -o $@
 
 build/emulated/%.o: %.c Makefile
 	@mkdir -p $(@D)
@@ -108,8 +109,9 @@ build/asan/%.o: %.c Makefile
 	$(CC) $(FLAGS) $(SANITIZE) -DBACKEND=reference -c $< -o $@
 
 GPU = $(shell nvidia-smi -L 2>/dev/null)
-# Without a GPU its tests run emulated: that needs CUDA's headers, and fibers know one processor only.
-EMULATED = $(and $(if $(GPU),,yes),$(filter x86_64,$(shell uname -m)),$(wildcard $(CUDA_HOME)/include/cublasLt.h))
+# Without a GPU its tests run emulated. That needs g++, CUDA's headers, and x86-64: the switch of fibers is assembly.
+EMULATED = $(and $(if $(GPU),,yes),$(filter x86_64,$(shell uname -m)),$(shell command -v $(CXX)),\
+                 $(wildcard $(CUDA_HOME)/include/cublasLt.h),$(wildcard $(CUDA_HOME)/include/crt/host_defines.h))
 test: asan reference ## the tests; TESTS='...' are arguments of tests/run.py
 	$(if $(GPU),$(MAKE) build/cuda/gpu infer)
 	$(if $(EMULATED),$(MAKE) build/emulated/gpu)

@@ -282,15 +282,15 @@ __device__ inline float finish(const Product &p, const Target &target, size_t ou
 
 /* How a warp of `product` reads x, chunk by chunk of 8 TILES rows. Eight rows fit in L1 and are read where they lie
  * (the specialization for TILES = 1). More do not fit, so the warp copies its chunks to shared memory, SLOTS ahead.
- * Missing rows become zeros and are not read: x comes from L2 again for every tile of 16 rows of the matrix. */
+ * Missing rows become zeros without being read: each tile of 16 rows of the matrix reads x from L2 again. */
 template <Type T, int TILES> struct StreamedX {
     static constexpr int SLOT = TILES * 8 * CHUNK * 2, SLOTS = 2, RING = SLOTS * SLOT; /* bytes */
     const uint8_t *from[TILES * 2];
     uint8_t *ring, *slot;
-    uint32_t to, at[2], mine; /* mine: how many of its rows are real */
+    uint32_t to, at[2], rows; /* rows: how many of this lane's are real */
     __device__ void begin(const Product &p, const Job &job, uint8_t *shared) {
         const int lane = threadIdx.x % 32;
-        mine = (job.n - lane / 8 + 3) / 4;
+        rows = (job.n - lane / 8 + 3) / 4;
         for (int i = 0; i < TILES * 2; i++)
             from[i] = (const uint8_t *)p.x + ((job.first + i * 4 + lane / 8) * p.x_pitch + lane % 8 * 8) * 2;
         ring = shared + threadIdx.x / 32 * RING, to = eighth_of(lane / 8, lane % 8);
@@ -300,7 +300,7 @@ template <Type T, int TILES> struct StreamedX {
     __device__ void request(int i, int chunk, bool real) {
 #pragma unroll
         for (int k = 0; k < TILES * 2; k++)
-            copy_16(ring + i % SLOTS * SLOT + to + k * 512, from[k] + chunk * CHUNK * 2, real && k < mine ? 16 : 0);
+            copy_16(ring + i % SLOTS * SLOT + to + k * 512, from[k] + chunk * CHUNK * 2, real && k < rows ? 16 : 0);
     }
     /* Requests a tile's first chunks. Zeros take the place of those that it lacks: weights past the end are zeros too,
      * but zero times what lay there before may be a NaN. Later, finite values lie in all slots. */
@@ -505,7 +505,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
     const Job job = p.job ? p.job[blockIdx.y] : Job{0, begin, min(Shape::TOKENS, p.tokens - begin)};
     constexpr int X_EACH = Shape::TOKENS * 8 / THREADS, W_EACH = (Shape::PIECES + THREADS - 1) / THREADS;
     const A *x[X_EACH];
-    const int mine = (job.n - (int)threadIdx.x / 8 + THREADS / 8 - 1) / (THREADS / 8); /* rows that are real */
+    const int rows = (job.n - (int)threadIdx.x / 8 + THREADS / 8 - 1) / (THREADS / 8); /* of this thread: real ones */
     uint32_t piece[W_EACH];
 #pragma unroll
     for (int i = 0; i < X_EACH; i++) {
@@ -524,7 +524,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
         if (coming++ < chunks) {
 #pragma unroll
             for (int i = 0; i < X_EACH; i++) /* missing rows become zeros */
-                copy_16(to + slot + i * THREADS * 16, x[i], i < mine ? 16 : 0), x[i] += CHUNK;
+                copy_16(to + slot + i * THREADS * 16, x[i], i < rows ? 16 : 0), x[i] += CHUNK;
 #pragma unroll
             for (int i = 0; i < W_EACH; i++)
                 if (Shape::PIECES % THREADS == 0 || i * THREADS + (int)threadIdx.x < Shape::PIECES)

@@ -1,5 +1,5 @@
-/* ptx.cuh: instructions of the card that CUDA C++ has no words for; a part of infer.cu. tests/emulated/ptx.cuh does the
- * same in C++, so that tests can run infer.cu without a card. */
+/* ptx.cuh: instructions that CUDA C++ has no words for, or that the compiler would make slower; a part of infer.cu.
+ * tests/emulated/ptx.cuh does the same in C++, so that tests can run infer.cu without a card. */
 
 /* Programmatic dependent launch: a kernel may begin before the previous one has ended. It may read that kernel's
  * results only after wait_previous(). Before Hopper a kernel begins when the previous one has ended. */

@@ -2,7 +2,7 @@
 
     python3 tests/run.py [--fetch] [--gpu] [--emulated] [WORD]...     (WORD: tests with it in their name)
 
---gpu runs build/cuda/gpu too, --emulated build/emulated/gpu, the same tests without a GPU.
+--gpu runs build/cuda/gpu too; --emulated build/emulated/gpu, those of the same tests that a processor can do.
 
 Needs the Python of the system, 3.9 or later, and nothing else. Some tests need published files, which are not shipped
 (helpers.PUBLISHED): tests find them below TEST_DATA or in the hub's cache, where --fetch puts them. A test is a
@@ -30,11 +30,12 @@ import helpers
 
 def run_c(program, word_in):
     """Runs C tests, which print a line each. Yields (state, rest of the line) of those with a word in it."""
+    prefix = "emulated " if program.parent.name == "emulated" else ""
     names = re.findall(r'\brun\([^"]*"([^"]+)"', (helpers.TESTS / f"{program.name}.c").read_text())
-    if not any(map(word_in, names)):
+    if not any(word_in(prefix + name) for name in names):
         return
     if not program.exists():
-        yield "FAIL", f"{program} is missing: make asan, make test-gpu"
+        yield "FAIL", f"{program} is missing: make asan, make test-gpu, make build/emulated/gpu"
         return
     try:
         p = subprocess.run([program], cwd=helpers.TESTS.parent, env=helpers.environment(TEST_DATA=helpers.DATA),
@@ -46,8 +47,8 @@ def run_c(program, word_in):
     for line in p.stdout.splitlines():
         state, _, rest = line.partition(" ")
         failed |= state == "FAIL"
-        if state in ("ok", "FAIL", "skip") and word_in(rest):
-            yield state, f"emulated {rest}" if program.parent.name == "emulated" else rest
+        if state in ("ok", "FAIL", "skip") and word_in(prefix + rest):
+            yield state, prefix + rest
     report = helpers.SANITIZER.search(p.stderr)
     if report or (p.returncode and not failed) or p.returncode < 0:
         yield "FAIL", f"{program.name}: exit code {p.returncode}: {report[0] if report else p.stderr[-500:].strip()}"

@@ -1,6 +1,8 @@
 /* emulate.cpp: what card.cu calls of CUDA's runtime and of cuBLAS, for emulate.h's card. */
 #include "emulate.h"
 
+#include <atomic>
+
 /* Saves the registers that a call keeps, and goes on with another stack (System V ABI for x86-64). */
 __asm__(".globl emulated_switch\nemulated_switch:\n"
         "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\nmov %rsp,(%rdi)\n"
@@ -22,7 +24,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
 }
 cudaError_t cudaDriverGetVersion(int *v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *v) { return *v = 13000, cudaSuccess; }
-static size_t taken; /* bytes */
+static std::atomic<size_t> taken; /* bytes */
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
     *total = (size_t)4 << 30, *free = *total - taken;
     return cudaSuccess;
@@ -49,9 +51,6 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind) {
 cudaError_t cudaMemset(void *to, int x, size_t n) { return memset(to, x, n), cudaSuccess; }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind, cudaStream_t) {
     return submit([=] { memcpy(to, from, n); }), cudaSuccess;
-}
-cudaError_t cudaMemsetAsync(void *to, int x, size_t n, cudaStream_t) {
-    return submit([=] { memset(to, x, n); }), cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) { return *s = (cudaStream_t)malloc(1), cudaSuccess; }
 cudaError_t cudaStreamDestroy(cudaStream_t s) { return free(s), cudaSuccess; }
@@ -83,12 +82,14 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t made) { return delete (Work *)m
 
 /* ---- cuBLAS: y (n, rows) = x (n, cols) W^T + bias, as multiply_blas() calls it ---- */
 
+namespace {
 struct Layout {
     uint64_t type, rows, cols, pitch;
 };
 struct Product {
     const float *bias;
 };
+} // namespace
 cublasStatus_t cublasLtCreate(cublasLtHandle_t *h) { return *h = (cublasLtHandle_t)malloc(1), CUBLAS_STATUS_SUCCESS; }
 cublasStatus_t cublasLtDestroy(cublasLtHandle_t h) { return free(h), CUBLAS_STATUS_SUCCESS; }
 const char *cublasLtGetStatusString(cublasStatus_t) { return "an error"; }

@@ -1,22 +1,27 @@
 /* emulate.h: runs the kernels of infer.cu on a processor, so that their results can be tested without a GPU. g++
- * includes it before infer.cu and card.cu; it stands for nvcc's words and the card, emulate.cpp for CUDA's runtime and
+ * includes it before infer.cu and card.cu. It defines what nvcc knows, and the card; emulate.cpp has CUDA's runtime and
  * cuBLAS.
  *
  * The blocks of a kernel run one after the other. The threads of a block are fibers, each with a stack of its own, that
- * take turns: one runs until it waits for others of its warp or block. Shared variables are static. Copies to shared
- * memory are done at once and orders of memory are not modelled, so this finds wrong results, but no races. */
+ * take turns: one runs until it waits for others of its warp or block. Copies to shared memory are done at once, orders
+ * of memory are not modelled, and shared variables with a size are static: they keep what the last block left. So this
+ * finds wrong results, but no races. */
 #pragma once
+#include "sampling.h"
+
 #include <crt/host_defines.h>
 #undef __builtin_align__
-#define __builtin_align__(n) /* kernels write uint4 into arrays of words that lie in registers on a card */
+#define __builtin_align__(n) /* kernels write uint4 into arrays of words: registers on a card, here not aligned */
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -82,11 +87,24 @@ template <class T, class F> void together(T &mine, F f) {
     release(first, 32);
 }
 
+inline int lane() { return threadIdx.x % 32; }
+/* x of all lanes of the warp. */
+template <class T> std::array<T, 32> of_lanes(T x) {
+    struct {
+        T mine;
+        std::array<T, 32> all;
+    } here = {x, {}};
+    together(here, [](auto **lane) {
+        for (int i = 0; i < 32; i++)
+            for (int j = 0; j < 32; j++) lane[i]->all[j] = lane[j]->mine;
+    });
+    return here.all;
+}
+
 inline void run_fiber() {
     (*body)();
     now->done = true;
-    Group &w = warp[number() / 32];
-    w.alive--, block.alive--;
+    block.alive--; /* but lanes of its warp that still wait for it wait for ever */
     if (block.alive && block.arrived == block.alive) block.arrived = 0, release(0, THREADS);
     yield();
     abort();
@@ -94,7 +112,7 @@ inline void run_fiber() {
 
 inline void run_block(int threads) {
     static uint8_t *stacks = (uint8_t *)aligned_alloc(4096, (size_t)THREADS * STACK);
-    memset(shared, 0xFF, sizeof shared);
+    memset(shared, 0xFF, sizeof shared); /* NaNs: a kernel must not use what others left */
     block = {threads, 0};
     for (Group &w : warp) w = {32, 0};
     for (int i = 0; i < threads; i++) {
@@ -160,101 +178,50 @@ template <class F> cudaError_t emulated_attributes(cudaFuncAttributes *to, F) {
 /* ---- what nvcc knows ---- */
 
 inline void __syncthreads() { emulated::sync_block(); }
+inline void __syncwarp() { emulated::of_lanes(0); }
 inline void __threadfence() {}
-inline void __syncwarp() {
-    int none = 0;
-    emulated::together(none, [](int **) {});
-}
-template <class T> T __shfl_sync(unsigned, T x, int from) {
-    struct {
-        T in, out;
-        int from;
-    } mine = {x, x, from & 31};
-    emulated::together(mine, [](auto **all) {
-        for (int i = 0; i < 32; i++) all[i]->out = all[all[i]->from]->in;
-    });
-    return mine.out;
-}
-template <class T> T __shfl_xor_sync(unsigned, T x, int by) { return __shfl_sync(0, x, (int)(threadIdx.x % 32) ^ by); }
+template <class T> T __shfl_sync(unsigned, T x, int from) { return emulated::of_lanes(x)[from & 31]; }
+template <class T> T __shfl_xor_sync(unsigned, T x, int by) { return emulated::of_lanes(x)[emulated::lane() ^ by]; }
 template <class T> T __shfl_up_sync(unsigned, T x, int by) {
-    const int lane = threadIdx.x % 32;
-    return __shfl_sync(0, x, lane < by ? lane : lane - by);
-}
-template <class F> unsigned emulated_reduce(unsigned x, F f) {
-    struct {
-        unsigned in, out;
-        F f;
-    } mine = {x, 0, f};
-    emulated::together(mine, [](auto **all) {
-        unsigned y = all[0]->in;
-        for (int i = 1; i < 32; i++) y = all[0]->f(y, all[i]->in);
-        for (int i = 0; i < 32; i++) all[i]->out = y;
-    });
-    return mine.out;
+    const int lane = emulated::lane();
+    return emulated::of_lanes(x)[lane < by ? lane : lane - by];
 }
 inline unsigned __reduce_min_sync(unsigned, unsigned x) {
-    return emulated_reduce(
-        x, +[](unsigned a, unsigned b) { return std::min(a, b); });
+    const auto all = emulated::of_lanes(x);
+    return *std::min_element(all.begin(), all.end());
 }
-inline unsigned __reduce_max_sync(unsigned, unsigned x) {
-    return emulated_reduce(
-        x, +[](unsigned a, unsigned b) { return std::max(a, b); });
-}
-inline bool __any_sync(unsigned, bool x) { return __reduce_max_sync(0, x); }
+inline unsigned __reduce_max_sync(unsigned, unsigned x) { return ~__reduce_min_sync(0, ~x); }
 inline unsigned __ballot_sync(unsigned, bool x) {
-    return emulated_reduce((unsigned)x << threadIdx.x % 32, +[](unsigned a, unsigned b) { return a | b; });
+    const auto all = emulated::of_lanes((unsigned)x);
+    unsigned bits = 0;
+    for (int i = 0; i < 32; i++) bits |= all[i] << i;
+    return bits;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
 
 template <class T> T __ldcg(const T *p) { return *p; }
 template <class T> T __ldcs(const T *p) { return *p; }
-template <class T> T __ldg(const T *p) { return *p; }
-template <class T, class U> T atomicAdd(T *p, U x) {
-    T old = *p;
-    *p = old + (T)x;
-    return old;
-}
-template <class T, class U> T atomicMax(T *p, U x) {
-    T old = *p;
-    *p = std::max(old, (T)x);
-    return old;
-}
-template <class T, class U> T atomicOr(T *p, U x) {
-    T old = *p;
-    *p = old | (T)x;
-    return old;
-}
 template <class T, class U> T atomicExch(T *p, U x) {
-    T old = *p;
+    const T old = *p;
     *p = (T)x;
     return old;
 }
+template <class T, class U> T atomicAdd(T *p, U x) { return atomicExch(p, *p + (T)x); }
+template <class T, class U> T atomicMax(T *p, U x) { return atomicExch(p, std::max(*p, (T)x)); }
+template <class T, class U> T atomicOr(T *p, U x) { return atomicExch(p, *p | (T)x); }
 
-inline float __uint_as_float(unsigned x) {
-    float y;
-    memcpy(&y, &x, 4);
-    return y;
-}
-inline unsigned __float_as_uint(float x) {
-    unsigned y;
-    memcpy(&y, &x, 4);
-    return y;
-}
+inline float __uint_as_float(unsigned x) { return bits_float(x); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
 }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
     return (unsigned)(((uint64_t)high << 32 | low) << (by & 31) >> 32);
 }
+inline __nv_bfloat16 fma_of(__nv_bfloat16 a, __nv_bfloat16 b, __nv_bfloat16 c) { /* the product is exact in double */
+    return __double2bfloat16((double)__bfloat162float(a) * (double)__bfloat162float(b) + (double)__bfloat162float(c));
+}
 inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {
-    auto fma = [](__nv_bfloat16 a, __nv_bfloat16 b,
-                  __nv_bfloat16 c) { /* exact in double */
-                                     return __double2bfloat16((double)__bfloat162float(a) *
-                                                                  (double)__bfloat162float(b) +
-                                                              (double)__bfloat162float(c));
-    };
-    return {fma(a.x, b.x, c.x), fma(a.y, b.y, c.y)};
+    return {fma_of(a.x, b.x, c.x), fma_of(a.y, b.y, c.y)};
 }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned how) {
     const uint64_t both = (uint64_t)b << 32 | a;
