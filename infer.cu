@@ -287,7 +287,7 @@ template <Type T, int TILES> struct StreamedX {
     static constexpr int SLOT = TILES * 8 * CHUNK * 2, SLOTS = 2, RING = SLOTS * SLOT; /* bytes */
     const uint8_t *from[TILES * 2];
     uint8_t *ring, *slot;
-    uint32_t to, at[2], rows; /* rows: how many of this lane's are real */
+    uint32_t to, at[2], rows; /* rows: real rows of this lane */
     __device__ void begin(const Product &p, const Job &job, uint8_t *shared) {
         const int lane = threadIdx.x % 32;
         rows = (job.n - lane / 8 + 3) / 4;
@@ -505,11 +505,11 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
     const Job job = p.job ? p.job[blockIdx.y] : Job{0, begin, min(Shape::TOKENS, p.tokens - begin)};
     constexpr int X_EACH = Shape::TOKENS * 8 / THREADS, W_EACH = (Shape::PIECES + THREADS - 1) / THREADS;
     const A *x[X_EACH];
-    const int rows = (job.n - (int)threadIdx.x / 8 + THREADS / 8 - 1) / (THREADS / 8); /* of this thread: real ones */
+    const int rows = (job.n - (int)threadIdx.x / 8 + THREADS / 8 - 1) / (THREADS / 8); /* real rows of this thread */
     uint32_t piece[W_EACH];
 #pragma unroll
     for (int i = 0; i < X_EACH; i++) {
-        int row = job.first + min((i * THREADS + (int)threadIdx.x) / 8, job.n - 1);
+        int row = job.first + min((i * THREADS + (int)threadIdx.x) / 8, job.n - 1); /* p.order has no more */
         x[i] = (const A *)p.x + (size_t)(p.order ? p.order[row] / p.divide : row) * p.x_pitch + threadIdx.x % 8 * 8;
     }
 #pragma unroll

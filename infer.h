@@ -247,7 +247,7 @@ typedef struct {
     /* How many experts all steps have read so far, in all layers. An expert counts once a step and layer, however many
      * tokens chose it. Call it only while no step is outstanding. */
     uint64_t (*experts_read)(void *);
-    /* Bytes that the weights take in the backend's memory: other than in the file where it repacks an encoding. */
+    /* Bytes that the weights take in the backend's memory. Where it repacks an encoding the file has others. */
     uint64_t (*weight_bytes)(const Model *);
     void (*describe)(Devices *);
 } Backend;

@@ -4,8 +4,8 @@
  *
  * The blocks of a kernel run one after the other. The threads of a block are fibers, each with a stack of its own, that
  * take turns: one runs until it waits for others of its warp or block. Copies to shared memory are done at once, orders
- * of memory are not modelled, and shared variables with a size are static: they keep what the last block left. So this
- * finds wrong results, but no races. */
+ * of memory are not modelled, and shared variables with a size are static: they keep what the last block left. How much
+ * shared memory a launch asks for does not matter. So this finds wrong results, but no races. */
 #pragma once
 #include "sampling.h"
 
@@ -58,7 +58,7 @@ inline Group warp[THREADS / 32], block;
 inline void *scheduler;
 inline const std::function<void()> *body;
 alignas(1024) inline uint8_t shared[SHARED];
-inline std::recursive_mutex running;
+inline std::mutex running; /* several threads load weights */
 
 extern "C" void emulated_switch(void **from, void *to);
 inline int number() { return (int)(now - fiber); }
@@ -137,7 +137,7 @@ inline void run_block(int threads) {
 }
 
 inline void run(dim3 grid, dim3 threads, const std::function<void()> &kernel) {
-    std::lock_guard<std::recursive_mutex> lock(running);
+    std::lock_guard<std::mutex> lock(running);
     body = &kernel;
     gridDim = grid, blockDim = threads;
     for (blockIdx.z = 0; blockIdx.z < grid.z; blockIdx.z++)

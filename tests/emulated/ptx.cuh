@@ -4,13 +4,9 @@ inline void launch_next() {}
 inline void wait_previous() {}
 
 template <typename A> inline float emulated_half(uint32_t two, int i) {
-    const uint16_t bits = (uint16_t)(two >> 16 * i);
-    if constexpr (std::is_same_v<A, f16>) {
-        __half_raw raw;
-        raw.x = bits;
-        return __half2float(__half(raw));
-    }
-    return __uint_as_float((uint32_t)bits << 16);
+    A x;
+    memcpy(&x, (const char *)&two + 2 * i, 2);
+    return (float)x;
 }
 template <typename A>
 inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
