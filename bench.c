@@ -75,31 +75,24 @@ static void measure_prompt(Bench *b, Figure *f) {
     }
 }
 
-/* Seconds that f->streams streams need for f->tokens steps after a context of f->depth tokens. Each step is submitted
- * before the previous one is collected. */
+/* Seconds that f->streams streams need for f->tokens tokens each, behind a context of f->depth tokens. */
 static double generate_once(Bench *b, const Figure *f) {
-    void *state = b->model.engine.state;
-    int n = f->streams, pages = (f->depth + f->tokens + PAGE - 1) / PAGE, token[MOST_STREAMS], start[MOST_STREAMS];
-    Sampling how[MOST_STREAMS];
-    Want want[MOST_STREAMS];
-    LocalIds count = {0}; /* 0, 1, 2, ...: the slots, the one token of each and the pages, so they overwrite prompts */
-    for (int i = 0; i <= n * pages; i++) ids_add(&count, i);
-    srandom(1); /* every repeat has the same steps */
-    for (int i = 0; i < n; i++) {
-        start[i] = f->depth, want[i] = WANT_TOKEN;
-        token[i] = (int)(random() % b->model.engine.model->vocab);
-        how[i] = (Sampling){.top_p = 1, .penalty = 1};
-    }
-    Batch batch = {n, pages, count.data, count.data, token, start, count.data, how, want};
-    Result result;
+    const size_t depth = (size_t)f->depth;
+    Stream *t = allocate_zero((size_t)f->streams, sizeof *t), *last = t + f->streams - 1;
     Error e;
-    double begin = seconds();
-    for (int step = 0; step < f->tokens; step++) {
-        if (!backend->submit(state, &batch, &e) || (step && !backend->collect(state, &result, &e))) die(&e);
-        for (int i = 0; i < n; i++) token[i] = -1, start[i]++;
+    srandom(1); /* every repeat has the same steps */
+    for (Stream *i = t; i <= last; i++) {
+        *i = (Stream){.prompt = depth + 1, .most = depth + 1 + (size_t)f->tokens, .want = WANT_TOKEN};
+        i->sampling = (Sampling){.top_p = 1, .penalty = 1};
+        i->sent = depth, i->filed = depth / PAGE; /* as if they were computed */
+        while (i->tokens.n < i->prompt) ids_add(&i->tokens, (int)(random() % b->model.engine.model->vocab));
     }
-    if (!backend->collect(state, &result, &e)) die(&e);
-    return seconds() - begin;
+    double begin = seconds();
+    for (Stream *i = t; i < last; i++) scheduler_add(b->model.scheduler, i);
+    if (!scheduler_run(b->model.scheduler, last, NULL, &e)) die(&e);
+    double end = seconds();
+    for (Stream *i = t; i <= last; i++) ids_free(&i->tokens);
+    return free(t), end - begin;
 }
 
 static void measure_generation(Bench *b, Figure *f) {

@@ -218,9 +218,9 @@ void scheduler_add(Scheduler *s, Stream *t);    /* after all others */
 void scheduler_remove(Scheduler *s, Stream *t); /* wherever it stands; does nothing to one that it does not have */
 /* Submits the next step, if anything can be computed, and collects the step before it. Errors are the backend's. */
 bool scheduler_step(Scheduler *s, Error *e);
-/* Adds a stream to a scheduler that has no other and runs it until it ends. USAGE: its prompt is empty. NO_ROOM: it
- * leaves no room in the context. FAILED: the logits hold a NaN. INTERRUPTED: *stop became true before the first token
- * was drawn; after that, `take` must look at it. stop may be NULL. */
+/* Adds a stream and runs until it and all others end. USAGE: its prompt is empty. NO_ROOM: it leaves no room in the
+ * context. FAILED: the logits hold a NaN. INTERRUPTED: *stop became true before the first token was drawn; after that,
+ * `take` must look at it. stop may be NULL. */
 bool scheduler_run(Scheduler *s, Stream *t, const volatile sig_atomic_t *stop, Error *e);
 /* Runs n tokens for their logits: `take` gets the tokens from position `from` on, then one more, drawn greedily. */
 bool scheduler_score(Scheduler *s, const int *ids, size_t n, size_t from, Take *take, void *owner, Error *e);
