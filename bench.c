@@ -60,32 +60,18 @@ static void report_figure(Bench *b, Figure *f) {
     printf(f->prompt ? " | | |\n" : " %.3f | %.0f | %.1f |\n", bytes / 1e9, bytes / step / 1e9, percent);
 }
 
-/* Measures prompts of f->tokens random tokens up to their first drawn token. All prompts differ, so the cache never
- * helps. */
-static void measure_prompt(Bench *b, Figure *f) {
-    Error e;
-    for (int r = -1; r < b->o->repeats; r++) { /* one to warm up */
-        Stream t = {.prompt = (size_t)f->tokens, .most = (size_t)f->tokens + 1, .want = WANT_TOKEN};
-        t.sampling = (Sampling){.top_p = 1, .penalty = 1};
-        for (int i = 0; i < f->tokens; i++) ids_add(&t.tokens, (int)(random() % b->model.engine.model->vocab));
-        double begin = seconds();
-        if (!scheduler_run(b->model.scheduler, &t, NULL, &e)) die(&e);
-        if (r >= 0) f->seconds[r] = seconds() - begin;
-        ids_free(&t.tokens);
-    }
-}
-
-/* Seconds that f->streams streams need for f->tokens tokens each, behind a context of f->depth tokens. */
-static double generate_once(Bench *b, const Figure *f) {
-    const size_t depth = (size_t)f->depth;
+/* Seconds until a prompt of f->tokens random tokens has its first drawn token; or until each of f->streams texts has
+ * f->tokens drawn ones, behind a context of f->depth tokens. */
+static double run_once(Bench *b, const Figure *f) {
+    const size_t tokens = (size_t)f->tokens, depth = (size_t)f->depth, prompt = f->prompt ? tokens : depth + 1;
     Stream *t = allocate_zero((size_t)f->streams, sizeof *t), *last = t + f->streams - 1;
     Error e;
-    srandom(1); /* every repeat has the same steps */
+    if (!f->prompt) srandom(1); /* every repeat has the same steps; but all prompts differ, so the cache never helps */
     for (Stream *i = t; i <= last; i++) {
-        *i = (Stream){.prompt = depth + 1, .most = depth + 1 + (size_t)f->tokens, .want = WANT_TOKEN};
+        *i = (Stream){.prompt = prompt, .most = prompt + (f->prompt ? 1 : tokens), .want = WANT_TOKEN};
         i->sampling = (Sampling){.top_p = 1, .penalty = 1};
         i->sent = depth, i->filed = depth / PAGE; /* as if they were computed */
-        while (i->tokens.n < i->prompt) ids_add(&i->tokens, (int)(random() % b->model.engine.model->vocab));
+        while (i->tokens.n < prompt) ids_add(&i->tokens, (int)(random() % b->model.engine.model->vocab));
     }
     double begin = seconds();
     for (Stream *i = t; i < last; i++) scheduler_add(b->model.scheduler, i);
@@ -95,15 +81,14 @@ static double generate_once(Bench *b, const Figure *f) {
     return free(t), end - begin;
 }
 
-static void measure_generation(Bench *b, Figure *f) {
-    const Model *m = b->model.engine.model;
-    void *state = b->model.engine.state;
-    uint64_t read = backend->experts_read(state);
-    generate_once(b, f); /* counts experts */
-    f->experts = (double)(backend->experts_read(state) - read) / f->tokens / m->n_layers;
-    f->bytes = step_bytes(m, f->experts, f->streams, f->depth + f->tokens / 2);
-    f->flat = backend->flat_read(state, f->bytes); /* before the card heats up */
-    for (int r = 0; r < b->o->repeats; r++) f->seconds[r] = generate_once(b, f);
+static void measure(Bench *b, Figure *f) {
+    const Engine *g = &b->model.engine;
+    uint64_t read = backend->experts_read(g->state);
+    run_once(b, f); /* counts experts, and warms up */
+    f->experts = (double)(backend->experts_read(g->state) - read) / f->tokens / g->model->n_layers;
+    f->bytes = step_bytes(g->model, f->experts, f->streams, f->depth + f->tokens / 2);
+    f->flat = f->prompt ? 0 : backend->flat_read(g->state, f->bytes); /* before the card heats up */
+    for (int r = 0; r < b->o->repeats; r++) f->seconds[r] = run_once(b, f);
 }
 
 /* Measures all prompts, then every number of streams at every depth, if the cache has room. */
@@ -120,7 +105,7 @@ static void measure_all(Bench *b) {
                     f.tokens, f.depth, f.streams, f.streams == 1 ? "" : "s", g->pages * PAGE, g->context);
             continue;
         }
-        f.prompt ? measure_prompt(b, &f) : measure_generation(b, &f);
+        measure(b, &f);
         report_figure(b, &f);
     }
 }
@@ -293,10 +278,10 @@ int bench(const Options *o) {
     setlinebuf(stdout); /* a row appears when it is measured */
     if (o->server) return bench_server(o, b.json);
     if (!session_open(s, o, NEED_SHAPES, &e) || !session_load(s, o, 0, &e)) die(&e);
-    cJSON *out =
-        json_object("family", json_word(s->checkpoint.family), "random", cJSON_CreateBool(s->checkpoint.model.made_up),
-                    "where", json_word(s->where), "weight_bytes", json_number((double)model_bytes(s->engine.model)),
-                    "load_seconds", json_number(s->seconds), "rows", b.rows = cJSON_CreateArray(), NULL);
+    cJSON *out = json_object("family", json_word(s->checkpoint.family), "random",
+                             cJSON_CreateBool(s->checkpoint.model.made_up), "where", json_word(s->where),
+                             "weight_bytes", json_number((double)backend->weight_bytes(s->engine.model)),
+                             "load_seconds", json_number(s->seconds), "rows", b.rows = cJSON_CreateArray(), NULL);
     if (!b.json)
         puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|");

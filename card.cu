@@ -96,18 +96,15 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
     const int times = 9;
     uint64_t once = std::min<uint64_t>(bytes, gpu->weight_bytes) / 16 * 16;
     float ms[times];
-    cudaEvent_t begin, end;
-    if (!once || cudaEventCreate(&begin)) return 0;
-    if (cudaEventCreate(&end)) return cudaEventDestroy(begin), 0;
+    const Pending &p = gpu->pending[0]; /* no step needs its events now */
+    if (!once) return 0;
     for (float &t : ms) {
-        cudaEventRecord(begin, gpu->stream);
+        cudaEventRecord(p.begun, gpu->stream);
         read_words<<<gpu->sms * 4, 512, 0, gpu->stream>>>((const uint4 *)gpu->memory, once / 16,
                                                           (uint32_t *)gpu->work.drawn);
-        cudaEventRecord(end, gpu->stream);
-        t = cudaEventSynchronize(end) || cudaEventElapsedTime(&t, begin, end) ? 0 : t;
+        cudaEventRecord(p.done, gpu->stream);
+        t = cudaEventSynchronize(p.done) || cudaEventElapsedTime(&t, p.begun, p.done) ? 0 : t;
     }
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
     std::sort(ms, ms + times);
     return ms[times / 2] / 1e3 * ((double)bytes / once);
 }
@@ -762,7 +759,8 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     for (Pending &p : gpu->pending) {
         p.token = w.result + (&p - gpu->pending) * w.slots;
         CUDA(cudaMallocHost(&p.staged, gpu->step_bytes));
-        CUDA(cudaEventCreateWithFlags(&p.done, cudaEventDisableTiming));
+        CUDA(cudaEventCreate(&p.begun));
+        CUDA(cudaEventCreate(&p.done));
     }
     float *inv_freq = (float *)gpu->product_room; /* no step needs it yet */
     for (int i = 0; i < 2 && m.rope[i].inv_freq; i++) {
@@ -781,6 +779,7 @@ static void cuda_close(void *state) {
     for (auto &made : gpu->graph) cudaGraphExecDestroy(made.second);
     for (Pending &p : gpu->pending) {
         cudaFreeHost(p.staged);
+        if (p.begun) cudaEventDestroy(p.begun);
         if (p.done) cudaEventDestroy(p.done);
     }
     cudaFreeHost(gpu->work.result);
@@ -913,6 +912,7 @@ bool run_graph(Pass *a, Pending *p, Error *e) {
         error = cudaGraphInstantiate(&made, graph, 0);
         cudaGraphDestroy(graph);
         CUDA(error);
+        CUDA(cudaEventRecord(p->begun, gpu->stream)); /* again: what was made took the host long */
     }
     CUDA(cudaGraphLaunch(made, gpu->stream));
     return true;
@@ -929,6 +929,7 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
     fill_step(p.step, &a);
     std::fill_n(p.token, b->seqs, DREW_NOTHING); /* the kernel draw() writes those that it draws */
     p.logits.clear();
+    CUDA(cudaEventRecord(p.begun, gpu->stream));
     gpu->decodes = gpu->fast && a.tokens <= MAX_DECODE;
     if (gpu->decodes) {
         ok = fast::decode(&a, p.staged, e) && heads(&a, &p, e);
@@ -953,9 +954,11 @@ static bool cuda_collect(void *state, Result *result, Error *e) {
     Gpu *gpu = (Gpu *)state;
     if (!gpu->outstanding) return fail(e, FAILED, "collect: no step is outstanding");
     const Pending &p = gpu->pending[(gpu->turn - gpu->outstanding) % 3];
+    float ms;
     CUDA(cudaEventSynchronize(p.done));
+    CUDA(cudaEventElapsedTime(&ms, p.begun, p.done));
     gpu->outstanding--;
-    *result = {p.token, p.logits.data(), (int)(p.logits.size() / gpu->work.vocab)};
+    *result = {p.token, p.logits.data(), (int)(p.logits.size() / gpu->work.vocab), ms / 1e3};
     return true;
 }
 

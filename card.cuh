@@ -205,11 +205,11 @@ __host__ __device__ inline int cache_row(const Work &w) {
 /* Elements of a page. */
 __host__ __device__ inline size_t page_size(const Work &w) { return (size_t)w.n_layers * cache_row(w) * PAGE; }
 
-struct Pending { /* a step that was submitted; buffers are pinned */
-    cudaEvent_t done = NULL;
-    uint8_t *staged = NULL; /* what goes to the card */
-    Step step;              /* the same, part by part */
-    int *token;             /* (slots) in Work's result */
+struct Pending {                           /* a step that was submitted; buffers are pinned */
+    cudaEvent_t begun = NULL, done = NULL; /* on the card */
+    uint8_t *staged = NULL;                /* what goes to the card */
+    Step step;                             /* the same, part by part */
+    int *token;                            /* (slots) in Work's result */
     std::vector<float> logits;
 };
 

@@ -91,7 +91,6 @@ bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Er
 void checkpoint_close(Checkpoint *c);
 
 uint64_t linear_bytes(const Linear *w); /* of its weights as encoded and their grids; 0 if it is absent */
-uint64_t model_bytes(const Model *m);   /* of all its Linears; a tied embedding and head count once */
 /* Bytes that a decode step reads for `streams` texts of `depth` tokens each: the head and the layers' matrices, but
  * only `experts` experts of a layer, and the keys and values that each text attends to. */
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth);
@@ -157,12 +156,12 @@ void engine_close(Engine *g);
 int draw_logits(float *logits, int vocab, const Sampling *how, int position, const bool *seen);
 
 /* ---- the scheduler: it continues many texts at once, step by step, and every command runs its texts through it ----
- * A step begins with one token for each text that is being generated, in order of arrival. Chunks of prompts fill the
- * rest, which grows with the number of answers, so that new ones begin as fast as old ones end. Texts that begin alike
- * share the pages of that beginning; each page counts the texts that use it. When a text ends, its full pages stay in
- * the cache; the least recently used ones make room for others. When no page is left, the youngest text loses its
- * pages, and the scheduler computes them again later. That changes no result, because a draw depends only on the text,
- * the seed and the position. */
+ * A step begins with one token for each text that is being generated, in order of arrival; but if steps of fewer texts
+ * give more tokens a second, texts pause in turn. Chunks of prompts fill the rest, which grows with the number of
+ * answers, so that new ones begin as fast as old ones end. Texts that begin alike share the pages of that beginning;
+ * each page counts the texts that use it. When a text ends, its full pages stay in the cache; the least recently used
+ * ones make room for others. When no page is left, the youngest text loses its pages, and the scheduler computes them
+ * again later. That changes no result, because a draw depends only on the text, the seed and the position. */
 
 /* Tokens of a step for each answer: its own and five of prompts, so prompts up to five times as long keep up. */
 enum { TOKENS_PER_ANSWER = 6 };

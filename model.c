@@ -1248,15 +1248,6 @@ uint64_t linear_bytes(const Linear *w) {
     return sum;
 }
 
-uint64_t model_bytes(const Model *m) {
-    uint64_t sum = linear_bytes(&m->embed) + (m->head.each == m->embed.each ? 0 : linear_bytes(&m->head));
-    for (int i = 0; i < m->n_layers; i++) {
-        const Linear *all[] = LINEARS(m->layer + i);
-        for (size_t j = 0; j < sizeof all / sizeof *all; j++) sum += linear_bytes(all[j]);
-    }
-    return sum;
-}
-
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
     double sum = (double)linear_bytes(&m->head);
     double row = m->kv_rank ? m->kv_rank + m->rope_dim : 2.0 * m->n_kv_heads * m->head_dim; /* values in the cache */
@@ -1570,7 +1561,9 @@ struct Scheduler {
     void *known;                  /* tsearch's tree of the pages that have names */
     uint64_t names;
     Ids slots, token, table;
-    Step step[2]; /* the one in flight and the next */
+    Step step[2];                  /* the one in flight and the next */
+    double cost[MOST_STREAMS + 1]; /* [n]: seconds a token in a step that continues n texts and does nothing else */
+    size_t turn;                   /* pauses so far */
 };
 
 static int by_text(const void *a, const void *b) {
@@ -1704,29 +1697,53 @@ static void add_tokens(Scheduler *s, Stream *t, size_t n) {
     for (; t->sent < end; t->sent++) ids_add(&s->token, t->sent < t->tokens.n ? t->tokens.data[t->sent] : -1);
 }
 
+/* Has it more than one known token that is not computed? */
+static bool is_reading(const Stream *t) { return t->sent + 1 < t->tokens.n; }
+
 /* Can more of a stream be computed now? A draw on the host, or one for a stream that was preempted, must be collected
  * first. */
 static bool is_ready(const Stream *t) {
     return t->tokens.n + (size_t)t->drawing < t->most && (!t->drawing || (!t->bias && t->sent == t->tokens.n));
 }
 
+/* How many of n texts a step should continue. Kernels compute texts in tiles of 8 to 64, so 17 can take so much longer
+ * than 16 that all are written faster if they pause in turn. The measured costs decide. They sink until they are
+ * measured again, and begin at 0, so each is tried. */
+static size_t texts_worth_a_step(Scheduler *s, size_t n) {
+    const double aged = 1 - 1.0 / 4096;
+    size_t best = n;
+    s->cost[n] *= aged;
+    for (size_t tile = 8; tile <= 64 && tile < n; tile *= 2) {
+        const size_t whole = n / tile * tile;
+        s->cost[whole] *= aged;
+        if (s->cost[whole] < s->cost[best]) best = whole;
+    }
+    return best;
+}
+
 static void plan_step(Scheduler *s) {
-    size_t answers = 0, readers = 0;
+    size_t answers = 0, readers = 0, ready = 0, k = 0;
     s->token.n = 0;
     for (size_t i = 0; i < s->now.running; i++) {
+        readers += is_reading(s->stream[i]);
+        ready += !is_reading(s->stream[i]) && is_ready(s->stream[i]);
+    }
+    const size_t pauses = readers ? 0 : ready - texts_worth_a_step(s, ready);
+    s->turn += pauses;
+    for (size_t i = 0; i < s->now.running; i++) {
         Stream *t = s->stream[i];
-        readers += t->sent + 1 < t->tokens.n;
-        if (t->sent + 1 < t->tokens.n || !is_ready(t)) continue;
+        if (is_reading(t) || !is_ready(t) || (k++ + s->turn) % ready < pauses) continue;
         while (i < s->now.running && !take_pages(s, t, t->sent + 1)) preempt(s);
         if (i < s->now.running) add_tokens(s, t, 1), answers++;
     }
-    const size_t most = MAX((size_t)s->engine->step_tokens, TOKENS_PER_ANSWER * answers);
+    const size_t most = MAX((size_t)s->engine->step_tokens, TOKENS_PER_ANSWER * ready);
     size_t room = most - answers; /* several prompts share it, so that none waits for a long one */
     readers += s->now.waiting;
     for (size_t i = 0; i < s->now.running + s->now.waiting && room; i++) {
         Stream *t = s->stream[i];
-        if (i == s->now.running && (!is_ready(t) || !admit(s))) break;
-        if (t->sent >= t->tokens.n || !is_ready(t)) continue;
+        const bool waits = i == s->now.running;
+        if (waits && (!is_ready(t) || !admit(s))) break;
+        if (!waits && (!is_reading(t) || !is_ready(t))) continue;
         size_t n = t->tokens.n - t->sent, fair = MAX(room / readers, most / 4 + 1);
         if (t->want == WANT_ALL_LOGITS)
             n = t->sent + 1 < t->published ? t->published - 1 - t->sent : MIN(n, SCORED_TOKENS);
@@ -1783,6 +1800,8 @@ static bool collect_step(Scheduler *s, Error *e) {
     Result r;
     if (!s->engine->backend->collect(s->engine->state, &r, e)) return false;
     s->now.outstanding--;
+    double *cost = s->cost + step->n, found = r.seconds / step->n; /* outliers do not count */
+    if (step->first[step->n] == step->n) *cost = *cost > 0 ? MIN(found, 1.02 * *cost) : found;
     for (int i = 0; i < step->n; i++) {
         size_t n = (size_t)(step->first[i + 1] - step->first[i]), from = (size_t)step->start[i];
         size_t rows = step->want[i] == WANT_ALL_LOGITS ? n : step->want[i] == WANT_LOGITS;

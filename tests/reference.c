@@ -553,9 +553,19 @@ static void forward(Reference *r, const Batch *b, Step *step) {
     head(r, step);
 }
 
+/* As its file encodes them; a tied embedding and head count once. */
+static uint64_t weight_bytes(const Model *m) {
+    uint64_t sum = linear_bytes(&m->embed) + (m->head.each == m->embed.each ? 0 : linear_bytes(&m->head));
+    for (int i = 0; i < m->n_layers; i++) {
+        const Linear *all[] = LINEARS(m->layer + i);
+        for (size_t j = 0; j < sizeof all / sizeof *all; j++) sum += linear_bytes(all[j]);
+    }
+    return sum;
+}
+
 /* Reads every weight once, so that loading happens here, with progress. */
 static void read_weights(const Model *m, void (*progress)(uint64_t, uint64_t)) {
-    uint64_t done = 0, total = model_bytes(m);
+    uint64_t done = 0, total = weight_bytes(m);
     const int n_ends = m->head.each == m->embed.each ? 1 : 2;
     for (int i = 0; i <= m->n_layers; i++) {
         const Layer *l = m->layer + i;
@@ -662,4 +672,4 @@ const Backend reference = {"reference",         2048,
                            reference_open,      reference_submit,
                            reference_collect,   reference_close,
                            reference_flat_read, reference_experts_read,
-                           model_bytes,         reference_describe};
+                           weight_bytes,        reference_describe};

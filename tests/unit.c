@@ -7,6 +7,7 @@
 #include "real.h"
 #include "streams.h"
 
+#include <sys/param.h>
 #include <unistd.h>
 
 /* ---- layers against goldens ---- */
@@ -208,7 +209,7 @@ static void open_shapes(Checkpoint *c, const char *config, const char *encoding)
 
 /* Parameters in all matrices, those that a token reads, in thousand millions, and a token's bytes in the cache. */
 static void has_sizes(const char *name, const Model *m, double parameters, double read, int cache) {
-    double all = (double)model_bytes(m) / 2e9, once = (double)step_bytes(m, m->top_k, 1, 0) / 2e9;
+    double all = (double)reference.weight_bytes(m) / 2e9, once = (double)step_bytes(m, m->top_k, 1, 0) / 2e9;
     uint64_t more = step_bytes(m, m->top_k, 1, 1) - step_bytes(m, m->top_k, 1, 0);
     check(fabs(all / parameters - 1) < 0.006, "%s: %g thousand million parameters, not %g", name, all, parameters);
     check(fabs(once / read - 1) < 0.006, "%s: %g thousand million parameters are read, not %g", name, once, read);
@@ -265,11 +266,11 @@ static void sizes_are_those_of_the_makers(void) {
         else
             continue;
         has_sizes(models[i].name, &c.model, models[i].parameters, models[i].read, models[i].cache);
-        double weights = (double)model_bytes(&c.model) / 2;
+        double weights = (double)reference.weight_bytes(&c.model) / 2;
         checkpoint_close(&c);
         if (models[i].mixed <= 0) continue;
         must(checkpoint_make_up(&c, dir, "q4_k_m", &e), &e);
-        double bits = (double)model_bytes(&c.model) * 8 / weights;
+        double bits = (double)reference.weight_bytes(&c.model) * 8 / weights;
         check(fabs(bits - models[i].mixed) < 0.01, "%s: %g bits a weight as Q4_K_M", models[i].name, bits);
         checkpoint_close(&c);
     }
@@ -649,6 +650,57 @@ static void many_answers_lengthen_steps(void) {
     engine_close(&g);
 }
 
+enum { ODD_TEXTS = 9, ODD_LENGTH = 60 };
+static int steps_of[ODD_TEXTS + 1], submitted[2];
+
+static bool submit_counted(void *state, const Batch *b, Error *e) {
+    submitted[0] = submitted[1], submitted[1] = b->seqs;
+    steps_of[b->seqs]++;
+    return reference.submit(state, b, e);
+}
+
+/* As if a ninth text doubled the time of a step. Two steps are outstanding. */
+static bool collect_in_tiles(void *state, Result *r, Error *e) {
+    bool ok = reference.collect(state, r, e);
+    return r->seconds = submitted[0] == ODD_TEXTS ? 2 : 1, ok;
+}
+
+/* Where nine texts take twice as long as eight, steps have eight. All get on alike, and no text changes. */
+static void texts_pause_in_turn(void) {
+    Error e;
+    Engine g;
+    Stream t[ODD_TEXTS];
+    Backend tiled = reference;
+    const Limits limits = {.max_seqs = ODD_TEXTS, .max_tokens = 64};
+    const Sampling how = {.temperature = 1, .top_p = 1, .penalty = 1, .seed = 3};
+    uint64_t random = 5;
+    int id[ODD_TEXTS][ODD_LENGTH + 1];
+    tiled.submit = submit_counted, tiled.collect = collect_in_tiles;
+    must(engine_open(&g, &tiled, &streams.c.model, limits, ODD_LENGTH, &e), &e);
+    for (int i = 0; i < ODD_TEXTS; i++) {
+        fill_random(id[i], 2, streams.vocab, &random);
+        write_text(&g, id[i], 2, ODD_LENGTH, &how);
+        t[i] = (Stream){.prompt = 2, .most = ODD_LENGTH, .sampling = how, .want = WANT_TOKEN};
+        ids_append(&t[i].tokens, id[i], 2);
+    }
+    Scheduler *s = scheduler_open(&g);
+    for (int i = 0; i < ODD_TEXTS; i++) scheduler_add(s, t + i);
+    while (scheduler_state(s).running || scheduler_state(s).waiting || scheduler_state(s).outstanding) {
+        size_t least = ODD_LENGTH, most = 0;
+        must(scheduler_step(s, &e), &e);
+        for (int i = 0; i < ODD_TEXTS; i++) least = MIN(least, t[i].tokens.n), most = MAX(most, t[i].tokens.n);
+        check(most - least <= 2, "a text has %zu tokens, another %zu", most, least);
+    }
+    check(steps_of[ODD_TEXTS - 1] > 4 * steps_of[ODD_TEXTS], "%d steps of nine texts, %d of eight", steps_of[ODD_TEXTS],
+          steps_of[ODD_TEXTS - 1]);
+    for (int i = 0; i < ODD_TEXTS; i++) {
+        check(!memcmp(t[i].tokens.data, id[i], ODD_LENGTH * sizeof(int)), "text %d is another one", i);
+        ids_free(&t[i].tokens);
+    }
+    scheduler_close(s);
+    engine_close(&g);
+}
+
 static void equals_and_nan(void) {
     float equal[4] = {1, 3, 3, 2}, nan[4] = {1, NAN, 3, 2}, infinite[4] = {-INFINITY, -INFINITY, 0, -INFINITY};
     Sampling warm = {.temperature = 1, .top_p = 1, .penalty = 1};
@@ -979,6 +1031,7 @@ int main(void) {
     run("unit: turns reuse the cache, fill the context, give pages back", turns_reuse_the_cache);
     run("unit: scheduled among others, with few pages = alone", scheduled_equals_alone);
     run("unit: a step of many answers has room for a prompt", many_answers_lengthen_steps);
+    run("unit: nine texts pause in turn where steps of eight are faster", texts_pause_in_turn);
     close_alone();
     run("unit: ln, exp, Philox", logarithm_and_exponential);
     run("unit: draws follow transformers' processors", draws_follow_transformers);
