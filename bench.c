@@ -66,7 +66,7 @@ static double run_once(Bench *b, const Figure *f) {
     const size_t tokens = (size_t)f->tokens, depth = (size_t)f->depth, prompt = f->prompt ? tokens : depth + 1;
     Stream *t = allocate_zero((size_t)f->streams, sizeof *t), *last = t + f->streams - 1;
     Error e;
-    if (!f->prompt) srandom(1); /* every repeat has the same steps; but all prompts differ, so the cache never helps */
+    if (!f->prompt) srandom(1); /* every repeat has the same texts; but all prompts differ, so the cache never helps */
     for (Stream *i = t; i <= last; i++) {
         *i = (Stream){.prompt = prompt, .most = prompt + (f->prompt ? 1 : tokens), .want = WANT_TOKEN};
         i->sampling = (Sampling){.top_p = 1, .penalty = 1};
@@ -82,10 +82,13 @@ static double run_once(Bench *b, const Figure *f) {
 }
 
 static void measure(Bench *b, Figure *f) {
-    const Engine *g = &b->model.engine;
+    Engine *g = &b->model.engine;
     uint64_t read = backend->experts_read(g->state);
+    scheduler_close(b->model.scheduler); /* it knows what steps cost at another depth */
+    b->model.scheduler = scheduler_open(g);
     run_once(b, f); /* counts experts, and warms up */
-    f->experts = (double)(backend->experts_read(g->state) - read) / f->tokens / g->model->n_layers;
+    const double steps = (double)scheduler_state(b->model.scheduler).steps;
+    f->experts = (double)(backend->experts_read(g->state) - read) / steps / g->model->n_layers;
     f->bytes = step_bytes(g->model, f->experts, f->streams, f->depth + f->tokens / 2);
     f->flat = f->prompt ? 0 : backend->flat_read(g->state, f->bytes); /* before the card heats up */
     for (int r = 0; r < b->o->repeats; r++) f->seconds[r] = run_once(b, f);

@@ -912,7 +912,7 @@ bool run_graph(Pass *a, Pending *p, Error *e) {
         error = cudaGraphInstantiate(&made, graph, 0);
         cudaGraphDestroy(graph);
         CUDA(error);
-        CUDA(cudaEventRecord(p->begun, gpu->stream)); /* again: what was made took the host long */
+        CUDA(cudaEventRecord(p->begun, gpu->stream)); /* again: making the graph took the host long */
     }
     CUDA(cudaGraphLaunch(made, gpu->stream));
     return true;

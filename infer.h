@@ -195,7 +195,7 @@ typedef struct {         /* of the oldest step not yet collected; valid until th
     const int *token;    /* (seqs) */
     const float *logits; /* (rows, vocab) of the sequences that requested them, in the order of the batch */
     int rows;
-    double seconds; /* that the GPU computed it; 0: unknown */
+    double seconds; /* the GPU's time for the step; 0: unknown */
 } Result;
 
 /* Tests look inside a step through a tap: q, k, v (after rope), attn, attn_residual, experts, weights, act, residual of

@@ -1302,8 +1302,7 @@ ModelEntry model_entry(const char *path) {
     return m;
 }
 
-/* Adds the model at a path, unless its name is listed already or none of its weights are here and no download has
- * `begun`. */
+/* Adds the model at a path, unless its name is listed or, with no download `begun`, none of its weights are here. */
 static void list_add(Models *list, const char *path, const char *name, bool begun) {
     for (int i = 0; i < list->n; i++)
         if (!strcmp(list->entry[i].name, name)) return;
@@ -1563,7 +1562,7 @@ struct Scheduler {
     Ids slots, token, table;
     Step step[2];                  /* the one in flight and the next */
     double cost[MOST_STREAMS + 1]; /* [n]: seconds a token in a step that continues n texts and does nothing else */
-    size_t turn;                   /* pauses so far */
+    size_t measured[MOST_STREAMS + 1], turn; /* [n]: the steps until then; pauses so far */
 };
 
 static int by_text(const void *a, const void *b) {
@@ -1606,8 +1605,7 @@ static void drop_pages(Scheduler *s, Stream *t) {
     t->sent = t->filed = t->chain = 0;
 }
 
-/* Gives the first waiting stream a slot and pages for all its tokens. Pages of its text that are in the cache are
- * shared. */
+/* Gives the first waiting stream a slot and pages for all its tokens. Pages of its text in the cache are shared. */
 static bool admit(Scheduler *s) {
     Stream *t = s->stream[s->now.running];
     CachePage key, **known;
@@ -1700,35 +1698,35 @@ static void add_tokens(Scheduler *s, Stream *t, size_t n) {
 /* Has it more than one known token that is not computed? */
 static bool is_reading(const Stream *t) { return t->sent + 1 < t->tokens.n; }
 
-/* Can more of a stream be computed now? A draw on the host, or one for a stream that was preempted, must be collected
- * first. */
+/* Can more of a stream be computed now? Draws on the host, or for a preempted stream, must be collected first. */
 static bool is_ready(const Stream *t) {
     return t->tokens.n + (size_t)t->drawing < t->most && (!t->drawing || (!t->bias && t->sent == t->tokens.n));
 }
 
 /* How many of n texts a step should continue. Kernels compute texts in tiles of 8 to 64, so 17 can take so much longer
- * than 16 that all are written faster if they pause in turn. The measured costs decide. They sink until they are
- * measured again, and begin at 0, so each is tried. */
+ * than 16 that all are written faster if they pause in turn. Measured costs decide. They are forgotten after 512
+ * steps, and an unknown cost is 0, so that each is tried. */
 static size_t texts_worth_a_step(Scheduler *s, size_t n) {
-    const double aged = 1 - 1.0 / 4096;
+    const size_t counts[] = {n, n / 8 * 8, n / 16 * 16, n / 32 * 32, n / 64 * 64};
     size_t best = n;
-    s->cost[n] *= aged;
-    for (size_t tile = 8; tile <= 64 && tile < n; tile *= 2) {
-        const size_t whole = n / tile * tile;
-        s->cost[whole] *= aged;
-        if (s->cost[whole] < s->cost[best]) best = whole;
+    for (int i = 0; i < 5 && 3 * counts[i] >= 2 * n; i++) {
+        const size_t m = counts[i];
+        if (s->now.steps - s->measured[m] > 512) s->cost[m] = 0;
+        if (s->cost[m] < s->cost[best]) best = m;
     }
     return best;
 }
 
 static void plan_step(Scheduler *s) {
     size_t answers = 0, readers = 0, ready = 0, k = 0;
+    bool biased = false; /* such a text is ready in every other step only */
     s->token.n = 0;
     for (size_t i = 0; i < s->now.running; i++) {
         readers += is_reading(s->stream[i]);
         ready += !is_reading(s->stream[i]) && is_ready(s->stream[i]);
+        biased |= s->stream[i]->bias != NULL;
     }
-    const size_t pauses = readers ? 0 : ready - texts_worth_a_step(s, ready);
+    const size_t pauses = readers || biased ? 0 : ready - texts_worth_a_step(s, ready);
     s->turn += pauses;
     for (size_t i = 0; i < s->now.running; i++) {
         Stream *t = s->stream[i];
@@ -1800,8 +1798,11 @@ static bool collect_step(Scheduler *s, Error *e) {
     Result r;
     if (!s->engine->backend->collect(s->engine->state, &r, e)) return false;
     s->now.outstanding--;
-    double *cost = s->cost + step->n, found = r.seconds / step->n; /* outliers do not count */
-    if (step->first[step->n] == step->n) *cost = *cost > 0 ? MIN(found, 1.02 * *cost) : found;
+    double *cost = s->cost + step->n, found = r.seconds / step->n;
+    if (!r.rows && step->first[step->n] == step->n) {         /* it only continued texts */
+        *cost = *cost > 0 ? MIN(found, 1.02 * *cost) : found; /* one slow step says little */
+        s->measured[step->n] = s->now.steps;
+    }
     for (int i = 0; i < step->n; i++) {
         size_t n = (size_t)(step->first[i + 1] - step->first[i]), from = (size_t)step->start[i];
         size_t rows = step->want[i] == WANT_ALL_LOGITS ? n : step->want[i] == WANT_LOGITS;

@@ -1,8 +1,7 @@
 /* fast.cuh: the annex: hand-tuned kernels for Hopper, beside the plain engine in infer.cu. They replace three of its
  * parts: decode(), a step of at most MAX_DECODE tokens, for gpt-oss's shapes; attend(), attention of prompts with heads
  * of 64 or 128, and experts(), the products of experts that have many tokens, for every model. infer.cu computes
- * everything else, and serves every other card. `make FAST=no` builds without the annex; --plain switches it off at run
- * time.
+ * everything else, and serves every other card. `make FAST=no` builds without the annex; --plain switches it off.
  *
  * What is different from infer.cu, and why
  *
@@ -19,7 +18,7 @@
  * Prefill. Attention of a prompt and the experts' products use wgmma on a ring in shared memory. infer.cu's decoders
  * unpack weights in registers, as wgmma's rows. A decode step of very many streams takes the same products.
  *
- * What each difference gave: tokens/s of gpt-oss-20b on one H200 before and after it. The column in the middle is the
+ * What gave more than 1.5 %: tokens/s of gpt-oss-20b on one H200 before and after it. The column in the middle is the
  * number of streams, or of tokens in the prompt. Rows come from different versions, cards and runs. notebooks/speed.md
  * has them all, with the commands, and what did not help.
  *
@@ -36,10 +35,7 @@
  *   phase down polls its activations, without a barrier                                    1      959     975
  *   instances for at most 4, 8 and 16 tokens                                               4    2,044   2,102
  *   attention of a single token waits for no fence                                         1      994   1,015
- *   output polls one word of each head before it reads all                                 1      998   1,004
- *   producers execute the fence while experts are not known yet                            1    1,004   1,012
  *   fewer instructions to unpack MXFP4, two scales instead of four                         8    3,095   3,193
- *   several tokens: the experts' activations are published                                 4    2,175   2,202
  *
  *   prefill                                                                           tokens   before   after
  *   experts and attention with wgmma, a persistent grid                                2,048   29,200  55,700
