@@ -193,7 +193,7 @@ struct Stream {
     void *owner;
 
     size_t reused;  /* tokens of the prompt that were in the cache */
-    size_t sent;    /* tokens submitted: when the next step begins, the cache holds them (bench skips some) */
+    size_t sent;    /* tokens submitted: when the next step begins, the cache holds them (bench presets it and filed) */
     size_t filed;   /* number of its pages that others can find */
     uint64_t chain; /* CachePage.name of the last of them */
     Ids pages;
