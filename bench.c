@@ -28,7 +28,7 @@ typedef struct { /* a row of the table */
     bool prompt; /* or generation */
     int tokens, depth, streams;
     double experts; /* that a step reads of each layer, on average */
-    uint64_t bytes; /* that a step reads */
+    uint64_t bytes; /* that a step of all streams reads */
     double flat;    /* seconds of a flat read of `bytes`, or 0: unknown */
     double seconds[MOST_REPEATS];
 } Figure;

@@ -935,8 +935,7 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
     return true;
 }
 
-/* Replaces an existing file only if it is this conversation's, and only when the new one is complete. A link to a file
- * stays one. */
+/* Replaces an existing file only if it is this conversation's, and only when the new one is complete. Links stay. */
 static bool slash_save(Play *p, const char *path, Error *e) {
     LocalBytes text = {0};
     LocalText there = realpath(path, NULL); /* NULL: nothing is */

@@ -1560,9 +1560,10 @@ struct Scheduler {
     void *known;                  /* tsearch's tree of the pages that have names */
     uint64_t names;
     Ids slots, token, table;
-    Step step[2];                  /* the one in flight and the next */
-    double cost[MOST_STREAMS + 1]; /* [n]: seconds a token in a step that continues n texts and does nothing else */
-    size_t measured[MOST_STREAMS + 1], turn; /* [n]: the steps until then; pauses so far */
+    Step step[2];                      /* the one in flight and the next */
+    double cost[MOST_STREAMS + 1];     /* [n]: seconds a token in a step that continues n texts and does nothing else */
+    size_t measured[MOST_STREAMS + 1]; /* [n]: now.steps when cost[n] was measured */
+    size_t turn;                       /* pauses so far: says whose turn it is */
 };
 
 static int by_text(const void *a, const void *b) {
