@@ -194,7 +194,11 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             ring.hold->init(1);
         }
         if (ring.thread < k.stages) ring.full[ring.thread].init(1), ring.empty[ring.thread].init(CONSUMERS);
-        if (ring.thread < 4 && tokens == 1) deal_tiles(w.top_k, ring.thread);
+        if (ring.thread < 32 && tokens == 1) { /* its experts cost the same */
+            if (ring.thread <= w.top_k) active().cost[ring.thread] = ring.thread;
+            __syncwarp();
+            if (ring.thread < 4) deal_tiles(w.top_k, ring.thread);
+        }
         Barrier::fence_init();
         __syncthreads();
     }
@@ -744,7 +748,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     /* ---- router ---- */
 
     __device__ Active active() const {
-        return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_range)};
+        return {at<int>(k.active_expert), at<int>(k.active_begin), at<int>(k.active_order), at<int>(k.active_cost),
+                at<int>(k.active_range)};
     }
     template <int EACH> __device__ int choose_logits(const float *logit, int lane) const { /* see choose_keys() */
         unsigned key[EACH];
@@ -803,14 +808,18 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         for (int i = lane; i < choices; i += 32) atomicAdd(next + experts[i], 1);
         __syncwarp();
 #pragma unroll 1
-        for (int e = lane, begin = 0; e - lane < w.n_experts; e += 32) {
-            int count = e < w.n_experts ? next[e] : 0, end = begin + prefix_sum(count, lane);
+        for (int e = lane, begin = 0, cost = 0; e - lane < w.n_experts; e += 32) {
+            int count = e < w.n_experts ? next[e] : 0;
+            int end = begin + prefix_sum(count, lane), cost_end = cost + prefix_sum(tile_cost(count), lane);
             unsigned chosen = __ballot_sync(~0u, count);
             int place = n + __popc(chosen & before_me);
-            if (count) active.expert[place] = e, active.begin[place] = next[e] = end - count;
-            begin = __shfl_sync(~0u, end, 31), n += __popc(chosen);
+            if (count) {
+                active.expert[place] = e, active.begin[place] = next[e] = end - count;
+                active.cost[place + 1] = cost_end;
+            }
+            begin = __shfl_sync(~0u, end, 31), cost = __shfl_sync(~0u, cost_end, 31), n += __popc(chosen);
         }
-        if (lane == 0) active.begin[n] = choices;
+        if (lane == 0) active.begin[n] = choices, active.cost[0] = 0;
         __syncwarp();
 #pragma unroll 1
         for (int i = lane; i - lane < choices; i += 32) { /* in order */
@@ -824,12 +833,16 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         }
         return n;
     }
-    /* Divides the tiles of n experts among the blocks: lined up expert by expert and cut into equal ranges, so that a
-     * block has few experts. Lanes 0 and 1 find where this block's range begins and ends in phase up, lanes 2 and 3 in
-     * phase down. */
+    /* Divides the tiles of n experts among the blocks: lined up expert by expert and cut into ranges of equal cost, so
+     * that a block has few experts. Lanes 0 and 1 find where this block's range begins and ends in phase up, lanes 2
+     * and 3 in phase down. */
     __device__ void deal_tiles(int n, int lane) const {
-        int tiles = n * tiles_of<MXFP4>(lane < 2 ? 2 * w.ffn_dim : w.dim);
-        active().range[lane] = tiles * (block + lane % 2) / blocks;
+        const int *cost = active().cost, tiles = tiles_of<MXFP4>(lane < 2 ? 2 * w.ffn_dim : w.dim);
+        int from = cost[n] * tiles * (block + lane % 2) / blocks, place = 0; /* of the last expert that begins before */
+#pragma unroll 1
+        for (int step = FAST_EXPERTS / 2; step; step /= 2)
+            if (place + step < n && cost[place + step] * tiles <= from) place += step;
+        active().range[lane] = place * tiles + (from - cost[place] * tiles) / (cost[place + 1] - cost[place]);
     }
     /* Finds each token's choices, their logits (k.weights) and `active`; every block does so for itself. All threads
      * call it; `active` is ready for the producer when it returns. The last warps route, because the others have more

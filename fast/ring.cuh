@@ -70,8 +70,8 @@ struct Layout { /* where each array begins, in bytes; the ring has what the othe
     int stages, stage_bytes;
     int ring, barriers, hold, gates, x, sums, square, scale, factor, bias, own, norm, columns, logit, weights, experts;
     int cos_sin, position, page, table;
-    int active_expert, active_begin, active_order, active_range; /* see Active */
-    unsigned sum_room;                                           /* floats of `sums` */
+    int active_expert, active_begin, active_order, active_cost, active_range; /* see Active */
+    unsigned sum_room;                                                        /* floats of `sums` */
     int barrier_base; /* the value of DecodeWork::barrier before phase 0; can be below 0 */
     int bytes;        /* of all */
 };
@@ -85,9 +85,16 @@ struct Active {
     int *expert; /* (n) of several tokens in ascending order */
     int *begin;  /* (n + 1) in `order` */
     int *order;  /* (tokens * top_k) choices, by expert and then by token */
+    int *cost;   /* (n + 1) tile_cost() of all experts before this one */
     int *range;  /* (4) this block's tiles of all experts, begin and end: of phase up, of phase down */
     static int max_experts(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
+
+/* What a tile of an expert with so many choices costs: five to eight take half as long again as one to four. */
+__host__ __device__ constexpr int tile_cost(int choices) {
+    int rest = choices % MAX_CHOICES;
+    return choices / MAX_CHOICES * 3 + (rest > 4 ? 3 : rest ? 2 : 0);
+}
 
 /* The layout for so many tokens and blocks. It fits if its bytes are at most `room`, a block's shared memory. */
 inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tokens, int blocks, int room) {
@@ -109,7 +116,10 @@ inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tok
     for (const Matrix *m : {&b.qkv, &b.o, &device.head}) consider(Codec<BF16>(), *m, m != &b.o);
     for (const Matrix *m : {&b.up, &b.down}) consider(Codec<MXFP4>(), *m, m == &b.up);
     int rows = max_of(rows_of(b.qkv, 1), rows_of(b.o, 1));
-    rows = max_of(rows, max_of(rows_of(b.up, experts), rows_of(b.down, experts)));
+    /* A tile of an expert costs at least 2 and at most 2 + choices / 3. So the longest range has no more tiles than a
+     * range of equal length would have of this many experts. */
+    int matrices = tokens == 1 ? experts : experts + (tokens * w.top_k + 5) / 6;
+    rows = max_of(rows, max_of(rows_of(b.up, matrices), rows_of(b.down, matrices)));
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.square, CONSUMER_WARPS * 4);
     take(k.scale, MAX_DECODE * 4);
@@ -124,6 +134,7 @@ inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tok
     take(k.active_expert, experts * 4);
     take(k.active_begin, (experts + 1) * 4);
     take(k.active_order, tokens * w.top_k * 4);
+    take(k.active_cost, (experts + 1) * 4);
     take(k.active_range, 4 * 4);
     take(k.cos_sin, tokens * w.head_dim / 2 * 8);
     take(k.position, tokens * 4);
