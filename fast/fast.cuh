@@ -12,8 +12,8 @@
  * a single token is the chain of dependent steps: how fast values get from block to block. So blocks publish values and
  * poll them instead of waiting for fences, and a sum counts how many have added to it. A fence waits for all copies in
  * flight, so the fences that remain come where few copies are. What limits many tokens is the number of instructions,
- * since the card reaches its power limit. So warps keep activations in registers for all tiles of a matrix, nothing is
- * spilled, and each instance knows all its shapes.
+ * since the card reaches its power limit. So warps keep activations in registers for all tiles of a matrix, hardly
+ * anything is spilled, and each instance knows all its shapes.
  *
  * Prefill. Attention of a prompt and the experts' products use wgmma on a ring in shared memory. infer.cu's decoders
  * unpack weights in registers, as wgmma's rows. A decode step of very many streams takes the same products.
