@@ -1710,7 +1710,7 @@ static bool is_ready(const Stream *t) {
 static size_t texts_worth_a_step(Scheduler *s, size_t n) {
     const size_t counts[] = {n, n / 8 * 8, n / 16 * 16, n / 32 * 32, n / 64 * 64};
     size_t best = n;
-    for (int i = 0; i < 5 && counts[i]; i++) { /* all are more than n / 2: nobody pauses for two steps in a row */
+    for (int i = 0; i < 5 && counts[i]; i++) { /* all are more than n / 2, so pauses are short */
         const size_t m = counts[i];
         if (s->now.steps - s->measured[m] > 512) s->cost[m] = 0;
         if (s->cost[m] < s->cost[best]) best = m;

@@ -18,9 +18,9 @@
  * Prefill. Attention of a prompt and the experts' products use wgmma on a ring in shared memory. infer.cu's decoders
  * unpack weights in registers, as wgmma's rows. A decode step of very many streams takes the same products.
  *
- * What gave more than 1.5 %: tokens/s of gpt-oss-20b on one H200 before and after it. The column in the middle is the
- * number of streams, or of tokens in the prompt. Rows come from different versions, cards and runs. notebooks/speed.md
- * has them all, with the commands, and what did not help.
+ * Most of what gave more than 1.5 %: tokens/s of gpt-oss-20b on one H200 before and after it. The column in the middle
+ * is the number of streams, or of tokens in the prompt. Rows come from different versions, cards and runs.
+ * notebooks/speed.md has them all, with the commands, and what did not help.
  *
  *   decode                                                                           streams   before   after
  *   one persistent kernel (at first 382); shapes known to the compiler; fewer instructions 1      488     623

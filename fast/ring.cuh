@@ -90,7 +90,7 @@ struct Active {
     static int max_experts(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
 
-/* What a tile of an expert with so many choices costs: five to eight take half as long again as one to four. */
+/* What a tile of an expert with so many choices costs: five to eight take 1.5 times as long as one to four. */
 __host__ __device__ constexpr int tile_cost(int choices) {
     int rest = choices % MAX_CHOICES;
     return choices / MAX_CHOICES * 3 + (rest > 4 ? 3 : rest ? 2 : 0);

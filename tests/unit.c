@@ -650,9 +650,9 @@ static void many_answers_lengthen_steps(void) {
     engine_close(&g);
 }
 
-enum { ODD_TEXTS = 9, ODD_LENGTH = 60 };
+enum { ODD_TEXTS = 15, EVEN_TEXTS = 8, ODD_LENGTH = 60 };
 static int steps_of[ODD_TEXTS + 1], submitted[2];
-static double seconds_of_nine;
+static double seconds_of_all;
 
 static bool submit_counted(void *state, const Batch *b, Error *e) {
     submitted[0] = submitted[1], submitted[1] = b->seqs;
@@ -660,16 +660,16 @@ static bool submit_counted(void *state, const Batch *b, Error *e) {
     return reference.submit(state, b, e);
 }
 
-/* As if steps took a second, or seconds_of_nine. Two steps are outstanding. One of eight is slow once. */
+/* As if steps took a second, or seconds_of_all. Two steps are outstanding. One of eight is slow once. */
 static bool collect_timed(void *state, Result *r, Error *e) {
     bool ok = reference.collect(state, r, e);
-    const bool hiccup = submitted[0] == ODD_TEXTS - 1 && steps_of[ODD_TEXTS - 1] == 10;
-    return r->seconds = hiccup ? 1000 : submitted[0] == ODD_TEXTS ? seconds_of_nine : 1, ok;
+    const bool hiccup = submitted[0] == EVEN_TEXTS && steps_of[EVEN_TEXTS] == 10;
+    return r->seconds = hiccup ? 1000 : submitted[0] == ODD_TEXTS ? seconds_of_all : 1, ok;
 }
 
-/* Writes nine texts from two tokens each, and returns how many steps of nine there were for one of eight. All get on
+/* Writes all texts from two tokens each, and returns how many steps of all there were for one of eight. All get on
  * alike, and no text changes. */
-static double nine_for_one_of_eight(Scheduler *s, int id[][ODD_LENGTH + 1], const Sampling *how, const Bias *bias) {
+static double all_for_one_of_eight(Scheduler *s, int id[][ODD_LENGTH + 1], const Sampling *how, const Bias *bias) {
     Error e;
     Stream t[ODD_TEXTS];
     memset(steps_of, 0, sizeof steps_of);
@@ -689,10 +689,10 @@ static double nine_for_one_of_eight(Scheduler *s, int id[][ODD_LENGTH + 1], cons
         check(!memcmp(t[i].tokens.data, id[i], ODD_LENGTH * sizeof(int)), "text %d is another one", i);
         ids_free(&t[i].tokens);
     }
-    return steps_of[ODD_TEXTS] / (double)MAX(steps_of[ODD_TEXTS - 1], 1);
+    return steps_of[ODD_TEXTS] / (double)MAX(steps_of[EVEN_TEXTS], 1);
 }
 
-/* Texts pause while a step of nine takes twice as long as one of eight, whatever one step took. When it takes as long
+/* Texts pause while a step of all takes twice as long as one of eight, whatever one step took. When it takes as long
  * as one of eight, that is found out. Texts drawn on the host, which are ready in turn, never pause. */
 static void texts_pause_in_turn(void) {
     static const Bias nothing;
@@ -710,14 +710,14 @@ static void texts_pause_in_turn(void) {
         write_text(&g, id[i], 2, ODD_LENGTH, &how);
     }
     Scheduler *s = scheduler_open(&g);
-    seconds_of_nine = 2;
-    double nines = nine_for_one_of_eight(s, id, &how, NULL);
-    check(nines < 0.25, "%g steps of nine for one of eight, which takes half as long", nines);
-    nines = nine_for_one_of_eight(s, id, &how, &nothing);
-    check(nines > 4, "%g steps of nine for one of eight on the host", nines);
-    seconds_of_nine = 1;
-    for (int i = 0; i < 10; i++) nines = nine_for_one_of_eight(s, id, &how, NULL);
-    check(nines > 4, "%g steps of nine for one of eight, which takes as long", nines);
+    seconds_of_all = 2;
+    double ratio = all_for_one_of_eight(s, id, &how, NULL);
+    check(ratio < 0.25, "%g steps of all for one of eight, which takes half as long", ratio);
+    ratio = all_for_one_of_eight(s, id, &how, &nothing);
+    check(ratio > 4, "%g steps of all for one of eight on the host", ratio);
+    seconds_of_all = 1;
+    for (int i = 0; i < 10; i++) ratio = all_for_one_of_eight(s, id, &how, NULL);
+    check(ratio > 4, "%g steps of all for one of eight, which takes as long", ratio);
     scheduler_close(s);
     engine_close(&g);
 }
