@@ -194,7 +194,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             ring.hold->init(1);
         }
         if (ring.thread < k.stages) ring.full[ring.thread].init(1), ring.empty[ring.thread].init(CONSUMERS);
-        if (ring.thread < 32 && tokens == 1) { /* its experts cost the same */
+        if (ring.thread < 32 && single) { /* its experts cost the same */
             if (ring.thread <= w.top_k) active().cost[ring.thread] = ring.thread;
             __syncwarp();
             if (ring.thread < 4) deal_tiles(w.top_k, ring.thread);
@@ -838,7 +838,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
      * and 3 in phase down. */
     __device__ void deal_tiles(int n, int lane) const {
         const int *cost = active().cost, tiles = tiles_of<MXFP4>(lane < 2 ? 2 * w.ffn_dim : w.dim);
-        int from = cost[n] * tiles * (block + lane % 2) / blocks, place = 0; /* of the last expert that begins before */
+        int from = cost[n] * tiles * (block + lane % 2) / blocks; /* a cost */
+        int place = 0;                                            /* of the expert whose tiles reach it */
 #pragma unroll 1
         for (int step = FAST_EXPERTS / 2; step; step /= 2)
             if (place + step < n && cost[place + step] * tiles <= from) place += step;

@@ -90,10 +90,9 @@ struct Active {
     static int max_experts(int n_experts, int top_k, int tokens) { return min_of(n_experts, top_k * tokens); }
 };
 
-/* What a tile of an expert with so many choices costs: five to eight take 1.5 times as long as one to four. */
-__host__ __device__ constexpr int tile_cost(int choices) {
-    int rest = choices % MAX_CHOICES;
-    return choices / MAX_CHOICES * 3 + (rest > 4 ? 3 : rest ? 2 : 0);
+/* What a tile of an expert with so many choices costs: each quad of them, and each read of its weights. */
+__device__ constexpr int tile_cost(int choices) {
+    return (choices + 3) / 4 + (choices + MAX_CHOICES - 1) / MAX_CHOICES;
 }
 
 /* The layout for so many tokens and blocks. It fits if its bytes are at most `room`, a block's shared memory. */
@@ -116,9 +115,9 @@ inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tok
     for (const Matrix *m : {&b.qkv, &b.o, &device.head}) consider(Codec<BF16>(), *m, m != &b.o);
     for (const Matrix *m : {&b.up, &b.down}) consider(Codec<MXFP4>(), *m, m == &b.up);
     int rows = max_of(rows_of(b.qkv, 1), rows_of(b.o, 1));
-    /* A tile of an expert costs at least 2 and at most 2 + choices / 3. So the longest range has no more tiles than a
-     * range of equal length would have of this many experts. */
-    int matrices = tokens == 1 ? experts : experts + (tokens * w.top_k + 5) / 6;
+    /* A tile costs at least 2, and with n choices at most 2 + 3 (n - 1) / 8: see tile_cost(). So all tiles cost at most
+     * as much as those of this many experts that cost 2, and no block has more tiles than its share of these. */
+    int matrices = experts + (3 * (tokens * w.top_k - experts) + 15) / 16;
     rows = max_of(rows, max_of(rows_of(b.up, matrices), rows_of(b.down, matrices)));
     auto take = [&](int &at, int bytes) { at = k.bytes, k.bytes += (bytes + 15) / 16 * 16; };
     take(k.square, CONSUMER_WARPS * 4);
