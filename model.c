@@ -1560,10 +1560,9 @@ struct Scheduler {
     void *known;                  /* tsearch's tree of the pages that have names */
     uint64_t names;
     Ids slots, token, table;
-    Step step[2];                      /* the one in flight and the next */
-    double cost[MOST_STREAMS + 1];     /* [n]: seconds a token in a step that continues n texts and does nothing else */
-    size_t measured[MOST_STREAMS + 1]; /* [n]: now.steps when cost[n] was measured */
-    size_t turn;                       /* pauses so far: says whose turn it is */
+    Step step[2];                  /* the one in flight and the next */
+    double cost[MOST_STREAMS + 1]; /* [n]: seconds a token in a step that continues n texts and does nothing else */
+    size_t turn;                   /* pauses so far: says whose turn it is */
 };
 
 static int by_text(const void *a, const void *b) {
@@ -1705,15 +1704,13 @@ static bool is_ready(const Stream *t) {
 }
 
 /* How many of n texts a step should continue. Kernels compute texts in tiles of 8 to 64, so 17 can take so much longer
- * than 16 that all are written faster if they pause in turn. Measured costs decide. They are forgotten after 512
+ * than 16 that all are written faster if they pause in turn. Measured costs decide. They are forgotten every 512
  * steps, and an unknown cost is 0, so that each is tried. */
-static size_t texts_worth_a_step(Scheduler *s, size_t n) {
-    const size_t counts[] = {n, n / 8 * 8, n / 16 * 16, n / 32 * 32, n / 64 * 64};
+static size_t texts_worth_a_step(const Scheduler *s, size_t n) {
     size_t best = n;
-    for (int i = 0; i < 5 && counts[i]; i++) { /* all are more than n / 2, so pauses are short */
-        const size_t m = counts[i];
-        if (s->now.steps - s->measured[m] > 512) s->cost[m] = 0;
-        if (s->cost[m] < s->cost[best]) best = m;
+    for (size_t tile = 8; tile <= MIN(n, 64); tile *= 2) { /* whole tiles are more than n / 2, so pauses are short */
+        const size_t whole = n / tile * tile;
+        if (s->cost[whole] < s->cost[best]) best = whole;
     }
     return best;
 }
@@ -1800,10 +1797,9 @@ static bool collect_step(Scheduler *s, Error *e) {
     if (!s->engine->backend->collect(s->engine->state, &r, e)) return false;
     s->now.outstanding--;
     double *cost = s->cost + step->n, found = r.seconds / step->n;
-    if (!r.rows && step->first[step->n] == step->n) {         /* it only continued texts */
+    if (!r.rows && step->first[step->n] == step->n)           /* it only continued texts */
         *cost = *cost > 0 ? MIN(found, 1.02 * *cost) : found; /* one slow step says little */
-        s->measured[step->n] = s->now.steps;
-    }
+    if (s->now.steps % 512 == 0) memset(s->cost, 0, sizeof s->cost);
     for (int i = 0; i < step->n; i++) {
         size_t n = (size_t)(step->first[i + 1] - step->first[i]), from = (size_t)step->start[i];
         size_t rows = step->want[i] == WANT_ALL_LOGITS ? n : step->want[i] == WANT_LOGITS;
