@@ -578,7 +578,7 @@ cudaError_t Walk::all() {
 }
 
 /* Loads all weights. BAD_MODEL, with the name, if a file shrank or a weight is NaN. */
-static bool load_weights(Gpu *gpu, Error *e) {
+static bool load_model(Gpu *gpu, Error *e) {
     Upload upload = {gpu};
     uint32_t seed = 1;
     CUDA((Walk{gpu, &upload}.all()));
@@ -769,7 +769,7 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
         CUDA(cudaDeviceSynchronize());
     }
     if (cublasLtCreate(&gpu->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
-    if (!load_weights(gpu, e)) return false;
+    if (!load_model(gpu, e)) return false;
     return !gpu->fast || fast::prepare(gpu, e);
 }
 
@@ -881,7 +881,7 @@ void fill_step(const Step &s, Pass *a) {
 }
 
 /* Draws for all rows of a step, logit_rows at a time, and keeps the logits that the caller requested. */
-bool heads(Pass *a, Pending *p, Error *e) {
+bool draw_rows(Pass *a, Pending *p, Error *e) {
     const size_t vocab = a->w.vocab;
     for (int i = 0; i < a->rows; i += a->gpu->logit_rows) {
         const int n = std::min(a->gpu->logit_rows, a->rows - i);
@@ -898,14 +898,14 @@ bool heads(Pass *a, Pending *p, Error *e) {
     return true;
 }
 
-/* A decode step as a CUDA graph: one for each number of tokens, rows and pages and kind of sampling, made on demand. */
+/* A decode step as a CUDA graph: one for each number of tokens and pages and kind of sampling, made on demand. */
 bool run_graph(Pass *a, Pending *p, Error *e) {
     Gpu *gpu = a->gpu;
-    cudaGraphExec_t &made = gpu->graph[{a->tokens, a->rows, a->pages, a->filtered + 2 * a->penalized}];
+    cudaGraphExec_t &made = gpu->graph[{a->tokens, a->pages, a->filtered + 2 * a->penalized}];
     if (!made) {
         cudaGraph_t graph;
         CUDA(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
-        bool ok = forward(a, e) && heads(a, p, e);
+        bool ok = forward(a, e) && draw_rows(a, p, e);
         cudaError_t error = cudaStreamEndCapture(gpu->stream, &graph);
         if (!ok) return false;
         CUDA(error);
@@ -932,7 +932,7 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
     CUDA(cudaEventRecord(p.begun, gpu->stream));
     gpu->decodes = gpu->fast && a.tokens <= MAX_DECODE;
     if (gpu->decodes) {
-        ok = fast::decode(&a, p.staged, e) && heads(&a, &p, e);
+        ok = fast::decode(&a, p.staged, e) && draw_rows(&a, &p, e);
     } else {
         const size_t bytes = (uint8_t *)(p.step.page + (size_t)b->seqs * b->max_pages) - p.staged;
         a.s = step_at(gpu->step, room);
@@ -941,7 +941,7 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
          * answers, and every number of streams has its own. */
         const int max_tokens = gpu->weight_bytes < (size_t)8 << 30 ? gpu->logit_rows : 2 * MAX_DECODE;
         bool whole = a.alone && a.rows == a.tokens && a.tokens <= max_tokens && !a.keep && !gpu->limits.tap;
-        ok = whole ? run_graph(&a, &p, e) : forward(&a, e) && heads(&a, &p, e);
+        ok = whole ? run_graph(&a, &p, e) : forward(&a, e) && draw_rows(&a, &p, e);
     }
     if (!ok) return false;
     CUDA(cudaEventRecord(p.done, gpu->stream));

@@ -158,7 +158,7 @@ struct Work {
     int *page_token; /* (pages, PAGE) */
     const float2 *cos_sin[2]; /* (context, rope_dim / 2), of Model's ropes */
     float *x;                 /* (tokens, dim) residual stream */
-    void *normed;         /* (tokens, normed_pitch) after a norm; normed, attn and act have the next matrix's type */
+    void *normed;         /* (tokens, normed_pitch) after a norm; normed, attn and act_out: in the next matrix's type */
     float *normed_f32;    /* the same for matrices in F32: their halves, read as bf16, could be NaNs */
     float *square;        /* (MAX_STREAMED, dim / TILE) sums of squares of x, tile by tile */
     float *square_sum;    /* (MAX_STREAMED) of all tiles */
@@ -222,7 +222,8 @@ struct Gpu {
     Limits limits;
     DeviceModel device = {};
     Work work = {};
-    int sms, max_pages, launch_arch;
+    int sms, max_pages;
+    int launch_arch;        /* 90 or more: the code that runs has dependent launch */
     int shared;             /* bytes of shared memory that a block can have */
     int logit_rows;         /* rows of logits that there is room for */
     bool lean;              /* no F32 weights: activations take two bytes */
@@ -235,7 +236,7 @@ struct Gpu {
     uint8_t *product_room;                                                   /* (PRODUCT_ROOM) for cuBLAS */
     bf16 *decoded;                /* (decoded_size) room for a matrix made bf16 */
     size_t decoded_size, largest; /* largest: bytes of the largest matrix of all layers, without experts */
-    std::map<std::array<int, 4>, cudaGraphExec_t> graph; /* by tokens, rows, pages and sampling */
+    std::map<std::array<int, 3>, cudaGraphExec_t> graph; /* by tokens, pages and sampling */
     Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;
     int outstanding = 0;

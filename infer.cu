@@ -398,12 +398,12 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
     unsigned which = item / tiles, tile = item - which * tiles;
     Job job = {0, first_token, tokens};
     const uint8_t *weights = NULL;
-    /* Sets the current job, and where this lane's weights of its tile begin. */
-    auto find_job = [&](Job &job) {
+    /* Reads job number `which`, and sets where this lane's weights of its tile begin. */
+    auto find_job = [&](Job &found) {
         const int *from = &p.job[which].expert;
-        if (p.job) job = {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2)};
-        if (chooses) job = {chosen[which], (int)which, 1};
-        weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, tile, lane);
+        if (p.job) found = {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2)};
+        if (chooses) found = {chosen[which], (int)which, 1};
+        weights = p.w.data + found.expert * p.w.bytes + E::offset(p.w, tile, lane);
     };
     if (item < end) find_job(job);
     Stream<T, TILES> stream;
@@ -414,7 +414,8 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         if (lane < p.router.top_k) p.router.expert[lane] = chosen[lane], p.router.weight[lane] = weight;
         if (lane == 0) *p.router.experts_read += p.router.top_k;
     }
-    WarpSum<T == MXFP4 ? 1 : TILES >= 3 ? 4 : 8> squares[TOKENS / W]; /* of the group's tokens `warp`, W + warp, ... */
+    constexpr int HELD = T == MXFP4 ? 1 : TILES >= 3 ? 4 : 8; /* as many as there are registers for */
+    WarpSum<HELD> squares[TOKENS / W];                        /* of the group's tokens `warp`, W + warp, ... */
     auto parts = [&](int n) { return p.square + (first_token + n * W + warp) * p.squares; };
     for (int n = 0; n < TOKENS / W; n++)
         if (n * W + warp < tokens) squares[n].load(parts(n), p.squares);
@@ -443,7 +444,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         item++, tile++, weights += tile_bytes;
         if (tile == tiles && item < end) tile = 0, which++, find_job(next);
         stream.begin(p.w, weights, warp, W, item < end ? chunks : 0);
-        if (item < end && warp < chunks) x.start(warp, W, chunks);
+        if (item < end && warp < chunks) x.start(warp, W, chunks); /* jobs have TILES 1: it does nothing for the next */
 #pragma unroll
         for (int i = 0; i < TILES * 4; i++) sum[turn % 2][warp][i * 32 + lane] = c[i / 4][i % 4];
         for (int n = 0; n < TOKENS / W && p.squares && !turn; n++) {
@@ -802,9 +803,9 @@ __device__ inline const float2 *cos_sin_of(const Work &w, const DeviceLayer &l, 
 __device__ inline float2 rotated(const float2 &x, const float2 &cos_sin) {
     return {x.x * cos_sin.x - x.y * cos_sin.y, x.y * cos_sin.x + x.x * cos_sin.y};
 }
-/* Norm and RoPE of one head, by a warp; `norm` is NULL unless the model norms queries and keys (q_norm, k_norm). The
- * two values that turn together are adjacent here: where a file has them half a head apart, the loader reorders the
- * rows. store(i, pair) receives the i-th pair. */
+/* Norm and RoPE of one head, by a warp; `norm` is NULL unless the model norms queries and keys (q_norm, k_norm); such a
+ * model turns whole heads. The two values that turn together are adjacent here: where a file has them half a head
+ * apart, the loader reorders the rows. store(i, pair) receives the i-th pair. */
 template <class Store>
 __device__ inline void norm_and_rope(const Work &w, const float2 *cos_sin, const float *head, const float *norm,
                                      Store store) {
@@ -1615,7 +1616,8 @@ enum Way {
     BLAS      /* by cuBLAS, codes after decode_matrix() */
 };
 /* Few tokens are streamed, because cuBLAS takes long to start. All limits were measured (notebooks/speed.md). */
-Way way_of(const Pass *a, const Matrix &m, int tokens) {
+Way way_of(const Pass *a, const Matrix &m) {
+    const int tokens = a->tokens;
     if (m.type == F32) return BLAS;
     if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;
     if (!is_coded(m.type)) { /* if all matrices are small, streaming also saves the kernels for norms and activations */
@@ -1631,7 +1633,7 @@ Way way_of(const Pass *a, const Matrix &m, int tokens) {
 }
 /* A product without jobs. If it is streamed, it also prepares the norm that follows. */
 bool multiply(Pass *a, Product p, Error *e) {
-    const Way way = way_of(a, p.w, p.tokens);
+    const Way way = way_of(a, p.w);
     if (way != STREAMED) p.norm = NULL;
     if (way != BLAS) {
         CUDA(launch_for_type(a->gpu, p, way == STREAMED ? 8 : 64, 1));
@@ -1659,7 +1661,7 @@ bool multiply_add(Pass *a, const Matrix &m, const void *x, int pitch, const floa
                   Error *e) {
     Product p = product_of(a, m, x, pitch);
     p.finish = ADD, p.y = a->w.x, p.y_pitch = a->w.dim;
-    if (way_of(a, next, a->tokens) == STREAMED) p.norm = weight;
+    if (way_of(a, next) == STREAMED) p.norm = weight;
     p.normed = a->w.normed, p.normed_pitch = a->w.normed_pitch, p.normed_type = type_for(next);
     p.next_square = a->w.square;
     return multiply(a, p, e);
@@ -1765,7 +1767,7 @@ bool route_tokens(Pass *a, const DeviceLayer &l, int job_size, Error *e) {
     if (job_size)
         CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
                     2 * a->w.n_experts * sizeof(int), a->w, router_of(a, l), a->tokens, job_size));
-    if (a->squares) a->squares = 1, a->square = a->w.square_sum;
+    if (a->squares) a->squares = 1, a->square = a->w.square_sum; /* the router's product added them up */
     /* Experts' products apply norm_factor() only up to MAX_DECODE tokens. */
     if (type_for(l.router) != type_for(l.up) || (a->squares && a->tokens > MAX_DECODE)) a->normed = false;
     return norm_for(a, l.ffn_norm, l.up, e);
@@ -1789,7 +1791,7 @@ bool add_to_x(Pass *a, const Matrix &m, const void *y, int pitch, const float *p
 bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
     const Work &w = a->w;
     Product p = product_of(a, up, NULL, 0);
-    if (way_of(a, up, a->tokens) != BLAS) {
+    if (way_of(a, up) != BLAS) {
         p.finish = ACTIVATE, p.y = w.act_out, p.y_pitch = w.act_pitch, p.y_type = type_for(down);
         return multiply(a, p, e);
     }
@@ -1827,8 +1829,8 @@ bool multiply_experts(const Pass *a, const DeviceLayer &l, int job_size, Error *
     CUDA(launch_for_type(a->gpu, down, job_size, jobs));
     return true;
 }
-/* A mixture of experts: choices sorted by expert (those of a single token stay in order), the experts' products, and
- * the weighted sum. */
+/* A mixture of experts: choices sorted by expert (with job_size 0 they stay in order), the experts' products, and the
+ * weighted sum. */
 bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
     const Work &w = a->w;
     const int choices = a->tokens * w.top_k;
@@ -1850,8 +1852,8 @@ bool feed_forward(Pass *a, const DeviceLayer &l, const float *next_norm, const M
 }
 
 /* A transformer block: x += attention(norm(x)), x += experts(norm(x)). A kernel that adds to x also writes w.normed for
- * the matrix that reads it next, where it can; else norm_for() launches `norm`. gpt-oss on Hopper comes here only
- * with more than MAX_DECODE tokens: see fast::decode(). */
+ * the matrix that reads it next, where it can; else norm_for() launches `norm`. gpt-oss-20b and 120b on Hopper
+ * come here only with more than MAX_DECODE tokens: see fast::decode(). */
 bool block(Pass *a, int layer, Error *e) {
     const DeviceModel &device = a->gpu->device;
     const DeviceLayer &l = device.layer[layer];
@@ -1880,7 +1882,7 @@ bool forward(Pass *a, Error *e) {
 bool head(Pass *a, int first, int n, Error *e) {
     const DeviceModel &device = a->gpu->device;
     Pass rows = *a;
-    if (!a->normed || a->rows != a->tokens || a->tokens > MAX_DECODE) { /* the requested rows, side by side */
+    if (!a->normed || n != a->tokens) { /* the requested rows, side by side */
         CUDA(launch(a->gpu, norm, n, row_threads(a->w.dim), 0, a->w, a->s.row + first, device.norm,
                     type_for(device.head)));
         rows.squares = 0;

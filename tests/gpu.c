@@ -800,10 +800,10 @@ static void spoiled_models_fail(void) {
         }
 }
 
-static void router_and_experts_few(void) { real_router_and_experts(&cuda, 1); }
-static void router_and_experts_many(void) { real_router_and_experts(&cuda, 40); }
-static void sinks_few(void) { real_sinks(&cuda, BF16, 1); }
-static void sinks_many(void) { real_sinks(&cuda, BF16, 0); }
+static void router_and_experts_of_one(void) { real_router_and_experts(&cuda, 1); }
+static void router_and_experts_of_40(void) { real_router_and_experts(&cuda, 40); }
+static void sinks_by_token(void) { real_sinks(&cuda, BF16, 1); }
+static void sinks_of_prompt(void) { real_sinks(&cuda, BF16, 0); }
 static void sinks_plain(void) { real_sinks(&cuda, F32, 0); }
 static void tinystories_656k(void) { small_model(&cuda, "TinyStories-656K"); }
 static void stories_260k(void) { small_model(&cuda, "stories260K"); }
@@ -1130,10 +1130,10 @@ int main(void) {
     run("gpu: rows of codes that end inside a word", rows_may_end_inside_words);
     run("gpu: F32 in some layers only, rows with padding", types_that_share_padding_are_refused);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
-    run("gpu: the real router and experts, one token", router_and_experts_few);
-    run("gpu: the real router and experts, 40 tokens", router_and_experts_many);
-    run("gpu: the real scores and sinks, token by token", sinks_few);
-    run("gpu: the real scores and sinks, one prompt", sinks_many);
+    run("gpu: the real router and experts, one token", router_and_experts_of_one);
+    run("gpu: the real router and experts, 40 tokens", router_and_experts_of_40);
+    run("gpu: the real scores and sinks, token by token", sinks_by_token);
+    run("gpu: the real scores and sinks, one prompt", sinks_of_prompt);
     run("gpu: the real scores and sinks, F32", sinks_plain);
     run("gpu: TinyStories-656K writes the reference ids", tinystories_656k);
     run("gpu: stories260K writes the reference ids", stories_260k);

@@ -46,7 +46,7 @@ def test_messages():
 
 
 def test_functions():
-    """What the table of places names is defined there."""
+    """What the table of places names stands there."""
     gpu = "".join((ROOT / name).read_text() for name in ("infer.cu", "encodings.cuh"))
     plain = (ROOT / "tests" / "reference.c").read_text()
     for row in re.findall(r"^\| [^`]*? \| (`.*) \|$", section("How a token is made"), re.M)[1:]:
