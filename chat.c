@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/param.h>
 #include <time.h>
 #include <wchar.h>
 
@@ -36,13 +37,12 @@ static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n
 /* ---- formats ---- */
 
 enum {
-    FIRST = 1,   /* the system text stands before the user's first text, and user and assistant alternate; */
-    LAST = 2,    /* the same before the user's last text */
-    ALONE = 4,   /* a call is a turn without text, and tools stand before the user's first text */
-    HOIST = 8,   /* all system texts stand at the beginning */
-    LATEST = 16, /* only the latest system text does */
-    KEEP = 32,   /* thoughts are part of the history */
-    BOS = 64     /* the chat begins with bos_token where the template prints that */
+    FIRST = 1, /* the system text stands before the user's first text, and user and assistant alternate; */
+    LAST = 2,  /* the same before the user's last text */
+    ALONE = 4, /* a call is a turn without text, and tools stand before the user's first text */
+    HOIST = 8, /* all system texts stand at the beginning, or only the latest: see Chat.latest */
+    KEEP = 16, /* thoughts are part of the history */
+    BOS = 32   /* the chat begins with bos_token where the template prints that */
 };
 
 /* Pieces of text. Names of control tokens become control tokens here and nowhere else. %s stands for a text from
@@ -78,13 +78,14 @@ struct Format {
              "\"parameters\": dictionary of argument name and its value}.Do not use variables.\n\n%s"
 #define MISTRAL(open, close, answer, where) .begin = "<s>", .system = "%s\n\n", .user = open "%s" close, \
     .assistant = answer "</s>", .flags = where
-#define DEEPSEEK(past, where) .flags = where, .begin = "<｜begin▁of▁sentence｜>", .system = "%s", \
+#define DEEPSEEK(past) .flags = HOIST, .begin = "<｜begin▁of▁sentence｜>", .system = "%s", \
     .user = "<｜User｜>%s", .assistant = "<｜Assistant｜>%s<｜end▁of▁sentence｜>", .thoughts = past
 
 /* The first row that fits counts. `has` is compared with the template after each " became ' and each line break \n. */
 static const Format formats[] = {
     {"Qwen3, always thinking", {"last_query_index", "assistant\\n<think>\\n'"}, QWEN3, .think = "<think>\n"},
     {"Qwen3", {"last_query_index", "enable_thinking", "<args-json-object>"}, QWEN3, .quiet = "<think>\n\n</think>\n\n"},
+    {"Qwen3, not thinking", {"last_query_index", "<args-json-object>", "</think>"}, QWEN3},
     {"Qwen", {"<args-json-object>", "!</think>"}, CHATML, QWEN_TOOLS},
     {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML, .flags = BOS},
     {"Qwen3-Coder", {"message.role + '\\n' + message.content + '<|im_end|>' + '\\n'", "<function=", "!think"}, CHATML},
@@ -104,9 +105,11 @@ static const Format formats[] = {
     {"Gemma", {"<start_of_turn>", "model"}, .begin = "<bos>", .system = "%s\n\n", .flags = FIRST,
      .user = "<start_of_turn>user\n%p%t<end_of_turn>\n", .assistant = "<start_of_turn>model\n%t<end_of_turn>\n"},
     {"DeepSeek V3.1", {"'<｜User｜>' + message['content']", "not thinking", "!'<think></think>'"},
-     DEEPSEEK("</think>", HOIST), .think = "<think>", .quiet = "</think>"},
-    {"DeepSeek R1", {"<｜Assistant｜><think>\\n"}, DEEPSEEK("", LATEST), .think = "<think>\n"},
-    {"DeepSeek V3", {"'<｜User｜>' + message['content']", "!<think>"}, DEEPSEEK("", LATEST)},
+     DEEPSEEK("</think>"), .think = "<think>", .quiet = "</think>"},
+    {"DeepSeek R1", {"<｜Assistant｜><think>\\n"}, DEEPSEEK(""), .think = "<think>\n"},
+    {"DeepSeek R1-0528", {"'<｜User｜>' + content + '<｜Assistant｜>'"}, DEEPSEEK("")},
+    {"DeepSeek V3", {"'<｜User｜>' + message['content']", "!</think>"}, DEEPSEEK(NULL)},
+    {"DeepSeek R1, early", {"'<｜User｜>' + message['content']", "!<think>"}, DEEPSEEK("")},
     {"DeepSeek V2", {"'User: ' + message['content'] + '\\n\\n'", "'Assistant: ' + message['content'] + eos_token"},
      .begin = "<｜begin▁of▁sentence｜>", .system = "%s\n\n", .user = "User: %s\n\n",
      .assistant = "Assistant: %s<｜end▁of▁sentence｜>"},
@@ -135,24 +138,43 @@ static bool fits(const Format *f, const char *template, const Tokenizer *t, int 
     return *end >= 0 && (!f->begin || control_at(t, f->begin, &n) >= 0);
 }
 
-/* The system text that Mistral's templates have: a string, in which DATE stands for " + today + ". */
-enum { DATE = 1 };
-static char *default_system(const char *template) {
-    static const char begin[] = "default_system_message = \"";
+enum { DATE = 1 }; /* in a text of the template, for " + today + " */
+
+/* The text of a template's string up to `end`, to which it moves *at. NULL: the string ends before, or has no text. */
+static char *text_until(const char **at, char quote, const char *end) {
+    const char *s = *at;
     LocalBytes text = {0};
-    const char *s = strstr(template, begin);
-    for (s = s ? s + strlen(begin) : ""; *s && *s != '"'; s++) {
+    while (*s) {
+        const size_t today = begins(s, "\" + today + \"");
+        if (!today && (begins(s, end) || *s == quote)) break;
         const bool escaped = *s == '\\' && s[1];
-        s += escaped;
-        bytes_add(&text, escaped && *s == 'n' ? "\n" : s, 1);
-        const size_t date = begins(s + 1, "\" + today + \"");
-        if (date) s += date, bytes_add(&text, (char[]){DATE}, 1);
+        bytes_add(&text, today ? (char[]){DATE} : escaped && s[1] == 'n' ? "\n" : s + escaped, 1);
+        s += today ? today : 1 + (size_t)escaped;
     }
-    return begins(s + strspn(s, "\" -"), "%}") && is_utf8(text) ? copy_text(text.data, text.n) : NULL;
+    *at = s;
+    return text.n && begins(s, end) && is_utf8(text) ? copy_text(text.data, text.n) : NULL;
+}
+
+/* The system text that the template itself has, in ChatML or Mistral's way, or NULL. */
+static char *preset_of(const char *template) {
+    static const char chatml[] = "<|im_start|>system", mistral[] = "default_system_message = \"";
+    char *preset = NULL;
+    for (const char *s = template; (s = strstr(s, chatml)) && !preset;) {
+        const char quote = s > template ? s[-1] : 0;
+        s += strlen(chatml);
+        const size_t line = begins(s, "\n") + begins(s, "\\n");
+        s += line;
+        if (line) preset = text_until(&s, quote, "<|im_end|>");
+    }
+    const char *s = preset ? NULL : strstr(template, mistral);
+    if (!s) return preset;
+    s += strlen(mistral);
+    preset = text_until(&s, '"', "\"");
+    if (!begins(s + strspn(s, "\" -"), "%}")) free(preset), preset = NULL;
+    return preset;
 }
 
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
-    static const char preset[] = "<|im_start|>system\\n"; /* behind it stands ChatML's own system text, in UTF-8 */
     LocalBytes text = {0};
     *chat = (Chat){.tokenizer = t, .format = &harmony};
     chat->bos = strstr(template, "bos_token") ? tokenizer_bos(t) : -1; /* jinja prints nothing for a missing one */
@@ -164,11 +186,8 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
         *s == '\n' ? bytes_text(&text, "\\n") : bytes_add(&text, *s == '"' ? "'" : s, 1);
     for (size_t i = 0; i < sizeof formats / sizeof *formats && !chat->format; i++)
         if (fits(formats + i, text.data, t, &chat->end)) chat->format = formats + i;
-    for (const char *s = text.data; (s = strstr(s, preset)) && !chat->preset;) {
-        size_t n = strcspn(s += strlen(preset), "'\\<");
-        if (n && utf8_check(s, n) == n && begins(s + n, "<|im_end|>")) chat->preset = copy_text(s, n);
-    }
-    if (!chat->preset) chat->preset = default_system(template);
+    chat->preset = preset_of(template);
+    chat->latest = !strstr(template, "is_first_sp"); /* DeepSeek's name */
     return chat->format ||
            fail(e, BAD_MODEL,
                 "%s; known are harmony and those of Qwen, SmolLM2, Llama, Mistral, Gemma, DeepSeek and TinyLlama",
@@ -719,7 +738,7 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
     const Format *f = chat->format;
     int kind = kind_of(c->message + i);
     bool model = kind <= CALL, keeps = f->flags & KEEP;
-    const char *system = f->flags & (HOIST | LATEST) ? "" : f->system; /* put_begin() wrote it */
+    const char *system = f->flags & HOIST ? "" : f->system; /* put_begin() wrote it */
     const char *piece = model ? f->assistant : kind == RESULT ? f->results : kind == USER ? f->user : system;
     LocalBytes thoughts = {0}, parts = {0}, turn = {0};
     do {
@@ -759,9 +778,9 @@ static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Byt
     for (const char *s = system ? system : ""; *s; s++)
         *s == DATE && !c->instructions ? bytes_text(&text, shown) : bytes_add(&text, s, 1);
     bytes_text(&text, system && tools && !alone ? "\n\n" : "");
-    for (int i = 0; f->flags & (HOIST | LATEST) && i < c->messages; i++) {
+    for (int i = 0; f->flags & HOIST && i < c->messages; i++) {
         if (kind_of(c->message + i) != SYSTEM) continue;
-        if (f->flags & LATEST) text.n = 0;
+        if (chat->latest) text.n = 0;
         bytes_print(&text, "%s%s", text.n ? "\n\n" : "", c->message[i].content.data);
     }
     cJSON_ArrayForEach(tool, tools) {
@@ -1000,11 +1019,16 @@ static void end_text(Reader *r, const char *channel) {
 
 /* Is a marked call being read, or may the pending text become one without marks? */
 static bool may_be_call(const Reader *r) {
-    static const char begin[] = "{\"name\":";
+    static const char *const call[] = {"{\"name\":", "{\"type\":\"function\","}; /* white space aside */
+    char begin[20];
+    size_t n = 0;
     if (r->in_content) return true;
     if (!r->calls || !(r->chat->format->flags & ALONE) || r->now.content.n) return false;
-    size_t skip = strspn(r->pending.data, space), n = r->pending.n - skip;
-    return n && !strncmp(r->pending.data + skip, begin, n < strlen(begin) ? n : strlen(begin));
+    for (const char *s = r->pending.data; *s && n < sizeof begin; s++)
+        if (!strchr(space, *s)) begin[n++] = *s;
+    for (int i = 0; i < 2 && n; i++)
+        if (!strncmp(begin, call[i], MIN(n, strlen(call[i])))) return true;
+    return false;
 }
 
 /* Turns pending text into a call if it is one, with arguments as Python writes them. `closed`: the text ends with the

@@ -15,6 +15,7 @@ typedef struct {
     int end;               /* the token that ends an answer in another format */
     int bos;               /* the bos_token that the template prints, or -1 */
     char *preset;          /* the system text that the template itself has, or NULL */
+    bool latest;           /* of several system texts the template writes only the latest, where it hoists them */
 } Chat;
 
 /* The format of a chat template. BAD_MODEL: there is none, or it is of no known format. */

@@ -1096,8 +1096,7 @@ static bool open_play(Play *p, Error *e) {
     uint64_t bytes = step_bytes(p->m.engine.model, p->m.engine.model->top_k, 1, 0);
     double flat = backend->flat_read(p->m.engine.state, bytes);
     p->bandwidth = flat > 0 ? (double)bytes / flat : 0;
-    if (isatty(STDERR_FILENO) && !o->json && !p->chat && !o->raw)
-        fprintf(stderr, "  %s: your text is continued as it stands.\n", p->m.no_chat.text);
+    if (!p->chat && !o->raw) fprintf(stderr, "  %s: your text is continued as it stands.\n", p->m.no_chat.text);
     return true;
 }
 

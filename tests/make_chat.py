@@ -3,7 +3,7 @@
     TEST_DATA=DIR python tests/make_chat.py          (or DIR as the argument)
     needs: pip install jinja2 tokenizers
 
-TEST_DATA/chat_templates holds published templates; the short ones of other models are written out here, and three differ
+TEST_DATA/chat_templates holds published templates; the short ones of other models are written out here, and some differ
 from a stored one in a few words: published V3.1 writes </think> where its stored copy has <think></think>. jinja2 is set up
 as transformers does. "has" is what a chat template must say to be taken for this one: tests without TEST_DATA use it.
 Ids are by the published tokenizer.json, with control tokens recognised and without the file's template.
@@ -84,6 +84,25 @@ DEEPSEEK2 = ("{{ bos_token }}{% for message in messages %}{% if message['role'] 
              "{{ 'Assistant: ' + message['content'] + eos_token }}{% elif message['role'] == 'system' %}"
              "{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}" + PROMPT.replace("X", "Assistant:"))
 
+
+def deepseek(user, answer):
+    """Templates of 2025; those parts that write calls and results are left out."""
+    return ("{% set ns = namespace(system_prompt='', is_first_sp=true, is_last_user=false) %}" + FIND_SYSTEM + "{{ bos_token }}"
+            "{{ ns.system_prompt }}{%- for message in messages %}{% set content = message['content'] %}"
+            "{%- if message['role'] == 'user' %}{%- set ns.is_last_user = true -%}{{'<｜User｜>' + " + user + " + '<｜Assistant｜>'}}"
+            "{%- endif %}{%- if message['role'] == 'assistant' %}" + answer + "{%- set ns.is_last_user = false -%}"
+            "{{content + '<｜end▁of▁sentence｜>'}}{%- endif %}{%- endfor -%}"
+            "{% if add_generation_prompt and not ns.is_last_user %}{{'<｜Assistant｜>'}}{% endif %}")
+
+
+LATEST = "{%- set ns.system_prompt = message['content'] -%}"
+JOINED = ("{%- if ns.is_first_sp %}{% set ns.system_prompt = ns.system_prompt + message['content'] %}"
+          "{% set ns.is_first_sp = false %}{%- else %}{% set ns.system_prompt = ns.system_prompt + '\\n\\n' + message['content'] %}"
+          "{%- endif %}")
+FIND_SYSTEM = ("{%- for message in messages %}{%- if message['role'] == 'system' %}" + JOINED + "{%- endif %}{%- endfor %}")
+CUT = "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+R1 = "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"
+
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 QWEN = CHATML + ["<tool_call>", "</tool_call>"]
 QWEN3 = QWEN + ["<tool_response>", "</tool_response>", "<think>", "</think>"]
@@ -99,11 +118,19 @@ MODELS = {
     "Qwen2.5": ("Qwen", "Qwen-Qwen2.5-7B-Instruct",
                 TOOLS + "<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>",
                 QWEN, "qwen2.5"),
+    "Qwen2.5-Math": ("Qwen", ("Qwen-Qwen2.5-7B-Instruct", (
+        ("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+         "Please reason step by step, and put your final answer within \\\\boxed{}."),)),
+        TOOLS + "'<|im_start|>system\\nPlease reason step by step, and put your final answer within \\\\boxed{}.<|im_end|>\\n'",
+        QWEN, "qwen2.5"),
     "Qwen3-Coder": ("Qwen3-Coder", QWEN3_CODER, None, QWEN, "qwen3"),
     "Qwen3": ("Qwen3", "Qwen-Qwen3-0.6B", "last_query_index enable_thinking </think>" + TOOLS, QWEN3, "qwen3"),
     "Qwen3-2507, thinking": ("Qwen3, always thinking", ("Qwen-Qwen3-0.6B", (
         ("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}"),
         ("enable_thinking is false", "false"))), "last_query_index '<|im_start|>assistant\\n<think>\\n'" + TOOLS, QWEN3,
+        "qwen3"),
+    "Qwen3-2507, copies": ("Qwen3, not thinking", ("Qwen-Qwen3-0.6B", (
+        ("enable_thinking is defined and enable_thinking is false", "false"),)), "last_query_index </think>" + TOOLS, QWEN3,
         "qwen3"),
     "Llama 3": ("Llama 3", LLAMA3, None, LLAMA, "llama3.1"),
     "Llama 3.1": ("Llama 3.1", "meta-llama-Llama-3.1-8B-Instruct", "Cutting Knowledge Date: December 2023", LLAMA,
@@ -123,11 +150,17 @@ MODELS = {
     "Gemma 2": ("Gemma", "google-gemma-2-2b-it", "<start_of_turn>model", GEMMA, "gemma2"),
     "Gemma 3": ("Gemma", GEMMA3, None, GEMMA, "gemma3"),
     "DeepSeek V2": ("DeepSeek V2", DEEPSEEK2, None, DEEPSEEK[:2], None),
-    "DeepSeek V3": ("DeepSeek V3", ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", (("<think>\\n", ""),)),
+    "DeepSeek V3": ("DeepSeek V3", (R1, (("<think>\\n", ""), ("content.split('</think>')[-1]", "content"), ("'</think>'", "'x'"))),
                     "'<｜User｜>' + message['content']", DEEPSEEK, "deepseek-r1"),
-    "DeepSeek V3.1": ("DeepSeek V3.1", ("deepseek-ai-DeepSeek-V3.1", (("<think></think>", "</think>"),)), "'<｜User｜>' + message['content'] not thinking", DEEPSEEK, "deepseek-r1"),
-    "DeepSeek R1": ("DeepSeek R1", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
-                    "'<｜User｜>' + message['content'] '<｜Assistant｜><think>\\n'", DEEPSEEK, "deepseek-r1"),
+    "DeepSeek V3-0324": ("DeepSeek V3", deepseek("message['content']", ""), None, DEEPSEEK, "deepseek-r1"),
+    "DeepSeek V3.1": ("DeepSeek V3.1", ("deepseek-ai-DeepSeek-V3.1", (("<think></think>", "</think>"),)),
+                      "'<｜User｜>' + message['content'] not thinking </think> is_first_sp", DEEPSEEK, "deepseek-r1"),
+    "DeepSeek R1, early": ("DeepSeek R1, early", (R1, (("<think>\\n", ""),)), "'<｜User｜>' + message['content'] </think>", DEEPSEEK,
+                           "deepseek-r1"),
+    "DeepSeek R1": ("DeepSeek R1", R1, "'<｜User｜>' + message['content'] </think> '<｜Assistant｜><think>\\n'", DEEPSEEK, "deepseek-r1"),
+    "DeepSeek R1, February": ("DeepSeek R1", (R1, ((LATEST, JOINED), ("system_prompt='')", "system_prompt='', is_first_sp=true)"))),
+                              "is_first_sp </think> '<｜Assistant｜><think>\\n'", DEEPSEEK, "deepseek-r1"),
+    "DeepSeek R1-0528": ("DeepSeek R1-0528", deepseek("content", CUT), None, DEEPSEEK, "deepseek-r1"),
 }
 
 
@@ -252,7 +285,7 @@ def render(model, template, controls, name, messages, tools):
 
 
 def cases_of(model, template, controls, tokenizer):
-    thinks, calls = "<think>" in controls, ("<tool_call>" in controls and model != "Qwen3-Coder") or model in ("Llama 3.1", "Llama 3.2")
+    thinks, calls = "<think>" in controls and "</think>" in template, ("<tool_call>" in controls and model != "Qwen3-Coder") or model in ("Llama 3.1", "Llama 3.2")
     found = [render(model, template, controls, name, m, None) for name, m in CASES.items()]
     if thinks:
         chosen = {k: m for k, m in THINKING.items() if k != "effort none" or model in ("Qwen3", "DeepSeek V3.1")}

@@ -239,6 +239,8 @@ STREAMS = [  # model, what it writes, the messages, whether something had to be 
     ("DeepSeek V3.1", "A</think>Hi<｜end▁of▁sentence｜>", [THOUGHT, HI], False),
     ("Llama 3.1", "{\"name\": \"f\", \"parameters\": {\"x\": 1}}<|eot_id|>", [called("f", '{"x": 1}')], False),
     ("Llama 3.1", "<|python_tag|>{\"name\": \"f\", \"parameters\": {}}<|eom_id|>", [called()], False),
+    ("Llama 3.1", "{ \"name\": \"f\",\n \"parameters\": {}}<|eot_id|>", [called()], False),
+    ("Llama 3.1", "{\"type\": \"function\", \"name\": \"f\", \"parameters\": {}}<|eot_id|>", [called()], False),
     ("Llama 3.1", "{\"name\": \"Bern\", \"size\": 1}, {}<|eot_id|>", [message('{"name": "Bern", "size": 1}, {}', "final")], True),
     ("Llama 3.1", "{\"name\": \"Bern\", \"size\": 1}<|eot_id|>", [message('{"name": "Bern", "size": 1}', "final")], True),
     ("Llama 3.1", "As JSON: {\"name\": \"f\"}<|eot_id|>", [message('As JSON: {"name": "f"}', "final")], False),
