@@ -58,7 +58,7 @@ static const Family families[] = {
                                        "truncate": false}}),
      "norm_topk_prob, sliding_window_pattern", SWIGLU_CLAMPED, .sinks = true,
      .moe = EXPERTS("mlp.router", "num_local_experts", "intermediate_size", .biases = true)},
-    {.model_type = "llama"},
+    {.model_type = "llama", .defaults = JSON({"max_position_embeddings": 2048})},
     {.model_type = "mistral", .defaults = JSON({"num_key_value_heads": 8, "sliding_window": 4096})},
     {.model_type = "mistral3", .nested = "mistral"},
     {"mixtral", JSON({"num_key_value_heads": 8, "sliding_window": null, "norm_topk_prob": true, "rope_theta": 1e6}),
@@ -227,6 +227,7 @@ static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
         double mscale = config_number(load, rope, "mscale", 0, 1e6, 0);
         scale = mscale > 0 && all > 0 ? yarn_scale(factor, mscale) / both : yarn_scale(factor, 1);
         scale = config_number(load, rope, "attention_factor", 1e-6, 1e6, scale);
+        scale *= config_number(load, rope, "attn_factor", 1e-6, 1e6, 1); /* vLLM's; transformers ignores it */
         low = fmax(d * log(original / (fast * 2 * M_PI)) / (2 * log(theta)), 0);
         high = d * log(original / (slow * 2 * M_PI)) / (2 * log(theta));
         config_typed(load, rope, "truncate", cJSON_True | cJSON_False, "true or false");
