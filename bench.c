@@ -337,22 +337,28 @@ int perplexity(const Options *o) {
 
 /* ---- inspect: what is a model made of, and does it fit on the GPU? ---- */
 
-/* Adds the number of weights and the bytes of each encoding. */
+/* Adds the number of weights, and the bytes of each kind of tensor and encoding. */
 static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
+    static const char *const kinds[][2] = {{"shared_experts", "mlp"},
+                                           {"experts", "experts"},
+                                           {"self_attn", "attention"},
+                                           {"mlp.", "mlp"},
+                                           {"embed_tokens", "embedding"},
+                                           {"lm_head", "head"},
+                                           {"", "rest"}};
     double bytes = 0, values = 0, active = 0; /* active: used by one token */
-    bool tied = m->embed.each == m->head.each;
-    for (int i = 0; i < t->n; i++) {
-        const Tensor *x = t->tensor + i;
-        bool copy = tied && !strcmp(x->name, "lm_head.weight") && tensors_find(t, "model.embed_tokens.weight");
-        bool looked_up = !tied && strstr(x->name, "embed_tokens");
-        double n = copy ? 0 : (double)x->values;
-        LocalText name = text_print("bytes_in_%s", x->encoding);
+    for (const Tensor *x = t->tensor; x < t->tensor + t->n; x++) {
+        const char *const *kind = kinds[0];
+        if (!x->bound) continue;
+        while (!strstr(x->name, kind[0])) kind += 2;
+        const bool experts = !strcmp(kind[1], "experts"), table = !strcmp(kind[1], "embedding");
+        double n = (double)x->values;
+        LocalText name = text_print("bytes_of_%s_in_%s", kind[1], x->encoding);
         cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
         if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
         cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);
         bytes += (double)x->size, values += n;
-        bool chosen = strstr(x->name, "experts") && !strstr(x->name, "shared_experts");
-        active += looked_up ? 0 : chosen ? n / m->n_experts * m->top_k : n;
+        active += experts ? n / m->n_experts * m->top_k : table && m->embed.each != m->head.each ? 0 : n;
     }
     json_add(out, "weight_bytes", json_number(bytes), "parameters", json_number(values), "active_parameters",
              json_number(active), NULL);
@@ -408,7 +414,7 @@ static void print_facts(const cJSON *facts) {
         const char *number = COUNT((uint64_t)x->valuedouble), *text = cJSON_IsNumber(x) ? number : x->valuestring;
         if (cJSON_IsBool(x)) text = cJSON_IsTrue(x) ? "yes" : "no";
         for (const char *c = x->string; *c; c++) putchar(*c == '_' ? ' ' : *c);
-        printf("%*s%s", 23 - (int)strlen(x->string), "", text ? text : "unknown");
+        printf("%*s%s", 31 - (int)strlen(x->string), "", text ? text : "unknown");
         if (strstr(x->string, "bytes")) printf(" (%s)", SIZE((uint64_t)x->valuedouble));
         puts("");
     }
