@@ -70,7 +70,7 @@ struct Format {
 #define HEADER_OF(role) "<|start_header_id|>" role "<|end_header_id|>\n\n"
 #define LLAMA .begin = "<|begin_of_text|>", .system = HEADER_OF("system") "%p%t<|eot_id|>", \
     .user = HEADER_OF("user") "%p%t<|eot_id|>", .assistant = HEADER_OF("assistant") "%t<|eot_id|>"
-#define LLAMA_TOOLS(date) .about = "%pCutting Knowledge Date: December 2023\nToday Date: " date "\n\n", \
+#define LLAMA_TOOLS .about = "%pCutting Knowledge Date: December 2023\nToday Date: %s\n\n", \
     .results = HEADER_OF("ipython") "%s<|eot_id|>", .result = "%s", .flags = ALONE, \
     .call = "{\"name\": %p, \"parameters\": %s}", \
     .tools = "Given the following functions, please respond with a JSON for a function call with its proper " \
@@ -89,8 +89,8 @@ static const Format formats[] = {
     {"Qwen", {"<args-json-object>", "!</think>"}, CHATML, QWEN_TOOLS},
     {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML, .flags = BOS},
     {"Qwen3-Coder", {"message.role + '\\n' + message.content + '<|im_end|>' + '\\n'", "<function=", "!think"}, CHATML},
-    {"Llama 3.2", {"Cutting Knowledge Date: December 2023", "strftime_now"}, LLAMA, LLAMA_TOOLS("%s")},
-    {"Llama 3.1", {"Cutting Knowledge Date: December 2023"}, LLAMA, LLAMA_TOOLS("26 Jul 2024")},
+    {"Llama 3.2", {"Cutting Knowledge Date: December 2023", "strftime_now"}, LLAMA, LLAMA_TOOLS},
+    {"Llama 3.1", {"Cutting Knowledge Date: December 2023"}, LLAMA, LLAMA_TOOLS},
     {"Llama 3", {"message['content'] | trim + '<|eot_id|>'", "!tools"}, LLAMA},
     {"Llama 2", {"<<SYS>>", "bos_token + '[INST] ' + content.strip() + ' [/INST]'"},
      .system = "<<SYS>>\n%s\n<</SYS>>\n\n", .user = "<s>[INST] %t [/INST]", .assistant = " %t </s>", .flags = FIRST},
@@ -187,6 +187,8 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
     for (size_t i = 0; i < sizeof formats / sizeof *formats && !chat->format; i++)
         if (fits(formats + i, text.data, t, &chat->end)) chat->format = formats + i;
     chat->preset = preset_of(template);
+    const char *date = strstr(template, "strftime_now") ? NULL : strstr(template, "date_string = \"");
+    if (date) date += strlen("date_string = \""), chat->date = text_until(&date, '"', "\"");
     chat->latest = !strstr(template, "is_first_sp"); /* DeepSeek's name */
     return chat->format ||
            fail(e, BAD_MODEL,
@@ -196,7 +198,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
 
 const char *chat_name(const Chat *chat) { return chat->format->name; }
 
-void chat_close(Chat *chat) { free(chat->preset); }
+void chat_close(Chat *chat) { free(chat->preset), free(chat->date); }
 
 bool chat_effort(const Chat *chat, const char *effort, Error *e) {
     const Format *f = chat->format;
@@ -791,7 +793,7 @@ static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Byt
     if (tools) fill(chat, alone ? front : &text, f->tools, NULL, &list);
     if (!c->date || !strptime(c->date, "%Y-%m-%d", &day)) strptime("2024-07-26", "%F", &day); /* the template's */
     strftime(date, sizeof date, "%d %b %Y", &day);
-    Bytes environment = view(tools ? "Environment: ipython\n" : ""), today = view(date);
+    Bytes environment = view(tools ? "Environment: ipython\n" : ""), today = view(chat->date ? chat->date : date);
     fill(chat, &about, f->about, &environment, &today);
     fill(chat, out, f->begin, NULL, NULL);
     if (f->flags & BOS && chat->bos >= 0) bytes_print(out, "%c%d;", TOKEN, chat->bos);

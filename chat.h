@@ -15,6 +15,7 @@ typedef struct {
     int end;               /* the token that ends an answer in another format */
     int bos;               /* the bos_token that the template prints, or -1 */
     char *preset;          /* the system text that the template itself has, or NULL */
+    char *date;            /* the date that the template writes, whatever day it is, or NULL */
     bool latest;           /* of several system texts the template writes only the latest, where it hoists them */
 } Chat;
 

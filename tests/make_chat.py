@@ -133,8 +133,10 @@ MODELS = {
         ("enable_thinking is defined and enable_thinking is false", "false"),)), "last_query_index </think>" + TOOLS, QWEN3,
         "qwen3"),
     "Llama 3": ("Llama 3", LLAMA3, None, LLAMA, "llama3.1"),
-    "Llama 3.1": ("Llama 3.1", "meta-llama-Llama-3.1-8B-Instruct", "Cutting Knowledge Date: December 2023", LLAMA,
-                  "llama3.1"),
+    "Llama 3.1": ("Llama 3.1", "meta-llama-Llama-3.1-8B-Instruct",
+                  "Cutting Knowledge Date: December 2023 date_string = \"26 Jul 2024\"", LLAMA, "llama3.1"),
+    "Llama 3.1, copies": ("Llama 3.1", ("meta-llama-Llama-3.1-8B-Instruct", (("26 Jul 2024", "26 July 2024"),)),
+                          "Cutting Knowledge Date: December 2023 date_string = \"26 July 2024\"", LLAMA, "llama3.1"),
     "Llama 3.2": ("Llama 3.2", "meta-llama-Llama-3.2-3B-Instruct", "Cutting Knowledge Date: December 2023 strftime_now",
                   LLAMA, "llama3.1"),
     "Llama 2": ("Llama 2", LLAMA2, None, ["<s>", "</s>"], "llama2"),
@@ -285,7 +287,7 @@ def render(model, template, controls, name, messages, tools):
 
 
 def cases_of(model, template, controls, tokenizer):
-    thinks, calls = "<think>" in controls and "</think>" in template, ("<tool_call>" in controls and model != "Qwen3-Coder") or model in ("Llama 3.1", "Llama 3.2")
+    thinks, calls = "<think>" in controls and "</think>" in template, ("<tool_call>" in controls and model != "Qwen3-Coder") or model[:9] in ("Llama 3.1", "Llama 3.2")
     found = [render(model, template, controls, name, m, None) for name, m in CASES.items()]
     if thinks:
         chosen = {k: m for k, m in THINKING.items() if k != "effort none" or model in ("Qwen3", "DeepSeek V3.1")}
