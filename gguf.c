@@ -208,6 +208,7 @@ static const Pair keys[] = { /* all known keys; "": known and ignored */
     {"attention.key_length", "head_dim"}, {"attention.value_length", "v_head_dim"},
     {"attention.layer_norm_rms_epsilon", "rms_norm_eps"}, {"rope.freq_base", "rope_theta"},
     {"rope.dimension_count", "qk_rope_head_dim"}, {"vocab_size", ""}, {"tensor_data_layout", ""},
+    {"attention.layer_norm_epsilon", ""},
     {"rope.scale_linear", "factor"}, {"rope.scaling.type", "rope_type"}, {"rope.scaling.factor", "factor"},
     {"rope.scaling.original_context_length", "original_max_position_embeddings"}, {"rope.scaling.finetuned", ""},
     {"rope.scaling.yarn_beta_fast", "beta_fast"}, {"rope.scaling.yarn_beta_slow", "beta_slow"},
@@ -282,7 +283,7 @@ cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
     bool big = !strcmp(arch, layers == 46 ? "gemma2" : layers == 62 ? "gemma3" : ""); /* 27B */
     const char *type = latent && sigmoid ? "deepseek_v3" : row ? row->hub : arch;
     if (llama && json_get(c, "sliding_window")) type = "mistral";
-    if (llama && json_get(c, "num_local_experts")) type = "mixtral";
+    if (llama && get_number(c, "num_local_experts", 0) > 0) type = "mixtral";
     cJSON_AddStringToObject(c, "model_type", type);
     put(c, "num_hidden_layers", layers - get_number(c, "nextn_predict_layers", 0));
     put(c, "vocab_size", vocab);

@@ -891,6 +891,14 @@ static float bind_factor(Loader *load, const char *name, const char *suffix) {
     return divides ? 1 / factor : factor;
 }
 
+/* Do all groups of compressed-tensors have zero points? */
+static bool has_zeros(const Loader *load) {
+    const cJSON *groups = json_get(load->quantization, "config_groups"), *one;
+    bool all = groups && groups->child;
+    cJSON_ArrayForEach(one, groups) all = all && cJSON_IsFalse(json_get(json_get(one, "weights"), "symmetric"));
+    return all;
+}
+
 /* Binds the scales and zeros of w and whatever else its encoding has. */
 static void bind_grids(Loader *load, const char *name, const Encoding *how, Linear *w, Stored *one) {
     const bool transposed = in_gptq(w->type) || w->type == AWQ4;
@@ -901,7 +909,7 @@ static void bind_grids(Loader *load, const char *name, const Encoding *how, Line
         config_bad(load, load->quantization, "weight_block_size", "two whole numbers");
     w->scale = (Grid){how->scales, (int)rows, (int)MIN(cols, w->cols), transposed};
     one->scale = bind_scale(load, name, how->scale, w);
-    if (how->zero && (transposed || find(load, name, how->zero))) {
+    if (how->zero && (transposed || has_zeros(load) || find(load, name, how->zero))) {
         w->zero = (Grid){how->zeros, w->scale.rows, w->scale.cols, in_words(w->type) && w->type != AWQ4};
         one->zero = bind_grid(load, name, how->zero, w, w->zero, 0);
         w->zero_plus_one = in_gptq(w->type) && !json_is(load->quantization, "checkpoint_format", "gptq_v2") &&
@@ -1308,7 +1316,7 @@ static void list_add(Models *list, const char *path, const char *name, bool begu
     for (int i = 0; i < list->n; i++)
         if (!strcmp(list->entry[i].name, name)) return;
     ModelEntry m = model_entry(path);
-    if (!m.there || !(m.bytes || begun)) return;
+    if (!m.there || !(m.bytes || begun) || !strcmp(m.family, "clip")) return; /* clip: a model's eyes */
     m.path = text_print("%s", path);
     m.name = text_print("%s", name);
     list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
@@ -1319,7 +1327,7 @@ static void list_add(Models *list, const char *path, const char *name, bool begu
  * They are shown as SHOWN/FILE. depth: 2 at the path itself. */
 static void add_path(Models *list, const char *path, const char *shown, bool begun, int depth) {
     const bool gguf = gguf_named(path);
-    if (gguf ? gguf_parts(path) : depth == 2) list_add(list, path, shown, begun);
+    const int before = list->n;
     DIR *dir = gguf || !depth ? NULL : opendir(path);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         if (*d->d_name == '.') continue;
@@ -1328,6 +1336,8 @@ static void add_path(Models *list, const char *path, const char *shown, bool beg
         add_path(list, inner, name, false, depth - 1);
     }
     if (dir) closedir(dir);
+    /* a config.json beside GGUF files is no model of its own */
+    if (gguf ? gguf_parts(path) : depth == 2) list_add(list, path, shown, begun && list->n == before);
 }
 
 /* The snapshot of a revision in a repository's folder of the hub's cache: a branch, a tag or a commit. NULL for the
@@ -1405,22 +1415,22 @@ void models_free(Models *list) {
 
 char *model_find(const char *argument, Error *e) {
     LOCAL(models_free) Models list = {0};
-    LocalText config = join(argument, "config.json");
     LocalBytes all = {0};
     LocalBytes near = {0};
     const ModelEntry *hit = NULL;
     int hits = 0;
     struct stat st;
     if (gguf_named(argument)) return text_print("%s", argument);
-    if (!stat(argument, &st) && S_ISDIR(st.st_mode)) { /* the only GGUF file in it, or the folder itself */
-        if (access(config, F_OK)) add_path(&list, argument, argument, false, 2);
-        return text_print("%s", list.n == 1 ? list.entry->path : argument);
-    }
     const char *revision = strchr(argument, '@');
-    LocalText folder = hub_folder(argument);
-    char *snapshot = revision ? find_snapshot(folder, revision + 1) : NULL;
-    if (snapshot) return snapshot;
-    list = models_list();
+    LocalText repository = hub_folder(argument);
+    LocalText snapshot = NULL;
+    const bool here = !stat(argument, &st) && S_ISDIR(st.st_mode);
+    if (revision && !here) snapshot = find_snapshot(repository, revision + 1);
+    const char *folder = here ? argument : snapshot;
+    if (folder)
+        add_path(&list, folder, argument, false, 2);
+    else
+        list = models_list();
     for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
         if (!strcmp(m->name, argument)) return text_print("%s", m->path);
         bytes_print(&all, "%s%s", all.n ? ", " : "", m->name);
@@ -1428,7 +1438,7 @@ char *model_find(const char *argument, Error *e) {
         bytes_print(&near, "%s%s", near.n ? ", " : "", m->name);
         hits++, hit = m;
     }
-    if (hits == 1) return text_print("%s", hit->path);
+    if (hits == 1 || (folder && !hits)) return text_print("%s", hit ? hit->path : folder);
     if (hits)
         fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, near.data);
     else if (access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
