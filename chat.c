@@ -348,7 +348,9 @@ static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
     if (!system && !assistant && !tool && !same(role, "user"))
         return fail(e, USAGE, "messages[%d] has the unknown role '%.40s'", i, role ? role : "");
     if (!parse_text(content, &text) || (!content && same(role, "user")))
-        return fail(e, USAGE, "messages[%d].content is neither a text nor an array of text parts", i);
+        return fail(
+            e, USAGE,
+            "messages[%d].content is neither a text nor an array of text parts: images and audio are not supported", i);
     for (int w = HEADER; w < WORDS; w++) header = header || json_get(json, words[w]);
     for (int k = 0; k < 3 && assistant && !reason; k++) reason = json_string(json, reasons[k]);
     bool more = cJSON_GetArraySize(calls) || (reason && !content); /* than the text */
@@ -916,6 +918,10 @@ static void read_header(Reader *r, bool complete) {
         s += strspn(s, space);
         bool to = begins(s, "to=");
         while (begins(s, "to=")) s += 3, s += strspn(s, space);
+        if (to && begins(s, functions) && strchr(space_or_mark, s[strlen(functions)])) { /* of no name */
+            s += strlen(functions), r->repairs++;
+            continue;
+        }
         size_t n = strcspn(s, space_or_mark), role = known_word(s, "assistant system developer user"),
                type = known_word(s, "json code"), channel = known_word(s, channels);
         r->repairs += (mark == CHANNEL && text.n) || (author && (mark || to)) || !n;

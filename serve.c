@@ -22,6 +22,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/queue.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -290,7 +291,7 @@ static void rename_function(Request *q, const cJSON *holder) {
     LocalText used = text_print("%.50s_%08x", given, hash);
     for (char *s = used; *s; s++)
         if (!isalnum((unsigned char)*s)) *s = '_';
-    if (!json_get(q->names, used)) cJSON_AddStringToObject(q->names, used, given);
+    cJSON_AddStringToObject(q->names, used, given); /* of equal ones the first counts */
     cJSON_SetValuestring(item, used);
 }
 
@@ -341,6 +342,8 @@ static void add_score(Choice *c, size_t begin, int token, const float *logits) {
     cJSON *score = json_object("begin", json_number(begin), NULL);
     cJSON_AddItemToArray(c->scores, score);
     for (int i = 0; i < n; i++) cJSON_AddItemToArray(top, chance_json(best[i], logits, all));
+    if (logits && !c->request->chat)
+        cJSON_AddItemToArray(top, chance_json(token, logits, all)); /* if it is not there */
     if (c->request->chat) {
         json_add(score, "content", own, NULL);
         return;
@@ -402,11 +405,11 @@ static cJSON *usage_json(const Request *q) {
 /* Writes a reply, or an event of a stream, with the choices [from, to). */
 static void put_reply(Request *q, Choice *from, const Choice *to, bool usage) {
     const char *what = !q->chat ? "text_completion" : q->stream ? "chat.completion.chunk" : "chat.completion";
-    cJSON *choices = cJSON_CreateArray();
+    cJSON *choices = cJSON_CreateArray(), *used = usage ? usage_json(q) : NULL;
+    if (!usage && q->stream && q->usage) used = json_word(NULL); /* it comes later */
     for (Choice *c = from; c < to; c++) cJSON_AddItemToArray(choices, choice_json(c));
-    put_json(q,
-             json_object("id", json_word(q->id), "object", json_word(what), "created", json_number(q->created), "model",
-                         json_word(server.name), "choices", choices, "usage", usage ? usage_json(q) : NULL, NULL));
+    put_json(q, json_object("id", json_word(q->id), "object", json_word(what), "created", json_number(q->created),
+                            "model", json_word(server.name), "choices", choices, "usage", used, NULL));
 }
 
 /* ---- from tokens to answers ---- */
@@ -739,7 +742,10 @@ static void page(Request *q) { bytes_text(&q->out, page_text); }
 
 static void tokenize(Request *q) {
     LocalIds ids = {0};
-    if (!take_prompt(q, "prompt", json_get(q->json, "prompt"), 0, &ids)) return;
+    const char *model = json_string(q->json, "model");
+    const int flags = flag(q, q->json, "add_special_tokens", false) ? WITH_TEMPLATE : 0;
+    if (q->error.code || (model && !check_model(q, model))) return;
+    if (!take_prompt(q, "prompt", json_get(q->json, "prompt"), flags, &ids)) return;
     bytes_print(&q->out, "{\"count\":%zu,\"tokens\":[", ids.n);
     for (size_t i = 0; i < ids.n; i++) bytes_print(&q->out, i ? ",%d" : "%d", ids.data[i]);
     bytes_text(&q->out, "]}");
@@ -749,7 +755,9 @@ static void detokenize(Request *q) {
     LocalIds ids = {0};
     LocalBytes text = {0};
     Decoder d = {0};
-    if (!take_prompt(q, "tokens", json_get(q->json, "tokens"), 0, &ids)) return;
+    const cJSON *tokens = json_get(q->json, "tokens");
+    if (!cJSON_IsArray(tokens)) fail(&q->error, 400, "tokens must be an array of token ids");
+    if (q->error.code || !take_prompt(q, "tokens", tokens, 0, &ids)) return;
     for (size_t i = 0; i < ids.n; i++) tokenizer_decode(server.s.tokenizer, &d, ids.data[i], &text);
     tokenizer_flush(&d, &text);
     put_json(q, json_object("prompt", json_from_text(text.data, text.n), NULL));
@@ -807,8 +815,10 @@ static const Endpoint endpoints[] = {
 
 static enum MHD_Result count_header(void *data, enum MHD_ValueKind kind, const char *key, const char *value) {
     int *hosts = data, *lengths = hosts + 1;
+    const bool encoding = !strcasecmp(key, "Transfer-Encoding");
     *hosts += !strcasecmp(key, "Host");
-    *lengths += !strcasecmp(key, "Content-Length") || !strcasecmp(key, "Transfer-Encoding");
+    *lengths += encoding || !strcasecmp(key, "Content-Length");
+    if ((encoding && strcasecmp(value, "chunked")) || strpbrk(key, " \t\r") || strchr(value, '\r')) *lengths += 2;
     return MHD_YES;
 }
 
@@ -873,6 +883,8 @@ static enum MHD_Result respond(Request *q) {
         MHD_create_response_from_callback(q->stream ? MHD_SIZE_UNKNOWN : q->out.n, PART, write_part, q, NULL);
     server.status[status]++;
     MHD_add_response_header(r, "Content-Type", type ? type : "application/json");
+    if (q->stream) MHD_add_response_header(r, "Cache-Control", "no-cache");
+    if (q->stream) MHD_add_response_header(r, "X-Accel-Buffering", "no"); /* nginx would hold events back */
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
     if (server.o->cors && wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
@@ -1007,6 +1019,8 @@ int serve(const Options *o) {
     server.name = access(server.s.name, F_OK) ? server.s.name : basename(server.s.name);
     if (o->alias && *o->alias) server.name = o->alias;
     signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
+    struct rlimit files; /* a connection takes one */
+    if (!getrlimit(RLIMIT_NOFILE, &files)) files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);
     struct MHD_Daemon *daemon = start_daemon(o, &e);
     if (!daemon) die(&e);
     if (session_load(&server.s, o, o->context, &e)) run_model(&e);

@@ -636,6 +636,8 @@ STREAMS = [  # what, the text of the tokens, the messages, whether something had
      [message("{}", **CALL, content_type="<|constrain|>json")], True),
     ("a constraint of nothing", "<|channel|>commentary to=functions.f <|constrain|><|message|>{}<|call|>",
      [message("{}", **CALL)], True),
+    ("a function without a name", "<|channel|>commentary to=functions. <|constrain|>json<|message|>{}<|call|>",
+     [message("{}", "commentary", content_type="<|constrain|>json")], True),
     ("words before the arguments", "<|channel|>commentary to=functions.f I call<|message|>{}<|call|>",
      [message("{}", **CALL)], True),
     ("text touches the channel", "<|channel|>finalHi<|return|>", [FINAL_HI], True),

@@ -267,12 +267,13 @@ def test_logprobs_of_what_an_answer_drops(folder):
 
 
 def test_logprobs_of_texts_that_differ_in_case():
-    """Each has its own: "a" does not stand for "A"."""
+    """Each has its own: "a" does not stand for "A". The drawn token is there even if it is none of the likeliest."""
     with Server(PARROT) as s:
         a = s.post(TEXT, {"prompt": [5], "max_tokens": 200, "temperature": 9, "seed": 1, "logprobs": 20,
                           "ignore_eos": True})
     tops = a["choices"][0]["logprobs"]["top_logprobs"]
     expect(any(len({text.lower() for text in top}) < len(top) for top in tops), f"never both cases: {tops[:3]}")
+    expect(all(token in top for token, top in zip(a["choices"][0]["logprobs"]["tokens"], tops)), "a drawn token is missing")
 
 
 def test_text_without_control_tokens():
@@ -389,6 +390,9 @@ def test_requests_that_can_be_read_in_two_ways():
               ("two lengths", REQUEST + length + length),
               ("two different", REQUEST + length + b"Content-Length: 5\r\n"),
               ("two encodings", REQUEST + chunked + chunked),
+              *((f"{name!r} in a header", REQUEST + name) for name in (
+                  b"Content-Length : %d\r\n" % len(body), b"Content-Length\t: %d\r\n" % len(body),
+                  b"Transfer-Encoding : chunked\r\n", b"X: a\rContent-Length: %d\r\n" % len(body))),
               ("two hosts", REQUEST + b"Host: localhost\r\n" + length),
               ("the form for proxies", REQUEST.replace(b"/v1", b"http://localhost/v1") + length, b"200"),
               ("no host", b"POST /v1/completions HTTP/1.1\r\n" + length),
@@ -636,6 +640,11 @@ def test_tokenize():
         ids = s.post("/tokenize", {"prompt": "Hello, <|end|> 🙂"})["tokens"]
         same(s.post("/detokenize", {"tokens": ids})["prompt"], "Hello, <|end|> 🙂")
         same(ids, json.loads(infer("tokenize", PARROT, stdin="Hello, <|end|> 🙂").text))
+        s.refuses("/tokenize", {"prompt": "a", "model": "nope"}, "nope", code=404)
+        s.refuses("/tokenize", {"prompt": "a", "add_special_tokens": 5}, "add_special_tokens")
+        s.refuses("/detokenize", {"tokens": "abc"}, "array")
+        template = s.post("/tokenize", {"prompt": "a", "add_special_tokens": True})["tokens"]
+        same(template, json.loads(infer("tokenize", PARROT, "--special", stdin="a").text))
 
 
 # ---- keys, addresses, the end
