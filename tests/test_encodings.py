@@ -229,6 +229,8 @@ TENSORS = [  # a fixture, what is changed, words of the message; None: it is rea
     ("int8", entry(FIRST + ".weight_scale", dtype="F8_E4M3", raw=lambda raw: raw[::2]), ["weight_scale", "F8_E4M3"]),
     ("int8_zero", entry(FIRST + ".weight_zero_point", shape=[32, 2]), ["weight_zero_point", "(64, 1)", "(32, 2)"]),
     ("int8_zero", entry(FIRST + ".weight_zero_point", shape=[64]), None),
+    ("int8_zero", without(FIRST + ".weight_zero_point"), ["weight_zero_point", "missing"]),
+    ("packed4_zero", without(FIRST + ".weight_zero_point"), ["weight_zero_point", "missing"]),
     ("int8_zero", entry(FIRST + ".weight_zero_point", dtype="U8"), ["weight_zero_point", "U8", "I8"]),
     ("packed4_zero", entry(FIRST + ".weight_shape", raw=lambda raw: raw[:8] + bytes(8)), None),
     ("packed4_zero", entry(FIRST + ".weight_scale", shape=[2, 64]), ["o_proj.weight_scale", "(2, 64)"]),

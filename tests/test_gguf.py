@@ -124,8 +124,9 @@ def test_missing_keys(folder):
 
 
 def test_keys_that_change_nothing(folder):
-    """As files of Qwen3-Coder and of Gemma 3 with eyes have them."""
+    """As files of Qwen3-Coder, of some Llamas and of Gemma 3 with eyes have them."""
     for fixture, keys in (("qwen3_moe", {"expert_shared_feed_forward_length": 0}),
+                          ("llama3", {"expert_count": 0, "attention.layer_norm_epsilon": 0.5}),
                           ("gemma3", {"mm.tokens_per_image": 256, "vision.block_count": 27})):
         metadata, tensors = convert(FIXTURES / fixture)
         arch = metadata["general.architecture"]
@@ -183,10 +184,17 @@ def test_inspect_list_and_names(folder):
     hub_facts = json.loads(infer("inspect", PARROT, "--json").text)
     for key in ("family", "layers", "width", "heads", "experts", "parameters", "active_parameters", "context", "vocabulary"):
         same(facts[key], hub_facts[key], key)
-    for name in ("q4_k_m", "org/x", "models/b", hub):
+    (hub / "config.json").write_bytes((PARROT / "config.json").read_bytes())  # as some publishers add it
+    save(hub / "mmproj-F16.gguf", {"general.architecture": "clip"})
+    (hub.parent.parent / "refs").mkdir()
+    (hub.parent.parent / "refs" / "main").write_text("1" * 40)
+    for name in ("q4_k_m", "org/x", "org/x@main", "models/b", hub):
         same(ids_of(infer("tokenize", name, stdin="Hello", cwd=folder, env=env)), ids_of(infer("tokenize", PARROT, stdin="Hello")),
              f"tokens of {name}")
     refused("tokenize", "gguf", cwd=folder, env=env, words=["more than one", "models/a.gguf"])
+    parrot(folder, "two/x-Q8_0.gguf"), parrot(folder, "two/x-Q4_K_M.gguf")
+    refused("tokenize", folder / "two", words=["more than one", "x-Q8_0.gguf", "x-Q4_K_M.gguf"])
+    same(len(json.loads(infer("list", "--json", cwd=folder, env=env).text)), len(listed), "models with a config.json more")
     (folder / "models" / "b" / "c.gguf-00002-of-00002.gguf").unlink()
     same([m["complete"] for m in json.loads(infer("list", "--json", cwd=folder, env=env).text)], [True, False, True, True, True],
          "complete")
