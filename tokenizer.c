@@ -179,7 +179,7 @@ static bool character_add(Encoder *w, const char *s, size_t n, size_t begin) {
         unsigned char byte = (unsigned char)s[i];
         id = t->byte_token[byte];
         if (id < 0 || (id != t->unknown && t->piece[id].control))
-            return fail(w->e, BAD_MODEL, "the tokenizer has no token for the byte 0x%02X of the text", byte);
+            return fail(w->e, BAD_MODEL, "tokenizer.json has no token for the byte 0x%02X of the text", byte);
         bool again = w->out->n > begin && w->out->data[w->out->n - 1] == id;
         if (id != t->unknown || !again) ids_add(w->out, id);
     }
@@ -281,8 +281,8 @@ static bool next_match(Encoder *w, int number, const char *s, size_t n, size_t f
     int found = pcre2_match(w->t->split[number], (PCRE2_SPTR)s, n, from, options, w->match, w->limits);
     *cut = found >= 0 ? (Cut){at[0], at[1], -1} : (Cut){n, n, -1};
     if (found >= 0 || found == PCRE2_ERROR_NOMATCH) return true;
-    return fail(w->e, BAD_MODEL, "the tokenizer's split pattern exceeds the match limit on this text, near byte %zu",
-                from);
+    return fail(w->e, BAD_MODEL,
+                "tokenizer.json: its split pattern exceeds the match limit on this text, near byte %zu", from);
 }
 
 /* utf8proc calls this for each character. */
