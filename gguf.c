@@ -22,7 +22,7 @@ bool gguf_named(const char *path) {
 typedef struct {
     const char *path;
     const unsigned char *begin, *at, *end;
-    int values; /* JSON values that may still be made */
+    int budget; /* JSON values that may still be made */
     bool bad;   /* after the first error, everything reads as 0 */
     Error *e;
 } Cursor;
@@ -52,7 +52,7 @@ static cJSON *text(Cursor *r) {
 static cJSON *value(Cursor *r, uint64_t type, bool element) {
     enum { U8, I8, U16, I16, U32, I32, FLOAT, BOOL, TEXT, ARRAY, U64, I64, DOUBLE };
     static const size_t size[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
-    if (r->values-- <= 0) refuse(r, "more values than any model has");
+    if (r->budget-- <= 0) refuse(r, "more values than any model has");
     if (type > DOUBLE || (type == ARRAY && element)) refuse(r, "an unknown type of value, or an array of arrays");
     if (r->bad) return cJSON_CreateNull();
     if (type == TEXT) return text(r);
@@ -82,7 +82,7 @@ typedef struct { /* GGUF's name and the hub's; "arch:name" is only for architect
 } Pair;
 
 /* The first row that has all of `name`, or all but an end like .weight, which goes to *rest. NULL: none has. */
-static const Pair *find(const Pair *row, const char *arch, const char *name, const char **rest) {
+static const Pair *find_row(const Pair *row, const char *arch, const char *name, const char **rest) {
     for (; row->gguf; row++) {
         const char *colon = strchr(row->gguf, ':'), *own = colon ? colon + 1 : row->gguf;
         size_t n = strlen(own);
@@ -144,12 +144,12 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
     if (fmod(shape[dims - 1], info->values) != 0) refuse(r, "rows of a tensor are not whole blocks");
     int layer = -1, skip = 0;
     if (sscanf(name, "blk.%9d.%n", &layer, &skip) == 1) local += skip;
-    const Pair *row = find(names, arch, local, &rest);
+    const Pair *row = find_row(names, arch, local, &rest);
     const char *hub = row ? row->hub : local, *each = row ? strchr(hub, '*') : NULL;
     int sliced = each && dims > 1;
     double n = sliced ? shape[0] : 1, bytes = values / n / info->values * info->bytes;
-    if (n * 10 > r->values) refuse(r, "more tensors than any model has"), n = 0;
-    r->values -= 10 * (int)n;
+    if (n * 10 > r->budget) refuse(r, "more tensors than any model has"), n = 0;
+    r->budget -= 10 * (int)n;
     for (int i = 0; i < n; i++, begin += bytes) {
         LocalBytes full = {0};
         if (local != name) bytes_print(&full, "model.layers.%d.", layer);
@@ -241,7 +241,7 @@ static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, co
     cJSON_ArrayForEach(one, metadata) {
         const char *rest = "", *name = one->string;
         if (strncmp(name, arch, n) || name[n] != '.' || !strncmp(name + n, ".vision.", 8)) continue;
-        const Pair *key = find(keys, arch, name + n + 1, &rest);
+        const Pair *key = find_row(keys, arch, name + n + 1, &rest);
         if (!key || *rest)
             return fail(e, BAD_MODEL, "%s: the key '%.80s' is not known here: it may change what the model computes",
                         path, name);
@@ -266,7 +266,7 @@ cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
     static const char *const stops[] = {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
                                         "tokenizer.ggml.eom_token_id"};
     const char *arch = json_string(t->metadata, "general.architecture"), *rest = "";
-    const Pair *row = find(renamed, arch, arch, &rest);
+    const Pair *row = find_row(renamed, arch, arch, &rest);
     cJSON *c = cJSON_CreateObject();
     bool known = text_listed(archs, arch) ||
                  fail(e, BAD_MODEL, "%s: the architecture '%.60s' is not supported (supported: %s)", path, arch, archs);

@@ -75,7 +75,7 @@ struct Request { /* a connection and its request */
     const char *code;    /* of the error, or NULL */
     double since;        /* when it had arrived */
     /* parameters */
-    bool chat, stream, echo, usage, skip_special, forever, parallel; /* parallel: several calls in an answer */
+    bool chat, stream, echo, usage, skip_special, ignore_eos, parallel; /* parallel: several calls in an answer */
     int n, tokens, top; /* answers to each prompt; tokens of an answer; logprobs for each token, or -1 */
     Sampling sampling;
     const char *stop[MOST_STOPS];
@@ -113,7 +113,7 @@ static struct {
     Error error;                    /* why no more answers come */
     double moved;                   /* when the model's thread was last between steps */
     SchedulerState state;
-    Histogram first, next;
+    Histogram to_first_token, per_token;
     size_t prompt, reused, generated, repairs, nans;
 } server = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
 
@@ -255,7 +255,7 @@ static bool take_request(Request *q) {
     if (options && !cJSON_IsObject(options)) return fail(&q->error, 400, "stream_options must be an object");
     q->stream = flag(q, q->json, "stream", false);
     q->usage = flag(q, options, "include_usage", false);
-    q->forever = flag(q, q->json, "ignore_eos", false);
+    q->ignore_eos = flag(q, q->json, "ignore_eos", false);
     q->echo = !q->chat && flag(q, q->json, "echo", false);
     q->skip_special = !q->chat && flag(q, q->json, "skip_special_tokens", false);
     q->parallel = !q->chat || flag(q, q->json, "parallel_tool_calls", true);
@@ -463,7 +463,7 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
         const bool content = !read.header && read.part != REASONING && read.part != CALL;
         c->thought += read.part == REASONING;
         scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
-        stop = stop || (read.stop && !q->forever) || (read.closed && read.part == CALL && !q->parallel);
+        stop = stop || (read.stop && !q->ignore_eos) || (read.closed && read.part == CALL && !q->parallel);
     } else if (!stop && !silent && !(q->skip_special && tokenizer_is_control(server.s.tokenizer, token))) {
         tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     }
@@ -506,7 +506,7 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     lock();
     if (position >= t->prompt) {
         const bool first = position == t->prompt;
-        observe(first ? &server.first : &server.next, now - c->last);
+        observe(first ? &server.to_first_token : &server.per_token, now - c->last);
         server.prompt += first ? t->prompt : 0;
         server.reused += first ? t->reused : 0;
         server.generated += token >= 0;
@@ -600,7 +600,7 @@ static bool add_choices(Request *q, const Ids *prompt) {
         if (t->most > context) t->most = context;
         t->sampling.seed += (uint64_t)(c - q->choice);
         t->want = q->top < 0 ? WANT_TOKEN : q->echo ? WANT_ALL_LOGITS : WANT_LOGITS;
-        t->stop = q->forever ? NULL : &server.s.checkpoint.stop;
+        t->stop = q->ignore_eos ? NULL : &server.s.checkpoint.stop;
         t->take = take_token;
         for (size_t k = 0; q->echo && k < (q->top < 0 ? prompt->n : 1); k++)
             read_token(c, 0, prompt->data[k], NULL, false);
@@ -795,8 +795,8 @@ static void metrics(Request *q) {
     put_number(out, "cache_pages_used", now->pages - now->idle);
     put_number(out, "cache_pages_kept", now->kept); /* for prompts that begin alike */
     put_number(out, "cache_pages", now->pages);
-    put_histogram(out, "time_to_first_token_seconds", &server.first);
-    put_histogram(out, "time_per_token_seconds", &server.next);
+    put_histogram(out, "time_to_first_token_seconds", &server.to_first_token);
+    put_histogram(out, "time_per_token_seconds", &server.per_token);
     unlock();
 }
 
