@@ -348,12 +348,13 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
                                            {"", "rest"}};
     double bytes = 0, values = 0, active = 0; /* active: used by one token */
     for (const Tensor *x = t->tensor; x < t->tensor + t->n; x++) {
-        const char *const *kind = kinds[0];
+        int k = 0;
         if (!x->bound) continue;
-        while (!strstr(x->name, kind[0])) kind += 2;
-        const bool experts = !strcmp(kind[1], "experts"), table = !strcmp(kind[1], "embedding");
+        while (!strstr(x->name, kinds[k][0])) k++;
+        const char *kind = kinds[k][1];
+        const bool experts = !strcmp(kind, "experts"), table = !strcmp(kind, "embedding");
         double n = (double)x->values;
-        LocalText name = text_print("bytes_of_%s_in_%s", kind[1], x->encoding);
+        LocalText name = text_print("bytes_of_%s_in_%s", kind, x->encoding);
         cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
         if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
         cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);

@@ -671,11 +671,12 @@ int rm(const Options *o) {
     LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
     LocalText locks = text_print("%s/.locks%s", hub.cache, folder + n);
     const char *inside = strncmp(o->model, hub.cache, n) ? "" : o->model + strlen(folder);
-    if (is_like(o->model, "[.]gguf$") || !is_like(inside, "^(/snapshots/[^/]+)?/*$")) {
-        char *name = folder + n + strlen("/models--"), *dashes = strstr(name, "--");
-        if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
+    LocalText name = text_print("%s", folder + n + strlen("/models--"));
+    char *dashes = strstr(name, "--");
+    if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
+    const bool file = is_like(path, "[.]gguf$") && !strcasestr(name, o->model); /* not the repository */
+    if (file || !is_like(inside, "^(/snapshots/[^/]+)?/*$"))
         give_up(USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);
-    }
     if (!folder_remove(locks)) end();
     fprintf(stderr, "removing %s\n", folder); /* MODEL may be a part of its name */
     if (!folder_remove(folder)) end();

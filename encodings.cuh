@@ -2,8 +2,8 @@
  * says how codes lie on the card. card.cu brings them there: its card_type() says which type a file's type becomes.
  *
  * Lane 4g + t has sixteen columns of rows g and g + 8 of a chunk of a tile, eight that begin at column(t, 0) and eight
- * that begin at column(t, 1); where a word is for 16 columns, the second four of each lie 16 further on. Raw is what it
- * loads; decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; eight() reads the same
+ * that begin at column(t, 1), but where WORDS is 4 the second four of each lie 16 columns after the first. Raw is what
+ * it loads; decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; eight() reads the same
  * columns of x; multiply() adds the chunk's product with x, and x(n, half) says where a lane finds its columns of the
  * n-th eight tokens. product_tiled and the annex's experts copy chunks to shared memory, in pieces of 16 bytes; read()
  * fills Raw from there. column_for() in fast/prefill.cuh follows from column() and eight().

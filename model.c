@@ -1311,33 +1311,37 @@ ModelEntry model_entry(const char *path) {
     return m;
 }
 
-/* Adds the model at a path, unless its name is listed or, with no download `begun`, none of its weights are here. */
-static void list_add(Models *list, const char *path, const char *name, bool begun) {
+/* Adds the model at a path, unless its name is listed or, with no download `begun`, none of its weights are here.
+ * Returns whether the name is in the list. */
+static bool list_add(Models *list, const char *path, const char *name, bool begun) {
     for (int i = 0; i < list->n; i++)
-        if (!strcmp(list->entry[i].name, name)) return;
+        if (!strcmp(list->entry[i].name, name)) return true;
     ModelEntry m = model_entry(path);
-    if (!m.there || !(m.bytes || begun) || !strcmp(m.family, "clip")) return; /* clip: a model's eyes */
+    const bool eyes = gguf_named(path) && !strcmp(m.family, "clip"); /* the vision part of a model */
+    if (!m.there || !(m.bytes || begun) || eyes) return false;
     m.path = text_print("%s", path);
     m.name = text_print("%s", name);
     list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
     list->entry[list->n++] = m;
+    return true;
 }
 
 /* Adds what is at a path: the first file of a GGUF model, or a folder, with the GGUF files in it and one folder deeper.
- * They are shown as SHOWN/FILE. depth: 2 at the path itself. */
-static void add_path(Models *list, const char *path, const char *shown, bool begun, int depth) {
+ * They are shown as SHOWN/FILE. depth: 2 at the path itself. Returns whether there is a model. */
+static bool add_path(Models *list, const char *path, const char *shown, bool begun, int depth) {
     const bool gguf = gguf_named(path);
-    const int before = list->n;
+    bool any = false;
     DIR *dir = gguf || !depth ? NULL : opendir(path);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         if (*d->d_name == '.') continue;
         LocalText inner = join(path, d->d_name);
         LocalText name = join(shown, d->d_name);
-        add_path(list, inner, name, false, depth - 1);
+        any |= add_path(list, inner, name, false, depth - 1);
     }
     if (dir) closedir(dir);
     /* a config.json beside GGUF files is no model of its own */
-    if (gguf ? gguf_parts(path) : depth == 2) list_add(list, path, shown, begun && list->n == before);
+    if (gguf ? gguf_parts(path) : depth == 2) any |= list_add(list, path, shown, begun && !any);
+    return any;
 }
 
 /* The snapshot of a revision in a repository's folder of the hub's cache: a branch, a tag or a commit. NULL for the
@@ -1431,6 +1435,7 @@ char *model_find(const char *argument, Error *e) {
         add_path(&list, folder, argument, false, 2);
     else
         list = models_list();
+    if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
     for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
         if (!strcmp(m->name, argument)) return text_print("%s", m->path);
         bytes_print(&all, "%s%s", all.n ? ", " : "", m->name);

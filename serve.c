@@ -178,10 +178,17 @@ static bool flag(Request *q, const cJSON *object, const char *key, bool normal) 
     return value ? cJSON_IsTrue(value) : normal;
 }
 
-static bool check_model(Request *q, const char *name) {
+static bool is_model(Request *q, const char *name) {
     if (!strcmp(name, server.name)) return true;
     q->code = "model_not_found";
     return fail(&q->error, 404, "model: there is no model %.100s here, only %s", name, server.name);
+}
+/* Checks the request's model, if it names one. */
+static bool check_model(Request *q) {
+    const cJSON *model = json_get(q->json, "model");
+    const char *name = cJSON_GetStringValue(model);
+    if (model && !name) return fail(&q->error, 400, "model must be a text");
+    return !name || !*name || is_model(q, name);
 }
 
 /* Fields that are refused, unless their value follows a = here: in any request, in chats, in texts. Accepted values
@@ -247,11 +254,8 @@ static bool take_request(Request *q) {
     if (getentropy(&s->seed, sizeof s->seed)) s->seed = (uint64_t)(seconds() * 1e9);
     snprintf(q->id, sizeof q->id, "%s-%016llx", q->chat ? "chatcmpl" : "cmpl", (unsigned long long)s->seed);
     q->created = time(NULL);
-    const cJSON *model = json_get(q->json, "model"), *best = json_get(q->json, "best_of");
-    const cJSON *options = json_get(q->json, "stream_options");
-    if (model && !cJSON_IsString(model)) return fail(&q->error, 400, "model must be a text");
-    const char *name = cJSON_GetStringValue(model);
-    if ((name && *name && !check_model(q, name)) || !refuse_others(q)) return false;
+    const cJSON *best = json_get(q->json, "best_of"), *options = json_get(q->json, "stream_options");
+    if (!check_model(q) || !refuse_others(q)) return false;
     if (options && !cJSON_IsObject(options)) return fail(&q->error, 400, "stream_options must be an object");
     q->stream = flag(q, q->json, "stream", false);
     q->usage = flag(q, options, "include_usage", false);
@@ -720,7 +724,7 @@ static void complete_chat(Request *q) { q->chat = true, complete(q); }
 /* The list of models, or the one that the path names. */
 static void models(Request *q) {
     const char *name = q->url + strlen(q->endpoint->path);
-    if (*name && !check_model(q, name + 1)) return;
+    if (*name && !is_model(q, name + 1)) return;
     cJSON *model =
         json_object("id", json_word(server.name), "object", json_word("model"), "created", json_number(0), "owned_by",
                     json_word("infer"), "max_model_len", json_number(server.s.engine.context), NULL);
@@ -742,9 +746,8 @@ static void page(Request *q) { bytes_text(&q->out, page_text); }
 
 static void tokenize(Request *q) {
     LocalIds ids = {0};
-    const char *model = json_string(q->json, "model");
     const int flags = flag(q, q->json, "add_special_tokens", false) ? WITH_TEMPLATE : 0;
-    if (q->error.code || (model && !check_model(q, model))) return;
+    if (q->error.code || !check_model(q)) return;
     if (!take_prompt(q, "prompt", json_get(q->json, "prompt"), flags, &ids)) return;
     bytes_print(&q->out, "{\"count\":%zu,\"tokens\":[", ids.n);
     for (size_t i = 0; i < ids.n; i++) bytes_print(&q->out, i ? ",%d" : "%d", ids.data[i]);
@@ -757,7 +760,7 @@ static void detokenize(Request *q) {
     Decoder d = {0};
     const cJSON *tokens = json_get(q->json, "tokens");
     if (!cJSON_IsArray(tokens)) fail(&q->error, 400, "tokens must be an array of token ids");
-    if (q->error.code || !take_prompt(q, "tokens", tokens, 0, &ids)) return;
+    if (q->error.code || !check_model(q) || !take_prompt(q, "tokens", tokens, 0, &ids)) return;
     for (size_t i = 0; i < ids.n; i++) tokenizer_decode(server.s.tokenizer, &d, ids.data[i], &text);
     tokenizer_flush(&d, &text);
     put_json(q, json_object("prompt", json_from_text(text.data, text.n), NULL));
@@ -818,7 +821,8 @@ static enum MHD_Result count_header(void *data, enum MHD_ValueKind kind, const c
     const bool encoding = !strcasecmp(key, "Transfer-Encoding");
     *hosts += !strcasecmp(key, "Host");
     *lengths += encoding || !strcasecmp(key, "Content-Length");
-    if ((encoding && strcasecmp(value, "chunked")) || strpbrk(key, " \t\r") || strchr(value, '\r')) *lengths += 2;
+    if ((encoding && strcasecmp(value, "chunked")) || strpbrk(key, " \t\r") || strchr(value, '\r'))
+        *lengths += 2; /* refused: others may read it otherwise */
     return MHD_YES;
 }
 
@@ -858,7 +862,9 @@ static void check_request(Request *q, const char *method, const char *version) {
     for (int i = 0; i < (int)(sizeof endpoints / sizeof *endpoints); i++)
         if (!strcmp(endpoints[i].path, path) && !strcmp(endpoints[i].method, as)) q->endpoint = endpoints + i;
     if (count[1] > 1 || count[0] > 1 || (count[0] < 1 && !strcmp(version, "HTTP/1.1")))
-        fail(&q->error, 400, "a request has one Host, and one Content-Length or Transfer-Encoding at most");
+        fail(&q->error, 400,
+             "the headers can be read in two ways: send one Host, at most one Content-Length or Transfer-Encoding: "
+             "chunked, and no blank in a name");
     else if (!may_ask(header(q, "Host"), header(q, "Origin")))
         fail(&q->error, 403, "this page or host may not send requests; see infer serve --help, --cors");
     else if (server.o->cors && !strcmp(method, "OPTIONS"))
@@ -883,8 +889,8 @@ static enum MHD_Result respond(Request *q) {
         MHD_create_response_from_callback(q->stream ? MHD_SIZE_UNKNOWN : q->out.n, PART, write_part, q, NULL);
     server.status[status]++;
     MHD_add_response_header(r, "Content-Type", type ? type : "application/json");
-    if (q->stream) MHD_add_response_header(r, "Cache-Control", "no-cache");
-    if (q->stream) MHD_add_response_header(r, "X-Accel-Buffering", "no"); /* nginx would hold events back */
+    if (q->stream) /* else nginx would hold events back */
+        MHD_add_response_header(r, "Cache-Control", "no-cache"), MHD_add_response_header(r, "X-Accel-Buffering", "no");
     if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
     if (server.o->cors && wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");

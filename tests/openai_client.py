@@ -14,7 +14,6 @@ def joined(stream):
     """The choices of a stream, each put together again, the usage, and how many chunks there were."""
     choices, usage, chunks = {}, None, 0
     for chunk in stream:
-        assert chunk.usage is None or not chunk.choices, chunk
         chunks, usage = chunks + 1, chunk.usage or usage
         for c in chunk.choices:
             made = choices.setdefault(c.index, {"content": "", "reasoning": "", "calls": [], "finish": None,

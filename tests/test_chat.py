@@ -185,6 +185,22 @@ def test_system_text_of_a_template(folder):
           ("another name", ('"Today is " + tools + "." %}', "2025-06-28", ""))], check)
 
 
+def test_other_strings_of_templates(folder):
+    """A line break in front of ChatML's own system text; a fixed date in single quotes; nothing of what is no string."""
+    chat = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "date": "2025-06-28"})
+
+    def check(name, value):
+        model, (before, behind), word, there = value
+        template = MODELS[model]["has"]
+        expect(before in template, f"the test is wrong: no {before!r}")
+        prompt = infer("render", folder_of(model, folder, template.replace(before, behind)), stdin=chat).text
+        same(word in prompt, there, f"{word!r} in {prompt!r}")
+    each([("a line break before", ("SmolLM2", ("'<|im_start|>system", "'\\n<|im_start|>system"), "named SmolLM", True)),
+          ("raw text", ("SmolLM2", ("{{ '<|im_start|>system\nYou are", "<|im_start|>system\n{{ messages[0]['content'] }} You are"), "You are", False)),
+          ("single quotes", ("Llama 3.1", ('"26 Jul 2024"', "'26 Jul 2024'"), "26 Jul 2024", True)),
+          ("another date", ("Llama 3.1", ('"26 Jul 2024"', "'1 Jan 2025'"), "Today Date: 1 Jan 2025", True))], check)
+
+
 def test_chatml_behind_bos_token(folder):
     """As the templates of Hermes 3 and Bielik have it, also where other texts do not begin so. jinja prints nothing for
     a bos_token that the tokenizer lacks."""

@@ -195,6 +195,10 @@ def test_inspect_list_and_names(folder):
     parrot(folder, "two/x-Q8_0.gguf"), parrot(folder, "two/x-Q4_K_M.gguf")
     refused("tokenize", folder / "two", words=["more than one", "x-Q8_0.gguf", "x-Q4_K_M.gguf"])
     same(len(json.loads(infer("list", "--json", cwd=folder, env=env).text)), len(listed), "models with a config.json more")
+    refused("rm", "q4_k_m", cwd=folder, env=env, code=2, words=["part of org/x", "infer rm org/x"])
+    parrot(folder, "models/org--x/x-Q4_K_M.gguf")  # under the name of the hub's
+    same(len(json.loads(infer("list", "--json", cwd=folder, env=env).text)), len(listed), "a name twice")
+    same(ids_of(infer("tokenize", "org/x", stdin="Hello", cwd=folder, env=env)), ids_of(infer("tokenize", PARROT, stdin="Hello")), "it")
     (folder / "models" / "b" / "c.gguf-00002-of-00002.gguf").unlink()
     same([m["complete"] for m in json.loads(infer("list", "--json", cwd=folder, env=env).text)], [True, False, True, True, True],
          "complete")

@@ -640,7 +640,9 @@ def test_tokenize():
         ids = s.post("/tokenize", {"prompt": "Hello, <|end|> 🙂"})["tokens"]
         same(s.post("/detokenize", {"tokens": ids})["prompt"], "Hello, <|end|> 🙂")
         same(ids, json.loads(infer("tokenize", PARROT, stdin="Hello, <|end|> 🙂").text))
-        s.refuses("/tokenize", {"prompt": "a", "model": "nope"}, "nope", code=404)
+        for path, key in (("/tokenize", "prompt"), ("/detokenize", "tokens")):
+            s.refuses(path, {key: [1], "model": "nope"}, "nope", code=404)
+            s.refuses(path, {key: [1], "model": 5}, "model must be")
         s.refuses("/tokenize", {"prompt": "a", "add_special_tokens": 5}, "add_special_tokens")
         s.refuses("/detokenize", {"tokens": "abc"}, "array")
         template = s.post("/tokenize", {"prompt": "a", "add_special_tokens": True})["tokens"]
@@ -756,7 +758,8 @@ def test_heartbeat():
     with Server(TINY, "--streams", 1, program=PLAIN) as s:
         first = s.open_stream(TEXT, {"prompt": [1], "max_tokens": 4000, "ignore_eos": True})
         s.wait(lambda: s.metric("answers_running") == 1, "running")
-        second = s.open_stream(TEXT, {"prompt": [2], "max_tokens": 3, "ignore_eos": True})
+        second = s.open_stream(TEXT, {"prompt": [2], "max_tokens": 3, "ignore_eos": True,
+                                      "stream_options": {"include_usage": True}})
         seen = b""
         while b"\n: " not in seen:
             more = second.recv(1 << 16)
@@ -764,4 +767,7 @@ def test_heartbeat():
             seen += more
         first.close()
         seen += second.makefile("rb").read()
-        expect(b"[DONE]" in seen and len(events(seen.decode())) >= 3, seen)
+        expect(b"[DONE]" in seen and b"X-Accel-Buffering: no\r\n" in seen, seen)
+        *parts, last = events(seen.decode())
+        expect(len(parts) >= 3 and all(part["usage"] is None for part in parts) and not last["choices"], seen)
+        same(last["usage"]["completion_tokens"], 3, "usage")
