@@ -160,12 +160,12 @@ static char *preset_of(const char *template) {
     static const char chatml[] = "<|im_start|>system", mistral[] = "default_system_message = \"";
     char *preset = NULL;
     for (const char *s = template; (s = strstr(s, chatml)) && !preset;) {
-        const char *open = s; /* the quote that opens this string */
-        while (open > template && *open != '"' && *open != '\'') open--;
+        const char *quote = s; /* that opens this string */
+        while (quote > template && *quote != '"' && *quote != '\'') quote--;
         s += strlen(chatml);
         const size_t line = begins(s, "\n") + begins(s, "\\n");
         s += line;
-        if (line) preset = text_until(&s, *open, "<|im_end|>");
+        if (line) preset = text_until(&s, *quote, "<|im_end|>");
     }
     const char *s = preset ? NULL : strstr(template, mistral);
     if (!s) return preset;
@@ -190,7 +190,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
     chat->preset = preset_of(template);
     const char *date = strstr(template, "strftime_now") ? NULL : strstr(text.data, "date_string = '");
     if (date) date += strlen("date_string = '"), chat->date = text_until(&date, '\'', "'");
-    chat->latest = !strstr(template, "is_first_sp"); /* DeepSeek's templates that join all have it */
+    chat->latest = !strstr(template, "is_first_sp"); /* in those of DeepSeek that join all system texts */
     return chat->format ||
            fail(e, BAD_MODEL,
                 "%s; known are harmony and those of Qwen, SmolLM2, Llama, Mistral, Gemma, DeepSeek and TinyLlama",

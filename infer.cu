@@ -444,7 +444,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
         item++, tile++, weights += tile_bytes;
         if (tile == tiles && item < end) tile = 0, which++, find_job(next);
         stream.begin(p.w, weights, warp, W, item < end ? chunks : 0);
-        if (item < end && warp < chunks) x.start(warp, W, chunks); /* a no-op with TILES 1, as jobs have */
+        if (item < end && warp < chunks) x.start(warp, W, chunks); /* jobs have TILES 1, for which it does nothing */
 #pragma unroll
         for (int i = 0; i < TILES * 4; i++) sum[turn % 2][warp][i * 32 + lane] = c[i / 4][i % 4];
         for (int n = 0; n < TOKENS / W && p.squares && !turn; n++) {
@@ -1852,8 +1852,8 @@ bool feed_forward(Pass *a, const DeviceLayer &l, const float *next_norm, const M
 }
 
 /* A transformer block: x += attention(norm(x)), x += experts(norm(x)). A kernel that adds to x also writes w.normed for
- * the matrix that reads it next, where it can; else norm_for() launches `norm`. With the annex
- * gpt-oss-20b and 120b come here only with more than MAX_DECODE tokens: see fast::decode(). */
+ * the matrix that reads it next, where it can; else norm_for() launches `norm`. With the annex gpt-oss-20b and 120b
+ * come here only with more than MAX_DECODE tokens: see fast::decode(). */
 bool block(Pass *a, int layer, Error *e) {
     const DeviceModel &device = a->gpu->device;
     const DeviceLayer &l = device.layer[layer];

@@ -106,6 +106,7 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
     bool gguf;                 /* norms hold w, not w - 1; experts' gate and up are two tensors */
+    bool zeros;                /* all groups of compressed-tensors have zero points */
     Error *e;
 } Loader;
 
@@ -411,7 +412,10 @@ static void read_quantization(Loader *load, const char *dir) {
     }
     const cJSON *q = load->quantization = config_typed(load, load->file, key, cJSON_Object, "an object");
     const char *version = json_string(q, "version");
+    const cJSON *groups = json_get(q, "config_groups"), *one;
     if (q) check_quantization(load, path, "", q);
+    load->zeros = groups && groups->child;
+    cJSON_ArrayForEach(one, groups) load->zeros &= cJSON_IsFalse(json_get(json_get(one, "weights"), "symmetric"));
     if (json_is(q, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
         config_bad(load, q, "version", "\"gemm\"");
     if (json_is(q, "quant_method", "auto-round") && !json_is(q, "packing_format", "auto_round:auto_gptq") &&
@@ -891,14 +895,6 @@ static float bind_factor(Loader *load, const char *name, const char *suffix) {
     return divides ? 1 / factor : factor;
 }
 
-/* Do all groups of compressed-tensors have zero points? */
-static bool has_zeros(const Loader *load) {
-    const cJSON *groups = json_get(load->quantization, "config_groups"), *one;
-    bool all = groups && groups->child;
-    cJSON_ArrayForEach(one, groups) all = all && cJSON_IsFalse(json_get(json_get(one, "weights"), "symmetric"));
-    return all;
-}
-
 /* Binds the scales and zeros of w and whatever else its encoding has. */
 static void bind_grids(Loader *load, const char *name, const Encoding *how, Linear *w, Stored *one) {
     const bool transposed = in_gptq(w->type) || w->type == AWQ4;
@@ -909,7 +905,7 @@ static void bind_grids(Loader *load, const char *name, const Encoding *how, Line
         config_bad(load, load->quantization, "weight_block_size", "two whole numbers");
     w->scale = (Grid){how->scales, (int)rows, (int)MIN(cols, w->cols), transposed};
     one->scale = bind_scale(load, name, how->scale, w);
-    if (how->zero && (transposed || has_zeros(load) || find(load, name, how->zero))) {
+    if (how->zero && (transposed || load->zeros || find(load, name, how->zero))) {
         w->zero = (Grid){how->zeros, w->scale.rows, w->scale.cols, in_words(w->type) && w->type != AWQ4};
         one->zero = bind_grid(load, name, how->zero, w, w->zero, 0);
         w->zero_plus_one = in_gptq(w->type) && !json_is(load->quantization, "checkpoint_format", "gptq_v2") &&
@@ -1431,11 +1427,10 @@ char *model_find(const char *argument, Error *e) {
     const bool here = !stat(argument, &st) && S_ISDIR(st.st_mode);
     if (revision && !here) snapshot = find_snapshot(repository, revision + 1);
     const char *folder = here ? argument : snapshot;
-    if (folder)
-        add_path(&list, folder, argument, false, 2);
-    else
+    if (!folder)
         list = models_list();
-    if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
+    else if (add_path(&list, folder, argument, false, 2))
+        qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
     for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
         if (!strcmp(m->name, argument)) return text_print("%s", m->path);
         bytes_print(&all, "%s%s", all.n ? ", " : "", m->name);

@@ -346,8 +346,8 @@ static void add_score(Choice *c, size_t begin, int token, const float *logits) {
     cJSON *score = json_object("begin", json_number(begin), NULL);
     cJSON_AddItemToArray(c->scores, score);
     for (int i = 0; i < n; i++) cJSON_AddItemToArray(top, chance_json(best[i], logits, all));
-    if (logits && !c->request->chat)
-        cJSON_AddItemToArray(top, chance_json(token, logits, all)); /* if it is not there */
+    if (logits && !c->request->chat) /* texts get the drawn token, too; below each counts once */
+        cJSON_AddItemToArray(top, chance_json(token, logits, all));
     if (c->request->chat) {
         json_add(score, "content", own, NULL);
         return;
@@ -817,12 +817,11 @@ static const Endpoint endpoints[] = {
 };
 
 static enum MHD_Result count_header(void *data, enum MHD_ValueKind kind, const char *key, const char *value) {
-    int *hosts = data, *lengths = hosts + 1;
+    int *hosts = data, *lengths = hosts + 1, *odd = hosts + 2;
     const bool encoding = !strcasecmp(key, "Transfer-Encoding");
     *hosts += !strcasecmp(key, "Host");
     *lengths += encoding || !strcasecmp(key, "Content-Length");
-    if ((encoding && strcasecmp(value, "chunked")) || strpbrk(key, " \t\r") || strchr(value, '\r'))
-        *lengths += 2; /* refused: others may read it otherwise */
+    *odd += (encoding && strcasecmp(value, "chunked")) || strpbrk(key, " \t\r") || strchr(value, '\r');
     return MHD_YES;
 }
 
@@ -857,11 +856,11 @@ static bool may_ask(const char *host, const char *origin) {
 static void check_request(Request *q, const char *method, const char *version) {
     const char *url = q->url, *path = strncmp(url, "/v1/models/", 11) ? url : "/v1/models"; /* the list, or one */
     const char *as = strcmp(method, "HEAD") ? method : "GET";
-    int count[2] = {0}; /* Host, lengths */
+    int count[3] = {0}; /* Host, lengths, headers that a proxy may read otherwise */
     MHD_get_connection_values(q->connection, MHD_HEADER_KIND, count_header, count);
     for (int i = 0; i < (int)(sizeof endpoints / sizeof *endpoints); i++)
         if (!strcmp(endpoints[i].path, path) && !strcmp(endpoints[i].method, as)) q->endpoint = endpoints + i;
-    if (count[1] > 1 || count[0] > 1 || (count[0] < 1 && !strcmp(version, "HTTP/1.1")))
+    if (count[2] || count[1] > 1 || count[0] > 1 || (count[0] < 1 && !strcmp(version, "HTTP/1.1")))
         fail(&q->error, 400,
              "the headers can be read in two ways: send one Host, at most one Content-Length or Transfer-Encoding: "
              "chunked, and no blank in a name");
