@@ -117,9 +117,9 @@ constexpr Type card_types[] = {
     BF16, F16, F32,
     MXFP4, Q6_K,                  /* MXFP4, NVFP4 */
     FP8, Q8_0,                    /* FP8, INT8 */
-    PACKED4, Q5_K,                /* PACKED4, PACKED8 */
-    PACKED4, Q5_K, PACKED4,       /* GPTQ4, GPTQ8, AWQ4 */
-    Q8_0, Q4_1, Q4_1, Q8_0, Q5_K, /* Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 */
+    PACKED4, PACKED8,             /* PACKED4, PACKED8 */
+    PACKED4, PACKED8, PACKED4,    /* GPTQ4, GPTQ8, AWQ4 */
+    Q8_0, Q4_1, Q4_1, Q6_K, Q5_K, /* Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 */
     Q5_K, Q6_K, Q4_1, Q5_K, Q6_K, /* Q2_K to Q6_K */
     Q8_0, Q8_0, MXFP4};           /* IQ4_NL, IQ4_XS, GGUF_MXFP4 */
 /* clang-format on */
@@ -135,14 +135,17 @@ static Type card_type(const Linear &w, bool columns) {
                (t == FP8 || w.cols % word == 0) && (w.scale.cols >= w.cols || w.scale.cols % word == 0);
     };
     Type to = card_types[w.type];
-    if (w.type == INT8 && w.zero.rows) to = Q5_K;
+    if (w.type == INT8 && w.zero.rows) to = PACKED8;
     if (to == PACKED4 && !fits(to)) to = Q4_1;
     return is_coded(to) && !fits(to) ? BF16 : to;
 }
 /* One encoding for Linears that share a Matrix. */
 static Type common_type(Type a, Type b) {
-    auto holds = [](Type t) { return t == Q4_1 || t == Q8_0 || t == Q5_K || t == Q6_K; }; /* what Q5_K can hold */
-    return a == b ? a : holds(a) && holds(b) ? Q5_K : a == F32 || b == F32 ? F32 : BF16;
+    auto in_six = [](Type t) { return t == Q4_1 || t == Q5_K || t == Q6_K; }; /* Q5_K holds them all, PACKED8 these: */
+    auto in_eight = [&](Type t) { return in_six(t) || t == Q8_0 || t == PACKED8; };
+    if (a == b) return a;
+    if (in_eight(a) && in_eight(b)) return in_six(a) && in_six(b) ? Q5_K : PACKED8;
+    return a == F32 || b == F32 ? F32 : BF16;
 }
 
 /* ---- loading them ---- */
@@ -161,30 +164,41 @@ struct Source {
 static __device__ uint16_t fp8_pair(uint32_t first, uint32_t second) {
     return (first & 0x80) << 8 | (first & 0x7F) << 4 | (second & 0x80) << 4 | (second & 0x70) << 8 | second & 15;
 }
+static __device__ uint32_t half_and_bf16(float a, float b) {
+    return __half_as_ushort((f16)a) | (uint32_t)__bfloat16_as_ushort((bf16)b) << 16;
+}
 /* Stores four neighbouring weights of a row, and the word of their columns, where code_place() and word_place() say. */
 static __device__ void place_codes(const Source &s, const Matrix &m, int row, int to, int c, const Weight (&w)[4]) {
     uint8_t *chunk = m.chunk(s.matrix, to, c, coded_chunk(m.type)),
             *at = chunk + code_place(m.type, to % TILE, c % CHUNK) / 8;
     const bool whole = s.linear.type != NVFP4; /* else multiples of 1/2, which are doubled */
-    float a = whole ? w[0].a : w[0].a / 2, shift = 0;
-    if (m.type == Q4_1 && s.linear.type == Q4_0) shift = -8; /* signed codes become unsigned ... */
-    if (has_offset(m.type) && code_bits(m.type) == 8 && s.linear.type < Q8_0) shift = s.info.zero; /* or signed */
-    uint8_t code[4];
+    float a = whole ? w[0].a : w[0].a / 2, b = w[0].b + a * (s.info.zero - w[0].zero);
+    const int bits = code_bits(m.type), middle = 1 << (bits - 1);
+    const bool constant = has_offset(m.type) && (float)(f16)a == 0; /* every weight is b */
+    int code[4];
     for (int i = 0; i < 4; i++)
-        code[i] = m.type == FP8 ? s.from.data.data[row * s.from.data.stride + c + i]
-                                : (uint8_t)(int)((whole ? w[i].q : 2 * w[i].q) - shift);
+        code[i] = constant        ? middle
+                  : m.type == FP8 ? s.from.data.data[row * s.from.data.stride + c + i]
+                                  : (int)(whole ? w[i].q : 2 * w[i].q) - s.info.zero + middle;
     if (m.type == FP8)
         ((uint16_t *)at)[0] = fp8_pair(code[0], code[2]), ((uint16_t *)at)[1] = fp8_pair(code[1], code[3]);
-    else if (code_bits(m.type) == 8)
-        for (int i = 0; i < 4; i++) at[i % 2 * 2 + i / 2] = code[i] + 128;
     else
-        at[0] = code[0] & 15 | code[2] << 4, at[2] = code[1] & 15 | code[3] << 4;
+        for (int i = 0; i < 2; i++)
+            if (bits == 8)
+                at[i * 2] = code[i], at[i * 2 + 1] = code[i + 2];
+            else
+                at[i * 2] = code[i] & 15 | code[i + 2] >> (bits - 4) << 4;
+    for (int i = 0; i < 4 && bits == 6; i++) { /* other threads store other bits of the word */
+        const int place = rest_place(to % TILE, c % CHUNK + i), rest = i < 2 ? code[i] >> 4 : code[i] & 3;
+        atomicOr((uint32_t *)chunk + place / 32, (uint32_t)rest << place % 32);
+    }
     if (c % (CHUNK / chunk_words(m.type))) return;
-    const __half2 both = __floats2half2_rn(a, w[0].b + a * (shift - w[0].zero));
     void *scale = chunk + word_place(m.type, to % TILE, c % CHUNK);
-    uint32_t word = has_offset(m.type) || m.type == Q6_K ? *(const uint32_t *)&both : float_bits(a);
+    if (constant) a = b;
+    const float unit = (float)(f16)a, z = unit ? b / unit / 64 : 0;
+    uint32_t word = has_offset(m.type) || m.type == Q6_K ? half_and_bf16(a, z) : float_bits(a);
     if (m.type == PACKED4) word = word & ~15u | (uint32_t)w[0].zero;
-    memcpy(scale, &word, word_bytes(m.type)); /* of Q6_K only the first half */
+    memcpy(scale, &word, word_bytes(m.type)); /* of Q6_K only the half */
 }
 /* One thread packs four columns of a row. A NaN sets *bad. */
 static __global__ void place_weights(Source s, Matrix m, Rows rows, int *bad) {
@@ -261,9 +275,10 @@ static __global__ void make_up(Matrix m, uint32_t seed) {
             uint32_t scale = 127 + FP4_SCALE - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
             ((uint32_t *)m.data)[i] = i * 4 % FP4_CHUNK < 512 ? bits : scale * 0x01010101;
         } else { /* all codes are equally likely, but e4m3 has no NaN, and 0 of PACKED4 becomes 8, for a mean of 0 */
-            const float a = 1 / (sqrtf(m.cols) * (m.type == FP8 ? 68.5f : code_bits(m.type) == 8 ? 73.9f : 4.6f));
-            const __half2 both = __floats2half2_rn(a, m.type == Q6_K ? a : m.type == Q4_1 ? -7.5f * a : 0);
-            uint32_t word = has_offset(m.type) || m.type == Q6_K ? *(const uint32_t *)&both : float_bits(a);
+            const int b = code_bits(m.type);
+            const float a = 1 / sqrtf(m.cols) / (m.type == FP8 ? 68.5f : b == 8 ? 73.9f : b == 6 ? 18.5f : 4.6f);
+            uint32_t word = has_offset(m.type) ? half_and_bf16(a, 1.f / 128) : float_bits(a);
+            if (m.type == Q6_K) word = half_and_bf16(a, 0) * 0x00010001;
             if (m.type == FP8) bits &= ~0x00880088u;
             if (m.type == PACKED4) bits |= (~(bits | bits >> 1 | bits >> 2 | bits >> 3) & 0x11111111) * 8;
             if (m.type == PACKED4) word = word & ~15u | 8;

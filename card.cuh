@@ -27,38 +27,47 @@ constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154;
  * that the first word plus four times the second, one multiply-add, gives the two pairs that are missing. */
 constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603;
 
-/* The encodings that kernels know besides BF16, F16, F32 and MXFP4: codes of 8 or 4 bits, and for every 64, 32 or 16
+/* The encodings that kernels know besides BF16, F16, F32 and MXFP4: codes of 8, 6 or 4 bits, and for every 64, 32 or 16
  * columns of a row a word that scales them. The loader converts a file's other encodings to one of these, without loss
  * except that floats may become halves:
  *
  *   FP8         of 64 columns  a float a                                      weight a q
  *   Q8_0        of 32          a float a                                      weight a q, q signed
  *   PACKED4     of 64          a float a whose lowest four bits are a zero z  weight a (q - z), q unsigned
- *   Q4_1        of 32          two halves a, b                                weight a q + b, q unsigned
- *   Q5_K        of 16          two halves a, b                                weight a q + b, q signed
- *   Q6_K        of 16          a half a                                       weight a q, q signed
+ *   Q4_1        of 32          a half a and a bf16 z                          weight a (q + 64 z), q signed
+ *   Q5_K        of 16          the same                                       q signed, 6 bits
+ *   PACKED8     of 16          the same                                       q signed, 8 bits
+ *   Q6_K        of 16          a half a                                       weight a q, q signed, 6 bits
  *
- * Signed codes lie there plus 128, as numbers from 0 to 255. */
+ * Signed codes lie there plus 8, 32 or 128, so none is negative. */
 __host__ __device__ constexpr bool is_coded(Type t) {
-    return t == FP8 || t == PACKED4 || t == Q4_1 || t == Q8_0 || t == Q5_K || t == Q6_K;
+    return t == FP8 || t == PACKED4 || t == PACKED8 || t == Q4_1 || t == Q8_0 || t == Q5_K || t == Q6_K;
 }
-__host__ __device__ constexpr int code_bits(Type t) { return t == PACKED4 || t == Q4_1 ? 4 : 8; }
+__host__ __device__ constexpr int code_bits(Type t) {
+    return t == PACKED4 || t == Q4_1 ? 4 : t == Q5_K || t == Q6_K ? 6 : 8;
+}
 __host__ __device__ constexpr int chunk_words(Type t) {
-    return t == Q5_K || t == Q6_K ? 4 : t == Q8_0 || t == Q4_1 ? 2 : 1;
+    return t == Q5_K || t == Q6_K || t == PACKED8 ? 4 : t == Q8_0 || t == Q4_1 ? 2 : 1;
 }
 __host__ __device__ constexpr int word_bytes(Type t) { return t == Q6_K ? 2 : 4; }
-__host__ __device__ constexpr bool has_offset(Type t) { return t == Q4_1 || t == Q5_K; }
+__host__ __device__ constexpr bool has_offset(Type t) { return t == Q4_1 || t == Q5_K || t == PACKED8; }
 __host__ __device__ constexpr int codes_bytes(Type t) { return TILE * CHUNK * code_bits(t) / 8; }
 __host__ __device__ constexpr int coded_chunk(Type t) { return codes_bytes(t) + TILE * chunk_words(t) * word_bytes(t); }
 /* Where the code of a row and column lies in a chunk of a tile (in bits), and where its word lies (in bytes). Lane 4g +
  * t of a warp has rows g and g + 8; of every 32 columns it has 8t to 8t + 7 or, if a word is for 16 columns, 4t to 4t +
- * 3 and 16 + 4t to 16 + 4t + 3. One mma takes four of them, number k. Two values for one register lie 16 bits apart. */
+ * 3 and 16 + 4t to 16 + 4t + 3. One mma takes four of them, number k. Two values for one register lie 16 bits apart.
+ * Of a code of 6 bits the lower four lie there or, in the second pair, the upper four; rest_place() says where the
+ * other two bits lie. */
 __host__ __device__ constexpr int code_place(Type t, int row, int column) {
     const bool words_of_16 = chunk_words(t) == 4;
     const int lane = row % 8 * 4 + (words_of_16 ? column % 16 / 4 : column % 32 / 8), pair = column % 4 / 2;
     const int k = words_of_16 ? column / 16 : column / 32 * 2 + column % 8 / 4, second = column % 2;
     return code_bits(t) == 8 ? row / 8 * 4096 + lane * 128 + k * 32 + pair * 8 + second * 16
                              : lane * 128 + row / 8 * 64 + k / 2 * 32 + (k % 2 * 2 + pair) * 4 + second * 16;
+}
+__host__ __device__ constexpr int rest_place(int row, int column) {
+    const int lane = row % 8 * 4 + column % 16 / 4, pair = column % 4 / 2, k = column / 16, second = column % 2;
+    return TILE * CHUNK * 4 + lane * 64 + row / 8 * 32 + (k * 4 + 4 - pair * 2 + second * 16) % 32;
 }
 __host__ __device__ constexpr int word_place(Type t, int row, int column) {
     const int words = chunk_words(t), word = (row % 8 * 2 + row / 8) * words + column * words / CHUNK;

@@ -137,11 +137,10 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
     }
 };
 
-/* Codes of 4 or 8 bits: see is_coded() in card.cuh. A few mma in a row compute a sum over 64, 32 or 16 columns, and the
- * word of these columns scales it; an offset multiplies the sum of x over the same columns. Codes become bf16 exactly
- * and in few operations. In Q4_1 they become 128 + q, and the offset corrects it. e4m3 comes out 2^120 (LIFT) too
+/* Codes of 4, 6 or 8 bits: see is_coded() in card.cuh. A few mma in a row compute a sum over 64, 32 or 16 columns, and
+ * the word of these columns scales it. Codes become bf16 exactly and in few operations. e4m3 comes out 2^120 (LIFT) too
  * small. The bits of any other code q, read as bf16, are q 2^-133. One multiply-add makes (q - zero point) / 64 of
- * them, and scale() multiplies by 64. */
+ * them, and scale() multiplies by 64. The sum of a code and an offset that is no integer is rounded to bf16. */
 template <Type T> struct EncodingCoded {
     typedef bf16 Activation;
     static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), SIZE = word_bytes(T);
@@ -150,7 +149,7 @@ template <Type T> struct EncodingCoded {
     static constexpr int STEP = coded_chunk(T), PIECES = STEP / 16, BLOCKS = 2;
     template <int TILES> static constexpr int AHEAD = TILES == 1 || (TILES == 2 && T == PACKED4) ? 4 : 2;
     struct Raw {
-        uint32_t code[2][BITS / 2], word[2][WORDS * SIZE / 4]; /* of rows g and g + 8 */
+        uint32_t code[2][BITS / 4 * 2], rest[2], word[2][WORDS * SIZE / 4]; /* of rows g and g + 8; rest: of 6 bits */
     };
     __device__ static int column(int t, int half) { return half * 32 + t * (WORDS == 4 ? 4 : 8); }
     __device__ static size_t offset(const Matrix &m, int tile, int lane) {
@@ -160,6 +159,7 @@ template <Type T> struct EncodingCoded {
     __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
         const int lane = threadIdx.x % 32;
         for (int k = 0; k < BITS / 4; k++) *(uint4 *)(&r.code[0][0] + k * 4) = load_weights(from + k * 512, real);
+        if (BITS == 6) *(uint2 *)r.rest = load_pair(from + 512 - lane * 8, real);
         const uint8_t *words = from - lane * 16 + codes_bytes(T) + lane / 4 * WORDS * SIZE * 2;
         if (WORDS == 1) *(uint2 *)&r.word[0][0] = load_pair(words, real);
         for (int k = 0; k < WORDS * SIZE / 8; k++)
@@ -168,6 +168,7 @@ template <Type T> struct EncodingCoded {
     __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
         for (int k = 0; k < BITS / 4; k++)
             *(uint4 *)(&r.code[0][0] + k * 4) = *(const uint4 *)(chunk + k * 512 + lane * 16);
+        if (BITS == 6) *(uint2 *)r.rest = ((const uint2 *)(chunk + 512))[lane];
         const uint2 *words = (const uint2 *)(chunk + codes_bytes(T)) + lane / 4 * WORDS * SIZE / 4;
         for (int k = 0; k < WORDS * SIZE / 4; k++) *(uint2 *)(&r.word[0][0] + k * 2) = words[k];
     }
@@ -183,32 +184,35 @@ template <Type T> struct EncodingCoded {
     }
     /* Group k (0 to 3) of four codes, two in a register, of row g (high: g + 8): the columns of one mma. */
     __device__ static uint2 codes(const Raw &r, int high, int k) {
-        constexpr uint32_t LIFTS = 0x7F007F00, LIFTS_16 = 0x7D007D00, TWOS = 0xC000C000; /* 2^127, 2^123, -2 */
-        const uint32_t w = BITS == 4 ? r.code[high][k / 2] >> k % 2 * 8 : r.code[high][k];
-        if (T == Q4_1) return {masked<0x000F000F, 0x43004300>(w), masked<0x000F000F, 0x43004300>(w >> 4)};
-        if (T == PACKED4) {
-            const uint32_t zero = fma((r.word[high][0] & 15) * 0x00010001, LIFTS ^ 0x80008000, 0x80008000);
-            return {fma(w & 0x000F000F, LIFTS, zero), fma(w & 0x00F000F0, LIFTS_16, zero)};
-        }
+        constexpr uint32_t LIFTS = 0x7F007F00, LIFTS_4 = 0x7E007E00, LIFTS_16 = 0x7D007D00; /* 2^127, 2^125, 2^123 */
+        constexpr uint32_t MIDDLE = (BITS == 4 ? 0xBE00u : BITS == 6 ? 0xBF00u : 0xC000u) * 0x10001; /* over 64 */
+        const uint32_t w = BITS == 8 ? r.code[high][k] : r.code[high][k / 2] >> k % 2 * 8;
         if (T == FP8) return {w & 0x87F087F0, w << 4 & 0x80F080F0 | w >> 4 & 0x07000700}; /* see fp8_pair in card.cu */
-        return {fma(w & 0x00FF00FF, LIFTS, TWOS), fma(__byte_perm(w, 0, 0x4341), LIFTS, TWOS)}; /* minus 128 */
+        if (BITS == 8) return {fma(w & 0x00FF00FF, LIFTS, MIDDLE), fma(__byte_perm(w, 0, 0x4341), LIFTS, MIDDLE)};
+        uint32_t first = w & 0x000F000F, second = w & 0x00F000F0, zero = MIDDLE;
+        if (T == PACKED4) zero = fma((r.word[high][0] & 15) * 0x00010001, LIFTS ^ 0x80008000, 0x80008000);
+        if (BITS == 6) {
+            const uint32_t rest = __funnelshift_r(r.rest[high], r.rest[high], k * 4);
+            first |= rest & 0x00300030, second |= rest & 0x000C000C;
+        }
+        return {fma(first, LIFTS, zero), fma(second, BITS == 6 ? LIFTS_4 : LIFTS_16, zero)};
     }
-    /* Of the chunk's i-th word: what multiplies the sum of codes times x, and what multiplies the sum of x. */
-    __device__ static float2 scale(const Raw &r, int high, int i) {
+    /* What multiplies the codes of the chunk's i-th word, and the bf16 that is added to them before. */
+    __device__ static float scale(const Raw &r, int high, int i) {
         const uint32_t word = r.word[high][i * SIZE / 4];
         const float2 both = __half22float2(*(const __half2 *)&word);
-        if (T == Q4_1) return {both.x, both.y - 128 * both.x};
-        if (T == Q5_K) return {both.x * 64, both.y};
-        if (T == Q6_K) return {(i % 2 ? both.y : both.x) * 64, 0};
-        return {__uint_as_float(T == PACKED4 ? word & ~15u : word) * (T == FP8 ? 1 : 64), 0};
+        if (OFFSET || T == Q6_K) return (T == Q6_K && i % 2 ? both.y : both.x) * 64;
+        return __uint_as_float(T == PACKED4 ? word & ~15u : word) * (T == FP8 ? 1 : 64);
     }
+    __device__ static uint32_t offset_of(const Raw &r, int high, int i) { return OFFSET ? r.word[high][i] >> 16 : 0; }
     /* The weights of codes(), rounded to bf16, for product_tiled and cuBLAS. */
     __device__ static uint2 weights(const Raw &r, int high, int k) {
         const uint2 code = codes(r, high, k);
-        const float2 by = scale(r, high, k * WORDS / 4);
+        const float by = scale(r, high, k * WORDS / 4) * LIFT;
+        const float add = __uint_as_float(offset_of(r, high, k * WORDS / 4) << 16) * by;
         auto scaled = [&](uint32_t pair) {
             const float2 q = __bfloat1622float2(*(const __nv_bfloat162 *)&pair);
-            return pack(q.x * LIFT * by.x + by.y, q.y * LIFT * by.x + by.y);
+            return pack(q.x * by + add, q.y * by + add);
         };
         return {scaled(code.x), scaled(code.y)};
     }
@@ -219,8 +223,14 @@ template <Type T> struct EncodingCoded {
         };
         low = eight_of(0), high = eight_of(1);
     }
+    /* codes() plus their offset */
+    __device__ static uint2 shifted(const Raw &r, int high, int k) {
+        const uint32_t one = 0x3F803F80, offset = offset_of(r, high, k * WORDS / 4) * 0x10001;
+        const uint2 code = codes(r, high, k);
+        return OFFSET ? make_uint2(fma(code.x, one, offset), fma(code.y, one, offset)) : code;
+    }
     template <int TILES, class X> __device__ static void multiply(float (&c)[TILES][4], const Raw &r, const X &x) {
-        float part[TILES][4], sum[TILES][4];
+        float part[TILES][4];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint4 by[TILES];
@@ -230,35 +240,35 @@ template <Type T> struct EncodingCoded {
             for (int k = half * 2; k < half * 2 + 2; k++)
 #pragma unroll
                 for (int n = 0; n < TILES; n++) {
-                    const uint32_t b0 = k % 2 ? by[n].z : by[n].x, b1 = k % 2 ? by[n].w : by[n].y, one = 0x3F803F80;
+                    const uint32_t b0 = k % 2 ? by[n].z : by[n].x, b1 = k % 2 ? by[n].w : by[n].y;
                     if (k * WORDS % 4 == 0)
-                        for (int j = 0; j < 4; j++) part[n][j] = sum[n][j] = 0;
-                    const uint2 code = codes(r, 0, k), code8 = codes(r, 1, k);
+                        for (int j = 0; j < 4; j++) part[n][j] = 0;
+                    const uint2 code = shifted(r, 0, k), code8 = shifted(r, 1, k);
                     mma<bf16>(part[n], code.x, code8.x, code.y, code8.y, b0, b1);
-                    if (OFFSET) mma<bf16>(sum[n], one, one, one, one, b0, b1);
                     if ((k + 1) * WORDS % 4) continue;
-                    const float2 low = scale(r, 0, k * WORDS / 4), high = scale(r, 1, k * WORDS / 4);
-                    for (int j = 0; j < 4; j++) {
-                        c[n][j] += (j < 2 ? low.x : high.x) * (part[n][j] * LIFT);
-                        if (OFFSET) c[n][j] += (j < 2 ? low.y : high.y) * sum[n][j];
-                    }
+                    const float low = scale(r, 0, k * WORDS / 4), high = scale(r, 1, k * WORDS / 4);
+                    for (int j = 0; j < 4; j++) c[n][j] += (j < 2 ? low : high) * (part[n][j] * LIFT);
                 }
         }
     }
 };
 
-/* One weight of the embedding. card.cu makes FP8, PACKED4 and MXFP4 bf16, so only Q8_0, Q4_1, Q5_K and Q6_K have codes
- * here. */
+/* One weight of the embedding. card.cu makes FP8, PACKED4 and MXFP4 bf16, so FP8 and PACKED4 never
+ * come here. */
 __device__ inline float weight_of(const Matrix &m, size_t row, int column) {
     const size_t at = row * m.stride + column;
     if (m.type == F32) return ((const float *)m.data)[at];
     if (m.type == F16) return (float)((const f16 *)m.data)[at];
     if (m.type == BF16) return (float)((const bf16 *)m.data)[at];
     const uint8_t *chunk = m.chunk(0, row, column, coded_chunk(m.type));
-    const int bit = code_place(m.type, row % TILE, column % CHUNK), byte = chunk[bit / 8];
-    const void *scale = chunk + word_place(m.type, row % TILE, column % CHUNK);
-    if (m.type == Q6_K) return (float)*(const f16 *)scale * (byte - 128.f);
-    if (m.type == Q8_0) return *(const float *)scale * (byte - 128.f);
-    const float2 both = __half22float2(*(const __half2 *)scale);
-    return both.x * (m.type == Q4_1 ? byte >> bit % 8 & 15 : byte - 128.f) + both.y;
+    const int bits = code_bits(m.type), place = code_place(m.type, row % TILE, column % CHUNK);
+    int code = bits == 8 ? chunk[place / 8] : chunk[place / 8] >> place % 8 & 15;
+    if (bits == 6) {
+        const int at = rest_place(row % TILE, column % CHUNK), rest = chunk[at / 8] >> at % 8 & 3;
+        code = column % 4 < 2 ? code | rest << 4 : code << 2 | rest;
+    }
+    code -= 1 << (bits - 1);
+    const void *word = chunk + word_place(m.type, row % TILE, column % CHUNK);
+    if (m.type == Q8_0) return *(const float *)word * code;
+    return (float)*(const f16 *)word * (code + (has_offset(m.type) ? 64 * (float)((const bf16 *)word)[1] : 0));
 }

@@ -1571,6 +1571,7 @@ template <class F> cudaError_t with_type(Type type, F f) {
     case MXFP4: return f(std::integral_constant<Type, MXFP4>());
     case FP8: return f(std::integral_constant<Type, FP8>());
     case PACKED4: return f(std::integral_constant<Type, PACKED4>());
+    case PACKED8: return f(std::integral_constant<Type, PACKED8>());
     case Q4_1: return f(std::integral_constant<Type, Q4_1>());
     case Q8_0: return f(std::integral_constant<Type, Q8_0>());
     case Q5_K: return f(std::integral_constant<Type, Q5_K>());

@@ -35,7 +35,7 @@ typedef enum {
 typedef struct {
     const char *name, *dtype; /* dtype: of its tensors, as safetensors spells it */
     int values, bytes;        /* in a block, whose bytes lie together */
-    int bits, zero;           /* of a code; subtracted from a code if there is no grid of zeros */
+    int bits, zero;           /* of a code; the middle of unsigned codes: their zero, if no grid or minimum says it */
 } TypeInfo;
 
 #ifdef __cplusplus
@@ -49,10 +49,10 @@ TypeInfo types[TYPES] = { /* in the order of Type */
     {"FP8", "F8_E4M3", 1, 1, 8, 0}, {"INT8", "I8", 1, 1, 8, 0},
     {"PACKED4", "I32", 8, 4, 4, 8}, {"PACKED8", "I32", 4, 4, 8, 128},
     {"GPTQ4", "I32", 8, 4, 4, 8}, {"GPTQ8", "I32", 4, 4, 8, 128}, {"AWQ4", "I32", 8, 4, 4, 8},
-    {"Q8_0", "Q8_0", 32, 34, 8, 0}, {"Q4_0", "Q4_0", 32, 18, 4, 8}, {"Q4_1", "Q4_1", 32, 20, 4, 0},
-    {"Q5_0", "Q5_0", 32, 22, 5, 16}, {"Q5_1", "Q5_1", 32, 24, 5, 0}, {"Q2_K", "Q2_K", 256, 84, 2, 0},
-    {"Q3_K", "Q3_K", 256, 110, 3, 4}, {"Q4_K", "Q4_K", 256, 144, 4, 0}, {"Q5_K", "Q5_K", 256, 176, 5, 0},
-    {"Q6_K", "Q6_K", 256, 210, 6, 32}, {"IQ4_NL", "IQ4_NL", 32, 18, 4, 0}, {"IQ4_XS", "IQ4_XS", 256, 136, 4, 0},
+    {"Q8_0", "Q8_0", 32, 34, 8, 0}, {"Q4_0", "Q4_0", 32, 18, 4, 0}, {"Q4_1", "Q4_1", 32, 20, 4, 8},
+    {"Q5_0", "Q5_0", 32, 22, 5, 0}, {"Q5_1", "Q5_1", 32, 24, 5, 16}, {"Q2_K", "Q2_K", 256, 84, 2, 2},
+    {"Q3_K", "Q3_K", 256, 110, 3, 0}, {"Q4_K", "Q4_K", 256, 144, 4, 8}, {"Q5_K", "Q5_K", 256, 176, 5, 16},
+    {"Q6_K", "Q6_K", 256, 210, 6, 0}, {"IQ4_NL", "IQ4_NL", 32, 18, 4, 0}, {"IQ4_XS", "IQ4_XS", 256, 136, 4, 0},
     {"GGUF_MXFP4", "GGUF_MXFP4", 32, 17, 4, 0},
     {"E8M0", "F8_E8M0", 1, 1, 8, 0}};
 /* clang-format on */

@@ -98,8 +98,3 @@ __device__ inline uint32_t times_4_plus(uint32_t b, uint32_t a) {
     asm("mad.lo.u32 %0,%1,4,%2;" : "=r"(x) : "r"(b), "r"(a));
     return x;
 }
-/* x & MASK | VALUE in one instruction, where the compiler takes two. */
-template <uint32_t MASK, uint32_t VALUE> __device__ inline uint32_t masked(uint32_t x) {
-    asm("lop3.b32 %0,%0,%1,%2,0xEA;" : "+r"(x) : "n"(MASK), "n"(VALUE));
-    return x;
-}

@@ -713,6 +713,38 @@ static void rows_may_end_inside_words(void) {
     checkpoint_close(&c);
 }
 
+/* In a block of Q4_1 whose scale is 0 all weights are its minimum, whatever the codes. */
+static void constant_blocks_pass(void) {
+    enum { N = 20, BLOCK = 20 };
+    const size_t chunks[] = {1, 16, 0};
+    int ids[N];
+    uint64_t random = 7;
+    Trace golden = {0};
+    Checkpoint c;
+    Error e;
+    must(checkpoint_open(&c, "tests/fixtures/gguf/Q4_1.gguf", &e), &e);
+    Linear *up = &c.model.layer->up;
+    const View *file = &up->each->data;
+    check(up->type == Q4_1 && file->stride == file->bytes, "up is not Q4_1, row by row");
+    const size_t size = (size_t)file->lines * file->bytes;
+    unsigned char *bytes = allocate(size);
+    memcpy(bytes, file->data, size);
+    for (size_t at = 0; at < size; at += 2 * BLOCK) bytes[at] = bytes[at + 1] = 0;
+    Linear changed = stored(Q4_1, 1, up->rows, up->cols, bytes, NULL);
+    *up = changed;
+    fill_random(ids, N, (size_t)c.model.vocab, &random);
+    trace_run(&golden, &reference, &c.model, ids, N, 0);
+    Costs costs = rounding_costs(&c.model, &golden, ids, N);
+    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+        double ratio;
+        const char *wrong = first_wrong(&c.model, &costs, &golden, ids, N, chunks[i], &ratio);
+        check(!*wrong, "chunks of %zu: first wrong at %s (%.1f times what rounding costs)", chunks[i], wrong, ratio);
+    }
+    linear_free(&changed), free(bytes);
+    trace_free(&golden);
+    checkpoint_close(&c);
+}
+
 /* A file may have quantised experts beside a shared expert in F16, a router in F32 and a head in F32. All read the same
  * x, each in a type of its own, and its rows have padding. */
 static void types_of_x_may_differ(void) {
@@ -1128,6 +1160,7 @@ int main(void) {
     if (!EMULATED) run_long();
     run("gpu: a router and a head in F32, a shared expert in F16, experts in BF16", types_of_x_may_differ);
     run("gpu: rows of codes that end inside a word", rows_may_end_inside_words);
+    run("gpu: blocks of one weight", constant_blocks_pass);
     run("gpu: F32 in some layers only, rows with padding", types_that_share_padding_are_refused);
     run("gpu: a norm 1 % off fails at the stage behind it", spoiled_models_fail);
     run("gpu: the real router and experts, one token", router_and_experts_of_one);

@@ -28,7 +28,7 @@ static inline View part_of(View v, int i, int n) { /* part i of n equal ones */
 
 /* n matrices whose codes are at `data`, or 0 if that is NULL. */
 static inline Linear stored(Type type, int n, int rows, int cols, const void *data, const float *bias) {
-    size_t row = (size_t)cols * (size_t)types[type].bits / 8;
+    size_t row = (size_t)cols / (size_t)types[type].values * (size_t)types[type].bytes;
     View codes = view_of(data, n * rows, row), scales = {0};
     Stored *each = allocate_zero((size_t)n, sizeof *each);
     Linear w = {.type = type, .rows = rows, .cols = cols, .n = n, .each = each};

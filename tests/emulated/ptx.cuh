@@ -59,4 +59,3 @@ template <int BUT> inline void copies_done() {}
 
 inline float exp2_quick(float x) { return exp2f(x); }
 inline uint32_t times_4_plus(uint32_t b, uint32_t a) { return b * 4 + a; }
-template <uint32_t MASK, uint32_t VALUE> inline uint32_t masked(uint32_t x) { return (x & MASK) | VALUE; }
