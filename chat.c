@@ -140,40 +140,33 @@ static bool fits(const Format *f, const char *template, const Tokenizer *t, int 
 
 enum { DATE = 1 }; /* in a text of the template, for " + today + " */
 
-/* The text of a template's string up to `end`, to which it moves *at. NULL: the string ends before, or has no text. */
-static char *text_until(const char **at, char quote, const char *end) {
-    const char *s = *at;
-    LocalBytes text = {0};
-    while (*s) {
-        const size_t today = begins(s, "\" + today + \"");
-        if (!today && (begins(s, end) || *s == quote)) break;
-        const bool escaped = *s == '\\' && s[1];
-        bytes_add(&text, today ? (char[]){DATE} : escaped && s[1] == 'n' ? "\n" : s + escaped, 1);
-        s += today ? today : 1 + (size_t)escaped;
+/* The text that a string of the template has between `mark` and `end`, or NULL. */
+static char *text_behind(const char *template, const char *mark, const char *end) {
+    for (const char *s = template; (s = strstr(s, mark));) {
+        LocalBytes text = {0};
+        s += strlen(mark);
+        const char *quote = s - 1; /* that opens the string */
+        while (quote > template && *quote != '"' && *quote != '\'') quote--;
+        while (*s && !begins(s, end)) {
+            const size_t today = begins(s, "\" + today + \"");
+            if (*s == *quote && !today) break;
+            const bool escaped = *s == '\\' && s[1];
+            bytes_add(&text, today ? (char[]){DATE} : escaped && s[1] == 'n' ? "\n" : s + escaped, 1);
+            s += today ? today : 1 + (size_t)escaped;
+        }
+        if (text.n && begins(s, end) && is_utf8(text)) return copy_text(text.data, text.n);
     }
-    *at = s;
-    return text.n && begins(s, end) && is_utf8(text) ? copy_text(text.data, text.n) : NULL;
+    return NULL;
 }
 
-/* The system text that the template itself has, in ChatML or Mistral's way, or NULL. */
-static char *preset_of(const char *template) {
-    static const char chatml[] = "<|im_start|>system", mistral[] = "default_system_message = \"";
-    char *preset = NULL;
-    for (const char *s = template; (s = strstr(s, chatml)) && !preset;) {
-        const char *quote = s; /* that opens this string */
-        while (quote > template && *quote != '"' && *quote != '\'') quote--;
-        s += strlen(chatml);
-        const size_t line = begins(s, "\n") + begins(s, "\\n");
-        s += line;
-        if (line) preset = text_until(&s, *quote, "<|im_end|>");
-    }
-    const char *s = preset ? NULL : strstr(template, mistral);
-    if (!s) return preset;
-    s += strlen(mistral);
-    preset = text_until(&s, '"', "\"");
-    if (!begins(s + strspn(s, "\" -"), "%}")) free(preset), preset = NULL;
-    return preset;
-}
+/* What stands around the system text that a template itself has, in ChatML or Mistral's way, and around its date. */
+enum { PRESETS = 4, STRINGS = 6 };
+static const char *const strings[STRINGS][2] = {{"<|im_start|>system\n", "<|im_end|>"},
+                                                {"<|im_start|>system\\n", "<|im_end|>"},
+                                                {"default_system_message = \"", "\" %}"},
+                                                {"default_system_message = \"", "\" -%}"},
+                                                {"date_string = \"", "\""},
+                                                {"date_string = '", "'"}};
 
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
     LocalBytes text = {0};
@@ -187,9 +180,10 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
         *s == '\n' ? bytes_text(&text, "\\n") : bytes_add(&text, *s == '"' ? "'" : s, 1);
     for (size_t i = 0; i < sizeof formats / sizeof *formats && !chat->format; i++)
         if (fits(formats + i, text.data, t, &chat->end)) chat->format = formats + i;
-    chat->preset = preset_of(template);
-    const char *date = strstr(template, "strftime_now") ? NULL : strstr(text.data, "date_string = '");
-    if (date) date += strlen("date_string = '"), chat->date = text_until(&date, '\'', "'");
+    for (int i = 0; i < (strstr(template, "strftime_now") ? PRESETS : STRINGS); i++) {
+        char **text_of = i < PRESETS ? &chat->preset : &chat->date;
+        if (!*text_of) *text_of = text_behind(template, strings[i][0], strings[i][1]);
+    }
     chat->latest = !strstr(template, "is_first_sp"); /* in those of DeepSeek that join all system texts */
     return chat->format ||
            fail(e, BAD_MODEL,
