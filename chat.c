@@ -8,7 +8,7 @@
 #include <string.h>
 #include <sys/param.h>
 #include <time.h>
-#include <wchar.h>
+#include <utf8proc.h>
 
 enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 1000 /* from a result to its call */ };
 enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT };         /* in Chat.control: harmony's */
@@ -372,7 +372,8 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
     for (int t = 0; t < 5; t++)
         if (json_get(json, texts[t]) && !json_string(json, texts[t]))
             return fail(e, USAGE, "%s is not a text", texts[t]);
-    if (json_string(json, "date")) conversation_set(&c->date, json_string(json, "date"));
+    if (json_string(json, "date"))
+        conversation_set(&c->date, json_is(json, "date", "none") ? NULL : json_string(json, "date"));
     if (json_string(json, "reasoning_effort")) conversation_set(&c->effort, json_string(json, "reasoning_effort"));
     if (tools && !cJSON_IsArray(tools)) return fail(e, USAGE, "tools is not an array");
     cJSON_ArrayForEach(each, tools) {
@@ -398,9 +399,8 @@ static cJSON *message_object(const Message *m, int number) {
     cJSON *json = cJSON_CreateObject(), *content = json_from_text(m->content.data, m->content.n);
     bool own = same(m->role, "assistant") && number >= 0, thought = own && message_part(m) == REASONING;
     bool call = own && begins(m->recipient, functions) && m->recipient[strlen(functions)];
-    int n = number >= 0 && m->id ? HEADER - 1 : WORDS; /* a result with an id needs no more */
-    if (call || thought) n = 1;
-    if (own && same(m->channel, "final") && !m->recipient) n = HEADER;
+    bool plain = call || thought || (own && same(m->channel, "final") && !m->recipient);
+    int n = plain ? 1 : number >= 0 && m->id ? HEADER - 1 : WORDS; /* a result with an id needs no more */
     for (int w = 0; w < n; w++) cJSON_AddStringToObject(json, words[w], m->word[w]); /* NULL adds nothing */
     if (!call) return json_add(json, thought ? "reasoning_content" : "content", content, NULL);
     LocalText id = text_print("call_%d", number);
@@ -543,12 +543,10 @@ enum { TOKEN = 0xFF };
 
 static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
     if (!prompt->n) return true;
-    char *s = prompt->data, *end = s + prompt->n;
-    while (s < end) {
-        char *token = memchr(s, TOKEN, (size_t)(end - s));
-        size_t n = (size_t)((token ? token : end) - s);
-        if (n && !tokenizer_encode(t, s, n, 0, out, e)) return false;
-        s += n;
+    for (char *s = prompt->data, *end = s + prompt->n; s < end;) {
+        char *token = memchr(s, TOKEN, (size_t)(end - s)), *begin = s;
+        s = token ? token : end;
+        if (s > begin && !tokenizer_encode(t, begin, (size_t)(s - begin), 0, out, e)) return false;
         if (token) ids_add(out, (int)strtol(token + 1, &s, 10)), s++;
     }
     return true;
@@ -556,8 +554,7 @@ static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) 
 
 /* White space as Python's str.strip() defines it. */
 static bool is_space(uint32_t c) {
-    return (c >= 9 && c <= 13) || (c >= 28 && c <= 32) || (c >= 0x2000 && c <= 0x200A) ||
-           (c > 127 && wcschr(L"\x85\xA0\x1680\x2028\x2029\x202F\x205F\x3000", (wchar_t)c));
+    return (c >= 9 && c <= 13) || (c >= 28 && c <= 31) || c == 0x85 || *utf8proc_category_string((int32_t)c) == 'Z';
 }
 
 /* The text without white space at both ends; not a copy. */
@@ -630,7 +627,7 @@ static void put_system(const Chat *chat, const Conversation *c, Bytes *out) {
     bytes_print(&text, "%s\nKnowledge cutoff: %s\n",
                 setting(c, "model_identity", "You are ChatGPT, a large language model trained by OpenAI."),
                 setting(c, "knowledge_cutoff", "2024-06"));
-    if (c->date && !same(c->date, "none")) bytes_print(&text, "Current date: %s\n", c->date);
+    if (c->date) bytes_print(&text, "Current date: %s\n", c->date);
     bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.%s",
                 c->effort, setting(c, "channels", "analysis, commentary, final"),
                 tools_of(c) ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
@@ -772,10 +769,9 @@ static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Byt
     bool alone = f->flags & ALONE;
     struct tm day = {0};
     char date[32];
-    const char *shown = c->date && !same(c->date, "none") ? c->date : "";
     LocalBytes text = {0}, about = {0}, list = {0};
     for (const char *s = system ? system : ""; *s; s++)
-        *s == DATE && !c->instructions ? bytes_text(&text, shown) : bytes_add(&text, s, 1);
+        *s == DATE && !c->instructions ? bytes_text(&text, c->date ? c->date : "") : bytes_add(&text, s, 1);
     bytes_text(&text, system && tools && !alone ? "\n\n" : "");
     for (int i = 0; f->flags & HOIST && i < c->messages; i++) {
         if (kind_of(c->message + i) != SYSTEM) continue;

@@ -43,7 +43,7 @@ typedef struct {
 } Message;
 
 typedef struct {
-    char *effort, *date; /* date: NULL or "none" if there is none */
+    char *effort, *date; /* date: NULL if there is none */
     char *instructions;  /* the first system text, or NULL; later ones are messages of the role developer */
     cJSON *request;      /* other keys of the JSON it came from, such as tools and response_format; or NULL */
     Message *message;
