@@ -690,7 +690,7 @@ static bool put_harmony(const Chat *chat, const Conversation *c, bool prompt, By
 
 /* Does message i belong to the same turn as message i - 1? */
 static bool continues(const Format *f, const Conversation *c, int i) {
-    if (i >= c->messages) return false;
+    if (i == 0 || i >= c->messages) return false;
     int kind = kind_of(c->message + i), before = kind_of(c->message + i - 1);
     bool alone = f->flags & ALONE;
     if (kind == USER) return before == USER && f->flags & (FIRST | LAST); /* as after an answer that was interrupted */
@@ -803,13 +803,12 @@ static bool is_result(const Format *f, Bytes text) {
 static bool put_row(const Chat *chat, const Conversation *c, Bytes *out, Error *e) {
     const Format *f = chat->format;
     LocalBytes front = {0};
-    int first = c->messages, last = -1; /* the user's first text; the last question */
+    int first = c->messages, last = first; /* the user's first text; where the last question begins, if there is one */
     for (int i = c->messages - 1; i >= 0; i--) {
         if (kind_of(c->message + i) != USER) continue;
         first = i;
-        if (last < 0 ? !is_result(f, c->message[i].content) : continues(f, c, last)) last = i;
+        if (last == c->messages && !is_result(f, c->message[i].content) && !continues(f, c, i)) last = i;
     }
-    if (last < 0) last = c->messages; /* no question: no thought is recent */
     put_begin(chat, c, &front, out);
     if (tools_of(c) && f->flags & ALONE && first == c->messages)
         return fail(e, USAGE, "messages: in %s chats tools stand in front of a user's text: add one", f->name);
@@ -854,8 +853,7 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
     if (other && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
         return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
     LocalBytes text = {0}, function = {0};
-    if (name && other) json_append(&function, cJSON_CreateString(name));
-    if (name && !other) bytes_text(&function, name);
+    if (name) other ? json_append(&function, cJSON_CreateString(name)) : bytes_text(&function, name);
     if (thinks(f, effort)) fill(chat, &text, "\n</think>\n\n", NULL, NULL);
     fill(chat, &text, f->call, name ? &function : NULL, NULL);
     if (other && !name) bytes_text(&text, "\"");
