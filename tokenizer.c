@@ -56,7 +56,7 @@ static const char gpt2_pattern[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|
 
 typedef struct {
     uint64_t key;
-    int value; /* -1: empty */
+    int64_t value; /* -1: empty */
 } Slot;
 
 typedef struct { /* a hash table; values are not negative */
@@ -75,9 +75,7 @@ struct Tokenizer {
     Bytes text;                     /* all tokens' bytes, one after the other */
     Piece *piece;                   /* (MOST_IDS) */
     Map by_text;                    /* a hash of the bytes -> id */
-    Map rank;                       /* (left, right) -> rank of the merge */
-    Ids merged;                     /* by rank */
-    Ids first_tied;                 /* by rank: the first rank with the same score; empty without scores */
+    Map merge;                      /* (left, right) -> (rank, the token that they become) */
     int features;                   /* PREPEND_MARK, ... */
     int unknown;                    /* -1: none */
     int byte_token[256];            /* byte fallback: those written <0xXX>; -1: there is none */
@@ -100,9 +98,9 @@ static size_t map_slot(const Map *m, uint64_t key) {
     return i;
 }
 
-static int map_get(const Map *m, uint64_t key) { return m->room ? m->slot[map_slot(m, key)].value : -1; }
+static int64_t map_get(const Map *m, uint64_t key) { return m->room ? m->slot[map_slot(m, key)].value : -1; }
 
-static void map_put(Map *m, uint64_t key, int value) {
+static void map_put(Map *m, uint64_t key, int64_t value) {
     if (m->n * 2 >= m->room) {
         Map old = *m;
         m->room = old.room ? old.room * 2 : 64;
@@ -128,7 +126,7 @@ static uint64_t hash(uint64_t h, const char *s, size_t n) {
 
 /* The token with these bytes, or -1. define() refuses two tokens with the same hash. */
 static int find(const Tokenizer *t, const char *s, size_t n) {
-    int id = map_get(&t->by_text, hash(FNV, s, n));
+    int id = (int)map_get(&t->by_text, hash(FNV, s, n));
     bool same = id >= 0 && id < t->size && t->piece[id].n == n && !memcmp(t->text.data + t->piece[id].begin, s, n);
     return same ? id : -1;
 }
@@ -143,7 +141,7 @@ static void prefixes_add(Map *prefixes, const char *s, size_t n, int id) {
     uint64_t h = FNV;
     for (size_t i = 0; i < n; i++) {
         h = hash(h, s + i, 1);
-        int known = map_get(prefixes, h);
+        int known = (int)map_get(prefixes, h);
         if (known < 0 || known == MOST_IDS) map_put(prefixes, h, i + 1 == n ? id : MOST_IDS);
     }
 }
@@ -189,11 +187,11 @@ static bool character_add(Encoder *w, const char *s, size_t n, size_t begin) {
 /* Finds the rank of merging a symbol with its right neighbour, and brings the tree above it up to date. */
 static void rank_merge(Encoder *w, int at) {
     int next = w->symbol[at].next;
-    int rank = next < 0 ? -1 : map_get(&w->t->rank, pair(w->symbol[at].id, w->symbol[next].id));
-    bool can = rank >= 0 && !w->t->piece[w->t->merged.data[rank]].control;
+    int64_t merge = next < 0 ? -1 : map_get(&w->t->merge, pair(w->symbol[at].id, w->symbol[next].id));
+    bool can = merge >= 0 && !w->t->piece[(int)merge].control;
     uint64_t *best = w->best;
     size_t i = w->symbols + (size_t)at;
-    best[i] = can ? pair(w->t->first_tied.n ? w->t->first_tied.data[rank] : rank, at) : UINT64_MAX;
+    best[i] = can ? pair((int)(merge >> 32), at) : UINT64_MAX;
     while (i /= 2) {
         uint64_t lesser = best[2 * i] < best[2 * i + 1] ? best[2 * i] : best[2 * i + 1];
         if (best[i] == lesser) break;
@@ -223,7 +221,7 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
     for (int i = 0; i < symbols; i++) rank_merge(w, i);
     while (w->best[1] != UINT64_MAX) {
         int left = (int)(uint32_t)w->best[1], right = symbol[left].next, next = symbol[right].next;
-        symbol[left].id = t->merged.data[map_get(&t->rank, pair(symbol[left].id, symbol[right].id))];
+        symbol[left].id = (int)map_get(&t->merge, pair(symbol[left].id, symbol[right].id));
         symbol[left].next = next;
         symbol[right].next = -1;
         if (next >= 0) symbol[next].previous = left;
@@ -252,7 +250,7 @@ static Cut next_added(const Encoder *w, int step, const char *s, size_t n, size_
         if ((s[begin] & 0xC0) == 0x80) continue;
         for (size_t i = begin; i < n; i++) {
             h = hash(h, s + i, 1);
-            int id = map_get(t->prefixes + step, h);
+            int id = (int)map_get(t->prefixes + step, h);
             if (id < 0) break;
             if (id >= t->size || (t->piece[id].control && !(w->flags & CONTROL_TOKENS))) continue;
             if (i + 1 < n && (s[i + 1] & 0xC0) == 0x80) continue; /* amid a character: another text with this hash */
@@ -485,11 +483,12 @@ static bool add_token(Tokenizer *t, double number, const char *text, bool contro
 /* A merge is "left right" or ["left", "right"]. */
 static bool read_merges(Tokenizer *t, const cJSON *merges, Error *e) {
     const cJSON *merge;
+    int rank = -1;
     cJSON_ArrayForEach(merge, merges) {
         const cJSON *a = cJSON_IsArray(merge) ? merge->child : NULL, *b = a ? a->next : NULL;
         const char *left = cJSON_GetStringValue(a ? a : merge), *right = cJSON_GetStringValue(b);
         const char *space = left && !a ? strchr(left, ' ') : NULL;
-        int rank = (int)t->merged.n;
+        rank++;
         if (space) right = space + 1;
         if (!left || !right || (b && b->next))
             return fail(e, BAD_MODEL, "merge %d is neither \"left right\" nor [left, right]", rank);
@@ -499,15 +498,14 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, Error *e) {
         text_add(t, right, strlen(right));
         /* Compares hashes alone: reading the bytes costs cache misses, and a file with collisions harms only itself. */
         uint64_t hash_left = hash(FNV, t->text.data + begin, cut - begin);
-        int first = map_get(&t->by_text, hash_left);
-        int second = map_get(&t->by_text, hash(FNV, t->text.data + cut, t->text.n - cut));
-        int whole = map_get(&t->by_text, hash(hash_left, t->text.data + cut, t->text.n - cut));
+        int first = (int)map_get(&t->by_text, hash_left);
+        int second = (int)map_get(&t->by_text, hash(FNV, t->text.data + cut, t->text.n - cut));
+        int whole = (int)map_get(&t->by_text, hash(hash_left, t->text.data + cut, t->text.n - cut));
         const char *missing = first < 0 ? "left half" : second < 0 ? "right half" : whole < 0 ? "result" : NULL;
         t->text.n = begin;
         if (missing)
             return fail(e, BAD_MODEL, "the %s of merge %d, '%.80s' '%.80s', is no token", missing, rank, left, right);
-        map_put(&t->rank, pair(first, second), rank); /* if a pair is listed twice, the later rank counts */
-        ids_add(&t->merged, whole);
+        map_put(&t->merge, pair(first, second), pair(rank, whole)); /* of a pair listed twice the later rank counts */
     }
     return true;
 }
@@ -662,23 +660,23 @@ static int by_score(const void *a, const void *b, void *pieces) {
 /* SentencePiece's merges: any two tokens whose texts together are a token, the token with the highest score first. */
 static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
     const cJSON *score = scores ? scores->child : NULL;
+    LocalIds sorted = {0};
     for (int id = 0; id < t->size; id++, score = score ? score->next : NULL) {
         t->piece[id].score = score ? fmaxf((float)score->valuedouble, -INFINITY) : 0; /* NaN has no order */
-        ids_add(&t->merged, id);
+        ids_add(&sorted, id);
     }
-    if (t->size) qsort_r(t->merged.data, t->merged.n, sizeof(int), by_score, t->piece);
-    for (int rank = 0; rank < t->size; rank++) {
-        const Piece *whole = t->piece + t->merged.data[rank];
-        const bool tied = rank && whole->score == t->piece[t->merged.data[rank - 1]].score;
-        ids_add(&t->first_tied, tied ? t->first_tied.data[rank - 1] : rank);
+    if (t->size) qsort_r(sorted.data, sorted.n, sizeof(int), by_score, t->piece);
+    for (int i = 0, rank = 0; i < t->size; i++) {
+        const int id = sorted.data[i];
+        const Piece *whole = t->piece + id;
         const char *text = t->text.data + whole->begin;
-        if (whole->n > MOST_ADDED)
-            return fail(e, BAD_MODEL, "the token %d has more than %d bytes", t->merged.data[rank], MOST_ADDED);
+        if (i && whole->score != t->piece[sorted.data[i - 1]].score) rank = i; /* equal scores have one rank */
+        if (whole->n > MOST_ADDED) return fail(e, BAD_MODEL, "the token %d has more than %d bytes", id, MOST_ADDED);
         uint64_t h = FNV;
         for (uint32_t cut = 1; cut < whole->n; cut++) { /* compares hashes alone, as read_merges() */
             h = hash(h, text + cut - 1, 1);
-            int left = map_get(&t->by_text, h), right = left < 0 ? -1 : find(t, text + cut, whole->n - cut);
-            if (right >= 0) map_put(&t->rank, pair(left, right), rank);
+            int left = (int)map_get(&t->by_text, h), right = left < 0 ? -1 : find(t, text + cut, whole->n - cut);
+            if (right >= 0) map_put(&t->merge, pair(left, right), pair(rank, id));
         }
     }
     return true;
@@ -814,8 +812,8 @@ Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
 void tokenizer_close(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < t->splits; i++) pcre2_code_free(t->split[i]);
-    free(t->by_text.slot), free(t->rank.slot), free(t->prefixes[0].slot), free(t->prefixes[1].slot);
-    bytes_free(&t->text), bytes_free(&t->chat_template), ids_free(&t->merged), ids_free(&t->first_tied);
+    free(t->by_text.slot), free(t->merge.slot), free(t->prefixes[0].slot), free(t->prefixes[1].slot);
+    bytes_free(&t->text), bytes_free(&t->chat_template);
     free(t->piece), free(t);
 }
 
