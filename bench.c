@@ -274,8 +274,9 @@ static int bench_server(const Options *o, bool json) {
 
 int bench(const Options *o) {
     Error e;
-    Bench b = {.o = o, .json = !strcmp(o->format, "json")};
+    static Bench b;
     Session *s = &b.model;
+    b.o = o, b.json = !strcmp(o->format, "json");
     if (!b.json && strcmp(o->format, "md"))
         fail(&e, USAGE, "--output must be md or json, not '%.40s'", o->format), die(&e);
     setlinebuf(stdout); /* a row appears when it is measured */
@@ -291,7 +292,6 @@ int bench(const Options *o) {
     measure_all(&b);
     const int code = cJSON_GetArraySize(b.rows) ? DONE : NO_ROOM;
     json_print(out, b.json);
-    session_close(s);
     return code;
 }
 
@@ -309,7 +309,7 @@ static void add_cost(Stream *t, size_t position, int token, const float *logits,
 
 int perplexity(const Options *o) {
     Error e;
-    LOCAL(session_close) Session s = {0};
+    static Session s;
     LocalIds ids = {0};
     LocalBytes text = {0};
     if (!o->file) fail(&e, USAGE, "-f FILE is missing: the text; see infer perplexity --help"), die(&e);
@@ -391,7 +391,7 @@ static void add_memory(cJSON *out, const Model *m, int context) {
 
 /* Adds what there is to say about the model in a folder. False: infer does not run it. */
 static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
-    LOCAL(session_close) Session s = {0};
+    static Session s;
     const Model *m = &s.checkpoint.model;
     bool ok = session_open(&s, &(Options){.model = dir}, NEED_CHECKPOINT | USE_TOKENIZER, e);
     if (ok && !model_has_context(m, context, e)) die(e);

@@ -95,9 +95,10 @@ static void take_token(Stream *s, size_t position, int token, const float *logit
 
 int explain(const Options *o) {
     Error e;
-    Reading x = {.html = o->output};
+    static Reading x;
     LocalIds ids = {0};
     const Model *m = &x.s.checkpoint.model;
+    x.html = o->output;
     if (!session_prompt(&x.s, o, &ids, &e)) die(&e);
     if (ids.n > MOST_TOKENS) fail(&e, USAGE, "the text has %zu tokens; %d at most", ids.n, MOST_TOKENS), die(&e);
     x.expert = allocate_zero(ids.n * (size_t)(m->n_layers * m->top_k), sizeof *x.expert);
@@ -111,7 +112,5 @@ int explain(const Options *o) {
     if (x.html && !freopen(o->output, "w", stdout)) fail(&e, FAILED, "%s: %m", o->output), die(&e);
     if (x.html) fputs(page, stdout);
     if (!scheduler_score(x.s.scheduler, ids.data, ids.n, 1, take_token, &x, &e)) die(&e);
-    session_close(&x.s);
-    free(x.expert);
     return DONE;
 }

@@ -269,7 +269,8 @@ typedef struct {
     double seconds; /* that loading took */
 } Session;
 
-/* Finds o->model, or the only model there is, and opens the parts in `need`. Close it even if this fails. */
+/* Finds o->model, or the only model there is, and opens the parts in `need`. A session is static and never closed: what
+ * it holds goes with the process. */
 bool session_open(Session *s, const Options *o, int need, Error *e);
 /* Opens a model and makes token ids of o->prompt or o->ids: at least one, no more than its context. */
 bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e);
@@ -277,7 +278,6 @@ bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e);
 int likeliest(const float *logits, int vocab, int n, int *ids);
 /* Loads the engine, with room for o->slots or o->streams texts of `context` tokens; 0: as many as fit. */
 bool session_load(Session *s, const Options *o, int context, Error *e);
-void session_close(Session *s);
 
 /* ---- the terminal ---- */
 

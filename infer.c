@@ -2,7 +2,7 @@
  * after another), the small commands, and `main` last. It uses model.c, tokenizer.c, chat.c and the backend (infer.h).
  *
  * Data goes to stdout, everything else to stderr. A conversation in the terminal goes to stdout as a whole. Commands
- * that need no GPU never touch one. */
+ * that need no GPU never touch one. What a command opens is static: it goes with the process. */
 #include "host.h"
 
 #define Tokenizer EditTokenizer /* libedit has a type of this name, too */
@@ -469,16 +469,6 @@ bool session_load(Session *s, const Options *o, int context, Error *e) {
         fprintf(stderr, "✓ Model loaded%s%s, context %s\n", *s->where ? " to " : "", s->where,
                 COUNT((uint64_t)s->engine.context));
     return true;
-}
-
-void session_close(Session *s) {
-    scheduler_close(s->scheduler);
-    engine_close(&s->engine);
-    chat_close(&s->chat);
-    tokenizer_close(s->tokenizer);
-    checkpoint_close(&s->checkpoint);
-    free(s->dir);
-    free(s->name);
 }
 
 /* ---- an answer ---- */
@@ -1103,17 +1093,14 @@ static bool open_play(Play *p, Error *e) {
 int play(const Options *o) {
     Error e;
     LocalBytes prompt = {0};
-    Play p = {.o = *o};
+    static Play p;
+    p.o = *o;
     if (!read_prompt(&p, &prompt, &e) || !open_play(&p, &e)) die(&e);
     bool blank = !p.loop && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
     if (blank) fail(&e, USAGE, "the prompt is empty"), die(&e);
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
     if (!p.loop) conversation_add(&p.talk, "user", NULL, prompt.data, prompt.n);
-    int code = p.loop ? play_loop(&p) : converse(&p);
-    session_close(&p.m);
-    conversation_free(&p.talk);
-    free(p.file);
-    return code;
+    return p.loop ? play_loop(&p) : converse(&p);
 }
 
 /* ---- tokenize, detokenize, render, parse: stdin to stdout ---- */
@@ -1128,13 +1115,6 @@ typedef struct {
 static void filter_open(Filter *f, const Options *o, int need) {
     if (!session_open(&f->s, o, need, &f->e)) die(&f->e);
     text_read(NULL, &f->in);
-}
-
-static int filter_close(Filter *f) {
-    session_close(&f->s);
-    bytes_free(&f->in);
-    ids_free(&f->ids);
-    return DONE;
 }
 
 /* Token ids below `vocab` from text like "1, 2 3" or "[1,2,3]". */
@@ -1171,7 +1151,7 @@ static bool tokenize_text(Filter *f, const Options *o, const char *text, size_t 
 }
 
 static int tokenize(const Options *o) {
-    Filter f = {0};
+    static Filter f;
     int code = DONE, number = 1;
     filter_open(&f, o, NEED_TOKENIZER);
     if (!o->jsonl && !tokenize_text(&f, o, f.in.data, f.in.n)) die(&f.e);
@@ -1189,20 +1169,19 @@ static int tokenize(const Options *o) {
         }
         line += n + 1;
     }
-    filter_close(&f);
     return code;
 }
 
 static int detokenize(const Options *o) {
-    Filter f = {0};
+    static Filter f;
     filter_open(&f, o, NEED_TOKENIZER);
     read_ids(&f, tokenizer_size(f.s.tokenizer));
     print_text(f.s.tokenizer, &f.ids);
-    return filter_close(&f);
+    return DONE;
 }
 
 static int render(const Options *o) {
-    Filter f = {0};
+    static Filter f;
     LOCAL(conversation_free) Conversation conversation = {0};
     filter_open(&f, o, NEED_CHAT);
     LocalJson json = json_parse(f.in.data, f.in.n, "stdin", &f.e);
@@ -1213,11 +1192,11 @@ static int render(const Options *o) {
         !chat_render(&f.s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &f.ids, &f.e))
         die(&f.e);
     o->as_ids ? print_ids(&f.ids) : print_text(f.s.tokenizer, &f.ids);
-    return filter_close(&f);
+    return DONE;
 }
 
 static int parse(const Options *o) {
-    Filter f = {0};
+    static Filter f;
     LOCAL(reader_free) Reader reader = {0};
     filter_open(&f, o, NEED_CHAT);
     read_ids(&f, INT32_MAX);
@@ -1226,7 +1205,7 @@ static int parse(const Options *o) {
     reader_end(&reader, NULL);
     for (int i = 0; i < reader.messages; i++) json_print(message_json(reader.message + i), true);
     if (reader.repairs) fprintf(stderr, "infer: %d repair%s\n", reader.repairs, reader.repairs == 1 ? "" : "s");
-    return filter_close(&f);
+    return DONE;
 }
 
 /* ---- logits ---- */
@@ -1311,8 +1290,9 @@ static void tap_to_file(void *data, const char *stage, int layer, const float *v
 
 static int logits(const Options *o) {
     Error e;
-    Logits l = {.o = o};
+    static Logits l;
     LocalIds ids = {0};
+    l.o = o;
     if (!session_prompt(&l.s, o, &ids, &e)) die(&e);
     if (o->tap && mkdir(o->tap, 0777)) fail(&e, FAILED, "%s: %m; choose another name", o->tap), die(&e);
     if (o->tap) l.s.tap = tap_to_file, l.s.tap_data = &l;
@@ -1321,7 +1301,6 @@ static int logits(const Options *o) {
     const size_t from = o->all ? 1 : ids.n;
     if (o->output) put_npy_header(stdout, ids.n + 1 - from, l.s.engine.model->vocab);
     if (!scheduler_score(l.s.scheduler, ids.data, ids.n, from, write_row, &l, &e)) die(&e);
-    session_close(&l.s);
     return DONE;
 }
 

@@ -1034,6 +1034,5 @@ int serve(const Options *o) {
         _exit(e.code);
     }
     MHD_stop_daemon(daemon);
-    session_close(&server.s);
     return DONE;
 }

@@ -12,7 +12,6 @@ bool session_open(Session *s, const Options *o, int need, Error *e) {
     return (void)s, (void)o, (void)need, (void)e, false;
 }
 bool session_load(Session *s, const Options *o, int n, Error *e) { return (void)s, (void)o, (void)n, (void)e, false; }
-void session_close(Session *s) { (void)s; }
 int likeliest(const float *x, int vocab, int n, int *ids) {
     for (int i = 0; i < n; i++) ids[i] = i;
     return (void)x, n < vocab ? n : vocab;
