@@ -5,6 +5,7 @@
 #include <curl/curl.h>
 #include <libgen.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -114,8 +115,8 @@ static void measure_all(Bench *b) {
 }
 
 /* ---- bench --serve: how fast is a server that speaks OpenAI's API? ----
- * Each client streams one completion after another over its own connection. Prompts are random token ids, so their
- * length is exact and a server's prefix cache does not help. */
+ * Each client is a thread that streams one completion after another over its own connection. Prompts are random token
+ * ids, so their length is exact and a server's prefix cache does not help. */
 
 enum { FIRST_ID = 256, PROMPT_IDS = 768 }; /* in prompts: in most vocabularies the ids below 1,024 are ordinary text */
 
@@ -123,8 +124,8 @@ typedef struct { /* a row of the table */
     const Options *o;
     const char *url; /* of completions */
     struct curl_slist *headers;
-    CURLM *all; /* requests that are being answered */
-    int prompt, clients, left;
+    int prompt, clients, requests; /* tokens of a prompt; requests of a client */
+    pthread_mutex_t lock;          /* of what follows; an error keeps it, so that only one is printed */
     double tokens, seconds;
     Bytes first, gaps; /* arrays of double: seconds to an answer's first text; between two texts */
 } Load;
@@ -158,80 +159,68 @@ static size_t on_answer(char *data, size_t size, size_t n, void *request) {
     double now = seconds();
     curl_easy_getinfo(r->easy, CURLINFO_CONTENT_TYPE, &type);
     bool stream = type && !strncmp(type, "text/event-stream", 17);
+    pthread_mutex_lock(&r->load->lock);
     for (size_t i = 0; i < n * size; i++) {
         bytes_add(&r->line, data + i, 1);
         if (stream && data[i] == '\n') take_line(r, now), r->line.n = 0;
     }
+    pthread_mutex_unlock(&r->load->lock);
     return r->line.n < MOST_LINE ? n * size : 0;
 }
 
-static void send_request(Load *l) {
-    const Options *o = l->o;
-    const char *key = environment("OPENAI_API_KEY");
-    cJSON *prompt = cJSON_CreateArray(), *model = o->model ? json_word(o->model) : NULL;
-    LocalBytes body = {0};
+static void write_body(const Load *l, Bytes *out) {
+    cJSON *prompt = cJSON_CreateArray(), *model = l->o->model ? json_word(l->o->model) : NULL;
     for (int i = 0; i < l->prompt; i++)
         cJSON_AddItemToArray(prompt, json_number((double)(FIRST_ID + random() % PROMPT_IDS)));
     /* servers that know ignore_eos give answers of equal length */
-    json_append(&body,
-                json_object("prompt", prompt, "model", model, "max_tokens", json_number(o->tokens), "temperature",
+    json_append(out,
+                json_object("prompt", prompt, "model", model, "max_tokens", json_number(l->o->tokens), "temperature",
                             json_number(0), "ignore_eos", cJSON_CreateTrue(), "stream", cJSON_CreateTrue(),
                             "stream_options", json_object("include_usage", cJSON_CreateTrue(), NULL), NULL));
-    Request *r = allocate(sizeof *r);
-    *r = (Request){.load = l, .easy = curl_easy_init(), .sent = seconds()};
-    curl_easy_setopt(r->easy, CURLOPT_URL, l->url);
-    curl_easy_setopt(r->easy, CURLOPT_HTTPHEADER, l->headers);
-    curl_easy_setopt(r->easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1); /* HTTP/2 would share a connection */
-    curl_easy_setopt(r->easy, CURLOPT_XOAUTH2_BEARER, key);
-    curl_easy_setopt(r->easy, CURLOPT_HTTPAUTH, CURLAUTH_BEARER);
-    curl_easy_setopt(r->easy, CURLOPT_COPYPOSTFIELDS, body.data);
-    curl_easy_setopt(r->easy, CURLOPT_WRITEFUNCTION, on_answer);
-    curl_easy_setopt(r->easy, CURLOPT_WRITEDATA, r);
-    curl_easy_setopt(r->easy, CURLOPT_PRIVATE, r);
-    curl_multi_add_handle(l->all, r->easy);
-    l->left--;
 }
 
-/* The first request that fails ends the measurement. */
-static void take_answer(Request *r, CURLcode code) {
+/* A thread: sends requests, the next one when the last is answered. The first that fails ends the measurement. */
+static void *run_client(void *load) {
     Error e;
-    Load *l = r->load;
-    long status = 0;
-    curl_easy_getinfo(r->easy, CURLINFO_RESPONSE_CODE, &status);
-    bytes_text(&r->line, ""); /* a text, even if no byte came */
-    if (code) fail(&e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code)), die(&e);
-    if (status != 200 || !r->last)
-        fail(&e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", l->url, status,
-             status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", r->line.data),
-            die(&e);
-    l->tokens += (double)r->tokens;
-    curl_multi_remove_handle(l->all, r->easy);
-    curl_easy_cleanup(r->easy);
-    bytes_free(&r->line);
-    free(r);
+    Load *l = load;
+    CURL *easy = curl_easy_init();
+    curl_easy_setopt(easy, CURLOPT_URL, l->url);
+    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, l->headers);
+    curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L); /* as threads need it */
+    curl_easy_setopt(easy, CURLOPT_XOAUTH2_BEARER, environment("OPENAI_API_KEY"));
+    curl_easy_setopt(easy, CURLOPT_HTTPAUTH, CURLAUTH_BEARER);
+    curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_answer);
+    for (int i = 0; i < l->requests; i++) {
+        LocalBytes body = {0};
+        long status = 0;
+        write_body(l, &body);
+        Request r = {.load = l, .easy = easy, .sent = seconds()};
+        curl_easy_setopt(easy, CURLOPT_POSTFIELDS, body.data);
+        curl_easy_setopt(easy, CURLOPT_WRITEDATA, &r);
+        CURLcode code = curl_easy_perform(easy);
+        curl_easy_getinfo(easy, CURLINFO_RESPONSE_CODE, &status);
+        pthread_mutex_lock(&l->lock);
+        if (code) fail(&e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code)), die(&e);
+        if (status != 200 || !r.last)
+            fail(&e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", l->url, status,
+                 status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", r.line.n ? r.line.data : ""),
+                die(&e);
+        l->tokens += (double)r.tokens;
+        pthread_mutex_unlock(&l->lock);
+        bytes_free(&r.line);
+    }
+    return curl_easy_cleanup(easy), NULL;
 }
 
-/* Sends this many requests from each client, the next one when the last is answered. */
 static void run_load(Load *l, int requests) {
-    Request *r;
-    CURLMsg *m;
-    int running = 1, queued;
+    pthread_t client[MOST_CLIENTS];
     double begin = seconds();
-    l->all = curl_multi_init();
-    l->left = requests * l->clients, l->tokens = 0, l->first.n = l->gaps.n = 0;
-    for (int i = 0; i < l->clients; i++) send_request(l);
-    while (running) {
-        curl_multi_perform(l->all, &running);
-        while ((m = curl_multi_info_read(l->all, &queued))) {
-            CURLcode code = m->data.result;
-            curl_easy_getinfo(m->easy_handle, CURLINFO_PRIVATE, &r);
-            take_answer(r, code);
-            if (l->left) send_request(l), running++;
-        }
-        if (running) curl_multi_poll(l->all, NULL, 0, 1000, NULL);
-    }
+    l->requests = requests, l->tokens = 0, l->first.n = l->gaps.n = 0;
+    for (int i = 0; i < l->clients; i++)
+        if (pthread_create(client + i, NULL, run_client, l))
+            die(&(Error){FAILED, "the system allows no more threads: fewer --clients"});
+    for (int i = 0; i < l->clients; i++) pthread_join(client[i], NULL);
     l->seconds = seconds() - begin;
-    curl_multi_cleanup(l->all);
 }
 
 /* The p-quantile of times, in ms. */
@@ -244,7 +233,7 @@ static cJSON *percentile(const Bytes *times, double p) {
 
 static int bench_server(const Options *o, bool json) {
     LocalText url = text_print("%s/v1/completions", o->server);
-    Load l = {.o = o, .url = url, .clients = 1, .prompt = o->prompts.value[0]};
+    Load l = {.o = o, .url = url, .clients = 1, .prompt = o->prompts.value[0], .lock = PTHREAD_MUTEX_INITIALIZER};
     cJSON *rows = cJSON_CreateArray(), *x;
     curl_global_init(CURL_GLOBAL_DEFAULT);
     l.headers = curl_slist_append(NULL, "Content-Type: application/json");
