@@ -238,9 +238,7 @@ static bool parse_arguments(const Command *c, int argc, char **argv, Options *o,
             if (!options_end && !parse_option(c, argc, argv, &i, o, e)) return false;
         } else if (o->model || !*word) {
             const char *shown = strncmp(argv[i], "hf_", 3) ? argv[i] : "hf_..."; /* a token is never shown */
-            if (!*word) return fail(e, USAGE, "%s takes no argument: remove '%.60s'", c->name, shown);
-            return fail(e, USAGE, "one %.*s at most: '%.60s' is another; see infer %s --help", (int)strcspn(word, "]"),
-                        word, shown, c->name);
+            return fail(e, USAGE, "'%.60s' is one argument too many; see infer %s --help", shown, c->name);
         } else {
             o->model = argv[i];
         }

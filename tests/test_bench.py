@@ -38,7 +38,7 @@ def test_rows():
 
 def test_refuses(folder):
     for options, word in ((("-p", "0"), "from 1"), (("-b", "1,x"), "'1,x'"), (("-r", "3x"), "'3x'"),
-                          (("-o", "xml"), "xml"), (("a", "b"), "one MODEL")):
+                          (("-o", "xml"), "xml"), (("a", "b"), "too many")):
         refused("bench", TINY, *options, code=2, words=[word])
     expect("left out" in infer("bench", TINY, *"-p 9999999 -b 1 -d 9999999".split(), code=4).err, "nothing fits")
     (folder / "config.json").write_bytes((TINY / "config.json").read_bytes())
