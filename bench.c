@@ -233,9 +233,10 @@ static cJSON *percentile(const Bytes *times, double p) {
 
 static int bench_server(const Options *o, bool json) {
     LocalText url = text_print("%s/v1/completions", o->server);
-    Load l = {.o = o, .url = url, .clients = 1, .prompt = o->prompts.value[0], .lock = PTHREAD_MUTEX_INITIALIZER};
+    static Load l = {.clients = 1, .lock = PTHREAD_MUTEX_INITIALIZER};
     cJSON *rows = cJSON_CreateArray(), *x;
     curl_global_init(CURL_GLOBAL_DEFAULT);
+    l.o = o, l.url = url, l.prompt = o->prompts.value[0];
     l.headers = curl_slist_append(NULL, "Content-Type: application/json");
     srandom((unsigned)o->sampling.seed);
     run_load(&l, 1); /* to warm up */
@@ -255,9 +256,6 @@ static int bench_server(const Options *o, bool json) {
         if (!json) puts("|");
     }
     json_print(rows, json);
-    curl_slist_free_all(l.headers);
-    bytes_free(&l.first);
-    bytes_free(&l.gaps);
     return DONE;
 }
 

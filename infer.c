@@ -815,13 +815,6 @@ static void editor_open(void) {
     }
 }
 
-static void editor_close(void) {
-    put_escape(stdout, BRACKETS_OFF); /* not before: a paste may come while an answer is written */
-    history_end(editor.history);
-    el_end(editor.line);
-    free(editor.path);
-}
-
 /* Adds a text to the history and at once to its file, which other loops share: a line in libedit's format, where \ooo
  * stands for bytes that could break it. */
 static void editor_remember(const char *text) {
@@ -1046,7 +1039,8 @@ static int play_loop(Play *p) {
         if (!ok) put_text(stderr, RED, "", e.text);
     }
     puts("Goodbye!");
-    editor_close();
+    put_escape(stdout, BRACKETS_OFF); /* not before: a paste may come while an answer is written */
+    el_end(editor.line);
     return DONE;
 }
 
