@@ -982,32 +982,27 @@ static void take_signal(int number) {
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
 }
 
-/* Listens where --host and --port say. */
-static struct MHD_Daemon *start_daemon(const Options *o, Error *e) {
-    char address[64] = "";
+/* Listens where --host and --port say, or ends the process. */
+static struct MHD_Daemon *start_daemon(const Options *o) {
+    Error e;
     struct addrinfo *to = NULL;
-    struct MHD_Daemon *d = NULL;
     LocalText port = text_print("%d", o->port);
     int error = getaddrinfo(o->host, port, &(struct addrinfo){.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, &to);
-    if (error) return fail(e, USAGE, "--host %.100s: %s", o->host, gai_strerror(error)), NULL;
+    if (error) fail(&e, USAGE, "--host %.100s: %s", o->host, gai_strerror(error)), die(&e);
+    if (!text_listed("localhost 127.0.0.1 ::1", o->host) && !server.key && !o->insecure)
+        fail(&e, USAGE, "%.100s is open to everybody: give a key (INFER_API_KEY) or --insecure", o->host), die(&e);
     const bool v6 = to->ai_family == AF_INET6;
-    getnameinfo(to->ai_addr, to->ai_addrlen, address, sizeof address, NULL, 0, NI_NUMERICHOST);
-    const bool loopback = !strncmp(address, "127.", 4) || !strcmp(address, "::1");
-    const unsigned how =
-        MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_THREAD_PER_CONNECTION | (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG);
-    if (!loopback && !server.key && !o->insecure)
-        fail(e, USAGE, "%.100s is open to everybody: give a key (INFER_API_KEY) or --insecure", o->host);
-    else if (!(d = MHD_start_daemon(how, (uint16_t)o->port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr,
-                                    MHD_OPTION_NOTIFY_COMPLETED, request_end, NULL, MHD_OPTION_NOTIFY_CONNECTION,
-                                    connection_changed, NULL, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)WRITE_SECONDS,
-                                    MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MOST_HEADERS,
-                                    MHD_OPTION_THREAD_STACK_SIZE, (size_t)STACK, MHD_OPTION_CONNECTION_LIMIT,
-                                    (unsigned)(o->slots + o->queue + SPARE_CONNECTIONS), MHD_OPTION_END)))
-        fail(e, FAILED, "%.100s port %d: %m; choose another with --host or --port", o->host, o->port);
-    else
-        fprintf(stderr, v6 ? "infer: %s on http://[%s]:%d\n" : "infer: %s on http://%s:%d\n", server.name, o->host,
-                MHD_get_daemon_info(d, MHD_DAEMON_INFO_BIND_PORT)->port);
+    struct MHD_Daemon *d = MHD_start_daemon(
+        MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_THREAD_PER_CONNECTION | (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG),
+        (uint16_t)o->port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr, MHD_OPTION_NOTIFY_COMPLETED,
+        request_end, NULL, MHD_OPTION_NOTIFY_CONNECTION, connection_changed, NULL, MHD_OPTION_CONNECTION_TIMEOUT,
+        (unsigned)WRITE_SECONDS, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MOST_HEADERS, MHD_OPTION_THREAD_STACK_SIZE,
+        (size_t)STACK, MHD_OPTION_CONNECTION_LIMIT, (unsigned)(o->slots + o->queue + SPARE_CONNECTIONS),
+        MHD_OPTION_END);
+    if (!d) fail(&e, FAILED, "%.100s port %d: %m; choose another with --host or --port", o->host, o->port), die(&e);
     freeaddrinfo(to);
+    fprintf(stderr, v6 ? "infer: %s on http://[%s]:%d\n" : "infer: %s on http://%s:%d\n", server.name, o->host,
+            MHD_get_daemon_info(d, MHD_DAEMON_INFO_BIND_PORT)->port);
     return d;
 }
 
@@ -1026,8 +1021,7 @@ int serve(const Options *o) {
     signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
     struct rlimit files; /* a connection takes one */
     if (!getrlimit(RLIMIT_NOFILE, &files)) files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);
-    struct MHD_Daemon *daemon = start_daemon(o, &e);
-    if (!daemon) die(&e);
+    struct MHD_Daemon *daemon = start_daemon(o);
     if (session_load(&server.s, o, o->context, &e)) run_model(&e);
     if (e.code) { /* other threads may still write the error */
         fprintf(stderr, "infer: %s\n", e.text);
