@@ -255,7 +255,7 @@ static bool take_request(Request *q) {
     snprintf(q->id, sizeof q->id, "%s-%016llx", q->chat ? "chatcmpl" : "cmpl", (unsigned long long)s->seed);
     q->created = time(NULL);
     const cJSON *best = json_get(q->json, "best_of"), *options = json_get(q->json, "stream_options");
-    if (!check_model(q) || !refuse_others(q)) return false;
+    if (!refuse_others(q)) return false;
     if (options && !cJSON_IsObject(options)) return fail(&q->error, 400, "stream_options must be an object");
     q->stream = flag(q, q->json, "stream", false);
     q->usage = flag(q, options, "include_usage", false);
@@ -747,8 +747,7 @@ static void page(Request *q) { bytes_text(&q->out, page_text); }
 static void tokenize(Request *q) {
     LocalIds ids = {0};
     const int flags = flag(q, q->json, "add_special_tokens", false) ? WITH_TEMPLATE : 0;
-    if (q->error.code || !check_model(q)) return;
-    if (!take_prompt(q, "prompt", json_get(q->json, "prompt"), flags, &ids)) return;
+    if (q->error.code || !take_prompt(q, "prompt", json_get(q->json, "prompt"), flags, &ids)) return;
     bytes_print(&q->out, "{\"count\":%zu,\"tokens\":[", ids.n);
     for (size_t i = 0; i < ids.n; i++) bytes_print(&q->out, i ? ",%d" : "%d", ids.data[i]);
     bytes_text(&q->out, "]}");
@@ -760,7 +759,7 @@ static void detokenize(Request *q) {
     Decoder d = {0};
     const cJSON *tokens = json_get(q->json, "tokens");
     if (!cJSON_IsArray(tokens)) fail(&q->error, 400, "tokens must be an array of token ids");
-    if (q->error.code || !check_model(q) || !take_prompt(q, "tokens", tokens, 0, &ids)) return;
+    if (q->error.code || !take_prompt(q, "tokens", tokens, 0, &ids)) return;
     for (size_t i = 0; i < ids.n; i++) tokenizer_decode(server.s.tokenizer, &d, ids.data[i], &text);
     tokenizer_flush(&d, &text);
     put_json(q, json_object("prompt", json_from_text(text.data, text.n), NULL));
@@ -924,7 +923,7 @@ static enum MHD_Result handle(void *data, struct MHD_Connection *connection, con
         q->json = json_parse(q->body.n ? q->body.data : "", q->body.n, "the body", &q->error);
     if (q->json && !cJSON_IsObject(q->json)) fail(&q->error, 400, "the body is not a JSON object");
     bytes_free(&q->body);
-    if (!q->error.code && q->endpoint) q->endpoint->run(q);
+    if (!q->error.code && check_model(q) && q->endpoint) q->endpoint->run(q);
     return respond(q);
 }
 
