@@ -779,8 +779,9 @@ static const float *floats(Loader *load, const Tensor *t, size_t n) {
     return out;
 }
 
+/* n 0: the layer has no such vector. */
 static const float *bind_floats(Loader *load, const char *name, const char *suffix, int n) {
-    return floats(load, bind(load, name, suffix, TYPES, 1, (int64_t[]){n}), (size_t)n);
+    return n ? floats(load, bind(load, name, suffix, TYPES, 1, (int64_t[]){n}), (size_t)n) : NULL;
 }
 
 /* Marks a tensor as part of a matrix of this type. The tensor holds `values` of the matrix's weights. */
@@ -955,8 +956,10 @@ static Encoding find_encoding(Loader *load, const char *name, int rows, int cols
     return near ? *near : (Encoding){.type = plain, .codes = ".weight"};
 }
 
-/* Binds the matrix (rows, cols) of a module. bias: true, false (GPTQ and GGUF may still store one) or NO_BIAS. */
+/* Binds the matrix (rows, cols) of a module; rows 0: the layer has no such step. bias: true, false (GPTQ and GGUF may
+ * still store one) or NO_BIAS. */
 static Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias) {
+    if (!rows) return (Linear){0};
     const Encoding how = find_encoding(load, name, rows, cols);
     Stored *one = keep(load->c, 1, sizeof *one);
     Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1, .each = one};
@@ -989,121 +992,110 @@ static Linear bind_each(Loader *load, const char *module, const char *matrix, in
     return all;
 }
 
-/* Binds a part of the experts' MXFP4 matrices NAME_blocks, _scales and _bias, (n, step * rows, cols): rows first, first
- * + step, ... of each expert. */
-static Linear bind_mxfp4(Loader *load, const char *name, int first, int step, int rows, int cols) {
-    const int64_t n = load->c->model.n_experts, all = (int64_t)rows * step, blocks = divided(cols, 32);
-    Stored *each = keep(load->c, (size_t)n, sizeof *each);
-    Linear w = {MXFP4, rows, cols, (int)n, .scale = {E8M0, 1, 32, false}, .each = each};
+/* Binds all experts' MXFP4 matrices (rows, cols), which are the tensors NAME_blocks, _scales and _bias, as one matrix
+ * of all their rows. */
+static Linear bind_fused(Loader *load, const char *name, int rows, int cols) {
+    const int n = load->c->model.n_experts, blocks = divided(cols, 32), all = n * rows;
+    Stored *one = keep(load->c, 1, sizeof *one);
+    const Linear w = {MXFP4, all, cols, 1, .scale = {E8M0, 1, 32, false}, .each = one};
     check_blocks(load, name, &w);
-    Tensor *codes = bind(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, all, blocks, 16});
-    Tensor *scales = bind(load, name, "_scales", E8M0, 3, (int64_t[]){n, all, blocks});
-    const Tensor *biases = bind(load, name, "_bias", TYPES, 2, (int64_t[]){n, all});
-    const Type type = type_of(biases);
-    const bool ok = !failed(load) && tensor_is(load, biases, is_float(type), "BF16, F16 or F32");
-    belongs(codes, MXFP4, n * all * cols);
+    Tensor *codes = bind(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, rows, blocks, 16});
+    Tensor *scales = bind(load, name, "_scales", E8M0, 3, (int64_t[]){n, rows, blocks});
+    const Tensor *biases = bind(load, name, "_bias", TYPES, 2, (int64_t[]){n, rows});
+    belongs(codes, MXFP4, (int64_t)all * cols);
     belongs(scales, MXFP4, 0);
-    for (int64_t i = 0; i < n && ok; i++) {
-        const size_t row = (size_t)(i * all + first);
-        float *own = keep(load->c, (size_t)rows, sizeof *own);
-        for (int r = 0; r < rows && biases->data; r++) /* keep() gave zeros, as made up biases are */
-            own[r] = code_at(type, biases->data, 0, 0, row + (size_t)(r * step));
-        each[i].data = lines_of(view_of(load, codes, n * all), row, (size_t)step, rows);
-        each[i].scale = lines_of(view_of(load, scales, n * all), row, (size_t)step, rows);
-        each[i].factor = 1, each[i].bias = own;
-    }
+    one->data = view_of(load, codes, all), one->scale = view_of(load, scales, all), one->factor = 1;
+    if (!failed(load)) one->bias = floats(load, biases, (size_t)all);
     return w;
 }
 
-/* Rows first, first + 1, ... of w's codes or of one of its grids, whose view is v. In GPTQ and AWQ a line crosses all
- * rows. A word or an entry that several rows share must not be split. */
-static View rows_of(Loader *load, View v, const Linear *w, Grid g, int first, int rows) {
+/* Rows first, first + step, ... of w's codes or of one of its grids, whose view is v. In GPTQ and AWQ a line crosses
+ * all rows. A word or an entry that several rows share must not be split. */
+static View rows_of(Loader *load, View v, const Linear *w, Grid g, int first, int step, int rows) {
     const bool across = in_gptq(w->type) || w->type == AWQ4, words = g.transposed || g.type == AWQ4;
     const int shared = g.rows * (words ? types[g.type].values : 1);
     if (!g.rows || g.rows == w->rows) return v; /* the same for all rows */
     if (first % shared || rows % shared)
         refuse(load, load->path, "kv_b_proj in %s is only implemented for heads of whole blocks of %d rows",
                types[w->type].name, shared);
-    if (!across) return lines_of(v, (size_t)(first / shared), 1, rows / shared);
+    if (!across) return lines_of(v, (size_t)(first / shared), (size_t)step, rows / shared);
     const size_t begin = v.bytes * (size_t)first / (size_t)w->rows;
     v.offset += begin, v.data = v.data ? v.data + begin : NULL;
     v.bytes = v.bytes * (size_t)rows / (size_t)w->rows;
     return v;
 }
 
-/* A part of w for each head. Heads have `pitch` rows each; the part has `rows` of them, from `first` on. */
-static Linear cut(Loader *load, const Linear *w, int first, int rows, int pitch) {
+/* A part of w for each head or expert. They have `pitch` rows each; the part has `rows` of them: first, first + step,
+ * ... */
+static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, int pitch) {
     Linear part = *w;
     part.n = w->rows / pitch, part.rows = rows;
     Stored *each = keep(load->c, (size_t)part.n, sizeof *each);
+    float *bias = w->each->bias ? keep(load->c, (size_t)part.n * (size_t)rows, sizeof *bias) : NULL;
     part.each = each;
     for (int i = 0; i < part.n; i++, first += pitch) {
         each[i] = *w->each;
-        each[i].data = rows_of(load, each[i].data, w, (Grid){w->type, 1, 1, false}, first, rows);
-        each[i].scale = rows_of(load, each[i].scale, w, w->scale, first, rows);
-        each[i].zero = rows_of(load, each[i].zero, w, w->zero, first, rows);
+        each[i].data = rows_of(load, each[i].data, w, (Grid){w->type, 1, 1, false}, first, step, rows);
+        each[i].scale = rows_of(load, each[i].scale, w, w->scale, first, step, rows);
+        each[i].zero = rows_of(load, each[i].zero, w, w->zero, first, step, rows);
+        if (bias) each[i].bias = bias + (size_t)i * (size_t)rows;
+        for (int r = 0; bias && r < rows; r++) bias[i * rows + r] = w->each->bias[first + r * step];
     }
     return part;
 }
 
-/* Latent attention: for each head kv_b_proj holds the rows of k_up, then those of v_up. */
+/* What is absent in a family has no rows here. Latent attention: for each head kv_b_proj holds the rows of k_up, then
+ * those of v_up. */
 static void bind_attention(Loader *load, const Model *m, Layer *l) {
     const Family *f = load->family;
     const bool o_bias = config_true(load, "attention_bias") && !f->qkv_bias, bias = o_bias || f->qkv_bias;
-    const int q = m->n_heads * m->head_dim, kv = m->n_kv_heads * m->head_dim;
-    const int keys = m->head_dim - m->rope_dim, both = keys + m->v_dim, rank = m->kv_rank;
+    const int q = m->n_heads * m->head_dim, kv = f->latent ? 0 : m->n_kv_heads * m->head_dim;
+    const int rank = m->kv_rank, keys = m->head_dim - m->rope_dim, both = keys + m->v_dim;
     const int q_rank = f->latent ? config_whole(load, "q_lora_rank", 0, 1 << 16, 0) : 0;
-    if (q_rank) {
-        l->q_a = bind_linear(load, "self_attn.q_a_proj", q_rank, m->dim, bias);
-        l->q_a_norm = bind_floats(load, "self_attn.q_a_layernorm", ".weight", q_rank);
-        l->q = bind_linear(load, "self_attn.q_b_proj", q, q_rank, false);
-    } else {
-        l->q = bind_linear(load, "self_attn.q_proj", q, m->dim, bias && !f->latent);
-    }
-    if (!f->latent) {
-        l->k = bind_linear(load, "self_attn.k_proj", kv, m->dim, bias);
-        l->v = bind_linear(load, "self_attn.v_proj", kv, m->dim, bias);
-    } else {
-        l->kv_a = bind_linear(load, "self_attn.kv_a_proj_with_mqa", rank + m->rope_dim, m->dim, bias);
-        l->kv_a_norm = bind_floats(load, "self_attn.kv_a_layernorm", ".weight", rank);
-    }
+    const int normed = f->head_norms ? m->head_dim : 0;
+    l->q_a = bind_linear(load, "self_attn.q_a_proj", q_rank, m->dim, bias);
+    l->q_a_norm = bind_floats(load, "self_attn.q_a_layernorm", ".weight", q_rank);
+    l->q = q_rank ? bind_linear(load, "self_attn.q_b_proj", q, q_rank, false)
+                  : bind_linear(load, "self_attn.q_proj", q, m->dim, bias && !f->latent);
+    l->k = bind_linear(load, "self_attn.k_proj", kv, m->dim, bias);
+    l->v = bind_linear(load, "self_attn.v_proj", kv, m->dim, bias);
+    l->kv_a = bind_linear(load, "self_attn.kv_a_proj_with_mqa", rank ? rank + m->rope_dim : 0, m->dim, bias);
+    l->kv_a_norm = bind_floats(load, "self_attn.kv_a_layernorm", ".weight", rank);
     if (m->k_up_transposed) {
         l->k_up = bind_each(load, "self_attn.k_b_proj", "", m->n_heads, rank, keys, NO_BIAS);
         l->v_up = bind_each(load, "self_attn.v_b_proj", "", m->n_heads, m->v_dim, rank, NO_BIAS);
     } else if (f->latent) {
         const Linear kv_b = bind_linear(load, "self_attn.kv_b_proj", m->n_heads * both, rank, NO_BIAS);
-        l->k_up = cut(load, &kv_b, 0, keys, both);
-        l->v_up = cut(load, &kv_b, keys, m->v_dim, both);
+        l->k_up = cut(load, &kv_b, 0, 1, keys, both);
+        l->v_up = cut(load, &kv_b, keys, 1, m->v_dim, both);
     }
     l->o = bind_linear(load, "self_attn.o_proj", m->dim, m->n_heads * m->v_dim, o_bias);
-    if (f->head_norms) {
-        l->q_norm = bind_floats(load, "self_attn.q_norm", ".weight", m->head_dim);
-        l->k_norm = bind_floats(load, "self_attn.k_norm", ".weight", m->head_dim);
-    }
-    if (f->sinks) l->sinks = bind_floats(load, "self_attn.sinks", "", m->n_heads);
+    l->q_norm = bind_floats(load, "self_attn.q_norm", ".weight", normed);
+    l->k_norm = bind_floats(load, "self_attn.k_norm", ".weight", normed);
+    l->sinks = bind_floats(load, "self_attn.sinks", "", f->sinks ? m->n_heads : 0);
 }
 
 static void bind_experts(Loader *load, const Model *m, Layer *l) {
     const Family *f = load->family;
-    int width = config_whole(load, f->moe.width, 1, 1 << 20, REQUIRED);
-    bool bias = f->moe.biases;
+    const int width = config_whole(load, f->moe.width, 1, 1 << 17, REQUIRED);
+    const int shared = f->latent ? width * config_whole(load, "n_shared_experts", 1, 64, REQUIRED) : 0;
+    const bool bias = f->moe.biases, corrected = m->route.group_best == 2; /* topk_method noaux_tc */
     l->router = bind_linear(load, f->moe.router, m->n_experts, m->dim, bias);
-    if (bias && !load->gguf) { /* fused: even rows gate, odd rows up */
-        l->gate = bind_mxfp4(load, "mlp.experts.gate_up_proj", 0, 2, width, m->dim);
-        l->up = bind_mxfp4(load, "mlp.experts.gate_up_proj", 1, 2, width, m->dim);
-        l->down = bind_mxfp4(load, "mlp.experts.down_proj", 0, 1, m->dim, width);
-        return;
+    l->choice_bias = bind_floats(load, f->moe.router, ".e_score_correction_bias", corrected ? m->n_experts : 0);
+    if (bias && !load->gguf) { /* even rows gate, odd rows up */
+        const Linear both = bind_fused(load, "mlp.experts.gate_up_proj", 2 * width, m->dim);
+        const Linear down = bind_fused(load, "mlp.experts.down_proj", m->dim, width);
+        l->gate = cut(load, &both, 0, 2, width, 2 * width);
+        l->up = cut(load, &both, 1, 2, width, 2 * width);
+        l->down = cut(load, &down, 0, 1, m->dim, m->dim);
+    } else {
+        l->gate = bind_each(load, f->moe.experts, f->moe.gate, m->n_experts, width, m->dim, bias);
+        l->up = bind_each(load, f->moe.experts, f->moe.up, m->n_experts, width, m->dim, bias);
+        l->down = bind_each(load, f->moe.experts, f->moe.down, m->n_experts, m->dim, width, bias);
     }
-    l->gate = bind_each(load, f->moe.experts, f->moe.gate, m->n_experts, width, m->dim, bias);
-    l->up = bind_each(load, f->moe.experts, f->moe.up, m->n_experts, width, m->dim, bias);
-    l->down = bind_each(load, f->moe.experts, f->moe.down, m->n_experts, m->dim, width, bias);
-    if (!f->latent) return;
-    if (m->route.group_best == 2) /* topk_method noaux_tc */
-        l->choice_bias = bind_floats(load, f->moe.router, ".e_score_correction_bias", m->n_experts);
-    int shared = width * config_whole(load, "n_shared_experts", 1, 64, REQUIRED);
     l->shared_gate = bind_linear(load, "mlp.shared_experts.gate_proj", shared, m->dim, false);
     l->shared_up = bind_linear(load, "mlp.shared_experts.up_proj", shared, m->dim, false);
-    l->shared_down = bind_linear(load, "mlp.shared_experts.down_proj", m->dim, shared, false);
+    l->shared_down = bind_linear(load, "mlp.shared_experts.down_proj", shared ? m->dim : 0, shared, false);
 }
 
 static bool has_experts(Loader *load, int layer) {
@@ -1121,10 +1113,8 @@ static void bind_layer(Loader *load, Model *m, int i) {
     const char *after = "post_attention_layernorm"; /* of attention's result in Gemma, else of the MLP's input */
     l->attn_norm = bind_floats(load, "input_layernorm", ".weight", m->dim);
     l->ffn_norm = bind_floats(load, gemma ? "pre_feedforward_layernorm" : after, ".weight", m->dim);
-    if (gemma) {
-        l->attn_post_norm = bind_floats(load, after, ".weight", m->dim);
-        l->ffn_post_norm = bind_floats(load, "post_feedforward_layernorm", ".weight", m->dim);
-    }
+    l->attn_post_norm = bind_floats(load, after, ".weight", gemma ? m->dim : 0);
+    l->ffn_post_norm = bind_floats(load, "post_feedforward_layernorm", ".weight", gemma ? m->dim : 0);
     bind_attention(load, m, l);
     if (has_experts(load, i)) {
         bind_experts(load, m, l);
