@@ -101,7 +101,7 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
     char *path;                /* of config.json */
     cJSON *file, *defaults;    /* file: config.json as it is */
     cJSON *config;             /* the same, or its text_config, and the defaults of keys that it lacks */
-    char prefix[60];           /* of tensor names: "model.layers.3." in a layer, "model." or nothing outside */
+    char prefix[30];           /* of tensor names: "model.layers.3." in a layer, nothing outside */
     Type made_up_as;           /* encoding of made up matrices; TYPES: a mixture, see made_up_type() */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
@@ -572,6 +572,9 @@ static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
     return json_parse(text, header, path, e);
 }
 
+/* What names of the text's tensors have more in a model of texts and pictures, at their beginning or behind "model." */
+#define NESTED "language_model."
+
 /* Reads file i of a model, in safetensors or GGUF. */
 static bool read_file(Tensors *t, int i, Error *e) {
     TensorFile *f = t->file + i;
@@ -587,7 +590,8 @@ static bool read_file(Tensors *t, int i, Error *e) {
         if (!strcmp(entry->string, "__metadata__") && cJSON_IsObject(entry)) continue;
         t->tensor[t->n] = (Tensor){.file = i};
         if (!read_entry(f, data, entry, t->tensor + t->n, e)) return false;
-        t->n++;
+        char *inner = strstr(t->tensor[t->n++].name, NESTED);
+        if (inner) memmove(inner, inner + strlen(NESTED), strlen(inner + strlen(NESTED)) + 1);
     }
     if (gguf && !i) t->metadata = cJSON_DetachItemFromObjectCaseSensitive(json, "__metadata__");
     if (t->n > first) qsort(t->tensor + first, (size_t)(t->n - first), sizeof *t->tensor, by_offset);
@@ -1147,25 +1151,17 @@ static bool same_tensor(const Tensor *a, const Tensor *b) {
 
 static void bind_all(Loader *load, Model *m) {
     const Tensors *all = &load->c->tensors;
-    const char *text = "model."; /* prefix of the text model's tensors */
-    if (tensors_find(all, "language_model.model.norm.weight")) text = "language_model.model.";
-    if (tensors_find(all, "model.language_model.norm.weight")) text = "model.language_model.";
-    strcpy(load->prefix, text);
-    const char *outer = strncmp(text, "language_model.", 15) ? "" : "language_model."; /* the head's prefix */
-    const Tensor *table = find(load, "embed_tokens", ".weight");
-    const Tensor *head = tensors_find(all, *outer ? "language_model.lm_head.weight" : "lm_head.weight");
+    const Tensor *table = find(load, "model.embed_tokens", ".weight"), *head = find(load, "lm_head", ".weight");
     /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
     load->tied = config_true(load, "tie_word_embeddings") && (!head || !table || same_tensor(head, table));
     bool embed = !load->tied || table || m->made_up;
-    if (embed) m->embed = m->head = bind_linear(load, "embed_tokens", m->vocab, m->dim, NO_BIAS);
-    strcpy(load->prefix, outer);
+    if (embed) m->embed = m->head = bind_linear(load, "model.embed_tokens", m->vocab, m->dim, NO_BIAS);
     if (!embed || !load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
     if (!embed) m->embed = m->head;
-    strcpy(load->prefix, text);
-    m->norm = bind_floats(load, "norm", ".weight", m->dim);
+    m->norm = bind_floats(load, "model.norm", ".weight", m->dim);
     m->k_up_transposed = load->family->latent && tensors_find(all, "model.layers.0.self_attn.k_b_proj.0.weight");
     for (int i = 0; i < m->n_layers && !failed(load); i++) {
-        snprintf(load->prefix, sizeof load->prefix, "%slayers.%d.", text, i);
+        snprintf(load->prefix, sizeof load->prefix, "model.layers.%d.", i);
         bind_layer(load, m, i);
     }
     for (const Tensor *t = all->tensor; t < all->tensor + all->n; t++) /* an unbound one is of an unknown formula */
