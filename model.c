@@ -175,11 +175,6 @@ static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1
 /* Do layers with a window have a RoPE of their own? */
 static bool two_ropes(const Loader *load) { return json_get(load->defaults, "rope_local_base_freq"); }
 
-static const char *rope_type(Loader *load, const cJSON *rope) {
-    const char *type = config_text(load, rope, "rope_type"), *older = config_text(load, rope, "type");
-    return type ? type : older ? older : "default";
-}
-
 /* config.json's RoPE parameters for layers with a window, or for those without; NULL: it has none. rope_scaling is
  * their older name, added to enlarge the context: a file with both must say the same in both. */
 static const cJSON *find_rope(Loader *load, bool window) {
@@ -202,7 +197,8 @@ static const float *bind_floats(Loader *load, const char *name, const char *suff
 static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
     const cJSON *rope = find_rope(load, window);
     only(load, rope, "partial_rotary_factor", 1);
-    const char *type = rope_type(load, rope);
+    const char *older = config_text(load, rope, "type"), *type = config_text(load, rope, "rope_type");
+    if (!type) type = older ? older : "default";
     bool yarn = !strcmp(type, "yarn"), llama3 = !strcmp(type, "llama3"), scaled = strcmp(type, "default");
     if (scaled && !yarn && !llama3 && strcmp(type, "linear"))
         refuse(load, load->path, "rope type '%.40s' is none of default, linear, llama3 and yarn", type);
@@ -691,12 +687,11 @@ Tensor *tensors_find(const Tensors *t, const char *name) {
 
 /* ---- binding ---- */
 
-static const char *shape_text(int dims, const int64_t *shape, char out[160]) {
-    int n = snprintf(out, 160, "(");
-    for (int i = 0; i < dims; i++)
-        n += snprintf(out + n, (size_t)(160 - n), "%s%lld", i ? ", " : "", (long long)shape[i]);
-    snprintf(out + n, (size_t)(160 - n), ")");
-    return out;
+static char *shape_text(int dims, const int64_t *shape) {
+    Bytes out = {0};
+    bytes_text(&out, "(");
+    for (int i = 0; i < dims; i++) bytes_print(&out, "%s%lld", i ? ", " : "", (long long)shape[i]);
+    return bytes_print(&out, ")");
 }
 
 static int divided(int n, int by) { return n > 0 ? (n - 1) / by + 1 : 0; }
@@ -735,11 +730,10 @@ static const char *file_of(const Loader *load, const Tensor *t) { return load->c
 
 /* Refuses a tensor unless `ok`. */
 static bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expected) {
-    char shape[160];
-    if (!ok)
-        refuse(load, file_of(load, t), "tensor '%s' has the dtype %s and is %s, expected %s", t->name, t->dtype,
-               shape_text(t->dims, t->shape, shape), expected);
-    return ok;
+    if (ok) return true;
+    LocalText shape = shape_text(t->dims, t->shape);
+    refuse(load, file_of(load, t), "tensor '%s' is %s %s, expected %s", t->name, t->dtype, shape, expected);
+    return false;
 }
 
 /* The tensor PREFIX NAME SUFFIX. NULL: the files do not have it. */
@@ -752,15 +746,16 @@ static Tensor *find(const Loader *load, const char *name, const char *suffix) {
 /* Finds that tensor and checks its shape, of which a last 1 may be missing, and the dtype of `type` (TYPES: any).
  * Returns a made up one, without data, if there are no files or if the check fails. */
 static Tensor *bind(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape) {
-    char expected[160], found[160];
     Tensor *t = find(load, name, suffix);
     bool fits = t && (t->dims == dims || (t->dims == dims - 1 && shape[t->dims] == 1)) &&
                 !memcmp(t->shape, shape, (size_t)t->dims * sizeof *shape);
+    LocalText expected = fits ? NULL : shape_text(dims, shape);
     if (t) t->bound = true;
-    if (fits && (type == TYPES || tensor_is(load, t, has_dtype(t, type), types[type].dtype))) return t;
-    if (!fits && !load->c->model.made_up)
-        refuse(load, file_of(load, t), "tensor '%s%s%s' should be %s and is %s", load->prefix, name, suffix,
-               shape_text(dims, shape, expected), t ? shape_text(t->dims, t->shape, found) : "missing");
+    if (!t && !load->c->model.made_up)
+        refuse(load, file_of(load, t), "tensor '%s%s%s' is missing, expected %s", load->prefix, name, suffix, expected);
+    if (t && tensor_is(load, t, fits, expected) &&
+        (type == TYPES || tensor_is(load, t, has_dtype(t, type), types[type].dtype)))
+        return t;
     if (type == TYPES) type = BF16;
     t = keep(load->c, 1, sizeof *t);
     *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = types[type].dtype, .size = (size_t)types[type].bytes};
