@@ -125,7 +125,7 @@ typedef struct { /* a row of the table */
     const char *url; /* of completions */
     struct curl_slist *headers;
     int prompt, clients, requests; /* tokens of a prompt; requests of a client */
-    pthread_mutex_t lock;          /* of what follows; an error keeps it, so that only one is printed */
+    pthread_mutex_t lock;          /* of what follows; a client that fails keeps it, so only one error is printed */
     double tokens, seconds;
     Bytes first, gaps; /* arrays of double: seconds to an answer's first text; between two texts */
 } Load;
@@ -146,7 +146,9 @@ static void take_line(Request *r, double now) {
     const char *text = json_string(cJSON_GetArrayItem(json_get(event, "choices"), 0), "text");
     if (text && *text) {
         double time = now - (r->last ? r->last : r->sent);
+        pthread_mutex_lock(&r->load->lock);
         bytes_add(r->last ? &r->load->gaps : &r->load->first, &time, sizeof time);
+        pthread_mutex_unlock(&r->load->lock);
         r->last = now;
         r->tokens++; /* until the usage gives the exact number */
     }
@@ -159,12 +161,10 @@ static size_t on_answer(char *data, size_t size, size_t n, void *request) {
     double now = seconds();
     curl_easy_getinfo(r->easy, CURLINFO_CONTENT_TYPE, &type);
     bool stream = type && !strncmp(type, "text/event-stream", 17);
-    pthread_mutex_lock(&r->load->lock);
     for (size_t i = 0; i < n * size; i++) {
         bytes_add(&r->line, data + i, 1);
         if (stream && data[i] == '\n') take_line(r, now), r->line.n = 0;
     }
-    pthread_mutex_unlock(&r->load->lock);
     return r->line.n < MOST_LINE ? n * size : 0;
 }
 
@@ -181,12 +181,12 @@ static void write_body(const Load *l, Bytes *out) {
 
 /* A thread: sends requests, the next one when the last is answered. The first that fails ends the measurement. */
 static void *run_client(void *load) {
-    Error e;
+    Error e = {0};
     Load *l = load;
     CURL *easy = curl_easy_init();
     curl_easy_setopt(easy, CURLOPT_URL, l->url);
     curl_easy_setopt(easy, CURLOPT_HTTPHEADER, l->headers);
-    curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L); /* as threads need it */
+    curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L); /* which other threads would get */
     curl_easy_setopt(easy, CURLOPT_XOAUTH2_BEARER, environment("OPENAI_API_KEY"));
     curl_easy_setopt(easy, CURLOPT_HTTPAUTH, CURLAUTH_BEARER);
     curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_answer);
@@ -200,11 +200,12 @@ static void *run_client(void *load) {
         CURLcode code = curl_easy_perform(easy);
         curl_easy_getinfo(easy, CURLINFO_RESPONSE_CODE, &status);
         pthread_mutex_lock(&l->lock);
-        if (code) fail(&e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code)), die(&e);
-        if (status != 200 || !r.last)
+        if (code)
+            fail(&e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code));
+        else if (status != 200 || !r.last)
             fail(&e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", l->url, status,
-                 status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", r.line.n ? r.line.data : ""),
-                die(&e);
+                 status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", r.line.n ? r.line.data : "");
+        if (e.code) fprintf(stderr, "infer: %s\n", e.text), _exit(e.code); /* other threads still use libraries */
         l->tokens += (double)r.tokens;
         pthread_mutex_unlock(&l->lock);
         bytes_free(&r.line);

@@ -141,7 +141,8 @@ static Type card_type(const Linear &w, bool columns) {
 }
 /* One encoding for Linears that share a Matrix. */
 static Type common_type(Type a, Type b) {
-    auto in_six = [](Type t) { return t == Q4_1 || t == Q5_K || t == Q6_K; }; /* Q5_K holds them all, PACKED8 these: */
+    /* Q5_K can hold what is in_six(), PACKED8 what is in_eight() */
+    auto in_six = [](Type t) { return t == Q4_1 || t == Q5_K || t == Q6_K; };
     auto in_eight = [&](Type t) { return in_six(t) || t == Q8_0 || t == PACKED8; };
     if (a == b) return a;
     if (in_eight(a) && in_eight(b)) return in_six(a) && in_six(b) ? Q5_K : PACKED8;
@@ -174,7 +175,7 @@ static __device__ void place_codes(const Source &s, const Matrix &m, int row, in
     const bool whole = s.linear.type != NVFP4; /* else multiples of 1/2, which are doubled */
     float a = whole ? w[0].a : w[0].a / 2, b = w[0].b + a * (s.info.zero - w[0].zero);
     const int bits = code_bits(m.type), middle = 1 << (bits - 1);
-    const bool constant = has_offset(m.type) && (float)(f16)a == 0; /* every weight is b */
+    const bool constant = has_offset(m.type) && (float)(f16)a == 0; /* b takes the place of a */
     int code[4];
     for (int i = 0; i < 4; i++)
         code[i] = constant        ? middle
@@ -182,21 +183,20 @@ static __device__ void place_codes(const Source &s, const Matrix &m, int row, in
                                   : (int)(whole ? w[i].q : 2 * w[i].q) - s.info.zero + middle;
     if (m.type == FP8)
         ((uint16_t *)at)[0] = fp8_pair(code[0], code[2]), ((uint16_t *)at)[1] = fp8_pair(code[1], code[3]);
+    else if (bits == 8)
+        for (int i = 0; i < 4; i++) at[i % 2 * 2 + i / 2] = code[i];
     else
-        for (int i = 0; i < 2; i++)
-            if (bits == 8)
-                at[i * 2] = code[i], at[i * 2 + 1] = code[i + 2];
-            else
-                at[i * 2] = code[i] & 15 | code[i + 2] >> (bits - 4) << 4;
-    for (int i = 0; i < 4 && bits == 6; i++) { /* other threads store other bits of the word */
-        const int place = rest_place(to % TILE, c % CHUNK + i), rest = i < 2 ? code[i] >> 4 : code[i] & 3;
-        atomicOr((uint32_t *)chunk + place / 32, (uint32_t)rest << place % 32);
-    }
+        for (int i = 0; i < 2; i++) at[i * 2] = code[i] & 15 | code[i + 2] >> (bits - 4) << 4;
+    if (bits == 6)
+        for (int i = 0; i < 4; i++) { /* other threads store other bits of the word */
+            const int place = rest_place(to % TILE, c % CHUNK + i), rest = i < 2 ? code[i] >> 4 : code[i] & 3;
+            atomicOr((uint32_t *)chunk + place / 32, (uint32_t)rest << place % 32);
+        }
     if (c % (CHUNK / chunk_words(m.type))) return;
     void *scale = chunk + word_place(m.type, to % TILE, c % CHUNK);
     if (constant) a = b;
-    const float unit = (float)(f16)a, z = unit ? b / unit / 64 : 0;
-    uint32_t word = has_offset(m.type) || m.type == Q6_K ? half_and_bf16(a, z) : float_bits(a);
+    const float unit = (float)(f16)a, offset = unit ? b / unit / 64 : 0;
+    uint32_t word = has_offset(m.type) || m.type == Q6_K ? half_and_bf16(a, offset) : float_bits(a);
     if (m.type == PACKED4) word = word & ~15u | (uint32_t)w[0].zero;
     memcpy(scale, &word, word_bytes(m.type)); /* of Q6_K only the half */
 }

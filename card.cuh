@@ -28,18 +28,18 @@ constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154;
 constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603;
 
 /* The encodings that kernels know besides BF16, F16, F32 and MXFP4: codes of 8, 6 or 4 bits, and for every 64, 32 or 16
- * columns of a row a word that scales them. The loader converts a file's other encodings to one of these, without loss
- * except that floats may become halves:
+ * columns of a row a word that scales them. The loader converts a file's other encodings to one of these, without loss,
+ * but scales may become halves, and offsets of codes bf16:
  *
  *   FP8         of 64 columns  a float a                                      weight a q
  *   Q8_0        of 32          a float a                                      weight a q, q signed
  *   PACKED4     of 64          a float a whose lowest four bits are a zero z  weight a (q - z), q unsigned
- *   Q4_1        of 32          a half a and a bf16 z                          weight a (q + 64 z), q signed
+ *   Q4_1        of 32          a half a and a bf16 o                          weight a (q + 64 o), q signed
  *   Q5_K        of 16          the same                                       q signed, 6 bits
  *   PACKED8     of 16          the same                                       q signed, 8 bits
  *   Q6_K        of 16          a half a                                       weight a q, q signed, 6 bits
  *
- * Signed codes lie there plus 8, 32 or 128, so none is negative. */
+ * Signed codes lie there plus 8, 32 or 128, so none is negative. Kernels make bf16 of q / 64, to which they add o. */
 __host__ __device__ constexpr bool is_coded(Type t) {
     return t == FP8 || t == PACKED4 || t == PACKED8 || t == Q4_1 || t == Q8_0 || t == Q5_K || t == Q6_K;
 }

@@ -142,11 +142,11 @@ enum { DATE = 1 }; /* in a text of the template, for " + today + " */
 
 /* The text that a string of the template has between `mark` and `end`, or NULL. */
 static char *text_behind(const char *template, const char *mark, const char *end) {
+    const char *quote = template, *seen = template; /* quote: the last one before `seen` */
     for (const char *s = template; (s = strstr(s, mark));) {
         LocalBytes text = {0};
-        s += strlen(mark);
-        const char *quote = s - 1; /* that opens the string */
-        while (quote > template && *quote != '"' && *quote != '\'') quote--;
+        for (s += strlen(mark); seen < s; seen++)
+            if (*seen == '"' || *seen == '\'') quote = seen; /* it opens the string */
         while (*s && !begins(s, end)) {
             const size_t today = begins(s, "\" + today + \"");
             if (*s == *quote && !today) break;
@@ -180,7 +180,8 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
         *s == '\n' ? bytes_text(&text, "\\n") : bytes_add(&text, *s == '"' ? "'" : s, 1);
     for (size_t i = 0; i < sizeof formats / sizeof *formats && !chat->format; i++)
         if (fits(formats + i, text.data, t, &chat->end)) chat->format = formats + i;
-    for (int i = 0; i < (strstr(template, "strftime_now") ? PRESETS : STRINGS); i++) {
+    const bool dated = !strstr(template, "strftime_now"); /* else the date is today's */
+    for (int i = 0; i < (dated ? STRINGS : PRESETS); i++) {
         char **text_of = i < PRESETS ? &chat->preset : &chat->date;
         if (!*text_of) *text_of = text_behind(template, strings[i][0], strings[i][1]);
     }
@@ -853,7 +854,8 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
     if (other && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
         return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
     LocalBytes text = {0}, function = {0};
-    if (name) other ? json_append(&function, cJSON_CreateString(name)) : bytes_text(&function, name);
+    if (name && other) json_append(&function, cJSON_CreateString(name));
+    if (name && !other) bytes_text(&function, name);
     if (thinks(f, effort)) fill(chat, &text, "\n</think>\n\n", NULL, NULL);
     fill(chat, &text, f->call, name ? &function : NULL, NULL);
     if (other && !name) bytes_text(&text, "\"");

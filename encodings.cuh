@@ -140,7 +140,7 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
 /* Codes of 4, 6 or 8 bits: see is_coded() in card.cuh. A few mma in a row compute a sum over 64, 32 or 16 columns, and
  * the word of these columns scales it. Codes become bf16 exactly and in few operations. e4m3 comes out 2^120 (LIFT) too
  * small. The bits of any other code q, read as bf16, are q 2^-133. One multiply-add makes (q - zero point) / 64 of
- * them, and scale() multiplies by 64. The sum of a code and an offset that is no integer is rounded to bf16. */
+ * them, and scale() multiplies by 64. An offset and its sum with a code are rounded to bf16. */
 template <Type T> struct EncodingCoded {
     typedef bf16 Activation;
     static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), SIZE = word_bytes(T);
@@ -197,13 +197,14 @@ template <Type T> struct EncodingCoded {
         }
         return {fma(first, LIFTS, zero), fma(second, BITS == 6 ? LIFTS_4 : LIFTS_16, zero)};
     }
-    /* What multiplies the codes of the chunk's i-th word, and the bf16 that is added to them before. */
+    /* What multiplies the codes of the chunk's i-th word. */
     __device__ static float scale(const Raw &r, int high, int i) {
         const uint32_t word = r.word[high][i * SIZE / 4];
         const float2 both = __half22float2(*(const __half2 *)&word);
         if (OFFSET || T == Q6_K) return (T == Q6_K && i % 2 ? both.y : both.x) * 64;
         return __uint_as_float(T == PACKED4 ? word & ~15u : word) * (T == FP8 ? 1 : 64);
     }
+    /* The bf16 that is added to them first. */
     __device__ static uint32_t offset_of(const Raw &r, int high, int i) { return OFFSET ? r.word[high][i] >> 16 : 0; }
     /* The weights of codes(), rounded to bf16, for product_tiled and cuBLAS. */
     __device__ static uint2 weights(const Raw &r, int high, int k) {
@@ -253,8 +254,7 @@ template <Type T> struct EncodingCoded {
     }
 };
 
-/* One weight of the embedding. card.cu makes FP8, PACKED4 and MXFP4 bf16, so FP8 and PACKED4 never
- * come here. */
+/* One weight of the embedding, for which card.cu makes FP8, PACKED4 and MXFP4 bf16. */
 __device__ inline float weight_of(const Matrix &m, size_t row, int column) {
     const size_t at = row * m.stride + column;
     if (m.type == F32) return ((const float *)m.data)[at];
@@ -264,7 +264,7 @@ __device__ inline float weight_of(const Matrix &m, size_t row, int column) {
     const int bits = code_bits(m.type), place = code_place(m.type, row % TILE, column % CHUNK);
     int code = bits == 8 ? chunk[place / 8] : chunk[place / 8] >> place % 8 & 15;
     if (bits == 6) {
-        const int at = rest_place(row % TILE, column % CHUNK), rest = chunk[at / 8] >> at % 8 & 3;
+        const int other = rest_place(row % TILE, column % CHUNK), rest = chunk[other / 8] >> other % 8 & 3;
         code = column % 4 < 2 ? code | rest << 4 : code << 2 | rest;
     }
     code -= 1 << (bits - 1);

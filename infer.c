@@ -109,7 +109,7 @@ static const Option options[] = {
              "it, so those after the first window see at least ctx - stride tokens before them"},
 
     {"serve", 0, "host", "ADDRESS", TEXT, FIELD(host), .initial = "127.0.0.1",
-     .help = "where to listen; any address but loopback needs a key (INFER_API_KEY)"},
+     .help = "where to listen; any but localhost, 127.0.0.1 and ::1 needs a key (INFER_API_KEY)"},
     {"serve", 0, "port", "N", WHOLE, FIELD(port), 0, 65535, "8080", "the port; 0: any free one"},
     {"serve", 0, "insecure", NULL, SWITCH, FIELD(insecure), .help = "listen on any address without a key"},
     {"serve", 0, "cors", "ORIGIN", TEXT, FIELD(cors),

@@ -568,7 +568,8 @@ static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
     return json_parse(text, header, path, e);
 }
 
-/* What names of the text's tensors have more in a model of texts and pictures, at their beginning or behind "model." */
+/* What names of the text's tensors have more in a model of texts and pictures, at their beginning or behind "model.".
+ * Without it they are named alike in all models. */
 #define NESTED "language_model."
 
 /* Reads file i of a model, in safetensors or GGUF. */
@@ -586,8 +587,9 @@ static bool read_file(Tensors *t, int i, Error *e) {
         if (!strcmp(entry->string, "__metadata__") && cJSON_IsObject(entry)) continue;
         t->tensor[t->n] = (Tensor){.file = i};
         if (!read_entry(f, data, entry, t->tensor + t->n, e)) return false;
-        char *inner = strstr(t->tensor[t->n++].name, NESTED);
-        if (inner) memmove(inner, inner + strlen(NESTED), strlen(inner + strlen(NESTED)) + 1);
+        char *name = t->tensor[t->n++].name, *inner = strncmp(name, "model.", 6) ? name : name + 6;
+        if (!strncmp(inner, NESTED, strlen(NESTED)))
+            memmove(inner, inner + strlen(NESTED), strlen(inner + strlen(NESTED)) + 1);
     }
     if (gguf && !i) t->metadata = cJSON_DetachItemFromObjectCaseSensitive(json, "__metadata__");
     if (t->n > first) qsort(t->tensor + first, (size_t)(t->n - first), sizeof *t->tensor, by_offset);
@@ -1009,7 +1011,7 @@ static Linear bind_fused(Loader *load, const char *name, int rows, int cols) {
 }
 
 /* Rows first, first + step, ... of w's codes or of one of its grids, whose view is v. In GPTQ and AWQ a line crosses
- * all rows. A word or an entry that several rows share must not be split. */
+ * all rows, and step is 1. A word or an entry that several rows share must not be split. */
 static View rows_of(Loader *load, View v, const Linear *w, Grid g, int first, int step, int rows) {
     const bool across = in_gptq(w->type) || w->type == AWQ4, words = g.transposed || g.type == AWQ4;
     const int shared = g.rows * (words ? types[g.type].values : 1);
@@ -1154,7 +1156,7 @@ static void bind_all(Loader *load, Model *m) {
     if (!embed || !load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
     if (!embed) m->embed = m->head;
     m->norm = bind_floats(load, "model.norm", ".weight", m->dim);
-    m->k_up_transposed = load->family->latent && tensors_find(all, "model.layers.0.self_attn.k_b_proj.0.weight");
+    m->k_up_transposed = load->family->latent && find(load, "model.layers.0.self_attn.k_b_proj.0", ".weight");
     for (int i = 0; i < m->n_layers && !failed(load); i++) {
         snprintf(load->prefix, sizeof load->prefix, "model.layers.%d.", i);
         bind_layer(load, m, i);

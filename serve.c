@@ -989,7 +989,8 @@ static struct MHD_Daemon *start_daemon(const Options *o) {
     int error = getaddrinfo(o->host, port, &(struct addrinfo){.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, &to);
     if (error) fail(&e, USAGE, "--host %.100s: %s", o->host, gai_strerror(error)), die(&e);
     if (!text_listed("localhost 127.0.0.1 ::1", o->host) && !server.key && !o->insecure)
-        fail(&e, USAGE, "%.100s is open to everybody: give a key (INFER_API_KEY) or --insecure", o->host), die(&e);
+        fail(&e, USAGE, "--host %.100s needs a key (INFER_API_KEY) or --insecure: others may reach it", o->host),
+            die(&e);
     const bool v6 = to->ai_family == AF_INET6;
     struct MHD_Daemon *d = MHD_start_daemon(
         MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_THREAD_PER_CONNECTION | (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG),
