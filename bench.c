@@ -186,7 +186,7 @@ static void *run_client(void *load) {
     CURL *easy = curl_easy_init();
     curl_easy_setopt(easy, CURLOPT_URL, l->url);
     curl_easy_setopt(easy, CURLOPT_HTTPHEADER, l->headers);
-    curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L); /* which other threads would get */
+    curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L); /* a signal would reach another thread */
     curl_easy_setopt(easy, CURLOPT_XOAUTH2_BEARER, environment("OPENAI_API_KEY"));
     curl_easy_setopt(easy, CURLOPT_HTTPAUTH, CURLAUTH_BEARER);
     curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_answer);

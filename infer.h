@@ -35,7 +35,7 @@ typedef enum {
 typedef struct {
     const char *name, *dtype; /* dtype: of its tensors, as safetensors spells it */
     int values, bytes;        /* in a block, whose bytes lie together */
-    int bits, zero;           /* of a code; the middle of unsigned codes, the zero where no grid or minimum is */
+    int bits, zero;           /* of a code; the middle of unsigned codes, their zero unless the file has others */
 } TypeInfo;
 
 #ifdef __cplusplus

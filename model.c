@@ -568,8 +568,8 @@ static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
     return json_parse(text, header, path, e);
 }
 
-/* What names of the text's tensors have more in a model of texts and pictures, at their beginning or behind "model.".
- * Without it they are named alike in all models. */
+/* In models of texts and pictures this stands in the names of the text's tensors, first or behind "model.". read_file()
+ * leaves it out, so that all models name these tensors alike. */
 #define NESTED "language_model."
 
 /* Reads file i of a model, in safetensors or GGUF. */
