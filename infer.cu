@@ -472,30 +472,30 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
 /* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
  * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory: a thread
  * copies an eighth of every 16th row of x, and pieces of weights. At the end mma leaves a lane two tokens of a row, but
- * finish() takes two rows of a token. So the sums, too, go through shared memory; then a thread finishes two rows, for
- * all tokens or for every second one. */
+ * finish() takes two rows of a token. So the sums, too, go through shared memory; then a thread finishes two rows of
+ * every second token. */
 constexpr int TILED_WARPS = 4;
 /* This lane's columns of eight rows of x in shared memory. */
 template <class E> __device__ inline uint4 columns_of(const uint8_t *rows, int lane, int half) {
     if constexpr (E::MATRICES) return load_matrices(rows + eighth_of<true>(lane % 8, half * 4 + lane / 8));
     return E::eight(rows + place_of<E>(lane, half));
 }
-template <Type T, int TILES, int ROWS> struct TiledShape {
+template <Type T, int TILES> struct TiledShape {
     static constexpr int STAGES = TILES <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
     static constexpr int BLOCKS = T == MXFP4 ? 4 : is_coded(T) ? 2 : 3; /* for which there are registers */
-    static constexpr int ROW_TILES = TILED_WARPS * ROWS, PIECES = ROW_TILES * Encoding<T>::PIECES;
+    static constexpr int ROWS = 2, ROW_TILES = TILED_WARPS * ROWS, PIECES = ROW_TILES * Encoding<T>::PIECES;
     static constexpr int X = TOKENS * CHUNK * 2, STAGE = X + PIECES * 16;     /* bytes */
     static constexpr int PAIRS = ROW_TILES * TILE / 2, PITCH = PAIRS * 2 + 4; /* the pitch spares bank conflicts */
     static constexpr int SHARED = STAGES * STAGE;                             /* in the end the sums lie there */
     static_assert(TOKENS * PITCH * 4 <= SHARED && SHARED <= 99 << 10, "sm_86 and sm_89 have no more");
 };
-template <Type T, int TILES, int ROWS>
-__global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::BLOCKS)
+template <Type T, int TILES>
+__global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES>::BLOCKS)
     product_tiled(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
     typedef typename E::Activation A;
-    typedef TiledShape<T, TILES, ROWS> Shape;
-    constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, THREADS = Shape::THREADS, PAIRS = Shape::PAIRS;
+    typedef TiledShape<T, TILES> Shape;
+    constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, THREADS = Shape::THREADS, ROWS = Shape::ROWS;
     extern __shared__ __align__(128) uint8_t shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int chunks = p.w.stride / CHUNK, tiles = p.w.tiles(), first = blockIdx.x * Shape::ROW_TILES;
@@ -578,11 +578,11 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES, ROWS>::
             sum[(n * 8 + 2 * t + i % 2) * Shape::PITCH + (warp * ROWS + i / 4) * TILE + i / 2 % 2 * 8 + g] =
                 c[i / 4][n][i % 4];
     __syncthreads();
-    const int pair = threadIdx.x % PAIRS * 2, r = first * TILE + pair;
-    if (r >= p.w.rows || threadIdx.x >= THREADS / PAIRS * PAIRS) return; /* 96 pairs leave a warp without any */
-    Target target = target_of(p, job.expert, 0, r, p.finish != ADD);     /* a bias is the same for all tokens */
+    const int pair = threadIdx.x % Shape::PAIRS * 2, r = first * TILE + pair;
+    if (r >= p.w.rows) return;
+    Target target = target_of(p, job.expert, 0, r, p.finish != ADD); /* a bias is the same for all tokens */
 #pragma unroll 4
-    for (int token = threadIdx.x / PAIRS; token < job.n; token += THREADS / PAIRS) {
+    for (int token = threadIdx.x / Shape::PAIRS; token < job.n; token += THREADS / Shape::PAIRS) {
         const size_t out = p.order ? p.order[job.first + token] : job.first + token;
         const float2 both = *(const float2 *)(sum + token * Shape::PITCH + pair);
         if (p.finish == ADD) target = target_of(p, job.expert, out, r);
@@ -1552,16 +1552,16 @@ template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs
     }
     return with(product<T, 1, 8>, 0);
 }
-template <Type T, int TILES, int ROWS> cudaError_t launch_tiled(const Gpu *gpu, const Product &p, int jobs) {
-    typedef TiledShape<T, TILES, ROWS> Shape;
+template <Type T, int TILES> cudaError_t launch_tiled(const Gpu *gpu, const Product &p, int jobs) {
+    typedef TiledShape<T, TILES> Shape;
     if (!p.job) jobs = (p.tokens + Shape::TOKENS - 1) / Shape::TOKENS;
     dim3 grid((p.w.tiles() + Shape::ROW_TILES - 1) / Shape::ROW_TILES, jobs);
-    return launch(gpu, product_tiled<T, TILES, ROWS>, grid, Shape::THREADS, Shape::SHARED, p);
+    return launch(gpu, product_tiled<T, TILES>, grid, Shape::THREADS, Shape::SHARED, p);
 }
 template <Type T> cudaError_t launch_any(const Gpu *gpu, const Product &p, int job_size, int jobs) {
     if (job_size <= 8) return launch_product<T>(gpu, p, jobs);
-    if (job_size <= 16) return launch_tiled<T, 1, 3>(gpu, p, jobs);
-    return job_size <= 32 ? launch_tiled<T, 2, 3>(gpu, p, jobs) : launch_tiled<T, 4, 2>(gpu, p, jobs);
+    if (job_size <= 16) return launch_tiled<T, 1>(gpu, p, jobs);
+    return job_size <= 32 ? launch_tiled<T, 2>(gpu, p, jobs) : launch_tiled<T, 4>(gpu, p, jobs);
 }
 /* The one table from types of weights to instances: f receives the type as a constant. */
 template <class F> cudaError_t with_type(Type type, F f) {
