@@ -301,7 +301,6 @@ static int line_columns(Type type) {
 struct Upload {
     struct Job {
         Linear linear;
-        std::vector<Stored> each; /* what linear.each points to */
         Matrix to;
         Rows place;
         std::string name;
@@ -334,9 +333,7 @@ void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const
     for (int i = 0; i < w.n; i++)
         for (int line = 0; line < data.lines; line += n)
             piece.push_back({(int)job.size(), i, line, std::min(n, data.lines - line)});
-    job.push_back(
-        {w, {w.each, w.each + w.n}, to, place, layer < 0 ? name : "layer " + std::to_string(layer) + ", " + name});
-    job.back().linear.each = job.back().each.data(); /* w's may not stay */
+    job.push_back({w, to, place, layer < 0 ? name : "layer " + std::to_string(layer) + ", " + name});
     total += (uint64_t)w.n * data.lines * data.bytes;
 }
 
@@ -370,7 +367,7 @@ size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Er
             first = from / each, lines = (from + n - 1) / each - first + 1;
         if (each) take(view, first, lines);
     };
-    *s = {w, types[w.type], j.each[p.matrix], p.line, p.n, 0, w.cols, p.matrix};
+    *s = {w, types[w.type], j.linear.each[p.matrix], p.line, p.n, 0, w.cols, p.matrix};
     if (columns) s->row = 0, s->rows = w.rows, s->column = columns * p.line;
     if (columns) s->columns = std::min(columns * p.n, w.cols - s->column);
     take(&s->from.data, p.line, p.n);
@@ -419,7 +416,7 @@ bool Upload::read(Error *e) {
         (fp4 ? place_fp4 : place_weights)<<<(unsigned)blocks, 256, 0, b.stream>>>(s, j.to, j.place, bad + p.job);
         CUDA(cudaGetLastError());
         std::lock_guard<std::mutex> hold(lock);
-        done += p.n * j.each[p.matrix].data.bytes;
+        done += p.n * j.linear.each[p.matrix].data.bytes;
         if (progress && done < total) progress(done, total);
     }
     for (Buffer &b : buffer) CUDA(cudaStreamSynchronize(b.stream));
@@ -453,21 +450,6 @@ bool Upload::run(Error *e) {
 }
 
 /* ---- the walk over all weights ---- */
-
-/* Gate and up may lie in one tensor as the card wants them, row by row in turn: then they are read at once. Else the
- * result is empty. */
-static std::vector<Stored> in_turn(const Linear &gate, const Linear &up) {
-    std::vector<Stored> both;
-    for (int i = 0; gate.rows && i < gate.n; i++) {
-        const View &first = gate.each[i].data, &second = up.each[i].data;
-        if (first.fd != second.fd || second.offset != first.offset + first.bytes || first.stride != 2 * first.bytes ||
-            (gate.scale.rows && gate.type != MXFP4))
-            return {};
-        both.push_back(gate.each[i]);
-        for (View *view : {&both[i].data, &both[i].scale}) view->stride /= 2, view->lines *= 2;
-    }
-    return both;
-}
 
 /* Gives every weight its place on the card. Without `upload` it only counts bytes; with it, it also copies arrays of
  * floats and lists the Linears to read. */
@@ -524,22 +506,15 @@ Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
     if (layer >= 0 && to.n == 1) gpu->largest = std::max(gpu->largest, to.bytes);
     if (layer >= 0 && is_coded(to.type) && to.n == 1)
         gpu->decoded_size = std::max(gpu->decoded_size, (size_t)to.rows * to.stride);
-    std::vector<Stored> both;
-    if (upload && step == 2) both = in_turn(parts.begin()[0].from, parts.begin()[1].from);
     std::vector<float> bias(biased ? (size_t)to.n * to.rows : 0); /* zeros for a part without one */
     int first = 0;
     for (const Part &p : parts) {
         const Linear &w = p.from;
         const Rows place = {first, step, p.half, p.columns};
-        if (upload && w.rows && both.empty()) upload->add(w, to, place, layer, p.name);
+        if (upload && w.rows) upload->add(w, to, place, layer, p.name);
         for (int i = 0; w.rows && w.each->bias && i < w.n; i++)
             for (int r = 0; r < w.rows; r++) bias[(size_t)i * to.rows + place.of(r)] = w.each[i].bias[r];
         first += step == 2 ? 1 : w.rows;
-    }
-    if (upload && !both.empty()) {
-        Linear whole = parts.begin()[0].from;
-        whole.rows *= 2, whole.each = both.data();
-        upload->add(whole, to, {0, 1}, layer, "gate and up");
     }
     if (biased) to.bias = put(bias);
     return to;

@@ -1020,7 +1020,7 @@ static void nan_is_named(void) {
         unsigned char pattern[4];
     } cases[] = {{"model.layers.1.self_attn.q_proj.weight", "layer 1, query", 2, {0xC0, 0x7F}},
                  {"model.layers.0.mlp.experts.down_proj_scales", "layer 0, down", 1, {0xFF}},
-                 {"model.layers.1.mlp.experts.gate_up_proj_scales", "layer 1, gate and up", 1, {0xFF}},
+                 {"model.layers.1.mlp.experts.gate_up_proj_scales", "layer 1, gate", 1, {0xFF}},
                  {"lm_head.weight", "head", 2, {0xC0, 0x7F}}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char directory[] = "/tmp/infer-nan-XXXXXX", command[200], path[100];
