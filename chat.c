@@ -3,6 +3,7 @@
  * the published chat templates write. The readers accept what models write, right or wrong. See chat.h. */
 #include "chat.h"
 
+#include <ctype.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,12 +12,12 @@
 #include <utf8proc.h>
 
 enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 1000 /* from a result to its call */ };
-enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT };         /* in Chat.control: harmony's */
-enum { OPEN_THINK = ENDOFTEXT + 1, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG }; /* the marks of other formats */
+enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT }; /* in Chat.control: harmony's */
+enum { OPEN_THINK = ENDOFTEXT + 1, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, OPEN_CALLS }; /* other formats' */
 
 static const char *const controls[CONTROLS] = {
-    "<|start|>",     "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>",      "<|call|>",      "<|return|>",
-    "<|endoftext|>", "<think>",     "</think>",      "<tool_call>", "</tool_call>", "<|python_tag|>"};
+    "<|start|>",     "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>",      "<|call|>",       "<|return|>",
+    "<|endoftext|>", "<think>",     "</think>",      "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"};
 static const char functions[] = "functions.", heading[] = "# Instructions\n\n";
 
 enum { STREAM_END = -2 }; /* no token has it; -1 would match a control token that the tokenizer lacks */
@@ -38,7 +39,7 @@ static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n
 
 enum {
     FIRST = 1, /* the system text stands before the user's first text, and user and assistant alternate; */
-    LAST = 2,  /* the same before the user's last text */
+    LAST = 2,  /* the same before the user's last text if that ends the chat; tools stand before its turn */
     ALONE = 4, /* a call is a turn without text, and tools stand before the user's first text */
     HOIST = 8, /* all system texts stand at the beginning, or only the latest: see Chat.latest */
     KEEP = 16, /* thoughts are part of the history */
@@ -54,6 +55,7 @@ struct Format {
     const char *thoughts;                        /* in the history; NULL: none */
     const char *think, *quiet;                   /* at the end of a prompt; the same for effort none */
     const char *tools, *call, *results, *result; /* the list of tools, a call, the turn of all results, one of them */
+    const char *calls;                           /* the turn of all calls; NULL: they are part of an answer */
     int flags;
 };
 
@@ -78,6 +80,9 @@ struct Format {
              "\"parameters\": dictionary of argument name and its value}.Do not use variables.\n\n%s"
 #define MISTRAL(open, close, answer, where) .begin = "<s>", .system = "%s\n\n", .user = open "%s" close, \
     .assistant = answer "</s>", .flags = where
+#define MISTRAL_TOOLS(space) .tools = "[AVAILABLE_TOOLS]" space "%s[/AVAILABLE_TOOLS]", \
+    .calls = "[TOOL_CALLS]" space "[%s]</s>", .call = "{\"name\": %p, \"arguments\": %s}", .results = "%s", \
+    .result = "[TOOL_RESULTS]" space "{\"content\": %s, \"call_id\": \"%p\"}[/TOOL_RESULTS]"
 #define DEEPSEEK(past) .flags = HOIST, .begin = "<｜begin▁of▁sentence｜>", .system = "%s", \
     .user = "<｜User｜>%s", .assistant = "<｜Assistant｜>%s<｜end▁of▁sentence｜>", .thoughts = past
 
@@ -96,8 +101,9 @@ static const Format formats[] = {
      .system = "<<SYS>>\n%s\n<</SYS>>\n\n", .user = "<s>[INST] %t [/INST]", .assistant = " %t </s>", .flags = FIRST},
     {"Mistral v0.1", {"' [INST] ' + system_message"}, MISTRAL(" [INST] ", " [/INST]", " %s", FIRST)},
     {"Mistral v0.3", {"'[INST] ' + system_message", "|trim + eos_token", "!loop.first"},
-     MISTRAL("[INST] ", "[/INST]", " %t", LAST)},
-    {"Mistral Nemo", {"'[INST]' + system_message", "!loop.first"}, MISTRAL("[INST]", "[/INST]", "%s", LAST)},
+     MISTRAL("[INST] ", "[/INST]", " %t", LAST), MISTRAL_TOOLS(" ")},
+    {"Mistral Nemo", {"'[INST]' + system_message", "!loop.first"}, MISTRAL("[INST]", "[/INST]", "%s", LAST),
+     MISTRAL_TOOLS("")},
     {"Mistral Small 3", {"'[SYSTEM_PROMPT]' + system_message + '[/SYSTEM_PROMPT]'", "'[INST]' + message['content']"},
      .begin = "<s>", .system = "[SYSTEM_PROMPT]%s[/SYSTEM_PROMPT]", .user = "[INST]%s[/INST]", .assistant = "%s</s>"},
     {"Mistral, without system", {"'[INST] ' + message['content'] + ' [/INST]'", "!system_message"},
@@ -695,8 +701,9 @@ static bool continues(const Format *f, const Conversation *c, int i) {
     int kind = kind_of(c->message + i), before = kind_of(c->message + i - 1);
     bool alone = f->flags & ALONE;
     if (kind == USER) return before == USER && f->flags & (FIRST | LAST); /* as after an answer that was interrupted */
-    if (kind == RESULT) return before == RESULT && !alone;
-    return kind <= CALL && before <= CALL && before != ANSWER && !(alone && before == CALL);
+    if (kind == RESULT) return before == RESULT && !alone && !f->calls;
+    if (before == CALL && (alone || (f->calls && kind != CALL))) return false;
+    return kind <= CALL && before <= CALL && before != ANSWER;
 }
 
 /* Cuts the text at the first `mark`: what precedes that is returned, what follows stays. False: there is none. */
@@ -719,13 +726,18 @@ static Bytes trim_lines(Bytes text, bool thought) {
 static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out) {
     const Format *f = chat->format;
     bool result = kind_of(m) == RESULT, call = kind_of(m) == CALL;
+    char id[] = "000000000"; /* as Mistral wants it: the client's last nine letters and digits */
     Error e;
     LocalBytes name = {0}, json = {0};
     LocalJson arguments = call ? json_parse(text.data, text.n, "arguments", &e) : NULL;
+    for (size_t i = m->id ? strlen(m->id) : 0, at = 9; i-- && at;)
+        if (isalnum((unsigned char)m->id[i])) id[--at] = m->id[i];
     if (call) json_append(&name, cJSON_CreateString(m->recipient + begins(m->recipient, functions)));
+    if (result) bytes_text(&name, id);
     if (arguments) put_json(&json, arguments, 0, 0);
+    if (call && f->calls) bytes_print(&json, "%s, \"id\": \"%s\"", json.n ? "" : text.data, id);
     if (result && f->flags & ALONE) json_append(&json, json_from_text(text.data, text.n));
-    if (out->n) bytes_text(out, "\n");
+    if (out->n) bytes_text(out, call && f->calls ? ", " : "\n");
     fill(chat, out, result ? f->result : call ? f->call : "%s", &name, json.n ? &json : &text);
 }
 
@@ -750,9 +762,10 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
             bytes_add(&thoughts, thought.data, thought.n);
             if (keeps) text = trim_lines(text, false);
         }
-        bool beside = f->flags & ALONE && continues(f, c, i + 1) && kind_of(m + 1) == CALL;
+        bool beside = (f->calls || f->flags & ALONE) && continues(f, c, i + 1) && kind_of(m + 1) == CALL;
         if (kind >= CALL || (kind != REASONING && text.n && !beside)) put_part(chat, m, text, &parts);
     } while (continues(f, c, ++i));
+    if (kind == CALL && f->calls) piece = f->calls;
     bool kept = keeps && model && recent && (thoughts.n || i == c->messages);
     Bytes said = kept ? trim_lines(parts, false) : parts, thought = trim_lines(thoughts, true);
     if (kept || (model && !keeps)) fill(chat, &turn, f->thoughts, NULL, &thought);
@@ -766,7 +779,7 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
 static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Bytes *out) {
     const Format *f = chat->format;
     const char *system = c->instructions ? c->instructions : chat->preset;
-    const cJSON *tools = tools_of(c), *tool;
+    const cJSON *tools = f->calls ? NULL : tools_of(c), *tool; /* else put_row() writes them */
     bool alone = f->flags & ALONE;
     struct tm day = {0};
     char date[32];
@@ -803,7 +816,7 @@ static bool is_result(const Format *f, Bytes text) {
 
 static bool put_row(const Chat *chat, const Conversation *c, Bytes *out, Error *e) {
     const Format *f = chat->format;
-    LocalBytes front = {0};
+    LocalBytes front = {0}, tools = {0};
     int first = c->messages, last = first; /* the user's first text; where the last question begins, if there is one */
     for (int i = c->messages - 1; i >= 0; i--) {
         if (kind_of(c->message + i) != USER) continue;
@@ -811,14 +824,20 @@ static bool put_row(const Chat *chat, const Conversation *c, Bytes *out, Error *
         if (last == c->messages && !is_result(f, c->message[i].content) && !continues(f, c, i)) last = i;
     }
     put_begin(chat, c, &front, out);
-    if (tools_of(c) && f->flags & ALONE && first == c->messages)
+    if (tools_of(c) && (f->calls || f->flags & ALONE) && first == c->messages)
         return fail(e, USAGE, "messages: in %s chats tools stand in front of a user's text: add one", f->name);
-    for (int i = 0, turn = 1; i < c->messages; turn++) {
+    const bool asks = c->messages && kind_of(c->message + c->messages - 1) == USER;
+    const int fronted = !(f->flags & LAST) ? first : asks ? last : -1; /* the turn that `front` belongs to */
+    if (f->calls && tools_of(c)) put_json(&tools, tools_of(c), 0, 0);
+    for (int i = 0, turn = 1, next; i < c->messages; i = next) {
         int kind = kind_of(c->message + i);
+        if (i == last && tools.n) fill(chat, out, f->tools, NULL, &tools);
+        next = put_turn(chat, c, i, i > last, i == fronted ? front : (Bytes){0}, out);
+        if (kind == RESULT || kind_of(c->message + next - 1) == CALL) continue; /* calls and results are no turns */
         if (f->flags & (FIRST | LAST) && (turn % 2 ? kind != USER : kind > CALL))
             return fail(e, USAGE, "%s chats alternate user and assistant, the user first: turn %d does not", f->name,
                         turn);
-        i = put_turn(chat, c, i, i > last, i == (f->flags & LAST ? last : first) ? front : (Bytes){0}, out);
+        turn++;
     }
     return true;
 }
@@ -837,7 +856,9 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
     }
     if (!chat_effort(chat, c->effort, e)) return false;
     if (!valid) return fail(e, USAGE, "a text of the conversation is not UTF-8");
-    const char *lacks = calls && !f->call ? "tools" : schema && f != &harmony ? "response_format" : NULL;
+    const char *lacks = calls && (!f->call || (f->calls && chat->control[OPEN_CALLS] < 0)) ? "tools"
+                        : schema && f != &harmony                                          ? "response_format"
+                                                                                           : NULL;
     if (lacks) return fail(e, USAGE, "%s: %s, the chat format of this model, has none", lacks, f->name);
     if (f == &harmony ? !put_harmony(chat, c, prompt, &text, e) : !put_row(chat, c, &text, e)) return false;
     if (prompt) { /* what precedes an answer, without the space that the model writes itself */
@@ -851,12 +872,13 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
     const Format *f = chat->format;
     bool other = f != &harmony;
-    if (other && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
+    if (other && !f->calls && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
         return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
     LocalBytes text = {0}, function = {0};
     if (name && other) json_append(&function, cJSON_CreateString(name));
     if (name && !other) bytes_text(&function, name);
     if (thinks(f, effort)) fill(chat, &text, "\n</think>\n\n", NULL, NULL);
+    fill(chat, &text, f->calls, NULL, NULL);
     fill(chat, &text, f->call, name ? &function : NULL, NULL);
     if (other && !name) bytes_text(&text, "\"");
     return encode(chat->tokenizer, &text, out, e);
@@ -1030,14 +1052,20 @@ static bool may_be_call(const Reader *r) {
     return false;
 }
 
-/* Turns pending text into a call if it is one, with arguments as Python writes them. `closed`: the text ends with the
- * closing mark. A call without marks must have arguments, or any JSON with a name would be one. */
-static void end_call(Reader *r, bool closed) {
+static const char between_calls[] = "[], \t\r\n"; /* in a list */
+
+/* Turns the first n bytes of pending text into a call if they are one, with arguments as Python writes them. `closed`:
+ * they end with the closing mark, or with an object of a list. A call without marks must have arguments, or any JSON
+ * with a name would be one. */
+static void end_call(Reader *r, size_t n, bool closed) {
     Error e;
-    bool alone = r->chat->format->flags & ALONE;
-    Bytes text = trim(r->pending), before;
-    if (!alone) cut_at(&text, controls[OPEN_CALL], &before);
-    if (closed) text.n -= strlen(controls[CLOSE_CALL]);
+    const Format *f = r->chat->format;
+    bool alone = f->flags & ALONE;
+    size_t skipped = f->calls ? strspn(r->pending.data, between_calls) : 0;
+    Bytes text = trim((Bytes){.data = r->pending.data + skipped, .n = n - skipped}), before;
+    LocalBytes rest = {0};
+    if (!alone && !f->calls) cut_at(&text, controls[OPEN_CALL], &before);
+    if (closed && !f->calls) text.n -= strlen(controls[CLOSE_CALL]);
     LocalJson json = json_parse(text.data, text.n, "call", &e);
     const char *name = json_string(json, "name"), *key = json_get(json, "arguments") ? "arguments" : "parameters";
     const cJSON *arguments = json_get(json, key);
@@ -1048,20 +1076,40 @@ static void end_call(Reader *r, bool closed) {
     Message call = call_of(name);
     if (arguments) put_json(&call.content, arguments, 0, 0);
     if (!arguments) bytes_text(&call.content, "{}");
+    bytes_add(&rest, r->pending.data + n, r->pending.n - n);
     r->pending.n = *r->pending.data = 0;
     end_text(r, "commentary");
     *message_new(&r->message, &r->messages) = call;
+    bytes_add(&r->pending, rest.data, rest.n);
+    r->in_content = f->calls;
+}
+
+/* Ends each call of a list at the last brace of its object, since a token completes one message at most. */
+static void read_list(Reader *r) {
+    while (r->in_content && r->scanned < r->pending.n) {
+        char c = r->pending.data[r->scanned++];
+        if (r->quoted && c == '\\') r->scanned++;
+        if (c == '"') r->quoted = !r->quoted;
+        if (!r->quoted) r->depth += (c == '{') - (c == '}');
+        if (r->quoted || c != '}' || r->depth) continue;
+        end_call(r, r->scanned, true);
+        r->scanned = 0;
+    }
 }
 
 /* Reads a token like push_harmony(). A mark counts only as one token and at its place; otherwise it is text. */
 static bool push_other(Reader *r, int token, int which) {
     const Tokenizer *t = r->chat->tokenizer;
     const Format *f = r->chat->format;
-    bool thinking = same(r->now.channel, "analysis"), mark = which >= OPEN_THINK && which < CONTROLS,
+    bool thinking = same(r->now.channel, "analysis"),
+         mark = which >= OPEN_THINK && which < CONTROLS && (which != OPEN_CALLS || f->calls),
          stop = token == STREAM_END || token == r->chat->end || (!mark && tokenizer_is_control(t, token));
     if (stop) {
         tokenizer_flush(&r->decoder, &r->pending);
-        if (may_be_call(r)) end_call(r, false);
+        if (f->calls && r->in_content && strspn(r->pending.data, between_calls) == r->pending.n)
+            r->pending.n = *r->pending.data = 0; /* the end of the list */
+        else if (may_be_call(r))
+            end_call(r, r->pending.n, false);
         end_text(r, thinking ? "analysis" : "final");
     } else if (f->thoughts && which == OPEN_THINK && r->started && !r->now.content.n && !r->in_content) {
         conversation_set(&r->now.channel, "analysis");
@@ -1071,13 +1119,16 @@ static bool push_other(Reader *r, int token, int which) {
         if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
     } else if (!(f->flags & ALONE) || which != PYTHON_TAG) {
         size_t white = may_be_call(r) ? 0 : r->pending.n;
-        if (r->calls && which == OPEN_CALL && !thinking && !r->in_content) {
+        if (r->calls && which == (f->calls ? OPEN_CALLS : OPEN_CALL) && !thinking && !r->in_content) {
             tokenizer_flush(&r->decoder, &r->pending);
             say(r, white);
-            r->in_content = true;
+            r->in_content = true, r->quoted = false, r->scanned = 0, r->depth = 0;
         }
-        tokenizer_decode(t, &r->decoder, token, &r->pending);
-        if (which == CLOSE_CALL && r->in_content) end_call(r, true), white = 0;
+        if (which != OPEN_CALLS) tokenizer_decode(t, &r->decoder, token, &r->pending);
+        if (f->calls)
+            read_list(r);
+        else if (which == CLOSE_CALL && r->in_content)
+            end_call(r, r->pending.n, true), white = 0;
         if (!may_be_call(r)) say(r, white);
     }
     return stop;

@@ -6,7 +6,7 @@
 
 #include "tokenizer.h"
 
-enum { CONTROLS = 13 };       /* the tokens of harmony and the marks of other formats, see chat.c */
+enum { CONTROLS = 14 };       /* the tokens of harmony and the marks of other formats, see chat.c */
 typedef struct Format Format; /* a row of the table */
 typedef struct {
     const Tokenizer *tokenizer;
@@ -86,7 +86,10 @@ typedef struct {
     Message now;              /* being read */
     bool started, in_content; /* its header began with <|start|>; behind <|message|>, or in a call */
     bool calls;               /* what looks like a call is one; harmony's always are */
-    Bytes pending;            /* text before <|message|>; in other formats white space or a call */
+    Bytes pending;            /* text before <|message|>; in other formats white space or calls */
+    size_t scanned;           /* of a list of calls: bytes of `pending` that were looked at, ... */
+    int depth;                /* ... open braces in them, ... */
+    bool quoted;              /* ... and whether they end in a string */
     Decoder decoder;
     Message *message; /* complete messages; take them with reader_take */
     int messages;

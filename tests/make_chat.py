@@ -60,6 +60,27 @@ def mistral(before, behind, where, answer):
             + "}}{%- endif %}{%- endfor %}")
 
 
+def mistral_tools(space, answer):
+    """Calls and results count as no turn. Texts of a function are not escaped, so plain() leaves out their quotes."""
+    return (SPLIT + "{%- set users = loop_messages | selectattr('role', 'equalto', 'user') | list %}"
+            "{%- set ns = namespace(turn=0) %}{{- bos_token }}{%- for message in loop_messages %}"
+            "{%- if not (message.role == 'tool' or message.tool_calls) %}"
+            "{%- if (message['role'] == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('') }}{%- endif %}"
+            "{%- set ns.turn = ns.turn + 1 %}{%- endif %}{%- if message['role'] == 'user' %}"
+            "{%- if tools and message == users[-1] %}{{- '[AVAILABLE_TOOLS]S[' }}{%- for tool in tools %}"
+            "{{- '{\"type\": \"function\", \"function\": {' }}{%- for key, value in tool.function.items() %}"
+            "{{- '\"' + key + '\": ' + ('\"' + value + '\"' if value is string else value | tojson) }}"
+            "{{- ', ' if not loop.last }}{%- endfor %}{{- '}}' + (']' if loop.last else ', ') }}{%- endfor %}"
+            "{{- '[/AVAILABLE_TOOLS]' }}{%- endif %}{%- if loop.last and system_message is defined %}"
+            "{{- '[INST]S' + system_message + '\n\n' + message['content'] + '[/INST]' }}{%- else %}"
+            "{{- '[INST]S' + message['content'] + '[/INST]' }}{%- endif %}{%- elif message.tool_calls %}"
+            "{{- '[TOOL_CALLS]S[' }}{%- for call in message.tool_calls %}"
+            "{{- (call.function | tojson)[:-1] + ', \"id\": \"' + call.id + '\"}' + (']' + eos_token if loop.last else ', ') }}"
+            "{%- endfor %}{%- elif message['role'] == 'assistant' %}{{- " + answer + " }}{%- elif message['role'] == 'tool' %}"
+            "{{- '[TOOL_RESULTS]S{\"content\": ' + message.content + ', \"call_id\": \"' + message.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
+            "{%- else %}{{- raise_exception('') }}{%- endif %}{%- endfor %}").replace("]S", "]" + space)
+
+
 MISTRAL_OLD = ("{{ bos_token }}{% for message in messages %}" + ALTERNATE + "{% if message['role'] == 'user' %}"
                "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
                "{{ message['content'] + eos_token}}{% else %}{{ raise_exception('') }}{% endif %}{% endfor %}")
@@ -108,6 +129,7 @@ QWEN = CHATML + ["<tool_call>", "</tool_call>"]
 QWEN3 = QWEN + ["<tool_response>", "</tool_response>", "<think>", "</think>"]
 LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]
 MISTRAL = ["<s>", "</s>", "[INST]", "[/INST]"]
+MISTRAL_TOOLS = MISTRAL + ["[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
 GEMMA = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]
 # the format's name in chat.c: template (a file, or its text), what it has, control tokens (BOS and EOS below), tokenizer
@@ -144,10 +166,9 @@ MODELS = {
     "Mistral v0.1": ("Mistral v0.1", mistral(" [INST] ", " [/INST]", "loop.first", '" " + message["content"] + eos_token'),
                      None, ["<s>", "</s>"], "llama2"),
     "Mistral v0.2, old": ("Mistral, without system", MISTRAL_OLD, None, ["<s>", "</s>"], "llama2"),
-    "Mistral v0.3": ("Mistral v0.3", mistral("[INST] ", "[/INST]", "loop.last", '" " + message["content"]|trim + eos_token'),
-                     None, MISTRAL, "mistral-7b-v0.3"),
-    "Mistral Nemo": ("Mistral Nemo", mistral("[INST]", "[/INST]", "loop.last", 'message["content"] + eos_token'), None,
-                     MISTRAL, None),
+    "Mistral v0.3": ("Mistral v0.3", mistral_tools(" ", '" " + message["content"]|trim + eos_token'), None, MISTRAL_TOOLS,
+                     "mistral-7b-v0.3"),
+    "Mistral Nemo": ("Mistral Nemo", mistral_tools("", 'message["content"] + eos_token'), None, MISTRAL_TOOLS, None),
     "Mistral Small 3": ("Mistral Small 3", MISTRAL_SMALL, None, MISTRAL + ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"], None),
     "Gemma 2": ("Gemma", "google-gemma-2-2b-it", "<start_of_turn>model", GEMMA, "gemma2"),
     "Gemma 3": ("Gemma", GEMMA3, None, GEMMA, "gemma3"),
@@ -259,11 +280,18 @@ def environment():
     return env
 
 
+def plain(tool):
+    return {**tool, "function": {**tool["function"], "description": tool["function"]["description"].replace('"', "")}}
+
+
 def for_template(message):
-    """Arguments are an object, as transformers wants them, and no key is there without a value."""
+    """Arguments are an object, as transformers wants them, and ids have nine letters or digits, as Mistral wants them."""
     message = json.loads(json.dumps(message))
     for each in message.get("tool_calls", []):
         each["function"]["arguments"] = json.loads(each["function"]["arguments"])
+        each["id"] = each["id"].replace("_", "").zfill(9)
+    if "tool_call_id" in message:
+        message["tool_call_id"] = message["tool_call_id"].replace("_", "").zfill(9)
     return message
 
 
@@ -287,15 +315,16 @@ def render(model, template, controls, name, messages, tools):
 
 
 def cases_of(model, template, controls, tokenizer):
-    thinks, calls = "<think>" in controls and "</think>" in template, ("<tool_call>" in controls and model != "Qwen3-Coder") or model[:9] in ("Llama 3.1", "Llama 3.2")
+    thinks, several = "<think>" in controls and "</think>" in template, {"<tool_call>", "[TOOL_CALLS]"} & {*controls}
+    calls = (several and model != "Qwen3-Coder") or model[:9] in ("Llama 3.1", "Llama 3.2")
+    tools = [plain(WEATHER) if "[TOOL_CALLS]" in controls else WEATHER, CLOCK]
     found = [render(model, template, controls, name, m, None) for name, m in CASES.items()]
     if thinks:
         chosen = {k: m for k, m in THINKING.items() if k != "effort none" or model in ("Qwen3", "DeepSeek V3.1")}
         found += [render(model, template, controls, name, m, None) for name, m in chosen.items()]
     if calls:
-        chosen = {**CALLING, **(SEVERAL if "<tool_call>" in controls else {}),
-                  **(THOUGHT_CALLS if thinks else {})}
-        found += [render(model, template, controls, name, m, [WEATHER, CLOCK, *[COUNT] * (name == "numbers")])
+        chosen = {**CALLING, **(SEVERAL if several else {}), **(THOUGHT_CALLS if thinks else {})}
+        found += [render(model, template, controls, name, m, [*tools, *[COUNT] * (name == "numbers")])
                   for name, m in chosen.items()]
     found = [case for case in found if case]
     for case in found:

@@ -77,7 +77,9 @@ def speaker(model, folder, *texts):
 LOOKS_LIKE_CALLS = [  # model, tokens of its answer, the text
     ("Qwen2.5", ["I look.\n", "<tool_call>", '\n{"name": "f", "arguments": {"a":1}}\n', "</tool_call>", "<|im_end|>"],
      'I look.\n<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>'),
-    ("Llama 3.1", ['{"name": "f", "parameters": {"a":1}}', "<|eot_id|>"], '{"name": "f", "parameters": {"a":1}}')]
+    ("Llama 3.1", ['{"name": "f", "parameters": {"a":1}}', "<|eot_id|>"], '{"name": "f", "parameters": {"a":1}}'),
+    ("Mistral v0.3", ["[TOOL_CALLS]", ' [{"name": "f", "arguments": {"a":1}', "}]", "</s>"],  # the mark has no text
+     '[{"name": "f", "arguments": {"a":1}}]')]
 
 
 def all_cases():
@@ -260,6 +262,15 @@ STREAMS = [  # model, what it writes, the messages, whether something had to be 
     ("Llama 3.1", "{\"name\": \"Bern\", \"size\": 1}, {}<|eot_id|>", [message('{"name": "Bern", "size": 1}, {}', "final")], True),
     ("Llama 3.1", "{\"name\": \"Bern\", \"size\": 1}<|eot_id|>", [message('{"name": "Bern", "size": 1}', "final")], True),
     ("Llama 3.1", "As JSON: {\"name\": \"f\"}<|eot_id|>", [message('As JSON: {"name": "f"}', "final")], False),
+    ("Mistral v0.3", "[TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {\"x\": 1}, \"id\": \"abcdefghi\"}]</s>",
+     [called("f", '{"x": 1}')], False),
+    ("Mistral v0.3", "Hi[TOOL_CALLS] [{\"name\": \"f\"}, {\"arguments\": {\"}\": \"\\\"}{\"}, \"name\": \"g\"}]</s>",
+     [message("Hi", "commentary"), called(), called("g", '{"}": "\\"}{"}')], False),
+    ("Mistral Nemo", "[TOOL_CALLS][{\"name\": \"f\"},{\"name\": \"g\"}]", [called(), called("g")], False),
+    ("Mistral Nemo", "[TOOL_CALLS][{\"name\": \"f\"}, {\"na</s>", [called(), message(", {\"na", "final")], True),
+    ("Mistral Nemo", "[TOOL_CALLS][{\"a\": {}}, {\"name\": \"f\"}]</s>",
+     [message("[{\"a\": {}}, {\"name\": \"f\"}]", "final")], True),
+    ("Mistral Nemo", "[TOOL_CALLS]Hi</s>", [HI], True),
     ("Llama 2", " Hi </s>", [HI], False),
     ("Gemma 3", "Hi<end_of_turn>\n", [HI], False),
 ]
@@ -297,13 +308,15 @@ def test_what_a_format_has_no_words_for(folder):
     question = {"messages": [{"role": "user", "content": "Hi"}]}
     tools = [{"type": "function", "function": {"name": "f"}}]
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
-    for model in ("SmolLM2", "Gemma 3", "Mistral v0.3"):
-        refused("render", folder_of(model, folder), stdin=json.dumps({**question, "tools": tools}), code=2, words=["tools"])
+    without = folder_of("Mistral Small 3", folder, MODELS["Mistral v0.3"]["has"])  # no tokens for calls
+    for made in (without, *(folder_of(model, folder) for model in ("SmolLM2", "Gemma 3", "Llama 2"))):
+        refused("render", made, stdin=json.dumps({**question, "tools": tools}), code=2, words=["tools"])
     refused("render", folder_of("Qwen3", folder), stdin=json.dumps({**question, "response_format": schema}), code=2,
             words=["response_format"])
     for nobody in ([{"role": "assistant", "content": "Hi"}], [{"role": "system", "content": "Be brief."}]):
-        refused("render", folder_of("Llama 3.1", folder), stdin=json.dumps({"messages": nobody, "tools": tools}), code=2,
-                words=["user's text", "tools"])
+        for model in ("Llama 3.1", "Mistral v0.3"):
+            refused("render", folder_of(model, folder), stdin=json.dumps({"messages": nobody, "tools": tools}), code=2,
+                    words=["user's text", "tools"])
     for made in (PARROT, folder_of("DeepSeek R1", folder)):
         refused("render", made, stdin=json.dumps({**question, "reasoning_effort": "none"}), code=2, words=["effort"])
 

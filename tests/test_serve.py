@@ -601,6 +601,31 @@ def test_one_call_at_most():
         s.refuses(CHAT, {**body, "parallel_tool_calls": "no"}, "parallel_tool_calls")
 
 
+def test_a_list_of_calls(folder):
+    """Mistral's: each is there with its object, and a client's ids come back as the template wants them."""
+    model = speaker("Mistral v0.3", folder, "[TOOL_CALLS]", ' [{"name": "f", "arguments": {"a":1}}',
+                    ', {"name": "g", "arguments": {}}', "]", "</s>")
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    body = {"messages": HELLO, "temperature": 0, "tools": tools}
+    with Server(model) as s:
+        choice = s.post(CHAT, body)["choices"][0]
+        calls = choice["message"]["tool_calls"]
+        same([c["function"] for c in calls], [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": "{}"}])
+        same(choice["finish_reason"], "tool_calls")
+        deltas = [e["choices"][0]["delta"] for e in events(s.ask("POST", CHAT, {**body, "stream": True}))]
+        parts = [c for d in deltas for c in d.get("tool_calls", [])]
+        same([(c["index"], c["function"]) for c in parts], list(enumerate(c["function"] for c in calls)), "streamed")
+        one = s.post(CHAT, {**body, "parallel_tool_calls": False})["choices"][0]
+        same([c["function"]["name"] for c in one["message"]["tool_calls"]], ["f"])
+        results = [{"role": "tool", "tool_call_id": c["id"], "content": "7"} for c in reversed(calls)]
+        talk = {"messages": [*HELLO, choice["message"], *results], "tools": tools, "date": DATE}
+        s.post(CHAT, talk)
+    ids = ["".join(c for c in call["id"] if c.isalnum())[-9:] for call in calls]
+    text = infer("render", model, stdin=json.dumps(talk)).text
+    expect(f'"arguments": {{}}, "id": "{ids[1]}"}}]</s>[TOOL_RESULTS] {{"content": 7, "call_id": "{ids[1]}"}}' in text, text)
+    expect(ids[0] != ids[1] and text.count(ids[0]) == 2, text)
+
+
 def test_models():
     with Server(PARROT, "--name", "org/name é") as s:
         listed = s.ask("GET", "/v1/models")
