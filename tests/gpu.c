@@ -63,23 +63,29 @@ static const char *first_wrong(const Model *m, const Costs *costs, const Trace *
     return name;
 }
 
+/* The same in chunks of each size; 0: the whole prompt. */
+static void chunks_pass(const char *what, const Model *m, const Costs *costs, const Trace *golden, const int *ids,
+                        size_t n, int sizes, const size_t *size) {
+    double ratio;
+    for (int i = 0; i < sizes; i++) {
+        const char *wrong = first_wrong(m, costs, golden, ids, n, size[i], &ratio);
+        check(!*wrong, "%s, chunks of %zu: first wrong at %s (%.1f times what rounding costs)", what, size[i], wrong,
+              ratio);
+    }
+}
+
 static void fixtures_pass(void) {
-    const size_t chunks[] = {0, 1, 7, 16, 17};
-    for (int i = 0; i < FIXTURES; i++)
-        for (size_t k = 0; k < sizeof chunks / sizeof *chunks; k++) {
-            Trace golden = {0};
-            Ids ids = {0};
-            Checkpoint c;
-            double ratio;
-            trace_golden(fixtures[i], &golden, &ids, &c);
-            Costs costs = rounding_costs(&c.model, &golden, ids.data, ids.n);
-            const char *wrong = first_wrong(&c.model, &costs, &golden, ids.data, ids.n, chunks[k], &ratio);
-            check(!*wrong, "%s in chunks of %zu: first wrong at %s (%.1f times what rounding costs)", fixtures[i],
-                  chunks[k], wrong, ratio);
-            trace_free(&golden);
-            ids_free(&ids);
-            checkpoint_close(&c);
-        }
+    for (int i = 0; i < FIXTURES; i++) {
+        Trace golden = {0};
+        Ids ids = {0};
+        Checkpoint c;
+        trace_golden(fixtures[i], &golden, &ids, &c);
+        Costs costs = rounding_costs(&c.model, &golden, ids.data, ids.n);
+        chunks_pass(fixtures[i], &c.model, &costs, &golden, ids.data, ids.n, 5, (size_t[]){0, 1, 7, 16, 17});
+        trace_free(&golden);
+        ids_free(&ids);
+        checkpoint_close(&c);
+    }
 }
 
 /* Prompts of many lengths, whole and in chunks, against the unrounded reference. The longest prompt says what rounding
@@ -122,14 +128,12 @@ static void lengths_pass(void) {
  * routers away from ties. */
 static void encoding_passes(const char *path) {
     enum { N = 100 };
-    const size_t chunks[] = {1, 7, 16, 17, 30, 50, 0};
     int ids[N];
     uint64_t random = 3;
     size_t n = N;
     Checkpoint c;
     Trace golden = {0};
     Error e;
-    double ratio;
     must(checkpoint_open(&c, path, &e), &e);
     fill_random(ids, N, (size_t)c.model.vocab, &random);
     if (n > (size_t)c.model.context) n = (size_t)c.model.context;
@@ -144,11 +148,7 @@ static void encoding_passes(const char *path) {
     }
     trace_run(&golden, &reference, &c.model, ids, n, 0);
     Costs costs = rounding_costs(&c.model, &golden, ids, n);
-    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
-        const char *wrong = first_wrong(&c.model, &costs, &golden, ids, n, chunks[i], &ratio);
-        check(!*wrong, "%s in chunks of %zu: first wrong at %s (%.1f times what rounding costs)", path, chunks[i],
-              wrong, ratio);
-    }
+    chunks_pass(path, &c.model, &costs, &golden, ids, n, 7, (size_t[]){1, 7, 16, 17, 30, 50, 0});
     trace_free(&golden);
     checkpoint_close(&c);
 }
@@ -433,7 +433,7 @@ static void streams_agree(const char *config) {
 static void stages_of_20b_pass(void) {
     const int ids[] = {1,   523, 193959, 135, 1497, 200000, 52137,  33, 173,
                        139, 301, 5,      198, 403,  540,    158101, 31, 177716};
-    const size_t n = sizeof ids / sizeof *ids, chunks[] = {1, 7, 16, 0};
+    const size_t n = sizeof ids / sizeof *ids;
     char directory[] = "/tmp/infer-20b-XXXXXX", command[200];
     Trace golden = {0};
     Checkpoint c;
@@ -450,14 +450,10 @@ static void stages_of_20b_pass(void) {
     must(checkpoint_open(&c, directory, &e), &e);
     trace_run(&golden, &reference, &c.model, ids, n, 0);
     Costs costs = rounding_costs(&c.model, &golden, ids, n);
-    for (int i = 0; i < 2; i++)
-        for (size_t k = 0; k < sizeof chunks / sizeof *chunks; k++) {
-            double ratio;
-            plain = i;
-            const char *wrong = first_wrong(&c.model, &costs, &golden, ids, n, chunks[k], &ratio);
-            check(!*wrong, "%s, chunks of %zu: first wrong at %s (%.1f times what rounding costs)",
-                  plain ? "plain" : "fast", chunks[k], wrong, ratio);
-        }
+    for (int i = 0; i < 2; i++) {
+        plain = i;
+        chunks_pass(plain ? "plain" : "fast", &c.model, &costs, &golden, ids, n, 4, (size_t[]){1, 7, 16, 0});
+    }
     plain = false;
     trace_free(&golden);
     checkpoint_close(&c);
@@ -661,7 +657,6 @@ static Linear random_linear(int rows, int cols, int n, uint64_t *random) {
  * router on are held loosely, because rounding changes some tokens' experts. */
 static void latent_heads_pass(void) {
     enum { N = 500, HEADS = 18 };
-    const size_t chunks[] = {1, 16, 17, 0};
     int ids[N];
     uint64_t random = 5;
     Trace golden = {0};
@@ -679,11 +674,7 @@ static void latent_heads_pass(void) {
     fill_random(ids, N, (size_t)m->vocab, &random);
     trace_run(&golden, &reference, m, ids, N, 0);
     Costs costs = rounding_costs(m, &golden, ids, N);
-    for (size_t k = 0; k < sizeof chunks / sizeof *chunks; k++) {
-        double ratio;
-        const char *wrong = first_wrong(m, &costs, &golden, ids, N, chunks[k], &ratio);
-        check(!*wrong, "chunks of %zu: first wrong at %s (%.1f times what rounding costs)", chunks[k], wrong, ratio);
-    }
+    chunks_pass("many heads", m, &costs, &golden, ids, N, 4, (size_t[]){1, 16, 17, 0});
     trace_free(&golden);
     linear_free(&l->q), linear_free(&l->k_up), linear_free(&l->v_up), linear_free(&l->o);
     checkpoint_close(&c);
@@ -691,7 +682,6 @@ static void latent_heads_pass(void) {
 
 /* Rows of codes may end inside a word. What multiplies the rest of it is what a wider layer left there. */
 static void rows_may_end_inside_words(void) {
-    const size_t chunks[] = {0, 1, 7};
     Trace golden = {0}, whole = {0};
     Ids ids = {0};
     Checkpoint c;
@@ -702,11 +692,7 @@ static void rows_may_end_inside_words(void) {
     l->down = as_int8(&l->down), l->shared_down = as_int8(&l->shared_down);
     trace_run(&whole, &reference, &c.model, ids.data, ids.n, 0);
     Costs costs = rounding_costs(&c.model, &whole, ids.data, ids.n);
-    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
-        double ratio;
-        const char *wrong = first_wrong(&c.model, &costs, &whole, ids.data, ids.n, chunks[i], &ratio);
-        check(!*wrong, "chunks of %zu: first wrong at %s (%.1f times what rounding costs)", chunks[i], wrong, ratio);
-    }
+    chunks_pass("ends of rows", &c.model, &costs, &whole, ids.data, ids.n, 3, (size_t[]){0, 1, 7});
     linear_free(&l->down), linear_free(&l->shared_down);
     trace_free(&golden), trace_free(&whole);
     ids_free(&ids);
@@ -716,7 +702,6 @@ static void rows_may_end_inside_words(void) {
 /* In a block of Q4_1 whose scale is 0 all weights are its minimum, whatever the codes. */
 static void constant_blocks_pass(void) {
     enum { N = 20, BLOCK = 20 };
-    const size_t chunks[] = {1, 16, 0};
     int ids[N];
     uint64_t random = 7;
     Trace golden = {0};
@@ -735,11 +720,7 @@ static void constant_blocks_pass(void) {
     fill_random(ids, N, (size_t)c.model.vocab, &random);
     trace_run(&golden, &reference, &c.model, ids, N, 0);
     Costs costs = rounding_costs(&c.model, &golden, ids, N);
-    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
-        double ratio;
-        const char *wrong = first_wrong(&c.model, &costs, &golden, ids, N, chunks[i], &ratio);
-        check(!*wrong, "chunks of %zu: first wrong at %s (%.1f times what rounding costs)", chunks[i], wrong, ratio);
-    }
+    chunks_pass("blocks of one weight", &c.model, &costs, &golden, ids, N, 3, (size_t[]){1, 16, 0});
     linear_free(&changed), free(bytes);
     trace_free(&golden);
     checkpoint_close(&c);
@@ -748,7 +729,6 @@ static void constant_blocks_pass(void) {
 /* A file may have quantised experts beside a shared expert in F16, a router in F32 and a head in F32. All read the same
  * x, each in a type of its own, and its rows have padding. */
 static void types_of_x_may_differ(void) {
-    const size_t chunks[] = {0, 1, 7};
     Trace golden = {0};
     Ids ids = {0};
     Checkpoint c;
@@ -759,11 +739,7 @@ static void types_of_x_may_differ(void) {
     check(l->router.type == BF16 && c.model.dim % 64, "the last layer has no router in BF16, or x no padding");
     l->shared_gate = as_type(&l->shared_gate, F16), l->shared_up = as_type(&l->shared_up, F16);
     l->router = as_type(&l->router, F32), c.model.head = as_type(&c.model.head, F32);
-    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
-        double ratio;
-        const char *wrong = first_wrong(&c.model, &costs, &golden, ids.data, ids.n, chunks[i], &ratio);
-        check(!*wrong, "chunks of %zu: first wrong at %s (%.1f times what rounding costs)", chunks[i], wrong, ratio);
-    }
+    chunks_pass("types of x", &c.model, &costs, &golden, ids.data, ids.n, 3, (size_t[]){0, 1, 7});
     Trace many = {0}; /* of tokens, because what lies in the padding is a NaN now and then only */
     int random_ids[300], nans = 0;
     uint64_t random = 3;
