@@ -39,7 +39,7 @@ static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n
 
 enum {
     FIRST = 1, /* the system text stands before the user's first text, and user and assistant alternate; */
-    LAST = 2,  /* the same before the user's last text if that ends the chat; tools stand before its turn */
+    LAST = 2,  /* the same, before the user's last text, and only if that ends the chat */
     ALONE = 4, /* a call is a turn without text, and tools stand before the user's first text */
     HOIST = 8, /* all system texts stand at the beginning, or only the latest: see Chat.latest */
     KEEP = 16, /* thoughts are part of the history */
@@ -55,7 +55,8 @@ struct Format {
     const char *thoughts;                        /* in the history; NULL: none */
     const char *think, *quiet;                   /* at the end of a prompt; the same for effort none */
     const char *tools, *call, *results, *result; /* the list of tools, a call, the turn of all results, one of them */
-    const char *calls;                           /* the turn of all calls; NULL: they are part of an answer */
+    const char *calls; /* the turn of a list of calls, with ids. Results are turns, too, and tools stand before the
+                          user's last turn. NULL: calls are part of an answer */
     int flags;
 };
 
@@ -80,8 +81,9 @@ struct Format {
              "\"parameters\": dictionary of argument name and its value}.Do not use variables.\n\n%s"
 #define MISTRAL(open, close, answer, where) .begin = "<s>", .system = "%s\n\n", .user = open "%s" close, \
     .assistant = answer "</s>", .flags = where
+/* Tools stand as the client sends them. The template would not escape the quotes in a description. */
 #define MISTRAL_TOOLS(space) .tools = "[AVAILABLE_TOOLS]" space "%s[/AVAILABLE_TOOLS]", \
-    .calls = "[TOOL_CALLS]" space "[%s]</s>", .call = "{\"name\": %p, \"arguments\": %s}", .results = "%s", \
+    .calls = "[TOOL_CALLS]" space "[%s]</s>", .call = "{\"name\": %p, \"arguments\": %s", .results = "%s", \
     .result = "[TOOL_RESULTS]" space "{\"content\": %s, \"call_id\": \"%p\"}[/TOOL_RESULTS]"
 #define DEEPSEEK(past) .flags = HOIST, .begin = "<｜begin▁of▁sentence｜>", .system = "%s", \
     .user = "<｜User｜>%s", .assistant = "<｜Assistant｜>%s<｜end▁of▁sentence｜>", .thoughts = past
@@ -726,7 +728,7 @@ static Bytes trim_lines(Bytes text, bool thought) {
 static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out) {
     const Format *f = chat->format;
     bool result = kind_of(m) == RESULT, call = kind_of(m) == CALL;
-    char id[] = "000000000"; /* as Mistral wants it: the client's last nine letters and digits */
+    char id[] = "000000000"; /* Mistral's: the client's last nine letters and digits, behind zeros if it has less */
     Error e;
     LocalBytes name = {0}, json = {0};
     LocalJson arguments = call ? json_parse(text.data, text.n, "arguments", &e) : NULL;
@@ -735,10 +737,10 @@ static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out)
     if (call) json_append(&name, cJSON_CreateString(m->recipient + begins(m->recipient, functions)));
     if (result) bytes_text(&name, id);
     if (arguments) put_json(&json, arguments, 0, 0);
-    if (call && f->calls) bytes_print(&json, "%s, \"id\": \"%s\"", json.n ? "" : text.data, id);
     if (result && f->flags & ALONE) json_append(&json, json_from_text(text.data, text.n));
     if (out->n) bytes_text(out, call && f->calls ? ", " : "\n");
     fill(chat, out, result ? f->result : call ? f->call : "%s", &name, json.n ? &json : &text);
+    if (call && f->calls) bytes_print(out, ", \"id\": \"%s\"}", id);
 }
 
 /* Writes the turn that begins with message i, `front` in front of its text. Returns the next turn's first message.
@@ -746,7 +748,7 @@ static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out)
 static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent, Bytes front, Bytes *out) {
     const Format *f = chat->format;
     int kind = kind_of(c->message + i);
-    bool model = kind <= CALL, keeps = f->flags & KEEP;
+    bool model = kind <= CALL, keeps = f->flags & KEEP, alone = f->calls || f->flags & ALONE, called = false;
     const char *system = f->flags & HOIST ? "" : f->system; /* put_begin() wrote it */
     const char *piece = model ? f->assistant : kind == RESULT ? f->results : kind == USER ? f->user : system;
     LocalBytes thoughts = {0}, parts = {0}, turn = {0};
@@ -762,8 +764,9 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
             bytes_add(&thoughts, thought.data, thought.n);
             if (keeps) text = trim_lines(text, false);
         }
-        bool beside = (f->calls || f->flags & ALONE) && continues(f, c, i + 1) && kind_of(m + 1) == CALL;
-        if (kind >= CALL || (kind != REASONING && text.n && !beside)) put_part(chat, m, text, &parts);
+        if (alone && kind == CALL && !called) parts.n = 0; /* text beside calls is left out */
+        called = kind == CALL;
+        if (kind >= CALL || (kind != REASONING && text.n)) put_part(chat, m, text, &parts);
     } while (continues(f, c, ++i));
     if (kind == CALL && f->calls) piece = f->calls;
     bool kept = keeps && model && recent && (thoughts.n || i == c->messages);
@@ -834,6 +837,8 @@ static bool put_row(const Chat *chat, const Conversation *c, Bytes *out, Error *
         if (i == last && tools.n) fill(chat, out, f->tools, NULL, &tools);
         next = put_turn(chat, c, i, i > last, i == fronted ? front : (Bytes){0}, out);
         if (kind == RESULT || kind_of(c->message + next - 1) == CALL) continue; /* calls and results are no turns */
+        int before = i ? kind_of(c->message + i - 1) : USER;
+        turn += kind == USER && turn % 2 == 0 && (before == CALL || before == RESULT); /* no answer came */
         if (f->flags & (FIRST | LAST) && (turn % 2 ? kind != USER : kind > CALL))
             return fail(e, USAGE, "%s chats alternate user and assistant, the user first: turn %d does not", f->name,
                         turn);
@@ -1032,7 +1037,6 @@ static void say(Reader *r, size_t white) {
 }
 
 static void end_text(Reader *r, const char *channel) {
-    tokenizer_flush(&r->decoder, &r->pending);
     say(r, 0);
     conversation_set(&r->now.channel, channel);
     next_message(r, false);
@@ -1061,9 +1065,9 @@ static void end_call(Reader *r, size_t n, bool closed) {
     Error e;
     const Format *f = r->chat->format;
     bool alone = f->flags & ALONE;
-    size_t skipped = f->calls ? strspn(r->pending.data, between_calls) : 0;
-    Bytes text = trim((Bytes){.data = r->pending.data + skipped, .n = n - skipped}), before;
+    Bytes text = trim((Bytes){.data = r->pending.data, .n = n}), before;
     LocalBytes rest = {0};
+    for (; f->calls && text.n && strchr(between_calls, *text.data); text.n--) text.data++;
     if (!alone && !f->calls) cut_at(&text, controls[OPEN_CALL], &before);
     if (closed && !f->calls) text.n -= strlen(controls[CLOSE_CALL]);
     LocalJson json = json_parse(text.data, text.n, "call", &e);
@@ -1084,9 +1088,9 @@ static void end_call(Reader *r, size_t n, bool closed) {
     r->in_content = f->calls;
 }
 
-/* Ends each call of a list at the last brace of its object, since a token completes one message at most. */
+/* Ends the first call of a list at the last brace of its object: a token completes one message at most. */
 static void read_list(Reader *r) {
-    while (r->in_content && r->scanned < r->pending.n) {
+    while (r->scanned < r->pending.n) {
         char c = r->pending.data[r->scanned++];
         if (r->quoted && c == '\\') r->scanned++;
         if (c == '"') r->quoted = !r->quoted;
@@ -1094,6 +1098,7 @@ static void read_list(Reader *r) {
         if (r->quoted || c != '}' || r->depth) continue;
         end_call(r, r->scanned, true);
         r->scanned = 0;
+        return;
     }
 }
 
@@ -1116,6 +1121,7 @@ static bool push_other(Reader *r, int token, int which) {
         r->started = false;
     } else if (f->thoughts && which == CLOSE_THINK && !r->in_content) {
         r->repairs += !thinking;
+        tokenizer_flush(&r->decoder, &r->pending);
         if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
     } else if (!(f->flags & ALONE) || which != PYTHON_TAG) {
         size_t white = may_be_call(r) ? 0 : r->pending.n;
@@ -1124,8 +1130,8 @@ static bool push_other(Reader *r, int token, int which) {
             say(r, white);
             r->in_content = true, r->quoted = false, r->scanned = 0, r->depth = 0;
         }
-        if (which != OPEN_CALLS) tokenizer_decode(t, &r->decoder, token, &r->pending);
-        if (f->calls)
+        if (which != OPEN_CALLS || !f->calls) tokenizer_decode(t, &r->decoder, token, &r->pending);
+        if (f->calls && r->in_content)
             read_list(r);
         else if (which == CLOSE_CALL && r->in_content)
             end_call(r, r->pending.n, true), white = 0;

@@ -461,21 +461,22 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
     const Request *q = c->request;
     const bool prompt = position < c->stream.prompt, silent = !prompt && !q->tokens;
     const size_t begin = c->text.n;
-    bool stop = c->stream.stopped && !silent, scored = !silent && (logits || (prompt && q->top >= 0));
+    bool stop = c->stream.stopped && !silent, called = false, scored = !silent && (logits || (prompt && q->top >= 0));
     if (q->chat) {
         const Read read = read_message(c, token);
         const bool content = !read.header && read.part != REASONING && read.part != CALL;
         c->thought += read.part == REASONING;
         scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
-        stop = stop || (read.stop && !q->ignore_eos) || (read.closed && read.part == CALL && !q->parallel);
+        called = read.closed && read.part == CALL;
+        stop = stop || (read.stop && !q->ignore_eos) || (called && !q->parallel);
     } else if (!stop && !silent && !(q->skip_special && tokenizer_is_control(server.s.tokenizer, token))) {
         tokenizer_decode(server.s.tokenizer, &c->reader.decoder, token, &c->text);
     }
     if (scored) add_score(c, begin, token, logits); /* in a text a stop token has one, too */
     last = last || stop;
-    if (last && q->chat) read_message(c, -1);
+    if (last && q->chat && (!called || q->parallel)) read_message(c, -1); /* else the next call may have begun */
     if (last && !q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
-    while (q->chat && !c->reader.pending.n && !c->reader.decoder.held.n && c->scores->child) {
+    while (q->chat && (called || (!c->reader.pending.n && !c->reader.decoder.held.n)) && c->scores->child) {
         cJSON *score = c->scores->child->prev; /* the last one */
         if (json_get(score, "begin")->valuedouble < (double)c->text.n) break;
         cJSON_Delete(cJSON_DetachItemViaPointer(c->scores, score)); /* no text is pending: this token's was dropped */

@@ -271,6 +271,7 @@ STREAMS = [  # model, what it writes, the messages, whether something had to be 
     ("Mistral Nemo", "[TOOL_CALLS][{\"a\": {}}, {\"name\": \"f\"}]</s>",
      [message("[{\"a\": {}}, {\"name\": \"f\"}]", "final")], True),
     ("Mistral Nemo", "[TOOL_CALLS]Hi</s>", [HI], True),
+    ("Mistral Nemo", "Hi\u00a0[TOOL_CALLS][{\"name\": \"f\"}]</s>", [message("Hi", "commentary"), called()], False),
     ("Llama 2", " Hi </s>", [HI], False),
     ("Gemma 3", "Hi<end_of_turn>\n", [HI], False),
 ]
@@ -337,6 +338,13 @@ def test_turns_alternate(folder):
     each([("an answer first", [assistant, user], 1),
           ("two answers", [user, assistant, assistant, user], 3), ("a system text later", [user, assistant, later, user], 3),
           ("two system texts", [later, later, user], 1)], check)
+    function = {"name": "f", "arguments": "{}"}
+    called = [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+              {"role": "tool", "tool_call_id": "a", "content": "7"}]
+    for unanswered in (called, called[:1]):  # as after an interrupted answer
+        infer("render", folder_of("Mistral v0.3", folder), stdin=json.dumps({"messages": [user, *unanswered, user]}))
+    beside = [message("A", "commentary"), message("B", "analysis")]
+    same(*(render({"messages": [user, *m, *called]}, folder_of("Mistral v0.3", folder)) for m in ([], beside)), "text beside")
     both = {"role": "user", "content": "D\nE"}
     for model in ("Gemma 2", "Llama 2", "Mistral v0.3"):
         for before in ([], [later], [later, user, assistant]):

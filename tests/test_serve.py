@@ -603,8 +603,8 @@ def test_one_call_at_most():
 
 def test_a_list_of_calls(folder):
     """Mistral's: each is there with its object, and a client's ids come back as the template wants them."""
-    model = speaker("Mistral v0.3", folder, "[TOOL_CALLS]", ' [{"name": "f", "arguments": {"a":1}}',
-                    ', {"name": "g", "arguments": {}}', "]", "</s>")
+    model = speaker("Mistral v0.3", folder, "[TOOL_CALLS]", ' [{"name": "f", "arguments": {"a":1}', '}, {"',
+                    'name": "g", "arguments": {}', "}]", "</s>")
     tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
     body = {"messages": HELLO, "temperature": 0, "tools": tools}
     with Server(model) as s:
@@ -617,6 +617,10 @@ def test_a_list_of_calls(folder):
         same([(c["index"], c["function"]) for c in parts], list(enumerate(c["function"] for c in calls)), "streamed")
         one = s.post(CHAT, {**body, "parallel_tool_calls": False})["choices"][0]
         same([c["function"]["name"] for c in one["message"]["tool_calls"]], ["f"])
+        same(one["message"].get("content"), None, "what follows the call")
+        cut = s.post(CHAT, {**body, "logprobs": True, "max_tokens": 4})["choices"][0]
+        same(cut["message"]["content"], ', {"name": "g", "arguments": {}', "a call that is cut off")
+        same([x["token"] for x in cut["logprobs"]["content"]], ['name": "g", "arguments": {}'], "its logprobs")
         results = [{"role": "tool", "tool_call_id": c["id"], "content": "7"} for c in reversed(calls)]
         talk = {"messages": [*HELLO, choice["message"], *results], "tools": tools, "date": DATE}
         s.post(CHAT, talk)
