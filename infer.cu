@@ -1840,7 +1840,7 @@ bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix
     if (!annex && (a->tokens > 1 || w.n_experts > PRODUCT_EXPERTS)) {
         job_size = 8; /* choices of a job at most; with up to about five an expert `product` is faster */
         if (a->tokens > MAX_DECODE && choices > 5 * w.n_experts)
-            job_size = choices <= 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
+            job_size = choices < 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
     }
     if (!route_tokens(a, l, job_size, e) || !shared_expert(a, l, e)) return false;
     if (!(annex ? fast::experts(a, l, e) : multiply_experts(a, l, job_size, e))) return false;
