@@ -159,7 +159,7 @@ docs: lesson-packages ## renders README and the notebooks as they are committed,
 	jupyter nbconvert --to html --output-dir build/docs/notebooks $(NOTEBOOKS)
 
 COUNTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh)
-MAX_LINES = 15828
+MAX_LINES = 15829
 count: ## lines of each file
 	@wc -l $(COUNTED) | sort -n
 budget: ## do the sources keep the rules of size: lines in all, columns of a line, lines of a function?

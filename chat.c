@@ -731,6 +731,7 @@ static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out)
     char id[] = "000000000"; /* Mistral's: the client's last nine letters and digits, behind zeros if it has less */
     Error e;
     LocalBytes name = {0}, json = {0};
+    if (call && !text.n) text = view("{}"); /* as some clients send it */
     LocalJson arguments = call ? json_parse(text.data, text.n, "arguments", &e) : NULL;
     for (size_t i = m->id ? strlen(m->id) : 0, at = 9; i-- && at;)
         if (isalnum((unsigned char)m->id[i])) id[--at] = m->id[i];

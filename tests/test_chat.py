@@ -305,6 +305,16 @@ def test_results_that_name_their_function(folder):
         same(render({**case, "messages": users}, made), expected, "users with recipients")
 
 
+def test_arguments_may_be_empty(folder):
+    """As some clients send those of a function that has none."""
+    def prompt(model, arguments):
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return render({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]},
+                      folder_of(model, folder))
+    for model in ("Qwen3", "Llama 3.1", "Mistral Nemo"):
+        same(prompt(model, ""), prompt(model, "{}"), model)
+
+
 def test_what_a_format_has_no_words_for(folder):
     question = {"messages": [{"role": "user", "content": "Hi"}]}
     tools = [{"type": "function", "function": {"name": "f"}}]
