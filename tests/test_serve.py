@@ -624,6 +624,9 @@ def test_a_list_of_calls(folder):
         results = [{"role": "tool", "tool_call_id": c["id"], "content": "7"} for c in reversed(calls)]
         talk = {"messages": [*HELLO, choice["message"], *results], "tools": tools, "date": DATE}
         s.post(CHAT, talk)
+    with Server(speaker("Mistral Nemo", folder, "[TOOL_CALLS]", '[{"name": "f"}, {"name": "g"}', "]", "</s>")) as s:
+        both = s.post(CHAT, body)["choices"][0]["message"]["tool_calls"]  # one token ends both
+        same([c["function"]["name"] for c in both], ["f", "g"])
     ids = ["".join(c for c in call["id"] if c.isalnum())[-9:] for call in calls]
     text = infer("render", model, stdin=json.dumps(talk)).text
     expect(f'"arguments": {{}}, "id": "{ids[1]}"}}]</s>[TOOL_RESULTS] {{"content": 7, "call_id": "{ids[1]}"}}' in text, text)
