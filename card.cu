@@ -346,7 +346,7 @@ size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Er
     const int columns = line_columns(w.type);
     Plan plan = {host, 0};
     bool ok = true;
-    /* Takes lines of a view, which from now on lies on the card. */
+    /* Takes lines of a view, with what lies between them. From now on the view lies on the card. */
     auto take = [&](View *view, size_t first, size_t lines) {
         const size_t bytes = (lines - 1) * view->stride + view->bytes;
         view->data = card + plan.used - first * view->stride;

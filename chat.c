@@ -47,7 +47,8 @@ enum {
 };
 
 /* Pieces of text. Names of control tokens become control tokens here and nowhere else. %s stands for a text from
- * outside, %t for the same without white space at both ends, %p for what precedes it, or for a call's name. */
+ * outside, %t for the same without white space at both ends, %p for what precedes it, for a call's name or, in a
+ * result, for the id of its call. */
 struct Format {
     const char *name, *has[4]; /* strings that the template contains or, after a '!', lacks */
     const char *begin, *system, *user, *assistant;
@@ -55,8 +56,7 @@ struct Format {
     const char *thoughts;                        /* in the history; NULL: none */
     const char *think, *quiet;                   /* at the end of a prompt; the same for effort none */
     const char *tools, *call, *results, *result; /* the list of tools, a call, the turn of all results, one of them */
-    const char *calls; /* the turn of a list of calls, with ids. Results are turns, too, and tools stand before the
-                          user's last turn. NULL: calls are part of an answer */
+    const char *calls; /* a turn of calls, if they are a list. Then tools stand before the user's last turn */
     int flags;
 };
 
@@ -728,7 +728,7 @@ static Bytes trim_lines(Bytes text, bool thought) {
 static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out) {
     const Format *f = chat->format;
     bool result = kind_of(m) == RESULT, call = kind_of(m) == CALL;
-    char id[] = "000000000"; /* Mistral's: the client's last nine letters and digits, behind zeros if it has less */
+    char id[] = "000000000"; /* for Mistral: the last nine letters and digits of the client's, behind zeros */
     Error e;
     LocalBytes name = {0}, json = {0};
     if (call && !text.n) text = view("{}"); /* as some clients send it */
@@ -749,7 +749,7 @@ static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out)
 static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent, Bytes front, Bytes *out) {
     const Format *f = chat->format;
     int kind = kind_of(c->message + i);
-    bool model = kind <= CALL, keeps = f->flags & KEEP, alone = f->calls || f->flags & ALONE, called = false;
+    bool model = kind <= CALL, keeps = f->flags & KEEP, bare = f->calls || f->flags & ALONE, called = false;
     const char *system = f->flags & HOIST ? "" : f->system; /* put_begin() wrote it */
     const char *piece = model ? f->assistant : kind == RESULT ? f->results : kind == USER ? f->user : system;
     LocalBytes thoughts = {0}, parts = {0}, turn = {0};
@@ -765,7 +765,7 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
             bytes_add(&thoughts, thought.data, thought.n);
             if (keeps) text = trim_lines(text, false);
         }
-        if (alone && kind == CALL && !called) parts.n = 0; /* text beside calls is left out */
+        if (bare && kind == CALL && !called) parts.n = 0; /* text beside calls is left out */
         called = kind == CALL;
         if (kind >= CALL || (kind != REASONING && text.n)) put_part(chat, m, text, &parts);
     } while (continues(f, c, ++i));
@@ -783,7 +783,7 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
 static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Bytes *out) {
     const Format *f = chat->format;
     const char *system = c->instructions ? c->instructions : chat->preset;
-    const cJSON *tools = f->calls ? NULL : tools_of(c), *tool; /* else put_row() writes them */
+    const cJSON *tools = f->calls ? NULL : tools_of(c), *tool; /* NULL: put_row() writes them */
     bool alone = f->flags & ALONE;
     struct tm day = {0};
     char date[32];

@@ -473,7 +473,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(c
  * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory: a thread
  * copies an eighth of every 16th row of x, and pieces of weights. At the end mma leaves a lane two tokens of a row, but
  * finish() takes two rows of a token. So the sums, too, go through shared memory; then a thread finishes two rows of
- * every second token. */
+ * every second token. With more ROWS the last blocks of a launch leave more multiprocessors idle. */
 constexpr int TILED_WARPS = 4;
 /* This lane's columns of eight rows of x in shared memory. */
 template <class E> __device__ inline uint4 columns_of(const uint8_t *rows, int lane, int half) {

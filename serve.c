@@ -479,7 +479,7 @@ static void read_token(Choice *c, size_t position, int token, const float *logit
     while (q->chat && (called || (!c->reader.pending.n && !c->reader.decoder.held.n)) && c->scores->child) {
         cJSON *score = c->scores->child->prev; /* the last one */
         if (json_get(score, "begin")->valuedouble < (double)c->text.n) break;
-        cJSON_Delete(cJSON_DetachItemViaPointer(c->scores, score)); /* no text is pending: this token's was dropped */
+        cJSON_Delete(cJSON_DetachItemViaPointer(c->scores, score)); /* its text was dropped, or is a call's */
     }
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     c->cut = text_stops(&c->text, &c->shown, q->stop, q->stops, last);

@@ -931,7 +931,6 @@ static void other_formats_are_rendered_and_read_again(void) {
     }
 }
 
-/* A conversation is saved in the shape in which it came, without a word that only harmony has. */
 /* Every format that has tools: what forces a call is the beginning of one, of a function or of any. */
 static void calls_are_forced(void) {
     static const char *const bodies[] = {"{\"a\":1}", "{\"a\":1}}\n</tool_call>", "{\"a\":1}}\n</tool_call>",
@@ -968,6 +967,7 @@ static void calls_are_forced(void) {
     }
 }
 
+/* A conversation is saved in the shape in which it came, without a word that only harmony has. */
 static void conversations_are_chat_completions(void) {
     static const char text[] = "{\"model\":\"m\",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}}],"
                                "\"reasoning_effort\":\"low\",\"date\":\"none\",\"messages\":["
