@@ -16,13 +16,15 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 
 LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto libutf8proc libmicrohttpd
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
-CORE      = base.c model.c gguf.c tokenizer.c chat.c
+# A room is a folder that adds something to the core; extensions.c has its rows. EXTENSIONS=no: the core alone.
+ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats serve commands terminal))
+CORE      = base.c model.c gguf.c tokenizer.c chat.c extensions.c
 C_SOURCES = $(CORE) download.c bench.c explain.c serve.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere. Callbacks get more than
 # they use, so unused parameters are no warning.
-FLAGS     = -std=c11 -D_GNU_SOURCE -ffp-contract=off -Wall -Wextra -Wno-unused-parameter -MMD -MP -I. $(shell pkg-config --cflags $(LIBRARIES) 2>/dev/null)
+FLAGS     = -std=c11 -D_GNU_SOURCE -ffp-contract=off -Wall -Wextra -Wno-unused-parameter -MMD -MP -I. $(shell pkg-config --cflags $(LIBRARIES) 2>/dev/null) $(addprefix -DROOM_,$(ROOMS))
 LIBS      = $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null) -lm -lpthread
 SANITIZE  = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 
@@ -50,7 +52,7 @@ build/cuda/%.o: %.c Makefile
 build/cuda/%.cu.o: %.cu Makefile
 	@$(NVCC) --version >/dev/null 2>&1 || { echo "make: no CUDA toolkit: install it (developer.nvidia.com/cuda-downloads), set CUDA_HOME, or 'make reference' for the plain C twin" >&2; exit 1; }
 	@mkdir -p $(@D)
-	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DFAST=$(if $(filter yes,$(FAST)),1,0) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) -MMD -MP -c $< -o $@
+	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DFAST=$(if $(filter yes,$(FAST)),1,0) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
 
 test-gpu: build/cuda/gpu infer ## the tests that need a GPU; where there is one, make test runs them too
 	build/cuda/gpu
@@ -63,7 +65,7 @@ build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build
 # PTX (tests/emulated/ptx.cuh). sed replaces what only nvcc can read, in these two files: shared memory without a size,
 # and <<<>>>.
 EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DFAST=0 -DCUDA_ARCHES='"emulated"' \
-          -DPIECE_BYTES=4096 -Itests/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson)
+          -DPIECE_BYTES=4096 -Itests/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
 build/emulated/gpu: $(call objects,emulated,$(CORE) tests/reference.c tests/gpu.c) \
@@ -135,7 +137,8 @@ install: all ## into DESTDIR and PREFIX, /usr/local
 	install -m 755 infer $(DESTDIR)$(PREFIX)/bin/
 	install -m 644 infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/
 
-FORMATTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh tests/*.c tests/*.h tests/emulated/*)
+COUNTED = $(wildcard *.c *.h *.cu *.cuh $(foreach room,$(ROOMS) fast,$(room)/*.[ch] $(room)/*.cuh))
+FORMATTED = $(COUNTED) $(wildcard tests/*.[ch] tests/emulated/*)
 format: ## clang-format
 	clang-format -i $(FORMATTED)
 check-format: ## is it needed?
@@ -158,7 +161,6 @@ docs: lesson-packages ## renders README and the notebooks as they are committed,
 	  markdown_py -x tables -x fenced_code README.md; } >build/docs/README.html
 	jupyter nbconvert --to html --output-dir build/docs/notebooks $(NOTEBOOKS)
 
-COUNTED = $(wildcard *.c *.h *.cu *.cuh fast/*.cuh)
 MAX_LINES = 15829
 count: ## lines of each file
 	@wc -l $(COUNTED) | sort -n

@@ -114,8 +114,8 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
 /* For each Type, in their order, the encoding on the card that holds the same codes. */
 /* clang-format off */
 constexpr Type card_types[] = {
-    BF16, F16, F32,
-    MXFP4, Q6_K,                  /* MXFP4, NVFP4 */
+    BF16, F16, F32, MXFP4,
+    BF16, Q6_K,                   /* E8M0, which no matrix has; NVFP4 */
     FP8, Q8_0,                    /* FP8, INT8 */
     PACKED4, PACKED8,             /* PACKED4, PACKED8 */
     PACKED4, PACKED8, PACKED4,    /* GPTQ4, GPTQ8, AWQ4 */
@@ -123,7 +123,7 @@ constexpr Type card_types[] = {
     Q5_K, Q6_K, Q4_1, Q5_K, Q6_K, /* Q2_K to Q6_K */
     Q8_0, Q8_0, MXFP4};           /* IQ4_NL, IQ4_XS, GGUF_MXFP4 */
 /* clang-format on */
-static_assert(sizeof card_types / sizeof *card_types == E8M0, "card_types lacks a Type");
+static_assert(sizeof card_types / sizeof *card_types == GGUF_MXFP4 + 1, "card_types lacks a Type");
 /* The encoding on the card for a Linear. It is bf16 if the columns of a word do not share a scale, or if rows end
  * inside a word: the missing codes are zero bytes, which are weights of 0 in FP8 only. If rows become columns (as in
  * Rows), there are no codes. */

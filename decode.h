@@ -4,7 +4,7 @@
 #ifndef DECODE_H
 #define DECODE_H
 
-#include "infer.h"
+#include "encodings/types.h"
 
 BOTH float bf16_value(uint16_t h) { return bits_float((uint32_t)h << 16); }
 

@@ -134,8 +134,8 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
     double begin = (double)read_number(r, 8);
     const char *called = type < sizeof ggml_types / sizeof *ggml_types ? ggml_types[type] : "unknown";
     const TypeInfo *info = types;
-    while (info < types + TYPES && strcmp(info->name, called)) info++;
-    if (info == types + TYPES)
+    while (info < types + types_n && strcmp(info->name, called)) info++;
+    if (info == types + types_n)
         refuse(r, "tensor '%.64s' is %s (%llu); read are F32, F16, BF16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL/XS, MXFP4",
                name, called, (unsigned long long)type);
     if (!(values >= 1 && values < 0x1p50 && begin < 0x1p50)) refuse(r, "a tensor is empty or too large");

@@ -16,46 +16,26 @@ extern "C" {
 
 enum { PAGE = 64 }; /* tokens in one page of the key/value cache, all layers */
 
-/* How the bytes of a matrix encode weights. A weight is scale (q - zero). q is its code; the type says where its bits
- * lie. scale and zero come from the Linear's grids; GGUF's types hold them inside their blocks, row by row. Every q -
- * zero is exact in bf16. */
-/* clang-format off */
-typedef enum {
-    BF16, F16, F32,
-    MXFP4, NVFP4,     /* e2m1 (OCP Microscaling Formats 1.0), low nibble first; a scale for 32, or 16, columns */
-    FP8, INT8,        /* e4m3 without infinities; two's complement */
-    PACKED4, PACKED8, /* compressed-tensors: unsigned, low nibble first, rows are whole words of 32 bits */
-    GPTQ4, GPTQ8,     /* word [c / 8, r] or [c / 4, r] holds the codes of 8 or 4 columns, lowest bits first */
-    AWQ4,             /* word [c, r / 8] holds the codes of rows 0 2 4 6 1 3 5 7 of eight, lowest bits first */
-    Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, GGUF_MXFP4,
-    E8M0,             /* in grids only: 2^(e - 127); 255 is NaN */
-    TYPES
-} Type;
+/* How the bytes of a matrix encode weights. Rooms add types of their own, from FIRST_ROOM_TYPE on. */
+typedef int Type;
+enum {
+    BF16,
+    F16,
+    F32,
+    MXFP4, /* e2m1, low nibble first, a scale of E8M0 for 32 columns (OCP Microscaling Formats 1.0) */
+    E8M0,  /* in grids only: 2^(e - 127); 255 is NaN */
+    FIRST_ROOM_TYPE,
+    MAX_TYPES = 64,
+    NO_TYPE = -1 /* in place of a type: any, or unknown */
+};
 
 typedef struct {
     const char *name, *dtype; /* dtype: of its tensors, as safetensors spells it */
     int values, bytes;        /* in a block, whose bytes lie together */
     int bits, zero;           /* of a code; the middle of unsigned codes, their zero unless the file has others */
 } TypeInfo;
-
-#ifdef __cplusplus
-constexpr
-#else
-static const
-#endif
-TypeInfo types[TYPES] = { /* in the order of Type */
-    {"BF16", "BF16", 1, 2, 16, 0}, {"F16", "F16", 1, 2, 16, 0}, {"F32", "F32", 1, 4, 32, 0},
-    {"MXFP4", "U8", 32, 16, 4, 0}, {"NVFP4", "U8", 16, 8, 4, 0},
-    {"FP8", "F8_E4M3", 1, 1, 8, 0}, {"INT8", "I8", 1, 1, 8, 0},
-    {"PACKED4", "I32", 8, 4, 4, 8}, {"PACKED8", "I32", 4, 4, 8, 128},
-    {"GPTQ4", "I32", 8, 4, 4, 8}, {"GPTQ8", "I32", 4, 4, 8, 128}, {"AWQ4", "I32", 8, 4, 4, 8},
-    {"Q8_0", "Q8_0", 32, 34, 8, 0}, {"Q4_0", "Q4_0", 32, 18, 4, 0}, {"Q4_1", "Q4_1", 32, 20, 4, 8},
-    {"Q5_0", "Q5_0", 32, 22, 5, 0}, {"Q5_1", "Q5_1", 32, 24, 5, 16}, {"Q2_K", "Q2_K", 256, 84, 2, 2},
-    {"Q3_K", "Q3_K", 256, 110, 3, 0}, {"Q4_K", "Q4_K", 256, 144, 4, 8}, {"Q5_K", "Q5_K", 256, 176, 5, 16},
-    {"Q6_K", "Q6_K", 256, 210, 6, 0}, {"IQ4_NL", "IQ4_NL", 32, 18, 4, 0}, {"IQ4_XS", "IQ4_XS", 256, 136, 4, 0},
-    {"GGUF_MXFP4", "GGUF_MXFP4", 32, 17, 4, 0},
-    {"E8M0", "F8_E8M0", 1, 1, 8, 0}};
-/* clang-format on */
+extern const TypeInfo types[]; /* by Type; extensions.c */
+extern const int types_n;
 
 /* Lines inside a checked range of a file: line i is at data + i * stride. A line is a row; in GPTQ it is a row of
  * words, in AWQ a column, in a transposed grid a group of columns. A slice of a fused tensor is a view with a larger

@@ -6,6 +6,7 @@
  * Any file may be hostile: this code compares lengths with the file's size before use, checks products for overflow and
  * binds every tensor once by name, dtype and shape. The code after that trusts them. */
 #include "decode.h"
+#include "encodings/types.h"
 #include "host.h"
 
 #include <ctype.h>
@@ -102,7 +103,7 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
     cJSON *file, *defaults;    /* file: config.json as it is */
     cJSON *config;             /* the same, or its text_config, and the defaults of keys that it lacks */
     char prefix[30];           /* of tensor names: "model.layers.3." in a layer, nothing outside */
-    Type made_up_as;           /* encoding of made up matrices; TYPES: a mixture, see made_up_type() */
+    Type made_up_as;           /* encoding of made up matrices; NO_TYPE: a mixture, see made_up_type() */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
     bool gguf;                 /* norms hold w, not w - 1; experts' gate and up are two tensors */
@@ -487,8 +488,8 @@ static bool read_entry(const TensorFile *f, size_t data, const cJSON *entry, Ten
     int64_t begin = 0, end = 0;
     for (size_t i = 0; dtype && i < sizeof dtypes / sizeof *dtypes; i++)
         if (!strcmp(dtype, dtypes[i].name)) bytes = width = dtypes[i].size, t->dtype = dtypes[i].name;
-    for (const TypeInfo *q = types + Q8_0; dtype && q <= types + GGUF_MXFP4; q++)
-        if (!strcmp(dtype, q->name)) bytes = width = (size_t)q->bytes, values = (size_t)q->values, t->dtype = q->name;
+    for (const TypeInfo *q = types; dtype && !bytes && q < types + types_n; q++)
+        if (!strcmp(dtype, q->dtype)) bytes = width = (size_t)q->bytes, values = (size_t)q->values, t->dtype = q->dtype;
     bool ok = bytes && cJSON_IsArray(shape) && cJSON_GetArraySize(shape) <= MOST_DIMS && cJSON_IsArray(offsets) &&
               cJSON_GetArraySize(offsets) == 2 && plain_whole(offsets->child, 0, &begin) &&
               plain_whole(offsets->child->next, begin, &end);
@@ -698,7 +699,7 @@ static char *shape_text(int dims, const int64_t *shape) {
 
 static int divided(int n, int by) { return n > 0 ? (n - 1) / by + 1 : 0; }
 
-static bool is_float(Type type) { return type <= F32; }
+static bool is_float(Type type) { return type >= BF16 && type <= F32; }
 static bool is_fp4(Type type) { return type == MXFP4 || type == NVFP4; }
 static bool in_words(Type type) { return type >= PACKED4 && type <= AWQ4; }
 static bool in_gptq(Type type) { return type == GPTQ4 || type == GPTQ8; }
@@ -721,11 +722,11 @@ static bool has_dtype(const Tensor *t, Type type) {
     return !strcmp(t->dtype, types[type].dtype) || (type == E8M0 && !strcmp(t->dtype, "U8"));
 }
 
-/* The type that the tensor's dtype alone determines, or TYPES. */
+/* The type that the tensor's dtype alone determines, or NO_TYPE. */
 static Type type_of(const Tensor *t) {
     Type type = BF16;
-    while (type < TYPES && (is_fp4(type) || in_words(type) || !has_dtype(t, type))) type++;
-    return type;
+    while (type < types_n && (is_fp4(type) || in_words(type) || !has_dtype(t, type))) type++;
+    return type < types_n ? type : NO_TYPE;
 }
 
 static const char *file_of(const Loader *load, const Tensor *t) { return load->c->tensors.file[t ? t->file : 0].name; }
@@ -745,7 +746,7 @@ static Tensor *find(const Loader *load, const char *name, const char *suffix) {
     return tensors_find(&load->c->tensors, full);
 }
 
-/* Finds that tensor and checks its shape, of which a last 1 may be missing, and the dtype of `type` (TYPES: any).
+/* Finds that tensor and checks its shape, of which a last 1 may be missing, and the dtype of `type` (NO_TYPE: any).
  * Returns a made up one, without data, if there are no files or if the check fails. */
 static Tensor *bind(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape) {
     Tensor *t = find(load, name, suffix);
@@ -756,9 +757,9 @@ static Tensor *bind(Loader *load, const char *name, const char *suffix, Type typ
     if (!t && !load->c->model.made_up)
         refuse(load, file_of(load, t), "tensor '%s%s%s' is missing, expected %s", load->prefix, name, suffix, expected);
     if (t && tensor_is(load, t, fits, expected) &&
-        (type == TYPES || tensor_is(load, t, has_dtype(t, type), types[type].dtype)))
+        (type == NO_TYPE || tensor_is(load, t, has_dtype(t, type), types[type].dtype)))
         return t;
-    if (type == TYPES) type = BF16;
+    if (type == NO_TYPE) type = BF16;
     t = keep(load->c, 1, sizeof *t);
     *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = types[type].dtype, .size = (size_t)types[type].bytes};
     for (int i = 0; i < dims; i++) t->size *= (size_t)shape[i];
@@ -782,7 +783,7 @@ static const float *floats(Loader *load, const Tensor *t, size_t n) {
 
 /* n 0: the layer has no such vector. */
 static const float *bind_floats(Loader *load, const char *name, const char *suffix, int n) {
-    return n ? floats(load, bind(load, name, suffix, TYPES, 1, (int64_t[]){n}), (size_t)n) : NULL;
+    return n ? floats(load, bind(load, name, suffix, NO_TYPE, 1, (int64_t[]){n}), (size_t)n) : NULL;
 }
 
 /* Marks a tensor as part of a matrix of this type. The tensor holds `values` of the matrix's weights. */
@@ -928,8 +929,9 @@ static void check_blocks(Loader *load, const char *name, const Linear *w) {
  * third between. It has other rules for models of eight experts and for Llama's 70B. */
 static Type made_up_type(const Loader *load, const char *name) {
     const char *router = load->family->moe.router, *layer = strstr(load->prefix, "layers."), *dot = strrchr(name, '.');
-    if ((router && !strcmp(name, router)) || (!layer && load->made_up_as < Q8_0)) return BF16;
-    if (load->made_up_as < TYPES) return load->made_up_as;
+    if ((router && !strcmp(name, router)) || (!layer && load->made_up_as != NO_TYPE && load->made_up_as < Q8_0))
+        return BF16;
+    if (load->made_up_as != NO_TYPE) return load->made_up_as;
     if (!layer) return load->tied || !strcmp(name, "lm_head") ? Q6_K : Q4_K;
     int i = (int)strtol(layer + 7, NULL, 10), n = load->c->model.n_layers;
     bool more = i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
@@ -953,7 +955,8 @@ static Encoding find_encoding(Loader *load, const char *name, int rows, int cols
         if (!near && (one->type != AWQ4 || awq) && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
     }
     const Tensor *t = near ? NULL : find(load, name, ".weight"); /* without grids. bind reports a missing one */
-    if (t && tensor_is(load, t, type_of(t) < E8M0, "BF16, F16, F32, F8_E4M3 or I8")) plain = type_of(t);
+    if (t && tensor_is(load, t, type_of(t) != NO_TYPE && type_of(t) != E8M0, "BF16, F16, F32, F8_E4M3 or I8"))
+        plain = type_of(t);
     return near ? *near : (Encoding){.type = plain, .codes = ".weight"};
 }
 
@@ -1002,7 +1005,7 @@ static Linear bind_fused(Loader *load, const char *name, int rows, int cols) {
     check_blocks(load, name, &w);
     Tensor *codes = bind(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, rows, blocks, 16});
     Tensor *scales = bind(load, name, "_scales", E8M0, 3, (int64_t[]){n, rows, blocks});
-    const Tensor *biases = bind(load, name, "_bias", TYPES, 2, (int64_t[]){n, rows});
+    const Tensor *biases = bind(load, name, "_bias", NO_TYPE, 2, (int64_t[]){n, rows});
     belongs(codes, MXFP4, (int64_t)all * cols);
     belongs(scales, MXFP4, 0);
     one->data = view_of(load, codes, all), one->scale = view_of(load, scales, all), one->factor = 1;
@@ -1167,11 +1170,12 @@ static void bind_all(Loader *load, Model *m) {
                    m->n_layers, load->family->model_type);
 }
 
-/* The type with this name; TYPES: the mixture. */
+/* The type with this name; NO_TYPE: the mixture. */
 static Type named_type(const char *name, Error *e) {
     LocalBytes names = {0};
-    if (!strcasecmp(name, "Q4_K_M")) return TYPES;
-    for (Type type = BF16; type < E8M0; type++) {
+    if (!strcasecmp(name, "Q4_K_M")) return NO_TYPE;
+    for (Type type = BF16; type < types_n; type++) {
+        if (type == E8M0) continue;
         if (!strcasecmp(name, types[type].name)) return type;
         bytes_print(&names, ", %s", types[type].name);
     }
@@ -1263,7 +1267,7 @@ ModelEntry model_entry(const char *path) {
     LOCAL(close_config) Loader load = {.c = &c, .e = &m.problem};
     Tensors *t = &c.tensors;
     struct stat st;
-    size_t bytes[TYPES + 1] = {0}, most = 0; /* by type; the last: all others */
+    size_t bytes[MAX_TYPES + 1] = {0}, most = 0; /* by type; the first: none */
     LocalText tokenizer = join(path, "tokenizer.json");
     m.known = open_config(&load, path);
     m.there = load.gguf || load.file;
@@ -1273,7 +1277,7 @@ ModelEntry model_entry(const char *path) {
     if (!encoding) encoding = json_string(load.file, "dtype");
     if (!encoding) encoding = json_string(load.file, "torch_dtype"); /* its older name */
     for (const Tensor *one = t->tensor; one < t->tensor + t->n; one++) {
-        size_t *sum = bytes + type_of(one);
+        size_t *sum = bytes + 1 + type_of(one);
         if ((*sum += one->size) > most) most = *sum, encoding = one->dtype;
     }
     snprintf(m.encoding, sizeof m.encoding, "%s", encoding ? encoding : "");

@@ -3,6 +3,7 @@
 #ifndef REAL_H
 #define REAL_H
 
+#include "encodings/types.h"
 #include "check.h"
 
 #include <sys/mman.h>
