@@ -14,13 +14,15 @@ CUDA_ARCH ?= $(or $(patsubst sm_90,sm_90a,$(addprefix sm_,$(sort $(subst .,,$(sh
 ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=%),code=$(a)) \
          $(foreach a,$(filter compute_%,$(CUDA_ARCH)),-gencode=arch=$(a),code=$(a))
 
-LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto libutf8proc libmicrohttpd
-PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
 # A room is a folder that adds something to the core; extensions.c has its rows. EXTENSIONS=no: the core alone.
 ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats serve commands terminal))
-CORE      = base.c model.c gguf.c tokenizer.c chat.c extensions.c
-C_SOURCES = $(CORE) download.c bench.c explain.c serve.c infer.c
-REFERENCE = $(C_SOURCES) tests/reference.c
+
+LIBRARIES = libcjson libpcre2-8 libcurl libcrypto libutf8proc $(if $(filter terminal,$(ROOMS)),libedit) \
+            $(if $(filter serve,$(ROOMS)),libmicrohttpd)
+PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
+SOURCES   = base.c model.c gguf.c tokenizer.c chat.c scheduler.c extensions.c download.c infer.c \
+            $(wildcard $(foreach room,$(ROOMS),$(room)/*.c))
+REFERENCE = $(SOURCES) tests/reference.c
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere. Callbacks get more than
 # they use, so unused parameters are no warning.
@@ -42,7 +44,7 @@ objects = $(patsubst %.c,build/$(1)/%.o,$(2))
 
 all: infer ## ./infer, which needs the CUDA toolkit and an NVIDIA GPU; plain `make` does it
 
-infer: $(call objects,cuda,$(C_SOURCES)) build/cuda/infer.cu.o build/cuda/card.cu.o
+infer: $(call objects,cuda,$(SOURCES)) build/cuda/infer.cu.o build/cuda/card.cu.o
 	$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) -lcublasLt
 
 build/cuda/%.o: %.c Makefile
@@ -58,7 +60,7 @@ test-gpu: build/cuda/gpu infer ## the tests that need a GPU; where there is one,
 	build/cuda/gpu
 
 # __wrap_cudaMalloc makes each allocation fail in turn
-build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/tests/card.cu.o
+build/cuda/gpu: $(call objects,cuda,$(REFERENCE) tests/gpu.c) build/cuda/infer.cu.o build/cuda/tests/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
 # The quick ones of these tests without a GPU: infer.cu and card.cu as C++ (tests/emulated/emulate.h), with C++ in place of
@@ -68,7 +70,7 @@ EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MM
           -DPIECE_BYTES=4096 -Itests/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
-build/emulated/gpu: $(call objects,emulated,$(CORE) tests/reference.c tests/gpu.c) \
+build/emulated/gpu: $(call objects,emulated,$(REFERENCE) tests/gpu.c) \
                     $(patsubst %,build/emulated/%.o,infer.cu card.cu emulate.cpp)
 	$(CXX) -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
 
@@ -94,14 +96,14 @@ build/reference/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=reference -c $< -o $@
 
-build/cuda/serve.o build/reference/serve.o build/asan/serve.o: page.html
+build/cuda/serve/serve.o build/reference/serve/serve.o build/asan/serve/serve.o: serve/page.html
 
 asan: build/asan/infer-reference build/asan/unit ## the twin and the unit tests with sanitizers, below build/asan
 
 build/asan/infer-reference: $(call objects,asan,$(REFERENCE))
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
-build/asan/unit: $(call objects,asan,$(filter $(CORE) tests/reference.c,$(REFERENCE)) tests/unit.c)
+build/asan/unit: $(call objects,asan,$(REFERENCE) tests/unit.c)
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
 build/asan/tests/reference.o: SANITIZE += -O3 # it computes
@@ -122,10 +124,10 @@ test: asan reference ## the tests; TESTS='...' are arguments of tests/run.py
 fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c)) ## each fuzzer for a minute (needs clang)
 	python3 tests/run_fuzzers.py
 
-build/fuzz/request: serve.c page.html
-build/fuzz/%: tests/fuzz_%.c $(CORE) tests/reference.c $(wildcard *.h tests/*.h) Makefile
+build/fuzz/request: serve/serve.c serve/page.html
+build/fuzz/%: tests/fuzz_%.c $(REFERENCE) $(wildcard *.h tests/*.h) Makefile
 	@mkdir -p $(@D)
-	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter-out serve.c,$(filter %.c,$^)) -o $@ $(LIBS)
+	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter-out serve/serve.c,$(filter %.c,$^)) -o $@ $(LIBS)
 
 verify: ## MODEL=DIR: does this engine continue seven prompts as OpenAI's own code does?
 	$(if $(MODEL),,$(error make verify MODEL=DIR: where are the weights of gpt-oss-20b?))
@@ -135,7 +137,7 @@ verify: ## MODEL=DIR: does this engine continue seven prompts as OpenAI's own co
 install: all ## into DESTDIR and PREFIX, /usr/local
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 755 infer $(DESTDIR)$(PREFIX)/bin/
-	install -m 644 infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/
+	install -m 644 commands/infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/
 
 COUNTED = $(wildcard *.c *.h *.cu *.cuh $(foreach room,$(ROOMS) fast,$(room)/*.[ch] $(room)/*.cuh))
 FORMATTED = $(COUNTED) $(wildcard tests/*.[ch] tests/emulated/*)

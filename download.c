@@ -49,8 +49,14 @@ typedef struct {                  /* a file, or, with `body`, a small answer of 
     char refusal[64], problem[CURL_ERROR_SIZE]; /* X-Error-Code of the hub; libcurl's message */
 } File;
 
-static struct { /* a process works with one repository */
-    Options o;
+static struct {
+    Texts include, exclude;
+    const char *token_file;
+    bool all;
+    int jobs; /* 0: nothing is downloaded */
+} given;
+
+static struct {             /* a process works with one repository */
     char *endpoint, *token; /* token: NULL if there is none */
     const char *token_from;
     char *name, *revision, *commit;
@@ -155,7 +161,7 @@ __attribute__((noreturn)) static void end(void) {
 #define give_up(...) (fail(&error, __VA_ARGS__), end())
 
 /* What to do after a network error; empty unless this command downloads. */
-static const char *goes_on(void) { return hub.o.jobs && hub.max_tries ? "; the same command goes on" : ""; }
+static const char *goes_on(void) { return given.jobs && hub.max_tries ? "; the same command goes on" : ""; }
 
 /* A thread that ends the process at Ctrl+C, whatever the others wait for. */
 static void *watch(void *interrupt) {
@@ -278,7 +284,7 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     if (n > f->end - f->done)
         return fail(&error, NO_NETWORK, "a server sends more than the %llu bytes that it should: try again later",
                     (unsigned long long)f->end);
-    if (kind && !hub.o.all && is_like(f->name, "[.](safetensors|json)$"))
+    if (kind && !given.all && is_like(f->name, "[.](safetensors|json)$"))
         return fail(&error, BAD_MODEL, "%s: the hub sends %s in its place: see %s/%s", f->name, kind, hub.endpoint,
                     hub.name);
     if (!f->body) {
@@ -471,7 +477,7 @@ static void *work(void *nothing) {
 
 /* ---- what to fetch ---- */
 
-static bool wants_default(void) { return !hub.o.all && !hub.o.include.n && !hub.o.exclude.n; }
+static bool wants_default(void) { return !given.all && !given.include.n && !given.exclude.n; }
 
 static bool matches(const Texts *globs, const char *name) {
     bool hit = false;
@@ -481,9 +487,9 @@ static bool matches(const Texts *globs, const char *name) {
 
 /* Is a file to be fetched? By default those at the root that infer reads. */
 static bool wanted(const char *name) {
-    if (matches(&hub.o.exclude, name)) return false;
-    if (hub.o.include.n) return matches(&hub.o.include, name);
-    if (hub.o.all) return true;
+    if (matches(&given.exclude, name)) return false;
+    if (given.include.n) return matches(&given.include, name);
+    if (given.all) return true;
     return !is_like(name, "^consolidated") && /* Mistral's other copy of the weights */
            is_like(name, "^([^/]*[.]safetensors([.]index[.]json)?|tokenizer[^/]*|chat_template[.][^/]*|merges[.]txt|"
                          "(config|generation_config|quantize_config|vocab|special_tokens_map|added_tokens)[.]json)$");
@@ -548,7 +554,7 @@ static bool list_files(void) {
 /* Finds the token as other tools do: HF_TOKEN, the file HF_TOKEN_PATH, the file `token` in the hub's home. These files
  * may be missing, but not the one of --token-file. */
 static bool find_token(void) {
-    const char *asked = hub.o.token_file, *named = environment("HF_TOKEN_PATH");
+    const char *asked = given.token_file, *named = environment("HF_TOKEN_PATH");
     const char *text = asked ? NULL : environment("HF_TOKEN");
     LocalBytes content = {0};
     char rest[2];
@@ -560,10 +566,9 @@ static bool find_token(void) {
 }
 
 /* Finds the hub, the token and the repository ORG/NAME[@REVISION]. From now on Ctrl+C ends each wait. USAGE. */
-static bool hub_open(const Options *o) {
+static bool hub_open(const char *repository) {
     const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
-    const char *at = strchrnul(o->model, '@');
-    hub.o = *o;
+    const char *at = strchrnul(repository, '@');
     hub.begun = hub.drawn = seconds();
     curl_global_init(CURL_GLOBAL_DEFAULT);
     sigemptyset(&hub.interrupt);
@@ -576,10 +581,10 @@ static bool hub_open(const Options *o) {
     if (!is_like(hub.endpoint, "^https?://[^/@]+(/[^@]*)?$"))
         return fail(&error, USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co, without a password");
     if (!find_token()) return false;
-    hub.name = copy_text(o->model, (size_t)(at - o->model));
+    hub.name = copy_text(repository, (size_t)(at - repository));
     hub.revision = text_print("%s", *at ? at + 1 : "main");
     if (!repository_valid(hub.name))
-        return fail(&error, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", o->model, hub.endpoint);
+        return fail(&error, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", repository, hub.endpoint);
     hub.cache = hub_cache(), hub.folder = hub_folder(hub.name);
     return name_valid(hub.revision) || fail(&error, USAGE, "'%.100s' is no revision", hub.revision);
 }
@@ -594,7 +599,7 @@ static void fetch_listed(void) {
         ModelEntry m = model_entry(hub.snapshot);
         if (!m.known) give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, m.problem.text);
     }
-    for (int rest = hub.files - hub.next; n < hub.o.jobs && n < rest; n++)
+    for (int rest = hub.files - hub.next; n < given.jobs && n < rest; n++)
         if (pthread_create(thread + n, NULL, work, NULL)) give_up(FAILED, "too many threads: --jobs 1 needs one");
     for (int i = 0; i < n; i++)
         for (; pthread_tryjoin_np(thread[i], NULL); usleep(20000)) draw();
@@ -602,16 +607,17 @@ static void fetch_listed(void) {
 }
 
 /* Fetches into hub.snapshot what is missing of a repository. */
-static void fetch_repository(const Options *o) {
+static void fetch_repository(const char *repository) {
     LocalBytes known = {0}; /* the commit that the revision named last */
-    if (!hub_open(o)) end();
+    if (!hub_open(repository)) end();
     LocalText ref = text_print("%s/refs/%s", hub.folder, hub.revision);
     if (!file_read(ref, 64, &known, &error)) bytes_text(&known, hub.revision);
     hub.snapshot = text_print("%s/snapshots/%s", hub.folder, known.data);
     bool fixed = is_like(hub.revision, HEX_40);
-    bool whole = is_like(known.data, HEX_40) && (wants_default() ? model_entry(hub.snapshot).complete : o->include.n);
-    for (int i = 0; i < o->include.n; i++) { /* to know what a pattern means takes the hub's list */
-        LocalText path = text_print("%s/%s", hub.snapshot, o->include.text[i]);
+    bool whole =
+        is_like(known.data, HEX_40) && (wants_default() ? model_entry(hub.snapshot).complete : given.include.n);
+    for (int i = 0; i < given.include.n; i++) { /* to know what a pattern means takes the hub's list */
+        LocalText path = text_print("%s/%s", hub.snapshot, given.include.text[i]);
         whole &= file_exists(path);
     }
     if (whole && (fixed || offline())) return;
@@ -633,8 +639,8 @@ static void fetch_repository(const Options *o) {
 
 /* ---- commands ---- */
 
-int download(const Options *o) {
-    fetch_repository(o);
+static int run_download(const char *repository) {
+    fetch_repository(repository);
     puts(hub.snapshot);
     if (wants_default() && model_entry(hub.snapshot).complete)
         fprintf(stderr, "infer play %s  talks to it\n", hub.name);
@@ -649,7 +655,8 @@ char *model_get(const char *argument, Error *e) {
         return path;
     fprintf(stderr, "%s is not here%s. Download it? [y/N] ", argument, path ? " whole" : "");
     if (!fgets(answer, sizeof answer, stdin) || (*answer != 'y' && *answer != 'Y')) return path;
-    fetch_repository(&(Options){.model = argument, .jobs = 8});
+    given.jobs = 8;
+    fetch_repository(argument);
     pthread_cancel(hub.watch);
     pthread_join(hub.watch, NULL);
     pthread_sigmask(SIG_UNBLOCK, &hub.interrupt, NULL);
@@ -657,24 +664,24 @@ char *model_get(const char *argument, Error *e) {
     return text_print("%s", hub.snapshot);
 }
 
-int rm(const Options *o) {
-    hub.cache = hub_cache(), hub.folder = hub_folder(o->model);
+static int run_rm(const char *model) {
+    hub.cache = hub_cache(), hub.folder = hub_folder(model);
     size_t n = strlen(hub.cache);
-    bool repository = repository_valid(o->model), here = repository && !access(hub.folder, F_OK);
-    LocalText path = here ? text_print("%s", hub.folder) : model_find(o->model, &error); /* as for every command */
+    bool repository = repository_valid(model), here = repository && !access(hub.folder, F_OK);
+    LocalText path = here ? text_print("%s", hub.folder) : model_find(model, &error); /* as for every command */
     if (!path && repository) end();
-    if (path && strcmp(path, o->model) && strchr(o->model, '@'))
+    if (path && strcmp(path, model) && strchr(model, '@'))
         give_up(USAGE, "infer rm removes all revisions of a model: name it without @");
     if (!path || strncmp(path, hub.cache, n) || !is_like(path + n, "^/models--[^/]") || strstr(path + n, "/.."))
-        give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path ? path : o->model,
+        give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path ? path : model,
                 hub.cache);
     LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
     LocalText locks = text_print("%s/.locks%s", hub.cache, folder + n);
-    const char *inside = strncmp(o->model, hub.cache, n) ? "" : o->model + strlen(folder);
+    const char *inside = strncmp(model, hub.cache, n) ? "" : model + strlen(folder);
     LocalText name = text_print("%s", folder + n + strlen("/models--"));
     char *dashes = strstr(name, "--");
     if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
-    const bool file = is_like(path, "[.]gguf$") && !strcasestr(name, o->model); /* not the repository */
+    const bool file = is_like(path, "[.]gguf$") && !strcasestr(name, model); /* not the repository */
     if (file || !is_like(inside, "^(/snapshots/[^/]+)?/*$"))
         give_up(USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);
     if (!folder_remove(locks)) end();
@@ -682,6 +689,24 @@ int rm(const Options *o) {
     if (!folder_remove(folder)) end();
     return DONE;
 }
+
+static const Option download_options[] = {
+    {0, "include", "G", TEXTS, &given.include, .most = MOST_VALUES,
+     .help = "fetch files that match the pattern, instead of the usual ones; can be repeated"},
+    {0, "exclude", "G", TEXTS, &given.exclude, .most = MOST_VALUES,
+     .help = "skip files that match the pattern; can be repeated"},
+    {0, "all", NULL, SWITCH, &given.all, .help = "fetch all files"},
+    {0, "token-file", "F", TEXT, &given.token_file,
+     .help = "a file with your account's token, for private and gated repositories; else HF_TOKEN, HF_TOKEN_PATH or "
+             "$HF_HOME/token. It is sent to the hub only"},
+    {0, "jobs", "N", WHOLE, &given.jobs, 1, 64, "8", "files at once"},
+    {0}};
+const Command download = {"download",
+                          "REPO",
+                          "fetch a model, REPO[@REVISION], or the rest of it, into the hub's cache",
+                          {download_options},
+                          run_download};
+const Command rm = {"rm", "MODEL", "remove a model from the hub's cache", {NULL}, run_rm};
 
 /* Writes a small file, or of a safetensors file its first eight bytes, which say how long the header is, the header and
  * a hole in place of the data. */
@@ -707,7 +732,7 @@ static void save_head(const File *f) {
 const char *outline_open(const char *repository, uint64_t *to_fetch) {
     const char *tmp = environment("TMPDIR") ? environment("TMPDIR") : "/tmp";
     LocalText parent = realpath(tmp, NULL);
-    if (!hub_open(&(Options){.model = repository}) || !list_files()) end();
+    if (!hub_open(repository) || !list_files()) end();
     *to_fetch = 0;
     for (int i = 0; i < hub.files; i++) *to_fetch += is_here(hub.file + i) ? 0 : hub.file[i].size;
     hub.outline = text_print("%s/infer-XXXXXX", parent ? parent : tmp);
@@ -719,7 +744,7 @@ const char *outline_open(const char *repository, uint64_t *to_fetch) {
 }
 
 bool hub_check(char token[300], char answer[400], Error *e) {
-    if (!hub_open(&(Options){.model = "openai/gpt-oss-20b"})) return *e = error, false;
+    if (!hub_open("openai/gpt-oss-20b")) return *e = error, false;
     snprintf(token, 300, hub.token ? "found in %s" : "none: only private and gated repositories need one",
              hub.token_from);
     snprintf(answer, 400, "%s is not tried: HF_HUB_OFFLINE is set", hub.endpoint);

@@ -13,7 +13,7 @@
 /* The backend of this build: card.cu, or tests/reference.c. */
 extern const Backend *const backend;
 
-enum { MOST_VALUES = 64, MOST_STREAMS = 256, MOST_REPEATS = 100, MOST_CLIENTS = 1000 };
+enum { MOST_VALUES = 64, MOST_STREAMS = 256 };
 typedef struct { /* whole numbers like 1,4,16 */
     int n, value[MOST_VALUES];
 } Numbers;
@@ -227,24 +227,37 @@ SchedulerState scheduler_state(const Scheduler *s);
 
 /* ---- commands ---- */
 
-/* The arguments of a command. Those that it does not take are NULL, 0 or false. */
+typedef enum { SWITCH, TEXT, TEXTS, WHOLE, WHOLES, SEED, REAL } Kind;
+typedef struct {       /* the last of a table has no name */
+    char letter;       /* -p, or 0 */
+    const char *name;  /* --prompt */
+    const char *value; /* its value as the help names it; NULL: a switch */
+    Kind kind;
+    void *to;            /* bool, const char *, Texts, int, Numbers, uint64_t or float, by kind */
+    double least, most;  /* range of a number; TEXTS: at most so many texts */
+    const char *initial; /* default value; NULL: what `to` holds */
+    const char *help;    /* what it does; a REAL's begins with its range and a colon */
+} Option;
 typedef struct {
-    const char *model; /* MODEL or REPO; NULL: none was given */
-    const char *prompt, *file, *output, *format, *tap, *ids, *system, *effort, *date, *token_file, *encoding;
-    const char *server;
-    Texts stop, include, exclude;
-    Numbers prompts, depths, streams, clients; /* of bench */
-    const char *host, *cors, *alias;           /* of serve */
-    int port, slots, queue, cache, chunk;
-    int context, gpu, max_tokens, top, stride, tokens, repeats, jobs;
-    bool plain, all, json, jsonl, special, as_ids, hide_thinking, raw, insecure;
-    Sampling sampling;
-} Options;
+    const char *name, *argument; /* argument: "MODEL", "[MODEL]" if it may be left out, or "" */
+    const char *summary;
+    const Option *options[4];      /* tables, and NULL */
+    int (*run)(const char *model); /* returns the exit code. model: the argument, or NULL */
+} Command;
+extern const Command *const commands[]; /* of all rooms, as the help shows them, and NULL; extensions.c */
 
-/* The commands, which return the exit code. */
-int play(const Options *o), download(const Options *o), list(const Options *o), rm(const Options *o);
-int inspect(const Options *o), doctor(const Options *o), bench(const Options *o), perplexity(const Options *o);
-int serve(const Options *o), explain(const Options *o);
+/* The option of a table that has this name or, if n is 1, this letter; or NULL. */
+const Option *option_find(const Option *table, const char *name, size_t n);
+/* Stores an option's value. TEXT and TEXTS keep the pointer `text`, not a copy. text: NULL for a switch. USAGE. */
+bool option_set(const Option *option, const char *text, Error *e);
+extern const Option load_options[]; /* of commands that call session_load() */
+extern const Option text_options[]; /* of commands that call session_text() */
+
+typedef struct {
+    Sampling sampling;
+    int max_tokens; /* of an answer; 0: as many as the context has room for */
+} Settings;
+extern const Option settings_options[]; /* play's and /set's */
 
 /* The parts of a session that a command needs. */
 enum {
@@ -263,32 +276,87 @@ typedef struct {
     Checkpoint checkpoint;
     Engine engine;
     Scheduler *scheduler; /* of the engine */
-    Tap *tap;             /* set it before loading to look into each step, see infer.h */
+    /* A command sets these before it opens the session: */
+    const char *encoding; /* of made up weights, if there are no files; or NULL */
+    Tap *tap;             /* looks into each step, see infer.h; or NULL */
     void *tap_data;
+    bool quiet;     /* nothing is said of loading */
     char where[64]; /* "GPU 0 (14.1 GB of 139.8 GB)" */
     double seconds; /* that loading took */
 } Session;
 
-/* Finds o->model, or the only model there is, and opens the parts in `need`. A session is static and never closed: what
- * it holds goes with the process. */
-bool session_open(Session *s, const Options *o, int need, Error *e);
-/* Opens a model and makes token ids of o->prompt or o->ids: at least one, no more than its context. */
-bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e);
+/* Finds a model, or the only one there is if `model` is NULL, and opens the parts in `need`. A session is static and
+ * never closed: what it holds goes with the process. */
+bool session_open(Session *s, const char *model, int need, Error *e);
+/* Opens a model and makes token ids of -p or --ids (text_options): at least one, no more than its context. */
+bool session_text(Session *s, const char *model, Ids *ids, Error *e);
+/* Loads the engine, with room for limits.max_seqs texts (0: 1) of `context` tokens; 0: as many as fit. --gpu and
+ * --plain (load_options) count; limits.max_tokens and .cache may be 0. */
+bool session_load(Session *s, Limits limits, int context, Error *e);
 /* Writes the ids of the n largest logits, largest first, and returns their number: n, or vocab if that is less. */
 int likeliest(const float *logits, int vocab, int n, int *ids);
-/* Loads the engine, with room for o->slots or o->streams texts of `context` tokens; 0: as many as fit. */
-bool session_load(Session *s, const Options *o, int context, Error *e);
 
 /* ---- the terminal ---- */
 
-#define WRAP_OFF "\033[?7l" /* the terminal cuts long lines: each takes one row, which can be drawn again in place */
-#define WRAP_ON  "\033[?7h"
-int columns(FILE *f); /* of the terminal's window */
+#define FAINT      "\033[2m"
+#define RED        "\033[31m"
+#define NORMAL     "\033[0m"
+#define ERASE_LINE "\r\033[K"
+#define WRAP_OFF   "\033[?7l" /* the terminal cuts long lines: each takes one row, which can be drawn again in place */
+#define WRAP_ON    "\033[?7h"
+int columns(FILE *f);                         /* of the terminal's window */
+bool output_open(const char *path, Error *e); /* stdout goes to this file; a failed write will name it */
 /* Writes an escape sequence if f is a terminal that understands it, and a colour only without NO_COLOR. Returns whether
  * it did. */
 bool put_escape(FILE *f, const char *escape);
 /* Writes a label and a text, which may come from a model or a file, as a line or more. On a terminal no escape sequence
  * in it takes effect, and lines end between words. style: an escape sequence, or NULL. */
 void put_text(FILE *f, const char *style, const char *label, const char *text);
+/* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
+void print_row(FILE *f, const char *name, int column, const char *text);
+/* Prints the text of tokens exactly, but on a terminal without escape sequences. */
+void print_text(const Tokenizer *t, const Ids *ids);
+/* USAGE, naming `what`: n bytes are not UTF-8. */
+bool check_text(const char *what, const char *text, size_t n, Error *e);
+
+/* Text that arrives in parts; on a terminal it is written as put_text() writes it. */
+typedef struct {
+    FILE *f;           /* NULL: nothing was written */
+    const char *style; /* FAINT, RED or NULL */
+    char last;         /* byte of the text so far */
+    /* terminal/ breaks lines between words: */
+    int width, indent; /* columns of a line, 0: no breaks; spaces that begin a line behind a break */
+    int column, cells; /* columns of the line so far, and of the waiting word */
+    int spaces;        /* they wait in front of the word; a break takes their place */
+    Bytes word;
+} Wrap;
+Wrap wrap_on(FILE *f, const char *style);
+void wrap_text(Wrap *w, const char *text, size_t n);
+void wrap_end(Wrap *w); /* ends the text with a line break, unless it ends in one */
+
+/* ---- play ---- */
+
+typedef struct {
+    Session m;
+    bool chat, loop;   /* chat: in a chat format; loop: in a terminal, for more than one prompt */
+    Conversation talk; /* without a chat format: texts that follow each other */
+    uint64_t answers;  /* since the seed was set; answer i, counted from 0, draws with the seed plus i */
+    double bandwidth;  /* bytes a second that the model's memory can be read at; 0: unknown */
+    char *file;        /* the conversation was last saved to it or loaded from it */
+} Play;
+extern Settings settings;
+extern volatile sig_atomic_t interrupted; /* Ctrl+C was pressed since the last line was begun */
+/* Answers the conversation, and shows the answer. Returns the exit code; a loop goes on unless the GPU failed. */
+int converse(Play *p);
+/* Makes the tokens that the model reads before its next answer. */
+bool make_prompt(const Play *p, Ids *ids, Error *e);
+
+typedef struct {                                       /* of terminal/ */
+    int (*loop)(Play *p);                              /* asks for one question after another; the exit code */
+    void (*answering)(bool on, bool loop);             /* an answer begins to be written, or has ended */
+    void (*leave)(void);                               /* before the process ends inside the loop */
+    void (*wrap)(Wrap *w, const char *text, size_t n); /* writes text that is safe for a terminal */
+} Terminal;
+extern const Terminal *const terminal; /* or NULL: play reads lines with getline; extensions.c */
 
 #endif

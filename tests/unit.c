@@ -484,7 +484,7 @@ static void draws_follow_transformers(void) {
 
 /* ---- the scheduler ---- */
 
-enum { TEXTS = 60, FEW_PAGES = 14 };
+enum { SEVERAL = 60, FEW_PAGES = 14 };
 
 static struct {
     Stream stream;
@@ -492,7 +492,7 @@ static struct {
     Ids drawn;
     int arrives, leaves; /* at which step */
     bool over;
-} texts[TEXTS];
+} texts[SEVERAL];
 
 static void take_of_text(Stream *t, size_t position, int token, const float *logits, bool last) {
     const int i = (int)(intptr_t)t->owner;
@@ -505,7 +505,7 @@ static void take_of_text(Stream *t, size_t position, int token, const float *log
 /* Prompts with beginnings in common, and what the model writes behind each of them. */
 static void make_texts(Engine *g) {
     uint64_t random = 7;
-    for (int i = 0; i < TEXTS; i++) {
+    for (int i = 0; i < SEVERAL; i++) {
         int common[3];
         Stream *t = &texts[i].stream;
         memset(&texts[i], 0, sizeof texts[i]);
@@ -537,26 +537,26 @@ static void scheduled_equals_alone(void) {
     static const Bias nothing;
     for (int biased = 0; biased < 2; biased++) {
         make_texts(&g);
-        for (int i = 0; biased && i < TEXTS; i++) /* no bias that changes anything, so that the host draws */
+        for (int i = 0; biased && i < SEVERAL; i++) /* no bias that changes anything, so that the host draws */
             if (i % 2) texts[i].stream.bias = &nothing, texts[i].stream.biases = 1, texts[i].stream.want = WANT_LOGITS;
         Scheduler *s = scheduler_open(&g);
-        int left = TEXTS;
+        int left = SEVERAL;
         for (int step = 0; left; step++) {
-            for (int i = 0; i < TEXTS; i++) {
+            for (int i = 0; i < SEVERAL; i++) {
                 if (texts[i].arrives == step) scheduler_add(s, &texts[i].stream);
                 if (texts[i].leaves == step && !texts[i].over)
                     scheduler_remove(s, &texts[i].stream), texts[i].over = true;
             }
             must(scheduler_step(s, &e), &e);
             left = 0;
-            for (int i = 0; i < TEXTS; i++) left += !texts[i].over;
+            for (int i = 0; i < SEVERAL; i++) left += !texts[i].over;
         }
         while ((state = scheduler_state(s)).outstanding) must(scheduler_step(s, &e), &e);
         check(state.idle == state.pages && state.pages == FEW_PAGES, "%zu of %zu pages are idle", state.idle,
               state.pages);
         check(!state.running && !state.waiting && state.preempted, "%zu run, %zu wait, %zu preempted", state.running,
               state.waiting, state.preempted);
-        for (int i = 0; i < TEXTS; i++) {
+        for (int i = 0; i < SEVERAL; i++) {
             const Ids *expected = &texts[i].expected;
             size_t prompt = texts[i].stream.prompt, n = texts[i].drawn.n;
             check(n == expected->n - prompt || texts[i].leaves < 1 << 30, "text %d has %zu tokens", i, n);
