@@ -183,4 +183,4 @@ help: ## this list
 
 .PHONY: all reference asan test test-gpu fuzz verify install format check-format lesson-packages notebooks docs count \
         budget check clean help
--include $(wildcard build/*/*.d build/*/tests/*.d)
+-include $(wildcard build/*/*.d build/*/*/*.d)

@@ -174,6 +174,8 @@ bool file_exists(const char *path) {
     return !stat(path, &st) && S_ISREG(st.st_mode);
 }
 
+char *path_join(const char *folder, const char *name) { return text_print("%s/%s", folder, name); }
+
 /* The largest tokenizer.json has a third. cJSON takes 80 bytes for each value, keep_numbers() 32 more for some. */
 enum { MOST_COMMAS = 4000000 };
 

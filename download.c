@@ -18,6 +18,7 @@
 
 #include <ctype.h>
 #include <curl/curl.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
@@ -33,7 +34,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MAX_JOBS = 64, MAX_PATH = 4096, MAX_NAME = 256, MAX_ANSWER = 64 << 20, MAX_TRIES = 5 };
+enum { JOBS = 8, MAX_JOBS = 64, MAX_PATH = 4096, MAX_NAME = 256, MAX_ANSWER = 64 << 20, MAX_TRIES = 5 };
 enum { MAX_WAIT = 300 /* seconds */, SHOWN_FILES = 10 };
 #define HEX_40  "^[0-9a-f]{40}$"
 #define HEX_64  "^[0-9a-f]{64}$"
@@ -100,6 +101,174 @@ static bool name_valid(const char *name) {
     bytes_shown(&shown, name, strlen(name), false);
     return shown.n && shown.n < MAX_NAME && !strcmp(shown.data, name) && is_like(name, "^[^/\\]+(/[^/\\]+)*$") &&
            !is_like(name, "(^|/)[.][.]?(/|$)");
+}
+
+/* ---- models here: ./models and the cache ---- */
+
+/* A path in $HF_HOME or ~/.cache/huggingface, which all tools of the hub share. */
+static char *hub_file(const char *name) {
+    const char *hub = environment("HF_HOME"), *all = environment("XDG_CACHE_HOME"), *home = environment("HOME");
+    if (hub) return path_join(hub, name);
+    return all ? text_print("%s/huggingface/%s", all, name)
+               : text_print("%s/.cache/huggingface/%s", home ? home : "", name);
+}
+
+char *hub_cache(void) {
+    const char *cache = environment("HF_HUB_CACHE");
+    return cache ? text_print("%s", cache) : hub_file("hub");
+}
+
+/* models--ORG--NAME in the cache, for ORG/NAME or ORG/NAME@REVISION. */
+static char *hub_folder(const char *repository) {
+    const int n = (int)strcspn(repository, "@"), org = (int)strcspn(repository, "/@");
+    LocalText cache = hub_cache();
+    if (org == n) return text_print("%s/models--%.*s", cache, n, repository);
+    return text_print("%s/models--%.*s--%.*s", cache, org, repository, n - org - 1, repository + org + 1);
+}
+
+ModelEntry model_entry(const char *path) {
+    ModelEntry m = {0};
+    Error missing;
+    LOCAL(tensors_close) Tensors t = {0};
+    struct stat st;
+    LocalText config = path_join(path, "config.json");
+    LocalText tokenizer = path_join(path, "tokenizer.json");
+    m.complete = container_at(path)->files(&t, path, &missing);
+    m.complete &= file_exists(path) || (!access(config, F_OK) && !access(tokenizer, F_OK));
+    for (int i = 0; i < t.files; i++)
+        if (stat(t.file[i].name, &st))
+            m.complete = false;
+        else
+            m.bytes += (uint64_t)st.st_size;
+    return m;
+}
+
+/* Adds the model at a path, unless its name is listed or, with no download `begun`, none of its weights are here.
+ * Returns whether the name is in the list. */
+static bool list_add(Models *list, const char *path, const char *name, bool begun) {
+    for (int i = 0; i < list->n; i++)
+        if (!strcmp(list->entry[i].name, name)) return true;
+    ModelEntry m = model_entry(path);
+    if (!m.bytes && !begun) return false;
+    m.path = text_print("%s", path);
+    m.name = text_print("%s", name);
+    list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
+    list->entry[list->n++] = m;
+    return true;
+}
+
+/* Adds what is at a path: a model in one file, or a folder, with such files in it and one folder deeper. They are shown
+ * as SHOWN/FILE. depth: 2 at the path itself. Returns whether there is a model. */
+static bool add_path(Models *list, const char *path, const char *shown, bool begun, int depth) {
+    const bool file = file_exists(path);
+    bool any = false;
+    DIR *dir = file || !depth ? NULL : opendir(path);
+    for (struct dirent *d; dir && (d = readdir(dir));) {
+        if (*d->d_name == '.') continue;
+        LocalText inner = path_join(path, d->d_name);
+        LocalText name = path_join(shown, d->d_name);
+        any |= add_path(list, inner, name, false, depth - 1);
+    }
+    if (dir) closedir(dir);
+    /* a config.json beside files that are models is no model of its own */
+    if ((file || depth == 2) && container_at(path)->fits(path)) any |= list_add(list, path, shown, begun && !any);
+    return any;
+}
+
+/* The snapshot of a revision in a repository's folder of the hub's cache: a branch, a tag or a commit. NULL for the
+ * revision: main or, without it, any. */
+static char *find_snapshot(const char *repository, const char *revision) {
+    const char *name = revision ? revision : "main";
+    LocalBytes commit = {0};
+    LocalText ref = text_print("%s/refs/%s", repository, name);
+    LocalText folder = path_join(repository, "snapshots");
+    char *found = NULL;
+    Error e;
+    if (!file_read(ref, 64, &commit, &e)) bytes_text(&commit, name);
+    DIR *dir = opendir(folder);
+    for (struct dirent *d; dir && (d = readdir(dir));) {
+        const bool named = !strcmp(d->d_name, commit.data);
+        if (*d->d_name == '.' || (!named && (found || revision))) continue;
+        free(found);
+        found = path_join(folder, d->d_name);
+    }
+    if (dir) closedir(dir);
+    return found;
+}
+
+/* Adds what is in `parent`; `hub`: each repository, models--ORG--NAME. A folder ORG--NAME is shown as ORG/NAME. */
+static void add_all(Models *list, const char *parent, bool hub) {
+    DIR *dir = opendir(parent);
+    for (struct dirent *d; dir && (d = readdir(dir));) {
+        bool repository = !strncmp(d->d_name, "models--", 8);
+        if (*d->d_name == '.' || repository != hub) continue;
+        const char *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
+        LocalText path = path_join(parent, d->d_name);
+        LocalText model = hub ? find_snapshot(path, NULL) : text_print("%s", path);
+        LocalText shown = dashes && !file_exists(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
+                                                       : text_print("%s", hub ? name : path);
+        if (model) add_path(list, model, shown, hub, 2);
+    }
+    if (dir) closedir(dir);
+}
+
+static int by_path_name(const void *a, const void *b) {
+    return strcmp(((const ModelEntry *)a)->name, ((const ModelEntry *)b)->name);
+}
+
+Models models_list(void) {
+    Models list = {0};
+    LocalText cache = hub_cache();
+    add_all(&list, "models", false);
+    add_all(&list, cache, true);
+    if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_path_name);
+    return list;
+}
+
+void models_free(Models *list) {
+    for (int i = 0; i < list->n; i++) {
+        free(list->entry[i].path);
+        free(list->entry[i].name);
+    }
+    free(list->entry);
+}
+
+char *model_find(const char *argument, Error *e) {
+    LOCAL(models_free) Models list = {0};
+    LocalBytes all = {0};
+    LocalBytes near = {0};
+    const ModelEntry *hit = NULL;
+    int hits = 0;
+    struct stat st;
+    if (file_exists(argument) && container_at(argument)->fits(argument)) return text_print("%s", argument);
+    const char *revision = strchr(argument, '@');
+    LocalText repository = hub_folder(argument);
+    LocalText snapshot = NULL;
+    const bool here = !stat(argument, &st) && S_ISDIR(st.st_mode);
+    if (revision && !here) snapshot = find_snapshot(repository, revision + 1);
+    const char *folder = here ? argument : snapshot;
+    if (!folder)
+        list = models_list();
+    else if (add_path(&list, folder, argument, false, 2))
+        qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_path_name);
+    for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
+        if (!strcmp(m->name, argument)) return text_print("%s", m->path);
+        bytes_print(&all, "%s%s", all.n ? ", " : "", m->name);
+        if (!*argument || !strcasestr(m->name, argument)) continue;
+        bytes_print(&near, "%s%s", near.n ? ", " : "", m->name);
+        hits++, hit = m;
+    }
+    if (hits == 1 || (folder && !hits)) return text_print("%s", hit ? hit->path : folder);
+    if (hits)
+        fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, near.data);
+    else if (access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
+        fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
+    else
+        fail(e, BAD_MODEL,
+             "'%.100s' is no folder, and none of the models in ./models and the hub's cache: "
+             "%s; infer download ORG/NAME fetches one",
+             argument, list.n ? all.data : "none is there");
+    return NULL;
 }
 
 /* ---- messages, and the end ---- */
@@ -525,7 +694,7 @@ static bool list_files(void) {
     LocalJson json = get_json(url);
     if (!json) return false;
     const cJSON *entry, *files = json_get(json, "siblings");
-    const char *commit = json_string(json, "sha"), *foreign = "";
+    const char *commit = json_string(json, "sha"), *foreign = "", *advice = "";
     bool weights = !wants_default();
     if (!is_like(commit, HEX_40) || !cJSON_IsArray(files))
         give_up(BAD_MODEL, "the hub names the commit '%.80s' for %s, or no list of files: refused",
@@ -537,12 +706,14 @@ static bool list_files(void) {
     cJSON_ArrayForEach(entry, files) weights |= add_file(entry) && is_like(json_string(entry, "rfilename"), WEIGHTS);
     for (entry = weights ? NULL : files->child; entry; entry = entry->next) {
         const char *name = json_string(entry, "rfilename");
-        if (is_like(name, "[.](gguf|bin|pt|pth)$")) foreign = name;
+        if (is_like(name, "[.](bin|pt|pth)$") && !*advice) foreign = name;
+        for (int i = 0; containers[i]; i++)
+            if (containers[i]->ending && is_like(name, containers[i]->ending))
+                foreign = name, advice = containers[i]->advice;
     }
     if (!weights)
         give_up(BAD_MODEL, "%s has no safetensors files at its root, which infer reads%s%s; %s--all fetches it all",
-                hub.name, *foreign ? ", but " : "", foreign,
-                strstr(foreign, ".gguf") ? "--include '*Q4_K_M*' fetches GGUF files with that in their names, " : "");
+                hub.name, *foreign ? ", but " : "", foreign, advice);
     if (!hub.files)
         give_up(BAD_MODEL, "%s: none of its %d files is wanted: see --include and --all", hub.name,
                 cJSON_GetArraySize(files));
@@ -590,14 +761,15 @@ static bool hub_open(const char *repository) {
 }
 
 /* Fetches the listed files. For a model that infer cannot run, it ends the process after config.json. */
-static void fetch_listed(void) {
+static void fetch_listed(bool (*runs)(const char *, Error *)) {
     pthread_t thread[MAX_JOBS];
     int n = 0;
     fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, SIZE(hub.total));
     if (wants_default() && !strcmp(hub.file->name, "config.json")) {
         fetch(hub.file + hub.next++);
-        ModelEntry m = model_entry(hub.snapshot);
-        if (!m.known) give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, m.problem.text);
+        Error why;
+        if (!runs(hub.snapshot, &why))
+            give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, why.text);
     }
     for (int rest = hub.files - hub.next; n < given.jobs && n < rest; n++)
         if (pthread_create(thread + n, NULL, work, NULL)) give_up(FAILED, "too many threads: --jobs 1 needs one");
@@ -607,7 +779,7 @@ static void fetch_listed(void) {
 }
 
 /* Fetches into hub.snapshot what is missing of a repository. */
-static void fetch_repository(const char *repository) {
+static void fetch_repository(const char *repository, bool (*runs)(const char *, Error *)) {
     LocalBytes known = {0}; /* the commit that the revision named last */
     if (!hub_open(repository)) end();
     LocalText ref = text_print("%s/refs/%s", hub.folder, hub.revision);
@@ -628,7 +800,7 @@ static void fetch_repository(const char *repository) {
         return;
     }
     hub.max_tries = MAX_TRIES;
-    fetch_listed();
+    fetch_listed(runs);
     if (!fixed && strcmp(known.data, hub.commit)) {
         int fd = open_file(ref);
         errno = ENOSPC; /* as in on_body() */
@@ -637,32 +809,18 @@ static void fetch_repository(const char *repository) {
     }
 }
 
-/* ---- commands ---- */
-
-static int run_download(const char *repository) {
-    fetch_repository(repository);
-    puts(hub.snapshot);
-    if (wants_default() && model_entry(hub.snapshot).complete)
-        fprintf(stderr, "infer play %s  talks to it\n", hub.name);
-    return DONE;
-}
-
-char *model_get(const char *argument, Error *e) {
-    char *path = model_find(argument, e), answer[16] = "";
-    bool here = path && (!strcmp(path, argument) || model_entry(path).complete);
-    if (here || !strchr(argument, '/') || !repository_valid(argument) || !isatty(STDIN_FILENO) ||
-        !isatty(STDERR_FILENO))
-        return path;
-    fprintf(stderr, "%s is not here%s. Download it? [y/N] ", argument, path ? " whole" : "");
-    if (!fgets(answer, sizeof answer, stdin) || (*answer != 'y' && *answer != 'Y')) return path;
-    given.jobs = 8;
-    fetch_repository(argument);
+const char *hub_fetch(const char *repository, bool (*runs)(const char *, Error *)) {
+    if (!given.jobs) given.jobs = JOBS;
+    fetch_repository(repository, runs);
     pthread_cancel(hub.watch);
     pthread_join(hub.watch, NULL);
     pthread_sigmask(SIG_UNBLOCK, &hub.interrupt, NULL);
-    free(path);
-    return text_print("%s", hub.snapshot);
+    return hub.snapshot;
 }
+
+bool hub_repository(const char *argument) { return repository_valid(argument); }
+
+/* ---- commands ---- */
 
 static int run_rm(const char *model) {
     hub.cache = hub_cache(), hub.folder = hub_folder(model);
@@ -681,7 +839,7 @@ static int run_rm(const char *model) {
     LocalText name = text_print("%s", folder + n + strlen("/models--"));
     char *dashes = strstr(name, "--");
     if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
-    const bool file = is_like(path, "[.]gguf$") && !strcasestr(name, model); /* not the repository */
+    const bool file = file_exists(path) && !strcasestr(name, model); /* not the repository */
     if (file || !is_like(inside, "^(/snapshots/[^/]+)?/*$"))
         give_up(USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);
     if (!folder_remove(locks)) end();
@@ -690,7 +848,7 @@ static int run_rm(const char *model) {
     return DONE;
 }
 
-static const Option download_options[] = {
+const Option download_options[] = {
     {0, "include", "G", TEXTS, &given.include, .most = MOST_VALUES,
      .help = "fetch files that match the pattern, instead of the usual ones; can be repeated"},
     {0, "exclude", "G", TEXTS, &given.exclude, .most = MOST_VALUES,
@@ -701,11 +859,6 @@ static const Option download_options[] = {
              "$HF_HOME/token. It is sent to the hub only"},
     {0, "jobs", "N", WHOLE, &given.jobs, 1, 64, "8", "files at once"},
     {0}};
-const Command download = {"download",
-                          "REPO",
-                          "fetch a model, REPO[@REVISION], or the rest of it, into the hub's cache",
-                          {download_options},
-                          run_download};
 const Command rm = {"rm", "MODEL", "remove a model from the hub's cache", {NULL}, run_rm};
 
 /* Writes a small file, or of a safetensors file its first eight bytes, which say how long the header is, the header and

@@ -18,6 +18,13 @@ const TypeInfo types[] = {
 _Static_assert(sizeof types / sizeof *types <= MAX_TYPES, "MAX_TYPES");
 const int types_n = sizeof types / sizeof *types;
 
+extern const Container gguf;
+const Container *const containers[] = {
+#ifdef ROOM_encodings
+    &gguf,
+#endif
+    &safetensors, NULL};
+
 extern const Command play, download, rm, logits, tokenize, detokenize, render, parse;
 extern const Command serve, list, inspect, doctor, bench, explain, perplexity;
 const Command *const commands[] = {&play,

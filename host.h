@@ -22,6 +22,18 @@ typedef struct { /* texts of an option that may be repeated */
     const char *text[MOST_VALUES];
 } Texts;
 
+typedef enum { SWITCH, TEXT, TEXTS, WHOLE, WHOLES, SEED, REAL } Kind;
+typedef struct {       /* the last of a table has no name */
+    char letter;       /* -p, or 0 */
+    const char *name;  /* --prompt */
+    const char *value; /* its value as the help names it; NULL: a switch */
+    Kind kind;
+    void *to;            /* bool, const char *, Texts, int, Numbers, uint64_t or float, by kind */
+    double least, most;  /* range of a number; TEXTS: at most so many texts */
+    const char *initial; /* default value; NULL: what `to` holds */
+    const char *help;    /* what it does; a REAL's begins with its range and a colon */
+} Option;
+
 /* ---- models on disk: config.json, safetensors, weights bound to infer.h's Model ---- */
 
 enum { MOST_DIMS = 8 };
@@ -44,29 +56,50 @@ typedef struct {
     const unsigned char *map;
     size_t size;
 } TensorFile;
+typedef struct Container Container;
 typedef struct {
+    const Container *container;
     Tensor *tensor; /* sorted by name */
     int n, files;
     TensorFile *file;
-    cJSON *metadata; /* GGUF's keys and values; else NULL */
+    cJSON *metadata; /* __metadata__ of the first file's header, or NULL */
 } Tensors;
 
-/* Opens the safetensors files of a directory (github.com/huggingface/safetensors), or one file: 8 bytes of header
- * length, a JSON header that gives every tensor's dtype, shape and data_offsets, then the data without gaps. Of a file
- * NAME.gguf it opens all parts, and gives the tensors the hub's names. BAD_MODEL with file, tensor, expected and found.
- * If a file of the Tensors opened last shrinks later, a read of what is gone ends the process with BAD_MODEL and a line
- * that names the directory. */
+/* How a model is stored. All speak of it by the names that safetensors and the hub's files have. */
+struct Container {
+    /* Is a whole model stored so at this path, which may be a folder or a file? */
+    bool (*fits)(const char *path);
+    /* Lists its files, which need not be there. BAD_MODEL. */
+    bool (*files)(Tensors *t, const char *path, Error *e);
+    /* The header of file i, which is mapped, as safetensors' JSON. *data: where its data begins; *alignment: each
+     * tensor begins at a multiple of it. NULL: BAD_MODEL. */
+    cJSON *(*header)(const Tensors *t, int i, size_t *data, size_t *alignment, Error *e);
+    /* What the hub's file `name` holds (config.json, tokenizer.json, ...; chat_template.jinja is a string). NULL: there
+     * is no such file, or an error. */
+    cJSON *(*json)(const Tensors *t, const char *path, const char *name, Error *e);
+    bool in_files;               /* json() reads the tensors' files, which must be open */
+    bool whole_norms;            /* norms are stored as w, also in families whose safetensors have w - 1 */
+    bool neighbours;             /* RoPE turns neighbouring rows of q and k, if config.json has rope_interleave */
+    bool extra_biases;           /* a matrix may have a bias that its family does not */
+    const char *ending, *advice; /* of file names at the hub, and how to fetch them; or NULL */
+};
+extern const Container safetensors;
+extern const Container *const containers[];      /* the first that fits counts; extensions.c */
+const Container *container_at(const char *path); /* safetensors if none fits */
+
+enum { MOST_FILES = 1000 };
+/* Opens the files of a model, or one safetensors file (github.com/huggingface/safetensors): 8 bytes of header length, a
+ * JSON header that gives every tensor's dtype, shape and data_offsets, then the data without gaps. BAD_MODEL with file,
+ * tensor, expected and found. If a file of the Tensors opened last shrinks later, a read of what is gone ends the
+ * process with BAD_MODEL and a line that names the path. */
 bool tensors_open(Tensors *t, const char *path, Error *e);
 void tensors_close(Tensors *t);
 Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
+/* Adds a file to those to open, unless it is listed. Takes `name` over. */
+void tensors_add_file(Tensors *t, char *name);
 
-/* Is there a file at this path, and does its name end in .gguf? */
 bool gguf_named(const char *path);
-/* Turns the header of part i of n of a GGUF model into one of safetensors: an entry under the hub's name for each
- * tensor, or for each expert or head in it. All other keys are in __metadata__; parts after the first need the first
- * one's as `metadata`. *data: where the data begins; *alignment: every tensor begins at a multiple of it. */
 cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, size_t *data, size_t *alignment, Error *e);
-/* The config.json of a GGUF model. NULL: BAD_MODEL, with the key or architecture that infer does not know. */
 cJSON *gguf_config(const Tensors *t, const char *path, Error *e);
 
 /* Names what often comes in place of a model's file, by its first bytes; NULL: nothing known. */
@@ -95,18 +128,23 @@ uint64_t linear_bytes(const Linear *w); /* of its weights as encoded and their g
  * only `experts` experts of a layer, and the keys and values that each text attends to. */
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth);
 
-typedef struct {       /* a model as a list shows it */
-    char *name, *path; /* in a list. name: ORG/NAME or ORG/NAME/FILE.gguf if its folder says so; else its path */
-    char encoding[16]; /* config.json's, or in GGUF the type with the most bytes */
-    char family[40];
-    uint64_t bytes;
-    bool there;    /* there is a config.json or a GGUF file */
-    bool complete; /* config.json, tokenizer.json and all weights are here */
-    bool known;    /* infer runs what config.json describes; assumed of a GGUF model that lacks parts */
-    Error problem; /* why it is not known */
+typedef struct {
+    char encoding[16]; /* config.json's, or the type with the most bytes */
+    char family[40];   /* model_type */
+    bool known;        /* infer runs what config.json describes */
+    Error problem;     /* why not */
+} ModelInfo;
+/* What the model at a path is. Its weights are not read, and need not be here. */
+ModelInfo model_describe(const char *path);
+bool model_runs(const char *path, Error *e); /* is it known? */
+
+/* ---- models here and at the hub: download.c, which alone knows the hub's cache ---- */
+
+typedef struct {
+    char *name, *path; /* name: ORG/NAME or ORG/NAME/FILE if its folder says so; else its path */
+    uint64_t bytes;    /* of the weights that are here */
+    bool complete;     /* all of it is here */
 } ModelEntry;
-/* Describes the model at a path. Its weights are not opened, and need not be here. */
-ModelEntry model_entry(const char *path);
 typedef struct {
     ModelEntry *entry;
     int n;
@@ -114,17 +152,18 @@ typedef struct {
 /* All models in ./models and the hub's cache, sorted by name, each name once. */
 Models models_list(void);
 void models_free(Models *list);
+ModelEntry model_entry(const char *path); /* what is here of the model at a path; without name and path */
+/* What a list says of a model: complete, incomplete, not supported. */
+const char *model_state(const ModelEntry *m, const ModelInfo *info);
 /* The path of the model that a MODEL argument means: a path, ORG/NAME, ORG/NAME@REVISION or a unique part of a name.
  * Free it. NULL: BAD_MODEL, and its text lists the models here. */
 char *model_find(const char *argument, Error *e);
-/* The same; on a terminal a missing ORG/NAME is offered for download. */
-char *model_get(const char *argument, Error *e);
-/* Paths; free them. hub_file: in $HF_HOME or ~/.cache/huggingface, which all tools of the hub share. hub_cache:
- * $HF_HUB_CACHE or `hub` there; it holds downloaded models. hub_folder: models--ORG--NAME in it, for ORG/NAME or
- * ORG/NAME@REVISION. */
-char *hub_file(const char *name);
-char *hub_cache(void);
-char *hub_folder(const char *repository);
+char *hub_cache(void);                     /* the path of the hub's cache; free it */
+bool hub_repository(const char *argument); /* may it be an ORG/NAME at the hub? */
+/* Downloads what is missing of ORG/NAME[@REVISION] and returns the path of its folder. Ends the process if that fails,
+ * or, after config.json, if `runs` says that infer cannot run it (unless --all is given). */
+const char *hub_fetch(const char *repository, bool (*runs)(const char *path, Error *e));
+extern const Option download_options[];
 /* A repository without its weights: a folder of its name with config.json, the index, and each safetensors file with a
  * hole for its data. It lies in a temporary folder, removed at exit, which becomes the working directory. to_fetch:
  * bytes that `infer download` would fetch. Ends the process if that fails. */
@@ -227,17 +266,6 @@ SchedulerState scheduler_state(const Scheduler *s);
 
 /* ---- commands ---- */
 
-typedef enum { SWITCH, TEXT, TEXTS, WHOLE, WHOLES, SEED, REAL } Kind;
-typedef struct {       /* the last of a table has no name */
-    char letter;       /* -p, or 0 */
-    const char *name;  /* --prompt */
-    const char *value; /* its value as the help names it; NULL: a switch */
-    Kind kind;
-    void *to;            /* bool, const char *, Texts, int, Numbers, uint64_t or float, by kind */
-    double least, most;  /* range of a number; TEXTS: at most so many texts */
-    const char *initial; /* default value; NULL: what `to` holds */
-    const char *help;    /* what it does; a REAL's begins with its range and a colon */
-} Option;
 typedef struct {
     const char *name, *argument; /* argument: "MODEL", "[MODEL]" if it may be left out, or "" */
     const char *summary;

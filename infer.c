@@ -255,6 +255,10 @@ static void show_progress(uint64_t done, uint64_t total) {
 
 /* ---- opening a model ---- */
 
+const char *model_state(const ModelEntry *m, const ModelInfo *info) {
+    return !info->known ? "not supported" : m->complete ? "complete" : "incomplete";
+}
+
 /* Takes the only model that is here. If there are several it lists them and asks. */
 static bool choose_model(Session *s, Error *e) {
     LOCAL(models_free) Models here = models_list();
@@ -265,9 +269,10 @@ static bool choose_model(Session *s, Error *e) {
     if (!n) return fail(e, BAD_MODEL, "no model in ./models or the hub's cache: infer download ORG/NAME fetches one");
     if (n > 1) fputs("Available models:\n", stderr);
     for (const ModelEntry *m = list; m < list + n && n > 1; m++) {
-        const char *state = !m->known ? "  not supported" : m->complete ? "" : "  incomplete";
-        LocalText row =
-            text_print("%3d. %-36s %8s  %s%s", (int)(m - list) + 1, m->name, SIZE(m->bytes), m->encoding, state);
+        const ModelInfo info = model_describe(m->path);
+        const char *state = model_state(m, &info);
+        LocalText row = text_print("%3d. %-36s %8s  %s  %s", (int)(m - list) + 1, m->name, SIZE(m->bytes),
+                                   info.encoding, strcmp(state, "complete") ? state : "");
         put_text(stderr, NULL, "", row);
     }
     while (!choice && can_ask) {
@@ -282,21 +287,33 @@ static bool choose_model(Session *s, Error *e) {
     return true;
 }
 
-/* Opens config and weights if they are needed, and always a GGUF file's metadata, which has the tokenizer. */
+/* The path of a model. On a terminal a missing ORG/NAME is offered for download. */
+static char *get_model(const char *argument, Error *e) {
+    char *path = model_find(argument, e), answer[16] = "";
+    bool here = path && (!strcmp(path, argument) || model_entry(path).complete);
+    if (here || !strchr(argument, '/') || !hub_repository(argument) || !isatty(STDIN_FILENO) || !isatty(STDERR_FILENO))
+        return path;
+    fprintf(stderr, "%s is not here%s. Download it? [y/N] ", argument, path ? " whole" : "");
+    if (!fgets(answer, sizeof answer, stdin) || (*answer != 'y' && *answer != 'Y')) return path;
+    free(path);
+    return text_print("%s", hub_fetch(argument, model_runs));
+}
+
+/* Opens config and weights if they are needed, and always a container's files that hold the tokenizer. */
 static bool open_checkpoint(Session *s, int need, Error *e) {
+    Checkpoint *c = &s->checkpoint;
     if (!(need & (NEED_CHECKPOINT | NEED_SHAPES)))
-        return !gguf_named(s->dir) || tensors_open(&s->checkpoint.tensors, s->dir, e);
-    LocalText whole = text_print("%s/model.safetensors", s->dir);
-    LocalText index = text_print("%s.index.json", whole);
-    const bool weights = file_exists(whole) || file_exists(index) || gguf_named(s->dir);
+        return !container_at(s->dir)->in_files || tensors_open(&c->tensors, s->dir, e);
+    const bool weights = model_entry(s->dir).bytes;
     if (weights && s->encoding)
         return fail(e, USAGE, "%s has weights; --encoding is for a directory that has only config.json", s->dir);
-    if (weights || need & NEED_CHECKPOINT) return checkpoint_open(&s->checkpoint, s->dir, e);
-    return checkpoint_make_up(&s->checkpoint, s->dir, s->encoding, e);
+    if (weights || need & NEED_CHECKPOINT) return checkpoint_open(c, s->dir, e);
+    return checkpoint_make_up(c, s->dir, s->encoding, e);
 }
 
 static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
-    const cJSON *gguf = s->checkpoint.tensors.metadata;
+    const Tensors *t = &s->checkpoint.tensors;
+    const cJSON *gguf = container_at(s->dir)->in_files ? t->metadata : NULL;
     LocalText path = text_print(gguf ? "%s" : "%s/tokenizer.json", s->dir);
     const int vocab = s->checkpoint.model.vocab;
     if (may_lack && !file_exists(path)) return true;
@@ -321,14 +338,14 @@ static void add_stops(Session *s) {
 
 bool session_open(Session *s, const char *model, int need, Error *e) {
     bool tokenizer = need & (NEED_TOKENIZER | NEED_CHAT);
-    if (model && !(s->dir = model_get(model, e))) return false;
+    if (model && !(s->dir = get_model(model, e))) return false;
     if (model) s->name = text_print("%s", model);
     if (!model && !choose_model(s, e)) return false;
     if (!open_checkpoint(s, need, e)) return false;
     if ((tokenizer || need & USE_TOKENIZER) && !open_tokenizer(s, !tokenizer, e)) return false;
     if (s->tokenizer) s->has_chat = chat_open(&s->chat, s->tokenizer, tokenizer_template(s->tokenizer), &s->no_chat);
     if (!s->has_chat) fail(&s->no_chat, BAD_MODEL, "%s has no chat format: %s", s->name, s->no_chat.text);
-    if (s->tokenizer && s->checkpoint.tensors.metadata) add_stops(s);
+    if (s->tokenizer && container_at(s->dir)->in_files) add_stops(s);
     if (need & NEED_CHAT && !s->has_chat) return *e = s->no_chat, false;
     return true;
 }
@@ -882,6 +899,22 @@ const Command logits = {"logits",
                         "the likeliest next tokens, or all logits as a NumPy file",
                         {text_options, logits_options, load_options},
                         run_logits};
+
+/* ---- download ---- */
+
+static int run_download(const char *repository) {
+    const char *folder = hub_fetch(repository, model_runs);
+    Error e;
+    puts(folder);
+    if (model_entry(folder).complete && model_runs(folder, &e))
+        fprintf(stderr, "infer play %.*s  talks to it\n", (int)strcspn(repository, "@"), repository);
+    return DONE;
+}
+const Command download = {"download",
+                          "REPO",
+                          "fetch a model, REPO[@REVISION], or the rest of it, into the hub's cache",
+                          {download_options},
+                          run_download};
 
 /* ---- main ---- */
 

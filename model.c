@@ -1,5 +1,5 @@
-/* model.c: from a model directory to a Model. Chapters: config and families, safetensors, binding, sizes, models on disk.
- * host.h declares what others use.
+/* model.c: from a model directory to a Model. Chapters: config and families, safetensors, binding, sizes, models on
+ * disk. host.h declares what others use.
  *
  * Everything special about a family stays in this file: fused and interleaved matrices become views, every RoPE scaling
  * becomes a table of angles, small tensors become float arrays. So no code behind infer.h asks which family a model is.
@@ -10,7 +10,6 @@
 #include "host.h"
 
 #include <ctype.h>
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -23,7 +22,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000, MOST_FILES = 1000 };
+enum { MOST_CONFIG = 1 << 20, MOST_TEXT = 256 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000 };
 enum { REQUIRED = -1 }; /* instead of a missing key's value */
 enum { NO_BIAS = -1 };  /* instead of false: nothing would add a bias that a file stores */
 
@@ -104,8 +103,8 @@ typedef struct { /* a model being read. After the first error, which fills *e, n
     Type made_up_as;           /* encoding of made up matrices; NO_TYPE: a mixture, see made_up_type() */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool tied;                 /* embed and head are one */
-    bool gguf;                 /* norms hold w, not w - 1; experts' gate and up are two tensors */
-    bool zeros;                /* all groups of compressed-tensors have zero points */
+    const Container *container;
+    bool zeros; /* all groups of compressed-tensors have zero points */
     Error *e;
 } Loader;
 
@@ -166,8 +165,6 @@ static void *keep(Checkpoint *c, size_t count, size_t bytes) {
     c->owned = reallocate(c->owned, (size_t)(c->owned_n + 1) * sizeof *c->owned);
     return c->owned[c->owned_n++] = allocate_zero(count, bytes);
 }
-
-static char *join(const char *dir, const char *name) { return text_print("%s/%s", dir, name); }
 
 static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * log(factor) + 1 : 1; }
 
@@ -330,7 +327,7 @@ static void read_heads(Loader *load, Model *m) {
         m->head_dim = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
         m->v_dim = m->rope_dim = m->head_dim;
     }
-    m->neighbours = config_true(load, "rope_interleave") && (f->latent || load->gguf);
+    m->neighbours = config_true(load, "rope_interleave") && (f->latent || load->container->neighbours);
     if (m->n_heads % m->n_kv_heads) config_bad(load, config, "num_key_value_heads", "a divisor of num_attention_heads");
     if (m->rope_dim % 2)
         config_bad(load, config, f->latent ? "qk_rope_head_dim" : "head_dim", "even (RoPE turns pairs)");
@@ -396,15 +393,17 @@ static void check_quantization(Loader *load, const char *path, const char *key, 
     cJSON_ArrayForEach(one, x) check_quantization(load, path, one->string ? one->string : key, one);
 }
 
+/* A file of the model by the hub's name; NULL: it is not there. */
+static cJSON *read_json(Loader *load, const char *dir, const char *name) {
+    return load->container->json(&load->c->tensors, dir, name, load->e);
+}
+
 static void read_quantization(Loader *load, const char *dir) {
-    LocalText apart = join(dir, "quantize_config.json"); /* where older GPTQ models declare it */
+    LocalText apart = path_join(dir, "quantize_config.json"); /* where older GPTQ models declare it */
     const char *path = load->path, *key = "quantization_config";
     if (!json_get(load->file, key)) key = "compression_config"; /* its older name */
-    if (!json_get(load->file, key) && !failed(load) && !access(apart, F_OK)) {
-        path = apart;
-        key = "quantize_config.json";
-        cJSON_AddItemToObject(load->file, key, json_read(path, MOST_CONFIG, load->e));
-    }
+    cJSON *older = json_get(load->file, key) || failed(load) ? NULL : read_json(load, dir, "quantize_config.json");
+    if (older) cJSON_AddItemToObject(load->file, key = "quantize_config.json", older), path = apart;
     const cJSON *q = load->quantization = config_typed(load, load->file, key, cJSON_Object, "an object");
     const char *version = json_string(q, "version");
     const cJSON *groups = json_get(q, "config_groups"), *one;
@@ -459,8 +458,8 @@ static void read_config(Loader *load, Model *m, const char *dir) {
     if (two_ropes(load)) read_rope(load, m, true, rope + 1);
     read_windows(load, m);
     read_stop(load, load->file, load->path);
-    LocalText path = join(dir, "generation_config.json");
-    LocalJson generation = failed(load) || access(path, F_OK) ? NULL : json_read(path, MOST_CONFIG, load->e);
+    LocalText path = path_join(dir, "generation_config.json");
+    LocalJson generation = failed(load) ? NULL : read_json(load, dir, "generation_config.json");
     read_stop(load, generation, path);
 }
 
@@ -524,7 +523,7 @@ static int by_offset(const void *a, const void *b) {
     return (x->size > y->size) - (x->size < y->size); /* an empty tensor first */
 }
 
-_Static_assert(!offsetof(Tensor, name) && !offsetof(ModelEntry, name), "by_name() sorts both");
+_Static_assert(!offsetof(Tensor, name), "by_name() sorts tensors");
 static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
 static bool map_file(TensorFile *f, Error *e) {
@@ -554,8 +553,9 @@ const char *file_kind(const char *data, size_t n) {
     return NULL;
 }
 
-/* Reads a safetensors header: eight bytes with its length, then JSON. *data: where the data begins. */
-static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
+/* Reads a header: eight bytes with its length, then JSON. */
+static cJSON *safetensors_header(const Tensors *t, int i, size_t *data, size_t *alignment, Error *e) {
+    const TensorFile *f = t->file + i;
     const char *path = f->name, *text = (const char *)f->map + 8, *kind = file_kind(text - 8, f->size);
     uint64_t header = 0;
     for (int byte = 7; byte >= 0; byte--) header = header << 8 | f->map[byte];
@@ -563,7 +563,7 @@ static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
         return fail(e, BAD_MODEL, "%s: no safetensors file%s%s (a header of %llu bytes in %zu): download it again",
                     path, kind ? " but " : ", or damaged", kind ? kind : "", (unsigned long long)header, f->size),
                NULL;
-    *data = 8 + header;
+    *data = 8 + header, *alignment = 1;
     return json_parse(text, header, path, e);
 }
 
@@ -571,13 +571,12 @@ static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
  * leaves it out, so that all models name these tensors alike. */
 #define NESTED "language_model."
 
-/* Reads file i of a model, in safetensors or GGUF. */
+/* Reads file i of a model. */
 static bool read_file(Tensors *t, int i, Error *e) {
     TensorFile *f = t->file + i;
     size_t data = 0, align = 1;
     if (!map_file(f, e)) return false;
-    bool gguf = gguf_named(f->name);
-    LocalJson json = gguf ? gguf_header(f, i, t->files, t->metadata, &data, &align, e) : read_header(f, &data, e);
+    LocalJson json = t->container->header(t, i, &data, &align, e);
     if (!json) return false;
     size_t end = data;
     int first = t->n;
@@ -590,7 +589,7 @@ static bool read_file(Tensors *t, int i, Error *e) {
         if (!strncmp(inner, NESTED, strlen(NESTED)))
             memmove(inner, inner + strlen(NESTED), strlen(inner + strlen(NESTED)) + 1);
     }
-    if (gguf && !i) t->metadata = cJSON_DetachItemFromObjectCaseSensitive(json, "__metadata__");
+    if (!i) t->metadata = cJSON_DetachItemFromObjectCaseSensitive(json, "__metadata__");
     if (t->n > first) qsort(t->tensor + first, (size_t)(t->n - first), sizeof *t->tensor, by_offset);
     for (Tensor *one = t->tensor + first; one < t->tensor + t->n; end = one->offset + one->size, one++)
         if (one->offset != end && one->offset != roundup(end, align)) /* holes only to align */
@@ -601,48 +600,57 @@ static bool read_file(Tensors *t, int i, Error *e) {
                 f->name, f->size, end);
 }
 
-/* Adds a file to the list of those to read, unless it is listed. Takes `name` over. */
-static void add_file(Tensors *t, char *name) {
+void tensors_add_file(Tensors *t, char *name) {
     for (int i = t->files; i--;)
         if (!strcmp(t->file[i].name, name)) return free(name);
     t->file = reallocate(t->file, (size_t)(t->files + 1) * sizeof *t->file);
     t->file[t->files++] = (TensorFile){.name = name, .fd = -1};
 }
 
-/* The number of files of a GGUF model, from the name of the first: 3 for NAME-00001-of-00003.gguf. 0: not the first. */
-static int gguf_parts(const char *path) {
-    size_t n = strlen(path);
-    int no = 1, count = 1;
-    if (n > 20 && sscanf(path + n - 20, "-%5d-of-%5d.gguf", &no, &count) != 2) no = count = 1;
-    return no == 1 && count >= 1 && count <= MOST_FILES ? count : 0;
-}
-
-/* Adds the files of a model: a single file, or all parts of a GGUF file; of a directory all that
- * model.safetensors.index.json names, or else model.safetensors. If both are there, the index is left over from shards
- * that became one file. */
-static bool name_files(Tensors *t, const char *path, Error *e) {
-    LocalText index = join(path, "model.safetensors.index.json");
-    LocalText whole = join(path, "model.safetensors");
-    const bool gguf = gguf_named(path);
-    const int n = gguf ? gguf_parts(path) : file_exists(path), stem = (int)strlen(path) - 19;
-    if (gguf && !n)
-        return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
-    for (int i = 0; i < n; i++) /* the stem is followed by 00001-of-00003.gguf */
-        add_file(t, i ? text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n) : text_print("%s", path));
-    if (n) return true;
-    if (access(index, F_OK) || !access(whole, F_OK)) return add_file(t, text_print("%s", whole)), true;
+/* A single file; of a folder all that model.safetensors.index.json names, or else model.safetensors. If both are there,
+ * the index is left over from shards that became one file. */
+static bool safetensors_files(Tensors *t, const char *path, Error *e) {
+    LocalText index = path_join(path, "model.safetensors.index.json");
+    LocalText whole = path_join(path, "model.safetensors");
+    if (file_exists(path)) return tensors_add_file(t, text_print("%s", path)), true;
+    if (access(index, F_OK) || !access(whole, F_OK)) return tensors_add_file(t, text_print("%s", whole)), true;
     LocalJson json = json_read(index, MOST_INDEX, e);
     const cJSON *map = json_get(json, "weight_map"), *entry = cJSON_IsObject(map) ? map->child : NULL;
     if (!entry) return json && fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index);
     for (; entry; entry = entry->next) {
         const char *name = cJSON_GetStringValue(entry);
         const bool is_name = name && *name && *name != '.' && !strchr(name, '/') && !strchr(name, '\\');
-        if (is_name) add_file(t, join(path, name));
+        if (is_name) tensors_add_file(t, path_join(path, name));
         if (!is_name || t->files > MOST_FILES)
             return fail(e, BAD_MODEL, "%s: tensor '%.100s' is in '%.100s': no file name, or more files than %d", index,
                         entry->string, name ? name : "(no text)", MOST_FILES);
     }
     return true;
+}
+
+/* A folder with a config.json. */
+static bool safetensors_fits(const char *path) {
+    LocalText config = path_join(path, "config.json");
+    return !access(config, F_OK);
+}
+
+static cJSON *safetensors_json(const Tensors *t, const char *path, const char *name, Error *e) {
+    LocalText file = path_join(path, name);
+    const size_t dot = strlen(name) - strlen(".jinja");
+    const size_t most = !strncmp(name, "tokenizer", 9) || !strncmp(name, "chat", 4) ? MOST_TEXT : MOST_CONFIG;
+    LocalBytes text = {0};
+    if (access(file, F_OK) && (errno == ENOENT || errno == ENOTDIR)) return NULL;
+    if (strcmp(name + dot, ".jinja")) return json_read(file, most, e);
+    return file_read(file, most, &text, e) ? json_from_text(text.data, text.n) : NULL;
+}
+
+const Container safetensors = {
+    .fits = safetensors_fits, .files = safetensors_files, .header = safetensors_header, .json = safetensors_json};
+
+const Container *container_at(const char *path) {
+    for (int i = 0; containers[i]; i++)
+        if (containers[i]->fits(path)) return containers[i];
+    return &safetensors;
 }
 
 static char shrunk[600]; /* on_bus_error's message about the files opened last */
@@ -657,7 +665,8 @@ bool tensors_open(Tensors *t, const char *path, Error *e) {
     *t = (Tensors){0};
     snprintf(shrunk, sizeof shrunk, "infer: %.500s: a model file was truncated while it was in use\n", path);
     signal(SIGBUS, on_bus_error);
-    bool ok = name_files(t, path, e);
+    t->container = container_at(path);
+    bool ok = t->container->files(t, path, e);
     for (int i = 0; i < t->files && ok; i++) ok = read_file(t, i, e);
     if (t->n) qsort(t->tensor, (size_t)t->n, sizeof *t->tensor, by_name);
     for (int i = 1; i < t->n && ok; i++)
@@ -774,7 +783,7 @@ static const float *floats(Loader *load, const Tensor *t, size_t n) {
     float *out = keep(load->c, n, sizeof *out);
     for (size_t i = 0; i < n; i++) {
         if (t->data) out[i] = code_at(type, t->data, 0, 0, i);
-        if (norm && (!t->data || (load->family->gemma && !load->gguf))) out[i] += 1;
+        if (norm && (!t->data || (load->family->gemma && !load->container->whole_norms))) out[i] += 1;
     }
     return out;
 }
@@ -971,7 +980,7 @@ static Linear bind_linear(Loader *load, const char *name, int rows, int cols, in
     one->data = bind_grid(load, name, how.codes, &w, (Grid){w.type, 1, 1, false}, (int64_t)rows * cols);
     one->factor = 1;
     if (how.scale) bind_grids(load, name, &how, &w, one);
-    if (!bias) bias = (in_gptq(w.type) || load->gguf) && find(load, name, ".bias");
+    if (!bias) bias = (in_gptq(w.type) || load->container->extra_biases) && find(load, name, ".bias");
     if (bias > 0) one->bias = bind_floats(load, name, ".bias", rows);
     return w;
 }
@@ -1084,7 +1093,7 @@ static void bind_experts(Loader *load, const Model *m, Layer *l) {
     const bool bias = f->moe.biases, corrected = m->route.group_best == 2; /* topk_method noaux_tc */
     l->router = bind_linear(load, f->moe.router, m->n_experts, m->dim, bias);
     l->choice_bias = bind_floats(load, f->moe.router, ".e_score_correction_bias", corrected ? m->n_experts : 0);
-    if (bias && !load->gguf) { /* even rows gate, odd rows up */
+    if (bias && !find(load, "mlp.experts.0.gate_proj", ".weight")) { /* even rows gate, odd rows up */
         const Linear both = bind_fused(load, "mlp.experts.gate_up_proj", 2 * width, m->dim);
         const Linear down = bind_fused(load, "mlp.experts.down_proj", m->dim, width);
         l->gate = cut(load, &both, 0, 2, width, 2 * width);
@@ -1106,7 +1115,7 @@ static bool has_experts(Loader *load, int layer) {
     bool experts = router && layer >= config_whole(load, "first_k_dense_replace", 0, INT32_MAX, 0) &&
                    (layer + 1) % config_whole(load, "decoder_sparse_step", 1, INT32_MAX, 1) == 0;
     cJSON_ArrayForEach(one, dense) if (cJSON_IsNumber(one) && one->valuedouble == layer) experts = false;
-    return experts && (!load->gguf || find(load, router, ".weight"));
+    return experts;
 }
 
 static void bind_layer(Loader *load, Model *m, int i) {
@@ -1181,18 +1190,17 @@ static Type named_type(const char *name, Error *e) {
     return BF16;
 }
 
-/* Reads config.json, or its counterpart in a GGUF file. */
-static bool open_config(Loader *load, const char *dir) {
+/* Reads the model's config.json. */
+static bool open_config(Loader *load, const char *path) {
     Tensors *t = &load->c->tensors;
-    load->gguf = gguf_named(dir);
-    load->path = load->gguf ? text_print("%s", dir) : join(dir, "config.json");
-    if (load->gguf)
-        load->file = tensors_open(t, dir, load->e) ? gguf_config(t, dir, load->e) : NULL;
-    else if (access(load->path, F_OK) && errno == ENOENT)
-        fail(load->e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", dir);
-    else
-        load->file = json_read(load->path, MOST_CONFIG, load->e);
-    if (load->file) read_config(load, &load->c->model, dir);
+    load->container = container_at(path);
+    load->path = load->container->in_files ? text_print("%s", path) : path_join(path, "config.json");
+    if (load->container->in_files && !tensors_open(t, path, load->e)) return false;
+    load->file = read_json(load, path, "config.json");
+    if (load->file)
+        read_config(load, &load->c->model, path);
+    else if (!failed(load))
+        fail(load->e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", path);
     return !failed(load);
 }
 
@@ -1208,7 +1216,7 @@ static bool read_checkpoint(Checkpoint *c, const char *dir, bool made_up, const 
     *e = (Error){0};
     bool ok = open_config(&load, dir);
     if (ok && encoding) load.made_up_as = named_type(encoding, e);
-    if (ok && !made_up && !load.gguf) tensors_open(&c->tensors, dir, e);
+    if (ok && !made_up && !load.container->in_files) tensors_open(&c->tensors, dir, e);
     if (!failed(&load)) bind_all(&load, &c->model);
     if (e->code) checkpoint_close(c);
     return !e->code;
@@ -1256,182 +1264,30 @@ uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
     return (uint64_t)sum;
 }
 
-/* ---- models on disk ---- */
+/* ---- what a model is, without its weights ---- */
 
-ModelEntry model_entry(const char *path) {
-    ModelEntry m = {0};
-    Error missing;
+ModelInfo model_describe(const char *path) {
+    ModelInfo m = {0};
     LOCAL(checkpoint_close) Checkpoint c = {0};
     LOCAL(close_config) Loader load = {.c = &c, .e = &m.problem};
-    Tensors *t = &c.tensors;
-    struct stat st;
     size_t bytes[MAX_TYPES + 1] = {0}, most = 0; /* by type; the first: none */
-    LocalText tokenizer = join(path, "tokenizer.json");
-    m.known = open_config(&load, path);
-    m.there = load.gguf || load.file;
-    m.complete = load.gguf ? t->n : load.file && !access(tokenizer, F_OK);
-    if (load.gguf && !m.complete) m.known = true;
+    m.known = open_config(&load, path) || (load.container->in_files && !model_entry(path).complete);
+    const char *family = json_string(load.file, "model_type");
     const char *encoding = json_string(json_get(load.file, "quantization_config"), "quant_method");
     if (!encoding) encoding = json_string(load.file, "dtype");
     if (!encoding) encoding = json_string(load.file, "torch_dtype"); /* its older name */
-    for (const Tensor *one = t->tensor; one < t->tensor + t->n; one++) {
+    for (const Tensor *one = c.tensors.tensor; one < c.tensors.tensor + c.tensors.n; one++) {
         size_t *sum = bytes + 1 + type_of(one);
         if ((*sum += one->size) > most) most = *sum, encoding = one->dtype;
     }
-    snprintf(m.encoding, sizeof m.encoding, "%s", encoding ? encoding : "");
-    for (char *s = m.encoding; *s; s++) *s = (char)toupper((unsigned char)*s);
-    const char *family =
-        json_string(load.gguf ? t->metadata : load.file, load.gguf ? "general.architecture" : "model_type");
     snprintf(m.family, sizeof m.family, "%s", family ? family : "");
-    if (!t->files) m.complete &= name_files(t, path, &missing);
-    for (int i = 0; i < t->files; i++)
-        if (stat(t->file[i].name, &st))
-            m.complete = false;
-        else
-            m.bytes += (uint64_t)st.st_size;
+    snprintf(m.encoding, sizeof m.encoding, "%s", encoding ? encoding : "");
+    for (char *text = m.encoding; *text; text++) *text = (char)toupper((unsigned char)*text);
     return m;
 }
 
-/* Adds the model at a path, unless its name is listed or, with no download `begun`, none of its weights are here.
- * Returns whether the name is in the list. */
-static bool list_add(Models *list, const char *path, const char *name, bool begun) {
-    for (int i = 0; i < list->n; i++)
-        if (!strcmp(list->entry[i].name, name)) return true;
-    ModelEntry m = model_entry(path);
-    const bool eyes = gguf_named(path) && !strcmp(m.family, "clip"); /* the vision part of a model */
-    if (!m.there || !(m.bytes || begun) || eyes) return false;
-    m.path = text_print("%s", path);
-    m.name = text_print("%s", name);
-    list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
-    list->entry[list->n++] = m;
-    return true;
-}
-
-/* Adds what is at a path: the first file of a GGUF model, or a folder, with the GGUF files in it and one folder deeper.
- * They are shown as SHOWN/FILE. depth: 2 at the path itself. Returns whether there is a model. */
-static bool add_path(Models *list, const char *path, const char *shown, bool begun, int depth) {
-    const bool gguf = gguf_named(path);
-    bool any = false;
-    DIR *dir = gguf || !depth ? NULL : opendir(path);
-    for (struct dirent *d; dir && (d = readdir(dir));) {
-        if (*d->d_name == '.') continue;
-        LocalText inner = join(path, d->d_name);
-        LocalText name = join(shown, d->d_name);
-        any |= add_path(list, inner, name, false, depth - 1);
-    }
-    if (dir) closedir(dir);
-    /* a config.json beside GGUF files is no model of its own */
-    if (gguf ? gguf_parts(path) : depth == 2) any |= list_add(list, path, shown, begun && !any);
-    return any;
-}
-
-/* The snapshot of a revision in a repository's folder of the hub's cache: a branch, a tag or a commit. NULL for the
- * revision: main or, without it, any. */
-static char *find_snapshot(const char *repository, const char *revision) {
-    const char *name = revision ? revision : "main";
-    LocalBytes commit = {0};
-    LocalText ref = text_print("%s/refs/%s", repository, name);
-    LocalText folder = join(repository, "snapshots");
-    char *found = NULL;
-    Error e;
-    if (!file_read(ref, 64, &commit, &e)) bytes_text(&commit, name);
-    DIR *dir = opendir(folder);
-    for (struct dirent *d; dir && (d = readdir(dir));) {
-        const bool named = !strcmp(d->d_name, commit.data);
-        if (*d->d_name == '.' || (!named && (found || revision))) continue;
-        free(found);
-        found = join(folder, d->d_name);
-    }
-    if (dir) closedir(dir);
-    return found;
-}
-
-/* Adds what is in `parent`; `hub`: each repository, models--ORG--NAME. A folder ORG--NAME is shown as ORG/NAME. */
-static void add_all(Models *list, const char *parent, bool hub) {
-    DIR *dir = opendir(parent);
-    for (struct dirent *d; dir && (d = readdir(dir));) {
-        bool repository = !strncmp(d->d_name, "models--", 8);
-        if (*d->d_name == '.' || repository != hub) continue;
-        const char *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
-        LocalText path = join(parent, d->d_name);
-        LocalText model = hub ? find_snapshot(path, NULL) : text_print("%s", path);
-        LocalText shown = dashes && !gguf_named(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
-                                                      : text_print("%s", hub ? name : path);
-        if (model) add_path(list, model, shown, hub, 2);
-    }
-    if (dir) closedir(dir);
-}
-
-char *hub_file(const char *name) {
-    const char *hub = environment("HF_HOME"), *all = environment("XDG_CACHE_HOME"), *home = environment("HOME");
-    if (hub) return join(hub, name);
-    return all ? text_print("%s/huggingface/%s", all, name)
-               : text_print("%s/.cache/huggingface/%s", home ? home : "", name);
-}
-
-char *hub_cache(void) {
-    const char *cache = environment("HF_HUB_CACHE");
-    return cache ? text_print("%s", cache) : hub_file("hub");
-}
-
-char *hub_folder(const char *repository) {
-    const int n = (int)strcspn(repository, "@"), org = (int)strcspn(repository, "/@");
-    LocalText cache = hub_cache();
-    if (org == n) return text_print("%s/models--%.*s", cache, n, repository);
-    return text_print("%s/models--%.*s--%.*s", cache, org, repository, n - org - 1, repository + org + 1);
-}
-
-Models models_list(void) {
-    Models list = {0};
-    LocalText cache = hub_cache();
-    add_all(&list, "models", false);
-    add_all(&list, cache, true);
-    if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
-    return list;
-}
-
-void models_free(Models *list) {
-    for (int i = 0; i < list->n; i++) {
-        free(list->entry[i].path);
-        free(list->entry[i].name);
-    }
-    free(list->entry);
-}
-
-char *model_find(const char *argument, Error *e) {
-    LOCAL(models_free) Models list = {0};
-    LocalBytes all = {0};
-    LocalBytes near = {0};
-    const ModelEntry *hit = NULL;
-    int hits = 0;
-    struct stat st;
-    if (gguf_named(argument)) return text_print("%s", argument);
-    const char *revision = strchr(argument, '@');
-    LocalText repository = hub_folder(argument);
-    LocalText snapshot = NULL;
-    const bool here = !stat(argument, &st) && S_ISDIR(st.st_mode);
-    if (revision && !here) snapshot = find_snapshot(repository, revision + 1);
-    const char *folder = here ? argument : snapshot;
-    if (!folder)
-        list = models_list();
-    else if (add_path(&list, folder, argument, false, 2))
-        qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
-    for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
-        if (!strcmp(m->name, argument)) return text_print("%s", m->path);
-        bytes_print(&all, "%s%s", all.n ? ", " : "", m->name);
-        if (!*argument || !strcasestr(m->name, argument)) continue;
-        bytes_print(&near, "%s%s", near.n ? ", " : "", m->name);
-        hits++, hit = m;
-    }
-    if (hits == 1 || (folder && !hits)) return text_print("%s", hit ? hit->path : folder);
-    if (hits)
-        fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, near.data);
-    else if (access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
-        fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
-    else
-        fail(e, BAD_MODEL,
-             "'%.100s' is no folder, and none of the models in ./models and the hub's cache: "
-             "%s; infer download ORG/NAME fetches one",
-             argument, list.n ? all.data : "none is there");
-    return NULL;
+bool model_runs(const char *path, Error *e) {
+    const ModelInfo m = model_describe(path);
+    *e = m.problem;
+    return m.known;
 }

@@ -1,5 +1,5 @@
-/* scheduler.c: an engine, which is a model on a backend, and the scheduler that continues many texts on it, step by step:
- * texts, pages of the cache, prefixes that texts share. host.h declares what others use. */
+/* scheduler.c: an engine, which is a model on a backend, and the scheduler that continues many texts on it, step by
+ * step: texts, pages of the cache, prefixes that texts share. host.h declares what others use. */
 #include "host.h"
 
 #include <math.h>
