@@ -25,6 +25,20 @@ const Container *const containers[] = {
 #endif
     &safetensors, NULL};
 
+extern const Packing packed;
+const Packing *const packings[] = {
+#ifdef ROOM_encodings
+    &packed,
+#endif
+    NULL};
+
+extern const Family gpt_oss[], llama[], experts[], gemma[], deepseek[];
+const Family *const families[] = {gpt_oss,
+#ifdef ROOM_families
+                                  llama,   experts, gemma, deepseek,
+#endif
+                                  NULL};
+
 extern const Command play, download, rm, logits, tokenize, detokenize, render, parse;
 extern const Command serve, list, inspect, doctor, bench, explain, perplexity;
 const Command *const commands[] = {&play,

@@ -123,6 +123,109 @@ bool checkpoint_open(Checkpoint *c, const char *dir, Error *e);
 bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Error *e);
 void checkpoint_close(Checkpoint *c);
 
+/* ---- reading a model: what families/ and encodings/ use ---- */
+
+#define JSON(...) #__VA_ARGS__
+
+typedef struct {
+    const char *model_type; /* of config.json */
+    const char *defaults;   /* values of keys that its config.json leaves out, where families differ */
+    const char *fixed;      /* those whose value counts even if config.json has another; or NULL */
+    Act act;
+    bool gemma;      /* files hold norms as w - 1; norms also follow attention and MLP; embeddings are scaled */
+    bool head_norms; /* RMSNorm of each head of q and k before RoPE */
+    bool qkv_bias;   /* q, k and v always have a bias, o never; otherwise attention_bias decides */
+    bool sinks;      /* self_attn.sinks */
+    bool latent;     /* DeepSeek's latent attention */
+    struct {         /* names of tensors in a layer and in an expert, and keys of config.json; NULL: dense */
+        const char *router, *experts, *gate, *up, *down, *count, *width;
+        bool biases; /* experts have biases; in safetensors one MXFP4 tensor holds all, rows of gate and up in turn */
+    } moe;
+    const char *nested; /* family of the text model in its text_config */
+} Family;
+
+/* Experts whose tensors are named as most are; what differs follows. */
+#define EXPERTS(router, ...)                                                                                           \
+    { router, "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", __VA_ARGS__ }
+extern const Family *const families[]; /* lists that end with a row without model_type; extensions.c */
+
+typedef struct { /* a model being read. After the first error, which fills *e, nothing more is bound */
+    Checkpoint *c;
+    const Family *family;
+    char *path;             /* of config.json */
+    cJSON *file, *defaults; /* file: config.json as it is */
+    cJSON *config;          /* the same, or its text_config, and the defaults of keys that it lacks */
+    char prefix[30];        /* of tensor names: "model.layers.3." in a layer, nothing outside */
+    bool tied;              /* embed and head are one */
+    const Container *container;
+    /* encodings/: */
+    const char *encoding;      /* of made up matrices; NULL: BF16 */
+    const cJSON *quantization; /* quantization_config, or NULL */
+    bool zeros;                /* all groups of compressed-tensors have zero points */
+    Error *e;
+} Loader;
+
+static inline bool failed(const Loader *load) { return load->e->code; }
+
+/* Records what is wrong with a file. Only the first error counts, because later ones may follow from it. */
+#define bad_file(load, file, format, ...)                                                                              \
+    ((void)(failed(load) || fail((load)->e, BAD_MODEL, "%s: " format, file, __VA_ARGS__)))
+
+/* config.json. A value of another cJSON type, or outside its range, is an error that names the key. */
+enum { REQUIRED = -1 }; /* instead of a missing key's value */
+void config_bad(Loader *load, const cJSON *object, const char *key, const char *expected);
+/* The value of a key; NULL: it is missing or null. */
+const cJSON *config_typed(Loader *load, const cJSON *object, const char *key, int type, const char *expected);
+const char *config_text(Loader *load, const cJSON *object, const char *key);
+bool config_true(Loader *load, const char *key);
+/* A number in [least, most]. A missing key has the value `absent`; if that is out of range, the key is required. */
+double config_number(Loader *load, const cJSON *object, const char *key, double least, double most, double absent);
+int config_whole(Loader *load, const char *key, int least, int most, int absent);
+/* Refuses every value of a key but this one. The key may be missing. */
+void config_only(Loader *load, const cJSON *object, const char *key, double value);
+/* A file of the model by the hub's name; NULL: it is not there, or an error. */
+cJSON *model_json(Loader *load, const char *dir, const char *name);
+
+/* Zeroed memory that is freed with the checkpoint. */
+void *keep(Checkpoint *c, size_t count, size_t bytes);
+static inline int divided(int n, int by) { return n > 0 ? (n - 1) / by + 1 : 0; }
+
+/* Types: entries of its tensor's last dimension that a block takes; the type that a tensor's dtype alone determines, or
+ * NO_TYPE; has a tensor the dtype of this type (old files hold E8M0 as U8)? */
+int block_entries(Type type);
+Type type_of(const Tensor *t);
+bool has_dtype(const Tensor *t, Type type);
+bool is_float(Type type);
+
+/* The tensor PREFIX NAME SUFFIX. NULL: the files do not have it. */
+Tensor *find_tensor(const Loader *load, const char *name, const char *suffix);
+/* Finds that tensor and checks its shape, of which a last 1 may be missing, and the dtype of `type` (NO_TYPE: any).
+ * Returns a made up one, without data, if there are no files or if the check fails. */
+Tensor *bind_tensor(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape);
+bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expected); /* refuses it unless `ok` */
+const char *file_of(const Loader *load, const Tensor *t);
+/* Marks a tensor as part of a matrix of this type, of whose weights it holds `values`. */
+void belongs(Tensor *t, Type type, int64_t values);
+View tensor_view(const Loader *load, const Tensor *t, int64_t lines);
+View lines_of(View v, size_t first, size_t step, int n); /* n lines of a view: first, first + step, ... */
+/* n floats; n 0: the layer has no such vector. */
+const float *bind_floats(Loader *load, const char *name, const char *suffix, int n);
+/* The matrix (rows, cols) of a module; rows 0: the layer has no such step. bias: true, false (the file may still have
+ * one) or NO_BIAS (instead of false: nothing would add it). */
+enum { NO_BIAS = -1 };
+Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias);
+
+typedef struct {                                 /* matrices that are not plain rows */
+    void (*open)(Loader *load, const char *dir); /* reads and checks quantization_config */
+    /* Binds a module's matrix w, whose shape is set, and sets its type. False: it is plain rows of w->type. */
+    bool (*bind)(Loader *load, const char *name, Linear *w, Stored *one);
+    /* Cuts rows first, first + step, ... out of w's codes (g: of its type) or a grid, whose view is v. False: v's lines
+     * are rows. */
+    bool (*cut)(Loader *load, View *v, const Linear *w, Grid g, int first, int step, int rows);
+    bool (*knows)(const char *encoding, Error *e); /* is there an encoding of this name, for made up weights? USAGE */
+} Packing;
+extern const Packing *const packings[]; /* the first that binds counts; extensions.c */
+
 uint64_t linear_bytes(const Linear *w); /* of its weights as encoded and their grids; 0 if it is absent */
 /* Bytes that a decode step reads for `streams` texts of `depth` tokens each: the head and the layers' matrices, but
  * only `experts` experts of a layer, and the keys and values that each text attends to. */
