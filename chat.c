@@ -26,12 +26,6 @@ enum { STREAM_END = -2 }; /* no token has it; -1 would match a control token tha
 enum { WORDS = 6, HEADER = 3 };
 static const char *const words[WORDS] = {"role", "tool_call_id", "name", "channel", "recipient", "content_type"};
 
-static bool same(const char *a, const char *b) { return a && b && !strcmp(a, b); }
-/* The length of `with` if the text begins with it, else 0. */
-static size_t begins(const char *text, const char *with) {
-    return text && !strncmp(text, with, strlen(with)) ? strlen(with) : 0;
-}
-
 static Bytes view(const char *text) { return (Bytes){.data = (char *)(uintptr_t)text, .n = text ? strlen(text) : 0}; }
 static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n; }
 
