@@ -18,7 +18,7 @@ LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto libutf8proc libmicroht
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
 # A room is a folder that adds something to the core; extensions.c has its rows. EXTENSIONS=no: the core alone.
 ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats serve commands terminal))
-CORE      = base.c model.c gguf.c tokenizer.c chat.c extensions.c
+CORE      = base.c model.c gguf.c tokenizer.c chat.c extensions.c $(foreach room,$(ROOMS),$(wildcard $(room)/*.c))
 C_SOURCES = $(CORE) download.c bench.c explain.c serve.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
 
@@ -181,4 +181,4 @@ help: ## this list
 
 .PHONY: all reference asan test test-gpu fuzz verify install format check-format lesson-packages notebooks docs count \
         budget check clean help
--include $(wildcard build/*/*.d build/*/tests/*.d)
+-include $(wildcard build/*/*.d build/*/*/*.d)

@@ -1,5 +1,6 @@
 /* extensions.c: the tables of rooms. A room is a folder that adds something to the core; its rows stand here. The build
  * defines ROOM_NAME for each room that is there (Makefile, ROOMS). */
+#include "chat.h"
 #include "infer.h"
 #ifdef ROOM_encodings
 #include "encodings/types.h"
@@ -17,3 +18,10 @@ const TypeInfo types[] = {
 };
 _Static_assert(sizeof types / sizeof *types <= MAX_TYPES, "MAX_TYPES");
 const int types_n = sizeof types / sizeof *types;
+
+extern const Format templates;
+const Format *const formats[] = {&harmony,
+#ifdef ROOM_formats
+                                 &templates,
+#endif
+                                 NULL};
