@@ -128,6 +128,8 @@ bool text_whole(const char *text, int least, int most, int *out);
 
 /* Is the word one of a list, "a b c" or "a, b, c"? */
 bool text_listed(const char *list, const char *word);
+bool same(const char *a, const char *b);           /* NULL equals nothing */
+size_t begins(const char *text, const char *with); /* the length of `with` if the text begins with it, else 0 */
 
 double log_sum_exp(const float *x, int n);
 double seconds(void); /* a monotonic clock */

@@ -39,6 +39,13 @@ const Family *const families[] = {gpt_oss,
 #endif
                                   NULL};
 
+extern const Format templates;
+const Format *const formats[] = {&harmony,
+#ifdef ROOM_formats
+                                 &templates,
+#endif
+                                 NULL};
+
 extern const Command play, download, rm, logits, tokenize, detokenize, render, parse;
 extern const Command serve, list, inspect, doctor, bench, explain, perplexity;
 const Command *const commands[] = {&play,

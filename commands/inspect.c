@@ -77,7 +77,7 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
                  json_number(m->dim), "heads", json_number(m->n_heads), "kv_heads", json_number(m->n_kv_heads),
                  "head_size", json_number(m->head_dim), "experts", json_number(m->n_experts), "experts_per_token",
                  json_number(m->top_k), "vocabulary", json_number(m->vocab), "context", json_number(m->context), NULL);
-        const char *chat = s.has_chat ? chat_name(&s.chat) : "none: its text is continued raw";
+        const char *chat = s.has_chat ? s.chat.name : "none: its text is continued raw";
         if (s.tokenizer) cJSON_AddStringToObject(out, "chat_format", chat); /* a repository's outline has none */
         add_weights(out, &s.checkpoint.tensors, m);
         add_memory(out, m, context ? context : m->context);

@@ -76,10 +76,7 @@ static bool talker_open_other(Talker *m, int which) {
     return ok;
 }
 
-static inline void talker_close(Talker *m) {
-    chat_close(&m->chat);
-    tokenizer_close(m->tokenizer);
-}
+static inline void talker_close(Talker *m) { tokenizer_close(m->tokenizer); }
 
 /* Reads n tokens; `shown` is what was shown. False: a message was closed without a word. */
 static bool read_tokens(const Talker *m, Reader *r, const int *tokens, size_t n, Bytes *shown) {

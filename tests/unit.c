@@ -822,7 +822,6 @@ static void talk_render(Talk *t) {
 static void talk_close(Talk *t) {
     reader_free(&t->reader);
     conversation_free(&t->conversation);
-    chat_close(&t->chat);
     tokenizer_close(t->tokenizer);
     ids_free(&t->sampled);
     ids_free(&t->rendered);
@@ -957,7 +956,7 @@ static void calls_are_forced(void) {
         const char *s = (i % 2 ? whole : bodies)[which];
         while (*s && *s != '<') reader_push(&r, m.token_of[(unsigned char)*s++], &shown);
         if (*s) reader_push(&r, tokenizer_added(m.tokenizer, "</tool_call>"), &shown); /* a mark is one token */
-        reader_push(&r, format ? m.chat.end : m.chat.control[5], &shown);
+        reader_push(&r, m.token_of[format ? 1 : 6], &shown);
         check(r.messages == 1 && message_part(r.message) == CALL && !strcmp(r.message->recipient, "functions.f") &&
                   strstr(r.message->content.data, "1}"),
               "format %d: %s", format, r.messages ? r.message->content.data : "no message");
