@@ -124,8 +124,8 @@ def openai_client(model, name, *options):
     if subprocess.run([python, "-c", "import openai"], stderr=subprocess.DEVNULL).returncode:
         raise Skip("needs openai: python3 -m venv V && V/bin/pip install openai; export OPENAI_PYTHON=V/bin/python")
     with Server(model, *options, program=PLAIN) as s:
-        p = subprocess.run([python, TESTS / "openai_client.py", f"http://127.0.0.1:{s.port}", name], timeout=patience(300),
-                           capture_output=True, text=True)
+        p = subprocess.run([python, TESTS / "openai_client.py", f"http://127.0.0.1:{s.port}", name],
+                           timeout=patience(300), capture_output=True, text=True)
         expect(not p.returncode, p.stderr[-2000:])
 
 
