@@ -138,7 +138,7 @@ class Board:
             print(f"{len(skipped)} skipped:")
         for reason in sorted({why for why, _ in skipped}):
             names = [name for why, name in skipped if why == reason]
-            print(f"  {reason}: {', '.join(names)}")
+            print(f"  {len(names):3}  {reason}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}")
         if any(f"needs {repository}" in dict(skipped) for repository, _ in helpers.PUBLISHED.values()):
             print("./run.sh test --fetch gets the published files that tests need, 31 MB")
         for state, name, why, _ in self.results:
@@ -172,7 +172,7 @@ def build(name):
 
 
 def c_tests(program, prefix, *arguments):
-    """Runs tests of a C program, which prints a line each: a state, the name and perhaps why; or `at` and where it is."""
+    """Runs tests of a C program, which prints a line each, state, name and perhaps why, or `at` and where it is."""
     def work(board, job):
         limit, failed, ended = helpers.patience(600), False, False
         with tempfile.TemporaryFile("w+", errors="replace") as err, subprocess.Popen(
@@ -230,7 +230,8 @@ def tests_of(options):
         if build_name == "emulated" and "--emulated" not in options:
             continue
         path = ROOT / "build" / build_name / program
-        for name in re.findall(r'\brun\("([^"]+)"', (helpers.TESTS / f"{program}.c").read_text().split("\nint main(")[1]):
+        source = (helpers.TESTS / f"{program}.c").read_text().split("\nint main(")[1]
+        for name in re.findall(r'\brun\("([^"]+)"', source):
             yield Job(prefix + name, c_tests(path, prefix, *more, name), [build_name])
     if "--gpu" in options:
         yield Job("gpu", c_tests(ROOT / "build" / "cuda" / "gpu", ""), ["cuda"], 600)
@@ -277,7 +278,7 @@ def main():
         print("Without a GPU the kernels run on the processor, and only in the tests that are quick there.")
     elif "--gpu" not in options:
         print("The tests of the kernels are left out: they need a GPU, or CUDA's headers, g++ and x86-64.")
-    print(f"That takes about {minutes:.0f} minutes on {helpers.CORES} cores of this machine. A line a test, when it ends.",
+    print(f"That takes about {minutes:.0f} minutes on the {helpers.CORES} cores here. A line a test, when it ends.",
           flush=True)
     board = Board(builds + tests)
     for i in range(helpers.CORES + 1):  # one more, since many tests wait; it shows early that something ends
