@@ -37,21 +37,26 @@ BUILDS = {"reference": (["infer-reference", "build/reference/unit"], "infer-refe
           "asan": (["build/asan/infer-reference", "build/asan/unit"], "the same with sanitizers", 17),
           "emulated": (["build/emulated/gpu"], "the kernels for the processor", 36),
           "cuda": (["build/cuda/gpu", "infer"], "the kernels for the GPU", 300)}
-# Tests that take long start first: those that wait for a limit of the program, then by seconds of processor time.
-WAITS = ("serve.a_client_that_does_not_read_is_cut_off", "serve.slow_requests_end")
-COSTS = {"chat.ids_of_published_tokenizers": 110, "chat.prompts_are_the_templates": 37,
-         "chat.text_never_becomes_control_tokens": 24, "bench.rows": 9, "bench.serve_itself": 8,
-         "unit: scheduled among others, with few pages = alone": 27,
-         "unit: scheduled among others that the host draws = alone": 27,
-         "unit: texts pause in turn while steps of fewer are faster": 10,
+# Tests that wait for a limit of the program or a slow network run beside the others, one after the other.
+WAITS = ("hub.faults", "serve.a_client_that_does_not_read_is_cut_off", "hub.kill", "hub.resume",
+         "serve.slow_requests_end")
+# Of the others, those that take long start first: seconds of processor time.
+COSTS = {"chat.ids_of_published_tokenizers": 80, "perplexity.equals_transformers": 45, "prompt.harmony_rendered": 40,
+         "sanitized unit: texts pause in turn while steps of fewer are faster": 45,
          "sanitized unit: scheduled among others, with few pages = alone": 40,
          "sanitized unit: scheduled among others that the host draws = alone": 40,
-         "sanitized unit: texts pause in turn while steps of fewer are faster": 45,
-         "sanitized unit: draws follow transformers' processors": 20,
+         "chat.prompts_are_the_templates": 30, "emulated gpu: every encoding of safetensors": 36,
+         "unit: scheduled among others, with few pages = alone": 27,
+         "unit: scheduled among others that the host draws = alone": 27,
+         "prompt.a_megabyte_of_one_character": 25, "prompt.ids_of_strings_families": 25,
+         "sanitized unit: every family alone = in a batch = in chunks = rewound": 21,
+         "prompt.decode_of_encode_is_the_text_published": 20, "prompt.ids_of_strings_gpt_oss": 20,
+         "play.only_the_answer_is_on_stdout": 20, "chat.text_never_becomes_control_tokens": 20,
          "emulated gpu: fixtures at every stage, in chunks of 1 to all": 19,
-         "emulated gpu: prompts of 1 to 300 tokens": 10, "emulated gpu: every encoding of safetensors": 36,
-         "emulated gpu: every type of GGUF": 16, "emulated gpu: the real router and experts, one token": 10,
-         "emulated gpu: the real router and experts, 40 tokens": 17}
+         "emulated gpu: the real router and experts, 40 tokens": 17, "emulated gpu: every type of GGUF": 16,
+         "prompt.harmony_parsed": 15, "play.models_are_found": 15, "gguf.vocabularies_of_families": 12,
+         "unit: texts pause in turn while steps of fewer are faster": 10,
+         "emulated gpu: prompts of 1 to 300 tokens": 10, "emulated gpu: the real router and experts, one token": 10}
 OTHERS = 1  # seconds of processor time of any other test
 
 
@@ -77,11 +82,11 @@ class Board:
         self.began = self.spoke = time.monotonic()
         self.changed = threading.Condition()
 
-    def take(self, quick):
+    def take(self, quick, waits):
         """The next job whose builds have ended, or the first of the quickest. None: there is no more."""
         with self.changed:
-            while self.waiting:
-                ready = [job for job in self.waiting if all(name in self.built for name in job.needs)]
+            while mine := [job for job in self.waiting if (job.name in WAITS) == waits]:
+                ready = [job for job in mine if all(name in self.built for name in job.needs)]
                 if ready:
                     job = min(ready, key=lambda job: job.cost) if quick else ready[0]
                     self.waiting.remove(job)
@@ -91,8 +96,8 @@ class Board:
                 self.changed.wait()
         return None
 
-    def work(self, quick):
-        while job := self.take(quick):
+    def work(self, quick=False, waits=False):
+        while job := self.take(quick, waits):
             missing = [name for name in job.needs if not self.built[name]]
             try:
                 if missing:
@@ -247,7 +252,7 @@ def plan(options, words):
     tests = [job for job in tests_of(options) if not words or any(word in job.name for word in words)]
     needed = {name for job in tests for name in job.needs}
     return ([build(name) for name in BUILDS if name in needed],
-            sorted(tests, key=lambda job: (job.name not in WAITS, -job.cost)))
+            sorted(tests, key=lambda job: -job.cost))
 
 
 def fetch():
@@ -281,8 +286,9 @@ def main():
     print(f"That takes about {minutes:.0f} minutes on the {helpers.CORES} cores here. A line a test, when it ends.",
           flush=True)
     board = Board(builds + tests)
-    for i in range(helpers.CORES + 1):  # one more, since many tests wait; it shows early that something ends
-        threading.Thread(target=board.work, args=[i == 0], daemon=True).start()
+    # one with quick tests beside those of the cores: many wait a little, and results show from the beginning
+    for how in [{"waits": True}, {"quick": True}] + [{}] * helpers.CORES:
+        threading.Thread(target=board.work, kwargs=how, daemon=True).start()
     try:
         board.watch()
     except KeyboardInterrupt:
