@@ -92,6 +92,9 @@ reference: infer-reference ## ./infer-reference, the plain C twin, which needs n
 infer-reference: $(call objects,reference,$(REFERENCE))
 	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
 
+build/reference/unit: $(call objects,reference,$(REFERENCE) tests/unit.c)
+	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+
 build/reference/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=reference -c $< -o $@
@@ -116,10 +119,8 @@ GPU = $(shell nvidia-smi -L 2>/dev/null)
 # Without a GPU its tests run emulated. That needs g++, CUDA's headers, and x86-64: the switch of fibers is assembly.
 EMULATED = $(and $(if $(GPU),,yes),$(filter x86_64,$(shell uname -m)),$(shell command -v $(CXX)),\
                  $(wildcard $(CUDA_HOME)/include/cublasLt.h),$(wildcard $(CUDA_HOME)/include/crt/host_defines.h))
-test: asan reference ## the tests; TESTS='...' are arguments of tests/run.py
-	$(if $(GPU),$(MAKE) build/cuda/gpu infer)
-	$(if $(EMULATED),$(MAKE) build/emulated/gpu)
-	python3 tests/run.py $(if $(GPU),--gpu) $(if $(EMULATED),--emulated) $(TESTS)
+test: ## builds and runs the tests; TESTS='...' are arguments of tests/run.py
+	@python3 tests/run.py $(if $(GPU),--gpu) $(if $(EMULATED),--emulated) $(TESTS)
 
 fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c)) ## each fuzzer for a minute (needs clang)
 	python3 tests/run_fuzzers.py

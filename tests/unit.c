@@ -1,7 +1,7 @@
 /* unit.c: tests that need to look inside: every layer against the goldens of transformers, the real activations of
  * gpt-oss-20b, batching and rewinding bit by bit, the sampler, reading answers, UTF-8. One line a test, `ok NAME`,
  * `FAIL NAME: why` or `skip NAME: why`. Run from the top of the project; TEST_DATA names data that cannot be shipped.
- */
+ * What computes much is for an optimised build and --long; without it, it does less, for a build with sanitizers. */
 #include "reading.h"
 #include "check.h"
 #include "real.h"
@@ -186,7 +186,8 @@ static void spoiled_models_fail(void) {
         for (int j = 0; j < SPOILS; j++) {
             double worst;
             const char *wrong = first_wrong(fixtures[i], 1e-4, spoils[j], &worst);
-            check(!behind || !strcmp(wrong, behind), "%s: failed first at '%s', not at %s", fixtures[i], wrong, behind);
+            check(!behind || !strcmp(wrong, behind), "%s: failed first at '%s', not at %s", fixtures[i], wrong,
+                  behind ? behind : "");
             tried[j] |= behind != NULL;
         }
     for (int j = 0; j < SPOILS; j++) check(tried[j], "no fixture has what spoil %d changes", j);
@@ -253,10 +254,11 @@ static void sizes_are_those_of_the_makers(void) {
         {"gemma-2-2b", NULL, 2.61, 2.61, 106496, 5.21},
         {"gemma-3-1b-it", NULL, 1.00, 1.00, 26624, 0}};
     const char *data = getenv("TEST_DATA");
-    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+    for (size_t i = thorough ? 0 : 1; i < sizeof models / sizeof *models; i++) { /* the first has most tensors */
         Checkpoint c;
         Error e;
         char dir[300], config[320];
+        at(models[i].name);
         snprintf(dir, sizeof dir, "%s/configs/%s", data ? data : "", models[i].name);
         snprintf(config, sizeof config, "%s/config.json", dir);
         if (models[i].config)
@@ -370,19 +372,23 @@ static void same_as_alone(const int *which, int n, int chunk) {
 
 static void alone_equals_batched(void) {
     int which[STREAMS];
+    open_alone("odd");
     for (int i = 0; i < STREAMS; i++) which[i] = (i * 5 + 3) % STREAMS;
     same_as_alone(which, 3, 0);
     same_as_alone(which, STREAMS, 0);
     same_as_alone(which, STREAMS, -1); /* long chunks and single tokens mixed */
+    close_alone();
 }
 
 static void one_chunk_equals_many(void) {
     const int chunks[] = {1, 2, 7, 63, 64, 65};
     int longest = 0;
+    open_alone("odd");
     for (int s = 1; s < STREAMS; s++)
         if (streams.length[s] > streams.length[longest]) longest = s;
     check(streams.length[longest] > PAGE, "no stream is longer than a page");
     for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) same_as_alone(&longest, 1, chunks[i]);
+    close_alone();
 }
 
 /* The cache behind the position that a sequence is rewound to holds other text by then, and must not matter. */
@@ -405,6 +411,12 @@ static void rewound_equals_never_there(void) {
     free(logits);
 }
 
+static void odd_rewound_equals_never_there(void) {
+    open_alone("odd");
+    rewound_equals_never_there();
+    close_alone();
+}
+
 /* The same of one model of each family; "odd" is not the only kind of cache, experts and windows. */
 static void families_batch_chunk_and_rewind(void) {
     static const char *const models[] = {"mistral", "mixtral",     "qwen2",       "qwen3_moe",       "gemma2",
@@ -412,10 +424,11 @@ static void families_batch_chunk_and_rewind(void) {
     for (size_t i = 0; i < sizeof models / sizeof *models && !*why; i++) {
         int which[STREAMS];
         for (int s = 0; s < STREAMS; s++) which[s] = (s * 5 + 3) % STREAMS;
+        at(models[i]);
         open_alone(models[i]);
         same_as_alone(which, STREAMS, -1);
         same_as_alone(which, 1, 7);
-        rewound_equals_never_there();
+        if (thorough) rewound_equals_never_there();
         close_alone();
         if (*why) snprintf(strchr(why, 0), sizeof why - strlen(why), ", of %s", models[i]);
     }
@@ -441,7 +454,8 @@ static void logarithm_and_exponential(void) {
 /* 100,000 draws follow the probabilities that transformers' processors leave: nothing filtered is ever drawn, and each
  * count is within five standard deviations. */
 static void draws_follow_transformers(void) {
-    enum { DRAWS = 100000, VOCAB = 48 };
+    enum { VOCAB = 48 };
+    const int draws = thorough ? 100000 : 10000;
     Error e;
     cJSON *cases = json_read("tests/goldens/sampling.json", 1 << 20, &e);
     must(cases, &e);
@@ -459,12 +473,12 @@ static void draws_follow_transformers(void) {
                         .min_p = (float)json_get(one, "min_p")->valuedouble,
                         .penalty = (float)json_get(one, "penalty")->valuedouble,
                         .seed = 42};
-        for (int i = 0; i < DRAWS; i++) {
+        for (int i = 0; i < draws; i++) {
             memcpy(copy, logits, sizeof copy);
             count[draw_logits(copy, VOCAB, &how, i, marked)]++;
         }
         for (int i = 0; i < VOCAB; i++) {
-            double expected = DRAWS * (double)p[i], spread = sqrt(expected * (1 - (double)p[i]));
+            double expected = draws * (double)p[i], spread = sqrt(expected * (1 - (double)p[i]));
             check(p[i] > 0 || !count[i], "case %d: token %d was filtered out and drawn", number, i);
             check(fabs(count[i] - expected) <= 5 * spread + 1, "case %d: token %d came %d times, not %.0f", number, i,
                   count[i], expected);
@@ -503,9 +517,9 @@ static void take_of_text(Stream *t, size_t position, int token, const float *log
 }
 
 /* Prompts with beginnings in common, and what the model writes behind each of them. */
-static void make_texts(Engine *g) {
+static void make_texts(Engine *g, int n) {
     uint64_t random = 7;
-    for (int i = 0; i < SEVERAL; i++) {
+    for (int i = 0; i < n; i++) {
         int common[3];
         Stream *t = &texts[i].stream;
         memset(&texts[i], 0, sizeof texts[i]);
@@ -527,47 +541,49 @@ static void make_texts(Engine *g) {
 }
 
 /* Whatever comes together with it, leaves, or takes its pages, each text is the one that is written alone, and in the
- * end nobody has a page. */
-static void scheduled_equals_alone(void) {
+ * end nobody has a page. `bias`: one that changes nothing, so that the host draws half of the texts. */
+static void schedule_texts(const Bias *bias) {
     Error e;
     Engine g;
+    const int n = thorough ? SEVERAL : 24;
     Limits limits = {.max_seqs = 12, .max_tokens = 50, .cache = FEW_PAGES * PAGE};
+    open_streams(&reference, "odd");
     must(engine_open(&g, &reference, &streams.c.model, limits, 256, &e), &e);
+    at("alone");
+    make_texts(&g, n);
+    for (int i = 1; bias && i < n; i += 2)
+        texts[i].stream.bias = bias, texts[i].stream.biases = 1, texts[i].stream.want = WANT_LOGITS;
+    at("among others");
+    Scheduler *s = scheduler_open(&g);
     SchedulerState state = {0};
-    static const Bias nothing;
-    for (int biased = 0; biased < 2; biased++) {
-        make_texts(&g);
-        for (int i = 0; biased && i < SEVERAL; i++) /* no bias that changes anything, so that the host draws */
-            if (i % 2) texts[i].stream.bias = &nothing, texts[i].stream.biases = 1, texts[i].stream.want = WANT_LOGITS;
-        Scheduler *s = scheduler_open(&g);
-        int left = SEVERAL;
-        for (int step = 0; left; step++) {
-            for (int i = 0; i < SEVERAL; i++) {
-                if (texts[i].arrives == step) scheduler_add(s, &texts[i].stream);
-                if (texts[i].leaves == step && !texts[i].over)
-                    scheduler_remove(s, &texts[i].stream), texts[i].over = true;
-            }
-            must(scheduler_step(s, &e), &e);
-            left = 0;
-            for (int i = 0; i < SEVERAL; i++) left += !texts[i].over;
+    int left = n;
+    for (int step = 0; left; step++) {
+        for (int i = 0; i < n; i++) {
+            if (texts[i].arrives == step) scheduler_add(s, &texts[i].stream);
+            if (texts[i].leaves == step && !texts[i].over) scheduler_remove(s, &texts[i].stream), texts[i].over = true;
         }
-        while ((state = scheduler_state(s)).outstanding) must(scheduler_step(s, &e), &e);
-        check(state.idle == state.pages && state.pages == FEW_PAGES, "%zu of %zu pages are idle", state.idle,
-              state.pages);
-        check(!state.running && !state.waiting && state.preempted, "%zu run, %zu wait, %zu preempted", state.running,
-              state.waiting, state.preempted);
-        for (int i = 0; i < SEVERAL; i++) {
-            const Ids *expected = &texts[i].expected;
-            size_t prompt = texts[i].stream.prompt, n = texts[i].drawn.n;
-            check(n == expected->n - prompt || texts[i].leaves < 1 << 30, "text %d has %zu tokens", i, n);
-            check(!n || !memcmp(texts[i].drawn.data, expected->data + prompt, n * sizeof(int)),
-                  "text %d is another one", i);
-            ids_free(&texts[i].expected), ids_free(&texts[i].drawn), ids_free(&texts[i].stream.tokens);
-        }
-        scheduler_close(s);
+        must(scheduler_step(s, &e), &e);
+        left = 0;
+        for (int i = 0; i < n; i++) left += !texts[i].over;
     }
+    while ((state = scheduler_state(s)).outstanding) must(scheduler_step(s, &e), &e);
+    check(state.idle == state.pages && state.pages == FEW_PAGES, "%zu of %zu pages are idle", state.idle, state.pages);
+    check(!state.running && !state.waiting && state.preempted, "%zu run, %zu wait, %zu preempted", state.running,
+          state.waiting, state.preempted);
+    for (int i = 0; i < n; i++) {
+        const Ids *expected = &texts[i].expected;
+        size_t prompt = texts[i].stream.prompt, drawn = texts[i].drawn.n;
+        check(drawn == expected->n - prompt || texts[i].leaves < 1 << 30, "text %d has %zu tokens", i, drawn);
+        check(!drawn || !memcmp(texts[i].drawn.data, expected->data + prompt, drawn * sizeof(int)),
+              "text %d is another one", i);
+        ids_free(&texts[i].expected), ids_free(&texts[i].drawn), ids_free(&texts[i].stream.tokens);
+    }
+    scheduler_close(s);
     engine_close(&g);
+    close_streams();
 }
+static void scheduled_equals_alone(void) { schedule_texts(NULL); }
+static void scheduled_and_biased_equals_alone(void) { schedule_texts(&(Bias){0}); }
 
 enum { TURN_PROMPT = 130, TURN_TEXT = 200 };
 
@@ -597,6 +613,7 @@ static void turns_reuse_the_cache(void) {
     uint64_t random = 3;
     Error e;
     Engine g;
+    open_streams(&reference, "odd");
     must(engine_open(&g, &reference, &streams.c.model, limits, TURN_TEXT, &e), &e);
     for (int i = 0; i < 2; i++) {
         fill_random(id[i], TURN_PROMPT, streams.vocab, &random);
@@ -619,6 +636,7 @@ static void turns_reuse_the_cache(void) {
     ids_free(&t.tokens);
     scheduler_close(s);
     engine_close(&g);
+    close_streams();
 }
 
 /* Ten texts are written, and the eleventh, of 50 tokens, is read in one step: see TOKENS_PER_ANSWER. Its first token is
@@ -631,6 +649,7 @@ static void many_answers_lengthen_steps(void) {
     const Limits limits = {.max_seqs = WRITTEN + 1, .max_tokens = 4};
     uint64_t random = 5;
     int id[PROMPT];
+    open_streams(&reference, "odd");
     must(engine_open(&g, &reference, &streams.c.model, limits, 256, &e), &e);
     Scheduler *s = scheduler_open(&g);
     fill_random(id, PROMPT, streams.vocab, &random);
@@ -648,6 +667,7 @@ static void many_answers_lengthen_steps(void) {
     while (scheduler_state(s).outstanding) must(scheduler_step(s, &e), &e);
     scheduler_close(s);
     engine_close(&g);
+    close_streams();
 }
 
 enum { ODD_TEXTS = 15, EVEN_TEXTS = 8, ODD_LENGTH = 60 };
@@ -704,6 +724,7 @@ static void texts_pause_in_turn(void) {
     uint64_t random = 5;
     int id[ODD_TEXTS][ODD_LENGTH + 1];
     timed.submit = submit_counted, timed.collect = collect_timed;
+    open_streams(&reference, "odd");
     must(engine_open(&g, &timed, &streams.c.model, limits, ODD_LENGTH, &e), &e);
     for (int i = 0; i < ODD_TEXTS; i++) {
         fill_random(id[i], 2, streams.vocab, &random);
@@ -720,6 +741,7 @@ static void texts_pause_in_turn(void) {
     check(ratio > 4, "%g steps of all for one of eight, which takes as long", ratio);
     scheduler_close(s);
     engine_close(&g);
+    close_streams();
 }
 
 static void equals_and_nan(void) {
@@ -1032,7 +1054,8 @@ static void sinks(void) { real_sinks(&reference, F32, 0); }
 static void tinystories_656k(void) { small_model(&reference, "TinyStories-656K"); }
 static void stories_260k(void) { small_model(&reference, "stories260K"); }
 
-int main(void) {
+int main(int argc, char **argv) {
+    read_arguments(argv);
     run("unit: layers equal transformers'", layers_equal_transformers);
     run("unit: rounding is bf16's", rounding_is_bf16);
     run("unit: a norm, a scale or a bias 1 % off fails at the first stage behind it", spoiled_models_fail);
@@ -1044,15 +1067,14 @@ int main(void) {
     run("unit: TinyStories-656K writes the reference ids", tinystories_656k);
     run("unit: stories260K writes the reference ids", stories_260k);
     run("unit: every family alone = in a batch = in chunks = rewound", families_batch_chunk_and_rewind);
-    open_alone("odd");
     run("unit: alone = in a batch of 3 and 17", alone_equals_batched);
     run("unit: one chunk = many", one_chunk_equals_many);
-    run("unit: rewound = never there", rewound_equals_never_there);
+    run("unit: rewound = never there", odd_rewound_equals_never_there);
     run("unit: turns reuse the cache, fill the context, give pages back", turns_reuse_the_cache);
     run("unit: scheduled among others, with few pages = alone", scheduled_equals_alone);
+    run("unit: scheduled among others that the host draws = alone", scheduled_and_biased_equals_alone);
     run("unit: a step of many answers has room for a prompt", many_answers_lengthen_steps);
     run("unit: texts pause in turn while steps of fewer are faster", texts_pause_in_turn);
-    close_alone();
     run("unit: ln, exp, Philox", logarithm_and_exponential);
     run("unit: draws follow transformers' processors", draws_follow_transformers);
     run("unit: equals and NaN", equals_and_nan);
