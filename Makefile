@@ -14,8 +14,12 @@ CUDA_ARCH ?= $(or $(patsubst sm_90,sm_90a,$(addprefix sm_,$(sort $(subst .,,$(sh
 ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=%),code=$(a)) \
          $(foreach a,$(filter compute_%,$(CUDA_ARCH)),-gencode=arch=$(a),code=$(a))
 
-# A room is a folder that adds something to the core; extensions.c has its rows. EXTENSIONS=no: the core alone.
+# A room is a folder that adds something to the core; extensions.c has its rows. EXTENSIONS=no builds the core alone,
+# programs included, below build/core.
 ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats serve commands terminal))
+
+BUILD     = build$(if $(filter no,$(EXTENSIONS)),/core)
+HERE      = $(if $(filter no,$(EXTENSIONS)),$(BUILD)/)
 
 LIBRARIES = libcjson libpcre2-8 libcurl libcrypto libutf8proc $(if $(filter terminal,$(ROOMS)),libedit) \
             $(if $(filter serve,$(ROOMS)),libmicrohttpd)
@@ -40,27 +44,27 @@ endif
 endif
 
 # objects of a build below build/, by its name and sources
-objects = $(patsubst %.c,build/$(1)/%.o,$(2))
+objects = $(patsubst %.c,$(BUILD)/$(1)/%.o,$(2))
 
-all: infer ## ./infer, which needs the CUDA toolkit and an NVIDIA GPU; plain `make` does it
+all: $(HERE)infer ## ./infer, which needs the CUDA toolkit and an NVIDIA GPU; plain `make` does it
 
-infer: $(call objects,cuda,$(SOURCES)) build/cuda/infer.cu.o build/cuda/card.cu.o
+$(HERE)infer: $(call objects,cuda,$(SOURCES)) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/card.cu.o
 	$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) -lcublasLt
 
-build/cuda/%.o: %.c Makefile
+$(BUILD)/cuda/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=cuda -c $< -o $@
 
-build/cuda/%.cu.o: %.cu Makefile
+$(BUILD)/cuda/%.cu.o: %.cu Makefile
 	@$(NVCC) --version >/dev/null 2>&1 || { echo "make: no CUDA toolkit: install it (developer.nvidia.com/cuda-downloads), set CUDA_HOME, or 'make reference' for the plain C twin" >&2; exit 1; }
 	@mkdir -p $(@D)
 	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DFAST=$(if $(filter yes,$(FAST)),1,0) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
 
-test-gpu: build/cuda/gpu infer ## the tests that need a GPU; where there is one, make test runs them too
-	build/cuda/gpu
+test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where there is one, make test runs them too
+	$(BUILD)/cuda/gpu
 
 # __wrap_cudaMalloc makes each allocation fail in turn
-build/cuda/gpu: $(call objects,cuda,$(REFERENCE) tests/gpu.c) build/cuda/infer.cu.o build/cuda/tests/card.cu.o
+$(BUILD)/cuda/gpu: $(call objects,cuda,$(REFERENCE) tests/gpu.c) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/tests/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
 # The quick ones of these tests without a GPU: infer.cu and card.cu as C++ (tests/emulated/emulate.h), with C++ in place of
@@ -70,48 +74,48 @@ EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MM
           -DPIECE_BYTES=4096 -Itests/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
-build/emulated/gpu: $(call objects,emulated,$(REFERENCE) tests/gpu.c) \
-                    $(patsubst %,build/emulated/%.o,infer.cu card.cu emulate.cpp)
+$(BUILD)/emulated/gpu: $(call objects,emulated,$(REFERENCE) tests/gpu.c) \
+                    $(patsubst %,$(BUILD)/emulated/%.o,infer.cu card.cu emulate.cpp)
 	$(CXX) -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
 
-build/emulated/%.cu.o: %.cu Makefile
+$(BUILD)/emulated/%.cu.o: %.cu Makefile
 	@mkdir -p $(@D)
-	sed -E $(AS_CPP) $< >build/emulated/$*.cpp
-	$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -c build/emulated/$*.cpp -o $@
+	sed -E $(AS_CPP) $< >$(BUILD)/emulated/$*.cpp
+	$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -c $(BUILD)/emulated/$*.cpp -o $@
 
-build/emulated/emulate.cpp.o: tests/emulated/emulate.cpp Makefile
+$(BUILD)/emulated/emulate.cpp.o: tests/emulated/emulate.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) $(EMULATED_FLAGS) -c $< -o $@
 
-build/emulated/%.o: %.c Makefile
+$(BUILD)/emulated/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=cuda -DEMULATED=1 -I$(CUDA_HOME)/include -c $< -o $@
 
-reference: infer-reference ## ./infer-reference, the plain C twin, which needs no CUDA
+reference: $(HERE)infer-reference ## ./infer-reference, the plain C twin, which needs no CUDA
 
-infer-reference: $(call objects,reference,$(REFERENCE))
+$(HERE)infer-reference: $(call objects,reference,$(REFERENCE))
 	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
 
-build/reference/unit: $(call objects,reference,$(REFERENCE) tests/unit.c)
+$(BUILD)/reference/unit: $(call objects,reference,$(REFERENCE) tests/unit.c)
 	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
 
-build/reference/%.o: %.c Makefile
+$(BUILD)/reference/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=reference -c $< -o $@
 
-build/cuda/serve/serve.o build/reference/serve/serve.o build/asan/serve/serve.o: serve/page.html
+$(BUILD)/cuda/serve/serve.o $(BUILD)/reference/serve/serve.o $(BUILD)/asan/serve/serve.o: serve/page.html
 
-asan: build/asan/infer-reference build/asan/unit ## the twin and the unit tests with sanitizers, below build/asan
+asan: $(BUILD)/asan/infer-reference $(BUILD)/asan/unit ## the twin and the unit tests with sanitizers, below $(BUILD)/asan
 
-build/asan/infer-reference: $(call objects,asan,$(REFERENCE))
+$(BUILD)/asan/infer-reference: $(call objects,asan,$(REFERENCE))
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
-build/asan/unit: $(call objects,asan,$(REFERENCE) tests/unit.c)
+$(BUILD)/asan/unit: $(call objects,asan,$(REFERENCE) tests/unit.c)
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
-build/asan/tests/reference.o: SANITIZE += -O3 # it computes
+$(BUILD)/asan/tests/reference.o: SANITIZE += -O3 # it computes
 
-build/asan/%.o: %.c Makefile
+$(BUILD)/asan/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(SANITIZE) -DBACKEND=reference -c $< -o $@
 
@@ -120,13 +124,13 @@ GPU = $(shell nvidia-smi -L 2>/dev/null)
 EMULATED = $(and $(if $(GPU),,yes),$(filter x86_64,$(shell uname -m)),$(shell command -v $(CXX)),\
                  $(wildcard $(CUDA_HOME)/include/cublasLt.h),$(wildcard $(CUDA_HOME)/include/crt/host_defines.h))
 test: ## builds and runs the tests; TESTS='...' are arguments of tests/run.py
-	@python3 tests/run.py $(if $(GPU),--gpu) $(if $(EMULATED),--emulated) $(TESTS)
+	@python3 tests/run.py $(if $(HERE),--core) $(if $(GPU),--gpu) $(if $(EMULATED),--emulated) $(TESTS)
 
-fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c)) ## each fuzzer for a minute (needs clang)
+fuzz: $(patsubst tests/fuzz_%.c,$(BUILD)/fuzz/%,$(wildcard tests/fuzz_*.c)) ## each fuzzer for a minute (needs clang)
 	python3 tests/run_fuzzers.py
 
-build/fuzz/request: serve/serve.c serve/page.html
-build/fuzz/%: tests/fuzz_%.c $(REFERENCE) $(wildcard *.h tests/*.h) Makefile
+$(BUILD)/fuzz/request: serve/serve.c serve/page.html
+$(BUILD)/fuzz/%: tests/fuzz_%.c $(REFERENCE) $(wildcard *.h tests/*.h) Makefile
 	@mkdir -p $(@D)
 	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter-out serve/serve.c,$(filter %.c,$^)) -o $@ $(LIBS)
 
@@ -184,4 +188,4 @@ help: ## this list
 
 .PHONY: all reference asan test test-gpu fuzz verify install format check-format lesson-packages notebooks docs count \
         budget check clean help
--include $(wildcard build/*/*.d build/*/*/*.d)
+-include $(wildcard $(BUILD)/*/*.d $(BUILD)/*/*/*.d)

@@ -24,8 +24,10 @@ from types import SimpleNamespace
 
 TESTS = Path(__file__).resolve().parent
 FIXTURES, GOLDENS, PARROT = TESTS / "fixtures", TESTS / "goldens", TESTS / "fixtures" / "parrot"
-CHECKED = TESTS.parent / "build" / "asan" / "infer-reference"  # with sanitizers
-PLAIN = TESTS.parent / "infer-reference"                       # fast enough for limits of time
+CORE = "--core" in sys.argv                                   # the build without rooms (make EXTENSIONS=no)
+BUILD = TESTS.parent / "build" / "core" if CORE else TESTS.parent / "build"
+CHECKED = BUILD / "asan" / "infer-reference"                          # with sanitizers
+PLAIN = (BUILD if CORE else TESTS.parent) / "infer-reference"         # fast enough for limits of time
 DATE = "2025-06-28"                                            # of the parrot's conversations
 SANITIZER = re.compile(r"(?:ERROR|WARNING): \w+Sanitizer[^\n]*|runtime error:[^\n]*")
 
@@ -36,6 +38,13 @@ atexit.register(shutil.rmtree, HOME, ignore_errors=True)
 
 class Skip(Exception):
     """Raised by a test that cannot run here, with the reason."""
+
+
+def needs(*rooms):
+    """Skips a test that needs a room which this build does not have."""
+    missing = [room for room in rooms if CORE or not (TESTS.parent / room).is_dir()]
+    if missing:
+        raise Skip(f"needs {missing[0]}/")
 
 
 # ---- published files, which are not shipped

@@ -1,9 +1,9 @@
 """Runs the tests side by side on the cores there are, and the builds that they need.
 
-    python3 tests/run.py [--fetch] [--long] [--gpu] [--emulated] [WORD]...     (WORD: tests with it in their name)
+    python3 tests/run.py [--fetch] [--long] [--core] [--gpu] [--emulated] [WORD]...     (WORD: tests with it in their name)
 
 --gpu runs build/cuda/gpu too; --emulated build/emulated/gpu, those of the same tests that a processor can do. --long
-gives the sanitized unit tests as much to do as the optimised ones have.
+gives the sanitized unit tests as much to do as the optimised ones have. --core tests the build without rooms.
 
 Needs the Python of the system, 3.9 or later, and nothing else. Some tests need published files, which are not shipped
 (helpers.PUBLISHED): tests find them below TEST_DATA or in the hub's cache, where --fetch puts them. A test is a
@@ -31,12 +31,13 @@ from pathlib import Path
 import helpers
 
 ROOT = helpers.TESTS.parent
+ROOMS = [room for room in ("families", "encodings", "formats") if (ROOT / room).is_dir()]  # with tests in C: ROOM.c
 QUIET = 10  # seconds without a result until a line says what runs
 # Builds: what make makes, what the first lines call it, and seconds of processor time. They have no object in common.
-BUILDS = {"reference": (["infer-reference", "build/reference/unit"], "infer-reference", 13),
-          "asan": (["build/asan/infer-reference", "build/asan/unit"], "the same with sanitizers", 17),
-          "emulated": (["build/emulated/gpu"], "the kernels for the processor", 36),
-          "cuda": (["build/cuda/gpu", "infer"], "the kernels for the GPU", 300)}
+BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit"], "infer-reference", 13),
+          "asan": ([helpers.CHECKED, helpers.BUILD / "asan/unit"], "the same with sanitizers", 17),
+          "emulated": ([helpers.BUILD / "emulated/gpu"], "the kernels for the processor", 36),
+          "cuda": ([helpers.BUILD / "cuda/gpu", helpers.PLAIN.with_name("infer")], "the kernels for the GPU", 300)}
 # Tests that wait for a limit of the program or a slow network run beside the others, one after the other.
 WAITS = ("hub.faults", "serve.a_client_that_does_not_read_is_cut_off", "hub.kill", "hub.resume",
          "serve.slow_requests_end")
@@ -162,7 +163,8 @@ def build(name):
         # without the options of a make that runs this: its job server does not reach here
         flags, ok = re.sub(r"(^| )(-j\S*|--jobserver\S*)", "", os.environ.get("MAKEFLAGS", "")), False
         try:
-            p = subprocess.run(["make", "--no-print-directory", f"-j{helpers.CORES}", *targets], cwd=ROOT,
+            p = subprocess.run(["make", "--no-print-directory", f"-j{helpers.CORES}", *["EXTENSIONS=no"] * helpers.CORE,
+                                *(str(path.relative_to(ROOT)) for path in targets)], cwd=ROOT,
                                env={**os.environ, "MAKEFLAGS": flags}, stdin=subprocess.DEVNULL, text=True,
                                errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             ok = not p.returncode
@@ -206,9 +208,10 @@ def c_tests(program, prefix, *arguments):
     return work
 
 
-def function_test(function):
+def function_test(function, rooms):
     def work(board, job):
         try:
+            helpers.needs(*rooms)
             if inspect.signature(function).parameters:
                 with tempfile.TemporaryDirectory(prefix="infer-test-") as folder:
                     function(Path(folder))
@@ -234,17 +237,19 @@ def tests_of(options):
                                               ("gpu", "emulated", "emulated ", [])):
         if build_name == "emulated" and "--emulated" not in options:
             continue
-        path = ROOT / "build" / build_name / program
-        source = (helpers.TESTS / f"{program}.c").read_text().split("\nint main(")[1]
-        for name in re.findall(r'\brun\("([^"]+)"', source):
-            yield Job(prefix + name, c_tests(path, prefix, *more, name), [build_name])
+        path = helpers.BUILD / build_name / program
+        for source in [program] + ROOMS * (program == "unit" and not helpers.CORE):
+            file = helpers.TESTS / f"{source}.c"
+            for name in re.findall(r'\brun\("([^"]+)"', file.read_text()) if file.exists() else []:
+                yield Job(prefix + name, c_tests(path, prefix, *more, name), [build_name])
     if "--gpu" in options:
-        yield Job("gpu", c_tests(ROOT / "build" / "cuda" / "gpu", ""), ["cuda"], 600)
+        yield Job("gpu", c_tests(helpers.BUILD / "cuda" / "gpu", ""), ["cuda"], 600)
     for path in sorted(helpers.TESTS.glob("test_*.py")):
         module = importlib.import_module(path.stem)
+        rooms = getattr(module, "NEEDS", ())  # of all tests in it
         for name, function in vars(module).items():
             if name.startswith("test_") and inspect.isfunction(function) and function.__module__ == path.stem:
-                yield Job(f"{path.stem[5:]}.{name[5:]}", function_test(function), ["reference", "asan"])
+                yield Job(f"{path.stem[5:]}.{name[5:]}", function_test(function, rooms), ["reference", "asan"])
 
 
 def plan(options, words):
@@ -272,7 +277,7 @@ def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = {word for word in sys.argv[1:] if word.startswith("-")}
     words = [word for word in sys.argv[1:] if word not in options]
-    if options - {"--fetch", "--long", "--gpu", "--emulated"}:
+    if options - {"--fetch", "--long", "--core", "--gpu", "--emulated"}:
         sys.exit(__doc__.split("\n\n")[1])
     if "--fetch" in options:
         fetch()

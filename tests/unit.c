@@ -190,155 +190,9 @@ static void spoiled_models_fail(void) {
                   behind ? behind : "");
             tried[j] |= behind != NULL;
         }
+#ifdef ROOM_families
     for (int j = 0; j < SPOILS; j++) check(tried[j], "no fixture has what spoil %d changes", j);
-}
-
-/* ---- config.json ---- */
-
-/* Opens a model without weights of a config.json with this text, in an encoding or NULL. */
-static void open_shapes(Checkpoint *c, const char *config, const char *encoding) {
-    Error e;
-    char dir[] = "/tmp/infer-unit-XXXXXX", path[64];
-    check(mkdtemp(dir), "no folder below /tmp");
-    snprintf(path, sizeof path, "%s/config.json", dir);
-    FILE *f = fopen(path, "w");
-    check(f && fputs(config, f) >= 0 && !fclose(f), "%s cannot be written", path);
-    must(checkpoint_make_up(c, dir, encoding, &e), &e);
-    unlink(path);
-    rmdir(dir);
-}
-
-/* Parameters in all matrices, those that a token reads, in thousand millions, and a token's bytes in the cache. */
-static void has_sizes(const char *name, const Model *m, double parameters, double read, int cache) {
-    double all = (double)reference.weight_bytes(m) / 2e9, once = (double)step_bytes(m, m->top_k, 1, 0) / 2e9;
-    uint64_t more = step_bytes(m, m->top_k, 1, 1) - step_bytes(m, m->top_k, 1, 0);
-    check(fabs(all / parameters - 1) < 0.006, "%s: %g thousand million parameters, not %g", name, all, parameters);
-    check(fabs(once / read - 1) < 0.006, "%s: %g thousand million parameters are read, not %g", name, once, read);
-    check(more == (uint64_t)cache, "%s: %llu bytes in the cache, not %d", name, (unsigned long long)more, cache);
-}
-
-/* What a config.json leaves out is known: the sizes of large models come out as their makers say. */
-static void sizes_are_those_of_the_makers(void) {
-    static const struct {
-        const char *name, *config;
-        double parameters, read;
-        int cache;
-        double mixed; /* bits a weight that llama.cpp prints for its Q4_K_M; 0: not known */
-    } models[] = {
-        {"DeepSeek-V3",
-         "{\"model_type\":\"deepseek_v3\",\"vocab_size\":129280,\"hidden_size\":7168,\"intermediate_size\":18432,"
-         "\"num_hidden_layers\":61,\"num_attention_heads\":128,\"num_key_value_heads\":128,\"head_dim\":64,"
-         "\"n_routed_experts\":256,\"num_experts_per_tok\":8,\"moe_intermediate_size\":2048,"
-         "\"rms_norm_eps\":1e-6,\"max_position_embeddings\":163840}",
-         671.0, 36.6, 70272, 0},
-        {"DeepSeek-V2-Lite",
-         "{\"model_type\":\"deepseek_v2\",\"vocab_size\":102400,\"hidden_size\":2048,\"intermediate_size\":10944,"
-         "\"num_hidden_layers\":27,\"num_attention_heads\":16,\"q_lora_rank\":null,\"first_k_dense_replace\":1,"
-         "\"n_routed_experts\":64,\"num_experts_per_tok\":6,\"moe_intermediate_size\":1408,\"rms_norm_eps\":1e-6,"
-         "\"max_position_embeddings\":163840}",
-         15.71, 2.45, 31104, 0},
-        {"Gemma-3-4B",
-         "{\"model_type\":\"gemma3\",\"text_config\":{\"hidden_size\":2560,\"intermediate_size\":10240,"
-         "\"num_hidden_layers\":34,\"sliding_window\":1024,\"rope_scaling\":{\"rope_type\":\"linear\","
-         "\"factor\":8}}}",
-         3.88, 3.88, 139264, 0},
-        {"Llama-2-7b", NULL, 6.74, 6.61, 524288, 4.84},
-        {"Llama-3.1-8B", NULL, 8.03, 7.50, 131072, 4.89},
-        {"Llama-3.2-1B", NULL, 1.24, 1.24, 32768, 5.18},
-        {"Mistral-7B-v0.3", NULL, 7.25, 7.11, 131072, 0},
-        {"Mixtral-8x7B-v0.1", NULL, 46.70, 12.75, 131072, 0},
-        {"Qwen2.5-3B", NULL, 3.09, 3.09, 36864, 0},
-        {"Qwen3-30B-A3B", NULL, 30.53, 3.04, 98304, 4.86},
-        {"SmolLM2-135M", NULL, 0.1345, 0.1345, 23040, 0},
-        {"TinyLlama-1.1B-Chat-v1.0", NULL, 1.10, 1.03, 22528, 0},
-        {"gemma-2-2b", NULL, 2.61, 2.61, 106496, 5.21},
-        {"gemma-3-1b-it", NULL, 1.00, 1.00, 26624, 0}};
-    const char *data = getenv("TEST_DATA");
-    for (size_t i = thorough ? 0 : 1; i < sizeof models / sizeof *models; i++) { /* the first has most tensors */
-        Checkpoint c;
-        Error e;
-        char dir[300], config[320];
-        at(models[i].name);
-        snprintf(dir, sizeof dir, "%s/configs/%s", data ? data : "", models[i].name);
-        snprintf(config, sizeof config, "%s/config.json", dir);
-        if (models[i].config)
-            open_shapes(&c, models[i].config, NULL);
-        else if (file_exists(config)) /* it is published, and not shipped */
-            must(checkpoint_make_up(&c, dir, NULL, &e), &e);
-        else
-            continue;
-        has_sizes(models[i].name, &c.model, models[i].parameters, models[i].read, models[i].cache);
-        double weights = (double)reference.weight_bytes(&c.model) / 2;
-        checkpoint_close(&c);
-        if (models[i].mixed <= 0) continue;
-        must(checkpoint_make_up(&c, dir, "q4_k_m", &e), &e);
-        double bits = (double)reference.weight_bytes(&c.model) * 8 / weights;
-        check(fabs(bits - models[i].mixed) < 0.01, "%s: %g bits a weight as Q4_K_M", models[i].name, bits);
-        checkpoint_close(&c);
-    }
-}
-
-/* Made up weights have the bits that the encodings are known for, scales and zeros included. */
-static void sizes_of_encodings(void) {
-    static const struct {
-        const char *name;
-        double bits;
-        bool whole; /* embedding and head too */
-    } known[] = {
-        {"fp8", 8, false},       {"int8", 8, false},         {"packed4", 4.125, false}, {"packed8", 8.125, false},
-        {"gptq4", 4.156, false}, {"GPTQ8", 8.1875, false},   {"awq4", 4.156, false},    {"nvfp4", 4.5, false},
-        {"mxfp4", 4.25, false},  {"q8_0", 8.5, true},        {"Q4_0", 4.5, true},       {"q4_1", 5, true},
-        {"q5_0", 5.5, true},     {"q5_1", 6, true},          {"q2_k", 2.625, true},     {"q3_k", 3.4375, true},
-        {"q4_k", 4.5, true},     {"q5_k", 5.5, true},        {"q6_k", 6.5625, true},    {"iq4_nl", 4.5, true},
-        {"iq4_xs", 4.25, true},  {"gguf_mxfp4", 4.25, true}, {"f32", 32, false},        {"bf16", 16, false}};
-    static const char config[] =
-        "{\"model_type\":\"mixtral\",\"vocab_size\":256,\"hidden_size\":1024,\"num_hidden_layers\":1,"
-        "\"intermediate_size\":1280,\"num_attention_heads\":8,\"num_local_experts\":4,"
-        "\"num_experts_per_tok\":2,\"rms_norm_eps\":1e-6,\"max_position_embeddings\":64}";
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-        Checkpoint c;
-        open_shapes(&c, config, known[i].name);
-        const Linear *all[] = {&c.model.layer->q, &c.model.layer->o, &c.model.layer->up, &c.model.layer->down,
-                               &c.model.head};
-        for (int j = 0; j < 5; j++) {
-            double weights = (double)all[j]->n * all[j]->rows * all[j]->cols,
-                   bits = 8 * (double)linear_bytes(all[j]) / weights;
-            double expected = j == 4 && !known[i].whole ? 16 : known[i].bits;
-            check(fabs(bits / expected - 1) < 0.004, "%s: %g bits a weight, not %g", known[i].name, bits, expected);
-        }
-        check(c.model.layer->router.type == BF16, "%s: the router's type is %s", known[i].name,
-              types[c.model.layer->router.type].name);
-        checkpoint_close(&c);
-    }
-    check(!strcmp(types[AWQ4].name, "AWQ4") && !strcmp(types[IQ4_XS].name, "IQ4_XS") &&
-              !strcmp(types[E8M0].name, "E8M0"),
-          "types[] is not in the order of Type");
-}
-
-/* However config.json spells RoPE, angles and scale are those of transformers. */
-static void angles_equal_transformers(void) {
-    Error e;
-    cJSON *cases = json_read("tests/goldens/rope.json", 1 << 20, &e);
-    must(cases, &e);
-    const cJSON *one;
-    cJSON_ArrayForEach(one, cases) {
-        const char *name = json_string(one, "name");
-        char *config = json_text(json_get(one, "config"));
-        Checkpoint c;
-        open_shapes(&c, config, NULL);
-        free(config);
-        int n = c.model.rope_dim / 2;
-        const Rope *rope = c.model.layer[0].rope;
-        float *golden = numbers(json_get(one, "inv_freq"), n);
-        double scale = json_get(one, "scale")->valuedouble;
-        check(fabs((double)rope->scale - scale) < 1e-6, "%s: scale %g, not %g", name, (double)rope->scale, scale);
-        for (int i = 0; i < n; i++)
-            check(fabs((double)(rope->inv_freq[i] / golden[i]) - 1) < 1e-5, "%s: angle %d is %g, not %g", name, i,
-                  (double)rope->inv_freq[i], (double)golden[i]);
-        free(golden);
-        checkpoint_close(&c);
-    }
-    cJSON_Delete(cases);
+#endif
 }
 
 /* ---- batches, chunks, rewinding: bit by bit ---- */
@@ -415,23 +269,6 @@ static void odd_rewound_equals_never_there(void) {
     open_alone("odd");
     rewound_equals_never_there();
     close_alone();
-}
-
-/* The same of one model of each family; "odd" is not the only kind of cache, experts and windows. */
-static void families_batch_chunk_and_rewind(void) {
-    static const char *const models[] = {"mistral", "mixtral",     "qwen2",       "qwen3_moe",       "gemma2",
-                                         "gemma3",  "deepseek_v3", "deepseek_v2", "deepseek_v2_lite"};
-    for (size_t i = 0; i < sizeof models / sizeof *models && !*why; i++) {
-        int which[STREAMS];
-        for (int s = 0; s < STREAMS; s++) which[s] = (s * 5 + 3) % STREAMS;
-        at(models[i]);
-        open_alone(models[i]);
-        same_as_alone(which, STREAMS, -1);
-        same_as_alone(which, 1, 7);
-        if (thorough) rewound_equals_never_there();
-        close_alone();
-        if (*why) snprintf(strchr(why, 0), sizeof why - strlen(why), ", of %s", models[i]);
-    }
 }
 
 /* ---- the sampler ---- */
@@ -908,86 +745,6 @@ static void readings_are_rendered_and_read_again(void) {
     talker_close(&talker);
 }
 
-/* The same in other formats. */
-static void other_formats_are_rendered_and_read_again(void) {
-    static const char *const pieces[] = {"\1",
-                                         "\2",
-                                         "\3",
-                                         "\4",
-                                         "\5",
-                                         "\6",
-                                         "<think>",
-                                         "</think>",
-                                         "</thi",
-                                         "nk>",
-                                         "<tool_call>",
-                                         "</tool_call>",
-                                         "HELLO",
-                                         "<",
-                                         " WORLD\n",
-                                         " ",
-                                         "\n\n",
-                                         "{\"name\": \"f\"",
-                                         ", \"arguments\": {\"a\":[1, {}]}",
-                                         "}",
-                                         "\13",
-                                         "\360\237",
-                                         "\343\200\200",
-                                         "{\"name\":\"g\",\"parameters\":{}}",
-                                         "<tool_call>{\"name\":\"f\"}</tool_call>"};
-    enum { PIECES = sizeof pieces / sizeof *pieces };
-    uint64_t state = 12;
-    for (int i = 0; i < OTHERS * 2000; i++) {
-        static Talker talker;
-        Bytes text = {0};
-        if (i % 2000 == 0) check(talker_open_other(&talker, i / 2000), "format %d is not known", i / 2000);
-        bytes_text(&text, "");
-        for (int k = 0; k < 1 + i % 20; k++) {
-            state = state * 6364136223846793005u + 1442695040888963407u;
-            const char *piece = pieces[(state >> 33) % PIECES];
-            if (*piece > 2 || state >> 60 == 0) bytes_text(&text, piece); /* the end is rare */
-        }
-        check_answer(i, &text, other_problem(&talker, text.data, text.n));
-        if (i % 2000 == 1999) talker_close(&talker);
-    }
-}
-
-/* Every format that has tools: what forces a call is the beginning of one, of a function or of any. */
-static void calls_are_forced(void) {
-    static const char *const bodies[] = {"{\"a\":1}", "{\"a\":1}}\n</tool_call>", "{\"a\":1}}\n</tool_call>",
-                                         "{\"a\":1}}", "{\"a\":1}}]"};
-    static const char *const whole[] = {"f\3json\4{\"a\":1}", "f\", \"arguments\": {\"a\":1}}\n</tool_call>",
-                                        "f\", \"arguments\": {\"a\":1}}\n</tool_call>",
-                                        "f\", \"parameters\": {\"a\":1}}", "f\", \"arguments\": {\"a\":1}}]"};
-    for (int i = 0; i < 10; i++) {
-        Talker m;
-        Error e;
-        Ids ids = {0};
-        Bytes shown = {0};
-        Reader r;
-        int which = i / 2, format = which < 4 ? which : OTHERS; /* Mistral is the last */
-        check(format ? talker_open_other(&m, format - 1) : talker_open(&m), "format %d is not known", format);
-        if (format == 2) { /* its tokenizer lacks the marks */
-            check(!chat_force(&m.chat, "medium", "f", &ids, &e) && e.code == USAGE, "a call without marks");
-            talker_close(&m);
-            continue;
-        }
-        must(chat_force(&m.chat, "medium", i % 2 ? NULL : "f", &ids, &e), &e);
-        reader_init(&r, &m.chat, NULL);
-        for (size_t k = 0; k < ids.n; k++) reader_push(&r, ids.data[k], &shown);
-        const char *s = (i % 2 ? whole : bodies)[which];
-        while (*s && *s != '<') reader_push(&r, m.token_of[(unsigned char)*s++], &shown);
-        if (*s) reader_push(&r, tokenizer_added(m.tokenizer, "</tool_call>"), &shown); /* a mark is one token */
-        reader_push(&r, m.token_of[format ? 1 : 6], &shown);
-        check(r.messages == 1 && message_part(r.message) == CALL && !strcmp(r.message->recipient, "functions.f") &&
-                  strstr(r.message->content.data, "1}"),
-              "format %d: %s", format, r.messages ? r.message->content.data : "no message");
-        reader_free(&r);
-        ids_free(&ids), bytes_free(&shown);
-        talker_close(&m);
-    }
-}
-
 /* A conversation is saved in the shape in which it came, without a word that only harmony has. */
 static void conversations_are_chat_completions(void) {
     static const char text[] = "{\"model\":\"m\",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}}],"
@@ -1051,22 +808,23 @@ static void json_is_strict(void) {
 
 static void router_and_experts(void) { real_router_and_experts(&reference, 1); }
 static void sinks(void) { real_sinks(&reference, F32, 0); }
-static void tinystories_656k(void) { small_model(&reference, "TinyStories-656K"); }
-static void stories_260k(void) { small_model(&reference, "stories260K"); }
+#ifdef ROOM_families
+#include "families.c"
+#endif
+#if defined ROOM_encodings && defined ROOM_families
+#include "encodings.c"
+#endif
+#ifdef ROOM_formats
+#include "formats.c"
+#endif
 
 int main(int argc, char **argv) {
     read_arguments(argv);
     run("unit: layers equal transformers'", layers_equal_transformers);
     run("unit: rounding is bf16's", rounding_is_bf16);
     run("unit: a norm, a scale or a bias 1 % off fails at the first stage behind it", spoiled_models_fail);
-    run("unit: RoPE's angles equal transformers'", angles_equal_transformers);
-    run("unit: sizes of published models", sizes_are_those_of_the_makers);
-    run("unit: sizes of encodings", sizes_of_encodings);
     run("unit: the real router and experts of layer 0", router_and_experts);
     run("unit: the real scores and sinks of layer 0", sinks);
-    run("unit: TinyStories-656K writes the reference ids", tinystories_656k);
-    run("unit: stories260K writes the reference ids", stories_260k);
-    run("unit: every family alone = in a batch = in chunks = rewound", families_batch_chunk_and_rewind);
     run("unit: alone = in a batch of 3 and 17", alone_equals_batched);
     run("unit: one chunk = many", one_chunk_equals_many);
     run("unit: rewound = never there", odd_rewound_equals_never_there);
@@ -1082,9 +840,16 @@ int main(int argc, char **argv) {
     run("unit: tokens without a row", tokens_without_a_row);
     run("unit: what the model writes in others' names is its own", roles_are_not_taken);
     run("unit: answers at random are rendered and read again", readings_are_rendered_and_read_again);
-    run("unit: answers in other formats are rendered and read again", other_formats_are_rendered_and_read_again);
-    run("unit: calls can be forced in every format that has tools", calls_are_forced);
     run("unit: a conversation is saved as chat completions", conversations_are_chat_completions);
     run("unit: JSON is strict", json_is_strict);
+#ifdef ROOM_families
+    families_tests();
+#endif
+#if defined ROOM_encodings && defined ROOM_families
+    encodings_tests();
+#endif
+#ifdef ROOM_formats
+    formats_tests();
+#endif
     return failures != 0;
 }
