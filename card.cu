@@ -209,7 +209,7 @@ static __global__ void place_weights(Source s, Matrix m, Rows rows, int *bad) {
     uint8_t *matrix = m.data + s.matrix * m.bytes;
     Weight w[4] = {};
     for (int k = 0; k < 4 && c + k < s.column + s.columns; k++) {
-        w[k] = weight_at(&s.linear, s.info, &s.from, row, c + k);
+        w[k] = any_weight_at(&s.linear, s.info, &s.from, row, c + k);
         const float value = w[k].a * (w[k].q - w[k].zero) + w[k].b;
         const size_t place = rows.columns ? (size_t)(c + k) * m.stride + to : (size_t)to * m.stride + c + k;
         if (isnan(value)) *bad = 1;

@@ -3,7 +3,7 @@
 #ifndef CARD_CUH
 #define CARD_CUH
 
-#include "decode.h"
+#include "encodings/decode.h"
 
 #include <array>
 #include <cublasLt.h>
