@@ -61,11 +61,10 @@ test-gpu: build/cuda/gpu infer ## the tests that need a GPU; where there is one,
 build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/tests/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
-# The quick ones of these tests without a GPU: infer.cu and card.cu as C++ (tests/emulated/emulate.h), with C++ in place of
-# PTX (tests/emulated/ptx.cuh). sed replaces what only nvcc can read, in these two files: shared memory without a size,
-# and <<<>>>.
+# The quick ones of these tests without a GPU: infer.cu and card.cu as C++ (tests/emulated/). sed replaces what only nvcc can
+# read, in these two files: shared memory without a size, and <<<>>>.
 EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DFAST=0 -DCUDA_ARCHES='"emulated"' \
-          -DPIECE_BYTES=4096 -Itests/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
+          -DPIECE_BYTES=4096 -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
 build/emulated/gpu: $(call objects,emulated,$(CORE) tests/reference.c tests/gpu.c) \

@@ -1,18 +1,17 @@
 /* infer.cu: the plain engine: every kernel, one for each step of a transformer block. It runs every family, every
  * encoding, any number of tokens, any card from sm_80 on. Begin at block(), which calls the kernels. Beside this file:
  * tests/reference.c computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings
- * it there and submits steps; draw.cuh draws tokens from logits; fast/ is the annex, which takes over in part on
- * Hopper.
+ * it there and submits steps; fast/ is the annex, which takes over in part on Hopper.
  *
- *   1  small device functions      ptx.cuh: mma, loads, copies; sums
+ *   1  small device functions      mma, loads, copies; sums
  *   2  encodings.cuh               how a lane reads weights and makes bf16 of them
  *   3  the router's choice         choose (top-k), weigh
  *   4  products                    product (streams weights), product_tiled (many tokens), decode_to_bf16 (for cuBLAS)
  *   5  embedding, norm, experts    embed, norm, route, activate, combine
  *   6  attention                   RoPE, the cache, attention of few queries and of prompts
  *   7  latent attention            of DeepSeek: head_jobs, attention_latent, latent_store, latent_query
- *   8  draw.cuh                    from logits to a token
- *   9  one step                    launches, way_of, block, forward; tap.cuh
+ *   8  from logits to a token      filter, draw
+ *   9  one step                    launches, way_of, taps, block, forward
  *
  * The residual stream is fp32. Products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32).
  * The cache is bf16. A decode step is a chain of dependent kernels, so each kernel lets the next begin early
@@ -24,7 +23,110 @@
 
 constexpr float LOG2E = 1.4426950408889634f;
 
-#include "ptx.cuh" /* ---- 1 small device functions ---- */
+/* ---- 1 small device functions ---- */
+
+/* Instructions for which CUDA C++ has no words, or that the compiler would make slower. Without nvcc tests/emulated/
+ * has the same functions in C++, so that tests can run this file without a card. */
+#ifdef __CUDACC__
+
+/* Programmatic dependent launch: a kernel may begin before the previous one has ended. It may read that kernel's
+ * results only after wait_previous(). Before Hopper a kernel begins when the previous one has ended. */
+__device__ inline void launch_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ inline void wait_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* c (16, 8) += a (16, 16) b (16, 8). Lane 4g + t holds rows g and g + 8 of a and column g of b, both at t's four of the
+ * 16 inner indices, and rows g and g + 8, columns 2t and 2t + 1, of c. Which inner index is which does not matter as
+ * long as a and b agree. a0 and b0 are two of the four, a2 and b1 the others; a1 and a3 are a0 and a2 in row g + 8. */
+template <typename A>
+__device__ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                           uint32_t b1) {
+    if constexpr (std::is_same_v<A, f16>)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+/* 16, 8 or 4 bytes of the card's memory, or zeros unless `real`. The condition is part of the asm: with an `if` around
+ * it the compiler copies the result to other registers, and so waits for it at once. load_weights() keeps nothing in
+ * L1, because weights are read once. Not ld.global.nc: the compiler may move such loads behind wait_previous(). */
+__device__ inline uint4 load_weights(const void *from, bool real) {
+    uint4 x;
+    asm volatile("{.reg .pred p; setp.ne.u32 p,%5,0; mov.b32 %0,0; mov.b32 %1,0; mov.b32 %2,0; mov.b32 %3,0;"
+                 "@p ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];}"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from), "r"((int)real));
+    return x;
+}
+__device__ inline uint2 load_pair(const void *from, bool real) {
+    uint2 x;
+    asm volatile("{.reg .pred p; setp.ne.u32 p,%3,0; mov.b32 %0,0; mov.b32 %1,0;"
+                 "@p ld.global.L2::256B.v2.u32 {%0,%1},[%2];}"
+                 : "=r"(x.x), "=r"(x.y)
+                 : "l"(from), "r"((int)real));
+    return x;
+}
+__device__ inline uint32_t load_word(const void *from, bool real) {
+    uint32_t x;
+    asm volatile("{.reg .pred p; setp.ne.u32 p,%2,0; mov.b32 %0,0; @p ld.global.L2::256B.u32 %0,[%1];}"
+                 : "=r"(x)
+                 : "l"(from), "r"((int)real));
+    return x;
+}
+
+/* Copies 16 bytes to shared memory; only the first `bytes` are read, the others become 0. copies_end() closes a batch
+ * of copies; copies_done<n>() waits until at most the last n batches are still on the way. */
+__device__ inline void copy_16(void *to, const void *from, int bytes = 16) {
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int BUT> __device__ inline void copies_done() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(BUT) : "memory");
+}
+
+__device__ inline float exp2_quick(float x) { /* for results that are rounded to bf16 */
+    asm("ex2.approx.ftz.f32 %0,%0;" : "+f"(x));
+    return x;
+}
+
+/* Four 8 by 8 matrices of 16 bits from shared memory. Lanes 8i to 8i + 7 say where the rows of the i-th are; lane 4g +
+ * t gets columns 2t and 2t + 1 of row g of each or, transposed, rows 2t and 2t + 1 of column g. */
+template <bool TRANSPOSED = false> __device__ inline uint4 load_matrices(const void *row) {
+    uint4 x;
+    const unsigned at = (unsigned)__cvta_generic_to_shared(row);
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "r"(at)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "r"(at)
+                     : "memory");
+    return x;
+}
+
+/* 4 b + a in one instruction. */
+__device__ inline uint32_t times_4_plus(uint32_t b, uint32_t a) {
+    uint32_t x;
+    asm("mad.lo.u32 %0,%1,4,%2;" : "=r"(x) : "r"(b), "r"(a));
+    return x;
+}
+#endif
 
 /* mma() with a0 to a3 in one. */
 template <typename A> __device__ inline void mma(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
@@ -1504,7 +1606,141 @@ __global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer 
     });
 }
 
-#include "draw.cuh" /* ---- 8 from logits to a token ---- */
+/* ---- 8 from logits to a token ---- */
+
+/* Repetition penalty, temperature, top-k, top-p, min-p and the draw, with the operations of sampling.h, so that the
+ * same logits give the same token as in C. A row is a token whose logits are wanted: number s.row[row] of the step. */
+
+/* Limits logits smoothly to between -cap and cap. */
+__global__ void __launch_bounds__(1024) cap_logits(Work w) {
+    launch_next();
+    wait_previous();
+    const int id = blockIdx.x * blockDim.x + threadIdx.x;
+    float *logit = w.logits + (size_t)blockIdx.y * w.vocab + id;
+    if (id < w.vocab) *logit = capped(*logit, w.logit_cap);
+}
+
+/* For each row with a repetition penalty, marks the tokens of its sequence. One block a row. */
+__global__ void __launch_bounds__(256) mark_seen(Work w, Step s) {
+    launch_next();
+    wait_previous();
+    int row = blockIdx.x, seq = s.seq[s.row[row]], words = (w.vocab + 31) / 32;
+    if (s.how[seq].penalty == 1) return;
+    for (int i = threadIdx.x; i < words; i += blockDim.x) w.seen[(size_t)row * words + i] = 0;
+    __syncthreads();
+    for (int p = threadIdx.x; p <= s.position[s.row[row]]; p += blockDim.x) {
+        int id = w.page_token[(size_t)page_of(s, seq, p) * PAGE + p % PAGE];
+        atomicOr(&w.seen[(size_t)row * words + id / 32], 1u << id % 32);
+    }
+}
+
+/* The logit x of a token after penalty and temperature. */
+__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id, float x) {
+    if (how.penalty != 1 && w.seen[(size_t)row * ((w.vocab + 31) / 32) + id / 32] >> id % 32 & 1)
+        x = penalize(x, how.penalty);
+    return how.temperature > 0 ? x / how.temperature : x;
+}
+__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id) {
+    return scaled(w, how, row, id, w.logits[(size_t)row * w.vocab + id]);
+}
+
+/* The smallest scaled logit that top-k, top-p and min-p keep in the draw, to w.floor. Radix select finds it byte by
+ * byte of its order_key, from the highest: a bin for each value of the byte. One block a row. */
+__global__ void __launch_bounds__(1024) filter(Work w, Step s) {
+    __shared__ unsigned low[256], high[256], prefix, largest; /* low, high: halves of the 64-bit bins */
+    __shared__ unsigned long long above;                      /* what keys above the prefix add up to */
+    launch_next();
+    wait_previous();
+    int row = blockIdx.x, seq = s.seq[s.row[row]];
+    Sampling how = s.how[seq];
+    if (threadIdx.x == 0) largest = 0, w.floor[row] = -INFINITY;
+    __syncthreads();
+    if (how.temperature == 0 || (how.top_k <= 0 && how.top_p >= 1 && how.min_p <= 0)) return;
+    for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
+        float x = scaled(w, how, row, i);
+        if (!isnan(x)) atomicMax(&largest, order_key(x));
+    }
+    __syncthreads();
+    float max = key_value(largest), floor = -INFINITY;
+    for (int pass = 0; pass < 2; pass++) { /* top-k counts, top-p adds masses */
+        bool counts = pass == 0;
+        if (counts ? how.top_k <= 0 || how.top_k >= w.vocab : how.top_p >= 1) continue;
+        unsigned long long need = how.top_k;
+        if (threadIdx.x == 0) prefix = 0, above = 0;
+        for (int shift = 24; shift >= 0; shift -= 8) {
+            for (int i = threadIdx.x; i < 256; i += blockDim.x) low[i] = high[i] = 0;
+            __syncthreads();
+            unsigned fixed = shift == 24 ? 0 : ~0u << (shift + 8);
+            for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
+                float x = scaled(w, how, row, i);
+                unsigned key = order_key(x);
+                if (isnan(x) || (key & fixed) != prefix || !(x >= floor)) continue;
+                unsigned long long add = counts ? 1 : mass(x, max);
+                unsigned bin = key >> shift & 255, before = atomicAdd(&low[bin], (unsigned)add),
+                         more = (unsigned)(add >> 32) + (before + (unsigned)add < before);
+                if (more) atomicAdd(&high[bin], more);
+            }
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                auto bin = [&](int i) { return (unsigned long long)high[i] << 32 | low[i]; };
+                if (!counts && shift == 24) {
+                    unsigned long long all = 0;
+                    for (int i = 0; i < 256; i++) all += bin(i);
+                    need = top_p_mass(all, how.top_p);
+                }
+                int digit = 255;
+                for (; digit > 0 && above + bin(digit) < need; digit--) above += bin(digit);
+                prefix |= (unsigned)digit << shift;
+            }
+            __syncthreads();
+        }
+        floor = fmaxf(floor, key_value(prefix));
+        __syncthreads();
+    }
+    if (how.min_p > 0) floor = fmaxf(floor, min_p_floor(max, how.min_p));
+    if (threadIdx.x == 0) w.floor[row] = floor;
+}
+
+/* Draws a token for each row (blockIdx.y): the largest scaled logit plus noise, over all blocks. The block that
+ * finishes last stores it. A NaN beats everything. */
+__global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
+    __shared__ unsigned long long best[32];
+    launch_next();
+    int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int t = s.row[row], seq = s.seq[t], position = s.position[t];
+    Sampling how = s.how[seq];
+    wait_previous();
+    if (t != s.last[seq]) return;
+    float floor = filtered ? w.floor[row] : -INFINITY;
+    unsigned long long mine = 0;
+    constexpr int AHEAD = 8; /* loads in flight */
+    int threads = gridDim.x * blockDim.x;
+    for (int first = blockIdx.x * blockDim.x + threadIdx.x; first < w.vocab; first += AHEAD * threads) {
+        float logit[AHEAD];
+        for (int i = 0; i < AHEAD; i++)
+            logit[i] = w.logits[(size_t)row * w.vocab + min(first + i * threads, w.vocab - 1)];
+        for (int i = 0; i < AHEAD; i++) {
+            int id = first + i * threads;
+            if (id >= w.vocab) break;
+            float x = scaled(w, how, row, id, logit[i]);
+            unsigned long long key = ~0ull;
+            if (!isnan(x))
+                key = x >= floor ? draw_key(how.temperature > 0 ? x + token_noise(how.seed, position + 1, id) : x, id)
+                                 : 0;
+            if (key > mine) mine = key;
+        }
+    }
+    mine = warp_max(mine);
+    if (lane == 0) best[warp] = mine;
+    __syncthreads();
+    if (warp == 0) mine = warp_max(lane < blockDim.x / 32 ? best[lane] : 0);
+    if (threadIdx.x == 0) atomicMax(&w.best[row], mine);
+    if (!last_block(w.drawing + row, gridDim.x) || threadIdx.x) return;
+    mine = atomicExch(&w.best[row], 0);
+    int token = mine == ~0ull ? DREW_NAN : draw_id(mine);
+    w.drawn[s.slot[seq]] = token;                  /* for the next step */
+    w.result[s.header[1] * w.slots + seq] = token; /* for the host */
+}
 
 /* ---- 9 one step ---- */
 
@@ -1668,7 +1904,97 @@ bool multiply_add(Pass *a, const Matrix &m, const void *x, int pitch, const floa
     return multiply(a, p, e);
 }
 
-#include "tap.cuh"
+/* ---- taps: the stages of a step (Limits::tap), for tests and `infer logits --tap` ---- */
+
+/* Gives the tap (rows, cols) floats: value i of row r is factor times number place(r, i) of n at `from` on the card. */
+template <typename From, class Place>
+bool tap_rows(const Pass *a, const char *stage, const From *from, size_t n, int rows, int cols, Place place, Error *e,
+              float factor = 1) {
+    const Limits &limits = a->gpu->limits;
+    if (!limits.tap) return true;
+    std::vector<From> raw(n);
+    std::vector<float> out;
+    CUDA(cudaStreamSynchronize(a->gpu->stream));
+    CUDA(cudaMemcpy(raw.data(), from, n * sizeof(From), cudaMemcpyDeviceToHost));
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < cols; i++) out.push_back((float)raw[place(r, i)] * factor);
+    limits.tap(limits.tap_data, stage, a->w.layer, out.data(), rows, cols);
+    return true;
+}
+/* The same for rows `pitch` apart, where column i lies at column(i). */
+int as_it_is(int i) { return i; }
+template <class Column = int(int)>
+bool tap(const Pass *a, const char *stage, Type type, const void *from, size_t pitch, int rows, int cols, Error *e,
+         Column column = as_it_is) {
+    auto place = [&](int r, int i) { return r * pitch + column(i); };
+    if (type == F32) return tap_rows(a, stage, (const float *)from, rows * pitch, rows, cols, place, e);
+    if (type == F16) return tap_rows(a, stage, (const f16 *)from, rows * pitch, rows, cols, place, e);
+    return tap_rows(a, stage, (const bf16 *)from, rows * pitch, rows, cols, place, e);
+}
+bool tap_x(const Pass *a, const char *stage, Error *e) {
+    return tap(a, stage, F32, a->w.x, a->w.dim, a->tokens, a->w.dim, e);
+}
+/* The keys, or values, that this step has added; of latent attention its rows of the cache, as keys of one head. */
+bool tap_cache(const Pass *a, int values, Error *e) {
+    const Work &w = a->w;
+    const Batch *b = a->batch;
+    const int d = w.kv_rank ? cache_row(w) : w.head_dim, kv = w.n_kv_heads * d;
+    const Rows dealt = {0, 1, a->gpu->model.neighbours ? 0 : d / 2};
+    std::vector<bf16> page((size_t)kv * PAGE);
+    std::vector<float> out;
+    if (!a->gpu->limits.tap) return true;
+    CUDA(cudaStreamSynchronize(a->gpu->stream));
+    for (int seq = 0; seq < b->seqs; seq++)
+        for (int p = b->start[seq]; p < b->start[seq] + b->first[seq + 1] - b->first[seq]; p++) {
+            const bf16 *from = cache_of(w, b->page[seq * b->max_pages + p / PAGE], values, 0);
+            CUDA(cudaMemcpy(page.data(), from, page.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
+            for (int i = 0; i < kv; i++) {
+                int at = values ? value_place(d, p, i % d) : key_place(d, p, dealt.of(i % d));
+                out.push_back((float)page[(size_t)(i / d) * d * PAGE + at]);
+            }
+        }
+    a->gpu->limits.tap(a->gpu->limits.tap_data, values ? "v" : "k", w.layer, out.data(), a->tokens, kv);
+    return true;
+}
+bool tap_attention(const Pass *a, const DeviceLayer &l, Error *e) {
+    const int width = a->w.n_heads * a->w.head_dim;
+    const Rows dealt = {0, 1, a->gpu->model.neighbours ? 0 : a->w.head_dim / 2};
+    return tap(a, "q", query_type(l), a->w.q, width, a->tokens, width, e, [&](int i) { return dealt.of(i); }) &&
+           tap_cache(a, 0, e) && tap_cache(a, 1, e) &&
+           tap(a, "attn", type_for(l.o), a->w.attn, a->w.attn_pitch, a->tokens, width, e);
+}
+/* The stages of latent attention. q is assembled from its part without RoPE and the part that RoPE has turned. */
+bool tap_latent(const Pass *a, const DeviceLayer &l, Error *e) {
+    const Work &w = a->w;
+    const Limits &limits = a->gpu->limits;
+    const int d = cache_row(w), nope = w.head_dim - w.rope_dim, pairs = a->tokens * w.n_heads;
+    if (!limits.tap) return true;
+    std::vector<bf16> part((size_t)pairs * std::max(d, w.nope_pitch));
+    auto value = [&](size_t i) {
+        return type_for(l.k_up) == F16 ? (float)((const f16 *)part.data())[i] : (float)part[i];
+    };
+    std::vector<float> q((size_t)pairs * w.head_dim);
+    CUDA(cudaStreamSynchronize(a->gpu->stream));
+    CUDA(cudaMemcpy(part.data(), w.q_nope, (size_t)pairs * w.nope_pitch * sizeof(bf16), cudaMemcpyDeviceToHost));
+    for (int i = 0; i < pairs * nope; i++)
+        q[(size_t)(i / nope) * w.head_dim + i % nope] = value((size_t)(i / nope) * w.nope_pitch + i % nope);
+    CUDA(cudaMemcpy(part.data(), w.q, (size_t)pairs * d * sizeof(bf16), cudaMemcpyDeviceToHost));
+    for (int i = 0; i < pairs * w.rope_dim; i++)
+        q[(size_t)(i / w.rope_dim) * w.head_dim + nope + i % w.rope_dim] =
+            (float)part[(size_t)(i / w.rope_dim) * d + w.kv_rank + i % w.rope_dim];
+    limits.tap(limits.tap_data, "q", w.layer, q.data(), a->tokens, w.n_heads * w.head_dim);
+    return tap_cache(a, 0, e) && tap(a, "attn", type_for(l.o), w.attn, w.attn_pitch, a->tokens, w.n_heads * w.v_dim, e);
+}
+template <class Column = int(int)>
+bool tap_experts(const Pass *a, const DeviceLayer &l, Error *e, Column column = as_it_is) {
+    const Work &w = a->w;
+    auto choice = [&](int r, int i) { return r * w.top_k + i; };
+    const size_t n = (size_t)a->tokens * (l.router.rows ? w.top_k : 1);
+    if (l.router.rows && (!tap_rows(a, "experts", w.expert, n, a->tokens, w.top_k, choice, e) ||
+                          !tap_rows(a, "weights", w.weight, n, a->tokens, w.top_k, choice, e)))
+        return false;
+    return tap(a, "act", type_for(l.down), w.act_out, w.act_pitch, (int)n, l.down.cols, e, column);
+}
 
 /* The seam: what the annex computes on Hopper in place of the kernels here, or nothing. */
 #if FAST
