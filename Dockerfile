@@ -11,6 +11,8 @@ RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-ins
         libmicrohttpd-dev
 WORKDIR /src
 COPY Makefile page.html infer.1 *.c *.h *.cu *.cuh ./
+COPY encodings encodings
+COPY families families
 COPY fast fast
 # No GPU is here to ask: code for all that matter. One of them builds faster: --build-arg CUDA_ARCH=sm_90a
 ARG CUDA_ARCH="sm_80 sm_86 sm_89 sm_90a compute_90"

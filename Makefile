@@ -16,8 +16,10 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 
 LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto libutf8proc libmicrohttpd
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
-# A room is a folder that adds something to the core; extensions.c has its rows. EXTENSIONS=no: the core alone.
-ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats serve commands terminal))
+# A room is a folder that adds something to the core; extensions.c has its rows, extensions.cuh its part on the card.
+# EXTENSIONS=no: the core alone. FAST=no: without fast/.
+ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats serve commands terminal \
+                                                        $(if $(filter yes,$(FAST)),fast)))
 CORE      = base.c model.c gguf.c tokenizer.c chat.c extensions.c
 C_SOURCES = $(CORE) download.c bench.c explain.c serve.c infer.c
 REFERENCE = $(C_SOURCES) tests/reference.c
@@ -52,7 +54,7 @@ build/cuda/%.o: %.c Makefile
 build/cuda/%.cu.o: %.cu Makefile
 	@$(NVCC) --version >/dev/null 2>&1 || { echo "make: no CUDA toolkit: install it (developer.nvidia.com/cuda-downloads), set CUDA_HOME, or 'make reference' for the plain C twin" >&2; exit 1; }
 	@mkdir -p $(@D)
-	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DFAST=$(if $(filter yes,$(FAST)),1,0) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
+	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
 
 test-gpu: build/cuda/gpu infer ## the tests that need a GPU; where there is one, make test runs them too
 	build/cuda/gpu
@@ -61,20 +63,24 @@ test-gpu: build/cuda/gpu infer ## the tests that need a GPU; where there is one,
 build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/tests/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
-# The quick ones of these tests without a GPU: infer.cu and card.cu as C++ (tests/emulated/). sed replaces what only nvcc can
-# read, in these two files: shared memory without a size, and <<<>>>.
-EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DFAST=0 -DCUDA_ARCHES='"emulated"' \
-          -DPIECE_BYTES=4096 -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
+# The quick ones of these tests without a GPU: infer.cu, card.cu and the rooms' parts, but fast/, as C++ (tests/emulated/).
+# sed replaces what only nvcc can read: shared memory without a size, and <<<>>>.
+EMULATED_ROOMS = $(filter-out fast,$(ROOMS))
+EMULATED_CUH   = extensions.cuh $(wildcard $(addsuffix /*.cuh,$(EMULATED_ROOMS)))
+EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DCUDA_ARCHES='"emulated"' \
+          -DPIECE_BYTES=4096 -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(EMULATED_ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
 build/emulated/gpu: $(call objects,emulated,$(CORE) tests/reference.c tests/gpu.c) \
                     $(patsubst %,build/emulated/%.o,infer.cu card.cu emulate.cpp)
 	$(CXX) -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
 
-build/emulated/%.cu.o: %.cu Makefile
+build/emulated/%.cu.o: build/emulated/%.cu $(addprefix build/emulated/,$(EMULATED_CUH))
+	$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -x c++ -c $< -o $@
+
+$(addprefix build/emulated/,infer.cu card.cu $(EMULATED_CUH)): build/emulated/%: % Makefile
 	@mkdir -p $(@D)
-	sed -E $(AS_CPP) $< >build/emulated/$*.cpp
-	$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -c build/emulated/$*.cpp -o $@
+	sed -E $(AS_CPP) $< >$@
 
 build/emulated/emulate.cpp.o: tests/emulated/emulate.cpp Makefile
 	@mkdir -p $(@D)
@@ -136,7 +142,7 @@ install: all ## into DESTDIR and PREFIX, /usr/local
 	install -m 755 infer $(DESTDIR)$(PREFIX)/bin/
 	install -m 644 infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/
 
-COUNTED = $(wildcard *.c *.h *.cu *.cuh $(foreach room,$(ROOMS) fast,$(room)/*.[ch] $(room)/*.cuh))
+COUNTED = $(wildcard *.c *.h *.cu *.cuh $(foreach room,$(ROOMS),$(room)/*.[ch] $(room)/*.cuh))
 FORMATTED = $(COUNTED) $(wildcard tests/*.[ch] tests/emulated/*)
 format: ## clang-format
 	clang-format -i $(FORMATTED)

@@ -1,17 +1,19 @@
-/* infer.cu: the plain engine: every kernel, one for each step of a transformer block. It runs every family, every
- * encoding, any number of tokens, any card from sm_80 on. Begin at block(), which calls the kernels. Beside this file:
- * tests/reference.c computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings
- * it there and submits steps; fast/ is the annex, which takes over in part on Hopper.
+/* infer.cu: the plain engine: every kernel that gpt-oss needs, one for each step of a transformer block, for any number
+ * of tokens on any card from sm_80 on. Begin at block(), which calls the kernels. Beside this file: tests/reference.c
+ * computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings it there and
+ * submits steps; extensions.cuh includes the rooms, which have more encodings and attention of other models, and fast/,
+ * the annex, which takes over in part on Hopper.
  *
  *   1  small device functions      mma, loads, copies; sums
- *   2  encodings.cuh               how a lane reads weights and makes bf16 of them
+ *   2  how a lane reads weights    Encoding: decoders of BF16, F16 and MXFP4
  *   3  the router's choice         choose (top-k), weigh
- *   4  products                    product (streams weights), product_tiled (many tokens), decode_to_bf16 (for cuBLAS)
+ *   4  products                    product (streams weights), product_tiled (many tokens)
  *   5  embedding, norm, experts    embed, norm, route, activate, combine
  *   6  attention                   RoPE, the cache, attention of few queries and of prompts
- *   7  latent attention            of DeepSeek: head_jobs, attention_latent, latent_store, latent_query
- *   8  from logits to a token      filter, draw
- *   9  one step                    launches, way_of, taps, block, forward
+ *   7  from logits to a token      filter, draw
+ *   8  launches                    launch, way_of, multiply
+ *   9  taps                        the stages of a step for tests
+ *  10  one step                    extensions.cuh; attend, experts, block, forward
  *
  * The residual stream is fp32. Products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32).
  * The cache is bf16. A decode step is a chain of dependent kernels, so each kernel lets the next begin early
@@ -218,7 +220,155 @@ __device__ inline bool last_block(int *arrived, int blocks) {
     return last;
 }
 
-#include "encodings.cuh" /* ---- 2 how a lane reads weights ---- */
+/* ---- 2 how a lane reads weights ---- */
+
+/* How a lane of a warp reads weights of a type and makes bf16 of them: here of BF16, F16 and MXFP4, in a room of any
+ * other type. card.cuh says how they lie on the card. card.cu brings them there: its card_type() says which type a
+ * file's type becomes.
+ *
+ * Lane 4g + t has sixteen columns of rows g and g + 8 of a chunk of a tile, eight that begin at column(t, 0) and eight
+ * that begin at column(t, 1), but where WORDS is 4 the second four of each lie 16 columns after the first. Raw is what
+ * it loads; decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; eight() reads the same
+ * columns of x; multiply() adds the chunk's product with x, and x(n, half) says where a lane finds its columns of the
+ * n-th eight tokens. product_tiled and the annex's experts copy chunks to shared memory, in pieces of 16 bytes; read()
+ * fills Raw from there. column_for() in fast/prefill.cuh follows from column() and eight().
+ *
+ *   offset()  where a lane's weights of a tile's first chunk lie; those of chunk k lie k * STEP further on
+ *   piece()   the same for a piece, in the order of shared memory
+ *   PIECES    of a chunk of a tile
+ *   AHEAD     chunks that a lane requests ahead
+ *   MATRICES  product_tiled reads 16-bit weights and x with ldmatrix, which gives a lane other columns than column()
+ *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
+template <Type T> struct Encoding;
+
+/* Where an eighth of a chunk of a row, 16 bytes, lies in shared memory. Eight lanes read together and touch all banks:
+ * ldmatrix reads the same eighth of eight rows, other loads four eighths of two. For those, eighth e of an odd row lies
+ * at e ^ 5, in the other half and of the other parity. A half's eighths 0 and 2, 1 and 3 stay 32 bytes apart, which
+ * eight() relies on. */
+template <bool MATRICES = false> __device__ inline int eighth_of(int row, int eighth) {
+    return row * CHUNK * 2 + (eighth ^ (MATRICES ? row % 8 : row % 2 * 5)) * 16;
+}
+/* Where columns (t, half) of row g begin in shared memory. */
+template <class E> __device__ inline int place_of(int lane, int half) {
+    const int column = E::column(lane % 4, half);
+    return eighth_of(lane / 4, column / 8) + column % 8 * 2;
+}
+/* multiply() for encodings that decode weights completely before they multiply. */
+template <class E, typename A> struct Decoded {
+    typedef A Activation;
+    template <int TILES, class Raw, class X>
+    __device__ static void multiply(float (&c)[TILES][4], const Raw &raw, const X &x) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 low, high;
+            E::decode(raw, half, low, high);
+#pragma unroll
+            for (int n = 0; n < TILES; n++) mma_eight<A>(c[n], low, high, eight(x(n, half)));
+        }
+    }
+    __device__ static uint4 eight(const void *x) { return *(const uint4 *)x; }
+};
+
+template <typename A> struct Encoding16 { /* rows as they stand in the file */
+    static constexpr float FACTOR = 1;
+    static constexpr int STEP = CHUNK * 2, PIECES = 128, BLOCKS = 2;
+    static constexpr bool MATRICES = true;
+    template <int TILES> static constexpr int AHEAD = TILES == 1 ? 4 : 2;
+    struct Raw {
+        uint4 low[2], high[2];
+    };
+    __device__ static int column(int t, int half) { return half * 32 + t * 8; }
+    __device__ static size_t offset(const Matrix &m, int tile, int lane) {
+        return ((size_t)(tile * TILE + lane / 4) * m.stride + column(lane % 4, 0)) * 2;
+    }
+    __device__ static size_t piece(const Matrix &m, int tile, int i) {
+        const int row = i / 8, eighth = i % 8 ^ row % 8; /* see eighth_of() */
+        return ((size_t)(tile * TILE + row) * m.stride + eighth * 8) * 2;
+    }
+    __device__ static void load(Raw &r, const Matrix &m, const uint8_t *from, bool real) {
+        const uint8_t *high = from + (size_t)8 * m.stride * 2;
+        for (int half = 0; half < 2; half++) {
+            r.low[half] = load_weights(from + half * 64, real);
+            r.high[half] = load_weights(high + half * 64, real);
+        }
+    }
+    /* A lane gets columns 2t and 2t + 1 of each eighth, the operands of mma. Rows read as load() reads them would have
+     * to be moved between registers: 253 moves for 64 mma. */
+    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
+        for (int half = 0; half < 2; half++) {
+            const uint4 a = load_matrices(chunk + eighth_of<true>(lane % 16, half * 4 + lane / 16));
+            const uint4 b = load_matrices(chunk + eighth_of<true>(lane % 16, half * 4 + 2 + lane / 16));
+            r.low[half] = {a.x, a.z, b.x, b.z}, r.high[half] = {a.y, a.w, b.y, b.w};
+        }
+    }
+    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
+        low = r.low[half], high = r.high[half];
+    }
+};
+template <> struct Encoding<BF16> : Encoding16<bf16>, Decoded<Encoding16<bf16>, bf16> {};
+template <> struct Encoding<F16> : Encoding16<f16>, Decoded<Encoding16<f16>, f16> {};
+
+struct Sixteen {
+    uint4 low, high; /* bf16 */
+};
+/* The sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 times 2^-126, in the order of their columns.
+ * `rest` holds the fourth pair of each: the loader set their free bits to that end. */
+__device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
+    const uint32_t m = FP4_MASK, rest = times_4_plus(b, a);
+    return {make_uint4(a & m, __funnelshift_r(a, a, 6) & m, a << 4 & m, __funnelshift_r(rest, rest, 4) & m),
+            make_uint4(b & m, __funnelshift_r(b, b, 6) & m, b << 4 & m, rest << 6 & m)};
+}
+
+/* A chunk of a tile is 544 bytes in one piece. First come 16 bytes of each lane: columns 16t to 16t + 15 of row g, then
+ * of row g + 8. Behind these 512 bytes lie, for each g, the scales of two blocks of 32 of row g and of two of row g +
+ * 8, each with FP4_SCALE added. bf16 cannot hold every value times its e8m0 scale, so decode() returns values 2^26 too
+ * small, and the finished sum is multiplied by FACTOR. */
+template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
+    static constexpr float FACTOR = 0x1p26f;
+    static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 4;
+    static constexpr bool MATRICES = false;
+    template <int TILES> static constexpr int AHEAD = 2;
+    struct Raw {
+        uint4 words;
+        uint32_t scales;
+    };
+    __device__ static int column(int t, int half) { return t * 16 + half * 8; }
+    __device__ static size_t offset(const Matrix &m, int tile, int lane) {
+        return (size_t)tile * (m.stride / CHUNK) * STEP + lane * 16;
+    }
+    __device__ static size_t piece(const Matrix &m, int tile, int i) { return offset(m, tile, i); }
+    __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
+        int lane = threadIdx.x % 32;
+        r = {load_weights(from, real), load_word(from + 512 - lane * 16 + lane / 4 * 4, real)};
+    }
+    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
+        r = {((const uint4 *)chunk)[lane], ((const uint32_t *)(chunk + 512))[lane / 4]};
+    }
+    __device__ static uint4 times(uint4 eight, uint32_t scale) {
+        /* the e8m0 scale as the exponents of a pair of bf16; plus 126 of fp4_to_bf16, minus 26 of FACTOR */
+        uint32_t factor = (scale + 126 - 26 - FP4_SCALE) * 0x00800080;
+        for (uint32_t *pair : {&eight.x, &eight.y, &eight.z, &eight.w}) {
+            __nv_bfloat162 x = __hmul2(*(__nv_bfloat162 *)pair, *(__nv_bfloat162 *)&factor);
+            *pair = *(uint32_t *)&x;
+        }
+        return eight;
+    }
+    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
+        Sixteen row = fp4_to_bf16(r.words.x, r.words.y), row8 = fp4_to_bf16(r.words.z, r.words.w);
+        const uint32_t scales = r.scales >> threadIdx.x % 4 / 2 * 8; /* of this lane's block in row g, and in g + 8 */
+        low = times(half ? row.high : row.low, scales & 255);
+        high = times(half ? row8.high : row8.low, scales >> 16 & 255);
+    }
+};
+
+/* One weight of the embedding, for which card.cu makes bf16 of MXFP4. */
+__device__ inline float weight_of(const Matrix &m, size_t row, int column) {
+    const size_t at = row * m.stride + column;
+    if (m.type == F32) return ((const float *)m.data)[at];
+    if (m.type == F16) return (float)((const f16 *)m.data)[at];
+    if (m.type == BF16) return (float)((const bf16 *)m.data)[at];
+    return coded_weight(m, row, column);
+}
 
 /* ---- 3 the router's choice ---- */
 
@@ -689,25 +839,6 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES>::BLOCKS
         const float2 both = *(const float2 *)(sum + token * Shape::PITCH + pair);
         if (p.finish == ADD) target = target_of(p, job.expert, out, r);
         finish(p, target, out, r, both.x * E::FACTOR, both.y * E::FACTOR);
-    }
-}
-
-/* A Matrix as bf16, of the same stride, for cuBLAS. A warp takes a chunk of a tile. */
-template <Type T> __global__ void __launch_bounds__(256) decode_to_bf16(Matrix m, bf16 *to) {
-    typedef EncodingCoded<T> E;
-    const int lane = threadIdx.x % 32, chunks = m.stride / CHUNK, i = blockIdx.x * 8 + threadIdx.x / 32;
-    const int tile = i / chunks, chunk = i % chunks;
-    launch_next();
-    typename E::Raw raw;
-    E::load(raw, m, m.data + E::offset(m, tile, lane) + (size_t)chunk * E::STEP, tile < m.tiles());
-    wait_previous();
-    for (int high = 0; high < 2; high++) {
-        const int row = tile * TILE + lane / 4 + high * 8;
-        if (row >= m.rows) break;
-        for (int k = 0; k < 4; k++) {
-            const int column = chunk * CHUNK + E::column(lane % 4, k / 2) + k % 2 * (E::WORDS == 4 ? 16 : 4);
-            *(uint2 *)(to + (size_t)row * m.stride + column) = E::weights(raw, high, k);
-        }
     }
 }
 
@@ -1406,207 +1537,7 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
             store_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + h * d + i, sum[i] / total);
 }
 
-/* ---- 7 latent attention ---- */
-
-/* Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024), absorbed: k_up^T multiplies the part of a query head without
- * RoPE, so that it can be compared with the cached latents; v_up turns their weighted sum into the head's result. Both
- * are products with a matrix for each head: a head takes an expert's place, and a choice is a token and a head. */
-
-/* The jobs of these products, for all layers: up to `job_size` tokens of a head. A thread is a token and a head. */
-__global__ void __launch_bounds__(256) head_jobs(Work w, int tokens, int job_size) {
-    launch_next();
-    wait_previous();
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, head = i / tokens, t = i % tokens;
-    const int jobs = (tokens + job_size - 1) / job_size; /* of a head */
-    if (i == 0) *w.head_jobs = jobs * w.n_heads;
-    if (head >= w.n_heads) return;
-    w.head_order[i] = t * w.n_heads + head;
-    if (t % job_size == 0) w.head_job[head * jobs + t / job_size] = {head, i, min(job_size, tokens - t)};
-}
-
-/* Norms the results of q_a and kv_a for a token: the query of low rank goes to w.q_low, the latent to the cache, and
- * the rope key, after RoPE, to the cache too. One block a token. */
-__global__ void __launch_bounds__(256) latent_store(Work w, Step s, DeviceLayer l) {
-    launch_next();
-    wait_previous();
-    const int t = blockIdx.x, p = s.position[t], d = cache_row(w);
-    const float *row = w.projected + (size_t)t * l.qkv.rows, *latent = row + l.qkv.rows - d;
-    bf16 *keys = cache_of(w, page_of(s, s.seq[t], p), 0, 0);
-    auto norm = [&](const float *x, const float *weight, int n, auto store) {
-        float square = 0;
-        for (int i = threadIdx.x; i < n; i += blockDim.x) square += x[i] * x[i];
-        const float factor = norm_factor(block_sum(square), n, w.eps);
-        for (int i = threadIdx.x; i < n; i += blockDim.x) store(i, x[i] * factor * weight[i]);
-    };
-    if (l.q_a_norm)
-        norm(row, l.q_a_norm, l.q.cols,
-             [&](int i, float x) { store_as(type_for(l.q), w.q_low, (size_t)t * w.q_low_pitch + i, x); });
-    norm(latent, l.kv_a_norm, w.kv_rank, [&](int i, float x) { keys[key_place(d, p, i)] = (bf16)x; });
-    if (threadIdx.x < 32)
-        norm_and_rope(w, cos_sin_of(w, l, p), latent + w.kv_rank, NULL, [&](int i, float2 x) {
-            *(uint32_t *)(keys + key_place(d, p, w.kv_rank + 2 * i)) = pack(x.x, x.y);
-        });
-}
-
-/* Two values of a head's weighted sum of latents, from the i-th on. */
-__device__ inline void store_latent(const Work &w, const DeviceLayer &l, int t, int head, int i, float2 x) {
-    const size_t row = ((size_t)t * w.n_heads + head) * w.latent_pitch;
-    if (head < w.n_heads) store_pair_as(type_for(l.v_up), w.latents, row + i, x.x, x.y);
-}
-/* Adds up the `partial` sums (splits, LATENT_HEADS, RANK + 2) of a token, by their shares (LATENT_HEADS, MAX_SPLITS),
- * which go to shared memory: a warp takes a head, a lane a split. */
-template <int RANK>
-__device__ inline void merge_latents(const Work &w, const DeviceLayer &l, const float *partial, int splits,
-                                     float *shares, int t, int head) {
-    static_assert(MAX_SPLITS == 32);
-    const int lane = threadIdx.x % 32, pitch = LATENT_HEADS * (RANK + 2);
-    for (int h = threadIdx.x / 32; h < LATENT_HEADS; h += blockDim.x / 32) {
-        const float *from = partial + lane * pitch + h * (RANK + 2);
-        const float max_score = lane < splits ? from[0] : NO_SCORE, total = lane < splits ? from[1] : 0;
-        float top = max_score;
-        for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-        const float share = exp2f(max_score - top);
-        shares[h * MAX_SPLITS + lane] = share / warp_sum(share * total);
-    }
-    __syncthreads();
-    for (int k = threadIdx.x; k < LATENT_HEADS * RANK / 2; k += blockDim.x) {
-        const int h = k / (RANK / 2), i = k % (RANK / 2) * 2;
-        float2 sum = {};
-#pragma unroll 16
-        for (int j = 0; j < splits; j++) {
-            const float2 x = *(const float2 *)(partial + j * pitch + h * (RANK + 2) + 2 + i);
-            sum.x += shares[h * MAX_SPLITS + j] * x.x, sum.y += shares[h * MAX_SPLITS + j] * x.y;
-        }
-        store_latent(w, l, t, head + h, i, sum);
-    }
-}
-
-/* Attention over latents of RANK values and ROPE more. A block has a token (blockIdx.y), 16 of its query heads
- * (blockIdx.x) and a split of the context (blockIdx.z). 32 keys at a time pass through shared memory. A warp multiplies
- * a quarter of their dimensions by the queries, which stay in registers; all warps add up the scores and compute the
- * same softmax; then each sums a quarter of the values, which are the keys' first RANK dimensions. The last split to
- * finish merges the states of all. */
-template <int RANK, int ROPE> struct LatentShape {
-    static constexpr int D = RANK + ROPE, KEYS = 32, WARPS = 4, THREADS = WARPS * 32, ROWS = LATENT_HEADS;
-    static constexpr int STEPS = D / 16 / WARPS, VALUES = RANK / WARPS; /* of a warp: mma along a key, values */
-    static constexpr int STAGE = KEYS * D * 2, SHARED = 2 * STAGE + WARPS * ROWS * KEYS * 4; /* bytes */
-    static_assert(ROWS == 16 && D % 64 == 0 && RANK % 64 == 0 && SHARED <= 99 << 10);
-};
-template <int RANK, int ROPE>
-__global__ void __launch_bounds__(LatentShape<RANK, ROPE>::THREADS) attention_latent(Work w, Step s, DeviceLayer l) {
-    typedef LatentShape<RANK, ROPE> Shape;
-    constexpr int D = Shape::D, KEYS = Shape::KEYS, ROW = RANK + 2;
-    extern __shared__ __align__(128) uint8_t shared[]; /* two stages of keys; scores by warp */
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, part = lane % 4, matrix = lane / 8;
-    const int t = blockIdx.y, head = blockIdx.x * Shape::ROWS, split = blockIdx.z;
-    launch_next();
-    wait_previous();
-    const int seq = s.seq[t], p = s.position[t], pages = p / PAGE + 1, splits = splits_of(pages, gridDim.z);
-    if (split >= splits) return;
-    const int begin = pages * split / splits * PAGE, end = min(pages * (split + 1) / splits * PAGE, p + 1);
-    uint4 query[Shape::STEPS];
-    auto query_of = [&](int row, int step) {
-        const size_t which = (size_t)t * w.n_heads + min(head + row, w.n_heads - 1);
-        return ((const uint32_t *)w.q)[(which * D + (warp * Shape::STEPS * 2 + step) * 8) / 2 + part];
-    };
-    for (int k = 0; k < Shape::STEPS; k++)
-        query[k] = {query_of(g, 2 * k), query_of(g + 8, 2 * k), query_of(g, 2 * k + 1), query_of(g + 8, 2 * k + 1)};
-    /* Keys lie as in the cache, but of the four 16 bytes for 32 dimensions those of number i lie at i ^ key / 2 % 4, so
-     * that ldmatrix meets all banks. */
-    auto copy = [&](int base) {
-        const int key = threadIdx.x / 4 % SLAB_KEYS;
-        const bf16 *from = cache_of(w, page_of(s, seq, base), 0, 0) + key_place(D, base, 0) + threadIdx.x * 8;
-        uint8_t *to = shared + base / KEYS % 2 * Shape::STAGE + (threadIdx.x ^ key / 2 % 4) * 16;
-#pragma unroll
-        for (int i = 0; i < Shape::STAGE / 16; i += Shape::THREADS) /* zeros past the end: there may be a NaN */
-            copy_16(to + i * 16, from + i * 8, base + i / (SLAB_KEYS * D / 8) * SLAB_KEYS + key < end ? 16 : 0);
-    };
-    TileState<Shape::VALUES, KEYS, true> state;
-    copy(begin);
-    copies_end();
-    for (int base = begin; base < end; base += KEYS) {
-        copies_done<0>();
-        __syncthreads();
-        if (base + KEYS < end) copy(base + KEYS);
-        copies_end();
-        const uint8_t *stage = shared + base / KEYS % 2 * Shape::STAGE;
-        /* Dimension i of a key, a multiple of 8. */
-        auto at = [&](int key, int i) {
-            return stage + key / SLAB_KEYS * SLAB_KEYS * D * 2 + i / 32 * SLAB_KEYS * 64 + key % SLAB_KEYS * 64 +
-                   (i / 8 % 4 ^ key / 2 % 4) * 16;
-        };
-        float score[KEYS / 8][4] = {};
-#pragma unroll
-        for (int k = 0; k < Shape::STEPS; k++)
-#pragma unroll
-            for (int j = 0; j < KEYS / 8; j += 2) {
-                const int i = (warp * Shape::STEPS + k) * 16 + matrix % 2 * 8;
-                const uint4 keys = load_matrices(at(j * 8 + matrix / 2 * 8 + lane % 8, i));
-                mma<bf16>(score[j], query[k], keys.x, keys.y);
-                mma<bf16>(score[j + 1], query[k], keys.z, keys.w);
-            }
-        float4 *scores = (float4 *)(shared + 2 * Shape::STAGE); /* (WARPS, KEYS / 8, 32) */
-        for (int j = 0; j < KEYS / 8; j++) scores[(warp * (KEYS / 8) + j) * 32 + lane] = *(float4 *)score[j];
-        __syncthreads();
-        for (int j = 0; j < KEYS / 8; j++) {
-            float4 sum = {};
-            for (int i = 0; i < Shape::WARPS; i++) {
-                const float4 x = scores[(i * (KEYS / 8) + j) * 32 + lane];
-                sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
-            }
-            *(float4 *)score[j] = sum;
-        }
-        if (base + KEYS > end) state.mask(score, base, {p, p}, 0);
-        state.softmax(score, LOG2E * w.attn_scale);
-#pragma unroll
-        for (int k = 0; k < KEYS / 16; k++) {
-            const uint4 share = state.shares_of(score, k);
-#pragma unroll
-            for (int j = 0; j < Shape::VALUES / 8; j += 2) {
-                const int i = warp * Shape::VALUES + j * 8 + matrix / 2 * 8;
-                const uint4 values = load_matrices<true>(at(k * 16 + matrix % 2 * 8 + lane % 8, i));
-                mma<bf16>(state.sum[j], share, values.x, values.y);
-                mma<bf16>(state.sum[j + 1], share, values.z, values.w);
-            }
-        }
-    }
-    const size_t which = (size_t)t * gridDim.x + blockIdx.x;
-    float *partial = w.partial + which * gridDim.z * Shape::ROWS * ROW; /* (splits, ROWS, ROW) */
-    for (int r = 0; r < 2; r++) {
-        float total = state.total[r] + __shfl_xor_sync(~0u, state.total[r], 1);
-        total += __shfl_xor_sync(~0u, total, 2);
-        float *to = partial + (split * Shape::ROWS + g + 8 * r) * ROW;
-        if (splits > 1 && warp == 0 && part == 0) to[0] = state.max_score[r], to[1] = total;
-        for (int j = 0; j < Shape::VALUES / 8; j++) {
-            const int i = warp * Shape::VALUES + j * 8 + part * 2;
-            const float2 sum = {state.sum[j][2 * r], state.sum[j][2 * r + 1]};
-            if (splits > 1)
-                *(float2 *)(to + 2 + i) = sum;
-            else
-                store_latent(w, l, t, head + g + 8 * r, i, {sum.x / total, sum.y / total});
-        }
-    }
-    if (splits > 1 && last_block(w.attended + which, splits))
-        merge_latents<RANK>(w, l, partial, splits, (float *)shared, t, head);
-}
-
-/* Splits query heads: the part without RoPE goes to w.q_nope, for k_up; the rest, after RoPE, goes to w.q, after the
- * place for k_up's result. One warp a head. */
-__global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer l, int pitch) {
-    launch_next();
-    wait_previous();
-    const int t = blockIdx.y, h = blockIdx.x * 8 + threadIdx.x / 32, nope = w.head_dim - w.rope_dim;
-    if (h >= w.n_heads) return;
-    const float *row = w.projected + (size_t)t * pitch + h * w.head_dim;
-    const size_t which = (size_t)t * w.n_heads + h;
-    for (int i = threadIdx.x % 32; i < nope; i += 32)
-        store_as(type_for(l.k_up), w.q_nope, which * w.nope_pitch + i, row[i]);
-    norm_and_rope(w, cos_sin_of(w, l, s.position[t]), row + nope, NULL, [&](int i, float2 x) {
-        store_pair_as(BF16, w.q, which * cache_row(w) + w.kv_rank + 2 * i, x.x, x.y);
-    });
-}
-
-/* ---- 8 from logits to a token ---- */
+/* ---- 7 from logits to a token ---- */
 
 /* Repetition penalty, temperature, top-k, top-p, min-p and the draw, with the operations of sampling.h, so that the
  * same logits give the same token as in C. A row is a token whose logits are wanted: number s.row[row] of the step. */
@@ -1742,7 +1673,7 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     w.result[s.header[1] * w.slots + seq] = token; /* for the host */
 }
 
-/* ---- 9 one step ---- */
+/* ---- 8 launches ---- */
 
 constexpr size_t SMALL = 16 << 20, LARGE = 256 << 20; /* bytes of a matrix */
 
@@ -1799,34 +1730,11 @@ template <Type T> cudaError_t launch_any(const Gpu *gpu, const Product &p, int j
     if (job_size <= 16) return launch_tiled<T, 1>(gpu, p, jobs);
     return job_size <= 32 ? launch_tiled<T, 2>(gpu, p, jobs) : launch_tiled<T, 4>(gpu, p, jobs);
 }
-/* The one table from types of weights to instances: f receives the type as a constant. */
-template <class F> cudaError_t with_type(Type type, F f) {
-    switch (type) {
-    case BF16: return f(std::integral_constant<Type, BF16>());
-    case F16: return f(std::integral_constant<Type, F16>());
-    case MXFP4: return f(std::integral_constant<Type, MXFP4>());
-    case FP8: return f(std::integral_constant<Type, FP8>());
-    case PACKED4: return f(std::integral_constant<Type, PACKED4>());
-    case PACKED8: return f(std::integral_constant<Type, PACKED8>());
-    case Q4_1: return f(std::integral_constant<Type, Q4_1>());
-    case Q8_0: return f(std::integral_constant<Type, Q8_0>());
-    case Q5_K: return f(std::integral_constant<Type, Q5_K>());
-    case Q6_K: return f(std::integral_constant<Type, Q6_K>());
-    default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
-    }
-}
+/* extensions.cuh has the list of types: f receives the type as a constant. */
+template <class F> cudaError_t with_type(Type type, F f);
 /* job_size: the max number of choices of a job. Without jobs 8 selects `product`, and 64 product_tiled. */
 cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int job_size, int jobs) {
     return with_type(p.w.type, [&](auto type) { return launch_any<type>(gpu, p, job_size, jobs); });
-}
-
-/* A matrix as bf16, in gpu->decoded. */
-cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m) {
-    return with_type(m.type, [&](auto type) {
-        if constexpr (is_coded(type))
-            return launch(gpu, decode_to_bf16<type>, (m.tiles() * (m.stride / CHUNK) + 7) / 8, 256, 0, m, gpu->decoded);
-        return cudaErrorNotSupported;
-    });
 }
 
 /* Computes w.normed for matrix `next`, unless a->normed says that it is ready. */
@@ -1904,7 +1812,7 @@ bool multiply_add(Pass *a, const Matrix &m, const void *x, int pitch, const floa
     return multiply(a, p, e);
 }
 
-/* ---- taps: the stages of a step (Limits::tap), for tests and `infer logits --tap` ---- */
+/* ---- 9 taps: the stages of a step (Limits::tap), for tests and `infer logits --tap` ---- */
 
 /* Gives the tap (rows, cols) floats: value i of row r is factor times number place(r, i) of n at `from` on the card. */
 template <typename From, class Place>
@@ -1963,28 +1871,6 @@ bool tap_attention(const Pass *a, const DeviceLayer &l, Error *e) {
            tap_cache(a, 0, e) && tap_cache(a, 1, e) &&
            tap(a, "attn", type_for(l.o), a->w.attn, a->w.attn_pitch, a->tokens, width, e);
 }
-/* The stages of latent attention. q is assembled from its part without RoPE and the part that RoPE has turned. */
-bool tap_latent(const Pass *a, const DeviceLayer &l, Error *e) {
-    const Work &w = a->w;
-    const Limits &limits = a->gpu->limits;
-    const int d = cache_row(w), nope = w.head_dim - w.rope_dim, pairs = a->tokens * w.n_heads;
-    if (!limits.tap) return true;
-    std::vector<bf16> part((size_t)pairs * std::max(d, w.nope_pitch));
-    auto value = [&](size_t i) {
-        return type_for(l.k_up) == F16 ? (float)((const f16 *)part.data())[i] : (float)part[i];
-    };
-    std::vector<float> q((size_t)pairs * w.head_dim);
-    CUDA(cudaStreamSynchronize(a->gpu->stream));
-    CUDA(cudaMemcpy(part.data(), w.q_nope, (size_t)pairs * w.nope_pitch * sizeof(bf16), cudaMemcpyDeviceToHost));
-    for (int i = 0; i < pairs * nope; i++)
-        q[(size_t)(i / nope) * w.head_dim + i % nope] = value((size_t)(i / nope) * w.nope_pitch + i % nope);
-    CUDA(cudaMemcpy(part.data(), w.q, (size_t)pairs * d * sizeof(bf16), cudaMemcpyDeviceToHost));
-    for (int i = 0; i < pairs * w.rope_dim; i++)
-        q[(size_t)(i / w.rope_dim) * w.head_dim + nope + i % w.rope_dim] =
-            (float)part[(size_t)(i / w.rope_dim) * d + w.kv_rank + i % w.rope_dim];
-    limits.tap(limits.tap_data, "q", w.layer, q.data(), a->tokens, w.n_heads * w.head_dim);
-    return tap_cache(a, 0, e) && tap(a, "attn", type_for(l.o), w.attn, w.attn_pitch, a->tokens, w.n_heads * w.v_dim, e);
-}
 template <class Column = int(int)>
 bool tap_experts(const Pass *a, const DeviceLayer &l, Error *e, Column column = as_it_is) {
     const Work &w = a->w;
@@ -1996,24 +1882,15 @@ bool tap_experts(const Pass *a, const DeviceLayer &l, Error *e, Column column = 
     return tap(a, "act", type_for(l.down), w.act_out, w.act_pitch, (int)n, l.down.cols, e, column);
 }
 
-/* The seam: what the annex computes on Hopper in place of the kernels here, or nothing. */
-#if FAST
-#include "fast/fast.cuh"
-#else
-namespace fast {
-void open(Gpu *) {}
-void plan(Gpu *, Plan *) {}
-bool prepare(Gpu *, Error *) { return true; }
-void close(Gpu *) {}
-bool decode(Pass *, uint8_t *, Error *) { return false; }
-int tile_rows(const Pass *) { return 0; }
-template <int D> cudaError_t attend(const Pass *, const DeviceLayer &) { return cudaErrorNotSupported; }
-int job_size(const Pass *, const DeviceLayer &) { return 0; }
-bool experts(const Pass *, const DeviceLayer &, Error *) { return false; }
-} /* namespace fast */
-#endif
+/* ---- 10 one step ---- */
 
-/* ---- the block ---- */
+/* Plain attention, and its kernels for heads of D dimensions: extensions.cuh lists both beside those of rooms. */
+typedef bool Attend(Pass *a, const DeviceLayer &l, Error *e);
+typedef cudaError_t LaunchAttention(const Pass *a, const DeviceLayer &l);
+Attend attend;
+template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &l);
+
+#include "extensions.cuh"
 
 template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &l) {
     typedef AttentionShape<D> Shape;
@@ -2035,12 +1912,7 @@ template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &
  * and RoPE of queries and keys, and fills the cache. */
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
-    const int size = query_type(l) == F32 ? 0 : w.head_dim;
-    auto by_tensor_cores = size == 64    ? launch_attention<64>
-                           : size == 96  ? launch_attention<96>
-                           : size == 128 ? launch_attention<128>
-                           : size == 256 ? launch_attention<256>
-                                         : nullptr;
+    LaunchAttention *by_tensor_cores = query_type(l) == F32 ? NULL : attention_for(w.head_dim);
     dim3 rope_grid((a->tokens + ROPE_TOKENS - 1) / ROPE_TOKENS, w.n_heads + 2 * w.n_kv_heads);
     if (!by_tensor_cores || !a->alone)
         CUDA(launch(a->gpu, rope_and_store, rope_grid, ROPE_WARPS * 32, 0, w, a->s, l, a->tokens));
@@ -2050,35 +1922,6 @@ bool attend(Pass *a, const DeviceLayer &l, Error *e) {
         CUDA(launch(a->gpu, attention_any, dim3(a->tokens, w.n_heads), 128, (2 * w.head_dim + 128) * sizeof(float), w,
                     a->s, l));
     return tap_attention(a, l, e);
-}
-
-/* The same for latent attention, as section 7 says; latent_store and latent_query do norms and RoPE. */
-bool attend_latent(Pass *a, const DeviceLayer &l, Error *e) {
-    const Work &w = a->w;
-    const int job_size = a->tokens <= MAX_DECODE ? 8 : 64, jobs = w.n_heads * ((a->tokens + job_size - 1) / job_size);
-    auto by_head = [&](const Matrix &m, const void *x, int pitch, void *y, int y_pitch, Type type) {
-        Product p = product_of(a, m, x, pitch);
-        p.job = w.head_job, p.jobs = w.head_jobs, p.order = w.head_order;
-        p.y = y, p.y_pitch = y_pitch, p.y_type = type;
-        return launch_for_type(a->gpu, p, job_size, jobs);
-    };
-    if (w.layer == 0)
-        CUDA(launch(a->gpu, head_jobs, (a->tokens * w.n_heads + 255) / 256, 256, 0, w, a->tokens, job_size));
-    CUDA(launch(a->gpu, latent_store, a->tokens, 256, 0, w, a->s, l));
-    if (l.q.rows && !multiply_to(a, l.q, w.q_low, w.q_low_pitch, w.projected, e)) return false;
-    CUDA(launch(a->gpu, latent_query, dim3((w.n_heads + 7) / 8, a->tokens), 256, 0, w, a->s, l,
-                l.q.rows ? l.q.rows : l.qkv.rows));
-    CUDA(by_head(l.k_up, w.q_nope, w.nope_pitch, w.q, cache_row(w), BF16));
-    if (has_latent_kernel(w)) {
-        typedef LatentShape<512, 64> Shape;
-        dim3 grid(latent_parts(w.n_heads), a->tokens, splits_of(a->pages, a->splits));
-        CUDA(launch(a->gpu, attention_latent<512, 64>, grid, Shape::THREADS, Shape::SHARED, w, a->s, l));
-    } else {
-        CUDA(launch(a->gpu, attention_any, dim3(a->tokens, w.n_heads), 128, (2 * cache_row(w) + 128) * sizeof(float), w,
-                    a->s, l));
-    }
-    CUDA(by_head(l.v_up, w.latents, w.latent_pitch, w.attn, w.v_dim, type_for(l.o)));
-    return tap_latent(a, l, e);
 }
 
 Router router_of(const Pass *a, const DeviceLayer &l) {
@@ -2189,7 +2032,7 @@ bool block(Pass *a, int layer, Error *e) {
     const Matrix &next = end ? device.head : device.layer[layer + 1].qkv, &inner = l.router.rows ? l.router : l.up;
     a->w.layer = layer;
     if (!norm_for(a, l.attn_norm, l.qkv, e) || !multiply_to(a, l.qkv, NULL, 0, a->w.projected, e)) return false;
-    if (!(a->w.kv_rank ? attend_latent : attend)(a, l, e)) return false; /* and RoPE */
+    if (!attend_for(a->w)(a, l, e)) return false; /* and RoPE */
     if (!add_to_x(a, l.o, a->w.attn, a->w.attn_pitch, l.attn_post_norm, l.ffn_norm, inner, e)) return false;
     if (!tap_x(a, "attn_residual", e) || !norm_for(a, l.ffn_norm, inner, e)) return false;
     return (l.router.rows ? experts : feed_forward)(a, l, next_norm, next, e) && tap_x(a, "residual", e);

@@ -47,7 +47,7 @@ def test_messages():
 
 def test_functions():
     """What the table of places names stands there."""
-    gpu = "".join((ROOT / name).read_text() for name in ("infer.cu", "encodings.cuh"))
+    gpu = "".join((ROOT / name).read_text() for name in ("infer.cu", "encodings/multiply.cuh"))
     plain = (ROOT / "tests" / "reference.c").read_text()
     for row in re.findall(r"^\| [^`]*? \| (`.*) \|$", section("How a token is made"), re.M)[1:]:
         for cell, text in zip(row.split(" | "), (gpu, plain)):
