@@ -14,15 +14,20 @@ CUDA_ARCH ?= $(or $(patsubst sm_90,sm_90a,$(addprefix sm_,$(sort $(subst .,,$(sh
 ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=%),code=$(a)) \
          $(foreach a,$(filter compute_%,$(CUDA_ARCH)),-gencode=arch=$(a),code=$(a))
 
-LIBRARIES = libcjson libpcre2-8 libedit libcurl libcrypto libutf8proc libmicrohttpd
-PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
 # A room is a folder that adds something to the core; extensions.c has its rows, extensions.cuh its part on the card.
-# EXTENSIONS=no: the core alone. FAST=no: without fast/.
+# EXTENSIONS=no builds the core alone, programs included, below build/core. FAST=no: without fast/.
 ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats serve commands terminal \
                                                         $(if $(filter yes,$(FAST)),fast)))
-CORE      = base.c model.c gguf.c tokenizer.c chat.c extensions.c
-C_SOURCES = $(CORE) download.c bench.c explain.c serve.c infer.c
-REFERENCE = $(C_SOURCES) tests/reference.c
+
+BUILD     = build$(if $(filter no,$(EXTENSIONS)),/core)
+HERE      = $(if $(filter no,$(EXTENSIONS)),$(BUILD)/)
+
+LIBRARIES = libcjson libpcre2-8 libcurl libcrypto libutf8proc $(if $(filter terminal,$(ROOMS)),libedit) \
+            $(if $(filter serve,$(ROOMS)),libmicrohttpd)
+PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
+SOURCES   = base.c model.c gguf.c tokenizer.c chat.c scheduler.c extensions.c download.c infer.c \
+            $(wildcard $(foreach room,$(ROOMS),$(room)/*.c))
+REFERENCE = $(SOURCES) tests/reference.c
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere. Callbacks get more than
 # they use, so unused parameters are no warning.
@@ -40,27 +45,27 @@ endif
 endif
 
 # objects of a build below build/, by its name and sources
-objects = $(patsubst %.c,build/$(1)/%.o,$(2))
+objects = $(patsubst %.c,$(BUILD)/$(1)/%.o,$(2))
 
-all: infer ## ./infer, which needs the CUDA toolkit and an NVIDIA GPU; plain `make` does it
+all: $(HERE)infer ## ./infer, which needs the CUDA toolkit and an NVIDIA GPU; plain `make` does it
 
-infer: $(call objects,cuda,$(C_SOURCES)) build/cuda/infer.cu.o build/cuda/card.cu.o
+$(HERE)infer: $(call objects,cuda,$(SOURCES)) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/card.cu.o
 	$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) -lcublasLt
 
-build/cuda/%.o: %.c Makefile
+$(BUILD)/cuda/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=cuda -c $< -o $@
 
-build/cuda/%.cu.o: %.cu Makefile
+$(BUILD)/cuda/%.cu.o: %.cu Makefile
 	@$(NVCC) --version >/dev/null 2>&1 || { echo "make: no CUDA toolkit: install it (developer.nvidia.com/cuda-downloads), set CUDA_HOME, or 'make reference' for the plain C twin" >&2; exit 1; }
 	@mkdir -p $(@D)
 	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
 
-test-gpu: build/cuda/gpu infer ## the tests that need a GPU; where there is one, make test runs them too
-	build/cuda/gpu
+test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where there is one, make test runs them too
+	$(BUILD)/cuda/gpu
 
 # __wrap_cudaMalloc makes each allocation fail in turn
-build/cuda/gpu: $(call objects,cuda,$(CORE) tests/reference.c tests/gpu.c) build/cuda/infer.cu.o build/cuda/tests/card.cu.o
+$(BUILD)/cuda/gpu: $(call objects,cuda,$(REFERENCE) tests/gpu.c) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/tests/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
 # The quick ones of these tests without a GPU: infer.cu, card.cu and the rooms' parts, but fast/, as C++ (tests/emulated/).
@@ -71,47 +76,50 @@ EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MM
           -DPIECE_BYTES=4096 -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(EMULATED_ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
-build/emulated/gpu: $(call objects,emulated,$(CORE) tests/reference.c tests/gpu.c) \
-                    $(patsubst %,build/emulated/%.o,infer.cu card.cu emulate.cpp)
+$(BUILD)/emulated/gpu: $(call objects,emulated,$(REFERENCE) tests/gpu.c) \
+                    $(patsubst %,$(BUILD)/emulated/%.o,infer.cu card.cu emulate.cpp)
 	$(CXX) -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
 
-build/emulated/%.cu.o: build/emulated/%.cu $(addprefix build/emulated/,$(EMULATED_CUH))
+$(BUILD)/emulated/%.cu.o: $(BUILD)/emulated/%.cu $(addprefix $(BUILD)/emulated/,$(EMULATED_CUH))
 	$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -x c++ -c $< -o $@
 
-$(addprefix build/emulated/,infer.cu card.cu $(EMULATED_CUH)): build/emulated/%: % Makefile
+$(addprefix $(BUILD)/emulated/,infer.cu card.cu $(EMULATED_CUH)): $(BUILD)/emulated/%: % Makefile
 	@mkdir -p $(@D)
 	sed -E $(AS_CPP) $< >$@
 
-build/emulated/emulate.cpp.o: tests/emulated/emulate.cpp Makefile
+$(BUILD)/emulated/emulate.cpp.o: tests/emulated/emulate.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) $(EMULATED_FLAGS) -c $< -o $@
 
-build/emulated/%.o: %.c Makefile
+$(BUILD)/emulated/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=cuda -DEMULATED=1 -I$(CUDA_HOME)/include -c $< -o $@
 
-reference: infer-reference ## ./infer-reference, the plain C twin, which needs no CUDA
+reference: $(HERE)infer-reference ## ./infer-reference, the plain C twin, which needs no CUDA
 
-infer-reference: $(call objects,reference,$(REFERENCE))
+$(HERE)infer-reference: $(call objects,reference,$(REFERENCE))
 	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
 
-build/reference/%.o: %.c Makefile
+$(BUILD)/reference/unit: $(call objects,reference,$(REFERENCE) tests/unit.c)
+	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+
+$(BUILD)/reference/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=reference -c $< -o $@
 
-build/cuda/serve.o build/reference/serve.o build/asan/serve.o: page.html
+$(BUILD)/cuda/serve/serve.o $(BUILD)/reference/serve/serve.o $(BUILD)/asan/serve/serve.o: serve/page.html
 
-asan: build/asan/infer-reference build/asan/unit ## the twin and the unit tests with sanitizers, below build/asan
+asan: $(BUILD)/asan/infer-reference $(BUILD)/asan/unit ## the twin and the unit tests with sanitizers, below $(BUILD)/asan
 
-build/asan/infer-reference: $(call objects,asan,$(REFERENCE))
+$(BUILD)/asan/infer-reference: $(call objects,asan,$(REFERENCE))
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
-build/asan/unit: $(call objects,asan,$(filter $(CORE) tests/reference.c,$(REFERENCE)) tests/unit.c)
+$(BUILD)/asan/unit: $(call objects,asan,$(REFERENCE) tests/unit.c)
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
-build/asan/tests/reference.o: SANITIZE += -O3 # it computes
+$(BUILD)/asan/tests/reference.o: SANITIZE += -O3 # it computes
 
-build/asan/%.o: %.c Makefile
+$(BUILD)/asan/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(SANITIZE) -DBACKEND=reference -c $< -o $@
 
@@ -119,18 +127,16 @@ GPU = $(shell nvidia-smi -L 2>/dev/null)
 # Without a GPU its tests run emulated. That needs g++, CUDA's headers, and x86-64: the switch of fibers is assembly.
 EMULATED = $(and $(if $(GPU),,yes),$(filter x86_64,$(shell uname -m)),$(shell command -v $(CXX)),\
                  $(wildcard $(CUDA_HOME)/include/cublasLt.h),$(wildcard $(CUDA_HOME)/include/crt/host_defines.h))
-test: asan reference ## the tests; TESTS='...' are arguments of tests/run.py
-	$(if $(GPU),$(MAKE) build/cuda/gpu infer)
-	$(if $(EMULATED),$(MAKE) build/emulated/gpu)
-	python3 tests/run.py $(if $(GPU),--gpu) $(if $(EMULATED),--emulated) $(TESTS)
+test: ## builds and runs the tests; TESTS='...' are arguments of tests/run.py
+	@python3 tests/run.py $(if $(HERE),--core) $(if $(GPU),--gpu) $(if $(EMULATED),--emulated) $(TESTS)
 
-fuzz: $(patsubst tests/fuzz_%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c)) ## each fuzzer for a minute (needs clang)
+fuzz: $(patsubst tests/fuzz_%.c,$(BUILD)/fuzz/%,$(wildcard tests/fuzz_*.c)) ## each fuzzer for a minute (needs clang)
 	python3 tests/run_fuzzers.py
 
-build/fuzz/request: serve.c page.html
-build/fuzz/%: tests/fuzz_%.c $(CORE) tests/reference.c $(wildcard *.h tests/*.h) Makefile
+$(BUILD)/fuzz/request: serve/serve.c serve/page.html
+$(BUILD)/fuzz/%: tests/fuzz_%.c $(REFERENCE) $(wildcard *.h tests/*.h) Makefile
 	@mkdir -p $(@D)
-	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter-out serve.c,$(filter %.c,$^)) -o $@ $(LIBS)
+	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter-out serve/serve.c,$(filter %.c,$^)) -o $@ $(LIBS)
 
 verify: ## MODEL=DIR: does this engine continue seven prompts as OpenAI's own code does?
 	$(if $(MODEL),,$(error make verify MODEL=DIR: where are the weights of gpt-oss-20b?))
@@ -140,7 +146,7 @@ verify: ## MODEL=DIR: does this engine continue seven prompts as OpenAI's own co
 install: all ## into DESTDIR and PREFIX, /usr/local
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 755 infer $(DESTDIR)$(PREFIX)/bin/
-	install -m 644 infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/
+	install -m 644 commands/infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/
 
 COUNTED = $(wildcard *.c *.h *.cu *.cuh $(foreach room,$(ROOMS),$(room)/*.[ch] $(room)/*.cuh))
 FORMATTED = $(COUNTED) $(wildcard tests/*.[ch] tests/emulated/*)
@@ -186,4 +192,4 @@ help: ## this list
 
 .PHONY: all reference asan test test-gpu fuzz verify install format check-format lesson-packages notebooks docs count \
         budget check clean help
--include $(wildcard build/*/*.d build/*/tests/*.d)
+-include $(wildcard $(BUILD)/*/*.d $(BUILD)/*/*/*.d)

@@ -174,6 +174,8 @@ bool file_exists(const char *path) {
     return !stat(path, &st) && S_ISREG(st.st_mode);
 }
 
+char *path_join(const char *folder, const char *name) { return text_print("%s/%s", folder, name); }
+
 /* The largest tokenizer.json has a third. cJSON takes 80 bytes for each value, keep_numbers() 32 more for some. */
 enum { MOST_COMMAS = 4000000 };
 
@@ -275,10 +277,7 @@ const cJSON *json_get(const cJSON *object, const char *key) {
 
 const char *json_string(const cJSON *object, const char *key) { return cJSON_GetStringValue(json_get(object, key)); }
 
-bool json_is(const cJSON *object, const char *key, const char *text) {
-    const char *value = json_string(object, key);
-    return value && !strcmp(value, text);
-}
+bool json_is(const cJSON *object, const char *key, const char *text) { return same(json_string(object, key), text); }
 
 bool json_true(const cJSON *object, const char *key) { return cJSON_IsTrue(json_get(object, key)); }
 
@@ -368,6 +367,12 @@ double log_sum_exp(const float *x, int n) {
     for (int i = 0; i < n; i++) most = fmax(most, (double)x[i]);
     for (int i = 0; i < n; i++) total += exp((double)x[i] - most);
     return most + log(total);
+}
+
+bool same(const char *a, const char *b) { return a && b && !strcmp(a, b); }
+
+size_t begins(const char *text, const char *with) {
+    return text && !strncmp(text, with, strlen(with)) ? strlen(with) : 0;
 }
 
 bool text_listed(const char *list, const char *word) {

@@ -86,6 +86,7 @@ void utf8_stream(Bytes *b, Bytes *out, bool flush);
 /* The whole of a regular file of at most `most` bytes. */
 bool file_read(const char *path, size_t most, Bytes *out, Error *e);
 bool file_exists(const char *path);
+char *path_join(const char *folder, const char *name); /* free it */
 /* All of a file of any kind, or of stdin if `file` is NULL or "-": "" if there is no stdin. Ends the program with USAGE
  * if it cannot be read or is too large. */
 void text_read(const char *file, Bytes *out);
@@ -127,6 +128,8 @@ bool text_whole(const char *text, int least, int most, int *out);
 
 /* Is the word one of a list, "a b c" or "a, b, c"? */
 bool text_listed(const char *list, const char *word);
+bool same(const char *a, const char *b);           /* NULL equals nothing */
+size_t begins(const char *text, const char *with); /* the length of `with` if the text begins with it, else 0 */
 
 double log_sum_exp(const float *x, int n);
 double seconds(void); /* a monotonic clock */

@@ -1,216 +1,24 @@
-/* chat.c: conversations, harmony, and a table of simpler formats. Harmony follows github.com/openai/harmony: for
- * messages its docs/format.md, for tools its translation of JSON schemas to TypeScript. The other formats write what
- * the published chat templates write. The readers accept what models write, right or wrong. See chat.h. */
+/* chat.c: conversations, harmony, and what every format of chats needs. Harmony follows github.com/openai/harmony: for
+ * messages its docs/format.md, for tools its translation of JSON schemas to TypeScript. Its reader accepts what models
+ * write, right or wrong. See chat.h. */
 #include "chat.h"
 
-#include <ctype.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/param.h>
 #include <time.h>
-#include <utf8proc.h>
 
 enum { MOST_NAME = 128, MOST_INDENT = 100, MOST_REQUIRED = 1000, MOST_BACK = 1000 /* from a result to its call */ };
-enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT }; /* in Chat.control: harmony's */
-enum { OPEN_THINK = ENDOFTEXT + 1, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, OPEN_CALLS }; /* other formats' */
-
-static const char *const controls[CONTROLS] = {
-    "<|start|>",     "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>",      "<|call|>",       "<|return|>",
-    "<|endoftext|>", "<think>",     "</think>",      "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"};
+enum { START, CHANNEL, CONSTRAIN, MESSAGE, END, CALLED, RETURN, ENDOFTEXT }; /* in Chat.control */
+static const char *const controls[CONTROLS] = {"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>",
+                                               "<|end|>",   "<|call|>",    "<|return|>",    "<|endoftext|>"};
 static const char functions[] = "functions.", heading[] = "# Instructions\n\n";
-
-enum { STREAM_END = -2 }; /* no token has it; -1 would match a control token that the tokenizer lacks */
 
 /* The JSON keys of a message's texts; from HEADER on they are harmony's own. */
 enum { WORDS = 6, HEADER = 3 };
 static const char *const words[WORDS] = {"role", "tool_call_id", "name", "channel", "recipient", "content_type"};
 
-static bool same(const char *a, const char *b) { return a && b && !strcmp(a, b); }
-/* The length of `with` if the text begins with it, else 0. */
-static size_t begins(const char *text, const char *with) {
-    return text && !strncmp(text, with, strlen(with)) ? strlen(with) : 0;
-}
-
-static Bytes view(const char *text) { return (Bytes){.data = (char *)(uintptr_t)text, .n = text ? strlen(text) : 0}; }
+Bytes bytes_of(const char *text) { return (Bytes){.data = (char *)(uintptr_t)text, .n = text ? strlen(text) : 0}; }
 static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n; }
-
-/* ---- formats ---- */
-
-enum {
-    FIRST = 1, /* the system text stands before the user's first text, and user and assistant alternate; */
-    LAST = 2,  /* the same, before the user's last text, and only if that ends the chat */
-    ALONE = 4, /* a call is a turn without text, and tools stand before the user's first text */
-    HOIST = 8, /* all system texts stand at the beginning, or only the latest: see Chat.latest */
-    KEEP = 16, /* thoughts are part of the history */
-    BOS = 32   /* the chat begins with bos_token where the template prints that */
-};
-
-/* Pieces of text. Names of control tokens become control tokens here and nowhere else. %s stands for a text from
- * outside, %t for the same without white space at both ends, %p for what precedes it, for a call's name or, in a
- * result, for the id of its call. */
-struct Format {
-    const char *name, *has[4]; /* strings that the template contains or, after a '!', lacks */
-    const char *begin, *system, *user, *assistant;
-    const char *about;                           /* precedes the system text; %p: the line about tools, %s: the date */
-    const char *thoughts;                        /* in the history; NULL: none */
-    const char *think, *quiet;                   /* at the end of a prompt; the same for effort none */
-    const char *tools, *call, *results, *result; /* the list of tools, a call, the turn of all results, one of them */
-    const char *calls; /* a turn of calls, if they are a list. Then tools stand before the user's last turn */
-    int flags;
-};
-
-/* clang-format off */
-#define CHATML .system = "<|im_start|>system\n%s<|im_end|>\n", .user = "<|im_start|>user\n%s<|im_end|>\n", \
-    .assistant = "<|im_start|>assistant\n%s<|im_end|>\n"
-#define QWEN3 CHATML, QWEN_TOOLS, .thoughts = "<think>\n%s\n</think>\n\n", .flags = KEEP
-#define QWEN_TOOLS .results = "<|im_start|>user\n%s<|im_end|>\n", .result = "<tool_response>\n%s\n</tool_response>", \
-    .call = "<tool_call>\n{\"name\": %p, \"arguments\": %s}\n</tool_call>", \
-    .tools = "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with " \
-             "function signatures within <tools></tools> XML tags:\n<tools>%s\n</tools>\n\nFor each function call, " \
-             "return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n" \
-             "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>"
-#define HEADER_OF(role) "<|start_header_id|>" role "<|end_header_id|>\n\n"
-#define LLAMA .begin = "<|begin_of_text|>", .system = HEADER_OF("system") "%p%t<|eot_id|>", \
-    .user = HEADER_OF("user") "%p%t<|eot_id|>", .assistant = HEADER_OF("assistant") "%t<|eot_id|>"
-#define LLAMA_TOOLS .about = "%pCutting Knowledge Date: December 2023\nToday Date: %s\n\n", \
-    .results = HEADER_OF("ipython") "%s<|eot_id|>", .result = "%s", .flags = ALONE, \
-    .call = "{\"name\": %p, \"parameters\": %s}", \
-    .tools = "Given the following functions, please respond with a JSON for a function call with its proper " \
-             "arguments that best answers the given prompt.\n\nRespond in the format {\"name\": function name, " \
-             "\"parameters\": dictionary of argument name and its value}.Do not use variables.\n\n%s"
-#define MISTRAL(open, close, answer, where) .begin = "<s>", .system = "%s\n\n", .user = open "%s" close, \
-    .assistant = answer "</s>", .flags = where
-/* Tools stand as the client sends them. The template would not escape the quotes in a description. */
-#define MISTRAL_TOOLS(space) .tools = "[AVAILABLE_TOOLS]" space "%s[/AVAILABLE_TOOLS]", \
-    .calls = "[TOOL_CALLS]" space "[%s]</s>", .call = "{\"name\": %p, \"arguments\": %s", .results = "%s", \
-    .result = "[TOOL_RESULTS]" space "{\"content\": %s, \"call_id\": \"%p\"}[/TOOL_RESULTS]"
-#define DEEPSEEK(past) .flags = HOIST, .begin = "<｜begin▁of▁sentence｜>", .system = "%s", \
-    .user = "<｜User｜>%s", .assistant = "<｜Assistant｜>%s<｜end▁of▁sentence｜>", .thoughts = past
-
-/* The first row that fits counts. `has` is compared with the template after each " became ' and each line break \n. */
-static const Format formats[] = {
-    {"Qwen3, always thinking", {"last_query_index", "assistant\\n<think>\\n'"}, QWEN3, .think = "<think>\n"},
-    {"Qwen3", {"last_query_index", "enable_thinking", "<args-json-object>"}, QWEN3, .quiet = "<think>\n\n</think>\n\n"},
-    {"Qwen3, not thinking", {"last_query_index", "<args-json-object>", "</think>"}, QWEN3},
-    {"Qwen", {"<args-json-object>", "!</think>"}, CHATML, QWEN_TOOLS},
-    {"ChatML", {"message['content'] + '<|im_end|>' + '\\n'", "!tools", "!think"}, CHATML, .flags = BOS},
-    {"Qwen3-Coder", {"message.role + '\\n' + message.content + '<|im_end|>' + '\\n'", "<function=", "!think"}, CHATML},
-    {"Llama 3.2", {"Cutting Knowledge Date: December 2023", "strftime_now"}, LLAMA, LLAMA_TOOLS},
-    {"Llama 3.1", {"Cutting Knowledge Date: December 2023"}, LLAMA, LLAMA_TOOLS},
-    {"Llama 3", {"message['content'] | trim + '<|eot_id|>'", "!tools"}, LLAMA},
-    {"Llama 2", {"<<SYS>>", "bos_token + '[INST] ' + content.strip() + ' [/INST]'"},
-     .system = "<<SYS>>\n%s\n<</SYS>>\n\n", .user = "<s>[INST] %t [/INST]", .assistant = " %t </s>", .flags = FIRST},
-    {"Mistral v0.1", {"' [INST] ' + system_message"}, MISTRAL(" [INST] ", " [/INST]", " %s", FIRST)},
-    {"Mistral v0.3", {"'[INST] ' + system_message", "|trim + eos_token", "!loop.first"},
-     MISTRAL("[INST] ", "[/INST]", " %t", LAST), MISTRAL_TOOLS(" ")},
-    {"Mistral Nemo", {"'[INST]' + system_message", "!loop.first"}, MISTRAL("[INST]", "[/INST]", "%s", LAST),
-     MISTRAL_TOOLS("")},
-    {"Mistral Small 3", {"'[SYSTEM_PROMPT]' + system_message + '[/SYSTEM_PROMPT]'", "'[INST]' + message['content']"},
-     .begin = "<s>", .system = "[SYSTEM_PROMPT]%s[/SYSTEM_PROMPT]", .user = "[INST]%s[/INST]", .assistant = "%s</s>"},
-    {"Mistral, without system", {"'[INST] ' + message['content'] + ' [/INST]'", "!system_message"},
-     MISTRAL("[INST] ", " [/INST]", "%s", FIRST)},
-    {"Gemma", {"<start_of_turn>", "model"}, .begin = "<bos>", .system = "%s\n\n", .flags = FIRST,
-     .user = "<start_of_turn>user\n%p%t<end_of_turn>\n", .assistant = "<start_of_turn>model\n%t<end_of_turn>\n"},
-    {"DeepSeek V3.1", {"'<｜User｜>' + message['content']", "not thinking", "!'<think></think>'"},
-     DEEPSEEK("</think>"), .think = "<think>", .quiet = "</think>"},
-    {"DeepSeek R1", {"<｜Assistant｜><think>\\n"}, DEEPSEEK(""), .think = "<think>\n"},
-    {"DeepSeek R1-0528", {"'<｜User｜>' + content + '<｜Assistant｜>'"}, DEEPSEEK("")},
-    {"DeepSeek V3", {"'<｜User｜>' + message['content']", "!</think>"}, DEEPSEEK(NULL)},
-    {"DeepSeek R1, early", {"'<｜User｜>' + message['content']", "!<think>"}, DEEPSEEK("")},
-    {"DeepSeek V2", {"'User: ' + message['content'] + '\\n\\n'", "'Assistant: ' + message['content'] + eos_token"},
-     .begin = "<｜begin▁of▁sentence｜>", .system = "%s\n\n", .user = "User: %s\n\n",
-     .assistant = "Assistant: %s<｜end▁of▁sentence｜>"},
-    {"Zephyr", {"'<|user|>\\n' + message['content'] + eos_token }}\\n"}, .system = "<|system|>\n%s</s>\n",
-     .user = "<|user|>\n%s</s>\n", .assistant = "<|assistant|>\n%s</s>\n"},
-};
-static const Format harmony = {"harmony", .assistant = "<|start|>assistant%s",
-    .call = "<|channel|>commentary to=functions.%p <|constrain|>json<|message|>%s"};
-/* clang-format on */
-
-/* The control token whose name, <...> or [...], begins the text, or -1; *n is the length of its name. */
-static int control_at(const Tokenizer *t, const char *s, size_t *n) {
-    char name[MOST_NAME + 1] = "";
-    *n = *s == '<' || *s == '[' ? strcspn(s, *s == '<' ? ">" : "]") + 1 : 0;
-    if (!*n || *n > MOST_NAME || *n > strlen(s)) return -1;
-    return tokenizer_added(t, memcpy(name, s, *n));
-}
-
-static bool fits(const Format *f, const char *template, const Tokenizer *t, int *end) {
-    size_t n;
-    for (int i = 0; i < 4 && f->has[i]; i++) {
-        bool lacks = *f->has[i] == '!';
-        if (lacks == (strstr(template, f->has[i] + lacks) != NULL)) return false;
-    }
-    *end = control_at(t, strchr(strchr(f->assistant, '%'), '<'), &n);
-    return *end >= 0 && (!f->begin || control_at(t, f->begin, &n) >= 0);
-}
-
-enum { DATE = 1 }; /* in a text of the template, for " + today + " */
-
-/* The text that a string of the template has between `mark` and `end`, or NULL. */
-static char *text_behind(const char *template, const char *mark, const char *end) {
-    const char *quote = template, *seen = template; /* quote: the last one before `seen` */
-    for (const char *s = template; (s = strstr(s, mark));) {
-        LocalBytes text = {0};
-        for (s += strlen(mark); seen < s; seen++)
-            if (*seen == '"' || *seen == '\'') quote = seen; /* it opens the string */
-        while (*s && !begins(s, end)) {
-            const size_t today = begins(s, "\" + today + \"");
-            if (*s == *quote && !today) break;
-            const bool escaped = *s == '\\' && s[1];
-            bytes_add(&text, today ? (char[]){DATE} : escaped && s[1] == 'n' ? "\n" : s + escaped, 1);
-            s += today ? today : 1 + (size_t)escaped;
-        }
-        if (text.n && begins(s, end) && is_utf8(text)) return copy_text(text.data, text.n);
-    }
-    return NULL;
-}
-
-/* What stands around the system text that a template itself has, in ChatML or Mistral's way, and around its date. */
-enum { PRESETS = 4, STRINGS = 6 };
-static const char *const strings[STRINGS][2] = {{"<|im_start|>system\n", "<|im_end|>"},
-                                                {"<|im_start|>system\\n", "<|im_end|>"},
-                                                {"default_system_message = \"", "\" %}"},
-                                                {"default_system_message = \"", "\" -%}"},
-                                                {"date_string = \"", "\""},
-                                                {"date_string = '", "'"}};
-
-bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
-    LocalBytes text = {0};
-    *chat = (Chat){.tokenizer = t, .format = &harmony};
-    chat->bos = strstr(template, "bos_token") ? tokenizer_bos(t) : -1; /* jinja prints nothing for a missing one */
-    for (int i = 0; i < CONTROLS; i++)
-        if ((chat->control[i] = tokenizer_added(t, controls[i])) < 0 && i <= ENDOFTEXT) chat->format = NULL;
-    if (chat->format) return true;
-    bytes_text(&text, "");
-    for (const char *s = template; *s; s++)
-        *s == '\n' ? bytes_text(&text, "\\n") : bytes_add(&text, *s == '"' ? "'" : s, 1);
-    for (size_t i = 0; i < sizeof formats / sizeof *formats && !chat->format; i++)
-        if (fits(formats + i, text.data, t, &chat->end)) chat->format = formats + i;
-    const bool dated = !strstr(template, "strftime_now"); /* else the date is today's */
-    for (int i = 0; i < (dated ? STRINGS : PRESETS); i++) {
-        char **text_of = i < PRESETS ? &chat->preset : &chat->date;
-        if (!*text_of) *text_of = text_behind(template, strings[i][0], strings[i][1]);
-    }
-    chat->latest = !strstr(template, "is_first_sp"); /* in those of DeepSeek that join all system texts */
-    return chat->format ||
-           fail(e, BAD_MODEL,
-                "%s; known are harmony and those of Qwen, SmolLM2, Llama, Mistral, Gemma, DeepSeek and TinyLlama",
-                *template ? "the chat template is of no known format" : "there is no chat template");
-}
-
-const char *chat_name(const Chat *chat) { return chat->format->name; }
-
-void chat_close(Chat *chat) { free(chat->preset), free(chat->date); }
-
-bool chat_effort(const Chat *chat, const char *effort, Error *e) {
-    const Format *f = chat->format;
-    bool always = f == &harmony || (f->think && !f->quiet);
-    return text_listed(always ? "low medium high" : "low medium high none", effort) ||
-           fail(e, USAGE, "reasoning_effort (--effort, /effort) must be low, medium or high%s, not '%.40s'",
-                always ? "" : ", or none", effort);
-}
 
 /* ---- conversations ---- */
 
@@ -246,7 +54,7 @@ void conversation_free(Conversation *c) {
     *c = (Conversation){0};
 }
 
-static Message *message_new(Message **list, int *n) {
+Message *message_new(Message **list, int *n) {
     *list = reallocate(*list, (size_t)(*n + 1) * sizeof **list);
     (*list)[*n] = (Message){0};
     return *list + (*n)++;
@@ -265,12 +73,9 @@ Part message_part(const Message *m) {
     return same(m->channel, "analysis") ? REASONING : same(m->channel, "commentary") ? PREAMBLE : ANSWER;
 }
 
-/* What a message is: a Part of the model's, or one of these. */
-enum { USER = CALL + 1, RESULT, SYSTEM };
-static int kind_of(const Message *m) {
-    if (same(m->role, "assistant")) return (int)message_part(m);
-    if (same(m->role, "tool")) return RESULT;
-    return same(m->role, "user") ? USER : SYSTEM;
+Part kind_of(const Message *m) {
+    if (same(m->role, "assistant")) return message_part(m);
+    return same(m->role, "tool") ? RESULT : same(m->role, "user") ? USER : SYSTEM;
 }
 
 /* How many bytes of a word may stand in a header, where no byte may look like another part of it. */
@@ -304,7 +109,7 @@ static bool parse_text(const cJSON *value, Bytes *out) {
     return true;
 }
 
-static Message call_of(const char *function) {
+Message call_of(const char *function) {
     return (Message){.role = text_print("assistant"),
                      .channel = text_print("commentary"),
                      .recipient = text_print("%s%s", functions, function),
@@ -423,7 +228,7 @@ static cJSON *message_object(const Message *m, int number) {
 cJSON *message_json(const Message *m) { return message_object(m, -1); }
 
 cJSON *conversation_json(const Conversation *c) {
-    const Message system = {.role = (char[]){"system"}, .content = view(c->instructions)};
+    const Message system = {.role = (char[]){"system"}, .content = bytes_of(c->instructions)};
     cJSON *json = c->request ? cJSON_Duplicate(c->request, true) : cJSON_CreateObject();
     cJSON_AddStringToObject(json, "reasoning_effort", c->effort);
     cJSON_AddStringToObject(json, "date", c->date ? c->date : "none");
@@ -431,6 +236,45 @@ cJSON *conversation_json(const Conversation *c) {
     if (c->instructions) cJSON_AddItemToArray(messages, message_object(&system, 0));
     for (int i = 0; i < c->messages; i++) cJSON_AddItemToArray(messages, message_object(c->message + i, i));
     return json;
+}
+
+/* ---- prompts ---- */
+
+/* In a prompt's text this byte, an id and ';' stand for a token. No other text can contain that byte: names come from
+ * valid JSON or from the reader, and chat_render() checks the rest. */
+enum { TOKEN = 0xFF };
+
+void chat_token(Bytes *out, int id) { bytes_print(out, "%c%d;", TOKEN, id); }
+
+static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
+    if (!prompt->n) return true;
+    for (char *s = prompt->data, *end = s + prompt->n; s < end;) {
+        char *token = memchr(s, TOKEN, (size_t)(end - s)), *begin = s;
+        s = token ? token : end;
+        if (s > begin && !tokenizer_encode(t, begin, (size_t)(s - begin), 0, out, e)) return false;
+        if (token) ids_add(out, (int)strtol(token + 1, &s, 10)), s++;
+    }
+    return true;
+}
+
+void chat_fill(const Chat *chat, Bytes *out, const char *piece, const Bytes *before, const Bytes *text) {
+    size_t n;
+    for (const char *s = piece ? piece : ""; *s; s += n) {
+        char name[MOST_NAME + 1] = "";
+        n = *s == '<' || *s == '[' ? strcspn(s, *s == '<' ? ">" : "]") + 1 : 0;
+        const bool named = n && n <= MOST_NAME && n <= strlen(s);
+        const int id = named ? tokenizer_added(chat->tokenizer, memcpy(name, s, n)) : -1;
+        if (id >= 0) {
+            chat_token(out, id);
+        } else if (*s == '%') {
+            const Bytes *given = s[1] == 'p' ? before : text;
+            if (!given) return;
+            bytes_add(out, given->data, given->n);
+            n = 2;
+        } else {
+            bytes_add(out, s, n = 1);
+        }
+    }
 }
 
 /* ---- tools as TypeScript ---- */
@@ -522,8 +366,8 @@ static void add_type(Bytes *out, const cJSON *schema, int indent, bool may_be_nu
         if (items) add_type(out, items, indent, false);
         bytes_text(out, items ? "[]" : "Array<any>");
     } else if (type && text_listed("string number integer boolean", type)) {
-        bool word = same(type, "string");
-        add_union(out, word ? json_get(schema, "enum") : NULL, "\"", same(type, "integer") ? "number" : type);
+        const cJSON *words = same(type, "string") ? json_get(schema, "enum") : NULL;
+        add_union(out, words, "\"", same(type, "integer") ? "number" : type);
     } else {
         add_union(out, types, "", "any");
     }
@@ -544,84 +388,9 @@ static void add_tools(Bytes *out, const cJSON *tools) {
     bytes_text(out, "} // namespace functions");
 }
 
-/* ---- prompts ---- */
-
-/* A prompt is written as one text. In it the byte TOKEN, an id and ';' stand for a token. No text can contain that
- * byte: names come from valid JSON or from the reader, and chat_render() checks the rest. */
-enum { TOKEN = 0xFF };
-
-static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
-    if (!prompt->n) return true;
-    for (char *s = prompt->data, *end = s + prompt->n; s < end;) {
-        char *token = memchr(s, TOKEN, (size_t)(end - s)), *begin = s;
-        s = token ? token : end;
-        if (s > begin && !tokenizer_encode(t, begin, (size_t)(s - begin), 0, out, e)) return false;
-        if (token) ids_add(out, (int)strtol(token + 1, &s, 10)), s++;
-    }
-    return true;
-}
-
-/* White space as Python's str.strip() defines it. */
-static bool is_space(uint32_t c) {
-    return (c >= 9 && c <= 13) || (c >= 28 && c <= 31) || c == 0x85 || *utf8proc_category_string((int32_t)c) == 'Z';
-}
-
-/* The text without white space at both ends; not a copy. */
-static Bytes trim(Bytes text) {
-    Bytes kept = {.data = text.data + text.n};
-    for (size_t i = 0, length; i < text.n; i += length) {
-        uint32_t c = 0;
-        length = (size_t)abs(utf8_decode(text.data + i, text.n - i, &c));
-        if (is_space(c)) continue;
-        if (!kept.n) kept.data = text.data + i;
-        kept.n = (size_t)(text.data + i + length - kept.data);
-    }
-    return kept;
-}
-
-/* Writes JSON as Python does: a space after each comma and colon, or with an indent one item a line. */
-static void put_json(Bytes *out, const cJSON *value, int indent, int depth) {
-    bool object = cJSON_IsObject(value);
-    int width = indent * depth < MOST_INDENT ? indent * depth : MOST_INDENT;
-    if (!value->child) {
-        json_written(out, value);
-        return;
-    }
-    bytes_text(out, object ? "{" : "[");
-    for (const cJSON *each = value->child; each; each = each->next) {
-        if (each != value->child) bytes_text(out, indent ? "," : ", ");
-        if (indent) bytes_print(out, "\n%*s", width + indent, "");
-        if (object) json_append(out, cJSON_CreateString(each->string)), bytes_text(out, ": ");
-        put_json(out, each, indent, depth + 1);
-    }
-    if (indent) bytes_print(out, "\n%*s", width, "");
-    bytes_text(out, object ? "}" : "]");
-}
-
-/* Appends a piece of a format: names of control tokens become tokens, and texts replace %s, %t and %p. Ends at a text
- * that is NULL. */
-static void fill(const Chat *chat, Bytes *out, const char *piece, const Bytes *before, const Bytes *text) {
-    size_t n;
-    for (const char *s = piece ? piece : ""; *s; s += n) {
-        int id = control_at(chat->tokenizer, s, &n);
-        if (id >= 0) {
-            bytes_print(out, "%c%d;", TOKEN, id);
-        } else if (*s == '%') {
-            const Bytes *given = s[1] == 'p' ? before : text;
-            if (!given) return;
-            Bytes put = s[1] == 't' ? trim(*given) : *given;
-            bytes_add(out, put.data, put.n);
-            n = 2;
-        } else {
-            bytes_add(out, s, n = 1);
-        }
-    }
-}
-
 /* ---- prompts of harmony ---- */
 
-/* The tools of a request, or NULL. */
-static const cJSON *tools_of(const Conversation *c) {
+const cJSON *tools_of(const Conversation *c) {
     const cJSON *tools = json_get(c->request, "tools");
     return cJSON_GetArraySize(tools) ? tools : NULL;
 }
@@ -640,7 +409,7 @@ static void put_system(const Chat *chat, const Conversation *c, Bytes *out) {
     bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.%s",
                 c->effort, setting(c, "channels", "analysis, commentary, final"),
                 tools_of(c) ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
-    fill(chat, out, "<|start|>system<|message|>%s<|end|>", NULL, &text);
+    chat_fill(chat, out, "<|start|>system<|message|>%s<|end|>", NULL, &text);
 }
 
 /* Harmony writes all system texts at the beginning into one message. Returns the number of the first other message. */
@@ -658,7 +427,7 @@ static int put_developer(const Chat *chat, const Conversation *c, Bytes *out) {
         comment(&text, json_string(format, "description"));
         json_written(&text, json_get(format, "schema"));
     }
-    if (text.n) fill(chat, out, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
+    if (text.n) chat_fill(chat, out, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
     return i;
 }
 
@@ -678,11 +447,11 @@ static bool put_message(const Chat *chat, const Message *m, Bytes *out, Error *e
     if (call) bytes_print(&piece, " to=%s", m->recipient);
     if (type) bytes_print(&piece, " %s", type);
     bytes_print(&piece, "<|message|>%s%%s%s", above, end);
-    fill(chat, out, piece.data, NULL, &m->content);
+    chat_fill(chat, out, piece.data, NULL, &m->content);
     return true;
 }
 
-static bool put_harmony(const Chat *chat, const Conversation *c, bool prompt, Bytes *out, Error *e) {
+static bool render_harmony(const Chat *chat, const Conversation *c, bool prompt, Bytes *out, Error *e) {
     int ended = -1; /* the last answer of a turn that has ended; reasoning before it is dropped */
     for (int i = 0; i < c->messages - !prompt; i++)
         if (kind_of(c->message + i) == ANSWER) ended = i;
@@ -692,226 +461,18 @@ static bool put_harmony(const Chat *chat, const Conversation *c, bool prompt, By
         bool dropped = i < ended && kind_of(c->message + i) == REASONING;
         if (!dropped && !put_message(chat, c->message + i, out, e)) return false;
     }
+    if (prompt) chat_fill(chat, out, "<|start|>assistant", NULL, NULL);
     return true;
 }
 
-/* ---- prompts of other formats ---- */
-
-/* Does message i belong to the same turn as message i - 1? */
-static bool continues(const Format *f, const Conversation *c, int i) {
-    if (i == 0 || i >= c->messages) return false;
-    int kind = kind_of(c->message + i), before = kind_of(c->message + i - 1);
-    bool alone = f->flags & ALONE;
-    if (kind == USER) return before == USER && f->flags & (FIRST | LAST); /* as after an answer that was interrupted */
-    if (kind == RESULT) return before == RESULT && !alone && !f->calls;
-    if (before == CALL && (alone || (f->calls && kind != CALL))) return false;
-    return kind <= CALL && before <= CALL && before != ANSWER;
-}
-
-/* Cuts the text at the first `mark`: what precedes that is returned, what follows stays. False: there is none. */
-static bool cut_at(Bytes *text, const char *mark, Bytes *before) {
-    char *at = text->n ? memmem(text->data, text->n, mark, strlen(mark)) : NULL;
-    if (!at) return false;
-    *before = (Bytes){.data = text->data, .n = (size_t)(at - text->data)};
-    *text = (Bytes){.data = at + strlen(mark), .n = text->n - before->n - strlen(mark)};
+static bool force_harmony(const Chat *chat, const char *effort, const char *name, Bytes *out, Error *e) {
+    const Bytes function = bytes_of(name);
+    const char piece[] = "<|channel|>commentary to=functions.%p <|constrain|>json<|message|>";
+    chat_fill(chat, out, piece, name ? &function : NULL, NULL);
     return true;
 }
 
-/* The text without line breaks at its beginning, and without those at its end, too, if it is a thought. */
-static Bytes trim_lines(Bytes text, bool thought) {
-    for (; text.n && *text.data == '\n'; text.n--) text.data++;
-    while (thought && text.n && text.data[text.n - 1] == '\n') text.n--;
-    return text;
-}
-
-/* Appends a text, a result or a call, with its arguments as Python writes JSON. */
-static void put_part(const Chat *chat, const Message *m, Bytes text, Bytes *out) {
-    const Format *f = chat->format;
-    bool result = kind_of(m) == RESULT, call = kind_of(m) == CALL;
-    char id[] = "000000000"; /* for Mistral: the last nine letters and digits of the client's, behind zeros */
-    Error e;
-    LocalBytes name = {0}, json = {0};
-    if (call && !text.n) text = view("{}"); /* as some clients send it */
-    LocalJson arguments = call ? json_parse(text.data, text.n, "arguments", &e) : NULL;
-    for (size_t i = m->id ? strlen(m->id) : 0, at = 9; i-- && at;)
-        if (isalnum((unsigned char)m->id[i])) id[--at] = m->id[i];
-    if (call) json_append(&name, cJSON_CreateString(m->recipient + begins(m->recipient, functions)));
-    if (result) bytes_text(&name, id);
-    if (arguments) put_json(&json, arguments, 0, 0);
-    if (result && f->flags & ALONE) json_append(&json, json_from_text(text.data, text.n));
-    if (out->n) bytes_text(out, call && f->calls ? ", " : "\n");
-    fill(chat, out, result ? f->result : call ? f->call : "%s", &name, json.n ? &json : &text);
-    if (call && f->calls) bytes_print(out, ", \"id\": \"%s\"}", id);
-}
-
-/* Writes the turn that begins with message i, `front` in front of its text. Returns the next turn's first message.
- * Thoughts may be messages of their own, or a client may have left them in an answer. */
-static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent, Bytes front, Bytes *out) {
-    const Format *f = chat->format;
-    int kind = kind_of(c->message + i);
-    bool model = kind <= CALL, keeps = f->flags & KEEP, bare = f->calls || f->flags & ALONE, called = false;
-    const char *system = f->flags & HOIST ? "" : f->system; /* put_begin() wrote it */
-    const char *piece = model ? f->assistant : kind == RESULT ? f->results : kind == USER ? f->user : system;
-    LocalBytes thoughts = {0}, parts = {0}, turn = {0};
-    do {
-        const Message *m = c->message + i;
-        Bytes text = m->content, thought, opening;
-        bool cuts = f->thoughts && !(keeps && thoughts.n);
-        kind = kind_of(m);
-        if (kind == REASONING) bytes_add(&thoughts, text.data, text.n);
-        while (cuts && (kind == PREAMBLE || kind == ANSWER) && cut_at(&text, controls[CLOSE_THINK], &thought)) {
-            while (cut_at(&thought, controls[OPEN_THINK], &opening)) continue;
-            thought = trim_lines(thought, true);
-            bytes_add(&thoughts, thought.data, thought.n);
-            if (keeps) text = trim_lines(text, false);
-        }
-        if (bare && kind == CALL && !called) parts.n = 0; /* text beside calls is left out */
-        called = kind == CALL;
-        if (kind >= CALL || (kind != REASONING && text.n)) put_part(chat, m, text, &parts);
-    } while (continues(f, c, ++i));
-    if (kind == CALL && f->calls) piece = f->calls;
-    bool kept = keeps && model && recent && (thoughts.n || i == c->messages);
-    Bytes said = kept ? trim_lines(parts, false) : parts, thought = trim_lines(thoughts, true);
-    if (kept || (model && !keeps)) fill(chat, &turn, f->thoughts, NULL, &thought);
-    if (!strstr(piece, "%p")) bytes_add(&turn, front.data, front.n); /* %p keeps %t from trimming it, too */
-    bytes_add(&turn, said.data, said.n);
-    fill(chat, out, piece, &front, &turn);
-    return i;
-}
-
-/* Writes what precedes the first message. What precedes a text of the user's goes to `front`. */
-static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Bytes *out) {
-    const Format *f = chat->format;
-    const char *system = c->instructions ? c->instructions : chat->preset;
-    const cJSON *tools = f->calls ? NULL : tools_of(c), *tool; /* NULL: put_row() writes them */
-    bool alone = f->flags & ALONE;
-    struct tm day = {0};
-    char date[32];
-    LocalBytes text = {0}, about = {0}, list = {0};
-    for (const char *s = system ? system : ""; *s; s++)
-        *s == DATE && !c->instructions ? bytes_text(&text, c->date ? c->date : "") : bytes_add(&text, s, 1);
-    bytes_text(&text, system && tools && !alone ? "\n\n" : "");
-    for (int i = 0; f->flags & HOIST && i < c->messages; i++) {
-        if (kind_of(c->message + i) != SYSTEM) continue;
-        if (chat->latest) text.n = 0;
-        bytes_print(&text, "%s%s", text.n ? "\n\n" : "", c->message[i].content.data);
-    }
-    cJSON_ArrayForEach(tool, tools) {
-        bytes_text(&list, alone ? "" : "\n");
-        put_json(&list, tool, alone ? 4 : 0, 0);
-        bytes_text(&list, alone ? "\n\n" : "");
-    }
-    if (tools) fill(chat, alone ? front : &text, f->tools, NULL, &list);
-    if (!c->date || !strptime(c->date, "%Y-%m-%d", &day)) strptime("2024-07-26", "%F", &day); /* the template's */
-    strftime(date, sizeof date, "%d %b %Y", &day);
-    Bytes environment = view(tools ? "Environment: ipython\n" : ""), today = view(chat->date ? chat->date : date);
-    fill(chat, &about, f->about, &environment, &today);
-    fill(chat, out, f->begin, NULL, NULL);
-    if (f->flags & BOS && chat->bos >= 0) bytes_print(out, "%c%d;", TOKEN, chat->bos);
-    if (system || f->about || text.n) fill(chat, f->flags & (FIRST | LAST) ? front : out, f->system, &about, &text);
-}
-
-/* Is a user's text the result of a tool, as clients without tool messages send it? To Qwen3 that is no question. */
-static bool is_result(const Format *f, Bytes text) {
-    size_t n = strlen("</tool_response>");
-    return f->flags & KEEP && text.n >= n && begins(text.data, "<tool_response>") &&
-           same(text.data + text.n - n, "</tool_response>");
-}
-
-static bool put_row(const Chat *chat, const Conversation *c, Bytes *out, Error *e) {
-    const Format *f = chat->format;
-    LocalBytes front = {0}, tools = {0};
-    int first = c->messages, last = first; /* the user's first text; where the last question begins, if there is one */
-    for (int i = c->messages - 1; i >= 0; i--) {
-        if (kind_of(c->message + i) != USER) continue;
-        first = i;
-        if (last == c->messages && !is_result(f, c->message[i].content) && !continues(f, c, i)) last = i;
-    }
-    put_begin(chat, c, &front, out);
-    if (tools_of(c) && (f->calls || f->flags & ALONE) && first == c->messages)
-        return fail(e, USAGE, "messages: in %s chats tools stand in front of a user's text: add one", f->name);
-    const bool asks = c->messages && kind_of(c->message + c->messages - 1) == USER;
-    const int fronted = !(f->flags & LAST) ? first : asks ? last : -1; /* the turn that `front` belongs to */
-    if (f->calls && tools_of(c)) put_json(&tools, tools_of(c), 0, 0);
-    for (int i = 0, turn = 1, next; i < c->messages; i = next) {
-        int kind = kind_of(c->message + i);
-        if (i == last && tools.n) fill(chat, out, f->tools, NULL, &tools);
-        next = put_turn(chat, c, i, i > last, i == fronted ? front : (Bytes){0}, out);
-        if (kind == RESULT || kind_of(c->message + next - 1) == CALL) continue; /* calls and results are no turns */
-        int before = i ? kind_of(c->message + i - 1) : USER;
-        turn += kind == USER && turn % 2 == 0 && (before == CALL || before == RESULT); /* no answer came */
-        if (f->flags & (FIRST | LAST) && (turn % 2 ? kind != USER : kind > CALL))
-            return fail(e, USAGE, "%s chats alternate user and assistant, the user first: turn %d does not", f->name,
-                        turn);
-        turn++;
-    }
-    return true;
-}
-
-/* Does a prompt end inside a thought? */
-static bool thinks(const Format *f, const char *effort) { return f->think && !(f->quiet && same(effort, "none")); }
-
-bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
-    const Format *f = chat->format;
-    LocalBytes text = {0};
-    bool calls = tools_of(c), schema = json_get(json_get(c->request, "response_format"), "json_schema");
-    bool valid = is_utf8(view(c->instructions)) && is_utf8(view(c->date));
-    for (int i = 0; i < c->messages; i++) {
-        calls = calls || c->message[i].recipient || kind_of(c->message + i) == RESULT;
-        valid = valid && is_utf8(c->message[i].content);
-    }
-    if (!chat_effort(chat, c->effort, e)) return false;
-    if (!valid) return fail(e, USAGE, "a text of the conversation is not UTF-8");
-    const char *lacks = calls && (!f->call || (f->calls && chat->control[OPEN_CALLS] < 0)) ? "tools"
-                        : schema && f != &harmony                                          ? "response_format"
-                                                                                           : NULL;
-    if (lacks) return fail(e, USAGE, "%s: %s, the chat format of this model, has none", lacks, f->name);
-    if (f == &harmony ? !put_harmony(chat, c, prompt, &text, e) : !put_row(chat, c, &text, e)) return false;
-    if (prompt) { /* what precedes an answer, without the space that the model writes itself */
-        fill(chat, &text, f->assistant, NULL, NULL);
-        if (text.n && text.data[text.n - 1] == ' ') text.n--;
-        fill(chat, &text, f->quiet && same(c->effort, "none") ? f->quiet : f->think, NULL, NULL);
-    }
-    return encode(chat->tokenizer, &text, out, e);
-}
-
-bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
-    const Format *f = chat->format;
-    bool other = f != &harmony;
-    if (other && !f->calls && !(f->flags & ALONE) && chat->control[OPEN_CALL] < 0)
-        return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
-    LocalBytes text = {0}, function = {0};
-    if (name && other) json_append(&function, cJSON_CreateString(name));
-    if (name && !other) bytes_text(&function, name);
-    if (thinks(f, effort)) fill(chat, &text, "\n</think>\n\n", NULL, NULL);
-    fill(chat, &text, f->calls, NULL, NULL);
-    fill(chat, &text, f->call, name ? &function : NULL, NULL);
-    if (other && !name) bytes_text(&text, "\"");
-    return encode(chat->tokenizer, &text, out, e);
-}
-
-/* ---- reading ---- */
-
-void reader_init(Reader *r, const Chat *chat, const Conversation *c) {
-    bool thinking = thinks(chat->format, c ? c->effort : NULL);
-    *r = (Reader){.chat = chat, .started = !thinking, .calls = chat->format->call && (!c || tools_of(c))};
-    r->now = (Message){.role = text_print("assistant"), .channel = thinking ? text_print("analysis") : NULL};
-    bytes_text(&r->pending, chat->format == &harmony ? "assistant" : "");
-}
-
-void reader_free(Reader *r) {
-    for (int i = 0; i < r->messages; i++) message_free(r->message + i);
-    free(r->message);
-    message_free(&r->now);
-    bytes_free(&r->pending);
-    bytes_free(&r->decoder.held);
-    *r = (Reader){0};
-}
-
-void reader_take(Reader *r, Conversation *c) {
-    for (int i = 0; i < r->messages; i++) *message_new(&c->message, &c->messages) = r->message[i];
-    r->messages = 0;
-}
+/* ---- reading harmony ---- */
 
 /* In Reader.pending the bytes CHANNEL and CONSTRAIN, 1 and 2, stand for those tokens. */
 static const char space[] = " \t\r\n", space_or_mark[] = " \t\r\n\1\2", marks[] = "\1\2";
@@ -979,21 +540,10 @@ static void read_header(Reader *r, bool complete) {
     if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
 }
 
-/* Begins the next message. The one being read is dropped if it has no content and does not count. It counts in harmony
- * if a token ended it and its header is whole or has a recipient. */
-static void next_message(Reader *r, bool counts) {
-    counts = counts || r->now.content.n;
-    if (counts) *message_new(&r->message, &r->messages) = r->now;
-    if (!counts) message_free(&r->now);
-    r->now = (Message){.role = text_print("assistant")};
-    r->in_content = r->started = false;
-    r->pending.n = *r->pending.data = 0;
-}
-
-/* Reads a token, number `which` of Chat.control, or STREAM_END. True: sampling should end. */
-static bool push_harmony(Reader *r, int token, int which) {
+static Read read_harmony(Reader *r, int token, int which) {
     Bytes *pending = &r->pending;
     size_t before = pending->n;
+    int messages = r->messages;
     bool channel = which == CHANNEL && (r->in_content || memchr(pending->data, *marks, before)),
          opens = which == START || channel, /* a new message, even without <|start|> */
         ends = which >= END && which <= ENDOFTEXT;
@@ -1004,7 +554,7 @@ static bool push_harmony(Reader *r, int token, int which) {
             pending->n = (size_t)(mark + 1 - pending->data), mark[1] = 0;
         if (!r->in_content) read_header(r, false);
         tokenizer_flush(&r->decoder, &r->now.content);
-        next_message(r, ends && (r->in_content || r->now.recipient));
+        reader_next(r, ends && (r->in_content || r->now.recipient)); /* it counts if its header is whole or a call's */
         r->started = which == START;
         if (channel) bytes_add(pending, marks, 1);
     } else if (which == MESSAGE && !r->in_content) {
@@ -1020,140 +570,96 @@ static bool push_harmony(Reader *r, int token, int which) {
         for (size_t i = before; i < pending->n; i++) /* the model's own bytes 1 and 2 are no marks */
             if ((unsigned char)pending->data[i] <= 2) pending->data[i] = ' ';
     }
-    return token == STREAM_END || (ends && which != END);
+    const bool stop = token == STREAM_END || (ends && which != END);
+    return (Read){.stop = stop, .closed = r->messages > messages, .header = !r->in_content};
 }
 
-/* ---- reading in other formats ---- */
+const Format harmony = {"harmony", controls, "assistant", NULL, render_harmony, force_harmony, read_harmony};
 
-/* Moves pending text to the message being read. White space at the beginning of a message is dropped; at the end of the
- * text it stays pending until more follows. The first `white` bytes are known to be white space. */
-static void say(Reader *r, size_t white) {
-    Bytes *content = &r->now.content;
-    Bytes text = trim((Bytes){.data = r->pending.data + white, .n = r->pending.n - white});
-    char *begin = content->n ? r->pending.data : text.data, *end = text.data + text.n;
-    if (content->n && !text.n) return;
-    bytes_add(content, begin, (size_t)(end - begin));
-    r->pending.n -= (size_t)(end - r->pending.data);
-    memmove(r->pending.data, end, r->pending.n + 1);
-}
+/* ---- chats ---- */
 
-static void end_text(Reader *r, const char *channel) {
-    say(r, 0);
-    conversation_set(&r->now.channel, channel);
-    next_message(r, false);
-}
-
-/* Is a marked call being read, or may the pending text become one without marks? */
-static bool may_be_call(const Reader *r) {
-    static const char *const call[] = {"{\"name\":", "{\"type\":\"function\","}; /* white space aside */
-    char begin[20];
-    size_t n = 0;
-    if (r->in_content) return true;
-    if (!r->calls || !(r->chat->format->flags & ALONE) || r->now.content.n) return false;
-    for (const char *s = r->pending.data; *s && n < sizeof begin; s++)
-        if (!strchr(space, *s)) begin[n++] = *s;
-    for (int i = 0; i < 2 && n; i++)
-        if (!strncmp(begin, call[i], MIN(n, strlen(call[i])))) return true;
-    return false;
-}
-
-static const char between_calls[] = "[], \t\r\n"; /* in a list */
-
-/* Turns the first n bytes of pending text into a call if they are one, with arguments as Python writes them. `closed`:
- * they end with the closing mark, or with an object of a list. A call without marks must have arguments, or any JSON
- * with a name would be one. */
-static void end_call(Reader *r, size_t n, bool closed) {
-    Error e;
-    const Format *f = r->chat->format;
-    bool alone = f->flags & ALONE;
-    Bytes text = trim((Bytes){.data = r->pending.data, .n = n}), before;
-    LocalBytes rest = {0};
-    for (; f->calls && text.n && strchr(between_calls, *text.data); text.n--) text.data++;
-    if (!alone && !f->calls) cut_at(&text, controls[OPEN_CALL], &before);
-    if (closed && !f->calls) text.n -= strlen(controls[CLOSE_CALL]);
-    LocalJson json = json_parse(text.data, text.n, "call", &e);
-    const char *name = json_string(json, "name"), *key = json_get(json, "arguments") ? "arguments" : "parameters";
-    const cJSON *arguments = json_get(json, key);
-    bool ok = chat_word(name) && (arguments ? cJSON_IsObject(arguments) : !alone);
-    r->repairs += !ok || !(alone || closed);
-    r->in_content = false;
-    if (!ok) return;
-    Message call = call_of(name);
-    if (arguments) put_json(&call.content, arguments, 0, 0);
-    if (!arguments) bytes_text(&call.content, "{}");
-    bytes_add(&rest, r->pending.data + n, r->pending.n - n);
-    r->pending.n = *r->pending.data = 0;
-    end_text(r, "commentary");
-    *message_new(&r->message, &r->messages) = call;
-    bytes_add(&r->pending, rest.data, rest.n);
-    r->in_content = f->calls;
-}
-
-/* Ends the first call of a list at the last brace of its object: a token completes one message at most. */
-static void read_list(Reader *r) {
-    while (r->scanned < r->pending.n) {
-        char c = r->pending.data[r->scanned++];
-        if (r->quoted && c == '\\') r->scanned++;
-        if (c == '"') r->quoted = !r->quoted;
-        if (!r->quoted) r->depth += (c == '{') - (c == '}');
-        if (r->quoted || c != '}' || r->depth) continue;
-        end_call(r, r->scanned, true);
-        r->scanned = 0;
-        return;
-    }
-}
-
-/* Reads a token like push_harmony(). A mark counts only as one token and at its place; otherwise it is text. */
-static bool push_other(Reader *r, int token, int which) {
-    const Tokenizer *t = r->chat->tokenizer;
-    const Format *f = r->chat->format;
-    bool thinking = same(r->now.channel, "analysis"),
-         mark = which >= OPEN_THINK && which < CONTROLS && (which != OPEN_CALLS || f->calls),
-         stop = token == STREAM_END || token == r->chat->end || (!mark && tokenizer_is_control(t, token));
-    if (stop) {
-        tokenizer_flush(&r->decoder, &r->pending);
-        if (f->calls && r->in_content && strspn(r->pending.data, between_calls) == r->pending.n)
-            r->pending.n = *r->pending.data = 0; /* the end of the list */
-        else if (may_be_call(r))
-            end_call(r, r->pending.n, false);
-        end_text(r, thinking ? "analysis" : "final");
-    } else if (f->thoughts && which == OPEN_THINK && r->started && !r->now.content.n && !r->in_content) {
-        conversation_set(&r->now.channel, "analysis");
-        r->started = false;
-    } else if (f->thoughts && which == CLOSE_THINK && !r->in_content) {
-        r->repairs += !thinking;
-        tokenizer_flush(&r->decoder, &r->pending);
-        if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
-    } else if (!(f->flags & ALONE) || which != PYTHON_TAG) {
-        size_t white = may_be_call(r) ? 0 : r->pending.n;
-        if (r->calls && which == (f->calls ? OPEN_CALLS : OPEN_CALL) && !thinking && !r->in_content) {
-            tokenizer_flush(&r->decoder, &r->pending);
-            say(r, white);
-            r->in_content = true, r->quoted = false, r->scanned = 0, r->depth = 0;
+bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
+    LocalBytes known = {0};
+    for (const Format *const *f = formats; *f; f++) {
+        bool all = true;
+        *chat = (Chat){t, template, *f, .name = (*f)->name, .tools = true, .schemas = true};
+        for (int i = 0; i < CONTROLS; i++) {
+            chat->control[i] = (*f)->control[i] ? tokenizer_added(t, (*f)->control[i]) : -1;
+            all = all && chat->control[i] >= 0;
         }
-        if (which != OPEN_CALLS || !f->calls) tokenizer_decode(t, &r->decoder, token, &r->pending);
-        if (f->calls && r->in_content)
-            read_list(r);
-        else if (which == CLOSE_CALL && r->in_content)
-            end_call(r, r->pending.n, true), white = 0;
-        if (!may_be_call(r)) say(r, white);
+        if ((*f)->fits ? (*f)->fits(chat) : all) return true;
+        bytes_print(&known, known.n ? " and %s" : "%s", (*f)->name);
     }
-    return stop;
+    return fail(e, BAD_MODEL, "%s; known are %s",
+                *template ? "the chat template is of no known format" : "there is no chat template", known.data);
+}
+
+bool chat_effort(const Chat *chat, const char *effort, Error *e) {
+    return text_listed(chat->quiet ? "low medium high none" : "low medium high", effort) ||
+           fail(e, USAGE, "reasoning_effort (--effort, /effort) must be low, medium or high%s, not '%.40s'",
+                chat->quiet ? ", or none" : "", effort);
+}
+
+bool chat_thinks(const Chat *chat, const char *effort) { return chat->thinks && !same(effort, "none"); }
+
+bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
+    LocalBytes text = {0};
+    bool calls = tools_of(c), schema = json_get(json_get(c->request, "response_format"), "json_schema");
+    bool valid = is_utf8(bytes_of(c->instructions)) && is_utf8(bytes_of(c->date));
+    for (int i = 0; i < c->messages; i++) {
+        calls = calls || c->message[i].recipient || kind_of(c->message + i) == RESULT;
+        valid = valid && is_utf8(c->message[i].content);
+    }
+    if (!chat_effort(chat, c->effort, e)) return false;
+    if (!valid) return fail(e, USAGE, "a text of the conversation is not UTF-8");
+    const char *lacks = calls && !chat->tools ? "tools" : schema && !chat->schemas ? "response_format" : NULL;
+    if (lacks) return fail(e, USAGE, "%s: %s, the chat format of this model, has none", lacks, chat->name);
+    return chat->format->render(chat, c, prompt, &text, e) && encode(chat->tokenizer, &text, out, e);
+}
+
+bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
+    LocalBytes text = {0};
+    return chat->format->force(chat, effort, name, &text, e) && encode(chat->tokenizer, &text, out, e);
+}
+
+void reader_init(Reader *r, const Chat *chat, const Conversation *c) {
+    bool thinking = chat_thinks(chat, c ? c->effort : NULL);
+    *r = (Reader){.chat = chat, .started = !thinking, .calls = chat->tools && (!c || tools_of(c))};
+    r->now = (Message){.role = text_print("assistant"), .channel = thinking ? text_print("analysis") : NULL};
+    bytes_text(&r->pending, chat->format->begun);
+}
+
+void reader_free(Reader *r) {
+    for (int i = 0; i < r->messages; i++) message_free(r->message + i);
+    free(r->message);
+    message_free(&r->now);
+    bytes_free(&r->pending), bytes_free(&r->decoder.held);
+    *r = (Reader){0};
+}
+
+void reader_take(Reader *r, Conversation *c) {
+    for (int i = 0; i < r->messages; i++) *message_new(&c->message, &c->messages) = r->message[i];
+    r->messages = 0;
+}
+
+void reader_next(Reader *r, bool counts) {
+    counts = counts || r->now.content.n;
+    if (counts) *message_new(&r->message, &r->messages) = r->now;
+    if (!counts) message_free(&r->now);
+    r->now = (Message){.role = text_print("assistant")};
+    r->in_content = r->started = false;
+    r->pending.n = *r->pending.data = 0;
 }
 
 Read reader_push(Reader *r, int token, Bytes *text) {
-    bool other = r->chat->format != &harmony;
     int before = r->messages, which = 0;
     size_t known = r->now.content.n;
     while (which < CONTROLS && r->chat->control[which] != token) which++;
-    Read read = {.stop = (other ? push_other : push_harmony)(r, token, which)};
+    Read read = r->chat->format->read(r, token, which);
     for (int i = before; text && i <= r->messages; i++, known = 0) {
         const Bytes *content = i < r->messages ? &r->message[i].content : &r->now.content;
         if (content->n > known) bytes_add(text, content->data + known, content->n - known);
     }
-    read.header = !other && !r->in_content;
-    if (other && read.stop) before = 0;
-    read.closed = r->messages > before;
     read.part = message_part(read.closed ? r->message + r->messages - 1 : &r->now);
     return read;
 }

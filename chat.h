@@ -1,31 +1,29 @@
-/* chat.h: conversations to prompts, sampled tokens to messages. The formats are harmony, which gpt-oss uses
- * (github.com/openai/harmony, docs/format.md), and a table in chat.c. Control tokens and the text of the chat template
- * select one. A model without a known format is continued raw. */
+/* chat.h: conversations to prompts, sampled tokens to messages. The core has harmony, the format of gpt-oss
+ * (github.com/openai/harmony, docs/format.md). Rooms add others through the socket at the end of this file. A model
+ * without a known format is continued raw. */
 #ifndef CHAT_H
 #define CHAT_H
 
 #include "tokenizer.h"
 
-enum { CONTROLS = 14 };       /* the tokens of harmony and the marks of other formats, see chat.c */
-typedef struct Format Format; /* a row of the table */
+enum { CONTROLS = 8, STREAM_END = -2 /* no token has it; -1 would match a control token that the tokenizer lacks */ };
+typedef struct Format Format;
 typedef struct {
     const Tokenizer *tokenizer;
+    const char *template; /* the text of the chat template */
     const Format *format;
-    int control[CONTROLS]; /* their ids, or -1 */
-    int end;               /* the token that ends an answer in another format */
-    int bos;               /* the bos_token that the template prints, or -1 */
-    char *preset;          /* the system text that the template itself has, or NULL */
-    char *date;            /* the date that the template writes, whatever day it is, or NULL */
-    bool latest;           /* of several system texts the template writes only the latest, where it hoists them */
+    int control[CONTROLS]; /* ids of Format.control, or -1 */
+    const char *name;      /* of the format; Format.fits() sets this and the rest, or they are harmony's */
+    bool tools, schemas;   /* a prompt can have tools; a response_format */
+    bool thinks, quiet;    /* a prompt ends inside a thought; the effort may be none, and then it does not */
+    const void *own;       /* what else the format needs; nobody frees it */
 } Chat;
 
-/* The format of a chat template. BAD_MODEL: there is none, or it is of no known format. */
+/* The first of formats[] that fits. Tokenizer and template have to stay. BAD_MODEL: none fits. */
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e);
-const char *chat_name(const Chat *chat); /* the format's: harmony, Qwen3, Llama 3.1, ... */
 /* Checks an effort: low, medium, high and, where the model can skip thinking, none. USAGE. */
 bool chat_effort(const Chat *chat, const char *effort, Error *e);
 bool chat_word(const char *word); /* may it stand in a header, as the name of a function? */
-void chat_close(Chat *chat);
 
 typedef struct {
     union {
@@ -75,8 +73,8 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
  * It belongs to the answer, so push it to the reader first. */
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e);
 
-typedef enum { REASONING, PREAMBLE, ANSWER, CALL } Part;
-Part message_part(const Message *m);
+typedef enum { REASONING, PREAMBLE, ANSWER, CALL, /* not the model's: */ USER, RESULT, SYSTEM } Part;
+Part message_part(const Message *m); /* of a message that is the model's */
 
 /* Reads what the model writes, token by token, and never fails. A malformed header is read as the nearest legal one and
  * counted as a repair; text in it is content. Messages that the model writes in the name of others count as its own.
@@ -92,14 +90,13 @@ typedef struct {
     bool quoted;              /* ... and whether they end in a string */
     Decoder decoder;
     Message *message; /* complete messages; take them with reader_take */
-    int messages;
-    int repairs;
+    int messages, repairs;
 } Reader;
 
 typedef struct {
     bool stop;   /* sampling should end */
     bool closed; /* this token completed the last of reader.message; at a stop an earlier token may have */
-    bool header; /* what follows stands in a header of harmony's */
+    bool header; /* what follows stands in a header */
     Part part;   /* of the message that `text` belongs to */
 } Read;
 
@@ -111,5 +108,30 @@ Read reader_push(Reader *r, int token, Bytes *text);
 Read reader_end(Reader *r, Bytes *text);      /* ends the stream and completes a message that was cut off */
 void reader_take(Reader *r, Conversation *c); /* moves the messages read so far to the conversation */
 void reader_free(Reader *r);
+
+/* ---- for formats ---- */
+
+/* The socket. A prompt is written as a text, which becomes tokens when it is complete. Errors: USAGE. */
+struct Format {
+    const char *name;           /* in the list of known ones */
+    const char *const *control; /* (CONTROLS) names of the tokens that it reads, or NULL */
+    const char *begun;          /* Reader.pending at first: what the prompt has of an answer's header */
+    bool (*fits)(Chat *chat);   /* does a model chat so? NULL: if it has all these tokens */
+    bool (*render)(const Chat *chat, const Conversation *c, bool prompt, Bytes *out, Error *e);
+    bool (*force)(const Chat *chat, const char *effort, const char *name, Bytes *out, Error *e);
+    Read (*read)(Reader *r, int token, int which); /* which: in `control`, or CONTROLS. Leaves out Read.part */
+};
+extern const Format harmony, *const formats[];          /* formats: in extensions.c; NULL ends them */
+bool chat_thinks(const Chat *chat, const char *effort); /* does a prompt end inside a thought? effort: valid, or NULL */
+void chat_token(Bytes *out, int id);                    /* appends a token to a prompt */
+/* Appends a piece of a prompt, or nothing for NULL. Names of control tokens, <...> or [...], become tokens, %p becomes
+ * `before`, % and another letter `text`. The piece ends at one that is NULL. */
+void chat_fill(const Chat *chat, Bytes *out, const char *piece, const Bytes *before, const Bytes *text);
+Part kind_of(const Message *m);               /* of any message */
+Message call_of(const char *function);        /* its arguments are empty */
+const cJSON *tools_of(const Conversation *c); /* an array of at least one, or NULL */
+Message *message_new(Message **list, int *n); /* appends an empty one */
+void reader_next(Reader *r, bool counts);     /* ends Reader.now, and drops it if it is empty and does not count */
+Bytes bytes_of(const char *text);             /* not a copy */
 
 #endif

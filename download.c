@@ -18,6 +18,7 @@
 
 #include <ctype.h>
 #include <curl/curl.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
@@ -33,7 +34,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MAX_JOBS = 64, MAX_PATH = 4096, MAX_NAME = 256, MAX_ANSWER = 64 << 20, MAX_TRIES = 5 };
+enum { JOBS = 8, MAX_JOBS = 64, MAX_PATH = 4096, MAX_NAME = 256, MAX_ANSWER = 64 << 20, MAX_TRIES = 5 };
 enum { MAX_WAIT = 300 /* seconds */, SHOWN_FILES = 10 };
 #define HEX_40  "^[0-9a-f]{40}$"
 #define HEX_64  "^[0-9a-f]{64}$"
@@ -49,8 +50,14 @@ typedef struct {                  /* a file, or, with `body`, a small answer of 
     char refusal[64], problem[CURL_ERROR_SIZE]; /* X-Error-Code of the hub; libcurl's message */
 } File;
 
-static struct { /* a process works with one repository */
-    Options o;
+static struct {
+    Texts include, exclude;
+    const char *token_file;
+    bool all;
+    int jobs; /* 0: nothing is downloaded */
+} given;
+
+static struct {             /* a process works with one repository */
     char *endpoint, *token; /* token: NULL if there is none */
     const char *token_from;
     char *name, *revision, *commit;
@@ -94,6 +101,174 @@ static bool name_valid(const char *name) {
     bytes_shown(&shown, name, strlen(name), false);
     return shown.n && shown.n < MAX_NAME && !strcmp(shown.data, name) && is_like(name, "^[^/\\]+(/[^/\\]+)*$") &&
            !is_like(name, "(^|/)[.][.]?(/|$)");
+}
+
+/* ---- models here: ./models and the cache ---- */
+
+/* A path in $HF_HOME or ~/.cache/huggingface, which all tools of the hub share. */
+static char *hub_file(const char *name) {
+    const char *hub = environment("HF_HOME"), *all = environment("XDG_CACHE_HOME"), *home = environment("HOME");
+    if (hub) return path_join(hub, name);
+    return all ? text_print("%s/huggingface/%s", all, name)
+               : text_print("%s/.cache/huggingface/%s", home ? home : "", name);
+}
+
+char *hub_cache(void) {
+    const char *cache = environment("HF_HUB_CACHE");
+    return cache ? text_print("%s", cache) : hub_file("hub");
+}
+
+/* models--ORG--NAME in the cache, for ORG/NAME or ORG/NAME@REVISION. */
+static char *hub_folder(const char *repository) {
+    const int n = (int)strcspn(repository, "@"), org = (int)strcspn(repository, "/@");
+    LocalText cache = hub_cache();
+    if (org == n) return text_print("%s/models--%.*s", cache, n, repository);
+    return text_print("%s/models--%.*s--%.*s", cache, org, repository, n - org - 1, repository + org + 1);
+}
+
+ModelEntry model_entry(const char *path) {
+    ModelEntry m = {0};
+    Error missing;
+    LOCAL(tensors_close) Tensors t = {0};
+    struct stat st;
+    LocalText config = path_join(path, "config.json");
+    LocalText tokenizer = path_join(path, "tokenizer.json");
+    m.complete = container_at(path)->files(&t, path, &missing);
+    m.complete &= file_exists(path) || (!access(config, F_OK) && !access(tokenizer, F_OK));
+    for (int i = 0; i < t.files; i++)
+        if (stat(t.file[i].name, &st))
+            m.complete = false;
+        else
+            m.bytes += (uint64_t)st.st_size;
+    return m;
+}
+
+/* Adds the model at a path, unless its name is listed or, with no download `begun`, none of its weights are here.
+ * Returns whether the name is in the list. */
+static bool list_add(Models *list, const char *path, const char *name, bool begun) {
+    for (int i = 0; i < list->n; i++)
+        if (!strcmp(list->entry[i].name, name)) return true;
+    ModelEntry m = model_entry(path);
+    if (!m.bytes && !begun) return false;
+    m.path = text_print("%s", path);
+    m.name = text_print("%s", name);
+    list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
+    list->entry[list->n++] = m;
+    return true;
+}
+
+/* Adds what is at a path: a model in one file, or a folder, with such files in it and one folder deeper. They are shown
+ * as SHOWN/FILE. depth: 2 at the path itself. Returns whether there is a model. */
+static bool add_path(Models *list, const char *path, const char *shown, bool begun, int depth) {
+    const bool file = file_exists(path);
+    bool any = false;
+    DIR *dir = file || !depth ? NULL : opendir(path);
+    for (struct dirent *d; dir && (d = readdir(dir));) {
+        if (*d->d_name == '.') continue;
+        LocalText inner = path_join(path, d->d_name);
+        LocalText name = path_join(shown, d->d_name);
+        any |= add_path(list, inner, name, false, depth - 1);
+    }
+    if (dir) closedir(dir);
+    /* a config.json beside files that are models is no model of its own */
+    if ((file || depth == 2) && container_at(path)->fits(path)) any |= list_add(list, path, shown, begun && !any);
+    return any;
+}
+
+/* The snapshot of a revision in a repository's folder of the hub's cache: a branch, a tag or a commit. NULL for the
+ * revision: main or, without it, any. */
+static char *find_snapshot(const char *repository, const char *revision) {
+    const char *name = revision ? revision : "main";
+    LocalBytes commit = {0};
+    LocalText ref = text_print("%s/refs/%s", repository, name);
+    LocalText folder = path_join(repository, "snapshots");
+    char *found = NULL;
+    Error e;
+    if (!file_read(ref, 64, &commit, &e)) bytes_text(&commit, name);
+    DIR *dir = opendir(folder);
+    for (struct dirent *d; dir && (d = readdir(dir));) {
+        const bool named = !strcmp(d->d_name, commit.data);
+        if (*d->d_name == '.' || (!named && (found || revision))) continue;
+        free(found);
+        found = path_join(folder, d->d_name);
+    }
+    if (dir) closedir(dir);
+    return found;
+}
+
+/* Adds what is in `parent`; `hub`: each repository, models--ORG--NAME. A folder ORG--NAME is shown as ORG/NAME. */
+static void add_all(Models *list, const char *parent, bool hub) {
+    DIR *dir = opendir(parent);
+    for (struct dirent *d; dir && (d = readdir(dir));) {
+        bool repository = !strncmp(d->d_name, "models--", 8);
+        if (*d->d_name == '.' || repository != hub) continue;
+        const char *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
+        LocalText path = path_join(parent, d->d_name);
+        LocalText model = hub ? find_snapshot(path, NULL) : text_print("%s", path);
+        LocalText shown = dashes && !file_exists(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
+                                                       : text_print("%s", hub ? name : path);
+        if (model) add_path(list, model, shown, hub, 2);
+    }
+    if (dir) closedir(dir);
+}
+
+static int by_path_name(const void *a, const void *b) {
+    return strcmp(((const ModelEntry *)a)->name, ((const ModelEntry *)b)->name);
+}
+
+Models models_list(void) {
+    Models list = {0};
+    LocalText cache = hub_cache();
+    add_all(&list, "models", false);
+    add_all(&list, cache, true);
+    if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_path_name);
+    return list;
+}
+
+void models_free(Models *list) {
+    for (int i = 0; i < list->n; i++) {
+        free(list->entry[i].path);
+        free(list->entry[i].name);
+    }
+    free(list->entry);
+}
+
+char *model_find(const char *argument, Error *e) {
+    LOCAL(models_free) Models list = {0};
+    LocalBytes all = {0};
+    LocalBytes near = {0};
+    const ModelEntry *hit = NULL;
+    int hits = 0;
+    struct stat st;
+    if (file_exists(argument) && container_at(argument)->fits(argument)) return text_print("%s", argument);
+    const char *revision = strchr(argument, '@');
+    LocalText repository = hub_folder(argument);
+    LocalText snapshot = NULL;
+    const bool here = !stat(argument, &st) && S_ISDIR(st.st_mode);
+    if (revision && !here) snapshot = find_snapshot(repository, revision + 1);
+    const char *folder = here ? argument : snapshot;
+    if (!folder)
+        list = models_list();
+    else if (add_path(&list, folder, argument, false, 2))
+        qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_path_name);
+    for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
+        if (!strcmp(m->name, argument)) return text_print("%s", m->path);
+        bytes_print(&all, "%s%s", all.n ? ", " : "", m->name);
+        if (!*argument || !strcasestr(m->name, argument)) continue;
+        bytes_print(&near, "%s%s", near.n ? ", " : "", m->name);
+        hits++, hit = m;
+    }
+    if (hits == 1 || (folder && !hits)) return text_print("%s", hit ? hit->path : folder);
+    if (hits)
+        fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, near.data);
+    else if (access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
+        fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
+    else
+        fail(e, BAD_MODEL,
+             "'%.100s' is no folder, and none of the models in ./models and the hub's cache: "
+             "%s; infer download ORG/NAME fetches one",
+             argument, list.n ? all.data : "none is there");
+    return NULL;
 }
 
 /* ---- messages, and the end ---- */
@@ -155,7 +330,7 @@ __attribute__((noreturn)) static void end(void) {
 #define give_up(...) (fail(&error, __VA_ARGS__), end())
 
 /* What to do after a network error; empty unless this command downloads. */
-static const char *goes_on(void) { return hub.o.jobs && hub.max_tries ? "; the same command goes on" : ""; }
+static const char *goes_on(void) { return given.jobs && hub.max_tries ? "; the same command goes on" : ""; }
 
 /* A thread that ends the process at Ctrl+C, whatever the others wait for. */
 static void *watch(void *interrupt) {
@@ -278,7 +453,7 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     if (n > f->end - f->done)
         return fail(&error, NO_NETWORK, "a server sends more than the %llu bytes that it should: try again later",
                     (unsigned long long)f->end);
-    if (kind && !hub.o.all && is_like(f->name, "[.](safetensors|json)$"))
+    if (kind && !given.all && is_like(f->name, "[.](safetensors|json)$"))
         return fail(&error, BAD_MODEL, "%s: the hub sends %s in its place: see %s/%s", f->name, kind, hub.endpoint,
                     hub.name);
     if (!f->body) {
@@ -471,7 +646,7 @@ static void *work(void *nothing) {
 
 /* ---- what to fetch ---- */
 
-static bool wants_default(void) { return !hub.o.all && !hub.o.include.n && !hub.o.exclude.n; }
+static bool wants_default(void) { return !given.all && !given.include.n && !given.exclude.n; }
 
 static bool matches(const Texts *globs, const char *name) {
     bool hit = false;
@@ -481,9 +656,9 @@ static bool matches(const Texts *globs, const char *name) {
 
 /* Is a file to be fetched? By default those at the root that infer reads. */
 static bool wanted(const char *name) {
-    if (matches(&hub.o.exclude, name)) return false;
-    if (hub.o.include.n) return matches(&hub.o.include, name);
-    if (hub.o.all) return true;
+    if (matches(&given.exclude, name)) return false;
+    if (given.include.n) return matches(&given.include, name);
+    if (given.all) return true;
     return !is_like(name, "^consolidated") && /* Mistral's other copy of the weights */
            is_like(name, "^([^/]*[.]safetensors([.]index[.]json)?|tokenizer[^/]*|chat_template[.][^/]*|merges[.]txt|"
                          "(config|generation_config|quantize_config|vocab|special_tokens_map|added_tokens)[.]json)$");
@@ -519,7 +694,7 @@ static bool list_files(void) {
     LocalJson json = get_json(url);
     if (!json) return false;
     const cJSON *entry, *files = json_get(json, "siblings");
-    const char *commit = json_string(json, "sha"), *foreign = "";
+    const char *commit = json_string(json, "sha"), *foreign = "", *advice = "";
     bool weights = !wants_default();
     if (!is_like(commit, HEX_40) || !cJSON_IsArray(files))
         give_up(BAD_MODEL, "the hub names the commit '%.80s' for %s, or no list of files: refused",
@@ -531,12 +706,14 @@ static bool list_files(void) {
     cJSON_ArrayForEach(entry, files) weights |= add_file(entry) && is_like(json_string(entry, "rfilename"), WEIGHTS);
     for (entry = weights ? NULL : files->child; entry; entry = entry->next) {
         const char *name = json_string(entry, "rfilename");
-        if (is_like(name, "[.](gguf|bin|pt|pth)$")) foreign = name;
+        if (is_like(name, "[.](bin|pt|pth)$") && !*advice) foreign = name;
+        for (int i = 0; containers[i]; i++)
+            if (containers[i]->ending && is_like(name, containers[i]->ending))
+                foreign = name, advice = containers[i]->advice;
     }
     if (!weights)
         give_up(BAD_MODEL, "%s has no safetensors files at its root, which infer reads%s%s; %s--all fetches it all",
-                hub.name, *foreign ? ", but " : "", foreign,
-                strstr(foreign, ".gguf") ? "--include '*Q4_K_M*' fetches GGUF files with that in their names, " : "");
+                hub.name, *foreign ? ", but " : "", foreign, advice);
     if (!hub.files)
         give_up(BAD_MODEL, "%s: none of its %d files is wanted: see --include and --all", hub.name,
                 cJSON_GetArraySize(files));
@@ -548,7 +725,7 @@ static bool list_files(void) {
 /* Finds the token as other tools do: HF_TOKEN, the file HF_TOKEN_PATH, the file `token` in the hub's home. These files
  * may be missing, but not the one of --token-file. */
 static bool find_token(void) {
-    const char *asked = hub.o.token_file, *named = environment("HF_TOKEN_PATH");
+    const char *asked = given.token_file, *named = environment("HF_TOKEN_PATH");
     const char *text = asked ? NULL : environment("HF_TOKEN");
     LocalBytes content = {0};
     char rest[2];
@@ -560,10 +737,9 @@ static bool find_token(void) {
 }
 
 /* Finds the hub, the token and the repository ORG/NAME[@REVISION]. From now on Ctrl+C ends each wait. USAGE. */
-static bool hub_open(const Options *o) {
+static bool hub_open(const char *repository) {
     const char *endpoint = environment("HF_ENDPOINT"), *stall = environment("HF_HUB_DOWNLOAD_TIMEOUT");
-    const char *at = strchrnul(o->model, '@');
-    hub.o = *o;
+    const char *at = strchrnul(repository, '@');
     hub.begun = hub.drawn = seconds();
     curl_global_init(CURL_GLOBAL_DEFAULT);
     sigemptyset(&hub.interrupt);
@@ -576,25 +752,26 @@ static bool hub_open(const Options *o) {
     if (!is_like(hub.endpoint, "^https?://[^/@]+(/[^@]*)?$"))
         return fail(&error, USAGE, "HF_ENDPOINT should be a URL like https://huggingface.co, without a password");
     if (!find_token()) return false;
-    hub.name = copy_text(o->model, (size_t)(at - o->model));
+    hub.name = copy_text(repository, (size_t)(at - repository));
     hub.revision = text_print("%s", *at ? at + 1 : "main");
     if (!repository_valid(hub.name))
-        return fail(&error, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", o->model, hub.endpoint);
+        return fail(&error, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", repository, hub.endpoint);
     hub.cache = hub_cache(), hub.folder = hub_folder(hub.name);
     return name_valid(hub.revision) || fail(&error, USAGE, "'%.100s' is no revision", hub.revision);
 }
 
 /* Fetches the listed files. For a model that infer cannot run, it ends the process after config.json. */
-static void fetch_listed(void) {
+static void fetch_listed(bool (*runs)(const char *, Error *)) {
     pthread_t thread[MAX_JOBS];
     int n = 0;
     fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, SIZE(hub.total));
     if (wants_default() && !strcmp(hub.file->name, "config.json")) {
         fetch(hub.file + hub.next++);
-        ModelEntry m = model_entry(hub.snapshot);
-        if (!m.known) give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, m.problem.text);
+        Error why;
+        if (!runs(hub.snapshot, &why))
+            give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, why.text);
     }
-    for (int rest = hub.files - hub.next; n < hub.o.jobs && n < rest; n++)
+    for (int rest = hub.files - hub.next; n < given.jobs && n < rest; n++)
         if (pthread_create(thread + n, NULL, work, NULL)) give_up(FAILED, "too many threads: --jobs 1 needs one");
     for (int i = 0; i < n; i++)
         for (; pthread_tryjoin_np(thread[i], NULL); usleep(20000)) draw();
@@ -602,16 +779,17 @@ static void fetch_listed(void) {
 }
 
 /* Fetches into hub.snapshot what is missing of a repository. */
-static void fetch_repository(const Options *o) {
+static void fetch_repository(const char *repository, bool (*runs)(const char *, Error *)) {
     LocalBytes known = {0}; /* the commit that the revision named last */
-    if (!hub_open(o)) end();
+    if (!hub_open(repository)) end();
     LocalText ref = text_print("%s/refs/%s", hub.folder, hub.revision);
     if (!file_read(ref, 64, &known, &error)) bytes_text(&known, hub.revision);
     hub.snapshot = text_print("%s/snapshots/%s", hub.folder, known.data);
     bool fixed = is_like(hub.revision, HEX_40);
-    bool whole = is_like(known.data, HEX_40) && (wants_default() ? model_entry(hub.snapshot).complete : o->include.n);
-    for (int i = 0; i < o->include.n; i++) { /* to know what a pattern means takes the hub's list */
-        LocalText path = text_print("%s/%s", hub.snapshot, o->include.text[i]);
+    bool whole =
+        is_like(known.data, HEX_40) && (wants_default() ? model_entry(hub.snapshot).complete : given.include.n);
+    for (int i = 0; i < given.include.n; i++) { /* to know what a pattern means takes the hub's list */
+        LocalText path = text_print("%s/%s", hub.snapshot, given.include.text[i]);
         whole &= file_exists(path);
     }
     if (whole && (fixed || offline())) return;
@@ -622,7 +800,7 @@ static void fetch_repository(const Options *o) {
         return;
     }
     hub.max_tries = MAX_TRIES;
-    fetch_listed();
+    fetch_listed(runs);
     if (!fixed && strcmp(known.data, hub.commit)) {
         int fd = open_file(ref);
         errno = ENOSPC; /* as in on_body() */
@@ -631,50 +809,37 @@ static void fetch_repository(const Options *o) {
     }
 }
 
-/* ---- commands ---- */
-
-int download(const Options *o) {
-    fetch_repository(o);
-    puts(hub.snapshot);
-    if (wants_default() && model_entry(hub.snapshot).complete)
-        fprintf(stderr, "infer play %s  talks to it\n", hub.name);
-    return DONE;
-}
-
-char *model_get(const char *argument, Error *e) {
-    char *path = model_find(argument, e), answer[16] = "";
-    bool here = path && (!strcmp(path, argument) || model_entry(path).complete);
-    if (here || !strchr(argument, '/') || !repository_valid(argument) || !isatty(STDIN_FILENO) ||
-        !isatty(STDERR_FILENO))
-        return path;
-    fprintf(stderr, "%s is not here%s. Download it? [y/N] ", argument, path ? " whole" : "");
-    if (!fgets(answer, sizeof answer, stdin) || (*answer != 'y' && *answer != 'Y')) return path;
-    fetch_repository(&(Options){.model = argument, .jobs = 8});
+const char *hub_fetch(const char *repository, bool (*runs)(const char *, Error *)) {
+    if (!given.jobs) given.jobs = JOBS;
+    fetch_repository(repository, runs);
     pthread_cancel(hub.watch);
     pthread_join(hub.watch, NULL);
     pthread_sigmask(SIG_UNBLOCK, &hub.interrupt, NULL);
-    free(path);
-    return text_print("%s", hub.snapshot);
+    return hub.snapshot;
 }
 
-int rm(const Options *o) {
-    hub.cache = hub_cache(), hub.folder = hub_folder(o->model);
+bool hub_repository(const char *argument) { return repository_valid(argument); }
+
+/* ---- commands ---- */
+
+static int run_rm(const char *model) {
+    hub.cache = hub_cache(), hub.folder = hub_folder(model);
     size_t n = strlen(hub.cache);
-    bool repository = repository_valid(o->model), here = repository && !access(hub.folder, F_OK);
-    LocalText path = here ? text_print("%s", hub.folder) : model_find(o->model, &error); /* as for every command */
+    bool repository = repository_valid(model), here = repository && !access(hub.folder, F_OK);
+    LocalText path = here ? text_print("%s", hub.folder) : model_find(model, &error); /* as for every command */
     if (!path && repository) end();
-    if (path && strcmp(path, o->model) && strchr(o->model, '@'))
+    if (path && strcmp(path, model) && strchr(model, '@'))
         give_up(USAGE, "infer rm removes all revisions of a model: name it without @");
     if (!path || strncmp(path, hub.cache, n) || !is_like(path + n, "^/models--[^/]") || strstr(path + n, "/.."))
-        give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path ? path : o->model,
+        give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path ? path : model,
                 hub.cache);
     LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
     LocalText locks = text_print("%s/.locks%s", hub.cache, folder + n);
-    const char *inside = strncmp(o->model, hub.cache, n) ? "" : o->model + strlen(folder);
+    const char *inside = strncmp(model, hub.cache, n) ? "" : model + strlen(folder);
     LocalText name = text_print("%s", folder + n + strlen("/models--"));
     char *dashes = strstr(name, "--");
     if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
-    const bool file = is_like(path, "[.]gguf$") && !strcasestr(name, o->model); /* not the repository */
+    const bool file = file_exists(path) && !strcasestr(name, model); /* not the repository */
     if (file || !is_like(inside, "^(/snapshots/[^/]+)?/*$"))
         give_up(USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);
     if (!folder_remove(locks)) end();
@@ -682,6 +847,19 @@ int rm(const Options *o) {
     if (!folder_remove(folder)) end();
     return DONE;
 }
+
+const Option download_options[] = {
+    {0, "include", "G", TEXTS, &given.include, .most = MOST_VALUES,
+     .help = "fetch files that match the pattern, instead of the usual ones; can be repeated"},
+    {0, "exclude", "G", TEXTS, &given.exclude, .most = MOST_VALUES,
+     .help = "skip files that match the pattern; can be repeated"},
+    {0, "all", NULL, SWITCH, &given.all, .help = "fetch all files"},
+    {0, "token-file", "F", TEXT, &given.token_file,
+     .help = "a file with your account's token, for private and gated repositories; else HF_TOKEN, HF_TOKEN_PATH or "
+             "$HF_HOME/token. It is sent to the hub only"},
+    {0, "jobs", "N", WHOLE, &given.jobs, 1, 64, "8", "files at once"},
+    {0}};
+const Command rm = {"rm", "MODEL", "remove a model from the hub's cache", {NULL}, run_rm};
 
 /* Writes a small file, or of a safetensors file its first eight bytes, which say how long the header is, the header and
  * a hole in place of the data. */
@@ -707,7 +885,7 @@ static void save_head(const File *f) {
 const char *outline_open(const char *repository, uint64_t *to_fetch) {
     const char *tmp = environment("TMPDIR") ? environment("TMPDIR") : "/tmp";
     LocalText parent = realpath(tmp, NULL);
-    if (!hub_open(&(Options){.model = repository}) || !list_files()) end();
+    if (!hub_open(repository) || !list_files()) end();
     *to_fetch = 0;
     for (int i = 0; i < hub.files; i++) *to_fetch += is_here(hub.file + i) ? 0 : hub.file[i].size;
     hub.outline = text_print("%s/infer-XXXXXX", parent ? parent : tmp);
@@ -719,7 +897,7 @@ const char *outline_open(const char *repository, uint64_t *to_fetch) {
 }
 
 bool hub_check(char token[300], char answer[400], Error *e) {
-    if (!hub_open(&(Options){.model = "openai/gpt-oss-20b"})) return *e = error, false;
+    if (!hub_open("openai/gpt-oss-20b")) return *e = error, false;
     snprintf(token, 300, hub.token ? "found in %s" : "none: only private and gated repositories need one",
              hub.token_from);
     snprintf(answer, 400, "%s is not tried: HF_HUB_OFFLINE is set", hub.endpoint);

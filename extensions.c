@@ -1,6 +1,6 @@
 /* extensions.c: the tables of rooms. A room is a folder that adds something to the core; its rows stand here. The build
  * defines ROOM_NAME for each room that is there (Makefile, ROOMS). */
-#include "infer.h"
+#include "host.h"
 #ifdef ROOM_encodings
 #include "encodings/types.h"
 #endif
@@ -17,3 +17,58 @@ const TypeInfo types[] = {
 };
 _Static_assert(sizeof types / sizeof *types <= MAX_TYPES, "MAX_TYPES");
 const int types_n = sizeof types / sizeof *types;
+
+extern const Container gguf;
+const Container *const containers[] = {
+#ifdef ROOM_encodings
+    &gguf,
+#endif
+    &safetensors, NULL};
+
+extern const Packing packed;
+const Packing *const packings[] = {
+#ifdef ROOM_encodings
+    &packed,
+#endif
+    NULL};
+
+extern const Family gpt_oss[], llama[], experts[], gemma[], deepseek[];
+const Family *const families[] = {gpt_oss,
+#ifdef ROOM_families
+                                  llama,   experts, gemma, deepseek,
+#endif
+                                  NULL};
+
+extern const Format templates;
+const Format *const formats[] = {&harmony,
+#ifdef ROOM_formats
+                                 &templates,
+#endif
+                                 NULL};
+
+extern const Command play, download, rm, logits, tokenize, detokenize, render, parse;
+extern const Command serve, list, inspect, doctor, bench, explain, perplexity;
+const Command *const commands[] = {&play,
+#ifdef ROOM_serve
+                                   &serve,
+#endif
+                                   &download,
+#ifdef ROOM_commands
+                                   &list,
+#endif
+                                   &rm,
+#ifdef ROOM_commands
+                                   &inspect,  &doctor,     &bench,
+#endif
+                                   &logits,
+#ifdef ROOM_commands
+                                   &explain,  &perplexity,
+#endif
+                                   &tokenize, &detokenize, &render, &parse, NULL};
+
+#ifdef ROOM_terminal
+extern const Terminal libedit_terminal;
+const Terminal *const terminal = &libedit_terminal;
+#else
+const Terminal *const terminal = NULL;
+#endif

@@ -6,9 +6,11 @@
 #include "host.h"
 
 #include <endian.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { MOST_HEADER = 1 << 28, MOST_ITEMS = 4000000, MOST_KEYS = 1000, MOST_ALIGNMENT = 1 << 20 };
 
@@ -264,7 +266,8 @@ static void add_rope(cJSON *config, const char *arch) {
 
 cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
     static const char *const stops[] = {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
-                                        "tokenizer.ggml.eom_token_id"};
+                                        "tokenizer.ggml.eom_token_id"},
+                             *const routers[] = {"mlp.gate", "mlp.router", "block_sparse_moe.gate"};
     const char *arch = json_string(t->metadata, "general.architecture"), *rest = "";
     const Pair *row = find_row(renamed, arch, arch, &rest);
     cJSON *c = cJSON_CreateObject();
@@ -303,8 +306,65 @@ cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
         put(c, "n_group", 1), put(c, "topk_group", 1);
     cJSON_AddBoolToObject(c, "rope_interleave", llama || latent); /* the order of q's and k's rows */
     cJSON_AddBoolToObject(c, "tie_word_embeddings", !tensors_find(t, "lm_head.weight"));
+    cJSON *dense = cJSON_AddArrayToObject(c, "mlp_only_layers"); /* those without a router */
+    for (int i = 0; i < layers && i < 1024; i++) {
+        bool router = false;
+        for (int k = 0; k < 3; k++) {
+            LocalText name = text_print("model.layers.%d.%s.weight", i, routers[k]);
+            router = router || tensors_find(t, name);
+        }
+        if (!router) cJSON_AddItemToArray(dense, cJSON_CreateNumber(i));
+    }
     add_rope(c, arch);
     cJSON *stop = cJSON_AddArrayToObject(c, "eos_token_id");
     for (int i = 0; i < 3; i++) cJSON_AddItemToArray(stop, cJSON_Duplicate(json_get(t->metadata, stops[i]), true));
     return c;
 }
+
+/* ---- the container ---- */
+
+/* The number of files, from the name of the first: 3 for NAME-00001-of-00003.gguf. 0: not the first. */
+static int parts_of(const char *path) {
+    size_t n = strlen(path);
+    int no = 1, count = 1;
+    if (n > 20 && sscanf(path + n - 20, "-%5d-of-%5d.gguf", &no, &count) != 2) no = count = 1;
+    return no == 1 && count >= 1 && count <= MOST_FILES ? count : 0;
+}
+
+/* Is it the vision part of a model? Its architecture, clip, is among the first keys. */
+static bool sees(const char *path) {
+    static const char clip[] = "general.architecture\x08\0\0\0\x04\0\0\0\0\0\0\0clip";
+    char head[4096];
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    ssize_t n = fd < 0 ? 0 : read(fd, head, sizeof head);
+    if (fd >= 0) close(fd);
+    return n > 0 && memmem(head, (size_t)n, clip, sizeof clip - 1);
+}
+
+static bool files(Tensors *t, const char *path, Error *e) {
+    const int n = parts_of(path), stem = (int)strlen(path) - 19;
+    if (sees(path)) return fail(e, BAD_MODEL, "%s: this is the vision part of a model, not its text part", path);
+    if (!n) return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
+    for (int i = 0; i < n; i++) /* the stem is followed by 00001-of-00003.gguf */
+        tensors_add_file(t, i ? text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n) : text_print("%s", path));
+    return true;
+}
+
+static cJSON *header(const Tensors *t, int i, size_t *data, size_t *alignment, Error *e) {
+    return gguf_header(t->file + i, i, t->files, t->metadata, data, alignment, e);
+}
+
+static cJSON *json(const Tensors *t, const char *path, const char *name, Error *e) {
+    return strcmp(name, "config.json") ? NULL : gguf_config(t, path, e);
+}
+
+const Container gguf = {gguf_named,
+                        files,
+                        header,
+                        json,
+                        .in_files = true,
+                        .whole_norms = true,
+                        .neighbours = true,
+                        .extra_biases = true,
+                        .ending = "[.]gguf$",
+                        .advice = "--include '*Q4_K_M*' fetches GGUF files with that in their names, "};

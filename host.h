@@ -13,7 +13,7 @@
 /* The backend of this build: card.cu, or tests/reference.c. */
 extern const Backend *const backend;
 
-enum { MOST_VALUES = 64, MOST_STREAMS = 256, MOST_REPEATS = 100, MOST_CLIENTS = 1000 };
+enum { MOST_VALUES = 64, MOST_STREAMS = 256 };
 typedef struct { /* whole numbers like 1,4,16 */
     int n, value[MOST_VALUES];
 } Numbers;
@@ -21,6 +21,18 @@ typedef struct { /* texts of an option that may be repeated */
     int n;
     const char *text[MOST_VALUES];
 } Texts;
+
+typedef enum { SWITCH, TEXT, TEXTS, WHOLE, WHOLES, SEED, REAL } Kind;
+typedef struct {       /* the last of a table has no name */
+    char letter;       /* -p, or 0 */
+    const char *name;  /* --prompt */
+    const char *value; /* its value as the help names it; NULL: a switch */
+    Kind kind;
+    void *to;            /* bool, const char *, Texts, int, Numbers, uint64_t or float, by kind */
+    double least, most;  /* range of a number; TEXTS: at most so many texts */
+    const char *initial; /* default value; NULL: what `to` holds */
+    const char *help;    /* what it does; a REAL's begins with its range and a colon */
+} Option;
 
 /* ---- models on disk: config.json, safetensors, weights bound to infer.h's Model ---- */
 
@@ -44,29 +56,50 @@ typedef struct {
     const unsigned char *map;
     size_t size;
 } TensorFile;
+typedef struct Container Container;
 typedef struct {
+    const Container *container;
     Tensor *tensor; /* sorted by name */
     int n, files;
     TensorFile *file;
-    cJSON *metadata; /* GGUF's keys and values; else NULL */
+    cJSON *metadata; /* __metadata__ of the first file's header, or NULL */
 } Tensors;
 
-/* Opens the safetensors files of a directory (github.com/huggingface/safetensors), or one file: 8 bytes of header
- * length, a JSON header that gives every tensor's dtype, shape and data_offsets, then the data without gaps. Of a file
- * NAME.gguf it opens all parts, and gives the tensors the hub's names. BAD_MODEL with file, tensor, expected and found.
- * If a file of the Tensors opened last shrinks later, a read of what is gone ends the process with BAD_MODEL and a line
- * that names the directory. */
+/* How a model is stored. All speak of it by the names that safetensors and the hub's files have. */
+struct Container {
+    /* Is a whole model stored so at this path, which may be a folder or a file? */
+    bool (*fits)(const char *path);
+    /* Lists its files, which need not be there. BAD_MODEL. */
+    bool (*files)(Tensors *t, const char *path, Error *e);
+    /* The header of file i, which is mapped, as safetensors' JSON. *data: where its data begins; *alignment: each
+     * tensor begins at a multiple of it. NULL: BAD_MODEL. */
+    cJSON *(*header)(const Tensors *t, int i, size_t *data, size_t *alignment, Error *e);
+    /* What the hub's file `name` holds (config.json, tokenizer.json, ...; chat_template.jinja is a string). NULL: there
+     * is no such file, or an error. */
+    cJSON *(*json)(const Tensors *t, const char *path, const char *name, Error *e);
+    bool in_files;               /* json() reads the tensors' files, which must be open */
+    bool whole_norms;            /* norms are stored as w, also in families whose safetensors have w - 1 */
+    bool neighbours;             /* RoPE turns neighbouring rows of q and k, if config.json has rope_interleave */
+    bool extra_biases;           /* a matrix may have a bias that its family does not */
+    const char *ending, *advice; /* of file names at the hub, and how to fetch them; or NULL */
+};
+extern const Container safetensors;
+extern const Container *const containers[];      /* the first that fits counts; extensions.c */
+const Container *container_at(const char *path); /* safetensors if none fits */
+
+enum { MOST_FILES = 1000 };
+/* Opens the files of a model, or one safetensors file (github.com/huggingface/safetensors): 8 bytes of header length, a
+ * JSON header that gives every tensor's dtype, shape and data_offsets, then the data without gaps. BAD_MODEL with file,
+ * tensor, expected and found. If a file of the Tensors opened last shrinks later, a read of what is gone ends the
+ * process with BAD_MODEL and a line that names the path. */
 bool tensors_open(Tensors *t, const char *path, Error *e);
 void tensors_close(Tensors *t);
 Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
+/* Adds a file to those to open, unless it is listed. Takes `name` over. */
+void tensors_add_file(Tensors *t, char *name);
 
-/* Is there a file at this path, and does its name end in .gguf? */
 bool gguf_named(const char *path);
-/* Turns the header of part i of n of a GGUF model into one of safetensors: an entry under the hub's name for each
- * tensor, or for each expert or head in it. All other keys are in __metadata__; parts after the first need the first
- * one's as `metadata`. *data: where the data begins; *alignment: every tensor begins at a multiple of it. */
 cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, size_t *data, size_t *alignment, Error *e);
-/* The config.json of a GGUF model. NULL: BAD_MODEL, with the key or architecture that infer does not know. */
 cJSON *gguf_config(const Tensors *t, const char *path, Error *e);
 
 /* Names what often comes in place of a model's file, by its first bytes; NULL: nothing known. */
@@ -90,23 +123,131 @@ bool checkpoint_open(Checkpoint *c, const char *dir, Error *e);
 bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Error *e);
 void checkpoint_close(Checkpoint *c);
 
+/* ---- reading a model: what families/ and encodings/ use ---- */
+
+#define JSON(...) #__VA_ARGS__
+
+typedef struct {
+    const char *model_type; /* of config.json */
+    const char *defaults;   /* values of keys that its config.json leaves out, where families differ */
+    const char *fixed;      /* those whose value counts even if config.json has another; or NULL */
+    Act act;
+    bool gemma;      /* files hold norms as w - 1; norms also follow attention and MLP; embeddings are scaled */
+    bool head_norms; /* RMSNorm of each head of q and k before RoPE */
+    bool qkv_bias;   /* q, k and v always have a bias, o never; otherwise attention_bias decides */
+    bool sinks;      /* self_attn.sinks */
+    bool latent;     /* DeepSeek's latent attention */
+    struct {         /* names of tensors in a layer and in an expert, and keys of config.json; NULL: dense */
+        const char *router, *experts, *gate, *up, *down, *count, *width;
+        bool biases; /* experts have biases; in safetensors one MXFP4 tensor holds all, rows of gate and up in turn */
+    } moe;
+    const char *nested; /* family of the text model in its text_config */
+} Family;
+
+/* Experts whose tensors are named as most are; what differs follows. */
+#define EXPERTS(router, ...)                                                                                           \
+    { router, "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", __VA_ARGS__ }
+extern const Family *const families[]; /* lists that end with a row without model_type; extensions.c */
+
+typedef struct { /* a model being read. After the first error, which fills *e, nothing more is bound */
+    Checkpoint *c;
+    const Family *family;
+    char *path;             /* of config.json */
+    cJSON *file, *defaults; /* file: config.json as it is */
+    cJSON *config;          /* the same, or its text_config, and the defaults of keys that it lacks */
+    char prefix[30];        /* of tensor names: "model.layers.3." in a layer, nothing outside */
+    bool tied;              /* embed and head are one */
+    const Container *container;
+    /* encodings/: */
+    const char *encoding;      /* of made up matrices; NULL: BF16 */
+    const cJSON *quantization; /* quantization_config, or NULL */
+    bool zeros;                /* all groups of compressed-tensors have zero points */
+    Error *e;
+} Loader;
+
+static inline bool failed(const Loader *load) { return load->e->code; }
+
+/* Records what is wrong with a file. Only the first error counts, because later ones may follow from it. */
+#define bad_file(load, file, format, ...)                                                                              \
+    ((void)(failed(load) || fail((load)->e, BAD_MODEL, "%s: " format, file, __VA_ARGS__)))
+
+/* config.json. A value of another cJSON type, or outside its range, is an error that names the key. */
+enum { REQUIRED = -1 }; /* instead of a missing key's value */
+void config_bad(Loader *load, const cJSON *object, const char *key, const char *expected);
+/* The value of a key; NULL: it is missing or null. */
+const cJSON *config_typed(Loader *load, const cJSON *object, const char *key, int type, const char *expected);
+const char *config_text(Loader *load, const cJSON *object, const char *key);
+bool config_true(Loader *load, const char *key);
+/* A number in [least, most]. A missing key has the value `absent`; if that is out of range, the key is required. */
+double config_number(Loader *load, const cJSON *object, const char *key, double least, double most, double absent);
+int config_whole(Loader *load, const char *key, int least, int most, int absent);
+/* Refuses every value of a key but this one. The key may be missing. */
+void config_only(Loader *load, const cJSON *object, const char *key, double value);
+/* A file of the model by the hub's name; NULL: it is not there, or an error. */
+cJSON *model_json(Loader *load, const char *dir, const char *name);
+
+/* Zeroed memory that is freed with the checkpoint. */
+void *keep(Checkpoint *c, size_t count, size_t bytes);
+static inline int divided(int n, int by) { return n > 0 ? (n - 1) / by + 1 : 0; }
+
+/* Types: entries of its tensor's last dimension that a block takes; the type that a tensor's dtype alone determines, or
+ * NO_TYPE; has a tensor the dtype of this type (old files hold E8M0 as U8)? */
+int block_entries(Type type);
+Type type_of(const Tensor *t);
+bool has_dtype(const Tensor *t, Type type);
+bool is_float(Type type);
+
+/* The tensor PREFIX NAME SUFFIX. NULL: the files do not have it. */
+Tensor *find_tensor(const Loader *load, const char *name, const char *suffix);
+/* Finds that tensor and checks its shape, of which a last 1 may be missing, and the dtype of `type` (NO_TYPE: any).
+ * Returns a made up one, without data, if there are no files or if the check fails. */
+Tensor *bind_tensor(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape);
+bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expected); /* refuses it unless `ok` */
+const char *file_of(const Loader *load, const Tensor *t);
+/* Marks a tensor as part of a matrix of this type, of whose weights it holds `values`. */
+void belongs(Tensor *t, Type type, int64_t values);
+View tensor_view(const Loader *load, const Tensor *t, int64_t lines);
+View lines_of(View v, size_t first, size_t step, int n); /* n lines of a view: first, first + step, ... */
+/* n floats; n 0: the layer has no such vector. */
+const float *bind_floats(Loader *load, const char *name, const char *suffix, int n);
+/* The matrix (rows, cols) of a module; rows 0: the layer has no such step. bias: true, false (the file may still have
+ * one) or NO_BIAS (instead of false: nothing would add it). */
+enum { NO_BIAS = -1 };
+Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias);
+
+typedef struct {                                 /* matrices that are not plain rows */
+    void (*open)(Loader *load, const char *dir); /* reads and checks quantization_config */
+    /* Binds a module's matrix w, whose shape is set, and sets its type. False: it is plain rows of w->type. */
+    bool (*bind)(Loader *load, const char *name, Linear *w, Stored *one);
+    /* Cuts rows first, first + step, ... out of w's codes (g: of its type) or a grid, whose view is v. False: v's lines
+     * are rows. */
+    bool (*cut)(Loader *load, View *v, const Linear *w, Grid g, int first, int step, int rows);
+    bool (*knows)(const char *encoding, Error *e); /* is there an encoding of this name, for made up weights? USAGE */
+} Packing;
+extern const Packing *const packings[]; /* the first that binds counts; extensions.c */
+
 uint64_t linear_bytes(const Linear *w); /* of its weights as encoded and their grids; 0 if it is absent */
 /* Bytes that a decode step reads for `streams` texts of `depth` tokens each: the head and the layers' matrices, but
  * only `experts` experts of a layer, and the keys and values that each text attends to. */
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth);
 
-typedef struct {       /* a model as a list shows it */
-    char *name, *path; /* in a list. name: ORG/NAME or ORG/NAME/FILE.gguf if its folder says so; else its path */
-    char encoding[16]; /* config.json's, or in GGUF the type with the most bytes */
-    char family[40];
-    uint64_t bytes;
-    bool there;    /* there is a config.json or a GGUF file */
-    bool complete; /* config.json, tokenizer.json and all weights are here */
-    bool known;    /* infer runs what config.json describes; assumed of a GGUF model that lacks parts */
-    Error problem; /* why it is not known */
+typedef struct {
+    char encoding[16]; /* config.json's, or the type with the most bytes */
+    char family[40];   /* model_type */
+    bool known;        /* infer runs what config.json describes */
+    Error problem;     /* why not */
+} ModelInfo;
+/* What the model at a path is. Its weights are not read, and need not be here. */
+ModelInfo model_describe(const char *path);
+bool model_runs(const char *path, Error *e); /* is it known? */
+
+/* ---- models here and at the hub: download.c, which alone knows the hub's cache ---- */
+
+typedef struct {
+    char *name, *path; /* name: ORG/NAME or ORG/NAME/FILE if its folder says so; else its path */
+    uint64_t bytes;    /* of the weights that are here */
+    bool complete;     /* all of it is here */
 } ModelEntry;
-/* Describes the model at a path. Its weights are not opened, and need not be here. */
-ModelEntry model_entry(const char *path);
 typedef struct {
     ModelEntry *entry;
     int n;
@@ -114,17 +255,18 @@ typedef struct {
 /* All models in ./models and the hub's cache, sorted by name, each name once. */
 Models models_list(void);
 void models_free(Models *list);
+ModelEntry model_entry(const char *path); /* what is here of the model at a path; without name and path */
+/* What a list says of a model: complete, incomplete, not supported. */
+const char *model_state(const ModelEntry *m, const ModelInfo *info);
 /* The path of the model that a MODEL argument means: a path, ORG/NAME, ORG/NAME@REVISION or a unique part of a name.
  * Free it. NULL: BAD_MODEL, and its text lists the models here. */
 char *model_find(const char *argument, Error *e);
-/* The same; on a terminal a missing ORG/NAME is offered for download. */
-char *model_get(const char *argument, Error *e);
-/* Paths; free them. hub_file: in $HF_HOME or ~/.cache/huggingface, which all tools of the hub share. hub_cache:
- * $HF_HUB_CACHE or `hub` there; it holds downloaded models. hub_folder: models--ORG--NAME in it, for ORG/NAME or
- * ORG/NAME@REVISION. */
-char *hub_file(const char *name);
-char *hub_cache(void);
-char *hub_folder(const char *repository);
+char *hub_cache(void);                     /* the path of the hub's cache; free it */
+bool hub_repository(const char *argument); /* may it be an ORG/NAME at the hub? */
+/* Downloads what is missing of ORG/NAME[@REVISION] and returns the path of its folder. Ends the process if that fails,
+ * or, after config.json, if `runs` says that infer cannot run it (unless --all is given). */
+const char *hub_fetch(const char *repository, bool (*runs)(const char *path, Error *e));
+extern const Option download_options[];
 /* A repository without its weights: a folder of its name with config.json, the index, and each safetensors file with a
  * hole for its data. It lies in a temporary folder, removed at exit, which becomes the working directory. to_fetch:
  * bytes that `infer download` would fetch. Ends the process if that fails. */
@@ -227,24 +369,26 @@ SchedulerState scheduler_state(const Scheduler *s);
 
 /* ---- commands ---- */
 
-/* The arguments of a command. Those that it does not take are NULL, 0 or false. */
 typedef struct {
-    const char *model; /* MODEL or REPO; NULL: none was given */
-    const char *prompt, *file, *output, *format, *tap, *ids, *system, *effort, *date, *token_file, *encoding;
-    const char *server;
-    Texts stop, include, exclude;
-    Numbers prompts, depths, streams, clients; /* of bench */
-    const char *host, *cors, *alias;           /* of serve */
-    int port, slots, queue, cache, chunk;
-    int context, gpu, max_tokens, top, stride, tokens, repeats, jobs;
-    bool plain, all, json, jsonl, special, as_ids, hide_thinking, raw, insecure;
-    Sampling sampling;
-} Options;
+    const char *name, *argument; /* argument: "MODEL", "[MODEL]" if it may be left out, or "" */
+    const char *summary;
+    const Option *options[4];      /* tables, and NULL */
+    int (*run)(const char *model); /* returns the exit code. model: the argument, or NULL */
+} Command;
+extern const Command *const commands[]; /* of all rooms, as the help shows them, and NULL; extensions.c */
 
-/* The commands, which return the exit code. */
-int play(const Options *o), download(const Options *o), list(const Options *o), rm(const Options *o);
-int inspect(const Options *o), doctor(const Options *o), bench(const Options *o), perplexity(const Options *o);
-int serve(const Options *o), explain(const Options *o);
+/* The option of a table that has this name or, if n is 1, this letter; or NULL. */
+const Option *option_find(const Option *table, const char *name, size_t n);
+/* Stores an option's value. TEXT and TEXTS keep the pointer `text`, not a copy. text: NULL for a switch. USAGE. */
+bool option_set(const Option *option, const char *text, Error *e);
+extern const Option load_options[]; /* of commands that call session_load() */
+extern const Option text_options[]; /* of commands that call session_text() */
+
+typedef struct {
+    Sampling sampling;
+    int max_tokens; /* of an answer; 0: as many as the context has room for */
+} Settings;
+extern const Option settings_options[]; /* play's and /set's */
 
 /* The parts of a session that a command needs. */
 enum {
@@ -263,32 +407,87 @@ typedef struct {
     Checkpoint checkpoint;
     Engine engine;
     Scheduler *scheduler; /* of the engine */
-    Tap *tap;             /* set it before loading to look into each step, see infer.h */
+    /* A command sets these before it opens the session: */
+    const char *encoding; /* of made up weights, if there are no files; or NULL */
+    Tap *tap;             /* looks into each step, see infer.h; or NULL */
     void *tap_data;
+    bool quiet;     /* nothing is said of loading */
     char where[64]; /* "GPU 0 (14.1 GB of 139.8 GB)" */
     double seconds; /* that loading took */
 } Session;
 
-/* Finds o->model, or the only model there is, and opens the parts in `need`. A session is static and never closed: what
- * it holds goes with the process. */
-bool session_open(Session *s, const Options *o, int need, Error *e);
-/* Opens a model and makes token ids of o->prompt or o->ids: at least one, no more than its context. */
-bool session_prompt(Session *s, const Options *o, Ids *ids, Error *e);
+/* Finds a model, or the only one there is if `model` is NULL, and opens the parts in `need`. A session is static and
+ * never closed: what it holds goes with the process. */
+bool session_open(Session *s, const char *model, int need, Error *e);
+/* Opens a model and makes token ids of -p or --ids (text_options): at least one, no more than its context. */
+bool session_text(Session *s, const char *model, Ids *ids, Error *e);
+/* Loads the engine, with room for limits.max_seqs texts (0: 1) of `context` tokens; 0: as many as fit. --gpu and
+ * --plain (load_options) count; limits.max_tokens and .cache may be 0. */
+bool session_load(Session *s, Limits limits, int context, Error *e);
 /* Writes the ids of the n largest logits, largest first, and returns their number: n, or vocab if that is less. */
 int likeliest(const float *logits, int vocab, int n, int *ids);
-/* Loads the engine, with room for o->slots or o->streams texts of `context` tokens; 0: as many as fit. */
-bool session_load(Session *s, const Options *o, int context, Error *e);
 
 /* ---- the terminal ---- */
 
-#define WRAP_OFF "\033[?7l" /* the terminal cuts long lines: each takes one row, which can be drawn again in place */
-#define WRAP_ON  "\033[?7h"
-int columns(FILE *f); /* of the terminal's window */
+#define FAINT      "\033[2m"
+#define RED        "\033[31m"
+#define NORMAL     "\033[0m"
+#define ERASE_LINE "\r\033[K"
+#define WRAP_OFF   "\033[?7l" /* the terminal cuts long lines: each takes one row, which can be drawn again in place */
+#define WRAP_ON    "\033[?7h"
+int columns(FILE *f);                         /* of the terminal's window */
+bool output_open(const char *path, Error *e); /* stdout goes to this file; a failed write will name it */
 /* Writes an escape sequence if f is a terminal that understands it, and a colour only without NO_COLOR. Returns whether
  * it did. */
 bool put_escape(FILE *f, const char *escape);
 /* Writes a label and a text, which may come from a model or a file, as a line or more. On a terminal no escape sequence
  * in it takes effect, and lines end between words. style: an escape sequence, or NULL. */
 void put_text(FILE *f, const char *style, const char *label, const char *text);
+/* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
+void print_row(FILE *f, const char *name, int column, const char *text);
+/* Prints the text of tokens exactly, but on a terminal without escape sequences. */
+void print_text(const Tokenizer *t, const Ids *ids);
+/* USAGE, naming `what`: n bytes are not UTF-8. */
+bool check_text(const char *what, const char *text, size_t n, Error *e);
+
+/* Text that arrives in parts; on a terminal it is written as put_text() writes it. */
+typedef struct {
+    FILE *f;           /* NULL: nothing was written */
+    const char *style; /* FAINT, RED or NULL */
+    char last;         /* byte of the text so far */
+    /* terminal/ breaks lines between words: */
+    int width, indent; /* columns of a line, 0: no breaks; spaces that begin a line behind a break */
+    int column, cells; /* columns of the line so far, and of the waiting word */
+    int spaces;        /* they wait in front of the word; a break takes their place */
+    Bytes word;
+} Wrap;
+Wrap wrap_on(FILE *f, const char *style);
+void wrap_text(Wrap *w, const char *text, size_t n);
+void wrap_end(Wrap *w); /* ends the text with a line break, unless it ends in one */
+
+/* ---- play ---- */
+
+typedef struct {
+    Session m;
+    bool chat, loop;   /* chat: in a chat format; loop: in a terminal, for more than one prompt */
+    Conversation talk; /* without a chat format: texts that follow each other */
+    uint64_t answers;  /* since the seed was set; answer i, counted from 0, draws with the seed plus i */
+    double bandwidth;  /* bytes a second that the model's memory can be read at; 0: unknown */
+    char *file;        /* the conversation was last saved to it or loaded from it */
+} Play;
+extern Settings settings;
+extern volatile sig_atomic_t interrupted; /* Ctrl+C was pressed since the last line was begun */
+/* Answers the conversation, and shows the answer. Returns the exit code; a loop goes on unless the GPU failed. */
+int converse(Play *p);
+/* Makes the tokens that the model reads before its next answer. */
+bool make_prompt(const Play *p, Ids *ids, Error *e);
+
+typedef struct {                                       /* of terminal/ */
+    int (*loop)(Play *p);                              /* asks for one question after another; the exit code */
+    void (*answering)(bool on, bool loop);             /* an answer begins to be written, or has ended */
+    void (*leave)(void);                               /* before the process ends inside the loop */
+    void (*wrap)(Wrap *w, const char *text, size_t n); /* writes text that is safe for a terminal */
+} Terminal;
+extern const Terminal *const terminal; /* or NULL: play reads lines with getline; extensions.c */
 
 #endif

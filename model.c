@@ -1,147 +1,65 @@
-/* model.c: from a model directory to generated text. Chapters: config and families, safetensors, binding, sizes, models
- * on disk, engine, the draw on the host, scheduler. host.h declares what others use.
+/* model.c: from a model directory to a Model. Chapters: config and families, safetensors, binding, sizes, models on
+ * disk. host.h declares what others use.
  *
  * Everything special about a family stays in this file: fused and interleaved matrices become views, every RoPE scaling
  * becomes a table of angles, small tensors become float arrays. So no code behind infer.h asks which family a model is.
  * Any file may be hostile: this code compares lengths with the file's size before use, checks products for overflow and
  * binds every tensor once by name, dtype and shape. The code after that trusts them. */
 #include "decode.h"
-#include "encodings/types.h"
 #include "host.h"
 
 #include <ctype.h>
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
-#include <search.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/param.h>
-#include <sys/queue.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MOST_CONFIG = 1 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000, MOST_FILES = 1000 };
-enum { REQUIRED = -1 }; /* instead of a missing key's value */
-enum { NO_BIAS = -1 };  /* instead of false: nothing would add a bias that a file stores */
+enum { MOST_CONFIG = 1 << 20, MOST_TEXT = 256 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000 };
 
 /* ---- config and families ---- */
 
-typedef struct {
-    const char *model_type; /* of config.json */
-    const char *defaults;   /* values of keys that its config.json leaves out, where families differ */
-    const char *fixed;      /* those whose value counts even if config.json has another; or NULL */
-    Act act;
-    bool gemma;      /* files hold norms as w - 1; norms also follow attention and MLP; embeddings are scaled */
-    bool head_norms; /* RMSNorm of each head of q and k before RoPE */
-    bool qkv_bias;   /* q, k and v always have a bias, o never; otherwise attention_bias decides */
-    bool sinks;      /* self_attn.sinks */
-    bool latent;     /* DeepSeek's latent attention */
-    struct {         /* names of tensors in a layer and in an expert, and keys of config.json; NULL: dense */
-        const char *router, *experts, *gate, *up, *down, *count, *width;
-        bool biases; /* experts have biases; in safetensors one MXFP4 tensor holds all, rows of gate and up in turn */
-    } moe;
-    const char *nested; /* family of the text model in its text_config */
-} Family;
-
-#define JSON(...) #__VA_ARGS__
-
 /* clang-format off */
-#define EXPERTS(router, ...) {router, "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", __VA_ARGS__}
-static const Family families[] = {
+const Family gpt_oss[] = {
     {"gpt_oss", JSON({"attention_bias": true, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
                       "sliding_window_pattern": 2, "norm_topk_prob": true, "rope_theta": 150000,
                       "default_rope": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
                                        "truncate": false}}),
      "norm_topk_prob, sliding_window_pattern", SWIGLU_CLAMPED, .sinks = true,
      .moe = EXPERTS("mlp.router", "num_local_experts", "intermediate_size", .biases = true)},
-    {.model_type = "llama", .defaults = JSON({"max_position_embeddings": 2048})},
-    {.model_type = "mistral", .defaults = JSON({"num_key_value_heads": 8, "sliding_window": 4096})},
-    {.model_type = "mistral3", .nested = "mistral"},
-    {"mixtral", JSON({"num_key_value_heads": 8, "sliding_window": null, "norm_topk_prob": true, "rope_theta": 1e6}),
-     "norm_topk_prob",
-     .moe = {"block_sparse_moe.gate", "block_sparse_moe.experts", ".w1", ".w3", ".w2", "num_local_experts",
-             "intermediate_size"}},
-    {"qwen2", JSON({"use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
-     .qkv_bias = true},
-    {"qwen3", JSON({"head_dim": 128, "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28}),
-     .head_norms = true},
-    {"qwen3_moe", JSON({"num_key_value_heads": 4, "use_sliding_window": false, "sliding_window": 4096,
-                        "moe_intermediate_size": 768}),
-     .head_norms = true, .moe = EXPERTS("mlp.gate", "num_experts", "moe_intermediate_size")},
-    {"gemma2", JSON({"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2,
-                     "tie_word_embeddings": true, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50,
-                     "final_logit_softcapping": 30}),
-     "sliding_window_pattern", GEGLU, .gemma = true},
-    {"gemma3_text", JSON({"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216,
-                          "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-                          "max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 6,
-                          "rms_norm_eps": 1e-6, "tie_word_embeddings": true, "query_pre_attn_scalar": 256,
-                          "rope_theta": 1e6, "rope_local_base_freq": 10000, "attn_logit_softcapping": null}),
-     "attn_logit_softcapping", GEGLU, .gemma = true, .head_norms = true},
-    {.model_type = "gemma3", .nested = "gemma3_text"},
-    {"deepseek_v2", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-                          "v_head_dim": 128, "n_shared_experts": 2, "scoring_func": "softmax",
-                          "topk_method": "greedy", "rope_interleave": true}),
-     "rope_interleave", .latent = true, .moe = EXPERTS("mlp.gate", "n_routed_experts", "moe_intermediate_size")},
-    {"deepseek_v3", JSON({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-                          "v_head_dim": 128, "n_shared_experts": 1, "scoring_func": "sigmoid",
-                          "topk_method": "noaux_tc", "norm_topk_prob": true, "routed_scaling_factor": 2.5,
-                          "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "rope_interleave": true}),
-     .latent = true, .moe = EXPERTS("mlp.gate", "n_routed_experts", "moe_intermediate_size")},
-};
+    {0}};
 /* clang-format on */
 
-typedef struct { /* a model being read. After the first error, which fills *e, nothing more is bound */
-    Checkpoint *c;
-    const Family *family;
-    char *path;                /* of config.json */
-    cJSON *file, *defaults;    /* file: config.json as it is */
-    cJSON *config;             /* the same, or its text_config, and the defaults of keys that it lacks */
-    char prefix[30];           /* of tensor names: "model.layers.3." in a layer, nothing outside */
-    Type made_up_as;           /* encoding of made up matrices; NO_TYPE: a mixture, see made_up_type() */
-    const cJSON *quantization; /* quantization_config, or NULL */
-    bool tied;                 /* embed and head are one */
-    bool gguf;                 /* norms hold w, not w - 1; experts' gate and up are two tensors */
-    bool zeros;                /* all groups of compressed-tensors have zero points */
-    Error *e;
-} Loader;
-
-static bool failed(const Loader *load) { return load->e->code; }
-
-/* Records what is wrong with a file. Only the first error counts, because later ones may follow from it. */
-#define refuse(load, file, format, ...)                                                                                \
-    ((void)(failed(load) || fail((load)->e, BAD_MODEL, "%s: " format, file, __VA_ARGS__)))
-
-static void config_bad(Loader *load, const cJSON *object, const char *key, const char *expected) {
+void config_bad(Loader *load, const cJSON *object, const char *key, const char *expected) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, key);
     LocalText found = value ? json_text(value) : NULL;
-    refuse(load, load->path, "%s should be %s and is %.80s", key, expected, found ? found : "missing");
+    bad_file(load, load->path, "%s should be %s and is %.80s", key, expected, found ? found : "missing");
 }
 
 /* The value of a key; NULL: it is missing or null. A value of another cJSON type is an error. */
-static const cJSON *config_typed(Loader *load, const cJSON *object, const char *key, int type, const char *expected) {
+const cJSON *config_typed(Loader *load, const cJSON *object, const char *key, int type, const char *expected) {
     const cJSON *value = json_get(object, key);
     if (!value || value->type & type) return value;
     config_bad(load, object, key, expected);
     return NULL;
 }
 
-static const char *config_text(Loader *load, const cJSON *object, const char *key) {
+const char *config_text(Loader *load, const cJSON *object, const char *key) {
     return cJSON_GetStringValue(config_typed(load, object, key, cJSON_String, "a text"));
 }
 
-static bool config_true(Loader *load, const char *key) {
+bool config_true(Loader *load, const char *key) {
     return cJSON_IsTrue(config_typed(load, load->config, key, cJSON_True | cJSON_False, "true or false"));
 }
 
 /* A number in [least, most]. A missing key has the value `absent`; if that is out of range, the key is required. */
-static double config_number(Loader *load, const cJSON *object, const char *key, double least, double most,
-                            double absent) {
+double config_number(Loader *load, const cJSON *object, const char *key, double least, double most, double absent) {
     const cJSON *value = json_get(object, key);
     double x = !value ? absent : cJSON_IsNumber(value) ? value->valuedouble : NAN;
     if (x >= least && x <= most) return x;
@@ -150,26 +68,24 @@ static double config_number(Loader *load, const cJSON *object, const char *key, 
     return least;
 }
 
-static int config_whole(Loader *load, const char *key, int least, int most, int absent) {
+int config_whole(Loader *load, const char *key, int least, int most, int absent) {
     double x = config_number(load, load->config, key, least, most, absent);
     if (x != floor(x)) config_bad(load, load->config, key, "a whole number");
     return (int)x;
 }
 
 /* Refuses every value of a key but this one. The key may be missing. */
-static void only(Loader *load, const cJSON *object, const char *key, double value) {
+void config_only(Loader *load, const cJSON *object, const char *key, double value) {
     LocalText expected = text_print("%.10g", value);
     if ((float)config_number(load, object, key, -1e9, 1e9, value) != (float)value)
         config_bad(load, object, key, expected);
 }
 
 /* Zeroed memory that is freed with the checkpoint. */
-static void *keep(Checkpoint *c, size_t count, size_t bytes) {
+void *keep(Checkpoint *c, size_t count, size_t bytes) {
     c->owned = reallocate(c->owned, (size_t)(c->owned_n + 1) * sizeof *c->owned);
     return c->owned[c->owned_n++] = allocate_zero(count, bytes);
 }
-
-static char *join(const char *dir, const char *name) { return text_print("%s/%s", dir, name); }
 
 static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * log(factor) + 1 : 1; }
 
@@ -191,18 +107,16 @@ static const cJSON *find_rope(Loader *load, bool window) {
     return rope ? rope : older ? older : json_get(load->defaults, "default_rope");
 }
 
-static const float *bind_floats(Loader *load, const char *name, const char *suffix, int n);
-
 /* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. A
  * GGUF file may have a tensor of divisors. */
 static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
     const cJSON *rope = find_rope(load, window);
-    only(load, rope, "partial_rotary_factor", 1);
+    config_only(load, rope, "partial_rotary_factor", 1);
     const char *older = config_text(load, rope, "type"), *type = config_text(load, rope, "rope_type");
     if (!type) type = older ? older : "default";
     bool yarn = !strcmp(type, "yarn"), llama3 = !strcmp(type, "llama3"), scaled = strcmp(type, "default");
     if (scaled && !yarn && !llama3 && strcmp(type, "linear"))
-        refuse(load, load->path, "rope type '%.40s' is none of default, linear, llama3 and yarn", type);
+        bad_file(load, load->path, "rope type '%.40s' is none of default, linear, llama3 and yarn", type);
     double original = 0, factor = 1, low = 0, high = 1, scale = 1, d = m->rope_dim;
     double theta = config_number(load, load->config, window ? "rope_local_base_freq" : "rope_theta", 1e-6, 1e12, 10000);
     theta = config_number(load, rope, "rope_theta", 1e-6, 1e12, theta);
@@ -260,7 +174,7 @@ static void read_windows(Loader *load, Model *m) {
     int from = first ? config_whole(load, "max_window_layers", 0, INT32_MAX, REQUIRED) : 0, window = 0;
     int every = pattern ? config_whole(load, "sliding_window_pattern", 1, INT32_MAX, REQUIRED) : INT32_MAX;
     if (list && cJSON_GetArraySize(list) != m->n_layers)
-        refuse(load, load->path, "layer_types should be an array of %d, one a layer", m->n_layers);
+        bad_file(load, load->path, "layer_types should be an array of %d, one a layer", m->n_layers);
     if (any && used && json_get(load->config, "sliding_window"))
         window = config_whole(load, "sliding_window", 1, INT32_MAX, REQUIRED);
     for (int i = 0; i < m->n_layers && !failed(load); i++) {
@@ -268,8 +182,8 @@ static void read_windows(Loader *load, Model *m) {
         bool sliding = any && i >= from && (i + 1) % every != 0, full = type && !strcmp(type, "full_attention");
         if (list) sliding = type && !strcmp(type, "sliding_attention");
         if (list && ((!sliding && !full) || (!first && !pattern && sliding != (window > 0))))
-            refuse(load, load->path, "layer_types[%d] is '%.40s', which is not implemented for %s", i,
-                   type ? type : "(no text)", load->family->model_type);
+            bad_file(load, load->path, "layer_types[%d] is '%.40s', which is not implemented for %s", i,
+                     type ? type : "(no text)", load->family->model_type);
         m->layer[i].window = sliding ? window : 0;
         m->layer[i].rope = m->rope + sliding;
     }
@@ -281,7 +195,7 @@ static void read_stop(Loader *load, const cJSON *config, const char *path) {
     bool several = cJSON_IsArray(eos);
     for (const cJSON *one = several ? eos->child : eos; one; one = several ? one->next : NULL) {
         if (!json_whole(one, 0, last, &id))
-            refuse(load, path, "eos_token_id should lie in the vocabulary, 0 to %d", (int)last);
+            bad_file(load, path, "eos_token_id should lie in the vocabulary, 0 to %d", (int)last);
         ids_add(&load->c->stop, (int)id);
     }
 }
@@ -326,13 +240,13 @@ static void read_heads(Loader *load, Model *m) {
         m->v_dim = config_whole(load, "v_head_dim", 1, 1024, REQUIRED);
         m->rope_dim = config_whole(load, "qk_rope_head_dim", 2, 1024, REQUIRED);
         m->head_dim = m->rope_dim + config_whole(load, "qk_nope_head_dim", 1, 1024, REQUIRED);
-        only(load, config, "rms_norm_eps", 1e-6); /* latent norms always have it, and eps is one for all */
+        config_only(load, config, "rms_norm_eps", 1e-6); /* latent norms always have it, and eps is one for all */
     } else {
         m->n_kv_heads = config_whole(load, "num_key_value_heads", 1, 4096, m->n_heads);
         m->head_dim = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
         m->v_dim = m->rope_dim = m->head_dim;
     }
-    m->neighbours = config_true(load, "rope_interleave") && (f->latent || load->gguf);
+    m->neighbours = config_true(load, "rope_interleave") && (f->latent || load->container->neighbours);
     if (m->n_heads % m->n_kv_heads) config_bad(load, config, "num_key_value_heads", "a divisor of num_attention_heads");
     if (m->rope_dim % 2)
         config_bad(load, config, f->latent ? "qk_rope_head_dim" : "head_dim", "even (RoPE turns pairs)");
@@ -360,75 +274,27 @@ static void read_sizes(Loader *load, Model *m) {
         config_bad(load, config, key, m->act == GEGLU ? "\"gelu_pytorch_tanh\"" : "\"silu\"");
     m->layer = keep(load->c, (size_t)m->n_layers, sizeof *m->layer);
     /* formulas that no family here has would silently give wrong logits */
-    only(load, config, "partial_rotary_factor", 1);
-    only(load, config, "swiglu_alpha", 1.702);
-    only(load, config, "moe_layer_freq", 1);
+    config_only(load, config, "partial_rotary_factor", 1);
+    config_only(load, config, "swiglu_alpha", 1.702);
+    config_only(load, config, "moe_layer_freq", 1);
     if (config_true(load, "use_bidirectional_attention") || cJSON_IsFalse(json_get(config, "is_causal")))
-        refuse(load, load->path, "%s", "use_bidirectional_attention should be false, and is_causal true");
+        bad_file(load, load->path, "%s", "use_bidirectional_attention should be false, and is_causal true");
 }
 
-/* Refuses any value in quantization_config, read from `path`, that stands for something not implemented. How a matrix
- * is encoded, and which of its weights share a scale, is read from its tensors, not from here. */
-static void check_quantization(Loader *load, const char *path, const char *key, const cJSON *x) {
-    static const char *const known[][2] = {
-        {"quant_method", "fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, auto-round, mxfp4"},
-        {"format", "float-quantized, int-quantized, naive-quantized, pack-quantized, nvfp4-pack-quantized, "
-                   "mxfp4-pack-quantized, mxfp8-quantized, mixed-precision, dense, gptq, gptq_v2, gemm"},
-        {"quant_algo",
-         "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, fp8_pb_wo, MXFP8, NVFP4, W4A16_NVFP4, MIXED_PRECISION"},
-        {"checkpoint_format", "gptq, gptq_v2, gemm"},
-        {"pack_dtype", "int32"},
-        {"fmt", "e4m3"},
-        {"is_marlin_format", "false"},
-        {"quantization_status", "compressed, frozen"},
-        {"location", "weight_input, weight_output"}, /* of a rotation in the weights. Others run at inference */
-        {"bits", "4, 8, 16"},
-        {"num_bits", "4, 8"},
-        {"group_size", "-1, 16, 32, 64, 128, 256, 512, 1024"},
-        {"weight_block_size", "16, 32, 64, 128, 256"},
-        {"block_structure", "16, 32, 64, 128, 256"}};
-    const cJSON *one;
-    if (failed(load) || strstr(key, "activations") || !strcmp(key, "kv_cache_scheme") || cJSON_IsNull(x)) return;
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-        if (strcmp(key, known[i][0]) || cJSON_IsArray(x)) continue;
-        LocalText text = cJSON_IsString(x) ? text_print("%s", x->valuestring) : json_text(x);
-        if (!text_listed(known[i][1], text))
-            refuse(load, path, "%s should be one of %s, and is %.80s", key, known[i][1], text);
-    }
-    cJSON_ArrayForEach(one, x) check_quantization(load, path, one->string ? one->string : key, one);
-}
-
-static void read_quantization(Loader *load, const char *dir) {
-    LocalText apart = join(dir, "quantize_config.json"); /* where older GPTQ models declare it */
-    const char *path = load->path, *key = "quantization_config";
-    if (!json_get(load->file, key)) key = "compression_config"; /* its older name */
-    if (!json_get(load->file, key) && !failed(load) && !access(apart, F_OK)) {
-        path = apart;
-        key = "quantize_config.json";
-        cJSON_AddItemToObject(load->file, key, json_read(path, MOST_CONFIG, load->e));
-    }
-    const cJSON *q = load->quantization = config_typed(load, load->file, key, cJSON_Object, "an object");
-    const char *version = json_string(q, "version");
-    const cJSON *groups = json_get(q, "config_groups"), *one;
-    if (q) check_quantization(load, path, "", q);
-    load->zeros = groups && groups->child;
-    cJSON_ArrayForEach(one, groups) load->zeros &= cJSON_IsFalse(json_get(json_get(one, "weights"), "symmetric"));
-    if (json_is(q, "quant_method", "awq") && version && strcasecmp(version, "gemm"))
-        config_bad(load, q, "version", "\"gemm\"");
-    if (json_is(q, "quant_method", "auto-round") && !json_is(q, "packing_format", "auto_round:auto_gptq") &&
-        !json_is(q, "packing_format", "auto_round:auto_awq"))
-        config_bad(load, q, "packing_format", "auto_round:auto_gptq or auto_round:auto_awq");
+cJSON *model_json(Loader *load, const char *dir, const char *name) {
+    return load->container->json(&load->c->tensors, dir, name, load->e);
 }
 
 /* The row of a model_type. The error for an unknown one lists all rows. */
 static const Family *find_family(Loader *load, const char *model_type) {
     LocalBytes names = {0};
-    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
-        if (model_type && !strcmp(model_type, families[i].model_type)) return families + i;
-        bytes_print(&names, "%s%s", i ? ", " : "", families[i].model_type);
-    }
-    refuse(load, load->path, "model_type '%.60s' is not supported (supported: %s)", model_type ? model_type : "(none)",
-           names.data);
+    for (int i = 0; families[i]; i++)
+        for (const Family *f = families[i]; f->model_type; f++) {
+            if (model_type && !strcmp(model_type, f->model_type)) return f;
+            bytes_print(&names, "%s%s", names.n ? ", " : "", f->model_type);
+        }
+    bad_file(load, load->path, "model_type '%.60s' is not supported (supported: %s)",
+             model_type ? model_type : "(none)", names.data);
     return NULL;
 }
 
@@ -455,14 +321,14 @@ static void read_config(Loader *load, Model *m, const char *dir) {
             cJSON_AddItemToObject(load->config, one->string, cJSON_Duplicate(one, true));
     }
     read_sizes(load, m);
-    read_quantization(load, dir);
+    for (int i = 0; packings[i]; i++) packings[i]->open(load, dir);
     read_rope(load, m, false, rope);
     rope[1] = rope[0];
     if (two_ropes(load)) read_rope(load, m, true, rope + 1);
     read_windows(load, m);
     read_stop(load, load->file, load->path);
-    LocalText path = join(dir, "generation_config.json");
-    LocalJson generation = failed(load) || access(path, F_OK) ? NULL : json_read(path, MOST_CONFIG, load->e);
+    LocalText path = path_join(dir, "generation_config.json");
+    LocalJson generation = failed(load) ? NULL : model_json(load, dir, "generation_config.json");
     read_stop(load, generation, path);
 }
 
@@ -526,7 +392,7 @@ static int by_offset(const void *a, const void *b) {
     return (x->size > y->size) - (x->size < y->size); /* an empty tensor first */
 }
 
-_Static_assert(!offsetof(Tensor, name) && !offsetof(ModelEntry, name), "by_name() sorts both");
+_Static_assert(!offsetof(Tensor, name), "by_name() sorts tensors");
 static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
 static bool map_file(TensorFile *f, Error *e) {
@@ -556,8 +422,9 @@ const char *file_kind(const char *data, size_t n) {
     return NULL;
 }
 
-/* Reads a safetensors header: eight bytes with its length, then JSON. *data: where the data begins. */
-static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
+/* Reads a header: eight bytes with its length, then JSON. */
+static cJSON *safetensors_header(const Tensors *t, int i, size_t *data, size_t *alignment, Error *e) {
+    const TensorFile *f = t->file + i;
     const char *path = f->name, *text = (const char *)f->map + 8, *kind = file_kind(text - 8, f->size);
     uint64_t header = 0;
     for (int byte = 7; byte >= 0; byte--) header = header << 8 | f->map[byte];
@@ -565,7 +432,7 @@ static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
         return fail(e, BAD_MODEL, "%s: no safetensors file%s%s (a header of %llu bytes in %zu): download it again",
                     path, kind ? " but " : ", or damaged", kind ? kind : "", (unsigned long long)header, f->size),
                NULL;
-    *data = 8 + header;
+    *data = 8 + header, *alignment = 1;
     return json_parse(text, header, path, e);
 }
 
@@ -573,13 +440,12 @@ static cJSON *read_header(const TensorFile *f, size_t *data, Error *e) {
  * leaves it out, so that all models name these tensors alike. */
 #define NESTED "language_model."
 
-/* Reads file i of a model, in safetensors or GGUF. */
+/* Reads file i of a model. */
 static bool read_file(Tensors *t, int i, Error *e) {
     TensorFile *f = t->file + i;
     size_t data = 0, align = 1;
     if (!map_file(f, e)) return false;
-    bool gguf = gguf_named(f->name);
-    LocalJson json = gguf ? gguf_header(f, i, t->files, t->metadata, &data, &align, e) : read_header(f, &data, e);
+    LocalJson json = t->container->header(t, i, &data, &align, e);
     if (!json) return false;
     size_t end = data;
     int first = t->n;
@@ -592,7 +458,7 @@ static bool read_file(Tensors *t, int i, Error *e) {
         if (!strncmp(inner, NESTED, strlen(NESTED)))
             memmove(inner, inner + strlen(NESTED), strlen(inner + strlen(NESTED)) + 1);
     }
-    if (gguf && !i) t->metadata = cJSON_DetachItemFromObjectCaseSensitive(json, "__metadata__");
+    if (!i) t->metadata = cJSON_DetachItemFromObjectCaseSensitive(json, "__metadata__");
     if (t->n > first) qsort(t->tensor + first, (size_t)(t->n - first), sizeof *t->tensor, by_offset);
     for (Tensor *one = t->tensor + first; one < t->tensor + t->n; end = one->offset + one->size, one++)
         if (one->offset != end && one->offset != roundup(end, align)) /* holes only to align */
@@ -603,48 +469,57 @@ static bool read_file(Tensors *t, int i, Error *e) {
                 f->name, f->size, end);
 }
 
-/* Adds a file to the list of those to read, unless it is listed. Takes `name` over. */
-static void add_file(Tensors *t, char *name) {
+void tensors_add_file(Tensors *t, char *name) {
     for (int i = t->files; i--;)
         if (!strcmp(t->file[i].name, name)) return free(name);
     t->file = reallocate(t->file, (size_t)(t->files + 1) * sizeof *t->file);
     t->file[t->files++] = (TensorFile){.name = name, .fd = -1};
 }
 
-/* The number of files of a GGUF model, from the name of the first: 3 for NAME-00001-of-00003.gguf. 0: not the first. */
-static int gguf_parts(const char *path) {
-    size_t n = strlen(path);
-    int no = 1, count = 1;
-    if (n > 20 && sscanf(path + n - 20, "-%5d-of-%5d.gguf", &no, &count) != 2) no = count = 1;
-    return no == 1 && count >= 1 && count <= MOST_FILES ? count : 0;
-}
-
-/* Adds the files of a model: a single file, or all parts of a GGUF file; of a directory all that
- * model.safetensors.index.json names, or else model.safetensors. If both are there, the index is left over from shards
- * that became one file. */
-static bool name_files(Tensors *t, const char *path, Error *e) {
-    LocalText index = join(path, "model.safetensors.index.json");
-    LocalText whole = join(path, "model.safetensors");
-    const bool gguf = gguf_named(path);
-    const int n = gguf ? gguf_parts(path) : file_exists(path), stem = (int)strlen(path) - 19;
-    if (gguf && !n)
-        return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
-    for (int i = 0; i < n; i++) /* the stem is followed by 00001-of-00003.gguf */
-        add_file(t, i ? text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n) : text_print("%s", path));
-    if (n) return true;
-    if (access(index, F_OK) || !access(whole, F_OK)) return add_file(t, text_print("%s", whole)), true;
+/* A single file; of a folder all that model.safetensors.index.json names, or else model.safetensors. If both are there,
+ * the index is left over from shards that became one file. */
+static bool safetensors_files(Tensors *t, const char *path, Error *e) {
+    LocalText index = path_join(path, "model.safetensors.index.json");
+    LocalText whole = path_join(path, "model.safetensors");
+    if (file_exists(path)) return tensors_add_file(t, text_print("%s", path)), true;
+    if (access(index, F_OK) || !access(whole, F_OK)) return tensors_add_file(t, text_print("%s", whole)), true;
     LocalJson json = json_read(index, MOST_INDEX, e);
     const cJSON *map = json_get(json, "weight_map"), *entry = cJSON_IsObject(map) ? map->child : NULL;
     if (!entry) return json && fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index);
     for (; entry; entry = entry->next) {
         const char *name = cJSON_GetStringValue(entry);
         const bool is_name = name && *name && *name != '.' && !strchr(name, '/') && !strchr(name, '\\');
-        if (is_name) add_file(t, join(path, name));
+        if (is_name) tensors_add_file(t, path_join(path, name));
         if (!is_name || t->files > MOST_FILES)
             return fail(e, BAD_MODEL, "%s: tensor '%.100s' is in '%.100s': no file name, or more files than %d", index,
                         entry->string, name ? name : "(no text)", MOST_FILES);
     }
     return true;
+}
+
+/* A folder with a config.json. */
+static bool safetensors_fits(const char *path) {
+    LocalText config = path_join(path, "config.json");
+    return !access(config, F_OK);
+}
+
+static cJSON *safetensors_json(const Tensors *t, const char *path, const char *name, Error *e) {
+    LocalText file = path_join(path, name);
+    const size_t dot = strlen(name) - strlen(".jinja");
+    const size_t most = !strncmp(name, "tokenizer", 9) || !strncmp(name, "chat", 4) ? MOST_TEXT : MOST_CONFIG;
+    LocalBytes text = {0};
+    if (access(file, F_OK) && (errno == ENOENT || errno == ENOTDIR)) return NULL;
+    if (strcmp(name + dot, ".jinja")) return json_read(file, most, e);
+    return file_read(file, most, &text, e) ? json_from_text(text.data, text.n) : NULL;
+}
+
+const Container safetensors = {
+    .fits = safetensors_fits, .files = safetensors_files, .header = safetensors_header, .json = safetensors_json};
+
+const Container *container_at(const char *path) {
+    for (int i = 0; containers[i]; i++)
+        if (containers[i]->fits(path)) return containers[i];
+    return &safetensors;
 }
 
 static char shrunk[600]; /* on_bus_error's message about the files opened last */
@@ -659,7 +534,8 @@ bool tensors_open(Tensors *t, const char *path, Error *e) {
     *t = (Tensors){0};
     snprintf(shrunk, sizeof shrunk, "infer: %.500s: a model file was truncated while it was in use\n", path);
     signal(SIGBUS, on_bus_error);
-    bool ok = name_files(t, path, e);
+    t->container = container_at(path);
+    bool ok = t->container->files(t, path, e);
     for (int i = 0; i < t->files && ok; i++) ok = read_file(t, i, e);
     if (t->n) qsort(t->tensor, (size_t)t->n, sizeof *t->tensor, by_name);
     for (int i = 1; i < t->n && ok; i++)
@@ -697,65 +573,46 @@ static char *shape_text(int dims, const int64_t *shape) {
     return bytes_print(&out, ")");
 }
 
-static int divided(int n, int by) { return n > 0 ? (n - 1) / by + 1 : 0; }
-
-static bool is_float(Type type) { return type >= BF16 && type <= F32; }
-static bool is_fp4(Type type) { return type == MXFP4 || type == NVFP4; }
-static bool in_words(Type type) { return type >= PACKED4 && type <= AWQ4; }
-static bool in_gptq(Type type) { return type == GPTQ4 || type == GPTQ8; }
-
-/* Entries of its tensor's last dimension that a block takes: one per byte in FP4, one per word, else one per value. */
-static int block_entries(Type type) {
-    return is_fp4(type) ? types[type].bytes : in_words(type) ? 1 : types[type].values;
+bool is_float(Type type) { return type >= BF16 && type <= F32; }
+int block_entries(Type type) {
+    const TypeInfo *info = types + type;
+    return !strcmp(info->dtype, "U8") ? info->bytes : !strcmp(info->dtype, "I32") ? info->bytes / 4 : info->values;
 }
 
-/* The shape of the tensor that holds a matrix. */
-static void stored_shape(Type type, int rows, int cols, int64_t shape[2]) {
-    const int values = types[type].values, entries = block_entries(type);
-    shape[0] = rows, shape[1] = (int64_t)divided(cols, values) * entries;
-    if (type == AWQ4) shape[0] = cols, shape[1] = divided(rows, values);
-    if (in_gptq(type)) shape[0] = divided(cols, values), shape[1] = rows;
-}
-
-/* Has the tensor the dtype of this type? Old files hold E8M0 as U8. */
-static bool has_dtype(const Tensor *t, Type type) {
+bool has_dtype(const Tensor *t, Type type) {
     return !strcmp(t->dtype, types[type].dtype) || (type == E8M0 && !strcmp(t->dtype, "U8"));
 }
 
-/* The type that the tensor's dtype alone determines, or NO_TYPE. */
-static Type type_of(const Tensor *t) {
+Type type_of(const Tensor *t) {
     Type type = BF16;
-    while (type < types_n && (is_fp4(type) || in_words(type) || !has_dtype(t, type))) type++;
+    while (type < types_n && (text_listed("U8 I32", types[type].dtype) || !has_dtype(t, type))) type++;
     return type < types_n ? type : NO_TYPE;
 }
 
-static const char *file_of(const Loader *load, const Tensor *t) { return load->c->tensors.file[t ? t->file : 0].name; }
+const char *file_of(const Loader *load, const Tensor *t) { return load->c->tensors.file[t ? t->file : 0].name; }
 
-/* Refuses a tensor unless `ok`. */
-static bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expected) {
+bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expected) {
     if (ok) return true;
     LocalText shape = shape_text(t->dims, t->shape);
-    refuse(load, file_of(load, t), "tensor '%s' is %s %s, expected %s", t->name, t->dtype, shape, expected);
+    bad_file(load, file_of(load, t), "tensor '%s' is %s %s, expected %s", t->name, t->dtype, shape, expected);
     return false;
 }
 
-/* The tensor PREFIX NAME SUFFIX. NULL: the files do not have it. */
-static Tensor *find(const Loader *load, const char *name, const char *suffix) {
+Tensor *find_tensor(const Loader *load, const char *name, const char *suffix) {
     char full[200]; /* no allocation: the experts of a large model are a million names */
     snprintf(full, sizeof full, "%s%s%s", load->prefix, name, suffix);
     return tensors_find(&load->c->tensors, full);
 }
 
-/* Finds that tensor and checks its shape, of which a last 1 may be missing, and the dtype of `type` (NO_TYPE: any).
- * Returns a made up one, without data, if there are no files or if the check fails. */
-static Tensor *bind(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape) {
-    Tensor *t = find(load, name, suffix);
+Tensor *bind_tensor(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape) {
+    Tensor *t = find_tensor(load, name, suffix);
     bool fits = t && (t->dims == dims || (t->dims == dims - 1 && shape[t->dims] == 1)) &&
                 !memcmp(t->shape, shape, (size_t)t->dims * sizeof *shape);
     LocalText expected = fits ? NULL : shape_text(dims, shape);
     if (t) t->bound = true;
     if (!t && !load->c->model.made_up)
-        refuse(load, file_of(load, t), "tensor '%s%s%s' is missing, expected %s", load->prefix, name, suffix, expected);
+        bad_file(load, file_of(load, t), "tensor '%s%s%s' is missing, expected %s", load->prefix, name, suffix,
+                 expected);
     if (t && tensor_is(load, t, fits, expected) &&
         (type == NO_TYPE || tensor_is(load, t, has_dtype(t, type), types[type].dtype)))
         return t;
@@ -776,204 +633,58 @@ static const float *floats(Loader *load, const Tensor *t, size_t n) {
     float *out = keep(load->c, n, sizeof *out);
     for (size_t i = 0; i < n; i++) {
         if (t->data) out[i] = code_at(type, t->data, 0, 0, i);
-        if (norm && (!t->data || (load->family->gemma && !load->gguf))) out[i] += 1;
+        if (norm && (!t->data || (load->family->gemma && !load->container->whole_norms))) out[i] += 1;
     }
     return out;
 }
 
-/* n 0: the layer has no such vector. */
-static const float *bind_floats(Loader *load, const char *name, const char *suffix, int n) {
-    return n ? floats(load, bind(load, name, suffix, NO_TYPE, 1, (int64_t[]){n}), (size_t)n) : NULL;
+const float *bind_floats(Loader *load, const char *name, const char *suffix, int n) {
+    return n ? floats(load, bind_tensor(load, name, suffix, NO_TYPE, 1, (int64_t[]){n}), (size_t)n) : NULL;
 }
 
-/* Marks a tensor as part of a matrix of this type. The tensor holds `values` of the matrix's weights. */
-static void belongs(Tensor *t, Type type, int64_t values) {
+void belongs(Tensor *t, Type type, int64_t values) {
     t->bound = true;
     t->encoding = types[type].name;
     t->values = values;
 }
 
-/* A view of tensor t as `lines` lines. */
-static View view_of(const Loader *load, const Tensor *t, int64_t lines) {
+View tensor_view(const Loader *load, const Tensor *t, int64_t lines) {
     const size_t bytes = t->size / (size_t)lines;
     const int fd = t->data ? load->c->tensors.file[t->file].fd : -1;
     return (View){t->data, fd, (int)lines, t->offset, bytes, bytes};
 }
 
-/* n lines of a view: first, first + step, ... */
-static View lines_of(View v, size_t first, size_t step, int n) {
+View lines_of(View v, size_t first, size_t step, int n) {
     v.offset += first * v.stride;
     if (v.data) v.data += first * v.stride;
     v.stride *= step, v.lines = n;
     return v;
 }
 
-/* Binds a grid of w, or its codes, which are a grid of one entry a weight and hold `values` weights. */
-static View bind_grid(Loader *load, const char *name, const char *suffix, const Linear *w, Grid g, int64_t values) {
-    const int rows = divided(w->rows, g.rows), cols = divided(w->cols, g.cols);
-    int64_t shape[2];
-    stored_shape(g.type, g.transposed ? cols : rows, g.transposed ? rows : cols, shape);
-    Tensor *t = bind(load, name, suffix, g.type, 2, shape);
-    belongs(t, w->type, values);
-    return view_of(load, t, shape[0]);
-}
-
-/* The suffixes of the tensors of an encoded matrix. The first row wins whose mark exists and whose codes have the right
- * dtype and shape. */
-typedef struct {
-    Type type;
-    const char *codes, *mark, *scale, *zero, *group; /* mark: a tensor that must exist. NULL: none */
-    Type scales, zeros;                              /* their types; the tensor of scales may have another */
-    int cols;                                        /* columns that share a scale, unless the scales' shape tells */
-} Encoding;
-
-/* clang-format off */
-static const Encoding encodings[] = {
-    {AWQ4, ".qweight", NULL, ".scales", ".qzeros", NULL, F16, AWQ4, 128},
-    {GPTQ4, ".qweight", NULL, ".scales", ".qzeros", ".g_idx", F16, PACKED4, 128},
-    {GPTQ8, ".qweight", NULL, ".scales", ".qzeros", ".g_idx", F16, PACKED8, 128},
-    {PACKED4, ".weight_packed", NULL, ".weight_scale", ".weight_zero_point", ".weight_g_idx", BF16, GPTQ4, 128},
-    {PACKED8, ".weight_packed", NULL, ".weight_scale", ".weight_zero_point", ".weight_g_idx", BF16, GPTQ8, 128},
-    {NVFP4, ".weight_packed", ".weight_global_scale", ".weight_scale", NULL, NULL, FP8, 0, 16},
-    {NVFP4, ".weight", ".weight_scale_2", ".weight_scale", NULL, NULL, FP8, 0, 16},
-    {MXFP4, ".weight_packed", NULL, ".weight_scale", NULL, NULL, E8M0, 0, 32},
-    {FP8, ".weight", ".weight_scale", ".weight_scale", NULL, NULL, BF16, 0, INT32_MAX},
-    {FP8, ".weight", ".scale", ".scale", NULL, NULL, BF16, 0, INT32_MAX},
-    {FP8, ".weight", NULL, ".weight_scale_inv", NULL, NULL, BF16, 0, INT32_MAX},
-    {INT8, ".weight", NULL, ".weight_scale", ".weight_zero_point", NULL, BF16, INT8, INT32_MAX}};
-/* clang-format on */
-
-/* How many of n rows or columns share each of `count` entries: one, all, or a power of two from 16 on; else 0. */
-static int shared_by(int n, int64_t count) {
-    int by = 16;
-    while (divided(n, by) > count && by < n) by *= 2;
-    return count == 1 ? n : count == n ? 1 : divided(n, by) == count ? by : 0;
-}
-
-/* Binds the scales of w, whose usual grid is in w->scale. FP4 has no other; for other types the shape tells which
- * weights share a scale. */
-static View bind_scale(Loader *load, const char *name, const char *suffix, Linear *w) {
-    const Grid usual = w->scale;
-    Tensor *t = find(load, name, suffix);
-    if (!t || is_fp4(w->type)) return bind_grid(load, name, suffix, w, usual, 0);
-    const int64_t *s = t->shape, lines = t->dims ? s[0] : 1, each = t->dims == 4 ? s[2] : t->dims == 2 ? s[1] : 1;
-    const bool flat = t->dims < 3 || (t->dims == 4 && s[1] == 1 && s[3] == 1);
-    Grid g = usual;
-    g.type = type_of(t);
-    g.rows = shared_by(w->rows, g.transposed ? each : lines), g.cols = shared_by(w->cols, g.transposed ? lines : each);
-    bool type = is_float(g.type) || (w->type == FP8 && g.type == E8M0), whole = g.cols == w->cols;
-    bool rows = g.rows && (usual.rows == 1 || g.rows == 1 || g.rows == w->rows || g.rows == usual.rows);
-    bool cols = whole || (usual.rows == 1 ? g.cols >= 16 : g.cols == usual.cols);
-    belongs(t, w->type, 0);
-    if (!tensor_is(load, t, flat && type && rows && cols, "scales of its matrix")) return (View){0};
-    w->scale = g;
-    return view_of(load, t, lines);
-}
-
-/* GPTQ's g_idx: for each column of w the column of the grids. NULL: the usual c / cols. */
-static const int *bind_group(Loader *load, const char *name, const char *suffix, const Linear *w) {
-    bool wanted = in_gptq(w->type) && json_true(load->quantization, "desc_act"), in_order = true;
-    if (!wanted && !find(load, name, suffix)) return NULL;
-    Tensor *t = bind(load, name, suffix, w->type, 1, (int64_t[]){w->cols}); /* stored in words, as the codes are */
-    if (!t->data) return NULL;
-    belongs(t, w->type, 0);
-    int *group = keep(load->c, (size_t)w->cols, sizeof *group), groups = divided(w->cols, w->scale.cols);
-    memcpy(group, t->data, t->size);
-    for (int c = 0; c < w->cols; c++) {
-        in_order &= group[c] == c / w->scale.cols;
-        if (group[c] < 0 || group[c] >= groups)
-            refuse(load, file_of(load, t), "tensor '%s' gives column %d the group %d, expected 0 to %d", t->name, c,
-                   group[c], groups - 1);
-    }
-    return in_order ? NULL : group;
-}
-
-/* NVFP4's factor of all scales. compressed-tensors stores its inverse. */
-static float bind_factor(Loader *load, const char *name, const char *suffix) {
-    const bool divides = !strcmp(suffix, ".weight_global_scale");
-    Tensor *t = bind(load, name, suffix, F32, 1, (int64_t[]){1});
-    const float factor = t->data ? code_at(F32, t->data, 0, 0, 0) : 1;
-    tensor_is(load, t, factor > 0 && isfinite(factor), "a positive number");
-    belongs(t, NVFP4, 0);
-    return divides ? 1 / factor : factor;
-}
-
-/* Binds the scales and zeros of w and whatever else its encoding has. */
-static void bind_grids(Loader *load, const char *name, const Encoding *how, Linear *w, Stored *one) {
-    const bool transposed = in_gptq(w->type) || w->type == AWQ4;
-    const cJSON *block = w->type == FP8 ? json_get(load->quantization, "weight_block_size") : NULL;
-    int64_t rows = 1, cols = how->cols;
-    if (block && !(cJSON_GetArraySize(block) == 2 && json_whole(block->child, 1, INT32_MAX, &rows) &&
-                   json_whole(block->child->next, 1, INT32_MAX, &cols)))
-        config_bad(load, load->quantization, "weight_block_size", "two whole numbers");
-    w->scale = (Grid){how->scales, (int)rows, (int)MIN(cols, w->cols), transposed};
-    one->scale = bind_scale(load, name, how->scale, w);
-    if (how->zero && (transposed || load->zeros || find(load, name, how->zero))) {
-        w->zero = (Grid){how->zeros, w->scale.rows, w->scale.cols, in_words(w->type) && w->type != AWQ4};
-        one->zero = bind_grid(load, name, how->zero, w, w->zero, 0);
-        w->zero_plus_one = in_gptq(w->type) && !json_is(load->quantization, "checkpoint_format", "gptq_v2") &&
-                           !json_is(load->quantization, "format", "gptq_v2"); /* its newer name */
-    }
-    if (how->group) one->group = bind_group(load, name, how->group, w);
-    if (w->type == NVFP4) one->factor = bind_factor(load, name, how->mark);
-}
-
-static void check_blocks(Loader *load, const char *name, const Linear *w) {
-    if (!in_words(w->type) && w->cols % types[w->type].values)
-        refuse(load, load->path, "%s has rows of %d, not whole blocks of %d as %s wants", name, w->cols,
-               types[w->type].values, types[w->type].name);
-}
-
-/* The type of a made up matrix. A router is never encoded, embedding and head only in GGUF's types. The mixture is
- * llama.cpp's Q4_K_M: Q6_K for the head, and for v and down in the first and last eighth of the layers and in every
- * third between. It has other rules for models of eight experts and for Llama's 70B. */
-static Type made_up_type(const Loader *load, const char *name) {
-    const char *router = load->family->moe.router, *layer = strstr(load->prefix, "layers."), *dot = strrchr(name, '.');
-    if ((router && !strcmp(name, router)) || (!layer && load->made_up_as != NO_TYPE && load->made_up_as < Q8_0))
-        return BF16;
-    if (load->made_up_as != NO_TYPE) return load->made_up_as;
-    if (!layer) return load->tied || !strcmp(name, "lm_head") ? Q6_K : Q4_K;
-    int i = (int)strtol(layer + 7, NULL, 10), n = load->c->model.n_layers;
-    bool more = i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
-    return more && text_listed("v_proj kv_b_proj down_proj w2", dot + 1) ? Q6_K : Q4_K;
-}
-
-/* Finds how a module's matrix is encoded or made up. If no shape fits, returns the first row whose codes exist; bind
- * then reports the shape. */
-static Encoding find_encoding(Loader *load, const char *name, int rows, int cols) {
-    const bool made_up = load->c->model.made_up, awq = json_is(load->quantization, "quant_method", "awq");
-    const Encoding *near = NULL, *end = encodings + sizeof encodings / sizeof *encodings;
-    Type plain = made_up ? made_up_type(load, name) : BF16;
-    for (const Encoding *one = encodings; one < end; one++) {
-        const Tensor *t = find(load, name, one->codes);
-        int64_t shape[2];
-        stored_shape(one->type, rows, cols, shape);
-        if (made_up && one->type == plain) return *one;
-        if (!t || (one->mark && !find(load, name, one->mark)) || (awq && in_gptq(one->type))) continue;
-        bool dtype = has_dtype(t, one->type);
-        if (dtype && t->dims == 2 && !memcmp(t->shape, shape, sizeof shape)) return *one;
-        if (!near && (one->type != AWQ4 || awq) && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
-    }
-    const Tensor *t = near ? NULL : find(load, name, ".weight"); /* without grids. bind reports a missing one */
+/* The codes of a matrix whose rows follow each other; w->type says how its weights lie in blocks. */
+static void bind_plain(Loader *load, const char *name, Linear *w, Stored *one) {
+    const Tensor *t = find_tensor(load, name, ".weight");
     if (t && tensor_is(load, t, type_of(t) != NO_TYPE && type_of(t) != E8M0, "BF16, F16, F32, F8_E4M3 or I8"))
-        plain = type_of(t);
-    return near ? *near : (Encoding){.type = plain, .codes = ".weight"};
+        w->type = type_of(t);
+    const int values = types[w->type].values, blocks = divided(w->cols, values);
+    if (w->cols % values)
+        bad_file(load, load->path, "%s has rows of %d, not whole blocks of %d as %s wants", name, w->cols, values,
+                 types[w->type].name);
+    Tensor *found =
+        bind_tensor(load, name, ".weight", w->type, 2, (int64_t[]){w->rows, (int64_t)blocks * block_entries(w->type)});
+    belongs(found, w->type, (int64_t)w->rows * w->cols);
+    one->data = tensor_view(load, found, w->rows);
 }
 
-/* Binds the matrix (rows, cols) of a module; rows 0: the layer has no such step. bias: true, false (GPTQ and GGUF may
- * still store one) or NO_BIAS. */
-static Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias) {
+Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias) {
     if (!rows) return (Linear){0};
-    const Encoding how = find_encoding(load, name, rows, cols);
     Stored *one = keep(load->c, 1, sizeof *one);
-    Linear w = {.type = how.type, .rows = rows, .cols = cols, .n = 1, .each = one};
-    check_blocks(load, name, &w);
-    if (in_gptq(w.type) && !load->quantization && !load->c->model.made_up)
-        refuse(load, load->path, "%s is GPTQ and has no quantization_config: download quantize_config.json too", name);
-    one->data = bind_grid(load, name, how.codes, &w, (Grid){w.type, 1, 1, false}, (int64_t)rows * cols);
+    Linear w = {.type = BF16, .rows = rows, .cols = cols, .n = 1, .each = one};
+    bool packed = false;
     one->factor = 1;
-    if (how.scale) bind_grids(load, name, &how, &w, one);
-    if (!bias) bias = (in_gptq(w.type) || load->gguf) && find(load, name, ".bias");
+    for (int i = 0; packings[i] && !packed; i++) packed = packings[i]->bind(load, name, &w, one);
+    if (!packed) bind_plain(load, name, &w, one);
+    if (!bias) bias = (packed || load->container->extra_biases) && find_tensor(load, name, ".bias");
     if (bias > 0) one->bias = bind_floats(load, name, ".bias", rows);
     return w;
 }
@@ -988,8 +699,8 @@ static Linear bind_each(Loader *load, const char *module, const char *matrix, in
         if (!i) all = one;
         if (one.type != all.type || one.scale.type != all.scale.type || one.scale.rows != all.scale.rows ||
             one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows || !one.each->bias != !all.each->bias)
-            refuse(load, load->path, "%s%s is %s, that of number 0 %s, or its scales differ", load->prefix, name,
-                   types[one.type].name, types[all.type].name);
+            bad_file(load, load->path, "%s%s is %s, that of number 0 %s, or its scales differ", load->prefix, name,
+                     types[one.type].name, types[all.type].name);
         each[i] = *one.each;
     }
     all.n = n, all.each = each;
@@ -1002,31 +713,23 @@ static Linear bind_fused(Loader *load, const char *name, int rows, int cols) {
     const int n = load->c->model.n_experts, blocks = divided(cols, 32), all = n * rows;
     Stored *one = keep(load->c, 1, sizeof *one);
     const Linear w = {MXFP4, all, cols, 1, .scale = {E8M0, 1, 32, false}, .each = one};
-    check_blocks(load, name, &w);
-    Tensor *codes = bind(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, rows, blocks, 16});
-    Tensor *scales = bind(load, name, "_scales", E8M0, 3, (int64_t[]){n, rows, blocks});
-    const Tensor *biases = bind(load, name, "_bias", NO_TYPE, 2, (int64_t[]){n, rows});
+    if (cols % 32) bad_file(load, load->path, "%s has rows of %d, not whole blocks of 32 as MXFP4 wants", name, cols);
+    Tensor *codes = bind_tensor(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, rows, blocks, 16});
+    Tensor *scales = bind_tensor(load, name, "_scales", E8M0, 3, (int64_t[]){n, rows, blocks});
+    const Tensor *biases = bind_tensor(load, name, "_bias", NO_TYPE, 2, (int64_t[]){n, rows});
     belongs(codes, MXFP4, (int64_t)all * cols);
     belongs(scales, MXFP4, 0);
-    one->data = view_of(load, codes, all), one->scale = view_of(load, scales, all), one->factor = 1;
+    one->data = tensor_view(load, codes, all), one->scale = tensor_view(load, scales, all), one->factor = 1;
     if (!failed(load)) one->bias = floats(load, biases, (size_t)all);
     return w;
 }
 
-/* Rows first, first + step, ... of w's codes or of one of its grids, whose view is v. In GPTQ and AWQ a line crosses
- * all rows, and step is 1. A word or an entry that several rows share must not be split. */
+/* Rows first, first + step, ... of w's codes or of one of its grids, whose view is v. */
 static View rows_of(Loader *load, View v, const Linear *w, Grid g, int first, int step, int rows) {
-    const bool across = in_gptq(w->type) || w->type == AWQ4, words = g.transposed || g.type == AWQ4;
-    const int shared = g.rows * (words ? types[g.type].values : 1);
     if (!g.rows || g.rows == w->rows) return v; /* the same for all rows */
-    if (first % shared || rows % shared)
-        refuse(load, load->path, "kv_b_proj in %s is only implemented for heads of whole blocks of %d rows",
-               types[w->type].name, shared);
-    if (!across) return lines_of(v, (size_t)(first / shared), (size_t)step, rows / shared);
-    const size_t begin = v.bytes * (size_t)first / (size_t)w->rows;
-    v.offset += begin, v.data = v.data ? v.data + begin : NULL;
-    v.bytes = v.bytes * (size_t)rows / (size_t)w->rows;
-    return v;
+    for (int i = 0; packings[i]; i++)
+        if (packings[i]->cut(load, &v, w, g, first, step, rows)) return v;
+    return lines_of(v, (size_t)(first / g.rows), (size_t)step, rows / g.rows);
 }
 
 /* A part of w for each head or expert. They have `pitch` rows each; the part has `rows` of them: first, first + step,
@@ -1086,7 +789,7 @@ static void bind_experts(Loader *load, const Model *m, Layer *l) {
     const bool bias = f->moe.biases, corrected = m->route.group_best == 2; /* topk_method noaux_tc */
     l->router = bind_linear(load, f->moe.router, m->n_experts, m->dim, bias);
     l->choice_bias = bind_floats(load, f->moe.router, ".e_score_correction_bias", corrected ? m->n_experts : 0);
-    if (bias && !load->gguf) { /* even rows gate, odd rows up */
+    if (bias && !find_tensor(load, "mlp.experts.0.gate_proj", ".weight")) { /* even rows gate, odd rows up */
         const Linear both = bind_fused(load, "mlp.experts.gate_up_proj", 2 * width, m->dim);
         const Linear down = bind_fused(load, "mlp.experts.down_proj", m->dim, width);
         l->gate = cut(load, &both, 0, 2, width, 2 * width);
@@ -1108,7 +811,7 @@ static bool has_experts(Loader *load, int layer) {
     bool experts = router && layer >= config_whole(load, "first_k_dense_replace", 0, INT32_MAX, 0) &&
                    (layer + 1) % config_whole(load, "decoder_sparse_step", 1, INT32_MAX, 1) == 0;
     cJSON_ArrayForEach(one, dense) if (cJSON_IsNumber(one) && one->valuedouble == layer) experts = false;
-    return experts && (!load->gguf || find(load, router, ".weight"));
+    return experts;
 }
 
 static void bind_layer(Loader *load, Model *m, int i) {
@@ -1151,7 +854,8 @@ static bool same_tensor(const Tensor *a, const Tensor *b) {
 
 static void bind_all(Loader *load, Model *m) {
     const Tensors *all = &load->c->tensors;
-    const Tensor *table = find(load, "model.embed_tokens", ".weight"), *head = find(load, "lm_head", ".weight");
+    const Tensor *table = find_tensor(load, "model.embed_tokens", ".weight"),
+                 *head = find_tensor(load, "lm_head", ".weight");
     /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
     load->tied = config_true(load, "tie_word_embeddings") && (!head || !table || same_tensor(head, table));
     bool embed = !load->tied || table || m->made_up;
@@ -1159,42 +863,28 @@ static void bind_all(Loader *load, Model *m) {
     if (!embed || !load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
     if (!embed) m->embed = m->head;
     m->norm = bind_floats(load, "model.norm", ".weight", m->dim);
-    m->k_up_transposed = load->family->latent && find(load, "model.layers.0.self_attn.k_b_proj.0", ".weight");
+    m->k_up_transposed = load->family->latent && find_tensor(load, "model.layers.0.self_attn.k_b_proj.0", ".weight");
     for (int i = 0; i < m->n_layers && !failed(load); i++) {
         snprintf(load->prefix, sizeof load->prefix, "model.layers.%d.", i);
         bind_layer(load, m, i);
     }
     for (const Tensor *t = all->tensor; t < all->tensor + all->n; t++) /* an unbound one is of an unknown formula */
         if (!t->bound && !left_out(load, t->name))
-            refuse(load, file_of(load, t), "tensor '%s' has no place in a model of %d layers of the family %s", t->name,
-                   m->n_layers, load->family->model_type);
+            bad_file(load, file_of(load, t), "tensor '%s' has no place in a model of %d layers of the family %s",
+                     t->name, m->n_layers, load->family->model_type);
 }
 
-/* The type with this name; NO_TYPE: the mixture. */
-static Type named_type(const char *name, Error *e) {
-    LocalBytes names = {0};
-    if (!strcasecmp(name, "Q4_K_M")) return NO_TYPE;
-    for (Type type = BF16; type < types_n; type++) {
-        if (type == E8M0) continue;
-        if (!strcasecmp(name, types[type].name)) return type;
-        bytes_print(&names, ", %s", types[type].name);
-    }
-    fail(e, USAGE, "--encoding must be one of Q4_K_M%s, not '%.40s'", names.data, name);
-    return BF16;
-}
-
-/* Reads config.json, or its counterpart in a GGUF file. */
-static bool open_config(Loader *load, const char *dir) {
+/* Reads the model's config.json. */
+static bool open_config(Loader *load, const char *path) {
     Tensors *t = &load->c->tensors;
-    load->gguf = gguf_named(dir);
-    load->path = load->gguf ? text_print("%s", dir) : join(dir, "config.json");
-    if (load->gguf)
-        load->file = tensors_open(t, dir, load->e) ? gguf_config(t, dir, load->e) : NULL;
-    else if (access(load->path, F_OK) && errno == ENOENT)
-        fail(load->e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", dir);
-    else
-        load->file = json_read(load->path, MOST_CONFIG, load->e);
-    if (load->file) read_config(load, &load->c->model, dir);
+    load->container = container_at(path);
+    load->path = load->container->in_files ? text_print("%s", path) : path_join(path, "config.json");
+    if (load->container->in_files && !tensors_open(t, path, load->e)) return false;
+    load->file = model_json(load, path, "config.json");
+    if (load->file)
+        read_config(load, &load->c->model, path);
+    else if (!failed(load))
+        fail(load->e, BAD_MODEL, "%s: no config.json is here: is it a model directory, downloaded whole?", path);
     return !failed(load);
 }
 
@@ -1205,12 +895,12 @@ static void close_config(Loader *load) {
 }
 
 static bool read_checkpoint(Checkpoint *c, const char *dir, bool made_up, const char *encoding, Error *e) {
-    LOCAL(close_config) Loader load = {.c = c, .e = e};
+    LOCAL(close_config) Loader load = {.c = c, .e = e, .encoding = encoding};
     *c = (Checkpoint){.model.made_up = made_up};
     *e = (Error){0};
     bool ok = open_config(&load, dir);
-    if (ok && encoding) load.made_up_as = named_type(encoding, e);
-    if (ok && !made_up && !load.gguf) tensors_open(&c->tensors, dir, e);
+    for (int i = 0; ok && encoding && packings[i]; i++) ok = packings[i]->knows(encoding, e);
+    if (ok && !made_up && !load.container->in_files) tensors_open(&c->tensors, dir, e);
     if (!failed(&load)) bind_all(&load, &c->model);
     if (e->code) checkpoint_close(c);
     return !e->code;
@@ -1258,591 +948,30 @@ uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
     return (uint64_t)sum;
 }
 
-/* ---- models on disk ---- */
+/* ---- what a model is, without its weights ---- */
 
-ModelEntry model_entry(const char *path) {
-    ModelEntry m = {0};
-    Error missing;
+ModelInfo model_describe(const char *path) {
+    ModelInfo m = {0};
     LOCAL(checkpoint_close) Checkpoint c = {0};
     LOCAL(close_config) Loader load = {.c = &c, .e = &m.problem};
-    Tensors *t = &c.tensors;
-    struct stat st;
     size_t bytes[MAX_TYPES + 1] = {0}, most = 0; /* by type; the first: none */
-    LocalText tokenizer = join(path, "tokenizer.json");
-    m.known = open_config(&load, path);
-    m.there = load.gguf || load.file;
-    m.complete = load.gguf ? t->n : load.file && !access(tokenizer, F_OK);
-    if (load.gguf && !m.complete) m.known = true;
+    m.known = open_config(&load, path) || (load.container->in_files && !model_entry(path).complete);
+    const char *family = json_string(load.file, "model_type");
     const char *encoding = json_string(json_get(load.file, "quantization_config"), "quant_method");
     if (!encoding) encoding = json_string(load.file, "dtype");
     if (!encoding) encoding = json_string(load.file, "torch_dtype"); /* its older name */
-    for (const Tensor *one = t->tensor; one < t->tensor + t->n; one++) {
+    for (const Tensor *one = c.tensors.tensor; one < c.tensors.tensor + c.tensors.n; one++) {
         size_t *sum = bytes + 1 + type_of(one);
         if ((*sum += one->size) > most) most = *sum, encoding = one->dtype;
     }
-    snprintf(m.encoding, sizeof m.encoding, "%s", encoding ? encoding : "");
-    for (char *s = m.encoding; *s; s++) *s = (char)toupper((unsigned char)*s);
-    const char *family =
-        json_string(load.gguf ? t->metadata : load.file, load.gguf ? "general.architecture" : "model_type");
     snprintf(m.family, sizeof m.family, "%s", family ? family : "");
-    if (!t->files) m.complete &= name_files(t, path, &missing);
-    for (int i = 0; i < t->files; i++)
-        if (stat(t->file[i].name, &st))
-            m.complete = false;
-        else
-            m.bytes += (uint64_t)st.st_size;
+    snprintf(m.encoding, sizeof m.encoding, "%s", encoding ? encoding : "");
+    for (char *text = m.encoding; *text; text++) *text = (char)toupper((unsigned char)*text);
     return m;
 }
 
-/* Adds the model at a path, unless its name is listed or, with no download `begun`, none of its weights are here.
- * Returns whether the name is in the list. */
-static bool list_add(Models *list, const char *path, const char *name, bool begun) {
-    for (int i = 0; i < list->n; i++)
-        if (!strcmp(list->entry[i].name, name)) return true;
-    ModelEntry m = model_entry(path);
-    const bool eyes = gguf_named(path) && !strcmp(m.family, "clip"); /* the vision part of a model */
-    if (!m.there || !(m.bytes || begun) || eyes) return false;
-    m.path = text_print("%s", path);
-    m.name = text_print("%s", name);
-    list->entry = reallocate(list->entry, (size_t)(list->n + 1) * sizeof m);
-    list->entry[list->n++] = m;
-    return true;
+bool model_runs(const char *path, Error *e) {
+    const ModelInfo m = model_describe(path);
+    *e = m.problem;
+    return m.known;
 }
-
-/* Adds what is at a path: the first file of a GGUF model, or a folder, with the GGUF files in it and one folder deeper.
- * They are shown as SHOWN/FILE. depth: 2 at the path itself. Returns whether there is a model. */
-static bool add_path(Models *list, const char *path, const char *shown, bool begun, int depth) {
-    const bool gguf = gguf_named(path);
-    bool any = false;
-    DIR *dir = gguf || !depth ? NULL : opendir(path);
-    for (struct dirent *d; dir && (d = readdir(dir));) {
-        if (*d->d_name == '.') continue;
-        LocalText inner = join(path, d->d_name);
-        LocalText name = join(shown, d->d_name);
-        any |= add_path(list, inner, name, false, depth - 1);
-    }
-    if (dir) closedir(dir);
-    /* a config.json beside GGUF files is no model of its own */
-    if (gguf ? gguf_parts(path) : depth == 2) any |= list_add(list, path, shown, begun && !any);
-    return any;
-}
-
-/* The snapshot of a revision in a repository's folder of the hub's cache: a branch, a tag or a commit. NULL for the
- * revision: main or, without it, any. */
-static char *find_snapshot(const char *repository, const char *revision) {
-    const char *name = revision ? revision : "main";
-    LocalBytes commit = {0};
-    LocalText ref = text_print("%s/refs/%s", repository, name);
-    LocalText folder = join(repository, "snapshots");
-    char *found = NULL;
-    Error e;
-    if (!file_read(ref, 64, &commit, &e)) bytes_text(&commit, name);
-    DIR *dir = opendir(folder);
-    for (struct dirent *d; dir && (d = readdir(dir));) {
-        const bool named = !strcmp(d->d_name, commit.data);
-        if (*d->d_name == '.' || (!named && (found || revision))) continue;
-        free(found);
-        found = join(folder, d->d_name);
-    }
-    if (dir) closedir(dir);
-    return found;
-}
-
-/* Adds what is in `parent`; `hub`: each repository, models--ORG--NAME. A folder ORG--NAME is shown as ORG/NAME. */
-static void add_all(Models *list, const char *parent, bool hub) {
-    DIR *dir = opendir(parent);
-    for (struct dirent *d; dir && (d = readdir(dir));) {
-        bool repository = !strncmp(d->d_name, "models--", 8);
-        if (*d->d_name == '.' || repository != hub) continue;
-        const char *name = d->d_name + (hub ? 8 : 0), *dashes = strstr(name, "--");
-        LocalText path = join(parent, d->d_name);
-        LocalText model = hub ? find_snapshot(path, NULL) : text_print("%s", path);
-        LocalText shown = dashes && !gguf_named(path) ? text_print("%.*s/%s", (int)(dashes - name), name, dashes + 2)
-                                                      : text_print("%s", hub ? name : path);
-        if (model) add_path(list, model, shown, hub, 2);
-    }
-    if (dir) closedir(dir);
-}
-
-char *hub_file(const char *name) {
-    const char *hub = environment("HF_HOME"), *all = environment("XDG_CACHE_HOME"), *home = environment("HOME");
-    if (hub) return join(hub, name);
-    return all ? text_print("%s/huggingface/%s", all, name)
-               : text_print("%s/.cache/huggingface/%s", home ? home : "", name);
-}
-
-char *hub_cache(void) {
-    const char *cache = environment("HF_HUB_CACHE");
-    return cache ? text_print("%s", cache) : hub_file("hub");
-}
-
-char *hub_folder(const char *repository) {
-    const int n = (int)strcspn(repository, "@"), org = (int)strcspn(repository, "/@");
-    LocalText cache = hub_cache();
-    if (org == n) return text_print("%s/models--%.*s", cache, n, repository);
-    return text_print("%s/models--%.*s--%.*s", cache, org, repository, n - org - 1, repository + org + 1);
-}
-
-Models models_list(void) {
-    Models list = {0};
-    LocalText cache = hub_cache();
-    add_all(&list, "models", false);
-    add_all(&list, cache, true);
-    if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
-    return list;
-}
-
-void models_free(Models *list) {
-    for (int i = 0; i < list->n; i++) {
-        free(list->entry[i].path);
-        free(list->entry[i].name);
-    }
-    free(list->entry);
-}
-
-char *model_find(const char *argument, Error *e) {
-    LOCAL(models_free) Models list = {0};
-    LocalBytes all = {0};
-    LocalBytes near = {0};
-    const ModelEntry *hit = NULL;
-    int hits = 0;
-    struct stat st;
-    if (gguf_named(argument)) return text_print("%s", argument);
-    const char *revision = strchr(argument, '@');
-    LocalText repository = hub_folder(argument);
-    LocalText snapshot = NULL;
-    const bool here = !stat(argument, &st) && S_ISDIR(st.st_mode);
-    if (revision && !here) snapshot = find_snapshot(repository, revision + 1);
-    const char *folder = here ? argument : snapshot;
-    if (!folder)
-        list = models_list();
-    else if (add_path(&list, folder, argument, false, 2))
-        qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
-    for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
-        if (!strcmp(m->name, argument)) return text_print("%s", m->path);
-        bytes_print(&all, "%s%s", all.n ? ", " : "", m->name);
-        if (!*argument || !strcasestr(m->name, argument)) continue;
-        bytes_print(&near, "%s%s", near.n ? ", " : "", m->name);
-        hits++, hit = m;
-    }
-    if (hits == 1 || (folder && !hits)) return text_print("%s", hit ? hit->path : folder);
-    if (hits)
-        fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, near.data);
-    else if (access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
-        fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
-    else
-        fail(e, BAD_MODEL,
-             "'%.100s' is no folder, and none of the models in ./models and the hub's cache: "
-             "%s; infer download ORG/NAME fetches one",
-             argument, list.n ? all.data : "none is there");
-    return NULL;
-}
-
-/* ---- engine ---- */
-
-static int pages_for(size_t tokens) { return (int)howmany(tokens, PAGE); }
-
-bool model_has_context(const Model *m, int context, Error *e) {
-    return context <= m->context ||
-           fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context);
-}
-
-bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e) {
-    *g = (Engine){.backend = backend, .model = m, .max_seqs = limits.max_seqs};
-    if (!model_has_context(m, context, e)) return false;
-    limits.context = context ? context : m->context;
-    int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
-    g->step_tokens = (int)MIN(limits.max_tokens, (int64_t)pages * PAGE); /* all texts together have no more */
-    limits.max_tokens = MAX(g->step_tokens, TOKENS_PER_ANSWER * g->max_seqs);
-    if (limits.cache) pages = MIN(pages, pages_for((size_t)limits.cache));
-    g->state = backend->open(m, &limits, &pages, e);
-    if (!g->state) return false;
-    if (pages < wanted && context) {
-        const bool cache = limits.cache && pages == pages_for((size_t)limits.cache);
-        engine_close(g);
-        return fail(e, NO_ROOM, "a context of %d tokens does not fit %s; %d would: use --ctx %d", context,
-                    cache ? "into --cache" : "beside the weights", pages * PAGE, pages * PAGE);
-    }
-    g->context = pages < wanted ? pages * PAGE : limits.context;
-    g->pages = pages;
-    return true;
-}
-
-void engine_close(Engine *g) {
-    if (g->state) g->backend->close(g->state);
-    *g = (Engine){0};
-}
-
-/* ---- the draw on the host ---- */
-
-static int descending(const void *a, const void *b) {
-    float x = *(const float *)a, y = *(const float *)b;
-    return (x < y) - (x > y);
-}
-
-/* The smallest scaled logit that top-k, top-p and min-p keep. x is (n) and stays unchanged. */
-static float filter_floor(const float *x, int n, const Sampling *s) {
-    float *sorted = allocate((size_t)n * sizeof *sorted), floor = -INFINITY;
-    memcpy(sorted, x, (size_t)n * sizeof *sorted);
-    qsort(sorted, (size_t)n, sizeof *sorted, descending);
-    if (s->top_k > 0 && s->top_k < n) floor = sorted[s->top_k - 1];
-    if (s->top_p < 1) {
-        uint64_t total = 0, sum = 0;
-        for (int i = 0; i < n && sorted[i] >= floor; i++) total += mass(sorted[i], sorted[0]);
-        uint64_t keep = top_p_mass(total, s->top_p);
-        for (int i = 0; i < n && sum < keep; i++) {
-            sum += mass(sorted[i], sorted[0]);
-            floor = fmaxf(floor, sum < keep ? floor : sorted[i]);
-        }
-    }
-    if (s->min_p > 0) floor = fmaxf(floor, min_p_floor(sorted[0], s->min_p));
-    free(sorted);
-    return floor;
-}
-
-int draw_logits(float *logit, int vocab, const Sampling *s, int position, const bool *seen) {
-    for (int i = 0; i < vocab; i++) {
-        if (isnan(logit[i])) return DREW_NAN;
-        if (seen && seen[i]) logit[i] = penalize(logit[i], s->penalty);
-        if (s->temperature > 0) logit[i] = logit[i] / s->temperature;
-    }
-    bool filtered = s->temperature > 0 && (s->top_k > 0 || s->top_p < 1 || s->min_p > 0);
-    float floor = filtered ? filter_floor(logit, vocab, s) : -INFINITY;
-    uint64_t best = 0;
-    for (int i = 0; i < vocab; i++) {
-        if (!(logit[i] >= floor)) continue;
-        uint64_t key = draw_key(s->temperature > 0 ? logit[i] + token_noise(s->seed, position, i) : logit[i], i);
-        if (key > best) best = key;
-    }
-    return draw_id(best);
-}
-
-/* Draws for a stream with biases. */
-static int draw_biased(const Stream *t, const float *logits, int vocab) {
-    float *own = allocate((size_t)vocab * sizeof *own);
-    bool *seen = allocate_zero((size_t)vocab, sizeof *seen);
-    memcpy(own, logits, (size_t)vocab * sizeof *own);
-    for (int i = 0; i < t->biases; i++) own[t->bias[i].id] += t->bias[i].add;
-    for (size_t i = 0; i < t->tokens.n; i++) seen[t->tokens.data[i]] = true;
-    int token = draw_logits(own, vocab, &t->sampling, (int)t->tokens.n, seen);
-    free(own);
-    free(seen);
-    return token;
-}
-
-/* ---- scheduler ---- */
-
-enum { SCORED_TOKENS = 32 }; /* the most of a prompt in one step, if `take` gets their logits */
-
-typedef struct CachePage { /* a page of the cache */
-    TAILQ_ENTRY(CachePage) idle;
-    int owners;            /* streams that use it */
-    uint64_t name, before; /* name: never used twice; 0: no stream finds it. before: name of the page before, or 0 */
-    int token[PAGE];
-} CachePage;
-
-typedef struct { /* what a Batch has of its sequences (first[0] stays 0), and the streams that they are */
-    int n;
-    Stream *stream[MOST_STREAMS]; /* NULL: it was removed */
-    int slot[MOST_STREAMS], first[MOST_STREAMS + 1], start[MOST_STREAMS];
-    Sampling sampling[MOST_STREAMS];
-    Want want[MOST_STREAMS];
-} Step;
-
-struct Scheduler {
-    Engine *engine;
-    SchedulerState now;
-    Stream **stream; /* (running + waiting) in order of arrival: the first ones have slots and pages, the others wait */
-    CachePage *page;
-    TAILQ_HEAD(, CachePage) idle; /* pages that no stream uses, the longest unused first */
-    void *known;                  /* tsearch's tree of the pages that have names */
-    uint64_t names;
-    Ids slots, token, table;
-    Step step[2];                  /* the one in flight and the next */
-    double cost[MOST_STREAMS + 1]; /* [n]: seconds a token in a step that continues n texts and does nothing else */
-    size_t turn;                   /* pauses so far: says whose turn it is */
-};
-
-static int by_text(const void *a, const void *b) {
-    const CachePage *x = a, *y = b;
-    int order = (x->before > y->before) - (x->before < y->before);
-    return order ? order : memcmp(x->token, y->token, sizeof x->token);
-}
-
-static void forget_page(Scheduler *s, CachePage *p) {
-    if (p->name) tdelete(p, &s->known, by_text), s->now.kept--;
-    p->name = 0;
-}
-
-static void hold_page(Scheduler *s, Stream *t, CachePage *p) {
-    if (!p->owners) TAILQ_REMOVE(&s->idle, p, idle);
-    s->now.idle -= !p->owners++;
-    ids_add(&t->pages, (int)(p - s->page));
-}
-
-/* Gives a stream pages for this many tokens, the longest unused first. False: too few are left. */
-static bool take_pages(Scheduler *s, Stream *t, size_t tokens) {
-    const size_t need = (size_t)pages_for(tokens);
-    if (need > t->pages.n + s->now.idle) return false;
-    while (t->pages.n < need) {
-        forget_page(s, TAILQ_FIRST(&s->idle));
-        hold_page(s, t, TAILQ_FIRST(&s->idle));
-    }
-    return true;
-}
-
-/* Takes all pages from a stream, last page first: the beginning of a text stays in the cache the longest. */
-static void drop_pages(Scheduler *s, Stream *t) {
-    while (t->pages.n) {
-        CachePage *p = s->page + t->pages.data[--t->pages.n];
-        if (--p->owners) continue;
-        if (p->name) TAILQ_INSERT_TAIL(&s->idle, p, idle);
-        if (!p->name) TAILQ_INSERT_HEAD(&s->idle, p, idle);
-        s->now.idle++;
-    }
-    t->sent = t->filed = t->chain = 0;
-}
-
-/* Gives the first waiting stream a slot and pages for all its tokens. Pages of its text in the cache are shared. */
-static bool admit(Scheduler *s) {
-    Stream *t = s->stream[s->now.running];
-    CachePage key, **known;
-    const bool more = t->tokens.n + 1 < t->most; /* the last token of a text is never stored */
-    while (s->slots.n && t->want != WANT_ALL_LOGITS && t->sent + PAGE < t->tokens.n) {
-        key.before = t->chain;
-        memcpy(key.token, t->tokens.data + t->sent, sizeof key.token);
-        if (!(known = tfind(&key, &s->known, by_text))) break;
-        hold_page(s, t, *known);
-        t->chain = (*known)->name;
-        t->filed++, t->sent += PAGE;
-    }
-    if (!s->slots.n || !take_pages(s, t, t->tokens.n + more)) return drop_pages(s, t), false;
-    if (!t->published) t->reused = t->sent;
-    t->slot = s->slots.data[--s->slots.n];
-    return s->now.waiting--, ++s->now.running;
-}
-
-/* Lets the youngest running stream wait again. */
-static void preempt(Scheduler *s) {
-    Stream *t = s->stream[--s->now.running];
-    drop_pages(s, t);
-    ids_add(&s->slots, t->slot);
-    s->now.waiting++, s->now.preempted++;
-}
-
-/* Names the full pages of a stream, so that others find them. */
-static void file_pages(Scheduler *s, Stream *t) {
-    for (; (t->filed + 1) * PAGE <= t->sent && (t->filed + 1) * PAGE <= t->tokens.n; t->filed++) {
-        CachePage *p = s->page + t->pages.data[t->filed], *known;
-        p->before = t->chain;
-        memcpy(p->token, t->tokens.data + t->filed * PAGE, sizeof p->token);
-        known = *(CachePage **)tsearch(p, &s->known, by_text);
-        if (known == p) p->name = ++s->names, s->now.kept++;
-        t->chain = known->name;
-    }
-}
-
-Scheduler *scheduler_open(Engine *g) {
-    Scheduler *s = allocate_zero(1, sizeof *s);
-    s->engine = g;
-    s->now.pages = s->now.idle = (size_t)g->pages;
-    s->page = allocate_zero(s->now.pages, sizeof *s->page);
-    TAILQ_INIT(&s->idle);
-    for (size_t i = 0; i < s->now.pages; i++) TAILQ_INSERT_TAIL(&s->idle, s->page + i, idle);
-    for (int i = 0; i < g->max_seqs; i++) ids_add(&s->slots, i);
-    return s;
-}
-
-void scheduler_close(Scheduler *s) {
-    if (!s) return;
-    for (size_t i = 0; i < s->now.pages; i++) forget_page(s, s->page + i);
-    ids_free(&s->slots), ids_free(&s->token), ids_free(&s->table);
-    free(s->stream), free(s->page), free(s);
-}
-
-void scheduler_add(Scheduler *s, Stream *t) {
-    const size_t n = s->now.running + s->now.waiting++;
-    s->stream = reallocate(s->stream, (n + 1) * sizeof *s->stream);
-    s->stream[n] = t;
-    if (t->sampling.temperature < 0.01f) t->sampling.temperature = 0; /* logits are divided by it */
-}
-
-void scheduler_remove(Scheduler *s, Stream *t) {
-    size_t i = 0, n = s->now.running + s->now.waiting;
-    while (i < n && s->stream[i] != t) i++;
-    if (i == n) return;
-    drop_pages(s, t);
-    ids_free(&t->pages);
-    if (i >= s->now.running) s->now.waiting--;
-    if (i < s->now.running) ids_add(&s->slots, t->slot), s->now.running--;
-    memmove(s->stream + i, s->stream + i + 1, (n - i - 1) * sizeof *s->stream);
-    for (i = 0; i < 2 * MOST_STREAMS; i++)
-        if (s->step[i % 2].stream[i / 2] == t) s->step[i % 2].stream[i / 2] = NULL;
-}
-
-/* Adds the next n tokens of a stream to the step. A token that is not known yet is the one that its slot drew last. */
-static void add_tokens(Scheduler *s, Stream *t, size_t n) {
-    Step *step = s->step + s->now.steps % 2;
-    const size_t end = t->sent + n;
-    Want want = t->bias && t->want == WANT_TOKEN ? WANT_LOGITS : t->want;
-    if (end < t->tokens.n && (want != WANT_ALL_LOGITS || end < t->published)) want = WANT_NOTHING;
-    const int i = step->n++;
-    step->stream[i] = t, step->slot[i] = t->slot, step->sampling[i] = t->sampling, step->want[i] = want;
-    step->start[i] = (int)t->sent, step->first[i + 1] = step->first[i] + (int)n;
-    t->drawing += end >= t->tokens.n;
-    for (; t->sent < end; t->sent++) ids_add(&s->token, t->sent < t->tokens.n ? t->tokens.data[t->sent] : -1);
-}
-
-/* Has it more than one known token that is not computed? */
-static bool is_reading(const Stream *t) { return t->sent + 1 < t->tokens.n; }
-
-/* Can more of a stream be computed now? Draws on the host, or for a preempted stream, must be collected first. */
-static bool is_ready(const Stream *t) {
-    return t->tokens.n + (size_t)t->drawing < t->most && (!t->drawing || (!t->bias && t->sent == t->tokens.n));
-}
-
-/* How many of n texts a step should continue. Kernels compute texts in tiles of 8 to 64, so 17 can take so much longer
- * than 16 that all are written faster if they pause in turn. Measured costs decide. They are forgotten every 512
- * steps, and an unknown cost is 0, so that each is tried. */
-static size_t texts_worth_a_step(const Scheduler *s, size_t n) {
-    size_t best = n;
-    for (size_t tile = 8; tile <= MIN(n, 64); tile *= 2) { /* whole tiles are more than n / 2, so pauses are short */
-        const size_t whole = n / tile * tile;
-        if (s->cost[whole] < s->cost[best]) best = whole;
-    }
-    return best;
-}
-
-static void plan_step(Scheduler *s) {
-    size_t answers = 0, readers = 0, ready = 0, k = 0;
-    bool biased = false; /* such a text is ready in every other step only */
-    s->token.n = 0;
-    for (size_t i = 0; i < s->now.running; i++) {
-        readers += is_reading(s->stream[i]);
-        ready += !is_reading(s->stream[i]) && is_ready(s->stream[i]);
-        biased |= s->stream[i]->bias != NULL;
-    }
-    const size_t pauses = readers || biased ? 0 : ready - texts_worth_a_step(s, ready);
-    s->turn += pauses;
-    for (size_t i = 0; i < s->now.running; i++) {
-        Stream *t = s->stream[i];
-        if (is_reading(t) || !is_ready(t) || (k++ + s->turn) % ready < pauses) continue;
-        while (i < s->now.running && !take_pages(s, t, t->sent + 1)) preempt(s);
-        if (i < s->now.running) add_tokens(s, t, 1), answers++;
-    }
-    const size_t most = MAX((size_t)s->engine->step_tokens, TOKENS_PER_ANSWER * ready);
-    size_t room = most - answers; /* several prompts share it, so that none waits for a long one */
-    readers += s->now.waiting;
-    for (size_t i = 0; i < s->now.running + s->now.waiting && room; i++) {
-        Stream *t = s->stream[i];
-        const bool waits = i == s->now.running;
-        if (waits && (!is_ready(t) || !admit(s))) break;
-        if (!waits && (!is_reading(t) || !is_ready(t))) continue;
-        size_t n = t->tokens.n - t->sent, fair = MAX(room / readers, most / 4 + 1);
-        if (t->want == WANT_ALL_LOGITS)
-            n = t->sent + 1 < t->published ? t->published - 1 - t->sent : MIN(n, SCORED_TOKENS);
-        n = MIN(n, MIN(fair, room));
-        add_tokens(s, t, n);
-        room -= n;
-    }
-}
-
-static bool submit_step(Scheduler *s, Error *e) {
-    const Step *p = s->step + s->now.steps % 2;
-    size_t pages = 0;
-    s->table.n = 0;
-    for (int i = 0; i < p->n; i++) pages = MAX(pages, p->stream[i]->pages.n);
-    for (int i = 0; i < p->n; i++) {
-        ids_append(&s->table, p->stream[i]->pages.data, p->stream[i]->pages.n);
-        while (s->table.n < (size_t)(i + 1) * pages) ids_add(&s->table, 0);
-        file_pages(s, p->stream[i]);
-    }
-    Batch b = {p->n, (int)pages, p->slot, p->first, s->token.data, p->start, s->table.data, p->sampling, p->want};
-    return s->now.outstanding++, s->now.steps++, s->engine->backend->submit(s->engine->state, &b, e);
-}
-
-/* Passes a token to `take`. The last one removes the stream first. */
-static void publish(Scheduler *s, Stream *t, size_t position, int token, const float *logits) {
-    if (position < t->published) return;
-    t->published = position + 1;
-    for (size_t i = 0; t->stop && position >= t->prompt && i < t->stop->n; i++) t->stopped |= token == t->stop->data[i];
-    const bool last = t->stopped || token < 0 || t->published == t->most;
-    if (last) scheduler_remove(s, t);
-    if (t->take) t->take(t, position, token, logits, last);
-}
-
-/* Handles what a step computed for the n tokens of one stream from position `from` on: a drawn token, and the logits of
- * the last `rows` tokens. */
-static void take_results(Scheduler *s, Stream *t, size_t from, size_t n, int token, const float *logits, size_t rows) {
-    const size_t vocab = (size_t)s->engine->model->vocab;
-    for (size_t i = 1; t->want == WANT_ALL_LOGITS && i <= rows && from + i < t->prompt; i++) {
-        t->nan |= isnan(logits[(i - 1) * vocab]); /* a NaN before the head makes all logits NaN */
-        publish(s, t, from + i, t->tokens.data[from + i], logits + (i - 1) * vocab);
-    }
-    if (from + n < t->tokens.n) return;
-    if (rows) logits += (rows - 1) * vocab;
-    if (t->bias) token = draw_biased(t, logits, (int)vocab);
-    t->drawing--;
-    t->nan |= token == DREW_NAN;
-    if (token >= 0) ids_add(&t->tokens, token);
-    for (size_t i = 0; token < 0 && i < t->pages.n; i++) forget_page(s, s->page + t->pages.data[i]);
-    publish(s, t, t->tokens.n - (token >= 0), token, t->want == WANT_TOKEN ? NULL : logits);
-}
-
-static bool collect_step(Scheduler *s, Error *e) {
-    Step *step = s->step + (s->now.steps - s->now.outstanding) % 2;
-    Result r;
-    if (!s->engine->backend->collect(s->engine->state, &r, e)) return false;
-    s->now.outstanding--;
-    double *cost = s->cost + step->n, found = r.seconds / step->n;
-    if (!r.rows && step->first[step->n] == step->n)           /* it only continued texts */
-        *cost = *cost > 0 ? MIN(found, 1.02 * *cost) : found; /* one slow step says little */
-    if (s->now.steps % 512 == 0) memset(s->cost, 0, sizeof s->cost);
-    for (int i = 0; i < step->n; i++) {
-        size_t n = (size_t)(step->first[i + 1] - step->first[i]), from = (size_t)step->start[i];
-        size_t rows = step->want[i] == WANT_ALL_LOGITS ? n : step->want[i] == WANT_LOGITS;
-        if (step->stream[i]) take_results(s, step->stream[i], from, n, r.token[i], r.logits, rows);
-        if (rows) r.logits += rows * (size_t)s->engine->model->vocab;
-    }
-    step->n = 0;
-    return true;
-}
-
-bool scheduler_step(Scheduler *s, Error *e) {
-    plan_step(s);
-    const size_t planned = s->step[s->now.steps % 2].n > 0;
-    if (planned && !submit_step(s, e)) return false;
-    return s->now.outstanding <= planned || collect_step(s, e);
-}
-
-bool scheduler_run(Scheduler *s, Stream *t, const volatile sig_atomic_t *stop, Error *e) {
-    const size_t context = (size_t)s->engine->context;
-    bool ok = true, interrupted = false;
-    if (!t->prompt) return fail(e, USAGE, "the prompt is empty");
-    if (t->prompt >= t->most || t->most > context + 1)
-        return fail(e, NO_ROOM,
-                    "the prompt has %zu tokens, the context %zu: shorten it, or enlarge the context with --ctx",
-                    t->prompt, context);
-    scheduler_add(s, t);
-    while (ok && (s->now.running || s->now.waiting || s->now.outstanding)) {
-        ok = scheduler_step(s, e);
-        interrupted = stop && *stop && t->published <= t->prompt;
-        if (interrupted) scheduler_remove(s, t);
-    }
-    scheduler_remove(s, t);
-    if (ok && interrupted) return fail(e, INTERRUPTED, "interrupted");
-    if (ok && t->nan)
-        return fail(e, FAILED, "the logits hold a NaN: weights or config.json are damaged; download them again");
-    return ok;
-}
-
-bool scheduler_score(Scheduler *s, const int *ids, size_t n, size_t from, Take *take, void *owner, Error *e) {
-    Stream t = {.prompt = n, .most = n + 1, .sampling = {.top_p = 1, .penalty = 1}, .want = WANT_ALL_LOGITS};
-    t.published = from, t.take = take, t.owner = owner;
-    ids_append(&t.tokens, ids, n);
-    bool ok = scheduler_run(s, &t, NULL, e);
-    ids_free(&t.tokens);
-    return ok;
-}
-
-SchedulerState scheduler_state(const Scheduler *s) { return s->now; }

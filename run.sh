@@ -39,7 +39,7 @@ case $command in
 esac
 [ "$command" != test ] || packages+=(python3 openssl)
 install_missing >&2
-[ "$command" != test ] || exec make --no-print-directory -j"$(nproc)" test TESTS="$*"
+[ "$command" != test ] || exec make --no-print-directory test TESTS="$*"
 gpu=yes nvcc=yes target=infer program=./infer
 nvidia-smi -L >/dev/null 2>&1 || gpu=no
 command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] || nvcc=no

@@ -1,29 +1,14 @@
 /* Any bytes as the body of a request, the first of which chooses chat or text. Promises: it is refused with 400 or 404
  * and a message, or its answers, whatever tokens come, are JSON, streamed or not, and each ends for a reason. */
-#include "serve.c"
+#include "../serve/serve.c"
 
 #include <assert.h>
-
-extern const Backend reference;
-const Backend *const backend = &reference;
-
-/* What infer.c has for commands is not needed here. */
-bool session_open(Session *s, const Options *o, int need, Error *e) {
-    return (void)s, (void)o, (void)need, (void)e, false;
-}
-bool session_load(Session *s, const Options *o, int n, Error *e) { return (void)s, (void)o, (void)n, (void)e, false; }
-int likeliest(const float *x, int vocab, int n, int *ids) {
-    for (int i = 0; i < n; i++) ids[i] = i;
-    return (void)x, n < vocab ? n : vocab;
-}
 
 static float *logits;
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
-    static const Options o;
     Error e;
     (void)argc, (void)argv;
-    server.o = &o;
     server.s.tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", NULL, &e);
     assert(server.s.tokenizer && checkpoint_open(&server.s.checkpoint, "tests/fixtures/parrot", &e));
     server.s.has_chat = chat_open(&server.s.chat, server.s.tokenizer, "", &e);

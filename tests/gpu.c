@@ -79,6 +79,7 @@ static void fixtures_pass(void) {
         Trace golden = {0};
         Ids ids = {0};
         Checkpoint c;
+        at(fixtures[i]);
         trace_golden(fixtures[i], &golden, &ids, &c);
         Costs costs = rounding_costs(&c.model, &golden, ids.data, ids.n);
         chunks_pass(fixtures[i], &c.model, &costs, &golden, ids.data, ids.n, 5, (size_t[]){0, 1, 7, 16, 17});
@@ -134,6 +135,7 @@ static void encoding_passes(const char *path) {
     Checkpoint c;
     Trace golden = {0};
     Error e;
+    at(path);
     must(checkpoint_open(&c, path, &e), &e);
     fill_random(ids, N, (size_t)c.model.vocab, &random);
     if (n > (size_t)c.model.context) n = (size_t)c.model.context;
@@ -1123,8 +1125,9 @@ static void run_long(void) {
     }
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     int cards = 0;
+    read_arguments(argv);
     if (cudaGetDeviceCount(&cards) || !cards) {
         printf("skip gpu: there is none here\n");
         return 0;

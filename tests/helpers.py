@@ -1,7 +1,9 @@
 """What the test modules share: running the program, a scripted terminal, model folders with one thing changed."""
 import atexit
 import fcntl
+import functools
 import json
+import math
 import os
 import pty
 import re
@@ -15,13 +17,17 @@ import sys
 import tempfile
 import termios
 import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 TESTS = Path(__file__).resolve().parent
 FIXTURES, GOLDENS, PARROT = TESTS / "fixtures", TESTS / "goldens", TESTS / "fixtures" / "parrot"
-CHECKED = TESTS.parent / "build" / "asan" / "infer-reference"  # with sanitizers
-PLAIN = TESTS.parent / "infer-reference"                       # fast enough for limits of time
+CORE = "--core" in sys.argv                                   # the build without rooms (make EXTENSIONS=no)
+BUILD = TESTS.parent / "build" / "core" if CORE else TESTS.parent / "build"
+CHECKED = BUILD / "asan" / "infer-reference"                          # with sanitizers
+PLAIN = (BUILD if CORE else TESTS.parent) / "infer-reference"         # fast enough for limits of time
 DATE = "2025-06-28"                                            # of the parrot's conversations
 SANITIZER = re.compile(r"(?:ERROR|WARNING): \w+Sanitizer[^\n]*|runtime error:[^\n]*")
 
@@ -32,6 +38,13 @@ atexit.register(shutil.rmtree, HOME, ignore_errors=True)
 
 class Skip(Exception):
     """Raised by a test that cannot run here, with the reason."""
+
+
+def needs(*rooms):
+    """Skips a test that needs a room which this build does not have."""
+    missing = [room for room in rooms if CORE or not (TESTS.parent / room).is_dir()]
+    if missing:
+        raise Skip(f"needs {missing[0]}/")
 
 
 # ---- published files, which are not shipped
@@ -78,6 +91,37 @@ def data(place):
 
 
 link_data()
+
+
+# ---- limits of time
+
+CORES = len(os.sched_getaffinity(0))
+COMPRESSED = 0.26  # seconds that slowness() takes where limits of time were chosen
+
+
+@functools.lru_cache(maxsize=None)
+def slowness():
+    """How many times longer the machine takes than the one where limits of time were chosen, at least 1: by the clock,
+    and in processor time. Every core compresses the same text."""
+    text = b"".join(b"%d," % (i * i % 9973) for i in range(1 << 19))
+    began, used = time.monotonic(), time.process_time()
+    with ThreadPoolExecutor(CORES) as pool:
+        list(pool.map(zlib.compress, [text] * CORES))
+    clock, processor = time.monotonic() - began, (time.process_time() - used) / CORES
+    return max(clock / COMPRESSED, 1), max(processor / COMPRESSED, 1)
+
+
+def patience(seconds):
+    """A limit for what takes no more than this on an idle machine: only what hangs meets it."""
+    return 5 * seconds * slowness()[0]
+
+
+def until(true, what, seconds=60):
+    """Waits until true()."""
+    limit = time.monotonic() + patience(seconds)
+    while not true():
+        expect(time.monotonic() < limit, f"not {what} after {patience(seconds):.0f} s")
+        time.sleep(0.005)
 
 
 def expect(condition, message):
@@ -135,21 +179,20 @@ def start(*args, program=CHECKED, cwd=None, env=None, **pipes):
 
 def infer(*args, stdin=b"", code=0, seconds=60, cpu=None, **how):
     """Runs a command to its end. code: expected; None for any. Text on stdout is `.text`. cpu: seconds of processor time
-    that it may take; a busy machine does not change them."""
-    pipe, began = subprocess.PIPE, time.monotonic()
+    that it takes at most, three times as many are allowed; a busy machine does not change them."""
+    pipe, limit = subprocess.PIPE, patience(seconds)
     with start(*args, stdin=pipe, stdout=pipe, stderr=pipe, **how) as p:
         if cpu:
-            resource.prlimit(p.pid, resource.RLIMIT_CPU, (cpu, cpu))
+            resource.prlimit(p.pid, resource.RLIMIT_CPU, (math.ceil(3 * cpu * slowness()[1]),) * 2)
         try:
-            out, err = p.communicate(stdin.encode() if isinstance(stdin, str) else stdin, timeout=seconds)
+            out, err = p.communicate(stdin.encode() if isinstance(stdin, str) else stdin, timeout=limit)
         except subprocess.TimeoutExpired:
             p.kill()
-            raise AssertionError(f"still running after {seconds} s: {' '.join(map(str, args))[:200]}") from None
+            raise AssertionError(f"still running after {limit:.0f} s: {' '.join(map(str, args))[:200]}") from None
     err = err.decode(errors="replace")
     check_sanitizers(err, p.returncode)
     expect(code is None or p.returncode == code, f"exit code {p.returncode}, expected {code}; stderr: {err[-300:]!r}")
-    return SimpleNamespace(code=p.returncode, out=out, err=err, text=out.decode(errors="replace"),
-                           seconds=time.monotonic() - began)
+    return SimpleNamespace(code=p.returncode, out=out, err=err, text=out.decode(errors="replace"))
 
 
 def refused(*args, code=3, words=(), **how):
@@ -231,8 +274,11 @@ class Terminal:
     \\n, escape sequences and what they erase are gone."""
 
     def __init__(self, *args, columns=400, program=CHECKED, cwd=None, seconds=60, **env):
-        self.main, inner = pty.openpty()
-        self.seconds, self.raw, self.seen = seconds, b"", 0
+        try:
+            self.main, inner = pty.openpty()
+        except OSError:
+            raise Skip("needs a pseudo-terminal") from None
+        self.seconds, self.raw, self.seen = patience(seconds), b"", 0
         self.resize(columns)
         env = environment(**{"HOME": tempfile.mkdtemp(dir=HOME), **env})  # the history is kept there
         self.process = subprocess.Popen([sys.executable, "-c", LEADER, str(program), *map(str, args)], stdin=inner,

@@ -132,7 +132,7 @@ MISTRAL = ["<s>", "</s>", "[INST]", "[/INST]"]
 MISTRAL_TOOLS = MISTRAL + ["[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
 GEMMA = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]
-# the format's name in chat.c: template (a file, or its text), what it has, control tokens (BOS and EOS below), tokenizer
+# the format's name in formats/templates.c: template (a file, or its text), what it has, control tokens (BOS and EOS below), tokenizer
 BOS, EOS = ("<|begin_of_text|>", "<s>", "<bos>", DEEPSEEK[0]), ("</s>", DEEPSEEK[1], "<|eot_id|>")
 TOOLS = "<args-json-object>"
 MODELS = {

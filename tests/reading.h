@@ -54,7 +54,7 @@ static const struct {
 };
 
 /* The parrot with another format's control tokens for its own. */
-static bool talker_open_other(Talker *m, int which) {
+static inline bool talker_open_other(Talker *m, int which) {
     Error e;
     char path[] = "/tmp/infer-tokenizer-XXXXXX";
     FILE *f = fdopen(mkstemp(path), "w");
@@ -76,10 +76,7 @@ static bool talker_open_other(Talker *m, int which) {
     return ok;
 }
 
-static inline void talker_close(Talker *m) {
-    chat_close(&m->chat);
-    tokenizer_close(m->tokenizer);
-}
+static inline void talker_close(Talker *m) { tokenizer_close(m->tokenizer); }
 
 /* Reads n tokens; `shown` is what was shown. False: a message was closed without a word. */
 static bool read_tokens(const Talker *m, Reader *r, const int *tokens, size_t n, Bytes *shown) {
@@ -202,7 +199,7 @@ static const char *save_problem(const Talker *m, const Conversation *c) {
 /* What is wrong with how the text is read in another format, or NULL. Read, rendered and read again it must be the
  * same, unless the model spelled out the end of a thought, from which templates cut what stands before it, or wrote
  * text beside calls, where Mistral's templates leave it out. */
-static const char *other_problem(const Talker *m, const char *data, size_t n) {
+static inline const char *other_problem(const Talker *m, const char *data, size_t n) {
     Error e;
     Bytes shown = {0}, contents = {0};
     Ids asked = {0}, all = {0};

@@ -1,14 +1,16 @@
-"""Runs the tests: build/asan/unit, and every function test_* of the modules test_*.py here.
+"""Runs the tests side by side on the cores there are, and the builds that they need.
 
-    python3 tests/run.py [--fetch] [--gpu] [--emulated] [WORD]...     (WORD: tests with it in their name)
+    python3 tests/run.py [--fetch] [--long] [--core] [--gpu] [--emulated] [WORD]...     (WORD: tests with it in their name)
 
---gpu runs build/cuda/gpu too; --emulated build/emulated/gpu, those of the same tests that a processor can do.
+--gpu runs build/cuda/gpu too; --emulated build/emulated/gpu, those of the same tests that a processor can do. --long
+gives the sanitized unit tests as much to do as the optimised ones have. --core tests the build without rooms.
 
 Needs the Python of the system, 3.9 or later, and nothing else. Some tests need published files, which are not shipped
 (helpers.PUBLISHED): tests find them below TEST_DATA or in the hub's cache, where --fetch puts them. A test is a
-function; one with a parameter gets a fresh folder. It returns (ok), raises AssertionError (FAIL; the lines after the
-first are details) or helpers.Skip. Tests run build/asan/infer-reference, whose sanitizers' reports are failures; those
-with a limit of time run ./infer-reference.
+function test_* of a module test_*.py here; one with a parameter gets a fresh folder. It returns (ok), raises
+AssertionError (FAIL; the lines after the first are details) or helpers.Skip. Or it is a run("NAME", ...) of unit.c or
+gpu.c, whose programs take names of tests as arguments. Tests run build/asan/infer-reference, whose sanitizers' reports
+are failures; those that compute much run ./infer-reference.
 """
 import sys
 
@@ -21,41 +23,247 @@ import re
 import signal
 import subprocess
 import tempfile
+import threading
+import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import helpers
 
+ROOT = helpers.TESTS.parent
+ROOMS = [room for room in ("families", "encodings", "formats") if (ROOT / room).is_dir()]  # with tests in C: ROOM.c
+QUIET = 10  # seconds without a result until a line says what runs
+# Builds: what make makes, what the first lines call it, and seconds of processor time. They have no object in common.
+BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit"], "infer-reference", 13),
+          "asan": ([helpers.CHECKED, helpers.BUILD / "asan/unit"], "the same with sanitizers", 17),
+          "emulated": ([helpers.BUILD / "emulated/gpu"], "the kernels for the processor", 36),
+          "cuda": ([helpers.BUILD / "cuda/gpu", helpers.PLAIN.with_name("infer")], "the kernels for the GPU", 300)}
+# Tests that wait for a limit of the program or a slow network run beside the others, one after the other.
+WAITS = ("hub.faults", "serve.a_client_that_does_not_read_is_cut_off", "hub.kill", "hub.resume",
+         "serve.slow_requests_end")
+# Of the others, those that take long start first: seconds of processor time.
+COSTS = {"chat.ids_of_published_tokenizers": 80, "perplexity.equals_transformers": 45, "prompt.harmony_rendered": 40,
+         "sanitized unit: texts pause in turn while steps of fewer are faster": 45,
+         "sanitized unit: scheduled among others, with few pages = alone": 40,
+         "sanitized unit: scheduled among others that the host draws = alone": 40,
+         "chat.prompts_are_the_templates": 30, "emulated gpu: every encoding of safetensors": 36,
+         "unit: scheduled among others, with few pages = alone": 27,
+         "unit: scheduled among others that the host draws = alone": 27,
+         "prompt.a_megabyte_of_one_character": 25, "prompt.ids_of_strings_families": 25,
+         "sanitized unit: every family alone = in a batch = in chunks = rewound": 21,
+         "prompt.decode_of_encode_is_the_text_published": 20, "prompt.ids_of_strings_gpt_oss": 20,
+         "play.only_the_answer_is_on_stdout": 20, "chat.text_never_becomes_control_tokens": 20,
+         "emulated gpu: fixtures at every stage, in chunks of 1 to all": 19,
+         "emulated gpu: the real router and experts, 40 tokens": 17, "emulated gpu: every type of GGUF": 16,
+         "prompt.harmony_parsed": 15, "play.models_are_found": 15, "gguf.vocabularies_of_families": 12,
+         "unit: texts pause in turn while steps of fewer are faster": 10,
+         "emulated gpu: prompts of 1 to 300 tokens": 10, "emulated gpu: the real router and experts, one token": 10}
+OTHERS = 1  # seconds of processor time of any other test
 
-def run_c(program, word_in):
-    """Runs C tests, which print a line each. Yields (state, rest of the line) of those with a word in it."""
-    prefix = "emulated " if program.parent.name == "emulated" else ""
-    names = re.findall(r'\brun\([^"]*"([^"]+)"', (helpers.TESTS / f"{program.name}.c").read_text())
-    if not any(word_in(prefix + name) for name in names):
-        return
-    if not program.exists():
-        yield "FAIL", f"{program} is missing: make asan, make test-gpu, make build/emulated/gpu"
-        return
-    try:
-        p = subprocess.run([program], cwd=helpers.TESTS.parent, env=helpers.environment(TEST_DATA=helpers.DATA),
-                           timeout=600, capture_output=True, text=True, errors="replace")
-    except subprocess.TimeoutExpired:
-        yield "FAIL", f"{program.name}: still running after 600 s"
-        return
-    failed = False
-    for line in p.stdout.splitlines():
-        state, _, rest = line.partition(" ")
-        failed |= state == "FAIL"
-        if state in ("ok", "FAIL", "skip") and word_in(prefix + rest):
-            yield state, prefix + rest
-    report = helpers.SANITIZER.search(p.stderr)
-    if report or (p.returncode and not failed) or p.returncode < 0:
-        yield "FAIL", f"{program.name}: exit code {p.returncode}: {report[0] if report else p.stderr[-500:].strip()}"
+
+class Job:
+    """A build, a test, or all tests of a program. work(board, job) reports results; what needs a build waits for it."""
+
+    def __init__(self, name, work, needs=(), cost=None):
+        self.name, self.work, self.needs, self.began, self.at = name, work, needs, 0.0, ""
+        self.cost = COSTS.get(name, OTHERS) if cost is None else cost
+
+    def seconds(self):
+        return time.monotonic() - self.began
+
+    def __str__(self):
+        return f"{self.name} ({self.seconds():.0f} s{self.at and ', at ' + self.at})"
+
+
+class Board:
+    """What waits, what runs, what is built, and the results. One lock guards it all."""
+
+    def __init__(self, jobs):
+        self.waiting, self.running, self.built, self.results = jobs, [], {}, []
+        self.began = self.spoke = time.monotonic()
+        self.changed = threading.Condition()
+
+    def take(self, quick, waits):
+        """The next job whose builds have ended, or the first of the quickest. None: there is no more."""
+        with self.changed:
+            while mine := [job for job in self.waiting if (job.name in WAITS) == waits]:
+                ready = [job for job in mine if all(name in self.built for name in job.needs)]
+                if ready:
+                    job = min(ready, key=lambda job: job.cost) if quick else ready[0]
+                    self.waiting.remove(job)
+                    self.running.append(job)
+                    job.began = time.monotonic()
+                    return job
+                self.changed.wait()
+        return None
+
+    def work(self, quick=False, waits=False):
+        while job := self.take(quick, waits):
+            missing = [name for name in job.needs if not self.built[name]]
+            try:
+                if missing:
+                    self.report(job, "FAIL", job.name, f"{BUILDS[missing[0]][1]}: not built")
+                else:
+                    job.work(self, job)
+            except Exception:
+                self.report(job, "FAIL", job.name, traceback.format_exc().strip())
+            with self.changed:
+                self.running.remove(job)
+                self.changed.notify_all()
+
+    def say(self, text):
+        with self.changed:
+            self.spoke = time.monotonic()
+            print(text, flush=True)
+
+    def report(self, job, state, name, why=""):
+        """A result. The next one of the same job begins now."""
+        took = job.seconds()
+        with self.changed:
+            self.results.append((state, name, why, took))
+            self.say(f"{state} {name}{f' ({took:.0f} s)' * (took >= 1)}{why and ': '}{why}".replace("\n", "\n    "))
+        job.began += took
+
+    def watch(self):
+        """Waits for the end. Whenever nothing was said for a while, says what runs."""
+        with self.changed:
+            while self.waiting or self.running:
+                self.changed.wait(max(self.spoke + QUIET - time.monotonic(), 0))
+                if time.monotonic() >= self.spoke + QUIET:
+                    self.say(f"... {time.monotonic() - self.began:.0f} s: {', '.join(map(str, self.running))}")
+
+    def summary(self):
+        """Says it, and returns the exit status."""
+        def count(state):
+            return sum(result[0] == state for result in self.results)
+        print(f"\n{(time.monotonic() - self.began) / 60:.1f} minutes; the slowest:")
+        for _, name, _, took in sorted(self.results, key=lambda result: -result[3])[:5]:
+            print(f"  {took:5.0f} s  {name}")
+        skipped = [(why, name) for state, name, why, _ in self.results if state == "skip"]
+        if skipped:
+            print(f"{len(skipped)} skipped:")
+        for reason in sorted({why for why, _ in skipped}):
+            names = [name for why, name in skipped if why == reason]
+            print(f"  {len(names):3}  {reason}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}")
+        if any(f"needs {repository}" in dict(skipped) for repository, _ in helpers.PUBLISHED.values()):
+            print("./run.sh test --fetch gets the published files that tests need, 31 MB")
+        for state, name, why, _ in self.results:
+            if state == "FAIL":
+                print(f"FAIL {name}: {why}".splitlines()[0])
+        print(f"{count('ok')} passed, {count('FAIL')} failed", flush=True)
+        return count("FAIL") > 0
+
+
+# ---- what jobs do
+
+def build(name):
+    targets, what, cost = BUILDS[name]
+
+    def work(board, job):
+        # without the options of a make that runs this: its job server does not reach here
+        flags, ok = re.sub(r"(^| )(-j\S*|--jobserver\S*)", "", os.environ.get("MAKEFLAGS", "")), False
+        try:
+            p = subprocess.run(["make", "--no-print-directory", f"-j{helpers.CORES}", *["EXTENSIONS=no"] * helpers.CORE,
+                                *(str(path.relative_to(ROOT)) for path in targets)], cwd=ROOT,
+                               env={**os.environ, "MAKEFLAGS": flags}, stdin=subprocess.DEVNULL, text=True,
+                               errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            ok = not p.returncode
+            if ok:
+                board.say(f"built {what} ({job.seconds():.0f} s)")
+            else:
+                board.report(job, "FAIL", job.name, p.stdout[-4000:].strip())
+        finally:
+            with board.changed:
+                board.built[name] = ok
+    return Job(f"build {what}", work, cost=cost)
+
+
+def c_tests(program, prefix, *arguments):
+    """Runs tests of a C program, which prints a line each, state, name and perhaps why, or `at` and where it is."""
+    def work(board, job):
+        limit, failed, ended = helpers.patience(600), False, False
+        with tempfile.TemporaryFile("w+", errors="replace") as err, subprocess.Popen(
+                [program, *arguments], cwd=ROOT, env=helpers.environment(TEST_DATA=helpers.DATA), stderr=err,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace") as p:
+            watch = threading.Timer(limit, p.kill)
+            watch.daemon = True
+            watch.start()
+            for line in p.stdout:
+                state, _, rest = line.strip().partition(" ")
+                kind, name, why = (rest.split(": ", 2) + ["", ""])[:3]
+                if state == "at":
+                    job.at = rest
+                elif state in ("ok", "FAIL", "skip"):
+                    board.report(job, state, f"{prefix}{kind}: {name}", why)
+                    failed, ended = failed or state == "FAIL", True
+            code = p.wait()
+            watch.cancel()
+            err.seek(0)
+            said = err.read()
+        report = helpers.SANITIZER.search(said)
+        if code == -signal.SIGKILL:
+            board.report(job, "FAIL", job.name, f"killed, or still running after {limit:.0f} s")
+        elif report or code < 0 or (code and not failed) or not ended:
+            board.report(job, "FAIL", job.name, f"exit code {code}: {report[0] if report else said[-500:].strip()}")
+    return work
+
+
+def function_test(function, rooms):
+    def work(board, job):
+        try:
+            helpers.needs(*rooms)
+            if inspect.signature(function).parameters:
+                with tempfile.TemporaryDirectory(prefix="infer-test-") as folder:
+                    function(Path(folder))
+            else:
+                function()
+            state, why = "ok", ""
+        except helpers.Skip as e:
+            state, why = "skip", str(e)
+        except AssertionError as e:
+            state, why = "FAIL", str(e) or traceback.format_exc(limit=-1).strip().replace("\n", "; ")
+        except Exception:
+            state, why = "FAIL", traceback.format_exc().strip()
+        board.report(job, state, job.name, why)
+    return work
+
+
+# ---- the plan
+
+def tests_of(options):
+    """Jobs of all tests, with what they need built."""
+    for program, build_name, prefix, more in (("unit", "reference", "", ["--long"]),
+                                              ("unit", "asan", "sanitized ", ["--long"] * ("--long" in options)),
+                                              ("gpu", "emulated", "emulated ", [])):
+        if build_name == "emulated" and "--emulated" not in options:
+            continue
+        path = helpers.BUILD / build_name / program
+        for source in [program] + ROOMS * (program == "unit" and not helpers.CORE):
+            file = helpers.TESTS / f"{source}.c"
+            for name in re.findall(r'\brun\("([^"]+)"', file.read_text()) if file.exists() else []:
+                yield Job(prefix + name, c_tests(path, prefix, *more, name), [build_name])
+    if "--gpu" in options:
+        yield Job("gpu", c_tests(helpers.BUILD / "cuda" / "gpu", ""), ["cuda"], 600)
+    for path in sorted(helpers.TESTS.glob("test_*.py")):
+        module = importlib.import_module(path.stem)
+        rooms = getattr(module, "NEEDS", ())  # of all tests in it
+        for name, function in vars(module).items():
+            if name.startswith("test_") and inspect.isfunction(function) and function.__module__ == path.stem:
+                yield Job(f"{path.stem[5:]}.{name[5:]}", function_test(function, rooms), ["reference", "asan"])
+
+
+def plan(options, words):
+    """Jobs in the order in which they start: builds, then what takes longest."""
+    tests = [job for job in tests_of(options) if not words or any(word in job.name for word in words)]
+    needed = {name for job in tests for name in job.needs}
+    return ([build(name) for name in BUILDS if name in needed],
+            sorted(tests, key=lambda job: -job.cost))
 
 
 def fetch():
     """Downloads the published files that tests need and that are missing here into the user's hub cache."""
+    if helpers.missing_data():
+        subprocess.run(["make", "infer-reference"], cwd=ROOT, check=True)
     for place in helpers.missing_data():
         repository, files = helpers.PUBLISHED[place]
         wanted = [part for name in files for part in ("--include", name)]
@@ -64,67 +272,34 @@ def fetch():
     helpers.link_data()
 
 
-def run_one(function):
-    try:
-        if inspect.signature(function).parameters:
-            with tempfile.TemporaryDirectory(prefix="infer-test-") as folder:
-                function(Path(folder))
-        else:
-            function()
-        return "ok", ""
-    except helpers.Skip as e:
-        return "skip", str(e)
-    except AssertionError as e:
-        return "FAIL", str(e) or traceback.format_exc(limit=-1).strip().replace("\n", "; ")
-    except Exception:
-        return "FAIL", traceback.format_exc().strip()
-
-
-def modules():
-    for path in sorted(helpers.TESTS.glob("test_*.py")):
-        module = importlib.import_module(path.stem)
-        for name, function in vars(module).items():
-            if name.startswith("test_") and inspect.isfunction(function) and function.__module__ == path.stem:
-                yield f"{path.stem[5:]}.{name[5:]}", function
-
-
 def main():
     # a shell's background jobs ignore SIGINT, and the programs that tests start would too
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    options = [word for word in sys.argv[1:] if word.startswith("-")]
-    words, count = [word for word in sys.argv[1:] if word not in options], {"ok": 0, "FAIL": 0, "skip": 0}
-    c_tests = [helpers.CHECKED.parent / "unit"]
-    if set(options) - {"--fetch", "--gpu", "--emulated"}:
+    options = {word for word in sys.argv[1:] if word.startswith("-")}
+    words = [word for word in sys.argv[1:] if word not in options]
+    if options - {"--fetch", "--long", "--core", "--gpu", "--emulated"}:
         sys.exit(__doc__.split("\n\n")[1])
-    for option, build in (("--gpu", "cuda"), ("--emulated", "emulated")):
-        if option in options:
-            c_tests.append(helpers.TESTS.parent / "build" / build / "gpu")
-
-    def word_in(name):
-        return not words or any(word in name for word in words)
-
-    def report(state, line):
-        count[state] += 1
-        print(state, line.replace("\n", "\n    "), flush=True)
-
-    for program in (helpers.CHECKED, helpers.PLAIN):
-        if not program.exists():
-            sys.exit(f"{program} is missing: make asan reference")
     if "--fetch" in options:
         fetch()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tests = [(name, pool.submit(run_one, function)) for name, function in modules() if word_in(name)]
-        for program in c_tests:
-            for result in run_c(program, word_in):
-                report(*result)
-        for name, future in tests:
-            state, why = future.result()
-            report(state, f"{name}: {why}" if why else name)
-    if count["skip"]:
-        cure = "; ./run.sh test --fetch gets the published files that tests need, 31 MB"
-        print(f"{count['skip']} skipped{cure if helpers.missing_data() else ''}")
-    print(f"{count['ok']} passed, {count['FAIL']} failed")
-    return count["FAIL"] > 0
+    builds, tests = plan(options, words)
+    minutes = sum(job.cost for job in builds + tests) * helpers.slowness()[0] / helpers.CORES / 60
+    print(f"Runs {len(tests)} tests, builds what they need: {', '.join(job.name[6:] for job in builds)}.")
+    if "--emulated" in options:
+        print("Without a GPU the kernels run on the processor, and only in the tests that are quick there.")
+    elif "--gpu" not in options:
+        print("The tests of the kernels are left out: they need a GPU, or CUDA's headers, g++ and x86-64.")
+    print(f"That takes about {minutes:.0f} minutes on the {helpers.CORES} cores here. A line a test, when it ends.",
+          flush=True)
+    board = Board(builds + tests)
+    # one with quick tests beside those of the cores: many wait a little, and results show from the beginning
+    for how in [{"waits": True}, {"quick": True}] + [{}] * helpers.CORES:
+        threading.Thread(target=board.work, kwargs=how, daemon=True).start()
+    try:
+        board.watch()
+    except KeyboardInterrupt:
+        board.say("interrupted")
+        return 130
+    return board.summary()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from helpers import PLAIN, TESTS, each, expect, infer, refused, same
+from helpers import PLAIN, TESTS, each, expect, infer, refused, same, slowness
 from test_serve import Server
 
 TINY = TESTS.parent / "models" / "tiny"
@@ -95,7 +95,7 @@ def event(text):
 
 def test_serve_counts():
     """Each client sends its requests one after another, with prompts of so many tokens that no other has."""
-    pause, usage = 0.3, b'data: {"choices":[],"usage":{"completion_tokens":5000}}\n\ndata: [DONE]\n\n'
+    pause, usage = 0.3 * slowness()[0], b'data: {"choices":[],"usage":{"completion_tokens":5000}}\n\ndata: [DONE]\n\n'
 
     def answer(handler, request):
         parts = [b": a heartbeat\n\n" + event(" a"), event(""), event(" b")[:9], event(" b")[9:], event(" c") + usage]

@@ -7,8 +7,8 @@ import os
 import re
 import struct
 
-from helpers import (FIXTURES, PARROT, PLAIN, changed, copy_model, data, each, expect, ids_of, infer, read_json,
-                     read_safetensors, refused, safetensors, same, start, write_json)
+from helpers import (FIXTURES, PARROT, PLAIN, changed, copy_model, data, each, expect, ids_of, infer, patience,
+                     read_json, read_safetensors, refused, safetensors, same, start, write_json)
 
 SECONDS = 10  # ten times what is promised for a refusal
 FINE = None
@@ -210,7 +210,7 @@ def test_file_truncated_while_open(folder):
     with start("logits", model, "--ids", ",".join(["1"] * 2000), "--all", stdout=-1, stderr=-1) as p:
         p.stdout.read(1)  # it computes; its output fills the pipe long before the end
         os.truncate(path, 4096)
-        err = p.communicate(timeout=60)[1].decode(errors="replace")
+        err = p.communicate(timeout=patience(60))[1].decode(errors="replace")
     expect(p.returncode == 3 and err.startswith(f"infer: {model}: a model file was truncated") and err.count("\n") == 1,
            f"exit code {p.returncode}; stderr: {err[:200]!r}")
 

@@ -177,7 +177,7 @@ def test_inspect_list_and_names(folder):
     env = {"HF_HOME": folder / "hf"}
     listed = json.loads(infer("list", "--json", cwd=folder, env=env).text)
     same([(m["name"], m["family"], m["encoding"], m["supported"], m["complete"]) for m in listed],
-         [(name, "gpt-oss", "BF16", True, True)
+         [(name, "gpt_oss", "BF16", True, True)
           for name in ("models/a.gguf", "models/b/c.gguf-00001-of-00002.gguf", "models/d-00001-of-00002.gguf",
                        "models/e--f.gguf", "org/x/x-Q4_K_M.gguf")], "the list")
     facts = json.loads(infer("inspect", folder / "models" / "a.gguf", "--json").text)

@@ -5,7 +5,7 @@ import subprocess
 
 from helpers import TESTS, Skip, expect, infer, same
 
-PAGE = TESTS.parent / "infer.1"
+PAGE = TESTS.parent / "commands" / "infer.1"
 
 
 def test_commands():

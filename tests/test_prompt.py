@@ -8,7 +8,7 @@ import time
 import zlib
 
 from helpers import (CHECKED, CONVERSATIONS, GOLDENS, PARROT, PLAIN, conversation, data, each, expect, ids_of, infer,
-                     read_json, refused, render, same, start)
+                     patience, read_json, refused, render, same, start)
 
 CASES = read_json(GOLDENS / "harmony_cases.json")
 ADDED = {t["content"]: t["id"] for t in read_json(PARROT / "tokenizer.json")["added_tokens"]}
@@ -116,7 +116,7 @@ def test_endless_stdin():
     with open("/dev/zero", "rb") as zeros:
         for command in (["tokenize", PARROT], ["play", PARROT, "-p", "x"]):
             p = start(*command, stdin=zeros, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, program=PLAIN)
-            same((p.communicate(timeout=60)[1], p.returncode),
+            same((p.communicate(timeout=patience(60))[1], p.returncode),
                  (b"infer: stdin has more than the 268 MB that are allowed\n", 2), command[0])
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from test_chat import LOOKS_LIKE_CALLS, folder_of, speaker
 
 from helpers import (CHECKED, DATE, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, infer,
-                     read_safetensors, refused, safetensors, same, start)
+                     patience, read_safetensors, refused, safetensors, same, start, until)
 
 TINY = TESTS.parent / "models" / "tiny"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -41,10 +41,10 @@ class Server:
             self.lines.append(line.decode(errors="replace"))
 
     def wait(self, true, what, seconds=10):
-        limit = time.monotonic() + seconds
-        while not true():
-            expect(time.monotonic() < limit, f"not {what} after {seconds} s: {self.lines}")
-            time.sleep(0.005)
+        try:
+            until(true, what, seconds)
+        except AssertionError as e:
+            raise AssertionError(f"{e}: {self.lines}") from None
 
     def __enter__(self):
         return self
@@ -54,17 +54,17 @@ class Server:
             if not kind and self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
             if not kind:
-                same(self.process.wait(60), self.code, "exit code")
+                same(self.process.wait(patience(60)), self.code, "exit code")
         finally:
             self.process.kill()
             self.process.wait()
-            self.reader.join(10)
+            self.reader.join(patience(10))
         if not kind:
             check_sanitizers("".join(self.lines), self.process.returncode)
 
     def ask(self, method, path, body=None, headers=None, code=200):
         """Status must be `code`; returns JSON, or text."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patience(120))
         try:
             data = json.dumps(body).encode() if body is not None and not isinstance(body, bytes) else body
             connection.request(method, path, data, headers or {})
@@ -86,7 +86,7 @@ class Server:
 
     def raw(self, *parts, pause=0.0, seconds=10):
         """Sends bytes as they are; returns what comes back until the server closes."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as s:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=patience(seconds)) as s:
             back = b""
             try:
                 for part in parts:
@@ -103,7 +103,7 @@ class Server:
     def open_stream(self, path, body):
         """A socket whose request is sent, and nothing read."""
         data = json.dumps({**body, "stream": True}).encode()
-        s = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        s = socket.create_connection(("127.0.0.1", self.port), timeout=patience(60))
         s.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
                   % (path.encode(), len(data), data))
         return s
@@ -124,8 +124,8 @@ def openai_client(model, name, *options):
     if subprocess.run([python, "-c", "import openai"], stderr=subprocess.DEVNULL).returncode:
         raise Skip("needs openai: python3 -m venv V && V/bin/pip install openai; export OPENAI_PYTHON=V/bin/python")
     with Server(model, *options, program=PLAIN) as s:
-        p = subprocess.run([python, TESTS / "openai_client.py", f"http://127.0.0.1:{s.port}", name], timeout=300,
-                           capture_output=True, text=True)
+        p = subprocess.run([python, TESTS / "openai_client.py", f"http://127.0.0.1:{s.port}", name],
+                           timeout=patience(300), capture_output=True, text=True)
         expect(not p.returncode, p.stderr[-2000:])
 
 
@@ -322,8 +322,7 @@ def test_streams_do_not_wait_for_prompts():
         steps = s.metric("steps_total")
         with ThreadPoolExecutor(2) as pool:
             long = pool.submit(s.post, TEXT, {"prompt": [1] * 3000, "max_tokens": 1})
-            while s.metric("steps_total") < steps + 2:
-                time.sleep(0.002)
+            until(lambda: s.metric("steps_total") >= steps + 2, "reading")
             s.post(TEXT, {"prompt": [2, 3], "max_tokens": 8, "ignore_eos": True})
             expect(not long.done(), "the long prompt came first")
             long.result()
@@ -356,21 +355,26 @@ def test_departed_clients_free_everything():
     with Server(PARROT, "--streams", 2, "--queue", 64, "--chunk", 16, program=PLAIN) as s:
         fair = {"prompt": [1, 2, 3], "max_tokens": 30, "seed": 5, "ignore_eos": True}
         expected = s.post(TEXT, fair)["choices"]
+
+        def live():
+            return s.metric("answers_running") + s.metric("answers_waiting")
         for body in ({"prompt": [1] * 3900, "max_tokens": 1}, {"prompt": [1], "max_tokens": 4000, "ignore_eos": True},
                      {"messages": HELLO, "n": 4, "ignore_eos": True, "temperature": 5}):
             sockets = [s.open_stream(CHAT if "messages" in body else TEXT, body) for _ in range(12)]
             s.wait(lambda: s.metric("answers_running") > 1, "running")
             with ThreadPoolExecutor(1) as pool:
+                before = live()
                 other = pool.submit(s.post, TEXT, fair)
-                time.sleep(0.05)
+                s.wait(lambda: live() > before, "there")
                 for i, client in enumerate(sockets):
                     if i % 2:  # a reset
                         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
                     client.close()
-                left = time.monotonic()
+                steps = s.metric("steps_total")
                 same(other.result()["choices"], expected, "another client's answer")
-            s.wait(s.idle, "idle", 5)
-            expect(time.monotonic() - left < 2.5, f"{time.monotonic() - left:.2f} s until everything was free")
+            s.wait(s.idle, "idle")
+            steps = s.metric("steps_total") - steps  # the other client's thirty, and some until it is noticed
+            expect(steps < 100, f"{steps:.0f} steps until everything was free")
         same(s.metric('cache_pages_used'), 0, "pages in use")
 
 
@@ -418,20 +422,21 @@ def test_a_client_that_does_not_read_is_cut_off():
         def files():
             return len(os.listdir(f"/proc/{s.process.pid}/fd"))
         before = files()
-        with socket.create_connection(("127.0.0.1", s.port), timeout=60) as client:
+        with socket.create_connection(("127.0.0.1", s.port), timeout=patience(60)) as client:
             client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
                            % (len(body), body))
-            time.sleep(40)
-            expect(files() > before, "it is cut off too soon")
-            s.wait(lambda: files() == before, "cut off", 60)
+            s.wait(lambda: files() > before, "connected")
+            began = time.monotonic()
+            s.wait(lambda: files() == before, "cut off", 100)
+            expect(time.monotonic() - began > 40, "it was cut off too soon")
 
 
 def test_slow_requests_end():
     """One byte each quarter of a second is too slow; it costs nobody else anything."""
     with Server(PARROT) as s:
-        with socket.create_connection(("127.0.0.1", s.port), timeout=60) as slow:
+        with socket.create_connection(("127.0.0.1", s.port), timeout=patience(60)) as slow:
             began = time.monotonic()
-            for byte in (REQUEST + b"X: " + b"y" * 1000):
+            for byte in (REQUEST + b"X: " + b"y" * 200):
                 slow.sendall(bytes([byte]))
                 time.sleep(0.25)
                 if time.monotonic() - began < 1:
@@ -445,7 +450,8 @@ def test_slow_requests_end():
                 except ConnectionError:
                     break
                 slow.setblocking(True)
-            expect(time.monotonic() - began < 35, "a slow request may go on for ever")
+            else:
+                raise AssertionError("a slow request may go on for ever")
 
 
 def test_bad_bodies():
@@ -709,7 +715,7 @@ def test_cors():
         page = "http://a.example" if allowed in (None, "*") else allowed
         with Server(PARROT, *options) as s:
             def ask(method, **more):
-                c = http.client.HTTPConnection("127.0.0.1", s.port, timeout=60)
+                c = http.client.HTTPConnection("127.0.0.1", s.port, timeout=patience(60))
                 c.request(method, CHAT, headers={"Origin": page, **more})
                 r = c.getresponse()
                 c.close()
@@ -724,9 +730,8 @@ def test_a_full_queue_says_so():
     with Server(PARROT, "--streams", 1, "--queue", 1) as s:
         sockets = [s.open_stream(TEXT, {"prompt": [1], "max_tokens": 3000, "ignore_eos": True}) for _ in range(2)]
         s.wait(lambda: s.metric("answers_running") + s.metric("answers_waiting") == 2, "full")
-        began = time.monotonic()
         s.refuses(TEXT, {"prompt": [1]}, "try again", code=429)
-        expect(time.monotonic() - began < 1, "slow to refuse")
+        same(s.metric("answers_running") + s.metric("answers_waiting"), 2, "answers that still run or wait")
         for client in sockets:
             client.close()
         s.wait(s.idle, "idle")
@@ -741,7 +746,7 @@ def test_sigterm_drains():
         clients = [s.open_stream(TEXT, body) for _ in range(2)]
         clients[0].recv(400)
         s.wait(lambda: s.metric("answers_running") == 1 == s.metric("answers_waiting"), "waiting")
-        kept = http.client.HTTPConnection("127.0.0.1", s.port, timeout=60)
+        kept = http.client.HTTPConnection("127.0.0.1", s.port, timeout=patience(60))
         kept.request("GET", "/health")
         kept.getresponse().read()
         s.process.send_signal(signal.SIGTERM)
@@ -751,7 +756,7 @@ def test_sigterm_drains():
             expect("[DONE]" in text, text[-300:])
             if i:
                 same("".join(e["choices"][0]["text"] for e in events(text) if e["choices"]), expected, "answer")
-        same(s.process.wait(20), 0, "exit code")
+        same(s.process.wait(patience(20)), 0, "exit code")
 
 
 def test_a_second_signal_aborts():
@@ -761,7 +766,7 @@ def test_a_second_signal_aborts():
         s.process.send_signal(signal.SIGTERM)
         s.wait(lambda: "finished" in "".join(s.lines), "draining")
         s.process.send_signal(signal.SIGTERM)
-        s.process.wait(5)
+        s.process.wait(patience(5))
         client.close()
 
 

@@ -1,7 +1,7 @@
 /* unit.c: tests that need to look inside: every layer against the goldens of transformers, the real activations of
  * gpt-oss-20b, batching and rewinding bit by bit, the sampler, reading answers, UTF-8. One line a test, `ok NAME`,
  * `FAIL NAME: why` or `skip NAME: why`. Run from the top of the project; TEST_DATA names data that cannot be shipped.
- */
+ * What computes much is for an optimised build and --long; without it, it does less, for a build with sanitizers. */
 #include "reading.h"
 #include "check.h"
 #include "real.h"
@@ -186,157 +186,13 @@ static void spoiled_models_fail(void) {
         for (int j = 0; j < SPOILS; j++) {
             double worst;
             const char *wrong = first_wrong(fixtures[i], 1e-4, spoils[j], &worst);
-            check(!behind || !strcmp(wrong, behind), "%s: failed first at '%s', not at %s", fixtures[i], wrong, behind);
+            check(!behind || !strcmp(wrong, behind), "%s: failed first at '%s', not at %s", fixtures[i], wrong,
+                  behind ? behind : "");
             tried[j] |= behind != NULL;
         }
+#ifdef ROOM_families
     for (int j = 0; j < SPOILS; j++) check(tried[j], "no fixture has what spoil %d changes", j);
-}
-
-/* ---- config.json ---- */
-
-/* Opens a model without weights of a config.json with this text, in an encoding or NULL. */
-static void open_shapes(Checkpoint *c, const char *config, const char *encoding) {
-    Error e;
-    char dir[] = "/tmp/infer-unit-XXXXXX", path[64];
-    check(mkdtemp(dir), "no folder below /tmp");
-    snprintf(path, sizeof path, "%s/config.json", dir);
-    FILE *f = fopen(path, "w");
-    check(f && fputs(config, f) >= 0 && !fclose(f), "%s cannot be written", path);
-    must(checkpoint_make_up(c, dir, encoding, &e), &e);
-    unlink(path);
-    rmdir(dir);
-}
-
-/* Parameters in all matrices, those that a token reads, in thousand millions, and a token's bytes in the cache. */
-static void has_sizes(const char *name, const Model *m, double parameters, double read, int cache) {
-    double all = (double)reference.weight_bytes(m) / 2e9, once = (double)step_bytes(m, m->top_k, 1, 0) / 2e9;
-    uint64_t more = step_bytes(m, m->top_k, 1, 1) - step_bytes(m, m->top_k, 1, 0);
-    check(fabs(all / parameters - 1) < 0.006, "%s: %g thousand million parameters, not %g", name, all, parameters);
-    check(fabs(once / read - 1) < 0.006, "%s: %g thousand million parameters are read, not %g", name, once, read);
-    check(more == (uint64_t)cache, "%s: %llu bytes in the cache, not %d", name, (unsigned long long)more, cache);
-}
-
-/* What a config.json leaves out is known: the sizes of large models come out as their makers say. */
-static void sizes_are_those_of_the_makers(void) {
-    static const struct {
-        const char *name, *config;
-        double parameters, read;
-        int cache;
-        double mixed; /* bits a weight that llama.cpp prints for its Q4_K_M; 0: not known */
-    } models[] = {
-        {"DeepSeek-V3",
-         "{\"model_type\":\"deepseek_v3\",\"vocab_size\":129280,\"hidden_size\":7168,\"intermediate_size\":18432,"
-         "\"num_hidden_layers\":61,\"num_attention_heads\":128,\"num_key_value_heads\":128,\"head_dim\":64,"
-         "\"n_routed_experts\":256,\"num_experts_per_tok\":8,\"moe_intermediate_size\":2048,"
-         "\"rms_norm_eps\":1e-6,\"max_position_embeddings\":163840}",
-         671.0, 36.6, 70272, 0},
-        {"DeepSeek-V2-Lite",
-         "{\"model_type\":\"deepseek_v2\",\"vocab_size\":102400,\"hidden_size\":2048,\"intermediate_size\":10944,"
-         "\"num_hidden_layers\":27,\"num_attention_heads\":16,\"q_lora_rank\":null,\"first_k_dense_replace\":1,"
-         "\"n_routed_experts\":64,\"num_experts_per_tok\":6,\"moe_intermediate_size\":1408,\"rms_norm_eps\":1e-6,"
-         "\"max_position_embeddings\":163840}",
-         15.71, 2.45, 31104, 0},
-        {"Gemma-3-4B",
-         "{\"model_type\":\"gemma3\",\"text_config\":{\"hidden_size\":2560,\"intermediate_size\":10240,"
-         "\"num_hidden_layers\":34,\"sliding_window\":1024,\"rope_scaling\":{\"rope_type\":\"linear\","
-         "\"factor\":8}}}",
-         3.88, 3.88, 139264, 0},
-        {"Llama-2-7b", NULL, 6.74, 6.61, 524288, 4.84},
-        {"Llama-3.1-8B", NULL, 8.03, 7.50, 131072, 4.89},
-        {"Llama-3.2-1B", NULL, 1.24, 1.24, 32768, 5.18},
-        {"Mistral-7B-v0.3", NULL, 7.25, 7.11, 131072, 0},
-        {"Mixtral-8x7B-v0.1", NULL, 46.70, 12.75, 131072, 0},
-        {"Qwen2.5-3B", NULL, 3.09, 3.09, 36864, 0},
-        {"Qwen3-30B-A3B", NULL, 30.53, 3.04, 98304, 4.86},
-        {"SmolLM2-135M", NULL, 0.1345, 0.1345, 23040, 0},
-        {"TinyLlama-1.1B-Chat-v1.0", NULL, 1.10, 1.03, 22528, 0},
-        {"gemma-2-2b", NULL, 2.61, 2.61, 106496, 5.21},
-        {"gemma-3-1b-it", NULL, 1.00, 1.00, 26624, 0}};
-    const char *data = getenv("TEST_DATA");
-    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
-        Checkpoint c;
-        Error e;
-        char dir[300], config[320];
-        snprintf(dir, sizeof dir, "%s/configs/%s", data ? data : "", models[i].name);
-        snprintf(config, sizeof config, "%s/config.json", dir);
-        if (models[i].config)
-            open_shapes(&c, models[i].config, NULL);
-        else if (file_exists(config)) /* it is published, and not shipped */
-            must(checkpoint_make_up(&c, dir, NULL, &e), &e);
-        else
-            continue;
-        has_sizes(models[i].name, &c.model, models[i].parameters, models[i].read, models[i].cache);
-        double weights = (double)reference.weight_bytes(&c.model) / 2;
-        checkpoint_close(&c);
-        if (models[i].mixed <= 0) continue;
-        must(checkpoint_make_up(&c, dir, "q4_k_m", &e), &e);
-        double bits = (double)reference.weight_bytes(&c.model) * 8 / weights;
-        check(fabs(bits - models[i].mixed) < 0.01, "%s: %g bits a weight as Q4_K_M", models[i].name, bits);
-        checkpoint_close(&c);
-    }
-}
-
-/* Made up weights have the bits that the encodings are known for, scales and zeros included. */
-static void sizes_of_encodings(void) {
-    static const struct {
-        const char *name;
-        double bits;
-        bool whole; /* embedding and head too */
-    } known[] = {
-        {"fp8", 8, false},       {"int8", 8, false},         {"packed4", 4.125, false}, {"packed8", 8.125, false},
-        {"gptq4", 4.156, false}, {"GPTQ8", 8.1875, false},   {"awq4", 4.156, false},    {"nvfp4", 4.5, false},
-        {"mxfp4", 4.25, false},  {"q8_0", 8.5, true},        {"Q4_0", 4.5, true},       {"q4_1", 5, true},
-        {"q5_0", 5.5, true},     {"q5_1", 6, true},          {"q2_k", 2.625, true},     {"q3_k", 3.4375, true},
-        {"q4_k", 4.5, true},     {"q5_k", 5.5, true},        {"q6_k", 6.5625, true},    {"iq4_nl", 4.5, true},
-        {"iq4_xs", 4.25, true},  {"gguf_mxfp4", 4.25, true}, {"f32", 32, false},        {"bf16", 16, false}};
-    static const char config[] =
-        "{\"model_type\":\"mixtral\",\"vocab_size\":256,\"hidden_size\":1024,\"num_hidden_layers\":1,"
-        "\"intermediate_size\":1280,\"num_attention_heads\":8,\"num_local_experts\":4,"
-        "\"num_experts_per_tok\":2,\"rms_norm_eps\":1e-6,\"max_position_embeddings\":64}";
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-        Checkpoint c;
-        open_shapes(&c, config, known[i].name);
-        const Linear *all[] = {&c.model.layer->q, &c.model.layer->o, &c.model.layer->up, &c.model.layer->down,
-                               &c.model.head};
-        for (int j = 0; j < 5; j++) {
-            double weights = (double)all[j]->n * all[j]->rows * all[j]->cols,
-                   bits = 8 * (double)linear_bytes(all[j]) / weights;
-            double expected = j == 4 && !known[i].whole ? 16 : known[i].bits;
-            check(fabs(bits / expected - 1) < 0.004, "%s: %g bits a weight, not %g", known[i].name, bits, expected);
-        }
-        check(c.model.layer->router.type == BF16, "%s: the router's type is %s", known[i].name,
-              types[c.model.layer->router.type].name);
-        checkpoint_close(&c);
-    }
-    check(!strcmp(types[AWQ4].name, "AWQ4") && !strcmp(types[IQ4_XS].name, "IQ4_XS") &&
-              !strcmp(types[E8M0].name, "E8M0"),
-          "types[] is not in the order of Type");
-}
-
-/* However config.json spells RoPE, angles and scale are those of transformers. */
-static void angles_equal_transformers(void) {
-    Error e;
-    cJSON *cases = json_read("tests/goldens/rope.json", 1 << 20, &e);
-    must(cases, &e);
-    const cJSON *one;
-    cJSON_ArrayForEach(one, cases) {
-        const char *name = json_string(one, "name");
-        char *config = json_text(json_get(one, "config"));
-        Checkpoint c;
-        open_shapes(&c, config, NULL);
-        free(config);
-        int n = c.model.rope_dim / 2;
-        const Rope *rope = c.model.layer[0].rope;
-        float *golden = numbers(json_get(one, "inv_freq"), n);
-        double scale = json_get(one, "scale")->valuedouble;
-        check(fabs((double)rope->scale - scale) < 1e-6, "%s: scale %g, not %g", name, (double)rope->scale, scale);
-        for (int i = 0; i < n; i++)
-            check(fabs((double)(rope->inv_freq[i] / golden[i]) - 1) < 1e-5, "%s: angle %d is %g, not %g", name, i,
-                  (double)rope->inv_freq[i], (double)golden[i]);
-        free(golden);
-        checkpoint_close(&c);
-    }
-    cJSON_Delete(cases);
+#endif
 }
 
 /* ---- batches, chunks, rewinding: bit by bit ---- */
@@ -370,19 +226,23 @@ static void same_as_alone(const int *which, int n, int chunk) {
 
 static void alone_equals_batched(void) {
     int which[STREAMS];
+    open_alone("odd");
     for (int i = 0; i < STREAMS; i++) which[i] = (i * 5 + 3) % STREAMS;
     same_as_alone(which, 3, 0);
     same_as_alone(which, STREAMS, 0);
     same_as_alone(which, STREAMS, -1); /* long chunks and single tokens mixed */
+    close_alone();
 }
 
 static void one_chunk_equals_many(void) {
     const int chunks[] = {1, 2, 7, 63, 64, 65};
     int longest = 0;
+    open_alone("odd");
     for (int s = 1; s < STREAMS; s++)
         if (streams.length[s] > streams.length[longest]) longest = s;
     check(streams.length[longest] > PAGE, "no stream is longer than a page");
     for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) same_as_alone(&longest, 1, chunks[i]);
+    close_alone();
 }
 
 /* The cache behind the position that a sequence is rewound to holds other text by then, and must not matter. */
@@ -405,20 +265,10 @@ static void rewound_equals_never_there(void) {
     free(logits);
 }
 
-/* The same of one model of each family; "odd" is not the only kind of cache, experts and windows. */
-static void families_batch_chunk_and_rewind(void) {
-    static const char *const models[] = {"mistral", "mixtral",     "qwen2",       "qwen3_moe",       "gemma2",
-                                         "gemma3",  "deepseek_v3", "deepseek_v2", "deepseek_v2_lite"};
-    for (size_t i = 0; i < sizeof models / sizeof *models && !*why; i++) {
-        int which[STREAMS];
-        for (int s = 0; s < STREAMS; s++) which[s] = (s * 5 + 3) % STREAMS;
-        open_alone(models[i]);
-        same_as_alone(which, STREAMS, -1);
-        same_as_alone(which, 1, 7);
-        rewound_equals_never_there();
-        close_alone();
-        if (*why) snprintf(strchr(why, 0), sizeof why - strlen(why), ", of %s", models[i]);
-    }
+static void odd_rewound_equals_never_there(void) {
+    open_alone("odd");
+    rewound_equals_never_there();
+    close_alone();
 }
 
 /* ---- the sampler ---- */
@@ -441,7 +291,8 @@ static void logarithm_and_exponential(void) {
 /* 100,000 draws follow the probabilities that transformers' processors leave: nothing filtered is ever drawn, and each
  * count is within five standard deviations. */
 static void draws_follow_transformers(void) {
-    enum { DRAWS = 100000, VOCAB = 48 };
+    enum { VOCAB = 48 };
+    const int draws = thorough ? 100000 : 10000;
     Error e;
     cJSON *cases = json_read("tests/goldens/sampling.json", 1 << 20, &e);
     must(cases, &e);
@@ -459,12 +310,12 @@ static void draws_follow_transformers(void) {
                         .min_p = (float)json_get(one, "min_p")->valuedouble,
                         .penalty = (float)json_get(one, "penalty")->valuedouble,
                         .seed = 42};
-        for (int i = 0; i < DRAWS; i++) {
+        for (int i = 0; i < draws; i++) {
             memcpy(copy, logits, sizeof copy);
             count[draw_logits(copy, VOCAB, &how, i, marked)]++;
         }
         for (int i = 0; i < VOCAB; i++) {
-            double expected = DRAWS * (double)p[i], spread = sqrt(expected * (1 - (double)p[i]));
+            double expected = draws * (double)p[i], spread = sqrt(expected * (1 - (double)p[i]));
             check(p[i] > 0 || !count[i], "case %d: token %d was filtered out and drawn", number, i);
             check(fabs(count[i] - expected) <= 5 * spread + 1, "case %d: token %d came %d times, not %.0f", number, i,
                   count[i], expected);
@@ -484,7 +335,7 @@ static void draws_follow_transformers(void) {
 
 /* ---- the scheduler ---- */
 
-enum { TEXTS = 60, FEW_PAGES = 14 };
+enum { SEVERAL = 60, FEW_PAGES = 14 };
 
 static struct {
     Stream stream;
@@ -492,7 +343,7 @@ static struct {
     Ids drawn;
     int arrives, leaves; /* at which step */
     bool over;
-} texts[TEXTS];
+} texts[SEVERAL];
 
 static void take_of_text(Stream *t, size_t position, int token, const float *logits, bool last) {
     const int i = (int)(intptr_t)t->owner;
@@ -503,9 +354,9 @@ static void take_of_text(Stream *t, size_t position, int token, const float *log
 }
 
 /* Prompts with beginnings in common, and what the model writes behind each of them. */
-static void make_texts(Engine *g) {
+static void make_texts(Engine *g, int n) {
     uint64_t random = 7;
-    for (int i = 0; i < TEXTS; i++) {
+    for (int i = 0; i < n; i++) {
         int common[3];
         Stream *t = &texts[i].stream;
         memset(&texts[i], 0, sizeof texts[i]);
@@ -527,47 +378,49 @@ static void make_texts(Engine *g) {
 }
 
 /* Whatever comes together with it, leaves, or takes its pages, each text is the one that is written alone, and in the
- * end nobody has a page. */
-static void scheduled_equals_alone(void) {
+ * end nobody has a page. `bias`: one that changes nothing, so that the host draws half of the texts. */
+static void schedule_texts(const Bias *bias) {
     Error e;
     Engine g;
+    const int n = thorough ? SEVERAL : 24;
     Limits limits = {.max_seqs = 12, .max_tokens = 50, .cache = FEW_PAGES * PAGE};
+    open_streams(&reference, "odd");
     must(engine_open(&g, &reference, &streams.c.model, limits, 256, &e), &e);
+    at("alone");
+    make_texts(&g, n);
+    for (int i = 1; bias && i < n; i += 2)
+        texts[i].stream.bias = bias, texts[i].stream.biases = 1, texts[i].stream.want = WANT_LOGITS;
+    at("among others");
+    Scheduler *s = scheduler_open(&g);
     SchedulerState state = {0};
-    static const Bias nothing;
-    for (int biased = 0; biased < 2; biased++) {
-        make_texts(&g);
-        for (int i = 0; biased && i < TEXTS; i++) /* no bias that changes anything, so that the host draws */
-            if (i % 2) texts[i].stream.bias = &nothing, texts[i].stream.biases = 1, texts[i].stream.want = WANT_LOGITS;
-        Scheduler *s = scheduler_open(&g);
-        int left = TEXTS;
-        for (int step = 0; left; step++) {
-            for (int i = 0; i < TEXTS; i++) {
-                if (texts[i].arrives == step) scheduler_add(s, &texts[i].stream);
-                if (texts[i].leaves == step && !texts[i].over)
-                    scheduler_remove(s, &texts[i].stream), texts[i].over = true;
-            }
-            must(scheduler_step(s, &e), &e);
-            left = 0;
-            for (int i = 0; i < TEXTS; i++) left += !texts[i].over;
+    int left = n;
+    for (int step = 0; left; step++) {
+        for (int i = 0; i < n; i++) {
+            if (texts[i].arrives == step) scheduler_add(s, &texts[i].stream);
+            if (texts[i].leaves == step && !texts[i].over) scheduler_remove(s, &texts[i].stream), texts[i].over = true;
         }
-        while ((state = scheduler_state(s)).outstanding) must(scheduler_step(s, &e), &e);
-        check(state.idle == state.pages && state.pages == FEW_PAGES, "%zu of %zu pages are idle", state.idle,
-              state.pages);
-        check(!state.running && !state.waiting && state.preempted, "%zu run, %zu wait, %zu preempted", state.running,
-              state.waiting, state.preempted);
-        for (int i = 0; i < TEXTS; i++) {
-            const Ids *expected = &texts[i].expected;
-            size_t prompt = texts[i].stream.prompt, n = texts[i].drawn.n;
-            check(n == expected->n - prompt || texts[i].leaves < 1 << 30, "text %d has %zu tokens", i, n);
-            check(!n || !memcmp(texts[i].drawn.data, expected->data + prompt, n * sizeof(int)),
-                  "text %d is another one", i);
-            ids_free(&texts[i].expected), ids_free(&texts[i].drawn), ids_free(&texts[i].stream.tokens);
-        }
-        scheduler_close(s);
+        must(scheduler_step(s, &e), &e);
+        left = 0;
+        for (int i = 0; i < n; i++) left += !texts[i].over;
     }
+    while ((state = scheduler_state(s)).outstanding) must(scheduler_step(s, &e), &e);
+    check(state.idle == state.pages && state.pages == FEW_PAGES, "%zu of %zu pages are idle", state.idle, state.pages);
+    check(!state.running && !state.waiting && state.preempted, "%zu run, %zu wait, %zu preempted", state.running,
+          state.waiting, state.preempted);
+    for (int i = 0; i < n; i++) {
+        const Ids *expected = &texts[i].expected;
+        size_t prompt = texts[i].stream.prompt, drawn = texts[i].drawn.n;
+        check(drawn == expected->n - prompt || texts[i].leaves < 1 << 30, "text %d has %zu tokens", i, drawn);
+        check(!drawn || !memcmp(texts[i].drawn.data, expected->data + prompt, drawn * sizeof(int)),
+              "text %d is another one", i);
+        ids_free(&texts[i].expected), ids_free(&texts[i].drawn), ids_free(&texts[i].stream.tokens);
+    }
+    scheduler_close(s);
     engine_close(&g);
+    close_streams();
 }
+static void scheduled_equals_alone(void) { schedule_texts(NULL); }
+static void scheduled_and_biased_equals_alone(void) { schedule_texts(&(Bias){0}); }
 
 enum { TURN_PROMPT = 130, TURN_TEXT = 200 };
 
@@ -597,6 +450,7 @@ static void turns_reuse_the_cache(void) {
     uint64_t random = 3;
     Error e;
     Engine g;
+    open_streams(&reference, "odd");
     must(engine_open(&g, &reference, &streams.c.model, limits, TURN_TEXT, &e), &e);
     for (int i = 0; i < 2; i++) {
         fill_random(id[i], TURN_PROMPT, streams.vocab, &random);
@@ -619,6 +473,7 @@ static void turns_reuse_the_cache(void) {
     ids_free(&t.tokens);
     scheduler_close(s);
     engine_close(&g);
+    close_streams();
 }
 
 /* Ten texts are written, and the eleventh, of 50 tokens, is read in one step: see TOKENS_PER_ANSWER. Its first token is
@@ -631,6 +486,7 @@ static void many_answers_lengthen_steps(void) {
     const Limits limits = {.max_seqs = WRITTEN + 1, .max_tokens = 4};
     uint64_t random = 5;
     int id[PROMPT];
+    open_streams(&reference, "odd");
     must(engine_open(&g, &reference, &streams.c.model, limits, 256, &e), &e);
     Scheduler *s = scheduler_open(&g);
     fill_random(id, PROMPT, streams.vocab, &random);
@@ -648,6 +504,7 @@ static void many_answers_lengthen_steps(void) {
     while (scheduler_state(s).outstanding) must(scheduler_step(s, &e), &e);
     scheduler_close(s);
     engine_close(&g);
+    close_streams();
 }
 
 enum { ODD_TEXTS = 15, EVEN_TEXTS = 8, ODD_LENGTH = 60 };
@@ -704,6 +561,7 @@ static void texts_pause_in_turn(void) {
     uint64_t random = 5;
     int id[ODD_TEXTS][ODD_LENGTH + 1];
     timed.submit = submit_counted, timed.collect = collect_timed;
+    open_streams(&reference, "odd");
     must(engine_open(&g, &timed, &streams.c.model, limits, ODD_LENGTH, &e), &e);
     for (int i = 0; i < ODD_TEXTS; i++) {
         fill_random(id[i], 2, streams.vocab, &random);
@@ -720,6 +578,7 @@ static void texts_pause_in_turn(void) {
     check(ratio > 4, "%g steps of all for one of eight, which takes as long", ratio);
     scheduler_close(s);
     engine_close(&g);
+    close_streams();
 }
 
 static void equals_and_nan(void) {
@@ -822,7 +681,6 @@ static void talk_render(Talk *t) {
 static void talk_close(Talk *t) {
     reader_free(&t->reader);
     conversation_free(&t->conversation);
-    chat_close(&t->chat);
     tokenizer_close(t->tokenizer);
     ids_free(&t->sampled);
     ids_free(&t->rendered);
@@ -885,86 +743,6 @@ static void readings_are_rendered_and_read_again(void) {
         check_answer(i, &text, reading_problem(&talker, text.data, text.n));
     }
     talker_close(&talker);
-}
-
-/* The same in other formats. */
-static void other_formats_are_rendered_and_read_again(void) {
-    static const char *const pieces[] = {"\1",
-                                         "\2",
-                                         "\3",
-                                         "\4",
-                                         "\5",
-                                         "\6",
-                                         "<think>",
-                                         "</think>",
-                                         "</thi",
-                                         "nk>",
-                                         "<tool_call>",
-                                         "</tool_call>",
-                                         "HELLO",
-                                         "<",
-                                         " WORLD\n",
-                                         " ",
-                                         "\n\n",
-                                         "{\"name\": \"f\"",
-                                         ", \"arguments\": {\"a\":[1, {}]}",
-                                         "}",
-                                         "\13",
-                                         "\360\237",
-                                         "\343\200\200",
-                                         "{\"name\":\"g\",\"parameters\":{}}",
-                                         "<tool_call>{\"name\":\"f\"}</tool_call>"};
-    enum { PIECES = sizeof pieces / sizeof *pieces };
-    uint64_t state = 12;
-    for (int i = 0; i < OTHERS * 2000; i++) {
-        static Talker talker;
-        Bytes text = {0};
-        if (i % 2000 == 0) check(talker_open_other(&talker, i / 2000), "format %d is not known", i / 2000);
-        bytes_text(&text, "");
-        for (int k = 0; k < 1 + i % 20; k++) {
-            state = state * 6364136223846793005u + 1442695040888963407u;
-            const char *piece = pieces[(state >> 33) % PIECES];
-            if (*piece > 2 || state >> 60 == 0) bytes_text(&text, piece); /* the end is rare */
-        }
-        check_answer(i, &text, other_problem(&talker, text.data, text.n));
-        if (i % 2000 == 1999) talker_close(&talker);
-    }
-}
-
-/* Every format that has tools: what forces a call is the beginning of one, of a function or of any. */
-static void calls_are_forced(void) {
-    static const char *const bodies[] = {"{\"a\":1}", "{\"a\":1}}\n</tool_call>", "{\"a\":1}}\n</tool_call>",
-                                         "{\"a\":1}}", "{\"a\":1}}]"};
-    static const char *const whole[] = {"f\3json\4{\"a\":1}", "f\", \"arguments\": {\"a\":1}}\n</tool_call>",
-                                        "f\", \"arguments\": {\"a\":1}}\n</tool_call>",
-                                        "f\", \"parameters\": {\"a\":1}}", "f\", \"arguments\": {\"a\":1}}]"};
-    for (int i = 0; i < 10; i++) {
-        Talker m;
-        Error e;
-        Ids ids = {0};
-        Bytes shown = {0};
-        Reader r;
-        int which = i / 2, format = which < 4 ? which : OTHERS; /* Mistral is the last */
-        check(format ? talker_open_other(&m, format - 1) : talker_open(&m), "format %d is not known", format);
-        if (format == 2) { /* its tokenizer lacks the marks */
-            check(!chat_force(&m.chat, "medium", "f", &ids, &e) && e.code == USAGE, "a call without marks");
-            talker_close(&m);
-            continue;
-        }
-        must(chat_force(&m.chat, "medium", i % 2 ? NULL : "f", &ids, &e), &e);
-        reader_init(&r, &m.chat, NULL);
-        for (size_t k = 0; k < ids.n; k++) reader_push(&r, ids.data[k], &shown);
-        const char *s = (i % 2 ? whole : bodies)[which];
-        while (*s && *s != '<') reader_push(&r, m.token_of[(unsigned char)*s++], &shown);
-        if (*s) reader_push(&r, tokenizer_added(m.tokenizer, "</tool_call>"), &shown); /* a mark is one token */
-        reader_push(&r, format ? m.chat.end : m.chat.control[5], &shown);
-        check(r.messages == 1 && message_part(r.message) == CALL && !strcmp(r.message->recipient, "functions.f") &&
-                  strstr(r.message->content.data, "1}"),
-              "format %d: %s", format, r.messages ? r.message->content.data : "no message");
-        reader_free(&r);
-        ids_free(&ids), bytes_free(&shown);
-        talker_close(&m);
-    }
 }
 
 /* A conversation is saved in the shape in which it came, without a word that only harmony has. */
@@ -1030,30 +808,31 @@ static void json_is_strict(void) {
 
 static void router_and_experts(void) { real_router_and_experts(&reference, 1); }
 static void sinks(void) { real_sinks(&reference, F32, 0); }
-static void tinystories_656k(void) { small_model(&reference, "TinyStories-656K"); }
-static void stories_260k(void) { small_model(&reference, "stories260K"); }
+#ifdef ROOM_families
+#include "families.c"
+#endif
+#if defined ROOM_encodings && defined ROOM_families
+#include "encodings.c"
+#endif
+#ifdef ROOM_formats
+#include "formats.c"
+#endif
 
-int main(void) {
+int main(int argc, char **argv) {
+    read_arguments(argv);
     run("unit: layers equal transformers'", layers_equal_transformers);
     run("unit: rounding is bf16's", rounding_is_bf16);
     run("unit: a norm, a scale or a bias 1 % off fails at the first stage behind it", spoiled_models_fail);
-    run("unit: RoPE's angles equal transformers'", angles_equal_transformers);
-    run("unit: sizes of published models", sizes_are_those_of_the_makers);
-    run("unit: sizes of encodings", sizes_of_encodings);
     run("unit: the real router and experts of layer 0", router_and_experts);
     run("unit: the real scores and sinks of layer 0", sinks);
-    run("unit: TinyStories-656K writes the reference ids", tinystories_656k);
-    run("unit: stories260K writes the reference ids", stories_260k);
-    run("unit: every family alone = in a batch = in chunks = rewound", families_batch_chunk_and_rewind);
-    open_alone("odd");
     run("unit: alone = in a batch of 3 and 17", alone_equals_batched);
     run("unit: one chunk = many", one_chunk_equals_many);
-    run("unit: rewound = never there", rewound_equals_never_there);
+    run("unit: rewound = never there", odd_rewound_equals_never_there);
     run("unit: turns reuse the cache, fill the context, give pages back", turns_reuse_the_cache);
     run("unit: scheduled among others, with few pages = alone", scheduled_equals_alone);
+    run("unit: scheduled among others that the host draws = alone", scheduled_and_biased_equals_alone);
     run("unit: a step of many answers has room for a prompt", many_answers_lengthen_steps);
     run("unit: texts pause in turn while steps of fewer are faster", texts_pause_in_turn);
-    close_alone();
     run("unit: ln, exp, Philox", logarithm_and_exponential);
     run("unit: draws follow transformers' processors", draws_follow_transformers);
     run("unit: equals and NaN", equals_and_nan);
@@ -1061,9 +840,16 @@ int main(void) {
     run("unit: tokens without a row", tokens_without_a_row);
     run("unit: what the model writes in others' names is its own", roles_are_not_taken);
     run("unit: answers at random are rendered and read again", readings_are_rendered_and_read_again);
-    run("unit: answers in other formats are rendered and read again", other_formats_are_rendered_and_read_again);
-    run("unit: calls can be forced in every format that has tools", calls_are_forced);
     run("unit: a conversation is saved as chat completions", conversations_are_chat_completions);
     run("unit: JSON is strict", json_is_strict);
+#ifdef ROOM_families
+    families_tests();
+#endif
+#if defined ROOM_encodings && defined ROOM_families
+    encodings_tests();
+#endif
+#ifdef ROOM_formats
+    formats_tests();
+#endif
     return failures != 0;
 }

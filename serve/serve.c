@@ -34,7 +34,7 @@ enum { CLIENT_LEFT = 499, STATUSES = 600 }; /* as nginx counts it; only a client
 
 /* The text of page.html. */
 extern const char page_text[];
-__asm__(".pushsection .rodata\n.globl page_text\npage_text: .incbin \"page.html\"\n.byte 0\n.popsection\n");
+__asm__(".pushsection .rodata\n.globl page_text\npage_text: .incbin \"serve/page.html\"\n.byte 0\n.popsection\n");
 
 typedef struct Request Request;
 
@@ -99,7 +99,12 @@ typedef struct {
 static const double bounds[BOUNDS] = {.0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10};
 
 static struct {
-    const Options *o;
+    const char *host, *cors, *name;
+    int port, streams, queue, cache, chunk, context;
+    bool insecure;
+} given;
+
+static struct {
     Session s;
     const char *name, *key;         /* as clients call the model; what they must send, or NULL */
     atomic_bool ready;              /* the model is loaded */
@@ -705,7 +710,7 @@ static void complete(Request *q) {
     const bool valid = take_request(q) && (q->chat ? make_chat(q) : make_completion(q));
     MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0); /* now the client waits for us */
     lock();
-    if (valid && can_answer(q) && server.live >= server.o->slots + server.o->queue)
+    if (valid && can_answer(q) && server.live >= given.streams + given.queue)
         fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
     q->queued = !q->error.code;
     q->left = q->queued ? q->choices : 0;
@@ -840,9 +845,9 @@ static bool has_key(const Request *q) {
  * not reach us by a name of its own (DNS rebinding). A client that sends no Host, as HTTP/1.0 allows, is no browser. A
  * browser's Origin says which page sends the request: it must be ours, or one that --cors allows. */
 static bool may_ask(const char *host, const char *origin) {
-    const char *const local[] = {"localhost", "127.0.0.1", "[::1]", server.o->host};
-    const char *cors = server.o->cors, *page = origin ? strstr(origin, "://") : NULL;
-    bool known = server.key || server.o->insecure || !host;
+    const char *const local[] = {"localhost", "127.0.0.1", "[::1]", given.host};
+    const char *cors = given.cors, *page = origin ? strstr(origin, "://") : NULL;
+    bool known = server.key || given.insecure || !host;
     for (int i = 0; i < 4 && !known; i++) {
         const size_t n = strlen(local[i]);
         known = !strncasecmp(host, local[i], n) && (!host[n] || host[n] == ':');
@@ -866,7 +871,7 @@ static void check_request(Request *q, const char *method, const char *version) {
              "chunked, and no blank in a name");
     else if (!may_ask(header(q, "Host"), header(q, "Origin")))
         fail(&q->error, 403, "this page or host may not send requests; see infer serve --help, --cors");
-    else if (server.o->cors && !strcmp(method, "OPTIONS"))
+    else if (given.cors && !strcmp(method, "OPTIONS"))
         q->endpoint = NULL; /* a browser asks whether a page may send a request */
     else if (!q->endpoint)
         fail(&q->error, 404, "there is no %.20s %.100s here", method, url);
@@ -890,8 +895,8 @@ static enum MHD_Result respond(Request *q) {
     MHD_add_response_header(r, "Content-Type", type ? type : "application/json");
     if (q->stream) /* else nginx would hold events back */
         MHD_add_response_header(r, "Cache-Control", "no-cache"), MHD_add_response_header(r, "X-Accel-Buffering", "no");
-    if (server.o->cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", server.o->cors);
-    if (server.o->cors && wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
+    if (given.cors) MHD_add_response_header(r, "Access-Control-Allow-Origin", given.cors);
+    if (given.cors && wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
     if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
     if (status >= 400) MHD_add_response_header(r, "Connection", "close");
@@ -983,47 +988,50 @@ static void take_signal(int number) {
 }
 
 /* Listens where --host and --port say, or ends the process. */
-static struct MHD_Daemon *start_daemon(const Options *o) {
+static struct MHD_Daemon *start_daemon(void) {
     Error e;
     struct addrinfo *to = NULL;
-    LocalText port = text_print("%d", o->port);
-    int error = getaddrinfo(o->host, port, &(struct addrinfo){.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, &to);
-    if (error) fail(&e, USAGE, "--host %.100s: %s", o->host, gai_strerror(error)), die(&e);
-    if (!text_listed("localhost 127.0.0.1 ::1", o->host) && !server.key && !o->insecure)
-        fail(&e, USAGE, "--host %.100s needs a key (INFER_API_KEY) or --insecure: others may reach it", o->host),
+    LocalText port = text_print("%d", given.port);
+    int error =
+        getaddrinfo(given.host, port, &(struct addrinfo){.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, &to);
+    if (error) fail(&e, USAGE, "--host %.100s: %s", given.host, gai_strerror(error)), die(&e);
+    if (!text_listed("localhost 127.0.0.1 ::1", given.host) && !server.key && !given.insecure)
+        fail(&e, USAGE, "--host %.100s needs a key (INFER_API_KEY) or --insecure: others may reach it", given.host),
             die(&e);
     const bool v6 = to->ai_family == AF_INET6;
     struct MHD_Daemon *d = MHD_start_daemon(
         MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_THREAD_PER_CONNECTION | (v6 ? MHD_USE_IPv6 : MHD_NO_FLAG),
-        (uint16_t)o->port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr, MHD_OPTION_NOTIFY_COMPLETED,
+        (uint16_t)given.port, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, to->ai_addr, MHD_OPTION_NOTIFY_COMPLETED,
         request_end, NULL, MHD_OPTION_NOTIFY_CONNECTION, connection_changed, NULL, MHD_OPTION_CONNECTION_TIMEOUT,
         (unsigned)WRITE_SECONDS, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MOST_HEADERS, MHD_OPTION_THREAD_STACK_SIZE,
-        (size_t)STACK, MHD_OPTION_CONNECTION_LIMIT, (unsigned)(o->slots + o->queue + SPARE_CONNECTIONS),
+        (size_t)STACK, MHD_OPTION_CONNECTION_LIMIT, (unsigned)(given.streams + given.queue + SPARE_CONNECTIONS),
         MHD_OPTION_END);
-    if (!d) fail(&e, FAILED, "%.100s port %d: %m; choose another with --host or --port", o->host, o->port), die(&e);
+    if (!d)
+        fail(&e, FAILED, "%.100s port %d: %m; choose another with --host or --port", given.host, given.port), die(&e);
     freeaddrinfo(to);
-    fprintf(stderr, v6 ? "infer: %s on http://[%s]:%d\n" : "infer: %s on http://%s:%d\n", server.name, o->host,
+    fprintf(stderr, v6 ? "infer: %s on http://[%s]:%d\n" : "infer: %s on http://%s:%d\n", server.name, given.host,
             MHD_get_daemon_info(d, MHD_DAEMON_INFO_BIND_PORT)->port);
     return d;
 }
 
-int serve(const Options *o) {
+static int run_serve(const char *model) {
     Error e;
-    server.o = o;
     TAILQ_INIT(&server.requests);
     server.key = environment("INFER_API_KEY");
     int n = 0; /* the length of the origin that --cors begins with */
-    if (o->cors) sscanf(o->cors, "%*[a-zA-Z0-9+.-]://%*[^/?#@,* \t]%n", &n);
-    if (o->cors && !text_listed("* null", o->cors) && (!n || o->cors[n])) /* null: of pages in files */
-        fail(&e, USAGE, "--cors must be * or an origin such as http://localhost:3000, not '%.100s'", o->cors), die(&e);
-    if (!session_open(&server.s, o, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
+    if (given.cors) sscanf(given.cors, "%*[a-zA-Z0-9+.-]://%*[^/?#@,* \t]%n", &n);
+    if (given.cors && !text_listed("* null", given.cors) && (!n || given.cors[n])) /* null: of pages in files */
+        fail(&e, USAGE, "--cors must be * or an origin such as http://localhost:3000, not '%.100s'", given.cors),
+            die(&e);
+    if (!session_open(&server.s, model, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
     server.name = access(server.s.name, F_OK) ? server.s.name : basename(server.s.name);
-    if (o->alias && *o->alias) server.name = o->alias;
+    if (given.name && *given.name) server.name = given.name;
     signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
     struct rlimit files; /* a connection takes one */
     if (!getrlimit(RLIMIT_NOFILE, &files)) files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);
-    struct MHD_Daemon *daemon = start_daemon(o);
-    if (session_load(&server.s, o, o->context, &e)) run_model(&e);
+    struct MHD_Daemon *daemon = start_daemon();
+    const Limits limits = {.max_seqs = given.streams, .max_tokens = given.chunk, .cache = given.cache};
+    if (session_load(&server.s, limits, given.context, &e)) run_model(&e);
     if (e.code) { /* other threads may still write the error */
         fprintf(stderr, "infer: %s\n", e.text);
         _exit(e.code);
@@ -1031,3 +1039,28 @@ int serve(const Options *o) {
     MHD_stop_daemon(daemon);
     return DONE;
 }
+
+static const Option serve_options[] = {
+    {0, "host", "ADDRESS", TEXT, &given.host, .initial = "127.0.0.1",
+     .help = "where to listen; any but localhost, 127.0.0.1 and ::1 needs a key (INFER_API_KEY)"},
+    {0, "port", "N", WHOLE, &given.port, 0, 65535, "8080", "the port; 0: any free one"},
+    {0, "insecure", NULL, SWITCH, &given.insecure, .help = "listen on any address without a key"},
+    {0, "cors", "ORIGIN", TEXT, &given.cors,
+     .help = "web pages of this origin, such as http://localhost:3000, may send requests; *: all pages"},
+    {0, "name", "NAME", TEXT, &given.name,
+     .help = "what clients call the model (MODEL as given; of a path the last part)"},
+    {0, "streams", "N", WHOLE, &given.streams, 1, MOST_STREAMS, "256", "answers at once"},
+    {0, "queue", "N", WHOLE, &given.queue, 0, 1 << 16, "64", "answers that may wait beyond those"},
+    {0, "ctx", "N", WHOLE, &given.context, 1, 1 << 24,
+     .help = "tokens of context (as many as the model and the memory allow)"},
+    {0, "cache", "N", WHOLE, &given.cache, 0, 1e9, "0",
+     "tokens in the cache, for all answers and kept prefixes together; 0: what fits"},
+    {0, "chunk", "N", WHOLE, &given.chunk, 1, 65535, "640",
+     "tokens of a step, or 6 for each answer if that is more: longer steps read prompts sooner, but other answers wait "
+     "longer for each token"},
+    {0}};
+const Command serve = {"serve",
+                       "[MODEL]",
+                       "an API like OpenAI's, for many clients at once, and a page to chat with",
+                       {serve_options, load_options},
+                       run_serve};

@@ -8,6 +8,8 @@
 
 enum { CHOICES = 4, MOST_TOKENS = 512, MOST_CELLS = 64 };
 
+static const char *output;
+
 typedef struct {
     Session s;
     size_t read;       /* tokens of all steps so far */
@@ -93,24 +95,32 @@ static void take_token(Stream *s, size_t position, int token, const float *logit
     if (!last) put_place(x, position, token, logits);
 }
 
-int explain(const Options *o) {
+static int run_explain(const char *model) {
     Error e;
     static Reading x;
     LocalIds ids = {0};
     const Model *m = &x.s.checkpoint.model;
-    x.html = o->output;
-    if (!session_prompt(&x.s, o, &ids, &e)) die(&e);
+    x.html = output;
+    if (!session_text(&x.s, model, &ids, &e)) die(&e);
     if (ids.n > MOST_TOKENS) fail(&e, USAGE, "the text has %zu tokens; %d at most", ids.n, MOST_TOKENS), die(&e);
     x.expert = allocate_zero(ids.n * (size_t)(m->n_layers * m->top_k), sizeof *x.expert);
     if (m->n_experts > 1) {
-        int dots = o->output || columns(stdout) > 2 * MOST_CELLS ? 2 * MOST_CELLS : columns(stdout);
+        int dots = output || columns(stdout) > 2 * MOST_CELLS ? 2 * MOST_CELLS : columns(stdout);
         x.shared = (m->n_experts + dots - 1) / dots;
         x.cells = (m->n_experts - 1) / (2 * x.shared) + 1;
         x.s.tap = keep_experts, x.s.tap_data = &x;
     }
-    if (!session_load(&x.s, o, 0, &e)) die(&e);
-    if (x.html && !freopen(o->output, "w", stdout)) fail(&e, FAILED, "%s: %m", o->output), die(&e);
+    if (!session_load(&x.s, (Limits){0}, 0, &e)) die(&e);
+    if (x.html && !output_open(output, &e)) die(&e);
     if (x.html) fputs(page, stdout);
     if (!scheduler_score(x.s.scheduler, ids.data, ids.n, 1, take_token, &x, &e)) die(&e);
     return DONE;
 }
+
+static const Option explain_options[] = {
+    {'o', "output", "FILE.html", TEXT, &output, .help = "write a page that needs no other file"}, {0}};
+const Command explain = {"explain",
+                         "MODEL",
+                         "how a model reads a text, token by token",
+                         {text_options, explain_options, load_options},
+                         run_explain};

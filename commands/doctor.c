@@ -1,0 +1,58 @@
+/* doctor.c: what is wrong with this machine: GPU, driver, cache, token and network, each with its cure. */
+#include "host.h"
+
+#include <libgen.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+/* Prints a finding and frees its text. cure NULL: nothing is wrong. status: the code of the first fault. */
+static void finding(int *status, const char *what, int code, const char *cure, char *text) {
+    printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
+    if (cure && !*status) *status = code;
+    free(text);
+}
+
+static int run_doctor(const char *model) {
+    int status = DONE;
+    Devices v = {0};
+    backend->describe(&v); /* runtime 0: a build without CUDA, which needs no GPU */
+    if (!v.gpus)
+        finding(&status, "GPU", NO_GPU,
+                v.runtime ? "install or update NVIDIA's driver: nvidia-smi has to show one" : NULL,
+                text_print("none (%s)", v.problem));
+    for (int i = 0; i < v.gpus; i++) {
+        LocalText cure = text_print("this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d%s",
+                                    v.gpu[i].major, v.gpu[i].minor, v.gpu[i].major == 9 ? "a" : "");
+        finding(&status, "GPU", NO_GPU, v.gpu[i].usable ? NULL : cure,
+                text_print("%d: %s, compute capability %d.%d, %s of %s free", i, v.gpu[i].name, v.gpu[i].major,
+                           v.gpu[i].minor, SIZE(v.gpu[i].free), SIZE(v.gpu[i].total)));
+    }
+    if (v.driver)
+        finding(&status, "CUDA", 0, NULL,
+                text_print("driver for %d.%d, built with toolkit %d.%d for %s", v.driver / 1000, v.driver % 1000 / 10,
+                           v.runtime / 1000, v.runtime % 1000 / 10, v.built));
+
+    struct statvfs disk = {0};
+    /* the cache's folder, or the nearest one above it that exists */
+    LocalText cache = hub_cache();
+    LocalText copy = text_print("%s", cache);
+    char *there = copy;
+    while (statvfs(there, &disk) && strcmp(there, "/") && strcmp(there, ".")) there = dirname(there);
+    LocalText inside = text_print("%s/.", there); /* it may be a file */
+    finding(&status, "cache", NO_NETWORK,
+            access(inside, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL,
+            text_print("%s, %s free", cache, SIZE((uint64_t)disk.f_bavail * disk.f_frsize)));
+
+    char token[300] = "not checked", answer[400] = "not tried";
+    Error e = {0};
+    bool answers = hub_check(token, answer, &e);
+    finding(&status, "token", 0, NULL, text_print("%s", token));
+    finding(&status, "network", e.code, answers ? NULL : e.text, text_print("%s", answer));
+
+    return status;
+}
+
+const Command doctor = {
+    "doctor", "", "GPU, driver, cache, token, network: what is wrong, and its cure", {NULL}, run_doctor};

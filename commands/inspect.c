@@ -1,0 +1,150 @@
+/* inspect.c: the commands that describe models: inspect says what one is made of and whether it fits, list which ones
+ * are here. */
+#include "host.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+static struct {
+    int context;
+    bool json;
+} given;
+
+/* ---- inspect: what is a model made of, and does it fit on the GPU? ---- */
+
+/* Adds the number of weights, and the bytes of each kind of tensor and encoding. */
+static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
+    static const char *const kinds[][2] = {{"shared_experts", "mlp"},
+                                           {"experts", "experts"},
+                                           {"self_attn", "attention"},
+                                           {"mlp.", "mlp"},
+                                           {"embed_tokens", "embedding"},
+                                           {"lm_head", "head"},
+                                           {"", "rest"}};
+    double bytes = 0, values = 0, active = 0; /* active: used by one token */
+    for (const Tensor *x = t->tensor; x < t->tensor + t->n; x++) {
+        int k = 0;
+        if (!x->bound) continue;
+        while (!strstr(x->name, kinds[k][0])) k++;
+        const char *kind = kinds[k][1];
+        const bool experts = !strcmp(kind, "experts"), table = !strcmp(kind, "embedding");
+        double n = (double)x->values;
+        LocalText name = text_print("bytes_of_%s_in_%s", kind, x->encoding);
+        cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
+        if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
+        cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);
+        bytes += (double)x->size, values += n;
+        active += experts ? n / m->n_experts * m->top_k : table && m->embed.each != m->head.each ? 0 : n;
+    }
+    json_add(out, "weight_bytes", json_number(bytes), "parameters", json_number(values), "active_parameters",
+             json_number(active), NULL);
+}
+
+/* Adds what the GPU must hold and how much of it fits. The backend's working memory is not known before it opens the
+ * model: 1 to 3 GB for 1 to 70 billion parameters. 2 GB stand for it here. */
+static void add_memory(cJSON *out, const Model *m, int context) {
+    const int row = m->kv_rank ? m->kv_rank + m->rope_dim : 2 * m->n_kv_heads * m->head_dim;
+    double token = 2.0 * m->n_layers * row + 4, weights = (double)backend->weight_bytes(m), fixed = weights + 2e9;
+    Devices d = {0};
+    backend->describe(&d);
+    LocalText estimate =
+        text_print("%s of weights, %s of cache for a context of %s, about 2 GB to work in", SIZE((uint64_t)weights),
+                   SIZE((uint64_t)(token * context)), COUNT((uint64_t)context));
+    json_add(out, "cache_bytes_per_token", json_number(token), "gpu_bytes", json_number(fixed + token * context),
+             "estimate", json_word(estimate), "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
+    if (!d.gpus) {
+        json_add(out, "fits", json_word(NULL), NULL);
+        return;
+    }
+    double room = (double)d.gpu[0].free, fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
+    if (!d.gpu[0].usable) fits = 0;
+    LocalText cure = fits > 0 ? text_print("--ctx %.0f fits here", fits)
+                              : text_print("a GPU with %s free", SIZE((uint64_t)(fixed + token * PAGE)));
+    json_add(out, "gpu_bytes_free", json_number(room), "context_that_fits", json_number(fits), "fits",
+             cJSON_CreateBool(fits >= context), "suggestion", fits < context ? json_word(cure) : NULL, NULL);
+}
+
+/* Adds what there is to say about the model in a folder. False: infer does not run it. */
+static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
+    static Session s;
+    const Model *m = &s.checkpoint.model;
+    bool ok = session_open(&s, dir, NEED_CHECKPOINT | USE_TOKENIZER, e);
+    if (ok && !model_has_context(m, context, e)) die(e);
+    cJSON_AddBoolToObject(out, "supported", ok);
+    if (ok) {
+        json_add(out, "family", json_word(s.checkpoint.family), "layers", json_number(m->n_layers), "width",
+                 json_number(m->dim), "heads", json_number(m->n_heads), "kv_heads", json_number(m->n_kv_heads),
+                 "head_size", json_number(m->head_dim), "experts", json_number(m->n_experts), "experts_per_token",
+                 json_number(m->top_k), "vocabulary", json_number(m->vocab), "context", json_number(m->context), NULL);
+        const char *chat = s.has_chat ? s.chat.name : "none: its text is continued raw";
+        if (s.tokenizer) cJSON_AddStringToObject(out, "chat_format", chat); /* a repository's outline has none */
+        add_weights(out, &s.checkpoint.tensors, m);
+        add_memory(out, m, context ? context : m->context);
+    }
+    return ok;
+}
+
+static void print_facts(const cJSON *facts) {
+    const cJSON *x;
+    cJSON_ArrayForEach(x, facts) {
+        const char *number = COUNT((uint64_t)x->valuedouble), *text = cJSON_IsNumber(x) ? number : x->valuestring;
+        if (cJSON_IsBool(x)) text = cJSON_IsTrue(x) ? "yes" : "no";
+        for (const char *c = x->string; *c; c++) putchar(*c == '_' ? ' ' : *c);
+        printf("%*s%s", 31 - (int)strlen(x->string), "", text ? text : "unknown");
+        if (strstr(x->string, "bytes")) printf(" (%s)", SIZE((uint64_t)x->valuedouble));
+        puts("");
+    }
+}
+
+static int run_inspect(const char *model) {
+    Error e;
+    uint64_t to_fetch;
+    LocalText dir = model_find(model, &e);
+    /* the hub is contacted only for an ORG/NAME that is not completely here */
+    bool far = strchr(model, '/') && !strchr("/.~", *model);
+    if (dir) far &= strcmp(dir, model) && !model_entry(dir).complete;
+    if (!far && !dir) die(&e);
+    cJSON *out = json_object("name", json_word(model), NULL);
+    bool ok = add_model(out, far ? outline_open(model, &to_fetch) : dir, given.context, &e);
+    if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)to_fetch);
+    if (!far) cJSON_AddBoolToObject(out, "complete", model_entry(dir).complete);
+    if (!ok) cJSON_AddStringToObject(out, "problem", e.text);
+    if (!given.json) print_facts(out);
+    json_print(out, given.json);
+    if (!ok) die(&e);
+    return DONE;
+}
+
+/* ---- list: which models are here? ---- */
+
+static int run_list(const char *model) {
+    LOCAL(models_free) Models here = models_list();
+    cJSON *all = cJSON_CreateArray();
+    for (const ModelEntry *m = here.entry; m < here.entry + here.n; m++) {
+        const ModelInfo info = model_describe(m->path);
+        cJSON_AddItemToArray(all, json_object("name", json_word(m->name), "family", json_word(info.family), "bytes",
+                                              json_number((double)m->bytes), "encoding", json_word(info.encoding),
+                                              "supported", cJSON_CreateBool(info.known), "complete",
+                                              cJSON_CreateBool(m->complete), "path", json_word(m->path), NULL));
+        LocalText row = text_print("%-36s %-10s %8s  %-7s  %-13s  %s", m->name, info.family, SIZE(m->bytes),
+                                   info.encoding, model_state(m, &info), m->path);
+        LocalBytes shown = {0}; /* a row is a line, whatever the name of a folder holds */
+        bytes_shown(&shown, row, strlen(row), false);
+        if (!given.json) puts(shown.data);
+    }
+    if (!here.n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
+    json_print(all, given.json);
+    return DONE;
+}
+
+static const Option json_options[] = {{0, "json", NULL, SWITCH, &given.json, .help = "as JSON"}, {0}};
+static const Option inspect_options[] = {{0, "ctx", "N", WHOLE, &given.context, 1, 1 << 24,
+                                          .help = "tokens of context (as many as the model and the memory allow)"},
+                                         {0}};
+const Command inspect = {"inspect",
+                         "MODEL",
+                         "what a model is made of, and whether it fits here",
+                         {json_options, inspect_options},
+                         run_inspect};
+const Command list = {"list", "", "the models in ./models and the hub's cache", {json_options}, run_list};
